@@ -1,0 +1,39 @@
+# The helpers that every folder's CMakeLists.txt uses, so that flags are said once.
+
+# Flags for our own code (generated code is compiled without them).
+add_library(kvasir_flags INTERFACE)
+target_compile_options(kvasir_flags INTERFACE
+  $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -Wshadow -Wconversion -Wsign-conversion -Wsign-compare
+  -Wnon-virtual-dtor -Werror -fno-math-errno -ffp-contract=off>)
+if(CMAKE_CXX_COMPILER_ID STREQUAL "Clang")
+  target_compile_options(kvasir_flags INTERFACE -Wthread-safety)
+endif()
+target_include_directories(kvasir_flags INTERFACE ${PROJECT_SOURCE_DIR} ${PROJECT_BINARY_DIR})
+
+if(KVASIR_SANITIZE)
+  add_compile_options(-fsanitize=${KVASIR_SANITIZE} -fno-omit-frame-pointer
+                      -fno-sanitize-recover=all -g1)
+  add_link_options(-fsanitize=${KVASIR_SANITIZE})
+endif()
+
+# kvasir_library(NAME SRCS a.cc b.cc [CUDA_SRCS a.cu] [DEPS ...]): a static library of our own code.
+function(kvasir_library name)
+  cmake_parse_arguments(ARG "" "" "SRCS;CUDA_SRCS;DEPS" ${ARGN})
+  if(KVASIR_WITH_CUDA)
+    list(APPEND ARG_SRCS ${ARG_CUDA_SRCS})
+  endif()
+  add_library(${name} STATIC ${ARG_SRCS})
+  target_link_libraries(${name} PUBLIC kvasir_flags ${ARG_DEPS})
+endfunction()
+
+# kvasir_test(NAME SRCS x_test.cc [DEPS ...] [LABELS ...]): a GoogleTest binary known to ctest.
+function(kvasir_test name)
+  cmake_parse_arguments(ARG "" "TIMEOUT" "SRCS;DEPS;LABELS" ${ARGN})
+  if(NOT ARG_TIMEOUT)
+    set(ARG_TIMEOUT 300)
+  endif()
+  add_executable(${name} ${ARG_SRCS})
+  target_link_libraries(${name} PRIVATE kvasir_flags ${ARG_DEPS} GTest::gmock GTest::gtest_main)
+  add_test(NAME ${name} COMMAND ${name} WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
+  set_tests_properties(${name} PROPERTIES TIMEOUT ${ARG_TIMEOUT} LABELS "${ARG_LABELS}")
+endfunction()
