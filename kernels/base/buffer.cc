@@ -1,0 +1,54 @@
+#include "kernels/base/buffer.h"
+
+#include <cstdlib>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+
+namespace kvasir::kernels {
+namespace {
+
+// No host has more; asking the allocator would abort under AddressSanitizer.
+constexpr int64_t kMaxBytes = int64_t{1} << 46;
+
+}  // namespace
+
+absl::StatusOr<HostBuffer> HostBuffer::Allocate(int64_t bytes) {
+  if (bytes < 0) {
+    return absl::InvalidArgumentError(absl::StrCat("cannot allocate ", bytes, " bytes"));
+  }
+  HostBuffer buffer;
+  if (bytes == 0) return buffer;
+  void* memory = nullptr;
+  if (bytes <= kMaxBytes) {
+    // calloc rather than aligned_alloc and memset: untouched pages stay unmapped.
+    memory = std::calloc(static_cast<size_t>(bytes + kAlignment), 1);
+  }
+  if (memory == nullptr) {
+    return absl::ResourceExhaustedError(absl::StrCat(
+        "no host memory for a buffer of ", bytes, " bytes; use smaller limits or a larger host"));
+  }
+  buffer.memory_.reset(memory);
+  const auto address = reinterpret_cast<uintptr_t>(memory);
+  const uintptr_t aligned = (address + (kAlignment - 1)) & ~static_cast<uintptr_t>(kAlignment - 1);
+  buffer.data_ = static_cast<std::byte*>(memory) + (aligned - address);
+  buffer.size_bytes_ = bytes;
+  return buffer;
+}
+
+HostBuffer::HostBuffer(HostBuffer&& other) noexcept
+    : memory_(std::move(other.memory_)),
+      data_(std::exchange(other.data_, nullptr)),
+      size_bytes_(std::exchange(other.size_bytes_, 0)) {}
+
+HostBuffer& HostBuffer::operator=(HostBuffer&& other) noexcept {
+  memory_ = std::move(other.memory_);
+  data_ = std::exchange(other.data_, nullptr);
+  size_bytes_ = std::exchange(other.size_bytes_, 0);
+  return *this;
+}
+
+void HostBuffer::Free::operator()(void* memory) const { std::free(memory); }
+
+}  // namespace kvasir::kernels
