@@ -1,0 +1,43 @@
+// The algebra of partial attention results: (max, sum, weighted values) over a set of keys, and the
+// merge of two disjoint sets. Written once for tiles, splits, ranks and the terminator.
+// Follows algorithms.md R4 and R5: a state over no keys has max = -inf, sum = 0, and merges as the
+// neutral element without NaN.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <limits>
+
+namespace kvasir::kernels {
+
+// One query's partial result. `out` (head_dim floats, un-normalised) lies with the caller.
+struct AttentionState {
+  float max = -std::numeric_limits<float>::infinity();  // of the scaled logits
+  float sum = 0;                                        // of exp(logit - max)
+};
+
+// The weights by which the two sides' `sum` and `out` are multiplied in a merge.
+struct MergeWeights {
+  float left = 0;
+  float right = 0;
+};
+
+// Merges `right` into `left` and returns the weights for the out vectors:
+//   out = weights.left * out_left + weights.right * out_right.
+// The order of merges is part of the result's bits: callers merge in ascending position.
+inline MergeWeights MergeInto(AttentionState& left, const AttentionState& right) {
+  const float max = left.max > right.max ? left.max : right.max;
+  if (max == -std::numeric_limits<float>::infinity()) return {};
+  const MergeWeights weights = {.left = std::exp(left.max - max),
+                                .right = std::exp(right.max - max)};
+  left.sum = weights.left * left.sum + weights.right * right.sum;
+  left.max = max;
+  return weights;
+}
+
+// log(sum over the keys of exp(logit)); -inf over no keys.
+inline float LogSumExp(const AttentionState& state) {
+  return state.sum > 0 ? state.max + std::log(state.sum) : -std::numeric_limits<float>::infinity();
+}
+
+}  // namespace kvasir::kernels

@@ -1,0 +1,113 @@
+// PageSelection: the one type between all sparse methods. Row (query block q, KV head h) says which
+// tokens the queries of q attend to in the KV of h:
+//
+//   kind all :  [0, p]                                                          (dense)
+//   kind list:  [0, sink_end)  +  entries inside [sink_end, window_begin)  +  [window_begin, p]
+//
+// for the query at position p (causality is applied per query by the attention op). Sink and window
+// are ranges and never appear in the list; an entry may hold any token: the attention op masks what
+// lies outside [sink_end, window_begin), so a list stays right while the window slides over it.
+// Pages are logical (block number in the sequence): moving one between tiers changes nothing here.
+// Entries are ascending by page and unique. A view: it owns nothing. Thread-compatible.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cstdint>
+
+#include "kernels/paged/paged_kv.h"
+
+namespace kvasir::kernels {
+
+struct SelectionHeader {
+  enum class Kind : int32_t { kAll = 0, kList = 1 };
+
+  Kind kind = Kind::kAll;
+  int32_t count = 0;           // entries in the list
+  int64_t sink_end = 0;        // first position behind the sink
+  int64_t window_begin = 0;    // first position of the window of the block's first query
+  int64_t query_position = 0;  // position of the block's first query
+  int64_t made_at = 0;         // query_position at which the list was made (differs under reuse)
+};
+
+struct SelectionEntry {
+  int64_t page = 0;     // block number in the sequence
+  uint64_t chosen = 0;  // bit t: the selector chose token 64 page + t
+  uint64_t live = 0;    // subset of chosen that pruners left
+  float score = 0;      // the selector's score, larger is better
+};
+
+struct PageSelection {
+  SelectionHeader* headers = nullptr;  // [num_rows]
+  SelectionEntry* entries = nullptr;   // [num_rows, capacity]
+  int64_t num_rows = 0;                // query blocks x KV heads, head fastest
+  int64_t capacity = 0;                // entries a row can hold
+
+  SelectionHeader& header(int64_t row) const { return headers[row]; }
+  SelectionEntry* list(int64_t row) const { return entries + row * capacity; }
+};
+
+// Bits [begin, end) of a page's 64, clamped to the page; begin and end are offsets from its start.
+constexpr uint64_t TokenMask(int64_t begin, int64_t end) {
+  begin = std::clamp<int64_t>(begin, 0, kPageTokens);
+  end = std::clamp<int64_t>(end, 0, kPageTokens);
+  if (begin >= end) return 0;
+  const uint64_t below_end = end == kPageTokens ? ~uint64_t{0} : (uint64_t{1} << end) - 1;
+  return below_end & (~uint64_t{0} << begin);
+}
+
+// Walks the pages a selection row attends to, ascending, each once, with the mask of its tokens:
+// the one definition of "what is attended", used by attention, by accounting and by tests. Tokens
+// behind `last_position` (the block's last query) are masked; per-query causality is the caller's.
+//
+//   for (SelectedPages walk(header, list, last_position); walk.valid(); walk.Next())
+//     use(walk.page(), walk.mask());
+class SelectedPages {
+ public:
+  SelectedPages(const SelectionHeader& header, const SelectionEntry* list, int64_t last_position)
+      : header_(header), list_(list), end_(last_position + 1), page_(-1) {
+    Next();
+  }
+
+  bool valid() const { return page_ * kPageTokens < end_; }
+  int64_t page() const { return page_; }
+  uint64_t mask() const { return mask_; }
+  void Next() {
+    do {
+      page_ = Follow(page_ + 1);
+      mask_ = MaskOf(page_);
+    } while (valid() && mask_ == 0);
+  }
+
+ private:
+  // The first page >= page that can hold attended tokens.
+  int64_t Follow(int64_t page) {
+    if (header_.kind == SelectionHeader::Kind::kAll) return page;
+    const int64_t start = page * kPageTokens;
+    if (start < header_.sink_end) return page;
+    if (start + kPageTokens > header_.window_begin) return page;
+    while (next_ < header_.count && list_[next_].page < page) ++next_;
+    const int64_t window_page = header_.window_begin / kPageTokens;
+    if (next_ >= header_.count) return window_page;
+    return std::min(list_[next_].page, window_page);
+  }
+  uint64_t MaskOf(int64_t page) {
+    const int64_t start = page * kPageTokens;
+    const uint64_t exists = TokenMask(0, end_ - start);
+    if (header_.kind == SelectionHeader::Kind::kAll) return exists;
+    uint64_t mask = TokenMask(0, header_.sink_end - start) |
+                    TokenMask(header_.window_begin - start, kPageTokens);
+    while (next_ < header_.count && list_[next_].page < page) ++next_;
+    if (next_ < header_.count && list_[next_].page == page) mask |= list_[next_].live;
+    return mask & exists;
+  }
+
+  const SelectionHeader header_;
+  const SelectionEntry* list_;
+  int64_t end_;
+  int64_t page_;
+  uint64_t mask_ = 0;
+  int32_t next_ = 0;  // first entry not behind page_
+};
+
+}  // namespace kvasir::kernels

@@ -1,0 +1,117 @@
+// The one place that knows where a byte of K or V lies. Kernels ask PagedKv for the page of
+// (slot, block, layer, head) and get its address and tier; everything else (who filled the page,
+// when it moves) is the KV store's business. PagedKv is a view of tables that the store owns and
+// keeps unchanged from BeginStep to EndStep. Thread-safe: reads only, but for the access record,
+// whose entries are written with relaxed atomics.
+//
+//   slot --block_rows--> row --pages--> page of (layer, head): K[64][d] then V[64][d], contiguous
+//                          \--bounds--> min and max of K per page (Quest's digest)
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/base/dtype.h"
+#include "kernels/base/status_macros.h"
+
+namespace kvasir::kernels {
+
+// Tokens of a page and of a block. Block i of a sequence holds positions [64 i, 64 i + 64).
+inline constexpr int64_t kPageTokens = 64;
+
+// Shape of the KV of one rank. A block holds pages_per_block() pages, ordered by layer, then head.
+struct KvLayout {
+  int64_t num_layers = 0;
+  int64_t num_kv_heads = 0;  // of this rank
+  int64_t head_dim = 0;
+  DType dtype = DType::kBFloat16;
+
+  int64_t row_bytes() const { return head_dim * static_cast<int64_t>(DTypeSize(dtype)); }
+  int64_t page_bytes() const { return 2 * kPageTokens * row_bytes(); }
+  int64_t pages_per_block() const { return num_layers * num_kv_heads; }
+  int64_t page_in_block(int64_t layer, int64_t head) const { return layer * num_kv_heads + head; }
+  int64_t block_bytes() const { return pages_per_block() * page_bytes(); }
+  // Offset of V inside a page.
+  int64_t v_offset() const { return kPageTokens * row_bytes(); }
+  // Bounds of one page: min[d] then max[d], in the KV dtype; of a block: pages_per_block() of them.
+  int64_t page_bounds_bytes() const { return 2 * row_bytes(); }
+  int64_t block_bounds_bytes() const { return pages_per_block() * page_bounds_bytes(); }
+};
+
+enum class PageTier : uint8_t { kAbsent = 0, kDevice = 1, kHost = 2 };
+
+// Address and tier of a page in one word, as the device table holds it. Pages are 64-byte aligned,
+// so the low bits carry the tier.
+class PageRef {
+ public:
+  PageRef() = default;
+  PageRef(std::byte* page, PageTier tier)
+      : bits_(reinterpret_cast<uint64_t>(page) | static_cast<uint64_t>(tier)) {
+    KVASIR_CHECK((reinterpret_cast<uint64_t>(page) & kTierMask) == 0);
+  }
+  PageTier tier() const { return static_cast<PageTier>(bits_ & kTierMask); }
+  std::byte* page() const { return reinterpret_cast<std::byte*>(bits_ & ~kTierMask); }
+
+ private:
+  static constexpr uint64_t kTierMask = 63;
+  uint64_t bits_ = 0;
+};
+
+// What kernels record while they read, one entry a page: [num_rows * pages_per_block].
+struct AccessRecord {
+  uint32_t* last_touched = nullptr;  // step of the last read
+  uint32_t* missed_bytes = nullptr;  // bytes read from the host tier since the store last looked
+};
+
+struct PagedKv {
+  KvLayout layout;
+  const int32_t* block_rows = nullptr;  // [num_slots, max_blocks_per_slot], -1 = no block
+  int64_t num_slots = 0;
+  int64_t max_blocks_per_slot = 0;
+  const PageRef* pages = nullptr;      // [num_rows, pages_per_block]
+  std::byte* const* bounds = nullptr;  // [num_rows] -> [pages_per_block][2][head_dim]
+  AccessRecord accesses;
+  uint32_t step = 0;
+
+  int64_t row(int64_t slot, int64_t block) const {
+    return block_rows[slot * max_blocks_per_slot + block];
+  }
+  // Resolves without recording: for writers and tests.
+  PageRef Peek(int64_t slot, int64_t block, int64_t layer, int64_t head) const {
+    return pages[PageIndex(slot, block, layer, head)];
+  }
+  // Resolves for reading `bytes` of the page, and records the access (and the miss, when the page
+  // is read in place from the host tier).
+  PageRef Read(int64_t slot, int64_t block, int64_t layer, int64_t head, int64_t bytes) const {
+    const int64_t index = PageIndex(slot, block, layer, head);
+    const PageRef ref = pages[index];
+    std::atomic_ref<uint32_t>(accesses.last_touched[index]).store(step, std::memory_order_relaxed);
+    if (ref.tier() == PageTier::kHost) {
+      std::atomic_ref<uint32_t>(accesses.missed_bytes[index])
+          .fetch_add(static_cast<uint32_t>(bytes), std::memory_order_relaxed);
+    }
+    return ref;
+  }
+  // min[head_dim] then max[head_dim] of the keys of a page, in the KV dtype.
+  std::byte* Bounds(int64_t slot, int64_t block, int64_t layer, int64_t head) const {
+    return bounds[row(slot, block)] +
+           layout.page_in_block(layer, head) * layout.page_bounds_bytes();
+  }
+
+ private:
+  int64_t PageIndex(int64_t slot, int64_t block, int64_t layer, int64_t head) const {
+    return row(slot, block) * layout.pages_per_block() + layout.page_in_block(layer, head);
+  }
+};
+
+// Consecutive queries of one sequence that share a selection: one token in decode and in a prompt's
+// tail, up to 64 in prefill (then they lie inside one block of positions [64 i, 64 i + 64)).
+struct QueryBlock {
+  int64_t slot = 0;
+  int64_t first_row = 0;       // row of the first query in the batch's q and out tensors
+  int64_t num_rows = 0;        // 1..64
+  int64_t first_position = 0;  // position of the first query; query r is at first_position + r
+};
+
+}  // namespace kvasir::kernels

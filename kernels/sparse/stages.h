@@ -1,0 +1,62 @@
+// The parts a sparse attention method is made of, with PageSelection as the one type between them.
+// A decode step of one layer:   reuse gate -> select -> prune -> attend (terminator inside).
+// Implementations live in one folder a method and are listed in methods.cc. Stages are built once
+// from the server's policies, hold no per-sequence state of their own and are thread-compatible.
+#pragma once
+
+#include <span>
+
+#include "absl/status/status.h"
+
+#include "kernels/base/executor.h"
+#include "kernels/base/tensor.h"
+#include "kernels/paged/page_selection.h"
+#include "kernels/paged/paged_kv.h"
+
+namespace kvasir::kernels {
+
+// The numbers of a policy for one query block: they differ from row to row of a batch. Tokens.
+struct SelectionNumbers {
+  int64_t sink_tokens = 0;
+  int64_t window_tokens = 0;  // includes the query's own token; >= 1
+  int64_t budget_tokens = 0;  // selected tokens besides sink and window
+};
+
+struct SelectParams {
+  TensorView q;  // [tokens, num_heads, head_dim] of this rank, rotated, float32 or bfloat16
+  PagedKv kv;
+  int64_t layer = 0;
+  std::span<const QueryBlock> blocks;
+  std::span<const SelectionNumbers> numbers;  // one per block
+};
+
+// Chooses, for every (query block, KV head), what is attended to. Fills headers and lists of `out`,
+// whose rows are blocks x num_kv_heads.
+// Short contexts (rule R2): where sink + window + budget cover the context, the row's kind is kAll.
+class Selector {
+ public:
+  virtual ~Selector() = default;
+  virtual absl::Status Select(const SelectParams& params, PageSelection& out,
+                              Executor& executor) const = 0;
+  // Entries a row needs at most for these numbers over a context of `tokens`.
+  virtual int64_t MaxEntries(const SelectionNumbers& numbers, int64_t tokens) const = 0;
+  virtual bool NeedsBounds() const = 0;
+};
+
+// Narrows a selection: clears `live` bits, never sets one, never touches sink and window.
+class Pruner {
+ public:
+  virtual ~Pruner() = default;
+  virtual absl::Status Prune(const SelectParams& params, PageSelection& selection,
+                             Executor& executor) const = 0;
+};
+
+// Decides, per row, whether the previous step's selection serves again. verdicts[row] = 1: reuse.
+class ReuseRule {
+ public:
+  virtual ~ReuseRule() = default;
+  virtual absl::Status Gate(const SelectParams& params, const PageSelection& previous,
+                            std::span<uint8_t> verdicts, Executor& executor) const = 0;
+};
+
+}  // namespace kvasir::kernels

@@ -1,0 +1,26 @@
+// Communication among the ranks of a tensor-parallel group. Every call is made by all ranks in the
+// same order and is bounded in time: a dead or silent peer becomes UNAVAILABLE or DEADLINE_EXCEEDED
+// on the others, after which the collective is broken for good (the group is formed anew). Sums are
+// taken in rank order on every rank, so all ranks get the same bits. Implementations: Gloo on CPUs,
+// NCCL on GPUs; one rank alone needs no network. Thread-compatible: the engine's thread only.
+#pragma once
+
+#include <cstddef>
+
+#include "absl/status/status.h"
+#include "absl/types/span.h"
+
+namespace kvasir::worker {
+
+class Collective {
+ public:
+  virtual ~Collective() = default;
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+  // data[i] = sum over ranks of data[i], in place.
+  virtual absl::Status AllReduceSum(absl::Span<float> data) = 0;
+  // out = concatenation of every rank's `in` in rank order; out.size() = size() * in.size().
+  virtual absl::Status AllGather(absl::Span<const float> in, absl::Span<float> out) = 0;
+};
+
+}  // namespace kvasir::worker
