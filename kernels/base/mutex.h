@@ -5,12 +5,17 @@
 #include <condition_variable>
 #include <mutex>
 
+#include "absl/base/thread_annotations.h"
+
 #if defined(__clang__)
 #define KVASIR_THREAD_ANNOTATION_(x) __attribute__((x))
 #else
 #define KVASIR_THREAD_ANNOTATION_(x)
 #endif
 
+// Some releases of Abseil define the unprefixed GUARDED_BY too; with its header before us the order
+// of includes does not matter.
+#undef GUARDED_BY
 #define GUARDED_BY(x) KVASIR_THREAD_ANNOTATION_(guarded_by(x))
 #define REQUIRES(...) KVASIR_THREAD_ANNOTATION_(requires_capability(__VA_ARGS__))
 #define EXCLUDES(...) KVASIR_THREAD_ANNOTATION_(locks_excluded(__VA_ARGS__))
