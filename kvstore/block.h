@@ -17,6 +17,9 @@ namespace kvasir::kvstore {
 
 using kernels::BlockId;
 
+// Tokens of a block: block i of a sequence holds positions [64 i, 64 i + 64).
+inline constexpr int64_t kBlockTokens = 64;
+
 // Identity of a full block: the value of the SHA-256 chain behind its tokens (kvstore/index).
 using PrefixHash = std::array<uint8_t, 32>;
 

@@ -1,14 +1,21 @@
 // Which token blocks exist and which prefixes they hold: the coordinator's half of the KV store. It
-// hands out block ids, finds the longest cached prefix of a prompt, decides which idle block goes
-// when room is needed (least recently used first, never one that a sequence holds), and knows per
-// rank who lost what. It holds no KV bytes. Hidden: the hash chain, the LRU order, the bookkeeping
-// of ranks. Thread-compatible: the scheduler's thread only.
+// hands out block ids (never the same twice), finds the longest cached prefix of a prompt, and
+// decides which idle block goes when room is needed. It holds no KV bytes. Hidden: the hash chain,
+// the LRU order, the tree of prefixes. Called by the scheduler. Thread-compatible: the scheduler's
+// thread only, which also destroys the handles; the index outlives them.
+//
+// Every block is in exactly one state:
+//   free    not allocated
+//   held    somebody has a handle to it or to a cached block that continues it
+//   idle    cached, and neither it nor anything that continues it is held: evictable
+// A held block keeps its whole prefix held, so a parent always becomes idle behind its children:
+// evicting the longest idle block takes leaves first and never makes a cached block unreachable.
 #pragma once
 
 #include <array>
 #include <cstdint>
+#include <functional>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -36,47 +43,64 @@ PrefixHash HashScope(const PrefixScope& scope);
 // written during a sparse decode. SHA-256.
 PrefixHash HashBlock(const PrefixHash& parent, absl::Span<const int32_t> tokens,
                      absl::string_view decode_policy);
+// HashBlock, but for tests that play a weak hash.
+using BlockHasher = std::function<PrefixHash(
+    const PrefixHash& parent, absl::Span<const int32_t> tokens, absl::string_view decode_policy)>;
 
 struct PrefixMatch {
   std::vector<Block> blocks;  // from position 0 on, held by these handles
   PrefixHash last{};          // chain value behind them
 };
 
+// A full block and the place of its tokens.
+struct FullBlock {
+  const Block& block;
+  const Block& before;               // the sequence's block before it; no block: it is the first
+  const PrefixHash& parent;          // chain value before it; of the first block, the scope's
+  const PrefixHash& hash;            // chain value behind it
+  absl::Span<const int32_t> tokens;  // kBlockTokens of them
+};
+
 struct PrefixIndexStats {
   int64_t capacity_blocks = 0;
-  int64_t held_blocks = 0;  // by handles
-  int64_t idle_blocks = 0;  // cached, evictable
+  int64_t held_blocks = 0;
+  int64_t idle_blocks = 0;
+  int64_t cached_blocks = 0;  // that Match can find, held or idle
   int64_t evictions = 0;
+  int64_t hash_collisions = 0;  // equal hash values, different tokens: none in a lifetime
 };
 
 class PrefixIndex {
  public:
   // `capacity_blocks`: blocks that every rank's host tier can hold.
-  static std::unique_ptr<PrefixIndex> Create(int64_t capacity_blocks);
+  static std::unique_ptr<PrefixIndex> Create(int64_t capacity_blocks,
+                                             BlockHasher hasher = HashBlock);
   virtual ~PrefixIndex() = default;
 
   // The longest run of cached full blocks at the start of `tokens`, at most floor((N-1)/64): at
-  // least one token is left to compute. Tokens are compared, not only hashes.
+  // least one token is left to compute. Tokens of the whole prefix are compared, not only hashes.
   virtual PrefixMatch Match(const PrefixHash& scope, absl::Span<const int32_t> tokens) = 0;
-  // A fresh id with a handle; evicts the least recently used idle block when full;
-  // RESOURCE_EXHAUSTED
-  // ("need 1 block, 0 of 128 idle") when all are held.
+  // A fresh id with a handle; evicts the least recently used idle block when none is free;
+  // RESOURCE_EXHAUSTED ("need 1 block, 128 of 128 are held") when all are held.
   virtual absl::StatusOr<Block> Allocate() = 0;
-  // Blocks that Allocate can still give: free and idle ones.
+  // Blocks that Allocate can still give: free and idle ones. Falls by Allocate and Match only.
   virtual int64_t available_blocks() const = 0;
-  // The block is full and may be found from now on. Returns false when an equal prefix is cached
-  // already (two sequences computed the same): then the block stays private to its holders.
-  virtual bool Publish(const Block& block, const PrefixHash& parent, const PrefixHash& hash,
-                       absl::Span<const int32_t> tokens) = 0;
+  // The block is full and may be found from now on. False when it stays private to its holders:
+  // an equal prefix is cached already (two sequences computed the same), or the prefix before it is
+  // not cached or only idle (publishing must not take away available blocks). Private blocks are
+  // sealed on the ranks like others; TakeDropped names them when their holders are gone.
+  virtual bool Publish(const FullBlock& full) = 0;
   // Ids released since the last call: no rank need keep them.
   virtual std::vector<BlockId> TakeDropped() = 0;
-  // A rank lost the block (or never had it): it is not a hit any more.
+  // A rank lost the block (or never had it): neither it nor what continues it is a hit any more.
+  // Unknown ids are ignored.
   virtual void Lost(BlockId id) = 0;
   // Forgets every cached block (the group was formed anew). REQUIRES: no handles are out.
   virtual void Clear() = 0;
 
   virtual PrefixIndexStats stats() const = 0;
-  // Every block is in exactly one of free, held, idle; INTERNAL with the discrepancy. For tests.
+  // Every block is in exactly one of free, held, idle, and the tree and the LRU order keep their
+  // rules; INTERNAL with the discrepancy. For tests.
   virtual absl::Status CheckIntegrity() const = 0;
 };
 
