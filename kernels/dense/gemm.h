@@ -1,0 +1,78 @@
+// Linear layers: y[M, N] = x[M, K] * w[N, K]^T + bias[N].
+//
+// A PackedLinear owns its weights, re-ordered once into blocks that the machine's fastest kernel
+// reads in order, and hides which kernel that is: oneDNN's brgemm in bfloat16 or float32, or our
+// own panel kernel where oneDNN has none (no AVX-512). The model calls it, one object per weight.
+//
+// Thread-compatible: one Run at a time; Run spreads tiles over the executor it is given. oneDNN is
+// told to use one OpenMP thread per tile, so there is no second thread pool in the process.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+
+#include "kernels/base/executor.h"
+#include "kernels/base/tensor.h"
+
+namespace kvasir::kernels {
+
+class GemmEngine;
+
+class PackedLinear {
+ public:
+  // Parts are stacked along N: {gate, up} gives y = [gate | up].
+  struct Part {
+    TensorView weight;  // [n, K] float32 or bfloat16, any mix
+    TensorView bias;    // [n] float32 or bfloat16; an empty view for none
+  };
+  struct Options {
+    DType input = DType::kFloat32;   // of x: float32 or bfloat16
+    DType output = DType::kFloat32;  // of y: float32, or bfloat16 when the input is
+  };
+
+  // Copies and packs the weights; the parts may be freed afterwards. They are rounded to bfloat16
+  // when the input is bfloat16, and kept in float32 otherwise.
+  // INVALID_ARGUMENT: shapes or dtypes. UNIMPLEMENTED: CUDA memory. RESOURCE_EXHAUSTED: no memory.
+  static absl::StatusOr<PackedLinear> Create(std::span<const Part> parts, const Options& options);
+
+  PackedLinear(PackedLinear&&) noexcept;
+  PackedLinear& operator=(PackedLinear&&) noexcept;
+  ~PackedLinear();
+
+  // Scratch that Run needs for an executor of so many threads, whatever the number of rows.
+  int64_t ScratchBytes(int num_threads) const;
+
+  //   x        [M, K] options.input, M may be 0
+  //   y        [M, N] options.output, must not overlap x
+  //   scratch  at least ScratchBytes(executor.num_threads()), aligned to 64 bytes
+  //
+  // Products and sums are float32. Infinities and NaNs spread within their row as in the formula
+  // and never into another row. In float32 a row of y depends only on its row of x: it is bitwise
+  // the same for every M, row index and number of threads, because each tile runs single-threaded
+  // and all tile heights sum over K in the same order. The same was seen to hold for bfloat16 with
+  // AVX-512, but is not promised there (AMX).
+  // INVALID_ARGUMENT: shapes, dtypes, scratch. UNIMPLEMENTED: CUDA memory. INTERNAL: oneDNN failed.
+  absl::Status Run(const TensorView& x, const TensorView& y, std::span<std::byte> scratch,
+                   Executor& executor);
+
+  int64_t in_features() const { return in_features_; }
+  int64_t out_features() const { return out_features_; }
+  // The kernel in use, for logs: "brgemm:avx512_core_bf16", "panel:avx2".
+  std::string engine_name() const;
+
+ private:
+  PackedLinear() = default;
+
+  int64_t in_features_ = 0;
+  int64_t out_features_ = 0;
+  Options options_;
+  std::unique_ptr<GemmEngine> engine_;
+};
+
+}  // namespace kvasir::kernels
