@@ -77,13 +77,15 @@ struct PagedKv {
   int64_t row(int64_t slot, int64_t block) const {
     return block_rows[slot * max_blocks_per_slot + block];
   }
-  // Resolves without recording: for writers and tests.
+  // Resolves without recording: for writers and tests. Absent where the slot has no such block.
   PageRef Peek(int64_t slot, int64_t block, int64_t layer, int64_t head) const {
+    if (row(slot, block) < 0) return PageRef();
     return pages[PageIndex(slot, block, layer, head)];
   }
   // Resolves for reading `bytes` of the page, and records the access (and the miss, when the page
-  // is read in place from the host tier).
+  // is read in place from the host tier). Absent where the slot has no such block.
   PageRef Read(int64_t slot, int64_t block, int64_t layer, int64_t head, int64_t bytes) const {
+    if (row(slot, block) < 0) return PageRef();
     const int64_t index = PageIndex(slot, block, layer, head);
     const PageRef ref = pages[index];
     std::atomic_ref<uint32_t>(accesses.last_touched[index]).store(step, std::memory_order_relaxed);

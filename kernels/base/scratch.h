@@ -1,0 +1,35 @@
+// Working memory of ops: the caller owns one Scratch for each thread that calls ops and passes it
+// in, so that an op allocates only when its largest call so far is exceeded. The contents do not
+// outlive the op that reserved them. Thread-compatible: one op at a time.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "absl/status/statusor.h"
+
+#include "kernels/base/buffer.h"
+#include "kernels/base/status_macros.h"
+
+namespace kvasir::kernels {
+
+class Scratch {
+ public:
+  // At least `bytes` bytes, 64-byte aligned, with unspecified contents; what was reserved before is
+  // gone. Grows by half at least, so that a context which grows by a token a step does not allocate
+  // in each of them. RESOURCE_EXHAUSTED when there is no memory.
+  absl::StatusOr<std::byte*> Reserve(int64_t bytes) {
+    if (bytes > buffer_.size_bytes()) {
+      const int64_t grown = buffer_.size_bytes() + buffer_.size_bytes() / 2;
+      KVASIR_ASSIGN_OR_RETURN(buffer_, HostBuffer::Allocate(std::max(bytes, grown)));
+    }
+    return buffer_.data();
+  }
+  int64_t size_bytes() const { return buffer_.size_bytes(); }
+
+ private:
+  HostBuffer buffer_;
+};
+
+}  // namespace kvasir::kernels

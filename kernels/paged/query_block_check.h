@@ -1,0 +1,21 @@
+// The check that every op over query blocks opens with: what AppendKv, Attend and selectors may
+// take for granted about QueryBlocks. Thread-safe.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "absl/status/status.h"
+#include "absl/strings/string_view.h"
+
+#include "kernels/paged/paged_kv.h"
+
+namespace kvasir::kernels {
+
+// INVALID_ARGUMENT, naming the op and the block, unless every block has 1..64 rows inside
+// [0, num_tokens), a slot of `kv`, and positions inside one token block that the slot's table can
+// hold.
+absl::Status CheckQueryBlocks(absl::string_view op, std::span<const QueryBlock> blocks,
+                              int64_t num_tokens, const PagedKv& kv);
+
+}  // namespace kvasir::kernels
