@@ -7,9 +7,10 @@
 // selection and the KV it names, never on batch, chunk, tier or thread count, and a query block of
 // one row gives the same bits as that row inside a larger block. Pages are taken in ascending
 // position in segments of kSegmentPages by absolute page number, each segment accumulated page by
-// page, segments merged in order. A query with no key gives out = 0 and lse = -inf. Errors:
-// INVALID_ARGUMENT on shapes; a selected page that is absent sets the row's fault (see
-// AttendParams::faults), and its out rows are unspecified.
+// page, segments merged in order. A query with no key gives out = 0 and lse = -inf. NaN in a query,
+// or in a key or value that it attends to, makes its own row NaN and no other. Rows that no block
+// names stay as they are. Errors: INVALID_ARGUMENT on shapes; a selected page that is absent sets
+// the slot's fault (see AttendParams::faults), and its out rows are unspecified.
 // Cost: reads 2 * head_dim * sizeof(dtype) bytes per attended token and KV head, once for all G
 // query heads of the group. Source: online softmax (arXiv 1805.02867), R1 to R5 of
 // docs/sparse_methods.md.
@@ -20,6 +21,7 @@
 #include "absl/status/status.h"
 
 #include "kernels/base/executor.h"
+#include "kernels/base/scratch.h"
 #include "kernels/base/tensor.h"
 #include "kernels/paged/page_selection.h"
 #include "kernels/paged/paged_kv.h"
@@ -32,13 +34,14 @@ inline constexpr int64_t kSegmentPages = 32;
 struct AttendParams {
   TensorView q;    // [tokens, num_heads, head_dim], float32 or bfloat16, rotated
   TensorView out;  // [tokens, num_heads, head_dim], dtype of q
-  TensorView lse;  // [tokens, num_heads], float32; may be empty: not wanted
+  TensorView lse;  // [tokens, num_heads], float32, natural log; may be empty: not wanted
   PagedKv kv;
   int64_t layer = 0;
   float scale = 0;                     // 1 / sqrt(head_dim) for the models served
   std::span<const QueryBlock> blocks;  // disjoint rows
-  PageSelection selection;    // rows = blocks x num_kv_heads; row = block * num_kv_heads + head
-  std::span<uint8_t> faults;  // [num_slots]; set to 1 where an absent page was selected
+  PageSelection selection;     // rows = blocks x num_kv_heads; row = block * num_kv_heads + head
+  std::span<uint8_t> faults;   // [num_slots]; set to 1 where an absent page was selected
+  Scratch* scratch = nullptr;  // working memory, required
 };
 
 absl::Status Attend(const AttendParams& params, Executor& executor);

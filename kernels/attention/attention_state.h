@@ -1,7 +1,7 @@
 // The algebra of partial attention results: (max, sum, weighted values) over a set of keys, and the
 // merge of two disjoint sets. Written once for tiles, splits, ranks and the terminator.
-// Follows algorithms.md R4 and R5: a state over no keys has max = -inf, sum = 0, and merges as the
-// neutral element without NaN.
+// A state over no keys has max = -inf, sum = 0, and merges as the neutral element without NaN. A
+// NaN logit never raises max but makes sum NaN, and stays visible through every merge.
 #pragma once
 
 #include <cmath>
@@ -27,7 +27,11 @@ struct MergeWeights {
 // The order of merges is part of the result's bits: callers merge in ascending position.
 inline MergeWeights MergeInto(AttentionState& left, const AttentionState& right) {
   const float max = left.max > right.max ? left.max : right.max;
-  if (max == -std::numeric_limits<float>::infinity()) return {};
+  if (max == -std::numeric_limits<float>::infinity()) {
+    // No key on either side, or NaN logits only: adding keeps 0 and NaN what they are.
+    left.sum += right.sum;
+    return {.left = 1, .right = 1};
+  }
   const MergeWeights weights = {.left = std::exp(left.max - max),
                                 .right = std::exp(right.max - max)};
   left.sum = weights.left * left.sum + weights.right * right.sum;
@@ -35,9 +39,9 @@ inline MergeWeights MergeInto(AttentionState& left, const AttentionState& right)
   return weights;
 }
 
-// log(sum over the keys of exp(logit)); -inf over no keys.
+// log(sum over the keys of exp(logit)); -inf over no keys, NaN after a NaN logit.
 inline float LogSumExp(const AttentionState& state) {
-  return state.sum > 0 ? state.max + std::log(state.sum) : -std::numeric_limits<float>::infinity();
+  return state.sum == 0 ? -std::numeric_limits<float>::infinity() : state.max + std::log(state.sum);
 }
 
 }  // namespace kvasir::kernels

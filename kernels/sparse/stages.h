@@ -4,11 +4,13 @@
 // from the server's policies, hold no per-sequence state of their own and are thread-compatible.
 #pragma once
 
+#include <cstdint>
 #include <span>
 
 #include "absl/status/status.h"
 
 #include "kernels/base/executor.h"
+#include "kernels/base/scratch.h"
 #include "kernels/base/tensor.h"
 #include "kernels/paged/page_selection.h"
 #include "kernels/paged/paged_kv.h"
@@ -28,19 +30,39 @@ struct SelectParams {
   int64_t layer = 0;
   std::span<const QueryBlock> blocks;
   std::span<const SelectionNumbers> numbers;  // one per block
+  Scratch* scratch = nullptr;                 // working memory, required
+};
+
+// Why a page that dense attention would read is not attended to: the label of the skip counters.
+enum class SkipReason : uint8_t {
+  kSelectedOut = 0,  // it was a candidate, others were chosen
+  kWindow = 1,       // it lies between sink and window, and the method reads nothing there
 };
 
 // Chooses, for every (query block, KV head), what is attended to. Fills headers and lists of `out`,
 // whose rows are blocks x num_kv_heads.
-// Short contexts (rule R2): where sink + window + budget cover the context, the row's kind is kAll.
+//
+// For a block whose queries are at positions [first, last]:
+//
+//   0 ......... sink_end ............ window_begin ...... first ... last
+//   [  sink    )[   candidates       )[        window                  ]
+//
+//   window_begin = max(0, first - window_tokens + 1)     sink_end = min(sink_tokens, window_begin)
+//
+// so the window of the block holds every query's own window, and nothing falls between. Candidates
+// end before the first query, so that no query is served a choice made on keys it may not see.
+// Short contexts (rule R2): where sink + window + budget >= last + 1, the row's kind is kAll.
 class Selector {
  public:
   virtual ~Selector() = default;
+  // INVALID_ARGUMENT on shapes, on numbers below their ranges, or when a row of `out` has no room
+  // for MaxEntries. Reads no K and no V, so it counts no page accesses.
   virtual absl::Status Select(const SelectParams& params, PageSelection& out,
                               Executor& executor) const = 0;
   // Entries a row needs at most for these numbers over a context of `tokens`.
   virtual int64_t MaxEntries(const SelectionNumbers& numbers, int64_t tokens) const = 0;
   virtual bool NeedsBounds() const = 0;
+  virtual SkipReason skip_reason() const = 0;
 };
 
 // Narrows a selection: clears `live` bits, never sets one, never touches sink and window.

@@ -1,0 +1,45 @@
+#include "kernels/attention/attend.h"
+
+#include "kernels/attention/attend_cpu.h"
+#include "kernels/base/shape_check.h"
+#include "kernels/base/status_macros.h"
+#include "kernels/paged/query_block_check.h"
+
+namespace kvasir::kernels {
+namespace {
+
+bool IsFloat32OrBFloat16(DType dtype) {
+  return dtype == DType::kFloat32 || dtype == DType::kBFloat16;
+}
+
+}  // namespace
+
+absl::Status CheckAttendParams(const AttendParams& p) {
+  const KvLayout& layout = p.kv.layout;
+  const int64_t rows = static_cast<int64_t>(p.blocks.size()) * layout.num_kv_heads;
+  ShapeCheck check("attend");
+  check.Match("q", p.q, {"tokens", "heads", layout.head_dim})
+      .Match("out", p.out, {"tokens", "heads", layout.head_dim}, p.q.dtype())
+      .Require(IsFloat32OrBFloat16(p.q.dtype()), "q must be float32 or bfloat16")
+      .Require(IsFloat32OrBFloat16(layout.dtype), "the KV dtype must be float32 or bfloat16")
+      .Require(p.layer >= 0 && p.layer < layout.num_layers, "no such layer")
+      .Require(p.selection.num_rows == rows, "selection.num_rows must be blocks x KV heads")
+      .Require(p.selection.headers != nullptr || rows == 0, "selection has no headers")
+      .Require(static_cast<int64_t>(p.faults.size()) == p.kv.num_slots,
+               "faults must be [num_slots]")
+      .Require(p.scratch != nullptr, "scratch is missing; pass the calling thread's Scratch");
+  if (!p.lse.empty()) check.Match("lse", p.lse, {"tokens", "heads"}, DType::kFloat32);
+  KVASIR_RETURN_IF_ERROR(check.status());
+  check.Require(layout.num_kv_heads > 0 && check.dim("heads") % layout.num_kv_heads == 0,
+                "the query heads must be a multiple of the KV heads");
+  KVASIR_RETURN_IF_ERROR(check.status());
+  return CheckQueryBlocks("attend", p.blocks, check.dim("tokens"), p.kv);
+}
+
+absl::Status Attend(const AttendParams& p, Executor& executor) {
+  KVASIR_RETURN_IF_ERROR(CheckAttendParams(p));
+  AttendReference(p, executor);
+  return absl::OkStatus();
+}
+
+}  // namespace kvasir::kernels

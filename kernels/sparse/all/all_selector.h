@@ -1,0 +1,18 @@
+// The selector `all`: every earlier token, exact dense attention. Numbers are ignored.
+// Thread-compatible.
+#pragma once
+
+#include "kernels/sparse/stages.h"
+
+namespace kvasir::kernels {
+
+class AllSelector : public Selector {
+ public:
+  absl::Status Select(const SelectParams& params, PageSelection& out,
+                      Executor& executor) const override;
+  int64_t MaxEntries(const SelectionNumbers&, int64_t) const override { return 0; }
+  bool NeedsBounds() const override { return false; }
+  SkipReason skip_reason() const override { return SkipReason::kSelectedOut; }  // skips nothing
+};
+
+}  // namespace kvasir::kernels

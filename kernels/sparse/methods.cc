@@ -1,0 +1,25 @@
+#include "kernels/sparse/methods.h"
+
+#include "kernels/sparse/all/all_selector.h"
+#include "kernels/sparse/quest/quest_selector.h"
+#include "kernels/sparse/streaming/streaming_selector.h"
+
+namespace kvasir::kernels {
+namespace {
+
+template <typename T>
+std::unique_ptr<Selector> Make() {
+  return std::make_unique<T>();
+}
+
+constexpr SelectorMethod kSelectors[] = {
+    {"all", Make<AllSelector>},
+    {"streaming", Make<StreamingSelector>},
+    {"quest", Make<QuestSelector>},
+};
+
+}  // namespace
+
+std::span<const SelectorMethod> SelectorMethods() { return kSelectors; }
+
+}  // namespace kvasir::kernels

@@ -1,0 +1,60 @@
+#include "kernels/sparse/select_common.h"
+
+#include <algorithm>
+
+#include "absl/strings/str_cat.h"
+
+#include "kernels/base/shape_check.h"
+#include "kernels/base/status_macros.h"
+#include "kernels/paged/query_block_check.h"
+
+namespace kvasir::kernels {
+
+absl::Status CheckSelect(absl::string_view selector, const SelectParams& p,
+                         const PageSelection& out) {
+  const KvLayout& layout = p.kv.layout;
+  ShapeCheck check(selector);
+  check.Match("q", p.q, {"tokens", "heads", layout.head_dim})
+      .Require(p.q.dtype() == DType::kFloat32 || p.q.dtype() == DType::kBFloat16,
+               "q must be float32 or bfloat16")
+      .Require(p.layer >= 0 && p.layer < layout.num_layers, "no such layer")
+      .Require(p.numbers.size() == p.blocks.size(), "numbers must be one per query block")
+      .Require(out.num_rows == static_cast<int64_t>(p.blocks.size()) * layout.num_kv_heads,
+               "the selection's num_rows must be blocks x KV heads")
+      .Require(p.scratch != nullptr, "scratch is missing; pass the calling thread's Scratch");
+  KVASIR_RETURN_IF_ERROR(check.status());
+  check.Require(layout.num_kv_heads > 0 && check.dim("heads") % layout.num_kv_heads == 0,
+                "the query heads must be a multiple of the KV heads");
+  KVASIR_RETURN_IF_ERROR(check.status());
+  KVASIR_RETURN_IF_ERROR(CheckQueryBlocks(selector, p.blocks, check.dim("tokens"), p.kv));
+  for (const SelectionNumbers& n : p.numbers) {
+    if (n.sink_tokens >= 0 && n.window_tokens >= 1 && n.budget_tokens >= 0) continue;
+    return absl::InvalidArgumentError(absl::StrCat(
+        selector, ": sink ", n.sink_tokens, ", window ", n.window_tokens, ", budget ",
+        n.budget_tokens, "; need sink >= 0, window >= 1 (the query's own token), budget >= 0"));
+  }
+  return absl::OkStatus();
+}
+
+SelectionHeader MakeHeader(const QueryBlock& block, const SelectionNumbers& numbers) {
+  const int64_t context = block.first_position + block.num_rows;
+  if (context <= numbers.sink_tokens + numbers.window_tokens + numbers.budget_tokens) {
+    return MakeAllHeader(block);
+  }
+  const int64_t window_begin =
+      std::max<int64_t>(0, block.first_position - numbers.window_tokens + 1);
+  return {.kind = SelectionHeader::Kind::kList,
+          .count = 0,
+          .sink_end = std::min(numbers.sink_tokens, window_begin),
+          .window_begin = window_begin,
+          .query_position = block.first_position,
+          .made_at = block.first_position};
+}
+
+SelectionHeader MakeAllHeader(const QueryBlock& block) {
+  return {.kind = SelectionHeader::Kind::kAll,
+          .query_position = block.first_position,
+          .made_at = block.first_position};
+}
+
+}  // namespace kvasir::kernels

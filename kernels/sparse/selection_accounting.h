@@ -1,0 +1,28 @@
+// What a selection made attention read and skip, in pages: the counts behind RowAccounting and the
+// skip metrics. Derived from SelectedPages, the one definition of what is attended. Thread-safe.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/paged/page_selection.h"
+#include "kernels/sparse/stages.h"
+
+namespace kvasir::kernels {
+
+// attended + selected_out + window == total.
+struct PageCounts {
+  int64_t total = 0;         // dense attention would read
+  int64_t attended = 0;      // hold at least one attended token
+  int64_t selected_out = 0;  // skipped, by reason
+  int64_t window = 0;
+
+  PageCounts& operator+=(const PageCounts& other);
+  friend bool operator==(const PageCounts&, const PageCounts&) = default;
+};
+
+// Of one row (query block, KV head), whose last query is at `last_position`. `reason` is that of
+// the selector that made it.
+PageCounts CountPages(const SelectionHeader& header, const SelectionEntry* list,
+                      int64_t last_position, SkipReason reason);
+
+}  // namespace kvasir::kernels

@@ -1,0 +1,18 @@
+// The selector `streaming` (StreamingLLM, arXiv 2309.17453, at native positions): sink and window
+// only, everything between them is never read. The budget is ignored. Thread-compatible.
+#pragma once
+
+#include "kernels/sparse/stages.h"
+
+namespace kvasir::kernels {
+
+class StreamingSelector : public Selector {
+ public:
+  absl::Status Select(const SelectParams& params, PageSelection& out,
+                      Executor& executor) const override;
+  int64_t MaxEntries(const SelectionNumbers&, int64_t) const override { return 0; }
+  bool NeedsBounds() const override { return false; }
+  SkipReason skip_reason() const override { return SkipReason::kWindow; }
+};
+
+}  // namespace kvasir::kernels

@@ -1,0 +1,644 @@
+#include "kernels/attention/attend.h"
+
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <gtest/gtest.h>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "kernels/attention/attend_cpu.h"
+#include "tests/support/attention_batch.h"
+
+namespace kvasir::kernels {
+namespace {
+
+using Kind = SelectionHeader::Kind;
+using Side = FakePagedKv::Side;
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+constexpr uint64_t kWholePage = ~uint64_t{0};
+
+// --- the oracle: the formula of attend.h in double precision, token by token ---
+
+struct OracleResult {
+  std::vector<double> out;
+  double lse = -std::numeric_limits<double>::infinity();
+};
+
+bool Selected(const RowSelection& row, int64_t token) {
+  const SelectionHeader& header = row.header;
+  if (header.kind == Kind::kAll) return true;
+  if (token < header.sink_end || token >= header.window_begin) return true;
+  for (int32_t i = 0; i < header.count; ++i) {
+    const SelectionEntry& entry = row.entries[static_cast<size_t>(i)];
+    if (entry.page == token / kPageTokens) return (entry.live >> (token % kPageTokens) & 1) != 0;
+  }
+  return false;
+}
+
+OracleResult Oracle(AttentionBatch& batch, int64_t block_index, int64_t row, int64_t head) {
+  const QueryBlock& block = batch.blocks()[static_cast<size_t>(block_index)];
+  const int64_t kv_head = head / batch.shape().group;
+  const int64_t d = batch.shape().head_dim;
+  const float* q = batch.q(block.first_row + row, head);
+  const double scale = 1.0f / std::sqrt(static_cast<float>(d));
+  std::vector<int64_t> tokens;
+  std::vector<double> logits;
+  double max = -std::numeric_limits<double>::infinity();
+  for (int64_t token = 0; token <= block.first_position + row; ++token) {
+    if (!Selected(batch.selection(block_index, kv_head), token)) continue;
+    const std::byte* key =
+        batch.kv().Token(Side::kKey, block.slot, token, AttentionBatch::kLayer, kv_head);
+    double dot = 0;
+    for (int64_t i = 0; i < d; ++i) dot += double{q[i]} * double{batch.kv().Get(key, i)};
+    tokens.push_back(token);
+    logits.push_back(dot * scale);
+    max = std::max(max, logits.back());
+  }
+  OracleResult result;
+  result.out.resize(static_cast<size_t>(d));
+  double sum = 0;
+  for (size_t j = 0; j < tokens.size(); ++j) {
+    const double weight = std::exp(logits[j] - max);
+    sum += weight;
+    const std::byte* value =
+        batch.kv().Token(Side::kValue, block.slot, tokens[j], AttentionBatch::kLayer, kv_head);
+    for (int64_t i = 0; i < d; ++i) {
+      result.out[static_cast<size_t>(i)] += weight * double{batch.kv().Get(value, i)};
+    }
+  }
+  if (tokens.empty()) return result;
+  for (double& x : result.out) x /= sum;
+  result.lse = max + std::log(sum);
+  return result;
+}
+
+struct Tolerance {
+  double out = 0;
+  double lse = 0;
+};
+
+// Of outputs whose values are standard normal: absolute, since each output is an average of values;
+// of lse: relative where it is large.
+Tolerance ToleranceOf(const AttentionShape& shape) {
+  if (shape.activation == DType::kBFloat16) return {.out = 2e-2, .lse = 1e-4};
+  return {.out = 2e-5, .lse = 2e-5};
+}
+
+void ExpectMatchesOracle(AttentionBatch& batch) {
+  const Tolerance tolerance = ToleranceOf(batch.shape());
+  double worst = 0;
+  std::string where;
+  for (size_t b = 0; b < batch.blocks().size(); ++b) {
+    const QueryBlock& block = batch.blocks()[b];
+    for (int64_t r = 0; r < block.num_rows; ++r) {
+      for (int64_t head = 0; head < batch.heads(); ++head) {
+        const int64_t token = block.first_row + r;
+        const OracleResult expected = Oracle(batch, static_cast<int64_t>(b), r, head);
+        const std::string place = "block " + std::to_string(b) + " row " + std::to_string(r) +
+                                  " head " + std::to_string(head);
+        if (std::isinf(expected.lse)) {
+          ASSERT_EQ(batch.lse(token, head), -kInfinity) << place;
+        } else {
+          ASSERT_NEAR(batch.lse(token, head), expected.lse,
+                      tolerance.lse * std::max(1.0, std::abs(expected.lse)))
+              << place;
+        }
+        for (int64_t i = 0; i < batch.shape().head_dim; ++i) {
+          const double found = batch.out(token, head)[i];
+          ASSERT_TRUE(std::isfinite(found)) << place << " element " << i << " is " << found;
+          const double error = std::abs(found - expected.out[static_cast<size_t>(i)]);
+          if (error > worst) {
+            worst = error;
+            where = place + " element " + std::to_string(i);
+          }
+        }
+      }
+    }
+  }
+  EXPECT_LE(worst, tolerance.out) << "worst at " << where;
+}
+
+// --- selections ---
+
+RowSelection List(int64_t sink_end, int64_t window_begin, std::vector<SelectionEntry> entries) {
+  return {.header = {.kind = Kind::kList,
+                     .count = static_cast<int32_t>(entries.size()),
+                     .sink_end = sink_end,
+                     .window_begin = window_begin},
+          .entries = std::move(entries)};
+}
+
+SelectionEntry Whole(int64_t page) {
+  return {.page = page, .chosen = kWholePage, .live = kWholePage};
+}
+
+// Every page, as a list.
+RowSelection ListOfEverything(int64_t first_position) {
+  std::vector<SelectionEntry> entries;
+  for (int64_t page = 0; page <= first_position / kPageTokens; ++page) {
+    entries.push_back(Whole(page));
+  }
+  return List(0, first_position, std::move(entries));
+}
+
+// Some pages with random token masks, no sink, a window of the block's own tokens.
+RowSelection ListWithHoles(int64_t first_position, std::mt19937_64& rng) {
+  std::vector<SelectionEntry> entries;
+  for (int64_t page = 0; page < first_position / kPageTokens; ++page) {
+    if (rng() % 3 == 0) {
+      entries.push_back({.page = page, .chosen = kWholePage, .live = rng() & rng()});
+    }
+  }
+  return List(0, first_position, std::move(entries));
+}
+
+// --- the implementations under test ---
+
+struct Implementation {
+  std::string name;
+  AttentionBatch::Implementation run;
+  friend void PrintTo(const Implementation& i, std::ostream* out) { *out << i.name; }
+};
+
+std::vector<Implementation> Implementations() { return {{"Reference", AttendReference}}; }
+
+class AttendTest : public ::testing::TestWithParam<Implementation> {
+ protected:
+  void Run(AttentionBatch& batch) { batch.Run(GetParam().run); }
+};
+
+INSTANTIATE_TEST_SUITE_P(Cpu, AttendTest, ::testing::ValuesIn(Implementations()),
+                         [](const auto& param) { return param.param.name; });
+
+// --- against the oracle ---
+
+std::vector<AttentionShape> Shapes() {
+  std::vector<AttentionShape> shapes;
+  for (const DType activation : {DType::kFloat32, DType::kBFloat16}) {
+    for (const DType kv : {DType::kFloat32, DType::kBFloat16}) {
+      for (const int64_t head_dim : {64, 128, 24}) {
+        for (const int64_t group : {1, 2, 3, 4, 5, 7, 8}) {
+          if (head_dim != 64 && group != 4) continue;
+          shapes.push_back({.activation = activation,
+                            .kv = kv,
+                            .head_dim = head_dim,
+                            .kv_heads = 2,
+                            .group = group});
+        }
+      }
+    }
+  }
+  return shapes;
+}
+
+std::string Describe(const AttentionShape& shape) {
+  return std::string("activation ") + DTypeName(shape.activation).data() + " kv " +
+         DTypeName(shape.kv).data() + " head_dim " + std::to_string(shape.head_dim) + " group " +
+         std::to_string(shape.group);
+}
+
+TEST_P(AttendTest, MatchesTheOracleOverShapesAndContexts) {
+  for (const AttentionShape& shape : Shapes()) {
+    SCOPED_TRACE(Describe(shape));
+    AttentionBatch batch(shape, /*num_slots=*/4, /*max_tokens=*/300, /*seed=*/11);
+    int64_t slot = 0;
+    for (const int64_t context : {1, 63, 64, 65}) {
+      batch.FillContext(slot, context);
+      batch.AddBlock(slot++, context - 1, 1);
+    }
+    Run(batch);
+    ExpectMatchesOracle(batch);
+    if (HasFailure()) return;
+  }
+}
+
+TEST_P(AttendTest, MatchesTheOracleAcrossSegments) {
+  for (const DType kv : {DType::kFloat32, DType::kBFloat16}) {
+    const AttentionShape shape = {.kv = kv, .kv_heads = 1, .group = 2};
+    AttentionBatch batch(shape, /*num_slots=*/1, /*max_tokens=*/4200, /*seed=*/12);
+    batch.FillContext(0, 4160);
+    for (const int64_t context : {2047, 2048, 2049, 4096, 4100}) {
+      batch.AddBlock(0, context - 1, 1);
+    }
+    Run(batch);
+    ExpectMatchesOracle(batch);
+  }
+}
+
+TEST_P(AttendTest, MatchesTheOracleForEveryNumberOfRows) {
+  const AttentionShape shape = {.kv = DType::kBFloat16, .kv_heads = 2, .group = 3};
+  AttentionBatch batch(shape, /*num_slots=*/1, /*max_tokens=*/320, /*seed=*/13);
+  batch.FillContext(0, 320);
+  for (int64_t rows = 1; rows <= 64; ++rows) batch.AddBlock(0, 256 - (rows % 3) * 64, rows);
+  Run(batch);
+  ExpectMatchesOracle(batch);
+}
+
+TEST_P(AttendTest, BlocksMayBeginAnywhereInAPage) {
+  const AttentionShape shape = {.kv_heads = 1, .group = 1};
+  AttentionBatch batch(shape, /*num_slots=*/1, /*max_tokens=*/192, /*seed=*/14);
+  batch.FillContext(0, 192);
+  for (const int64_t offset : {0, 1, 31, 62, 63}) {
+    batch.AddBlock(0, 128 + offset, 64 - offset);
+  }
+  Run(batch);
+  ExpectMatchesOracle(batch);
+}
+
+TEST_P(AttendTest, MatchesTheOracleOverSelections) {
+  for (const AttentionShape shape :
+       {AttentionShape{.kv = DType::kFloat32}, AttentionShape{.kv = DType::kBFloat16},
+        AttentionShape{.activation = DType::kBFloat16, .kv = DType::kBFloat16, .head_dim = 128}}) {
+    SCOPED_TRACE(Describe(shape));
+    AttentionBatch batch(shape, /*num_slots=*/2, /*max_tokens=*/2304, /*seed=*/15);
+    batch.FillContext(1, 2304);
+    const auto add = [&](int64_t first, int64_t rows, auto make) {
+      batch.AddBlock(1, first, rows, [&](int64_t) { return make(first); });
+    };
+    for (const int64_t rows : {1, 20, 64}) {
+      const int64_t first = 2240 - (rows == 1 ? 1 : 0);
+      add(first, rows, [](int64_t p) { return List(0, p, {}); });         // own tokens only
+      add(first, rows, [](int64_t p) { return List(10, p - 100, {}); });  // sink and window
+      add(first, rows, [](int64_t) { return List(64, 1 << 20, {}); });    // sink only
+      add(first, rows, [](int64_t) { return List(0, 1 << 20, {}); });     // nothing at all
+      add(first, rows, [](int64_t p) { return List(70, p - 1, {Whole(1), Whole(17), Whole(33)}); });
+      add(first, rows, [&](int64_t p) { return ListWithHoles(p, batch.rng()); });
+      add(first, rows, [](int64_t p) { return ListOfEverything(p); });
+      add(first, rows, [](int64_t) {  // one token in a far page
+        return List(0, 1 << 20, {{.page = 20, .chosen = kWholePage, .live = 1ull << 63}});
+      });
+    }
+    Run(batch);
+    ExpectMatchesOracle(batch);
+  }
+}
+
+TEST_P(AttendTest, AQueryWithoutKeysGivesZeroAndMinusInfinity) {
+  AttentionBatch batch({}, 1, 128, 16);
+  batch.FillContext(0, 128);
+  batch.AddBlock(0, 100, 2, [](int64_t) { return List(0, 1 << 20, {}); });
+  Run(batch);
+  for (int64_t i = 0; i < 64; ++i) EXPECT_EQ(batch.out(0, 0)[i], 0.0f);
+  EXPECT_EQ(batch.lse(1, 3), -kInfinity);
+}
+
+TEST_P(AttendTest, LargeLogitsNeitherOverflowNorLoseTheWinner) {
+  AttentionBatch batch({.kv = DType::kBFloat16, .kv_heads = 1, .group = 1}, 1, 300, 17);
+  batch.FillContext(0, 300);
+  batch.AddBlock(0, 299, 1);
+  // Logits of several thousand: one winner takes all.
+  for (int64_t i = 0; i < 64; ++i) batch.q(0, 0)[i] *= 3000.0f;
+  Run(batch);
+  ExpectMatchesOracle(batch);
+}
+
+// --- poison ---
+
+// What is not attended to does not reach the output, be it NaN in a masked token of an attended
+// page, in a page that is not selected, behind the context, or in the future of an earlier row.
+TEST_P(AttendTest, UnattendedNanDoesNotLeak) {
+  for (const AttentionShape shape :
+       {AttentionShape{.kv = DType::kFloat32}, AttentionShape{.kv = DType::kBFloat16},
+        AttentionShape{.activation = DType::kBFloat16, .kv = DType::kBFloat16}}) {
+    SCOPED_TRACE(Describe(shape));
+    AttentionBatch batch(shape, 1, 640, 18);
+    batch.FillContext(0, 600);  // 600..639 stay NaN
+    batch.AddBlock(0, 599, 1, [&](int64_t) { return ListWithHoles(599, batch.rng()); });
+    for (int64_t token = 0; token < 599; ++token) {
+      for (int64_t head = 0; head < 2; ++head) {
+        if (Selected(batch.selection(0, head), token)) continue;
+        for (const Side side : {Side::kKey, Side::kValue}) {
+          std::byte* memory = batch.kv().Token(side, 0, token, AttentionBatch::kLayer, head);
+          for (int64_t i = 0; i < 64; ++i) batch.kv().Set(memory, i, kNan);
+        }
+      }
+    }
+    Run(batch);
+    ExpectMatchesOracle(batch);
+  }
+}
+
+TEST_P(AttendTest, NanInATokensKvReachesOnlyTheRowsThatSeeIt) {
+  for (const Side side : {Side::kKey, Side::kValue}) {
+    AttentionBatch batch({.kv = DType::kBFloat16, .kv_heads = 1, .group = 2}, 1, 192, 19);
+    batch.FillContext(0, 192);
+    batch.kv().Set(batch.kv().Token(side, 0, 128 + 40, AttentionBatch::kLayer, 0), 5, kNan);
+    batch.AddBlock(0, 128, 64);
+    Run(batch);
+    for (int64_t row = 0; row < 64; ++row) {
+      for (int64_t head = 0; head < 2; ++head) {
+        EXPECT_EQ(std::isnan(batch.out(row, head)[5]), row >= 40) << "row " << row;
+      }
+    }
+  }
+}
+
+TEST_P(AttendTest, NanInAQueryStaysInItsRowAndIsSeen) {
+  for (const DType kv : {DType::kFloat32, DType::kBFloat16}) {
+    AttentionBatch batch({.kv = kv, .kv_heads = 1, .group = 2}, 1, 2200, 20);
+    batch.FillContext(0, 2200);
+    batch.AddBlock(0, 2112, 64);
+    batch.q(7, 1)[0] = kNan;
+    Run(batch);
+    for (int64_t row = 0; row < 64; ++row) {
+      for (int64_t head = 0; head < 2; ++head) {
+        const bool poisoned = row == 7 && head == 1;
+        EXPECT_EQ(std::isnan(batch.out(row, head)[0]), poisoned);
+        EXPECT_EQ(std::isnan(batch.out(row, head)[63]), poisoned);
+        EXPECT_EQ(std::isnan(batch.lse(row, head)), poisoned);
+      }
+    }
+  }
+}
+
+// --- pages ---
+
+TEST_P(AttendTest, AbsentPagesSetTheFaultOfTheirSlotOnly) {
+  AttentionBatch batch({}, 3, 2304, 21);
+  for (int64_t slot = 0; slot < 3; ++slot) {
+    batch.FillContext(slot, 2304);
+    batch.AddBlock(slot, 2303, 1, [&](int64_t) { return List(0, 2300, {Whole(3)}); });
+  }
+  batch.kv().SetTier(1, 3, AttentionBatch::kLayer, 0, PageTier::kAbsent);
+  batch.kv().SetTier(2, 4, AttentionBatch::kLayer, 0, PageTier::kAbsent);  // not selected
+  Run(batch);
+  EXPECT_EQ(batch.fault(0), 0);
+  EXPECT_EQ(batch.fault(1), 1);
+  EXPECT_EQ(batch.fault(2), 0);
+}
+
+TEST_P(AttendTest, ABlockThatTheSlotDoesNotHaveIsAbsent) {
+  AttentionBatch batch({}, 2, 256, 22);
+  batch.FillContext(0, 256);
+  batch.FillContext(1, 64);
+  batch.AddBlock(1, 200, 1);
+  Run(batch);
+  EXPECT_EQ(batch.fault(1), 1);
+}
+
+TEST_P(AttendTest, ReadsAreRecordedWithTheBytesAttendedTo) {
+  AttentionBatch batch({.kv = DType::kBFloat16}, 1, 512, 23);
+  batch.FillContext(0, 512);
+  batch.AddBlock(0, 500, 1, [](int64_t) {
+    return List(0, 448, {{.page = 2, .chosen = kWholePage, .live = 0b10110}, Whole(3)});
+  });
+  for (const int64_t block : {2, 3, 4, 7}) {
+    batch.kv().SetTier(0, block, AttentionBatch::kLayer, 1, PageTier::kHost);
+  }
+  Run(batch);
+  const auto missed = [&](int64_t block, int64_t head) {
+    return batch.kv().missed_bytes(0, block, AttentionBatch::kLayer, head);
+  };
+  constexpr uint32_t kTokenBytes = 2 * 64 * 2;
+  EXPECT_EQ(missed(2, 1), 3 * kTokenBytes);
+  EXPECT_EQ(missed(3, 1), 64 * kTokenBytes);
+  EXPECT_EQ(missed(4, 1), 0u) << "not selected";
+  EXPECT_EQ(missed(7, 1), 53 * kTokenBytes) << "up to position 500";
+  EXPECT_EQ(missed(3, 0), 0u) << "in the device tier";
+  for (int64_t block = 0; block < 8; ++block) {
+    const bool selected = block == 2 || block == 3 || block == 7;
+    for (const int64_t head : {0, 1}) {
+      EXPECT_EQ(batch.kv().last_touched(0, block, AttentionBatch::kLayer, head),
+                selected ? 1u : 0u);
+      EXPECT_EQ(batch.kv().last_touched(0, block, 0, head), 0u) << "other layer";
+    }
+  }
+}
+
+// --- bitwise invariants ---
+
+bool SameBits(const float* a, const float* b, int64_t n) {
+  return std::memcmp(a, b, static_cast<size_t>(n) * sizeof(float)) == 0;
+}
+
+// Row `row` of `a` equals row `other` of `b`, bit by bit.
+void ExpectSameRow(const AttentionBatch& a, int64_t row, const AttentionBatch& b, int64_t other) {
+  for (int64_t head = 0; head < a.heads(); ++head) {
+    EXPECT_TRUE(SameBits(a.out(row, head), b.out(other, head), a.shape().head_dim))
+        << "row " << row << " head " << head;
+    EXPECT_EQ(std::bit_cast<uint32_t>(a.lse(row, head)),
+              std::bit_cast<uint32_t>(b.lse(other, head)))
+        << "row " << row << " head " << head;
+  }
+}
+
+void CopyQuery(AttentionBatch& from, int64_t row, AttentionBatch& to, int64_t other) {
+  for (int64_t head = 0; head < from.heads(); ++head) {
+    std::copy_n(from.q(row, head), from.shape().head_dim, to.q(other, head));
+  }
+}
+
+std::vector<AttentionShape> InvariantShapes() {
+  std::vector<AttentionShape> shapes;
+  for (const DType activation : {DType::kFloat32, DType::kBFloat16}) {
+    for (const DType kv : {DType::kFloat32, DType::kBFloat16}) {
+      for (const int64_t head_dim : {64, 128}) {
+        for (const int64_t group : {1, 2, 3, 7}) {
+          shapes.push_back({.activation = activation,
+                            .kv = kv,
+                            .head_dim = head_dim,
+                            .kv_heads = 1,
+                            .group = group});
+        }
+      }
+    }
+  }
+  return shapes;
+}
+
+TEST_P(AttendTest, ADecodeRowHasTheBitsOfTheSameRowInAPrefillBlock) {
+  for (const AttentionShape& shape : InvariantShapes()) {
+    SCOPED_TRACE(Describe(shape));
+    constexpr uint64_t kSeed = 31;
+    AttentionBatch prefill(shape, 1, 2304, kSeed);
+    AttentionBatch decode(shape, 1, 2304, kSeed);
+    prefill.FillContext(0, 2304);
+    decode.FillContext(0, 2304);
+    prefill.AddBlock(0, 2176, 64);
+    for (int64_t row = 0; row < 64; ++row) decode.AddBlock(0, 2176 + row, 1);
+    for (int64_t row = 0; row < 64; ++row) CopyQuery(prefill, row, decode, row);
+    Run(prefill);
+    Run(decode);
+    for (int64_t row = 0; row < 64; ++row) ExpectSameRow(prefill, row, decode, row);
+    if (HasFailure()) return;
+  }
+}
+
+TEST_P(AttendTest, CuttingABlockDoesNotChangeItsRows) {
+  for (const AttentionShape& shape : InvariantShapes()) {
+    if (shape.head_dim != 64) continue;
+    SCOPED_TRACE(Describe(shape));
+    AttentionBatch whole(shape, 1, 2304, 32);
+    AttentionBatch cut(shape, 1, 2304, 32);
+    whole.FillContext(0, 2304);
+    cut.FillContext(0, 2304);
+    const auto select = [](int64_t) { return List(100, 2000, {Whole(3), Whole(20)}); };
+    whole.AddBlock(0, 2240, 64, select);
+    for (const auto& [begin, rows] :
+         std::vector<std::pair<int64_t, int64_t>>{{0, 5}, {5, 1}, {6, 33}, {39, 2}, {41, 23}}) {
+      cut.AddBlock(0, 2240 + begin, rows, select);
+    }
+    for (int64_t row = 0; row < 64; ++row) CopyQuery(whole, row, cut, row);
+    Run(whole);
+    Run(cut);
+    for (int64_t row = 0; row < 64; ++row) ExpectSameRow(whole, row, cut, row);
+    if (HasFailure()) return;
+  }
+}
+
+TEST_P(AttendTest, NeighboursInTheBlockDoNotChangeARow) {
+  for (const AttentionShape& shape : InvariantShapes()) {
+    if (shape.head_dim != 64) continue;
+    SCOPED_TRACE(Describe(shape));
+    AttentionBatch batch(shape, 1, 512, 33);
+    AttentionBatch other(shape, 1, 512, 33);
+    batch.FillContext(0, 512);
+    other.FillContext(0, 512);
+    batch.AddBlock(0, 448, 64);
+    other.AddBlock(0, 448, 64);
+    for (int64_t row = 0; row < 64; ++row) {
+      CopyQuery(batch, row, other, row);
+      if (row % 4 == 1) continue;
+      for (int64_t head = 0; head < other.heads(); ++head) other.q(row, head)[row % 64] = 1e30f;
+    }
+    Run(batch);
+    Run(other);
+    for (int64_t row = 1; row < 64; row += 4) ExpectSameRow(batch, row, other, row);
+    if (HasFailure()) return;
+  }
+}
+
+TEST_P(AttendTest, AListOfEverythingHasTheBitsOfAll) {
+  for (const AttentionShape& shape : InvariantShapes()) {
+    SCOPED_TRACE(Describe(shape));
+    AttentionBatch all(shape, 1, 2304, 34);
+    AttentionBatch list(shape, 1, 2304, 34);
+    all.FillContext(0, 2304);
+    list.FillContext(0, 2304);
+    for (const auto& [first, rows] :
+         std::vector<std::pair<int64_t, int64_t>>{{0, 64}, {2303, 1}, {2240, 64}, {2053, 7}}) {
+      all.AddBlock(0, first, rows);
+      list.AddBlock(0, first, rows, [&](int64_t) { return ListOfEverything(first); });
+    }
+    for (int64_t row = 0; row < all.num_tokens(); ++row) CopyQuery(all, row, list, row);
+    Run(all);
+    Run(list);
+    for (int64_t row = 0; row < all.num_tokens(); ++row) ExpectSameRow(all, row, list, row);
+    if (HasFailure()) return;
+  }
+}
+
+// Runs items in a scrambled order and under changing thread numbers.
+class ScrambledExecutor : public Executor {
+ public:
+  ScrambledExecutor(int threads, uint64_t seed) : threads_(threads), rng_(seed) {}
+  void ParallelFor(int64_t n, const std::function<void(int64_t, int)>& body) override {
+    std::vector<int64_t> order(static_cast<size_t>(n));
+    for (int64_t i = 0; i < n; ++i) order[static_cast<size_t>(i)] = i;
+    std::shuffle(order.begin(), order.end(), rng_);
+    for (const int64_t i : order)
+      body(i, static_cast<int>(rng_() % static_cast<uint64_t>(threads_)));
+  }
+  int num_threads() const override { return threads_; }
+
+ private:
+  const int threads_;
+  std::mt19937_64 rng_;
+};
+
+TEST_P(AttendTest, ThreadsTiersAndBatchDoNotChangeARow) {
+  for (const AttentionShape& shape : InvariantShapes()) {
+    if (shape.head_dim != 64) continue;
+    SCOPED_TRACE(Describe(shape));
+    AttentionBatch alone(shape, 2, 4500, 35);
+    AttentionBatch batched(shape, 2, 4500, 35);
+    alone.FillContext(0, 4500);
+    batched.FillContext(0, 4500);
+    batched.FillContext(1, 300);
+    alone.AddBlock(0, 4499, 1);
+    batched.AddBlock(1, 256, 40);
+    batched.AddBlock(0, 4499, 1);
+    batched.AddBlock(1, 299, 1);
+    CopyQuery(alone, 0, batched, 40);
+    for (int64_t block = 0; block < 70; block += 3) {
+      batched.kv().SetTier(0, block, AttentionBatch::kLayer, 0, PageTier::kHost);
+    }
+    Run(alone);
+    for (const int threads : {1, 2, 3, 16}) {
+      ScrambledExecutor executor(threads, 36);
+      batched.Run(GetParam().run, executor);
+      ExpectSameRow(alone, 0, batched, 40);
+    }
+    if (HasFailure()) return;
+  }
+}
+
+// --- Attend itself ---
+
+TEST(Attend, MatchesTheOracleWithWhateverImplementationItChooses) {
+  for (const AttentionShape& shape : InvariantShapes()) {
+    SCOPED_TRACE(Describe(shape));
+    AttentionBatch batch(shape, 2, 200, 41);
+    batch.FillContext(0, 192);
+    batch.FillContext(1, 200);
+    batch.AddBlock(0, 128, 64);
+    batch.AddBlock(1, 199, 1);
+    batch.Run([](const AttendParams& p, Executor& e) { ASSERT_TRUE(Attend(p, e).ok()); });
+    ExpectMatchesOracle(batch);
+  }
+}
+
+TEST(Attend, AnEmptyBatchIsFine) {
+  AttentionBatch batch({}, 1, 64, 42);
+  batch.Run([](const AttendParams& p, Executor& e) { EXPECT_TRUE(Attend(p, e).ok()); });
+}
+
+TEST(Attend, LseMayBeLeftOut) {
+  AttentionBatch batch({}, 1, 64, 43);
+  batch.FillContext(0, 64);
+  batch.AddBlock(0, 0, 64);
+  batch.Run([](AttendParams p, Executor& e) {
+    p.lse = TensorView();
+    EXPECT_TRUE(Attend(p, e).ok());
+  });
+  EXPECT_TRUE(std::isnan(batch.lse(0, 0)));
+  EXPECT_FALSE(std::isnan(batch.out(0, 0)[0]));
+}
+
+TEST(Attend, RejectsWhatDoesNotFit) {
+  AttentionBatch batch({}, 1, 128, 44);
+  batch.FillContext(0, 128);
+  batch.AddBlock(0, 64, 64);
+  const auto code = [&](auto change) {
+    absl::StatusCode found;
+    batch.Run([&](AttendParams p, Executor& e) {
+      change(p);
+      found = Attend(p, e).code();
+    });
+    return found;
+  };
+  constexpr auto kInvalid = absl::StatusCode::kInvalidArgument;
+  EXPECT_EQ(code([](AttendParams&) {}), absl::StatusCode::kOk);
+  EXPECT_EQ(code([](AttendParams& p) { p.layer = 2; }), kInvalid);
+  EXPECT_EQ(code([](AttendParams& p) { p.layer = -1; }), kInvalid);
+  EXPECT_EQ(code([](AttendParams& p) { p.scratch = nullptr; }), kInvalid);
+  EXPECT_EQ(code([](AttendParams& p) { p.selection.num_rows = 1; }), kInvalid);
+  EXPECT_EQ(code([](AttendParams& p) { p.faults = {}; }), kInvalid);
+  EXPECT_EQ(code([](AttendParams& p) { p.kv.layout.head_dim = 32; }), kInvalid);
+  EXPECT_EQ(code([](AttendParams& p) { p.kv.layout.num_kv_heads = 3; }), kInvalid);
+  EXPECT_EQ(code([](AttendParams& p) { p.kv.layout.dtype = DType::kFloat16; }), kInvalid);
+  EXPECT_EQ(code([](AttendParams& p) {
+              p.out = TensorView(p.out.data(), DType::kBFloat16, {64, 4, 64});
+            }),
+            kInvalid);
+  QueryBlock block = batch.blocks()[0];
+  block.first_position = 65;
+  EXPECT_EQ(code([&](AttendParams& p) { p.blocks = {&block, 1}; }), kInvalid);
+}
+
+}  // namespace
+}  // namespace kvasir::kernels

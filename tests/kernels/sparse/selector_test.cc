@@ -1,0 +1,256 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "kernels/sparse/methods.h"
+#include "kernels/sparse/policy.h"
+#include "kernels/sparse/selection_accounting.h"
+#include "kernels/sparse/stages.h"
+#include "tests/support/attention_batch.h"
+
+namespace kvasir::kernels {
+namespace {
+
+using Kind = SelectionHeader::Kind;
+
+// What holds for every selector in the list: a new method is found here by itself.
+class SelectorTest : public ::testing::TestWithParam<std::string> {
+ protected:
+  std::unique_ptr<Selector> selector_ = MakeSelector(GetParam()).value();
+
+  PageSelection Select(AttentionBatch& batch, const std::vector<SelectionNumbers>& numbers) {
+    int64_t capacity = 0;
+    for (size_t i = 0; i < numbers.size(); ++i) {
+      const QueryBlock& block = batch.blocks()[i];
+      capacity = std::max(capacity,
+                          selector_->MaxEntries(numbers[i], block.first_position + block.num_rows));
+    }
+    PageSelection selection = batch.MakeSelection(capacity);
+    SerialExecutor executor;
+    const absl::Status status =
+        selector_->Select(batch.ParamsForSelect(numbers), selection, executor);
+    EXPECT_TRUE(status.ok()) << status;
+    return selection;
+  }
+};
+
+std::vector<std::string> Names() {
+  std::vector<std::string> names;
+  for (const SelectorMethod& method : SelectorMethods()) names.emplace_back(method.name.data());
+  return names;
+}
+
+INSTANTIATE_TEST_SUITE_P(Methods, SelectorTest, ::testing::ValuesIn(Names()),
+                         [](const auto& param) { return param.param; });
+
+struct Case {
+  int64_t first_position;
+  int64_t num_rows;
+  SelectionNumbers numbers;
+};
+
+std::vector<Case> Cases() {
+  std::vector<Case> cases;
+  for (const int64_t first : {0, 1, 63, 64, 1000, 2047, 2048}) {
+    for (const int64_t rows : {1, 16}) {
+      if (first % kPageTokens + rows > kPageTokens) continue;
+      for (const SelectionNumbers numbers :
+           {SelectionNumbers{0, 1, 0}, SelectionNumbers{4, 64, 0}, SelectionNumbers{0, 1, 1},
+            SelectionNumbers{70, 130, 192}, SelectionNumbers{128, 512, 700},
+            SelectionNumbers{5000, 1, 64}, SelectionNumbers{64, 5000, 64}}) {
+        cases.push_back({first, rows, numbers});
+      }
+    }
+  }
+  return cases;
+}
+
+AttentionBatch MakeBatch(const std::vector<Case>& cases, uint64_t seed) {
+  AttentionBatch batch({.kv = DType::kBFloat16, .head_dim = 64}, 1, 2176, seed);
+  batch.FillContext(0, 2176);
+  for (const Case& c : cases) batch.AddBlock(0, c.first_position, c.num_rows);
+  return batch;
+}
+
+std::vector<SelectionNumbers> NumbersOf(const std::vector<Case>& cases) {
+  std::vector<SelectionNumbers> numbers;
+  for (const Case& c : cases) numbers.push_back(c.numbers);
+  return numbers;
+}
+
+TEST_P(SelectorTest, ListsAreAscendingUniqueCausalAndWithinTheBudget) {
+  const std::vector<Case> cases = Cases();
+  AttentionBatch batch = MakeBatch(cases, 51);
+  const PageSelection selection = Select(batch, NumbersOf(cases));
+  for (int64_t row = 0; row < selection.num_rows; ++row) {
+    const Case& c = cases[static_cast<size_t>(row / 2)];
+    const SelectionHeader& header = selection.header(row);
+    SCOPED_TRACE(testing::Message()
+                 << "first " << c.first_position << " rows " << c.num_rows << " sink "
+                 << c.numbers.sink_tokens << " window " << c.numbers.window_tokens << " budget "
+                 << c.numbers.budget_tokens);
+    EXPECT_EQ(header.query_position, c.first_position);
+    EXPECT_EQ(header.made_at, c.first_position);
+    const int64_t context = c.first_position + c.num_rows;
+    if (context <= c.numbers.sink_tokens + c.numbers.window_tokens + c.numbers.budget_tokens) {
+      if (c.numbers.budget_tokens == 0) {
+        EXPECT_EQ(header.kind, Kind::kAll) << "rule R2";
+      }
+      if (header.kind == Kind::kAll) continue;
+    }
+    if (GetParam() == "all") {
+      EXPECT_EQ(header.kind, Kind::kAll);
+      continue;
+    }
+    ASSERT_EQ(header.kind, Kind::kList);
+    EXPECT_EQ(header.window_begin,
+              std::max<int64_t>(0, c.first_position - c.numbers.window_tokens + 1));
+    EXPECT_EQ(header.sink_end, std::min(c.numbers.sink_tokens, header.window_begin));
+    EXPECT_LE(header.count * kPageTokens, c.numbers.budget_tokens + kPageTokens - 1);
+    int64_t previous = -1;
+    for (int32_t i = 0; i < header.count; ++i) {
+      const SelectionEntry& entry = selection.list(row)[i];
+      EXPECT_GT(entry.page, previous);
+      previous = entry.page;
+      EXPECT_NE(entry.chosen, 0u);
+      EXPECT_EQ(entry.live, entry.chosen);
+      EXPECT_LT(entry.page * kPageTokens, header.window_begin);
+      EXPECT_GT((entry.page + 1) * kPageTokens, header.sink_end);
+    }
+  }
+}
+
+TEST_P(SelectorTest, EveryQuerySeesItsOwnTokenSinkAndWindow) {
+  const std::vector<Case> cases = Cases();
+  AttentionBatch batch = MakeBatch(cases, 52);
+  const PageSelection selection = Select(batch, NumbersOf(cases));
+  for (int64_t row = 0; row < selection.num_rows; ++row) {
+    const Case& c = cases[static_cast<size_t>(row / 2)];
+    const int64_t last = c.first_position + c.num_rows - 1;
+    std::vector<bool> attended(static_cast<size_t>(last + 1));
+    for (SelectedPages walk(selection.header(row), selection.list(row), last); walk.valid();
+         walk.Next()) {
+      for (int64_t t = 0; t < kPageTokens; ++t) {
+        if ((walk.mask() >> t & 1) == 0) continue;
+        ASSERT_LE(walk.page() * kPageTokens + t, last);
+        attended[static_cast<size_t>(walk.page() * kPageTokens + t)] = true;
+      }
+    }
+    for (int64_t position = c.first_position; position <= last; ++position) {
+      for (int64_t token = 0; token <= position; ++token) {
+        if (token >= c.numbers.sink_tokens && token <= position - c.numbers.window_tokens) continue;
+        ASSERT_TRUE(attended[static_cast<size_t>(token)])
+            << "query " << position << " misses token " << token;
+      }
+    }
+  }
+}
+
+TEST_P(SelectorTest, ARowDoesNotDependOnItsNeighboursOrThreads) {
+  const std::vector<Case> cases = Cases();
+  AttentionBatch batch = MakeBatch(cases, 53);
+  const PageSelection together = Select(batch, NumbersOf(cases));
+  std::vector<SelectionHeader> headers(together.headers, together.headers + together.num_rows);
+  std::vector<SelectionEntry> entries(together.entries,
+                                      together.entries + together.num_rows * together.capacity);
+  for (size_t i = 0; i < cases.size(); i += 5) {
+    AttentionBatch alone({.kv = DType::kBFloat16, .head_dim = 64}, 1, 2176, 53);
+    alone.FillContext(0, 2176);
+    alone.AddBlock(0, cases[i].first_position, cases[i].num_rows);
+    const int64_t first_row = batch.blocks()[i].first_row;
+    for (int64_t r = 0; r < cases[i].num_rows; ++r) {
+      for (int64_t head = 0; head < alone.heads(); ++head) {
+        std::copy_n(batch.q(first_row + r, head), 64, alone.q(r, head));
+      }
+    }
+    const PageSelection selection = Select(alone, {cases[i].numbers});
+    for (int64_t head = 0; head < 2; ++head) {
+      const size_t row = i * 2 + static_cast<size_t>(head);
+      ASSERT_EQ(selection.header(head).count, headers[row].count);
+      for (int32_t j = 0; j < headers[row].count; ++j) {
+        EXPECT_EQ(
+            selection.list(head)[j].page,
+            entries[row * static_cast<size_t>(together.capacity) + static_cast<size_t>(j)].page);
+      }
+    }
+  }
+}
+
+TEST_P(SelectorTest, CountsNoAccesses) {
+  AttentionBatch batch = MakeBatch({{2048, 1, {4, 64, 256}}}, 54);
+  Select(batch, {{4, 64, 256}});
+  for (int64_t block = 0; block < 34; ++block) {
+    EXPECT_EQ(batch.kv().last_touched(0, block, AttentionBatch::kLayer, 0), 0u);
+  }
+}
+
+TEST_P(SelectorTest, NeedsNoPageToBeResident) {
+  AttentionBatch batch = MakeBatch({{2048, 1, {4, 64, 256}}}, 55);
+  for (int64_t block = 0; block < 32; ++block) {
+    batch.kv().SetTier(0, block, AttentionBatch::kLayer, 0, PageTier::kAbsent);
+  }
+  Select(batch, {{4, 64, 256}});
+}
+
+TEST_P(SelectorTest, RejectsWhatDoesNotFit) {
+  AttentionBatch batch = MakeBatch({{2048, 1, {4, 64, 256}}}, 56);
+  const std::vector<SelectionNumbers> good = {{4, 64, 256}};
+  PageSelection selection = batch.MakeSelection(4);
+  SerialExecutor executor;
+  const auto code = [&](const std::vector<SelectionNumbers>& numbers, auto change) {
+    SelectParams p = batch.ParamsForSelect(numbers);
+    change(p);
+    return selector_->Select(p, selection, executor).code();
+  };
+  const auto nothing = [](SelectParams&) {};
+  constexpr auto kInvalid = absl::StatusCode::kInvalidArgument;
+  EXPECT_EQ(code(good, nothing), absl::StatusCode::kOk);
+  EXPECT_EQ(code({}, nothing), kInvalid);
+  EXPECT_EQ(code({{-1, 64, 256}}, nothing), kInvalid);
+  EXPECT_EQ(code({{4, 0, 256}}, nothing), kInvalid);
+  EXPECT_EQ(code({{4, 64, -1}}, nothing), kInvalid);
+  EXPECT_EQ(code(good, [](SelectParams& p) { p.layer = 9; }), kInvalid);
+  EXPECT_EQ(code(good, [](SelectParams& p) { p.scratch = nullptr; }), kInvalid);
+  EXPECT_EQ(code(good, [](SelectParams& p) { p.kv.layout.head_dim = 32; }), kInvalid);
+  selection.num_rows = 1;
+  EXPECT_EQ(code(good, nothing), kInvalid);
+}
+
+TEST(MakeSelector, UnknownNamesListTheKnownOnes) {
+  const absl::Status status = MakeSelector("qest").status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(status.message(), "unknown selector 'qest'; the selectors are all, streaming, quest");
+}
+
+TEST(CountPages, AttendedAndSkippedAddUpToTheDensePages) {
+  for (const SelectorMethod& method : SelectorMethods()) {
+    const std::unique_ptr<Selector> selector = method.make();
+    AttentionBatch batch = MakeBatch({{2100, 1, {}}}, 57);
+    PageSelection selection = batch.MakeSelection(8);
+    SerialExecutor executor;
+    ASSERT_TRUE(selector
+                    ->Select(batch.ParamsForSelect(
+                                 {{.sink_tokens = 100, .window_tokens = 60, .budget_tokens = 512}}),
+                             selection, executor)
+                    .ok());
+    const PageCounts counts =
+        CountPages(selection.header(0), selection.list(0), 2100, selector->skip_reason());
+    EXPECT_EQ(counts.total, 33);
+    EXPECT_EQ(counts.attended + counts.selected_out + counts.window, counts.total);
+    if (method.name == "all") {
+      EXPECT_EQ(counts.attended, 33);
+    } else if (method.name == "streaming") {
+      // Sink: pages 0 and 1; window 2041..2100: pages 31 and 32.
+      EXPECT_EQ(counts, (PageCounts{33, 4, 0, 29}));
+    } else if (method.name == "quest") {
+      EXPECT_EQ(counts.window, 0);
+      EXPECT_LE(counts.attended, 4 + 8);
+      EXPECT_GE(counts.attended, 8 + 2) << "candidates may share pages with sink and window";
+    }
+  }
+}
+
+}  // namespace
+}  // namespace kvasir::kernels

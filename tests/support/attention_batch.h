@@ -1,0 +1,213 @@
+// A batch for Attend and for selectors, built step by step by a test or benchmark: sequences with
+// random KV in a FakePagedKv, query blocks, and a selection per (block, KV head). Seeds are
+// explicit. Thread-compatible.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <functional>
+#include <random>
+#include <utility>
+#include <vector>
+
+#include "kernels/attention/attend.h"
+#include "kernels/paged/digests.h"
+#include "kernels/sparse/stages.h"
+#include "tests/support/fake_paged_kv.h"
+
+namespace kvasir::kernels {
+
+struct AttentionShape {
+  DType activation = DType::kFloat32;
+  DType kv = DType::kFloat32;
+  int64_t head_dim = 64;
+  int64_t kv_heads = 2;
+  int64_t group = 2;  // query heads per KV head
+};
+
+// A selection row as a test writes it.
+struct RowSelection {
+  SelectionHeader header;
+  std::vector<SelectionEntry> entries;
+};
+
+inline RowSelection SelectAll(int64_t position) {
+  return {.header = {.kind = SelectionHeader::Kind::kAll, .query_position = position},
+          .entries = {}};
+}
+
+class AttentionBatch {
+ public:
+  AttentionBatch(const AttentionShape& shape, int64_t num_slots, int64_t max_tokens, uint64_t seed)
+      : shape_(shape),
+        rng_(seed),
+        kv_({.num_layers = kLayers,
+             .num_kv_heads = shape.kv_heads,
+             .head_dim = shape.head_dim,
+             .dtype = shape.kv},
+            num_slots, (max_tokens + kPageTokens - 1) / kPageTokens),
+        faults_(static_cast<size_t>(num_slots)) {}
+
+  // Random keys and values at positions [0, tokens) of the slot, in the layer under test; bounds
+  // follow. The other layer stays NaN.
+  void FillContext(int64_t slot, int64_t tokens) {
+    kv_.Grow(slot, tokens);
+    for (int64_t position = 0; position < tokens; ++position) {
+      for (int64_t head = 0; head < shape_.kv_heads; ++head) {
+        for (const auto side : {FakePagedKv::Side::kKey, FakePagedKv::Side::kValue}) {
+          std::byte* token = kv_.Token(side, slot, position, kLayer, head);
+          for (int64_t i = 0; i < shape_.head_dim; ++i) kv_.Set(token, i, Normal());
+        }
+      }
+    }
+    for (int64_t begin = 0; begin < tokens; begin += kPageTokens) {
+      const int64_t count = std::min(kPageTokens, tokens - begin);
+      KVASIR_CHECK(RebuildBounds(kv_.View(), slot, begin / kPageTokens, count).ok());
+    }
+  }
+
+  // Adds `num_rows` random queries at first_position.. of the slot; `select` gives the selection of
+  // each KV head (all, when absent). Returns the block's index.
+  int64_t AddBlock(int64_t slot, int64_t first_position, int64_t num_rows,
+                   const std::function<RowSelection(int64_t head)>& select = nullptr) {
+    blocks_.push_back({.slot = slot,
+                       .first_row = num_tokens(),
+                       .num_rows = num_rows,
+                       .first_position = first_position});
+    q_.resize(q_.size() + static_cast<size_t>(num_rows * heads() * shape_.head_dim));
+    for (auto it = q_.end() - num_rows * heads() * shape_.head_dim; it != q_.end(); ++it) {
+      *it = Rounded(Normal());
+    }
+    for (int64_t head = 0; head < shape_.kv_heads; ++head) {
+      selections_.push_back(select ? select(head) : SelectAll(first_position));
+    }
+    return static_cast<int64_t>(blocks_.size()) - 1;
+  }
+
+  using Implementation = std::function<void(const AttendParams&, Executor&)>;
+  // Runs over all blocks; out(), lse() and faults() hold the result. Rows start as NaN.
+  void Run(const Implementation& implementation, Executor& executor) {
+    StoreQueries();
+    out_.assign(q_.size(), kPoison);
+    out16_.assign(q_.size(), BFloat16(kPoison));
+    lse_.assign(static_cast<size_t>(num_tokens() * heads()), kPoison);
+    faults_.assign(faults_.size(), 0);
+    implementation(Params(), executor);
+    if (shape_.activation == DType::kBFloat16) {
+      for (size_t i = 0; i < out_.size(); ++i) out_[i] = static_cast<float>(out16_[i]);
+    }
+  }
+  void Run(const Implementation& implementation) {
+    SerialExecutor executor;
+    Run(implementation, executor);
+  }
+
+  // Valid until the batch changes.
+  AttendParams Params() {
+    StoreSelections();
+    const bool wide = shape_.activation == DType::kFloat32;
+    const auto tensor = [&](void* data) {
+      return TensorView(data, shape_.activation, {num_tokens(), heads(), shape_.head_dim});
+    };
+    return {.q = tensor(wide ? static_cast<void*>(q_.data()) : q16_.data()),
+            .out = tensor(wide ? static_cast<void*>(out_.data()) : out16_.data()),
+            .lse = TensorView(lse_.data(), DType::kFloat32, {num_tokens(), heads()}),
+            .kv = kv_.View(),
+            .layer = kLayer,
+            .scale = 1.0f / std::sqrt(static_cast<float>(shape_.head_dim)),
+            .blocks = blocks_,
+            .selection = {.headers = headers_.data(),
+                          .entries = entries_.data(),
+                          .num_rows = static_cast<int64_t>(headers_.size()),
+                          .capacity = capacity_},
+            .faults = faults_,
+            .scratch = &scratch_};
+  }
+
+  // Valid until the batch changes; `numbers` is the caller's.
+  SelectParams ParamsForSelect(const std::vector<SelectionNumbers>& numbers) {
+    StoreQueries();
+    return {.q = Params().q,
+            .kv = kv_.View(),
+            .layer = kLayer,
+            .blocks = blocks_,
+            .numbers = numbers,
+            .scratch = &scratch_};
+  }
+  // A selection with room for `capacity` entries a row, to be filled by a selector. Takes the place
+  // of what AddBlock was given.
+  PageSelection MakeSelection(int64_t capacity) {
+    selections_.assign(selections_.size(), {});
+    for (RowSelection& row : selections_) row.entries.resize(static_cast<size_t>(capacity));
+    return Params().selection;
+  }
+
+  // The queries [token][head][head_dim], already rounded to the activation dtype.
+  float* q(int64_t token, int64_t head) { return &q_[Index(token, head)]; }
+  const float* out(int64_t token, int64_t head) const { return &out_[Index(token, head)]; }
+  float lse(int64_t token, int64_t head) const {
+    return lse_[static_cast<size_t>(token * heads() + head)];
+  }
+  uint8_t fault(int64_t slot) const { return faults_[static_cast<size_t>(slot)]; }
+  const RowSelection& selection(int64_t block, int64_t head) const {
+    return selections_[static_cast<size_t>(block * shape_.kv_heads + head)];
+  }
+
+  FakePagedKv& kv() { return kv_; }
+  const std::vector<QueryBlock>& blocks() const { return blocks_; }
+  const AttentionShape& shape() const { return shape_; }
+  int64_t heads() const { return shape_.kv_heads * shape_.group; }
+  int64_t num_tokens() const {
+    return static_cast<int64_t>(q_.size()) / (heads() * shape_.head_dim);
+  }
+  std::mt19937_64& rng() { return rng_; }
+
+  static constexpr int64_t kLayers = 2;
+  static constexpr int64_t kLayer = 1;  // the layer under test
+
+ private:
+  static constexpr float kPoison = std::numeric_limits<float>::quiet_NaN();
+
+  float Normal() { return std::normal_distribution<float>()(rng_); }
+  float Rounded(float x) const {
+    return shape_.activation == DType::kFloat32 ? x : static_cast<float>(BFloat16(x));
+  }
+  size_t Index(int64_t token, int64_t head) const {
+    return static_cast<size_t>((token * heads() + head) * shape_.head_dim);
+  }
+  void StoreQueries() {
+    q16_.resize(q_.size());
+    for (size_t i = 0; i < q_.size(); ++i) q16_[i] = BFloat16(q_[i]);
+  }
+  void StoreSelections() {
+    capacity_ = 0;
+    for (const RowSelection& row : selections_) {
+      capacity_ = std::max(capacity_, static_cast<int64_t>(row.entries.size()));
+    }
+    headers_.resize(selections_.size());
+    entries_.resize(selections_.size() * static_cast<size_t>(capacity_));
+    for (size_t i = 0; i < selections_.size(); ++i) {
+      headers_[i] = selections_[i].header;
+      std::copy(selections_[i].entries.begin(), selections_[i].entries.end(),
+                entries_.begin() + static_cast<int64_t>(i) * capacity_);
+    }
+  }
+
+  const AttentionShape shape_;
+  std::mt19937_64 rng_;
+  FakePagedKv kv_;
+  std::vector<QueryBlock> blocks_;
+  std::vector<RowSelection> selections_;  // [blocks x KV heads]
+  int64_t capacity_ = 0;
+  std::vector<SelectionHeader> headers_;
+  std::vector<SelectionEntry> entries_;
+  std::vector<float> q_;
+  std::vector<float> out_;
+  std::vector<BFloat16> q16_;
+  std::vector<BFloat16> out16_;
+  std::vector<float> lse_;
+  std::vector<uint8_t> faults_;
+  Scratch scratch_;
+};
+
+}  // namespace kvasir::kernels
