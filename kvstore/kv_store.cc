@@ -1,0 +1,510 @@
+#include "kvstore/kv_store.h"
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <optional>
+#include <utility>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/strings/str_cat.h"
+
+#include "kernels/base/status_macros.h"
+#include "kvstore/page_format.h"
+#include "kvstore/tiers/device_arena.h"
+#include "kvstore/tiers/host_slab.h"
+
+namespace kvasir::kvstore {
+namespace {
+
+using kernels::KvLayout;
+using kernels::PagedKv;
+using kernels::PageRef;
+using kernels::PageTier;
+
+static_assert(kBlockTokens == kernels::kPageTokens);
+
+// Promotions of one step end here: with its checksum a page of 32 KiB takes some 6 us on a core, so
+// that a step waits at most some 3 ms for them.
+constexpr int64_t kPromotedBytesPerStep = int64_t{16} << 20;
+// What is left of a page's missed bytes after each step: 7/8, so misses of some ten steps add up.
+constexpr uint32_t kDecayShift = 3;
+
+struct BlockState {
+  int64_t row = 0;  // of the page tables, and the extent of the host tier
+  int64_t handles = 0;
+  bool sealed = false;
+  bool kept = false;
+  bool corrupt = false;
+  PrefixHash hash{};
+  uint64_t generation = 0;
+};
+
+// A page read in place, as a candidate for the device tier.
+struct Candidate {
+  uint32_t missed_bytes = 0;
+  int64_t page = 0;
+};
+
+absl::Status CheckOptions(const KvStoreOptions& o) {
+  const KvLayout& layout = o.layout;
+  const bool impossible = layout.num_layers <= 0 || layout.num_kv_heads <= 0 ||
+                          layout.head_dim <= 0 || o.num_slots <= 0 || o.max_blocks_per_slot <= 0 ||
+                          layout.page_bytes() > (int64_t{1} << 28);
+  if (impossible) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "kv store: ", layout.num_layers, " layers, ", layout.num_kv_heads,
+        " KV heads of dimension ", layout.head_dim, ", ", o.num_slots, " slots of ",
+        o.max_blocks_per_slot, " blocks: all must be positive, pages at most 256 MiB"));
+  }
+  const int64_t device_least = 2 * layout.block_bytes();
+  const int64_t host_least = 2 * HostSlab::ExtentBytes(layout);
+  if (o.device_bytes < device_least) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("kv store: the device tier needs at least two blocks, ", device_least,
+                     " bytes; it was given ", o.device_bytes, "; raise kv_device_size_gb"));
+  }
+  if (o.host_bytes < host_least) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("kv store: the host tier needs at least two blocks, ", host_least,
+                     " bytes; it was given ", o.host_bytes, "; raise kv_host_size_gb"));
+  }
+  return absl::OkStatus();
+}
+
+class KvStoreImpl : public KvStore, private BlockOwner {
+ public:
+  KvStoreImpl(const KvStoreOptions& options, DeviceArena device, HostSlab host);
+
+  absl::StatusOr<Block> Open(BlockId id) override;
+  absl::StatusOr<Block> Get(BlockId id) override;
+  absl::Status Seal(BlockId id, const PrefixHash& hash) override;
+  void Drop(BlockId id) override;
+  bool Holds(BlockId id) const override;
+  BlockResidency Where(BlockId id) const override;
+  void Bind(int64_t slot, int64_t index, Block block) override;
+  void Unbind(int64_t slot, int64_t first_index) override;
+  PagedKv BeginStep(uint32_t step) override;
+  absl::Status EndStep() override;
+  std::vector<CorruptBlock> TakeCorrupt() override { return std::exchange(corrupt_, {}); }
+  int64_t device_blocks() const override { return device_.num_slots() / pages_per_block_; }
+  int64_t host_blocks() const override { return host_.num_extents(); }
+  KvStoreStats stats() const override;
+  absl::Status CheckIntegrity() const override;
+
+ private:
+  void Release(BlockId id) override;
+  void FreeIfUnused(BlockId id);
+
+  std::vector<Candidate> CollectAccesses();
+  void Promote(std::vector<Candidate> candidates);
+  bool VerifyInHost(int64_t page);
+  void Quarantine(BlockId id, absl::Status status);
+  // A free device slot, by eviction if need be; pages read in step `spared` stay.
+  std::optional<int64_t> TakeDeviceSlot(int64_t page, std::optional<uint32_t> spared);
+  void Unmap(int64_t page);
+  absl::Status CheckBlocks() const;
+  absl::Status CheckSlots() const;
+
+  int64_t first_page(int64_t row) const { return row * pages_per_block_; }
+  PageRef& ref(int64_t page) { return pages_[static_cast<size_t>(page)]; }
+  const PageRef& ref(int64_t page) const { return pages_[static_cast<size_t>(page)]; }
+  std::byte* host_page(int64_t page) const {
+    return host_.page(page / pages_per_block_, page % pages_per_block_);
+  }
+  absl::Span<const std::byte> Bytes(const std::byte* page) const {
+    return {page, static_cast<size_t>(layout_.page_bytes())};
+  }
+  PageIdentity Identity(const BlockState& block, int64_t page_in_block) const {
+    return {.block = block.hash,
+            .generation = block.generation,
+            .layer = page_in_block / layout_.num_kv_heads,
+            .head = page_in_block % layout_.num_kv_heads};
+  }
+
+  const KvLayout layout_;
+  const int64_t pages_per_block_;
+  const int64_t num_slots_;
+  const int64_t max_blocks_per_slot_;
+
+  DeviceArena device_;
+  HostSlab host_;
+  absl::flat_hash_map<BlockId, BlockState> blocks_;
+  std::vector<BlockId> row_blocks_;     // [row], no id while the row is free
+  std::vector<int64_t> row_bindings_;   // [row], how many slots have it
+  std::vector<PageRef> pages_;          // [row, page in block]
+  std::vector<std::byte*> bounds_;      // [row]
+  std::vector<uint32_t> last_touched_;  // [row, page in block]
+  std::vector<uint32_t> missed_bytes_;  // [row, page in block]
+  std::vector<int32_t> block_rows_;     // [slot, index]
+  bool in_step_ = false;
+  uint32_t step_ = 0;
+  uint64_t next_generation_ = 1;
+  std::vector<BlockId> released_in_step_;
+  std::vector<CorruptBlock> corrupt_;
+  KvStoreStats stats_;
+  std::vector<std::vector<Block>> slots_;  // destroyed first: its handles call Release
+};
+
+KvStoreImpl::KvStoreImpl(const KvStoreOptions& options, DeviceArena device, HostSlab host)
+    : layout_(options.layout),
+      pages_per_block_(options.layout.pages_per_block()),
+      num_slots_(options.num_slots),
+      max_blocks_per_slot_(options.max_blocks_per_slot),
+      device_(std::move(device)),
+      host_(std::move(host)),
+      slots_(static_cast<size_t>(options.num_slots)) {
+  const size_t num_rows = static_cast<size_t>(host_.num_extents());
+  const size_t num_pages = num_rows * static_cast<size_t>(pages_per_block_);
+  row_blocks_.resize(num_rows);
+  row_bindings_.resize(num_rows);
+  pages_.resize(num_pages);
+  last_touched_.resize(num_pages, kNeverTouched);
+  missed_bytes_.resize(num_pages);
+  for (int64_t row = 0; row < host_.num_extents(); ++row) bounds_.push_back(host_.bounds(row));
+  block_rows_.resize(static_cast<size_t>(num_slots_ * max_blocks_per_slot_), -1);
+}
+
+// ---- blocks
+
+absl::StatusOr<Block> KvStoreImpl::Open(BlockId id) {
+  KVASIR_CHECK(!in_step_);
+  if (blocks_.contains(id)) {
+    return absl::AlreadyExistsError(absl::StrCat("block ", id.value, " is open or kept already"));
+  }
+  if (host_.num_free() == 0) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("block ", id.value, ": need 1 block in the host tier, 0 of ", host_blocks(),
+                     " free; drop blocks or raise kv_host_size_gb"));
+  }
+  const int64_t takeable = device_.num_slots() - device_.num_pinned();
+  if (takeable < pages_per_block_) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("block ", id.value, ": need ", pages_per_block_, " pages in the device tier, ",
+                     takeable, " of ", device_.num_slots(),
+                     " are not of open blocks; seal blocks or raise kv_device_size_gb"));
+  }
+  const int64_t row = host_.Take();
+  for (int64_t page = first_page(row); page < first_page(row + 1); ++page) {
+    const std::optional<int64_t> slot = TakeDeviceSlot(page, std::nullopt);
+    KVASIR_CHECK(slot.has_value());
+    ref(page) = PageRef(device_.memory(*slot), PageTier::kDevice);
+    last_touched_[static_cast<size_t>(page)] = kNeverTouched;
+    missed_bytes_[static_cast<size_t>(page)] = 0;
+  }
+  row_blocks_[static_cast<size_t>(row)] = id;
+  BlockState& block = blocks_[id];
+  block.row = row;
+  block.handles = 1;
+  return Block(id, *this);
+}
+
+absl::StatusOr<Block> KvStoreImpl::Get(BlockId id) {
+  if (!Holds(id)) return absl::NotFoundError(absl::StrCat("block ", id.value, " is not held"));
+  ++blocks_.at(id).handles;
+  return Block(id, *this);
+}
+
+absl::Status KvStoreImpl::Seal(BlockId id, const PrefixHash& hash) {
+  KVASIR_CHECK(!in_step_);
+  const auto it = blocks_.find(id);
+  if (it == blocks_.end()) {
+    return absl::NotFoundError(absl::StrCat("block ", id.value, " to be sealed is not open"));
+  }
+  BlockState& block = it->second;
+  if (block.sealed) {
+    return absl::FailedPreconditionError(absl::StrCat("block ", id.value, " is sealed already"));
+  }
+  block.hash = hash;
+  block.generation = next_generation_++;
+  block.sealed = true;
+  block.kept = true;
+  for (int64_t i = 0; i < pages_per_block_; ++i) {
+    const int64_t page = first_page(block.row) + i;
+    const PageRef source = ref(page);
+    std::memcpy(host_page(page), source.page(), static_cast<size_t>(layout_.page_bytes()));
+    host_.checksums(block.row)[static_cast<size_t>(i)] =
+        PageChecksum(Identity(block, i), Bytes(host_page(page)));
+    device_.Unpin(device_.slot_of(source.page()));
+  }
+  stats_.bytes_device_to_host += layout_.block_bytes();
+  return absl::OkStatus();
+}
+
+void KvStoreImpl::Drop(BlockId id) {
+  KVASIR_CHECK(!in_step_);
+  const auto it = blocks_.find(id);
+  if (it == blocks_.end()) return;
+  it->second.kept = false;
+  FreeIfUnused(id);
+}
+
+bool KvStoreImpl::Holds(BlockId id) const {
+  const auto it = blocks_.find(id);
+  return it != blocks_.end() && !it->second.corrupt;
+}
+
+BlockResidency KvStoreImpl::Where(BlockId id) const {
+  BlockResidency where;
+  const auto it = blocks_.find(id);
+  if (it == blocks_.end()) return where;
+  for (int64_t i = 0; i < pages_per_block_; ++i) {
+    const PageRef page = ref(first_page(it->second.row) + i);
+    where.device_pages += page.tier() == PageTier::kDevice ? 1 : 0;
+  }
+  return where;
+}
+
+void KvStoreImpl::Release(BlockId id) {
+  --blocks_.at(id).handles;
+  if (in_step_) {
+    released_in_step_.push_back(id);  // the step's kernels may still read it
+  } else {
+    FreeIfUnused(id);
+  }
+}
+
+void KvStoreImpl::FreeIfUnused(BlockId id) {
+  const auto it = blocks_.find(id);
+  if (it == blocks_.end() || it->second.kept || it->second.handles > 0) return;
+  const int64_t row = it->second.row;
+  KVASIR_CHECK(row_bindings_[static_cast<size_t>(row)] == 0);
+  for (int64_t page = first_page(row); page < first_page(row + 1); ++page) {
+    if (ref(page).tier() == PageTier::kDevice) device_.Free(device_.slot_of(ref(page).page()));
+    ref(page) = PageRef();
+  }
+  host_.Free(row);
+  row_blocks_[static_cast<size_t>(row)] = BlockId();
+  blocks_.erase(it);
+}
+
+// ---- slots
+
+void KvStoreImpl::Bind(int64_t slot, int64_t index, Block block) {
+  KVASIR_CHECK(!in_step_ && block);
+  KVASIR_CHECK(slot >= 0 && slot < num_slots_ && index >= 0 && index < max_blocks_per_slot_);
+  const int64_t row = blocks_.at(block.id()).row;
+  std::vector<Block>& bound = slots_[static_cast<size_t>(slot)];
+  if (static_cast<int64_t>(bound.size()) <= index) bound.resize(static_cast<size_t>(index) + 1);
+  int32_t& entry = block_rows_[static_cast<size_t>(slot * max_blocks_per_slot_ + index)];
+  if (entry >= 0) --row_bindings_[static_cast<size_t>(entry)];
+  ++row_bindings_[static_cast<size_t>(row)];
+  entry = static_cast<int32_t>(row);
+  bound[static_cast<size_t>(index)] = std::move(block);
+}
+
+void KvStoreImpl::Unbind(int64_t slot, int64_t first_index) {
+  KVASIR_CHECK(!in_step_);
+  KVASIR_CHECK(slot >= 0 && slot < num_slots_ && first_index >= 0);
+  std::vector<Block>& bound = slots_[static_cast<size_t>(slot)];
+  while (static_cast<int64_t>(bound.size()) > first_index) {
+    const int64_t index = static_cast<int64_t>(bound.size()) - 1;
+    int32_t& entry = block_rows_[static_cast<size_t>(slot * max_blocks_per_slot_ + index)];
+    if (entry >= 0) --row_bindings_[static_cast<size_t>(entry)];
+    entry = -1;
+    bound.pop_back();
+  }
+}
+
+// ---- steps
+
+PagedKv KvStoreImpl::BeginStep(uint32_t step) {
+  KVASIR_CHECK(!in_step_ && step > step_ && step < kNeverTouched);
+  in_step_ = true;
+  step_ = step;
+  return {.layout = layout_,
+          .block_rows = block_rows_.data(),
+          .num_slots = num_slots_,
+          .max_blocks_per_slot = max_blocks_per_slot_,
+          .pages = pages_.data(),
+          .bounds = bounds_.data(),
+          .accesses = {.last_touched = last_touched_.data(), .missed_bytes = missed_bytes_.data()},
+          .step = step};
+}
+
+absl::Status KvStoreImpl::EndStep() {
+  if (!in_step_) return absl::FailedPreconditionError("EndStep: no step has begun");
+  in_step_ = false;
+  Promote(CollectAccesses());
+  for (BlockId id : std::exchange(released_in_step_, {})) FreeIfUnused(id);
+  return absl::OkStatus();
+}
+
+// Counts hits and misses of the step; returns the pages that missed more than their size.
+std::vector<Candidate> KvStoreImpl::CollectAccesses() {
+  std::vector<Candidate> candidates;
+  const uint32_t page_bytes = static_cast<uint32_t>(layout_.page_bytes());
+  for (int64_t row = 0; row < host_.num_extents(); ++row) {
+    if (row_bindings_[static_cast<size_t>(row)] == 0) continue;  // kernels cannot reach it
+    for (int64_t page = first_page(row); page < first_page(row + 1); ++page) {
+      uint32_t& missed = missed_bytes_[static_cast<size_t>(page)];
+      const bool in_device = ref(page).tier() == PageTier::kDevice;
+      if (last_touched_[static_cast<size_t>(page)] == step_) {
+        ++(in_device ? stats_.device_hits : stats_.device_misses);
+      }
+      if (missed > page_bytes) candidates.push_back({.missed_bytes = missed, .page = page});
+      missed -= missed >> kDecayShift;
+    }
+  }
+  return candidates;
+}
+
+void KvStoreImpl::Promote(std::vector<Candidate> candidates) {
+  const size_t limit =
+      static_cast<size_t>(std::max<int64_t>(1, kPromotedBytesPerStep / layout_.page_bytes()));
+  if (candidates.size() > limit) {
+    std::nth_element(
+        candidates.begin(), candidates.begin() + static_cast<int64_t>(limit), candidates.end(),
+        [](const Candidate& a, const Candidate& b) { return a.missed_bytes > b.missed_bytes; });
+    candidates.resize(limit);
+  }
+  for (const Candidate& candidate : candidates) {
+    const int64_t page = candidate.page;
+    if (!VerifyInHost(page)) continue;
+    const std::optional<int64_t> slot = TakeDeviceSlot(page, step_);
+    if (!slot.has_value()) return;  // every page was needed in this step: nothing better to do
+    device_.Unpin(*slot);
+    std::memcpy(device_.memory(*slot), host_page(page), static_cast<size_t>(layout_.page_bytes()));
+    ref(page) = PageRef(device_.memory(*slot), PageTier::kDevice);
+    missed_bytes_[static_cast<size_t>(page)] = 0;
+    ++stats_.promotions;
+    stats_.bytes_host_to_device += layout_.page_bytes();
+  }
+}
+
+bool KvStoreImpl::VerifyInHost(int64_t page) {
+  const int64_t row = page / pages_per_block_;
+  const int64_t page_in_block = page % pages_per_block_;
+  const BlockId id = row_blocks_[static_cast<size_t>(row)];
+  const BlockState& block = blocks_.at(id);
+  const PageIdentity identity = Identity(block, page_in_block);
+  const uint64_t expected = host_.checksums(row)[static_cast<size_t>(page_in_block)];
+  const uint64_t found = PageChecksum(identity, Bytes(host_page(page)));
+  if (found == expected) return true;
+  ++stats_.checksum_failures;
+  Quarantine(id,
+             absl::DataLossError(absl::StrCat(
+                 "block ", id.value, ", layer ", identity.layer, ", KV head ", identity.head,
+                 ": checksum of the page in the host tier is ", absl::Hex(found), ", sealed as ",
+                 absl::Hex(expected), "; the memory of this machine may be failing")));
+  return false;
+}
+
+void KvStoreImpl::Quarantine(BlockId id, absl::Status status) {
+  BlockState& block = blocks_.at(id);
+  if (block.corrupt) return;
+  block.corrupt = true;
+  block.kept = false;
+  CorruptBlock report{.id = id, .slots = {}, .status = std::move(status)};
+  for (int64_t slot = 0; slot < num_slots_; ++slot) {
+    const std::vector<Block>& bound = slots_[static_cast<size_t>(slot)];
+    const bool has_it =
+        std::any_of(bound.begin(), bound.end(), [&](const Block& b) { return b && b.id() == id; });
+    if (has_it) report.slots.push_back(slot);
+  }
+  corrupt_.push_back(std::move(report));
+}
+
+std::optional<int64_t> KvStoreImpl::TakeDeviceSlot(int64_t page, std::optional<uint32_t> spared) {
+  if (device_.num_free() == 0) {
+    const std::optional<int64_t> victim = device_.FindVictim(last_touched_.data(), spared);
+    if (!victim.has_value()) return std::nullopt;
+    Unmap(device_.page(*victim));
+    device_.Free(*victim);
+    ++stats_.evictions;
+  }
+  return device_.Take(page);
+}
+
+void KvStoreImpl::Unmap(int64_t page) { ref(page) = PageRef(host_page(page), PageTier::kHost); }
+
+// ---- accounting
+
+KvStoreStats KvStoreImpl::stats() const {
+  KvStoreStats stats = stats_;
+  stats.device_pages_total = device_.num_slots();
+  stats.device_pages_used = device_.num_slots() - device_.num_free();
+  stats.host_blocks_total = host_.num_extents();
+  stats.host_blocks_used = host_.num_extents() - host_.num_free();
+  return stats;
+}
+
+absl::Status KvStoreImpl::CheckIntegrity() const {
+  KVASIR_RETURN_IF_ERROR(device_.CheckIntegrity());
+  KVASIR_RETURN_IF_ERROR(CheckBlocks());
+  return CheckSlots();
+}
+
+absl::Status KvStoreImpl::CheckBlocks() const {
+  int64_t in_device = 0;
+  int64_t pinned = 0;
+  for (const auto& [id, block] : blocks_) {
+    const auto broken = [&, &id = id](absl::string_view what) {
+      return absl::InternalError(absl::StrCat("kv store: block ", id.value, " ", what));
+    };
+    if (row_blocks_[static_cast<size_t>(block.row)] != id || !host_.taken(block.row)) {
+      return broken("has a row that is not its own");
+    }
+    if (!block.kept && block.handles == 0 && !in_step_) return broken("is unused and not freed");
+    if (!block.sealed) pinned += pages_per_block_;
+    for (int64_t page = first_page(block.row); page < first_page(block.row + 1); ++page) {
+      const PageRef page_ref = ref(page);
+      if (page_ref.tier() == PageTier::kDevice) {
+        ++in_device;
+        if (device_.page(device_.slot_of(page_ref.page())) != page) {
+          return broken("has a page in a device slot of another");
+        }
+      } else if (!block.sealed || page_ref.page() != host_page(page)) {
+        return broken("has a page that is nowhere");
+      }
+    }
+  }
+  const int64_t device_used = device_.num_slots() - device_.num_free();
+  const int64_t host_used = host_.num_extents() - host_.num_free();
+  if (in_device != device_used || pinned != device_.num_pinned() ||
+      host_used != static_cast<int64_t>(blocks_.size())) {
+    return absl::InternalError(absl::StrCat(
+        "kv store: ", blocks_.size(), " blocks, ", host_used, " host extents used; ", in_device,
+        " pages map to the device, ", device_used, " slots used; open blocks have ", pinned,
+        " pages, ", device_.num_pinned(), " slots pinned"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status KvStoreImpl::CheckSlots() const {
+  std::vector<int64_t> bindings(row_bindings_.size());
+  for (int64_t slot = 0; slot < num_slots_; ++slot) {
+    const std::vector<Block>& bound = slots_[static_cast<size_t>(slot)];
+    for (int64_t index = 0; index < max_blocks_per_slot_; ++index) {
+      const int64_t row = block_rows_[static_cast<size_t>(slot * max_blocks_per_slot_ + index)];
+      const bool is_bound =
+          index < static_cast<int64_t>(bound.size()) && bound[static_cast<size_t>(index)];
+      const int64_t expected =
+          is_bound ? blocks_.at(bound[static_cast<size_t>(index)].id()).row : -1;
+      if (row != expected) {
+        return absl::InternalError(absl::StrCat("kv store: slot ", slot, " block ", index,
+                                                " is row ", row, ", bound to row ", expected));
+      }
+      if (row >= 0) ++bindings[static_cast<size_t>(row)];
+    }
+  }
+  if (bindings != row_bindings_) return absl::InternalError("kv store: bindings are miscounted");
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<KvStore>> KvStore::Create(const KvStoreOptions& options) {
+  KVASIR_RETURN_IF_ERROR(CheckOptions(options));
+  const KvLayout& layout = options.layout;
+  const int64_t num_slots = options.device_bytes / layout.page_bytes();
+  const int64_t num_blocks = std::min<int64_t>(options.host_bytes / HostSlab::ExtentBytes(layout),
+                                               std::numeric_limits<int32_t>::max() - 1);
+  KVASIR_ASSIGN_OR_RETURN(DeviceArena device, DeviceArena::Create(num_slots, layout.page_bytes(),
+                                                                  options.freed_memory));
+  KVASIR_ASSIGN_OR_RETURN(HostSlab host,
+                          HostSlab::Create(layout, num_blocks, options.freed_memory));
+  return std::make_unique<KvStoreImpl>(options, std::move(device), std::move(host));
+}
+
+}  // namespace kvasir::kvstore

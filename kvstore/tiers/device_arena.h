@@ -1,0 +1,65 @@
+// The device tier on the CPU: a bounded arena of page slots with a free list, and the CLOCK that
+// picks which page leaves. It knows pages by their number in the store's page table and nothing
+// else about them; the store maps and unmaps. Thread-compatible.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+
+#include "kernels/base/buffer.h"
+#include "kvstore/tiers/freed_memory.h"
+
+namespace kvasir::kvstore {
+
+// The step of a page that was never read; no step has this number.
+inline constexpr uint32_t kNeverTouched = 0xffffffff;
+
+class DeviceArena {
+ public:
+  // RESOURCE_EXHAUSTED when there is no memory.
+  static absl::StatusOr<DeviceArena> Create(int64_t num_slots, int64_t page_bytes,
+                                            FreedMemory freed);
+
+  // A slot for the page, pinned. REQUIRES: num_free() > 0.
+  int64_t Take(int64_t page);
+  void Unpin(int64_t slot);
+  void Free(int64_t slot);
+
+  // The slot whose page should leave: not pinned, and not read since the hand last passed it.
+  // `last_touched` is by page. Pages read in step `spared` stay. Nothing when none may leave.
+  std::optional<int64_t> FindVictim(const uint32_t* last_touched, std::optional<uint32_t> spared);
+
+  std::byte* memory(int64_t slot) const { return buffer_.data() + slot * page_bytes_; }
+  int64_t slot_of(const std::byte* memory) const { return (memory - buffer_.data()) / page_bytes_; }
+  // The page in the slot, or -1.
+  int64_t page(int64_t slot) const { return slots_[static_cast<size_t>(slot)].page; }
+  int64_t num_slots() const { return static_cast<int64_t>(slots_.size()); }
+  int64_t num_free() const { return static_cast<int64_t>(free_.size()); }
+  int64_t num_pinned() const { return num_pinned_; }
+
+  // Free, pinned and other slots must add up; INTERNAL with the discrepancy.
+  absl::Status CheckIntegrity() const;
+
+ private:
+  struct Slot {
+    int64_t page = -1;
+    bool pinned = false;
+    uint32_t seen = 0;  // last read that the hand knows of
+  };
+
+  DeviceArena() = default;
+
+  kernels::HostBuffer buffer_;
+  int64_t page_bytes_ = 0;
+  FreedMemory freed_ = FreedMemory::kAsIs;
+  std::vector<Slot> slots_;
+  std::vector<int64_t> free_;
+  int64_t num_pinned_ = 0;
+  size_t hand_ = 0;
+};
+
+}  // namespace kvasir::kvstore
