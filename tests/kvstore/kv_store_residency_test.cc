@@ -6,6 +6,7 @@
 #include <map>
 #include <optional>
 #include <random>
+#include <utility>
 
 #include "kvstore/kv_store.h"
 #include "tests/support/iterations.h"
@@ -93,9 +94,17 @@ class RandomPlans {
     model_[next_id_] = {.handles = 1, .rows = 0, .sealed = false, .kept = false};
     Place(next_id_++, *std::move(block));
   }
-  // Appends the block to a slot, or keeps it outside.
+  // Appends the block to a slot, puts it in the place of another, or keeps it outside.
   void Place(int64_t id, Block block) {
     const size_t slot = rng_() % kSlots;
+    if (!bound_[slot].empty() && rng_() % 8 == 0) {
+      const size_t index = rng_() % bound_[slot].size();
+      const int64_t replaced = std::exchange(bound_[slot][index], id);
+      store_->Bind(static_cast<int64_t>(slot), static_cast<int64_t>(index), std::move(block));
+      --model_[replaced].handles;
+      Settle(replaced);
+      return;
+    }
     if (bound_[slot].size() == kBlocksPerSlot || rng_() % 8 == 0) {
       handles_.emplace_back(id, std::move(block));
       return;

@@ -88,7 +88,8 @@ TEST_F(KvStoreTest, RefusesSizesTooSmallForTwoBlocksAndNamesTheNeed) {
   options.device_bytes = 2 * kLayout.block_bytes();
   options.host_bytes = kLayout.block_bytes();
   EXPECT_EQ(KvStore::Create(options).status().code(), absl::StatusCode::kResourceExhausted);
-  options.host_bytes = int64_t{1} << 60;
+  options.host_bytes = 100000;
+  options.device_bytes = int64_t{1} << 60;
   EXPECT_EQ(KvStore::Create(options).status().code(), absl::StatusCode::kResourceExhausted);
   options.layout.head_dim = 0;
   EXPECT_EQ(KvStore::Create(options).status().code(), absl::StatusCode::kInvalidArgument);
