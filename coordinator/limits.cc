@@ -1,0 +1,163 @@
+#include "coordinator/limits.h"
+
+#include <algorithm>
+#include <limits>
+#include <string>
+
+#include "absl/strings/str_cat.h"
+#include "google/protobuf/descriptor.h"
+
+#include "kernels/base/status_macros.h"
+
+namespace kvasir::coordinator {
+namespace {
+
+using google::protobuf::FieldDescriptor;
+using google::protobuf::Message;
+using google::protobuf::Reflection;
+
+constexpr double kMaxUint64 = 18446744073709551616.0;
+constexpr double kContext = static_cast<double>(kMaxContextTokens);
+// The smallest top_p: with less, rounding decides what is left.
+constexpr double kMinTopP = 1e-6;
+
+constexpr FieldLimit kLimits[] = {
+    {"GenerateRequest", "request_id", LimitKind::kBytes, 0, 128},
+    {"GenerateRequest", "text", LimitKind::kBytes, 0, kMaxMessageBytes},
+    {"GenerateRequest", "tenant_id", LimitKind::kBytes, 0, 128},
+    {"TokenIds", "ids", LimitKind::kCount, 0, kContext},
+    {"TokenIds", "ids", LimitKind::kNumber, 0, 2147483647},
+    {"SamplingParams", "temperature", LimitKind::kNumber, 0, 100},
+    {"SamplingParams", "top_p", LimitKind::kNumber, kMinTopP, 1},
+    {"SamplingParams", "top_k", LimitKind::kNumber, 0, 1048576},
+    {"SamplingParams", "max_tokens", LimitKind::kNumber, 1, kContext},
+    {"SamplingParams", "min_tokens", LimitKind::kNumber, 0, kContext},
+    {"SamplingParams", "stop", LimitKind::kCount, 0, 64},
+    {"SamplingParams", "stop", LimitKind::kBytes, 1, 1024},
+    {"SamplingParams", "stop_token_ids", LimitKind::kCount, 0, 256},
+    {"SamplingParams", "stop_token_ids", LimitKind::kNumber, 0, 2147483647},
+    {"SamplingParams", "skip_special_tokens", LimitKind::kNumber, 0, 1},
+    {"SamplingParams", "ignore_eos", LimitKind::kNumber, 0, 1},
+    {"SamplingParams", "seed", LimitKind::kNumber, 0, kMaxUint64},
+    {"SamplingParams", "include_stop_str_in_output", LimitKind::kNumber, 0, 1},
+    {"PolicyChoice", "name", LimitKind::kName, 0, 64},
+    {"SparsityPolicy", "name", LimitKind::kName, 1, 64},
+    {"SparsityPolicy", "tail_tokens", LimitKind::kNumber, 0, 4096},
+    {"AttentionPolicy", "sink_tokens", LimitKind::kNumber, 0, 1048576},
+    {"AttentionPolicy", "window_tokens", LimitKind::kNumber, 0, 1048576},
+    {"AttentionPolicy", "token_budget", LimitKind::kNumber, 0, kContext},
+    {"AttentionPolicy", "dense_layers", LimitKind::kNumber, 0, 1024},
+};
+
+std::string FieldPath(absl::string_view where, const FieldDescriptor& field) {
+  return where.empty() ? field.name() : absl::StrCat(where, ".", field.name());
+}
+
+// The value of a number, the length of a string.
+double Measure(const Message& message, const FieldDescriptor& field, int element) {
+  const Reflection& r = *message.GetReflection();
+  const bool repeated = field.is_repeated();
+  switch (field.cpp_type()) {
+    case FieldDescriptor::CPPTYPE_FLOAT:
+      return static_cast<double>(repeated ? r.GetRepeatedFloat(message, &field, element)
+                                          : r.GetFloat(message, &field));
+    case FieldDescriptor::CPPTYPE_UINT32:
+      return static_cast<double>(repeated ? r.GetRepeatedUInt32(message, &field, element)
+                                          : r.GetUInt32(message, &field));
+    case FieldDescriptor::CPPTYPE_UINT64:
+      return static_cast<double>(repeated ? r.GetRepeatedUInt64(message, &field, element)
+                                          : r.GetUInt64(message, &field));
+    case FieldDescriptor::CPPTYPE_BOOL:
+      return r.GetBool(message, &field) ? 1 : 0;
+    case FieldDescriptor::CPPTYPE_STRING: {
+      std::string scratch;
+      const std::string& value =
+          repeated ? r.GetRepeatedStringReference(message, &field, element, &scratch)
+                   : r.GetStringReference(message, &field, &scratch);
+      return static_cast<double>(value.size());
+    }
+    default:
+      return std::numeric_limits<double>::quiet_NaN();  // no such field in the table's messages
+  }
+}
+
+absl::string_view What(LimitKind kind) {
+  switch (kind) {
+    case LimitKind::kNumber:
+      return " is ";
+    case LimitKind::kBytes:
+    case LimitKind::kName:
+      return " has a length in bytes of ";
+    case LimitKind::kCount:
+      return " has a number of elements of ";
+  }
+  return " is ";
+}
+
+absl::Status CheckValue(const std::string& path, const FieldLimit& limit, double value) {
+  if (value >= limit.min && value <= limit.max) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat(path, What(limit.kind), value, "; it must be in [",
+                                                 limit.min, ", ", limit.max, "]"));
+}
+
+absl::Status CheckName(const std::string& path, absl::string_view name) {
+  const bool good = std::all_of(name.begin(), name.end(), [](char c) {
+    return (c >= 'a' && c <= 'z') || (c >= '0' && c <= '9') || c == '_' || c == '-';
+  });
+  if (good) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat(path, " has a character outside [a-z0-9_-]; use the name of a declared policy"));
+}
+
+absl::Status CheckField(absl::string_view where, const Message& message,
+                        const FieldDescriptor& field, const FieldLimit& limit) {
+  const std::string path = FieldPath(where, field);
+  const Reflection& reflection = *message.GetReflection();
+  if (limit.kind == LimitKind::kCount) {
+    return CheckValue(path, limit, reflection.FieldSize(message, &field));
+  }
+  const int elements = field.is_repeated() ? reflection.FieldSize(message, &field) : 1;
+  for (int i = 0; i < elements; ++i) {
+    KVASIR_RETURN_IF_ERROR(CheckValue(path, limit, Measure(message, field, i)));
+  }
+  if (limit.kind == LimitKind::kName) {
+    return CheckName(path, reflection.GetString(message, &field));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::Span<const FieldLimit> FieldLimits() { return kLimits; }
+
+absl::Status CheckLimits(absl::string_view where, const Message& message) {
+  const auto& type = *message.GetDescriptor();
+  const Reflection& reflection = *message.GetReflection();
+  for (int i = 0; i < type.field_count(); ++i) {
+    const FieldDescriptor& field = *type.field(i);
+    if (field.has_presence() && !reflection.HasField(message, &field)) continue;
+    if (field.cpp_type() == FieldDescriptor::CPPTYPE_MESSAGE) {
+      KVASIR_RETURN_IF_ERROR(
+          CheckLimits(FieldPath(where, field), reflection.GetMessage(message, &field)));
+      continue;
+    }
+    for (const FieldLimit& limit : kLimits) {
+      if (limit.message != type.name() || limit.field != field.name()) continue;
+      KVASIR_RETURN_IF_ERROR(CheckField(where, message, field, limit));
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckPromptLength(int64_t prompt_tokens, int64_t max_tokens, int64_t max_model_len) {
+  if (prompt_tokens < 1) {
+    return absl::InvalidArgumentError("the prompt is empty; it needs at least one token");
+  }
+  if (prompt_tokens + max_tokens <= max_model_len) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("the prompt has ", prompt_tokens, " tokens and sampling.max_tokens is ",
+                   max_tokens, ", together more than the context of ", max_model_len,
+                   "; shorten the prompt or lower max_tokens"));
+}
+
+}  // namespace kvasir::coordinator

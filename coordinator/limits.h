@@ -1,0 +1,45 @@
+// The one table of what a request may ask for: every field of GenerateRequest and of the policies
+// has a row with its range. Whatever comes from a client is checked against it before anything is
+// computed or allocated from it. Called by request parsing and the policy table. Thread-safe.
+#pragma once
+
+#include <cstdint>
+
+#include "absl/status/status.h"
+#include "absl/strings/string_view.h"
+#include "absl/types/span.h"
+#include "google/protobuf/message.h"
+
+namespace kvasir::coordinator {
+
+// Bytes of one gRPC message, in and out: a million token ids take about 3 MB.
+inline constexpr int kMaxMessageBytes = 64 << 20;
+// Longest context that any field may speak of.
+inline constexpr int64_t kMaxContextTokens = int64_t{1} << 24;
+
+enum class LimitKind {
+  kNumber,  // the value
+  kBytes,   // the length of a string
+  kCount,   // the elements of a repeated field
+  kName,    // the length of a string of [a-z0-9_-]
+};
+
+struct FieldLimit {
+  absl::string_view message;  // without package
+  absl::string_view field;
+  LimitKind kind = LimitKind::kNumber;
+  double min = 0;  // inclusive
+  double max = 0;  // inclusive
+};
+
+absl::Span<const FieldLimit> FieldLimits();
+
+// Checks all fields of `message`, those of its parts too; a field with presence that is not set is
+// skipped. INVALID_ARGUMENT "<where>.temperature is 101; it must be in [0, 100]". `where` may be
+// empty. NaN is outside every range.
+absl::Status CheckLimits(absl::string_view where, const google::protobuf::Message& message);
+
+// At least one token in the prompt; prompt and answer within the context.
+absl::Status CheckPromptLength(int64_t prompt_tokens, int64_t max_tokens, int64_t max_model_len);
+
+}  // namespace kvasir::coordinator

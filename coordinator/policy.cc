@@ -1,0 +1,145 @@
+#include "coordinator/policy.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+
+#include "coordinator/limits.h"
+#include "kernels/base/status_macros.h"
+#include "kvstore/block.h"
+
+namespace kvasir::coordinator {
+namespace {
+
+constexpr size_t kMaxPolicies = 4;
+constexpr uint32_t kDefaultTailTokens = 64;
+
+void SetSelector(const std::string& name, v1::AttentionPolicy& policy) {
+  if (name == "streaming") {
+    policy.mutable_streaming();
+  } else if (name == "quest") {
+    policy.mutable_quest();
+  } else {
+    policy.mutable_all();
+  }
+}
+
+absl::Status CheckPart(const std::string& where, const v1::AttentionPolicy& part) {
+  if (part.has_quest() && part.token_budget() == 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(where, ".token_budget is not set; quest needs the tokens it may select"));
+  }
+  if (IsSparse(part) && part.window_tokens() == 0) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        where, ".window_tokens is not set; the window holds at least the query's own token"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Override(const std::string& where, const v1::AttentionPolicy& overrides,
+                      v1::AttentionPolicy& policy) {
+  if (overrides.selector_case() != v1::AttentionPolicy::SELECTOR_NOT_SET) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(where,
+                     " sets a selector; a request may override numbers only: choose a "
+                     "declared policy by policy.name instead"));
+  }
+  if (overrides.sink_tokens() != 0) policy.set_sink_tokens(overrides.sink_tokens());
+  if (overrides.window_tokens() != 0) policy.set_window_tokens(overrides.window_tokens());
+  if (overrides.token_budget() != 0) policy.set_token_budget(overrides.token_budget());
+  if (overrides.dense_layers() != 0) policy.set_dense_layers(overrides.dense_layers());
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+bool IsSparse(const v1::AttentionPolicy& policy) {
+  return policy.has_streaming() || policy.has_quest();
+}
+
+std::string CanonicalBytes(const v1::AttentionPolicy& policy) {
+  const std::string ranges =
+      absl::StrCat("sink=", policy.sink_tokens(), ";window=", policy.window_tokens(),
+                   ";dense_layers=", policy.dense_layers());
+  if (policy.has_streaming()) return absl::StrCat("streaming;", ranges);
+  if (policy.has_quest()) {
+    const int64_t pages =
+        (int64_t{policy.token_budget()} + kvstore::kBlockTokens - 1) / kvstore::kBlockTokens;
+    return absl::StrCat("quest;", ranges, ";pages=", pages);
+  }
+  return "all";
+}
+
+int64_t PrivateBegin(const ResolvedPolicy& policy, int64_t prompt_tokens) {
+  if (IsSparse(policy.decode)) {
+    return std::max<int64_t>(0, prompt_tokens - int64_t{policy.tail_tokens});
+  }
+  // A prompt is read in query blocks of 64, an answer token by token: a selector, even the same
+  // one, finds something else. Only `all` finds the same.
+  return IsSparse(policy.prefill) ? prompt_tokens : std::numeric_limits<int64_t>::max();
+}
+
+v1::SparsityPolicy PolicyFromFlags(const v1::SparseConfig& config) {
+  v1::SparsityPolicy policy;
+  policy.set_name("default");
+  policy.set_tail_tokens(config.sparse_tail_tokens());
+  SetSelector(config.sparse_prefill_selector(), *policy.mutable_prefill());
+  SetSelector(config.sparse_selector(), *policy.mutable_decode());
+  for (v1::AttentionPolicy* part : {policy.mutable_prefill(), policy.mutable_decode()}) {
+    part->set_sink_tokens(config.sparse_sink_tokens());
+    part->set_window_tokens(config.sparse_window_tokens());
+    part->set_token_budget(config.sparse_token_budget());
+    part->set_dense_layers(config.sparse_dense_layers());
+  }
+  return policy;
+}
+
+absl::StatusOr<PolicyTable> PolicyTable::Create(std::vector<v1::SparsityPolicy> declared) {
+  if (declared.empty() || declared.size() > kMaxPolicies) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(declared.size(), " policies are declared; a server has 1 to ", kMaxPolicies));
+  }
+  for (size_t i = 0; i < declared.size(); ++i) {
+    v1::SparsityPolicy& policy = declared[i];
+    const std::string where = absl::StrCat("policy '", policy.name(), "'");
+    KVASIR_RETURN_IF_ERROR(CheckLimits(where, policy));
+    KVASIR_RETURN_IF_ERROR(CheckPart(absl::StrCat(where, ".prefill"), policy.prefill()));
+    KVASIR_RETURN_IF_ERROR(CheckPart(absl::StrCat(where, ".decode"), policy.decode()));
+    if (!policy.has_tail_tokens()) policy.set_tail_tokens(kDefaultTailTokens);
+    for (v1::AttentionPolicy* part : {policy.mutable_prefill(), policy.mutable_decode()}) {
+      if (!IsSparse(*part)) part->mutable_all();
+    }
+    for (size_t j = 0; j < i; ++j) {
+      if (declared[j].name() == policy.name()) {
+        return absl::InvalidArgumentError(absl::StrCat(where, " is declared twice"));
+      }
+    }
+  }
+  return PolicyTable(std::move(declared));
+}
+
+absl::StatusOr<ResolvedPolicy> PolicyTable::Resolve(const v1::PolicyChoice& choice) const {
+  const auto it = std::find_if(declared_.begin(), declared_.end(), [&](const auto& policy) {
+    return choice.name().empty() || policy.name() == choice.name();
+  });
+  if (it == declared_.end()) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "policy.name is '", choice.name(), "'; this server declares ",
+        absl::StrJoin(declared_, ", ", [](std::string* out, const v1::SparsityPolicy& policy) {
+          absl::StrAppend(out, policy.name());
+        })));
+  }
+  ResolvedPolicy resolved = {.index = static_cast<uint32_t>(it - declared_.begin()),
+                             .prefill = it->prefill(),
+                             .decode = it->decode(),
+                             .tail_tokens = IsSparse(it->decode()) ? it->tail_tokens() : 0};
+  KVASIR_RETURN_IF_ERROR(
+      Override("policy.prefill_overrides", choice.prefill_overrides(), resolved.prefill));
+  KVASIR_RETURN_IF_ERROR(
+      Override("policy.decode_overrides", choice.decode_overrides(), resolved.decode));
+  return resolved;
+}
+
+}  // namespace kvasir::coordinator

@@ -1,0 +1,59 @@
+// What a request attends to: declared policies, a request's choice among them, and the canonical
+// bytes that make policies part of prefix keys. Hidden: which numbers matter to which selector.
+// Called by request parsing (Resolve) and the scheduler (the rest). Thread-safe once made.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+
+#include "proto/kvasir/v1/config.pb.h"
+#include "proto/kvasir/v1/sparsity.pb.h"
+
+namespace kvasir::coordinator {
+
+// A declared policy with the numbers of one sequence; nothing is left to defaults.
+struct ResolvedPolicy {
+  uint32_t index = 0;  // into the declared policies
+  v1::AttentionPolicy prefill;
+  v1::AttentionPolicy decode;
+  uint32_t tail_tokens = 0;
+};
+
+bool IsSparse(const v1::AttentionPolicy& policy);
+
+// Equal bytes if and only if attention under the policies is equal: the selector and those of its
+// numbers that it reads, a budget in whole pages.
+std::string CanonicalBytes(const v1::AttentionPolicy& policy);
+
+// First position whose KV would be another if the prompt went on behind it: from there on attention
+// follows the decode part of the policy. INT64_MAX when both parts are dense. No other request may
+// find a block that reaches behind it, and no cached block may stand in for one.
+int64_t PrivateBegin(const ResolvedPolicy& policy, int64_t prompt_tokens);
+
+// The policy that the flags of `kvasir serve` describe, named "default".
+v1::SparsityPolicy PolicyFromFlags(const v1::SparseConfig& config);
+
+class PolicyTable {
+ public:
+  // The first policy is the default. INVALID_ARGUMENT for none or more than four, a bad or repeated
+  // name, a part without numbers it needs, numbers outside the limit table.
+  static absl::StatusOr<PolicyTable> Create(std::vector<v1::SparsityPolicy> declared);
+
+  // INVALID_ARGUMENT for an unknown name or an override that sets a selector. REQUIRES: the choice
+  // passed CheckLimits.
+  absl::StatusOr<ResolvedPolicy> Resolve(const v1::PolicyChoice& choice) const;
+
+  const std::vector<v1::SparsityPolicy>& declared() const { return declared_; }
+
+ private:
+  explicit PolicyTable(std::vector<v1::SparsityPolicy> declared) : declared_(std::move(declared)) {}
+
+  std::vector<v1::SparsityPolicy> declared_;
+};
+
+}  // namespace kvasir::coordinator

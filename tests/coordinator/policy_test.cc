@@ -1,0 +1,148 @@
+#include "coordinator/policy.h"
+
+#include <limits>
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace kvasir::coordinator {
+namespace {
+
+using ::testing::HasSubstr;
+
+v1::SparsityPolicy Policy(const std::string& name) {
+  v1::SparseConfig config;
+  config.set_sparse_selector("quest");
+  config.set_sparse_prefill_selector("all");
+  config.set_sparse_token_budget(2048);
+  config.set_sparse_sink_tokens(128);
+  config.set_sparse_window_tokens(512);
+  config.set_sparse_tail_tokens(64);
+  v1::SparsityPolicy policy = PolicyFromFlags(config);
+  policy.set_name(name);
+  return policy;
+}
+
+void ExpectInvalid(const absl::Status& status, absl::string_view message) {
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(status.message()), HasSubstr(std::string(message)));
+}
+
+TEST(PolicyTableTest, TheFirstPolicyIsTheDefault) {
+  absl::StatusOr<PolicyTable> table = PolicyTable::Create({Policy("default"), Policy("other")});
+  ASSERT_TRUE(table.ok()) << table.status();
+  EXPECT_EQ(table->Resolve({})->index, 0u);
+  v1::PolicyChoice choice;
+  choice.set_name("other");
+  absl::StatusOr<ResolvedPolicy> resolved = table->Resolve(choice);
+  ASSERT_TRUE(resolved.ok());
+  EXPECT_EQ(resolved->index, 1u);
+  EXPECT_EQ(resolved->decode.token_budget(), 2048u);
+  EXPECT_EQ(resolved->tail_tokens, 64u);
+}
+
+TEST(PolicyTableTest, AnUnknownNameListsTheDeclaredOnes) {
+  absl::StatusOr<PolicyTable> table = PolicyTable::Create({Policy("a"), Policy("b")});
+  v1::PolicyChoice choice;
+  choice.set_name("c");
+  ExpectInvalid(table->Resolve(choice).status(), "'c'; this server declares a, b");
+}
+
+TEST(PolicyTableTest, ARequestOverridesNumbersOfOnePart) {
+  absl::StatusOr<PolicyTable> table = PolicyTable::Create({Policy("default")});
+  v1::PolicyChoice choice;
+  choice.mutable_decode_overrides()->set_token_budget(64);
+  absl::StatusOr<ResolvedPolicy> resolved = table->Resolve(choice);
+  ASSERT_TRUE(resolved.ok());
+  EXPECT_EQ(resolved->decode.token_budget(), 64u);
+  EXPECT_EQ(resolved->decode.sink_tokens(), 128u);
+  EXPECT_EQ(resolved->prefill.token_budget(), 2048u);
+}
+
+TEST(PolicyTableTest, ARequestCannotOverrideTheSelector) {
+  absl::StatusOr<PolicyTable> table = PolicyTable::Create({Policy("default")});
+  v1::PolicyChoice choice;
+  choice.mutable_prefill_overrides()->mutable_quest();
+  ExpectInvalid(table->Resolve(choice).status(), "policy.prefill_overrides sets a selector");
+}
+
+TEST(PolicyTableTest, BadDeclarationsAreRefused) {
+  ExpectInvalid(PolicyTable::Create({}).status(), "0 policies");
+  const v1::SparsityPolicy p = Policy("p");
+  ExpectInvalid(PolicyTable::Create({p, p}).status(), "declared twice");
+  ExpectInvalid(
+      PolicyTable::Create({Policy("a"), Policy("b"), Policy("c"), Policy("d"), Policy("e")})
+          .status(),
+      "5 policies");
+  ExpectInvalid(PolicyTable::Create({Policy("A b")}).status(), "[a-z0-9_-]");
+  ExpectInvalid(PolicyTable::Create({Policy("")}).status(), "length");
+  v1::SparsityPolicy no_budget = Policy("p");
+  no_budget.mutable_decode()->clear_token_budget();
+  ExpectInvalid(PolicyTable::Create({no_budget}).status(), "decode.token_budget is not set");
+  v1::SparsityPolicy no_window = Policy("p");
+  no_window.mutable_decode()->clear_window_tokens();
+  ExpectInvalid(PolicyTable::Create({no_window}).status(), "decode.window_tokens is not set");
+  v1::SparsityPolicy huge = Policy("p");
+  huge.mutable_decode()->set_sink_tokens(4294967295u);
+  ExpectInvalid(PolicyTable::Create({huge}).status(), "decode.sink_tokens");
+}
+
+TEST(PolicyTableTest, APartWithoutSelectorAttendsToAll) {
+  v1::SparsityPolicy policy;
+  policy.set_name("plain");
+  absl::StatusOr<PolicyTable> table = PolicyTable::Create({policy});
+  ASSERT_TRUE(table.ok()) << table.status();
+  EXPECT_TRUE(table->declared()[0].decode().has_all());
+  EXPECT_TRUE(table->Resolve({})->prefill.has_all());
+  EXPECT_EQ(table->Resolve({})->tail_tokens, 0u);  // ignored when decoding is dense
+}
+
+TEST(CanonicalBytesTest, NumbersThatASelectorDoesNotReadDoNotMatter) {
+  v1::AttentionPolicy a;
+  a.mutable_all();
+  v1::AttentionPolicy b = a;
+  b.set_token_budget(1000);
+  b.set_window_tokens(7);
+  EXPECT_EQ(CanonicalBytes(a), CanonicalBytes(b));
+  a.mutable_streaming();
+  b = a;
+  b.set_token_budget(1000);
+  EXPECT_EQ(CanonicalBytes(a), CanonicalBytes(b));
+}
+
+TEST(CanonicalBytesTest, NumbersThatItReadsDo) {
+  v1::AttentionPolicy a;
+  a.mutable_quest();
+  a.set_token_budget(100);
+  v1::AttentionPolicy b = a;
+  b.set_token_budget(128);  // as many whole pages
+  EXPECT_EQ(CanonicalBytes(a), CanonicalBytes(b));
+  b.set_token_budget(129);
+  EXPECT_NE(CanonicalBytes(a), CanonicalBytes(b));
+  for (auto set : {&v1::AttentionPolicy::set_sink_tokens, &v1::AttentionPolicy::set_window_tokens,
+                   &v1::AttentionPolicy::set_dense_layers}) {
+    b = a;
+    (b.*set)(9);
+    EXPECT_NE(CanonicalBytes(a), CanonicalBytes(b));
+  }
+  b = a;
+  b.mutable_streaming();
+  EXPECT_NE(CanonicalBytes(a), CanonicalBytes(b));
+}
+
+TEST(PrivateBeginTest, IsWhereAttentionStopsBeingThePrefills) {
+  ResolvedPolicy policy;
+  policy.prefill.mutable_all();
+  policy.decode.mutable_all();
+  policy.tail_tokens = 64;
+  EXPECT_EQ(PrivateBegin(policy, 1000), std::numeric_limits<int64_t>::max());
+  policy.decode.mutable_quest();
+  EXPECT_EQ(PrivateBegin(policy, 1000), 936);
+  EXPECT_EQ(PrivateBegin(policy, 10), 0);
+  policy.prefill.mutable_quest();
+  policy.decode.mutable_all();
+  EXPECT_EQ(PrivateBegin(policy, 1000), 1000);
+}
+
+}  // namespace
+}  // namespace kvasir::coordinator
