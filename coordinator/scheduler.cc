@@ -1,0 +1,362 @@
+#include "coordinator/scheduler.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/container/flat_hash_set.h"
+#include "absl/strings/str_cat.h"
+
+#include "kernels/base/status_macros.h"
+
+namespace kvasir::coordinator {
+namespace {
+
+using kernels::BlockId;
+using kvstore::Block;
+using kvstore::PrefixHash;
+
+// Part of the device tier that is left to cached pages.
+constexpr int64_t kDeviceReserve = 8;  // one in so many blocks, at least one where there are two
+
+int64_t DeviceShare(int64_t device_blocks) {
+  return std::max<int64_t>(1, device_blocks - std::max<int64_t>(1, device_blocks / kDeviceReserve));
+}
+
+// With so many sequences decoding, a step still has 64 tokens for a prompt.
+int64_t MaxRunning(const SchedulerOptions& options) {
+  return std::min({options.max_num_seqs, options.max_num_batched_tokens - kBlockTokens + 1,
+                   DeviceShare(options.device_blocks)});
+}
+
+bool IsEmpty(const v1::StepPlan& plan) {
+  return plan.rows().empty() && plan.seals().empty() && plan.free_slots().empty() &&
+         plan.drop_blocks().empty();
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Scheduler>> Scheduler::Create(
+    const SchedulerOptions& options, std::unique_ptr<kvstore::PrefixIndex> index) {
+  if (options.device_blocks < 1 || index->stats().capacity_blocks < 1) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("the workers hold ", options.device_blocks, " blocks in the device tier and ",
+                     index->stats().capacity_blocks,
+                     " in the host tier; raise --kv-device-size-gb or --kv-host-size-gb"));
+  }
+  if (options.max_num_seqs < 1 || options.max_num_batched_tokens < kBlockTokens ||
+      options.max_num_batched_tokens % kBlockTokens != 0 || options.max_queue_len < 0) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "max_num_seqs is ", options.max_num_seqs, ", max_num_batched_tokens ",
+        options.max_num_batched_tokens, ", max_queue_len ", options.max_queue_len,
+        "; needed: at least 1, a positive multiple of ", kBlockTokens, ", at least 0"));
+  }
+  return std::unique_ptr<Scheduler>(new Scheduler(options, std::move(index)));
+}
+
+Scheduler::Scheduler(const SchedulerOptions& options, std::unique_ptr<kvstore::PrefixIndex> index)
+    : options_(options),
+      device_share_(DeviceShare(options.device_blocks)),
+      max_running_(MaxRunning(options)),
+      index_(std::move(index)) {
+  for (int64_t slot = options_.max_num_seqs - 1; slot >= 0; --slot) idle_slots_.push_back(slot);
+}
+
+Scheduler::~Scheduler() = default;
+
+absl::Status Scheduler::Add(SequenceSpec spec) {
+  KVASIR_CHECK(!spec.prompt.empty() && spec.max_tokens >= 1 && !sequences_.contains(spec.id));
+  const int64_t startable = max_running_ - static_cast<int64_t>(running_.size());
+  const int64_t waiting = static_cast<int64_t>(waiting_.size());
+  if (waiting >= options_.max_queue_len + startable) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat(waiting, " requests wait and ", running_.size(),
+                     " run; try again later, or raise --max-queue-len"));
+  }
+  const PrefixHash scope =
+      kvstore::HashScope({.tenant = spec.tenant,
+                          .weights_hash = options_.weights_hash,
+                          .kv_form = options_.kv_form,
+                          .prefill_policy = CanonicalBytes(spec.policy.prefill)});
+  auto sequence = std::make_unique<Sequence>(std::move(spec), scope);
+  const int64_t capacity = index_->stats().capacity_blocks;
+  if (sequence->blocks_at_most() > capacity) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("a prompt of ", sequence->prompt_tokens, " tokens and max_tokens of ",
+                     sequence->spec.max_tokens, " need ", sequence->blocks_at_most(), " blocks of ",
+                     kBlockTokens, " tokens, the host tier of a worker holds ", capacity,
+                     "; shorten the prompt, lower max_tokens, or raise --kv-host-size-gb"));
+  }
+  waiting_.push_back(sequence.get());
+  sequences_.emplace(sequence->spec.id, std::move(sequence));
+  return absl::OkStatus();
+}
+
+std::optional<FinishEvent> Scheduler::Cancel(SequenceId id, const absl::Status& why,
+                                             TimePoint now) {
+  Sequence* sequence = Find(id);
+  if (sequence == nullptr) return std::nullopt;
+  return End(*sequence, why, v1::FINISH_REASON_UNSPECIFIED, Blocks::kKeep, now);
+}
+
+std::optional<FinishEvent> Scheduler::StopEarly(SequenceId id, TimePoint now) {
+  Sequence* sequence = Find(id);
+  if (sequence == nullptr) return std::nullopt;
+  return End(*sequence, absl::OkStatus(), v1::FINISH_REASON_STOP, Blocks::kKeep, now);
+}
+
+// --- planning -----------------------------------------------------------------------------------
+
+Scheduler::Planned Scheduler::NextPlan(TimePoint now) {
+  KVASIR_CHECK(!in_flight_.has_value());
+  Planned planned;
+  v1::StepPlan plan;
+  in_flight_.emplace().planned_at = now;
+  for (Sequence* sequence : running_) SealFullBlocks(*sequence, Private::kSeal, plan);
+  LetGoOfRetired(plan);
+  Budget budget = {.tokens = options_.max_num_batched_tokens, .device_blocks = device_share_};
+  PlanDecodes(plan, budget);
+  PlanPrompts(plan, budget);
+  AdmitWaiting(now, plan, budget, planned.events);
+  for (BlockId id : index_->TakeDropped()) {
+    plan.add_drop_blocks(static_cast<uint64_t>(id.value));
+  }
+  if (IsEmpty(plan)) {
+    in_flight_.reset();
+    return planned;
+  }
+  plan.set_group_epoch(options_.group_epoch);
+  plan.set_step(++step_);
+  planned.plan = std::move(plan);
+  return planned;
+}
+
+void Scheduler::SealFullBlocks(Sequence& sequence, Private unpublished, v1::StepPlan& plan) {
+  const int64_t full = sequence.computed / kBlockTokens;
+  for (int64_t i = sequence.sealed_blocks; i < full; ++i) {
+    const int64_t begin = i * kBlockTokens;
+    // Only what Match can find is published. What the decode part had a hand in has it in its hash,
+    // which no prompt's chain has.
+    const bool own = begin + kBlockTokens > sequence.private_begin;
+    const auto tokens = absl::MakeConstSpan(sequence.tokens)
+                            .subspan(static_cast<size_t>(begin), static_cast<size_t>(kBlockTokens));
+    const PrefixHash parent = sequence.chain;
+    sequence.chain = kvstore::HashBlock(
+        parent, tokens, own ? CanonicalBytes(sequence.spec.policy.decode) : std::string());
+    const Block& block = sequence.blocks[static_cast<size_t>(i)];
+    const Block before = i == 0 ? Block() : sequence.blocks[static_cast<size_t>(i) - 1];
+    const bool published = options_.enable_prefix_caching && !own &&
+                           index_->Publish({.block = block,
+                                            .before = before,
+                                            .parent = parent,
+                                            .hash = sequence.chain,
+                                            .tokens = tokens});
+    if (!published && unpublished == Private::kSkip) continue;
+    v1::BlockSeal& seal = *plan.add_seals();
+    seal.set_block_id(static_cast<uint64_t>(block.id().value));
+    seal.set_prefix_hash(sequence.chain.data(), sequence.chain.size());
+    in_flight_->sealed.push_back(block.id().value);
+  }
+  sequence.sealed_blocks = full;
+}
+
+void Scheduler::LetGoOfRetired(v1::StepPlan& plan) {
+  for (Retired& retired : retired_) {
+    Sequence& sequence = *retired.sequence;
+    if (!sequence.admitted()) continue;  // its start was taken back
+    if (retired.blocks == Blocks::kKeep) SealFullBlocks(sequence, Private::kSkip, plan);
+    plan.add_free_slots(static_cast<uint32_t>(sequence.slot));
+    idle_slots_.push_back(sequence.slot);
+  }
+  retired_.clear();
+}
+
+void Scheduler::PlanDecodes(v1::StepPlan& plan, Budget& budget) {
+  for (Sequence* sequence : running_) {
+    if (!sequence->in_prefill()) AddRow(*sequence, 1, plan, budget);
+  }
+}
+
+void Scheduler::PlanPrompts(v1::StepPlan& plan, Budget& budget) {
+  for (Sequence* sequence : running_) {
+    if (!sequence->in_prefill()) continue;
+    const int64_t num_tokens = ChunkTokens(*sequence, budget);
+    if (num_tokens > 0) AddRow(*sequence, num_tokens, plan, budget);
+  }
+}
+
+void Scheduler::AdmitWaiting(TimePoint now, v1::StepPlan& plan, Budget& budget,
+                             std::vector<Event>& events) {
+  while (!waiting_.empty() && static_cast<int64_t>(running_.size()) < max_running_) {
+    Sequence& sequence = *waiting_.front();
+    // With so much left its first chunk is not empty, however much of it is cached.
+    const int64_t enough = std::min(sequence.prompt_tokens, kBlockTokens);
+    if (budget.tokens < enough || budget.device_blocks < 1 || !TryReserve(sequence)) return;
+    waiting_.pop_front();
+    running_.push_back(&sequence);
+    sequence.slot = idle_slots_.back();
+    idle_slots_.pop_back();
+    sequence.admitted_at = now;
+    AddStart(sequence, plan);
+    AddRow(sequence, ChunkTokens(sequence, budget), plan, budget);
+    in_flight_->rows.back().starts = true;
+    events.push_back(Progress(sequence));
+  }
+}
+
+bool Scheduler::TryReserve(Sequence& sequence) {
+  const int64_t unreserved = index_->available_blocks() - reserved_blocks_;
+  if (did_not_fit_ == sequence.spec.id && unreserved <= did_not_fit_blocks_) return false;
+  kvstore::PrefixMatch match = {.blocks = {}, .last = sequence.scope};
+  if (options_.enable_prefix_caching) {
+    match = index_->Match(sequence.scope, sequence.matchable());
+  }
+  const int64_t cached = static_cast<int64_t>(match.blocks.size());
+  const int64_t needed = sequence.blocks_at_most() - cached;
+  // Matched blocks that were idle are no longer available.
+  if (needed > index_->available_blocks() - reserved_blocks_) {
+    did_not_fit_ = sequence.spec.id;
+    did_not_fit_blocks_ = unreserved;
+    return false;
+  }
+  sequence.reserved_blocks = needed;
+  reserved_blocks_ += needed;
+  sequence.blocks = std::move(match.blocks);
+  sequence.sealed_blocks = cached;
+  sequence.chain = match.last;
+  sequence.computed = cached * kBlockTokens;
+  sequence.cached_tokens = sequence.computed;
+  prefix_queries_ += sequence.prompt_tokens;
+  prefix_hits_ += sequence.cached_tokens;
+  return true;
+}
+
+// Chunks end at multiples of 64 or at the prompt's end; 0 when there is no room for one.
+int64_t Scheduler::ChunkTokens(const Sequence& sequence, const Budget& budget) const {
+  const int64_t rest = sequence.prompt_tokens - sequence.computed;
+  const int64_t room = std::min(budget.tokens, budget.device_blocks * kBlockTokens);
+  return rest <= room ? rest : room / kBlockTokens * kBlockTokens;
+}
+
+void Scheduler::AddRow(Sequence& sequence, int64_t num_tokens, v1::StepPlan& plan, Budget& budget) {
+  const int64_t end = sequence.computed + num_tokens;
+  in_flight_->rows.push_back({.id = sequence.spec.id,
+                              .slot = sequence.slot,
+                              .num_tokens = num_tokens,
+                              .blocks_before = sequence.num_blocks(),
+                              .sample = end == sequence.length()});
+  if (sequence.in_prefill()) in_flight_->prefill_tokens += num_tokens;
+  v1::StepRow& row = *plan.add_rows();
+  row.set_slot(static_cast<uint32_t>(sequence.slot));
+  row.set_begin(static_cast<uint32_t>(sequence.computed));
+  row.set_num_tokens(static_cast<uint32_t>(num_tokens));
+  row.set_committed_length(static_cast<uint32_t>(end));
+  row.set_sample(end == sequence.length());
+  while (sequence.num_blocks() * kBlockTokens < end) {
+    absl::StatusOr<Block> block = index_->Allocate();
+    KVASIR_CHECK(block.ok() && sequence.reserved_blocks > 0);  // reserved at admission
+    --sequence.reserved_blocks;
+    --reserved_blocks_;
+    row.add_new_blocks(static_cast<uint64_t>(block->id().value));
+    sequence.blocks.push_back(*std::move(block));
+  }
+  budget.tokens -= num_tokens;
+  budget.device_blocks -= sequence.num_blocks() - sequence.sealed_blocks;
+}
+
+void Scheduler::AddStart(const Sequence& sequence, v1::StepPlan& plan) const {
+  v1::SequenceStart& start = *plan.add_starts();
+  start.set_slot(static_cast<uint32_t>(sequence.slot));
+  start.set_sequence_id(static_cast<uint64_t>(sequence.spec.id.value));
+  start.mutable_prompt()->Reserve(static_cast<int>(sequence.prompt_tokens));
+  for (int32_t token : sequence.tokens) start.add_prompt(static_cast<uint32_t>(token));
+  for (const Block& block : sequence.blocks) {
+    start.add_cached_blocks(static_cast<uint64_t>(block.id().value));
+  }
+  *start.mutable_sampling() = sequence.spec.sampling;
+  const ResolvedPolicy& policy = sequence.spec.policy;
+  start.set_policy_index(policy.index);
+  *start.mutable_prefill() = policy.prefill;
+  *start.mutable_decode() = policy.decode;
+  start.set_tail_tokens(policy.tail_tokens);
+}
+
+// --- ends ---------------------------------------------------------------------------------------
+
+FinishEvent Scheduler::End(Sequence& sequence, const absl::Status& status, v1::FinishReason reason,
+                           Blocks blocks, TimePoint now) {
+  FinishEvent event = {
+      .id = sequence.spec.id, .status = status, .summary = sequence.Summary(reason, now)};
+  reserved_blocks_ -= std::exchange(sequence.reserved_blocks, 0);
+  auto owned = std::move(sequences_.extract(sequence.spec.id).mapped());
+  if (sequence.admitted()) {
+    running_.erase(std::find(running_.begin(), running_.end(), &sequence));
+    retired_.push_back({.sequence = std::move(owned), .blocks = blocks});
+  } else {
+    waiting_.erase(std::find(waiting_.begin(), waiting_.end(), &sequence));
+  }
+  return event;
+}
+
+std::vector<Event> Scheduler::FailAll(const absl::Status& why, TimePoint now) {
+  std::vector<SequenceId> ids;
+  for (const auto& [id, sequence] : sequences_) ids.push_back(id);
+  std::sort(ids.begin(), ids.end());
+  std::vector<Event> events;
+  for (SequenceId id : ids) {
+    events.push_back(End(*Find(id), why, v1::FINISH_REASON_UNSPECIFIED, Blocks::kDiscard, now));
+  }
+  for (const Retired& retired : retired_) {
+    if (retired.sequence->admitted()) idle_slots_.push_back(retired.sequence->slot);
+  }
+  retired_.clear();
+  in_flight_.reset();
+  return events;
+}
+
+Sequence* Scheduler::Find(SequenceId id) {
+  const auto it = sequences_.find(id);
+  return it == sequences_.end() ? nullptr : it->second.get();
+}
+
+SchedulerStats Scheduler::stats() const {
+  return {.running = static_cast<int64_t>(running_.size()),
+          .waiting = static_cast<int64_t>(waiting_.size()),
+          .prefix_queries = prefix_queries_,
+          .prefix_hits = prefix_hits_,
+          .index = index_->stats()};
+}
+
+absl::Status Scheduler::CheckIntegrity() const {
+  KVASIR_RETURN_IF_ERROR(index_->CheckIntegrity());
+  int64_t reserved = 0;
+  absl::flat_hash_set<int64_t> held;
+  absl::flat_hash_set<int64_t> slots(idle_slots_.begin(), idle_slots_.end());
+  size_t num_slots = idle_slots_.size();
+  const auto count = [&](const Sequence& sequence) {
+    reserved += sequence.reserved_blocks;
+    for (const Block& block : sequence.blocks) held.insert(block.id().value);
+    if (!sequence.admitted()) return;
+    slots.insert(sequence.slot);
+    ++num_slots;
+  };
+  for (const auto& [id, sequence] : sequences_) count(*sequence);
+  for (const Retired& retired : retired_) count(*retired.sequence);
+  const kvstore::PrefixIndexStats index = index_->stats();
+  const bool slots_add_up =
+      slots.size() == num_slots && num_slots == static_cast<size_t>(options_.max_num_seqs);
+  // Blocks of a prefix stay held with those behind them, so the index may hold more than we do.
+  const bool blocks_add_up = reserved == reserved_blocks_ &&
+                             reserved <= index_->available_blocks() &&
+                             index.held_blocks >= static_cast<int64_t>(held.size()) &&
+                             (!held.empty() || index.held_blocks == 0);
+  const bool sequences_add_up = sequences_.size() == running_.size() + waiting_.size();
+  if (slots_add_up && blocks_add_up && sequences_add_up) return absl::OkStatus();
+  return absl::InternalError(absl::StrCat(
+      "scheduler: ", sequences_.size(), " sequences, ", running_.size(), " running, ",
+      waiting_.size(), " waiting, ", retired_.size(), " retired; ", num_slots, " slots (",
+      slots.size(), " different) of ", options_.max_num_seqs, "; reserved ", reserved, " (counted ",
+      reserved_blocks_, ") of ", index_->available_blocks(), " available; held ", held.size(),
+      " (index ", index.held_blocks, ")"));
+}
+
+}  // namespace kvasir::coordinator

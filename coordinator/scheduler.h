@@ -1,0 +1,196 @@
+// Decides what every step computes. A pure object: no threads, no clock, no I/O; plans go out and
+// replies come in as messages. One scheduler lives as long as one formation of the worker group.
+// Called by the engine loop, the only thread that touches it. Thread-compatible.
+//
+// Policy. First come, first served. Every sequence that is past its prompt decodes one token in
+// every step; the rest of the step's tokens goes to prompts in order of admission, in chunks that
+// end at multiples of 64 or at the prompt's end. A request is admitted when blocks for its prompt
+// and its longest answer are to be had: nothing that runs can be left without room. Its cached
+// prefix is looked up then, not at arrival, so that requests which follow each other share more.
+//
+// Blocks. A block filled by a step is sealed by the next plan and, unless its KV depends on where
+// this prompt ended, published for others. Unsealed blocks live in the device tier of the ranks:
+//   decoding sequences (one open block each) + blocks that this plan's prompts enter <= device
+//   share
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <optional>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+
+#include "coordinator/clock.h"
+#include "coordinator/sequence.h"
+#include "kvstore/index/prefix_index.h"
+#include "proto/kvasir/v1/generation.pb.h"
+#include "proto/kvasir/v1/worker.pb.h"
+
+namespace kvasir::coordinator {
+
+struct ProgressEvent {
+  SequenceId id;
+  int64_t prompt_tokens = 0;
+  int64_t processed_tokens = 0;
+  int64_t cached_tokens = 0;
+  std::optional<absl::Duration> eta = {};  // to the first token
+};
+struct TokenEvent {
+  SequenceId id;
+  int64_t index = 0;  // among the generated ones
+  int32_t token = 0;
+};
+// The last event of a sequence.
+struct FinishEvent {
+  SequenceId id;
+  absl::Status status;
+  v1::Finish summary;  // but for request_id; without a reason when the status is not OK
+};
+using Event = std::variant<ProgressEvent, TokenEvent, FinishEvent>;
+
+struct SchedulerOptions {
+  uint64_t group_epoch = 0;
+  int64_t device_blocks = 0;  // that every rank's device tier holds
+  int64_t vocab_size = 0;
+  std::string weights_hash;
+  std::string kv_form;
+  int64_t max_num_seqs = 0;
+  int64_t max_num_batched_tokens = 0;  // a multiple of 64
+  int64_t max_queue_len = 0;           // requests that wait behind those that could start now
+  bool enable_prefix_caching = true;
+};
+
+struct SchedulerStats {
+  int64_t running = 0;
+  int64_t waiting = 0;
+  int64_t prefix_queries = 0;  // prompt tokens of admitted requests, since the start
+  int64_t prefix_hits = 0;     // of these, tokens found in the cache
+  kvstore::PrefixIndexStats index;
+};
+
+class Scheduler {
+ public:
+  // INVALID_ARGUMENT for options that could never run anything.
+  static absl::StatusOr<std::unique_ptr<Scheduler>> Create(
+      const SchedulerOptions& options, std::unique_ptr<kvstore::PrefixIndex> index);
+  ~Scheduler();
+
+  // RESOURCE_EXHAUSTED when the queue is full or the request could never fit the host tier.
+  // REQUIRES: a prompt, max_tokens >= 1.
+  absl::Status Add(SequenceSpec spec);
+
+  // Ends a sequence for a reason from outside; nothing when it has ended already.
+  std::optional<FinishEvent> Cancel(SequenceId id, const absl::Status& why, TimePoint now);
+  // The text so far ends in a stop string: the sequence is done.
+  std::optional<FinishEvent> StopEarly(SequenceId id, TimePoint now);
+
+  struct Planned {
+    std::optional<v1::StepPlan> plan;  // none: nothing to do
+    std::vector<Event> events;
+  };
+  // REQUIRES: the last plan has been answered.
+  Planned NextPlan(TimePoint now);
+
+  // The ranks' common answer to the last plan. INTERNAL when it does not fit the plan: then the
+  // group is not to be trusted, call FailAll.
+  absl::StatusOr<std::vector<Event>> OnReply(const v1::StepReply& reply, TimePoint now);
+
+  // The group is gone: ends every sequence. Nothing may be added or planned afterwards.
+  std::vector<Event> FailAll(const absl::Status& why, TimePoint now);
+
+  SchedulerStats stats() const;
+  // Slots, blocks and reservations add up; nothing is held when nobody runs. For tests.
+  absl::Status CheckIntegrity() const;
+
+ private:
+  struct PlannedRow {
+    SequenceId id;
+    int64_t slot = 0;
+    int64_t num_tokens = 0;
+    int64_t blocks_before = 0;
+    bool sample = false;
+    bool starts = false;
+  };
+  struct InFlight {
+    TimePoint planned_at;
+    int64_t prefill_tokens = 0;
+    std::vector<PlannedRow> rows;
+    std::vector<int64_t> sealed;  // block ids
+  };
+  // What is left of a step while it is planned.
+  struct Budget {
+    int64_t tokens = 0;
+    int64_t device_blocks = 0;
+  };
+
+  Scheduler(const SchedulerOptions& options, std::unique_ptr<kvstore::PrefixIndex> index);
+
+  // Planning.
+  enum class Private { kSeal, kSkip };
+  void SealFullBlocks(Sequence& sequence, Private unpublished, v1::StepPlan& plan);
+  void LetGoOfRetired(v1::StepPlan& plan);
+  void PlanDecodes(v1::StepPlan& plan, Budget& budget);
+  void PlanPrompts(v1::StepPlan& plan, Budget& budget);
+  void AdmitWaiting(TimePoint now, v1::StepPlan& plan, Budget& budget, std::vector<Event>& events);
+  bool TryReserve(Sequence& sequence);
+  int64_t ChunkTokens(const Sequence& sequence, const Budget& budget) const;
+  void AddRow(Sequence& sequence, int64_t num_tokens, v1::StepPlan& plan, Budget& budget);
+  void AddStart(const Sequence& sequence, v1::StepPlan& plan) const;
+
+  // Replies.
+  absl::Status CheckReply(const v1::StepReply& reply) const;
+  absl::Status CheckResult(const PlannedRow& row, const v1::RowResult& result) const;
+  absl::Status CheckMissing(const v1::StepReply& reply) const;
+  std::vector<Event> PlanAgainWithout(const v1::StepReply& reply, TimePoint now);
+  void TakeBack(const PlannedRow& row);
+  void BackToQueue(Sequence& sequence);
+  void ApplyRow(const PlannedRow& row, const v1::RowResult& result, TimePoint now,
+                std::vector<Event>& events);
+  void ApplyToken(Sequence& sequence, int32_t token, TimePoint now, std::vector<Event>& events);
+  ProgressEvent Progress(const Sequence& sequence) const;
+
+  enum class Blocks { kKeep, kDiscard };
+  FinishEvent End(Sequence& sequence, const absl::Status& status, v1::FinishReason reason,
+                  Blocks blocks, TimePoint now);
+  Sequence* Find(SequenceId id);
+
+  const SchedulerOptions options_;
+  const int64_t device_share_;  // unsealed blocks that may exist at a time
+  const int64_t max_running_;
+  // Outlives every handle to its blocks, so it stands before what holds them.
+  const std::unique_ptr<kvstore::PrefixIndex> index_;
+
+  absl::flat_hash_map<SequenceId, std::unique_ptr<Sequence>> sequences_;
+  std::deque<Sequence*> waiting_;
+  std::vector<Sequence*> running_;  // in order of admission
+  std::vector<int64_t> idle_slots_;
+
+  // Sequences that ended; the next plan seals their full blocks and frees their slots.
+  struct Retired {
+    std::unique_ptr<Sequence> sequence;
+    Blocks blocks = Blocks::kDiscard;
+  };
+  std::vector<Retired> retired_;
+
+  std::optional<InFlight> in_flight_;
+  uint64_t step_ = 0;
+  int64_t reserved_blocks_ = 0;
+  // The waiting request that last did not fit, and the unreserved blocks there were: it is tried
+  // again when there are more.
+  SequenceId did_not_fit_;
+  int64_t did_not_fit_blocks_ = 0;
+
+  // Prompt tokens computed and the seconds it took, both fading.
+  double recent_prefill_tokens_ = 0;
+  double recent_prefill_seconds_ = 0;
+  int64_t prefix_queries_ = 0;
+  int64_t prefix_hits_ = 0;
+};
+
+}  // namespace kvasir::coordinator

@@ -1,0 +1,198 @@
+// The half of the scheduler that hears what became of a plan.
+#include <algorithm>
+#include <utility>
+
+#include "absl/container/flat_hash_set.h"
+#include "absl/strings/str_cat.h"
+
+#include "coordinator/scheduler.h"
+#include "kernels/base/status_macros.h"
+
+namespace kvasir::coordinator {
+namespace {
+
+using kernels::BlockId;
+using kvstore::Block;
+
+// What an earlier step counts in the prefill rate after one more step.
+constexpr double kRateFade = 0.7;
+
+absl::Status RowError(const v1::RowResult& result) {
+  const auto code = static_cast<absl::StatusCode>(result.error_code());
+  return absl::Status(code, absl::StrCat("a worker reports: ", result.error_message()));
+}
+
+}  // namespace
+
+absl::StatusOr<std::vector<Event>> Scheduler::OnReply(const v1::StepReply& reply, TimePoint now) {
+  KVASIR_RETURN_IF_ERROR(CheckReply(reply));
+  if (!reply.missing_blocks().empty()) return PlanAgainWithout(reply, now);
+  const InFlight flight = *std::exchange(in_flight_, std::nullopt);
+  const double seconds = absl::ToDoubleSeconds(Between(flight.planned_at, now));
+  if (flight.prefill_tokens > 0 && seconds > 0) {
+    recent_prefill_tokens_ =
+        kRateFade * recent_prefill_tokens_ + static_cast<double>(flight.prefill_tokens);
+    recent_prefill_seconds_ = kRateFade * recent_prefill_seconds_ + seconds;
+  }
+  std::vector<Event> events;
+  for (size_t i = 0; i < flight.rows.size(); ++i) {
+    ApplyRow(flight.rows[i], reply.results(static_cast<int>(i)), now, events);
+  }
+  return events;
+}
+
+absl::Status Scheduler::CheckReply(const v1::StepReply& reply) const {
+  if (!in_flight_.has_value() || reply.group_epoch() != options_.group_epoch ||
+      reply.step() != step_) {
+    return absl::InternalError(absl::StrCat("a reply to step ", reply.step(), " of epoch ",
+                                            reply.group_epoch(), " came in step ", step_,
+                                            " of epoch ", options_.group_epoch));
+  }
+  if (!reply.missing_blocks().empty()) return CheckMissing(reply);
+  if (static_cast<size_t>(reply.results_size()) != in_flight_->rows.size()) {
+    return absl::InternalError(absl::StrCat("step ", step_, " has ", in_flight_->rows.size(),
+                                            " rows and ", reply.results_size(), " results"));
+  }
+  for (int i = 0; i < reply.results_size(); ++i) {
+    KVASIR_RETURN_IF_ERROR(CheckResult(in_flight_->rows[static_cast<size_t>(i)], reply.results(i)));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Scheduler::CheckResult(const PlannedRow& row, const v1::RowResult& result) const {
+  if (result.slot() != static_cast<uint32_t>(row.slot)) {
+    return absl::InternalError(absl::StrCat("step ", step_, " has a result for slot ",
+                                            result.slot(), " in place of slot ", row.slot));
+  }
+  if (result.error_code() != 0) return absl::OkStatus();
+  if (result.has_token_id() != row.sample ||
+      (row.sample && result.token_id() >= static_cast<uint64_t>(options_.vocab_size))) {
+    return absl::InternalError(absl::StrCat(
+        "step ", step_, " answers slot ", row.slot, " with ",
+        result.has_token_id() ? absl::StrCat("token ", result.token_id()) : "no token", "; ",
+        row.sample ? absl::StrCat("a token below ", options_.vocab_size) : "none", " was due"));
+  }
+  return absl::OkStatus();
+}
+
+// Every missing block must be one that the plan named: else planning again would change nothing.
+absl::Status Scheduler::CheckMissing(const v1::StepReply& reply) const {
+  absl::flat_hash_set<int64_t> named(in_flight_->sealed.begin(), in_flight_->sealed.end());
+  for (const Sequence* sequence : running_) {
+    for (const Block& block : sequence->blocks) named.insert(block.id().value);
+  }
+  for (const Retired& retired : retired_) {
+    for (const Block& block : retired.sequence->blocks) named.insert(block.id().value);
+  }
+  for (uint64_t id : reply.missing_blocks()) {
+    if (named.contains(static_cast<int64_t>(id))) continue;
+    return absl::InternalError(
+        absl::StrCat("step ", step_, " misses block ", id, ", which the plan does not name"));
+  }
+  return absl::OkStatus();
+}
+
+std::vector<Event> Scheduler::PlanAgainWithout(const v1::StepReply& reply, TimePoint now) {
+  const InFlight flight = *std::exchange(in_flight_, std::nullopt);
+  for (auto row = flight.rows.rbegin(); row != flight.rows.rend(); ++row) TakeBack(*row);
+  absl::flat_hash_set<int64_t> missing;
+  for (uint64_t id : reply.missing_blocks()) {
+    missing.insert(static_cast<int64_t>(id));
+    index_->Lost(BlockId(static_cast<int64_t>(id)));
+  }
+  std::vector<Event> events;
+  const std::vector<Sequence*> running = running_;  // End changes running_
+  for (Sequence* sequence : running) {
+    const auto lost = [&](const Block& block) { return missing.contains(block.id().value); };
+    if (std::none_of(sequence->blocks.begin(), sequence->blocks.end(), lost)) continue;
+    events.push_back(End(
+        *sequence, absl::DataLossError("a worker lost KV of this running request; send it again"),
+        v1::FINISH_REASON_UNSPECIFIED, Blocks::kDiscard, now));
+  }
+  did_not_fit_ = SequenceId();
+  return events;
+}
+
+// The ranks did not carry out the row.
+void Scheduler::TakeBack(const PlannedRow& row) {
+  Sequence* sequence = Find(row.id);
+  if (sequence == nullptr) {
+    if (!row.starts) return;
+    for (Retired& retired : retired_) {  // ended meanwhile: there is no slot to free
+      if (retired.sequence->spec.id == row.id) retired.sequence->slot = -1;
+    }
+    idle_slots_.push_back(row.slot);
+    return;
+  }
+  while (sequence->num_blocks() > row.blocks_before) {
+    sequence->blocks.pop_back();
+    ++sequence->reserved_blocks;
+    ++reserved_blocks_;
+  }
+  if (row.starts) BackToQueue(*sequence);
+}
+
+void Scheduler::BackToQueue(Sequence& sequence) {
+  running_.erase(std::find(running_.begin(), running_.end(), &sequence));
+  waiting_.push_front(&sequence);
+  idle_slots_.push_back(sequence.slot);
+  sequence.slot = -1;
+  reserved_blocks_ -= std::exchange(sequence.reserved_blocks, 0);
+  prefix_queries_ -= sequence.prompt_tokens;
+  prefix_hits_ -= sequence.cached_tokens;
+  sequence.blocks.clear();
+  sequence.sealed_blocks = 0;
+  sequence.chain = sequence.scope;
+  sequence.computed = 0;
+  sequence.cached_tokens = 0;
+  sequence.admitted_at.reset();
+}
+
+void Scheduler::ApplyRow(const PlannedRow& row, const v1::RowResult& result, TimePoint now,
+                         std::vector<Event>& events) {
+  Sequence* sequence = Find(row.id);
+  if (sequence == nullptr) return;  // ended while the step ran
+  if (result.error_code() != 0) {
+    events.push_back(
+        End(*sequence, RowError(result), v1::FINISH_REASON_UNSPECIFIED, Blocks::kDiscard, now));
+    return;
+  }
+  const bool prefill = sequence->in_prefill();
+  sequence->Account(result.accounting(), prefill, row.starts);
+  sequence->computed += row.num_tokens;
+  if (prefill) events.push_back(Progress(*sequence));
+  if (row.sample) ApplyToken(*sequence, static_cast<int32_t>(result.token_id()), now, events);
+}
+
+void Scheduler::ApplyToken(Sequence& sequence, int32_t token, TimePoint now,
+                           std::vector<Event>& events) {
+  const int64_t index = sequence.generated();
+  sequence.tokens.push_back(token);
+  sequence.last_token_at = now;
+  if (!sequence.first_token_at.has_value()) sequence.first_token_at = now;
+  events.push_back(TokenEvent{.id = sequence.spec.id, .index = index, .token = token});
+  if (index >= int64_t{sequence.spec.sampling.min_tokens()} && sequence.IsStopToken(token)) {
+    sequence.matched_stop_token = static_cast<uint32_t>(token);
+    events.push_back(End(sequence, absl::OkStatus(), v1::FINISH_REASON_STOP, Blocks::kKeep, now));
+  } else if (sequence.generated() == sequence.spec.max_tokens) {
+    events.push_back(End(sequence, absl::OkStatus(), v1::FINISH_REASON_LENGTH, Blocks::kKeep, now));
+  }
+}
+
+ProgressEvent Scheduler::Progress(const Sequence& sequence) const {
+  ProgressEvent event = {.id = sequence.spec.id,
+                         .prompt_tokens = sequence.prompt_tokens,
+                         .processed_tokens = sequence.computed,
+                         .cached_tokens = sequence.cached_tokens};
+  if (recent_prefill_tokens_ <= 0) return event;
+  int64_t ahead = 0;  // prompt tokens up to and including this sequence's
+  for (const Sequence* running : running_) {
+    ahead += std::max<int64_t>(0, running->prompt_tokens - running->computed);
+    if (running == &sequence) break;
+  }
+  event.eta =
+      absl::Seconds(static_cast<double>(ahead) * recent_prefill_seconds_ / recent_prefill_tokens_);
+  return event;
+}
+
+}  // namespace kvasir::coordinator

@@ -1,0 +1,86 @@
+#include "coordinator/sequence.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "google/protobuf/duration.pb.h"
+
+namespace kvasir::coordinator {
+namespace {
+
+google::protobuf::Duration ToProto(TimePoint from, TimePoint to) {
+  const int64_t nanos = std::max<int64_t>(0, absl::ToInt64Nanoseconds(Between(from, to)));
+  google::protobuf::Duration duration;
+  duration.set_seconds(nanos / 1'000'000'000);
+  duration.set_nanos(static_cast<int32_t>(nanos % 1'000'000'000));
+  return duration;
+}
+
+}  // namespace
+
+Sequence::Sequence(SequenceSpec s, const kvstore::PrefixHash& prefix_scope)
+    : spec(std::move(s)),
+      prompt_tokens(static_cast<int64_t>(spec.prompt.size())),
+      private_begin(PrivateBegin(spec.policy, prompt_tokens)),
+      scope(prefix_scope),
+      tokens(std::move(spec.prompt)),
+      chain(prefix_scope),
+      last_token_at(spec.arrival) {}
+
+absl::Span<const int32_t> Sequence::matchable() const {
+  // Match leaves at least one token to compute, so one more than whole blocks is given to it.
+  const int64_t whole = std::min(private_begin, prompt_tokens) / kBlockTokens * kBlockTokens;
+  return absl::MakeConstSpan(tokens).first(static_cast<size_t>(std::min(prompt_tokens, whole + 1)));
+}
+
+bool Sequence::IsStopToken(int32_t token) const {
+  const auto& stops = spec.sampling.stop_token_ids();
+  return std::find(stops.begin(), stops.end(), static_cast<uint32_t>(token)) != stops.end();
+}
+
+void Sequence::Account(const v1::RowAccounting& row, bool prefill, bool first) {
+  if (first) {
+    cached_by_tier.set_device(row.cached_device_tokens());
+    cached_by_tier.set_host(row.cached_host_tokens());
+    cached_by_tier.set_disk(row.cached_disk_tokens());
+  }
+  if (prefill) {
+    attention.set_prefill_blocks_total(attention.prefill_blocks_total() + row.blocks_total());
+  } else {
+    attention.set_decode_blocks_total(attention.decode_blocks_total() + row.blocks_total());
+  }
+  v1::BlocksSkipped& skipped = prefill ? *attention.mutable_prefill_blocks_skipped()
+                                       : *attention.mutable_decode_blocks_skipped();
+  skipped.set_selected_out(skipped.selected_out() + row.skipped_selected_out());
+  skipped.set_window(skipped.window() + row.skipped_window());
+  attention.set_device_page_hits(attention.device_page_hits() + row.page_hits());
+  attention.set_device_page_misses(attention.device_page_misses() + row.page_misses());
+  if (row.mass_samples() == 0) return;
+  v1::MassSummary& mass = *attention.mutable_measured_mass();
+  const float lowest =
+      mass.samples() == 0 ? row.mass_minimum() : std::min(mass.minimum(), row.mass_minimum());
+  mass_sum += row.mass_sum();
+  mass.set_samples(mass.samples() + row.mass_samples());
+  mass.set_mean(static_cast<float>(mass_sum / static_cast<double>(mass.samples())));
+  mass.set_minimum(lowest);
+}
+
+v1::Finish Sequence::Summary(v1::FinishReason reason, TimePoint now) const {
+  v1::Finish finish;
+  finish.set_reason(reason);
+  if (matched_stop_token.has_value()) finish.set_matched_token_id(*matched_stop_token);
+  v1::Usage& usage = *finish.mutable_usage();
+  usage.set_prompt_tokens(static_cast<uint32_t>(prompt_tokens));
+  usage.set_completion_tokens(static_cast<uint32_t>(generated()));
+  *usage.mutable_cached_tokens() = cached_by_tier;
+  *finish.mutable_attention() = attention;
+  v1::Timing& timing = *finish.mutable_timing();
+  *timing.mutable_queue() = ToProto(spec.arrival, admitted_at.value_or(now));
+  if (first_token_at.has_value()) {
+    *timing.mutable_time_to_first_token() = ToProto(spec.arrival, *first_token_at);
+    *timing.mutable_decode() = ToProto(*first_token_at, last_token_at);
+  }
+  return finish;
+}
+
+}  // namespace kvasir::coordinator

@@ -1,0 +1,84 @@
+// The scheduler's record of one request: its tokens, how far their KV is computed, the blocks that
+// hold it, and what has been measured. Part of the scheduler; nobody else sees one.
+// Thread-compatible.
+//
+//   tokens   [0 ............ prompt_tokens ........ tokens.size())      known
+//   KV       [0 ....... computed)                                       on the ranks
+//   blocks   [cached | ours, sealed | full or open )                    one per 64 positions
+//             0        sealed_blocks  blocks.size()
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+
+#include "coordinator/clock.h"
+#include "coordinator/policy.h"
+#include "kernels/base/strong_id.h"
+#include "kvstore/index/prefix_index.h"
+#include "proto/kvasir/v1/generation.pb.h"
+#include "proto/kvasir/v1/worker.pb.h"
+
+namespace kvasir::coordinator {
+
+using kernels::SequenceId;
+using kvstore::kBlockTokens;
+
+// What a request asks of the scheduler: validated, resolved.
+struct SequenceSpec {
+  SequenceId id;  // never used before
+  std::vector<int32_t> prompt;
+  int64_t max_tokens = 0;
+  v1::RowSampling sampling;  // stop_token_ids holds those of EOS as well, unless ignored
+  ResolvedPolicy policy;
+  std::string tenant;
+  TimePoint arrival;
+};
+
+struct Sequence {
+  Sequence(SequenceSpec s, const kvstore::PrefixHash& prefix_scope);
+
+  int64_t length() const { return static_cast<int64_t>(tokens.size()); }
+  int64_t generated() const { return length() - prompt_tokens; }
+  bool in_prefill() const { return computed < prompt_tokens; }
+  bool admitted() const { return slot >= 0; }
+  int64_t num_blocks() const { return static_cast<int64_t>(blocks.size()); }
+  // Blocks for the prompt and the longest answer; the last token needs no KV.
+  int64_t blocks_at_most() const {
+    return (prompt_tokens + spec.max_tokens - 1 + kBlockTokens - 1) / kBlockTokens;
+  }
+  // Prompt tokens that cached blocks may stand in for, plus one.
+  absl::Span<const int32_t> matchable() const;
+  bool IsStopToken(int32_t token) const;
+  // Adds what the ranks report of one row.
+  void Account(const v1::RowAccounting& row, bool prefill, bool first);
+  // The reply's summary; `now` is the end.
+  v1::Finish Summary(v1::FinishReason reason, TimePoint now) const;
+
+  SequenceSpec spec;  // without the prompt: it is the start of tokens
+  const int64_t prompt_tokens;
+  const int64_t private_begin;      // PrivateBegin
+  const kvstore::PrefixHash scope;  // start of the chain
+  std::vector<int32_t> tokens;
+
+  int64_t slot = -1;
+  int64_t computed = 0;
+  std::vector<kvstore::Block> blocks;
+  int64_t sealed_blocks = 0;
+  kvstore::PrefixHash chain;    // value behind the sealed blocks
+  int64_t reserved_blocks = 0;  // that may still be allocated for it
+
+  int64_t cached_tokens = 0;  // prompt tokens that were not computed
+  v1::CachedTokens cached_by_tier;
+  v1::AttentionReport attention;
+  double mass_sum = 0;
+  std::optional<uint32_t> matched_stop_token;
+  std::optional<TimePoint> admitted_at;
+  std::optional<TimePoint> first_token_at;
+  TimePoint last_token_at;
+};
+
+}  // namespace kvasir::coordinator

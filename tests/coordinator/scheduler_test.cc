@@ -1,0 +1,722 @@
+#include "coordinator/scheduler.h"
+
+#include <algorithm>
+#include <map>
+#include <random>
+#include <utility>
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+#include "tests/support/iterations.h"
+#include "tests/support/symbolic_worker.h"
+
+namespace kvasir::coordinator {
+namespace {
+
+using kvasir::testing::Iterations;
+using kvasir::testing::SymbolicWorker;
+using kvasir::testing::SymbolicWorkerOptions;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::SizeIs;
+
+constexpr int64_t kVocab = 50;
+
+SchedulerOptions Options(const SymbolicWorkerOptions& worker) {
+  return {.group_epoch = 3,
+          .device_blocks = worker.device_blocks,
+          .vocab_size = worker.vocab_size,
+          .weights_hash = std::string(32, 'w'),
+          .kv_form = "rotated/float32",
+          .max_num_seqs = worker.max_num_seqs,
+          .max_num_batched_tokens = worker.max_num_batched_tokens,
+          .max_queue_len = 1000,
+          .enable_prefix_caching = true};
+}
+
+ResolvedPolicy DensePolicy() {
+  ResolvedPolicy policy;
+  policy.prefill.mutable_all();
+  policy.decode.mutable_all();
+  return policy;
+}
+
+ResolvedPolicy SparsePolicy(uint32_t tail_tokens) {
+  ResolvedPolicy policy = DensePolicy();
+  policy.index = 1;
+  policy.decode.mutable_quest();
+  policy.decode.set_window_tokens(64);
+  policy.decode.set_token_budget(128);
+  policy.tail_tokens = tail_tokens;
+  return policy;
+}
+
+std::vector<int32_t> Prompt(int64_t length, int32_t seed = 1) {
+  std::vector<int32_t> prompt;
+  std::minstd_rand random(static_cast<uint32_t>(seed));
+  for (int64_t i = 0; i < length; ++i) prompt.push_back(static_cast<int32_t>(random() % kVocab));
+  return prompt;
+}
+
+// One scheduler and one rank on paper.
+class SchedulerTest : public ::testing::Test {
+ protected:
+  void Make(const SymbolicWorkerOptions& worker) { Make(worker, Options(worker)); }
+  void Make(const SymbolicWorkerOptions& worker, const SchedulerOptions& options) {
+    worker_ = std::make_unique<SymbolicWorker>(worker);
+    auto scheduler = Scheduler::Create(options, kvstore::PrefixIndex::Create(worker.host_blocks));
+    ASSERT_TRUE(scheduler.ok()) << scheduler.status();
+    scheduler_ = *std::move(scheduler);
+  }
+
+  SequenceSpec Spec(std::vector<int32_t> prompt, int64_t max_tokens) {
+    return {.id = SequenceId(next_id_++),
+            .prompt = std::move(prompt),
+            .max_tokens = max_tokens,
+            .sampling = {},
+            .policy = DensePolicy(),
+            .tenant = {},
+            .arrival = now_};
+  }
+  SequenceId Add(SequenceSpec spec) {
+    const SequenceId id = spec.id;
+    const absl::Status status = scheduler_->Add(std::move(spec));
+    EXPECT_TRUE(status.ok()) << status;
+    return id;
+  }
+
+  // Plans, lets the rank run the plan, applies the reply. False when there was nothing to do.
+  bool Step() {
+    Scheduler::Planned planned = scheduler_->NextPlan(now_);
+    Collect(std::move(planned.events));
+    if (!planned.plan.has_value()) return false;
+    plan_ = *planned.plan;
+    absl::StatusOr<v1::StepReply> reply = worker_->Execute(plan_);
+    EXPECT_TRUE(reply.ok()) << reply.status() << "\n" << plan_.ShortDebugString().substr(0, 2000);
+    if (!reply.ok()) return false;
+    now_ += std::chrono::milliseconds(100);
+    absl::StatusOr<std::vector<Event>> events = scheduler_->OnReply(*reply, now_);
+    EXPECT_TRUE(events.ok()) << events.status();
+    if (!events.ok()) return false;
+    Collect(*std::move(events));
+    EXPECT_EQ(scheduler_->CheckIntegrity(), absl::OkStatus());
+    return true;
+  }
+  void RunUntilIdle() {
+    while (Step()) {
+    }
+  }
+
+  void Collect(std::vector<Event> events) {
+    for (Event& event : events) {
+      if (auto* token = std::get_if<TokenEvent>(&event)) {
+        EXPECT_FALSE(finished_.contains(token->id));
+        EXPECT_EQ(token->index, static_cast<int64_t>(tokens_[token->id].size()));
+        tokens_[token->id].push_back(token->token);
+      } else if (auto* progress = std::get_if<ProgressEvent>(&event)) {
+        EXPECT_FALSE(finished_.contains(progress->id));
+        progress_[progress->id].push_back(*progress);
+      } else {
+        auto& finish = std::get<FinishEvent>(event);
+        EXPECT_FALSE(finished_.contains(finish.id));
+        finished_.emplace(finish.id, finish);
+      }
+    }
+  }
+  std::vector<int32_t> Expected(const SequenceSpec& spec) const {
+    return SymbolicWorker::ExpectedTokens(spec.prompt, spec.max_tokens, spec.sampling, kVocab);
+  }
+
+  TimePoint now_ = TimePoint() + std::chrono::hours(1);
+  int64_t next_id_ = 0;
+  std::unique_ptr<SymbolicWorker> worker_;
+  std::unique_ptr<Scheduler> scheduler_;
+  v1::StepPlan plan_;
+  std::map<SequenceId, std::vector<int32_t>> tokens_;
+  std::map<SequenceId, std::vector<ProgressEvent>> progress_;
+  std::map<SequenceId, FinishEvent> finished_;
+};
+
+TEST_F(SchedulerTest, HasNothingToDoWithoutRequests) {
+  Make({});
+  EXPECT_FALSE(Step());
+}
+
+TEST_F(SchedulerTest, AnswersWithMaxTokensAndThenLetsEverythingGo) {
+  Make({});
+  SequenceSpec spec = Spec(Prompt(100), 5);
+  const std::vector<int32_t> expected = Expected(spec);
+  const SequenceId id = Add(std::move(spec));
+  RunUntilIdle();
+  EXPECT_EQ(tokens_[id], expected);
+  ASSERT_TRUE(finished_.contains(id));
+  const FinishEvent& finish = finished_.at(id);
+  EXPECT_EQ(finish.status, absl::OkStatus());
+  EXPECT_EQ(finish.summary.reason(), v1::FINISH_REASON_LENGTH);
+  EXPECT_EQ(finish.summary.usage().prompt_tokens(), 100u);
+  EXPECT_EQ(finish.summary.usage().completion_tokens(), 5u);
+  EXPECT_EQ(worker_->num_sequences(), 0);
+  EXPECT_EQ(worker_->num_blocks(), 1);  // the prompt's full block stays cached
+  EXPECT_EQ(scheduler_->stats().index.held_blocks, 0);
+}
+
+TEST_F(SchedulerTest, ChunksEndAtMultiplesOf64AndFillTheStepBehindDecodes) {
+  Make({.max_num_batched_tokens = 256});
+  Add(Spec(Prompt(10), 100));
+  ASSERT_TRUE(Step());
+  ASSERT_TRUE(Step());  // decodes from now on
+  Add(Spec(Prompt(300, 2), 1));
+  ASSERT_TRUE(Step());
+  ASSERT_THAT(plan_.rows(), SizeIs(2));
+  EXPECT_EQ(plan_.rows(0).num_tokens(), 1u);
+  EXPECT_EQ(plan_.rows(1).num_tokens(), 192u);  // 255 left, whole blocks only
+  ASSERT_TRUE(Step());
+  ASSERT_THAT(plan_.rows(), SizeIs(2));
+  EXPECT_EQ(plan_.rows(1).begin(), 192u);
+  EXPECT_EQ(plan_.rows(1).num_tokens(), 108u);  // to the prompt's end
+  EXPECT_TRUE(plan_.rows(1).sample());
+}
+
+TEST_F(SchedulerTest, SeveralPromptsShareAStepInOrderOfArrival) {
+  Make({.max_num_batched_tokens = 256});
+  const SequenceId first = Add(Spec(Prompt(100, 1), 1));
+  const SequenceId second = Add(Spec(Prompt(300, 2), 1));
+  Add(Spec(Prompt(100, 3), 1));
+  ASSERT_TRUE(Step());
+  ASSERT_THAT(plan_.starts(), SizeIs(2));
+  EXPECT_EQ(plan_.starts(0).sequence_id(), static_cast<uint64_t>(first.value));
+  EXPECT_EQ(plan_.starts(1).sequence_id(), static_cast<uint64_t>(second.value));
+  EXPECT_EQ(plan_.rows(1).num_tokens(), 128u);
+}
+
+TEST_F(SchedulerTest, AStopTokenEndsTheAnswer) {
+  Make({});
+  SequenceSpec spec = Spec(Prompt(20), 500);
+  for (uint32_t stop : {3u, 8u, 11u}) spec.sampling.add_stop_token_ids(stop);
+  const std::vector<int32_t> expected = Expected(spec);
+  ASSERT_LT(expected.size(), 500u);
+  const SequenceId id = Add(std::move(spec));
+  RunUntilIdle();
+  EXPECT_EQ(tokens_[id], expected);
+  EXPECT_EQ(finished_.at(id).summary.reason(), v1::FINISH_REASON_STOP);
+  EXPECT_EQ(finished_.at(id).summary.matched_token_id(), static_cast<uint32_t>(expected.back()));
+}
+
+TEST_F(SchedulerTest, NoStopTokenEndsTheAnswerBeforeMinTokens) {
+  Make({});
+  SequenceSpec spec = Spec(Prompt(20), 60);
+  for (uint32_t stop = 0; stop < 25; ++stop) spec.sampling.add_stop_token_ids(stop);
+  spec.sampling.set_min_tokens(40);
+  const std::vector<int32_t> expected = Expected(spec);
+  ASSERT_GT(expected.size(), 40u);
+  const SequenceId id = Add(std::move(spec));
+  RunUntilIdle();
+  EXPECT_EQ(tokens_[id], expected);
+}
+
+TEST_F(SchedulerTest, TheSecondRequestFindsThePromptOfTheFirst) {
+  Make({});
+  const std::vector<int32_t> prompt = Prompt(300);
+  Add(Spec(prompt, 1));  // answered in the step that fills its last block
+  RunUntilIdle();
+  const SequenceId second = Add(Spec(prompt, 3));
+  ASSERT_TRUE(Step());
+  EXPECT_THAT(plan_.starts(0).cached_blocks(), SizeIs(4));
+  EXPECT_EQ(plan_.rows(0).begin(), 256u);
+  RunUntilIdle();
+  EXPECT_EQ(progress_[second].front().cached_tokens, 256);
+  EXPECT_EQ(finished_.at(second).summary.usage().cached_tokens().device(), 256u);
+  EXPECT_EQ(scheduler_->stats().prefix_queries, 600);
+  EXPECT_EQ(scheduler_->stats().prefix_hits, 256);
+}
+
+TEST_F(SchedulerTest, RequestsThatArriveTogetherShareTheirPrefixOnceItIsRead) {
+  Make({.max_num_batched_tokens = 128});
+  const std::vector<int32_t> document = Prompt(640);
+  for (int i = 0; i < 4; ++i) {
+    std::vector<int32_t> prompt = document;
+    prompt.insert(prompt.end(), static_cast<size_t>(10), i);
+    Add(Spec(prompt, 2));
+  }
+  RunUntilIdle();
+  EXPECT_EQ(scheduler_->stats().prefix_hits, 3 * 640);
+}
+
+TEST_F(SchedulerTest, TenantsAndPrefillPoliciesDoNotShare) {
+  Make({});
+  const std::vector<int32_t> prompt = Prompt(300);
+  Add(Spec(prompt, 1));
+  RunUntilIdle();
+  SequenceSpec other_tenant = Spec(prompt, 1);
+  other_tenant.tenant = "other";
+  Add(std::move(other_tenant));
+  RunUntilIdle();
+  SequenceSpec other_prefill = Spec(prompt, 1);
+  other_prefill.policy.prefill.mutable_streaming();
+  other_prefill.policy.prefill.set_window_tokens(64);
+  Add(std::move(other_prefill));
+  RunUntilIdle();
+  EXPECT_EQ(scheduler_->stats().prefix_hits, 0);
+}
+
+TEST_F(SchedulerTest, NothingIsSharedWithPrefixCachingOff) {
+  SchedulerOptions options = Options({});
+  options.enable_prefix_caching = false;
+  Make({}, options);
+  for (int i = 0; i < 2; ++i) {
+    Add(Spec(Prompt(300), 1));
+    RunUntilIdle();
+  }
+  EXPECT_EQ(scheduler_->stats().prefix_hits, 0);
+  EXPECT_EQ(worker_->num_blocks(), 0);
+}
+
+TEST_F(SchedulerTest, BlocksThatASparseTailTouchesAreNeitherSharedNorReplaced) {
+  Make({});
+  const std::vector<int32_t> prompt = Prompt(320);
+  SequenceSpec sparse = Spec(prompt, 1);
+  sparse.policy = SparsePolicy(64);
+  Add(std::move(sparse));
+  RunUntilIdle();
+  EXPECT_EQ(worker_->num_blocks(), 4);  // [0, 256) of 320; the tail's block is gone
+  Add(Spec(prompt, 1));                 // dense: caches [256, 320) as well
+  RunUntilIdle();
+  EXPECT_EQ(worker_->num_blocks(), 5);
+  std::vector<int32_t> longer = prompt;
+  longer.push_back(1);
+  SequenceSpec again = Spec(longer, 1);  // its tail begins at 257
+  again.policy = SparsePolicy(64);
+  Add(std::move(again));
+  ASSERT_TRUE(Step());
+  EXPECT_THAT(plan_.starts(0).cached_blocks(), SizeIs(4));
+}
+
+TEST_F(SchedulerTest, AnswersOfADenseRequestAreFoundByTheNextTurn) {
+  Make({});
+  std::vector<int32_t> conversation = Prompt(100);
+  const SequenceId first = Add(Spec(conversation, 100));
+  RunUntilIdle();
+  conversation.insert(conversation.end(), tokens_[first].begin(), tokens_[first].end());
+  conversation.push_back(1);
+  Add(Spec(conversation, 1));
+  ASSERT_TRUE(Step());
+  EXPECT_THAT(plan_.starts(0).cached_blocks(), SizeIs(3));
+}
+
+TEST_F(SchedulerTest, AnswersThatFollowASparsePrefillAreNotShared) {
+  Make({});
+  SequenceSpec spec = Spec(Prompt(64), 200);
+  spec.policy.prefill.mutable_quest();
+  spec.policy.prefill.set_window_tokens(64);
+  spec.policy.prefill.set_token_budget(64);
+  const ResolvedPolicy policy = spec.policy;
+  std::vector<int32_t> conversation = spec.prompt;
+  const SequenceId first = Add(std::move(spec));
+  RunUntilIdle();
+  conversation.insert(conversation.end(), tokens_[first].begin(), tokens_[first].end());
+  SequenceSpec next = Spec(conversation, 1);
+  next.policy = policy;
+  Add(std::move(next));
+  ASSERT_TRUE(Step());
+  EXPECT_THAT(plan_.starts(0).cached_blocks(), SizeIs(1));
+}
+
+TEST_F(SchedulerTest, ARequestThatCanNeverFitIsRefusedWithNumbers) {
+  Make({.host_blocks = 4});
+  EXPECT_EQ(scheduler_->Add(Spec(Prompt(200), 57)), absl::OkStatus());  // 256 tokens need KV
+  const absl::Status status = scheduler_->Add(Spec(Prompt(200), 58));
+  EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("need 5 blocks"));
+  EXPECT_THAT(std::string(status.message()), HasSubstr("holds 4"));
+  EXPECT_THAT(std::string(status.message()), HasSubstr("--kv-host-size-gb"));
+}
+
+TEST_F(SchedulerTest, WaitsForBlocksInsteadOfOvercommitting) {
+  Make({.host_blocks = 5});
+  const SequenceId first = Add(Spec(Prompt(100, 1), 100));   // 4 blocks at most
+  const SequenceId second = Add(Spec(Prompt(100, 2), 100));  // 4 blocks at most
+  ASSERT_TRUE(Step());
+  EXPECT_EQ(scheduler_->stats().running, 1);
+  EXPECT_EQ(scheduler_->stats().waiting, 1);
+  RunUntilIdle();
+  EXPECT_THAT(tokens_[first], SizeIs(100));
+  EXPECT_THAT(tokens_[second], SizeIs(100));
+}
+
+TEST_F(SchedulerTest, TheQueueIsBounded) {
+  SchedulerOptions options = Options({.max_num_seqs = 2});
+  options.max_queue_len = 1;
+  Make({.max_num_seqs = 2}, options);
+  for (int i = 0; i < 3; ++i) Add(Spec(Prompt(10, i + 1), 4));  // two can start, one waits
+  EXPECT_EQ(scheduler_->Add(Spec(Prompt(10), 4)).code(), absl::StatusCode::kResourceExhausted);
+  ASSERT_TRUE(Step());
+  EXPECT_EQ(scheduler_->Add(Spec(Prompt(10), 4)).code(), absl::StatusCode::kResourceExhausted);
+  RunUntilIdle();
+  EXPECT_THAT(finished_, SizeIs(3));
+}
+
+TEST_F(SchedulerTest, ASmallDeviceTierOnlySlowsThingsDown) {
+  for (int64_t device_blocks : {1, 2, 3, 9}) {
+    SCOPED_TRACE(device_blocks);
+    Make({.device_blocks = device_blocks});
+    finished_.clear();
+    for (int i = 0; i < 5; ++i) Add(Spec(Prompt(300, i + 1), 100));
+    RunUntilIdle();
+    EXPECT_THAT(finished_, SizeIs(5));
+  }
+}
+
+TEST_F(SchedulerTest, ManyDecodesLeaveRoomForAPrompt) {
+  Make({.max_num_seqs = 16, .max_num_batched_tokens = 64});
+  for (int i = 0; i < 16; ++i) Add(Spec(Prompt(100, i + 1), 1000000 / 500));
+  for (int i = 0; i < 20; ++i) ASSERT_TRUE(Step());
+  EXPECT_EQ(scheduler_->stats().running, 1);  // 64 tokens a step: one prompt at a time
+}
+
+TEST_F(SchedulerTest, CancellingFreesEverythingAndKeepsWhatWasRead) {
+  Make({.max_num_batched_tokens = 128});
+  const SequenceId running = Add(Spec(Prompt(1000), 10));
+  const SequenceId waiting = Add(Spec(Prompt(1000, 2), 10));
+  ASSERT_TRUE(Step());
+  ASSERT_TRUE(Step());
+  for (SequenceId id : {running, waiting}) {
+    std::optional<FinishEvent> finish = scheduler_->Cancel(id, absl::CancelledError("bye"), now_);
+    ASSERT_TRUE(finish.has_value());
+    EXPECT_EQ(finish->status, absl::CancelledError("bye"));
+    EXPECT_FALSE(scheduler_->Cancel(id, absl::CancelledError("again"), now_).has_value());
+  }
+  ASSERT_TRUE(Step());  // tells the ranks
+  EXPECT_THAT(plan_.rows(), IsEmpty());
+  EXPECT_FALSE(Step());
+  EXPECT_EQ(worker_->num_sequences(), 0);
+  EXPECT_EQ(worker_->num_blocks(), 4);
+  EXPECT_EQ(scheduler_->stats().index.held_blocks, 0);
+}
+
+TEST_F(SchedulerTest, CancellingWhileAStepRunsIsSafe) {
+  Make({});
+  const SequenceId id = Add(Spec(Prompt(100), 10));
+  Scheduler::Planned planned = scheduler_->NextPlan(now_);
+  EXPECT_TRUE(scheduler_->Cancel(id, absl::CancelledError(""), now_).has_value());
+  absl::StatusOr<v1::StepReply> reply = worker_->Execute(*planned.plan);
+  ASSERT_TRUE(reply.ok());
+  EXPECT_THAT(*scheduler_->OnReply(*reply, now_), IsEmpty());
+  RunUntilIdle();
+  EXPECT_EQ(worker_->num_sequences(), 0);
+  EXPECT_EQ(worker_->num_blocks(), 0);
+}
+
+TEST_F(SchedulerTest, AStopStringEndsTheSequence) {
+  Make({});
+  const SequenceId id = Add(Spec(Prompt(100), 10));
+  ASSERT_TRUE(Step());
+  std::optional<FinishEvent> finish = scheduler_->StopEarly(id, now_);
+  ASSERT_TRUE(finish.has_value());
+  EXPECT_EQ(finish->status, absl::OkStatus());
+  EXPECT_EQ(finish->summary.reason(), v1::FINISH_REASON_STOP);
+  EXPECT_EQ(finish->summary.usage().completion_tokens(), 1u);
+  RunUntilIdle();
+  EXPECT_EQ(worker_->num_sequences(), 0);
+}
+
+TEST_F(SchedulerTest, PlansAgainWithoutTheBlocksThatARankLost) {
+  Make({});
+  const std::vector<int32_t> prompt = Prompt(300);
+  Add(Spec(prompt, 1));
+  RunUntilIdle();
+  ASSERT_TRUE(worker_->LoseOneBlock(2));
+  const SequenceId id = Add(Spec(prompt, 4));
+  ASSERT_TRUE(Step());  // answered with the missing block
+  EXPECT_THAT(tokens_[id], IsEmpty());
+  RunUntilIdle();
+  EXPECT_THAT(tokens_[id], SizeIs(4));
+  EXPECT_EQ(finished_.at(id).status, absl::OkStatus());
+  EXPECT_EQ(finished_.at(id).summary.usage().cached_tokens().device(), 128u);
+}
+
+TEST_F(SchedulerTest, ARequestCancelledWhileItsStartIsRefusedLeavesNothing) {
+  Make({});
+  const std::vector<int32_t> prompt = Prompt(300);
+  Add(Spec(prompt, 1));
+  RunUntilIdle();
+  ASSERT_TRUE(worker_->LoseOneBlock(0));
+  const SequenceId id = Add(Spec(prompt, 4));
+  Scheduler::Planned planned = scheduler_->NextPlan(now_);
+  ASSERT_TRUE(scheduler_->Cancel(id, absl::CancelledError(""), now_).has_value());
+  absl::StatusOr<v1::StepReply> reply = worker_->Execute(*planned.plan);
+  ASSERT_TRUE(reply.ok());
+  ASSERT_THAT(reply->missing_blocks(), SizeIs(1));
+  EXPECT_TRUE(scheduler_->OnReply(*reply, now_).ok());
+  EXPECT_EQ(scheduler_->CheckIntegrity(), absl::OkStatus());
+  RunUntilIdle();
+  EXPECT_EQ(worker_->num_blocks(), 0);  // what continues a lost block is dropped with it
+}
+
+TEST_F(SchedulerTest, ARunningSequenceThatLosesABlockEndsWithDataLoss) {
+  Make({});
+  const SequenceId id = Add(Spec(Prompt(100), 10));
+  ASSERT_TRUE(Step());
+  Scheduler::Planned planned = scheduler_->NextPlan(now_);
+  v1::StepReply reply;
+  reply.set_group_epoch(3);
+  reply.set_step(planned.plan->step());
+  reply.add_missing_blocks(planned.plan->seals(0).block_id());
+  absl::StatusOr<std::vector<Event>> events = scheduler_->OnReply(reply, now_);
+  ASSERT_TRUE(events.ok());
+  Collect(*std::move(events));
+  EXPECT_EQ(finished_.at(id).status.code(), absl::StatusCode::kDataLoss);
+  EXPECT_EQ(scheduler_->CheckIntegrity(), absl::OkStatus());
+}
+
+TEST_F(SchedulerTest, ARowThatFailsEndsItsRequestAlone) {
+  Make({});
+  const SequenceId bad = Add(Spec(Prompt(100, 1), 10));
+  const SequenceId good = Add(Spec(Prompt(100, 2), 10));
+  Scheduler::Planned planned = scheduler_->NextPlan(now_);
+  absl::StatusOr<v1::StepReply> reply = worker_->Execute(*planned.plan);
+  ASSERT_TRUE(reply.ok());
+  reply->mutable_results(0)->clear_token_id();
+  reply->mutable_results(0)->set_error_code(static_cast<int>(absl::StatusCode::kDataLoss));
+  reply->mutable_results(0)->set_error_message("logits are not finite");
+  Collect(*scheduler_->OnReply(*reply, now_));
+  EXPECT_EQ(finished_.at(bad).status.code(), absl::StatusCode::kDataLoss);
+  RunUntilIdle();
+  EXPECT_THAT(tokens_[good], SizeIs(10));
+  EXPECT_EQ(worker_->num_blocks(), 1);  // what the failed row wrote is not kept
+}
+
+TEST_F(SchedulerTest, RepliesThatDoNotFitThePlanAreRefused) {
+  const std::vector<std::pair<const char*, void (*)(v1::StepReply&)>> cases = {
+      {"epoch", [](v1::StepReply& r) { r.set_group_epoch(2); }},
+      {"step", [](v1::StepReply& r) { r.set_step(9); }},
+      {"no result", [](v1::StepReply& r) { r.clear_results(); }},
+      {"other slot", [](v1::StepReply& r) { r.mutable_results(0)->set_slot(7); }},
+      {"no token", [](v1::StepReply& r) { r.mutable_results(0)->clear_token_id(); }},
+      {"token", [](v1::StepReply& r) { r.mutable_results(0)->set_token_id(kVocab); }},
+      {"unknown block", [](v1::StepReply& r) { r.add_missing_blocks(12345); }},
+  };
+  for (const auto& [name, corrupt] : cases) {
+    SCOPED_TRACE(name);
+    Make({});
+    const SequenceId id = Add(Spec(Prompt(100), 10));
+    Scheduler::Planned planned = scheduler_->NextPlan(now_);
+    v1::StepReply reply = *worker_->Execute(*planned.plan);
+    corrupt(reply);
+    EXPECT_EQ(scheduler_->OnReply(reply, now_).status().code(), absl::StatusCode::kInternal);
+    const std::vector<Event> events = scheduler_->FailAll(absl::UnavailableError("gone"), now_);
+    ASSERT_THAT(events, SizeIs(1));
+    EXPECT_EQ(std::get<FinishEvent>(events[0]).id, id);
+    EXPECT_EQ(std::get<FinishEvent>(events[0]).status, absl::UnavailableError("gone"));
+    EXPECT_EQ(scheduler_->CheckIntegrity(), absl::OkStatus());
+    EXPECT_EQ(scheduler_->stats().index.held_blocks, 0);
+  }
+}
+
+TEST_F(SchedulerTest, ProgressCountsUpAndEstimatesFromMeasuredSteps) {
+  Make({.max_num_batched_tokens = 128});
+  const SequenceId id = Add(Spec(Prompt(384), 1));
+  RunUntilIdle();  // every step takes 0.1 s
+  std::vector<int64_t> processed;
+  for (const ProgressEvent& event : progress_[id]) processed.push_back(event.processed_tokens);
+  EXPECT_THAT(processed, ElementsAre(0, 128, 256, 384));
+  EXPECT_FALSE(progress_[id][0].eta.has_value());
+  EXPECT_NEAR(absl::ToDoubleSeconds(*progress_[id][1].eta), 0.2, 1e-6);
+  EXPECT_NEAR(absl::ToDoubleSeconds(*progress_[id][3].eta), 0, 1e-6);
+}
+
+TEST_F(SchedulerTest, TimingIsMeasuredFromArrival) {
+  Make({.max_num_seqs = 1});
+  Add(Spec(Prompt(10, 1), 2));
+  const SequenceId id = Add(Spec(Prompt(10, 2), 3));
+  RunUntilIdle();  // two steps for the first request, three for the second
+  const v1::Timing& timing = finished_.at(id).summary.timing();
+  EXPECT_EQ(timing.queue().nanos(), 200'000'000);
+  EXPECT_EQ(timing.time_to_first_token().nanos(), 300'000'000);
+  EXPECT_EQ(timing.decode().nanos(), 200'000'000);
+}
+
+TEST_F(SchedulerTest, AccountingIsSummedByPhase) {
+  Make({});
+  const SequenceId id = Add(Spec(Prompt(10), 2));
+  for (int step = 0; step < 2; ++step) {
+    Scheduler::Planned planned = scheduler_->NextPlan(now_);
+    v1::StepReply reply = *worker_->Execute(*planned.plan);
+    v1::RowAccounting& row = *reply.mutable_results(0)->mutable_accounting();
+    row.set_blocks_total(10);
+    row.set_skipped_selected_out(3);
+    row.set_skipped_window(2);
+    row.set_mass_samples(1);
+    row.set_mass_sum(step == 0 ? 0.5 : 1.0);
+    row.set_mass_minimum(step == 0 ? 0.25f : 0.75f);
+    Collect(*scheduler_->OnReply(reply, now_));
+  }
+  const v1::AttentionReport& report = finished_.at(id).summary.attention();
+  EXPECT_EQ(report.prefill_blocks_total(), 10u);
+  EXPECT_EQ(report.decode_blocks_total(), 10u);
+  EXPECT_EQ(report.decode_blocks_skipped().selected_out(), 3u);
+  EXPECT_EQ(report.prefill_blocks_skipped().window(), 2u);
+  EXPECT_EQ(report.measured_mass().samples(), 2u);
+  EXPECT_FLOAT_EQ(report.measured_mass().mean(), 0.75f);
+  EXPECT_FLOAT_EQ(report.measured_mass().minimum(), 0.25f);
+}
+
+TEST_F(SchedulerTest, MassIsUnknownWhenNothingWasMeasured) {
+  Make({});
+  const SequenceId id = Add(Spec(Prompt(10), 2));
+  RunUntilIdle();
+  EXPECT_FALSE(finished_.at(id).summary.attention().has_measured_mass());
+}
+
+TEST(SchedulerOptionsTest, OptionsThatRunNothingAreRefused) {
+  SchedulerOptions options = Options({});
+  options.device_blocks = 0;
+  EXPECT_EQ(Scheduler::Create(options, kvstore::PrefixIndex::Create(4)).status().code(),
+            absl::StatusCode::kInvalidArgument);
+  options = Options({});
+  options.max_num_batched_tokens = 100;
+  EXPECT_EQ(Scheduler::Create(options, kvstore::PrefixIndex::Create(4)).status().code(),
+            absl::StatusCode::kInvalidArgument);
+}
+
+// --- random operations against a model ----------------------------------------------------------
+
+struct Asked {
+  std::vector<int32_t> expected;  // tokens, if it is left alone
+  bool cancelled = false;
+};
+
+class RandomSchedulerTest : public SchedulerTest, public ::testing::WithParamInterface<uint32_t> {
+ protected:
+  void AddRandom() {
+    // Few documents, so that prefixes are shared; cut anywhere, so that block edges are hit.
+    const auto document = static_cast<int32_t>(1 + Random(3));
+    std::vector<int32_t> prompt = Prompt(1 + Random(400), document);
+    const int64_t question = Random(3) == 0 ? 0 : Random(100);
+    for (int64_t i = 0; i < question; ++i) prompt.push_back(static_cast<int32_t>(Random(kVocab)));
+    SequenceSpec spec = Spec(std::move(prompt), 1 + Random(80));
+    spec.sampling.set_seed(static_cast<uint64_t>(Random(2)));
+    for (int64_t i = Random(3); i > 0; --i) {
+      spec.sampling.add_stop_token_ids(static_cast<uint32_t>(Random(kVocab)));
+    }
+    spec.sampling.set_min_tokens(static_cast<uint32_t>(Random(2) * Random(20)));
+    spec.sampling.set_min_tokens(
+        std::min(spec.sampling.min_tokens(), static_cast<uint32_t>(spec.max_tokens)));
+    const uint32_t tails[] = {0, 1, 64, 100};
+    if (Random(3) == 0) spec.policy = SparsePolicy(tails[Random(4)]);
+    if (Random(4) == 0) {
+      spec.policy.prefill.mutable_streaming();
+      spec.policy.prefill.set_window_tokens(64);
+    }
+    if (Random(5) == 0) spec.tenant = "other";
+    Asked asked = {.expected = Expected(spec)};
+    const SequenceId id = spec.id;
+    const absl::Status status = scheduler_->Add(std::move(spec));
+    if (status.ok()) {
+      asked_.emplace(id, std::move(asked));
+    } else {
+      EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
+    }
+  }
+
+  void CancelRandom(bool stop) {
+    if (asked_.empty()) return;
+    const SequenceId id(Random(next_id_));
+    std::optional<FinishEvent> finish =
+        stop ? scheduler_->StopEarly(id, now_)
+             : scheduler_->Cancel(id, absl::CancelledError("client"), now_);
+    EXPECT_EQ(finish.has_value(), asked_.contains(id) && !finished_.contains(id));
+    if (!finish.has_value()) return;
+    asked_.at(id).cancelled = true;
+    Collect({*std::move(finish)});
+  }
+
+  // A step during which sequences may be cancelled, and after which the ranks may be gone.
+  void RandomStep() {
+    Scheduler::Planned planned = scheduler_->NextPlan(now_);
+    Collect(std::move(planned.events));
+    if (!planned.plan.has_value()) return;
+    absl::StatusOr<v1::StepReply> reply = worker_->Execute(*planned.plan);
+    ASSERT_TRUE(reply.ok()) << reply.status();
+    if (Random(10) == 0) CancelRandom(false);
+    if (Random(20) == 0) CancelRandom(true);
+    now_ += std::chrono::milliseconds(Random(50));
+    absl::StatusOr<std::vector<Event>> events = scheduler_->OnReply(*reply, now_);
+    ASSERT_TRUE(events.ok()) << events.status();
+    Collect(*std::move(events));
+  }
+
+  void CheckAnswers() const {
+    for (const auto& [id, asked] : asked_) {
+      ASSERT_TRUE(finished_.contains(id)) << id;
+      const auto it = tokens_.find(id);
+      const std::vector<int32_t> got = it == tokens_.end() ? std::vector<int32_t>() : it->second;
+      if (asked.cancelled) {
+        ASSERT_LE(got.size(), asked.expected.size());
+        ASSERT_TRUE(std::equal(got.begin(), got.end(), asked.expected.begin())) << id;
+      } else {
+        ASSERT_EQ(got, asked.expected) << id;
+        ASSERT_EQ(finished_.at(id).status, absl::OkStatus());
+      }
+    }
+    ASSERT_EQ(finished_.size(), asked_.size());
+  }
+
+  int64_t Random(int64_t below) {
+    return static_cast<int64_t>(random_() % static_cast<uint64_t>(below));
+  }
+
+  std::mt19937_64 random_{GetParam()};
+  std::map<SequenceId, Asked> asked_;
+};
+
+TEST_P(RandomSchedulerTest, EveryRequestEndsOnceWithTheAnswerItGetsAlone) {
+  const SymbolicWorkerOptions worker = {.device_blocks = 1 + Random(24),
+                                        .host_blocks = 10 + Random(60),
+                                        .max_num_seqs = 1 + Random(8),
+                                        .max_num_batched_tokens = 64 * (1 + Random(6))};
+  SchedulerOptions options = Options(worker);
+  options.max_queue_len = Random(20);
+  Make(worker, options);
+  for (int64_t i = Iterations(2000); i > 0; --i) {
+    const int64_t dice = Random(100);
+    if (dice < 15) {
+      AddRandom();
+    } else if (dice < 20) {
+      CancelRandom(Random(2) == 0);
+    } else if (dice < 22) {
+      worker_->LoseOneBlock(random_());
+    } else {
+      RandomStep();
+    }
+    ASSERT_EQ(scheduler_->CheckIntegrity(), absl::OkStatus()) << "seed " << GetParam();
+    if (HasFatalFailure()) FAIL() << "seed " << GetParam();
+  }
+  RunUntilIdle();
+  CheckAnswers();
+  EXPECT_EQ(worker_->num_sequences(), 0);
+  EXPECT_EQ(scheduler_->stats().index.held_blocks, 0);
+  EXPECT_LE(worker_->num_blocks(), scheduler_->stats().index.idle_blocks);
+  const std::vector<Event> events = scheduler_->FailAll(absl::UnavailableError("gone"), now_);
+  EXPECT_THAT(events, IsEmpty());
+}
+
+TEST_P(RandomSchedulerTest, WhenTheGroupFailsEveryRequestEndsOnce) {
+  Make({.host_blocks = 40});
+  for (int i = 0; i < 100; ++i) {
+    if (Random(3) == 0) AddRandom();
+    if (Random(10) == 0) CancelRandom(false);
+    RandomStep();
+  }
+  scheduler_->NextPlan(now_);  // never answered
+  Collect(scheduler_->FailAll(absl::UnavailableError("gone"), now_));
+  EXPECT_EQ(finished_.size(), asked_.size());
+  EXPECT_EQ(scheduler_->CheckIntegrity(), absl::OkStatus());
+  EXPECT_EQ(scheduler_->stats().index.held_blocks, 0);
+}
+
+INSTANTIATE_TEST_SUITE_P(Seeds, RandomSchedulerTest, ::testing::Range(1u, 17u));
+
+}  // namespace
+}  // namespace kvasir::coordinator
