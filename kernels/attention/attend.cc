@@ -1,5 +1,7 @@
 #include "kernels/attention/attend.h"
 
+#include <optional>
+
 #include "kernels/attention/attend_cpu.h"
 #include "kernels/base/shape_check.h"
 #include "kernels/base/status_macros.h"
@@ -38,6 +40,8 @@ absl::Status CheckAttendParams(const AttendParams& p) {
 
 absl::Status Attend(const AttendParams& p, Executor& executor) {
   KVASIR_RETURN_IF_ERROR(CheckAttendParams(p));
+  const std::optional<AttendIsa> isa = BestAttendIsa(p.kv.layout.head_dim);
+  if (isa.has_value()) return AttendFast(p, *isa, executor);
   AttendReference(p, executor);
   return absl::OkStatus();
 }

@@ -2,12 +2,24 @@
 // which compare them. REQUIRES of all: what attend.cc checks. Thread-compatible.
 #pragma once
 
+#include <cstdint>
+#include <optional>
+
+#include "absl/status/status.h"
+
 #include "kernels/attention/attend.h"
 
 namespace kvasir::kernels {
 
 // The truth: plain loops over one query and head at a time. Any head_dim, any group.
 void AttendReference(const AttendParams& params, Executor& executor);
+
+// The fast one: 64-token tiles in vector registers (attend_tile.h), for head dims that are
+// multiples of 64 and any group. `isa` must be one that the machine has.
+enum class AttendIsa { kAvx512, kAvx512Bf16 };
+absl::Status AttendFast(const AttendParams& params, AttendIsa isa, Executor& executor);
+// The best one the machine has for this head_dim; nullopt: AttendReference is the only one.
+std::optional<AttendIsa> BestAttendIsa(int64_t head_dim);
 
 // INVALID_ARGUMENT unless `params` is what the implementations require.
 absl::Status CheckAttendParams(const AttendParams& params);

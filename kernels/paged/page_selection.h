@@ -72,14 +72,20 @@ class SelectedPages {
   bool valid() const { return page_ * kPageTokens < end_; }
   int64_t page() const { return page_; }
   uint64_t mask() const { return mask_; }
-  void Next() {
-    do {
-      page_ = Follow(page_ + 1);
-      mask_ = MaskOf(page_);
-    } while (valid() && mask_ == 0);
+  void Next() { MoveTo(page_ + 1); }
+  // Moves on to the first page that is not before `page`; never back.
+  void SkipTo(int64_t page) {
+    if (page > page_) MoveTo(page);
   }
 
  private:
+  void MoveTo(int64_t page) {
+    do {
+      page_ = Follow(page);
+      mask_ = MaskOf(page_);
+      page = page_ + 1;
+    } while (valid() && mask_ == 0);
+  }
   // The first page >= page that can hold attended tokens.
   int64_t Follow(int64_t page) {
     if (header_.kind == SelectionHeader::Kind::kAll) return page;

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "kernels/attention/attend_cpu.h"
+#include "kernels/base/cpu_features.h"
 #include "tests/support/attention_batch.h"
 
 namespace kvasir::kernels {
@@ -164,7 +165,19 @@ struct Implementation {
   friend void PrintTo(const Implementation& i, std::ostream* out) { *out << i.name; }
 };
 
-std::vector<Implementation> Implementations() { return {{"Reference", AttendReference}}; }
+std::vector<Implementation> Implementations() {
+  std::vector<Implementation> all = {{"Reference", AttendReference}};
+  const auto fast = [](AttendIsa isa) {
+    return [isa](const AttendParams& p, Executor& executor) {
+      if (p.kv.layout.head_dim % 64 != 0) return AttendReference(p, executor);
+      const absl::Status status = AttendFast(p, isa, executor);
+      ASSERT_TRUE(status.ok()) << status;
+    };
+  };
+  if (CpuHasAvx512()) all.push_back({"Avx512", fast(AttendIsa::kAvx512)});
+  if (CpuHasAvx512Bf16()) all.push_back({"Avx512Bf16", fast(AttendIsa::kAvx512Bf16)});
+  return all;
+}
 
 class AttendTest : public ::testing::TestWithParam<Implementation> {
  protected:

@@ -1,0 +1,439 @@
+// Walks the selections, hands pages to the tile functions, and merges segments in order. One item
+// of work is a (query block, KV head) or, where rows are few and contexts long, one segment of it:
+//
+//   plan (calling thread) -> items (all threads) -> merge of the rows that were split (all threads)
+//
+// A row has the same bits either way: a segment's state comes from its pages alone, and segments
+// are merged left to right by the same function. Scratch holds per-thread memory, then the plan,
+// then the states of split segments.
+#include <algorithm>
+#include <atomic>
+#include <bit>
+#include <cmath>
+#include <cstddef>
+#include <limits>
+
+#include "kernels/attention/attend_cpu.h"
+#include "kernels/attention/attend_tile.h"
+#include "kernels/attention/attention_state.h"
+#include "kernels/base/cpu_features.h"
+#include "kernels/base/dtype.h"
+#include "kernels/base/status_macros.h"
+
+namespace kvasir::kernels {
+namespace {
+
+static_assert(kTileTokens == kPageTokens);
+
+constexpr int64_t kWholeRow = -1;
+// Work is cut into about this many items a thread, so that threads finish together.
+constexpr int64_t kItemsPerThread = 4;
+// Rows with fewer pages are not worth cutting.
+constexpr int64_t kMinPagesToSplit = 2 * kSegmentPages;
+
+// The state of all query rows of a (query block, KV head) over some segments.
+struct RowStates {
+  AttentionState* states = nullptr;  // [rows]
+  float* out = nullptr;              // [rows, head_dim], un-normalised
+};
+
+struct Item {
+  int64_t row = 0;              // of the selection
+  int64_t segment = kWholeRow;  // or the only segment to compute
+  RowStates partial;            // where to leave the segment's state
+};
+
+// A row that was cut: its segments' states lie side by side.
+struct SplitRow {
+  int64_t row = 0;
+  int64_t first_item = 0;
+  int64_t num_items = 0;
+};
+
+// Hands out aligned pieces of one allocation; with null memory it only counts.
+class Pieces {
+ public:
+  explicit Pieces(std::byte* memory) : memory_(memory) {}
+  template <typename T>
+  T* Take(int64_t count) {
+    std::byte* piece = memory_ == nullptr ? nullptr : memory_ + bytes_;
+    bytes_ += (count * static_cast<int64_t>(sizeof(T)) + 63) / 64 * 64;
+    return reinterpret_cast<T*>(piece);
+  }
+  int64_t bytes() const { return bytes_; }
+
+ private:
+  std::byte* const memory_;
+  int64_t bytes_ = 0;
+};
+
+// What every item needs to know.
+struct Context {
+  const AttendParams& p;
+  AddPageFn* add_page;
+  bool bf16_queries;  // the tile function takes queries as they are
+  int64_t heads;
+  int64_t group;
+  int64_t head_dim;
+
+  int64_t kv_heads() const { return p.kv.layout.num_kv_heads; }
+  const QueryBlock& block(int64_t row) const {
+    return p.blocks[static_cast<size_t>(row / kv_heads())];
+  }
+  int64_t rows(int64_t row) const { return block(row).num_rows * group; }
+  int64_t last_position(int64_t row) const {
+    return block(row).first_position + block(row).num_rows - 1;
+  }
+  SelectedPages Walk(int64_t row) const {
+    return SelectedPages(p.selection.header(row), p.selection.list(row), last_position(row));
+  }
+  // Row of the first query head in q, out and lse; query i, head g of the group: + i * heads + g.
+  int64_t first_q_row(int64_t row) const {
+    return block(row).first_row * heads + row % kv_heads() * group;
+  }
+};
+
+// Memory of one thread, for items of up to `rows` query rows.
+struct ThreadMemory {
+  ThreadMemory(Pieces& pieces, int64_t rows, int64_t head_dim)
+      : q(pieces.Take<float>(rows * head_dim)),
+        max(pieces.Take<float>(rows)),
+        sums(pieces.Take<float>(rows * kTileLanes)),
+        out(pieces.Take<float>(rows * head_dim)),
+        total{.states = pieces.Take<AttentionState>(rows),
+              .out = pieces.Take<float>(rows * head_dim)},
+        workspace(pieces.Take<std::byte>(TileWorkspaceBytes(head_dim))) {}
+
+  float* q;  // or bfloat16
+  // The running segment.
+  float* max;
+  float* sums;
+  float* out;
+  // The segments before it.
+  RowStates total;
+  std::byte* workspace;
+};
+
+void ClearStates(const RowStates& to, int64_t rows, int64_t head_dim) {
+  std::fill_n(to.states, rows, AttentionState{});
+  std::fill_n(to.out, rows * head_dim, 0.0f);
+}
+
+void MergeStates(const RowStates& total, const RowStates& segment, int64_t rows, int64_t head_dim) {
+  for (int64_t r = 0; r < rows; ++r) {
+    const MergeWeights weights = MergeInto(total.states[r], segment.states[r]);
+    float* left = total.out + r * head_dim;
+    const float* right = segment.out + r * head_dim;
+    for (int64_t i = 0; i < head_dim; ++i) {
+      left[i] = weights.left * left[i] + weights.right * right[i];
+    }
+  }
+}
+
+template <typename Activation>
+void StoreOut(const float* from, float sum, int64_t head_dim, Activation* to) {
+  for (int64_t i = 0; i < head_dim; ++i) {
+    to[i] = static_cast<Activation>(sum == 0 ? 0.0f : from[i] / sum);
+  }
+}
+
+void StoreRow(const Context& c, int64_t row, const RowStates& total) {
+  for (int64_t r = 0; r < c.rows(row); ++r) {
+    const int64_t q_row = c.first_q_row(row) + r / c.group * c.heads + r % c.group;
+    const float* from = total.out + r * c.head_dim;
+    const float sum = total.states[r].sum;
+    if (c.p.out.dtype() == DType::kFloat32) {
+      StoreOut(from, sum, c.head_dim, c.p.out.As<float>() + q_row * c.head_dim);
+    } else {
+      StoreOut(from, sum, c.head_dim, c.p.out.As<BFloat16>() + q_row * c.head_dim);
+    }
+    if (!c.p.lse.empty()) c.p.lse.As<float>()[q_row] = LogSumExp(total.states[r]);
+  }
+}
+
+// Computes one item in a thread's memory.
+class ItemRun {
+ public:
+  ItemRun(const Context& c, const Item& item, const ThreadMemory& memory)
+      : c_(c), item_(item), memory_(memory), num_rows_(c.rows(item.row)) {}
+
+  void Run() {
+    LoadQueries();
+    if (item_.segment == kWholeRow) {
+      ClearStates(memory_.total, num_rows_, c_.head_dim);
+      SelectedPages walk = c_.Walk(item_.row);
+      while (walk.valid()) {
+        RunSegment(walk);
+        MergeSegment();
+      }
+      StoreRow(c_, item_.row, memory_.total);
+    } else {
+      SelectedPages walk = c_.Walk(item_.row);
+      walk.SkipTo(item_.segment * kSegmentPages);
+      RunSegment(walk);
+      StoreSegment(item_.partial);
+    }
+  }
+
+ private:
+  struct Page {
+    const std::byte* memory = nullptr;  // null: absent
+    int64_t page = 0;
+    uint64_t mask = 0;
+  };
+
+  template <typename Activation, typename To>
+  void CopyQueries(To* to) {
+    for (int64_t r = 0; r < num_rows_; ++r) {
+      const int64_t q_row = c_.first_q_row(item_.row) + r / c_.group * c_.heads + r % c_.group;
+      const Activation* from = c_.p.q.As<const Activation>() + q_row * c_.head_dim;
+      std::transform(from, from + c_.head_dim, to + r * c_.head_dim,
+                     [](Activation x) { return static_cast<To>(x); });
+    }
+  }
+  void LoadQueries() {
+    if (c_.bf16_queries) {
+      CopyQueries<BFloat16>(reinterpret_cast<BFloat16*>(memory_.q));
+    } else if (c_.p.q.dtype() == DType::kFloat32) {
+      CopyQueries<float>(memory_.q);
+    } else {
+      CopyQueries<BFloat16>(memory_.q);
+    }
+  }
+
+  Page Resolve(const SelectedPages& walk) {
+    const QueryBlock& block = c_.block(item_.row);
+    const int64_t bytes = std::popcount(walk.mask()) * 2 * c_.p.kv.layout.row_bytes();
+    const PageRef ref =
+        c_.p.kv.Read(block.slot, walk.page(), c_.p.layer, item_.row % c_.kv_heads(), bytes);
+    if (ref.tier() == PageTier::kAbsent) {
+      std::atomic_ref<uint8_t>(c_.p.faults[static_cast<size_t>(block.slot)])
+          .store(1, std::memory_order_relaxed);
+      return {.memory = nullptr, .page = walk.page(), .mask = walk.mask()};
+    }
+    return {.memory = ref.page(), .page = walk.page(), .mask = walk.mask()};
+  }
+
+  // The pages of the walk's segment, one behind the walk: the page to come is known, and fetched
+  // from memory while the one before is computed.
+  void RunSegment(SelectedPages& walk) {
+    std::fill_n(memory_.max, num_rows_, -std::numeric_limits<float>::infinity());
+    std::fill_n(memory_.sums, num_rows_ * kTileLanes, 0.0f);
+    std::fill_n(memory_.out, num_rows_ * c_.head_dim, 0.0f);
+    const int64_t segment = walk.page() / kSegmentPages;
+    Page page = Resolve(walk);
+    while (true) {
+      walk.Next();
+      const bool more = walk.valid() && walk.page() / kSegmentPages == segment;
+      const Page next = more ? Resolve(walk) : Page();
+      if (page.memory != nullptr) AddPage(page, next.memory);
+      if (!more) return;
+      page = next;
+    }
+  }
+
+  void AddPage(const Page& page, const std::byte* next) {
+    const QueryBlock& block = c_.block(item_.row);
+    c_.add_page({.head_dim = c_.head_dim, .scale = c_.p.scale, .workspace = memory_.workspace},
+                {.keys = page.memory,
+                 .values = page.memory + c_.p.kv.layout.v_offset(),
+                 .next_page = next,
+                 .mask = page.mask,
+                 .first_query = block.first_position - page.page * kPageTokens},
+                {.q = memory_.q,
+                 .num_queries = block.num_rows,
+                 .group = c_.group,
+                 .max = memory_.max,
+                 .sums = memory_.sums,
+                 .out = memory_.out});
+  }
+
+  AttentionState SegmentState(int64_t r) const {
+    AttentionState state = {.max = memory_.max[r]};
+    for (int64_t lane = 0; lane < kTileLanes; ++lane) {
+      state.sum += memory_.sums[r * kTileLanes + lane];
+    }
+    return state;
+  }
+  void StoreSegment(const RowStates& to) const {
+    for (int64_t r = 0; r < num_rows_; ++r) to.states[r] = SegmentState(r);
+    std::copy_n(memory_.out, num_rows_ * c_.head_dim, to.out);
+  }
+  void MergeSegment() const {
+    for (int64_t r = 0; r < num_rows_; ++r) {
+      AttentionState state = SegmentState(r);
+      MergeStates({.states = memory_.total.states + r, .out = memory_.total.out + r * c_.head_dim},
+                  {.states = &state, .out = memory_.out + r * c_.head_dim}, 1, c_.head_dim);
+    }
+  }
+
+  const Context& c_;
+  const Item& item_;
+  const ThreadMemory& memory_;
+  const int64_t num_rows_;
+};
+
+// Upper bound of the pages a row attends to, without walking them.
+int64_t PageBound(const Context& c, int64_t row) {
+  const int64_t context_pages = c.last_position(row) / kPageTokens + 1;
+  const SelectionHeader& header = c.p.selection.header(row);
+  if (header.kind == SelectionHeader::Kind::kAll) return context_pages;
+  const int64_t sink_pages = (header.sink_end + kPageTokens - 1) / kPageTokens;
+  const int64_t window_pages =
+      std::max<int64_t>(0, context_pages - header.window_begin / kPageTokens);
+  return std::min(context_pages, sink_pages + header.count + window_pages);
+}
+
+struct PlanSize {
+  int64_t items = 0;
+  int64_t split_rows = 0;
+  int64_t partial_rows = 0;  // query rows of all segments of split rows
+};
+
+// The plan of a call, and the states of the segments of split rows.
+struct PlanMemory {
+  PlanMemory(Pieces& pieces, const PlanSize& size, int64_t head_dim)
+      : items(pieces.Take<Item>(size.items)),
+        split_rows(pieces.Take<SplitRow>(size.split_rows)),
+        partial{.states = pieces.Take<AttentionState>(size.partial_rows),
+                .out = pieces.Take<float>(size.partial_rows * head_dim)} {}
+
+  Item* items;
+  SplitRow* split_rows;
+  RowStates partial;
+};
+
+// Cuts the work into items.
+class Planner {
+ public:
+  Planner(const Context& c, int num_threads) : c_(c) {
+    if (num_threads == 1) return;
+    int64_t total_pages = 0;
+    for (int64_t row = 0; row < c.p.selection.num_rows; ++row) total_pages += PageBound(c, row);
+    min_pages_to_split_ = std::max(kMinPagesToSplit, total_pages / (kItemsPerThread * num_threads));
+  }
+
+  PlanSize Size() const {
+    PlanSize size;
+    for (int64_t row = 0; row < c_.p.selection.num_rows; ++row) {
+      if (!IsSplit(row)) {
+        ++size.items;
+        continue;
+      }
+      ++size.split_rows;
+      ForEachSegment(row, [&](int64_t) {
+        ++size.items;
+        size.partial_rows += c_.rows(row);
+      });
+    }
+    return size;
+  }
+
+  void Fill(const PlanMemory& plan) const {
+    int64_t items = 0;
+    int64_t split_rows = 0;
+    RowStates partial = plan.partial;
+    for (int64_t row = 0; row < c_.p.selection.num_rows; ++row) {
+      if (!IsSplit(row)) {
+        plan.items[items++] = {.row = row, .segment = kWholeRow, .partial = {}};
+        continue;
+      }
+      const int64_t first_item = items;
+      ForEachSegment(row, [&](int64_t segment) {
+        plan.items[items++] = {.row = row, .segment = segment, .partial = partial};
+        partial.states += c_.rows(row);
+        partial.out += c_.rows(row) * c_.head_dim;
+      });
+      plan.split_rows[split_rows++] = {
+          .row = row, .first_item = first_item, .num_items = items - first_item};
+    }
+  }
+
+ private:
+  // Blocks of many queries are items enough, and their states are large.
+  bool IsSplit(int64_t row) const {
+    return c_.block(row).num_rows == 1 && PageBound(c_, row) >= min_pages_to_split_;
+  }
+  // Calls use(segment) for the segments that hold attended tokens, ascending.
+  template <typename Use>
+  void ForEachSegment(int64_t row, const Use& use) const {
+    for (SelectedPages walk = c_.Walk(row); walk.valid();) {
+      const int64_t segment = walk.page() / kSegmentPages;
+      use(segment);
+      walk.SkipTo((segment + 1) * kSegmentPages);
+    }
+  }
+
+  const Context& c_;
+  int64_t min_pages_to_split_ = std::numeric_limits<int64_t>::max();
+};
+
+void MergeSplitRow(const Context& c, const SplitRow& split, const Item* items,
+                   const ThreadMemory& memory) {
+  const int64_t rows = c.rows(split.row);
+  ClearStates(memory.total, rows, c.head_dim);
+  for (int64_t i = 0; i < split.num_items; ++i) {
+    MergeStates(memory.total, items[split.first_item + i].partial, rows, c.head_dim);
+  }
+  StoreRow(c, split.row, memory.total);
+}
+
+absl::Status Run(const Context& c, Executor& executor) {
+  int64_t max_rows = 0;
+  for (const QueryBlock& block : c.p.blocks) {
+    max_rows = std::max(max_rows, block.num_rows * c.group);
+  }
+  const Planner planner(c, executor.num_threads());
+  const PlanSize size = planner.Size();
+  Pieces counted_thread(nullptr);
+  ThreadMemory(counted_thread, max_rows, c.head_dim);
+  Pieces counted_plan(nullptr);
+  PlanMemory(counted_plan, size, c.head_dim);
+  const int64_t threads_bytes = counted_thread.bytes() * executor.num_threads();
+  KVASIR_ASSIGN_OR_RETURN(std::byte* const memory,
+                          c.p.scratch->Reserve(threads_bytes + counted_plan.bytes()));
+
+  Pieces plan_pieces(memory + threads_bytes);
+  const PlanMemory plan(plan_pieces, size, c.head_dim);
+  planner.Fill(plan);
+  const auto memory_of = [&](int thread) {
+    Pieces pieces(memory + counted_thread.bytes() * thread);
+    return ThreadMemory(pieces, max_rows, c.head_dim);
+  };
+  executor.ParallelFor(size.items, [&](int64_t i, int thread) {
+    ItemRun(c, plan.items[i], memory_of(thread)).Run();
+  });
+  if (size.split_rows == 0) return absl::OkStatus();
+  executor.ParallelFor(size.split_rows, [&](int64_t i, int thread) {
+    MergeSplitRow(c, plan.split_rows[i], plan.items, memory_of(thread));
+  });
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::Status AttendFast(const AttendParams& p, AttendIsa isa, Executor& executor) {
+  if (p.blocks.empty()) return absl::OkStatus();
+  const bool bf16_kv = p.kv.layout.dtype == DType::kBFloat16;
+  const bool pairs = isa == AttendIsa::kAvx512Bf16 && bf16_kv && p.q.dtype() == DType::kBFloat16;
+  AddPageFn* const add_page = pairs     ? AddPageAvx512Bf16Pairs
+                              : bf16_kv ? AddPageAvx512BFloat16
+                                        : AddPageAvx512Float32;
+  const int64_t heads = p.q.dim(1);
+  const Context context = {.p = p,
+                           .add_page = add_page,
+                           .bf16_queries = pairs,
+                           .heads = heads,
+                           .group = heads / p.kv.layout.num_kv_heads,
+                           .head_dim = p.kv.layout.head_dim};
+  return Run(context, executor);
+}
+
+std::optional<AttendIsa> BestAttendIsa(int64_t head_dim) {
+  if (head_dim % kTileHeadDimStep != 0) return std::nullopt;
+  if (CpuHasAvx512Bf16()) return AttendIsa::kAvx512Bf16;
+  if (CpuHasAvx512()) return AttendIsa::kAvx512;
+  return std::nullopt;
+}
+
+}  // namespace kvasir::kernels

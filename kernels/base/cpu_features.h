@@ -1,0 +1,18 @@
+// Which x86 instructions the running machine has, asked at run time: binaries are built for plain
+// x86-64, and files that are compiled for more are entered only where this says so. Thread-safe.
+#pragma once
+
+namespace kvasir::kernels {
+
+// Foundation, byte/word, doubleword/quadword and vector-length extensions: all server CPUs with
+// AVX-512.
+inline bool CpuHasAvx512() {
+  return __builtin_cpu_supports("avx512f") != 0 && __builtin_cpu_supports("avx512bw") != 0 &&
+         __builtin_cpu_supports("avx512dq") != 0 && __builtin_cpu_supports("avx512vl") != 0;
+}
+
+inline bool CpuHasAvx512Bf16() {
+  return CpuHasAvx512() && __builtin_cpu_supports("avx512bf16") != 0;
+}
+
+}  // namespace kvasir::kernels
