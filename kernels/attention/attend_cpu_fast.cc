@@ -12,6 +12,7 @@
 #include <cmath>
 #include <cstddef>
 #include <limits>
+#include <optional>
 
 #include "kernels/attention/attend_cpu.h"
 #include "kernels/attention/attend_tile.h"
@@ -50,23 +51,6 @@ struct SplitRow {
   int64_t num_items = 0;
 };
 
-// Hands out aligned pieces of one allocation; with null memory it only counts.
-class Pieces {
- public:
-  explicit Pieces(std::byte* memory) : memory_(memory) {}
-  template <typename T>
-  T* Take(int64_t count) {
-    std::byte* piece = memory_ == nullptr ? nullptr : memory_ + bytes_;
-    bytes_ += (count * static_cast<int64_t>(sizeof(T)) + 63) / 64 * 64;
-    return reinterpret_cast<T*>(piece);
-  }
-  int64_t bytes() const { return bytes_; }
-
- private:
-  std::byte* const memory_;
-  int64_t bytes_ = 0;
-};
-
 // What every item needs to know.
 struct Context {
   const AttendParams& p;
@@ -95,7 +79,7 @@ struct Context {
 
 // Memory of one thread, for items of up to `rows` query rows.
 struct ThreadMemory {
-  ThreadMemory(Pieces& pieces, int64_t rows, int64_t head_dim)
+  ThreadMemory(ScratchPieces& pieces, int64_t rows, int64_t head_dim)
       : q(pieces.Take<float>(rows * head_dim)),
         max(pieces.Take<float>(rows)),
         sums(pieces.Take<float>(rows * kTileLanes)),
@@ -155,24 +139,24 @@ void StoreRow(const Context& c, int64_t row, const RowStates& total) {
 class ItemRun {
  public:
   ItemRun(const Context& c, const Item& item, const ThreadMemory& memory)
-      : c_(c), item_(item), memory_(memory), num_rows_(c.rows(item.row)) {}
+      : c_(c), item_(item), memory_(memory), num_rows_(c.rows(item.row)), walk_(c.Walk(item.row)) {
+    if (item.segment != kWholeRow) walk_.SkipTo(item.segment * kSegmentPages);
+    next_ = Resolve();
+  }
 
   void Run() {
     LoadQueries();
-    if (item_.segment == kWholeRow) {
-      ClearStates(memory_.total, num_rows_, c_.head_dim);
-      SelectedPages walk = c_.Walk(item_.row);
-      while (walk.valid()) {
-        RunSegment(walk);
-        MergeSegment();
-      }
-      StoreRow(c_, item_.row, memory_.total);
-    } else {
-      SelectedPages walk = c_.Walk(item_.row);
-      walk.SkipTo(item_.segment * kSegmentPages);
-      RunSegment(walk);
+    if (item_.segment != kWholeRow) {
+      RunSegment();
       StoreSegment(item_.partial);
+      return;
     }
+    ClearStates(memory_.total, num_rows_, c_.head_dim);
+    while (next_.has_value()) {
+      RunSegment();
+      MergeSegment();
+    }
+    StoreRow(c_, item_.row, memory_.total);
   }
 
  private:
@@ -180,6 +164,7 @@ class ItemRun {
     const std::byte* memory = nullptr;  // null: absent
     int64_t page = 0;
     uint64_t mask = 0;
+    int64_t segment() const { return page / kSegmentPages; }
   };
 
   template <typename Activation, typename To>
@@ -201,34 +186,36 @@ class ItemRun {
     }
   }
 
-  Page Resolve(const SelectedPages& walk) {
+  // The page that the walk stands on; none at the end of the item.
+  std::optional<Page> Resolve() {
+    if (!walk_.valid()) return std::nullopt;
+    Page page = {.memory = nullptr, .page = walk_.page(), .mask = walk_.mask()};
+    if (item_.segment != kWholeRow && page.segment() != item_.segment) return std::nullopt;
     const QueryBlock& block = c_.block(item_.row);
-    const int64_t bytes = std::popcount(walk.mask()) * 2 * c_.p.kv.layout.row_bytes();
+    const int64_t bytes = std::popcount(page.mask) * 2 * c_.p.kv.layout.row_bytes();
     const PageRef ref =
-        c_.p.kv.Read(block.slot, walk.page(), c_.p.layer, item_.row % c_.kv_heads(), bytes);
-    if (ref.tier() == PageTier::kAbsent) {
+        c_.p.kv.Read(block.slot, page.page, c_.p.layer, item_.row % c_.kv_heads(), bytes);
+    if (ref.tier() != PageTier::kAbsent) {
+      page.memory = ref.page();
+    } else {
       std::atomic_ref<uint8_t>(c_.p.faults[static_cast<size_t>(block.slot)])
           .store(1, std::memory_order_relaxed);
-      return {.memory = nullptr, .page = walk.page(), .mask = walk.mask()};
     }
-    return {.memory = ref.page(), .page = walk.page(), .mask = walk.mask()};
+    return page;
   }
 
-  // The pages of the walk's segment, one behind the walk: the page to come is known, and fetched
-  // from memory while the one before is computed.
-  void RunSegment(SelectedPages& walk) {
+  // Adds the pages of next_'s segment. The walk is one page ahead, across segments too: the page to
+  // come is fetched from memory while the one before is computed.
+  void RunSegment() {
     std::fill_n(memory_.max, num_rows_, -std::numeric_limits<float>::infinity());
     std::fill_n(memory_.sums, num_rows_ * kTileLanes, 0.0f);
     std::fill_n(memory_.out, num_rows_ * c_.head_dim, 0.0f);
-    const int64_t segment = walk.page() / kSegmentPages;
-    Page page = Resolve(walk);
-    while (true) {
-      walk.Next();
-      const bool more = walk.valid() && walk.page() / kSegmentPages == segment;
-      const Page next = more ? Resolve(walk) : Page();
-      if (page.memory != nullptr) AddPage(page, next.memory);
-      if (!more) return;
-      page = next;
+    const int64_t segment = next_->segment();
+    while (next_.has_value() && next_->segment() == segment) {
+      const Page page = *next_;
+      walk_.Next();
+      next_ = Resolve();
+      if (page.memory != nullptr) AddPage(page, next_.has_value() ? next_->memory : nullptr);
     }
   }
 
@@ -271,6 +258,8 @@ class ItemRun {
   const Item& item_;
   const ThreadMemory& memory_;
   const int64_t num_rows_;
+  SelectedPages walk_;
+  std::optional<Page> next_;  // where the walk stands
 };
 
 // Upper bound of the pages a row attends to, without walking them.
@@ -292,7 +281,7 @@ struct PlanSize {
 
 // The plan of a call, and the states of the segments of split rows.
 struct PlanMemory {
-  PlanMemory(Pieces& pieces, const PlanSize& size, int64_t head_dim)
+  PlanMemory(ScratchPieces& pieces, const PlanSize& size, int64_t head_dim)
       : items(pieces.Take<Item>(size.items)),
         split_rows(pieces.Take<SplitRow>(size.split_rows)),
         partial{.states = pieces.Take<AttentionState>(size.partial_rows),
@@ -385,19 +374,19 @@ absl::Status Run(const Context& c, Executor& executor) {
   }
   const Planner planner(c, executor.num_threads());
   const PlanSize size = planner.Size();
-  Pieces counted_thread(nullptr);
+  ScratchPieces counted_thread(nullptr);
   ThreadMemory(counted_thread, max_rows, c.head_dim);
-  Pieces counted_plan(nullptr);
+  ScratchPieces counted_plan(nullptr);
   PlanMemory(counted_plan, size, c.head_dim);
   const int64_t threads_bytes = counted_thread.bytes() * executor.num_threads();
   KVASIR_ASSIGN_OR_RETURN(std::byte* const memory,
                           c.p.scratch->Reserve(threads_bytes + counted_plan.bytes()));
 
-  Pieces plan_pieces(memory + threads_bytes);
+  ScratchPieces plan_pieces(memory + threads_bytes);
   const PlanMemory plan(plan_pieces, size, c.head_dim);
   planner.Fill(plan);
   const auto memory_of = [&](int thread) {
-    Pieces pieces(memory + counted_thread.bytes() * thread);
+    ScratchPieces pieces(memory + counted_thread.bytes() * thread);
     return ThreadMemory(pieces, max_rows, c.head_dim);
   };
   executor.ParallelFor(size.items, [&](int64_t i, int thread) {

@@ -16,7 +16,7 @@
 namespace kvasir::kernels {
 
 inline constexpr int64_t kTileTokens = 64;  // a page
-inline constexpr int64_t kTileLanes = 16;   // floats in a vector
+inline constexpr int64_t kTileLanes = 16;   // floats of a vector
 
 // Rows are queries x group, group fastest: row r is query r / group.
 struct TileRows {

@@ -4,19 +4,13 @@
 namespace kvasir::kernels {
 namespace {
 
-// A unit is one float.
-struct FloatUnit {
-  static constexpr int64_t kTokensPerUnit = 1;
-  static int64_t Units(int64_t head_dim) { return head_dim; }
-  static __m512 MulAdd(__m512 c, __m512i a, __m512i b) {
-    return _mm512_fmadd_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), c);
-  }
+struct FloatWeights : FloatUnit {
   static void StoreWeights(const __m512 p[kColumnVectors], std::byte* to) {
     for (int j = 0; j < kColumnVectors; ++j) _mm512_storeu_ps(to + j * 64, p[j]);
   }
 };
 
-struct Float32Kv : FloatUnit {
+struct Float32Kv : FloatWeights {
   static void PackKeys(const TileShape& shape, const TilePage& page, std::byte* to) {
     TransposeKeys(page, shape.head_dim * 4, [&](int64_t unit, int64_t token, __m512i keys) {
       _mm512_storeu_si512(to + (unit * kTileTokens + token) * 4, keys);
@@ -42,17 +36,11 @@ struct Float32Kv : FloatUnit {
   }
 };
 
-// Bfloat16 pairs become floats by shifting: the first of a pair is the low half.
-inline __m512i First(__m512i pairs) { return _mm512_slli_epi32(pairs, 16); }
-inline __m512i Second(__m512i pairs) {
-  return _mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int32_t>(0xffff0000u)));
-}
-
-struct BFloat16Kv : FloatUnit {
+struct BFloat16Kv : FloatWeights {
   static void PackKeys(const TileShape& shape, const TilePage& page, std::byte* to) {
     TransposeKeys(page, shape.head_dim * 2, [&](int64_t pair, int64_t token, __m512i keys) {
-      _mm512_storeu_si512(to + (2 * pair * kTileTokens + token) * 4, First(keys));
-      _mm512_storeu_si512(to + ((2 * pair + 1) * kTileTokens + token) * 4, Second(keys));
+      _mm512_storeu_si512(to + (2 * pair * kTileTokens + token) * 4, FirstOfPairs(keys));
+      _mm512_storeu_si512(to + ((2 * pair + 1) * kTileTokens + token) * 4, SecondOfPairs(keys));
     });
   }
   static const std::byte* PackValues(const TileShape& shape, const TilePage& page, std::byte* to) {
@@ -67,7 +55,7 @@ struct BFloat16Kv : FloatUnit {
         if (page.next_page != nullptr) {
           _mm_prefetch(page.next_page + (page.values - page.keys) + i, _MM_HINT_T0);
         }
-        _mm512_storeu_si512(to + 2 * i, First(_mm512_cvtepu16_epi32(row)));
+        _mm512_storeu_si512(to + 2 * i, FirstOfPairs(_mm512_cvtepu16_epi32(row)));
       }
     }
     return to;

@@ -3,19 +3,14 @@
 // attend_tile_avx512.cc and attend_tile_avx512_bf16.cc only; everything has internal linkage (see
 // attend_tile.h).
 //
-// Both products have the shape C[row][64] += A[row][unit] * B[unit][64]:
+// Both products are those of avx512_tile.h:
 //   logits: A = queries, units along head_dim, B = keys transposed, columns are tokens
 //   out:    A = weights, units along tokens,   B = values,          columns are 64 of head_dim
-// so one register block (up to 6 rows x 4 vectors of 16 columns) serves both, and each element of C
-// is one sequential chain over the units: the order of sums does not depend on the number of rows.
 //
-// A policy `Unit` gives:
-//   kTokensPerUnit                      tokens in a unit along the token axis, 1 or 2
-//   Units(head_dim)                     units along head_dim
-//   MulAdd(c, a, b)                     c + a . b, unit by unit
-//   KeepFirstToken(b)                   b without the second token of each unit (2 tokens only)
-//   StoreWeights(p, to)                 64 float weights as units
-//   PackKeys, PackValues                pages to tiles
+// A policy `Unit` is one of avx512_tile.h with
+//   KeepFirstToken(b)      b without the second token of each unit (where a unit holds two)
+//   StoreWeights(p, to)    64 float weights as units
+//   PackKeys, PackValues   pages to tiles
 #pragma once
 
 #include <cstddef>
@@ -23,13 +18,11 @@
 #include <immintrin.h>
 
 #include "kernels/attention/attend_tile.h"
+#include "kernels/base/avx512_tile.h"
 
 namespace kvasir::kernels {
 namespace {
 
-constexpr int kMaxTileRows = 6;
-constexpr int kColumnVectors = 4;
-constexpr int64_t kColumns = kColumnVectors * kTileLanes;
 constexpr float kMinusInfinity = -__builtin_inff();
 
 // exp(x) for x <= 0, at most 2 ulp off; exp(0) = 1 exactly, exp(-inf) = 0, NaN stays NaN; 0 below
@@ -51,41 +44,8 @@ inline __m512 Exp(__m512 x) {
   return _mm512_scalef_ps(p, n);
 }
 
-// Rows and columns of a 16 x 16 block of four-byte units change places.
-inline void Transpose16(__m512i rows[16]) {
-  __m512i t[16];
-#pragma GCC unroll 16
-  for (int i = 0; i < 8; ++i) {
-    t[2 * i] = _mm512_unpacklo_epi32(rows[2 * i], rows[2 * i + 1]);
-    t[2 * i + 1] = _mm512_unpackhi_epi32(rows[2 * i], rows[2 * i + 1]);
-  }
-  // Now in groups of four rows, each 128-bit lane to be transposed as 64-bit pairs.
-#pragma GCC unroll 16
-  for (int i = 0; i < 4; ++i) {
-    rows[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
-    rows[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
-    rows[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
-    rows[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
-  }
-  // rows[4 i + j], 128-bit lane l: column 4 l + j of rows 4 i .. 4 i + 3.
-#pragma GCC unroll 16
-  for (int j = 0; j < 4; ++j) {
-    t[j] = _mm512_shuffle_i32x4(rows[j], rows[4 + j], 0x88);           // lanes 0, 2 of i = 0, 1
-    t[4 + j] = _mm512_shuffle_i32x4(rows[j], rows[4 + j], 0xdd);       // lanes 1, 3
-    t[8 + j] = _mm512_shuffle_i32x4(rows[8 + j], rows[12 + j], 0x88);  // likewise of i = 2, 3
-    t[12 + j] = _mm512_shuffle_i32x4(rows[8 + j], rows[12 + j], 0xdd);
-  }
-#pragma GCC unroll 16
-  for (int j = 0; j < 4; ++j) {
-    rows[j] = _mm512_shuffle_i32x4(t[j], t[8 + j], 0x88);
-    rows[4 + j] = _mm512_shuffle_i32x4(t[4 + j], t[12 + j], 0x88);
-    rows[8 + j] = _mm512_shuffle_i32x4(t[j], t[8 + j], 0xdd);
-    rows[12 + j] = _mm512_shuffle_i32x4(t[4 + j], t[12 + j], 0xdd);
-  }
-}
-
 inline bool GroupIsMasked(uint64_t mask, int64_t group) {
-  return (mask >> (group * kTileLanes) & 0xffffu) == 0;
+  return (mask >> (group * kVectorLanes) & 0xffffu) == 0;
 }
 
 // Calls store(unit, tokens, vector) with the transposed keys: `vector` holds unit `unit` (four
@@ -93,43 +53,20 @@ inline bool GroupIsMasked(uint64_t mask, int64_t group) {
 // out. Meanwhile the next page's keys are fetched.
 template <typename Store>
 inline void TransposeKeys(const TilePage& page, int64_t row_bytes, const Store& store) {
-  for (int64_t group = 0; group < kTileTokens / kTileLanes; ++group) {
+  for (int64_t group = 0; group < kTileTokens / kVectorLanes; ++group) {
     if (GroupIsMasked(page.mask, group)) continue;
     for (int64_t offset = 0; offset < row_bytes; offset += 64) {
       __m512i rows[16];
 #pragma GCC unroll 16
-      for (int64_t i = 0; i < kTileLanes; ++i) {
-        const int64_t at = (group * kTileLanes + i) * row_bytes + offset;
+      for (int64_t i = 0; i < kVectorLanes; ++i) {
+        const int64_t at = (group * kVectorLanes + i) * row_bytes + offset;
         rows[i] = _mm512_loadu_si512(page.keys + at);
         if (page.next_page != nullptr) _mm_prefetch(page.next_page + at, _MM_HINT_T0);
       }
       Transpose16(rows);
 #pragma GCC unroll 16
-      for (int64_t i = 0; i < kTileLanes; ++i) store(offset / 4 + i, group * kTileLanes, rows[i]);
-    }
-  }
-}
-
-template <int kRows>
-using Accumulators = __m512[static_cast<size_t>(kRows)][kColumnVectors];
-
-// C[row][4 vectors] += A[row][unit] . B[unit][4 vectors].
-template <typename Unit, int kRows>
-inline void Multiply(const std::byte* a, int64_t a_row_bytes, const std::byte* b,
-                     int64_t b_unit_bytes, int64_t num_units, Accumulators<kRows>& c) {
-  for (int64_t u = 0; u < num_units; ++u) {
-    __m512i tile[kColumnVectors];
-#pragma GCC unroll 4
-    for (int j = 0; j < kColumnVectors; ++j) {
-      tile[j] = _mm512_loadu_si512(b + u * b_unit_bytes + j * 64);
-    }
-#pragma GCC unroll 6
-    for (int r = 0; r < kRows; ++r) {
-      int32_t bits;
-      __builtin_memcpy(&bits, a + r * a_row_bytes + u * 4, 4);
-      const __m512i element = _mm512_set1_epi32(bits);
-#pragma GCC unroll 4
-      for (int j = 0; j < kColumnVectors; ++j) c[r][j] = Unit::MulAdd(c[r][j], element, tile[j]);
+      for (int64_t i = 0; i < kVectorLanes; ++i)
+        store(offset / 4 + i, group * kVectorLanes, rows[i]);
     }
   }
 }
@@ -147,18 +84,18 @@ struct RowBlock {
 // sums, writes the weights as units, and returns by how much `out` is to be scaled.
 template <typename Unit, int kRows>
 inline void SoftmaxStep(const TileShape& shape, const RowBlock& block, const std::byte* packed_keys,
-                        std::byte* weights, float rescale[kTileLanes]) {
+                        std::byte* weights, float rescale[kVectorLanes]) {
   Accumulators<kRows> c;
 #pragma GCC unroll 6
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
     for (int j = 0; j < kColumnVectors; ++j) c[r][j] = _mm512_setzero_ps();
   }
-  const int64_t units = Unit::Units(shape.head_dim);
+  const int64_t units = shape.head_dim / Unit::kElements;
   Multiply<Unit, kRows>(block.q, units * 4, packed_keys, kColumns * 4, units, c);
 
-  alignas(64) float old_max[kTileLanes] = {};
-  alignas(64) float new_max[kTileLanes] = {};
+  alignas(64) float old_max[kVectorLanes] = {};
+  alignas(64) float new_max[kVectorLanes] = {};
   const __m512 scale = _mm512_set1_ps(shape.scale);
   const __m512 masked = _mm512_set1_ps(kMinusInfinity);
 #pragma GCC unroll 6
@@ -166,7 +103,7 @@ inline void SoftmaxStep(const TileShape& shape, const RowBlock& block, const std
     __m512 largest = _mm512_set1_ps(block.max[r]);
 #pragma GCC unroll 4
     for (int j = 0; j < kColumnVectors; ++j) {
-      const __mmask16 mask = static_cast<__mmask16>(block.mask >> (j * kTileLanes));
+      const __mmask16 mask = static_cast<__mmask16>(block.mask >> (j * kVectorLanes));
       c[r][j] = _mm512_mask_mul_ps(masked, mask, c[r][j], scale);
       largest = _mm512_max_ps(c[r][j], largest);  // NaN is left out here and shows in the sum
     }
@@ -185,7 +122,7 @@ inline void SoftmaxStep(const TileShape& shape, const RowBlock& block, const std
     for (int j = 0; j < kColumnVectors; ++j) c[r][j] = Exp(_mm512_sub_ps(c[r][j], max));
     const __m512 sum =
         _mm512_add_ps(_mm512_add_ps(c[r][0], c[r][1]), _mm512_add_ps(c[r][2], c[r][3]));
-    float* sums = block.sums + r * kTileLanes;
+    float* sums = block.sums + r * kVectorLanes;
     _mm512_storeu_ps(sums, _mm512_fmadd_ps(_mm512_loadu_ps(sums), _mm512_set1_ps(rescale[r]), sum));
     Unit::StoreWeights(c[r], weights + r * kTileTokens * 4);
   }
@@ -194,9 +131,9 @@ inline void SoftmaxStep(const TileShape& shape, const RowBlock& block, const std
 // out = rescale * out + weights . values, over the tokens up to the last of the mask.
 template <typename Unit, int kRows>
 inline void AddValues(const TileShape& shape, const RowBlock& block, const std::byte* weights,
-                      const std::byte* packed_values, const float rescale[kTileLanes]) {
+                      const std::byte* packed_values, const float rescale[kVectorLanes]) {
   const int64_t tokens = 64 - __builtin_clzll(block.mask);
-  const int64_t whole_units = tokens / Unit::kTokensPerUnit;
+  const int64_t whole_units = tokens / Unit::kElements;
   const int64_t unit_bytes = shape.head_dim * 4;
   for (int64_t column = 0; column < shape.head_dim; column += kColumns) {
     Accumulators<kRows> c;
@@ -205,13 +142,13 @@ inline void AddValues(const TileShape& shape, const RowBlock& block, const std::
       const __m512 factor = _mm512_set1_ps(rescale[r]);
 #pragma GCC unroll 4
       for (int j = 0; j < kColumnVectors; ++j) {
-        const float* out = block.out + r * shape.head_dim + column + j * kTileLanes;
+        const float* out = block.out + r * shape.head_dim + column + j * kVectorLanes;
         c[r][j] = _mm512_mul_ps(_mm512_loadu_ps(out), factor);
       }
     }
     const std::byte* values = packed_values + column * 4;
     Multiply<Unit, kRows>(weights, kTileTokens * 4, values, unit_bytes, whole_units, c);
-    if constexpr (Unit::kTokensPerUnit == 2) {
+    if constexpr (Unit::kElements == 2) {
       if (tokens % 2 != 0) {
         // The second token of the last unit is not this row's: its weight is 0, but it may be NaN.
         alignas(64) std::byte last[kColumns * 4];
@@ -226,7 +163,7 @@ inline void AddValues(const TileShape& shape, const RowBlock& block, const std::
     for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
       for (int j = 0; j < kColumnVectors; ++j) {
-        _mm512_storeu_ps(block.out + r * shape.head_dim + column + j * kTileLanes, c[r][j]);
+        _mm512_storeu_ps(block.out + r * shape.head_dim + column + j * kVectorLanes, c[r][j]);
       }
     }
   }
@@ -235,7 +172,7 @@ inline void AddValues(const TileShape& shape, const RowBlock& block, const std::
 template <typename Unit, int kRows>
 void AddToRows(const TileShape& shape, const RowBlock& block, const std::byte* packed_keys,
                const std::byte* packed_values, std::byte* weights) {
-  alignas(64) float rescale[kTileLanes];
+  alignas(64) float rescale[kVectorLanes];
   SoftmaxStep<Unit, kRows>(shape, block, packed_keys, weights, rescale);
   AddValues<Unit, kRows>(shape, block, weights, packed_values, rescale);
 }
@@ -273,7 +210,7 @@ void AddPage(const TileShape& shape, const TilePage& page, const TileRows& rows)
   std::byte* weights = values + kTileTokens * shape.head_dim * 4;
   Unit::PackKeys(shape, page, keys);
   const std::byte* packed_values = Unit::PackValues(shape, page, values);
-  const int64_t q_row_bytes = Unit::Units(shape.head_dim) * 4;
+  const int64_t q_row_bytes = shape.head_dim / Unit::kElements * 4;
   const int64_t num_rows = rows.num_queries * rows.group;
   for (int64_t row = 0; row < num_rows;) {
     const uint64_t mask = MaskOfQuery(page, row / rows.group);
@@ -285,7 +222,7 @@ void AddPage(const TileShape& shape, const TilePage& page, const TileRows& rows)
     if (mask != 0) {
       const RowBlock block = {.q = static_cast<const std::byte*>(rows.q) + row * q_row_bytes,
                               .max = rows.max + row,
-                              .sums = rows.sums + row * kTileLanes,
+                              .sums = rows.sums + row * kVectorLanes,
                               .out = rows.out + row * shape.head_dim,
                               .mask = mask};
       AddToRows<Unit>(end - row, shape, block, keys, packed_values, weights);

@@ -4,14 +4,8 @@
 namespace kvasir::kernels {
 namespace {
 
-// A unit is a pair of bfloat16: neighbours along head_dim in queries and keys, neighbouring tokens
-// in weights and values. vdpbf16ps adds both products to a float32, denormals counting as zero.
-struct PairUnit {
-  static constexpr int64_t kTokensPerUnit = 2;
-  static int64_t Units(int64_t head_dim) { return head_dim / 2; }
-  static __m512 MulAdd(__m512 c, __m512i a, __m512i b) {
-    return _mm512_dpbf16_ps(c, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
-  }
+// Neighbours along head_dim in queries and keys, neighbouring tokens in weights and values.
+struct PairTile : PairUnit {
   static __m512i KeepFirstToken(__m512i pairs) {
     return _mm512_and_si512(pairs, _mm512_set1_epi32(0xffff));
   }
@@ -63,7 +57,7 @@ struct PairUnit {
 }  // namespace
 
 void AddPageAvx512Bf16Pairs(const TileShape& shape, const TilePage& page, const TileRows& rows) {
-  AddPage<PairUnit>(shape, page, rows);
+  AddPage<PairTile>(shape, page, rows);
 }
 
 }  // namespace kvasir::kernels

@@ -32,4 +32,23 @@ class Scratch {
   HostBuffer buffer_;
 };
 
+// Cuts reserved memory into arrays, each on a cache line of its own. Over null memory it hands out
+// null and only counts, so that one function both sizes a layout and lays it out.
+class ScratchPieces {
+ public:
+  explicit ScratchPieces(std::byte* memory) : memory_(memory) {}
+  template <typename T>
+  T* Take(int64_t count) {
+    std::byte* piece = memory_ == nullptr ? nullptr : memory_ + bytes_;
+    bytes_ += (count * static_cast<int64_t>(sizeof(T)) + kAlignment - 1) / kAlignment * kAlignment;
+    return reinterpret_cast<T*>(piece);
+  }
+  int64_t bytes() const { return bytes_; }
+
+ private:
+  static constexpr int64_t kAlignment = HostBuffer::kAlignment;
+  std::byte* const memory_;
+  int64_t bytes_ = 0;
+};
+
 }  // namespace kvasir::kernels

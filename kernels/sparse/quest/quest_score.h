@@ -1,29 +1,49 @@
-// The page bounds' dot product behind QuestSelector, apart from it so that it can be replaced by
-// vector code and compared. With q split by sign, sum_d max(q_d min_d, q_d max_d) is one dot
-// product
+// The scores behind QuestSelector, apart from it so that vector code and the plain reference can be
+// compared. With q split by sign, sum_d max(q_d min_d, q_d max_d) is one dot product
 //
 //   score = (min(q, 0), max(q, 0)) . (min, max)
 //
-// of 2 * head_dim terms, and (min, max) is how a page's bounds lie in memory. Thread-safe.
+// of 2 * head_dim terms, and (min, max) is how a page's bounds lie in memory.
+//
+// This header is included by files compiled with instructions that the machine may lack (see
+// base/avx512_tile.h): plain data only. Thread-safe.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
-#include "kernels/base/dtype.h"
-
 namespace kvasir::kernels {
 
+inline constexpr int64_t kQuestScorePages = 64;  // pages of a call
+
 struct QuestScoreParams {
-  const float* signed_q = nullptr;  // [num_queries, 2 * head_dim]
+  // [num_queries, 2 * head_dim]: min(q, 0) then max(q, 0); of the function's query type.
+  const void* signed_q = nullptr;
   int64_t num_queries = 0;
   int64_t head_dim = 0;
-  DType dtype = DType::kBFloat16;  // of the bounds
+  std::byte* workspace = nullptr;  // QuestScoreWorkspaceBytes(head_dim), 64-byte aligned
 };
 
-// score[i] = max over the queries of signed_q . bounds[i], for `count` pages, NaN if any of them
-// is. bounds[i] may be null: -inf.
-void QuestScoresReference(const QuestScoreParams& params, const std::byte* const* bounds,
-                          int64_t count, float* scores);
+constexpr int64_t QuestScoreWorkspaceBytes(int64_t head_dim) {
+  return 2 * head_dim * kQuestScorePages * 4;
+}
+
+// scores[i] = max over the queries of signed_q . bounds[i], in float32, a NaN counting as -inf.
+// bounds[i] null: -inf. A page's score does not depend on its neighbours.
+using QuestScoreFn = void(const QuestScoreParams& params,
+                          const std::byte* const bounds[kQuestScorePages],
+                          float scores[kQuestScorePages]);
+
+// Float32 queries; any head_dim.
+QuestScoreFn QuestScoresFloat32;   // float32 bounds
+QuestScoreFn QuestScoresBFloat16;  // bfloat16 bounds
+
+inline constexpr int64_t kQuestScoreHeadDimStep = 16;  // of the AVX-512 functions
+
+// Float32 queries.
+QuestScoreFn QuestScoresAvx512Float32;   // float32 bounds
+QuestScoreFn QuestScoresAvx512BFloat16;  // bfloat16 bounds
+// Bfloat16 queries and bounds.
+QuestScoreFn QuestScoresAvx512Bf16Pairs;
 
 }  // namespace kvasir::kernels

@@ -1,10 +1,12 @@
 #include "kernels/sparse/quest/quest_selector.h"
 
 #include <algorithm>
+#include <array>
 #include <span>
 
 #include "absl/strings/str_cat.h"
 
+#include "kernels/base/cpu_features.h"
 #include "kernels/base/dtype.h"
 #include "kernels/base/status_macros.h"
 #include "kernels/sparse/quest/page_ranking.h"
@@ -14,7 +16,7 @@
 namespace kvasir::kernels {
 namespace {
 
-constexpr int64_t kScoreBatch = 64;  // pages scored at a time
+constexpr int64_t kCacheLine = 64;
 
 constexpr int64_t CeilPages(int64_t tokens) { return (tokens + kPageTokens - 1) / kPageTokens; }
 
@@ -30,54 +32,68 @@ PageRange Candidates(const SelectionHeader& header) {
   return {.begin = header.sink_end / kPageTokens, .end = CeilPages(header.window_begin)};
 }
 
-// Memory of one thread of a Select call.
-struct ThreadScratch {
-  float* signed_q = nullptr;    // [rows of the largest block x G, 2 * head_dim]
-  RankedPage* pages = nullptr;  // [pages of the longest context]
+// Which score function serves a call, and whether it takes queries in bfloat16.
+struct ScoreKernel {
+  QuestScoreFn* scores = nullptr;
+  bool bf16_queries = false;
 };
 
-struct ScratchSizes {
-  int64_t signed_q_bytes = 0;
-  int64_t pages_bytes = 0;
-  int64_t bytes() const { return signed_q_bytes + pages_bytes; }
-};
-
-constexpr int64_t RoundUpToCacheLine(int64_t bytes) { return (bytes + 63) / 64 * 64; }
-
-ScratchSizes SizesFor(const SelectParams& p) {
-  int64_t rows = 0;
-  int64_t pages = 0;
-  for (const QueryBlock& block : p.blocks) {
-    rows = std::max(rows, block.num_rows);
-    pages = std::max(pages, CeilPages(block.first_position + 1));
+ScoreKernel ChooseKernel(const SelectParams& p) {
+  const bool bf16_kv = p.kv.layout.dtype == DType::kBFloat16;
+  if (p.kv.layout.head_dim % kQuestScoreHeadDimStep == 0) {
+    if (bf16_kv && p.q.dtype() == DType::kBFloat16 && CpuHasAvx512Bf16()) {
+      return {.scores = QuestScoresAvx512Bf16Pairs, .bf16_queries = true};
+    }
+    if (CpuHasAvx512()) {
+      return {.scores = bf16_kv ? QuestScoresAvx512BFloat16 : QuestScoresAvx512Float32};
+    }
   }
-  const int64_t group = p.q.dim(1) / p.kv.layout.num_kv_heads;
-  const int64_t signed_q = rows * group * 2 * p.kv.layout.head_dim * int64_t{sizeof(float)};
-  return {.signed_q_bytes = RoundUpToCacheLine(signed_q),
-          .pages_bytes = RoundUpToCacheLine(pages * int64_t{sizeof(RankedPage)})};
+  return {.scores = bf16_kv ? QuestScoresBFloat16 : QuestScoresFloat32};
 }
 
-template <typename Activation>
-void SplitBySign(const Activation* q, int64_t head_dim, float* signed_q) {
+// Memory of one thread of a Select call.
+struct ThreadMemory {
+  ThreadMemory(ScratchPieces& pieces, const SelectParams& p) {
+    const int64_t d = p.kv.layout.head_dim;
+    int64_t rows = 0;
+    int64_t context = 0;
+    for (const QueryBlock& block : p.blocks) {
+      rows = std::max(rows, block.num_rows);
+      context = std::max(context, block.first_position + 1);
+    }
+    signed_q = pieces.Take<float>(rows * p.q.dim(1) / p.kv.layout.num_kv_heads * 2 * d);
+    pages = pieces.Take<RankedPage>(CeilPages(context));
+    workspace = pieces.Take<std::byte>(QuestScoreWorkspaceBytes(d));
+  }
+
+  float* signed_q;    // [rows of the largest block x G, 2 * head_dim], or bfloat16
+  RankedPage* pages;  // [pages of the longest context]
+  std::byte* workspace;
+};
+
+template <typename From, typename To>
+void SplitBySign(const From* q, int64_t head_dim, To* signed_q) {
   for (int64_t i = 0; i < head_dim; ++i) {
     const float x = static_cast<float>(q[i]);
     // NaN goes to both halves.
-    signed_q[i] = x > 0 ? 0.0f : x;
-    signed_q[head_dim + i] = x < 0 ? 0.0f : x;
+    signed_q[i] = static_cast<To>(x > 0 ? 0.0f : x);
+    signed_q[head_dim + i] = static_cast<To>(x < 0 ? 0.0f : x);
   }
 }
 
 // One (query block, KV head).
 class Row {
  public:
-  Row(const SelectParams& p, const PageSelection& out, int64_t row, ThreadScratch scratch)
+  Row(const SelectParams& p, const PageSelection& out, int64_t row, const ScoreKernel& kernel,
+      const ThreadMemory& memory)
       : p_(p),
         block_(p.blocks[static_cast<size_t>(row / p.kv.layout.num_kv_heads)]),
         numbers_(p.numbers[static_cast<size_t>(row / p.kv.layout.num_kv_heads)]),
         kv_head_(row % p.kv.layout.num_kv_heads),
         header_(out.header(row)),
         list_(out.list(row)),
-        scratch_(scratch) {}
+        kernel_(kernel),
+        memory_(memory) {}
 
   void Run() {
     header_ = MakeHeader(block_, numbers_);
@@ -86,7 +102,7 @@ class Row {
     const int64_t count = std::min(CeilPages(numbers_.budget_tokens), candidates.size());
     if (count == 0) return;
     ScorePages(candidates);
-    const std::span pages(scratch_.pages, static_cast<size_t>(candidates.size()));
+    const std::span pages(memory_.pages, static_cast<size_t>(candidates.size()));
     KeepBest(pages, count);
     for (int64_t i = 0; i < count; ++i) {
       const RankedPage best = pages[static_cast<size_t>(i)];
@@ -97,43 +113,64 @@ class Row {
   }
 
  private:
-  // Fills scratch_.pages.
+  using Bounds = std::array<const std::byte*, kQuestScorePages>;
+
+  // Fills memory_.pages. The bounds of pages to come are fetched while others are scored: they lie
+  // wherever their blocks do.
   void ScorePages(PageRange candidates) {
     const QuestScoreParams params = SplitQueries();
-    for (int64_t begin = candidates.begin; begin < candidates.end; begin += kScoreBatch) {
-      const int64_t count = std::min(kScoreBatch, candidates.end - begin);
-      const std::byte* bounds[kScoreBatch];
-      float scores[kScoreBatch];
+    Bounds bounds = FindBounds(candidates, candidates.begin);
+    for (int64_t begin = candidates.begin; begin < candidates.end; begin += kQuestScorePages) {
+      const Bounds next = FindBounds(candidates, begin + kQuestScorePages);
+      float scores[kQuestScorePages];
+      kernel_.scores(params, bounds.data(), scores);
+      const int64_t count = std::min(kQuestScorePages, candidates.end - begin);
       for (int64_t i = 0; i < count; ++i) {
-        const bool bound = p_.kv.row(block_.slot, begin + i) >= 0;
-        bounds[i] = bound ? p_.kv.Bounds(block_.slot, begin + i, p_.layer, kv_head_) : nullptr;
+        memory_.pages[begin - candidates.begin + i] = RankedPage(scores[i], begin + i);
       }
-      QuestScoresReference(params, bounds, count, scores);
-      for (int64_t i = 0; i < count; ++i) {
-        scratch_.pages[begin - candidates.begin + i] = RankedPage(scores[i], begin + i);
-      }
+      bounds = next;
     }
   }
 
-  QuestScoreParams SplitQueries() {
+  // Of kQuestScorePages pages from `begin`; null behind the candidates and where there is no block.
+  Bounds FindBounds(PageRange candidates, int64_t begin) const {
+    Bounds bounds = {};
+    const int64_t count = std::min(kQuestScorePages, candidates.end - begin);
+    for (int64_t i = 0; i < count; ++i) {
+      if (p_.kv.row(block_.slot, begin + i) < 0) continue;
+      const std::byte* found = p_.kv.Bounds(block_.slot, begin + i, p_.layer, kv_head_);
+      for (int64_t at = 0; at < p_.kv.layout.page_bounds_bytes(); at += kCacheLine) {
+        __builtin_prefetch(found + at);
+      }
+      bounds[static_cast<size_t>(i)] = found;
+    }
+    return bounds;
+  }
+
+  template <typename From, typename To>
+  void SplitQueries(To* to) {
     const int64_t d = p_.kv.layout.head_dim;
     const int64_t heads = p_.q.dim(1);
     const int64_t group = heads / p_.kv.layout.num_kv_heads;
     for (int64_t r = 0; r < block_.num_rows; ++r) {
       for (int64_t g = 0; g < group; ++g) {
-        const int64_t source = ((block_.first_row + r) * heads + kv_head_ * group + g) * d;
-        float* signed_q = scratch_.signed_q + (r * group + g) * 2 * d;
-        if (p_.q.dtype() == DType::kFloat32) {
-          SplitBySign(p_.q.As<const float>() + source, d, signed_q);
-        } else {
-          SplitBySign(p_.q.As<const BFloat16>() + source, d, signed_q);
-        }
+        const int64_t row = (block_.first_row + r) * heads + kv_head_ * group + g;
+        SplitBySign(p_.q.As<const From>() + row * d, d, to + (r * group + g) * 2 * d);
       }
     }
-    return {.signed_q = scratch_.signed_q,
-            .num_queries = block_.num_rows * group,
-            .head_dim = d,
-            .dtype = p_.kv.layout.dtype};
+  }
+  QuestScoreParams SplitQueries() {
+    if (kernel_.bf16_queries) {
+      SplitQueries<BFloat16>(reinterpret_cast<BFloat16*>(memory_.signed_q));
+    } else if (p_.q.dtype() == DType::kFloat32) {
+      SplitQueries<float>(memory_.signed_q);
+    } else {
+      SplitQueries<BFloat16>(memory_.signed_q);
+    }
+    return {.signed_q = memory_.signed_q,
+            .num_queries = block_.num_rows * p_.q.dim(1) / p_.kv.layout.num_kv_heads,
+            .head_dim = p_.kv.layout.head_dim,
+            .workspace = memory_.workspace};
   }
 
   const SelectParams& p_;
@@ -142,7 +179,8 @@ class Row {
   const int64_t kv_head_;
   SelectionHeader& header_;
   SelectionEntry* list_;
-  const ThreadScratch scratch_;
+  const ScoreKernel& kernel_;
+  const ThreadMemory& memory_;
 };
 
 absl::Status CheckQuest(const SelectParams& p, const PageSelection& out,
@@ -172,15 +210,14 @@ int64_t QuestSelector::MaxEntries(const SelectionNumbers& numbers, int64_t token
 absl::Status QuestSelector::Select(const SelectParams& p, PageSelection& out,
                                    Executor& executor) const {
   KVASIR_RETURN_IF_ERROR(CheckQuest(p, out, *this));
-  const ScratchSizes sizes = SizesFor(p);
+  const ScoreKernel kernel = ChooseKernel(p);
+  ScratchPieces counted(nullptr);
+  ThreadMemory(counted, p);
   KVASIR_ASSIGN_OR_RETURN(std::byte* const memory,
-                          p.scratch->Reserve(sizes.bytes() * executor.num_threads()));
+                          p.scratch->Reserve(counted.bytes() * executor.num_threads()));
   executor.ParallelFor(out.num_rows, [&](int64_t row, int thread) {
-    std::byte* mine = memory + sizes.bytes() * thread;
-    const ThreadScratch scratch = {
-        .signed_q = reinterpret_cast<float*>(mine),
-        .pages = reinterpret_cast<RankedPage*>(mine + sizes.signed_q_bytes)};
-    Row(p, out, row, scratch).Run();
+    ScratchPieces pieces(memory + counted.bytes() * thread);
+    Row(p, out, row, kernel, ThreadMemory(pieces, p)).Run();
   });
   return absl::OkStatus();
 }

@@ -2,17 +2,21 @@
 #include <cmath>
 #include <gtest/gtest.h>
 #include <limits>
+#include <random>
 #include <set>
 #include <vector>
 
+#include "kernels/base/cpu_features.h"
 #include "kernels/sparse/quest/page_ranking.h"
 #include "kernels/sparse/quest/quest_score.h"
 #include "kernels/sparse/quest/quest_selector.h"
 #include "tests/support/attention_batch.h"
+#include "tests/support/test_tensor.h"
 
 namespace kvasir::kernels {
 namespace {
 
+using tests::TestTensor;
 using Kind = SelectionHeader::Kind;
 using Side = FakePagedKv::Side;
 
@@ -77,6 +81,71 @@ TEST(Quest, TheScoreBoundsEveryLogitOfThePage) {
                 EXPECT_LE(logit, double{entry.score} + 1e-4);
               }
             }
+          }
+        }
+      }
+    }
+  }
+}
+
+struct ScoreVariant {
+  QuestScoreFn* scores;
+  DType query;
+  DType bounds;
+  bool runs_here;
+};
+
+// All score functions against the sum in double, with missing pages, NaN, and odd numbers of
+// queries.
+TEST(QuestScores, EveryVariantComputesTheBound) {
+  const ScoreVariant variants[] = {
+      {QuestScoresFloat32, DType::kFloat32, DType::kFloat32, true},
+      {QuestScoresBFloat16, DType::kFloat32, DType::kBFloat16, true},
+      {QuestScoresAvx512Float32, DType::kFloat32, DType::kFloat32, CpuHasAvx512()},
+      {QuestScoresAvx512BFloat16, DType::kFloat32, DType::kBFloat16, CpuHasAvx512()},
+      {QuestScoresAvx512Bf16Pairs, DType::kBFloat16, DType::kBFloat16, CpuHasAvx512Bf16()},
+  };
+  std::mt19937_64 rng(67);
+  std::normal_distribution<float> normal;
+  for (size_t variant = 0; variant < std::size(variants); ++variant) {
+    const ScoreVariant& v = variants[variant];
+    if (!v.runs_here) continue;
+    for (const int64_t d : {16, 64, 80, 128}) {
+      for (const int64_t queries : {1, 2, 3, 4, 5, 8, 64}) {
+        SCOPED_TRACE(testing::Message()
+                     << "variant " << variant << " head_dim " << d << " queries " << queries);
+        TestTensor q(v.query, {queries, 2 * d});
+        TestTensor bounds(v.bounds, {64, 2 * d});
+        for (int64_t i = 0; i < q.size(); ++i) q.Set(i, rng() % 2 == 0 ? normal(rng) : 0.0f);
+        for (int64_t i = 0; i < bounds.size(); ++i) bounds.Set(i, normal(rng));
+        bounds.Set(7 * 2 * d + 3, kNan);
+        if (queries > 2) q.Set(1 * 2 * d, kNan);  // this query counts for nothing
+        const std::byte* pages[64] = {};
+        for (int64_t i = 0; i < 64; ++i) {
+          pages[i] = bounds.view().As<const std::byte>() +
+                     i * 2 * d * static_cast<int64_t>(DTypeSize(v.bounds));
+        }
+        pages[0] = pages[17] = pages[63] = nullptr;
+        const HostBuffer workspace = HostBuffer::Allocate(QuestScoreWorkspaceBytes(d)).value();
+        float scores[64];
+        v.scores({.signed_q = q.view().data(),
+                  .num_queries = queries,
+                  .head_dim = d,
+                  .workspace = workspace.data()},
+                 pages, scores);
+        for (int64_t i = 0; i < 64; ++i) {
+          double best = -std::numeric_limits<double>::infinity();
+          for (int64_t query = 0; query < queries && pages[i] != nullptr; ++query) {
+            double sum = 0;
+            for (int64_t j = 0; j < 2 * d; ++j) {
+              sum += double{q.Get(query * 2 * d + j)} * double{bounds.Get(i * 2 * d + j)};
+            }
+            if (sum > best) best = sum;
+          }
+          if (std::isinf(best)) {
+            EXPECT_EQ(scores[i], -kInfinity) << "page " << i;
+          } else {
+            EXPECT_NEAR(scores[i], best, 1e-4) << "page " << i;
           }
         }
       }
