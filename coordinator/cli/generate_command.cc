@@ -1,0 +1,158 @@
+#include "coordinator/cli/generate_command.h"
+
+#include <chrono>
+#include <cstdio>
+#include <fstream>
+#include <iostream>
+#include <iterator>
+#include <memory>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "grpcpp/grpcpp.h"
+
+#include "coordinator/cli/progress_bar.h"
+#include "kernels/base/status_macros.h"
+#include "proto/grpc_status.h"
+#include "proto/kvasir/v1/generation.grpc.pb.h"
+
+namespace kvasir::coordinator {
+namespace {
+
+using Seconds = std::chrono::duration<double>;
+
+constexpr int kMaxMessageBytes = 64 << 20;
+
+absl::StatusOr<std::string> ReadPrompt(const v1::GenerateCommandConfig& config) {
+  if (!config.prompt().empty()) return config.prompt();
+  if (config.prompt_file().empty()) {
+    return absl::InvalidArgumentError("give the prompt by --prompt or --prompt-file ('-': stdin)");
+  }
+  std::ifstream file;
+  if (config.prompt_file() != "-") {
+    file.open(config.prompt_file(), std::ios::binary);
+    if (!file) {
+      return absl::NotFoundError(
+          absl::StrCat("--prompt-file ", config.prompt_file(), " cannot be opened for reading"));
+    }
+  }
+  std::istream& in = config.prompt_file() == "-" ? std::cin : file;
+  return std::string(std::istreambuf_iterator<char>(in), {});
+}
+
+v1::GenerateRequest MakeRequest(const v1::GenerateCommandConfig& config, std::string prompt) {
+  v1::GenerateRequest request;
+  request.set_text(std::move(prompt));
+  request.set_tenant_id(config.tenant());
+  request.mutable_policy()->set_name(config.policy());
+  v1::SamplingParams& sampling = *request.mutable_sampling();
+  sampling.set_temperature(static_cast<float>(config.temperature()));
+  sampling.set_top_p(static_cast<float>(config.top_p()));
+  sampling.set_top_k(config.top_k());
+  sampling.set_seed(config.seed());
+  sampling.set_max_tokens(config.max_tokens());
+  sampling.set_ignore_eos(config.ignore_eos());
+  if (!config.stop().empty()) sampling.add_stop(config.stop());
+  return request;
+}
+
+double ToSeconds(const google::protobuf::Duration& duration) {
+  return static_cast<double>(duration.seconds()) + 1e-9 * duration.nanos();
+}
+
+double Percent(uint64_t part, uint64_t whole) {
+  return whole == 0 ? 0.0 : 100.0 * static_cast<double>(part) / static_cast<double>(whole);
+}
+
+std::string SkippedLine(absl::string_view phase, uint64_t total, const v1::BlocksSkipped& skipped) {
+  const uint64_t sum = skipped.selected_out() + skipped.window();
+  return absl::StrFormat("  blocks skipped, %-8s %s of %s (%.1f%%)\n", phase, WithCommas(sum),
+                         WithCommas(total), Percent(sum, total));
+}
+
+std::string Summary(const v1::Finish& finish) {
+  const v1::Usage& usage = finish.usage();
+  const v1::AttentionReport& attention = finish.attention();
+  const v1::CachedTokens& cached = usage.cached_tokens();
+  const double decode_s = ToSeconds(finish.timing().decode());
+  std::string text = absl::StrFormat(
+      "  prompt                   %s tokens; cached: %s device, %s host, %s disk\n"
+      "  time to first token      %.3f s\n"
+      "  answer                   %s tokens",
+      WithCommas(usage.prompt_tokens()), WithCommas(cached.device()), WithCommas(cached.host()),
+      WithCommas(cached.disk()), ToSeconds(finish.timing().time_to_first_token()),
+      WithCommas(usage.completion_tokens()));
+  if (usage.completion_tokens() > 1 && decode_s > 0) {
+    absl::StrAppendFormat(&text, ", %.1f tokens/s", (usage.completion_tokens() - 1) / decode_s);
+  }
+  const uint64_t reads = attention.device_page_hits() + attention.device_page_misses();
+  absl::StrAppend(
+      &text,
+      absl::StrFormat("\n  page reads               device %.1f%%, host %.1f%% of %s\n",
+                      Percent(attention.device_page_hits(), reads),
+                      Percent(attention.device_page_misses(), reads), WithCommas(reads)),
+      SkippedLine("prefill:", attention.prefill_blocks_total(), attention.prefill_blocks_skipped()),
+      SkippedLine("decode:", attention.decode_blocks_total(), attention.decode_blocks_skipped()));
+  if (attention.has_measured_mass()) {
+    absl::StrAppendFormat(&text, "  attention mass kept      mean %.4f, min %.4f (%s samples)\n",
+                          attention.measured_mass().mean(), attention.measured_mass().minimum(),
+                          WithCommas(attention.measured_mass().samples()));
+  } else {
+    absl::StrAppend(&text, "  attention mass kept      unknown (not sampled)\n");
+  }
+  return text;
+}
+
+// Reads the stream to its end; the answer goes to standard output as it arrives.
+absl::StatusOr<v1::Finish> ReadStream(grpc::ClientReader<v1::GenerateResponse>& reader,
+                                      bool quiet) {
+  std::unique_ptr<ProgressBar> bar;
+  if (!quiet) bar = std::make_unique<ProgressBar>(stderr, "reading prompt");
+  v1::Finish finish;
+  bool finished = false;
+  v1::GenerateResponse response;
+  while (reader.Read(&response)) {
+    if (response.has_progress() && bar != nullptr) {
+      const v1::Progress& progress = response.progress();
+      bar->Show(progress.processed_tokens(), progress.prompt_tokens(),
+                progress.has_eta() ? std::make_optional(absl::Seconds(ToSeconds(progress.eta())))
+                                   : std::nullopt);
+    } else if (response.has_tokens()) {
+      bar.reset();
+      std::cout << response.tokens().text() << std::flush;
+    } else if (response.has_finish()) {
+      finish = response.finish();
+      finished = true;
+    }
+  }
+  bar.reset();
+  const absl::Status status = proto::FromGrpcStatus(reader.Finish());
+  if (!status.ok()) return status;
+  if (!finished) return absl::InternalError("the server ended the stream without a finish message");
+  return finish;
+}
+
+}  // namespace
+
+absl::Status RunGenerate(const v1::GenerateCommandConfig& config) {
+  KVASIR_ASSIGN_OR_RETURN(std::string prompt, ReadPrompt(config));
+  grpc::ChannelArguments arguments;
+  arguments.SetMaxReceiveMessageSize(kMaxMessageBytes);
+  arguments.SetMaxSendMessageSize(kMaxMessageBytes);
+  const auto channel =
+      grpc::CreateCustomChannel(config.server(), grpc::InsecureChannelCredentials(), arguments);
+  const auto stub = v1::Generation::NewStub(channel);
+  grpc::ClientContext context;
+  context.set_deadline(
+      std::chrono::system_clock::now() +
+      std::chrono::duration_cast<std::chrono::system_clock::duration>(Seconds(config.timeout())));
+  const auto reader = stub->Generate(&context, MakeRequest(config, std::move(prompt)));
+  KVASIR_ASSIGN_OR_RETURN(const v1::Finish finish, ReadStream(*reader, config.quiet()));
+  std::cout << std::endl;
+  if (!config.quiet()) std::cerr << "\n" << Summary(finish);
+  return absl::OkStatus();
+}
+
+}  // namespace kvasir::coordinator

@@ -1,0 +1,193 @@
+#include "coordinator/cli/local_workers.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <fcntl.h>
+#include <filesystem>
+#include <signal.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+#include <thread>
+#include <unistd.h>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "spdlog/spdlog.h"
+
+#include "kernels/base/mutex.h"
+#include "kernels/base/status_macros.h"
+
+namespace kvasir::coordinator {
+namespace {
+
+namespace fs = std::filesystem;
+using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+
+constexpr milliseconds kFirstBackoff(100);
+constexpr milliseconds kLongestBackoff(10'000);
+constexpr milliseconds kStableAfter(
+    60'000);  // a worker that ran so long starts over with the back-off
+constexpr milliseconds kGrace(5'000);
+constexpr milliseconds kPoll(50);
+
+struct Process {
+  std::vector<std::string> argv;
+  pid_t pid = -1;
+  Clock::time_point started;
+  Clock::time_point restart_at;
+  milliseconds backoff = kFirstBackoff;
+};
+
+absl::StatusOr<pid_t> Spawn(const std::vector<std::string>& argv) {
+  std::vector<char*> pointers;
+  for (const std::string& arg : argv) pointers.push_back(const_cast<char*>(arg.c_str()));
+  pointers.push_back(nullptr);
+  const pid_t parent = getpid();
+  const pid_t pid = fork();
+  if (pid < 0) {
+    return absl::InternalError(absl::StrCat("cannot start a worker: ", std::strerror(errno)));
+  }
+  if (pid == 0) {
+    // A worker outlives nothing: it ends with the server even when that is killed.
+    prctl(PR_SET_PDEATHSIG, SIGTERM);
+    if (getppid() != parent) _exit(1);
+    // Ctrl-C goes to the server, which drains before it ends its workers.
+    setpgid(0, 0);
+    execv(pointers[0], pointers.data());
+    _exit(127);
+  }
+  return pid;
+}
+
+class LocalWorkerProcesses : public LocalWorkers {
+ public:
+  ~LocalWorkerProcesses() override {
+    {
+      kernels::MutexLock lock(mu_);
+      stopping_ = true;
+    }
+    changed_.NotifyAll();
+    if (watcher_.joinable()) watcher_.join();
+    StopAll();
+    std::error_code ignored;
+    fs::remove_all(folder_, ignored);
+  }
+
+  absl::Status StartAll(const LocalWorkersOptions& options) {
+    std::string pattern = (fs::temp_directory_path() / "kvasir-XXXXXX").string();
+    if (mkdtemp(pattern.data()) == nullptr) {
+      return absl::InternalError(
+          absl::StrCat("cannot make a folder for sockets: ", std::strerror(errno)));
+    }
+    folder_ = pattern;
+    for (int64_t rank = 0; rank < options.count; ++rank) {
+      addresses_.push_back(absl::StrCat("unix:", folder_, "/worker-", rank, ".sock"));
+      const int64_t port = options.metrics_port == 0 ? 0 : options.metrics_port + rank;
+      processes_.push_back({.argv = {options.program, absl::StrCat("--listen=", addresses_.back()),
+                                     absl::StrCat("--threads=", options.threads),
+                                     absl::StrCat("--metrics-host=", options.metrics_host),
+                                     absl::StrCat("--metrics-port=", port)}});
+    }
+    // PR_SET_PDEATHSIG fires when the *thread* that forked ends: all are started by the watcher,
+    // which lives as long as this object.
+    watcher_ = std::thread([this] { Watch(); });
+    kernels::MutexLock lock(mu_);
+    while (!first_round_done_) changed_.Wait(mu_);
+    return start_status_;
+  }
+
+  const std::vector<std::string>& addresses() const override { return addresses_; }
+
+ private:
+  void Watch() {
+    absl::Status status;
+    for (Process& process : processes_) status.Update(Launch(process));
+    kernels::MutexLock lock(mu_);
+    start_status_ = status;
+    first_round_done_ = true;
+    changed_.NotifyAll();
+    while (!stopping_) {
+      changed_.WaitUntil(mu_, Clock::now() + kPoll);
+      for (Process& process : processes_) Revive(process);
+    }
+  }
+
+  absl::Status Launch(Process& process) {
+    KVASIR_ASSIGN_OR_RETURN(process.pid, Spawn(process.argv));
+    process.started = Clock::now();
+    return absl::OkStatus();
+  }
+
+  // Notices a dead worker, and starts it again when its back-off is over.
+  void Revive(Process& process) {
+    const Clock::time_point now = Clock::now();
+    int status = 0;
+    if (process.pid > 0 && waitpid(process.pid, &status, WNOHANG) == process.pid) {
+      process.pid = -1;
+      if (now - process.started > kStableAfter) process.backoff = kFirstBackoff;
+      process.restart_at = now + process.backoff;
+      spdlog::error("worker {} ended ({} {}); starting it again in {} ms", process.argv[1],
+                    WIFSIGNALED(status) ? "signal" : "exit code",
+                    WIFSIGNALED(status) ? WTERMSIG(status) : WEXITSTATUS(status),
+                    process.backoff.count());
+      process.backoff = std::min(process.backoff * 2, kLongestBackoff);
+    }
+    if (process.pid > 0 || now < process.restart_at) return;
+    if (const absl::Status launched = Launch(process); !launched.ok()) {
+      spdlog::error("{}", std::string(launched.message()));
+      process.restart_at = now + process.backoff;
+    }
+  }
+
+  void StopAll() {
+    for (const Process& process : processes_) {
+      if (process.pid > 0) kill(process.pid, SIGTERM);
+    }
+    const Clock::time_point deadline = Clock::now() + kGrace;
+    for (Process& process : processes_) {
+      while (process.pid > 0 && waitpid(process.pid, nullptr, WNOHANG) == 0) {
+        if (Clock::now() > deadline) kill(process.pid, SIGKILL);
+        std::this_thread::sleep_for(milliseconds(10));
+      }
+    }
+  }
+
+  std::string folder_;
+  std::vector<std::string> addresses_;
+  std::vector<Process> processes_;  // owned by the watcher thread while it runs
+  std::thread watcher_;
+
+  kernels::Mutex mu_;
+  kernels::CondVar changed_;
+  bool stopping_ GUARDED_BY(mu_) = false;
+  bool first_round_done_ GUARDED_BY(mu_) = false;
+  absl::Status start_status_ GUARDED_BY(mu_);
+};
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<LocalWorkers>> LocalWorkers::Start(
+    const LocalWorkersOptions& options) {
+  auto workers = std::make_unique<LocalWorkerProcesses>();
+  KVASIR_RETURN_IF_ERROR(workers->StartAll(options));
+  return std::unique_ptr<LocalWorkers>(std::move(workers));
+}
+
+absl::StatusOr<std::string> FindWorkerProgram() {
+  std::error_code error;
+  const fs::path self = fs::read_symlink("/proc/self/exe", error);
+  const fs::path beside = self.parent_path() / "kvasir-worker";
+  // In the build tree every program lies in the folder of its part.
+  const fs::path built = self.parent_path().parent_path() / "worker" / "kvasir-worker";
+  for (const fs::path& candidate : {beside, built}) {
+    if (access(candidate.c_str(), X_OK) == 0) return candidate.string();
+  }
+  return absl::NotFoundError(
+      "kvasir-worker is not beside this program; start workers yourself and name them by "
+      "--workers");
+}
+
+}  // namespace kvasir::coordinator

@@ -1,0 +1,74 @@
+// The `kvasir` command: picks the sub-command, turns its flags into a config message, reports
+// errors.
+#include <cstring>
+#include <iostream>
+
+#include "coordinator/cli/generate_command.h"
+#include "coordinator/cli/serve_command.h"
+#include "proto/kvasir/v1/config.pb.h"
+#include "proto/load_config.h"
+
+namespace kvasir::coordinator {
+namespace {
+
+constexpr char kUsage[] =
+    "Kvasir: generation over long contexts, with sparse attention over a tiered KV store.\n"
+    "\n"
+    "Usage: kvasir COMMAND [--flag=value ...]\n"
+    "\n"
+    "  serve      run a server: coordinator and, unless told otherwise, its workers\n"
+    "  generate   send a prompt to a running server and stream the answer\n"
+    "\n"
+    "Try:\n"
+    "  kvasir serve --model tests/model/needle-8k --tensor-parallel-size 2\n"
+    "  kvasir generate --prompt-file document.txt\n"
+    "  kvasir serve --help\n";
+
+constexpr int kUsageError = 2;
+
+int Report(const absl::Status& status, int exit_code) {
+  if (status.ok()) return 0;
+  std::cerr << "kvasir: " << absl::StatusCodeToString(status.code()) << ": " << status.message()
+            << "\n";
+  return exit_code;
+}
+
+// Loads the command's flags, then runs it.
+template <typename Config>
+int RunCommand(const proto::CommandInfo& info, int argc, char** argv,
+               absl::Status (*run)(const Config&)) {
+  Config config;
+  const absl::StatusOr<proto::NextStep> next = proto::Configure(info, argc, argv, 2, config);
+  if (!next.ok()) return Report(next.status(), kUsageError);
+  if (*next == proto::NextStep::kExit) return 0;
+  return Report(run(config), 1);
+}
+
+int Main(int argc, char** argv) {
+  const char* command = argc > 1 ? argv[1] : "--help";
+  if (std::strcmp(command, "serve") == 0) {
+    return RunCommand<v1::ServeConfig>(
+        {.name = "kvasir serve",
+         .summary = "Serves a model over gRPC. Without --workers it starts one worker process per "
+                    "tensor-parallel rank on this machine; with it, the named workers are joined. "
+                    "SIGTERM drains: running requests may finish, new ones are refused.",
+         .example = "kvasir serve --model tests/model/needle-8k --tensor-parallel-size 2"},
+        argc, argv, RunServe);
+  }
+  if (std::strcmp(command, "generate") == 0) {
+    return RunCommand<v1::GenerateCommandConfig>(
+        {.name = "kvasir generate",
+         .summary = "Sends one prompt and streams the answer to standard output; progress and a "
+                    "summary go to standard error.",
+         .example = "kvasir generate --prompt-file document.txt --max-tokens 64"},
+        argc, argv, RunGenerate);
+  }
+  const bool wants_help = std::strcmp(command, "--help") == 0 || std::strcmp(command, "-h") == 0;
+  (wants_help ? std::cout : std::cerr) << kUsage;
+  return wants_help ? 0 : kUsageError;
+}
+
+}  // namespace
+}  // namespace kvasir::coordinator
+
+int main(int argc, char** argv) { return kvasir::coordinator::Main(argc, argv); }

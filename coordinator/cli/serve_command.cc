@@ -1,0 +1,97 @@
+#include "coordinator/cli/serve_command.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <fstream>
+#include <memory>
+#include <pthread.h>
+#include <signal.h>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "spdlog/spdlog.h"
+
+#include "coordinator/cli/local_workers.h"
+#include "coordinator/server.h"
+#include "kernels/base/status_macros.h"
+
+namespace kvasir::coordinator {
+namespace {
+
+absl::StatusOr<std::unique_ptr<LocalWorkers>> StartLocalWorkers(const v1::ServeConfig& config) {
+  KVASIR_ASSIGN_OR_RETURN(const std::string program, FindWorkerProgram());
+  const int64_t count = config.tensor_parallel_size();
+  const int64_t cores = std::max<int64_t>(1, std::thread::hardware_concurrency());
+  const int64_t port = config.endpoint().metrics_port();
+  return LocalWorkers::Start({
+      .program = program,
+      .count = count,
+      .threads = config.threads() != 0 ? config.threads() : std::max<int64_t>(1, cores / count),
+      .metrics_host = config.endpoint().host(),
+      .metrics_port = port == 0 ? 0 : port + 1,
+  });
+}
+
+absl::StatusOr<std::vector<std::string>> ParseWorkers(const v1::ServeConfig& config) {
+  std::vector<std::string> addresses =
+      absl::StrSplit(config.workers(), ',', absl::SkipWhitespace());
+  if (addresses.size() != config.tensor_parallel_size()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--workers names ", addresses.size(), " workers, --tensor-parallel-size is ",
+                     config.tensor_parallel_size(), "; they must be equal"));
+  }
+  return addresses;
+}
+
+// Written under another name first, so that whoever waits for the file never reads half of it.
+absl::Status WriteReadyFile(const std::string& path, const Server& server) {
+  if (path.empty()) return absl::OkStatus();
+  const std::string draft = absl::StrCat(path, ".new");
+  std::ofstream file(draft);
+  file << "grpc: " << server.address() << "\nmetrics: " << server.metrics_address() << "\n";
+  file.close();
+  if (!file || std::rename(draft.c_str(), path.c_str()) != 0) {
+    return absl::InvalidArgumentError(absl::StrCat("--ready-file ", path, " cannot be written"));
+  }
+  return absl::OkStatus();
+}
+
+sigset_t ShutdownSignals() {
+  sigset_t signals;
+  sigemptyset(&signals);
+  sigaddset(&signals, SIGTERM);
+  sigaddset(&signals, SIGINT);
+  return signals;
+}
+
+}  // namespace
+
+absl::Status RunServe(const v1::ServeConfig& config) {
+  // Blocked before any thread starts, so that only the wait below receives them.
+  const sigset_t signals = ShutdownSignals();
+  pthread_sigmask(SIG_BLOCK, &signals, nullptr);
+
+  std::unique_ptr<LocalWorkers> local_workers;
+  std::vector<std::string> addresses;
+  if (config.workers().empty()) {
+    KVASIR_ASSIGN_OR_RETURN(local_workers, StartLocalWorkers(config));
+    addresses = local_workers->addresses();
+  } else {
+    KVASIR_ASSIGN_OR_RETURN(addresses, ParseWorkers(config));
+  }
+  KVASIR_ASSIGN_OR_RETURN(const std::unique_ptr<Server> server, Server::Start(config, addresses));
+  KVASIR_RETURN_IF_ERROR(server->WaitReady());
+  KVASIR_RETURN_IF_ERROR(WriteReadyFile(config.ready_file(), *server));
+  spdlog::info("serving {} on {}, metrics on {}", config.model().model(), server->address(),
+               server->metrics_address());
+
+  int signal_number = 0;
+  sigwait(&signals, &signal_number);
+  spdlog::info("signal {}: draining for at most {} s", signal_number, config.shutdown_timeout());
+  return server->Shutdown(absl::Seconds(config.shutdown_timeout()));
+}
+
+}  // namespace kvasir::coordinator

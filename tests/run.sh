@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Builds and runs the tests.
+#
+#   tests/run.sh                 release build without CUDA, every test
+#   tests/run.sh --sanitize      also unit tests under ASan+UBSan, and the threaded parts under TSan
+#   tests/run.sh -R NAME ...     further arguments go to ctest
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+sanitize=0
+if [[ "${1:-}" == "--sanitize" ]]; then
+  sanitize=1
+  shift
+fi
+
+cmake --preset cpu >/dev/null
+cmake --build --preset cpu
+ctest --preset cpu "$@"
+
+if ((sanitize)); then
+  cmake --preset asan >/dev/null
+  cmake --build --preset asan
+  ctest --preset asan -LE e2e "$@"
+  cmake --preset tsan >/dev/null
+  cmake --build --preset tsan --target tsan_tests
+  ctest --preset tsan -L tsan "$@"
+fi
