@@ -54,6 +54,10 @@ absl::StatusOr<pid_t> Spawn(const std::vector<std::string>& argv) {
     // A worker outlives nothing: it ends with the server even when that is killed.
     prctl(PR_SET_PDEATHSIG, SIGTERM);
     if (getppid() != parent) _exit(1);
+    // The server blocks the signals it waits for; its children must not inherit that.
+    sigset_t none;
+    sigemptyset(&none);
+    sigprocmask(SIG_SETMASK, &none, nullptr);
     // Ctrl-C goes to the server, which drains before it ends its workers.
     setpgid(0, 0);
     execv(pointers[0], pointers.data());
