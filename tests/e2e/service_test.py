@@ -1,0 +1,242 @@
+"""The service as its users meet it: real processes, real sockets, the reference model, a long document."""
+
+import pathlib
+import subprocess
+import sys
+import threading
+import time
+import unittest
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+from support.service import KVASIR, Service  # noqa: E402
+
+import grpc  # noqa: E402
+from documents import make_document  # noqa: E402
+
+PAGE = 64
+HEALTH_SERVING = b"\x08\x01"  # grpc.health.v1.HealthCheckResponse{status: SERVING}
+DOCUMENT = make_document("multi_key", 7000, num_questions=8, seed=7)
+
+
+def ask(service, question, document=DOCUMENT, **options):
+    return service.generate(document.text + question.prompt, stop=".", max_tokens=24, **options)
+
+
+def exact_answers(service, document=DOCUMENT, **options):
+    """How many of the document's questions are answered exactly, and the answers."""
+    answers = [ask(service, question, document, **options) for question in document.questions]
+    return sum(a.text + "." == q.answer for a, q in zip(answers, document.questions)), answers
+
+
+class OneWorker(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.service = cls.enterClassContext(Service(flags=["--mass-sample-rate=0.2", "--max-num-seqs=8"]))
+
+    def test_answers_questions_about_a_cached_document(self):
+        exact, answers = exact_answers(self.service, tenant_id="cached")
+        self.assertGreaterEqual(exact, 7)
+        first, later = answers[0], answers[1:]
+        self.assertEqual(first.cached_tokens, 0)
+        for answer in later:
+            self.assertGreaterEqual(answer.cached_tokens, 6900, "the document was not found in the cache")
+            self.assertEqual(answer.cached_tokens % PAGE, 0)
+        processed = [p.processed_tokens for p in first.progress]
+        self.assertEqual(processed, sorted(processed))
+        self.assertGreater(len(processed), 5, "no progress while the prompt was read")
+        self.assertEqual(processed[-1], first.finish.usage.prompt_tokens)
+        self.assertTrue(any(p.HasField("eta") for p in first.progress))
+
+    def test_tenants_do_not_share_prefixes(self):
+        question = DOCUMENT.questions[0]
+        ask(self.service, question, tenant_id="a")
+        self.assertGreater(ask(self.service, question, tenant_id="a").cached_tokens, 0)
+        self.assertEqual(ask(self.service, question, tenant_id="b").cached_tokens, 0)
+
+    def test_greedy_and_seeded_sampling_repeat(self):
+        options = dict(max_tokens=40, ignore_eos=True)
+        prompt = DOCUMENT.text[:2000]
+        greedy = [self.service.generate(prompt, **options).token_ids for _ in range(2)]
+        self.assertEqual(greedy[0], greedy[1])
+        self.assertEqual(len(greedy[0]), 40)
+        seeded = [self.service.generate(prompt, temperature=1.0, seed=seed, **options).token_ids for seed in (1, 1, 2)]
+        self.assertEqual(seeded[0], seeded[1])
+        self.assertNotEqual(seeded[0], seeded[2])
+
+    def test_many_streams_at_once_equal_each_alone(self):
+        prompts = [DOCUMENT.text[i * 300:i * 300 + 1500 + 97 * i] for i in range(8)]
+        alone = [self.service.generate(p, max_tokens=12, ignore_eos=True, tenant_id=f"alone{i}").token_ids
+                 for i, p in enumerate(prompts)]
+        together = [None] * len(prompts)
+
+        def run(i):
+            together[i] = self.service.generate(prompts[i], max_tokens=12, ignore_eos=True,
+                                                tenant_id=f"together{i}").token_ids
+        threads = [threading.Thread(target=run, args=(i,)) for i in range(len(prompts))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.assertEqual(alone, together)
+
+    def test_stop_conditions(self):
+        text = self.service.generate(DOCUMENT.text[:1000], max_tokens=30, ignore_eos=True).text
+        stop = text[5:9]
+        answer = self.service.generate(DOCUMENT.text[:1000], max_tokens=30, ignore_eos=True, stop=stop)
+        self.assertEqual(answer.text, text[:text.index(stop)])
+        self.assertEqual(answer.finish.matched_stop_str, stop)
+        self.assertEqual(answer.finish.reason, 1)
+        kept = self.service.generate(DOCUMENT.text[:1000], max_tokens=30, ignore_eos=True, stop=stop,
+                                     include_stop_str_in_output=True)
+        self.assertEqual(kept.text, text[:text.index(stop) + len(stop)])
+        by_length = self.service.generate(DOCUMENT.text[:1000], max_tokens=3, ignore_eos=True)
+        self.assertEqual((by_length.finish.reason, len(by_length.token_ids)), (2, 3))
+        token = by_length.token_ids[1]
+        by_token = self.service.generate(DOCUMENT.text[:1000], max_tokens=3, stop_token_ids=[token])
+        self.assertEqual(by_token.finish.matched_token_id, token)
+
+    def test_bad_requests_say_what_is_wrong(self):
+        cases = [
+            (dict(prompt=""), "empty"),
+            (dict(prompt=DOCUMENT.text * 3), "8192"),
+            (dict(prompt="hi", max_tokens=0), "max_tokens"),
+            (dict(prompt="hi", temperature=float("nan")), "temperature"),
+            (dict(prompt="hi", top_p=0.0), "top_p"),
+            (dict(prompt="hi", policy="nonsense"), "nonsense"),
+            (dict(prompt=[999999]), "999999"),
+            (dict(prompt="hi", request_id="x" * 200), "request_id"),
+        ]
+        for request, expected in cases:
+            with self.subTest(expected=expected), self.assertRaises(grpc.RpcError) as raised:
+                self.service.generate(**request)
+            self.assertEqual(raised.exception.code(), grpc.StatusCode.INVALID_ARGUMENT)
+            self.assertIn(expected, raised.exception.details())
+
+    def test_a_running_request_id_is_refused_and_free_again_afterwards(self):
+        stream = self.service.stream(DOCUMENT.text[:1000], request_id="once", max_tokens=2000, ignore_eos=True)
+        next(stream)
+        with self.assertRaises(grpc.RpcError) as raised:
+            self.service.generate("hello", request_id="once")
+        self.assertEqual(raised.exception.code(), grpc.StatusCode.ALREADY_EXISTS)
+        stream.cancel()
+        self.wait_idle()
+        self.assertTrue(self.service.generate("hello", request_id="once", max_tokens=1).finish)
+
+    def test_cancellation_and_deadline_free_the_request(self):
+        stream = self.service.stream(DOCUMENT.text[:3000], max_tokens=4000, ignore_eos=True)
+        next(stream)
+        stream.cancel()
+        self.wait_idle()
+        with self.assertRaises(grpc.RpcError) as raised:
+            self.service.generate(DOCUMENT.text[:3000], timeout_s=0.3, max_tokens=4000, ignore_eos=True)
+        self.assertEqual(raised.exception.code(), grpc.StatusCode.DEADLINE_EXCEEDED)
+        self.wait_idle()
+
+    def wait_idle(self):
+        deadline = time.monotonic() + 10
+        while self.service.metric("kvasir_num_requests_running") + self.service.metric("kvasir_num_requests_waiting"):
+            self.assertLess(time.monotonic(), deadline, "the request was not freed")
+            time.sleep(0.02)
+
+    def test_health_and_reflection_answer(self):
+        check = self.service.channel.unary_unary("/grpc.health.v1.Health/Check")
+        name = b"kvasir.v1.Generation"
+        self.assertEqual(check(b""), HEALTH_SERVING)
+        self.assertEqual(check(b"\x0a" + bytes([len(name)]) + name), HEALTH_SERVING)
+        reflect = self.service.channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
+        self.assertIn(name, next(reflect(iter([b"\x3a\x00"]))))
+
+    def test_generate_command_streams_and_sums_up(self):
+        question = DOCUMENT.questions[1]
+        run = subprocess.run([KVASIR, "generate", f"--server={self.service.address}", "--prompt-file=-", "--stop=.",
+                              "--max-tokens=24"], input=DOCUMENT.text + question.prompt, capture_output=True, text=True,
+                             timeout=120, check=True)
+        self.assertEqual(run.stdout.strip() + ".", question.answer.strip())
+        for words in ("time to first token", "blocks skipped", "page reads", "attention mass kept"):
+            self.assertIn(words, run.stderr)
+
+
+class Quest(unittest.TestCase):
+    def test_most_blocks_are_skipped_and_answers_survive(self):
+        flags = ["--sparse-selector=quest", "--sparse-token-budget=1536", "--sparse-window-tokens=256",
+                 "--mass-sample-rate=0.2"]
+        with Service(flags=flags) as service:
+            exact, answers = exact_answers(service)
+            report = answers[-1].finish.attention
+            skipped = report.decode_blocks_skipped.selected_out
+            self.assertGreater(skipped, 0.5 * report.decode_blocks_total)
+            self.assertGreaterEqual(exact, 7)
+            self.assertGreater(report.measured_mass.samples, 0)
+            self.assertGreater(report.measured_mass.mean, 0.3)
+            self.assertLess(report.measured_mass.minimum, 1.0)
+
+    def test_streaming_forgets_the_document(self):
+        with Service(flags=["--sparse-selector=streaming"]) as service:
+            exact, answers = exact_answers(service)
+            self.assertLess(exact, 6, "sink and window alone cannot know the facts")
+            self.assertGreater(answers[-1].finish.attention.decode_blocks_skipped.window, 0)
+
+
+class TwoWorkers(unittest.TestCase):
+    def test_tensor_parallel_answers_and_survives_a_killed_worker(self):
+        with Service(flags=["--tensor-parallel-size=2", "--collective-timeout=3"]) as service:
+            exact, _ = exact_answers(service)
+            self.assertGreaterEqual(exact, 7)
+            stream = service.stream(DOCUMENT.text[:3000], max_tokens=4000, ignore_eos=True)
+            next(stream)
+            workers = subprocess.run(["pgrep", "-P", str(service.process.pid)], capture_output=True, text=True,
+                                     check=True).stdout.split()
+            self.assertEqual(len(workers), 2)
+            subprocess.run(["kill", "-9", workers[1]], check=True)
+            with self.assertRaises(grpc.RpcError) as raised:
+                for _ in stream:
+                    pass
+            self.assertEqual(raised.exception.code(), grpc.StatusCode.UNAVAILABLE)
+            deadline = time.monotonic() + 30
+            while True:
+                try:
+                    self.assertTrue(service.generate("hello", max_tokens=1).finish)
+                    return
+                except grpc.RpcError as error:
+                    self.assertEqual(error.code(), grpc.StatusCode.UNAVAILABLE)
+                    self.assertLess(time.monotonic(), deadline, "the group was not formed again")
+                    time.sleep(0.1)
+
+
+class Tiers(unittest.TestCase):
+    """The same tokens whatever part of the KV the device tier holds."""
+
+    FLAGS = ["--dtype=float32", "--kv-cache-dtype=float32"]
+
+    def answers(self, flags):
+        with Service(flags=self.FLAGS + flags) as service:
+            _, answers = exact_answers(service)
+            return [a.token_ids for a in answers], service.metrics(service.worker_metrics[0])
+
+    def test_a_small_device_tier_changes_nothing_but_the_counters(self):
+        # 7K tokens are 110 blocks of 786,432 bytes in float32.
+        whole, metrics = self.answers(["--kv-device-size-gb=0.2"])
+        self.assertEqual(self.lookups(metrics, "miss"), 0)
+        tenth, metrics = self.answers(["--kv-device-size-gb=0.009", "--max-num-batched-tokens=128"])
+        self.assertEqual(whole, tenth)
+        self.assertGreater(self.lookups(metrics, "miss"), 0)
+
+    @staticmethod
+    def lookups(metrics, result):
+        return sum(v for k, v in metrics.items()
+                   if k.startswith("kvasir_kv_page_lookups_total") and f'result="{result}"' in k)
+
+
+class Metrics(unittest.TestCase):
+    def test_promtool_accepts_every_endpoint(self):
+        with Service(flags=["--tensor-parallel-size=2"]) as service:
+            service.generate("hello", max_tokens=4)
+            self.assertEqual(len(service.worker_metrics), 2)
+            for address in [service.metrics_address, *service.worker_metrics]:
+                run = subprocess.run(f"curl -s http://{address}/metrics | promtool check metrics", shell=True,
+                                     capture_output=True, text=True, check=False)
+                self.assertEqual((run.returncode, run.stderr.strip()), (0, ""), address)
+
+
+if __name__ == "__main__":
+    unittest.main(verbosity=2)
