@@ -26,6 +26,9 @@ function(kvasir_library name)
   target_link_libraries(${name} PUBLIC kvasir_flags ${ARG_DEPS})
 endfunction()
 
+# The tests that run under ThreadSanitizer: those with the label 'tsan'.
+add_custom_target(tsan_tests)
+
 # kvasir_test(NAME SRCS x_test.cc [DEPS ...] [LABELS ...]): a GoogleTest binary known to ctest.
 function(kvasir_test name)
   cmake_parse_arguments(ARG "" "TIMEOUT" "SRCS;DEPS;LABELS" ${ARGN})
@@ -36,4 +39,7 @@ function(kvasir_test name)
   target_link_libraries(${name} PRIVATE kvasir_flags ${ARG_DEPS} GTest::gmock GTest::gtest_main)
   add_test(NAME ${name} COMMAND ${name} WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
   set_tests_properties(${name} PROPERTIES TIMEOUT ${ARG_TIMEOUT} LABELS "${ARG_LABELS}")
+  if("tsan" IN_LIST ARG_LABELS)
+    add_dependencies(tsan_tests ${name})
+  endif()
 endfunction()
