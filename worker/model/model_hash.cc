@@ -1,0 +1,118 @@
+#include "worker/model/model_hash.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstddef>
+#include <memory>
+#include <openssl/evp.h>
+#include <vector>
+#include <xxhash.h>
+
+#include "kernels/base/status_macros.h"
+
+namespace kvasir::worker {
+namespace {
+
+constexpr int64_t kChunkBytes = int64_t{4} << 20;
+
+// SHA-256 of a sequence of fields, each with its length, so that no two sequences look alike.
+class FieldHasher {
+ public:
+  FieldHasher() : context_(EVP_MD_CTX_new(), EVP_MD_CTX_free) {
+    KVASIR_CHECK(context_ != nullptr);
+    KVASIR_CHECK(EVP_DigestInit_ex(context_.get(), EVP_sha256(), nullptr) == 1);
+  }
+
+  void Add(absl::string_view text) {
+    AddNumber(text.size());
+    Update(text.data(), text.size());
+  }
+  void AddNumber(uint64_t value) {
+    unsigned char bytes[8];
+    for (size_t i = 0; i < 8; ++i) bytes[i] = static_cast<unsigned char>(value >> (8 * i));
+    Update(bytes, sizeof(bytes));
+  }
+  void AddInt(int64_t value) { AddNumber(static_cast<uint64_t>(value)); }
+  void AddDouble(double value) { AddNumber(std::bit_cast<uint64_t>(value)); }
+
+  ModelHash Finish() {
+    ModelHash hash;
+    unsigned int size = 0;
+    KVASIR_CHECK(EVP_DigestFinal_ex(context_.get(), hash.data(), &size) == 1);
+    KVASIR_CHECK(size == hash.size());
+    return hash;
+  }
+
+ private:
+  void Update(const void* data, size_t size) {
+    KVASIR_CHECK(EVP_DigestUpdate(context_.get(), data, size) == 1);
+  }
+
+  std::unique_ptr<EVP_MD_CTX, decltype(&EVP_MD_CTX_free)> context_;
+};
+
+absl::StatusOr<XXH128_hash_t> HashData(const SafetensorsFile& file) {
+  const std::unique_ptr<XXH3_state_t, decltype(&XXH3_freeState)> state(XXH3_createState(),
+                                                                       XXH3_freeState);
+  KVASIR_CHECK(state != nullptr && XXH3_128bits_reset(state.get()) == XXH_OK);
+  std::vector<std::byte> chunk;
+  for (int64_t offset = 0; offset < file.data_size_bytes(); offset += kChunkBytes) {
+    const int64_t size = std::min(kChunkBytes, file.data_size_bytes() - offset);
+    chunk.resize(static_cast<size_t>(size));
+    KVASIR_RETURN_IF_ERROR(file.ReadData(offset, size, chunk.data()));
+    KVASIR_CHECK(XXH3_128bits_update(state.get(), chunk.data(), chunk.size()) == XXH_OK);
+  }
+  return XXH3_128bits_digest(state.get());
+}
+
+void AddConfig(const ModelConfig& config, FieldHasher& hasher) {
+  hasher.Add(ModelFamilyName(config.family));
+  for (const int64_t number :
+       {config.num_layers, config.hidden_size, config.intermediate_size, config.num_heads,
+        config.num_kv_heads, config.head_dim, config.vocab_size}) {
+    hasher.AddInt(number);
+  }
+  for (const bool flag : {config.qkv_bias, config.output_bias, config.qk_norm}) {
+    hasher.AddInt(flag ? 1 : 0);
+  }
+  hasher.AddDouble(config.rms_norm_eps);
+}
+
+// The parameters and not the frequencies: their last bits depend on the mathematical library.
+void AddRope(const ModelConfig& config, int64_t context_length, FieldHasher& hasher) {
+  const RopeConfig& rope = config.rope;
+  hasher.Add(RopeKindName(rope.kind));
+  for (const double number :
+       {rope.theta, rope.factor, rope.attention_factor.value_or(0.0), rope.mscale.value_or(0.0),
+        rope.mscale_all_dim.value_or(0.0), rope.beta_fast, rope.beta_slow, rope.low_freq_factor,
+        rope.high_freq_factor}) {
+    hasher.AddDouble(number);
+  }
+  hasher.AddInt(rope.original_max_position_embeddings);
+  hasher.AddInt(rope.truncate ? 1 : 0);
+  if (rope.kind == RopeKind::kDynamicNtk) {
+    hasher.AddInt(config.max_position_embeddings);
+    hasher.AddInt(std::max(config.max_position_embeddings, context_length));
+  }
+}
+
+}  // namespace
+
+absl::StatusOr<ModelHash> HashModel(const SafetensorsFolder& folder, const ModelConfig& config,
+                                    int64_t context_length, kernels::DType dtype) {
+  FieldHasher hasher;
+  hasher.Add("kvasir model");
+  hasher.Add(kernels::DTypeName(dtype));
+  AddConfig(config, hasher);
+  AddRope(config, context_length, hasher);
+  hasher.AddNumber(folder.files().size());
+  for (const SafetensorsFile& file : folder.files()) {
+    KVASIR_ASSIGN_OR_RETURN(const XXH128_hash_t data, HashData(file));
+    hasher.Add({file.header().data(), file.header().size()});
+    hasher.AddNumber(data.high64);
+    hasher.AddNumber(data.low64);
+  }
+  return hasher.Finish();
+}
+
+}  // namespace kvasir::worker

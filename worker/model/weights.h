@@ -1,0 +1,64 @@
+// One rank's weights in host memory: its slices of the checkpoint's tensors, converted to the dtype
+// that the worker computes in. It hides names and layouts of checkpoints, and shards. Loaded once
+// by the worker; the transformer borrows the views. Reads only the rank's slices: peak memory is
+// the result and at most a few MiB. Thread-compatible.
+//
+// Matrices are [out_features, in_features], row-major, as in the checkpoint. Sizes below are the
+// rank's own (ShardPlan): Hq query heads and Hkv KV heads of D dimensions, I columns of the MLP.
+#pragma once
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+
+#include "kernels/base/buffer.h"
+#include "kernels/base/tensor.h"
+#include "worker/model/model_config.h"
+#include "worker/model/safetensors.h"
+#include "worker/model/shard_plan.h"
+
+namespace kvasir::worker {
+
+// A tensor with its memory. Where a model has no such weight both are empty.
+struct HostTensor {
+  kernels::HostBuffer memory;
+  kernels::TensorView view;
+};
+
+struct LayerWeights {
+  HostTensor input_norm;           // [hidden]
+  HostTensor qkv;                  // [(Hq + 2 Hkv) * D, hidden]: rows of q, then k, then v
+  HostTensor qkv_bias;             // [(Hq + 2 Hkv) * D], or empty
+  HostTensor q_norm, k_norm;       // [D], or empty
+  HostTensor output;               // [hidden, Hq * D]; the sum over ranks is the layer's output
+  HostTensor output_bias;          // [hidden] on rank 0, so that the sum has it once; else empty
+  HostTensor post_attention_norm;  // [hidden]
+  HostTensor gate_up;              // [2 I, hidden]: rows of gate, then up
+  HostTensor down;                 // [hidden, I]; the sum over ranks is the layer's output
+};
+
+struct ModelWeights {
+  HostTensor embedding;  // [vocab, hidden], whole on every rank
+  std::vector<LayerWeights> layers;
+  HostTensor final_norm;  // [hidden]
+  HostTensor lm_head;     // [rows of ShardPlan::vocab, hidden]; a view into `embedding`, without
+                          // memory of its own, when the two are tied
+};
+
+struct LoadWeightsOptions {
+  ShardPlan plan;
+  kernels::DType dtype = kernels::DType::kBFloat16;  // float32 or bfloat16
+  // Called now and then with the part done, in [0, 1]. May be empty.
+  std::function<void(double fraction)> progress;
+};
+
+// Checks first that every tensor is there with its shape, then reads. INVALID_ARGUMENT when the
+// folder does not hold this model; UNIMPLEMENTED when a tensor's dtype is not float32, bfloat16 or
+// float16; DATA_LOSS when a weight is not finite or a file shrinks while it is read;
+// RESOURCE_EXHAUSTED when memory runs out. Tensors that the model does not have are logged.
+absl::StatusOr<ModelWeights> LoadWeights(const SafetensorsFolder& folder, const ModelConfig& config,
+                                         const LoadWeightsOptions& options);
+
+}  // namespace kvasir::worker
