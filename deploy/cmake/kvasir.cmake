@@ -16,6 +16,10 @@ if(KVASIR_SANITIZE)
   add_link_options(-fsanitize=${KVASIR_SANITIZE})
 endif()
 
+if(KVASIR_BUILD_FUZZERS)
+  add_compile_options(-fsanitize=fuzzer-no-link)  # coverage, which guides the fuzzer, in all our code
+endif()
+
 # kvasir_library(NAME SRCS a.cc b.cc [CUDA_SRCS a.cu] [DEPS ...]): a static library of our own code.
 function(kvasir_library name)
   cmake_parse_arguments(ARG "" "" "SRCS;CUDA_SRCS;DEPS" ${ARGN})
