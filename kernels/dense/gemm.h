@@ -28,8 +28,8 @@ class PackedLinear {
  public:
   // Parts are stacked along N: {gate, up} gives y = [gate | up].
   struct Part {
-    TensorView weight;  // [n, K] float32 or bfloat16, any mix
-    TensorView bias;    // [n] float32 or bfloat16; an empty view for none
+    TensorView weight;     // [n, K] float32 or bfloat16, any mix
+    TensorView bias = {};  // [n] float32 or bfloat16; an empty view for none
   };
   struct Options {
     DType input = DType::kFloat32;   // of x: float32 or bfloat16

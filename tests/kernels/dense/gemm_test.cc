@@ -131,7 +131,7 @@ double DependenceOnBatch(DType dtype, const Shape& shape, std::string& engine) {
   TestTensor alone(kF32, {2 * max_rows, shape.n});
   w.Fill(1);
   x.Fill(2);
-  PackedLinear linear = Pack({{.weight = w.view(), .bias = {}}}, {.input = dtype, .output = kF32});
+  PackedLinear linear = Pack({{.weight = w.view()}}, {.input = dtype, .output = kF32});
   engine = linear.engine_name();
   SerialExecutor serial;
   ThreadExecutor threads(3);
@@ -183,7 +183,7 @@ TEST(PackedLinear, PartsAreStackedAndWeightsConverted) {
   up.Fill(2);
   gate_bias.Fill(3);
   PackedLinear linear =
-      Pack({{.weight = gate.view(), .bias = gate_bias.view()}, {.weight = up.view(), .bias = {}}},
+      Pack({{.weight = gate.view(), .bias = gate_bias.view()}, {.weight = up.view()}},
            {.input = kF32, .output = kF32});
   EXPECT_EQ(linear.out_features(), 70);
   TestTensor x(kF32, {3, 24}), y(kF32, {3, 70});
@@ -209,8 +209,7 @@ TEST(PackedLinear, NonFiniteInputStaysInItsRow) {
     x.Set(5 * 48 + 7, kNan);
     x.Set(6 * 48 + 47, kInf);
     x.Set(19 * 48, -kInf);
-    PackedLinear linear =
-        Pack({{.weight = w.view(), .bias = {}}}, {.input = dtype, .output = dtype});
+    PackedLinear linear = Pack({{.weight = w.view()}}, {.input = dtype, .output = dtype});
     SerialExecutor executor;
     ASSERT_TRUE(RunLinear(linear, x.view(), y.view(), executor).ok());
     EXPECT_TRUE(AllClose(y.Values(), Reference(x, w, nullptr),
@@ -222,7 +221,7 @@ TEST(PackedLinear, HugeValuesOverflowAsTheFormula) {
   TestTensor w(kF32, {32, 16}), x(kF32, {2, 16}), y(kF32, {2, 32});
   for (int64_t i = 0; i < w.size(); ++i) w.Set(i, 1e30f);
   for (int64_t i = 0; i < x.size(); ++i) x.Set(i, i < 16 ? 1e30f : 1e-30f);
-  PackedLinear linear = Pack({{.weight = w.view(), .bias = {}}}, {.input = kF32, .output = kF32});
+  PackedLinear linear = Pack({{.weight = w.view()}}, {.input = kF32, .output = kF32});
   SerialExecutor executor;
   ASSERT_TRUE(RunLinear(linear, x.view(), y.view(), executor).ok());
   EXPECT_EQ(y.Get(0), kInf);
@@ -231,7 +230,7 @@ TEST(PackedLinear, HugeValuesOverflowAsTheFormula) {
 
 TEST(PackedLinear, NoRowsAreNoWork) {
   TestTensor w(kF32, {8, 8});
-  PackedLinear linear = Pack({{.weight = w.view(), .bias = {}}}, {.input = kF32, .output = kF32});
+  PackedLinear linear = Pack({{.weight = w.view()}}, {.input = kF32, .output = kF32});
   SerialExecutor executor;
   const TensorView empty(nullptr, kF32, {0, 8});
   EXPECT_TRUE(RunLinear(linear, empty, empty, executor).ok());
@@ -257,7 +256,7 @@ TEST(PackedLinear, BadWeightsAreErrors) {
 TEST(PackedLinear, BadArgumentsOfRunAreErrors) {
   TestTensor w(kF32, {8, 16}), x(kF32, {2, 16}), y(kF32, {2, 8}), x_bf16(kBf16, {2, 16});
   using absl::StatusCode;
-  PackedLinear linear = Pack({{.weight = w.view(), .bias = {}}}, {.input = kF32, .output = kF32});
+  PackedLinear linear = Pack({{.weight = w.view()}}, {.input = kF32, .output = kF32});
   SerialExecutor executor;
   const auto run = [&](const TensorView& a, const TensorView& b) {
     return RunLinear(linear, a, b, executor).code();

@@ -1,0 +1,49 @@
+// Internal to this folder: the row loops of the element-wise ops, plain (x_cpu.cc, the reference)
+// and for AVX2 (x_cpu_fast.cc). They trust their callers in x.cc. Each pair computes the same bits,
+// except for the exponential inside silu.
+//
+// Plain pointers only: the AVX2 files must not instantiate inline functions of other headers, which
+// the linker could then choose for machines without AVX2.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/base/dtype.h"
+
+namespace kvasir::kernels {
+
+struct NormRows {
+  void* x;             // [rows][dim]
+  const void* add;     // [rows][dim], or null
+  const void* weight;  // [dim]
+  void* y;             // [rows][dim]
+  DType dtype;         // of all four: float32 or bfloat16
+  int64_t dim;
+  float epsilon;
+};
+// Squares are summed in this many float lanes: element d in lane d mod 16, then lane by lane.
+constexpr int64_t kNormLanes = 16;
+void RunNormRows(const NormRows& rows, int64_t begin, int64_t end);
+void RunNormRowsAvx2(const NormRows& rows, int64_t begin, int64_t end);
+
+struct RopeTokens {
+  void* x;           // [tokens][heads][2 * half_dim]
+  const float* cos;  // [tokens][half_dim]
+  const float* sin;  // [tokens][half_dim]
+  DType dtype;       // of x: float32 or bfloat16
+  int64_t heads;
+  int64_t half_dim;
+};
+void RunRopeTokens(const RopeTokens& tokens, int64_t begin, int64_t end);
+void RunRopeTokensAvx2(const RopeTokens& tokens, int64_t begin, int64_t end);
+
+struct SiluMulRows {
+  const void* gate_up;  // [rows][2 * dim]
+  void* y;              // [rows][dim]
+  DType dtype;          // of both: float32 or bfloat16
+  int64_t dim;
+};
+void RunSiluMulRows(const SiluMulRows& rows, int64_t begin, int64_t end);
+void RunSiluMulRowsAvx2(const SiluMulRows& rows, int64_t begin, int64_t end);
+
+}  // namespace kvasir::kernels

@@ -1,0 +1,39 @@
+#include "kernels/dense/rms_norm.h"
+
+#include "kernels/base/shape_check.h"
+#include "kernels/base/status_macros.h"
+#include "kernels/dense/cpu_features.h"
+#include "kernels/dense/device_check.h"
+#include "kernels/dense/elementwise.h"
+#include "kernels/dense/parallel_rows.h"
+
+namespace kvasir::kernels {
+
+absl::Status RmsNorm(const RmsNormParams& params, Executor& executor) {
+  const DType dtype = params.x.dtype();
+  ShapeCheck check("rms_norm");
+  check.Match("x", params.x, {"rows", "dim"})
+      .Require(dtype == DType::kFloat32 || dtype == DType::kBFloat16,
+               "x must be float32 or bfloat16")
+      .Match("weight", params.weight, {"dim"}, dtype)
+      .Match("y", params.y, {"rows", "dim"}, dtype)
+      .Require(params.epsilon >= 0, "epsilon must not be negative");
+  if (!params.add.empty()) check.Match("add", params.add, {"rows", "dim"}, dtype);
+  KVASIR_RETURN_IF_ERROR(check.status());
+  KVASIR_RETURN_IF_ERROR(
+      RequireHostMemory("rms_norm", {params.x, params.add, params.weight, params.y}));
+
+  const NormRows rows = {.x = params.x.data(),
+                         .add = params.add.data(),
+                         .weight = params.weight.data(),
+                         .y = params.y.data(),
+                         .dtype = dtype,
+                         .dim = params.x.dim(1),
+                         .epsilon = params.epsilon};
+  const auto run = CpuHasAvx2() ? RunNormRowsAvx2 : RunNormRows;
+  ForRowChunks(executor, params.x.dim(0), rows.dim,
+               [&](int64_t begin, int64_t end) { run(rows, begin, end); });
+  return absl::OkStatus();
+}
+
+}  // namespace kvasir::kernels

@@ -1,0 +1,32 @@
+// RMSNorm, with the residual addition before it. The model calls it before attention, before the
+// MLP and before the output head, and on the heads of q and k (Qwen3): a [tokens, heads, head_dim]
+// tensor is [tokens * heads, head_dim] rows.
+//
+//   x[r, :] = round(x[r, :] + add[r, :])                                   where `add` is given
+//   y[r, d] = round(weight[d] * round(x[r, d] / sqrt(mean_d(x[r, d]^2) + epsilon)))
+//
+// Inner arithmetic is float32; round() is to the dtype of the tensors, at the places where Hugging
+// Face's LlamaRMSNorm rounds. A row depends on nothing but itself, bitwise. A row with a NaN or an
+// infinity (or whose squares overflow) follows the formula: NaNs, or zeros beside them.
+// Source: arXiv 1910.07467, equation 4.
+#pragma once
+
+#include "absl/status/status.h"
+
+#include "kernels/base/executor.h"
+#include "kernels/base/tensor.h"
+
+namespace kvasir::kernels {
+
+struct RmsNormParams {
+  TensorView x;  // [rows, dim] float32 or bfloat16; written when `add` is given; rows may be 0
+  TensorView add = {};  // [rows, dim] as x; an empty view for none
+  TensorView weight;    // [dim] as x
+  TensorView y;         // [rows, dim] as x; may be x itself
+  float epsilon = 0;    // >= 0
+};
+
+// INVALID_ARGUMENT: shapes, dtypes, epsilon. UNIMPLEMENTED: CUDA memory.
+absl::Status RmsNorm(const RmsNormParams& params, Executor& executor);
+
+}  // namespace kvasir::kernels

@@ -1,0 +1,54 @@
+// Rotary position embedding in the rotate-half layout of Llama: element i of a head pairs with
+// element i + D/2. The angles of a step are computed once, in a RopeTable, and used by all layers:
+//
+//   angle[t, i]  = positions[t] * inv_freq[i]                     float64
+//   cos[t, i]    = float32(cos(angle) * attention_scaling), sin likewise
+//   x[t, h, i]        = x_i * cos - x_{i+D/2} * sin               float32, rounded to the dtype of
+//   x x[t, h, i + D/2]  = x_{i+D/2} * cos + x_i * sin
+//
+// Scaled variants (linear, NTK, YaRN, llama3) differ in inv_freq and attention_scaling only, which
+// the model computes. Source: arXiv 2104.09864, in Hugging Face's layout.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "absl/status/status.h"
+
+#include "kernels/base/executor.h"
+#include "kernels/base/tensor.h"
+
+namespace kvasir::kernels {
+
+// Thread-compatible: filled at the start of a step, then only read.
+class RopeTable {
+ public:
+  // `inv_freq` has head_dim / 2 values.
+  RopeTable(std::span<const double> inv_freq, double attention_scaling);
+
+  // Replaces the table by that of these positions; any int64 value is allowed. Memory grows to the
+  // largest step seen and stays.
+  void SetPositions(std::span<const int64_t> positions, Executor& executor);
+
+  int64_t num_tokens() const { return num_tokens_; }
+  int64_t half_dim() const { return static_cast<int64_t>(inv_freq_.size()); }
+  // [num_tokens][half_dim]
+  const float* cos() const { return cos_.data(); }
+  const float* sin() const { return sin_.data(); }
+
+ private:
+  // Constant after construction.
+  std::vector<double> inv_freq_;
+  double attention_scaling_;
+  int64_t num_tokens_ = 0;
+  std::vector<float> cos_;
+  std::vector<float> sin_;
+};
+
+// Rotates x [tokens, heads, head_dim], float32 or bfloat16, in place; tokens = table.num_tokens(),
+// head_dim = 2 * table.half_dim(). Infinities and NaNs spread within their pair.
+// INVALID_ARGUMENT: shapes, dtypes. UNIMPLEMENTED: CUDA memory.
+absl::Status ApplyRope(const RopeTable& table, const TensorView& x, Executor& executor);
+
+}  // namespace kvasir::kernels

@@ -1,0 +1,117 @@
+#include "kernels/dense/silu_mul.h"
+
+#include <algorithm>
+#include <cmath>
+#include <gtest/gtest.h>
+#include <limits>
+#include <vector>
+
+#include "kernels/dense/cpu_features.h"
+#include "kernels/dense/elementwise.h"
+#include "tests/support/compare.h"
+#include "tests/support/test_tensor.h"
+#include "tests/support/thread_executor.h"
+
+namespace kvasir::kernels {
+namespace {
+
+using tests::AllClose;
+using tests::TestTensor;
+using tests::ThreadExecutor;
+
+constexpr float kInf = std::numeric_limits<float>::infinity();
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+constexpr auto kF32 = DType::kFloat32;
+constexpr auto kBf16 = DType::kBFloat16;
+
+// silu is rounded to the dtype before the product, as in Hugging Face.
+std::vector<double> Reference(TestTensor& gate_up, DType dtype) {
+  const int64_t dim = gate_up.shape()[1] / 2;
+  std::vector<double> y;
+  for (int64_t row = 0; row < gate_up.shape()[0]; ++row) {
+    for (int64_t d = 0; d < dim; ++d) {
+      const double gate = gate_up.Get(row * 2 * dim + d);
+      const auto silu = static_cast<float>(gate / (1 + std::exp(-gate)));
+      const float rounded = dtype == kF32 ? silu : static_cast<float>(BFloat16(silu));
+      y.push_back(static_cast<double>(rounded) * gate_up.Get((2 * row + 1) * dim + d));
+    }
+  }
+  return y;
+}
+
+TEST(SiluMul, AgreesWithDoubleReferenceForAllShapes) {
+  ThreadExecutor executor(3);
+  for (DType dtype : {kF32, kBf16}) {
+    for (const auto& [tokens, dim] : std::vector<std::pair<int64_t, int64_t>>{
+             {1, 1}, {2, 7}, {3, 8}, {1, 9}, {5, 768}, {300, 130}}) {
+      TestTensor gate_up(dtype, {tokens, 2 * dim}), y(dtype, {tokens, dim});
+      gate_up.Fill(1);
+      ASSERT_TRUE(SiluMul({.gate_up = gate_up.view(), .y = y.view()}, executor).ok());
+      // In bfloat16, silu may round to the neighbour where it lies near the middle.
+      EXPECT_TRUE(AllClose(y.Values(), Reference(gate_up, dtype),
+                           {.absolute = 1e-37, .relative = dtype == kF32 ? 1e-6 : 1.0 / 100},
+                           y.shape()));
+    }
+  }
+}
+
+TEST(SiluMul, ExtremeGatesFollowTheFormula) {
+  SerialExecutor executor;
+  const float gates[] = {0.0f,   -0.0f, 20.0f,  -20.0f, 88.0f, -88.0f, 90.0f,
+                         -90.0f, 1e30f, -1e30f, kInf,   -kInf, kNan};
+  const int64_t dim = std::size(gates);
+  for (DType dtype : {kF32, kBf16}) {
+    TestTensor gate_up(dtype, {1, 2 * dim}), y(dtype, {1, dim});
+    for (int64_t d = 0; d < dim; ++d) {
+      gate_up.Set(d, gates[d]);
+      gate_up.Set(dim + d, 1);
+    }
+    ASSERT_TRUE(SiluMul({.gate_up = gate_up.view(), .y = y.view()}, executor).ok());
+    EXPECT_TRUE(AllClose(y.Values(), Reference(gate_up, dtype),
+                         {.absolute = 1e-35, .relative = dtype == kF32 ? 1e-6 : 1.0 / 256}));
+  }
+}
+
+TEST(SiluMul, ElementDoesNotDependOnItsPlace) {
+  SerialExecutor executor;
+  const int64_t dim = 29;
+  TestTensor gate_up(kF32, {1, 2 * dim}), y(kF32, {1, dim});
+  for (int64_t d = 0; d < 2 * dim; ++d) gate_up.Set(d, d < dim ? -1.2345f : 0.6789f);
+  ASSERT_TRUE(SiluMul({.gate_up = gate_up.view(), .y = y.view()}, executor).ok());
+  for (int64_t d = 1; d < dim; ++d) EXPECT_EQ(y.Get(d), y.Get(0)) << d;
+}
+
+TEST(SiluMul, FastRowsAgreeWithPlainRows) {
+  if (!CpuHasAvx2()) GTEST_SKIP() << "this machine has no AVX2";
+  for (DType dtype : {kF32, kBf16}) {
+    const int64_t tokens = 50, dim = 203;
+    TestTensor gate_up(dtype, {tokens, 2 * dim}), plain(dtype, {tokens, dim});
+    TestTensor fast(dtype, {tokens, dim});
+    gate_up.Fill(1);
+    SiluMulRows rows = {
+        .gate_up = gate_up.view().data(), .y = plain.view().data(), .dtype = dtype, .dim = dim};
+    RunSiluMulRows(rows, 0, tokens);
+    rows.y = fast.view().data();
+    RunSiluMulRowsAvx2(rows, 0, tokens);
+    EXPECT_TRUE(AllClose(fast.Values(), plain.Values(),
+                         {.absolute = 1e-37, .relative = dtype == kF32 ? 1e-6 : 1.0 / 100},
+                         fast.shape()));
+  }
+}
+
+TEST(SiluMul, NoTokensAreNoWorkAndBadArgumentsAreErrors) {
+  SerialExecutor executor;
+  TestTensor gate_up(kF32, {0, 8}), y(kF32, {0, 4}), y_bf16(kBf16, {0, 4}), wide(kF32, {0, 8});
+  using absl::StatusCode;
+  const auto run = [&](const TensorView& in, const TensorView& out) {
+    return SiluMul({.gate_up = in, .y = out}, executor).code();
+  };
+  EXPECT_EQ(run(gate_up.view(), y.view()), StatusCode::kOk);
+  EXPECT_EQ(run(gate_up.view(), y_bf16.view()), StatusCode::kInvalidArgument);
+  EXPECT_EQ(run(gate_up.view(), wide.view()), StatusCode::kInvalidArgument);
+  EXPECT_EQ(run(gate_up.view(), TensorView(y.view().data(), kF32, {0, 4}, Device::kCuda)),
+            StatusCode::kUnimplemented);
+}
+
+}  // namespace
+}  // namespace kvasir::kernels
