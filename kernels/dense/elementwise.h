@@ -1,9 +1,9 @@
 // Internal to this folder: the row loops of the element-wise ops, plain (x_cpu.cc, the reference)
-// and for AVX2 (x_cpu_fast.cc). They trust their callers in x.cc. Each pair computes the same bits,
-// except for the exponential inside silu.
+// and over vectors (elementwise_avx2.cc, elementwise_avx512.cc). They trust their callers in x.cc.
+// All forms compute the same bits, except for the exponential inside silu.
 //
-// Plain pointers only: the AVX2 files must not instantiate inline functions of other headers, which
-// the linker could then choose for machines without AVX2.
+// Plain pointers only: files compiled for AVX must not instantiate inline functions of other
+// headers, which the linker could then choose for machines without it.
 #pragma once
 
 #include <cstdint>
@@ -25,6 +25,7 @@ struct NormRows {
 constexpr int64_t kNormLanes = 16;
 void RunNormRows(const NormRows& rows, int64_t begin, int64_t end);
 void RunNormRowsAvx2(const NormRows& rows, int64_t begin, int64_t end);
+void RunNormRowsAvx512(const NormRows& rows, int64_t begin, int64_t end);
 
 struct RopeTokens {
   void* x;           // [tokens][heads][2 * half_dim]
@@ -36,6 +37,7 @@ struct RopeTokens {
 };
 void RunRopeTokens(const RopeTokens& tokens, int64_t begin, int64_t end);
 void RunRopeTokensAvx2(const RopeTokens& tokens, int64_t begin, int64_t end);
+void RunRopeTokensAvx512(const RopeTokens& tokens, int64_t begin, int64_t end);
 
 struct SiluMulRows {
   const void* gate_up;  // [rows][2 * dim]
@@ -45,5 +47,6 @@ struct SiluMulRows {
 };
 void RunSiluMulRows(const SiluMulRows& rows, int64_t begin, int64_t end);
 void RunSiluMulRowsAvx2(const SiluMulRows& rows, int64_t begin, int64_t end);
+void RunSiluMulRowsAvx512(const SiluMulRows& rows, int64_t begin, int64_t end);
 
 }  // namespace kvasir::kernels

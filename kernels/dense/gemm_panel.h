@@ -5,7 +5,7 @@
 // by the bias, so it does not depend on the rows beside it; the AVX2 kernel fuses each product with
 // its addition, the portable one rounds both.
 //
-// Plain pointers only: the AVX2 file must not instantiate inline functions of other headers, which
+// Plain pointers only: gemm_avx2.cc must not instantiate inline functions of other headers, which
 // the linker could then choose for machines without AVX2.
 #pragma once
 

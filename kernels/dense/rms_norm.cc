@@ -30,7 +30,7 @@ absl::Status RmsNorm(const RmsNormParams& params, Executor& executor) {
                          .dtype = dtype,
                          .dim = params.x.dim(1),
                          .epsilon = params.epsilon};
-  const auto run = CpuHasAvx2() ? RunNormRowsAvx2 : RunNormRows;
+  const auto run = ChooseByCpu(RunNormRows, RunNormRowsAvx2, RunNormRowsAvx512);
   ForRowChunks(executor, params.x.dim(0), rows.dim,
                [&](int64_t begin, int64_t end) { run(rows, begin, end); });
   return absl::OkStatus();

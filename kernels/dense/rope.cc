@@ -55,7 +55,7 @@ absl::Status ApplyRope(const RopeTable& table, const TensorView& x, Executor& ex
                              .dtype = x.dtype(),
                              .heads = x.dim(1),
                              .half_dim = table.half_dim()};
-  const auto run = CpuHasAvx2() ? RunRopeTokensAvx2 : RunRopeTokens;
+  const auto run = ChooseByCpu(RunRopeTokens, RunRopeTokensAvx2, RunRopeTokensAvx512);
   ForRowChunks(executor, x.dim(0), x.dim(1) * x.dim(2),
                [&](int64_t begin, int64_t end) { run(tokens, begin, end); });
   return absl::OkStatus();

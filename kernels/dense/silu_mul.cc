@@ -23,7 +23,7 @@ absl::Status SiluMul(const SiluMulParams& params, Executor& executor) {
                             .y = params.y.data(),
                             .dtype = dtype,
                             .dim = params.y.dim(1)};
-  const auto run = CpuHasAvx2() ? RunSiluMulRowsAvx2 : RunSiluMulRows;
+  const auto run = ChooseByCpu(RunSiluMulRows, RunSiluMulRowsAvx2, RunSiluMulRowsAvx512);
   ForRowChunks(executor, params.y.dim(0), 2 * rows.dim,
                [&](int64_t begin, int64_t end) { run(rows, begin, end); });
   return absl::OkStatus();

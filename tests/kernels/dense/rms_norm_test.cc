@@ -138,8 +138,7 @@ TEST(RmsNorm, NonFiniteAndHugeRowsFollowTheFormulaAndStayAlone) {
   }
 }
 
-TEST(RmsNorm, FastRowsEqualPlainRowsBitwise) {
-  if (!CpuHasAvx2()) GTEST_SKIP() << "this machine has no AVX2";
+void ExpectBitsOfPlainRows(void (*run)(const NormRows&, int64_t, int64_t)) {
   for (DType dtype : {kF32, kBf16}) {
     for (const Case& c : kCases) {
       TestTensor x(dtype, {c.rows, c.dim}), add(dtype, {c.rows, c.dim}), weight(dtype, {c.dim});
@@ -158,11 +157,21 @@ TEST(RmsNorm, FastRowsEqualPlainRowsBitwise) {
       RunNormRows(rows, 0, c.rows);
       rows.x = x_fast.view().data();
       rows.y = fast.view().data();
-      RunNormRowsAvx2(rows, 0, c.rows);
+      run(rows, 0, c.rows);
       EXPECT_EQ(x.Values(), x_fast.Values());
       EXPECT_EQ(plain.Values(), fast.Values()) << c.rows << " x " << c.dim;
     }
   }
+}
+
+TEST(RmsNorm, Avx2RowsEqualPlainRowsBitwise) {
+  if (!CpuHasAvx2()) GTEST_SKIP() << "this machine has no AVX2";
+  ExpectBitsOfPlainRows(RunNormRowsAvx2);
+}
+
+TEST(RmsNorm, Avx512RowsEqualPlainRowsBitwise) {
+  if (!CpuHasAvx512()) GTEST_SKIP() << "this machine has no AVX-512";
+  ExpectBitsOfPlainRows(RunNormRowsAvx512);
 }
 
 TEST(RmsNorm, NoRowsAreNoWorkAndBadArgumentsAreErrors) {

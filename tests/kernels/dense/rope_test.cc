@@ -118,11 +118,10 @@ TEST(Rope, NanStaysInItsPair) {
   for (int64_t i = 0; i < 16; ++i) EXPECT_EQ(std::isnan(x.Get(i)), i == 2 || i == 10) << i;
 }
 
-TEST(Rope, FastTokensEqualPlainTokensBitwise) {
-  if (!CpuHasAvx2()) GTEST_SKIP() << "this machine has no AVX2";
+void ExpectBitsOfPlainTokens(void (*run)(const RopeTokens&, int64_t, int64_t)) {
   SerialExecutor executor;
   for (DType dtype : {kF32, kBf16}) {
-    for (int64_t half : {1, 7, 8, 20, 64}) {
+    for (int64_t half : {1, 7, 8, 16, 20, 64}) {
       RopeTable table(InverseFrequencies(half), 1.1);
       table.SetPositions(std::vector<int64_t>{9, 100, 7777}, executor);
       TestTensor plain(dtype, {3, 5, 2 * half});
@@ -136,10 +135,20 @@ TEST(Rope, FastTokensEqualPlainTokensBitwise) {
                            .half_dim = half};
       RunRopeTokens(tokens, 0, 3);
       tokens.x = fast.view().data();
-      RunRopeTokensAvx2(tokens, 0, 3);
+      run(tokens, 0, 3);
       EXPECT_EQ(plain.Values(), fast.Values()) << half;
     }
   }
+}
+
+TEST(Rope, Avx2TokensEqualPlainTokensBitwise) {
+  if (!CpuHasAvx2()) GTEST_SKIP() << "this machine has no AVX2";
+  ExpectBitsOfPlainTokens(RunRopeTokensAvx2);
+}
+
+TEST(Rope, Avx512TokensEqualPlainTokensBitwise) {
+  if (!CpuHasAvx512()) GTEST_SKIP() << "this machine has no AVX-512";
+  ExpectBitsOfPlainTokens(RunRopeTokensAvx512);
 }
 
 TEST(Rope, NoTokensAreNoWorkAndBadArgumentsAreErrors) {

@@ -55,23 +55,6 @@ TEST(SiluMul, AgreesWithDoubleReferenceForAllShapes) {
   }
 }
 
-TEST(SiluMul, ExtremeGatesFollowTheFormula) {
-  SerialExecutor executor;
-  const float gates[] = {0.0f,   -0.0f, 20.0f,  -20.0f, 88.0f, -88.0f, 90.0f,
-                         -90.0f, 1e30f, -1e30f, kInf,   -kInf, kNan};
-  const int64_t dim = std::size(gates);
-  for (DType dtype : {kF32, kBf16}) {
-    TestTensor gate_up(dtype, {1, 2 * dim}), y(dtype, {1, dim});
-    for (int64_t d = 0; d < dim; ++d) {
-      gate_up.Set(d, gates[d]);
-      gate_up.Set(dim + d, 1);
-    }
-    ASSERT_TRUE(SiluMul({.gate_up = gate_up.view(), .y = y.view()}, executor).ok());
-    EXPECT_TRUE(AllClose(y.Values(), Reference(gate_up, dtype),
-                         {.absolute = 1e-35, .relative = dtype == kF32 ? 1e-6 : 1.0 / 256}));
-  }
-}
-
 TEST(SiluMul, ElementDoesNotDependOnItsPlace) {
   SerialExecutor executor;
   const int64_t dim = 29;
@@ -81,22 +64,39 @@ TEST(SiluMul, ElementDoesNotDependOnItsPlace) {
   for (int64_t d = 1; d < dim; ++d) EXPECT_EQ(y.Get(d), y.Get(0)) << d;
 }
 
-TEST(SiluMul, FastRowsAgreeWithPlainRows) {
-  if (!CpuHasAvx2()) GTEST_SKIP() << "this machine has no AVX2";
-  for (DType dtype : {kF32, kBf16}) {
-    const int64_t tokens = 50, dim = 203;
-    TestTensor gate_up(dtype, {tokens, 2 * dim}), plain(dtype, {tokens, dim});
-    TestTensor fast(dtype, {tokens, dim});
-    gate_up.Fill(1);
-    SiluMulRows rows = {
-        .gate_up = gate_up.view().data(), .y = plain.view().data(), .dtype = dtype, .dim = dim};
-    RunSiluMulRows(rows, 0, tokens);
-    rows.y = fast.view().data();
-    RunSiluMulRowsAvx2(rows, 0, tokens);
-    EXPECT_TRUE(AllClose(fast.Values(), plain.Values(),
-                         {.absolute = 1e-37, .relative = dtype == kF32 ? 1e-6 : 1.0 / 100},
-                         fast.shape()));
+// All magnitudes, both signs, and what is not a number; each form of the loop.
+void ExpectReferenceForExtremeGates(void (*run)(const SiluMulRows&, int64_t, int64_t)) {
+  std::vector<float> gates = {0.0f, -0.0f, 88.0f, -88.0f, 89.5f, -89.5f, kInf, -kInf, kNan};
+  for (int exponent = -140; exponent <= 126; ++exponent) {
+    gates.push_back(std::ldexp(1.3f, exponent));
+    gates.push_back(std::ldexp(-1.3f, exponent));
   }
+  for (float g = -100; g < 100; g += 0.37f) gates.push_back(g);
+  const auto dim = static_cast<int64_t>(gates.size());
+  for (DType dtype : {kF32, kBf16}) {
+    TestTensor gate_up(dtype, {1, 2 * dim}), y(dtype, {1, dim});
+    for (int64_t d = 0; d < dim; ++d) {
+      gate_up.Set(d, gates[static_cast<size_t>(d)]);
+      gate_up.Set(dim + d, 1);
+    }
+    run({.gate_up = gate_up.view().data(), .y = y.view().data(), .dtype = dtype, .dim = dim}, 0, 1);
+    EXPECT_TRUE(AllClose(y.Values(), Reference(gate_up, dtype),
+                         {.absolute = 1e-36, .relative = dtype == kF32 ? 1e-6 : 1.0 / 128}));
+  }
+}
+
+TEST(SiluMul, PlainRowsFollowTheFormulaForExtremeGates) {
+  ExpectReferenceForExtremeGates(RunSiluMulRows);
+}
+
+TEST(SiluMul, Avx2RowsFollowTheFormulaForExtremeGates) {
+  if (!CpuHasAvx2()) GTEST_SKIP() << "this machine has no AVX2";
+  ExpectReferenceForExtremeGates(RunSiluMulRowsAvx2);
+}
+
+TEST(SiluMul, Avx512RowsFollowTheFormulaForExtremeGates) {
+  if (!CpuHasAvx512()) GTEST_SKIP() << "this machine has no AVX-512";
+  ExpectReferenceForExtremeGates(RunSiluMulRowsAvx512);
 }
 
 TEST(SiluMul, NoTokensAreNoWorkAndBadArgumentsAreErrors) {

@@ -1,0 +1,68 @@
+// Vectors of sixteen floats, for files compiled with -mavx512f -mavx512bw -mavx512dq -mavx512vl
+// only; the twin of simd_avx2.h, which explains.
+#pragma once
+
+#include <cstdint>
+#include <immintrin.h>
+
+namespace kvasir::kernels {
+namespace {
+
+using Vec = __m512;
+constexpr int64_t kSimdWidth = 16;
+
+inline Vec Broadcast(float value) { return _mm512_set1_ps(value); }
+
+inline Vec FromBFloat16(__m256i bits) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+}
+inline Vec Load(const float* p) { return _mm512_loadu_ps(p); }
+inline Vec Load(const uint16_t* p) {
+  return FromBFloat16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+
+// Not by the conversion instruction of AVX512_BF16, which would flush denormals to zero.
+inline __m512i RoundBits(Vec v) {
+  const __m512i bits = _mm512_castps_si512(v);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  return _mm512_mask_or_epi32(rounded, _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q), bits,
+                              _mm512_set1_epi32(0x00400000));
+}
+inline __m256i ToBFloat16(Vec v) {
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(RoundBits(v), 16));
+}
+
+inline void Store(float* p, Vec v) { _mm512_storeu_ps(p, v); }
+inline void Store(uint16_t* p, Vec v) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), ToBFloat16(v));
+}
+
+inline __mmask16 FirstN(int64_t n) { return static_cast<__mmask16>((1u << n) - 1); }
+inline Vec LoadPart(const float* p, int64_t n) { return _mm512_maskz_loadu_ps(FirstN(n), p); }
+inline Vec LoadPart(const uint16_t* p, int64_t n) {
+  return FromBFloat16(_mm256_maskz_loadu_epi16(FirstN(n), p));
+}
+inline void StorePart(float* p, Vec v, int64_t n) { _mm512_mask_storeu_ps(p, FirstN(n), v); }
+inline void StorePart(uint16_t* p, Vec v, int64_t n) {
+  _mm256_mask_storeu_epi16(p, FirstN(n), ToBFloat16(v));
+}
+
+inline Vec RoundTo(const float*, Vec v) { return v; }
+inline Vec RoundTo(const uint16_t*, Vec v) {
+  return _mm512_castsi512_ps(
+      _mm512_and_si512(RoundBits(v), _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
+}
+
+inline Vec Negate(Vec v) { return _mm512_xor_ps(v, _mm512_set1_ps(-0.0f)); }
+inline Vec Clamp(Vec v, float low, float high) {
+  return _mm512_max_ps(_mm512_set1_ps(low), _mm512_min_ps(_mm512_set1_ps(high), v));
+}
+inline Vec RoundToInteger(Vec v) {
+  return _mm512_roundscale_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+inline Vec Fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+inline Vec ScaleByPowerOfTwo(Vec v, Vec n) { return _mm512_scalef_ps(v, n); }
+
+}  // namespace
+}  // namespace kvasir::kernels
