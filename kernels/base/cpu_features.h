@@ -4,6 +4,10 @@
 
 namespace kvasir::kernels {
 
+inline bool CpuHasAvx2() {
+  return __builtin_cpu_supports("avx2") != 0 && __builtin_cpu_supports("fma") != 0;
+}
+
 // Foundation, byte/word, doubleword/quadword and vector-length extensions: all server CPUs with
 // AVX-512.
 inline bool CpuHasAvx512() {
@@ -13,6 +17,12 @@ inline bool CpuHasAvx512() {
 
 inline bool CpuHasAvx512Bf16() {
   return CpuHasAvx512() && __builtin_cpu_supports("avx512bf16") != 0;
+}
+
+// The widest of the three forms of a function that this machine can run.
+template <typename Function>
+Function* ChooseByCpu(Function* plain, Function* avx2, Function* avx512) {
+  return CpuHasAvx512() ? avx512 : CpuHasAvx2() ? avx2 : plain;
 }
 
 }  // namespace kvasir::kernels

@@ -6,10 +6,10 @@
 
 #include "absl/strings/str_cat.h"
 
+#include "kernels/base/cpu_features.h"
 #include "kernels/base/shape_check.h"
 #include "kernels/base/status_macros.h"
 #include "kernels/dense/convert.h"
-#include "kernels/dense/cpu_features.h"
 #include "kernels/dense/device_check.h"
 #include "kernels/dense/gemm_engine.h"
 

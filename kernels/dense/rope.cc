@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <cmath>
 
+#include "kernels/base/cpu_features.h"
 #include "kernels/base/shape_check.h"
 #include "kernels/base/status_macros.h"
-#include "kernels/dense/cpu_features.h"
 #include "kernels/dense/device_check.h"
 #include "kernels/dense/elementwise.h"
 #include "kernels/dense/parallel_rows.h"

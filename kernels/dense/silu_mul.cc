@@ -1,8 +1,8 @@
 #include "kernels/dense/silu_mul.h"
 
+#include "kernels/base/cpu_features.h"
 #include "kernels/base/shape_check.h"
 #include "kernels/base/status_macros.h"
-#include "kernels/dense/cpu_features.h"
 #include "kernels/dense/device_check.h"
 #include "kernels/dense/elementwise.h"
 #include "kernels/dense/parallel_rows.h"

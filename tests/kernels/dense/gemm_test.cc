@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "kernels/base/buffer.h"
-#include "kernels/dense/cpu_features.h"
+#include "kernels/base/cpu_features.h"
 #include "kernels/dense/gemm_engine.h"
 #include "tests/support/compare.h"
 #include "tests/support/test_tensor.h"

@@ -6,7 +6,7 @@
 #include <limits>
 #include <vector>
 
-#include "kernels/dense/cpu_features.h"
+#include "kernels/base/cpu_features.h"
 #include "kernels/dense/elementwise.h"
 #include "tests/support/compare.h"
 #include "tests/support/test_tensor.h"
