@@ -74,6 +74,13 @@ absl::Status CheckOptions(const KvStoreOptions& o) {
 
 class KvStoreImpl : public KvStore, private BlockOwner {
  public:
+  // Whatever is bound is let go of first, in the middle of a step too: the handles in the slots are
+  // the store's own.
+  ~KvStoreImpl() override {
+    in_step_ = false;
+    for (int64_t slot = 0; slot < num_slots_; ++slot) Unbind(slot, 0);
+  }
+
   KvStoreImpl(const KvStoreOptions& options, DeviceArena device, HostSlab host);
 
   absl::StatusOr<Block> Open(BlockId id) override;
