@@ -58,7 +58,8 @@ class PageRef {
   uint64_t bits_ = 0;
 };
 
-// What kernels record while they read, one entry a page: [num_rows * pages_per_block].
+// What kernels record while they read, one entry a page: [num_rows * pages_per_block]. Null where
+// nothing is to be recorded: measurements read pages without being a use of them.
 struct AccessRecord {
   uint32_t* last_touched = nullptr;  // step of the last read
   uint32_t* missed_bytes = nullptr;  // bytes read from the host tier since the store last looked
@@ -88,6 +89,7 @@ struct PagedKv {
     if (row(slot, block) < 0) return PageRef();
     const int64_t index = PageIndex(slot, block, layer, head);
     const PageRef ref = pages[index];
+    if (accesses.last_touched == nullptr) return ref;
     std::atomic_ref<uint32_t>(accesses.last_touched[index]).store(step, std::memory_order_relaxed);
     if (ref.tier() == PageTier::kHost) {
       std::atomic_ref<uint32_t>(accesses.missed_bytes[index])
