@@ -1,0 +1,147 @@
+#include "worker/attention_meter.h"
+
+#include <cmath>
+
+#include "kernels/attention/attention_mass.h"
+#include "kernels/base/status_macros.h"
+#include "kernels/paged/page_selection.h"
+
+namespace kvasir::worker {
+namespace {
+
+using kernels::PageSelection;
+using kernels::PageTier;
+using kernels::QueryBlock;
+using kernels::SelectionHeader;
+using kernels::SkipReason;
+using kernels::TensorView;
+
+int64_t LastPosition(const QueryBlock& block) { return block.first_position + block.num_rows - 1; }
+
+// The finalizer of MurmurHash3: every input bit changes every output bit with probability 1/2.
+uint64_t Mix(uint64_t x) {
+  x = (x ^ (x >> 33)) * 0xff51afd7ed558ccdu;
+  x = (x ^ (x >> 33)) * 0xc4ceb9fe1a85ec53u;
+  return x ^ (x >> 33);
+}
+
+absl::Status Reserve(int64_t bytes, kernels::HostBuffer& buffer) {
+  if (buffer.size_bytes() >= bytes) return absl::OkStatus();
+  KVASIR_ASSIGN_OR_RETURN(buffer, kernels::HostBuffer::Allocate(bytes));
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+AttentionCounts& AttentionCounts::operator+=(const AttentionCounts& other) {
+  total += other.total;
+  selected_out += other.selected_out;
+  window += other.window;
+  device_reads += other.device_reads;
+  host_reads += other.host_reads;
+  return *this;
+}
+
+void AttentionMeter::BeginStep(const StepBatch& batch) {
+  batch_ = &batch;
+  rows_.assign(batch.row_begins.size() - 1, {});
+}
+
+void AttentionMeter::Count(const PageSelection& selection, const kernels::PagedKv& kv,
+                           int64_t layer) {
+  const int64_t num_heads = kv.layout.num_kv_heads;
+  for (const SelectorGroup& group : batch_->groups) {
+    const SkipReason reason = group.served->selector->skip_reason();
+    for (int64_t b = group.begin; b < group.end; ++b) {
+      const QueryBlock& block = batch_->blocks[static_cast<size_t>(b)];
+      const BlockInfo& info = batch_->infos[static_cast<size_t>(b)];
+      AttentionCounts counts;
+      for (int64_t head = 0; head < num_heads; ++head) {
+        const int64_t row = b * num_heads + head;
+        kernels::SelectedPages walk(selection.header(row), selection.list(row),
+                                    LastPosition(block));
+        for (; walk.valid(); walk.Next()) {
+          const PageTier tier = kv.Peek(block.slot, walk.page(), layer, head).tier();
+          ++(tier == PageTier::kDevice ? counts.device_reads : counts.host_reads);
+        }
+      }
+      counts.total = num_heads * (LastPosition(block) / kernels::kPageTokens + 1);
+      (reason == SkipReason::kWindow ? counts.window : counts.selected_out) =
+          counts.total - counts.device_reads - counts.host_reads;
+      rows_[static_cast<size_t>(info.row)].counts[static_cast<size_t>(info.phase)] += counts;
+    }
+  }
+}
+
+bool AttentionMeter::IsSampled(const BlockInfo& info, int64_t position, int64_t layer) const {
+  const uint64_t hash =
+      Mix(Mix(Mix(static_cast<uint64_t>(info.sequence.value)) + static_cast<uint64_t>(position)) +
+          static_cast<uint64_t>(layer));
+  return static_cast<double>(hash >> 11) * 0x1.0p-53 < sample_rate_;
+}
+
+// Blocks of a dense selector, and of layers that stay dense, keep everything by definition: they
+// would only hide what the others keep.
+bool AttentionMeter::Measures(int64_t layer) {
+  sampled_.clear();
+  if (sample_rate_ <= 0) return false;
+  for (const SelectorGroup& group : batch_->groups) {
+    if (group.served->dense) continue;
+    for (int64_t b = group.begin; b < group.end; ++b) {
+      const BlockInfo& info = batch_->infos[static_cast<size_t>(b)];
+      const QueryBlock& block = batch_->blocks[static_cast<size_t>(b)];
+      if (layer < info.dense_layers) continue;
+      if (IsSampled(info, block.first_position, layer)) sampled_.push_back(b);
+    }
+  }
+  return !sampled_.empty();
+}
+
+absl::Status AttentionMeter::Measure(const kernels::AttendParams& sparse,
+                                     kernels::Executor& executor) {
+  dense_blocks_.clear();
+  dense_headers_.clear();
+  for (const int64_t b : sampled_) {
+    const QueryBlock& block = batch_->blocks[static_cast<size_t>(b)];
+    dense_blocks_.push_back(block);
+    for (int64_t head = 0; head < sparse.kv.layout.num_kv_heads; ++head) {
+      dense_headers_.push_back({.kind = SelectionHeader::Kind::kAll,
+                                .query_position = block.first_position,
+                                .made_at = block.first_position});
+    }
+  }
+  dense_faults_.assign(sparse.faults.size(), 0);
+  KVASIR_RETURN_IF_ERROR(Reserve(sparse.out.size_bytes(), dense_out_));
+  KVASIR_RETURN_IF_ERROR(Reserve(sparse.lse.size_bytes(), dense_lse_));
+
+  kernels::AttendParams dense = sparse;
+  dense.out = TensorView(dense_out_.data(), sparse.out.dtype(),
+                         {sparse.out.dim(0), sparse.out.dim(1), sparse.out.dim(2)});
+  dense.lse =
+      TensorView(dense_lse_.data(), sparse.lse.dtype(), {sparse.lse.dim(0), sparse.lse.dim(1)});
+  dense.kv.accesses = {};  // a measurement is no use of the pages: it must not move them
+  dense.blocks = dense_blocks_;
+  dense.selection = {.headers = dense_headers_.data(), .num_rows = std::ssize(dense_headers_)};
+  dense.faults = std::span(dense_faults_);
+  KVASIR_RETURN_IF_ERROR(Attend(dense, executor));
+  for (const int64_t b : sampled_) Compare(b, sparse.lse, dense.lse);
+  return absl::OkStatus();
+}
+
+void AttentionMeter::Compare(int64_t block_index, const TensorView& sparse_lse,
+                             const TensorView& dense_lse) {
+  const QueryBlock& block = batch_->blocks[static_cast<size_t>(block_index)];
+  // An absent page leaves no lse to compare; the row fails anyway.
+  if (dense_faults_[static_cast<size_t>(block.slot)] != 0) return;
+  const int64_t row = batch_->infos[static_cast<size_t>(block_index)].row;
+  std::vector<float>& masses = rows_[static_cast<size_t>(row)].masses;
+  const int64_t num_heads = sparse_lse.dim(1);
+  for (int64_t i = block.first_row * num_heads; i < (block.first_row + block.num_rows) * num_heads;
+       ++i) {
+    const float mass =
+        kernels::AttentionMassKept(sparse_lse.As<float>()[i], dense_lse.As<float>()[i]);
+    if (!std::isnan(mass)) masses.push_back(mass);  // NaN: the row fails anyway
+  }
+}
+
+}  // namespace kvasir::worker

@@ -1,0 +1,72 @@
+// What attention did in a step, per row of the plan and per phase: pages read and skipped, tiers
+// they came from, and the attention mass that selections kept, measured by exact recomputation on a
+// sample. It stands beside the forward pass: attention layers report to it, the engine reads it
+// when the step is over. Which (sequence, position, layer) is measured is a hash of these three, so
+// it depends neither on the batch nor on the rank. Thread-compatible.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "absl/status/status.h"
+
+#include "kernels/attention/attend.h"
+#include "kernels/base/buffer.h"
+#include "worker/step_batch.h"
+
+namespace kvasir::worker {
+
+// In pages, summed over layers, query blocks and the rank's KV heads.
+struct AttentionCounts {
+  int64_t total = 0;         // dense attention would have read
+  int64_t selected_out = 0;  // of them skipped, by reason
+  int64_t window = 0;
+  int64_t device_reads = 0;  // read, by the tier that held the page
+  int64_t host_reads = 0;
+
+  AttentionCounts& operator+=(const AttentionCounts& other);
+  friend bool operator==(const AttentionCounts&, const AttentionCounts&) = default;
+};
+
+struct RowAttention {
+  std::array<AttentionCounts, 2> counts;  // by Phase
+  std::vector<float> masses;              // measured, one per sampled (layer, query, query head)
+};
+
+class AttentionMeter {
+ public:
+  // `sample_rate` of the (query block, layer) pairs are measured.
+  explicit AttentionMeter(double sample_rate) : sample_rate_(sample_rate) {}
+
+  // `batch` stays as it is until the step's end.
+  void BeginStep(const StepBatch& batch);
+  // Counts what the selection of a layer reads and skips.
+  void Count(const kernels::PageSelection& selection, const kernels::PagedKv& kv, int64_t layer);
+  // Whether mass is measured in this layer: then the attention op must deliver lse.
+  bool Measures(int64_t layer);
+  // Attends densely to the sampled blocks and compares. `sparse` is what was run, with its lse.
+  absl::Status Measure(const kernels::AttendParams& sparse, kernels::Executor& executor);
+
+  const RowAttention& row(int64_t r) const { return rows_[static_cast<size_t>(r)]; }
+  int64_t num_rows() const { return std::ssize(rows_); }
+
+ private:
+  const SelectorGroup& GroupOf(int64_t block) const;
+  bool IsSampled(const BlockInfo& info, int64_t position, int64_t layer) const;
+  void Compare(int64_t block, const kernels::TensorView& sparse_lse,
+               const kernels::TensorView& dense_lse);
+
+  const double sample_rate_;
+  const StepBatch* batch_ = nullptr;
+  std::vector<RowAttention> rows_;
+  std::vector<int64_t> sampled_;  // blocks measured in the layer that Measures was asked about
+  // Of the dense run.
+  std::vector<kernels::QueryBlock> dense_blocks_;
+  std::vector<kernels::SelectionHeader> dense_headers_;
+  std::vector<uint8_t> dense_faults_;
+  kernels::HostBuffer dense_out_, dense_lse_;
+};
+
+}  // namespace kvasir::worker

@@ -1,0 +1,85 @@
+// Working memory of a forward pass, taken once for the largest step that will be asked for, and the
+// views of it for a step of some number of tokens. Owned by the engine, lent to the transformer.
+// Thread-compatible.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "absl/status/statusor.h"
+
+#include "kernels/base/buffer.h"
+#include "kernels/base/scratch.h"
+#include "kernels/base/tensor.h"
+#include "kernels/paged/page_selection.h"
+#include "worker/step_batch.h"
+
+namespace kvasir::worker {
+
+// Sizes of one rank's part of the model.
+struct ActivationSizes {
+  kernels::DType dtype = kernels::DType::kFloat32;
+  int64_t hidden = 0;
+  int64_t num_heads = 0;  // of this rank, as all below
+  int64_t num_kv_heads = 0;
+  int64_t head_dim = 0;
+  int64_t intermediate = 0;
+  int64_t vocab = 0;       // of the whole model
+  int64_t vocab_rows = 0;  // of the widest rank
+  int64_t num_ranks = 1;
+  int64_t gemm_scratch_bytes = 0;
+  // Of the largest step.
+  int64_t max_tokens = 0;
+  int64_t max_logits_rows = 0;
+};
+
+// One buffer that is viewed with as many rows as a step has.
+class ActivationBuffer {
+ public:
+  static absl::StatusOr<ActivationBuffer> Create(kernels::DType dtype, int64_t max_rows,
+                                                 int64_t width);
+  ActivationBuffer() = default;
+
+  // REQUIRES: rows <= max_rows.
+  kernels::TensorView Rows(int64_t rows) const;
+  // The same memory as [rows, heads, width / heads].
+  kernels::TensorView Heads(int64_t rows, int64_t heads) const;
+
+ private:
+  kernels::HostBuffer memory_;
+  kernels::DType dtype_ = kernels::DType::kFloat32;
+  int64_t max_rows_ = 0;
+  int64_t width_ = 0;
+};
+
+struct Activations {
+  static absl::StatusOr<Activations> Create(const ActivationSizes& sizes);
+
+  // dtype of the model, but for what is named float32.
+  ActivationBuffer residual;  // [tokens, hidden]: x, to which every layer adds
+  ActivationBuffer delta;     // [tokens, hidden]: what is to be added next
+  ActivationBuffer partial;   // [tokens, hidden] float32: this rank's summand of delta
+  ActivationBuffer normed;    // [tokens, hidden]
+  ActivationBuffer q;         // [tokens, num_heads * head_dim]
+  ActivationBuffer k, v;      // [tokens, num_kv_heads * head_dim]
+  ActivationBuffer attended;  // [tokens, num_heads * head_dim]
+  ActivationBuffer lse;       // [tokens, num_heads] float32
+  ActivationBuffer gate_up;   // [tokens, 2 * intermediate]
+  ActivationBuffer gated;     // [tokens, intermediate]
+  ActivationBuffer last_residual, last_delta;  // [logits rows, hidden]
+  ActivationBuffer local_logits;               // [logits rows, vocab_rows] float32
+  ActivationBuffer gathered_logits;            // [ranks * logits rows, vocab_rows] float32
+  ActivationBuffer logits;                     // [logits rows, vocab] float32
+
+  kernels::HostBuffer gemm_scratch;
+  kernels::Scratch attention_scratch;
+
+  // Memory of a step's selection. Lists grow with the budgets that requests ask for.
+  std::vector<kernels::SelectionHeader> headers;
+  kernels::Scratch entries;
+  // A selection with a row for each (block, KV head) and room for what the selectors may need.
+  absl::StatusOr<kernels::PageSelection> MakeSelection(const StepBatch& batch,
+                                                       int64_t num_kv_heads);
+};
+
+}  // namespace kvasir::worker

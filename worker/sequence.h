@@ -1,0 +1,47 @@
+// One running sequence as a worker knows it, and the work that a plan's row asks of it. Plain data,
+// owned by the slot table (slot_table.h); read by step_batch.cc. Thread-compatible.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "absl/status/status.h"
+
+#include "kernels/base/strong_id.h"
+#include "kernels/sparse/stages.h"
+#include "proto/kvasir/v1/worker.pb.h"
+
+namespace kvasir::worker {
+
+// What a sequence attends to in one phase: a selector of the engine's, and this sequence's numbers.
+struct PhasePolicy {
+  int64_t selector = 0;  // index into the engine's selectors
+  kernels::SelectionNumbers numbers;
+  int64_t dense_layers = 0;  // the first layers that attend to everything
+};
+
+struct Sequence {
+  kernels::SequenceId id;
+  std::vector<int32_t> tokens;  // the prompt, then what was sampled
+  int64_t prompt_size = 0;
+  int64_t kv_length = 0;                 // positions [0, kv_length) have their KV in `blocks`
+  std::vector<kernels::BlockId> blocks;  // bound to the slot, in order
+  v1::RowSampling sampling;
+  PhasePolicy prefill, decode;
+  // Positions from here on are computed one by one with the decode part: the prompt's tail and
+  // what is generated. Positions before it go in query blocks with the prefill part.
+  int64_t decode_begin = 0;
+  // Not OK once a row of it failed: its KV is not to be trusted.
+  absl::Status failed;
+};
+
+// The positions [begin, begin + num_tokens) of the sequence in `slot`, to be computed in this step.
+struct RowWork {
+  int64_t slot = 0;
+  int64_t begin = 0;
+  int64_t num_tokens = 0;
+  bool sample = false;
+  const Sequence* sequence = nullptr;
+};
+
+}  // namespace kvasir::worker

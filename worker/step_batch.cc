@@ -1,0 +1,95 @@
+#include "worker/step_batch.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace kvasir::worker {
+namespace {
+
+using kernels::kPageTokens;
+using kernels::QueryBlock;
+
+// One query block before it is sorted to its selector.
+struct Piece {
+  QueryBlock block;
+  BlockInfo info;
+  const PhasePolicy* policy = nullptr;
+};
+
+// Appends the query blocks of one row, whose tokens start at `first_row` of the batch.
+void CutRow(const RowWork& work, int64_t row, int64_t first_row, std::vector<Piece>& pieces) {
+  const Sequence& sequence = *work.sequence;
+  const int64_t end = work.begin + work.num_tokens;
+  for (int64_t position = work.begin; position < end;) {
+    const bool decode = position >= sequence.decode_begin;
+    int64_t piece_end = position + 1;
+    if (!decode) {
+      const int64_t page_end = (position / kPageTokens + 1) * kPageTokens;
+      piece_end = std::min({page_end, end, sequence.decode_begin});
+    }
+    const PhasePolicy& policy = decode ? sequence.decode : sequence.prefill;
+    pieces.push_back({.block = {.slot = work.slot,
+                                .first_row = first_row + position - work.begin,
+                                .num_rows = piece_end - position,
+                                .first_position = position},
+                      .info = {.row = row,
+                               .phase = decode ? Phase::kDecode : Phase::kPrefill,
+                               .dense_layers = policy.dense_layers,
+                               .sequence = sequence.id},
+                      .policy = &policy});
+    position = piece_end;
+  }
+}
+
+void AddAppends(const RowWork& work, int64_t first_row, std::vector<QueryBlock>& appends) {
+  const int64_t end = work.begin + work.num_tokens;
+  for (int64_t position = work.begin; position < end;) {
+    const int64_t piece_end = std::min((position / kPageTokens + 1) * kPageTokens, end);
+    appends.push_back({.slot = work.slot,
+                       .first_row = first_row + position - work.begin,
+                       .num_rows = piece_end - position,
+                       .first_position = position});
+    position = piece_end;
+  }
+}
+
+}  // namespace
+
+StepBatch MakeStepBatch(std::span<const RowWork> rows, std::span<const ServedSelector> selectors) {
+  StepBatch batch;
+  std::vector<Piece> pieces;
+  for (size_t r = 0; r < rows.size(); ++r) {
+    const RowWork& work = rows[r];
+    const int64_t first_row = batch.num_tokens();
+    batch.row_begins.push_back(first_row);
+    for (int64_t i = 0; i < work.num_tokens; ++i) {
+      const int64_t position = work.begin + i;
+      batch.tokens.push_back(work.sequence->tokens[static_cast<size_t>(position)]);
+      batch.positions.push_back(position);
+    }
+    CutRow(work, static_cast<int64_t>(r), first_row, pieces);
+    AddAppends(work, first_row, batch.appends);
+    if (work.sample) {
+      batch.sampled_tokens.push_back(batch.num_tokens() - 1);
+      batch.sampled_rows.push_back(static_cast<int64_t>(r));
+    }
+  }
+  batch.row_begins.push_back(batch.num_tokens());
+  std::stable_sort(pieces.begin(), pieces.end(), [](const Piece& a, const Piece& b) {
+    return a.policy->selector < b.policy->selector;
+  });
+  for (const Piece& piece : pieces) {
+    const int64_t index = static_cast<int64_t>(batch.blocks.size());
+    const ServedSelector* served = &selectors[static_cast<size_t>(piece.policy->selector)];
+    if (batch.groups.empty() || batch.groups.back().served != served) {
+      batch.groups.push_back({.served = served, .begin = index, .end = index});
+    }
+    ++batch.groups.back().end;
+    batch.blocks.push_back(piece.block);
+    batch.numbers.push_back(piece.policy->numbers);
+    batch.infos.push_back(piece.info);
+  }
+  return batch;
+}
+
+}  // namespace kvasir::worker

@@ -1,0 +1,70 @@
+// One step as the model computes it: the tokens of all rows side by side, cut into query blocks.
+// The cut depends on absolute positions only, never on chunks or neighbours, so a token's result
+// does not either:
+//
+//   positions   0       64      128     192  decode_begin   prompt end
+//               |-------|-------|-------|-------|.|.|.|.|.|.|.|.|.|
+//               prefill part, blocks within     decode part, one token a block
+//               [64 i, 64 i + 64)
+//
+// Made by the engine from the rows of a plan; read by the transformer. Plain data and a function
+// without state.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "kernels/paged/paged_kv.h"
+#include "kernels/sparse/stages.h"
+#include "worker/sequence.h"
+
+namespace kvasir::worker {
+
+enum class Phase : uint8_t { kPrefill = 0, kDecode = 1 };
+
+// A selector of the engine's; sequences name it by index.
+struct ServedSelector {
+  std::unique_ptr<kernels::Selector> selector;
+  bool dense = false;  // it selects everything
+};
+
+// Query blocks [begin, end) that one selector serves.
+struct SelectorGroup {
+  const ServedSelector* served = nullptr;
+  int64_t begin = 0;
+  int64_t end = 0;
+};
+
+// What there is to know of a query block besides its tokens.
+struct BlockInfo {
+  int64_t row = 0;  // index of the RowWork it belongs to
+  Phase phase = Phase::kPrefill;
+  int64_t dense_layers = 0;
+  kernels::SequenceId sequence;
+};
+
+struct StepBatch {
+  std::vector<int32_t> tokens;
+  std::vector<int64_t> positions;
+  // First token of each row, and the end: row r has tokens [row_begins[r], row_begins[r + 1]).
+  std::vector<int64_t> row_begins;
+  // What is written to the KV: per slot in ascending position, each within one token block.
+  std::vector<kernels::QueryBlock> appends;
+  // What attends, ordered by selector.
+  std::vector<kernels::QueryBlock> blocks;
+  std::vector<kernels::SelectionNumbers> numbers;  // of each block
+  std::vector<BlockInfo> infos;                    // of each block
+  std::vector<SelectorGroup> groups;
+  // Tokens whose logits are wanted, ascending, and the rows they belong to.
+  std::vector<int64_t> sampled_tokens;
+  std::vector<int64_t> sampled_rows;
+
+  int64_t num_tokens() const { return static_cast<int64_t>(tokens.size()); }
+};
+
+// REQUIRES: the rows were checked by the slot table; selector indices are within `selectors`.
+StepBatch MakeStepBatch(std::span<const RowWork> rows, std::span<const ServedSelector> selectors);
+
+}  // namespace kvasir::worker
