@@ -1,0 +1,337 @@
+#include "worker/engine.h"
+
+#include <algorithm>
+#include <chrono>
+#include <limits>
+#include <set>
+#include <string>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+
+#include "kernels/base/status_macros.h"
+#include "kernels/dense/sampling.h"
+#include "kernels/paged/digests.h"
+#include "kernels/sparse/policy.h"
+#include "xxhash.h"
+
+namespace kvasir::worker {
+namespace {
+
+using kernels::DType;
+using kernels::kPageTokens;
+using kernels::TensorView;
+
+absl::StatusOr<absl::string_view> SelectorName(const v1::AttentionPolicy& policy) {
+  switch (policy.selector_case()) {
+    case v1::AttentionPolicy::kAll:
+      return absl::string_view("all");
+    case v1::AttentionPolicy::kStreaming:
+      return absl::string_view("streaming");
+    case v1::AttentionPolicy::kQuest:
+      return absl::string_view("quest");
+    case v1::AttentionPolicy::SELECTOR_NOT_SET:
+      break;
+  }
+  return absl::InvalidArgumentError("a policy names no selector");
+}
+
+kernels::SamplingOptions MakeSamplingOptions(const Sequence& sequence, int64_t position,
+                                             std::vector<int32_t>& banned) {
+  const v1::RowSampling& sampling = sequence.sampling;
+  banned.clear();
+  if (position - sequence.prompt_size < int64_t{sampling.min_tokens()}) {
+    banned.assign(sampling.stop_token_ids().begin(), sampling.stop_token_ids().end());
+  }
+  return {.temperature = sampling.temperature(),
+          .top_k = sampling.top_k(),
+          .top_p = sampling.top_p(),
+          .seed = sampling.seed(),
+          .position = position,
+          .banned = banned};
+}
+
+}  // namespace
+
+Engine::Engine(const EngineOptions& options, Transformer& model, Collective& collective,
+               kernels::Executor& executor)
+    : options_(options),
+      model_(model),
+      collective_(collective),
+      executor_(executor),
+      meter_(options.mass_sample_rate) {}
+
+absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(const EngineOptions& options,
+                                                       Transformer& model, Collective& collective,
+                                                       kernels::Executor& executor) {
+  auto engine = std::unique_ptr<Engine>(new Engine(options, model, collective, executor));
+  KVASIR_RETURN_IF_ERROR(engine->Init());
+  return engine;
+}
+
+absl::Status Engine::Init() {
+  layout_ = model_.kv_layout(options_.kv_dtype);
+  const int64_t max_model_len = model_.options().max_model_len;
+  const int64_t vocab_size = model_.options().config.vocab_size;
+  SlotTableOptions slots = {.num_slots = options_.max_num_seqs,
+                            .max_model_len = max_model_len,
+                            .vocab_size = vocab_size,
+                            .pages_per_block = layout_.pages_per_block()};
+  for (const v1::SparsityPolicy& policy : options_.policies) {
+    KVASIR_ASSIGN_OR_RETURN(const int64_t prefill, ServeSelector(policy.prefill()));
+    KVASIR_ASSIGN_OR_RETURN(const int64_t decode, ServeSelector(policy.decode()));
+    slots.policies.push_back({.prefill_selector = prefill,
+                              .decode_selector = decode,
+                              .decode_is_dense = selectors_[static_cast<size_t>(decode)].dense});
+  }
+  KVASIR_ASSIGN_OR_RETURN(
+      store_, kvstore::KvStore::Create(
+                  {.layout = layout_,
+                   .device_bytes = options_.kv_device_bytes,
+                   .host_bytes = options_.kv_host_bytes,
+                   .num_slots = options_.max_num_seqs,
+                   .max_blocks_per_slot = (max_model_len + kPageTokens - 1) / kPageTokens}));
+  slots_ = std::make_unique<SlotTable>(std::move(slots), *store_);
+  KVASIR_ASSIGN_OR_RETURN(activations_, Activations::Create(model_.activation_sizes(
+                                            options_.max_num_batched_tokens, options_.max_num_seqs,
+                                            executor_.num_threads())));
+  KVASIR_ASSIGN_OR_RETURN(sampling_scratch_,
+                          kernels::HostBuffer::Allocate(
+                              kernels::SamplingScratchBytes(vocab_size, executor_.num_threads())));
+  return absl::OkStatus();
+}
+
+// One object per method: shapes differ in nothing else, numbers come with the rows.
+absl::StatusOr<int64_t> Engine::ServeSelector(const v1::AttentionPolicy& policy) {
+  KVASIR_ASSIGN_OR_RETURN(const absl::string_view name, SelectorName(policy));
+  const auto known = std::find(selector_names_.begin(), selector_names_.end(), name);
+  if (known != selector_names_.end()) return known - selector_names_.begin();
+  KVASIR_ASSIGN_OR_RETURN(std::unique_ptr<kernels::Selector> selector, kernels::MakeSelector(name));
+  selectors_.push_back({.selector = std::move(selector), .dense = name == "all"});
+  selector_names_.emplace_back(name);
+  return std::ssize(selectors_) - 1;
+}
+
+absl::StatusOr<v1::StepReply> Engine::Step(const v1::StepPlan& plan) {
+  if (!broken_.ok()) return broken_;
+  const auto start = std::chrono::steady_clock::now();
+  absl::StatusOr<v1::StepReply> reply = CarryOut(plan);
+  if (!reply.ok()) {
+    broken_ = reply.status();
+    return reply;
+  }
+  reply->set_step_s(
+      std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+  return reply;
+}
+
+absl::StatusOr<v1::StepReply> Engine::CarryOut(const v1::StepPlan& plan) {
+  KVASIR_RETURN_IF_ERROR(CheckPlan(plan));
+  last_plan_ = plan.step();
+  v1::StepReply reply;
+  for (const v1::BlockSeal& seal : plan.seals()) KVASIR_RETURN_IF_ERROR(slots_->Seal(seal));
+  for (const uint32_t slot : plan.free_slots()) KVASIR_RETURN_IF_ERROR(slots_->Free(slot));
+  for (const uint64_t id : plan.drop_blocks()) {
+    slots_->Drop(kernels::BlockId(static_cast<int64_t>(id)));
+  }
+  rows_.clear();
+  KVASIR_ASSIGN_OR_RETURN(const bool missing, AnyRankMisses(plan, reply));
+  if (!missing) {
+    KVASIR_RETURN_IF_ERROR(StartSequences(plan));
+    KVASIR_RETURN_IF_ERROR(PrepareRows(plan));
+    KVASIR_RETURN_IF_ERROR(Compute());
+  }
+  FillReply(plan, reply);
+  return reply;
+}
+
+absl::Status Engine::CheckPlan(const v1::StepPlan& plan) const {
+  if (plan.group_epoch() != options_.group_epoch) {
+    return absl::FailedPreconditionError(absl::StrCat("a plan of group epoch ", plan.group_epoch(),
+                                                      ", this group's is ", options_.group_epoch));
+  }
+  if (plan.step() <= last_plan_) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("plan ", plan.step(), " after plan ", last_plan_));
+  }
+  std::set<uint32_t> slots;
+  int64_t tokens = 0;
+  for (const v1::StepRow& row : plan.rows()) {
+    tokens += row.num_tokens();
+    if (!slots.insert(row.slot()).second) {
+      return absl::InternalError(absl::StrCat("wrong plan: two rows of slot ", row.slot()));
+    }
+  }
+  if (tokens > options_.max_num_batched_tokens) {
+    return absl::InternalError(absl::StrCat("wrong plan: ", tokens, " tokens, the step holds ",
+                                            options_.max_num_batched_tokens));
+  }
+  return absl::OkStatus();  // rows are at most one per slot, so at most max_num_seqs
+}
+
+absl::StatusOr<bool> Engine::AnyRankMisses(const v1::StepPlan& plan, v1::StepReply& reply) {
+  for (const kernels::BlockId id : slots_->FindMissing(plan)) {
+    reply.add_missing_blocks(static_cast<uint64_t>(id.value));
+  }
+  const bool reuses = std::any_of(plan.starts().begin(), plan.starts().end(),
+                                  [](const auto& start) { return start.cached_blocks_size() > 0; });
+  float misses = static_cast<float>(reply.missing_blocks_size());
+  if (reuses) KVASIR_RETURN_IF_ERROR(collective_.AllReduceSum(absl::MakeSpan(&misses, 1)));
+  return misses > 0;
+}
+
+absl::Status Engine::StartSequences(const v1::StepPlan& plan) {
+  for (const v1::SequenceStart& start : plan.starts()) {
+    KVASIR_ASSIGN_OR_RETURN(started_[start.slot()], slots_->Start(start));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Engine::PrepareRows(const v1::StepPlan& plan) {
+  works_.clear();
+  truncations_.clear();
+  for (const v1::StepRow& plan_row : plan.rows()) {
+    Row row = {.slot = plan_row.slot()};
+    if (const auto started = started_.extract(row.slot)) row.cached = started.mapped();
+    absl::StatusOr<RowWork> work = slots_->Prepare(plan_row, truncations_);
+    if (work.ok()) {
+      row.computed = std::ssize(works_);
+      works_.push_back(*work);
+    } else if (absl::IsResourceExhausted(work.status())) {
+      // Stores of equal size fill up equally, so all ranks leave the row out.
+      slots_->at(row.slot).failed = work.status();
+    } else {
+      return work.status();
+    }
+    rows_.push_back(std::move(row));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Engine::Compute() {
+  if (works_.empty()) return absl::OkStatus();
+  const StepBatch batch = MakeStepBatch(works_, selectors_);
+  const kernels::PagedKv kv = store_->BeginStep(++kv_step_);
+  for (const Truncation& t : truncations_) {
+    KVASIR_RETURN_IF_ERROR(RebuildBounds(kv, t.slot, t.block, t.num_tokens));
+  }
+  meter_.BeginStep(batch);
+  ForwardResult forward;
+  KVASIR_RETURN_IF_ERROR(model_.Forward({.batch = batch,
+                                         .kv = kv,
+                                         .activations = activations_,
+                                         .meter = meter_,
+                                         .collective = collective_,
+                                         .executor = executor_},
+                                        forward));
+  for (size_t r = 0; r < works_.size(); ++r) {
+    Sequence& sequence = slots_->at(works_[r].slot);
+    sequence.kv_length = works_[r].begin + works_[r].num_tokens;
+    if (forward.row_is_finite[r] == 0 && sequence.failed.ok()) {
+      sequence.failed = absl::DataLossError(
+          "NaN or infinity in the hidden state: weights or KV are corrupt, or KV was absent");
+    }
+  }
+  KVASIR_RETURN_IF_ERROR(Sample(batch, forward));
+  KVASIR_RETURN_IF_ERROR(store_->EndStep());
+  FailCorruptSequences();
+  return absl::OkStatus();
+}
+
+absl::Status Engine::Sample(const StepBatch& batch, const ForwardResult& forward) {
+  const size_t count = batch.sampled_rows.size();
+  if (count == 0) return absl::OkStatus();
+  std::vector<kernels::SamplingOptions> options(count);
+  std::vector<std::vector<int32_t>> banned(count);
+  std::vector<kernels::SampledToken> tokens(count);
+  for (size_t i = 0; i < count; ++i) {
+    const RowWork& work = works_[static_cast<size_t>(batch.sampled_rows[i])];
+    const int64_t position = work.begin + work.num_tokens;
+    options[i] = MakeSamplingOptions(*work.sequence, position, banned[i]);
+    if (logits_tap_) {
+      const int64_t vocab = forward.logits.dim(1);
+      const float* row = forward.logits.As<float>() + static_cast<int64_t>(i) * vocab;
+      logits_tap_(work.slot, position - 1, {row, static_cast<size_t>(vocab)});
+    }
+  }
+  KVASIR_RETURN_IF_ERROR(kernels::Sample(
+      {.logits = forward.logits,
+       .options = options,
+       .tokens = tokens,
+       .scratch = {sampling_scratch_.data(), static_cast<size_t>(sampling_scratch_.size_bytes())}},
+      executor_));
+  for (size_t i = 0; i < count; ++i) {
+    Sequence& sequence = slots_->at(works_[static_cast<size_t>(batch.sampled_rows[i])].slot);
+    if (!tokens[i].status.ok()) {
+      if (sequence.failed.ok()) sequence.failed = tokens[i].status;
+      continue;
+    }
+    sequence.tokens.push_back(tokens[i].token);
+    for (Row& row : rows_) {
+      if (row.computed != batch.sampled_rows[i]) continue;
+      row.token = tokens[i].token;
+      row.logprob = tokens[i].logprob;
+    }
+  }
+  return absl::OkStatus();
+}
+
+// Corruption is found by one rank only. Its sequences fail here and are computed on with the
+// others, so that the ranks stay in step until the coordinator takes them away.
+void Engine::FailCorruptSequences() {
+  for (const kvstore::CorruptBlock& corrupt : store_->TakeCorrupt()) {
+    for (const int64_t slot : corrupt.slots) {
+      Sequence& sequence = slots_->at(slot);
+      if (sequence.failed.ok()) sequence.failed = corrupt.status;
+    }
+  }
+}
+
+void Engine::FillReply(const v1::StepPlan& plan, v1::StepReply& reply) const {
+  reply.set_group_epoch(plan.group_epoch());
+  reply.set_step(plan.step());
+  std::vector<int64_t> sampled;  // what the ranks must agree on
+  for (const Row& row : rows_) {
+    const Sequence& sequence = slots_->at(row.slot);
+    v1::RowResult& result = *reply.add_results();
+    result.set_slot(static_cast<uint32_t>(row.slot));
+    if (row.token >= 0) sampled.insert(sampled.end(), {row.slot, row.token});
+    if (!sequence.failed.ok()) {
+      result.set_error_code(static_cast<int32_t>(sequence.failed.code()));
+      result.set_error_message(std::string(sequence.failed.message()));
+    } else if (row.token >= 0) {
+      result.set_token_id(static_cast<uint32_t>(row.token));
+      result.set_logprob(row.logprob);
+    }
+    FillAccounting(row, *result.mutable_accounting());
+  }
+  reply.set_token_hash(XXH3_64bits(sampled.data(), sampled.size() * sizeof(int64_t)));
+  const kvstore::KvStoreStats stats = store_->stats();
+  v1::TierUsage& tiers = *reply.mutable_tiers();
+  tiers.set_device_pages_used(static_cast<uint64_t>(stats.device_pages_used));
+  tiers.set_device_pages_total(static_cast<uint64_t>(stats.device_pages_total));
+  tiers.set_host_blocks_used(static_cast<uint64_t>(stats.host_blocks_used));
+  tiers.set_host_blocks_total(static_cast<uint64_t>(stats.host_blocks_total));
+}
+
+void Engine::FillAccounting(const Row& row, v1::RowAccounting& accounting) const {
+  accounting.set_cached_device_tokens(static_cast<uint32_t>(row.cached.device_tokens));
+  accounting.set_cached_host_tokens(static_cast<uint32_t>(row.cached.host_tokens));
+  if (row.computed < 0) return;
+  const RowAttention& attention = meter_.row(row.computed);
+  AttentionCounts counts;
+  for (const AttentionCounts& phase : attention.counts) counts += phase;
+  accounting.set_blocks_total(static_cast<uint64_t>(counts.total));
+  accounting.set_skipped_selected_out(static_cast<uint64_t>(counts.selected_out));
+  accounting.set_skipped_window(static_cast<uint64_t>(counts.window));
+  accounting.set_page_hits(static_cast<uint64_t>(counts.device_reads));
+  accounting.set_page_misses(static_cast<uint64_t>(counts.host_reads));
+  if (attention.masses.empty()) return;
+  double sum = 0;
+  for (const float mass : attention.masses) sum += mass;
+  accounting.set_mass_samples(attention.masses.size());
+  accounting.set_mass_sum(sum);
+  accounting.set_mass_minimum(*std::min_element(attention.masses.begin(), attention.masses.end()));
+}
+
+}  // namespace kvasir::worker

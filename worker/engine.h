@@ -1,0 +1,123 @@
+// The worker's engine: carries out one plan after another on one rank. It owns the KV store, the
+// slots and the working memory; the model, the collective and the executor are lent. Hidden behind
+// Step: everything between a plan and its reply. Called by the group member, on the engine thread.
+// Thread-compatible.
+//
+// An error of Step ends the group: what the ranks know of their sequences may differ from then on,
+// and every later Step returns the same error. An error of one row (NaN, corrupt or absent KV, no
+// room) stands in its result, and in those of every later row of that sequence.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+
+#include "kernels/base/executor.h"
+#include "kvstore/kv_store.h"
+#include "proto/kvasir/v1/worker.pb.h"
+#include "worker/attention_meter.h"
+#include "worker/model/activations.h"
+#include "worker/model/transformer.h"
+#include "worker/parallel/collective.h"
+#include "worker/slot_table.h"
+#include "worker/step_batch.h"
+
+namespace kvasir::worker {
+
+struct EngineOptions {
+  uint64_t group_epoch = 0;
+  int64_t max_num_seqs = 0;
+  int64_t max_num_batched_tokens = 0;
+  kernels::DType kv_dtype = kernels::DType::kFloat32;
+  int64_t kv_device_bytes = 0;
+  int64_t kv_host_bytes = 0;
+  std::vector<v1::SparsityPolicy> policies;
+  double mass_sample_rate = 0;
+};
+
+// Sees the logits of every row that samples, before sampling.
+using LogitsTap =
+    std::function<void(int64_t slot, int64_t position, std::span<const float> logits)>;
+
+class Engine {
+ public:
+  // Takes all memory that steps within the options' limits need. INVALID_ARGUMENT for policies that
+  // cannot be served, RESOURCE_EXHAUSTED for memory. The references outlive the engine.
+  static absl::StatusOr<std::unique_ptr<Engine>> Create(const EngineOptions& options,
+                                                        Transformer& model, Collective& collective,
+                                                        kernels::Executor& executor);
+
+  // Carries out the plan in the order of its fields. FAILED_PRECONDITION for a plan of another
+  // epoch or an old step, INTERNAL for one that contradicts itself or what went before.
+  absl::StatusOr<v1::StepReply> Step(const v1::StepPlan& plan);
+
+  // What attention did in the last step that computed something.
+  const AttentionMeter& meter() const { return meter_; }
+  const kvstore::KvStore& store() const { return *store_; }
+  int64_t block_bytes() const { return layout_.block_bytes(); }
+  int64_t pages_per_block() const { return layout_.pages_per_block(); }
+  void set_logits_tap(LogitsTap tap) { logits_tap_ = std::move(tap); }
+
+ private:
+  // One row of the plan while it is worked on.
+  struct Row {
+    int64_t slot = 0;
+    int32_t token = -1;  // sampled
+    float logprob = 0;
+    CachedPrefix cached = {};
+    int64_t computed = -1;  // index into works_; -1: not computed
+  };
+
+  Engine(const EngineOptions& options, Transformer& model, Collective& collective,
+         kernels::Executor& executor);
+
+  absl::Status Init();
+  absl::StatusOr<int64_t> ServeSelector(const v1::AttentionPolicy& policy);
+  absl::Status CheckPlan(const v1::StepPlan& plan) const;
+  absl::StatusOr<v1::StepReply> CarryOut(const v1::StepPlan& plan);
+  // Fills the reply's missing_blocks. True: some rank misses something, and nothing is computed.
+  absl::StatusOr<bool> AnyRankMisses(const v1::StepPlan& plan, v1::StepReply& reply);
+  absl::Status StartSequences(const v1::StepPlan& plan);
+  absl::Status PrepareRows(const v1::StepPlan& plan);
+  absl::Status Compute();
+  absl::Status Sample(const StepBatch& batch, const ForwardResult& forward);
+  void FailCorruptSequences();
+  void FillReply(const v1::StepPlan& plan, v1::StepReply& reply) const;
+  void FillAccounting(const Row& row, v1::RowAccounting& accounting) const;
+
+  const EngineOptions options_;
+  Transformer& model_;
+  Collective& collective_;
+  kernels::Executor& executor_;
+
+  // Constant after Init.
+  std::vector<ServedSelector> selectors_;
+  std::vector<std::string> selector_names_;  // of selectors_
+  kernels::KvLayout layout_;
+
+  std::unique_ptr<kvstore::KvStore> store_;
+  std::unique_ptr<SlotTable> slots_;
+  Activations activations_;
+  kernels::HostBuffer sampling_scratch_;
+  AttentionMeter meter_;
+  LogitsTap logits_tap_;
+
+  absl::Status broken_;
+  uint64_t last_plan_ = 0;                   // step number of the last plan
+  uint32_t kv_step_ = 0;                     // steps of the store
+  std::map<int64_t, CachedPrefix> started_;  // by slot, until the first row is answered
+
+  // Of the plan that is being carried out.
+  std::vector<Row> rows_;
+  std::vector<RowWork> works_;
+  std::vector<Truncation> truncations_;
+};
+
+}  // namespace kvasir::worker

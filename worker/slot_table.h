@@ -1,0 +1,93 @@
+// The sequences of a worker by slot, and their blocks in the KV store. It carries out the
+// bookkeeping parts of a plan and checks every field of it first: a plan comes from our own
+// coordinator, but a wrong one must end as an error and never as corrupted KV. It hides how slots,
+// blocks and tokens refer to each other. Called by the engine, in the order of a plan's fields.
+// Thread-compatible.
+//
+// Errors: INTERNAL, naming the field, for a plan that contradicts what the worker knows; the group
+// cannot go on after it. RESOURCE_EXHAUSTED from Prepare concerns its row only.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+
+#include "kernels/base/strong_id.h"
+#include "kvstore/kv_store.h"
+#include "proto/kvasir/v1/worker.pb.h"
+#include "worker/sequence.h"
+
+namespace kvasir::worker {
+
+// The selectors of a policy that the server declared.
+struct PolicyShape {
+  int64_t prefill_selector = 0;  // index into the engine's selectors
+  int64_t decode_selector = 0;
+  bool decode_is_dense = true;  // then a prompt has no tail
+};
+
+struct SlotTableOptions {
+  int64_t num_slots = 0;
+  int64_t max_model_len = 0;
+  int64_t vocab_size = 0;
+  int64_t pages_per_block = 0;
+  std::vector<PolicyShape> policies = {};
+};
+
+// Where the reused prefix of a sequence lay when it started. Tokens.
+struct CachedPrefix {
+  int64_t device_tokens = 0;
+  int64_t host_tokens = 0;
+};
+
+// A block whose page bounds must be made anew from its first tokens before it is appended to.
+struct Truncation {
+  int64_t slot = 0;
+  int64_t block = 0;
+  int64_t num_tokens = 0;
+};
+
+class SlotTable {
+ public:
+  // `store` outlives the table.
+  SlotTable(SlotTableOptions options, kvstore::KvStore& store);
+
+  absl::Status Seal(const v1::BlockSeal& seal);
+  absl::Status Free(uint32_t slot);
+  void Drop(kernels::BlockId block) { store_.Drop(block); }
+  // Blocks that the plan's starts name and this rank does not hold.
+  std::vector<kernels::BlockId> FindMissing(const v1::StepPlan& plan) const;
+  absl::StatusOr<CachedPrefix> Start(const v1::SequenceStart& start);
+
+  // Truncates the sequence to the row's begin, opens its new blocks, and returns the work.
+  // `truncations` is appended to.
+  absl::StatusOr<RowWork> Prepare(const v1::StepRow& row, std::vector<Truncation>& truncations);
+
+  // REQUIRES: the slot is taken.
+  Sequence& at(int64_t slot);
+  // Null when the slot is not taken (or does not exist).
+  const Sequence* Find(uint32_t slot) const;
+
+ private:
+  struct OpenBlock {
+    int64_t slot = 0;
+    int64_t index = 0;  // in the sequence
+  };
+
+  absl::Status CheckStart(const v1::SequenceStart& start) const;
+  absl::Status CheckRow(const v1::StepRow& row, const Sequence& sequence) const;
+  absl::Status Truncate(int64_t slot, int64_t length, std::vector<Truncation>& truncations);
+  absl::Status OpenBlocks(const v1::StepRow& row, Sequence& sequence);
+  void UnbindFrom(int64_t slot, int64_t first_index);
+
+  const SlotTableOptions options_;
+  kvstore::KvStore& store_;
+  std::vector<std::optional<Sequence>> slots_;
+  std::map<kernels::BlockId, OpenBlock> open_blocks_;  // bound and not sealed
+};
+
+}  // namespace kvasir::worker
