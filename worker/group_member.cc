@@ -1,0 +1,165 @@
+#include "worker/group_member.h"
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/time.h"
+#include "spdlog/spdlog.h"
+
+#include "kernels/base/status_macros.h"
+#include "proto/worker_protocol.h"
+#include "worker/parallel/gloo_collective.h"
+#include "worker/parallel/single_collective.h"
+
+namespace kvasir::worker {
+namespace {
+
+// Bounds of what a plan may ask memory for; config.proto gives the same to the user's flags.
+constexpr uint32_t kMaxSeqs = 1024;
+constexpr uint32_t kMaxBatchedTokens = 1 << 20;
+constexpr int kMaxPolicies = 4;
+constexpr double kMaxGb = 100'000;
+
+absl::Status CheckShardPlan(const v1::ShardPlan& plan) {
+  const auto bad = [](const auto&... what) {
+    return absl::InvalidArgumentError(absl::StrCat("shard plan: ", what...));
+  };
+  const auto gb_in_range = [](double gb) { return gb > 0 && gb <= kMaxGb; };
+  if (plan.protocol_version() != proto::kWorkerProtocolVersion) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "the coordinator speaks version ", plan.protocol_version(), " of the worker protocol, ",
+        "this worker ", proto::kWorkerProtocolVersion, "; run the same release on both"));
+  }
+  if (plan.tensor_parallel_rank() >= plan.tensor_parallel_size()) {
+    return bad("rank ", plan.tensor_parallel_rank(), " of ", plan.tensor_parallel_size());
+  }
+  if (plan.max_num_seqs() == 0 || plan.max_num_seqs() > kMaxSeqs) {
+    return bad("max_num_seqs ", plan.max_num_seqs(), "; it must be 1 to ", kMaxSeqs);
+  }
+  if (plan.max_num_batched_tokens() == 0 || plan.max_num_batched_tokens() > kMaxBatchedTokens) {
+    return bad("max_num_batched_tokens ", plan.max_num_batched_tokens(), "; it must be 1 to ",
+               kMaxBatchedTokens);
+  }
+  if (plan.policies_size() == 0 || plan.policies_size() > kMaxPolicies) {
+    return bad(plan.policies_size(), " policies; there must be 1 to ", kMaxPolicies);
+  }
+  if (!gb_in_range(plan.kv().kv_device_size_gb()) || !gb_in_range(plan.kv().kv_host_size_gb())) {
+    return bad("KV tiers of ", plan.kv().kv_device_size_gb(), " and ", plan.kv().kv_host_size_gb(),
+               " GB");
+  }
+  if (!(plan.mass_sample_rate() >= 0 && plan.mass_sample_rate() <= 1)) {
+    return bad("mass_sample_rate ", plan.mass_sample_rate());
+  }
+  if (!(plan.collective_timeout_s() > 0 && plan.collective_timeout_s() < 1e6)) {
+    return bad("collective_timeout_s ", plan.collective_timeout_s());
+  }
+  return absl::OkStatus();
+}
+
+// Everything of a plan that the loaded model depends on.
+std::string ModelKey(const v1::ShardPlan& plan) {
+  const v1::ModelConfig& model = plan.model();
+  return absl::StrCat(model.model(), "\n", model.dtype(), "\n", model.max_model_len(), "\n",
+                      plan.kv().kv_cache_dtype(), "\n", plan.tensor_parallel_rank(), "/",
+                      plan.tensor_parallel_size());
+}
+
+int64_t GbToBytes(double gb) { return static_cast<int64_t>(gb * 1e9); }
+
+}  // namespace
+
+GroupMember::GroupMember(GroupMemberOptions options, kernels::Executor& executor,
+                         WorkerMetrics& metrics)
+    : options_(std::move(options)), executor_(executor), metrics_(metrics) {}
+
+absl::Status GroupMember::Serve(CoordinatorStream& stream) {
+  const std::optional<v1::CoordinatorMessage> first = stream.Read();
+  if (!first) return absl::OkStatus();
+  if (!first->has_shard_plan()) {
+    return absl::FailedPreconditionError("the first message of a stream must be a ShardPlan");
+  }
+  const v1::ShardPlan& plan = first->shard_plan();
+  KVASIR_RETURN_IF_ERROR(CheckShardPlan(plan));
+  KVASIR_RETURN_IF_ERROR(Load(plan, stream));
+  KVASIR_ASSIGN_OR_RETURN(const std::unique_ptr<Collective> collective, Connect(plan, stream));
+  KVASIR_ASSIGN_OR_RETURN(
+      const std::unique_ptr<Engine> engine,
+      Engine::Create({.group_epoch = plan.group_epoch(),
+                      .max_num_seqs = plan.max_num_seqs(),
+                      .max_num_batched_tokens = plan.max_num_batched_tokens(),
+                      .kv_dtype = model_->kv_dtype,
+                      .kv_device_bytes = GbToBytes(plan.kv().kv_device_size_gb()),
+                      .kv_host_bytes = GbToBytes(plan.kv().kv_host_size_gb()),
+                      .policies = {plan.policies().begin(), plan.policies().end()},
+                      .mass_sample_rate = plan.mass_sample_rate()},
+                     *model_->transformer, *collective, executor_));
+  metrics_.JoinGroup({.model = plan.model().model(), .rank = plan.tensor_parallel_rank()});
+  stream.Write(MakeReady(*engine));
+  spdlog::info("ready: rank {} of {}, epoch {}", plan.tensor_parallel_rank(),
+               plan.tensor_parallel_size(), plan.group_epoch());
+  options_.on_ready(true);
+  const absl::Status status = RunPlans(*engine, stream);
+  options_.on_ready(false);
+  return status;
+}
+
+absl::Status GroupMember::Load(const v1::ShardPlan& plan, CoordinatorStream& stream) {
+  const std::string key = ModelKey(plan);
+  if (model_ && key == model_key_) return absl::OkStatus();
+  model_.reset();  // before the next one is read: there may not be room for both
+  const auto progress = [&stream](absl::string_view stage, double fraction) {
+    v1::WorkerMessage message;
+    message.mutable_load_progress()->set_stage(std::string(stage));
+    message.mutable_load_progress()->set_fraction(fraction);
+    stream.Write(std::move(message));
+  };
+  KVASIR_ASSIGN_OR_RETURN(model_, LoadModel({.model = plan.model(),
+                                             .kv = plan.kv(),
+                                             .rank = plan.tensor_parallel_rank(),
+                                             .num_ranks = plan.tensor_parallel_size(),
+                                             .progress = progress}));
+  model_key_ = key;
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::unique_ptr<Collective>> GroupMember::Connect(const v1::ShardPlan& plan,
+                                                                 CoordinatorStream& stream) {
+  if (plan.tensor_parallel_size() == 1) return std::make_unique<SingleCollective>();
+  return GlooCollective::Connect({.rank = static_cast<int>(plan.tensor_parallel_rank()),
+                                  .size = static_cast<int>(plan.tensor_parallel_size()),
+                                  .host = options_.collective_host,
+                                  .timeout = absl::Seconds(plan.collective_timeout_s())},
+                                 stream.rendezvous());
+}
+
+v1::WorkerMessage GroupMember::MakeReady(const Engine& engine) const {
+  const TransformerOptions& model = model_->transformer->options();
+  v1::WorkerMessage message;
+  v1::Ready& ready = *message.mutable_ready();
+  ready.set_weights_hash(model_->weights_hash.data(), model_->weights_hash.size());
+  ready.set_kv_form(model_->kv_form);
+  ready.set_device_blocks(static_cast<uint64_t>(engine.store().device_blocks()));
+  ready.set_host_blocks(static_cast<uint64_t>(engine.store().host_blocks()));
+  ready.set_block_bytes(static_cast<uint64_t>(engine.block_bytes()));
+  ready.set_vocab_size(static_cast<uint32_t>(model.config.vocab_size));
+  ready.set_max_model_len(static_cast<uint32_t>(model.max_model_len));
+  ready.set_device_name(options_.device_name);
+  ready.set_metrics_address(options_.metrics_address);
+  return message;
+}
+
+absl::Status GroupMember::RunPlans(Engine& engine, CoordinatorStream& stream) {
+  while (const std::optional<v1::CoordinatorMessage> message = stream.Read()) {
+    if (!message->has_step_plan()) {
+      return absl::FailedPreconditionError("expected a StepPlan: a stream forms one group");
+    }
+    KVASIR_ASSIGN_OR_RETURN(v1::StepReply reply, engine.Step(message->step_plan()));
+    metrics_.RecordStep(engine, message->step_plan(), reply);
+    v1::WorkerMessage answer;
+    *answer.mutable_step_reply() = std::move(reply);
+    stream.Write(std::move(answer));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace kvasir::worker

@@ -1,0 +1,55 @@
+// One worker's part in tensor-parallel groups, one after another: from the ShardPlan of a stream
+// over loading, meeting the other ranks and Ready to its plans, until the stream ends. It hides the
+// order of the handshake and keeps the weights between groups of the same model. It sees the
+// coordinator as a CoordinatorStream, so tests need no gRPC. Thread-compatible: the engine
+// thread's.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+
+#include "kernels/base/executor.h"
+#include "worker/coordinator_stream.h"
+#include "worker/engine.h"
+#include "worker/loaded_model.h"
+#include "worker/metrics.h"
+#include "worker/parallel/collective.h"
+
+namespace kvasir::worker {
+
+struct GroupMemberOptions {
+  std::string collective_host = "127.0.0.1";
+  std::string metrics_address;  // for Ready
+  std::string device_name;      // for Ready
+  // Called when this worker becomes able to carry out plans, and when it no longer is.
+  std::function<void(bool ready)> on_ready;
+};
+
+class GroupMember {
+ public:
+  // The references outlive the member.
+  GroupMember(GroupMemberOptions options, kernels::Executor& executor, WorkerMetrics& metrics);
+
+  // Serves one stream. OK when the coordinator ended it; else why the group ended.
+  absl::Status Serve(CoordinatorStream& stream);
+
+ private:
+  absl::Status Load(const v1::ShardPlan& plan, CoordinatorStream& stream);
+  absl::StatusOr<std::unique_ptr<Collective>> Connect(const v1::ShardPlan& plan,
+                                                      CoordinatorStream& stream);
+  v1::WorkerMessage MakeReady(const Engine& engine) const;
+  absl::Status RunPlans(Engine& engine, CoordinatorStream& stream);
+
+  const GroupMemberOptions options_;
+  kernels::Executor& executor_;
+  WorkerMetrics& metrics_;
+  std::optional<LoadedModel> model_;
+  std::string model_key_;  // what of a ShardPlan model_ was loaded for
+};
+
+}  // namespace kvasir::worker

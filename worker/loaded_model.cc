@@ -1,0 +1,75 @@
+#include "worker/loaded_model.h"
+
+#include <string>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+
+#include "kernels/base/status_macros.h"
+#include "worker/model/model_config.h"
+#include "worker/model/safetensors.h"
+#include "worker/model/shard_plan.h"
+#include "worker/model/weights.h"
+
+namespace kvasir::worker {
+namespace {
+
+using kernels::DType;
+
+// What "auto" stands for is the caller's.
+absl::StatusOr<DType> ParseDType(const std::string& name, DType automatic) {
+  if (name.empty() || name == "auto") return automatic;
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+    if (name == DTypeName(dtype)) return dtype;
+  }
+  return absl::InvalidArgumentError(
+      absl::StrCat("dtype '", name, "'; it must be auto, bfloat16 or float32"));
+}
+
+// float16 has too little range for sums of activations; bfloat16 holds its weights within rounding.
+DType ComputeDType(const ModelConfig& config) {
+  const DType saved = config.dtype.value_or(DType::kFloat32);
+  return saved == DType::kFloat32 ? DType::kFloat32 : DType::kBFloat16;
+}
+
+absl::StatusOr<int64_t> ContextLength(const v1::ModelConfig& model, const ModelConfig& config) {
+  if (model.max_model_len() == 0) return config.max_position_embeddings;
+  if (model.max_model_len() > config.max_position_embeddings) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "max_model_len ", model.max_model_len(), " is beyond the ", config.max_position_embeddings,
+        " positions of the model; lower --max-model-len"));
+  }
+  return model.max_model_len();
+}
+
+}  // namespace
+
+absl::StatusOr<LoadedModel> LoadModel(const LoadModelOptions& options) {
+  const std::string& folder = options.model.model();
+  KVASIR_ASSIGN_OR_RETURN(const ModelConfig config, LoadModelConfig(folder));
+  KVASIR_ASSIGN_OR_RETURN(const ShardPlan shard,
+                          ShardPlan::Make(config, options.rank, options.num_ranks));
+  KVASIR_ASSIGN_OR_RETURN(const int64_t context, ContextLength(options.model, config));
+  KVASIR_ASSIGN_OR_RETURN(const DType dtype,
+                          ParseDType(options.model.dtype(), ComputeDType(config)));
+  LoadedModel loaded;
+  KVASIR_ASSIGN_OR_RETURN(loaded.kv_dtype, ParseDType(options.kv.kv_cache_dtype(), dtype));
+  loaded.kv_form = absl::StrCat("rotated/", DTypeName(loaded.kv_dtype));
+
+  options.progress("hashing the weights", 0);
+  KVASIR_ASSIGN_OR_RETURN(const SafetensorsFolder tensors, SafetensorsFolder::Open(folder));
+  KVASIR_ASSIGN_OR_RETURN(loaded.weights_hash, HashModel(tensors, config, context, dtype));
+  const auto progress = [&](double fraction) { options.progress("loading weights", fraction); };
+  KVASIR_ASSIGN_OR_RETURN(
+      ModelWeights weights,
+      LoadWeights(tensors, config, {.plan = shard, .dtype = dtype, .progress = progress}));
+  options.progress("packing weights", 1);
+  KVASIR_ASSIGN_OR_RETURN(
+      loaded.transformer,
+      Transformer::Create(
+          std::move(weights),
+          {.config = config, .shard = shard, .dtype = dtype, .max_model_len = context}));
+  return loaded;
+}
+
+}  // namespace kvasir::worker

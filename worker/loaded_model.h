@@ -1,0 +1,40 @@
+// A model in a worker's memory: found, checked, hashed, cut to this rank's part and packed. It
+// hides the order of these things and who asks for which dtype. Loaded by the group member when a
+// group forms, and kept while groups of the same model and rank come and go. Thread-compatible.
+#pragma once
+
+#include <functional>
+#include <memory>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+
+#include "kernels/base/dtype.h"
+#include "proto/kvasir/v1/config.pb.h"
+#include "worker/model/model_hash.h"
+#include "worker/model/transformer.h"
+
+namespace kvasir::worker {
+
+struct LoadedModel {
+  std::unique_ptr<Transformer> transformer;
+  ModelHash weights_hash = {};
+  kernels::DType kv_dtype = kernels::DType::kFloat32;
+  std::string kv_form;  // "rotated/bfloat16"
+};
+
+struct LoadModelOptions {
+  v1::ModelConfig model;
+  v1::KvConfig kv;
+  int64_t rank = 0;
+  int64_t num_ranks = 1;
+  // Called now and then with what is being done and the part of it done.
+  std::function<void(absl::string_view stage, double fraction)> progress;
+};
+
+// INVALID_ARGUMENT for a model that does not divide over the ranks, a context beyond the model's,
+// an unknown dtype; otherwise as LoadModelConfig and LoadWeights.
+absl::StatusOr<LoadedModel> LoadModel(const LoadModelOptions& options);
+
+}  // namespace kvasir::worker

@@ -1,0 +1,165 @@
+// kvasir-worker: one tensor-parallel rank. Waits for a coordinator, loads the part of the model
+// that it is given, and carries out its plans until SIGTERM.
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <pthread.h>
+#include <signal.h>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "grpcpp/grpcpp.h"
+#include "grpcpp/health_check_service_interface.h"
+#include "prometheus/registry.h"
+#include "spdlog/spdlog.h"
+
+#include "kernels/base/mutex.h"
+#include "kernels/base/status_macros.h"
+#include "proto/kvasir/v1/config.pb.h"
+#include "proto/load_config.h"
+#include "proto/metrics_endpoint.h"
+#include "proto/worker_protocol.h"
+#include "worker/group_member.h"
+#include "worker/metrics.h"
+#include "worker/openmp_executor.h"
+#include "worker/service.h"
+
+namespace kvasir::worker {
+namespace {
+
+const proto::CommandInfo kCommand = {
+    .name = "kvasir-worker",
+    .summary =
+        "Computes one tensor-parallel rank of a model for a Kvasir coordinator. It listens, "
+        "and the coordinator says which model, which rank and how much memory.",
+    .example = "kvasir-worker --listen 127.0.0.1:50061 --threads 8"};
+
+// Whether this worker can carry out plans, for whoever asks: gRPC health and /health. Thread-safe.
+class Readiness {
+ public:
+  void Set(bool ready) {
+    kernels::MutexLock lock(mu_);
+    ready_ = ready;
+    Publish();
+  }
+  // From here on gRPC's health service is told; null: not any more.
+  void Attach(grpc::HealthCheckServiceInterface* health) {
+    kernels::MutexLock lock(mu_);
+    health_ = health;
+    Publish();
+  }
+  absl::Status status() {
+    kernels::MutexLock lock(mu_);
+    return ready_ ? absl::OkStatus() : absl::UnavailableError("in no group");
+  }
+
+ private:
+  void Publish() REQUIRES(mu_) {
+    if (health_ != nullptr) health_->SetServingStatus(proto::kWorkerServiceName, ready_);
+  }
+
+  kernels::Mutex mu_;
+  bool ready_ GUARDED_BY(mu_) = false;
+  grpc::HealthCheckServiceInterface* health_ GUARDED_BY(mu_) = nullptr;
+};
+
+// How long the server waits, once the engine has stopped, for clients to close their connections;
+// health watchers never do.
+constexpr std::chrono::milliseconds kShutdownGrace{500};
+
+// The signals that end the process, blocked in all threads and waited for by main.
+sigset_t BlockEndSignals() {
+  sigset_t signals;
+  sigemptyset(&signals);
+  sigaddset(&signals, SIGTERM);
+  sigaddset(&signals, SIGINT);
+  pthread_sigmask(SIG_BLOCK, &signals, nullptr);
+  return signals;
+}
+
+// HOST:PORT of what was bound; unix: addresses as they are.
+std::string BoundAddress(const std::string& listen, int port) {
+  if (absl::StartsWith(listen, "unix:")) return listen;
+  return absl::StrCat(listen.substr(0, listen.rfind(':')), ":", port);
+}
+
+absl::StatusOr<std::unique_ptr<grpc::Server>> StartServer(const std::string& listen,
+                                                          WorkerService& service) {
+  grpc::EnableDefaultHealthCheckService(true);
+  grpc::ServerBuilder builder;
+  int port = 0;
+  builder.AddListeningPort(listen, grpc::InsecureServerCredentials(), &port);
+  builder.SetMaxReceiveMessageSize(proto::kMaxWorkerMessageBytes);
+  builder.SetMaxSendMessageSize(proto::kMaxWorkerMessageBytes);
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
+  builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS,
+                             proto::kWorkerMinPingIntervalMs);
+  // By default a second worker could listen on the same port, and streams would go to either.
+  builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
+  builder.RegisterService(&service);
+  std::unique_ptr<grpc::Server> server = builder.BuildAndStart();
+  if (server == nullptr || port == 0) {
+    return absl::UnavailableError(
+        absl::StrCat("cannot listen on ", listen, "; choose another --listen"));
+  }
+  spdlog::info("listening on {}", BoundAddress(listen, port));
+  return server;
+}
+
+absl::Status RunWorker(const v1::WorkerConfig& config) {
+  const sigset_t end_signals = BlockEndSignals();
+  prometheus::Registry registry;
+  WorkerMetrics metrics(registry);
+  OpenMpExecutor executor(static_cast<int>(config.threads()));
+  Readiness readiness;
+  KVASIR_ASSIGN_OR_RETURN(
+      const std::unique_ptr<proto::MetricsEndpoint> endpoint,
+      proto::MetricsEndpoint::Start({.host = config.metrics_host(),
+                                     .port = static_cast<int>(config.metrics_port()),
+                                     .registry = &registry,
+                                     .health = [&readiness] { return readiness.status(); }}));
+  spdlog::info("metrics on {}:{}", config.metrics_host(), endpoint->port());
+  GroupMember member({.collective_host = config.collective_host(),
+                      .metrics_address = absl::StrCat(config.metrics_host(), ":", endpoint->port()),
+                      .device_name = absl::StrCat("cpu, ", executor.num_threads(), " threads"),
+                      .on_ready = [&readiness](bool ready) { readiness.Set(ready); }},
+                     executor, metrics);
+  WorkerService service([&member](CoordinatorStream& stream) { return member.Serve(stream); });
+  absl::StatusOr<std::unique_ptr<grpc::Server>> server = StartServer(config.listen(), service);
+  if (server.ok()) {
+    readiness.Attach((*server)->GetHealthCheckService());
+    int signal = 0;
+    sigwait(&end_signals, &signal);
+    spdlog::info("signal {}: finishing the step in flight", signal);
+    service.Shutdown();
+    readiness.Attach(nullptr);
+    (*server)->Shutdown(std::chrono::system_clock::now() + kShutdownGrace);
+    (*server)->Wait();
+  } else {
+    service.Shutdown();
+  }
+  return server.status();
+}
+
+absl::Status Main(int argc, char** argv) {
+  v1::WorkerConfig config;
+  KVASIR_ASSIGN_OR_RETURN(const proto::NextStep next,
+                          proto::Configure(kCommand, argc, argv, 1, config));
+  if (next == proto::NextStep::kExit) return absl::OkStatus();
+  return RunWorker(config);
+}
+
+}  // namespace
+}  // namespace kvasir::worker
+
+int main(int argc, char** argv) {
+  const absl::Status status = kvasir::worker::Main(argc, argv);
+  if (status.ok()) return EXIT_SUCCESS;
+  std::fprintf(stderr, "kvasir-worker: %s\n", std::string(status.message()).c_str());
+  return absl::IsInvalidArgument(status) ? 2 : EXIT_FAILURE;
+}

@@ -1,0 +1,197 @@
+#include "worker/metrics.h"
+
+#include <array>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "absl/strings/string_view.h"
+#include "prometheus/counter.h"
+#include "prometheus/gauge.h"
+#include "prometheus/histogram.h"
+
+namespace kvasir::worker {
+namespace {
+
+using prometheus::Counter;
+using prometheus::Family;
+using prometheus::Gauge;
+using prometheus::Histogram;
+using prometheus::Labels;
+
+const Histogram::BucketBoundaries kStepSeconds = {.001, .0025, .005, .01, .025, .05, .1,
+                                                  .25,  .5,    1,    2.5, 5,    10,  30};
+const Histogram::BucketBoundaries kStepTokens = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096};
+const Histogram::BucketBoundaries kMassKept = {.5, .7, .8, .9, .95, .97, .98, .99, .995, .999, 1};
+
+Family<Counter>& AddCounter(prometheus::Registry& registry, const char* name, const char* help) {
+  return prometheus::BuildCounter().Name(name).Help(help).Register(registry);
+}
+Family<Gauge>& AddGauge(prometheus::Registry& registry, const char* name, const char* help) {
+  return prometheus::BuildGauge().Name(name).Help(help).Register(registry);
+}
+Family<Histogram>& AddHistogram(prometheus::Registry& registry, const char* name,
+                                const char* help) {
+  return prometheus::BuildHistogram().Name(name).Help(help).Register(registry);
+}
+
+// A counter that follows a total which starts at 0 with each group.
+struct Following {
+  Counter* counter = nullptr;
+  int64_t seen = 0;
+
+  void Follow(int64_t total) {
+    counter->Increment(static_cast<double>(total - seen));
+    seen = total;
+  }
+};
+
+}  // namespace
+
+struct WorkerMetrics::Families {
+  explicit Families(prometheus::Registry& r)
+      : tier_pages(AddGauge(r, "kvasir_kv_tier_pages", "Pages of a tier, by state.")),
+        tier_bytes(AddGauge(r, "kvasir_kv_tier_bytes", "Size of a tier.")),
+        lookups(AddCounter(r, "kvasir_kv_page_lookups_total",
+                           "Pages that steps read, by whether the tier held them.")),
+        transfer_bytes(
+            AddCounter(r, "kvasir_kv_transfer_bytes_total", "Bytes of KV moved between tiers.")),
+        evictions(AddCounter(r, "kvasir_kv_page_evictions_total",
+                             "Pages that lost their place in a tier.")),
+        checksum_failures(AddCounter(r, "kvasir_kv_page_checksum_failures_total",
+                                     "Pages whose bytes were not those that were stored.")),
+        blocks(AddCounter(r, "kvasir_attention_blocks_total",
+                          "Pages that dense attention would have read, over layers and KV heads.")),
+        blocks_skipped(AddCounter(r, "kvasir_attention_blocks_skipped_total",
+                                  "Of these, pages that were not read, by reason.")),
+        mass_kept(AddHistogram(r, "kvasir_attention_mass_kept_ratio",
+                               "Attention mass that a selection kept, measured on a sample of "
+                               "(layer, query head) by dense recomputation.")),
+        step_seconds(AddHistogram(r, "kvasir_step_seconds", "Time of one step on this rank.")),
+        step_tokens(AddHistogram(r, "kvasir_step_tokens", "Tokens computed in one step.")),
+        failed_rows(AddCounter(r, "kvasir_failed_rows_total",
+                               "Rows of steps that failed alone, by status code.")) {}
+
+  Family<Gauge>& tier_pages;
+  Family<Gauge>& tier_bytes;
+  Family<Counter>& lookups;
+  Family<Counter>& transfer_bytes;
+  Family<Counter>& evictions;
+  Family<Counter>& checksum_failures;
+  Family<Counter>& blocks;
+  Family<Counter>& blocks_skipped;
+  Family<Histogram>& mass_kept;
+  Family<Histogram>& step_seconds;
+  Family<Histogram>& step_tokens;
+  Family<Counter>& failed_rows;
+};
+
+struct WorkerMetrics::Series {
+  Series(Families& f, Labels base)
+      : labels(std::move(base)),
+        device_used(f.tier_pages.Add(With({{"tier", "device"}, {"state", "used"}}))),
+        device_free(f.tier_pages.Add(With({{"tier", "device"}, {"state", "free"}}))),
+        host_used(f.tier_pages.Add(With({{"tier", "host"}, {"state", "used"}}))),
+        host_free(f.tier_pages.Add(With({{"tier", "host"}, {"state", "free"}}))),
+        device_bytes(f.tier_bytes.Add(With({{"tier", "device"}}))),
+        host_bytes(f.tier_bytes.Add(With({{"tier", "host"}}))),
+        hits{&f.lookups.Add(With({{"tier", "device"}, {"result", "hit"}}))},
+        misses{&f.lookups.Add(With({{"tier", "device"}, {"result", "miss"}}))},
+        to_device{&f.transfer_bytes.Add(With({{"from", "host"}, {"to", "device"}}))},
+        to_host{&f.transfer_bytes.Add(With({{"from", "device"}, {"to", "host"}}))},
+        evictions{&f.evictions.Add(With({{"tier", "device"}}))},
+        checksum_failures{&f.checksum_failures.Add(With({{"tier", "host"}}))},
+        mass_kept(f.mass_kept.Add(labels, kMassKept)),
+        step_seconds(f.step_seconds.Add(labels, kStepSeconds)),
+        step_tokens(f.step_tokens.Add(labels, kStepTokens)) {
+    for (size_t phase = 0; phase < blocks.size(); ++phase) {
+      const std::string name = static_cast<Phase>(phase) == Phase::kPrefill ? "prefill" : "decode";
+      blocks[phase] = &f.blocks.Add(With({{"phase", name}}));
+      selected_out[phase] =
+          &f.blocks_skipped.Add(With({{"phase", name}, {"reason", "selected_out"}}));
+      window[phase] = &f.blocks_skipped.Add(With({{"phase", name}, {"reason", "window"}}));
+    }
+  }
+
+  Labels With(Labels more) const {
+    more.insert(labels.begin(), labels.end());
+    return more;
+  }
+
+  const Labels labels;
+  Gauge& device_used;
+  Gauge& device_free;
+  Gauge& host_used;
+  Gauge& host_free;
+  Gauge& device_bytes;
+  Gauge& host_bytes;
+  Following hits, misses, to_device, to_host, evictions, checksum_failures;
+  Histogram& mass_kept;
+  Histogram& step_seconds;
+  Histogram& step_tokens;
+  std::array<Counter*, 2> blocks = {}, selected_out = {}, window = {};  // by Phase
+};
+
+WorkerMetrics::WorkerMetrics(prometheus::Registry& registry)
+    : families_(std::make_unique<Families>(registry)) {}
+
+WorkerMetrics::~WorkerMetrics() = default;
+
+void WorkerMetrics::JoinGroup(const GroupLabels& labels) {
+  const std::vector<absl::string_view> parts = absl::StrSplit(labels.model, '/', absl::SkipEmpty());
+  series_ = std::make_unique<Series>(
+      *families_, Labels{{"model_name", parts.empty() ? "" : std::string(parts.back())},
+                         {"tp_rank", absl::StrCat(labels.rank)}});
+}
+
+void WorkerMetrics::RecordStep(const Engine& engine, const v1::StepPlan& plan,
+                               const v1::StepReply& reply) {
+  RecordTiers(engine);
+  for (const v1::RowResult& result : reply.results()) {
+    if (result.error_code() == 0) continue;
+    const auto code = static_cast<absl::StatusCode>(result.error_code());
+    families_->failed_rows.Add(series_->With({{"code", absl::StatusCodeToString(code)}}))
+        .Increment();
+  }
+  if (reply.results().empty()) return;  // nothing was computed
+  int64_t tokens = 0;
+  for (const v1::StepRow& row : plan.rows()) tokens += row.num_tokens();
+  series_->step_seconds.Observe(reply.step_s());
+  series_->step_tokens.Observe(static_cast<double>(tokens));
+  RecordAttention(engine.meter());
+}
+
+void WorkerMetrics::RecordTiers(const Engine& engine) {
+  const kvstore::KvStoreStats stats = engine.store().stats();
+  Series& s = *series_;
+  const auto pages = [&](int64_t blocks) {
+    return static_cast<double>(blocks * engine.pages_per_block());
+  };
+  s.device_used.Set(static_cast<double>(stats.device_pages_used));
+  s.device_free.Set(static_cast<double>(stats.device_pages_total - stats.device_pages_used));
+  s.host_used.Set(pages(stats.host_blocks_used));
+  s.host_free.Set(pages(stats.host_blocks_total - stats.host_blocks_used));
+  const double page_bytes = static_cast<double>(engine.block_bytes()) / pages(1);
+  s.device_bytes.Set(static_cast<double>(stats.device_pages_total) * page_bytes);
+  s.host_bytes.Set(pages(stats.host_blocks_total) * page_bytes);
+  s.hits.Follow(stats.device_hits);
+  s.misses.Follow(stats.device_misses);
+  s.to_device.Follow(stats.bytes_host_to_device);
+  s.to_host.Follow(stats.bytes_device_to_host);
+  s.evictions.Follow(stats.evictions);
+  s.checksum_failures.Follow(stats.checksum_failures);
+}
+
+void WorkerMetrics::RecordAttention(const AttentionMeter& meter) {
+  for (int64_t r = 0; r < meter.num_rows(); ++r) {
+    const RowAttention& row = meter.row(r);
+    for (size_t phase = 0; phase < row.counts.size(); ++phase) {
+      series_->blocks[phase]->Increment(static_cast<double>(row.counts[phase].total));
+      series_->selected_out[phase]->Increment(static_cast<double>(row.counts[phase].selected_out));
+      series_->window[phase]->Increment(static_cast<double>(row.counts[phase].window));
+    }
+    for (const float mass : row.masses) series_->mass_kept.Observe(mass);
+  }
+}
+
+}  // namespace kvasir::worker

@@ -1,0 +1,44 @@
+// What a worker shows on /metrics. It hides prometheus-cpp's families and the turning of totals
+// into increments. Counters are of the process: they go on when a group is formed anew. The engine
+// thread records; the registry may be read by any thread.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "prometheus/registry.h"
+
+#include "proto/kvasir/v1/worker.pb.h"
+#include "worker/engine.h"
+
+namespace kvasir::worker {
+
+struct GroupLabels {
+  std::string model;  // folder of the model; its last part becomes the label model_name
+  int64_t rank = 0;
+};
+
+class WorkerMetrics {
+ public:
+  // `registry` outlives the metrics.
+  explicit WorkerMetrics(prometheus::Registry& registry);
+  ~WorkerMetrics();
+
+  // From here on series carry these labels, and the engine's totals start at 0.
+  void JoinGroup(const GroupLabels& labels);
+  // REQUIRES: JoinGroup.
+  void RecordStep(const Engine& engine, const v1::StepPlan& plan, const v1::StepReply& reply);
+
+ private:
+  struct Families;
+  struct Series;  // of one group
+
+  void RecordTiers(const Engine& engine);
+  void RecordAttention(const AttentionMeter& meter);
+
+  const std::unique_ptr<Families> families_;
+  std::unique_ptr<Series> series_;
+};
+
+}  // namespace kvasir::worker

@@ -1,0 +1,242 @@
+#include "worker/service.h"
+
+#include <deque>
+#include <exception>
+#include <new>
+#include <optional>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "spdlog/spdlog.h"
+
+#include "kernels/base/status_macros.h"
+#include "proto/grpc_status.h"
+
+namespace kvasir::worker {
+namespace {
+
+using kernels::Mutex;
+using kernels::MutexLock;
+
+// A coordinator is at most one step ahead; more than this is no coordinator.
+constexpr size_t kMaxQueuedMessages = 64;
+
+}  // namespace
+
+// One stream. gRPC's threads call the On* reactions, the engine thread the rest. gRPC may run a
+// reaction inside the call that starts its operation, so no Start* or Finish happens under mu_.
+class WorkerService::Stream final
+    : public grpc::ServerBidiReactor<v1::CoordinatorMessage, v1::WorkerMessage>,
+      public CoordinatorStream {
+ public:
+  Stream()
+      : rendezvous_([this](const std::string& key, const std::string& value) {
+          v1::WorkerMessage message;
+          message.mutable_rendezvous()->set_key(key);
+          message.mutable_rendezvous()->set_value(value);
+          Write(std::move(message));
+        }) {}
+
+  // `self` keeps the stream alive until gRPC is done with it.
+  void Start(std::shared_ptr<Stream> self) {
+    self_ = std::move(self);
+    StartRead(&incoming_);
+  }
+
+  // --- engine thread ---
+
+  std::optional<v1::CoordinatorMessage> Read() override {
+    MutexLock lock(mu_);
+    while (inbox_.empty() && end_status_.ok()) readable_.Wait(mu_);
+    if (!end_status_.ok())
+      return std::nullopt;  // what is still queued would have no one to answer to
+    v1::CoordinatorMessage message = std::move(inbox_.front());
+    inbox_.pop_front();
+    return message;
+  }
+
+  void Write(v1::WorkerMessage message) override {
+    const v1::WorkerMessage* first = nullptr;
+    {
+      MutexLock lock(mu_);
+      if (write_failed_ || close_status_) return;
+      outbox_.push_back(std::move(message));
+      if (writing_) return;
+      writing_ = true;
+      first = &outbox_.front();
+    }
+    StartWrite(first);
+  }
+
+  Rendezvous& rendezvous() override { return rendezvous_; }
+
+  // Ends the call once everything queued has been written.
+  void Close(const absl::Status& status) {
+    {
+      MutexLock lock(mu_);
+      close_status_ = status;
+      if (writing_) return;
+    }
+    Finish(proto::ToGrpcStatus(status));
+  }
+
+  // --- any thread ---
+
+  // No further message is read. The first reason stays.
+  void EndReads(const absl::Status& why) {
+    rendezvous_.Fail(why);
+    MutexLock lock(mu_);
+    if (end_status_.ok()) end_status_ = why;
+    readable_.NotifyAll();
+  }
+  // Why reading ended; OK while it has not.
+  absl::Status end_status() {
+    MutexLock lock(mu_);
+    return end_status_;
+  }
+
+  // --- gRPC ---
+
+  void OnReadDone(bool ok) override {
+    if (!ok) {
+      EndReads(absl::CancelledError("the coordinator ended the stream"));
+      return;
+    }
+    if (incoming_.has_rendezvous()) {
+      rendezvous_.Deliver(incoming_.rendezvous().key(), incoming_.rendezvous().value());
+    } else if (!Enqueue()) {
+      EndReads(absl::ResourceExhaustedError(
+          absl::StrCat("more than ", kMaxQueuedMessages, " plans sent ahead of their replies")));
+      return;
+    }
+    StartRead(&incoming_);
+  }
+
+  void OnWriteDone(bool ok) override {
+    const v1::WorkerMessage* next = nullptr;
+    std::optional<absl::Status> close;
+    {
+      MutexLock lock(mu_);
+      outbox_.pop_front();
+      if (!ok) {
+        write_failed_ = true;
+        outbox_.clear();
+      }
+      writing_ = !outbox_.empty();
+      if (writing_) {
+        next = &outbox_.front();
+      } else {
+        close = close_status_;
+      }
+    }
+    if (next != nullptr) StartWrite(next);
+    if (close) Finish(proto::ToGrpcStatus(*close));
+  }
+
+  void OnCancel() override { EndReads(absl::CancelledError("the stream was cancelled")); }
+  void OnDone() override { self_.reset(); }
+
+ private:
+  bool Enqueue() {
+    MutexLock lock(mu_);
+    if (inbox_.size() >= kMaxQueuedMessages) return false;
+    inbox_.push_back(std::move(incoming_));
+    incoming_.Clear();
+    readable_.NotifyOne();
+    return true;
+  }
+
+  v1::CoordinatorMessage incoming_;  // of the read in flight
+  Rendezvous rendezvous_;
+  std::shared_ptr<Stream> self_;  // from Start to OnDone
+
+  Mutex mu_;
+  kernels::CondVar readable_;
+  std::deque<v1::CoordinatorMessage> inbox_ GUARDED_BY(mu_);
+  absl::Status end_status_ GUARDED_BY(mu_);               // not OK: nothing is read any more
+  std::deque<v1::WorkerMessage> outbox_ GUARDED_BY(mu_);  // the front is being written
+  bool writing_ GUARDED_BY(mu_) = false;
+  bool write_failed_ GUARDED_BY(mu_) = false;
+  std::optional<absl::Status> close_status_ GUARDED_BY(mu_);
+};
+
+// The answer to a stream that is not wanted.
+class WorkerService::Refusal final
+    : public grpc::ServerBidiReactor<v1::CoordinatorMessage, v1::WorkerMessage> {
+ public:
+  explicit Refusal(const absl::Status& status) { Finish(proto::ToGrpcStatus(status)); }
+  void OnDone() override { delete this; }
+};
+
+WorkerService::WorkerService(Serve serve)
+    : serve_(std::move(serve)), engine_thread_([this] { RunEngineThread(); }) {}
+
+WorkerService::~WorkerService() { KVASIR_CHECK(!engine_thread_.joinable()); }
+
+grpc::ServerBidiReactor<v1::CoordinatorMessage, v1::WorkerMessage>* WorkerService::Run(
+    grpc::CallbackServerContext* context) {
+  auto stream = std::make_shared<Stream>();
+  {
+    MutexLock lock(mu_);
+    if (stopping_) return new Refusal(absl::UnavailableError("the worker is shutting down"));
+    if (current_ == nullptr) {
+      current_ = stream;
+    } else if (next_ == nullptr && !current_->end_status().ok()) {
+      next_ = stream;  // a new group, while the end of the old one is still being worked off
+    } else {
+      return new Refusal(absl::AlreadyExistsError(
+          "this worker has a coordinator; stop that one or let it leave first"));
+    }
+    changed_.NotifyAll();
+  }
+  spdlog::info("stream from {}", context->peer());
+  stream->Start(stream);
+  return stream.get();
+}
+
+void WorkerService::RunEngineThread() {
+  for (;;) {
+    std::shared_ptr<Stream> stream;
+    {
+      MutexLock lock(mu_);
+      while (current_ == nullptr && !stopping_) changed_.Wait(mu_);
+      if (current_ == nullptr) return;
+      stream = current_;
+    }
+    absl::Status status = ServeGuarded(*stream);
+    if (status.ok()) status = stream->end_status();
+    spdlog::info("stream ended: {}", status.ToString());
+    stream->EndReads(status);
+    stream->Close(status);
+    MutexLock lock(mu_);
+    current_ = std::move(next_);
+    next_ = nullptr;
+  }
+}
+
+// Memory that runs out in the middle of a plan ends the group and not the process.
+absl::Status WorkerService::ServeGuarded(CoordinatorStream& stream) {
+  try {
+    return serve_(stream);
+  } catch (const std::bad_alloc&) {
+    return absl::ResourceExhaustedError("out of memory on the worker");
+  } catch (const std::exception& e) {
+    return absl::InternalError(absl::StrCat("unexpected exception on the worker: ", e.what()));
+  }
+}
+
+void WorkerService::Shutdown() {
+  {
+    MutexLock lock(mu_);
+    stopping_ = true;
+    for (const auto& stream : {current_, next_}) {
+      if (stream != nullptr) {
+        stream->EndReads(absl::UnavailableError("the worker is shutting down"));
+      }
+    }
+    changed_.NotifyAll();
+  }
+  if (engine_thread_.joinable()) engine_thread_.join();
+}
+
+}  // namespace kvasir::worker
