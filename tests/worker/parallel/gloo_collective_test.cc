@@ -13,30 +13,12 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
+#include "tests/worker/parallel/relay.h"
 #include "worker/parallel/rendezvous.h"
 #include "worker/parallel/single_collective.h"
 
 namespace kvasir::worker {
 namespace {
-
-// Delivers what any rank puts to all the others, as the coordinator does.
-class Relay {
- public:
-  explicit Relay(int size) {
-    for (int rank = 0; rank < size; ++rank) {
-      ranks_.push_back(std::make_unique<Rendezvous>(
-          [this, rank](const std::string& key, const std::string& value) {
-            for (size_t other = 0; other < ranks_.size(); ++other) {
-              if (static_cast<int>(other) != rank) ranks_[other]->Deliver(key, value);
-            }
-          }));
-    }
-  }
-  Rendezvous& rank(int r) { return *ranks_[static_cast<size_t>(r)]; }
-
- private:
-  std::vector<std::unique_ptr<Rendezvous>> ranks_;
-};
 
 // Runs `body` as every rank of a group, each on its own thread.
 void RunGroup(int size, absl::Duration timeout, const std::function<void(GlooCollective&)>& body) {

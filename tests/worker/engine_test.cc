@@ -1,0 +1,488 @@
+#include "worker/engine.h"
+
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+#include "tests/worker/random_model.h"
+#include "tests/worker/test_coordinator.h"
+#include "tests/worker/test_worker.h"
+
+namespace kvasir::worker {
+namespace {
+
+using testing::HasSubstr;
+
+constexpr uint32_t kAll = 0, kStreaming = 1, kQuest = 2, kAllThenQuest = 3;  // policies
+
+std::vector<uint32_t> RandomPrompt(int64_t size, uint32_t seed) {
+  std::mt19937 random(seed);
+  std::vector<uint32_t> prompt(static_cast<size_t>(size));
+  for (uint32_t& token : prompt) token = static_cast<uint32_t>(random() % 101);
+  return prompt;
+}
+
+// Small enough that contexts of a few hundred tokens are sparse.
+TestRequest MakeRequest(int64_t prompt_size, uint32_t policy, uint32_t seed = 7) {
+  return {.prompt = RandomPrompt(prompt_size, seed),
+          .max_tokens = 8,
+          .policy = policy,
+          .prefill = MakeNumbers(32, 100, 128),
+          .decode = MakeNumbers(16, 70, 64),
+          .tail_tokens = 20,
+          .sampling = Greedy(),
+          .cached_blocks = {}};
+}
+
+using AllLogits = std::map<std::pair<int64_t, int64_t>, TestWorker::Logits>;
+
+// Bit by bit: -0 is not 0, and NaN equals itself.
+void ExpectSameBits(const AllLogits& expected, const AllLogits& actual) {
+  ASSERT_EQ(expected.size(), actual.size());
+  for (const auto& [place, logits] : expected) {
+    const auto found = actual.find(place);
+    ASSERT_NE(found, actual.end()) << "no logits at position " << place.second;
+    ASSERT_EQ(std::memcmp(logits.data(), found->second.data(), logits.size() * sizeof(float)), 0)
+        << "slot " << place.first << ", position " << place.second;
+  }
+}
+
+class EngineTest : public testing::Test {
+ protected:
+  static void SetUpTestSuite() {
+    folder_ = new RandomModel();
+    model_ =
+        TestWorker::LoadTransformer({.folder = folder_->folder(), .edit_weights = {}}).release();
+  }
+  static void TearDownTestSuite() {
+    delete model_;
+    delete folder_;
+  }
+
+  // The logits of one request in an engine of its own.
+  static AllLogits RunAlone(const TestRequest& request, int64_t chunk = 128,
+                            const EngineOptions& options = TestWorker::DefaultOptions()) {
+    TestWorker worker(*model_, options);
+    TestCoordinator coordinator({.chunk = chunk});
+    coordinator.Add(request);
+    worker.Run(coordinator);
+    return worker.logits();
+  }
+
+  static RandomModel* folder_;
+  static Transformer* model_;
+};
+RandomModel* EngineTest::folder_ = nullptr;
+Transformer* EngineTest::model_ = nullptr;
+
+// Runs for every policy.
+class EnginePolicyTest : public EngineTest, public testing::WithParamInterface<uint32_t> {};
+
+TEST_P(EnginePolicyTest, ChunksDoNotChangeLogits) {
+  for (const int64_t prompt_size : {1, 64, 65, 500}) {
+    const TestRequest request = MakeRequest(prompt_size, GetParam());
+    const AllLogits whole = RunAlone(request, 4096);
+    ASSERT_EQ(whole.size(), 8u);
+    for (const int64_t chunk : {64, 128, 512}) {
+      SCOPED_TRACE(testing::Message() << "prompt " << prompt_size << ", chunks of " << chunk);
+      ExpectSameBits(whole, RunAlone(request, chunk));
+    }
+  }
+}
+
+TEST_P(EnginePolicyTest, NeighboursDoNotChangeLogits) {
+  const TestRequest request = MakeRequest(500, GetParam());
+  const AllLogits alone = RunAlone(request);
+  TestWorker worker(*model_);
+  TestCoordinator coordinator({.chunk = 128, .max_tokens = 700});
+  coordinator.Add(request);  // gets slot 0, as alone
+  for (uint32_t i = 1; i < 16; ++i) {
+    coordinator.Add(MakeRequest(30 + 37 * i, i % 4, /*seed=*/100 + i));
+  }
+  worker.Run(coordinator);
+  AllLogits of_slot_0;
+  for (const auto& [place, logits] : worker.logits()) {
+    if (place.first == 0) of_slot_0[place] = logits;
+  }
+  ExpectSameBits(alone, of_slot_0);
+}
+
+TEST_P(EnginePolicyTest, TiersDoNotChangeLogits) {
+  const TestRequest request = MakeRequest(1500, GetParam());
+  const AllLogits roomy = RunAlone(request);
+  const int64_t kv_bytes =
+      (1508 + 63) / 64 * model_->kv_layout(kernels::DType::kFloat32).block_bytes();
+  for (const double part : {0.25, 0.1}) {
+    SCOPED_TRACE(testing::Message() << "device tier of " << part << " of the KV");
+    EngineOptions options = TestWorker::DefaultOptions();
+    options.kv_device_bytes = static_cast<int64_t>(part * static_cast<double>(kv_bytes));
+    TestWorker worker(*model_, options);
+    TestCoordinator coordinator({.chunk = 64});
+    const size_t r = coordinator.Add(request);
+    worker.Run(coordinator);
+    ExpectSameBits(roomy, worker.logits());
+    const kvstore::KvStoreStats stats = worker.engine().store().stats();
+    EXPECT_GT(stats.evictions, 0);
+    if (GetParam() == kStreaming) continue;  // reads sink and window only, which stay
+    EXPECT_GT(stats.device_misses, 0);
+    EXPECT_GT(coordinator.result(r).accounting.page_misses(), 0u);
+  }
+}
+
+TEST_P(EnginePolicyTest, CachedPrefixDoesNotChangeLogits) {
+  TestRequest request = MakeRequest(500, GetParam());
+  const AllLogits cold = RunAlone(request);
+  TestWorker worker(*model_);
+  TestCoordinator coordinator({.chunk = 128, .keep_blocks = true});
+  // The same document with another question; what it reads sparsely one by one lies behind it.
+  TestRequest first = request;
+  first.prompt.resize(470);
+  first.prompt.insert(first.prompt.end(), 50, 3);
+  const size_t r = coordinator.Add(first);
+  worker.Run(coordinator);
+  const std::vector<uint64_t> blocks = coordinator.result(r).blocks;
+  ASSERT_GE(blocks.size(), 7u);
+  request.cached_blocks.assign(blocks.begin(), blocks.begin() + 7);  // 448 tokens
+  const size_t cached = coordinator.Add(request);
+  const AllLogits before = worker.logits();
+  worker.Run(coordinator);
+  AllLogits warm;
+  for (const auto& [place, logits] : worker.logits()) {
+    if (cold.contains(place)) warm[place] = logits;
+  }
+  ExpectSameBits(cold, warm);
+  const v1::RowAccounting& accounting = coordinator.result(cached).accounting;
+  EXPECT_EQ(accounting.cached_device_tokens() + accounting.cached_host_tokens(), 448u);
+}
+
+TEST_P(EnginePolicyTest, TruncatedSequenceGoesOnAsIfItHadNotBeenThere) {
+  const TestRequest request = MakeRequest(100, GetParam());
+  const AllLogits fresh = RunAlone(request);
+  TestWorker worker(*model_);
+  TestCoordinator coordinator({.chunk = 128});
+  coordinator.Add(request);
+  // Prompt, then two generated tokens.
+  for (int i = 0; i < 3; ++i) {
+    const v1::StepPlan plan = coordinator.NextPlan();
+    const auto reply = worker.engine().Step(plan);
+    ASSERT_TRUE(reply.ok()) << reply.status();
+    coordinator.Apply(plan, *reply);
+  }
+  // The same row again, as after a rejected provisional token: bounds and KV of the two are gone.
+  v1::StepPlan again;
+  again.set_group_epoch(1);
+  again.set_step(100);
+  v1::StepRow& row = *again.add_rows();
+  row.set_begin(100);
+  row.set_num_tokens(1);
+  row.set_committed_length(101);
+  row.set_sample(true);
+  const AllLogits before = worker.logits();
+  const auto reply = worker.engine().Step(again);
+  ASSERT_TRUE(reply.ok()) << reply.status();
+  EXPECT_EQ(worker.logits(), before);
+  EXPECT_EQ(worker.logits().at({0, 100}), fresh.at({0, 100}));
+}
+
+TEST_P(EnginePolicyTest, AccountsForEveryPage) {
+  TestWorker worker(*model_);
+  TestCoordinator coordinator({.chunk = 128});
+  const size_t r = coordinator.Add(MakeRequest(500, GetParam()));
+  worker.Run(coordinator);
+  const v1::RowAccounting& a = coordinator.result(r).accounting;
+  EXPECT_GT(a.blocks_total(), 0u);
+  EXPECT_EQ(a.page_hits() + a.page_misses() + a.skipped_selected_out() + a.skipped_window(),
+            a.blocks_total());
+  EXPECT_EQ(a.skipped_window() > 0, GetParam() == kStreaming);
+  EXPECT_EQ(a.skipped_selected_out() > 0, GetParam() == kQuest || GetParam() == kAllThenQuest);
+}
+
+INSTANTIATE_TEST_SUITE_P(Policies, EnginePolicyTest,
+                         testing::Values(kAll, kStreaming, kQuest, kAllThenQuest));
+
+TEST_F(EngineTest, DenseLayersReadEverything) {
+  TestRequest request = MakeRequest(500, kStreaming);
+  request.prefill.set_dense_layers(3);
+  request.decode.set_dense_layers(3);
+  TestRequest dense = request;
+  dense.policy = kAll;
+  ExpectSameBits(RunAlone(dense), RunAlone(request));
+}
+
+TEST_F(EngineTest, MeasuresMassWithoutUsingPages) {
+  const auto run = [&](double rate, uint32_t policy, kvstore::KvStoreStats& stats) {
+    EngineOptions options = TestWorker::DefaultOptions();
+    options.mass_sample_rate = rate;
+    TestWorker worker(*model_, options);
+    TestCoordinator coordinator({.chunk = 128});
+    const size_t r = coordinator.Add(MakeRequest(500, policy));
+    worker.Run(coordinator);
+    stats = worker.engine().store().stats();
+    return coordinator.result(r).accounting;
+  };
+  kvstore::KvStoreStats measured, unmeasured;
+  const v1::RowAccounting quest = run(1.0, kAllThenQuest, measured);
+  // Tail and generated tokens, 3 layers, 8 query heads.
+  EXPECT_EQ(quest.mass_samples(), (20u + 7u) * 3u * 8u);
+  const double mean = quest.mass_sum() / static_cast<double>(quest.mass_samples());
+  EXPECT_GT(mean, 0.3);
+  EXPECT_LT(mean, 1.0);
+  run(0.0, kAllThenQuest, unmeasured);
+  EXPECT_EQ(measured.device_hits, unmeasured.device_hits);
+  EXPECT_EQ(run(1.0, kAll, measured).mass_samples(), 0u);
+  const uint64_t sampled = run(0.25, kAllThenQuest, measured).mass_samples();
+  EXPECT_GT(sampled, quest.mass_samples() / 8);
+  EXPECT_LT(sampled, quest.mass_samples() / 2);
+}
+
+TEST_F(EngineTest, WholeBudgetKeepsAllMass) {
+  EngineOptions options = TestWorker::DefaultOptions();
+  options.mass_sample_rate = 1;
+  TestWorker worker(*model_, options);
+  TestCoordinator coordinator({.chunk = 128});
+  TestRequest request = MakeRequest(500, kAllThenQuest);
+  request.decode = MakeNumbers(64, 64, 4096);
+  const size_t r = coordinator.Add(request);
+  worker.Run(coordinator);
+  const v1::RowAccounting& a = coordinator.result(r).accounting;
+  EXPECT_GT(a.mass_samples(), 0u);
+  EXPECT_DOUBLE_EQ(a.mass_sum(), static_cast<double>(a.mass_samples()));
+}
+
+TEST_F(EngineTest, SampledTokensDependOnSeedAndPositionOnly) {
+  TestRequest request = MakeRequest(100, kAll);
+  request.sampling.set_temperature(1.5);
+  request.sampling.set_seed(42);
+  const auto tokens = [&](int others) {
+    TestWorker worker(*model_);
+    TestCoordinator coordinator({.chunk = 64});
+    for (int i = 0; i < others; ++i) {
+      coordinator.Add(MakeRequest(90, kAll, static_cast<uint32_t>(i)));
+    }
+    const size_t r = coordinator.Add(request);
+    worker.Run(coordinator);
+    return coordinator.result(r).tokens;
+  };
+  const std::vector<uint32_t> alone = tokens(0);
+  EXPECT_EQ(alone, tokens(5));
+  request.sampling.set_seed(43);
+  EXPECT_NE(alone, tokens(0));
+}
+
+TEST_F(EngineTest, StopTokensWaitForMinTokens) {
+  TestRequest request = MakeRequest(100, kAll);
+  const auto tokens = [&] {
+    TestWorker worker(*model_);
+    TestCoordinator coordinator({.chunk = 64});
+    const size_t r = coordinator.Add(request);
+    worker.Run(coordinator);
+    return coordinator.result(r).tokens;
+  };
+  const std::vector<uint32_t> free = tokens();
+  request.sampling.mutable_stop_token_ids()->Add(free.begin(), free.end());
+  request.sampling.set_min_tokens(3);
+  const std::vector<uint32_t> banned = tokens();
+  for (size_t i = 0; i < 3; ++i) EXPECT_THAT(free, testing::Not(testing::Contains(banned[i])));
+  request.sampling.set_min_tokens(0);
+  EXPECT_EQ(free, tokens());
+}
+
+TEST_F(EngineTest, NanRowFailsAloneWithDataLoss) {
+  // Token 100 is poison, and kept from being generated.
+  const auto model = TestWorker::LoadTransformer(
+      {.folder = folder_->folder(), .edit_weights = [](ModelWeights& weights) {
+         const kernels::TensorView table = weights.embedding.view;
+         table.As<float>()[100 * table.dim(1)] = std::numeric_limits<float>::quiet_NaN();
+       }});
+  TestRequest healthy = MakeRequest(200, kQuest);
+  for (uint32_t& token : healthy.prompt) token %= 100;
+  healthy.sampling.add_stop_token_ids(100);
+  healthy.sampling.set_min_tokens(1000);
+  TestRequest poisoned = healthy;
+  poisoned.prompt[10] = 100;
+  poisoned.prompt.resize(150);
+  TestWorker worker(*model);
+  TestCoordinator coordinator({.chunk = 128});
+  const size_t good = coordinator.Add(healthy);
+  const size_t bad = coordinator.Add(poisoned);
+  worker.Run(coordinator);
+  EXPECT_EQ(coordinator.result(bad).status.code(), absl::StatusCode::kDataLoss);
+  EXPECT_TRUE(coordinator.result(bad).tokens.empty());
+  ASSERT_TRUE(coordinator.result(good).status.ok());
+  ExpectSameBits(RunAlone(healthy), worker.logits());
+}
+
+TEST_F(EngineTest, RowWithoutRoomFailsAlone) {
+  EngineOptions options = TestWorker::DefaultOptions();
+  options.kv_device_bytes = 5 * model_->kv_layout(kernels::DType::kFloat32).block_bytes();
+  TestWorker worker(*model_, options);
+  TestCoordinator coordinator({.chunk = 256});
+  const size_t fits = coordinator.Add(MakeRequest(200, kAll));
+  const size_t does_not = coordinator.Add(MakeRequest(300, kAll));
+  worker.Run(coordinator);
+  EXPECT_TRUE(coordinator.result(fits).status.ok());
+  EXPECT_EQ(coordinator.result(does_not).status.code(), absl::StatusCode::kResourceExhausted);
+}
+
+TEST_F(EngineTest, MissingBlocksAreNamedAndNothingIsComputed) {
+  TestWorker worker(*model_);
+  TestCoordinator coordinator({});
+  TestRequest request = MakeRequest(500, kAll);
+  request.cached_blocks = {900, 901};
+  coordinator.Add(request);
+  v1::StepPlan plan = coordinator.NextPlan();
+  auto reply = worker.engine().Step(plan);
+  ASSERT_TRUE(reply.ok()) << reply.status();
+  EXPECT_THAT(reply->missing_blocks(), testing::ElementsAre(900, 901));
+  EXPECT_EQ(reply->results_size(), 0);
+  // The slot is still free: the same start without the blocks is taken.
+  plan.set_step(plan.step() + 1);
+  plan.mutable_starts(0)->clear_cached_blocks();
+  plan.mutable_rows(0)->set_begin(0);
+  plan.mutable_rows(0)->set_num_tokens(64);
+  plan.mutable_rows(0)->clear_new_blocks();
+  plan.mutable_rows(0)->add_new_blocks(1);
+  reply = worker.engine().Step(plan);
+  ASSERT_TRUE(reply.ok()) << reply.status();
+  EXPECT_EQ(reply->results_size(), 1);
+}
+
+TEST_F(EngineTest, PlanOfAnotherEpochIsRefused) {
+  TestWorker worker(*model_);
+  TestCoordinator coordinator({.group_epoch = 2});
+  EXPECT_EQ(worker.engine().Step(coordinator.NextPlan()).status().code(),
+            absl::StatusCode::kFailedPrecondition);
+}
+
+TEST_F(EngineTest, RepeatedPlanIsRefused) {
+  TestWorker worker(*model_);
+  TestCoordinator coordinator({});
+  const v1::StepPlan plan = coordinator.NextPlan();
+  ASSERT_TRUE(worker.engine().Step(plan).ok());
+  EXPECT_EQ(worker.engine().Step(plan).status().code(), absl::StatusCode::kFailedPrecondition);
+}
+
+// What a wrong plan may look like: each changes a good one.
+struct WrongPlan {
+  std::string name;
+  std::function<void(v1::StepPlan&)> spoil;
+  std::string message;
+};
+
+class EngineWrongPlanTest : public EngineTest, public testing::WithParamInterface<WrongPlan> {};
+
+TEST_P(EngineWrongPlanTest, IsInternalErrorAndEndsTheEngine) {
+  TestWorker worker(*model_);
+  TestCoordinator coordinator({.chunk = 128, .keep_blocks = true});
+  coordinator.Add(MakeRequest(100, kQuest));  // leaves block 1 sealed
+  worker.Run(coordinator);
+  TestRequest running = MakeRequest(200, kQuest);
+  coordinator.Add(running);
+  for (int i = 0; i < 2; ++i) {
+    const v1::StepPlan plan = coordinator.NextPlan();
+    const auto reply = worker.engine().Step(plan);
+    ASSERT_TRUE(reply.ok()) << reply.status();
+    coordinator.Apply(plan, *reply);
+  }
+  coordinator.Add(MakeRequest(100, kQuest));
+  v1::StepPlan plan = coordinator.NextPlan();
+  GetParam().spoil(plan);
+  const auto reply = worker.engine().Step(plan);
+  EXPECT_EQ(reply.status().code(), absl::StatusCode::kInternal) << reply.status();
+  EXPECT_THAT(std::string(reply.status().message()), HasSubstr(GetParam().message));
+  EXPECT_EQ(worker.engine().Step(coordinator.NextPlan()).status(), reply.status());
+}
+
+// Row 0 decodes slot 0 (200 tokens of prompt); row 1 is the whole prompt of start 0 in slot 1.
+INSTANTIATE_TEST_SUITE_P(
+    Plans, EngineWrongPlanTest,
+    testing::Values(
+        WrongPlan{"SlotOutOfRange", [](auto& p) { p.mutable_starts(0)->set_slot(16); }, "slot 16"},
+        WrongPlan{"SlotTaken", [](auto& p) { p.mutable_starts(0)->set_slot(0); }, "taken"},
+        WrongPlan{"EmptyPrompt", [](auto& p) { p.mutable_starts(0)->clear_prompt(); }, "prompt"},
+        WrongPlan{"PromptTooLong",
+                  [](auto& p) {
+                    for (int i = 0; i < 5000; ++i) p.mutable_starts(0)->add_prompt(1);
+                  },
+                  "4096"},
+        WrongPlan{"TokenOutOfVocabulary", [](auto& p) { p.mutable_starts(0)->set_prompt(3, 101); },
+                  "token 101"},
+        WrongPlan{"StopTokenOutOfVocabulary",
+                  [](auto& p) {
+                    p.mutable_starts(0)->mutable_sampling()->add_stop_token_ids(0xffffffffu);
+                  },
+                  "token 4294967295"},
+        WrongPlan{"NoSuchPolicy", [](auto& p) { p.mutable_starts(0)->set_policy_index(4); },
+                  "policy 4"},
+        WrongPlan{"NothingLeftToCompute",
+                  [](auto& p) {
+                    p.mutable_starts(0)->add_cached_blocks(1);
+                    p.mutable_starts(0)->add_cached_blocks(1);
+                  },
+                  "nothing to compute"},
+        WrongPlan{"RowOfFreeSlot", [](auto& p) { p.mutable_rows(1)->set_slot(7); }, "slot 7"},
+        WrongPlan{"RowOfNoSlot", [](auto& p) { p.mutable_rows(1)->set_slot(0xffffffffu); },
+                  "slot 4294967295"},
+        WrongPlan{"TwoRowsOfASlot", [](auto& p) { *p.add_rows() = p.rows(0); }, "two rows"},
+        WrongPlan{"NoTokens", [](auto& p) { p.mutable_rows(0)->set_num_tokens(0); }, "nothing"},
+        WrongPlan{"TooManyTokens", [](auto& p) { p.mutable_rows(0)->set_num_tokens(0xffffffffu); },
+                  "the step holds 4096"},
+        WrongPlan{"UnknownTokens", [](auto& p) { p.mutable_rows(0)->set_num_tokens(2); }, "tokens"},
+        WrongPlan{"GapInKv", [](auto& p) { p.mutable_rows(1)->set_begin(64); }, "KV ends at 0"},
+        WrongPlan{"TruncatedIntoSealedBlock",
+                  [](auto& p) {
+                    p.mutable_rows(0)->set_begin(185);
+                    p.mutable_rows(0)->set_sample(false);
+                    p.mutable_rows(0)->clear_new_blocks();
+                  },
+                  "sealed"},
+        WrongPlan{"ChunkNotOnAPage",
+                  [](auto& p) {
+                    p.mutable_rows(1)->set_num_tokens(63);
+                    p.mutable_rows(1)->set_sample(false);
+                  },
+                  "multiple of 64"},
+        WrongPlan{"SamplesInsidePrompt",
+                  [](auto& p) {
+                    p.mutable_rows(1)->set_num_tokens(64);
+                    p.mutable_rows(1)->mutable_new_blocks()->RemoveLast();
+                  },
+                  "sampling inside"},
+        WrongPlan{"TooFewBlocks",
+                  [](auto& p) { p.mutable_rows(1)->mutable_new_blocks()->RemoveLast(); },
+                  "new blocks"},
+        WrongPlan{"TooManyBlocks", [](auto& p) { p.mutable_rows(1)->add_new_blocks(77); },
+                  "new blocks"},
+        WrongPlan{"BlockInUse", [](auto& p) { p.mutable_rows(1)->set_new_blocks(0, 1); }, "1"},
+        WrongPlan{"SealsUnknownBlock",
+                  [](auto& p) {
+                    auto& seal = *p.add_seals();
+                    seal.set_block_id(12345);
+                    seal.set_prefix_hash(std::string(32, 'x'));
+                  },
+                  "12345"},
+        WrongPlan{"SealsSealedBlock",
+                  [](auto& p) {
+                    auto& seal = *p.add_seals();
+                    seal.set_block_id(1);
+                    seal.set_prefix_hash(std::string(32, 'x'));
+                  },
+                  "block 1"},
+        WrongPlan{"SealsOpenBlock",
+                  [](auto& p) {
+                    auto& seal = *p.add_seals();
+                    seal.set_block_id(6);  // the last of the running prompt, not full
+                    seal.set_prefix_hash(std::string(32, 'x'));
+                  },
+                  "not complete"},
+        WrongPlan{"FreesFreeSlot", [](auto& p) { p.add_free_slots(9); }, "slot 9"}),
+    [](const auto& test) { return test.param.name; });
+
+}  // namespace
+}  // namespace kvasir::worker

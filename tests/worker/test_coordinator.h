@@ -1,0 +1,199 @@
+// The smallest coordinator that can drive an engine: starts requests, cuts prompts into chunks,
+// names and seals blocks, reuses prefixes that it is told to, and collects tokens. It knows nothing
+// of fairness, time or memory. One plan at a time: NextPlan, then Apply its reply.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "gtest/gtest.h"
+
+#include "kernels/paged/paged_kv.h"
+#include "proto/kvasir/v1/worker.pb.h"
+
+namespace kvasir::worker {
+
+struct TestRequest {
+  std::vector<uint32_t> prompt;
+  int64_t max_tokens = 8;
+  uint32_t policy = 0;
+  v1::AttentionPolicy prefill, decode;  // numbers
+  uint32_t tail_tokens = 64;
+  v1::RowSampling sampling;
+  std::vector<uint64_t> cached_blocks;
+};
+
+struct TestResult {
+  std::vector<uint32_t> tokens;
+  absl::Status status;
+  v1::RowAccounting accounting;  // summed, but for mass_minimum
+  std::vector<uint64_t> blocks;  // all that the request had, from position 0 on
+};
+
+class TestCoordinator {
+ public:
+  struct Options {
+    uint64_t group_epoch = 1;
+    int64_t num_slots = 16;
+    int64_t chunk = 128;        // tokens of one prompt in one step
+    int64_t max_tokens = 4096;  // of one step
+    bool keep_blocks = false;   // full blocks stay when their request is done
+  };
+
+  explicit TestCoordinator(const Options& options) : options_(options) {}
+
+  // Returns the index of its result.
+  size_t Add(TestRequest request) {
+    results_.emplace_back();
+    running_.push_back({.request = std::move(request), .result = results_.size() - 1});
+    return results_.size() - 1;
+  }
+  bool done() const { return running_.empty(); }
+  const TestResult& result(size_t i) const { return results_[i]; }
+
+  v1::StepPlan NextPlan() {
+    v1::StepPlan plan = std::move(pending_);  // seals, frees and drops of what ended
+    pending_ = {};
+    plan.set_group_epoch(options_.group_epoch);
+    plan.set_step(++step_);
+    int64_t budget = options_.max_tokens;
+    for (Running& running : running_) {
+      if (running.slot < 0) Start(running, plan);
+      if (running.slot >= 0) AddRow(running, budget, plan);
+    }
+    return plan;
+  }
+
+  void Apply(const v1::StepPlan& plan, const v1::StepReply& reply) {
+    ASSERT_EQ(reply.step(), plan.step());
+    ASSERT_EQ(reply.results_size(), plan.rows_size());
+    for (int i = 0; i < plan.rows_size(); ++i) {
+      const auto running = std::find_if(running_.begin(), running_.end(), [&](const Running& r) {
+        return r.slot == static_cast<int64_t>(plan.rows(i).slot());
+      });
+      ASSERT_NE(running, running_.end());
+      ApplyRow(plan.rows(i), reply.results(i), *running);
+      const TestResult& result = results_[running->result];
+      const bool ended = std::ssize(result.tokens) >= running->request.max_tokens;
+      if (ended || !result.status.ok()) {
+        End(*running);
+        running_.erase(running);
+      }
+    }
+  }
+
+  // Lets go of the blocks that a result kept.
+  void Drop(const TestResult& result) {
+    for (const uint64_t block : result.blocks) pending_.add_drop_blocks(block);
+  }
+
+ private:
+  static constexpr int64_t kPage = kernels::kPageTokens;
+
+  struct Running {
+    TestRequest request;
+    size_t result = 0;
+    int64_t slot = -1;
+    int64_t length = 0;  // positions with KV
+    int64_t known = 0;   // tokens that the worker knows
+    int64_t sealed = 0;  // blocks
+  };
+
+  void Start(Running& running, v1::StepPlan& plan) {
+    for (int64_t slot = 0; slot < options_.num_slots && running.slot < 0; ++slot) {
+      if (!slots_[slot]) running.slot = slot;
+    }
+    if (running.slot < 0) return;
+    slots_[running.slot] = true;
+    const TestRequest& request = running.request;
+    v1::SequenceStart& start = *plan.add_starts();
+    start.set_slot(static_cast<uint32_t>(running.slot));
+    start.set_sequence_id(running.result);
+    start.mutable_prompt()->Add(request.prompt.begin(), request.prompt.end());
+    start.mutable_cached_blocks()->Add(request.cached_blocks.begin(), request.cached_blocks.end());
+    *start.mutable_sampling() = request.sampling;
+    start.set_policy_index(request.policy);
+    *start.mutable_prefill() = request.prefill;
+    *start.mutable_decode() = request.decode;
+    start.set_tail_tokens(request.tail_tokens);
+    running.sealed = std::ssize(request.cached_blocks);
+    running.length = running.sealed * kPage;
+    running.known = std::ssize(request.prompt);
+    results_[running.result].blocks = request.cached_blocks;
+  }
+
+  void AddRow(Running& running, int64_t& budget, v1::StepPlan& plan) {
+    const int64_t prompt = std::ssize(running.request.prompt);
+    int64_t end = std::min(running.length + std::min(options_.chunk, budget), running.known);
+    if (end < prompt) end = end / kPage * kPage;
+    if (end <= running.length) return;
+    budget -= end - running.length;
+    v1::StepRow& row = *plan.add_rows();
+    row.set_slot(static_cast<uint32_t>(running.slot));
+    row.set_begin(static_cast<uint32_t>(running.length));
+    row.set_num_tokens(static_cast<uint32_t>(end - running.length));
+    row.set_committed_length(static_cast<uint32_t>(end));
+    row.set_sample(end == running.known);
+    std::vector<uint64_t>& blocks = results_[running.result].blocks;
+    while (std::ssize(blocks) * kPage < end) {
+      blocks.push_back(next_block_);
+      row.add_new_blocks(next_block_++);
+    }
+  }
+
+  void ApplyRow(const v1::StepRow& row, const v1::RowResult& row_result, Running& running) {
+    TestResult& result = results_[running.result];
+    ASSERT_EQ(row_result.slot(), row.slot());
+    running.length = row.begin() + row.num_tokens();
+    AddUp(row_result.accounting(), result.accounting);
+    if (row_result.error_code() != 0) {
+      result.status = absl::Status(static_cast<absl::StatusCode>(row_result.error_code()),
+                                   row_result.error_message());
+      return;
+    }
+    ASSERT_EQ(row_result.has_token_id(), row.sample());
+    if (row_result.has_token_id()) {
+      result.tokens.push_back(row_result.token_id());
+      ++running.known;
+    }
+    for (; (running.sealed + 1) * kPage <= running.length; ++running.sealed) {
+      v1::BlockSeal& seal = *pending_.add_seals();
+      seal.set_block_id(result.blocks[static_cast<size_t>(running.sealed)]);
+      seal.set_prefix_hash(std::string(32, 'h'));
+    }
+  }
+
+  void End(Running& running) {
+    slots_[running.slot] = false;
+    pending_.add_free_slots(static_cast<uint32_t>(running.slot));
+    std::vector<uint64_t>& blocks = results_[running.result].blocks;
+    blocks.resize(static_cast<size_t>(running.sealed));
+    if (!options_.keep_blocks) Drop(results_[running.result]);
+  }
+
+  static void AddUp(const v1::RowAccounting& row, v1::RowAccounting& sum) {
+    sum.set_blocks_total(sum.blocks_total() + row.blocks_total());
+    sum.set_skipped_selected_out(sum.skipped_selected_out() + row.skipped_selected_out());
+    sum.set_skipped_window(sum.skipped_window() + row.skipped_window());
+    sum.set_page_hits(sum.page_hits() + row.page_hits());
+    sum.set_page_misses(sum.page_misses() + row.page_misses());
+    sum.set_mass_samples(sum.mass_samples() + row.mass_samples());
+    sum.set_mass_sum(sum.mass_sum() + row.mass_sum());
+    sum.set_cached_device_tokens(sum.cached_device_tokens() + row.cached_device_tokens());
+    sum.set_cached_host_tokens(sum.cached_host_tokens() + row.cached_host_tokens());
+  }
+
+  const Options options_;
+  std::vector<Running> running_;
+  std::vector<TestResult> results_;
+  std::map<int64_t, bool> slots_;  // taken
+  v1::StepPlan pending_;
+  uint64_t step_ = 0;
+  uint64_t next_block_ = 1;
+};
+
+}  // namespace kvasir::worker

@@ -1,0 +1,124 @@
+// An engine with all it borrows, for tests: a model loaded from a folder, an executor, and the
+// logits of every sampled row.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "gtest/gtest.h"
+
+#include "kernels/base/executor.h"
+#include "tests/worker/test_coordinator.h"
+#include "worker/engine.h"
+#include "worker/model/weights.h"
+#include "worker/parallel/single_collective.h"
+
+namespace kvasir::worker {
+
+inline v1::SparsityPolicy MakePolicy(const std::string& prefill, const std::string& decode) {
+  const auto set = [](const std::string& name, v1::AttentionPolicy& policy) {
+    if (name == "all") policy.mutable_all();
+    if (name == "streaming") policy.mutable_streaming();
+    if (name == "quest") policy.mutable_quest();
+  };
+  v1::SparsityPolicy policy;
+  set(prefill, *policy.mutable_prefill());
+  set(decode, *policy.mutable_decode());
+  return policy;
+}
+
+inline v1::AttentionPolicy MakeNumbers(uint32_t sink, uint32_t window, uint32_t budget,
+                                       uint32_t dense_layers = 0) {
+  v1::AttentionPolicy numbers;
+  numbers.set_sink_tokens(sink);
+  numbers.set_window_tokens(window);
+  numbers.set_token_budget(budget);
+  numbers.set_dense_layers(dense_layers);
+  return numbers;
+}
+
+inline v1::RowSampling Greedy() {
+  v1::RowSampling sampling;
+  sampling.set_top_p(1);
+  return sampling;
+}
+
+struct TestWorkerOptions {
+  std::string folder;
+  int64_t rank = 0;
+  int64_t num_ranks = 1;
+  kernels::DType dtype = kernels::DType::kFloat32;
+  int64_t max_model_len = 4096;
+  // Called on the weights before they are packed.
+  std::function<void(ModelWeights&)> edit_weights;
+};
+
+class TestWorker {
+ public:
+  using Logits = std::vector<float>;
+
+  static std::unique_ptr<Transformer> LoadTransformer(const TestWorkerOptions& options) {
+    const ModelConfig config = LoadModelConfig(options.folder).value();
+    const ShardPlan shard = ShardPlan::Make(config, options.rank, options.num_ranks).value();
+    const SafetensorsFolder tensors = SafetensorsFolder::Open(options.folder).value();
+    ModelWeights weights =
+        LoadWeights(tensors, config, {.plan = shard, .dtype = options.dtype, .progress = {}})
+            .value();
+    if (options.edit_weights) options.edit_weights(weights);
+    return Transformer::Create(std::move(weights), {.config = config,
+                                                    .shard = shard,
+                                                    .dtype = options.dtype,
+                                                    .max_model_len = options.max_model_len})
+        .value();
+  }
+
+  // Enough room for everything unless the options say otherwise.
+  static EngineOptions DefaultOptions() {
+    return {.group_epoch = 1,
+            .max_num_seqs = 16,
+            .max_num_batched_tokens = 4096,
+            .kv_dtype = kernels::DType::kFloat32,
+            .kv_device_bytes = 64 << 20,
+            .kv_host_bytes = 64 << 20,
+            .policies = {MakePolicy("all", "all"), MakePolicy("streaming", "streaming"),
+                         MakePolicy("quest", "quest"), MakePolicy("all", "quest")},
+            .mass_sample_rate = 0};
+  }
+
+  TestWorker(Transformer& model, Collective& collective,
+             const EngineOptions& options = DefaultOptions()) {
+    engine_ = Engine::Create(options, model, collective, executor_).value();
+    engine_->set_logits_tap([this](int64_t slot, int64_t position, std::span<const float> row) {
+      logits_[{slot, position}] = Logits(row.begin(), row.end());
+    });
+  }
+  explicit TestWorker(Transformer& model, const EngineOptions& options = DefaultOptions())
+      : TestWorker(model, single_, options) {}
+
+  Engine& engine() { return *engine_; }
+  // By (slot, position of the last token before the sampled one).
+  const std::map<std::pair<int64_t, int64_t>, Logits>& logits() const { return logits_; }
+
+  // Carries out plans until every request is done.
+  void Run(TestCoordinator& coordinator) {
+    while (!coordinator.done()) {
+      const v1::StepPlan plan = coordinator.NextPlan();
+      const absl::StatusOr<v1::StepReply> reply = engine_->Step(plan);
+      ASSERT_TRUE(reply.ok()) << reply.status();
+      ASSERT_NO_FATAL_FAILURE(coordinator.Apply(plan, *reply));
+      ASSERT_TRUE(engine_->store().CheckIntegrity().ok()) << engine_->store().CheckIntegrity();
+    }
+  }
+
+ private:
+  SingleCollective single_;
+  kernels::SerialExecutor executor_;
+  std::unique_ptr<Engine> engine_;
+  std::map<std::pair<int64_t, int64_t>, Logits> logits_;
+};
+
+}  // namespace kvasir::worker
