@@ -94,17 +94,21 @@ TEST(Rope, ScoresDependOnDistanceOnly) {
   EXPECT_GT(std::abs(score(10, 3) - score(10, 4)), 1e-2);
 }
 
-TEST(Rope, TableIsReplacedByEachStep) {
+TEST(Rope, TableIsReplacedByEachStepWhateverItsSize) {
   SerialExecutor executor;
-  RopeTable table(InverseFrequencies(4), 1.0);
-  table.SetPositions(std::vector<int64_t>{5, 6, 7}, executor);
-  table.SetPositions(std::vector<int64_t>{0}, executor);
-  EXPECT_EQ(table.num_tokens(), 1);
-  TestTensor x(kF32, {1, 2, 8});
-  x.Fill(1);
-  const std::vector<double> before = x.Values();
-  ASSERT_TRUE(ApplyRope(table, x.view(), executor).ok());
-  EXPECT_EQ(x.Values(), before);  // position 0 is the identity
+  const Problem p = {.inv_freq = InverseFrequencies(4), .attention_scaling = 1, .positions = {}};
+  RopeTable table(p.inv_freq, p.attention_scaling);
+  for (size_t tokens : {3u, 1u, 4000u, 2u}) {
+    Problem step = p;
+    for (size_t t = 0; t < tokens; ++t) step.positions.push_back(static_cast<int64_t>(tokens + t));
+    table.SetPositions(step.positions, executor);
+    EXPECT_EQ(table.num_tokens(), static_cast<int64_t>(tokens));
+    TestTensor x(kF32, {table.num_tokens(), 2, 8});
+    x.Fill(1);
+    const std::vector<double> expected = Reference(x, step);
+    ASSERT_TRUE(ApplyRope(table, x.view(), executor).ok());
+    EXPECT_TRUE(AllClose(x.Values(), expected, {.absolute = 1e-5}, x.shape()));
+  }
 }
 
 TEST(Rope, NanStaysInItsPair) {

@@ -116,6 +116,8 @@ TEST(Sampling, TopPKeepsTheShortestPrefixThatReachesP) {
   EXPECT_EQ(Support(logits, {.temperature = 1, .top_p = 1.0f}), (Ids{0, 1, 2, 3}));
   // Equal tokens are taken in order of id.
   EXPECT_EQ(Support({2, 2, 2, 2}, {.temperature = 1, .top_p = 0.6f}), (Ids{0, 1, 2}));
+  // "At least p": exactly p is enough.
+  EXPECT_EQ(Support({2, 2, 2, 2}, {.temperature = 1, .top_p = 0.5f}), (Ids{0, 1}));
 }
 
 // After temperature 0.5 the shares are those of p squared; after top-k 2 those of the two largest.
