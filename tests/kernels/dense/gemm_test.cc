@@ -171,7 +171,7 @@ TEST(PackedLinear, BFloat16RowHardlyDependsOnTheBatch) {
   for (const Shape& shape : kModelShapes) {
     std::string engine;
     const double worst = DependenceOnBatch(kBf16, shape, engine);
-    EXPECT_LT(worst, 1e-6) << engine << " k " << shape.k << " n " << shape.n;
+    EXPECT_LT(worst, 1e-5) << engine << " k " << shape.k << " n " << shape.n;
     std::printf("%s, k %ld, n %ld: largest difference %.3g of the largest value\n", engine.c_str(),
                 shape.k, shape.n, worst);
   }
