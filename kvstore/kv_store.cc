@@ -58,30 +58,24 @@ absl::Status CheckOptions(const KvStoreOptions& o) {
         o.max_blocks_per_slot, " blocks: all must be positive, pages at most 256 MiB"));
   }
   const int64_t device_least = 2 * layout.block_bytes();
-  const int64_t host_least = 2 * HostSlab::ExtentBytes(layout);
   if (o.device_bytes < device_least) {
     return absl::ResourceExhaustedError(
         absl::StrCat("kv store: the device tier needs at least two blocks, ", device_least,
                      " bytes; it was given ", o.device_bytes, "; raise kv_device_size_gb"));
-  }
-  if (o.host_bytes < host_least) {
-    return absl::ResourceExhaustedError(
-        absl::StrCat("kv store: the host tier needs at least two blocks, ", host_least,
-                     " bytes; it was given ", o.host_bytes, "; raise kv_host_size_gb"));
   }
   return absl::OkStatus();
 }
 
 class KvStoreImpl : public KvStore, private BlockOwner {
  public:
+  KvStoreImpl(const KvStoreOptions& options, const ExtentFormat& format, DeviceArena device,
+              HostSlab host);
   // Whatever is bound is let go of first, in the middle of a step too: the handles in the slots are
   // the store's own.
   ~KvStoreImpl() override {
     in_step_ = false;
     for (int64_t slot = 0; slot < num_slots_; ++slot) Unbind(slot, 0);
   }
-
-  KvStoreImpl(const KvStoreOptions& options, DeviceArena device, HostSlab host);
 
   absl::StatusOr<Block> Open(BlockId id) override;
   absl::StatusOr<Block> Get(BlockId id) override;
@@ -123,12 +117,10 @@ class KvStoreImpl : public KvStore, private BlockOwner {
     return {page, static_cast<size_t>(layout_.page_bytes())};
   }
   PageIdentity Identity(const BlockState& block, int64_t page_in_block) const {
-    return {.block = block.hash,
-            .generation = block.generation,
-            .layer = page_in_block / layout_.num_kv_heads,
-            .head = page_in_block % layout_.num_kv_heads};
+    return format_.identity(block.hash, block.generation, page_in_block);
   }
 
+  const ExtentFormat format_;
   const KvLayout layout_;
   const int64_t pages_per_block_;
   const int64_t num_slots_;
@@ -153,8 +145,10 @@ class KvStoreImpl : public KvStore, private BlockOwner {
   std::vector<std::vector<Block>> slots_;  // destroyed first: its handles call Release
 };
 
-KvStoreImpl::KvStoreImpl(const KvStoreOptions& options, DeviceArena device, HostSlab host)
-    : layout_(options.layout),
+KvStoreImpl::KvStoreImpl(const KvStoreOptions& options, const ExtentFormat& format,
+                         DeviceArena device, HostSlab host)
+    : format_(format),
+      layout_(options.layout),
       pages_per_block_(options.layout.pages_per_block()),
       num_slots_(options.num_slots),
       max_blocks_per_slot_(options.max_blocks_per_slot),
@@ -504,14 +498,25 @@ absl::Status KvStoreImpl::CheckSlots() const {
 absl::StatusOr<std::unique_ptr<KvStore>> KvStore::Create(const KvStoreOptions& options) {
   KVASIR_RETURN_IF_ERROR(CheckOptions(options));
   const KvLayout& layout = options.layout;
-  const int64_t num_slots = options.device_bytes / layout.page_bytes();
-  const int64_t num_blocks = std::min<int64_t>(options.host_bytes / HostSlab::ExtentBytes(layout),
-                                               std::numeric_limits<int32_t>::max() - 1);
-  KVASIR_ASSIGN_OR_RETURN(DeviceArena device, DeviceArena::Create(num_slots, layout.page_bytes(),
-                                                                  options.freed_memory));
+  KVASIR_ASSIGN_OR_RETURN(const ExtentFormat format,
+                          ExtentFormat::Create({.layout = layout,
+                                                .weights_hash = options.weights_hash,
+                                                .kv_form = options.kv_form,
+                                                .first_layer = options.first_layer,
+                                                .first_head = options.first_head}));
+  const int64_t num_extents = std::min<int64_t>(options.host_bytes / format.extent_bytes(),
+                                                std::numeric_limits<int32_t>::max() - 1);
+  if (num_extents < 2) {
+    return absl::ResourceExhaustedError(absl::StrCat(
+        "kv store: the host tier needs at least two blocks, ", 2 * format.extent_bytes(),
+        " bytes; it was given ", options.host_bytes, "; raise kv_host_size_gb"));
+  }
+  KVASIR_ASSIGN_OR_RETURN(DeviceArena device,
+                          DeviceArena::Create(options.device_bytes / layout.page_bytes(),
+                                              layout.page_bytes(), options.freed_memory));
   KVASIR_ASSIGN_OR_RETURN(HostSlab host,
-                          HostSlab::Create(layout, num_blocks, options.freed_memory));
-  return std::make_unique<KvStoreImpl>(options, std::move(device), std::move(host));
+                          HostSlab::Create(format, num_extents, options.freed_memory));
+  return std::make_unique<KvStoreImpl>(options, format, std::move(device), std::move(host));
 }
 
 }  // namespace kvasir::kvstore

@@ -24,6 +24,7 @@
 #include <array>
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -39,9 +40,14 @@ namespace kvasir::kvstore {
 struct KvStoreOptions {
   kernels::KvLayout layout;
   int64_t device_bytes = 0;  // rounded down to whole pages; at least two blocks
-  int64_t host_bytes = 0;    // rounded down to whole blocks with their bounds; at least two blocks
+  int64_t host_bytes = 0;    // rounded down to whole extents (page_format.h); at least two blocks
   int64_t num_slots = 0;
   int64_t max_blocks_per_slot = 0;
+  // Whose KV it is: checksums are bound to the place in the model.
+  std::string weights_hash = {};
+  std::string kv_form = {};
+  int64_t first_layer = 0;
+  int64_t first_head = 0;
   // kPoisoned in tests: stale reads show as NaN.
   FreedMemory freed_memory = FreedMemory::kAsIs;
 };

@@ -41,7 +41,7 @@ class RandomPlans {
       : rng_(seed), device_blocks_(device_blocks), host_blocks_(host_blocks) {
     KvStoreOptions options = {.layout = kLayout,
                               .device_bytes = device_blocks * kLayout.block_bytes() + 700,
-                              .host_bytes = host_blocks * 2176,
+                              .host_bytes = host_blocks * 12288,
                               .num_slots = kSlots,
                               .max_blocks_per_slot = kBlocksPerSlot,
                               .freed_memory = FreedMemory::kPoisoned};

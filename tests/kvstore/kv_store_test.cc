@@ -32,7 +32,7 @@ class KvStoreTest : public ::testing::Test {
   void SetUp() override {
     store_ = KvStore::Create({.layout = kLayout,
                               .device_bytes = 3 * kLayout.block_bytes(),
-                              .host_bytes = 6 * 2176,
+                              .host_bytes = 6 * 12288,
                               .num_slots = 2,
                               .max_blocks_per_slot = 8,
                               .freed_memory = FreedMemory::kPoisoned})
