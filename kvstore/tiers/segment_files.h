@@ -1,0 +1,82 @@
+// The segment files of the disk tier: places for extents of one size, given out in the order of
+// writing and never written twice. Counts the space in use and gives it back. Called by the disk
+// tier: Append by its writing thread only, the rest from any. Thread-safe.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+
+#include "kernels/base/mutex.h"
+#include "kvstore/page_format.h"
+#include "kvstore/tiers/file_io.h"
+#include "kvstore/tiers/manifest.h"
+
+namespace kvasir::kvstore {
+
+struct Place {
+  uint64_t segment = 0;
+  int64_t offset = 0;
+};
+
+class SegmentFiles {
+ public:
+  SegmentFiles(FileIo& io, std::string directory, int64_t extent_bytes, int64_t segment_bytes);
+
+  // --- while the store is opened
+
+  // Finds the segments that are there. One that cannot be opened is left alone.
+  absl::Status Open();
+  // What the headers of all extents say, the latest generation of each block: for want of a
+  // manifest. FAILED_PRECONDITION when an extent is of another shard or version.
+  absl::StatusOr<std::vector<ManifestRecord>> Scan(const ExtentFormat& format);
+  // The place is in use. False when there is no such place.
+  bool Adopt(Place place);
+  void RemoveUnused();
+
+  // --- later
+
+  // Writes the extents behind each other and makes them durable. After an error nothing of them
+  // is in use, and the segment takes no more.
+  absl::StatusOr<std::vector<Place>> Append(IoQueue& queue,
+                                            absl::Span<const absl::Span<const std::byte>> extents);
+  void Free(Place place);
+  // Null when the segment is gone.
+  std::shared_ptr<File> file(uint64_t segment) const;
+  // Space that cannot be given to others.
+  int64_t used_bytes() const;
+
+ private:
+  struct Segment {
+    std::shared_ptr<File> file;
+    int64_t end = 0;         // behind the last place given out
+    int64_t live = 0;        // places in use
+    int64_t dead_bytes = 0;  // of places not in use whose space could not be given back
+  };
+
+  std::string Path(uint64_t segment) const;
+  absl::Status StartSegment() REQUIRES(mu_);
+  absl::StatusOr<std::vector<Place>> GivePlaces(size_t count);
+  absl::Status WriteDurably(IoQueue& queue, absl::Span<const Place> places,
+                            absl::Span<const absl::Span<const std::byte>> extents);
+  void StopWritingTo(uint64_t segment);
+
+  FileIo& io_;
+  const std::string directory_;
+  const int64_t extent_bytes_;
+  const int64_t segment_bytes_;
+
+  mutable kernels::Mutex mu_;
+  std::map<uint64_t, Segment> segments_ GUARDED_BY(mu_);
+  uint64_t open_segment_ GUARDED_BY(mu_) = 0;  // that Append goes on with; 0: none
+  uint64_t next_segment_ GUARDED_BY(mu_) = 1;
+  int64_t used_bytes_ GUARDED_BY(mu_) = 0;
+};
+
+}  // namespace kvasir::kvstore
