@@ -72,7 +72,9 @@ absl::Status FromRocks(const rocksdb::Status& status) {
   if (status.ok()) return absl::OkStatus();
   const std::string message = absl::StrCat("manifest: ", status.ToString());
   if (status.IsNoSpace()) return absl::ResourceExhaustedError(message);
-  if (status.IsCorruption() || status.IsInvalidArgument()) return absl::DataLossError(message);
+  if (status.IsCorruption() || status.IsInvalidArgument() || status.IsNotFound()) {
+    return absl::DataLossError(message);
+  }
   return absl::UnavailableError(message);
 }
 
