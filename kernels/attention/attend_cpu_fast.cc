@@ -11,6 +11,7 @@
 #include <bit>
 #include <cmath>
 #include <cstddef>
+#include <functional>
 #include <limits>
 #include <optional>
 
@@ -389,13 +390,16 @@ absl::Status Run(const Context& c, Executor& executor) {
     ScratchPieces pieces(memory + counted_thread.bytes() * thread);
     return ThreadMemory(pieces, max_rows, c.head_dim);
   };
-  executor.ParallelFor(size.items, [&](int64_t i, int thread) {
+  // std::ref: a std::function of a larger closure would allocate.
+  const auto run_item = [&](int64_t i, int thread) {
     ItemRun(c, plan.items[i], memory_of(thread)).Run();
-  });
+  };
+  executor.ParallelFor(size.items, std::ref(run_item));
   if (size.split_rows == 0) return absl::OkStatus();
-  executor.ParallelFor(size.split_rows, [&](int64_t i, int thread) {
+  const auto merge_row = [&](int64_t i, int thread) {
     MergeSplitRow(c, plan.split_rows[i], plan.items, memory_of(thread));
-  });
+  };
+  executor.ParallelFor(size.split_rows, std::ref(merge_row));
   return absl::OkStatus();
 }
 

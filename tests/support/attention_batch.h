@@ -153,6 +153,13 @@ class AttentionBatch {
     return selections_[static_cast<size_t>(block * shape_.kv_heads + head)];
   }
 
+  // Keeps the results of another batch of the same shape, to compare a later run with.
+  void CopyResults(const AttentionBatch& other) {
+    out_ = other.out_;
+    lse_ = other.lse_;
+  }
+  int64_t scratch_bytes() const { return scratch_.size_bytes(); }
+
   FakePagedKv& kv() { return kv_; }
   const std::vector<QueryBlock>& blocks() const { return blocks_; }
   const AttentionShape& shape() const { return shape_; }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <functional>
 #include <span>
 
 #include "absl/strings/str_cat.h"
@@ -215,10 +216,12 @@ absl::Status QuestSelector::Select(const SelectParams& p, PageSelection& out,
   ThreadMemory(counted, p);
   KVASIR_ASSIGN_OR_RETURN(std::byte* const memory,
                           p.scratch->Reserve(counted.bytes() * executor.num_threads()));
-  executor.ParallelFor(out.num_rows, [&](int64_t row, int thread) {
+  // std::ref: a std::function of a larger closure would allocate.
+  const auto select_row = [&](int64_t row, int thread) {
     ScratchPieces pieces(memory + counted.bytes() * thread);
     Row(p, out, row, kernel, ThreadMemory(pieces, p)).Run();
-  });
+  };
+  executor.ParallelFor(out.num_rows, std::ref(select_row));
   return absl::OkStatus();
 }
 

@@ -1,5 +1,6 @@
 #include "kernels/paged/page_selection.h"
 
+#include <algorithm>
 #include <gtest/gtest.h>
 #include <random>
 #include <set>
@@ -72,6 +73,25 @@ TEST(SelectedPages, PrunedEntriesAreNotWalked) {
   ExpectWalkMatchesDefinition(header, list, 510);
 }
 
+// SkipTo(page) from anywhere lands where a walk from the start first reaches a page >= that.
+void ExpectSkipMatchesWalk(SelectionHeader header, const std::vector<SelectionEntry>& list,
+                           int64_t last_position, std::mt19937_64& rng) {
+  header.count = static_cast<int32_t>(list.size());
+  SelectedPages skipping(header, list.data(), last_position);
+  while (skipping.valid()) {
+    const int64_t from = skipping.page();
+    const int64_t to = from - 1 + static_cast<int64_t>(rng() % 5);
+    SelectedPages stepping(header, list.data(), last_position);
+    while (stepping.valid() && stepping.page() < std::max(from, to)) stepping.Next();
+    skipping.SkipTo(to);
+    ASSERT_EQ(skipping.valid(), stepping.valid());
+    if (!skipping.valid()) return;
+    ASSERT_EQ(skipping.page(), stepping.page()) << "from " << from << " to " << to;
+    ASSERT_EQ(skipping.mask(), stepping.mask());
+    if (to <= from) skipping.Next();
+  }
+}
+
 TEST(SelectedPages, RandomSelectionsMatchTheDefinition) {
   for (uint64_t seed = 1; seed <= 400; ++seed) {
     SCOPED_TRACE(testing::Message() << "seed " << seed);
@@ -91,6 +111,8 @@ TEST(SelectedPages, RandomSelectionsMatchTheDefinition) {
       list.push_back({.page = page, .chosen = ~uint64_t{0}, .live = mask});
     }
     ExpectWalkMatchesDefinition(header, list, last);
+    ExpectSkipMatchesWalk(header, list, last, rng);
+    ExpectSkipMatchesWalk({.kind = SelectionHeader::Kind::kAll}, {}, last, rng);
     if (HasFatalFailure()) return;
   }
 }
