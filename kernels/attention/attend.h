@@ -3,17 +3,25 @@
 //   out[t, h] = sum_j softmax_j(scale * q[t, h] . K[j, h / G]) V[j, h / G],
 //   j over the tokens that the selection row (query block of t, h / G) names, j <= position of t.
 //
-// Guarantees: fp32 accumulation; a query's result depends only on its q, its position, its
-// selection and the KV it names, never on batch, chunk, tier or thread count, and a query block of
-// one row gives the same bits as that row inside a larger block. Pages are taken in ascending
-// position in segments of kSegmentPages by absolute page number, each segment accumulated page by
-// page, segments merged in order. A query with no key gives out = 0 and lse = -inf. NaN in a query,
-// or in a key or value that it attends to, makes its own row NaN and no other. Rows that no block
-// names stay as they are. Errors: INVALID_ARGUMENT on shapes; a selected page that is absent sets
-// the slot's fault (see AttendParams::faults), and its out rows are unspecified.
+// Guarantees:
+// - float32 accumulation. With bfloat16 q and KV the products are those of bfloat16 pairs and the
+//   weights exp(l - max) are rounded to bfloat16 before they meet V (their sum, and lse, are not).
+// - A query's result depends only on its q, its position, its selection and the KV it names, never
+//   on batch, chunk, tier or thread count: a query block of one row gives the same bits as that row
+//   inside a larger block, and a list that covers everything the same bits as kind all. Pages are
+//   taken in ascending position in segments of kSegmentPages by absolute page number, each segment
+//   accumulated page by page, segments merged in order. Machines with different vector instructions
+//   may differ in last bits.
+// - A query with no key gives out = 0 and lse = -inf. NaN in a query, or in a key or value that it
+//   attends to, makes its own row NaN and no other. Rows that no block names stay as they are.
+// Errors: INVALID_ARGUMENT on shapes; a selected page that is absent sets the slot's fault (see
+// AttendParams::faults), and its out rows are unspecified.
 // Cost: reads 2 * head_dim * sizeof(dtype) bytes per attended token and KV head, once for all G
-// query heads of the group. Source: online softmax (arXiv 1805.02867), R1 to R5 of
-// docs/sparse_methods.md.
+// query heads of the group. Any head_dim and group; head dims that are multiples of 64 are fast on
+// machines with AVX-512. Scratch: per thread about 12 * head_dim bytes per query row of the largest
+// block and 512 * head_dim for tiles, and 4 * head_dim per segment and query head of long decode
+// rows; nothing else is allocated once it has grown.
+// Source: online softmax (arXiv 1805.02867), R1 to R5 of docs/sparse_methods.md.
 #pragma once
 
 #include <span>

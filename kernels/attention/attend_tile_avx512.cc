@@ -4,61 +4,50 @@
 namespace kvasir::kernels {
 namespace {
 
-struct FloatWeights : FloatUnit {
+struct FloatTile : FloatUnit {
   static void StoreWeights(const __m512 p[kColumnVectors], std::byte* to) {
     for (int j = 0; j < kColumnVectors; ++j) _mm512_storeu_ps(to + j * 64, p[j]);
   }
 };
 
-struct Float32Kv : FloatWeights {
-  static void PackKeys(const TileShape& shape, const TilePage& page, std::byte* to) {
-    TransposeKeys(page, shape.head_dim * 4, [&](int64_t unit, int64_t token, __m512i keys) {
-      _mm512_storeu_si512(to + (unit * kTileTokens + token) * 4, keys);
-    });
+struct Float32Kv : FloatTile {
+  static constexpr int64_t kKvBytes = 4;
+
+  template <typename Use>
+  static void SplitKeys(int64_t index, __m512i keys, const Use& use) {
+    use(index, keys);
   }
-  // In place, unless a masked token lies before the last attended one and must not be multiplied.
-  static const std::byte* PackValues(const TileShape& shape, const TilePage& page, std::byte* to) {
-    const int64_t row_bytes = shape.head_dim * 4;
-    const int64_t tokens = 64 - __builtin_clzll(page.mask);
-    if (page.next_page != nullptr) {
-      const std::byte* next = page.next_page + (page.values - page.keys);
-      for (int64_t i = 0; i < kTileTokens * row_bytes; i += 64) _mm_prefetch(next + i, _MM_HINT_T0);
+  static void LoadValues(const TileShape& shape, const TilePage& page, int64_t token,
+                         int64_t column, __m512i line[kColumnVectors]) {
+    const std::byte* from = page.values + (token * shape.head_dim + column) * kKvBytes;
+    const __mmask16 attended = (page.mask >> token & 1) != 0 ? 0xffff : 0;
+#pragma GCC unroll 4
+    for (int j = 0; j < kColumnVectors; ++j) {
+      line[j] = _mm512_maskz_loadu_epi32(attended, from + j * 64);
+      PrefetchNext(page, from + j * 64);
     }
-    if (page.mask == ~uint64_t{0} >> (64 - tokens)) return page.values;
-    for (int64_t t = 0; t < tokens; ++t) {
-      const bool attended = (page.mask >> t & 1) != 0;
-      for (int64_t i = t * row_bytes; i < (t + 1) * row_bytes; i += 64) {
-        _mm512_storeu_si512(
-            to + i, attended ? _mm512_loadu_si512(page.values + i) : _mm512_setzero_si512());
-      }
-    }
-    return to;
   }
 };
 
-struct BFloat16Kv : FloatWeights {
-  static void PackKeys(const TileShape& shape, const TilePage& page, std::byte* to) {
-    TransposeKeys(page, shape.head_dim * 2, [&](int64_t pair, int64_t token, __m512i keys) {
-      _mm512_storeu_si512(to + (2 * pair * kTileTokens + token) * 4, FirstOfPairs(keys));
-      _mm512_storeu_si512(to + ((2 * pair + 1) * kTileTokens + token) * 4, SecondOfPairs(keys));
-    });
+struct BFloat16Kv : FloatTile {
+  static constexpr int64_t kKvBytes = 2;
+
+  template <typename Use>
+  static void SplitKeys(int64_t index, __m512i keys, const Use& use) {
+    use(2 * index, FirstOfPairs(keys));
+    use(2 * index + 1, SecondOfPairs(keys));
   }
-  static const std::byte* PackValues(const TileShape& shape, const TilePage& page, std::byte* to) {
-    const int64_t row_bytes = shape.head_dim * 2;
-    const int64_t tokens = 64 - __builtin_clzll(page.mask);
-    for (int64_t t = 0; t < tokens; ++t) {
-      const bool attended = (page.mask >> t & 1) != 0;
-      for (int64_t i = t * row_bytes; i < (t + 1) * row_bytes; i += 32) {
-        const __m256i row =
-            attended ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(page.values + i))
-                     : _mm256_setzero_si256();
-        if (page.next_page != nullptr) {
-          _mm_prefetch(page.next_page + (page.values - page.keys) + i, _MM_HINT_T0);
-        }
-        _mm512_storeu_si512(to + 2 * i, FirstOfPairs(_mm512_cvtepu16_epi32(row)));
-      }
+  static void LoadValues(const TileShape& shape, const TilePage& page, int64_t token,
+                         int64_t column, __m512i line[kColumnVectors]) {
+    const std::byte* from = page.values + (token * shape.head_dim + column) * kKvBytes;
+    const __mmask16 attended = (page.mask >> token & 1) != 0 ? 0xffff : 0;
+#pragma GCC unroll 4
+    for (int j = 0; j < kColumnVectors; ++j) {
+      const __m256i half = _mm256_maskz_loadu_epi16(attended, from + j * 32);
+      line[j] = FirstOfPairs(_mm512_cvtepu16_epi32(half));
     }
-    return to;
+    PrefetchNext(page, from);
+    PrefetchNext(page, from + 64);
   }
 };
 

@@ -81,21 +81,36 @@ inline void Transpose16(__m512i rows[16]) {
 template <int kRows>
 using Accumulators = __m512[static_cast<size_t>(kRows)][kColumnVectors];
 
-// C[row][4 vectors] += A[row][unit] . B[unit][4 vectors].
-template <typename Unit, int kRows>
-inline void Multiply(const std::byte* a, int64_t a_row_bytes, const std::byte* b,
-                     int64_t b_unit_bytes, int64_t num_units, Accumulators<kRows>& c) {
+inline __m512i BroadcastUnit(const std::byte* unit) {
+  int32_t bits;
+  __builtin_memcpy(&bits, unit, 4);
+  return _mm512_set1_epi32(bits);
+}
+
+inline void LoadColumns(const std::byte* from, __m512i tile[kColumnVectors]) {
+#pragma GCC unroll 4
+  for (int j = 0; j < kColumnVectors; ++j) tile[j] = _mm512_loadu_si512(from + j * 64);
+}
+
+template <int kRows>
+inline void ClearAccumulators(Accumulators<kRows>& c) {
+#pragma GCC unroll 6
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+    for (int j = 0; j < kColumnVectors; ++j) c[r][j] = _mm512_setzero_ps();
+  }
+}
+
+// C[row][4 vectors] += A[row][unit] . B[unit][4 vectors]; load(unit, tile) fetches a line of B.
+template <typename Unit, int kRows, typename Load>
+inline void Multiply(const std::byte* a, int64_t a_row_bytes, int64_t num_units, const Load& load,
+                     Accumulators<kRows>& c) {
   for (int64_t u = 0; u < num_units; ++u) {
     __m512i tile[kColumnVectors];
-#pragma GCC unroll 4
-    for (int j = 0; j < kColumnVectors; ++j) {
-      tile[j] = _mm512_loadu_si512(b + u * b_unit_bytes + j * 64);
-    }
+    load(u, tile);
 #pragma GCC unroll 6
     for (int r = 0; r < kRows; ++r) {
-      int32_t bits;
-      __builtin_memcpy(&bits, a + r * a_row_bytes + u * 4, 4);
-      const __m512i element = _mm512_set1_epi32(bits);
+      const __m512i element = BroadcastUnit(a + r * a_row_bytes + u * 4);
 #pragma GCC unroll 4
       for (int j = 0; j < kColumnVectors; ++j) c[r][j] = Unit::MulAdd(c[r][j], element, tile[j]);
     }

@@ -40,12 +40,9 @@ template <typename Unit, int kRows>
 inline void RaiseTo(const std::byte* signed_q, const std::byte* tile, int64_t units,
                     __m512 best[kColumnVectors]) {
   Accumulators<kRows> c;
-#pragma GCC unroll 6
-  for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 4
-    for (int j = 0; j < kColumnVectors; ++j) c[r][j] = _mm512_setzero_ps();
-  }
-  Multiply<Unit, kRows>(signed_q, units * 4, tile, kColumns * 4, units, c);
+  ClearAccumulators<kRows>(c);
+  const auto load = [&](int64_t u, __m512i* line) { LoadColumns(tile + u * kColumns * 4, line); };
+  Multiply<Unit, kRows>(signed_q, units * 4, units, load, c);
 #pragma GCC unroll 6
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
