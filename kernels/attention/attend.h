@@ -18,9 +18,8 @@
 // AttendParams::faults), and its out rows are unspecified.
 // Cost: reads 2 * head_dim * sizeof(dtype) bytes per attended token and KV head, once for all G
 // query heads of the group. Any head_dim and group; head dims that are multiples of 64 are fast on
-// machines with AVX-512. Scratch: per thread about 12 * head_dim bytes per query row of the largest
-// block and 512 * head_dim for tiles, and 4 * head_dim per segment and query head of long decode
-// rows; nothing else is allocated once it has grown.
+// machines with AVX-512. Scratch: per thread 12 * head_dim bytes per query row of the largest block
+// and 512 * head_dim for tiles; 4 * head_dim per segment and query head of long decode rows.
 // Source: online softmax (arXiv 1805.02867), R1 to R5 of docs/sparse_methods.md.
 #pragma once
 
