@@ -318,6 +318,24 @@ TEST_F(EngineTest, NanRowFailsAloneWithDataLoss) {
   ExpectSameBits(RunAlone(healthy), worker.logits());
 }
 
+// Else its KV would be sealed, and found by others.
+TEST_F(EngineTest, NanFailsTheChunkThatReadsIt) {
+  const auto model = TestWorker::LoadTransformer(
+      {.folder = folder_->folder(), .edit_weights = [](ModelWeights& weights) {
+         const kernels::TensorView table = weights.embedding.view;
+         table.As<float>()[100 * table.dim(1)] = std::numeric_limits<float>::quiet_NaN();
+       }});
+  TestRequest request = MakeRequest(300, kStreaming);
+  request.prompt[10] = 100;
+  TestWorker worker(*model);
+  TestCoordinator coordinator({.chunk = 64});
+  coordinator.Add(request);
+  const auto reply = worker.engine().Step(coordinator.NextPlan());
+  ASSERT_TRUE(reply.ok()) << reply.status();
+  EXPECT_EQ(static_cast<absl::StatusCode>(reply->results(0).error_code()),
+            absl::StatusCode::kDataLoss);
+}
+
 TEST_F(EngineTest, RowWithoutRoomFailsAlone) {
   EngineOptions options = TestWorker::DefaultOptions();
   options.kv_device_bytes = 5 * model_->kv_layout(kernels::DType::kFloat32).block_bytes();
