@@ -1,0 +1,120 @@
+// What a wrong plan does is tested through the engine (engine_test.cc).
+#include "worker/slot_table.h"
+
+#include <memory>
+#include <vector>
+
+#include "gtest/gtest.h"
+
+#include "tests/worker/test_worker.h"
+
+namespace kvasir::worker {
+namespace {
+
+class SlotTableTest : public testing::Test {
+ protected:
+  static constexpr kernels::KvLayout kLayout = {
+      .num_layers = 1, .num_kv_heads = 1, .head_dim = 4, .dtype = kernels::DType::kFloat32};
+
+  SlotTableTest()
+      : store_(kvstore::KvStore::Create({.layout = kLayout,
+                                         .device_bytes = 8 * kLayout.block_bytes(),
+                                         .host_bytes = 64 * kLayout.block_bytes(),
+                                         .num_slots = 2,
+                                         .max_blocks_per_slot = 16})
+                   .value()),
+        table_({.num_slots = 2,
+                .max_model_len = 1000,
+                .vocab_size = 10,
+                .pages_per_block = 1,
+                .policies = {{}, {.decode_selector = 1, .decode_is_dense = false}}},
+               *store_) {}
+
+  v1::SequenceStart MakeStart(int prompt_size, uint32_t policy) const {
+    v1::SequenceStart start;
+    for (int i = 0; i < prompt_size; ++i) start.add_prompt(3);
+    start.set_policy_index(policy);
+    start.set_tail_tokens(30);
+    return start;
+  }
+  // A row of slot 0 with as many new blocks as it needs, counted up from `first_block`.
+  absl::StatusOr<RowWork> Prepare(uint32_t begin, uint32_t num_tokens, uint64_t first_block,
+                                  int num_blocks) {
+    v1::StepRow row;
+    row.set_begin(begin);
+    row.set_num_tokens(num_tokens);
+    for (int i = 0; i < num_blocks; ++i) row.add_new_blocks(first_block++);
+    absl::StatusOr<RowWork> work = table_.Prepare(row, truncations_);
+    if (work.ok()) table_.at(0).kv_length = begin + num_tokens;  // as if it had been computed
+    return work;
+  }
+  void Generate(int32_t token) { table_.at(0).tokens.push_back(token); }
+
+  std::unique_ptr<kvstore::KvStore> store_;
+  SlotTable table_;
+  std::vector<Truncation> truncations_;
+};
+
+TEST_F(SlotTableTest, TailIsReadOneByOneUnlessDecodeIsDense) {
+  ASSERT_TRUE(table_.Start(MakeStart(100, 0)).ok());
+  EXPECT_EQ(table_.at(0).decode_begin, 100);
+  ASSERT_TRUE(table_.Free(0).ok());
+  ASSERT_TRUE(table_.Start(MakeStart(100, 1)).ok());
+  EXPECT_EQ(table_.at(0).decode_begin, 70);
+  ASSERT_TRUE(table_.Free(0).ok());
+  ASSERT_TRUE(table_.Start(MakeStart(10, 1)).ok());
+  EXPECT_EQ(table_.at(0).decode_begin, 0);
+}
+
+TEST_F(SlotTableTest, TruncationInsideAnOpenBlockAsksForItsBounds) {
+  ASSERT_TRUE(table_.Start(MakeStart(100, 0)).ok());
+  ASSERT_TRUE(Prepare(0, 100, 1, 2).ok());
+  for (uint32_t position = 100; position < 130; ++position) {
+    Generate(4);
+    ASSERT_TRUE(Prepare(position, 1, 3, position == 128 ? 1 : 0).ok());
+  }
+  EXPECT_TRUE(truncations_.empty());
+  ASSERT_TRUE(store_->Holds(kernels::BlockId(3)));
+  // Back to 110 tokens: block 3 goes, block 2 keeps 46 tokens.
+  ASSERT_TRUE(Prepare(110, 1, 0, 0).ok());
+  ASSERT_EQ(truncations_.size(), 1u);
+  EXPECT_EQ(truncations_[0].block, 1);
+  EXPECT_EQ(truncations_[0].num_tokens, 46);
+  EXPECT_FALSE(store_->Holds(kernels::BlockId(3)));
+  EXPECT_EQ(table_.at(0).tokens.size(), 111u);
+}
+
+TEST_F(SlotTableTest, TruncationBetweenBlocksNeedsNoBounds) {
+  ASSERT_TRUE(table_.Start(MakeStart(128, 0)).ok());
+  ASSERT_TRUE(Prepare(0, 128, 1, 2).ok());
+  ASSERT_TRUE(Prepare(64, 64, 7, 1).ok());
+  EXPECT_TRUE(truncations_.empty());
+  EXPECT_FALSE(store_->Holds(kernels::BlockId(2)));
+  EXPECT_TRUE(store_->Holds(kernels::BlockId(7)));
+}
+
+TEST_F(SlotTableTest, RowWithoutRoomLeavesNoBlockBehind) {
+  ASSERT_TRUE(table_.Start(MakeStart(640, 0)).ok());
+  EXPECT_EQ(Prepare(0, 640, 1, 10).status().code(), absl::StatusCode::kResourceExhausted);
+  for (int64_t block = 1; block <= 10; ++block) {
+    EXPECT_FALSE(store_->Holds(kernels::BlockId(block)));
+  }
+  EXPECT_TRUE(store_->CheckIntegrity().ok());
+}
+
+TEST_F(SlotTableTest, SealedBlocksOutliveTheSlotUntilTheyAreDropped) {
+  ASSERT_TRUE(table_.Start(MakeStart(100, 0)).ok());
+  ASSERT_TRUE(Prepare(0, 100, 1, 2).ok());
+  v1::BlockSeal seal;
+  seal.set_block_id(1);
+  seal.set_prefix_hash(std::string(32, 'h'));
+  ASSERT_TRUE(table_.Seal(seal).ok());
+  ASSERT_TRUE(table_.Free(0).ok());
+  EXPECT_TRUE(store_->Holds(kernels::BlockId(1)));
+  EXPECT_FALSE(store_->Holds(kernels::BlockId(2)));
+  table_.Drop(kernels::BlockId(1));
+  EXPECT_FALSE(store_->Holds(kernels::BlockId(1)));
+}
+
+}  // namespace
+}  // namespace kvasir::worker
