@@ -34,10 +34,13 @@ DType ComputeDType(const ModelConfig& config) {
 
 absl::StatusOr<int64_t> ContextLength(const v1::ModelConfig& model, const ModelConfig& config) {
   if (model.max_model_len() == 0) return config.max_position_embeddings;
-  if (model.max_model_len() > config.max_position_embeddings) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "max_model_len ", model.max_model_len(), " is beyond the ", config.max_position_embeddings,
-        " positions of the model; lower --max-model-len"));
+  // Dynamic scaling is made to go beyond what config.json says, by its factor.
+  const double stretch = config.rope.kind == RopeKind::kDynamicNtk ? config.rope.factor : 1;
+  const double longest = stretch * static_cast<double>(config.max_position_embeddings);
+  if (model.max_model_len() > longest) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("max_model_len ", model.max_model_len(), " is beyond the ", longest,
+                     " positions of the model; lower --max-model-len"));
   }
   return model.max_model_len();
 }
