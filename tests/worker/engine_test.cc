@@ -285,10 +285,13 @@ TEST_F(EngineTest, StopTokensWaitForMinTokens) {
     return coordinator.result(r).tokens;
   };
   const std::vector<uint32_t> free = tokens();
-  request.sampling.mutable_stop_token_ids()->Add(free.begin(), free.end());
+  for (uint32_t token = 0; token < 101; ++token) {
+    if (token != 5) request.sampling.add_stop_token_ids(token);
+  }
   request.sampling.set_min_tokens(3);
   const std::vector<uint32_t> banned = tokens();
-  for (size_t i = 0; i < 3; ++i) EXPECT_THAT(free, testing::Not(testing::Contains(banned[i])));
+  EXPECT_THAT(std::vector(banned.begin(), banned.begin() + 3), testing::Each(5u));
+  EXPECT_NE(banned[3], 5u);
   request.sampling.set_min_tokens(0);
   EXPECT_EQ(free, tokens());
 }
