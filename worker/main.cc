@@ -26,8 +26,8 @@
 #include "proto/worker_protocol.h"
 #include "worker/group_member.h"
 #include "worker/metrics.h"
-#include "worker/openmp_executor.h"
 #include "worker/service.h"
+#include "worker/thread_pool.h"
 
 namespace kvasir::worker {
 namespace {
@@ -115,7 +115,7 @@ absl::Status RunWorker(const v1::WorkerConfig& config) {
   const sigset_t end_signals = BlockEndSignals();
   prometheus::Registry registry;
   WorkerMetrics metrics(registry);
-  OpenMpExecutor executor(static_cast<int>(config.threads()));
+  ThreadPool executor(static_cast<int>(config.threads()));
   Readiness readiness;
   KVASIR_ASSIGN_OR_RETURN(
       const std::unique_ptr<proto::MetricsEndpoint> endpoint,
