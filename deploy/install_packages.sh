@@ -8,7 +8,7 @@ build_packages=(
   libabsl-dev libprotobuf-dev protobuf-compiler libgrpc-dev libgrpc++-dev protobuf-compiler-grpc
   libspdlog-dev libfmt-dev prometheus-cpp-dev libcpp-httplib-dev
   libdnnl-dev libgloo-dev libxxhash-dev libssl-dev liburing-dev librocksdb-dev
-  nlohmann-json3-dev libyaml-cpp-dev libpcre2-dev libicu-dev
+  nlohmann-json3-dev libyaml-cpp-dev libpcre2-dev libutf8proc-dev
 )
 test_packages=(
   libgtest-dev libgmock-dev libbenchmark-dev

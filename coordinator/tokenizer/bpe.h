@@ -1,0 +1,70 @@
+// Byte-pair encoding of one pre-token: bytes are merged pairwise in order of rank, the leftmost
+// pair first among equals, until no pair of neighbours has a merge. Hides the pair table and the
+// two ways to run it (a scan for short pre-tokens, a heap over a linked list for long ones: n log
+// n, so one character repeated for a megabyte is no attack). Called by the tokenizer. Immutable
+// after construction, so it may be shared between threads; a Workspace belongs to one call at a
+// time.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/strings/string_view.h"
+
+namespace kvasir::coordinator {
+
+class BpeModel {
+ public:
+  struct Merge {
+    int32_t left;
+    int32_t right;
+    int32_t result;
+  };
+
+  struct Params {
+    std::array<int32_t, 256> byte_ids;  // the token of each single byte; -1 where there is none
+    std::vector<Merge> merges;          // in order of rank; no pair twice
+    // Pre-tokens that are looked up whole before any merging ("ignore_merges"); may be empty.
+    std::vector<std::pair<std::string, int32_t>> whole_tokens;
+  };
+
+  // Memory of Encode, kept between calls.
+  class Workspace {
+    friend class BpeModel;
+    struct Symbol {
+      int32_t id;
+      int32_t previous;
+      int32_t next;
+      int32_t rank;  // of the pair (this, next)
+    };
+    std::vector<Symbol> symbols_;
+    std::vector<uint64_t> heap_;  // rank << 32 | position
+  };
+
+  explicit BpeModel(Params params);
+
+  // Appends the ids of `piece`. REQUIRES: size < 2^31; every byte has a token.
+  void Encode(absl::string_view piece, Workspace* workspace, std::vector<int32_t>* ids) const;
+
+ private:
+  struct Merged {
+    int32_t rank;
+    int32_t id;
+  };
+
+  const Merged* FindMerge(int32_t left, int32_t right) const;
+  void EncodeShort(absl::string_view piece, std::vector<int32_t>* ids) const;
+  void EncodeLong(absl::string_view piece, Workspace* workspace, std::vector<int32_t>* ids) const;
+  // Looks up the pair that begins at `position` and queues it.
+  void QueuePair(size_t position, Workspace* workspace) const;
+
+  std::array<int32_t, 256> byte_ids_;
+  absl::flat_hash_map<uint64_t, Merged> merges_;
+  absl::flat_hash_map<std::string, int32_t> whole_tokens_;
+};
+
+}  // namespace kvasir::coordinator

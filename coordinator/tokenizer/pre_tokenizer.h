@@ -1,0 +1,47 @@
+// Cuts a text into the pieces that BPE works on, by a chain of stages, each of which cuts the
+// pieces of the one before. Hides how tokenizer.json's kinds of pre-tokenizer (Split, Digits,
+// ByteLevel, Sequence) become two kinds of stage. Pieces are handed out one by one, so that a
+// caller can stop early and nothing of the size of the text is built. Called by the tokenizer.
+// Immutable.
+#pragma once
+
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
+#include "absl/strings/string_view.h"
+
+#include "coordinator/tokenizer/split_regex.h"
+
+namespace kvasir::coordinator {
+
+class PreTokenizer {
+ public:
+  // What becomes of the matches of a pattern; `invert` swaps matches and what lies between them.
+  enum class Behavior { kRemoved, kIsolated, kMergedWithPrevious, kMergedWithNext, kContiguous };
+  struct Split {
+    SplitRegex regex;
+    Behavior behavior;
+    bool invert = false;
+  };
+  // Puts a space before every piece that has none.
+  struct AddPrefixSpace {};
+  using Stage = std::variant<Split, AddPrefixSpace>;
+  using Sink = absl::FunctionRef<absl::Status(absl::string_view piece)>;
+
+  explicit PreTokenizer(std::vector<Stage> stages) : stages_(std::move(stages)) {}
+
+  // Hands the pieces of `text` (well-formed UTF-8), none of them empty, to `sink` in order; stops
+  // at the first error. A piece is valid during the call only.
+  absl::Status Run(absl::string_view text, SplitRegex::Scratch* scratch, Sink sink) const;
+
+ private:
+  absl::Status RunFrom(size_t stage, absl::string_view piece, SplitRegex::Scratch* scratch,
+                       Sink sink) const;
+
+  std::vector<Stage> stages_;
+};
+
+}  // namespace kvasir::coordinator

@@ -1,0 +1,88 @@
+// Text to token ids and back, from a Hugging Face tokenizer.json with a byte-level BPE model
+// (GPT-2, Llama 3, Qwen2 and their like): the same ids as the `tokenizers` library gives. Hides the
+// file format, normalisation, added tokens, splitting and merging. Called by the coordinator's
+// service. Immutable after loading, so one Tokenizer serves all threads. Time is linear in the
+// text, n log n within one pre-token.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/types/span.h"
+
+#include "coordinator/tokenizer/added_tokens.h"
+#include "coordinator/tokenizer/bpe.h"
+#include "coordinator/tokenizer/pre_tokenizer.h"
+#include "coordinator/tokenizer/tokenizer_json.h"
+
+namespace kvasir::coordinator {
+
+// What decoding does with special tokens.
+enum class SpecialTokens { kKeep, kSkip };
+
+struct EncodeOptions {
+  // Does the post-processor put its tokens (the begin of the text, mostly) around the ids?
+  bool add_special_tokens = true;
+  // Does the text of a special token become that token? Hugging Face's default is that it does.
+  // Added tokens that are not special are always found.
+  SpecialTokenText special_token_text = SpecialTokenText::kParse;
+  // More ids than this, those of the post-processor included, are an error.
+  int64_t max_tokens = std::numeric_limits<int64_t>::max();
+};
+
+class Tokenizer {
+ public:
+  // `path` is a tokenizer.json or the folder of a model that holds one. Errors: NOT_FOUND,
+  // INVALID_ARGUMENT for what is not supported or exceeds `limits`.
+  static absl::StatusOr<std::unique_ptr<const Tokenizer>> Load(const std::string& path,
+                                                               const TokenizerLimits& limits = {});
+  static absl::StatusOr<std::unique_ptr<const Tokenizer>> Parse(absl::string_view json,
+                                                                const TokenizerLimits& limits = {});
+
+  // Errors: INVALID_ARGUMENT for invalid UTF-8 (with the byte offset) and for more than
+  // options.max_tokens ids, found without reading much further than that; RESOURCE_EXHAUSTED when
+  // the splitting pattern reaches its limits.
+  absl::StatusOr<std::vector<int32_t>> Encode(absl::string_view text,
+                                              const EncodeOptions& options = {}) const;
+
+  // Bytes that are not UTF-8 become U+FFFD. Errors: INVALID_ARGUMENT for an id without a token.
+  absl::StatusOr<std::string> Decode(absl::Span<const int32_t> ids,
+                                     SpecialTokens special_tokens) const;
+
+  // The largest id plus one. A model may have more rows (padding); their ids have no token.
+  int64_t vocab_size() const { return static_cast<int64_t>(tokens_.size()); }
+  // The following take any id; one without a token has no bytes and is not special.
+  bool HasToken(int32_t id) const { return !TokenContent(id).empty(); }
+  bool IsSpecial(int32_t id) const;
+  // What the token decodes to, and how tokenizer.json writes it.
+  absl::string_view TokenBytes(int32_t id) const;
+  absl::string_view TokenContent(int32_t id) const;
+  // By the token as tokenizer.json writes it, e.g. "<|end_of_text|>".
+  std::optional<int32_t> TokenId(absl::string_view content) const;
+
+ private:
+  class Encoding;  // one call of Encode
+
+  explicit Tokenizer(TokenizerSpec spec);
+  const TokenizerSpec::Token* Find(int32_t id) const;
+
+  std::vector<TokenizerSpec::Token> tokens_;  // by id
+  absl::flat_hash_map<std::string, int32_t> ids_;
+  size_t longest_token_bytes_ = 1;
+  bool normalizes_to_nfc_;
+  AddedTokens raw_added_tokens_;
+  AddedTokens normalized_added_tokens_;
+  PreTokenizer pre_tokenizer_;
+  BpeModel bpe_;
+  std::vector<int32_t> prefix_ids_;
+  std::vector<int32_t> suffix_ids_;
+};
+
+}  // namespace kvasir::coordinator

@@ -1,0 +1,48 @@
+// Reads the text of a Hugging Face tokenizer.json into what a Tokenizer is made of. Everything of
+// the file that would change ids or text is either honoured or refused with a message that says
+// what was found and what is supported; the file is untrusted, so sizes, ids and merges are
+// checked. Called by Tokenizer only. Pure function.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+
+#include "coordinator/tokenizer/added_tokens.h"
+#include "coordinator/tokenizer/bpe.h"
+#include "coordinator/tokenizer/pre_tokenizer.h"
+
+namespace kvasir::coordinator {
+
+struct TokenizerLimits {
+  int64_t max_file_bytes = int64_t{64} << 20;
+  int64_t max_tokens = int64_t{1} << 19;  // vocabulary and added tokens; every id is below it
+  int64_t max_merges = int64_t{1} << 20;
+};
+
+struct TokenizerSpec {
+  struct Token {
+    std::string content;  // as in the file; empty where no token has this id
+    std::string bytes;    // what it decodes to
+    bool special = false;
+  };
+
+  std::vector<Token> tokens;  // by id
+  BpeModel::Params bpe;
+  bool normalizes_to_nfc = false;
+  std::vector<AddedToken> raw_added_tokens;         // looked for before normalising
+  std::vector<AddedToken> normalized_added_tokens;  // and after; the contents are normalised
+  std::vector<PreTokenizer::Stage> stages;
+  // What the post-processor puts around the ids of a text.
+  std::vector<int32_t> prefix_ids;
+  std::vector<int32_t> suffix_ids;
+};
+
+// Errors: INVALID_ARGUMENT.
+absl::StatusOr<TokenizerSpec> ReadTokenizerJson(absl::string_view json,
+                                                const TokenizerLimits& limits);
+
+}  // namespace kvasir::coordinator
