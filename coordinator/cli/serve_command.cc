@@ -46,12 +46,26 @@ absl::StatusOr<std::vector<std::string>> ParseWorkers(const v1::ServeConfig& con
   return addresses;
 }
 
+std::string GrpcAddress(const v1::ServeConfig& config, const Server& server) {
+  return absl::StrCat(config.endpoint().host(), ":", server.port());
+}
+
+std::string MetricsAddress(const v1::ServeConfig& config, const Server& server) {
+  return absl::StrCat(config.endpoint().host(), ":", server.metrics_port());
+}
+
 // Written under another name first, so that whoever waits for the file never reads half of it.
-absl::Status WriteReadyFile(const std::string& path, const Server& server) {
+absl::Status WriteReadyFile(const v1::ServeConfig& config, const Server& server) {
+  const std::string& path = config.ready_file();
   if (path.empty()) return absl::OkStatus();
   const std::string draft = absl::StrCat(path, ".new");
   std::ofstream file(draft);
-  file << "grpc: " << server.address() << "\nmetrics: " << server.metrics_address() << "\n";
+  file << "grpc: " << GrpcAddress(config, server) << "\n"
+       << "metrics: " << MetricsAddress(config, server) << "\n";
+  const std::vector<std::string> workers = server.worker_metrics_addresses();
+  for (size_t rank = 0; rank < workers.size(); ++rank) {
+    file << "worker-" << rank << ": " << workers[rank] << "\n";
+  }
   file.close();
   if (!file || std::rename(draft.c_str(), path.c_str()) != 0) {
     return absl::InvalidArgumentError(absl::StrCat("--ready-file ", path, " cannot be written"));
@@ -65,6 +79,18 @@ sigset_t ShutdownSignals() {
   sigaddset(&signals, SIGTERM);
   sigaddset(&signals, SIGINT);
   return signals;
+}
+
+// Waits for the server or for a signal; returns the signal's number, 0 when the server is ready.
+absl::StatusOr<int> WaitUntilReady(Server& server, const sigset_t& signals) {
+  constexpr timespec kNoWait = {};
+  while (true) {
+    const absl::Status ready = server.WaitUntilReady(absl::Milliseconds(100));
+    if (ready.ok()) return 0;
+    if (!absl::IsDeadlineExceeded(ready)) return ready;
+    const int signal_number = sigtimedwait(&signals, nullptr, &kNoWait);
+    if (signal_number > 0) return signal_number;
+  }
 }
 
 }  // namespace
@@ -83,15 +109,16 @@ absl::Status RunServe(const v1::ServeConfig& config) {
     KVASIR_ASSIGN_OR_RETURN(addresses, ParseWorkers(config));
   }
   KVASIR_ASSIGN_OR_RETURN(const std::unique_ptr<Server> server, Server::Start(config, addresses));
-  KVASIR_RETURN_IF_ERROR(server->WaitReady());
-  KVASIR_RETURN_IF_ERROR(WriteReadyFile(config.ready_file(), *server));
-  spdlog::info("serving {} on {}, metrics on {}", config.model().model(), server->address(),
-               server->metrics_address());
-
-  int signal_number = 0;
-  sigwait(&signals, &signal_number);
+  KVASIR_ASSIGN_OR_RETURN(int signal_number, WaitUntilReady(*server, signals));
+  if (signal_number == 0) {
+    KVASIR_RETURN_IF_ERROR(WriteReadyFile(config, *server));
+    spdlog::info("serving {} on {}, metrics on {}", config.model().model(),
+                 GrpcAddress(config, *server), MetricsAddress(config, *server));
+    sigwait(&signals, &signal_number);
+  }
   spdlog::info("signal {}: draining for at most {} s", signal_number, config.shutdown_timeout());
-  return server->Shutdown(absl::Seconds(config.shutdown_timeout()));
+  server->Shutdown(absl::Seconds(config.shutdown_timeout()));
+  return absl::OkStatus();
 }
 
 }  // namespace kvasir::coordinator
