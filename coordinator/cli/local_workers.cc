@@ -36,8 +36,8 @@ constexpr milliseconds kPoll(50);
 struct Process {
   std::vector<std::string> argv;
   pid_t pid = -1;
-  Clock::time_point started;
-  Clock::time_point restart_at;
+  Clock::time_point started = {};
+  Clock::time_point restart_at = {};
   milliseconds backoff = kFirstBackoff;
 };
 

@@ -9,9 +9,13 @@
 namespace kvasir::coordinator {
 
 std::string WithCommas(uint64_t number) {
-  std::string digits = absl::StrCat(number);
-  for (size_t end = digits.size(); end > 3; end -= 3) digits.insert(end - 3, ",");
-  return digits;
+  const std::string digits = absl::StrCat(number);
+  std::string text;
+  for (size_t i = 0; i < digits.size(); ++i) {
+    if (i > 0 && (digits.size() - i) % 3 == 0) text.push_back(',');
+    text.push_back(digits[i]);
+  }
+  return text;
 }
 
 std::string ProgressLine(absl::string_view label, int64_t done, int64_t total,
