@@ -42,9 +42,12 @@ struct ProgressEvent {
   std::optional<absl::Duration> eta = {};  // to the first token
 };
 struct TokenEvent {
+  enum class Role { kInner, kLast, kStop };  // kStop: last, and a stop token
+
   SequenceId id;
   int64_t index = 0;  // among the generated ones
   int32_t token = 0;
+  Role role = Role::kInner;
 };
 // The last event of a sequence.
 struct FinishEvent {

@@ -170,13 +170,19 @@ void Scheduler::ApplyToken(Sequence& sequence, int32_t token, TimePoint now,
   sequence.tokens.push_back(token);
   sequence.last_token_at = now;
   if (!sequence.first_token_at.has_value()) sequence.first_token_at = now;
-  events.push_back(TokenEvent{.id = sequence.spec.id, .index = index, .token = token});
+  TokenEvent event = {.id = sequence.spec.id, .index = index, .token = token};
   if (index >= int64_t{sequence.spec.sampling.min_tokens()} && sequence.IsStopToken(token)) {
+    event.role = TokenEvent::Role::kStop;
     sequence.matched_stop_token = static_cast<uint32_t>(token);
-    events.push_back(End(sequence, absl::OkStatus(), v1::FINISH_REASON_STOP, Blocks::kKeep, now));
   } else if (sequence.generated() == sequence.spec.max_tokens) {
-    events.push_back(End(sequence, absl::OkStatus(), v1::FINISH_REASON_LENGTH, Blocks::kKeep, now));
+    event.role = TokenEvent::Role::kLast;
   }
+  events.push_back(event);
+  if (event.role == TokenEvent::Role::kInner) return;
+  const bool stop = event.role == TokenEvent::Role::kStop;
+  events.push_back(End(sequence, absl::OkStatus(),
+                       stop ? v1::FINISH_REASON_STOP : v1::FINISH_REASON_LENGTH, Blocks::kKeep,
+                       now));
 }
 
 ProgressEvent Scheduler::Progress(const Sequence& sequence) const {

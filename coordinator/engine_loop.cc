@@ -1,0 +1,329 @@
+#include "coordinator/engine_loop.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "spdlog/spdlog.h"
+
+#include "kernels/base/status_macros.h"
+
+namespace kvasir::coordinator {
+namespace {
+
+using kernels::MutexLock;
+
+// What a client is told when its request ends because the group did: details of what the worker
+// said are ours, and only some of its codes make sense to a client.
+absl::Status ForClients(const absl::Status& lost) {
+  const absl::StatusCode code =
+      absl::IsInternal(lost) ? absl::StatusCode::kInternal : absl::StatusCode::kUnavailable;
+  return absl::Status(code, absl::StrCat("the worker group failed: ", lost.message()));
+}
+
+// Trying again will not mend it.
+bool IsPermanent(const absl::Status& status) {
+  return absl::IsInvalidArgument(status) || absl::IsFailedPrecondition(status) ||
+         absl::IsNotFound(status) || absl::IsResourceExhausted(status);
+}
+
+}  // namespace
+
+EngineLoop::EngineLoop(EngineLoopOptions options, WorkerGroup& group, Clock& clock,
+                       Metrics& metrics)
+    : options_(std::move(options)),
+      group_(group),
+      clock_(clock),
+      metrics_(metrics),
+      not_ready_because_(absl::UnavailableError("the worker group is being formed")) {
+  group_.SetLossCallback([this](const absl::Status& why) {
+    MutexLock lock(mu_);
+    lost_ = why;
+    changed_.NotifyAll();
+  });
+}
+
+EngineLoop::~EngineLoop() { Stop(absl::UnavailableError("the server is shutting down")); }
+
+void EngineLoop::Start() {
+  thread_ = std::thread([this] { Run(); });
+}
+
+// --- any thread ---------------------------------------------------------------------------------
+
+void EngineLoop::Submit(std::unique_ptr<Request> request) {
+  absl::Status refused;
+  {
+    MutexLock lock(mu_);
+    refused = NotServing();
+    // What waits here is bounded like what waits in the scheduler, which takes it in every step.
+    const size_t most = options_.scheduler.max_queue_len() + options_.scheduler.max_num_seqs();
+    if (refused.ok() && commands_.submitted.size() >= most) {
+      refused = absl::ResourceExhaustedError(
+          absl::StrCat(most, " requests arrived in one step; try again later"));
+    }
+    if (refused.ok()) {
+      ++live_requests_;
+      commands_.submitted.push_back(std::move(request));
+      changed_.NotifyAll();
+    }
+  }
+  if (!refused.ok()) request->Refuse(refused);
+}
+
+absl::Status EngineLoop::NotServing() const {
+  if (draining_ || stop_.has_value()) {
+    return absl::UnavailableError("the server is draining; use another one");
+  }
+  if (info_.has_value()) return absl::OkStatus();
+  return absl::UnavailableError(
+      absl::StrCat("no worker group is formed: ", not_ready_because_.message()));
+}
+
+void EngineLoop::Cancel(SequenceId id, const absl::Status& why) {
+  MutexLock lock(mu_);
+  if (!info_.has_value()) return;  // then every request has ended or is about to
+  commands_.cancelled.push_back({.id = id, .why = why});
+  changed_.NotifyAll();
+}
+
+absl::StatusOr<GroupInfo> EngineLoop::ServedGroup() const {
+  MutexLock lock(mu_);
+  KVASIR_RETURN_IF_ERROR(NotServing());
+  return *info_;
+}
+
+absl::Status EngineLoop::WaitUntilReady(TimePoint deadline) {
+  MutexLock lock(mu_);
+  while (!info_.has_value()) {
+    if (stop_.has_value()) return *stop_;
+    if (IsPermanent(not_ready_because_)) return not_ready_because_;
+    if (clock_.Now() >= deadline) {
+      return absl::DeadlineExceededError(absl::StrCat("not ready: ", not_ready_because_.message()));
+    }
+    clock_.Wait(mu_, state_changed_, deadline);
+  }
+  return absl::OkStatus();
+}
+
+void EngineLoop::Drain() {
+  MutexLock lock(mu_);
+  draining_ = true;
+}
+
+bool EngineLoop::WaitUntilIdle(TimePoint deadline) {
+  MutexLock lock(mu_);
+  while (live_requests_ > 0 && clock_.Now() < deadline) {
+    clock_.Wait(mu_, state_changed_, deadline);
+  }
+  return live_requests_ == 0;
+}
+
+void EngineLoop::Stop(const absl::Status& why) {
+  {
+    MutexLock lock(mu_);
+    if (!stop_.has_value()) stop_ = why;
+    changed_.NotifyAll();
+    state_changed_.NotifyAll();
+  }
+  group_.Interrupt();
+  if (thread_.joinable()) thread_.join();
+}
+
+// --- the loop's thread --------------------------------------------------------------------------
+
+void EngineLoop::Run() {
+  absl::Duration retry = options_.first_retry;
+  for (;;) {
+    {
+      MutexLock lock(mu_);
+      lost_ = absl::OkStatus();
+    }
+    absl::StatusOr<Formed> formed = Form();
+    absl::Status why = formed.status();
+    if (formed.ok()) {
+      const TimePoint since = clock_.Now();
+      why = Serve(*std::move(formed));
+      // A group that is lost as soon as it is formed is no better than one that cannot be formed.
+      if (Between(since, clock_.Now()) > options_.longest_retry) retry = options_.first_retry;
+    }
+    group_.Disband();
+    if (!PauseBeforeRetry(retry, why)) break;
+    retry = std::min(2 * retry, options_.longest_retry);
+  }
+  KVASIR_CHECK(requests_.empty());
+}
+
+absl::StatusOr<EngineLoop::Formed> EngineLoop::Form() {
+  Formed formed;
+  KVASIR_ASSIGN_OR_RETURN(formed.info, group_.Form());
+  const v1::SchedulerConfig& config = options_.scheduler;
+  KVASIR_ASSIGN_OR_RETURN(
+      formed.scheduler,
+      Scheduler::Create({.group_epoch = formed.info.epoch,
+                         .device_blocks = formed.info.device_blocks,
+                         .vocab_size = formed.info.vocab_size,
+                         .weights_hash = formed.info.weights_hash,
+                         .kv_form = formed.info.kv_form,
+                         .max_num_seqs = config.max_num_seqs(),
+                         .max_num_batched_tokens = config.max_num_batched_tokens(),
+                         .max_queue_len = config.max_queue_len(),
+                         .enable_prefix_caching = config.enable_prefix_caching()},
+                        kvstore::PrefixIndex::Create(formed.info.host_blocks)));
+  return formed;
+}
+
+// Serves until the group is lost or the loop stops; returns why.
+absl::Status EngineLoop::Serve(Formed formed) {
+  SetReady(formed.info);
+  Scheduler& scheduler = *formed.scheduler;
+  const absl::Status why = ServeUntilLost(scheduler);
+  group_.Disband();
+  // Whoever comes from here on is refused at once; whoever came before is answered below.
+  SetNotReady(formed.info, why);
+  Dispatch(scheduler.FailAll(why, clock_.Now()), scheduler);
+  FailQueued(why);
+  metrics_.SchedulerState(scheduler.stats());
+  return why;
+}
+
+// False when the loop stops.
+bool EngineLoop::PauseBeforeRetry(absl::Duration retry, const absl::Status& why) {
+  MutexLock lock(mu_);
+  if (stop_.has_value()) return false;
+  spdlog::warn("no worker group, forming it again in {}: {}", absl::FormatDuration(retry),
+               why.ToString());
+  not_ready_because_ = why;
+  state_changed_.NotifyAll();
+  const TimePoint until = After(clock_.Now(), retry);
+  while (!stop_.has_value() && clock_.Now() < until) clock_.Wait(mu_, changed_, until);
+  return !stop_.has_value();
+}
+
+// Steps until the group is lost or the loop must stop; what requests end with then.
+absl::Status EngineLoop::ServeUntilLost(Scheduler& scheduler) {
+  Wait wait = Wait::kForCommands;
+  for (;;) {
+    KVASIR_ASSIGN_OR_RETURN(Commands commands, TakeCommands(wait));
+    Apply(std::move(commands), scheduler);
+    Scheduler::Planned planned = scheduler.NextPlan(clock_.Now());
+    Dispatch(std::move(planned.events), scheduler);
+    // Behind planning and before the step: the gauges never trail what clients were told.
+    metrics_.SchedulerState(scheduler.stats());
+    wait = planned.plan.has_value() ? Wait::kNo : Wait::kForCommands;
+    if (!planned.plan.has_value()) continue;
+    absl::StatusOr<v1::StepReply> reply = group_.Step(*planned.plan);
+    if (!reply.ok()) {
+      MutexLock lock(mu_);
+      return stop_.has_value() ? *stop_ : ForClients(reply.status());
+    }
+    absl::StatusOr<std::vector<Event>> events = scheduler.OnReply(*reply, clock_.Now());
+    if (!events.ok()) return ForClients(events.status());
+    Dispatch(*std::move(events), scheduler);
+  }
+}
+
+absl::StatusOr<EngineLoop::Commands> EngineLoop::TakeCommands(Wait wait) {
+  MutexLock lock(mu_);
+  for (;;) {
+    if (stop_.has_value()) return *stop_;
+    if (!lost_.ok()) return ForClients(lost_);
+    const bool none = commands_.submitted.empty() && commands_.cancelled.empty();
+    if (!none || wait == Wait::kNo) return std::exchange(commands_, {});
+    changed_.Wait(mu_);
+  }
+}
+
+void EngineLoop::Apply(Commands commands, Scheduler& scheduler) {
+  for (std::unique_ptr<Request>& request : commands.submitted) {
+    const absl::Status added = scheduler.Add(request->TakeSpec());
+    if (added.ok()) {
+      const SequenceId id = request->sequence();
+      requests_.emplace(id, std::move(request));
+    } else {
+      request->Refuse(added);
+      RequestEnded();
+    }
+  }
+  for (const Cancellation& cancellation : commands.cancelled) {
+    std::optional<FinishEvent> finish =
+        scheduler.Cancel(cancellation.id, cancellation.why, clock_.Now());
+    if (finish.has_value()) OnFinish(*std::move(finish));
+  }
+}
+
+void EngineLoop::Dispatch(std::vector<Event> events, Scheduler& scheduler) {
+  const TimePoint now = clock_.Now();
+  for (Event& event : events) {
+    if (const auto* progress = std::get_if<ProgressEvent>(&event)) {
+      requests_.at(progress->id)->OnProgress(*progress);
+    } else if (const auto* token = std::get_if<TokenEvent>(&event)) {
+      if (requests_.at(token->id)->OnToken(*token, now) == Request::Verdict::kGoOn) continue;
+      // When it was the last token anyway, its end is the next event.
+      std::optional<FinishEvent> finish = scheduler.StopEarly(token->id, now);
+      if (finish.has_value()) OnFinish(*std::move(finish));
+    } else {
+      OnFinish(std::get<FinishEvent>(std::move(event)));
+    }
+  }
+}
+
+void EngineLoop::OnFinish(FinishEvent event) {
+  const auto it = requests_.find(event.id);
+  it->second->Finish(event.status, std::move(event.summary), clock_.Now());
+  requests_.erase(it);
+  RequestEnded();
+}
+
+void EngineLoop::RequestEnded() {
+  MutexLock lock(mu_);
+  --live_requests_;
+  state_changed_.NotifyAll();
+}
+
+void EngineLoop::SetReady(const GroupInfo& info) {
+  metrics_.GroupFormed({.num_device_blocks = info.device_blocks,
+                        .num_host_blocks = info.host_blocks,
+                        .kv_cache_dtype = info.kv_form.substr(info.kv_form.find('/') + 1),
+                        .tensor_parallel_size = static_cast<int64_t>(info.addresses.size())});
+  for (size_t i = 0; i < info.addresses.size(); ++i) {
+    metrics_.WorkerUp(static_cast<int64_t>(i), info.addresses[i], true);
+  }
+  spdlog::info("serving: epoch {}, {} workers, context of {} tokens", info.epoch,
+               info.addresses.size(), info.max_model_len);
+  {
+    MutexLock lock(mu_);
+    info_ = info;
+    not_ready_because_ = absl::OkStatus();
+    state_changed_.NotifyAll();
+  }
+  if (options_.on_readiness) options_.on_readiness(true);
+}
+
+void EngineLoop::SetNotReady(const GroupInfo& info, const absl::Status& why) {
+  {
+    MutexLock lock(mu_);
+    info_.reset();
+    not_ready_because_ = why;
+    if (!stop_.has_value()) metrics_.GroupLost();
+  }
+  for (size_t i = 0; i < info.addresses.size(); ++i) {
+    metrics_.WorkerUp(static_cast<int64_t>(i), info.addresses[i], false);
+  }
+  if (options_.on_readiness) options_.on_readiness(false);
+}
+
+// Requests that were submitted but not yet seen by a scheduler.
+void EngineLoop::FailQueued(const absl::Status& why) {
+  Commands commands;
+  {
+    MutexLock lock(mu_);
+    commands = std::exchange(commands_, {});
+  }
+  for (std::unique_ptr<Request>& request : commands.submitted) {
+    request->Refuse(why);
+    RequestEnded();
+  }
+}
+
+}  // namespace kvasir::coordinator

@@ -1,0 +1,120 @@
+// The thread that owns scheduler and worker group: takes new and cancelled requests, plans, steps,
+// and hands out what came of it; forms the group again when it is lost. Made by the server, called
+// by the service's threads. It sleeps whenever there is nothing to do. Thread-safe.
+//
+// A request submitted here ends exactly once, whatever happens to the group or the server.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <thread>
+#include <vector>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/status/status.h"
+
+#include "coordinator/clock.h"
+#include "coordinator/metrics.h"
+#include "coordinator/request.h"
+#include "coordinator/scheduler.h"
+#include "coordinator/worker_group.h"
+#include "kernels/base/mutex.h"
+#include "proto/kvasir/v1/config.pb.h"
+
+namespace kvasir::coordinator {
+
+struct EngineLoopOptions {
+  v1::SchedulerConfig scheduler;
+  // Between attempts to form the group; doubles from the first to the second.
+  absl::Duration first_retry = absl::Milliseconds(100);
+  absl::Duration longest_retry = absl::Seconds(10);
+  // Told with every change whether requests are served; on the loop's thread.
+  std::function<void(bool ready)> on_readiness;
+};
+
+class EngineLoop {
+ public:
+  // The references outlive the loop.
+  EngineLoop(EngineLoopOptions options, WorkerGroup& group, Clock& clock, Metrics& metrics);
+  ~EngineLoop();  // Stop
+
+  void Start();
+
+  SequenceId NewSequenceId() { return SequenceId(next_sequence_.fetch_add(1)); }
+  // Takes the request: it is answered by the loop from here on, with UNAVAILABLE at once when no
+  // group is formed or the server drains.
+  void Submit(std::unique_ptr<Request> request) EXCLUDES(mu_);
+  // Takes effect before the next step; nothing when the request has ended.
+  void Cancel(SequenceId id, const absl::Status& why) EXCLUDES(mu_);
+
+  // What is served now; UNAVAILABLE while no group is formed and when the server drains.
+  absl::StatusOr<GroupInfo> ServedGroup() const EXCLUDES(mu_);
+  // OK once a group is formed; before that, an error of the last attempt that trying again will not
+  // mend, or DEADLINE_EXCEEDED with the last error.
+  absl::Status WaitUntilReady(TimePoint deadline) EXCLUDES(mu_);
+
+  // No new requests from here on.
+  void Drain() EXCLUDES(mu_);
+  // False when requests still run at the deadline.
+  bool WaitUntilIdle(TimePoint deadline) EXCLUDES(mu_);
+  // Ends what still runs with `why` and the group, and joins the thread.
+  void Stop(const absl::Status& why) EXCLUDES(mu_);
+
+ private:
+  struct Cancellation {
+    SequenceId id;
+    absl::Status why;
+  };
+  struct Commands {
+    std::vector<std::unique_ptr<Request>> submitted;
+    std::vector<Cancellation> cancelled;
+  };
+  enum class Wait { kForCommands, kNo };
+  struct Formed {
+    GroupInfo info;
+    std::unique_ptr<Scheduler> scheduler;
+  };
+
+  void Run() EXCLUDES(mu_);
+  absl::StatusOr<Formed> Form();
+  absl::Status Serve(Formed formed);
+  bool PauseBeforeRetry(absl::Duration retry, const absl::Status& why) EXCLUDES(mu_);
+  absl::Status ServeUntilLost(Scheduler& scheduler);
+  // The commands since the last call; an error when the group or the loop must end.
+  absl::StatusOr<Commands> TakeCommands(Wait wait) EXCLUDES(mu_);
+  void Apply(Commands commands, Scheduler& scheduler);
+  void Dispatch(std::vector<Event> events, Scheduler& scheduler);
+  void OnFinish(FinishEvent event);
+  void SetReady(const GroupInfo& info) EXCLUDES(mu_);
+  void SetNotReady(const GroupInfo& info, const absl::Status& why) EXCLUDES(mu_);
+  void FailQueued(const absl::Status& why) EXCLUDES(mu_);
+  void RequestEnded() EXCLUDES(mu_);
+  absl::Status NotServing() const REQUIRES(mu_);
+
+  const EngineLoopOptions options_;
+  WorkerGroup& group_;
+  Clock& clock_;
+  Metrics& metrics_;
+  std::atomic<int64_t> next_sequence_ = 0;
+
+  // The loop's thread.
+  absl::flat_hash_map<SequenceId, std::unique_ptr<Request>> requests_;
+
+  mutable kernels::Mutex mu_;
+  kernels::CondVar changed_;        // commands, loss, stopping
+  kernels::CondVar state_changed_;  // readiness, the number of requests
+  Commands commands_ GUARDED_BY(mu_);
+  std::optional<GroupInfo> info_ GUARDED_BY(mu_);
+  absl::Status not_ready_because_ GUARDED_BY(mu_);
+  absl::Status lost_ GUARDED_BY(mu_);
+  bool draining_ GUARDED_BY(mu_) = false;
+  std::optional<absl::Status> stop_ GUARDED_BY(mu_);
+  int64_t live_requests_ GUARDED_BY(mu_) = 0;  // submitted, not ended
+
+  std::thread thread_;  // last: it uses everything above
+};
+
+}  // namespace kvasir::coordinator

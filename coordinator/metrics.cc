@@ -1,0 +1,205 @@
+#include "coordinator/metrics.h"
+
+#include <map>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/str_cat.h"
+#include "prometheus/counter.h"
+#include "prometheus/gauge.h"
+#include "prometheus/histogram.h"
+#include "prometheus/registry.h"
+
+#include "coordinator/scheduler.h"
+#include "kernels/base/mutex.h"
+#include "kvstore/block.h"
+
+namespace kvasir::coordinator {
+namespace {
+
+using prometheus::Counter;
+using prometheus::Family;
+using prometheus::Gauge;
+using prometheus::Histogram;
+using Labels = std::map<std::string, std::string>;
+
+// The buckets of vLLM, so that its dashboards fit.
+const Histogram::BucketBoundaries kFirstTokenBuckets = {.001, .005, .01, .02, .04, .06, .08, .1,
+                                                        .25,  .5,   .75, 1,   2.5, 5,   7.5, 10,
+                                                        20,   40,   80,  160, 640, 2560};
+const Histogram::BucketBoundaries kInterTokenBuckets = {
+    .01, .025, .05, .075, .1, .15, .2, .3, .4, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80};
+const Histogram::BucketBoundaries kRequestBuckets = {
+    .3, .5, .8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680};
+
+double Seconds(const google::protobuf::Duration& duration) {
+  return static_cast<double>(duration.seconds()) + 1e-9 * static_cast<double>(duration.nanos());
+}
+
+absl::string_view FinishedReason(const absl::Status& status, const v1::Finish& summary) {
+  if (status.ok()) return summary.reason() == v1::FINISH_REASON_LENGTH ? "length" : "stop";
+  return absl::IsCancelled(status) || absl::IsDeadlineExceeded(status) ? "abort" : "error";
+}
+
+}  // namespace
+
+// Families are looked up once; series without labels of their own are kept.
+struct Metrics::Series {
+  explicit Series(const std::string& model_name) : model({{"model_name", model_name}}) {}
+
+  Family<Counter>& Counters(const char* name, const char* help) {
+    return prometheus::BuildCounter().Name(name).Help(help).Labels(model).Register(registry);
+  }
+  Family<Gauge>& Gauges(const char* name, const char* help) {
+    return prometheus::BuildGauge().Name(name).Help(help).Labels(model).Register(registry);
+  }
+  Histogram& OneHistogram(const char* name, const char* help,
+                          const Histogram::BucketBoundaries& buckets) {
+    return prometheus::BuildHistogram().Name(name).Help(help).Labels(model).Register(registry).Add(
+        {}, buckets);
+  }
+
+  const Labels model;
+  prometheus::Registry registry;
+
+  Gauge& running = Gauges("kvasir_num_requests_running", "Requests being computed.").Add({});
+  Gauge& waiting =
+      Gauges("kvasir_num_requests_waiting", "Requests that wait to be admitted.").Add({});
+  Gauge& cache_usage =
+      Gauges("kvasir_kv_cache_usage_perc",
+             "Part of the token blocks of the host tier that running requests hold, 0 to 1.")
+          .Add({});
+  Family<Gauge>& cache_config =
+      Gauges("kvasir_cache_config_info", "Constant 1; the labels are the KV tiers' sizes.");
+  Counter& prefix_queries =
+      Counters("kvasir_prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.")
+          .Add({});
+  Counter& prefix_hits =
+      Counters("kvasir_prefix_cache_hits_total", "Prompt tokens found in the prefix cache.")
+          .Add({});
+  Counter& prefix_evictions =
+      Counters("kvasir_prefix_cache_evictions_total", "Cached token blocks that made room.")
+          .Add({});
+  Counter& prompt_tokens =
+      Counters("kvasir_prompt_tokens_total", "Prompt tokens of finished requests.").Add({});
+  Counter& generation_tokens =
+      Counters("kvasir_generation_tokens_total", "Tokens generated for finished requests.").Add({});
+  Family<Counter>& cached_by_source =
+      Counters("kvasir_prompt_tokens_cached_by_source_total",
+               "Prompt tokens whose KV was reused, by the tier it was found in.");
+  Counter& cached_device = cached_by_source.Add({{"source", "device"}});
+  Counter& cached_host = cached_by_source.Add({{"source", "host"}});
+  Counter& cached_disk = cached_by_source.Add({{"source", "disk"}});
+  Family<Counter>& success =
+      Counters("kvasir_request_success_total", "Requests that were admitted and have ended.");
+  Family<Counter>& rejected =
+      Counters("kvasir_requests_rejected_total", "Requests refused before they ran.");
+  Histogram& first_token =
+      OneHistogram("kvasir_time_to_first_token_seconds",
+                   "From a request's arrival to its first token.", kFirstTokenBuckets);
+  Histogram& inter_token =
+      OneHistogram("kvasir_inter_token_latency_seconds",
+                   "Between one token of a request and the next.", kInterTokenBuckets);
+  Histogram& e2e = OneHistogram("kvasir_e2e_request_latency_seconds",
+                                "From a request's arrival to its end.", kRequestBuckets);
+  Histogram& queue = OneHistogram("kvasir_request_queue_time_seconds",
+                                  "From a request's arrival to its admission.", kRequestBuckets);
+  Histogram& prefill =
+      OneHistogram("kvasir_request_prefill_time_seconds",
+                   "From a request's admission to its first token.", kRequestBuckets);
+  Histogram& decode = OneHistogram("kvasir_request_decode_time_seconds",
+                                   "From a request's first token to its last.", kRequestBuckets);
+  Family<Gauge>& worker_up =
+      Gauges("kvasir_worker_up", "1 while the worker is part of the formed group.");
+  Counter& groups_lost =
+      Counters("kvasir_worker_group_losses_total",
+               "Formed groups that ended because a rank failed; all its requests failed with it.")
+          .Add({});
+
+  kernels::Mutex mu;
+  Gauge* config GUARDED_BY(mu) = nullptr;
+  // Counters are set from the scheduler's sums, which start anew with every group.
+  int64_t seen_queries GUARDED_BY(mu) = 0;
+  int64_t seen_hits GUARDED_BY(mu) = 0;
+  int64_t seen_evictions GUARDED_BY(mu) = 0;
+};
+
+Metrics::Metrics(const std::string& model_name) : series_(std::make_unique<Series>(model_name)) {
+  for (const char* reason : {"stop", "length", "abort", "error"}) {
+    series_->success.Add({{"finished_reason", reason}});  // shown as 0 from the start
+  }
+}
+
+Metrics::~Metrics() = default;
+
+const prometheus::Registry& Metrics::registry() const { return series_->registry; }
+
+void Metrics::RequestRejected(const absl::Status& status) {
+  const std::string reason = absl::AsciiStrToLower(absl::StatusCodeToString(status.code()));
+  series_->rejected.Add({{"reason", reason}}).Increment();
+}
+
+void Metrics::FirstToken(absl::Duration since_arrival) {
+  series_->first_token.Observe(absl::ToDoubleSeconds(since_arrival));
+}
+
+void Metrics::NextToken(absl::Duration since_last) {
+  series_->inter_token.Observe(absl::ToDoubleSeconds(since_last));
+}
+
+void Metrics::RequestFinished(const absl::Status& status, const v1::Finish& summary,
+                              absl::Duration since_arrival) {
+  Series& s = *series_;
+  s.success.Add({{"finished_reason", std::string(FinishedReason(status, summary))}}).Increment();
+  s.prompt_tokens.Increment(summary.usage().prompt_tokens());
+  s.generation_tokens.Increment(summary.usage().completion_tokens());
+  const v1::CachedTokens& cached = summary.usage().cached_tokens();
+  s.cached_device.Increment(cached.device());
+  s.cached_host.Increment(cached.host());
+  s.cached_disk.Increment(cached.disk());
+  s.e2e.Observe(absl::ToDoubleSeconds(since_arrival));
+  const v1::Timing& timing = summary.timing();
+  s.queue.Observe(Seconds(timing.queue()));
+  if (!timing.has_time_to_first_token()) return;
+  s.prefill.Observe(Seconds(timing.time_to_first_token()) - Seconds(timing.queue()));
+  s.decode.Observe(Seconds(timing.decode()));
+}
+
+void Metrics::SchedulerState(const SchedulerStats& stats) {
+  Series& s = *series_;
+  s.running.Set(static_cast<double>(stats.running));
+  s.waiting.Set(static_cast<double>(stats.waiting));
+  const int64_t capacity = stats.index.capacity_blocks;
+  s.cache_usage.Set(capacity == 0 ? 0
+                                  : static_cast<double>(stats.index.held_blocks) /
+                                        static_cast<double>(capacity));
+  kernels::MutexLock lock(s.mu);
+  const auto advance = [](Counter& counter, int64_t& seen, int64_t now) {
+    if (now > seen) counter.Increment(static_cast<double>(now - seen));
+    seen = now;
+  };
+  advance(s.prefix_queries, s.seen_queries, stats.prefix_queries);
+  advance(s.prefix_hits, s.seen_hits, stats.prefix_hits);
+  advance(s.prefix_evictions, s.seen_evictions, stats.index.evictions);
+}
+
+void Metrics::GroupFormed(const CacheConfigInfo& info) {
+  Series& s = *series_;
+  kernels::MutexLock lock(s.mu);
+  if (s.config != nullptr) s.cache_config.Remove(s.config);
+  s.config =
+      &s.cache_config.Add({{"page_size", absl::StrCat(kvstore::kBlockTokens)},
+                           {"num_hbm_pages", absl::StrCat(info.num_device_blocks)},
+                           {"num_host_pages", absl::StrCat(info.num_host_blocks)},
+                           {"num_disk_pages", "0"},
+                           {"kv_cache_dtype", info.kv_cache_dtype},
+                           {"tensor_parallel_size", absl::StrCat(info.tensor_parallel_size)}});
+  s.config->Set(1);
+}
+
+void Metrics::GroupLost() { series_->groups_lost.Increment(); }
+
+void Metrics::WorkerUp(int64_t rank, const std::string& address, bool up) {
+  series_->worker_up.Add({{"worker", address}, {"rank", absl::StrCat(rank)}}).Set(up ? 1 : 0);
+}
+
+}  // namespace kvasir::coordinator

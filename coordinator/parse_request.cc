@@ -1,0 +1,115 @@
+#include "coordinator/parse_request.h"
+
+#include <algorithm>
+
+#include "absl/strings/str_cat.h"
+
+#include "coordinator/limits.h"
+#include "kernels/base/status_macros.h"
+
+namespace kvasir::coordinator {
+namespace {
+
+constexpr uint32_t kDefaultMaxTokens = 16;
+
+absl::Status CheckTokenIds(absl::string_view field,
+                           const google::protobuf::RepeatedField<uint32_t>& ids,
+                           int64_t vocab_size) {
+  for (int i = 0; i < ids.size(); ++i) {
+    if (int64_t{ids[i]} < vocab_size) continue;
+    return absl::InvalidArgumentError(absl::StrCat(
+        field, "[", i, "] is ", ids[i], "; the model's tokens are [0, ", vocab_size, ")"));
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::vector<int32_t>> Encode(const std::string& text, const ServedModel& model,
+                                            int64_t max_tokens) {
+  KVASIR_RETURN_IF_ERROR(CheckPromptLength(text.empty() ? 0 : 1, max_tokens, model.max_model_len));
+  absl::StatusOr<std::vector<int32_t>> ids =
+      model.tokenizer.Encode(text, {.add_special_tokens = true,
+                                    .special_token_text = SpecialTokenText::kParse,
+                                    .max_tokens = model.max_model_len - max_tokens});
+  if (!ids.ok()) {
+    return absl::Status(
+        ids.status().code(),
+        absl::StrCat("text: ", ids.status().message(), " (the context has ", model.max_model_len,
+                     " tokens, sampling.max_tokens is ", max_tokens, ")"));
+  }
+  const auto outside =
+      std::find_if(ids->begin(), ids->end(), [&](int32_t id) { return id >= model.vocab_size; });
+  if (outside != ids->end()) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "text: it contains token ", *outside, ", which the tokenizer knows and the model, with ",
+        model.vocab_size, " tokens, does not"));
+  }
+  KVASIR_RETURN_IF_ERROR(
+      CheckPromptLength(static_cast<int64_t>(ids->size()), max_tokens, model.max_model_len));
+  return ids;
+}
+
+absl::StatusOr<std::vector<int32_t>> ParsePrompt(const v1::GenerateRequest& request,
+                                                 const ServedModel& model, int64_t max_tokens) {
+  switch (request.input_case()) {
+    case v1::GenerateRequest::kText:
+      return Encode(request.text(), model, max_tokens);
+    case v1::GenerateRequest::kTokenIds: {
+      const auto& ids = request.token_ids().ids();
+      KVASIR_RETURN_IF_ERROR(CheckPromptLength(ids.size(), max_tokens, model.max_model_len));
+      KVASIR_RETURN_IF_ERROR(CheckTokenIds("token_ids.ids", ids, model.vocab_size));
+      return std::vector<int32_t>(ids.begin(), ids.end());
+    }
+    case v1::GenerateRequest::INPUT_NOT_SET:
+      break;
+  }
+  return absl::InvalidArgumentError("neither text nor token_ids is set; set one of them");
+}
+
+v1::RowSampling ResolveSampling(const v1::SamplingParams& params, const ServedModel& model,
+                                uint64_t seed) {
+  v1::RowSampling sampling;
+  sampling.set_temperature(params.has_temperature() ? params.temperature() : 1.0f);
+  sampling.set_top_p(params.has_top_p() ? params.top_p() : 1.0f);
+  sampling.set_top_k(params.top_k());
+  sampling.set_seed(params.has_seed() ? params.seed() : seed);
+  sampling.set_min_tokens(params.min_tokens());
+  std::vector<uint32_t> stops(params.stop_token_ids().begin(), params.stop_token_ids().end());
+  if (!params.ignore_eos()) {
+    for (int32_t eos : model.eos_token_ids) stops.push_back(static_cast<uint32_t>(eos));
+  }
+  std::sort(stops.begin(), stops.end());
+  stops.erase(std::unique(stops.begin(), stops.end()), stops.end());
+  sampling.mutable_stop_token_ids()->Assign(stops.begin(), stops.end());
+  return sampling;
+}
+
+}  // namespace
+
+absl::StatusOr<ParsedRequest> ParseRequest(const v1::GenerateRequest& request,
+                                           const ServedModel& model, uint64_t seed) {
+  KVASIR_RETURN_IF_ERROR(CheckLimits("", request));
+  const v1::SamplingParams& params = request.sampling();
+  const uint32_t max_tokens = params.has_max_tokens() ? params.max_tokens() : kDefaultMaxTokens;
+  if (params.min_tokens() > max_tokens) {
+    return absl::InvalidArgumentError(absl::StrCat("sampling.min_tokens is ", params.min_tokens(),
+                                                   "; it must be at most max_tokens, ",
+                                                   max_tokens));
+  }
+  KVASIR_RETURN_IF_ERROR(
+      CheckTokenIds("sampling.stop_token_ids", params.stop_token_ids(), model.vocab_size));
+  ParsedRequest parsed;
+  KVASIR_ASSIGN_OR_RETURN(parsed.policy, model.policies.Resolve(request.policy()));
+  KVASIR_ASSIGN_OR_RETURN(parsed.prompt, ParsePrompt(request, model, max_tokens));
+  parsed.request_id = request.request_id();
+  parsed.tenant = request.tenant_id();
+  parsed.max_tokens = max_tokens;
+  parsed.sampling = ResolveSampling(params, model, seed);
+  parsed.stop_strings = {params.stop().begin(), params.stop().end()};
+  if (params.include_stop_str_in_output()) parsed.stop_text = StopMatcher::StopText::kInclude;
+  if (params.has_skip_special_tokens() && !params.skip_special_tokens()) {
+    parsed.special_tokens = SpecialTokens::kKeep;
+  }
+  return parsed;
+}
+
+}  // namespace kvasir::coordinator

@@ -1,0 +1,47 @@
+// From what a client sends to what is run: limits, tokens, sampling and policy, all checked and
+// resolved, nothing left to defaults. Hidden: the order of checks, which lets nothing be allocated
+// or computed from a number that was not checked. Called by the service. Thread-safe.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+
+#include "coordinator/policy.h"
+#include "coordinator/tokenizer/incremental_decoder.h"
+#include "coordinator/tokenizer/stop_matcher.h"
+#include "coordinator/tokenizer/tokenizer.h"
+#include "proto/kvasir/v1/generation.pb.h"
+#include "proto/kvasir/v1/worker.pb.h"
+
+namespace kvasir::coordinator {
+
+// What is served; requests are checked against it.
+struct ServedModel {
+  const Tokenizer& tokenizer;
+  const PolicyTable& policies;
+  const std::vector<int32_t>& eos_token_ids;
+  int64_t vocab_size = 0;
+  int64_t max_model_len = 0;
+};
+
+struct ParsedRequest {
+  std::string request_id = {};  // as sent: may be empty
+  std::string tenant = {};
+  std::vector<int32_t> prompt = {};
+  int64_t max_tokens = 0;
+  v1::RowSampling sampling = {};
+  ResolvedPolicy policy = {};
+  std::vector<std::string> stop_strings = {};
+  StopMatcher::StopText stop_text = StopMatcher::StopText::kExclude;
+  SpecialTokens special_tokens = SpecialTokens::kSkip;
+};
+
+// INVALID_ARGUMENT naming the field, what it is and what it may be. `seed` is used when the request
+// has none.
+absl::StatusOr<ParsedRequest> ParseRequest(const v1::GenerateRequest& request,
+                                           const ServedModel& model, uint64_t seed);
+
+}  // namespace kvasir::coordinator

@@ -1,0 +1,20 @@
+// Where the answer of one request goes: the stream of a client, or what a test collects. The seam
+// between requests and the API that asked. Calls come from one thread at a time.
+#pragma once
+
+#include "absl/status/status.h"
+
+#include "proto/kvasir/v1/generation.pb.h"
+
+namespace kvasir::coordinator {
+
+class ResponseSink {
+ public:
+  virtual ~ResponseSink() = default;
+  // Never blocks. A sink whose client does not keep up cancels the request.
+  virtual void Write(v1::GenerateResponse response) = 0;
+  // The last call.
+  virtual void Close(const absl::Status& status) = 0;
+};
+
+}  // namespace kvasir::coordinator

@@ -1,0 +1,215 @@
+#include "coordinator/server.h"
+
+#include <atomic>
+#include <functional>
+#include <optional>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/strip.h"
+#include "grpcpp/ext/proto_server_reflection_plugin.h"
+#include "grpcpp/health_check_service_interface.h"
+#include "grpcpp/server_builder.h"
+#include "spdlog/spdlog.h"
+
+#include "coordinator/engine_loop.h"
+#include "coordinator/grpc_worker_client.h"
+#include "coordinator/limits.h"
+#include "coordinator/metrics.h"
+#include "coordinator/model_folder.h"
+#include "coordinator/policy.h"
+#include "coordinator/policy_file.h"
+#include "coordinator/service.h"
+#include "coordinator/tokenizer/tokenizer.h"
+#include "kernels/base/status_macros.h"
+#include "kvstore/block.h"
+#include "proto/metrics_endpoint.h"
+
+namespace kvasir::coordinator {
+namespace {
+
+constexpr char kServiceName[] = "kvasir.v1.Generation";
+// Clients may ping every 10 s; one that does not answer ours within 30 s is gone.
+constexpr int kMinClientPingMs = 10'000;
+constexpr int kPingIntervalMs = 20'000;
+constexpr int kPingTimeoutMs = 10'000;
+// For answers that are on their way when the server stops.
+constexpr std::chrono::seconds kLastWrites(2);
+
+std::string ModelName(const v1::ServeConfig& config) {
+  if (!config.served_model_name().empty()) return config.served_model_name();
+  const absl::string_view path = absl::StripSuffix(config.model().model(), "/");
+  return std::string(path.substr(path.rfind('/') + 1));  // npos + 1 is 0
+}
+
+absl::StatusOr<PolicyTable> MakePolicies(const v1::ServeConfig& config) {
+  std::vector<v1::SparsityPolicy> declared = {PolicyFromFlags(config.sparse())};
+  if (!config.policies().empty()) {
+    KVASIR_ASSIGN_OR_RETURN(const std::vector<v1::SparsityPolicy> more,
+                            LoadPolicyFile(config.policies()));
+    declared.insert(declared.end(), more.begin(), more.end());
+  }
+  return PolicyTable::Create(std::move(declared));
+}
+
+v1::ShardPlan MakeShardPlan(const v1::ServeConfig& config, const PolicyTable& policies) {
+  v1::ShardPlan plan;
+  *plan.mutable_model() = config.model();
+  *plan.mutable_kv() = config.kv();
+  plan.set_max_num_seqs(config.scheduler().max_num_seqs());
+  plan.set_max_num_batched_tokens(config.scheduler().max_num_batched_tokens());
+  for (const v1::SparsityPolicy& policy : policies.declared()) *plan.add_policies() = policy;
+  plan.set_mass_sample_rate(config.sparse().mass_sample_rate());
+  plan.set_collective_timeout_s(config.collective_timeout());
+  return plan;
+}
+
+class ServerImpl final : public Server {
+ public:
+  ServerImpl(const v1::ServeConfig& config, std::unique_ptr<const Tokenizer> tokenizer,
+             std::vector<int32_t> eos_token_ids, PolicyTable policies)
+      : config_(config),
+        tokenizer_(std::move(tokenizer)),
+        eos_token_ids_(std::move(eos_token_ids)),
+        policies_(std::move(policies)),
+        metrics_(ModelName(config)) {}
+  ~ServerImpl() override { Shutdown(absl::ZeroDuration()); }
+
+  absl::Status Init(const WorkerGroupFactory& make_group);
+
+  int port() const override { return port_; }
+  int metrics_port() const override { return endpoint_->port(); }
+  std::vector<std::string> worker_metrics_addresses() const override;
+  absl::Status WaitUntilReady(absl::Duration timeout) override {
+    return engine_->WaitUntilReady(After(clock_.Now(), timeout));
+  }
+  void Shutdown(absl::Duration grace) override;
+
+ private:
+  absl::Status Listen();
+  void SetServing(bool serving);
+
+  // In the order in which one uses the other.
+  const v1::ServeConfig config_;
+  SteadyClock clock_;
+  const std::unique_ptr<const Tokenizer> tokenizer_;
+  const std::vector<int32_t> eos_token_ids_;
+  const PolicyTable policies_;
+  Metrics metrics_;
+  std::unique_ptr<WorkerGroup> group_;
+  std::unique_ptr<EngineLoop> engine_;
+  std::unique_ptr<proto::MetricsEndpoint> endpoint_;
+  std::unique_ptr<GenerationService> service_;
+  std::unique_ptr<grpc::Server> server_;
+  int port_ = 0;
+  std::atomic<bool> draining_ = false;
+};
+
+std::vector<std::string> ServerImpl::worker_metrics_addresses() const {
+  const absl::StatusOr<GroupInfo> group = engine_->ServedGroup();
+  std::vector<std::string> addresses;
+  if (!group.ok()) return addresses;
+  for (const v1::Ready& rank : group->ranks) addresses.push_back(rank.metrics_address());
+  return addresses;
+}
+
+absl::Status ServerImpl::Init(const WorkerGroupFactory& make_group) {
+  group_ = make_group(MakeShardPlan(config_, policies_), clock_);
+  EngineLoopOptions options;
+  options.scheduler = config_.scheduler();
+  options.on_readiness = [this](bool ready) { SetServing(ready && !draining_); };
+  engine_ = std::make_unique<EngineLoop>(std::move(options), *group_, clock_, metrics_);
+  service_ = std::make_unique<GenerationService>(ServiceContext{.tokenizer = *tokenizer_,
+                                                                .policies = policies_,
+                                                                .eos_token_ids = eos_token_ids_,
+                                                                .engine = *engine_,
+                                                                .clock = clock_,
+                                                                .metrics = metrics_});
+  KVASIR_ASSIGN_OR_RETURN(endpoint_,
+                          proto::MetricsEndpoint::Start(
+                              {.host = config_.endpoint().host(),
+                               .port = static_cast<int>(config_.endpoint().metrics_port()),
+                               .registry = &metrics_.registry(),
+                               .health = [this] { return engine_->ServedGroup().status(); }}));
+  KVASIR_RETURN_IF_ERROR(Listen());
+  engine_->Start();
+  return absl::OkStatus();
+}
+
+absl::Status ServerImpl::Listen() {
+  grpc::EnableDefaultHealthCheckService(true);
+  grpc::reflection::InitProtoReflectionServerBuilderPlugin();
+  grpc::ServerBuilder builder;
+  builder.SetMaxReceiveMessageSize(kMaxMessageBytes);
+  builder.SetMaxSendMessageSize(kMaxMessageBytes);
+  builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS,
+                             kMinClientPingMs);
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, kPingIntervalMs);
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, kPingTimeoutMs);
+  builder.AddChannelArgument(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
+  builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);  // a second server is an error
+  const std::string address =
+      absl::StrCat(config_.endpoint().host(), ":", config_.endpoint().port());
+  builder.AddListeningPort(address, grpc::InsecureServerCredentials(), &port_);
+  builder.RegisterService(service_.get());
+  server_ = builder.BuildAndStart();
+  if (server_ == nullptr || port_ == 0) {
+    return absl::UnavailableError(
+        absl::StrCat("cannot listen on ", address, "; is the port in use? --port 0 takes any"));
+  }
+  SetServing(false);
+  return absl::OkStatus();
+}
+
+// Readiness is asked for by the service's name; "", the process's life, stays SERVING.
+void ServerImpl::SetServing(bool serving) {
+  server_->GetHealthCheckService()->SetServingStatus(kServiceName, serving);
+}
+
+void ServerImpl::Shutdown(absl::Duration grace) {
+  if (draining_.exchange(true)) return;
+  if (engine_ != nullptr) {
+    engine_->Drain();
+    if (server_ != nullptr) SetServing(false);
+    if (!engine_->WaitUntilIdle(After(clock_.Now(), grace))) {
+      spdlog::warn("requests still run after {}; they end with UNAVAILABLE",
+                   absl::FormatDuration(grace));
+    }
+    engine_->Stop(absl::UnavailableError("the server is shutting down"));
+  }
+  if (server_ != nullptr) server_->Shutdown(std::chrono::system_clock::now() + kLastWrites);
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Server>> Server::Start(const v1::ServeConfig& config,
+                                                      std::vector<std::string> addresses) {
+  if (addresses.empty()) {
+    return absl::InvalidArgumentError("no worker addresses are given; a server needs at least one");
+  }
+  const absl::Duration spread = absl::Seconds(config.collective_timeout());
+  return Start(config, [&](const v1::ShardPlan& plan, Clock& clock) {
+    return CreateWorkerGroup(
+        {.addresses = std::move(addresses), .shard_plan = plan, .reply_spread = spread},
+        GrpcWorkerDialer(), clock);
+  });
+}
+
+absl::StatusOr<std::unique_ptr<Server>> Server::Start(const v1::ServeConfig& config,
+                                                      const WorkerGroupFactory& make_group) {
+  v1::ServeConfig rounded = config;
+  const auto block = static_cast<uint32_t>(kvstore::kBlockTokens);
+  v1::SchedulerConfig& scheduler = *rounded.mutable_scheduler();
+  scheduler.set_max_num_batched_tokens(scheduler.max_num_batched_tokens() / block * block);
+  KVASIR_ASSIGN_OR_RETURN(PolicyTable policies, MakePolicies(config));
+  KVASIR_ASSIGN_OR_RETURN(std::unique_ptr<const Tokenizer> tokenizer,
+                          Tokenizer::Load(config.model().model()));
+  KVASIR_ASSIGN_OR_RETURN(std::vector<int32_t> eos, LoadEosTokenIds(config.model().model()));
+  auto server = std::make_unique<ServerImpl>(rounded, std::move(tokenizer), std::move(eos),
+                                             std::move(policies));
+  KVASIR_RETURN_IF_ERROR(server->Init(make_group));
+  return server;
+}
+
+}  // namespace kvasir::coordinator

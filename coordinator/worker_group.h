@@ -1,0 +1,72 @@
+// The tensor-parallel ranks as one: formed together, stepping together, failing together. Hidden:
+// the streams, the handshake, relaying the ranks' rendezvous, bounded waits, and comparing their
+// answers. Owned and called by the engine loop's thread; what other threads may call says so.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+
+#include "coordinator/clock.h"
+#include "coordinator/worker_client.h"
+#include "proto/kvasir/v1/worker.pb.h"
+
+namespace kvasir::coordinator {
+
+// What all ranks have in common; capacities are those of the smallest.
+struct GroupInfo {
+  uint64_t epoch = 0;
+  std::string weights_hash;
+  std::string kv_form;
+  int64_t device_blocks = 0;
+  int64_t host_blocks = 0;
+  int64_t vocab_size = 0;
+  int64_t max_model_len = 0;
+  std::vector<std::string> addresses;  // by rank
+  std::vector<v1::Ready> ranks;        // by rank
+};
+
+// An interface because tests of the engine loop and of the service play a group.
+class WorkerGroup {
+ public:
+  virtual ~WorkerGroup() = default;
+
+  // Forms the group anew under the next epoch; blocks until every rank is ready. The error of the
+  // rank that failed, naming it; INTERNAL when the ranks do not fit each other.
+  virtual absl::StatusOr<GroupInfo> Form() = 0;
+  // All ranks carry out the plan; blocks for their common answer. After an error the group is gone:
+  // UNAVAILABLE for a rank that is dead or too slow, INTERNAL for ranks that disagree.
+  virtual absl::StatusOr<v1::StepReply> Step(const v1::StepPlan& plan) = 0;
+  // Ends the group: the ranks drop their sequences.
+  virtual void Disband() = 0;
+
+  // Any thread. Form and Step, now and in future, return CANCELLED.
+  virtual void Interrupt() = 0;
+  // Before Form. Called on any thread, once per formed group, when a rank is lost between steps.
+  virtual void SetLossCallback(std::function<void(const absl::Status&)> on_loss) = 0;
+};
+
+struct WorkerGroupOptions {
+  std::vector<std::string> addresses;  // by rank
+  // Without epoch and rank, which the group fills in.
+  v1::ShardPlan shard_plan;
+  // A rank silent for so long while the group forms has failed: loading reports its progress, but
+  // hashing one large file may take minutes.
+  absl::Duration form_silence = absl::Minutes(10);
+  // A step may take so long: 1024 sequences or a chunk behind millions of tokens on a slow machine.
+  absl::Duration step_timeout = absl::Minutes(10);
+  // Ranks run in lockstep: behind the first reply the others have this long.
+  absl::Duration reply_spread = absl::Seconds(30);
+};
+
+// The clock outlives the group.
+std::unique_ptr<WorkerGroup> CreateWorkerGroup(WorkerGroupOptions options, WorkerDialer dialer,
+                                               Clock& clock);
+
+}  // namespace kvasir::coordinator

@@ -1,0 +1,50 @@
+#include "coordinator/generate_stream.h"
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace kvasir::coordinator {
+namespace {
+
+v1::GenerateResponse Tokens(const std::string& text) {
+  v1::GenerateResponse response;
+  response.mutable_tokens()->add_token_ids(1);
+  response.mutable_tokens()->set_text(text);
+  return response;
+}
+
+// A stream that gRPC has not bound: its first write stays in flight for ever, like one to a client
+// that does not read.
+class UnreadStreamTest : public ::testing::Test {
+ protected:
+  UnreadStreamTest() {
+    stream_->set_on_cancel([this](const absl::Status& why) {
+      ++cancelled_;
+      EXPECT_EQ(why.code(), absl::StatusCode::kResourceExhausted);
+    });
+  }
+  ~UnreadStreamTest() override { stream_->OnDone(); }
+
+  std::shared_ptr<GenerateStream> stream_ = GenerateStream::Create(nullptr);
+  int cancelled_ = 0;
+};
+
+TEST_F(UnreadStreamTest, AnAnswerOfLessThanTheCapWaits) {
+  for (int i = 0; i < 1000; ++i) stream_->Write(Tokens(std::string(1000, 'x')));
+  EXPECT_EQ(cancelled_, 0);
+}
+
+TEST_F(UnreadStreamTest, MoreThanTheCapCancelsTheRequestOnce) {
+  for (int i = 0; i < 3000; ++i) stream_->Write(Tokens(std::string(1000, 'x')));
+  EXPECT_EQ(cancelled_, 1);
+}
+
+TEST_F(UnreadStreamTest, ProgressCostsNothing) {
+  v1::GenerateResponse progress;
+  progress.mutable_progress()->set_request_id(std::string(128, 'r'));
+  for (int i = 0; i < 100000; ++i) stream_->Write(progress);
+  EXPECT_EQ(cancelled_, 0);
+}
+
+}  // namespace
+}  // namespace kvasir::coordinator

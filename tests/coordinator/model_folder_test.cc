@@ -1,0 +1,58 @@
+#include "coordinator/model_folder.h"
+
+#include <filesystem>
+#include <fstream>
+#include <unistd.h>
+
+#include "absl/strings/str_cat.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace kvasir::coordinator {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+
+class ModelFolderTest : public ::testing::Test {
+ protected:
+  ModelFolderTest() { std::filesystem::create_directories(folder_); }
+  ~ModelFolderTest() override { std::filesystem::remove_all(folder_); }
+  void Write(const std::string& name, const std::string& text) const {
+    std::ofstream(absl::StrCat(folder_, "/", name)) << text;
+  }
+  const std::string folder_ =
+      absl::StrCat(::testing::TempDir(), "/kvasir_model_folder_test.", getpid(), ".",
+                   ::testing::UnitTest::GetInstance()->current_test_info()->name());
+};
+
+TEST_F(ModelFolderTest, GenerationConfigComesFirst) {
+  Write("config.json", R"({"eos_token_id": 1})");
+  EXPECT_THAT(*LoadEosTokenIds(folder_), ElementsAre(1));
+  Write("generation_config.json", R"({"eos_token_id": [2, 3]})");
+  EXPECT_THAT(*LoadEosTokenIds(folder_), ElementsAre(2, 3));
+  Write("generation_config.json", R"({"eos_token_id": null})");
+  EXPECT_THAT(*LoadEosTokenIds(folder_), ElementsAre(1));
+}
+
+TEST_F(ModelFolderTest, AModelMayHaveNone) {
+  Write("config.json", "{}");
+  EXPECT_THAT(*LoadEosTokenIds(folder_), IsEmpty());
+}
+
+TEST_F(ModelFolderTest, AFolderWithoutConfigIsNoModel) {
+  EXPECT_EQ(LoadEosTokenIds(folder_).status().code(), absl::StatusCode::kNotFound);
+}
+
+TEST_F(ModelFolderTest, AnythingElseIsRefused) {
+  for (const char* text : {"", "[]", "{", R"({"eos_token_id": "x"})", R"({"eos_token_id": -1})",
+                           R"({"eos_token_id": 1.5})", R"({"eos_token_id": [[1]]})",
+                           R"({"eos_token_id": 2147483648})"}) {
+    Write("config.json", text);
+    EXPECT_EQ(LoadEosTokenIds(folder_).status().code(), absl::StatusCode::kInvalidArgument) << text;
+  }
+}
+
+}  // namespace
+}  // namespace kvasir::coordinator

@@ -1,0 +1,164 @@
+#include "coordinator/parse_request.h"
+
+#include <limits>
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+#include "tests/coordinator/collected_response.h"
+
+namespace kvasir::coordinator {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+
+class ParseRequestTest : public ::testing::Test {
+ protected:
+  absl::StatusOr<ParsedRequest> Parse(const v1::GenerateRequest& request) {
+    return ParseRequest(request, model_.served(), /*seed=*/77);
+  }
+  void ExpectInvalid(const v1::GenerateRequest& request, const std::string& message) {
+    const absl::Status status = Parse(request).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << message;
+    EXPECT_THAT(std::string(status.message()), HasSubstr(message));
+  }
+  static v1::GenerateRequest Text(const std::string& text) {
+    v1::GenerateRequest request;
+    request.set_text(text);
+    return request;
+  }
+
+  TestModel model_;
+};
+
+TEST_F(ParseRequestTest, UnsetFieldsHaveTheirDocumentedDefaults) {
+  absl::StatusOr<ParsedRequest> parsed = Parse(Text("ab"));
+  ASSERT_TRUE(parsed.ok()) << parsed.status();
+  EXPECT_THAT(parsed->prompt, ElementsAre(256, 'a', 'b', 257));
+  EXPECT_EQ(parsed->max_tokens, 16);
+  EXPECT_EQ(parsed->sampling.temperature(), 1.0f);
+  EXPECT_EQ(parsed->sampling.top_p(), 1.0f);
+  EXPECT_EQ(parsed->sampling.top_k(), 0u);
+  EXPECT_EQ(parsed->sampling.seed(), 77u);
+  EXPECT_THAT(parsed->sampling.stop_token_ids(), ElementsAre(257));
+  EXPECT_EQ(parsed->policy.index, 0u);
+  EXPECT_EQ(parsed->special_tokens, SpecialTokens::kSkip);
+  EXPECT_EQ(parsed->stop_text, StopMatcher::StopText::kExclude);
+}
+
+TEST_F(ParseRequestTest, WhatIsSetIsTaken) {
+  v1::GenerateRequest request = Text("ab");
+  request.set_request_id("r");
+  request.set_tenant_id("t");
+  request.mutable_policy()->set_name("quest");
+  v1::SamplingParams& sampling = *request.mutable_sampling();
+  sampling.set_temperature(0);
+  sampling.set_top_p(0.5f);
+  sampling.set_top_k(7);
+  sampling.set_max_tokens(100);
+  sampling.set_min_tokens(3);
+  sampling.add_stop("END");
+  sampling.add_stop_token_ids(5);
+  sampling.add_stop_token_ids(5);
+  sampling.set_skip_special_tokens(false);
+  sampling.set_seed(0);
+  sampling.set_include_stop_str_in_output(true);
+  absl::StatusOr<ParsedRequest> parsed = Parse(request);
+  ASSERT_TRUE(parsed.ok()) << parsed.status();
+  EXPECT_EQ(parsed->tenant, "t");
+  EXPECT_EQ(parsed->policy.index, 1u);
+  EXPECT_EQ(parsed->sampling.temperature(), 0.0f);
+  EXPECT_EQ(parsed->sampling.seed(), 0u);  // set, if to 0
+  EXPECT_EQ(parsed->sampling.min_tokens(), 3u);
+  EXPECT_THAT(parsed->sampling.stop_token_ids(), ElementsAre(5, 257));
+  EXPECT_THAT(parsed->stop_strings, ElementsAre("END"));
+  EXPECT_EQ(parsed->special_tokens, SpecialTokens::kKeep);
+  EXPECT_EQ(parsed->stop_text, StopMatcher::StopText::kInclude);
+}
+
+TEST_F(ParseRequestTest, IgnoringEosLeavesOnlyTheRequestsStopTokens) {
+  v1::GenerateRequest request = Text("ab");
+  request.mutable_sampling()->set_ignore_eos(true);
+  EXPECT_THAT(Parse(request)->sampling.stop_token_ids(), IsEmpty());
+}
+
+TEST_F(ParseRequestTest, AnEmptyPromptIsRefused) {
+  ExpectInvalid(v1::GenerateRequest(), "neither text nor token_ids");
+  ExpectInvalid(Text(""), "the prompt is empty");
+  v1::GenerateRequest request;
+  request.mutable_token_ids();
+  ExpectInvalid(request, "the prompt is empty");
+}
+
+TEST_F(ParseRequestTest, PromptAndAnswerMustFitTheContext) {
+  v1::GenerateRequest request = Text(std::string(900, 'x'));
+  request.mutable_sampling()->set_max_tokens(98);  // with the two around it: exactly 1000
+  EXPECT_TRUE(Parse(request).ok()) << Parse(request).status();
+  request.mutable_sampling()->set_max_tokens(99);
+  ExpectInvalid(request, "more than 901 tokens");
+  ExpectInvalid(request, "the context has 1000 tokens, sampling.max_tokens is 99");
+  v1::GenerateRequest ids;
+  for (int i = 0; i < 900; ++i) ids.mutable_token_ids()->add_ids(1);
+  ids.mutable_sampling()->set_max_tokens(101);
+  ExpectInvalid(ids, "the prompt has 900 tokens");
+}
+
+TEST_F(ParseRequestTest, AnAnswerLongerThanTheContextIsRefusedBeforeTokenising) {
+  v1::GenerateRequest request = Text("x");
+  request.mutable_sampling()->set_max_tokens(16777216);
+  ExpectInvalid(request, "context of 1000");
+}
+
+TEST_F(ParseRequestTest, AHugePromptIsRefusedWithoutTokenisingItAll) {
+  v1::GenerateRequest request = Text(std::string(size_t{20} << 20, 'x'));
+  ExpectInvalid(request, "more than 984 tokens");
+}
+
+TEST_F(ParseRequestTest, TokenIdsOutsideTheVocabularyAreRefused) {
+  for (uint32_t id : {258u, 2147483647u, 2147483648u, 4294967295u}) {
+    v1::GenerateRequest request;
+    request.mutable_token_ids()->add_ids(1);
+    request.mutable_token_ids()->add_ids(id);
+    EXPECT_EQ(Parse(request).status().code(), absl::StatusCode::kInvalidArgument) << id;
+    v1::GenerateRequest stop = Text("x");
+    stop.mutable_sampling()->add_stop_token_ids(id);
+    EXPECT_EQ(Parse(stop).status().code(), absl::StatusCode::kInvalidArgument) << id;
+  }
+  v1::GenerateRequest request;
+  request.mutable_token_ids()->add_ids(258);
+  ExpectInvalid(request, "token_ids.ids[0] is 258; the model's tokens are [0, 258)");
+}
+
+TEST_F(ParseRequestTest, TextWithTokensThatTheModelLacksIsRefused) {
+  ServedModel small = model_.served();
+  small.vocab_size = 256;  // the tokenizer puts 256 in front
+  const absl::Status status = ParseRequest(Text("x"), small, 1).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("token 256"));
+}
+
+TEST_F(ParseRequestTest, MinTokensBeyondMaxTokensIsRefused) {
+  v1::GenerateRequest request = Text("x");
+  request.mutable_sampling()->set_min_tokens(17);
+  ExpectInvalid(request, "sampling.min_tokens is 17; it must be at most max_tokens, 16");
+}
+
+TEST_F(ParseRequestTest, LimitsAreCheckedFirst) {
+  v1::GenerateRequest request = Text("x");
+  request.mutable_sampling()->set_temperature(std::numeric_limits<float>::quiet_NaN());
+  ExpectInvalid(request, "sampling.temperature is nan");
+  request = Text("x");
+  request.mutable_policy()->mutable_decode_overrides()->set_window_tokens(4294967295u);
+  ExpectInvalid(request, "policy.decode_overrides.window_tokens");
+  request = Text("x");
+  request.set_request_id(std::string(129, 'i'));
+  ExpectInvalid(request, "request_id");
+  request = Text("x");
+  request.mutable_policy()->set_name("nope");
+  ExpectInvalid(request, "'nope'");
+}
+
+}  // namespace
+}  // namespace kvasir::coordinator

@@ -1,0 +1,172 @@
+#include "coordinator/request.h"
+
+#include <utility>
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+#include "tests/coordinator/collected_response.h"
+
+namespace kvasir::coordinator {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::SizeIs;
+using Role = TokenEvent::Role;
+
+class RequestTest : public ::testing::Test {
+ protected:
+  std::unique_ptr<Request> Make(ParsedRequest parsed) {
+    absl::StatusOr<std::unique_ptr<RunningRequestIds::Lease>> id = ids_.Acquire("r1");
+    EXPECT_TRUE(id.ok());
+    sink_ = std::make_shared<CollectedResponse>();
+    absl::StatusOr<std::unique_ptr<Request>> request =
+        Request::Create(std::move(parsed), {.tokenizer = *model_.tokenizer,
+                                            .metrics = metrics_,
+                                            .id = *std::move(id),
+                                            .sink = sink_,
+                                            .sequence = SequenceId(1),
+                                            .arrival = now_});
+    EXPECT_TRUE(request.ok()) << request.status();
+    return *std::move(request);
+  }
+  // Feeds the bytes of `text` as tokens until the request stops; the last one has `last`.
+  Request::Verdict Feed(Request& request, const std::string& text, Role last = Role::kInner) {
+    for (size_t i = 0; i < text.size(); ++i) {
+      const TokenEvent event = {.id = SequenceId(1),
+                                .index = index_++,
+                                .token = static_cast<uint8_t>(text[i]),
+                                .role = i + 1 == text.size() ? last : Role::kInner};
+      if (request.OnToken(event, now_) == Request::Verdict::kStop) return Request::Verdict::kStop;
+    }
+    return Request::Verdict::kGoOn;
+  }
+  static v1::Finish Summary(v1::FinishReason reason) {
+    v1::Finish finish;
+    finish.set_reason(reason);
+    return finish;
+  }
+
+  TestModel model_;
+  Metrics metrics_{"test"};
+  RunningRequestIds ids_;
+  TimePoint now_ = TimePoint() + std::chrono::hours(1);
+  std::shared_ptr<CollectedResponse> sink_;
+  int64_t index_ = 0;
+};
+
+TEST_F(RequestTest, StreamsTokensAndTextAndEndsOnce) {
+  std::unique_ptr<Request> request = Make({});
+  request->OnProgress({.id = SequenceId(1),
+                       .prompt_tokens = 100,
+                       .processed_tokens = 64,
+                       .cached_tokens = 64,
+                       .eta = absl::Milliseconds(1500)});
+  EXPECT_EQ(Feed(*request, "hello", Role::kLast), Request::Verdict::kGoOn);
+  request->Finish(absl::OkStatus(), Summary(v1::FINISH_REASON_LENGTH), now_);
+  request.reset();
+  EXPECT_EQ(sink_->status(), absl::OkStatus());
+  const std::vector<v1::GenerateResponse> messages = sink_->messages();
+  ASSERT_THAT(messages, SizeIs(7));
+  EXPECT_EQ(messages[0].progress().request_id(), "r1");
+  EXPECT_EQ(messages[0].progress().processed_tokens(), 64u);
+  EXPECT_EQ(messages[0].progress().eta().seconds(), 1);
+  EXPECT_EQ(messages[0].progress().eta().nanos(), 500'000'000);
+  EXPECT_EQ(sink_->text(), "hello");
+  EXPECT_THAT(sink_->token_ids(), ElementsAre('h', 'e', 'l', 'l', 'o'));
+  EXPECT_EQ(sink_->finish().request_id(), "r1");
+  EXPECT_EQ(sink_->finish().reason(), v1::FINISH_REASON_LENGTH);
+}
+
+TEST_F(RequestTest, TextIsWholeUtf8) {
+  std::unique_ptr<Request> request = Make({});
+  Feed(*request, "\xE2\x82");
+  EXPECT_EQ(sink_->text(), "");
+  Feed(*request, "\xAC!\xE2", Role::kLast);
+  request->Finish(absl::OkStatus(), Summary(v1::FINISH_REASON_LENGTH), now_);
+  EXPECT_EQ(sink_->text(), "\xE2\x82\xAC!\xEF\xBF\xBD");
+}
+
+TEST_F(RequestTest, AStopStringEndsTheAnswerAndIsLeftOut) {
+  std::unique_ptr<Request> request = Make({.stop_strings = {"never", "END"}});
+  EXPECT_EQ(Feed(*request, "some text E"), Request::Verdict::kGoOn);
+  EXPECT_EQ(sink_->text(), "some text ");  // E may become the stop string
+  EXPECT_EQ(Feed(*request, "ND and more"), Request::Verdict::kStop);
+  request->Finish(absl::OkStatus(), Summary(v1::FINISH_REASON_STOP), now_);
+  EXPECT_EQ(sink_->text(), "some text ");
+  EXPECT_EQ(sink_->finish().matched_stop_str(), "END");
+}
+
+TEST_F(RequestTest, AStopStringIsPartOfTheAnswerWhenAskedFor) {
+  std::unique_ptr<Request> request =
+      Make({.stop_strings = {"END"}, .stop_text = StopMatcher::StopText::kInclude});
+  EXPECT_EQ(Feed(*request, "text END"), Request::Verdict::kStop);
+  request->Finish(absl::OkStatus(), Summary(v1::FINISH_REASON_STOP), now_);
+  EXPECT_EQ(sink_->text(), "text END");
+}
+
+TEST_F(RequestTest, AStopStringInTheLastTokenIsTheReason) {
+  std::unique_ptr<Request> request = Make({.stop_strings = {"END"}});
+  EXPECT_EQ(Feed(*request, "text END", Role::kLast), Request::Verdict::kStop);
+  request->Finish(absl::OkStatus(), Summary(v1::FINISH_REASON_LENGTH), now_);
+  EXPECT_EQ(sink_->finish().reason(), v1::FINISH_REASON_STOP);
+  EXPECT_EQ(sink_->finish().matched_stop_str(), "END");
+}
+
+TEST_F(RequestTest, HeldBackTextComesWithTheLastToken) {
+  std::unique_ptr<Request> request = Make({.stop_strings = {"END"}});
+  EXPECT_EQ(Feed(*request, "text EN", Role::kLast), Request::Verdict::kGoOn);
+  request->Finish(absl::OkStatus(), Summary(v1::FINISH_REASON_LENGTH), now_);
+  EXPECT_EQ(sink_->text(), "text EN");
+}
+
+TEST_F(RequestTest, NoStopStringCountsWithinMinTokens) {
+  ParsedRequest parsed = {.stop_strings = {"END"}};
+  parsed.sampling.set_min_tokens(5);
+  std::unique_ptr<Request> request = Make(std::move(parsed));
+  EXPECT_EQ(Feed(*request, "END. END"), Request::Verdict::kStop);
+  request->Finish(absl::OkStatus(), Summary(v1::FINISH_REASON_STOP), now_);
+  EXPECT_EQ(sink_->text(), "END. ");
+}
+
+TEST_F(RequestTest, TheTextOfAStopTokenIsLeftOut) {
+  std::unique_ptr<Request> request = Make({});
+  Feed(*request, "text.", Role::kStop);
+  request->Finish(absl::OkStatus(), Summary(v1::FINISH_REASON_STOP), now_);
+  EXPECT_EQ(sink_->text(), "text");
+  EXPECT_THAT(sink_->token_ids(), SizeIs(5));  // its id is not
+}
+
+TEST_F(RequestTest, AnErrorEndsTheStreamWithoutAFinishMessage) {
+  std::unique_ptr<Request> request = Make({});
+  Feed(*request, "te");
+  request->Finish(absl::UnavailableError("gone"), {}, now_);
+  EXPECT_EQ(sink_->status(), absl::UnavailableError("gone"));
+  EXPECT_FALSE(sink_->messages().back().has_finish());
+}
+
+TEST_F(RequestTest, AForgottenRequestIsStillAnswered) {
+  Make({}).reset();
+  EXPECT_EQ(sink_->status().code(), absl::StatusCode::kInternal);
+}
+
+TEST_F(RequestTest, TheIdIsFreeWhenTheClientHearsOfTheEnd) {
+  std::unique_ptr<Request> request = Make({});
+  EXPECT_EQ(ids_.Acquire("r1").status().code(), absl::StatusCode::kAlreadyExists);
+  request->Finish(absl::OkStatus(), {}, now_);
+  EXPECT_TRUE(ids_.Acquire("r1").ok());
+}
+
+TEST_F(RequestTest, AnEmptyStopStringIsRefused) {
+  absl::StatusOr<std::unique_ptr<Request>> request =
+      Request::Create({.stop_strings = {""}}, {.tokenizer = *model_.tokenizer,
+                                               .metrics = metrics_,
+                                               .id = *ids_.Acquire("r"),
+                                               .sink = std::make_shared<CollectedResponse>(),
+                                               .sequence = SequenceId(1),
+                                               .arrival = now_});
+  EXPECT_EQ(request.status().code(), absl::StatusCode::kInvalidArgument);
+}
+
+}  // namespace
+}  // namespace kvasir::coordinator

@@ -1,0 +1,392 @@
+// The public API over a real socket, above a worker group on paper.
+#include "coordinator/service.h"
+
+#include <filesystem>
+#include <fstream>
+#include <random>
+#include <thread>
+#include <unistd.h>
+
+#include "absl/strings/str_cat.h"
+#include "gmock/gmock.h"
+#include "grpcpp/create_channel.h"
+#include "gtest/gtest.h"
+
+#include "coordinator/server.h"
+#include "tests/coordinator/tokenizer/minimal_json.h"
+#include "tests/support/fake_worker_group.h"
+#include "tests/support/health_client.h"
+
+namespace kvasir::coordinator {
+namespace {
+
+using kvasir::testing::CheckHealth;
+using kvasir::testing::FakeWorkerGroup;
+using kvasir::testing::Health;
+using kvasir::testing::SymbolicWorker;
+using kvasir::testing::SymbolicWorkerOptions;
+using ::testing::HasSubstr;
+
+constexpr int64_t kVocab = 128;  // one token per ASCII character
+constexpr char kService[] = "kvasir.v1.Generation";
+
+// What a client has received of one call.
+struct Received {
+  grpc::Status status;
+  std::vector<v1::GenerateResponse> messages;
+
+  std::string text() const {
+    std::string text;
+    for (const auto& message : messages) text += message.tokens().text();
+    return text;
+  }
+  std::vector<int32_t> token_ids() const {
+    std::vector<int32_t> ids;
+    for (const auto& message : messages) {
+      if (!message.has_tokens()) continue;
+      EXPECT_EQ(message.tokens().index(), ids.size());
+      ids.insert(ids.end(), message.tokens().token_ids().begin(),
+                 message.tokens().token_ids().end());
+    }
+    return ids;
+  }
+};
+
+class ServiceTest : public ::testing::Test {
+ protected:
+  ServiceTest() {
+    std::filesystem::create_directories(folder_);
+    std::ofstream(folder_ + "/tokenizer.json") << MinimalJson().dump();
+    std::ofstream(folder_ + "/config.json") << R"({"eos_token_id": [3]})";
+  }
+  ~ServiceTest() override {
+    if (group_ != nullptr) group_->ReleaseSteps();
+    const bool legal = group_ == nullptr || group_->illegal_plan().ok();
+    EXPECT_TRUE(legal) << group_->illegal_plan();
+    server_.reset();
+    std::filesystem::remove_all(folder_);
+  }
+
+  v1::ServeConfig Config() const {
+    v1::ServeConfig config;
+    config.mutable_model()->set_model(folder_ + "/");
+    config.mutable_endpoint()->set_host("127.0.0.1");
+    config.mutable_scheduler()->set_max_num_seqs(4);
+    config.mutable_scheduler()->set_max_num_batched_tokens(130);  // rounded down to 128
+    config.mutable_scheduler()->set_max_queue_len(1000);
+    config.mutable_scheduler()->set_enable_prefix_caching(true);
+    return config;
+  }
+  void Start(bool hold_forms = false, int64_t max_model_len = 10000) {
+    absl::StatusOr<std::unique_ptr<Server>> server =
+        Server::Start(Config(), [&](const v1::ShardPlan& plan, Clock&) {
+          EXPECT_EQ(plan.max_num_batched_tokens(), 128u);
+          SymbolicWorkerOptions worker = {.host_blocks = 2000, .vocab_size = kVocab};
+          worker.max_num_seqs = plan.max_num_seqs();
+          worker.max_num_batched_tokens = plan.max_num_batched_tokens();
+          auto group = std::make_unique<FakeWorkerGroup>(worker, max_model_len);
+          group_ = group.get();
+          if (hold_forms) group_->HoldForms();
+          return group;
+        });
+    ASSERT_TRUE(server.ok()) << server.status();
+    server_ = *std::move(server);
+    if (!hold_forms) {
+      ASSERT_EQ(server_->WaitUntilReady(absl::Minutes(1)), absl::OkStatus());
+    }
+    channel_ = NewChannel();
+    stub_ = v1::Generation::NewStub(channel_);
+  }
+  std::shared_ptr<grpc::Channel> NewChannel() const {
+    grpc::ChannelArguments arguments;
+    arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
+    return grpc::CreateCustomChannel(absl::StrCat("127.0.0.1:", server_->port()),
+                                     grpc::InsecureChannelCredentials(), arguments);
+  }
+
+  static v1::GenerateRequest TokensRequest(std::vector<int32_t> prompt, uint32_t max_tokens) {
+    v1::GenerateRequest request;
+    for (int32_t id : prompt) request.mutable_token_ids()->add_ids(static_cast<uint32_t>(id));
+    request.mutable_sampling()->set_max_tokens(max_tokens);
+    request.mutable_sampling()->set_seed(0);
+    request.mutable_sampling()->set_ignore_eos(true);
+    return request;
+  }
+  Received Generate(const v1::GenerateRequest& request) {
+    grpc::ClientContext context;
+    return Generate(request, context);
+  }
+  Received Generate(const v1::GenerateRequest& request, grpc::ClientContext& context) {
+    auto reader = stub_->Generate(&context, request);
+    Received received;
+    v1::GenerateResponse response;
+    while (reader->Read(&response)) received.messages.push_back(response);
+    received.status = reader->Finish();
+    return received;
+  }
+
+  const std::string folder_ =
+      absl::StrCat(::testing::TempDir(), "/kvasir_service_test.", getpid(), ".",
+                   ::testing::UnitTest::GetInstance()->current_test_info()->name());
+  FakeWorkerGroup* group_ = nullptr;
+  std::unique_ptr<Server> server_;
+  std::shared_ptr<grpc::Channel> channel_;
+  std::unique_ptr<v1::Generation::Stub> stub_;
+};
+
+TEST_F(ServiceTest, StreamsProgressThenTokensThenOneFinish) {
+  Start();
+  const std::vector<int32_t> prompt(300, 'p');
+  v1::GenerateRequest request = TokensRequest(prompt, 12);
+  request.set_request_id("mine");
+  const Received received = Generate(request);
+  ASSERT_TRUE(received.status.ok()) << received.status.error_message();
+  int phase = 0;  // progress, tokens, finish
+  uint32_t processed = 0;
+  for (const v1::GenerateResponse& message : received.messages) {
+    const int kind = message.has_progress() ? 0 : message.has_tokens() ? 1 : 2;
+    EXPECT_TRUE(kind == phase || kind == phase + 1);
+    phase = kind;
+    if (!message.has_progress()) continue;
+    EXPECT_EQ(message.progress().request_id(), "mine");
+    EXPECT_EQ(message.progress().prompt_tokens(), 300u);
+    EXPECT_GE(message.progress().processed_tokens(), processed);
+    processed = message.progress().processed_tokens();
+  }
+  EXPECT_EQ(phase, 2);
+  EXPECT_EQ(received.token_ids(), SymbolicWorker::ExpectedTokens(prompt, 12, {}, kVocab));
+  const v1::Finish& finish = received.messages.back().finish();
+  EXPECT_EQ(finish.request_id(), "mine");
+  EXPECT_EQ(finish.reason(), v1::FINISH_REASON_LENGTH);
+  EXPECT_EQ(finish.usage().prompt_tokens(), 300u);
+  EXPECT_EQ(finish.usage().completion_tokens(), 12u);
+  EXPECT_TRUE(finish.timing().has_time_to_first_token());
+  EXPECT_TRUE(group_->AwaitIdle(4));
+}
+
+TEST_F(ServiceTest, TextGoesInAndComesOut) {
+  Start();
+  v1::GenerateRequest request;
+  request.set_text("What is it?");
+  request.mutable_sampling()->set_max_tokens(200);
+  request.mutable_sampling()->set_seed(5);
+  const Received received = Generate(request);
+  ASSERT_TRUE(received.status.ok()) << received.status.error_message();
+  v1::RowSampling sampling;
+  sampling.set_seed(5);
+  sampling.add_stop_token_ids(3);  // config.json's eos_token_id
+  const std::string prompt = "What is it?";
+  const std::vector<int32_t> expected =
+      SymbolicWorker::ExpectedTokens({prompt.begin(), prompt.end()}, 200, sampling, kVocab);
+  EXPECT_EQ(received.token_ids(), expected);
+  std::string text(expected.begin(), expected.end());
+  const v1::Finish& finish = received.messages.back().finish();
+  if (finish.reason() == v1::FINISH_REASON_STOP) {
+    EXPECT_EQ(finish.matched_token_id(), 3u);
+    text.pop_back();
+  }
+  EXPECT_EQ(received.text(), text);
+}
+
+TEST_F(ServiceTest, BadRequestsAreInvalidAndHarmless) {
+  Start();
+  std::vector<v1::GenerateRequest> bad(6, TokensRequest({1, 2}, 4));
+  bad[0].clear_token_ids();
+  bad[1].mutable_token_ids()->add_ids(kVocab);
+  bad[2].mutable_sampling()->set_max_tokens(10000);
+  bad[3].mutable_sampling()->set_top_p(std::numeric_limits<float>::quiet_NaN());
+  bad[4].mutable_policy()->set_name("unknown");
+  bad[5].mutable_sampling()->add_stop("");
+  for (const v1::GenerateRequest& request : bad) {
+    const Received received = Generate(request);
+    EXPECT_EQ(received.status.error_code(), grpc::StatusCode::INVALID_ARGUMENT)
+        << request.ShortDebugString();
+    EXPECT_TRUE(received.messages.empty());
+  }
+  EXPECT_TRUE(Generate(TokensRequest({1, 2}, 4)).status.ok());
+}
+
+TEST_F(ServiceTest, ARequestThatNeverFitsIsRefused) {
+  Start(false, 1000000);
+  const Received received = Generate(TokensRequest({1, 2}, 200000));  // 3125 blocks of 2000
+  EXPECT_EQ(received.status.error_code(), grpc::StatusCode::RESOURCE_EXHAUSTED);
+  EXPECT_THAT(received.status.error_message(), HasSubstr("holds 2000"));
+}
+
+TEST_F(ServiceTest, ACancelledCallFreesEverything) {
+  Start();
+  grpc::ClientContext context;
+  auto reader = stub_->Generate(&context, TokensRequest(std::vector<int32_t>(100, 1), 9000));
+  v1::GenerateResponse response;
+  ASSERT_TRUE(reader->Read(&response));
+  context.TryCancel();
+  while (reader->Read(&response)) {
+  }
+  EXPECT_EQ(reader->Finish().error_code(), grpc::StatusCode::CANCELLED);
+  EXPECT_TRUE(group_->AwaitSequences(0));
+}
+
+TEST_F(ServiceTest, ALostConnectionFreesEverything) {
+  Start();
+  auto channel = NewChannel();
+  auto context = std::make_unique<grpc::ClientContext>();
+  auto stub = v1::Generation::NewStub(channel);
+  auto reader = stub->Generate(context.get(), TokensRequest(std::vector<int32_t>(100, 1), 9000));
+  v1::GenerateResponse response;
+  ASSERT_TRUE(reader->Read(&response));
+  ASSERT_TRUE(group_->AwaitSequences(1));
+  reader.reset();
+  context.reset();
+  stub.reset();
+  channel.reset();
+  EXPECT_TRUE(group_->AwaitSequences(0));
+}
+
+TEST_F(ServiceTest, APassedDeadlineFreesEverything) {
+  Start();
+  group_->HoldSteps();
+  grpc::ClientContext context;
+  context.set_deadline(std::chrono::system_clock::now() + std::chrono::milliseconds(100));
+  const Received received = Generate(TokensRequest(std::vector<int32_t>(1000, 1), 10), context);
+  EXPECT_EQ(received.status.error_code(), grpc::StatusCode::DEADLINE_EXCEEDED);
+  group_->AllowSteps(1);  // the step that was running
+  group_->ReleaseSteps();
+  EXPECT_TRUE(group_->AwaitSequences(0));
+}
+
+TEST_F(ServiceTest, ARunningRequestIdCannotBeUsedTwice) {
+  Start();
+  group_->HoldSteps();
+  v1::GenerateRequest request = TokensRequest({1, 2, 3}, 3);
+  request.set_request_id("twin");
+  grpc::ClientContext context;
+  auto first = stub_->Generate(&context, request);
+  v1::GenerateResponse response;
+  ASSERT_TRUE(first->Read(&response));
+  EXPECT_EQ(Generate(request).status.error_code(), grpc::StatusCode::ALREADY_EXISTS);
+  group_->ReleaseSteps();
+  while (first->Read(&response)) {
+  }
+  EXPECT_TRUE(first->Finish().ok());
+  EXPECT_TRUE(Generate(request).status.ok());  // at once
+}
+
+TEST_F(ServiceTest, WhenTheGroupFailsRunningRequestsEndAndLaterOnesRun) {
+  Start();
+  group_->HoldSteps();
+  grpc::ClientContext context;
+  auto reader = stub_->Generate(&context, TokensRequest({1, 2, 3}, 3));
+  v1::GenerateResponse response;
+  ASSERT_TRUE(reader->Read(&response));
+  group_->FailNextStep(absl::UnavailableError("worker 0 died"));
+  group_->ReleaseSteps();
+  while (reader->Read(&response)) {
+  }
+  const grpc::Status status = reader->Finish();
+  EXPECT_EQ(status.error_code(), grpc::StatusCode::UNAVAILABLE);
+  EXPECT_THAT(status.error_message(), HasSubstr("worker 0 died"));
+  ASSERT_TRUE(group_->AwaitForms(2));
+  ASSERT_EQ(server_->WaitUntilReady(absl::Minutes(1)), absl::OkStatus());
+  EXPECT_TRUE(Generate(TokensRequest({1, 2, 3}, 3)).status.ok());
+}
+
+TEST_F(ServiceTest, HealthFollowsTheGroup) {
+  Start(/*hold_forms=*/true);
+  EXPECT_EQ(CheckHealth(channel_, ""), Health::kServing);
+  EXPECT_EQ(CheckHealth(channel_, kService), Health::kNotServing);
+  EXPECT_EQ(CheckHealth(channel_, "nobody"), Health::kServiceUnknown);
+  EXPECT_EQ(Generate(TokensRequest({1}, 1)).status.error_code(), grpc::StatusCode::UNAVAILABLE);
+  group_->ReleaseForms();
+  ASSERT_EQ(server_->WaitUntilReady(absl::Minutes(1)), absl::OkStatus());
+  EXPECT_TRUE(Generate(TokensRequest({1}, 1)).status.ok());
+  EXPECT_EQ(CheckHealth(channel_, kService), Health::kServing);
+}
+
+TEST_F(ServiceTest, ReflectionNamesTheServices) {
+  Start();
+  const std::string services = kvasir::testing::ListServices(channel_);
+  EXPECT_THAT(services, HasSubstr(kService));
+  EXPECT_THAT(services, HasSubstr("grpc.health.v1.Health"));
+}
+
+TEST_F(ServiceTest, DrainingFinishesWhatRunsAndRefusesTheRest) {
+  Start();
+  group_->HoldSteps();
+  grpc::ClientContext context;
+  auto reader = stub_->Generate(&context, TokensRequest({1, 2, 3}, 3));
+  v1::GenerateResponse response;
+  ASSERT_TRUE(reader->Read(&response));
+  std::thread shutdown([&] { server_->Shutdown(absl::Minutes(1)); });
+  while (CheckHealth(channel_, kService) == Health::kServing) std::this_thread::yield();
+  EXPECT_EQ(Generate(TokensRequest({1}, 1)).status.error_code(), grpc::StatusCode::UNAVAILABLE);
+  group_->ReleaseSteps();
+  while (reader->Read(&response)) {
+  }
+  EXPECT_TRUE(reader->Finish().ok());
+  EXPECT_TRUE(response.has_finish());
+  shutdown.join();
+}
+
+TEST_F(ServiceTest, ShutdownWithoutGraceEndsRequestsWithUnavailable) {
+  Start();
+  group_->HoldSteps();
+  grpc::ClientContext context;
+  auto reader = stub_->Generate(&context, TokensRequest({1, 2, 3}, 3));
+  v1::GenerateResponse response;
+  ASSERT_TRUE(reader->Read(&response));
+  server_->Shutdown(absl::ZeroDuration());
+  while (reader->Read(&response)) {
+  }
+  EXPECT_EQ(reader->Finish().error_code(), grpc::StatusCode::UNAVAILABLE);
+}
+
+TEST_F(ServiceTest, ASlowReaderGetsTheSameTokensInFewerMessages) {
+  Start();
+  grpc::ClientContext context;
+  const std::vector<int32_t> prompt = {1, 2, 3};
+  auto reader = stub_->Generate(&context, TokensRequest(prompt, 6000));
+  Received received;
+  v1::GenerateResponse response;
+  ASSERT_TRUE(reader->Read(&response));
+  ASSERT_TRUE(group_->AwaitSequences(1));
+  ASSERT_TRUE(group_->AwaitSequences(0));  // all of it is generated before more is read
+  while (reader->Read(&response)) received.messages.push_back(response);
+  EXPECT_TRUE(reader->Finish().ok());
+  EXPECT_EQ(received.token_ids(), SymbolicWorker::ExpectedTokens(prompt, 6000, {}, kVocab));
+  EXPECT_LT(received.messages.size(), 6000u);
+}
+
+TEST_F(ServiceTest, RandomCancellationsAndDisconnectsLeaveNothing) {
+  Start();
+  std::minstd_rand random(4);
+  for (int i = 0; i < 500; ++i) {
+    auto channel = i % 10 == 0 ? NewChannel() : channel_;
+    auto stub = v1::Generation::NewStub(channel);
+    grpc::ClientContext context;
+    const auto length = static_cast<size_t>(1 + random() % 300);
+    auto reader = stub->Generate(
+        &context,
+        TokensRequest(std::vector<int32_t>(length, 5), static_cast<uint32_t>(1 + random() % 100)));
+    v1::GenerateResponse response;
+    for (auto reads = random() % 20; reads > 0 && reader->Read(&response); --reads) {
+    }
+    if (random() % 4 == 0) continue;  // the reader's destructor cancels
+    context.TryCancel();
+  }
+  EXPECT_TRUE(group_->AwaitSequences(0));
+  EXPECT_TRUE(Generate(TokensRequest({1, 2, 3}, 3)).status.ok());
+}
+
+TEST_F(ServiceTest, APortInUseIsAnError) {
+  Start();
+  v1::ServeConfig config = Config();
+  config.mutable_endpoint()->set_port(static_cast<uint32_t>(server_->port()));
+  const absl::Status status = Server::Start(config, [](const v1::ShardPlan&, Clock&) {
+                                return std::make_unique<FakeWorkerGroup>(SymbolicWorkerOptions());
+                              }).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("in use"));
+}
+
+}  // namespace
+}  // namespace kvasir::coordinator

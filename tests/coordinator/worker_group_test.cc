@@ -1,0 +1,360 @@
+#include "coordinator/worker_group.h"
+
+#include <map>
+#include <thread>
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+#include "coordinator/grpc_worker_client.h"
+#include "tests/support/fake_clock.h"
+#include "tests/support/fake_rank.h"
+#include "tests/support/fake_worker_service.h"
+#include "tests/support/freezing_relay.h"
+
+namespace kvasir::coordinator {
+namespace {
+
+using kvasir::testing::FakeClock;
+using kvasir::testing::FakeRank;
+using kvasir::testing::FakeRankOptions;
+using kvasir::testing::FakeWorkerService;
+using ::testing::HasSubstr;
+using ::testing::SizeIs;
+
+// A plan with nothing in it: the ranks answer it with nothing.
+v1::StepPlan EmptyPlan(uint64_t epoch, uint64_t step) {
+  v1::StepPlan plan;
+  plan.set_group_epoch(epoch);
+  plan.set_step(step);
+  return plan;
+}
+
+// One sequence that samples a token at once.
+v1::StepPlan OneTokenPlan(uint64_t epoch) {
+  v1::StepPlan plan = EmptyPlan(epoch, 1);
+  v1::SequenceStart& start = *plan.add_starts();
+  start.add_prompt(1);
+  start.mutable_prefill()->mutable_all();
+  start.mutable_decode()->mutable_all();
+  v1::StepRow& row = *plan.add_rows();
+  row.set_num_tokens(1);
+  row.set_committed_length(1);
+  row.add_new_blocks(0);
+  row.set_sample(true);
+  return plan;
+}
+
+// --- streams in memory, time in the test's hand -------------------------------------------------
+
+// Workers behind fake streams, which answer within Send.
+class FakeNetwork {
+ public:
+  std::map<std::string, FakeRankOptions> workers;
+  std::map<std::string, WorkerClient::Listener*> streams;  // open ones
+
+  WorkerDialer dialer() {
+    return [this](const std::string& address, WorkerClient::Listener& listener) {
+      streams[address] = &listener;
+      return std::make_unique<Client>(*this, address, listener);
+    };
+  }
+
+ private:
+  class Client final : public WorkerClient {
+   public:
+    Client(FakeNetwork& network, std::string address, Listener& listener)
+        : network_(network),
+          address_(std::move(address)),
+          listener_(listener),
+          rank_(network.workers[address_]) {}
+    ~Client() override { network_.streams.erase(address_); }
+    void Send(v1::CoordinatorMessage message) override {
+      if (closed_) return;
+      absl::StatusOr<std::vector<v1::WorkerMessage>> answers = rank_.Answer(message);
+      if (!answers.ok()) {
+        closed_ = true;
+        return listener_.OnClosed(answers.status());
+      }
+      for (v1::WorkerMessage& answer : *answers) listener_.OnMessage(std::move(answer));
+    }
+
+   private:
+    FakeNetwork& network_;
+    const std::string address_;
+    Listener& listener_;
+    FakeRank rank_;
+    bool closed_ = false;
+  };
+};
+
+class WorkerGroupTest : public ::testing::Test {
+ protected:
+  std::unique_ptr<WorkerGroup> Make(std::vector<std::string> addresses) {
+    return CreateWorkerGroup({.addresses = std::move(addresses),
+                              .shard_plan = {},
+                              .form_silence = absl::Minutes(10),
+                              .step_timeout = absl::Minutes(5),
+                              .reply_spread = absl::Seconds(30)},
+                             network_.dialer(), clock_);
+  }
+
+  FakeClock clock_;
+  FakeNetwork network_;
+};
+
+TEST_F(WorkerGroupTest, FormsWithTheCapacitiesOfTheSmallestRank) {
+  network_.workers["a"] = {.worker = {.device_blocks = 10, .host_blocks = 70}};
+  network_.workers["b"] = {.worker = {.device_blocks = 20, .host_blocks = 50}};
+  std::unique_ptr<WorkerGroup> group = Make({"a", "b"});
+  absl::StatusOr<GroupInfo> info = group->Form();
+  ASSERT_TRUE(info.ok()) << info.status();
+  EXPECT_EQ(info->epoch, 1u);
+  EXPECT_EQ(info->device_blocks, 10);
+  EXPECT_EQ(info->host_blocks, 50);
+  EXPECT_EQ(info->vocab_size, 50);
+  EXPECT_THAT(info->ranks, SizeIs(2));
+  absl::StatusOr<v1::StepReply> reply = group->Step(EmptyPlan(1, 1));
+  EXPECT_TRUE(reply.ok()) << reply.status();
+}
+
+TEST_F(WorkerGroupTest, EveryFormationHasItsOwnEpoch) {
+  std::unique_ptr<WorkerGroup> group = Make({"a"});
+  EXPECT_EQ(group->Form()->epoch, 1u);
+  group->Disband();
+  EXPECT_EQ(group->Step(EmptyPlan(1, 1)).status().code(), absl::StatusCode::kUnavailable);
+  EXPECT_EQ(group->Form()->epoch, 2u);
+}
+
+TEST_F(WorkerGroupTest, RanksThatDoNotFitAreRefused) {
+  const std::vector<std::pair<const char*, void (*)(v1::Ready&)>> cases = {
+      {"weights", [](v1::Ready& r) { r.set_weights_hash("other"); }},
+      {"form", [](v1::Ready& r) { r.set_kv_form("rotated/bfloat16"); }},
+      {"vocabulary", [](v1::Ready& r) { r.set_vocab_size(51); }},
+      {"context", [](v1::Ready& r) { r.set_max_model_len(1); }},
+  };
+  for (const auto& [name, change] : cases) {
+    SCOPED_TRACE(name);
+    network_.workers["b"] = {.tweak = [change = change](v1::WorkerMessage& m) {
+      if (m.has_ready()) change(*m.mutable_ready());
+      return true;
+    }};
+    std::unique_ptr<WorkerGroup> group = Make({"a", "b"});
+    const absl::Status status = group->Form().status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
+    EXPECT_THAT(std::string(status.message()), HasSubstr("worker 1 (b) does not fit worker 0 (a)"));
+    EXPECT_TRUE(network_.streams.empty());
+  }
+}
+
+TEST_F(WorkerGroupTest, TheErrorOfARankThatCannotLoadComesThrough) {
+  network_.workers["b"] = {.load_error = absl::InvalidArgumentError("3 ranks, 4 heads")};
+  std::unique_ptr<WorkerGroup> group = Make({"a", "b"});
+  const absl::Status status = group->Form().status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(std::string(status.message()), "worker 1 (b): 3 ranks, 4 heads");
+}
+
+TEST_F(WorkerGroupTest, ARankThatNeverGetsReadyIsNamed) {
+  network_.workers["b"] = {.tweak = [](v1::WorkerMessage& m) { return !m.has_ready(); }};
+  std::unique_ptr<WorkerGroup> group = Make({"a", "b"});
+  std::thread time([&] {
+    clock_.AwaitWaiter();
+    clock_.Advance(absl::Minutes(11));
+  });
+  const absl::Status status = group->Form().status();
+  time.join();
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("worker 1 (b)"));
+}
+
+TEST_F(WorkerGroupTest, ASlowRankIsTakenForDeadSoonBehindTheOthers) {
+  network_.workers["b"] = {.tweak = [](v1::WorkerMessage& m) { return !m.has_step_reply(); }};
+  std::unique_ptr<WorkerGroup> group = Make({"a", "b"});
+  ASSERT_TRUE(group->Form().ok());
+  std::thread time([&] {
+    clock_.AwaitWaiter();
+    clock_.Advance(absl::Seconds(31));
+  });
+  const absl::Status status = group->Step(EmptyPlan(1, 1)).status();
+  time.join();
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("taken for dead: worker 1 (b)"));
+  EXPECT_TRUE(network_.streams.empty());  // the group ends with it
+}
+
+TEST_F(WorkerGroupTest, AStepOfAllRanksMayTakeLonger) {
+  network_.workers["a"] = {.tweak = [](v1::WorkerMessage& m) { return !m.has_step_reply(); }};
+  std::unique_ptr<WorkerGroup> group = Make({"a"});
+  ASSERT_TRUE(group->Form().ok());
+  absl::Status status;
+  std::thread step([&] { status = group->Step(EmptyPlan(1, 1)).status(); });
+  clock_.AwaitWaiter();
+  clock_.Advance(absl::Minutes(4));
+  v1::WorkerMessage reply;
+  reply.mutable_step_reply()->set_step(1);
+  network_.streams["a"]->OnMessage(reply);
+  step.join();
+  EXPECT_TRUE(status.ok()) << status;
+}
+
+TEST_F(WorkerGroupTest, RanksThatDisagreeEndTheGroup) {
+  network_.workers["b"] = {.tweak = [](v1::WorkerMessage& m) {
+    if (m.has_step_reply()) m.mutable_step_reply()->set_token_hash(1);
+    return true;
+  }};
+  std::unique_ptr<WorkerGroup> group = Make({"a", "b"});
+  ASSERT_TRUE(group->Form().ok());
+  const absl::Status status = group->Step(OneTokenPlan(1)).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInternal);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("the sampled tokens"));
+  EXPECT_TRUE(network_.streams.empty());
+}
+
+TEST_F(WorkerGroupTest, ARankThatFailsInAStepEndsTheGroup) {
+  network_.workers["b"] = {.step_error = absl::InternalError("collective: peer closed")};
+  std::unique_ptr<WorkerGroup> group = Make({"a", "b"});
+  ASSERT_TRUE(group->Form().ok());
+  const absl::Status status = group->Step(EmptyPlan(1, 1)).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInternal);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("worker 1 (b): collective"));
+}
+
+TEST_F(WorkerGroupTest, ALossBetweenStepsIsToldOnce) {
+  int told = 0;
+  std::unique_ptr<WorkerGroup> group = Make({"a", "b"});
+  group->SetLossCallback([&](const absl::Status& why) {
+    ++told;
+    EXPECT_THAT(std::string(why.message()), HasSubstr("worker 1 (b): died"));
+  });
+  ASSERT_TRUE(group->Form().ok());
+  network_.streams["b"]->OnClosed(absl::UnavailableError("died"));
+  network_.streams["a"]->OnClosed(absl::UnavailableError("died too"));
+  EXPECT_EQ(told, 1);
+  EXPECT_EQ(group->Step(EmptyPlan(1, 1)).status().code(), absl::StatusCode::kUnavailable);
+  EXPECT_TRUE(group->Form().ok());
+}
+
+TEST_F(WorkerGroupTest, InterruptingEndsAWaitAtOnce) {
+  network_.workers["a"] = {.tweak = [](v1::WorkerMessage&) { return false; }};
+  std::unique_ptr<WorkerGroup> group = Make({"a"});
+  std::thread other([&] {
+    clock_.AwaitWaiter();
+    group->Interrupt();
+  });
+  EXPECT_EQ(group->Form().status().code(), absl::StatusCode::kCancelled);
+  other.join();
+}
+
+TEST_F(WorkerGroupTest, MessagesOutOfTurnEndTheGroup) {
+  network_.workers["a"] = {.tweak = [](v1::WorkerMessage& m) {
+    if (m.has_load_progress()) m.mutable_step_reply();
+    return true;
+  }};
+  std::unique_ptr<WorkerGroup> group = Make({"a"});
+  EXPECT_EQ(group->Form().status().code(), absl::StatusCode::kInternal);
+}
+
+// --- real streams -------------------------------------------------------------------------------
+
+class GrpcWorkerGroupTest : public ::testing::Test {
+ protected:
+  std::unique_ptr<WorkerGroup> Make(std::vector<std::string> addresses) {
+    return CreateWorkerGroup({.addresses = std::move(addresses), .shard_plan = {}},
+                             GrpcWorkerDialer(), clock_);
+  }
+  SteadyClock clock_;
+};
+
+TEST_F(GrpcWorkerGroupTest, FormsAndStepsOverSockets) {
+  FakeWorkerService a({});
+  FakeWorkerService b({});
+  std::unique_ptr<WorkerGroup> group = Make({a.address(), b.address()});
+  absl::StatusOr<GroupInfo> info = group->Form();
+  ASSERT_TRUE(info.ok()) << info.status();
+  absl::StatusOr<v1::StepReply> reply = group->Step(OneTokenPlan(info->epoch));
+  ASSERT_TRUE(reply.ok()) << reply.status();
+  EXPECT_TRUE(reply->results(0).has_token_id());
+  EXPECT_EQ(reply->results(0).accounting().blocks_total(), 2u);
+}
+
+TEST_F(GrpcWorkerGroupTest, WaitsForAWorkerThatComesUpLater) {
+  FakeWorkerService a({});
+  const std::string later = a.address() + ".later";
+  std::unique_ptr<WorkerGroup> group = Make({a.address(), later});
+  absl::StatusOr<GroupInfo> info;
+  std::thread form([&] { info = group->Form(); });
+  while (a.streams() == 0) std::this_thread::yield();  // the first one is on
+  FakeWorkerService b({}, later);
+  form.join();
+  EXPECT_TRUE(info.ok()) << info.status();
+}
+
+TEST_F(GrpcWorkerGroupTest, AWorkerThatDiesIsNoticedAndComesBackUnderANewEpoch) {
+  FakeWorkerService a({});
+  auto b = std::make_unique<FakeWorkerService>(FakeRankOptions());
+  const std::string address = b->address();
+  std::unique_ptr<WorkerGroup> group = Make({a.address(), address});
+  kernels::Mutex mu;
+  kernels::CondVar changed;
+  absl::Status lost;
+  group->SetLossCallback([&](const absl::Status& why) {
+    kernels::MutexLock lock(mu);
+    lost = why;
+    changed.NotifyAll();
+  });
+  ASSERT_TRUE(group->Form().ok());
+  b.reset();
+  {
+    kernels::MutexLock lock(mu);
+    while (lost.ok()) changed.Wait(mu);
+    EXPECT_THAT(std::string(lost.message()), HasSubstr("worker 1"));
+  }
+  EXPECT_FALSE(group->Step(EmptyPlan(1, 1)).ok());
+  b = std::make_unique<FakeWorkerService>(FakeRankOptions(), address);
+  absl::StatusOr<GroupInfo> info = group->Form();
+  ASSERT_TRUE(info.ok()) << info.status();
+  EXPECT_EQ(info->epoch, 2u);
+  EXPECT_TRUE(group->Step(EmptyPlan(2, 1)).ok());
+}
+
+TEST_F(GrpcWorkerGroupTest, AWorkerThatFallsSilentIsNoticedWhileItComputes) {
+  FakeWorkerService a({.tweak = [](v1::WorkerMessage& m) { return !m.has_step_reply(); }});
+  const std::string path = a.address().substr(std::string("unix:").size());
+  kvasir::testing::FreezingRelay relay(path + ".r", path);
+  std::unique_ptr<WorkerGroup> group =
+      CreateWorkerGroup({.addresses = {"unix:" + path + ".r"}, .shard_plan = {}},
+                        GrpcWorkerDialer({.interval_ms = 100, .timeout_ms = 300}), clock_);
+  ASSERT_TRUE(group->Form().ok());
+  relay.Freeze();
+  const TimePoint frozen = clock_.Now();
+  EXPECT_EQ(group->Step(EmptyPlan(1, 1)).status().code(), absl::StatusCode::kUnavailable);
+  EXPECT_LT(Between(frozen, clock_.Now()), absl::Seconds(30));  // and not the step's 10 minutes
+}
+
+TEST_F(GrpcWorkerGroupTest, AWorkerThatFailsToLoadSaysWhy) {
+  FakeWorkerService a({.load_error = absl::InvalidArgumentError("no such folder")});
+  std::unique_ptr<WorkerGroup> group = Make({a.address()});
+  const absl::Status status = group->Form().status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("no such folder"));
+}
+
+TEST_F(GrpcWorkerGroupTest, LongPromptsTravel) {
+  FakeWorkerService a(
+      {.worker = {
+           .device_blocks = 40000, .host_blocks = 40000, .max_num_batched_tokens = 2000000}});
+  std::unique_ptr<WorkerGroup> group = Make({a.address()});
+  ASSERT_TRUE(group->Form().ok());
+  v1::StepPlan plan = OneTokenPlan(1);
+  // A first chunk of one block of a prompt of 2 million tokens.
+  for (int i = 1; i < 2000000; ++i) plan.mutable_starts(0)->add_prompt(4294967295u);
+  plan.mutable_rows(0)->set_num_tokens(64);
+  plan.mutable_rows(0)->set_committed_length(64);
+  plan.mutable_rows(0)->set_sample(false);
+  absl::StatusOr<v1::StepReply> reply = group->Step(plan);
+  EXPECT_TRUE(reply.ok()) << reply.status();
+}
+
+}  // namespace
+}  // namespace kvasir::coordinator

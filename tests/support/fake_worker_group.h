@@ -1,0 +1,170 @@
+// A worker group of one rank on paper, for tests of what stands above it: forms and steps at once,
+// or when the test lets it, and fails when the test says so. Thread-safe.
+#pragma once
+
+#include <chrono>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "coordinator/worker_group.h"
+#include "kernels/base/mutex.h"
+#include "tests/support/symbolic_worker.h"
+
+namespace kvasir::testing {
+
+class FakeWorkerGroup : public coordinator::WorkerGroup {
+ public:
+  explicit FakeWorkerGroup(const SymbolicWorkerOptions& options, int64_t max_model_len = 10000)
+      : options_(options), max_model_len_(max_model_len) {}
+
+  // --- WorkerGroup ---
+
+  absl::StatusOr<coordinator::GroupInfo> Form() override {
+    kernels::MutexLock lock(mu_);
+    ++forms_;
+    changed_.NotifyAll();
+    while (hold_forms_ && !interrupted_) changed_.Wait(mu_);
+    if (interrupted_) return absl::CancelledError("interrupted");
+    if (!form_errors_.empty()) {
+      const absl::Status error = form_errors_.front();
+      form_errors_.pop_front();
+      return error;
+    }
+    worker_ = std::make_unique<SymbolicWorker>(options_);
+    return coordinator::GroupInfo{.epoch = ++epoch_,
+                                  .weights_hash = std::string(32, 'w'),
+                                  .kv_form = "rotated/float32",
+                                  .device_blocks = options_.device_blocks,
+                                  .host_blocks = options_.host_blocks,
+                                  .vocab_size = options_.vocab_size,
+                                  .max_model_len = max_model_len_,
+                                  .addresses = {"paper"},
+                                  .ranks = {v1::Ready()}};
+  }
+
+  absl::StatusOr<v1::StepReply> Step(const v1::StepPlan& plan) override {
+    kernels::MutexLock lock(mu_);
+    ++steps_begun_;
+    changed_.NotifyAll();
+    while (hold_steps_ && steps_allowed_ == 0 && !interrupted_) changed_.Wait(mu_);
+    if (hold_steps_ && steps_allowed_ > 0) --steps_allowed_;
+    if (interrupted_) return absl::CancelledError("interrupted");
+    if (step_error_.has_value()) return *std::exchange(step_error_, std::nullopt);
+    absl::StatusOr<v1::StepReply> reply = worker_->Execute(plan);
+    if (!reply.ok()) illegal_ = reply.status();
+    changed_.NotifyAll();
+    if (reply.ok() && corrupt_) std::exchange(corrupt_, nullptr)(*reply);
+    return reply;
+  }
+
+  void Disband() override {
+    kernels::MutexLock lock(mu_);
+    worker_.reset();
+    changed_.NotifyAll();
+  }
+  void Interrupt() override {
+    kernels::MutexLock lock(mu_);
+    interrupted_ = true;
+    changed_.NotifyAll();
+  }
+  void SetLossCallback(std::function<void(const absl::Status&)> on_loss) override {
+    on_loss_ = std::move(on_loss);
+  }
+
+  // --- the test ---
+
+  void FailForm(const absl::Status& error) {
+    kernels::MutexLock lock(mu_);
+    form_errors_.push_back(error);
+  }
+  void FailNextStep(const absl::Status& error) {
+    kernels::MutexLock lock(mu_);
+    step_error_ = error;
+  }
+  void CorruptNextReply(std::function<void(v1::StepReply&)> corrupt) {
+    kernels::MutexLock lock(mu_);
+    corrupt_ = std::move(corrupt);
+  }
+  // Steps (or forms) begin and then wait until they are released.
+  void HoldSteps() { Set(hold_steps_, true); }
+  void ReleaseSteps() { Set(hold_steps_, false); }
+  void HoldForms() { Set(hold_forms_, true); }
+  void ReleaseForms() { Set(hold_forms_, false); }
+  void AllowSteps(int64_t n) {
+    kernels::MutexLock lock(mu_);
+    steps_allowed_ += n;
+    changed_.NotifyAll();
+  }
+  // A rank dies while no step runs.
+  void Lose(const absl::Status& why) { on_loss_(why); }
+
+  // Each returns false when it did not come true within a minute.
+  bool AwaitStepsBegun(int64_t n) {
+    return Await([&] { return steps_begun_ >= n; });
+  }
+  bool AwaitForms(int64_t n) {
+    return Await([&] { return forms_ >= n; });
+  }
+  // Nothing runs on the rank, and only `blocks` cached blocks are kept.
+  bool AwaitIdle(int64_t blocks) {
+    return Await([&] {
+      return worker_ != nullptr && worker_->num_sequences() == 0 && worker_->num_blocks() == blocks;
+    });
+  }
+  bool AwaitSequences(int64_t n) {
+    return Await([&] { return worker_ != nullptr && worker_->num_sequences() == n; });
+  }
+  int64_t steps_begun() const {
+    kernels::MutexLock lock(mu_);
+    return steps_begun_;
+  }
+  int64_t forms() const {
+    kernels::MutexLock lock(mu_);
+    return forms_;
+  }
+  // The first plan that the rank could not carry out; OK when there was none.
+  absl::Status illegal_plan() const {
+    kernels::MutexLock lock(mu_);
+    return illegal_;
+  }
+
+ private:
+  void Set(bool& flag, bool value) EXCLUDES(mu_) {
+    kernels::MutexLock lock(mu_);
+    flag = value;
+    changed_.NotifyAll();
+  }
+  bool Await(const std::function<bool()>& condition) EXCLUDES(mu_) {
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::minutes(1);
+    kernels::MutexLock lock(mu_);
+    while (!condition()) {
+      if (!changed_.WaitUntil(mu_, deadline)) return condition();
+    }
+    return true;
+  }
+
+  const SymbolicWorkerOptions options_;
+  const int64_t max_model_len_;
+  std::function<void(const absl::Status&)> on_loss_;
+
+  mutable kernels::Mutex mu_;
+  kernels::CondVar changed_;
+  std::unique_ptr<SymbolicWorker> worker_;
+  std::deque<absl::Status> form_errors_;
+  std::optional<absl::Status> step_error_;
+  std::function<void(v1::StepReply&)> corrupt_;
+  absl::Status illegal_;
+  uint64_t epoch_ = 0;
+  int64_t forms_ = 0;
+  int64_t steps_begun_ = 0;
+  int64_t steps_allowed_ = 0;
+  bool hold_steps_ = false;
+  bool hold_forms_ = false;
+  bool interrupted_ = false;
+};
+
+}  // namespace kvasir::testing
