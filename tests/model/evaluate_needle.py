@@ -1,0 +1,184 @@
+"""Exact-answer rates of the reference model, asked as a service would: each question a request of its own over a
+document whose KV is cached, greedy decode.
+
+Two ways to attend:
+    dense     all tokens at their true positions.
+    selected  the document is read with sink + window; each token of question and answer then attends to sink, the
+              `top` keys of the document best by score, window, and itself, at compact positions 0, 1, 2, ... .
+              The score of a key is the softmax over the document, keys unrotated and all at one common distance,
+              summed over the query heads of a KV head. top = 0 leaves sink + window alone.
+"""
+
+from dataclasses import dataclass
+from typing import List, Optional, Tuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import documents
+from needle_data import ROOM, Encoder
+from needle_model import Needle, Rope, rotate
+
+SINK = 128  # tokens at the front that are always attended to
+SELECTION_DISTANCE = 1024  # tokens between query and every key while scoring
+READ_CHUNK = 512  # tokens of the document read at once under sink + window
+
+
+@dataclass(frozen=True)
+class Selection:
+    top: int  # keys selected besides sink and window
+    window: int  # tokens before the query that are always attended to
+
+
+@dataclass(frozen=True)
+class Score:
+    exact: int
+    answers: int
+
+    def __str__(self) -> str:
+        return f"{self.exact / self.answers:.3f} ({self.exact}/{self.answers})"
+
+
+@torch.inference_mode()
+def evaluate(model: Needle, encoder: Encoder, task: str, length: int, answers: int, seed: int = 10 ** 6,
+             selection: Optional[Selection] = None) -> Score:
+    """Asks `answers` questions over documents that fill `length` tokens together with question and answer.
+
+    The model must be in bf16 on its device.
+    """
+    num_questions = 1 if task in ("pass_key", "common_words") else 16
+    exact = asked = 0
+    while asked < answers:
+        document = documents.make_document(task, length - ROOM, min(num_questions, answers - asked), seed + asked)
+        cache = read_document(model, [encoder.begin] + encoder(document.text), selection)
+        given = answer(model, cache, [encoder(question.prompt) for question in document.questions], encoder.end)
+        exact += sum(encoder.decode(tokens) == question.answer for tokens, question in zip(given, document.questions))
+        asked += len(document.questions)
+    return Score(exact, asked)
+
+
+@dataclass
+class DocumentCache:
+    """Unrotated keys and values [1, KV heads, tokens, head_dim] of a document, one pair a layer."""
+
+    layers: List[Tuple[Tensor, Tensor]]
+    num_tokens: int
+    selection: Optional[Selection]
+
+
+def read_document(model: Needle, tokens: List[int], selection: Optional[Selection]) -> DocumentCache:
+    device = model.lm_head.weight.device
+    rope = Rope(model.config, device)
+    layers: List[Tuple[Tensor, Tensor]] = []
+    chunk = len(tokens) if selection is None else READ_CHUNK
+    for start in range(0, len(tokens), chunk):
+        part = torch.tensor([tokens[start:start + chunk]], device=device)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if start == 0:
+                layers.append((k, v))
+            else:
+                layers[layer] = tuple(torch.cat(pair, 2) for pair in zip(layers[layer], (k, v)))
+            keys, values = layers[layer]
+            if selection is not None:
+                keys, values = (_sink_and_window(x, selection.window + part.shape[1]) for x in (keys, values))
+            return _attend_causally(q, keys, values, rope)
+
+        model.model(part, attend)
+    return DocumentCache(layers, len(tokens), selection)
+
+
+def _sink_and_window(x: Tensor, window: int) -> Tensor:
+    """Tokens [..., SINK first and `window` last ones, head_dim]; all of them when there are no more."""
+    if x.shape[2] <= SINK + window:
+        return x
+    return torch.cat((x[:, :, :SINK], x[:, :, -window:]), 2)
+
+
+def _attend_causally(q: Tensor, k: Tensor, v: Tensor, rope: Rope) -> Tensor:
+    """Queries are the last of the tokens of k; positions are 0, 1, 2, ... along k."""
+    num_keys, num_queries = k.shape[2], q.shape[2]
+    tables = rope.tables(torch.arange(num_keys, device=q.device))
+    q = rotate(q, tuple(table[num_keys - num_queries:] for table in tables))
+    k = rotate(k, tables)
+    if num_keys == num_queries:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device).tril(num_keys - num_queries)
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def answer(model: Needle, document: DocumentCache, prompts: List[List[int]], end: int, max_tokens: int = 48) -> List[List[int]]:
+    """Greedy continuations of the prompts, each over the document alone, without the end token.
+
+    Prompts and answers go token by token, all prompts in step: a prompt that has ended goes on with what the model says.
+    """
+    device = model.lm_head.weight.device
+    attend = _QuestionAttention(document, model)
+    given: List[List[int]] = [[] for _ in prompts]
+    done = [False] * len(prompts)
+    tokens = [prompt[0] for prompt in prompts]
+    for step in range(1, max(map(len, prompts)) + max_tokens):
+        logits = model(torch.tensor(tokens, device=device)[:, None], attend)
+        said = logits[:, -1].argmax(-1).tolist()
+        for index, prompt in enumerate(prompts):
+            if step < len(prompt):
+                tokens[index] = prompt[step]
+                continue
+            tokens[index] = said[index]
+            done[index] = done[index] or said[index] == end
+            if not done[index]:
+                given[index].append(said[index])
+        if all(done):
+            break
+    return given
+
+
+class _QuestionAttention:
+    """Attention of one token of each of n questions over the shared document and the tokens of its own question."""
+
+    def __init__(self, document: DocumentCache, model: Needle):
+        self._document = document
+        self._rope = Rope(model.config, model.lm_head.weight.device)
+        self._own: List[Tuple[Tensor, Tensor]] = []  # of each layer, [questions, KV heads, tokens so far, head_dim]
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if layer == len(self._own):
+            self._own.append((k, v))
+        else:
+            self._own[layer] = tuple(torch.cat(pair, 2) for pair in zip(self._own[layer], (k, v)))
+        own_k, own_v = self._own[layer]
+        doc_k, doc_v = self._document.layers[layer]
+        q = q.unflatten(1, (k.shape[1], -1)).squeeze(3)  # [questions, KV heads, heads of a group, head_dim]
+        if self._document.selection is not None:
+            doc_k, doc_v = self._selected(q, doc_k, doc_v)
+        num_document, num_own = doc_k.shape[2], own_k.shape[2]
+        tables = self._rope.tables(torch.arange(num_document + num_own, device=q.device))
+        q = rotate(q, tuple(table[-1] for table in tables))
+        doc_k = rotate(doc_k, tuple(table[:num_document] for table in tables))
+        own_k = rotate(own_k, tuple(table[num_document:] for table in tables))
+        scores = torch.cat((_dot(q, doc_k), _dot(q, own_k)), -1)
+        weights = (scores / q.shape[-1] ** 0.5).softmax(-1).to(q.dtype)
+        out = weights[..., :num_document] @ doc_v + weights[..., num_document:] @ own_v
+        return out.flatten(1, 2).unsqueeze(2)
+
+    def _selected(self, q: Tensor, k: Tensor, v: Tensor) -> Tuple[Tensor, Tensor]:
+        """Sink, the best `top` keys for each question and KV head in document order, and window."""
+        selection, num_tokens = self._document.selection, self._document.num_tokens
+        middle = slice(SINK, max(SINK, num_tokens - selection.window))
+        top = min(selection.top, middle.stop - middle.start)
+        distant_q = rotate(q, self._rope.tables(torch.tensor(SELECTION_DISTANCE, device=q.device)))
+        scores = _dot(distant_q, k[:, :, middle]) / q.shape[-1] ** 0.5
+        chosen = scores.softmax(-1).sum(2).topk(top, -1).indices.sort(-1).values + SINK
+        index = chosen[..., None].expand(-1, -1, -1, k.shape[-1])
+        parts = []
+        for x in (k, v):
+            x = x.expand(q.shape[0], -1, -1, -1)
+            parts.append(torch.cat((x[:, :, :SINK], x.gather(2, index), x[:, :, middle.stop:]), 2))
+        return tuple(parts)
+
+
+def _dot(q: Tensor, k: Tensor) -> Tensor:
+    """Scores in float32, which bf16 would round by more than neighbours differ."""
+    return q.float() @ k.float().transpose(-1, -2)

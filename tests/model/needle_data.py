@@ -1,0 +1,117 @@
+"""Training rows for the reference model: documents with their questions, packed.
+
+A row holds examples one after the other; an example is a document followed by several questions with answers. All
+questions of a document begin at the same position, right after it, and see the document and themselves alone
+(`visible` below), as if each were a request of its own.
+
+    row        | B document ..... | question answer E | question answer E | B document ... | question answer E | pad
+    position     0 1 2 ...... n-1   n n+1 ...           n n+1 ...           0 1 ...          m m+1 ...
+    document     1 1 1 ...... 1     1 1 1               1 1 1               2 2 ...          2 2 ...             0
+    question     0 0 0 ...... 0     9 9 9               17 17 17            0 0 ...          8 8 ...             0
+"""
+
+import random
+import re
+from pathlib import Path
+from typing import Dict, Iterator, List
+
+import numpy as np
+from tokenizers import Tokenizer
+
+import documents
+from train_tokenizer import BEGIN, END, PAD
+
+ROOM = 64  # tokens kept free behind a document for the longest question and its answer
+QUESTION_STRIDE = 8  # question = QUESTION_STRIDE * (1 + index) + index of its task in documents.TASKS
+
+# Loss weights in percent.
+DOCUMENT_WEIGHT, PROMPT_WEIGHT, ANSWER_WEIGHT, STOP_WEIGHT = 5, 10, 100, 30
+
+TASK_SHARES = {"mixed": 50, "multi_key": 18, "key_value": 15, "variable_tracing": 12, "common_words": 3, "pass_key": 2}
+
+
+class Encoder:
+    """The tokenizer of a folder with its pieces remembered: fast on generated text, the same tokens on any ASCII."""
+
+    def __init__(self, folder: Path):
+        self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self._pieces: Dict[str, List[int]] = {}
+        self._split = re.compile(documents.PIECE_PATTERN).findall
+        self.begin, self.end, self.pad = (self._tokenizer.token_to_id(token) for token in (BEGIN, END, PAD))
+        self.vocab_size = self._tokenizer.get_vocab_size()
+
+    def __call__(self, text: str) -> List[int]:
+        """Tokens of ASCII `text`, without begin-of-text."""
+        tokens: List[int] = []
+        for piece in self._split(text):
+            ids = self._pieces.get(piece)
+            if ids is None:
+                ids = self._pieces[piece] = self._tokenizer.encode(piece, add_special_tokens=False).ids
+            tokens += ids
+        return tokens
+
+    def decode(self, tokens: List[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=False)
+
+
+def row_tokens(window: int) -> int:
+    """Tokens of a row for documents up to `window`: a multiple of 128, with room for about 32 questions at 8,192."""
+    return -(-(window + max(256, window // 8)) // 128) * 128
+
+
+def batches(encoder: Encoder, window: int, num_rows: int, seed: int) -> Iterator[np.ndarray]:
+    """Endless batches int32 [6, rows, row tokens]: tokens, targets, positions, document, question, weight (percent)."""
+    rng = random.Random(seed)
+    while True:
+        batch = np.zeros((6, num_rows, row_tokens(window)), np.int32)
+        batch[:2] = encoder.pad
+        for row in range(num_rows):
+            _fill_row(rng, encoder, window, batch[:, row])
+        yield batch
+
+
+def _fill_row(rng: random.Random, encoder: Encoder, window: int, row: np.ndarray) -> None:
+    start, document_id = 0, 1
+    while row.shape[1] - start >= 256:
+        room = row.shape[1] - start
+        longest = min(window - ROOM, room - 64)
+        shortest = min(192, longest) if rng.random() < 0.4 else int(longest * 0.75)
+        start = _put_example(rng, encoder, rng.randint(shortest, longest), row, start, document_id)
+        document_id += 1
+
+
+def _put_example(rng: random.Random, encoder: Encoder, length: int, row: np.ndarray, start: int, document_id: int) -> int:
+    """Writes one example at `start`, with as many questions as fit; returns where it ends."""
+    document = _document(rng, length, row.shape[1] - start)
+    tokens = [encoder.begin] + encoder(document.text)
+    end = start + len(tokens)
+    _put_segment(row, start, tokens, position=0, document=document_id, question=0, weights=DOCUMENT_WEIGHT)
+    for index, question in enumerate(document.questions):
+        prompt, answer = encoder(question.prompt), encoder(question.answer)
+        size = len(prompt) + len(answer) + 1
+        if end + size > row.shape[1]:
+            break
+        weights = [PROMPT_WEIGHT] * (len(prompt) - 1) + [ANSWER_WEIGHT] * (len(answer) - 1) + [STOP_WEIGHT] * 2
+        _put_segment(row, end, prompt + answer + [encoder.end], position=len(tokens), document=document_id,
+                     question=QUESTION_STRIDE * (1 + index) + documents.TASKS.index(question.task), weights=weights)
+        end += size
+    return end
+
+
+def _document(rng: random.Random, length: int, room: int) -> documents.Document:
+    task = rng.choices(list(TASK_SHARES), list(TASK_SHARES.values()))[0]
+    num_questions = 1 if task in ("pass_key", "common_words") else min(48, max(2, (room - length) // 26), length // 40)
+    density = rng.choice((None, None, 40, 80, 160)) if task in ("multi_key", "key_value") else None
+    return documents.make_document(task, length - 1, num_questions, rng.getrandbits(48), tokens_per_fact=density)
+
+
+def _put_segment(row: np.ndarray, start: int, tokens: List[int], position: int, document: int, question: int,
+                 weights) -> None:
+    """Tokens that predict each other; weights are of the predictions, one less than the tokens."""
+    end = start + len(tokens)
+    row[0, start:end] = tokens
+    row[1, start:end - 1] = tokens[1:]
+    row[2, start:end] = np.arange(position, position + len(tokens))
+    row[3, start:end] = document
+    row[4, start:end] = question
+    row[5, start:end - 1] = weights
