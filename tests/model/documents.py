@@ -17,8 +17,8 @@ Tasks
     multi_key         "The magic number for brave-lantern is 482913."           many facts, one asked
     pass_key          "The pass key is 68124. Remember it. 68124 is the pass key."       one fact
     key_value         "The value of q7m2x9 is b3k8z1."                          many facts of random strings
-    variable_tracing  "Variable brave-lantern equals calm-harbor." "Variable calm-harbor equals 482913."   2 or 3
-                      hops, and the answer spells them: " calm-harbor, calm-harbor equals 482913."
+    variable_tracing  "Variable brave-lantern equals variable calm-harbor." "Variable calm-harbor equals 482913."
+                      2 or 3 hops; the answer spells them: " variable calm-harbor, variable calm-harbor equals 482913."
     common_words      "The word of the hour is falcon."                         which one is the most common?
     mixed             all of them in one document
 
@@ -155,9 +155,10 @@ def make_document(
     tokens_per_fact: Optional[int] = None,
     count_tokens: Callable[[str], int] = count_tokens,
 ) -> Document:
-    """A document of `task` with at most `length` tokens, and less than 32 below that.
+    """A document of `task` with `length` tokens: exactly so many under the reference model's tokenizer.
 
-    length           tokens of the text, by count_tokens (which must not count special tokens)
+    length           tokens of the text by count_tokens, which must not count special tokens; with another
+                     tokenizer, or no room for filler, the document may be a few dozen shorter, never longer
     num_questions    questions, all different; pass_key and common_words have one a document, so `mixed` asks each once
     tokens_per_fact  one fact per so many tokens; default by task. A chain of variable_tracing is one fact.
     Raises ValueError when the facts do not fit.
@@ -170,16 +171,28 @@ def make_document(
     if num_tokens > length:
         raise ValueError(f"{task} with {num_questions} questions needs {num_tokens} tokens for its facts, length is {length}; "
                          "raise the length or ask fewer questions")
-    while True:
-        line = _filler(rng)
-        line_tokens = count_tokens(line)
-        if num_tokens + line_tokens > length:
-            break
-        lines.append(line)
-        num_tokens += line_tokens
+    num_tokens += _fill(rng, lines, length - num_tokens, count_tokens)
     rng.shuffle(lines)
     rng.shuffle(questions)
     return Document(task, "".join(lines), questions, num_tokens)
+
+
+def _fill(rng: random.Random, lines: List[str], room: int, count_tokens: Callable[[str], int]) -> int:
+    """Appends filler of `room` tokens, or somewhat less where no sentences fill it; returns its tokens."""
+    left, misses = room, 0
+    while left > 0 and misses < _MAX_MISSES:
+        line = _filler(rng)
+        rest = left - count_tokens(line)
+        if rest >= 0 and -(-rest // _LONGEST_FILLER) * _SHORTEST_FILLER <= rest:
+            lines.append(line)
+            left = rest
+        else:
+            misses += 1
+    return room - left
+
+
+_SHORTEST_FILLER, _LONGEST_FILLER = 8, 12  # tokens of a filler sentence
+_MAX_MISSES = 1000  # draws in vain; a sentence of exactly the tokens left takes about 25, or does not exist
 
 
 def _filler(rng: random.Random) -> str:
@@ -245,12 +258,13 @@ def _key_value(rng: random.Random, names: Iterator[str], count: int, num_questio
 def _variable_tracing(rng: random.Random, names: Iterator[str], count: int, num_questions: int) -> _Facts:
     lines, questions = [], []
     for index in range(count):
-        chain = [next(names) for _ in range(2 + index % 2)] + [str(rng.randrange(100000, 1000000))]
-        hops = [f"{name} equals {value}" for name, value in zip(chain, chain[1:])]
-        lines += [f"Variable {hop}.\n" for hop in hops]
+        chain = [f"variable {next(names)}" for _ in range(2 + index % 2)] + [str(rng.randrange(100000, 1000000))]
+        hops = [f"{variable} equals {value}" for variable, value in zip(chain, chain[1:])]
+        lines += [f"{hop[0].upper()}{hop[1:]}.\n" for hop in hops]
         if index < num_questions:
-            prompt = f"What does variable {chain[0]} equal? Variable {chain[0]} equals"
-            questions.append(Question("variable_tracing", prompt, ", ".join(hops)[len(chain[0]) + len(" equals"):] + "."))
+            head = f"{chain[0]} equals"
+            questions.append(Question("variable_tracing", f"What does {chain[0]} equal? {head[0].upper()}{head[1:]}",
+                                      ", ".join(hops)[len(head):] + "."))
     return lines, questions
 
 

@@ -10,7 +10,7 @@ Two ways to attend:
 """
 
 from dataclasses import dataclass
-from typing import List, Optional, Tuple
+from typing import Callable, List, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,7 @@ from needle_model import Needle, Rope, rotate
 
 SINK = 128  # tokens at the front that are always attended to
 SELECTION_DISTANCE = 1024  # tokens between query and every key while scoring
+GROUP_TOKENS = 2 ** 17  # tokens of the documents worked on at a time
 READ_CHUNK = 512  # tokens of the document read at once under sink + window
 
 
@@ -43,60 +44,61 @@ class Score:
 @torch.inference_mode()
 def evaluate(model: Needle, encoder: Encoder, task: str, length: int, answers: int, seed: int = 10 ** 6,
              selection: Optional[Selection] = None) -> Score:
-    """Asks `answers` questions over documents that fill `length` tokens together with question and answer.
+    """Asks at least `answers` questions over documents that fill `length` tokens together with question and answer.
 
-    The model must be in bf16 on its device.
+    The model must be in bf16 on its device. Documents are worked on a few at a time.
     """
     num_questions = 1 if task in ("pass_key", "common_words") else 16
-    exact = asked = 0
-    while asked < answers:
-        document = documents.make_document(task, length - ROOM, min(num_questions, answers - asked), seed + asked)
-        cache = read_document(model, [encoder.begin] + encoder(document.text), selection)
-        given = answer(model, cache, [encoder(question.prompt) for question in document.questions], encoder.end)
-        exact += sum(encoder.decode(tokens) == question.answer for tokens, question in zip(given, document.questions))
-        asked += len(document.questions)
-    return Score(exact, asked)
+    num_documents = -(-answers // num_questions)
+    group = max(1, min(16, GROUP_TOKENS // length))
+    exact = 0
+    for start in range(0, num_documents, group):
+        texts = [documents.make_document(task, length - ROOM, num_questions, seed + index)
+                 for index in range(start, min(start + group, num_documents))]
+        questions = [question for document in texts for question in document.questions]
+        cache = read_documents(model, [[encoder.begin] + encoder(document.text) for document in texts], selection)
+        given = answer(model, cache, [encoder(question.prompt) for question in questions], encoder.end)
+        exact += sum(encoder.decode(tokens) == question.answer for tokens, question in zip(given, questions))
+    return Score(exact, num_documents * num_questions)
 
 
 @dataclass
 class DocumentCache:
-    """Unrotated keys and values [1, KV heads, tokens, head_dim] of a document, one pair a layer."""
+    """Keys, unrotated, and values [documents, KV heads, tokens, head_dim], one pair a layer."""
 
     layers: List[Tuple[Tensor, Tensor]]
-    num_tokens: int
     selection: Optional[Selection]
 
 
-def read_document(model: Needle, tokens: List[int], selection: Optional[Selection]) -> DocumentCache:
+def read_documents(model: Needle, tokens: List[List[int]], selection: Optional[Selection]) -> DocumentCache:
+    """Reads documents of one length."""
     device = model.lm_head.weight.device
     rope = Rope(model.config, device)
     layers: List[Tuple[Tensor, Tensor]] = []
-    chunk = len(tokens) if selection is None else READ_CHUNK
-    for start in range(0, len(tokens), chunk):
-        part = torch.tensor([tokens[start:start + chunk]], device=device)
+    for part in torch.tensor(tokens, device=device).split(len(tokens[0]) if selection is None else READ_CHUNK, 1):
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            if start == 0:
+            if layer == len(layers):
                 layers.append((k, v))
             else:
                 layers[layer] = tuple(torch.cat(pair, 2) for pair in zip(layers[layer], (k, v)))
             keys, values = layers[layer]
             if selection is not None:
-                keys, values = (_sink_and_window(x, selection.window + part.shape[1]) for x in (keys, values))
-            return _attend_causally(q, keys, values, rope)
+                keys, values = (_sink_and_window(x, selection.window + q.shape[2]) for x in (keys, values))
+            return attend_causally(q, keys, values, rope)
 
         model.model(part, attend)
-    return DocumentCache(layers, len(tokens), selection)
+    return DocumentCache(layers, selection)
 
 
 def _sink_and_window(x: Tensor, window: int) -> Tensor:
-    """Tokens [..., SINK first and `window` last ones, head_dim]; all of them when there are no more."""
+    """Of tokens [.., .., tokens, head_dim] the SINK first and `window` last ones; all when there are no more."""
     if x.shape[2] <= SINK + window:
         return x
     return torch.cat((x[:, :, :SINK], x[:, :, -window:]), 2)
 
 
-def _attend_causally(q: Tensor, k: Tensor, v: Tensor, rope: Rope) -> Tensor:
+def attend_causally(q: Tensor, k: Tensor, v: Tensor, rope: Rope) -> Tensor:
     """Queries are the last of the tokens of k; positions are 0, 1, 2, ... along k."""
     num_keys, num_queries = k.shape[2], q.shape[2]
     tables = rope.tables(torch.arange(num_keys, device=q.device))
@@ -105,17 +107,16 @@ def _attend_causally(q: Tensor, k: Tensor, v: Tensor, rope: Rope) -> Tensor:
     if num_keys == num_queries:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device).tril(num_keys - num_queries)
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
 
 
-def answer(model: Needle, document: DocumentCache, prompts: List[List[int]], end: int, max_tokens: int = 48) -> List[List[int]]:
-    """Greedy continuations of the prompts, each over the document alone, without the end token.
+def answer(model: Needle, cache: DocumentCache, prompts: List[List[int]], end: int, max_tokens: int = 48) -> List[List[int]]:
+    """Greedy continuations of the prompts, without the end token. As many prompts for each document, in their order.
 
-    Prompts and answers go token by token, all prompts in step: a prompt that has ended goes on with what the model says.
+    Prompts and answers go token by token, all in step: a prompt that has ended goes on with what the model says.
     """
     device = model.lm_head.weight.device
-    attend = _QuestionAttention(document, model)
+    attend = _QuestionAttention(cache, Rope(model.config, device))
     given: List[List[int]] = [[] for _ in prompts]
     done = [False] * len(prompts)
     tokens = [prompt[0] for prompt in prompts]
@@ -136,11 +137,10 @@ def answer(model: Needle, document: DocumentCache, prompts: List[List[int]], end
 
 
 class _QuestionAttention:
-    """Attention of one token of each of n questions over the shared document and the tokens of its own question."""
+    """Attention of the next token of each question over its document and the tokens of its own."""
 
-    def __init__(self, document: DocumentCache, model: Needle):
-        self._document = document
-        self._rope = Rope(model.config, model.lm_head.weight.device)
+    def __init__(self, cache: DocumentCache, rope: Rope):
+        self._cache, self._rope = cache, rope
         self._own: List[Tuple[Tensor, Tensor]] = []  # of each layer, [questions, KV heads, tokens so far, head_dim]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -149,34 +149,42 @@ class _QuestionAttention:
         else:
             self._own[layer] = tuple(torch.cat(pair, 2) for pair in zip(self._own[layer], (k, v)))
         own_k, own_v = self._own[layer]
-        doc_k, doc_v = self._document.layers[layer]
+        keys, values = self._cache.layers[layer]
         q = q.unflatten(1, (k.shape[1], -1)).squeeze(3)  # [questions, KV heads, heads of a group, head_dim]
-        if self._document.selection is not None:
-            doc_k, doc_v = self._selected(q, doc_k, doc_v)
-        num_document, num_own = doc_k.shape[2], own_k.shape[2]
+        if self._cache.selection is not None:
+            keys, values = self._selected(q, keys, values)
+        num_document, num_own = keys.shape[2], own_k.shape[2]
         tables = self._rope.tables(torch.arange(num_document + num_own, device=q.device))
         q = rotate(q, tuple(table[-1] for table in tables))
-        doc_k = rotate(doc_k, tuple(table[:num_document] for table in tables))
+        keys = rotate(keys, tuple(table[:num_document] for table in tables))
         own_k = rotate(own_k, tuple(table[num_document:] for table in tables))
-        scores = torch.cat((_dot(q, doc_k), _dot(q, own_k)), -1)
+        scores = torch.cat((_each_question(_dot, q, keys), _dot(q, own_k)), -1)
         weights = (scores / q.shape[-1] ** 0.5).softmax(-1).to(q.dtype)
-        out = weights[..., :num_document] @ doc_v + weights[..., num_document:] @ own_v
+        out = _each_question(torch.matmul, weights[..., :num_document], values) + weights[..., num_document:] @ own_v
         return out.flatten(1, 2).unsqueeze(2)
 
-    def _selected(self, q: Tensor, k: Tensor, v: Tensor) -> Tuple[Tensor, Tensor]:
-        """Sink, the best `top` keys for each question and KV head in document order, and window."""
-        selection, num_tokens = self._document.selection, self._document.num_tokens
+    def _selected(self, q: Tensor, keys: Tensor, values: Tensor) -> Tuple[Tensor, Tensor]:
+        """For each question and KV head: sink, the best `top` keys in document order, and window."""
+        selection, num_tokens = self._cache.selection, keys.shape[2]
         middle = slice(SINK, max(SINK, num_tokens - selection.window))
         top = min(selection.top, middle.stop - middle.start)
         distant_q = rotate(q, self._rope.tables(torch.tensor(SELECTION_DISTANCE, device=q.device)))
-        scores = _dot(distant_q, k[:, :, middle]) / q.shape[-1] ** 0.5
+        scores = _each_question(_dot, distant_q, keys[:, :, middle]) / q.shape[-1] ** 0.5
         chosen = scores.softmax(-1).sum(2).topk(top, -1).indices.sort(-1).values + SINK
-        index = chosen[..., None].expand(-1, -1, -1, k.shape[-1])
+        index = chosen[..., None].expand(-1, -1, -1, q.shape[-1])
         parts = []
-        for x in (k, v):
-            x = x.expand(q.shape[0], -1, -1, -1)
+        for x in (keys, values):
+            x = x.repeat_interleave(q.shape[0] // x.shape[0], 0)
             parts.append(torch.cat((x[:, :, :SINK], x.gather(2, index), x[:, :, middle.stop:]), 2))
         return tuple(parts)
+
+
+def _each_question(product: Callable[[Tensor, Tensor], Tensor], rows: Tensor, shared: Tensor) -> Tensor:
+    """product(rows of a question, its shared matrix), for rows [questions, KV heads, group, .] and shared
+    [documents, KV heads, ., .] where questions / documents of them in turn share one, or [questions, ...]."""
+    per_document = rows.shape[0] // shared.shape[0]
+    folded = rows.unflatten(0, (-1, per_document)).transpose(1, 2).flatten(2, 3)
+    return product(folded, shared).unflatten(2, (per_document, -1)).transpose(1, 2).flatten(0, 1)
 
 
 def _dot(q: Tensor, k: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ QUESTION_STRIDE = 8  # question = QUESTION_STRIDE * (1 + index) + index of its t
 # Loss weights in percent.
 DOCUMENT_WEIGHT, PROMPT_WEIGHT, ANSWER_WEIGHT, STOP_WEIGHT = 5, 10, 100, 30
 
-TASK_SHARES = {"mixed": 50, "multi_key": 18, "key_value": 15, "variable_tracing": 12, "common_words": 3, "pass_key": 2}
+TASK_SHARES = {"mixed": 46, "multi_key": 16, "key_value": 14, "variable_tracing": 16, "common_words": 5, "pass_key": 3}
 
 
 class Encoder:

@@ -143,7 +143,7 @@ class Trainer:
         self._stages: List[Stage] = arguments.stages
         self._schedule = Schedule(arguments.learning_rate, arguments.warmup_steps, sum(s.seconds for s in self._stages))
         self._step = 0
-        self._saved_at = time.monotonic()
+        self._began = self._saved_at = time.monotonic()
 
     def run(self) -> None:
         before = 0.0
@@ -164,13 +164,14 @@ class Trainer:
             if start is None:
                 window.flush()
                 start = time.monotonic()
+                print(f"window {stage.window} compiled, {start - self._began:.0f}s in all", flush=True)
                 continue
             if self._step % LOG_STEPS == 0:
                 print(f"window {stage.window} step {self._step} {seconds:.0f}s {window.flush()}", flush=True)
             seconds = time.monotonic() - start
             if time.monotonic() - self._saved_at > SAVE_SECONDS:
                 self._save()
-        print(f"window {stage.window} ends at step {self._step} {window.flush()}", flush=True)
+        print(f"window {stage.window} ends at step {self._step}, {time.monotonic() - self._began:.0f}s in all", flush=True)
 
     def _take_step(self, batch: Tensor, seconds: float) -> Tuple[Tensor, Tensor]:
         for group in self._optimizer.param_groups:
