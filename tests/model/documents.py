@@ -17,8 +17,8 @@ Tasks
     multi_key         "The magic number for brave-lantern is 482913."           many facts, one asked
     pass_key          "The pass key is 68124. Remember it. 68124 is the pass key."       one fact
     key_value         "The value of q7m2x9 is b3k8z1."                          many facts of random strings
-    variable_tracing  "Variable brave-lantern equals variable calm-harbor." "Variable calm-harbor equals 482913."
-                      2 or 3 hops; the answer spells them: " variable calm-harbor, variable calm-harbor equals 482913."
+    variable_tracing  "Variable q7m2x9 equals b3k8z1." "Variable b3k8z1 equals 482913."   2 or 3 hops, and the answer
+                      spells them: " b3k8z1, b3k8z1 equals 482913."
     common_words      "The word of the hour is falcon."                         which one is the most common?
     mixed             all of them in one document
 
@@ -27,6 +27,7 @@ Plain Python, deterministic by seed, no dependencies.
 
 import argparse
 import json
+import math
 import random
 import re
 import sys
@@ -108,7 +109,6 @@ _FILLER_WORDS = {
     "person": PEOPLE, "weather": WEATHER, "food": FOODS,
 }
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
-_NUM_NAMES = len(ADJECTIVES) * len(NOUNS)
 _NUM_KEYS = (len(_LETTERS) * 10) ** 3
 _CANDIDATE_WORDS = 6  # candidates of the common_words vote
 
@@ -204,10 +204,14 @@ def _filler(rng: random.Random) -> str:
 _SLOT = re.compile(r"{(\w+)}")
 
 
-def _names(rng: random.Random) -> Iterator[str]:
-    """Names like brave-lantern, never the same twice."""
-    for index in _distinct(rng, _NUM_NAMES):
-        yield f"{ADJECTIVES[index // len(NOUNS)]}-{NOUNS[index % len(NOUNS)]}"
+def _names(rng: random.Random, length: int) -> Iterator[str]:
+    """Names like brave-lantern, never the same twice, enough for `length` tokens and 16,384 at most.
+
+    Names come from few words, so that many share one of their two: only the whole name tells facts apart.
+    """
+    num_words = min(len(ADJECTIVES), max(8, math.ceil(math.sqrt(length / 8))))
+    adjectives, nouns = rng.sample(ADJECTIVES, num_words), rng.sample(NOUNS, num_words)
+    return (f"{adjectives[index // num_words]}-{nouns[index % num_words]}" for index in _distinct(rng, num_words ** 2))
 
 
 def _keys(rng: random.Random) -> Iterator[str]:
@@ -234,20 +238,21 @@ def _distinct(rng: random.Random, population: int) -> Iterator[int]:
 _Facts = Tuple[List[str], List[Question]]
 
 
-def _multi_key(rng: random.Random, names: Iterator[str], count: int, num_questions: int) -> _Facts:
+def _multi_key(rng: random.Random, length: int, count: int, num_questions: int) -> _Facts:
+    names = _names(rng, length)
     facts = [(next(names), rng.randrange(100000, 1000000)) for _ in range(count)]
     return ([f"The magic number for {name} is {number}.\n" for name, number in facts],
             [Question("multi_key", f"What is the magic number for {name}? The magic number for {name} is", f" {number}.")
              for name, number in facts[:num_questions]])
 
 
-def _pass_key(rng: random.Random, names: Iterator[str], count: int, num_questions: int) -> _Facts:
+def _pass_key(rng: random.Random, length: int, count: int, num_questions: int) -> _Facts:
     key = rng.randrange(10000, 100000)
     return ([f"The pass key is {key}. Remember it. {key} is the pass key.\n"],
             [Question("pass_key", "What is the pass key? The pass key is", f" {key}.")][:num_questions])
 
 
-def _key_value(rng: random.Random, names: Iterator[str], count: int, num_questions: int) -> _Facts:
+def _key_value(rng: random.Random, length: int, count: int, num_questions: int) -> _Facts:
     keys = _keys(rng)
     facts = [(next(keys), _key(rng.randrange(_NUM_KEYS))) for _ in range(count)]
     return ([f"The value of {key} is {value}.\n" for key, value in facts],
@@ -255,20 +260,20 @@ def _key_value(rng: random.Random, names: Iterator[str], count: int, num_questio
              for key, value in facts[:num_questions]])
 
 
-def _variable_tracing(rng: random.Random, names: Iterator[str], count: int, num_questions: int) -> _Facts:
+def _variable_tracing(rng: random.Random, length: int, count: int, num_questions: int) -> _Facts:
+    keys = _keys(rng)
     lines, questions = [], []
     for index in range(count):
-        chain = [f"variable {next(names)}" for _ in range(2 + index % 2)] + [str(rng.randrange(100000, 1000000))]
+        chain = [next(keys) for _ in range(2 + index % 2)] + [str(rng.randrange(100000, 1000000))]
         hops = [f"{variable} equals {value}" for variable, value in zip(chain, chain[1:])]
-        lines += [f"{hop[0].upper()}{hop[1:]}.\n" for hop in hops]
+        lines += [f"Variable {hop}.\n" for hop in hops]
         if index < num_questions:
-            head = f"{chain[0]} equals"
-            questions.append(Question("variable_tracing", f"What does {chain[0]} equal? {head[0].upper()}{head[1:]}",
-                                      ", ".join(hops)[len(head):] + "."))
+            questions.append(Question("variable_tracing", f"What does variable {chain[0]} equal? Variable {chain[0]} equals",
+                                      ", ".join(hops)[len(f"{chain[0]} equals"):] + "."))
     return lines, questions
 
 
-def _common_words(rng: random.Random, names: Iterator[str], count: int, num_questions: int) -> _Facts:
+def _common_words(rng: random.Random, length: int, count: int, num_questions: int) -> _Facts:
     """The winner is named at least 1.5 times as often as any other, and at least twice more often."""
     words = rng.sample(ANIMALS, _CANDIDATE_WORDS)
     winner_count = max(3, round(count * rng.uniform(0.3, 0.45)))
@@ -301,7 +306,6 @@ _MIXED_THINNING = 4  # in a mixed document each task's facts are so much rarer
 
 def _facts(rng: random.Random, task: str, length: int, num_questions: int, tokens_per_fact: Optional[int]) -> _Facts:
     """Facts of one task, or a share of each for `mixed`."""
-    names = _names(rng)
     if task != "mixed":
         limit = _SINGLE_TASKS[task].max_questions
         if limit is not None and num_questions > limit:
@@ -316,7 +320,7 @@ def _facts(rng: random.Random, task: str, length: int, num_questions: int, token
     for name, share in shares.items():
         single = _SINGLE_TASKS[name]
         count = max(share, length // ((tokens_per_fact or single.tokens_per_fact) * thinning))
-        more_lines, more_questions = single.build(rng, names, count, share)
+        more_lines, more_questions = single.build(rng, length, count, share)
         lines += more_lines
         questions += more_questions
     return lines, questions

@@ -24,8 +24,8 @@ from train_tokenizer import BEGIN, END, PAD
 ROOM = 64  # tokens kept free behind a document for the longest question and its answer
 QUESTION_STRIDE = 8  # question = QUESTION_STRIDE * (1 + index) + index of its task in documents.TASKS
 
-# Loss weights in percent.
-DOCUMENT_WEIGHT, PROMPT_WEIGHT, ANSWER_WEIGHT, STOP_WEIGHT = 5, 10, 100, 30
+# Loss weights in percent. The one word that answers common_words counts as much as a number's digits together.
+DOCUMENT_WEIGHT, PROMPT_WEIGHT, ANSWER_WEIGHT, WORD_WEIGHT, STOP_WEIGHT = 5, 10, 100, 500, 30
 
 TASK_SHARES = {"mixed": 46, "multi_key": 16, "key_value": 14, "variable_tracing": 16, "common_words": 5, "pass_key": 3}
 
@@ -91,7 +91,8 @@ def _put_example(rng: random.Random, encoder: Encoder, length: int, row: np.ndar
         size = len(prompt) + len(answer) + 1
         if end + size > row.shape[1]:
             break
-        weights = [PROMPT_WEIGHT] * (len(prompt) - 1) + [ANSWER_WEIGHT] * (len(answer) - 1) + [STOP_WEIGHT] * 2
+        answer_weight = WORD_WEIGHT if question.task == "common_words" else ANSWER_WEIGHT
+        weights = [PROMPT_WEIGHT] * (len(prompt) - 1) + [answer_weight] * (len(answer) - 1) + [STOP_WEIGHT] * 2
         _put_segment(row, end, prompt + answer + [encoder.end], position=len(tokens), document=document_id,
                      question=QUESTION_STRIDE * (1 + index) + documents.TASKS.index(question.task), weights=weights)
         end += size
