@@ -108,8 +108,8 @@ _FILLER_WORDS = {
     "adjective": ADJECTIVES, "animal": ANIMALS, "adverb": ADVERBS, "verb": VERBS, "place": PLACES, "time": TIMES,
     "person": PEOPLE, "weather": WEATHER, "food": FOODS,
 }
-_LETTERS = "abcdefghijklmnopqrstuvwxyz"
-_NUM_KEYS = (len(_LETTERS) * 10) ** 3
+_PAIRS = [f"{letter}{digit}" for letter in "abcdefghijklmnopqrstuvwxyz" for digit in range(10)]
+_NUM_STRINGS = len(_PAIRS) ** 3
 _CANDIDATE_WORDS = 6  # candidates of the common_words vote
 
 
@@ -153,6 +153,7 @@ def make_document(
     seed: int = 0,
     *,
     tokens_per_fact: Optional[int] = None,
+    num_parts: Optional[int] = None,
     count_tokens: Callable[[str], int] = count_tokens,
 ) -> Document:
     """A document of `task` with `length` tokens: exactly so many under the reference model's tokenizer.
@@ -161,12 +162,14 @@ def make_document(
                      tokenizer, or no room for filler, the document may be a few dozen shorter, never longer
     num_questions    questions, all different; pass_key and common_words have one a document, so `mixed` asks each once
     tokens_per_fact  one fact per so many tokens; default by task. A chain of variable_tracing is one fact.
+    num_parts        names are made of so many adjectives and nouns (default by length), strings of so many pairs
+                     (default all 260): fewer make facts more alike
     Raises ValueError when the facts do not fit.
     """
     if task not in TASKS:
         raise ValueError(f"no task {task!r}; there are {', '.join(TASKS)}")
     rng = random.Random(f"{task}/{length}/{num_questions}/{seed}")
-    lines, questions = _facts(rng, task, length, num_questions, tokens_per_fact)
+    lines, questions = _facts(rng, task, length, num_questions, tokens_per_fact, num_parts)
     num_tokens = sum(count_tokens(line) for line in lines)
     if num_tokens > length:
         raise ValueError(f"{task} with {num_questions} questions needs {num_tokens} tokens for its facts, length is {length}; "
@@ -204,24 +207,29 @@ def _filler(rng: random.Random) -> str:
 _SLOT = re.compile(r"{(\w+)}")
 
 
-def _names(rng: random.Random, length: int) -> Iterator[str]:
-    """Names like brave-lantern, never the same twice, enough for `length` tokens and 16,384 at most.
+def _names(rng: random.Random, length: int, num_parts: Optional[int]) -> Iterator[str]:
+    """Names like brave-lantern, never the same twice, by default enough for `length` tokens and 16,384 at most.
 
     Names come from few words, so that many share one of their two: only the whole name tells facts apart.
     """
-    num_words = min(len(ADJECTIVES), max(8, math.ceil(math.sqrt(length / 8))))
+    num_words = num_parts or max(8, math.ceil(math.sqrt(length / 8)))
+    num_words = min(num_words, len(ADJECTIVES))
     adjectives, nouns = rng.sample(ADJECTIVES, num_words), rng.sample(NOUNS, num_words)
     return (f"{adjectives[index // num_words]}-{nouns[index % num_words]}" for index in _distinct(rng, num_words ** 2))
 
 
-def _keys(rng: random.Random) -> Iterator[str]:
+def _keys(rng: random.Random, num_parts: Optional[int]) -> Iterator[str]:
     """Strings like q7m2x9, never the same twice."""
-    return (_key(index) for index in _distinct(rng, _NUM_KEYS))
+    if num_parts is None or num_parts >= len(_PAIRS):
+        return (_string(_PAIRS, index) for index in _distinct(rng, _NUM_STRINGS))
+    pairs = rng.sample(_PAIRS, num_parts)
+    return (_string(pairs, index) for index in _distinct(rng, num_parts ** 3))
 
 
-def _key(index: int) -> str:
-    pairs = (index % 260, index // 260 % 260, index // 260 ** 2)
-    return "".join(f"{_LETTERS[pair // 10]}{pair % 10}" for pair in pairs)
+def _string(pairs: List[str], index: int) -> str:
+    """The index-th string of three pairs."""
+    n = len(pairs)
+    return pairs[index % n] + pairs[index // n % n] + pairs[index // n ** 2]
 
 
 def _distinct(rng: random.Random, population: int) -> Iterator[int]:
@@ -238,30 +246,30 @@ def _distinct(rng: random.Random, population: int) -> Iterator[int]:
 _Facts = Tuple[List[str], List[Question]]
 
 
-def _multi_key(rng: random.Random, length: int, count: int, num_questions: int) -> _Facts:
-    names = _names(rng, length)
+def _multi_key(rng: random.Random, length: int, num_parts: Optional[int], count: int, num_questions: int) -> _Facts:
+    names = _names(rng, length, num_parts)
     facts = [(next(names), rng.randrange(100000, 1000000)) for _ in range(count)]
     return ([f"The magic number for {name} is {number}.\n" for name, number in facts],
             [Question("multi_key", f"What is the magic number for {name}? The magic number for {name} is", f" {number}.")
              for name, number in facts[:num_questions]])
 
 
-def _pass_key(rng: random.Random, length: int, count: int, num_questions: int) -> _Facts:
+def _pass_key(rng: random.Random, length: int, num_parts: Optional[int], count: int, num_questions: int) -> _Facts:
     key = rng.randrange(10000, 100000)
     return ([f"The pass key is {key}. Remember it. {key} is the pass key.\n"],
             [Question("pass_key", "What is the pass key? The pass key is", f" {key}.")][:num_questions])
 
 
-def _key_value(rng: random.Random, length: int, count: int, num_questions: int) -> _Facts:
-    keys = _keys(rng)
-    facts = [(next(keys), _key(rng.randrange(_NUM_KEYS))) for _ in range(count)]
+def _key_value(rng: random.Random, length: int, num_parts: Optional[int], count: int, num_questions: int) -> _Facts:
+    keys = _keys(rng, num_parts)
+    facts = [(next(keys), _string(_PAIRS, rng.randrange(_NUM_STRINGS))) for _ in range(count)]
     return ([f"The value of {key} is {value}.\n" for key, value in facts],
             [Question("key_value", f"What is the value of {key}? The value of {key} is", f" {value}.")
              for key, value in facts[:num_questions]])
 
 
-def _variable_tracing(rng: random.Random, length: int, count: int, num_questions: int) -> _Facts:
-    keys = _keys(rng)
+def _variable_tracing(rng: random.Random, length: int, num_parts: Optional[int], count: int, num_questions: int) -> _Facts:
+    keys = _keys(rng, num_parts)
     lines, questions = [], []
     for index in range(count):
         chain = [next(keys) for _ in range(2 + index % 2)] + [str(rng.randrange(100000, 1000000))]
@@ -273,7 +281,7 @@ def _variable_tracing(rng: random.Random, length: int, count: int, num_questions
     return lines, questions
 
 
-def _common_words(rng: random.Random, length: int, count: int, num_questions: int) -> _Facts:
+def _common_words(rng: random.Random, length: int, num_parts: Optional[int], count: int, num_questions: int) -> _Facts:
     """The winner is named at least 1.5 times as often as any other, and at least twice more often."""
     words = rng.sample(ANIMALS, _CANDIDATE_WORDS)
     winner_count = max(3, round(count * rng.uniform(0.3, 0.45)))
@@ -304,7 +312,8 @@ TASKS = tuple(_SINGLE_TASKS) + ("mixed",)
 _MIXED_THINNING = 4  # in a mixed document each task's facts are so much rarer
 
 
-def _facts(rng: random.Random, task: str, length: int, num_questions: int, tokens_per_fact: Optional[int]) -> _Facts:
+def _facts(rng: random.Random, task: str, length: int, num_questions: int, tokens_per_fact: Optional[int],
+           num_parts: Optional[int]) -> _Facts:
     """Facts of one task, or a share of each for `mixed`."""
     if task != "mixed":
         limit = _SINGLE_TASKS[task].max_questions
@@ -320,7 +329,7 @@ def _facts(rng: random.Random, task: str, length: int, num_questions: int, token
     for name, share in shares.items():
         single = _SINGLE_TASKS[name]
         count = max(share, length // ((tokens_per_fact or single.tokens_per_fact) * thinning))
-        more_lines, more_questions = single.build(rng, length, count, share)
+        more_lines, more_questions = single.build(rng, length, num_parts, count, share)
         lines += more_lines
         questions += more_questions
     return lines, questions
@@ -352,12 +361,13 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=1, help="questions to ask (default 1)")
     parser.add_argument("--seed", type=int, default=0, help="same seed, same document (default 0)")
     parser.add_argument("--tokens-per-fact", type=int, help="one fact per so many tokens (default by task)")
+    parser.add_argument("--parts", type=int, help="names and strings are made of so many parts; fewer make facts more alike")
     parser.add_argument("--format", choices=("json", "text"), default="json",
                         help="json: the document and its questions; text: the request for the first question, ready to send")
     arguments = parser.parse_args()
     try:
         document = make_document(arguments.task, arguments.tokens, arguments.questions, arguments.seed,
-                                 tokens_per_fact=arguments.tokens_per_fact)
+                                 tokens_per_fact=arguments.tokens_per_fact, num_parts=arguments.parts)
     except ValueError as error:
         parser.error(str(error))
     if arguments.format == "json":

@@ -27,7 +27,7 @@ QUESTION_STRIDE = 8  # question = QUESTION_STRIDE * (1 + index) + index of its t
 # Loss weights in percent. The one word that answers common_words counts as much as a number's digits together.
 DOCUMENT_WEIGHT, PROMPT_WEIGHT, ANSWER_WEIGHT, WORD_WEIGHT, STOP_WEIGHT = 5, 10, 100, 500, 30
 
-TASK_SHARES = {"mixed": 46, "multi_key": 16, "key_value": 14, "variable_tracing": 16, "common_words": 5, "pass_key": 3}
+TASK_SHARES = {"mixed": 40, "multi_key": 12, "key_value": 25, "variable_tracing": 14, "common_words": 6, "pass_key": 3}
 
 
 class Encoder:
@@ -103,7 +103,8 @@ def _document(rng: random.Random, length: int, room: int) -> documents.Document:
     task = rng.choices(list(TASK_SHARES), list(TASK_SHARES.values()))[0]
     num_questions = 1 if task in ("pass_key", "common_words") else min(48, max(2, (room - length) // 26), length // 40)
     density = rng.choice((None, None, 40, 80, 160)) if task in ("multi_key", "key_value") else None
-    return documents.make_document(task, length - 1, num_questions, rng.getrandbits(48), tokens_per_fact=density)
+    parts = rng.choice((None, 16, 32, 64)) if task in ("key_value", "variable_tracing") else None
+    return documents.make_document(task, length - 1, num_questions, rng.getrandbits(48), tokens_per_fact=density, num_parts=parts)
 
 
 def _put_segment(row: np.ndarray, start: int, tokens: List[int], position: int, document: int, question: int,
