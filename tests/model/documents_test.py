@@ -1,9 +1,7 @@
-"""Tests of documents.py. Plain unittest; the shipped tokenizer.json is read with json alone."""
+"""Tests of documents.py."""
 
-import json
 import re
 import unittest
-from pathlib import Path
 
 import documents
 
