@@ -6,13 +6,10 @@
 #include <optional>
 #include <utility>
 
-#include "absl/container/flat_hash_map.h"
 #include "absl/strings/str_cat.h"
 
 #include "kernels/base/status_macros.h"
-#include "kvstore/page_format.h"
-#include "kvstore/tiers/device_arena.h"
-#include "kvstore/tiers/host_slab.h"
+#include "kvstore/kv_store_impl.h"
 
 namespace kvasir::kvstore {
 namespace {
@@ -29,25 +26,11 @@ static_assert(kBlockTokens == kernels::kPageTokens);
 constexpr int64_t kPromotedBytesPerStep = int64_t{16} << 20;
 // What is left of a page's missed bytes after each step: 7/8, so misses of some ten steps add up.
 constexpr uint32_t kDecayShift = 3;
-
-struct BlockState {
-  int64_t row = 0;  // of the page tables, and the extent of the host tier
-  int64_t handles = 0;
-  bool sealed = false;
-  bool kept = false;
-  bool corrupt = false;
-  PrefixHash hash{};
-  uint64_t generation = 0;
-};
-
-// A page read in place, as a candidate for the device tier.
-struct Candidate {
-  uint32_t missed_bytes = 0;
-  int64_t page = 0;
-};
+// Blocks on their way to or from the tier below: enough to keep a disk busy.
+constexpr int64_t kMaxTransfers = 64;
 
 absl::Status CheckOptions(const KvStoreOptions& o) {
-  const KvLayout& layout = o.layout;
+  const KvLayout& layout = o.shard.layout;
   const bool impossible = layout.num_layers <= 0 || layout.num_kv_heads <= 0 ||
                           layout.head_dim <= 0 || o.num_slots <= 0 || o.max_blocks_per_slot <= 0 ||
                           layout.page_bytes() > (int64_t{1} << 28);
@@ -66,94 +49,18 @@ absl::Status CheckOptions(const KvStoreOptions& o) {
   return absl::OkStatus();
 }
 
-class KvStoreImpl : public KvStore, private BlockOwner {
- public:
-  KvStoreImpl(const KvStoreOptions& options, const ExtentFormat& format, DeviceArena device,
-              HostSlab host);
-  // Whatever is bound is let go of first, in the middle of a step too: the handles in the slots are
-  // the store's own.
-  ~KvStoreImpl() override {
-    in_step_ = false;
-    for (int64_t slot = 0; slot < num_slots_; ++slot) Unbind(slot, 0);
-  }
+}  // namespace
 
-  absl::StatusOr<Block> Open(BlockId id) override;
-  absl::StatusOr<Block> Get(BlockId id) override;
-  absl::Status Seal(BlockId id, const PrefixHash& hash) override;
-  void Drop(BlockId id) override;
-  bool Holds(BlockId id) const override;
-  BlockResidency Where(BlockId id) const override;
-  void Bind(int64_t slot, int64_t index, Block block) override;
-  void Unbind(int64_t slot, int64_t first_index) override;
-  PagedKv BeginStep(uint32_t step) override;
-  absl::Status EndStep() override;
-  std::vector<CorruptBlock> TakeCorrupt() override { return std::exchange(corrupt_, {}); }
-  int64_t device_blocks() const override { return device_.num_slots() / pages_per_block_; }
-  int64_t host_blocks() const override { return host_.num_extents(); }
-  KvStoreStats stats() const override;
-  absl::Status CheckIntegrity() const override;
-
- private:
-  void Release(BlockId id) override;
-  void FreeIfUnused(BlockId id);
-
-  std::vector<Candidate> CollectAccesses();
-  void Promote(std::vector<Candidate> candidates);
-  bool VerifyInHost(int64_t page);
-  void Quarantine(BlockId id, absl::Status status);
-  // A free device slot, by eviction if need be; pages read in step `spared` stay.
-  std::optional<int64_t> TakeDeviceSlot(int64_t page, std::optional<uint32_t> spared);
-  void Unmap(int64_t page);
-  absl::Status CheckBlocks() const;
-  absl::Status CheckSlots() const;
-
-  int64_t first_page(int64_t row) const { return row * pages_per_block_; }
-  PageRef& ref(int64_t page) { return pages_[static_cast<size_t>(page)]; }
-  const PageRef& ref(int64_t page) const { return pages_[static_cast<size_t>(page)]; }
-  std::byte* host_page(int64_t page) const {
-    return host_.page(page / pages_per_block_, page % pages_per_block_);
-  }
-  absl::Span<const std::byte> Bytes(const std::byte* page) const {
-    return {page, static_cast<size_t>(layout_.page_bytes())};
-  }
-  PageIdentity Identity(const BlockState& block, int64_t page_in_block) const {
-    return format_.identity(block.hash, block.generation, page_in_block);
-  }
-
-  const ExtentFormat format_;
-  const KvLayout layout_;
-  const int64_t pages_per_block_;
-  const int64_t num_slots_;
-  const int64_t max_blocks_per_slot_;
-
-  DeviceArena device_;
-  HostSlab host_;
-  absl::flat_hash_map<BlockId, BlockState> blocks_;
-  std::vector<BlockId> row_blocks_;     // [row], no id while the row is free
-  std::vector<int64_t> row_bindings_;   // [row], how many slots have it
-  std::vector<PageRef> pages_;          // [row, page in block]
-  std::vector<std::byte*> bounds_;      // [row]
-  std::vector<uint32_t> last_touched_;  // [row, page in block]
-  std::vector<uint32_t> missed_bytes_;  // [row, page in block]
-  std::vector<int32_t> block_rows_;     // [slot, index]
-  bool in_step_ = false;
-  uint32_t step_ = 0;
-  uint64_t next_generation_ = 1;
-  std::vector<BlockId> released_in_step_;
-  std::vector<CorruptBlock> corrupt_;
-  KvStoreStats stats_;
-  std::vector<std::vector<Block>> slots_;  // destroyed first: its handles call Release
-};
-
-KvStoreImpl::KvStoreImpl(const KvStoreOptions& options, const ExtentFormat& format,
-                         DeviceArena device, HostSlab host)
-    : format_(format),
-      layout_(options.layout),
-      pages_per_block_(options.layout.pages_per_block()),
+KvStoreImpl::KvStoreImpl(const KvStoreOptions& options, Parts parts)
+    : format_(parts.format),
+      layout_(options.shard.layout),
+      pages_per_block_(options.shard.layout.pages_per_block()),
       num_slots_(options.num_slots),
       max_blocks_per_slot_(options.max_blocks_per_slot),
-      device_(std::move(device)),
-      host_(std::move(host)),
+      spare_extents_(parts.spare_extents),
+      device_(std::move(parts.device)),
+      host_(std::move(parts.host)),
+      below_(std::move(parts.below)),
       slots_(static_cast<size_t>(options.num_slots)) {
   const size_t num_rows = static_cast<size_t>(host_.num_extents());
   const size_t num_pages = num_rows * static_cast<size_t>(pages_per_block_);
@@ -164,6 +71,7 @@ KvStoreImpl::KvStoreImpl(const KvStoreOptions& options, const ExtentFormat& form
   missed_bytes_.resize(num_pages);
   for (int64_t row = 0; row < host_.num_extents(); ++row) bounds_.push_back(host_.bounds(row));
   block_rows_.resize(static_cast<size_t>(num_slots_ * max_blocks_per_slot_), -1);
+  if (below_ != nullptr) next_generation_ = below_->first_generation();
 }
 
 // ---- blocks
@@ -173,11 +81,6 @@ absl::StatusOr<Block> KvStoreImpl::Open(BlockId id) {
   if (blocks_.contains(id)) {
     return absl::AlreadyExistsError(absl::StrCat("block ", id.value, " is open or kept already"));
   }
-  if (host_.num_free() == 0) {
-    return absl::ResourceExhaustedError(
-        absl::StrCat("block ", id.value, ": need 1 block in the host tier, 0 of ", host_blocks(),
-                     " free; drop blocks or raise kv_host_size_gb"));
-  }
   const int64_t takeable = device_.num_slots() - device_.num_pinned();
   if (takeable < pages_per_block_) {
     return absl::ResourceExhaustedError(
@@ -185,19 +88,32 @@ absl::StatusOr<Block> KvStoreImpl::Open(BlockId id) {
                      takeable, " of ", device_.num_slots(),
                      " are not of open blocks; seal blocks or raise kv_device_size_gb"));
   }
-  const int64_t row = host_.Take();
+  KVASIR_ASSIGN_OR_RETURN(const int64_t row, TakeHostExtent(id));
   for (int64_t page = first_page(row); page < first_page(row + 1); ++page) {
     const std::optional<int64_t> slot = TakeDeviceSlot(page, std::nullopt);
     KVASIR_CHECK(slot.has_value());
     ref(page) = PageRef(device_.memory(*slot), PageTier::kDevice);
+  }
+  blocks_.at(id).handles = 1;
+  return Block(id, *this);
+}
+
+absl::StatusOr<int64_t> KvStoreImpl::TakeHostExtent(BlockId id) {
+  const int64_t used = static_cast<int64_t>(blocks_.size()) - num_unused_;
+  if (used >= host_blocks()) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("block ", id.value, ": need 1 block in the host tier, 0 of ", host_blocks(),
+                     " free; drop blocks or raise kv_host_size_gb"));
+  }
+  if (host_.num_free() == 0) CancelOneUnusedWrite();
+  const int64_t row = host_.Take();
+  for (int64_t page = first_page(row); page < first_page(row + 1); ++page) {
     last_touched_[static_cast<size_t>(page)] = kNeverTouched;
     missed_bytes_[static_cast<size_t>(page)] = 0;
   }
   row_blocks_[static_cast<size_t>(row)] = id;
-  BlockState& block = blocks_[id];
-  block.row = row;
-  block.handles = 1;
-  return Block(id, *this);
+  blocks_[id].row = row;
+  return row;
 }
 
 absl::StatusOr<Block> KvStoreImpl::Get(BlockId id) {
@@ -242,7 +158,10 @@ void KvStoreImpl::Drop(BlockId id) {
 
 bool KvStoreImpl::Holds(BlockId id) const {
   const auto it = blocks_.find(id);
-  return it != blocks_.end() && !it->second.corrupt;
+  if (it == blocks_.end()) return false;
+  const BlockState& block = it->second;
+  return !block.corrupt && !block.unused && block.transfer != Transfer::kReadQueued &&
+         block.transfer != Transfer::kReading;
 }
 
 BlockResidency KvStoreImpl::Where(BlockId id) const {
@@ -253,6 +172,8 @@ BlockResidency KvStoreImpl::Where(BlockId id) const {
     const PageRef page = ref(first_page(it->second.row) + i);
     where.device_pages += page.tier() == PageTier::kDevice ? 1 : 0;
   }
+  where.stored = below_ != nullptr && it->second.sealed && below_->Holds(it->second.hash);
+  where.restored = it->second.restored;
   return where;
 }
 
@@ -268,7 +189,14 @@ void KvStoreImpl::Release(BlockId id) {
 void KvStoreImpl::FreeIfUnused(BlockId id) {
   const auto it = blocks_.find(id);
   if (it == blocks_.end() || it->second.kept || it->second.handles > 0) return;
-  const int64_t row = it->second.row;
+  BlockState& block = it->second;
+  if (block.transfer != Transfer::kNone && block.transfer != Transfer::kReadQueued) {
+    num_unused_ += block.unused ? 0 : 1;
+    block.unused = true;
+    return;  // until the transfer has ended
+  }
+  num_unused_ -= block.unused ? 1 : 0;
+  const int64_t row = block.row;
   KVASIR_CHECK(row_bindings_[static_cast<size_t>(row)] == 0);
   for (int64_t page = first_page(row); page < first_page(row + 1); ++page) {
     if (ref(page).tier() == PageTier::kDevice) device_.Free(device_.slot_of(ref(page).page()));
@@ -284,7 +212,9 @@ void KvStoreImpl::FreeIfUnused(BlockId id) {
 void KvStoreImpl::Bind(int64_t slot, int64_t index, Block block) {
   KVASIR_CHECK(!in_step_ && block);
   KVASIR_CHECK(slot >= 0 && slot < num_slots_ && index >= 0 && index < max_blocks_per_slot_);
-  const int64_t row = blocks_.at(block.id()).row;
+  BlockState& state = blocks_.at(block.id());
+  state.restored = false;
+  const int64_t row = state.row;
   std::vector<Block>& bound = slots_[static_cast<size_t>(slot)];
   if (static_cast<int64_t>(bound.size()) <= index) bound.resize(static_cast<size_t>(index) + 1);
   int32_t& entry = block_rows_[static_cast<size_t>(slot * max_blocks_per_slot_ + index)];
@@ -328,11 +258,12 @@ absl::Status KvStoreImpl::EndStep() {
   in_step_ = false;
   Promote(CollectAccesses());
   for (BlockId id : std::exchange(released_in_step_, {})) FreeIfUnused(id);
+  PollTier();
   return absl::OkStatus();
 }
 
 // Counts hits and misses of the step; returns the pages that missed more than their size.
-std::vector<Candidate> KvStoreImpl::CollectAccesses() {
+std::vector<KvStoreImpl::Candidate> KvStoreImpl::CollectAccesses() {
   std::vector<Candidate> candidates;
   const uint32_t page_bytes = static_cast<uint32_t>(layout_.page_bytes());
   for (int64_t row = 0; row < host_.num_extents(); ++row) {
@@ -425,98 +356,44 @@ KvStoreStats KvStoreImpl::stats() const {
   KvStoreStats stats = stats_;
   stats.device_pages_total = device_.num_slots();
   stats.device_pages_used = device_.num_slots() - device_.num_free();
-  stats.host_blocks_total = host_.num_extents();
-  stats.host_blocks_used = host_.num_extents() - host_.num_free();
+  stats.host_blocks_total = host_blocks();
+  stats.host_blocks_used = static_cast<int64_t>(blocks_.size()) - num_unused_;
+  stats.queued_writes = static_cast<int64_t>(queued_writes_.size() + writes_.size());
+  if (below_ != nullptr) stats.tier = below_->stats();
   return stats;
 }
 
-absl::Status KvStoreImpl::CheckIntegrity() const {
-  KVASIR_RETURN_IF_ERROR(device_.CheckIntegrity());
-  KVASIR_RETURN_IF_ERROR(CheckBlocks());
-  return CheckSlots();
-}
-
-absl::Status KvStoreImpl::CheckBlocks() const {
-  int64_t in_device = 0;
-  int64_t pinned = 0;
-  for (const auto& [id, block] : blocks_) {
-    const auto broken = [&, &id = id](absl::string_view what) {
-      return absl::InternalError(absl::StrCat("kv store: block ", id.value, " ", what));
-    };
-    if (row_blocks_[static_cast<size_t>(block.row)] != id || !host_.taken(block.row)) {
-      return broken("has a row that is not its own");
-    }
-    if (!block.kept && block.handles == 0 && !in_step_) return broken("is unused and not freed");
-    if (!block.sealed) pinned += pages_per_block_;
-    for (int64_t page = first_page(block.row); page < first_page(block.row + 1); ++page) {
-      const PageRef page_ref = ref(page);
-      if (page_ref.tier() == PageTier::kDevice) {
-        ++in_device;
-        if (device_.page(device_.slot_of(page_ref.page())) != page) {
-          return broken("has a page in a device slot of another");
-        }
-      } else if (!block.sealed || page_ref.page() != host_page(page)) {
-        return broken("has a page that is nowhere");
-      }
-    }
-  }
-  const int64_t device_used = device_.num_slots() - device_.num_free();
-  const int64_t host_used = host_.num_extents() - host_.num_free();
-  if (in_device != device_used || pinned != device_.num_pinned() ||
-      host_used != static_cast<int64_t>(blocks_.size())) {
-    return absl::InternalError(absl::StrCat(
-        "kv store: ", blocks_.size(), " blocks, ", host_used, " host extents used; ", in_device,
-        " pages map to the device, ", device_used, " slots used; open blocks have ", pinned,
-        " pages, ", device_.num_pinned(), " slots pinned"));
-  }
-  return absl::OkStatus();
-}
-
-absl::Status KvStoreImpl::CheckSlots() const {
-  std::vector<int64_t> bindings(row_bindings_.size());
-  for (int64_t slot = 0; slot < num_slots_; ++slot) {
-    const std::vector<Block>& bound = slots_[static_cast<size_t>(slot)];
-    for (int64_t index = 0; index < max_blocks_per_slot_; ++index) {
-      const int64_t row = block_rows_[static_cast<size_t>(slot * max_blocks_per_slot_ + index)];
-      const bool is_bound =
-          index < static_cast<int64_t>(bound.size()) && bound[static_cast<size_t>(index)];
-      const int64_t expected =
-          is_bound ? blocks_.at(bound[static_cast<size_t>(index)].id()).row : -1;
-      if (row != expected) {
-        return absl::InternalError(absl::StrCat("kv store: slot ", slot, " block ", index,
-                                                " is row ", row, ", bound to row ", expected));
-      }
-      if (row >= 0) ++bindings[static_cast<size_t>(row)];
-    }
-  }
-  if (bindings != row_bindings_) return absl::InternalError("kv store: bindings are miscounted");
-  return absl::OkStatus();
-}
-
-}  // namespace
-
-absl::StatusOr<std::unique_ptr<KvStore>> KvStore::Create(const KvStoreOptions& options) {
+absl::StatusOr<std::unique_ptr<KvStore>> KvStore::Create(const KvStoreOptions& options,
+                                                         std::unique_ptr<Tier> below) {
   KVASIR_RETURN_IF_ERROR(CheckOptions(options));
-  const KvLayout& layout = options.layout;
-  KVASIR_ASSIGN_OR_RETURN(const ExtentFormat format,
-                          ExtentFormat::Create({.layout = layout,
-                                                .weights_hash = options.weights_hash,
-                                                .kv_form = options.kv_form,
-                                                .first_layer = options.first_layer,
-                                                .first_head = options.first_head}));
+  KVASIR_ASSIGN_OR_RETURN(const ExtentFormat format, ExtentFormat::Create(options.shard));
+  if (below != nullptr && below->format().Fingerprint() != format.Fingerprint()) {
+    return absl::InvalidArgumentError(absl::StrCat("kv store: the tier below is for ",
+                                                   below->format().Fingerprint(),
+                                                   ", the store for ", format.Fingerprint()));
+  }
   const int64_t num_extents = std::min<int64_t>(options.host_bytes / format.extent_bytes(),
                                                 std::numeric_limits<int32_t>::max() - 1);
-  if (num_extents < 2) {
-    return absl::ResourceExhaustedError(absl::StrCat(
-        "kv store: the host tier needs at least two blocks, ", 2 * format.extent_bytes(),
-        " bytes; it was given ", options.host_bytes, "; raise kv_host_size_gb"));
+  const int64_t spare_extents =
+      below == nullptr ? 0
+                       : std::clamp<int64_t>(num_extents / kBlocksPerTransfer, 1, kMaxTransfers);
+  if (num_extents < 2 + spare_extents) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("kv store: the host tier needs at least ", 2 + spare_extents, " blocks, ",
+                     (2 + spare_extents) * format.extent_bytes(), " bytes; it was given ",
+                     options.host_bytes, "; raise kv_host_size_gb"));
   }
+  const KvLayout& layout = options.shard.layout;
   KVASIR_ASSIGN_OR_RETURN(DeviceArena device,
                           DeviceArena::Create(options.device_bytes / layout.page_bytes(),
                                               layout.page_bytes(), options.freed_memory));
   KVASIR_ASSIGN_OR_RETURN(HostSlab host,
                           HostSlab::Create(format, num_extents, options.freed_memory));
-  return std::make_unique<KvStoreImpl>(options, format, std::move(device), std::move(host));
+  return std::make_unique<KvStoreImpl>(options, KvStoreImpl::Parts{.format = format,
+                                                                   .device = std::move(device),
+                                                                   .host = std::move(host),
+                                                                   .below = std::move(below),
+                                                                   .spare_extents = spare_extents});
 }
 
 }  // namespace kvasir::kvstore

@@ -1,12 +1,15 @@
 // The tiered KV store of one worker: the door to kvstore/. It owns every byte of K and V of its
-// rank and decides where each lies: in the device tier (HBM, or a bounded arena on the CPU) or in
-// the host tier. The engine opens, seals and drops blocks as the coordinator's plans say, binds
-// them to sequence slots, and gives kernels the tables of a step; it never sees an address. Hidden
-// behind it: arenas, page tables, eviction, promotion, checksums.
+// rank and decides where each lies: in the device tier (HBM, or a bounded arena on the CPU), in the
+// host tier, or in a tier below it (the disk). The engine opens, seals and drops blocks as the
+// coordinator's plans say, binds them to sequence slots, and gives kernels the tables of a step; it
+// never sees an address. Hidden behind it: arenas, page tables, eviction, promotion, checksums,
+// write-behind.
 //
 // Life of a block:  Open -> (pages written in the device tier over some steps) -> Seal ->
 // immutable, host tier holds all of it, the device tier caches single pages -> Drop (no longer
 // kept) and last handle gone -> freed. A block that was never sealed is freed with its last handle.
+// A sealed block may be stored in the tier below (Persist), by its prefix hash. There it outlives
+// ids, Drop and the process; Restore makes it a sealed, kept block again.
 //
 // Residency changes only at step boundaries: tables are constant between BeginStep and EndStep, and
 // nothing else may be called between them but const functions; handles may go. A page read in place
@@ -24,7 +27,6 @@
 #include <array>
 #include <cstdint>
 #include <memory>
-#include <string>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -33,24 +35,28 @@
 
 #include "kernels/paged/paged_kv.h"
 #include "kvstore/block.h"
+#include "kvstore/page_format.h"
 #include "kvstore/tiers/freed_memory.h"
+#include "kvstore/tiers/tier.h"
 
 namespace kvasir::kvstore {
 
 struct KvStoreOptions {
-  kernels::KvLayout layout;
+  // Whose KV it is. Without a tier below, the layout is enough.
+  KvShard shard;
   int64_t device_bytes = 0;  // rounded down to whole pages; at least two blocks
-  int64_t host_bytes = 0;    // rounded down to whole extents (page_format.h); at least two blocks
+  // Rounded down to whole extents (page_format.h); at least two, and one more for each
+  // kBlocksPerTransfer when there is a tier below.
+  int64_t host_bytes = 0;
   int64_t num_slots = 0;
   int64_t max_blocks_per_slot = 0;
-  // Whose KV it is: checksums are bound to the place in the model.
-  std::string weights_hash = {};
-  std::string kv_form = {};
-  int64_t first_layer = 0;
-  int64_t first_head = 0;
   // kPoisoned in tests: stale reads show as NaN.
   FreedMemory freed_memory = FreedMemory::kAsIs;
 };
+
+// With a tier below, one extent of the host tier in so many is set aside for blocks that are being
+// written or read there and no longer kept. They are not part of host_blocks().
+inline constexpr int64_t kBlocksPerTransfer = 16;
 
 // A block whose bytes are not what was sealed: whatever was computed from it may be wrong.
 struct CorruptBlock {
@@ -61,6 +67,22 @@ struct CorruptBlock {
 
 struct BlockResidency {
   int64_t device_pages = 0;  // of layout.pages_per_block()
+  bool stored = false;       // in the tier below
+  // Restored from the tier below and not bound to a slot since: its first user owes it to that
+  // tier.
+  bool restored = false;
+};
+
+struct RestoredBlock {
+  BlockId id;
+  // OK: the block is sealed and kept. Else it is gone: NOT_FOUND or DATA_LOSS of the tier below.
+  absl::Status status;
+};
+
+// What is stored in the tier below, and is not any more, since the last report.
+struct StoredChanges {
+  std::vector<StoredBlock> stored;
+  std::vector<PrefixHash> forgotten;
 };
 
 // Counters since the store was made, for metrics; pages unless said otherwise. A page counts as one
@@ -77,13 +99,21 @@ struct KvStoreStats {
   int64_t checksum_failures = 0;
   int64_t device_hits = 0;    // answered by the device tier
   int64_t device_misses = 0;  // answered in place by the host tier
+  // The tier below, all zero without one.
+  int64_t queued_writes = 0;   // blocks that wait or are being written, now
+  int64_t dropped_writes = 0;  // blocks not written, for too many waited or room was needed
+  int64_t restored_blocks = 0;
+  int64_t failed_restores = 0;
+  TierStats tier;
 };
 
 class KvStore {
  public:
   // Takes all memory at once. RESOURCE_EXHAUSTED, naming what is needed, when the sizes are too
-  // small or memory is not to be had; INVALID_ARGUMENT for an impossible layout.
-  static absl::StatusOr<std::unique_ptr<KvStore>> Create(const KvStoreOptions& options);
+  // small or memory is not to be had; INVALID_ARGUMENT for an impossible layout, or a tier `below`
+  // (null: none) of another shard.
+  static absl::StatusOr<std::unique_ptr<KvStore>> Create(const KvStoreOptions& options,
+                                                         std::unique_ptr<Tier> below = nullptr);
   virtual ~KvStore() = default;
 
   // --- blocks, at plan boundaries ---
@@ -122,6 +152,26 @@ class KvStore {
   // reports them as lost) and freed when their slots are unbound. To be asked after EndStep and
   // before the step's results leave: rows of these slots fail with the block's status.
   virtual std::vector<CorruptBlock> TakeCorrupt() = 0;
+
+  // --- the tier below, at plan boundaries; without one nothing is ever stored ---
+
+  // Writes the block there behind the steps. REQUIRES: kBlockTokens tokens, those of the block.
+  // Nothing when it is stored already, unknown or not sealed. Dropped, and counted, when too many
+  // wait or the tier takes no writes; TakeStoredChanges tells what got there.
+  virtual void Persist(BlockId id, absl::Span<const int32_t> tokens) = 0;
+  // Starts to read a stored block as block `id`. Until TakeRestored names it, it cannot be used,
+  // but dropped. NOT_FOUND when it is not stored, ALREADY_EXISTS for an id in use,
+  // RESOURCE_EXHAUSTED without room in the host tier.
+  virtual absl::Status Restore(BlockId id, const PrefixHash& hash) = 0;
+  // Sees what the tier below has done and gives it what waits. EndStep does so too; an engine
+  // without work calls it from time to time.
+  virtual void PollTier() = 0;
+  virtual std::vector<RestoredBlock> TakeRestored() = 0;
+  virtual StoredChanges TakeStoredChanges() = 0;
+  // Everything that is stored: at the start, before any change is taken.
+  virtual std::vector<StoredBlock> Inventory() const = 0;
+  // Waits until every accepted write has ended: before the process does.
+  virtual void Flush() = 0;
 
   // Capacity in whole blocks, as the coordinator plans with it.
   virtual int64_t device_blocks() const = 0;

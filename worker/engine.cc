@@ -86,7 +86,7 @@ absl::Status Engine::Init() {
   }
   KVASIR_ASSIGN_OR_RETURN(
       store_, kvstore::KvStore::Create(
-                  {.layout = layout_,
+                  {.shard = {.layout = layout_},
                    .device_bytes = options_.kv_device_bytes,
                    .host_bytes = options_.kv_host_bytes,
                    .num_slots = options_.max_num_seqs,

@@ -44,6 +44,7 @@ class DiskTier : public Tier {
   void Read(std::vector<TierRead> reads) override;
   TierEvents Poll() override;
   void Wait() override;
+  const ExtentFormat& format() const override { return format_; }
   bool Holds(const PrefixHash& hash) const override;
   std::vector<StoredBlock> Inventory() const override;
   uint64_t first_generation() const override { return first_generation_; }

@@ -76,6 +76,7 @@ class Tier {
   // Waits until there is something to poll, or nothing is under way.
   virtual void Wait() = 0;
 
+  virtual const ExtentFormat& format() const = 0;
   virtual bool Holds(const PrefixHash& hash) const = 0;
   virtual std::vector<StoredBlock> Inventory() const = 0;
   // Generations of blocks sealed by this process start here: above all those of its predecessors.

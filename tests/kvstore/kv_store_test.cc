@@ -30,7 +30,7 @@ PrefixHash Hash(int64_t id) {
 class KvStoreTest : public ::testing::Test {
  protected:
   void SetUp() override {
-    store_ = KvStore::Create({.layout = kLayout,
+    store_ = KvStore::Create({.shard = {.layout = kLayout},
                               .device_bytes = 3 * kLayout.block_bytes(),
                               .host_bytes = 6 * 12288,
                               .num_slots = 2,
@@ -76,7 +76,7 @@ class KvStoreTest : public ::testing::Test {
 };
 
 TEST_F(KvStoreTest, RefusesSizesTooSmallForTwoBlocksAndNamesTheNeed) {
-  KvStoreOptions options = {.layout = kLayout,
+  KvStoreOptions options = {.shard = {.layout = kLayout},
                             .device_bytes = kLayout.block_bytes(),
                             .host_bytes = 100000,
                             .num_slots = 1,
@@ -91,7 +91,7 @@ TEST_F(KvStoreTest, RefusesSizesTooSmallForTwoBlocksAndNamesTheNeed) {
   options.host_bytes = 100000;
   options.device_bytes = int64_t{1} << 60;
   EXPECT_EQ(KvStore::Create(options).status().code(), absl::StatusCode::kResourceExhausted);
-  options.layout.head_dim = 0;
+  options.shard.layout.head_dim = 0;
   EXPECT_EQ(KvStore::Create(options).status().code(), absl::StatusCode::kInvalidArgument);
 }
 

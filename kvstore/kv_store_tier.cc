@@ -1,0 +1,175 @@
+// The KV store and the tier below it: write-behind and restoring.
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+
+#include "kernels/base/status_macros.h"
+#include "kvstore/kv_store_impl.h"
+
+namespace kvasir::kvstore {
+
+using kernels::PageRef;
+using kernels::PageTier;
+
+void KvStoreImpl::Persist(BlockId id, absl::Span<const int32_t> tokens) {
+  KVASIR_CHECK(!in_step_ && tokens.size() == static_cast<size_t>(kBlockTokens));
+  const auto it = blocks_.find(id);
+  if (below_ == nullptr || it == blocks_.end()) return;
+  BlockState& block = it->second;
+  if (!block.sealed || block.corrupt || block.transfer != Transfer::kNone ||
+      below_->Holds(block.hash)) {
+    return;
+  }
+  // Half of the host tier: what waits longer is likely to be evicted before its turn comes.
+  if (static_cast<int64_t>(queued_writes_.size()) >= std::max<int64_t>(1, host_blocks() / 2)) {
+    ++stats_.dropped_writes;
+    return;
+  }
+  QueuedWrite write = {.id = id,
+                       .block = {.hash = block.hash, .generation = block.generation, .tokens = {}}};
+  std::copy(tokens.begin(), tokens.end(), write.block.tokens.begin());
+  block.transfer = Transfer::kWriteQueued;
+  queued_writes_.push_back(std::move(write));
+  StartTransfers();
+}
+
+absl::Status KvStoreImpl::Restore(BlockId id, const PrefixHash& hash) {
+  KVASIR_CHECK(!in_step_);
+  if (blocks_.contains(id)) {
+    return absl::AlreadyExistsError(absl::StrCat("block ", id.value, " is open or kept already"));
+  }
+  if (below_ == nullptr || !below_->Holds(hash)) {
+    return absl::NotFoundError(absl::StrCat("block ", id.value, " is not stored"));
+  }
+  KVASIR_RETURN_IF_ERROR(TakeHostExtent(id).status());
+  BlockState& block = blocks_.at(id);
+  block.hash = hash;
+  block.kept = true;
+  block.transfer = Transfer::kReadQueued;
+  queued_reads_.push_back(id);
+  StartTransfers();
+  return absl::OkStatus();
+}
+
+void KvStoreImpl::PollTier() {
+  KVASIR_CHECK(!in_step_);
+  if (below_ == nullptr) return;
+  CollectCompletions();
+  StartTransfers();
+}
+
+void KvStoreImpl::CollectCompletions() {
+  TierEvents events = below_->Poll();
+  for (const TierCompletion& completion : events.completions) {
+    if (const auto read = reads_.extract(completion.ticket)) {
+      OnRead(read.mapped(), completion);
+    } else {
+      OnWritten(writes_.extract(completion.ticket).mapped(), completion.status);
+    }
+  }
+  // A block that was stored again since reports that with its completion.
+  for (const PrefixHash& hash : events.forgotten) {
+    if (!below_->Holds(hash)) changed_[hash] = std::nullopt;
+  }
+}
+
+void KvStoreImpl::OnWritten(const QueuedWrite& write, const absl::Status& status) {
+  blocks_.at(write.id).transfer = Transfer::kNone;
+  // A block that was forgotten since is reported as such.
+  if (status.ok() && below_->Holds(write.block.hash)) {
+    changed_[write.block.hash] = write.block.tokens;
+  }
+  FreeIfUnused(write.id);
+}
+
+void KvStoreImpl::OnRead(BlockId id, const TierCompletion& completion) {
+  BlockState& block = blocks_.at(id);
+  block.transfer = Transfer::kNone;
+  ++(completion.status.ok() ? stats_.restored_blocks : stats_.failed_restores);
+  if (!block.unused) restored_.push_back({.id = id, .status = completion.status});
+  if (completion.status.ok()) {
+    block.generation = completion.block.generation;
+    block.sealed = true;
+    block.restored = true;
+    for (int64_t page = first_page(block.row); page < first_page(block.row + 1); ++page) {
+      ref(page) = PageRef(host_page(page), PageTier::kHost);
+    }
+  } else {
+    block.kept = false;
+  }
+  FreeIfUnused(id);
+}
+
+void KvStoreImpl::StartTransfers() {
+  const auto has_room = [&] {
+    return static_cast<int64_t>(reads_.size() + writes_.size()) < spare_extents_;
+  };
+  std::vector<TierRead> reads;  // first: somebody waits for them
+  for (; has_room() && !queued_reads_.empty(); queued_reads_.pop_front()) {
+    const BlockId id = queued_reads_.front();
+    const auto it = blocks_.find(id);
+    if (it == blocks_.end() || it->second.transfer != Transfer::kReadQueued) continue;  // dropped
+    it->second.transfer = Transfer::kReading;
+    reads_[++next_ticket_] = id;
+    reads.push_back(
+        {.ticket = next_ticket_, .hash = it->second.hash, .extent = host_.extent(it->second.row)});
+  }
+  if (!reads.empty()) below_->Read(std::move(reads));
+  std::vector<TierWrite> writes;
+  for (; has_room() && !queued_writes_.empty(); queued_writes_.pop_front()) {
+    const QueuedWrite& write = queued_writes_.front();
+    BlockState& block = blocks_.at(write.id);
+    block.transfer = Transfer::kNone;
+    if (block.corrupt) {
+      FreeIfUnused(write.id);
+      continue;
+    }
+    const absl::Span<std::byte> extent = host_.extent(block.row);
+    format_.WriteHeader(write.block, extent);
+    block.transfer = Transfer::kWriting;
+    writes_[++next_ticket_] = write;
+    writes.push_back({.ticket = next_ticket_, .block = write.block, .extent = extent});
+  }
+  if (!writes.empty()) below_->Write(std::move(writes));
+}
+
+void KvStoreImpl::CancelOneUnusedWrite() {
+  const auto write =
+      std::find_if(queued_writes_.begin(), queued_writes_.end(),
+                   [&](const QueuedWrite& queued) { return blocks_.at(queued.id).unused; });
+  // Fewer blocks are used than there are extents without the spare ones, and no more transfers are
+  // under way than there are spare ones.
+  KVASIR_CHECK(write != queued_writes_.end());
+  const BlockId id = write->id;
+  queued_writes_.erase(write);
+  blocks_.at(id).transfer = Transfer::kNone;
+  ++stats_.dropped_writes;
+  FreeIfUnused(id);
+}
+
+StoredChanges KvStoreImpl::TakeStoredChanges() {
+  StoredChanges changes;
+  for (const auto& [hash, tokens] : std::exchange(changed_, {})) {
+    if (tokens.has_value()) {
+      changes.stored.push_back({.hash = hash, .tokens = *tokens});
+    } else {
+      changes.forgotten.push_back(hash);
+    }
+  }
+  return changes;
+}
+
+std::vector<StoredBlock> KvStoreImpl::Inventory() const {
+  return below_ == nullptr ? std::vector<StoredBlock>() : below_->Inventory();
+}
+
+void KvStoreImpl::Flush() {
+  KVASIR_CHECK(!in_step_);
+  while (!queued_writes_.empty() || !writes_.empty()) {
+    below_->Wait();
+    PollTier();
+  }
+}
+
+}  // namespace kvasir::kvstore

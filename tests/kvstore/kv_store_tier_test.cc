@@ -1,0 +1,324 @@
+// The KV store over a real disk tier: persist, restart, restore.
+#include <array>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <map>
+#include <random>
+
+#include "kvstore/kv_store.h"
+#include "tests/kvstore/test_blocks.h"
+#include "tests/support/iterations.h"
+#include "tests/support/scratch_directory.h"
+
+namespace kvasir::kvstore {
+namespace {
+
+using kernels::PagedKv;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::SizeIs;
+
+const kernels::KvLayout kLayout = SmallShard().layout;
+constexpr int64_t kExtent = 12288;
+
+std::array<int32_t, kBlockTokens> TokensOf(uint32_t name) {
+  std::array<int32_t, kBlockTokens> tokens;
+  tokens.fill(static_cast<int32_t>(name));
+  return tokens;
+}
+
+class KvStoreTierTest : public ::testing::Test {
+ protected:
+  void SetUp() override { Start(); }
+  void TearDown() override {
+    if (store_ != nullptr) {
+      const absl::Status integrity = store_->CheckIntegrity();
+      EXPECT_TRUE(integrity.ok()) << integrity;
+    }
+  }
+
+  void Start(int64_t disk_blocks = 100) {
+    store_.reset();
+    step_ = 0;
+    store_ = KvStore::Create({.shard = SmallShard(),
+                              .device_bytes = 3 * kLayout.block_bytes(),
+                              .host_bytes = 9 * kExtent,
+                              .num_slots = 1,
+                              .max_blocks_per_slot = 16,
+                              .freed_memory = FreedMemory::kPoisoned},
+                             OpenDiskTier(disk_.Options(disk_blocks)).value())
+                 .value();
+    ASSERT_EQ(store_->host_blocks(), 8);
+  }
+  // Writes a block of name `name` with pages, bounds and tokens that follow from it, and seals it.
+  void MakeSealed(int64_t id, uint32_t name) {
+    const Block block = store_->Open(BlockId(id)).value();
+    store_->Bind(0, 0, block);
+    const PagedKv kv = store_->BeginStep(++step_);
+    ForEachByte(kv, name, [](std::byte& byte, std::byte expected) { byte = expected; });
+    ASSERT_TRUE(store_->EndStep().ok());
+    ASSERT_TRUE(store_->Seal(BlockId(id), HashOf(name)).ok());
+    store_->Unbind(0, 0);
+  }
+  void ExpectHolds(int64_t id, uint32_t name) {
+    store_->Bind(0, 0, store_->Get(BlockId(id)).value());
+    const PagedKv kv = store_->BeginStep(++step_);
+    int64_t wrong = 0;
+    ForEachByte(kv, name,
+                [&](std::byte& byte, std::byte expected) { wrong += byte == expected ? 0 : 1; });
+    EXPECT_EQ(wrong, 0) << "block " << id;
+    ASSERT_TRUE(store_->EndStep().ok());
+    store_->Unbind(0, 0);
+  }
+  template <typename Visit>
+  void ForEachByte(const PagedKv& kv, uint32_t name, const Visit& visit) {
+    std::mt19937 rng(name);
+    for (int64_t layer = 0; layer < kLayout.num_layers; ++layer) {
+      for (int64_t head = 0; head < kLayout.num_kv_heads; ++head) {
+        std::byte* page = kv.Read(0, 0, layer, head, kLayout.page_bytes()).page();
+        std::byte* bounds = kv.Bounds(0, 0, layer, head);
+        for (int64_t i = 0; i < kLayout.page_bytes(); ++i) {
+          visit(page[i], static_cast<std::byte>(rng()));
+        }
+        for (int64_t i = 0; i < kLayout.page_bounds_bytes(); ++i) {
+          visit(bounds[i], static_cast<std::byte>(rng()));
+        }
+      }
+    }
+  }
+  absl::Status Restore(int64_t id, uint32_t name) {
+    const absl::Status started = store_->Restore(BlockId(id), HashOf(name));
+    if (!started.ok()) return started;
+    for (;;) {
+      store_->PollTier();
+      for (const RestoredBlock& restored : store_->TakeRestored()) {
+        EXPECT_EQ(restored.id, BlockId(id));
+        return restored.status;
+      }
+    }
+  }
+  std::vector<std::string> Segments() const {
+    std::vector<std::string> paths;
+    for (const auto& file : std::filesystem::directory_iterator(directory_ + "/segments")) {
+      paths.push_back(file.path());
+    }
+    return paths;
+  }
+
+  testing::ScratchDirectory scratch_;
+  const std::string directory_ = scratch_.path() + "/kv";
+  TestStore disk_{directory_};
+  std::unique_ptr<KvStore> store_;
+  uint32_t step_ = 0;
+};
+
+TEST_F(KvStoreTierTest, ABlockOutlivesItsIdAndTheProcess) {
+  MakeSealed(1, 100);
+  MakeSealed(2, 200);
+  EXPECT_FALSE(store_->Where(BlockId(1)).stored);
+  store_->Persist(BlockId(1), TokensOf(100));
+  store_->Persist(BlockId(2), TokensOf(200));
+  store_->Flush();
+  EXPECT_TRUE(store_->Where(BlockId(1)).stored);
+  EXPECT_THAT(store_->TakeStoredChanges().stored, SizeIs(2));
+  EXPECT_THAT(store_->TakeStoredChanges().stored, IsEmpty());
+  store_->Drop(BlockId(1));
+  EXPECT_EQ(store_->stats().host_blocks_used, 1);
+  EXPECT_TRUE(Restore(11, 100).ok());
+  ExpectHolds(11, 100);
+  Start();
+  std::map<uint32_t, int32_t> inventory;
+  for (const StoredBlock& block : store_->Inventory()) {
+    inventory[block.hash[0]] = block.tokens[63];
+  }
+  EXPECT_EQ(inventory, (std::map<uint32_t, int32_t>{{100, 100}, {200, 200}}));
+  EXPECT_FALSE(store_->Holds(BlockId(1)));
+  EXPECT_TRUE(Restore(21, 200).ok());
+  EXPECT_TRUE(Restore(22, 100).ok());
+  ExpectHolds(21, 200);
+  ExpectHolds(22, 100);
+  EXPECT_EQ(store_->stats().restored_blocks, 2);
+}
+
+TEST_F(KvStoreTierTest, ARestoredBlockIsOwedToTheDiskUntilItsFirstUse) {
+  MakeSealed(1, 100);
+  store_->Persist(BlockId(1), TokensOf(100));
+  store_->Flush();
+  EXPECT_FALSE(store_->Where(BlockId(1)).restored);
+  ASSERT_TRUE(Restore(2, 100).ok());
+  EXPECT_TRUE(store_->Where(BlockId(2)).restored);
+  EXPECT_EQ(store_->Where(BlockId(2)).device_pages, 0);
+  ExpectHolds(2, 100);
+  EXPECT_FALSE(store_->Where(BlockId(2)).restored);
+}
+
+TEST_F(KvStoreTierTest, ABlockThatIsBeingRestoredCannotBeUsedButDropped) {
+  MakeSealed(1, 100);
+  store_->Persist(BlockId(1), TokensOf(100));
+  store_->Flush();
+  ASSERT_TRUE(store_->Restore(BlockId(2), HashOf(100)).ok());
+  EXPECT_FALSE(store_->Holds(BlockId(2)));
+  EXPECT_EQ(store_->Get(BlockId(2)).status().code(), absl::StatusCode::kNotFound);
+  EXPECT_EQ(store_->Restore(BlockId(2), HashOf(100)).code(), absl::StatusCode::kAlreadyExists);
+  EXPECT_EQ(store_->Open(BlockId(2)).status().code(), absl::StatusCode::kAlreadyExists);
+  EXPECT_EQ(store_->Restore(BlockId(3), HashOf(7)).code(), absl::StatusCode::kNotFound);
+  store_->Drop(BlockId(2));
+  EXPECT_EQ(store_->stats().host_blocks_used, 1);
+  ASSERT_TRUE(Restore(4, 100).ok());  // its end comes behind that of the dropped one
+  ExpectHolds(4, 100);
+}
+
+TEST_F(KvStoreTierTest, PersistingWhatIsNotSealedOrStoredAlreadyDoesNothing) {
+  const Block open = store_->Open(BlockId(1)).value();
+  store_->Persist(BlockId(1), TokensOf(1));
+  store_->Persist(BlockId(99), TokensOf(1));
+  MakeSealed(2, 200);
+  store_->Persist(BlockId(2), TokensOf(200));
+  store_->Persist(BlockId(2), TokensOf(200));
+  store_->Flush();
+  MakeSealed(3, 200);  // another sequence computed the same
+  store_->Persist(BlockId(3), TokensOf(200));
+  store_->Flush();
+  EXPECT_EQ(store_->stats().tier.written_blocks, 1);
+}
+
+TEST_F(KvStoreTierTest, BlocksThatGoWhileTheirWriteWaitsAreWrittenUnlessTheirRoomIsNeeded) {
+  for (uint32_t name = 0; name < 8; ++name) MakeSealed(name, name);
+  for (uint32_t name = 0; name < 8; ++name) store_->Persist(BlockId(name), TokensOf(name));
+  EXPECT_GT(store_->stats().dropped_writes, 0) << "half of the host tier may wait";
+  for (uint32_t name = 0; name < 8; ++name) store_->Drop(BlockId(name));
+  // All of the host tier is to be had at once, whatever the disk does.
+  for (int64_t id = 10; id < 18; ++id) MakeSealed(id, static_cast<uint32_t>(id));
+  ASSERT_TRUE(store_->CheckIntegrity().ok());
+  store_->Flush();
+  const KvStoreStats stats = store_->stats();
+  EXPECT_EQ(stats.host_blocks_used, 8);
+  EXPECT_EQ(stats.tier.written_blocks + stats.dropped_writes, 8);
+  EXPECT_EQ(stats.queued_writes, 0);
+}
+
+TEST_F(KvStoreTierTest, ADiskThatFailsCostsNothingButItsBlocks) {
+  disk_.control->Set({.write_error = 1});
+  for (uint32_t name = 1; name <= 4; ++name) {
+    MakeSealed(name, name);
+    store_->Persist(BlockId(name), TokensOf(name));
+  }
+  store_->Flush();
+  EXPECT_FALSE(store_->stats().tier.writable);
+  EXPECT_THAT(store_->TakeStoredChanges().stored, IsEmpty());
+  for (uint32_t name = 1; name <= 4; ++name) ExpectHolds(name, name);
+  disk_.control->Set({});
+  disk_.now_ms += 1001;
+  store_->Persist(BlockId(2), TokensOf(2));
+  store_->Flush();
+  EXPECT_TRUE(store_->stats().tier.writable);
+  EXPECT_THAT(store_->TakeStoredChanges().stored, SizeIs(1));
+}
+
+TEST_F(KvStoreTierTest, DamageOnDiskIsAMissAndIsReported) {
+  MakeSealed(1, 100);
+  store_->Persist(BlockId(1), TokensOf(100));
+  store_->Flush();
+  Start();
+  EXPECT_THAT(Segments(), SizeIs(1));
+  std::fstream file(Segments()[0], std::ios::in | std::ios::out | std::ios::binary);
+  file.seekp(8192 + 700);  // in the second page
+  file.put('x');
+  file.close();
+  EXPECT_EQ(Restore(2, 100).code(), absl::StatusCode::kDataLoss);
+  EXPECT_FALSE(store_->Holds(BlockId(2)));
+  EXPECT_EQ(store_->stats().host_blocks_used, 0);
+  EXPECT_EQ(store_->stats().failed_restores, 1);
+  EXPECT_EQ(store_->stats().tier.checksum_failures, 1);
+  EXPECT_THAT(store_->TakeStoredChanges().forgotten, ElementsAre(HashOf(100)));
+  EXPECT_EQ(store_->Restore(BlockId(3), HashOf(100)).code(), absl::StatusCode::kNotFound);
+}
+
+TEST_F(KvStoreTierTest, WhatTheDiskEvictsIsReported) {
+  Start(/*disk_blocks=*/2);
+  for (uint32_t name = 1; name <= 3; ++name) {
+    MakeSealed(name, name);
+    store_->Persist(BlockId(name), TokensOf(name));
+    store_->Flush();
+  }
+  const StoredChanges changes = store_->TakeStoredChanges();
+  EXPECT_THAT(changes.forgotten, ElementsAre(HashOf(1)));
+  EXPECT_THAT(changes.stored, SizeIs(2));
+}
+
+TEST_F(KvStoreTierTest, ATierOfAnotherShardIsRefused) {
+  KvStoreOptions options = {.shard = SmallShard(),
+                            .device_bytes = 3 * kLayout.block_bytes(),
+                            .host_bytes = 9 * kExtent,
+                            .num_slots = 1,
+                            .max_blocks_per_slot = 16};
+  options.shard.first_head = 2;
+  store_.reset();
+  const absl::Status status =
+      KvStore::Create(options, OpenDiskTier(disk_.Options(10)).value()).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("KV heads of dimension 2 from 2"));
+}
+
+TEST_F(KvStoreTierTest, ANeededExtentForTransfersIsPartOfTheLeastSize) {
+  const KvStoreOptions options = {.shard = SmallShard(),
+                                  .device_bytes = 3 * kLayout.block_bytes(),
+                                  .host_bytes = 2 * kExtent,
+                                  .num_slots = 1,
+                                  .max_blocks_per_slot = 16};
+  EXPECT_TRUE(KvStore::Create(options).ok());
+  store_.reset();
+  const absl::Status status =
+      KvStore::Create(options, OpenDiskTier(disk_.Options(10)).value()).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("at least 3 blocks"));
+}
+
+// Blocks come and go, the disk fails now and then, the process restarts: what is held is right.
+TEST_F(KvStoreTierTest, RandomRestartsAndFaultsNeverGiveWrongBytes) {
+  std::mt19937 rng(11);
+  std::map<int64_t, uint32_t> held;
+  int64_t next_id = 0;
+  int64_t restored = 0;
+  for (int64_t round = 0; round < testing::Iterations(600); ++round) {
+    disk_.now_ms += 300;
+    if (rng() % 40 == 0) {
+      held.clear();
+      disk_.control->Set({});
+      Start(/*disk_blocks=*/12);
+    }
+    if (rng() % 10 == 0) {
+      disk_.control->Set({.read_error = 0.1,
+                          .write_error = 0.1,
+                          .sync_error = 0.1,
+                          .short_transfer = 0.5,
+                          .flip_read = 0.1});
+    }
+    if (held.size() == 8) {
+      const auto victim = std::next(held.begin(), static_cast<int64_t>(rng() % held.size()));
+      store_->Drop(BlockId(victim->first));
+      held.erase(victim);
+    }
+    const uint32_t name = static_cast<uint32_t>(rng() % 20);
+    const int64_t id = next_id++;
+    if (Restore(id, name).ok()) {
+      ++restored;
+    } else {
+      MakeSealed(id, name);
+      store_->Persist(BlockId(id), TokensOf(name));
+    }
+    held[id] = name;
+    const auto any = std::next(held.begin(), static_cast<int64_t>(rng() % held.size()));
+    ExpectHolds(any->first, any->second);
+    ASSERT_TRUE(store_->CheckIntegrity().ok());
+    ASSERT_THAT(store_->TakeCorrupt(), IsEmpty());
+  }
+  EXPECT_GT(restored, 50);
+}
+
+}  // namespace
+}  // namespace kvasir::kvstore
