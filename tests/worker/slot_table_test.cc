@@ -17,7 +17,7 @@ class SlotTableTest : public testing::Test {
       .num_layers = 1, .num_kv_heads = 1, .head_dim = 4, .dtype = kernels::DType::kFloat32};
 
   SlotTableTest()
-      : store_(kvstore::KvStore::Create({.layout = kLayout,
+      : store_(kvstore::KvStore::Create({.shard = {.layout = kLayout},
                                          .device_bytes = 8 * kLayout.block_bytes(),
                                          .host_bytes = 64 * kLayout.block_bytes(),
                                          .num_slots = 2,
