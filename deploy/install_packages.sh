@@ -3,11 +3,12 @@
 # when all are there.
 set -euo pipefail
 
+# ocl-icd-opencl-dev: the CMake package of Debian's oneDNN asks for OpenCL, but libdnnl-dev does not depend on it.
 build_packages=(
   g++ cmake ninja-build pkg-config
   libabsl-dev libprotobuf-dev protobuf-compiler libgrpc-dev libgrpc++-dev protobuf-compiler-grpc
   libspdlog-dev libfmt-dev prometheus-cpp-dev libcpp-httplib-dev
-  libdnnl-dev libgloo-dev libxxhash-dev libssl-dev liburing-dev librocksdb-dev
+  libdnnl-dev ocl-icd-opencl-dev libgloo-dev libxxhash-dev libssl-dev liburing-dev librocksdb-dev
   nlohmann-json3-dev libyaml-cpp-dev libpcre2-dev libutf8proc-dev
 )
 test_packages=(
