@@ -93,6 +93,15 @@ absl::StatusOr<GroupInfo> EngineLoop::ServedGroup() const {
   return *info_;
 }
 
+EngineStatus EngineLoop::status() const {
+  MutexLock lock(mu_);
+  return {.serving = NotServing(),
+          .draining = draining_ || stop_.has_value(),
+          .group = info_,
+          .scheduler = scheduler_stats_,
+          .tiers = tiers_};
+}
+
 absl::Status EngineLoop::WaitUntilReady(TimePoint deadline) {
   MutexLock lock(mu_);
   while (!info_.has_value()) {
@@ -183,7 +192,7 @@ absl::Status EngineLoop::Serve(Formed formed) {
   SetNotReady(formed.info, why);
   Dispatch(scheduler.FailAll(why, clock_.Now()), scheduler);
   FailQueued(why);
-  metrics_.SchedulerState(scheduler.stats());
+  PublishState(scheduler);
   return why;
 }
 
@@ -208,14 +217,18 @@ absl::Status EngineLoop::ServeUntilLost(Scheduler& scheduler) {
     Apply(std::move(commands), scheduler);
     Scheduler::Planned planned = scheduler.NextPlan(clock_.Now());
     Dispatch(std::move(planned.events), scheduler);
-    // Behind planning and before the step: the gauges never trail what clients were told.
-    metrics_.SchedulerState(scheduler.stats());
+    // Behind planning and before the step: what is published never trails what clients were told.
+    PublishState(scheduler);
     wait = planned.plan.has_value() ? Wait::kNo : Wait::kForCommands;
     if (!planned.plan.has_value()) continue;
     absl::StatusOr<v1::StepReply> reply = group_.Step(*planned.plan);
     if (!reply.ok()) {
       MutexLock lock(mu_);
       return stop_.has_value() ? *stop_ : ForClients(reply.status());
+    }
+    {
+      MutexLock lock(mu_);
+      tiers_ = reply->tiers();
     }
     absl::StatusOr<std::vector<Event>> events = scheduler.OnReply(*reply, clock_.Now());
     if (!events.ok()) return ForClients(events.status());
@@ -281,6 +294,13 @@ void EngineLoop::RequestEnded() {
   state_changed_.NotifyAll();
 }
 
+void EngineLoop::PublishState(const Scheduler& scheduler) {
+  const SchedulerStats stats = scheduler.stats();
+  metrics_.SchedulerState(stats);
+  MutexLock lock(mu_);
+  scheduler_stats_ = stats;
+}
+
 void EngineLoop::SetReady(const GroupInfo& info) {
   metrics_.GroupFormed({.num_device_blocks = info.device_blocks,
                         .num_host_blocks = info.host_blocks,
@@ -294,6 +314,7 @@ void EngineLoop::SetReady(const GroupInfo& info) {
   {
     MutexLock lock(mu_);
     info_ = info;
+    tiers_.Clear();
     not_ready_because_ = absl::OkStatus();
     state_changed_.NotifyAll();
   }

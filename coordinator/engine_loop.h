@@ -35,6 +35,15 @@ struct EngineLoopOptions {
   std::function<void(bool ready)> on_readiness;
 };
 
+// What the engine does now, for those who ask how the server is.
+struct EngineStatus {
+  absl::Status serving = {};  // OK, or why requests are refused
+  bool draining = false;
+  std::optional<GroupInfo> group = {};  // the formed one
+  SchedulerStats scheduler = {};        // of that group
+  v1::TierUsage tiers = {};             // after its last step
+};
+
 class EngineLoop {
  public:
   // The references outlive the loop.
@@ -52,6 +61,7 @@ class EngineLoop {
 
   // What is served now; UNAVAILABLE while no group is formed and when the server drains.
   absl::StatusOr<GroupInfo> ServedGroup() const EXCLUDES(mu_);
+  EngineStatus status() const EXCLUDES(mu_);
   // OK once a group is formed; before that, an error of the last attempt that trying again will not
   // mend, or DEADLINE_EXCEEDED with the last error.
   absl::Status WaitUntilReady(TimePoint deadline) EXCLUDES(mu_);
@@ -88,6 +98,7 @@ class EngineLoop {
   void Apply(Commands commands, Scheduler& scheduler);
   void Dispatch(std::vector<Event> events, Scheduler& scheduler);
   void OnFinish(FinishEvent event);
+  void PublishState(const Scheduler& scheduler) EXCLUDES(mu_);
   void SetReady(const GroupInfo& info) EXCLUDES(mu_);
   void SetNotReady(const GroupInfo& info, const absl::Status& why) EXCLUDES(mu_);
   void FailQueued(const absl::Status& why) EXCLUDES(mu_);
@@ -108,6 +119,8 @@ class EngineLoop {
   kernels::CondVar state_changed_;  // readiness, the number of requests
   Commands commands_ GUARDED_BY(mu_);
   std::optional<GroupInfo> info_ GUARDED_BY(mu_);
+  SchedulerStats scheduler_stats_ GUARDED_BY(mu_);
+  v1::TierUsage tiers_ GUARDED_BY(mu_);
   absl::Status not_ready_because_ GUARDED_BY(mu_);
   absl::Status lost_ GUARDED_BY(mu_);
   bool draining_ GUARDED_BY(mu_) = false;

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "google/protobuf/descriptor.h"
 
 #include "kernels/base/status_macros.h"
@@ -40,6 +41,11 @@ constexpr FieldLimit kLimits[] = {
     {"SamplingParams", "ignore_eos", LimitKind::kNumber, 0, 1},
     {"SamplingParams", "seed", LimitKind::kNumber, 0, kMaxUint64},
     {"SamplingParams", "include_stop_str_in_output", LimitKind::kNumber, 0, 1},
+    {"TokenizeRequest", "text", LimitKind::kBytes, 0, kMaxMessageBytes},
+    {"TokenizeRequest", "add_special_tokens", LimitKind::kNumber, 0, 1},
+    {"DetokenizeRequest", "token_ids", LimitKind::kCount, 0, kContext},
+    {"DetokenizeRequest", "token_ids", LimitKind::kNumber, 0, 2147483647},
+    {"DetokenizeRequest", "skip_special_tokens", LimitKind::kNumber, 0, 1},
     {"PolicyChoice", "name", LimitKind::kName, 0, 64},
     {"SparsityPolicy", "name", LimitKind::kName, 1, 64},
     {"SparsityPolicy", "tail_tokens", LimitKind::kNumber, 0, 4096},
@@ -94,10 +100,14 @@ absl::string_view What(LimitKind kind) {
   return " is ";
 }
 
-absl::Status CheckValue(const std::string& path, const FieldLimit& limit, double value) {
-  if (value >= limit.min && value <= limit.max) return absl::OkStatus();
-  return absl::InvalidArgumentError(absl::StrCat(path, What(limit.kind), value, "; it must be in [",
-                                                 limit.min, ", ", limit.max, "]"));
+bool InRange(const FieldLimit& limit, double value) {
+  return value >= limit.min && value <= limit.max;
+}
+
+absl::Status OutOfRange(const std::string& path, const FieldLimit& limit, double value) {
+  // Ten digits tell every 32-bit integer from its neighbours.
+  return absl::InvalidArgumentError(absl::StrFormat("%s%s%.10g; it must be in [%.10g, %.10g]", path,
+                                                    What(limit.kind), value, limit.min, limit.max));
 }
 
 absl::Status CheckName(const std::string& path, absl::string_view name) {
@@ -114,11 +124,14 @@ absl::Status CheckField(absl::string_view where, const Message& message,
   const std::string path = FieldPath(where, field);
   const Reflection& reflection = *message.GetReflection();
   if (limit.kind == LimitKind::kCount) {
-    return CheckValue(path, limit, reflection.FieldSize(message, &field));
+    const double size = reflection.FieldSize(message, &field);
+    return InRange(limit, size) ? absl::OkStatus() : OutOfRange(path, limit, size);
   }
   const int elements = field.is_repeated() ? reflection.FieldSize(message, &field) : 1;
   for (int i = 0; i < elements; ++i) {
-    KVASIR_RETURN_IF_ERROR(CheckValue(path, limit, Measure(message, field, i)));
+    const double value = Measure(message, field, i);
+    if (InRange(limit, value)) continue;
+    return OutOfRange(field.is_repeated() ? absl::StrCat(path, "[", i, "]") : path, limit, value);
   }
   if (limit.kind == LimitKind::kName) {
     return CheckName(path, reflection.GetString(message, &field));

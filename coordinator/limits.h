@@ -1,4 +1,4 @@
-// The one table of what a request may ask for: every field of GenerateRequest and of the policies
+// The one table of what a request may ask for: every field of every request and of the policies
 // has a row with its range. Whatever comes from a client is checked against it before anything is
 // computed or allocated from it. Called by request parsing and the policy table. Thread-safe.
 #pragma once

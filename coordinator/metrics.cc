@@ -35,6 +35,16 @@ double Seconds(const google::protobuf::Duration& duration) {
   return static_cast<double>(duration.seconds()) + 1e-9 * static_cast<double>(duration.nanos());
 }
 
+uint64_t Value(const Counter& counter) { return static_cast<uint64_t>(counter.Value()); }
+
+uint64_t Sum(const Family<Counter>& family) {
+  double sum = 0;
+  for (const prometheus::MetricFamily& collected : family.Collect()) {
+    for (const prometheus::ClientMetric& metric : collected.metric) sum += metric.counter.value;
+  }
+  return static_cast<uint64_t>(sum);
+}
+
 absl::string_view FinishedReason(const absl::Status& status, const v1::Finish& summary) {
   if (status.ok()) return summary.reason() == v1::FINISH_REASON_LENGTH ? "length" : "stop";
   return absl::IsCancelled(status) || absl::IsDeadlineExceeded(status) ? "abort" : "error";
@@ -162,6 +172,19 @@ void Metrics::RequestFinished(const absl::Status& status, const v1::Finish& summ
   if (!timing.has_time_to_first_token()) return;
   s.prefill.Observe(Seconds(timing.time_to_first_token()) - Seconds(timing.queue()));
   s.decode.Observe(Seconds(timing.decode()));
+}
+
+MetricsTotals Metrics::totals() const {
+  const Series& s = *series_;
+  return {.requests_finished = Sum(s.success),
+          .requests_rejected = Sum(s.rejected),
+          .prompt_tokens = Value(s.prompt_tokens),
+          .generation_tokens = Value(s.generation_tokens),
+          .cached_device_tokens = Value(s.cached_device),
+          .cached_host_tokens = Value(s.cached_host),
+          .cached_disk_tokens = Value(s.cached_disk),
+          .prefix_queries = Value(s.prefix_queries),
+          .prefix_hits = Value(s.prefix_hits)};
 }
 
 void Metrics::SchedulerState(const SchedulerStats& stats) {

@@ -29,6 +29,19 @@ struct CacheConfigInfo {
   int64_t tensor_parallel_size = 0;
 };
 
+// Sums since the start.
+struct MetricsTotals {
+  uint64_t requests_finished = 0;
+  uint64_t requests_rejected = 0;
+  uint64_t prompt_tokens = 0;  // of finished requests, like the following
+  uint64_t generation_tokens = 0;
+  uint64_t cached_device_tokens = 0;
+  uint64_t cached_host_tokens = 0;
+  uint64_t cached_disk_tokens = 0;
+  uint64_t prefix_queries = 0;
+  uint64_t prefix_hits = 0;
+};
+
 class Metrics {
  public:
   explicit Metrics(const std::string& model_name);
@@ -42,6 +55,8 @@ class Metrics {
   void NextToken(absl::Duration since_last);
   void RequestFinished(const absl::Status& status, const v1::Finish& summary,
                        absl::Duration since_arrival);
+
+  MetricsTotals totals() const;
 
   void SchedulerState(const SchedulerStats& stats);
   void GroupFormed(const CacheConfigInfo& info);

@@ -17,7 +17,7 @@ namespace {
 using nlohmann::json;
 
 constexpr size_t kMaxConfigBytes = size_t{16} << 20;
-constexpr char kKey[] = "eos_token_id";
+constexpr char kEosKey[] = "eos_token_id";
 
 // Nothing when there is no such file.
 absl::StatusOr<std::optional<json>> ReadJson(const std::string& path) {
@@ -43,7 +43,7 @@ absl::StatusOr<int32_t> TokenId(const json& value, const std::string& path) {
     if (id >= 0 && id <= std::numeric_limits<int32_t>::max()) return static_cast<int32_t>(id);
   }
   return absl::InvalidArgumentError(
-      absl::StrCat(path, ": ", kKey, " holds ", value.dump(), "; it must be a token id"));
+      absl::StrCat(path, ": ", kEosKey, " holds ", value.dump(), "; it must be a token id"));
 }
 
 absl::StatusOr<std::vector<int32_t>> TokenIds(const json& value, const std::string& path) {
@@ -55,21 +55,38 @@ absl::StatusOr<std::vector<int32_t>> TokenIds(const json& value, const std::stri
   return ids;
 }
 
+absl::StatusOr<std::vector<int32_t>> EosTokenIds(const json& document, const std::string& path) {
+  const auto value = document.find(kEosKey);
+  if (value == document.end() || value->is_null()) return std::vector<int32_t>();
+  return TokenIds(*value, path);
+}
+
 }  // namespace
 
-absl::StatusOr<std::vector<int32_t>> LoadEosTokenIds(const std::string& model_folder) {
-  for (const char* name : {"generation_config.json", "config.json"}) {
-    const std::string path = absl::StrCat(model_folder, "/", name);
-    KVASIR_ASSIGN_OR_RETURN(const std::optional<json> document, ReadJson(path));
-    if (!document.has_value()) {
-      if (absl::string_view(name) == "generation_config.json") continue;
-      return absl::NotFoundError(
-          absl::StrCat("there is no ", path, "; is --model a model folder?"));
-    }
-    const auto value = document->find(kKey);
-    if (value != document->end() && !value->is_null()) return TokenIds(*value, path);
+absl::StatusOr<ModelFolder> LoadModelFolder(const std::string& path) {
+  const std::string config_path = absl::StrCat(path, "/config.json");
+  const std::string generation_path = absl::StrCat(path, "/generation_config.json");
+  KVASIR_ASSIGN_OR_RETURN(const std::optional<json> config, ReadJson(config_path));
+  KVASIR_ASSIGN_OR_RETURN(const std::optional<json> generation, ReadJson(generation_path));
+  if (!config.has_value()) {
+    return absl::NotFoundError(
+        absl::StrCat("there is no ", config_path, "; is --model a model folder?"));
   }
-  return std::vector<int32_t>();
+  ModelFolder folder;
+  if (generation.has_value()) {
+    KVASIR_ASSIGN_OR_RETURN(folder.eos_token_ids, EosTokenIds(*generation, generation_path));
+  }
+  if (folder.eos_token_ids.empty()) {
+    KVASIR_ASSIGN_OR_RETURN(folder.eos_token_ids, EosTokenIds(*config, config_path));
+  }
+  // For people: what is not text is left out.
+  if (const auto type = config->find("model_type"); type != config->end() && type->is_string()) {
+    folder.model_type = *type;
+  }
+  for (const json& name : config->value("architectures", json::array())) {
+    if (name.is_string()) folder.architectures.push_back(name);
+  }
+  return folder;
 }
 
 }  // namespace kvasir::coordinator

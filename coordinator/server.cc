@@ -67,12 +67,12 @@ v1::ShardPlan MakeShardPlan(const v1::ServeConfig& config, const PolicyTable& po
 class ServerImpl final : public Server {
  public:
   ServerImpl(const v1::ServeConfig& config, std::unique_ptr<const Tokenizer> tokenizer,
-             std::vector<int32_t> eos_token_ids, PolicyTable policies)
+             ModelFolder folder, PolicyTable policies)
       : config_(config),
         tokenizer_(std::move(tokenizer)),
-        eos_token_ids_(std::move(eos_token_ids)),
+        folder_(std::move(folder)),
         policies_(std::move(policies)),
-        metrics_(ModelName(config)) {}
+        metrics_(config.served_model_name()) {}
   ~ServerImpl() override { Shutdown(absl::ZeroDuration()); }
 
   absl::Status Init(const WorkerGroupFactory& make_group);
@@ -93,7 +93,7 @@ class ServerImpl final : public Server {
   const v1::ServeConfig config_;
   SteadyClock clock_;
   const std::unique_ptr<const Tokenizer> tokenizer_;
-  const std::vector<int32_t> eos_token_ids_;
+  const ModelFolder folder_;
   const PolicyTable policies_;
   Metrics metrics_;
   std::unique_ptr<WorkerGroup> group_;
@@ -119,12 +119,14 @@ absl::Status ServerImpl::Init(const WorkerGroupFactory& make_group) {
   options.scheduler = config_.scheduler();
   options.on_readiness = [this](bool ready) { SetServing(ready && !draining_); };
   engine_ = std::make_unique<EngineLoop>(std::move(options), *group_, clock_, metrics_);
-  service_ = std::make_unique<GenerationService>(ServiceContext{.tokenizer = *tokenizer_,
+  service_ = std::make_unique<GenerationService>(ServiceContext{.config = config_,
+                                                                .folder = folder_,
+                                                                .tokenizer = *tokenizer_,
                                                                 .policies = policies_,
-                                                                .eos_token_ids = eos_token_ids_,
                                                                 .engine = *engine_,
                                                                 .clock = clock_,
-                                                                .metrics = metrics_});
+                                                                .metrics = metrics_,
+                                                                .started = clock_.Now()});
   KVASIR_ASSIGN_OR_RETURN(endpoint_,
                           proto::MetricsEndpoint::Start(
                               {.host = config_.endpoint().host(),
@@ -198,15 +200,16 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const v1::ServeConfig& con
 
 absl::StatusOr<std::unique_ptr<Server>> Server::Start(const v1::ServeConfig& config,
                                                       const WorkerGroupFactory& make_group) {
-  v1::ServeConfig rounded = config;
+  v1::ServeConfig resolved = config;
   const auto block = static_cast<uint32_t>(kvstore::kBlockTokens);
-  v1::SchedulerConfig& scheduler = *rounded.mutable_scheduler();
+  v1::SchedulerConfig& scheduler = *resolved.mutable_scheduler();
   scheduler.set_max_num_batched_tokens(scheduler.max_num_batched_tokens() / block * block);
+  resolved.set_served_model_name(ModelName(config));
   KVASIR_ASSIGN_OR_RETURN(PolicyTable policies, MakePolicies(config));
   KVASIR_ASSIGN_OR_RETURN(std::unique_ptr<const Tokenizer> tokenizer,
                           Tokenizer::Load(config.model().model()));
-  KVASIR_ASSIGN_OR_RETURN(std::vector<int32_t> eos, LoadEosTokenIds(config.model().model()));
-  auto server = std::make_unique<ServerImpl>(rounded, std::move(tokenizer), std::move(eos),
+  KVASIR_ASSIGN_OR_RETURN(ModelFolder folder, LoadModelFolder(config.model().model()));
+  auto server = std::make_unique<ServerImpl>(resolved, std::move(tokenizer), std::move(folder),
                                              std::move(policies));
   KVASIR_RETURN_IF_ERROR(server->Init(make_group));
   return server;

@@ -6,7 +6,10 @@
 
 #include "absl/strings/str_cat.h"
 
+#include "coordinator/limits.h"
+#include "coordinator/server_info.h"
 #include "kernels/base/status_macros.h"
+#include "proto/grpc_status.h"
 
 namespace kvasir::coordinator {
 namespace {
@@ -14,6 +17,35 @@ namespace {
 uint64_t Random64() {
   std::random_device device;
   return (uint64_t{device()} << 32) | device();
+}
+
+grpc::ServerUnaryReactor* Answer(grpc::CallbackServerContext* context, const absl::Status& status) {
+  grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
+  reactor->Finish(proto::ToGrpcStatus(status));
+  return reactor;
+}
+
+absl::Status TokenizeText(const v1::TokenizeRequest& request, const Tokenizer& tokenizer,
+                          v1::TokenizeResponse& response) {
+  KVASIR_RETURN_IF_ERROR(CheckLimits("", request));
+  KVASIR_ASSIGN_OR_RETURN(
+      const std::vector<int32_t> ids,
+      tokenizer.Encode(request.text(), {.add_special_tokens = !request.has_add_special_tokens() ||
+                                                              request.add_special_tokens(),
+                                        .max_tokens = kMaxContextTokens}));
+  response.mutable_token_ids()->Assign(ids.begin(), ids.end());
+  return absl::OkStatus();
+}
+
+absl::Status DetokenizeIds(const v1::DetokenizeRequest& request, const Tokenizer& tokenizer,
+                           v1::DetokenizeResponse& response) {
+  KVASIR_RETURN_IF_ERROR(CheckLimits("", request));
+  const std::vector<int32_t> ids(request.token_ids().begin(), request.token_ids().end());
+  KVASIR_ASSIGN_OR_RETURN(
+      *response.mutable_text(),
+      tokenizer.Decode(
+          ids, request.skip_special_tokens() ? SpecialTokens::kSkip : SpecialTokens::kKeep));
+  return absl::OkStatus();
 }
 
 }  // namespace
@@ -43,7 +75,7 @@ absl::StatusOr<std::unique_ptr<Request>> GenerationService::Accept(
                           ParseRequest(request,
                                        {.tokenizer = context_.tokenizer,
                                         .policies = context_.policies,
-                                        .eos_token_ids = context_.eos_token_ids,
+                                        .eos_token_ids = context_.folder.eos_token_ids,
                                         .vocab_size = group.vocab_size,
                                         .max_model_len = group.max_model_len},
                                        Random64()));
@@ -57,6 +89,35 @@ absl::StatusOr<std::unique_ptr<Request>> GenerationService::Accept(
                                              .sink = stream,
                                              .sequence = context_.engine.NewSequenceId(),
                                              .arrival = arrival});
+}
+
+grpc::ServerUnaryReactor* GenerationService::Tokenize(grpc::CallbackServerContext* context,
+                                                      const v1::TokenizeRequest* request,
+                                                      v1::TokenizeResponse* response) {
+  return Answer(context, TokenizeText(*request, context_.tokenizer, *response));
+}
+
+grpc::ServerUnaryReactor* GenerationService::Detokenize(grpc::CallbackServerContext* context,
+                                                        const v1::DetokenizeRequest* request,
+                                                        v1::DetokenizeResponse* response) {
+  return Answer(context, DetokenizeIds(*request, context_.tokenizer, *response));
+}
+
+grpc::ServerUnaryReactor* GenerationService::GetModelInfo(grpc::CallbackServerContext* context,
+                                                          const v1::GetModelInfoRequest*,
+                                                          v1::GetModelInfoResponse* response) {
+  const EngineStatus engine = context_.engine.status();
+  if (!engine.group.has_value()) return Answer(context, engine.serving);
+  *response = ModelInfo(context_.config, context_.folder, context_.policies, *engine.group);
+  return Answer(context, absl::OkStatus());
+}
+
+grpc::ServerUnaryReactor* GenerationService::GetServerInfo(grpc::CallbackServerContext* context,
+                                                           const v1::GetServerInfoRequest*,
+                                                           v1::GetServerInfoResponse* response) {
+  *response = ServerInfo(context_.config, context_.engine.status(), context_.metrics.totals(),
+                         Between(context_.started, context_.clock.Now()));
+  return Answer(context, absl::OkStatus());
 }
 
 }  // namespace kvasir::coordinator

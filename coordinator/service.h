@@ -1,6 +1,6 @@
 // kvasir.v1.Generation over gRPC: parses, submits, and ties the client's cancellation to the
-// request. Everything else happens in the engine loop and in the request. Made by the server.
-// Thread-safe.
+// request; everything else of Generate happens in the engine loop and in the request. The other
+// calls are answered at once. Made by the server. Thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -14,21 +14,25 @@
 #include "coordinator/engine_loop.h"
 #include "coordinator/generate_stream.h"
 #include "coordinator/metrics.h"
+#include "coordinator/model_folder.h"
 #include "coordinator/policy.h"
 #include "coordinator/request.h"
 #include "coordinator/tokenizer/tokenizer.h"
+#include "proto/kvasir/v1/config.pb.h"
 #include "proto/kvasir/v1/generation.grpc.pb.h"
 
 namespace kvasir::coordinator {
 
 // What outlives the service.
 struct ServiceContext {
+  const v1::ServeConfig& config;  // every name resolved
+  const ModelFolder& folder;
   const Tokenizer& tokenizer;
   const PolicyTable& policies;
-  const std::vector<int32_t>& eos_token_ids;
   EngineLoop& engine;
   Clock& clock;
   Metrics& metrics;
+  TimePoint started;
 };
 
 class GenerationService final : public v1::Generation::CallbackService {
@@ -37,6 +41,18 @@ class GenerationService final : public v1::Generation::CallbackService {
 
   grpc::ServerWriteReactor<v1::GenerateResponse>* Generate(
       grpc::CallbackServerContext* context, const v1::GenerateRequest* request) override;
+  grpc::ServerUnaryReactor* Tokenize(grpc::CallbackServerContext* context,
+                                     const v1::TokenizeRequest* request,
+                                     v1::TokenizeResponse* response) override;
+  grpc::ServerUnaryReactor* Detokenize(grpc::CallbackServerContext* context,
+                                       const v1::DetokenizeRequest* request,
+                                       v1::DetokenizeResponse* response) override;
+  grpc::ServerUnaryReactor* GetModelInfo(grpc::CallbackServerContext* context,
+                                         const v1::GetModelInfoRequest* request,
+                                         v1::GetModelInfoResponse* response) override;
+  grpc::ServerUnaryReactor* GetServerInfo(grpc::CallbackServerContext* context,
+                                          const v1::GetServerInfoRequest* request,
+                                          v1::GetServerInfoResponse* response) override;
 
  private:
   absl::StatusOr<std::unique_ptr<Request>> Accept(const v1::GenerateRequest& request,

@@ -1,6 +1,5 @@
 #include "coordinator/cli/generate_command.h"
 
-#include <chrono>
 #include <cstdio>
 #include <fstream>
 #include <iostream>
@@ -11,8 +10,8 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "grpcpp/grpcpp.h"
 
+#include "coordinator/cli/connect.h"
 #include "coordinator/cli/progress_bar.h"
 #include "kernels/base/status_macros.h"
 #include "proto/grpc_status.h"
@@ -20,10 +19,6 @@
 
 namespace kvasir::coordinator {
 namespace {
-
-using Seconds = std::chrono::duration<double>;
-
-constexpr int kMaxMessageBytes = 64 << 20;
 
 absl::StatusOr<std::string> ReadPrompt(const v1::GenerateCommandConfig& config) {
   if (!config.prompt().empty()) return config.prompt();
@@ -138,16 +133,9 @@ absl::StatusOr<v1::Finish> ReadStream(grpc::ClientReader<v1::GenerateResponse>& 
 
 absl::Status RunGenerate(const v1::GenerateCommandConfig& config) {
   KVASIR_ASSIGN_OR_RETURN(std::string prompt, ReadPrompt(config));
-  grpc::ChannelArguments arguments;
-  arguments.SetMaxReceiveMessageSize(kMaxMessageBytes);
-  arguments.SetMaxSendMessageSize(kMaxMessageBytes);
-  const auto channel =
-      grpc::CreateCustomChannel(config.server(), grpc::InsecureChannelCredentials(), arguments);
-  const auto stub = v1::Generation::NewStub(channel);
+  const auto stub = v1::Generation::NewStub(Connect(config.server()));
   grpc::ClientContext context;
-  context.set_deadline(
-      std::chrono::system_clock::now() +
-      std::chrono::duration_cast<std::chrono::system_clock::duration>(Seconds(config.timeout())));
+  SetTimeout(absl::Seconds(config.timeout()), context);
   const auto reader = stub->Generate(&context, MakeRequest(config, std::move(prompt)));
   KVASIR_ASSIGN_OR_RETURN(const v1::Finish finish, ReadStream(*reader, config.quiet()));
   std::cout << std::endl;

@@ -5,6 +5,7 @@
 
 #include "coordinator/cli/generate_command.h"
 #include "coordinator/cli/serve_command.h"
+#include "coordinator/cli/status_command.h"
 #include "proto/kvasir/v1/config.pb.h"
 #include "proto/load_config.h"
 
@@ -18,6 +19,7 @@ constexpr char kUsage[] =
     "\n"
     "  serve      run a server: coordinator and, unless told otherwise, its workers\n"
     "  generate   send a prompt to a running server and stream the answer\n"
+    "  status     how a running server is: workers, tiers, requests, cache\n"
     "\n"
     "Try:\n"
     "  kvasir serve --model tests/model/needle-8k --tensor-parallel-size 2\n"
@@ -62,6 +64,17 @@ int Main(int argc, char** argv) {
                     "summary go to standard error.",
          .example = "kvasir generate --prompt-file document.txt --max-tokens 64"},
         argc, argv, RunGenerate);
+  }
+  if (std::strcmp(command, "status") == 0) {
+    return RunCommand<v1::StatusCommandConfig>(
+        {.name = "kvasir status",
+         .summary = "Asks a running server how it is: whether it serves, its workers by rank, how "
+                    "full the KV tiers are (summed over the workers, after the last step), what "
+                    "runs and waits, and how much of the prompts the caches saved. Exit code 1 "
+                    "when there is no server. What changes over time is better read from "
+                    "/metrics.",
+         .example = "kvasir status --server=127.0.0.1:50051"},
+        argc, argv, RunStatus);
   }
   const bool wants_help = std::strcmp(command, "--help") == 0 || std::strcmp(command, "-h") == 0;
   (wants_help ? std::cout : std::cerr) << kUsage;

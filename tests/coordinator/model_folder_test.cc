@@ -29,20 +29,32 @@ class ModelFolderTest : public ::testing::Test {
 
 TEST_F(ModelFolderTest, GenerationConfigComesFirst) {
   Write("config.json", R"({"eos_token_id": 1})");
-  EXPECT_THAT(*LoadEosTokenIds(folder_), ElementsAre(1));
+  EXPECT_THAT(LoadModelFolder(folder_)->eos_token_ids, ElementsAre(1));
   Write("generation_config.json", R"({"eos_token_id": [2, 3]})");
-  EXPECT_THAT(*LoadEosTokenIds(folder_), ElementsAre(2, 3));
+  EXPECT_THAT(LoadModelFolder(folder_)->eos_token_ids, ElementsAre(2, 3));
   Write("generation_config.json", R"({"eos_token_id": null})");
-  EXPECT_THAT(*LoadEosTokenIds(folder_), ElementsAre(1));
+  EXPECT_THAT(LoadModelFolder(folder_)->eos_token_ids, ElementsAre(1));
 }
 
 TEST_F(ModelFolderTest, AModelMayHaveNone) {
   Write("config.json", "{}");
-  EXPECT_THAT(*LoadEosTokenIds(folder_), IsEmpty());
+  EXPECT_THAT(LoadModelFolder(folder_)->eos_token_ids, IsEmpty());
+}
+
+TEST_F(ModelFolderTest, ConfigSaysWhatTheModelIs) {
+  Write("config.json", R"({"model_type": "llama", "architectures": ["LlamaForCausalLM", 7]})");
+  EXPECT_EQ(LoadModelFolder(folder_)->model_type, "llama");
+  EXPECT_THAT(LoadModelFolder(folder_)->architectures, ElementsAre("LlamaForCausalLM"));
+  for (const char* text : {R"({"model_type": 7, "architectures": null})", "{}"}) {
+    Write("config.json", text);
+    ASSERT_TRUE(LoadModelFolder(folder_).ok()) << text;
+    EXPECT_EQ(LoadModelFolder(folder_)->model_type, "");
+    EXPECT_THAT(LoadModelFolder(folder_)->architectures, IsEmpty());
+  }
 }
 
 TEST_F(ModelFolderTest, AFolderWithoutConfigIsNoModel) {
-  EXPECT_EQ(LoadEosTokenIds(folder_).status().code(), absl::StatusCode::kNotFound);
+  EXPECT_EQ(LoadModelFolder(folder_).status().code(), absl::StatusCode::kNotFound);
 }
 
 TEST_F(ModelFolderTest, AnythingElseIsRefused) {
@@ -50,7 +62,7 @@ TEST_F(ModelFolderTest, AnythingElseIsRefused) {
                            R"({"eos_token_id": 1.5})", R"({"eos_token_id": [[1]]})",
                            R"({"eos_token_id": 2147483648})"}) {
     Write("config.json", text);
-    EXPECT_EQ(LoadEosTokenIds(folder_).status().code(), absl::StatusCode::kInvalidArgument) << text;
+    EXPECT_EQ(LoadModelFolder(folder_).status().code(), absl::StatusCode::kInvalidArgument) << text;
   }
 }
 

@@ -57,7 +57,7 @@ class ServiceTest : public ::testing::Test {
   ServiceTest() {
     std::filesystem::create_directories(folder_);
     std::ofstream(folder_ + "/tokenizer.json") << MinimalJson().dump();
-    std::ofstream(folder_ + "/config.json") << R"({"eos_token_id": [3]})";
+    std::ofstream(folder_ + "/config.json") << R"({"eos_token_id": [3], "model_type": "paper"})";
   }
   ~ServiceTest() override {
     if (group_ != nullptr) group_->ReleaseSteps();
@@ -123,6 +123,14 @@ class ServiceTest : public ::testing::Test {
     while (reader->Read(&response)) received.messages.push_back(response);
     received.status = reader->Finish();
     return received;
+  }
+
+  v1::GetServerInfoResponse ServerInfo() {
+    grpc::ClientContext context;
+    v1::GetServerInfoResponse info;
+    const grpc::Status status = stub_->GetServerInfo(&context, {}, &info);
+    EXPECT_TRUE(status.ok()) << status.error_message();
+    return info;
   }
 
   const std::string folder_ =
@@ -300,6 +308,96 @@ TEST_F(ServiceTest, HealthFollowsTheGroup) {
   ASSERT_EQ(server_->WaitUntilReady(absl::Minutes(1)), absl::OkStatus());
   EXPECT_TRUE(Generate(TokensRequest({1}, 1)).status.ok());
   EXPECT_EQ(CheckHealth(channel_, kService), Health::kServing);
+}
+
+TEST_F(ServiceTest, TokenizeAndDetokenizeAreInverse) {
+  Start(/*hold_forms=*/true);  // they ask no worker
+  v1::TokenizeRequest text;
+  text.set_text("What is it?");
+  grpc::ClientContext tokenize;
+  v1::TokenizeResponse tokens;
+  ASSERT_TRUE(stub_->Tokenize(&tokenize, text, &tokens).ok());
+  EXPECT_EQ(std::string(tokens.token_ids().begin(), tokens.token_ids().end()), "What is it?");
+  v1::DetokenizeRequest ids;
+  *ids.mutable_token_ids() = tokens.token_ids();
+  grpc::ClientContext detokenize;
+  v1::DetokenizeResponse back;
+  ASSERT_TRUE(stub_->Detokenize(&detokenize, ids, &back).ok());
+  EXPECT_EQ(back.text(), "What is it?");
+}
+
+TEST_F(ServiceTest, TokenizeAndDetokenizeRefuseWhatIsNoTextAndNoToken) {
+  Start(/*hold_forms=*/true);
+  v1::DetokenizeRequest ids;
+  for (const uint32_t id : {256u, 2147483647u, 2147483648u, 4294967295u}) {
+    ids.clear_token_ids();
+    ids.add_token_ids(id);
+    grpc::ClientContext context;
+    v1::DetokenizeResponse text;
+    const grpc::Status status = stub_->Detokenize(&context, ids, &text);
+    EXPECT_EQ(status.error_code(), grpc::StatusCode::INVALID_ARGUMENT) << id;
+    EXPECT_THAT(status.error_message(), HasSubstr(absl::StrCat(id))) << id;
+  }
+}
+
+TEST_F(ServiceTest, ModelInfoIsThatOfTheFormedGroup) {
+  Start(/*hold_forms=*/true);
+  v1::GetModelInfoResponse info;
+  grpc::ClientContext early;
+  EXPECT_EQ(stub_->GetModelInfo(&early, {}, &info).error_code(), grpc::StatusCode::UNAVAILABLE);
+  group_->ReleaseForms();
+  ASSERT_EQ(server_->WaitUntilReady(absl::Minutes(1)), absl::OkStatus());
+  grpc::ClientContext context;
+  ASSERT_TRUE(stub_->GetModelInfo(&context, {}, &info).ok());
+  EXPECT_EQ(info.model_path(), folder_ + "/");
+  EXPECT_EQ(info.served_model_name(), std::filesystem::path(folder_).filename());
+  EXPECT_EQ(info.model_type(), "paper");
+  EXPECT_EQ(info.vocab_size(), uint32_t{kVocab});
+  EXPECT_EQ(info.max_context_length(), 10000u);
+  ASSERT_EQ(info.eos_token_ids_size(), 1);
+  EXPECT_EQ(info.eos_token_ids(0), 3u);
+  ASSERT_EQ(info.policies_size(), 1);
+  EXPECT_EQ(info.policies(0).name(), "default");
+  EXPECT_EQ(info.kv_form(), "rotated/float32");
+  EXPECT_EQ(info.weights_hash().substr(0, 4), "7777");
+}
+
+TEST_F(ServiceTest, ServerInfoFollowsStateRequestsAndCache) {
+  Start(/*hold_forms=*/true);
+  EXPECT_EQ(ServerInfo().state(), v1::SERVER_STATE_STARTING);
+  EXPECT_THAT(ServerInfo().state_reason(), HasSubstr("being formed"));
+  EXPECT_EQ(ServerInfo().workers_size(), 0);
+  group_->ReleaseForms();
+  ASSERT_EQ(server_->WaitUntilReady(absl::Minutes(1)), absl::OkStatus());
+  ASSERT_EQ(ServerInfo().state(), v1::SERVER_STATE_SERVING);
+  ASSERT_EQ(ServerInfo().workers_size(), 1);
+  EXPECT_EQ(ServerInfo().workers(0).address(), "paper");
+
+  const std::vector<int32_t> prompt(200, 'p');
+  for (int i = 0; i < 2; ++i) EXPECT_TRUE(Generate(TokensRequest(prompt, 5)).status.ok());
+  group_->HoldSteps();
+  grpc::ClientContext context;
+  auto reader = stub_->Generate(&context, TokensRequest({1, 2, 3}, 3));
+  v1::GenerateResponse response;
+  ASSERT_TRUE(reader->Read(&response));
+  v1::GetServerInfoResponse info = ServerInfo();
+  EXPECT_EQ(info.requests_running(), 1u);
+  EXPECT_EQ(info.requests_finished(), 2u);
+  EXPECT_EQ(info.prompt_tokens(), 400u);
+  EXPECT_EQ(info.generation_tokens(), 10u);
+  EXPECT_EQ(info.prefix_cache_queries(), 403u);
+  EXPECT_EQ(info.prefix_cache_hits(), 192u);
+  EXPECT_EQ(info.cached_device_tokens(), 192u);
+  EXPECT_EQ(info.max_num_seqs(), 4u);
+  EXPECT_EQ(info.max_num_batched_tokens(), 128u);
+
+  std::thread shutdown([&] { server_->Shutdown(absl::Minutes(1)); });
+  while (ServerInfo().state() == v1::SERVER_STATE_SERVING) std::this_thread::yield();
+  EXPECT_EQ(ServerInfo().state(), v1::SERVER_STATE_DRAINING);
+  group_->ReleaseSteps();
+  while (reader->Read(&response)) {
+  }
+  shutdown.join();
 }
 
 TEST_F(ServiceTest, ReflectionNamesTheServices) {

@@ -1,6 +1,7 @@
 """The service as its users meet it: real processes, real sockets, the reference model, a long document."""
 
 import pathlib
+import re
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ from support.service import KVASIR, Service  # noqa: E402
 
 import grpc  # noqa: E402
 from documents import make_document  # noqa: E402
+from kvasir.v1 import generation_pb2  # noqa: E402
 
 PAGE = 64
 HEALTH_SERVING = b"\x08\x01"  # grpc.health.v1.HealthCheckResponse{status: SERVING}
@@ -154,6 +156,27 @@ class OneWorker(unittest.TestCase):
         self.assertEqual(run.stdout.strip() + ".", question.answer.strip())
         for words in ("time to first token", "blocks skipped", "page reads", "attention mass kept"):
             self.assertIn(words, run.stderr)
+
+
+    def test_status_command_shows_workers_tiers_and_hits(self):
+        ask(self.service, DOCUMENT.questions[0], tenant_id="status")
+        ask(self.service, DOCUMENT.questions[1], tenant_id="status")
+        run = subprocess.run([KVASIR, "status", f"--server={self.service.address}"], capture_output=True, text=True,
+                             timeout=20, check=True)
+        for words in ("serving", "needle-8k", "8,192 tokens", "device", "host", self.service.worker_metrics[0]):
+            self.assertIn(words, run.stdout)
+        hits = re.search(r"([\d,]+) of ([\d,]+) prompt tokens found", run.stdout).groups()
+        self.assertGreater(int(hits[0].replace(",", "")), 6900)
+        nobody = subprocess.run([KVASIR, "status", "--server=127.0.0.1:1", "--timeout=2"], capture_output=True,
+                                text=True, timeout=20, check=False)
+        self.assertEqual(nobody.returncode, 1)
+        self.assertIn("UNAVAILABLE", nobody.stderr)
+
+    def test_tokenize_and_detokenize_are_inverse(self):
+        tokens = self.service.stub.Tokenize(generation_pb2.TokenizeRequest(text=DOCUMENT.text)).token_ids
+        self.assertGreater(len(tokens), 6900)
+        request = generation_pb2.DetokenizeRequest(token_ids=tokens, skip_special_tokens=True)
+        self.assertEqual(self.service.stub.Detokenize(request).text, DOCUMENT.text)
 
 
 class Quest(unittest.TestCase):

@@ -1,0 +1,124 @@
+#include "coordinator/cli/status_command.h"
+
+#include <algorithm>
+#include <iostream>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/time/time.h"
+
+#include "coordinator/cli/connect.h"
+#include "coordinator/cli/progress_bar.h"
+#include "kernels/base/status_macros.h"
+#include "proto/grpc_status.h"
+#include "proto/kvasir/v1/generation.grpc.pb.h"
+
+namespace kvasir::coordinator {
+namespace {
+
+std::string StateLine(const v1::GetServerInfoResponse& server) {
+  switch (server.state()) {
+    case v1::SERVER_STATE_SERVING:
+      return "serving";
+    case v1::SERVER_STATE_DRAINING:
+      return "draining: running requests end, new ones are refused";
+    default:
+      return absl::StrCat("starting: ", server.state_reason());
+  }
+}
+
+std::string Share(uint64_t part, uint64_t whole) {
+  if (whole == 0) return "-";
+  return absl::StrFormat("%.1f%%", 100.0 * static_cast<double>(part) / static_cast<double>(whole));
+}
+
+std::string Gigabytes(uint64_t bytes) {
+  return absl::StrFormat("%.3f GB", 1e-9 * static_cast<double>(bytes));
+}
+
+void AppendModel(const v1::GetModelInfoResponse& model, std::string& text) {
+  absl::StrAppendFormat(&text, "context      %s tokens, vocabulary %s, KV %s, weights %s\n",
+                        WithCommas(model.max_context_length()), WithCommas(model.vocab_size()),
+                        model.kv_form(), model.weights_hash().substr(0, 16));
+}
+
+void AppendRequests(const v1::GetServerInfoResponse& server, std::string& text) {
+  absl::StrAppendFormat(&text,
+                        "requests     %s running (at most %s), %s waiting; %s finished, %s refused "
+                        "since the start\n",
+                        WithCommas(server.requests_running()), WithCommas(server.max_num_seqs()),
+                        WithCommas(server.requests_waiting()),
+                        WithCommas(server.requests_finished()),
+                        WithCommas(server.requests_rejected()));
+  absl::StrAppendFormat(&text, "tokens       %s read, %s generated\n",
+                        WithCommas(server.prompt_tokens()), WithCommas(server.generation_tokens()));
+  const uint64_t queries = server.prefix_cache_queries();
+  absl::StrAppendFormat(&text, "prefix cache %s of %s prompt tokens found (%s)\n",
+                        WithCommas(server.prefix_cache_hits()), WithCommas(queries),
+                        Share(server.prefix_cache_hits(), queries));
+}
+
+uint64_t CachedTokens(const v1::GetServerInfoResponse& server, absl::string_view tier) {
+  if (tier == "device") return server.cached_device_tokens();
+  if (tier == "host") return server.cached_host_tokens();
+  return server.cached_disk_tokens();
+}
+
+void AppendTiers(const v1::GetServerInfoResponse& server, std::string& text) {
+  absl::StrAppendFormat(&text, "\ntier    %14s %14s %8s %24s\n", "used", "total", "full",
+                        "share of read tokens");
+  for (const v1::TierInfo& tier : server.tiers()) {
+    absl::StrAppendFormat(&text, "%-7s %14s %14s %8s %24s\n", tier.tier(),
+                          Gigabytes(tier.used_bytes()), Gigabytes(tier.total_bytes()),
+                          Share(tier.used_bytes(), tier.total_bytes()),
+                          Share(CachedTokens(server, tier.tier()), server.prompt_tokens()));
+  }
+}
+
+void AppendWorkers(const v1::GetServerInfoResponse& server, std::string& text) {
+  size_t width = 7;
+  for (const v1::WorkerInfo& worker : server.workers()) {
+    width = std::max(width, worker.address().size());
+  }
+  const int address_width = static_cast<int>(width);
+  absl::StrAppendFormat(&text, "\nrank  %-*s  %-21s  %s\n", address_width, "address", "metrics",
+                        "device");
+  for (const v1::WorkerInfo& worker : server.workers()) {
+    absl::StrAppendFormat(&text, "%4d  %-*s  %-21s  %s\n", worker.rank(), address_width,
+                          worker.address(), worker.metrics_address(), worker.device());
+  }
+}
+
+}  // namespace
+
+std::string StatusTable(const v1::GetServerInfoResponse& server,
+                        const v1::GetModelInfoResponse* model) {
+  std::string text =
+      absl::StrFormat("server       kvasir %s, %s\n", server.version(), StateLine(server));
+  absl::StrAppendFormat(&text, "model        %s, up %s\n", server.served_model_name(),
+                        absl::FormatDuration(absl::Seconds(server.uptime().seconds())));
+  if (model != nullptr) AppendModel(*model, text);
+  AppendRequests(server, text);
+  if (server.workers().empty()) return text;
+  AppendTiers(server, text);
+  AppendWorkers(server, text);
+  return text;
+}
+
+absl::Status RunStatus(const v1::StatusCommandConfig& config) {
+  const auto stub = v1::Generation::NewStub(Connect(config.server()));
+  const absl::Duration timeout = absl::Seconds(config.timeout());
+  v1::GetServerInfoResponse server;
+  grpc::ClientContext server_context;
+  SetTimeout(timeout, server_context);
+  KVASIR_RETURN_IF_ERROR(proto::FromGrpcStatus(stub->GetServerInfo(&server_context, {}, &server)));
+  v1::GetModelInfoResponse model;
+  grpc::ClientContext model_context;
+  SetTimeout(timeout, model_context);
+  const absl::Status served = proto::FromGrpcStatus(stub->GetModelInfo(&model_context, {}, &model));
+  std::cout << StatusTable(server, served.ok() ? &model : nullptr);
+  // A group that is being formed has no model to tell of; the table says so.
+  return absl::IsUnavailable(served) ? absl::OkStatus() : served;
+}
+
+}  // namespace kvasir::coordinator
