@@ -25,7 +25,8 @@ struct SelectionNumbers {
 };
 
 struct SelectParams {
-  TensorView q;  // [tokens, num_heads, head_dim] of this rank, rotated, float32 or bfloat16
+  TensorView q;  // [tokens, num_heads, head_dim], rotated, float32 or bfloat16: all query heads of
+                 // the KV heads in `kv`, also those that other ranks attend with
   PagedKv kv;
   int64_t layer = 0;
   std::span<const QueryBlock> blocks;
@@ -62,6 +63,9 @@ class Selector {
   // Entries a row needs at most for these numbers over a context of `tokens`.
   virtual int64_t MaxEntries(const SelectionNumbers& numbers, int64_t tokens) const = 0;
   virtual bool NeedsBounds() const = 0;
+  // False where the choice depends on positions alone: then the heads of a group that lie on other
+  // ranks need not be fetched for it.
+  virtual bool ReadsQueries() const = 0;
   virtual SkipReason skip_reason() const = 0;
 };
 

@@ -1,6 +1,5 @@
-// Engines of several ranks, each on its own thread, over real sockets.
+// What a group of ranks answers, beside what one rank does.
 #include <cmath>
-#include <functional>
 #include <map>
 #include <memory>
 #include <thread>
@@ -8,72 +7,13 @@
 
 #include "gtest/gtest.h"
 
-#include "tests/worker/parallel/relay.h"
 #include "tests/worker/random_model.h"
+#include "tests/worker/rank_group.h"
 #include "tests/worker/test_coordinator.h"
 #include "tests/worker/test_worker.h"
-#include "worker/parallel/gloo_collective.h"
 
 namespace kvasir::worker {
 namespace {
-
-// Sends each plan to all ranks and compares what they answer.
-class Group {
- public:
-  Group(const std::string& folder, int size, absl::Duration timeout = absl::Seconds(20)) {
-    Relay relay(size);
-    ranks_.resize(static_cast<size_t>(size));
-    OnAllRanks([&](int rank) {
-      Rank& r = ranks_[static_cast<size_t>(rank)];
-      r.model = TestWorker::LoadTransformer(
-          {.folder = folder, .rank = rank, .num_ranks = size, .edit_weights = {}});
-      r.collective = GlooCollective::Connect({.rank = rank, .size = size, .timeout = timeout},
-                                             relay.rank(rank))
-                         .value();
-      r.worker = std::make_unique<TestWorker>(*r.model, *r.collective);
-    });
-  }
-
-  TestWorker& worker(int rank) { return *ranks_[static_cast<size_t>(rank)].worker; }
-  // As if the process were killed: its sockets close.
-  void Kill(int rank) { ranks_[static_cast<size_t>(rank)].collective.reset(); }
-
-  std::vector<absl::StatusOr<v1::StepReply>> Step(const v1::StepPlan& plan) {
-    std::vector<absl::StatusOr<v1::StepReply>> replies(ranks_.size());
-    OnAllRanks([&](int rank) {
-      if (ranks_[static_cast<size_t>(rank)].collective == nullptr) return;
-      replies[static_cast<size_t>(rank)] = worker(rank).engine().Step(plan);
-    });
-    return replies;
-  }
-
-  void Run(TestCoordinator& coordinator) {
-    while (!coordinator.done()) {
-      const v1::StepPlan plan = coordinator.NextPlan();
-      const auto replies = Step(plan);
-      for (const auto& reply : replies) {
-        ASSERT_TRUE(reply.ok()) << reply.status();
-        EXPECT_EQ(reply->token_hash(), replies[0]->token_hash());
-      }
-      ASSERT_NO_FATAL_FAILURE(coordinator.Apply(plan, *replies[0]));
-    }
-  }
-
- private:
-  struct Rank {
-    std::unique_ptr<Transformer> model;
-    std::unique_ptr<Collective> collective;
-    std::unique_ptr<TestWorker> worker;
-  };
-
-  void OnAllRanks(const std::function<void(int)>& body) {
-    std::vector<std::thread> threads;
-    for (int rank = 0; rank < std::ssize(ranks_); ++rank) threads.emplace_back(body, rank);
-    for (std::thread& thread : threads) thread.join();
-  }
-
-  std::vector<Rank> ranks_;
-};
 
 TestRequest MakeRequest(uint32_t size, uint32_t policy) {
   TestRequest request = {.prompt = std::vector<uint32_t>(size),
@@ -88,29 +28,62 @@ TestRequest MakeRequest(uint32_t size, uint32_t policy) {
   return request;
 }
 
-class TensorParallelTest : public testing::TestWithParam<int> {
- protected:
-  RandomModel model_;
+// How many KV heads over how many ranks.
+struct Split {
+  int64_t kv_heads;
+  int ranks;
 };
 
+class TensorParallelTest : public testing::TestWithParam<Split> {
+ protected:
+  static ModelConfig Shape() {
+    ModelConfig shape = RandomModelShape();
+    shape.num_kv_heads = GetParam().kv_heads;
+    return shape;
+  }
+  RankGroupOptions Options(int size) const {
+    RankGroupOptions options = {.model = {.folder = model_.folder(), .edit_weights = {}},
+                                .size = size};
+    options.engine.mass_sample_rate = 1;
+    return options;
+  }
+
+  RandomModel model_{Shape()};
+};
+
+// What is counted per KV head or query head is counted once, on however many ranks the head lies.
+void ExpectSameAccounting(const v1::RowAccounting& one, const v1::RowAccounting& many) {
+  EXPECT_GT(one.blocks_total(), 0u);
+  EXPECT_EQ(one.blocks_total(), many.blocks_total());
+  EXPECT_EQ(one.skipped_selected_out(), many.skipped_selected_out());
+  EXPECT_EQ(one.page_hits() + one.page_misses(), many.page_hits() + many.page_misses());
+  EXPECT_EQ(one.mass_samples(), many.mass_samples());
+  EXPECT_NEAR(one.mass_sum(), many.mass_sum(), 1e-4 * one.mass_sum());
+}
+
 TEST_P(TensorParallelTest, AnswersAsOneRankDoes) {
-  const auto whole = TestWorker::LoadTransformer({.folder = model_.folder(), .edit_weights = {}});
-  TestWorker single(*whole);
-  Group group(model_.folder(), GetParam());
+  RankGroup single(Options(1)), group(Options(GetParam().ranks));
   TestCoordinator one({.chunk = 128}), many({.chunk = 128});
   for (const uint32_t size : {1u, 70u, 300u}) {
-    for (const uint32_t policy : {0u, 3u}) {
+    for (const uint32_t policy : {0u, 2u, 3u}) {
       one.Add(MakeRequest(size, policy));
       many.Add(MakeRequest(size, policy));
     }
   }
   single.Run(one);
   group.Run(many);
-  for (size_t r = 0; r < 6; ++r) EXPECT_EQ(one.result(r).tokens, many.result(r).tokens);
+  uint64_t skipped = 0;
+  for (size_t r = 0; r < 9; ++r) {
+    SCOPED_TRACE(testing::Message() << "request " << r);
+    EXPECT_EQ(one.result(r).tokens, many.result(r).tokens);
+    ExpectSameAccounting(one.result(r).accounting, many.result(r).accounting);
+    skipped += one.result(r).accounting.skipped_selected_out();
+  }
+  EXPECT_GT(skipped, 0u);
   float difference = 0, largest = 0;
-  for (const auto& [place, logits] : single.logits()) {
+  for (const auto& [place, logits] : single.worker(0).logits()) {
     const TestWorker::Logits& sharded = group.worker(0).logits().at(place);
-    EXPECT_EQ(sharded, group.worker(GetParam() - 1).logits().at(place));
+    EXPECT_EQ(sharded, group.worker(group.size() - 1).logits().at(place));
     for (size_t i = 0; i < logits.size(); ++i) {
       largest = std::max(largest, std::abs(logits[i]));
       difference = std::max(difference, std::abs(logits[i] - sharded[i]));
@@ -120,7 +93,13 @@ TEST_P(TensorParallelTest, AnswersAsOneRankDoes) {
   EXPECT_LT(difference, 1e-4f * largest);
 }
 
-INSTANTIATE_TEST_SUITE_P(Sizes, TensorParallelTest, testing::Values(2, 4));
+INSTANTIATE_TEST_SUITE_P(Splits, TensorParallelTest,
+                         testing::Values(Split{4, 2}, Split{4, 4}, Split{2, 4}, Split{1, 2},
+                                         Split{1, 4}),
+                         [](const auto& test) {
+                           return std::to_string(test.param.kv_heads) + "KvHeadsOver" +
+                                  std::to_string(test.param.ranks);
+                         });
 
 class TensorParallelFailureTest : public testing::Test {
  protected:
@@ -128,7 +107,7 @@ class TensorParallelFailureTest : public testing::Test {
 };
 
 TEST_F(TensorParallelFailureTest, DeadRankIsAnErrorOnTheOthers) {
-  Group group(model_.folder(), 2);
+  RankGroup group({.model = {.folder = model_.folder(), .edit_weights = {}}, .size = 2});
   TestCoordinator coordinator({.chunk = 128});
   coordinator.Add(MakeRequest(70, 0));
   const v1::StepPlan first = coordinator.NextPlan();
@@ -141,7 +120,9 @@ TEST_F(TensorParallelFailureTest, DeadRankIsAnErrorOnTheOthers) {
 }
 
 TEST_F(TensorParallelFailureTest, SilentRankIsAnErrorOnTheOthersInTime) {
-  Group group(model_.folder(), 2, absl::Milliseconds(300));
+  RankGroup group({.model = {.folder = model_.folder(), .edit_weights = {}},
+                   .size = 2,
+                   .timeout = absl::Milliseconds(300)});
   TestCoordinator coordinator({.chunk = 128});
   coordinator.Add(MakeRequest(70, 0));
   // Only rank 0 gets the plan.
@@ -150,7 +131,7 @@ TEST_F(TensorParallelFailureTest, SilentRankIsAnErrorOnTheOthersInTime) {
 }
 
 TEST_F(TensorParallelFailureTest, BlockMissingOnOneRankStopsAll) {
-  Group group(model_.folder(), 2);
+  RankGroup group({.model = {.folder = model_.folder(), .edit_weights = {}}, .size = 2});
   TestCoordinator coordinator({.chunk = 128, .keep_blocks = true});
   const size_t r = coordinator.Add(MakeRequest(200, 0));
   group.Run(coordinator);

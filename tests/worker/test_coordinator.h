@@ -91,6 +91,19 @@ class TestCoordinator {
     for (const uint64_t block : result.blocks) pending_.add_drop_blocks(block);
   }
 
+  // Adds what is counted; not mass_minimum.
+  static void AddAccounting(const v1::RowAccounting& row, v1::RowAccounting& sum) {
+    sum.set_blocks_total(sum.blocks_total() + row.blocks_total());
+    sum.set_skipped_selected_out(sum.skipped_selected_out() + row.skipped_selected_out());
+    sum.set_skipped_window(sum.skipped_window() + row.skipped_window());
+    sum.set_page_hits(sum.page_hits() + row.page_hits());
+    sum.set_page_misses(sum.page_misses() + row.page_misses());
+    sum.set_mass_samples(sum.mass_samples() + row.mass_samples());
+    sum.set_mass_sum(sum.mass_sum() + row.mass_sum());
+    sum.set_cached_device_tokens(sum.cached_device_tokens() + row.cached_device_tokens());
+    sum.set_cached_host_tokens(sum.cached_host_tokens() + row.cached_host_tokens());
+  }
+
  private:
   static constexpr int64_t kPage = kernels::kPageTokens;
 
@@ -149,7 +162,7 @@ class TestCoordinator {
     TestResult& result = results_[running.result];
     ASSERT_EQ(row_result.slot(), row.slot());
     running.length = row.begin() + row.num_tokens();
-    AddUp(row_result.accounting(), result.accounting);
+    AddAccounting(row_result.accounting(), result.accounting);
     if (row_result.error_code() != 0) {
       result.status = absl::Status(static_cast<absl::StatusCode>(row_result.error_code()),
                                    row_result.error_message());
@@ -173,18 +186,6 @@ class TestCoordinator {
     std::vector<uint64_t>& blocks = results_[running.result].blocks;
     blocks.resize(static_cast<size_t>(running.sealed));
     if (!options_.keep_blocks) Drop(results_[running.result]);
-  }
-
-  static void AddUp(const v1::RowAccounting& row, v1::RowAccounting& sum) {
-    sum.set_blocks_total(sum.blocks_total() + row.blocks_total());
-    sum.set_skipped_selected_out(sum.skipped_selected_out() + row.skipped_selected_out());
-    sum.set_skipped_window(sum.skipped_window() + row.skipped_window());
-    sum.set_page_hits(sum.page_hits() + row.page_hits());
-    sum.set_page_misses(sum.page_misses() + row.page_misses());
-    sum.set_mass_samples(sum.mass_samples() + row.mass_samples());
-    sum.set_mass_sum(sum.mass_sum() + row.mass_sum());
-    sum.set_cached_device_tokens(sum.cached_device_tokens() + row.cached_device_tokens());
-    sum.set_cached_host_tokens(sum.cached_host_tokens() + row.cached_host_tokens());
   }
 
   const Options options_;

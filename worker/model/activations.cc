@@ -41,6 +41,7 @@ absl::StatusOr<Activations> Activations::Create(const ActivationSizes& s) {
   const int64_t tokens = s.max_tokens;
   const int64_t rows = s.max_logits_rows;
   const bool parallel = s.num_ranks > 1;
+  const int64_t shared_tokens = s.kv_replicas > 1 ? tokens : 0;
   const Part parts[] = {
       {&a.residual, s.dtype, tokens, s.hidden},
       {&a.delta, s.dtype, tokens, s.hidden},
@@ -49,6 +50,8 @@ absl::StatusOr<Activations> Activations::Create(const ActivationSizes& s) {
       {&a.q, s.dtype, tokens, s.num_heads * s.head_dim},
       {&a.k, s.dtype, tokens, s.num_kv_heads * s.head_dim},
       {&a.v, s.dtype, tokens, s.num_kv_heads * s.head_dim},
+      {&a.gathered_q, s.dtype, s.num_ranks * shared_tokens, s.num_heads * s.head_dim},
+      {&a.group_q, s.dtype, shared_tokens, s.kv_replicas * s.num_heads * s.head_dim},
       {&a.attended, s.dtype, tokens, s.num_heads * s.head_dim},
       {&a.lse, DType::kFloat32, tokens, s.num_heads},
       {&a.gate_up, s.dtype, tokens, 2 * s.intermediate},

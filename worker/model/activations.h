@@ -27,6 +27,7 @@ struct ActivationSizes {
   int64_t vocab = 0;       // of the whole model
   int64_t vocab_rows = 0;  // of the widest rank
   int64_t num_ranks = 1;
+  int64_t kv_replicas = 1;  // ranks that share a KV head
   int64_t gemm_scratch_bytes = 0;
   // Of the largest step.
   int64_t max_tokens = 0;
@@ -62,10 +63,13 @@ struct Activations {
   ActivationBuffer normed;    // [tokens, hidden]
   ActivationBuffer q;         // [tokens, num_heads * head_dim]
   ActivationBuffer k, v;      // [tokens, num_kv_heads * head_dim]
-  ActivationBuffer attended;  // [tokens, num_heads * head_dim]
-  ActivationBuffer lse;       // [tokens, num_heads] float32
-  ActivationBuffer gate_up;   // [tokens, 2 * intermediate]
-  ActivationBuffer gated;     // [tokens, intermediate]
+  // Where ranks share a KV head: everybody's q, and of it the heads of this rank's KV head.
+  ActivationBuffer gathered_q;                 // [ranks * tokens, num_heads * head_dim]
+  ActivationBuffer group_q;                    // [tokens, kv_replicas * num_heads * head_dim]
+  ActivationBuffer attended;                   // [tokens, num_heads * head_dim]
+  ActivationBuffer lse;                        // [tokens, num_heads] float32
+  ActivationBuffer gate_up;                    // [tokens, 2 * intermediate]
+  ActivationBuffer gated;                      // [tokens, intermediate]
   ActivationBuffer last_residual, last_delta;  // [logits rows, hidden]
   ActivationBuffer local_logits;               // [logits rows, vocab_rows] float32
   ActivationBuffer gathered_logits;            // [ranks * logits rows, vocab_rows] float32

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <span>
 #include <utility>
@@ -41,6 +42,12 @@ std::span<std::byte> GemmScratch(const StepContext& step) {
   return {scratch.data(), static_cast<size_t>(scratch.size_bytes())};
 }
 
+// As a gather takes it, which moves bits: two bfloat16 go as one float. REQUIRES: a multiple of
+// four bytes.
+absl::Span<float> AsFloats(const TensorView& tensor) {
+  return {tensor.As<float>(), static_cast<size_t>(tensor.size_bytes()) / sizeof(float)};
+}
+
 // A row that selected an absent page has no result. NaN makes it fail on every rank of the group,
 // through the sums that follow, and on no other row.
 void PoisonRows(const TensorView& out, const QueryBlock& block) {
@@ -65,8 +72,8 @@ AttentionLayer::AttentionLayer(Projections projections, HostTensor q_norm, HostT
 
 absl::StatusOr<AttentionLayer> AttentionLayer::Create(LayerWeights& weights,
                                                       const AttentionLayerOptions& options) {
-  const int64_t q_rows = options.num_heads * options.head_dim;
-  const int64_t kv_rows = options.num_kv_heads * options.head_dim;
+  const int64_t q_rows = options.shard.query_heads.size() * options.head_dim;
+  const int64_t kv_rows = options.shard.kv_heads.size() * options.head_dim;
   // Three products instead of one: their results are what the ops below take, without a copy.
   KVASIR_ASSIGN_OR_RETURN(PackedLinear q, PackRows(weights, 0, q_rows, options.dtype));
   KVASIR_ASSIGN_OR_RETURN(PackedLinear k, PackRows(weights, q_rows, kv_rows, options.dtype));
@@ -96,7 +103,8 @@ int64_t AttentionLayer::GemmScratchBytes(int num_threads) const {
 absl::Status AttentionLayer::Run(const StepContext& step, const TensorView& output) {
   KVASIR_RETURN_IF_ERROR(ProjectAndAppend(step));
   KVASIR_ASSIGN_OR_RETURN(const PageSelection selection, Select(step));
-  step.meter.Count(selection, step.kv, options_.layer);
+  // Ranks that share a KV head select alike: its pages are counted once.
+  if (options_.shard.replica() == 0) step.meter.Count(selection, step.kv, options_.layer);
   KVASIR_RETURN_IF_ERROR(AttendTo(step, selection));
   return projections_.output.Run(step.activations.attended.Rows(step.batch.num_tokens()), output,
                                  GemmScratch(step), step.executor);
@@ -110,13 +118,13 @@ absl::Status AttentionLayer::ProjectAndAppend(const StepContext& step) {
   KVASIR_RETURN_IF_ERROR(projections_.q.Run(x, a.q.Rows(tokens), GemmScratch(step), executor));
   KVASIR_RETURN_IF_ERROR(projections_.k.Run(x, a.k.Rows(tokens), GemmScratch(step), executor));
   KVASIR_RETURN_IF_ERROR(projections_.v.Run(x, a.v.Rows(tokens), GemmScratch(step), executor));
-  KVASIR_RETURN_IF_ERROR(Normalize(step, q_norm_, a.q, options_.num_heads));
-  KVASIR_RETURN_IF_ERROR(Normalize(step, k_norm_, a.k, options_.num_kv_heads));
-  const TensorView k = a.k.Heads(tokens, options_.num_kv_heads);
-  KVASIR_RETURN_IF_ERROR(ApplyRope(step.rope, a.q.Heads(tokens, options_.num_heads), executor));
+  KVASIR_RETURN_IF_ERROR(Normalize(step, q_norm_, a.q, num_heads()));
+  KVASIR_RETURN_IF_ERROR(Normalize(step, k_norm_, a.k, num_kv_heads()));
+  const TensorView k = a.k.Heads(tokens, num_kv_heads());
+  KVASIR_RETURN_IF_ERROR(ApplyRope(step.rope, a.q.Heads(tokens, num_heads()), executor));
   KVASIR_RETURN_IF_ERROR(ApplyRope(step.rope, k, executor));
   return kernels::AppendKv({.k = k,
-                            .v = a.v.Heads(tokens, options_.num_kv_heads),
+                            .v = a.v.Heads(tokens, num_kv_heads()),
                             .kv = step.kv,
                             .layer = options_.layer,
                             .blocks = step.batch.appends},
@@ -135,9 +143,9 @@ absl::Status AttentionLayer::Normalize(const StepContext& step, const HostTensor
 
 absl::StatusOr<PageSelection> AttentionLayer::Select(const StepContext& step) {
   const StepBatch& batch = step.batch;
-  const int64_t tokens = batch.num_tokens();
+  KVASIR_ASSIGN_OR_RETURN(const TensorView queries, SelectionQueries(step));
   KVASIR_ASSIGN_OR_RETURN(const PageSelection selection,
-                          step.activations.MakeSelection(batch, options_.num_kv_heads));
+                          step.activations.MakeSelection(batch, num_kv_heads()));
   numbers_ = batch.numbers;
   for (size_t b = 0; b < numbers_.size(); ++b) {
     // A window over the whole context is what dense means (rule R2): no path of its own.
@@ -149,12 +157,12 @@ absl::StatusOr<PageSelection> AttentionLayer::Select(const StepContext& step) {
   for (const SelectorGroup& group : batch.groups) {
     const size_t begin = static_cast<size_t>(group.begin);
     const size_t count = static_cast<size_t>(group.end - group.begin);
-    const int64_t first_row = group.begin * options_.num_kv_heads;
+    const int64_t first_row = group.begin * num_kv_heads();
     PageSelection rows = {.headers = selection.headers + first_row,
                           .entries = selection.entries + first_row * selection.capacity,
-                          .num_rows = static_cast<int64_t>(count) * options_.num_kv_heads,
+                          .num_rows = static_cast<int64_t>(count) * num_kv_heads(),
                           .capacity = selection.capacity};
-    const kernels::SelectParams params = {.q = step.activations.q.Heads(tokens, options_.num_heads),
+    const kernels::SelectParams params = {.q = queries,
                                           .kv = step.kv,
                                           .layer = options_.layer,
                                           .blocks = std::span(batch.blocks).subspan(begin, count),
@@ -165,14 +173,52 @@ absl::StatusOr<PageSelection> AttentionLayer::Select(const StepContext& step) {
   return selection;
 }
 
+bool AttentionLayer::AnySelectorReadsQueries(const StepBatch& batch) const {
+  for (const SelectorGroup& group : batch.groups) {
+    if (!group.served->selector->ReadsQueries()) continue;
+    for (int64_t b = group.begin; b < group.end; ++b) {
+      if (options_.layer >= batch.infos[static_cast<size_t>(b)].dense_layers) return true;
+    }
+  }
+  return false;
+}
+
+// The scope of a selection is the KV group. Where its query heads lie on several ranks, each of
+// them gets all of them and selects for itself: the same queries and the same bounds give the same
+// pages. All ranks take part, for the batch is the same on all.
+absl::StatusOr<TensorView> AttentionLayer::SelectionQueries(const StepContext& step) const {
+  const Activations& a = step.activations;
+  const ShardPlan& shard = options_.shard;
+  const int64_t tokens = step.batch.num_tokens();
+  if (shard.kv_replicas == 1 || !AnySelectorReadsQueries(step.batch)) {
+    return a.q.Heads(tokens, num_heads());
+  }
+  const TensorView own = a.q.Rows(tokens);
+  const TensorView gathered = a.gathered_q.Rows(shard.num_ranks * tokens);
+  KVASIR_RETURN_IF_ERROR(step.collective.AllGather(AsFloats(own), AsFloats(gathered)));
+  const TensorView group = a.group_q.Rows(tokens);
+  const int64_t row_bytes = own.size_bytes() / tokens;
+  const int64_t first_rank = shard.rank - shard.replica();
+  for (int64_t token = 0; token < tokens; ++token) {
+    for (int64_t replica = 0; replica < shard.kv_replicas; ++replica) {
+      const int64_t from = (first_rank + replica) * tokens + token;
+      const int64_t to = token * shard.kv_replicas + replica;
+      std::memcpy(group.As<std::byte>() + to * row_bytes,
+                  gathered.As<const std::byte>() + from * row_bytes,
+                  static_cast<size_t>(row_bytes));
+    }
+  }
+  return a.group_q.Heads(tokens, shard.kv_replicas * num_heads());
+}
+
 absl::Status AttentionLayer::AttendTo(const StepContext& step, const PageSelection& selection) {
   Activations& a = step.activations;
   const int64_t tokens = step.batch.num_tokens();
   faults_.assign(static_cast<size_t>(step.kv.num_slots), 0);
   const bool measures = step.meter.Measures(options_.layer);
   const kernels::AttendParams params = {
-      .q = a.q.Heads(tokens, options_.num_heads),
-      .out = a.attended.Heads(tokens, options_.num_heads),
+      .q = a.q.Heads(tokens, num_heads()),
+      .out = a.attended.Heads(tokens, num_heads()),
       .lse = measures ? a.lse.Rows(tokens) : TensorView(),
       .kv = step.kv,
       .layer = options_.layer,

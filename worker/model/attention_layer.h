@@ -17,7 +17,9 @@
 #include "kernels/paged/paged_kv.h"
 #include "worker/attention_meter.h"
 #include "worker/model/activations.h"
+#include "worker/model/shard_plan.h"
 #include "worker/model/weights.h"
+#include "worker/parallel/collective.h"
 
 namespace kvasir::worker {
 
@@ -28,13 +30,13 @@ struct StepContext {
   const kernels::RopeTable& rope;
   Activations& activations;
   AttentionMeter& meter;
+  Collective& collective;
   kernels::Executor& executor;
 };
 
 struct AttentionLayerOptions {
   int64_t layer = 0;
-  int64_t num_heads = 0;  // of this rank
-  int64_t num_kv_heads = 0;
+  ShardPlan shard;
   int64_t head_dim = 0;
   float norm_epsilon = 0;
   kernels::DType dtype = kernels::DType::kFloat32;
@@ -63,9 +65,15 @@ class AttentionLayer {
 
   absl::Status ProjectAndAppend(const StepContext& step);
   absl::StatusOr<kernels::PageSelection> Select(const StepContext& step);
+  // The query heads that selections of this step are made from.
+  absl::StatusOr<kernels::TensorView> SelectionQueries(const StepContext& step) const;
+  bool AnySelectorReadsQueries(const StepBatch& batch) const;
   absl::Status AttendTo(const StepContext& step, const kernels::PageSelection& selection);
   absl::Status Normalize(const StepContext& step, const HostTensor& weight,
                          const ActivationBuffer& heads, int64_t num_heads) const;
+
+  int64_t num_heads() const { return options_.shard.query_heads.size(); }  // of this rank
+  int64_t num_kv_heads() const { return options_.shard.kv_heads.size(); }
 
   AttentionLayerOptions options_;
   Projections projections_;

@@ -81,8 +81,7 @@ absl::Status Transformer::AddLayer(int64_t index, LayerWeights weights) {
       AttentionLayer attention,
       AttentionLayer::Create(weights,
                              {.layer = index,
-                              .num_heads = options_.shard.query_heads.size(),
-                              .num_kv_heads = options_.shard.kv_heads.size(),
+                              .shard = options_.shard,
                               .head_dim = options_.config.head_dim,
                               .norm_epsilon = static_cast<float>(options_.config.rms_norm_eps),
                               .dtype = dtype,
@@ -128,6 +127,7 @@ ActivationSizes Transformer::activation_sizes(int64_t max_tokens, int64_t max_lo
           .vocab = options_.config.vocab_size,
           .vocab_rows = options_.shard.vocab_rows_per_rank,
           .num_ranks = options_.shard.num_ranks,
+          .kv_replicas = options_.shard.kv_replicas,
           .gemm_scratch_bytes = gemm_scratch,
           .max_tokens = max_tokens,
           .max_logits_rows = max_logits_rows};
@@ -154,6 +154,7 @@ absl::Status Transformer::RunLayer(const ForwardParams& params, Layer& layer, bo
                             .rope = rope_,
                             .activations = params.activations,
                             .meter = params.meter,
+                            .collective = params.collective,
                             .executor = params.executor};
   KVASIR_RETURN_IF_ERROR(AddAndNormalize(params, layer.input_norm, /*add=*/!first));
   KVASIR_RETURN_IF_ERROR(layer.attention.Run(step, LayerOutput(params)));
