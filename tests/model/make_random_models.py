@@ -1,55 +1,83 @@
 #!/usr/bin/env python3
 """Makes small models with random weights of each family and kind of rotary embedding, in Hugging Face layout, and
-records the logits that transformers computes with them.
+records the logits that transformers computes with them (golden_logits.py):
 
-    make_random_models.py FOLDER --all                       every family x rope x tied, in folders of their own
-    make_random_models.py FOLDER --family qwen3 --rope yarn  one model in FOLDER
+    make_random_models.py tests/worker/model/testdata
 
-Beside the model lies golden.json: {"tokens": [...], "positions": [...], "logits": [a row per position]}; computed in
-float32 from the saved weights by `attn_implementation="eager"`. Weights are scaled so that attention is far from
-uniform, norms and biases far from one and zero: a wrong head, offset or angle changes the logits. Deterministic by
---seed. Needs torch and transformers; tests use the recorded files only.
+Weights are scaled so that attention is far from uniform, norms and biases far from one and zero: a wrong head, offset
+or angle changes the logits. All have 2 KV heads, so that on four ranks each lies on two. The context that rotary
+embeddings were "trained" for is short, and the longest run passes it. Deterministic. Models that differ in config.json
+only share their weights through a link. Needs torch and transformers; tests use the recorded files only.
 """
 
 import argparse
-import itertools
-import json
+import shutil
+import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import transformers
+
+sys.path.insert(0, str(Path(__file__).parent))
+import golden_logits  # noqa: E402
+
+LENGTHS = (1, 65, 500, 1100)
+TRAINED_CONTEXT, EXTENDED_CONTEXT = 128, 2048
+VOCAB = 64
 
 FAMILIES = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
 }
-# The context that a model was trained for is short, so that the golden sequence passes it.
-TRAINED_CONTEXT, EXTENDED_CONTEXT = 64, 512
 ROPE_KINDS = {
     "default": {},
-    "linear": {"factor": 4.0},
-    "dynamic": {"factor": 4.0},
-    "yarn": {"factor": 8.0, "original_max_position_embeddings": TRAINED_CONTEXT},
-    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "linear": {"factor": 16.0},
+    "dynamic": {"factor": 16.0},
+    "yarn": {"factor": 16.0, "original_max_position_embeddings": TRAINED_CONTEXT},
+    "llama3": {"factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                "original_max_position_embeddings": TRAINED_CONTEXT},
 }
 
 
-def make_config(arguments, family, rope, tied):
-    config_class, _ = FAMILIES[family]
-    return config_class(
-        hidden_size=arguments.hidden, intermediate_size=arguments.intermediate, num_hidden_layers=arguments.layers,
-        num_attention_heads=arguments.heads, num_key_value_heads=arguments.kv_heads, head_dim=arguments.head_dim,
-        vocab_size=arguments.vocab, rms_norm_eps=1e-5, tie_word_embeddings=tied, bos_token_id=0, eos_token_id=[1],
-        max_position_embeddings=TRAINED_CONTEXT if rope == "dynamic" else EXTENDED_CONTEXT,
-        rope_parameters={"rope_type": rope, "rope_theta": 10000.0, **ROPE_KINDS[rope]},
-        **({"attention_bias": True} if arguments.attention_bias and family != "qwen2" else {}))
+@dataclass
+class Model:
+    family: str
+    rope: str = "default"
+    config: dict = field(default_factory=dict)
+    dtype: torch.dtype = torch.bfloat16
+    max_shard_size: str = "5GB"
+    weights_of: str = ""  # another model whose weights these are
 
 
-def randomize(model, generator):
+MODELS = {
+    "llama": Model("llama"),
+    "llama-linear": Model("llama", "linear", weights_of="llama"),
+    "llama-dynamic": Model("llama", "dynamic", weights_of="llama"),
+    "llama-yarn": Model("llama", "yarn", weights_of="llama"),
+    "llama3": Model("llama", "llama3", weights_of="llama"),
+    "llama-tied": Model("llama", config={"tie_word_embeddings": True}),
+    "llama-bias": Model("llama", config={"attention_bias": True}),
+    "llama-float16-sharded": Model("llama", dtype=torch.float16, max_shard_size="20KB"),
+    "qwen2": Model("qwen2"),
+    "qwen2-yarn": Model("qwen2", "yarn", weights_of="qwen2"),
+    "qwen3": Model("qwen3"),
+    "qwen3-tied": Model("qwen3", config={"tie_word_embeddings": True}),
+}
+
+
+def make_config(model):
+    return FAMILIES[model.family][0](
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2,
+        head_dim=16, vocab_size=VOCAB, rms_norm_eps=1e-5, bos_token_id=0, eos_token_id=[1],
+        max_position_embeddings=TRAINED_CONTEXT if model.rope == "dynamic" else EXTENDED_CONTEXT,
+        rope_parameters={"rope_type": model.rope, "rope_theta": 10000.0, **ROPE_KINDS[model.rope]}, **model.config)
+
+
+def randomize(network, generator):
     """Gives every parameter values that matter to the result."""
-    for name, parameter in model.named_parameters():
+    for name, parameter in network.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if name.endswith("norm.weight"):
             value = 1.0 + 0.2 * noise
@@ -62,60 +90,32 @@ def randomize(model, generator):
         parameter.data.copy_(value)
 
 
-def positions_of(num_tokens):
-    """The last position and 16 spread over the sequence."""
-    return sorted({num_tokens - 1} | {index * num_tokens // 16 for index in range(16)})
-
-
-@torch.no_grad()
-def make_golden(folder, num_tokens, vocab, generator):
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32,
-                                                              attn_implementation="eager").eval()
-    tokens = torch.randint(vocab, (1, num_tokens), generator=generator)
-    logits = model(tokens, use_cache=False).logits[0].double()
-    positions = positions_of(num_tokens)
-    rows = ",\n".join("[" + ",".join(f"{value:.7g}" for value in logits[p].tolist()) + "]" for p in positions)
-    (Path(folder) / "golden.json").write_text(
-        f'{{"tokens": {json.dumps(tokens[0].tolist())},\n"positions": {json.dumps(positions)},\n"logits": [\n{rows}]}}\n')
-
-
-def make_model(arguments, folder, family, rope, tied):
-    generator = torch.Generator().manual_seed(arguments.seed)
-    model = FAMILIES[family][1](make_config(arguments, family, rope, tied))
-    randomize(model, generator)
-    model = model.to(getattr(torch, arguments.dtype))
-    model.save_pretrained(folder, max_shard_size=arguments.max_shard_size)
-    make_golden(folder, arguments.tokens, arguments.vocab, generator)
-    size = sum(file.stat().st_size for file in Path(folder).iterdir())
-    print(f"{folder}: {family}, {rope}, {'tied' if tied else 'untied'}, {size} bytes")
+def make_model(folder, name):
+    model = MODELS[name]
+    path = folder / name
+    shutil.rmtree(path, ignore_errors=True)
+    config = make_config(model)
+    if model.weights_of:
+        config.architectures = [FAMILIES[model.family][1].__name__]
+        config.dtype = model.dtype
+        config.save_pretrained(path)
+        (path / "model.safetensors").symlink_to(f"../{model.weights_of}/model.safetensors")
+    else:
+        network = FAMILIES[model.family][1](config)
+        randomize(network, torch.Generator().manual_seed(0))
+        network.to(model.dtype).save_pretrained(path, max_shard_size=model.max_shard_size)
+    tokens = torch.randint(VOCAB, (max(LENGTHS),), generator=torch.Generator().manual_seed(1))
+    golden_logits.record(path, tokens, LENGTHS, path / "golden.safetensors")
+    print(path, sum(file.lstat().st_size for file in path.iterdir()), "bytes")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--all", action="store_true", help="every family, rope and tied or not")
-    parser.add_argument("--family", choices=FAMILIES, default="llama")
-    parser.add_argument("--rope", choices=ROPE_KINDS, default="default")
-    parser.add_argument("--tied", action="store_true", help="the output head is the embedding")
-    parser.add_argument("--attention-bias", action="store_true", help="biases on q, k, v and o (llama and qwen3)")
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--hidden", type=int, default=64)
-    parser.add_argument("--intermediate", type=int, default=96)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--kv-heads", type=int, default=2)
-    parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--vocab", type=int, default=256)
-    parser.add_argument("--tokens", type=int, default=200, help="length of the golden sequence")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    parser.add_argument("--max-shard-size", default="5GB", help="as in save_pretrained, e.g. 100KB")
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
-    if not arguments.all:
-        make_model(arguments, arguments.folder, arguments.family, arguments.rope, arguments.tied)
-        return
-    for family, rope, tied in itertools.product(FAMILIES, ROPE_KINDS, (False, True)):
-        make_model(arguments, arguments.folder / f"{family}-{rope}-{'tied' if tied else 'untied'}", family, rope, tied)
+    folder = parser.parse_args().folder
+    for name in MODELS:
+        make_model(folder, name)
 
 
 if __name__ == "__main__":

@@ -396,10 +396,10 @@ TEST(ModelConfig, CorpusIsAcceptedOrRefusedAsItsNamesSay) {
 }
 
 TEST(LoadModelConfig, ReadsAFolderOfTransformers) {
-  const auto config = LoadModelConfig(std::string(kTestData) + "/tiny-llama-tied");
+  const auto config = LoadModelConfig(std::string(kTestData) + "/llama-tied");
   ASSERT_TRUE(config.ok()) << config.status();
   EXPECT_TRUE(config->tie_word_embeddings);
-  EXPECT_EQ(config->head_dim, 64);
+  EXPECT_EQ(config->head_dim, 16);
   EXPECT_EQ(config->dtype, kernels::DType::kBFloat16);
   EXPECT_THAT(config->eos_token_ids, ElementsAre(1));
 }

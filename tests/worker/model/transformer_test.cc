@@ -1,66 +1,125 @@
-// The forward pass against logits that transformers computed with the same weights
-// (tests/model/make_random_models.py).
+// The forward pass against logits that transformers computed with the same weights, from one rank
+// to four.
 #include "worker/model/transformer.h"
 
-#include <algorithm>
-#include <cmath>
 #include <string>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "gtest/gtest.h"
 
+#include "tests/worker/model/golden.h"
 #include "tests/worker/model/test_files.h"
+#include "tests/worker/rank_group.h"
 #include "tests/worker/test_coordinator.h"
-#include "tests/worker/test_worker.h"
-#include <nlohmann/json.hpp>
 
 namespace kvasir::worker {
 namespace {
 
-struct Golden {
-  std::vector<uint32_t> tokens;
-  std::vector<int64_t> positions;
-  std::vector<std::vector<double>> logits;
+using kernels::DType;
+
+constexpr int64_t kChunk = 128;
+
+struct GoldenCase {
+  const char* model;  // a folder of testdata
+  int ranks = 1;
 };
 
-Golden ReadGolden(const std::string& folder) {
-  const auto json = nlohmann::json::parse(ReadFile(folder + "/golden.json"));
-  return {
-      .tokens = json.at("tokens"), .positions = json.at("positions"), .logits = json.at("logits")};
+class TransformerGoldenTest : public testing::TestWithParam<GoldenCase> {
+ protected:
+  static constexpr int64_t kLengths[] = {1, 65, 500, 1100};
+
+  static std::string Folder() { return std::string(kTestData) + "/" + GetParam().model; }
+
+  // The longest sequence is the run's own: dynamic RoPE turns by it.
+  static RankGroupOptions Options(const GoldenRun& run, DType dtype) {
+    RankGroupOptions options = {.model = {.folder = Folder(),
+                                          .dtype = dtype,
+                                          .max_model_len = std::ssize(run.tokens),
+                                          .edit_weights = {}},
+                                .size = GetParam().ranks};
+    options.engine.kv_dtype = dtype;
+    options.engine.max_num_seqs = 1;
+    options.engine.max_num_batched_tokens = kChunk;
+    options.engine.kv_device_bytes = options.engine.kv_host_bytes = 4 << 20;
+    return options;
+  }
+};
+
+class TransformerBFloat16Test : public TransformerGoldenTest {};
+
+// At the run's positions. Each is the end of a prompt of its own, for the engine gives logits there
+// only; it finds what the prompt before left in the cache.
+std::vector<TestWorker::Logits> ComputeLogits(RankGroup& group, const GoldenRun& run) {
+  TestCoordinator coordinator({.chunk = kChunk, .keep_blocks = true});
+  std::vector<TestWorker::Logits> logits;
+  std::vector<uint64_t> blocks;
+  for (const int64_t position : run.positions) {
+    blocks.resize(std::min(blocks.size(), static_cast<size_t>(position / kernels::kPageTokens)));
+    const size_t r =
+        coordinator.Add({.prompt = {run.tokens.begin(), run.tokens.begin() + position + 1},
+                         .max_tokens = 1,
+                         .prefill = {},
+                         .decode = {},
+                         .sampling = Greedy(),
+                         .cached_blocks = blocks});
+    group.Run(coordinator);
+    blocks = coordinator.result(r).blocks;
+    logits.push_back(group.worker(0).logits().at({0, position}));
+  }
+  return logits;
 }
 
-class TransformerGoldenTest : public testing::TestWithParam<const char*> {};
-
-// Every recorded position is the end of a prompt of its own: the engine gives logits there only.
 TEST_P(TransformerGoldenTest, LogitsAgreeWithTransformers) {
-  const std::string folder = std::string(kTestData) + "/" + GetParam();
-  const Golden golden = ReadGolden(folder);
-  const auto model =
-      TestWorker::LoadTransformer({.folder = folder, .max_model_len = 512, .edit_weights = {}});
-  for (size_t i = 0; i < golden.positions.size(); ++i) {
-    TestWorker worker(*model);
-    TestCoordinator coordinator({.chunk = 64});
-    const int64_t position = golden.positions[i];
-    coordinator.Add({.prompt = {golden.tokens.begin(), golden.tokens.begin() + position + 1},
-                     .max_tokens = 1,
-                     .prefill = {},
-                     .decode = {},
-                     .sampling = Greedy(),
-                     .cached_blocks = {}});
-    worker.Run(coordinator);
-    const TestWorker::Logits& logits = worker.logits().at({0, position});
-    ASSERT_EQ(logits.size(), golden.logits[i].size());
-    double largest = 0, difference = 0;
-    for (size_t j = 0; j < logits.size(); ++j) {
-      largest = std::max(largest, std::abs(golden.logits[i][j]));
-      difference = std::max(difference, std::abs(golden.logits[i][j] - double{logits[j]}));
-    }
-    EXPECT_LE(difference, 1e-4 * largest) << "position " << position;
+  const GoldenFile golden(Folder() + "/golden.safetensors");
+  for (const int64_t length : kLengths) {
+    const GoldenRun run = golden.Run(length);
+    RankGroup group(Options(run, DType::kFloat32));
+    const std::vector<TestWorker::Logits> logits = ComputeLogits(group, run);
+    LogitsDifference difference;
+    for (size_t i = 0; i < logits.size(); ++i) difference.Add(run.logits[i], logits[i]);
+    EXPECT_LE(difference.largest, 1e-4f * difference.scale) << length << " tokens";
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Models, TransformerGoldenTest,
-                         testing::Values("tiny-llama", "tiny-llama-tied"));
+TEST_P(TransformerBFloat16Test, ChoosesTheSameTokens) {
+  const GoldenFile golden(Folder() + "/golden.safetensors");
+  int64_t compared = 0;
+  for (const int64_t length : kLengths) {
+    const GoldenRun run = golden.Run(length);
+    RankGroup group(Options(run, DType::kBFloat16));
+    const std::vector<TestWorker::Logits> logits = ComputeLogits(group, run);
+    for (size_t i = 0; i < logits.size(); ++i) {
+      if (TopTwoMargin(run.logits[i]) <= 0.1f) continue;
+      ++compared;
+      EXPECT_EQ(ArgMax(logits[i]), ArgMax(run.logits[i]))
+          << "position " << run.positions[i] << " of " << length;
+    }
+  }
+  EXPECT_GT(compared, 30);
+}
+
+std::string NameOf(const testing::TestParamInfo<GoldenCase>& test) {
+  std::string name = test.param.model;
+  std::replace(name.begin(), name.end(), '-', '_');
+  return absl::StrCat(name, "_", test.param.ranks);
+}
+
+const auto kOnOneRank = testing::Values(
+    GoldenCase{"llama"}, GoldenCase{"llama-linear"}, GoldenCase{"llama-dynamic"},
+    GoldenCase{"llama-yarn"}, GoldenCase{"llama3"}, GoldenCase{"llama-tied"},
+    GoldenCase{"llama-bias"}, GoldenCase{"llama-float16-sharded"}, GoldenCase{"qwen2"},
+    GoldenCase{"qwen2-yarn"}, GoldenCase{"qwen3"}, GoldenCase{"qwen3-tied"});
+INSTANTIATE_TEST_SUITE_P(OneRank, TransformerGoldenTest, kOnOneRank, NameOf);
+INSTANTIATE_TEST_SUITE_P(OneRank, TransformerBFloat16Test, kOnOneRank, NameOf);
+
+// Each has 2 KV heads: on four ranks, two share one.
+INSTANTIATE_TEST_SUITE_P(Ranks, TransformerGoldenTest,
+                         testing::Values(GoldenCase{"llama", 2}, GoldenCase{"llama-bias", 2},
+                                         GoldenCase{"qwen2", 2}, GoldenCase{"qwen3-tied", 2},
+                                         GoldenCase{"llama", 4}, GoldenCase{"llama-tied", 4},
+                                         GoldenCase{"qwen2", 4}, GoldenCase{"qwen3", 4}),
+                         NameOf);
 
 }  // namespace
 }  // namespace kvasir::worker

@@ -297,7 +297,7 @@ TEST_F(LoadWeightsTest, ProgressRisesToOne) {
 }
 
 TEST(LoadWeights, ReadsFoldersOfTransformers) {
-  for (const char* name : {"/tiny-llama", "/tiny-llama-tied"}) {
+  for (const char* name : {"/llama", "/llama-tied", "/llama-float16-sharded"}) {
     const std::string path = std::string(kTestData) + name;
     const auto config = LoadModelConfig(path);
     ASSERT_TRUE(config.ok()) << config.status();
