@@ -13,8 +13,12 @@ namespace {
 using kernels::MutexLock;
 
 size_t Bytes(const v1::GenerateResponse& response) {
-  return response.tokens().text().size() +
-         sizeof(uint32_t) * static_cast<size_t>(response.tokens().token_ids_size());
+  const v1::Tokens& tokens = response.tokens();
+  auto numbers = static_cast<size_t>(tokens.token_ids_size());
+  for (const v1::TokenLogprobs& logprobs : tokens.logprobs()) {
+    numbers += 1 + 2 * static_cast<size_t>(logprobs.top_size());
+  }
+  return tokens.text().size() + sizeof(uint32_t) * numbers;
 }
 
 }  // namespace
@@ -50,6 +54,7 @@ bool GenerateStream::Join(v1::GenerateResponse& response) {
       return true;
     case v1::GenerateResponse::kTokens:
       last.mutable_tokens()->mutable_token_ids()->MergeFrom(response.tokens().token_ids());
+      last.mutable_tokens()->mutable_logprobs()->MergeFrom(response.tokens().logprobs());
       last.mutable_tokens()->mutable_text()->append(response.tokens().text());
       return true;
     default:

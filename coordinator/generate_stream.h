@@ -54,7 +54,7 @@ class GenerateStream final : public grpc::ServerWriteReactor<v1::GenerateRespons
 
   kernels::Mutex mu_;
   std::deque<v1::GenerateResponse> waiting_ GUARDED_BY(mu_);
-  size_t waiting_bytes_ GUARDED_BY(mu_) = 0;  // of text and token ids
+  size_t waiting_bytes_ GUARDED_BY(mu_) = 0;  // of text, token ids and logprobs
   v1::GenerateResponse writing_message_;      // constant while writing_
   bool writing_ GUARDED_BY(mu_) = false;
   bool overflowed_ GUARDED_BY(mu_) = false;

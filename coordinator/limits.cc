@@ -31,6 +31,10 @@ constexpr FieldLimit kLimits[] = {
     {"SamplingParams", "temperature", LimitKind::kNumber, 0, 100},
     {"SamplingParams", "top_p", LimitKind::kNumber, kMinTopP, 1},
     {"SamplingParams", "top_k", LimitKind::kNumber, 0, 1048576},
+    {"SamplingParams", "min_p", LimitKind::kNumber, 0, 1},
+    {"SamplingParams", "frequency_penalty", LimitKind::kNumber, -2, 2},
+    {"SamplingParams", "presence_penalty", LimitKind::kNumber, -2, 2},
+    {"SamplingParams", "repetition_penalty", LimitKind::kNumber, 0.01, 100},
     {"SamplingParams", "max_tokens", LimitKind::kNumber, 1, kContext},
     {"SamplingParams", "min_tokens", LimitKind::kNumber, 0, kContext},
     {"SamplingParams", "stop", LimitKind::kCount, 0, 64},
@@ -39,8 +43,12 @@ constexpr FieldLimit kLimits[] = {
     {"SamplingParams", "stop_token_ids", LimitKind::kNumber, 0, 2147483647},
     {"SamplingParams", "skip_special_tokens", LimitKind::kNumber, 0, 1},
     {"SamplingParams", "ignore_eos", LimitKind::kNumber, 0, 1},
+    {"SamplingParams", "logprobs", LimitKind::kNumber, 0, 20},
     {"SamplingParams", "seed", LimitKind::kNumber, 0, kMaxUint64},
     {"SamplingParams", "include_stop_str_in_output", LimitKind::kNumber, 0, 1},
+    {"SamplingParams", "logit_bias", LimitKind::kCount, 0, 1024},
+    {"LogitBias", "token_id", LimitKind::kNumber, 0, 2147483647},
+    {"LogitBias", "bias", LimitKind::kNumber, -100, 100},
     {"TokenizeRequest", "text", LimitKind::kBytes, 0, kMaxMessageBytes},
     {"TokenizeRequest", "add_special_tokens", LimitKind::kNumber, 0, 1},
     {"DetokenizeRequest", "token_ids", LimitKind::kCount, 0, kContext},
@@ -139,6 +147,20 @@ absl::Status CheckField(absl::string_view where, const Message& message,
   return absl::OkStatus();
 }
 
+// The messages in a field, when it holds messages.
+absl::Status CheckParts(absl::string_view where, const Message& message,
+                        const FieldDescriptor& field) {
+  if (field.cpp_type() != FieldDescriptor::CPPTYPE_MESSAGE) return absl::OkStatus();
+  const std::string path = FieldPath(where, field);
+  const Reflection& reflection = *message.GetReflection();
+  if (!field.is_repeated()) return CheckLimits(path, reflection.GetMessage(message, &field));
+  for (int i = 0; i < reflection.FieldSize(message, &field); ++i) {
+    KVASIR_RETURN_IF_ERROR(CheckLimits(absl::StrCat(path, "[", i, "]"),
+                                       reflection.GetRepeatedMessage(message, &field, i)));
+  }
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 absl::Span<const FieldLimit> FieldLimits() { return kLimits; }
@@ -149,15 +171,11 @@ absl::Status CheckLimits(absl::string_view where, const Message& message) {
   for (int i = 0; i < type.field_count(); ++i) {
     const FieldDescriptor& field = *type.field(i);
     if (field.has_presence() && !reflection.HasField(message, &field)) continue;
-    if (field.cpp_type() == FieldDescriptor::CPPTYPE_MESSAGE) {
-      KVASIR_RETURN_IF_ERROR(
-          CheckLimits(FieldPath(where, field), reflection.GetMessage(message, &field)));
-      continue;
-    }
     for (const FieldLimit& limit : kLimits) {
       if (limit.message != type.name() || limit.field != field.name()) continue;
       KVASIR_RETURN_IF_ERROR(CheckField(where, message, field, limit));
     }
+    KVASIR_RETURN_IF_ERROR(CheckParts(where, message, field));
   }
   return absl::OkStatus();
 }

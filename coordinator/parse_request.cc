@@ -65,6 +65,28 @@ absl::StatusOr<std::vector<int32_t>> ParsePrompt(const v1::GenerateRequest& requ
   return absl::InvalidArgumentError("neither text nor token_ids is set; set one of them");
 }
 
+// Sorted by token, each once.
+absl::StatusOr<std::vector<v1::LogitBias>> ResolveBiases(const v1::SamplingParams& params,
+                                                         int64_t vocab_size) {
+  std::vector<v1::LogitBias> biases(params.logit_bias().begin(), params.logit_bias().end());
+  std::sort(biases.begin(), biases.end(), [](const v1::LogitBias& a, const v1::LogitBias& b) {
+    return a.token_id() < b.token_id();
+  });
+  for (size_t i = 0; i < biases.size(); ++i) {
+    const uint32_t token = biases[i].token_id();
+    if (int64_t{token} >= vocab_size) {
+      return absl::InvalidArgumentError(absl::StrCat("sampling.logit_bias names token ", token,
+                                                     "; the model's tokens are [0, ", vocab_size,
+                                                     ")"));
+    }
+    if (i > 0 && biases[i - 1].token_id() == token) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("sampling.logit_bias names token ", token, " twice"));
+    }
+  }
+  return biases;
+}
+
 v1::RowSampling ResolveSampling(const v1::SamplingParams& params, const ServedModel& model,
                                 uint64_t seed) {
   v1::RowSampling sampling;
@@ -73,6 +95,12 @@ v1::RowSampling ResolveSampling(const v1::SamplingParams& params, const ServedMo
   sampling.set_top_k(params.top_k());
   sampling.set_seed(params.has_seed() ? params.seed() : seed);
   sampling.set_min_tokens(params.min_tokens());
+  sampling.set_min_p(params.min_p());
+  sampling.set_repetition_penalty(params.has_repetition_penalty() ? params.repetition_penalty()
+                                                                  : 1.0f);
+  sampling.set_frequency_penalty(params.frequency_penalty());
+  sampling.set_presence_penalty(params.presence_penalty());
+  if (params.has_logprobs()) sampling.set_logprobs(params.logprobs());
   std::vector<uint32_t> stops(params.stop_token_ids().begin(), params.stop_token_ids().end());
   if (!params.ignore_eos()) {
     for (int32_t eos : model.eos_token_ids) stops.push_back(static_cast<uint32_t>(eos));
@@ -97,6 +125,8 @@ absl::StatusOr<ParsedRequest> ParseRequest(const v1::GenerateRequest& request,
   }
   KVASIR_RETURN_IF_ERROR(
       CheckTokenIds("sampling.stop_token_ids", params.stop_token_ids(), model.vocab_size));
+  KVASIR_ASSIGN_OR_RETURN(const std::vector<v1::LogitBias> biases,
+                          ResolveBiases(params, model.vocab_size));
   ParsedRequest parsed;
   KVASIR_ASSIGN_OR_RETURN(parsed.policy, model.policies.Resolve(request.policy()));
   KVASIR_ASSIGN_OR_RETURN(parsed.prompt, ParsePrompt(request, model, max_tokens));
@@ -104,6 +134,7 @@ absl::StatusOr<ParsedRequest> ParseRequest(const v1::GenerateRequest& request,
   parsed.tenant = request.tenant_id();
   parsed.max_tokens = max_tokens;
   parsed.sampling = ResolveSampling(params, model, seed);
+  parsed.sampling.mutable_logit_bias()->Assign(biases.begin(), biases.end());
   parsed.stop_strings = {params.stop().begin(), params.stop().end()};
   if (params.include_stop_str_in_output()) parsed.stop_text = StopMatcher::StopText::kInclude;
   if (params.has_skip_special_tokens() && !params.skip_special_tokens()) {

@@ -48,6 +48,7 @@ struct TokenEvent {
   int64_t index = 0;  // among the generated ones
   int32_t token = 0;
   Role role = Role::kInner;
+  std::optional<v1::TokenLogprobs> logprobs = {};  // when the request asked for them
 };
 // The last event of a sequence.
 struct FinishEvent {
@@ -155,7 +156,8 @@ class Scheduler {
   void BackToQueue(Sequence& sequence);
   void ApplyRow(const PlannedRow& row, const v1::RowResult& result, TimePoint now,
                 std::vector<Event>& events);
-  void ApplyToken(Sequence& sequence, int32_t token, TimePoint now, std::vector<Event>& events);
+  void ApplyToken(Sequence& sequence, const v1::RowResult& result, TimePoint now,
+                  std::vector<Event>& events);
   ProgressEvent Progress(const Sequence& sequence) const;
 
   enum class Blocks { kKeep, kDiscard };

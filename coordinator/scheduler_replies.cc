@@ -161,16 +161,18 @@ void Scheduler::ApplyRow(const PlannedRow& row, const v1::RowResult& result, Tim
   sequence->Account(result.accounting(), prefill, row.starts);
   sequence->computed += row.num_tokens;
   if (prefill) events.push_back(Progress(*sequence));
-  if (row.sample) ApplyToken(*sequence, static_cast<int32_t>(result.token_id()), now, events);
+  if (row.sample) ApplyToken(*sequence, result, now, events);
 }
 
-void Scheduler::ApplyToken(Sequence& sequence, int32_t token, TimePoint now,
+void Scheduler::ApplyToken(Sequence& sequence, const v1::RowResult& result, TimePoint now,
                            std::vector<Event>& events) {
+  const auto token = static_cast<int32_t>(result.token_id());
   const int64_t index = sequence.generated();
   sequence.tokens.push_back(token);
   sequence.last_token_at = now;
   if (!sequence.first_token_at.has_value()) sequence.first_token_at = now;
   TokenEvent event = {.id = sequence.spec.id, .index = index, .token = token};
+  if (sequence.spec.sampling.has_logprobs()) event.logprobs = result.logprobs();
   if (index >= int64_t{sequence.spec.sampling.min_tokens()} && sequence.IsStopToken(token)) {
     event.role = TokenEvent::Role::kStop;
     sequence.matched_stop_token = static_cast<uint32_t>(token);

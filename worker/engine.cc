@@ -13,6 +13,7 @@
 #include "kernels/dense/sampling.h"
 #include "kernels/paged/digests.h"
 #include "kernels/sparse/policy.h"
+#include "worker/row_sampling.h"
 #include "xxhash.h"
 
 namespace kvasir::worker {
@@ -34,21 +35,6 @@ absl::StatusOr<absl::string_view> SelectorName(const v1::AttentionPolicy& policy
       break;
   }
   return absl::InvalidArgumentError("a policy names no selector");
-}
-
-kernels::SamplingOptions MakeSamplingOptions(const Sequence& sequence, int64_t position,
-                                             std::vector<int32_t>& banned) {
-  const v1::RowSampling& sampling = sequence.sampling;
-  banned.clear();
-  if (position - sequence.prompt_size < int64_t{sampling.min_tokens()}) {
-    banned.assign(sampling.stop_token_ids().begin(), sampling.stop_token_ids().end());
-  }
-  return {.temperature = sampling.temperature(),
-          .top_k = sampling.top_k(),
-          .top_p = sampling.top_p(),
-          .seed = sampling.seed(),
-          .position = position,
-          .banned = banned};
 }
 
 }  // namespace
@@ -241,15 +227,15 @@ absl::Status Engine::Compute() {
 absl::Status Engine::Sample(const StepBatch& batch, const ForwardResult& forward) {
   const size_t count = batch.sampled_rows.size();
   if (count == 0) return absl::OkStatus();
+  const int64_t vocab = forward.logits.dim(1);
   std::vector<kernels::SamplingOptions> options(count);
-  std::vector<std::vector<int32_t>> banned(count);
+  std::vector<RowSamplingBuffers> buffers(count);
   std::vector<kernels::SampledToken> tokens(count);
   for (size_t i = 0; i < count; ++i) {
     const RowWork& work = works_[static_cast<size_t>(batch.sampled_rows[i])];
     const int64_t position = work.begin + work.num_tokens;
-    options[i] = MakeSamplingOptions(*work.sequence, position, banned[i]);
+    options[i] = MakeSamplingOptions(*work.sequence, position, vocab, buffers[i]);
     if (logits_tap_) {
-      const int64_t vocab = forward.logits.dim(1);
       const float* row = forward.logits.As<float>() + static_cast<int64_t>(i) * vocab;
       logits_tap_(work.slot, position - 1, {row, static_cast<size_t>(vocab)});
     }
@@ -270,7 +256,7 @@ absl::Status Engine::Sample(const StepBatch& batch, const ForwardResult& forward
     for (Row& row : rows_) {
       if (row.computed != batch.sampled_rows[i]) continue;
       row.token = tokens[i].token;
-      row.logprob = tokens[i].logprob;
+      if (sequence.sampling.has_logprobs()) row.logprobs = Logprobs(tokens[i], buffers[i]);
     }
   }
   return absl::OkStatus();
@@ -301,7 +287,7 @@ void Engine::FillReply(const v1::StepPlan& plan, v1::StepReply& reply) const {
       result.set_error_message(std::string(sequence.failed.message()));
     } else if (row.token >= 0) {
       result.set_token_id(static_cast<uint32_t>(row.token));
-      result.set_logprob(row.logprob);
+      if (row.logprobs.has_value()) *result.mutable_logprobs() = *row.logprobs;
     }
     FillAccounting(row, *result.mutable_accounting());
   }

@@ -12,6 +12,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -70,7 +71,7 @@ class Engine {
   struct Row {
     int64_t slot = 0;
     int32_t token = -1;  // sampled
-    float logprob = 0;
+    std::optional<v1::TokenLogprobs> logprobs = {};
     CachedPrefix cached = {};
     int64_t computed = -1;  // index into works_; -1: not computed
   };

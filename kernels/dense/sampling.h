@@ -1,16 +1,26 @@
 // Chooses the next token of each row from its logits.
 //
 // The order and meaning of the filters are Hugging Face's and vLLM's:
-//   1. banned ids are out;
-//   2. temperature 0: the largest logit wins, the smaller id among equals; otherwise
-//   3. logits are divided by the temperature;
-//   4. top-k keeps the k largest, and all that equal the k-th;
-//   5. top-p keeps the shortest prefix, in order of (larger logit, smaller id), whose share of the
-//      probability left by top-k is at least p; at least one token;
-//   6. one token is drawn from what is left by inverse distribution in order of id, at a uniform
+//   1. biases are added;
+//   2. penalties, of a token that occurs c times in the output:
+//        in prompt or output:  logit = logit > 0 ? logit / repetition : logit * repetition
+//        logit -= c * frequency + (c > 0) * presence
+//   3. banned ids are out;
+//   4. temperature 0: the largest logit wins, the smaller id among equals; otherwise
+//   5. logits are divided by the temperature;
+//   6. min-p drops tokens less than min_p times as probable as the most probable one;
+//   7. top-k keeps the k largest, and all that equal the k-th (6 and 7 commute);
+//   8. top-p keeps the shortest prefix, in order of (larger logit, smaller id), whose share of the
+//      probability left by 6 and 7 is at least p; at least one token;
+//   9. one token is drawn from what is left by inverse distribution in order of id, at a uniform
 //      number that is a function of (seed, position) alone (philox.h).
+// What 1 and 2 make of a logit stays finite: it is cut off at the largest float.
 // A row's result depends on its logits and options only, so all ranks agree without talking.
-// `logprob` is that of the model: log softmax of the logits as given, before all filters.
+// Logprobs are the model's: log softmax of the logits as given, before all filters.
+//
+// Cost: one pass over the vocabulary for each filter in use, and one over `prompt` and `output`
+// for penalties: occurrences are counted anew for every token, so nothing has to be kept right
+// when a sequence is truncated, preempted or computed elsewhere.
 #pragma once
 
 #include <cstddef>
@@ -24,6 +34,16 @@
 
 namespace kvasir::kernels {
 
+struct TokenBias {
+  int32_t token = 0;  // in [0, vocab)
+  float bias = 0;     // finite
+};
+
+struct TokenLogprob {
+  int32_t token = -1;
+  float logprob = 0;
+};
+
 struct SamplingOptions {
   float temperature = 0;                 // >= 0; 0 is greedy
   int64_t top_k = 0;                     // >= 0; 0 is off
@@ -31,6 +51,17 @@ struct SamplingOptions {
   uint64_t seed = 0;                     //
   int64_t position = 0;                  // of the token to be chosen, in its sequence
   std::span<const int32_t> banned = {};  // ids in [0, vocab), e.g. EOS before min_tokens; any order
+  float min_p = 0;                       // [0, 1]; 0 is off
+  std::span<const TokenBias> biases = {};  // of one token at most one
+  // Penalties, with the tokens that they count. Finite; repetition > 0, and 1 is off.
+  float repetition_penalty = 1;
+  float frequency_penalty = 0;
+  float presence_penalty = 0;
+  std::span<const int32_t> prompt = {};
+  std::span<const int32_t> output = {};
+  // Written: the most probable tokens in order of (larger logit, smaller id), as many as there is
+  // room for. What is beyond the vocabulary stays as it is. Empty: not wanted.
+  std::span<TokenLogprob> top = {};
 };
 
 struct SampledToken {

@@ -42,6 +42,12 @@ TEST_F(ParseRequestTest, UnsetFieldsHaveTheirDocumentedDefaults) {
   EXPECT_EQ(parsed->sampling.top_p(), 1.0f);
   EXPECT_EQ(parsed->sampling.top_k(), 0u);
   EXPECT_EQ(parsed->sampling.seed(), 77u);
+  EXPECT_EQ(parsed->sampling.min_p(), 0.0f);
+  EXPECT_EQ(parsed->sampling.repetition_penalty(), 1.0f);
+  EXPECT_EQ(parsed->sampling.frequency_penalty(), 0.0f);
+  EXPECT_EQ(parsed->sampling.presence_penalty(), 0.0f);
+  EXPECT_FALSE(parsed->sampling.has_logprobs());
+  EXPECT_THAT(parsed->sampling.logit_bias(), IsEmpty());
   EXPECT_THAT(parsed->sampling.stop_token_ids(), ElementsAre(257));
   EXPECT_EQ(parsed->policy.index, 0u);
   EXPECT_EQ(parsed->special_tokens, SpecialTokens::kSkip);
@@ -64,6 +70,16 @@ TEST_F(ParseRequestTest, WhatIsSetIsTaken) {
   sampling.add_stop_token_ids(5);
   sampling.set_skip_special_tokens(false);
   sampling.set_seed(0);
+  sampling.set_min_p(0.25f);
+  sampling.set_repetition_penalty(1.5f);
+  sampling.set_frequency_penalty(-2);
+  sampling.set_presence_penalty(2);
+  sampling.set_logprobs(0);
+  for (const uint32_t token : {257u, 0u, 5u}) {
+    v1::LogitBias& bias = *sampling.add_logit_bias();
+    bias.set_token_id(token);
+    bias.set_bias(-100);
+  }
   sampling.set_include_stop_str_in_output(true);
   absl::StatusOr<ParsedRequest> parsed = Parse(request);
   ASSERT_TRUE(parsed.ok()) << parsed.status();
@@ -71,6 +87,16 @@ TEST_F(ParseRequestTest, WhatIsSetIsTaken) {
   EXPECT_EQ(parsed->policy.index, 1u);
   EXPECT_EQ(parsed->sampling.temperature(), 0.0f);
   EXPECT_EQ(parsed->sampling.seed(), 0u);  // set, if to 0
+  EXPECT_EQ(parsed->sampling.min_p(), 0.25f);
+  EXPECT_EQ(parsed->sampling.repetition_penalty(), 1.5f);
+  EXPECT_EQ(parsed->sampling.frequency_penalty(), -2.0f);
+  EXPECT_EQ(parsed->sampling.presence_penalty(), 2.0f);
+  EXPECT_TRUE(parsed->sampling.has_logprobs());  // the chosen token's alone
+  std::vector<uint32_t> biased;
+  for (const v1::LogitBias& bias : parsed->sampling.logit_bias()) {
+    biased.push_back(bias.token_id());
+  }
+  EXPECT_THAT(biased, ElementsAre(0, 5, 257));
   EXPECT_EQ(parsed->sampling.min_tokens(), 3u);
   EXPECT_THAT(parsed->sampling.stop_token_ids(), ElementsAre(5, 257));
   EXPECT_THAT(parsed->stop_strings, ElementsAre("END"));
@@ -129,6 +155,22 @@ TEST_F(ParseRequestTest, TokenIdsOutsideTheVocabularyAreRefused) {
   v1::GenerateRequest request;
   request.mutable_token_ids()->add_ids(258);
   ExpectInvalid(request, "token_ids.ids[0] is 258; the model's tokens are [0, 258)");
+}
+
+TEST_F(ParseRequestTest, BiasesNameTokensOfTheModelEachOnce) {
+  v1::GenerateRequest request = Text("x");
+  v1::SamplingParams& sampling = *request.mutable_sampling();
+  sampling.add_logit_bias()->set_token_id(257);
+  sampling.add_logit_bias()->set_token_id(258);
+  ExpectInvalid(request, "sampling.logit_bias names token 258");
+  sampling.mutable_logit_bias(1)->set_token_id(257);
+  ExpectInvalid(request, "sampling.logit_bias names token 257 twice");
+  sampling.mutable_logit_bias(1)->set_token_id(1);
+  sampling.mutable_logit_bias(1)->set_bias(std::numeric_limits<float>::infinity());
+  ExpectInvalid(request, "sampling.logit_bias[1].bias is inf; it must be in [-100, 100]");
+  sampling.clear_logit_bias();
+  for (uint32_t i = 0; i < 1025; ++i) sampling.add_logit_bias()->set_token_id(i);
+  ExpectInvalid(request, "sampling.logit_bias has a number of elements of 1025");
 }
 
 TEST_F(ParseRequestTest, TextWithTokensThatTheModelLacksIsRefused) {

@@ -55,6 +55,22 @@ class RequestTest : public ::testing::Test {
   int64_t index_ = 0;
 };
 
+TEST_F(RequestTest, LogprobsGoWithTheirToken) {
+  std::unique_ptr<Request> request = Make({});
+  TokenEvent event = {.id = SequenceId(1), .token = 'a', .logprobs = v1::TokenLogprobs()};
+  event.logprobs->set_logprob(-0.5f);
+  event.logprobs->add_top()->set_token_id(7);
+  request->OnToken(event, now_);
+  event = {.id = SequenceId(1), .index = 1, .token = 'b', .logprobs = {}};
+  request->OnToken(event, now_);
+  request->Finish(absl::OkStatus(), Summary(v1::FINISH_REASON_LENGTH), now_);
+  const std::vector<v1::GenerateResponse> messages = sink_->messages();
+  ASSERT_EQ(messages[0].tokens().logprobs_size(), 1);
+  EXPECT_EQ(messages[0].tokens().logprobs(0).logprob(), -0.5f);
+  EXPECT_EQ(messages[0].tokens().logprobs(0).top(0).token_id(), 7u);
+  EXPECT_EQ(messages[1].tokens().logprobs_size(), 0);
+}
+
 TEST_F(RequestTest, StreamsTokensAndTextAndEndsOnce) {
   std::unique_ptr<Request> request = Make({});
   request->OnProgress({.id = SequenceId(1),

@@ -442,7 +442,9 @@ TEST_F(ServiceTest, ASlowReaderGetsTheSameTokensInFewerMessages) {
   Start();
   grpc::ClientContext context;
   const std::vector<int32_t> prompt = {1, 2, 3};
-  auto reader = stub_->Generate(&context, TokensRequest(prompt, 6000));
+  v1::GenerateRequest request = TokensRequest(prompt, 6000);
+  request.mutable_sampling()->set_logprobs(2);
+  auto reader = stub_->Generate(&context, request);
   Received received;
   v1::GenerateResponse response;
   ASSERT_TRUE(reader->Read(&response));
@@ -452,6 +454,14 @@ TEST_F(ServiceTest, ASlowReaderGetsTheSameTokensInFewerMessages) {
   EXPECT_TRUE(reader->Finish().ok());
   EXPECT_EQ(received.token_ids(), SymbolicWorker::ExpectedTokens(prompt, 6000, {}, kVocab));
   EXPECT_LT(received.messages.size(), 6000u);
+  for (const v1::GenerateResponse& message : received.messages) {
+    const v1::Tokens& tokens = message.tokens();
+    ASSERT_EQ(tokens.logprobs_size(), tokens.token_ids_size());
+    for (int i = 0; i < tokens.token_ids_size(); ++i) {
+      EXPECT_EQ(tokens.logprobs(i).logprob(), -static_cast<float>(tokens.token_ids(i)));
+      EXPECT_EQ(tokens.logprobs(i).top_size(), 2);
+    }
+  }
 }
 
 TEST_F(ServiceTest, RandomCancellationsAndDisconnectsLeaveNothing) {

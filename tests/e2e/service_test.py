@@ -1,5 +1,6 @@
 """The service as its users meet it: real processes, real sockets, the reference model, a long document."""
 
+import math
 import pathlib
 import re
 import subprocess
@@ -64,6 +65,25 @@ class OneWorker(unittest.TestCase):
         seeded = [self.service.generate(prompt, temperature=1.0, seed=seed, **options).token_ids for seed in (1, 1, 2)]
         self.assertEqual(seeded[0], seeded[1])
         self.assertNotEqual(seeded[0], seeded[2])
+
+    def test_penalties_bias_and_logprobs(self):
+        options = dict(max_tokens=60, ignore_eos=True)
+        prompt = DOCUMENT.text[:1500]
+        plain = self.service.generate(prompt, logprobs=5, **options)
+        self.assertEqual(len(plain.logprobs), 60)
+        for token, logprobs in zip(plain.token_ids, plain.logprobs):
+            top = logprobs.top
+            self.assertEqual((top[0].token_id, top[0].logprob), (token, logprobs.logprob), "greedy takes the largest")
+            self.assertEqual([t.logprob for t in top], sorted((t.logprob for t in top), reverse=True))
+            self.assertEqual(len({t.token_id for t in top}), 5)
+            self.assertLess(sum(math.exp(t.logprob) for t in top), 1.0001)
+        distinct = self.service.generate(prompt, presence_penalty=2, frequency_penalty=2, **options)
+        self.assertGreater(len(set(distinct.token_ids)), len(set(plain.token_ids)))
+        first = plain.token_ids[0]
+        self.assertNotIn(first, self.service.generate(prompt, logit_bias={first: -100}, **options).token_ids)
+        again = self.service.generate(prompt, logprobs=5, tenant_id="cold", **options)
+        for cold, cached in zip(again.logprobs, plain.logprobs):
+            self.assertAlmostEqual(cold.logprob, cached.logprob, delta=0.05)  # in bfloat16
 
     def test_many_streams_at_once_equal_each_alone(self):
         prompts = [DOCUMENT.text[i * 300:i * 300 + 1500 + 97 * i] for i in range(8)]

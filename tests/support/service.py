@@ -36,6 +36,7 @@ class Answer:
     """One finished stream. Times are seconds since the request was sent."""
     text: str = ""
     token_ids: List[int] = field(default_factory=list)
+    logprobs: List[generation_pb2.TokenLogprobs] = field(default_factory=list)
     progress: List[generation_pb2.Progress] = field(default_factory=list)
     token_times: List[float] = field(default_factory=list)
     finish: Optional[generation_pb2.Finish] = None
@@ -60,6 +61,7 @@ def read_stream(stream) -> Answer:
             if response.tokens.token_ids and response.tokens.index != len(answer.token_ids):
                 raise AssertionError(f"token index {response.tokens.index}, expected {len(answer.token_ids)}")
             answer.token_ids += response.tokens.token_ids
+            answer.logprobs += response.tokens.logprobs
             answer.token_times += [time.monotonic() - start] * len(response.tokens.token_ids)
             answer.text += response.tokens.text
         elif kind == "finish":
@@ -70,8 +72,9 @@ def read_stream(stream) -> Answer:
 
 
 def make_request(prompt, *, policy="", prefill=None, decode=None, request_id="", tenant_id="", stop=(),
-                 stop_token_ids=(), **sampling) -> generation_pb2.GenerateRequest:
-    """`prompt` is text or a list of token ids; `prefill` and `decode` override numbers of the policy."""
+                 stop_token_ids=(), logit_bias=None, **sampling) -> generation_pb2.GenerateRequest:
+    """`prompt` is text or a list of token ids; `prefill` and `decode` override numbers of the policy; `logit_bias`
+    maps tokens to biases."""
     request = generation_pb2.GenerateRequest(request_id=request_id, tenant_id=tenant_id)
     if isinstance(prompt, str):
         request.text = prompt
@@ -82,6 +85,8 @@ def make_request(prompt, *, policy="", prefill=None, decode=None, request_id="",
         setattr(request.sampling, name, value)
     request.sampling.stop.extend([stop] if isinstance(stop, str) else stop)
     request.sampling.stop_token_ids.extend(stop_token_ids)
+    for token, bias in (logit_bias or {}).items():
+        request.sampling.logit_bias.add(token_id=token, bias=bias)
     request.policy.name = policy
     if prefill:
         request.policy.prefill_overrides.CopyFrom(sparsity_pb2.AttentionPolicy(**prefill))

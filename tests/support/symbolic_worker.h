@@ -253,6 +253,12 @@ inline absl::Status SymbolicWorker::RunRow(const v1::StepRow& row, v1::StepReply
       NextToken(slot.tokens, slot.prompt_tokens, slot.start.sampling(), options_.vocab_size);
   slot.tokens.push_back(token);
   result.set_token_id(static_cast<uint32_t>(token));
+  if (slot.start.sampling().has_logprobs()) {  // one that is known from the token
+    result.mutable_logprobs()->set_logprob(-static_cast<float>(token));
+    for (uint32_t n = 0; n < slot.start.sampling().logprobs(); ++n) {
+      result.mutable_logprobs()->add_top()->set_token_id(n);
+    }
+  }
   reply.set_token_hash(Mix(reply.token_hash(), static_cast<uint64_t>(token)));
   return absl::OkStatus();
 }

@@ -29,6 +29,7 @@ struct TestRequest {
 
 struct TestResult {
   std::vector<uint32_t> tokens;
+  std::vector<v1::TokenLogprobs> logprobs;  // of tokens, when they were asked for
   absl::Status status;
   v1::RowAccounting accounting;  // summed, but for mass_minimum
   std::vector<uint64_t> blocks;  // all that the request had, from position 0 on
@@ -171,6 +172,8 @@ class TestCoordinator {
     ASSERT_EQ(row_result.has_token_id(), row.sample());
     if (row_result.has_token_id()) {
       result.tokens.push_back(row_result.token_id());
+      ASSERT_EQ(row_result.has_logprobs(), running.request.sampling.has_logprobs());
+      if (row_result.has_logprobs()) result.logprobs.push_back(row_result.logprobs());
       ++running.known;
     }
     for (; (running.sealed + 1) * kPage <= running.length; ++running.sealed) {

@@ -44,6 +44,7 @@ inline v1::AttentionPolicy MakeNumbers(uint32_t sink, uint32_t window, uint32_t 
 inline v1::RowSampling Greedy() {
   v1::RowSampling sampling;
   sampling.set_top_p(1);
+  sampling.set_repetition_penalty(1);
   return sampling;
 }
 

@@ -10,6 +10,7 @@
 
 #include "kernels/base/buffer.h"
 #include "kernels/base/status_macros.h"
+#include "kernels/dense/philox.h"
 #include "tests/support/thread_executor.h"
 
 namespace kvasir::kernels {
@@ -128,10 +129,234 @@ TEST(Sampling, TopPComesAfterTemperatureAndTopK) {
   EXPECT_EQ(Support(logits, {.temperature = 1, .top_k = 2, .top_p = 0.55f}), (Ids{0}));
 }
 
+// --- against the definition ---------------------------------------------------------------------
+
+// The distribution that the options define, written down from their description alone: in double,
+// with sorting and maps. Greedy is a distribution of one token.
+std::vector<double> DefinedDistribution(const std::vector<float>& raw,
+                                        const SamplingOptions& options) {
+  std::vector<double> logits(raw.begin(), raw.end());
+  for (const TokenBias& bias : options.biases) {
+    logits[static_cast<size_t>(bias.token)] += static_cast<double>(bias.bias);
+  }
+  std::map<int32_t, int> in_output;
+  for (int32_t id : options.output) ++in_output[id];
+  std::map<int32_t, int> seen = in_output;
+  for (int32_t id : options.prompt) ++seen[id];
+  for (const auto& [id, count] : seen) {
+    double& logit = logits[static_cast<size_t>(id)];
+    const double repetition = static_cast<double>(options.repetition_penalty);
+    logit = logit > 0 ? logit / repetition : logit * repetition;
+  }
+  for (const auto& [id, count] : in_output) {
+    logits[static_cast<size_t>(id)] -= count * static_cast<double>(options.frequency_penalty) +
+                                       static_cast<double>(options.presence_penalty);
+  }
+  for (int32_t id : options.banned) logits[static_cast<size_t>(id)] = -HUGE_VAL;
+
+  std::vector<size_t> order(logits.size());
+  for (size_t i = 0; i < order.size(); ++i) order[i] = i;
+  std::stable_sort(order.begin(), order.end(),
+                   [&](size_t a, size_t b) { return logits[a] > logits[b]; });
+  std::vector<double> p(logits.size(), 0.0);
+  if (options.temperature == 0) {
+    p[order[0]] = 1;
+    return p;
+  }
+  const double largest = logits[order[0]];
+  const auto weight = [&](size_t i) {
+    return std::exp((logits[i] - largest) / static_cast<double>(options.temperature));
+  };
+  const auto k = static_cast<size_t>(options.top_k);
+  double total = 0;
+  for (size_t n = 0; n < order.size(); ++n) {
+    if (weight(order[n]) < static_cast<double>(options.min_p)) break;
+    if (k > 0 && n >= k && logits[order[n]] < logits[order[k - 1]]) break;
+    total += p[order[n]] = weight(order[n]);
+  }
+  double mass = 0;
+  for (size_t i : order) {
+    if (mass >= static_cast<double>(options.top_p) * total) p[i] = 0;
+    mass += p[i];
+  }
+  return p;
+}
+
+// The token that the definition draws; -1 when the draw is so near a boundary that rounding
+// decides.
+int32_t DefinedToken(const std::vector<float>& logits, const SamplingOptions& options) {
+  const std::vector<double> p = DefinedDistribution(logits, options);
+  double total = 0;
+  for (double x : p) total += x;
+  const double target = UniformAt(options.seed, static_cast<uint64_t>(options.position)) * total;
+  double mass = 0;
+  for (size_t i = 0; i < p.size(); ++i) {
+    mass += p[i];
+    if (p[i] > 0 && std::abs(mass - target) < 1e-5 * total && options.temperature > 0) return -1;
+    if (mass > target) return static_cast<int32_t>(i);
+  }
+  return -1;
+}
+
+class RandomCase {
+ public:
+  explicit RandomCase(uint32_t seed) : random_(seed), logits(static_cast<size_t>(Below(60) + 2)) {
+    for (float& logit : logits) logit = static_cast<float>(Below(400)) / 37.0f - 5;
+    options.temperature = std::vector<float>{0, 0.3f, 1, 2}[static_cast<size_t>(Below(4))];
+    if (Below(2) == 0) options.top_k = Below(20);
+    if (Below(2) == 0) options.top_p = static_cast<float>(Below(99) + 1) / 100.13f;
+    if (Below(2) == 0) options.min_p = static_cast<float>(Below(100)) / 113.7f;
+    if (Below(2) == 0) options.repetition_penalty = 0.25f + static_cast<float>(Below(200)) / 100;
+    if (Below(2) == 0) options.frequency_penalty = static_cast<float>(Below(400)) / 100 - 2;
+    if (Below(2) == 0) options.presence_penalty = static_cast<float>(Below(400)) / 100 - 2;
+    for (int64_t n = Below(3) * 40; n > 0; --n) prompt_.push_back(AnyToken());
+    for (int64_t n = Below(3) * 20; n > 0; --n) output_.push_back(AnyToken());
+    for (int32_t id = 0; id < static_cast<int32_t>(logits.size()); ++id) {
+      if (Below(10) == 0) {
+        biases_.push_back({.token = id, .bias = static_cast<float>(Below(200)) / 10 - 10});
+      }
+      if (id > 0 && Below(10) == 0) banned_.push_back(id);  // one is always left
+    }
+    options.prompt = prompt_;
+    options.output = output_;
+    options.biases = biases_;
+    options.banned = banned_;
+    options.seed = seed;
+    options.position = Below(1000);
+  }
+
+ private:
+  int64_t Below(int64_t n) { return static_cast<int64_t>(random_() % static_cast<uint64_t>(n)); }
+  int32_t AnyToken() { return static_cast<int32_t>(Below(static_cast<int64_t>(logits.size()))); }
+
+  std::mt19937 random_;
+  std::vector<int32_t> prompt_, output_, banned_;
+  std::vector<TokenBias> biases_;
+
+ public:
+  std::vector<float> logits;
+  SamplingOptions options;
+};
+
+TEST(Sampling, EveryMixOfOptionsDrawsWhatTheirDefinitionDraws) {
+  constexpr uint32_t kCases = 4000;
+  uint32_t undecided = 0;
+  for (uint32_t seed = 0; seed < kCases; ++seed) {
+    const RandomCase c(seed);
+    const int32_t expected = DefinedToken(c.logits, c.options);
+    if (expected < 0) {
+      ++undecided;
+      continue;
+    }
+    const SampledToken token = SampleOne(c.logits, c.options);
+    ASSERT_TRUE(token.status.ok()) << token.status;
+    ASSERT_EQ(token.token, expected) << "seed " << seed;
+  }
+  EXPECT_LT(undecided, kCases / 100);
+}
+
+// --- penalties and biases -----------------------------------------------------------------------
+
+TEST(Sampling, RepetitionCountsATokenOnceAndPushesItDownWhateverItsSign) {
+  const Ids seen = {0, 0, 0};
+  const float half = 2.0f;
+  // 4 / 2 = 2, which is below 3; -1 * 2 = -2, which is below -1.5; 0 stays.
+  EXPECT_EQ(SampleOne({4, 3}, {.repetition_penalty = half, .prompt = seen}).token, 1);
+  EXPECT_EQ(SampleOne({4, 3}, {.repetition_penalty = half, .output = seen}).token, 1);
+  EXPECT_EQ(
+      SampleOne({4, 1.9f}, {.repetition_penalty = half, .prompt = seen, .output = seen}).token, 0);
+  EXPECT_EQ(SampleOne({-1, -1.5f}, {.repetition_penalty = half, .prompt = seen}).token, 1);
+  EXPECT_EQ(SampleOne({0, -0.001f}, {.repetition_penalty = half, .prompt = seen}).token, 0);
+  EXPECT_EQ(SampleOne({1, 3}, {.repetition_penalty = 0.25f, .output = seen}).token, 0);
+}
+
+TEST(Sampling, FrequencyCountsEveryOccurrenceInTheOutputAndPresenceTheFirst) {
+  const Ids thrice = {0, 0, 0};
+  EXPECT_EQ(SampleOne({4, 3}, {.frequency_penalty = 0.33f, .output = thrice}).token, 0);
+  EXPECT_EQ(SampleOne({4, 3}, {.frequency_penalty = 0.34f, .output = thrice}).token, 1);
+  EXPECT_EQ(SampleOne({4, 3}, {.presence_penalty = 0.99f, .output = thrice}).token, 0);
+  EXPECT_EQ(SampleOne({4, 3}, {.presence_penalty = 1.01f, .output = thrice}).token, 1);
+  // The prompt is none of their business.
+  EXPECT_EQ(
+      SampleOne({4, 3}, {.frequency_penalty = 2, .presence_penalty = 2, .prompt = thrice}).token,
+      0);
+  // Negative ones ask for repetition.
+  EXPECT_EQ(SampleOne({2, 3}, {.frequency_penalty = -0.4f, .output = thrice}).token, 0);
+}
+
+TEST(Sampling, BiasesComeBeforePenaltiesAndBansBehindBoth) {
+  const Ids seen = {0}, banned = {1};
+  const std::vector<TokenBias> up = {{.token = 0, .bias = 6}};
+  // (1 + 6) / 2 = 3.5; were the bias added behind the penalty it would be 6.5.
+  EXPECT_EQ(SampleOne({1, 4}, {.biases = up, .repetition_penalty = 2, .output = seen}).token, 1);
+  const std::vector<TokenBias> huge = {{.token = 1, .bias = 100}};
+  EXPECT_EQ(SampleOne({1, 4}, {.banned = banned, .biases = huge}).token, 0);
+}
+
+TEST(Sampling, AdjustedLogitsStayFiniteSoNothingIsBannedByOverflow) {
+  constexpr float kHuge = std::numeric_limits<float>::max();
+  const Ids all = {0, 1};
+  const std::vector<TokenBias> down = {{.token = 0, .bias = -kHuge}, {.token = 1, .bias = -kHuge}};
+  EXPECT_EQ(SampleOne({-kHuge, -kHuge}, {.biases = down}).token, 0);
+  EXPECT_EQ(SampleOne({-kHuge, -1}, {.repetition_penalty = kHuge, .output = all}).token, 0);
+  EXPECT_EQ(SampleOne({1e30f, kHuge}, {.repetition_penalty = 1e-30f, .output = all}).token, 0);
+  const Ids often(100000, 1);
+  EXPECT_EQ(SampleOne({0, 1}, {.frequency_penalty = kHuge, .output = often}).token, 0);
+  EXPECT_EQ(SampleOne({0, 1}, {.frequency_penalty = -kHuge, .output = often}).token, 1);
+}
+
+TEST(Sampling, MinPDropsWhatIsLessProbableThanItsShareOfTheLargest) {
+  const std::vector<float> logits = LogOf({0.15, 0.5, 0.05, 0.3});
+  EXPECT_EQ(Support(logits, {.temperature = 1, .min_p = 0.2f}), (Ids{0, 1, 3}));
+  EXPECT_EQ(Support(logits, {.temperature = 1, .min_p = 0.31f}), (Ids{1, 3}));
+  EXPECT_EQ(Support(logits, {.temperature = 1, .min_p = 1}), (Ids{1}));
+  EXPECT_EQ(Support({2, 2, 1}, {.temperature = 1, .min_p = 1}), (Ids{0, 1}));
+  // Behind the temperature: at 0.5 the shares are squared.
+  EXPECT_EQ(Support(logits, {.temperature = 0.5f, .min_p = 0.2f}), (Ids{1, 3}));
+  // top-p counts what min-p left: 0.5 of 0.8 is less than 0.7 of it.
+  EXPECT_EQ(Support(logits, {.temperature = 1, .top_p = 0.6f, .min_p = 0.31f}), (Ids{1}));
+}
+
+TEST(Sampling, TopLogprobsAreTheModelsWhateverIsDoneToTheLogits) {
+  const std::vector<float> logits = LogOf({0.15, 0.5, 0.05, 0.3});
+  const Ids banned = {1}, seen = {1, 3};
+  const std::vector<TokenBias> bias = {{.token = 2, .bias = 9}};
+  std::vector<TokenLogprob> top(3);
+  const SampledToken token = SampleOne(logits, {.temperature = 0.01f,
+                                                .banned = banned,
+                                                .biases = bias,
+                                                .repetition_penalty = 2,
+                                                .presence_penalty = 2,
+                                                .output = seen,
+                                                .top = top});
+  EXPECT_EQ(token.token, 2);
+  EXPECT_NEAR(token.logprob, std::log(0.05), 1e-6);
+  const double expected[] = {0.5, 0.3, 0.15};
+  const int32_t ids[] = {1, 3, 0};
+  for (size_t i = 0; i < 3; ++i) {
+    EXPECT_EQ(top[i].token, ids[i]);
+    EXPECT_NEAR(top[i].logprob, std::log(expected[i]), 1e-6);
+  }
+}
+
+TEST(Sampling, TopLogprobsOfEqualsAreInOrderOfIdAndNoMoreThanTheVocabulary) {
+  std::vector<TokenLogprob> top(5);
+  SampleOne({1, 2, 2}, {.top = top});
+  EXPECT_EQ(top[0].token, 1);
+  EXPECT_EQ(top[1].token, 2);
+  EXPECT_EQ(top[2].token, 0);
+  EXPECT_EQ(top[3].token, -1);
+  constexpr float kHuge = std::numeric_limits<float>::max();
+  SampleOne({-kHuge, kHuge, 0}, {.top = top});
+  EXPECT_EQ(top[0].token, 1);
+  EXPECT_EQ(top[0].logprob, 0);
+}
+
 TEST(Sampling, SameSeedAndPositionGiveTheSameTokenWhateverTheBatchAndThreads) {
   std::mt19937 random(1);
   std::normal_distribution<float> normal;
   std::vector<std::vector<float>> rows(40, std::vector<float>(1000));
+  const Ids seen = {7, 7, 999, 0, 512};
   std::vector<SamplingOptions> options;
   for (auto& row : rows) {
     for (float& logit : row) logit = normal(random);
@@ -139,7 +364,12 @@ TEST(Sampling, SameSeedAndPositionGiveTheSameTokenWhateverTheBatchAndThreads) {
                        .top_k = options.size() % 2 == 0 ? 0 : 50,
                        .top_p = options.size() % 3 == 0 ? 1.0f : 0.9f,
                        .seed = 0xfedcba9876543210u + options.size() % 5,
-                       .position = static_cast<int64_t>(options.size()) % 7});
+                       .position = static_cast<int64_t>(options.size()) % 7,
+                       .min_p = options.size() % 4 == 0 ? 0.01f : 0.0f,
+                       .repetition_penalty = options.size() % 5 == 0 ? 1.3f : 1.0f,
+                       .presence_penalty = options.size() % 7 == 0 ? 0.5f : 0.0f,
+                       .prompt = seen,
+                       .output = seen});
   }
   ThreadExecutor threads(3);
   const std::vector<SampledToken> batch = SampleRows(rows, options, threads);
@@ -192,6 +422,8 @@ TEST(Sampling, NonFiniteLogitsFailTheirRowOnly) {
 
 TEST(Sampling, OptionsOutOfRangeFailTheirRow) {
   const Ids all = {0, 1}, outside = {2}, negative = {-1};
+  const std::vector<TokenBias> no_token = {{.token = 2}}, nan = {{.token = 0, .bias = kNan}},
+                               infinite = {{.token = 0, .bias = -kInf}};
   const SamplingOptions bad[] = {{.temperature = -1},
                                  {.temperature = kNan},
                                  {.temperature = kInf},
@@ -201,6 +433,19 @@ TEST(Sampling, OptionsOutOfRangeFailTheirRow) {
                                  {.temperature = 1, .top_p = kNan},
                                  {.banned = all},
                                  {.banned = outside},
+                                 {.min_p = -0.1f},
+                                 {.min_p = 1.1f},
+                                 {.min_p = kNan},
+                                 {.biases = no_token},
+                                 {.biases = nan},
+                                 {.biases = infinite},
+                                 {.repetition_penalty = 0},
+                                 {.repetition_penalty = -1},
+                                 {.repetition_penalty = kInf},
+                                 {.frequency_penalty = kNan},
+                                 {.presence_penalty = -kInf},
+                                 {.repetition_penalty = 2, .prompt = outside},
+                                 {.presence_penalty = 2, .output = negative},
                                  {.temperature = 1, .banned = negative}};
   for (const SamplingOptions& options : bad) {
     const SampledToken token = SampleOne({1, 2}, options);
