@@ -9,6 +9,7 @@
 #include "coordinator/limits.h"
 #include "kernels/base/status_macros.h"
 #include "kvstore/block.h"
+#include "proto/selector_field.h"
 
 namespace kvasir::coordinator {
 namespace {
@@ -16,20 +17,18 @@ namespace {
 constexpr size_t kMaxPolicies = 4;
 constexpr uint32_t kDefaultTailTokens = 64;
 
-void SetSelector(const std::string& name, v1::AttentionPolicy& policy) {
-  if (name == "streaming") {
-    policy.mutable_streaming();
-  } else if (name == "quest") {
-    policy.mutable_quest();
-  } else {
-    policy.mutable_all();
-  }
+// What a budget is rounded up to: a selector chooses whole blocks of so many tokens.
+int64_t BlockTokens(const v1::AttentionPolicy& policy) {
+  if (policy.has_quest()) return kvstore::kBlockTokens;
+  if (policy.has_hip()) return 2;
+  return 1;
 }
 
 absl::Status CheckPart(const std::string& where, const v1::AttentionPolicy& part) {
-  if (part.has_quest() && part.token_budget() == 0) {
-    return absl::InvalidArgumentError(
-        absl::StrCat(where, ".token_budget is not set; quest needs the tokens it may select"));
+  if (IsSparse(part) && !part.has_streaming() && part.token_budget() == 0) {
+    return absl::InvalidArgumentError(absl::StrCat(where, ".token_budget is not set; ",
+                                                   v1::SelectorName(part),
+                                                   " needs the tokens it may select"));
   }
   if (IsSparse(part) && part.window_tokens() == 0) {
     return absl::InvalidArgumentError(absl::StrCat(
@@ -56,20 +55,17 @@ absl::Status Override(const std::string& where, const v1::AttentionPolicy& overr
 }  // namespace
 
 bool IsSparse(const v1::AttentionPolicy& policy) {
-  return policy.has_streaming() || policy.has_quest();
+  return policy.selector_case() != v1::AttentionPolicy::SELECTOR_NOT_SET && !policy.has_all();
 }
 
 std::string CanonicalBytes(const v1::AttentionPolicy& policy) {
+  if (!IsSparse(policy)) return "all";
   const std::string ranges =
-      absl::StrCat("sink=", policy.sink_tokens(), ";window=", policy.window_tokens(),
-                   ";dense_layers=", policy.dense_layers());
-  if (policy.has_streaming()) return absl::StrCat("streaming;", ranges);
-  if (policy.has_quest()) {
-    const int64_t pages =
-        (int64_t{policy.token_budget()} + kvstore::kBlockTokens - 1) / kvstore::kBlockTokens;
-    return absl::StrCat("quest;", ranges, ";pages=", pages);
-  }
-  return "all";
+      absl::StrCat(v1::SelectorName(policy), ";sink=", policy.sink_tokens(),
+                   ";window=", policy.window_tokens(), ";dense_layers=", policy.dense_layers());
+  if (policy.has_streaming()) return ranges;
+  const int64_t block = BlockTokens(policy);
+  return absl::StrCat(ranges, ";blocks=", (int64_t{policy.token_budget()} + block - 1) / block);
 }
 
 int64_t PrivateBegin(const ResolvedPolicy& policy, int64_t prompt_tokens) {
@@ -85,8 +81,8 @@ v1::SparsityPolicy PolicyFromFlags(const v1::SparseConfig& config) {
   v1::SparsityPolicy policy;
   policy.set_name("default");
   policy.set_tail_tokens(config.sparse_tail_tokens());
-  SetSelector(config.sparse_prefill_selector(), *policy.mutable_prefill());
-  SetSelector(config.sparse_selector(), *policy.mutable_decode());
+  v1::SetSelector(config.sparse_prefill_selector(), *policy.mutable_prefill());
+  v1::SetSelector(config.sparse_selector(), *policy.mutable_decode());
   for (v1::AttentionPolicy* part : {policy.mutable_prefill(), policy.mutable_decode()}) {
     part->set_sink_tokens(config.sparse_sink_tokens());
     part->set_window_tokens(config.sparse_window_tokens());

@@ -13,6 +13,7 @@
 #include "kernels/dense/sampling.h"
 #include "kernels/paged/digests.h"
 #include "kernels/sparse/policy.h"
+#include "proto/selector_field.h"
 #include "worker/row_sampling.h"
 #include "xxhash.h"
 
@@ -22,20 +23,6 @@ namespace {
 using kernels::DType;
 using kernels::kPageTokens;
 using kernels::TensorView;
-
-absl::StatusOr<absl::string_view> SelectorName(const v1::AttentionPolicy& policy) {
-  switch (policy.selector_case()) {
-    case v1::AttentionPolicy::kAll:
-      return absl::string_view("all");
-    case v1::AttentionPolicy::kStreaming:
-      return absl::string_view("streaming");
-    case v1::AttentionPolicy::kQuest:
-      return absl::string_view("quest");
-    case v1::AttentionPolicy::SELECTOR_NOT_SET:
-      break;
-  }
-  return absl::InvalidArgumentError("a policy names no selector");
-}
 
 }  // namespace
 
@@ -89,12 +76,13 @@ absl::Status Engine::Init() {
 
 // One object per method: shapes differ in nothing else, numbers come with the rows.
 absl::StatusOr<int64_t> Engine::ServeSelector(const v1::AttentionPolicy& policy) {
-  KVASIR_ASSIGN_OR_RETURN(const absl::string_view name, SelectorName(policy));
+  const std::string name = v1::SelectorName(policy);
+  if (name.empty()) return absl::InvalidArgumentError("a policy names no selector");
   const auto known = std::find(selector_names_.begin(), selector_names_.end(), name);
   if (known != selector_names_.end()) return known - selector_names_.begin();
   KVASIR_ASSIGN_OR_RETURN(std::unique_ptr<kernels::Selector> selector, kernels::MakeSelector(name));
   selectors_.push_back({.selector = std::move(selector), .dense = name == "all"});
-  selector_names_.emplace_back(name);
+  selector_names_.push_back(name);
   return std::ssize(selectors_) - 1;
 }
 

@@ -1,8 +1,10 @@
 #include "kernels/sparse/methods.h"
 
 #include "kernels/sparse/all/all_selector.h"
+#include "kernels/sparse/hip/hip_selector.h"
 #include "kernels/sparse/quest/quest_selector.h"
 #include "kernels/sparse/streaming/streaming_selector.h"
+#include "kernels/sparse/tokenselect/tokenselect_selector.h"
 
 namespace kvasir::kernels {
 namespace {
@@ -13,9 +15,9 @@ std::unique_ptr<Selector> Make() {
 }
 
 constexpr SelectorMethod kSelectors[] = {
-    {"all", Make<AllSelector>},
-    {"streaming", Make<StreamingSelector>},
-    {"quest", Make<QuestSelector>},
+    {"all", Make<AllSelector>},     {"streaming", Make<StreamingSelector>},
+    {"quest", Make<QuestSelector>}, {"tokenselect", Make<TokenSelectSelector>},
+    {"hip", Make<HipSelector>},
 };
 
 }  // namespace

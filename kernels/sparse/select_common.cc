@@ -21,6 +21,8 @@ absl::Status CheckSelect(absl::string_view selector, const SelectParams& p,
       .Require(p.numbers.size() == p.blocks.size(), "numbers must be one per query block")
       .Require(out.num_rows == static_cast<int64_t>(p.blocks.size()) * layout.num_kv_heads,
                "the selection's num_rows must be blocks x KV heads")
+      .Require(static_cast<int64_t>(p.faults.size()) == p.kv.num_slots,
+               "faults must be [num_slots]")
       .Require(p.scratch != nullptr, "scratch is missing; pass the calling thread's Scratch");
   KVASIR_RETURN_IF_ERROR(check.status());
   check.Require(layout.num_kv_heads > 0 && check.dim("heads") % layout.num_kv_heads == 0,
@@ -34,6 +36,32 @@ absl::Status CheckSelect(absl::string_view selector, const SelectParams& p,
         n.budget_tokens, "; need sink >= 0, window >= 1 (the query's own token), budget >= 0"));
   }
   return absl::OkStatus();
+}
+
+absl::Status CheckCapacity(absl::string_view name, const Selector& selector, const SelectParams& p,
+                           const PageSelection& out) {
+  for (size_t i = 0; i < p.blocks.size(); ++i) {
+    const int64_t context = p.blocks[i].first_position + p.blocks[i].num_rows;
+    const int64_t needed = selector.MaxEntries(p.numbers[i], context);
+    if (needed <= out.capacity) continue;
+    return absl::InvalidArgumentError(absl::StrCat(name, ": query block ", i, " may choose ",
+                                                   needed, " pages, a row of the selection holds ",
+                                                   out.capacity));
+  }
+  return absl::OkStatus();
+}
+
+void ListWriter::Add(int64_t begin, int64_t end, float score) {
+  while (begin < end) {
+    const int64_t page = begin / kPageTokens;
+    const bool opens = header_.count == 0 || list_[header_.count - 1].page != page;
+    if (opens) list_[header_.count++] = {.page = page, .score = score};
+    SelectionEntry& entry = list_[header_.count - 1];
+    entry.chosen |= TokenMask(begin - page * kPageTokens, end - page * kPageTokens);
+    entry.live = entry.chosen;
+    entry.score = std::max(entry.score, score);
+    begin = (page + 1) * kPageTokens;
+  }
 }
 
 SelectionHeader MakeHeader(const QueryBlock& block, const SelectionNumbers& numbers) {

@@ -2,9 +2,16 @@
 // selectors only. Thread-safe.
 #pragma once
 
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
 
+#include "kernels/base/executor.h"
+#include "kernels/base/scratch.h"
+#include "kernels/base/status_macros.h"
 #include "kernels/paged/page_selection.h"
 #include "kernels/sparse/stages.h"
 
@@ -13,6 +20,74 @@ namespace kvasir::kernels {
 // Shapes, query blocks and numbers of a Select call; `selector` opens the message.
 absl::Status CheckSelect(absl::string_view selector, const SelectParams& params,
                          const PageSelection& out);
+
+// INVALID_ARGUMENT unless a row of `out` has room for what `selector` may choose.
+absl::Status CheckCapacity(absl::string_view name, const Selector& selector,
+                           const SelectParams& params, const PageSelection& out);
+
+// Pages, or blocks, that cover `tokens`.
+constexpr int64_t CeilPages(int64_t tokens) { return (tokens + kPageTokens - 1) / kPageTokens; }
+
+// One row of a Select call: (query block, KV head). Borrowed from the call.
+struct SelectRow {
+  SelectRow(const SelectParams& params, const PageSelection& out, int64_t row)
+      : p(params),
+        block(p.blocks[static_cast<size_t>(row / p.kv.layout.num_kv_heads)]),
+        numbers(p.numbers[static_cast<size_t>(row / p.kv.layout.num_kv_heads)]),
+        kv_head(row % p.kv.layout.num_kv_heads),
+        group(p.q.dim(1) / p.kv.layout.num_kv_heads),
+        header(out.header(row)),
+        list(out.list(row)) {}
+
+  // Of query r of the block and head g of the group, in the batch's q.
+  int64_t q_row(int64_t r, int64_t g) const {
+    return (block.first_row + r) * p.q.dim(1) + kv_head * group + g;
+  }
+
+  const SelectParams& p;
+  const QueryBlock& block;
+  const SelectionNumbers& numbers;
+  const int64_t kv_head;
+  const int64_t group;
+  SelectionHeader& header;
+  SelectionEntry* list;
+};
+
+// Calls select(SelectRow, thread) for every row, on the executor's threads.
+template <typename Select>
+void ForEachRow(const SelectParams& params, const PageSelection& out, Executor& executor,
+                const Select& select) {
+  const auto run = [&](int64_t row, int thread) { select(SelectRow(params, out, row), thread); };
+  executor.ParallelFor(out.num_rows, std::ref(run));  // a larger closure would be allocated
+}
+
+// The same, with a Memory(ScratchPieces&, params) for each thread, laid out in the call's scratch:
+// select(row, memory).
+template <typename Memory, typename Select>
+absl::Status WithThreadMemory(const SelectParams& params, const PageSelection& out,
+                              Executor& executor, const Select& select) {
+  ScratchPieces counted(nullptr);
+  Memory(counted, params);
+  KVASIR_ASSIGN_OR_RETURN(std::byte* const memory,
+                          params.scratch->Reserve(counted.bytes() * executor.num_threads()));
+  ForEachRow(params, out, executor, [&](const SelectRow& row, int thread) {
+    ScratchPieces pieces(memory + counted.bytes() * thread);
+    select(row, Memory(pieces, params));
+  });
+  return absl::OkStatus();
+}
+
+// Appends chosen tokens to a row's list. An entry's score is the best of its tokens'.
+class ListWriter {
+ public:
+  ListWriter(SelectionHeader& header, SelectionEntry* list) : header_(header), list_(list) {}
+  // REQUIRES: ascending; the list has room (CheckCapacity).
+  void Add(int64_t begin, int64_t end, float score);
+
+ private:
+  SelectionHeader& header_;
+  SelectionEntry* list_;
+};
 
 // The header of a list without entries: sink and window as stages.h draws them; kAll where rule R2
 // says so.

@@ -31,7 +31,8 @@ struct SelectParams {
   int64_t layer = 0;
   std::span<const QueryBlock> blocks;
   std::span<const SelectionNumbers> numbers;  // one per block
-  Scratch* scratch = nullptr;                 // working memory, required
+  std::span<uint8_t> faults;   // [num_slots]; set to 1 where a key to be read is absent
+  Scratch* scratch = nullptr;  // working memory, required
 };
 
 // Why a page that dense attention would read is not attended to: the label of the skip counters.
@@ -57,12 +58,12 @@ class Selector {
  public:
   virtual ~Selector() = default;
   // INVALID_ARGUMENT on shapes, on numbers below their ranges, or when a row of `out` has no room
-  // for MaxEntries. Reads no K and no V, so it counts no page accesses.
+  // for MaxEntries. Counts no page accesses: what a selector probes is spread over the whole
+  // context, and is no reason to promote a page. Rows of a slot with a fault are unspecified.
   virtual absl::Status Select(const SelectParams& params, PageSelection& out,
                               Executor& executor) const = 0;
   // Entries a row needs at most for these numbers over a context of `tokens`.
   virtual int64_t MaxEntries(const SelectionNumbers& numbers, int64_t tokens) const = 0;
-  virtual bool NeedsBounds() const = 0;
   // False where the choice depends on positions alone: then the heads of a group that lie on other
   // ranks need not be fetched for it.
   virtual bool ReadsQueries() const = 0;

@@ -1,9 +1,13 @@
 #include "coordinator/policy.h"
 
 #include <limits>
+#include <set>
+#include <string>
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+
+#include "proto/selector_field.h"
 
 namespace kvasir::coordinator {
 namespace {
@@ -20,6 +24,14 @@ v1::SparsityPolicy Policy(const std::string& name) {
   config.set_sparse_tail_tokens(64);
   v1::SparsityPolicy policy = PolicyFromFlags(config);
   policy.set_name(name);
+  return policy;
+}
+
+v1::AttentionPolicy MakeNumbers() {
+  v1::AttentionPolicy policy;
+  policy.set_sink_tokens(1);
+  policy.set_window_tokens(2);
+  policy.set_token_budget(3);
   return policy;
 }
 
@@ -108,6 +120,38 @@ TEST(CanonicalBytesTest, NumbersThatASelectorDoesNotReadDoNotMatter) {
   b = a;
   b.set_token_budget(1000);
   EXPECT_EQ(CanonicalBytes(a), CanonicalBytes(b));
+}
+
+TEST(CanonicalBytesTest, NoTwoSelectorsAreAlike) {
+  std::set<std::string> found;
+  for (const std::string name : {"all", "streaming", "quest", "tokenselect", "hip"}) {
+    v1::AttentionPolicy policy = MakeNumbers();
+    v1::SetSelector(name, policy);
+    ASSERT_EQ(v1::SelectorName(policy), name);
+    EXPECT_TRUE(found.insert(CanonicalBytes(policy)).second) << name;
+  }
+}
+
+TEST(CanonicalBytesTest, ABudgetCountsInTheBlocksThatAreSelected) {
+  const auto bytes = [](const std::string& name, uint32_t budget) {
+    v1::AttentionPolicy policy = MakeNumbers();
+    v1::SetSelector(name, policy);
+    policy.set_token_budget(budget);
+    return CanonicalBytes(policy);
+  };
+  EXPECT_EQ(bytes("quest", 65), bytes("quest", 128));
+  EXPECT_EQ(bytes("hip", 65), bytes("hip", 66));
+  EXPECT_NE(bytes("hip", 66), bytes("hip", 67));
+  EXPECT_NE(bytes("tokenselect", 65), bytes("tokenselect", 66));
+}
+
+TEST(PolicyTableTest, SelectorsWithABudgetNeedOne) {
+  for (const std::string name : {"quest", "tokenselect", "hip"}) {
+    v1::SparsityPolicy policy = Policy("p");
+    v1::SetSelector(name, *policy.mutable_decode());
+    policy.mutable_decode()->clear_token_budget();
+    ExpectInvalid(PolicyTable::Create({policy}).status(), name + " needs the tokens");
+  }
 }
 
 TEST(CanonicalBytesTest, NumbersThatItReadsDo) {

@@ -132,6 +132,7 @@ class AttentionBatch {
             .layer = kLayer,
             .blocks = blocks_,
             .numbers = numbers,
+            .faults = faults_,
             .scratch = &scratch_};
   }
   // A selection with room for `capacity` entries a row, to be filled by a selector. Takes the place

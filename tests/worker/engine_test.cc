@@ -14,6 +14,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
+#include "kernels/sparse/methods.h"
 #include "tests/worker/random_model.h"
 #include "tests/worker/test_coordinator.h"
 #include "tests/worker/test_worker.h"
@@ -23,7 +24,8 @@ namespace {
 
 using testing::HasSubstr;
 
-constexpr uint32_t kAll = 0, kStreaming = 1, kQuest = 2, kAllThenQuest = 3;  // policies
+constexpr uint32_t kAll = 0, kStreaming = 1, kQuest = 2, kAllThenQuest = 3, kTokenSelect = 4,
+                   kHip = 5;  // policies
 
 std::vector<uint32_t> RandomPrompt(int64_t size, uint32_t seed) {
   std::mt19937 random(seed);
@@ -107,7 +109,7 @@ TEST_P(EnginePolicyTest, NeighboursDoNotChangeLogits) {
   TestCoordinator coordinator({.chunk = 128, .max_tokens = 700});
   coordinator.Add(request);  // gets slot 0, as alone
   for (uint32_t i = 1; i < 16; ++i) {
-    coordinator.Add(MakeRequest(30 + 37 * i, i % 4, /*seed=*/100 + i));
+    coordinator.Add(MakeRequest(30 + 37 * i, i % 6, /*seed=*/100 + i));
   }
   worker.Run(coordinator);
   AllLogits of_slot_0;
@@ -197,18 +199,31 @@ TEST_P(EnginePolicyTest, TruncatedSequenceGoesOnAsIfItHadNotBeenThere) {
 TEST_P(EnginePolicyTest, AccountsForEveryPage) {
   TestWorker worker(*model_);
   TestCoordinator coordinator({.chunk = 128});
-  const size_t r = coordinator.Add(MakeRequest(500, GetParam()));
+  TestRequest request = MakeRequest(500, GetParam());
+  request.decode.set_token_budget(3);  // in fewer pages than there are, token by token too
+  const size_t r = coordinator.Add(request);
   worker.Run(coordinator);
   const v1::RowAccounting& a = coordinator.result(r).accounting;
   EXPECT_GT(a.blocks_total(), 0u);
   EXPECT_EQ(a.page_hits() + a.page_misses() + a.skipped_selected_out() + a.skipped_window(),
             a.blocks_total());
   EXPECT_EQ(a.skipped_window() > 0, GetParam() == kStreaming);
-  EXPECT_EQ(a.skipped_selected_out() > 0, GetParam() == kQuest || GetParam() == kAllThenQuest);
+  EXPECT_EQ(a.skipped_selected_out() > 0, GetParam() >= kQuest);
 }
 
 INSTANTIATE_TEST_SUITE_P(Policies, EnginePolicyTest,
-                         testing::Values(kAll, kStreaming, kQuest, kAllThenQuest));
+                         testing::Values(kAll, kStreaming, kQuest, kAllThenQuest, kTokenSelect,
+                                         kHip));
+
+TEST_F(EngineTest, EveryMethodIsAFieldOfThePolicy) {
+  std::set<std::string> fields, methods;
+  const auto* selectors = v1::AttentionPolicy::descriptor()->FindOneofByName("selector");
+  for (int i = 0; i < selectors->field_count(); ++i) fields.insert(selectors->field(i)->name());
+  for (const kernels::SelectorMethod& method : kernels::SelectorMethods()) {
+    methods.emplace(method.name.data(), method.name.size());
+  }
+  EXPECT_EQ(methods, fields);
+}
 
 TEST_F(EngineTest, DenseLayersReadEverything) {
   TestRequest request = MakeRequest(500, kStreaming);
@@ -534,8 +549,8 @@ INSTANTIATE_TEST_SUITE_P(
                     p.mutable_starts(0)->mutable_sampling()->add_stop_token_ids(0xffffffffu);
                   },
                   "token 4294967295"},
-        WrongPlan{"NoSuchPolicy", [](auto& p) { p.mutable_starts(0)->set_policy_index(4); },
-                  "policy 4"},
+        WrongPlan{"NoSuchPolicy", [](auto& p) { p.mutable_starts(0)->set_policy_index(99); },
+                  "policy 99"},
         WrongPlan{"NothingLeftToCompute",
                   [](auto& p) {
                     p.mutable_starts(0)->add_cached_blocks(1);

@@ -65,7 +65,7 @@ TEST_P(TensorParallelTest, AnswersAsOneRankDoes) {
   RankGroup single(Options(1)), group(Options(GetParam().ranks));
   TestCoordinator one({.chunk = 128}), many({.chunk = 128});
   for (const uint32_t size : {1u, 70u, 300u}) {
-    for (const uint32_t policy : {0u, 2u, 3u}) {
+    for (const uint32_t policy : {0u, 2u, 3u, 4u, 5u}) {
       TestRequest request = MakeRequest(size, policy);
       if (size == 70) {  // what a penalty counts is the same on every rank
         request.sampling.set_repetition_penalty(1.3f);
@@ -79,7 +79,7 @@ TEST_P(TensorParallelTest, AnswersAsOneRankDoes) {
   single.Run(one);
   group.Run(many);
   uint64_t skipped = 0;
-  for (size_t r = 0; r < 9; ++r) {
+  for (size_t r = 0; r < 15; ++r) {
     SCOPED_TRACE(testing::Message() << "request " << r);
     EXPECT_EQ(one.result(r).tokens, many.result(r).tokens);
     ExpectSameAccounting(one.result(r).accounting, many.result(r).accounting);

@@ -12,6 +12,7 @@
 #include "gtest/gtest.h"
 
 #include "kernels/base/executor.h"
+#include "proto/selector_field.h"
 #include "tests/worker/test_coordinator.h"
 #include "worker/engine.h"
 #include "worker/model/weights.h"
@@ -20,14 +21,9 @@
 namespace kvasir::worker {
 
 inline v1::SparsityPolicy MakePolicy(const std::string& prefill, const std::string& decode) {
-  const auto set = [](const std::string& name, v1::AttentionPolicy& policy) {
-    if (name == "all") policy.mutable_all();
-    if (name == "streaming") policy.mutable_streaming();
-    if (name == "quest") policy.mutable_quest();
-  };
   v1::SparsityPolicy policy;
-  set(prefill, *policy.mutable_prefill());
-  set(decode, *policy.mutable_decode());
+  v1::SetSelector(prefill, *policy.mutable_prefill());
+  v1::SetSelector(decode, *policy.mutable_decode());
   return policy;
 }
 
@@ -86,7 +82,8 @@ class TestWorker {
             .kv_device_bytes = 64 << 20,
             .kv_host_bytes = 64 << 20,
             .policies = {MakePolicy("all", "all"), MakePolicy("streaming", "streaming"),
-                         MakePolicy("quest", "quest"), MakePolicy("all", "quest")},
+                         MakePolicy("quest", "quest"), MakePolicy("all", "quest"),
+                         MakePolicy("tokenselect", "tokenselect"), MakePolicy("hip", "hip")},
             .mass_sample_rate = 0};
   }
 

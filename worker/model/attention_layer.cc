@@ -101,6 +101,7 @@ int64_t AttentionLayer::GemmScratchBytes(int num_threads) const {
 }
 
 absl::Status AttentionLayer::Run(const StepContext& step, const TensorView& output) {
+  faults_.assign(static_cast<size_t>(step.kv.num_slots), 0);
   KVASIR_RETURN_IF_ERROR(ProjectAndAppend(step));
   KVASIR_ASSIGN_OR_RETURN(const PageSelection selection, Select(step));
   // Ranks that share a KV head select alike: its pages are counted once.
@@ -167,6 +168,7 @@ absl::StatusOr<PageSelection> AttentionLayer::Select(const StepContext& step) {
                                           .layer = options_.layer,
                                           .blocks = std::span(batch.blocks).subspan(begin, count),
                                           .numbers = std::span(numbers_).subspan(begin, count),
+                                          .faults = std::span(faults_),
                                           .scratch = &step.activations.attention_scratch};
     KVASIR_RETURN_IF_ERROR(group.served->selector->Select(params, rows, step.executor));
   }
@@ -214,7 +216,6 @@ absl::StatusOr<TensorView> AttentionLayer::SelectionQueries(const StepContext& s
 absl::Status AttentionLayer::AttendTo(const StepContext& step, const PageSelection& selection) {
   Activations& a = step.activations;
   const int64_t tokens = step.batch.num_tokens();
-  faults_.assign(static_cast<size_t>(step.kv.num_slots), 0);
   const bool measures = step.meter.Measures(options_.layer);
   const kernels::AttendParams params = {
       .q = a.q.Heads(tokens, num_heads()),

@@ -21,7 +21,6 @@ class QuestSelector : public Selector {
   absl::Status Select(const SelectParams& params, PageSelection& out,
                       Executor& executor) const override;
   int64_t MaxEntries(const SelectionNumbers& numbers, int64_t tokens) const override;
-  bool NeedsBounds() const override { return true; }
   bool ReadsQueries() const override { return true; }
   SkipReason skip_reason() const override { return SkipReason::kSelectedOut; }
 };

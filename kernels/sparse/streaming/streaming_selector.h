@@ -11,7 +11,6 @@ class StreamingSelector : public Selector {
   absl::Status Select(const SelectParams& params, PageSelection& out,
                       Executor& executor) const override;
   int64_t MaxEntries(const SelectionNumbers&, int64_t) const override { return 0; }
-  bool NeedsBounds() const override { return false; }
   bool ReadsQueries() const override { return false; }
   SkipReason skip_reason() const override { return SkipReason::kWindow; }
 };

@@ -7,9 +7,9 @@
 #include <vector>
 
 #include "kernels/base/cpu_features.h"
-#include "kernels/sparse/quest/page_ranking.h"
 #include "kernels/sparse/quest/quest_score.h"
 #include "kernels/sparse/quest/quest_selector.h"
+#include "kernels/sparse/ranking.h"
 #include "tests/support/attention_batch.h"
 #include "tests/support/test_tensor.h"
 
@@ -251,21 +251,21 @@ TEST(Quest, WithoutBoundsOrRoomItRefuses) {
             absl::StatusCode::kInvalidArgument);
 }
 
-TEST(RankedPage, OrdersByScoreThenPageWithNanLast) {
+TEST(Ranked, OrdersByScoreThenPageWithNanLast) {
   const float scores[] = {-kInfinity, -3.5f, -1e-40f, 0.0f, 1e-40f, 2.0f, kInfinity};
   for (size_t i = 0; i < std::size(scores); ++i) {
-    EXPECT_EQ(RankedPage(scores[i], 7).score(), scores[i]);
-    EXPECT_EQ(RankedPage(scores[i], 7).page(), 7);
-    EXPECT_LT(RankedPage(scores[i], 7), RankedPage(scores[i], 8));
+    EXPECT_EQ(Ranked(scores[i], 7).score(), scores[i]);
+    EXPECT_EQ(Ranked(scores[i], 7).item(), 7);
+    EXPECT_LT(Ranked(scores[i], 7), Ranked(scores[i], 8));
     for (size_t j = i + 1; j < std::size(scores); ++j) {
-      EXPECT_LT(RankedPage(scores[i], 9), RankedPage(scores[j], 1));
+      EXPECT_LT(Ranked(scores[i], 9), Ranked(scores[j], 1));
     }
   }
-  EXPECT_LT(RankedPage(kNan, 9), RankedPage(-3.5f, 1));
-  EXPECT_LT(RankedPage(-kNan, 9), RankedPage(-3.5f, 1));
-  EXPECT_LT(RankedPage(kNan, 9), RankedPage(-kInfinity, 10)) << "NaN counts as -inf";
-  EXPECT_LT(RankedPage(-0.0f, 1), RankedPage(0.0f, 2)) << "zeros tie";
-  EXPECT_LT(RankedPage(0.0f, 1), RankedPage(-0.0f, 2));
+  EXPECT_LT(Ranked(kNan, 9), Ranked(-3.5f, 1));
+  EXPECT_LT(Ranked(-kNan, 9), Ranked(-3.5f, 1));
+  EXPECT_LT(Ranked(kNan, 9), Ranked(-kInfinity, 10)) << "NaN counts as -inf";
+  EXPECT_LT(Ranked(-0.0f, 1), Ranked(0.0f, 2)) << "zeros tie";
+  EXPECT_LT(Ranked(0.0f, 1), Ranked(-0.0f, 2));
 }
 
 }  // namespace

@@ -1,3 +1,4 @@
+#include <bit>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <memory>
@@ -108,7 +109,7 @@ TEST_P(SelectorTest, ListsAreAscendingUniqueCausalAndWithinTheBudget) {
     EXPECT_EQ(header.window_begin,
               std::max<int64_t>(0, c.first_position - c.numbers.window_tokens + 1));
     EXPECT_EQ(header.sink_end, std::min(c.numbers.sink_tokens, header.window_begin));
-    EXPECT_LE(header.count * kPageTokens, c.numbers.budget_tokens + kPageTokens - 1);
+    int64_t chosen = 0;
     int64_t previous = -1;
     for (int32_t i = 0; i < header.count; ++i) {
       const SelectionEntry& entry = selection.list(row)[i];
@@ -118,7 +119,9 @@ TEST_P(SelectorTest, ListsAreAscendingUniqueCausalAndWithinTheBudget) {
       EXPECT_EQ(entry.live, entry.chosen);
       EXPECT_LT(entry.page * kPageTokens, header.window_begin);
       EXPECT_GT((entry.page + 1) * kPageTokens, header.sink_end);
+      chosen += std::popcount(entry.chosen);
     }
+    EXPECT_LE(chosen, c.numbers.budget_tokens + kPageTokens - 1) << "rounded up to blocks";
   }
 }
 
@@ -170,9 +173,10 @@ TEST_P(SelectorTest, ARowDoesNotDependOnItsNeighboursOrThreads) {
       const size_t row = i * 2 + static_cast<size_t>(head);
       ASSERT_EQ(selection.header(head).count, headers[row].count);
       for (int32_t j = 0; j < headers[row].count; ++j) {
-        EXPECT_EQ(
-            selection.list(head)[j].page,
-            entries[row * static_cast<size_t>(together.capacity) + static_cast<size_t>(j)].page);
+        const SelectionEntry& expected =
+            entries[row * static_cast<size_t>(together.capacity) + static_cast<size_t>(j)];
+        EXPECT_EQ(selection.list(head)[j].page, expected.page);
+        EXPECT_EQ(selection.list(head)[j].chosen, expected.chosen);
       }
     }
   }
@@ -186,18 +190,20 @@ TEST_P(SelectorTest, CountsNoAccesses) {
   }
 }
 
-TEST_P(SelectorTest, NeedsNoPageToBeResident) {
+// Those that read keys say so; the others go by digests.
+TEST_P(SelectorTest, AnAbsentPageIsAFaultOrNotNeeded) {
   AttentionBatch batch = MakeBatch({{2048, 1, {4, 64, 256}}}, 55);
   for (int64_t block = 0; block < 32; ++block) {
     batch.kv().SetTier(0, block, AttentionBatch::kLayer, 0, PageTier::kAbsent);
   }
   Select(batch, {{4, 64, 256}});
+  EXPECT_EQ(batch.fault(0), GetParam() == "tokenselect" || GetParam() == "hip" ? 1 : 0);
 }
 
 TEST_P(SelectorTest, RejectsWhatDoesNotFit) {
   AttentionBatch batch = MakeBatch({{2048, 1, {4, 64, 256}}}, 56);
   const std::vector<SelectionNumbers> good = {{4, 64, 256}};
-  PageSelection selection = batch.MakeSelection(4);
+  PageSelection selection = batch.MakeSelection(selector_->MaxEntries(good[0], 2049));
   SerialExecutor executor;
   const auto code = [&](const std::vector<SelectionNumbers>& numbers, auto change) {
     SelectParams p = batch.ParamsForSelect(numbers);
@@ -214,6 +220,12 @@ TEST_P(SelectorTest, RejectsWhatDoesNotFit) {
   EXPECT_EQ(code(good, [](SelectParams& p) { p.layer = 9; }), kInvalid);
   EXPECT_EQ(code(good, [](SelectParams& p) { p.scratch = nullptr; }), kInvalid);
   EXPECT_EQ(code(good, [](SelectParams& p) { p.kv.layout.head_dim = 32; }), kInvalid);
+  EXPECT_EQ(code(good, [](SelectParams& p) { p.faults = {}; }), kInvalid);
+  if (selection.capacity > 0) {
+    --selection.capacity;
+    EXPECT_EQ(code(good, nothing), kInvalid);
+    ++selection.capacity;
+  }
   selection.num_rows = 1;
   EXPECT_EQ(code(good, nothing), kInvalid);
 }
@@ -221,20 +233,20 @@ TEST_P(SelectorTest, RejectsWhatDoesNotFit) {
 TEST(MakeSelector, UnknownNamesListTheKnownOnes) {
   const absl::Status status = MakeSelector("qest").status();
   EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
-  EXPECT_EQ(status.message(), "unknown selector 'qest'; the selectors are all, streaming, quest");
+  EXPECT_EQ(status.message(),
+            "unknown selector 'qest'; the selectors are all, streaming, quest, "
+            "tokenselect, hip");
 }
 
 TEST(CountPages, AttendedAndSkippedAddUpToTheDensePages) {
   for (const SelectorMethod& method : SelectorMethods()) {
     const std::unique_ptr<Selector> selector = method.make();
     AttentionBatch batch = MakeBatch({{2100, 1, {}}}, 57);
-    PageSelection selection = batch.MakeSelection(8);
+    const std::vector<SelectionNumbers> numbers = {
+        {.sink_tokens = 100, .window_tokens = 60, .budget_tokens = 512}};
+    PageSelection selection = batch.MakeSelection(selector->MaxEntries(numbers[0], 2101));
     SerialExecutor executor;
-    ASSERT_TRUE(selector
-                    ->Select(batch.ParamsForSelect(
-                                 {{.sink_tokens = 100, .window_tokens = 60, .budget_tokens = 512}}),
-                             selection, executor)
-                    .ok());
+    ASSERT_TRUE(selector->Select(batch.ParamsForSelect(numbers), selection, executor).ok());
     const PageCounts counts =
         CountPages(selection.header(0), selection.list(0), 2100, selector->skip_reason());
     EXPECT_EQ(counts.total, 33);

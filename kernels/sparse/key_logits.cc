@@ -1,0 +1,62 @@
+#include "kernels/sparse/key_logits.h"
+
+#include <atomic>
+#include <limits>
+
+namespace kvasir::kernels {
+namespace {
+
+constexpr int64_t kLogitLanes = 16;
+
+template <typename Kv>
+float Dot(const float* a, const Kv* b, int64_t n) {
+  float lanes[kLogitLanes] = {};
+  int64_t i = 0;
+  for (; i + kLogitLanes <= n; i += kLogitLanes) {
+    for (int64_t lane = 0; lane < kLogitLanes; ++lane) {
+      lanes[lane] += a[i + lane] * static_cast<float>(b[i + lane]);
+    }
+  }
+  for (int64_t lane = 0; i < n; ++i, ++lane) lanes[lane] += a[i] * static_cast<float>(b[i]);
+  float sum = 0;
+  for (const float lane : lanes) sum += lane;
+  return sum;
+}
+
+}  // namespace
+
+void LoadQuery(const SelectRow& row, int64_t r, int64_t g, float* to) {
+  const int64_t d = row.p.kv.layout.head_dim;
+  const int64_t begin = row.q_row(r, g) * d;
+  for (int64_t i = 0; i < d; ++i) {
+    to[i] = row.p.q.dtype() == DType::kFloat32
+                ? row.p.q.As<const float>()[begin + i]
+                : static_cast<float>(row.p.q.As<const BFloat16>()[begin + i]);
+  }
+}
+
+KeyLogits::KeyLogits(const SelectRow& row) : row_(row), layout_(row.p.kv.layout) {}
+
+float KeyLogits::operator()(const float* q, int64_t token) {
+  const std::byte* page = Page(token / kPageTokens);
+  if (page == nullptr) return -std::numeric_limits<float>::infinity();
+  const std::byte* key = page + token % kPageTokens * layout_.row_bytes();
+  return layout_.dtype == DType::kFloat32
+             ? Dot(q, reinterpret_cast<const float*>(key), layout_.head_dim)
+             : Dot(q, reinterpret_cast<const BFloat16*>(key), layout_.head_dim);
+}
+
+const std::byte* KeyLogits::Page(int64_t page) {
+  if (page == page_) return memory_;
+  page_ = page;
+  const PageRef ref = row_.p.kv.Peek(row_.block.slot, page, row_.p.layer, row_.kv_head);
+  memory_ = ref.page();
+  if (ref.tier() == PageTier::kAbsent) {
+    memory_ = nullptr;
+    std::atomic_ref<uint8_t>(row_.p.faults[static_cast<size_t>(row_.block.slot)])
+        .store(1, std::memory_order_relaxed);
+  }
+  return memory_;
+}
+
+}  // namespace kvasir::kernels

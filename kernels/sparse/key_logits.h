@@ -1,0 +1,35 @@
+// Exact logits of single cached keys, for selectors that read keys: q . k in float32, not scaled.
+// Keys are read where they lie, without an access record (see Selector::Select). The sum over
+// head_dim runs in 16 partial sums, added up in order, so that it is the same on every machine.
+// Thread-compatible.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/base/dtype.h"
+#include "kernels/sparse/select_common.h"
+
+namespace kvasir::kernels {
+
+// Copies query r of the row's block and head g of its group to `to` [head_dim].
+void LoadQuery(const SelectRow& row, int64_t r, int64_t g, float* to);
+
+// Logits of one row's queries and the keys of its slot. It remembers the page it read last.
+class KeyLogits {
+ public:
+  explicit KeyLogits(const SelectRow& row);
+
+  // q . k of the token; -inf, with the slot's fault set, where its page is absent. NaN stays NaN.
+  float operator()(const float* q, int64_t token);
+
+ private:
+  const std::byte* Page(int64_t page);
+
+  const SelectRow& row_;
+  const KvLayout& layout_;
+  int64_t page_ = -1;
+  const std::byte* memory_ = nullptr;  // of page_; null: absent
+};
+
+}  // namespace kvasir::kernels

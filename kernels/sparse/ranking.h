@@ -1,0 +1,45 @@
+// Choosing the best by score, deterministically (rule R6). Called by selectors. Thread-safe.
+#pragma once
+
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <span>
+
+namespace kvasir::kernels {
+
+// A score and the number of what it belongs to (a page, a token, a chunk) as one integer that
+// orders as selections must: larger score first, then the larger number (recency); NaN orders as
+// -inf. Numbers are below 2^32.
+class Ranked {
+ public:
+  Ranked() = default;
+  Ranked(float score, int64_t item)
+      : bits_(static_cast<uint64_t>(Ordered(score)) << 32 | static_cast<uint64_t>(item)) {}
+
+  int64_t item() const { return static_cast<int64_t>(bits_ & 0xffffffffu); }
+  // -inf where it was NaN.
+  float score() const {
+    const uint32_t ordered = static_cast<uint32_t>(bits_ >> 32);
+    return std::bit_cast<float>((ordered & kSign) != 0 ? ordered ^ kSign : ~ordered);
+  }
+  friend bool operator<(Ranked a, Ranked b) { return a.bits_ < b.bits_; }
+  friend bool operator>(Ranked a, Ranked b) { return b < a; }
+
+ private:
+  static constexpr uint32_t kSign = 0x80000000u;
+  // Maps floats to integers of the same order; -0 counts as 0.
+  static uint32_t Ordered(float score) {
+    if (std::isnan(score)) score = -std::numeric_limits<float>::infinity();
+    const uint32_t bits = std::bit_cast<uint32_t>(score + 0.0f);
+    return (bits & kSign) != 0 ? ~bits : bits | kSign;
+  }
+
+  uint64_t bits_ = 0;
+};
+
+// Moves the `count` best to the front, ascending by item. REQUIRES: count <= items.size().
+void KeepBest(std::span<Ranked> items, int64_t count);
+
+}  // namespace kvasir::kernels

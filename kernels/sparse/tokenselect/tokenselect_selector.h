@@ -1,0 +1,33 @@
+// The selector `tokenselect` (arXiv 2411.02886, section 3): the tokens with most votes, where every
+// query head of the KV group votes with its own softmax over the candidates:
+//
+//   qbar[h]  = mean over the block's queries of q[h]                 (decode: the query itself)
+//   s[h][j]  = qbar[h] . k[j]            for j in [sink_end, window_begin), exact, not scaled
+//   vote[j]  = sum over the group's heads of softmax_j(s[h])         (soft vote)
+//   chosen   = the budget_tokens tokens of the largest votes, later tokens first among equals
+//
+// The softmax is what makes heads comparable: without it one head with large logits decides for
+// all. It has no 1 / sqrt(head_dim), as in the paper, so votes are peaked. Weights below e^-87 are
+// 0. A NaN logit counts as -inf; a head whose logits are all -inf gives no votes. Entries hold
+// tokens; `score` is the largest vote of the entry's tokens.
+// Differs from the paper: heads of one KV group share a list, not all heads of the layer; heads map
+// to KV heads by h / G (the paper's h mod Hkv does not fit grouped models); a prompt's queries are
+// averaged over blocks of at most 64, not 512, and keys and queries keep their rotation.
+// Cost: reads every candidate's key once, and 4 * (G + 1) bytes of scratch per candidate and
+// thread. Linear in the context. Thread-compatible.
+#pragma once
+
+#include "kernels/sparse/stages.h"
+
+namespace kvasir::kernels {
+
+class TokenSelectSelector : public Selector {
+ public:
+  absl::Status Select(const SelectParams& params, PageSelection& out,
+                      Executor& executor) const override;
+  int64_t MaxEntries(const SelectionNumbers& numbers, int64_t tokens) const override;
+  bool ReadsQueries() const override { return true; }
+  SkipReason skip_reason() const override { return SkipReason::kSelectedOut; }
+};
+
+}  // namespace kvasir::kernels

@@ -1,0 +1,20 @@
+// The selector of an AttentionPolicy by its name: the name of its field in sparsity.proto, by which
+// flags, messages and kernels/sparse/methods.cc know it too. With these functions a new selector
+// needs no code where policies are only handed on. Called by coordinator and worker. Thread-safe.
+#pragma once
+
+#include <string>
+
+#include "absl/strings/string_view.h"
+
+#include "proto/kvasir/v1/sparsity.pb.h"
+
+namespace kvasir::v1 {
+
+// Empty when none is set.
+std::string SelectorName(const AttentionPolicy& policy);
+
+// Sets the selector of that name, with its defaults, if there is one; else clears it.
+void SetSelector(absl::string_view name, AttentionPolicy& policy);
+
+}  // namespace kvasir::v1

@@ -1,0 +1,144 @@
+// Every selector against the independent definitions of oracle.py, which recorded what must be
+// chosen. Keys and queries are those of oracle.py: multiples of 1/8, whose sums are exact.
+#include <array>
+#include <cstdint>
+#include <fstream>
+#include <gtest/gtest.h>
+#include <limits>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "nlohmann/json.hpp"
+
+#include "kernels/paged/digests.h"
+#include "kernels/sparse/methods.h"
+#include "kernels/sparse/policy.h"
+#include "tests/support/attention_batch.h"
+
+namespace kvasir::kernels {
+namespace {
+
+using nlohmann::json;
+using Kind = SelectionHeader::Kind;
+using Ranges = std::vector<std::array<int64_t, 2>>;
+
+constexpr int64_t kQuery = 1, kKey = 2;
+constexpr int64_t kDim = 16, kKvHeads = 2;
+constexpr int64_t kLayer = AttentionBatch::kLayer;
+
+float Value(int64_t seed, int64_t side, int64_t position, int64_t head, int64_t i) {
+  const auto u = [](int64_t x) { return static_cast<uint64_t>(x); };
+  uint64_t x = u(seed) * 0x9E3779B97F4A7C15u + u(side) * 0xBF58476D1CE4E5B9u +
+               u(position) * 0x94D049BB133111EBu + u(head) * 0xD6E8FEB86659FD93u +
+               u(i) * 0xA0761D6478BD642Fu;
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+  x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+  return (static_cast<float>((x ^ (x >> 31)) % 33) - 16) / 8;
+}
+
+json ReadCases() {
+  std::ifstream file("tests/kernels/sparse/golden/selections.json");
+  return json::parse(file);
+}
+
+void FillKeys(const json& c, int64_t context, AttentionBatch& batch) {
+  batch.FillContext(0, context);
+  const auto key = [&](int64_t t, int64_t head) {
+    return batch.kv().Token(FakePagedKv::Side::kKey, 0, t, kLayer, head);
+  };
+  for (int64_t head = 0; head < kKvHeads; ++head) {
+    for (int64_t t = 0; t < context; ++t) {
+      for (int64_t i = 0; i < kDim; ++i) {
+        batch.kv().Set(key(t, head), i,
+                       Value(c["seed"], kKey, t / c["run"].get<int64_t>(), head, i));
+      }
+    }
+    for (const json& special : c["specials"]) {
+      batch.kv().Set(key(special[0], head), 0, std::stof(special[1].get<std::string>()));
+    }
+  }
+  for (int64_t block = 0; block * kPageTokens < context; ++block) {
+    const int64_t tokens = std::min(kPageTokens, context - block * kPageTokens);
+    ASSERT_TRUE(RebuildBounds(batch.kv().View(), 0, block, tokens).ok());
+  }
+}
+
+void FillQueries(const json& c, AttentionBatch& batch) {
+  const int64_t first = c["first"], rows = c["rows"];
+  batch.AddBlock(0, first, rows);
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t head = 0; head < batch.heads(); ++head) {
+      for (int64_t i = 0; i < kDim; ++i) {
+        batch.q(r, head)[i] = Value(c["seed"], kQuery, first + r, head, i);
+      }
+    }
+  }
+}
+
+Ranges ChosenRanges(const SelectionHeader& header, const SelectionEntry* list) {
+  Ranges ranges;
+  for (int32_t i = 0; i < header.count; ++i) {
+    for (int64_t t = 0; t < kPageTokens; ++t) {
+      if ((list[i].chosen >> t & 1) == 0) continue;
+      const int64_t token = list[i].page * kPageTokens + t;
+      if (ranges.empty() || ranges.back()[1] != token) ranges.push_back({token, token});
+      ranges.back()[1] = token + 1;
+    }
+  }
+  return ranges;
+}
+
+void RunCase(const json& c, DType dtype) {
+  const int64_t context = c["first"].get<int64_t>() + c["rows"].get<int64_t>();
+  AttentionBatch batch({.activation = dtype,
+                        .kv = dtype,
+                        .head_dim = kDim,
+                        .kv_heads = kKvHeads,
+                        .group = c["group"]},
+                       1, context, 1);
+  ASSERT_NO_FATAL_FAILURE(FillKeys(c, context, batch));
+  FillQueries(c, batch);
+  const std::vector<SelectionNumbers> numbers = {
+      {.sink_tokens = c["sink"], .window_tokens = c["window"], .budget_tokens = c["budget"]}};
+  const std::unique_ptr<Selector> selector = MakeSelector(c["selector"].get<std::string>()).value();
+  PageSelection selection = batch.MakeSelection(selector->MaxEntries(numbers[0], context));
+  SerialExecutor executor;
+  const absl::Status status = selector->Select(batch.ParamsForSelect(numbers), selection, executor);
+  ASSERT_TRUE(status.ok()) << status;
+  for (int64_t head = 0; head < kKvHeads; ++head) {
+    const json& expected = c["chosen"][static_cast<size_t>(head)];
+    ASSERT_EQ(selection.header(head).kind == Kind::kAll, expected.is_null());
+    if (expected.is_null()) continue;
+    EXPECT_EQ(ChosenRanges(selection.header(head), selection.list(head)), expected.get<Ranges>())
+        << "KV head " << head;
+  }
+}
+
+TEST(SelectorOracle, ChoosesWhatTheDefinitionChooses) {
+  const json cases = ReadCases();
+  ASSERT_GE(cases.size(), 40u);
+  for (const json& c : cases) {
+    for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+      SCOPED_TRACE(testing::Message()
+                   << c["selector"] << ": " << c["name"] << ", " << DTypeName(dtype).data());
+      RunCase(c, dtype);
+    }
+  }
+}
+
+TEST(SelectorOracle, CoversEverySelectorThatLists) {
+  const json cases = ReadCases();
+  for (const SelectorMethod& method : SelectorMethods()) {
+    if (method.name == "all" || method.name == "streaming") continue;
+    int lists = 0;
+    for (const json& c : cases) {
+      const std::string name(method.name.data(), method.name.size());
+      if (c["selector"] == name && !c["chosen"][0].empty()) ++lists;
+    }
+    EXPECT_GE(lists, 9) << method.name;
+  }
+}
+
+}  // namespace
+}  // namespace kvasir::kernels

@@ -1,0 +1,37 @@
+#include "proto/selector_field.h"
+
+#include <vector>
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+#include "proto/kvasir/v1/config.pb.h"
+
+namespace kvasir::v1 {
+namespace {
+
+TEST(SelectorFieldTest, ASelectorIsSetAndFoundByName) {
+  AttentionPolicy policy;
+  EXPECT_EQ(SelectorName(policy), "");
+  SetSelector("quest", policy);
+  EXPECT_TRUE(policy.has_quest());
+  SetSelector("hip", policy);
+  EXPECT_TRUE(policy.has_hip());
+  EXPECT_EQ(SelectorName(policy), "hip");
+  SetSelector("sink_tokens", policy);  // a field, but no selector
+  EXPECT_EQ(SelectorName(policy), "");
+}
+
+TEST(SelectorFieldTest, TheFlagsOfferEverySelector) {
+  std::vector<std::string> names;
+  const auto* selectors = AttentionPolicy::descriptor()->FindOneofByName("selector");
+  for (int i = 0; i < selectors->field_count(); ++i) names.push_back(selectors->field(i)->name());
+  for (const char* field : {"sparse_selector", "sparse_prefill_selector"}) {
+    const auto& flag =
+        SparseConfig::descriptor()->FindFieldByName(field)->options().GetExtension(v1::flag);
+    EXPECT_THAT(flag.choices(), testing::ElementsAreArray(names)) << field;
+  }
+}
+
+}  // namespace
+}  // namespace kvasir::v1
