@@ -8,7 +8,9 @@
 #include <string>
 #include <vector>
 
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/strip.h"
 
 #include "kernels/base/status_macros.h"
 #include "worker/model/safetensors.h"
@@ -25,6 +27,20 @@ struct GoldenRun {
 class GoldenFile {
  public:
   explicit GoldenFile(const std::string& path) : file_(SafetensorsFile::Open(path).value()) {}
+
+  // Of the runs, ascending.
+  std::vector<int64_t> lengths() const {
+    std::vector<int64_t> lengths;
+    for (const auto& [name, info] : file_.tensors()) {
+      int64_t length = 0;
+      absl::string_view rest = {name.data(), name.size()};
+      if (!absl::ConsumePrefix(&rest, "positions/")) continue;
+      KVASIR_CHECK(absl::SimpleAtoi(rest, &length));
+      lengths.push_back(length);
+    }
+    std::sort(lengths.begin(), lengths.end());
+    return lengths;
+  }
 
   GoldenRun Run(int64_t length) const {
     GoldenRun run = {.tokens = Read<uint32_t>("tokens"),
