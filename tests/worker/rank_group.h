@@ -21,6 +21,7 @@ struct RankGroupOptions {
   TestWorkerOptions model;  // but for the rank
   int size = 1;
   EngineOptions engine = TestWorker::DefaultOptions();
+  int num_threads = 1;  // of each rank
   absl::Duration timeout = absl::Seconds(20);
 };
 
@@ -36,7 +37,8 @@ class RankGroup {
       model.num_ranks = options.size;
       r.model = TestWorker::LoadTransformer(model);
       r.collective = Connect(options, rank, relay);
-      r.worker = std::make_unique<TestWorker>(*r.model, *r.collective, options.engine);
+      r.worker = std::make_unique<TestWorker>(*r.model, *r.collective, options.engine,
+                                              options.num_threads);
     });
   }
 
@@ -72,6 +74,10 @@ class RankGroup {
         }
       }
       ASSERT_NO_FATAL_FAILURE(coordinator.Apply(plan, merged));
+      for (int rank = 0; rank < size(); ++rank) {
+        const absl::Status integrity = worker(rank).engine().store().CheckIntegrity();
+        ASSERT_TRUE(integrity.ok()) << integrity;
+      }
     }
   }
 

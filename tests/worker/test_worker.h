@@ -11,12 +11,12 @@
 
 #include "gtest/gtest.h"
 
-#include "kernels/base/executor.h"
 #include "proto/selector_field.h"
 #include "tests/worker/test_coordinator.h"
 #include "worker/engine.h"
 #include "worker/model/weights.h"
 #include "worker/parallel/single_collective.h"
+#include "worker/thread_pool.h"
 
 namespace kvasir::worker {
 
@@ -88,14 +88,16 @@ class TestWorker {
   }
 
   TestWorker(Transformer& model, Collective& collective,
-             const EngineOptions& options = DefaultOptions()) {
+             const EngineOptions& options = DefaultOptions(), int num_threads = 1)
+      : executor_(num_threads) {
     engine_ = Engine::Create(options, model, collective, executor_).value();
     engine_->set_logits_tap([this](int64_t slot, int64_t position, std::span<const float> row) {
       logits_[{slot, position}] = Logits(row.begin(), row.end());
     });
   }
-  explicit TestWorker(Transformer& model, const EngineOptions& options = DefaultOptions())
-      : TestWorker(model, single_, options) {}
+  explicit TestWorker(Transformer& model, const EngineOptions& options = DefaultOptions(),
+                      int num_threads = 1)
+      : TestWorker(model, single_, options, num_threads) {}
 
   Engine& engine() { return *engine_; }
   // By (slot, position of the last token before the sampled one).
@@ -114,7 +116,7 @@ class TestWorker {
 
  private:
   SingleCollective single_;
-  kernels::SerialExecutor executor_;
+  ThreadPool executor_;
   std::unique_ptr<Engine> engine_;
   std::map<std::pair<int64_t, int64_t>, Logits> logits_;
 };

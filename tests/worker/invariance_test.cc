@@ -1,0 +1,307 @@
+// What a request is answered must not depend on how it is served. In float32 every logit has the
+// same bits along every way of kWays; in bfloat16, and over several ranks, where sums are taken in
+// another order, the same token is the best wherever it stands out by four times the largest
+// difference. Texts are the reference model's own, sampled freely behind a document, so that many
+// tokens hang by little. KVASIR_TEST_SCALE=96 makes them 3,072 tokens long: then threads share
+// rows.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <iostream>
+#include <map>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "gtest/gtest.h"
+
+#include "tests/support/iterations.h"
+#include "tests/worker/model/golden.h"
+#include "tests/worker/rank_group.h"
+#include "tests/worker/test_coordinator.h"
+#include "tests/worker/test_worker.h"
+
+namespace kvasir::worker {
+namespace {
+
+using kernels::DType;
+using ::testing::Combine;
+using ::testing::Values;
+using ::testing::ValuesIn;
+
+constexpr int64_t kPromptTokens = 1500;
+constexpr char kModel[] = "tests/model/needle-8k";
+constexpr char kGolden[] = "tests/model/golden/needle-8k.safetensors";
+constexpr uint32_t kAll = 0, kStreaming = 1, kQuest = 2, kTokenSelect = 4, kHip = 5;
+constexpr uint32_t kPolicies[] = {kAll, kStreaming, kQuest, kTokenSelect, kHip};
+
+struct Way {
+  const char* name;
+  int64_t chunk = 128;     // tokens of the prompt in one step
+  double device_part = 1;  // of the KV, that the device tier holds
+  bool cached = false;     // another request left the document's blocks
+  int others = 0;          // requests that run at the same time, with policies of their own
+  int num_threads = 1;
+  int ranks = 1;
+};
+
+constexpr Way kAlone = {.name = "Alone"};
+constexpr Way kWays[] = {
+    {.name = "Chunks512", .chunk = 512},
+    {.name = "WholePrompt", .chunk = 4096},
+    {.name = "DeviceHolds25Percent", .device_part = 0.25},
+    {.name = "DeviceHolds10Percent", .device_part = 0.1},
+    {.name = "PrefixCached", .cached = true},
+    {.name = "Among16", .others = 15},
+    {.name = "TwoThreads", .num_threads = 2},
+    {.name = "AllAtOnce",
+     .chunk = 512,
+     .device_part = 0.25,
+     .cached = true,
+     .others = 15,
+     .num_threads = 2},
+};
+constexpr Way kGroups[] = {{.name = "TwoRanks", .ranks = 2}, {.name = "FourRanks", .ranks = 4}};
+
+struct Served {
+  std::map<int64_t, TestWorker::Logits> logits;  // by the position that they follow
+  std::vector<uint32_t> tokens;
+  v1::RowAccounting accounting;
+  kvstore::KvStoreStats stats;
+};
+
+const std::vector<uint32_t>& Text() {
+  static const auto* const text = new std::vector(GoldenFile(kGolden).Run(8000).tokens);
+  return *text;
+}
+
+// Small enough budgets that most of the document is skipped.
+TestRequest MakeRequest(int64_t begin, int64_t size, uint32_t policy, int64_t num_tokens) {
+  TestRequest request = {.prompt = {Text().begin() + begin, Text().begin() + begin + size},
+                         .max_tokens = num_tokens,
+                         .policy = policy,
+                         .prefill = MakeNumbers(32, 100, 256),
+                         .decode = MakeNumbers(16, 70, 128),
+                         .tail_tokens = 20,
+                         .sampling = Greedy(),
+                         .cached_blocks = {}};
+  request.sampling.set_temperature(1);
+  request.sampling.set_seed(1);
+  return request;
+}
+
+int64_t BlocksOf(const TestRequest& request) {
+  return (std::ssize(request.prompt) + request.max_tokens) / kernels::kPageTokens + 1;
+}
+
+// Requests beside `request`, of all policies and many lengths, that last as long.
+std::vector<TestRequest> Others(const TestRequest& request, int count) {
+  std::vector<TestRequest> others;
+  for (int i = 0; i < count; ++i) {
+    others.push_back(
+        MakeRequest(2000 + 97 * i, 30 + 37 * i, static_cast<uint32_t>(i) % 6, request.max_tokens));
+  }
+  return others;
+}
+
+// The same document with another question. What it reads one by one lies behind the document.
+TestRequest FirstQuestion(const TestRequest& request) {
+  TestRequest first = request;
+  first.prompt.resize(kPromptTokens - 100);
+  first.prompt.insert(first.prompt.end(), 60, 5);
+  first.max_tokens = 1;
+  return first;
+}
+
+// Memory for the KV of `blocks` on each rank, of which the device tier holds a part.
+RankGroupOptions GroupOptions(const Way& way, DType dtype, int64_t blocks) {
+  RankGroupOptions options = {
+      .model = {.folder = kModel, .dtype = dtype, .max_model_len = 8192, .edit_weights = {}},
+      .size = way.ranks,
+      .num_threads = way.num_threads};
+  const ModelConfig config = LoadModelConfig(kModel).value();
+  const kernels::KvLayout layout = {.num_layers = config.num_layers,
+                                    .num_kv_heads = config.num_kv_heads / way.ranks,
+                                    .head_dim = config.head_dim,
+                                    .dtype = dtype};
+  const int64_t bytes = blocks * layout.block_bytes();
+  options.engine.kv_dtype = dtype;
+  options.engine.kv_device_bytes =
+      static_cast<int64_t>(way.device_part * static_cast<double>(bytes));
+  options.engine.kv_host_bytes = 2 * bytes;
+  return options;
+}
+
+Served Serve(TestRequest request, const Way& way, DType dtype) {
+  const std::vector<TestRequest> others = Others(request, way.others);
+  const TestRequest first = FirstQuestion(request);
+  int64_t blocks = BlocksOf(request) + (way.cached ? BlocksOf(first) : 0);
+  for (const TestRequest& other : others) blocks += BlocksOf(other);
+
+  RankGroup group(GroupOptions(way, dtype, blocks));
+  TestCoordinator coordinator({.chunk = way.chunk, .keep_blocks = true});
+  if (way.cached) {
+    const size_t r = coordinator.Add(first);
+    group.Run(coordinator);
+    request.cached_blocks = coordinator.result(r).blocks;
+    request.cached_blocks.resize((kPromptTokens - 100) / kernels::kPageTokens);
+  }
+  const size_t r = coordinator.Add(request);  // in slot 0
+  for (const TestRequest& other : others) coordinator.Add(other);
+  group.Run(coordinator);
+  EXPECT_TRUE(coordinator.result(r).status.ok()) << coordinator.result(r).status;
+
+  Served served = {.logits = {},
+                   .tokens = coordinator.result(r).tokens,
+                   .accounting = coordinator.result(r).accounting,
+                   .stats = group.worker(0).engine().store().stats()};
+  for (const auto& [place, logits] : group.worker(0).logits()) {
+    const auto [slot, position] = place;
+    if (slot == 0 && position >= std::ssize(request.prompt) - 1) served.logits[position] = logits;
+  }
+  return served;
+}
+
+// That the way was gone, and the policy followed.
+void CheckPremises(const Way& way, uint32_t policy, const Served& served) {
+  const v1::RowAccounting& a = served.accounting;
+  EXPECT_EQ(a.skipped_selected_out() + a.skipped_window() > 0, policy != kAll);
+  EXPECT_EQ(a.cached_device_tokens() + a.cached_host_tokens() > 0, way.cached);
+  EXPECT_EQ(served.stats.evictions > 0, way.device_part < 1);
+  // Sink and window, all that streaming reads, stay in the device tier.
+  if (policy == kStreaming) return;
+  EXPECT_EQ(served.stats.device_misses > 0, way.device_part < 1);
+  EXPECT_EQ(a.page_misses() > 0, way.device_part < 1);
+  // Dense attention needs every page in every step, so none gives way to another.
+  if (policy == kAll) return;
+  EXPECT_EQ(served.stats.promotions > 0, way.device_part < 1);
+}
+
+// Bit by bit: -0 is not 0, and NaN equals itself.
+void ExpectSameBits(const Served& expected, const Served& actual) {
+  EXPECT_EQ(expected.tokens, actual.tokens);
+  ASSERT_EQ(expected.logits.size(), actual.logits.size());
+  for (const auto& [position, logits] : expected.logits) {
+    ASSERT_TRUE(actual.logits.contains(position)) << "no logits at position " << position;
+    ASSERT_EQ(std::memcmp(logits.data(), actual.logits.at(position).data(),
+                          logits.size() * sizeof(float)),
+              0)
+        << "position " << position;
+  }
+}
+
+// Two computations of the same text, position by position.
+class Comparison {
+ public:
+  void Add(const TestWorker::Logits& expected, const TestWorker::Logits& actual) {
+    difference_.Add(expected, actual);
+    choices_.push_back({TopTwoMargin(expected), ArgMax(expected) == ArgMax(actual)});
+  }
+
+  // Of `num_tokens` at least nine tenths must have been compared; `tolerance` is of the largest
+  // logit.
+  void Check(int64_t num_tokens, float tolerance) const {
+    int64_t clear = 0;
+    for (const Choice& choice : choices_) {
+      if (choice.margin <= 4 * difference_.largest) continue;
+      ++clear;
+      EXPECT_TRUE(choice.is_same) << "though the margin is " << choice.margin;
+    }
+    std::cout << "largest difference " << difference_.largest << ", largest logit "
+              << difference_.scale << "; of " << num_tokens << " tokens " << choices_.size()
+              << " compared, " << clear << " of them clear" << std::endl;
+    EXPECT_LE(difference_.largest, tolerance * difference_.scale);
+    EXPECT_GE(std::ssize(choices_) * 10, num_tokens * 9);
+  }
+
+ private:
+  struct Choice {
+    float margin;
+    bool is_same;
+  };
+  LogitsDifference difference_;
+  std::vector<Choice> choices_;
+};
+
+// Compares the text of `expected`, a few tokens at a time: where sampling drew another token, the
+// rest of the piece says nothing.
+Comparison CompareByPieces(const TestRequest& request, const Served& expected,
+                           const std::function<Served(const TestRequest&)>& serve) {
+  const int64_t piece = std::max<int64_t>(32, request.max_tokens / 16);
+  Comparison comparison;
+  for (int64_t begin = 0; begin < request.max_tokens; begin += piece) {
+    TestRequest part = request;
+    part.prompt.insert(part.prompt.end(), expected.tokens.begin(), expected.tokens.begin() + begin);
+    part.max_tokens = std::min(piece, request.max_tokens - begin);
+    // What was generated is read again as it was: one by one.
+    part.tail_tokens += static_cast<uint32_t>(begin);
+    const Served served = serve(part);
+    for (int64_t i = 0; i < part.max_tokens; ++i) {
+      const int64_t position = std::ssize(part.prompt) + i - 1;
+      comparison.Add(expected.logits.at(position), served.logits.at(position));
+      if (served.tokens[static_cast<size_t>(i)] != expected.tokens[static_cast<size_t>(begin + i)])
+        break;
+    }
+  }
+  return comparison;
+}
+
+std::string NameOf(const ::testing::TestParamInfo<std::tuple<uint32_t, Way>>& test) {
+  const auto& [policy, way] = test.param;
+  // Of DefaultOptions.
+  constexpr const char* kNames[] = {"All", "Streaming", "Quest", "", "TokenSelect", "Hip"};
+  return std::string(kNames[policy]) + way.name;
+}
+
+// The policy's request, served alone.
+const Served& Alone(const TestRequest& request, DType dtype) {
+  static auto* const all = new std::map<std::pair<uint32_t, DType>, Served>();
+  Served& served = (*all)[{request.policy, dtype}];
+  if (!served.tokens.empty()) return served;
+  served = Serve(request, kAlone, dtype);
+  CheckPremises(kAlone, request.policy, served);
+  // Text of little margins, not only answers.
+  const int64_t close = std::count_if(served.logits.begin(), served.logits.end(),
+                                      [](const auto& l) { return TopTwoMargin(l.second) < 1; });
+  EXPECT_GT(close * 10, request.max_tokens);
+  return served;
+}
+
+class InvarianceTest : public ::testing::TestWithParam<std::tuple<uint32_t, Way>> {
+ protected:
+  uint32_t policy() const { return std::get<0>(GetParam()); }
+  const Way& way() const { return std::get<1>(GetParam()); }
+  TestRequest request() const {
+    return MakeRequest(0, kPromptTokens, policy(), testing::Iterations(32));
+  }
+  Served ServeThisWay(const TestRequest& request, DType dtype) const {
+    Served served = Serve(request, way(), dtype);
+    CheckPremises(way(), policy(), served);
+    return served;
+  }
+  void ExpectSameClearChoices(DType dtype, float tolerance) const {
+    const auto serve = [&](const TestRequest& part) { return ServeThisWay(part, dtype); };
+    CompareByPieces(request(), Alone(request(), dtype), serve)
+        .Check(request().max_tokens, tolerance);
+  }
+};
+
+class Float32Test : public InvarianceTest {};
+TEST_P(Float32Test, LogitsHaveTheSameBits) {
+  const Served& alone = Alone(request(), DType::kFloat32);
+  ExpectSameBits(alone, ServeThisWay(request(), DType::kFloat32));
+}
+INSTANTIATE_TEST_SUITE_P(Ways, Float32Test, Combine(ValuesIn(kPolicies), ValuesIn(kWays)), NameOf);
+
+class BFloat16Test : public InvarianceTest {};
+TEST_P(BFloat16Test, ClearChoicesAreTheSame) { ExpectSameClearChoices(DType::kBFloat16, 2e-2f); }
+INSTANTIATE_TEST_SUITE_P(Ways, BFloat16Test, Combine(Values(kQuest), ValuesIn(kWays)), NameOf);
+
+class RanksTest : public InvarianceTest {};
+TEST_P(RanksTest, ClearChoicesAreTheSame) { ExpectSameClearChoices(DType::kFloat32, 1e-4f); }
+INSTANTIATE_TEST_SUITE_P(Ways, RanksTest, Combine(ValuesIn(kPolicies), ValuesIn(kGroups)), NameOf);
+
+}  // namespace
+}  // namespace kvasir::worker
