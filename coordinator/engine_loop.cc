@@ -41,6 +41,11 @@ EngineLoop::EngineLoop(EngineLoopOptions options, WorkerGroup& group, Clock& clo
     lost_ = why;
     changed_.NotifyAll();
   });
+  group_.SetTierReportCallback([this] {
+    MutexLock lock(mu_);
+    tier_reports_ = true;
+    changed_.NotifyAll();
+  });
 }
 
 EngineLoop::~EngineLoop() { Stop(absl::UnavailableError("the server is shutting down")); }
@@ -122,10 +127,9 @@ void EngineLoop::Drain() {
 
 bool EngineLoop::WaitUntilIdle(TimePoint deadline) {
   MutexLock lock(mu_);
-  while (live_requests_ > 0 && clock_.Now() < deadline) {
-    clock_.Wait(mu_, state_changed_, deadline);
-  }
-  return live_requests_ == 0;
+  const auto idle = [this]() REQUIRES(mu_) { return live_requests_ == 0 && resting_; };
+  while (!idle() && clock_.Now() < deadline) clock_.Wait(mu_, state_changed_, deadline);
+  return idle();
 }
 
 void EngineLoop::Stop(const absl::Status& why) {
@@ -170,7 +174,9 @@ absl::StatusOr<EngineLoop::Formed> EngineLoop::Form() {
   KVASIR_ASSIGN_OR_RETURN(
       formed.scheduler,
       Scheduler::Create({.group_epoch = formed.info.epoch,
+                         .num_ranks = static_cast<int64_t>(formed.info.ranks.size()),
                          .device_blocks = formed.info.device_blocks,
+                         .disk_blocks = formed.info.disk_blocks,
                          .vocab_size = formed.info.vocab_size,
                          .weights_hash = formed.info.weights_hash,
                          .kv_form = formed.info.kv_form,
@@ -179,6 +185,7 @@ absl::StatusOr<EngineLoop::Formed> EngineLoop::Form() {
                          .max_queue_len = config.max_queue_len(),
                          .enable_prefix_caching = config.enable_prefix_caching()},
                         kvstore::PrefixIndex::Create(formed.info.host_blocks)));
+  KVASIR_RETURN_IF_ERROR(HearOfTiers(*formed.scheduler));
   return formed;
 }
 
@@ -188,6 +195,10 @@ absl::Status EngineLoop::Serve(Formed formed) {
   Scheduler& scheduler = *formed.scheduler;
   const absl::Status why = ServeUntilLost(scheduler);
   group_.Disband();
+  {
+    MutexLock lock(mu_);
+    resting_ = true;
+  }
   // Whoever comes from here on is refused at once; whoever came before is answered below.
   SetNotReady(formed.info, why);
   Dispatch(scheduler.FailAll(why, clock_.Now()), scheduler);
@@ -211,15 +222,16 @@ bool EngineLoop::PauseBeforeRetry(absl::Duration retry, const absl::Status& why)
 
 // Steps until the group is lost or the loop must stop; what requests end with then.
 absl::Status EngineLoop::ServeUntilLost(Scheduler& scheduler) {
-  Wait wait = Wait::kForCommands;
+  Wait wait = Wait::kForEvents;
   for (;;) {
-    KVASIR_ASSIGN_OR_RETURN(Commands commands, TakeCommands(wait));
+    KVASIR_ASSIGN_OR_RETURN(Commands commands, TakeCommands(wait, scheduler));
+    if (const absl::Status heard = HearOfTiers(scheduler); !heard.ok()) return ForClients(heard);
     Apply(std::move(commands), scheduler);
     Scheduler::Planned planned = scheduler.NextPlan(clock_.Now());
     Dispatch(std::move(planned.events), scheduler);
     // Behind planning and before the step: what is published never trails what clients were told.
     PublishState(scheduler);
-    wait = planned.plan.has_value() ? Wait::kNo : Wait::kForCommands;
+    wait = planned.plan.has_value() ? Wait::kNo : Wait::kForEvents;
     if (!planned.plan.has_value()) continue;
     absl::StatusOr<v1::StepReply> reply = group_.Step(*planned.plan);
     if (!reply.ok()) {
@@ -236,15 +248,39 @@ absl::Status EngineLoop::ServeUntilLost(Scheduler& scheduler) {
   }
 }
 
-absl::StatusOr<EngineLoop::Commands> EngineLoop::TakeCommands(Wait wait) {
+absl::StatusOr<EngineLoop::Commands> EngineLoop::TakeCommands(Wait wait,
+                                                              const Scheduler& scheduler) {
+  const std::optional<TimePoint> deadline = scheduler.NextDeadline();
   MutexLock lock(mu_);
   for (;;) {
     if (stop_.has_value()) return *stop_;
     if (!lost_.ok()) return ForClients(lost_);
     const bool none = commands_.submitted.empty() && commands_.cancelled.empty();
-    if (!none || wait == Wait::kNo) return std::exchange(commands_, {});
-    changed_.Wait(mu_);
+    const bool late = deadline.has_value() && clock_.Now() >= *deadline;
+    if (!none || wait == Wait::kNo || tier_reports_ || late) {
+      resting_ = false;
+      return std::exchange(commands_, {});
+    }
+    resting_ = true;
+    state_changed_.NotifyAll();
+    if (deadline.has_value()) {
+      clock_.Wait(mu_, changed_, *deadline);
+    } else {
+      changed_.Wait(mu_);
+    }
   }
+}
+
+absl::Status EngineLoop::HearOfTiers(Scheduler& scheduler) {
+  {
+    MutexLock lock(mu_);
+    if (!std::exchange(tier_reports_, false)) return absl::OkStatus();
+  }
+  const TimePoint now = clock_.Now();
+  for (const RankTierReport& from : group_.TakeTierReports()) {
+    KVASIR_RETURN_IF_ERROR(scheduler.OnTierReport(from.rank, from.report, now));
+  }
+  return absl::OkStatus();
 }
 
 void EngineLoop::Apply(Commands commands, Scheduler& scheduler) {
@@ -304,6 +340,7 @@ void EngineLoop::PublishState(const Scheduler& scheduler) {
 void EngineLoop::SetReady(const GroupInfo& info) {
   metrics_.GroupFormed({.num_device_blocks = info.device_blocks,
                         .num_host_blocks = info.host_blocks,
+                        .num_disk_blocks = info.disk_blocks,
                         .kv_cache_dtype = info.kv_form.substr(info.kv_form.find('/') + 1),
                         .tensor_parallel_size = static_cast<int64_t>(info.addresses.size())});
   for (size_t i = 0; i < info.addresses.size(); ++i) {

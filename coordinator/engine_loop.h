@@ -68,7 +68,8 @@ class EngineLoop {
 
   // No new requests from here on.
   void Drain() EXCLUDES(mu_);
-  // False when requests still run at the deadline.
+  // Nothing runs, and the ranks have heard what became of it. False when that is not so at the
+  // deadline.
   bool WaitUntilIdle(TimePoint deadline) EXCLUDES(mu_);
   // Ends what still runs with `why` and the group, and joins the thread.
   void Stop(const absl::Status& why) EXCLUDES(mu_);
@@ -82,7 +83,7 @@ class EngineLoop {
     std::vector<std::unique_ptr<Request>> submitted;
     std::vector<Cancellation> cancelled;
   };
-  enum class Wait { kForCommands, kNo };
+  enum class Wait { kForEvents, kNo };
   struct Formed {
     GroupInfo info;
     std::unique_ptr<Scheduler> scheduler;
@@ -93,8 +94,10 @@ class EngineLoop {
   absl::Status Serve(Formed formed);
   bool PauseBeforeRetry(absl::Duration retry, const absl::Status& why) EXCLUDES(mu_);
   absl::Status ServeUntilLost(Scheduler& scheduler);
-  // The commands since the last call; an error when the group or the loop must end.
-  absl::StatusOr<Commands> TakeCommands(Wait wait) EXCLUDES(mu_);
+  // The commands since the last call; waits for one, for a tier report or until the scheduler's
+  // deadline. An error when the group or the loop must end.
+  absl::StatusOr<Commands> TakeCommands(Wait wait, const Scheduler& scheduler) EXCLUDES(mu_);
+  absl::Status HearOfTiers(Scheduler& scheduler);
   void Apply(Commands commands, Scheduler& scheduler);
   void Dispatch(std::vector<Event> events, Scheduler& scheduler);
   void OnFinish(FinishEvent event);
@@ -115,7 +118,7 @@ class EngineLoop {
   absl::flat_hash_map<SequenceId, std::unique_ptr<Request>> requests_;
 
   mutable kernels::Mutex mu_;
-  kernels::CondVar changed_;        // commands, loss, stopping
+  kernels::CondVar changed_;        // commands, tier reports, loss, stopping
   kernels::CondVar state_changed_;  // readiness, the number of requests
   Commands commands_ GUARDED_BY(mu_);
   std::optional<GroupInfo> info_ GUARDED_BY(mu_);
@@ -123,6 +126,8 @@ class EngineLoop {
   v1::TierUsage tiers_ GUARDED_BY(mu_);
   absl::Status not_ready_because_ GUARDED_BY(mu_);
   absl::Status lost_ GUARDED_BY(mu_);
+  bool tier_reports_ GUARDED_BY(mu_) = false;  // there are some to take
+  bool resting_ GUARDED_BY(mu_) = true;        // nothing is left to tell the ranks
   bool draining_ GUARDED_BY(mu_) = false;
   std::optional<absl::Status> stop_ GUARDED_BY(mu_);
   int64_t live_requests_ GUARDED_BY(mu_) = 0;  // submitted, not ended

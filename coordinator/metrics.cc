@@ -74,6 +74,9 @@ struct Metrics::Series {
   Gauge& running = Gauges("kvasir_num_requests_running", "Requests being computed.").Add({});
   Gauge& waiting =
       Gauges("kvasir_num_requests_waiting", "Requests that wait to be admitted.").Add({});
+  Gauge& restoring =
+      Gauges("kvasir_num_requests_restoring", "Of these, requests whose KV is read from disk.")
+          .Add({});
   Gauge& cache_usage =
       Gauges("kvasir_kv_cache_usage_perc",
              "Part of the token blocks of the host tier that running requests hold, 0 to 1.")
@@ -190,7 +193,8 @@ MetricsTotals Metrics::totals() const {
 void Metrics::SchedulerState(const SchedulerStats& stats) {
   Series& s = *series_;
   s.running.Set(static_cast<double>(stats.running));
-  s.waiting.Set(static_cast<double>(stats.waiting));
+  s.waiting.Set(static_cast<double>(stats.waiting + stats.restoring));
+  s.restoring.Set(static_cast<double>(stats.restoring));
   const int64_t capacity = stats.index.capacity_blocks;
   s.cache_usage.Set(capacity == 0 ? 0
                                   : static_cast<double>(stats.index.held_blocks) /
@@ -213,7 +217,7 @@ void Metrics::GroupFormed(const CacheConfigInfo& info) {
       &s.cache_config.Add({{"page_size", absl::StrCat(kvstore::kBlockTokens)},
                            {"num_hbm_pages", absl::StrCat(info.num_device_blocks)},
                            {"num_host_pages", absl::StrCat(info.num_host_blocks)},
-                           {"num_disk_pages", "0"},
+                           {"num_disk_pages", absl::StrCat(info.num_disk_blocks)},
                            {"kv_cache_dtype", info.kv_cache_dtype},
                            {"tensor_parallel_size", absl::StrCat(info.tensor_parallel_size)}});
   s.config->Set(1);

@@ -25,6 +25,7 @@ struct SchedulerStats;
 struct CacheConfigInfo {
   int64_t num_device_blocks = 0;
   int64_t num_host_blocks = 0;
+  int64_t num_disk_blocks = 0;
   std::string kv_cache_dtype;
   int64_t tensor_parallel_size = 0;
 };

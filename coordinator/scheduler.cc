@@ -11,7 +11,6 @@
 namespace kvasir::coordinator {
 namespace {
 
-using kernels::BlockId;
 using kvstore::Block;
 using kvstore::PrefixHash;
 
@@ -30,13 +29,14 @@ int64_t MaxRunning(const SchedulerOptions& options) {
 
 bool IsEmpty(const v1::StepPlan& plan) {
   return plan.rows().empty() && plan.seals().empty() && plan.free_slots().empty() &&
-         plan.drop_blocks().empty();
+         plan.persists().empty() && plan.drop_blocks().empty() && plan.restores().empty();
 }
 
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Scheduler>> Scheduler::Create(
     const SchedulerOptions& options, std::unique_ptr<kvstore::PrefixIndex> index) {
+  KVASIR_CHECK(options.num_ranks >= 1);
   if (options.device_blocks < 1 || index->stats().capacity_blocks < 1) {
     return absl::InvalidArgumentError(
         absl::StrCat("the workers hold ", options.device_blocks, " blocks in the device tier and ",
@@ -57,7 +57,8 @@ Scheduler::Scheduler(const SchedulerOptions& options, std::unique_ptr<kvstore::P
     : options_(options),
       device_share_(DeviceShare(options.device_blocks)),
       max_running_(MaxRunning(options)),
-      index_(std::move(index)) {
+      index_(std::move(index)),
+      stored_(options.num_ranks) {
   for (int64_t slot = options_.max_num_seqs - 1; slot >= 0; --slot) idle_slots_.push_back(slot);
 }
 
@@ -111,11 +112,13 @@ Scheduler::Planned Scheduler::NextPlan(TimePoint now) {
   Planned planned;
   v1::StepPlan plan;
   in_flight_.emplace().planned_at = now;
+  GiveUpLateRestores(now);
   for (Sequence* sequence : running_) SealFullBlocks(*sequence, Private::kSeal, plan);
   LetGoOfRetired(plan);
   Budget budget = {.tokens = options_.max_num_batched_tokens, .device_blocks = device_share_};
   PlanDecodes(plan, budget);
   PlanPrompts(plan, budget);
+  AdmitRestored(now, plan, budget, planned.events);
   AdmitWaiting(now, plan, budget, planned.events);
   for (BlockId id : index_->TakeDropped()) {
     plan.add_drop_blocks(static_cast<uint64_t>(id.value));
@@ -132,38 +135,38 @@ Scheduler::Planned Scheduler::NextPlan(TimePoint now) {
 
 void Scheduler::SealFullBlocks(Sequence& sequence, Private unpublished, v1::StepPlan& plan) {
   const int64_t full = sequence.computed / kBlockTokens;
-  for (int64_t i = sequence.sealed_blocks; i < full; ++i) {
+  for (int64_t i = sequence.sealed_blocks(); i < full; ++i) {
     const int64_t begin = i * kBlockTokens;
     // Only what Match can find is published. What the decode part had a hand in has it in its hash,
     // which no prompt's chain has.
     const bool own = begin + kBlockTokens > sequence.private_begin;
-    const auto tokens = absl::MakeConstSpan(sequence.tokens)
-                            .subspan(static_cast<size_t>(begin), static_cast<size_t>(kBlockTokens));
-    const PrefixHash parent = sequence.chain;
-    sequence.chain = kvstore::HashBlock(
+    const auto tokens = sequence.block_tokens(i);
+    const PrefixHash parent = sequence.chain();
+    const PrefixHash hash = kvstore::HashBlock(
         parent, tokens, own ? CanonicalBytes(sequence.spec.policy.decode) : std::string());
+    sequence.hashes.push_back(hash);
     const Block& block = sequence.blocks[static_cast<size_t>(i)];
     const Block before = i == 0 ? Block() : sequence.blocks[static_cast<size_t>(i) - 1];
-    const bool published = options_.enable_prefix_caching && !own &&
-                           index_->Publish({.block = block,
-                                            .before = before,
-                                            .parent = parent,
-                                            .hash = sequence.chain,
-                                            .tokens = tokens});
+    const bool published =
+        options_.enable_prefix_caching && !own &&
+        index_->Publish(
+            {.block = block, .before = before, .parent = parent, .hash = hash, .tokens = tokens});
     if (!published && unpublished == Private::kSkip) continue;
     v1::BlockSeal& seal = *plan.add_seals();
     seal.set_block_id(static_cast<uint64_t>(block.id().value));
-    seal.set_prefix_hash(sequence.chain.data(), sequence.chain.size());
+    seal.set_prefix_hash(hash.data(), hash.size());
     in_flight_->sealed.push_back(block.id().value);
   }
-  sequence.sealed_blocks = full;
 }
 
 void Scheduler::LetGoOfRetired(v1::StepPlan& plan) {
   for (Retired& retired : retired_) {
     Sequence& sequence = *retired.sequence;
     if (!sequence.admitted()) continue;  // its start was taken back
-    if (retired.blocks == Blocks::kKeep) SealFullBlocks(sequence, Private::kSkip, plan);
+    if (retired.blocks == Blocks::kKeep) {
+      SealFullBlocks(sequence, Private::kSkip, plan);
+      PersistBlocks(sequence, plan);
+    }
     plan.add_free_slots(static_cast<uint32_t>(sequence.slot));
     idle_slots_.push_back(sequence.slot);
   }
@@ -184,50 +187,94 @@ void Scheduler::PlanPrompts(v1::StepPlan& plan, Budget& budget) {
   }
 }
 
-void Scheduler::AdmitWaiting(TimePoint now, v1::StepPlan& plan, Budget& budget,
-                             std::vector<Event>& events) {
-  while (!waiting_.empty() && static_cast<int64_t>(running_.size()) < max_running_) {
-    Sequence& sequence = *waiting_.front();
-    // With so much left its first chunk is not empty, however much of it is cached.
-    const int64_t enough = std::min(sequence.prompt_tokens, kBlockTokens);
-    if (budget.tokens < enough || budget.device_blocks < 1 || !TryReserve(sequence)) return;
-    waiting_.pop_front();
-    running_.push_back(&sequence);
-    sequence.slot = idle_slots_.back();
-    idle_slots_.pop_back();
-    sequence.admitted_at = now;
-    AddStart(sequence, plan);
-    AddRow(sequence, ChunkTokens(sequence, budget), plan, budget);
-    in_flight_->rows.back().starts = true;
-    events.push_back(Progress(sequence));
+// They were at the head of the queue when they began to restore.
+void Scheduler::AdmitRestored(TimePoint now, v1::StepPlan& plan, Budget& budget,
+                              std::vector<Event>& events) {
+  for (size_t i = 0; i < restoring_.size();) {
+    Sequence& sequence = *restoring_[i];
+    if (sequence.restores_pending > 0) {
+      ++i;
+      continue;
+    }
+    if (!HasRoom(sequence, budget)) return;
+    ForgetRestores(sequence);
+    Admit(sequence, now, plan, budget, events);
   }
 }
 
-bool Scheduler::TryReserve(Sequence& sequence) {
+void Scheduler::AdmitWaiting(TimePoint now, v1::StepPlan& plan, Budget& budget,
+                             std::vector<Event>& events) {
+  for (size_t i = 0; i < waiting_.size();) {
+    Sequence& sequence = *waiting_[i];
+    if (static_cast<int64_t>(running_.size() + restoring_.size()) >= max_running_) return;
+    if (sequence.waits_for.has_value() && restoring_hashes_.contains(*sequence.waits_for)) {
+      ++i;
+      continue;
+    }
+    if (!HasRoom(sequence, budget)) return;
+    const Reserved reserved = TryReserve(sequence, now, plan);
+    if (reserved == Reserved::kNoRoom) return;
+    if (reserved == Reserved::kLater) {
+      ++i;
+      continue;
+    }
+    waiting_.erase(waiting_.begin() + static_cast<int64_t>(i));
+    if (reserved == Reserved::kReady) Admit(sequence, now, plan, budget, events);
+  }
+}
+
+// With so much left its first chunk is not empty, however much of it is cached.
+bool Scheduler::HasRoom(const Sequence& sequence, const Budget& budget) {
+  return budget.tokens >= std::min(sequence.prompt_tokens, kBlockTokens) &&
+         budget.device_blocks >= 1;
+}
+
+// The blocks that it has by now are those of its cached prefix.
+void Scheduler::Admit(Sequence& sequence, TimePoint now, v1::StepPlan& plan, Budget& budget,
+                      std::vector<Event>& events) {
+  sequence.computed = sequence.num_blocks() * kBlockTokens;
+  sequence.cached_tokens = sequence.computed;
+  prefix_queries_ += sequence.prompt_tokens;
+  prefix_hits_ += sequence.cached_tokens;
+  running_.push_back(&sequence);
+  sequence.slot = idle_slots_.back();
+  idle_slots_.pop_back();
+  sequence.admitted_at = now;
+  AddStart(sequence, plan);
+  AddRow(sequence, ChunkTokens(sequence, budget), plan, budget);
+  in_flight_->rows.back().starts = true;
+  events.push_back(Progress(sequence));
+}
+
+// Takes hold of what is cached of the prompt, and reserves the rest of its blocks.
+Scheduler::Reserved Scheduler::TryReserve(Sequence& sequence, TimePoint now, v1::StepPlan& plan) {
   const int64_t unreserved = index_->available_blocks() - reserved_blocks_;
-  if (did_not_fit_ == sequence.spec.id && unreserved <= did_not_fit_blocks_) return false;
-  kvstore::PrefixMatch match = {.blocks = {}, .last = sequence.scope};
+  if (did_not_fit_ == sequence.spec.id && unreserved <= did_not_fit_blocks_) {
+    return Reserved::kNoRoom;
+  }
+  kvstore::PrefixMatch match;
   if (options_.enable_prefix_caching) {
     match = index_->Match(sequence.scope, sequence.matchable());
   }
-  const int64_t cached = static_cast<int64_t>(match.blocks.size());
-  const int64_t needed = sequence.blocks_at_most() - cached;
+  const std::vector<PrefixHash> stored = MatchStored(sequence, match);
+  if (!stored.empty() && restoring_hashes_.contains(stored.front())) {
+    sequence.waits_for = stored.front();
+    return Reserved::kLater;
+  }
+  const int64_t needed = sequence.blocks_at_most() - static_cast<int64_t>(match.blocks.size());
   // Matched blocks that were idle are no longer available.
   if (needed > index_->available_blocks() - reserved_blocks_) {
     did_not_fit_ = sequence.spec.id;
     did_not_fit_blocks_ = unreserved;
-    return false;
+    return Reserved::kNoRoom;
   }
   sequence.reserved_blocks = needed;
   reserved_blocks_ += needed;
   sequence.blocks = std::move(match.blocks);
-  sequence.sealed_blocks = cached;
-  sequence.chain = match.last;
-  sequence.computed = cached * kBlockTokens;
-  sequence.cached_tokens = sequence.computed;
-  prefix_queries_ += sequence.prompt_tokens;
-  prefix_hits_ += sequence.cached_tokens;
-  return true;
+  sequence.hashes = std::move(match.hashes);
+  if (stored.empty()) return Reserved::kReady;
+  StartRestoring(sequence, stored, now, plan);
+  return Reserved::kRestoring;
 }
 
 // Chunks end at multiples of 64 or at the prompt's end; 0 when there is no room for one.
@@ -252,15 +299,27 @@ void Scheduler::AddRow(Sequence& sequence, int64_t num_tokens, v1::StepPlan& pla
   row.set_committed_length(static_cast<uint32_t>(end));
   row.set_sample(end == sequence.length());
   while (sequence.num_blocks() * kBlockTokens < end) {
-    absl::StatusOr<Block> block = index_->Allocate();
-    KVASIR_CHECK(block.ok() && sequence.reserved_blocks > 0);  // reserved at admission
-    --sequence.reserved_blocks;
-    --reserved_blocks_;
-    row.add_new_blocks(static_cast<uint64_t>(block->id().value));
-    sequence.blocks.push_back(*std::move(block));
+    row.add_new_blocks(static_cast<uint64_t>(TakeReserved(sequence).value));
   }
   budget.tokens -= num_tokens;
-  budget.device_blocks -= sequence.num_blocks() - sequence.sealed_blocks;
+  budget.device_blocks -= sequence.num_blocks() - sequence.sealed_blocks();
+}
+
+BlockId Scheduler::TakeReserved(Sequence& sequence) {
+  absl::StatusOr<Block> block = index_->Allocate();
+  KVASIR_CHECK(block.ok() && sequence.reserved_blocks > 0);  // reserved at admission
+  --sequence.reserved_blocks;
+  --reserved_blocks_;
+  sequence.blocks.push_back(*std::move(block));
+  return sequence.blocks.back().id();
+}
+
+void Scheduler::GiveBackBlocks(Sequence& sequence, int64_t num_blocks) {
+  while (sequence.num_blocks() > num_blocks) {
+    sequence.blocks.pop_back();
+    ++sequence.reserved_blocks;
+    ++reserved_blocks_;
+  }
 }
 
 void Scheduler::AddStart(const Sequence& sequence, v1::StepPlan& plan) const {
@@ -291,8 +350,11 @@ FinishEvent Scheduler::End(Sequence& sequence, const absl::Status& status, v1::F
   if (sequence.admitted()) {
     running_.erase(std::find(running_.begin(), running_.end(), &sequence));
     retired_.push_back({.sequence = std::move(owned), .blocks = blocks});
+  } else if (const auto waiting = std::find(waiting_.begin(), waiting_.end(), &sequence);
+             waiting != waiting_.end()) {
+    waiting_.erase(waiting);
   } else {
-    waiting_.erase(std::find(waiting_.begin(), waiting_.end(), &sequence));
+    ForgetRestores(sequence);
   }
   return event;
 }
@@ -321,9 +383,11 @@ Sequence* Scheduler::Find(SequenceId id) {
 SchedulerStats Scheduler::stats() const {
   return {.running = static_cast<int64_t>(running_.size()),
           .waiting = static_cast<int64_t>(waiting_.size()),
+          .restoring = static_cast<int64_t>(restoring_.size()),
           .prefix_queries = prefix_queries_,
           .prefix_hits = prefix_hits_,
-          .index = index_->stats()};
+          .index = index_->stats(),
+          .stored = stored_.stats()};
 }
 
 absl::Status Scheduler::CheckIntegrity() const {
@@ -349,14 +413,22 @@ absl::Status Scheduler::CheckIntegrity() const {
                              reserved <= index_->available_blocks() &&
                              index.held_blocks >= static_cast<int64_t>(held.size()) &&
                              (!held.empty() || index.held_blocks == 0);
-  const bool sequences_add_up = sequences_.size() == running_.size() + waiting_.size();
-  if (slots_add_up && blocks_add_up && sequences_add_up) return absl::OkStatus();
+  const bool sequences_add_up =
+      sequences_.size() == running_.size() + waiting_.size() + restoring_.size();
+  size_t pending = 0;
+  for (const Sequence* sequence : restoring_) {
+    pending += static_cast<size_t>(sequence->restores_pending);
+  }
+  const bool restores_add_up =
+      pending == restores_.size() && (pending == 0) == restoring_hashes_.empty();
+  if (slots_add_up && blocks_add_up && sequences_add_up && restores_add_up) return absl::OkStatus();
   return absl::InternalError(absl::StrCat(
       "scheduler: ", sequences_.size(), " sequences, ", running_.size(), " running, ",
-      waiting_.size(), " waiting, ", retired_.size(), " retired; ", num_slots, " slots (",
-      slots.size(), " different) of ", options_.max_num_seqs, "; reserved ", reserved, " (counted ",
-      reserved_blocks_, ") of ", index_->available_blocks(), " available; held ", held.size(),
-      " (index ", index.held_blocks, ")"));
+      waiting_.size(), " waiting, ", restoring_.size(), " restoring, ", pending,
+      " blocks pending (", restores_.size(), " awaited), ", retired_.size(), " retired; ",
+      num_slots, " slots (", slots.size(), " different) of ", options_.max_num_seqs, "; reserved ",
+      reserved, " (counted ", reserved_blocks_, ") of ", index_->available_blocks(),
+      " available; held ", held.size(), " (index ", index.held_blocks, ")"));
 }
 
 }  // namespace kvasir::coordinator

@@ -8,6 +8,11 @@
 // and its longest answer are to be had: nothing that runs can be left without room. Its cached
 // prefix is looked up then, not at arrival, so that requests which follow each other share more.
 //
+// Disk. Where the prefix index ends, the chain goes on among the blocks that every rank has on
+// disk. Those are restored first: the request holds its blocks and waits, others run on. A block
+// that any rank cannot read, or not in time, is computed instead, with all behind it; a request
+// asks for its blocks once. When a request ends its shareable blocks are written behind the steps.
+//
 // Blocks. A block filled by a step is sealed by the next plan and, unless its KV depends on where
 // this prompt ended, published for others. Unsealed blocks live in the device tier of the ranks:
 //   decoding sequences (one open block each) + blocks that this plan's prompts enter <= device
@@ -23,16 +28,20 @@
 #include <vector>
 
 #include "absl/container/flat_hash_map.h"
+#include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 
 #include "coordinator/clock.h"
 #include "coordinator/sequence.h"
 #include "kvstore/index/prefix_index.h"
+#include "kvstore/index/stored_index.h"
 #include "proto/kvasir/v1/generation.pb.h"
 #include "proto/kvasir/v1/worker.pb.h"
 
 namespace kvasir::coordinator {
+
+using kernels::BlockId;
 
 struct ProgressEvent {
   SequenceId id;
@@ -60,7 +69,9 @@ using Event = std::variant<ProgressEvent, TokenEvent, FinishEvent>;
 
 struct SchedulerOptions {
   uint64_t group_epoch = 0;
+  int64_t num_ranks = 1;
   int64_t device_blocks = 0;  // that every rank's device tier holds
+  int64_t disk_blocks = 0;    // the same of the disk tier; 0: some rank has none
   int64_t vocab_size = 0;
   std::string weights_hash;
   std::string kv_form;
@@ -68,14 +79,19 @@ struct SchedulerOptions {
   int64_t max_num_batched_tokens = 0;  // a multiple of 64
   int64_t max_queue_len = 0;           // requests that wait behind those that could start now
   bool enable_prefix_caching = true;
+  // When none of a request's blocks came for so long, it computes the rest of them. A slow disk
+  // still beats computing; a dead one must not hold requests up.
+  absl::Duration restore_patience = absl::Seconds(10);
 };
 
 struct SchedulerStats {
   int64_t running = 0;
   int64_t waiting = 0;
+  int64_t restoring = 0;       // wait for blocks from disk
   int64_t prefix_queries = 0;  // prompt tokens of admitted requests, since the start
   int64_t prefix_hits = 0;     // of these, tokens found in the cache
   kvstore::PrefixIndexStats index;
+  kvstore::StoredIndexStats stored;
 };
 
 class Scheduler {
@@ -100,6 +116,11 @@ class Scheduler {
   };
   // REQUIRES: the last plan has been answered.
   Planned NextPlan(TimePoint now);
+  // When NextPlan has something to do though nothing else happens.
+  std::optional<TimePoint> NextDeadline() const;
+
+  // What a rank says of its disk tier, at any time. INTERNAL as OnReply.
+  absl::Status OnTierReport(int64_t rank, const v1::TierReport& report, TimePoint now);
 
   // The ranks' common answer to the last plan. INTERNAL when it does not fit the plan: then the
   // group is not to be trusted, call FailAll.
@@ -141,11 +162,30 @@ class Scheduler {
   void LetGoOfRetired(v1::StepPlan& plan);
   void PlanDecodes(v1::StepPlan& plan, Budget& budget);
   void PlanPrompts(v1::StepPlan& plan, Budget& budget);
+  void AdmitRestored(TimePoint now, v1::StepPlan& plan, Budget& budget, std::vector<Event>& events);
   void AdmitWaiting(TimePoint now, v1::StepPlan& plan, Budget& budget, std::vector<Event>& events);
-  bool TryReserve(Sequence& sequence);
+  void Admit(Sequence& sequence, TimePoint now, v1::StepPlan& plan, Budget& budget,
+             std::vector<Event>& events);
+  static bool HasRoom(const Sequence& sequence, const Budget& budget);
+  enum class Reserved { kNoRoom, kReady, kRestoring, kLater };
+  Reserved TryReserve(Sequence& sequence, TimePoint now, v1::StepPlan& plan);
   int64_t ChunkTokens(const Sequence& sequence, const Budget& budget) const;
   void AddRow(Sequence& sequence, int64_t num_tokens, v1::StepPlan& plan, Budget& budget);
   void AddStart(const Sequence& sequence, v1::StepPlan& plan) const;
+  BlockId TakeReserved(Sequence& sequence);
+  void GiveBackBlocks(Sequence& sequence, int64_t num_blocks);  // all but the first so many
+
+  // The disk tier.
+  void PersistBlocks(const Sequence& sequence, v1::StepPlan& plan) const;
+  std::vector<kvstore::PrefixHash> MatchStored(const Sequence& sequence,
+                                               const kvstore::PrefixMatch& match);
+  void StartRestoring(Sequence& sequence, const std::vector<kvstore::PrefixHash>& stored,
+                      TimePoint now, v1::StepPlan& plan);
+  void OnRestored(const v1::RestoredBlock& restored, TimePoint now);
+  void GiveUpLateRestores(TimePoint now);
+  void RestoreOnly(Sequence& sequence, int64_t num_blocks);
+  void ForgetRestores(Sequence& sequence);
+  void PublishRestored(Sequence& sequence);
 
   // Replies.
   absl::Status CheckReply(const v1::StepReply& reply) const;
@@ -173,8 +213,18 @@ class Scheduler {
 
   absl::flat_hash_map<SequenceId, std::unique_ptr<Sequence>> sequences_;
   std::deque<Sequence*> waiting_;
-  std::vector<Sequence*> running_;  // in order of admission
+  std::vector<Sequence*> restoring_;  // hold their blocks; in the order in which they began
+  std::vector<Sequence*> running_;    // in order of admission
   std::vector<int64_t> idle_slots_;
+
+  kvstore::StoredIndex stored_;
+  struct Restore {
+    Sequence* sequence = nullptr;
+    int64_t index = 0;       // of the block in the sequence
+    int64_t ranks_left = 0;  // that have not restored it yet
+  };
+  absl::flat_hash_map<BlockId, Restore> restores_;             // of blocks on their way
+  absl::flat_hash_set<kvstore::PrefixHash> restoring_hashes_;  // asked for and not yet published
 
   // Sequences that ended; the next plan seals their full blocks and frees their slots.
   struct Retired {

@@ -11,7 +11,6 @@
 namespace kvasir::coordinator {
 namespace {
 
-using kernels::BlockId;
 using kvstore::Block;
 
 // What an earlier step counts in the prefill rate after one more step.
@@ -124,11 +123,7 @@ void Scheduler::TakeBack(const PlannedRow& row) {
     idle_slots_.push_back(row.slot);
     return;
   }
-  while (sequence->num_blocks() > row.blocks_before) {
-    sequence->blocks.pop_back();
-    ++sequence->reserved_blocks;
-    ++reserved_blocks_;
-  }
+  GiveBackBlocks(*sequence, row.blocks_before);
   if (row.starts) BackToQueue(*sequence);
 }
 
@@ -141,8 +136,7 @@ void Scheduler::BackToQueue(Sequence& sequence) {
   prefix_queries_ -= sequence.prompt_tokens;
   prefix_hits_ -= sequence.cached_tokens;
   sequence.blocks.clear();
-  sequence.sealed_blocks = 0;
-  sequence.chain = sequence.scope;
+  sequence.hashes.clear();
   sequence.computed = 0;
   sequence.cached_tokens = 0;
   sequence.admitted_at.reset();

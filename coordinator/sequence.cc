@@ -24,7 +24,6 @@ Sequence::Sequence(SequenceSpec s, const kvstore::PrefixHash& prefix_scope)
       private_begin(PrivateBegin(spec.policy, prompt_tokens)),
       scope(prefix_scope),
       tokens(std::move(spec.prompt)),
-      chain(prefix_scope),
       last_token_at(spec.arrival) {}
 
 absl::Span<const int32_t> Sequence::matchable() const {

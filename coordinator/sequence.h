@@ -5,7 +5,7 @@
 //   tokens   [0 ............ prompt_tokens ........ tokens.size())      known
 //   KV       [0 ....... computed)                                       on the ranks
 //   blocks   [cached | ours, sealed | full or open )                    one per 64 positions
-//             0        sealed_blocks  blocks.size()
+//             0        hashes.size()  blocks.size()
 #pragma once
 
 #include <cstdint>
@@ -46,6 +46,14 @@ struct Sequence {
   bool in_prefill() const { return computed < prompt_tokens; }
   bool admitted() const { return slot >= 0; }
   int64_t num_blocks() const { return static_cast<int64_t>(blocks.size()); }
+  int64_t sealed_blocks() const { return static_cast<int64_t>(hashes.size()); }
+  // Chain value behind the sealed blocks.
+  const kvstore::PrefixHash& chain() const { return hashes.empty() ? scope : hashes.back(); }
+  // Tokens of the index-th block, which is full.
+  absl::Span<const int32_t> block_tokens(int64_t index) const {
+    return absl::MakeConstSpan(tokens).subspan(static_cast<size_t>(index * kBlockTokens),
+                                               static_cast<size_t>(kBlockTokens));
+  }
   // Blocks for the prompt and the longest answer; the last token needs no KV.
   int64_t blocks_at_most() const {
     return (prompt_tokens + spec.max_tokens - 1 + kBlockTokens - 1) / kBlockTokens;
@@ -67,9 +75,16 @@ struct Sequence {
   int64_t slot = -1;
   int64_t computed = 0;
   std::vector<kvstore::Block> blocks;
-  int64_t sealed_blocks = 0;
-  kvstore::PrefixHash chain;    // value behind the sealed blocks
-  int64_t reserved_blocks = 0;  // that may still be allocated for it
+  std::vector<kvstore::PrefixHash> hashes;  // chain values behind the sealed blocks
+  int64_t reserved_blocks = 0;              // that may still be allocated for it
+
+  // Restoring: blocks from restores_begin on are on their way from disk to the ranks.
+  int64_t restores_begin = 0;
+  int64_t restores_pending = 0;
+  TimePoint restore_deadline;  // for the next of them
+  bool restore_tried = false;  // once is enough: what fails is computed
+  // Not looked at while another request restores this block.
+  std::optional<kvstore::PrefixHash> waits_for;
 
   int64_t cached_tokens = 0;  // prompt tokens that were not computed
   v1::CachedTokens cached_by_tier;

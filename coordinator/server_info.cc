@@ -34,12 +34,16 @@ void AddTier(const char* name, uint64_t total_bytes, uint64_t used, uint64_t tot
 void AddTiers(const GroupInfo& group, const v1::TierUsage& usage, v1::GetServerInfoResponse& info) {
   uint64_t device_bytes = 0;
   uint64_t host_bytes = 0;
+  uint64_t disk_bytes = 0;
   for (const v1::Ready& rank : group.ranks) {
     device_bytes += rank.device_blocks() * rank.block_bytes();
     host_bytes += rank.host_blocks() * rank.block_bytes();
+    disk_bytes += rank.disk_blocks() * rank.block_bytes();
   }
   AddTier("device", device_bytes, usage.device_pages_used(), usage.device_pages_total(), info);
   AddTier("host", host_bytes, usage.host_blocks_used(), usage.host_blocks_total(), info);
+  if (disk_bytes == 0) return;
+  AddTier("disk", disk_bytes, usage.disk_blocks_used(), usage.disk_blocks_total(), info);
 }
 
 void AddTotals(const MetricsTotals& totals, v1::GetServerInfoResponse& info) {
@@ -81,7 +85,8 @@ v1::GetServerInfoResponse ServerInfo(const v1::ServeConfig& config, const Engine
   info.set_state_reason(std::string(engine.serving.message()));
   info.mutable_uptime()->set_seconds(absl::ToInt64Seconds(uptime));
   info.set_requests_running(static_cast<uint32_t>(engine.scheduler.running));
-  info.set_requests_waiting(static_cast<uint32_t>(engine.scheduler.waiting));
+  info.set_requests_waiting(
+      static_cast<uint32_t>(engine.scheduler.waiting + engine.scheduler.restoring));
   info.set_max_num_seqs(config.scheduler().max_num_seqs());
   info.set_max_num_batched_tokens(config.scheduler().max_num_batched_tokens());
   AddTotals(totals, info);

@@ -62,6 +62,8 @@ void AddTiers(const v1::TierUsage& from, v1::TierUsage& to) {
   to.set_device_pages_total(to.device_pages_total() + from.device_pages_total());
   to.set_host_blocks_used(to.host_blocks_used() + from.host_blocks_used());
   to.set_host_blocks_total(to.host_blocks_total() + from.host_blocks_total());
+  to.set_disk_blocks_used(to.disk_blocks_used() + from.disk_blocks_used());
+  to.set_disk_blocks_total(to.disk_blocks_total() + from.disk_blocks_total());
 }
 
 absl::Status AddReply(size_t rank, const v1::StepReply& from, v1::StepReply& to) {

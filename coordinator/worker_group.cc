@@ -30,10 +30,17 @@ class WorkerGroupImpl final : public WorkerGroup {
 
   absl::StatusOr<GroupInfo> Form() override;
   absl::StatusOr<v1::StepReply> Step(const v1::StepPlan& plan) override;
+  std::vector<RankTierReport> TakeTierReports() override EXCLUDES(mu_) {
+    MutexLock lock(mu_);
+    return std::exchange(tier_reports_, {});
+  }
   void Disband() override EXCLUDES(mu_);
   void Interrupt() override EXCLUDES(mu_);
   void SetLossCallback(std::function<void(const absl::Status&)> on_loss) override {
     on_loss_ = std::move(on_loss);
+  }
+  void SetTierReportCallback(std::function<void()> on_report) override {
+    on_tier_report_ = std::move(on_report);
   }
 
  private:
@@ -75,7 +82,9 @@ class WorkerGroupImpl final : public WorkerGroup {
   const WorkerGroupOptions options_;
   const WorkerDialer dialer_;
   Clock& clock_;
-  std::function<void(const absl::Status&)> on_loss_;  // constant while streams are open
+  // Constant while streams are open.
+  std::function<void(const absl::Status&)> on_loss_;
+  std::function<void()> on_tier_report_;
 
   // The engine loop's thread.
   uint64_t epoch_ = 0;
@@ -84,12 +93,22 @@ class WorkerGroupImpl final : public WorkerGroup {
   Mutex mu_;
   CondVar changed_;
   std::deque<Received> inbox_ GUARDED_BY(mu_);
+  std::vector<RankTierReport> tier_reports_ GUARDED_BY(mu_);
   absl::Status lost_ GUARDED_BY(mu_);  // why the group is gone; OK while it is not
   bool between_steps_ GUARDED_BY(mu_) = false;
   bool interrupted_ GUARDED_BY(mu_) = false;
 };
 
 void WorkerGroupImpl::OnMessage(size_t rank, v1::WorkerMessage message) {
+  if (message.has_tier_report()) {
+    {
+      MutexLock lock(mu_);
+      tier_reports_.push_back({.rank = static_cast<int64_t>(rank),
+                               .report = std::move(*message.mutable_tier_report())});
+    }
+    if (on_tier_report_) on_tier_report_();
+    return;
+  }
   MutexLock lock(mu_);
   inbox_.push_back({.rank = rank, .message = std::move(message)});
   changed_.NotifyAll();
@@ -151,6 +170,7 @@ absl::StatusOr<GroupInfo> WorkerGroupImpl::Form() {
   {
     MutexLock lock(mu_);
     inbox_.clear();
+    tier_reports_.clear();
     lost_ = absl::OkStatus();
   }
   ++epoch_;
@@ -201,10 +221,12 @@ absl::Status WorkerGroupImpl::Handshake(std::vector<std::optional<v1::Ready>>& r
         break;
       case v1::WorkerMessage::kReady:
         ready[received->rank] = message.ready();
-        spdlog::info("{} is ready: {}, {} blocks on the device, {} in host memory",
+        spdlog::info("{} is ready: {}, {} blocks on the device, {} in host memory, {} on disk",
                      Name(received->rank), message.ready().device_name(),
-                     message.ready().device_blocks(), message.ready().host_blocks());
+                     message.ready().device_blocks(), message.ready().host_blocks(),
+                     message.ready().disk_blocks());
         break;
+      case v1::WorkerMessage::kTierReport:  // does not come here: OnMessage
       case v1::WorkerMessage::kStepReply:
       case v1::WorkerMessage::MESSAGE_NOT_SET:
         return absl::InternalError(
@@ -230,6 +252,7 @@ absl::StatusOr<GroupInfo> WorkerGroupImpl::Agree(
                     .kv_form = ready[0]->kv_form(),
                     .device_blocks = static_cast<int64_t>(ready[0]->device_blocks()),
                     .host_blocks = static_cast<int64_t>(ready[0]->host_blocks()),
+                    .disk_blocks = static_cast<int64_t>(ready[0]->disk_blocks()),
                     .vocab_size = ready[0]->vocab_size(),
                     .max_model_len = ready[0]->max_model_len(),
                     .addresses = options_.addresses,
@@ -248,6 +271,7 @@ absl::StatusOr<GroupInfo> WorkerGroupImpl::Agree(
     }
     info.device_blocks = std::min(info.device_blocks, static_cast<int64_t>(rank.device_blocks()));
     info.host_blocks = std::min(info.host_blocks, static_cast<int64_t>(rank.host_blocks()));
+    info.disk_blocks = std::min(info.disk_blocks, static_cast<int64_t>(rank.disk_blocks()));
     info.ranks.push_back(rank);
   }
   if (info.weights_hash.empty() || info.vocab_size < 1 || info.max_model_len < 2) {

@@ -26,10 +26,17 @@ struct GroupInfo {
   std::string kv_form;
   int64_t device_blocks = 0;
   int64_t host_blocks = 0;
+  int64_t disk_blocks = 0;
   int64_t vocab_size = 0;
   int64_t max_model_len = 0;
   std::vector<std::string> addresses;  // by rank
   std::vector<v1::Ready> ranks;        // by rank
+};
+
+// What one rank says of its disk tier.
+struct RankTierReport {
+  int64_t rank = 0;
+  v1::TierReport report;
 };
 
 // An interface because tests of the engine loop and of the service play a group.
@@ -43,6 +50,9 @@ class WorkerGroup {
   // All ranks carry out the plan; blocks for their common answer. After an error the group is gone:
   // UNAVAILABLE for a rank that is dead or too slow, INTERNAL for ranks that disagree.
   virtual absl::StatusOr<v1::StepReply> Step(const v1::StepPlan& plan) = 0;
+  // What the ranks have said of their disk tiers since the last call, in order; behind Form all
+  // that they store.
+  virtual std::vector<RankTierReport> TakeTierReports() = 0;
   // Ends the group: the ranks drop their sequences.
   virtual void Disband() = 0;
 
@@ -50,6 +60,8 @@ class WorkerGroup {
   virtual void Interrupt() = 0;
   // Before Form. Called on any thread, once per formed group, when a rank is lost between steps.
   virtual void SetLossCallback(std::function<void(const absl::Status&)> on_loss) = 0;
+  // Before Form. Called on any thread when there are tier reports to take.
+  virtual void SetTierReportCallback(std::function<void()> on_report) = 0;
 };
 
 struct WorkerGroupOptions {

@@ -164,8 +164,10 @@ class KvStore {
   // RESOURCE_EXHAUSTED without room in the host tier.
   virtual absl::Status Restore(BlockId id, const PrefixHash& hash) = 0;
   // Sees what the tier below has done and gives it what waits. EndStep does so too; an engine
-  // without work calls it from time to time.
+  // without work calls it from time to time while the tier is busy: blocks wait or are on their
+  // way.
   virtual void PollTier() = 0;
+  virtual bool TierIsBusy() const = 0;
   virtual std::vector<RestoredBlock> TakeRestored() = 0;
   virtual StoredChanges TakeStoredChanges() = 0;
   // Everything that is stored: at the start, before any change is taken.

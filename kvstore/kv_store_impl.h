@@ -56,6 +56,7 @@ class KvStoreImpl : public KvStore, private BlockOwner {
   void Persist(BlockId id, absl::Span<const int32_t> tokens) override;
   absl::Status Restore(BlockId id, const PrefixHash& hash) override;
   void PollTier() override;
+  bool TierIsBusy() const override;
   std::vector<RestoredBlock> TakeRestored() override { return std::exchange(restored_, {}); }
   StoredChanges TakeStoredChanges() override;
   std::vector<StoredBlock> Inventory() const override;

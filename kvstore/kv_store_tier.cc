@@ -59,6 +59,10 @@ void KvStoreImpl::PollTier() {
   StartTransfers();
 }
 
+bool KvStoreImpl::TierIsBusy() const {
+  return !queued_writes_.empty() || !queued_reads_.empty() || !writes_.empty() || !reads_.empty();
+}
+
 void KvStoreImpl::CollectCompletions() {
   TierEvents events = below_->Poll();
   for (const TierCompletion& completion : events.completions) {

@@ -6,6 +6,8 @@
 
 #include <optional>
 
+#include "absl/time/time.h"
+
 #include "proto/kvasir/v1/worker.pb.h"
 #include "worker/parallel/rendezvous.h"
 
@@ -16,6 +18,8 @@ class CoordinatorStream {
   virtual ~CoordinatorStream() = default;
   // Blocks for the next message; nothing once the stream has ended or the worker stops.
   virtual std::optional<v1::CoordinatorMessage> Read() = 0;
+  // True when Read would return at once; false when that did not come true for so long.
+  virtual bool WaitReadable(absl::Duration patience) = 0;
   // Queues a message and returns; dropped when the stream has ended.
   virtual void Write(v1::WorkerMessage message) = 0;
   virtual Rendezvous& rendezvous() = 0;

@@ -24,7 +24,31 @@ using kernels::DType;
 using kernels::kPageTokens;
 using kernels::TensorView;
 
+// With token ids of three bytes a report of so many blocks has less than 4 MB.
+constexpr int kStoredBlocksPerReport = 16384;
+
+void AddStored(const kvstore::StoredBlock& block, v1::TierReport& report) {
+  v1::StoredBlock& stored = *report.add_stored();
+  stored.set_prefix_hash(block.hash.data(), block.hash.size());
+  for (const int32_t token : block.tokens) stored.add_tokens(static_cast<uint32_t>(token));
+}
+
+void AddRestored(kernels::BlockId id, const absl::Status& status, v1::TierReport& report) {
+  v1::RestoredBlock& restored = *report.add_restored();
+  restored.set_block_id(static_cast<uint64_t>(id.value));
+  restored.set_error_code(static_cast<int32_t>(status.code()));
+  restored.set_error_message(std::string(status.message()));
+}
+
 }  // namespace
+
+kvstore::KvShard KvShardOf(const EngineOptions& options, const Transformer& model) {
+  return {.layout = model.kv_layout(options.kv_dtype),
+          .weights_hash = options.weights_hash,
+          .kv_form = options.kv_form,
+          .first_layer = 0,
+          .first_head = model.options().shard.kv_heads.begin};
+}
 
 Engine::Engine(const EngineOptions& options, Transformer& model, Collective& collective,
                kernels::Executor& executor)
@@ -36,13 +60,14 @@ Engine::Engine(const EngineOptions& options, Transformer& model, Collective& col
 
 absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(const EngineOptions& options,
                                                        Transformer& model, Collective& collective,
-                                                       kernels::Executor& executor) {
+                                                       kernels::Executor& executor,
+                                                       std::unique_ptr<kvstore::Tier> below) {
   auto engine = std::unique_ptr<Engine>(new Engine(options, model, collective, executor));
-  KVASIR_RETURN_IF_ERROR(engine->Init());
+  KVASIR_RETURN_IF_ERROR(engine->Init(std::move(below)));
   return engine;
 }
 
-absl::Status Engine::Init() {
+absl::Status Engine::Init(std::unique_ptr<kvstore::Tier> below) {
   layout_ = model_.kv_layout(options_.kv_dtype);
   const int64_t max_model_len = model_.options().max_model_len;
   const int64_t vocab_size = model_.options().config.vocab_size;
@@ -59,11 +84,12 @@ absl::Status Engine::Init() {
   }
   KVASIR_ASSIGN_OR_RETURN(
       store_, kvstore::KvStore::Create(
-                  {.shard = {.layout = layout_},
+                  {.shard = KvShardOf(options_, model_),
                    .device_bytes = options_.kv_device_bytes,
                    .host_bytes = options_.kv_host_bytes,
                    .num_slots = options_.max_num_seqs,
-                   .max_blocks_per_slot = (max_model_len + kPageTokens - 1) / kPageTokens}));
+                   .max_blocks_per_slot = (max_model_len + kPageTokens - 1) / kPageTokens},
+                  std::move(below)));
   slots_ = std::make_unique<SlotTable>(std::move(slots), *store_);
   KVASIR_ASSIGN_OR_RETURN(activations_, Activations::Create(model_.activation_sizes(
                                             options_.max_num_batched_tokens, options_.max_num_seqs,
@@ -105,9 +131,13 @@ absl::StatusOr<v1::StepReply> Engine::CarryOut(const v1::StepPlan& plan) {
   v1::StepReply reply;
   for (const v1::BlockSeal& seal : plan.seals()) KVASIR_RETURN_IF_ERROR(slots_->Seal(seal));
   for (const uint32_t slot : plan.free_slots()) KVASIR_RETURN_IF_ERROR(slots_->Free(slot));
+  for (const v1::BlockPersist& persist : plan.persists()) {
+    KVASIR_RETURN_IF_ERROR(slots_->Persist(persist));
+  }
   for (const uint64_t id : plan.drop_blocks()) {
     slots_->Drop(kernels::BlockId(static_cast<int64_t>(id)));
   }
+  for (const v1::BlockRestore& restore : plan.restores()) KVASIR_RETURN_IF_ERROR(Restore(restore));
   rows_.clear();
   KVASIR_ASSIGN_OR_RETURN(const bool missing, AnyRankMisses(plan, reply));
   if (!missing) {
@@ -152,6 +182,15 @@ absl::StatusOr<bool> Engine::AnyRankMisses(const v1::StepPlan& plan, v1::StepRep
   float misses = static_cast<float>(reply.missing_blocks_size());
   if (reuses) KVASIR_RETURN_IF_ERROR(collective_.AllReduceSum(absl::MakeSpan(&misses, 1)));
   return misses > 0;
+}
+
+// A block that is not stored any more is answered like one that cannot be read.
+absl::Status Engine::Restore(const v1::BlockRestore& restore) {
+  const absl::Status started = slots_->Restore(restore);
+  if (absl::IsInternal(started)) return started;
+  if (!started.ok())
+    AddRestored(kernels::BlockId(static_cast<int64_t>(restore.block_id())), started, tier_report_);
+  return absl::OkStatus();
 }
 
 absl::Status Engine::StartSequences(const v1::StepPlan& plan) {
@@ -261,6 +300,33 @@ void Engine::FailCorruptSequences() {
   }
 }
 
+// ---- the tier below
+
+std::vector<v1::TierReport> Engine::Inventory() const {
+  std::vector<v1::TierReport> reports;
+  for (const kvstore::StoredBlock& block : store_->Inventory()) {
+    if (reports.empty() || reports.back().stored_size() == kStoredBlocksPerReport) {
+      reports.emplace_back();
+    }
+    AddStored(block, reports.back());
+  }
+  return reports;
+}
+
+v1::TierReport Engine::TakeTierReport() {
+  v1::TierReport report = std::move(tier_report_);
+  tier_report_ = {};
+  for (const kvstore::RestoredBlock& restored : store_->TakeRestored()) {
+    AddRestored(restored.id, restored.status, report);
+  }
+  const kvstore::StoredChanges changes = store_->TakeStoredChanges();
+  for (const kvstore::StoredBlock& block : changes.stored) AddStored(block, report);
+  for (const kvstore::PrefixHash& hash : changes.forgotten) {
+    report.add_forgotten(hash.data(), hash.size());
+  }
+  return report;
+}
+
 void Engine::FillReply(const v1::StepPlan& plan, v1::StepReply& reply) const {
   reply.set_group_epoch(plan.group_epoch());
   reply.set_step(plan.step());
@@ -286,11 +352,14 @@ void Engine::FillReply(const v1::StepPlan& plan, v1::StepReply& reply) const {
   tiers.set_device_pages_total(static_cast<uint64_t>(stats.device_pages_total));
   tiers.set_host_blocks_used(static_cast<uint64_t>(stats.host_blocks_used));
   tiers.set_host_blocks_total(static_cast<uint64_t>(stats.host_blocks_total));
+  tiers.set_disk_blocks_used(static_cast<uint64_t>(stats.tier.blocks));
+  tiers.set_disk_blocks_total(static_cast<uint64_t>(stats.tier.capacity_blocks));
 }
 
 void Engine::FillAccounting(const Row& row, v1::RowAccounting& accounting) const {
   accounting.set_cached_device_tokens(static_cast<uint32_t>(row.cached.device_tokens));
   accounting.set_cached_host_tokens(static_cast<uint32_t>(row.cached.host_tokens));
+  accounting.set_cached_disk_tokens(static_cast<uint32_t>(row.cached.disk_tokens));
   if (row.computed < 0) return;
   const RowAttention& attention = meter_.row(row.computed);
   AttentionCounts counts;

@@ -39,9 +39,15 @@ struct EngineOptions {
   kernels::DType kv_dtype = kernels::DType::kFloat32;
   int64_t kv_device_bytes = 0;
   int64_t kv_host_bytes = 0;
+  // Whose KV it is; what is not empty tells stored blocks of different models apart.
+  std::string weights_hash = {};
+  std::string kv_form = {};
   std::vector<v1::SparsityPolicy> policies;
   double mass_sample_rate = 0;
 };
+
+// What of the model's KV this rank holds: of the store, and of a tier below it.
+kvstore::KvShard KvShardOf(const EngineOptions& options, const Transformer& model);
 
 // Sees the logits of every row that samples, before sampling.
 using LogitsTap =
@@ -50,14 +56,27 @@ using LogitsTap =
 class Engine {
  public:
   // Takes all memory that steps within the options' limits need. INVALID_ARGUMENT for policies that
-  // cannot be served, RESOURCE_EXHAUSTED for memory. The references outlive the engine.
-  static absl::StatusOr<std::unique_ptr<Engine>> Create(const EngineOptions& options,
-                                                        Transformer& model, Collective& collective,
-                                                        kernels::Executor& executor);
+  // cannot be served, RESOURCE_EXHAUSTED for memory. The references outlive the engine. `below` is
+  // the tier below the host tier, if any, for KvShardOf the options.
+  static absl::StatusOr<std::unique_ptr<Engine>> Create(
+      const EngineOptions& options, Transformer& model, Collective& collective,
+      kernels::Executor& executor, std::unique_ptr<kvstore::Tier> below = nullptr);
 
   // Carries out the plan in the order of its fields. FAILED_PRECONDITION for a plan of another
   // epoch or an old step, INTERNAL for one that contradicts itself or what went before.
   absl::StatusOr<v1::StepReply> Step(const v1::StepPlan& plan);
+
+  // --- the tier below, between steps ---
+
+  // All that is stored there, in reports of bounded size: before the first step.
+  std::vector<v1::TierReport> Inventory() const;
+  // What became of it since the last call; empty when nothing did.
+  v1::TierReport TakeTierReport();
+  // Blocks are on their way to or from it: poll it, also when there are no steps.
+  bool TierIsBusy() const { return store_->TierIsBusy(); }
+  void PollTier() { store_->PollTier(); }
+  // Waits until every accepted write has ended.
+  void FlushTier() { store_->Flush(); }
 
   // What attention did in the last step that computed something.
   const AttentionMeter& meter() const { return meter_; }
@@ -79,12 +98,13 @@ class Engine {
   Engine(const EngineOptions& options, Transformer& model, Collective& collective,
          kernels::Executor& executor);
 
-  absl::Status Init();
+  absl::Status Init(std::unique_ptr<kvstore::Tier> below);
   absl::StatusOr<int64_t> ServeSelector(const v1::AttentionPolicy& policy);
   absl::Status CheckPlan(const v1::StepPlan& plan) const;
   absl::StatusOr<v1::StepReply> CarryOut(const v1::StepPlan& plan);
   // Fills the reply's missing_blocks. True: some rank misses something, and nothing is computed.
   absl::StatusOr<bool> AnyRankMisses(const v1::StepPlan& plan, v1::StepReply& reply);
+  absl::Status Restore(const v1::BlockRestore& restore);
   absl::Status StartSequences(const v1::StepPlan& plan);
   absl::Status PrepareRows(const v1::StepPlan& plan);
   absl::Status Compute();
@@ -114,6 +134,7 @@ class Engine {
   uint64_t last_plan_ = 0;                   // step number of the last plan
   uint32_t kv_step_ = 0;                     // steps of the store
   std::map<int64_t, CachedPrefix> started_;  // by slot, until the first row is answered
+  v1::TierReport tier_report_;               // what the store does not know to report
 
   // Of the plan that is being carried out.
   std::vector<Row> rows_;

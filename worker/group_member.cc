@@ -8,6 +8,7 @@
 
 #include "kernels/base/status_macros.h"
 #include "proto/worker_protocol.h"
+#include "worker/disk.h"
 #include "worker/parallel/gloo_collective.h"
 #include "worker/parallel/single_collective.h"
 
@@ -19,6 +20,9 @@ constexpr uint32_t kMaxSeqs = 1024;
 constexpr uint32_t kMaxBatchedTokens = 1 << 20;
 constexpr int kMaxPolicies = 4;
 constexpr double kMaxGb = 100'000;
+constexpr double kMaxDiskGb = 1'000'000;
+// Between two looks at a busy tier while there are no plans.
+constexpr absl::Duration kTierPoll = absl::Milliseconds(1);
 
 absl::Status CheckShardPlan(const v1::ShardPlan& plan) {
   const auto bad = [](const auto&... what) {
@@ -46,6 +50,10 @@ absl::Status CheckShardPlan(const v1::ShardPlan& plan) {
   if (!gb_in_range(plan.kv().kv_device_size_gb()) || !gb_in_range(plan.kv().kv_host_size_gb())) {
     return bad("KV tiers of ", plan.kv().kv_device_size_gb(), " and ", plan.kv().kv_host_size_gb(),
                " GB");
+  }
+  if (!plan.kv().kv_disk_path().empty() &&
+      !(plan.kv().kv_disk_size_gb() > 0 && plan.kv().kv_disk_size_gb() <= kMaxDiskGb)) {
+    return bad("a disk tier of ", plan.kv().kv_disk_size_gb(), " GB");
   }
   if (!(plan.mass_sample_rate() >= 0 && plan.mass_sample_rate() <= 1)) {
     return bad("mass_sample_rate ", plan.mass_sample_rate());
@@ -82,24 +90,22 @@ absl::Status GroupMember::Serve(CoordinatorStream& stream) {
   KVASIR_RETURN_IF_ERROR(CheckShardPlan(plan));
   KVASIR_RETURN_IF_ERROR(Load(plan, stream));
   KVASIR_ASSIGN_OR_RETURN(const std::unique_ptr<Collective> collective, Connect(plan, stream));
-  KVASIR_ASSIGN_OR_RETURN(
-      const std::unique_ptr<Engine> engine,
-      Engine::Create({.group_epoch = plan.group_epoch(),
-                      .max_num_seqs = plan.max_num_seqs(),
-                      .max_num_batched_tokens = plan.max_num_batched_tokens(),
-                      .kv_dtype = model_->kv_dtype,
-                      .kv_device_bytes = GbToBytes(plan.kv().kv_device_size_gb()),
-                      .kv_host_bytes = GbToBytes(plan.kv().kv_host_size_gb()),
-                      .policies = {plan.policies().begin(), plan.policies().end()},
-                      .mass_sample_rate = plan.mass_sample_rate()},
-                     *model_->transformer, *collective, executor_));
-  metrics_.JoinGroup({.model = plan.model().model(), .rank = plan.tensor_parallel_rank()});
+  KVASIR_ASSIGN_OR_RETURN(const std::unique_ptr<Engine> engine, MakeEngine(plan, *collective));
+  metrics_.JoinGroup({.model = plan.model().model(),
+                      .rank = plan.tensor_parallel_rank(),
+                      .disk_tier = !plan.kv().kv_disk_path().empty()});
+  for (v1::TierReport& report : engine->Inventory()) {
+    v1::WorkerMessage message;
+    *message.mutable_tier_report() = std::move(report);
+    stream.Write(std::move(message));
+  }
   stream.Write(MakeReady(*engine));
   spdlog::info("ready: rank {} of {}, epoch {}", plan.tensor_parallel_rank(),
                plan.tensor_parallel_size(), plan.group_epoch());
   options_.on_ready(true);
   const absl::Status status = RunPlans(*engine, stream);
   options_.on_ready(false);
+  engine->FlushTier();
   return status;
 }
 
@@ -132,6 +138,28 @@ absl::StatusOr<std::unique_ptr<Collective>> GroupMember::Connect(const v1::Shard
                                  stream.rendezvous());
 }
 
+absl::StatusOr<std::unique_ptr<Engine>> GroupMember::MakeEngine(const v1::ShardPlan& plan,
+                                                                Collective& collective) {
+  const absl::string_view hash(reinterpret_cast<const char*>(model_->weights_hash.data()),
+                               model_->weights_hash.size());
+  const EngineOptions options = {.group_epoch = plan.group_epoch(),
+                                 .max_num_seqs = plan.max_num_seqs(),
+                                 .max_num_batched_tokens = plan.max_num_batched_tokens(),
+                                 .kv_dtype = model_->kv_dtype,
+                                 .kv_device_bytes = GbToBytes(plan.kv().kv_device_size_gb()),
+                                 .kv_host_bytes = GbToBytes(plan.kv().kv_host_size_gb()),
+                                 .weights_hash = std::string(hash),
+                                 .kv_form = model_->kv_form,
+                                 .policies = {plan.policies().begin(), plan.policies().end()},
+                                 .mass_sample_rate = plan.mass_sample_rate()};
+  KVASIR_ASSIGN_OR_RETURN(std::unique_ptr<kvstore::Tier> disk,
+                          OpenDisk({.config = plan.kv(),
+                                    .shard = KvShardOf(options, *model_->transformer),
+                                    .rank = plan.tensor_parallel_rank(),
+                                    .num_ranks = plan.tensor_parallel_size()}));
+  return Engine::Create(options, *model_->transformer, collective, executor_, std::move(disk));
+}
+
 v1::WorkerMessage GroupMember::MakeReady(const Engine& engine) const {
   const TransformerOptions& model = model_->transformer->options();
   v1::WorkerMessage message;
@@ -145,21 +173,37 @@ v1::WorkerMessage GroupMember::MakeReady(const Engine& engine) const {
   ready.set_max_model_len(static_cast<uint32_t>(model.max_model_len));
   ready.set_device_name(options_.device_name);
   ready.set_metrics_address(options_.metrics_address);
+  ready.set_disk_blocks(static_cast<uint64_t>(engine.store().stats().tier.capacity_blocks));
   return message;
 }
 
 absl::Status GroupMember::RunPlans(Engine& engine, CoordinatorStream& stream) {
-  while (const std::optional<v1::CoordinatorMessage> message = stream.Read()) {
+  for (;;) {
+    while (engine.TierIsBusy() && !stream.WaitReadable(kTierPoll)) {
+      engine.PollTier();
+      ReportTier(engine, stream);
+    }
+    const std::optional<v1::CoordinatorMessage> message = stream.Read();
+    if (!message) return absl::OkStatus();
     if (!message->has_step_plan()) {
       return absl::FailedPreconditionError("expected a StepPlan: a stream forms one group");
     }
     KVASIR_ASSIGN_OR_RETURN(v1::StepReply reply, engine.Step(message->step_plan()));
     metrics_.RecordStep(engine, message->step_plan(), reply);
+    ReportTier(engine, stream);
     v1::WorkerMessage answer;
     *answer.mutable_step_reply() = std::move(reply);
     stream.Write(std::move(answer));
   }
-  return absl::OkStatus();
+}
+
+void GroupMember::ReportTier(Engine& engine, CoordinatorStream& stream) {
+  metrics_.RecordTiers(engine);
+  v1::TierReport report = engine.TakeTierReport();
+  if (report.stored().empty() && report.forgotten().empty() && report.restored().empty()) return;
+  v1::WorkerMessage message;
+  *message.mutable_tier_report() = std::move(report);
+  stream.Write(std::move(message));
 }
 
 }  // namespace kvasir::worker

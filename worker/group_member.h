@@ -42,8 +42,11 @@ class GroupMember {
   absl::Status Load(const v1::ShardPlan& plan, CoordinatorStream& stream);
   absl::StatusOr<std::unique_ptr<Collective>> Connect(const v1::ShardPlan& plan,
                                                       CoordinatorStream& stream);
+  absl::StatusOr<std::unique_ptr<Engine>> MakeEngine(const v1::ShardPlan& plan,
+                                                     Collective& collective);
   v1::WorkerMessage MakeReady(const Engine& engine) const;
   absl::Status RunPlans(Engine& engine, CoordinatorStream& stream);
+  void ReportTier(Engine& engine, CoordinatorStream& stream);
 
   const GroupMemberOptions options_;
   kernels::Executor& executor_;

@@ -38,12 +38,13 @@ Family<Histogram>& AddHistogram(prometheus::Registry& registry, const char* name
 // A counter that follows a total which starts at 0 with each group.
 struct Following {
   Counter* counter = nullptr;
-  int64_t seen = 0;
+  double seen = 0;
 
-  void Follow(int64_t total) {
-    counter->Increment(static_cast<double>(total - seen));
+  void Follow(double total) {
+    counter->Increment(total - seen);
     seen = total;
   }
+  void Follow(int64_t total) { Follow(static_cast<double>(total)); }
 };
 
 }  // namespace
@@ -56,6 +57,16 @@ struct WorkerMetrics::Families {
                            "Pages that steps read, by whether the tier held them.")),
         transfer_bytes(
             AddCounter(r, "kvasir_kv_transfer_bytes_total", "Bytes of KV moved between tiers.")),
+        transfer_seconds(AddCounter(r, "kvasir_kv_transfer_seconds_total",
+                                    "Seconds that a disk spent in these transfers.")),
+        disk_written(AddCounter(r, "kvasir_kv_disk_written_bytes_total",
+                                "Bytes written to the disk tier: its wear.")),
+        writes_dropped(AddCounter(r, "kvasir_kv_writes_dropped_total",
+                                  "Pages that were not written to a tier, by reason.")),
+        restored(AddCounter(r, "kvasir_kv_restored_pages_total",
+                            "Pages asked back from the disk tier, by result.")),
+        read_only(AddGauge(r, "kvasir_kv_tier_read_only",
+                           "1 while a tier takes no writes because it failed or is full.")),
         evictions(AddCounter(r, "kvasir_kv_page_evictions_total",
                              "Pages that lost their place in a tier.")),
         checksum_failures(AddCounter(r, "kvasir_kv_page_checksum_failures_total",
@@ -76,6 +87,11 @@ struct WorkerMetrics::Families {
   Family<Gauge>& tier_bytes;
   Family<Counter>& lookups;
   Family<Counter>& transfer_bytes;
+  Family<Counter>& transfer_seconds;
+  Family<Counter>& disk_written;
+  Family<Counter>& writes_dropped;
+  Family<Counter>& restored;
+  Family<Gauge>& read_only;
   Family<Counter>& evictions;
   Family<Counter>& checksum_failures;
   Family<Counter>& blocks;
@@ -87,8 +103,9 @@ struct WorkerMetrics::Families {
 };
 
 struct WorkerMetrics::Series {
-  Series(Families& f, Labels base)
+  Series(Families& f, Labels base, bool with_disk)
       : labels(std::move(base)),
+        has_disk(with_disk),
         device_used(f.tier_pages.Add(With({{"tier", "device"}, {"state", "used"}}))),
         device_free(f.tier_pages.Add(With({{"tier", "device"}, {"state", "free"}}))),
         host_used(f.tier_pages.Add(With({{"tier", "host"}, {"state", "used"}}))),
@@ -101,6 +118,23 @@ struct WorkerMetrics::Series {
         to_host{&f.transfer_bytes.Add(With({{"from", "device"}, {"to", "host"}}))},
         evictions{&f.evictions.Add(With({{"tier", "device"}}))},
         checksum_failures{&f.checksum_failures.Add(With({{"tier", "host"}}))},
+        disk_used(f.tier_pages.Add(With({{"tier", "disk"}, {"state", "used"}}))),
+        disk_free(f.tier_pages.Add(With({{"tier", "disk"}, {"state", "free"}}))),
+        disk_dirty(f.tier_pages.Add(With({{"tier", "disk"}, {"state", "dirty"}}))),
+        disk_bytes(f.tier_bytes.Add(With({{"tier", "disk"}}))),
+        disk_read_only(f.read_only.Add(With({{"tier", "disk"}}))),
+        to_disk{&f.transfer_bytes.Add(With({{"from", "host"}, {"to", "disk"}}))},
+        from_disk{&f.transfer_bytes.Add(With({{"from", "disk"}, {"to", "host"}}))},
+        to_disk_seconds{&f.transfer_seconds.Add(With({{"from", "host"}, {"to", "disk"}}))},
+        from_disk_seconds{&f.transfer_seconds.Add(With({{"from", "disk"}, {"to", "host"}}))},
+        disk_written{&f.disk_written.Add(labels)},
+        dropped_busy{&f.writes_dropped.Add(With({{"tier", "disk"}, {"reason", "busy"}}))},
+        dropped_read_only{&f.writes_dropped.Add(With({{"tier", "disk"}, {"reason", "read_only"}}))},
+        dropped_error{&f.writes_dropped.Add(With({{"tier", "disk"}, {"reason", "error"}}))},
+        restored{&f.restored.Add(With({{"result", "ok"}}))},
+        not_restored{&f.restored.Add(With({{"result", "failed"}}))},
+        disk_evictions{&f.evictions.Add(With({{"tier", "disk"}}))},
+        disk_checksum_failures{&f.checksum_failures.Add(With({{"tier", "disk"}}))},
         mass_kept(f.mass_kept.Add(labels, kMassKept)),
         step_seconds(f.step_seconds.Add(labels, kStepSeconds)),
         step_tokens(f.step_tokens.Add(labels, kStepTokens)) {
@@ -119,6 +153,7 @@ struct WorkerMetrics::Series {
   }
 
   const Labels labels;
+  const bool has_disk;
   Gauge& device_used;
   Gauge& device_free;
   Gauge& host_used;
@@ -126,6 +161,14 @@ struct WorkerMetrics::Series {
   Gauge& device_bytes;
   Gauge& host_bytes;
   Following hits, misses, to_device, to_host, evictions, checksum_failures;
+  Gauge& disk_used;
+  Gauge& disk_free;
+  Gauge& disk_dirty;
+  Gauge& disk_bytes;
+  Gauge& disk_read_only;
+  Following to_disk, from_disk, to_disk_seconds, from_disk_seconds, disk_written;
+  Following dropped_busy, dropped_read_only, dropped_error, restored, not_restored;
+  Following disk_evictions, disk_checksum_failures;
   Histogram& mass_kept;
   Histogram& step_seconds;
   Histogram& step_tokens;
@@ -140,8 +183,10 @@ WorkerMetrics::~WorkerMetrics() = default;
 void WorkerMetrics::JoinGroup(const GroupLabels& labels) {
   const std::vector<absl::string_view> parts = absl::StrSplit(labels.model, '/', absl::SkipEmpty());
   series_ = std::make_unique<Series>(
-      *families_, Labels{{"model_name", parts.empty() ? "" : std::string(parts.back())},
-                         {"tp_rank", absl::StrCat(labels.rank)}});
+      *families_,
+      Labels{{"model_name", parts.empty() ? "" : std::string(parts.back())},
+             {"tp_rank", absl::StrCat(labels.rank)}},
+      labels.disk_tier);
 }
 
 void WorkerMetrics::RecordStep(const Engine& engine, const v1::StepPlan& plan,
@@ -180,6 +225,34 @@ void WorkerMetrics::RecordTiers(const Engine& engine) {
   s.to_host.Follow(stats.bytes_device_to_host);
   s.evictions.Follow(stats.evictions);
   s.checksum_failures.Follow(stats.checksum_failures);
+  RecordDisk(engine);
+}
+
+void WorkerMetrics::RecordDisk(const Engine& engine) {
+  const kvstore::KvStoreStats stats = engine.store().stats();
+  const kvstore::TierStats& disk = stats.tier;
+  Series& s = *series_;
+  const auto pages = [&](int64_t blocks) { return blocks * engine.pages_per_block(); };
+  const auto set = [&](Gauge& gauge, int64_t blocks) {
+    gauge.Set(static_cast<double>(pages(blocks)));
+  };
+  set(s.disk_used, disk.blocks);
+  set(s.disk_free, disk.capacity_blocks - disk.blocks);
+  set(s.disk_dirty, stats.queued_writes);
+  s.disk_bytes.Set(static_cast<double>(disk.capacity_blocks * engine.block_bytes()));
+  s.disk_read_only.Set(s.has_disk && !disk.writable ? 1 : 0);
+  s.to_disk.Follow(disk.written_bytes);
+  s.from_disk.Follow(disk.read_bytes);
+  s.to_disk_seconds.Follow(disk.write_seconds);
+  s.from_disk_seconds.Follow(disk.read_seconds);
+  s.disk_written.Follow(disk.written_bytes);
+  s.dropped_busy.Follow(pages(stats.dropped_writes));
+  s.dropped_read_only.Follow(pages(disk.refused_writes));
+  s.dropped_error.Follow(pages(disk.failed_writes));
+  s.restored.Follow(pages(stats.restored_blocks));
+  s.not_restored.Follow(pages(stats.failed_restores));
+  s.disk_evictions.Follow(pages(disk.evictions));
+  s.disk_checksum_failures.Follow(disk.checksum_failures);
 }
 
 void WorkerMetrics::RecordAttention(const AttentionMeter& meter) {

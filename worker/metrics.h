@@ -17,6 +17,7 @@ namespace kvasir::worker {
 struct GroupLabels {
   std::string model;  // folder of the model; its last part becomes the label model_name
   int64_t rank = 0;
+  bool disk_tier = false;  // that there should be one
 };
 
 class WorkerMetrics {
@@ -29,12 +30,14 @@ class WorkerMetrics {
   void JoinGroup(const GroupLabels& labels);
   // REQUIRES: JoinGroup.
   void RecordStep(const Engine& engine, const v1::StepPlan& plan, const v1::StepReply& reply);
+  // What the tiers hold and have done; part of RecordStep. REQUIRES: JoinGroup.
+  void RecordTiers(const Engine& engine);
 
  private:
   struct Families;
   struct Series;  // of one group
 
-  void RecordTiers(const Engine& engine);
+  void RecordDisk(const Engine& engine);
   void RecordAttention(const AttentionMeter& meter);
 
   const std::unique_ptr<Families> families_;

@@ -1,5 +1,6 @@
 #include "worker/service.h"
 
+#include <chrono>
 #include <deque>
 #include <exception>
 #include <new>
@@ -53,6 +54,15 @@ class WorkerService::Stream final
     v1::CoordinatorMessage message = std::move(inbox_.front());
     inbox_.pop_front();
     return message;
+  }
+
+  bool WaitReadable(absl::Duration patience) override {
+    const auto deadline = std::chrono::steady_clock::now() + absl::ToChronoNanoseconds(patience);
+    MutexLock lock(mu_);
+    while (inbox_.empty() && end_status_.ok()) {
+      if (!readable_.WaitUntil(mu_, deadline)) return !inbox_.empty() || !end_status_.ok();
+    }
+    return true;
   }
 
   void Write(v1::WorkerMessage message) override {

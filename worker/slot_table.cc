@@ -24,6 +24,15 @@ absl::Status BadPlan(const Args&... args) {
   return absl::InternalError(absl::StrCat("wrong plan: ", args...));
 }
 
+absl::Status ParseHash(uint64_t block_id, const std::string& bytes, kvstore::PrefixHash& hash) {
+  if (bytes.size() != hash.size()) {
+    return BadPlan("gives block ", block_id, " a hash of ", bytes.size(), " bytes instead of ",
+                   hash.size());
+  }
+  std::copy(bytes.begin(), bytes.end(), hash.begin());
+  return absl::OkStatus();
+}
+
 // A store's refusal of what a plan asked for means that the plan is wrong, except for memory.
 absl::Status FromStore(const absl::Status& status) {
   if (status.ok() || absl::IsResourceExhausted(status)) return status;
@@ -67,11 +76,7 @@ absl::Status SlotTable::Seal(const v1::BlockSeal& seal) {
                    ", whose KV is ", sequence.failed.ok() ? "not complete" : "not valid");
   }
   kvstore::PrefixHash hash;
-  if (seal.prefix_hash().size() != hash.size()) {
-    return BadPlan("seals block ", seal.block_id(), " with a hash of ", seal.prefix_hash().size(),
-                   " bytes instead of ", hash.size());
-  }
-  std::copy(seal.prefix_hash().begin(), seal.prefix_hash().end(), hash.begin());
+  KVASIR_RETURN_IF_ERROR(ParseHash(seal.block_id(), seal.prefix_hash(), hash));
   KVASIR_RETURN_IF_ERROR(FromStore(store_.Seal(open->first, hash)));
   open_blocks_.erase(open);
   return absl::OkStatus();
@@ -82,6 +87,23 @@ absl::Status SlotTable::Free(uint32_t slot) {
   UnbindFrom(slot, 0);
   slots_[slot].reset();
   return absl::OkStatus();
+}
+
+absl::Status SlotTable::Persist(const v1::BlockPersist& persist) {
+  if (persist.tokens_size() != kPageTokens) {
+    return BadPlan("stores block ", persist.block_id(), " with ", persist.tokens_size(),
+                   " tokens instead of ", kPageTokens);
+  }
+  const std::vector<int32_t> tokens(persist.tokens().begin(), persist.tokens().end());
+  store_.Persist(ToBlockId(persist.block_id()), tokens);
+  return absl::OkStatus();
+}
+
+absl::Status SlotTable::Restore(const v1::BlockRestore& restore) {
+  kvstore::PrefixHash hash;
+  KVASIR_RETURN_IF_ERROR(ParseHash(restore.block_id(), restore.prefix_hash(), hash));
+  const absl::Status started = store_.Restore(ToBlockId(restore.block_id()), hash);
+  return absl::IsAlreadyExists(started) ? BadPlan(started.ToString()) : started;
 }
 
 std::vector<BlockId> SlotTable::FindMissing(const v1::StepPlan& plan) const {
@@ -140,8 +162,11 @@ absl::StatusOr<CachedPrefix> SlotTable::Start(const v1::SequenceStart& start) {
   CachedPrefix cached;
   for (const uint64_t id : start.cached_blocks()) {
     const BlockId block_id = ToBlockId(id);
-    const bool on_device = store_.Where(block_id).device_pages == options_.pages_per_block;
-    (on_device ? cached.device_tokens : cached.host_tokens) += kPageTokens;
+    const kvstore::BlockResidency where = store_.Where(block_id);
+    const bool on_device = where.device_pages == options_.pages_per_block;
+    (where.restored ? cached.disk_tokens
+     : on_device    ? cached.device_tokens
+                    : cached.host_tokens) += kPageTokens;
     absl::StatusOr<Block> block = store_.Get(block_id);
     if (!block.ok()) return FromStore(block.status());
     const int64_t index = static_cast<int64_t>(sequence.blocks.size());

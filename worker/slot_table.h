@@ -42,6 +42,7 @@ struct SlotTableOptions {
 struct CachedPrefix {
   int64_t device_tokens = 0;
   int64_t host_tokens = 0;
+  int64_t disk_tokens = 0;  // restored for this sequence
 };
 
 // A block whose page bounds must be made anew from its first tokens before it is appended to.
@@ -58,7 +59,10 @@ class SlotTable {
 
   absl::Status Seal(const v1::BlockSeal& seal);
   absl::Status Free(uint32_t slot);
+  absl::Status Persist(const v1::BlockPersist& persist);
   void Drop(kernels::BlockId block) { store_.Drop(block); }
+  // What the store says, unless the plan is wrong.
+  absl::Status Restore(const v1::BlockRestore& restore);
   // Blocks that the plan's starts name and this rank does not hold.
   std::vector<kernels::BlockId> FindMissing(const v1::StepPlan& plan) const;
   absl::StatusOr<CachedPrefix> Start(const v1::SequenceStart& start);

@@ -76,13 +76,14 @@ class PrefixIndexImpl : public PrefixIndex, private BlockOwner {
 };
 
 PrefixMatch PrefixIndexImpl::Match(const PrefixHash& scope, absl::Span<const int32_t> tokens) {
-  PrefixMatch match{.blocks = {}, .last = scope};
+  PrefixMatch match;
   const int64_t limit = (static_cast<int64_t>(tokens.size()) - 1) / kBlockTokens;
   Record* before = nullptr;
   for (int64_t i = 0; i < limit; ++i) {
     const auto block_tokens =
         tokens.subspan(static_cast<size_t>(i * kBlockTokens), static_cast<size_t>(kBlockTokens));
-    const PrefixHash hash = hasher_(match.last, block_tokens, "");
+    const PrefixHash hash =
+        hasher_(match.hashes.empty() ? scope : match.hashes.back(), block_tokens, "");
     const auto it = cached_.find(hash);
     if (it == cached_.end()) break;
     Record& record = *it->second;
@@ -92,7 +93,7 @@ PrefixMatch PrefixIndexImpl::Match(const PrefixHash& scope, absl::Span<const int
       break;
     }
     match.blocks.push_back(Hold(record));
-    match.last = hash;
+    match.hashes.push_back(hash);
     before = &record;
   }
   return match;

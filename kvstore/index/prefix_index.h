@@ -48,8 +48,8 @@ using BlockHasher = std::function<PrefixHash(
     const PrefixHash& parent, absl::Span<const int32_t> tokens, absl::string_view decode_policy)>;
 
 struct PrefixMatch {
-  std::vector<Block> blocks;  // from position 0 on, held by these handles
-  PrefixHash last{};          // chain value behind them
+  std::vector<Block> blocks;       // from position 0 on, held by these handles
+  std::vector<PrefixHash> hashes;  // chain value behind each
 };
 
 // A full block and the place of its tokens.

@@ -86,6 +86,9 @@ class DiskTier : public Tier {
   absl::Status ReadOne(const Entry& entry, absl::Span<std::byte> extent, IoRequest request,
                        absl::Status status);
 
+  double SecondsSince(std::chrono::steady_clock::time_point begin) const {
+    return std::chrono::duration<double>(options_.now() - begin).count();
+  }
   void Touch(Entry& entry) REQUIRES(mu_);
   // The block is not here any more; its record and its space go soon.
   void Forget(const PrefixHash& hash) REQUIRES(mu_);
@@ -334,7 +337,12 @@ void DiskTier::WriteGroup(std::vector<TierWrite> group) {
     }
   }
   if (status.ok() && !wanted.empty()) {
+    const auto begin = options_.now();
     status = Store(wanted);
+    {
+      MutexLock lock(mu_);
+      stats_.write_seconds += SecondsSince(begin);
+    }
     if (status.ok()) {
       TurnWritable();
     } else {
@@ -525,6 +533,7 @@ void DiskTier::ReadBatch(absl::Span<const TierRead> reads) {
                           .result = 0});
     }
   }
+  const auto begin = options_.now();
   std::vector<absl::Status> statuses = RunFully(*read_queue_, absl::MakeSpan(requests));
   for (size_t i = 0; i < found.size(); ++i) {
     absl::Status status =
@@ -545,6 +554,8 @@ void DiskTier::ReadBatch(absl::Span<const TierRead> reads) {
     }
     Complete({.ticket = found[i]->ticket, .status = std::move(status), .block = entries[i].block});
   }
+  MutexLock lock(mu_);
+  stats_.read_seconds += SecondsSince(begin);
 }
 
 absl::Status DiskTier::ReadOne(const Entry& entry, absl::Span<std::byte> extent, IoRequest request,

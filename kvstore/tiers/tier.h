@@ -55,10 +55,12 @@ struct TierStats {
   bool writable = false;  // now
   int64_t written_blocks = 0;
   int64_t written_bytes = 0;
+  double write_seconds = 0;    // spent in writing
   int64_t refused_writes = 0;  // while not writable
   int64_t failed_writes = 0;
   int64_t read_blocks = 0;
   int64_t read_bytes = 0;
+  double read_seconds = 0;   // spent in reading and verifying
   int64_t failed_reads = 0;  // by the device
   int64_t checksum_failures = 0;
   int64_t evictions = 0;

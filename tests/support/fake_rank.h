@@ -80,6 +80,7 @@ class FakeRank {
     ready.set_kv_form("rotated/float32");
     ready.set_device_blocks(static_cast<uint64_t>(options_.worker.device_blocks));
     ready.set_host_blocks(static_cast<uint64_t>(options_.worker.host_blocks));
+    ready.set_disk_blocks(static_cast<uint64_t>(options_.worker.disk_blocks));
     ready.set_vocab_size(static_cast<uint32_t>(options_.worker.vocab_size));
     ready.set_max_model_len(10000);
     Send(std::move(message));

@@ -40,6 +40,7 @@ class FakeWorkerGroup : public coordinator::WorkerGroup {
                                   .kv_form = "rotated/float32",
                                   .device_blocks = options_.device_blocks,
                                   .host_blocks = options_.host_blocks,
+                                  .disk_blocks = options_.disk_blocks,
                                   .vocab_size = options_.vocab_size,
                                   .max_model_len = max_model_len_,
                                   .addresses = {"paper"},
@@ -58,7 +59,13 @@ class FakeWorkerGroup : public coordinator::WorkerGroup {
     if (!reply.ok()) illegal_ = reply.status();
     changed_.NotifyAll();
     if (reply.ok() && corrupt_) std::exchange(corrupt_, nullptr)(*reply);
+    if (reply.ok() && on_tier_report_) on_tier_report_();
     return reply;
+  }
+  std::vector<coordinator::RankTierReport> TakeTierReports() override {
+    kernels::MutexLock lock(mu_);
+    if (worker_ == nullptr) return {};
+    return {{.rank = 0, .report = worker_->TakeTierReport(SymbolicWorker::Disk::kDone)}};
   }
 
   void Disband() override {
@@ -73,6 +80,9 @@ class FakeWorkerGroup : public coordinator::WorkerGroup {
   }
   void SetLossCallback(std::function<void(const absl::Status&)> on_loss) override {
     on_loss_ = std::move(on_loss);
+  }
+  void SetTierReportCallback(std::function<void()> on_report) override {
+    on_tier_report_ = std::move(on_report);
   }
 
   // --- the test ---
@@ -150,6 +160,7 @@ class FakeWorkerGroup : public coordinator::WorkerGroup {
   const SymbolicWorkerOptions options_;
   const int64_t max_model_len_;
   std::function<void(const absl::Status&)> on_loss_;
+  std::function<void()> on_tier_report_;
 
   mutable kernels::Mutex mu_;
   kernels::CondVar changed_;

@@ -2,12 +2,14 @@
 // real worker could not carry out, and answers tokens that are a function of the sequence's own
 // tokens. KV is a fingerprint per position: of all tokens before it and the attention each was read
 // with. So a cached block that is not exactly what computing it afresh would give is found out, and
-// ExpectedTokens says what a request must be answered whatever shared its batch or its prefix.
+// ExpectedTokens says what a request must be answered whatever shared its batch or its prefix. Its
+// disk keeps fingerprints by prefix hash, and answers when the test says so, or fails.
 // Thread-compatible.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
+#include <map>
 #include <string>
 #include <utility>
 #include <vector>
@@ -33,6 +35,7 @@ struct SymbolicWorkerOptions {
   int64_t max_num_seqs = 8;
   int64_t max_num_batched_tokens = 512;
   int64_t vocab_size = 50;
+  int64_t disk_blocks = 0;
 };
 
 class SymbolicWorker {
@@ -41,6 +44,17 @@ class SymbolicWorker {
 
   // FAILED_PRECONDITION with what is wrong with the plan.
   absl::StatusOr<v1::StepReply> Execute(const v1::StepPlan& plan);
+
+  // What became of the disk since the last call. kDone: all that was asked; kSome: of writes and
+  // reads in any order each with a chance of 1/2, and reads fail with a chance of 1/8.
+  enum class Disk { kDone, kSome };
+  v1::TierReport TakeTierReport(Disk how, uint64_t random = 0);
+  // The process starts anew on the disk of another; what it reports when it joins.
+  v1::TierReport TakeOverDisk(const SymbolicWorker& other);
+  // The next reads of the disk fail.
+  void FailReads(int64_t n) { failing_reads_ = n; }
+  int64_t num_stored() const { return static_cast<int64_t>(stored_.size()); }
+  int64_t reads() const { return reads_done_; }
 
   // The rank forgets a kept block that no running sequence uses; false when there is none.
   bool LoseOneBlock(uint64_t random);
@@ -59,6 +73,11 @@ class SymbolicWorker {
     int64_t users = 0;         // slots
     uint64_t fingerprint = 0;  // behind its last token; set when full
     std::string prefix_hash;   // set when sealed
+    bool restoring = false;
+  };
+  struct Stored {
+    uint64_t fingerprint = 0;
+    std::vector<uint32_t> tokens;
   };
   struct Slot {
     v1::SequenceStart start;  // without prompt
@@ -89,6 +108,10 @@ class SymbolicWorker {
 
   absl::Status Seal(const v1::BlockSeal& seal);
   absl::Status Free(uint32_t slot);
+  absl::Status Persist(const v1::BlockPersist& persist);
+  absl::Status Restore(const v1::BlockRestore& restore);
+  void EndWrite(const std::string& hash, v1::TierReport& report);
+  void EndRead(uint64_t id, bool fails, v1::TierReport& report);
   void EraseIfUnused(uint64_t id);
   absl::Status Start(const v1::SequenceStart& start);
   absl::Status RunRow(const v1::StepRow& row, v1::StepReply& reply);
@@ -101,6 +124,12 @@ class SymbolicWorker {
   absl::flat_hash_map<uint32_t, Slot> slots_;
   absl::flat_hash_set<uint64_t> used_ids_;
   uint64_t last_step_ = 0;
+
+  std::map<std::string, Stored> stored_;  // by prefix hash
+  std::map<std::string, Stored> writes_;  // not yet there
+  std::vector<uint64_t> restores_;        // ids of blocks that are being read
+  int64_t failing_reads_ = 0;
+  int64_t reads_done_ = 0;
 };
 
 inline int32_t SymbolicWorker::NextToken(absl::Span<const int32_t> tokens, int64_t prompt_tokens,
@@ -168,6 +197,90 @@ inline absl::Status SymbolicWorker::Seal(const v1::BlockSeal& seal) {
   return absl::OkStatus();
 }
 
+inline absl::Status SymbolicWorker::Persist(const v1::BlockPersist& persist) {
+  if (options_.disk_blocks == 0) return Bad("stores without a disk", persist.block_id());
+  if (persist.tokens_size() != kTokens) return Bad("stores half a block", persist.block_id());
+  const auto it = blocks_.find(persist.block_id());
+  if (it == blocks_.end() || it->second.prefix_hash.empty()) return absl::OkStatus();
+  writes_[it->second.prefix_hash] = {.fingerprint = it->second.fingerprint,
+                                     .tokens = {persist.tokens().begin(), persist.tokens().end()}};
+  return absl::OkStatus();
+}
+
+inline absl::Status SymbolicWorker::Restore(const v1::BlockRestore& restore) {
+  if (!used_ids_.insert(restore.block_id()).second) {
+    return Bad("restores a block that is not new", restore.block_id());
+  }
+  blocks_[restore.block_id()] = {
+      .kept = true, .prefix_hash = restore.prefix_hash(), .restoring = true};
+  restores_.push_back(restore.block_id());
+  return absl::OkStatus();
+}
+
+inline void SymbolicWorker::EndWrite(const std::string& hash, v1::TierReport& report) {
+  const auto write = writes_.extract(hash);
+  if (static_cast<int64_t>(stored_.size()) >= options_.disk_blocks) {
+    report.add_forgotten(stored_.begin()->first);
+    stored_.erase(stored_.begin());
+  }
+  v1::StoredBlock& stored = *report.add_stored();
+  stored.set_prefix_hash(hash);
+  stored.mutable_tokens()->Assign(write.mapped().tokens.begin(), write.mapped().tokens.end());
+  stored_[hash] = write.mapped();
+}
+
+inline void SymbolicWorker::EndRead(uint64_t id, bool fails, v1::TierReport& report) {
+  const auto it = blocks_.find(id);
+  if (it == blocks_.end()) return;  // dropped meanwhile
+  v1::RestoredBlock& restored = *report.add_restored();
+  restored.set_block_id(id);
+  const auto found = stored_.find(it->second.prefix_hash);
+  if (!fails && found != stored_.end()) {
+    it->second.restoring = false;
+    it->second.fingerprint = found->second.fingerprint;
+    ++reads_done_;
+    return;
+  }
+  restored.set_error_code(static_cast<int32_t>(absl::StatusCode::kDataLoss));
+  if (found != stored_.end()) {
+    report.add_forgotten(found->first);
+    stored_.erase(found);
+  }
+  blocks_.erase(it);
+}
+
+inline v1::TierReport SymbolicWorker::TakeOverDisk(const SymbolicWorker& other) {
+  v1::TierReport report;
+  writes_ = other.stored_;
+  while (!writes_.empty()) EndWrite(writes_.begin()->first, report);
+  return report;
+}
+
+inline v1::TierReport SymbolicWorker::TakeTierReport(Disk how, uint64_t random) {
+  v1::TierReport report;
+  const auto chance = [&](uint64_t one_in) {
+    random = Mix(random, one_in);
+    return random % one_in == 0;
+  };
+  std::vector<std::string> written;
+  for (const auto& [hash, write] : writes_) {
+    if (how == Disk::kDone || chance(2)) written.push_back(hash);
+  }
+  for (const std::string& hash : written) EndWrite(hash, report);
+  std::vector<uint64_t> later;
+  for (uint64_t id : std::exchange(restores_, {})) {
+    if (how == Disk::kSome && chance(2)) {
+      later.push_back(id);
+    } else {
+      const bool fails = failing_reads_ > 0 || (how == Disk::kSome && chance(8));
+      failing_reads_ = std::max<int64_t>(0, failing_reads_ - 1);
+      EndRead(id, fails, report);
+    }
+  }
+  restores_.insert(restores_.begin(), later.begin(), later.end());
+  return report;
+}
+
 inline void SymbolicWorker::EraseIfUnused(uint64_t id) {
   const auto it = blocks_.find(id);
   if (it != blocks_.end() && !it->second.kept && it->second.users == 0) blocks_.erase(it);
@@ -197,6 +310,7 @@ inline absl::Status SymbolicWorker::Start(const v1::SequenceStart& start) {
     slot.kv_length += kTokens;
     if (slot.kv_length >= slot.prompt_tokens) return Bad("leaves nothing to compute", id);
     BlockState& block = blocks_.at(id);
+    if (block.restoring) return Bad("uses a block that is being restored", id);
     if (block.fingerprint != Fingerprint(slot, slot.kv_length)) {
       return Bad("uses a cached block that is not this prefix", id);
     }
@@ -304,12 +418,14 @@ inline absl::StatusOr<v1::StepReply> SymbolicWorker::Execute(const v1::StepPlan&
   reply.set_step(plan.step());
   for (const v1::BlockSeal& seal : plan.seals()) KVASIR_RETURN_IF_ERROR(Seal(seal));
   for (uint32_t slot : plan.free_slots()) KVASIR_RETURN_IF_ERROR(Free(slot));
+  for (const v1::BlockPersist& persist : plan.persists()) KVASIR_RETURN_IF_ERROR(Persist(persist));
   for (uint64_t id : plan.drop_blocks()) {
     const auto it = blocks_.find(id);
     if (it == blocks_.end()) continue;
     it->second.kept = false;
     EraseIfUnused(id);
   }
+  for (const v1::BlockRestore& restore : plan.restores()) KVASIR_RETURN_IF_ERROR(Restore(restore));
   KVASIR_RETURN_IF_ERROR(CheckPlan(plan));
   for (const v1::SequenceStart& start : plan.starts()) {
     for (uint64_t id : start.cached_blocks()) {
@@ -327,7 +443,7 @@ inline absl::StatusOr<v1::StepReply> SymbolicWorker::Execute(const v1::StepPlan&
 inline bool SymbolicWorker::LoseOneBlock(uint64_t random) {
   std::vector<uint64_t> idle;
   for (const auto& [id, block] : blocks_) {
-    if (block.kept && block.users == 0) idle.push_back(id);
+    if (block.kept && block.users == 0 && !block.restoring) idle.push_back(id);
   }
   if (idle.empty()) return false;
   std::sort(idle.begin(), idle.end());  // so that a seed plays the same again

@@ -547,6 +547,16 @@ INSTANTIATE_TEST_SUITE_P(
                     seal.set_prefix_hash(std::string(32, 'x'));
                   },
                   "not complete"},
+        WrongPlan{"StoresHalfABlock", [](auto& p) { p.add_persists()->add_tokens(1); }, "1 tokens"},
+        WrongPlan{"RestoresWithoutAHash", [](auto& p) { p.add_restores()->set_block_id(500); },
+                  "0 bytes"},
+        WrongPlan{"RestoresABlockInUse",
+                  [](auto& p) {
+                    auto& restore = *p.add_restores();
+                    restore.set_block_id(1);
+                    restore.set_prefix_hash(std::string(32, 'x'));
+                  },
+                  "block 1"},
         WrongPlan{"FreesFreeSlot", [](auto& p) { p.add_free_slots(9); }, "slot 9"}),
     [](const auto& test) { return test.param.name; });
 

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <map>
 #include <optional>
 #include <string>
@@ -87,6 +88,13 @@ class TestCoordinator {
     }
   }
 
+  // What it seals a block with.
+  static std::string HashOfBlock(uint64_t id) {
+    std::string hash(32, 'h');
+    std::memcpy(hash.data(), &id, sizeof(id));
+    return hash;
+  }
+
   // Lets go of the blocks that a result kept.
   void Drop(const TestResult& result) {
     for (const uint64_t block : result.blocks) pending_.add_drop_blocks(block);
@@ -103,6 +111,7 @@ class TestCoordinator {
     sum.set_mass_sum(sum.mass_sum() + row.mass_sum());
     sum.set_cached_device_tokens(sum.cached_device_tokens() + row.cached_device_tokens());
     sum.set_cached_host_tokens(sum.cached_host_tokens() + row.cached_host_tokens());
+    sum.set_cached_disk_tokens(sum.cached_disk_tokens() + row.cached_disk_tokens());
   }
 
  private:
@@ -179,7 +188,7 @@ class TestCoordinator {
     for (; (running.sealed + 1) * kPage <= running.length; ++running.sealed) {
       v1::BlockSeal& seal = *pending_.add_seals();
       seal.set_block_id(result.blocks[static_cast<size_t>(running.sealed)]);
-      seal.set_prefix_hash(std::string(32, 'h'));
+      seal.set_prefix_hash(HashOfBlock(seal.block_id()));
     }
   }
 

@@ -88,9 +88,10 @@ class TestWorker {
   }
 
   TestWorker(Transformer& model, Collective& collective,
-             const EngineOptions& options = DefaultOptions(), int num_threads = 1)
+             const EngineOptions& options = DefaultOptions(), int num_threads = 1,
+             std::unique_ptr<kvstore::Tier> below = nullptr)
       : executor_(num_threads) {
-    engine_ = Engine::Create(options, model, collective, executor_).value();
+    engine_ = Engine::Create(options, model, collective, executor_, std::move(below)).value();
     engine_->set_logits_tap([this](int64_t slot, int64_t position, std::span<const float> row) {
       logits_[{slot, position}] = Logits(row.begin(), row.end());
     });
@@ -98,6 +99,8 @@ class TestWorker {
   explicit TestWorker(Transformer& model, const EngineOptions& options = DefaultOptions(),
                       int num_threads = 1)
       : TestWorker(model, single_, options, num_threads) {}
+  TestWorker(Transformer& model, const EngineOptions& options, std::unique_ptr<kvstore::Tier> below)
+      : TestWorker(model, single_, options, 1, std::move(below)) {}
 
   Engine& engine() { return *engine_; }
   // By (slot, position of the last token before the sampled one).

@@ -95,7 +95,7 @@ TEST_F(PrefixIndexTest, FindsTheLongestCachedPrefixAndItsChainValue) {
   ASSERT_EQ(match.blocks.size(), 2u);
   EXPECT_EQ(match.blocks[0].id(), blocks[0].id());
   EXPECT_EQ(match.blocks[1].id(), blocks[1].id());
-  EXPECT_EQ(match.last, HashOf(Scope(), "ab"));
+  EXPECT_EQ(match.hashes, (std::vector<PrefixHash>{HashOf(Scope(), "a"), HashOf(Scope(), "ab")}));
 }
 
 TEST_F(PrefixIndexTest, LeavesOneTokenToCompute) {
@@ -440,7 +440,8 @@ class RandomOperations {
     ASSERT_EQ(ids, model_.Match(prompt, prompt.size() - (one_more ? 0 : 1))) << prompt;
     hits_ += static_cast<int64_t>(ids.size());
     prompt.resize(ids.size());
-    ASSERT_EQ(match.last, HashOf(Scope(), prompt, hasher_));
+    ASSERT_EQ(match.hashes.size(), ids.size());
+    ASSERT_EQ(ids.empty() ? Scope() : match.hashes.back(), HashOf(Scope(), prompt, hasher_));
     running_.push_back({.letters = prompt, .blocks = std::move(match.blocks)});
   }
   void Grow() {
