@@ -592,7 +592,12 @@ absl::StatusOr<std::unique_ptr<Tier>> OpenDiskTier(DiskTierOptions options) {
                                      "; give each worker a kv_disk_path of its own"));
   }
   auto tier = std::make_unique<DiskTier>(std::move(options), format, *std::move(lock));
-  KVASIR_RETURN_IF_ERROR(tier->Start());
+  const absl::Status started = tier->Start();
+  if (absl::IsFailedPrecondition(started)) {
+    return absl::FailedPreconditionError(
+        absl::StrCat(started.message(), "; choose another kv_disk_path, or empty this one"));
+  }
+  KVASIR_RETURN_IF_ERROR(started);
   return tier;
 }
 

@@ -120,7 +120,9 @@ class Service:
         while not (ready.exists() and ready.read_text().endswith("\n")):
             if self.process.poll() is not None or time.monotonic() > deadline:
                 self.process.kill()
-                raise RuntimeError(f"the server did not become ready:\n{self.log()}")
+                log = self.log()
+                self.folder.cleanup()
+                raise RuntimeError(f"the server did not become ready:\n{log}")
             time.sleep(0.02)
 
     def log(self) -> str:
