@@ -29,8 +29,8 @@ using std::chrono::milliseconds;
 constexpr milliseconds kFirstBackoff(100);
 constexpr milliseconds kLongestBackoff(10'000);
 constexpr milliseconds kStableAfter(
-    60'000);  // a worker that ran so long starts over with the back-off
-constexpr milliseconds kGrace(5'000);
+    60'000);                            // a worker that ran so long starts over with the back-off
+constexpr milliseconds kGrace(30'000);  // a worker writes to disk what it has accepted
 constexpr milliseconds kPoll(50);
 
 struct Process {

@@ -73,7 +73,8 @@ class EngineLoopTest : public ::testing::Test {
   Metrics metrics_{"test"};
   RunningRequestIds ids_;
   // Few tokens, all of them ASCII.
-  FakeWorkerGroup group_{{.max_num_seqs = 4, .max_num_batched_tokens = 128, .vocab_size = 128}};
+  FakeWorkerGroup group_{
+      {.max_num_seqs = 4, .max_num_batched_tokens = 128, .vocab_size = 128, .disk_blocks = 50}};
   EngineLoop loop_{Options(), group_, clock_, metrics_};
 };
 
@@ -162,6 +163,22 @@ TEST_F(EngineLoopTest, ALossIsNoticedWhileNothingRuns) {
   EXPECT_EQ(loop_.ServedGroup().status().code(), absl::StatusCode::kUnavailable);
   clock_.Advance(absl::Seconds(1));
   EXPECT_TRUE(group_.AwaitForms(2));
+}
+
+TEST_F(EngineLoopTest, WhatALostGroupStoredIsRestoredByTheNext) {
+  StartAndAwaitReady();
+  const std::vector<int32_t> prompt(200, 7);
+  EXPECT_EQ(Submit(prompt, 1).response->status(), absl::OkStatus());
+  ASSERT_TRUE(group_.AwaitIdle(3));
+  group_.Lose(absl::UnavailableError("worker 0 is dead"));
+  clock_.AwaitWaiter();
+  clock_.Advance(absl::Milliseconds(101));
+  ASSERT_TRUE(group_.AwaitForms(2));
+  ASSERT_EQ(loop_.WaitUntilReady(clock_.Now() + std::chrono::hours(1)), absl::OkStatus());
+  const auto [id, response] = Submit(prompt, 3);
+  EXPECT_EQ(response->status(), absl::OkStatus());
+  EXPECT_EQ(response->token_ids(), SymbolicWorker::ExpectedTokens(prompt, 3, {}, 128));
+  EXPECT_EQ(group_.disk_reads(), 3);
 }
 
 TEST_F(EngineLoopTest, AReplyThatDoesNotFitItsPlanEndsTheGroup) {

@@ -126,6 +126,27 @@ TEST_F(WorkerGroupTest, EveryFormationHasItsOwnEpoch) {
   EXPECT_EQ(group->Form()->epoch, 2u);
 }
 
+TEST_F(WorkerGroupTest, TierReportsAreGatheredByRankAndBelongToTheirFormation) {
+  network_.workers["b"] = {.worker = {.disk_blocks = 30}};
+  std::unique_ptr<WorkerGroup> group = Make({"a", "b"});
+  int calls = 0;
+  group->SetTierReportCallback([&calls] { ++calls; });
+  EXPECT_EQ(group->Form()->disk_blocks, 0);  // of rank 0
+  v1::WorkerMessage message;
+  message.mutable_tier_report()->add_forgotten("hash");
+  network_.streams["b"]->OnMessage(message);
+  EXPECT_TRUE(group->Step(EmptyPlan(1, 1)).ok());  // not an answer to a step
+  EXPECT_EQ(calls, 1);
+  const std::vector<RankTierReport> reports = group->TakeTierReports();
+  ASSERT_THAT(reports, SizeIs(1));
+  EXPECT_EQ(reports[0].rank, 1);
+  EXPECT_EQ(reports[0].report.forgotten(0), "hash");
+  EXPECT_TRUE(group->TakeTierReports().empty());
+  network_.streams["a"]->OnMessage(message);
+  ASSERT_TRUE(group->Form().ok());
+  EXPECT_TRUE(group->TakeTierReports().empty());
+}
+
 TEST_F(WorkerGroupTest, RanksThatDoNotFitAreRefused) {
   const std::vector<std::pair<const char*, void (*)(v1::Ready&)>> cases = {
       {"weights", [](v1::Ready& r) { r.set_weights_hash("other"); }},

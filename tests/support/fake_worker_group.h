@@ -35,6 +35,8 @@ class FakeWorkerGroup : public coordinator::WorkerGroup {
       return error;
     }
     worker_ = std::make_unique<SymbolicWorker>(options_);
+    if (lost_worker_ != nullptr) inventory_ = worker_->TakeOverDisk(*lost_worker_);
+    if (on_tier_report_) on_tier_report_();
     return coordinator::GroupInfo{.epoch = ++epoch_,
                                   .weights_hash = std::string(32, 'w'),
                                   .kv_form = "rotated/float32",
@@ -65,12 +67,13 @@ class FakeWorkerGroup : public coordinator::WorkerGroup {
   std::vector<coordinator::RankTierReport> TakeTierReports() override {
     kernels::MutexLock lock(mu_);
     if (worker_ == nullptr) return {};
-    return {{.rank = 0, .report = worker_->TakeTierReport(SymbolicWorker::Disk::kDone)}};
+    return {{.rank = 0, .report = std::exchange(inventory_, {})},
+            {.rank = 0, .report = worker_->TakeTierReport(SymbolicWorker::Disk::kDone)}};
   }
 
   void Disband() override {
     kernels::MutexLock lock(mu_);
-    worker_.reset();
+    if (worker_ != nullptr) lost_worker_ = std::move(worker_);  // its disk outlives it
     changed_.NotifyAll();
   }
   void Interrupt() override {
@@ -132,6 +135,10 @@ class FakeWorkerGroup : public coordinator::WorkerGroup {
     kernels::MutexLock lock(mu_);
     return steps_begun_;
   }
+  int64_t disk_reads() const {
+    kernels::MutexLock lock(mu_);
+    return worker_ == nullptr ? 0 : worker_->reads();
+  }
   int64_t forms() const {
     kernels::MutexLock lock(mu_);
     return forms_;
@@ -165,6 +172,8 @@ class FakeWorkerGroup : public coordinator::WorkerGroup {
   mutable kernels::Mutex mu_;
   kernels::CondVar changed_;
   std::unique_ptr<SymbolicWorker> worker_;
+  std::unique_ptr<SymbolicWorker> lost_worker_;
+  v1::TierReport inventory_;
   std::deque<absl::Status> form_errors_;
   std::optional<absl::Status> step_error_;
   std::function<void(v1::StepReply&)> corrupt_;
