@@ -16,9 +16,9 @@ document.text + question.prompt: all questions about one document share its KV p
 Tasks
     multi_key         "The magic number for brave-lantern is 482913."           many facts, one asked
     pass_key          "The pass key is 68124. Remember it. 68124 is the pass key."       one fact
-    key_value         "The value of q7m2x9 is b3k8z1."                          many facts of random strings
-    variable_tracing  "Variable q7m2x9 equals b3k8z1." "Variable b3k8z1 equals 482913."   2 or 3 hops, and the answer
-                      spells them: " b3k8z1, b3k8z1 equals 482913."
+    key_value         "The value of q7m2 is b3k8."                              many facts of random strings
+    variable_tracing  "Variable q7m2 equals b3k8." "Variable b3k8 equals 482913."   2 or 3 hops, and the answer spells
+                      them: " b3k8, b3k8 equals 482913."
     common_words      "The word of the hour is falcon."                         which one is the most common?
     mixed             all of them in one document
 
@@ -109,7 +109,7 @@ _FILLER_WORDS = {
     "person": PEOPLE, "weather": WEATHER, "food": FOODS,
 }
 _PAIRS = [f"{letter}{digit}" for letter in "abcdefghijklmnopqrstuvwxyz" for digit in range(10)]
-_NUM_STRINGS = len(_PAIRS) ** 3
+_NUM_STRINGS = len(_PAIRS) ** 2
 _CANDIDATE_WORDS = 6  # candidates of the common_words vote
 
 
@@ -142,7 +142,7 @@ def count_tokens(text: str) -> int:
 
 
 # The split rule of tokenizer.json, for ASCII.
-PIECE_PATTERN = r"[^\r\nA-Za-z0-9]?[A-Za-z]+|[0-9]| ?[^\sA-Za-z0-9]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+PIECE_PATTERN = r"[^\r\nA-Za-z0-9]?[A-Za-z]+|[0-9]| ?[^\sA-Za-z0-9]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 _PIECES = re.compile(PIECE_PATTERN).findall
 
 
@@ -194,7 +194,7 @@ def _fill(rng: random.Random, lines: List[str], room: int, count_tokens: Callabl
     return room - left
 
 
-_SHORTEST_FILLER, _LONGEST_FILLER = 8, 12  # tokens of a filler sentence
+_SHORTEST_FILLER, _LONGEST_FILLER = 9, 13  # tokens of a filler sentence
 _MAX_MISSES = 1000  # draws in vain; a sentence of exactly the tokens left takes about 25, or does not exist
 
 
@@ -219,17 +219,16 @@ def _names(rng: random.Random, length: int, num_parts: Optional[int]) -> Iterato
 
 
 def _keys(rng: random.Random, num_parts: Optional[int]) -> Iterator[str]:
-    """Strings like q7m2x9, never the same twice."""
+    """Strings like q7m2, never the same twice."""
     if num_parts is None or num_parts >= len(_PAIRS):
         return (_string(_PAIRS, index) for index in _distinct(rng, _NUM_STRINGS))
     pairs = rng.sample(_PAIRS, num_parts)
-    return (_string(pairs, index) for index in _distinct(rng, num_parts ** 3))
+    return (_string(pairs, index) for index in _distinct(rng, num_parts ** 2))
 
 
 def _string(pairs: List[str], index: int) -> str:
-    """The index-th string of three pairs."""
-    n = len(pairs)
-    return pairs[index % n] + pairs[index // n % n] + pairs[index // n ** 2]
+    """The index-th string of two pairs."""
+    return pairs[index % len(pairs)] + pairs[index // len(pairs)]
 
 
 def _distinct(rng: random.Random, population: int) -> Iterator[int]:

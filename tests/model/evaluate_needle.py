@@ -10,6 +10,9 @@ Two ways to attend:
 """
 
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from multiprocessing.pool import Pool
 from typing import Callable, List, Optional, Tuple
 
 import torch
@@ -17,13 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import documents
-from needle_data import ROOM, Encoder
+from needle_data import ROOM, SINK, Encoder
 from needle_model import Needle, Rope, rotate
 
-SINK = 128  # tokens at the front that are always attended to
 SELECTION_DISTANCE = 1024  # tokens between query and every key while scoring
 GROUP_TOKENS = 2 ** 17  # tokens of the documents worked on at a time
 READ_CHUNK = 512  # tokens of the document read at once under sink + window
+MAX_TOKENS = 2 ** 23  # of all documents of an evaluation: there are fewer answers where a long document has one question
 
 
 @dataclass(frozen=True)
@@ -43,18 +46,17 @@ class Score:
 
 @torch.inference_mode()
 def evaluate(model: Needle, encoder: Encoder, task: str, length: int, answers: int, seed: int = 10 ** 6,
-             selection: Optional[Selection] = None) -> Score:
+             selection: Optional[Selection] = None, *, pool: Pool) -> Score:
     """Asks at least `answers` questions over documents that fill `length` tokens together with question and answer.
 
-    The model must be in bf16 on its device. Documents are worked on a few at a time.
+    The model must be in bf16 on its device. Documents are made by `pool` and worked on a few at a time.
     """
     num_questions = 1 if task in ("pass_key", "common_words") else min(16, length // 64)
-    num_documents = -(-answers // num_questions)
+    num_documents = min(-(-answers // num_questions), MAX_TOKENS // length)
     group = max(1, min(16, GROUP_TOKENS // length))
     exact = 0
-    for start in range(0, num_documents, group):
-        texts = [documents.make_document(task, length - ROOM, num_questions, seed + index)
-                 for index in range(start, min(start + group, num_documents))]
+    made = pool.imap(partial(documents.make_document, task, length - ROOM, num_questions), range(seed, seed + num_documents))
+    while texts := list(islice(made, group)):
         questions = [question for document in texts for question in document.questions]
         cache = read_documents(model, [[encoder.begin] + encoder(document.text) for document in texts], selection)
         given = answer(model, cache, [encoder(question.prompt) for question in questions], encoder.end)

@@ -2,18 +2,22 @@
 
 A row holds examples one after the other; an example is a document followed by several questions with answers. All
 questions of a document begin at the same position, right after it, and see the document and themselves alone
-(`visible` below), as if each were a request of its own.
+(`visible` in train_needle.py), as if each were a request of its own.
 
     row        | B document ..... | question answer E | question answer E | B document ... | question answer E | pad
     position     0 1 2 ...... n-1   n n+1 ...           n n+1 ...           0 1 ...          m m+1 ...
     document     1 1 1 ...... 1     1 1 1               1 1 1               2 2 ...          2 2 ...             0
     question     0 0 0 ...... 0     9 9 9               17 17 17            0 0 ...          8 8 ...             0
+    reach        r r r ...... r     all                 all                 all              all                 0
+
+Half of the documents are read with the attention sink and a window of `reach` tokens, as a service reads a long prompt;
+their questions see them whole.
 """
 
 import random
 import re
 from pathlib import Path
-from typing import Dict, Iterator, List
+from typing import Callable, Dict, Iterator, List, Optional
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -22,12 +26,22 @@ import documents
 from train_tokenizer import BEGIN, END, PAD
 
 ROOM = 64  # tokens kept free behind a document for the longest question and its answer
+SINK = 128  # tokens at the front of a document that are always attended to
+WHOLE = 2 ** 30  # the reach of tokens that see everything before them
+REACHES = (256, 1024)  # shortest and longest window that a document is read with
 QUESTION_STRIDE = 8  # question = QUESTION_STRIDE * (1 + index) + index of its task in documents.TASKS
+NUM_CHANNELS = 7  # of a batch, see batches()
 
-# Loss weights in percent. The one word that answers common_words counts as much as a number's digits together.
-DOCUMENT_WEIGHT, PROMPT_WEIGHT, ANSWER_WEIGHT, WORD_WEIGHT, STOP_WEIGHT = 5, 10, 100, 500, 30
+# Loss weights in percent. common_words has one answer token a document, other tasks have hundreds: its word weighs more,
+# or counting is learnt last.
+DOCUMENT_WEIGHT, PROMPT_WEIGHT, ANSWER_WEIGHT, WORD_WEIGHT, STOP_WEIGHT = 2, 5, 100, 3000, 50
 
-TASK_SHARES = {"mixed": 40, "multi_key": 12, "key_value": 25, "variable_tracing": 14, "common_words": 6, "pass_key": 3}
+TASK_SHARES = {"mixed": 30, "multi_key": 12, "key_value": 27, "variable_tracing": 21, "common_words": 20, "pass_key": 3}
+MAX_QUESTIONS = 128  # of a document
+QUESTION_TOKENS = 27  # of an average question and its answer
+# Tokens per fact and parts of names; None is the default of documents.py. Dense facts with names alike are what a
+# document sixteen times as long looks like to one who has selected from it.
+DENSITIES, PARTS = (None, None, 24, 40, 80), (None, None, 24, 48, 96)
 
 
 class Encoder:
@@ -55,26 +69,28 @@ class Encoder:
 
 
 def row_tokens(window: int) -> int:
-    """Tokens of a row for documents up to `window`: a multiple of 128, with room for about 32 questions at 8,192."""
-    return -(-(window + max(256, window // 8)) // 128) * 128
+    """Tokens of a row for documents up to `window`: a multiple of 128, with room for their questions."""
+    return -(-(window + max(256, window // 2)) // 128) * 128
 
 
-def batches(encoder: Encoder, window: int, num_rows: int, seed: int) -> Iterator[np.ndarray]:
-    """Endless batches int32 [6, rows, row tokens]: tokens, targets, positions, document, question, weight (percent)."""
+def batches(encoder: Encoder, window: Callable[[], int], num_rows: int, size: int, seed: int) -> Iterator[np.ndarray]:
+    """Endless batches int32 [7, rows, size]: tokens, targets, positions, document, question, weight (percent), reach.
+
+    window() tokens hold the longest document and any one of its questions; it is asked before each batch.
+    """
     rng = random.Random(seed)
     while True:
-        batch = np.zeros((6, num_rows, row_tokens(window)), np.int32)
+        batch = np.zeros((NUM_CHANNELS, num_rows, size), np.int32)
         batch[:2] = encoder.pad
         for row in range(num_rows):
-            _fill_row(rng, encoder, window, batch[:, row])
+            _fill_row(rng, encoder, window(), batch[:, row])
         yield batch
 
 
 def _fill_row(rng: random.Random, encoder: Encoder, window: int, row: np.ndarray) -> None:
     start, document_id = 0, 1
-    while row.shape[1] - start >= 256:
-        room = row.shape[1] - start
-        longest = min(window - ROOM, room - 64)
+    while row.shape[1] - start >= 320:
+        longest = min(window - ROOM, (row.shape[1] - start) * 4 // 5)
         shortest = min(192, longest) if rng.random() < 0.4 else int(longest * 0.75)
         start = _put_example(rng, encoder, rng.randint(shortest, longest), row, start, document_id)
         document_id += 1
@@ -85,7 +101,8 @@ def _put_example(rng: random.Random, encoder: Encoder, length: int, row: np.ndar
     document = _document(rng, length, row.shape[1] - start)
     tokens = [encoder.begin] + encoder(document.text)
     end = start + len(tokens)
-    _put_segment(row, start, tokens, position=0, document=document_id, question=0, weights=DOCUMENT_WEIGHT)
+    reach = rng.randint(*REACHES) if rng.random() < 0.5 else WHOLE
+    _put_segment(row, start, tokens, position=0, document=document_id, question=0, weights=DOCUMENT_WEIGHT, reach=reach)
     for index, question in enumerate(document.questions):
         prompt, answer = encoder(question.prompt), encoder(question.answer)
         size = len(prompt) + len(answer) + 1
@@ -94,21 +111,26 @@ def _put_example(rng: random.Random, encoder: Encoder, length: int, row: np.ndar
         answer_weight = WORD_WEIGHT if question.task == "common_words" else ANSWER_WEIGHT
         weights = [PROMPT_WEIGHT] * (len(prompt) - 1) + [answer_weight] * (len(answer) - 1) + [STOP_WEIGHT] * 2
         _put_segment(row, end, prompt + answer + [encoder.end], position=len(tokens), document=document_id,
-                     question=QUESTION_STRIDE * (1 + index) + documents.TASKS.index(question.task), weights=weights)
+                     question=QUESTION_STRIDE * (1 + index) + documents.TASKS.index(question.task), weights=weights,
+                     reach=WHOLE)
         end += size
     return end
 
 
 def _document(rng: random.Random, length: int, room: int) -> documents.Document:
     task = rng.choices(list(TASK_SHARES), list(TASK_SHARES.values()))[0]
-    num_questions = 1 if task in ("pass_key", "common_words") else min(48, max(2, (room - length) // 26), length // 40)
-    density = rng.choice((None, None, 40, 80, 160)) if task in ("multi_key", "key_value") else None
-    parts = rng.choice((None, 16, 32, 64)) if task in ("key_value", "variable_tracing") else None
+    num_questions = 1
+    if task not in ("pass_key", "common_words"):
+        tokens_per_question = 64 if task == "variable_tracing" else 40
+        num_questions = min(MAX_QUESTIONS, max(2, (room - length) // QUESTION_TOKENS), length // tokens_per_question)
+    density: Optional[int] = rng.choice(DENSITIES) if task in ("multi_key", "key_value") else None
+    enough_parts = [parts for parts in PARTS if parts is None or parts ** 2 * min(DENSITIES[2:]) > length]
+    parts = rng.choice(enough_parts) if task in ("multi_key", "key_value", "variable_tracing") else None
     return documents.make_document(task, length - 1, num_questions, rng.getrandbits(48), tokens_per_fact=density, num_parts=parts)
 
 
 def _put_segment(row: np.ndarray, start: int, tokens: List[int], position: int, document: int, question: int,
-                 weights) -> None:
+                 weights, reach: int) -> None:
     """Tokens that predict each other; weights are of the predictions, one less than the tokens."""
     end = start + len(tokens)
     row[0, start:end] = tokens
@@ -117,3 +139,4 @@ def _put_segment(row: np.ndarray, start: int, tokens: List[int], position: int, 
     row[3, start:end] = document
     row[4, start:end] = question
     row[5, start:end - 1] = weights
+    row[6, start:end] = reach

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """Trains and examines the reference model.
 
-    train_needle.py train OUTPUT --stages 512:100,1024:80,4096:90,8192:120     from scratch; window:seconds of training
+    train_needle.py train OUTPUT --stages 512:200,1024:100,2048:100,8192:160   from scratch; window:seconds of training
     train_needle.py train OUTPUT --resume FOLDER --stages 32768:240 --learning-rate 3e-4
     train_needle.py eval FOLDER --lengths 2048,8192 --answers 256
     train_needle.py eval FOLDER --lengths 8192 --top 2048                      with selected keys, see evaluate_needle.py
 
+A stage ends early once LEARNED_RATE of its answer tokens are right; what it leaves of its time goes to the last stage.
 OUTPUT needs tokenizer.json (train_tokenizer.py writes it) unless --resume brings one. Weights are saved there every
 minute; a later run resumes from weights alone, with a fresh optimizer. Without a GPU everything runs, slowly.
 """
@@ -13,10 +14,12 @@ minute; a later run resumes from weights alone, with a fresh optimizer. Without 
 import argparse
 import functools
 import math
+import multiprocessing
 import os
 import shutil
 import time
 from dataclasses import dataclass, replace
+from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from typing import Callable, Iterator, List, Optional, Tuple
 
@@ -28,77 +31,79 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import documents
 from evaluate_needle import Selection, evaluate
-from needle_data import ANSWER_WEIGHT, QUESTION_STRIDE, Encoder, batches, row_tokens
+from needle_data import ANSWER_WEIGHT, QUESTION_STRIDE, SINK, Encoder, batches, row_tokens
 from needle_model import ModelConfig, Needle, Rope, load_model, rotate, save_model
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-FINAL_SHARE = 0.05  # of the learning rate, at the end of the cosine
+LEARNED_RATE = 0.99
 SAVE_SECONDS = 60
-LOG_STEPS = 50
+LOG_STEPS = 100
 MASK_BLOCK = 128  # tokens
 
 
 @dataclass(frozen=True)
 class Stage:
     window: int  # tokens
-    seconds: float
+    seconds: float  # at most
 
 
 class Batches(IterableDataset):
-    """Each worker process makes batches of its own seed."""
+    """Each worker process makes batches of its own seed, of documents up to `window`, which may grow meanwhile."""
 
-    def __init__(self, folder: Path, window: int, num_rows: int, seed: int):
-        self._arguments = folder, window, num_rows
-        self._seed = seed
+    def __init__(self, folder: Path, window: Synchronized, num_rows: int, size: int, seed: int):
+        self._folder, self._window, self._shape, self._seed = folder, window, (num_rows, size), seed
 
     def __iter__(self) -> Iterator:
-        folder, window, num_rows = self._arguments
         worker = torch.utils.data.get_worker_info()
-        return batches(Encoder(folder), window, num_rows, self._seed * 1000 + (worker.id if worker else 0))
+        seed = self._seed * 1000 + (worker.id if worker else 0)
+        return batches(Encoder(self._folder), lambda: self._window.value, *self._shape, seed)
 
 
-def load_batches(folder: Path, window: int, batch_tokens: int, seed: int) -> Iterator[Tensor]:
-    num_rows = max(1, batch_tokens // row_tokens(window))
-    loader = DataLoader(Batches(folder, window, num_rows, seed), batch_size=None, collate_fn=lambda batch: batch,
-                        num_workers=max(1, (os.cpu_count() or 2) - 2), prefetch_factor=4)
+def load_batches(dataset: Batches) -> Iterator[Tensor]:
+    loader = DataLoader(dataset, batch_size=None, collate_fn=lambda batch: batch,
+                        num_workers=max(1, (os.cpu_count() or 2) - 2), prefetch_factor=2)
     for batch in loader:
         yield torch.from_numpy(batch).to(DEVICE, non_blocking=True)
 
 
-def visible(document: Tensor, question: Tensor) -> Callable[..., Tensor]:
-    """Causal, within a document, and of questions only the own one. document and question are [rows, tokens]."""
+def visible(batch: Tensor) -> Callable[..., Tensor]:
+    """Causal, within a document, of questions only the own one, and not beyond a token's reach except at the sink."""
+    _, _, position, document, question, _, reach = batch
 
     def mask(row, head, query, key):
         same_document = document[row, query] == document[row, key]
         readable = (question[row, key] == 0) | (question[row, key] == question[row, query])
-        return (query >= key) & same_document & readable
+        in_reach = (query - key < reach[row, query]) | (position[row, key] < SINK)
+        return (query >= key) & same_document & readable & in_reach
 
     return mask
 
 
-def dense_mask(document: Tensor, question: Tensor) -> Tensor:
+def dense_mask(batch: Tensor) -> Tensor:
     """`visible` as booleans [rows, 1, tokens, tokens]."""
-    tokens = torch.arange(document.shape[1], device=document.device)
-    rows = torch.arange(document.shape[0], device=document.device)
-    return visible(document, question)(rows[:, None, None], 0, tokens[:, None], tokens)[:, None]
+    rows, tokens = (torch.arange(size, device=batch.device) for size in batch.shape[1:])
+    return visible(batch)(rows[:, None, None], 0, tokens[:, None], tokens)[:, None]
 
 
-def block_mask(document: Tensor, question: Tensor) -> BlockMask:
+def block_mask(batch: Tensor) -> BlockMask:
     """`visible` for flex_attention: which blocks of MASK_BLOCK x MASK_BLOCK it must visit, and which it sees whole.
 
     Errs on the side of visiting; a question is shorter than a block.
     """
-    documents_in = document.unflatten(1, (-1, MASK_BLOCK))
-    first, last = documents_in.amin(-1), documents_in.amax(-1)
-    in_document = (question == 0).unflatten(1, (-1, MASK_BLOCK))
-    index = torch.arange(first.shape[1], device=document.device)
+    _, _, position, document, question, _, reach = (channel.unflatten(1, (-1, MASK_BLOCK)) for channel in batch)
+    first, last = document.amin(-1), document.amax(-1)
+    index = torch.arange(first.shape[1], device=batch.device)
     distance = index[:, None] - index
     overlap = (first[:, :, None] <= last[:, None]) & (first[:, None] <= last[:, :, None])
-    visited = overlap & (distance >= 0) & (in_document.any(-1)[:, None] | (distance <= 1))
+    in_document = question == 0
+    in_sink = position < SINK
+    reached = ((distance - 1) * MASK_BLOCK < reach.amax(-1)[:, :, None]) | in_sink.any(-1)[:, None]
+    reached_whole = ((distance + 1) * MASK_BLOCK <= reach.amin(-1)[:, :, None]) | in_sink.all(-1)[:, None]
+    visited = overlap & (distance >= 0) & (in_document.any(-1)[:, None] | (distance <= 1)) & reached
     single = first == last
-    whole = overlap & (distance > 0) & single[:, :, None] & (single & in_document.all(-1))[:, None]
+    whole = visited & (distance > 0) & single[:, :, None] & (single & in_document.all(-1))[:, None] & reached_whole
     return BlockMask.from_kv_blocks(*_block_list(visited & ~whole), *_block_list(whole), BLOCK_SIZE=MASK_BLOCK,
-                                    mask_mod=visible(document, question))
+                                    mask_mod=visible(batch))
 
 
 def _block_list(blocks: Tensor) -> Tuple[Tensor, Tensor]:
@@ -109,7 +114,7 @@ def _block_list(blocks: Tensor) -> Tuple[Tensor, Tensor]:
 
 def loss_and_hits(model: Needle, rope: Rope, batch: Tensor, mask) -> Tuple[Tensor, Tensor]:
     """Weighted mean loss, and [2, tasks]: answer tokens said rightly, and all of them. mask: BlockMask or booleans."""
-    tokens, targets, positions, _, question, weights = batch
+    tokens, targets, positions, _, question, weights, _ = batch
     tables = tuple(table[:, None] for table in rope.tables(positions))
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -135,27 +140,26 @@ def _compiled_loss() -> Callable[..., Tuple[Tensor, Tensor]]:
 
 
 def forward(model: Needle, rope: Rope, batch: Tensor) -> Tuple[Tensor, Tensor]:
-    document, question = batch[3], batch[4]
     if DEVICE.type == "cuda":
-        return _compiled_loss()(model, rope, batch, block_mask(document, question))
-    return loss_and_hits(model, rope, batch, dense_mask(document, question))
+        return _compiled_loss()(model, rope, batch, block_mask(batch))
+    return loss_and_hits(model, rope, batch, dense_mask(batch))
 
 
 class Schedule:
-    """Learning rate: linear warm-up by steps, then a cosine by training time, over all stages."""
+    """Learning rate: linear warm-up by steps, and from its peak to its end by a cosine over the training time."""
 
-    def __init__(self, peak: float, warmup_steps: int, total_seconds: float):
-        self._peak, self._warmup_steps, self._total_seconds = peak, warmup_steps, total_seconds
+    def __init__(self, peak: float, end: float, warmup_steps: int, total_seconds: float):
+        self._peak, self._end, self._warmup_steps, self._total_seconds = peak, end, warmup_steps, total_seconds
 
     def rate(self, step: int, seconds: float) -> float:
         progress = min(1.0, seconds / self._total_seconds)
-        cosine = FINAL_SHARE + (1 - FINAL_SHARE) * (1 + math.cos(math.pi * progress)) / 2
-        return self._peak * cosine * min(1.0, (step + 1) / self._warmup_steps)
+        rate = self._end + (self._peak - self._end) * (1 + math.cos(math.pi * progress)) / 2
+        return rate * min(1.0, (step + 1) / self._warmup_steps)
 
 
 class Trainer:
     def __init__(self, model: Needle, folder: Path, arguments: argparse.Namespace):
-        self._model, self._folder, self._arguments = model, folder, arguments
+        self._model, self._folder = model, folder
         self._encoder = Encoder(folder)
         self._rope = Rope(model.config, DEVICE)
         matrices = [p for p in model.parameters() if p.dim() == 2]
@@ -164,42 +168,43 @@ class Trainer:
             [{"params": matrices, "weight_decay": 0.05}, {"params": vectors, "weight_decay": 0.0}],
             lr=0.0, betas=(0.9, 0.95), fused=DEVICE.type == "cuda")
         self._stages: List[Stage] = arguments.stages
-        self._schedule = Schedule(arguments.learning_rate, arguments.warmup_steps, sum(s.seconds for s in self._stages))
+        self._total_seconds = sum(stage.seconds for stage in self._stages)
+        self._schedule = Schedule(arguments.learning_rate, arguments.end_rate, arguments.warmup_steps, self._total_seconds)
+        self._window = multiprocessing.Value("i", self._stages[0].window)
+        size = row_tokens(max(stage.window for stage in self._stages))  # of all stages, so that one compilation serves all
+        self._batches = load_batches(Batches(folder, self._window, max(1, arguments.batch_tokens // size), size, arguments.seed))
         self._step = 0
-        self._began = self._saved_at = time.monotonic()
+        self._log = _Log()
 
     def run(self) -> None:
-        before = 0.0
-        for index, stage in enumerate(self._stages):
-            self._run_stage(stage, before, self._arguments.seed + index)
-            before += stage.seconds
-            self._save()
-            self._report(stage.window)
+        """The clock starts when the first step, which compiles, is done."""
+        self._log.add(*self._take_step(0.0))
+        self._log.flush()
+        self._start = self._saved_at = time.monotonic()
+        for stage in self._stages[:-1]:
+            self._run_stage(stage.window, self._seconds() + stage.seconds, until_learned=True)
+        self._run_stage(self._stages[-1].window, self._total_seconds, until_learned=False)
+        self._save()
 
-    def _run_stage(self, stage: Stage, seconds_before: float, seed: int) -> None:
-        """The clock of a stage starts when its first step, which compiles, is done."""
-        loader = load_batches(self._folder, stage.window, self._arguments.batch_tokens, seed)
-        start = None
-        seconds, window = 0.0, _LogWindow()
-        while seconds < stage.seconds:
-            loss, hits = self._take_step(next(loader), seconds_before + seconds)
-            window.add(loss, hits)
-            if start is None:
-                window.flush()
-                start = time.monotonic()
-                print(f"window {stage.window} compiled, {start - self._began:.0f}s in all", flush=True)
-                continue
+    def _seconds(self) -> float:
+        return time.monotonic() - self._start
+
+    def _run_stage(self, window: int, end: float, until_learned: bool) -> None:
+        self._window.value = window
+        while self._seconds() < min(end, self._total_seconds):
+            self._log.add(*self._take_step(self._seconds()))
             if self._step % LOG_STEPS == 0:
-                print(f"window {stage.window} step {self._step} {seconds:.0f}s {window.flush()}", flush=True)
-            seconds = time.monotonic() - start
+                line, rate = self._log.flush()
+                print(f"window {window} step {self._step} {self._seconds():.0f}s {line}", flush=True)
+                if until_learned and rate > LEARNED_RATE:
+                    return
             if time.monotonic() - self._saved_at > SAVE_SECONDS:
                 self._save()
-        print(f"window {stage.window} ends at step {self._step}, {time.monotonic() - self._began:.0f}s in all", flush=True)
 
-    def _take_step(self, batch: Tensor, seconds: float) -> Tuple[Tensor, Tensor]:
+    def _take_step(self, seconds: float) -> Tuple[Tensor, Tensor]:
         for group in self._optimizer.param_groups:
             group["lr"] = self._schedule.rate(self._step, seconds)
-        loss, hits = forward(self._model, self._rope, batch)
+        loss, hits = forward(self._model, self._rope, next(self._batches))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
         self._optimizer.step()
@@ -212,12 +217,8 @@ class Trainer:
         save_model(self._model, self._folder, encoder.begin, encoder.end, encoder.pad)
         self._saved_at = time.monotonic()
 
-    def _report(self, window: int) -> None:
-        if self._arguments.report_answers:
-            report(self._folder, [window], documents.TASKS[:-1], self._arguments.report_answers, None)
 
-
-class _LogWindow:
+class _Log:
     """Means since the last flush; reading them waits for the GPU, adding does not."""
 
     def __init__(self):
@@ -227,24 +228,26 @@ class _LogWindow:
     def add(self, loss: Tensor, hits: Tensor) -> None:
         self._sums.append((loss, hits))
 
-    def flush(self) -> str:
-        if not self._sums:
-            return ""
+    def flush(self) -> Tuple[str, float]:
+        """A line for people, and the lowest of the tasks' rates of right answer tokens."""
         loss = torch.stack([loss for loss, _ in self._sums]).mean().item()
         right, answered = torch.stack([hits for _, hits in self._sums]).sum(0).tolist()
+        rates = {task: right[i] / answered[i] for i, task in enumerate(documents.TASKS) if answered[i]}
         milliseconds = 1000 * (time.monotonic() - self._since) / len(self._sums)
-        rates = " ".join(f"{task} {right[i] / answered[i]:.3f}" for i, task in enumerate(documents.TASKS) if answered[i])
         self._sums, self._since = [], time.monotonic()
-        return f"{milliseconds:.0f} ms/step loss {loss:.4f} answer tokens right: {rates}"
+        line = " ".join(f"{task} {rate:.3f}" for task, rate in rates.items())
+        return (f"{milliseconds:.0f} ms/step loss {loss:.4f} answer tokens right: {line}",
+                min(rates.values()))
 
 
 def report(folder: Path, lengths: List[int], tasks: Tuple[str, ...], answers: int, selection: Optional[Selection]) -> None:
     """Prints exact-answer rates of the weights in `folder`, as a markdown table."""
+    pool = multiprocessing.Pool()  # forks, so it comes before the GPU is in use
     model, encoder = load_model(folder).to(DEVICE, torch.bfloat16), Encoder(folder)
     print("| task |" + "".join(f" {length:,} |" for length in lengths))
     print("|---|" + "---|" * len(lengths))
     for task in tasks:
-        scores = [evaluate(model, encoder, task, length, answers, selection=selection) for length in lengths]
+        scores = [evaluate(model, encoder, task, length, answers, selection=selection, pool=pool) for length in lengths]
         print(f"| {task} |" + "".join(f" {score} |" for score in scores), flush=True)
 
 
@@ -276,11 +279,11 @@ def _parser() -> argparse.ArgumentParser:
     trainer.add_argument("folder", type=Path)
     trainer.add_argument("--stages", type=_stages, required=True, help="window:seconds,...")
     trainer.add_argument("--resume", type=Path, help="folder with weights to go on from")
-    trainer.add_argument("--learning-rate", type=float, default=1e-3)
+    trainer.add_argument("--learning-rate", type=float, default=1e-3, help="at the beginning, after the warm-up")
+    trainer.add_argument("--end-rate", type=float, default=5e-5, help="learning rate at the end")
     trainer.add_argument("--warmup-steps", type=int, default=200)
-    trainer.add_argument("--batch-tokens", type=int, default=131072)
+    trainer.add_argument("--batch-tokens", type=int, default=65536)
     trainer.add_argument("--seed", type=int, default=1)
-    trainer.add_argument("--report-answers", type=int, default=64, help="questions a task after each stage; 0 for none")
     examiner = commands.add_parser("eval")
     examiner.add_argument("folder", type=Path)
     examiner.add_argument("--lengths", type=lambda text: [int(part) for part in text.split(",")], default=[8192])

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Trains the reference model's tokenizer on generated documents and writes tokenizer.json and tokenizer_config.json.
 
-Byte-level BPE with Qwen2's split rule, so each digit is a token of its own; <|begin_of_text|> goes before each text.
-Every word of documents.py becomes one token. Deterministic.
+Byte-level BPE with Qwen2's split rule, except that punctuation keeps no line end: each digit and each line end is a
+token of its own, so that a fact ends in the same full stop in a document and in an answer. <|begin_of_text|> goes
+before each text. Every word of documents.py becomes one token. Deterministic.
 
     train_tokenizer.py OUTPUT_FOLDER
 """
@@ -19,7 +20,7 @@ import documents
 BEGIN, END, PAD = "<|begin_of_text|>", "<|end_of_text|>", "<|pad|>"
 MAX_VOCABULARY = 2048
 SPLIT_PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-                 r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+                 r"| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+")
 
 
 def training_texts() -> Iterator[str]:
