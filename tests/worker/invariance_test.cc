@@ -301,7 +301,8 @@ INSTANTIATE_TEST_SUITE_P(Ways, BFloat16Test, Combine(Values(kQuest), ValuesIn(kW
 
 class RanksTest : public InvarianceTest {};
 TEST_P(RanksTest, ClearChoicesAreTheSame) { ExpectSameClearChoices(DType::kFloat32, 1e-4f); }
-INSTANTIATE_TEST_SUITE_P(Ways, RanksTest, Combine(ValuesIn(kPolicies), ValuesIn(kGroups)), NameOf);
+INSTANTIATE_TEST_SUITE_P(Ways, RanksTest,
+                         Combine(Values(kAll, kQuest, kTokenSelect), ValuesIn(kGroups)), NameOf);
 
 }  // namespace
 }  // namespace kvasir::worker

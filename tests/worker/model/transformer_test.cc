@@ -25,6 +25,9 @@ constexpr int64_t kChunk = 128;
 // Of the largest logit. Sums of float32 in another order differ by a tenth of it at 8,000 tokens.
 constexpr float kTolerance = 3e-4f;
 
+constexpr char kIfWeightsChanged[] =
+    "; if the weights were changed, tests/model/make_golden_logits.py must be run again";
+
 struct GoldenCase {
   std::string model;  // a folder of testdata, or of the reference models
   int ranks = 1;
@@ -91,7 +94,8 @@ TEST_P(TransformerGoldenTest, LogitsAgreeWithTransformers) {
     for (size_t i = 0; i < logits.size(); ++i) difference.Add(run.logits[i], logits[i]);
     std::cout << length << " tokens: largest difference " << difference.largest
               << ", largest logit " << difference.scale << std::endl;
-    EXPECT_LE(difference.largest, kTolerance * difference.scale) << length << " tokens";
+    EXPECT_LE(difference.largest, kTolerance * difference.scale)
+        << length << " tokens" << kIfWeightsChanged;
   }
 }
 
@@ -106,7 +110,7 @@ TEST_P(TransformerBFloat16Test, ChoosesTheSameTokens) {
       if (TopTwoMargin(run.logits[i]) <= 0.1f) continue;
       ++compared;
       EXPECT_EQ(ArgMax(logits[i]), ArgMax(run.logits[i]))
-          << "position " << run.positions[i] << " of " << length;
+          << "position " << run.positions[i] << " of " << length << kIfWeightsChanged;
     }
   }
   EXPECT_GT(compared, 30);
