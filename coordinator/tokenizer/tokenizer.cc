@@ -25,6 +25,11 @@ constexpr size_t kMaxPieceBytes = size_t{8} << 20;
 absl::StatusOr<std::string> ReadFile(const std::filesystem::path& path, int64_t max_bytes) {
   std::error_code error;
   if (!std::filesystem::exists(path, error)) {
+    if (std::filesystem::exists(path.parent_path() / "tokenizer.model", error)) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          path.parent_path().string(), " has a SentencePiece tokenizer.model, as Llama 2 and ",
+          "Mistral, and no tokenizer.json; supported are byte-level BPE models in tokenizer.json"));
+    }
     return absl::NotFoundError(absl::StrCat("tokenizer file ", path.string(), " does not exist"));
   }
   if (!std::filesystem::is_regular_file(path, error)) {

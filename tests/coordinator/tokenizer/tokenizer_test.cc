@@ -13,12 +13,13 @@
 #include "absl/strings/str_cat.h"
 
 #include "tests/coordinator/tokenizer/minimal_json.h"
+#include "tests/support/scratch_directory.h"
 
 namespace kvasir::coordinator {
 namespace {
 
-using testing::ElementsAre;
-using testing::HasSubstr;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
 
 const char kGolden[] = "tests/coordinator/tokenizer/golden";
 
@@ -51,6 +52,14 @@ TEST(TokenizerTest, LoadErrorsNameTheFile) {
   EXPECT_THAT(std::string(large.status().message()), HasSubstr("more than the allowed 1000 bytes"));
   // A device claims no size and never ends.
   EXPECT_EQ(Tokenizer::Load("/dev/zero").status().code(), absl::StatusCode::kInvalidArgument);
+}
+
+TEST(TokenizerTest, RefusesAFolderWithASentencePieceModelOnly) {
+  const kvasir::testing::ScratchDirectory folder;
+  std::ofstream(folder.path() + "/tokenizer.model") << "\n";
+  const auto refused = Tokenizer::Load(folder.path());
+  EXPECT_EQ(refused.status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(refused.status().message()), HasSubstr("SentencePiece"));
 }
 
 TEST(TokenizerTest, PutsTheTokensOfTheTemplateAroundTheText) {
