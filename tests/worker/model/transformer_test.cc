@@ -130,10 +130,9 @@ const auto kOnOneRank = testing::Values(
 INSTANTIATE_TEST_SUITE_P(OneRank, TransformerGoldenTest, kOnOneRank, NameOf);
 INSTANTIATE_TEST_SUITE_P(OneRank, TransformerBFloat16Test, kOnOneRank, NameOf);
 
-INSTANTIATE_TEST_SUITE_P(Reference, TransformerGoldenTest, testing::Values(GoldenCase{"needle-8k"}),
-                         NameOf);
-INSTANTIATE_TEST_SUITE_P(Reference, TransformerBFloat16Test,
-                         testing::Values(GoldenCase{"needle-8k"}), NameOf);
+const auto kReference = testing::Values(GoldenCase{"needle-8k"}, GoldenCase{"needle-32k"});
+INSTANTIATE_TEST_SUITE_P(Reference, TransformerGoldenTest, kReference, NameOf);
+INSTANTIATE_TEST_SUITE_P(Reference, TransformerBFloat16Test, kReference, NameOf);
 
 // Each has 2 KV heads: on four ranks, two share one.
 INSTANTIATE_TEST_SUITE_P(Ranks, TransformerGoldenTest,
