@@ -7,6 +7,7 @@
 #include "spdlog/spdlog.h"
 
 #include "kernels/base/status_macros.h"
+#include "proto/grpc_status.h"
 
 namespace kvasir::coordinator {
 namespace {
@@ -20,6 +21,9 @@ absl::Status ForClients(const absl::Status& lost) {
       absl::IsInternal(lost) ? absl::StatusCode::kInternal : absl::StatusCode::kUnavailable;
   return absl::Status(code, absl::StrCat("the worker group failed: ", lost.message()));
 }
+
+// By then the step is over, most likely.
+constexpr absl::Duration kInboxRetry = absl::Seconds(1);
 
 // Trying again will not mend it.
 bool IsPermanent(const absl::Status& status) {
@@ -61,14 +65,10 @@ void EngineLoop::Submit(std::unique_ptr<Request> request) {
   {
     MutexLock lock(mu_);
     refused = NotServing();
-    // What waits here is bounded like what waits in the scheduler, which takes it in every step.
-    const size_t most = options_.scheduler.max_queue_len() + options_.scheduler.max_num_seqs();
-    if (refused.ok() && commands_.submitted.size() >= most) {
-      refused = absl::ResourceExhaustedError(
-          absl::StrCat(most, " requests arrived in one step; try again later"));
-    }
+    if (refused.ok()) refused = CheckInbox(request->prompt_tokens());
     if (refused.ok()) {
       ++live_requests_;
+      commands_.submitted_tokens += request->prompt_tokens();
       commands_.submitted.push_back(std::move(request));
       changed_.NotifyAll();
     }
@@ -83,6 +83,21 @@ absl::Status EngineLoop::NotServing() const {
   if (info_.has_value()) return absl::OkStatus();
   return absl::UnavailableError(
       absl::StrCat("no worker group is formed: ", not_ready_because_.message()));
+}
+
+absl::Status EngineLoop::CheckInbox(int64_t prompt_tokens) const {
+  const v1::SchedulerConfig& config = options_.scheduler;
+  const size_t arrived = commands_.submitted.size();
+  const int64_t tokens = commands_.submitted_tokens + prompt_tokens;
+  const bool full = arrived >= size_t{config.max_queue_len()} + config.max_num_seqs() ||
+                    (arrived > 0 && tokens > int64_t{config.max_queued_tokens()});
+  if (!full) return absl::OkStatus();
+  return proto::WithRetryDelay(
+      absl::ResourceExhaustedError(absl::StrCat(
+          arrived, " requests with ", commands_.submitted_tokens,
+          " prompt tokens arrived in one step; try again later, or raise --max-queue-len or "
+          "--max-queued-tokens")),
+      kInboxRetry);
 }
 
 void EngineLoop::Cancel(SequenceId id, const absl::Status& why) {
@@ -177,12 +192,14 @@ absl::StatusOr<EngineLoop::Formed> EngineLoop::Form() {
                          .num_ranks = static_cast<int64_t>(formed.info.ranks.size()),
                          .device_blocks = formed.info.device_blocks,
                          .disk_blocks = formed.info.disk_blocks,
+                         .attention_parity_tokens = formed.info.attention_parity_tokens,
                          .vocab_size = formed.info.vocab_size,
                          .weights_hash = formed.info.weights_hash,
                          .kv_form = formed.info.kv_form,
                          .max_num_seqs = config.max_num_seqs(),
                          .max_num_batched_tokens = config.max_num_batched_tokens(),
                          .max_queue_len = config.max_queue_len(),
+                         .max_queued_tokens = config.max_queued_tokens(),
                          .enable_prefix_caching = config.enable_prefix_caching()},
                         kvstore::PrefixIndex::Create(formed.info.host_blocks)));
   KVASIR_RETURN_IF_ERROR(HearOfTiers(*formed.scheduler));
@@ -227,6 +244,7 @@ absl::Status EngineLoop::ServeUntilLost(Scheduler& scheduler) {
     KVASIR_ASSIGN_OR_RETURN(Commands commands, TakeCommands(wait, scheduler));
     if (const absl::Status heard = HearOfTiers(scheduler); !heard.ok()) return ForClients(heard);
     Apply(std::move(commands), scheduler);
+    EndOverdue(scheduler);
     Scheduler::Planned planned = scheduler.NextPlan(clock_.Now());
     Dispatch(std::move(planned.events), scheduler);
     // Behind planning and before the step: what is published never trails what clients were told.
@@ -297,6 +315,23 @@ void EngineLoop::Apply(Commands commands, Scheduler& scheduler) {
   for (const Cancellation& cancellation : commands.cancelled) {
     std::optional<FinishEvent> finish =
         scheduler.Cancel(cancellation.id, cancellation.why, clock_.Now());
+    if (finish.has_value()) OnFinish(*std::move(finish));
+  }
+}
+
+// As long as there are requests there are steps, so none is overdue for long.
+void EngineLoop::EndOverdue(Scheduler& scheduler) {
+  const TimePoint now = clock_.Now();
+  const absl::Duration longest = absl::Seconds(options_.scheduler.max_request_time());
+  std::vector<SequenceId> overdue;
+  for (const auto& [id, request] : requests_) {
+    if (Between(request->arrival(), now) > longest) overdue.push_back(id);
+  }
+  const absl::Status why = absl::DeadlineExceededError(
+      absl::StrCat("the request is not done after ", absl::FormatDuration(longest),
+                   ", this server's --max-request-time"));
+  for (const SequenceId id : overdue) {
+    std::optional<FinishEvent> finish = scheduler.Cancel(id, why, now);
     if (finish.has_value()) OnFinish(*std::move(finish));
   }
 }

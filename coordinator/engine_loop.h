@@ -81,6 +81,7 @@ class EngineLoop {
   };
   struct Commands {
     std::vector<std::unique_ptr<Request>> submitted;
+    int64_t submitted_tokens = 0;  // of their prompts
     std::vector<Cancellation> cancelled;
   };
   enum class Wait { kForEvents, kNo };
@@ -99,6 +100,7 @@ class EngineLoop {
   absl::StatusOr<Commands> TakeCommands(Wait wait, const Scheduler& scheduler) EXCLUDES(mu_);
   absl::Status HearOfTiers(Scheduler& scheduler);
   void Apply(Commands commands, Scheduler& scheduler);
+  void EndOverdue(Scheduler& scheduler);
   void Dispatch(std::vector<Event> events, Scheduler& scheduler);
   void OnFinish(FinishEvent event);
   void PublishState(const Scheduler& scheduler) EXCLUDES(mu_);
@@ -107,6 +109,8 @@ class EngineLoop {
   void FailQueued(const absl::Status& why) EXCLUDES(mu_);
   void RequestEnded() EXCLUDES(mu_);
   absl::Status NotServing() const REQUIRES(mu_);
+  // What waits between two steps is bounded like what waits in the scheduler.
+  absl::Status CheckInbox(int64_t prompt_tokens) const REQUIRES(mu_);
 
   const EngineLoopOptions options_;
   WorkerGroup& group_;

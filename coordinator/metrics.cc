@@ -31,6 +31,11 @@ const Histogram::BucketBoundaries kInterTokenBuckets = {
 const Histogram::BucketBoundaries kRequestBuckets = {
     .3, .5, .8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680};
 
+// To the longest contexts in steps of 1, 2 and 5.
+const Histogram::BucketBoundaries kTokenBuckets = {
+    1,    2,     5,     10,    20,     50,     100,    200,     500,     1000,    2000,
+    5000, 10000, 20000, 50000, 100000, 200000, 500000, 1000000, 2000000, 5000000, 10000000};
+
 double Seconds(const google::protobuf::Duration& duration) {
   return static_cast<double>(duration.seconds()) + 1e-9 * static_cast<double>(duration.nanos());
 }
@@ -77,6 +82,8 @@ struct Metrics::Series {
   Gauge& restoring =
       Gauges("kvasir_num_requests_restoring", "Of these, requests whose KV is read from disk.")
           .Add({});
+  Gauge& waiting_tokens =
+      Gauges("kvasir_num_waiting_prompt_tokens", "Prompt tokens of requests that wait.").Add({});
   Gauge& cache_usage =
       Gauges("kvasir_kv_cache_usage_perc",
              "Part of the token blocks of the host tier that running requests hold, 0 to 1.")
@@ -121,6 +128,16 @@ struct Metrics::Series {
                    "From a request's admission to its first token.", kRequestBuckets);
   Histogram& decode = OneHistogram("kvasir_request_decode_time_seconds",
                                    "From a request's first token to its last.", kRequestBuckets);
+  Histogram& inference =
+      OneHistogram("kvasir_request_inference_time_seconds",
+                   "From a request's admission to its last token.", kRequestBuckets);
+  Histogram& per_token =
+      OneHistogram("kvasir_request_time_per_output_token_seconds",
+                   "Mean time of a request's tokens behind the first.", kInterTokenBuckets);
+  Histogram& prompt_length =
+      OneHistogram("kvasir_request_prompt_tokens", "Tokens of a request's prompt.", kTokenBuckets);
+  Histogram& answer_length = OneHistogram("kvasir_request_generation_tokens",
+                                          "Tokens generated for a request.", kTokenBuckets);
   Family<Gauge>& worker_up =
       Gauges("kvasir_worker_up", "1 while the worker is part of the formed group.");
   Counter& groups_lost =
@@ -170,11 +187,18 @@ void Metrics::RequestFinished(const absl::Status& status, const v1::Finish& summ
   s.cached_host.Increment(cached.host());
   s.cached_disk.Increment(cached.disk());
   s.e2e.Observe(absl::ToDoubleSeconds(since_arrival));
+  s.prompt_length.Observe(summary.usage().prompt_tokens());
+  s.answer_length.Observe(summary.usage().completion_tokens());
   const v1::Timing& timing = summary.timing();
   s.queue.Observe(Seconds(timing.queue()));
   if (!timing.has_time_to_first_token()) return;
-  s.prefill.Observe(Seconds(timing.time_to_first_token()) - Seconds(timing.queue()));
-  s.decode.Observe(Seconds(timing.decode()));
+  const double prefill = Seconds(timing.time_to_first_token()) - Seconds(timing.queue());
+  const double decode = Seconds(timing.decode());
+  s.prefill.Observe(prefill);
+  s.decode.Observe(decode);
+  s.inference.Observe(prefill + decode);
+  const uint32_t tokens = summary.usage().completion_tokens();
+  if (tokens > 1) s.per_token.Observe(decode / (tokens - 1));
 }
 
 MetricsTotals Metrics::totals() const {
@@ -195,6 +219,7 @@ void Metrics::SchedulerState(const SchedulerStats& stats) {
   s.running.Set(static_cast<double>(stats.running));
   s.waiting.Set(static_cast<double>(stats.waiting + stats.restoring));
   s.restoring.Set(static_cast<double>(stats.restoring));
+  s.waiting_tokens.Set(static_cast<double>(stats.waiting_tokens));
   const int64_t capacity = stats.index.capacity_blocks;
   s.cache_usage.Set(capacity == 0 ? 0
                                   : static_cast<double>(stats.index.held_blocks) /

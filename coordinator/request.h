@@ -67,6 +67,9 @@ class Request {
   ~Request();
 
   SequenceId sequence() const { return sequence_; }
+  TimePoint arrival() const { return arrival_; }
+  // REQUIRES: before TakeSpec.
+  int64_t prompt_tokens() const { return static_cast<int64_t>(spec_->prompt.size()); }
   // What the scheduler is asked. Once.
   SequenceSpec TakeSpec();
 

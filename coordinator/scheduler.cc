@@ -1,12 +1,14 @@
 #include "coordinator/scheduler.h"
 
 #include <algorithm>
+#include <limits>
 #include <utility>
 
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
 
 #include "kernels/base/status_macros.h"
+#include "proto/grpc_status.h"
 
 namespace kvasir::coordinator {
 namespace {
@@ -16,6 +18,13 @@ using kvstore::PrefixHash;
 
 // Part of the device tier that is left to cached pages.
 constexpr int64_t kDeviceReserve = 8;  // one in so many blocks, at least one where there are two
+
+// Beside decoding sequences a chunk is no more work than a whole one behind so many tokens.
+constexpr int64_t kReferenceContext = 4096;
+
+// What a refused client is told to wait, between these two.
+constexpr absl::Duration kShortestRetry = absl::Seconds(1);
+constexpr absl::Duration kLongestRetry = absl::Seconds(60);
 
 int64_t DeviceShare(int64_t device_blocks) {
   return std::max<int64_t>(1, device_blocks - std::max<int64_t>(1, device_blocks / kDeviceReserve));
@@ -66,13 +75,7 @@ Scheduler::~Scheduler() = default;
 
 absl::Status Scheduler::Add(SequenceSpec spec) {
   KVASIR_CHECK(!spec.prompt.empty() && spec.max_tokens >= 1 && !sequences_.contains(spec.id));
-  const int64_t startable = max_running_ - static_cast<int64_t>(running_.size());
-  const int64_t waiting = static_cast<int64_t>(waiting_.size());
-  if (waiting >= options_.max_queue_len + startable) {
-    return absl::ResourceExhaustedError(
-        absl::StrCat(waiting, " requests wait and ", running_.size(),
-                     " run; try again later, or raise --max-queue-len"));
-  }
+  KVASIR_RETURN_IF_ERROR(CheckQueue(static_cast<int64_t>(spec.prompt.size())));
   const PrefixHash scope =
       kvstore::HashScope({.tenant = spec.tenant,
                           .weights_hash = options_.weights_hash,
@@ -90,6 +93,37 @@ absl::Status Scheduler::Add(SequenceSpec spec) {
   waiting_.push_back(sequence.get());
   sequences_.emplace(sequence->spec.id, std::move(sequence));
   return absl::OkStatus();
+}
+
+absl::Status Scheduler::CheckQueue(int64_t prompt_tokens) const {
+  const int64_t startable = max_running_ - static_cast<int64_t>(running_.size());
+  const int64_t waiting = static_cast<int64_t>(waiting_.size());
+  const int64_t waiting_tokens = WaitingTokens();
+  absl::Status full;
+  if (waiting >= options_.max_queue_len + startable) {
+    full = absl::ResourceExhaustedError(
+        absl::StrCat(waiting, " requests wait and ", running_.size(),
+                     " run; try again later, or raise ", "--max-queue-len"));
+  } else if (waiting > 0 && waiting_tokens + prompt_tokens > options_.max_queued_tokens) {
+    full = absl::ResourceExhaustedError(absl::StrCat(
+        waiting, " requests with ", waiting_tokens, " prompt tokens wait, and this one has ",
+        prompt_tokens, "; at most ", options_.max_queued_tokens,
+        " may wait: try again later, or raise --max-queued-tokens"));
+  }
+  if (full.ok()) return full;
+  // About when one of those that wait has been read.
+  const double seconds_per_token =
+      recent_prefill_tokens_ > 0 ? recent_prefill_seconds_ / recent_prefill_tokens_ : 0;
+  const double mean_tokens =
+      static_cast<double>(waiting_tokens) / static_cast<double>(std::max<int64_t>(1, waiting));
+  return proto::WithRetryDelay(full, std::clamp(absl::Seconds(mean_tokens * seconds_per_token),
+                                                kShortestRetry, kLongestRetry));
+}
+
+int64_t Scheduler::WaitingTokens() const {
+  int64_t tokens = 0;
+  for (const Sequence* sequence : waiting_) tokens += sequence->prompt_tokens;
+  return tokens;
 }
 
 std::optional<FinishEvent> Scheduler::Cancel(SequenceId id, const absl::Status& why,
@@ -115,7 +149,7 @@ Scheduler::Planned Scheduler::NextPlan(TimePoint now) {
   GiveUpLateRestores(now);
   for (Sequence* sequence : running_) SealFullBlocks(*sequence, Private::kSeal, plan);
   LetGoOfRetired(plan);
-  Budget budget = {.tokens = options_.max_num_batched_tokens, .device_blocks = device_share_};
+  Budget budget = StepBudget();
   PlanDecodes(plan, budget);
   PlanPrompts(plan, budget);
   AdmitRestored(now, plan, budget, planned.events);
@@ -226,7 +260,7 @@ void Scheduler::AdmitWaiting(TimePoint now, v1::StepPlan& plan, Budget& budget,
 // With so much left its first chunk is not empty, however much of it is cached.
 bool Scheduler::HasRoom(const Sequence& sequence, const Budget& budget) {
   return budget.tokens >= std::min(sequence.prompt_tokens, kBlockTokens) &&
-         budget.device_blocks >= 1;
+         budget.device_blocks >= 1 && budget.work > 0;
 }
 
 // The blocks that it has by now are those of its cached prefix.
@@ -277,10 +311,34 @@ Scheduler::Reserved Scheduler::TryReserve(Sequence& sequence, TimePoint now, v1:
   return Reserved::kRestoring;
 }
 
+Scheduler::Budget Scheduler::StepBudget() const {
+  const bool decodes = std::any_of(running_.begin(), running_.end(), [](const Sequence* sequence) {
+    return !sequence->in_prefill();
+  });
+  const int64_t whole_chunk =
+      options_.max_num_batched_tokens * (options_.attention_parity_tokens + kReferenceContext);
+  return {.tokens = options_.max_num_batched_tokens,
+          .device_blocks = device_share_,
+          .work = decodes ? whole_chunk : std::numeric_limits<int64_t>::max()};
+}
+
+// Of the next chunk of a prompt, in units of attending to one token.
+int64_t Scheduler::WorkPerToken(const Sequence& sequence) const {
+  const v1::AttentionPolicy& prefill = sequence.spec.policy.prefill;
+  int64_t attended = sequence.computed + kBlockTokens;
+  if (IsSparse(prefill)) {
+    attended = std::min(attended, int64_t{prefill.sink_tokens()} + prefill.window_tokens() +
+                                      prefill.token_budget() + kBlockTokens);
+  }
+  return options_.attention_parity_tokens + attended;
+}
+
 // Chunks end at multiples of 64 or at the prompt's end; 0 when there is no room for one.
 int64_t Scheduler::ChunkTokens(const Sequence& sequence, const Budget& budget) const {
   const int64_t rest = sequence.prompt_tokens - sequence.computed;
-  const int64_t room = std::min(budget.tokens, budget.device_blocks * kBlockTokens);
+  if (budget.work <= 0) return 0;
+  const int64_t affordable = std::max(kBlockTokens, budget.work / WorkPerToken(sequence));
+  const int64_t room = std::min({budget.tokens, budget.device_blocks * kBlockTokens, affordable});
   return rest <= room ? rest : room / kBlockTokens * kBlockTokens;
 }
 
@@ -291,7 +349,10 @@ void Scheduler::AddRow(Sequence& sequence, int64_t num_tokens, v1::StepPlan& pla
                               .num_tokens = num_tokens,
                               .blocks_before = sequence.num_blocks(),
                               .sample = end == sequence.length()});
-  if (sequence.in_prefill()) in_flight_->prefill_tokens += num_tokens;
+  if (sequence.in_prefill()) {
+    in_flight_->prefill_tokens += num_tokens;
+    budget.work -= num_tokens * WorkPerToken(sequence);
+  }
   v1::StepRow& row = *plan.add_rows();
   row.set_slot(static_cast<uint32_t>(sequence.slot));
   row.set_begin(static_cast<uint32_t>(sequence.computed));
@@ -384,6 +445,7 @@ SchedulerStats Scheduler::stats() const {
   return {.running = static_cast<int64_t>(running_.size()),
           .waiting = static_cast<int64_t>(waiting_.size()),
           .restoring = static_cast<int64_t>(restoring_.size()),
+          .waiting_tokens = WaitingTokens(),
           .prefix_queries = prefix_queries_,
           .prefix_hits = prefix_hits_,
           .index = index_->stats(),

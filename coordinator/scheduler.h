@@ -4,7 +4,9 @@
 //
 // Policy. First come, first served. Every sequence that is past its prompt decodes one token in
 // every step; the rest of the step's tokens goes to prompts in order of admission, in chunks that
-// end at multiples of 64 or at the prompt's end. A request is admitted when blocks for its prompt
+// end at multiples of 64 or at the prompt's end. Beside decoding sequences chunks shrink with the
+// context behind them, so that such a step takes no longer than a whole chunk behind 4,096 tokens
+// (but a chunk has at least 64 tokens): streams stutter alike however long the prompt. A request is admitted when blocks for its prompt
 // and its longest answer are to be had: nothing that runs can be left without room. Its cached
 // prefix is looked up then, not at arrival, so that requests which follow each other share more.
 //
@@ -21,6 +23,7 @@
 
 #include <cstdint>
 #include <deque>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
@@ -72,12 +75,16 @@ struct SchedulerOptions {
   int64_t num_ranks = 1;
   int64_t device_blocks = 0;  // that every rank's device tier holds
   int64_t disk_blocks = 0;    // the same of the disk tier; 0: some rank has none
+  // Attending to so many tokens is as much work as the rest of a token's layers.
+  int64_t attention_parity_tokens = 0;
   int64_t vocab_size = 0;
   std::string weights_hash;
   std::string kv_form;
   int64_t max_num_seqs = 0;
   int64_t max_num_batched_tokens = 0;  // a multiple of 64
   int64_t max_queue_len = 0;           // requests that wait behind those that could start now
+  // Prompt tokens of those that wait, unless it is one alone.
+  int64_t max_queued_tokens = std::numeric_limits<int64_t>::max();
   bool enable_prefix_caching = true;
   // When none of a request's blocks came for so long, it computes the rest of them. A slow disk
   // still beats computing; a dead one must not hold requests up.
@@ -88,6 +95,7 @@ struct SchedulerStats {
   int64_t running = 0;
   int64_t waiting = 0;
   int64_t restoring = 0;       // wait for blocks from disk
+  int64_t waiting_tokens = 0;  // prompt tokens of those that wait
   int64_t prefix_queries = 0;  // prompt tokens of admitted requests, since the start
   int64_t prefix_hits = 0;     // of these, tokens found in the cache
   kvstore::PrefixIndexStats index;
@@ -101,7 +109,8 @@ class Scheduler {
       const SchedulerOptions& options, std::unique_ptr<kvstore::PrefixIndex> index);
   ~Scheduler();
 
-  // RESOURCE_EXHAUSTED when the queue is full or the request could never fit the host tier.
+  // RESOURCE_EXHAUSTED when the queue is full, with a time to try again after, or when the request
+  // could never fit the host tier.
   // REQUIRES: a prompt, max_tokens >= 1.
   absl::Status Add(SequenceSpec spec);
 
@@ -152,9 +161,13 @@ class Scheduler {
   struct Budget {
     int64_t tokens = 0;
     int64_t device_blocks = 0;
+    int64_t work = 0;  // of prompts: tokens times WorkPerToken
   };
 
   Scheduler(const SchedulerOptions& options, std::unique_ptr<kvstore::PrefixIndex> index);
+
+  absl::Status CheckQueue(int64_t prompt_tokens) const;
+  int64_t WaitingTokens() const;
 
   // Planning.
   enum class Private { kSeal, kSkip };
@@ -169,6 +182,8 @@ class Scheduler {
   static bool HasRoom(const Sequence& sequence, const Budget& budget);
   enum class Reserved { kNoRoom, kReady, kRestoring, kLater };
   Reserved TryReserve(Sequence& sequence, TimePoint now, v1::StepPlan& plan);
+  Budget StepBudget() const;
+  int64_t WorkPerToken(const Sequence& sequence) const;
   int64_t ChunkTokens(const Sequence& sequence, const Budget& budget) const;
   void AddRow(Sequence& sequence, int64_t num_tokens, v1::StepPlan& plan, Budget& budget);
   void AddStart(const Sequence& sequence, v1::StepPlan& plan) const;

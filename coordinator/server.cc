@@ -1,6 +1,5 @@
 #include "coordinator/server.h"
 
-#include <atomic>
 #include <functional>
 #include <optional>
 #include <utility>
@@ -21,6 +20,7 @@
 #include "coordinator/policy_file.h"
 #include "coordinator/service.h"
 #include "coordinator/tokenizer/tokenizer.h"
+#include "kernels/base/mutex.h"
 #include "kernels/base/status_macros.h"
 #include "kvstore/block.h"
 #include "proto/metrics_endpoint.h"
@@ -33,6 +33,9 @@ constexpr char kServiceName[] = "kvasir.v1.Generation";
 constexpr int kMinClientPingMs = 10'000;
 constexpr int kPingIntervalMs = 20'000;
 constexpr int kPingTimeoutMs = 10'000;
+// Streams of one connection besides the requests that may run and wait: calls that are answered at
+// once, refusals among them.
+constexpr int kOtherStreams = 64;
 // For answers that are on their way when the server stops.
 constexpr std::chrono::seconds kLastWrites(2);
 
@@ -73,7 +76,7 @@ class ServerImpl final : public Server {
         folder_(std::move(folder)),
         policies_(std::move(policies)),
         metrics_(config.served_model_name()) {}
-  ~ServerImpl() override { Shutdown(absl::ZeroDuration()); }
+  ~ServerImpl() override { Shutdown(); }
 
   absl::Status Init(const WorkerGroupFactory& make_group);
 
@@ -83,11 +86,17 @@ class ServerImpl final : public Server {
   absl::Status WaitUntilReady(absl::Duration timeout) override {
     return engine_->WaitUntilReady(After(clock_.Now(), timeout));
   }
-  void Shutdown(absl::Duration grace) override;
+  void Drain() override EXCLUDES(mu_);
+  bool WaitUntilIdle(absl::Duration timeout) override {
+    return engine_->WaitUntilIdle(After(clock_.Now(), timeout));
+  }
+  void Shutdown() override EXCLUDES(mu_);
 
  private:
   absl::Status Listen();
-  void SetServing(bool serving);
+  void OnReadiness(bool ready) EXCLUDES(mu_);
+  // Readiness is asked for by the service's name; "", the process's life, stays SERVING.
+  void PublishReadiness() REQUIRES(mu_);
 
   // In the order in which one uses the other.
   const v1::ServeConfig config_;
@@ -102,7 +111,11 @@ class ServerImpl final : public Server {
   std::unique_ptr<GenerationService> service_;
   std::unique_ptr<grpc::Server> server_;
   int port_ = 0;
-  std::atomic<bool> draining_ = false;
+
+  kernels::Mutex mu_;
+  bool ready_ GUARDED_BY(mu_) = false;  // the group is formed
+  bool draining_ GUARDED_BY(mu_) = false;
+  bool stopped_ GUARDED_BY(mu_) = false;
 };
 
 std::vector<std::string> ServerImpl::worker_metrics_addresses() const {
@@ -117,7 +130,7 @@ absl::Status ServerImpl::Init(const WorkerGroupFactory& make_group) {
   group_ = make_group(MakeShardPlan(config_, policies_), clock_);
   EngineLoopOptions options;
   options.scheduler = config_.scheduler();
-  options.on_readiness = [this](bool ready) { SetServing(ready && !draining_); };
+  options.on_readiness = [this](bool ready) { OnReadiness(ready); };
   engine_ = std::make_unique<EngineLoop>(std::move(options), *group_, clock_, metrics_);
   service_ = std::make_unique<GenerationService>(ServiceContext{.config = config_,
                                                                 .folder = folder_,
@@ -151,6 +164,11 @@ absl::Status ServerImpl::Listen() {
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, kPingTimeoutMs);
   builder.AddChannelArgument(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
   builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);  // a second server is an error
+  // More streams than the server can hold wait at the client; some are left for other calls.
+  builder.AddChannelArgument(
+      GRPC_ARG_MAX_CONCURRENT_STREAMS,
+      static_cast<int>(config_.scheduler().max_num_seqs() + config_.scheduler().max_queue_len()) +
+          kOtherStreams);
   const std::string address =
       absl::StrCat(config_.endpoint().host(), ":", config_.endpoint().port());
   builder.AddListeningPort(address, grpc::InsecureServerCredentials(), &port_);
@@ -160,26 +178,35 @@ absl::Status ServerImpl::Listen() {
     return absl::UnavailableError(
         absl::StrCat("cannot listen on ", address, "; is the port in use? --port 0 takes any"));
   }
-  SetServing(false);
+  OnReadiness(false);
   return absl::OkStatus();
 }
 
-// Readiness is asked for by the service's name; "", the process's life, stays SERVING.
-void ServerImpl::SetServing(bool serving) {
-  server_->GetHealthCheckService()->SetServingStatus(kServiceName, serving);
+void ServerImpl::OnReadiness(bool ready) {
+  kernels::MutexLock lock(mu_);
+  ready_ = ready;
+  PublishReadiness();
 }
 
-void ServerImpl::Shutdown(absl::Duration grace) {
-  if (draining_.exchange(true)) return;
-  if (engine_ != nullptr) {
-    engine_->Drain();
-    if (server_ != nullptr) SetServing(false);
-    if (!engine_->WaitUntilIdle(After(clock_.Now(), grace))) {
-      spdlog::warn("requests still run after {}; they end with UNAVAILABLE",
-                   absl::FormatDuration(grace));
-    }
-    engine_->Stop(absl::UnavailableError("the server is shutting down"));
+void ServerImpl::PublishReadiness() {
+  if (server_ == nullptr) return;
+  server_->GetHealthCheckService()->SetServingStatus(kServiceName, ready_ && !draining_);
+}
+
+void ServerImpl::Drain() {
+  kernels::MutexLock lock(mu_);
+  draining_ = true;
+  PublishReadiness();
+  if (engine_ != nullptr) engine_->Drain();
+}
+
+void ServerImpl::Shutdown() {
+  Drain();
+  {
+    kernels::MutexLock lock(mu_);
+    if (std::exchange(stopped_, true)) return;
   }
+  if (engine_ != nullptr) engine_->Stop(absl::UnavailableError("the server is shutting down"));
   if (server_ != nullptr) server_->Shutdown(std::chrono::system_clock::now() + kLastWrites);
 }
 

@@ -31,8 +31,7 @@ class Server {
   // The same with a group of the caller's making.
   static absl::StatusOr<std::unique_ptr<Server>> Start(const v1::ServeConfig& config,
                                                        const WorkerGroupFactory& make_group);
-  // Shutdown without grace.
-  virtual ~Server() = default;
+  virtual ~Server() = default;  // Shutdown
 
   virtual int port() const = 0;
   virtual int metrics_port() const = 0;
@@ -41,9 +40,13 @@ class Server {
   // OK once requests are served. What trying again will not mend comes at once: a model that the
   // workers cannot load or divide; else DEADLINE_EXCEEDED.
   virtual absl::Status WaitUntilReady(absl::Duration timeout) = 0;
-  // Refuses new requests, lets running ones end for up to `grace`, ends the rest with UNAVAILABLE,
-  // and stops. What follows the first call does nothing.
-  virtual void Shutdown(absl::Duration grace) = 0;
+  // Refuses new requests from here on; those that run may end. Readiness is gone for good.
+  virtual void Drain() = 0;
+  // False when requests still run after `timeout`.
+  virtual bool WaitUntilIdle(absl::Duration timeout) = 0;
+  // Drains, ends what still runs with UNAVAILABLE, and stops. What follows the first call does
+  // nothing.
+  virtual void Shutdown() = 0;
 };
 
 }  // namespace kvasir::coordinator

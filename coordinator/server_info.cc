@@ -87,6 +87,7 @@ v1::GetServerInfoResponse ServerInfo(const v1::ServeConfig& config, const Engine
   info.set_requests_running(static_cast<uint32_t>(engine.scheduler.running));
   info.set_requests_waiting(
       static_cast<uint32_t>(engine.scheduler.waiting + engine.scheduler.restoring));
+  info.set_waiting_prompt_tokens(static_cast<uint64_t>(engine.scheduler.waiting_tokens));
   info.set_max_num_seqs(config.scheduler().max_num_seqs());
   info.set_max_num_batched_tokens(config.scheduler().max_num_batched_tokens());
   AddTotals(totals, info);

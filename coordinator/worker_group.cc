@@ -247,16 +247,18 @@ void WorkerGroupImpl::Relay(size_t from, const v1::RendezvousEntry& entry) {
 
 absl::StatusOr<GroupInfo> WorkerGroupImpl::Agree(
     const std::vector<std::optional<v1::Ready>>& ready) const {
-  GroupInfo info = {.epoch = epoch_,
-                    .weights_hash = ready[0]->weights_hash(),
-                    .kv_form = ready[0]->kv_form(),
-                    .device_blocks = static_cast<int64_t>(ready[0]->device_blocks()),
-                    .host_blocks = static_cast<int64_t>(ready[0]->host_blocks()),
-                    .disk_blocks = static_cast<int64_t>(ready[0]->disk_blocks()),
-                    .vocab_size = ready[0]->vocab_size(),
-                    .max_model_len = ready[0]->max_model_len(),
-                    .addresses = options_.addresses,
-                    .ranks = {}};
+  GroupInfo info = {
+      .epoch = epoch_,
+      .weights_hash = ready[0]->weights_hash(),
+      .kv_form = ready[0]->kv_form(),
+      .device_blocks = static_cast<int64_t>(ready[0]->device_blocks()),
+      .host_blocks = static_cast<int64_t>(ready[0]->host_blocks()),
+      .disk_blocks = static_cast<int64_t>(ready[0]->disk_blocks()),
+      .attention_parity_tokens = static_cast<int64_t>(ready[0]->attention_parity_tokens()),
+      .vocab_size = ready[0]->vocab_size(),
+      .max_model_len = ready[0]->max_model_len(),
+      .addresses = options_.addresses,
+      .ranks = {}};
   for (size_t i = 0; i < ready.size(); ++i) {
     const v1::Ready& rank = *ready[i];
     if (rank.weights_hash() != info.weights_hash || rank.kv_form() != info.kv_form ||

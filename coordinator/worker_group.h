@@ -27,6 +27,7 @@ struct GroupInfo {
   int64_t device_blocks = 0;
   int64_t host_blocks = 0;
   int64_t disk_blocks = 0;
+  int64_t attention_parity_tokens = 0;
   int64_t vocab_size = 0;
   int64_t max_model_len = 0;
   std::vector<std::string> addresses;  // by rank

@@ -1,27 +1,22 @@
 // absl::Status <-> grpc::Status: the codes are the same numbers, so the one table is the identity.
+// Payloads of an absl::Status travel as the details of the grpc::Status, by their type URL.
 // Thread-safe.
 #pragma once
 
-#include <string>
+#include <optional>
 
 #include "absl/status/status.h"
+#include "absl/time/time.h"
 #include "grpcpp/support/status.h"
 
 namespace kvasir::proto {
 
-inline grpc::Status ToGrpcStatus(const absl::Status& status) {
-  return grpc::Status(static_cast<grpc::StatusCode>(static_cast<int>(status.code())),
-                      std::string(status.message()));
-}
+grpc::Status ToGrpcStatus(const absl::Status& status);
+absl::Status FromGrpcStatus(const grpc::Status& status);
 
-inline absl::Status FromGrpcStatus(const grpc::Status& status) {
-  return absl::Status(static_cast<absl::StatusCode>(static_cast<int>(status.error_code())),
-                      status.error_message());
-}
-
-static_assert(static_cast<int>(absl::StatusCode::kOk) == grpc::StatusCode::OK);
-static_assert(static_cast<int>(absl::StatusCode::kUnauthenticated) ==
-              grpc::StatusCode::UNAUTHENTICATED);
-static_assert(static_cast<int>(absl::StatusCode::kDataLoss) == grpc::StatusCode::DATA_LOSS);
+// The same error, with a google.rpc.RetryInfo: the client may try again after `delay`.
+absl::Status WithRetryDelay(absl::Status status, absl::Duration delay);
+// Nothing when the status says nothing about it.
+std::optional<absl::Duration> RetryDelay(const absl::Status& status);
 
 }  // namespace kvasir::proto

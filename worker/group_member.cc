@@ -67,7 +67,8 @@ absl::Status CheckShardPlan(const v1::ShardPlan& plan) {
 // Everything of a plan that the loaded model depends on.
 std::string ModelKey(const v1::ShardPlan& plan) {
   const v1::ModelConfig& model = plan.model();
-  return absl::StrCat(model.model(), "\n", model.dtype(), "\n", model.max_model_len(), "\n",
+  return absl::StrCat(model.model(), "\n", model.dtype(), "\n", model.max_model_len(),
+                      model.allow_long_max_model_len() ? " allowed" : "", "\n",
                       plan.kv().kv_cache_dtype(), "\n", plan.tensor_parallel_rank(), "/",
                       plan.tensor_parallel_size());
 }
@@ -173,6 +174,7 @@ v1::WorkerMessage GroupMember::MakeReady(const Engine& engine) const {
   ready.set_max_model_len(static_cast<uint32_t>(model.max_model_len));
   ready.set_device_name(options_.device_name);
   ready.set_metrics_address(options_.metrics_address);
+  ready.set_attention_parity_tokens(static_cast<uint64_t>(model.config.attention_parity_tokens()));
   ready.set_disk_blocks(static_cast<uint64_t>(engine.store().stats().tier.capacity_blocks));
   return message;
 }

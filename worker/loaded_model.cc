@@ -37,10 +37,11 @@ absl::StatusOr<int64_t> ContextLength(const v1::ModelConfig& model, const ModelC
   // Dynamic scaling is made to go beyond what config.json says, by its factor.
   const double stretch = config.rope.kind == RopeKind::kDynamicNtk ? config.rope.factor : 1;
   const double longest = stretch * static_cast<double>(config.max_position_embeddings);
-  if (model.max_model_len() > longest) {
+  if (model.max_model_len() > longest && !model.allow_long_max_model_len()) {
     return absl::InvalidArgumentError(
         absl::StrCat("max_model_len ", model.max_model_len(), " is beyond the ", longest,
-                     " positions of the model; lower --max-model-len"));
+                     " positions of the model; lower --max-model-len, or give "
+                     "--allow-long-max-model-len to try it all the same"));
   }
   return model.max_model_len();
 }

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <iostream>
 
+#include "coordinator/cli/bench_command.h"
 #include "coordinator/cli/generate_command.h"
 #include "coordinator/cli/serve_command.h"
 #include "coordinator/cli/status_command.h"
@@ -20,6 +21,7 @@ constexpr char kUsage[] =
     "  serve      run a server: coordinator and, unless told otherwise, its workers\n"
     "  generate   send a prompt to a running server and stream the answer\n"
     "  status     how a running server is: workers, tiers, requests, cache\n"
+    "  bench      load for a running server: latencies and throughput\n"
     "\n"
     "Try:\n"
     "  kvasir serve --model tests/model/needle-8k --tensor-parallel-size 2\n"
@@ -51,9 +53,11 @@ int Main(int argc, char** argv) {
   if (std::strcmp(command, "serve") == 0) {
     return RunCommand<v1::ServeConfig>(
         {.name = "kvasir serve",
-         .summary = "Serves a model over gRPC. Without --workers it starts one worker process per "
-                    "tensor-parallel rank on this machine; with it, the named workers are joined. "
-                    "SIGTERM drains: running requests may finish, new ones are refused.",
+         .summary =
+             "Serves a model over gRPC. Without --workers it starts one worker process per "
+             "tensor-parallel rank on this machine; with it, the named workers are joined. "
+             "SIGTERM drains: running requests may finish, new ones are refused; a second one "
+             "stops at once.",
          .example = "kvasir serve --model tests/model/needle-8k --tensor-parallel-size 2"},
         argc, argv, RunServe);
   }
@@ -75,6 +79,18 @@ int Main(int argc, char** argv) {
                     "/metrics.",
          .example = "kvasir status --server=127.0.0.1:50051"},
         argc, argv, RunStatus);
+  }
+  if (std::strcmp(command, "bench") == 0) {
+    return RunCommand<v1::BenchCommandConfig>(
+        {.name = "kvasir bench",
+         .summary =
+             "Sends requests to a running server and prints time to first token, inter-token "
+             "latency and throughput as a client sees them. Closed loop by default; --rate "
+             "makes it open. With --long-prompt-tokens it measures how much a long prompt "
+             "that arrives disturbs running streams. Use a server without other load; each "
+             "run has a tenant of its own, so that it finds no prefix of an earlier run.",
+         .example = "kvasir bench --streams=8 --requests=64 --prompt-tokens=2000"},
+        argc, argv, RunBench);
   }
   const bool wants_help = std::strcmp(command, "--help") == 0 || std::strcmp(command, "-h") == 0;
   (wants_help ? std::cout : std::cerr) << kUsage;

@@ -93,6 +93,25 @@ absl::StatusOr<int> WaitUntilReady(Server& server, const sigset_t& signals) {
   }
 }
 
+// Lets running requests end, for as long as is configured or until another signal.
+void Drain(Server& server, absl::Duration longest, const sigset_t& signals) {
+  constexpr timespec kNoWait = {};
+  const SteadyClock clock;
+  const TimePoint deadline = After(clock.Now(), longest);
+  server.Drain();
+  while (!server.WaitUntilIdle(std::min(absl::Milliseconds(100), longest))) {
+    if (sigtimedwait(&signals, nullptr, &kNoWait) > 0) {
+      spdlog::warn("a second signal: requests that still run end with UNAVAILABLE");
+      return;
+    }
+    if (clock.Now() >= deadline) {
+      spdlog::warn("requests still run after {}; they end with UNAVAILABLE",
+                   absl::FormatDuration(longest));
+      return;
+    }
+  }
+}
+
 }  // namespace
 
 absl::Status RunServe(const v1::ServeConfig& config) {
@@ -116,8 +135,10 @@ absl::Status RunServe(const v1::ServeConfig& config) {
                  GrpcAddress(config, *server), MetricsAddress(config, *server));
     sigwait(&signals, &signal_number);
   }
-  spdlog::info("signal {}: draining for at most {} s", signal_number, config.shutdown_timeout());
-  server->Shutdown(absl::Seconds(config.shutdown_timeout()));
+  spdlog::info("signal {}: draining for at most {} s; a second one stops at once", signal_number,
+               config.shutdown_timeout());
+  Drain(*server, absl::Seconds(config.shutdown_timeout()), signals);
+  server->Shutdown();
   return absl::OkStatus();
 }
 

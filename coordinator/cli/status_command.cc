@@ -43,13 +43,13 @@ void AppendModel(const v1::GetModelInfoResponse& model, std::string& text) {
 }
 
 void AppendRequests(const v1::GetServerInfoResponse& server, std::string& text) {
-  absl::StrAppendFormat(&text,
-                        "requests     %s running (at most %s), %s waiting; %s finished, %s refused "
-                        "since the start\n",
-                        WithCommas(server.requests_running()), WithCommas(server.max_num_seqs()),
-                        WithCommas(server.requests_waiting()),
-                        WithCommas(server.requests_finished()),
-                        WithCommas(server.requests_rejected()));
+  absl::StrAppendFormat(
+      &text,
+      "requests     %s running (at most %s), %s waiting with %s prompt tokens; "
+      "%s finished, %s refused since the start\n",
+      WithCommas(server.requests_running()), WithCommas(server.max_num_seqs()),
+      WithCommas(server.requests_waiting()), WithCommas(server.waiting_prompt_tokens()),
+      WithCommas(server.requests_finished()), WithCommas(server.requests_rejected()));
   absl::StrAppendFormat(&text, "tokens       %s read, %s generated\n",
                         WithCommas(server.prompt_tokens()), WithCommas(server.generation_tokens()));
   const uint64_t queries = server.prefix_cache_queries();

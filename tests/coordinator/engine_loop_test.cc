@@ -8,6 +8,7 @@
 #include "prometheus/registry.h"
 #include "prometheus/text_serializer.h"
 
+#include "proto/grpc_status.h"
 #include "tests/coordinator/collected_response.h"
 #include "tests/support/fake_clock.h"
 #include "tests/support/fake_worker_group.h"
@@ -34,6 +35,8 @@ class EngineLoopTest : public ::testing::Test {
     options.scheduler.set_max_num_seqs(4);
     options.scheduler.set_max_num_batched_tokens(128);
     options.scheduler.set_max_queue_len(4);
+    options.scheduler.set_max_queued_tokens(100000);
+    options.scheduler.set_max_request_time(3600);
     options.scheduler.set_enable_prefix_caching(true);
     return options;
   }
@@ -242,6 +245,42 @@ TEST_F(EngineLoopTest, TheQueueIsBounded) {
   EXPECT_LT(refused, 20);
 }
 
+TEST_F(EngineLoopTest, ThePromptsOfTheQueueAreBounded) {
+  StartAndAwaitReady();
+  group_.HoldSteps();
+  const int64_t steps = group_.steps_begun();
+  Submitted running = Submit({1}, 2);
+  ASSERT_TRUE(group_.AwaitStepsBegun(steps + 1));
+  Submitted large = Submit(std::vector<int32_t>(100001, 1), 2);  // alone, it may wait
+  const absl::Status refused = Submit({1}, 2).response->status();
+  EXPECT_EQ(refused.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_THAT(std::string(refused.message()), HasSubstr("100001 prompt tokens"));
+  EXPECT_EQ(proto::RetryDelay(refused), absl::Seconds(1));
+  group_.ReleaseSteps();
+  EXPECT_EQ(running.response->status(), absl::OkStatus());
+  // Beyond what the host tier could ever hold.
+  EXPECT_EQ(large.response->status().code(), absl::StatusCode::kResourceExhausted);
+}
+
+TEST_F(EngineLoopTest, ARequestThatTakesTooLongEndsWithDeadlineExceeded) {
+  StartAndAwaitReady();
+  group_.HoldSteps();
+  const int64_t steps = group_.steps_begun();
+  Submitted slow = Submit(std::vector<int32_t>(1000, 1), 10);
+  ASSERT_TRUE(group_.AwaitStepsBegun(steps + 1));
+  clock_.Advance(absl::Hours(1));
+  Submitted young = Submit({1, 2}, 3);
+  group_.AllowSteps(1);
+  ASSERT_TRUE(group_.AwaitStepsBegun(steps + 2));  // an hour is not more than an hour
+  EXPECT_FALSE(slow.response->closed());
+  clock_.Advance(absl::Milliseconds(1));
+  group_.ReleaseSteps();
+  EXPECT_EQ(slow.response->status().code(), absl::StatusCode::kDeadlineExceeded);
+  EXPECT_THAT(std::string(slow.response->status().message()), HasSubstr("--max-request-time"));
+  EXPECT_EQ(young.response->status(), absl::OkStatus());
+  EXPECT_TRUE(group_.AwaitSequences(0));
+}
+
 TEST_F(EngineLoopTest, DrainingRefusesTheNewAndFinishesTheOld) {
   StartAndAwaitReady();
   group_.HoldSteps();
@@ -311,6 +350,12 @@ TEST_F(EngineLoopTest, MetricsCountWhatHappened) {
        {"kvasir_request_success_total{model_name=\"test\",finished_reason=\"length\"} 2",
         "kvasir_prompt_tokens_total{model_name=\"test\"} 260",
         "kvasir_generation_tokens_total{model_name=\"test\"} 6",
+        "kvasir_request_prompt_tokens_sum{model_name=\"test\"} 260",
+        "kvasir_request_prompt_tokens_bucket{model_name=\"test\",le=\"100\"} 0",
+        "kvasir_request_generation_tokens_count{model_name=\"test\"} 2",
+        "kvasir_request_inference_time_seconds_count{model_name=\"test\"} 2",
+        "kvasir_request_time_per_output_token_seconds_count{model_name=\"test\"} 2",
+        "kvasir_num_waiting_prompt_tokens{model_name=\"test\"} 0",
         "kvasir_prefix_cache_queries_total{model_name=\"test\"} 260",
         "kvasir_prefix_cache_hits_total{model_name=\"test\"} 128",
         "kvasir_prompt_tokens_cached_by_source_total{model_name=\"test\",source=\"device\"} 128",

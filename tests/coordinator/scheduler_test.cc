@@ -8,6 +8,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
+#include "proto/grpc_status.h"
 #include "tests/support/iterations.h"
 #include "tests/support/symbolic_worker.h"
 
@@ -371,6 +372,88 @@ TEST_F(SchedulerTest, TheQueueIsBounded) {
   EXPECT_EQ(scheduler_->Add(Spec(Prompt(10), 4)).code(), absl::StatusCode::kResourceExhausted);
   RunUntilIdle();
   EXPECT_THAT(finished_, SizeIs(3));
+}
+
+TEST_F(SchedulerTest, BesideDecodingSequencesChunksShrinkWithTheContextBehindThem) {
+  constexpr int64_t kPrompt = 312 * 64;
+  const SymbolicWorkerOptions worker = {.device_blocks = 1000, .host_blocks = 1000};
+  SchedulerOptions options = Options(worker);
+  options.attention_parity_tokens = 1000;
+  Make(worker, options);
+  Add(Spec(Prompt(kPrompt, 1), 2));
+  for (int64_t read = 0; read < kPrompt; read += 512) {  // alone: whole chunks to the end
+    ASSERT_TRUE(Step());
+    EXPECT_EQ(plan_.rows(0).num_tokens(), std::min<int64_t>(512, kPrompt - read));
+  }
+  RunUntilIdle();
+
+  Add(Spec(Prompt(100, 2), 2000));
+  ASSERT_TRUE(Step());
+  Add(Spec(Prompt(kPrompt, 3), 2));
+  int64_t before = 512, begin = 0;
+  while (begin + before < kPrompt) {
+    ASSERT_TRUE(Step());
+    ASSERT_EQ(plan_.rows_size(), 2);
+    ASSERT_EQ(plan_.rows(0).num_tokens(), 1u) << "the stream waits";
+    const int64_t tokens = plan_.rows(1).num_tokens();
+    begin = plan_.rows(1).begin();
+    EXPECT_LE(tokens, before);
+    EXPECT_TRUE(tokens <= 64 || tokens * (1000 + begin + 64) <= 512 * (1000 + 4096)) << begin;
+    EXPECT_TRUE(begin > 0 || tokens == 448);  // 511 in whole blocks
+    before = tokens;
+  }
+  EXPECT_LE(before, 64);
+  RunUntilIdle();
+  EXPECT_THAT(finished_, SizeIs(3));
+}
+
+TEST_F(SchedulerTest, WhatASparsePolicyAttendsToIsWhatAChunkCosts) {
+  const SymbolicWorkerOptions worker = {.device_blocks = 1000, .host_blocks = 1000};
+  Make(worker);
+  Add(Spec(Prompt(100, 2), 2000));
+  ASSERT_TRUE(Step());
+  SequenceSpec sparse = Spec(Prompt(20000, 3), 2);
+  sparse.policy.prefill.clear_all();
+  sparse.policy.prefill.mutable_streaming();
+  sparse.policy.prefill.set_window_tokens(512);
+  Add(std::move(sparse));
+  for (int64_t read = 0; read < 20000; read += 448) {
+    ASSERT_TRUE(Step());
+    EXPECT_EQ(plan_.rows(1).num_tokens(), std::min<int64_t>(448, 20000 - read));
+  }
+  RunUntilIdle();
+}
+
+TEST_F(SchedulerTest, TheTokensOfTheQueueAreBoundedButOneMayWaitWhateverItsLength) {
+  SchedulerOptions options = Options({.max_num_seqs = 1});
+  options.max_queued_tokens = 500;
+  Make({.max_num_seqs = 1}, options);
+  Add(Spec(Prompt(100, 1), 4));
+  ASSERT_TRUE(Step());
+  Add(Spec(Prompt(600, 2), 4));  // alone in the queue
+  EXPECT_EQ(scheduler_->stats().waiting_tokens, 600);
+  const absl::Status status = scheduler_->Add(Spec(Prompt(1), 4));
+  EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("600 prompt tokens wait"));
+  EXPECT_THAT(std::string(status.message()), HasSubstr("--max-queued-tokens"));
+  RunUntilIdle();
+  EXPECT_EQ(scheduler_->stats().waiting_tokens, 0);
+  Add(Spec(Prompt(100, 3), 4));
+  ASSERT_TRUE(Step());
+  Add(Spec(Prompt(200, 4), 4));
+  Add(Spec(Prompt(300, 5), 4));  // exactly 500
+  EXPECT_EQ(scheduler_->Add(Spec(Prompt(1), 4)).code(), absl::StatusCode::kResourceExhausted);
+  RunUntilIdle();
+  EXPECT_THAT(finished_, SizeIs(5));
+}
+
+TEST_F(SchedulerTest, OnlyWhatTimeMendsTellsWhenToTryAgain) {
+  SchedulerOptions options = Options({.host_blocks = 10, .max_num_seqs = 1});
+  options.max_queue_len = 0;
+  Make({.host_blocks = 10, .max_num_seqs = 1}, options);
+  EXPECT_EQ(proto::RetryDelay(scheduler_->Add(Spec(Prompt(700), 4))), std::nullopt);
+  Add(Spec(Prompt(100), 4));
+  EXPECT_EQ(proto::RetryDelay(scheduler_->Add(Spec(Prompt(100), 4))), absl::Seconds(1));
 }
 
 TEST_F(SchedulerTest, ASmallDeviceTierOnlySlowsThingsDown) {

@@ -1,6 +1,7 @@
 // The public API over a real socket, above a worker group on paper.
 #include "coordinator/service.h"
 
+#include <atomic>
 #include <filesystem>
 #include <fstream>
 #include <random>
@@ -13,6 +14,7 @@
 #include "gtest/gtest.h"
 
 #include "coordinator/server.h"
+#include "proto/grpc_status.h"
 #include "tests/coordinator/tokenizer/minimal_json.h"
 #include "tests/support/fake_worker_group.h"
 #include "tests/support/health_client.h"
@@ -73,7 +75,9 @@ class ServiceTest : public ::testing::Test {
     config.mutable_endpoint()->set_host("127.0.0.1");
     config.mutable_scheduler()->set_max_num_seqs(4);
     config.mutable_scheduler()->set_max_num_batched_tokens(130);  // rounded down to 128
-    config.mutable_scheduler()->set_max_queue_len(1000);
+    config.mutable_scheduler()->set_max_queue_len(queue_len_);
+    config.mutable_scheduler()->set_max_queued_tokens(1000000);
+    config.mutable_scheduler()->set_max_request_time(3600);
     config.mutable_scheduler()->set_enable_prefix_caching(true);
     return config;
   }
@@ -136,6 +140,7 @@ class ServiceTest : public ::testing::Test {
   const std::string folder_ =
       absl::StrCat(::testing::TempDir(), "/kvasir_service_test.", getpid(), ".",
                    ::testing::UnitTest::GetInstance()->current_test_info()->name());
+  uint32_t queue_len_ = 1000;
   FakeWorkerGroup* group_ = nullptr;
   std::unique_ptr<Server> server_;
   std::shared_ptr<grpc::Channel> channel_;
@@ -221,6 +226,47 @@ TEST_F(ServiceTest, ARequestThatNeverFitsIsRefused) {
   EXPECT_THAT(received.status.error_message(), HasSubstr("holds 2000"));
 }
 
+TEST_F(ServiceTest, AFullQueueTellsWhenToTryAgain) {
+  queue_len_ = 1;
+  Start();
+  group_->HoldSteps();
+  const v1::GenerateRequest request = TokensRequest(std::vector<int32_t>(50, 1), 2);
+  grpc::ClientContext context;
+  auto first = stub_->Generate(&context, request);
+  v1::GenerateResponse response;
+  ASSERT_TRUE(first->Read(&response));  // its step runs: five more may arrive meanwhile
+  std::atomic<int> refused = 0;
+  std::vector<std::thread> clients;
+  for (int i = 0; i < 20; ++i) {
+    clients.emplace_back([&] {
+      const grpc::Status status = Generate(request).status;
+      if (status.ok()) return;
+      EXPECT_EQ(status.error_code(), grpc::StatusCode::RESOURCE_EXHAUSTED);
+      EXPECT_THAT(status.error_message(), HasSubstr("try again later"));
+      const auto delay = proto::RetryDelay(proto::FromGrpcStatus(status));
+      EXPECT_TRUE(delay.has_value() && *delay >= absl::Seconds(1) && *delay <= absl::Minutes(1));
+      ++refused;
+    });
+  }
+  while (refused < 15) std::this_thread::yield();
+  group_->ReleaseSteps();
+  while (first->Read(&response)) {
+  }
+  EXPECT_TRUE(first->Finish().ok());
+  for (std::thread& client : clients) client.join();
+  EXPECT_EQ(ServerInfo().requests_rejected(), static_cast<uint64_t>(refused.load()));
+}
+
+TEST_F(ServiceTest, AMessageBeyondTheCapIsRefusedUnread) {
+  Start();
+  v1::GenerateRequest request;
+  request.set_text(std::string((size_t{64} << 20) + 1, 'x'));
+  const Received received = Generate(request);
+  EXPECT_EQ(received.status.error_code(), grpc::StatusCode::RESOURCE_EXHAUSTED);
+  EXPECT_THAT(received.status.error_message(), HasSubstr("larger than max"));
+  EXPECT_TRUE(Generate(TokensRequest({1}, 1)).status.ok());
+}
+
 TEST_F(ServiceTest, ACancelledCallFreesEverything) {
   Start();
   grpc::ClientContext context;
@@ -296,6 +342,30 @@ TEST_F(ServiceTest, WhenTheGroupFailsRunningRequestsEndAndLaterOnesRun) {
   ASSERT_TRUE(group_->AwaitForms(2));
   ASSERT_EQ(server_->WaitUntilReady(absl::Minutes(1)), absl::OkStatus());
   EXPECT_TRUE(Generate(TokensRequest({1, 2, 3}, 3)).status.ok());
+}
+
+TEST_F(ServiceTest, IsNotReadyWhileTheGroupIsFormedAgain) {
+  Start();
+  EXPECT_EQ(CheckHealth(channel_, kService), Health::kServing);
+  group_->HoldForms();
+  group_->Lose(absl::UnavailableError("worker 0 died"));
+  ASSERT_TRUE(group_->AwaitForms(2));
+  EXPECT_EQ(CheckHealth(channel_, kService), Health::kNotServing);
+  EXPECT_EQ(CheckHealth(channel_, ""), Health::kServing);
+  EXPECT_EQ(ServerInfo().state(), v1::SERVER_STATE_STARTING);
+  group_->ReleaseForms();
+  ASSERT_EQ(server_->WaitUntilReady(absl::Minutes(1)), absl::OkStatus());
+  EXPECT_TRUE(Generate(TokensRequest({1}, 1)).status.ok());
+  EXPECT_EQ(CheckHealth(channel_, kService), Health::kServing);
+}
+
+TEST_F(ServiceTest, AGroupThatFormsWhileTheServerDrainsDoesNotMakeItReady) {
+  Start(/*hold_forms=*/true);
+  server_->Drain();
+  group_->ReleaseForms();
+  ASSERT_EQ(server_->WaitUntilReady(absl::Minutes(1)), absl::OkStatus());
+  EXPECT_EQ(CheckHealth(channel_, kService), Health::kNotServing);
+  EXPECT_EQ(Generate(TokensRequest({1}, 1)).status.error_code(), grpc::StatusCode::UNAVAILABLE);
 }
 
 TEST_F(ServiceTest, HealthFollowsTheGroup) {
@@ -391,13 +461,11 @@ TEST_F(ServiceTest, ServerInfoFollowsStateRequestsAndCache) {
   EXPECT_EQ(info.max_num_seqs(), 4u);
   EXPECT_EQ(info.max_num_batched_tokens(), 128u);
 
-  std::thread shutdown([&] { server_->Shutdown(absl::Minutes(1)); });
-  while (ServerInfo().state() == v1::SERVER_STATE_SERVING) std::this_thread::yield();
+  server_->Drain();
   EXPECT_EQ(ServerInfo().state(), v1::SERVER_STATE_DRAINING);
   group_->ReleaseSteps();
   while (reader->Read(&response)) {
   }
-  shutdown.join();
 }
 
 TEST_F(ServiceTest, ReflectionNamesTheServices) {
@@ -414,15 +482,18 @@ TEST_F(ServiceTest, DrainingFinishesWhatRunsAndRefusesTheRest) {
   auto reader = stub_->Generate(&context, TokensRequest({1, 2, 3}, 3));
   v1::GenerateResponse response;
   ASSERT_TRUE(reader->Read(&response));
-  std::thread shutdown([&] { server_->Shutdown(absl::Minutes(1)); });
-  while (CheckHealth(channel_, kService) == Health::kServing) std::this_thread::yield();
+  server_->Drain();
+  EXPECT_EQ(CheckHealth(channel_, kService), Health::kNotServing);
+  EXPECT_EQ(CheckHealth(channel_, ""), Health::kServing);
+  EXPECT_FALSE(server_->WaitUntilIdle(absl::ZeroDuration()));
   EXPECT_EQ(Generate(TokensRequest({1}, 1)).status.error_code(), grpc::StatusCode::UNAVAILABLE);
   group_->ReleaseSteps();
   while (reader->Read(&response)) {
   }
   EXPECT_TRUE(reader->Finish().ok());
   EXPECT_TRUE(response.has_finish());
-  shutdown.join();
+  EXPECT_TRUE(server_->WaitUntilIdle(absl::Minutes(1)));
+  server_->Shutdown();
 }
 
 TEST_F(ServiceTest, ShutdownWithoutGraceEndsRequestsWithUnavailable) {
@@ -432,7 +503,7 @@ TEST_F(ServiceTest, ShutdownWithoutGraceEndsRequestsWithUnavailable) {
   auto reader = stub_->Generate(&context, TokensRequest({1, 2, 3}, 3));
   v1::GenerateResponse response;
   ASSERT_TRUE(reader->Read(&response));
-  server_->Shutdown(absl::ZeroDuration());
+  server_->Shutdown();
   while (reader->Read(&response)) {
   }
   EXPECT_EQ(reader->Finish().error_code(), grpc::StatusCode::UNAVAILABLE);

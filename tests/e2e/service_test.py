@@ -192,6 +192,33 @@ class OneWorker(unittest.TestCase):
         self.assertEqual(nobody.returncode, 1)
         self.assertIn("UNAVAILABLE", nobody.stderr)
 
+    def bench(self, *flags):
+        return subprocess.run([KVASIR, "bench", f"--server={self.service.address}", "--quiet", *flags],
+                              capture_output=True, text=True, timeout=120, check=False)
+
+    def test_bench_command_measures_a_load(self):
+        for loop in ([], ["--rate=50"]):
+            run = self.bench("--streams=4", "--requests=8", "--prompt-tokens=200", "--max-tokens=8", *loop)
+            self.assertEqual(run.returncode, 0, run.stderr)
+            self.assertRegex(run.stdout, r"8 in [\d.]+ s, 0 failed; 0 of 1,600 prompt tokens cached")
+            for name in ("time to first token, ms", "inter-token latency, ms"):
+                times = [float(t) for t in re.search(name + r" +(.*)", run.stdout).group(1).split()]
+                self.assertEqual(len(times), 4)
+                self.assertGreater(min(times), 0)
+                self.assertEqual(times[1:], sorted(times[1:]))
+
+    def test_bench_command_measures_what_a_long_prompt_does_to_streams(self):
+        run = self.bench("--streams=4", "--prompt-tokens=100", "--max-tokens=10", "--long-prompt-tokens=3000")
+        verdict = re.search(r"p99 ([\d.]+) ms, bound ([\d.]+) \+ 1.5 x ([\d.]+) = ([\d.]+) ms: (held|MISSED)", run.stdout)
+        self.assertTrue(verdict, run.stdout + run.stderr)
+        p99, before, chunk, bound = (float(verdict.group(i)) for i in range(1, 5))
+        self.assertAlmostEqual(bound, before + 1.5 * chunk, delta=0.2)
+        self.assertEqual(run.returncode, 0 if p99 <= bound else 1)
+        self.assertIn("alone", run.stdout)
+        too_long = self.bench("--long-prompt-tokens=9000")
+        self.assertEqual(too_long.returncode, 1)
+        self.assertIn("--max-model-len", too_long.stderr)
+
     def test_tokenize_and_detokenize_are_inverse(self):
         tokens = self.service.stub.Tokenize(generation_pb2.TokenizeRequest(text=DOCUMENT.text)).token_ids
         self.assertGreater(len(tokens), 6900)

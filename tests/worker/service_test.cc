@@ -153,6 +153,7 @@ TEST_F(WorkerServiceTest, HandshakeThenPlansInOrder) {
   EXPECT_EQ(ready->ready().kv_form(), "rotated/float32");
   EXPECT_EQ(ready->ready().vocab_size(), 101u);
   EXPECT_EQ(ready->ready().max_model_len(), 4096u);
+  EXPECT_GT(ready->ready().attention_parity_tokens(), 0u);
   EXPECT_EQ(ready->ready().metrics_address(), "127.0.0.1:1");
   // K and V of 64 tokens in 3 layers and 4 heads of 16 floats.
   EXPECT_EQ(ready->ready().block_bytes(), 2u * 64 * 3 * 4 * 16 * 4);
@@ -232,6 +233,17 @@ TEST_F(WorkerServiceTest, ModelThatDoesNotDivideIsRefusedByName) {
   const grpc::Status status = StatusOf(process_.address(), plan);
   EXPECT_EQ(status.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
   EXPECT_THAT(status.error_message(), testing::AllOf(HasSubstr("heads"), HasSubstr("3")));
+}
+
+TEST_F(WorkerServiceTest, AContextBeyondTheModelsIsServedWhenItIsAllowed) {
+  v1::ShardPlan plan = GoodPlan();
+  plan.mutable_model()->set_max_model_len(5000);
+  plan.mutable_model()->set_allow_long_max_model_len(true);
+  Stream stream(process_.address());
+  stream.Send(plan);
+  const auto ready = stream.Receive();
+  ASSERT_TRUE(ready && ready->has_ready());
+  EXPECT_EQ(ready->ready().max_model_len(), 5000u);
 }
 
 TEST_F(WorkerServiceTest, WrongShardPlansAreRefused) {

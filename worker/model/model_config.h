@@ -57,6 +57,14 @@ struct ModelConfig {
   std::vector<int32_t> eos_token_ids;  // of generation_config.json, else of config.json; sorted
 
   int64_t queries_per_kv_head() const { return num_heads / num_kv_heads; }
+  // The context to which a token attends at the cost of its matrix products, counted in
+  // multiplications. Of a layer: its weights, and two products of head_dim per head and token.
+  int64_t attention_parity_tokens() const {
+    const int64_t query_width = num_heads * head_dim;
+    const int64_t kv_width = num_kv_heads * head_dim;
+    const int64_t weights = hidden_size * (2 * query_width + 2 * kv_width + 3 * intermediate_size);
+    return weights / (2 * query_width);
+  }
 };
 
 // INVALID_ARGUMENT when a field is missing, of the wrong type or out of range; UNIMPLEMENTED when

@@ -1,0 +1,140 @@
+#include "coordinator/cli/bench_command.h"
+
+#include <cstdio>
+#include <iostream>
+#include <map>
+#include <random>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+
+#include "coordinator/cli/bench_interference.h"
+#include "coordinator/cli/bench_prompts.h"
+#include "coordinator/cli/connect.h"
+#include "coordinator/cli/progress_bar.h"
+#include "kernels/base/status_macros.h"
+
+namespace kvasir::coordinator {
+namespace {
+
+// What all requests have in common. Runs do not find each other's prefixes in the cache.
+v1::GenerateRequest MakeRequest(const v1::BenchCommandConfig& config, const std::string& tenant) {
+  v1::GenerateRequest request;
+  request.set_tenant_id(tenant);
+  request.mutable_policy()->set_name(config.policy());
+  v1::SamplingParams& sampling = *request.mutable_sampling();
+  sampling.set_temperature(0);
+  sampling.set_max_tokens(config.max_tokens());
+  sampling.set_ignore_eos(true);
+  return request;
+}
+
+absl::StatusOr<std::vector<v1::GenerateRequest>> MakeRequests(const v1::BenchCommandConfig& config,
+                                                              v1::Generation::Stub& stub,
+                                                              const v1::GenerateRequest& form) {
+  std::vector<v1::GenerateRequest> requests(config.requests(), form);
+  std::vector<std::string> documents;
+  if (!config.documents().empty()) {
+    KVASIR_ASSIGN_OR_RETURN(documents, DocumentPrompts(config.documents()));
+  }
+  for (size_t i = 0; i < requests.size(); ++i) {
+    if (!documents.empty()) {
+      requests[i].set_text(documents[i % documents.size()]);
+      continue;
+    }
+    KVASIR_ASSIGN_OR_RETURN(const std::vector<uint32_t> ids,
+                            RandomTokens(stub, config.prompt_tokens(), config.seed() + i,
+                                         absl::Seconds(config.timeout())));
+    requests[i].mutable_token_ids()->mutable_ids()->Assign(ids.begin(), ids.end());
+  }
+  return requests;
+}
+
+double Milliseconds(absl::Duration duration) { return absl::ToDoubleMilliseconds(duration); }
+
+std::string Row(const char* name, const std::vector<absl::Duration>& values) {
+  return absl::StrFormat("%-26s %10.1f %10.1f %10.1f %10.1f\n", name, Milliseconds(Mean(values)),
+                         Milliseconds(Percentile(values, 0.5)),
+                         Milliseconds(Percentile(values, 0.9)),
+                         Milliseconds(Percentile(values, 0.99)));
+}
+
+std::string ErrorLines(const std::vector<TimedStream>& streams) {
+  std::map<std::string, int64_t> errors;
+  for (const TimedStream& stream : streams) {
+    if (!stream.status.ok()) ++errors[stream.status.ToString()];
+  }
+  std::string text;
+  for (const auto& [error, count] : errors) absl::StrAppend(&text, "  ", count, " x ", error, "\n");
+  return text;
+}
+
+absl::Status RunLoadBench(const v1::BenchCommandConfig& config, v1::Generation::Stub& stub,
+                          const v1::GenerateRequest& form) {
+  KVASIR_ASSIGN_OR_RETURN(const std::vector<v1::GenerateRequest> requests,
+                          MakeRequests(config, stub, form));
+  ProgressBar bar(stderr, "requests");
+  int64_t done = 0;
+  const SteadyClock clock;
+  const TimePoint begin = clock.Now();
+  const std::vector<TimedStream> streams =
+      RunLoad(stub, requests,
+              {.streams = config.streams(),
+               .rate = config.rate(),
+               .seed = config.seed(),
+               .timeout = absl::Seconds(config.timeout())},
+              [&](const TimedStream&) {
+                if (!config.quiet()) bar.Show(++done, config.requests(), std::nullopt);
+              });
+  const absl::Duration wall = Between(begin, clock.Now());
+  bar.Clear();
+  std::cout << BenchTable(streams, wall);
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+std::string BenchTable(const std::vector<TimedStream>& streams, absl::Duration wall) {
+  std::vector<absl::Duration> first_tokens;
+  std::vector<absl::Duration> gaps;
+  uint64_t prompt_tokens = 0, cached_tokens = 0, tokens = 0, failed = 0;
+  for (const TimedStream& stream : streams) {
+    tokens += stream.token_times.size();
+    if (!stream.status.ok()) ++failed;
+    if (!stream.token_times.empty()) {
+      first_tokens.push_back(Between(stream.start, stream.token_times.front()));
+    }
+    const std::vector<absl::Duration> own = stream.Gaps();
+    gaps.insert(gaps.end(), own.begin(), own.end());
+    const v1::Usage& usage = stream.finish.usage();
+    prompt_tokens += usage.prompt_tokens();
+    cached_tokens += usage.cached_tokens().device() + usage.cached_tokens().host() +
+                     usage.cached_tokens().disk();
+  }
+  const double seconds = absl::ToDoubleSeconds(wall);
+  std::string text =
+      absl::StrFormat("%-26s %10s %10s %10s %10s\n", "", "mean", "p50", "p90", "p99");
+  absl::StrAppend(&text, Row("time to first token, ms", first_tokens),
+                  Row("inter-token latency, ms", gaps));
+  absl::StrAppendFormat(&text, "throughput                 %.1f tokens/s generated, %.1f read\n",
+                        static_cast<double>(tokens) / seconds,
+                        static_cast<double>(prompt_tokens) / seconds);
+  absl::StrAppendFormat(
+      &text, "requests                   %s in %.2f s, %s failed; %s of %s prompt tokens cached\n",
+      WithCommas(streams.size()), seconds, WithCommas(failed), WithCommas(cached_tokens),
+      WithCommas(prompt_tokens));
+  return absl::StrCat(text, ErrorLines(streams));
+}
+
+absl::Status RunBench(const v1::BenchCommandConfig& config) {
+  const auto stub = v1::Generation::NewStub(Connect(config.server()));
+  const v1::GenerateRequest form =
+      MakeRequest(config, absl::StrCat("bench-", std::random_device()()));
+  if (config.long_prompt_tokens() == 0) return RunLoadBench(config, *stub, form);
+  KVASIR_ASSIGN_OR_RETURN(const Interference measured, MeasureInterference(config, *stub, form));
+  std::cout << InterferenceTable(measured);
+  if (measured.held()) return absl::OkStatus();
+  return absl::FailedPreconditionError("the bound on inter-token latency was missed");
+}
+
+}  // namespace kvasir::coordinator
