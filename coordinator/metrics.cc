@@ -1,6 +1,7 @@
 #include "coordinator/metrics.h"
 
 #include <map>
+#include <utility>
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
@@ -99,6 +100,17 @@ struct Metrics::Series {
   Counter& prefix_evictions =
       Counters("kvasir_prefix_cache_evictions_total", "Cached token blocks that made room.")
           .Add({});
+  Family<Counter>& preemptions =
+      Counters("kvasir_num_preemptions_total",
+               "Requests that gave up their blocks to others, by whether a disk tier keeps them.");
+  Counter& preempted_swap = preemptions.Add({{"kind", "swap"}});
+  Counter& preempted_recompute = preemptions.Add({{"kind", "recompute"}});
+  Family<Counter>& resumed =
+      Counters("kvasir_requests_resumed_total",
+               "Preempted requests that run again, by where they found blocks of theirs.");
+  Counter& resumed_host = resumed.Add({{"from", "host"}});
+  Counter& resumed_disk = resumed.Add({{"from", "disk"}});
+  Counter& resumed_recompute = resumed.Add({{"from", "recompute"}});
   Counter& prompt_tokens =
       Counters("kvasir_prompt_tokens_total", "Prompt tokens of finished requests.").Add({});
   Counter& generation_tokens =
@@ -147,10 +159,8 @@ struct Metrics::Series {
 
   kernels::Mutex mu;
   Gauge* config GUARDED_BY(mu) = nullptr;
-  // Counters are set from the scheduler's sums, which start anew with every group.
-  int64_t seen_queries GUARDED_BY(mu) = 0;
-  int64_t seen_hits GUARDED_BY(mu) = 0;
-  int64_t seen_evictions GUARDED_BY(mu) = 0;
+  // Counters follow the scheduler's sums, which start anew with every group.
+  SchedulerStats seen GUARDED_BY(mu);
 };
 
 Metrics::Metrics(const std::string& model_name) : series_(std::make_unique<Series>(model_name)) {
@@ -225,13 +235,18 @@ void Metrics::SchedulerState(const SchedulerStats& stats) {
                                   : static_cast<double>(stats.index.held_blocks) /
                                         static_cast<double>(capacity));
   kernels::MutexLock lock(s.mu);
-  const auto advance = [](Counter& counter, int64_t& seen, int64_t now) {
-    if (now > seen) counter.Increment(static_cast<double>(now - seen));
-    seen = now;
+  const SchedulerStats seen = std::exchange(s.seen, stats);
+  const auto advance = [](Counter& counter, int64_t before, int64_t now) {
+    if (now > before) counter.Increment(static_cast<double>(now - before));
   };
-  advance(s.prefix_queries, s.seen_queries, stats.prefix_queries);
-  advance(s.prefix_hits, s.seen_hits, stats.prefix_hits);
-  advance(s.prefix_evictions, s.seen_evictions, stats.index.evictions);
+  advance(s.prefix_queries, seen.prefix_queries, stats.prefix_queries);
+  advance(s.prefix_hits, seen.prefix_hits, stats.prefix_hits);
+  advance(s.prefix_evictions, seen.index.evictions, stats.index.evictions);
+  advance(s.preempted_swap, seen.preempted_swap, stats.preempted_swap);
+  advance(s.preempted_recompute, seen.preempted_recompute, stats.preempted_recompute);
+  advance(s.resumed_disk, seen.resumed_disk, stats.resumed_disk);
+  advance(s.resumed_host, seen.resumed_host, stats.resumed_host);
+  advance(s.resumed_recompute, seen.resumed_recompute, stats.resumed_recompute);
 }
 
 void Metrics::GroupFormed(const CacheConfigInfo& info) {

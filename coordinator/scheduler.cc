@@ -36,6 +36,9 @@ int64_t MaxRunning(const SchedulerOptions& options) {
                    DeviceShare(options.device_blocks)});
 }
 
+// Blocks that are left free when a request joins others, one in so many: room for the next tokens.
+constexpr int64_t kWatermark = 64;
+
 bool IsEmpty(const v1::StepPlan& plan) {
   return plan.rows().empty() && plan.seals().empty() && plan.free_slots().empty() &&
          plan.persists().empty() && plan.drop_blocks().empty() && plan.restores().empty();
@@ -96,7 +99,8 @@ absl::Status Scheduler::Add(SequenceSpec spec) {
 }
 
 absl::Status Scheduler::CheckQueue(int64_t prompt_tokens) const {
-  const int64_t startable = max_running_ - static_cast<int64_t>(running_.size());
+  const int64_t startable =
+      max_running_ - static_cast<int64_t>(running_.size() + restoring_.size());
   const int64_t waiting = static_cast<int64_t>(waiting_.size());
   const int64_t waiting_tokens = WaitingTokens();
   absl::Status full;
@@ -170,14 +174,11 @@ Scheduler::Planned Scheduler::NextPlan(TimePoint now) {
 void Scheduler::SealFullBlocks(Sequence& sequence, Private unpublished, v1::StepPlan& plan) {
   const int64_t full = sequence.computed / kBlockTokens;
   for (int64_t i = sequence.sealed_blocks(); i < full; ++i) {
-    const int64_t begin = i * kBlockTokens;
-    // Only what Match can find is published. What the decode part had a hand in has it in its hash,
-    // which no prompt's chain has.
-    const bool own = begin + kBlockTokens > sequence.private_begin;
+    // What the decode part had a hand in is of use to this sequence only, once it is preempted.
+    const bool own = !sequence.decode_part.KeyOf(i).empty();
     const auto tokens = sequence.block_tokens(i);
     const PrefixHash parent = sequence.chain();
-    const PrefixHash hash = kvstore::HashBlock(
-        parent, tokens, own ? CanonicalBytes(sequence.spec.policy.decode) : std::string());
+    const PrefixHash hash = kvstore::HashBlock(parent, tokens, sequence.decode_part.KeyOf(i));
     sequence.hashes.push_back(hash);
     const Block& block = sequence.blocks[static_cast<size_t>(i)];
     const Block before = i == 0 ? Block() : sequence.blocks[static_cast<size_t>(i) - 1];
@@ -199,7 +200,9 @@ void Scheduler::LetGoOfRetired(v1::StepPlan& plan) {
     if (!sequence.admitted()) continue;  // its start was taken back
     if (retired.blocks == Blocks::kKeep) {
       SealFullBlocks(sequence, Private::kSkip, plan);
-      PersistBlocks(sequence, plan);
+      PersistBlocks(sequence,
+                    std::min(sequence.sealed_blocks(), sequence.private_begin / kBlockTokens),
+                    plan);
     }
     plan.add_free_slots(static_cast<uint32_t>(sequence.slot));
     idle_slots_.push_back(sequence.slot);
@@ -208,14 +211,15 @@ void Scheduler::LetGoOfRetired(v1::StepPlan& plan) {
 }
 
 void Scheduler::PlanDecodes(v1::StepPlan& plan, Budget& budget) {
-  for (Sequence* sequence : running_) {
-    if (!sequence->in_prefill()) AddRow(*sequence, 1, plan, budget);
+  for (size_t i = 0; i < running_.size(); ++i) {  // preempting makes it shorter, from behind
+    Sequence& sequence = *running_[i];
+    if (!sequence.reading() && MakeRoomForToken(sequence, plan)) AddRow(sequence, 1, plan, budget);
   }
 }
 
 void Scheduler::PlanPrompts(v1::StepPlan& plan, Budget& budget) {
   for (Sequence* sequence : running_) {
-    if (!sequence->in_prefill()) continue;
+    if (!sequence->reading()) continue;
     const int64_t num_tokens = ChunkTokens(*sequence, budget);
     if (num_tokens > 0) AddRow(*sequence, num_tokens, plan, budget);
   }
@@ -259,7 +263,7 @@ void Scheduler::AdmitWaiting(TimePoint now, v1::StepPlan& plan, Budget& budget,
 
 // With so much left its first chunk is not empty, however much of it is cached.
 bool Scheduler::HasRoom(const Sequence& sequence, const Budget& budget) {
-  return budget.tokens >= std::min(sequence.prompt_tokens, kBlockTokens) &&
+  return budget.tokens >= std::min(sequence.given_tokens, kBlockTokens) &&
          budget.device_blocks >= 1 && budget.work > 0;
 }
 
@@ -267,20 +271,24 @@ bool Scheduler::HasRoom(const Sequence& sequence, const Budget& budget) {
 void Scheduler::Admit(Sequence& sequence, TimePoint now, v1::StepPlan& plan, Budget& budget,
                       std::vector<Event>& events) {
   sequence.computed = sequence.num_blocks() * kBlockTokens;
-  sequence.cached_tokens = sequence.computed;
-  prefix_queries_ += sequence.prompt_tokens;
-  prefix_hits_ += sequence.cached_tokens;
-  running_.push_back(&sequence);
+  if (sequence.preemptions == 0) {
+    sequence.cached_tokens = sequence.computed;
+    sequence.admitted_at = now;
+    counters_.prefix_queries += sequence.prompt_tokens;
+    counters_.prefix_hits += sequence.cached_tokens;
+  }
+  const auto younger = [](const Sequence* a, const Sequence* b) { return a->spec.id < b->spec.id; };
+  running_.insert(std::upper_bound(running_.begin(), running_.end(), &sequence, younger),
+                  &sequence);
   sequence.slot = idle_slots_.back();
   idle_slots_.pop_back();
-  sequence.admitted_at = now;
   AddStart(sequence, plan);
   AddRow(sequence, ChunkTokens(sequence, budget), plan, budget);
   in_flight_->rows.back().starts = true;
-  events.push_back(Progress(sequence));
+  ReportProgress(sequence, events);
 }
 
-// Takes hold of what is cached of the prompt, and reserves the rest of its blocks.
+// Takes hold of what is cached of the tokens to read, and reserves the rest of their blocks.
 Scheduler::Reserved Scheduler::TryReserve(Sequence& sequence, TimePoint now, v1::StepPlan& plan) {
   const int64_t unreserved = index_->available_blocks() - reserved_blocks_;
   if (did_not_fit_ == sequence.spec.id && unreserved <= did_not_fit_blocks_) {
@@ -288,16 +296,18 @@ Scheduler::Reserved Scheduler::TryReserve(Sequence& sequence, TimePoint now, v1:
   }
   kvstore::PrefixMatch match;
   if (options_.enable_prefix_caching) {
-    match = index_->Match(sequence.scope, sequence.matchable());
+    match = index_->Match(sequence.scope, sequence.matchable(), sequence.decode_part);
   }
   const std::vector<PrefixHash> stored = MatchStored(sequence, match);
   if (!stored.empty() && restoring_hashes_.contains(stored.front())) {
     sequence.waits_for = stored.front();
     return Reserved::kLater;
   }
-  const int64_t needed = sequence.blocks_at_most() - static_cast<int64_t>(match.blocks.size());
+  const int64_t needed = sequence.blocks_to_read() - static_cast<int64_t>(match.blocks.size());
+  const bool alone = running_.empty() && restoring_.empty();
+  const int64_t spare = alone ? 0 : 1 + index_->stats().capacity_blocks / kWatermark;
   // Matched blocks that were idle are no longer available.
-  if (needed > index_->available_blocks() - reserved_blocks_) {
+  if (needed + spare > index_->available_blocks() - reserved_blocks_) {
     did_not_fit_ = sequence.spec.id;
     did_not_fit_blocks_ = unreserved;
     return Reserved::kNoRoom;
@@ -312,9 +322,8 @@ Scheduler::Reserved Scheduler::TryReserve(Sequence& sequence, TimePoint now, v1:
 }
 
 Scheduler::Budget Scheduler::StepBudget() const {
-  const bool decodes = std::any_of(running_.begin(), running_.end(), [](const Sequence* sequence) {
-    return !sequence->in_prefill();
-  });
+  const bool decodes = std::any_of(running_.begin(), running_.end(),
+                                   [](const Sequence* sequence) { return !sequence->reading(); });
   const int64_t whole_chunk =
       options_.max_num_batched_tokens * (options_.attention_parity_tokens + kReferenceContext);
   return {.tokens = options_.max_num_batched_tokens,
@@ -335,7 +344,10 @@ int64_t Scheduler::WorkPerToken(const Sequence& sequence) const {
 
 // Chunks end at multiples of 64 or at the prompt's end; 0 when there is no room for one.
 int64_t Scheduler::ChunkTokens(const Sequence& sequence, const Budget& budget) const {
-  const int64_t rest = sequence.prompt_tokens - sequence.computed;
+  int64_t rest = sequence.given_tokens - sequence.computed;
+  if (sequence.ReadsAnswerOneByOne()) {
+    rest = sequence.in_prefill() ? sequence.prompt_tokens - sequence.computed : 1;
+  }
   if (budget.work <= 0) return 0;
   const int64_t affordable = std::max(kBlockTokens, budget.work / WorkPerToken(sequence));
   const int64_t room = std::min({budget.tokens, budget.device_blocks * kBlockTokens, affordable});
@@ -349,7 +361,7 @@ void Scheduler::AddRow(Sequence& sequence, int64_t num_tokens, v1::StepPlan& pla
                               .num_tokens = num_tokens,
                               .blocks_before = sequence.num_blocks(),
                               .sample = end == sequence.length()});
-  if (sequence.in_prefill()) {
+  if (sequence.reading()) {
     in_flight_->prefill_tokens += num_tokens;
     budget.work -= num_tokens * WorkPerToken(sequence);
   }
@@ -360,17 +372,21 @@ void Scheduler::AddRow(Sequence& sequence, int64_t num_tokens, v1::StepPlan& pla
   row.set_committed_length(static_cast<uint32_t>(end));
   row.set_sample(end == sequence.length());
   while (sequence.num_blocks() * kBlockTokens < end) {
-    row.add_new_blocks(static_cast<uint64_t>(TakeReserved(sequence).value));
+    row.add_new_blocks(static_cast<uint64_t>(TakeBlock(sequence).value));
   }
   budget.tokens -= num_tokens;
   budget.device_blocks -= sequence.num_blocks() - sequence.sealed_blocks();
 }
 
-BlockId Scheduler::TakeReserved(Sequence& sequence) {
+// For what it reads they were reserved at admission, for what it generates MakeRoomForToken was
+// asked.
+BlockId Scheduler::TakeBlock(Sequence& sequence) {
   absl::StatusOr<Block> block = index_->Allocate();
-  KVASIR_CHECK(block.ok() && sequence.reserved_blocks > 0);  // reserved at admission
-  --sequence.reserved_blocks;
-  --reserved_blocks_;
+  KVASIR_CHECK(block.ok());
+  if (sequence.reserved_blocks > 0) {
+    --sequence.reserved_blocks;
+    --reserved_blocks_;
+  }
   sequence.blocks.push_back(*std::move(block));
   return sequence.blocks.back().id();
 }
@@ -387,8 +403,9 @@ void Scheduler::AddStart(const Sequence& sequence, v1::StepPlan& plan) const {
   v1::SequenceStart& start = *plan.add_starts();
   start.set_slot(static_cast<uint32_t>(sequence.slot));
   start.set_sequence_id(static_cast<uint64_t>(sequence.spec.id.value));
-  start.mutable_prompt()->Reserve(static_cast<int>(sequence.prompt_tokens));
+  start.mutable_prompt()->Reserve(static_cast<int>(sequence.length()));
   for (int32_t token : sequence.tokens) start.add_prompt(static_cast<uint32_t>(token));
+  start.set_generated_tokens(static_cast<uint32_t>(sequence.generated()));
   for (const Block& block : sequence.blocks) {
     start.add_cached_blocks(static_cast<uint64_t>(block.id().value));
   }
@@ -442,14 +459,14 @@ Sequence* Scheduler::Find(SequenceId id) {
 }
 
 SchedulerStats Scheduler::stats() const {
-  return {.running = static_cast<int64_t>(running_.size()),
-          .waiting = static_cast<int64_t>(waiting_.size()),
-          .restoring = static_cast<int64_t>(restoring_.size()),
-          .waiting_tokens = WaitingTokens(),
-          .prefix_queries = prefix_queries_,
-          .prefix_hits = prefix_hits_,
-          .index = index_->stats(),
-          .stored = stored_.stats()};
+  SchedulerStats stats = counters_;
+  stats.running = static_cast<int64_t>(running_.size());
+  stats.waiting = static_cast<int64_t>(waiting_.size());
+  stats.restoring = static_cast<int64_t>(restoring_.size());
+  stats.waiting_tokens = WaitingTokens();
+  stats.index = index_->stats();
+  stats.stored = stored_.stats();
+  return stats;
 }
 
 absl::Status Scheduler::CheckIntegrity() const {

@@ -6,9 +6,15 @@
 // every step; the rest of the step's tokens goes to prompts in order of admission, in chunks that
 // end at multiples of 64 or at the prompt's end. Beside decoding sequences chunks shrink with the
 // context behind them, so that such a step takes no longer than a whole chunk behind 4,096 tokens
-// (but a chunk has at least 64 tokens): streams stutter alike however long the prompt. A request is admitted when blocks for its prompt
-// and its longest answer are to be had: nothing that runs can be left without room. Its cached
-// prefix is looked up then, not at arrival, so that requests which follow each other share more.
+// (but a chunk has at least 64 tokens): streams stutter alike however long the prompt. A request
+// is admitted when blocks for its prompt and a few more are to be had. Its cached prefix is looked
+// up then, not at arrival, so that requests which follow each other share more.
+//
+// Preemption. Answers grow, so blocks may run out. Then the youngest request gives up its own and
+// goes back to the head of the queue with what it has generated; its full blocks stay findable in
+// memory while there is room, and on disk. When it is admitted again it takes what it finds of
+// them and computes the rest as it did the first time, to the same bits. The oldest is never
+// preempted, and alone it fits: so all of them end.
 //
 // Disk. Where the prefix index ends, the chain goes on among the blocks that every rank has on
 // disk. Those are restored first: the request holds its blocks and waits, others run on. A block
@@ -98,6 +104,11 @@ struct SchedulerStats {
   int64_t waiting_tokens = 0;  // prompt tokens of those that wait
   int64_t prefix_queries = 0;  // prompt tokens of admitted requests, since the start
   int64_t prefix_hits = 0;     // of these, tokens found in the cache
+  int64_t preempted_swap = 0;  // with a disk tier to go to
+  int64_t preempted_recompute = 0;
+  int64_t resumed_disk = 0;  // admitted again, with blocks from disk
+  int64_t resumed_host = 0;  // from memory only
+  int64_t resumed_recompute = 0;
   kvstore::PrefixIndexStats index;
   kvstore::StoredIndexStats stored;
 };
@@ -174,6 +185,12 @@ class Scheduler {
   void SealFullBlocks(Sequence& sequence, Private unpublished, v1::StepPlan& plan);
   void LetGoOfRetired(v1::StepPlan& plan);
   void PlanDecodes(v1::StepPlan& plan, Budget& budget);
+  // False when the sequence was preempted itself.
+  bool MakeRoomForToken(Sequence& sequence, v1::StepPlan& plan);
+  Sequence& Youngest() const;
+  void Preempt(Sequence& sequence, v1::StepPlan& plan);
+  void KeepFindable(Sequence& sequence, v1::StepPlan& plan);
+  void CountResumed(const v1::RowAccounting& found);
   void PlanPrompts(v1::StepPlan& plan, Budget& budget);
   void AdmitRestored(TimePoint now, v1::StepPlan& plan, Budget& budget, std::vector<Event>& events);
   void AdmitWaiting(TimePoint now, v1::StepPlan& plan, Budget& budget, std::vector<Event>& events);
@@ -187,11 +204,13 @@ class Scheduler {
   int64_t ChunkTokens(const Sequence& sequence, const Budget& budget) const;
   void AddRow(Sequence& sequence, int64_t num_tokens, v1::StepPlan& plan, Budget& budget);
   void AddStart(const Sequence& sequence, v1::StepPlan& plan) const;
-  BlockId TakeReserved(Sequence& sequence);
+  BlockId TakeBlock(Sequence& sequence);
   void GiveBackBlocks(Sequence& sequence, int64_t num_blocks);  // all but the first so many
 
   // The disk tier.
-  void PersistBlocks(const Sequence& sequence, v1::StepPlan& plan) const;
+  bool persists() const { return options_.disk_blocks > 0 && options_.enable_prefix_caching; }
+  // Its first `num_blocks` blocks.
+  void PersistBlocks(const Sequence& sequence, int64_t num_blocks, v1::StepPlan& plan) const;
   std::vector<kvstore::PrefixHash> MatchStored(const Sequence& sequence,
                                                const kvstore::PrefixMatch& match);
   void StartRestoring(Sequence& sequence, const std::vector<kvstore::PrefixHash>& stored,
@@ -213,6 +232,7 @@ class Scheduler {
                 std::vector<Event>& events);
   void ApplyToken(Sequence& sequence, const v1::RowResult& result, TimePoint now,
                   std::vector<Event>& events);
+  void ReportProgress(Sequence& sequence, std::vector<Event>& events);
   ProgressEvent Progress(const Sequence& sequence) const;
 
   enum class Blocks { kKeep, kDiscard };
@@ -229,7 +249,7 @@ class Scheduler {
   absl::flat_hash_map<SequenceId, std::unique_ptr<Sequence>> sequences_;
   std::deque<Sequence*> waiting_;
   std::vector<Sequence*> restoring_;  // hold their blocks; in the order in which they began
-  std::vector<Sequence*> running_;    // in order of admission
+  std::vector<Sequence*> running_;    // by id, so by age
   std::vector<int64_t> idle_slots_;
 
   kvstore::StoredIndex stored_;
@@ -259,8 +279,7 @@ class Scheduler {
   // Prompt tokens computed and the seconds it took, both fading.
   double recent_prefill_tokens_ = 0;
   double recent_prefill_seconds_ = 0;
-  int64_t prefix_queries_ = 0;
-  int64_t prefix_hits_ = 0;
+  SchedulerStats counters_;  // of it the sums
 };
 
 }  // namespace kvasir::coordinator

@@ -133,11 +133,12 @@ void Scheduler::BackToQueue(Sequence& sequence) {
   idle_slots_.push_back(sequence.slot);
   sequence.slot = -1;
   reserved_blocks_ -= std::exchange(sequence.reserved_blocks, 0);
-  prefix_queries_ -= sequence.prompt_tokens;
-  prefix_hits_ -= sequence.cached_tokens;
   sequence.blocks.clear();
   sequence.hashes.clear();
   sequence.computed = 0;
+  if (sequence.preemptions > 0) return;
+  counters_.prefix_queries -= sequence.prompt_tokens;
+  counters_.prefix_hits -= sequence.cached_tokens;
   sequence.cached_tokens = 0;
   sequence.admitted_at.reset();
 }
@@ -151,10 +152,11 @@ void Scheduler::ApplyRow(const PlannedRow& row, const v1::RowResult& result, Tim
         End(*sequence, RowError(result), v1::FINISH_REASON_UNSPECIFIED, Blocks::kDiscard, now));
     return;
   }
+  if (row.starts && sequence->preemptions > 0) CountResumed(result.accounting());
   const bool prefill = sequence->in_prefill();
-  sequence->Account(result.accounting(), prefill, row.starts);
+  sequence->Account(result.accounting(), prefill, row.starts && sequence->preemptions == 0);
   sequence->computed += row.num_tokens;
-  if (prefill) events.push_back(Progress(*sequence));
+  if (prefill) ReportProgress(*sequence, events);
   if (row.sample) ApplyToken(*sequence, result, now, events);
 }
 
@@ -179,6 +181,14 @@ void Scheduler::ApplyToken(Sequence& sequence, const v1::RowResult& result, Time
   events.push_back(End(sequence, absl::OkStatus(),
                        stop ? v1::FINISH_REASON_STOP : v1::FINISH_REASON_LENGTH, Blocks::kKeep,
                        now));
+}
+
+// A client that has seen tokens, or more of its prompt processed before it was preempted, hears
+// nothing.
+void Scheduler::ReportProgress(Sequence& sequence, std::vector<Event>& events) {
+  if (sequence.generated() > 0 || sequence.computed < sequence.reported_tokens) return;
+  sequence.reported_tokens = sequence.computed;
+  events.push_back(Progress(sequence));
 }
 
 ProgressEvent Scheduler::Progress(const Sequence& sequence) const {

@@ -47,10 +47,10 @@ absl::Status Scheduler::OnTierReport(int64_t rank, const v1::TierReport& report,
 
 // Writes behind what others may find. The ranks leave out what they store already, or never sealed
 // because it equals a block that is cached.
-void Scheduler::PersistBlocks(const Sequence& sequence, v1::StepPlan& plan) const {
-  if (options_.disk_blocks == 0 || !options_.enable_prefix_caching) return;
-  const int64_t end = std::min(sequence.sealed_blocks(), sequence.private_begin / kBlockTokens);
-  for (int64_t i = 0; i < end; ++i) {
+void Scheduler::PersistBlocks(const Sequence& sequence, int64_t num_blocks,
+                              v1::StepPlan& plan) const {
+  if (!persists()) return;
+  for (int64_t i = 0; i < num_blocks; ++i) {
     if (stored_.HeldByAll(sequence.hashes[static_cast<size_t>(i)])) continue;
     v1::BlockPersist& persist = *plan.add_persists();
     persist.set_block_id(static_cast<uint64_t>(sequence.blocks[static_cast<size_t>(i)].id().value));
@@ -62,12 +62,11 @@ void Scheduler::PersistBlocks(const Sequence& sequence, v1::StepPlan& plan) cons
 
 std::vector<PrefixHash> Scheduler::MatchStored(const Sequence& sequence,
                                                const kvstore::PrefixMatch& match) {
-  if (options_.disk_blocks == 0 || !options_.enable_prefix_caching || sequence.restore_tried) {
-    return {};
-  }
-  const size_t cached = match.blocks.size() * static_cast<size_t>(kBlockTokens);
+  if (!persists() || sequence.restore_tried) return {};
+  const size_t cached = match.blocks.size();
   return stored_.Match(match.hashes.empty() ? sequence.scope : match.hashes.back(),
-                       sequence.matchable().subspan(cached));
+                       sequence.matchable().subspan(cached * static_cast<size_t>(kBlockTokens)),
+                       static_cast<int64_t>(cached), sequence.decode_part);
 }
 
 void Scheduler::StartRestoring(Sequence& sequence, const std::vector<PrefixHash>& stored,
@@ -79,7 +78,7 @@ void Scheduler::StartRestoring(Sequence& sequence, const std::vector<PrefixHash>
   restoring_.push_back(&sequence);
   for (const PrefixHash& hash : stored) {
     const int64_t index = sequence.num_blocks();
-    const BlockId id = TakeReserved(sequence);
+    const BlockId id = TakeBlock(sequence);
     sequence.hashes.push_back(hash);
     restores_[id] = {.sequence = &sequence, .index = index, .ranks_left = options_.num_ranks};
     restoring_hashes_.insert(hash);

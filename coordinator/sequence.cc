@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "google/protobuf/duration.pb.h"
 
 namespace kvasir::coordinator {
@@ -16,17 +17,24 @@ google::protobuf::Duration ToProto(TimePoint from, TimePoint to) {
   return duration;
 }
 
+kvstore::DecodePart MakeDecodePart(const ResolvedPolicy& policy, int64_t begin) {
+  return {.begin = begin, .key = absl::StrCat(CanonicalBytes(policy.decode), "@", begin)};
+}
+
 }  // namespace
 
 Sequence::Sequence(SequenceSpec s, const kvstore::PrefixHash& prefix_scope)
     : spec(std::move(s)),
       prompt_tokens(static_cast<int64_t>(spec.prompt.size())),
       private_begin(PrivateBegin(spec.policy, prompt_tokens)),
+      decode_part(MakeDecodePart(spec.policy, private_begin)),
       scope(prefix_scope),
       tokens(std::move(spec.prompt)),
+      given_tokens(prompt_tokens),
       last_token_at(spec.arrival) {}
 
 absl::Span<const int32_t> Sequence::matchable() const {
+  if (preemptions > 0) return tokens;
   // Match leaves at least one token to compute, so one more than whole blocks is given to it.
   const int64_t whole = std::min(private_begin, prompt_tokens) / kBlockTokens * kBlockTokens;
   return absl::MakeConstSpan(tokens).first(static_cast<size_t>(std::min(prompt_tokens, whole + 1)));

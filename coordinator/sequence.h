@@ -3,6 +3,7 @@
 // Thread-compatible.
 //
 //   tokens   [0 ............ prompt_tokens ........ tokens.size())      known
+//            [0 ..................... given_tokens)                      known when it was admitted
 //   KV       [0 ....... computed)                                       on the ranks
 //   blocks   [cached | ours, sealed | full or open )                    one per 64 positions
 //             0        hashes.size()  blocks.size()
@@ -44,6 +45,8 @@ struct Sequence {
   int64_t length() const { return static_cast<int64_t>(tokens.size()); }
   int64_t generated() const { return length() - prompt_tokens; }
   bool in_prefill() const { return computed < prompt_tokens; }
+  // Its prompt, and when it was preempted what it had generated, is not yet computed.
+  bool reading() const { return computed < given_tokens; }
   bool admitted() const { return slot >= 0; }
   int64_t num_blocks() const { return static_cast<int64_t>(blocks.size()); }
   int64_t sealed_blocks() const { return static_cast<int64_t>(hashes.size()); }
@@ -54,11 +57,19 @@ struct Sequence {
     return absl::MakeConstSpan(tokens).subspan(static_cast<size_t>(index * kBlockTokens),
                                                static_cast<size_t>(kBlockTokens));
   }
+  // What it had generated must be computed again one token a step: a window of less than a page
+  // makes candidates of pages that are not full, which then must not be ahead of the token.
+  bool ReadsAnswerOneByOne() const {
+    return generated() > 0 && IsSparse(spec.policy.decode) &&
+           int64_t{spec.policy.decode.window_tokens()} < kBlockTokens;
+  }
   // Blocks for the prompt and the longest answer; the last token needs no KV.
   int64_t blocks_at_most() const {
     return (prompt_tokens + spec.max_tokens - 1 + kBlockTokens - 1) / kBlockTokens;
   }
-  // Prompt tokens that cached blocks may stand in for, plus one.
+  int64_t blocks_to_read() const { return (given_tokens + kBlockTokens - 1) / kBlockTokens; }
+  // Tokens that cached blocks may stand in for, plus one: of the prompt those that other requests
+  // share, and everything of a sequence that was preempted, which finds its own blocks again.
   absl::Span<const int32_t> matchable() const;
   bool IsStopToken(int32_t token) const;
   // Adds what the ranks report of one row.
@@ -68,10 +79,13 @@ struct Sequence {
 
   SequenceSpec spec;  // without the prompt: it is the start of tokens
   const int64_t prompt_tokens;
-  const int64_t private_begin;      // PrivateBegin
+  const int64_t private_begin;  // PrivateBegin
+  const kvstore::DecodePart decode_part;
   const kvstore::PrefixHash scope;  // start of the chain
   std::vector<int32_t> tokens;
 
+  int64_t given_tokens;
+  int64_t preemptions = 0;
   int64_t slot = -1;
   int64_t computed = 0;
   std::vector<kvstore::Block> blocks;
@@ -86,7 +100,8 @@ struct Sequence {
   // Not looked at while another request restores this block.
   std::optional<kvstore::PrefixHash> waits_for;
 
-  int64_t cached_tokens = 0;  // prompt tokens that were not computed
+  int64_t reported_tokens = 0;  // the furthest progress that the client has heard of
+  int64_t cached_tokens = 0;    // prompt tokens that were not computed
   v1::CachedTokens cached_by_tier;
   v1::AttentionReport attention;
   double mass_sum = 0;

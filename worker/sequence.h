@@ -24,7 +24,8 @@ struct Sequence {
   kernels::SequenceId id;
   std::vector<int32_t> tokens;  // the prompt, then what was sampled
   int64_t prompt_size = 0;
-  int64_t kv_length = 0;                 // positions [0, kv_length) have their KV in `blocks`
+  int64_t given_size = 0;  // tokens known at the start: more than the prompt if resumed
+  int64_t kv_length = 0;   // positions [0, kv_length) have their KV in `blocks`
   std::vector<kernels::BlockId> blocks;  // bound to the slot, in order
   v1::RowSampling sampling;
   PhasePolicy prefill, decode;

@@ -135,6 +135,9 @@ absl::Status SlotTable::CheckStart(const v1::SequenceStart& start) const {
       return bad("token ", *outside, " of a vocabulary of ", options_.vocab_size);
     }
   }
+  if (start.generated_tokens() >= prompt_size) {
+    return bad(start.generated_tokens(), " generated tokens of ", prompt_size, " leave no prompt");
+  }
   if (start.cached_blocks_size() > (prompt_size - 1) / kPageTokens) {
     return bad(start.cached_blocks_size(), " cached blocks for a prompt of ", prompt_size,
                " tokens leave nothing to compute");
@@ -148,11 +151,12 @@ absl::Status SlotTable::CheckStart(const v1::SequenceStart& start) const {
 absl::StatusOr<CachedPrefix> SlotTable::Start(const v1::SequenceStart& start) {
   KVASIR_RETURN_IF_ERROR(CheckStart(start));
   const PolicyShape& shape = options_.policies[start.policy_index()];
-  const int64_t prompt_size = start.prompt_size();
+  const int64_t prompt_size = start.prompt_size() - int64_t{start.generated_tokens()};
   Sequence& sequence = slots_[start.slot()].emplace();
   sequence.id = kernels::SequenceId(static_cast<int64_t>(start.sequence_id()));
   sequence.tokens.assign(start.prompt().begin(), start.prompt().end());
   sequence.prompt_size = prompt_size;
+  sequence.given_size = start.prompt_size();
   sequence.sampling = start.sampling();
   sequence.prefill = MakePhase(shape.prefill_selector, start.prefill());
   sequence.decode = MakePhase(shape.decode_selector, start.decode());
@@ -188,8 +192,8 @@ absl::Status SlotTable::CheckRow(const v1::StepRow& row, const Sequence& sequenc
   if (begin > sequence.kv_length) return bad("the KV ends at ", sequence.kv_length);
   if (end > known) return bad("the sequence has ", known, " tokens");
   if (end > options_.max_model_len) return bad("the longest context is ", options_.max_model_len);
-  if (row.sample() && end < sequence.prompt_size) {
-    return bad("sampling inside the prompt of ", sequence.prompt_size, " tokens");
+  if (row.sample() && end < sequence.given_size) {
+    return bad("sampling inside the ", sequence.given_size, " tokens that are known");
   }
   // The cut into query blocks must not depend on the chunks.
   if (begin < sequence.decode_begin && begin % kPageTokens != 0) {
@@ -215,7 +219,7 @@ absl::StatusOr<RowWork> SlotTable::Prepare(const v1::StepRow& row,
   KVASIR_RETURN_IF_ERROR(Truncate(row.slot(), row.begin(), truncations));
   KVASIR_RETURN_IF_ERROR(OpenBlocks(row, sequence));
   const int64_t end = int64_t{row.begin()} + row.num_tokens();
-  sequence.tokens.resize(static_cast<size_t>(std::max(sequence.prompt_size, end)));
+  sequence.tokens.resize(static_cast<size_t>(std::max(sequence.given_size, end)));
   return RowWork{.slot = row.slot(),
                  .begin = row.begin(),
                  .num_tokens = row.num_tokens(),

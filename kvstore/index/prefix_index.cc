@@ -37,7 +37,8 @@ class PrefixIndexImpl : public PrefixIndex, private BlockOwner {
   PrefixIndexImpl(int64_t capacity_blocks, BlockHasher hasher)
       : capacity_(capacity_blocks), hasher_(std::move(hasher)) {}
 
-  PrefixMatch Match(const PrefixHash& scope, absl::Span<const int32_t> tokens) override;
+  PrefixMatch Match(const PrefixHash& scope, absl::Span<const int32_t> tokens,
+                    const DecodePart& decode) override;
   absl::StatusOr<Block> Allocate() override;
   int64_t available_blocks() const override { return capacity_ - held_; }
   bool Publish(const FullBlock& full) override;
@@ -75,7 +76,8 @@ class PrefixIndexImpl : public PrefixIndex, private BlockOwner {
   std::vector<BlockId> dropped_;
 };
 
-PrefixMatch PrefixIndexImpl::Match(const PrefixHash& scope, absl::Span<const int32_t> tokens) {
+PrefixMatch PrefixIndexImpl::Match(const PrefixHash& scope, absl::Span<const int32_t> tokens,
+                                   const DecodePart& decode) {
   PrefixMatch match;
   const int64_t limit = (static_cast<int64_t>(tokens.size()) - 1) / kBlockTokens;
   Record* before = nullptr;
@@ -83,7 +85,7 @@ PrefixMatch PrefixIndexImpl::Match(const PrefixHash& scope, absl::Span<const int
     const auto block_tokens =
         tokens.subspan(static_cast<size_t>(i * kBlockTokens), static_cast<size_t>(kBlockTokens));
     const PrefixHash hash =
-        hasher_(match.hashes.empty() ? scope : match.hashes.back(), block_tokens, "");
+        hasher_(match.hashes.empty() ? scope : match.hashes.back(), block_tokens, decode.KeyOf(i));
     const auto it = cached_.find(hash);
     if (it == cached_.end()) break;
     Record& record = *it->second;
@@ -117,7 +119,7 @@ absl::StatusOr<Block> PrefixIndexImpl::Allocate() {
 bool PrefixIndexImpl::Publish(const FullBlock& full) {
   KVASIR_CHECK(full.tokens.size() == static_cast<size_t>(kBlockTokens));
   Record& record = records_.at(full.block.id());
-  KVASIR_CHECK(!record.cached);
+  if (record.cached) return true;
   Record* const parent = full.before ? Canonical(full.before) : nullptr;
   if (full.before && parent == nullptr) return false;
   if (const auto it = cached_.find(full.hash); it != cached_.end()) {

@@ -15,6 +15,7 @@
 #include <array>
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <string>
 #include <vector>
@@ -46,6 +47,19 @@ PrefixHash HashBlock(const PrefixHash& parent, absl::Span<const int32_t> tokens,
 // HashBlock, but for tests that play a weak hash.
 using BlockHasher = std::function<PrefixHash(
     const PrefixHash& parent, absl::Span<const int32_t> tokens, absl::string_view decode_policy)>;
+
+// The positions of a sequence in whose KV its decode part had a hand. Blocks that reach behind
+// `begin` have `key` in their hash, which names the decode part and the position: they are what any
+// sequence with the same tokens and the same key would compute, and no other.
+struct DecodePart {
+  int64_t begin = std::numeric_limits<int64_t>::max();
+  std::string key = {};
+
+  absl::string_view KeyOf(int64_t block_index) const {
+    const bool before = begin >= (block_index + 1) * kBlockTokens;
+    return before ? absl::string_view() : absl::string_view(key);
+  }
+};
 
 struct PrefixMatch {
   std::vector<Block> blocks;       // from position 0 on, held by these handles
@@ -79,16 +93,18 @@ class PrefixIndex {
 
   // The longest run of cached full blocks at the start of `tokens`, at most floor((N-1)/64): at
   // least one token is left to compute. Tokens of the whole prefix are compared, not only hashes.
-  virtual PrefixMatch Match(const PrefixHash& scope, absl::Span<const int32_t> tokens) = 0;
+  virtual PrefixMatch Match(const PrefixHash& scope, absl::Span<const int32_t> tokens,
+                            const DecodePart& decode = {}) = 0;
   // A fresh id with a handle; evicts the least recently used idle block when none is free;
   // RESOURCE_EXHAUSTED ("need 1 block, 128 of 128 are held") when all are held.
   virtual absl::StatusOr<Block> Allocate() = 0;
   // Blocks that Allocate can still give: free and idle ones. Falls by Allocate and Match only.
   virtual int64_t available_blocks() const = 0;
-  // The block is full and may be found from now on. False when it stays private to its holders:
-  // an equal prefix is cached already (two sequences computed the same), or the prefix before it is
-  // not cached or only idle (publishing must not take away available blocks). Private blocks are
-  // sealed on the ranks like others; TakeDropped names them when their holders are gone.
+  // The block is full and may be found from now on; again is nothing new. False when it stays
+  // private to its holders: an equal prefix is cached already (two sequences computed the same), or
+  // the prefix before it is not cached or only idle (publishing must not take away available
+  // blocks). Private blocks are sealed on the ranks like others; TakeDropped names them when their
+  // holders are gone.
   virtual bool Publish(const FullBlock& full) = 0;
   // Ids released since the last call: no rank need keep them.
   virtual std::vector<BlockId> TakeDropped() = 0;

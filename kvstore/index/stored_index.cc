@@ -33,14 +33,16 @@ void StoredIndex::Forgotten(int64_t rank, const PrefixHash& hash) {
 }
 
 std::vector<PrefixHash> StoredIndex::Match(const PrefixHash& parent,
-                                           absl::Span<const int32_t> tokens) {
+                                           absl::Span<const int32_t> tokens, int64_t first,
+                                           const DecodePart& decode) {
   std::vector<PrefixHash> hashes;
   if (held_by_all_ == 0) return hashes;
   const int64_t limit = (static_cast<int64_t>(tokens.size()) - 1) / kBlockTokens;
   for (int64_t i = 0; i < limit; ++i) {
     const auto block_tokens =
         tokens.subspan(static_cast<size_t>(i * kBlockTokens), static_cast<size_t>(kBlockTokens));
-    const PrefixHash hash = hasher_(hashes.empty() ? parent : hashes.back(), block_tokens, "");
+    const PrefixHash hash =
+        hasher_(hashes.empty() ? parent : hashes.back(), block_tokens, decode.KeyOf(first + i));
     if (!HeldByAll(hash)) break;
     if (block_tokens != absl::MakeConstSpan(records_.at(hash).tokens)) {
       ++hash_collisions_;

@@ -34,9 +34,11 @@ class StoredIndex {
   void Stored(int64_t rank, const PrefixHash& hash, absl::Span<const int32_t> tokens);
   void Forgotten(int64_t rank, const PrefixHash& hash);
 
-  // The blocks behind `parent` that hold `tokens`, as long as every rank holds them, at most
-  // floor((N-1)/64): at least one token is left to compute. Tokens are compared.
-  std::vector<PrefixHash> Match(const PrefixHash& parent, absl::Span<const int32_t> tokens);
+  // The blocks from the `first`-th of a sequence on, behind `parent`, that hold `tokens`, as long
+  // as every rank holds them, at most floor((N-1)/64): at least one token is left to compute.
+  // Tokens are compared.
+  std::vector<PrefixHash> Match(const PrefixHash& parent, absl::Span<const int32_t> tokens,
+                                int64_t first = 0, const DecodePart& decode = {});
   bool HeldByAll(const PrefixHash& hash) const;
 
   StoredIndexStats stats() const;

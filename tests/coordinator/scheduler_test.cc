@@ -119,9 +119,10 @@ class SchedulerTest : public ::testing::Test {
     ASSERT_EQ(scheduler_->CheckIntegrity(), absl::OkStatus());
   }
   // The same disk, another process and another formation of the group.
-  void Restart(const SymbolicWorkerOptions& options) {
+  void Restart(const SymbolicWorkerOptions& options) { Restart(options, Options(options)); }
+  void Restart(const SymbolicWorkerOptions& worker, const SchedulerOptions& options) {
     const std::unique_ptr<SymbolicWorker> before = std::move(worker_);
-    Make(options);
+    Make(worker, options);
     const v1::TierReport stored = worker_->TakeOverDisk(*before);
     ASSERT_EQ(scheduler_->OnTierReport(0, stored, now_), absl::OkStatus());
   }
@@ -350,16 +351,196 @@ TEST_F(SchedulerTest, ARequestThatCanNeverFitIsRefusedWithNumbers) {
   EXPECT_THAT(std::string(status.message()), HasSubstr("--kv-host-size-gb"));
 }
 
-TEST_F(SchedulerTest, WaitsForBlocksInsteadOfOvercommitting) {
-  Make({.host_blocks = 5});
-  const SequenceId first = Add(Spec(Prompt(100, 1), 100));   // 4 blocks at most
-  const SequenceId second = Add(Spec(Prompt(100, 2), 100));  // 4 blocks at most
+TEST_F(SchedulerTest, WaitsUntilThereAreBlocksForThePromptAndOneMore) {
+  Make({.host_blocks = 6});
+  Add(Spec(Prompt(100, 1), 1));  // 2 blocks each
+  Add(Spec(Prompt(100, 2), 1));
+  const SequenceId third = Add(Spec(Prompt(100, 3), 1));
   ASSERT_TRUE(Step());
-  EXPECT_EQ(scheduler_->stats().running, 1);
+  EXPECT_EQ(scheduler_->stats().running, 0);  // both have ended
   EXPECT_EQ(scheduler_->stats().waiting, 1);
   RunUntilIdle();
-  EXPECT_THAT(tokens_[first], SizeIs(100));
-  EXPECT_THAT(tokens_[second], SizeIs(100));
+  EXPECT_THAT(tokens_[third], SizeIs(1));
+  EXPECT_EQ(scheduler_->stats().preempted_recompute, 0);
+}
+
+// --- preemption
+
+class SchedulerPreemptionTest : public SchedulerTest {
+ protected:
+  // Two answers that do not fit together: 4 blocks each, of 6 (or `host_blocks`).
+  void AddTwo(const ResolvedPolicy& policy = DensePolicy()) {
+    for (int32_t i : {1, 2}) {
+      SequenceSpec spec = Spec(Prompt(100, i), 150);
+      spec.policy = policy;
+      expected_.push_back(Expected(spec));
+      ids_.push_back(Add(std::move(spec)));
+    }
+  }
+  void ExpectAnswers() {
+    for (size_t i = 0; i < ids_.size(); ++i) {
+      EXPECT_EQ(tokens_[ids_[i]], expected_[i]) << i;  // Collect checks the indices
+      EXPECT_EQ(finished_.at(ids_[i]).status, absl::OkStatus());
+    }
+  }
+
+  std::vector<SequenceId> ids_;
+  std::vector<std::vector<int32_t>> expected_;
+};
+
+TEST_F(SchedulerPreemptionTest, TheYoungestGivesWayAndIsAnsweredTheSame) {
+  Make({.host_blocks = 6});
+  AddTwo();
+  while (scheduler_->stats().preempted_recompute == 0) ASSERT_TRUE(Step());
+  EXPECT_EQ(scheduler_->stats().running, 1);
+  EXPECT_EQ(scheduler_->stats().waiting, 1);
+  EXPECT_THAT(plan_.free_slots(), SizeIs(1));
+  EXPECT_THAT(plan_.rows(), SizeIs(1));
+  while (!finished_.contains(ids_[0])) ASSERT_TRUE(Step());
+  EXPECT_FALSE(finished_.contains(ids_[1]));
+  RunUntilIdle();
+  ExpectAnswers();
+  EXPECT_EQ(scheduler_->stats().preempted_swap, 0);
+  const v1::Usage& usage = finished_.at(ids_[1]).summary.usage();
+  EXPECT_EQ(usage.prompt_tokens(), 100u);
+  EXPECT_EQ(usage.completion_tokens(), 150u);
+  EXPECT_EQ(usage.cached_tokens().device(), 0u);
+  EXPECT_EQ(scheduler_->stats().prefix_queries, 200);
+}
+
+TEST_F(SchedulerPreemptionTest, WhatWasGeneratedIsReadAgainInOneRowAndNotSampled) {
+  SchedulerOptions options = Options({.host_blocks = 6});
+  options.enable_prefix_caching = false;
+  Make({.host_blocks = 6}, options);
+  AddTwo();
+  while (!finished_.contains(ids_[0])) ASSERT_TRUE(Step());
+  const size_t had = tokens_[ids_[1]].size();
+  ASSERT_GT(had, 64u);
+  while (plan_.starts().empty()) ASSERT_TRUE(Step());
+  EXPECT_EQ(plan_.starts(0).generated_tokens(), had);
+  EXPECT_THAT(plan_.starts(0).prompt(), SizeIs(100 + had));
+  EXPECT_EQ(plan_.rows(0).num_tokens(), 100 + had);
+  EXPECT_EQ(tokens_[ids_[1]].size(), had + 1);
+  EXPECT_EQ(scheduler_->stats().resumed_recompute, 1);
+  RunUntilIdle();
+  ExpectAnswers();
+}
+
+TEST_F(SchedulerPreemptionTest, BlocksThatAreLeftAreFoundAgainInMemory) {
+  Make({.host_blocks = 7});
+  AddTwo(SparsePolicy(64));  // so that the blocks of the answer are its own
+  RunUntilIdle();
+  ExpectAnswers();
+  EXPECT_GT(scheduler_->stats().preempted_recompute, 0);
+  EXPECT_GT(scheduler_->stats().resumed_host, 0);
+}
+
+TEST_F(SchedulerPreemptionTest, BlocksComeBackFromDisk) {
+  Make({.host_blocks = 6, .disk_blocks = 100});
+  AddTwo(SparsePolicy(64));
+  RunUntilIdle();
+  ExpectAnswers();
+  EXPECT_GT(scheduler_->stats().preempted_swap, 0);
+  EXPECT_EQ(scheduler_->stats().preempted_recompute, 0);
+  EXPECT_GT(scheduler_->stats().resumed_disk, 0);
+  EXPECT_GT(worker_->reads(), 0);
+}
+
+TEST_F(SchedulerPreemptionTest, OwnBlocksAreNotFoundByOthers) {
+  Make({.host_blocks = 7});
+  AddTwo(SparsePolicy(64));
+  while (scheduler_->stats().preempted_recompute == 0) ASSERT_TRUE(Step());
+  std::vector<int32_t> turn = Prompt(100, 2);
+  turn.insert(turn.end(), tokens_[ids_[1]].begin(), tokens_[ids_[1]].end());
+  turn.push_back(1);
+  SequenceSpec spec = Spec(turn, 1);  // dense: it would read the answer block by block
+  const std::vector<int32_t> expected = Expected(spec);
+  const SequenceId id = Add(std::move(spec));
+  RunUntilIdle();  // the rank refuses blocks that are not this prefix
+  EXPECT_EQ(tokens_[id], expected);
+  ExpectAnswers();
+}
+
+// Equal tokens and policies, but another position from which on tokens were read one by one.
+TEST_F(SchedulerPreemptionTest, OwnBlocksAreOnlyForPromptsOfTheSameLength) {
+  Make({.host_blocks = 10, .disk_blocks = 100});
+  const SequenceId oldest = Add(Spec(Prompt(100, 1), 500));
+  SequenceSpec spec = Spec(Prompt(100, 2), 400);
+  spec.policy = SparsePolicy(64);
+  const SequenceId first = Add(spec);
+  while (scheduler_->stats().preempted_swap == 0) ASSERT_TRUE(Step());
+  DeliverTierReport();
+  ASSERT_TRUE(scheduler_->Cancel(first, absl::CancelledError(""), now_).has_value());
+  spec.id = SequenceId(next_id_++);
+  spec.prompt.insert(spec.prompt.end(), tokens_[first].begin(), tokens_[first].begin() + 20);
+  const std::vector<int32_t> expected = Expected(spec);
+  const SequenceId second = Add(spec);
+  while (scheduler_->stats().preempted_swap == 1) ASSERT_TRUE(Step());
+  EXPECT_FALSE(finished_.contains(oldest));
+  RunUntilIdle();  // the rank refuses blocks that are not this prefix
+  EXPECT_EQ(tokens_[second], expected);
+  EXPECT_GT(scheduler_->stats().resumed_disk, 0);
+}
+
+TEST_F(SchedulerPreemptionTest, WithAWindowBelowAPageTheAnswerIsReadOneByOne) {
+  SchedulerOptions options = Options({.host_blocks = 6});
+  options.enable_prefix_caching = false;
+  Make({.host_blocks = 6}, options);
+  ResolvedPolicy policy = SparsePolicy(0);
+  policy.decode.set_window_tokens(32);
+  AddTwo(policy);
+  while (!finished_.contains(ids_[0])) ASSERT_TRUE(Step());
+  while (plan_.starts().empty()) ASSERT_TRUE(Step());
+  ASSERT_GT(plan_.starts(0).generated_tokens(), 0u);
+  EXPECT_LE(plan_.rows(0).begin() + plan_.rows(0).num_tokens(), 100u);
+  ASSERT_TRUE(Step());
+  EXPECT_EQ(plan_.rows(0).num_tokens(), 1u);
+  EXPECT_FALSE(plan_.rows(0).sample());
+  RunUntilIdle();
+  ExpectAnswers();
+}
+
+TEST_F(SchedulerPreemptionTest, APromptThatIsBeingReadGivesWayToo) {
+  Make({.host_blocks = 10, .max_num_batched_tokens = 64});
+  Add(Spec(Prompt(60, 1), 400));
+  const SequenceId second = Add(Spec(Prompt(300, 2), 3));
+  RunUntilIdle();
+  EXPECT_THAT(tokens_[second], SizeIs(3));
+  std::vector<int64_t> processed;
+  for (const ProgressEvent& event : progress_[second]) processed.push_back(event.processed_tokens);
+  EXPECT_TRUE(std::is_sorted(processed.begin(), processed.end()));
+}
+
+TEST_F(SchedulerPreemptionTest, ARestoringRequestGivesWay) {
+  const SymbolicWorkerOptions options = {.host_blocks = 7, .disk_blocks = 100};
+  Make(options);
+  Add(Spec(Prompt(200, 1), 1));
+  RunUntilIdle();
+  SchedulerOptions patient = Options(options);
+  patient.restore_patience = absl::Hours(1);
+  Restart(options, patient);
+  const SequenceId runs = Add(Spec(Prompt(60, 2), 300));
+  ASSERT_TRUE(Step());
+  const SequenceId restores = Add(Spec(Prompt(200, 1), 2));
+  ASSERT_TRUE(Step());
+  ASSERT_EQ(scheduler_->stats().restoring, 1);
+  while (scheduler_->stats().restoring == 1) ASSERT_TRUE(Step());  // the disk is silent
+  EXPECT_FALSE(finished_.contains(runs));
+  EXPECT_EQ(scheduler_->stats().waiting, 1);
+  RunUntilIdle();
+  EXPECT_THAT(tokens_[runs], SizeIs(300));
+  EXPECT_THAT(tokens_[restores], SizeIs(2));
+}
+
+TEST_F(SchedulerPreemptionTest, CancellingAPreemptedRequestLeavesNothing) {
+  Make({.host_blocks = 6});
+  AddTwo();
+  while (scheduler_->stats().preempted_recompute == 0) ASSERT_TRUE(Step());
+  ASSERT_TRUE(scheduler_->Cancel(ids_[1], absl::CancelledError(""), now_).has_value());
+  RunUntilIdle();
+  EXPECT_EQ(tokens_[ids_[0]], expected_[0]);
+  EXPECT_EQ(worker_->num_sequences(), 0);
+  EXPECT_EQ(scheduler_->stats().index.held_blocks, 0);
 }
 
 TEST_F(SchedulerTest, TheQueueIsBounded) {
@@ -885,6 +1066,11 @@ class RandomSchedulerTest : public SchedulerTest, public ::testing::WithParamInt
     std::vector<int32_t> prompt = Prompt(1 + Random(400), document);
     const int64_t question = Random(3) == 0 ? 0 : Random(100);
     for (int64_t i = 0; i < question; ++i) prompt.push_back(static_cast<int32_t>(Random(kVocab)));
+    // Or an earlier prompt and some of its answer, so that answers are read as prompts.
+    if (Random(3) == 0 && !conversation_.empty()) {
+      prompt = conversation_;
+      prompt.resize(static_cast<size_t>(1 + Random(static_cast<int64_t>(prompt.size()))));
+    }
     SequenceSpec spec = Spec(std::move(prompt), 1 + Random(80));
     spec.sampling.set_seed(static_cast<uint64_t>(Random(2)));
     for (int64_t i = Random(3); i > 0; --i) {
@@ -901,6 +1087,10 @@ class RandomSchedulerTest : public SchedulerTest, public ::testing::WithParamInt
     }
     if (Random(5) == 0) spec.tenant = "other";
     Asked asked = {.expected = Expected(spec)};
+    if (Random(3) == 0 && spec.prompt.size() < 400) {
+      conversation_ = spec.prompt;
+      conversation_.insert(conversation_.end(), asked.expected.begin(), asked.expected.end());
+    }
     const SequenceId id = spec.id;
     const absl::Status status = scheduler_->Add(std::move(spec));
     if (status.ok()) {
@@ -922,8 +1112,14 @@ class RandomSchedulerTest : public SchedulerTest, public ::testing::WithParamInt
     Collect({*std::move(finish)});
   }
 
-  // A step during which sequences may be cancelled, and after which the ranks may be gone.
+  // A step during which sequences may be cancelled, and what the disk has done meanwhile.
   void RandomStep() {
+    now_ += std::chrono::milliseconds(Random(50));
+    RunPlan();
+    const v1::TierReport report = worker_->TakeTierReport(SymbolicWorker::Disk::kSome, random_());
+    ASSERT_EQ(scheduler_->OnTierReport(0, report, now_), absl::OkStatus());
+  }
+  void RunPlan() {
     Scheduler::Planned planned = scheduler_->NextPlan(now_);
     Collect(std::move(planned.events));
     if (!planned.plan.has_value()) return;
@@ -931,12 +1127,9 @@ class RandomSchedulerTest : public SchedulerTest, public ::testing::WithParamInt
     ASSERT_TRUE(reply.ok()) << reply.status();
     if (Random(10) == 0) CancelRandom(false);
     if (Random(20) == 0) CancelRandom(true);
-    now_ += std::chrono::milliseconds(Random(50));
     absl::StatusOr<std::vector<Event>> events = scheduler_->OnReply(*reply, now_);
     ASSERT_TRUE(events.ok()) << events.status();
     Collect(*std::move(events));
-    const v1::TierReport report = worker_->TakeTierReport(SymbolicWorker::Disk::kSome, random_());
-    ASSERT_EQ(scheduler_->OnTierReport(0, report, now_), absl::OkStatus());
   }
 
   void CheckAnswers() const {
@@ -961,6 +1154,7 @@ class RandomSchedulerTest : public SchedulerTest, public ::testing::WithParamInt
 
   std::mt19937_64 random_{GetParam()};
   std::map<SequenceId, Asked> asked_;
+  std::vector<int32_t> conversation_;
 };
 
 TEST_P(RandomSchedulerTest, EveryRequestEndsOnceWithTheAnswerItGetsAlone) {
@@ -1011,6 +1205,25 @@ TEST_P(RandomSchedulerTest, TheDiskChangesNoAnswer) {
   EXPECT_GT(worker_->reads(), 0);
   EXPECT_EQ(scheduler_->stats().index.held_blocks, 0);
   EXPECT_LE(worker_->num_blocks(), scheduler_->stats().index.idle_blocks);
+}
+
+// Answers of up to 80 tokens, and blocks for two or three of the requests.
+TEST_P(RandomSchedulerTest, PreemptionChangesNoAnswer) {
+  Make({.host_blocks = 13 + Random(4), .max_num_seqs = 8, .disk_blocks = Random(2) * 50});
+  for (int64_t i = Iterations(2000); i > 0; --i) {
+    if (Random(3) == 0 && scheduler_->stats().waiting < 8) AddRandom();
+    if (Random(30) == 0) CancelRandom(false);
+    if (Random(100) == 0) worker_->LoseOneBlock(random_());
+    RandomStep();
+    ASSERT_EQ(scheduler_->CheckIntegrity(), absl::OkStatus()) << "seed " << GetParam();
+    if (HasFatalFailure()) FAIL() << "seed " << GetParam();
+  }
+  RunUntilIdle();
+  CheckAnswers();
+  const SchedulerStats stats = scheduler_->stats();
+  EXPECT_GT(stats.preempted_swap + stats.preempted_recompute, 0);
+  EXPECT_GT(stats.resumed_disk + stats.resumed_host + stats.resumed_recompute, 0);
+  EXPECT_EQ(stats.index.held_blocks, 0);
 }
 
 TEST_P(RandomSchedulerTest, WhenTheGroupFailsEveryRequestEndsOnce) {

@@ -74,6 +74,7 @@ class SymbolicWorker {
     uint64_t fingerprint = 0;  // behind its last token; set when full
     std::string prefix_hash;   // set when sealed
     bool restoring = false;
+    bool restored = false;  // and not used since
   };
   struct Stored {
     uint64_t fingerprint = 0;
@@ -83,6 +84,8 @@ class SymbolicWorker {
     v1::SequenceStart start;  // without prompt
     int64_t prompt_tokens = 0;
     std::vector<int32_t> tokens;
+    int64_t given_tokens = 0;
+    int64_t from_disk = 0;  // blocks
     int64_t kv_length = 0;
     std::vector<uint64_t> blocks = {};
   };
@@ -237,6 +240,7 @@ inline void SymbolicWorker::EndRead(uint64_t id, bool fails, v1::TierReport& rep
   const auto found = stored_.find(it->second.prefix_hash);
   if (!fails && found != stored_.end()) {
     it->second.restoring = false;
+    it->second.restored = true;
     it->second.fingerprint = found->second.fingerprint;
     ++reads_done_;
     return;
@@ -303,18 +307,20 @@ inline absl::Status SymbolicWorker::Start(const v1::SequenceStart& start) {
   }
   if (slots_.contains(start.slot())) return Bad("starts in a slot in use", start.slot());
   Slot slot = {.start = start,
-               .prompt_tokens = start.prompt_size(),
-               .tokens = {start.prompt().begin(), start.prompt().end()}};
+               .prompt_tokens = start.prompt_size() - int64_t{start.generated_tokens()},
+               .tokens = {start.prompt().begin(), start.prompt().end()},
+               .given_tokens = start.prompt_size()};
   slot.start.clear_prompt();
   for (uint64_t id : start.cached_blocks()) {
     slot.kv_length += kTokens;
-    if (slot.kv_length >= slot.prompt_tokens) return Bad("leaves nothing to compute", id);
+    if (slot.kv_length >= slot.given_tokens) return Bad("leaves nothing to compute", id);
     BlockState& block = blocks_.at(id);
     if (block.restoring) return Bad("uses a block that is being restored", id);
     if (block.fingerprint != Fingerprint(slot, slot.kv_length)) {
       return Bad("uses a cached block that is not this prefix", id);
     }
     ++block.users;
+    slot.from_disk += std::exchange(block.restored, false) ? 1 : 0;
     slot.blocks.push_back(id);
   }
   slots_.emplace(start.slot(), std::move(slot));
@@ -361,7 +367,8 @@ inline absl::Status SymbolicWorker::RunRow(const v1::StepRow& row, v1::StepReply
   v1::RowAccounting& accounting = *result.mutable_accounting();
   accounting.set_blocks_total(slot.blocks.size());
   accounting.set_cached_device_tokens(
-      static_cast<uint32_t>(slot.start.cached_blocks_size() * kTokens));
+      static_cast<uint32_t>((slot.start.cached_blocks_size() - slot.from_disk) * kTokens));
+  accounting.set_cached_disk_tokens(static_cast<uint32_t>(slot.from_disk * kTokens));
   if (!row.sample()) return absl::OkStatus();
   const int32_t token =
       NextToken(slot.tokens, slot.prompt_tokens, slot.start.sampling(), options_.vocab_size);
@@ -391,7 +398,7 @@ inline absl::Status SymbolicWorker::CheckPlan(const v1::StepPlan& plan) const {
     if (!slots.contains(start.slot())) return Bad("starts without a row", start.slot());
   }
   for (const auto& [id, slot] : slots_) {
-    if (slot.kv_length >= slot.prompt_tokens && !slots.contains(id)) {
+    if (slot.kv_length >= slot.given_tokens && !slots.contains(id)) {
       return Bad("a decoding sequence has no row", id);
     }
   }

@@ -102,6 +102,46 @@ TEST_P(EnginePolicyTest, ChunksDoNotChangeLogits) {
   }
 }
 
+// Prompt in chunks, what was generated as rows of their own, and then on as if nothing had been.
+TEST_P(EnginePolicyTest, PreemptionDoesNotChangeLogits) {
+  TestRequest request = MakeRequest(100, GetParam());
+  request.max_tokens = 150;
+  TestWorker whole(*model_);
+  TestCoordinator coordinator({.chunk = 128, .keep_blocks = true});
+  const size_t r = coordinator.Add(request);
+  whole.Run(coordinator);
+  const std::vector<uint32_t> tokens = coordinator.result(r).tokens;
+  const std::vector<uint64_t> blocks = coordinator.result(r).blocks;
+  const auto resume = [&](size_t had) {
+    TestRequest resumed = request;
+    resumed.generated.assign(tokens.begin(), tokens.begin() + static_cast<int64_t>(had));
+    resumed.max_tokens -= static_cast<int64_t>(had);
+    return resumed;
+  };
+  const auto from = [&](const AllLogits& all, size_t had) {
+    AllLogits later;
+    for (const auto& [place, logits] : all) {
+      if (place.second >= 99 + static_cast<int64_t>(had)) later[{0, place.second}] = logits;
+    }
+    return later;
+  };
+  for (const size_t had : {1u, 28u, 90u, 149u}) {
+    for (const int64_t chunk : {64, 4096}) {
+      SCOPED_TRACE(testing::Message() << had << " generated, chunks of " << chunk);
+      ExpectSameBits(from(whole.logits(), had), RunAlone(resume(had), chunk));
+    }
+  }
+  // With blocks that it filled itself, up to the middle of what it had generated.
+  TestRequest resumed = resume(120);
+  resumed.cached_blocks.assign(blocks.begin(), blocks.begin() + 3);
+  const AllLogits before = whole.logits();
+  const size_t again = coordinator.Add(resumed);
+  whole.Run(coordinator);
+  ExpectSameBits(from(before, 120), from(whole.logits(), 120));
+  const std::vector<uint32_t> rest(tokens.begin() + 120, tokens.end());
+  EXPECT_EQ(coordinator.result(again).tokens, rest);
+}
+
 TEST_P(EnginePolicyTest, TruncatedSequenceGoesOnAsIfItHadNotBeenThere) {
   const TestRequest request = MakeRequest(100, GetParam());
   const AllLogits fresh = RunAlone(request);
@@ -477,6 +517,9 @@ INSTANTIATE_TEST_SUITE_P(
                     for (int i = 0; i < 5000; ++i) p.mutable_starts(0)->add_prompt(1);
                   },
                   "4096"},
+        WrongPlan{"NothingButAnswer",
+                  [](auto& p) { p.mutable_starts(0)->set_generated_tokens(100); },
+                  "leave no prompt"},
         WrongPlan{"TokenOutOfVocabulary", [](auto& p) { p.mutable_starts(0)->set_prompt(3, 101); },
                   "token 101"},
         WrongPlan{"StopTokenOutOfVocabulary",

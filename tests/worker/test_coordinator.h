@@ -26,6 +26,7 @@ struct TestRequest {
   uint32_t tail_tokens = 64;
   v1::RowSampling sampling;
   std::vector<uint64_t> cached_blocks;
+  std::vector<uint32_t> generated = {};  // before it was preempted
 };
 
 struct TestResult {
@@ -137,6 +138,8 @@ class TestCoordinator {
     start.set_slot(static_cast<uint32_t>(running.slot));
     start.set_sequence_id(running.result);
     start.mutable_prompt()->Add(request.prompt.begin(), request.prompt.end());
+    start.mutable_prompt()->Add(request.generated.begin(), request.generated.end());
+    start.set_generated_tokens(static_cast<uint32_t>(request.generated.size()));
     start.mutable_cached_blocks()->Add(request.cached_blocks.begin(), request.cached_blocks.end());
     *start.mutable_sampling() = request.sampling;
     start.set_policy_index(request.policy);
@@ -145,14 +148,13 @@ class TestCoordinator {
     start.set_tail_tokens(request.tail_tokens);
     running.sealed = std::ssize(request.cached_blocks);
     running.length = running.sealed * kPage;
-    running.known = std::ssize(request.prompt);
+    running.known = start.prompt_size();
     results_[running.result].blocks = request.cached_blocks;
   }
 
   void AddRow(Running& running, int64_t& budget, v1::StepPlan& plan) {
-    const int64_t prompt = std::ssize(running.request.prompt);
     int64_t end = std::min(running.length + std::min(options_.chunk, budget), running.known);
-    if (end < prompt) end = end / kPage * kPage;
+    if (end < running.known) end = end / kPage * kPage;
     if (end <= running.length) return;
     budget -= end - running.length;
     v1::StepRow& row = *plan.add_rows();
