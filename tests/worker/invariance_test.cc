@@ -32,6 +32,7 @@ using ::testing::Values;
 using ::testing::ValuesIn;
 
 constexpr int64_t kPromptTokens = 1500;
+constexpr uint32_t kTailTokens = 20;
 constexpr char kModel[] = "tests/model/needle-8k";
 constexpr char kGolden[] = "tests/model/golden/needle-8k.safetensors";
 constexpr uint32_t kAll = 0, kStreaming = 1, kQuest = 2, kTokenSelect = 4, kHip = 5;
@@ -84,7 +85,7 @@ TestRequest MakeRequest(int64_t begin, int64_t size, uint32_t policy, int64_t nu
                          .policy = policy,
                          .prefill = MakeNumbers(32, 100, 256),
                          .decode = MakeNumbers(16, 70, 128),
-                         .tail_tokens = 20,
+                         .tail_tokens = kTailTokens,
                          .sampling = Greedy(),
                          .cached_blocks = {}};
   request.sampling.set_temperature(1);
@@ -111,6 +112,7 @@ TestRequest FirstQuestion(const TestRequest& request) {
   TestRequest first = request;
   first.prompt.resize(kPromptTokens - 100);
   first.prompt.insert(first.prompt.end(), 60, 5);
+  first.tail_tokens = kTailTokens;
   first.max_tokens = 1;
   return first;
 }
