@@ -1,6 +1,5 @@
-// Rows 49, 50, 53 and 54 of the fault matrix: numbers and sizes that no request may have. Each is
-// INVALID_ARGUMENT, names field, value and range, and is refused before anything is allocated from
-// it: what parsing allocates is counted.
+// Numbers and sizes that no request may have. Each is INVALID_ARGUMENT, names field, value and
+// range, and is refused before anything is allocated from it: what parsing allocates is counted.
 #include <cmath>
 #include <limits>
 #include <optional>

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -338,26 +339,34 @@ TEST_F(EngineTest, PenaltiesCountTheSequencesOwnTokensAndLogprobsAreTheModels) {
   }
 }
 
-TEST_F(EngineTest, PenaltiesAndLogprobsDoNotDependOnNeighboursOrChunks) {
-  const auto run = [&](int others, int64_t chunk) {
+TEST_F(EngineTest, PenaltiesAndLogprobsDoNotDependOnNeighboursChunksOrPreemption) {
+  const TestRequest penalised = PenalisedRequest();
+  const auto run = [&](const TestRequest& request, int others, int64_t chunk) {
     TestWorker worker(*model_);
     TestCoordinator coordinator({.chunk = chunk});
     for (int i = 0; i < others; ++i) {
       coordinator.Add(MakeRequest(90 + 40 * i, kAll, static_cast<uint32_t>(i)));
     }
-    const size_t r = coordinator.Add(PenalisedRequest());
+    const size_t r = coordinator.Add(request);
     worker.Run(coordinator);
     const TestResult& result = coordinator.result(r);
     std::vector<std::string> answer;
     for (size_t i = 0; i < result.tokens.size(); ++i) {
-      answer.push_back(std::to_string(result.tokens[i]) + result.logprobs[i].SerializeAsString());
+      answer.push_back(absl::StrCat(result.tokens[i], ":", result.logprobs[i].SerializeAsString()));
     }
     return answer;
   };
-  const std::vector<std::string> alone = run(0, 512);
+  const std::vector<std::string> alone = run(penalised, 0, 512);
   EXPECT_EQ(alone.size(), 24u);
-  EXPECT_EQ(alone, run(0, 64));
-  EXPECT_EQ(alone, run(6, 128));
+  EXPECT_EQ(alone, run(penalised, 0, 64));
+  EXPECT_EQ(alone, run(penalised, 6, 128));
+  // Preempted behind its tenth token: what it generated before still counts as output.
+  TestRequest resumed = penalised;
+  for (size_t i = 0; i < 10; ++i) {
+    resumed.generated.push_back(static_cast<uint32_t>(std::stoul(alone[i])));
+  }
+  resumed.max_tokens -= 10;
+  EXPECT_EQ(std::vector(alone.begin() + 10, alone.end()), run(resumed, 2, 128));
 }
 
 TEST_F(EngineTest, StopTokensWaitForMinTokens) {
