@@ -299,8 +299,11 @@ Scheduler::Reserved Scheduler::TryReserve(Sequence& sequence, TimePoint now, v1:
     match = index_->Match(sequence.scope, sequence.matchable(), sequence.decode_part);
   }
   const std::vector<PrefixHash> stored = MatchStored(sequence, match);
-  if (!stored.empty() && restoring_hashes_.contains(stored.front())) {
-    sequence.waits_for = stored.front();
+  const auto on_its_way =
+      std::find_if(stored.begin(), stored.end(),
+                   [this](const PrefixHash& hash) { return restoring_hashes_.contains(hash); });
+  if (on_its_way != stored.end()) {
+    sequence.waits_for = *on_its_way;
     return Reserved::kLater;
   }
   const int64_t needed = sequence.blocks_to_read() - static_cast<int64_t>(match.blocks.size());

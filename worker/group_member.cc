@@ -95,6 +95,7 @@ absl::Status GroupMember::Serve(CoordinatorStream& stream) {
   metrics_.JoinGroup({.model = plan.model().model(),
                       .rank = plan.tensor_parallel_rank(),
                       .disk_tier = !plan.kv().kv_disk_path().empty()});
+  metrics_.RecordTiers(*engine);
   for (v1::TierReport& report : engine->Inventory()) {
     v1::WorkerMessage message;
     *message.mutable_tier_report() = std::move(report);

@@ -500,15 +500,23 @@ TEST_F(SchedulerPreemptionTest, WithAWindowBelowAPageTheAnswerIsReadOneByOne) {
   ExpectAnswers();
 }
 
-TEST_F(SchedulerPreemptionTest, APromptThatIsBeingReadGivesWayToo) {
-  Make({.host_blocks = 10, .max_num_batched_tokens = 64});
-  Add(Spec(Prompt(60, 1), 400));
-  const SequenceId second = Add(Spec(Prompt(300, 2), 3));
+TEST_F(SchedulerPreemptionTest, APromptThatIsBeingReadGivesWayAndItsProgressNeverFalls) {
+  SchedulerOptions options = Options({.host_blocks = 48, .max_num_batched_tokens = 128});
+  options.enable_prefix_caching = false;  // so that it begins anew
+  Make({.host_blocks = 48, .max_num_batched_tokens = 128}, options);
+  for (int32_t i = 0; i < 3; ++i) Add(Spec(Prompt(60 + 20 * i, i + 1), 300));
+  for (int i = 0; i < 30; ++i) ASSERT_TRUE(Step());
+  const SequenceId long_one = Add(Spec(Prompt(2560, 9), 3));  // 40 blocks in as many steps
+  while (scheduler_->stats().preempted_recompute == 0) ASSERT_TRUE(Step());
+  EXPECT_GT(progress_[long_one].back().processed_tokens, 1000);
+  EXPECT_THAT(tokens_[long_one], IsEmpty());
   RunUntilIdle();
-  EXPECT_THAT(tokens_[second], SizeIs(3));
+  EXPECT_THAT(tokens_[long_one], SizeIs(3));
   std::vector<int64_t> processed;
-  for (const ProgressEvent& event : progress_[second]) processed.push_back(event.processed_tokens);
+  for (const ProgressEvent& event : progress_[long_one])
+    processed.push_back(event.processed_tokens);
   EXPECT_TRUE(std::is_sorted(processed.begin(), processed.end()));
+  EXPECT_EQ(processed.back(), 2560);
 }
 
 TEST_F(SchedulerPreemptionTest, ARestoringRequestGivesWay) {

@@ -115,7 +115,7 @@ class EngineDiskTest : public ::testing::Test {
 RandomModel* EngineDiskTest::folder_ = nullptr;
 Transformer* EngineDiskTest::model_ = nullptr;
 
-// Runs for every policy (DefaultOptions): all, streaming, quest, all and then quest.
+// Runs for every policy of DefaultOptions.
 class EngineDiskPolicyTest : public EngineDiskTest,
                              public ::testing::WithParamInterface<uint32_t> {};
 
@@ -155,7 +155,7 @@ TEST_P(EngineDiskPolicyTest, ARoundTripOverTheDiskDoesNotChangeLogits) {
   EXPECT_EQ(worker->engine().store().stats().tier.read_blocks, 7);
 }
 
-INSTANTIATE_TEST_SUITE_P(Policies, EngineDiskPolicyTest, ::testing::Values(0u, 1u, 2u, 3u));
+INSTANTIATE_TEST_SUITE_P(Policies, EngineDiskPolicyTest, ::testing::Range(0u, 6u));
 
 TEST_F(EngineDiskTest, DamagedAndMissingBlocksAreReportedAndNeverUsed) {
   {

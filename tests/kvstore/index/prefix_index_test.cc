@@ -98,6 +98,26 @@ TEST_F(PrefixIndexTest, FindsTheLongestCachedPrefixAndItsChainValue) {
   EXPECT_EQ(match.hashes, (std::vector<PrefixHash>{HashOf(Scope(), "a"), HashOf(Scope(), "ab")}));
 }
 
+TEST_F(PrefixIndexTest, WhatADecodePartHadAHandInIsFoundUnderItsKeyOnly) {
+  const std::vector<Block> blocks = Compute("a");
+  const std::vector<int32_t> tokens = Tokens("abx");
+  const PrefixHash parent = HashOf(Scope(), "a");
+  const DecodePart decode = {.begin = 100, .key = "quest@100"};
+  EXPECT_EQ(decode.KeyOf(0), "");
+  EXPECT_EQ(decode.KeyOf(1), "quest@100");
+  const std::vector<int32_t> tokens_of_b = Tokens("b");
+  const PrefixHash own = HashBlock(parent, tokens_of_b, decode.KeyOf(1));
+  const Block block = index_->Allocate().value();
+  const FullBlock full = {
+      .block = block, .before = blocks[0], .parent = parent, .hash = own, .tokens = tokens_of_b};
+  EXPECT_TRUE(index_->Publish(full));
+  EXPECT_TRUE(index_->Publish(full));  // again is nothing new
+  EXPECT_EQ(index_->Match(Scope(), tokens, decode).hashes, (std::vector<PrefixHash>{parent, own}));
+  EXPECT_EQ(index_->Match(Scope(), tokens).blocks.size(), 1u);
+  EXPECT_EQ(index_->Match(Scope(), tokens, {.begin = 101, .key = "quest@101"}).blocks.size(), 1u);
+  EXPECT_EQ(index_->CheckIntegrity(), absl::OkStatus());
+}
+
 TEST_F(PrefixIndexTest, LeavesOneTokenToCompute) {
   Compute("abc");
   const std::vector<int32_t> tokens = Tokens("abc");

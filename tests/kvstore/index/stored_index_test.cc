@@ -75,6 +75,16 @@ TEST_F(StoredIndexTest, TheChainEndsAtTheFirstBlockThatIsNotStored) {
   EXPECT_THAT(index_.Match(HashOf({1}), rest), SizeIs(1));
 }
 
+TEST_F(StoredIndexTest, WhatADecodePartHadAHandInIsFoundUnderItsKeyOnly) {
+  const DecodePart decode = {.begin = 64, .key = "quest@64"};
+  const PrefixHash own = HashBlock(HashOf({1}), Tokens({2}), decode.key);
+  for (int64_t rank : {0, 1}) index_.Stored(rank, own, Tokens({2}));
+  const std::vector<int32_t> rest = Tokens({2, 3});
+  EXPECT_THAT(index_.Match(HashOf({1}), rest, 1, decode), SizeIs(1));
+  EXPECT_THAT(index_.Match(HashOf({1}), rest, 0, decode), IsEmpty());  // another position
+  EXPECT_THAT(index_.Match(HashOf({1}), rest), IsEmpty());
+}
+
 TEST_F(StoredIndexTest, LeavesOneTokenToCompute) {
   for (int64_t rank : {0, 1}) Store(rank, {1});
   const std::vector<int32_t> tokens = Tokens({1});
