@@ -118,10 +118,12 @@ class Restart(DiskTest):
                 shutil.rmtree(store / "tp2-rank1")  # then neither rank reads
 
     def test_what_was_asked_last_is_stored_before_the_process_ends(self):
+        # 60 blocks, of which a host tier of this size has nine on their way at a time.
+        [prompt] = make_prompts(1, tokens=60 * BLOCK_TOKENS + 1, seed=7)
         store = self.folder / "last"
-        for stored in (0, BLOCK_TOKENS):
-            with self.serve(store) as service:
-                answer = service.generate(self.prompts[1][:100], max_tokens=1)
+        for stored in (0, 60 * BLOCK_TOKENS):
+            with self.serve(store, "--kv-host-size-gb=0.006") as service:
+                answer = service.generate(prompt, max_tokens=1)
                 self.assertEqual(answer.finish.usage.cached_tokens.disk, stored)
 
     def test_the_command_says_what_came_from_disk(self):
