@@ -173,6 +173,7 @@ TEST_F(EngineLoopTest, WhatALostGroupStoredIsRestoredByTheNext) {
   const std::vector<int32_t> prompt(200, 7);
   EXPECT_EQ(Submit(prompt, 1).response->status(), absl::OkStatus());
   ASSERT_TRUE(group_.AwaitIdle(3));
+  ASSERT_TRUE(group_.AwaitStored(3));
   group_.Lose(absl::UnavailableError("worker 0 is dead"));
   clock_.AwaitWaiter();
   clock_.Advance(absl::Milliseconds(101));

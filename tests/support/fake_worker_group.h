@@ -67,8 +67,10 @@ class FakeWorkerGroup : public coordinator::WorkerGroup {
   std::vector<coordinator::RankTierReport> TakeTierReports() override {
     kernels::MutexLock lock(mu_);
     if (worker_ == nullptr) return {};
+    v1::TierReport report = worker_->TakeTierReport(SymbolicWorker::Disk::kDone);
+    changed_.NotifyAll();
     return {{.rank = 0, .report = std::exchange(inventory_, {})},
-            {.rank = 0, .report = worker_->TakeTierReport(SymbolicWorker::Disk::kDone)}};
+            {.rank = 0, .report = std::move(report)}};
   }
 
   void Disband() override {
@@ -127,6 +129,10 @@ class FakeWorkerGroup : public coordinator::WorkerGroup {
     return Await([&] {
       return worker_ != nullptr && worker_->num_sequences() == 0 && worker_->num_blocks() == blocks;
     });
+  }
+  // The rank's disk holds `blocks`: what is being written when a rank dies is lost.
+  bool AwaitStored(int64_t blocks) {
+    return Await([&] { return worker_ != nullptr && worker_->num_stored() == blocks; });
   }
   bool AwaitSequences(int64_t n) {
     return Await([&] { return worker_ != nullptr && worker_->num_sequences() == n; });
