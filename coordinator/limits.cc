@@ -61,6 +61,9 @@ constexpr FieldLimit kLimits[] = {
     {"AttentionPolicy", "window_tokens", LimitKind::kNumber, 0, 1048576},
     {"AttentionPolicy", "token_budget", LimitKind::kNumber, 0, kContext},
     {"AttentionPolicy", "dense_layers", LimitKind::kNumber, 0, 1024},
+    {"AttentionPolicy", "top_p", LimitKind::kNumber, 0, 1},
+    {"InfiniteHipSelector", "preset", LimitKind::kName, 0, 16},
+    {"InfiniteHipSelector", "probe", LimitKind::kName, 0, 16},
 };
 
 std::string FieldPath(absl::string_view where, const FieldDescriptor& field) {

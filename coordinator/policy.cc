@@ -1,6 +1,7 @@
 #include "coordinator/policy.h"
 
 #include <algorithm>
+#include <bit>
 #include <limits>
 
 #include "absl/strings/str_cat.h"
@@ -21,6 +22,13 @@ constexpr uint32_t kDefaultTailTokens = 64;
 int64_t BlockTokens(const v1::AttentionPolicy& policy) {
   if (policy.has_quest()) return kvstore::kBlockTokens;
   if (policy.has_hip()) return 2;
+  if (policy.has_infinitehip()) return policy.infinitehip().preset() == "5k" ? 16 : 8;
+  return 1;
+}
+
+// The least window a selector works with: see its contract in kernels/sparse/.
+uint32_t MinWindowTokens(const v1::AttentionPolicy& policy) {
+  if (policy.has_infinitehip()) return policy.infinitehip().preset() == "5k" ? 128 : 512;
   return 1;
 }
 
@@ -30,9 +38,15 @@ absl::Status CheckPart(const std::string& where, const v1::AttentionPolicy& part
                                                    v1::SelectorName(part),
                                                    " needs the tokens it may select"));
   }
-  if (IsSparse(part) && part.window_tokens() == 0) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        where, ".window_tokens is not set; the window holds at least the query's own token"));
+  if (IsSparse(part) && part.window_tokens() < MinWindowTokens(part)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(where, ".window_tokens is ", part.window_tokens(), "; ",
+                     v1::SelectorName(part), " needs a window of at least ", MinWindowTokens(part),
+                     " tokens, the query's own included"));
+  }
+  if (part.top_p() != 0 && (!IsSparse(part) || part.has_streaming())) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(where, ".top_p is set; only what a selector chose can be pruned"));
   }
   return absl::OkStatus();
 }
@@ -49,7 +63,12 @@ absl::Status Override(const std::string& where, const v1::AttentionPolicy& overr
   if (overrides.window_tokens() != 0) policy.set_window_tokens(overrides.window_tokens());
   if (overrides.token_budget() != 0) policy.set_token_budget(overrides.token_budget());
   if (overrides.dense_layers() != 0) policy.set_dense_layers(overrides.dense_layers());
-  return absl::OkStatus();
+  if (overrides.top_p() != 0 && policy.top_p() == 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(where, " sets top_p, but the policy declares no pruning"));
+  }
+  if (overrides.top_p() != 0) policy.set_top_p(overrides.top_p());
+  return CheckPart(where, policy);
 }
 
 }  // namespace
@@ -65,7 +84,16 @@ std::string CanonicalBytes(const v1::AttentionPolicy& policy) {
                    ";window=", policy.window_tokens(), ";dense_layers=", policy.dense_layers());
   if (policy.has_streaming()) return ranges;
   const int64_t block = BlockTokens(policy);
-  return absl::StrCat(ranges, ";blocks=", (int64_t{policy.token_budget()} + block - 1) / block);
+  std::string bytes =
+      absl::StrCat(ranges, ";blocks=", (int64_t{policy.token_budget()} + block - 1) / block);
+  for (const auto& [name, value] : v1::SelectorFields(policy)) {
+    absl::StrAppend(&bytes, ";", name, "=", value);
+  }
+  // All bits of it: nearby shares are not equal.
+  if (policy.top_p() != 0) {
+    absl::StrAppend(&bytes, ";top_p=", absl::Hex(std::bit_cast<uint32_t>(policy.top_p())));
+  }
+  return bytes;
 }
 
 int64_t PrivateBegin(const ResolvedPolicy& policy, int64_t prompt_tokens) {
@@ -89,6 +117,7 @@ v1::SparsityPolicy PolicyFromFlags(const v1::SparseConfig& config) {
     part->set_token_budget(config.sparse_token_budget());
     part->set_dense_layers(config.sparse_dense_layers());
   }
+  policy.mutable_decode()->set_top_p(static_cast<float>(config.sparse_top_p()));
   return policy;
 }
 
@@ -102,6 +131,10 @@ absl::StatusOr<PolicyTable> PolicyTable::Create(std::vector<v1::SparsityPolicy> 
     const std::string where = absl::StrCat("policy '", policy.name(), "'");
     KVASIR_RETURN_IF_ERROR(CheckLimits(where, policy));
     KVASIR_RETURN_IF_ERROR(CheckPart(absl::StrCat(where, ".prefill"), policy.prefill()));
+    if (policy.prefill().top_p() != 0) {
+      return absl::InvalidArgumentError(
+          absl::StrCat(where, ".prefill.top_p is set; only decoding is pruned"));
+    }
     KVASIR_RETURN_IF_ERROR(CheckPart(absl::StrCat(where, ".decode"), policy.decode()));
     if (!policy.has_tail_tokens()) policy.set_tail_tokens(kDefaultTailTokens);
     for (v1::AttentionPolicy* part : {policy.mutable_prefill(), policy.mutable_decode()}) {

@@ -25,6 +25,7 @@ void AddAccounting(const v1::RowAccounting& from, v1::RowAccounting& to) {
   to.set_blocks_total(to.blocks_total() + from.blocks_total());
   to.set_skipped_selected_out(to.skipped_selected_out() + from.skipped_selected_out());
   to.set_skipped_window(to.skipped_window() + from.skipped_window());
+  to.set_skipped_pruned(to.skipped_pruned() + from.skipped_pruned());
   if (from.mass_samples() > 0) {
     to.set_mass_minimum(to.mass_samples() == 0 ? from.mass_minimum()
                                                : std::min(to.mass_minimum(), from.mass_minimum()));

@@ -60,6 +60,7 @@ KvStoreImpl::KvStoreImpl(const KvStoreOptions& options, Parts parts)
       spare_extents_(parts.spare_extents),
       device_(std::move(parts.device)),
       host_(std::move(parts.host)),
+      key_codes_memory_(std::move(parts.key_codes)),
       below_(std::move(parts.below)),
       slots_(static_cast<size_t>(options.num_slots)) {
   const size_t num_rows = static_cast<size_t>(host_.num_extents());
@@ -69,7 +70,11 @@ KvStoreImpl::KvStoreImpl(const KvStoreOptions& options, Parts parts)
   pages_.resize(num_pages);
   last_touched_.resize(num_pages, kNeverTouched);
   missed_bytes_.resize(num_pages);
-  for (int64_t row = 0; row < host_.num_extents(); ++row) bounds_.push_back(host_.bounds(row));
+  for (int64_t row = 0; row < host_.num_extents(); ++row) {
+    bounds_.push_back(host_.bounds(row));
+    if (!options.key_codes) continue;
+    key_codes_.push_back(key_codes_memory_.data() + row * layout_.block_key_codes_bytes());
+  }
   block_rows_.resize(static_cast<size_t>(num_slots_ * max_blocks_per_slot_), -1);
   if (below_ != nullptr) next_generation_ = below_->first_generation();
 }
@@ -249,6 +254,7 @@ PagedKv KvStoreImpl::BeginStep(uint32_t step) {
           .max_blocks_per_slot = max_blocks_per_slot_,
           .pages = pages_.data(),
           .bounds = bounds_.data(),
+          .key_codes = key_codes_.empty() ? nullptr : key_codes_.data(),
           .accesses = {.last_touched = last_touched_.data(), .missed_bytes = missed_bytes_.data()},
           .step = step};
 }
@@ -372,28 +378,34 @@ absl::StatusOr<std::unique_ptr<KvStore>> KvStore::Create(const KvStoreOptions& o
                                                    below->format().Fingerprint(),
                                                    ", the store for ", format.Fingerprint()));
   }
-  const int64_t num_extents = std::min<int64_t>(options.host_bytes / format.extent_bytes(),
-                                                std::numeric_limits<int32_t>::max() - 1);
+  const KvLayout& layout = options.shard.layout;
+  const int64_t key_codes_bytes = options.key_codes ? layout.block_key_codes_bytes() : 0;
+  const int64_t block_bytes = format.extent_bytes() + key_codes_bytes;
+  const int64_t num_extents =
+      std::min<int64_t>(options.host_bytes / block_bytes, std::numeric_limits<int32_t>::max() - 1);
   const int64_t spare_extents =
       below == nullptr ? 0
                        : std::clamp<int64_t>(num_extents / kBlocksPerTransfer, 1, kMaxTransfers);
   if (num_extents < 2 + spare_extents) {
     return absl::ResourceExhaustedError(
         absl::StrCat("kv store: the host tier needs at least ", 2 + spare_extents, " blocks, ",
-                     (2 + spare_extents) * format.extent_bytes(), " bytes; it was given ",
-                     options.host_bytes, "; raise kv_host_size_gb"));
+                     (2 + spare_extents) * block_bytes, " bytes; it was given ", options.host_bytes,
+                     "; raise kv_host_size_gb"));
   }
-  const KvLayout& layout = options.shard.layout;
   KVASIR_ASSIGN_OR_RETURN(DeviceArena device,
                           DeviceArena::Create(options.device_bytes / layout.page_bytes(),
                                               layout.page_bytes(), options.freed_memory));
   KVASIR_ASSIGN_OR_RETURN(HostSlab host,
                           HostSlab::Create(format, num_extents, options.freed_memory));
-  return std::make_unique<KvStoreImpl>(options, KvStoreImpl::Parts{.format = format,
-                                                                   .device = std::move(device),
-                                                                   .host = std::move(host),
-                                                                   .below = std::move(below),
-                                                                   .spare_extents = spare_extents});
+  KVASIR_ASSIGN_OR_RETURN(kernels::HostBuffer key_codes,
+                          kernels::HostBuffer::Allocate(num_extents * key_codes_bytes));
+  return std::make_unique<KvStoreImpl>(options,
+                                       KvStoreImpl::Parts{.format = format,
+                                                          .device = std::move(device),
+                                                          .host = std::move(host),
+                                                          .key_codes = std::move(key_codes),
+                                                          .below = std::move(below),
+                                                          .spare_extents = spare_extents});
 }
 
 }  // namespace kvasir::kvstore

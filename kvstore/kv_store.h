@@ -45,11 +45,13 @@ struct KvStoreOptions {
   // Whose KV it is. Without a tier below, the layout is enough.
   KvShard shard;
   int64_t device_bytes = 0;  // rounded down to whole pages; at least two blocks
-  // Rounded down to whole extents (page_format.h); at least two, and one more for each
-  // kBlocksPerTransfer when there is a tier below.
+  // Rounded down to whole extents (page_format.h) with their key codes; at least two, and one more
+  // for each kBlocksPerTransfer when there is a tier below.
   int64_t host_bytes = 0;
   int64_t num_slots = 0;
   int64_t max_blocks_per_slot = 0;
+  // Keep key codes (kernels/paged/key_codes.h) beside the host tier, out of host_bytes.
+  bool key_codes = false;
   // kPoisoned in tests: stale reads show as NaN.
   FreedMemory freed_memory = FreedMemory::kAsIs;
 };

@@ -15,6 +15,7 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 
+#include "kernels/base/buffer.h"
 #include "kernels/paged/paged_kv.h"
 #include "kvstore/kv_store.h"
 #include "kvstore/page_format.h"
@@ -30,6 +31,7 @@ class KvStoreImpl : public KvStore, private BlockOwner {
     ExtentFormat format;
     DeviceArena device;
     HostSlab host;
+    kernels::HostBuffer key_codes;  // [extents][block_key_codes_bytes], empty when not kept
     std::unique_ptr<Tier> below;
     int64_t spare_extents = 0;  // of the host tier, for transfers
   };
@@ -141,12 +143,14 @@ class KvStoreImpl : public KvStore, private BlockOwner {
 
   DeviceArena device_;
   HostSlab host_;
+  kernels::HostBuffer key_codes_memory_;
   absl::flat_hash_map<BlockId, BlockState> blocks_;
   int64_t num_unused_ = 0;
   std::vector<BlockId> row_blocks_;      // [row], no id while the row is free
   std::vector<int64_t> row_bindings_;    // [row], how many slots have it
   std::vector<kernels::PageRef> pages_;  // [row, page in block]
   std::vector<std::byte*> bounds_;       // [row]
+  std::vector<std::byte*> key_codes_;    // [row], none when they are not kept
   std::vector<uint32_t> last_touched_;   // [row, page in block]
   std::vector<uint32_t> missed_bytes_;   // [row, page in block]
   std::vector<int32_t> block_rows_;      // [slot, index]

@@ -5,6 +5,7 @@
 #include "absl/strings/str_cat.h"
 
 #include "kernels/base/status_macros.h"
+#include "kernels/paged/key_codes.h"
 #include "kvstore/kv_store_impl.h"
 
 namespace kvasir::kvstore {
@@ -98,6 +99,10 @@ void KvStoreImpl::OnRead(BlockId id, const TierCompletion& completion) {
     block.restored = true;
     for (int64_t page = first_page(block.row); page < first_page(block.row + 1); ++page) {
       ref(page) = PageRef(host_page(page), PageTier::kHost);
+      if (key_codes_.empty()) continue;
+      std::byte* codes = key_codes_[static_cast<size_t>(block.row)] +
+                         (page - first_page(block.row)) * layout_.page_key_codes_bytes();
+      kernels::EncodeKeys(layout_, host_page(page), 0, kBlockTokens, codes);
     }
   } else {
     block.kept = false;

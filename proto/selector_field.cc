@@ -13,11 +13,15 @@ const OneofDescriptor& SelectorOneof() {
   return *AttentionPolicy::descriptor()->FindOneofByName("selector");
 }
 
+// Null when none is set.
+const FieldDescriptor* SelectorOf(const AttentionPolicy& policy) {
+  return AttentionPolicy::GetReflection()->GetOneofFieldDescriptor(policy, &SelectorOneof());
+}
+
 }  // namespace
 
 std::string SelectorName(const AttentionPolicy& policy) {
-  const FieldDescriptor* field =
-      AttentionPolicy::GetReflection()->GetOneofFieldDescriptor(policy, &SelectorOneof());
+  const FieldDescriptor* field = SelectorOf(policy);
   return field == nullptr ? "" : field->name();
 }
 
@@ -27,6 +31,20 @@ void SetSelector(absl::string_view name, AttentionPolicy& policy) {
     const FieldDescriptor& field = *SelectorOneof().field(i);
     if (field.name() == name) AttentionPolicy::GetReflection()->MutableMessage(&policy, &field);
   }
+}
+
+std::vector<std::pair<std::string, std::string>> SelectorFields(const AttentionPolicy& policy) {
+  std::vector<std::pair<std::string, std::string>> fields;
+  const FieldDescriptor* selector = SelectorOf(policy);
+  if (selector == nullptr) return fields;
+  const google::protobuf::Message& message =
+      AttentionPolicy::GetReflection()->GetMessage(policy, selector);
+  for (int i = 0; i < message.GetDescriptor()->field_count(); ++i) {
+    const FieldDescriptor* field = message.GetDescriptor()->field(i);
+    std::string value = message.GetReflection()->GetString(message, field);
+    if (!value.empty()) fields.emplace_back(field->name(), std::move(value));
+  }
+  return fields;
 }
 
 }  // namespace kvasir::v1

@@ -4,6 +4,8 @@
 #pragma once
 
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "absl/strings/string_view.h"
 
@@ -16,5 +18,8 @@ std::string SelectorName(const AttentionPolicy& policy);
 
 // Sets the selector of that name, with its defaults, if there is one; else clears it.
 void SetSelector(absl::string_view name, AttentionPolicy& policy);
+
+// The options of the selector that are set: names and values of its message's string fields.
+std::vector<std::pair<std::string, std::string>> SelectorFields(const AttentionPolicy& policy);
 
 }  // namespace kvasir::v1

@@ -5,6 +5,7 @@
 #include "kernels/attention/attention_mass.h"
 #include "kernels/base/status_macros.h"
 #include "kernels/paged/page_selection.h"
+#include "kernels/sparse/selection_accounting.h"
 
 namespace kvasir::worker {
 namespace {
@@ -37,6 +38,7 @@ AttentionCounts& AttentionCounts::operator+=(const AttentionCounts& other) {
   total += other.total;
   selected_out += other.selected_out;
   window += other.window;
+  pruned += other.pruned;
   device_reads += other.device_reads;
   host_reads += other.host_reads;
   return *this;
@@ -60,6 +62,7 @@ void AttentionMeter::Count(const PageSelection& selection, const kernels::PagedK
         const int64_t row = b * num_heads + head;
         kernels::SelectedPages walk(selection.header(row), selection.list(row),
                                     LastPosition(block));
+        counts.pruned += CountPrunedPages(selection.header(row), selection.list(row));
         for (; walk.valid(); walk.Next()) {
           const PageTier tier = kv.Peek(block.slot, walk.page(), layer, head).tier();
           ++(tier == PageTier::kDevice ? counts.device_reads : counts.host_reads);
@@ -67,7 +70,7 @@ void AttentionMeter::Count(const PageSelection& selection, const kernels::PagedK
       }
       counts.total = num_heads * (LastPosition(block) / kernels::kPageTokens + 1);
       (reason == SkipReason::kWindow ? counts.window : counts.selected_out) =
-          counts.total - counts.device_reads - counts.host_reads;
+          counts.total - counts.device_reads - counts.host_reads - counts.pruned;
       rows_[static_cast<size_t>(info.row)].counts[static_cast<size_t>(info.phase)] += counts;
     }
   }

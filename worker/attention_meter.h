@@ -23,6 +23,7 @@ struct AttentionCounts {
   int64_t total = 0;         // dense attention would have read
   int64_t selected_out = 0;  // of them skipped, by reason
   int64_t window = 0;
+  int64_t pruned = 0;
   int64_t device_reads = 0;  // read, by the tier that held the page
   int64_t host_reads = 0;
 

@@ -88,7 +88,8 @@ absl::Status Engine::Init(std::unique_ptr<kvstore::Tier> below) {
                    .device_bytes = options_.kv_device_bytes,
                    .host_bytes = options_.kv_host_bytes,
                    .num_slots = options_.max_num_seqs,
-                   .max_blocks_per_slot = (max_model_len + kPageTokens - 1) / kPageTokens},
+                   .max_blocks_per_slot = (max_model_len + kPageTokens - 1) / kPageTokens,
+                   .key_codes = AnyNeedsKeyCodes()},
                   std::move(below)));
   slots_ = std::make_unique<SlotTable>(std::move(slots), *store_);
   KVASIR_ASSIGN_OR_RETURN(activations_, Activations::Create(model_.activation_sizes(
@@ -100,16 +101,34 @@ absl::Status Engine::Init(std::unique_ptr<kvstore::Tier> below) {
   return absl::OkStatus();
 }
 
-// One object per method: shapes differ in nothing else, numbers come with the rows.
+// One object per shape: policies that differ in numbers only share it, for numbers come with the
+// rows.
 absl::StatusOr<int64_t> Engine::ServeSelector(const v1::AttentionPolicy& policy) {
   const std::string name = v1::SelectorName(policy);
   if (name.empty()) return absl::InvalidArgumentError("a policy names no selector");
-  const auto known = std::find(selector_names_.begin(), selector_names_.end(), name);
-  if (known != selector_names_.end()) return known - selector_names_.begin();
-  KVASIR_ASSIGN_OR_RETURN(std::unique_ptr<kernels::Selector> selector, kernels::MakeSelector(name));
-  selectors_.push_back({.selector = std::move(selector), .dense = name == "all"});
-  selector_names_.push_back(name);
+  std::string shape = policy.top_p() != 0 ? absl::StrCat(name, ";top_p") : name;
+  kernels::SelectorOptions options;
+  for (const auto& [option, value] : v1::SelectorFields(policy)) {
+    absl::StrAppend(&shape, ";", option, "=", value);
+    options.push_back({.name = option, .value = value});
+  }
+  const auto known = std::find(selector_shapes_.begin(), selector_shapes_.end(), shape);
+  if (known != selector_shapes_.end()) return known - selector_shapes_.begin();
+  ServedSelector served = {.selector = nullptr, .pruner = nullptr, .dense = name == "all"};
+  KVASIR_ASSIGN_OR_RETURN(served.selector, kernels::MakeSelector(name, options));
+  if (policy.top_p() != 0) {
+    KVASIR_ASSIGN_OR_RETURN(served.pruner, kernels::MakePruner("top_p"));
+  }
+  selectors_.push_back(std::move(served));
+  selector_shapes_.push_back(std::move(shape));
   return std::ssize(selectors_) - 1;
+}
+
+bool Engine::AnyNeedsKeyCodes() const {
+  return std::any_of(selectors_.begin(), selectors_.end(), [](const ServedSelector& served) {
+    return served.selector->NeedsKeyCodes() ||
+           (served.pruner != nullptr && served.pruner->NeedsKeyCodes());
+  });
 }
 
 absl::StatusOr<v1::StepReply> Engine::Step(const v1::StepPlan& plan) {
@@ -367,6 +386,7 @@ void Engine::FillAccounting(const Row& row, v1::RowAccounting& accounting) const
   accounting.set_blocks_total(static_cast<uint64_t>(counts.total));
   accounting.set_skipped_selected_out(static_cast<uint64_t>(counts.selected_out));
   accounting.set_skipped_window(static_cast<uint64_t>(counts.window));
+  accounting.set_skipped_pruned(static_cast<uint64_t>(counts.pruned));
   accounting.set_page_hits(static_cast<uint64_t>(counts.device_reads));
   accounting.set_page_misses(static_cast<uint64_t>(counts.host_reads));
   if (attention.masses.empty()) return;

@@ -100,6 +100,7 @@ class Engine {
 
   absl::Status Init(std::unique_ptr<kvstore::Tier> below);
   absl::StatusOr<int64_t> ServeSelector(const v1::AttentionPolicy& policy);
+  bool AnyNeedsKeyCodes() const;
   absl::Status CheckPlan(const v1::StepPlan& plan) const;
   absl::StatusOr<v1::StepReply> CarryOut(const v1::StepPlan& plan);
   // Fills the reply's missing_blocks. True: some rank misses something, and nothing is computed.
@@ -120,7 +121,7 @@ class Engine {
 
   // Constant after Init.
   std::vector<ServedSelector> selectors_;
-  std::vector<std::string> selector_names_;  // of selectors_
+  std::vector<std::string> selector_shapes_;  // of selectors_
   kernels::KvLayout layout_;
 
   std::unique_ptr<kvstore::KvStore> store_;

@@ -144,6 +144,7 @@ struct WorkerMetrics::Series {
       selected_out[phase] =
           &f.blocks_skipped.Add(With({{"phase", name}, {"reason", "selected_out"}}));
       window[phase] = &f.blocks_skipped.Add(With({{"phase", name}, {"reason", "window"}}));
+      pruned[phase] = &f.blocks_skipped.Add(With({{"phase", name}, {"reason", "pruned"}}));
     }
   }
 
@@ -172,7 +173,7 @@ struct WorkerMetrics::Series {
   Histogram& mass_kept;
   Histogram& step_seconds;
   Histogram& step_tokens;
-  std::array<Counter*, 2> blocks = {}, selected_out = {}, window = {};  // by Phase
+  std::array<Counter*, 2> blocks = {}, selected_out = {}, window = {}, pruned = {};  // by Phase
 };
 
 WorkerMetrics::WorkerMetrics(prometheus::Registry& registry)
@@ -262,6 +263,7 @@ void WorkerMetrics::RecordAttention(const AttentionMeter& meter) {
       series_->blocks[phase]->Increment(static_cast<double>(row.counts[phase].total));
       series_->selected_out[phase]->Increment(static_cast<double>(row.counts[phase].selected_out));
       series_->window[phase]->Increment(static_cast<double>(row.counts[phase].window));
+      series_->pruned[phase]->Increment(static_cast<double>(row.counts[phase].pruned));
     }
     for (const float mass : row.masses) series_->mass_kept.Observe(mass);
   }

@@ -43,7 +43,8 @@ PhasePolicy MakePhase(int64_t selector, const v1::AttentionPolicy& policy) {
   return {.selector = selector,
           .numbers = {.sink_tokens = policy.sink_tokens(),
                       .window_tokens = std::max<int64_t>(1, policy.window_tokens()),
-                      .budget_tokens = policy.token_budget()},
+                      .budget_tokens = policy.token_budget(),
+                      .top_p = policy.top_p() == 0 ? 1 : policy.top_p()},
           .dense_layers = policy.dense_layers()};
 }
 

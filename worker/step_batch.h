@@ -24,10 +24,11 @@ namespace kvasir::worker {
 
 enum class Phase : uint8_t { kPrefill = 0, kDecode = 1 };
 
-// A selector of the engine's; sequences name it by index.
+// A selector of the engine's, and what prunes its choice; sequences name it by index.
 struct ServedSelector {
   std::unique_ptr<kernels::Selector> selector;
-  bool dense = false;  // it selects everything
+  std::unique_ptr<kernels::Pruner> pruner;  // null: nothing is pruned
+  bool dense = false;                       // it selects everything
 };
 
 // Query blocks [begin, end) that one selector serves.

@@ -1,6 +1,7 @@
-// Writes the keys and values of a batch into the open pages of one layer, and extends the pages'
-// bounds by the keys as they are cached. Called by the attention layer before select and attend.
-// Thread-compatible; pages of different layers may be written concurrently.
+// Writes the keys and values of a batch into the open pages of one layer, extends the pages' bounds
+// by the keys as they are cached, and codes them where key codes are kept (key_codes.h). Called by
+// the attention layer before select and attend. Thread-compatible; pages of different layers may be
+// written concurrently.
 //
 //   page(slot, position / 64, layer, h).K[position % 64] = k[t, h]     (converted to the KV dtype)
 //   page(slot, position / 64, layer, h).V[position % 64] = v[t, h]

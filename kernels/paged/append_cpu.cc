@@ -5,6 +5,7 @@
 
 #include "kernels/base/dtype.h"
 #include "kernels/paged/digests.h"
+#include "kernels/paged/key_codes.h"
 
 namespace kvasir::kernels {
 namespace {
@@ -33,10 +34,15 @@ void AppendToPage(const AppendParams& p, const QueryBlock& block, int64_t head) 
     ConvertRow(p.k.As<const Activation>() + source, d, keys + r * d);
     ConvertRow(p.v.As<const Activation>() + source, d, values + r * d);
   }
+  const std::byte* cached = reinterpret_cast<const std::byte*>(keys);
+  if (p.kv.key_codes != nullptr) {
+    EncodeKeys(layout, cached, offset, block.num_rows,
+               p.kv.KeyCodes(block.slot, index, p.layer, head));
+  }
   if (p.kv.bounds == nullptr) return;
   std::byte* bounds = p.kv.Bounds(block.slot, index, p.layer, head);
   if (offset == 0) ClearBounds(layout, bounds);
-  ExtendBounds(layout, reinterpret_cast<const std::byte*>(keys), block.num_rows, bounds);
+  ExtendBounds(layout, cached, block.num_rows, bounds);
 }
 
 // One item a head: blocks of one head may share a page and its bounds, so they go in order.

@@ -50,28 +50,36 @@ void ExtendBounds(const KvLayout& layout, const std::byte* keys, int64_t num_row
   }
 }
 
-absl::Status RebuildBounds(const PagedKv& kv, int64_t slot, int64_t block, int64_t num_tokens) {
+absl::Status ForEachPageOfBlock(
+    absl::string_view op, const PagedKv& kv, int64_t slot, int64_t block, int64_t num_tokens,
+    const std::function<void(int64_t layer, int64_t head, const std::byte* page)>& use) {
   if (slot < 0 || slot >= kv.num_slots || block < 0 || block >= kv.max_blocks_per_slot ||
       num_tokens < 0 || num_tokens > kPageTokens) {
     return absl::InvalidArgumentError(
-        absl::StrCat("rebuild_bounds: slot ", slot, " of ", kv.num_slots, ", block ", block, " of ",
+        absl::StrCat(op, ": slot ", slot, " of ", kv.num_slots, ", block ", block, " of ",
                      kv.max_blocks_per_slot, ", ", num_tokens, " tokens of ", kPageTokens));
   }
-  const KvLayout& layout = kv.layout;
-  for (int64_t layer = 0; layer < layout.num_layers; ++layer) {
-    for (int64_t head = 0; head < layout.num_kv_heads; ++head) {
+  for (int64_t layer = 0; layer < kv.layout.num_layers; ++layer) {
+    for (int64_t head = 0; head < kv.layout.num_kv_heads; ++head) {
       const PageRef ref = kv.Peek(slot, block, layer, head);
       if (ref.tier() == PageTier::kAbsent) {
-        return absl::FailedPreconditionError(
-            absl::StrCat("rebuild_bounds: page (slot ", slot, ", block ", block, ", layer ", layer,
-                         ", KV head ", head, ") is absent; fetch it first"));
+        return absl::FailedPreconditionError(absl::StrCat(op, ": page (slot ", slot, ", block ",
+                                                          block, ", layer ", layer, ", KV head ",
+                                                          head, ") is absent; fetch it first"));
       }
-      std::byte* bounds = kv.Bounds(slot, block, layer, head);
-      ClearBounds(layout, bounds);
-      ExtendBounds(layout, ref.page(), num_tokens, bounds);
+      use(layer, head, ref.page());
     }
   }
   return absl::OkStatus();
+}
+
+absl::Status RebuildBounds(const PagedKv& kv, int64_t slot, int64_t block, int64_t num_tokens) {
+  return ForEachPageOfBlock("rebuild_bounds", kv, slot, block, num_tokens,
+                            [&](int64_t layer, int64_t head, const std::byte* page) {
+                              std::byte* bounds = kv.Bounds(slot, block, layer, head);
+                              ClearBounds(kv.layout, bounds);
+                              ExtendBounds(kv.layout, page, num_tokens, bounds);
+                            });
 }
 
 }  // namespace kvasir::kernels

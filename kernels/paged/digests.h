@@ -6,8 +6,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 
 #include "absl/status/status.h"
+#include "absl/strings/string_view.h"
 
 #include "kernels/paged/paged_kv.h"
 
@@ -19,6 +21,12 @@ void ClearBounds(const KvLayout& layout, std::byte* bounds);
 // Extends bounds by `num_rows` keys [num_rows, head_dim] in the KV dtype.
 void ExtendBounds(const KvLayout& layout, const std::byte* keys, int64_t num_rows,
                   std::byte* bounds);
+
+// Calls use(layer, head, page) for all pages of a block that is about to have a digest made anew
+// from its first `num_tokens` keys. Errors as of RebuildBounds; `op` opens the message.
+absl::Status ForEachPageOfBlock(
+    absl::string_view op, const PagedKv& kv, int64_t slot, int64_t block, int64_t num_tokens,
+    const std::function<void(int64_t layer, int64_t head, const std::byte* page)>& use);
 
 // Makes the bounds of all pages of a block anew from its first `num_tokens` keys: after a
 // truncation, or where bounds are missing. INVALID_ARGUMENT for a slot, block or count that cannot

@@ -5,7 +5,8 @@
 // whose entries are written with relaxed atomics.
 //
 //   slot --block_rows--> row --pages--> page of (layer, head): K[64][d] then V[64][d], contiguous
-//                          \--bounds--> min and max of K per page (Quest's digest)
+//                          |--bounds--> min and max of K per page (Quest's digest)
+//                          \--key_codes--> K in 4 bits (Twilight's digest), where a policy needs it
 #pragma once
 
 #include <atomic>
@@ -37,6 +38,10 @@ struct KvLayout {
   // Bounds of one page: min[d] then max[d], in the KV dtype; of a block: pages_per_block() of them.
   int64_t page_bounds_bytes() const { return 2 * row_bytes(); }
   int64_t block_bounds_bytes() const { return pages_per_block() * page_bounds_bytes(); }
+  // Key codes (key_codes.h) of one page: words of eight codes, a scale and a zero per token.
+  int64_t key_code_words() const { return (head_dim + 7) / 8; }
+  int64_t page_key_codes_bytes() const { return kPageTokens * (4 * key_code_words() + 2 * 2); }
+  int64_t block_key_codes_bytes() const { return pages_per_block() * page_key_codes_bytes(); }
 };
 
 enum class PageTier : uint8_t { kAbsent = 0, kDevice = 1, kHost = 2 };
@@ -72,6 +77,8 @@ struct PagedKv {
   int64_t max_blocks_per_slot = 0;
   const PageRef* pages = nullptr;      // [num_rows, pages_per_block]
   std::byte* const* bounds = nullptr;  // [num_rows] -> [pages_per_block][2][head_dim]
+  // [num_rows] -> [pages_per_block] codes of a page (key_codes.h); null: not kept.
+  std::byte* const* key_codes = nullptr;
   AccessRecord accesses;
   uint32_t step = 0;
 
@@ -101,6 +108,11 @@ struct PagedKv {
   std::byte* Bounds(int64_t slot, int64_t block, int64_t layer, int64_t head) const {
     return bounds[row(slot, block)] +
            layout.page_in_block(layer, head) * layout.page_bounds_bytes();
+  }
+  // REQUIRES: key_codes are kept.
+  std::byte* KeyCodes(int64_t slot, int64_t block, int64_t layer, int64_t head) const {
+    return key_codes[row(slot, block)] +
+           layout.page_in_block(layer, head) * layout.page_key_codes_bytes();
   }
 
  private:

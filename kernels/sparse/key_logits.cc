@@ -3,6 +3,8 @@
 #include <atomic>
 #include <limits>
 
+#include "kernels/paged/key_codes.h"
+
 namespace kvasir::kernels {
 namespace {
 
@@ -57,6 +59,20 @@ const std::byte* KeyLogits::Page(int64_t page) {
         .store(1, std::memory_order_relaxed);
   }
   return memory_;
+}
+
+void KeyEstimates::Load(int64_t token) {
+  const PagedKv& kv = row_.p.kv;
+  const int64_t page = token / kPageTokens;
+  is_there_ = kv.row(row_.block.slot, page) >= 0;
+  if (!is_there_) return;
+  DecodeKey(kv.layout, kv.KeyCodes(row_.block.slot, page, row_.p.layer, row_.kv_head),
+            token % kPageTokens, key_);
+}
+
+float KeyEstimates::operator()(const float* q) const {
+  if (!is_there_) return -std::numeric_limits<float>::infinity();
+  return Dot(q, key_, row_.p.kv.layout.head_dim);
 }
 
 }  // namespace kvasir::kernels

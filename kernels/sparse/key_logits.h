@@ -1,4 +1,5 @@
-// Exact logits of single cached keys, for selectors that read keys: q . k in float32, not scaled.
+// Logits of single cached keys, for selectors and pruners that read keys or their codes: q . k in
+// float32, not scaled.
 // Keys are read where they lie, without an access record (see Selector::Select). The sum over
 // head_dim runs in 16 partial sums, added up in order, so that it is the same on every machine.
 // Thread-compatible.
@@ -30,6 +31,23 @@ class KeyLogits {
   const KvLayout& layout_;
   int64_t page_ = -1;
   const std::byte* memory_ = nullptr;  // of page_; null: absent
+};
+
+// The same from key codes (kernels/paged/key_codes.h), token by token for many queries: an estimate
+// at an eighth of the bytes. REQUIRES: the KV has key codes.
+class KeyEstimates {
+ public:
+  // `key`: memory for head_dim floats.
+  KeyEstimates(const SelectRow& row, float* key) : row_(row), key_(key) {}
+
+  void Load(int64_t token);
+  // q . k~ of the loaded token; -inf where the slot has no such block. NaN stays NaN.
+  float operator()(const float* q) const;
+
+ private:
+  const SelectRow& row_;
+  float* const key_;
+  bool is_there_ = false;
 };
 
 }  // namespace kvasir::kernels

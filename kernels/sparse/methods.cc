@@ -1,27 +1,38 @@
 #include "kernels/sparse/methods.h"
 
+#include "absl/strings/str_cat.h"
+
 #include "kernels/sparse/all/all_selector.h"
 #include "kernels/sparse/hip/hip_selector.h"
+#include "kernels/sparse/infinitehip/infinitehip_selector.h"
 #include "kernels/sparse/quest/quest_selector.h"
 #include "kernels/sparse/streaming/streaming_selector.h"
 #include "kernels/sparse/tokenselect/tokenselect_selector.h"
+#include "kernels/sparse/top_p/top_p_pruner.h"
 
 namespace kvasir::kernels {
 namespace {
 
 template <typename T>
-std::unique_ptr<Selector> Make() {
-  return std::make_unique<T>();
+absl::StatusOr<std::unique_ptr<Selector>> Make(const SelectorOptions& options) {
+  if (options.empty()) return std::make_unique<T>();
+  return absl::InvalidArgumentError(
+      absl::StrCat("this selector has no option '", options[0].name, "', nor any other"));
 }
 
 constexpr SelectorMethod kSelectors[] = {
     {"all", Make<AllSelector>},     {"streaming", Make<StreamingSelector>},
     {"quest", Make<QuestSelector>}, {"tokenselect", Make<TokenSelectSelector>},
-    {"hip", Make<HipSelector>},
+    {"hip", Make<HipSelector>},     {"infinitehip", InfiniteHipSelector::Create},
+};
+
+constexpr PrunerMethod kPruners[] = {
+    {"top_p", [] { return std::unique_ptr<Pruner>(std::make_unique<TopPPruner>()); }},
 };
 
 }  // namespace
 
 std::span<const SelectorMethod> SelectorMethods() { return kSelectors; }
+std::span<const PrunerMethod> PrunerMethods() { return kPruners; }
 
 }  // namespace kvasir::kernels

@@ -1,21 +1,40 @@
 #include "kernels/sparse/policy.h"
 
+#include <span>
 #include <string>
 
 #include "absl/strings/str_cat.h"
 
+#include "kernels/base/status_macros.h"
 #include "kernels/sparse/methods.h"
 
 namespace kvasir::kernels {
 
-absl::StatusOr<std::unique_ptr<Selector>> MakeSelector(absl::string_view name) {
+namespace {
+
+template <typename Method>
+absl::StatusOr<const Method*> Find(absl::string_view kind, std::span<const Method> methods,
+                                   absl::string_view name) {
   std::string known;
-  for (const SelectorMethod& method : SelectorMethods()) {
-    if (method.name == name) return method.make();
+  for (const Method& method : methods) {
+    if (method.name == name) return &method;
     absl::StrAppend(&known, known.empty() ? "" : ", ", method.name);
   }
   return absl::InvalidArgumentError(
-      absl::StrCat("unknown selector '", name, "'; the selectors are ", known));
+      absl::StrCat("unknown ", kind, " '", name, "'; the ", kind, "s are ", known));
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Selector>> MakeSelector(absl::string_view name,
+                                                       const SelectorOptions& options) {
+  KVASIR_ASSIGN_OR_RETURN(const auto* method, Find("selector", SelectorMethods(), name));
+  return method->make(options);
+}
+
+absl::StatusOr<std::unique_ptr<Pruner>> MakePruner(absl::string_view name) {
+  KVASIR_ASSIGN_OR_RETURN(const auto* method, Find("pruner", PrunerMethods(), name));
+  return method->make();
 }
 
 }  // namespace kvasir::kernels

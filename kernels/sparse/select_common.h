@@ -61,18 +61,19 @@ void ForEachRow(const SelectParams& params, const PageSelection& out, Executor& 
   executor.ParallelFor(out.num_rows, std::ref(run));  // a larger closure would be allocated
 }
 
-// The same, with a Memory(ScratchPieces&, params) for each thread, laid out in the call's scratch:
-// select(row, memory).
-template <typename Memory, typename Select>
+// The same, with what lay_out(ScratchPieces&) gives for each thread in the call's scratch:
+// select(SelectRow, memory&).
+template <typename LayOut, typename Select>
 absl::Status WithThreadMemory(const SelectParams& params, const PageSelection& out,
-                              Executor& executor, const Select& select) {
+                              Executor& executor, const LayOut& lay_out, const Select& select) {
   ScratchPieces counted(nullptr);
-  Memory(counted, params);
+  lay_out(counted);
   KVASIR_ASSIGN_OR_RETURN(std::byte* const memory,
                           params.scratch->Reserve(counted.bytes() * executor.num_threads()));
   ForEachRow(params, out, executor, [&](const SelectRow& row, int thread) {
     ScratchPieces pieces(memory + counted.bytes() * thread);
-    select(row, Memory(pieces, params));
+    auto laid_out = lay_out(pieces);
+    select(row, laid_out);
   });
   return absl::OkStatus();
 }

@@ -7,7 +7,19 @@ PageCounts& PageCounts::operator+=(const PageCounts& other) {
   attended += other.attended;
   selected_out += other.selected_out;
   window += other.window;
+  pruned += other.pruned;
   return *this;
+}
+
+int64_t CountPrunedPages(const SelectionHeader& header, const SelectionEntry* list) {
+  if (header.kind == SelectionHeader::Kind::kAll) return 0;
+  int64_t pruned = 0;
+  for (int32_t i = 0; i < header.count; ++i) {
+    const int64_t start = list[i].page * kPageTokens;
+    const bool in_ranges = start < header.sink_end || start + kPageTokens > header.window_begin;
+    if (list[i].live == 0 && !in_ranges) ++pruned;
+  }
+  return pruned;
 }
 
 PageCounts CountPages(const SelectionHeader& header, const SelectionEntry* list,
@@ -20,8 +32,9 @@ PageCounts CountPages(const SelectionHeader& header, const SelectionEntry* list,
   for (SelectedPages walk(header, list, last_position); walk.valid(); walk.Next()) {
     ++counts.attended;
   }
+  counts.pruned = CountPrunedPages(header, list);
   (reason == SkipReason::kWindow ? counts.window : counts.selected_out) =
-      counts.total - counts.attended;
+      counts.total - counts.attended - counts.pruned;
   return counts;
 }
 

@@ -9,16 +9,21 @@
 
 namespace kvasir::kernels {
 
-// attended + selected_out + window == total.
+// attended + selected_out + window + pruned == total.
 struct PageCounts {
   int64_t total = 0;         // dense attention would read
   int64_t attended = 0;      // hold at least one attended token
   int64_t selected_out = 0;  // skipped, by reason
   int64_t window = 0;
+  int64_t pruned = 0;
 
   PageCounts& operator+=(const PageCounts& other);
   friend bool operator==(const PageCounts&, const PageCounts&) = default;
 };
+
+// Pages of a row of which a selector chose tokens and pruning left none. Those that sink or window
+// touch are attended to anyway.
+int64_t CountPrunedPages(const SelectionHeader& header, const SelectionEntry* list);
 
 // Of one row (query block, KV head), whose last query is at `last_position`. `reason` is that of
 // the selector that made it.

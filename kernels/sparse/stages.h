@@ -22,6 +22,7 @@ struct SelectionNumbers {
   int64_t sink_tokens = 0;
   int64_t window_tokens = 0;  // includes the query's own token; >= 1
   int64_t budget_tokens = 0;  // selected tokens besides sink and window
+  float top_p = 1;            // share of the attention mass of all these that pruning keeps
 };
 
 struct SelectParams {
@@ -29,6 +30,7 @@ struct SelectParams {
                  // the KV heads in `kv`, also those that other ranks attend with
   PagedKv kv;
   int64_t layer = 0;
+  float scale = 0;  // of logits, for pruners: 1 / sqrt(head_dim) for the models served
   std::span<const QueryBlock> blocks;
   std::span<const SelectionNumbers> numbers;  // one per block
   std::span<uint8_t> faults;   // [num_slots]; set to 1 where a key to be read is absent
@@ -67,6 +69,10 @@ class Selector {
   // False where the choice depends on positions alone: then the heads of a group that lie on other
   // ranks need not be fetched for it.
   virtual bool ReadsQueries() const = 0;
+  // Whether the KV must keep key codes for it (kernels/paged/key_codes.h).
+  virtual bool NeedsKeyCodes() const { return false; }
+  // The least window it can work with; Select answers INVALID_ARGUMENT below.
+  virtual int64_t MinWindowTokens() const { return 1; }
   virtual SkipReason skip_reason() const = 0;
 };
 
@@ -74,8 +80,10 @@ class Selector {
 class Pruner {
  public:
   virtual ~Pruner() = default;
+  // `params` as of the Select call that filled `selection`.
   virtual absl::Status Prune(const SelectParams& params, PageSelection& selection,
                              Executor& executor) const = 0;
+  virtual bool NeedsKeyCodes() const = 0;
 };
 
 // Decides, per row, whether the previous step's selection serves again. verdicts[row] = 1: reuse.

@@ -1,5 +1,6 @@
 #include "coordinator/policy.h"
 
+#include <cmath>
 #include <limits>
 #include <set>
 #include <string>
@@ -93,7 +94,7 @@ TEST(PolicyTableTest, BadDeclarationsAreRefused) {
   ExpectInvalid(PolicyTable::Create({no_budget}).status(), "decode.token_budget is not set");
   v1::SparsityPolicy no_window = Policy("p");
   no_window.mutable_decode()->clear_window_tokens();
-  ExpectInvalid(PolicyTable::Create({no_window}).status(), "decode.window_tokens is not set");
+  ExpectInvalid(PolicyTable::Create({no_window}).status(), "decode.window_tokens is 0; quest needs a window of at least 1");
   v1::SparsityPolicy huge = Policy("p");
   huge.mutable_decode()->set_sink_tokens(4294967295u);
   ExpectInvalid(PolicyTable::Create({huge}).status(), "decode.sink_tokens");
@@ -124,7 +125,8 @@ TEST(CanonicalBytesTest, NumbersThatASelectorDoesNotReadDoNotMatter) {
 
 TEST(CanonicalBytesTest, NoTwoSelectorsAreAlike) {
   std::set<std::string> found;
-  for (const std::string name : {"all", "streaming", "quest", "tokenselect", "hip"}) {
+  for (const std::string name :
+       {"all", "streaming", "quest", "tokenselect", "hip", "infinitehip"}) {
     v1::AttentionPolicy policy = MakeNumbers();
     v1::SetSelector(name, policy);
     ASSERT_EQ(v1::SelectorName(policy), name);
@@ -145,8 +147,55 @@ TEST(CanonicalBytesTest, ABudgetCountsInTheBlocksThatAreSelected) {
   EXPECT_NE(bytes("tokenselect", 65), bytes("tokenselect", 66));
 }
 
+TEST(CanonicalBytesTest, OptionsAndPruningCount) {
+  v1::AttentionPolicy policy = MakeNumbers();
+  policy.mutable_infinitehip();
+  std::set<std::string> found = {CanonicalBytes(policy)};
+  policy.mutable_infinitehip()->set_probe("centre");
+  EXPECT_TRUE(found.insert(CanonicalBytes(policy)).second);
+  policy.mutable_infinitehip()->set_preset("5k");
+  EXPECT_TRUE(found.insert(CanonicalBytes(policy)).second);
+  policy.set_top_p(0.95f);
+  EXPECT_TRUE(found.insert(CanonicalBytes(policy)).second);
+  policy.set_top_p(std::nextafter(0.95f, 1.0f));
+  EXPECT_TRUE(found.insert(CanonicalBytes(policy)).second);
+}
+
+TEST(PolicyTableTest, InfiniteHipNeedsItsWindow) {
+  v1::SparsityPolicy policy = Policy("p");
+  policy.mutable_decode()->mutable_infinitehip();
+  absl::StatusOr<PolicyTable> table = PolicyTable::Create({policy});
+  ASSERT_TRUE(table.ok()) << table.status();
+  v1::PolicyChoice choice;
+  choice.mutable_decode_overrides()->set_window_tokens(511);
+  ExpectInvalid(table->Resolve(choice).status(), "infinitehip needs a window of at least 512");
+  policy.mutable_decode()->mutable_infinitehip()->set_preset("5k");
+  EXPECT_TRUE(PolicyTable::Create({policy})->Resolve(choice).ok());
+  policy.mutable_decode()->set_window_tokens(127);
+  ExpectInvalid(PolicyTable::Create({policy}).status(), "decode.window_tokens is 127");
+}
+
+TEST(PolicyTableTest, PruningIsDeclaredForDecodingAndOverriddenByRequests) {
+  v1::SparsityPolicy policy = Policy("p");
+  v1::PolicyChoice choice;
+  choice.mutable_decode_overrides()->set_top_p(0.5f);
+  ExpectInvalid(PolicyTable::Create({policy})->Resolve(choice).status(), "declares no pruning");
+  policy.mutable_decode()->set_top_p(0.9f);
+  absl::StatusOr<PolicyTable> table = PolicyTable::Create({policy});
+  ASSERT_TRUE(table.ok()) << table.status();
+  EXPECT_EQ(table->Resolve({})->decode.top_p(), 0.9f);
+  EXPECT_EQ(table->Resolve(choice)->decode.top_p(), 0.5f);
+  policy.mutable_prefill()->mutable_quest();
+  policy.mutable_prefill()->set_top_p(0.9f);
+  ExpectInvalid(PolicyTable::Create({policy}).status(), "only decoding is pruned");
+  policy = Policy("p");
+  policy.mutable_decode()->mutable_streaming();
+  policy.mutable_decode()->set_top_p(0.9f);
+  ExpectInvalid(PolicyTable::Create({policy}).status(), "only what a selector chose");
+}
+
 TEST(PolicyTableTest, SelectorsWithABudgetNeedOne) {
-  for (const std::string name : {"quest", "tokenselect", "hip"}) {
+  for (const std::string name : {"quest", "tokenselect", "hip", "infinitehip"}) {
     v1::SparsityPolicy policy = Policy("p");
     v1::SetSelector(name, *policy.mutable_decode());
     policy.mutable_decode()->clear_token_budget();

@@ -8,6 +8,7 @@
 #include <map>
 #include <random>
 
+#include "kernels/paged/key_codes.h"
 #include "kvstore/kv_store.h"
 #include "tests/kvstore/test_blocks.h"
 #include "tests/support/iterations.h"
@@ -41,14 +42,16 @@ class KvStoreTierTest : public ::testing::Test {
     }
   }
 
-  void Start(int64_t disk_blocks = 100) {
+  void Start(int64_t disk_blocks = 100, bool key_codes = false) {
     store_.reset();
     step_ = 0;
+    const int64_t codes_bytes = key_codes ? kLayout.block_key_codes_bytes() : 0;
     store_ = KvStore::Create({.shard = SmallShard(),
                               .device_bytes = 3 * kLayout.block_bytes(),
-                              .host_bytes = 9 * kExtent,
+                              .host_bytes = 9 * (kExtent + codes_bytes),
                               .num_slots = 1,
                               .max_blocks_per_slot = 16,
+                              .key_codes = key_codes,
                               .freed_memory = FreedMemory::kPoisoned},
                              OpenDiskTier(disk_.Options(disk_blocks)).value())
                  .value();
@@ -142,6 +145,33 @@ TEST_F(KvStoreTierTest, ABlockOutlivesItsIdAndTheProcess) {
   ExpectHolds(21, 200);
   ExpectHolds(22, 100);
   EXPECT_EQ(store_->stats().restored_blocks, 2);
+}
+
+// They are not stored: they follow from the keys.
+TEST_F(KvStoreTierTest, ARestoredBlockHasTheCodesOfItsKeys) {
+  Start(100, /*key_codes=*/true);
+  MakeSealed(1, 100);
+  store_->Persist(BlockId(1), TokensOf(100));
+  store_->Flush();
+  Start(100, /*key_codes=*/true);
+  ASSERT_TRUE(Restore(2, 100).ok());
+  store_->Bind(0, 0, store_->Get(BlockId(2)).value());
+  const PagedKv kv = store_->BeginStep(++step_);
+  const auto codes = [&] {
+    const std::byte* begin = kv.KeyCodes(0, 0, 0, 0);
+    return std::vector<std::byte>(begin, begin + kLayout.block_key_codes_bytes());
+  };
+  const std::vector<std::byte> restored = codes();
+  std::memset(kv.KeyCodes(0, 0, 0, 0), 0xab, restored.size());
+  ASSERT_TRUE(kernels::RebuildKeyCodes(kv, 0, 0, kBlockTokens).ok());
+  EXPECT_EQ(restored, codes());
+  ASSERT_TRUE(store_->EndStep().ok());
+  store_->Unbind(0, 0);
+}
+
+TEST_F(KvStoreTierTest, KeyCodesAreKeptOnlyWhenAskedFor) {
+  EXPECT_EQ(store_->BeginStep(1).key_codes, nullptr);
+  ASSERT_TRUE(store_->EndStep().ok());
 }
 
 TEST_F(KvStoreTierTest, ARestoredBlockIsOwedToTheDiskUntilItsFirstUse) {

@@ -22,6 +22,13 @@ TEST(SelectorFieldTest, ASelectorIsSetAndFoundByName) {
   EXPECT_EQ(SelectorName(policy), "");
 }
 
+TEST(SelectorFieldTest, OptionsAreTheFieldsThatAreSet) {
+  AttentionPolicy policy;
+  EXPECT_THAT(SelectorFields(policy), testing::IsEmpty());
+  policy.mutable_infinitehip()->set_probe("centre");
+  EXPECT_THAT(SelectorFields(policy), testing::ElementsAre(testing::Pair("probe", "centre")));
+}
+
 TEST(SelectorFieldTest, TheFlagsOfferEverySelector) {
   std::vector<std::string> names;
   const auto* selectors = AttentionPolicy::descriptor()->FindOneofByName("selector");

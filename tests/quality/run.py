@@ -48,7 +48,7 @@ class Cell:
         self.exact += answer.text + "." == expected
         report = answer.finish.attention
         self.total += report.decode_blocks_total
-        self.skipped += report.decode_blocks_skipped.selected_out + report.decode_blocks_skipped.window
+        self.skipped += sum(getattr(report.decode_blocks_skipped, reason) for reason in ("selected_out", "window", "pruned"))
         self.tokens += len(answer.token_ids)
         if report.HasField("measured_mass"):
             self.samples += report.measured_mass.samples

@@ -12,6 +12,7 @@
 
 #include "kernels/attention/attend.h"
 #include "kernels/paged/digests.h"
+#include "kernels/paged/key_codes.h"
 #include "kernels/sparse/stages.h"
 #include "tests/support/fake_paged_kv.h"
 
@@ -48,7 +49,7 @@ class AttentionBatch {
             num_slots, (max_tokens + kPageTokens - 1) / kPageTokens),
         faults_(static_cast<size_t>(num_slots)) {}
 
-  // Random keys and values at positions [0, tokens) of the slot, in the layer under test; bounds
+  // Random keys and values at positions [0, tokens) of the slot, in the layer under test; digests
   // follow. The other layer stays NaN.
   void FillContext(int64_t slot, int64_t tokens) {
     kv_.Grow(slot, tokens);
@@ -63,6 +64,7 @@ class AttentionBatch {
     for (int64_t begin = 0; begin < tokens; begin += kPageTokens) {
       const int64_t count = std::min(kPageTokens, tokens - begin);
       KVASIR_CHECK(RebuildBounds(kv_.View(), slot, begin / kPageTokens, count).ok());
+      KVASIR_CHECK(RebuildKeyCodes(kv_.View(), slot, begin / kPageTokens, count).ok());
     }
   }
 
@@ -105,12 +107,8 @@ class AttentionBatch {
   // Valid until the batch changes.
   AttendParams Params() {
     StoreSelections();
-    const bool wide = shape_.activation == DType::kFloat32;
-    const auto tensor = [&](void* data) {
-      return TensorView(data, shape_.activation, {num_tokens(), heads(), shape_.head_dim});
-    };
-    return {.q = tensor(wide ? static_cast<void*>(q_.data()) : q16_.data()),
-            .out = tensor(wide ? static_cast<void*>(out_.data()) : out16_.data()),
+    return {.q = Tensor(q_, q16_),
+            .out = Tensor(out_, out16_),
             .lse = TensorView(lse_.data(), DType::kFloat32, {num_tokens(), heads()}),
             .kv = kv_.View(),
             .layer = kLayer,
@@ -124,12 +122,13 @@ class AttentionBatch {
             .scratch = &scratch_};
   }
 
-  // Valid until the batch changes; `numbers` is the caller's.
+  // Valid until the batch changes; `numbers` is the caller's. Selections stay as they are.
   SelectParams ParamsForSelect(const std::vector<SelectionNumbers>& numbers) {
     StoreQueries();
-    return {.q = Params().q,
+    return {.q = Tensor(q_, q16_),
             .kv = kv_.View(),
             .layer = kLayer,
+            .scale = 1.0f / std::sqrt(static_cast<float>(shape_.head_dim)),
             .blocks = blocks_,
             .numbers = numbers,
             .faults = faults_,
@@ -179,6 +178,12 @@ class AttentionBatch {
   float Normal() { return std::normal_distribution<float>()(rng_); }
   float Rounded(float x) const {
     return shape_.activation == DType::kFloat32 ? x : static_cast<float>(BFloat16(x));
+  }
+  // Of the activation dtype.
+  TensorView Tensor(std::vector<float>& wide, std::vector<BFloat16>& narrow) const {
+    void* data = shape_.activation == DType::kFloat32 ? static_cast<void*>(wide.data())
+                                                      : static_cast<void*>(narrow.data());
+    return TensorView(data, shape_.activation, {num_tokens(), heads(), shape_.head_dim});
   }
   size_t Index(int64_t token, int64_t head) const {
     return static_cast<size_t>((token * heads() + head) * shape_.head_dim);

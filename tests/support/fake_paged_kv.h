@@ -1,4 +1,4 @@
-// A paged KV for tests of kernels, without the KV store: owns pages, tables, bounds and the access
+// A paged KV for tests of kernels, without the KV store: owns pages, tables, digests and the access
 // record, and lets a test put any page into any tier. Hostile by default: all memory starts as NaN
 // (so what lies behind the context is poison), rows are handed out in an order unlike that of
 // blocks, and every page is an allocation of its own, so that AddressSanitizer sees what leaves it.
@@ -31,8 +31,10 @@ class FakePagedKv {
     const size_t pages = static_cast<size_t>(rows * layout.pages_per_block());
     memory_.resize(pages);
     bounds_memory_.resize(static_cast<size_t>(rows));
+    key_codes_memory_.resize(static_cast<size_t>(rows));
     pages_.resize(pages);
     bounds_.resize(static_cast<size_t>(rows));
+    key_codes_.resize(static_cast<size_t>(rows));
     last_touched_.resize(pages);
     missed_bytes_.resize(pages);
     next_row_ = static_cast<int32_t>(rows) - 1;
@@ -47,6 +49,8 @@ class FakePagedKv {
       row = next_row_--;
       bounds_memory_[static_cast<size_t>(row)] = Poisoned(layout_.block_bounds_bytes());
       bounds_[static_cast<size_t>(row)] = bounds_memory_[static_cast<size_t>(row)].data();
+      key_codes_memory_[static_cast<size_t>(row)] = Poisoned(layout_.block_key_codes_bytes());
+      key_codes_[static_cast<size_t>(row)] = key_codes_memory_[static_cast<size_t>(row)].data();
       for (int64_t i = 0; i < layout_.pages_per_block(); ++i) {
         const size_t page = static_cast<size_t>(row * layout_.pages_per_block() + i);
         memory_[page] = Poisoned(layout_.page_bytes());
@@ -72,6 +76,7 @@ class FakePagedKv {
         .max_blocks_per_slot = max_blocks_,
         .pages = pages_.data(),
         .bounds = bounds_.data(),
+        .key_codes = key_codes_.data(),
         .accesses = {.last_touched = last_touched_.data(), .missed_bytes = missed_bytes_.data()},
         .step = step};
   }
@@ -121,10 +126,12 @@ class FakePagedKv {
   const int64_t max_blocks_;
   int32_t next_row_ = 0;
   std::vector<int32_t> block_rows_;
-  std::vector<HostBuffer> memory_;         // [rows * pages_per_block]
-  std::vector<HostBuffer> bounds_memory_;  // [rows]
+  std::vector<HostBuffer> memory_;            // [rows * pages_per_block]
+  std::vector<HostBuffer> bounds_memory_;     // [rows]
+  std::vector<HostBuffer> key_codes_memory_;  // [rows]
   std::vector<PageRef> pages_;
   std::vector<std::byte*> bounds_;
+  std::vector<std::byte*> key_codes_;
   std::vector<uint32_t> last_touched_;
   std::vector<uint32_t> missed_bytes_;
 };

@@ -65,6 +65,7 @@ class EngineDiskTest : public ::testing::Test {
                            .cached_blocks = {}};
     std::mt19937 random(7);
     for (int i = 0; i < 500; ++i) request.prompt.push_back(static_cast<uint32_t>(random() % 101));
+    SetWhatThePolicyNeeds(request);
     return request;
   }
 
@@ -155,7 +156,7 @@ TEST_P(EngineDiskPolicyTest, ARoundTripOverTheDiskDoesNotChangeLogits) {
   EXPECT_EQ(worker->engine().store().stats().tier.read_blocks, 7);
 }
 
-INSTANTIATE_TEST_SUITE_P(Policies, EngineDiskPolicyTest, ::testing::Range(0u, 6u));
+INSTANTIATE_TEST_SUITE_P(Policies, EngineDiskPolicyTest, ::testing::Range(0u, 8u));
 
 TEST_F(EngineDiskTest, DamagedAndMissingBlocksAreReportedAndNeverUsed) {
   {

@@ -26,7 +26,7 @@ namespace {
 using testing::HasSubstr;
 
 constexpr uint32_t kAll = 0, kStreaming = 1, kQuest = 2, kAllThenQuest = 3, kTokenSelect = 4,
-                   kHip = 5;  // policies
+                   kHip = 5, kInfiniteHip = 6, kPruned = 7;  // policies
 
 std::vector<uint32_t> RandomPrompt(int64_t size, uint32_t seed) {
   std::mt19937 random(seed);
@@ -37,14 +37,16 @@ std::vector<uint32_t> RandomPrompt(int64_t size, uint32_t seed) {
 
 // Small enough that contexts of a few hundred tokens are sparse.
 TestRequest MakeRequest(int64_t prompt_size, uint32_t policy, uint32_t seed = 7) {
-  return {.prompt = RandomPrompt(prompt_size, seed),
-          .max_tokens = 8,
-          .policy = policy,
-          .prefill = MakeNumbers(32, 100, 128),
-          .decode = MakeNumbers(16, 70, 64),
-          .tail_tokens = 20,
-          .sampling = Greedy(),
-          .cached_blocks = {}};
+  TestRequest request = {.prompt = RandomPrompt(prompt_size, seed),
+                         .max_tokens = 8,
+                         .policy = policy,
+                         .prefill = MakeNumbers(32, 100, 128),
+                         .decode = MakeNumbers(16, 70, 64),
+                         .tail_tokens = 20,
+                         .sampling = Greedy(),
+                         .cached_blocks = {}};
+  SetWhatThePolicyNeeds(request);
+  return request;
 }
 
 using AllLogits = std::map<std::pair<int64_t, int64_t>, TestWorker::Logits>;
@@ -181,15 +183,46 @@ TEST_P(EnginePolicyTest, AccountsForEveryPage) {
   worker.Run(coordinator);
   const v1::RowAccounting& a = coordinator.result(r).accounting;
   EXPECT_GT(a.blocks_total(), 0u);
-  EXPECT_EQ(a.page_hits() + a.page_misses() + a.skipped_selected_out() + a.skipped_window(),
+  EXPECT_EQ(a.page_hits() + a.page_misses() + a.skipped_selected_out() + a.skipped_window() +
+                a.skipped_pruned(),
             a.blocks_total());
+  EXPECT_EQ(a.skipped_pruned() > 0, GetParam() == kPruned);
   EXPECT_EQ(a.skipped_window() > 0, GetParam() == kStreaming);
   EXPECT_EQ(a.skipped_selected_out() > 0, GetParam() >= kQuest);
 }
 
 INSTANTIATE_TEST_SUITE_P(Policies, EnginePolicyTest,
                          testing::Values(kAll, kStreaming, kQuest, kAllThenQuest, kTokenSelect,
-                                         kHip));
+                                         kHip, kInfiniteHip, kPruned));
+
+TEST_F(EngineTest, KeepingAllMassIsTheSelectorAlone) {
+  TestRequest request = MakeRequest(500, kPruned);
+  const AllLogits pruned = RunAlone(request);
+  request.decode.set_top_p(1);
+  const AllLogits whole = RunAlone(request);
+  EXPECT_NE(pruned, whole);
+  request.policy = kAllThenQuest;
+  ExpectSameBits(RunAlone(request), whole);
+}
+
+TEST_F(EngineTest, OptionsMakeShapesOfTheirOwn) {
+  const auto run = [&](const std::string& probe) {
+    EngineOptions options = TestWorker::DefaultOptions();
+    options.policies[1].mutable_prefill()->mutable_infinitehip()->set_preset("5k");
+    options.policies[1].mutable_decode()->mutable_infinitehip()->set_preset("5k");
+    options.policies[1].mutable_decode()->mutable_infinitehip()->set_probe(probe);
+    TestRequest request = MakeRequest(500, kInfiniteHip);
+    request.policy = 1;
+    return RunAlone(request, 128, options);
+  };
+  EXPECT_NE(run("first"), run("centre"));
+  EngineOptions options = TestWorker::DefaultOptions();
+  options.policies[1].mutable_decode()->mutable_infinitehip()->set_probe("last");
+  SingleCollective single;
+  kernels::SerialExecutor executor;
+  EXPECT_THAT(std::string(Engine::Create(options, *model_, single, executor).status().message()),
+              HasSubstr("there are digest, centre, first"));
+}
 
 TEST_F(EngineTest, EveryMethodIsAFieldOfThePolicy) {
   std::set<std::string> fields, methods;

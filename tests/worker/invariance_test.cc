@@ -35,8 +35,10 @@ constexpr int64_t kPromptTokens = 1500;
 constexpr uint32_t kTailTokens = 20;
 constexpr char kModel[] = "tests/model/needle-8k";
 constexpr char kGolden[] = "tests/model/golden/needle-8k.safetensors";
-constexpr uint32_t kAll = 0, kStreaming = 1, kQuest = 2, kTokenSelect = 4, kHip = 5;
-constexpr uint32_t kPolicies[] = {kAll, kStreaming, kQuest, kTokenSelect, kHip};
+constexpr uint32_t kAll = 0, kStreaming = 1, kQuest = 2, kTokenSelect = 4, kHip = 5,
+                   kInfiniteHip = 6, kPruned = 7;
+constexpr uint32_t kPolicies[] = {kAll, kStreaming,   kQuest, kTokenSelect,
+                                  kHip, kInfiniteHip, kPruned};
 
 struct Way {
   const char* name;
@@ -90,6 +92,7 @@ TestRequest MakeRequest(int64_t begin, int64_t size, uint32_t policy, int64_t nu
                          .cached_blocks = {}};
   request.sampling.set_temperature(1);
   request.sampling.set_seed(1);
+  SetWhatThePolicyNeeds(request);
   return request;
 }
 
@@ -102,7 +105,7 @@ std::vector<TestRequest> Others(const TestRequest& request, int count) {
   std::vector<TestRequest> others;
   for (int i = 0; i < count; ++i) {
     others.push_back(
-        MakeRequest(2000 + 97 * i, 30 + 37 * i, static_cast<uint32_t>(i) % 6, request.max_tokens));
+        MakeRequest(2000 + 97 * i, 30 + 37 * i, static_cast<uint32_t>(i) % 8, request.max_tokens));
   }
   return others;
 }
@@ -170,6 +173,7 @@ Served Serve(TestRequest request, const Way& way, DType dtype) {
 void CheckPremises(const Way& way, uint32_t policy, const Served& served) {
   const v1::RowAccounting& a = served.accounting;
   EXPECT_EQ(a.skipped_selected_out() + a.skipped_window() > 0, policy != kAll);
+  EXPECT_EQ(a.skipped_pruned() > 0, policy == kPruned);
   EXPECT_EQ(a.cached_device_tokens() + a.cached_host_tokens() > 0, way.cached);
   EXPECT_EQ(served.stats.evictions > 0, way.device_part < 1);
   // Sink and window, all that streaming reads, stay in the device tier.
@@ -253,7 +257,8 @@ Comparison CompareByPieces(const TestRequest& request, const Served& expected,
 std::string NameOf(const ::testing::TestParamInfo<std::tuple<uint32_t, Way>>& test) {
   const auto& [policy, way] = test.param;
   // Of DefaultOptions.
-  constexpr const char* kNames[] = {"All", "Streaming", "Quest", "", "TokenSelect", "Hip"};
+  constexpr const char* kNames[] = {"All",         "Streaming", "Quest",       "",
+                                    "TokenSelect", "Hip",       "InfiniteHip", "Pruned"};
   return std::string(kNames[policy]) + way.name;
 }
 

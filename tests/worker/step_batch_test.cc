@@ -19,8 +19,9 @@ class StepBatchTest : public testing::Test {
  protected:
   StepBatchTest() {
     for (const char* name : {"all", "quest"}) {
-      selectors_.push_back(
-          {.selector = kernels::MakeSelector(name).value(), .dense = std::string(name) == "all"});
+      selectors_.push_back({.selector = kernels::MakeSelector(name).value(),
+                            .pruner = nullptr,
+                            .dense = std::string(name) == "all"});
     }
   }
   // 200 tokens of prompt, whose last 20 select one by one; tokens are their own positions.

@@ -25,6 +25,7 @@ TestRequest MakeRequest(uint32_t size, uint32_t policy) {
                          .sampling = Greedy(),
                          .cached_blocks = {}};
   for (uint32_t i = 0; i < size; ++i) request.prompt[i] = (i * i + 3 * size) % 101;
+  SetWhatThePolicyNeeds(request);
   return request;
 }
 
@@ -56,6 +57,7 @@ void ExpectSameAccounting(const v1::RowAccounting& one, const v1::RowAccounting&
   EXPECT_GT(one.blocks_total(), 0u);
   EXPECT_EQ(one.blocks_total(), many.blocks_total());
   EXPECT_EQ(one.skipped_selected_out(), many.skipped_selected_out());
+  EXPECT_EQ(one.skipped_pruned(), many.skipped_pruned());
   EXPECT_EQ(one.page_hits() + one.page_misses(), many.page_hits() + many.page_misses());
   EXPECT_EQ(one.mass_samples(), many.mass_samples());
   EXPECT_NEAR(one.mass_sum(), many.mass_sum(), 1e-4 * one.mass_sum());
@@ -65,7 +67,7 @@ TEST_P(TensorParallelTest, AnswersAsOneRankDoes) {
   RankGroup single(Options(1)), group(Options(GetParam().ranks));
   TestCoordinator one({.chunk = 128}), many({.chunk = 128});
   for (const uint32_t size : {1u, 70u, 300u}) {
-    for (const uint32_t policy : {0u, 2u, 3u, 4u, 5u}) {
+    for (const uint32_t policy : {0u, 2u, 3u, 4u, 5u, 6u, 7u}) {
       TestRequest request = MakeRequest(size, policy);
       if (size == 70) {  // what a penalty counts is the same on every rank
         request.sampling.set_repetition_penalty(1.3f);
@@ -79,7 +81,7 @@ TEST_P(TensorParallelTest, AnswersAsOneRankDoes) {
   single.Run(one);
   group.Run(many);
   uint64_t skipped = 0;
-  for (size_t r = 0; r < 15; ++r) {
+  for (size_t r = 0; r < 21; ++r) {
     SCOPED_TRACE(testing::Message() << "request " << r);
     EXPECT_EQ(one.result(r).tokens, many.result(r).tokens);
     ExpectSameAccounting(one.result(r).accounting, many.result(r).accounting);

@@ -106,6 +106,7 @@ class TestCoordinator {
     sum.set_blocks_total(sum.blocks_total() + row.blocks_total());
     sum.set_skipped_selected_out(sum.skipped_selected_out() + row.skipped_selected_out());
     sum.set_skipped_window(sum.skipped_window() + row.skipped_window());
+    sum.set_skipped_pruned(sum.skipped_pruned() + row.skipped_pruned());
     sum.set_page_hits(sum.page_hits() + row.page_hits());
     sum.set_page_misses(sum.page_misses() + row.page_misses());
     sum.set_mass_samples(sum.mass_samples() + row.mass_samples());

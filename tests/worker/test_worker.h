@@ -27,6 +27,22 @@ inline v1::SparsityPolicy MakePolicy(const std::string& prefill, const std::stri
   return policy;
 }
 
+// Decodes with quest and a pruner; how much it keeps is a number of each request.
+inline v1::SparsityPolicy MakePruningPolicy() {
+  v1::SparsityPolicy policy = MakePolicy("all", "quest");
+  policy.mutable_decode()->set_top_p(1);
+  return policy;
+}
+
+// In chunks that fit the short prompts of tests.
+inline v1::SparsityPolicy MakeInfiniteHipPolicy() {
+  v1::SparsityPolicy policy = MakePolicy("infinitehip", "infinitehip");
+  policy.mutable_prefill()->mutable_infinitehip()->set_preset("5k");
+  policy.mutable_prefill()->mutable_infinitehip()->set_probe("centre");
+  policy.mutable_decode()->mutable_infinitehip()->set_preset("5k");
+  return policy;
+}
+
 inline v1::AttentionPolicy MakeNumbers(uint32_t sink, uint32_t window, uint32_t budget,
                                        uint32_t dense_layers = 0) {
   v1::AttentionPolicy numbers;
@@ -35,6 +51,15 @@ inline v1::AttentionPolicy MakeNumbers(uint32_t sink, uint32_t window, uint32_t 
   numbers.set_token_budget(budget);
   numbers.set_dense_layers(dense_layers);
   return numbers;
+}
+
+// Numbers that the policies of TestWorker::DefaultOptions ask for beside those of MakeNumbers.
+inline void SetWhatThePolicyNeeds(TestRequest& request) {
+  if (request.policy == 6) {  // infinitehip's least window with preset 5k
+    request.prefill.set_window_tokens(128);
+    request.decode.set_window_tokens(128);
+  }
+  if (request.policy == 7) request.decode.set_top_p(0.5f);
 }
 
 inline v1::RowSampling Greedy() {
@@ -83,7 +108,8 @@ class TestWorker {
             .kv_host_bytes = 64 << 20,
             .policies = {MakePolicy("all", "all"), MakePolicy("streaming", "streaming"),
                          MakePolicy("quest", "quest"), MakePolicy("all", "quest"),
-                         MakePolicy("tokenselect", "tokenselect"), MakePolicy("hip", "hip")},
+                         MakePolicy("tokenselect", "tokenselect"), MakePolicy("hip", "hip"),
+                         MakeInfiniteHipPolicy(), MakePruningPolicy()},
             .mass_sample_rate = 0};
   }
 

@@ -166,11 +166,14 @@ absl::StatusOr<PageSelection> AttentionLayer::Select(const StepContext& step) {
     const kernels::SelectParams params = {.q = queries,
                                           .kv = step.kv,
                                           .layer = options_.layer,
+                                          .scale = LogitScale(),
                                           .blocks = std::span(batch.blocks).subspan(begin, count),
                                           .numbers = std::span(numbers_).subspan(begin, count),
                                           .faults = std::span(faults_),
                                           .scratch = &step.activations.attention_scratch};
     KVASIR_RETURN_IF_ERROR(group.served->selector->Select(params, rows, step.executor));
+    if (group.served->pruner == nullptr) continue;
+    KVASIR_RETURN_IF_ERROR(group.served->pruner->Prune(params, rows, step.executor));
   }
   return selection;
 }
@@ -217,17 +220,16 @@ absl::Status AttentionLayer::AttendTo(const StepContext& step, const PageSelecti
   Activations& a = step.activations;
   const int64_t tokens = step.batch.num_tokens();
   const bool measures = step.meter.Measures(options_.layer);
-  const kernels::AttendParams params = {
-      .q = a.q.Heads(tokens, num_heads()),
-      .out = a.attended.Heads(tokens, num_heads()),
-      .lse = measures ? a.lse.Rows(tokens) : TensorView(),
-      .kv = step.kv,
-      .layer = options_.layer,
-      .scale = 1.0f / std::sqrt(static_cast<float>(options_.head_dim)),
-      .blocks = step.batch.blocks,
-      .selection = selection,
-      .faults = std::span(faults_),
-      .scratch = &a.attention_scratch};
+  const kernels::AttendParams params = {.q = a.q.Heads(tokens, num_heads()),
+                                        .out = a.attended.Heads(tokens, num_heads()),
+                                        .lse = measures ? a.lse.Rows(tokens) : TensorView(),
+                                        .kv = step.kv,
+                                        .layer = options_.layer,
+                                        .scale = LogitScale(),
+                                        .blocks = step.batch.blocks,
+                                        .selection = selection,
+                                        .faults = std::span(faults_),
+                                        .scratch = &a.attention_scratch};
   KVASIR_RETURN_IF_ERROR(Attend(params, step.executor));
   if (measures) KVASIR_RETURN_IF_ERROR(step.meter.Measure(params, step.executor));
   for (const QueryBlock& block : step.batch.blocks) {

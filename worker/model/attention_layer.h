@@ -4,6 +4,7 @@
 // Called by the transformer. Thread-compatible.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <optional>
 #include <vector>
@@ -74,6 +75,7 @@ class AttentionLayer {
 
   int64_t num_heads() const { return options_.shard.query_heads.size(); }  // of this rank
   int64_t num_kv_heads() const { return options_.shard.kv_heads.size(); }
+  float LogitScale() const { return 1.0f / std::sqrt(static_cast<float>(options_.head_dim)); }
 
   AttentionLayerOptions options_;
   Projections projections_;

@@ -146,7 +146,9 @@ absl::Status HipSelector::Select(const SelectParams& p, PageSelection& out,
                                  Executor& executor) const {
   KVASIR_RETURN_IF_ERROR(CheckSelect("hip", p, out));
   KVASIR_RETURN_IF_ERROR(CheckCapacity("hip", *this, p, out));
-  return WithThreadMemory<ThreadMemory>(p, out, executor, SelectBlocks);
+  return WithThreadMemory(
+      p, out, executor, [&](ScratchPieces& pieces) { return ThreadMemory(pieces, p); },
+      SelectBlocks);
 }
 
 }  // namespace kvasir::kernels

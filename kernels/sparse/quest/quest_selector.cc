@@ -1,20 +1,16 @@
 #include "kernels/sparse/quest/quest_selector.h"
 
 #include <algorithm>
-#include <array>
 #include <span>
 
-#include "kernels/base/cpu_features.h"
 #include "kernels/base/dtype.h"
 #include "kernels/base/status_macros.h"
-#include "kernels/sparse/quest/quest_score.h"
+#include "kernels/sparse/quest/page_scores.h"
 #include "kernels/sparse/ranking.h"
 #include "kernels/sparse/select_common.h"
 
 namespace kvasir::kernels {
 namespace {
-
-constexpr int64_t kCacheLine = 64;
 
 // Pages that intersect [sink_end, window_begin).
 struct PageRange {
@@ -28,25 +24,6 @@ PageRange Candidates(const SelectionHeader& header) {
   return {.begin = header.sink_end / kPageTokens, .end = CeilPages(header.window_begin)};
 }
 
-// Which score function serves a call, and whether it takes queries in bfloat16.
-struct ScoreKernel {
-  QuestScoreFn* scores = nullptr;
-  bool bf16_queries = false;
-};
-
-ScoreKernel ChooseKernel(const SelectParams& p) {
-  const bool bf16_kv = p.kv.layout.dtype == DType::kBFloat16;
-  if (p.kv.layout.head_dim % kQuestScoreHeadDimStep == 0) {
-    if (bf16_kv && p.q.dtype() == DType::kBFloat16 && CpuHasAvx512Bf16()) {
-      return {.scores = QuestScoresAvx512Bf16Pairs, .bf16_queries = true};
-    }
-    if (CpuHasAvx512()) {
-      return {.scores = bf16_kv ? QuestScoresAvx512BFloat16 : QuestScoresAvx512Float32};
-    }
-  }
-  return {.scores = bf16_kv ? QuestScoresBFloat16 : QuestScoresFloat32};
-}
-
 // Memory of one thread of a Select call.
 struct ThreadMemory {
   ThreadMemory(ScratchPieces& pieces, const SelectParams& p) {
@@ -58,29 +35,21 @@ struct ThreadMemory {
       context = std::max(context, block.first_position + 1);
     }
     signed_q = pieces.Take<float>(rows * p.q.dim(1) / p.kv.layout.num_kv_heads * 2 * d);
+    scores = pieces.Take<float>(CeilPages(context));
     pages = pieces.Take<Ranked>(CeilPages(context));
     workspace = pieces.Take<std::byte>(QuestScoreWorkspaceBytes(d));
   }
 
   float* signed_q;  // [rows of the largest block x G, 2 * head_dim], or bfloat16
-  Ranked* pages;    // [pages of the longest context]
+  float* scores;    // [pages of the longest context]
+  Ranked* pages;    // likewise
   std::byte* workspace;
 };
-
-template <typename From, typename To>
-void SplitBySign(const From* q, int64_t head_dim, To* signed_q) {
-  for (int64_t i = 0; i < head_dim; ++i) {
-    const float x = static_cast<float>(q[i]);
-    // NaN goes to both halves.
-    signed_q[i] = static_cast<To>(x > 0 ? 0.0f : x);
-    signed_q[head_dim + i] = static_cast<To>(x < 0 ? 0.0f : x);
-  }
-}
 
 // One (query block, KV head).
 class Row {
  public:
-  Row(const SelectRow& row, const ScoreKernel& kernel, const ThreadMemory& memory)
+  Row(const SelectRow& row, const PageScoreKernel& kernel, const ThreadMemory& memory)
       : row_(row), kernel_(kernel), memory_(memory) {}
 
   void Run() {
@@ -89,7 +58,11 @@ class Row {
     const PageRange candidates = Candidates(row_.header);
     const int64_t count = std::min(CeilPages(row_.numbers.budget_tokens), candidates.size());
     if (count == 0) return;
-    ScorePages(candidates);
+    ScorePages(row_, kernel_.scores, SplitQueries(), candidates.begin, candidates.end,
+               memory_.scores);
+    for (int64_t i = 0; i < candidates.size(); ++i) {
+      memory_.pages[i] = Ranked(memory_.scores[i], candidates.begin + i);
+    }
     const std::span pages(memory_.pages, static_cast<size_t>(candidates.size()));
     KeepBest(pages, count);
     for (int64_t i = 0; i < count; ++i) {
@@ -101,41 +74,6 @@ class Row {
   }
 
  private:
-  using Bounds = std::array<const std::byte*, kQuestScorePages>;
-
-  // Fills memory_.pages. The bounds of pages to come are fetched while others are scored: they lie
-  // wherever their blocks do.
-  void ScorePages(PageRange candidates) {
-    const QuestScoreParams params = SplitQueries();
-    Bounds bounds = FindBounds(candidates, candidates.begin);
-    for (int64_t begin = candidates.begin; begin < candidates.end; begin += kQuestScorePages) {
-      const Bounds next = FindBounds(candidates, begin + kQuestScorePages);
-      float scores[kQuestScorePages];
-      kernel_.scores(params, bounds.data(), scores);
-      const int64_t count = std::min(kQuestScorePages, candidates.end - begin);
-      for (int64_t i = 0; i < count; ++i) {
-        memory_.pages[begin - candidates.begin + i] = Ranked(scores[i], begin + i);
-      }
-      bounds = next;
-    }
-  }
-
-  // Of kQuestScorePages pages from `begin`; null behind the candidates and where there is no block.
-  Bounds FindBounds(PageRange candidates, int64_t begin) const {
-    Bounds bounds = {};
-    const int64_t count = std::min(kQuestScorePages, candidates.end - begin);
-    for (int64_t i = 0; i < count; ++i) {
-      if (row_.p.kv.row(row_.block.slot, begin + i) < 0) continue;
-      const std::byte* found =
-          row_.p.kv.Bounds(row_.block.slot, begin + i, row_.p.layer, row_.kv_head);
-      for (int64_t at = 0; at < row_.p.kv.layout.page_bounds_bytes(); at += kCacheLine) {
-        __builtin_prefetch(found + at);
-      }
-      bounds[static_cast<size_t>(i)] = found;
-    }
-    return bounds;
-  }
-
   template <typename From, typename To>
   void SplitQueries(To* to) {
     const int64_t d = row_.p.kv.layout.head_dim;
@@ -161,7 +99,7 @@ class Row {
   }
 
   const SelectRow& row_;
-  const ScoreKernel& kernel_;
+  const PageScoreKernel& kernel_;
   const ThreadMemory& memory_;
 };
 
@@ -184,9 +122,9 @@ int64_t QuestSelector::MaxEntries(const SelectionNumbers& numbers, int64_t token
 absl::Status QuestSelector::Select(const SelectParams& p, PageSelection& out,
                                    Executor& executor) const {
   KVASIR_RETURN_IF_ERROR(CheckQuest(p, out, *this));
-  const ScoreKernel kernel = ChooseKernel(p);
-  return WithThreadMemory<ThreadMemory>(
-      p, out, executor,
+  const PageScoreKernel kernel = ChoosePageScoreKernel(p.kv.layout, p.q.dtype());
+  return WithThreadMemory(
+      p, out, executor, [&](ScratchPieces& pieces) { return ThreadMemory(pieces, p); },
       [&](const SelectRow& row, const ThreadMemory& memory) { Row(row, kernel, memory).Run(); });
 }
 

@@ -104,7 +104,9 @@ absl::Status TokenSelectSelector::Select(const SelectParams& p, PageSelection& o
                                          Executor& executor) const {
   KVASIR_RETURN_IF_ERROR(CheckSelect("tokenselect", p, out));
   KVASIR_RETURN_IF_ERROR(CheckCapacity("tokenselect", *this, p, out));
-  return WithThreadMemory<ThreadMemory>(p, out, executor, SelectTokens);
+  return WithThreadMemory(
+      p, out, executor, [&](ScratchPieces& pieces) { return ThreadMemory(pieces, p); },
+      SelectTokens);
 }
 
 }  // namespace kvasir::kernels

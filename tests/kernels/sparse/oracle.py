@@ -18,40 +18,42 @@ MASK = (1 << 64) - 1
 QUERY, KEY = 1, 2
 
 
-def value(seed, side, position, head, i):
-    """A multiple of 1/8 in [-2, 2]."""
-    x = seed * 0x9E3779B97F4A7C15 + side * 0xBF58476D1CE4E5B9 + position * 0x94D049BB133111EB
-    x = (x + head * 0xD6E8FEB86659FD93 + i * 0xA0761D6478BD642F) & MASK
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
-    return ((x ^ (x >> 31)) % 33 - 16) / 8
+def values(seed, side, positions, head, dim):
+    """[positions, dim]: multiples of 1/8 in [-2, 2]."""
+    u = np.uint64
+    x = u((seed * 0x9E3779B97F4A7C15 + side * 0xBF58476D1CE4E5B9 + head * 0xD6E8FEB86659FD93) & MASK)
+    with np.errstate(over="ignore"):
+        x = x + np.asarray(positions, dtype=u)[:, None] * u(0x94D049BB133111EB)
+        x = x + np.arange(dim, dtype=u)[None, :] * u(0xA0761D6478BD642F)
+        x = (x ^ (x >> u(30))) * u(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> u(27))) * u(0x94D049BB133111EB)
+    return (((x ^ (x >> u(31))) % u(33)).astype(np.float64) - 16) / 8
 
 
 class Case:
     """One query block over one sequence, as oracle_test.cc builds it."""
 
     def __init__(self, name, selector, first, rows, sink, window, budget, *, seed=1, run=1, group=2,
-                 options=None, specials=()):
+                 options=None, specials=(), top_p=1):
         self.json = dict(name=name, selector=selector, options=options or {}, first=first, rows=rows,
                          sink=sink, window=window, budget=budget, seed=seed, run=run, group=group,
-                         specials=[list(s) for s in specials])
+                         specials=[list(s) for s in specials], top_p=top_p)
         self.__dict__.update(self.json)
         self.context = first + rows
         self.dim, self.kv_heads = 16, 2
 
     def keys(self, head):
         """[context, dim]; runs of `run` tokens are alike. A special puts a value into element 0."""
-        keys = np.array([[value(self.seed, KEY, t // self.run, head, i) for i in range(self.dim)]
-                         for t in range(self.context)])
+        keys = values(self.seed, KEY, np.arange(self.context) // self.run, head, self.dim)
         for position, x in self.specials:
             keys[position, 0] = float(x)
         return keys
 
     def queries(self, head):
         """[rows, group, dim]"""
-        return np.array([[[value(self.seed, QUERY, self.first + r, head * self.group + g, i)
-                           for i in range(self.dim)] for g in range(self.group)]
-                         for r in range(self.rows)])
+        positions = np.arange(self.first, self.first + self.rows)
+        return np.stack([values(self.seed, QUERY, positions, head * self.group + g, self.dim)
+                         for g in range(self.group)], axis=1)
 
     def ranges(self):
         """sink_end and window_begin; None under rule R2."""
@@ -63,8 +65,8 @@ class Case:
 
 def logits(keys, query):
     with np.errstate(invalid="ignore"):
-        return np.nan_to_num(np.array([sum(a * b for a, b in zip(key, query)) for key in keys]),
-                             nan=-math.inf, posinf=math.inf, neginf=-math.inf)
+        return np.nan_to_num(np.sum(keys * query, axis=1), nan=-math.inf, posinf=math.inf,
+                             neginf=-math.inf)
 
 
 def best(scores, count, near=1e-6):
@@ -130,29 +132,125 @@ def hip(case, head, begin, end):
             for t in range(begin + start * block, min(begin + (start + 1) * block, end))}
 
 
-METHODS = dict(quest=quest, tokenselect=tokenselect, hip=hip)
+def coded(keys):
+    """The keys as 4-bit codes with a float16 scale and zero per key give them back."""
+    low, high = keys.min(axis=1), keys.max(axis=1)
+    zero = low.astype(np.float16).astype(np.float64)
+    exact = (high - zero) / 15
+    scale = exact.astype(np.float16)
+    scale = np.where(scale.astype(np.float64) < exact, np.nextafter(scale, np.float16(np.inf)), scale)
+    scale = scale.astype(np.float64)
+    flat = high == low
+    codes = np.clip(np.rint((keys - zero[:, None]) / np.where(flat, 1, scale)[:, None]), 0, 15)
+    return np.where(flat[:, None], zero[:, None], codes * scale[:, None] + zero[:, None])
+
+
+def infinitehip(case, head, begin, end):
+    preset, probe = case.options.get("preset", "3k"), case.options.get("probe", "digest")
+    sizes = {"3k": (256, 32, 8), "5k": (64, 32, 16)}[preset]
+    room = {"3k": (32768, 8192), "5k": (32768, 16384)}[preset]
+    room = [max(k, case.budget) for k in room] + [case.budget]
+    keys, queries = case.keys(head), case.queries(head)
+    seen = case.window - max(sizes[0], 64)
+    chunks = [c for c in range(begin, case.context, sizes[0]) if c <= case.first - seen]
+    codes = coded(keys) if probe == "digest" else None
+    for stage, (size, kept, stride) in enumerate(zip(sizes, room, (4, 4, 1))):
+        if stage > 0:
+            chunks = [c + at for c in chunks for at in range(0, sizes[stage - 1], size)]
+        count = -(-kept // size)
+        if len(chunks) <= count:
+            continue
+        means = [queries[r:r + stride].mean(axis=0) for r in range(0, case.rows, stride)]
+        heads = [[mean[g] for mean in means] for g in range(case.group)]
+
+        def best_logit(some_keys):  # [heads, keys]: the best of the averaged rows
+            return np.array([np.max([logits(some_keys, q) for q in rows], axis=0) for rows in heads])
+
+        if probe == "digest" and stage == 0:
+            bounds = {}
+            for page in range(chunks[0] // PAGE, -(-(chunks[-1] + size) // PAGE)):
+                low, high = (f(keys[page * PAGE:(page + 1) * PAGE], axis=0) for f in (np.min, np.max))
+                bounds[page] = max(np.maximum(q * low, q * high).sum() for h in heads for q in h)
+            scores = [max(bounds[p] for p in range(c // PAGE, -(-(c + size) // PAGE))) for c in chunks]
+        elif probe == "digest":
+            estimates = best_logit(codes).max(axis=0)
+            scores = [estimates[c:c + size].max() for c in chunks]
+        else:
+            table = best_logit(keys)
+            scores = [max(descend(row, c, size, probe) for row in table) for c in chunks]
+        chunks = [chunks[i] for i in best(scores, count)]
+    return {t for c in chunks for t in range(c, c + sizes[-1])}
+
+
+def descend(row, left, size, probe):
+    """The score of the chunk [left, left + size) for one head, whose logits are `row`."""
+    right = left + size
+    if probe == "centre" and size <= 8:
+        return row[left:right].max()
+    found = -math.inf
+    while right - left > 1:
+        middle = (left + right) // 2
+        a, b = (left, middle) if probe == "first" else ((left + middle) // 2, (middle + right) // 2)
+        found = max(found, row[a], row[b])
+        left, right = (left, middle) if row[a] > row[b] else (middle, right)
+    return row[left] if probe == "first" else found
+
+
+def top_p(case, head, begin, end, tokens):
+    """What is left of the chosen tokens after pruning to a share `top_p` of the estimated mass."""
+    keys, queries = coded(case.keys(head)), case.queries(head)[0]
+    competing = np.array(sorted(t for t in tokens if begin <= t < end), dtype=int)
+    mandatory = np.r_[0:begin, end:case.context]
+    live = set()
+    for query in queries:
+        scaled = keys @ query / math.sqrt(case.dim)
+        top = max(scaled[competing].max(initial=-math.inf), scaled[mandatory].max(initial=-math.inf))
+        weights, held = np.exp(scaled[competing] - top), np.exp(scaled[mandatory] - top).sum()
+        need = case.top_p * (1 - 1e-6) * (weights.sum() + held) - held
+        assert abs(need) > 1e-4, "too close to call in float32: take another seed"
+        kept = []
+        if need <= 0:
+            continue
+        for i in sorted(range(len(weights)), key=lambda i: -weights[i]):
+            equal = kept and abs(weights[i] - weights[kept[-1]]) < 1e-12
+            if weights[kept].sum() >= need and not equal:
+                margin = weights[kept].sum() - need
+                assert margin > 1e-5 and weights[kept[-1]] - weights[i] > 1e-6 * weights[i], "too close"
+                break
+            kept.append(i)
+        live |= {int(competing[i]) for i in kept}
+    return live
+
+
+METHODS = dict(quest=quest, tokenselect=tokenselect, hip=hip, infinitehip=infinitehip)
 
 
 def chosen(case):
-    """For each KV head None (everything) or the chosen tokens, as [begin, end) ranges."""
+    """For each KV head None (everything) or the chosen tokens, as [begin, end) ranges; with a
+    pruner also those of them that it leaves (it counts only what lies between sink and window)."""
     ranges = case.ranges()
     if ranges is None:
-        return [None] * case.kv_heads
-    result = []
-    for head in range(case.kv_heads):
-        tokens = sorted(METHODS[case.selector](case, head, *ranges)) if ranges[0] < ranges[1] else []
-        runs = []
-        for t in tokens:
-            if runs and runs[-1][1] == t:
-                runs[-1][1] = t + 1
-            else:
-                runs.append([t, t + 1])
-        result.append(runs)
+        return dict(chosen=[None] * case.kv_heads)
+    tokens = [METHODS[case.selector](case, head, *ranges) if ranges[0] < ranges[1] else set()
+              for head in range(case.kv_heads)]
+    result = dict(chosen=[runs(some) for some in tokens])
+    if case.top_p < 1:
+        result["live"] = [runs(top_p(case, head, *ranges, some)) for head, some in enumerate(tokens)]
     return result
 
 
+def runs(tokens):
+    found = []
+    for t in sorted(tokens):
+        if found and found[-1][1] == t:
+            found[-1][1] = t + 1
+        else:
+            found.append([t, t + 1])
+    return found
+
+
 def cases():
-    for selector in METHODS:
+    for selector in ("quest", "tokenselect", "hip"):
         yield Case("decode", selector, 700, 1, 70, 130, 100)
         yield Case("decode, four heads", selector, 640, 1, 64, 65, 64, seed=2, group=4)
         yield Case("one head", selector, 511, 1, 0, 1, 37, seed=3, group=1)
@@ -170,10 +268,38 @@ def cases():
                    specials=[(100, "-inf"), (101, "-inf"), (200, "nan"), (300, "-inf")])
         yield Case("infinity", selector, 420, 1, 16, 64, 4, seed=13,
                    specials=[(p, "inf") for p in (90, 91, 180, 270, 271, 272, 273)])
+    for share in (0.1, 0.5, 0.9, 0.99):
+        yield Case("pruned pages", "quest", 900, 1, 20, 60, 400, seed=31, top_p=share)
+        yield Case("pruned tokens", "tokenselect", 900, 1, 4, 30, 200, seed=32, top_p=share)
+        yield Case("pruned, four heads", "quest", 700, 1, 0, 1, 500, seed=33, group=4, top_p=share)
+        yield Case("pruned ties", "hip", 800, 1, 17, 33, 120, seed=34, run=7, top_p=share)
+        yield Case("pruned, reaching into the window", "infinitehip", 1200, 1, 10, 140, 256, seed=35,
+                   options=dict(preset="5k"), top_p=share)
+    for preset in ("3k", "5k"):
+        for probe in ("digest", "centre", "first"):
+            hip3 = dict(selector="infinitehip", options=dict(preset=preset, probe=probe))
+            yield Case("last stage only", first=3000, rows=1, sink=64, window=600, budget=256, seed=21,
+                       **hip3)
+            yield Case("two stages", first=18000, rows=1, sink=10, window=1024, budget=300, seed=22,
+                       group=1, **hip3)
+            yield Case("all stages", first=36000, rows=1, sink=256, window=600, budget=512, seed=23,
+                       **hip3)
+            yield Case("a prompt's block", first=17984, rows=64, sink=33, window=512, budget=256,
+                       seed=24, **hip3)
+            yield Case("rows of no whole four", first=2050, rows=7, sink=0, window=520, budget=100,
+                       seed=25, group=3, **hip3)
+            yield Case("ties of 50 tokens", first=4000, rows=1, sink=5, window=700, budget=333, seed=26,
+                       run=50, **hip3)
+            yield Case("all keys alike", first=3000, rows=1, sink=128, window=512, budget=160, seed=27,
+                       run=10000, **hip3)
+            yield Case("the least window, one chunk", first=645, rows=1, sink=130, window=512, budget=1,
+                       seed=28, **hip3)
+            yield Case("short context", first=1000, rows=1, sink=100, window=512, budget=389, seed=28,
+                       **hip3)
 
 
 def main():
-    found = [dict(case.json, chosen=chosen(case)) for case in cases()]
+    found = [dict(case.json, **chosen(case)) for case in cases()]
     path = pathlib.Path(__file__).parent / "golden" / "selections.json"
     path.parent.mkdir(exist_ok=True)
     path.write_text("[\n" + ",\n".join(json.dumps(case) for case in found) + "\n]\n")

@@ -12,8 +12,10 @@
 #include "nlohmann/json.hpp"
 
 #include "kernels/paged/digests.h"
+#include "kernels/paged/key_codes.h"
 #include "kernels/sparse/methods.h"
 #include "kernels/sparse/policy.h"
+#include "kernels/sparse/top_p/top_p_pruner.h"
 #include "tests/support/attention_batch.h"
 
 namespace kvasir::kernels {
@@ -61,6 +63,7 @@ void FillKeys(const json& c, int64_t context, AttentionBatch& batch) {
   for (int64_t block = 0; block * kPageTokens < context; ++block) {
     const int64_t tokens = std::min(kPageTokens, context - block * kPageTokens);
     ASSERT_TRUE(RebuildBounds(batch.kv().View(), 0, block, tokens).ok());
+    ASSERT_TRUE(RebuildKeyCodes(batch.kv().View(), 0, block, tokens).ok());
   }
 }
 
@@ -76,17 +79,45 @@ void FillQueries(const json& c, AttentionBatch& batch) {
   }
 }
 
-Ranges ChosenRanges(const SelectionHeader& header, const SelectionEntry* list) {
+// Tokens of the list that `mask` names: all, or those between sink and window only.
+enum class Within { kAll, kSparseRange };
+Ranges ListedRanges(const SelectionHeader& header, const SelectionEntry* list,
+                    uint64_t SelectionEntry::*mask, Within within) {
   Ranges ranges;
   for (int32_t i = 0; i < header.count; ++i) {
     for (int64_t t = 0; t < kPageTokens; ++t) {
-      if ((list[i].chosen >> t & 1) == 0) continue;
+      if ((list[i].*mask >> t & 1) == 0) continue;
       const int64_t token = list[i].page * kPageTokens + t;
+      const bool sparse = token >= header.sink_end && token < header.window_begin;
+      if (within == Within::kSparseRange && !sparse) continue;
       if (ranges.empty() || ranges.back()[1] != token) ranges.push_back({token, token});
       ranges.back()[1] = token + 1;
     }
   }
   return ranges;
+}
+
+// Prunes, and compares what is left; what lies in sink or window stays as it was.
+void ExpectPruned(const json& c, const std::vector<SelectionNumbers>& numbers,
+                  AttentionBatch& batch, PageSelection& selection) {
+  SerialExecutor executor;
+  const absl::Status status =
+      TopPPruner().Prune(batch.ParamsForSelect(numbers), selection, executor);
+  ASSERT_TRUE(status.ok()) << status;
+  for (int64_t head = 0; head < kKvHeads; ++head) {
+    const SelectionHeader& header = selection.header(head);
+    const SelectionEntry* list = selection.list(head);
+    EXPECT_EQ(ListedRanges(header, list, &SelectionEntry::live, Within::kSparseRange),
+              c["live"][static_cast<size_t>(head)].get<Ranges>())
+        << "KV head " << head;
+    EXPECT_EQ(ListedRanges(header, list, &SelectionEntry::chosen, Within::kAll),
+              c["chosen"][static_cast<size_t>(head)].get<Ranges>());
+    for (int32_t i = 0; i < header.count; ++i) {
+      const int64_t start = list[i].page * kPageTokens;
+      const uint64_t sparse = TokenMask(header.sink_end - start, header.window_begin - start);
+      EXPECT_EQ(list[i].live & ~sparse, list[i].chosen & ~sparse);
+    }
+  }
 }
 
 void RunCase(const json& c, DType dtype) {
@@ -99,9 +130,14 @@ void RunCase(const json& c, DType dtype) {
                        1, context, 1);
   ASSERT_NO_FATAL_FAILURE(FillKeys(c, context, batch));
   FillQueries(c, batch);
-  const std::vector<SelectionNumbers> numbers = {
-      {.sink_tokens = c["sink"], .window_tokens = c["window"], .budget_tokens = c["budget"]}};
-  const std::unique_ptr<Selector> selector = MakeSelector(c["selector"].get<std::string>()).value();
+  const std::vector<SelectionNumbers> numbers = {{.sink_tokens = c["sink"],
+                                                  .window_tokens = c["window"],
+                                                  .budget_tokens = c["budget"],
+                                                  .top_p = c["top_p"]}};
+  SelectorOptions options;
+  for (const auto& [name, value] : c["options"].items()) options.push_back({name, value});
+  const std::unique_ptr<Selector> selector =
+      MakeSelector(c["selector"].get<std::string>(), options).value();
   PageSelection selection = batch.MakeSelection(selector->MaxEntries(numbers[0], context));
   SerialExecutor executor;
   const absl::Status status = selector->Select(batch.ParamsForSelect(numbers), selection, executor);
@@ -110,18 +146,21 @@ void RunCase(const json& c, DType dtype) {
     const json& expected = c["chosen"][static_cast<size_t>(head)];
     ASSERT_EQ(selection.header(head).kind == Kind::kAll, expected.is_null());
     if (expected.is_null()) continue;
-    EXPECT_EQ(ChosenRanges(selection.header(head), selection.list(head)), expected.get<Ranges>())
+    EXPECT_EQ(ListedRanges(selection.header(head), selection.list(head), &SelectionEntry::chosen,
+                           Within::kAll),
+              expected.get<Ranges>())
         << "KV head " << head;
   }
+  if (c.contains("live")) ExpectPruned(c, numbers, batch, selection);
 }
 
 TEST(SelectorOracle, ChoosesWhatTheDefinitionChooses) {
   const json cases = ReadCases();
-  ASSERT_GE(cases.size(), 40u);
+  ASSERT_GE(cases.size(), 114u);
   for (const json& c : cases) {
     for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
-      SCOPED_TRACE(testing::Message()
-                   << c["selector"] << ": " << c["name"] << ", " << DTypeName(dtype).data());
+      SCOPED_TRACE(testing::Message() << c["selector"] << c["options"] << ": " << c["name"] << ", "
+                                      << DTypeName(dtype).data());
       RunCase(c, dtype);
     }
   }

@@ -16,10 +16,18 @@ namespace {
 
 using Kind = SelectionHeader::Kind;
 
+// What a selector needs at least, so that the cases fit every one of them.
+SelectionNumbers WithWindow(const Selector& selector, SelectionNumbers numbers) {
+  numbers.window_tokens = std::max(numbers.window_tokens, selector.MinWindowTokens());
+  return numbers;
+}
+
 // What holds for every selector in the list: a new method is found here by itself.
 class SelectorTest : public ::testing::TestWithParam<std::string> {
  protected:
   std::unique_ptr<Selector> selector_ = MakeSelector(GetParam()).value();
+
+  SelectionNumbers SomeNumbers() const { return WithWindow(*selector_, {4, 64, 256}); }
 
   PageSelection Select(AttentionBatch& batch, const std::vector<SelectionNumbers>& numbers) {
     int64_t capacity = 0;
@@ -52,7 +60,7 @@ struct Case {
   SelectionNumbers numbers;
 };
 
-std::vector<Case> Cases() {
+std::vector<Case> Cases(const Selector& selector) {
   std::vector<Case> cases;
   for (const int64_t first : {0, 1, 63, 64, 1000, 2047, 2048}) {
     for (const int64_t rows : {1, 16}) {
@@ -61,7 +69,7 @@ std::vector<Case> Cases() {
            {SelectionNumbers{0, 1, 0}, SelectionNumbers{4, 64, 0}, SelectionNumbers{0, 1, 1},
             SelectionNumbers{70, 130, 192}, SelectionNumbers{128, 512, 700},
             SelectionNumbers{5000, 1, 64}, SelectionNumbers{64, 5000, 64}}) {
-        cases.push_back({first, rows, numbers});
+        cases.push_back({first, rows, WithWindow(selector, numbers)});
       }
     }
   }
@@ -82,7 +90,7 @@ std::vector<SelectionNumbers> NumbersOf(const std::vector<Case>& cases) {
 }
 
 TEST_P(SelectorTest, ListsAreAscendingUniqueCausalAndWithinTheBudget) {
-  const std::vector<Case> cases = Cases();
+  const std::vector<Case> cases = Cases(*selector_);
   AttentionBatch batch = MakeBatch(cases, 51);
   const PageSelection selection = Select(batch, NumbersOf(cases));
   for (int64_t row = 0; row < selection.num_rows; ++row) {
@@ -117,7 +125,7 @@ TEST_P(SelectorTest, ListsAreAscendingUniqueCausalAndWithinTheBudget) {
       previous = entry.page;
       EXPECT_NE(entry.chosen, 0u);
       EXPECT_EQ(entry.live, entry.chosen);
-      EXPECT_LT(entry.page * kPageTokens, header.window_begin);
+      EXPECT_LT(entry.page * kPageTokens, c.first_position);
       EXPECT_GT((entry.page + 1) * kPageTokens, header.sink_end);
       chosen += std::popcount(entry.chosen);
     }
@@ -126,7 +134,7 @@ TEST_P(SelectorTest, ListsAreAscendingUniqueCausalAndWithinTheBudget) {
 }
 
 TEST_P(SelectorTest, EveryQuerySeesItsOwnTokenSinkAndWindow) {
-  const std::vector<Case> cases = Cases();
+  const std::vector<Case> cases = Cases(*selector_);
   AttentionBatch batch = MakeBatch(cases, 52);
   const PageSelection selection = Select(batch, NumbersOf(cases));
   for (int64_t row = 0; row < selection.num_rows; ++row) {
@@ -152,7 +160,7 @@ TEST_P(SelectorTest, EveryQuerySeesItsOwnTokenSinkAndWindow) {
 }
 
 TEST_P(SelectorTest, ARowDoesNotDependOnItsNeighboursOrThreads) {
-  const std::vector<Case> cases = Cases();
+  const std::vector<Case> cases = Cases(*selector_);
   AttentionBatch batch = MakeBatch(cases, 53);
   const PageSelection together = Select(batch, NumbersOf(cases));
   std::vector<SelectionHeader> headers(together.headers, together.headers + together.num_rows);
@@ -183,8 +191,8 @@ TEST_P(SelectorTest, ARowDoesNotDependOnItsNeighboursOrThreads) {
 }
 
 TEST_P(SelectorTest, CountsNoAccesses) {
-  AttentionBatch batch = MakeBatch({{2048, 1, {4, 64, 256}}}, 54);
-  Select(batch, {{4, 64, 256}});
+  AttentionBatch batch = MakeBatch({{2048, 1, SomeNumbers()}}, 54);
+  Select(batch, {SomeNumbers()});
   for (int64_t block = 0; block < 34; ++block) {
     EXPECT_EQ(batch.kv().last_touched(0, block, AttentionBatch::kLayer, 0), 0u);
   }
@@ -192,17 +200,17 @@ TEST_P(SelectorTest, CountsNoAccesses) {
 
 // Those that read keys say so; the others go by digests.
 TEST_P(SelectorTest, AnAbsentPageIsAFaultOrNotNeeded) {
-  AttentionBatch batch = MakeBatch({{2048, 1, {4, 64, 256}}}, 55);
+  AttentionBatch batch = MakeBatch({{2048, 1, SomeNumbers()}}, 55);
   for (int64_t block = 0; block < 32; ++block) {
     batch.kv().SetTier(0, block, AttentionBatch::kLayer, 0, PageTier::kAbsent);
   }
-  Select(batch, {{4, 64, 256}});
+  Select(batch, {SomeNumbers()});
   EXPECT_EQ(batch.fault(0), GetParam() == "tokenselect" || GetParam() == "hip" ? 1 : 0);
 }
 
 TEST_P(SelectorTest, RejectsWhatDoesNotFit) {
-  AttentionBatch batch = MakeBatch({{2048, 1, {4, 64, 256}}}, 56);
-  const std::vector<SelectionNumbers> good = {{4, 64, 256}};
+  AttentionBatch batch = MakeBatch({{2048, 1, SomeNumbers()}}, 56);
+  const std::vector<SelectionNumbers> good = {SomeNumbers()};
   PageSelection selection = batch.MakeSelection(selector_->MaxEntries(good[0], 2049));
   SerialExecutor executor;
   const auto code = [&](const std::vector<SelectionNumbers>& numbers, auto change) {
@@ -215,7 +223,7 @@ TEST_P(SelectorTest, RejectsWhatDoesNotFit) {
   EXPECT_EQ(code(good, nothing), absl::StatusCode::kOk);
   EXPECT_EQ(code({}, nothing), kInvalid);
   EXPECT_EQ(code({{-1, 64, 256}}, nothing), kInvalid);
-  EXPECT_EQ(code({{4, 0, 256}}, nothing), kInvalid);
+  EXPECT_EQ(code({{4, selector_->MinWindowTokens() - 1, 256}}, nothing), kInvalid);
   EXPECT_EQ(code({{4, 64, -1}}, nothing), kInvalid);
   EXPECT_EQ(code(good, [](SelectParams& p) { p.layer = 9; }), kInvalid);
   EXPECT_EQ(code(good, [](SelectParams& p) { p.scratch = nullptr; }), kInvalid);
@@ -235,15 +243,40 @@ TEST(MakeSelector, UnknownNamesListTheKnownOnes) {
   EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(status.message(),
             "unknown selector 'qest'; the selectors are all, streaming, quest, "
-            "tokenselect, hip");
+            "tokenselect, hip, infinitehip");
+}
+
+TEST(MakeSelector, UnknownOptionsListTheKnownOnes) {
+  EXPECT_EQ(MakeSelector("quest", {{"preset", "3k"}}).status().message(),
+            "this selector has no option 'preset', nor any other");
+  EXPECT_EQ(MakeSelector("infinitehip", {{"presets", "3k"}}).status().message(),
+            "infinitehip has no option 'presets'; its options are preset and probe");
+  EXPECT_EQ(MakeSelector("infinitehip", {{"preset", "4k"}}).status().message(),
+            "infinitehip: preset '4k' is unknown; there are 3k, 5k");
+  EXPECT_EQ(MakeSelector("infinitehip", {{"probe", "last"}}).status().message(),
+            "infinitehip: probe 'last' is unknown; there are digest, centre, first");
+}
+
+TEST(InfiniteHip, TheDigestProbeNeedsDigests) {
+  AttentionBatch batch = MakeBatch({{2048, 1, {}}}, 58);
+  const std::unique_ptr<Selector> selector = MakeSelector("infinitehip").value();
+  const std::vector<SelectionNumbers> numbers = {{4, 512, 256}};
+  PageSelection selection = batch.MakeSelection(selector->MaxEntries(numbers[0], 2049));
+  SerialExecutor executor;
+  for (const bool bounds : {true, false}) {
+    SelectParams p = batch.ParamsForSelect(numbers);
+    (bounds ? p.kv.bounds : p.kv.key_codes) = nullptr;
+    EXPECT_EQ(selector->Select(p, selection, executor).code(),
+              absl::StatusCode::kFailedPrecondition);
+  }
 }
 
 TEST(CountPages, AttendedAndSkippedAddUpToTheDensePages) {
   for (const SelectorMethod& method : SelectorMethods()) {
-    const std::unique_ptr<Selector> selector = method.make();
+    const std::unique_ptr<Selector> selector = method.make({}).value();
     AttentionBatch batch = MakeBatch({{2100, 1, {}}}, 57);
     const std::vector<SelectionNumbers> numbers = {
-        {.sink_tokens = 100, .window_tokens = 60, .budget_tokens = 512}};
+        WithWindow(*selector, {.sink_tokens = 100, .window_tokens = 60, .budget_tokens = 512})};
     PageSelection selection = batch.MakeSelection(selector->MaxEntries(numbers[0], 2101));
     SerialExecutor executor;
     ASSERT_TRUE(selector->Select(batch.ParamsForSelect(numbers), selection, executor).ok());

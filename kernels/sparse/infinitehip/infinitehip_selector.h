@@ -1,0 +1,81 @@
+// The selector `infinitehip` (InfiniteHiP, arXiv 2502.08910): three stages of pruning, each keeping
+// the best chunks of what the stage before it left.
+//
+//   stage 1    all chunks [sink_end + j c1, + c1) that begin at or before first - Wm
+//   stage i    score of a chunk = max over the heads of the group of its representative's logit;
+//              keep the K_i / c_i chunks of the largest scores, whole, later ones first among
+//              equals
+//   next       every kept chunk is split into chunks of c_(i+1) tokens; after the last, they are
+//   the
+//              list
+//
+//   option preset     c1   K1      c2   K2      c3   K3             query rows averaged
+//     "3k" (default)  256  32,768  32   8,192   8    budget_tokens  by 4, 4, 1
+//     "5k"            64   32,768  32   16,384  16   budget_tokens  by 4, 4, 1
+//
+// K1 and K2 are at least the budget. Wm = window_tokens - max(c1, 64): a list covers what leaves
+// the window for some time, and entries may reach into it. No key at or behind the block's first
+// query is looked at, which needs a window of c1 + max(c1, 64) tokens (MinWindowTokens).
+//
+//   option probe      the score of a chunk, for one head; rows are the block's queries, averaged
+//     "digest" (default)  stage 1: the largest page bound (Quest's) of the pages it touches; later:
+//                     the largest estimate from key codes of its tokens. Reads no key.
+//     "centre"        descend log2(c) times into the half whose centre key has the larger logit
+//     (the
+//                     right one among equals); the largest logit met. At c <= 8 the largest of all.
+//     "first"         the paper's: descend into the half whose first key has the larger logit; the
+//                     logit of the token that is left.
+//
+// Logits are float32, not scaled; NaN is the smallest. Where a stage has room for all its chunks it
+// keeps them unscored. Entries hold tokens; `score` is that of the last stage. Differs from the
+// paper: KV group scope (the paper's is the layer), digests instead of keys, no budget of its own
+// in the first layers, positions are the model's. Errors: FAILED_PRECONDITION when probe "digest"
+// finds no bounds or no key codes. Cost: stage 1 is linear in the context: 2 d numbers a page, or
+// 14 (centre) or 9 (first) keys a chunk of 256 and head; the others are bounded by K1 and K2.
+// Thread-compatible.
+#pragma once
+
+#include <array>
+#include <memory>
+
+#include "absl/status/statusor.h"
+
+#include "kernels/sparse/methods.h"
+#include "kernels/sparse/stages.h"
+
+namespace kvasir::kernels {
+
+class InfiniteHipSelector : public Selector {
+ public:
+  static constexpr int kStages = 3;
+  struct Stage {
+    int64_t chunk_tokens = 0;
+    int64_t keep_tokens = 0;  // 0: the budget
+    int64_t query_stride = 0;
+  };
+  struct Preset {
+    absl::string_view name;
+    std::array<Stage, kStages> stages;
+  };
+  enum class Probe { kDigest, kCentre, kFirst };
+
+  // INVALID_ARGUMENT for an unknown option, preset or probe.
+  static absl::StatusOr<std::unique_ptr<Selector>> Create(const SelectorOptions& options);
+
+  absl::Status Select(const SelectParams& params, PageSelection& out,
+                      Executor& executor) const override;
+  int64_t MaxEntries(const SelectionNumbers& numbers, int64_t tokens) const override;
+  bool ReadsQueries() const override { return true; }
+  bool NeedsKeyCodes() const override { return probe_ == Probe::kDigest; }
+  int64_t MinWindowTokens() const override;
+  SkipReason skip_reason() const override { return SkipReason::kSelectedOut; }
+
+ private:
+  InfiniteHipSelector(const Preset& preset, Probe probe) : preset_(preset), probe_(probe) {}
+  absl::Status Check(const SelectParams& params, const PageSelection& out) const;
+
+  const Preset& preset_;
+  const Probe probe_;
+};
+
+}  // namespace kvasir::kernels

@@ -1,0 +1,60 @@
+#include "kernels/sparse/quest/page_scores.h"
+
+#include <algorithm>
+#include <array>
+
+#include "kernels/base/cpu_features.h"
+
+namespace kvasir::kernels {
+namespace {
+
+constexpr int64_t kCacheLine = 64;
+
+using Bounds = std::array<const std::byte*, kQuestScorePages>;
+
+// Of kQuestScorePages pages from `begin`; null from `end` on and where there is no block.
+Bounds FindBounds(const SelectRow& row, int64_t begin, int64_t end) {
+  const PagedKv& kv = row.p.kv;
+  Bounds bounds = {};
+  const int64_t count = std::min(kQuestScorePages, end - begin);
+  for (int64_t i = 0; i < count; ++i) {
+    if (kv.row(row.block.slot, begin + i) < 0) continue;
+    const std::byte* found = kv.Bounds(row.block.slot, begin + i, row.p.layer, row.kv_head);
+    for (int64_t at = 0; at < kv.layout.page_bounds_bytes(); at += kCacheLine) {
+      __builtin_prefetch(found + at);
+    }
+    bounds[static_cast<size_t>(i)] = found;
+  }
+  return bounds;
+}
+
+}  // namespace
+
+PageScoreKernel ChoosePageScoreKernel(const KvLayout& layout, DType queries) {
+  const bool bf16_kv = layout.dtype == DType::kBFloat16;
+  if (layout.head_dim % kQuestScoreHeadDimStep == 0) {
+    if (bf16_kv && queries == DType::kBFloat16 && CpuHasAvx512Bf16()) {
+      return {.scores = QuestScoresAvx512Bf16Pairs, .bf16_queries = true};
+    }
+    if (CpuHasAvx512()) {
+      return {.scores = bf16_kv ? QuestScoresAvx512BFloat16 : QuestScoresAvx512Float32};
+    }
+  }
+  return {.scores = bf16_kv ? QuestScoresBFloat16 : QuestScoresFloat32};
+}
+
+// The bounds of pages to come are fetched while others are scored: they lie wherever their blocks
+// do.
+void ScorePages(const SelectRow& row, QuestScoreFn* function, const QuestScoreParams& params,
+                int64_t begin, int64_t end, float* scores) {
+  Bounds bounds = FindBounds(row, begin, end);
+  for (int64_t page = begin; page < end; page += kQuestScorePages) {
+    const Bounds next = FindBounds(row, page + kQuestScorePages, end);
+    float found[kQuestScorePages];
+    function(params, bounds.data(), found);
+    std::copy_n(found, std::min(kQuestScorePages, end - page), scores + page - begin);
+    bounds = next;
+  }
+}
+
+}  // namespace kvasir::kernels

@@ -1,0 +1,36 @@
+// Quest's scores (quest_score.h) of a run of pages, by the fastest function the machine has. Used
+// by the selectors `quest` and `infinitehip`. Thread-safe.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/base/dtype.h"
+#include "kernels/sparse/quest/quest_score.h"
+#include "kernels/sparse/select_common.h"
+
+namespace kvasir::kernels {
+
+// Which function serves queries of a dtype, and whether it takes them in bfloat16 (else float32).
+struct PageScoreKernel {
+  QuestScoreFn* scores = nullptr;
+  bool bf16_queries = false;
+};
+
+PageScoreKernel ChoosePageScoreKernel(const KvLayout& layout, DType queries);
+
+// min(q, 0), then max(q, 0): a row of QuestScoreParams::signed_q. NaN goes to both halves.
+template <typename From, typename To>
+void SplitBySign(const From* q, int64_t head_dim, To* signed_q) {
+  for (int64_t i = 0; i < head_dim; ++i) {
+    const float x = static_cast<float>(q[i]);
+    signed_q[i] = static_cast<To>(x > 0 ? 0.0f : x);
+    signed_q[head_dim + i] = static_cast<To>(x < 0 ? 0.0f : x);
+  }
+}
+
+// scores[i] = score of page begin + i of the row's slot, layer and KV head, for pages [begin, end);
+// -inf where the slot has no such block. REQUIRES: the KV has bounds.
+void ScorePages(const SelectRow& row, QuestScoreFn* function, const QuestScoreParams& params,
+                int64_t begin, int64_t end, float* scores);
+
+}  // namespace kvasir::kernels
