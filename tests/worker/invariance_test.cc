@@ -181,7 +181,8 @@ void CheckPremises(const Way& way, uint32_t policy, const Served& served) {
   EXPECT_EQ(served.stats.device_misses > 0, way.device_part < 1);
   EXPECT_EQ(a.page_misses() > 0, way.device_part < 1);
   // Dense attention needs every page in every step, so none gives way to another.
-  if (policy == kAll) return;
+  // infinitehip reads blocks of 16 tokens, and other ones in each step: hardly ever a page's worth.
+  if (policy == kAll || policy == kInfiniteHip) return;
   EXPECT_EQ(served.stats.promotions > 0, way.device_part < 1);
 }
 
