@@ -145,6 +145,7 @@ class Sequences {
             .layer = 0,
             .blocks = blocks_,
             .numbers = numbers,
+            .faults = faults_,
             .scratch = &scratch_};
   }
   AttendParams ForAttend(const PageSelection& selection) {
