@@ -7,6 +7,8 @@ if(NOT KVASIR_CUDA STREQUAL "OFF")
     set(CMAKE_CUDA_ARCHITECTURES 90a)
     enable_language(CUDA)
     find_package(CUDAToolkit REQUIRED)
+    set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION "-std=c++20")  # CMake 3.25 does not know it
+    set(CMAKE_CUDA20_EXTENSION_COMPILE_OPTION "-std=c++20")
     set(CMAKE_CUDA_STANDARD 20)
     set(KVASIR_WITH_CUDA ON)
   elseif(KVASIR_CUDA STREQUAL "ON")

@@ -4,7 +4,8 @@
 add_library(kvasir_flags INTERFACE)
 target_compile_options(kvasir_flags INTERFACE
   $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -Wshadow -Wconversion -Wsign-conversion -Wsign-compare
-  -Wnon-virtual-dtor -Werror -fno-math-errno -ffp-contract=off>)
+  -Wnon-virtual-dtor -Werror -fno-math-errno -ffp-contract=off>
+  $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr -Werror=all-warnings -Xptxas=-warn-spills>)
 if(CMAKE_CXX_COMPILER_ID STREQUAL "Clang")
   target_compile_options(kvasir_flags INTERFACE -Wthread-safety)
 endif()
@@ -28,6 +29,9 @@ function(kvasir_library name)
   endif()
   add_library(${name} STATIC ${ARG_SRCS})
   target_link_libraries(${name} PUBLIC kvasir_flags ${ARG_DEPS})
+  if(ARG_CUDA_SRCS AND KVASIR_WITH_CUDA)
+    target_link_libraries(${name} PUBLIC CUDA::cudart_static)
+  endif()
 endfunction()
 
 # The tests that run under ThreadSanitizer: those with the label 'tsan'.

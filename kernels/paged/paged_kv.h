@@ -14,6 +14,7 @@
 #include <cstdint>
 
 #include "kernels/base/dtype.h"
+#include "kernels/base/host_device.h"
 #include "kernels/base/status_macros.h"
 
 namespace kvasir::kernels {
@@ -28,10 +29,14 @@ struct KvLayout {
   int64_t head_dim = 0;
   DType dtype = DType::kBFloat16;
 
-  int64_t row_bytes() const { return head_dim * static_cast<int64_t>(DTypeSize(dtype)); }
-  int64_t page_bytes() const { return 2 * kPageTokens * row_bytes(); }
-  int64_t pages_per_block() const { return num_layers * num_kv_heads; }
-  int64_t page_in_block(int64_t layer, int64_t head) const { return layer * num_kv_heads + head; }
+  KVASIR_HOST_DEVICE int64_t row_bytes() const {
+    return head_dim * static_cast<int64_t>(DTypeSize(dtype));
+  }
+  KVASIR_HOST_DEVICE int64_t page_bytes() const { return 2 * kPageTokens * row_bytes(); }
+  KVASIR_HOST_DEVICE int64_t pages_per_block() const { return num_layers * num_kv_heads; }
+  KVASIR_HOST_DEVICE int64_t page_in_block(int64_t layer, int64_t head) const {
+    return layer * num_kv_heads + head;
+  }
   int64_t block_bytes() const { return pages_per_block() * page_bytes(); }
   // Offset of V inside a page.
   int64_t v_offset() const { return kPageTokens * row_bytes(); }
@@ -55,8 +60,10 @@ class PageRef {
       : bits_(reinterpret_cast<uint64_t>(page) | static_cast<uint64_t>(tier)) {
     KVASIR_CHECK((reinterpret_cast<uint64_t>(page) & kTierMask) == 0);
   }
-  PageTier tier() const { return static_cast<PageTier>(bits_ & kTierMask); }
-  std::byte* page() const { return reinterpret_cast<std::byte*>(bits_ & ~kTierMask); }
+  KVASIR_HOST_DEVICE PageTier tier() const { return static_cast<PageTier>(bits_ & kTierMask); }
+  KVASIR_HOST_DEVICE std::byte* page() const {
+    return reinterpret_cast<std::byte*>(bits_ & ~kTierMask);
+  }
 
  private:
   static constexpr uint64_t kTierMask = 63;
@@ -82,7 +89,7 @@ struct PagedKv {
   AccessRecord accesses;
   uint32_t step = 0;
 
-  int64_t row(int64_t slot, int64_t block) const {
+  KVASIR_HOST_DEVICE int64_t row(int64_t slot, int64_t block) const {
     return block_rows[slot * max_blocks_per_slot + block];
   }
   // Resolves without recording: for writers and tests. Absent where the slot has no such block.

@@ -1,0 +1,70 @@
+#include "kernels/attention/attend_cuda.h"
+
+#include "kernels/attention/attend_decode.h"
+#include "kernels/attention/decode_plan.h"
+#include "kernels/base/cuda_status.h"
+#include "kernels/base/shape_check.h"
+
+namespace kvasir::kernels {
+namespace {
+
+constexpr int64_t kMaxGroup = 8;
+constexpr int64_t kPartsPerUnit = 2;  // warpgroups of a block
+
+absl::Status Check(const AttendParams& p, int64_t& group) {
+  const KvLayout& layout = p.kv.layout;
+  const int64_t rows = static_cast<int64_t>(p.blocks.size()) * layout.num_kv_heads;
+  ShapeCheck check("attend on the GPU");
+  check.Match("q", p.q, {"tokens", "heads", layout.head_dim}, DType::kBFloat16)
+      .Match("out", p.out, {"tokens", "heads", layout.head_dim}, DType::kBFloat16)
+      .Require(layout.dtype == DType::kBFloat16, "the KV must be bfloat16")
+      .Require(layout.head_dim == 64 || layout.head_dim == 128, "head_dim must be 64 or 128")
+      .Require(p.layer >= 0 && p.layer < layout.num_layers, "no such layer")
+      .Require(p.selection.num_rows == rows, "selection.num_rows must be blocks x KV heads")
+      .Require(static_cast<int64_t>(p.faults.size()) == p.kv.num_slots,
+               "faults must be [num_slots]");
+  if (!p.lse.empty()) check.Match("lse", p.lse, {"tokens", "heads"}, DType::kFloat32);
+  KVASIR_RETURN_IF_ERROR(check.status());
+  group = layout.num_kv_heads > 0 ? check.dim("heads") / layout.num_kv_heads : 0;
+  check.Require(group >= 1 && group <= kMaxGroup && check.dim("heads") % layout.num_kv_heads == 0,
+                "the query heads must be 1 to 8 times the KV heads");
+  return check.status();
+}
+
+}  // namespace
+
+int64_t AttendDecodeWorkspaceBytes(int64_t rows, int64_t group, int64_t head_dim) {
+  return rows * kMaxDecodeUnits * kPartsPerUnit * group * (head_dim + 2) *
+         static_cast<int64_t>(sizeof(float));
+}
+
+absl::Status AttendDecode(const AttendParams& p, const KvTensorMaps& maps, std::byte* workspace,
+                          cudaStream_t stream) {
+  int64_t group = 0;
+  KVASIR_RETURN_IF_ERROR(Check(p, group));
+  if (p.blocks.empty()) return absl::OkStatus();
+  int device = 0;
+  int processors = 0;
+  KVASIR_RETURN_IF_ERROR(CudaStatus(cudaGetDevice(&device), "asking for the device"));
+  KVASIR_RETURN_IF_ERROR(
+      CudaStatus(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device),
+                 "asking for the device's multiprocessors"));
+  const DecodeLaunch launch = {.q = p.q.As<const __nv_bfloat16>(),
+                               .out = p.out.As<__nv_bfloat16>(),
+                               .lse = p.lse.empty() ? nullptr : p.lse.As<float>(),
+                               .kv = p.kv,
+                               .layer = p.layer,
+                               .scale = p.scale,
+                               .blocks = p.blocks.data(),
+                               .headers = p.selection.headers,
+                               .entries = p.selection.entries,
+                               .capacity = p.selection.capacity,
+                               .num_rows = p.selection.num_rows,
+                               .group = group,
+                               .faults = p.faults.data(),
+                               .partials = reinterpret_cast<float*>(workspace),
+                               .num_processors = processors};
+  return CudaStatus(LaunchAttendDecode(launch, maps, stream), "launching decode attention");
+}
+
+}  // namespace kvasir::kernels

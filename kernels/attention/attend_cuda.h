@@ -1,0 +1,28 @@
+// Attention on the GPU: the op of attend.h for bfloat16 q and KV, head_dim 64 or 128, at most 8
+// query heads a KV head. All pointers of the params, spans included, are device memory;
+// params.scratch is not used. What attend.h guarantees holds but for this: a result depends on the
+// length of its own list (it decides how the list is cut for parallel work), never on batch, tier
+// or other rows; the products' sums are those of the tensor cores, in float32.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "absl/status/status.h"
+
+#include "kernels/attention/attend.h"
+#include "kernels/paged/kv_tensor_maps.h"
+
+namespace kvasir::kernels {
+
+// Device memory for the partial results of `rows` selection rows (blocks x KV heads).
+int64_t AttendDecodeWorkspaceBytes(int64_t rows, int64_t group, int64_t head_dim);
+
+// Attention of blocks of one query each. Nothing is allocated or waited for; may be captured.
+// INVALID_ARGUMENT on shapes; a selected page that is absent sets the slot's fault, and its out
+// rows are unspecified. Cost: reads each attended page once for all query heads of the group;
+// writes and reads again 4 * (head_dim + 2) bytes for each of at most 128 partial results a query
+// head.
+absl::Status AttendDecode(const AttendParams& params, const KvTensorMaps& maps,
+                          std::byte* workspace, cudaStream_t stream);
+
+}  // namespace kvasir::kernels

@@ -1,0 +1,122 @@
+// What Hopper's kernels need of PTX, one function an instruction: barriers on shared memory, the
+// bulk tensor copy, warpgroup matrix products and their shared-memory descriptors. Names follow the
+// PTX ISA (sections "mbarrier", "cp.async.bulk.tensor", "wgmma"). sm_90a.
+#pragma once
+
+#include <cstdint>
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+namespace kvasir::kernels::hopper {
+
+__device__ inline uint32_t SharedAddress(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// --- mbarrier: a phase ends when all arrivals and all announced bytes are there ---
+
+__device__ inline void BarrierInit(uint64_t* barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(SharedAddress(barrier)),
+               "r"(arrivals));
+}
+// Makes initialised barriers visible to the copy engine.
+__device__ inline void FenceBarrierInit() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ inline void BarrierArrive(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(SharedAddress(barrier)) : "memory");
+}
+__device__ inline void BarrierArriveExpecting(uint64_t* barrier, uint32_t bytes) {
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(SharedAddress(barrier)),
+      "r"(bytes)
+      : "memory");
+}
+// Waits until the phase of `parity` has ended.
+__device__ inline void BarrierWait(uint64_t* barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "wait:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra wait;\n"
+      "}\n" ::"r"(SharedAddress(barrier)),
+      "r"(parity)
+      : "memory");
+}
+
+// --- the bulk tensor copy, global to shared memory ---
+
+// Copies the map's box whose first element is (column, row); announces its end to the barrier.
+__device__ inline void CopyBox(void* to, const CUtensorMap* map, int32_t column, int32_t row,
+                               uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%3, %4}], [%2];" ::"r"(SharedAddress(to)),
+      "l"(map), "r"(SharedAddress(barrier)), "r"(column), "r"(row)
+      : "memory");
+}
+__device__ inline void PrefetchTensorMap(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// Makes this thread's writes to shared memory visible to wgmma and to the copy engine, once a
+// barrier follows.
+__device__ inline void FenceAsyncProxy() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+// Of `threads` threads, on the hardware barrier `id` (0 is __syncthreads).
+__device__ inline void NamedBarrier(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// --- wgmma: products of a warpgroup, operands in shared memory ---
+
+// Tiles lie in rows of 128 bytes, swizzled: the 16-byte chunk c of row r is stored as chunk
+// c ^ (r % 8). Groups of 8 rows are 1,024 bytes apart; tiles are aligned to 1,024 bytes.
+inline constexpr int kSwizzledRowBytes = 128;
+inline constexpr int kSwizzledGroupBytes = 1024;
+
+__device__ inline int SwizzledOffset(int row, int column_bytes) {
+  return row * kSwizzledRowBytes + (column_bytes ^ ((row & 7) << 4));
+}
+// Descriptor of a swizzled tile that starts at `tile`, for either operand and either major order.
+__device__ inline uint64_t TileDescriptor(const void* tile) {
+  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
+  constexpr uint64_t kGroupStride = uint64_t{kSwizzledGroupBytes >> 4} << 32;
+  constexpr uint64_t kUnusedStride = uint64_t{1} << 16;
+  return kSwizzle128 | kGroupStride | kUnusedStride | ((SharedAddress(tile) & 0x3ffff) >> 4);
+}
+// The descriptor `bytes` further on (a multiple of 16).
+__device__ inline uint64_t Advance(uint64_t descriptor, int bytes) {
+  return descriptor + static_cast<uint64_t>(bytes >> 4);
+}
+
+__device__ inline void WgmmaFence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ inline void WgmmaCommit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+template <int kPending>
+__device__ inline void WgmmaWait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+enum class Major { kK = 0, kMN = 1 };  // which index of an operand is contiguous
+
+// d[64, 8] (+)= a[64, 16] b[16, 8], bfloat16 operands, float sums; b is K-major.
+// Thread t of the warpgroup holds rows 16 (t / 32) + t % 32 / 4 (+ 8 for d[2], d[3]) and columns
+// 2 (t % 4) + {0, 1}.
+template <Major kMajorA>
+__device__ inline void Wgmma64x8(float (&d)[4], uint64_t a, uint64_t b, bool accumulate) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %6, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16"
+      " {%0, %1, %2, %3}, %4, %5, p, 1, 1, %7, 0;\n"
+      "}\n"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(kMajorA)));
+}
+
+}  // namespace kvasir::kernels::hopper

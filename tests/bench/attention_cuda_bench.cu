@@ -1,0 +1,189 @@
+// Decode attention on the GPU: microseconds and bytes per second, dense and over lists, for one
+// sequence of the 8B shape (32 query and 8 KV heads of 128). Random KV, four sets in turn; medians
+// of replays of a CUDA graph.
+//
+//   attention_cuda_bench [TOKENS ...]        default: 4096 32768 131072 1048576
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cuda_bf16.h>
+#include <functional>
+#include <random>
+#include <vector>
+
+#include "kernels/attention/attend_cuda.h"
+#include "kernels/base/cuda_status.h"
+#include "kernels/base/device_buffer.h"
+
+namespace kvasir::kernels {
+namespace {
+
+constexpr int64_t kKvHeads = 8;
+constexpr int64_t kGroup = 4;
+constexpr int64_t kHeadDim = 128;
+constexpr int kReplays = 31;
+constexpr int64_t kMaxSets = 4;
+constexpr int64_t kSetBytes = int64_t{20} << 30;  // of all sets together
+
+void Check(const absl::Status& status) {
+  if (status.ok()) return;
+  std::fprintf(stderr, "%s\n", status.ToString().c_str());
+  std::exit(1);
+}
+void Check(cudaError_t error) { Check(CudaStatus(error, "benchmark")); }
+template <typename T>
+T Value(absl::StatusOr<T> value) {
+  Check(value.status());
+  return std::move(value).value();
+}
+
+// Roughly normal values from a counter: sums of four uniform ones.
+__global__ void FillRandom(__nv_bfloat16* values, int64_t count, uint64_t seed) {
+  const int64_t stride = int64_t{gridDim.x} * blockDim.x;
+  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < count; i += stride) {
+    uint64_t x = (static_cast<uint64_t>(i) + seed) * 0x9e3779b97f4a7c15ull;
+    x = (x ^ (x >> 31)) * 0xbf58476d1ce4e5b9ull;
+    x ^= x >> 29;
+    float sum = 0;
+    for (int part = 0; part < 4; ++part) sum += static_cast<float>(x >> (16 * part) & 0xffff);
+    values[i] = __float2bfloat16_rn((sum / 65536.0f - 2.0f) * 1.7f);
+  }
+}
+
+template <typename T>
+DeviceBuffer Upload(const std::vector<T>& values) {
+  DeviceBuffer buffer =
+      Value(DeviceBuffer::Allocate(static_cast<int64_t>(values.size() * sizeof(T))));
+  Check(
+      cudaMemcpy(buffer.data(), values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice));
+  return buffer;
+}
+
+// One sequence with its own pages, in a random order of memory.
+struct Set {
+  DeviceBuffer pages, table, block_rows, q, out, workspace, blocks, headers, entries, faults;
+  KvTensorMaps maps;
+  AttendParams params;
+
+  Set(int64_t tokens, const SelectionHeader& header, const std::vector<int64_t>& list,
+      uint64_t seed) {
+    const KvLayout layout = {
+        .num_layers = 1, .num_kv_heads = kKvHeads, .head_dim = kHeadDim, .dtype = DType::kBFloat16};
+    const int64_t num_blocks = (tokens + kPageTokens - 1) / kPageTokens;
+    const int64_t bytes = num_blocks * layout.block_bytes();
+    pages = Value(DeviceBuffer::Allocate(bytes));
+    FillRandom<<<1024, 256>>>(pages.As<__nv_bfloat16>(), bytes / 2, seed);
+    std::vector<int32_t> rows(static_cast<size_t>(num_blocks));
+    for (size_t i = 0; i < rows.size(); ++i) rows[i] = static_cast<int32_t>(i);
+    std::shuffle(rows.begin(), rows.end(), std::mt19937_64(seed));
+    block_rows = Upload(rows);
+    std::vector<PageRef> refs;
+    for (int64_t i = 0; i < num_blocks * kKvHeads; ++i) {
+      refs.emplace_back(pages.data() + i * layout.page_bytes(), PageTier::kDevice);
+    }
+    table = Upload(refs);
+    maps = Value(MakeKvTensorMaps(layout, {.base = pages.data(), .bytes = bytes}, {}));
+    const int64_t values = kKvHeads * kGroup * kHeadDim;
+    q = Value(DeviceBuffer::Allocate(values * 2));
+    FillRandom<<<1, 256>>>(q.As<__nv_bfloat16>(), values, seed + 77);
+    out = Value(DeviceBuffer::Allocate(values * 2));
+    workspace =
+        Value(DeviceBuffer::Allocate(AttendDecodeWorkspaceBytes(kKvHeads, kGroup, kHeadDim)));
+    blocks = Upload(std::vector<QueryBlock>{
+        {.slot = 0, .first_row = 0, .num_rows = 1, .first_position = tokens - 1}});
+    headers = Upload(std::vector<SelectionHeader>(kKvHeads, header));
+    std::vector<SelectionEntry> entry_list;
+    for (int64_t head = 0; head < kKvHeads; ++head) {
+      for (const int64_t page : list) {
+        entry_list.push_back({.page = page, .chosen = ~uint64_t{0}, .live = ~uint64_t{0}});
+      }
+    }
+    entries = Upload(entry_list);
+    faults = Upload(std::vector<uint8_t>{0});
+    const auto tensor = [&](const DeviceBuffer& buffer) {
+      return TensorView(buffer.data(), DType::kBFloat16, {1, kKvHeads * kGroup, kHeadDim},
+                        Device::kCuda);
+    };
+    params = {.q = tensor(q),
+              .out = tensor(out),
+              .kv = {.layout = layout,
+                     .block_rows = block_rows.As<int32_t>(),
+                     .num_slots = 1,
+                     .max_blocks_per_slot = num_blocks,
+                     .pages = table.As<PageRef>()},
+              .scale = 0.0883883476f,
+              .blocks = {blocks.As<QueryBlock>(), 1},
+              .selection = {.headers = headers.As<SelectionHeader>(),
+                            .entries = entries.As<SelectionEntry>(),
+                            .num_rows = kKvHeads,
+                            .capacity = static_cast<int64_t>(list.size())},
+              .faults = {faults.As<uint8_t>(), 1}};
+  }
+};
+
+// Median microseconds of one call, over replays of a graph that runs it on each set once.
+double MedianMicroseconds(std::vector<Set>& sets) {
+  cudaStream_t stream;
+  Check(cudaStreamCreate(&stream));
+  cudaGraph_t graph;
+  Check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+  for (Set& set : sets) Check(AttendDecode(set.params, set.maps, set.workspace.data(), stream));
+  Check(cudaStreamEndCapture(stream, &graph));
+  cudaGraphExec_t executable;
+  Check(cudaGraphInstantiate(&executable, graph, 0));
+  cudaEvent_t begin, end;
+  Check(cudaEventCreate(&begin));
+  Check(cudaEventCreate(&end));
+  std::vector<float> times;
+  for (int replay = 0; replay < kReplays + 5; ++replay) {
+    Check(cudaEventRecord(begin, stream));
+    Check(cudaGraphLaunch(executable, stream));
+    Check(cudaEventRecord(end, stream));
+    Check(cudaStreamSynchronize(stream));
+    float milliseconds = 0;
+    Check(cudaEventElapsedTime(&milliseconds, begin, end));
+    if (replay >= 5) times.push_back(milliseconds);
+  }
+  std::sort(times.begin(), times.end());
+  return 1000.0 * times[times.size() / 2] / static_cast<double>(sets.size());
+}
+
+void Report(const char* name, int64_t tokens, const SelectionHeader& header,
+            const std::vector<int64_t>& list, int64_t attended_tokens) {
+  const int64_t set_bytes = tokens * kKvHeads * kHeadDim * 4;
+  const int64_t num_sets = std::clamp<int64_t>(kSetBytes / set_bytes, 1, kMaxSets);
+  std::vector<Set> sets;
+  for (int64_t i = 0; i < num_sets; ++i) {
+    sets.emplace_back(tokens, header, list, static_cast<uint64_t>(i + 1));
+  }
+  const double microseconds = MedianMicroseconds(sets);
+  const double bytes = static_cast<double>(attended_tokens * kKvHeads * kHeadDim * 4);
+  std::printf("| %s | %lld | %lld | %.1f | %.2f |\n", name, static_cast<long long>(tokens),
+              static_cast<long long>(attended_tokens), microseconds, bytes / microseconds / 1e6);
+  std::fflush(stdout);
+}
+
+void Bench(int64_t tokens) {
+  Report("dense", tokens, {}, {}, tokens);
+  // 4,096 tokens in whole pages, sink 128, window 512.
+  const SelectionHeader header = {.kind = SelectionHeader::Kind::kList,
+                                  .count = 64,
+                                  .sink_end = 128,
+                                  .window_begin = tokens - 512};
+  if (tokens < 8192) return;
+  std::vector<int64_t> list;
+  const int64_t candidates = (tokens - 512) / kPageTokens - 2;
+  for (int64_t i = 0; i < 64; ++i) list.push_back(2 + i * candidates / 64);
+  Report("list", tokens, header, list, 128 + 4096 + 512);
+}
+
+}  // namespace
+}  // namespace kvasir::kernels
+
+int main(int argc, char** argv) {
+  std::vector<int64_t> lengths;
+  for (int i = 1; i < argc; ++i) lengths.push_back(std::atoll(argv[i]));
+  if (lengths.empty()) lengths = {4096, 32768, 131072, 1048576};
+  std::printf("| attention | tokens | attended | us | TB/s |\n|---|---|---|---|---|\n");
+  for (const int64_t tokens : lengths) kvasir::kernels::Bench(tokens);
+}

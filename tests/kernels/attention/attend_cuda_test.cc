@@ -1,0 +1,188 @@
+#include "kernels/attention/attend_cuda.h"
+
+#include <gtest/gtest.h>
+#include <limits>
+#include <tuple>
+#include <vector>
+
+#include "kernels/attention/attend_cpu.h"
+#include "kernels/attention/decode_plan.h"
+#include "tests/support/attention_batch.h"
+#include "tests/support/compare.h"
+#include "tests/support/device_attention_batch.h"
+
+namespace kvasir::kernels {
+namespace {
+
+using tests::AllClose;
+using Kind = SelectionHeader::Kind;
+
+class AttendDecodeTest : public testing::TestWithParam<std::tuple<int64_t, int64_t>> {
+ protected:
+  void SetUp() override {
+    int devices = 0;
+    if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
+      GTEST_SKIP() << "no GPU on this machine";
+    }
+  }
+  AttentionShape Shape() const {
+    return {.activation = DType::kBFloat16,
+            .kv = DType::kBFloat16,
+            .head_dim = std::get<0>(GetParam()),
+            .kv_heads = 2,
+            .group = std::get<1>(GetParam())};
+  }
+};
+
+absl::Status Decode(const AttendParams& params, const KvTensorMaps& maps) {
+  const int64_t group = params.q.dim(1) / params.kv.layout.num_kv_heads;
+  KVASIR_ASSIGN_OR_RETURN(const DeviceBuffer workspace,
+                          DeviceBuffer::Allocate(AttendDecodeWorkspaceBytes(
+                              params.selection.num_rows, group, params.kv.layout.head_dim)));
+  KVASIR_RETURN_IF_ERROR(AttendDecode(params, maps, workspace.data(), nullptr));
+  return CudaStatus(cudaDeviceSynchronize(), "running the kernel");
+}
+
+std::vector<float> Outputs(const AttentionBatch& batch) {
+  const float* first = batch.out(0, 0);
+  return {first, first + batch.num_tokens() * batch.heads() * batch.shape().head_dim};
+}
+
+// Runs the reference and the device over the same batch, and compares out and lse.
+void ExpectMatchesReference(AttentionBatch& batch) {
+  batch.Run(
+      [](const AttendParams& params, Executor& executor) { AttendReference(params, executor); });
+  const std::vector<float> expected = Outputs(batch);
+  std::vector<float> expected_lse, lse;
+  for (int64_t token = 0; token < batch.num_tokens(); ++token) {
+    for (int64_t head = 0; head < batch.heads(); ++head) {
+      expected_lse.push_back(batch.lse(token, head));
+    }
+  }
+  const absl::Status status = DeviceAttentionBatch(batch).Run(Decode);
+  ASSERT_TRUE(status.ok()) << status;
+  for (int64_t token = 0; token < batch.num_tokens(); ++token) {
+    for (int64_t head = 0; head < batch.heads(); ++head) lse.push_back(batch.lse(token, head));
+  }
+  const std::vector<int64_t> shape = {batch.num_tokens(), batch.heads(), batch.shape().head_dim};
+  EXPECT_TRUE(AllClose(Outputs(batch), expected, {.absolute = 1e-2, .relative = 1e-2}, shape));
+  EXPECT_TRUE(AllClose(lse, expected_lse, {.absolute = 1e-4, .relative = 1e-5},
+                       {batch.num_tokens(), batch.heads()}));
+}
+
+RowSelection List(int64_t sink_end, int64_t window_begin, std::vector<SelectionEntry> entries) {
+  return {.header = {.kind = Kind::kList,
+                     .count = static_cast<int32_t>(entries.size()),
+                     .sink_end = sink_end,
+                     .window_begin = window_begin},
+          .entries = std::move(entries)};
+}
+
+TEST_P(AttendDecodeTest, DenseAgreesAtEveryPageEdge) {
+  for (const int64_t tokens : {1, 2, 63, 64, 65, 127, 128, 129, 700, 4097}) {
+    AttentionBatch batch(Shape(), 1, tokens, 7);
+    batch.FillContext(0, tokens);
+    batch.AddBlock(0, tokens - 1, 1);
+    SCOPED_TRACE(tokens);
+    ExpectMatchesReference(batch);
+  }
+}
+
+TEST_P(AttendDecodeTest, LongContextsAreCutIntoManyUnits) {
+  const int64_t tokens = 40'000;
+  ASSERT_EQ(PlanDecodeRow({}, tokens - 1).num_units(), 63);
+  AttentionBatch batch(Shape(), 1, tokens, 8);
+  batch.FillContext(0, tokens);
+  batch.AddBlock(0, tokens - 1, 1);
+  ExpectMatchesReference(batch);
+}
+
+TEST_P(AttendDecodeTest, ListsWithMasksSinksAndWindows) {
+  AttentionBatch batch(Shape(), 3, 3000, 9);
+  for (int64_t slot = 0; slot < 3; ++slot) batch.FillContext(slot, 3000);
+  std::mt19937_64 rng(11);
+  for (int64_t slot = 0; slot < 3; ++slot) {
+    batch.AddBlock(slot, 2999 - slot * 31, 1, [&](int64_t) {
+      std::vector<SelectionEntry> entries;
+      for (int64_t page = 0; page < 47; ++page) {
+        const uint64_t mask = rng() & rng();
+        if (rng() % 3 != 0) entries.push_back({.page = page, .chosen = mask, .live = mask});
+      }
+      return List(static_cast<int64_t>(rng() % 200), 2200 + static_cast<int64_t>(rng() % 300),
+                  std::move(entries));
+    });
+  }
+  ExpectMatchesReference(batch);
+}
+
+TEST_P(AttendDecodeTest, ARowWithoutKeysIsZero) {
+  AttentionBatch batch(Shape(), 1, 500, 10);
+  batch.FillContext(0, 500);
+  batch.AddBlock(0, 499, 1, [](int64_t) { return List(0, 500, {{.page = 3}}); });
+  ExpectMatchesReference(batch);
+}
+
+TEST_P(AttendDecodeTest, PagesMayLieInTheHostTierAndAreRecorded) {
+  AttentionBatch batch(Shape(), 1, 1000, 12);
+  batch.FillContext(0, 1000);
+  batch.kv().SetTier(0, 5, AttentionBatch::kLayer, 1, PageTier::kHost);
+  batch.AddBlock(0, 999, 1);
+  ExpectMatchesReference(batch);
+  DeviceAttentionBatch device(batch);
+  ASSERT_TRUE(device.Run(Decode).ok());
+  const PagedKv kv = batch.kv().View();
+  const int64_t layer_page = kv.layout.page_in_block(AttentionBatch::kLayer, 1);
+  int64_t touched = 0;
+  for (size_t page = 0; page < device.missed_bytes().size(); ++page) {
+    const bool missed =
+        static_cast<int64_t>(page) == kv.row(0, 5) * kv.layout.pages_per_block() + layer_page;
+    EXPECT_EQ(device.missed_bytes()[page], missed ? kv.layout.page_bytes() : 0) << page;
+    touched += device.last_touched()[page] == kv.step ? 1 : 0;
+  }
+  EXPECT_EQ(touched, 16 * 2);  // pages of two KV heads
+}
+
+TEST_P(AttendDecodeTest, AbsentPagesSetTheFaultOfTheirSlotOnly) {
+  AttentionBatch batch(Shape(), 2, 300, 13);
+  for (int64_t slot = 0; slot < 2; ++slot) {
+    batch.FillContext(slot, 300);
+    batch.AddBlock(slot, 299, 1);
+  }
+  batch.kv().SetTier(1, 2, AttentionBatch::kLayer, 0, PageTier::kAbsent);
+  ASSERT_TRUE(DeviceAttentionBatch(batch).Run(Decode).ok());
+  EXPECT_EQ(batch.fault(0), 0);
+  EXPECT_EQ(batch.fault(1), 1);
+}
+
+TEST_P(AttendDecodeTest, ARowHasTheSameBitsAloneAndAmongOthers) {
+  constexpr int64_t kRows = 5;
+  const int64_t tokens = 2500;
+  AttentionBatch batch(Shape(), kRows, tokens, 14);
+  for (int64_t slot = 0; slot < kRows; ++slot) {
+    batch.FillContext(slot, tokens);
+    batch.AddBlock(slot, tokens - 1 - slot * 100, 1);
+  }
+  ASSERT_TRUE(DeviceAttentionBatch(batch).Run(Decode).ok());
+  const std::vector<float> together = Outputs(batch);
+  ASSERT_TRUE(DeviceAttentionBatch(batch)
+                  .Run([](AttendParams params, const KvTensorMaps& maps) -> absl::Status {
+                    const int64_t heads = params.kv.layout.num_kv_heads;
+                    for (size_t row = 0; row < kRows; ++row) {
+                      AttendParams alone = params;
+                      alone.blocks = params.blocks.subspan(row, 1);
+                      alone.selection.headers += static_cast<int64_t>(row) * heads;
+                      alone.selection.num_rows = heads;
+                      KVASIR_RETURN_IF_ERROR(Decode(alone, maps));
+                    }
+                    return absl::OkStatus();
+                  })
+                  .ok());
+  EXPECT_EQ(together, Outputs(batch));
+}
+
+INSTANTIATE_TEST_SUITE_P(Shapes, AttendDecodeTest,
+                         testing::Combine(testing::Values(64, 128),
+                                          testing::Values(1, 2, 4, 7, 8)));
+
+}  // namespace
+}  // namespace kvasir::kernels

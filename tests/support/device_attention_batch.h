@@ -1,0 +1,145 @@
+// An AttentionBatch on the GPU: copies its pages, tables, queries and selections to the device,
+// runs an implementation there and brings the results back into the batch. Pages of the device tier
+// lie in one arena, those of the host tier in pinned memory, both with NaN around them.
+// Thread-compatible.
+#pragma once
+
+#include <cstring>
+#include <cuda_runtime_api.h>
+#include <functional>
+#include <vector>
+
+#include "kernels/attention/attend_cuda.h"
+#include "kernels/base/cuda_status.h"
+#include "kernels/base/device_buffer.h"
+#include "tests/support/attention_batch.h"
+
+namespace kvasir::kernels {
+
+class DeviceAttentionBatch {
+ public:
+  explicit DeviceAttentionBatch(AttentionBatch& batch) : batch_(batch) {}
+
+  using Implementation = std::function<absl::Status(const AttendParams&, const KvTensorMaps&)>;
+  // Results as AttentionBatch::Run leaves them; INTERNAL with CUDA's error when the kernel fails.
+  absl::Status Run(const Implementation& implementation) {
+    absl::Status status;
+    batch_.Run([&](const AttendParams& host, Executor&) { status = RunOn(host, implementation); });
+    return status;
+  }
+  // The access record after the run, as the page's index of PagedKv.
+  const std::vector<uint32_t>& missed_bytes() const { return missed_bytes_; }
+  const std::vector<uint32_t>& last_touched() const { return last_touched_; }
+
+ private:
+  absl::Status RunOn(const AttendParams& host, const Implementation& implementation) {
+    buffers_.clear();
+    KVASIR_ASSIGN_OR_RETURN(const KvTensorMaps maps, CopyPages(host.kv));
+    AttendParams device = host;
+    KVASIR_ASSIGN_OR_RETURN(device.kv, CopyTables(host.kv));
+    KVASIR_ASSIGN_OR_RETURN(device.q, Copy(host.q));
+    KVASIR_ASSIGN_OR_RETURN(device.out, Copy(host.out));
+    KVASIR_ASSIGN_OR_RETURN(device.lse, Copy(host.lse));
+    KVASIR_ASSIGN_OR_RETURN(QueryBlock * blocks, Copy(host.blocks.data(), host.blocks.size()));
+    device.blocks = {blocks, host.blocks.size()};
+    const size_t rows = static_cast<size_t>(host.selection.num_rows);
+    KVASIR_ASSIGN_OR_RETURN(device.selection.headers, Copy(host.selection.headers, rows));
+    KVASIR_ASSIGN_OR_RETURN(
+        device.selection.entries,
+        Copy(host.selection.entries, rows * static_cast<size_t>(host.selection.capacity)));
+    KVASIR_ASSIGN_OR_RETURN(uint8_t * faults, Copy(host.faults.data(), host.faults.size()));
+    device.faults = {faults, host.faults.size()};
+    KVASIR_RETURN_IF_ERROR(implementation(device, maps));
+    KVASIR_RETURN_IF_ERROR(CudaStatus(cudaDeviceSynchronize(), "running the kernel"));
+    KVASIR_RETURN_IF_ERROR(Fetch(host.out, device.out));
+    KVASIR_RETURN_IF_ERROR(Fetch(host.lse, device.lse));
+    KVASIR_RETURN_IF_ERROR(FetchRecord(device.kv));
+    return CudaStatus(
+        cudaMemcpy(host.faults.data(), faults, host.faults.size(), cudaMemcpyDeviceToHost),
+        "fetching the faults");
+  }
+
+  // Pages in the order of their index, each in the arena of its tier.
+  absl::StatusOr<KvTensorMaps> CopyPages(const PagedKv& kv) {
+    const int64_t count = kv.num_slots * kv.max_blocks_per_slot * kv.layout.pages_per_block();
+    const int64_t bytes = count * kv.layout.page_bytes();
+    KVASIR_ASSIGN_OR_RETURN(device_pages_, DeviceBuffer::Allocate(bytes));
+    KVASIR_ASSIGN_OR_RETURN(host_pages_, PinnedBuffer::Allocate(bytes));
+    std::vector<std::byte> image(static_cast<size_t>(bytes), std::byte{0xff});
+    std::memset(host_pages_.data(), 0xff, static_cast<size_t>(bytes));
+    pages_.assign(static_cast<size_t>(count), PageRef());
+    for (int64_t i = 0; i < count; ++i) {
+      const PageRef page = kv.pages[i];
+      if (page.tier() == PageTier::kAbsent) continue;
+      const bool in_host = page.tier() == PageTier::kHost;
+      const int64_t offset = i * kv.layout.page_bytes();
+      std::memcpy((in_host ? host_pages_.data() : image.data()) + offset, page.page(),
+                  static_cast<size_t>(kv.layout.page_bytes()));
+      pages_[static_cast<size_t>(i)] =
+          PageRef((in_host ? host_pages_.data() : device_pages_.data()) + offset, page.tier());
+    }
+    KVASIR_RETURN_IF_ERROR(CudaStatus(
+        cudaMemcpy(device_pages_.data(), image.data(), image.size(), cudaMemcpyHostToDevice),
+        "copying pages to the device"));
+    return MakeKvTensorMaps(kv.layout, {.base = device_pages_.data(), .bytes = bytes},
+                            {.base = host_pages_.data(), .bytes = bytes});
+  }
+
+  absl::StatusOr<PagedKv> CopyTables(const PagedKv& kv) {
+    PagedKv device = kv;
+    KVASIR_ASSIGN_OR_RETURN(
+        device.block_rows,
+        Copy(kv.block_rows, static_cast<size_t>(kv.num_slots * kv.max_blocks_per_slot)));
+    KVASIR_ASSIGN_OR_RETURN(device.pages, Copy(pages_.data(), pages_.size()));
+    device.bounds = nullptr;
+    last_touched_.assign(pages_.size(), 0);
+    missed_bytes_.assign(pages_.size(), 0);
+    KVASIR_ASSIGN_OR_RETURN(device.accesses.last_touched,
+                            Copy(last_touched_.data(), last_touched_.size()));
+    KVASIR_ASSIGN_OR_RETURN(device.accesses.missed_bytes,
+                            Copy(missed_bytes_.data(), missed_bytes_.size()));
+    return device;
+  }
+
+  template <typename T>
+  absl::StatusOr<T*> Copy(const T* from, size_t count) {
+    const int64_t bytes = static_cast<int64_t>(count * sizeof(T));
+    KVASIR_ASSIGN_OR_RETURN(DeviceBuffer buffer, DeviceBuffer::Allocate(bytes));
+    KVASIR_RETURN_IF_ERROR(CudaStatus(
+        cudaMemcpy(buffer.data(), from, count * sizeof(T), cudaMemcpyHostToDevice), "copying"));
+    buffers_.push_back(std::move(buffer));
+    return buffers_.back().template As<T>();
+  }
+  absl::StatusOr<TensorView> Copy(const TensorView& view) {
+    KVASIR_ASSIGN_OR_RETURN(std::byte * data, Copy(static_cast<const std::byte*>(view.data()),
+                                                   static_cast<size_t>(view.size_bytes())));
+    if (view.rank() == 2) {
+      return TensorView(data, view.dtype(), {view.dim(0), view.dim(1)}, Device::kCuda);
+    }
+    return TensorView(data, view.dtype(), {view.dim(0), view.dim(1), view.dim(2)}, Device::kCuda);
+  }
+  static absl::Status Fetch(const TensorView& to, const TensorView& from) {
+    return CudaStatus(cudaMemcpy(to.data(), from.data(), static_cast<size_t>(to.size_bytes()),
+                                 cudaMemcpyDeviceToHost),
+                      "fetching results");
+  }
+  absl::Status FetchRecord(const PagedKv& device) {
+    const size_t bytes = pages_.size() * sizeof(uint32_t);
+    KVASIR_RETURN_IF_ERROR(CudaStatus(cudaMemcpy(last_touched_.data(), device.accesses.last_touched,
+                                                 bytes, cudaMemcpyDeviceToHost),
+                                      "fetching the access record"));
+    return CudaStatus(cudaMemcpy(missed_bytes_.data(), device.accesses.missed_bytes, bytes,
+                                 cudaMemcpyDeviceToHost),
+                      "fetching the access record");
+  }
+
+  AttentionBatch& batch_;
+  DeviceBuffer device_pages_;
+  PinnedBuffer host_pages_;
+  std::vector<PageRef> pages_;
+  std::vector<uint32_t> last_touched_;
+  std::vector<uint32_t> missed_bytes_;
+  std::vector<DeviceBuffer> buffers_;
+};
+
+}  // namespace kvasir::kernels
