@@ -1,7 +1,7 @@
 #include "kernels/attention/attend_cuda.h"
 
-#include "kernels/attention/attend_decode.h"
-#include "kernels/attention/decode_plan.h"
+#include "kernels/attention/attend_launch.h"
+#include "kernels/attention/row_items.h"
 #include "kernels/base/cuda_status.h"
 #include "kernels/base/shape_check.h"
 
@@ -9,7 +9,6 @@ namespace kvasir::kernels {
 namespace {
 
 constexpr int64_t kMaxGroup = 8;
-constexpr int64_t kPartsPerUnit = 2;  // warpgroups of a block
 
 absl::Status Check(const AttendParams& p, int64_t& group) {
   const KvLayout& layout = p.kv.layout;
@@ -31,6 +30,22 @@ absl::Status Check(const AttendParams& p, int64_t& group) {
   return check.status();
 }
 
+AttendLaunch MakeLaunch(const AttendParams& p, int64_t group) {
+  return {.q = p.q.As<const __nv_bfloat16>(),
+          .out = p.out.As<__nv_bfloat16>(),
+          .lse = p.lse.empty() ? nullptr : p.lse.As<float>(),
+          .kv = p.kv,
+          .layer = p.layer,
+          .scale = p.scale,
+          .blocks = p.blocks.data(),
+          .headers = p.selection.headers,
+          .entries = p.selection.entries,
+          .capacity = p.selection.capacity,
+          .num_rows = p.selection.num_rows,
+          .group = group,
+          .faults = p.faults.data()};
+}
+
 }  // namespace
 
 int64_t AttendDecodeWorkspaceBytes(int64_t rows, int64_t group, int64_t head_dim) {
@@ -38,33 +53,29 @@ int64_t AttendDecodeWorkspaceBytes(int64_t rows, int64_t group, int64_t head_dim
          static_cast<int64_t>(sizeof(float));
 }
 
-absl::Status AttendDecode(const AttendParams& p, const KvTensorMaps& maps, std::byte* workspace,
-                          cudaStream_t stream) {
+absl::Status AttendDecode(const AttendParams& params, const KvTensorMaps& maps,
+                          std::byte* workspace, cudaStream_t stream) {
   int64_t group = 0;
-  KVASIR_RETURN_IF_ERROR(Check(p, group));
-  if (p.blocks.empty()) return absl::OkStatus();
+  KVASIR_RETURN_IF_ERROR(Check(params, group));
+  if (params.blocks.empty()) return absl::OkStatus();
   int device = 0;
   int processors = 0;
   KVASIR_RETURN_IF_ERROR(CudaStatus(cudaGetDevice(&device), "asking for the device"));
   KVASIR_RETURN_IF_ERROR(
       CudaStatus(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device),
                  "asking for the device's multiprocessors"));
-  const DecodeLaunch launch = {.q = p.q.As<const __nv_bfloat16>(),
-                               .out = p.out.As<__nv_bfloat16>(),
-                               .lse = p.lse.empty() ? nullptr : p.lse.As<float>(),
-                               .kv = p.kv,
-                               .layer = p.layer,
-                               .scale = p.scale,
-                               .blocks = p.blocks.data(),
-                               .headers = p.selection.headers,
-                               .entries = p.selection.entries,
-                               .capacity = p.selection.capacity,
-                               .num_rows = p.selection.num_rows,
-                               .group = group,
-                               .faults = p.faults.data(),
-                               .partials = reinterpret_cast<float*>(workspace),
-                               .num_processors = processors};
-  return CudaStatus(LaunchAttendDecode(launch, maps, stream), "launching decode attention");
+  return CudaStatus(LaunchAttendDecode(MakeLaunch(params, group), maps,
+                                       reinterpret_cast<float*>(workspace), processors, stream),
+                    "launching decode attention");
+}
+
+absl::Status AttendPrefill(const AttendParams& params, const KvTensorMaps& maps,
+                           cudaStream_t stream) {
+  int64_t group = 0;
+  KVASIR_RETURN_IF_ERROR(Check(params, group));
+  if (params.blocks.empty()) return absl::OkStatus();
+  return CudaStatus(LaunchAttendPrefill(MakeLaunch(params, group), maps, stream),
+                    "launching prefill attention");
 }
 
 }  // namespace kvasir::kernels

@@ -25,4 +25,10 @@ int64_t AttendDecodeWorkspaceBytes(int64_t rows, int64_t group, int64_t head_dim
 absl::Status AttendDecode(const AttendParams& params, const KvTensorMaps& maps,
                           std::byte* workspace, cudaStream_t stream);
 
+// Attention of blocks of up to 64 queries, one pass over the pages of each selection row. The rest
+// as AttendDecode.
+// Cost: reads each attended page once for every two query heads of the group.
+absl::Status AttendPrefill(const AttendParams& params, const KvTensorMaps& maps,
+                           cudaStream_t stream);
+
 }  // namespace kvasir::kernels

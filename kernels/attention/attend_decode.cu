@@ -10,178 +10,50 @@
 //
 // and keeps (max, sum, O) of the pages it took. They go to the workspace; a second kernel merges
 // them in order.
-#include <cuda_bf16.h>
-
-#include "kernels/attention/attend_decode.h"
-#include "kernels/attention/decode_plan.h"
-#include "kernels/base/hopper.cuh"
+#include "kernels/attention/attend_launch.h"
+#include "kernels/attention/page_pipeline.cuh"
 
 namespace kvasir::kernels {
 namespace {
 
-constexpr int kWarpThreads = 32;
-constexpr int kGroupThreads = 128;  // a warpgroup
-constexpr int kConsumers = 2;       // warpgroups
+constexpr int kConsumers = static_cast<int>(kPartsPerUnit);  // warpgroups
 constexpr int kThreads = kConsumers * kGroupThreads + kWarpThreads;
 constexpr int kHeads = 8;  // columns of the products; a KV head has up to so many query heads
-constexpr float kLog2E = 1.4426950408889634f;
-constexpr float kMinusInfinity = -INFINITY;
+constexpr int kRingBytes = 192 * 1024;
 
-template <int kHeadDim>
-struct Config {
-  static constexpr int kHalves = kHeadDim / kBoxColumns;
-  static constexpr int kBoxBytes = kPageTokens * hopper::kSwizzledRowBytes;
-  static constexpr int kPageBytes = 2 * kHalves * kBoxBytes;
-  static constexpr int kStages = 192 * 1024 / kPageBytes;
-  static constexpr int kQueryBytes = kHalves * hopper::kSwizzledGroupBytes;
-  static constexpr int kSteps = kHeadDim / 16;  // of the product with K
+struct DecodeParams : AttendLaunch {
+  float* partials = nullptr;
 };
 
-// K half 0, K half 1, V half 0, V half 1: boxes of 64 tokens x 64 values.
 template <int kHeadDim>
 struct alignas(1024) SharedMemory {
-  using C = Config<kHeadDim>;
+  using Shape = PageShape<kHeadDim>;
+  using Ring = PageRing<kHeadDim, kRingBytes / Shape::kPageBytes>;
   struct Consumer {
-    std::byte query[C::kQueryBytes];                 // [halves][8 heads][64], swizzled
-    std::byte weights[hopper::kSwizzledGroupBytes];  // P: [8 heads][64 tokens], swizzled
+    std::byte query[Shape::kHalves * hopper::kSwizzledGroupBytes];  // [8 heads][64] halves
+    std::byte weights[hopper::kSwizzledGroupBytes];                 // P: [8 heads][64 tokens]
   };
-  std::byte pages[C::kStages][C::kPageBytes];
-  Consumer consumers[kConsumers];
-  float warp_max[kConsumers][4][kHeads];
-  uint64_t masks[C::kStages];
-  uint64_t full[C::kStages];
-  uint64_t empty[C::kStages];
+  Ring ring;
+  alignas(1024) Consumer consumers[kConsumers];
+  float exchange[kConsumers][4][kHeads];  // between the warps of a warpgroup
 };
 
-// Which row and part of it a block works on: units of all rows side by side, so that the first
-// units of every row are spread over the GPU.
-struct Unit {
-  bool valid = false;  // else the row has no such unit
-  int64_t row = 0;
-  int64_t index = 0;
-  int64_t begin = 0;  // items
-  int64_t end = 0;
-  QueryBlock block;
-  DecodePlan plan;
-};
-
-__device__ Unit MakeUnit(const DecodeLaunch& p, int64_t id) {
-  Unit unit;
-  unit.row = id % p.num_rows;
-  unit.index = id / p.num_rows;
-  unit.block = p.blocks[unit.row / p.kv.layout.num_kv_heads];
-  unit.plan = PlanDecodeRow(p.headers[unit.row], unit.block.first_position);
-  unit.begin = unit.index * unit.plan.items_per_unit;
-  unit.end = min(unit.begin + unit.plan.items_per_unit, unit.plan.num_items);
-  unit.valid = unit.begin < unit.end;
-  return unit;
-}
-
-// A ring position: stage and the parity of its use.
-template <int kStages>
-struct RingPosition {
-  int stage = 0;
-  uint32_t parity = 0;
-
-  __device__ void Next() {
-    if (++stage < kStages) return;
-    stage = 0;
-    parity ^= 1;
-  }
-};
-
-// --- the producer warp ---
-
-struct ResolvedItem {
-  uint64_t mask = 0;  // 0: nothing to read
-  int32_t copy_row = 0;
-  bool in_host = false;
-};
-
-__device__ void RecordAccess(const PagedKv& kv, int64_t index, PageTier tier) {
-  if (kv.accesses.last_touched == nullptr) return;
-  kv.accesses.last_touched[index] = kv.step;
-  if (tier == PageTier::kHost) {
-    atomicAdd(&kv.accesses.missed_bytes[index], static_cast<uint32_t>(kv.layout.page_bytes()));
-  }
-}
-
-__device__ ResolvedItem Resolve(const DecodeLaunch& p, const KvTensorMaps& maps, const Unit& unit,
-                                int64_t item_index) {
-  ResolvedItem resolved;
-  if (item_index >= unit.end) return resolved;
-  const KvLayout& layout = p.kv.layout;
-  const int64_t head = unit.row % layout.num_kv_heads;
-  const DecodeItem item =
-      FindDecodeItem(unit.plan, p.headers[unit.row], p.entries + unit.row * p.capacity,
-                     unit.block.first_position, item_index);
-  if (item.mask == 0) return resolved;
-  const int64_t kv_row = p.kv.row(unit.block.slot, item.page);
-  PageRef page;
-  int64_t index = 0;
-  if (kv_row >= 0) {
-    index = kv_row * layout.pages_per_block() + layout.page_in_block(p.layer, head);
-    page = p.kv.pages[index];
-  }
-  if (page.tier() == PageTier::kAbsent) {
-    p.faults[unit.block.slot] = 1;
-    return resolved;
-  }
-  RecordAccess(p.kv, index, page.tier());
-  resolved.mask = item.mask;
-  resolved.in_host = page.tier() == PageTier::kHost;
-  const std::byte* base = resolved.in_host ? maps.host_base : maps.device_base;
-  resolved.copy_row = static_cast<int32_t>((page.page() - base) / layout.row_bytes());
-  return resolved;
+// The part of a row that unit `id` is. Units of all rows lie side by side, so that the first units
+// of every row are spread over the GPU. An empty run: the row has no such unit.
+__device__ PageRun RunOfUnit(const DecodeParams& p, int64_t id) {
+  PageRun run = WholeRow(p, id % p.num_rows);
+  const int64_t per_unit = ItemsPerUnit(run.items.num_items);
+  run.begin = id / p.num_rows * per_unit;
+  run.end = min(run.begin + per_unit, run.items.num_items);
+  return run;
 }
 
 template <int kHeadDim>
-__device__ void CopyPage(SharedMemory<kHeadDim>& shared, const KvTensorMaps& maps,
-                         const ResolvedItem& item, int stage) {
-  using C = Config<kHeadDim>;
-  const CUtensorMap* map = item.in_host ? &maps.host : &maps.device;
-  hopper::BarrierArriveExpecting(&shared.full[stage], C::kPageBytes);
-  for (int side = 0; side < 2; ++side) {
-    for (int half = 0; half < C::kHalves; ++half) {
-      hopper::CopyBox(shared.pages[stage] + (side * C::kHalves + half) * C::kBoxBytes, map,
-                      half * static_cast<int>(kBoxColumns),
-                      item.copy_row + side * static_cast<int>(kPageTokens), &shared.full[stage]);
-    }
-  }
-}
-
-template <int kHeadDim>
-__device__ void Produce(const DecodeLaunch& p, const KvTensorMaps& maps,
+__device__ void Produce(const DecodeParams& p, const KvTensorMaps& maps,
                         SharedMemory<kHeadDim>& shared) {
-  constexpr unsigned kAllLanes = 0xffffffff;
-  const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
-  RingPosition<Config<kHeadDim>::kStages> ring;
+  RingPosition<SharedMemory<kHeadDim>::Ring::kStages> at;
   for (int64_t id = blockIdx.x; id < p.num_rows * kMaxDecodeUnits; id += gridDim.x) {
-    const Unit unit = MakeUnit(p, id);
-    if (!unit.valid) continue;
-    // Each lane resolves one item of the next 32 while the current ones are copied.
-    ResolvedItem next = Resolve(p, maps, unit, unit.begin + lane);
-    for (int64_t begin = unit.begin; begin < unit.end; begin += kWarpThreads) {
-      const ResolvedItem current = next;
-      next = Resolve(p, maps, unit, begin + kWarpThreads + lane);
-      const int count = static_cast<int>(min(int64_t{kWarpThreads}, unit.end - begin));
-      for (int i = 0; i < count; ++i) {
-        ResolvedItem item;
-        item.mask = __shfl_sync(kAllLanes, current.mask, i);
-        item.copy_row = __shfl_sync(kAllLanes, current.copy_row, i);
-        item.in_host = __shfl_sync(kAllLanes, static_cast<int>(current.in_host), i) != 0;
-        if (lane == 0) {
-          hopper::BarrierWait(&shared.empty[ring.stage], ring.parity ^ 1);
-          shared.masks[ring.stage] = item.mask;
-          if (item.mask == 0) {
-            hopper::BarrierArrive(&shared.full[ring.stage]);
-          } else {
-            CopyPage(shared, maps, item, ring.stage);
-          }
-        }
-        ring.Next();
-      }
-    }
+    ProducePages(p, maps, RunOfUnit(p, id), shared.ring, at);
   }
 }
 
@@ -193,7 +65,7 @@ template <int kHeadDim>
 struct ThreadState {
   float max[2] = {kMinusInfinity, kMinusInfinity};  // of the scaled logits, times log2(e)
   float sum[2] = {0, 0};                            // of this thread's tokens only
-  float out[Config<kHeadDim>::kHalves][4] = {};
+  float out[PageShape<kHeadDim>::kHalves][4] = {};
 };
 
 struct ThreadPlace {
@@ -221,13 +93,13 @@ __device__ void Synchronize(const ThreadPlace& me) {
 
 // The group's queries as wgmma wants them; rows of absent heads are zero.
 template <int kHeadDim>
-__device__ void LoadQuery(const DecodeLaunch& p, const Unit& unit, const ThreadPlace& me,
+__device__ void LoadQuery(const DecodeParams& p, const PageRun& run, const ThreadPlace& me,
                           std::byte* to) {
   constexpr int kChunks = kHeads * kHeadDim * 2 / 16;
-  const int64_t kv_head = unit.row % p.kv.layout.num_kv_heads;
+  const int64_t kv_head = run.row % p.kv.layout.num_kv_heads;
   const int64_t heads = p.kv.layout.num_kv_heads * p.group;
   const auto* from = reinterpret_cast<const std::byte*>(
-      p.q + (unit.block.first_row * heads + kv_head * p.group) * kHeadDim);
+      p.q + (run.block.first_row * heads + kv_head * p.group) * kHeadDim);
   for (int chunk = me.thread; chunk < kChunks; chunk += kGroupThreads) {
     const int head = chunk / (kHeadDim * 2 / 16);
     const int column = chunk % (kHeadDim * 2 / 16) * 16;  // bytes
@@ -245,14 +117,14 @@ __device__ void LoadQuery(const DecodeLaunch& p, const Unit& unit, const ThreadP
 
 template <int kHeadDim>
 __device__ void Logits(const std::byte* keys, const std::byte* query, float (&s)[4]) {
-  using C = Config<kHeadDim>;
+  using Shape = PageShape<kHeadDim>;
   hopper::WgmmaFence();
 #pragma unroll
-  for (int step = 0; step < C::kSteps; ++step) {
+  for (int step = 0; step < kHeadDim / 16; ++step) {
     const int half = step / 4;
     const int offset = step % 4 * 32;  // 16 values
     hopper::Wgmma64x8<hopper::Major::kK>(
-        s, hopper::Advance(hopper::TileDescriptor(keys + half * C::kBoxBytes), offset),
+        s, hopper::Advance(hopper::TileDescriptor(keys + half * Shape::kBoxBytes), offset),
         hopper::Advance(hopper::TileDescriptor(query + half * hopper::kSwizzledGroupBytes), offset),
         step > 0);
   }
@@ -280,30 +152,18 @@ __device__ void ColumnMax(const ThreadPlace& me, float (*warp_max)[kHeads], cons
   }
 }
 
-// Values of tokens that are not attended to may be anything, NaN too, and 0 times NaN is NaN.
-template <int kHeadDim>
-__device__ void ZeroMaskedValues(std::byte* values, uint64_t mask, const ThreadPlace& me) {
-  using C = Config<kHeadDim>;
-  constexpr int kRowChunks = hopper::kSwizzledRowBytes / 16;
-  for (int chunk = me.thread; chunk < C::kHalves * kPageTokens * kRowChunks;
-       chunk += kGroupThreads) {
-    const int token = chunk / kRowChunks % static_cast<int>(kPageTokens);
-    if ((mask >> token & 1) == 0) reinterpret_cast<uint4*>(values)[chunk] = uint4{};
-  }
-}
-
 template <int kHeadDim>
 __device__ void AddValues(const std::byte* values, const std::byte* weights,
-                          float (&out)[Config<kHeadDim>::kHalves][4]) {
-  using C = Config<kHeadDim>;
+                          float (&out)[PageShape<kHeadDim>::kHalves][4]) {
+  using Shape = PageShape<kHeadDim>;
   hopper::WgmmaFence();
 #pragma unroll
-  for (int half = 0; half < C::kHalves; ++half) {
+  for (int half = 0; half < Shape::kHalves; ++half) {
 #pragma unroll
     for (int step = 0; step < static_cast<int>(kPageTokens) / 16; ++step) {
       hopper::Wgmma64x8<hopper::Major::kMN>(
           out[half],
-          hopper::Advance(hopper::TileDescriptor(values + half * C::kBoxBytes),
+          hopper::Advance(hopper::TileDescriptor(values + half * Shape::kBoxBytes),
                           step * 16 * hopper::kSwizzledRowBytes),
           hopper::Advance(hopper::TileDescriptor(weights), step * 32), true);
     }
@@ -313,21 +173,18 @@ __device__ void AddValues(const std::byte* values, const std::byte* weights,
 }
 
 template <int kHeadDim>
-__device__ void AttendToPage(const DecodeLaunch& p, SharedMemory<kHeadDim>& shared,
+__device__ void AttendToPage(const DecodeParams& p, SharedMemory<kHeadDim>& shared,
                              const ThreadPlace& me, int stage, ThreadState<kHeadDim>& state) {
-  using C = Config<kHeadDim>;
-  const uint64_t mask = shared.masks[stage];
+  const uint64_t mask = shared.ring.masks[stage];
   if (mask == 0) return;
-  std::byte* keys = shared.pages[stage];
-  std::byte* values = keys + C::kHalves * C::kBoxBytes;
   auto& mine = shared.consumers[me.consumer];
   float s[4] = {};
-  Logits<kHeadDim>(keys, mine.query, s);
+  Logits<kHeadDim>(shared.ring.keys(stage), mine.query, s);
   const bool attended[2] = {(mask >> me.row & 1) != 0, (mask >> (me.row + 8) & 1) != 0};
   for (int i = 0; i < 4; ++i) s[i] = attended[i / 2] ? s[i] * p.scale * kLog2E : kMinusInfinity;
   float page_max[2];
-  ColumnMax(me, shared.warp_max[me.consumer], s, page_max);
-  if (mask != ~uint64_t{0}) ZeroMaskedValues<kHeadDim>(values, mask, me);
+  ColumnMax(me, shared.exchange[me.consumer], s, page_max);
+  if (mask != ~uint64_t{0}) ZeroMaskedValues(shared.ring, stage, mask, me.thread, kGroupThreads);
   float offset[2];  // what the exponent is relative to: a maximum, or 0 as long as there is no key
   for (int j = 0; j < 2; ++j) {
     const float max = fmaxf(state.max[j], page_max[j]);
@@ -335,7 +192,7 @@ __device__ void AttendToPage(const DecodeLaunch& p, SharedMemory<kHeadDim>& shar
     const float fade = exp2f(state.max[j] - offset[j]);
     state.max[j] = max;
     state.sum[j] *= fade;
-    for (int half = 0; half < C::kHalves; ++half) {
+    for (int half = 0; half < PageShape<kHeadDim>::kHalves; ++half) {
       state.out[half][j] *= fade;
       state.out[half][j + 2] *= fade;
     }
@@ -351,15 +208,15 @@ __device__ void AttendToPage(const DecodeLaunch& p, SharedMemory<kHeadDim>& shar
   }
   hopper::FenceAsyncProxy();
   Synchronize(me);
-  AddValues<kHeadDim>(values, mine.weights, state.out);
+  AddValues<kHeadDim>(shared.ring.values(stage), mine.weights, state.out);
 }
 
 // A page's sums lie spread over the warpgroup; the merge kernel wants them whole.
 template <int kHeadDim>
-__device__ void StorePartial(const DecodeLaunch& p, SharedMemory<kHeadDim>& shared,
-                             const Unit& unit, const ThreadPlace& me,
+__device__ void StorePartial(const DecodeParams& p, SharedMemory<kHeadDim>& shared,
+                             const PageRun& run, int64_t unit, const ThreadPlace& me,
                              ThreadState<kHeadDim>& state) {
-  float(*warp_sum)[kHeads] = shared.warp_max[me.consumer];
+  float(*warp_sum)[kHeads] = shared.exchange[me.consumer];
   for (float& sum : state.sum) {
     for (int distance = 4; distance < kWarpThreads; distance *= 2) {
       sum += __shfl_xor_sync(0xffffffff, sum, distance);
@@ -371,13 +228,13 @@ __device__ void StorePartial(const DecodeLaunch& p, SharedMemory<kHeadDim>& shar
     warp_sum[me.warp][me.column + 1] = state.sum[1];
   }
   Synchronize(me);
-  const int64_t part = unit.index * kConsumers + me.consumer;
+  const int64_t part = unit * kConsumers + me.consumer;
   const int64_t first =
-      ((unit.row * kMaxDecodeUnits * kConsumers + part) * p.group) * (kHeadDim + 2);
+      ((run.row * kMaxDecodeUnits * kConsumers + part) * p.group) * (kHeadDim + 2);
   for (int j = 0; j < 2; ++j) {
     if (me.column + j >= p.group) continue;
     float* partial = p.partials + first + (me.column + j) * (kHeadDim + 2);
-    for (int half = 0; half < Config<kHeadDim>::kHalves; ++half) {
+    for (int half = 0; half < PageShape<kHeadDim>::kHalves; ++half) {
       partial[2 + half * kBoxColumns + me.row] = state.out[half][j];
       partial[2 + half * kBoxColumns + me.row + 8] = state.out[half][j + 2];
     }
@@ -391,41 +248,32 @@ __device__ void StorePartial(const DecodeLaunch& p, SharedMemory<kHeadDim>& shar
 }
 
 template <int kHeadDim>
-__device__ void Consume(const DecodeLaunch& p, SharedMemory<kHeadDim>& shared) {
+__device__ void Consume(const DecodeParams& p, SharedMemory<kHeadDim>& shared) {
   const ThreadPlace me = MyPlace();
-  RingPosition<Config<kHeadDim>::kStages> ring;
+  RingPosition<SharedMemory<kHeadDim>::Ring::kStages> at;
   for (int64_t id = blockIdx.x; id < p.num_rows * kMaxDecodeUnits; id += gridDim.x) {
-    const Unit unit = MakeUnit(p, id);
-    if (!unit.valid) continue;
-    LoadQuery<kHeadDim>(p, unit, me, shared.consumers[me.consumer].query);
+    const PageRun run = RunOfUnit(p, id);
+    if (run.begin >= run.end) continue;
+    LoadQuery<kHeadDim>(p, run, me, shared.consumers[me.consumer].query);
     ThreadState<kHeadDim> state;
-    for (int64_t item = unit.begin; item < unit.end; ++item) {
-      if ((item - unit.begin) % kConsumers == me.consumer) {
-        hopper::BarrierWait(&shared.full[ring.stage], ring.parity);
-        AttendToPage<kHeadDim>(p, shared, me, ring.stage, state);
-        __syncwarp();
-        if (me.thread % kWarpThreads == 0) hopper::BarrierArrive(&shared.empty[ring.stage]);
-      }
-      ring.Next();
+    for (int64_t item = run.begin; item < run.end; ++item, at.Next()) {
+      if ((item - run.begin) % kConsumers != me.consumer) continue;
+      hopper::BarrierWait(&shared.ring.full[at.stage], at.parity);
+      AttendToPage<kHeadDim>(p, shared, me, at.stage, state);
+      ReleaseStage(shared.ring, at.stage);
     }
-    StorePartial<kHeadDim>(p, shared, unit, me, state);
+    StorePartial<kHeadDim>(p, shared, run, id / p.num_rows, me, state);
   }
 }
 
 template <int kHeadDim>
 __global__ void __launch_bounds__(kThreads, 1)
-    AttendDecodeKernel(const __grid_constant__ DecodeLaunch p,
+    AttendDecodeKernel(const __grid_constant__ DecodeParams p,
                        const __grid_constant__ KvTensorMaps maps) {
   extern __shared__ std::byte raw[];
   auto& shared = *reinterpret_cast<SharedMemory<kHeadDim>*>(
       (reinterpret_cast<uintptr_t>(raw) + 1023) / 1024 * 1024);
-  if (threadIdx.x == 0) {
-    for (int stage = 0; stage < Config<kHeadDim>::kStages; ++stage) {
-      hopper::BarrierInit(&shared.full[stage], 1);
-      hopper::BarrierInit(&shared.empty[stage], kGroupThreads / kWarpThreads);
-    }
-    hopper::FenceBarrierInit();
-  }
+  if (threadIdx.x == 0) shared.ring.Init(kGroupThreads / kWarpThreads);
   __syncthreads();
   if (threadIdx.x >= kConsumers * kGroupThreads) {
     Produce<kHeadDim>(p, maps, shared);
@@ -437,13 +285,13 @@ __global__ void __launch_bounds__(kThreads, 1)
 // --- the merge: one block a (row, query head), one thread a value ---
 
 template <int kHeadDim>
-__global__ void MergePartialsKernel(const __grid_constant__ DecodeLaunch p) {
+__global__ void MergePartialsKernel(const __grid_constant__ DecodeParams p) {
   const int64_t row = blockIdx.x / p.group;
   const int64_t head = blockIdx.x % p.group;
   const int64_t kv_heads = p.kv.layout.num_kv_heads;
   const QueryBlock block = p.blocks[row / kv_heads];
-  const DecodePlan plan = PlanDecodeRow(p.headers[row], block.first_position);
-  const int64_t parts = plan.num_units() * kConsumers;
+  const RowItems items = NumberItems(p.headers[row], block.first_position);
+  const int64_t parts = NumDecodeUnits(items.num_items) * kConsumers;
   const int64_t stride = p.group * (kHeadDim + 2);
   const float* partials =
       p.partials + (row * kMaxDecodeUnits * kConsumers * p.group + head) * (kHeadDim + 2);
@@ -466,7 +314,8 @@ __global__ void MergePartialsKernel(const __grid_constant__ DecodeLaunch p) {
 }
 
 template <int kHeadDim>
-cudaError_t Launch(const DecodeLaunch& p, const KvTensorMaps& maps, cudaStream_t stream) {
+cudaError_t Launch(const DecodeParams& p, const KvTensorMaps& maps, int num_processors,
+                   cudaStream_t stream) {
   constexpr int kSharedBytes = static_cast<int>(sizeof(SharedMemory<kHeadDim>)) + 1024;
   static_assert(kSharedBytes <= 227 * 1024);
   if (const cudaError_t error = cudaFuncSetAttribute(
@@ -475,7 +324,7 @@ cudaError_t Launch(const DecodeLaunch& p, const KvTensorMaps& maps, cudaStream_t
     return error;
   }
   AttendDecodeKernel<kHeadDim>
-      <<<static_cast<unsigned>(p.num_processors), kThreads, kSharedBytes, stream>>>(p, maps);
+      <<<static_cast<unsigned>(num_processors), kThreads, kSharedBytes, stream>>>(p, maps);
   MergePartialsKernel<kHeadDim>
       <<<static_cast<unsigned>(p.num_rows * p.group), kHeadDim, 0, stream>>>(p);
   return cudaGetLastError();
@@ -483,9 +332,11 @@ cudaError_t Launch(const DecodeLaunch& p, const KvTensorMaps& maps, cudaStream_t
 
 }  // namespace
 
-cudaError_t LaunchAttendDecode(const DecodeLaunch& p, const KvTensorMaps& maps,
-                               cudaStream_t stream) {
-  return p.kv.layout.head_dim == 128 ? Launch<128>(p, maps, stream) : Launch<64>(p, maps, stream);
+cudaError_t LaunchAttendDecode(const AttendLaunch& params, const KvTensorMaps& maps,
+                               float* partials, int num_processors, cudaStream_t stream) {
+  const DecodeParams p = {params, partials};
+  return p.kv.layout.head_dim == 128 ? Launch<128>(p, maps, num_processors, stream)
+                                     : Launch<64>(p, maps, num_processors, stream);
 }
 
 }  // namespace kvasir::kernels

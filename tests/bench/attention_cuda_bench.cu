@@ -1,6 +1,6 @@
-// Decode attention on the GPU: microseconds and bytes per second, dense and over lists, for one
-// sequence of the 8B shape (32 query and 8 KV heads of 128). Random KV, four sets in turn; medians
-// of replays of a CUDA graph.
+// Attention on the GPU, decode and a prefill chunk of 512 queries, dense and over lists, for one
+// sequence of the 8B shape (32 query and 8 KV heads of 128). Random KV, up to four sets in turn;
+// medians of replays of a CUDA graph.
 //
 //   attention_cuda_bench [TOKENS ...]        default: 4096 32768 131072 1048576
 #include <algorithm>
@@ -65,8 +65,9 @@ struct Set {
   KvTensorMaps maps;
   AttendParams params;
 
-  Set(int64_t tokens, const SelectionHeader& header, const std::vector<int64_t>& list,
-      uint64_t seed) {
+  // Blocks of `block_queries` queries, at the end of the context.
+  Set(int64_t tokens, int64_t num_queries, int64_t block_queries, const SelectionHeader& header,
+      const std::vector<int64_t>& list, uint64_t seed) {
     const KvLayout layout = {
         .num_layers = 1, .num_kv_heads = kKvHeads, .head_dim = kHeadDim, .dtype = DType::kBFloat16};
     const int64_t num_blocks = (tokens + kPageTokens - 1) / kPageTokens;
@@ -83,17 +84,24 @@ struct Set {
     }
     table = Upload(refs);
     maps = Value(MakeKvTensorMaps(layout, {.base = pages.data(), .bytes = bytes}, {}));
-    const int64_t values = kKvHeads * kGroup * kHeadDim;
+    const int64_t values = num_queries * kKvHeads * kGroup * kHeadDim;
+    const int64_t rows_of_selection = num_queries / block_queries * kKvHeads;
     q = Value(DeviceBuffer::Allocate(values * 2));
-    FillRandom<<<1, 256>>>(q.As<__nv_bfloat16>(), values, seed + 77);
+    FillRandom<<<64, 256>>>(q.As<__nv_bfloat16>(), values, seed + 77);
     out = Value(DeviceBuffer::Allocate(values * 2));
-    workspace =
-        Value(DeviceBuffer::Allocate(AttendDecodeWorkspaceBytes(kKvHeads, kGroup, kHeadDim)));
-    blocks = Upload(std::vector<QueryBlock>{
-        {.slot = 0, .first_row = 0, .num_rows = 1, .first_position = tokens - 1}});
-    headers = Upload(std::vector<SelectionHeader>(kKvHeads, header));
+    workspace = Value(
+        DeviceBuffer::Allocate(AttendDecodeWorkspaceBytes(rows_of_selection, kGroup, kHeadDim)));
+    std::vector<QueryBlock> query_blocks;
+    for (int64_t first = 0; first < num_queries; first += block_queries) {
+      query_blocks.push_back({.slot = 0,
+                              .first_row = first,
+                              .num_rows = block_queries,
+                              .first_position = tokens - num_queries + first});
+    }
+    blocks = Upload(query_blocks);
+    headers = Upload(std::vector<SelectionHeader>(static_cast<size_t>(rows_of_selection), header));
     std::vector<SelectionEntry> entry_list;
-    for (int64_t head = 0; head < kKvHeads; ++head) {
+    for (int64_t row = 0; row < rows_of_selection; ++row) {
       for (const int64_t page : list) {
         entry_list.push_back({.page = page, .chosen = ~uint64_t{0}, .live = ~uint64_t{0}});
       }
@@ -101,7 +109,7 @@ struct Set {
     entries = Upload(entry_list);
     faults = Upload(std::vector<uint8_t>{0});
     const auto tensor = [&](const DeviceBuffer& buffer) {
-      return TensorView(buffer.data(), DType::kBFloat16, {1, kKvHeads * kGroup, kHeadDim},
+      return TensorView(buffer.data(), DType::kBFloat16, {num_queries, kKvHeads * kGroup, kHeadDim},
                         Device::kCuda);
     };
     params = {.q = tensor(q),
@@ -112,10 +120,10 @@ struct Set {
                      .max_blocks_per_slot = num_blocks,
                      .pages = table.As<PageRef>()},
               .scale = 0.0883883476f,
-              .blocks = {blocks.As<QueryBlock>(), 1},
+              .blocks = {blocks.As<QueryBlock>(), query_blocks.size()},
               .selection = {.headers = headers.As<SelectionHeader>(),
                             .entries = entries.As<SelectionEntry>(),
-                            .num_rows = kKvHeads,
+                            .num_rows = rows_of_selection,
                             .capacity = static_cast<int64_t>(list.size())},
               .faults = {faults.As<uint8_t>(), 1}};
   }
@@ -127,7 +135,13 @@ double MedianMicroseconds(std::vector<Set>& sets) {
   Check(cudaStreamCreate(&stream));
   cudaGraph_t graph;
   Check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-  for (Set& set : sets) Check(AttendDecode(set.params, set.maps, set.workspace.data(), stream));
+  for (Set& set : sets) {
+    if (set.params.q.dim(0) == 1) {
+      Check(AttendDecode(set.params, set.maps, set.workspace.data(), stream));
+    } else {
+      Check(AttendPrefill(set.params, set.maps, stream));
+    }
+  }
   Check(cudaStreamEndCapture(stream, &graph));
   cudaGraphExec_t executable;
   Check(cudaGraphInstantiate(&executable, graph, 0));
@@ -148,33 +162,41 @@ double MedianMicroseconds(std::vector<Set>& sets) {
   return 1000.0 * times[times.size() / 2] / static_cast<double>(sets.size());
 }
 
-void Report(const char* name, int64_t tokens, const SelectionHeader& header,
+void Report(const char* name, int64_t tokens, int64_t num_queries, const SelectionHeader& header,
             const std::vector<int64_t>& list, int64_t attended_tokens) {
   const int64_t set_bytes = tokens * kKvHeads * kHeadDim * 4;
   const int64_t num_sets = std::clamp<int64_t>(kSetBytes / set_bytes, 1, kMaxSets);
+  const int64_t block_queries = std::min(num_queries, kPageTokens);
   std::vector<Set> sets;
   for (int64_t i = 0; i < num_sets; ++i) {
-    sets.emplace_back(tokens, header, list, static_cast<uint64_t>(i + 1));
+    sets.emplace_back(tokens, num_queries, block_queries, header, list,
+                      static_cast<uint64_t>(i + 1));
   }
   const double microseconds = MedianMicroseconds(sets);
+  const double heads = kKvHeads * kGroup;
+  const double products =
+      4.0 * static_cast<double>(num_queries * attended_tokens * kHeadDim) * heads;
   const double bytes = static_cast<double>(attended_tokens * kKvHeads * kHeadDim * 4);
-  std::printf("| %s | %lld | %lld | %.1f | %.2f |\n", name, static_cast<long long>(tokens),
-              static_cast<long long>(attended_tokens), microseconds, bytes / microseconds / 1e6);
+  std::printf("| %s | %lld | %lld | %lld | %.1f | %.2f | %.0f |\n", name,
+              static_cast<long long>(num_queries), static_cast<long long>(tokens),
+              static_cast<long long>(attended_tokens), microseconds, bytes / microseconds / 1e6,
+              products / microseconds / 1e6);
   std::fflush(stdout);
 }
 
 void Bench(int64_t tokens) {
-  Report("dense", tokens, {}, {}, tokens);
-  // 4,096 tokens in whole pages, sink 128, window 512.
+  // 4,096 tokens in whole pages, sink 128, window 512 (and the queries themselves).
   const SelectionHeader header = {.kind = SelectionHeader::Kind::kList,
                                   .count = 64,
                                   .sink_end = 128,
-                                  .window_begin = tokens - 512};
-  if (tokens < 8192) return;
+                                  .window_begin = tokens - 1024};
   std::vector<int64_t> list;
-  const int64_t candidates = (tokens - 512) / kPageTokens - 2;
+  const int64_t candidates = (tokens - 1024) / kPageTokens - 2;
   for (int64_t i = 0; i < 64; ++i) list.push_back(2 + i * candidates / 64);
-  Report("list", tokens, header, list, 128 + 4096 + 512);
+  for (const int64_t num_queries : {1, 512}) {
+    Report("dense", tokens, num_queries, {}, {}, tokens);
+    if (tokens >= 8192) Report("list", tokens, num_queries, header, list, 128 + 4096 + 1024);
+  }
 }
 
 }  // namespace
@@ -184,6 +206,8 @@ int main(int argc, char** argv) {
   std::vector<int64_t> lengths;
   for (int i = 1; i < argc; ++i) lengths.push_back(std::atoll(argv[i]));
   if (lengths.empty()) lengths = {4096, 32768, 131072, 1048576};
-  std::printf("| attention | tokens | attended | us | TB/s |\n|---|---|---|---|---|\n");
+  std::printf(
+      "| attention | queries | tokens | attended | us | TB/s | TFLOP/s |\n"
+      "|---|---|---|---|---|---|---|\n");
   for (const int64_t tokens : lengths) kvasir::kernels::Bench(tokens);
 }

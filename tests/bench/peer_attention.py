@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Dense decode attention of PyTorch's cuDNN and flash backends: the figures Kvasir's kernels are held against.
+"""Dense attention, decode and a prefill chunk of 512 queries, of PyTorch's cuDNN and flash backends: the figures Kvasir's kernels are held against.
 
     tests/bench/peer_attention.py [TOKENS ...]     default: 4096 32768 131072 1048576
 
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+QUERIES = 512  # of a prefill chunk; all see the whole context here
 REPLAYS = 31
 SET_BYTES = 20 << 30
 
@@ -44,16 +45,24 @@ def median_microseconds(sets):
 def main():
     lengths = [int(text) for text in sys.argv[1:]] or [4096, 32768, 131072, 1048576]
     print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}")
-    print("| backend | tokens | us | TB/s |\n|---|---|---|---|")
+    print("| backend | queries | tokens | us | TB/s | TFLOP/s |\n|---|---|---|---|---|---|")
     for tokens in lengths:
-        set_bytes = tokens * KV_HEADS * HEAD_DIM * 4
-        count = max(1, min(4, SET_BYTES // set_bytes))
-        sets = [tuple(torch.randn(1, heads, length, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
-                      for heads, length in ((HEADS, 1), (KV_HEADS, tokens), (KV_HEADS, tokens))) for _ in range(count)]
-        for name, backend in (("cuDNN", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION)):
-            with sdpa_kernel(backend):
-                microseconds = median_microseconds(sets)
-            print(f"| {name} | {tokens} | {microseconds:.1f} | {set_bytes / microseconds / 1e6:.2f} |", flush=True)
+        for queries in (1, QUERIES):
+            report(queries, tokens)
+
+
+def report(queries, tokens):
+    set_bytes = tokens * KV_HEADS * HEAD_DIM * 4
+    count = max(1, min(4, SET_BYTES // set_bytes))
+    shapes = ((HEADS, queries), (KV_HEADS, tokens), (KV_HEADS, tokens))
+    sets = [tuple(torch.randn(1, heads, length, HEAD_DIM, device="cuda", dtype=torch.bfloat16) for heads, length in shapes)
+            for _ in range(count)]
+    products = 4 * queries * tokens * HEADS * HEAD_DIM
+    for name, backend in (("cuDNN", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION)):
+        with sdpa_kernel(backend):
+            microseconds = median_microseconds(sets)
+        print(f"| {name} | {queries} | {tokens} | {microseconds:.1f} | {set_bytes / microseconds / 1e6:.2f} "
+              f"| {products / microseconds / 1e6:.0f} |", flush=True)
 
 
 if __name__ == "__main__":

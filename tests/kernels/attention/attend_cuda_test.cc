@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "kernels/attention/attend_cpu.h"
-#include "kernels/attention/decode_plan.h"
+#include "kernels/attention/row_items.h"
 #include "tests/support/attention_batch.h"
 #include "tests/support/compare.h"
 #include "tests/support/device_attention_batch.h"
@@ -17,7 +17,9 @@ namespace {
 using tests::AllClose;
 using Kind = SelectionHeader::Kind;
 
-class AttendDecodeTest : public testing::TestWithParam<std::tuple<int64_t, int64_t>> {
+constexpr uint64_t kWholePage = ~uint64_t{0};
+
+class AttendCudaTest : public testing::TestWithParam<std::tuple<int64_t, int64_t>> {
  protected:
   void SetUp() override {
     int devices = 0;
@@ -43,13 +45,18 @@ absl::Status Decode(const AttendParams& params, const KvTensorMaps& maps) {
   return CudaStatus(cudaDeviceSynchronize(), "running the kernel");
 }
 
+absl::Status Prefill(const AttendParams& params, const KvTensorMaps& maps) {
+  return AttendPrefill(params, maps, nullptr);
+}
+
 std::vector<float> Outputs(const AttentionBatch& batch) {
   const float* first = batch.out(0, 0);
   return {first, first + batch.num_tokens() * batch.heads() * batch.shape().head_dim};
 }
 
 // Runs the reference and the device over the same batch, and compares out and lse.
-void ExpectMatchesReference(AttentionBatch& batch) {
+void ExpectMatchesReference(AttentionBatch& batch,
+                            const DeviceAttentionBatch::Implementation& implementation) {
   batch.Run(
       [](const AttendParams& params, Executor& executor) { AttendReference(params, executor); });
   const std::vector<float> expected = Outputs(batch);
@@ -59,7 +66,7 @@ void ExpectMatchesReference(AttentionBatch& batch) {
       expected_lse.push_back(batch.lse(token, head));
     }
   }
-  const absl::Status status = DeviceAttentionBatch(batch).Run(Decode);
+  const absl::Status status = DeviceAttentionBatch(batch).Run(implementation);
   ASSERT_TRUE(status.ok()) << status;
   for (int64_t token = 0; token < batch.num_tokens(); ++token) {
     for (int64_t head = 0; head < batch.heads(); ++head) lse.push_back(batch.lse(token, head));
@@ -78,26 +85,26 @@ RowSelection List(int64_t sink_end, int64_t window_begin, std::vector<SelectionE
           .entries = std::move(entries)};
 }
 
-TEST_P(AttendDecodeTest, DenseAgreesAtEveryPageEdge) {
+TEST_P(AttendCudaTest, DenseAgreesAtEveryPageEdge) {
   for (const int64_t tokens : {1, 2, 63, 64, 65, 127, 128, 129, 700, 4097}) {
     AttentionBatch batch(Shape(), 1, tokens, 7);
     batch.FillContext(0, tokens);
     batch.AddBlock(0, tokens - 1, 1);
     SCOPED_TRACE(tokens);
-    ExpectMatchesReference(batch);
+    ExpectMatchesReference(batch, Decode);
   }
 }
 
-TEST_P(AttendDecodeTest, LongContextsAreCutIntoManyUnits) {
+TEST_P(AttendCudaTest, LongContextsAreCutIntoManyUnits) {
   const int64_t tokens = 40'000;
-  ASSERT_EQ(PlanDecodeRow({}, tokens - 1).num_units(), 63);
+  ASSERT_EQ(NumDecodeUnits(NumberItems({}, tokens - 1).num_items), 63);
   AttentionBatch batch(Shape(), 1, tokens, 8);
   batch.FillContext(0, tokens);
   batch.AddBlock(0, tokens - 1, 1);
-  ExpectMatchesReference(batch);
+  ExpectMatchesReference(batch, Decode);
 }
 
-TEST_P(AttendDecodeTest, ListsWithMasksSinksAndWindows) {
+TEST_P(AttendCudaTest, ListsWithMasksSinksAndWindows) {
   AttentionBatch batch(Shape(), 3, 3000, 9);
   for (int64_t slot = 0; slot < 3; ++slot) batch.FillContext(slot, 3000);
   std::mt19937_64 rng(11);
@@ -112,22 +119,56 @@ TEST_P(AttendDecodeTest, ListsWithMasksSinksAndWindows) {
                   std::move(entries));
     });
   }
-  ExpectMatchesReference(batch);
+  ExpectMatchesReference(batch, Decode);
 }
 
-TEST_P(AttendDecodeTest, ARowWithoutKeysIsZero) {
+TEST_P(AttendCudaTest, ARowWithoutKeysIsZero) {
   AttentionBatch batch(Shape(), 1, 500, 10);
   batch.FillContext(0, 500);
   batch.AddBlock(0, 499, 1, [](int64_t) { return List(0, 500, {{.page = 3}}); });
-  ExpectMatchesReference(batch);
+  ExpectMatchesReference(batch, Decode);
 }
 
-TEST_P(AttendDecodeTest, PagesMayLieInTheHostTierAndAreRecorded) {
+TEST_P(AttendCudaTest, PrefillBlocksAgreeAtEveryPageEdge) {
+  for (const int64_t tokens : {1, 2, 63, 64, 65, 127, 128, 129, 700, 2111}) {
+    AttentionBatch batch(Shape(), 1, tokens, 21);
+    batch.FillContext(0, tokens);
+    for (int64_t begin = std::max<int64_t>(0, tokens - 200) / 64 * 64; begin < tokens;
+         begin += 64) {
+      batch.AddBlock(0, begin, std::min<int64_t>(64, tokens - begin));
+    }
+    batch.AddBlock(0, tokens - 1, 1);
+    SCOPED_TRACE(tokens);
+    ExpectMatchesReference(batch, Prefill);
+  }
+}
+
+TEST_P(AttendCudaTest, PrefillOverListsWithMasksSinksAndWindows) {
+  AttentionBatch batch(Shape(), 2, 2000, 22);
+  std::mt19937_64 rng(23);
+  for (int64_t slot = 0; slot < 2; ++slot) {
+    batch.FillContext(slot, 2000);
+    for (const int64_t begin : std::vector<int64_t>{640, 1920 - 64 * slot}) {
+      batch.AddBlock(slot, begin + slot * 3, 64 - slot * 11, [&](int64_t) {
+        std::vector<SelectionEntry> entries;
+        for (int64_t page = 0; page < begin / 64; ++page) {
+          const uint64_t mask = rng() % 2 == 0 ? rng() & rng() : kWholePage;
+          if (rng() % 3 != 0) entries.push_back({.page = page, .chosen = mask, .live = mask});
+        }
+        return List(static_cast<int64_t>(rng() % 200), begin - static_cast<int64_t>(rng() % 300),
+                    std::move(entries));
+      });
+    }
+  }
+  ExpectMatchesReference(batch, Prefill);
+}
+
+TEST_P(AttendCudaTest, PagesMayLieInTheHostTierAndAreRecorded) {
   AttentionBatch batch(Shape(), 1, 1000, 12);
   batch.FillContext(0, 1000);
   batch.kv().SetTier(0, 5, AttentionBatch::kLayer, 1, PageTier::kHost);
   batch.AddBlock(0, 999, 1);
-  ExpectMatchesReference(batch);
+  ExpectMatchesReference(batch, Decode);
   DeviceAttentionBatch device(batch);
   ASSERT_TRUE(device.Run(Decode).ok());
   const PagedKv kv = batch.kv().View();
@@ -142,7 +183,7 @@ TEST_P(AttendDecodeTest, PagesMayLieInTheHostTierAndAreRecorded) {
   EXPECT_EQ(touched, 16 * 2);  // pages of two KV heads
 }
 
-TEST_P(AttendDecodeTest, AbsentPagesSetTheFaultOfTheirSlotOnly) {
+TEST_P(AttendCudaTest, AbsentPagesSetTheFaultOfTheirSlotOnly) {
   AttentionBatch batch(Shape(), 2, 300, 13);
   for (int64_t slot = 0; slot < 2; ++slot) {
     batch.FillContext(slot, 300);
@@ -154,7 +195,7 @@ TEST_P(AttendDecodeTest, AbsentPagesSetTheFaultOfTheirSlotOnly) {
   EXPECT_EQ(batch.fault(1), 1);
 }
 
-TEST_P(AttendDecodeTest, ARowHasTheSameBitsAloneAndAmongOthers) {
+TEST_P(AttendCudaTest, ARowHasTheSameBitsAloneAndAmongOthers) {
   constexpr int64_t kRows = 5;
   const int64_t tokens = 2500;
   AttentionBatch batch(Shape(), kRows, tokens, 14);
@@ -180,7 +221,7 @@ TEST_P(AttendDecodeTest, ARowHasTheSameBitsAloneAndAmongOthers) {
   EXPECT_EQ(together, Outputs(batch));
 }
 
-INSTANTIATE_TEST_SUITE_P(Shapes, AttendDecodeTest,
+INSTANTIATE_TEST_SUITE_P(Shapes, AttendCudaTest,
                          testing::Combine(testing::Values(64, 128),
                                           testing::Values(1, 2, 4, 7, 8)));
 

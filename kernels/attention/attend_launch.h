@@ -1,0 +1,42 @@
+// The kernels behind attend_cuda.h: parameters as the device reads them, and the launches. Only
+// attend_cuda.cc includes it outside of the kernels, after it has checked the shapes.
+#pragma once
+
+#include <cstdint>
+#include <cuda_bf16.h>
+#include <cuda_runtime_api.h>
+
+#include "kernels/paged/kv_tensor_maps.h"
+#include "kernels/paged/page_selection.h"
+
+namespace kvasir::kernels {
+
+// All pointers are device memory.
+struct AttendLaunch {
+  const __nv_bfloat16* q = nullptr;  // [tokens, KV heads x group, head_dim]
+  __nv_bfloat16* out = nullptr;      // like q
+  float* lse = nullptr;              // [tokens, KV heads x group], may be null
+  PagedKv kv;
+  int64_t layer = 0;
+  float scale = 0;
+  const QueryBlock* blocks = nullptr;
+  const SelectionHeader* headers = nullptr;
+  const SelectionEntry* entries = nullptr;
+  int64_t capacity = 0;  // entries of a row
+  int64_t num_rows = 0;  // blocks x KV heads
+  int64_t group = 0;     // query heads of a KV head, at most 8
+  uint8_t* faults = nullptr;
+};
+
+// Partial results of a unit: one for each warpgroup that works on it.
+inline constexpr int64_t kPartsPerUnit = 2;
+
+// Blocks of one query. `partials` is [rows, kMaxDecodeUnits * kPartsPerUnit, group, 2 + head_dim]:
+// maximum, sum, values.
+cudaError_t LaunchAttendDecode(const AttendLaunch& params, const KvTensorMaps& maps,
+                               float* partials, int num_processors, cudaStream_t stream);
+// Blocks of up to 64 queries.
+cudaError_t LaunchAttendPrefill(const AttendLaunch& params, const KvTensorMaps& maps,
+                                cudaStream_t stream);
+
+}  // namespace kvasir::kernels

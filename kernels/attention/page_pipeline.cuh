@@ -1,0 +1,192 @@
+// How pages reach the attention kernels: one producer warp resolves them, several stages ahead of
+// the warpgroups that compute, and has the copy engine bring them into a ring in shared memory.
+//
+//   producer                                   consumers
+//   wait empty[stage]                          wait full[stage]
+//   masks[stage] = tokens to attend to         compute on pages[stage]
+//   copy K, V -> pages[stage], full[stage]     arrive at empty[stage], once a warp
+#pragma once
+
+#include "kernels/attention/attend_launch.h"
+#include "kernels/attention/row_items.h"
+#include "kernels/base/hopper.cuh"
+
+namespace kvasir::kernels {
+
+inline constexpr int kWarpThreads = 32;
+inline constexpr int kGroupThreads = 128;  // a warpgroup
+inline constexpr unsigned kAllLanes = 0xffffffff;
+inline constexpr float kLog2E = 1.4426950408889634f;
+inline constexpr float kMinusInfinity = -INFINITY;
+
+// A page in shared memory: K half 0, K half 1, V half 0, V half 1 (one of each with a head_dim of
+// 64), boxes of 64 tokens x 64 values, swizzled.
+template <int kHeadDim>
+struct PageShape {
+  static constexpr int kHalves = kHeadDim / static_cast<int>(kBoxColumns);
+  static constexpr int kBoxBytes = static_cast<int>(kPageTokens) * hopper::kSwizzledRowBytes;
+  static constexpr int kSideBytes = kHalves * kBoxBytes;
+  static constexpr int kPageBytes = 2 * kSideBytes;
+};
+
+template <int kHeadDim, int kStageCount>
+struct alignas(1024) PageRing {
+  static constexpr int kStages = kStageCount;
+  using Shape = PageShape<kHeadDim>;
+
+  std::byte pages[kStages][Shape::kPageBytes];
+  uint64_t masks[kStages];
+  int64_t first_positions[kStages];  // of the page's first token
+  uint64_t full[kStages];
+  uint64_t empty[kStages];
+
+  __device__ const std::byte* keys(int stage) const { return pages[stage]; }
+  __device__ std::byte* values(int stage) { return pages[stage] + Shape::kSideBytes; }
+  // By one thread, before a __syncthreads. `readers`: warps that arrive at empty.
+  __device__ void Init(uint32_t readers) {
+    for (int stage = 0; stage < kStages; ++stage) {
+      hopper::BarrierInit(&full[stage], 1);
+      hopper::BarrierInit(&empty[stage], readers);
+    }
+    hopper::FenceBarrierInit();
+  }
+};
+
+// Where producer or consumer stands in the ring: the stage, and the parity of its use.
+template <int kStages>
+struct RingPosition {
+  int stage = 0;
+  uint32_t parity = 0;
+
+  __device__ void Next() {
+    if (++stage < kStages) return;
+    stage = 0;
+    parity ^= 1;
+  }
+};
+
+// Items [begin, end) of a selection row.
+struct PageRun {
+  int64_t row = 0;
+  int64_t begin = 0;
+  int64_t end = 0;
+  QueryBlock block;
+  RowItems items;
+};
+
+// The whole row.
+__device__ inline PageRun WholeRow(const AttendLaunch& p, int64_t row) {
+  PageRun run = {.row = row, .block = p.blocks[row / p.kv.layout.num_kv_heads]};
+  run.items = NumberItems(p.headers[row], run.block.first_position + run.block.num_rows - 1);
+  run.end = run.items.num_items;
+  return run;
+}
+
+struct ResolvedPage {
+  uint64_t mask = 0;  // 0: nothing to read
+  int64_t page = 0;
+  int32_t copy_row = 0;  // of the tensor map
+  bool in_host = false;
+};
+
+__device__ inline void RecordAccess(const PagedKv& kv, int64_t index, PageTier tier) {
+  if (kv.accesses.last_touched == nullptr) return;
+  kv.accesses.last_touched[index] = kv.step;
+  if (tier == PageTier::kHost) {
+    atomicAdd(&kv.accesses.missed_bytes[index], static_cast<uint32_t>(kv.layout.page_bytes()));
+  }
+}
+
+// Absent pages set the slot's fault.
+__device__ inline ResolvedPage ResolveItem(const AttendLaunch& p, const KvTensorMaps& maps,
+                                           const PageRun& run, int64_t index) {
+  ResolvedPage resolved;
+  if (index >= run.end) return resolved;
+  const RowItem item =
+      FindItem(run.items, p.headers[run.row], p.entries + run.row * p.capacity, index);
+  if (item.mask == 0) return resolved;
+  const KvLayout& layout = p.kv.layout;
+  const int64_t head = run.row % layout.num_kv_heads;
+  const int64_t kv_row = p.kv.row(run.block.slot, item.page);
+  const int64_t page_index =
+      kv_row * layout.pages_per_block() + layout.page_in_block(p.layer, head);
+  const PageRef page = kv_row < 0 ? PageRef() : p.kv.pages[page_index];
+  if (page.tier() == PageTier::kAbsent) {
+    p.faults[run.block.slot] = 1;
+    return resolved;
+  }
+  RecordAccess(p.kv, page_index, page.tier());
+  resolved.mask = item.mask;
+  resolved.page = item.page;
+  resolved.in_host = page.tier() == PageTier::kHost;
+  const std::byte* base = resolved.in_host ? maps.host_base : maps.device_base;
+  resolved.copy_row = static_cast<int32_t>((page.page() - base) / layout.row_bytes());
+  return resolved;
+}
+
+template <typename Ring>
+__device__ void CopyPage(Ring& ring, int stage, const KvTensorMaps& maps,
+                         const ResolvedPage& page) {
+  using Shape = typename Ring::Shape;
+  const CUtensorMap* map = page.in_host ? &maps.host : &maps.device;
+  hopper::BarrierArriveExpecting(&ring.full[stage], Shape::kPageBytes);
+  std::byte* box = ring.pages[stage];
+  for (int side = 0; side < 2; ++side) {
+    for (int half = 0; half < Shape::kHalves; ++half, box += Shape::kBoxBytes) {
+      hopper::CopyBox(box, map, half * static_cast<int>(kBoxColumns),
+                      page.copy_row + side * static_cast<int>(kPageTokens), &ring.full[stage]);
+    }
+  }
+}
+
+// By the producer warp: sends the run's pages through the ring, one stage an item.
+template <typename Ring>
+__device__ void ProducePages(const AttendLaunch& p, const KvTensorMaps& maps, const PageRun& run,
+                             Ring& ring, RingPosition<Ring::kStages>& at) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
+  // Each lane resolves one item of the next 32 while the current ones are copied.
+  ResolvedPage next = ResolveItem(p, maps, run, run.begin + lane);
+  for (int64_t begin = run.begin; begin < run.end; begin += kWarpThreads) {
+    const ResolvedPage current = next;
+    next = ResolveItem(p, maps, run, begin + kWarpThreads + lane);
+    const int count = static_cast<int>(min(int64_t{kWarpThreads}, run.end - begin));
+    for (int i = 0; i < count; ++i, at.Next()) {
+      ResolvedPage page;
+      page.mask = __shfl_sync(kAllLanes, current.mask, i);
+      page.page = __shfl_sync(kAllLanes, current.page, i);
+      page.copy_row = __shfl_sync(kAllLanes, current.copy_row, i);
+      page.in_host = __shfl_sync(kAllLanes, static_cast<int>(current.in_host), i) != 0;
+      if (lane != 0) continue;
+      hopper::BarrierWait(&ring.empty[at.stage], at.parity ^ 1);
+      ring.masks[at.stage] = page.mask;
+      ring.first_positions[at.stage] = page.page * kPageTokens;
+      if (page.mask == 0) {
+        hopper::BarrierArrive(&ring.full[at.stage]);
+      } else {
+        CopyPage(ring, at.stage, maps, page);
+      }
+    }
+  }
+}
+
+// By a reader, when its whole warp is done with the stage.
+template <typename Ring>
+__device__ void ReleaseStage(Ring& ring, int stage) {
+  __syncwarp();
+  if (threadIdx.x % kWarpThreads == 0) hopper::BarrierArrive(&ring.empty[stage]);
+}
+
+// Values of tokens that no query attends to may be anything, NaN too, and 0 times NaN is NaN. By
+// the `threads` threads of which this is number `thread`; a barrier must follow.
+template <typename Ring>
+__device__ void ZeroMaskedValues(Ring& ring, int stage, uint64_t mask, int thread, int threads) {
+  constexpr int kRowChunks = hopper::kSwizzledRowBytes / 16;
+  auto* values = reinterpret_cast<uint4*>(ring.values(stage));
+  for (int chunk = thread; chunk < Ring::Shape::kSideBytes / 16; chunk += threads) {
+    const int token = chunk / kRowChunks % static_cast<int>(kPageTokens);
+    if ((mask >> token & 1) == 0) values[chunk] = uint4{};
+  }
+  hopper::FenceAsyncProxy();
+}
+
+}  // namespace kvasir::kernels

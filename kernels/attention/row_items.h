@@ -1,0 +1,85 @@
+// The pages that one selection row attends to, by number, so that parallel work can start anywhere
+// in a row: pure arithmetic on the selection's header, shared by the GPU's kernels and their tests.
+//
+//   item   0 ..            num_sink ..            num_sink + num_list ..         num_items
+//          pages of sink   list entries           pages of the window
+//
+// A page may be two items (sink and list, list and window), with disjoint masks. The same tokens as
+// SelectedPages walks, in page_selection.h.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/base/host_device.h"
+#include "kernels/paged/page_selection.h"
+
+namespace kvasir::kernels {
+
+struct RowItems {
+  int64_t num_sink = 0;
+  int64_t num_list = 0;
+  int64_t first_window_page = 0;
+  int64_t num_items = 0;
+  int64_t last_position = 0;
+};
+
+struct RowItem {
+  int64_t page = 0;
+  uint64_t mask = 0;  // tokens attended to by the block's last query
+};
+
+// For a block whose last query is at `last_position`.
+KVASIR_HOST_DEVICE inline RowItems NumberItems(const SelectionHeader& header,
+                                               int64_t last_position) {
+  RowItems items;
+  items.last_position = last_position;
+  const int64_t num_pages = last_position / kPageTokens + 1;
+  if (header.kind == SelectionHeader::Kind::kAll) {
+    items.num_items = num_pages;
+    return items;
+  }
+  items.num_sink = (header.sink_end + kPageTokens - 1) / kPageTokens;
+  items.num_list = header.count;
+  items.first_window_page = header.window_begin / kPageTokens;
+  items.num_items = items.num_sink + items.num_list + num_pages - items.first_window_page;
+  return items;
+}
+
+// REQUIRES: 0 <= index < num_items.
+KVASIR_HOST_DEVICE inline RowItem FindItem(const RowItems& items, const SelectionHeader& header,
+                                           const SelectionEntry* list, int64_t index) {
+  RowItem item;
+  if (header.kind == SelectionHeader::Kind::kAll) {
+    item = {.page = index, .mask = ~uint64_t{0}};
+  } else if (index < items.num_sink) {
+    item = {.page = index, .mask = TokenMask(0, header.sink_end - index * kPageTokens)};
+  } else if (index < items.num_sink + items.num_list) {
+    const SelectionEntry& entry = list[index - items.num_sink];
+    const int64_t start = entry.page * kPageTokens;
+    item = {.page = entry.page,
+            .mask = entry.live & TokenMask(header.sink_end - start, header.window_begin - start)};
+  } else {
+    const int64_t page = items.first_window_page + index - items.num_sink - items.num_list;
+    item = {.page = page, .mask = TokenMask(header.window_begin - page * kPageTokens, kPageTokens)};
+  }
+  item.mask &= TokenMask(0, items.last_position + 1 - item.page * kPageTokens);
+  return item;
+}
+
+// How a decode row is cut into units of parallel work. The cut depends on nothing but the number of
+// items: few units while the row is short, so that one wave of a GPU holds the rows of one
+// sequence.
+inline constexpr int64_t kMaxDecodeUnits = 64;
+
+KVASIR_HOST_DEVICE inline int64_t ItemsPerUnit(int64_t num_items) {
+  constexpr int64_t kShortItems = 512;
+  constexpr int64_t kShortUnits = 16;
+  const int64_t units = num_items < kShortItems ? kShortUnits : kMaxDecodeUnits;
+  return (num_items + units - 1) / units;
+}
+KVASIR_HOST_DEVICE inline int64_t NumDecodeUnits(int64_t num_items) {
+  const int64_t per_unit = ItemsPerUnit(num_items);
+  return (num_items + per_unit - 1) / per_unit;
+}
+
+}  // namespace kvasir::kernels
