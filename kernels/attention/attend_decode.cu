@@ -1,6 +1,6 @@
 // Decode attention on Hopper: one query a row, the heads of a KV group together.
 //
-// A unit is a run of a row's items (decode_plan.h). Blocks stay on the GPU and take units in turn.
+// A unit is a run of a row's items (row_items.h). Blocks stay on the GPU and take units in turn.
 // In a block, the producer warp resolves pages and has the copy engine bring them, several stages
 // ahead; two warpgroups take the pages in turn. For a page of 64 tokens a warpgroup computes
 //
@@ -68,29 +68,6 @@ struct ThreadState {
   float out[PageShape<kHeadDim>::kHalves][4] = {};
 };
 
-struct ThreadPlace {
-  int consumer;
-  int thread;  // in the warpgroup
-  int warp;    // in the warpgroup
-  int row;     // first row of the thread in a product's 64; the other is 8 further on
-  int column;  // first of its two heads
-};
-
-__device__ ThreadPlace MyPlace() {
-  const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
-  const int warp = thread / kWarpThreads;
-  const int lane = thread % kWarpThreads;
-  return {.consumer = static_cast<int>(threadIdx.x) / kGroupThreads,
-          .thread = thread,
-          .warp = warp,
-          .row = warp * 16 + lane / 4,
-          .column = lane % 4 * 2};
-}
-
-__device__ void Synchronize(const ThreadPlace& me) {
-  hopper::NamedBarrier(1 + me.consumer, kGroupThreads);
-}
-
 // The group's queries as wgmma wants them; rows of absent heads are zero.
 template <int kHeadDim>
 __device__ void LoadQuery(const DecodeParams& p, const PageRun& run, const ThreadPlace& me,
@@ -138,7 +115,7 @@ __device__ void ColumnMax(const ThreadPlace& me, float (*warp_max)[kHeads], cons
   for (int j = 0; j < 2; ++j) {
     float value = fmaxf(s[j], s[j + 2]);
     for (int distance = 4; distance < kWarpThreads; distance *= 2) {
-      value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, distance));
+      value = fmaxf(value, __shfl_xor_sync(kAllLanes, value, distance));
     }
     max[j] = value;
   }
@@ -219,7 +196,7 @@ __device__ void StorePartial(const DecodeParams& p, SharedMemory<kHeadDim>& shar
   float(*warp_sum)[kHeads] = shared.exchange[me.consumer];
   for (float& sum : state.sum) {
     for (int distance = 4; distance < kWarpThreads; distance *= 2) {
-      sum += __shfl_xor_sync(0xffffffff, sum, distance);
+      sum += __shfl_xor_sync(kAllLanes, sum, distance);
     }
   }
   Synchronize(me);  // the last reader of warp_max is done

@@ -27,29 +27,9 @@ struct alignas(1024) SharedMemory {
   alignas(1024) std::byte queries[kConsumers][Shape::kSideBytes];
 };
 
-struct ThreadPlace {
-  int consumer;
-  int thread;  // in the warpgroup
-  int row;     // the first of its two rows of a product; the other is 8 further on
-  int column;  // the first of its columns
-};
-
-__device__ ThreadPlace MyPlace() {
-  const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
-  const int lane = thread % kWarpThreads;
-  return {.consumer = static_cast<int>(threadIdx.x) / kGroupThreads,
-          .thread = thread,
-          .row = thread / kWarpThreads * 16 + lane / 4,
-          .column = lane % 4 * 2};
-}
-
 // Of a thread's 32 elements of a tile: row and column relative to its place.
 __device__ constexpr int RowOf(int element) { return element / 2 % 2; }  // times 8
 __device__ constexpr int ColumnOf(int element) { return element / 4 * 8 + element % 2; }
-
-__device__ void Synchronize(const ThreadPlace& me) {
-  hopper::NamedBarrier(1 + me.consumer, kGroupThreads);
-}
 
 template <int kHeadDim>
 struct ThreadState {

@@ -169,6 +169,32 @@ __device__ void ProducePages(const AttendLaunch& p, const KvTensorMaps& maps, co
   }
 }
 
+// Where a thread of the consumers stands: which warpgroup is its own, and which elements of a
+// product of 64 rows wgmma gives it.
+struct ThreadPlace {
+  int consumer;
+  int thread;  // in the warpgroup
+  int warp;    // in the warpgroup
+  int row;     // the first of its two rows of a product; the other is 8 further on
+  int column;  // the first of its columns
+};
+
+__device__ inline ThreadPlace MyPlace() {
+  const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
+  const int warp = thread / kWarpThreads;
+  const int lane = thread % kWarpThreads;
+  return {.consumer = static_cast<int>(threadIdx.x) / kGroupThreads,
+          .thread = thread,
+          .warp = warp,
+          .row = warp * 16 + lane / 4,
+          .column = lane % 4 * 2};
+}
+
+// The threads of one warpgroup wait for each other.
+__device__ inline void Synchronize(const ThreadPlace& me) {
+  hopper::NamedBarrier(1 + me.consumer, kGroupThreads);
+}
+
 // By a reader, when its whole warp is done with the stage.
 template <typename Ring>
 __device__ void ReleaseStage(Ring& ring, int stage) {

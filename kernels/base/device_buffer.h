@@ -11,11 +11,24 @@
 
 namespace kvasir::kernels {
 
-class DeviceBuffer {
+namespace internal {
+
+struct FreeDevice {
+  void operator()(std::byte* memory) const;
+};
+struct FreePinned {
+  void operator()(std::byte* memory) const;
+};
+
+}  // namespace internal
+
+template <typename Free>
+class CudaBuffer {
  public:
-  DeviceBuffer() = default;
-  // INVALID_ARGUMENT for a negative size, RESOURCE_EXHAUSTED when the device has no room.
-  static absl::StatusOr<DeviceBuffer> Allocate(int64_t bytes);
+  CudaBuffer() = default;
+  // INVALID_ARGUMENT for a negative size, RESOURCE_EXHAUSTED when there is no room, or the memory
+  // cannot be pinned. Zero bytes give an empty buffer.
+  static absl::StatusOr<CudaBuffer> Allocate(int64_t bytes);
 
   std::byte* data() const { return memory_.get(); }
   template <typename T>
@@ -25,33 +38,12 @@ class DeviceBuffer {
   int64_t size_bytes() const { return size_bytes_; }
 
  private:
-  struct Free {
-    void operator()(std::byte* memory) const;
-  };
   std::unique_ptr<std::byte, Free> memory_;
   int64_t size_bytes_ = 0;
 };
 
+using DeviceBuffer = CudaBuffer<internal::FreeDevice>;
 // The device reads it at the same address as the host.
-class PinnedBuffer {
- public:
-  PinnedBuffer() = default;
-  // INVALID_ARGUMENT for a negative size, RESOURCE_EXHAUSTED when the memory cannot be pinned.
-  static absl::StatusOr<PinnedBuffer> Allocate(int64_t bytes);
-
-  std::byte* data() const { return memory_.get(); }
-  template <typename T>
-  T* As() const {
-    return reinterpret_cast<T*>(memory_.get());
-  }
-  int64_t size_bytes() const { return size_bytes_; }
-
- private:
-  struct Free {
-    void operator()(std::byte* memory) const;
-  };
-  std::unique_ptr<std::byte, Free> memory_;
-  int64_t size_bytes_ = 0;
-};
+using PinnedBuffer = CudaBuffer<internal::FreePinned>;
 
 }  // namespace kvasir::kernels
