@@ -1,0 +1,71 @@
+#include "kernels/attention/row_items.h"
+
+#include <gtest/gtest.h>
+#include <map>
+#include <random>
+#include <vector>
+
+namespace kvasir::kernels {
+namespace {
+
+using Masks = std::map<int64_t, uint64_t>;  // by page
+
+// Every item of the row; no token may be named twice.
+Masks FromItems(const SelectionHeader& header, const std::vector<SelectionEntry>& list,
+                int64_t last_position) {
+  const RowItems items = NumberItems(header, last_position);
+  Masks masks;
+  for (int64_t i = 0; i < items.num_items; ++i) {
+    const RowItem item = FindItem(items, header, list.data(), i);
+    if (item.mask == 0) continue;
+    EXPECT_EQ(masks[item.page] & item.mask, 0u) << "page " << item.page;
+    masks[item.page] |= item.mask;
+  }
+  return masks;
+}
+
+Masks FromWalk(const SelectionHeader& header, const std::vector<SelectionEntry>& list,
+               int64_t last_position) {
+  std::vector<SelectionEntry> masked = list;  // as attention masks what lies in sink and window
+  for (SelectionEntry& entry : masked) {
+    const int64_t start = entry.page * kPageTokens;
+    entry.live &= TokenMask(header.sink_end - start, header.window_begin - start);
+  }
+  Masks masks;
+  for (SelectedPages walk(header, masked.data(), last_position); walk.valid(); walk.Next()) {
+    masks[walk.page()] = walk.mask();
+  }
+  return masks;
+}
+
+TEST(RowItems, NameTheTokensThatSelectedPagesWalks) {
+  std::mt19937_64 rng(5);
+  for (int round = 0; round < 2000; ++round) {
+    const int64_t last = static_cast<int64_t>(rng() % 2000);
+    const int64_t window_begin = static_cast<int64_t>(rng() % static_cast<uint64_t>(last + 1));
+    SelectionHeader header = {
+        .kind = SelectionHeader::Kind::kList,
+        .sink_end = static_cast<int64_t>(rng() % static_cast<uint64_t>(window_begin + 1)),
+        .window_begin = window_begin};
+    std::vector<SelectionEntry> list;
+    for (int64_t page = 0; page <= last / kPageTokens; ++page) {
+      if (rng() % 2 == 0) list.push_back({.page = page, .live = rng()});
+    }
+    header.count = static_cast<int32_t>(list.size());
+    EXPECT_EQ(FromItems(header, list, last), FromWalk(header, list, last)) << "round " << round;
+    header.kind = SelectionHeader::Kind::kAll;
+    EXPECT_EQ(FromItems(header, list, last), FromWalk(header, list, last)) << "round " << round;
+  }
+}
+
+TEST(RowItems, UnitsCoverEveryItemAndStayWithinTheLimit) {
+  for (int64_t items = 1; items < 20'000; items += 7) {
+    const int64_t units = NumDecodeUnits(items);
+    EXPECT_LE(units, kMaxDecodeUnits) << items;
+    EXPECT_GE(units * ItemsPerUnit(items), items);
+    EXPECT_LT((units - 1) * ItemsPerUnit(items), items);
+  }
+}
+
+}  // namespace
+}  // namespace kvasir::kernels
