@@ -1,0 +1,59 @@
+// What the methods rest on, counted on a model's own queries (docs/quality.md says what each is):
+// how few chunks of tokens hold the heaviest keys; which token of a chunk stands best for it; how
+// many bits a key needs for the top-p rule; how heads should vote. Used by the fidelity program.
+// Thread-compatible.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "kernels/base/executor.h"
+#include "tests/quality/true_attention.h"
+#include <nlohmann/json.hpp>
+
+namespace kvasir::quality {
+
+class Facts {
+ public:
+  // About selections of `numbers`.
+  explicit Facts(const kernels::SelectionNumbers& numbers) : numbers_(numbers) {}
+
+  void Add(const LayerAttention& layer, kernels::Executor& executor);
+  nlohmann::json ToJson() const;
+
+ private:
+  static constexpr int64_t kChunkTokens = 64;
+
+  // A mean over queries of what some tokens keep.
+  struct Kept {
+    double mass = 0, tokens = 0;
+    int64_t queries = 0;
+
+    void Add(double more_mass, int64_t more_tokens);
+    nlohmann::json ToJson() const;
+  };
+
+  void CountOccupancy(const LayerAttention& layer);
+  void CountBranches(const LayerAttention& layer);
+  void PruneByBits(const LayerAttention& layer, kernels::Executor& executor);
+  void Vote(const LayerAttention& layer);
+  void VoteAmong(const LayerAttention& layer, int64_t step, int64_t first_head, int64_t num_heads,
+                 const std::string& scope);
+
+  const kernels::SelectionNumbers numbers_;
+  // Chunks by how many of their tokens are among the heaviest: of the budget, and of a 64th of the
+  // context.
+  std::map<std::string, std::array<int64_t, kChunkTokens + 1>> occupancy_;
+  // Halvings of chunks that a token of each half decided rightly, by which token; of those that
+  // hold one of the heaviest.
+  std::map<std::string, int64_t> right_branches_;
+  int64_t branches_ = 0;
+  std::map<int, Kept> by_bits_;                                   // of the keys
+  std::map<std::pair<std::string, std::string>, Kept> by_votes_;  // by scope and way
+};
+
+}  // namespace kvasir::quality

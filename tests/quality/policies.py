@@ -1,0 +1,95 @@
+"""The policies that the harness compares: one line each.
+
+A policy is what decoding and prompts attend to (AttentionPolicy of proto/kvasir/v1/sparsity.proto, as JSON) and what it
+needs of the server. Sink, window and budget are the run's own: they are worked in by `select`.
+"""
+
+import json
+import re
+from dataclasses import dataclass, field, replace
+from typing import Dict, List, Sequence, Tuple
+
+SHAPES_A_SERVER = 3  # a server declares at most four policies; its own default, `all`, is the fourth
+TAIL_TOKENS = 32     # a question is shorter; every token of it selects by itself
+
+
+@dataclass(frozen=True)
+class Policy:
+    name: str
+    decode: Dict                                               # selector and stages, without numbers
+    prefill: Dict = field(default_factory=lambda: {"all": {}})
+    flags: Tuple[str, ...] = ()                                # of `kvasir serve`
+    numbers: Dict = field(default_factory=dict)                # tokens, set by select()
+
+    @property
+    def has_budget(self) -> bool:
+        return not {"all", "streaming"} & set(self.decode)
+
+    @property
+    def served_name(self) -> str:
+        """By which requests name it: '+' is not allowed there. The server's default is dense."""
+        return "" if "all" in self.decode else re.sub("[^a-z0-9_-]", "-", self.name)
+
+    @property
+    def only_selects(self) -> bool:
+        """One step's selection says all: no stage works over several steps, inside of attention, or on positions."""
+        return len(set(self.decode) - {"top_p"}) == 1 and not self.flags
+
+    @property
+    def budget(self) -> int:
+        return self.numbers.get("token_budget", 0)
+
+    @property
+    def spec(self) -> str:
+        """All that an answer depends on: results are kept by it."""
+        return json.dumps([self.message(), self.flags], sort_keys=True)
+
+    def message(self) -> Dict:
+        """As a SparsityPolicy."""
+        return {"name": self.served_name, "prefill": {**self.prefill, **self.numbers},
+                "decode": {**self.decode, **self.numbers}, "tail_tokens": TAIL_TOKENS}
+
+
+POLICIES = {policy.name: policy for policy in (
+    Policy("all", {"all": {}}),
+    Policy("streaming", {"streaming": {}}),
+    Policy("quest", {"quest": {}}),
+    Policy("tokenselect", {"tokenselect": {}}),
+    Policy("hip", {"hip": {}}),
+    Policy("infinitehip", {"infinitehip": {}}),
+    Policy("infinitehip 5k", {"infinitehip": {"preset": "5k"}}),
+    Policy("infinitehip centre", {"infinitehip": {"probe": "centre"}}),
+    Policy("infinitehip first", {"infinitehip": {"probe": "first"}}),
+    Policy("quest+top_p", {"quest": {}, "top_p": 0.95}),
+    Policy("tokenselect+top_p", {"tokenselect": {}, "top_p": 0.95}),
+    Policy("infinitehip+top_p", {"infinitehip": {}, "top_p": 0.95}),
+)}
+
+
+def select(names: Sequence[str], sink: int, window: int, budgets: Sequence[int]) -> List[Policy]:
+    """The named policies, each once for every budget where it has one."""
+    chosen = []
+    for name in names:
+        policy = POLICIES[name]
+        if not policy.served_name:
+            chosen.append(policy)
+            continue
+        numbers = {"sink_tokens": sink, "window_tokens": window}
+        for budget in budgets if policy.has_budget else [None]:
+            chosen.append(replace(policy, numbers=numbers if budget is None else {**numbers, "token_budget": budget}))
+    return chosen
+
+
+def servers(policies: Sequence[Policy]) -> List[List[Policy]]:
+    """Policies that one server can declare together; another budget is no policy of its own there."""
+    groups: List[List[Policy]] = []
+    for policy in policies:
+        for group in groups:
+            names = {other.served_name for other in group} - {""}
+            fits = policy.served_name in names | {""} or len(names) < SHAPES_A_SERVER
+            if fits and group[0].flags == policy.flags:
+                group.append(policy)
+                break
+        else:
+            groups.append([policy])
+    return groups

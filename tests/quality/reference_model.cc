@@ -1,0 +1,131 @@
+#include "tests/quality/reference_model.h"
+
+#include <algorithm>
+#include <span>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+
+#include "kernels/base/status_macros.h"
+#include "kernels/sparse/all/all_selector.h"
+
+namespace kvasir::quality {
+
+using kernels::kPageTokens;
+
+namespace {
+
+constexpr int64_t kChunk = 512;         // tokens of the document in one step
+constexpr int64_t kAnswerTokens = 128;  // of a question with its answer, at most
+
+}  // namespace
+
+class ReferenceModel::ObservingSelector final : public kernels::AllSelector {
+ public:
+  absl::Status Select(const kernels::SelectParams& params, kernels::PageSelection& out,
+                      kernels::Executor& executor) const override {
+    KVASIR_RETURN_IF_ERROR(AllSelector::Select(params, out, executor));
+    // The last blocks are those of the answer.
+    kernels::SelectParams shown = params;
+    shown.blocks = params.blocks.last(static_cast<size_t>(num_shown));
+    shown.numbers = params.numbers.last(static_cast<size_t>(num_shown));
+    return (*observer)(shown);
+  }
+
+  const Observer* observer = nullptr;
+  int64_t num_shown = 0;
+};
+
+absl::StatusOr<std::unique_ptr<ReferenceModel>> ReferenceModel::Load(const std::string& folder,
+                                                                     int64_t max_tokens,
+                                                                     int num_threads) {
+  worker::LoadModelOptions options = {.model = {}, .kv = {}, .progress = [](auto, double) {}};
+  options.model.set_model(folder);
+  options.model.set_max_model_len(static_cast<uint32_t>(max_tokens + kAnswerTokens));
+  options.model.set_allow_long_max_model_len(true);
+  KVASIR_ASSIGN_OR_RETURN(worker::LoadedModel loaded, worker::LoadModel(options));
+  std::unique_ptr<ReferenceModel> model(
+      new ReferenceModel(std::move(loaded), max_tokens + kAnswerTokens, num_threads));
+  KVASIR_RETURN_IF_ERROR(model->Init());
+  return model;
+}
+
+ReferenceModel::ReferenceModel(worker::LoadedModel loaded, int64_t max_tokens, int num_threads)
+    : loaded_(std::move(loaded)),
+      executor_(num_threads),
+      kv_(loaded_.transformer->kv_layout(loaded_.kv_dtype), 1,
+          (max_tokens + kPageTokens - 1) / kPageTokens) {
+  auto observing = std::make_unique<ObservingSelector>();
+  observing_ = observing.get();
+  selectors_.push_back(
+      {.selector = std::make_unique<kernels::AllSelector>(), .pruner = nullptr, .dense = true});
+  selectors_.push_back({.selector = std::move(observing), .pruner = nullptr, .dense = true});
+  sequence_.prefill = {.selector = 0, .numbers = {.window_tokens = 1}};
+  sequence_.decode = {.selector = 1, .numbers = {.window_tokens = 1}};
+}
+
+absl::Status ReferenceModel::Init() {
+  KVASIR_ASSIGN_OR_RETURN(activations_,
+                          worker::Activations::Create(loaded_.transformer->activation_sizes(
+                              kChunk, kAnswerTokens, executor_.num_threads())));
+  return absl::OkStatus();
+}
+
+worker::RowWork ReferenceModel::Row(int64_t begin, int64_t end) const {
+  return {.slot = 0, .begin = begin, .num_tokens = end - begin, .sequence = &sequence_};
+}
+
+absl::Status ReferenceModel::Forward(worker::StepBatch& batch, worker::ForwardResult& result) {
+  kv_.Grow(0, batch.positions.back() + 1);
+  meter_.BeginStep(batch);
+  return loaded_.transformer->Forward({.batch = batch,
+                                       .kv = kv_.View(),
+                                       .activations = activations_,
+                                       .meter = meter_,
+                                       .collective = collective_,
+                                       .executor = executor_},
+                                      result);
+}
+
+absl::Status ReferenceModel::Read(const std::vector<int32_t>& document) {
+  sequence_.tokens = document;
+  document_size_ = sequence_.decode_begin = std::ssize(document);
+  for (int64_t begin = 0; begin < document_size_; begin += kChunk) {
+    const worker::RowWork row = Row(begin, std::min(begin + kChunk, document_size_));
+    worker::StepBatch batch = worker::MakeStepBatch(std::span(&row, 1), selectors_);
+    worker::ForwardResult result;
+    KVASIR_RETURN_IF_ERROR(Forward(batch, result));
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<int64_t> ReferenceModel::Answer(const std::vector<int32_t>& tokens,
+                                               int64_t num_answer, const Observer& observer) {
+  if (std::ssize(tokens) > kAnswerTokens) {
+    return absl::InvalidArgumentError(absl::StrCat("a question with its answer has ", tokens.size(),
+                                                   " tokens; at most ", kAnswerTokens,
+                                                   " are foreseen"));
+  }
+  sequence_.tokens.resize(static_cast<size_t>(document_size_));
+  sequence_.tokens.insert(sequence_.tokens.end(), tokens.begin(), tokens.end());
+  const worker::RowWork row = Row(document_size_, std::ssize(sequence_.tokens) - 1);
+  worker::StepBatch batch = worker::MakeStepBatch(std::span(&row, 1), selectors_);
+  for (int64_t i = batch.num_tokens() - num_answer; i < batch.num_tokens(); ++i) {
+    batch.sampled_tokens.push_back(i);
+    batch.sampled_rows.push_back(0);
+  }
+  observing_->observer = &observer;
+  observing_->num_shown = num_answer;
+  worker::ForwardResult result;
+  KVASIR_RETURN_IF_ERROR(Forward(batch, result));
+  int64_t right = 0;
+  for (int64_t i = 0; i < num_answer; ++i) {
+    const int64_t vocab = result.logits.dim(1);
+    const float* row_logits = result.logits.As<float>() + i * vocab;
+    const int64_t best = std::max_element(row_logits, row_logits + vocab) - row_logits;
+    right += best == tokens[tokens.size() - static_cast<size_t>(num_answer - i)];
+  }
+  return right;
+}
+
+}  // namespace kvasir::quality
