@@ -49,9 +49,10 @@ inline __m512 Exp(__m512 x) {
   return _mm512_scalef_ps(p, n);
 }
 
-// Fetches what lies at the same place of the page to come.
+// Fetches what lies at the same place of the page to come. Into the second-level cache: a page of K
+// and V fills the first, whose few miss buffers would also bound what is on its way from memory.
 inline void PrefetchNext(const TilePage& page, const std::byte* here) {
-  if (page.next_page != nullptr) _mm_prefetch(page.next_page + (here - page.keys), _MM_HINT_T0);
+  if (page.next_page != nullptr) _mm_prefetch(page.next_page + (here - page.keys), _MM_HINT_T1);
 }
 
 // Calls use(unit, vector) for the units of the keys in ascending order: `vector` holds the unit of
@@ -66,7 +67,7 @@ inline void TransposeKeys(const TileShape& shape, const TilePage& page, int64_t 
 #pragma GCC unroll 16
     for (int64_t i = 0; i < kVectorLanes; ++i) {
       rows[i] = _mm512_loadu_si512(keys + i * row_bytes + offset);
-      PrefetchNext(page, keys + i * row_bytes + offset);
+      PrefetchNext(page, keys + offset * kVectorLanes + i * 64);  // ascending
     }
     Transpose16(rows);
 #pragma GCC unroll 16
