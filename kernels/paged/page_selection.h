@@ -49,8 +49,9 @@ struct PageSelection {
 
 // Bits [begin, end) of a page's 64, clamped to the page; begin and end are offsets from its start.
 constexpr uint64_t TokenMask(int64_t begin, int64_t end) {
-  begin = std::clamp<int64_t>(begin, 0, kPageTokens);
-  end = std::clamp<int64_t>(end, 0, kPageTokens);
+  // Copies: std::clamp takes references, and on the GPU there is no kPageTokens to refer to.
+  begin = std::clamp<int64_t>(begin, 0, int64_t{kPageTokens});
+  end = std::clamp<int64_t>(end, 0, int64_t{kPageTokens});
   if (begin >= end) return 0;
   const uint64_t below_end = end == kPageTokens ? ~uint64_t{0} : (uint64_t{1} << end) - 1;
   return below_end & (~uint64_t{0} << begin);
