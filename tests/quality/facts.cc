@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <numeric>
 #include <span>
 
@@ -95,6 +96,7 @@ nlohmann::json Facts::Kept::ToJson() const {
 void Facts::Add(const LayerAttention& layer, kernels::Executor& executor) {
   CountOccupancy(layer);
   CountBranches(layer);
+  KeepBestBlocks(layer);
   PruneByBits(layer, executor);
   Vote(layer);
 }
@@ -138,6 +140,27 @@ void Facts::CountBranches(const LayerAttention& layer) {
             logits[Representative(which, begin, cut)] > logits[Representative(which, cut, end)];
         right_branches_[which] += goes_left == (left > right);
       }
+    }
+  }
+}
+
+void Facts::KeepBestBlocks(const LayerAttention& layer) {
+  const int64_t group = layer.num_heads / layer.num_kv_heads;
+  for (int64_t i = 0; i < layer.num_steps * layer.num_kv_heads; ++i) {
+    const auto first = layer.queries.begin() + i * group;
+    const Middle middle = Middle::Of(numbers_, (*first)->num_tokens() - 1);
+    for (const int64_t block : {1, 8, 16, 64}) {
+      std::vector<double> masses(static_cast<size_t>((middle.end - middle.begin) / block));
+      for (int64_t token = 0; token < std::ssize(masses) * block; ++token) {
+        for (int64_t g = 0; g < group; ++g) {
+          masses[static_cast<size_t>(token / block)] += first[g]->weight(middle.begin + token);
+        }
+      }
+      std::sort(masses.begin(), masses.end(), std::greater<>());
+      const int64_t count = std::min(numbers_.budget_tokens / block, int64_t{std::ssize(masses)});
+      double mass = std::accumulate(masses.begin(), masses.begin() + count, 0.0);
+      for (int64_t g = 0; g < group; ++g) mass += first[g]->MassAround(middle);
+      by_block_[block].Add(mass / static_cast<double>(group), count * block);
     }
   }
 }
@@ -197,6 +220,7 @@ nlohmann::json Facts::ToJson() const {
   nlohmann::json json = {{"occupancy", occupancy_},
                          {"branches", {{"all", branches_}, {"right", right_branches_}}},
                          {"top_p", kTopP}};
+  for (const auto& [block, kept] : by_block_) json["blocks"][absl::StrCat(block)] = kept.ToJson();
   for (const auto& [bits, kept] : by_bits_) json["bits"][absl::StrCat(bits)] = kept.ToJson();
   for (const auto& [key, kept] : by_votes_) {
     json["votes"][key.first][key.second] = kept.ToJson();

@@ -1,7 +1,7 @@
 // What the methods rest on, counted on a model's own queries (docs/quality.md says what each is):
-// how few chunks of tokens hold the heaviest keys; which token of a chunk stands best for it; how
-// many bits a key needs for the top-p rule; how heads should vote. Used by the fidelity program.
-// Thread-compatible.
+// how few chunks of tokens hold the heaviest keys; what the best blocks of some size keep; which
+// token of a chunk stands best for it; how many bits a key needs for the top-p rule; how heads
+// should vote. Used by the fidelity program. Thread-compatible.
 #pragma once
 
 #include <array>
@@ -40,6 +40,7 @@ class Facts {
   void CountOccupancy(const LayerAttention& layer);
   void CountBranches(const LayerAttention& layer);
   void PruneByBits(const LayerAttention& layer, kernels::Executor& executor);
+  void KeepBestBlocks(const LayerAttention& layer);
   void Vote(const LayerAttention& layer);
   void VoteAmong(const LayerAttention& layer, int64_t step, int64_t first_head, int64_t num_heads,
                  const std::string& scope);
@@ -52,6 +53,9 @@ class Facts {
   // hold one of the heaviest.
   std::map<std::string, int64_t> right_branches_;
   int64_t branches_ = 0;
+  // Of the heaviest blocks of so many tokens, chosen for a KV group by the sum over its heads: no
+  // selection of such blocks keeps more on average.
+  std::map<int64_t, Kept> by_block_;
   std::map<int, Kept> by_bits_;                                   // of the keys
   std::map<std::pair<std::string, std::string>, Kept> by_votes_;  // by scope and way
 };

@@ -16,8 +16,10 @@ PROGRAM = BUILD / "tests" / "quality" / "quality_fidelity"
 TASK = "multi_key"
 
 
-def record_of(kind, model, length, seed, policy, spec):
-    return {"kind": kind, "model": model, "task": TASK, "length": length, "seed": seed, "policy": policy, "spec": spec}
+def record_of(kind, model, place, policy, spec):
+    length, seed, questions = place
+    return {"kind": kind, "model": model, "task": TASK, "length": length, "seed": seed, "questions": questions,
+            "policy": policy, "spec": spec}
 
 
 def compare(model, document, policies, facts, threads):
@@ -30,15 +32,16 @@ def compare(model, document, policies, facts, threads):
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def run_document(model, policies, length, seed, questions, results, threads=2):
-    """Adds what is missing of one document to the results."""
-    records = [record_of("fidelity", model, length, seed, policy.name, policy.spec) for policy in policies]
+def run_document(model, policies, place, results, threads=2):
+    """Adds to the results what is missing of the document in this place: its length, seed and number of questions."""
+    records = [record_of("fidelity", model, place, policy.name, policy.spec) for policy in policies]
     missing = [(policy, record) for policy, record in zip(policies, records) if record not in results]
     numbers = max((policy.numbers for policy in policies), key=lambda numbers: numbers.get("token_budget", 0))
-    facts = record_of("facts", model, length, seed, "", json.dumps(numbers))
+    facts = record_of("facts", model, place, "", json.dumps(numbers))
     ask_facts = "token_budget" in numbers and facts not in results
     if not missing and not ask_facts:
         return
+    length, seed, questions = place
     document = make_document(TASK, length, num_questions=questions, seed=seed)
     lines = compare(model, document, [policy for policy, _ in missing], numbers if ask_facts else None, threads)
     for (policy, record), line in zip(missing, lines):
@@ -53,5 +56,5 @@ def run(arguments, results):
     for length in arguments.lengths:
         for seed in range(arguments.seed, arguments.seed + arguments.documents):
             begin = time.monotonic()
-            run_document(arguments.model, policies, length, seed, arguments.questions, results)
+            run_document(arguments.model, policies, (length, seed, arguments.questions), results)
             print(f"{length} tokens, seed {seed}, {len(policies)} policies: {time.monotonic() - begin:.1f} s", flush=True)

@@ -123,6 +123,9 @@ def facts_tables(results):
             rows.append((f"heaviest keys: {which}", f"{100 * histogram[0] / chunks:.1f} %", f"{tokens / max(1, filled):.1f}",
                          f"{100 * sum(histogram[9:]) / chunks:.2f} %"))
         parts.append(table(("", "chunks of 64 that hold none", "held by the others, mean", "chunks that hold more than 8"), rows))
+        parts.append(table(("the heaviest blocks for a KV group, tokens each", "mass kept"),
+                           [(size, f"{kept['mass']:.4f}")
+                            for size, kept in sorted(record["blocks"].items(), key=lambda item: int(item[0]))]))
         every = record["branches"]["all"]
         parts.append(table(("token that stands for half a chunk of 256", "chooses the right half"),
                            [(which, f"{count / max(1, every):.4f}") for which, count in record["branches"]["right"].items()]))

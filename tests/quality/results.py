@@ -17,12 +17,12 @@ def wilson(successes: float, trials: int, z: float = 1.96) -> Tuple[float, float
     rate = successes / trials
     centre = (rate + z * z / (2 * trials)) / (1 + z * z / trials)
     half = z / (1 + z * z / trials) * math.sqrt(rate * (1 - rate) / trials + z * z / (4 * trials * trials))
-    return centre - half, centre + half
+    return max(0.0, centre - half), min(1.0, centre + half)
 
 
 def key_of(record: Dict) -> Tuple:
     """Of one policy's turn at one document; `kind` is answers, fidelity or facts."""
-    return tuple(record.get(name) for name in ("kind", "model", "task", "length", "seed", "policy", "spec"))
+    return tuple(record.get(name) for name in ("kind", "model", "task", "length", "seed", "questions", "policy", "spec"))
 
 
 class Results:

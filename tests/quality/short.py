@@ -94,7 +94,7 @@ def run():
     with tempfile.TemporaryDirectory(prefix="kvasir-quality-") as folder:
         results = Results(folder)
         answers.run(arguments, results)
-        fidelity.run_document(MODEL, select(COMPARED, SINK, WINDOW, [BUDGET]), LENGTH, SEED, 1, results)
+        fidelity.run_document(MODEL, select(COMPARED, SINK, WINDOW, [BUDGET]), (LENGTH, SEED, 1), results)
         check_answers(results, checks)
         check_fidelity(results, checks)
         check_facts(results, checks)
