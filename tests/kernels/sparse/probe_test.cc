@@ -1,6 +1,7 @@
 // Which token of a chunk stands best for it (InfiniteHiP, arXiv 2502.08910, and HiP, 2406.09827):
 // on keys that are alike nearby, at several scales as text is, chunks judged by their centre keep
 // more attention mass than chunks judged by their first token.
+#include <algorithm>
 #include <cmath>
 #include <gtest/gtest.h>
 #include <memory>
@@ -52,9 +53,24 @@ AttentionBatch MakeBatch(uint64_t seed) {
   return batch;
 }
 
+// Scaled, of one head's query and all keys.
+std::vector<double> Logits(AttentionBatch& batch, int64_t query, int64_t head) {
+  const double scale = 1 / std::sqrt(static_cast<double>(kHeadDim));
+  std::vector<double> logits;
+  for (int64_t t = 0; t < kTokens; ++t) {
+    const std::byte* key =
+        batch.kv().Token(FakePagedKv::Side::kKey, 0, t, AttentionBatch::kLayer, 0);
+    double dot = 0;
+    for (int64_t i = 0; i < kHeadDim; ++i) {
+      dot += static_cast<double>(batch.q(query, head)[i] * batch.kv().Get(key, i));
+    }
+    logits.push_back(scale * dot);
+  }
+  return logits;
+}
+
 // Of what the selection attends to, the share of each head's dense weight, on average.
 double MassKept(AttentionBatch& batch, const PageSelection& selection) {
-  const double scale = 1 / std::sqrt(static_cast<double>(kHeadDim));
   double mass = 0;
   for (int64_t r = 0; r < kQueries; ++r) {
     std::vector<uint8_t> kept(kTokens);
@@ -66,16 +82,10 @@ double MassKept(AttentionBatch& batch, const PageSelection& selection) {
     }
     for (int64_t g = 0; g < kGroup; ++g) {
       double all = 0, some = 0;
-      for (int64_t t = 0; t < kTokens; ++t) {
-        const std::byte* key =
-            batch.kv().Token(FakePagedKv::Side::kKey, 0, t, AttentionBatch::kLayer, 0);
-        double dot = 0;
-        for (int64_t i = 0; i < kHeadDim; ++i) {
-          dot += static_cast<double>(batch.q(r, g)[i] * batch.kv().Get(key, i));
-        }
-        const double weight = std::exp(scale * dot);
-        all += weight;
-        some += kept[static_cast<size_t>(t)] != 0 ? weight : 0;
+      const std::vector<double> logits = Logits(batch, r, g);
+      for (size_t t = 0; t < logits.size(); ++t) {
+        all += std::exp(logits[t]);
+        some += kept[t] != 0 ? std::exp(logits[t]) : 0;
       }
       mass += some / all / static_cast<double>(kGroup * kQueries);
     }
@@ -99,6 +109,29 @@ TEST(InfiniteHipProbe, TheCentreStandsBetterForAChunkThanItsFirstToken) {
   EXPECT_GT(centre, first + 0.02) << "first " << first;
   EXPECT_GT(first, 0.3) << "keys are not alike nearby";
   EXPECT_LT(centre, 0.9) << "too easy: nothing is shown";
+}
+
+// Share of the chunks of 256 tokens where the half whose token has the larger logit is the one that
+// holds the largest; the token `offset` of the 128 of each half.
+double RightHalves(const std::vector<std::vector<double>>& heads, int64_t offset) {
+  int64_t right = 0, chunks = 0;
+  for (const std::vector<double>& logits : heads) {
+    for (auto begin = logits.begin(); begin != logits.end(); begin += 256, ++chunks) {
+      const bool left_is_best = std::max_element(begin, begin + 256) < begin + 128;
+      right += (begin[offset] > begin[128 + offset]) == left_is_best;
+    }
+  }
+  return static_cast<double>(right) / static_cast<double>(chunks);
+}
+
+TEST(Representative, TheCentreChoosesTheBetterHalfMoreOftenThanTheFirstOrLastToken) {
+  AttentionBatch batch = MakeBatch(2);
+  std::vector<std::vector<double>> heads;
+  for (int64_t r = 0; r < kQueries; ++r) heads.push_back(Logits(batch, r, 0));
+  const double first = RightHalves(heads, 0), centre = RightHalves(heads, 64),
+               last = RightHalves(heads, 127);
+  EXPECT_GT(centre, first + 0.04) << "first " << first;
+  EXPECT_GT(centre, last + 0.04) << "last " << last;
 }
 
 }  // namespace
