@@ -93,11 +93,10 @@ nlohmann::json Facts::Kept::ToJson() const {
   return {{"mass", mass / n}, {"tokens", tokens / n}, {"queries", queries}};
 }
 
-void Facts::Add(const LayerAttention& layer, kernels::Executor& executor) {
+void Facts::Add(const LayerAttention& layer) {
   CountOccupancy(layer);
   CountBranches(layer);
   KeepBestBlocks(layer);
-  PruneByBits(layer, executor);
   Vote(layer);
 }
 
@@ -149,7 +148,7 @@ void Facts::KeepBestBlocks(const LayerAttention& layer) {
   for (int64_t i = 0; i < layer.num_steps * layer.num_kv_heads; ++i) {
     const auto first = layer.queries.begin() + i * group;
     const Middle middle = Middle::Of(numbers_, (*first)->num_tokens() - 1);
-    for (const int64_t block : {1, 8, 16, 64}) {
+    for (const int64_t block : {1, 2, 8, 16, 64}) {
       std::vector<double> masses(static_cast<size_t>((middle.end - middle.begin) / block));
       for (int64_t token = 0; token < std::ssize(masses) * block; ++token) {
         for (int64_t g = 0; g < group; ++g) {
@@ -165,7 +164,7 @@ void Facts::KeepBestBlocks(const LayerAttention& layer) {
   }
 }
 
-void Facts::PruneByBits(const LayerAttention& layer, kernels::Executor& executor) {
+void Facts::AddBits(const LayerAttention& layer, kernels::Executor& executor) {
   for (const int bits : {2, 4, 8, kExactBits}) {
     std::vector<std::pair<double, int64_t>> kept(layer.queries.size());
     executor.ParallelFor(std::ssize(kept), [&](int64_t i, int) {

@@ -22,7 +22,9 @@ class Facts {
   // About selections of `numbers`.
   explicit Facts(const kernels::SelectionNumbers& numbers) : numbers_(numbers) {}
 
-  void Add(const LayerAttention& layer, kernels::Executor& executor);
+  void Add(const LayerAttention& layer);
+  // What of it needs keys of few bits: dearer than all the rest, and one question shows it.
+  void AddBits(const LayerAttention& layer, kernels::Executor& executor);
   nlohmann::json ToJson() const;
 
  private:
@@ -39,7 +41,6 @@ class Facts {
 
   void CountOccupancy(const LayerAttention& layer);
   void CountBranches(const LayerAttention& layer);
-  void PruneByBits(const LayerAttention& layer, kernels::Executor& executor);
   void KeepBestBlocks(const LayerAttention& layer);
   void Vote(const LayerAttention& layer);
   void VoteAmong(const LayerAttention& layer, int64_t step, int64_t first_head, int64_t num_heads,

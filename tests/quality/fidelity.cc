@@ -102,8 +102,8 @@ absl::Status Run(const nlohmann::json& json) {
       for (Method& method : job.methods) {
         KVASIR_RETURN_IF_ERROR(method.Compare(params, truth, model->executor()));
       }
-      // One question shows what is to be seen; the facts cost more than a method.
-      if (job.facts && i == 0) job.facts->Add(truth, model->executor());
+      if (job.facts) job.facts->Add(truth);
+      if (job.facts && i == 0) job.facts->AddBits(truth, model->executor());
       return absl::OkStatus();
     };
     const Question& question = job.questions[i];

@@ -36,6 +36,13 @@ class Policy:
         return len(set(self.decode) - {"top_p"}) == 1 and not self.flags
 
     @property
+    def block_tokens(self) -> int:
+        """What its selector chooses: blocks of so many tokens."""
+        if "infinitehip" in self.decode:
+            return 16 if self.decode["infinitehip"].get("preset") == "5k" else 8
+        return 64 if "quest" in self.decode else 2 if "hip" in self.decode else 1
+
+    @property
     def budget(self) -> int:
         return self.numbers.get("token_budget", 0)
 

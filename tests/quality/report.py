@@ -89,22 +89,35 @@ def percentile(values, percent):
     return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
 
 
+def best_blocks(results):
+    """{(model, length, budget, tokens of a block): mass that the heaviest such blocks keep}."""
+    masses = defaultdict(list)
+    for record in results.records("facts"):
+        for size, kept in record["blocks"].items():
+            budget = json.loads(record["spec"])["token_budget"]
+            masses[(record["model"], record["length"], budget, int(size))].append(kept["mass"])
+    return {key: statistics.fmean(found) for key, found in masses.items()}
+
+
 def fidelity_table(results):
     cells = sum_fidelity(results)
+    best = best_blocks(results)
     rows = []
     for key in in_order(cells):
         policy, budget, model, length = key
         cell = cells[key]
         mass, oracle = statistics.fmean(cell["mass"]), statistics.fmean(cell["oracle"])
+        attainable = best.get((model, length, budget, POLICIES[policy].block_tokens))
+        of_blocks = f"{mass / attainable:.4f}" if attainable and not cell["minimal"] and POLICIES[policy].has_budget else ""
         pruned = "" if not cell["minimal"] else (
             f"{statistics.fmean(cell['selected']):.0f} ({sum(cell['selected']) / max(1, sum(cell['minimal'])):.2f})")
         rows.append((policy, budget or "", model, length, f"{mass:.4f}", f"{percentile(cell['mass'], 5):.4f}", f"{oracle:.4f}",
-                     f"{mass / oracle:.4f}", f"{statistics.fmean(cell['recall']):.3f}",
+                     f"{mass / oracle:.4f}", of_blocks, f"{statistics.fmean(cell['recall']):.3f}",
                      f"{statistics.median(cell['error']):.4f}", f"{percentile(cell['error'], 99):.3f}",
                      f"{100 * sum(cell['tokens']) / sum(cell['context']):.1f} %",
                      f"{100 - 100 * sum(cell['pages']) / sum(cell['pages_total']):.1f} %", pruned))
     rows.sort(key=lambda row: (row[2], row[3]))
-    return table(("policy", "budget", "model", "tokens", "mass kept", "5th percentile", "oracle", "ratio", "key recall",
+    return table(("policy", "budget", "model", "tokens", "mass kept", "5th percentile", "oracle", "ratio", "of the best blocks", "key recall",
                   "output error, median", "99th percentile", "tokens attended", "blocks skipped",
                   "left by top_p (of the least)"), rows)
 
