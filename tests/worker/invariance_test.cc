@@ -11,6 +11,7 @@
 #include <iostream>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -18,6 +19,7 @@
 #include "gtest/gtest.h"
 
 #include "tests/support/iterations.h"
+#include "tests/support/scratch_directory.h"
 #include "tests/worker/model/golden.h"
 #include "tests/worker/rank_group.h"
 #include "tests/worker/test_coordinator.h"
@@ -45,6 +47,9 @@ struct Way {
   int64_t chunk = 128;     // tokens of the prompt in one step
   double device_part = 1;  // of the KV, that the device tier holds
   bool cached = false;     // another request left the document's blocks
+  bool disk = false;       // which were written to disk, let go of and read again
+  bool restart = false;    // by another process
+  bool preempted = false;  // half of the answer later, and resumed
   int others = 0;          // requests that run at the same time, with policies of their own
   int num_threads = 1;
   int ranks = 1;
@@ -57,6 +62,9 @@ constexpr Way kWays[] = {
     {.name = "DeviceHolds25Percent", .device_part = 0.25},
     {.name = "DeviceHolds10Percent", .device_part = 0.1},
     {.name = "PrefixCached", .cached = true},
+    {.name = "DiskRoundTrip", .cached = true, .disk = true},
+    {.name = "Restart", .cached = true, .disk = true, .restart = true},
+    {.name = "Preempted", .device_part = 0.25, .preempted = true},
     {.name = "Among16", .others = 15},
     {.name = "TwoThreads", .num_threads = 2},
     {.name = "AllAtOnce",
@@ -136,7 +144,113 @@ RankGroupOptions GroupOptions(const Way& way, DType dtype, int64_t blocks) {
   options.engine.kv_device_bytes =
       static_cast<int64_t>(way.device_part * static_cast<double>(bytes));
   options.engine.kv_host_bytes = 2 * bytes;
+  options.engine.weights_hash = std::string(32, 'w');
+  options.engine.kv_form = "rotated";
   return options;
+}
+
+// One request on its way through one group of ranks, and where the way says so, through another.
+class Journey {
+ public:
+  Journey(const Way& way, DType dtype, int64_t blocks)
+      : way_(way), options_(GroupOptions(way, dtype, blocks)) {
+    if (way.disk) options_.disk_path = scratch_.path();
+    Start();
+  }
+
+  // Serves the request and lets its full blocks stay; adds to what was served.
+  const TestResult& Run(const TestRequest& request, const std::vector<TestRequest>& others,
+                        Served& served) {
+    const size_t r = coordinator_->Add(request);  // in slot 0
+    for (const TestRequest& other : others) coordinator_->Add(other);
+    group_->Run(*coordinator_);
+    const TestResult& result = coordinator_->result(r);
+    EXPECT_TRUE(result.status.ok()) << result.status;
+    served.tokens.insert(served.tokens.end(), result.tokens.begin(), result.tokens.end());
+    TestCoordinator::AddAccounting(result.accounting, served.accounting);
+    served.stats = group_->worker(0).engine().store().stats();
+    for (const auto& [place, logits] : group_->worker(0).logits()) {
+      const auto [slot, position] = place;
+      if (slot == 0 && position >= std::ssize(request.prompt) - 1) served.logits[position] = logits;
+    }
+    return result;
+  }
+
+  // The blocks of the document that both questions share, once the first was asked.
+  std::vector<uint64_t> ReadDocument(const TestRequest& first) {
+    Served unused;
+    std::vector<uint64_t> blocks = Run(first, {}, unused).blocks;
+    blocks.resize((kPromptTokens - 100) / kernels::kPageTokens);
+    return way_.disk ? OverDisk(first, blocks) : blocks;
+  }
+
+ private:
+  void Start() {
+    group_.reset();
+    group_ = std::make_unique<RankGroup>(options_);
+    coordinator_.emplace(
+        TestCoordinator::Options{.chunk = way_.chunk, .max_tokens = 4096, .keep_blocks = true});
+  }
+
+  v1::TierReport StepAndWait(const v1::StepPlan& plan) {
+    for (const auto& reply : group_->Step(plan)) EXPECT_TRUE(reply.ok()) << reply.status();
+    Engine& engine = group_->worker(0).engine();
+    engine.FlushTier();
+    while (engine.TierIsBusy()) engine.PollTier();
+    return engine.TakeTierReport();
+  }
+
+  // Writes the blocks, forgets them, and reads them again under other names.
+  std::vector<uint64_t> OverDisk(const TestRequest& first, const std::vector<uint64_t>& blocks) {
+    v1::StepPlan persist = coordinator_->NextPlan();
+    auto token = first.prompt.begin();
+    for (const uint64_t block : blocks) {
+      v1::BlockPersist& to = *persist.add_persists();
+      to.set_block_id(block);
+      to.mutable_tokens()->Add(token, token + kernels::kPageTokens);
+      token += kernels::kPageTokens;
+    }
+    EXPECT_EQ(StepAndWait(persist).stored_size(), std::ssize(blocks));
+    v1::StepPlan drop = coordinator_->NextPlan();
+    drop.mutable_drop_blocks()->Add(blocks.begin(), blocks.end());
+    StepAndWait(drop);
+    if (way_.restart) Start();
+
+    constexpr uint64_t kFirstName = 100'000;
+    v1::StepPlan restore = coordinator_->NextPlan();
+    std::vector<uint64_t> restored;
+    for (const uint64_t block : blocks) {
+      v1::BlockRestore& from = *restore.add_restores();
+      restored.push_back(kFirstName + block);
+      from.set_block_id(restored.back());
+      from.set_prefix_hash(TestCoordinator::HashOfBlock(block));
+    }
+    const v1::TierReport report = StepAndWait(restore);
+    EXPECT_EQ(report.restored_size(), std::ssize(blocks));
+    for (const v1::RestoredBlock& block : report.restored()) {
+      EXPECT_EQ(block.error_code(), 0) << block.error_message();
+    }
+    return restored;
+  }
+
+  const Way way_;
+  const kvasir::testing::ScratchDirectory scratch_;
+  RankGroupOptions options_;
+  std::unique_ptr<RankGroup> group_;
+  std::optional<TestCoordinator> coordinator_;
+};
+
+// The first half of the answer, then the rest by a request that finds the first half's blocks.
+void ServeInHalves(const TestRequest& request, Journey& journey, Served& served) {
+  TestRequest half = request;
+  half.max_tokens = request.max_tokens / 2;
+  const TestResult& begun = journey.Run(half, {}, served);
+  TestRequest rest = request;
+  rest.max_tokens -= half.max_tokens;
+  rest.generated = begun.tokens;
+  rest.cached_blocks = begun.blocks;
+  served.accounting = {};
+  journey.Run(rest, {}, served);
 }
 
 Served Serve(TestRequest request, const Way& way, DType dtype) {
@@ -145,26 +259,13 @@ Served Serve(TestRequest request, const Way& way, DType dtype) {
   int64_t blocks = BlocksOf(request) + (way.cached ? BlocksOf(first) : 0);
   for (const TestRequest& other : others) blocks += BlocksOf(other);
 
-  RankGroup group(GroupOptions(way, dtype, blocks));
-  TestCoordinator coordinator({.chunk = way.chunk, .keep_blocks = true});
-  if (way.cached) {
-    const size_t r = coordinator.Add(first);
-    group.Run(coordinator);
-    request.cached_blocks = coordinator.result(r).blocks;
-    request.cached_blocks.resize((kPromptTokens - 100) / kernels::kPageTokens);
-  }
-  const size_t r = coordinator.Add(request);  // in slot 0
-  for (const TestRequest& other : others) coordinator.Add(other);
-  group.Run(coordinator);
-  EXPECT_TRUE(coordinator.result(r).status.ok()) << coordinator.result(r).status;
-
-  Served served = {.logits = {},
-                   .tokens = coordinator.result(r).tokens,
-                   .accounting = coordinator.result(r).accounting,
-                   .stats = group.worker(0).engine().store().stats()};
-  for (const auto& [place, logits] : group.worker(0).logits()) {
-    const auto [slot, position] = place;
-    if (slot == 0 && position >= std::ssize(request.prompt) - 1) served.logits[position] = logits;
+  Journey journey(way, dtype, blocks);
+  if (way.cached) request.cached_blocks = journey.ReadDocument(first);
+  Served served;
+  if (way.preempted) {
+    ServeInHalves(request, journey, served);
+  } else {
+    journey.Run(request, others, served);
   }
   return served;
 }
@@ -174,16 +275,21 @@ void CheckPremises(const Way& way, uint32_t policy, const Served& served) {
   const v1::RowAccounting& a = served.accounting;
   EXPECT_EQ(a.skipped_selected_out() + a.skipped_window() > 0, policy != kAll);
   EXPECT_EQ(a.skipped_pruned() > 0, policy == kPruned);
-  EXPECT_EQ(a.cached_device_tokens() + a.cached_host_tokens() > 0, way.cached);
+  EXPECT_EQ(a.cached_device_tokens() + a.cached_host_tokens() > 0,
+            (way.cached && !way.disk) || way.preempted);
+  EXPECT_EQ(a.cached_disk_tokens() > 0, way.disk);
+  EXPECT_EQ(served.stats.tier.read_blocks > 0, way.disk);
   EXPECT_EQ(served.stats.evictions > 0, way.device_part < 1);
   // Sink and window, all that streaming reads, stay in the device tier.
   if (policy == kStreaming) return;
-  EXPECT_EQ(served.stats.device_misses > 0, way.device_part < 1);
-  EXPECT_EQ(a.page_misses() > 0, way.device_part < 1);
+  // What comes from disk lies in the host tier until it is read there.
+  const bool misses = way.device_part < 1 || way.disk;
+  EXPECT_EQ(served.stats.device_misses > 0, misses);
+  EXPECT_EQ(a.page_misses() > 0, misses);
   // Dense attention needs every page in every step, so none gives way to another.
   // infinitehip reads blocks of 16 tokens, and other ones in each step: hardly ever a page's worth.
   if (policy == kAll || policy == kInfiniteHip) return;
-  EXPECT_EQ(served.stats.promotions > 0, way.device_part < 1);
+  EXPECT_EQ(served.stats.promotions > 0, misses);
 }
 
 // Bit by bit: -0 is not 0, and NaN equals itself.

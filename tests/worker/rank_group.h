@@ -13,6 +13,7 @@
 #include "tests/worker/parallel/relay.h"
 #include "tests/worker/test_coordinator.h"
 #include "tests/worker/test_worker.h"
+#include "worker/disk.h"
 #include "worker/parallel/gloo_collective.h"
 
 namespace kvasir::worker {
@@ -21,7 +22,8 @@ struct RankGroupOptions {
   TestWorkerOptions model;  // but for the rank
   int size = 1;
   EngineOptions engine = TestWorker::DefaultOptions();
-  int num_threads = 1;  // of each rank
+  int num_threads = 1;    // of each rank
+  std::string disk_path = "";  // empty: no disk tier
   absl::Duration timeout = absl::Seconds(20);
 };
 
@@ -38,7 +40,7 @@ class RankGroup {
       r.model = TestWorker::LoadTransformer(model);
       r.collective = Connect(options, rank, relay);
       r.worker = std::make_unique<TestWorker>(*r.model, *r.collective, options.engine,
-                                              options.num_threads);
+                                              options.num_threads, Disk(options, rank, *r.model));
     });
   }
 
@@ -93,6 +95,18 @@ class RankGroup {
     if (options.size == 1) return std::make_unique<SingleCollective>();
     return GlooCollective::Connect({.rank = rank, .size = options.size, .timeout = options.timeout},
                                    relay.rank(rank))
+        .value();
+  }
+
+  static std::unique_ptr<kvstore::Tier> Disk(const RankGroupOptions& options, int rank,
+                                             const Transformer& model) {
+    v1::KvConfig config;
+    config.set_kv_disk_path(options.disk_path);
+    config.set_kv_disk_size_gb(1);
+    return OpenDisk({.config = config,
+                     .shard = KvShardOf(options.engine, model),
+                     .rank = rank,
+                     .num_ranks = options.size})
         .value();
   }
 
