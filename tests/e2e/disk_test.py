@@ -5,6 +5,7 @@ disk was read, or refused, as the test means it.
 """
 
 import ctypes
+import os
 import pathlib
 import random
 import shutil
@@ -16,7 +17,7 @@ import time
 import unittest
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-from support.service import KVASIR, Service  # noqa: E402
+from support.service import KVASIR, ROOT, Service  # noqa: E402
 from support.tiny_model import make_tiny_model  # noqa: E402
 
 PAGE_BYTES = 64 * 2 * 16 * 4
@@ -301,6 +302,27 @@ class Failure(DiskTest):
             self.assertEqual(self.ask(service), self.expected)
             for prompt in make_prompts(3, seed=6):
                 self.assertEqual(len(service.generate(prompt, **OPTIONS).token_ids), 6)
+
+    def serve_failing(self, every):
+        """A service over a copy of the store, of whose reads every n-th is an I/O error."""
+        library = self.folder / "failing_pread.so"
+        subprocess.run(["cc", "-shared", "-fPIC", "-o", library, ROOT / "tests" / "support" / "failing_pread.c"], check=True)
+
+        def fail_reads():
+            refuse_io_uring()  # reads go through pread, which can be replaced
+            os.environ.update(LD_PRELOAD=str(library), FAILING_PREAD_EVERY=str(every))
+        return self.serve(self.copy_of_store(), preexec=fail_reads)
+
+    def test_a_read_error_that_passes_is_read_again(self):
+        with self.serve_failing(every=3) as service:
+            self.assertEqual(self.ask(service), self.expected)
+            self.assertGreater(counter(service, "kvasir_kv_restored_pages_total", result="ok"), 0)
+
+    def test_blocks_that_cannot_be_read_are_computed_anew(self):
+        with self.serve_failing(every=1) as service:
+            self.assertEqual(self.ask(service), self.expected)
+            self.assertEqual(counter(service, "kvasir_kv_restored_pages_total", result="ok"), 0)
+            self.assertGreater(counter(service, "kvasir_kv_restored_pages_total", result="failed"), 0)
 
     def test_without_io_uring_threads_do_the_work(self):
         with self.serve(self.copy_of_store(), preexec=refuse_io_uring) as service:

@@ -1,0 +1,40 @@
+// A disk that fails: preloaded into a process, it makes every n-th read of a segment of the disk
+// tier EIO, n from the environment variable FAILING_PREAD_EVERY (1: every read).
+//
+//   cc -shared -fPIC -o failing_pread.so failing_pread.c
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+static int IsSegment(int file) {
+  char link[64], path[4096];
+  snprintf(link, sizeof link, "/proc/self/fd/%d", file);
+  const ssize_t size = readlink(link, path, sizeof path - 1);
+  if (size < 0) return 0;
+  path[size] = 0;
+  return strstr(path, ".segment") != NULL;
+}
+
+static int Fails(int file) {
+  static atomic_long reads;
+  const char *every = getenv("FAILING_PREAD_EVERY");
+  if (every == NULL || !IsSegment(file)) return 0;
+  return atomic_fetch_add(&reads, 1) % atol(every) == 0;
+}
+
+ssize_t pread64(int file, void *to, size_t bytes, off64_t offset) {
+  static ssize_t (*real)(int, void *, size_t, off64_t);
+  if (real == NULL) *(void **)&real = dlsym(RTLD_NEXT, "pread64");
+  if (!Fails(file)) return real(file, to, bytes, offset);
+  errno = EIO;
+  return -1;
+}
+
+ssize_t pread(int file, void *to, size_t bytes, off_t offset) {
+  return pread64(file, to, bytes, offset);
+}
