@@ -30,7 +30,7 @@ struct SelectParams {
                  // the KV heads in `kv`, also those that other ranks attend with
   PagedKv kv;
   int64_t layer = 0;
-  float scale = 0;  // of logits, for pruners: 1 / sqrt(head_dim) for the models served
+  float scale = 0;  // of logits, for softmaxes: 1 / sqrt(head_dim) for the models served
   std::span<const QueryBlock> blocks;
   std::span<const SelectionNumbers> numbers;  // one per block
   std::span<uint8_t> faults;   // [num_slots]; set to 1 where a key to be read is absent

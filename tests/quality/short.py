@@ -18,7 +18,7 @@ MODEL = "needle-8k"
 LENGTH, SINK, WINDOW, BUDGET = 4000, 64, 512, 512
 SEED = 1
 # Policies that keep the answers, with the least share of blocks that they skip (single tokens lie in many blocks).
-FINDS = {"quest": 0.6, "tokenselect": 0.02, "infinitehip": 0.3, "quest+top_p": 0.6}
+FINDS = {"quest": 0.6, "tokenselect": 0.001, "infinitehip": 0.3, "quest+top_p": 0.6}
 FORGETS = "streaming"
 COMPARED = ("all", "quest", "tokenselect", "infinitehip", "infinitehip+top_p")
 

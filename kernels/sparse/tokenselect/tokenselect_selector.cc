@@ -77,7 +77,7 @@ void SelectTokens(const SelectRow& row, const ThreadMemory& memory) {
   for (int64_t j = 0; j < candidates; ++j) {
     for (int64_t g = 0; g < row.group; ++g) {
       const float* query = memory.means + g * row.p.kv.layout.head_dim;
-      memory.logits[g * candidates + j] = logit(query, begin + j);
+      memory.logits[g * candidates + j] = row.p.scale * logit(query, begin + j);
     }
   }
   std::fill_n(memory.votes, candidates, 0.0f);

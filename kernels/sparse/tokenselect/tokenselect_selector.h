@@ -2,17 +2,18 @@
 // query head of the KV group votes with its own softmax over the candidates:
 //
 //   qbar[h]  = mean over the block's queries of q[h]                 (decode: the query itself)
-//   s[h][j]  = qbar[h] . k[j]            for j in [sink_end, window_begin), exact, not scaled
+//   s[h][j]  = scale * qbar[h] . k[j]    for j in [sink_end, window_begin), exact
 //   vote[j]  = sum over the group's heads of softmax_j(s[h])         (soft vote)
 //   chosen   = the budget_tokens tokens of the largest votes, later tokens first among equals
 //
 // The softmax is what makes heads comparable: without it one head with large logits decides for
-// all. It has no 1 / sqrt(head_dim), as in the paper, so votes are peaked. Weights below e^-87 are
-// 0. A NaN logit counts as -inf; a head whose logits are all -inf gives no votes. Entries hold
+// all. Scaled as attention scales them, votes in decoding are the attention mass that a token would
+// get among the candidates. Weights below e^-87 are 0. A NaN logit counts as -inf; a head whose logits are all -inf gives no votes. Entries hold
 // tokens; `score` is the largest vote of the entry's tokens.
 // Differs from the paper: heads of one KV group share a list, not all heads of the layer; heads map
 // to KV heads by h / G (the paper's h mod Hkv does not fit grouped models); a prompt's queries are
-// averaged over blocks of at most 64, not 512, and keys and queries keep their rotation.
+// averaged over blocks of at most 64, not 512; keys and queries keep their rotation; the paper's
+// logits are not scaled, which makes votes peaked and keeps less mass (docs/quality.md).
 // Cost: reads every candidate's key once, and 4 * (G + 1) bytes of scratch per candidate and
 // thread. Linear in the context. Thread-compatible.
 #pragma once

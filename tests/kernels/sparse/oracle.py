@@ -96,7 +96,7 @@ def tokenselect(case, head, begin, end):
     mean = case.queries(head).mean(axis=0)
     votes = np.zeros(end - begin)
     for query in mean:
-        s = logits(keys, query)
+        s = logits(keys, query) / math.sqrt(len(query))
         if s.max() == -math.inf:
             continue
         with np.errstate(invalid="ignore"):
