@@ -130,6 +130,9 @@ absl::StatusOr<ParsedRequest> ParseRequest(const v1::GenerateRequest& request,
   ParsedRequest parsed;
   KVASIR_ASSIGN_OR_RETURN(parsed.policy, model.policies.Resolve(request.policy()));
   KVASIR_ASSIGN_OR_RETURN(parsed.prompt, ParsePrompt(request, model, max_tokens));
+  KVASIR_RETURN_IF_ERROR(CheckTrainedWindow(parsed.policy,
+                                            static_cast<int64_t>(parsed.prompt.size()) + max_tokens,
+                                            model.trained_window));
   parsed.request_id = request.request_id();
   parsed.tenant = request.tenant_id();
   parsed.max_tokens = max_tokens;

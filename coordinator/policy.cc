@@ -51,6 +51,34 @@ absl::Status CheckPart(const std::string& where, const v1::AttentionPolicy& part
   return absl::OkStatus();
 }
 
+// What a budget selects at most.
+int64_t SelectedTokens(const v1::AttentionPolicy& policy) {
+  if (policy.has_streaming()) return 0;
+  const int64_t block = BlockTokens(policy);
+  return (int64_t{policy.token_budget()} + block - 1) / block * block;
+}
+
+// `rows`: queries that share a selection.
+absl::Status CheckPartFits(absl::string_view part, const v1::AttentionPolicy& policy, int64_t rows,
+                           int64_t tokens, int64_t trained_window) {
+  if (!IsSparse(policy) || policy.dense_layers() > 0) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "prompt and answer may have ", tokens, " tokens and the model was trained for ",
+        trained_window, ": ", part, " must be sparse in all layers, but ",
+        IsSparse(policy) ? absl::StrCat("the first ", policy.dense_layers(), " attend")
+                         : std::string("the policy attends"),
+        " to everything; choose another policy"));
+  }
+  const int64_t attended =
+      int64_t{policy.sink_tokens()} + SelectedTokens(policy) + policy.window_tokens() + rows - 1;
+  if (attended <= trained_window) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat(part, " attends to ", attended, " tokens (sink ", policy.sink_tokens(),
+                   ", selected ", SelectedTokens(policy), ", window ", policy.window_tokens(),
+                   " of each of ", rows, " queries), more than the ", trained_window,
+                   " the model was trained for; lower token_budget or window_tokens"));
+}
+
 absl::Status Override(const std::string& where, const v1::AttentionPolicy& overrides,
                       v1::AttentionPolicy& policy) {
   if (overrides.selector_case() != v1::AttentionPolicy::SELECTOR_NOT_SET) {
@@ -103,6 +131,14 @@ int64_t PrivateBegin(const ResolvedPolicy& policy, int64_t prompt_tokens) {
   // A prompt is read in query blocks of 64, an answer token by token: a selector, even the same
   // one, finds something else. Only `all` finds the same.
   return IsSparse(policy.prefill) ? prompt_tokens : std::numeric_limits<int64_t>::max();
+}
+
+absl::Status CheckTrainedWindow(const ResolvedPolicy& policy, int64_t tokens,
+                                int64_t trained_window) {
+  if (trained_window == 0 || tokens <= trained_window) return absl::OkStatus();
+  KVASIR_RETURN_IF_ERROR(CheckPartFits("the prefill part of the policy", policy.prefill,
+                                       kvstore::kBlockTokens, tokens, trained_window));
+  return CheckPartFits("the decode part of the policy", policy.decode, 1, tokens, trained_window);
 }
 
 v1::SparsityPolicy PolicyFromFlags(const v1::SparseConfig& config) {

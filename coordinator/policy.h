@@ -35,6 +35,11 @@ std::string CanonicalBytes(const v1::AttentionPolicy& policy);
 // find a block that reaches behind it, and no cached block may stand in for one.
 int64_t PrivateBegin(const ResolvedPolicy& policy, int64_t prompt_tokens);
 
+// Where positions are extended: INVALID_ARGUMENT unless every query of a sequence of `tokens`
+// attends to no more than the model was trained for. `trained_window` 0: they are not extended.
+absl::Status CheckTrainedWindow(const ResolvedPolicy& policy, int64_t tokens,
+                                int64_t trained_window);
+
 // The policy that the flags of `kvasir serve` describe, named "default".
 v1::SparsityPolicy PolicyFromFlags(const v1::SparseConfig& config);
 

@@ -72,6 +72,7 @@ v1::GetModelInfoResponse ModelInfo(const v1::ServeConfig& config, const ModelFol
   for (const int32_t id : folder.eos_token_ids) info.add_eos_token_ids(static_cast<uint32_t>(id));
   for (const v1::SparsityPolicy& policy : policies.declared()) *info.add_policies() = policy;
   info.set_kv_form(group.kv_form);
+  info.set_trained_window(static_cast<uint32_t>(group.trained_window));
   info.set_weights_hash(absl::BytesToHexString(group.weights_hash));
   return info;
 }

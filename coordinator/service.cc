@@ -77,7 +77,8 @@ absl::StatusOr<std::unique_ptr<Request>> GenerationService::Accept(
                                         .policies = context_.policies,
                                         .eos_token_ids = context_.folder.eos_token_ids,
                                         .vocab_size = group.vocab_size,
-                                        .max_model_len = group.max_model_len},
+                                        .max_model_len = group.max_model_len,
+                                        .trained_window = group.trained_window},
                                        Random64()));
   if (parsed.request_id.empty()) {
     parsed.request_id = absl::StrCat("req-", absl::Hex(Random64(), absl::kZeroPad16));

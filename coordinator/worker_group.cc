@@ -257,6 +257,7 @@ absl::StatusOr<GroupInfo> WorkerGroupImpl::Agree(
       .attention_parity_tokens = static_cast<int64_t>(ready[0]->attention_parity_tokens()),
       .vocab_size = ready[0]->vocab_size(),
       .max_model_len = ready[0]->max_model_len(),
+      .trained_window = ready[0]->trained_window(),
       .addresses = options_.addresses,
       .ranks = {}};
   for (size_t i = 0; i < ready.size(); ++i) {

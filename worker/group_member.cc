@@ -69,8 +69,8 @@ std::string ModelKey(const v1::ShardPlan& plan) {
   const v1::ModelConfig& model = plan.model();
   return absl::StrCat(model.model(), "\n", model.dtype(), "\n", model.max_model_len(),
                       model.allow_long_max_model_len() ? " allowed" : "", "\n",
-                      plan.kv().kv_cache_dtype(), "\n", plan.tensor_parallel_rank(), "/",
-                      plan.tensor_parallel_size());
+                      model.position_extension(), "\n", plan.kv().kv_cache_dtype(), "\n",
+                      plan.tensor_parallel_rank(), "/", plan.tensor_parallel_size());
 }
 
 int64_t GbToBytes(double gb) { return static_cast<int64_t>(gb * 1e9); }
@@ -173,6 +173,9 @@ v1::WorkerMessage GroupMember::MakeReady(const Engine& engine) const {
   ready.set_block_bytes(static_cast<uint64_t>(engine.block_bytes()));
   ready.set_vocab_size(static_cast<uint32_t>(model.config.vocab_size));
   ready.set_max_model_len(static_cast<uint32_t>(model.max_model_len));
+  if (model.extension != PositionExtension::kNone) {
+    ready.set_trained_window(static_cast<uint32_t>(model.config.max_position_embeddings));
+  }
   ready.set_device_name(options_.device_name);
   ready.set_metrics_address(options_.metrics_address);
   ready.set_attention_parity_tokens(static_cast<uint64_t>(model.config.attention_parity_tokens()));

@@ -5,6 +5,7 @@
 #include "kernels/attention/attend_cpu.h"
 #include "kernels/base/shape_check.h"
 #include "kernels/base/status_macros.h"
+#include "kernels/paged/compact_positions.h"
 #include "kernels/paged/query_block_check.h"
 
 namespace kvasir::kernels {
@@ -29,7 +30,9 @@ absl::Status CheckAttendParams(const AttendParams& p) {
       .Require(p.selection.headers != nullptr || rows == 0, "selection has no headers")
       .Require(static_cast<int64_t>(p.faults.size()) == p.kv.num_slots,
                "faults must be [num_slots]")
-      .Require(p.scratch != nullptr, "scratch is missing; pass the calling thread's Scratch");
+      .Require(p.scratch != nullptr, "scratch is missing; pass the calling thread's Scratch")
+      .Require(p.rope == nullptr || p.rope->head_dim() == layout.head_dim,
+               "rope must be of the KV's head_dim");
   if (!p.lse.empty()) check.Match("lse", p.lse, {"tokens", "heads"}, DType::kFloat32);
   KVASIR_RETURN_IF_ERROR(check.status());
   check.Require(layout.num_kv_heads > 0 && check.dim("heads") % layout.num_kv_heads == 0,
@@ -40,6 +43,9 @@ absl::Status CheckAttendParams(const AttendParams& p) {
 
 absl::Status Attend(const AttendParams& p, Executor& executor) {
   KVASIR_RETURN_IF_ERROR(CheckAttendParams(p));
+  if (p.rope != nullptr) {
+    ReservePositions(p.selection, p.blocks, p.kv.layout.num_kv_heads, *p.rope, executor);
+  }
   const std::optional<AttendIsa> isa = BestAttendIsa(p.kv.layout.head_dim);
   if (isa.has_value()) return AttendFast(p, *isa, executor);
   AttendReference(p, executor);

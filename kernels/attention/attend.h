@@ -3,6 +3,9 @@
 //   out[t, h] = sum_j softmax_j(scale * q[t, h] . K[j, h / G]) V[j, h / G],
 //   j over the tokens that the selection row (query block of t, h / G) names, j <= position of t.
 //
+// With AttendParams::rope, q and K are un-rotated: each is rotated to its compact position
+// (compact_positions.h) in float32 and rounded to the dtype of q, or of the KV, before the product.
+//
 // Guarantees:
 // - float32 accumulation. With bfloat16 q and KV the products are those of bfloat16 pairs and the
 //   weights exp(l - max) are rounded to bfloat16 before they meet V (their sum, and lse, are not).
@@ -19,7 +22,8 @@
 // Cost: reads 2 * head_dim * sizeof(dtype) bytes per attended token and KV head, once for all G
 // query heads of the group. Any head_dim and group; head dims that are multiples of 64 are fast on
 // machines with AVX-512. Scratch: per thread 12 * head_dim bytes per query row of the largest block
-// and 512 * head_dim for tiles; 4 * head_dim per segment and query head of long decode rows.
+// and 772 * head_dim for tiles; 4 * head_dim per segment and query head of long decode rows. With
+// rope, each page's keys are rotated once for all queries of a block and heads of a group.
 // Source: online softmax (arXiv 1805.02867), R1 to R5 of docs/sparse_methods.md.
 #pragma once
 
@@ -30,6 +34,7 @@
 #include "kernels/base/executor.h"
 #include "kernels/base/scratch.h"
 #include "kernels/base/tensor.h"
+#include "kernels/dense/rope.h"
 #include "kernels/paged/page_selection.h"
 #include "kernels/paged/paged_kv.h"
 
@@ -39,7 +44,7 @@ namespace kvasir::kernels {
 inline constexpr int64_t kSegmentPages = 32;
 
 struct AttendParams {
-  TensorView q;    // [tokens, num_heads, head_dim], float32 or bfloat16, rotated
+  TensorView q;    // [tokens, num_heads, head_dim], float32 or bfloat16
   TensorView out;  // [tokens, num_heads, head_dim], dtype of q
   TensorView lse;  // [tokens, num_heads], float32, natural log; may be empty: not wanted
   PagedKv kv;
@@ -49,6 +54,8 @@ struct AttendParams {
   PageSelection selection;     // rows = blocks x num_kv_heads; row = block * num_kv_heads + head
   std::span<uint8_t> faults;   // [num_slots]; set to 1 where an absent page was selected
   Scratch* scratch = nullptr;  // working memory, required
+  // Null: q and the cached keys are rotated. Else neither is. It learns the positions it needs.
+  RopePositions* rope = nullptr;
 };
 
 absl::Status Attend(const AttendParams& params, Executor& executor);

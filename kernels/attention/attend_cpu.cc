@@ -10,6 +10,7 @@
 
 #include "kernels/attention/attention_state.h"
 #include "kernels/base/dtype.h"
+#include "kernels/paged/compact_positions.h"
 
 namespace kvasir::kernels {
 namespace {
@@ -39,11 +40,11 @@ float Dot(const std::vector<float>& q, const Kv* key) {
 
 // Adds the tokens of `mask` of one page. Tokens outside the mask are not read.
 template <typename Kv>
-void AddPage(const KvLayout& layout, const std::byte* page, uint64_t mask, float scale,
-             Query& query) {
-  const Kv* keys = reinterpret_cast<const Kv*>(page);
-  const Kv* values = reinterpret_cast<const Kv*>(page + layout.v_offset());
-  const int64_t d = layout.head_dim;
+void AddPage(int64_t head_dim, const std::byte* key_bytes, const std::byte* value_bytes,
+             uint64_t mask, float scale, Query& query) {
+  const Kv* keys = reinterpret_cast<const Kv*>(key_bytes);
+  const Kv* values = reinterpret_cast<const Kv*>(value_bytes);
+  const int64_t d = head_dim;
   float logits[kPageTokens];
   float max = query.state.max;
   for (uint64_t rest = mask; rest != 0; rest &= rest - 1) {
@@ -103,7 +104,9 @@ class Row {
   struct Page {
     int64_t page;
     uint64_t mask;
-    const std::byte* memory;
+    const std::byte* keys;
+    const std::byte* values;
+    std::vector<std::byte> rotated_keys;  // empty: keys are those of the cache
   };
 
   void ReadPages() {
@@ -117,16 +120,36 @@ class Row {
             .store(1, std::memory_order_relaxed);
         continue;
       }
-      pages_.push_back({.page = walk.page(), .mask = walk.mask(), .memory = ref.page()});
+      pages_.push_back({.page = walk.page(),
+                        .mask = walk.mask(),
+                        .keys = ref.page(),
+                        .values = ref.page() + p_.kv.layout.v_offset(),
+                        .rotated_keys = {}});
+      if (p_.rope != nullptr) RotateKeysOf(pages_.back(), walk.entry());
     }
+  }
+
+  void RotateKeysOf(Page& page, const SelectionEntry* entry) {
+    const KvLayout& layout = p_.kv.layout;
+    page.rotated_keys.resize(static_cast<size_t>(layout.v_offset()));
+    RotateKeys(*p_.rope, layout, header_,
+               {.keys = page.keys, .page = page.page, .mask = page.mask, .entry = entry},
+               page.rotated_keys.data());
+    page.keys = page.rotated_keys.data();
+  }
+
+  void LoadQuery(const Activation* q, int64_t position) {
+    std::vector<Activation> query(q, q + p_.kv.layout.head_dim);
+    if (p_.rope != nullptr) {
+      p_.rope->Rotate(query.data(), p_.q.dtype(), 1, QueryPosition(header_, position));
+    }
+    std::transform(query.begin(), query.end(), segment_.q.begin(),
+                   [](Activation x) { return static_cast<float>(x); });
   }
 
   void RunQuery(int64_t position, int64_t q_row) {
     const int64_t d = p_.kv.layout.head_dim;
-    const Activation* q = p_.q.As<const Activation>() + q_row * d;
-    for (int64_t i = 0; i < d; ++i) {
-      segment_.q[static_cast<size_t>(i)] = static_cast<float>(q[i]);
-    }
+    LoadQuery(p_.q.As<const Activation>() + q_row * d, position);
     total_.Reset();
     segment_.Reset();
     for (size_t i = 0; i < pages_.size(); ++i) {
@@ -136,7 +159,7 @@ class Row {
         segment_.Reset();
       }
       const uint64_t causal = TokenMask(0, position + 1 - page.page * kPageTokens);
-      AddPage<Kv>(p_.kv.layout, page.memory, page.mask & causal, p_.scale, segment_);
+      AddPage<Kv>(d, page.keys, page.values, page.mask & causal, p_.scale, segment_);
     }
     Merge(total_, segment_);
     Activation* out = p_.out.As<Activation>() + q_row * d;

@@ -1,5 +1,6 @@
 // The CPU implementations behind Attend: for attend.cc, which checks and chooses, and for tests,
-// which compare them. REQUIRES of all: what attend.cc checks. Thread-compatible.
+// which compare them. REQUIRES of all: what attend.cc checks; positions are reserved
+// (compact_positions.h). Thread-compatible.
 #pragma once
 
 #include <cstdint>

@@ -21,6 +21,7 @@
 #include "kernels/base/cpu_features.h"
 #include "kernels/base/dtype.h"
 #include "kernels/base/status_macros.h"
+#include "kernels/paged/compact_positions.h"
 
 namespace kvasir::kernels {
 namespace {
@@ -82,6 +83,8 @@ struct Context {
 struct ThreadMemory {
   ThreadMemory(ScratchPieces& pieces, int64_t rows, int64_t head_dim)
       : q(pieces.Take<float>(rows * head_dim)),
+        query(pieces.Take<std::byte>(4 * head_dim)),
+        rotated_keys(pieces.Take<std::byte>(4 * kPageTokens * head_dim)),
         max(pieces.Take<float>(rows)),
         sums(pieces.Take<float>(rows * kTileLanes)),
         out(pieces.Take<float>(rows * head_dim)),
@@ -89,7 +92,9 @@ struct ThreadMemory {
               .out = pieces.Take<float>(rows * head_dim)},
         workspace(pieces.Take<std::byte>(TileWorkspaceBytes(head_dim))) {}
 
-  float* q;  // or bfloat16
+  float* q;          // or bfloat16
+  std::byte* query;  // one, to be rotated
+  std::byte* rotated_keys;
   // The running segment.
   float* max;
   float* sums;
@@ -165,6 +170,7 @@ class ItemRun {
     const std::byte* memory = nullptr;  // null: absent
     int64_t page = 0;
     uint64_t mask = 0;
+    const SelectionEntry* entry = nullptr;
     int64_t segment() const { return page / kSegmentPages; }
   };
 
@@ -173,6 +179,13 @@ class ItemRun {
     for (int64_t r = 0; r < num_rows_; ++r) {
       const int64_t q_row = c_.first_q_row(item_.row) + r / c_.group * c_.heads + r % c_.group;
       const Activation* from = c_.p.q.As<const Activation>() + q_row * c_.head_dim;
+      if (c_.p.rope != nullptr) {
+        auto* query = reinterpret_cast<Activation*>(memory_.query);
+        std::copy_n(from, c_.head_dim, query);
+        const int64_t position = c_.block(item_.row).first_position + r / c_.group;
+        c_.p.rope->Rotate(query, c_.p.q.dtype(), 1, QueryPosition(header(), position));
+        from = query;
+      }
       std::transform(from, from + c_.head_dim, to + r * c_.head_dim,
                      [](Activation x) { return static_cast<To>(x); });
     }
@@ -190,7 +203,7 @@ class ItemRun {
   // The page that the walk stands on; none at the end of the item.
   std::optional<Page> Resolve() {
     if (!walk_.valid()) return std::nullopt;
-    Page page = {.memory = nullptr, .page = walk_.page(), .mask = walk_.mask()};
+    Page page = {.page = walk_.page(), .mask = walk_.mask(), .entry = walk_.entry()};
     if (item_.segment != kWholeRow && page.segment() != item_.segment) return std::nullopt;
     const QueryBlock& block = c_.block(item_.row);
     const int64_t bytes = std::popcount(page.mask) * 2 * c_.p.kv.layout.row_bytes();
@@ -220,10 +233,20 @@ class ItemRun {
     }
   }
 
+  const SelectionHeader& header() const { return c_.p.selection.header(item_.row); }
+
   void AddPage(const Page& page, const std::byte* next) {
     const QueryBlock& block = c_.block(item_.row);
+    const std::byte* keys = page.memory;
+    if (c_.p.rope != nullptr) {
+      RotateKeys(*c_.p.rope, c_.p.kv.layout, header(),
+                 {.keys = keys, .page = page.page, .mask = page.mask, .entry = page.entry},
+                 memory_.rotated_keys);
+      keys = memory_.rotated_keys;
+      next = nullptr;  // the tile functions fetch it as it lies behind keys and values
+    }
     c_.add_page({.head_dim = c_.head_dim, .scale = c_.p.scale, .workspace = memory_.workspace},
-                {.keys = page.memory,
+                {.keys = keys,
                  .values = page.memory + c_.p.kv.layout.v_offset(),
                  .next_page = next,
                  .mask = page.mask,

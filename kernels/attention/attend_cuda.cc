@@ -17,6 +17,7 @@ absl::Status Check(const AttendParams& p, int64_t& group) {
   check.Match("q", p.q, {"tokens", "heads", layout.head_dim}, DType::kBFloat16)
       .Match("out", p.out, {"tokens", "heads", layout.head_dim}, DType::kBFloat16)
       .Require(layout.dtype == DType::kBFloat16, "the KV must be bfloat16")
+      .Require(p.rope == nullptr, "keys must be cached rotated")
       .Require(layout.head_dim == 64 || layout.head_dim == 128, "head_dim must be 64 or 128")
       .Require(p.layer >= 0 && p.layer < layout.num_layers, "no such layer")
       .Require(p.selection.num_rows == rows, "selection.num_rows must be blocks x KV heads")

@@ -15,6 +15,18 @@ namespace {
 
 // A sine and a cosine in float64 cost about as much as this many elements of the other ops.
 constexpr int64_t kAngleCost = 40;
+// Positions that RopePositions learns at a time: a context grows by one.
+constexpr int64_t kPositionsStep = 1024;
+
+// Cosines and sines of one position.
+void FillAngles(std::span<const double> inv_freq, double scaling, int64_t position, float* cos,
+                float* sin) {
+  for (size_t i = 0; i < inv_freq.size(); ++i) {
+    const double angle = static_cast<double>(position) * inv_freq[i];
+    cos[i] = static_cast<float>(std::cos(angle) * scaling);
+    sin[i] = static_cast<float>(std::sin(angle) * scaling);
+  }
+}
 
 }  // namespace
 
@@ -30,15 +42,39 @@ void RopeTable::SetPositions(std::span<const int64_t> positions, Executor& execu
   }
   ForRowChunks(executor, num_tokens_, half_dim() * kAngleCost, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
-      const auto position = static_cast<double>(positions[static_cast<size_t>(t)]);
-      const size_t row = static_cast<size_t>(t) * inv_freq_.size();
-      for (size_t i = 0; i < inv_freq_.size(); ++i) {
-        const double angle = position * inv_freq_[i];
-        cos_[row + i] = static_cast<float>(std::cos(angle) * attention_scaling_);
-        sin_[row + i] = static_cast<float>(std::sin(angle) * attention_scaling_);
-      }
+      FillAngles(inv_freq_, attention_scaling_, positions[static_cast<size_t>(t)],
+                 cos_.data() + t * half_dim(), sin_.data() + t * half_dim());
     }
   });
+}
+
+RopePositions::RopePositions(std::span<const double> inv_freq, double attention_scaling)
+    : inv_freq_(inv_freq.begin(), inv_freq.end()), attention_scaling_(attention_scaling) {}
+
+void RopePositions::Reserve(int64_t end, Executor& executor) {
+  if (end <= end_) return;
+  const int64_t known = end_;
+  const int64_t half = head_dim() / 2;
+  end_ = (end + kPositionsStep - 1) / kPositionsStep * kPositionsStep;
+  cos_.resize(static_cast<size_t>(end_ * half));
+  sin_.resize(static_cast<size_t>(end_ * half));
+  ForRowChunks(executor, end_ - known, half * kAngleCost, [&](int64_t begin, int64_t chunk_end) {
+    for (int64_t p = known + begin; p < known + chunk_end; ++p) {
+      FillAngles(inv_freq_, attention_scaling_, p, cos_.data() + p * half, sin_.data() + p * half);
+    }
+  });
+}
+
+void RopePositions::Rotate(void* x, DType dtype, int64_t num_tokens, int64_t first) const {
+  KVASIR_CHECK(first >= 0 && first + num_tokens <= end_);
+  const int64_t half = head_dim() / 2;
+  const RopeTokens tokens = {.x = x,
+                             .cos = cos_.data() + first * half,
+                             .sin = sin_.data() + first * half,
+                             .dtype = dtype,
+                             .heads = 1,
+                             .half_dim = half};
+  ChooseByCpu(RunRopeTokens, RunRopeTokensAvx2, RunRopeTokensAvx512)(tokens, 0, num_tokens);
 }
 
 absl::Status ApplyRope(const RopeTable& table, const TensorView& x, Executor& executor) {

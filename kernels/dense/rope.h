@@ -16,6 +16,7 @@
 
 #include "absl/status/status.h"
 
+#include "kernels/base/dtype.h"
 #include "kernels/base/executor.h"
 #include "kernels/base/tensor.h"
 
@@ -43,6 +44,34 @@ class RopeTable {
   double attention_scaling_;
   int64_t num_tokens_ = 0;
   std::vector<float> cos_;
+  std::vector<float> sin_;
+};
+
+// The angles of all positions from 0 on, kept from step to step: for keys that are cached
+// un-rotated and take the positions that a selection gives them (paged/compact_positions.h). What
+// Rotate does has the bits of ApplyRope. Thread-compatible: Reserve, then only read.
+class RopePositions {
+ public:
+  // As of RopeTable.
+  RopePositions(std::span<const double> inv_freq, double attention_scaling);
+
+  // Makes the positions below `end` known: 4 * head_dim bytes each, which stay.
+  void Reserve(int64_t end, Executor& executor);
+
+  int64_t end() const { return end_; }
+  int64_t head_dim() const { return 2 * static_cast<int64_t>(inv_freq_.size()); }
+  // By which position 0, too, multiplies.
+  double attention_scaling() const { return attention_scaling_; }
+  // Rotates x [num_tokens, head_dim], float32 or bfloat16, in place; token t is at first + t.
+  // REQUIRES: 0 <= first, first + num_tokens <= end().
+  void Rotate(void* x, DType dtype, int64_t num_tokens, int64_t first) const;
+
+ private:
+  // Constant after construction.
+  std::vector<double> inv_freq_;
+  double attention_scaling_;
+  int64_t end_ = 0;
+  std::vector<float> cos_;  // [end][half_dim]
   std::vector<float> sin_;
 };
 

@@ -25,7 +25,7 @@
 namespace kvasir::kernels {
 
 struct AppendParams {
-  TensorView k;  // [tokens, num_kv_heads, head_dim], float32 or bfloat16, rotated
+  TensorView k;  // [tokens, num_kv_heads, head_dim], float32 or bfloat16
   TensorView v;  // [tokens, num_kv_heads, head_dim], dtype of k
   PagedKv kv;
   int64_t layer = 0;

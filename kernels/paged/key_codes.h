@@ -1,7 +1,7 @@
 // Key codes (the INT4 digest of Twilight, arXiv 2502.02770, section 4.2): every cached key as
 // head_dim codes of 4 bits with a scale and a zero, from which logits are estimated at an eighth of
 // the bytes. Derived data, per token: whoever writes a key writes its codes, and a truncation
-// leaves nothing to do. Made from the keys as they are cached, in their form (rotated).
+// leaves nothing to do. Made from the keys as they are cached, in their form (rotated or not).
 //
 //   zero  = float16(min_d k)         scale = float16 not below (max_d k - zero) / 15
 //   code  = clamp(rint((k - zero) / scale), 0, 15)           k~ = code * scale + zero

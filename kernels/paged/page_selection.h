@@ -28,6 +28,7 @@ struct SelectionHeader {
   int64_t window_begin = 0;    // first position of the window of the block's first query
   int64_t query_position = 0;  // position of the block's first query
   int64_t made_at = 0;         // query_position at which the list was made (differs under reuse)
+  int64_t compact_length = 0;  // positions of sink and list: compact_positions.h
 };
 
 struct SelectionEntry {
@@ -35,6 +36,7 @@ struct SelectionEntry {
   uint64_t chosen = 0;  // bit t: the selector chose token 64 page + t
   uint64_t live = 0;    // subset of chosen that pruners left
   float score = 0;      // the selector's score, larger is better
+  int32_t pos0 = 0;     // position of the first chosen token: compact_positions.h
 };
 
 struct PageSelection {
@@ -73,6 +75,10 @@ class SelectedPages {
   bool valid() const { return page_ * kPageTokens < end_; }
   int64_t page() const { return page_; }
   uint64_t mask() const { return mask_; }
+  // The list's entry of the page; null where there is none.
+  const SelectionEntry* entry() const {
+    return next_ < header_.count && list_[next_].page == page_ ? list_ + next_ : nullptr;
+  }
   void Next() { MoveTo(page_ + 1); }
   // Moves on to the first page that is not before `page`; never back.
   void SkipTo(int64_t page) {

@@ -16,6 +16,13 @@ namespace kvasir::kernels {
 // Copies query r of the row's block and head g of its group to `to` [head_dim].
 void LoadQuery(const SelectRow& row, int64_t r, int64_t g, float* to);
 
+// Where keys are cached un-rotated: rotates a query [head_dim] so that its products with them are
+// logits at `distance`. Else leaves it as it is. REQUIRES: the distance is reserved.
+void RotateToDistance(const SelectRow& row, int64_t distance, float* query);
+
+// LoadQuery, at SelectionDistance.
+void LoadDistantQuery(const SelectRow& row, int64_t r, int64_t g, float* to);
+
 // Logits of one row's queries and the keys of its slot. It remembers the page it read last.
 class KeyLogits {
  public:
@@ -23,9 +30,12 @@ class KeyLogits {
 
   // q . k of the token; -inf, with the slot's fault set, where its page is absent. NaN stays NaN.
   float operator()(const float* q, int64_t token);
+  // The same of the key rotated to `position`; `key` is memory for head_dim floats. REQUIRES: keys
+  // are cached un-rotated.
+  float At(int64_t position, const float* q, int64_t token, float* key);
 
  private:
-  const std::byte* Page(int64_t page);
+  const std::byte* Key(int64_t token);
 
   const SelectRow& row_;
   const KvLayout& layout_;
@@ -41,6 +51,8 @@ class KeyEstimates {
   KeyEstimates(const SelectRow& row, float* key) : row_(row), key_(key) {}
 
   void Load(int64_t token);
+  // Rotates the loaded key to `position`. REQUIRES: keys are cached un-rotated.
+  void Rotate(int64_t position);
   // q . k~ of the loaded token; -inf where the slot has no such block. NaN stays NaN.
   float operator()(const float* q) const;
 

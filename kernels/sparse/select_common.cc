@@ -23,7 +23,9 @@ absl::Status CheckSelect(absl::string_view selector, const SelectParams& p,
                "the selection's num_rows must be blocks x KV heads")
       .Require(static_cast<int64_t>(p.faults.size()) == p.kv.num_slots,
                "faults must be [num_slots]")
-      .Require(p.scratch != nullptr, "scratch is missing; pass the calling thread's Scratch");
+      .Require(p.scratch != nullptr, "scratch is missing; pass the calling thread's Scratch")
+      .Require(p.rope == nullptr || p.rope->head_dim() == layout.head_dim,
+               "rope must be of the KV's head_dim");
   KVASIR_RETURN_IF_ERROR(check.status());
   check.Require(layout.num_kv_heads > 0 && check.dim("heads") % layout.num_kv_heads == 0,
                 "the query heads must be a multiple of the KV heads");
@@ -49,6 +51,16 @@ absl::Status CheckCapacity(absl::string_view name, const Selector& selector, con
                                                    out.capacity));
   }
   return absl::OkStatus();
+}
+
+void ReserveDistances(const SelectParams& p, Executor& executor) {
+  if (p.rope == nullptr) return;
+  int64_t longest = 0;
+  for (size_t i = 0; i < p.blocks.size(); ++i) {
+    if (MakeHeader(p.blocks[i], p.numbers[i]).kind == SelectionHeader::Kind::kAll) continue;
+    longest = std::max(longest, SelectionDistance(p.numbers[i], p.blocks[i].num_rows - 1));
+  }
+  p.rope->Reserve(longest + 1, executor);
 }
 
 void ListWriter::Add(int64_t begin, int64_t end, float score) {

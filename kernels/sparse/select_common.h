@@ -25,6 +25,15 @@ absl::Status CheckSelect(absl::string_view selector, const SelectParams& params,
 absl::Status CheckCapacity(absl::string_view name, const Selector& selector,
                            const SelectParams& params, const PageSelection& out);
 
+// Where keys are cached un-rotated, selectors see all candidates at one distance from query r of a
+// block, so that it is their content that counts: the distance of the newest list token in compact
+// positions, which is right behind the query's window.
+constexpr int64_t SelectionDistance(const SelectionNumbers& numbers, int64_t r) {
+  return numbers.window_tokens + r;
+}
+// Makes these distances known to params.rope, if there is one.
+void ReserveDistances(const SelectParams& params, Executor& executor);
+
 // Pages, or blocks, that cover `tokens`.
 constexpr int64_t CeilPages(int64_t tokens) { return (tokens + kPageTokens - 1) / kPageTokens; }
 

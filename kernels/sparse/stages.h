@@ -12,6 +12,7 @@
 #include "kernels/base/executor.h"
 #include "kernels/base/scratch.h"
 #include "kernels/base/tensor.h"
+#include "kernels/dense/rope.h"
 #include "kernels/paged/page_selection.h"
 #include "kernels/paged/paged_kv.h"
 
@@ -26,8 +27,8 @@ struct SelectionNumbers {
 };
 
 struct SelectParams {
-  TensorView q;  // [tokens, num_heads, head_dim], rotated, float32 or bfloat16: all query heads of
-                 // the KV heads in `kv`, also those that other ranks attend with
+  TensorView q;  // [tokens, num_heads, head_dim], float32 or bfloat16: all query heads of the KV
+                 // heads in `kv`, also those that other ranks attend with
   PagedKv kv;
   int64_t layer = 0;
   float scale = 0;  // of logits, for softmaxes: 1 / sqrt(head_dim) for the models served
@@ -35,6 +36,9 @@ struct SelectParams {
   std::span<const SelectionNumbers> numbers;  // one per block
   std::span<uint8_t> faults;   // [num_slots]; set to 1 where a key to be read is absent
   Scratch* scratch = nullptr;  // working memory, required
+  // Null: q and the cached keys are rotated. Else neither is, nor are digests, and a stage places
+  // them as it says itself (RotateToDistance in key_logits.h). It learns the positions it needs.
+  RopePositions* rope = nullptr;
 };
 
 // Why a page that dense attention would read is not attended to: the label of the skip counters.

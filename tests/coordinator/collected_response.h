@@ -94,12 +94,14 @@ struct TestModel {
             .policies = *policies,
             .eos_token_ids = eos_token_ids,
             .vocab_size = 258,
-            .max_model_len = 1000};
+            .max_model_len = 1000,
+            .trained_window = trained_window};
   }
 
   std::unique_ptr<const Tokenizer> tokenizer;
   std::unique_ptr<PolicyTable> policies;
   std::vector<int32_t> eos_token_ids = {257};
+  int64_t trained_window = 0;
 };
 
 }  // namespace kvasir::coordinator

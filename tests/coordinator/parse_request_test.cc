@@ -54,6 +54,15 @@ TEST_F(ParseRequestTest, UnsetFieldsHaveTheirDocumentedDefaults) {
   EXPECT_EQ(parsed->stop_text, StopMatcher::StopText::kExclude);
 }
 
+TEST_F(ParseRequestTest, BeyondTheTrainedWindowOnlySparsePoliciesAreTaken) {
+  model_.trained_window = 50;
+  v1::GenerateRequest request = Text(std::string(40, 'a'));
+  request.mutable_sampling()->set_max_tokens(8);
+  EXPECT_TRUE(Parse(request).ok());  // 42 + 8
+  request.mutable_sampling()->set_max_tokens(9);
+  ExpectInvalid(request, "prompt and answer may have 51 tokens");
+}
+
 TEST_F(ParseRequestTest, WhatIsSetIsTaken) {
   v1::GenerateRequest request = Text("ab");
   request.set_request_id("r");

@@ -110,6 +110,43 @@ TEST(PolicyTableTest, APartWithoutSelectorAttendsToAll) {
   EXPECT_EQ(table->Resolve({})->tail_tokens, 0u);  // ignored when decoding is dense
 }
 
+ResolvedPolicy Resolved(const std::string& prefill, const std::string& decode) {
+  ResolvedPolicy policy;
+  for (v1::AttentionPolicy* part : {&policy.prefill, &policy.decode}) {
+    v1::SetSelector(part == &policy.prefill ? prefill : decode, *part);
+    part->set_sink_tokens(100);
+    part->set_window_tokens(1000);
+    part->set_token_budget(part->has_quest() ? 2001 : 2000);  // 32 pages
+  }
+  return policy;
+}
+
+TEST(TrainedWindowTest, LongSequencesNeedSelectorsInAllLayers) {
+  EXPECT_TRUE(CheckTrainedWindow(Resolved("all", "all"), 1'000'000, 0).ok()) << "not extended";
+  EXPECT_TRUE(CheckTrainedWindow(Resolved("all", "all"), 8192, 8192).ok());
+  EXPECT_TRUE(CheckTrainedWindow(Resolved("streaming", "tokenselect"), 100'000, 8192).ok());
+  ExpectInvalid(CheckTrainedWindow(Resolved("all", "quest"), 8193, 8192),
+                "prompt and answer may have 8193 tokens and the model was trained for 8192: the "
+                "prefill part of the policy must be sparse in all layers, but the policy attends");
+  ExpectInvalid(CheckTrainedWindow(Resolved("quest", "all"), 8193, 8192), "the decode part");
+  ResolvedPolicy dense_layers = Resolved("quest", "quest");
+  dense_layers.decode.set_dense_layers(2);
+  ExpectInvalid(CheckTrainedWindow(dense_layers, 8193, 8192), "the first 2 attend to everything");
+}
+
+TEST(TrainedWindowTest, SinkSelectionAndWindowOfAllQueriesMustFit) {
+  const int64_t decode = 100 + 32 * 64 + 1000;
+  EXPECT_TRUE(CheckTrainedWindow(Resolved("streaming", "quest"), 9000, decode).ok());
+  ExpectInvalid(CheckTrainedWindow(Resolved("streaming", "quest"), 9000, decode - 1),
+                "the decode part of the policy attends to 3148 tokens");
+  EXPECT_TRUE(CheckTrainedWindow(Resolved("quest", "quest"), 9000, decode + 63).ok());
+  ExpectInvalid(CheckTrainedWindow(Resolved("quest", "quest"), 9000, decode + 62),
+                "window 1000 of each of 64 queries");
+  // The budget means nothing to streaming.
+  EXPECT_TRUE(CheckTrainedWindow(Resolved("streaming", "streaming"), 9000, 1163).ok());
+  EXPECT_FALSE(CheckTrainedWindow(Resolved("streaming", "streaming"), 9000, 1162).ok());
+}
+
 TEST(CanonicalBytesTest, NumbersThatASelectorDoesNotReadDoNotMatter) {
   v1::AttentionPolicy a;
   a.mutable_all();

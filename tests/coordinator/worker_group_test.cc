@@ -150,7 +150,8 @@ TEST_F(WorkerGroupTest, TierReportsAreGatheredByRankAndBelongToTheirFormation) {
 TEST_F(WorkerGroupTest, RanksThatDoNotFitAreRefused) {
   const std::vector<std::pair<const char*, void (*)(v1::Ready&)>> cases = {
       {"weights", [](v1::Ready& r) { r.set_weights_hash("other"); }},
-      {"form", [](v1::Ready& r) { r.set_kv_form("rotated/bfloat16"); }},
+      {"dtype", [](v1::Ready& r) { r.set_kv_form("rotated/bfloat16"); }},
+      {"form", [](v1::Ready& r) { r.set_kv_form("unrotated/float32"); }},
       {"vocabulary", [](v1::Ready& r) { r.set_vocab_size(51); }},
       {"context", [](v1::Ready& r) { r.set_max_model_len(1); }},
   };

@@ -6,11 +6,13 @@
 #include <cmath>
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <random>
 #include <utility>
 #include <vector>
 
 #include "kernels/attention/attend.h"
+#include "kernels/paged/compact_positions.h"
 #include "kernels/paged/digests.h"
 #include "kernels/paged/key_codes.h"
 #include "kernels/sparse/stages.h"
@@ -24,6 +26,7 @@ struct AttentionShape {
   int64_t head_dim = 64;
   int64_t kv_heads = 2;
   int64_t group = 2;  // query heads per KV head
+  int64_t layer = 1;  // the one under test, behind others
 };
 
 // A selection row as a test writes it.
@@ -42,7 +45,7 @@ class AttentionBatch {
   AttentionBatch(const AttentionShape& shape, int64_t num_slots, int64_t max_tokens, uint64_t seed)
       : shape_(shape),
         rng_(seed),
-        kv_({.num_layers = kLayers,
+        kv_({.num_layers = shape.layer + 1,
              .num_kv_heads = shape.kv_heads,
              .head_dim = shape.head_dim,
              .dtype = shape.kv},
@@ -50,13 +53,13 @@ class AttentionBatch {
         faults_(static_cast<size_t>(num_slots)) {}
 
   // Random keys and values at positions [0, tokens) of the slot, in the layer under test; digests
-  // follow. The other layer stays NaN.
+  // follow. The other layers stay NaN.
   void FillContext(int64_t slot, int64_t tokens) {
     kv_.Grow(slot, tokens);
     for (int64_t position = 0; position < tokens; ++position) {
       for (int64_t head = 0; head < shape_.kv_heads; ++head) {
         for (const auto side : {FakePagedKv::Side::kKey, FakePagedKv::Side::kValue}) {
-          std::byte* token = kv_.Token(side, slot, position, kLayer, head);
+          std::byte* token = kv_.Token(side, slot, position, shape_.layer, head);
           for (int64_t i = 0; i < shape_.head_dim; ++i) kv_.Set(token, i, Normal());
         }
       }
@@ -67,6 +70,19 @@ class AttentionBatch {
       KVASIR_CHECK(RebuildKeyCodes(kv_.View(), slot, begin / kPageTokens, count).ok());
     }
   }
+
+  // From now on keys and queries count as un-rotated, and rows attend at compact positions.
+  void UseCompactPositions(double attention_scaling = 1) {
+    std::vector<double> inv_freq;
+    for (int64_t i = 0; i < shape_.head_dim / 2; ++i) {
+      inv_freq.push_back(InverseFrequency(i));
+    }
+    rope_.emplace(inv_freq, attention_scaling);
+  }
+  double InverseFrequency(int64_t i) const {
+    return std::pow(1e4, -2.0 * static_cast<double>(i) / static_cast<double>(shape_.head_dim));
+  }
+  RopePositions* rope() { return rope_.has_value() ? &*rope_ : nullptr; }
 
   // Adds `num_rows` random queries at first_position.. of the slot; `select` gives the selection of
   // each KV head (all, when absent). Returns the block's index.
@@ -94,7 +110,11 @@ class AttentionBatch {
     out16_.assign(q_.size(), BFloat16(kPoison));
     lse_.assign(static_cast<size_t>(num_tokens() * heads()), kPoison);
     faults_.assign(faults_.size(), 0);
-    implementation(Params(), executor);
+    const AttendParams params = Params();
+    if (rope() != nullptr) {
+      ReservePositions(params.selection, blocks_, shape_.kv_heads, *rope(), executor);
+    }
+    implementation(params, executor);
     if (shape_.activation == DType::kBFloat16) {
       for (size_t i = 0; i < out_.size(); ++i) out_[i] = static_cast<float>(out16_[i]);
     }
@@ -111,7 +131,7 @@ class AttentionBatch {
             .out = Tensor(out_, out16_),
             .lse = TensorView(lse_.data(), DType::kFloat32, {num_tokens(), heads()}),
             .kv = kv_.View(),
-            .layer = kLayer,
+            .layer = shape_.layer,
             .scale = 1.0f / std::sqrt(static_cast<float>(shape_.head_dim)),
             .blocks = blocks_,
             .selection = {.headers = headers_.data(),
@@ -119,7 +139,8 @@ class AttentionBatch {
                           .num_rows = static_cast<int64_t>(headers_.size()),
                           .capacity = capacity_},
             .faults = faults_,
-            .scratch = &scratch_};
+            .scratch = &scratch_,
+            .rope = rope()};
   }
 
   // Valid until the batch changes; `numbers` is the caller's. Selections stay as they are.
@@ -127,12 +148,13 @@ class AttentionBatch {
     StoreQueries();
     return {.q = Tensor(q_, q16_),
             .kv = kv_.View(),
-            .layer = kLayer,
+            .layer = shape_.layer,
             .scale = 1.0f / std::sqrt(static_cast<float>(shape_.head_dim)),
             .blocks = blocks_,
             .numbers = numbers,
             .faults = faults_,
-            .scratch = &scratch_};
+            .scratch = &scratch_,
+            .rope = rope()};
   }
   // A selection with room for `capacity` entries a row, to be filled by a selector. Takes the place
   // of what AddBlock was given.
@@ -169,8 +191,7 @@ class AttentionBatch {
   }
   std::mt19937_64& rng() { return rng_; }
 
-  static constexpr int64_t kLayers = 2;
-  static constexpr int64_t kLayer = 1;  // the layer under test
+  static constexpr int64_t kLayer = 1;  // the layer under test, unless the shape says otherwise
 
  private:
   static constexpr float kPoison = std::numeric_limits<float>::quiet_NaN();
@@ -204,6 +225,10 @@ class AttentionBatch {
       std::copy(selections_[i].entries.begin(), selections_[i].entries.end(),
                 entries_.begin() + static_cast<int64_t>(i) * capacity_);
     }
+    AssignPositions({.headers = headers_.data(),
+                     .entries = entries_.data(),
+                     .num_rows = static_cast<int64_t>(headers_.size()),
+                     .capacity = capacity_});
   }
 
   const AttentionShape shape_;
@@ -221,6 +246,7 @@ class AttentionBatch {
   std::vector<float> lse_;
   std::vector<uint8_t> faults_;
   Scratch scratch_;
+  std::optional<RopePositions> rope_;
 };
 
 }  // namespace kvasir::kernels

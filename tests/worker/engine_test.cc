@@ -269,6 +269,33 @@ TEST_F(EngineTest, MeasuresMassWithoutUsingPages) {
   EXPECT_LT(sampled, quest.mass_samples() / 2);
 }
 
+// Rule R2: a context that budgets cover stands where it stands, also when keys are cached
+// un-rotated. A single token more and positions are compact ones.
+TEST_F(EngineTest, ExtendedPositionsOfShortContextsAreTheModelsOwn) {
+  const std::unique_ptr<Transformer> extended =
+      TestWorker::LoadTransformer({.folder = folder_->folder(),
+                                   .extension = PositionExtension::kStreaming,
+                                   .edit_weights = {}});
+  for (const uint32_t policy : {kAll, kStreaming, kQuest, kTokenSelect, kHip, kInfiniteHip}) {
+    for (const uint32_t budget : {64u, 4096u}) {
+      SCOPED_TRACE(testing::Message() << "policy " << policy << ", budget " << budget);
+      TestRequest request = MakeRequest(500, policy);
+      for (v1::AttentionPolicy* part : {&request.prefill, &request.decode}) {
+        (policy == kStreaming ? part->set_window_tokens(budget) : part->set_token_budget(budget));
+      }
+      TestWorker worker(*extended);
+      TestCoordinator coordinator({.chunk = 128});
+      coordinator.Add(request);
+      worker.Run(coordinator);
+      if (policy == kAll || budget == 4096) {
+        ExpectSameBits(RunAlone(request), worker.logits());
+      } else {
+        EXPECT_NE(RunAlone(request), worker.logits());
+      }
+    }
+  }
+}
+
 TEST_F(EngineTest, WholeBudgetKeepsAllMass) {
   EngineOptions options = TestWorker::DefaultOptions();
   options.mass_sample_rate = 1;

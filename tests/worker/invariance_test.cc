@@ -53,9 +53,12 @@ struct Way {
   int others = 0;          // requests that run at the same time, with policies of their own
   int num_threads = 1;
   int ranks = 1;
+  PositionExtension extension = PositionExtension::kNone;
 };
 
 constexpr Way kAlone = {.name = "Alone"};
+constexpr Way kExtendedAlone = {.name = "ExtendedAlone",
+                                .extension = PositionExtension::kStreaming};
 constexpr Way kWays[] = {
     {.name = "Chunks512", .chunk = 512},
     {.name = "WholePrompt", .chunk = 4096},
@@ -74,6 +77,22 @@ constexpr Way kWays[] = {
      .others = 15,
      .num_threads = 2},
 };
+// Keys are cached un-rotated and attended to at compact positions.
+constexpr Way kExtendedWays[] = {
+    {.name = "Chunks512", .chunk = 512, .extension = PositionExtension::kStreaming},
+    {.name = "DeviceHolds10Percent",
+     .device_part = 0.1,
+     .extension = PositionExtension::kStreaming},
+    {.name = "AllAtOnce",
+     .chunk = 512,
+     .device_part = 0.25,
+     .cached = true,
+     .others = 15,
+     .num_threads = 2,
+     .extension = PositionExtension::kStreaming},
+};
+constexpr Way kExtendedGroups[] = {
+    {.name = "TwoRanks", .ranks = 2, .extension = PositionExtension::kStreaming}};
 constexpr Way kGroups[] = {{.name = "TwoRanks", .ranks = 2}, {.name = "FourRanks", .ranks = 4}};
 
 struct Served {
@@ -130,10 +149,13 @@ TestRequest FirstQuestion(const TestRequest& request) {
 
 // Memory for the KV of `blocks` on each rank, of which the device tier holds a part.
 RankGroupOptions GroupOptions(const Way& way, DType dtype, int64_t blocks) {
-  RankGroupOptions options = {
-      .model = {.folder = kModel, .dtype = dtype, .max_model_len = 8192, .edit_weights = {}},
-      .size = way.ranks,
-      .num_threads = way.num_threads};
+  RankGroupOptions options = {.model = {.folder = kModel,
+                                        .dtype = dtype,
+                                        .max_model_len = 8192,
+                                        .extension = way.extension,
+                                        .edit_weights = {}},
+                              .size = way.ranks,
+                              .num_threads = way.num_threads};
   const ModelConfig config = LoadModelConfig(kModel).value();
   const kernels::KvLayout layout = {.num_layers = config.num_layers,
                                     .num_kv_heads = config.num_kv_heads / way.ranks,
@@ -370,12 +392,13 @@ std::string NameOf(const ::testing::TestParamInfo<std::tuple<uint32_t, Way>>& te
 }
 
 // The policy's request, served alone.
-const Served& Alone(const TestRequest& request, DType dtype) {
-  static auto* const all = new std::map<std::pair<uint32_t, DType>, Served>();
-  Served& served = (*all)[{request.policy, dtype}];
+const Served& Alone(const TestRequest& request, DType dtype, PositionExtension extension) {
+  static auto* const all = new std::map<std::tuple<uint32_t, DType, PositionExtension>, Served>();
+  Served& served = (*all)[{request.policy, dtype, extension}];
   if (!served.tokens.empty()) return served;
-  served = Serve(request, kAlone, dtype);
-  CheckPremises(kAlone, request.policy, served);
+  const Way& alone = extension == PositionExtension::kNone ? kAlone : kExtendedAlone;
+  served = Serve(request, alone, dtype);
+  CheckPremises(alone, request.policy, served);
   // Text of little margins, not only answers.
   const int64_t close = std::count_if(served.logits.begin(), served.logits.end(),
                                       [](const auto& l) { return TopTwoMargin(l.second) < 1; });
@@ -397,17 +420,33 @@ class InvarianceTest : public ::testing::TestWithParam<std::tuple<uint32_t, Way>
   }
   void ExpectSameClearChoices(DType dtype, float tolerance) const {
     const auto serve = [&](const TestRequest& part) { return ServeThisWay(part, dtype); };
-    CompareByPieces(request(), Alone(request(), dtype), serve)
+    CompareByPieces(request(), Alone(request(), dtype, way().extension), serve)
         .Check(request().max_tokens, tolerance);
   }
 };
 
 class Float32Test : public InvarianceTest {};
 TEST_P(Float32Test, LogitsHaveTheSameBits) {
-  const Served& alone = Alone(request(), DType::kFloat32);
+  const Served& alone = Alone(request(), DType::kFloat32, way().extension);
   ExpectSameBits(alone, ServeThisWay(request(), DType::kFloat32));
 }
 INSTANTIATE_TEST_SUITE_P(Ways, Float32Test, Combine(ValuesIn(kPolicies), ValuesIn(kWays)), NameOf);
+
+INSTANTIATE_TEST_SUITE_P(ExtendedWays, Float32Test,
+                         Combine(ValuesIn(kPolicies), ValuesIn(kExtendedWays)), NameOf);
+
+TEST(PositionExtensionTest, ChangesWhatSparsePoliciesAnswerOnly) {
+  for (const uint32_t policy : {kAll, kQuest}) {
+    const TestRequest request = MakeRequest(0, kPromptTokens, policy, testing::Iterations(32));
+    const Served& native = Alone(request, DType::kFloat32, PositionExtension::kNone);
+    const Served& extended = Alone(request, DType::kFloat32, PositionExtension::kStreaming);
+    if (policy == kAll) {
+      ExpectSameBits(native, extended);  // within the trained window positions are the same
+    } else {
+      EXPECT_NE(native.logits, extended.logits);
+    }
+  }
+}
 
 class BFloat16Test : public InvarianceTest {};
 TEST_P(BFloat16Test, ClearChoicesAreTheSame) { ExpectSameClearChoices(DType::kBFloat16, 2e-2f); }
@@ -417,6 +456,10 @@ class RanksTest : public InvarianceTest {};
 TEST_P(RanksTest, ClearChoicesAreTheSame) { ExpectSameClearChoices(DType::kFloat32, 1e-4f); }
 INSTANTIATE_TEST_SUITE_P(Ways, RanksTest,
                          Combine(Values(kAll, kQuest, kTokenSelect), ValuesIn(kGroups)), NameOf);
+INSTANTIATE_TEST_SUITE_P(ExtendedWays, RanksTest,
+                         Combine(Values(kQuest, kTokenSelect, kInfiniteHip, kPruned),
+                                 ValuesIn(kExtendedGroups)),
+                         NameOf);
 
 }  // namespace
 }  // namespace kvasir::worker

@@ -153,6 +153,7 @@ TEST_F(WorkerServiceTest, HandshakeThenPlansInOrder) {
   EXPECT_EQ(ready->ready().kv_form(), "rotated/float32");
   EXPECT_EQ(ready->ready().vocab_size(), 101u);
   EXPECT_EQ(ready->ready().max_model_len(), 4096u);
+  EXPECT_EQ(ready->ready().trained_window(), 0u);
   EXPECT_GT(ready->ready().attention_parity_tokens(), 0u);
   EXPECT_EQ(ready->ready().metrics_address(), "127.0.0.1:1");
   // K and V of 64 tokens in 3 layers and 4 heads of 16 floats.
@@ -177,6 +178,24 @@ TEST_F(WorkerServiceTest, HandshakeThenPlansInOrder) {
   EXPECT_THAT(metrics, HasSubstr("kvasir_attention_blocks_total{"));
   EXPECT_THAT(metrics, HasSubstr("kvasir_attention_mass_kept_ratio_count{"));
   EXPECT_THAT(metrics, HasSubstr("tp_rank=\"0\""));
+}
+
+TEST_F(WorkerServiceTest, ExtendedPositionsLengthenTheContextAndNameTheKvForm) {
+  v1::ShardPlan plan = GoodPlan();
+  plan.mutable_model()->set_max_model_len(10'000);
+  EXPECT_EQ(StatusOf(process_.address(), plan).error_code(), grpc::StatusCode::INVALID_ARGUMENT)
+      << "the model was trained for 4,096 tokens";
+  plan.mutable_model()->set_position_extension("streaming");
+  Stream stream(process_.address());
+  stream.Send(plan);
+  const auto ready = stream.Receive();
+  ASSERT_TRUE(ready && ready->has_ready());
+  EXPECT_EQ(ready->ready().kv_form(), "unrotated/float32");
+  EXPECT_EQ(ready->ready().max_model_len(), 10'000u);
+  EXPECT_EQ(ready->ready().trained_window(), 4096u);
+  stream.Leave();
+  plan.mutable_model()->set_position_extension("other");
+  EXPECT_EQ(StatusOf(process_.address(), plan).error_code(), grpc::StatusCode::INVALID_ARGUMENT);
 }
 
 TEST_F(WorkerServiceTest, SecondStreamIsRefusedAndTheFirstGoesOn) {

@@ -75,6 +75,7 @@ struct TestWorkerOptions {
   int64_t num_ranks = 1;
   kernels::DType dtype = kernels::DType::kFloat32;
   int64_t max_model_len = 4096;
+  PositionExtension extension = PositionExtension::kNone;
   // Called on the weights before they are packed.
   std::function<void(ModelWeights&)> edit_weights;
 };
@@ -94,7 +95,8 @@ class TestWorker {
     return Transformer::Create(std::move(weights), {.config = config,
                                                     .shard = shard,
                                                     .dtype = options.dtype,
-                                                    .max_model_len = options.max_model_len})
+                                                    .max_model_len = options.max_model_len,
+                                                    .extension = options.extension})
         .value();
   }
 

@@ -11,6 +11,7 @@
 #include "kernels/base/status_macros.h"
 #include "kernels/dense/rms_norm.h"
 #include "kernels/paged/append.h"
+#include "kernels/paged/compact_positions.h"
 
 namespace kvasir::worker {
 namespace {
@@ -122,8 +123,10 @@ absl::Status AttentionLayer::ProjectAndAppend(const StepContext& step) {
   KVASIR_RETURN_IF_ERROR(Normalize(step, q_norm_, a.q, num_heads()));
   KVASIR_RETURN_IF_ERROR(Normalize(step, k_norm_, a.k, num_kv_heads()));
   const TensorView k = a.k.Heads(tokens, num_kv_heads());
-  KVASIR_RETURN_IF_ERROR(ApplyRope(step.rope, a.q.Heads(tokens, num_heads()), executor));
-  KVASIR_RETURN_IF_ERROR(ApplyRope(step.rope, k, executor));
+  if (step.compact_rope == nullptr) {
+    KVASIR_RETURN_IF_ERROR(ApplyRope(step.rope, a.q.Heads(tokens, num_heads()), executor));
+    KVASIR_RETURN_IF_ERROR(ApplyRope(step.rope, k, executor));
+  }
   return kernels::AppendKv({.k = k,
                             .v = a.v.Heads(tokens, num_kv_heads()),
                             .kv = step.kv,
@@ -170,8 +173,10 @@ absl::StatusOr<PageSelection> AttentionLayer::Select(const StepContext& step) {
                                           .blocks = std::span(batch.blocks).subspan(begin, count),
                                           .numbers = std::span(numbers_).subspan(begin, count),
                                           .faults = std::span(faults_),
-                                          .scratch = &step.activations.attention_scratch};
+                                          .scratch = &step.activations.attention_scratch,
+                                          .rope = step.compact_rope};
     KVASIR_RETURN_IF_ERROR(group.served->selector->Select(params, rows, step.executor));
+    AssignPositions(rows);
     if (group.served->pruner == nullptr) continue;
     KVASIR_RETURN_IF_ERROR(group.served->pruner->Prune(params, rows, step.executor));
   }
@@ -219,7 +224,8 @@ absl::StatusOr<TensorView> AttentionLayer::SelectionQueries(const StepContext& s
 absl::Status AttentionLayer::AttendTo(const StepContext& step, const PageSelection& selection) {
   Activations& a = step.activations;
   const int64_t tokens = step.batch.num_tokens();
-  const bool measures = step.meter.Measures(options_.layer);
+  // Densely attended to, a context beyond the trained window is no measure of anything.
+  const bool measures = step.compact_rope == nullptr && step.meter.Measures(options_.layer);
   const kernels::AttendParams params = {.q = a.q.Heads(tokens, num_heads()),
                                         .out = a.attended.Heads(tokens, num_heads()),
                                         .lse = measures ? a.lse.Rows(tokens) : TensorView(),
@@ -229,7 +235,8 @@ absl::Status AttentionLayer::AttendTo(const StepContext& step, const PageSelecti
                                         .blocks = step.batch.blocks,
                                         .selection = selection,
                                         .faults = std::span(faults_),
-                                        .scratch = &a.attention_scratch};
+                                        .scratch = &a.attention_scratch,
+                                        .rope = step.compact_rope};
   KVASIR_RETURN_IF_ERROR(Attend(params, step.executor));
   if (measures) KVASIR_RETURN_IF_ERROR(step.meter.Measure(params, step.executor));
   for (const QueryBlock& block : step.batch.blocks) {

@@ -29,6 +29,7 @@ struct StepContext {
   const StepBatch& batch;
   const kernels::PagedKv& kv;
   const kernels::RopeTable& rope;
+  kernels::RopePositions* compact_rope;  // null: keys are cached rotated, by `rope`
   Activations& activations;
   AttentionMeter& meter;
   Collective& collective;

@@ -18,9 +18,11 @@ using kernels::DType;
 using kernels::PackedLinear;
 using kernels::TensorView;
 
-kernels::RopeTable MakeRopeTable(const TransformerOptions& options) {
-  const RopeFrequencies f = ComputeRopeFrequencies(options.config, options.max_model_len);
-  return kernels::RopeTable(f.inv_freq, f.attention_factor);
+template <typename Rope>
+Rope MakeRope(const TransformerOptions& options) {
+  const RopeFrequencies f =
+      ComputeRopeFrequencies(options.config, options.longest_position_range());
+  return Rope(f.inv_freq, f.attention_factor);
 }
 
 std::span<std::byte> GemmScratch(const Activations& a) {
@@ -56,7 +58,9 @@ absl::Status GatherRows(const TensorView& from, std::vector<int32_t>& rows, cons
 }  // namespace
 
 Transformer::Transformer(const TransformerOptions& options)
-    : options_(options), rope_(MakeRopeTable(options)) {}
+    : options_(options),
+      rope_(MakeRope<kernels::RopeTable>(options)),
+      compact_rope_(MakeRope<kernels::RopePositions>(options)) {}
 
 absl::StatusOr<std::unique_ptr<Transformer>> Transformer::Create(
     ModelWeights weights, const TransformerOptions& options) {
@@ -135,7 +139,7 @@ ActivationSizes Transformer::activation_sizes(int64_t max_tokens, int64_t max_lo
 
 absl::Status Transformer::Forward(const ForwardParams& params, ForwardResult& result) {
   const int64_t tokens = params.batch.num_tokens();
-  rope_.SetPositions(params.batch.positions, params.executor);
+  if (compact_rope() == nullptr) rope_.SetPositions(params.batch.positions, params.executor);
   std::vector<int32_t> ids = params.batch.tokens;
   KVASIR_RETURN_IF_ERROR(
       GatherRows(embedding_.view, ids, params.activations.residual.Rows(tokens)));
@@ -152,6 +156,7 @@ absl::Status Transformer::RunLayer(const ForwardParams& params, Layer& layer, bo
   const StepContext step = {.batch = params.batch,
                             .kv = params.kv,
                             .rope = rope_,
+                            .compact_rope = compact_rope(),
                             .activations = params.activations,
                             .meter = params.meter,
                             .collective = params.collective,

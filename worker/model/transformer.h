@@ -8,6 +8,7 @@
 //   logits = concatenation over ranks of head(norm(x)), for the rows that sample
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -29,11 +30,25 @@
 
 namespace kvasir::worker {
 
+// How contexts beyond the trained window are read (--position-extension).
+enum class PositionExtension : uint8_t {
+  kNone,       // not: keys are cached rotated, positions are the model's own
+  kStreaming,  // keys are cached un-rotated and attended to at compact positions
+};
+
 struct TransformerOptions {
   ModelConfig config;
   ShardPlan shard;
   kernels::DType dtype = kernels::DType::kFloat32;  // of weights and activations
   int64_t max_model_len = 0;
+  PositionExtension extension = PositionExtension::kNone;
+
+  // The longest sequence whose positions the model sees: the rest is for selections.
+  int64_t longest_position_range() const {
+    return extension == PositionExtension::kNone
+               ? max_model_len
+               : std::min(max_model_len, config.max_position_embeddings);
+  }
 };
 
 struct ForwardParams {
@@ -87,6 +102,10 @@ class Transformer {
   absl::Status ComputeLogits(const ForwardParams& params, kernels::TensorView& logits);
   absl::Status GatherLogits(const ForwardParams& params, const kernels::TensorView& logits);
   void CheckRows(const ForwardParams& params, std::vector<uint8_t>& row_is_finite) const;
+  // Null where keys are cached rotated.
+  kernels::RopePositions* compact_rope() {
+    return options_.extension == PositionExtension::kNone ? nullptr : &compact_rope_;
+  }
   bool is_parallel() const { return options_.shard.num_ranks > 1; }
 
   const TransformerOptions options_;
@@ -94,7 +113,8 @@ class Transformer {
   std::vector<Layer> layers_;
   HostTensor final_norm_;
   std::unique_ptr<kernels::PackedLinear> head_;
-  kernels::RopeTable rope_;
+  kernels::RopeTable rope_;              // of the step's own positions
+  kernels::RopePositions compact_rope_;  // of those that selections give
 };
 
 }  // namespace kvasir::worker

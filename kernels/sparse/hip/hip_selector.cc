@@ -61,7 +61,9 @@ class Search {
     num_queries_ = SampledRows(row.block.num_rows) * row.group;
     for (int64_t s = 0; s < SampledRows(row.block.num_rows); ++s) {
       const int64_t r = std::min(s * kQueryStride + kQueryStride, row.block.num_rows) - 1;
-      for (int64_t g = 0; g < row.group; ++g) LoadQuery(row, r, g, Query(s * row.group + g));
+      for (int64_t g = 0; g < row.group; ++g) {
+        LoadDistantQuery(row, r, g, Query(s * row.group + g));
+      }
     }
   }
 
@@ -146,6 +148,7 @@ absl::Status HipSelector::Select(const SelectParams& p, PageSelection& out,
                                  Executor& executor) const {
   KVASIR_RETURN_IF_ERROR(CheckSelect("hip", p, out));
   KVASIR_RETURN_IF_ERROR(CheckCapacity("hip", *this, p, out));
+  ReserveDistances(p, executor);
   return WithThreadMemory(
       p, out, executor, [&](ScratchPieces& pieces) { return ThreadMemory(pieces, p); },
       SelectBlocks);

@@ -15,6 +15,7 @@
 // float32, not scaled; NaN is the smallest. Where the candidates fit the budget, all are chosen.
 // Entries hold tokens; `score` is the best of the entry's blocks, from the last time they were
 // scored. Differs from the paper: heads of one KV group share a list (the paper's are per head);
+// where keys are cached un-rotated, query r of a block stands at distance window_tokens + r of all;
 // the block size is 2 and the representative the centre, its defaults. Cost: reads at most 4 n keys
 // per halving, log2(N / n) halvings. Thread-compatible.
 #pragma once

@@ -49,6 +49,44 @@ int64_t FirstChunks(const Preset& preset, const SelectionHeader& header, int64_t
   return (last - header.sink_end) / preset.stages[0].chunk_tokens + 1;
 }
 
+// Chunks that a stage of a row may have.
+int64_t MaxChunks(const Preset& preset, const QueryBlock& block, const SelectionNumbers& numbers) {
+  int64_t chunks = block.first_position / preset.stages[0].chunk_tokens + 1;
+  for (size_t s = 0; s + 1 < preset.stages.size(); ++s) {
+    const Stage& stage = preset.stages[s];
+    chunks = std::max(chunks, KeptChunks(stage, numbers.budget_tokens) * stage.chunk_tokens /
+                                  preset.stages[s + 1].chunk_tokens);
+  }
+  return chunks;
+}
+
+// Layers whose chunks stand at positions of their own.
+constexpr int64_t kChunkIndexedLayers = 3;
+
+// Where queries and keys stand while chunks are judged.
+enum class Placing {
+  kNative,        // they are cached rotated
+  kRelative,      // the query at Wm + 1, a left probe at 0, a right one at 1
+  kChunkIndexed,  // of n chunks: the query at n - 1 + Wm, all keys of chunk c at c
+};
+
+Placing PlacingOf(const SelectParams& p) {
+  if (p.rope == nullptr) return Placing::kNative;
+  return p.layer < kChunkIndexedLayers ? Placing::kChunkIndexed : Placing::kRelative;
+}
+
+// Makes the positions of all placings known.
+void ReservePlacings(const SelectParams& p, const Preset& preset, Executor& executor) {
+  if (p.rope == nullptr) return;
+  int64_t last = 0;
+  for (size_t i = 0; i < p.blocks.size(); ++i) {
+    if (MakeHeader(p.blocks[i], p.numbers[i]).kind == SelectionHeader::Kind::kAll) continue;
+    last =
+        std::max(last, p.numbers[i].window_tokens + MaxChunks(preset, p.blocks[i], p.numbers[i]));
+  }
+  p.rope->Reserve(last + 1, executor);
+}
+
 // Memory of one thread of a Select call.
 struct ThreadMemory {
   ThreadMemory(ScratchPieces& pieces, const SelectParams& p, const Preset& preset) {
@@ -57,15 +95,12 @@ struct ThreadMemory {
     for (size_t i = 0; i < p.blocks.size(); ++i) {
       rows = std::max(rows, p.blocks[i].num_rows);
       context = std::max(context, p.blocks[i].first_position);
-      chunks = std::max(chunks, context / preset.stages[0].chunk_tokens + 1);
-      for (size_t s = 0; s + 1 < preset.stages.size(); ++s) {
-        const Stage& stage = preset.stages[s];
-        chunks = std::max(chunks, KeptChunks(stage, p.numbers[i].budget_tokens) *
-                                      stage.chunk_tokens / preset.stages[s + 1].chunk_tokens);
-      }
+      chunks = std::max(chunks, MaxChunks(preset, p.blocks[i], p.numbers[i]));
     }
     const int64_t queries = rows * p.q.dim(1) / p.kv.layout.num_kv_heads;
     means = pieces.Take<float>(queries * d);
+    left = pieces.Take<float>(p.rope != nullptr ? queries * d : 0);
+    right = pieces.Take<float>(p.rope != nullptr ? queries * d : 0);
     vector = pieces.Take<float>(d);
     signed_q = pieces.Take<float>(queries * 2 * d);
     page_scores = pieces.Take<float>(CeilPages(context));
@@ -77,6 +112,8 @@ struct ThreadMemory {
   }
 
   float* means;  // [G, averaged rows, head_dim]
+  float* left;   // the same, placed for left probes
+  float* right;  // and for all others
   float* vector;
   float* signed_q;
   float* page_scores;
@@ -96,6 +133,8 @@ class Pruning {
         probe_(probe),
         memory_(memory),
         head_dim_(row.p.kv.layout.head_dim),
+        placing_(PlacingOf(row.p)),
+        selection_window_(row.numbers.window_tokens - Overlap(preset)),
         logit_(row),
         estimate_(row, memory.vector) {}
 
@@ -135,9 +174,13 @@ class Pruning {
       return;
     }
     AverageQueries(stage.query_stride);
-    if (is_first && probe_ == Probe::kDigest) ScoreAllPages(stage.chunk_tokens);
+    PlaceQueries();
+    const bool by_pages = is_first && probe_ == Probe::kDigest;
+    if (by_pages && placing_ != Placing::kChunkIndexed) ScoreAllPages(stage.chunk_tokens);
     for (int64_t j = 0; j < num_chunks_; ++j) {
-      memory_.ranked[j] = Ranked(Score(memory_.chunk_begins[j], stage.chunk_tokens, is_first), j);
+      const Chunk chunk = {
+          .index = j, .begin = memory_.chunk_begins[j], .tokens = stage.chunk_tokens};
+      memory_.ranked[j] = Ranked(by_pages ? BestPage(chunk) : Score(chunk), j);
     }
     KeepBest({memory_.ranked, static_cast<size_t>(num_chunks_)}, count);
     for (int64_t j = 0; j < count; ++j) {  // ascending: nothing is overwritten that is still read
@@ -162,87 +205,134 @@ class Pruning {
       }
     }
   }
-  const float* Mean(int64_t g, int64_t m) const {
-    return memory_.means + (g * num_means_ + m) * head_dim_;
+  // A chunk among num_chunks_.
+  struct Chunk {
+    int64_t index = 0;
+    int64_t begin = 0;
+    int64_t tokens = 0;
+  };
+  enum class Side { kLeft, kRight };
+
+  const float* Query(Side side, int64_t g, int64_t m) const {
+    const float* queries = placing_ == Placing::kNative ? memory_.means
+                           : side == Side::kLeft        ? memory_.left
+                                                        : memory_.right;
+    return queries + (g * num_means_ + m) * head_dim_;
   }
 
-  // Of the pages that the chunks of stage 1 touch, from first_page_ on.
-  void ScoreAllPages(int64_t chunk) {
+  void PlaceQueries() {
+    if (placing_ == Placing::kNative) return;
+    if (placing_ == Placing::kRelative) {
+      RotateMeans(selection_window_ + 1, memory_.left);
+      RotateMeans(selection_window_, memory_.right);
+      return;
+    }
+    const int64_t size = row_.group * num_means_ * head_dim_;
+    std::copy_n(memory_.means, size, memory_.right);
+    for (int64_t at = 0; at < size; at += head_dim_) {
+      row_.p.rope->Rotate(memory_.right + at, DType::kFloat32, 1, ChunkDistance(0));
+    }
+    std::copy_n(memory_.right, size, memory_.left);
+  }
+  void RotateMeans(int64_t distance, float* to) {
+    const int64_t size = row_.group * num_means_ * head_dim_;
+    std::copy_n(memory_.means, size, to);
+    for (int64_t at = 0; at < size; at += head_dim_) RotateToDistance(row_, distance, to + at);
+  }
+  // Of chunk-indexed placing.
+  int64_t ChunkDistance(int64_t index) const { return num_chunks_ - 1 + selection_window_ - index; }
+
+  // Page scores of [begin, end) by these queries, to page_scores.
+  void ScorePagesBy(const float* queries, int64_t begin, int64_t end) {
     const int64_t num_queries = row_.group * num_means_;
     for (int64_t q = 0; q < num_queries; ++q) {
-      SplitBySign(memory_.means + q * head_dim_, head_dim_, memory_.signed_q + q * 2 * head_dim_);
+      SplitBySign(queries + q * head_dim_, head_dim_, memory_.signed_q + q * 2 * head_dim_);
     }
-    first_page_ = memory_.chunk_begins[0] / kPageTokens;
     ScorePages(row_, ChoosePageScoreKernel(row_.p.kv.layout, DType::kFloat32).scores,
                {.signed_q = memory_.signed_q,
                 .num_queries = num_queries,
                 .head_dim = head_dim_,
                 .workspace = memory_.workspace},
-               first_page_, CeilPages(memory_.chunk_begins[num_chunks_ - 1] + chunk),
-               memory_.page_scores);
+               begin, end, memory_.page_scores);
+    first_page_ = begin;
+  }
+  // Of the pages that the chunks of stage 1 touch.
+  void ScoreAllPages(int64_t chunk) {
+    ScorePagesBy(Query(Side::kRight, 0, 0), memory_.chunk_begins[0] / kPageTokens,
+                 CeilPages(memory_.chunk_begins[num_chunks_ - 1] + chunk));
+  }
+  // Bounds cannot be rotated: each chunk has queries of its own when it has a position of its own.
+  float BestPage(const Chunk& chunk) {
+    const int64_t begin = chunk.begin / kPageTokens, end = CeilPages(chunk.begin + chunk.tokens);
+    if (placing_ == Placing::kChunkIndexed) {
+      RotateMeans(ChunkDistance(chunk.index), memory_.left);
+      ScorePagesBy(memory_.left, begin, end);
+    }
+    return *std::max_element(memory_.page_scores + begin - first_page_,
+                             memory_.page_scores + end - first_page_);
   }
 
-  float Score(int64_t begin, int64_t tokens, bool is_first) {
-    if (probe_ == Probe::kDigest) {
-      return is_first ? BestPage(begin, begin + tokens) : BestEstimate(begin, begin + tokens);
-    }
+  float Score(const Chunk& chunk) {
+    if (probe_ == Probe::kDigest) return BestEstimate(chunk);
     float best = kNoScore;
     for (int64_t g = 0; g < row_.group; ++g) {
-      best = std::max(best, probe_ == Probe::kFirst ? DescendByFirst(g, begin, tokens)
-                                                    : DescendByCentre(g, begin, tokens));
+      best = std::max(
+          best, probe_ == Probe::kFirst ? DescendByFirst(g, chunk) : DescendByCentre(g, chunk));
     }
     return best;
   }
 
-  float BestPage(int64_t begin, int64_t end) const {
-    return *std::max_element(memory_.page_scores + begin / kPageTokens - first_page_,
-                             memory_.page_scores + CeilPages(end) - first_page_);
-  }
-
-  float BestEstimate(int64_t begin, int64_t end) {
+  float BestEstimate(const Chunk& chunk) {
     float best = kNoScore;
-    for (int64_t token = begin; token < end; ++token) {
+    for (int64_t token = chunk.begin; token < chunk.begin + chunk.tokens; ++token) {
       estimate_.Load(token);
+      if (placing_ == Placing::kChunkIndexed) estimate_.Rotate(chunk.index);
       for (int64_t g = 0; g < row_.group; ++g) {
         for (int64_t m = 0; m < num_means_; ++m) {
-          best = std::max(best, estimate_(Mean(g, m)));  // leaves out NaN
+          best = std::max(best, estimate_(Query(Side::kRight, g, m)));  // leaves out NaN
         }
       }
     }
     return best;
   }
 
-  // The largest logit of the token over the averaged rows of one head.
-  float Logit(int64_t g, int64_t token) {
+  // The largest logit of a token of the chunk over the averaged rows of one head.
+  float Logit(int64_t g, const Chunk& chunk, int64_t token, Side side) {
     float best = kNoScore;
-    for (int64_t m = 0; m < num_means_; ++m) best = std::max(best, logit_(Mean(g, m), token));
+    for (int64_t m = 0; m < num_means_; ++m) {
+      const float* query = Query(side, g, m);
+      best = std::max(best, placing_ == Placing::kChunkIndexed
+                                ? logit_.At(chunk.index, query, token, memory_.vector)
+                                : logit_(query, token));
+    }
     return best;
   }
 
-  float DescendByCentre(int64_t g, int64_t begin, int64_t tokens) {
+  float DescendByCentre(int64_t g, const Chunk& chunk) {
     float best = kNoScore;
-    if (tokens <= kExactChunkTokens) {
-      for (int64_t t = begin; t < begin + tokens; ++t) best = std::max(best, Logit(g, t));
+    if (chunk.tokens <= kExactChunkTokens) {
+      for (int64_t t = chunk.begin; t < chunk.begin + chunk.tokens; ++t) {
+        best = std::max(best, Logit(g, chunk, t, Side::kRight));
+      }
       return best;
     }
-    for (int64_t half = tokens / 2; half > 0; half /= 2) {
-      const float left = Logit(g, begin + half / 2);
-      const float right = Logit(g, begin + half + half / 2);
+    int64_t begin = chunk.begin;
+    for (int64_t half = chunk.tokens / 2; half > 0; half /= 2) {
+      const float left = Logit(g, chunk, begin + half / 2, Side::kLeft);
+      const float right = Logit(g, chunk, begin + half + half / 2, Side::kRight);
       best = std::max({best, left, right});
       if (!(left > right)) begin += half;
     }
     return best;
   }
 
-  float DescendByFirst(int64_t g, int64_t begin, int64_t tokens) {
-    float score = Logit(g, begin);
-    for (int64_t half = tokens / 2; half > 0; half /= 2) {
-      const float right = Logit(g, begin + half);
-      if (score > right) continue;
-      score = right;
-      begin += half;
+  float DescendByFirst(int64_t g, const Chunk& chunk) {
+    int64_t begin = chunk.begin;
+    for (int64_t half = chunk.tokens / 2; half > 0; half /= 2) {
+      const float left = Logit(g, chunk, begin, Side::kLeft);
+      if (!(left > Logit(g, chunk, begin + half, Side::kRight))) begin += half;
     }
-    return score;
+    return Logit(g, chunk, begin, Side::kRight);
   }
 
   const SelectRow& row_;
@@ -250,6 +340,8 @@ class Pruning {
   const Probe probe_;
   ThreadMemory& memory_;
   const int64_t head_dim_;
+  const Placing placing_;
+  const int64_t selection_window_;  // Wm
   KeyLogits logit_;
   KeyEstimates estimate_;
   int64_t num_chunks_ = 0;
@@ -319,6 +411,7 @@ absl::Status InfiniteHipSelector::Check(const SelectParams& p, const PageSelecti
 absl::Status InfiniteHipSelector::Select(const SelectParams& p, PageSelection& out,
                                          Executor& executor) const {
   KVASIR_RETURN_IF_ERROR(Check(p, out));
+  ReservePlacings(p, preset_, executor);
   return WithThreadMemory(
       p, out, executor, [&](ScratchPieces& pieces) { return ThreadMemory(pieces, p, preset_); },
       [&](const SelectRow& row, ThreadMemory& memory) {

@@ -26,10 +26,17 @@
 //     "first"         the paper's: descend into the half whose first key has the larger logit; the
 //                     logit of the token that is left.
 //
+// Where keys are cached un-rotated, chunks are judged at positions of the method's own:
+//
+//   layers 0 to 2     chunk-indexed: of n chunks that a stage begins with, the query at n - 1 + Wm,
+//                     all keys of chunk c at c
+//   the others        relative: the query at Wm + 1, a left probe at 0, a right one, a page bound
+//                     and any other key at 1
+//
 // Logits are float32, not scaled; NaN is the smallest. Where a stage has room for all its chunks it
 // keeps them unscored. Entries hold tokens; `score` is that of the last stage. Differs from the
 // paper: KV group scope (the paper's is the layer), digests instead of keys, no budget of its own
-// in the first layers, positions are the model's. Errors: FAILED_PRECONDITION when probe "digest"
+// in the first layers. Errors: FAILED_PRECONDITION when probe "digest"
 // finds no bounds or no key codes. Cost: stage 1 is linear in the context: 2 d numbers a page, or
 // 14 (centre) or 9 (first) keys a chunk of 256 and head; the others are bounded by K1 and K2.
 // Thread-compatible.

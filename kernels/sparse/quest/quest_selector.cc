@@ -5,6 +5,7 @@
 
 #include "kernels/base/dtype.h"
 #include "kernels/base/status_macros.h"
+#include "kernels/sparse/key_logits.h"
 #include "kernels/sparse/quest/page_scores.h"
 #include "kernels/sparse/ranking.h"
 #include "kernels/sparse/select_common.h"
@@ -34,12 +35,14 @@ struct ThreadMemory {
       rows = std::max(rows, block.num_rows);
       context = std::max(context, block.first_position + 1);
     }
+    query = pieces.Take<float>(d);
     signed_q = pieces.Take<float>(rows * p.q.dim(1) / p.kv.layout.num_kv_heads * 2 * d);
     scores = pieces.Take<float>(CeilPages(context));
     pages = pieces.Take<Ranked>(CeilPages(context));
     workspace = pieces.Take<std::byte>(QuestScoreWorkspaceBytes(d));
   }
 
+  float* query;
   float* signed_q;  // [rows of the largest block x G, 2 * head_dim], or bfloat16
   float* scores;    // [pages of the longest context]
   Ranked* pages;    // likewise
@@ -79,8 +82,13 @@ class Row {
     const int64_t d = row_.p.kv.layout.head_dim;
     for (int64_t r = 0; r < row_.block.num_rows; ++r) {
       for (int64_t g = 0; g < row_.group; ++g) {
-        SplitBySign(row_.p.q.As<const From>() + row_.q_row(r, g) * d, d,
-                    to + (r * row_.group + g) * 2 * d);
+        To* signed_q = to + (r * row_.group + g) * 2 * d;
+        if (row_.p.rope == nullptr) {
+          SplitBySign(row_.p.q.As<const From>() + row_.q_row(r, g) * d, d, signed_q);
+        } else {
+          LoadDistantQuery(row_, r, g, memory_.query);
+          SplitBySign(memory_.query, d, signed_q);
+        }
       }
     }
   }
@@ -122,7 +130,10 @@ int64_t QuestSelector::MaxEntries(const SelectionNumbers& numbers, int64_t token
 absl::Status QuestSelector::Select(const SelectParams& p, PageSelection& out,
                                    Executor& executor) const {
   KVASIR_RETURN_IF_ERROR(CheckQuest(p, out, *this));
-  const PageScoreKernel kernel = ChoosePageScoreKernel(p.kv.layout, p.q.dtype());
+  ReserveDistances(p, executor);
+  // What is rotated here stays in float32.
+  const PageScoreKernel kernel =
+      ChoosePageScoreKernel(p.kv.layout, p.rope == nullptr ? p.q.dtype() : DType::kFloat32);
   return WithThreadMemory(
       p, out, executor, [&](ScratchPieces& pieces) { return ThreadMemory(pieces, p); },
       [&](const SelectRow& row, const ThreadMemory& memory) { Row(row, kernel, memory).Run(); });

@@ -5,6 +5,8 @@
 //                 sum_d max(q_d * min_d, q_d * max_d)                (float32, not scaled)
 //
 // Every logit q . k of the page is <= its score (up to the rounding of sums of head_dim terms).
+// Where keys are cached un-rotated, q of query r of the block is rotated to distance
+// window_tokens + r: the score bounds the logits that the page's keys had there.
 // Candidates are the pages that intersect [sink_end, window_begin); the budget is rounded up to
 // whole pages; larger score first, then larger page first; a NaN score is the smallest. Entries
 // hold whole pages; `score` is the bound.

@@ -43,7 +43,7 @@ void AverageQueries(const SelectRow& row, const ThreadMemory& memory) {
     float* mean = memory.means + g * d;
     std::fill_n(mean, d, 0.0f);
     for (int64_t r = 0; r < row.block.num_rows; ++r) {
-      LoadQuery(row, r, g, memory.query);
+      LoadDistantQuery(row, r, g, memory.query);
       for (int64_t i = 0; i < d; ++i) mean[i] += memory.query[i];
     }
     for (int64_t i = 0; i < d; ++i) mean[i] /= static_cast<float>(row.block.num_rows);
@@ -104,6 +104,7 @@ absl::Status TokenSelectSelector::Select(const SelectParams& p, PageSelection& o
                                          Executor& executor) const {
   KVASIR_RETURN_IF_ERROR(CheckSelect("tokenselect", p, out));
   KVASIR_RETURN_IF_ERROR(CheckCapacity("tokenselect", *this, p, out));
+  ReserveDistances(p, executor);
   return WithThreadMemory(
       p, out, executor, [&](ScratchPieces& pieces) { return ThreadMemory(pieces, p); },
       SelectTokens);

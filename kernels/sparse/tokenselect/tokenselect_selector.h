@@ -8,14 +8,16 @@
 //
 // The softmax is what makes heads comparable: without it one head with large logits decides for
 // all. Scaled as attention scales them, votes in decoding are the attention mass that a token would
-// get among the candidates. Weights below e^-87 are 0. A NaN logit counts as -inf; a head whose logits are all -inf gives no votes. Entries hold
-// tokens; `score` is the largest vote of the entry's tokens.
-// Differs from the paper: heads of one KV group share a list, not all heads of the layer; heads map
-// to KV heads by h / G (the paper's h mod Hkv does not fit grouped models); a prompt's queries are
-// averaged over blocks of at most 64, not 512; keys and queries keep their rotation; the paper's
-// logits are not scaled, which makes votes peaked and keeps less mass (docs/quality.md).
-// Cost: reads every candidate's key once, and 4 * (G + 1) bytes of scratch per candidate and
-// thread. Linear in the context. Thread-compatible.
+// get among the candidates. Weights below e^-87 are 0. A NaN logit counts as -inf; a head whose
+// logits are all -inf gives no votes. Entries hold tokens; `score` is the largest vote of the
+// entry's tokens. Differs from the paper: heads of one KV group share a list, not all heads of the
+// layer; heads map to KV heads by h / G (the paper's h mod Hkv does not fit grouped models); a
+// prompt's queries are averaged over blocks of at most 64, not 512; where keys are cached rotated,
+// they and the queries keep their rotation, else query r of a block stands at distance
+// window_tokens + r of every key, as in the paper's code; the paper's logits are not scaled, which
+// makes votes peaked and keeps less mass (docs/quality.md). Cost: reads every candidate's key once,
+// and 4 * (G + 1) bytes of scratch per candidate and thread. Linear in the context.
+// Thread-compatible.
 #pragma once
 
 #include "kernels/sparse/stages.h"

@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 
 #include "kernels/base/status_macros.h"
+#include "kernels/paged/compact_positions.h"
 #include "kernels/sparse/key_logits.h"
 #include "kernels/sparse/select_common.h"
 
@@ -98,7 +99,11 @@ class RowPruner {
  public:
   RowPruner(const SelectRow& row, const ThreadMemory& memory) : row_(row), memory_(memory) {
     for (int64_t g = 0; g < row.group; ++g) {
-      LoadQuery(row, 0, g, memory.queries + g * row.p.kv.layout.head_dim);
+      float* query = memory.queries + g * row.p.kv.layout.head_dim;
+      LoadQuery(row, 0, g, query);
+      if (row.p.rope == nullptr) continue;
+      const int64_t position = QueryPosition(row.header, row.block.first_position);
+      row.p.rope->Rotate(query, DType::kFloat32, 1, position);
     }
   }
 
@@ -113,8 +118,9 @@ class RowPruner {
   void Estimate() {
     KeyEstimates estimate(row_, memory_.key);
     int64_t count = 0;
-    const auto add = [&](int64_t token) {
+    const auto add = [&](int64_t token, const SelectionEntry* entry) {
       estimate.Load(token);
+      if (row_.p.rope != nullptr) estimate.Rotate(TokenPosition(row_.header, entry, token));
       for (int64_t g = 0; g < row_.group; ++g) {
         memory_.weights[g * memory_.stride + count] =
             row_.p.scale * estimate(memory_.queries + g * row_.p.kv.layout.head_dim);
@@ -124,12 +130,14 @@ class RowPruner {
     for (int32_t i = 0; i < row_.header.count; ++i) {
       const SelectionEntry& entry = row_.list[i];
       for (uint64_t rest = Competing(row_.header, entry); rest != 0; rest &= rest - 1) {
-        add(entry.page * kPageTokens + std::countr_zero(rest));
+        add(entry.page * kPageTokens + std::countr_zero(rest), &entry);
       }
     }
     num_competing_ = count;
-    for (int64_t t = 0; t < row_.header.sink_end; ++t) add(t);
-    for (int64_t t = row_.header.window_begin; t <= row_.header.query_position; ++t) add(t);
+    for (int64_t t = 0; t < row_.header.sink_end; ++t) add(t, nullptr);
+    for (int64_t t = row_.header.window_begin; t <= row_.header.query_position; ++t) {
+      add(t, nullptr);
+    }
     num_tokens_ = count;
   }
 
@@ -189,6 +197,9 @@ absl::Status CheckTopP(const SelectParams& p, const PageSelection& selection) {
 absl::Status TopPPruner::Prune(const SelectParams& p, PageSelection& selection,
                                Executor& executor) const {
   KVASIR_RETURN_IF_ERROR(CheckTopP(p, selection));
+  if (p.rope != nullptr) {
+    ReservePositions(selection, p.blocks, p.kv.layout.num_kv_heads, *p.rope, executor);
+  }
   const Sizes sizes = LargestRow(p, selection);
   return WithThreadMemory(
       p, selection, executor, [&](ScratchPieces& pieces) { return ThreadMemory(pieces, p, sizes); },

@@ -1,11 +1,12 @@
 // The pruner `top_p` (Twilight, arXiv 2502.02770): of what a selector chose, the fewest tokens
 // whose estimated attention mass, with sink and window, reaches top_p. For one query head of a row:
 //
-//   l_j   = scale * q . k~_j         from key codes, j in C (chosen between sink and window) or in
-//   M w_j   = exp(l_j - max l)            (sink and window) need  = top_p * (1 - 1e-6) * sum over C
-//   and M of w - sum over M of w kept  = { j in C : w_j >= t },  t the largest float32 with sum
-//   over kept of w_j >= need;
-//           none when need <= 0
+//   l_j   = scale * q . k~_j         from key codes, for j in C (chosen, between sink and window)
+//                                    and in M (sink and window), at the positions of attention
+//   w_j   = exp(l_j - max l)
+//   need  = top_p * (1 - 1e-6) * (sum over C and M of w) - sum over M of w
+//   kept  = { j in C : w_j >= t },   t the largest float32 with sum over kept of w_j >= need;
+//                                    none when need <= 0
 //
 // and `live` of the row = what any head of the KV group keeps. t is found by bisection on the bits
 // of the floats, which order as the floats do: exact, at most 31 rounds; equals stay together. Sums

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <gtest/gtest.h>
 #include <limits>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -45,21 +46,57 @@ bool Selected(const RowSelection& row, int64_t token) {
   return false;
 }
 
+// Of compact positions: a token's own, or its rank among sink, chosen tokens and window.
+int64_t CompactPosition(const RowSelection& row, int64_t token) {
+  const SelectionHeader& header = row.header;
+  if (header.kind == Kind::kAll || token < header.sink_end) return token;
+  int64_t position = header.sink_end;
+  for (const SelectionEntry& entry : row.entries) {
+    for (int64_t t = 0; t < kPageTokens; ++t) {
+      if ((entry.chosen >> t & 1) == 0) continue;
+      if (entry.page * kPageTokens + t == token && token < header.window_begin) return position;
+      ++position;
+    }
+  }
+  return position + token - header.window_begin;
+}
+
+// x, rotated where keys and queries are not.
+std::vector<double> Rotated(AttentionBatch& batch, std::vector<double> x, int64_t position) {
+  if (batch.rope() == nullptr) return x;
+  const size_t half = x.size() / 2;
+  for (size_t i = 0; i < half; ++i) {
+    const double angle =
+        static_cast<double>(position) * batch.InverseFrequency(static_cast<int64_t>(i));
+    const double c = std::cos(angle) * batch.rope()->attention_scaling();
+    const double s = std::sin(angle) * batch.rope()->attention_scaling();
+    const double first = x[i], second = x[i + half];
+    x[i] = first * c - second * s;
+    x[i + half] = second * c + first * s;
+  }
+  return x;
+}
+
 OracleResult Oracle(AttentionBatch& batch, int64_t block_index, int64_t row, int64_t head) {
   const QueryBlock& block = batch.blocks()[static_cast<size_t>(block_index)];
   const int64_t kv_head = head / batch.shape().group;
   const int64_t d = batch.shape().head_dim;
-  const float* q = batch.q(block.first_row + row, head);
+  const RowSelection& selection = batch.selection(block_index, kv_head);
+  const float* raw_q = batch.q(block.first_row + row, head);
+  const std::vector<double> q =
+      Rotated(batch, {raw_q, raw_q + d}, CompactPosition(selection, block.first_position + row));
   const double scale = 1.0f / std::sqrt(static_cast<float>(d));
   std::vector<int64_t> tokens;
   std::vector<double> logits;
   double max = -std::numeric_limits<double>::infinity();
   for (int64_t token = 0; token <= block.first_position + row; ++token) {
-    if (!Selected(batch.selection(block_index, kv_head), token)) continue;
+    if (!Selected(selection, token)) continue;
     const std::byte* key =
         batch.kv().Token(Side::kKey, block.slot, token, AttentionBatch::kLayer, kv_head);
-    double dot = 0;
-    for (int64_t i = 0; i < d; ++i) dot += double{q[i]} * double{batch.kv().Get(key, i)};
+    std::vector<double> k;
+    for (int64_t i = 0; i < d; ++i) k.push_back(double{batch.kv().Get(key, i)});
+    k = Rotated(batch, std::move(k), CompactPosition(selection, token));
+    const double dot = std::inner_product(q.begin(), q.end(), k.begin(), 0.0);
     tokens.push_back(token);
     logits.push_back(dot * scale);
     max = std::max(max, logits.back());
@@ -85,8 +122,13 @@ OracleResult Oracle(AttentionBatch& batch, int64_t block_index, int64_t row, int
 // Outputs are averages of standard normal values: absolute; lse: relative where it is large.
 void ExpectMatchesOracle(AttentionBatch& batch) {
   const bool bf16 = batch.shape().activation == DType::kBFloat16;
-  const Tolerance out_tolerance = {.absolute = bf16 ? 1e-2 : 5e-6, .relative = bf16 ? 4e-3 : 5e-6};
-  const Tolerance lse_tolerance = {.absolute = 2e-6, .relative = 1e-6};
+  // What is rotated is rounded to the dtype that it had.
+  const bool rounds = batch.rope() != nullptr && (bf16 || batch.shape().kv == DType::kBFloat16);
+  const Tolerance out_tolerance = {.absolute = rounds ? 2e-2
+                                               : bf16 ? 1e-2
+                                                      : 5e-6,
+                                   .relative = bf16 ? 4e-3 : 5e-6};
+  const Tolerance lse_tolerance = {.absolute = rounds ? 2e-2 : 2e-6, .relative = 1e-6};
   const int64_t d = batch.shape().head_dim;
   std::vector<double> out, expected_out, lse, expected_lse;
   for (size_t b = 0; b < batch.blocks().size(); ++b) {
@@ -294,6 +336,72 @@ TEST_P(AttendTest, MatchesTheOracleOverSelections) {
     }
     Run(batch);
     ExpectMatchesOracle(batch);
+  }
+}
+
+// Lists whose entries reach into sink and window, with pruned tokens: both keep their positions.
+TEST_P(AttendTest, MatchesTheOracleAtCompactPositions) {
+  for (const AttentionShape& shape : Shapes()) {
+    if (shape.group != 1 && shape.group != 4) continue;
+    SCOPED_TRACE(Describe(shape));
+    AttentionBatch batch(shape, /*num_slots=*/1, /*max_tokens=*/448, /*seed=*/25);
+    batch.UseCompactPositions(/*attention_scaling=*/1.1);
+    batch.FillContext(0, 448);
+    for (const int64_t rows : {1, 5}) {
+      const int64_t first = 384 + (rows == 1 ? 63 : 0);
+      const auto add = [&](auto make) {
+        batch.AddBlock(0, first, rows, [&](int64_t) { return make(first); });
+      };
+      add([](int64_t p) { return SelectAll(p); });
+      add([](int64_t p) { return List(10, p - 100, {}); });
+      add([](int64_t p) { return List(70, p - 90, {Whole(1), Whole(3), Whole(5)}); });
+      add([&](int64_t p) { return ListWithHoles(p, batch.rng()); });
+      add([](int64_t p) {
+        return List(3, p - 1, {Whole(2), {.page = 5, .chosen = 0xf0f01, .live = 0x90001}});
+      });
+    }
+    Run(batch);
+    ExpectMatchesOracle(batch);
+    if (HasFailure()) return;
+  }
+}
+
+// The same bits as of a cache that holds rotated keys, so that short contexts are those of a server
+// without position extension.
+TEST_P(AttendTest, AllAtCompactPositionsHasTheBitsOfRotatedKeys) {
+  for (const AttentionShape& shape : Shapes()) {
+    if (shape.activation != shape.kv) continue;  // q and k come from one matrix product's dtype
+    SCOPED_TRACE(Describe(shape));
+    AttentionBatch rotated(shape, 1, 300, 26), unrotated(shape, 1, 300, 26);
+    SerialExecutor executor;
+    unrotated.UseCompactPositions();
+    unrotated.rope()->Reserve(300, executor);
+    const auto rotate = [&](void* x, int64_t position) {
+      unrotated.rope()->Rotate(x, shape.kv, 1, position);
+    };
+    for (AttentionBatch* batch : {&rotated, &unrotated}) {
+      batch->FillContext(0, 300);
+      batch->AddBlock(0, 256, 44);
+      batch->AddBlock(0, 299, 1);
+    }
+    for (int64_t head = 0; head < shape.kv_heads; ++head) {
+      for (int64_t t = 0; t < 300; ++t) {
+        rotate(rotated.kv().Token(Side::kKey, 0, t, AttentionBatch::kLayer, head), t);
+      }
+    }
+    for (int64_t row = 0; row < 45; ++row) {
+      for (int64_t head = 0; head < rotated.heads(); ++head) {
+        float* q = rotated.q(row, head);
+        std::vector<BFloat16> narrow(q, q + shape.head_dim);
+        const bool wide = shape.activation == DType::kFloat32;
+        rotate(wide ? static_cast<void*>(q) : narrow.data(), row < 44 ? 256 + row : 299);
+        for (size_t i = 0; !wide && i < narrow.size(); ++i) q[i] = static_cast<float>(narrow[i]);
+      }
+    }
+    Run(rotated);
+    Run(unrotated);
+    for (int64_t row = 0; row < 45; ++row) ExpectSameRow(rotated, row, unrotated, row);
+    if (HasFailure()) return;
   }
 }
 
@@ -508,6 +616,10 @@ TEST_P(AttendTest, CuttingABlockDoesNotChangeItsRows) {
     AttentionBatch cut(shape, 1, 2304, 32);
     whole.FillContext(0, 2304);
     cut.FillContext(0, 2304);
+    if (shape.group == 7) {  // both ways of positions
+      whole.UseCompactPositions();
+      cut.UseCompactPositions();
+    }
     const auto select = [](int64_t) { return List(100, 2000, {Whole(3), Whole(20)}); };
     whole.AddBlock(0, 2240, 64, select);
     for (const auto& [begin, rows] :

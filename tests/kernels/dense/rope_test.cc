@@ -76,6 +76,25 @@ TEST(Rope, AgreesWithDoubleReferenceAtFarPositions) {
   }
 }
 
+TEST(RopePositions, RotatesAsTheTableOfAStepDoes) {
+  ThreadExecutor executor(2);
+  for (const DType dtype : {kF32, kBf16}) {
+    RopePositions rope(InverseFrequencies(20), 1.3);
+    for (const int64_t first : {0, 5, 3000}) {  // grows in between
+      const std::vector<int64_t> positions = {first, first + 1, first + 2};
+      TestTensor expected(dtype, {3, 1, 40}), rotated(dtype, {3, 1, 40});
+      expected.Fill(7);
+      rotated.Fill(7);
+      RopeTable table(InverseFrequencies(20), 1.3);
+      table.SetPositions(positions, executor);
+      ASSERT_TRUE(ApplyRope(table, expected.view(), executor).ok());
+      rope.Reserve(first + 3, executor);
+      rope.Rotate(rotated.view().data(), dtype, 3, first);
+      EXPECT_EQ(rotated.Values(), expected.Values());
+    }
+  }
+}
+
 // What attention sees is q . k, which must depend on the distance of the positions only.
 TEST(Rope, ScoresDependOnDistanceOnly) {
   SerialExecutor executor;

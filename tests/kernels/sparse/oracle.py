@@ -34,10 +34,11 @@ class Case:
     """One query block over one sequence, as oracle_test.cc builds it."""
 
     def __init__(self, name, selector, first, rows, sink, window, budget, *, seed=1, run=1, group=2,
-                 options=None, specials=(), top_p=1):
+                 options=None, specials=(), top_p=1, unrotated=False, layer=1):
         self.json = dict(name=name, selector=selector, options=options or {}, first=first, rows=rows,
                          sink=sink, window=window, budget=budget, seed=seed, run=run, group=group,
-                         specials=[list(s) for s in specials], top_p=top_p)
+                         specials=[list(s) for s in specials], top_p=top_p, unrotated=unrotated,
+                         layer=layer)
         self.__dict__.update(self.json)
         self.context = first + rows
         self.dim, self.kv_heads = 16, 2
@@ -55,12 +56,34 @@ class Case:
         return np.stack([values(self.seed, QUERY, positions, head * self.group + g, self.dim)
                          for g in range(self.group)], axis=1)
 
+    def distant_queries(self, head):
+        """The same where every key stands at position 0 and query r at window + r, if keys are un-rotated."""
+        queries = self.queries(head)
+        if not self.unrotated:
+            return queries
+        return np.stack([rotated(q, self.window + r) * SCALING for r, q in enumerate(queries)])
+
+    def best(self, scores, count):
+        return best(scores, count, near=3e-5 if self.unrotated else 1e-6)
+
     def ranges(self):
         """sink_end and window_begin; None under rule R2."""
         if self.context <= self.sink + self.window + self.budget:
             return None
         window_begin = max(0, self.first - self.window + 1)
         return min(self.sink, window_begin), window_begin
+
+
+THETA, SCALING = 1e4, 1.1
+
+
+def rotated(x, positions):
+    """x [..., dim] at positions [...] or one for all, times SCALING."""
+    half = x.shape[-1] // 2
+    angles = np.multiply.outer(np.asarray(positions, dtype=np.float64), THETA ** (-np.arange(half) / half))
+    c, s = np.cos(angles) * SCALING, np.sin(angles) * SCALING
+    first, second = x[..., :half], x[..., half:]
+    return np.concatenate([first * c - second * s, second * c + first * s], axis=-1)
 
 
 def logits(keys, query):
@@ -80,20 +103,20 @@ def best(scores, count, near=1e-6):
 
 
 def quest(case, head, begin, end):
-    keys, queries = case.keys(head), case.queries(head).reshape(-1, case.dim)
+    keys, queries = case.keys(head), case.distant_queries(head).reshape(-1, case.dim)
     first, last = begin // PAGE, -(-end // PAGE)
     scores = []
     for page in range(first, last):
         chunk = keys[page * PAGE:(page + 1) * PAGE]
         low, high = chunk.min(axis=0), chunk.max(axis=0)
         scores.append(max(np.maximum(q * low, q * high).sum() for q in queries))
-    pages = best(scores, min(-(-case.budget // PAGE), len(scores)))
+    pages = case.best(scores, min(-(-case.budget // PAGE), len(scores)))
     return {t for p in pages for t in range((first + p) * PAGE, (first + p + 1) * PAGE)}
 
 
 def tokenselect(case, head, begin, end):
     keys = case.keys(head)[begin:end]
-    mean = case.queries(head).mean(axis=0)
+    mean = case.distant_queries(head).mean(axis=0)
     votes = np.zeros(end - begin)
     for query in mean:
         s = logits(keys, query) / math.sqrt(len(query))
@@ -103,7 +126,7 @@ def tokenselect(case, head, begin, end):
             below = np.where(s == s.max(), 0, s - s.max())
         weights = np.where(below >= -87, np.exp(below), 0)
         votes += weights / weights.sum()
-    return {begin + j for j in best(votes, min(case.budget, end - begin))}
+    return {begin + j for j in case.best(votes, min(case.budget, end - begin))}
 
 
 def hip(case, head, begin, end):
@@ -111,7 +134,7 @@ def hip(case, head, begin, end):
     blocks = -(-(end - begin) // block)
     if n >= blocks:
         return set(range(begin, end))
-    keys, queries = case.keys(head), case.queries(head)
+    keys, queries = case.keys(head), case.distant_queries(head)
     sampled = sorted({min(r + 1, case.rows - 1) for r in range(0, case.rows, 2)})
 
     def score(start, length):
@@ -127,7 +150,7 @@ def hip(case, head, begin, end):
             left = length // 2
             halves += [(start, left)] * (left > 0) + [(start + left, length - left)]
         scores = [score(*half) for half in halves]
-        nodes = [halves[i] for i in best(scores, n)]
+        nodes = [halves[i] for i in case.best(scores, n)]
     return {t for start, _ in nodes
             for t in range(begin + start * block, min(begin + (start + 1) * block, end))}
 
@@ -161,39 +184,50 @@ def infinitehip(case, head, begin, end):
         if len(chunks) <= count:
             continue
         means = [queries[r:r + stride].mean(axis=0) for r in range(0, case.rows, stride)]
-        heads = [[mean[g] for mean in means] for g in range(case.group)]
 
-        def best_logit(some_keys):  # [heads, keys]: the best of the averaged rows
+        def at(index):
+            """The queries of each head beside a chunk: for left probes, and for everything else."""
+            if not case.unrotated:
+                distances = None, None
+            elif case.layer < 3:
+                distances = [len(chunks) - 1 + seen - index] * 2
+            else:
+                distances = seen + 1, seen
+            return [[[mean[g] if d is None else rotated(mean[g], d) * SCALING for mean in means]
+                     for g in range(case.group)] for d in distances]
+
+        def best_logit(some_keys, heads):  # [heads, keys]: the best of the averaged rows
             return np.array([np.max([logits(some_keys, q) for q in rows], axis=0) for rows in heads])
 
-        if probe == "digest" and stage == 0:
-            bounds = {}
-            for page in range(chunks[0] // PAGE, -(-(chunks[-1] + size) // PAGE)):
-                low, high = (f(keys[page * PAGE:(page + 1) * PAGE], axis=0) for f in (np.min, np.max))
-                bounds[page] = max(np.maximum(q * low, q * high).sum() for h in heads for q in h)
-            scores = [max(bounds[p] for p in range(c // PAGE, -(-(c + size) // PAGE))) for c in chunks]
-        elif probe == "digest":
-            estimates = best_logit(codes).max(axis=0)
-            scores = [estimates[c:c + size].max() for c in chunks]
-        else:
-            table = best_logit(keys)
-            scores = [max(descend(row, c, size, probe) for row in table) for c in chunks]
-        chunks = [chunks[i] for i in best(scores, count)]
+        scores = []
+        for index, c in enumerate(chunks):
+            lefts, heads = at(index)
+            if probe == "digest" and stage == 0:
+                pages = range(c // PAGE, -(-(c + size) // PAGE))
+                sides = [[f(keys[p * PAGE:(p + 1) * PAGE], axis=0) for f in (np.min, np.max)] for p in pages]
+                scores.append(max(np.maximum(q * low, q * high).sum()
+                                  for low, high in sides for h in heads for q in h))
+            elif probe == "digest":
+                scores.append(best_logit(codes[c:c + size], heads).max())
+            else:
+                rows = [best_logit(keys[c:c + size], some) for some in (lefts, heads)]
+                scores.append(max(descend(left, right, probe) for left, right in zip(*rows)))
+        chunks = [chunks[i] for i in case.best(scores, count)]
     return {t for c in chunks for t in range(c, c + sizes[-1])}
 
 
-def descend(row, left, size, probe):
-    """The score of the chunk [left, left + size) for one head, whose logits are `row`."""
-    right = left + size
-    if probe == "centre" and size <= 8:
-        return row[left:right].max()
+def descend(lefts, rights, probe):
+    """The score of a chunk for one head, whose logits are `lefts` for left probes and `rights` for others."""
+    left, right = 0, len(lefts)
+    if probe == "centre" and right <= 8:
+        return rights.max()
     found = -math.inf
     while right - left > 1:
         middle = (left + right) // 2
         a, b = (left, middle) if probe == "first" else ((left + middle) // 2, (middle + right) // 2)
-        found = max(found, row[a], row[b])
-        left, right = (left, middle) if row[a] > row[b] else (middle, right)
-    return row[left] if probe == "first" else found
+        found = max(found, lefts[a], rights[b])
+        left, right = (left, middle) if lefts[a] > rights[b] else (middle, right)
+    return rights[left] if probe == "first" else found
 
 
 def top_p(case, head, begin, end, tokens):
@@ -201,6 +235,14 @@ def top_p(case, head, begin, end, tokens):
     keys, queries = coded(case.keys(head)), case.queries(head)[0]
     competing = np.array(sorted(t for t in tokens if begin <= t < end), dtype=int)
     mandatory = np.r_[0:begin, end:case.context]
+    if case.unrotated:
+        # Side by side: sink, all that was chosen, window.
+        rank = {t: begin + i for i, t in enumerate(sorted(tokens))}
+        places = np.zeros(case.context)
+        places[:begin] = np.arange(begin)
+        places[competing] = [rank[t] for t in competing]
+        places[end:] = begin + len(tokens) + np.arange(case.context - end)
+        keys, queries = rotated(keys, places), rotated(queries, places[-1])
     live = set()
     for query in queries:
         scaled = keys @ query / math.sqrt(case.dim)
@@ -296,6 +338,31 @@ def cases():
                        seed=28, **hip3)
             yield Case("short context", first=1000, rows=1, sink=100, window=512, budget=389, seed=28,
                        **hip3)
+    yield from unrotated_cases()
+
+
+def unrotated_cases():
+    """Keys that are cached un-rotated: what is chosen then, and what of it is pruned at compact positions."""
+    raw = dict(unrotated=True)
+    for selector in ("quest", "tokenselect", "hip"):
+        yield Case("un-rotated, decode", selector, 700, 1, 70, 130, 100, seed=41, **raw)
+        yield Case("un-rotated, four heads", selector, 640, 1, 64, 65, 64, seed=42, group=4, **raw)
+        yield Case("un-rotated, a prompt's block", selector, 640, 64, 33, 90, 120, seed=43, **raw)
+        yield Case("un-rotated, all keys alike", selector, 450, 1, 10, 50, 66, seed=44, run=1000, **raw)
+        yield Case("un-rotated, short context", selector, 399, 1, 20, 80, 300, seed=10, **raw)
+    for share in (0.5, 0.9):
+        yield Case("un-rotated, pruned pages", "quest", 900, 1, 20, 60, 400, seed=45, top_p=share, **raw)
+        yield Case("un-rotated, pruned tokens", "tokenselect", 900, 1, 4, 30, 200, seed=46, top_p=share, **raw)
+        yield Case("un-rotated, pruned, reaching into the window", "infinitehip", 1200, 1, 10, 140, 256, seed=47,
+                   options=dict(preset="5k"), top_p=share, **raw)
+    for layer in (2, 3):  # chunk-indexed, relative
+        for preset in ("3k", "5k"):
+            for probe in ("digest", "centre", "first"):
+                hip3 = dict(selector="infinitehip", options=dict(preset=preset, probe=probe), layer=layer, **raw)
+                yield Case("un-rotated, last stage", first=3000, rows=1, sink=64, window=600, budget=256, seed=51, **hip3)
+                yield Case("un-rotated, all stages", first=36000, rows=1, sink=256, window=600, budget=512, seed=52, **hip3)
+                yield Case("un-rotated, seven rows", first=2050, rows=7, sink=0, window=520, budget=100, seed=53, group=3,
+                           **hip3)
 
 
 def main():

@@ -11,6 +11,7 @@
 
 #include "nlohmann/json.hpp"
 
+#include "kernels/paged/compact_positions.h"
 #include "kernels/paged/digests.h"
 #include "kernels/paged/key_codes.h"
 #include "kernels/sparse/methods.h"
@@ -27,7 +28,6 @@ using Ranges = std::vector<std::array<int64_t, 2>>;
 
 constexpr int64_t kQuery = 1, kKey = 2;
 constexpr int64_t kDim = 16, kKvHeads = 2;
-constexpr int64_t kLayer = AttentionBatch::kLayer;
 
 float Value(int64_t seed, int64_t side, int64_t position, int64_t head, int64_t i) {
   const auto u = [](int64_t x) { return static_cast<uint64_t>(x); };
@@ -47,7 +47,7 @@ json ReadCases() {
 void FillKeys(const json& c, int64_t context, AttentionBatch& batch) {
   batch.FillContext(0, context);
   const auto key = [&](int64_t t, int64_t head) {
-    return batch.kv().Token(FakePagedKv::Side::kKey, 0, t, kLayer, head);
+    return batch.kv().Token(FakePagedKv::Side::kKey, 0, t, batch.shape().layer, head);
   };
   for (int64_t head = 0; head < kKvHeads; ++head) {
     for (int64_t t = 0; t < context; ++t) {
@@ -101,6 +101,7 @@ Ranges ListedRanges(const SelectionHeader& header, const SelectionEntry* list,
 void ExpectPruned(const json& c, const std::vector<SelectionNumbers>& numbers,
                   AttentionBatch& batch, PageSelection& selection) {
   SerialExecutor executor;
+  AssignPositions(selection);
   const absl::Status status =
       TopPPruner().Prune(batch.ParamsForSelect(numbers), selection, executor);
   ASSERT_TRUE(status.ok()) << status;
@@ -126,8 +127,10 @@ void RunCase(const json& c, DType dtype) {
                         .kv = dtype,
                         .head_dim = kDim,
                         .kv_heads = kKvHeads,
-                        .group = c["group"]},
+                        .group = c["group"],
+                        .layer = c["layer"]},
                        1, context, 1);
+  if (c["unrotated"]) batch.UseCompactPositions(/*attention_scaling=*/1.1);
   ASSERT_NO_FATAL_FAILURE(FillKeys(c, context, batch));
   FillQueries(c, batch);
   const std::vector<SelectionNumbers> numbers = {{.sink_tokens = c["sink"],
@@ -156,7 +159,7 @@ void RunCase(const json& c, DType dtype) {
 
 TEST(SelectorOracle, ChoosesWhatTheDefinitionChooses) {
   const json cases = ReadCases();
-  ASSERT_GE(cases.size(), 114u);
+  ASSERT_GE(cases.size(), 171u);
   for (const json& c : cases) {
     for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
       SCOPED_TRACE(testing::Message() << c["selector"] << c["options"] << ": " << c["name"] << ", "

@@ -1,0 +1,72 @@
+"""Documents longer than the model was trained for, read at compact positions (--position-extension=streaming).
+
+The reference model has a trained window of 8,192 tokens: without the extension it answers hardly any of these questions
+(tests/model/README.md).
+"""
+
+import pathlib
+import sys
+import tempfile
+import unittest
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+from support.service import Service  # noqa: E402
+
+import grpc  # noqa: E402
+from documents import make_document  # noqa: E402
+from kvasir.v1 import generation_pb2  # noqa: E402
+
+TRAINED_WINDOW = 8192
+DOCUMENT = make_document("multi_key", 12000, num_questions=8, seed=7)
+POLICIES = """
+- name: dense
+- name: wide
+  prefill: {streaming: {}, sink_tokens: 256, window_tokens: 1024}
+  decode: {quest: {}, sink_tokens: 256, window_tokens: 1024, token_budget: 7000}
+"""
+FLAGS = ["--position-extension=streaming", "--max-model-len=16384", "--sparse-selector=quest",
+         "--sparse-prefill-selector=quest", "--sparse-token-budget=2048", "--sparse-sink-tokens=256",
+         "--sparse-window-tokens=1024", "--mass-sample-rate=0"]
+
+
+class PositionExtension(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        with tempfile.NamedTemporaryFile("w", suffix=".yaml") as policies:
+            policies.write(POLICIES)
+            policies.flush()
+            cls.service = cls.enterClassContext(Service(flags=[*FLAGS, f"--policies={policies.name}"]))
+
+    def ask(self, question, **options):
+        return self.service.generate(DOCUMENT.text + question.prompt, stop=".", max_tokens=24, **options)
+
+    def test_answers_beyond_the_trained_window(self):
+        answers = [self.ask(question) for question in DOCUMENT.questions]
+        exact = sum(a.text + "." == q.answer for a, q in zip(answers, DOCUMENT.questions))
+        self.assertGreaterEqual(exact, 7)
+        self.assertGreater(answers[0].finish.usage.prompt_tokens, TRAINED_WINDOW + 3000)
+        for answer in answers:
+            report = answer.finish.attention
+            self.assertGreater(report.decode_blocks_skipped.selected_out, report.decode_blocks_total / 2)
+        for answer in answers[1:]:
+            self.assertGreaterEqual(answer.cached_tokens, 11900, "the document was not found in the cache")
+
+    def test_a_policy_that_attends_to_more_than_the_trained_window_is_refused(self):
+        for policy, message in (("dense", "the prefill part of the policy must be sparse in all layers"),
+                                ("wide", "the decode part of the policy attends to 8320 tokens")):
+            with self.assertRaises(grpc.RpcError) as raised:
+                self.ask(DOCUMENT.questions[0], policy=policy)
+            self.assertEqual(raised.exception.code(), grpc.StatusCode.INVALID_ARGUMENT)
+            self.assertIn(message, raised.exception.details())
+            short = self.service.generate(DOCUMENT.text[:3000], max_tokens=4, policy=policy)
+            self.assertEqual(len(short.token_ids), 4)
+
+    def test_the_server_says_what_it_serves(self):
+        info = self.service.stub.GetModelInfo(generation_pb2.GetModelInfoRequest())
+        self.assertEqual(info.max_context_length, 16384)
+        self.assertEqual(info.trained_window, TRAINED_WINDOW)
+        self.assertEqual(info.kv_form, "unrotated/bfloat16")
+
+
+if __name__ == "__main__":
+    unittest.main()
