@@ -49,9 +49,9 @@ AttendLaunch MakeLaunch(const AttendParams& p, int64_t group) {
 
 }  // namespace
 
-int64_t AttendDecodeWorkspaceBytes(int64_t rows, int64_t group, int64_t head_dim) {
-  return rows * kMaxDecodeUnits * kPartsPerUnit * group * (head_dim + 2) *
-         static_cast<int64_t>(sizeof(float));
+int64_t AttendDecodeWorkspaceBytes(const KvLayout& layout, int64_t blocks, int64_t group) {
+  return blocks * layout.num_kv_heads * MaxDecodeUnits(layout.num_kv_heads) * group *
+         (layout.head_dim + 2) * static_cast<int64_t>(sizeof(float));
 }
 
 absl::Status AttendDecode(const AttendParams& params, const KvTensorMaps& maps,

@@ -14,8 +14,9 @@
 
 namespace kvasir::kernels {
 
-// Device memory for the partial results of `rows` selection rows (blocks x KV heads).
-int64_t AttendDecodeWorkspaceBytes(int64_t rows, int64_t group, int64_t head_dim);
+// Device memory for the partial results of `blocks` query blocks; `group` is the number of query
+// heads of a KV head.
+int64_t AttendDecodeWorkspaceBytes(const KvLayout& layout, int64_t blocks, int64_t group);
 
 // Attention of blocks of one query each. Nothing is allocated or waited for; may be captured.
 // INVALID_ARGUMENT on shapes; a selected page that is absent sets the slot's fault, and its out

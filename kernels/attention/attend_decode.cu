@@ -2,21 +2,21 @@
 //
 // A unit is a run of a row's items (row_items.h). Blocks stay on the GPU and take units in turn.
 // In a block, the producer warp resolves pages and has the copy engine bring them, several stages
-// ahead; two warpgroups take the pages in turn. For a page of 64 tokens a warpgroup computes
+// ahead; three warpgroups take the pages in turn. For a page of 64 tokens a warpgroup computes
 //
 //   S[64 tokens, 8 heads] = K[64, d] q^T            M = tokens: nothing is wasted on padding but
 //   P = exp2(scale S - max)                         heads up to 8
 //   O[d, 8 heads] += V^T[d, 64] P                   M = head dimension
 //
-// and keeps (max, sum, O) of the pages it took. They go to the workspace; a second kernel merges
-// them in order.
+// and keeps (max, sum, O) of the pages it took. The block merges those of its warpgroups, and a
+// second kernel those of a row's units, both in order.
 #include "kernels/attention/attend_launch.h"
 #include "kernels/attention/page_pipeline.cuh"
 
 namespace kvasir::kernels {
 namespace {
 
-constexpr int kConsumers = static_cast<int>(kPartsPerUnit);  // warpgroups
+constexpr int kConsumers = 3;  // warpgroups
 constexpr int kThreads = kConsumers * kGroupThreads + kWarpThreads;
 constexpr int kHeads = 8;  // columns of the products; a KV head has up to so many query heads
 constexpr int kRingBytes = 192 * 1024;
@@ -29,30 +29,38 @@ template <int kHeadDim>
 struct alignas(1024) SharedMemory {
   using Shape = PageShape<kHeadDim>;
   using Ring = PageRing<kHeadDim, kRingBytes / Shape::kPageBytes>;
+  // A stage always has the same reader: barriers tell one use of a stage from the next, not from
+  // the one after, which another reader could be waiting for already.
+  static_assert(Ring::kStages % kConsumers == 0);
   struct Consumer {
     std::byte query[Shape::kHalves * hopper::kSwizzledGroupBytes];  // [8 heads][64] halves
     std::byte weights[hopper::kSwizzledGroupBytes];                 // P: [8 heads][64 tokens]
   };
   Ring ring;
   alignas(1024) Consumer consumers[kConsumers];
-  float exchange[kConsumers][4][kHeads];  // between the warps of a warpgroup
+  float exchange[kConsumers][4][kHeads];             // between the warps of a warpgroup
+  float partials[kConsumers][kHeads][2 + kHeadDim];  // maximum, sum, values
 };
 
 // The part of a row that unit `id` is. Units of all rows lie side by side, so that the first units
 // of every row are spread over the GPU. An empty run: the row has no such unit.
 __device__ PageRun RunOfUnit(const DecodeParams& p, int64_t id) {
   PageRun run = WholeRow(p, id % p.num_rows);
-  const int64_t per_unit = ItemsPerUnit(run.items.num_items);
+  const int64_t per_unit = ItemsPerUnit(run.items.num_items, p.kv.layout.num_kv_heads);
   run.begin = id / p.num_rows * per_unit;
   run.end = min(run.begin + per_unit, run.items.num_items);
   return run;
+}
+
+__device__ int64_t NumUnits(const DecodeParams& p) {
+  return p.num_rows * MaxDecodeUnits(p.kv.layout.num_kv_heads);
 }
 
 template <int kHeadDim>
 __device__ void Produce(const DecodeParams& p, const KvTensorMaps& maps,
                         SharedMemory<kHeadDim>& shared) {
   RingPosition<SharedMemory<kHeadDim>::Ring::kStages> at;
-  for (int64_t id = blockIdx.x; id < p.num_rows * kMaxDecodeUnits; id += gridDim.x) {
+  for (int64_t id = blockIdx.x; id < NumUnits(p); id += gridDim.x) {
     ProducePages(p, maps, RunOfUnit(p, id), shared.ring, at);
   }
 }
@@ -188,10 +196,9 @@ __device__ void AttendToPage(const DecodeParams& p, SharedMemory<kHeadDim>& shar
   AddValues<kHeadDim>(shared.ring.values(stage), mine.weights, state.out);
 }
 
-// A page's sums lie spread over the warpgroup; the merge kernel wants them whole.
+// Leaves the warpgroup's state, whose sums lie spread over its threads, where the block merges it.
 template <int kHeadDim>
-__device__ void StorePartial(const DecodeParams& p, SharedMemory<kHeadDim>& shared,
-                             const PageRun& run, int64_t unit, const ThreadPlace& me,
+__device__ void LeavePartial(SharedMemory<kHeadDim>& shared, const ThreadPlace& me,
                              ThreadState<kHeadDim>& state) {
   float(*warp_sum)[kHeads] = shared.exchange[me.consumer];
   for (float& sum : state.sum) {
@@ -205,12 +212,8 @@ __device__ void StorePartial(const DecodeParams& p, SharedMemory<kHeadDim>& shar
     warp_sum[me.warp][me.column + 1] = state.sum[1];
   }
   Synchronize(me);
-  const int64_t part = unit * kConsumers + me.consumer;
-  const int64_t first =
-      ((run.row * kMaxDecodeUnits * kConsumers + part) * p.group) * (kHeadDim + 2);
   for (int j = 0; j < 2; ++j) {
-    if (me.column + j >= p.group) continue;
-    float* partial = p.partials + first + (me.column + j) * (kHeadDim + 2);
+    float* partial = shared.partials[me.consumer][me.column + j];
     for (int half = 0; half < PageShape<kHeadDim>::kHalves; ++half) {
       partial[2 + half * kBoxColumns + me.row] = state.out[half][j];
       partial[2 + half * kBoxColumns + me.row + 8] = state.out[half][j + 2];
@@ -221,25 +224,71 @@ __device__ void StorePartial(const DecodeParams& p, SharedMemory<kHeadDim>& shar
     partial[0] = state.max[j];
     partial[1] = sum;
   }
-  Synchronize(me);
+}
+
+// The state of all partials of one (row, query head) together; the value is that of dimension `d`.
+struct MergedState {
+  float max = kMinusInfinity;
+  float sum = 0;
+  float value = 0;
+};
+__device__ MergedState MergePartials(const float* partials, int64_t count, int64_t stride, int d) {
+  MergedState merged;
+  for (int64_t i = 0; i < count; ++i) merged.max = fmaxf(merged.max, partials[i * stride]);
+  const float offset = merged.max == kMinusInfinity ? 0.0f : merged.max;
+#pragma unroll 8
+  for (int64_t i = 0; i < count; ++i) {
+    const float* partial = partials + i * stride;
+    const float weight = exp2f(partial[0] - offset);
+    merged.sum += weight * partial[1];
+    merged.value += weight * partial[2 + d];
+  }
+  return merged;
+}
+
+// The threads of all consumers wait for each other.
+__device__ void SynchronizeConsumers() {
+  hopper::NamedBarrier(1 + kConsumers, kConsumers * kGroupThreads);
+}
+
+template <int kHeadDim>
+__device__ void StorePartial(const DecodeParams& p, const SharedMemory<kHeadDim>& shared,
+                             const PageRun& run, int64_t unit) {
+  constexpr int64_t kStride = 2 + kHeadDim;
+  SynchronizeConsumers();
+  float* to =
+      p.partials + (run.row * MaxDecodeUnits(p.kv.layout.num_kv_heads) + unit) * p.group * kStride;
+  for (int i = static_cast<int>(threadIdx.x); i < p.group * kHeadDim;
+       i += kConsumers * kGroupThreads) {
+    const int head = i / kHeadDim;
+    const int d = i % kHeadDim;
+    const MergedState merged =
+        MergePartials(shared.partials[0][head], kConsumers, kHeads * kStride, d);
+    to[head * kStride + 2 + d] = merged.value;
+    if (d != 0) continue;
+    to[head * kStride] = merged.max;
+    to[head * kStride + 1] = merged.sum;
+  }
+  SynchronizeConsumers();  // before the next unit's partials come
 }
 
 template <int kHeadDim>
 __device__ void Consume(const DecodeParams& p, SharedMemory<kHeadDim>& shared) {
   const ThreadPlace me = MyPlace();
   RingPosition<SharedMemory<kHeadDim>::Ring::kStages> at;
-  for (int64_t id = blockIdx.x; id < p.num_rows * kMaxDecodeUnits; id += gridDim.x) {
+  for (int64_t id = blockIdx.x; id < NumUnits(p); id += gridDim.x) {
     const PageRun run = RunOfUnit(p, id);
     if (run.begin >= run.end) continue;
     LoadQuery<kHeadDim>(p, run, me, shared.consumers[me.consumer].query);
     ThreadState<kHeadDim> state;
     for (int64_t item = run.begin; item < run.end; ++item, at.Next()) {
-      if ((item - run.begin) % kConsumers != me.consumer) continue;
+      if (at.stage % kConsumers != me.consumer) continue;
       hopper::BarrierWait(&shared.ring.full[at.stage], at.parity);
       AttendToPage<kHeadDim>(p, shared, me, at.stage, state);
       ReleaseStage(shared.ring, at.stage);
     }
-    StorePartial<kHeadDim>(p, shared, run, id / p.num_rows, me, state);
+    LeavePartial<kHeadDim>(shared, me, state);
+    StorePartial<kHeadDim>(p, shared, run, id / p.num_rows);
   }
 }
 
@@ -263,30 +312,21 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 template <int kHeadDim>
 __global__ void MergePartialsKernel(const __grid_constant__ DecodeParams p) {
+  cudaGridDependencySynchronize();
   const int64_t row = blockIdx.x / p.group;
   const int64_t head = blockIdx.x % p.group;
   const int64_t kv_heads = p.kv.layout.num_kv_heads;
   const QueryBlock block = p.blocks[row / kv_heads];
   const RowItems items = NumberItems(p.headers[row], block.first_position);
-  const int64_t parts = NumDecodeUnits(items.num_items) * kConsumers;
   const int64_t stride = p.group * (kHeadDim + 2);
-  const float* partials =
-      p.partials + (row * kMaxDecodeUnits * kConsumers * p.group + head) * (kHeadDim + 2);
-  float max = kMinusInfinity;
-  for (int64_t part = 0; part < parts; ++part) max = fmaxf(max, partials[part * stride]);
-  const float offset = max == kMinusInfinity ? 0.0f : max;
-  float sum = 0;
-  float out = 0;
-  for (int64_t part = 0; part < parts; ++part) {
-    const float* partial = partials + part * stride;
-    const float weight = exp2f(partial[0] - offset);
-    sum += weight * partial[1];
-    out += weight * partial[2 + threadIdx.x];
-  }
+  const MergedState merged = MergePartials(
+      p.partials + row * MaxDecodeUnits(kv_heads) * stride + head * (kHeadDim + 2),
+      NumDecodeUnits(items.num_items, kv_heads), stride, static_cast<int>(threadIdx.x));
   const int64_t q_row = block.first_row * kv_heads * p.group + row % kv_heads * p.group + head;
-  p.out[q_row * kHeadDim + threadIdx.x] = __float2bfloat16_rn(sum == 0 ? 0.0f : out / sum);
+  p.out[q_row * kHeadDim + threadIdx.x] =
+      __float2bfloat16_rn(merged.sum == 0 ? 0.0f : merged.value / merged.sum);
   if (p.lse != nullptr && threadIdx.x == 0) {
-    p.lse[q_row] = sum == 0 ? kMinusInfinity : max / kLog2E + logf(sum);
+    p.lse[q_row] = merged.sum == 0 ? kMinusInfinity : merged.max / kLog2E + logf(merged.sum);
   }
 }
 
@@ -302,9 +342,15 @@ cudaError_t Launch(const DecodeParams& p, const KvTensorMaps& maps, int num_proc
   }
   AttendDecodeKernel<kHeadDim>
       <<<static_cast<unsigned>(num_processors), kThreads, kSharedBytes, stream>>>(p, maps);
-  MergePartialsKernel<kHeadDim>
-      <<<static_cast<unsigned>(p.num_rows * p.group), kHeadDim, 0, stream>>>(p);
-  return cudaGetLastError();
+  // Its blocks are made ready while the decode kernel ends.
+  cudaLaunchAttribute overlap = {.id = cudaLaunchAttributeProgrammaticStreamSerialization};
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  const cudaLaunchConfig_t merge = {.gridDim = static_cast<unsigned>(p.num_rows * p.group),
+                                    .blockDim = kHeadDim,
+                                    .stream = stream,
+                                    .attrs = &overlap,
+                                    .numAttrs = 1};
+  return cudaLaunchKernelEx(&merge, MergePartialsKernel<kHeadDim>, p);
 }
 
 }  // namespace

@@ -28,11 +28,8 @@ struct AttendLaunch {
   uint8_t* faults = nullptr;
 };
 
-// Partial results of a unit: one for each warpgroup that works on it.
-inline constexpr int64_t kPartsPerUnit = 2;
-
-// Blocks of one query. `partials` is [rows, kMaxDecodeUnits * kPartsPerUnit, group, 2 + head_dim]:
-// maximum, sum, values.
+// Blocks of one query. `partials` is [rows, MaxDecodeUnits, group, 2 + head_dim]: maximum, sum,
+// values.
 cudaError_t LaunchAttendDecode(const AttendLaunch& params, const KvTensorMaps& maps,
                                float* partials, int num_processors, cudaStream_t stream);
 // Blocks of up to 64 queries.

@@ -66,19 +66,20 @@ KVASIR_HOST_DEVICE inline RowItem FindItem(const RowItems& items, const Selectio
   return item;
 }
 
-// How a decode row is cut into units of parallel work. The cut depends on nothing but the number of
-// items: few units while the row is short, so that one wave of a GPU holds the rows of one
-// sequence.
-inline constexpr int64_t kMaxDecodeUnits = 64;
+// How a decode row is cut into units of parallel work: so that the rows of one sequence are about
+// as many units as a GPU has multiprocessors. The cut depends on nothing that differs from batch to
+// batch.
+inline constexpr int64_t kDecodeUnitsOfSequence = 128;
 
-KVASIR_HOST_DEVICE inline int64_t ItemsPerUnit(int64_t num_items) {
-  constexpr int64_t kShortItems = 512;
-  constexpr int64_t kShortUnits = 16;
-  const int64_t units = num_items < kShortItems ? kShortUnits : kMaxDecodeUnits;
-  return (num_items + units - 1) / units;
+KVASIR_HOST_DEVICE inline int64_t MaxDecodeUnits(int64_t num_kv_heads) {
+  return num_kv_heads >= kDecodeUnitsOfSequence ? 1 : kDecodeUnitsOfSequence / num_kv_heads;
 }
-KVASIR_HOST_DEVICE inline int64_t NumDecodeUnits(int64_t num_items) {
-  const int64_t per_unit = ItemsPerUnit(num_items);
+KVASIR_HOST_DEVICE inline int64_t ItemsPerUnit(int64_t num_items, int64_t num_kv_heads) {
+  const int64_t units = MaxDecodeUnits(num_kv_heads);
+  return num_items <= units ? 1 : (num_items + units - 1) / units;
+}
+KVASIR_HOST_DEVICE inline int64_t NumDecodeUnits(int64_t num_items, int64_t num_kv_heads) {
+  const int64_t per_unit = ItemsPerUnit(num_items, num_kv_heads);
   return (num_items + per_unit - 1) / per_unit;
 }
 

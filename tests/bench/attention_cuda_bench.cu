@@ -89,8 +89,8 @@ struct Set {
     q = Value(DeviceBuffer::Allocate(values * 2));
     FillRandom<<<64, 256>>>(q.As<__nv_bfloat16>(), values, seed + 77);
     out = Value(DeviceBuffer::Allocate(values * 2));
-    workspace = Value(
-        DeviceBuffer::Allocate(AttendDecodeWorkspaceBytes(rows_of_selection, kGroup, kHeadDim)));
+    workspace = Value(DeviceBuffer::Allocate(
+        AttendDecodeWorkspaceBytes(layout, num_queries / block_queries, kGroup)));
     std::vector<QueryBlock> query_blocks;
     for (int64_t first = 0; first < num_queries; first += block_queries) {
       query_blocks.push_back({.slot = 0,

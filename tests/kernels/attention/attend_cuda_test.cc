@@ -40,7 +40,7 @@ absl::Status Decode(const AttendParams& params, const KvTensorMaps& maps) {
   const int64_t group = params.q.dim(1) / params.kv.layout.num_kv_heads;
   KVASIR_ASSIGN_OR_RETURN(const DeviceBuffer workspace,
                           DeviceBuffer::Allocate(AttendDecodeWorkspaceBytes(
-                              params.selection.num_rows, group, params.kv.layout.head_dim)));
+                              params.kv.layout, std::ssize(params.blocks), group)));
   KVASIR_RETURN_IF_ERROR(AttendDecode(params, maps, workspace.data(), nullptr));
   return CudaStatus(cudaDeviceSynchronize(), "running the kernel");
 }
@@ -97,8 +97,20 @@ TEST_P(AttendCudaTest, DenseAgreesAtEveryPageEdge) {
 
 TEST_P(AttendCudaTest, LongContextsAreCutIntoManyUnits) {
   const int64_t tokens = 40'000;
-  ASSERT_EQ(NumDecodeUnits(NumberItems({}, tokens - 1).num_items), 63);
+  ASSERT_EQ(NumDecodeUnits(NumberItems({}, tokens - 1).num_items, 2), 63);
   AttentionBatch batch(Shape(), 1, tokens, 8);
+  batch.FillContext(0, tokens);
+  batch.AddBlock(0, tokens - 1, 1);
+  ExpectMatchesReference(batch, Decode);
+}
+
+// So many KV heads that a row is one unit: its pages go round the ring many times.
+TEST_P(AttendCudaTest, AUnitMayHaveManyPages) {
+  AttentionShape shape = Shape();
+  shape.kv_heads = 128;
+  const int64_t tokens = 1500;
+  ASSERT_EQ(ItemsPerUnit(NumberItems({}, tokens - 1).num_items, shape.kv_heads), 24);
+  AttentionBatch batch(shape, 1, tokens, 12);
   batch.FillContext(0, tokens);
   batch.AddBlock(0, tokens - 1, 1);
   ExpectMatchesReference(batch, Decode);
