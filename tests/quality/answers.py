@@ -14,9 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 from documents import make_document
 from policies import select, servers
-from support.service import Service
+from support.service import ROOT, Service
 
 QUESTIONS_A_DOCUMENT = 8
+ANSWER_TOKENS = 128  # of a question with its answer, at most
 ONE_QUESTION_TASKS = ("pass_key", "common_words")
 
 
@@ -75,12 +76,23 @@ def ask_all(service, model, policies, place, results, streams):
     return seconds
 
 
+def context_flags(model, places):
+    """A server for documents beyond what the model was trained for, too: that dense attention fails there is to be seen."""
+    config = json.loads((ROOT / "tests" / "model" / model / "config.json").read_text())
+    needed = max(length for _, length, _ in places) + ANSWER_TOKENS
+    if needed <= config["max_position_embeddings"]:
+        return []
+    return [f"--max-model-len={needed}", "--allow-long-max-model-len"]
+
+
 def run_server(model, policies, places, arguments, results, folder):
     """All turns of the policies that one server declares, at the documents in these places."""
     declared = {policy.served_name: policy.message() for policy in policies if policy.served_name}
     declarations = pathlib.Path(folder) / "policies.yaml"
     declarations.write_text(json.dumps(list(declared.values())))  # JSON is YAML
-    flags = [*policies[0].flags, *shlex.split(arguments.flags)] + ([f"--policies={declarations}"] if declared else [])
+    flags = [*policies[0].flags, *context_flags(model, places), *shlex.split(arguments.flags)]
+    if declared:
+        flags.append(f"--policies={declarations}")
     with Service(f"tests/model/{model}", flags) as service:
         for cell, own in itertools.groupby(places, key=lambda place: place[:2]):
             costs = [ask_all(service, model, policies, place, results, arguments.streams) for place in own]

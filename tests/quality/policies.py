@@ -28,7 +28,7 @@ class Policy:
     @property
     def served_name(self) -> str:
         """By which requests name it: '+' is not allowed there. The server's default is dense."""
-        return "" if "all" in self.decode else re.sub("[^a-z0-9_-]", "-", self.name)
+        return "" if self.decode == {"all": {}} else re.sub("[^a-z0-9_-]", "-", self.name)
 
     @property
     def only_selects(self) -> bool:

@@ -49,7 +49,7 @@ def parse_arguments():
     parser.add_argument("--streams", type=int, default=4, help="questions asked at once (default 4)")
     parser.add_argument("--seed", type=int, default=1000, help="seed of the first document (default 1000)")
     parser.add_argument("--flags", default="--mass-sample-rate=0.02",
-                        help="further flags of `kvasir serve` (default --mass-sample-rate=0.02)")
+                        help="further flags of `kvasir serve`, which results are not told apart by (default --mass-sample-rate=0.02)")
     arguments = parser.parse_args()
     if not arguments.short and not arguments.results:
         parser.error("--results is not given: the folder to keep what is found in")
