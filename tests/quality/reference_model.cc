@@ -57,9 +57,10 @@ ReferenceModel::ReferenceModel(worker::LoadedModel loaded, int64_t max_tokens, i
           (max_tokens + kPageTokens - 1) / kPageTokens) {
   auto observing = std::make_unique<ObservingSelector>();
   observing_ = observing.get();
-  selectors_.push_back(
-      {.selector = std::make_unique<kernels::AllSelector>(), .pruner = nullptr, .dense = true});
-  selectors_.push_back({.selector = std::move(observing), .pruner = nullptr, .dense = true});
+  selectors_.resize(2);
+  selectors_[0].selector = std::make_unique<kernels::AllSelector>();
+  selectors_[1].selector = std::move(observing);
+  for (worker::ServedSelector& served : selectors_) served.dense = true;
   sequence_.prefill = {.selector = 0, .numbers = {.window_tokens = 1}};
   sequence_.decode = {.selector = 1, .numbers = {.window_tokens = 1}};
 }
