@@ -62,6 +62,11 @@ constexpr FieldLimit kLimits[] = {
     {"AttentionPolicy", "token_budget", LimitKind::kNumber, 0, kContext},
     {"AttentionPolicy", "dense_layers", LimitKind::kNumber, 0, 1024},
     {"AttentionPolicy", "top_p", LimitKind::kNumber, 0, 1},
+    {"ReusePolicy", "rule", LimitKind::kName, 0, 16},
+    {"ReusePolicy", "interval", LimitKind::kNumber, 0, 64},
+    {"ReusePolicy", "theta", LimitKind::kNumber, 0, 1},
+    {"ReusePolicy", "theta_force", LimitKind::kNumber, 0, 1},
+    {"ReusePolicy", "max_age", LimitKind::kNumber, 0, 64},
     {"InfiniteHipSelector", "preset", LimitKind::kName, 0, 16},
     {"InfiniteHipSelector", "probe", LimitKind::kName, 0, 16},
 };

@@ -8,6 +8,7 @@
 #include "absl/strings/str_join.h"
 
 #include "coordinator/limits.h"
+#include "coordinator/reuse_policy.h"
 #include "kernels/base/status_macros.h"
 #include "kvstore/block.h"
 #include "proto/selector_field.h"
@@ -48,7 +49,7 @@ absl::Status CheckPart(const std::string& where, const v1::AttentionPolicy& part
     return absl::InvalidArgumentError(
         absl::StrCat(where, ".top_p is set; only what a selector chose can be pruned"));
   }
-  return absl::OkStatus();
+  return CheckReuse(where, part);
 }
 
 // What a budget selects at most.
@@ -96,6 +97,7 @@ absl::Status Override(const std::string& where, const v1::AttentionPolicy& overr
         absl::StrCat(where, " sets top_p, but the policy declares no pruning"));
   }
   if (overrides.top_p() != 0) policy.set_top_p(overrides.top_p());
+  KVASIR_RETURN_IF_ERROR(OverrideReuse(where, overrides.reuse(), policy));
   return CheckPart(where, policy);
 }
 
@@ -121,7 +123,7 @@ std::string CanonicalBytes(const v1::AttentionPolicy& policy) {
   if (policy.top_p() != 0) {
     absl::StrAppend(&bytes, ";top_p=", absl::Hex(std::bit_cast<uint32_t>(policy.top_p())));
   }
-  return bytes;
+  return bytes + CanonicalReuse(policy);
 }
 
 int64_t PrivateBegin(const ResolvedPolicy& policy, int64_t prompt_tokens) {
@@ -138,7 +140,10 @@ absl::Status CheckTrainedWindow(const ResolvedPolicy& policy, int64_t tokens,
   if (trained_window == 0 || tokens <= trained_window) return absl::OkStatus();
   KVASIR_RETURN_IF_ERROR(CheckPartFits("the prefill part of the policy", policy.prefill,
                                        kvstore::kBlockTokens, tokens, trained_window));
-  return CheckPartFits("the decode part of the policy", policy.decode, 1, tokens, trained_window);
+  // Under `cosine` the window grows for as many steps as a list may serve.
+  const int64_t queries = policy.decode.reuse().rule() == "cosine" ? kvstore::kBlockTokens : 1;
+  return CheckPartFits("the decode part of the policy", policy.decode, queries, tokens,
+                       trained_window);
 }
 
 v1::SparsityPolicy PolicyFromFlags(const v1::SparseConfig& config) {
@@ -154,6 +159,7 @@ v1::SparsityPolicy PolicyFromFlags(const v1::SparseConfig& config) {
     part->set_dense_layers(config.sparse_dense_layers());
   }
   policy.mutable_decode()->set_top_p(static_cast<float>(config.sparse_top_p()));
+  SetReuseFromFlags(config, *policy.mutable_decode());
   return policy;
 }
 
@@ -171,6 +177,11 @@ absl::StatusOr<PolicyTable> PolicyTable::Create(std::vector<v1::SparsityPolicy> 
       return absl::InvalidArgumentError(
           absl::StrCat(where, ".prefill.top_p is set; only decoding is pruned"));
     }
+    if (!policy.prefill().reuse().rule().empty()) {
+      return absl::InvalidArgumentError(
+          absl::StrCat(where, ".prefill.reuse is set; only decoding reuses selections"));
+    }
+    SetReuseDefaults(*policy.mutable_decode());
     KVASIR_RETURN_IF_ERROR(CheckPart(absl::StrCat(where, ".decode"), policy.decode()));
     if (!policy.has_tail_tokens()) policy.set_tail_tokens(kDefaultTailTokens);
     for (v1::AttentionPolicy* part : {policy.mutable_prefill(), policy.mutable_decode()}) {

@@ -27,7 +27,7 @@ struct ResolvedPolicy {
 bool IsSparse(const v1::AttentionPolicy& policy);
 
 // Equal bytes if and only if attention under the policies is equal: the selector and those of its
-// numbers that it reads, a budget in the blocks it selects.
+// numbers that it reads, a budget in the blocks it selects, pruning and reuse.
 std::string CanonicalBytes(const v1::AttentionPolicy& policy);
 
 // First position whose KV would be another if the prompt went on behind it: from there on attention

@@ -21,6 +21,12 @@ absl::Status Disagree(size_t rank, const v1::StepReply& first, const v1::StepRep
       absl::Hex(first.token_hash()), " and ", absl::Hex(other.token_hash())));
 }
 
+using Counts = google::protobuf::RepeatedField<uint64_t>;
+void AddCounts(const Counts& from, Counts& to) {
+  to.Resize(std::max(from.size(), to.size()), 0);
+  for (int i = 0; i < from.size(); ++i) to[i] += from[i];
+}
+
 void AddAccounting(const v1::RowAccounting& from, v1::RowAccounting& to) {
   to.set_blocks_total(to.blocks_total() + from.blocks_total());
   to.set_skipped_selected_out(to.skipped_selected_out() + from.skipped_selected_out());
@@ -34,6 +40,8 @@ void AddAccounting(const v1::RowAccounting& from, v1::RowAccounting& to) {
   to.set_mass_sum(to.mass_sum() + from.mass_sum());
   to.set_page_hits(to.page_hits() + from.page_hits());
   to.set_page_misses(to.page_misses() + from.page_misses());
+  AddCounts(from.stages_run(), *to.mutable_stages_run());
+  AddCounts(from.stages_reused(), *to.mutable_stages_reused());
   if (from.cached_device_tokens() < to.cached_device_tokens()) {
     to.set_cached_device_tokens(from.cached_device_tokens());
     to.set_cached_host_tokens(from.cached_host_tokens());

@@ -26,6 +26,14 @@ uint64_t Mix(uint64_t x) {
   return x ^ (x >> 33);
 }
 
+// Of one row whose selections are reused.
+void CountStages(const SelectionHeader& header, int64_t num_stages, AttentionCounts& counts) {
+  if (header.kind == SelectionHeader::Kind::kAll) return;  // there is nothing to select
+  for (int64_t s = 0; s < num_stages; ++s) {
+    ++(s < header.reused_stages ? counts.stages_reused : counts.stages_run)[static_cast<size_t>(s)];
+  }
+}
+
 absl::Status Reserve(int64_t bytes, kernels::HostBuffer& buffer) {
   if (buffer.size_bytes() >= bytes) return absl::OkStatus();
   KVASIR_ASSIGN_OR_RETURN(buffer, kernels::HostBuffer::Allocate(bytes));
@@ -41,6 +49,10 @@ AttentionCounts& AttentionCounts::operator+=(const AttentionCounts& other) {
   pruned += other.pruned;
   device_reads += other.device_reads;
   host_reads += other.host_reads;
+  for (size_t s = 0; s < kernels::kMaxStages; ++s) {
+    stages_run[s] += other.stages_run[s];
+    stages_reused[s] += other.stages_reused[s];
+  }
   return *this;
 }
 
@@ -54,6 +66,7 @@ void AttentionMeter::Count(const PageSelection& selection, const kernels::PagedK
   const int64_t num_heads = kv.layout.num_kv_heads;
   for (const SelectorGroup& group : batch_->groups) {
     const SkipReason reason = group.served->selector->skip_reason();
+    const int64_t num_stages = std::ssize(group.served->selector->RefreshIntervals());
     for (int64_t b = group.begin; b < group.end; ++b) {
       const QueryBlock& block = batch_->blocks[static_cast<size_t>(b)];
       const BlockInfo& info = batch_->infos[static_cast<size_t>(b)];
@@ -63,6 +76,7 @@ void AttentionMeter::Count(const PageSelection& selection, const kernels::PagedK
         kernels::SelectedPages walk(selection.header(row), selection.list(row),
                                     LastPosition(block));
         counts.pruned += CountPrunedPages(selection.header(row), selection.list(row));
+        if (info.memory != nullptr) CountStages(selection.header(row), num_stages, counts);
         for (; walk.valid(); walk.Next()) {
           const PageTier tier = kv.Peek(block.slot, walk.page(), layer, head).tier();
           ++(tier == PageTier::kDevice ? counts.device_reads : counts.host_reads);

@@ -18,7 +18,7 @@
 
 namespace kvasir::worker {
 
-// In pages, summed over layers, query blocks and the rank's KV heads.
+// In pages (but for stages), summed over layers, query blocks and the rank's KV heads.
 struct AttentionCounts {
   int64_t total = 0;         // dense attention would have read
   int64_t selected_out = 0;  // of them skipped, by reason
@@ -26,6 +26,9 @@ struct AttentionCounts {
   int64_t pruned = 0;
   int64_t device_reads = 0;  // read, by the tier that held the page
   int64_t host_reads = 0;
+  // Where selections are reused: rows (layer, KV head) in which a stage ran, and in which it served
+  // with what it had left. By stage.
+  std::array<int64_t, kernels::kMaxStages> stages_run = {}, stages_reused = {};
 
   AttentionCounts& operator+=(const AttentionCounts& other);
   friend bool operator==(const AttentionCounts&, const AttentionCounts&) = default;

@@ -13,6 +13,7 @@
 #include "kernels/dense/sampling.h"
 #include "kernels/paged/digests.h"
 #include "kernels/sparse/policy.h"
+#include "kernels/sparse/reuse/reusing_select.h"
 #include "proto/selector_field.h"
 #include "worker/row_sampling.h"
 #include "xxhash.h"
@@ -106,7 +107,9 @@ absl::Status Engine::Init(std::unique_ptr<kvstore::Tier> below) {
 absl::StatusOr<int64_t> Engine::ServeSelector(const v1::AttentionPolicy& policy) {
   const std::string name = v1::SelectorName(policy);
   if (name.empty()) return absl::InvalidArgumentError("a policy names no selector");
-  std::string shape = policy.top_p() != 0 ? absl::StrCat(name, ";top_p") : name;
+  const std::string& rule = policy.reuse().rule();
+  std::string shape =
+      absl::StrCat(name, policy.top_p() != 0 ? ";top_p" : "", rule.empty() ? "" : ";reuse=", rule);
   kernels::SelectorOptions options;
   for (const auto& [option, value] : v1::SelectorFields(policy)) {
     absl::StrAppend(&shape, ";", option, "=", value);
@@ -114,8 +117,11 @@ absl::StatusOr<int64_t> Engine::ServeSelector(const v1::AttentionPolicy& policy)
   }
   const auto known = std::find(selector_shapes_.begin(), selector_shapes_.end(), shape);
   if (known != selector_shapes_.end()) return known - selector_shapes_.begin();
-  ServedSelector served = {.selector = nullptr, .pruner = nullptr, .dense = name == "all"};
+  ServedSelector served = {.selector = nullptr, .dense = name == "all"};
   KVASIR_ASSIGN_OR_RETURN(served.selector, kernels::MakeSelector(name, options));
+  if (!rule.empty()) {
+    KVASIR_ASSIGN_OR_RETURN(served.reuse, kernels::MakeReuseRule(rule));
+  }
   if (policy.top_p() != 0) {
     KVASIR_ASSIGN_OR_RETURN(served.pruner, kernels::MakePruner("top_p"));
   }
@@ -227,6 +233,8 @@ absl::Status Engine::PrepareRows(const v1::StepPlan& plan) {
     if (const auto started = started_.extract(row.slot)) row.cached = started.mapped();
     absl::StatusOr<RowWork> work = slots_->Prepare(plan_row, truncations_);
     if (work.ok()) {
+      KVASIR_RETURN_IF_ERROR(
+          RememberSelections(slots_->at(row.slot), work->begin + work->num_tokens));
       row.computed = std::ssize(works_);
       works_.push_back(*work);
     } else if (absl::IsResourceExhausted(work.status())) {
@@ -237,6 +245,20 @@ absl::Status Engine::PrepareRows(const v1::StepPlan& plan) {
     }
     rows_.push_back(std::move(row));
   }
+  return absl::OkStatus();
+}
+
+absl::Status Engine::RememberSelections(Sequence& sequence, int64_t end) const {
+  const ServedSelector& served = selectors_[static_cast<size_t>(sequence.decode.selector)];
+  if (served.reuse == nullptr || sequence.memory != nullptr || end <= sequence.prompt_size) {
+    return absl::OkStatus();
+  }
+  const ShardPlan& shard = model_.options().shard;
+  const int64_t group = shard.query_heads.size() * shard.kv_replicas / shard.kv_heads.size();
+  KVASIR_ASSIGN_OR_RETURN(
+      sequence.memory,
+      kernels::MakeSelectionMemory(*served.selector, *served.reuse, layout_, group,
+                                   sequence.decode.numbers, model_.options().max_model_len));
   return absl::OkStatus();
 }
 
@@ -389,6 +411,11 @@ void Engine::FillAccounting(const Row& row, v1::RowAccounting& accounting) const
   accounting.set_skipped_pruned(static_cast<uint64_t>(counts.pruned));
   accounting.set_page_hits(static_cast<uint64_t>(counts.device_reads));
   accounting.set_page_misses(static_cast<uint64_t>(counts.host_reads));
+  if (counts.stages_run[0] + counts.stages_reused[0] > 0) {
+    accounting.mutable_stages_run()->Add(counts.stages_run.begin(), counts.stages_run.end());
+    accounting.mutable_stages_reused()->Add(counts.stages_reused.begin(),
+                                            counts.stages_reused.end());
+  }
   if (attention.masses.empty()) return;
   double sum = 0;
   for (const float mass : attention.masses) sum += mass;

@@ -81,6 +81,8 @@ class Engine {
   // What attention did in the last step that computed something.
   const AttentionMeter& meter() const { return meter_; }
   const kvstore::KvStore& store() const { return *store_; }
+  // Reserved for selections that serve later steps.
+  int64_t selection_memory_bytes() const { return slots_->selection_memory_bytes(); }
   int64_t block_bytes() const { return layout_.block_bytes(); }
   int64_t pages_per_block() const { return layout_.pages_per_block(); }
   void set_logits_tap(LogitsTap tap) { logits_tap_ = std::move(tap); }
@@ -108,6 +110,8 @@ class Engine {
   absl::Status Restore(const v1::BlockRestore& restore);
   absl::Status StartSequences(const v1::StepPlan& plan);
   absl::Status PrepareRows(const v1::StepPlan& plan);
+  // Gives the sequence memory for its selections if it is to generate and its policy reuses them.
+  absl::Status RememberSelections(Sequence& sequence, int64_t end) const;
   absl::Status Compute();
   absl::Status Sample(const StepBatch& batch, const ForwardResult& forward);
   void FailCorruptSequences();

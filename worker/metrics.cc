@@ -75,6 +75,12 @@ struct WorkerMetrics::Families {
                           "Pages that dense attention would have read, over layers and KV heads.")),
         blocks_skipped(AddCounter(r, "kvasir_attention_blocks_skipped_total",
                                   "Of these, pages that were not read, by reason.")),
+        mask_refresh(AddCounter(r, "kvasir_mask_refresh_total",
+                                "Where selections are reused: by stage of the selector, how often "
+                                "it ran and how often it served with what it had left, over "
+                                "layers and KV heads.")),
+        selection_memory(AddGauge(r, "kvasir_selection_memory_bytes",
+                                  "Memory reserved for selections that serve later steps.")),
         mass_kept(AddHistogram(r, "kvasir_attention_mass_kept_ratio",
                                "Attention mass that a selection kept, measured on a sample of "
                                "(layer, query head) by dense recomputation.")),
@@ -96,6 +102,8 @@ struct WorkerMetrics::Families {
   Family<Counter>& checksum_failures;
   Family<Counter>& blocks;
   Family<Counter>& blocks_skipped;
+  Family<Counter>& mask_refresh;
+  Family<Gauge>& selection_memory;
   Family<Histogram>& mass_kept;
   Family<Histogram>& step_seconds;
   Family<Histogram>& step_tokens;
@@ -135,6 +143,7 @@ struct WorkerMetrics::Series {
         not_restored{&f.restored.Add(With({{"result", "failed"}}))},
         disk_evictions{&f.evictions.Add(With({{"tier", "disk"}}))},
         disk_checksum_failures{&f.checksum_failures.Add(With({{"tier", "disk"}}))},
+        selection_memory(f.selection_memory.Add(labels)),
         mass_kept(f.mass_kept.Add(labels, kMassKept)),
         step_seconds(f.step_seconds.Add(labels, kStepSeconds)),
         step_tokens(f.step_tokens.Add(labels, kStepTokens)) {
@@ -145,6 +154,11 @@ struct WorkerMetrics::Series {
           &f.blocks_skipped.Add(With({{"phase", name}, {"reason", "selected_out"}}));
       window[phase] = &f.blocks_skipped.Add(With({{"phase", name}, {"reason", "window"}}));
       pruned[phase] = &f.blocks_skipped.Add(With({{"phase", name}, {"reason", "pruned"}}));
+    }
+    for (size_t s = 0; s < kernels::kMaxStages; ++s) {
+      const std::string stage = absl::StrCat(s + 1);
+      stages_run[s] = &f.mask_refresh.Add(With({{"stage", stage}, {"kind", "refresh"}}));
+      stages_reused[s] = &f.mask_refresh.Add(With({{"stage", stage}, {"kind", "reuse"}}));
     }
   }
 
@@ -170,9 +184,11 @@ struct WorkerMetrics::Series {
   Following to_disk, from_disk, to_disk_seconds, from_disk_seconds, disk_written;
   Following dropped_busy, dropped_read_only, dropped_error, restored, not_restored;
   Following disk_evictions, disk_checksum_failures;
+  Gauge& selection_memory;
   Histogram& mass_kept;
   Histogram& step_seconds;
   Histogram& step_tokens;
+  std::array<Counter*, kernels::kMaxStages> stages_run = {}, stages_reused = {};
   std::array<Counter*, 2> blocks = {}, selected_out = {}, window = {}, pruned = {};  // by Phase
 };
 
@@ -226,6 +242,7 @@ void WorkerMetrics::RecordTiers(const Engine& engine) {
   s.to_host.Follow(stats.bytes_device_to_host);
   s.evictions.Follow(stats.evictions);
   s.checksum_failures.Follow(stats.checksum_failures);
+  s.selection_memory.Set(static_cast<double>(engine.selection_memory_bytes()));
   RecordDisk(engine);
 }
 
@@ -264,6 +281,11 @@ void WorkerMetrics::RecordAttention(const AttentionMeter& meter) {
       series_->selected_out[phase]->Increment(static_cast<double>(row.counts[phase].selected_out));
       series_->window[phase]->Increment(static_cast<double>(row.counts[phase].window));
       series_->pruned[phase]->Increment(static_cast<double>(row.counts[phase].pruned));
+      for (size_t s = 0; s < kernels::kMaxStages; ++s) {
+        series_->stages_run[s]->Increment(static_cast<double>(row.counts[phase].stages_run[s]));
+        series_->stages_reused[s]->Increment(
+            static_cast<double>(row.counts[phase].stages_reused[s]));
+      }
     }
     for (const float mass : row.masses) series_->mass_kept.Observe(mass);
   }

@@ -3,11 +3,13 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "absl/status/status.h"
 
 #include "kernels/base/strong_id.h"
+#include "kernels/sparse/reuse/selection_memory.h"
 #include "kernels/sparse/stages.h"
 #include "proto/kvasir/v1/worker.pb.h"
 
@@ -32,6 +34,9 @@ struct Sequence {
   // Positions from here on are computed one by one with the decode part: the prompt's tail and
   // what is generated. Positions before it go in query blocks with the prefill part.
   int64_t decode_begin = 0;
+  // What its generated tokens remember of each other's selections; null where they remember
+  // nothing. The prompt's tail does not: it is read before there is anything to remember.
+  std::unique_ptr<kernels::SelectionMemory> memory;
   // Not OK once a row of it failed: its KV is not to be trusted.
   absl::Status failed;
 };

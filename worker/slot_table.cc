@@ -44,7 +44,11 @@ PhasePolicy MakePhase(int64_t selector, const v1::AttentionPolicy& policy) {
           .numbers = {.sink_tokens = policy.sink_tokens(),
                       .window_tokens = std::max<int64_t>(1, policy.window_tokens()),
                       .budget_tokens = policy.token_budget(),
-                      .top_p = policy.top_p() == 0 ? 1 : policy.top_p()},
+                      .top_p = policy.top_p() == 0 ? 1 : policy.top_p(),
+                      .reuse = {.interval = policy.reuse().interval(),
+                                .theta = policy.reuse().theta(),
+                                .theta_force = policy.reuse().theta_force(),
+                                .max_age = policy.reuse().max_age()}},
           .dense_layers = policy.dense_layers()};
 }
 
@@ -64,6 +68,15 @@ Sequence& SlotTable::at(int64_t slot) {
 const Sequence* SlotTable::Find(uint32_t slot) const {
   if (slot >= slots_.size() || !slots_[slot].has_value()) return nullptr;
   return &*slots_[slot];
+}
+
+int64_t SlotTable::selection_memory_bytes() const {
+  int64_t bytes = 0;
+  for (const std::optional<Sequence>& sequence : slots_) {
+    if (sequence.has_value() && sequence->memory != nullptr)
+      bytes += sequence->memory->size_bytes();
+  }
+  return bytes;
 }
 
 absl::Status SlotTable::Seal(const v1::BlockSeal& seal) {

@@ -75,6 +75,8 @@ class SlotTable {
   Sequence& at(int64_t slot);
   // Null when the slot is not taken (or does not exist).
   const Sequence* Find(uint32_t slot) const;
+  // Of all sequences.
+  int64_t selection_memory_bytes() const;
 
  private:
   struct OpenBlock {

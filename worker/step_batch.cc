@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "kernels/sparse/reuse/reusing_select.h"
+
 namespace kvasir::worker {
 namespace {
 
@@ -28,15 +30,17 @@ void CutRow(const RowWork& work, int64_t row, int64_t first_row, std::vector<Pie
       piece_end = std::min({page_end, end, sequence.decode_begin});
     }
     const PhasePolicy& policy = decode ? sequence.decode : sequence.prefill;
-    pieces.push_back({.block = {.slot = work.slot,
-                                .first_row = first_row + position - work.begin,
-                                .num_rows = piece_end - position,
-                                .first_position = position},
-                      .info = {.row = row,
-                               .phase = decode ? Phase::kDecode : Phase::kPrefill,
-                               .dense_layers = policy.dense_layers,
-                               .sequence = sequence.id},
-                      .policy = &policy});
+    pieces.push_back(
+        {.block = {.slot = work.slot,
+                   .first_row = first_row + position - work.begin,
+                   .num_rows = piece_end - position,
+                   .first_position = position},
+         .info = {.row = row,
+                  .phase = decode ? Phase::kDecode : Phase::kPrefill,
+                  .dense_layers = policy.dense_layers,
+                  .sequence = sequence.id,
+                  .memory = position >= sequence.prompt_size ? sequence.memory.get() : nullptr},
+         .policy = &policy});
     position = piece_end;
   }
 }
@@ -87,6 +91,10 @@ StepBatch MakeStepBatch(std::span<const RowWork> rows, std::span<const ServedSel
     ++batch.groups.back().end;
     batch.blocks.push_back(piece.block);
     batch.numbers.push_back(piece.policy->numbers);
+    if (piece.info.memory != nullptr) {
+      kernels::SelectionNumbers& numbers = batch.numbers.back();
+      numbers.reach_tokens = kernels::ReachTokens(*served->selector, *served->reuse, numbers.reuse);
+    }
     batch.infos.push_back(piece.info);
   }
   return batch;

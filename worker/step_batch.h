@@ -24,11 +24,13 @@ namespace kvasir::worker {
 
 enum class Phase : uint8_t { kPrefill = 0, kDecode = 1 };
 
-// A selector of the engine's, and what prunes its choice; sequences name it by index.
+// A selector of the engine's, when its choice serves again and what prunes it; sequences name it by
+// index.
 struct ServedSelector {
   std::unique_ptr<kernels::Selector> selector;
-  std::unique_ptr<kernels::Pruner> pruner;  // null: nothing is pruned
-  bool dense = false;                       // it selects everything
+  std::unique_ptr<kernels::ReuseRule> reuse = nullptr;  // null: every step selects
+  std::unique_ptr<kernels::Pruner> pruner = nullptr;    // null: nothing is pruned
+  bool dense = false;                                   // it selects everything
 };
 
 // Query blocks [begin, end) that one selector serves.
@@ -44,6 +46,7 @@ struct BlockInfo {
   Phase phase = Phase::kPrefill;
   int64_t dense_layers = 0;
   kernels::SequenceId sequence;
+  kernels::SelectionMemory* memory = nullptr;  // null: its selection is made anew
 };
 
 struct StepBatch {
@@ -65,7 +68,8 @@ struct StepBatch {
   int64_t num_tokens() const { return static_cast<int64_t>(tokens.size()); }
 };
 
-// REQUIRES: the rows were checked by the slot table; selector indices are within `selectors`.
+// REQUIRES: the rows were checked by the slot table; selector indices are within `selectors`; a
+// sequence has memory only if its decode selector has a reuse rule.
 StepBatch MakeStepBatch(std::span<const RowWork> rows, std::span<const ServedSelector> selectors);
 
 }  // namespace kvasir::worker

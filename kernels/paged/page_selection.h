@@ -29,6 +29,7 @@ struct SelectionHeader {
   int64_t query_position = 0;  // position of the block's first query
   int64_t made_at = 0;         // query_position at which the list was made (differs under reuse)
   int64_t compact_length = 0;  // positions of sink and list: compact_positions.h
+  int32_t reused_stages = 0;   // of the selector, from the first on: these did not run
 };
 
 struct SelectionEntry {
@@ -47,6 +48,12 @@ struct PageSelection {
 
   SelectionHeader& header(int64_t row) const { return headers[row]; }
   SelectionEntry* list(int64_t row) const { return entries + row * capacity; }
+  PageSelection Rows(int64_t begin, int64_t count) const {
+    return {.headers = headers + begin,
+            .entries = list(begin),
+            .num_rows = count,
+            .capacity = capacity};
+  }
 };
 
 // Bits [begin, end) of a page's 64, clamped to the page; begin and end are offsets from its start.

@@ -6,6 +6,7 @@
 #include "kernels/sparse/hip/hip_selector.h"
 #include "kernels/sparse/infinitehip/infinitehip_selector.h"
 #include "kernels/sparse/quest/quest_selector.h"
+#include "kernels/sparse/reuse/reuse_rules.h"
 #include "kernels/sparse/streaming/streaming_selector.h"
 #include "kernels/sparse/tokenselect/tokenselect_selector.h"
 #include "kernels/sparse/top_p/top_p_pruner.h"
@@ -30,9 +31,16 @@ constexpr PrunerMethod kPruners[] = {
     {"top_p", [] { return std::unique_ptr<Pruner>(std::make_unique<TopPPruner>()); }},
 };
 
+constexpr ReuseMethod kReuseRules[] = {
+    {"interval", [] { return std::unique_ptr<ReuseRule>(std::make_unique<IntervalRule>()); }},
+    {"cosine", [] { return std::unique_ptr<ReuseRule>(std::make_unique<CosineRule>()); }},
+    {"both", [] { return std::unique_ptr<ReuseRule>(std::make_unique<BothRule>()); }},
+};
+
 }  // namespace
 
 std::span<const SelectorMethod> SelectorMethods() { return kSelectors; }
 std::span<const PrunerMethod> PrunerMethods() { return kPruners; }
+std::span<const ReuseMethod> ReuseMethods() { return kReuseRules; }
 
 }  // namespace kvasir::kernels

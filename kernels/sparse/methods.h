@@ -33,6 +33,12 @@ struct PrunerMethod {
   std::unique_ptr<Pruner> (*make)();
 };
 
+struct ReuseMethod {
+  absl::string_view name;  // as in sparsity.proto and the --sparse-reuse flag
+  std::unique_ptr<ReuseRule> (*make)();
+};
+
+std::span<const ReuseMethod> ReuseMethods();
 std::span<const SelectorMethod> SelectorMethods();
 std::span<const PrunerMethod> PrunerMethods();
 

@@ -37,4 +37,9 @@ absl::StatusOr<std::unique_ptr<Pruner>> MakePruner(absl::string_view name) {
   return method->make();
 }
 
+absl::StatusOr<std::unique_ptr<ReuseRule>> MakeReuseRule(absl::string_view name) {
+  KVASIR_ASSIGN_OR_RETURN(const auto* method, Find("reuse rule", ReuseMethods(), name));
+  return method->make();
+}
+
 }  // namespace kvasir::kernels

@@ -20,4 +20,6 @@ absl::StatusOr<std::unique_ptr<Selector>> MakeSelector(absl::string_view name,
 
 absl::StatusOr<std::unique_ptr<Pruner>> MakePruner(absl::string_view name);
 
+absl::StatusOr<std::unique_ptr<ReuseRule>> MakeReuseRule(absl::string_view name);
+
 }  // namespace kvasir::kernels

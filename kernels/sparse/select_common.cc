@@ -23,6 +23,8 @@ absl::Status CheckSelect(absl::string_view selector, const SelectParams& p,
                "the selection's num_rows must be blocks x KV heads")
       .Require(static_cast<int64_t>(p.faults.size()) == p.kv.num_slots,
                "faults must be [num_slots]")
+      .Require(p.memories.empty() || static_cast<int64_t>(p.memories.size()) == out.num_rows,
+               "memories must be one per row of the selection")
       .Require(p.scratch != nullptr, "scratch is missing; pass the calling thread's Scratch")
       .Require(p.rope == nullptr || p.rope->head_dim() == layout.head_dim,
                "rope must be of the KV's head_dim");
@@ -32,10 +34,14 @@ absl::Status CheckSelect(absl::string_view selector, const SelectParams& p,
   KVASIR_RETURN_IF_ERROR(check.status());
   KVASIR_RETURN_IF_ERROR(CheckQueryBlocks(selector, p.blocks, check.dim("tokens"), p.kv));
   for (const SelectionNumbers& n : p.numbers) {
-    if (n.sink_tokens >= 0 && n.window_tokens >= 1 && n.budget_tokens >= 0) continue;
+    const bool reaches =
+        n.reach_tokens >= 0 && n.reach_tokens < std::min(n.window_tokens, kPageTokens);
+    if (n.sink_tokens >= 0 && n.window_tokens >= 1 && n.budget_tokens >= 0 && reaches) continue;
     return absl::InvalidArgumentError(absl::StrCat(
         selector, ": sink ", n.sink_tokens, ", window ", n.window_tokens, ", budget ",
-        n.budget_tokens, "; need sink >= 0, window >= 1 (the query's own token), budget >= 0"));
+        n.budget_tokens, ", reach ", n.reach_tokens,
+        "; need sink >= 0, window >= 1 (the query's own token), budget >= 0, and a reach of 0 to ",
+        kPageTokens - 1, " tokens that is less than the window"));
   }
   return absl::OkStatus();
 }

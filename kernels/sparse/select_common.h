@@ -13,6 +13,7 @@
 #include "kernels/base/scratch.h"
 #include "kernels/base/status_macros.h"
 #include "kernels/paged/page_selection.h"
+#include "kernels/sparse/reuse/selection_memory.h"
 #include "kernels/sparse/stages.h"
 
 namespace kvasir::kernels {
@@ -45,6 +46,7 @@ struct SelectRow {
         numbers(p.numbers[static_cast<size_t>(row / p.kv.layout.num_kv_heads)]),
         kv_head(row % p.kv.layout.num_kv_heads),
         group(p.q.dim(1) / p.kv.layout.num_kv_heads),
+        memory(p.memories.empty() ? nullptr : p.memories[static_cast<size_t>(row)]),
         header(out.header(row)),
         list(out.list(row)) {}
 
@@ -52,21 +54,28 @@ struct SelectRow {
   int64_t q_row(int64_t r, int64_t g) const {
     return (block.first_row + r) * p.q.dim(1) + kv_head * group + g;
   }
+  // Candidates are [header.sink_end, candidates_end()).
+  int64_t candidates_end() const { return header.window_begin + numbers.reach_tokens; }
 
   const SelectParams& p;
   const QueryBlock& block;
   const SelectionNumbers& numbers;
   const int64_t kv_head;
   const int64_t group;
+  RowMemory* const memory;  // null: nothing is remembered
   SelectionHeader& header;
   SelectionEntry* list;
 };
 
-// Calls select(SelectRow, thread) for every row, on the executor's threads.
+// Calls select(SelectRow, thread) for every row of which a stage is to run, on the executor's
+// threads.
 template <typename Select>
 void ForEachRow(const SelectParams& params, const PageSelection& out, Executor& executor,
                 const Select& select) {
-  const auto run = [&](int64_t row, int thread) { select(SelectRow(params, out, row), thread); };
+  const auto run = [&](int64_t row, int thread) {
+    const SelectRow select_row(params, out, row);
+    if (select_row.memory == nullptr || !select_row.memory->serves()) select(select_row, thread);
+  };
   executor.ParallelFor(out.num_rows, std::ref(run));  // a larger closure would be allocated
 }
 

@@ -1,7 +1,8 @@
 // The parts a sparse attention method is made of, with PageSelection as the one type between them.
 // A decode step of one layer:   reuse gate -> select -> prune -> attend (terminator inside).
-// Implementations live in one folder a method and are listed in methods.cc. Stages are built once
-// from the server's policies, hold no per-sequence state of their own and are thread-compatible.
+// Gate and select together are SelectReusing (kernels/sparse/reuse/). Implementations live in one
+// folder a method and are listed in methods.cc. Stages are built once from the server's policies,
+// hold no per-sequence state of their own and are thread-compatible.
 #pragma once
 
 #include <cstdint>
@@ -18,12 +19,32 @@
 
 namespace kvasir::kernels {
 
+struct RowMemory;  // kernels/sparse/reuse/selection_memory.h
+
+// When a list serves later steps too: the numbers of a reuse rule.
+struct ReuseNumbers {
+  int64_t interval = 0;      // steps between two runs of the first stage; 0: the selector's own
+  float theta = 0.9f;        // least cosine of queries that are alike; 1: none are
+  float theta_force = 0.5f;  // with less they are far apart
+  int64_t max_age = kPageTokens;  // steps that a list serves at most, under the rule that reads it
+};
+
 // The numbers of a policy for one query block: they differ from row to row of a batch. Tokens.
 struct SelectionNumbers {
   int64_t sink_tokens = 0;
   int64_t window_tokens = 0;  // includes the query's own token; >= 1
   int64_t budget_tokens = 0;  // selected tokens besides sink and window
   float top_p = 1;            // share of the attention mass of all these that pruning keeps
+  // Candidates end so far behind the window's begin: what will leave the window while the list
+  // serves. In [0, 64), less than the window; 0 for a list that serves once.
+  int64_t reach_tokens = 0;
+  ReuseNumbers reuse = {};
+};
+
+// The angles that q was rotated by (kernels/dense/rope.h), to undo it. Null: q is not rotated.
+struct QueryRotation {
+  const float* cos = nullptr;  // [tokens, head_dim / 2]
+  const float* sin = nullptr;
 };
 
 struct SelectParams {
@@ -39,6 +60,10 @@ struct SelectParams {
   // Null: q and the cached keys are rotated. Else neither is, nor are digests, and a stage places
   // them as it says itself (RotateToDistance in key_logits.h). It learns the positions it needs.
   RopePositions* rope = nullptr;
+  QueryRotation rotation = {};  // for reuse rules, which compare queries; none where `rope` is set
+  // [blocks x KV heads] or empty: what a row remembers of earlier steps, which says what of it is
+  // to be made anew. Null: everything.
+  std::span<RowMemory* const> memories = {};
 };
 
 // Why a page that dense attention would read is not attended to: the label of the skip counters.
@@ -47,6 +72,10 @@ enum class SkipReason : uint8_t {
   kWindow = 1,       // it lies between sink and window, and the method reads nothing there
 };
 
+// Stages of a selector at most, and the interval of a stage that has none of its own.
+inline constexpr size_t kMaxStages = 3;
+inline constexpr int64_t kRefreshIntervals[] = {8};
+
 // Chooses, for every (query block, KV head), what is attended to. Fills headers and lists of `out`,
 // whose rows are blocks x num_kv_heads.
 //
@@ -54,6 +83,7 @@ enum class SkipReason : uint8_t {
 //
 //   0 ......... sink_end ............ window_begin ...... first ... last
 //   [  sink    )[   candidates       )[        window                  ]
+//               [          ...  reach)
 //
 //   window_begin = max(0, first - window_tokens + 1)     sink_end = min(sink_tokens, window_begin)
 //
@@ -75,6 +105,10 @@ class Selector {
   virtual bool ReadsQueries() const = 0;
   // Whether the KV must keep key codes for it (kernels/paged/key_codes.h).
   virtual bool NeedsKeyCodes() const { return false; }
+  // Of each stage, 1 to kMaxStages: steps between two of its runs where lists are reused.
+  virtual std::span<const int64_t> RefreshIntervals() const { return kRefreshIntervals; }
+  // What a stage before the last leaves to the next at most, over a context of `tokens`.
+  virtual int64_t MaxStageItems(const SelectionNumbers&, int64_t /*tokens*/) const { return 0; }
   // The least window it can work with; Select answers INVALID_ARGUMENT below.
   virtual int64_t MinWindowTokens() const { return 1; }
   virtual SkipReason skip_reason() const = 0;
@@ -90,12 +124,28 @@ class Pruner {
   virtual bool NeedsKeyCodes() const = 0;
 };
 
-// Decides, per row, whether the previous step's selection serves again. verdicts[row] = 1: reuse.
+// How long ago a stage of a row ran.
+struct StageAge {
+  int64_t steps = 0;     // at least 1
+  int64_t interval = 0;  // of the stage, in steps
+  float cosine = 0;      // of the query and the one it ran with; NaN: unknown
+};
+
+// Decides, per row, which of a selector's stages run again and which serve with what they left.
 class ReuseRule {
  public:
+  // What happens to tokens that leave the window while a list serves: they were candidates, for the
+  // list reaches into the window; or they stay, for the window does not move.
+  enum class Window { kSlides, kGrows };
+
   virtual ~ReuseRule() = default;
-  virtual absl::Status Gate(const SelectParams& params, const PageSelection& previous,
-                            std::span<uint8_t> verdicts, Executor& executor) const = 0;
+  // Whether the stage runs again. Then the stages behind it do too.
+  virtual bool Refreshes(const StageAge& age, const ReuseNumbers& numbers) const = 0;
+  // Steps that a stage of this interval serves at most, that in which it runs included.
+  virtual int64_t ServedSteps(int64_t interval, const ReuseNumbers& numbers) const = 0;
+  // Whether it looks at StageAge::cosine.
+  virtual bool ReadsQueries() const = 0;
+  virtual Window window() const = 0;
 };
 
 }  // namespace kvasir::kernels

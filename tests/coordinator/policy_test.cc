@@ -94,7 +94,8 @@ TEST(PolicyTableTest, BadDeclarationsAreRefused) {
   ExpectInvalid(PolicyTable::Create({no_budget}).status(), "decode.token_budget is not set");
   v1::SparsityPolicy no_window = Policy("p");
   no_window.mutable_decode()->clear_window_tokens();
-  ExpectInvalid(PolicyTable::Create({no_window}).status(), "decode.window_tokens is 0; quest needs a window of at least 1");
+  ExpectInvalid(PolicyTable::Create({no_window}).status(),
+                "decode.window_tokens is 0; quest needs a window of at least 1");
   v1::SparsityPolicy huge = Policy("p");
   huge.mutable_decode()->set_sink_tokens(4294967295u);
   ExpectInvalid(PolicyTable::Create({huge}).status(), "decode.sink_tokens");
@@ -229,6 +230,91 @@ TEST(PolicyTableTest, PruningIsDeclaredForDecodingAndOverriddenByRequests) {
   policy.mutable_decode()->mutable_streaming();
   policy.mutable_decode()->set_top_p(0.9f);
   ExpectInvalid(PolicyTable::Create({policy}).status(), "only what a selector chose");
+}
+
+v1::SparsityPolicy ReusingPolicy(const std::string& rule) {
+  v1::SparsityPolicy policy = Policy("p");
+  policy.mutable_decode()->mutable_reuse()->set_rule(rule);
+  return policy;
+}
+
+TEST(PolicyTableTest, ReuseIsDeclaredForDecodingAndItsNumbersOverriddenByRequests) {
+  v1::PolicyChoice choice;
+  v1::ReusePolicy& overrides = *choice.mutable_decode_overrides()->mutable_reuse();
+  overrides.set_interval(4);
+  ExpectInvalid(PolicyTable::Create({Policy("p")})->Resolve(choice).status(), "declares no reuse");
+  absl::StatusOr<PolicyTable> table = PolicyTable::Create({ReusingPolicy("both")});
+  ASSERT_TRUE(table.ok()) << table.status();
+  v1::ReusePolicy reuse = table->Resolve({})->decode.reuse();
+  EXPECT_EQ(reuse.rule(), "both");
+  EXPECT_EQ(reuse.interval(), 8u);
+  EXPECT_EQ(reuse.theta(), 0.9f);
+  EXPECT_EQ(reuse.theta_force(), 0.5f);
+  EXPECT_EQ(reuse.max_age(), 64u);
+  overrides.set_theta(0.8f);
+  reuse = table->Resolve(choice)->decode.reuse();
+  EXPECT_EQ(reuse.rule(), "both");
+  EXPECT_EQ(reuse.interval(), 4u);
+  EXPECT_EQ(reuse.theta(), 0.8f);
+  EXPECT_EQ(reuse.theta_force(), 0.5f);
+  overrides.set_rule("cosine");
+  ExpectInvalid(table->Resolve(choice).status(), "decode_overrides.reuse sets a rule");
+}
+
+TEST(PolicyTableTest, ReuseThatCannotBeIsRefused) {
+  ExpectInvalid(PolicyTable::Create({ReusingPolicy("often")}).status(),
+                "decode.reuse.rule is 'often'; the rules are interval, cosine, both");
+  v1::SparsityPolicy policy = Policy("p");
+  policy.mutable_decode()->mutable_reuse()->set_interval(4);
+  ExpectInvalid(PolicyTable::Create({policy}).status(), "numbers and no rule");
+  policy = ReusingPolicy("interval");
+  policy.mutable_decode()->mutable_streaming();
+  ExpectInvalid(PolicyTable::Create({policy}).status(), "only what a selector chose");
+  policy = Policy("p");
+  policy.mutable_prefill()->mutable_quest();
+  policy.mutable_prefill()->mutable_reuse()->set_rule("interval");
+  ExpectInvalid(PolicyTable::Create({policy}).status(), "only decoding reuses");
+}
+
+TEST(PolicyTableTest, ReuseNeedsAWindowThatHoldsWhatLeavesIt) {
+  v1::SparsityPolicy policy = ReusingPolicy("interval");
+  policy.mutable_decode()->set_window_tokens(7);
+  ExpectInvalid(PolicyTable::Create({policy}).status(), "a selection that serves 8 steps");
+  policy.mutable_decode()->mutable_reuse()->set_interval(7);
+  EXPECT_TRUE(PolicyTable::Create({policy}).ok());
+  policy.mutable_decode()->mutable_reuse()->set_rule("both");
+  ExpectInvalid(PolicyTable::Create({policy}).status(), "serves 28 steps");
+  policy.mutable_decode()->mutable_reuse()->set_interval(60);
+  ExpectInvalid(PolicyTable::Create({policy}).status(), "serves 64 steps");
+  policy.mutable_decode()->mutable_reuse()->set_rule("cosine");
+  EXPECT_TRUE(PolicyTable::Create({policy}).ok());
+}
+
+TEST(CanonicalBytesTest, ReuseCountsByTheNumbersThatItsRuleReads) {
+  const auto bytes = [](const std::string& rule, uint32_t interval, float theta, float force,
+                        uint32_t max_age) {
+    v1::AttentionPolicy policy = MakeNumbers();
+    policy.mutable_hip();
+    v1::ReusePolicy& reuse = *policy.mutable_reuse();
+    reuse.set_rule(rule);
+    reuse.set_interval(interval);
+    reuse.set_theta(theta);
+    reuse.set_theta_force(force);
+    reuse.set_max_age(max_age);
+    return CanonicalBytes(policy);
+  };
+  EXPECT_EQ(bytes("interval", 8, 0.9f, 0.5f, 64), bytes("interval", 8, 0.8f, 0.4f, 32));
+  EXPECT_EQ(bytes("cosine", 8, 0.9f, 0.5f, 64), bytes("cosine", 4, 0.9f, 0.4f, 64));
+  EXPECT_EQ(bytes("both", 8, 0.9f, 0.5f, 64), bytes("both", 8, 0.9f, 0.5f, 32));
+  std::set<std::string> found;
+  for (const std::string& some :
+       {bytes("", 8, 0.9f, 0.5f, 64), bytes("interval", 8, 0.9f, 0.5f, 64),
+        bytes("interval", 9, 0.9f, 0.5f, 64), bytes("cosine", 8, 0.9f, 0.5f, 64),
+        bytes("cosine", 8, 0.8f, 0.5f, 64), bytes("cosine", 8, 0.9f, 0.5f, 63),
+        bytes("both", 8, 0.9f, 0.5f, 64), bytes("both", 9, 0.9f, 0.5f, 64),
+        bytes("both", 8, 0.8f, 0.5f, 64), bytes("both", 8, 0.9f, 0.4f, 64)}) {
+    EXPECT_TRUE(found.insert(some).second) << some;
+  }
 }
 
 TEST(PolicyTableTest, SelectorsWithABudgetNeedOne) {

@@ -156,7 +156,7 @@ TEST_P(EngineDiskPolicyTest, ARoundTripOverTheDiskDoesNotChangeLogits) {
   EXPECT_EQ(worker->engine().store().stats().tier.read_blocks, 7);
 }
 
-INSTANTIATE_TEST_SUITE_P(Policies, EngineDiskPolicyTest, ::testing::Range(0u, 8u));
+INSTANTIATE_TEST_SUITE_P(Policies, EngineDiskPolicyTest, ::testing::Range(0u, 11u));
 
 TEST_F(EngineDiskTest, DamagedAndMissingBlocksAreReportedAndNeverUsed) {
   {

@@ -23,10 +23,12 @@
 namespace kvasir::worker {
 namespace {
 
+using testing::ElementsAre;
 using testing::HasSubstr;
 
 constexpr uint32_t kAll = 0, kStreaming = 1, kQuest = 2, kAllThenQuest = 3, kTokenSelect = 4,
-                   kHip = 5, kInfiniteHip = 6, kPruned = 7;  // policies
+                   kHip = 5, kInfiniteHip = 6, kPruned = 7, kHipByInterval = 8,
+                   kTokenSelectByCosine = 9, kInfiniteHipByBoth = 10;  // policies
 
 std::vector<uint32_t> RandomPrompt(int64_t size, uint32_t seed) {
   std::mt19937 random(seed);
@@ -193,7 +195,8 @@ TEST_P(EnginePolicyTest, AccountsForEveryPage) {
 
 INSTANTIATE_TEST_SUITE_P(Policies, EnginePolicyTest,
                          testing::Values(kAll, kStreaming, kQuest, kAllThenQuest, kTokenSelect,
-                                         kHip, kInfiniteHip, kPruned));
+                                         kHip, kInfiniteHip, kPruned, kHipByInterval,
+                                         kTokenSelectByCosine, kInfiniteHipByBoth));
 
 TEST_F(EngineTest, KeepingAllMassIsTheSelectorAlone) {
   TestRequest request = MakeRequest(500, kPruned);
@@ -203,6 +206,58 @@ TEST_F(EngineTest, KeepingAllMassIsTheSelectorAlone) {
   EXPECT_NE(pruned, whole);
   request.policy = kAllThenQuest;
   ExpectSameBits(RunAlone(request), whole);
+}
+
+TEST_F(EngineTest, ReuseThatNeverServesIsTheSelectorAlone) {
+  EngineOptions options = TestWorker::DefaultOptions();
+  options.policies[1] = MakePolicy("all", "hip");
+  options.policies[2] = MakePolicy("all", "tokenselect");
+  for (const auto& [policy, alone] :
+       {std::pair(kHipByInterval, 1u), std::pair(kTokenSelectByCosine, 2u)}) {
+    TestRequest request = MakeRequest(500, policy);
+    const AllLogits reused = RunAlone(request);
+    request.decode.mutable_reuse()->set_interval(1);
+    request.decode.mutable_reuse()->set_theta(1);
+    const AllLogits never = RunAlone(request);
+    EXPECT_NE(reused, never);
+    request.policy = alone;
+    ExpectSameBits(RunAlone(request, 128, options), never);
+  }
+}
+
+TEST_F(EngineTest, StagesThatRunAndStagesThatServeAreCounted) {
+  TestWorker worker(*model_);
+  TestCoordinator coordinator({.chunk = 128});
+  TestRequest request = MakeRequest(500, kHipByInterval);
+  request.decode.mutable_reuse()->set_interval(5);
+  request.max_tokens = 20;
+  const size_t r = coordinator.Add(request);
+  while (coordinator.result(r).tokens.size() < 2) {
+    EXPECT_EQ(worker.engine().selection_memory_bytes(), 0) << "before there is an answer";
+    const v1::StepPlan plan = coordinator.NextPlan();
+    const auto reply = worker.engine().Step(plan);
+    ASSERT_TRUE(reply.ok()) << reply.status();
+    coordinator.Apply(plan, *reply);
+  }
+  EXPECT_GT(worker.engine().selection_memory_bytes(), 0);
+  worker.Run(coordinator);
+  const v1::RowAccounting& a = coordinator.result(r).accounting;
+  // Of positions 500 to 518 these: 500, 505, 510, 512 (a multiple of 64), 517.
+  const uint64_t rows = static_cast<uint64_t>(worker.engine().pages_per_block());
+  EXPECT_THAT(a.stages_run(), ElementsAre(5 * rows, 0, 0));
+  EXPECT_THAT(a.stages_reused(), ElementsAre(14 * rows, 0, 0));
+  const auto reply = worker.engine().Step(coordinator.NextPlan());  // frees the slot
+  ASSERT_TRUE(reply.ok()) << reply.status();
+  EXPECT_EQ(worker.engine().selection_memory_bytes(), 0);
+}
+
+TEST_F(EngineTest, AnUnknownReuseRuleListsTheKnownOnes) {
+  EngineOptions options = TestWorker::DefaultOptions();
+  options.policies[1] = MakeReusingPolicy("hip", "often");
+  SingleCollective single;
+  kernels::SerialExecutor executor;
+  EXPECT_THAT(std::string(Engine::Create(options, *model_, single, executor).status().message()),
+              HasSubstr("the reuse rules are interval, cosine, both"));
 }
 
 TEST_F(EngineTest, OptionsMakeShapesOfTheirOwn) {

@@ -38,9 +38,11 @@ constexpr uint32_t kTailTokens = 20;
 constexpr char kModel[] = "tests/model/needle-8k";
 constexpr char kGolden[] = "tests/model/golden/needle-8k.safetensors";
 constexpr uint32_t kAll = 0, kStreaming = 1, kQuest = 2, kTokenSelect = 4, kHip = 5,
-                   kInfiniteHip = 6, kPruned = 7;
-constexpr uint32_t kPolicies[] = {kAll, kStreaming,   kQuest, kTokenSelect,
-                                  kHip, kInfiniteHip, kPruned};
+                   kInfiniteHip = 6, kPruned = 7, kHipByInterval = 8, kTokenSelectByCosine = 9,
+                   kInfiniteHipByBoth = 10;
+constexpr uint32_t kPolicies[] = {
+    kAll,         kStreaming, kQuest,         kTokenSelect,         kHip,
+    kInfiniteHip, kPruned,    kHipByInterval, kTokenSelectByCosine, kInfiniteHipByBoth};
 
 struct Way {
   const char* name;
@@ -132,7 +134,7 @@ std::vector<TestRequest> Others(const TestRequest& request, int count) {
   std::vector<TestRequest> others;
   for (int i = 0; i < count; ++i) {
     others.push_back(
-        MakeRequest(2000 + 97 * i, 30 + 37 * i, static_cast<uint32_t>(i) % 8, request.max_tokens));
+        MakeRequest(2000 + 97 * i, 30 + 37 * i, static_cast<uint32_t>(i) % 11, request.max_tokens));
   }
   return others;
 }
@@ -297,6 +299,11 @@ void CheckPremises(const Way& way, uint32_t policy, const Served& served) {
   const v1::RowAccounting& a = served.accounting;
   EXPECT_EQ(a.skipped_selected_out() + a.skipped_window() > 0, policy != kAll);
   EXPECT_EQ(a.skipped_pruned() > 0, policy == kPruned);
+  ASSERT_EQ(a.stages_run_size() > 0, policy >= kHipByInterval);
+  if (policy >= kHipByInterval) {
+    EXPECT_GT(a.stages_run(0), 0u);
+    EXPECT_GT(a.stages_reused(0), 0u);
+  }
   EXPECT_EQ(a.cached_device_tokens() + a.cached_host_tokens() > 0,
             (way.cached && !way.disk) || way.preempted);
   EXPECT_EQ(a.cached_disk_tokens() > 0, way.disk);
@@ -310,7 +317,7 @@ void CheckPremises(const Way& way, uint32_t policy, const Served& served) {
   EXPECT_EQ(a.page_misses() > 0, misses);
   // Dense attention needs every page in every step, so none gives way to another.
   // infinitehip reads blocks of 16 tokens, and other ones in each step: hardly ever a page's worth.
-  if (policy == kAll || policy == kInfiniteHip) return;
+  if (policy == kAll || policy == kInfiniteHip || policy == kInfiniteHipByBoth) return;
   EXPECT_EQ(served.stats.promotions > 0, misses);
 }
 
@@ -386,8 +393,17 @@ Comparison CompareByPieces(const TestRequest& request, const Served& expected,
 std::string NameOf(const ::testing::TestParamInfo<std::tuple<uint32_t, Way>>& test) {
   const auto& [policy, way] = test.param;
   // Of DefaultOptions.
-  constexpr const char* kNames[] = {"All",         "Streaming", "Quest",       "",
-                                    "TokenSelect", "Hip",       "InfiniteHip", "Pruned"};
+  constexpr const char* kNames[] = {"All",
+                                    "Streaming",
+                                    "Quest",
+                                    "",
+                                    "TokenSelect",
+                                    "Hip",
+                                    "InfiniteHip",
+                                    "Pruned",
+                                    "HipByInterval",
+                                    "TokenSelectByCosine",
+                                    "InfiniteHipByBoth"};
   return std::string(kNames[policy]) + way.name;
 }
 

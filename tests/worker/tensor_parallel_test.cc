@@ -1,4 +1,5 @@
 // What a group of ranks answers, beside what one rank does.
+#include <algorithm>
 #include <cmath>
 #include <map>
 #include <memory>
@@ -58,6 +59,8 @@ void ExpectSameAccounting(const v1::RowAccounting& one, const v1::RowAccounting&
   EXPECT_EQ(one.blocks_total(), many.blocks_total());
   EXPECT_EQ(one.skipped_selected_out(), many.skipped_selected_out());
   EXPECT_EQ(one.skipped_pruned(), many.skipped_pruned());
+  EXPECT_TRUE(std::ranges::equal(one.stages_run(), many.stages_run()));
+  EXPECT_TRUE(std::ranges::equal(one.stages_reused(), many.stages_reused()));
   EXPECT_EQ(one.page_hits() + one.page_misses(), many.page_hits() + many.page_misses());
   EXPECT_EQ(one.mass_samples(), many.mass_samples());
   EXPECT_NEAR(one.mass_sum(), many.mass_sum(), 1e-4 * one.mass_sum());
@@ -67,7 +70,7 @@ TEST_P(TensorParallelTest, AnswersAsOneRankDoes) {
   RankGroup single(Options(1)), group(Options(GetParam().ranks));
   TestCoordinator one({.chunk = 128}), many({.chunk = 128});
   for (const uint32_t size : {1u, 70u, 300u}) {
-    for (const uint32_t policy : {0u, 2u, 3u, 4u, 5u, 6u, 7u}) {
+    for (const uint32_t policy : {0u, 2u, 3u, 4u, 5u, 6u, 7u, 8u, 9u, 10u}) {
       TestRequest request = MakeRequest(size, policy);
       if (size == 70) {  // what a penalty counts is the same on every rank
         request.sampling.set_repetition_penalty(1.3f);
@@ -80,14 +83,18 @@ TEST_P(TensorParallelTest, AnswersAsOneRankDoes) {
   }
   single.Run(one);
   group.Run(many);
-  uint64_t skipped = 0;
-  for (size_t r = 0; r < 21; ++r) {
+  uint64_t skipped = 0, reused = 0;
+  for (size_t r = 0; r < 30; ++r) {
     SCOPED_TRACE(testing::Message() << "request " << r);
     EXPECT_EQ(one.result(r).tokens, many.result(r).tokens);
     ExpectSameAccounting(one.result(r).accounting, many.result(r).accounting);
     skipped += one.result(r).accounting.skipped_selected_out();
+    if (one.result(r).accounting.stages_reused_size() > 0) {
+      reused += one.result(r).accounting.stages_reused(0) > 0;
+    }
   }
   EXPECT_GT(skipped, 0u);
+  EXPECT_EQ(reused, 3u) << "of the longest prompts, under each reuse rule";
   float difference = 0, largest = 0;
   for (const auto& [place, logits] : single.worker(0).logits()) {
     const TestWorker::Logits& sharded = group.worker(0).logits().at(place);

@@ -101,6 +101,12 @@ class TestCoordinator {
     for (const uint64_t block : result.blocks) pending_.add_drop_blocks(block);
   }
 
+  using Counts = google::protobuf::RepeatedField<uint64_t>;
+  static void AddCounts(const Counts& row, Counts& sum) {
+    sum.Resize(std::max(row.size(), sum.size()), 0);
+    for (int i = 0; i < row.size(); ++i) sum[i] += row[i];
+  }
+
   // Adds what is counted; not mass_minimum.
   static void AddAccounting(const v1::RowAccounting& row, v1::RowAccounting& sum) {
     sum.set_blocks_total(sum.blocks_total() + row.blocks_total());
@@ -109,6 +115,8 @@ class TestCoordinator {
     sum.set_skipped_pruned(sum.skipped_pruned() + row.skipped_pruned());
     sum.set_page_hits(sum.page_hits() + row.page_hits());
     sum.set_page_misses(sum.page_misses() + row.page_misses());
+    AddCounts(row.stages_run(), *sum.mutable_stages_run());
+    AddCounts(row.stages_reused(), *sum.mutable_stages_reused());
     sum.set_mass_samples(sum.mass_samples() + row.mass_samples());
     sum.set_mass_sum(sum.mass_sum() + row.mass_sum());
     sum.set_cached_device_tokens(sum.cached_device_tokens() + row.cached_device_tokens());

@@ -34,6 +34,14 @@ inline v1::SparsityPolicy MakePruningPolicy() {
   return policy;
 }
 
+// A policy whose decoding reuses what it selected.
+inline v1::SparsityPolicy MakeReusingPolicy(const std::string& selector, const std::string& rule) {
+  v1::SparsityPolicy policy = MakePolicy("all", selector);
+  policy.mutable_decode()->mutable_reuse()->set_rule(rule);
+  if (selector == "infinitehip") policy.mutable_decode()->mutable_infinitehip()->set_preset("5k");
+  return policy;
+}
+
 // In chunks that fit the short prompts of tests.
 inline v1::SparsityPolicy MakeInfiniteHipPolicy() {
   v1::SparsityPolicy policy = MakePolicy("infinitehip", "infinitehip");
@@ -55,11 +63,18 @@ inline v1::AttentionPolicy MakeNumbers(uint32_t sink, uint32_t window, uint32_t 
 
 // Numbers that the policies of TestWorker::DefaultOptions ask for beside those of MakeNumbers.
 inline void SetWhatThePolicyNeeds(TestRequest& request) {
-  if (request.policy == 6) {  // infinitehip's least window with preset 5k
+  if (request.policy == 6 || request.policy == 10) {  // infinitehip's least window with preset 5k
     request.prefill.set_window_tokens(128);
     request.decode.set_window_tokens(128);
   }
   if (request.policy == 7) request.decode.set_top_p(0.5f);
+  if (request.policy >= 8) {  // queries of tests are alike now and then
+    v1::ReusePolicy& reuse = *request.decode.mutable_reuse();
+    reuse.set_interval(3);
+    reuse.set_theta(0.05f);
+    reuse.set_theta_force(-0.1f);
+    reuse.set_max_age(20);
+  }
 }
 
 inline v1::RowSampling Greedy() {
@@ -111,7 +126,10 @@ class TestWorker {
             .policies = {MakePolicy("all", "all"), MakePolicy("streaming", "streaming"),
                          MakePolicy("quest", "quest"), MakePolicy("all", "quest"),
                          MakePolicy("tokenselect", "tokenselect"), MakePolicy("hip", "hip"),
-                         MakeInfiniteHipPolicy(), MakePruningPolicy()},
+                         MakeInfiniteHipPolicy(), MakePruningPolicy(),
+                         MakeReusingPolicy("hip", "interval"),
+                         MakeReusingPolicy("tokenselect", "cosine"),
+                         MakeReusingPolicy("infinitehip", "both")},
             .mass_sample_rate = 0};
   }
 

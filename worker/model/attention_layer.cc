@@ -12,6 +12,7 @@
 #include "kernels/dense/rms_norm.h"
 #include "kernels/paged/append.h"
 #include "kernels/paged/compact_positions.h"
+#include "kernels/sparse/reuse/reusing_select.h"
 
 namespace kvasir::worker {
 namespace {
@@ -41,6 +42,12 @@ absl::StatusOr<PackedLinear> PackRows(const LayerWeights& weights, int64_t begin
 std::span<std::byte> GemmScratch(const StepContext& step) {
   const kernels::HostBuffer& scratch = step.activations.gemm_scratch;
   return {scratch.data(), static_cast<size_t>(scratch.size_bytes())};
+}
+
+// Of the step's queries; none where keys are cached un-rotated.
+kernels::QueryRotation RotationOf(const StepContext& step) {
+  if (step.compact_rope != nullptr) return {};
+  return {.cos = step.rope.cos(), .sin = step.rope.sin()};
 }
 
 // As a gather takes it, which moves bits: two bfloat16 go as one float. REQUIRES: a multiple of
@@ -161,11 +168,8 @@ absl::StatusOr<PageSelection> AttentionLayer::Select(const StepContext& step) {
   for (const SelectorGroup& group : batch.groups) {
     const size_t begin = static_cast<size_t>(group.begin);
     const size_t count = static_cast<size_t>(group.end - group.begin);
-    const int64_t first_row = group.begin * num_kv_heads();
-    PageSelection rows = {.headers = selection.headers + first_row,
-                          .entries = selection.entries + first_row * selection.capacity,
-                          .num_rows = static_cast<int64_t>(count) * num_kv_heads(),
-                          .capacity = selection.capacity};
+    PageSelection rows =
+        selection.Rows(group.begin * num_kv_heads(), (group.end - group.begin) * num_kv_heads());
     const kernels::SelectParams params = {.q = queries,
                                           .kv = step.kv,
                                           .layer = options_.layer,
@@ -174,13 +178,32 @@ absl::StatusOr<PageSelection> AttentionLayer::Select(const StepContext& step) {
                                           .numbers = std::span(numbers_).subspan(begin, count),
                                           .faults = std::span(faults_),
                                           .scratch = &step.activations.attention_scratch,
-                                          .rope = step.compact_rope};
-    KVASIR_RETURN_IF_ERROR(group.served->selector->Select(params, rows, step.executor));
+                                          .rope = step.compact_rope,
+                                          .rotation = RotationOf(step),
+                                          .memories = MemoriesOf(batch, group)};
+    const ServedSelector& served = *group.served;
+    KVASIR_RETURN_IF_ERROR(
+        served.reuse == nullptr
+            ? served.selector->Select(params, rows, step.executor)
+            : SelectReusing(*served.selector, *served.reuse, params, rows, step.executor));
     AssignPositions(rows);
-    if (group.served->pruner == nullptr) continue;
-    KVASIR_RETURN_IF_ERROR(group.served->pruner->Prune(params, rows, step.executor));
+    if (served.pruner == nullptr) continue;
+    KVASIR_RETURN_IF_ERROR(served.pruner->Prune(params, rows, step.executor));
   }
   return selection;
+}
+
+std::span<kernels::RowMemory* const> AttentionLayer::MemoriesOf(const StepBatch& batch,
+                                                                const SelectorGroup& group) {
+  if (group.served->reuse == nullptr) return {};
+  memories_.clear();
+  for (int64_t b = group.begin; b < group.end; ++b) {
+    kernels::SelectionMemory* memory = batch.infos[static_cast<size_t>(b)].memory;
+    for (int64_t head = 0; head < num_kv_heads(); ++head) {
+      memories_.push_back(memory == nullptr ? nullptr : &memory->row(options_.layer, head));
+    }
+  }
+  return memories_;
 }
 
 bool AttentionLayer::AnySelectorReadsQueries(const StepBatch& batch) const {

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -67,6 +68,9 @@ class AttentionLayer {
 
   absl::Status ProjectAndAppend(const StepContext& step);
   absl::StatusOr<kernels::PageSelection> Select(const StepContext& step);
+  // What the rows of a group remember of earlier steps.
+  std::span<kernels::RowMemory* const> MemoriesOf(const StepBatch& batch,
+                                                  const SelectorGroup& group);
   // The query heads that selections of this step are made from.
   absl::StatusOr<kernels::TensorView> SelectionQueries(const StepContext& step) const;
   bool AnySelectorReadsQueries(const StepBatch& batch) const;
@@ -82,6 +86,7 @@ class AttentionLayer {
   Projections projections_;
   HostTensor q_norm_, k_norm_;                      // empty where the model has none
   std::vector<kernels::SelectionNumbers> numbers_;  // of this step, with dense layers worked in
+  std::vector<kernels::RowMemory*> memories_;       // of the rows of a group
   std::vector<uint8_t> faults_;
 };
 

@@ -69,7 +69,7 @@ class Search {
 
   // The best nodes of one block each, ascending. REQUIRES: count <= the candidates' blocks.
   std::span<const Node> Run(int64_t count) {
-    const int64_t blocks = CeilBlocks(row_.header.window_begin - row_.header.sink_end);
+    const int64_t blocks = CeilBlocks(row_.candidates_end() - row_.header.sink_end);
     int64_t longest = 0;
     for (int64_t j = 0; j < count; ++j) {
       const int64_t begin = Round(j * blocks, count);
@@ -103,7 +103,7 @@ class Search {
 
   Node Scored(int64_t begin, int64_t length) {
     const int64_t first = row_.header.sink_end + (begin + length / 2) * kBlockTokens;
-    const int64_t end = std::min(first + kBlockTokens, row_.header.window_begin);
+    const int64_t end = std::min(first + kBlockTokens, row_.candidates_end());
     float score = kNoScore;
     for (int64_t token = first; token < end; ++token) {
       for (int64_t i = 0; i < num_queries_; ++i) {
@@ -122,7 +122,7 @@ class Search {
 void SelectBlocks(const SelectRow& row, const ThreadMemory& memory) {
   row.header = MakeHeader(row.block, row.numbers);
   const int64_t begin = row.header.sink_end;
-  const int64_t end = row.header.window_begin;
+  const int64_t end = row.candidates_end();
   const int64_t count = CeilBlocks(row.numbers.budget_tokens);
   if (row.header.kind == SelectionHeader::Kind::kAll || begin >= end || count == 0) return;
   ListWriter writer(row.header, row.list);

@@ -2,7 +2,7 @@
 // in time logarithmic in the context, by halving n intervals that begin as even parts of all
 // candidates:
 //
-//   blocks of 2 tokens from sink_end on; N of them before window_begin, n = budget_tokens / 2
+//   blocks of 2 tokens from sink_end on; N of them before candidates_end, n = budget_tokens / 2
 //   nodes  : node j = blocks [round(j N / n), round((j + 1) N / n))
 //   repeat until no node is longer than one block:
 //     each node -> left half (floor) and right half; an empty left half is dropped

@@ -20,8 +20,10 @@ using Preset = InfiniteHipSelector::Preset;
 using Probe = InfiniteHipSelector::Probe;
 
 constexpr Preset kPresets[] = {
-    {"3k", {{{256, 32768, 4}, {32, 8192, 4}, {8, 0, 1}}}},
-    {"5k", {{{64, 32768, 4}, {32, 16384, 4}, {16, 0, 1}}}},
+    {"3k", {{{256, 32768, 4}, {32, 8192, 4}, {8, 0, 1}}}, {16, 8, 4}},
+    {"3k-fast", {{{256, 32768, 4}, {32, 8192, 4}, {8, 0, 1}}}, {32, 16, 8}},
+    {"3k-flash", {{{256, 32768, 4}, {32, 8192, 4}, {8, 0, 1}}}, {96, 24, 8}},
+    {"5k", {{{64, 32768, 4}, {32, 16384, 4}, {16, 0, 1}}}, {16, 8, 4}},
 };
 constexpr struct {
   absl::string_view name;
@@ -34,7 +36,7 @@ constexpr int64_t kExactChunkTokens = 8;
 
 constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// How far a list reaches into the window.
+// How far a list reaches into the window, for as many steps as it may serve at least.
 constexpr int64_t Overlap(const Preset& preset) {
   return std::max(preset.stages[0].chunk_tokens, kPageTokens);
 }
@@ -139,13 +141,12 @@ class Pruning {
         estimate_(row, memory.vector) {}
 
   void Run() {
-    num_chunks_ = FirstChunks(preset_, row_.header, row_.numbers.window_tokens);
-    for (int64_t j = 0; j < num_chunks_; ++j) {
-      memory_.chunk_begins[j] = row_.header.sink_end + j * preset_.stages[0].chunk_tokens;
-    }
-    for (size_t s = 0; s < preset_.stages.size(); ++s) {
+    const size_t first = row_.memory == nullptr ? 0 : row_.memory->first_stage;
+    first == 0 ? TakeAllChunks() : Recall(first - 1);
+    for (size_t s = first; s < preset_.stages.size(); ++s) {
       if (s > 0) Split(preset_.stages[s - 1].chunk_tokens, preset_.stages[s].chunk_tokens);
       Keep(preset_.stages[s], s == 0);
+      if (row_.memory != nullptr && s + 1 < preset_.stages.size()) Remember(s);
     }
     const int64_t block = preset_.stages.back().chunk_tokens;
     ListWriter writer(row_.header, row_.list);
@@ -156,6 +157,25 @@ class Pruning {
   }
 
  private:
+  void TakeAllChunks() {
+    num_chunks_ = FirstChunks(preset_, row_.header, row_.numbers.window_tokens);
+    for (int64_t j = 0; j < num_chunks_; ++j) {
+      memory_.chunk_begins[j] = row_.header.sink_end + j * preset_.stages[0].chunk_tokens;
+    }
+  }
+
+  // What a stage left, in this step and in an earlier one.
+  void Remember(size_t stage) {
+    RowMemory::StageItems& left = row_.memory->stages[stage];
+    left.count = num_chunks_;
+    std::copy_n(memory_.chunk_begins, num_chunks_, left.items);
+  }
+  void Recall(size_t stage) {
+    const RowMemory::StageItems& left = row_.memory->stages[stage];
+    num_chunks_ = left.count;
+    std::copy_n(left.items, num_chunks_, memory_.chunk_begins);
+  }
+
   void Split(int64_t chunk, int64_t part) {
     int64_t count = 0;
     for (int64_t j = 0; j < num_chunks_; ++j) {
@@ -388,6 +408,16 @@ int64_t InfiniteHipSelector::MaxEntries(const SelectionNumbers& numbers, int64_t
   const Stage& last = preset_.stages.back();
   // A block may lie across two pages.
   return std::min(2 * KeptChunks(last, numbers.budget_tokens), CeilPages(tokens));
+}
+
+int64_t InfiniteHipSelector::MaxStageItems(const SelectionNumbers& numbers, int64_t tokens) const {
+  int64_t items = 0;
+  for (size_t s = 0; s + 1 < preset_.stages.size(); ++s) {
+    const Stage& stage = preset_.stages[s];
+    items = std::max(items, std::min(KeptChunks(stage, numbers.budget_tokens),
+                                     CeilDiv(tokens, stage.chunk_tokens)));
+  }
+  return items;
 }
 
 absl::Status InfiniteHipSelector::Check(const SelectParams& p, const PageSelection& out) const {

@@ -12,10 +12,14 @@
 //   option preset     c1   K1      c2   K2      c3   K3             query rows averaged
 //     "3k" (default)  256  32,768  32   8,192   8    budget_tokens  by 4, 4, 1
 //     "5k"            64   32,768  32   16,384  16   budget_tokens  by 4, 4, 1
+//     "3k-fast", "3k-flash": as 3k
+//
+// Where lists are reused the stages run every 16, 8 and 4 steps (3k, 5k), 32, 16 and 8 (3k-fast) or
+// 96, 24 and 8 (3k-flash); what stages 1 and 2 left is the memory of a row.
 //
 // K1 and K2 are at least the budget. Wm = window_tokens - max(c1, 64): a list covers what leaves
-// the window for some time, and entries may reach into it. No key at or behind the block's first
-// query is looked at, which needs a window of c1 + max(c1, 64) tokens (MinWindowTokens).
+// the window for 64 steps and more, and entries may reach into it. No key at or behind the block's
+// first query is looked at, which needs a window of c1 + max(c1, 64) tokens (MinWindowTokens).
 //
 //   option probe      the score of a chunk, for one head; rows are the block's queries, averaged
 //     "digest" (default)  stage 1: the largest page bound (Quest's) of the pages it touches; later:
@@ -44,6 +48,7 @@
 
 #include <array>
 #include <memory>
+#include <span>
 
 #include "absl/status/statusor.h"
 
@@ -63,6 +68,7 @@ class InfiniteHipSelector : public Selector {
   struct Preset {
     absl::string_view name;
     std::array<Stage, kStages> stages;
+    std::array<int64_t, kStages> refresh_intervals;
   };
   enum class Probe { kDigest, kCentre, kFirst };
 
@@ -74,6 +80,8 @@ class InfiniteHipSelector : public Selector {
   int64_t MaxEntries(const SelectionNumbers& numbers, int64_t tokens) const override;
   bool ReadsQueries() const override { return true; }
   bool NeedsKeyCodes() const override { return probe_ == Probe::kDigest; }
+  std::span<const int64_t> RefreshIntervals() const override { return preset_.refresh_intervals; }
+  int64_t MaxStageItems(const SelectionNumbers& numbers, int64_t tokens) const override;
   int64_t MinWindowTokens() const override;
   SkipReason skip_reason() const override { return SkipReason::kSelectedOut; }
 

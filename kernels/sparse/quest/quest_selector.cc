@@ -13,16 +13,16 @@
 namespace kvasir::kernels {
 namespace {
 
-// Pages that intersect [sink_end, window_begin).
+// Pages that intersect [sink_end, candidates_end).
 struct PageRange {
   int64_t begin = 0;
   int64_t end = 0;
   int64_t size() const { return end - begin; }
 };
 
-PageRange Candidates(const SelectionHeader& header) {
-  if (header.sink_end >= header.window_begin) return {};
-  return {.begin = header.sink_end / kPageTokens, .end = CeilPages(header.window_begin)};
+PageRange Candidates(const SelectRow& row) {
+  if (row.header.sink_end >= row.candidates_end()) return {};
+  return {.begin = row.header.sink_end / kPageTokens, .end = CeilPages(row.candidates_end())};
 }
 
 // Memory of one thread of a Select call.
@@ -58,7 +58,7 @@ class Row {
   void Run() {
     row_.header = MakeHeader(row_.block, row_.numbers);
     if (row_.header.kind == SelectionHeader::Kind::kAll) return;
-    const PageRange candidates = Candidates(row_.header);
+    const PageRange candidates = Candidates(row_);
     const int64_t count = std::min(CeilPages(row_.numbers.budget_tokens), candidates.size());
     if (count == 0) return;
     ScorePages(row_, kernel_.scores, SplitQueries(), candidates.begin, candidates.end,

@@ -70,7 +70,7 @@ void AddVotes(std::span<float> logits, float* votes) {
 void SelectTokens(const SelectRow& row, const ThreadMemory& memory) {
   row.header = MakeHeader(row.block, row.numbers);
   const int64_t begin = row.header.sink_end;
-  const int64_t candidates = row.header.window_begin - begin;
+  const int64_t candidates = row.candidates_end() - begin;
   if (row.header.kind == SelectionHeader::Kind::kAll || candidates <= 0) return;
   AverageQueries(row, memory);
   KeyLogits logit(row);

@@ -2,7 +2,7 @@
 // query head of the KV group votes with its own softmax over the candidates:
 //
 //   qbar[h]  = mean over the block's queries of q[h]                 (decode: the query itself)
-//   s[h][j]  = scale * qbar[h] . k[j]    for j in [sink_end, window_begin), exact
+//   s[h][j]  = scale * qbar[h] . k[j]    for j in [sink_end, candidates_end), exact
 //   vote[j]  = sum over the group's heads of softmax_j(s[h])         (soft vote)
 //   chosen   = the budget_tokens tokens of the largest votes, later tokens first among equals
 //

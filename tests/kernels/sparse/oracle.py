@@ -168,19 +168,24 @@ def coded(keys):
     return np.where(flat[:, None], zero[:, None], codes * scale[:, None] + zero[:, None])
 
 
-def infinitehip(case, head, begin, end):
+def infinitehip(case, head, begin, end, first_stage=0, left=None):
+    """`left`, with reuse: the chunks that each stage leaves; stages before `first_stage` do not run."""
+    left = {} if left is None else left
     preset, probe = case.options.get("preset", "3k"), case.options.get("probe", "digest")
-    sizes = {"3k": (256, 32, 8), "5k": (64, 32, 16)}[preset]
-    room = {"3k": (32768, 8192), "5k": (32768, 16384)}[preset]
+    sizes = {"3k": (256, 32, 8), "5k": (64, 32, 16)}[preset[:2]]
+    room = {"3k": (32768, 8192), "5k": (32768, 16384)}[preset[:2]]
     room = [max(k, case.budget) for k in room] + [case.budget]
     keys, queries = case.keys(head), case.queries(head)
     seen = case.window - max(sizes[0], 64)
     chunks = [c for c in range(begin, case.context, sizes[0]) if c <= case.first - seen]
     codes = coded(keys) if probe == "digest" else None
     for stage, (size, kept, stride) in enumerate(zip(sizes, room, (4, 4, 1))):
+        if stage < first_stage:
+            continue
         if stage > 0:
-            chunks = [c + at for c in chunks for at in range(0, sizes[stage - 1], size)]
+            chunks = [c + at for c in left[stage - 1] for at in range(0, sizes[stage - 1], size)]
         count = -(-kept // size)
+        left[stage] = chunks
         if len(chunks) <= count:
             continue
         means = [queries[r:r + stride].mean(axis=0) for r in range(0, case.rows, stride)]
@@ -211,9 +216,9 @@ def infinitehip(case, head, begin, end):
                 scores.append(best_logit(codes[c:c + size], heads).max())
             else:
                 rows = [best_logit(keys[c:c + size], some) for some in (lefts, heads)]
-                scores.append(max(descend(left, right, probe) for left, right in zip(*rows)))
-        chunks = [chunks[i] for i in case.best(scores, count)]
-    return {t for c in chunks for t in range(c, c + sizes[-1])}
+                scores.append(max(descend(left_row, right_row, probe) for left_row, right_row in zip(*rows)))
+        left[stage] = [chunks[i] for i in case.best(scores, count)]
+    return {t for c in left[2] for t in range(c, c + sizes[-1])}
 
 
 def descend(lefts, rights, probe):

@@ -1,10 +1,8 @@
 // Every selector against the independent definitions of oracle.py, which recorded what must be
 // chosen. Keys and queries are those of oracle.py: multiples of 1/8, whose sums are exact.
-#include <array>
 #include <cstdint>
 #include <fstream>
 #include <gtest/gtest.h>
-#include <limits>
 #include <memory>
 #include <string>
 #include <vector>
@@ -12,59 +10,20 @@
 #include "nlohmann/json.hpp"
 
 #include "kernels/paged/compact_positions.h"
-#include "kernels/paged/digests.h"
-#include "kernels/paged/key_codes.h"
 #include "kernels/sparse/methods.h"
 #include "kernels/sparse/policy.h"
 #include "kernels/sparse/top_p/top_p_pruner.h"
-#include "tests/support/attention_batch.h"
+#include "tests/kernels/sparse/oracle_batch.h"
 
 namespace kvasir::kernels {
 namespace {
 
 using nlohmann::json;
 using Kind = SelectionHeader::Kind;
-using Ranges = std::vector<std::array<int64_t, 2>>;
-
-constexpr int64_t kQuery = 1, kKey = 2;
-constexpr int64_t kDim = 16, kKvHeads = 2;
-
-float Value(int64_t seed, int64_t side, int64_t position, int64_t head, int64_t i) {
-  const auto u = [](int64_t x) { return static_cast<uint64_t>(x); };
-  uint64_t x = u(seed) * 0x9E3779B97F4A7C15u + u(side) * 0xBF58476D1CE4E5B9u +
-               u(position) * 0x94D049BB133111EBu + u(head) * 0xD6E8FEB86659FD93u +
-               u(i) * 0xA0761D6478BD642Fu;
-  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
-  x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
-  return (static_cast<float>((x ^ (x >> 31)) % 33) - 16) / 8;
-}
 
 json ReadCases() {
   std::ifstream file("tests/kernels/sparse/golden/selections.json");
   return json::parse(file);
-}
-
-void FillKeys(const json& c, int64_t context, AttentionBatch& batch) {
-  batch.FillContext(0, context);
-  const auto key = [&](int64_t t, int64_t head) {
-    return batch.kv().Token(FakePagedKv::Side::kKey, 0, t, batch.shape().layer, head);
-  };
-  for (int64_t head = 0; head < kKvHeads; ++head) {
-    for (int64_t t = 0; t < context; ++t) {
-      for (int64_t i = 0; i < kDim; ++i) {
-        batch.kv().Set(key(t, head), i,
-                       Value(c["seed"], kKey, t / c["run"].get<int64_t>(), head, i));
-      }
-    }
-    for (const json& special : c["specials"]) {
-      batch.kv().Set(key(special[0], head), 0, std::stof(special[1].get<std::string>()));
-    }
-  }
-  for (int64_t block = 0; block * kPageTokens < context; ++block) {
-    const int64_t tokens = std::min(kPageTokens, context - block * kPageTokens);
-    ASSERT_TRUE(RebuildBounds(batch.kv().View(), 0, block, tokens).ok());
-    ASSERT_TRUE(RebuildKeyCodes(batch.kv().View(), 0, block, tokens).ok());
-  }
 }
 
 void FillQueries(const json& c, AttentionBatch& batch) {
@@ -77,24 +36,6 @@ void FillQueries(const json& c, AttentionBatch& batch) {
       }
     }
   }
-}
-
-// Tokens of the list that `mask` names: all, or those between sink and window only.
-enum class Within { kAll, kSparseRange };
-Ranges ListedRanges(const SelectionHeader& header, const SelectionEntry* list,
-                    uint64_t SelectionEntry::*mask, Within within) {
-  Ranges ranges;
-  for (int32_t i = 0; i < header.count; ++i) {
-    for (int64_t t = 0; t < kPageTokens; ++t) {
-      if ((list[i].*mask >> t & 1) == 0) continue;
-      const int64_t token = list[i].page * kPageTokens + t;
-      const bool sparse = token >= header.sink_end && token < header.window_begin;
-      if (within == Within::kSparseRange && !sparse) continue;
-      if (ranges.empty() || ranges.back()[1] != token) ranges.push_back({token, token});
-      ranges.back()[1] = token + 1;
-    }
-  }
-  return ranges;
 }
 
 // Prunes, and compares what is left; what lies in sink or window stays as it was.

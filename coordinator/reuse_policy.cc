@@ -1,0 +1,113 @@
+#include "coordinator/reuse_policy.h"
+
+#include <algorithm>
+#include <bit>
+
+#include "absl/strings/str_cat.h"
+
+#include "coordinator/policy.h"
+#include "kvstore/block.h"
+#include "proto/selector_field.h"
+
+namespace kvasir::coordinator {
+namespace {
+
+constexpr char kInterval[] = "interval", kCosine[] = "cosine", kBoth[] = "both";
+
+// As in kernels/sparse/reuse/: steps between refreshes unless the selector has intervals of its
+// own.
+constexpr uint32_t kDefaultInterval = 8;
+constexpr float kDefaultTheta = 0.9f;
+constexpr float kDefaultThetaForce = 0.5f;
+constexpr uint32_t kDefaultMaxAge = 64;
+// Under the rule `both`, for how many intervals a selection serves at most.
+constexpr uint32_t kIntervalsUnderBoth = 4;
+
+bool ReadsInterval(const v1::ReusePolicy& reuse) { return reuse.rule() != kCosine; }
+bool ReadsTheta(const v1::ReusePolicy& reuse) { return reuse.rule() != kInterval; }
+
+bool HasNumbers(const v1::ReusePolicy& reuse) {
+  return reuse.interval() != 0 || reuse.theta() != 0 || reuse.theta_force() != 0 ||
+         reuse.max_age() != 0;
+}
+
+// Steps that a list serves: what leaves the window meanwhile must have been among its candidates.
+// infinitehip's least window holds more. Under `cosine` nothing leaves it.
+uint32_t ServedSteps(const v1::AttentionPolicy& policy) {
+  const v1::ReusePolicy& reuse = policy.reuse();
+  if (policy.has_infinitehip() || !ReadsInterval(reuse)) return 1;
+  const uint32_t intervals = reuse.rule() == kBoth ? kIntervalsUnderBoth : 1;
+  return std::min<uint32_t>(intervals * reuse.interval(), kvstore::kBlockTokens);
+}
+
+}  // namespace
+
+void SetReuseFromFlags(const v1::SparseConfig& config, v1::AttentionPolicy& policy) {
+  if (config.sparse_reuse().empty() || config.sparse_reuse() == "none") return;
+  v1::ReusePolicy& reuse = *policy.mutable_reuse();
+  reuse.set_rule(config.sparse_reuse());
+  reuse.set_interval(config.sparse_reuse_interval());
+  reuse.set_theta(static_cast<float>(config.sparse_reuse_theta()));
+}
+
+void SetReuseDefaults(v1::AttentionPolicy& policy) {
+  if (policy.reuse().rule().empty()) return;
+  v1::ReusePolicy& reuse = *policy.mutable_reuse();
+  if (reuse.interval() == 0 && !policy.has_infinitehip()) reuse.set_interval(kDefaultInterval);
+  if (reuse.theta() == 0) reuse.set_theta(kDefaultTheta);
+  if (reuse.theta_force() == 0) reuse.set_theta_force(kDefaultThetaForce);
+  if (reuse.max_age() == 0) reuse.set_max_age(kDefaultMaxAge);
+}
+
+absl::Status CheckReuse(const std::string& where, const v1::AttentionPolicy& policy) {
+  const v1::ReusePolicy& reuse = policy.reuse();
+  if (reuse.rule().empty()) {
+    if (!HasNumbers(reuse)) return absl::OkStatus();
+    return absl::InvalidArgumentError(absl::StrCat(
+        where, ".reuse has numbers and no rule; the rules are interval, cosine, both"));
+  }
+  if (reuse.rule() != kInterval && reuse.rule() != kCosine && reuse.rule() != kBoth) {
+    return absl::InvalidArgumentError(absl::StrCat(where, ".reuse.rule is '", reuse.rule(),
+                                                   "'; the rules are interval, cosine, both"));
+  }
+  if (!IsSparse(policy) || policy.has_streaming()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(where, ".reuse is set; only what a selector chose can be used again"));
+  }
+  const uint32_t steps = ServedSteps(policy);
+  if (policy.window_tokens() >= steps) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat(
+      where, ".window_tokens is ", policy.window_tokens(), "; a selection that serves ", steps,
+      " steps needs a window of at least ", steps, " tokens; shorten reuse.interval"));
+}
+
+absl::Status OverrideReuse(const std::string& where, const v1::ReusePolicy& overrides,
+                           v1::AttentionPolicy& policy) {
+  if (!overrides.rule().empty()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(where,
+                     ".reuse sets a rule; a request may override numbers only: choose a declared "
+                     "policy by policy.name instead"));
+  }
+  if (!HasNumbers(overrides)) return absl::OkStatus();
+  if (policy.reuse().rule().empty()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(where, " sets reuse, but the policy declares no reuse"));
+  }
+  policy.mutable_reuse()->MergeFrom(overrides);  // what is 0 stays
+  return absl::OkStatus();
+}
+
+std::string CanonicalReuse(const v1::AttentionPolicy& policy) {
+  const v1::ReusePolicy& reuse = policy.reuse();
+  if (reuse.rule().empty()) return "";
+  std::string bytes = absl::StrCat(";reuse=", reuse.rule());
+  if (ReadsInterval(reuse)) absl::StrAppend(&bytes, ";interval=", reuse.interval());
+  const auto bits = [](float x) { return absl::Hex(std::bit_cast<uint32_t>(x)); };
+  if (ReadsTheta(reuse)) absl::StrAppend(&bytes, ";theta=", bits(reuse.theta()));
+  if (reuse.rule() == kBoth) absl::StrAppend(&bytes, ";theta_force=", bits(reuse.theta_force()));
+  if (reuse.rule() == kCosine) absl::StrAppend(&bytes, ";max_age=", reuse.max_age());
+  return bytes;
+}
+
+}  // namespace kvasir::coordinator

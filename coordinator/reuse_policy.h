@@ -1,0 +1,32 @@
+// The reuse part of a policy: what may be declared, what a request may override, and which of its
+// numbers matter. Called by policy.cc. Thread-safe.
+#pragma once
+
+#include <string>
+
+#include "absl/status/status.h"
+
+#include "proto/kvasir/v1/config.pb.h"
+#include "proto/kvasir/v1/sparsity.pb.h"
+
+namespace kvasir::coordinator {
+
+// What the flags of `kvasir serve` say of reuse.
+void SetReuseFromFlags(const v1::SparseConfig& config, v1::AttentionPolicy& policy);
+
+// Fills in the defaults of the numbers that the rule reads.
+void SetReuseDefaults(v1::AttentionPolicy& policy);
+
+// INVALID_ARGUMENT for an unknown rule, numbers without a rule, nothing that could be reused, and a
+// window that does not hold what leaves it while a selection serves.
+absl::Status CheckReuse(const std::string& where, const v1::AttentionPolicy& policy);
+
+// Works a request's numbers into the policy's. INVALID_ARGUMENT where they set a rule, or the
+// policy has none.
+absl::Status OverrideReuse(const std::string& where, const v1::ReusePolicy& overrides,
+                           v1::AttentionPolicy& policy);
+
+// Equal if and only if reuse is equal; empty without reuse. REQUIRES: SetReuseDefaults was called.
+std::string CanonicalReuse(const v1::AttentionPolicy& policy);
+
+}  // namespace kvasir::coordinator

@@ -1,0 +1,47 @@
+// The reuse rules: when a stage of a selector runs again. A stage that serves keeps what it left
+// when it last ran; once one runs, those behind it run too.
+//
+//   rule        a stage runs again                                          window
+//   interval    age >= n                                                    slides
+//   cosine      age >= max_age or turned away                               grows
+//   both        age >= 4 n or turned far away or (age >= n and turned away) slides
+//
+//   n             the stage's interval; age: steps since it ran
+//   turned away   theta >= 1, or cos(q, the q it ran with) is below theta; far away: below
+//                 theta_force. Over all heads of the group side by side, not rotated.
+//
+// Sources: interval HiP (arXiv 2406.09827) and InfiniteHiP (arXiv 2502.08910, section 4.3), cosine
+// TokenSelect (arXiv 2411.02886, section 3.4). Thread-safe.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/sparse/stages.h"
+
+namespace kvasir::kernels {
+
+class IntervalRule : public ReuseRule {
+ public:
+  bool Refreshes(const StageAge& age, const ReuseNumbers& numbers) const override;
+  int64_t ServedSteps(int64_t interval, const ReuseNumbers& numbers) const override;
+  bool ReadsQueries() const override { return false; }
+  Window window() const override { return Window::kSlides; }
+};
+
+class CosineRule : public ReuseRule {
+ public:
+  bool Refreshes(const StageAge& age, const ReuseNumbers& numbers) const override;
+  int64_t ServedSteps(int64_t interval, const ReuseNumbers& numbers) const override;
+  bool ReadsQueries() const override { return true; }
+  Window window() const override { return Window::kGrows; }
+};
+
+class BothRule : public ReuseRule {
+ public:
+  bool Refreshes(const StageAge& age, const ReuseNumbers& numbers) const override;
+  int64_t ServedSteps(int64_t interval, const ReuseNumbers& numbers) const override;
+  bool ReadsQueries() const override { return true; }
+  Window window() const override { return Window::kSlides; }
+};
+
+}  // namespace kvasir::kernels

@@ -1,0 +1,183 @@
+#include "kernels/sparse/reuse/reusing_select.h"
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+
+#include "kernels/base/status_macros.h"
+#include "kernels/sparse/key_logits.h"
+#include "kernels/sparse/select_common.h"
+
+namespace kvasir::kernels {
+namespace {
+
+// Of the first stage as the policy says; later ones run as often at least as they would.
+int64_t StageInterval(const Selector& selector, const ReuseNumbers& numbers, size_t stage) {
+  const int64_t own = selector.RefreshIntervals()[stage];
+  if (numbers.interval == 0) return own;
+  return stage == 0 ? numbers.interval : std::min(own, numbers.interval);
+}
+
+// Turns x [head_dim] back by the angles it was rotated by, up to a factor.
+void Unrotate(const QueryRotation& rotation, int64_t token, int64_t head_dim, float* x) {
+  if (rotation.cos == nullptr) return;
+  const int64_t half = head_dim / 2;
+  const float* cos = rotation.cos + token * half;
+  const float* sin = rotation.sin + token * half;
+  for (int64_t i = 0; i < half; ++i) {
+    const float a = x[i], b = x[i + half];
+    x[i] = a * cos[i] + b * sin[i];
+    x[i + half] = b * cos[i] - a * sin[i];
+  }
+}
+
+float Cosine(const float* a, const float* b, int64_t n) {
+  double ab = 0, aa = 0, bb = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const double x = static_cast<double>(a[i]), y = static_cast<double>(b[i]);
+    ab += x * y;
+    aa += x * x;
+    bb += y * y;
+  }
+  return static_cast<float>(ab / std::sqrt(aa * bb));  // NaN where one is 0
+}
+
+// One row with memory.
+class RowReuse {
+ public:
+  RowReuse(const Selector& selector, const ReuseRule& rule, const SelectRow& row)
+      : selector_(selector), rule_(rule), row_(row), memory_(*row.memory) {}
+
+  void Gate() {
+    if (MakeHeader(row_.block, row_.numbers).kind == SelectionHeader::Kind::kAll) {
+      memory_.Forget();
+      return;
+    }
+    if (rule_.ReadsQueries()) LoadQueries();
+    const int64_t position = row_.block.first_position;
+    memory_.first_stage = FirstStage(position);
+    memory_.position = position;
+    for (size_t s = memory_.first_stage; s < memory_.num_stages; ++s) {
+      memory_.ran_at[s] = position;
+      std::copy_n(memory_.query, memory_.query_floats, memory_.anchor(s));
+    }
+  }
+
+  void Finish() {
+    if (memory_.position != row_.block.first_position) return;  // rule R2
+    memory_.serves() ? Recall() : Remember();
+    if (memory_.first_stage == 0) memory_.window_begin = row_.header.window_begin;
+    if (rule_.window() == ReuseRule::Window::kGrows) {
+      row_.header.window_begin = memory_.window_begin;
+    }
+    row_.header.reused_stages = static_cast<int32_t>(memory_.first_stage);
+  }
+
+ private:
+  void LoadQueries() {
+    const int64_t d = row_.p.kv.layout.head_dim;
+    for (int64_t g = 0; g < row_.group; ++g) {
+      float* query = memory_.query + g * d;
+      LoadQuery(row_, 0, g, query);
+      Unrotate(row_.p.rotation, row_.block.first_row, d, query);
+    }
+  }
+
+  size_t FirstStage(int64_t position) const {
+    if (position != memory_.position + 1 || position % kPageTokens == 0) return 0;
+    for (size_t s = 0; s < memory_.num_stages; ++s) {
+      StageAge age = {.steps = position - memory_.ran_at[s],
+                      .interval = StageInterval(selector_, row_.numbers.reuse, s)};
+      if (rule_.ReadsQueries()) {
+        age.cosine = Cosine(memory_.query, memory_.anchor(s), memory_.query_floats);
+      }
+      if (rule_.Refreshes(age, row_.numbers.reuse)) return s;
+    }
+    return memory_.num_stages;
+  }
+
+  void Remember() {
+    memory_.count = row_.header.count;
+    std::copy_n(row_.list, memory_.count, memory_.list);
+  }
+  void Recall() {
+    row_.header = MakeHeader(row_.block, row_.numbers);
+    row_.header.count = memory_.count;
+    row_.header.made_at = memory_.ran_at[memory_.num_stages - 1];
+    std::copy_n(memory_.list, memory_.count, row_.list);
+  }
+
+  const Selector& selector_;
+  const ReuseRule& rule_;
+  const SelectRow& row_;
+  RowMemory& memory_;
+};
+
+// Every memory at most once: nothing waits for what another row leaves.
+absl::Status SelectOnce(const Selector& selector, const ReuseRule& rule, const SelectParams& params,
+                        PageSelection& out, Executor& executor) {
+  const auto for_each_memory = [&](void (RowReuse::*step)()) {
+    const auto run = [&](int64_t i, int) {
+      const SelectRow row(params, out, i);
+      if (row.memory != nullptr) (RowReuse(selector, rule, row).*step)();
+    };
+    executor.ParallelFor(out.num_rows, std::ref(run));
+  };
+  for_each_memory(&RowReuse::Gate);
+  KVASIR_RETURN_IF_ERROR(selector.Select(params, out, executor));
+  for_each_memory(&RowReuse::Finish);
+  return absl::OkStatus();
+}
+
+// Behind the blocks from `begin` on that have different memories, or none.
+size_t EndOfDifferent(const SelectParams& params, size_t begin) {
+  const auto heads = static_cast<size_t>(params.kv.layout.num_kv_heads);
+  size_t end = begin + 1;
+  while (end < params.blocks.size()) {
+    const RowMemory* memory = params.memories[end * heads];
+    if (memory != nullptr && memory == params.memories[(end - 1) * heads]) break;
+    ++end;
+  }
+  return end;
+}
+
+}  // namespace
+
+int64_t ReachTokens(const Selector& selector, const ReuseRule& rule, const ReuseNumbers& numbers) {
+  if (rule.window() == ReuseRule::Window::kGrows) return 0;
+  const int64_t steps = rule.ServedSteps(StageInterval(selector, numbers, 0), numbers);
+  return std::min(steps, kPageTokens) - 1;
+}
+
+absl::StatusOr<std::unique_ptr<SelectionMemory>> MakeSelectionMemory(
+    const Selector& selector, const ReuseRule& rule, const KvLayout& layout, int64_t group,
+    const SelectionNumbers& numbers, int64_t tokens) {
+  return SelectionMemory::Create(
+      {.num_layers = layout.num_layers,
+       .num_kv_heads = layout.num_kv_heads,
+       .num_stages = selector.RefreshIntervals().size(),
+       .max_entries = selector.MaxEntries(numbers, tokens),
+       .max_stage_items = selector.MaxStageItems(numbers, tokens),
+       .query_floats = rule.ReadsQueries() ? group * layout.head_dim : 0});
+}
+
+absl::Status SelectReusing(const Selector& selector, const ReuseRule& rule,
+                           const SelectParams& params, PageSelection& out, Executor& executor) {
+  KVASIR_RETURN_IF_ERROR(CheckSelect("reuse", params, out));
+  const int64_t heads = params.kv.layout.num_kv_heads;
+  for (size_t begin = 0; begin < params.blocks.size();) {
+    const size_t count = EndOfDifferent(params, begin) - begin;
+    const int64_t first_row = static_cast<int64_t>(begin) * heads;
+    PageSelection rows = out.Rows(first_row, static_cast<int64_t>(count) * heads);
+    SelectParams some = params;
+    some.blocks = params.blocks.subspan(begin, count);
+    some.numbers = params.numbers.subspan(begin, count);
+    some.memories =
+        params.memories.subspan(static_cast<size_t>(first_row), static_cast<size_t>(rows.num_rows));
+    KVASIR_RETURN_IF_ERROR(SelectOnce(selector, rule, some, rows, executor));
+    begin += count;
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace kvasir::kernels

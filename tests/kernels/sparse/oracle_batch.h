@@ -1,0 +1,77 @@
+// Keys and queries as oracle.py makes them, multiples of 1/8 whose sums are exact, in a batch for
+// selectors; and lists as it writes them down. Used by the tests that replay its goldens.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <gtest/gtest.h>
+#include <string>
+#include <vector>
+
+#include "nlohmann/json.hpp"
+
+#include "kernels/paged/digests.h"
+#include "kernels/paged/key_codes.h"
+#include "tests/support/attention_batch.h"
+
+namespace kvasir::kernels {
+
+using Ranges = std::vector<std::array<int64_t, 2>>;
+
+inline constexpr int64_t kQuery = 1, kKey = 2;
+inline constexpr int64_t kDim = 16, kKvHeads = 2;
+
+inline float Value(int64_t seed, int64_t side, int64_t position, int64_t head, int64_t i) {
+  const auto u = [](int64_t x) { return static_cast<uint64_t>(x); };
+  uint64_t x = u(seed) * 0x9E3779B97F4A7C15u + u(side) * 0xBF58476D1CE4E5B9u +
+               u(position) * 0x94D049BB133111EBu + u(head) * 0xD6E8FEB86659FD93u +
+               u(i) * 0xA0761D6478BD642Fu;
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+  x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+  return (static_cast<float>((x ^ (x >> 31)) % 33) - 16) / 8;
+}
+
+// Keys [0, context) of both KV heads in slot 0, in runs of `run` that are alike, but for specials.
+inline void FillKeys(const nlohmann::json& c, int64_t context, AttentionBatch& batch) {
+  batch.FillContext(0, context);
+  const auto key = [&](int64_t t, int64_t head) {
+    return batch.kv().Token(FakePagedKv::Side::kKey, 0, t, batch.shape().layer, head);
+  };
+  for (int64_t head = 0; head < kKvHeads; ++head) {
+    for (int64_t t = 0; t < context; ++t) {
+      for (int64_t i = 0; i < kDim; ++i) {
+        batch.kv().Set(key(t, head), i,
+                       Value(c["seed"], kKey, t / c["run"].get<int64_t>(), head, i));
+      }
+    }
+    for (const nlohmann::json& special : c["specials"]) {
+      batch.kv().Set(key(special[0], head), 0, std::stof(special[1].get<std::string>()));
+    }
+  }
+  for (int64_t block = 0; block * kPageTokens < context; ++block) {
+    const int64_t tokens = std::min(kPageTokens, context - block * kPageTokens);
+    ASSERT_TRUE(RebuildBounds(batch.kv().View(), 0, block, tokens).ok());
+    ASSERT_TRUE(RebuildKeyCodes(batch.kv().View(), 0, block, tokens).ok());
+  }
+}
+
+// Tokens of the list that `mask` names: all, or those between sink and window only.
+enum class Within { kAll, kSparseRange };
+inline Ranges ListedRanges(const SelectionHeader& header, const SelectionEntry* list,
+                           uint64_t SelectionEntry::*mask, Within within) {
+  Ranges ranges;
+  for (int32_t i = 0; i < header.count; ++i) {
+    for (int64_t t = 0; t < kPageTokens; ++t) {
+      if ((list[i].*mask >> t & 1) == 0) continue;
+      const int64_t token = list[i].page * kPageTokens + t;
+      const bool sparse = token >= header.sink_end && token < header.window_begin;
+      if (within == Within::kSparseRange && !sparse) continue;
+      if (ranges.empty() || ranges.back()[1] != token) ranges.push_back({token, token});
+      ranges.back()[1] = token + 1;
+    }
+  }
+  return ranges;
+}
+
+}  // namespace kvasir::kernels
