@@ -11,7 +11,7 @@ from typing import Dict, List, Sequence, Tuple
 
 SHAPES_A_SERVER = 3  # a server declares at most four policies; its own default, `all`, is the fourth
 TAIL_TOKENS = 32     # a question is shorter; every token of it selects by itself
-EXTENDED = ("--position-extension=streaming", "--max-model-len=131072")
+EXTENDED = ("--position-extension=streaming",)
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,12 @@ POLICIES = {policy.name: policy for policy in (
     Policy("quest+top_p", {"quest": {}, "top_p": 0.95}),
     Policy("tokenselect+top_p", {"tokenselect": {}, "top_p": 0.95}),
     Policy("infinitehip+top_p", {"infinitehip": {}, "top_p": 0.95}),
-    # Beyond the trained window prompts, too, are read by the selector, and everything stands at compact positions.
-    *(Policy(f"{name} extended", {name: {}}, {name: {}}, EXTENDED)
+    # Beyond the trained window everything stands at compact positions. Prompts are read with sink and window, whatever
+    # decodes: reading costs little then, and all policies of a server share what was read.
+    *(Policy(f"{name} extended", {name: {}}, {"streaming": {}}, EXTENDED)
       for name in ("streaming", "quest", "tokenselect", "hip", "infinitehip")),
-    Policy("quest+top_p extended", {"quest": {}, "top_p": 0.95}, {"quest": {}}, EXTENDED),
+    Policy("quest+top_p extended", {"quest": {}, "top_p": 0.95}, {"streaming": {}}, EXTENDED),
+    Policy("infinitehip+top_p extended", {"infinitehip": {}, "top_p": 0.95}, {"streaming": {}}, EXTENDED),
 )}
 
 
