@@ -71,6 +71,11 @@ POLICIES = {policy.name: policy for policy in (
     Policy("quest+top_p", {"quest": {}, "top_p": 0.95}),
     Policy("tokenselect+top_p", {"tokenselect": {}, "top_p": 0.95}),
     Policy("infinitehip+top_p", {"infinitehip": {}, "top_p": 0.95}),
+    Policy("tokenselect+cosine", {"tokenselect": {}, "reuse": {"rule": "cosine"}}),
+    Policy("quest+interval", {"quest": {}, "reuse": {"rule": "interval"}}),
+    Policy("infinitehip+interval", {"infinitehip": {}, "reuse": {"rule": "interval"}}),
+    Policy("infinitehip 3k-flash+interval", {"infinitehip": {"preset": "3k-flash"}, "reuse": {"rule": "interval"}}),
+    Policy("infinitehip+both", {"infinitehip": {}, "reuse": {"rule": "both"}}),
     # Beyond the trained window everything stands at compact positions. Prompts are read with sink and window, whatever
     # decodes: reading costs little then, and all policies of a server share what was read.
     *(Policy(f"{name} extended", {name: {}}, {"streaming": {}}, EXTENDED)
