@@ -76,28 +76,17 @@ struct ThreadState {
   float out[PageShape<kHeadDim>::kHalves][4] = {};
 };
 
-// The group's queries as wgmma wants them; rows of absent heads are zero.
+// The group's queries; rows of absent heads are zero.
 template <int kHeadDim>
 __device__ void LoadQuery(const DecodeParams& p, const PageRun& run, const ThreadPlace& me,
                           std::byte* to) {
-  constexpr int kChunks = kHeads * kHeadDim * 2 / 16;
   const int64_t kv_head = run.row % p.kv.layout.num_kv_heads;
   const int64_t heads = p.kv.layout.num_kv_heads * p.group;
-  const auto* from = reinterpret_cast<const std::byte*>(
-      p.q + (run.block.first_row * heads + kv_head * p.group) * kHeadDim);
-  for (int chunk = me.thread; chunk < kChunks; chunk += kGroupThreads) {
-    const int head = chunk / (kHeadDim * 2 / 16);
-    const int column = chunk % (kHeadDim * 2 / 16) * 16;  // bytes
-    uint4 value = {};
-    if (head < p.group)
-      value = *reinterpret_cast<const uint4*>(from + head * kHeadDim * 2 + column);
-    const int half = column / hopper::kSwizzledRowBytes;
-    *reinterpret_cast<uint4*>(to + half * hopper::kSwizzledGroupBytes +
-                              hopper::SwizzledOffset(head, column % hopper::kSwizzledRowBytes)) =
-        value;
-  }
-  hopper::FenceAsyncProxy();
-  Synchronize(me);
+  const __nv_bfloat16* first = p.q + (run.block.first_row * heads + kv_head * p.group) * kHeadDim;
+  const auto query_of = [&](int head) {
+    return head < p.group ? first + head * kHeadDim : nullptr;
+  };
+  LoadQueryTile<kHeadDim, kHeads>(me, query_of, to);
 }
 
 template <int kHeadDim>

@@ -38,27 +38,17 @@ struct ThreadState {
   float out[PageShape<kHeadDim>::kHalves][kElements] = {};
 };
 
-// Queries of one head as wgmma wants them; rows of absent queries and heads are zero.
+// Queries of one head; rows of absent queries and heads are zero.
 template <int kHeadDim>
 __device__ void LoadQueries(const AttendLaunch& p, const QueryBlock& block, int64_t head,
                             bool exists, const ThreadPlace& me, std::byte* to) {
-  constexpr int kRowChunks = kHeadDim * 2 / 16;
   const int64_t heads = p.kv.layout.num_kv_heads * p.group;
-  for (int chunk = me.thread; chunk < kQueries * kRowChunks; chunk += kGroupThreads) {
-    const int row = chunk / kRowChunks;
-    const int column = chunk % kRowChunks * 16;  // bytes
-    uint4 value = {};
-    if (exists && row < block.num_rows) {
-      const __nv_bfloat16* query = p.q + ((block.first_row + row) * heads + head) * kHeadDim;
-      value = *reinterpret_cast<const uint4*>(reinterpret_cast<const std::byte*>(query) + column);
-    }
-    const int half = column / hopper::kSwizzledRowBytes;
-    *reinterpret_cast<uint4*>(to + half * PageShape<kHeadDim>::kBoxBytes +
-                              hopper::SwizzledOffset(row, column % hopper::kSwizzledRowBytes)) =
-        value;
-  }
-  hopper::FenceAsyncProxy();
-  Synchronize(me);
+  const auto query_of = [&](int row) {
+    return exists && row < block.num_rows
+               ? p.q + ((block.first_row + row) * heads + head) * kHeadDim
+               : nullptr;
+  };
+  LoadQueryTile<kHeadDim, kQueries>(me, query_of, to);
 }
 
 template <int kHeadDim>

@@ -195,6 +195,27 @@ __device__ inline void Synchronize(const ThreadPlace& me) {
   hopper::NamedBarrier(1 + me.consumer, kGroupThreads);
 }
 
+// Queries as wgmma wants them, by a warpgroup: row r of the tile is query_of(r), [head_dim], or
+// zero where that is null. The tile's halves lie kRows swizzled rows apart.
+template <int kHeadDim, int kRows, typename QueryOf>
+__device__ void LoadQueryTile(const ThreadPlace& me, const QueryOf& query_of, std::byte* to) {
+  constexpr int kRowChunks = kHeadDim * 2 / 16;
+  for (int chunk = me.thread; chunk < kRows * kRowChunks; chunk += kGroupThreads) {
+    const int row = chunk / kRowChunks;
+    const int column = chunk % kRowChunks * 16;  // bytes
+    uint4 value = {};
+    if (const __nv_bfloat16* query = query_of(row); query != nullptr) {
+      value = *reinterpret_cast<const uint4*>(reinterpret_cast<const std::byte*>(query) + column);
+    }
+    const int half = column / hopper::kSwizzledRowBytes;
+    *reinterpret_cast<uint4*>(to + half * kRows * hopper::kSwizzledRowBytes +
+                              hopper::SwizzledOffset(row, column % hopper::kSwizzledRowBytes)) =
+        value;
+  }
+  hopper::FenceAsyncProxy();
+  Synchronize(me);
+}
+
 // By a reader, when its whole warp is done with the stage.
 template <typename Ring>
 __device__ void ReleaseStage(Ring& ring, int stage) {

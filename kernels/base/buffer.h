@@ -1,7 +1,7 @@
 // Owned host memory: zeroed, aligned to 64 bytes (a cache line and an AVX-512 register), movable,
 // freed by the destructor. Whoever owns weights, scratch or activations holds one and hands out
 // TensorViews into it. Large buffers are zeroed lazily by the operating system, so allocating does
-// not touch the pages. Thread-compatible.
+// not touch the pages; they may be huge ones, of 2 MiB. Thread-compatible.
 #pragma once
 
 #include <cstddef>

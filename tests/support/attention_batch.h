@@ -35,6 +35,15 @@ struct RowSelection {
   std::vector<SelectionEntry> entries;
 };
 
+inline RowSelection SelectList(int64_t sink_end, int64_t window_begin,
+                               std::vector<SelectionEntry> entries) {
+  return {.header = {.kind = SelectionHeader::Kind::kList,
+                     .count = static_cast<int32_t>(entries.size()),
+                     .sink_end = sink_end,
+                     .window_begin = window_begin},
+          .entries = std::move(entries)};
+}
+
 inline RowSelection SelectAll(int64_t position) {
   return {.header = {.kind = SelectionHeader::Kind::kAll, .query_position = position},
           .entries = {}};

@@ -56,17 +56,10 @@ class EngineDiskTest : public ::testing::Test {
   }
 
   static TestRequest Request(uint32_t policy) {
-    TestRequest request = {.prompt = {},
-                           .policy = policy,
-                           .prefill = MakeNumbers(32, 100, 128),
-                           .decode = MakeNumbers(16, 70, 64),
-                           .tail_tokens = 20,
-                           .sampling = Greedy(),
-                           .cached_blocks = {}};
+    std::vector<uint32_t> prompt;
     std::mt19937 random(7);
-    for (int i = 0; i < 500; ++i) request.prompt.push_back(static_cast<uint32_t>(random() % 101));
-    SetWhatThePolicyNeeds(request);
-    return request;
+    for (int i = 0; i < 500; ++i) prompt.push_back(static_cast<uint32_t>(random() % 101));
+    return MakeSparseRequest(std::move(prompt), policy);
   }
 
   // Computes the request and stores its first seven blocks, those of 448 tokens.

@@ -37,18 +37,8 @@ std::vector<uint32_t> RandomPrompt(int64_t size, uint32_t seed) {
   return prompt;
 }
 
-// Small enough that contexts of a few hundred tokens are sparse.
 TestRequest MakeRequest(int64_t prompt_size, uint32_t policy, uint32_t seed = 7) {
-  TestRequest request = {.prompt = RandomPrompt(prompt_size, seed),
-                         .max_tokens = 8,
-                         .policy = policy,
-                         .prefill = MakeNumbers(32, 100, 128),
-                         .decode = MakeNumbers(16, 70, 64),
-                         .tail_tokens = 20,
-                         .sampling = Greedy(),
-                         .cached_blocks = {}};
-  SetWhatThePolicyNeeds(request);
-  return request;
+  return MakeSparseRequest(RandomPrompt(prompt_size, seed), policy);
 }
 
 using AllLogits = std::map<std::pair<int64_t, int64_t>, TestWorker::Logits>;

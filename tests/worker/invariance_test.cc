@@ -212,8 +212,7 @@ class Journey {
   void Start() {
     group_.reset();
     group_ = std::make_unique<RankGroup>(options_);
-    coordinator_.emplace(
-        TestCoordinator::Options{.chunk = way_.chunk, .max_tokens = 4096, .keep_blocks = true});
+    coordinator_.emplace(TestCoordinator::Options{.chunk = way_.chunk, .keep_blocks = true});
   }
 
   v1::TierReport StepAndWait(const v1::StepPlan& plan) {

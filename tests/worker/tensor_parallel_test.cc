@@ -17,17 +17,9 @@ namespace kvasir::worker {
 namespace {
 
 TestRequest MakeRequest(uint32_t size, uint32_t policy) {
-  TestRequest request = {.prompt = std::vector<uint32_t>(size),
-                         .max_tokens = 12,
-                         .policy = policy,
-                         .prefill = MakeNumbers(32, 100, 128),
-                         .decode = MakeNumbers(16, 70, 64),
-                         .tail_tokens = 20,
-                         .sampling = Greedy(),
-                         .cached_blocks = {}};
-  for (uint32_t i = 0; i < size; ++i) request.prompt[i] = (i * i + 3 * size) % 101;
-  SetWhatThePolicyNeeds(request);
-  return request;
+  std::vector<uint32_t> prompt(size);
+  for (uint32_t i = 0; i < size; ++i) prompt[i] = (i * i + 3 * size) % 101;
+  return MakeSparseRequest(std::move(prompt), policy, 12);
 }
 
 // How many KV heads over how many ranks.

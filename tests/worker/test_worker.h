@@ -84,6 +84,21 @@ inline v1::RowSampling Greedy() {
   return sampling;
 }
 
+// With numbers so small that contexts of a few hundred tokens are sparse.
+inline TestRequest MakeSparseRequest(std::vector<uint32_t> prompt, uint32_t policy,
+                                     int64_t max_tokens = 8) {
+  TestRequest request = {.prompt = std::move(prompt),
+                         .max_tokens = max_tokens,
+                         .policy = policy,
+                         .prefill = MakeNumbers(32, 100, 128),
+                         .decode = MakeNumbers(16, 70, 64),
+                         .tail_tokens = 20,
+                         .sampling = Greedy(),
+                         .cached_blocks = {}};
+  SetWhatThePolicyNeeds(request);
+  return request;
+}
+
 struct TestWorkerOptions {
   std::string folder;
   int64_t rank = 0;

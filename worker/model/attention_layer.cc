@@ -186,7 +186,7 @@ absl::StatusOr<PageSelection> AttentionLayer::Select(const StepContext& step) {
         served.reuse == nullptr
             ? served.selector->Select(params, rows, step.executor)
             : SelectReusing(*served.selector, *served.reuse, params, rows, step.executor));
-    AssignPositions(rows);
+    if (step.compact_rope != nullptr) AssignPositions(rows);
     if (served.pruner == nullptr) continue;
     KVASIR_RETURN_IF_ERROR(served.pruner->Prune(params, rows, step.executor));
   }

@@ -6,7 +6,7 @@
 //
 // Memory: a list has at most an entry (32 bytes) a page of the context, and a stage's items are at
 // most one (8 bytes) for 32 tokens: together at most 1/512 of the KV at 128 dimensions of bfloat16.
-// Reserved for the longest context, touched as far as it is used.
+// Reserved for the longest context, touched as far as it is used (in pages of kernels/base/buffer.h).
 #pragma once
 
 #include <array>

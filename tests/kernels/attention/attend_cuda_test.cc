@@ -15,7 +15,6 @@ namespace kvasir::kernels {
 namespace {
 
 using tests::AllClose;
-using Kind = SelectionHeader::Kind;
 
 constexpr uint64_t kWholePage = ~uint64_t{0};
 
@@ -77,14 +76,6 @@ void ExpectMatchesReference(AttentionBatch& batch,
                        {batch.num_tokens(), batch.heads()}));
 }
 
-RowSelection List(int64_t sink_end, int64_t window_begin, std::vector<SelectionEntry> entries) {
-  return {.header = {.kind = Kind::kList,
-                     .count = static_cast<int32_t>(entries.size()),
-                     .sink_end = sink_end,
-                     .window_begin = window_begin},
-          .entries = std::move(entries)};
-}
-
 TEST_P(AttendCudaTest, DenseAgreesAtEveryPageEdge) {
   for (const int64_t tokens : {1, 2, 63, 64, 65, 127, 128, 129, 700, 4097}) {
     AttentionBatch batch(Shape(), 1, tokens, 7);
@@ -127,8 +118,8 @@ TEST_P(AttendCudaTest, ListsWithMasksSinksAndWindows) {
         const uint64_t mask = rng() & rng();
         if (rng() % 3 != 0) entries.push_back({.page = page, .chosen = mask, .live = mask});
       }
-      return List(static_cast<int64_t>(rng() % 200), 2200 + static_cast<int64_t>(rng() % 300),
-                  std::move(entries));
+      return SelectList(static_cast<int64_t>(rng() % 200), 2200 + static_cast<int64_t>(rng() % 300),
+                        std::move(entries));
     });
   }
   ExpectMatchesReference(batch, Decode);
@@ -137,7 +128,7 @@ TEST_P(AttendCudaTest, ListsWithMasksSinksAndWindows) {
 TEST_P(AttendCudaTest, ARowWithoutKeysIsZero) {
   AttentionBatch batch(Shape(), 1, 500, 10);
   batch.FillContext(0, 500);
-  batch.AddBlock(0, 499, 1, [](int64_t) { return List(0, 500, {{.page = 3}}); });
+  batch.AddBlock(0, 499, 1, [](int64_t) { return SelectList(0, 500, {{.page = 3}}); });
   ExpectMatchesReference(batch, Decode);
 }
 
@@ -167,8 +158,8 @@ TEST_P(AttendCudaTest, PrefillOverListsWithMasksSinksAndWindows) {
           const uint64_t mask = rng() % 2 == 0 ? rng() & rng() : kWholePage;
           if (rng() % 3 != 0) entries.push_back({.page = page, .chosen = mask, .live = mask});
         }
-        return List(static_cast<int64_t>(rng() % 200), begin - static_cast<int64_t>(rng() % 300),
-                    std::move(entries));
+        return SelectList(static_cast<int64_t>(rng() % 200),
+                          begin - static_cast<int64_t>(rng() % 300), std::move(entries));
       });
     }
   }

@@ -151,14 +151,6 @@ void ExpectMatchesOracle(AttentionBatch& batch) {
 
 // --- selections ---
 
-RowSelection List(int64_t sink_end, int64_t window_begin, std::vector<SelectionEntry> entries) {
-  return {.header = {.kind = Kind::kList,
-                     .count = static_cast<int32_t>(entries.size()),
-                     .sink_end = sink_end,
-                     .window_begin = window_begin},
-          .entries = std::move(entries)};
-}
-
 SelectionEntry Whole(int64_t page) {
   return {.page = page, .chosen = kWholePage, .live = kWholePage};
 }
@@ -169,7 +161,7 @@ RowSelection ListOfEverything(int64_t first_position) {
   for (int64_t page = 0; page <= first_position / kPageTokens; ++page) {
     entries.push_back(Whole(page));
   }
-  return List(0, first_position, std::move(entries));
+  return SelectList(0, first_position, std::move(entries));
 }
 
 // Some pages with random token masks, no sink, a window of the block's own tokens.
@@ -180,7 +172,7 @@ RowSelection ListWithHoles(int64_t first_position, std::mt19937_64& rng) {
       entries.push_back({.page = page, .chosen = kWholePage, .live = rng() & rng()});
     }
   }
-  return List(0, first_position, std::move(entries));
+  return SelectList(0, first_position, std::move(entries));
 }
 
 // --- the implementations under test ---
@@ -323,15 +315,17 @@ TEST_P(AttendTest, MatchesTheOracleOverSelections) {
     };
     for (const int64_t rows : {1, 20, 64}) {
       const int64_t first = 2240 - (rows == 1 ? 1 : 0);
-      add(first, rows, [](int64_t p) { return List(0, p, {}); });         // own tokens only
-      add(first, rows, [](int64_t p) { return List(10, p - 100, {}); });  // sink and window
-      add(first, rows, [](int64_t) { return List(64, 1 << 20, {}); });    // sink only
-      add(first, rows, [](int64_t) { return List(0, 1 << 20, {}); });     // nothing at all
-      add(first, rows, [](int64_t p) { return List(70, p - 1, {Whole(1), Whole(17), Whole(33)}); });
+      add(first, rows, [](int64_t p) { return SelectList(0, p, {}); });         // own tokens only
+      add(first, rows, [](int64_t p) { return SelectList(10, p - 100, {}); });  // sink and window
+      add(first, rows, [](int64_t) { return SelectList(64, 1 << 20, {}); });    // sink only
+      add(first, rows, [](int64_t) { return SelectList(0, 1 << 20, {}); });     // nothing at all
+      add(first, rows, [](int64_t p) {
+        return SelectList(70, p - 1, {Whole(1), Whole(17), Whole(33)});
+      });
       add(first, rows, [&](int64_t p) { return ListWithHoles(p, batch.rng()); });
       add(first, rows, [](int64_t p) { return ListOfEverything(p); });
       add(first, rows, [](int64_t) {  // one token in a far page
-        return List(0, 1 << 20, {{.page = 20, .chosen = kWholePage, .live = 1ull << 63}});
+        return SelectList(0, 1 << 20, {{.page = 20, .chosen = kWholePage, .live = 1ull << 63}});
       });
     }
     Run(batch);
@@ -353,11 +347,11 @@ TEST_P(AttendTest, MatchesTheOracleAtCompactPositions) {
         batch.AddBlock(0, first, rows, [&](int64_t) { return make(first); });
       };
       add([](int64_t p) { return SelectAll(p); });
-      add([](int64_t p) { return List(10, p - 100, {}); });
-      add([](int64_t p) { return List(70, p - 90, {Whole(1), Whole(3), Whole(5)}); });
+      add([](int64_t p) { return SelectList(10, p - 100, {}); });
+      add([](int64_t p) { return SelectList(70, p - 90, {Whole(1), Whole(3), Whole(5)}); });
       add([&](int64_t p) { return ListWithHoles(p, batch.rng()); });
       add([](int64_t p) {
-        return List(3, p - 1, {Whole(2), {.page = 5, .chosen = 0xf0f01, .live = 0x90001}});
+        return SelectList(3, p - 1, {Whole(2), {.page = 5, .chosen = 0xf0f01, .live = 0x90001}});
       });
     }
     Run(batch);
@@ -408,7 +402,7 @@ TEST_P(AttendTest, AllAtCompactPositionsHasTheBitsOfRotatedKeys) {
 TEST_P(AttendTest, AQueryWithoutKeysGivesZeroAndMinusInfinity) {
   AttentionBatch batch({}, 1, 128, 16);
   batch.FillContext(0, 128);
-  batch.AddBlock(0, 100, 2, [](int64_t) { return List(0, 1 << 20, {}); });
+  batch.AddBlock(0, 100, 2, [](int64_t) { return SelectList(0, 1 << 20, {}); });
   Run(batch);
   for (int64_t i = 0; i < 64; ++i) EXPECT_EQ(batch.out(0, 0)[i], 0.0f);
   EXPECT_EQ(batch.lse(1, 3), -kInfinity);
@@ -444,7 +438,7 @@ TEST_P(AttendTest, KeysWithLogitMinusInfinityWeighNothing) {
     AttentionBatch without({.activation = activation, .kv = DType::kBFloat16, .kv_heads = 1}, 1,
                            192, 24);
     without.FillContext(0, 192);
-    without.AddBlock(0, 191, 1, [](int64_t) { return List(0, 64, {}); });
+    without.AddBlock(0, 191, 1, [](int64_t) { return SelectList(0, 64, {}); });
     CopyQuery(batch, 0, without, 0);
     Run(without);
     ExpectSameRow(batch, 0, without, 0);
@@ -523,7 +517,7 @@ TEST_P(AttendTest, AbsentPagesSetTheFaultOfTheirSlotOnly) {
   AttentionBatch batch({}, 3, 2304, 21);
   for (int64_t slot = 0; slot < 3; ++slot) {
     batch.FillContext(slot, 2304);
-    batch.AddBlock(slot, 2303, 1, [&](int64_t) { return List(0, 2300, {Whole(3)}); });
+    batch.AddBlock(slot, 2303, 1, [&](int64_t) { return SelectList(0, 2300, {Whole(3)}); });
   }
   batch.kv().SetTier(1, 3, AttentionBatch::kLayer, 0, PageTier::kAbsent);
   batch.kv().SetTier(2, 4, AttentionBatch::kLayer, 0, PageTier::kAbsent);  // not selected
@@ -546,7 +540,7 @@ TEST_P(AttendTest, ReadsAreRecordedWithTheBytesAttendedTo) {
   AttentionBatch batch({.kv = DType::kBFloat16}, 1, 512, 23);
   batch.FillContext(0, 512);
   batch.AddBlock(0, 500, 1, [](int64_t) {
-    return List(0, 448, {{.page = 2, .chosen = kWholePage, .live = 0b10110}, Whole(3)});
+    return SelectList(0, 448, {{.page = 2, .chosen = kWholePage, .live = 0b10110}, Whole(3)});
   });
   for (const int64_t block : {2, 3, 4, 7}) {
     batch.kv().SetTier(0, block, AttentionBatch::kLayer, 1, PageTier::kHost);
@@ -620,7 +614,7 @@ TEST_P(AttendTest, CuttingABlockDoesNotChangeItsRows) {
       whole.UseCompactPositions();
       cut.UseCompactPositions();
     }
-    const auto select = [](int64_t) { return List(100, 2000, {Whole(3), Whole(20)}); };
+    const auto select = [](int64_t) { return SelectList(100, 2000, {Whole(3), Whole(20)}); };
     whole.AddBlock(0, 2240, 64, select);
     for (const auto& [begin, rows] :
          std::vector<std::pair<int64_t, int64_t>>{{0, 5}, {5, 1}, {6, 33}, {39, 2}, {41, 23}}) {
@@ -735,7 +729,7 @@ TEST_P(AttendTest, CuttingALongListIntoSegmentsDoesNotChangeIt) {
     entries.push_back(Whole(32));   // the first page of segment 1, alone
     entries.push_back(Whole(127));  // the last of segment 3, alone; segment 2 is empty
     for (int64_t page = 130; page < 180; ++page) entries.push_back(Whole(page));
-    return List(0, 11900, std::move(entries));
+    return SelectList(0, 11900, std::move(entries));
   });
   Run(whole);
   ExpectMatchesOracle(whole);
@@ -756,7 +750,7 @@ TEST_P(AttendTest, RealThreadsGiveTheSameBits) {
   batch.FillContext(1, 700);
   batch.AddBlock(0, 4499, 1);
   batch.AddBlock(1, 640, 60);
-  batch.AddBlock(1, 699, 1, [](int64_t) { return List(64, 600, {Whole(3)}); });
+  batch.AddBlock(1, 699, 1, [](int64_t) { return SelectList(64, 600, {Whole(3)}); });
   batch.AddBlock(2, 10, 1);  // a slot without blocks: faults from several threads
   batch.AddBlock(2, 11, 1);
   Run(batch);
