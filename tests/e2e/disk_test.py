@@ -44,6 +44,10 @@ def read_bytes(service, rank=0):
     return counter(service, "kvasir_kv_transfer_bytes_total", rank, **{"from": "disk"})
 
 
+def stored_pages(service):
+    return counter(service, "kvasir_kv_tier_pages", tier="disk", state="used")
+
+
 def wait_until(condition, what, timeout_s=20):
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -72,8 +76,7 @@ class DiskTest(unittest.TestCase):
 
     @staticmethod
     def check_stored(service, blocks):
-        wait_until(lambda: counter(service, "kvasir_kv_tier_pages", tier="disk", state="used") == blocks * 4,
-                   f"{blocks} blocks are stored")
+        wait_until(lambda: stored_pages(service) == blocks * 4, f"{blocks} blocks are stored")
 
     def copy_of_store(self):
         copy = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory(dir=self.folder))) / "store"
@@ -264,11 +267,12 @@ class Failure(DiskTest):
             wait_until(lambda: self.read_only(service) == 1, "the tier is read-only")
             self.assertGreater(counter(service, "kvasir_kv_writes_dropped_total"), 0)
             self.assertIn("read-only", service.log())
+            stored = stored_pages(service)
             filler.unlink()
             time.sleep(1.1)  # the tier tries again after a second
             self.assertEqual(self.ask(service, self.prompts[4:]), self.expected[4:])
             wait_until(lambda: self.read_only(service) == 0, "the tier takes writes again")
-            self.check_stored(service, counter(service, "kvasir_kv_tier_pages", tier="disk", state="used") / 4)
+            wait_until(lambda: stored_pages(service) > stored, "blocks are stored again")
 
     def test_a_disk_full_from_the_start_costs_nothing_but_the_tier(self):
         mount = self.tmpfs(1)
