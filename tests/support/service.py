@@ -135,11 +135,14 @@ class Service:
     def generate(self, prompt, timeout_s=600, **options) -> Answer:
         return read_stream(self.stream(prompt, timeout_s, **options))
 
+    def metrics_text(self, address=None) -> str:
+        """What the coordinator (or the process at `address`) shows to Prometheus."""
+        with urllib.request.urlopen(f"http://{address or self.metrics_address}/metrics") as reply:
+            return reply.read().decode()
+
     def metrics(self, address=None) -> Dict[str, float]:
         """Every sample of the coordinator (or of the process at `address`), by 'name{labels}'."""
-        with urllib.request.urlopen(f"http://{address or self.metrics_address}/metrics") as reply:
-            text = reply.read().decode()
-        samples = re.findall(r"^([a-z_]+(?:\{[^}]*\})?) (\S+)$", text, re.MULTILINE)
+        samples = re.findall(r"^([a-z_]+(?:\{[^}]*\})?) (\S+)$", self.metrics_text(address), re.MULTILINE)
         return {name: float(value) for name, value in samples}
 
     def metric(self, name, address=None) -> float:

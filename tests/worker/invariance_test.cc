@@ -1,9 +1,10 @@
 // What a request is answered must not depend on how it is served. In float32 every logit has the
 // same bits along every way of kWays; in bfloat16, and over several ranks, where sums are taken in
 // another order, the same token is the best wherever it stands out by four times the largest
-// difference. Texts are the reference model's own, sampled freely behind a document, so that many
-// tokens hang by little. KVASIR_TEST_SCALE=96 makes them 3,072 tokens long: then threads share
-// rows.
+// difference. Ranks may choose otherwise between two pages or tokens that score the same up to
+// rounding, so that difference is small for `all` only. Texts are the reference model's own,
+// sampled freely behind a document, so that many tokens hang by little. KVASIR_TEST_SCALE=96 makes
+// them 3,072 tokens long: then threads share rows.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -468,7 +469,9 @@ TEST_P(BFloat16Test, ClearChoicesAreTheSame) { ExpectSameClearChoices(DType::kBF
 INSTANTIATE_TEST_SUITE_P(Ways, BFloat16Test, Combine(Values(kQuest), ValuesIn(kWays)), NameOf);
 
 class RanksTest : public InvarianceTest {};
-TEST_P(RanksTest, ClearChoicesAreTheSame) { ExpectSameClearChoices(DType::kFloat32, 1e-4f); }
+TEST_P(RanksTest, ClearChoicesAreTheSame) {
+  ExpectSameClearChoices(DType::kFloat32, policy() == kAll ? 1e-4f : 2e-2f);
+}
 INSTANTIATE_TEST_SUITE_P(Ways, RanksTest,
                          Combine(Values(kAll, kQuest, kTokenSelect), ValuesIn(kGroups)), NameOf);
 INSTANTIATE_TEST_SUITE_P(ExtendedWays, RanksTest,
