@@ -71,6 +71,8 @@ struct WorkerMetrics::Families {
                              "Pages that lost their place in a tier.")),
         checksum_failures(AddCounter(r, "kvasir_kv_page_checksum_failures_total",
                                      "Pages whose bytes were not those that were stored.")),
+        read_errors(AddCounter(r, "kvasir_kv_read_errors_total",
+                               "Reads that a device failed at first; each is tried once more.")),
         blocks(AddCounter(r, "kvasir_attention_blocks_total",
                           "Pages that dense attention would have read, over layers and KV heads.")),
         blocks_skipped(AddCounter(r, "kvasir_attention_blocks_skipped_total",
@@ -100,6 +102,7 @@ struct WorkerMetrics::Families {
   Family<Gauge>& read_only;
   Family<Counter>& evictions;
   Family<Counter>& checksum_failures;
+  Family<Counter>& read_errors;
   Family<Counter>& blocks;
   Family<Counter>& blocks_skipped;
   Family<Counter>& mask_refresh;
@@ -143,6 +146,7 @@ struct WorkerMetrics::Series {
         not_restored{&f.restored.Add(With({{"result", "failed"}}))},
         disk_evictions{&f.evictions.Add(With({{"tier", "disk"}}))},
         disk_checksum_failures{&f.checksum_failures.Add(With({{"tier", "disk"}}))},
+        disk_read_errors{&f.read_errors.Add(With({{"tier", "disk"}}))},
         selection_memory(f.selection_memory.Add(labels)),
         mass_kept(f.mass_kept.Add(labels, kMassKept)),
         step_seconds(f.step_seconds.Add(labels, kStepSeconds)),
@@ -183,7 +187,7 @@ struct WorkerMetrics::Series {
   Gauge& disk_read_only;
   Following to_disk, from_disk, to_disk_seconds, from_disk_seconds, disk_written;
   Following dropped_busy, dropped_read_only, dropped_error, restored, not_restored;
-  Following disk_evictions, disk_checksum_failures;
+  Following disk_evictions, disk_checksum_failures, disk_read_errors;
   Gauge& selection_memory;
   Histogram& mass_kept;
   Histogram& step_seconds;
@@ -271,6 +275,7 @@ void WorkerMetrics::RecordDisk(const Engine& engine) {
   s.not_restored.Follow(pages(stats.failed_restores));
   s.disk_evictions.Follow(pages(disk.evictions));
   s.disk_checksum_failures.Follow(disk.checksum_failures);
+  s.disk_read_errors.Follow(disk.failed_reads);
 }
 
 void WorkerMetrics::RecordAttention(const AttentionMeter& meter) {

@@ -1,5 +1,5 @@
-// A disk that fails: preloaded into a process, it makes every n-th read of a segment of the disk
-// tier EIO, n from the environment variable FAILING_PREAD_EVERY (1: every read).
+// A disk that fails: preloaded into a process, it makes the first n reads of every place of a
+// segment of the disk tier EIO, n from the environment variable FAILING_PREAD_TIMES.
 //
 //   cc -shared -fPIC -o failing_pread.so failing_pread.c
 #define _GNU_SOURCE
@@ -20,17 +20,17 @@ static int IsSegment(int file) {
   return strstr(path, ".segment") != NULL;
 }
 
-static int Fails(int file) {
-  static atomic_long reads;
-  const char *every = getenv("FAILING_PREAD_EVERY");
-  if (every == NULL || !IsSegment(file)) return 0;
-  return atomic_fetch_add(&reads, 1) % atol(every) == 0;
+static int Fails(int file, off64_t offset) {
+  static atomic_long reads[1 << 16];  // by place: extents begin at multiples of 4096 bytes
+  const char *times = getenv("FAILING_PREAD_TIMES");
+  if (times == NULL || !IsSegment(file)) return 0;
+  return atomic_fetch_add(&reads[(offset >> 12) & 0xffff], 1) < atol(times);
 }
 
 ssize_t pread64(int file, void *to, size_t bytes, off64_t offset) {
   static ssize_t (*real)(int, void *, size_t, off64_t);
   if (real == NULL) *(void **)&real = dlsym(RTLD_NEXT, "pread64");
-  if (!Fails(file)) return real(file, to, bytes, offset);
+  if (!Fails(file, offset)) return real(file, to, bytes, offset);
   errno = EIO;
   return -1;
 }
