@@ -4,8 +4,8 @@
 #   tests/gpu.sh bundle FOLDER     where the CUDA toolkit is, no GPU needed: builds, and fills FOLDER
 #   FOLDER/bin/gpu.sh run [LOGS]   on the GPU machine: kernel tests, compute-sanitizer, benchmarks beside PyTorch
 #
-# `run` needs a driver of CUDA 13; compute-sanitizer and PyTorch where they are to be used, and says when they are not
-# there. Whole outputs go to LOGS (default FOLDER/logs), a short table comes last. Exit status 1 if anything failed.
+# `run` needs a driver and cuBLASLt of CUDA 13; compute-sanitizer and PyTorch where they are to be used, and says when
+# they are not there. Whole outputs go to LOGS (default FOLDER/logs), a short table comes last. Exit status 1 if anything failed.
 set -uo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 
@@ -13,7 +13,8 @@ bundle() {
   set -e
   cd "$here/.."
   cmake --preset cuda >/dev/null
-  cmake --build --preset cuda --target kernels_attention_cuda_test attention_cuda_bench
+  cmake --build --preset cuda --target \
+    kernels_dense_cuda_test kernels_paged_cuda_test kernels_attention_cuda_test attention_cuda_bench
   rm -rf "$1"
   cmake --install build/cuda --component gpu --prefix "$1"
 }
@@ -30,23 +31,43 @@ step() {
   fi
 }
 
+# cuBLASLt is half a gigabyte, so the bundle leaves it to the machine: the toolkit's, or PyTorch's.
+find_cublas() {
+  local folders
+  folders=$(ls -d "${CUDA_HOME:-/usr/local/cuda}"/lib64 2>/dev/null
+    python3 -c 'import glob, sys; print(*(f for p in sys.path for f in glob.glob(p + "/nvidia/*/lib")), sep="\n")')
+  for folder in $folders; do
+    [ -e "$folder/libcublasLt.so.13" ] || continue
+    export LD_LIBRARY_PATH="$folder${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+    return
+  done
+  results+=("absent  libcublasLt.so.13")
+}
+
 run() {
   logs=${1:-$here/../logs}
   mkdir -p "$logs"
   results=()
   failed=0
   nvidia-smi -L || exit 1
-  local test="$here/kernels_attention_cuda_test"
-  step kernels 240 "$test"
-  # Shapes of each kind and size: sanitizers are slow.
-  local few='*ListsWith*/7:*ARowWithout*/2:*PrefillOver*/7:*HostTier*/5:*AbsentPages*/6'
-  if command -v compute-sanitizer >/dev/null; then
+  find_cublas
+  # Of each program, the cases that sanitizers run: shapes of each kind and size, as they are slow.
+  local -A few=(
+    [dense]='*Norm*:*Rope*/1:*Embedding*/0:*NothingToDo*:*ANanStays*:*EmptyBatches*'
+    [paged]='*WritesTheBytes*/2:*WritesTheBytes*/7:*OutsideTheDevice*/3:*SelectsWhat*/3:*ARowWithout*/18:*AttentionReads*/7'
+    [attention]='*ListsWith*/7:*ARowWithout*/2:*PrefillOver*/7:*HostTier*/5:*AbsentPages*/6'
+  )
+  for program in dense paged attention; do
+    step "$program" 240 "$here/kernels_${program}_cuda_test"
+    if ! command -v compute-sanitizer >/dev/null; then
+      results+=("absent  compute-sanitizer")
+      continue
+    fi
     for tool in memcheck synccheck initcheck; do
-      step "$tool" 120 compute-sanitizer --tool "$tool" --error-exitcode 1 "$test" --gtest_filter="$few"
+      step "$program-$tool" 120 compute-sanitizer --tool "$tool" --error-exitcode 1 \
+        "$here/kernels_${program}_cuda_test" --gtest_filter="${few[$program]}"
     done
-  else
-    results+=("absent  compute-sanitizer")
-  fi
+  done
   step attention_bench 120 "$here/attention_cuda_bench"
   if python3 -c 'import torch' 2>/dev/null; then
     step peer_attention 180 python3 "$here/peer_attention.py"
@@ -54,7 +75,7 @@ run() {
     results+=("absent  PyTorch")
   fi
   grep -h '^|' "$logs/attention_bench.log" "$logs/peer_attention.log" 2>/dev/null
-  grep -hE '^\[  (PASSED|FAILED)' "$logs/kernels.log" | head -20
+  grep -HE '^\[  (PASSED|FAILED)' "$logs"/{dense,paged,attention}.log | sed "s|^$logs/||" | head -40
   printf '%s\n' "${results[@]}"
   exit "$failed"
 }

@@ -10,12 +10,11 @@
 #include "kernels/attention/attend_launch.h"
 #include "kernels/attention/row_items.h"
 #include "kernels/base/hopper.cuh"
+#include "kernels/base/warp.cuh"
 
 namespace kvasir::kernels {
 
-inline constexpr int kWarpThreads = 32;
 inline constexpr int kGroupThreads = 128;  // a warpgroup
-inline constexpr unsigned kAllLanes = 0xffffffff;
 inline constexpr float kLog2E = 1.4426950408889634f;
 inline constexpr float kMinusInfinity = -INFINITY;
 

@@ -7,16 +7,21 @@
 #include "kernels/base/shape_check.h"
 #include "kernels/base/status_macros.h"
 #include "kernels/dense/device_check.h"
+#include "kernels/dense/op_checks.h"
 
 // The CPU code is three lines, so it stands here and not in a file of its own.
 namespace kvasir::kernels {
 
-absl::Status Embedding(const EmbeddingParams& params) {
+absl::Status CheckEmbedding(const EmbeddingParams& params) {
   ShapeCheck check("embedding");
   check.Match("table", params.table, {"num_rows", "dim"})
       .Match("ids", params.ids, {"tokens"}, DType::kInt32)
       .Match("y", params.y, {"tokens", "dim"}, params.table.dtype());
-  KVASIR_RETURN_IF_ERROR(check.status());
+  return check.status();
+}
+
+absl::Status Embedding(const EmbeddingParams& params) {
+  KVASIR_RETURN_IF_ERROR(CheckEmbedding(params));
   KVASIR_RETURN_IF_ERROR(RequireHostMemory("embedding", {params.table, params.ids, params.y}));
 
   const auto* ids = params.ids.As<int32_t>();

@@ -162,8 +162,8 @@ PackedLinear::PackedLinear(PackedLinear&&) noexcept = default;
 PackedLinear& PackedLinear::operator=(PackedLinear&&) noexcept = default;
 PackedLinear::~PackedLinear() = default;
 
-absl::StatusOr<PackedLinear> PackedLinear::Create(std::span<const Part> parts,
-                                                  const Options& options) {
+absl::StatusOr<LinearShape> CheckLinearParts(std::span<const PackedLinear::Part> parts,
+                                             const PackedLinear::Options& options) {
   ShapeCheck check("gemm");
   check.Require(!parts.empty(), "no weights were given");
   check.Require(IsFloat(options.input) && IsFloat(options.output),
@@ -185,12 +185,17 @@ absl::StatusOr<PackedLinear> PackedLinear::Create(std::span<const Part> parts,
     n += parts[i].weight.dim(0);
   }
   KVASIR_RETURN_IF_ERROR(check.status());
+  return LinearShape{.n = n, .k = check.dim("in_features")};
+}
 
+absl::StatusOr<PackedLinear> PackedLinear::Create(std::span<const Part> parts,
+                                                  const Options& options) {
+  KVASIR_ASSIGN_OR_RETURN(const LinearShape shape, CheckLinearParts(parts, options));
   PackedLinear linear;
-  linear.in_features_ = check.dim("in_features");
-  linear.out_features_ = n;
+  linear.in_features_ = shape.k;
+  linear.out_features_ = shape.n;
   linear.options_ = options;
-  const WeightSource source(parts, n, linear.in_features_);
+  const WeightSource source(parts, shape.n, shape.k);
   KVASIR_ASSIGN_OR_RETURN(linear.engine_, CreateEngine(source, options));
   return linear;
 }

@@ -50,6 +50,16 @@ class WeightSource {
   int64_t k_;
 };
 
+struct LinearShape {
+  int64_t n = 0;
+  int64_t k = 0;
+};
+
+// INVALID_ARGUMENT unless the parts can be stacked, in dtypes that `options` go with; UNIMPLEMENTED
+// unless they are in host memory. For every form of a linear layer.
+absl::StatusOr<LinearShape> CheckLinearParts(std::span<const PackedLinear::Part> parts,
+                                             const PackedLinear::Options& options);
+
 struct GemmTile {
   int64_t slice = 0;
   int64_t rows = 0;              // 1 .. GemmEngine::kMaxTileRows

@@ -5,11 +5,12 @@
 #include "kernels/base/status_macros.h"
 #include "kernels/dense/device_check.h"
 #include "kernels/dense/elementwise.h"
+#include "kernels/dense/op_checks.h"
 #include "kernels/dense/parallel_rows.h"
 
 namespace kvasir::kernels {
 
-absl::Status RmsNorm(const RmsNormParams& params, Executor& executor) {
+absl::Status CheckRmsNorm(const RmsNormParams& params) {
   const DType dtype = params.x.dtype();
   ShapeCheck check("rms_norm");
   check.Match("x", params.x, {"rows", "dim"})
@@ -19,17 +20,25 @@ absl::Status RmsNorm(const RmsNormParams& params, Executor& executor) {
       .Match("y", params.y, {"rows", "dim"}, dtype)
       .Require(params.epsilon >= 0, "epsilon must not be negative");
   if (!params.add.empty()) check.Match("add", params.add, {"rows", "dim"}, dtype);
-  KVASIR_RETURN_IF_ERROR(check.status());
+  return check.status();
+}
+
+NormRows RowsOf(const RmsNormParams& params) {
+  return {.x = params.x.data(),
+          .add = params.add.data(),
+          .weight = params.weight.data(),
+          .y = params.y.data(),
+          .dtype = params.x.dtype(),
+          .dim = params.x.dim(1),
+          .epsilon = params.epsilon};
+}
+
+absl::Status RmsNorm(const RmsNormParams& params, Executor& executor) {
+  KVASIR_RETURN_IF_ERROR(CheckRmsNorm(params));
   KVASIR_RETURN_IF_ERROR(
       RequireHostMemory("rms_norm", {params.x, params.add, params.weight, params.y}));
 
-  const NormRows rows = {.x = params.x.data(),
-                         .add = params.add.data(),
-                         .weight = params.weight.data(),
-                         .y = params.y.data(),
-                         .dtype = dtype,
-                         .dim = params.x.dim(1),
-                         .epsilon = params.epsilon};
+  const NormRows rows = RowsOf(params);
   const auto run = ChooseByCpu(RunNormRows, RunNormRowsAvx2, RunNormRowsAvx512);
   ForRowChunks(executor, params.x.dim(0), rows.dim,
                [&](int64_t begin, int64_t end) { run(rows, begin, end); });

@@ -5,24 +5,33 @@
 #include "kernels/base/status_macros.h"
 #include "kernels/dense/device_check.h"
 #include "kernels/dense/elementwise.h"
+#include "kernels/dense/op_checks.h"
 #include "kernels/dense/parallel_rows.h"
 
 namespace kvasir::kernels {
 
-absl::Status SiluMul(const SiluMulParams& params, Executor& executor) {
+absl::Status CheckSiluMul(const SiluMulParams& params) {
   const DType dtype = params.gate_up.dtype();
   ShapeCheck check("silu_mul");
   check.Match("y", params.y, {"tokens", "dim"}, dtype)
       .Match("gate_up", params.gate_up, {"tokens", 2 * params.y.dim(1)})
       .Require(dtype == DType::kFloat32 || dtype == DType::kBFloat16,
                "gate_up must be float32 or bfloat16");
-  KVASIR_RETURN_IF_ERROR(check.status());
+  return check.status();
+}
+
+SiluMulRows RowsOf(const SiluMulParams& params) {
+  return {.gate_up = params.gate_up.data(),
+          .y = params.y.data(),
+          .dtype = params.y.dtype(),
+          .dim = params.y.dim(1)};
+}
+
+absl::Status SiluMul(const SiluMulParams& params, Executor& executor) {
+  KVASIR_RETURN_IF_ERROR(CheckSiluMul(params));
   KVASIR_RETURN_IF_ERROR(RequireHostMemory("silu_mul", {params.gate_up, params.y}));
 
-  const SiluMulRows rows = {.gate_up = params.gate_up.data(),
-                            .y = params.y.data(),
-                            .dtype = dtype,
-                            .dim = params.y.dim(1)};
+  const SiluMulRows rows = RowsOf(params);
   const auto run = ChooseByCpu(RunSiluMulRows, RunSiluMulRowsAvx2, RunSiluMulRowsAvx512);
   ForRowChunks(executor, params.y.dim(0), 2 * rows.dim,
                [&](int64_t begin, int64_t end) { run(rows, begin, end); });

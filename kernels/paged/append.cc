@@ -29,7 +29,7 @@ absl::Status CheckWritable(const AppendParams& p, const QueryBlock& block) {
 
 }  // namespace
 
-absl::Status AppendKv(const AppendParams& p, Executor& executor) {
+absl::Status CheckAppendShapes(const AppendParams& p) {
   const KvLayout& layout = p.kv.layout;
   ShapeCheck check("append_kv");
   check.Match("k", p.k, {"tokens", layout.num_kv_heads, layout.head_dim})
@@ -37,8 +37,12 @@ absl::Status AppendKv(const AppendParams& p, Executor& executor) {
       .Require(IsFloat32OrBFloat16(p.k.dtype()), "k must be float32 or bfloat16")
       .Require(IsFloat32OrBFloat16(layout.dtype), "the KV dtype must be float32 or bfloat16")
       .Require(p.layer >= 0 && p.layer < layout.num_layers, "no such layer");
-  KVASIR_RETURN_IF_ERROR(check.status());
-  KVASIR_RETURN_IF_ERROR(CheckQueryBlocks("append_kv", p.blocks, check.dim("tokens"), p.kv));
+  return check.status();
+}
+
+absl::Status AppendKv(const AppendParams& p, Executor& executor) {
+  KVASIR_RETURN_IF_ERROR(CheckAppendShapes(p));
+  KVASIR_RETURN_IF_ERROR(CheckQueryBlocks("append_kv", p.blocks, p.k.dim(0), p.kv));
   for (const QueryBlock& block : p.blocks) KVASIR_RETURN_IF_ERROR(CheckWritable(p, block));
   AppendKvCpu(p, executor);
   return absl::OkStatus();

@@ -1,4 +1,5 @@
-// The CPU implementation behind AppendKv. REQUIRES: what append.cc checks. Thread-compatible.
+// Internal to AppendKv: what its forms for the CPU and for the GPU check alike, and the CPU's.
+// Thread-compatible.
 #pragma once
 
 #include "kernels/base/executor.h"
@@ -6,6 +7,10 @@
 
 namespace kvasir::kernels {
 
+// INVALID_ARGUMENT on shapes, dtypes and the layer.
+absl::Status CheckAppendShapes(const AppendParams& params);
+
+// REQUIRES: what append.cc checks.
 void AppendKvCpu(const AppendParams& params, Executor& executor);
 
 }  // namespace kvasir::kernels

@@ -39,13 +39,15 @@ struct KvLayout {
   }
   int64_t block_bytes() const { return pages_per_block() * page_bytes(); }
   // Offset of V inside a page.
-  int64_t v_offset() const { return kPageTokens * row_bytes(); }
+  KVASIR_HOST_DEVICE int64_t v_offset() const { return kPageTokens * row_bytes(); }
   // Bounds of one page: min[d] then max[d], in the KV dtype; of a block: pages_per_block() of them.
-  int64_t page_bounds_bytes() const { return 2 * row_bytes(); }
+  KVASIR_HOST_DEVICE int64_t page_bounds_bytes() const { return 2 * row_bytes(); }
   int64_t block_bounds_bytes() const { return pages_per_block() * page_bounds_bytes(); }
   // Key codes (key_codes.h) of one page: words of eight codes, a scale and a zero per token.
-  int64_t key_code_words() const { return (head_dim + 7) / 8; }
-  int64_t page_key_codes_bytes() const { return kPageTokens * (4 * key_code_words() + 2 * 2); }
+  KVASIR_HOST_DEVICE int64_t key_code_words() const { return (head_dim + 7) / 8; }
+  KVASIR_HOST_DEVICE int64_t page_key_codes_bytes() const {
+    return kPageTokens * (4 * key_code_words() + 2 * 2);
+  }
   int64_t block_key_codes_bytes() const { return pages_per_block() * page_key_codes_bytes(); }
 };
 
@@ -93,7 +95,7 @@ struct PagedKv {
     return block_rows[slot * max_blocks_per_slot + block];
   }
   // Resolves without recording: for writers and tests. Absent where the slot has no such block.
-  PageRef Peek(int64_t slot, int64_t block, int64_t layer, int64_t head) const {
+  KVASIR_HOST_DEVICE PageRef Peek(int64_t slot, int64_t block, int64_t layer, int64_t head) const {
     if (row(slot, block) < 0) return PageRef();
     return pages[PageIndex(slot, block, layer, head)];
   }
@@ -112,18 +114,21 @@ struct PagedKv {
     return ref;
   }
   // min[head_dim] then max[head_dim] of the keys of a page, in the KV dtype.
-  std::byte* Bounds(int64_t slot, int64_t block, int64_t layer, int64_t head) const {
+  KVASIR_HOST_DEVICE std::byte* Bounds(int64_t slot, int64_t block, int64_t layer,
+                                       int64_t head) const {
     return bounds[row(slot, block)] +
            layout.page_in_block(layer, head) * layout.page_bounds_bytes();
   }
   // REQUIRES: key_codes are kept.
-  std::byte* KeyCodes(int64_t slot, int64_t block, int64_t layer, int64_t head) const {
+  KVASIR_HOST_DEVICE std::byte* KeyCodes(int64_t slot, int64_t block, int64_t layer,
+                                         int64_t head) const {
     return key_codes[row(slot, block)] +
            layout.page_in_block(layer, head) * layout.page_key_codes_bytes();
   }
 
  private:
-  int64_t PageIndex(int64_t slot, int64_t block, int64_t layer, int64_t head) const {
+  KVASIR_HOST_DEVICE int64_t PageIndex(int64_t slot, int64_t block, int64_t layer,
+                                       int64_t head) const {
     return row(slot, block) * layout.pages_per_block() + layout.page_in_block(layer, head);
   }
 };

@@ -2,12 +2,25 @@
 #pragma once
 
 #include <bit>
-#include <cmath>
 #include <cstdint>
 #include <limits>
 #include <span>
 
+#include "kernels/base/host_device.h"
+
 namespace kvasir::kernels {
+
+// Maps scores to integers of the same order; NaN counts as -inf, -0 as 0.
+KVASIR_HOST_DEVICE constexpr uint32_t OrderedScore(float score) {
+  constexpr uint32_t kSign = 0x80000000u;
+  if (score != score) score = -std::numeric_limits<float>::infinity();
+  const uint32_t bits = std::bit_cast<uint32_t>(score + 0.0f);
+  return (bits & kSign) != 0 ? ~bits : bits | kSign;
+}
+KVASIR_HOST_DEVICE constexpr float ScoreOfOrdered(uint32_t ordered) {
+  constexpr uint32_t kSign = 0x80000000u;
+  return std::bit_cast<float>((ordered & kSign) != 0 ? ordered ^ kSign : ~ordered);
+}
 
 // A score and the number of what it belongs to (a page, a token, a chunk) as one integer that
 // orders as selections must: larger score first, then the larger number (recency); NaN orders as
@@ -16,26 +29,15 @@ class Ranked {
  public:
   Ranked() = default;
   Ranked(float score, int64_t item)
-      : bits_(static_cast<uint64_t>(Ordered(score)) << 32 | static_cast<uint64_t>(item)) {}
+      : bits_(static_cast<uint64_t>(OrderedScore(score)) << 32 | static_cast<uint64_t>(item)) {}
 
   int64_t item() const { return static_cast<int64_t>(bits_ & 0xffffffffu); }
   // -inf where it was NaN.
-  float score() const {
-    const uint32_t ordered = static_cast<uint32_t>(bits_ >> 32);
-    return std::bit_cast<float>((ordered & kSign) != 0 ? ordered ^ kSign : ~ordered);
-  }
+  float score() const { return ScoreOfOrdered(static_cast<uint32_t>(bits_ >> 32)); }
   friend bool operator<(Ranked a, Ranked b) { return a.bits_ < b.bits_; }
   friend bool operator>(Ranked a, Ranked b) { return b < a; }
 
  private:
-  static constexpr uint32_t kSign = 0x80000000u;
-  // Maps floats to integers of the same order; -0 counts as 0.
-  static uint32_t Ordered(float score) {
-    if (std::isnan(score)) score = -std::numeric_limits<float>::infinity();
-    const uint32_t bits = std::bit_cast<uint32_t>(score + 0.0f);
-    return (bits & kSign) != 0 ? ~bits : bits | kSign;
-  }
-
   uint64_t bits_ = 0;
 };
 

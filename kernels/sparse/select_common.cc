@@ -82,25 +82,4 @@ void ListWriter::Add(int64_t begin, int64_t end, float score) {
   }
 }
 
-SelectionHeader MakeHeader(const QueryBlock& block, const SelectionNumbers& numbers) {
-  const int64_t context = block.first_position + block.num_rows;
-  if (context <= numbers.sink_tokens + numbers.window_tokens + numbers.budget_tokens) {
-    return MakeAllHeader(block);
-  }
-  const int64_t window_begin =
-      std::max<int64_t>(0, block.first_position - numbers.window_tokens + 1);
-  return {.kind = SelectionHeader::Kind::kList,
-          .count = 0,
-          .sink_end = std::min(numbers.sink_tokens, window_begin),
-          .window_begin = window_begin,
-          .query_position = block.first_position,
-          .made_at = block.first_position};
-}
-
-SelectionHeader MakeAllHeader(const QueryBlock& block) {
-  return {.kind = SelectionHeader::Kind::kAll,
-          .query_position = block.first_position,
-          .made_at = block.first_position};
-}
-
 }  // namespace kvasir::kernels

@@ -1,4 +1,5 @@
-// What every selector does the same way: the checks of Select and the row's header. Called by the
+// What every selector does the same way: the checks of Select and, in selection_header.h, the row's
+// header. Called by the
 // selectors only. Thread-safe.
 #pragma once
 
@@ -14,6 +15,7 @@
 #include "kernels/base/status_macros.h"
 #include "kernels/paged/page_selection.h"
 #include "kernels/sparse/reuse/selection_memory.h"
+#include "kernels/sparse/selection_header.h"
 #include "kernels/sparse/stages.h"
 
 namespace kvasir::kernels {
@@ -34,9 +36,6 @@ constexpr int64_t SelectionDistance(const SelectionNumbers& numbers, int64_t r) 
 }
 // Makes these distances known to params.rope, if there is one.
 void ReserveDistances(const SelectParams& params, Executor& executor);
-
-// Pages, or blocks, that cover `tokens`.
-constexpr int64_t CeilPages(int64_t tokens) { return (tokens + kPageTokens - 1) / kPageTokens; }
 
 // One row of a Select call: (query block, KV head). Borrowed from the call.
 struct SelectRow {
@@ -107,12 +106,5 @@ class ListWriter {
   SelectionHeader& header_;
   SelectionEntry* list_;
 };
-
-// The header of a list without entries: sink and window as stages.h draws them; kAll where rule R2
-// says so.
-SelectionHeader MakeHeader(const QueryBlock& block, const SelectionNumbers& numbers);
-
-// The header of a row that attends to everything.
-SelectionHeader MakeAllHeader(const QueryBlock& block);
 
 }  // namespace kvasir::kernels

@@ -173,6 +173,17 @@ class AttentionBatch {
     return Params().selection;
   }
 
+  // Rows as a selector left them elsewhere: headers [blocks x KV heads], entries [rows, capacity].
+  void SetSelections(const std::vector<SelectionHeader>& headers,
+                     const std::vector<SelectionEntry>& entries) {
+    const size_t capacity = entries.size() / headers.size();
+    for (size_t row = 0; row < headers.size(); ++row) {
+      const auto begin = entries.begin() + static_cast<std::ptrdiff_t>(row * capacity);
+      selections_[row] = {.header = headers[row],
+                          .entries = {begin, begin + static_cast<std::ptrdiff_t>(capacity)}};
+    }
+  }
+
   // The queries [token][head][head_dim], already rounded to the activation dtype.
   float* q(int64_t token, int64_t head) { return &q_[Index(token, head)]; }
   const float* out(int64_t token, int64_t head) const { return &out_[Index(token, head)]; }

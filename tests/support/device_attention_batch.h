@@ -13,6 +13,7 @@
 #include "kernels/base/cuda_status.h"
 #include "kernels/base/device_buffer.h"
 #include "tests/support/attention_batch.h"
+#include "tests/support/device_memory.h"
 
 namespace kvasir::kernels {
 
@@ -33,26 +34,27 @@ class DeviceAttentionBatch {
 
  private:
   absl::Status RunOn(const AttendParams& host, const Implementation& implementation) {
-    buffers_.clear();
+    memory_ = {};
     KVASIR_ASSIGN_OR_RETURN(const KvTensorMaps maps, CopyPages(host.kv));
     AttendParams device = host;
     KVASIR_ASSIGN_OR_RETURN(device.kv, CopyTables(host.kv));
-    KVASIR_ASSIGN_OR_RETURN(device.q, Copy(host.q));
-    KVASIR_ASSIGN_OR_RETURN(device.out, Copy(host.out));
-    KVASIR_ASSIGN_OR_RETURN(device.lse, Copy(host.lse));
-    KVASIR_ASSIGN_OR_RETURN(QueryBlock * blocks, Copy(host.blocks.data(), host.blocks.size()));
+    KVASIR_ASSIGN_OR_RETURN(device.q, memory_.Copy(host.q));
+    KVASIR_ASSIGN_OR_RETURN(device.out, memory_.Copy(host.out));
+    KVASIR_ASSIGN_OR_RETURN(device.lse, memory_.Copy(host.lse));
+    KVASIR_ASSIGN_OR_RETURN(QueryBlock * blocks,
+                            memory_.Copy(host.blocks.data(), host.blocks.size()));
     device.blocks = {blocks, host.blocks.size()};
     const size_t rows = static_cast<size_t>(host.selection.num_rows);
-    KVASIR_ASSIGN_OR_RETURN(device.selection.headers, Copy(host.selection.headers, rows));
+    KVASIR_ASSIGN_OR_RETURN(device.selection.headers, memory_.Copy(host.selection.headers, rows));
     KVASIR_ASSIGN_OR_RETURN(
         device.selection.entries,
-        Copy(host.selection.entries, rows * static_cast<size_t>(host.selection.capacity)));
-    KVASIR_ASSIGN_OR_RETURN(uint8_t * faults, Copy(host.faults.data(), host.faults.size()));
+        memory_.Copy(host.selection.entries, rows * static_cast<size_t>(host.selection.capacity)));
+    KVASIR_ASSIGN_OR_RETURN(uint8_t * faults, memory_.Copy(host.faults.data(), host.faults.size()));
     device.faults = {faults, host.faults.size()};
     KVASIR_RETURN_IF_ERROR(implementation(device, maps));
     KVASIR_RETURN_IF_ERROR(CudaStatus(cudaDeviceSynchronize(), "running the kernel"));
-    KVASIR_RETURN_IF_ERROR(Fetch(host.out, device.out));
-    KVASIR_RETURN_IF_ERROR(Fetch(host.lse, device.lse));
+    KVASIR_RETURN_IF_ERROR(DeviceMemory::Fetch(device.out, host.out));
+    KVASIR_RETURN_IF_ERROR(DeviceMemory::Fetch(device.lse, host.lse));
     KVASIR_RETURN_IF_ERROR(FetchRecord(device.kv));
     return CudaStatus(
         cudaMemcpy(host.faults.data(), faults, host.faults.size(), cudaMemcpyDeviceToHost),
@@ -89,40 +91,32 @@ class DeviceAttentionBatch {
     PagedKv device = kv;
     KVASIR_ASSIGN_OR_RETURN(
         device.block_rows,
-        Copy(kv.block_rows, static_cast<size_t>(kv.num_slots * kv.max_blocks_per_slot)));
-    KVASIR_ASSIGN_OR_RETURN(device.pages, Copy(pages_.data(), pages_.size()));
-    device.bounds = nullptr;
+        memory_.Copy(kv.block_rows, static_cast<size_t>(kv.num_slots * kv.max_blocks_per_slot)));
+    KVASIR_ASSIGN_OR_RETURN(device.pages, memory_.Copy(pages_.data(), pages_.size()));
+    device.key_codes = nullptr;
+    KVASIR_ASSIGN_OR_RETURN(device.bounds, CopyBounds(kv));
     last_touched_.assign(pages_.size(), 0);
     missed_bytes_.assign(pages_.size(), 0);
     KVASIR_ASSIGN_OR_RETURN(device.accesses.last_touched,
-                            Copy(last_touched_.data(), last_touched_.size()));
+                            memory_.Copy(last_touched_.data(), last_touched_.size()));
     KVASIR_ASSIGN_OR_RETURN(device.accesses.missed_bytes,
-                            Copy(missed_bytes_.data(), missed_bytes_.size()));
+                            memory_.Copy(missed_bytes_.data(), missed_bytes_.size()));
     return device;
   }
 
-  template <typename T>
-  absl::StatusOr<T*> Copy(const T* from, size_t count) {
-    const int64_t bytes = static_cast<int64_t>(count * sizeof(T));
-    KVASIR_ASSIGN_OR_RETURN(DeviceBuffer buffer, DeviceBuffer::Allocate(bytes));
-    KVASIR_RETURN_IF_ERROR(CudaStatus(
-        cudaMemcpy(buffer.data(), from, count * sizeof(T), cudaMemcpyHostToDevice), "copying"));
-    buffers_.push_back(std::move(buffer));
-    return buffers_.back().template As<T>();
-  }
-  absl::StatusOr<TensorView> Copy(const TensorView& view) {
-    KVASIR_ASSIGN_OR_RETURN(std::byte * data, Copy(static_cast<const std::byte*>(view.data()),
-                                                   static_cast<size_t>(view.size_bytes())));
-    if (view.rank() == 2) {
-      return TensorView(data, view.dtype(), {view.dim(0), view.dim(1)}, Device::kCuda);
+  // Those of the blocks that there are.
+  absl::StatusOr<std::byte**> CopyBounds(const PagedKv& kv) {
+    const int64_t rows = kv.num_slots * kv.max_blocks_per_slot;
+    std::vector<std::byte*> bounds(static_cast<size_t>(rows), nullptr);
+    for (size_t row = 0; row < bounds.size(); ++row) {
+      if (kv.bounds[row] == nullptr) continue;
+      KVASIR_ASSIGN_OR_RETURN(
+          bounds[row],
+          memory_.Copy(kv.bounds[row], static_cast<size_t>(kv.layout.block_bounds_bytes())));
     }
-    return TensorView(data, view.dtype(), {view.dim(0), view.dim(1), view.dim(2)}, Device::kCuda);
+    return memory_.Copy(bounds.data(), bounds.size());
   }
-  static absl::Status Fetch(const TensorView& to, const TensorView& from) {
-    return CudaStatus(cudaMemcpy(to.data(), from.data(), static_cast<size_t>(to.size_bytes()),
-                                 cudaMemcpyDeviceToHost),
-                      "fetching results");
-  }
+
   absl::Status FetchRecord(const PagedKv& device) {
     const size_t bytes = pages_.size() * sizeof(uint32_t);
     KVASIR_RETURN_IF_ERROR(CudaStatus(cudaMemcpy(last_touched_.data(), device.accesses.last_touched,
@@ -139,7 +133,7 @@ class DeviceAttentionBatch {
   std::vector<PageRef> pages_;
   std::vector<uint32_t> last_touched_;
   std::vector<uint32_t> missed_bytes_;
-  std::vector<DeviceBuffer> buffers_;
+  DeviceMemory memory_;
 };
 
 }  // namespace kvasir::kernels

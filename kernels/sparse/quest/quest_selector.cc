@@ -13,18 +13,6 @@
 namespace kvasir::kernels {
 namespace {
 
-// Pages that intersect [sink_end, candidates_end).
-struct PageRange {
-  int64_t begin = 0;
-  int64_t end = 0;
-  int64_t size() const { return end - begin; }
-};
-
-PageRange Candidates(const SelectRow& row) {
-  if (row.header.sink_end >= row.candidates_end()) return {};
-  return {.begin = row.header.sink_end / kPageTokens, .end = CeilPages(row.candidates_end())};
-}
-
 // Memory of one thread of a Select call.
 struct ThreadMemory {
   ThreadMemory(ScratchPieces& pieces, const SelectParams& p) {
@@ -58,7 +46,7 @@ class Row {
   void Run() {
     row_.header = MakeHeader(row_.block, row_.numbers);
     if (row_.header.kind == SelectionHeader::Kind::kAll) return;
-    const PageRange candidates = Candidates(row_);
+    const PageRange candidates = CandidatePages(row_.header, row_.numbers);
     const int64_t count = std::min(CeilPages(row_.numbers.budget_tokens), candidates.size());
     if (count == 0) return;
     ScorePages(row_, kernel_.scores, SplitQueries(), candidates.begin, candidates.end,

@@ -1,0 +1,92 @@
+#include "kernels/dense/dense_cuda.h"
+
+#include "kernels/base/cuda_status.h"
+#include "kernels/base/shape_check.h"
+#include "kernels/base/status_macros.h"
+#include "kernels/dense/device_check.h"
+#include "kernels/dense/elementwise_launch.h"
+#include "kernels/dense/op_checks.h"
+
+namespace kvasir::kernels {
+
+absl::Status RmsNorm(const RmsNormParams& params, cudaStream_t stream) {
+  KVASIR_RETURN_IF_ERROR(CheckRmsNorm(params));
+  KVASIR_RETURN_IF_ERROR(
+      RequireDeviceMemory("rms_norm", {params.x, params.add, params.weight, params.y}));
+  if (params.x.num_elements() == 0) return absl::OkStatus();
+  return CudaStatus(LaunchNorm(RowsOf(params), params.x.dim(0), stream), "launching rms_norm");
+}
+
+absl::Status SiluMul(const SiluMulParams& params, cudaStream_t stream) {
+  KVASIR_RETURN_IF_ERROR(CheckSiluMul(params));
+  KVASIR_RETURN_IF_ERROR(RequireDeviceMemory("silu_mul", {params.gate_up, params.y}));
+  if (params.y.num_elements() == 0) return absl::OkStatus();
+  return CudaStatus(LaunchSiluMul(RowsOf(params), params.y.dim(0), stream), "launching silu_mul");
+}
+
+absl::Status Embedding(const EmbeddingParams& params, cudaStream_t stream) {
+  KVASIR_RETURN_IF_ERROR(CheckEmbedding(params));
+  KVASIR_RETURN_IF_ERROR(RequireDeviceMemory("embedding", {params.table, params.ids, params.y}));
+  if (params.y.num_elements() == 0) return absl::OkStatus();
+  const GatherLaunch launch = {
+      .table = params.table.data(),
+      .num_rows = params.table.dim(0),
+      .ids = params.ids.As<int32_t>(),
+      .y = params.y.data(),
+      .row_bytes = params.y.dim(1) * static_cast<int64_t>(DTypeSize(params.y.dtype()))};
+  return CudaStatus(LaunchGather(launch, params.ids.dim(0), stream), "launching embedding");
+}
+
+absl::Status ComputeRopeAngles(const RopeAnglesParams& params, cudaStream_t stream) {
+  const auto tokens = static_cast<int64_t>(params.positions.size());
+  const auto half_dim = static_cast<int64_t>(params.inv_freq.size());
+  ShapeCheck check("rope_angles");
+  check.Match("cos", params.angles.cos, {tokens, half_dim}, DType::kFloat32)
+      .Match("sin", params.angles.sin, {tokens, half_dim}, DType::kFloat32);
+  KVASIR_RETURN_IF_ERROR(check.status());
+  KVASIR_RETURN_IF_ERROR(
+      RequireDeviceMemory("rope_angles", {params.angles.cos, params.angles.sin}));
+  if (tokens * half_dim == 0) return absl::OkStatus();
+  const AnglesLaunch launch = {.positions = params.positions.data(),
+                               .inv_freq = params.inv_freq.data(),
+                               .attention_scaling = params.attention_scaling,
+                               .half_dim = half_dim,
+                               .cos = params.angles.cos.As<float>(),
+                               .sin = params.angles.sin.As<float>()};
+  return CudaStatus(LaunchRopeAngles(launch, tokens, stream), "launching rope_angles");
+}
+
+absl::Status ApplyRope(const RopeAngles& angles, const TensorView& x, cudaStream_t stream) {
+  ShapeCheck check("rope");
+  check.Match("cos", angles.cos, {"tokens", "half_dim"}, DType::kFloat32)
+      .Match("sin", angles.sin, {"tokens", "half_dim"}, DType::kFloat32)
+      .Match("x", x, {"tokens", "heads", 2 * angles.cos.dim(1)})
+      .Require(x.dtype() == DType::kFloat32 || x.dtype() == DType::kBFloat16,
+               "x must be float32 or bfloat16");
+  KVASIR_RETURN_IF_ERROR(check.status());
+  KVASIR_RETURN_IF_ERROR(RequireDeviceMemory("rope", {angles.cos, angles.sin, x}));
+  if (x.num_elements() == 0) return absl::OkStatus();
+  const RopeTokens tokens = {.x = x.data(),
+                             .cos = angles.cos.As<float>(),
+                             .sin = angles.sin.As<float>(),
+                             .dtype = x.dtype(),
+                             .heads = x.dim(1),
+                             .half_dim = angles.cos.dim(1)};
+  return CudaStatus(LaunchRope(tokens, x.dim(0), stream), "launching rope");
+}
+
+absl::Status SampleGreedy(const GreedyParams& params, cudaStream_t stream) {
+  ShapeCheck check("sample_greedy");
+  check.Match("logits", params.logits, {"rows", "vocab"}, DType::kFloat32)
+      .Match("tokens", params.tokens, {"rows"}, DType::kInt32)
+      .Require(params.logits.dim(1) > 0, "the vocabulary is empty");
+  KVASIR_RETURN_IF_ERROR(check.status());
+  KVASIR_RETURN_IF_ERROR(RequireDeviceMemory("sample_greedy", {params.logits, params.tokens}));
+  if (params.logits.dim(0) == 0) return absl::OkStatus();
+  const GreedyLaunch launch = {.logits = params.logits.As<float>(),
+                               .vocab = params.logits.dim(1),
+                               .tokens = params.tokens.As<int32_t>()};
+  return CudaStatus(LaunchGreedy(launch, params.logits.dim(0), stream), "launching sample_greedy");
+}
+
+}  // namespace kvasir::kernels

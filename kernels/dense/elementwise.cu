@@ -1,0 +1,257 @@
+// The element-wise ops on the GPU. Memory is all they cost: rows are read and written in runs of 16
+// bytes where they are aligned. Compiled without fused multiply-add, so that what has no sum in it
+// has the bits of the CPU's form.
+#include <initializer_list>
+
+#include "kernels/base/warp.cuh"
+#include "kernels/dense/elementwise_launch.h"
+
+namespace kvasir::kernels {
+namespace {
+
+constexpr int kMaxThreads = 1024;
+constexpr int kThreads = 256;
+constexpr int kRunBytes = 16;
+
+// Elements that are read and written at once.
+template <typename T, int kCount>
+struct alignas(sizeof(T) * kCount) Run {
+  T values[kCount];
+};
+
+bool IsAligned(std::initializer_list<const void*> pointers) {
+  for (const void* pointer : pointers) {
+    if (reinterpret_cast<uintptr_t>(pointer) % kRunBytes != 0) return false;
+  }
+  return true;
+}
+
+// Threads for so many items of a row: whole warps, one item a thread as far as a block goes.
+unsigned ThreadsFor(int64_t items) {
+  const int64_t threads = (items + kWarpThreads - 1) / kWarpThreads * kWarpThreads;
+  return static_cast<unsigned>(threads < kMaxThreads ? threads : kMaxThreads);
+}
+
+// Calls launch(T{}, elements of a run) for the tensors' dtype and alignment.
+template <typename Launch>
+cudaError_t ForRuns(DType dtype, int64_t dim, bool aligned, const Launch& launch) {
+  const bool in_runs = aligned && dim * static_cast<int64_t>(DTypeSize(dtype)) % kRunBytes == 0;
+  if (dtype == DType::kFloat32) {
+    in_runs ? launch(Run<float, 4>()) : launch(Run<float, 1>());
+  } else {
+    in_runs ? launch(Run<BFloat16, 8>()) : launch(Run<BFloat16, 1>());
+  }
+  return cudaGetLastError();
+}
+
+// The sum over a block's threads, in an order that depends on their number only; for all of them.
+__device__ float BlockSum(float value) {
+  __shared__ float partials[kMaxThreads / kWarpThreads];
+  for (int distance = kWarpThreads / 2; distance > 0; distance /= 2) {
+    value += __shfl_xor_sync(kAllLanes, value, distance);
+  }
+  if (threadIdx.x % kWarpThreads == 0) partials[threadIdx.x / kWarpThreads] = value;
+  __syncthreads();
+  float sum = 0;
+  for (unsigned warp = 0; warp < blockDim.x / kWarpThreads; ++warp) sum += partials[warp];
+  return sum;
+}
+
+// One block a row. A thread takes the same elements in both passes, so that what it wrote to x is
+// what it reads.
+template <typename T, int kCount>
+__global__ void NormKernel(const NormRows rows) {
+  using Elements = Run<T, kCount>;
+  const int64_t runs = rows.dim / kCount;
+  const int64_t begin = blockIdx.x * runs;
+  Elements* x = static_cast<Elements*>(rows.x) + begin;
+  Elements* y = static_cast<Elements*>(rows.y) + begin;
+  const auto* weight = static_cast<const Elements*>(rows.weight);
+  float sum = 0;
+  for (int64_t i = threadIdx.x; i < runs; i += blockDim.x) {
+    Elements values = x[i];
+    if (rows.add != nullptr) {
+      const Elements add = static_cast<const Elements*>(rows.add)[begin + i];
+      for (int j = 0; j < kCount; ++j) {
+        values.values[j] =
+            T(static_cast<float>(values.values[j]) + static_cast<float>(add.values[j]));
+      }
+      x[i] = values;
+    }
+    for (int j = 0; j < kCount; ++j) {
+      const auto value = static_cast<float>(values.values[j]);
+      sum += value * value;
+    }
+  }
+  const float mean = BlockSum(sum) / static_cast<float>(rows.dim);
+  const float scale = 1.0f / sqrtf(mean + rows.epsilon);
+  for (int64_t i = threadIdx.x; i < runs; i += blockDim.x) {
+    Elements values = x[i];
+    const Elements factors = weight[i];
+    for (int j = 0; j < kCount; ++j) {
+      const T normalized = T(static_cast<float>(values.values[j]) * scale);
+      values.values[j] = T(static_cast<float>(factors.values[j]) * static_cast<float>(normalized));
+    }
+    y[i] = values;
+  }
+}
+
+template <typename T, int kCount>
+__global__ void SiluMulKernel(const SiluMulRows rows) {
+  using Elements = Run<T, kCount>;
+  const int64_t runs = rows.dim / kCount;
+  const int64_t row = blockIdx.x;
+  const int64_t i = int64_t{blockIdx.y} * blockDim.x + threadIdx.x;
+  if (i >= runs) return;
+  const Elements* gate_up = static_cast<const Elements*>(rows.gate_up) + row * 2 * runs;
+  const Elements gate = gate_up[i];
+  const Elements up = gate_up[runs + i];
+  Elements y;
+  for (int j = 0; j < kCount; ++j) {
+    const auto g = static_cast<float>(gate.values[j]);
+    const T silu = T(g / (1.0f + expf(-g)));
+    y.values[j] = T(static_cast<float>(silu) * static_cast<float>(up.values[j]));
+  }
+  static_cast<Elements*>(rows.y)[row * runs + i] = y;
+}
+
+// One block a token.
+__global__ void RopeAnglesKernel(const AnglesLaunch p) {
+  const int64_t token = blockIdx.x;
+  const auto position = static_cast<double>(p.positions[token]);
+  for (int64_t i = threadIdx.x; i < p.half_dim; i += blockDim.x) {
+    double sine = 0;
+    double cosine = 0;
+    sincos(position * p.inv_freq[i], &sine, &cosine);
+    p.cos[token * p.half_dim + i] = static_cast<float>(cosine * p.attention_scaling);
+    p.sin[token * p.half_dim + i] = static_cast<float>(sine * p.attention_scaling);
+  }
+}
+
+// One block a token, one thread a pair.
+template <typename T>
+__global__ void RopeKernel(const RopeTokens tokens) {
+  const int64_t token = blockIdx.x;
+  const int half = static_cast<int>(tokens.half_dim);
+  const float* cosines = tokens.cos + token * half;
+  const float* sines = tokens.sin + token * half;
+  T* heads = static_cast<T*>(tokens.x) + token * tokens.heads * 2 * half;
+  const int pairs = static_cast<int>(tokens.heads) * half;
+  for (int pair = static_cast<int>(threadIdx.x); pair < pairs; pair += blockDim.x) {
+    const int i = pair % half;
+    T* x = heads + int64_t{pair / half} * 2 * half;
+    const auto first = static_cast<float>(x[i]);
+    const auto second = static_cast<float>(x[i + half]);
+    x[i] = T(first * cosines[i] - second * sines[i]);
+    x[i + half] = T(second * cosines[i] + first * sines[i]);
+  }
+}
+
+// One block a row.
+template <typename Unit>
+__global__ void GatherKernel(const GatherLaunch p) {
+  const int64_t units = p.row_bytes / static_cast<int64_t>(sizeof(Unit));
+  const int64_t id = p.ids[blockIdx.x];
+  Unit* y = static_cast<Unit*>(p.y) + blockIdx.x * units;
+  if (id < 0 || id >= p.num_rows) {
+    auto* shorts = reinterpret_cast<uint16_t*>(y);
+    for (int64_t i = threadIdx.x; i < p.row_bytes / 2; i += blockDim.x) shorts[i] = 0xffff;
+    return;
+  }
+  const Unit* row = static_cast<const Unit*>(p.table) + id * units;
+  for (int64_t i = threadIdx.x; i < units; i += blockDim.x) y[i] = row[i];
+}
+
+struct Candidate {
+  float logit;
+  int32_t id;
+  bool is_finite;  // so were all that it was chosen from
+};
+
+__device__ Candidate Better(const Candidate& a, const Candidate& b) {
+  const bool first = a.logit > b.logit || (a.logit == b.logit && a.id < b.id);
+  return {.logit = first ? a.logit : b.logit,
+          .id = first ? a.id : b.id,
+          .is_finite = a.is_finite && b.is_finite};
+}
+
+__device__ Candidate BestOfWarp(Candidate best) {
+  for (int distance = kWarpThreads / 2; distance > 0; distance /= 2) {
+    best = Better(best, {.logit = __shfl_xor_sync(kAllLanes, best.logit, distance),
+                         .id = __shfl_xor_sync(kAllLanes, best.id, distance),
+                         .is_finite = __shfl_xor_sync(kAllLanes, best.is_finite, distance) != 0});
+  }
+  return best;
+}
+
+// One block of kMaxThreads a row.
+__global__ void __launch_bounds__(kMaxThreads) GreedyKernel(const GreedyLaunch p) {
+  constexpr Candidate kNone = {.logit = -INFINITY, .id = INT32_MAX, .is_finite = true};
+  static_assert(kMaxThreads / kWarpThreads == kWarpThreads);
+  __shared__ Candidate of_warps[kWarpThreads];
+  const float* logits = p.logits + blockIdx.x * p.vocab;
+  Candidate best = kNone;
+  for (int64_t i = threadIdx.x; i < p.vocab; i += kMaxThreads) {
+    const float logit = logits[i];
+    best = Better(
+        best, {.logit = logit, .id = static_cast<int32_t>(i), .is_finite = isfinite(logit) != 0});
+  }
+  best = BestOfWarp(best);
+  if (threadIdx.x % kWarpThreads == 0) of_warps[threadIdx.x / kWarpThreads] = best;
+  __syncthreads();
+  if (threadIdx.x >= kWarpThreads) return;
+  best = BestOfWarp(of_warps[threadIdx.x]);
+  if (threadIdx.x == 0) p.tokens[blockIdx.x] = best.is_finite ? best.id : -1;
+}
+
+}  // namespace
+
+cudaError_t LaunchNorm(const NormRows& rows, int64_t count, cudaStream_t stream) {
+  const bool aligned = IsAligned({rows.x, rows.add, rows.weight, rows.y});
+  return ForRuns(rows.dtype, rows.dim, aligned, [&]<typename T, int kCount>(Run<T, kCount>) {
+    NormKernel<T, kCount>
+        <<<static_cast<unsigned>(count), ThreadsFor(rows.dim / kCount), 0, stream>>>(rows);
+  });
+}
+
+cudaError_t LaunchSiluMul(const SiluMulRows& rows, int64_t count, cudaStream_t stream) {
+  const bool aligned = IsAligned({rows.gate_up, rows.y});
+  return ForRuns(rows.dtype, rows.dim, aligned, [&]<typename T, int kCount>(Run<T, kCount>) {
+    const int64_t blocks = (rows.dim / kCount + kThreads - 1) / kThreads;
+    SiluMulKernel<T, kCount><<<dim3(static_cast<unsigned>(count), static_cast<unsigned>(blocks)),
+                               kThreads, 0, stream>>>(rows);
+  });
+}
+
+cudaError_t LaunchRopeAngles(const AnglesLaunch& params, int64_t count, cudaStream_t stream) {
+  RopeAnglesKernel<<<static_cast<unsigned>(count), ThreadsFor(params.half_dim), 0, stream>>>(
+      params);
+  return cudaGetLastError();
+}
+
+cudaError_t LaunchRope(const RopeTokens& tokens, int64_t count, cudaStream_t stream) {
+  const unsigned threads = ThreadsFor(tokens.heads * tokens.half_dim);
+  if (tokens.dtype == DType::kFloat32) {
+    RopeKernel<float><<<static_cast<unsigned>(count), threads, 0, stream>>>(tokens);
+  } else {
+    RopeKernel<BFloat16><<<static_cast<unsigned>(count), threads, 0, stream>>>(tokens);
+  }
+  return cudaGetLastError();
+}
+
+cudaError_t LaunchGather(const GatherLaunch& params, int64_t count, cudaStream_t stream) {
+  const auto blocks = static_cast<unsigned>(count);
+  if (params.row_bytes % kRunBytes == 0 && IsAligned({params.table, params.y})) {
+    GatherKernel<uint4><<<blocks, ThreadsFor(params.row_bytes / kRunBytes), 0, stream>>>(params);
+  } else {
+    GatherKernel<uint16_t><<<blocks, ThreadsFor(params.row_bytes / 2), 0, stream>>>(params);
+  }
+  return cudaGetLastError();
+}
+
+cudaError_t LaunchGreedy(const GreedyLaunch& params, int64_t count, cudaStream_t stream) {
+  GreedyKernel<<<static_cast<unsigned>(count), kMaxThreads, 0, stream>>>(params);
+  return cudaGetLastError();
+}
+
+}  // namespace kvasir::kernels

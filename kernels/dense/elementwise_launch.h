@@ -1,0 +1,43 @@
+// The kernels behind dense_cuda.h: parameters as the device reads them, and the launches. Only
+// dense_cuda.cc includes it, after it has checked the shapes. All pointers are device memory.
+#pragma once
+
+#include <cstdint>
+#include <cuda_runtime_api.h>
+
+#include "kernels/dense/elementwise.h"
+
+namespace kvasir::kernels {
+
+struct AnglesLaunch {
+  const int64_t* positions;  // [tokens]
+  const double* inv_freq;    // [half_dim]
+  double attention_scaling;
+  int64_t half_dim;
+  float* cos;  // [tokens][half_dim]
+  float* sin;  // [tokens][half_dim]
+};
+
+struct GatherLaunch {
+  const void* table;  // [num_rows][row_bytes]
+  int64_t num_rows;
+  const int32_t* ids;  // [tokens]
+  void* y;             // [tokens][row_bytes]
+  int64_t row_bytes;   // even
+};
+
+struct GreedyLaunch {
+  const float* logits;  // [rows][vocab]
+  int64_t vocab;        // >= 1
+  int32_t* tokens;      // [rows]
+};
+
+// `count` rows or tokens, at least one, of at least one element.
+cudaError_t LaunchNorm(const NormRows& rows, int64_t count, cudaStream_t stream);
+cudaError_t LaunchSiluMul(const SiluMulRows& rows, int64_t count, cudaStream_t stream);
+cudaError_t LaunchRopeAngles(const AnglesLaunch& params, int64_t count, cudaStream_t stream);
+cudaError_t LaunchRope(const RopeTokens& tokens, int64_t count, cudaStream_t stream);
+cudaError_t LaunchGather(const GatherLaunch& params, int64_t count, cudaStream_t stream);
+cudaError_t LaunchGreedy(const GreedyLaunch& params, int64_t count, cudaStream_t stream);
+
+}  // namespace kvasir::kernels

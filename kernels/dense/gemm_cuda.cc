@@ -1,0 +1,212 @@
+#include "kernels/dense/gemm_cuda.h"
+
+#include <algorithm>
+#include <bit>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+
+#include "kernels/base/buffer.h"
+#include "kernels/base/cuda_status.h"
+#include "kernels/base/shape_check.h"
+#include "kernels/base/status_macros.h"
+#include "kernels/dense/convert.h"
+#include "kernels/dense/device_check.h"
+#include "kernels/dense/gemm_engine.h"
+
+namespace kvasir::kernels {
+namespace {
+
+// Weights go to the device in pieces of about so many bytes.
+constexpr int64_t kStagingBytes = int64_t{64} << 20;
+constexpr uint64_t kMaxAlignment = 256;  // beyond it cuBLASLt sees no difference
+
+absl::Status CublasStatus(cublasStatus_t status, absl::string_view doing) {
+  if (status == CUBLAS_STATUS_SUCCESS) return absl::OkStatus();
+  const std::string message =
+      absl::StrCat(doing, ": cuBLASLt says ", cublasLtGetStatusString(status));
+  switch (status) {
+    case CUBLAS_STATUS_NOT_INITIALIZED:
+      return absl::UnavailableError(message);
+    case CUBLAS_STATUS_ALLOC_FAILED:
+      return absl::ResourceExhaustedError(message);
+    case CUBLAS_STATUS_NOT_SUPPORTED:
+      return absl::UnimplementedError(message);
+    default:
+      return absl::InternalError(message);
+  }
+}
+
+cudaDataType_t TypeOf(DType dtype) { return dtype == DType::kFloat32 ? CUDA_R_32F : CUDA_R_16BF; }
+
+int64_t Size(DType dtype) { return static_cast<int64_t>(DTypeSize(dtype)); }
+
+// The largest power of two that divides the address, up to kMaxAlignment.
+uint32_t AlignmentOf(const TensorView& tensor) {
+  const auto address = reinterpret_cast<uint64_t>(tensor.data());
+  return static_cast<uint32_t>(uint64_t{1} << std::countr_zero(address | kMaxAlignment));
+}
+
+absl::StatusOr<DeviceBuffer> CopyToDevice(const void* from, int64_t bytes) {
+  KVASIR_ASSIGN_OR_RETURN(DeviceBuffer buffer, DeviceBuffer::Allocate(bytes));
+  KVASIR_RETURN_IF_ERROR(CudaStatus(
+      cudaMemcpy(buffer.data(), from, static_cast<size_t>(bytes), cudaMemcpyHostToDevice),
+      "copying a layer's weights to the device"));
+  return buffer;
+}
+
+absl::StatusOr<DeviceBuffer> CopyWeights(const WeightSource& source, DType dtype) {
+  const int64_t row_bytes = source.k() * Size(dtype);
+  const int64_t piece = std::clamp<int64_t>(kStagingBytes / row_bytes, 1, source.n());
+  KVASIR_ASSIGN_OR_RETURN(const HostBuffer staging, HostBuffer::Allocate(piece * row_bytes));
+  KVASIR_ASSIGN_OR_RETURN(DeviceBuffer weights, DeviceBuffer::Allocate(source.n() * row_bytes));
+  for (int64_t row = 0; row < source.n(); row += piece) {
+    const int64_t rows = std::min(piece, source.n() - row);
+    source.ReadRows(row, rows, dtype, staging.data());
+    KVASIR_RETURN_IF_ERROR(
+        CudaStatus(cudaMemcpy(weights.data() + row * row_bytes, staging.data(),
+                              static_cast<size_t>(rows * row_bytes), cudaMemcpyHostToDevice),
+                   "copying a layer's weights to the device"));
+  }
+  return weights;
+}
+
+absl::StatusOr<DeviceBuffer> CopyBias(const WeightSource& source, DType dtype) {
+  if (!source.has_bias()) return DeviceBuffer();
+  std::vector<float> wide(static_cast<size_t>(source.n()));
+  source.ReadBias(wide.data());
+  std::vector<std::byte> bias(wide.size() * DTypeSize(dtype));
+  ConvertElements(wide.data(), DType::kFloat32, bias.data(), dtype, source.n());
+  return CopyToDevice(bias.data(), std::ssize(bias));
+}
+
+template <typename T>
+absl::Status Set(cublasLtMatmulDesc_t description, cublasLtMatmulDescAttributes_t attribute,
+                 const T& value) {
+  return CublasStatus(cublasLtMatmulDescSetAttribute(description, attribute, &value, sizeof(value)),
+                      "describing a linear layer");
+}
+template <typename T>
+absl::Status Set(cublasLtMatmulPreference_t preference,
+                 cublasLtMatmulPreferenceAttributes_t attribute, const T& value) {
+  return CublasStatus(
+      cublasLtMatmulPreferenceSetAttribute(preference, attribute, &value, sizeof(value)),
+      "describing a linear layer's memory");
+}
+
+}  // namespace
+
+absl::StatusOr<CublasLt> CublasLt::Create() {
+  cublasLtHandle_t handle = nullptr;
+  KVASIR_RETURN_IF_ERROR(CublasStatus(cublasLtCreate(&handle), "starting cuBLASLt"));
+  CublasLt lt;
+  lt.handle_.reset(handle);
+  return lt;
+}
+
+absl::StatusOr<CudaLinear> CudaLinear::Create(const CublasLt& lt,
+                                              std::span<const PackedLinear::Part> parts,
+                                              const PackedLinear::Options& options) {
+  KVASIR_ASSIGN_OR_RETURN(const LinearShape shape, CheckLinearParts(parts, options));
+  CudaLinear linear;
+  linear.lt_ = &lt;
+  linear.options_ = options;
+  linear.in_features_ = shape.k;
+  linear.out_features_ = shape.n;
+  const WeightSource source(parts, shape.n, shape.k);
+  KVASIR_ASSIGN_OR_RETURN(linear.weights_, CopyWeights(source, options.input));
+  KVASIR_ASSIGN_OR_RETURN(linear.bias_, CopyBias(source, options.output));
+  KVASIR_RETURN_IF_ERROR(linear.Describe());
+  return linear;
+}
+
+// cuBLASLt counts by columns. In its terms weights are [K, N], x is [K, M] and y is [N, M]:
+// y = weights^T x.
+absl::Status CudaLinear::Describe() {
+  cublasLtMatmulDesc_t description = nullptr;
+  KVASIR_RETURN_IF_ERROR(
+      CublasStatus(cublasLtMatmulDescCreate(&description, CUBLAS_COMPUTE_32F, CUDA_R_32F),
+                   "describing a linear layer"));
+  description_.reset(description);
+  KVASIR_RETURN_IF_ERROR(Set(description, CUBLASLT_MATMUL_DESC_TRANSA, CUBLAS_OP_T));
+  if (bias_.size_bytes() > 0) {
+    const void* bias = bias_.data();
+    KVASIR_RETURN_IF_ERROR(Set(description, CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS));
+    KVASIR_RETURN_IF_ERROR(Set(description, CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias));
+    KVASIR_RETURN_IF_ERROR(
+        Set(description, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, TypeOf(options_.output)));
+  }
+  KVASIR_ASSIGN_OR_RETURN(weights_layout_, MakeLayout(options_.input, in_features_, out_features_));
+  return absl::OkStatus();
+}
+
+absl::StatusOr<CudaLinear::Layout> CudaLinear::MakeLayout(DType dtype, int64_t rows,
+                                                          int64_t columns) {
+  cublasLtMatrixLayout_t layout = nullptr;
+  KVASIR_RETURN_IF_ERROR(
+      CublasStatus(cublasLtMatrixLayoutCreate(&layout, TypeOf(dtype), static_cast<uint64_t>(rows),
+                                              static_cast<uint64_t>(columns), rows),
+                   "describing a linear layer's matrices"));
+  return Layout(layout);
+}
+
+absl::StatusOr<CudaLinear::Plan> CudaLinear::MakePlan(const PlanKey& key) const {
+  const auto [m, x_alignment, y_alignment] = key;
+  Plan plan;
+  KVASIR_ASSIGN_OR_RETURN(plan.x, MakeLayout(options_.input, in_features_, m));
+  KVASIR_ASSIGN_OR_RETURN(plan.y, MakeLayout(options_.output, out_features_, m));
+  cublasLtMatmulPreference_t preference = nullptr;
+  KVASIR_RETURN_IF_ERROR(CublasStatus(cublasLtMatmulPreferenceCreate(&preference),
+                                      "describing a linear layer's memory"));
+  const std::unique_ptr<cublasLtMatmulPreferenceOpaque_t,
+                        decltype(&cublasLtMatmulPreferenceDestroy)>
+      owned(preference, cublasLtMatmulPreferenceDestroy);
+  KVASIR_RETURN_IF_ERROR(Set(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
+                             static_cast<uint64_t>(kWorkspaceBytes)));
+  // Parts of a sum are added up in float32, whatever the output's dtype.
+  KVASIR_RETURN_IF_ERROR(Set(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
+                             static_cast<uint32_t>(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE)));
+  KVASIR_RETURN_IF_ERROR(Set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, x_alignment));
+  KVASIR_RETURN_IF_ERROR(Set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, y_alignment));
+  KVASIR_RETURN_IF_ERROR(Set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, y_alignment));
+  cublasLtMatmulHeuristicResult_t found = {};
+  int count = 0;
+  const std::string doing = absl::StrCat("choosing a kernel for a linear layer of ", in_features_,
+                                         " x ", out_features_, " and ", m, " rows");
+  KVASIR_RETURN_IF_ERROR(
+      CublasStatus(cublasLtMatmulAlgoGetHeuristic(lt_->handle(), description_.get(),
+                                                  weights_layout_.get(), plan.x.get(), plan.y.get(),
+                                                  plan.y.get(), preference, 1, &found, &count),
+                   doing));
+  if (count == 0) return absl::UnimplementedError(absl::StrCat(doing, ": cuBLASLt has none"));
+  plan.algorithm = found.algo;
+  return plan;
+}
+
+absl::Status CudaLinear::Run(const TensorView& x, const TensorView& y, std::byte* workspace,
+                             cudaStream_t stream) {
+  ShapeCheck check("gemm");
+  check.Match("x", x, {"rows", in_features_}, options_.input)
+      .Match("y", y, {"rows", out_features_}, options_.output)
+      .Require(workspace != nullptr, "the workspace is missing");
+  KVASIR_RETURN_IF_ERROR(check.status());
+  KVASIR_RETURN_IF_ERROR(RequireDeviceMemory("gemm", {x, y}));
+  if (x.dim(0) == 0) return absl::OkStatus();
+  const PlanKey key = {x.dim(0), AlignmentOf(x), AlignmentOf(y)};
+  auto at = plans_.find(key);
+  if (at == plans_.end()) {
+    KVASIR_ASSIGN_OR_RETURN(Plan plan, MakePlan(key));
+    at = plans_.emplace(key, std::move(plan)).first;
+  }
+  const Plan& plan = at->second;
+  const float one = 1;
+  const float zero = 0;
+  return CublasStatus(cublasLtMatmul(lt_->handle(), description_.get(), &one, weights_.data(),
+                                     weights_layout_.get(), x.data(), plan.x.get(), &zero, y.data(),
+                                     plan.y.get(), y.data(), plan.y.get(), &plan.algorithm,
+                                     workspace, static_cast<size_t>(kWorkspaceBytes), stream),
+                      "launching a linear layer");
+}
+
+}  // namespace kvasir::kernels

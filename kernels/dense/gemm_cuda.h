@@ -1,0 +1,104 @@
+// Linear layers on the GPU: y[M, N] = x[M, K] * w[N, K]^T + bias[N] through cuBLASLt.
+//
+// A CudaLinear owns its weights in device memory, as the checkpoint has them (row by row), and
+// hides which of cuBLASLt's kernels multiplies by them. The model holds one object per weight and
+// one CublasLt for all of them. Only in builds with CUDA.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cublasLt.h>
+#include <cuda_runtime_api.h>
+#include <map>
+#include <memory>
+#include <span>
+#include <tuple>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+
+#include "kernels/base/device_buffer.h"
+#include "kernels/base/tensor.h"
+#include "kernels/dense/gemm.h"
+
+namespace kvasir::kernels {
+
+// cuBLASLt on the current device. Thread-safe.
+class CublasLt {
+ public:
+  // UNAVAILABLE without a usable device.
+  static absl::StatusOr<CublasLt> Create();
+  cublasLtHandle_t handle() const { return handle_.get(); }
+
+ private:
+  struct Destroy {
+    void operator()(cublasLtHandle_t handle) const { cublasLtDestroy(handle); }
+  };
+  std::unique_ptr<cublasLtContext, Destroy> handle_;
+};
+
+// Thread-compatible.
+class CudaLinear {
+ public:
+  // What Run's workspace holds at most; cuBLASLt chooses kernels that get along with it.
+  static constexpr int64_t kWorkspaceBytes = int64_t{32} << 20;
+
+  // Parts, in host memory, and options as of PackedLinear::Create: the weights are rounded to
+  // bfloat16 when the input is bfloat16, biases to the output's dtype. Waits for the copies. `lt`
+  // outlives the object.
+  // INVALID_ARGUMENT: shapes or dtypes. RESOURCE_EXHAUSTED: no memory.
+  static absl::StatusOr<CudaLinear> Create(const CublasLt& lt,
+                                           std::span<const PackedLinear::Part> parts,
+                                           const PackedLinear::Options& options);
+
+  //   x          [M, K] options.input in device memory, M may be 0
+  //   y          [M, N] options.output in device memory, must not overlap x
+  //   workspace  kWorkspaceBytes of device memory, 256-byte aligned; of this stream only
+  //
+  // Products and sums are float32; a sum may be rounded to the output's dtype before its bias is
+  // added, and once more after. The kernel, and with it the order of sums, is chosen by M and by
+  // the alignment of x and y at their first use and kept: the last bits of a row depend on M.
+  // Infinities and NaNs spread within their row as in the formula and never into another row.
+  // Nothing is waited for; may be captured.
+  // INVALID_ARGUMENT: shapes, dtypes, host memory. UNIMPLEMENTED: cuBLASLt has no kernel for the
+  // shape. INTERNAL: it failed.
+  absl::Status Run(const TensorView& x, const TensorView& y, std::byte* workspace,
+                   cudaStream_t stream);
+
+  int64_t in_features() const { return in_features_; }
+  int64_t out_features() const { return out_features_; }
+
+ private:
+  struct DestroyDescription {
+    void operator()(cublasLtMatmulDesc_t description) const {
+      cublasLtMatmulDescDestroy(description);
+    }
+  };
+  struct DestroyLayout {
+    void operator()(cublasLtMatrixLayout_t layout) const { cublasLtMatrixLayoutDestroy(layout); }
+  };
+  using Description = std::unique_ptr<cublasLtMatmulDescOpaque_t, DestroyDescription>;
+  using Layout = std::unique_ptr<cublasLtMatrixLayoutOpaque_t, DestroyLayout>;
+  struct Plan {
+    Layout x, y;
+    cublasLtMatmulAlgo_t algorithm;
+  };
+  using PlanKey = std::tuple<int64_t, uint32_t, uint32_t>;  // M, alignment of x and of y in bytes
+
+  CudaLinear() = default;
+  absl::Status Describe();
+  static absl::StatusOr<Layout> MakeLayout(DType dtype, int64_t rows, int64_t columns);
+  absl::StatusOr<Plan> MakePlan(const PlanKey& key) const;
+
+  const CublasLt* lt_ = nullptr;
+  PackedLinear::Options options_;
+  int64_t in_features_ = 0;
+  int64_t out_features_ = 0;
+  DeviceBuffer weights_;  // [N, K] options.input
+  DeviceBuffer bias_;     // [N] options.output; empty: none
+  Description description_;
+  Layout weights_layout_;
+  std::map<PlanKey, Plan> plans_;
+};
+
+}  // namespace kvasir::kernels

@@ -1,0 +1,22 @@
+// Internal to this folder: what an op's forms for the CPU and for the GPU share: the shape check,
+// and the params as row loops take them. Stateless.
+#pragma once
+
+#include "absl/status/status.h"
+
+#include "kernels/dense/elementwise.h"
+#include "kernels/dense/embedding.h"
+#include "kernels/dense/rms_norm.h"
+#include "kernels/dense/silu_mul.h"
+
+namespace kvasir::kernels {
+
+absl::Status CheckRmsNorm(const RmsNormParams& params);
+absl::Status CheckSiluMul(const SiluMulParams& params);
+absl::Status CheckEmbedding(const EmbeddingParams& params);
+
+// REQUIRES: the params were checked.
+NormRows RowsOf(const RmsNormParams& params);
+SiluMulRows RowsOf(const SiluMulParams& params);
+
+}  // namespace kvasir::kernels

@@ -1,0 +1,28 @@
+// AppendKv on the GPU: the op of append.h, with the same bytes in pages, bounds and key codes. All
+// pointers of the params, spans included, are device memory. Called by the attention layer before
+// select and attend. Thread-safe. Only in builds with CUDA.
+//
+// What append.h checks in host memory cannot be looked at here. REQUIRES: blocks as
+// CheckQueryBlocks (query_block_check.h) wants them. A page that is not in the device tier sets the
+// slot's fault, and its tokens are written nowhere; the others are.
+#pragma once
+
+#include <cstdint>
+#include <cuda_runtime_api.h>
+#include <span>
+
+#include "absl/status/status.h"
+
+#include "kernels/paged/append.h"
+
+namespace kvasir::kernels {
+
+// Widest key of which codes are made on the GPU: one word of eight codes a lane.
+inline constexpr int64_t kMaxCudaHeadDim = 256;
+
+// `faults`: [num_slots]. Nothing is allocated or waited for; may be captured. INVALID_ARGUMENT on
+// shapes, tensors in host memory and a head_dim above kMaxCudaHeadDim; INTERNAL with CUDA's error
+// when the launch fails. Cost: reads k and v once and writes them once, bounds and codes beside.
+absl::Status AppendKv(const AppendParams& params, std::span<uint8_t> faults, cudaStream_t stream);
+
+}  // namespace kvasir::kernels

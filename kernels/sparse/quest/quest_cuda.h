@@ -1,0 +1,33 @@
+// The selector `quest` (quest_selector.h) on the GPU: the same scores, order and lists, in device
+// memory, where the attention kernels read them. All pointers of the params, spans included, are
+// device memory; params.scratch is not used, keys are cached rotated, and rows remember nothing
+// (no memories). Called by the attention layer. Thread-safe. Only in builds with CUDA.
+//
+// Scores are float32 sums in another order than on the CPU: where scores of the last page in and
+// the first one out are as good as equal, either may be chosen. A row with more pages in its budget
+// than `out` has room for gets the best of them. A row depends on nothing but itself.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cuda_runtime_api.h>
+
+#include "absl/status/status.h"
+
+#include "kernels/sparse/stages.h"
+
+namespace kvasir::kernels {
+
+// Device memory that SelectQuest needs for so many query blocks: a score a page and KV head.
+int64_t QuestWorkspaceBytes(const PagedKv& kv, int64_t blocks);
+
+// REQUIRES: blocks as CheckQueryBlocks wants them, numbers as Selector::Select does, bounds of a
+// page aligned to 32 bytes. Nothing is allocated or waited for; may be captured.
+// INVALID_ARGUMENT on shapes: head_dim 64 or 128, q and KV float32 or bfloat16.
+// FAILED_PRECONDITION when the KV has no bounds. INTERNAL with CUDA's error when the launch fails.
+// Cost: reads the candidates' bounds once for all queries of the block, writes and reads a score of
+// 4 bytes a page some five times.
+absl::Status SelectQuest(const SelectParams& params, const PageSelection& out, std::byte* workspace,
+                         cudaStream_t stream);
+
+}  // namespace kvasir::kernels

@@ -1,0 +1,58 @@
+// What a selector draws before it looks at a key: the row's header (stages.h), and the pages that
+// its candidates lie in. For CPU and GPU alike. Thread-safe.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "kernels/base/host_device.h"
+#include "kernels/paged/page_selection.h"
+#include "kernels/sparse/stages.h"
+
+namespace kvasir::kernels {
+
+// Pages, or blocks, that cover `tokens`.
+KVASIR_HOST_DEVICE constexpr int64_t CeilPages(int64_t tokens) {
+  return (tokens + kPageTokens - 1) / kPageTokens;
+}
+
+// The header of a row that attends to everything.
+KVASIR_HOST_DEVICE inline SelectionHeader MakeAllHeader(const QueryBlock& block) {
+  return {.kind = SelectionHeader::Kind::kAll,
+          .query_position = block.first_position,
+          .made_at = block.first_position};
+}
+
+// The header of a list without entries: sink and window as stages.h draws them; kAll where rule R2
+// says so.
+KVASIR_HOST_DEVICE inline SelectionHeader MakeHeader(const QueryBlock& block,
+                                                     const SelectionNumbers& numbers) {
+  const int64_t context = block.first_position + block.num_rows;
+  if (context <= numbers.sink_tokens + numbers.window_tokens + numbers.budget_tokens) {
+    return MakeAllHeader(block);
+  }
+  const int64_t window_begin =
+      std::max<int64_t>(0, block.first_position - numbers.window_tokens + 1);
+  return {.kind = SelectionHeader::Kind::kList,
+          .count = 0,
+          .sink_end = std::min(numbers.sink_tokens, window_begin),
+          .window_begin = window_begin,
+          .query_position = block.first_position,
+          .made_at = block.first_position};
+}
+
+struct PageRange {
+  int64_t begin = 0;
+  int64_t end = 0;
+  KVASIR_HOST_DEVICE int64_t size() const { return end - begin; }
+};
+
+// Pages that hold candidates: those that intersect [sink_end, window_begin + reach). None for kAll.
+KVASIR_HOST_DEVICE inline PageRange CandidatePages(const SelectionHeader& header,
+                                                   const SelectionNumbers& numbers) {
+  const int64_t end = header.window_begin + numbers.reach_tokens;
+  if (header.kind == SelectionHeader::Kind::kAll || header.sink_end >= end) return {};
+  return {.begin = header.sink_end / kPageTokens, .end = CeilPages(end)};
+}
+
+}  // namespace kvasir::kernels

@@ -1,0 +1,287 @@
+// The GPU's ops against the CPU's, over odd sizes, unaligned rows, NaN and infinities.
+#include "kernels/dense/dense_cuda.h"
+
+#include <cmath>
+#include <gtest/gtest.h>
+#include <limits>
+#include <vector>
+
+#include "kernels/base/buffer.h"
+#include "kernels/base/executor.h"
+#include "kernels/dense/rope.h"
+#include "kernels/dense/sampling.h"
+#include "tests/support/compare.h"
+#include "tests/support/device_memory.h"
+#include "tests/support/test_tensor.h"
+
+namespace kvasir::kernels {
+namespace {
+
+using tests::AllClose;
+using tests::TestTensor;
+using tests::Tolerance;
+
+constexpr float kInf = std::numeric_limits<float>::infinity();
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+constexpr auto kF32 = DType::kFloat32;
+constexpr auto kBf16 = DType::kBFloat16;
+
+struct Shape {
+  int64_t rows, dim;
+};
+const Shape kShapes[] = {{1, 1},   {1, 7},   {2, 8},     {3, 9},    {5, 16},   {4, 23},
+                         {33, 64}, {9, 128}, {600, 256}, {3, 4096}, {2, 8193}, {1, 16384}};
+
+class DenseCudaTest : public testing::TestWithParam<DType> {
+ protected:
+  void SetUp() override {
+    if (!HasGpu()) GTEST_SKIP() << "no GPU on this machine";
+  }
+  static int64_t Element() { return static_cast<int64_t>(DTypeSize(GetParam())); }
+  // Of the host's tensor, `shift` elements behind an aligned address.
+  TensorView OnDevice(TestTensor& tensor, int64_t shift = 0) {
+    return memory_.Copy(tensor.view(), shift * Element()).value();
+  }
+  static TestTensor Poisoned(std::vector<int64_t> shape, DType dtype = GetParam()) {
+    TestTensor tensor(dtype, std::move(shape));
+    for (int64_t i = 0; i < tensor.size(); ++i) tensor.Set(i, kNan);
+    return tensor;
+  }
+
+  DeviceMemory memory_;
+  SerialExecutor executor_;
+};
+
+INSTANTIATE_TEST_SUITE_P(Dtypes, DenseCudaTest, testing::Values(kF32, kBf16),
+                         [](const auto& param) {
+                           return std::string(DTypeName(param.param).data());
+                         });
+
+TEST_P(DenseCudaTest, NormAgreesWithTheCpuForAllShapes) {
+  for (const Shape& s : kShapes) {
+    for (const int64_t shift : {0, 1}) {
+      for (const bool with_add : {false, true}) {
+        SCOPED_TRACE(testing::Message() << s.rows << " x " << s.dim << " shifted by " << shift
+                                        << (with_add ? " with add" : ""));
+        TestTensor x(GetParam(), {s.rows, s.dim}), add(GetParam(), {s.rows, s.dim});
+        TestTensor weight(GetParam(), {s.dim}), sum(GetParam(), {s.rows, s.dim});
+        x.Fill(1);
+        add.Fill(2);
+        weight.Fill(3);
+        if (s.rows > 2) {
+          x.Set(s.dim, kNan);
+          x.Set(2 * s.dim + s.dim / 2, kInf);
+        }
+        TestTensor y = Poisoned({s.rows, s.dim}), found = Poisoned({s.rows, s.dim});
+        const TensorView device_x = OnDevice(x, shift), device_y = OnDevice(found, shift);
+        ASSERT_TRUE(RmsNorm({.x = device_x,
+                             .add = with_add ? OnDevice(add, shift) : TensorView(),
+                             .weight = OnDevice(weight, shift),
+                             .y = device_y,
+                             .epsilon = 1e-5f},
+                            nullptr)
+                        .ok());
+        ASSERT_TRUE(RmsNorm({.x = x.view(),
+                             .add = with_add ? add.view() : TensorView(),
+                             .weight = weight.view(),
+                             .y = y.view(),
+                             .epsilon = 1e-5f},
+                            executor_)
+                        .ok());
+        ASSERT_TRUE(DeviceMemory::Fetch(device_y, found.view()).ok());
+        ASSERT_TRUE(DeviceMemory::Fetch(device_x, sum.view()).ok());
+        EXPECT_TRUE(AllClose(found.Values(), y.Values(),
+                             {.relative = GetParam() == kF32 ? 2e-6 : 1.0 / 64}, y.shape()));
+        EXPECT_TRUE(AllClose(sum.Values(), x.Values(), {}, x.shape())) << "the residual";
+      }
+    }
+  }
+}
+
+TEST_P(DenseCudaTest, ARowIsNormalizedAloneAsAmongOthersAndInPlace) {
+  TestTensor x(GetParam(), {17, 4100}), weight(GetParam(), {4100});
+  x.Fill(4);
+  weight.Fill(5);
+  const TensorView all = OnDevice(x), device_weight = OnDevice(weight);
+  ASSERT_TRUE(
+      RmsNorm({.x = all, .weight = device_weight, .y = all, .epsilon = 1e-6f}, nullptr).ok());
+  TestTensor row(GetParam(), {1, 4100}), whole(GetParam(), {17, 4100});
+  for (int64_t i = 0; i < 4100; ++i) row.Set(i, x.Get(13 * 4100 + i));
+  const TensorView alone = OnDevice(row);
+  ASSERT_TRUE(
+      RmsNorm({.x = alone, .weight = device_weight, .y = alone, .epsilon = 1e-6f}, nullptr).ok());
+  ASSERT_TRUE(DeviceMemory::Fetch(all, whole.view()).ok());
+  ASSERT_TRUE(DeviceMemory::Fetch(alone, row.view()).ok());
+  for (int64_t i = 0; i < 4100; ++i) ASSERT_EQ(row.Get(i), whole.Get(13 * 4100 + i)) << i;
+}
+
+TEST_P(DenseCudaTest, SiluMulAgreesWithTheCpuForAllShapes) {
+  for (const Shape& s : kShapes) {
+    for (const int64_t shift : {0, 1}) {
+      SCOPED_TRACE(testing::Message() << s.rows << " x " << s.dim << " shifted by " << shift);
+      TestTensor gate_up(GetParam(), {s.rows, 2 * s.dim});
+      gate_up.Fill(6);
+      const float hostile[] = {kNan, kInf, -kInf, -1000.0f, -90.0f, 1000.0f, 0.0f};
+      for (int64_t i = 0; i < std::ssize(hostile) && i < s.dim; ++i) {
+        gate_up.Set(i, hostile[static_cast<size_t>(i)]);
+      }
+      TestTensor y = Poisoned({s.rows, s.dim}), found = Poisoned({s.rows, s.dim});
+      const TensorView device_y = OnDevice(found, shift);
+      ASSERT_TRUE(SiluMul({.gate_up = OnDevice(gate_up, shift), .y = device_y}, nullptr).ok());
+      ASSERT_TRUE(SiluMul({.gate_up = gate_up.view(), .y = y.view()}, executor_).ok());
+      ASSERT_TRUE(DeviceMemory::Fetch(device_y, found.view()).ok());
+      const Tolerance tolerance = {.absolute = 1e-30,
+                                   .relative = GetParam() == kF32 ? 1e-5 : 1.0 / 64};
+      EXPECT_TRUE(AllClose(found.Values(), y.Values(), tolerance, y.shape()));
+    }
+  }
+}
+
+TEST_P(DenseCudaTest, RopeHasTheCpusBitsForItsAngles) {
+  const std::vector<int64_t> positions = {0, 1, 63, 64, 4095, 131071, 3'000'000, 1'000'000'007};
+  for (const int64_t head_dim : {2, 6, 64, 128}) {
+    for (const int64_t heads : {1, 3, 8, 40}) {
+      SCOPED_TRACE(testing::Message() << heads << " heads of " << head_dim);
+      std::vector<double> inv_freq;
+      for (int64_t i = 0; i < head_dim / 2; ++i) {
+        inv_freq.push_back(std::pow(5e5, -2.0 * static_cast<double>(i) / 128.0));
+      }
+      RopeTable table(inv_freq, 1.25);
+      table.SetPositions(positions, executor_);
+      const int64_t tokens = std::ssize(positions);
+      const auto angles = [&](const float* values) {
+        return TensorView(const_cast<float*>(values), kF32, {tokens, head_dim / 2});
+      };
+      TestTensor x(GetParam(), {tokens, heads, head_dim});
+      x.Fill(7);
+      x.Set(3, kNan);
+      x.Set(x.size() - 1, kInf);
+      TestTensor found(GetParam(), x.shape());
+      const TensorView device_x = OnDevice(x, 1);
+      const RopeAngles device_angles = {.cos = memory_.Copy(angles(table.cos())).value(),
+                                        .sin = memory_.Copy(angles(table.sin())).value()};
+      ASSERT_TRUE(ApplyRope(device_angles, device_x, nullptr).ok());
+      ASSERT_TRUE(ApplyRope(table, x.view(), executor_).ok());
+      ASSERT_TRUE(DeviceMemory::Fetch(device_x, found.view()).ok());
+      EXPECT_TRUE(AllClose(found.Values(), x.Values(), {}, x.shape()));
+
+      TestTensor cosines = Poisoned({tokens, head_dim / 2}, kF32);
+      TestTensor sines = Poisoned({tokens, head_dim / 2}, kF32);
+      const RopeAngles computed = {.cos = memory_.Copy(cosines.view()).value(),
+                                   .sin = memory_.Copy(sines.view()).value()};
+      const auto* at = memory_.Copy(positions.data(), positions.size()).value();
+      const auto* frequencies = memory_.Copy(inv_freq.data(), inv_freq.size()).value();
+      ASSERT_TRUE(ComputeRopeAngles({.positions = {at, positions.size()},
+                                     .inv_freq = {frequencies, inv_freq.size()},
+                                     .attention_scaling = 1.25,
+                                     .angles = computed},
+                                    nullptr)
+                      .ok());
+      ASSERT_TRUE(DeviceMemory::Fetch(computed.cos, cosines.view()).ok());
+      ASSERT_TRUE(DeviceMemory::Fetch(computed.sin, sines.view()).ok());
+      const size_t size = static_cast<size_t>(tokens * head_dim / 2);
+      // One unit in the last place of a float32.
+      const Tolerance last_bit = {.absolute = 1e-15, .relative = 1.2e-7};
+      EXPECT_TRUE(AllClose(cosines.Values(), std::vector<float>(table.cos(), table.cos() + size),
+                           last_bit, cosines.shape()));
+      EXPECT_TRUE(AllClose(sines.Values(), std::vector<float>(table.sin(), table.sin() + size),
+                           last_bit, sines.shape()));
+    }
+  }
+}
+
+TEST_P(DenseCudaTest, EmbeddingGathersRowsAndPoisonsThoseThatAreNotThere) {
+  for (const Shape& s : kShapes) {
+    for (const int64_t shift : {0, 1}) {
+      SCOPED_TRACE(testing::Message() << s.rows << " x " << s.dim << " shifted by " << shift);
+      TestTensor table(GetParam(), {s.rows, s.dim});
+      table.Fill(8);
+      const auto last = static_cast<int32_t>(s.rows - 1);
+      std::vector<int32_t> ids = {last, 0, -1, last / 2, last + 1, last};
+      TestTensor found = Poisoned({std::ssize(ids), s.dim});
+      const TensorView y = OnDevice(found, shift);
+      ASSERT_TRUE(
+          Embedding(
+              {.table = OnDevice(table, shift),
+               .ids =
+                   memory_.Copy(TensorView(ids.data(), DType::kInt32, {std::ssize(ids)})).value(),
+               .y = y},
+              nullptr)
+              .ok());
+      ASSERT_TRUE(DeviceMemory::Fetch(y, found.view()).ok());
+      for (int64_t t = 0; t < std::ssize(ids); ++t) {
+        const int32_t id = ids[static_cast<size_t>(t)];
+        for (int64_t i = 0; i < s.dim; ++i) {
+          if (id < 0 || id > last) {
+            ASSERT_TRUE(std::isnan(found.Get(t * s.dim + i)));
+          } else {
+            ASSERT_EQ(found.Get(t * s.dim + i), table.Get(id * s.dim + i));
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_P(DenseCudaTest, NothingToDoIsDone) {
+  TestTensor none(GetParam(), {0, 64}), weight(GetParam(), {64}), gate_up(GetParam(), {0, 128});
+  const TensorView y = OnDevice(none);
+  EXPECT_TRUE(RmsNorm({.x = y, .weight = OnDevice(weight), .y = y}, nullptr).ok());
+  EXPECT_TRUE(SiluMul({.gate_up = OnDevice(gate_up), .y = y}, nullptr).ok());
+  EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+}
+
+TEST_P(DenseCudaTest, HostMemoryIsRefused) {
+  TestTensor x(GetParam(), {2, 64}), weight(GetParam(), {64}), gate_up(GetParam(), {2, 128});
+  const TensorView y = OnDevice(x);
+  constexpr auto kInvalid = absl::StatusCode::kInvalidArgument;
+  EXPECT_EQ(RmsNorm({.x = x.view(), .weight = OnDevice(weight), .y = y}, nullptr).code(), kInvalid);
+  EXPECT_EQ(SiluMul({.gate_up = gate_up.view(), .y = y}, nullptr).code(), kInvalid);
+  EXPECT_EQ(SiluMul({.gate_up = OnDevice(gate_up), .y = y}, executor_).code(),
+            absl::StatusCode::kUnimplemented);
+}
+
+class GreedyCudaTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    if (!HasGpu()) GTEST_SKIP() << "no GPU on this machine";
+  }
+};
+
+TEST_F(GreedyCudaTest, ChoosesWhatTheCpuSamplesAtTemperatureZero) {
+  for (const int64_t vocab : {1, 2, 31, 1000, 1024, 5000, 128259}) {
+    SCOPED_TRACE(vocab);
+    constexpr int64_t kRows = 6;
+    TestTensor logits(kF32, {kRows, vocab});
+    logits.Fill(static_cast<uint32_t>(vocab));
+    for (int64_t i = 0; i < vocab; ++i) logits.Set(2 * vocab + i, 0.25f);  // all alike
+    logits.Set(vocab - 1, 1000.0f);
+    logits.Set(vocab + vocab / 3, 1000.0f);
+    logits.Set(vocab + vocab - 1, 1000.0f);
+    logits.Set(3 * vocab + vocab / 2, kNan);
+    logits.Set(4 * vocab, kInf);
+    logits.Set(5 * vocab + vocab - 1, -kInf);
+    std::vector<SamplingOptions> options(kRows);
+    std::vector<SampledToken> expected(kRows);
+    SerialExecutor executor;
+    const HostBuffer scratch = HostBuffer::Allocate(SamplingScratchBytes(vocab, 1)).value();
+    ASSERT_TRUE(Sample({.logits = logits.view(),
+                        .options = options,
+                        .tokens = expected,
+                        .scratch = {scratch.data(), static_cast<size_t>(scratch.size_bytes())}},
+                       executor)
+                    .ok());
+    DeviceMemory memory;
+    std::vector<int32_t> tokens(kRows, 77);
+    const TensorView host(tokens.data(), DType::kInt32, {kRows});
+    const TensorView device = memory.Copy(host).value();
+    ASSERT_TRUE(
+        SampleGreedy({.logits = memory.Copy(logits.view()).value(), .tokens = device}, nullptr)
+            .ok());
+    ASSERT_TRUE(DeviceMemory::Fetch(device, host).ok());
+    for (size_t row = 0; row < kRows; ++row) EXPECT_EQ(tokens[row], expected[row].token) << row;
+  }
+}
+
+}  // namespace
+}  // namespace kvasir::kernels

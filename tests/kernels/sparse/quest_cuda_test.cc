@@ -1,0 +1,294 @@
+// The GPU's quest against the CPU's, and a decode step of attention over what it selects.
+#include "kernels/sparse/quest/quest_cuda.h"
+
+#include <algorithm>
+#include <cmath>
+#include <gtest/gtest.h>
+#include <limits>
+#include <set>
+#include <tuple>
+#include <vector>
+
+#include "kernels/attention/attend_cpu.h"
+#include "kernels/sparse/quest/quest_selector.h"
+#include "tests/support/attention_batch.h"
+#include "tests/support/compare.h"
+#include "tests/support/device_attention_batch.h"
+#include "tests/support/device_paged_kv.h"
+
+namespace kvasir::kernels {
+namespace {
+
+using Kind = SelectionHeader::Kind;
+
+// What the GPU selected, on the host.
+struct Lists {
+  std::vector<SelectionHeader> headers;
+  std::vector<SelectionEntry> entries;
+  int64_t capacity = 0;
+  const SelectionEntry* list(size_t row) const {
+    return entries.data() + row * static_cast<size_t>(capacity);
+  }
+};
+
+Lists SelectOnGpu(AttentionBatch& batch, const std::vector<SelectionNumbers>& numbers,
+                  int64_t capacity) {
+  const SelectParams host = batch.ParamsForSelect(numbers);
+  DeviceMemory memory;
+  DevicePagedKv kv(host.kv);
+  SelectParams device = host;
+  device.q = memory.Copy(host.q).value();
+  device.kv = kv.Copy().value();
+  device.blocks = {memory.Copy(host.blocks.data(), host.blocks.size()).value(), host.blocks.size()};
+  device.numbers = {memory.Copy(numbers.data(), numbers.size()).value(), numbers.size()};
+  const size_t rows = host.blocks.size() * static_cast<size_t>(batch.shape().kv_heads);
+  Lists lists = {.headers = std::vector<SelectionHeader>(rows),
+                 .entries = std::vector<SelectionEntry>(rows * static_cast<size_t>(capacity)),
+                 .capacity = capacity};
+  const PageSelection out = {
+      .headers = memory.Copy(lists.headers.data(), lists.headers.size()).value(),
+      .entries = memory.Copy(lists.entries.data(), lists.entries.size()).value(),
+      .num_rows = static_cast<int64_t>(rows),
+      .capacity = capacity};
+  const DeviceBuffer workspace =
+      DeviceBuffer::Allocate(QuestWorkspaceBytes(host.kv, std::ssize(host.blocks))).value();
+  const absl::Status status = SelectQuest(device, out, workspace.data(), nullptr);
+  EXPECT_TRUE(status.ok()) << status;
+  const auto fetch = [](auto* from, auto& to) {
+    const absl::Status fetched =
+        DeviceMemory::Fetch(from, to.data(), to.size() * sizeof(to.front()));
+    EXPECT_TRUE(fetched.ok()) << fetched;
+  };
+  fetch(out.headers, lists.headers);
+  fetch(out.entries, lists.entries);
+  return lists;
+}
+
+PageSelection SelectOnCpu(AttentionBatch& batch, const std::vector<SelectionNumbers>& numbers,
+                          int64_t capacity) {
+  PageSelection selection = batch.MakeSelection(capacity);
+  SerialExecutor executor;
+  const absl::Status status =
+      QuestSelector().Select(batch.ParamsForSelect(numbers), selection, executor);
+  EXPECT_TRUE(status.ok()) << status;
+  return selection;
+}
+
+void ExpectSameHeader(const SelectionHeader& found, const SelectionHeader& expected) {
+  EXPECT_EQ(found.kind, expected.kind);
+  EXPECT_EQ(found.count, expected.count);
+  EXPECT_EQ(found.sink_end, expected.sink_end);
+  EXPECT_EQ(found.window_begin, expected.window_begin);
+  EXPECT_EQ(found.query_position, expected.query_position);
+  EXPECT_EQ(found.made_at, expected.made_at);
+}
+
+// Whether the lists are the same. Where they are not, the scores of what only one of them has are
+// within 1e-3 of the last one chosen.
+bool SameList(const SelectionEntry* found, const SelectionEntry* expected, int32_t count) {
+  float last = std::numeric_limits<float>::infinity();
+  std::set<int64_t> pages;
+  for (int32_t i = 0; i < count; ++i) {
+    last = std::min(last, expected[i].score);
+    pages.insert(expected[i].page);
+  }
+  bool same = true;
+  for (int32_t i = 0; i < count; ++i) {
+    EXPECT_EQ(found[i].chosen, ~uint64_t{0});
+    EXPECT_EQ(found[i].live, ~uint64_t{0});
+    EXPECT_EQ(found[i].pos0, 0);
+    if (i > 0) {
+      EXPECT_LT(found[i - 1].page, found[i].page) << "ascending";
+    }
+    if (pages.count(found[i].page) == 0) {
+      same = false;
+      EXPECT_NEAR(found[i].score, last, 1e-3 * std::abs(last)) << "page " << found[i].page;
+    }
+  }
+  return same;
+}
+
+// head_dim, query heads of a KV head, dtype of q, dtype of the KV.
+class QuestCudaTest : public testing::TestWithParam<std::tuple<int64_t, int64_t, DType, DType>> {
+ protected:
+  void SetUp() override {
+    if (!HasGpu()) GTEST_SKIP() << "no GPU on this machine";
+  }
+  static AttentionShape Shape() {
+    return {.activation = std::get<2>(GetParam()),
+            .kv = std::get<3>(GetParam()),
+            .head_dim = std::get<0>(GetParam()),
+            .kv_heads = 2,
+            .group = std::get<1>(GetParam())};
+  }
+};
+
+INSTANTIATE_TEST_SUITE_P(Shapes, QuestCudaTest,
+                         testing::Combine(testing::Values(64, 128), testing::Values(1, 2, 4, 7, 8),
+                                          testing::Values(DType::kFloat32, DType::kBFloat16),
+                                          testing::Values(DType::kFloat32, DType::kBFloat16)));
+
+TEST_P(QuestCudaTest, SelectsWhatTheCpuSelects) {
+  AttentionBatch batch(Shape(), 3, 4096, 41);
+  std::vector<SelectionNumbers> numbers;
+  const auto add = [&](int64_t slot, int64_t position, int64_t rows, const SelectionNumbers& n) {
+    batch.AddBlock(slot, position, rows);
+    numbers.push_back(n);
+  };
+  batch.FillContext(0, 4096);
+  batch.FillContext(1, 700);
+  batch.FillContext(2, 2111);
+  add(0, 4095, 1, {.sink_tokens = 70, .window_tokens = 200, .budget_tokens = 600});
+  add(0, 4032, 64, {.sink_tokens = 128, .window_tokens = 64, .budget_tokens = 1024});
+  add(1, 699, 1, {.sink_tokens = 70, .window_tokens = 200, .budget_tokens = 600});  // all
+  add(1, 640, 7, {.sink_tokens = 0, .window_tokens = 1, .budget_tokens = 64});
+  add(2, 2110, 1, {.sink_tokens = 64, .window_tokens = 65, .budget_tokens = 0});
+  add(2, 2000, 1,
+      {.sink_tokens = 1, .window_tokens = 90, .budget_tokens = 300, .reach_tokens = 63});
+  add(0, 5, 1, {.sink_tokens = 2, .window_tokens = 2, .budget_tokens = 1});
+  const PageSelection expected = SelectOnCpu(batch, numbers, 16);
+  const Lists found = SelectOnGpu(batch, numbers, 16);
+  int64_t same = 0;
+  for (int64_t row = 0; row < expected.num_rows; ++row) {
+    SCOPED_TRACE(row);
+    const auto r = static_cast<size_t>(row);
+    ExpectSameHeader(found.headers[r], expected.header(row));
+    same += SameList(found.list(r), expected.list(row), expected.header(row).count) ? 1 : 0;
+    for (int32_t i = 0; i < expected.header(row).count; ++i) {
+      const SelectionEntry* entry = std::find_if(
+          found.list(r), found.list(r) + expected.header(row).count,
+          [&](const SelectionEntry& e) { return e.page == expected.list(row)[i].page; });
+      if (entry == found.list(r) + expected.header(row).count) continue;
+      EXPECT_NEAR(entry->score, expected.list(row)[i].score,
+                  1e-4 * std::abs(expected.list(row)[i].score) + 1e-3);
+    }
+  }
+  EXPECT_GE(same * 10, expected.num_rows * 9);
+}
+
+// Small whole numbers: scores are exact, so that the lists must be the same, and many are equal.
+TEST_P(QuestCudaTest, OfEqualScoresTheLaterPagesAreChosen) {
+  AttentionShape shape = Shape();
+  shape.layer = 0;
+  shape.kv_heads = 1;
+  constexpr int64_t kPages = 2500;  // more than a block has threads
+  AttentionBatch batch(shape, 1, kPages * kPageTokens, 42);
+  batch.kv().Grow(0, kPages * kPageTokens);
+  for (int64_t page = 0; page < kPages; ++page) {
+    std::byte* bounds = batch.kv().View().Bounds(0, page, 0, 0);
+    for (int64_t i = 0; i < 2 * shape.head_dim; ++i) batch.kv().Set(bounds, i, 0.0f);
+    batch.kv().Set(bounds, page % 5, static_cast<float>(batch.rng()() % 4));
+    batch.kv().Set(bounds, shape.head_dim + page % 7, static_cast<float>(batch.rng()() % 3));
+    if (page % 97 == 0) {
+      batch.kv().Set(bounds, 3, std::numeric_limits<float>::quiet_NaN());
+    }
+  }
+  std::vector<SelectionNumbers> numbers;
+  for (const int64_t budget : {1, 64 * 7, 64 * 100, 64 * 1024, 64 * 2000, 64 * 2480}) {
+    batch.AddBlock(0, kPages * kPageTokens - 1, 1);
+    for (int64_t head = 0; head < shape.group; ++head) {
+      float* q = batch.q(batch.num_tokens() - 1, head);
+      for (int64_t i = 0; i < shape.head_dim; ++i) q[i] = static_cast<float>((i + head) % 3 - 1);
+    }
+    numbers.push_back({.sink_tokens = 10, .window_tokens = 100, .budget_tokens = budget});
+  }
+  batch.q(3, 0)[1] = std::numeric_limits<float>::quiet_NaN();  // this query counts for nothing
+  const PageSelection expected = SelectOnCpu(batch, numbers, 2500);
+  const Lists found = SelectOnGpu(batch, numbers, 2500);
+  for (int64_t row = 0; row < expected.num_rows; ++row) {
+    SCOPED_TRACE(row);
+    const auto r = static_cast<size_t>(row);
+    ExpectSameHeader(found.headers[r], expected.header(row));
+    for (int32_t i = 0; i < expected.header(row).count; ++i) {
+      ASSERT_EQ(found.list(r)[i].page, expected.list(row)[i].page) << "entry " << i;
+      ASSERT_EQ(found.list(r)[i].score, expected.list(row)[i].score) << "entry " << i;
+    }
+  }
+}
+
+TEST_P(QuestCudaTest, ARowWithoutRoomGetsTheBest) {
+  AttentionBatch batch(Shape(), 1, 2048, 43);
+  batch.FillContext(0, 2048);
+  batch.AddBlock(0, 2047, 1);
+  const PageSelection best = SelectOnCpu(batch, {{0, 1, 5 * 64}}, 5);
+  const Lists found = SelectOnGpu(batch, {{0, 1, 9 * 64}}, 5);
+  for (int64_t row = 0; row < 2; ++row) {
+    ASSERT_EQ(found.headers[static_cast<size_t>(row)].count, 5);
+    SameList(found.list(static_cast<size_t>(row)), best.list(row), 5);
+  }
+}
+
+TEST_P(QuestCudaTest, RefusesWhatItCannotServe) {
+  AttentionBatch batch(Shape(), 1, 128, 44);
+  batch.FillContext(0, 128);
+  batch.AddBlock(0, 127, 1);
+  const std::vector<SelectionNumbers> numbers = {{0, 1, 64}};
+  SelectParams p = batch.ParamsForSelect(numbers);
+  PageSelection selection = batch.MakeSelection(1);
+  std::byte workspace[1];
+  EXPECT_EQ(SelectQuest(p, selection, workspace, nullptr).code(),
+            absl::StatusCode::kInvalidArgument)
+      << "host memory";
+  DeviceMemory memory;
+  p.q = memory.Copy(p.q).value();
+  p.kv.bounds = nullptr;
+  EXPECT_EQ(SelectQuest(p, selection, workspace, nullptr).code(),
+            absl::StatusCode::kFailedPrecondition);
+  p.blocks = {};
+  p.numbers = {};
+  p.kv = batch.kv().View();
+  selection.num_rows = 0;
+  EXPECT_TRUE(SelectQuest(p, selection, nullptr, nullptr).ok()) << "an empty batch";
+}
+
+// Selected and attended to on the device, without the host between.
+TEST_P(QuestCudaTest, AttentionReadsTheListsWhereTheyWereWritten) {
+  const AttentionShape shape = Shape();
+  if (shape.activation != DType::kBFloat16 || shape.kv != DType::kBFloat16) {
+    GTEST_SKIP() << "attention on the GPU is of bfloat16";
+  }
+  AttentionBatch batch(shape, 2, 3000, 45);
+  std::vector<SelectionNumbers> numbers;
+  for (int64_t slot = 0; slot < 2; ++slot) {
+    batch.FillContext(slot, 3000 - slot * 901);
+    batch.AddBlock(slot, 2999 - slot * 901, 1);
+    numbers.push_back({.sink_tokens = 64, .window_tokens = 128, .budget_tokens = 512});
+  }
+  SelectOnCpu(batch, numbers, 8);
+  const Lists lists = SelectOnGpu(batch, numbers, 8);
+  batch.SetSelections(lists.headers, lists.entries);
+  batch.Run(
+      [](const AttendParams& params, Executor& executor) { AttendReference(params, executor); });
+  const int64_t size = batch.num_tokens() * batch.heads() * shape.head_dim;
+  const std::vector<float> expected(batch.out(0, 0), batch.out(0, 0) + size);
+  batch.SetSelections(std::vector<SelectionHeader>(lists.headers.size()),
+                      std::vector<SelectionEntry>(lists.entries.size()));
+  DeviceMemory memory;
+  const SelectionNumbers* device_numbers = memory.Copy(numbers.data(), numbers.size()).value();
+  const absl::Status status = DeviceAttentionBatch(batch).Run(
+      [&](const AttendParams& p, const KvTensorMaps& maps) -> absl::Status {
+        const int64_t blocks = std::ssize(p.blocks);
+        KVASIR_ASSIGN_OR_RETURN(const DeviceBuffer scores,
+                                DeviceBuffer::Allocate(QuestWorkspaceBytes(p.kv, blocks)));
+        KVASIR_ASSIGN_OR_RETURN(const DeviceBuffer partials,
+                                DeviceBuffer::Allocate(AttendDecodeWorkspaceBytes(
+                                    p.kv.layout, blocks, batch.shape().group)));
+        const SelectParams select = {.q = p.q,
+                                     .kv = p.kv,
+                                     .layer = p.layer,
+                                     .scale = p.scale,
+                                     .blocks = p.blocks,
+                                     .numbers = {device_numbers, numbers.size()},
+                                     .faults = p.faults};
+        KVASIR_RETURN_IF_ERROR(SelectQuest(select, p.selection, scores.data(), nullptr));
+        KVASIR_RETURN_IF_ERROR(AttendDecode(p, maps, partials.data(), nullptr));
+        return CudaStatus(cudaDeviceSynchronize(), "running the kernels");
+      });
+  ASSERT_TRUE(status.ok()) << status;
+  const std::vector<float> found(batch.out(0, 0), batch.out(0, 0) + size);
+  EXPECT_TRUE(tests::AllClose(found, expected, {.absolute = 1e-2, .relative = 1e-2},
+                              {batch.num_tokens(), batch.heads(), shape.head_dim}));
+}
+
+}  // namespace
+}  // namespace kvasir::kernels
