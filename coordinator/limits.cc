@@ -67,6 +67,9 @@ constexpr FieldLimit kLimits[] = {
     {"ReusePolicy", "theta", LimitKind::kNumber, 0, 1},
     {"ReusePolicy", "theta_force", LimitKind::kNumber, 0, 1},
     {"ReusePolicy", "max_age", LimitKind::kNumber, 0, 64},
+    {"QualityPolicy", "min_mass", LimitKind::kNumber, 0, 1},
+    {"QualityPolicy", "on_violation", LimitKind::kName, 0, 16},
+    {"QualityPolicy", "max_budget_tokens", LimitKind::kNumber, 0, kContext},
     {"InfiniteHipSelector", "preset", LimitKind::kName, 0, 16},
     {"InfiniteHipSelector", "probe", LimitKind::kName, 0, 16},
 };

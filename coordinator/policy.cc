@@ -8,6 +8,7 @@
 #include "absl/strings/str_join.h"
 
 #include "coordinator/limits.h"
+#include "coordinator/quality_policy.h"
 #include "coordinator/reuse_policy.h"
 #include "kernels/base/status_macros.h"
 #include "kvstore/block.h"
@@ -49,6 +50,7 @@ absl::Status CheckPart(const std::string& where, const v1::AttentionPolicy& part
     return absl::InvalidArgumentError(
         absl::StrCat(where, ".top_p is set; only what a selector chose can be pruned"));
   }
+  KVASIR_RETURN_IF_ERROR(CheckQuality(where, part));
   return CheckReuse(where, part);
 }
 
@@ -80,6 +82,12 @@ absl::Status CheckPartFits(absl::string_view part, const v1::AttentionPolicy& po
                    " the model was trained for; lower token_budget or window_tokens"));
 }
 
+// Queries whose windows a decode step attends to: under `cosine` the window grows for as many steps
+// as a list may serve.
+int64_t WindowQueries(const v1::AttentionPolicy& decode) {
+  return decode.reuse().rule() == "cosine" ? kvstore::kBlockTokens : 1;
+}
+
 absl::Status Override(const std::string& where, const v1::AttentionPolicy& overrides,
                       v1::AttentionPolicy& policy) {
   if (overrides.selector_case() != v1::AttentionPolicy::SELECTOR_NOT_SET) {
@@ -98,6 +106,7 @@ absl::Status Override(const std::string& where, const v1::AttentionPolicy& overr
   }
   if (overrides.top_p() != 0) policy.set_top_p(overrides.top_p());
   KVASIR_RETURN_IF_ERROR(OverrideReuse(where, overrides.reuse(), policy));
+  KVASIR_RETURN_IF_ERROR(OverrideQuality(where, overrides.quality(), policy));
   return CheckPart(where, policy);
 }
 
@@ -112,7 +121,7 @@ std::string CanonicalBytes(const v1::AttentionPolicy& policy) {
   const std::string ranges =
       absl::StrCat(v1::SelectorName(policy), ";sink=", policy.sink_tokens(),
                    ";window=", policy.window_tokens(), ";dense_layers=", policy.dense_layers());
-  if (policy.has_streaming()) return ranges;
+  if (policy.has_streaming()) return ranges + CanonicalQuality(policy);
   const int64_t block = BlockTokens(policy);
   std::string bytes =
       absl::StrCat(ranges, ";blocks=", (int64_t{policy.token_budget()} + block - 1) / block);
@@ -123,7 +132,7 @@ std::string CanonicalBytes(const v1::AttentionPolicy& policy) {
   if (policy.top_p() != 0) {
     absl::StrAppend(&bytes, ";top_p=", absl::Hex(std::bit_cast<uint32_t>(policy.top_p())));
   }
-  return bytes + CanonicalReuse(policy);
+  return bytes + CanonicalReuse(policy) + CanonicalQuality(policy);
 }
 
 int64_t PrivateBegin(const ResolvedPolicy& policy, int64_t prompt_tokens) {
@@ -140,10 +149,20 @@ absl::Status CheckTrainedWindow(const ResolvedPolicy& policy, int64_t tokens,
   if (trained_window == 0 || tokens <= trained_window) return absl::OkStatus();
   KVASIR_RETURN_IF_ERROR(CheckPartFits("the prefill part of the policy", policy.prefill,
                                        kvstore::kBlockTokens, tokens, trained_window));
-  // Under `cosine` the window grows for as many steps as a list may serve.
-  const int64_t queries = policy.decode.reuse().rule() == "cosine" ? kvstore::kBlockTokens : 1;
-  return CheckPartFits("the decode part of the policy", policy.decode, queries, tokens,
-                       trained_window);
+  KVASIR_RETURN_IF_ERROR(CheckPartFits("the decode part of the policy", policy.decode,
+                                       WindowQueries(policy.decode), tokens, trained_window));
+  return CheckNoDenseFallback(policy.decode, trained_window);
+}
+
+void LimitWidening(int64_t trained_window, v1::AttentionPolicy& policy) {
+  if (trained_window == 0 || policy.quality().on_violation() != "widen") return;
+  const int64_t room = trained_window - int64_t{policy.sink_tokens()} -
+                       int64_t{policy.window_tokens()} - (WindowQueries(policy) - 1);
+  const int64_t block = BlockTokens(policy);
+  const auto limit = static_cast<uint32_t>(std::max<int64_t>(room / block * block, 0));
+  const uint32_t wished = policy.quality().max_budget_tokens();
+  const uint32_t most = wished == 0 ? limit : std::min(wished, limit);
+  policy.mutable_quality()->set_max_budget_tokens(std::max(most, policy.token_budget()));
 }
 
 v1::SparsityPolicy PolicyFromFlags(const v1::SparseConfig& config) {
@@ -160,6 +179,7 @@ v1::SparsityPolicy PolicyFromFlags(const v1::SparseConfig& config) {
   }
   policy.mutable_decode()->set_top_p(static_cast<float>(config.sparse_top_p()));
   SetReuseFromFlags(config, *policy.mutable_decode());
+  SetQualityFromFlags(config, *policy.mutable_decode());
   return policy;
 }
 
@@ -181,7 +201,12 @@ absl::StatusOr<PolicyTable> PolicyTable::Create(std::vector<v1::SparsityPolicy> 
       return absl::InvalidArgumentError(
           absl::StrCat(where, ".prefill.reuse is set; only decoding reuses selections"));
     }
+    if (policy.prefill().has_quality()) {
+      return absl::InvalidArgumentError(
+          absl::StrCat(where, ".prefill.quality is set; it is decoding that it is about"));
+    }
     SetReuseDefaults(*policy.mutable_decode());
+    SetQualityDefaults(*policy.mutable_decode());
     KVASIR_RETURN_IF_ERROR(CheckPart(absl::StrCat(where, ".decode"), policy.decode()));
     if (!policy.has_tail_tokens()) policy.set_tail_tokens(kDefaultTailTokens);
     for (v1::AttentionPolicy* part : {policy.mutable_prefill(), policy.mutable_decode()}) {

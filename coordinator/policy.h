@@ -27,7 +27,8 @@ struct ResolvedPolicy {
 bool IsSparse(const v1::AttentionPolicy& policy);
 
 // Equal bytes if and only if attention under the policies is equal: the selector and those of its
-// numbers that it reads, a budget in the blocks it selects, pruning and reuse.
+// numbers that it reads, a budget in the blocks it selects, pruning, reuse, and what a contract of
+// quality does.
 std::string CanonicalBytes(const v1::AttentionPolicy& policy);
 
 // First position whose KV would be another if the prompt went on behind it: from there on attention
@@ -39,6 +40,10 @@ int64_t PrivateBegin(const ResolvedPolicy& policy, int64_t prompt_tokens);
 // attends to no more than the model was trained for. `trained_window` 0: they are not extended.
 absl::Status CheckTrainedWindow(const ResolvedPolicy& policy, int64_t tokens,
                                 int64_t trained_window);
+
+// Where positions are extended: bounds what a contract of quality may widen the budget to by what
+// the model was trained for. `trained_window` 0: they are not extended.
+void LimitWidening(int64_t trained_window, v1::AttentionPolicy& policy);
 
 // The policy that the flags of `kvasir serve` describe, named "default".
 v1::SparsityPolicy PolicyFromFlags(const v1::SparseConfig& config);

@@ -6,6 +6,8 @@
 #include "absl/strings/str_cat.h"
 #include "google/protobuf/duration.pb.h"
 
+#include "coordinator/mass_samples.h"
+
 namespace kvasir::coordinator {
 namespace {
 
@@ -63,14 +65,23 @@ void Sequence::Account(const v1::RowAccounting& row, bool prefill, bool first) {
   skipped.set_pruned(skipped.pruned() + row.skipped_pruned());
   attention.set_device_page_hits(attention.device_page_hits() + row.page_hits());
   attention.set_device_page_misses(attention.device_page_misses() + row.page_misses());
-  if (row.mass_samples() == 0) return;
-  v1::MassSummary& mass = *attention.mutable_measured_mass();
-  const float lowest =
-      mass.samples() == 0 ? row.mass_minimum() : std::min(mass.minimum(), row.mass_minimum());
-  mass_sum += row.mass_sum();
-  mass.set_samples(mass.samples() + row.mass_samples());
-  mass.set_mean(static_cast<float>(mass_sum / static_cast<double>(mass.samples())));
-  mass.set_minimum(lowest);
+  attended_tokens += row.attended_tokens();
+  attending_rows += row.attending_rows();
+  AddMassSamples(row.measured_mass(), measured_mass);
+  AddMassSamples(row.estimated_mass(), estimated_mass);
+  AddContract(row.contract(), contract);
+}
+
+v1::AttentionReport Sequence::Report() const {
+  v1::AttentionReport report = attention;
+  if (attending_rows > 0) {
+    report.set_decode_budget_tokens(static_cast<double>(attended_tokens) /
+                                    static_cast<double>(attending_rows));
+  }
+  if (measured_mass.samples() > 0) *report.mutable_measured_mass() = Summarize(measured_mass);
+  if (estimated_mass.samples() > 0) *report.mutable_estimated_mass() = Summarize(estimated_mass);
+  if (contract.selections() > 0) *report.mutable_contract() = contract;
+  return report;
 }
 
 v1::Finish Sequence::Summary(v1::FinishReason reason, TimePoint now) const {
@@ -81,7 +92,7 @@ v1::Finish Sequence::Summary(v1::FinishReason reason, TimePoint now) const {
   usage.set_prompt_tokens(static_cast<uint32_t>(prompt_tokens));
   usage.set_completion_tokens(static_cast<uint32_t>(generated()));
   *usage.mutable_cached_tokens() = cached_by_tier;
-  *finish.mutable_attention() = attention;
+  *finish.mutable_attention() = Report();
   v1::Timing& timing = *finish.mutable_timing();
   *timing.mutable_queue() = ToProto(spec.arrival, admitted_at.value_or(now));
   if (first_token_at.has_value()) {

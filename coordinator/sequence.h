@@ -74,6 +74,7 @@ struct Sequence {
   bool IsStopToken(int32_t token) const;
   // Adds what the ranks report of one row.
   void Account(const v1::RowAccounting& row, bool prefill, bool first);
+  v1::AttentionReport Report() const;
   // The reply's summary; `now` is the end.
   v1::Finish Summary(v1::FinishReason reason, TimePoint now) const;
 
@@ -103,8 +104,11 @@ struct Sequence {
   int64_t reported_tokens = 0;  // the furthest progress that the client has heard of
   int64_t cached_tokens = 0;    // prompt tokens that were not computed
   v1::CachedTokens cached_by_tier;
-  v1::AttentionReport attention;
-  double mass_sum = 0;
+  v1::AttentionReport attention;  // what is counted of it
+  v1::MassSamples measured_mass, estimated_mass;
+  v1::ContractReport contract;
+  uint64_t attended_tokens = 0;  // of decoding, summed over attending_rows
+  uint64_t attending_rows = 0;
   std::optional<uint32_t> matched_stop_token;
   std::optional<TimePoint> admitted_at;
   std::optional<TimePoint> first_token_at;

@@ -7,6 +7,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 
+#include "coordinator/mass_samples.h"
 #include "kernels/base/status_macros.h"
 
 namespace kvasir::coordinator {
@@ -32,12 +33,11 @@ void AddAccounting(const v1::RowAccounting& from, v1::RowAccounting& to) {
   to.set_skipped_selected_out(to.skipped_selected_out() + from.skipped_selected_out());
   to.set_skipped_window(to.skipped_window() + from.skipped_window());
   to.set_skipped_pruned(to.skipped_pruned() + from.skipped_pruned());
-  if (from.mass_samples() > 0) {
-    to.set_mass_minimum(to.mass_samples() == 0 ? from.mass_minimum()
-                                               : std::min(to.mass_minimum(), from.mass_minimum()));
-  }
-  to.set_mass_samples(to.mass_samples() + from.mass_samples());
-  to.set_mass_sum(to.mass_sum() + from.mass_sum());
+  AddMassSamples(from.measured_mass(), *to.mutable_measured_mass());
+  AddMassSamples(from.estimated_mass(), *to.mutable_estimated_mass());
+  AddContract(from.contract(), *to.mutable_contract());
+  to.set_attended_tokens(to.attended_tokens() + from.attended_tokens());
+  to.set_attending_rows(to.attending_rows() + from.attending_rows());
   to.set_page_hits(to.page_hits() + from.page_hits());
   to.set_page_misses(to.page_misses() + from.page_misses());
   AddCounts(from.stages_run(), *to.mutable_stages_run());

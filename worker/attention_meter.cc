@@ -1,5 +1,6 @@
 #include "worker/attention_meter.h"
 
+#include <bit>
 #include <cmath>
 
 #include "kernels/attention/attention_mass.h"
@@ -10,6 +11,7 @@
 namespace kvasir::worker {
 namespace {
 
+using kernels::ContractOutcome;
 using kernels::PageSelection;
 using kernels::PageTier;
 using kernels::QueryBlock;
@@ -70,6 +72,7 @@ void AttentionMeter::Count(const PageSelection& selection, const kernels::PagedK
     for (int64_t b = group.begin; b < group.end; ++b) {
       const QueryBlock& block = batch_->blocks[static_cast<size_t>(b)];
       const BlockInfo& info = batch_->infos[static_cast<size_t>(b)];
+      RowAttention& to = rows_[static_cast<size_t>(info.row)];
       AttentionCounts counts;
       for (int64_t head = 0; head < num_heads; ++head) {
         const int64_t row = b * num_heads + head;
@@ -77,15 +80,38 @@ void AttentionMeter::Count(const PageSelection& selection, const kernels::PagedK
                                     LastPosition(block));
         counts.pruned += CountPrunedPages(selection.header(row), selection.list(row));
         if (info.memory != nullptr) CountStages(selection.header(row), num_stages, counts);
+        int64_t tokens = 0;
         for (; walk.valid(); walk.Next()) {
           const PageTier tier = kv.Peek(block.slot, walk.page(), layer, head).tier();
           ++(tier == PageTier::kDevice ? counts.device_reads : counts.host_reads);
+          tokens += std::popcount(walk.mask());
         }
+        if (info.phase == Phase::kDecode) to.budgets.push_back(tokens);
       }
       counts.total = num_heads * (LastPosition(block) / kernels::kPageTokens + 1);
       (reason == SkipReason::kWindow ? counts.window : counts.selected_out) =
           counts.total - counts.device_reads - counts.host_reads - counts.pruned;
-      rows_[static_cast<size_t>(info.row)].counts[static_cast<size_t>(info.phase)] += counts;
+      to.counts[static_cast<size_t>(info.phase)] += counts;
+    }
+  }
+}
+
+void AttentionMeter::CountContract(const SelectorGroup& group,
+                                   const kernels::ContractKeeper& keeper) {
+  const auto outcomes = keeper.outcomes();
+  if (outcomes.empty()) return;
+  const size_t num_heads = outcomes.size() / static_cast<size_t>(group.end - group.begin);
+  const size_t group_size = keeper.masses().size() / outcomes.size();
+  for (size_t i = 0; i < outcomes.size(); ++i) {
+    if (outcomes[i] == ContractOutcome::kNone) continue;
+    const BlockInfo& info = batch_->infos[static_cast<size_t>(group.begin) + i / num_heads];
+    RowAttention& to = rows_[static_cast<size_t>(info.row)];
+    ++to.contract.rows;
+    to.contract.dense += outcomes[i] == ContractOutcome::kDense;
+    to.contract.widened += outcomes[i] == ContractOutcome::kWidened;
+    to.contract.missed += outcomes[i] == ContractOutcome::kMissed;
+    for (const float mass : keeper.masses().subspan(i * group_size, group_size)) {
+      if (!std::isnan(mass)) to.estimates.push_back(mass);  // NaN: the row fails anyway
     }
   }
 }

@@ -14,6 +14,7 @@
 
 #include "kernels/attention/attend.h"
 #include "kernels/base/buffer.h"
+#include "kernels/sparse/quality_contract.h"
 #include "worker/step_batch.h"
 
 namespace kvasir::worker {
@@ -34,9 +35,20 @@ struct AttentionCounts {
   friend bool operator==(const AttentionCounts&, const AttentionCounts&) = default;
 };
 
+// Rows (layer, query, KV head) of decoding under a contract of quality, and what became of them.
+struct ContractCounts {
+  int64_t rows = 0;
+  int64_t dense = 0;    // made dense
+  int64_t widened = 0;  // widened until they keep enough
+  int64_t missed = 0;   // keep too little all the same
+};
+
 struct RowAttention {
   std::array<AttentionCounts, 2> counts;  // by Phase
   std::vector<float> masses;              // measured, one per sampled (layer, query, query head)
+  ContractCounts contract;
+  std::vector<float> estimates;  // of mass, one per (layer, query, query head) under a contract
+  std::vector<int64_t> budgets;  // of decoding: tokens attended to, one per (layer, query, KV head)
 };
 
 class AttentionMeter {
@@ -48,6 +60,8 @@ class AttentionMeter {
   void BeginStep(const StepBatch& batch);
   // Counts what the selection of a layer reads and skips.
   void Count(const kernels::PageSelection& selection, const kernels::PagedKv& kv, int64_t layer);
+  // Counts what the keeper did about the selections of a group.
+  void CountContract(const SelectorGroup& group, const kernels::ContractKeeper& keeper);
   // Whether mass is measured in this layer: then the attention op must deliver lse.
   bool Measures(int64_t layer);
   // Attends densely to the sampled blocks and compares. `sparse` is what was run, with its lse.

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <limits>
+#include <numeric>
 #include <set>
 #include <string>
 #include <utility>
@@ -39,6 +40,18 @@ void AddRestored(kernels::BlockId id, const absl::Status& status, v1::TierReport
   restored.set_block_id(static_cast<uint64_t>(id.value));
   restored.set_error_code(static_cast<int32_t>(status.code()));
   restored.set_error_message(std::string(status.message()));
+}
+
+void AddMasses(std::span<const float> masses, v1::MassSamples& samples) {
+  if (masses.empty()) return;
+  samples.set_samples(masses.size());
+  samples.set_minimum(*std::min_element(masses.begin(), masses.end()));
+  double sum = 0;
+  for (const float mass : masses) {
+    sum += mass;
+    ++(*samples.mutable_by_permille())[static_cast<uint32_t>(mass * 1000)];
+  }
+  samples.set_sum(sum);
 }
 
 }  // namespace
@@ -131,10 +144,13 @@ absl::StatusOr<int64_t> Engine::ServeSelector(const v1::AttentionPolicy& policy)
 }
 
 bool Engine::AnyNeedsKeyCodes() const {
-  return std::any_of(selectors_.begin(), selectors_.end(), [](const ServedSelector& served) {
-    return served.selector->NeedsKeyCodes() ||
-           (served.pruner != nullptr && served.pruner->NeedsKeyCodes());
-  });
+  return std::any_of(selectors_.begin(), selectors_.end(),
+                     [](const ServedSelector& served) {
+                       return served.selector->NeedsKeyCodes() ||
+                              (served.pruner != nullptr && served.pruner->NeedsKeyCodes());
+                     }) ||
+         std::any_of(options_.policies.begin(), options_.policies.end(),
+                     [](const auto& policy) { return policy.decode().quality().min_mass() > 0; });
 }
 
 absl::StatusOr<v1::StepReply> Engine::Step(const v1::StepPlan& plan) {
@@ -416,12 +432,17 @@ void Engine::FillAccounting(const Row& row, v1::RowAccounting& accounting) const
     accounting.mutable_stages_reused()->Add(counts.stages_reused.begin(),
                                             counts.stages_reused.end());
   }
-  if (attention.masses.empty()) return;
-  double sum = 0;
-  for (const float mass : attention.masses) sum += mass;
-  accounting.set_mass_samples(attention.masses.size());
-  accounting.set_mass_sum(sum);
-  accounting.set_mass_minimum(*std::min_element(attention.masses.begin(), attention.masses.end()));
+  accounting.set_attended_tokens(static_cast<uint64_t>(
+      std::accumulate(attention.budgets.begin(), attention.budgets.end(), int64_t{0})));
+  accounting.set_attending_rows(attention.budgets.size());
+  AddMasses(attention.masses, *accounting.mutable_measured_mass());
+  AddMasses(attention.estimates, *accounting.mutable_estimated_mass());
+  if (attention.contract.rows == 0) return;
+  v1::ContractReport& contract = *accounting.mutable_contract();
+  contract.set_selections(static_cast<uint64_t>(attention.contract.rows));
+  contract.set_dense(static_cast<uint64_t>(attention.contract.dense));
+  contract.set_widened(static_cast<uint64_t>(attention.contract.widened));
+  contract.set_missed(static_cast<uint64_t>(attention.contract.missed));
 }
 
 }  // namespace kvasir::worker

@@ -22,6 +22,8 @@ using prometheus::Labels;
 const Histogram::BucketBoundaries kStepSeconds = {.001, .0025, .005, .01, .025, .05, .1,
                                                   .25,  .5,    1,    2.5, 5,    10,  30};
 const Histogram::BucketBoundaries kStepTokens = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096};
+const Histogram::BucketBoundaries kBudgetTokens = {
+    64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144, 1048576};
 const Histogram::BucketBoundaries kMassKept = {.5, .7, .8, .9, .95, .97, .98, .99, .995, .999, 1};
 
 Family<Counter>& AddCounter(prometheus::Registry& registry, const char* name, const char* help) {
@@ -86,6 +88,17 @@ struct WorkerMetrics::Families {
         mass_kept(AddHistogram(r, "kvasir_attention_mass_kept_ratio",
                                "Attention mass that a selection kept, measured on a sample of "
                                "(layer, query head) by dense recomputation.")),
+        mass_estimated(AddHistogram(r, "kvasir_attention_mass_estimated_ratio",
+                                    "Attention mass that a query head keeps under a policy with "
+                                    "min_mass, as estimated.")),
+        contracts(AddCounter(r, "kvasir_mass_contract_total",
+                             "Selections of decoding under a policy with min_mass, by layer and KV "
+                             "head: what became of them.")),
+        dense_fallback(AddCounter(r, "kvasir_dense_fallback_total",
+                                  "Selections of decoding that were made dense.")),
+        budget_tokens(AddHistogram(r, "kvasir_attention_budget_tokens",
+                                   "Tokens that a query of decoding attended to, by layer and KV "
+                                   "head.")),
         step_seconds(AddHistogram(r, "kvasir_step_seconds", "Time of one step on this rank.")),
         step_tokens(AddHistogram(r, "kvasir_step_tokens", "Tokens computed in one step.")),
         failed_rows(AddCounter(r, "kvasir_failed_rows_total",
@@ -108,6 +121,10 @@ struct WorkerMetrics::Families {
   Family<Counter>& mask_refresh;
   Family<Gauge>& selection_memory;
   Family<Histogram>& mass_kept;
+  Family<Histogram>& mass_estimated;
+  Family<Counter>& contracts;
+  Family<Counter>& dense_fallback;
+  Family<Histogram>& budget_tokens;
   Family<Histogram>& step_seconds;
   Family<Histogram>& step_tokens;
   Family<Counter>& failed_rows;
@@ -149,6 +166,13 @@ struct WorkerMetrics::Series {
         disk_read_errors{&f.read_errors.Add(With({{"tier", "disk"}}))},
         selection_memory(f.selection_memory.Add(labels)),
         mass_kept(f.mass_kept.Add(labels, kMassKept)),
+        mass_estimated(f.mass_estimated.Add(labels, kMassKept)),
+        contracts_kept(f.contracts.Add(With({{"outcome", "kept"}}))),
+        contracts_dense(f.contracts.Add(With({{"outcome", "dense"}}))),
+        contracts_widened(f.contracts.Add(With({{"outcome", "widened"}}))),
+        contracts_missed(f.contracts.Add(With({{"outcome", "missed"}}))),
+        dense_fallback(f.dense_fallback.Add(With({{"reason", "min_mass"}}))),
+        budget_tokens(f.budget_tokens.Add(labels, kBudgetTokens)),
         step_seconds(f.step_seconds.Add(labels, kStepSeconds)),
         step_tokens(f.step_tokens.Add(labels, kStepTokens)) {
     for (size_t phase = 0; phase < blocks.size(); ++phase) {
@@ -190,6 +214,13 @@ struct WorkerMetrics::Series {
   Following disk_evictions, disk_checksum_failures, disk_read_errors;
   Gauge& selection_memory;
   Histogram& mass_kept;
+  Histogram& mass_estimated;
+  Counter& contracts_kept;
+  Counter& contracts_dense;
+  Counter& contracts_widened;
+  Counter& contracts_missed;
+  Counter& dense_fallback;
+  Histogram& budget_tokens;
   Histogram& step_seconds;
   Histogram& step_tokens;
   std::array<Counter*, kernels::kMaxStages> stages_run = {}, stages_reused = {};
@@ -293,7 +324,21 @@ void WorkerMetrics::RecordAttention(const AttentionMeter& meter) {
       }
     }
     for (const float mass : row.masses) series_->mass_kept.Observe(mass);
+    for (const float mass : row.estimates) series_->mass_estimated.Observe(mass);
+    RecordContract(row.contract);
+    for (const int64_t tokens : row.budgets) {
+      series_->budget_tokens.Observe(static_cast<double>(tokens));
+    }
   }
+}
+
+void WorkerMetrics::RecordContract(const ContractCounts& counts) {
+  const auto add = [](Counter& counter, int64_t n) { counter.Increment(static_cast<double>(n)); };
+  add(series_->contracts_kept, counts.rows - counts.dense - counts.widened - counts.missed);
+  add(series_->contracts_dense, counts.dense);
+  add(series_->contracts_widened, counts.widened);
+  add(series_->contracts_missed, counts.missed);
+  add(series_->dense_fallback, counts.dense);
 }
 
 }  // namespace kvasir::worker

@@ -39,6 +39,7 @@ class WorkerMetrics {
 
   void RecordDisk(const Engine& engine);
   void RecordAttention(const AttentionMeter& meter);
+  void RecordContract(const ContractCounts& counts);
 
   const std::unique_ptr<Families> families_;
   std::unique_ptr<Series> series_;

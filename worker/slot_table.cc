@@ -39,20 +39,34 @@ absl::Status FromStore(const absl::Status& status) {
   return BadPlan(status.ToString());
 }
 
+kernels::OnViolation ToOnViolation(absl::string_view name) {
+  if (name == "dense") return kernels::OnViolation::kDense;
+  if (name == "widen") return kernels::OnViolation::kWiden;
+  return kernels::OnViolation::kReport;
+}
+
 PhasePolicy MakePhase(int64_t selector, const v1::AttentionPolicy& policy) {
-  return {.selector = selector,
-          .numbers = {.sink_tokens = policy.sink_tokens(),
-                      .window_tokens = std::max<int64_t>(1, policy.window_tokens()),
-                      .budget_tokens = policy.token_budget(),
-                      .top_p = policy.top_p() == 0 ? 1 : policy.top_p(),
-                      .reuse = {.interval = policy.reuse().interval(),
-                                .theta = policy.reuse().theta(),
-                                .theta_force = policy.reuse().theta_force(),
-                                .max_age = policy.reuse().max_age()}},
-          .dense_layers = policy.dense_layers()};
+  return {
+      .selector = selector, .numbers = NumbersOf(policy), .dense_layers = policy.dense_layers()};
 }
 
 }  // namespace
+
+kernels::SelectionNumbers NumbersOf(const v1::AttentionPolicy& policy) {
+  const v1::ReusePolicy& reuse = policy.reuse();
+  const v1::QualityPolicy& quality = policy.quality();
+  return {.sink_tokens = policy.sink_tokens(),
+          .window_tokens = std::max<int64_t>(1, policy.window_tokens()),
+          .budget_tokens = policy.token_budget(),
+          .top_p = policy.top_p() == 0 ? 1 : policy.top_p(),
+          .reuse = {.interval = reuse.interval(),
+                    .theta = reuse.theta(),
+                    .theta_force = reuse.theta_force(),
+                    .max_age = reuse.max_age()},
+          .quality = {.min_mass = quality.min_mass(),
+                      .on_violation = ToOnViolation(quality.on_violation()),
+                      .max_budget_tokens = quality.max_budget_tokens()}};
+}
 
 SlotTable::SlotTable(SlotTableOptions options, kvstore::KvStore& store)
     : options_(std::move(options)),

@@ -23,6 +23,9 @@
 
 namespace kvasir::worker {
 
+// What a part of a policy says in numbers.
+kernels::SelectionNumbers NumbersOf(const v1::AttentionPolicy& policy);
+
 // The selectors of a policy that the server declared.
 struct PolicyShape {
   int64_t prefill_selector = 0;  // index into the engine's selectors

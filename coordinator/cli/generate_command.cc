@@ -67,6 +67,12 @@ std::string SkippedLine(absl::string_view phase, uint64_t total, const v1::Block
                          WithCommas(total), Percent(sum, total));
 }
 
+std::string MassLine(absl::string_view how, const v1::MassSummary& mass) {
+  return absl::StrFormat(
+      "  attention mass kept      mean %.4f, p1 %.3f, min %.4f (%s samples, %s)\n", mass.mean(),
+      mass.p1(), mass.minimum(), WithCommas(mass.samples()), how);
+}
+
 std::string Summary(const v1::Finish& finish) {
   const v1::Usage& usage = finish.usage();
   const v1::AttentionReport& attention = finish.attention();
@@ -89,13 +95,24 @@ std::string Summary(const v1::Finish& finish) {
                       Percent(attention.device_page_hits(), reads),
                       Percent(attention.device_page_misses(), reads), WithCommas(reads)),
       SkippedLine("prefill:", attention.prefill_blocks_total(), attention.prefill_blocks_skipped()),
-      SkippedLine("decode:", attention.decode_blocks_total(), attention.decode_blocks_skipped()));
+      SkippedLine("decode:", attention.decode_blocks_total(), attention.decode_blocks_skipped()),
+      absl::StrFormat("  tokens attended to       %.0f per decoded token, layer and KV head\n",
+                      attention.decode_budget_tokens()));
   if (attention.has_measured_mass()) {
-    absl::StrAppendFormat(&text, "  attention mass kept      mean %.4f, min %.4f (%s samples)\n",
-                          attention.measured_mass().mean(), attention.measured_mass().minimum(),
-                          WithCommas(attention.measured_mass().samples()));
+    absl::StrAppend(&text, MassLine("measured", attention.measured_mass()));
   } else {
     absl::StrAppend(&text, "  attention mass kept      unknown (not sampled)\n");
+  }
+  if (attention.has_estimated_mass()) {
+    absl::StrAppend(&text, MassLine("estimated", attention.estimated_mass()));
+  }
+  if (attention.has_contract()) {
+    const v1::ContractReport& contract = attention.contract();
+    absl::StrAppendFormat(
+        &text, "  selections under min_mass %s: %.1f%% made dense, %.1f%% widened, %.1f%% missed\n",
+        WithCommas(contract.selections()), Percent(contract.dense(), contract.selections()),
+        Percent(contract.widened(), contract.selections()),
+        Percent(contract.missed(), contract.selections()));
   }
   return text;
 }

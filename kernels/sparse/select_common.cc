@@ -25,6 +25,8 @@ absl::Status CheckSelect(absl::string_view selector, const SelectParams& p,
                "faults must be [num_slots]")
       .Require(p.memories.empty() || static_cast<int64_t>(p.memories.size()) == out.num_rows,
                "memories must be one per row of the selection")
+      .Require(p.wanted.empty() || static_cast<int64_t>(p.wanted.size()) == out.num_rows,
+               "wanted must be one per row of the selection")
       .Require(p.scratch != nullptr, "scratch is missing; pass the calling thread's Scratch")
       .Require(p.rope == nullptr || p.rope->head_dim() == layout.head_dim,
                "rope must be of the KV's head_dim");

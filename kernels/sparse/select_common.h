@@ -41,6 +41,7 @@ void ReserveDistances(const SelectParams& params, Executor& executor);
 struct SelectRow {
   SelectRow(const SelectParams& params, const PageSelection& out, int64_t row)
       : p(params),
+        index(row),
         block(p.blocks[static_cast<size_t>(row / p.kv.layout.num_kv_heads)]),
         numbers(p.numbers[static_cast<size_t>(row / p.kv.layout.num_kv_heads)]),
         kv_head(row % p.kv.layout.num_kv_heads),
@@ -57,6 +58,7 @@ struct SelectRow {
   int64_t candidates_end() const { return header.window_begin + numbers.reach_tokens; }
 
   const SelectParams& p;
+  const int64_t index;  // of the row
   const QueryBlock& block;
   const SelectionNumbers& numbers;
   const int64_t kv_head;
@@ -66,12 +68,13 @@ struct SelectRow {
   SelectionEntry* list;
 };
 
-// Calls select(SelectRow, thread) for every row of which a stage is to run, on the executor's
-// threads.
+// Calls select(SelectRow, thread) for every wanted row of which a stage is to run, on the
+// executor's threads.
 template <typename Select>
 void ForEachRow(const SelectParams& params, const PageSelection& out, Executor& executor,
                 const Select& select) {
   const auto run = [&](int64_t row, int thread) {
+    if (!params.wanted.empty() && params.wanted[static_cast<size_t>(row)] == 0) return;
     const SelectRow select_row(params, out, row);
     if (select_row.memory == nullptr || !select_row.memory->serves()) select(select_row, thread);
   };

@@ -29,6 +29,16 @@ struct ReuseNumbers {
   int64_t max_age = kPageTokens;  // steps that a list serves at most, under the rule that reads it
 };
 
+// What is done where a selection keeps less of the attention mass than it is to.
+enum class OnViolation : uint8_t { kReport, kDense, kWiden };
+
+// The least mass that is to be kept (quality_contract.h).
+struct QualityNumbers {
+  float min_mass = 0;  // of every query head of a row; 0: no contract
+  OnViolation on_violation = OnViolation::kReport;
+  int64_t max_budget_tokens = 0;  // of kWiden; 0: the whole context
+};
+
 // The numbers of a policy for one query block: they differ from row to row of a batch. Tokens.
 struct SelectionNumbers {
   int64_t sink_tokens = 0;
@@ -39,6 +49,7 @@ struct SelectionNumbers {
   // serves. In [0, 64), less than the window; 0 for a list that serves once.
   int64_t reach_tokens = 0;
   ReuseNumbers reuse = {};
+  QualityNumbers quality = {};
 };
 
 // The angles that q was rotated by (kernels/dense/rope.h), to undo it. Null: q is not rotated.
@@ -64,6 +75,8 @@ struct SelectParams {
   // [blocks x KV heads] or empty: what a row remembers of earlier steps, which says what of it is
   // to be made anew. Null: everything.
   std::span<RowMemory* const> memories = {};
+  // [blocks x KV heads] or empty: a row that is 0 stays as it is. Empty: none does.
+  std::span<const uint8_t> wanted = {};
 };
 
 // Why a page that dense attention would read is not attended to: the label of the skip counters.

@@ -835,9 +835,13 @@ TEST_F(SchedulerTest, AccountingIsSummedByPhase) {
     row.set_blocks_total(10);
     row.set_skipped_selected_out(3);
     row.set_skipped_window(2);
-    row.set_mass_samples(1);
-    row.set_mass_sum(step == 0 ? 0.5 : 1.0);
-    row.set_mass_minimum(step == 0 ? 0.25f : 0.75f);
+    v1::MassSamples& mass = *row.mutable_measured_mass();
+    mass.set_samples(step == 0 ? 1 : 99);
+    mass.set_sum(step == 0 ? 0.25 : 79.75);
+    mass.set_minimum(step == 0 ? 0.25f : 0.75f);
+    (*mass.mutable_by_permille())[step == 0 ? 250 : 750] = mass.samples();
+    row.set_attended_tokens(step == 0 ? 0 : 900);
+    row.set_attending_rows(step == 0 ? 0 : 6);
     Collect(*scheduler_->OnReply(reply, now_));
   }
   const v1::AttentionReport& report = finished_.at(id).summary.attention();
@@ -845,9 +849,11 @@ TEST_F(SchedulerTest, AccountingIsSummedByPhase) {
   EXPECT_EQ(report.decode_blocks_total(), 10u);
   EXPECT_EQ(report.decode_blocks_skipped().selected_out(), 3u);
   EXPECT_EQ(report.prefill_blocks_skipped().window(), 2u);
-  EXPECT_EQ(report.measured_mass().samples(), 2u);
-  EXPECT_FLOAT_EQ(report.measured_mass().mean(), 0.75f);
+  EXPECT_EQ(report.measured_mass().samples(), 100u);
+  EXPECT_FLOAT_EQ(report.measured_mass().mean(), 0.8f);
   EXPECT_FLOAT_EQ(report.measured_mass().minimum(), 0.25f);
+  EXPECT_FLOAT_EQ(report.measured_mass().p1(), 0.75f);
+  EXPECT_DOUBLE_EQ(report.decode_budget_tokens(), 150);
 }
 
 TEST_F(SchedulerTest, MassIsUnknownWhenNothingWasMeasured) {

@@ -29,9 +29,10 @@ v1::StepReply Reply() {
 TEST(MergeRepliesTest, SumsAccountingAndTakesTheLongestDuration) {
   v1::StepReply other = Reply();
   v1::RowAccounting& accounting = *other.mutable_results(0)->mutable_accounting();
-  accounting.set_mass_samples(2);
-  accounting.set_mass_sum(1.5);
-  accounting.set_mass_minimum(0.5f);
+  accounting.mutable_measured_mass()->set_samples(2);
+  accounting.mutable_measured_mass()->set_minimum(0.5f);
+  accounting.set_attended_tokens(100);
+  accounting.set_attending_rows(3);
   accounting.set_cached_device_tokens(64);
   accounting.set_cached_host_tokens(64);
   other.set_step_s(0.5);
@@ -39,8 +40,10 @@ TEST(MergeRepliesTest, SumsAccountingAndTakesTheLongestDuration) {
   ASSERT_TRUE(merged.ok()) << merged.status();
   const v1::RowAccounting& row = merged->results(0).accounting();
   EXPECT_EQ(row.blocks_total(), 20u);
-  EXPECT_EQ(row.mass_samples(), 2u);
-  EXPECT_FLOAT_EQ(row.mass_minimum(), 0.5f);  // a rank without samples has no minimum
+  EXPECT_EQ(row.measured_mass().samples(), 2u);
+  EXPECT_FLOAT_EQ(row.measured_mass().minimum(), 0.5f);  // a rank without samples has none
+  EXPECT_EQ(row.attended_tokens(), 100u);
+  EXPECT_EQ(row.attending_rows(), 3u);
   EXPECT_EQ(row.cached_device_tokens(), 64u);
   EXPECT_EQ(row.cached_host_tokens(), 64u);
   EXPECT_EQ(merged->results(0).token_id(), 11u);

@@ -9,6 +9,7 @@
 #include "kernels/base/status_macros.h"
 #include "kernels/sparse/policy.h"
 #include "proto/selector_field.h"
+#include "worker/slot_table.h"
 
 namespace kvasir::quality {
 namespace {
@@ -53,10 +54,7 @@ absl::StatusOr<Method> Method::Create(const v1::SparsityPolicy& policy) {
   const v1::AttentionPolicy& decode = policy.decode();
   Method method;
   method.name_ = policy.name();
-  method.numbers_ = {.sink_tokens = decode.sink_tokens(),
-                     .window_tokens = std::max<int64_t>(1, decode.window_tokens()),
-                     .budget_tokens = decode.token_budget(),
-                     .top_p = decode.top_p() == 0 ? 1 : decode.top_p()};
+  method.numbers_ = worker::NumbersOf(decode);
   kernels::SelectorOptions options;
   for (const auto& [name, value] : v1::SelectorFields(decode)) {
     options.push_back({.name = name, .value = value});
@@ -76,7 +74,9 @@ absl::Status Method::Select(const kernels::SelectParams& params, kernels::Execut
   own.scratch = &scratch_;
   const int64_t context = params.blocks.back().first_position + 1;
   const int64_t num_rows = std::ssize(params.blocks) * params.kv.layout.num_kv_heads;
-  const int64_t capacity = selector_->MaxEntries(numbers_, context);
+  kernels::SelectionNumbers largest = numbers_;
+  largest.budget_tokens = kernels::LargestBudget(numbers_, context);
+  const int64_t capacity = selector_->MaxEntries(largest, context);
   headers_.assign(static_cast<size_t>(num_rows), {});
   entries_.assign(static_cast<size_t>(num_rows * capacity), {});
   selection_ = {.headers = headers_.data(),
@@ -86,6 +86,8 @@ absl::Status Method::Select(const kernels::SelectParams& params, kernels::Execut
   const auto begin = std::chrono::steady_clock::now();
   KVASIR_RETURN_IF_ERROR(selector_->Select(own, selection_, executor));
   if (pruner_ != nullptr) KVASIR_RETURN_IF_ERROR(pruner_->Prune(own, selection_, executor));
+  KVASIR_RETURN_IF_ERROR(
+      keeper_.Keep({.selector = *selector_, .pruner = pruner_.get()}, own, selection_, executor));
   seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   return absl::OkStatus();
 }
@@ -106,6 +108,12 @@ absl::Status Method::Compare(const kernels::SelectParams& params, const LayerAtt
       int64_t pages = 0;
       const std::vector<int32_t> tokens = AttendedTokens(
           selection_, step * truth.num_kv_heads + row.kv_head, query.num_tokens() - 1, pages);
+      if (numbers_.quality.min_mass > 0) {
+        const int64_t kept = step * truth.num_kv_heads + row.kv_head;
+        const float estimate = keeper_.masses()[static_cast<size_t>(step * truth.num_heads + head)];
+        row.outcome.push_back(static_cast<int64_t>(keeper_.outcomes()[static_cast<size_t>(kept)]));
+        row.estimate.push_back(std::isnan(estimate) ? 1 : static_cast<double>(estimate));
+      }
       row.pages.push_back(pages);
       row.pages_total.push_back((query.num_tokens() + kPageTokens - 1) / kPageTokens);
       Measure(query, tokens, row);
@@ -160,7 +168,9 @@ nlohmann::json Method::ToJson() const {
                     {"pages", row.pages},
                     {"pages_total", row.pages_total},
                     {"selected", row.selected},
-                    {"minimal", row.minimal}});
+                    {"minimal", row.minimal},
+                    {"estimate", Rounded(row.estimate)},
+                    {"outcome", row.outcome}});
   }
   return {{"policy", name_}, {"seconds", seconds_}, {"rows", rows}};
 }

@@ -14,6 +14,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 
+#include "kernels/sparse/quality_contract.h"
 #include "kernels/sparse/stages.h"
 #include "proto/kvasir/v1/sparsity.pb.h"
 #include "tests/quality/true_attention.h"
@@ -46,6 +47,9 @@ class Method {
     std::vector<int64_t> pages, pages_total;  // the same
     std::vector<int64_t> selected;            // tokens between sink and window
     std::vector<int64_t> minimal;  // of them, by weight, that reach top_p; only where it prunes
+    // Where it has a min_mass: the mass that is estimated to be kept, and the ContractOutcome.
+    std::vector<double> estimate;
+    std::vector<int64_t> outcome;
   };
 
   absl::Status Select(const kernels::SelectParams& params, kernels::Executor& executor);
@@ -54,7 +58,8 @@ class Method {
   std::string name_;
   kernels::SelectionNumbers numbers_;
   std::unique_ptr<kernels::Selector> selector_;
-  std::unique_ptr<kernels::Pruner> pruner_;          // null: none
+  std::unique_ptr<kernels::Pruner> pruner_;  // null: none
+  kernels::ContractKeeper keeper_;
   double seconds_ = 0;                               // of selecting
   std::map<std::pair<int64_t, int64_t>, Row> rows_;  // by layer and query head
 

@@ -12,6 +12,7 @@ from typing import Dict, List, Sequence, Tuple
 SHAPES_A_SERVER = 3  # a server declares at most four policies; its own default, `all`, is the fourth
 TAIL_TOKENS = 32     # a question is shorter; every token of it selects by itself
 EXTENDED = ("--position-extension=streaming",)
+MIN_MASS = 0.98                                                # of the contract of quality
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,11 @@ class Policy:
     @property
     def only_selects(self) -> bool:
         """One step's selection says all: no stage works over several steps, inside of attention, or on positions."""
-        return len(set(self.decode) - {"top_p"}) == 1 and not self.flags
+        return len(set(self.decode) - {"top_p", "quality"}) == 1 and not self.flags
+
+    @property
+    def has_contract(self) -> bool:
+        return "quality" in self.decode
 
     @property
     def block_tokens(self) -> int:
@@ -76,6 +81,12 @@ POLICIES = {policy.name: policy for policy in (
     Policy("infinitehip+interval", {"infinitehip": {}, "reuse": {"rule": "interval"}}),
     Policy("infinitehip 3k-flash+interval", {"infinitehip": {"preset": "3k-flash"}, "reuse": {"rule": "interval"}}),
     Policy("infinitehip+both", {"infinitehip": {}, "reuse": {"rule": "both"}}),
+    # Under a contract: what is estimated, and what is done about it.
+    *(Policy(f"{name} {action}", {**decode, "quality": {"min_mass": MIN_MASS, "on_violation": action}})
+      for name, decode in (("streaming", {"streaming": {}}), ("quest", {"quest": {}}), ("tokenselect", {"tokenselect": {}}),
+                           ("hip", {"hip": {}}), ("infinitehip", {"infinitehip": {}}),
+                           ("infinitehip+top_p", {"infinitehip": {}, "top_p": 0.95}))
+      for action in ("report", "dense", "widen") if (name, action) != ("streaming", "widen")),
     # Beyond the trained window everything stands at compact positions. Prompts are read with sink and window, whatever
     # decodes: reading costs little then, and all policies of a server share what was read.
     *(Policy(f"{name} extended", {name: {}}, {"streaming": {}}, EXTENDED)

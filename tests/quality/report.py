@@ -9,12 +9,14 @@ import statistics
 from collections import defaultdict
 
 import plot
-from policies import POLICIES
+from policies import MIN_MASS, POLICIES
 from results import wilson
 from support.service import ROOT
 
 DOCUMENT = ROOT / "docs" / "quality.md"
 PLOTS = ROOT / "docs" / "quality"
+# ContractOutcome of kernels/sparse/quality_contract.h.
+OUTCOMES = {0: "none", 1: "kept", 2: "dense", 3: "widened", 4: "missed"}
 
 
 def in_order(cells):
@@ -100,7 +102,7 @@ def best_blocks(results):
 
 
 def fidelity_table(results):
-    cells = sum_fidelity(results)
+    cells = {key: cell for key, cell in sum_fidelity(results).items() if not cell["estimate"]}
     best = best_blocks(results)
     rows = []
     for key in in_order(cells):
@@ -120,6 +122,29 @@ def fidelity_table(results):
     return table(("policy", "budget", "model", "tokens", "mass kept", "5th percentile", "oracle", "ratio", "of the best blocks", "key recall",
                   "output error, median", "99th percentile", "tokens attended", "blocks skipped",
                   "left by top_p (of the least)"), rows)
+
+
+def contract_table(results):
+    """Of policies under a contract: what is estimated beside what is, and what was done."""
+    cells = {key: cell for key, cell in sum_fidelity(results).items() if cell["estimate"]}
+    rows = []
+    for key in in_order(cells):
+        policy, budget, model, length = key
+        cell = cells[key]
+        mass = cell["mass"]
+        errors = [abs(estimate - kept) for estimate, kept in zip(cell["estimate"], mass)]
+        wish = POLICIES[policy].decode["quality"]["min_mass"]
+        became = {name: cell["outcome"].count(value) / len(mass) for value, name in OUTCOMES.items()}
+        rows.append((policy, budget or "", model, length, f"{len(mass):,}", f"{min(mass):.3f}, {percentile(mass, 5):.3f}, "
+                     f"{statistics.median(mass):.3f}", f"{statistics.fmean(errors):.4f}", f"{percentile(errors, 99):.4f}",
+                     f"{100 * sum(error <= 0.02 for error in errors) / len(mass):.2f} %",
+                     ", ".join(f"{name} {100 * share:.1f} %" for name, share in became.items() if share),
+                     f"{100 * sum(kept < wish for kept in mass) / len(mass):.3f} %",
+                     f"{100 * sum(cell['tokens']) / sum(cell['context']):.1f} %"))
+    rows.sort(key=lambda row: (row[2], row[3]))
+    return table(("policy", "budget", "model", "tokens", "triples", "mass kept: least, 5th percentile, median",
+                  "error of the estimate: mean", "99th percentile", "at most 0.02", "selections",
+                  f"triples that keep less than {MIN_MASS}", "tokens attended"), rows)
 
 
 def facts_tables(results):
@@ -200,7 +225,7 @@ def plot_budgets(results):
 
 
 def print_tables(results):
-    for make in (answers_table, fidelity_table, facts_tables):
+    for make in (answers_table, fidelity_table, contract_table, facts_tables):
         print(make(results), "\n", flush=True)
 
 
@@ -210,7 +235,7 @@ def write(results):
         old.unlink()
     text = DOCUMENT.read_text()
     images = [*plot_answers(results), *plot_budgets(results)]
-    parts = {"answers": answers_table(results), "fidelity": fidelity_table(results), "facts": facts_tables(results),
+    parts = {"answers": answers_table(results), "fidelity": fidelity_table(results), "contract": contract_table(results), "facts": facts_tables(results),
              "plots": "\n".join(f"![{title}](quality/{name}.svg)" for name, title in images)}
     for name, part in parts.items():
         text, found = re.subn(f"(<!-- begin {name} -->\n).*?(<!-- end {name} -->)",

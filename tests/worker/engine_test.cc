@@ -302,16 +302,40 @@ TEST_F(EngineTest, MeasuresMassWithoutUsingPages) {
   kvstore::KvStoreStats measured, unmeasured;
   const v1::RowAccounting quest = run(1.0, kAllThenQuest, measured);
   // Tail and generated tokens, 3 layers, 8 query heads.
-  EXPECT_EQ(quest.mass_samples(), (20u + 7u) * 3u * 8u);
-  const double mean = quest.mass_sum() / static_cast<double>(quest.mass_samples());
+  EXPECT_EQ(quest.measured_mass().samples(), (20u + 7u) * 3u * 8u);
+  const auto samples = static_cast<double>(quest.measured_mass().samples());
+  double rounded_down = 0;
+  for (const auto& [permille, count] : quest.measured_mass().by_permille()) {
+    rounded_down += 1e-3 * permille * static_cast<double>(count);
+  }
+  EXPECT_LE(rounded_down, quest.measured_mass().sum());
+  EXPECT_GT(rounded_down, quest.measured_mass().sum() - 1e-3 * samples);
+  const double mean = quest.measured_mass().sum() / samples;
   EXPECT_GT(mean, 0.3);
   EXPECT_LT(mean, 1.0);
   run(0.0, kAllThenQuest, unmeasured);
   EXPECT_EQ(measured.device_hits, unmeasured.device_hits);
-  EXPECT_EQ(run(1.0, kAll, measured).mass_samples(), 0u);
-  const uint64_t sampled = run(0.25, kAllThenQuest, measured).mass_samples();
-  EXPECT_GT(sampled, quest.mass_samples() / 8);
-  EXPECT_LT(sampled, quest.mass_samples() / 2);
+  EXPECT_EQ(run(1.0, kAll, measured).measured_mass().samples(), 0u);
+  const uint64_t sampled = run(0.25, kAllThenQuest, measured).measured_mass().samples();
+  EXPECT_GT(sampled, quest.measured_mass().samples() / 8);
+  EXPECT_LT(sampled, quest.measured_mass().samples() / 2);
+}
+
+TEST_F(EngineTest, BudgetsAreTheTokensThatDecodingAttendsTo) {
+  const auto run = [&](uint32_t policy) {
+    TestWorker worker(*model_);
+    TestCoordinator coordinator({.chunk = 128});
+    TestRequest request = MakeRequest(500, policy);
+    request.tail_tokens = 0;
+    const size_t r = coordinator.Add(request);
+    worker.Run(coordinator);
+    return coordinator.result(r).accounting;
+  };
+  // Seven generated tokens are computed, at positions 500 to 506.
+  const auto rows = static_cast<uint64_t>(7 * 3 * model_->options().config.num_kv_heads);
+  EXPECT_EQ(run(kAll).attending_rows(), rows);
+  EXPECT_EQ(run(kAll).attended_tokens(), rows * 504);
+  EXPECT_EQ(run(kStreaming).attended_tokens(), rows * (16 + 70));
 }
 
 // Rule R2: a context that budgets cover stands where it stands, also when keys are cached
@@ -351,8 +375,8 @@ TEST_F(EngineTest, WholeBudgetKeepsAllMass) {
   const size_t r = coordinator.Add(request);
   worker.Run(coordinator);
   const v1::RowAccounting& a = coordinator.result(r).accounting;
-  EXPECT_GT(a.mass_samples(), 0u);
-  EXPECT_DOUBLE_EQ(a.mass_sum(), static_cast<double>(a.mass_samples()));
+  EXPECT_GT(a.measured_mass().samples(), 0u);
+  EXPECT_DOUBLE_EQ(a.measured_mass().sum(), static_cast<double>(a.measured_mass().samples()));
 }
 
 TEST_F(EngineTest, SampledTokensDependOnSeedAndPositionOnly) {

@@ -54,8 +54,11 @@ void ExpectSameAccounting(const v1::RowAccounting& one, const v1::RowAccounting&
   EXPECT_TRUE(std::ranges::equal(one.stages_run(), many.stages_run()));
   EXPECT_TRUE(std::ranges::equal(one.stages_reused(), many.stages_reused()));
   EXPECT_EQ(one.page_hits() + one.page_misses(), many.page_hits() + many.page_misses());
-  EXPECT_EQ(one.mass_samples(), many.mass_samples());
-  EXPECT_NEAR(one.mass_sum(), many.mass_sum(), 1e-4 * one.mass_sum());
+  EXPECT_EQ(one.attended_tokens(), many.attended_tokens());
+  EXPECT_EQ(one.attending_rows(), many.attending_rows());
+  EXPECT_EQ(one.measured_mass().samples(), many.measured_mass().samples());
+  EXPECT_NEAR(one.measured_mass().sum(), many.measured_mass().sum(),
+              1e-4 * one.measured_mass().sum());
 }
 
 TEST_P(TensorParallelTest, AnswersAsOneRankDoes) {

@@ -33,7 +33,7 @@ struct TestResult {
   std::vector<uint32_t> tokens;
   std::vector<v1::TokenLogprobs> logprobs;  // of tokens, when they were asked for
   absl::Status status;
-  v1::RowAccounting accounting;  // summed, but for mass_minimum
+  v1::RowAccounting accounting;  // summed, but for minimal masses
   std::vector<uint64_t> blocks;  // all that the request had, from position 0 on
 };
 
@@ -107,7 +107,22 @@ class TestCoordinator {
     for (int i = 0; i < row.size(); ++i) sum[i] += row[i];
   }
 
-  // Adds what is counted; not mass_minimum.
+  static void AddMasses(const v1::MassSamples& row, v1::MassSamples& sum) {
+    sum.set_samples(sum.samples() + row.samples());
+    sum.set_sum(sum.sum() + row.sum());
+    for (const auto& [permille, samples] : row.by_permille()) {
+      (*sum.mutable_by_permille())[permille] += samples;
+    }
+  }
+
+  static void AddContract(const v1::ContractReport& row, v1::ContractReport& sum) {
+    sum.set_selections(sum.selections() + row.selections());
+    sum.set_dense(sum.dense() + row.dense());
+    sum.set_widened(sum.widened() + row.widened());
+    sum.set_missed(sum.missed() + row.missed());
+  }
+
+  // Adds what is counted; not minimal masses.
   static void AddAccounting(const v1::RowAccounting& row, v1::RowAccounting& sum) {
     sum.set_blocks_total(sum.blocks_total() + row.blocks_total());
     sum.set_skipped_selected_out(sum.skipped_selected_out() + row.skipped_selected_out());
@@ -117,8 +132,11 @@ class TestCoordinator {
     sum.set_page_misses(sum.page_misses() + row.page_misses());
     AddCounts(row.stages_run(), *sum.mutable_stages_run());
     AddCounts(row.stages_reused(), *sum.mutable_stages_reused());
-    sum.set_mass_samples(sum.mass_samples() + row.mass_samples());
-    sum.set_mass_sum(sum.mass_sum() + row.mass_sum());
+    AddMasses(row.measured_mass(), *sum.mutable_measured_mass());
+    AddMasses(row.estimated_mass(), *sum.mutable_estimated_mass());
+    if (row.has_contract()) AddContract(row.contract(), *sum.mutable_contract());
+    sum.set_attended_tokens(sum.attended_tokens() + row.attended_tokens());
+    sum.set_attending_rows(sum.attending_rows() + row.attending_rows());
     sum.set_cached_device_tokens(sum.cached_device_tokens() + row.cached_device_tokens());
     sum.set_cached_host_tokens(sum.cached_host_tokens() + row.cached_host_tokens());
     sum.set_cached_disk_tokens(sum.cached_disk_tokens() + row.cached_disk_tokens());

@@ -77,9 +77,10 @@ absl::StatusOr<kernels::PageSelection> Activations::MakeSelection(const StepBatc
   for (const SelectorGroup& group : batch.groups) {
     for (int64_t b = group.begin; b < group.end; ++b) {
       const kernels::QueryBlock& block = batch.blocks[static_cast<size_t>(b)];
-      capacity = std::max(
-          capacity, group.served->selector->MaxEntries(batch.numbers[static_cast<size_t>(b)],
-                                                       block.first_position + block.num_rows));
+      const int64_t tokens = block.first_position + block.num_rows;
+      kernels::SelectionNumbers numbers = batch.numbers[static_cast<size_t>(b)];
+      numbers.budget_tokens = kernels::LargestBudget(numbers, tokens);
+      capacity = std::max(capacity, group.served->selector->MaxEntries(numbers, tokens));
     }
   }
   headers.resize(static_cast<size_t>(num_rows));

@@ -12,6 +12,7 @@
 #include "kernels/base/scratch.h"
 #include "kernels/base/tensor.h"
 #include "kernels/paged/page_selection.h"
+#include "kernels/sparse/quality_contract.h"
 #include "worker/step_batch.h"
 
 namespace kvasir::worker {
@@ -81,6 +82,7 @@ struct Activations {
   // Memory of a step's selection. Lists grow with the budgets that requests ask for.
   std::vector<kernels::SelectionHeader> headers;
   kernels::Scratch entries;
+  kernels::ContractKeeper contract_keeper;
   // A selection with a row for each (block, KV head) and room for what the selectors may need.
   absl::StatusOr<kernels::PageSelection> MakeSelection(const StepBatch& batch,
                                                        int64_t num_kv_heads);

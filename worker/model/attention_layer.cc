@@ -187,10 +187,26 @@ absl::StatusOr<PageSelection> AttentionLayer::Select(const StepContext& step) {
             ? served.selector->Select(params, rows, step.executor)
             : SelectReusing(*served.selector, *served.reuse, params, rows, step.executor));
     if (step.compact_rope != nullptr) AssignPositions(rows);
-    if (served.pruner == nullptr) continue;
-    KVASIR_RETURN_IF_ERROR(served.pruner->Prune(params, rows, step.executor));
+    if (served.pruner != nullptr) {
+      kernels::SelectParams anew = params;  // pruned is what serves again, too
+      anew.memories = {};
+      KVASIR_RETURN_IF_ERROR(served.pruner->Prune(anew, rows, step.executor));
+    }
+    KVASIR_RETURN_IF_ERROR(KeepContract(step, group, params, rows));
   }
   return selection;
+}
+
+absl::Status AttentionLayer::KeepContract(const StepContext& step, const SelectorGroup& group,
+                                          const kernels::SelectParams& params,
+                                          PageSelection& rows) {
+  kernels::ContractKeeper& keeper = step.activations.contract_keeper;
+  KVASIR_RETURN_IF_ERROR(
+      keeper.Keep({.selector = *group.served->selector, .pruner = group.served->pruner.get()},
+                  params, rows, step.executor));
+  // Ranks that share a KV head find the same.
+  if (options_.shard.replica() == 0) step.meter.CountContract(group, keeper);
+  return absl::OkStatus();
 }
 
 std::span<kernels::RowMemory* const> AttentionLayer::MemoriesOf(const StepBatch& batch,
@@ -206,11 +222,13 @@ std::span<kernels::RowMemory* const> AttentionLayer::MemoriesOf(const StepBatch&
   return memories_;
 }
 
-bool AttentionLayer::AnySelectorReadsQueries(const StepBatch& batch) const {
+bool AttentionLayer::AnySelectionReadsQueries(const StepBatch& batch) const {
   for (const SelectorGroup& group : batch.groups) {
-    if (!group.served->selector->ReadsQueries()) continue;
     for (int64_t b = group.begin; b < group.end; ++b) {
-      if (options_.layer >= batch.infos[static_cast<size_t>(b)].dense_layers) return true;
+      const auto i = static_cast<size_t>(b);
+      const bool reads =
+          group.served->selector->ReadsQueries() || batch.numbers[i].quality.min_mass > 0;
+      if (reads && options_.layer >= batch.infos[i].dense_layers) return true;
     }
   }
   return false;
@@ -223,7 +241,7 @@ absl::StatusOr<TensorView> AttentionLayer::SelectionQueries(const StepContext& s
   const Activations& a = step.activations;
   const ShardPlan& shard = options_.shard;
   const int64_t tokens = step.batch.num_tokens();
-  if (shard.kv_replicas == 1 || !AnySelectorReadsQueries(step.batch)) {
+  if (shard.kv_replicas == 1 || !AnySelectionReadsQueries(step.batch)) {
     return a.q.Heads(tokens, num_heads());
   }
   const TensorView own = a.q.Rows(tokens);

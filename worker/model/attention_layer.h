@@ -73,7 +73,10 @@ class AttentionLayer {
                                                   const SelectorGroup& group);
   // The query heads that selections of this step are made from.
   absl::StatusOr<kernels::TensorView> SelectionQueries(const StepContext& step) const;
-  bool AnySelectorReadsQueries(const StepBatch& batch) const;
+  bool AnySelectionReadsQueries(const StepBatch& batch) const;
+  // Makes good what falls short of a policy's min_mass.
+  absl::Status KeepContract(const StepContext& step, const SelectorGroup& group,
+                            const kernels::SelectParams& params, kernels::PageSelection& rows);
   absl::Status AttendTo(const StepContext& step, const kernels::PageSelection& selection);
   absl::Status Normalize(const StepContext& step, const HostTensor& weight,
                          const ActivationBuffer& heads, int64_t num_heads) const;

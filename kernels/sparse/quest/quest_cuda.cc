@@ -26,6 +26,7 @@ absl::Status Check(const SelectParams& p, const PageSelection& out, const std::b
                "the selection's num_rows must be blocks x KV heads")
       .Require(p.rope == nullptr, "keys must be cached rotated")
       .Require(p.memories.empty(), "rows cannot remember earlier steps")
+      .Require(p.wanted.empty(), "all rows are selected")
       .Require(workspace != nullptr || p.blocks.empty(), "the workspace is missing");
   KVASIR_RETURN_IF_ERROR(check.status());
   check.Require(layout.num_kv_heads > 0 && check.dim("heads") % layout.num_kv_heads == 0,

@@ -65,7 +65,7 @@ std::vector<Case> Cases(const Selector& selector) {
   for (const int64_t first : {0, 1, 63, 64, 1000, 2047, 2048}) {
     for (const int64_t rows : {1, 16}) {
       if (first % kPageTokens + rows > kPageTokens) continue;
-      for (const SelectionNumbers numbers :
+      for (const SelectionNumbers& numbers :
            {SelectionNumbers{0, 1, 0}, SelectionNumbers{4, 64, 0}, SelectionNumbers{0, 1, 1},
             SelectionNumbers{70, 130, 192}, SelectionNumbers{128, 512, 700},
             SelectionNumbers{5000, 1, 64}, SelectionNumbers{64, 5000, 64}}) {

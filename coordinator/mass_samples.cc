@@ -1,0 +1,49 @@
+#include "coordinator/mass_samples.h"
+
+#include <algorithm>
+#include <map>
+
+namespace kvasir::coordinator {
+namespace {
+
+// The largest thousandth that 99 % of the samples reach.
+float FirstPercentile(const v1::MassSamples& mass) {
+  const std::map<uint32_t, uint64_t> ascending(mass.by_permille().begin(),
+                                               mass.by_permille().end());
+  uint64_t below = 0;
+  for (const auto& [permille, samples] : ascending) {
+    below += samples;
+    if (below * 100 > mass.samples()) return static_cast<float>(permille) / 1000;
+  }
+  return 0;
+}
+
+}  // namespace
+
+void AddMassSamples(const v1::MassSamples& from, v1::MassSamples& to) {
+  if (from.samples() == 0) return;
+  to.set_minimum(to.samples() == 0 ? from.minimum() : std::min(to.minimum(), from.minimum()));
+  to.set_samples(to.samples() + from.samples());
+  to.set_sum(to.sum() + from.sum());
+  for (const auto& [permille, samples] : from.by_permille()) {
+    (*to.mutable_by_permille())[permille] += samples;
+  }
+}
+
+void AddContract(const v1::ContractReport& from, v1::ContractReport& to) {
+  to.set_selections(to.selections() + from.selections());
+  to.set_dense(to.dense() + from.dense());
+  to.set_widened(to.widened() + from.widened());
+  to.set_missed(to.missed() + from.missed());
+}
+
+v1::MassSummary Summarize(const v1::MassSamples& mass) {
+  v1::MassSummary summary;
+  summary.set_samples(mass.samples());
+  summary.set_mean(static_cast<float>(mass.sum() / static_cast<double>(mass.samples())));
+  summary.set_minimum(mass.minimum());
+  summary.set_p1(FirstPercentile(mass));
+  return summary;
+}
+
+}  // namespace kvasir::coordinator

@@ -1,0 +1,17 @@
+// What ranks and steps report of attention mass, added up and summarized for the client.
+// Called where replies are merged and where a request is accounted for. Thread-safe.
+#pragma once
+
+#include "proto/kvasir/v1/generation.pb.h"
+#include "proto/kvasir/v1/worker.pb.h"
+
+namespace kvasir::coordinator {
+
+void AddMassSamples(const v1::MassSamples& from, v1::MassSamples& to);
+
+void AddContract(const v1::ContractReport& from, v1::ContractReport& to);
+
+// REQUIRES: there are samples.
+v1::MassSummary Summarize(const v1::MassSamples& mass);
+
+}  // namespace kvasir::coordinator

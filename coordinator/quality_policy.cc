@@ -1,0 +1,115 @@
+#include "coordinator/quality_policy.h"
+
+#include <bit>
+
+#include "absl/strings/str_cat.h"
+
+#include "coordinator/policy.h"
+#include "proto/selector_field.h"
+
+namespace kvasir::coordinator {
+namespace {
+
+constexpr char kDense[] = "dense", kWiden[] = "widen", kReport[] = "report";
+
+bool HasWish(const v1::AttentionPolicy& policy) { return policy.quality().min_mass() != 0; }
+
+bool IsSet(const v1::QualityPolicy& quality) {
+  return quality.min_mass() != 0 || !quality.on_violation().empty() ||
+         quality.max_budget_tokens() != 0;
+}
+
+absl::Status CheckWidening(const std::string& where, const v1::AttentionPolicy& policy) {
+  const v1::QualityPolicy& quality = policy.quality();
+  if (quality.on_violation() != kWiden) {
+    if (quality.max_budget_tokens() == 0) return absl::OkStatus();
+    return absl::InvalidArgumentError(
+        absl::StrCat(where, ".quality.max_budget_tokens is set and on_violation is ",
+                     quality.on_violation(), "; only widen changes the budget"));
+  }
+  if (policy.has_streaming()) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        where, ".quality.on_violation is widen; streaming has no budget: choose dense or report"));
+  }
+  if (quality.max_budget_tokens() == 0 || quality.max_budget_tokens() >= policy.token_budget()) {
+    return absl::OkStatus();
+  }
+  return absl::InvalidArgumentError(
+      absl::StrCat(where, ".quality.max_budget_tokens is ", quality.max_budget_tokens(),
+                   ", less than the token_budget of ", policy.token_budget(), " to begin with"));
+}
+
+}  // namespace
+
+void SetQualityFromFlags(const v1::SparseConfig& config, v1::AttentionPolicy& policy) {
+  if (config.sparse_min_mass() == 0) return;
+  v1::QualityPolicy& quality = *policy.mutable_quality();
+  quality.set_min_mass(static_cast<float>(config.sparse_min_mass()));
+  quality.set_on_violation(config.sparse_on_violation());
+  quality.set_max_budget_tokens(config.sparse_max_budget_tokens());
+}
+
+void SetQualityDefaults(v1::AttentionPolicy& policy) {
+  if (!HasWish(policy) || !policy.quality().on_violation().empty()) return;
+  policy.mutable_quality()->set_on_violation(kDense);
+}
+
+absl::Status CheckQuality(const std::string& where, const v1::AttentionPolicy& policy) {
+  const v1::QualityPolicy& quality = policy.quality();
+  if (!IsSet(quality)) return absl::OkStatus();
+  if (!HasWish(policy)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(where, ".quality has no min_mass; set what attention is to keep"));
+  }
+  if (!IsSparse(policy)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(where, ".quality is set; a policy that attends to everything keeps it all"));
+  }
+  const std::string& action = quality.on_violation();
+  if (action != kDense && action != kWiden && action != kReport) {
+    return absl::InvalidArgumentError(absl::StrCat(where, ".quality.on_violation is '", action,
+                                                   "'; there are dense, widen, report"));
+  }
+  return CheckWidening(where, policy);
+}
+
+absl::Status OverrideQuality(const std::string& where, const v1::QualityPolicy& overrides,
+                             v1::AttentionPolicy& policy) {
+  if (!IsSet(overrides)) return absl::OkStatus();
+  if (!HasWish(policy)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(where,
+                     " sets quality, but the policy declares no min_mass, and so keeps nothing to "
+                     "estimate it by; declare one, with on_violation report if need be"));
+  }
+  v1::QualityPolicy& quality = *policy.mutable_quality();
+  // The policy's own bound is one of its own action.
+  if (!overrides.on_violation().empty() && overrides.on_violation() != kWiden) {
+    quality.clear_max_budget_tokens();
+  }
+  quality.MergeFrom(overrides);  // what is 0 or empty stays
+  return absl::OkStatus();
+}
+
+absl::Status CheckNoDenseFallback(const v1::AttentionPolicy& policy, int64_t trained_window) {
+  if (!HasWish(policy) || policy.quality().on_violation() != kDense) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat(
+      "the policy's quality.on_violation is dense, and prompt and answer may be longer than the ",
+      trained_window,
+      " tokens the model was trained for: dense attention is what fails there; set "
+      "policy.decode_overrides.quality.on_violation to widen or report"));
+}
+
+std::string CanonicalQuality(const v1::AttentionPolicy& policy) {
+  const v1::QualityPolicy& quality = policy.quality();
+  if (!HasWish(policy) || quality.on_violation() == kReport) return "";
+  std::string bytes =
+      absl::StrCat(";on_violation=", quality.on_violation(),
+                   ";min_mass=", absl::Hex(std::bit_cast<uint32_t>(quality.min_mass())));
+  if (quality.on_violation() == kWiden) {
+    absl::StrAppend(&bytes, ";max_budget=", quality.max_budget_tokens());
+  }
+  return bytes;
+}
+
+}  // namespace kvasir::coordinator
