@@ -14,7 +14,7 @@ bundle() {
   cd "$here/.."
   cmake --preset cuda >/dev/null
   cmake --build --preset cuda --target \
-    kernels_dense_cuda_test kernels_paged_cuda_test kernels_attention_cuda_test attention_cuda_bench
+    kernels_dense_cuda_test kernels_paged_cuda_test kernels_attention_cuda_test attention_cuda_bench dense_cuda_bench
   rm -rf "$1"
   cmake --install build/cuda --component gpu --prefix "$1"
 }
@@ -68,13 +68,14 @@ run() {
         "$here/kernels_${program}_cuda_test" --gtest_filter="${few[$program]}"
     done
   done
+  step dense_bench 120 "$here/dense_cuda_bench"
   step attention_bench 120 "$here/attention_cuda_bench"
   if python3 -c 'import torch' 2>/dev/null; then
     step peer_attention 180 python3 "$here/peer_attention.py"
   else
     results+=("absent  PyTorch")
   fi
-  grep -h '^|' "$logs/attention_bench.log" "$logs/peer_attention.log" 2>/dev/null
+  grep -h '^|' "$logs/dense_bench.log" "$logs/attention_bench.log" "$logs/peer_attention.log" 2>/dev/null
   grep -HE '^\[  (PASSED|FAILED)' "$logs"/{dense,paged,attention}.log | sed "s|^$logs/||" | head -40
   printf '%s\n' "${results[@]}"
   exit "$failed"

@@ -1,19 +1,17 @@
-// Attention on the GPU, decode and a prefill chunk of 512 queries, dense and over lists, for one
-// sequence of the 8B shape (32 query and 8 KV heads of 128). Random KV, up to four sets in turn;
-// medians of replays of a CUDA graph.
+// Attention on the GPU, decode and a prefill chunk of 512 queries, dense, over lists, and over the
+// lists that quest selects in the same call, for one sequence of the 8B shape (32 query and 8 KV
+// heads of 128). Random KV and bounds, up to four sets in turn; medians of replays of a CUDA graph.
 //
 //   attention_cuda_bench [TOKENS ...]        default: 4096 32768 131072 1048576
 #include <algorithm>
 #include <cstdio>
-#include <cstdlib>
 #include <cuda_bf16.h>
-#include <functional>
 #include <random>
 #include <vector>
 
 #include "kernels/attention/attend_cuda.h"
-#include "kernels/base/cuda_status.h"
-#include "kernels/base/device_buffer.h"
+#include "kernels/sparse/quest/quest_cuda.h"
+#include "tests/bench/cuda_timing.h"
 
 namespace kvasir::kernels {
 namespace {
@@ -21,21 +19,11 @@ namespace {
 constexpr int64_t kKvHeads = 8;
 constexpr int64_t kGroup = 4;
 constexpr int64_t kHeadDim = 128;
-constexpr int kReplays = 31;
 constexpr int64_t kMaxSets = 4;
+// The sink, window and number of pages that lists have here.
+constexpr SelectionNumbers kQuestNumbers = {
+    .sink_tokens = 128, .window_tokens = 1024, .budget_tokens = 4096};
 constexpr int64_t kSetBytes = int64_t{20} << 30;  // of all sets together
-
-void Check(const absl::Status& status) {
-  if (status.ok()) return;
-  std::fprintf(stderr, "%s\n", status.ToString().c_str());
-  std::exit(1);
-}
-void Check(cudaError_t error) { Check(CudaStatus(error, "benchmark")); }
-template <typename T>
-T Value(absl::StatusOr<T> value) {
-  Check(value.status());
-  return std::move(value).value();
-}
 
 // Roughly normal values from a counter: sums of four uniform ones.
 __global__ void FillRandom(__nv_bfloat16* values, int64_t count, uint64_t seed) {
@@ -50,20 +38,13 @@ __global__ void FillRandom(__nv_bfloat16* values, int64_t count, uint64_t seed) 
   }
 }
 
-template <typename T>
-DeviceBuffer Upload(const std::vector<T>& values) {
-  DeviceBuffer buffer =
-      Value(DeviceBuffer::Allocate(static_cast<int64_t>(values.size() * sizeof(T))));
-  Check(
-      cudaMemcpy(buffer.data(), values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice));
-  return buffer;
-}
-
 // One sequence with its own pages, in a random order of memory.
 struct Set {
   DeviceBuffer pages, table, block_rows, q, out, workspace, blocks, headers, entries, faults;
+  DeviceBuffer bounds, bounds_table, numbers, scores;
   KvTensorMaps maps;
   AttendParams params;
+  SelectParams select;
 
   // Blocks of `block_queries` queries, at the end of the context.
   Set(int64_t tokens, int64_t num_queries, int64_t block_queries, const SelectionHeader& header,
@@ -108,6 +89,13 @@ struct Set {
     }
     entries = Upload(entry_list);
     faults = Upload(std::vector<uint8_t>{0});
+    const int64_t bounds_bytes = layout.block_bounds_bytes();
+    bounds = Value(DeviceBuffer::Allocate(num_blocks * bounds_bytes));
+    FillRandom<<<1024, 256>>>(bounds.As<__nv_bfloat16>(), num_blocks * bounds_bytes / 2, seed + 7);
+    std::vector<std::byte*> of_rows;
+    for (int64_t i = 0; i < num_blocks; ++i) of_rows.push_back(bounds.data() + i * bounds_bytes);
+    bounds_table = Upload(of_rows);
+    numbers = Upload(std::vector<SelectionNumbers>(query_blocks.size(), kQuestNumbers));
     const auto tensor = [&](const DeviceBuffer& buffer) {
       return TensorView(buffer.data(), DType::kBFloat16, {num_queries, kKvHeads * kGroup, kHeadDim},
                         Device::kCuda);
@@ -118,7 +106,8 @@ struct Set {
                      .block_rows = block_rows.As<int32_t>(),
                      .num_slots = 1,
                      .max_blocks_per_slot = num_blocks,
-                     .pages = table.As<PageRef>()},
+                     .pages = table.As<PageRef>(),
+                     .bounds = bounds_table.As<std::byte*>()},
               .scale = 0.0883883476f,
               .blocks = {blocks.As<QueryBlock>(), query_blocks.size()},
               .selection = {.headers = headers.As<SelectionHeader>(),
@@ -126,44 +115,34 @@ struct Set {
                             .num_rows = rows_of_selection,
                             .capacity = static_cast<int64_t>(list.size())},
               .faults = {faults.As<uint8_t>(), 1}};
+    scores =
+        Value(DeviceBuffer::Allocate(QuestWorkspaceBytes(params.kv, std::ssize(query_blocks))));
+    select = {.q = params.q,
+              .kv = params.kv,
+              .blocks = params.blocks,
+              .numbers = {numbers.As<SelectionNumbers>(), query_blocks.size()}};
   }
 };
 
-// Median microseconds of one call, over replays of a graph that runs it on each set once.
-double MedianMicroseconds(std::vector<Set>& sets) {
-  cudaStream_t stream;
-  Check(cudaStreamCreate(&stream));
-  cudaGraph_t graph;
-  Check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-  for (Set& set : sets) {
-    if (set.params.q.dim(0) == 1) {
-      Check(AttendDecode(set.params, set.maps, set.workspace.data(), stream));
-    } else {
-      Check(AttendPrefill(set.params, set.maps, stream));
-    }
+void Attend(Set& set, cudaStream_t stream) {
+  if (set.params.q.dim(0) == 1) {
+    Check(AttendDecode(set.params, set.maps, set.workspace.data(), stream));
+  } else {
+    Check(AttendPrefill(set.params, set.maps, stream));
   }
-  Check(cudaStreamEndCapture(stream, &graph));
-  cudaGraphExec_t executable;
-  Check(cudaGraphInstantiate(&executable, graph, 0));
-  cudaEvent_t begin, end;
-  Check(cudaEventCreate(&begin));
-  Check(cudaEventCreate(&end));
-  std::vector<float> times;
-  for (int replay = 0; replay < kReplays + 5; ++replay) {
-    Check(cudaEventRecord(begin, stream));
-    Check(cudaGraphLaunch(executable, stream));
-    Check(cudaEventRecord(end, stream));
-    Check(cudaStreamSynchronize(stream));
-    float milliseconds = 0;
-    Check(cudaEventElapsedTime(&milliseconds, begin, end));
-    if (replay >= 5) times.push_back(milliseconds);
-  }
-  std::sort(times.begin(), times.end());
-  return 1000.0 * times[times.size() / 2] / static_cast<double>(sets.size());
 }
+void Select(Set& set, cudaStream_t stream) {
+  Check(SelectQuest(set.select, set.params.selection, set.scores.data(), stream));
+}
+void SelectAndAttend(Set& set, cudaStream_t stream) {
+  Select(set, stream);
+  Attend(set, stream);
+}
+using Call = void (*)(Set& set, cudaStream_t stream);
 
-void Report(const char* name, int64_t tokens, int64_t num_queries, const SelectionHeader& header,
-            const std::vector<int64_t>& list, int64_t attended_tokens) {
+void Report(const char* name, Call call, int64_t tokens, int64_t num_queries,
+            const SelectionHeader& header, const std::vector<int64_t>& list,
+            int64_t attended_tokens) {
   const int64_t set_bytes = tokens * kKvHeads * kHeadDim * 4;
   const int64_t num_sets = std::clamp<int64_t>(kSetBytes / set_bytes, 1, kMaxSets);
   const int64_t block_queries = std::min(num_queries, kPageTokens);
@@ -172,7 +151,10 @@ void Report(const char* name, int64_t tokens, int64_t num_queries, const Selecti
     sets.emplace_back(tokens, num_queries, block_queries, header, list,
                       static_cast<uint64_t>(i + 1));
   }
-  const double microseconds = MedianMicroseconds(sets);
+  const double microseconds = MedianMicroseconds([&](cudaStream_t stream) {
+                                for (Set& set : sets) call(set, stream);
+                              }) /
+                              static_cast<double>(num_sets);
   const double heads = kKvHeads * kGroup;
   const double products =
       4.0 * static_cast<double>(num_queries * attended_tokens * kHeadDim) * heads;
@@ -194,8 +176,12 @@ void Bench(int64_t tokens) {
   const int64_t candidates = (tokens - 1024) / kPageTokens - 2;
   for (int64_t i = 0; i < 64; ++i) list.push_back(2 + i * candidates / 64);
   for (const int64_t num_queries : {1, 512}) {
-    Report("dense", tokens, num_queries, {}, {}, tokens);
-    if (tokens >= 8192) Report("list", tokens, num_queries, header, list, 128 + 4096 + 1024);
+    Report("dense", Attend, tokens, num_queries, {}, {}, tokens);
+    if (tokens < 8192) continue;
+    constexpr int64_t kAttended = 128 + 4096 + 1024;
+    Report("list", Attend, tokens, num_queries, header, list, kAttended);
+    Report("quest alone", Select, tokens, num_queries, header, list, kAttended);
+    Report("quest and list", SelectAndAttend, tokens, num_queries, header, list, kAttended);
   }
 }
 

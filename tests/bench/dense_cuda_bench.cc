@@ -1,0 +1,136 @@
+// Dense ops on the GPU at the 8B shape (hidden 4,096, intermediate 14,336, vocabulary 128,256), for
+// one token and for a prefill chunk. Four sets of tensors in turn; medians of replays of a CUDA
+// graph, a call's share of it.
+#include <cmath>
+#include <cstdio>
+#include <random>
+#include <vector>
+
+#include "kernels/base/dtype.h"
+#include "kernels/dense/dense_cuda.h"
+#include "kernels/dense/gemm_cuda.h"
+#include "tests/bench/cuda_timing.h"
+
+namespace kvasir::kernels {
+namespace {
+
+constexpr int64_t kHidden = 4096;
+constexpr int64_t kIntermediate = 14336;
+constexpr int64_t kVocab = 128256;
+constexpr int kSets = 4;
+
+// Normal values, bfloat16; the same few million again and again.
+std::vector<BFloat16> RandomValues(int64_t count, uint64_t seed) {
+  constexpr size_t kPeriod = 4'000'037;
+  std::mt19937_64 rng(seed);
+  std::normal_distribution<float> normal;
+  std::vector<BFloat16> values(static_cast<size_t>(count));
+  for (size_t i = 0; i < values.size(); ++i) {
+    values[i] = i < kPeriod ? BFloat16(normal(rng)) : values[i - kPeriod];
+  }
+  return values;
+}
+
+// Memory of one tensor in each of the sets.
+class Tensors {
+ public:
+  Tensors(int64_t rows, int64_t columns, DType dtype = DType::kBFloat16)
+      : rows_(rows), columns_(columns), dtype_(dtype) {
+    for (uint64_t set = 0; set < kSets; ++set) {
+      const int64_t halves = rows * columns * static_cast<int64_t>(DTypeSize(dtype)) / 2;
+      buffers_.push_back(Upload(RandomValues(halves, set)));
+    }
+  }
+  TensorView of(int set) const {
+    void* data = buffers_[static_cast<size_t>(set)].data();
+    return TensorView(data, dtype_, {rows_, columns_}, Device::kCuda);
+  }
+  // Of one row.
+  TensorView vector(int set) const {
+    return TensorView(of(set).data(), dtype_, {columns_}, Device::kCuda);
+  }
+
+ private:
+  int64_t rows_, columns_;
+  DType dtype_;
+  std::vector<DeviceBuffer> buffers_;
+};
+
+// `bytes` and `flops` of one call.
+void Report(const char* op, int64_t rows, double bytes, double flops,
+            const std::function<absl::Status(int set, cudaStream_t stream)>& run) {
+  for (int set = 0; set < kSets; ++set) Check(run(set, nullptr));  // plans, modules
+  const double us = MedianMicroseconds([&](cudaStream_t stream) {
+                      for (int set = 0; set < kSets; ++set) Check(run(set, stream));
+                    }) /
+                    kSets;
+  std::printf("| %s | %lld | %.1f | %.2f | %.0f |\n", op, static_cast<long long>(rows), us,
+              bytes / us / 1e6, flops / us / 1e6);
+  std::fflush(stdout);
+}
+
+void BenchLinear(const CublasLt& lt, const char* name, int64_t n, int64_t k) {
+  std::vector<CudaLinear> layers;
+  for (uint64_t set = 0; set < kSets; ++set) {
+    std::vector<BFloat16> weights = RandomValues(n * k, set);
+    const PackedLinear::Part part = {.weight =
+                                         TensorView(weights.data(), DType::kBFloat16, {n, k})};
+    layers.push_back(Value(CudaLinear::Create(
+        lt, {&part, 1}, {.input = DType::kBFloat16, .output = DType::kBFloat16})));
+  }
+  const DeviceBuffer workspace = Value(DeviceBuffer::Allocate(CudaLinear::kWorkspaceBytes));
+  for (const int64_t rows : {1, 16, 512}) {
+    const Tensors x(rows, k), y(rows, n);
+    Report(name, rows, 2.0 * static_cast<double>(n * k + rows * (n + k)),
+           2.0 * static_cast<double>(n * k * rows), [&](int set, cudaStream_t stream) {
+             return layers[static_cast<size_t>(set)].Run(x.of(set), y.of(set), workspace.data(),
+                                                         stream);
+           });
+  }
+}
+
+void BenchElementwise(int64_t rows) {
+  const auto count = static_cast<double>(rows);
+  const Tensors x(rows, kHidden), add(rows, kHidden), y(rows, kHidden);
+  const Tensors weight(1, kHidden);
+  Report("rms_norm with add", rows, count * kHidden * 8, 0, [&](int set, cudaStream_t stream) {
+    return RmsNorm({.x = x.of(set),
+                    .add = add.of(set),
+                    .weight = weight.vector(set),
+                    .y = y.of(set),
+                    .epsilon = 1e-5f},
+                   stream);
+  });
+  const Tensors gate_up(rows, 2 * kIntermediate), gated(rows, kIntermediate);
+  Report("silu_mul", rows, count * kIntermediate * 6, 0, [&](int set, cudaStream_t stream) {
+    return SiluMul({.gate_up = gate_up.of(set), .y = gated.of(set)}, stream);
+  });
+  const Tensors cos(rows, 64, DType::kFloat32), sin(rows, 64, DType::kFloat32);
+  Report("rope of 40 heads", rows, count * 40 * 128 * 4, 0, [&](int set, cudaStream_t stream) {
+    const TensorView heads(gate_up.of(set).data(), DType::kBFloat16, {rows, 40, 128},
+                           Device::kCuda);
+    return ApplyRope({.cos = cos.of(set), .sin = sin.of(set)}, heads, stream);
+  });
+}
+
+void Bench() {
+  BenchElementwise(1);
+  BenchElementwise(512);
+  const Tensors logits(16, kVocab, DType::kFloat32);
+  const Tensors tokens(1, 16, DType::kInt32);
+  Report("sample_greedy", 16, 16.0 * kVocab * 4, 0, [&](int set, cudaStream_t stream) {
+    return SampleGreedy({.logits = logits.of(set), .tokens = tokens.vector(set)}, stream);
+  });
+  const CublasLt lt = Value(CublasLt::Create());
+  BenchLinear(lt, "linear q, k, v: 6,144 x 4,096", 6144, kHidden);
+  BenchLinear(lt, "linear gate, up: 28,672 x 4,096", 2 * kIntermediate, kHidden);
+  BenchLinear(lt, "linear down: 4,096 x 14,336", kHidden, kIntermediate);
+}
+
+}  // namespace
+}  // namespace kvasir::kernels
+
+int main() {
+  std::printf("| op | rows | us | TB/s | TFLOP/s |\n|---|---|---|---|---|\n");
+  kvasir::kernels::Bench();
+}
