@@ -17,14 +17,18 @@ constexpr int kPagesOfBlock = kScoreWarps * kPagesOfWarp;
 constexpr int kTileQueries = 16;
 // Blocks of threads that score, all rows together: several for each multiprocessor of any GPU.
 constexpr int64_t kScoreBlocks = 2048;
+// Scores of a row that are chosen from in shared memory: two million tokens. Others stay where they
+// are.
+constexpr int kCopiedScores = 32 * 1024;
 
 // One (query block, KV head).
 struct Row {
-  __device__ Row(const QuestLaunch& p, int64_t row)
+  // 32 bits: a 64-bit division is a function call.
+  __device__ Row(const QuestLaunch& p, uint32_t row)
       : index(row),
-        block(p.blocks[row / p.kv.layout.num_kv_heads]),
-        numbers(p.numbers[row / p.kv.layout.num_kv_heads]),
-        kv_head(row % p.kv.layout.num_kv_heads),
+        block(p.blocks[row / static_cast<uint32_t>(p.kv.layout.num_kv_heads)]),
+        numbers(p.numbers[row / static_cast<uint32_t>(p.kv.layout.num_kv_heads)]),
+        kv_head(row % static_cast<uint32_t>(p.kv.layout.num_kv_heads)),
         header(MakeHeader(block, numbers)),
         candidates(CandidatePages(header, numbers)),
         count(min(min(CeilPages(numbers.budget_tokens), candidates.size()), p.out.capacity)),
@@ -62,31 +66,53 @@ __device__ void LoadQueries(const QuestLaunch& p, const Row& row, int first, int
   }
 }
 
-// A lane's part of the bounds of a page.
-template <typename Kv, int kCount>
-struct alignas(sizeof(Kv) * kCount) BoundsPart {
-  Kv values[kCount];
+// Elements that a lane takes side by side, of the bounds and of the queries: every 128th part of
+// four belongs to it, so that a warp reads in one piece.
+constexpr int kSideBySide = 4;
+
+template <typename T>
+struct alignas(sizeof(T) * kSideBySide) Part {
+  T values[kSideBySide];
 };
 
-// Whether the slot has the page; else zeros.
-template <typename Kv, int kCount>
-__device__ bool LoadBounds(const QuestLaunch& p, const Row& row, int64_t page, int lane,
-                           float (&to)[kCount]) {
-  const bool is_there = page < row.candidates.end && p.kv.row(row.block.slot, page) >= 0;
-  BoundsPart<Kv, kCount> part = {};
-  if (is_there) {
-    const std::byte* bounds = p.kv.Bounds(row.block.slot, page, p.layer, row.kv_head);
-    part = reinterpret_cast<const BoundsPart<Kv, kCount>*>(bounds)[lane];
+template <typename T, int kCount>
+__device__ void LoadParts(const void* row, int lane, float (&to)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount / kSideBySide; ++i) {
+    const auto part = static_cast<const Part<T>*>(row)[i * kWarpThreads + lane];
+#pragma unroll
+    for (int j = 0; j < kSideBySide; ++j) {
+      to[i * kSideBySide + j] = static_cast<float>(part.values[j]);
+    }
   }
-  for (int i = 0; i < kCount; ++i) to[i] = static_cast<float>(part.values[i]);
-  return is_there;
+}
+
+__device__ bool HasPage(const QuestLaunch& p, const Row& row, int64_t page) {
+  return page < row.candidates.end && p.kv.row(row.block.slot, page) >= 0;
+}
+
+// The sum of values[i] over the warp, for the lanes [8 i, 8 i + 8).
+__device__ float SumOverWarp(const float (&values)[kPagesOfWarp], int lane) {
+  static_assert(kPagesOfWarp == 4);
+  const bool upper = (lane & 16) != 0;
+  float even = upper ? values[2] : values[0];
+  float odd = upper ? values[3] : values[1];
+  even += __shfl_xor_sync(kAllLanes, upper ? values[0] : values[2], 16);
+  odd += __shfl_xor_sync(kAllLanes, upper ? values[1] : values[3], 16);
+  const bool takes_odd = (lane & 8) != 0;
+  float sum = takes_odd ? odd : even;
+  sum += __shfl_xor_sync(kAllLanes, takes_odd ? even : odd, 8);
+  for (int distance = 4; distance > 0; distance /= 2) {
+    sum += __shfl_xor_sync(kAllLanes, sum, distance);
+  }
+  return sum;
 }
 
 template <typename Kv, int kHeadDim>
 __global__ void __launch_bounds__(kScoreWarps* kWarpThreads)
     ScoreKernel(const __grid_constant__ QuestLaunch p) {
   constexpr int kElements = 2 * kHeadDim / kWarpThreads;
-  __shared__ float queries[kTileQueries][2 * kHeadDim];
+  __shared__ alignas(16) float queries[kTileQueries][2 * kHeadDim];
   const Row row(p, blockIdx.x);
   if (row.count == 0) return;
   const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
@@ -96,13 +122,14 @@ __global__ void __launch_bounds__(kScoreWarps* kWarpThreads)
   for (int64_t first = row.candidates.begin + int64_t{blockIdx.y} * kPagesOfBlock;
        first < row.candidates.end; first += int64_t{gridDim.y} * kPagesOfBlock) {
     const int64_t page = first + warp * kPagesOfWarp;
+    const int64_t own_page = page + lane / (kWarpThreads / kPagesOfWarp);
     float bounds[kPagesOfWarp][kElements];
-    bool is_there[kPagesOfWarp];
-    float best[kPagesOfWarp];
+    float best = -INFINITY;  // of own_page
 #pragma unroll
     for (int i = 0; i < kPagesOfWarp; ++i) {
-      is_there[i] = LoadBounds<Kv>(p, row, page + i, lane, bounds[i]);
-      best[i] = -INFINITY;
+      for (float& element : bounds[i]) element = 0;
+      if (!HasPage(p, row, page + i)) continue;
+      LoadParts<Kv>(p.kv.Bounds(row.block.slot, page + i, p.layer, row.kv_head), lane, bounds[i]);
     }
     for (int tile = 0; tile < num_queries; tile += kTileQueries) {
       const int count = min(kTileQueries, num_queries - tile);
@@ -114,23 +141,21 @@ __global__ void __launch_bounds__(kScoreWarps* kWarpThreads)
       }
 #pragma unroll 1
       for (int query = 0; query < count; ++query) {
-        const float* q = queries[query] + lane * kElements;
+        float q[kElements];
+        LoadParts<float>(queries[query], lane, q);
+        float sums[kPagesOfWarp] = {};
 #pragma unroll
         for (int i = 0; i < kPagesOfWarp; ++i) {
-          float sum = 0;
 #pragma unroll
-          for (int j = 0; j < kElements; ++j) sum += q[j] * bounds[i][j];
-          for (int distance = kWarpThreads / 2; distance > 0; distance /= 2) {
-            sum += __shfl_xor_sync(kAllLanes, sum, distance);
-          }
-          best[i] = sum > best[i] ? sum : best[i];  // leaves out NaN
+          for (int j = 0; j < kElements; ++j) sums[i] += q[j] * bounds[i][j];
         }
+        const float sum = SumOverWarp(sums, lane);
+        best = sum > best ? sum : best;  // leaves out NaN
       }
     }
-#pragma unroll
-    for (int i = 0; i < kPagesOfWarp; ++i) {
-      if (lane != 0 || page + i >= row.candidates.end) continue;
-      row.scores[page + i - row.candidates.begin] = OrderedScore(is_there[i] ? best[i] : -INFINITY);
+    if (lane % (kWarpThreads / kPagesOfWarp) == 0 && own_page < row.candidates.end) {
+      row.scores[own_page - row.candidates.begin] =
+          OrderedScore(HasPage(p, row, own_page) ? best : -INFINITY);
     }
   }
 }
@@ -138,6 +163,7 @@ __global__ void __launch_bounds__(kScoreWarps* kWarpThreads)
 __global__ void __launch_bounds__(kSelectThreads)
     BestKernel(const __grid_constant__ QuestLaunch p) {
   __shared__ SelectMemory memory;
+  extern __shared__ uint32_t copied[];  // [kCopiedScores]
   const Row row(p, blockIdx.x);
   if (threadIdx.x == 0) {
     SelectionHeader header = row.header;
@@ -145,8 +171,12 @@ __global__ void __launch_bounds__(kSelectThreads)
     p.out.headers[row.index] = header;
   }
   if (row.count == 0) return;
+  const int64_t n = row.candidates.size();
+  const bool fits = n <= kCopiedScores;
+  for (int64_t i = threadIdx.x; i < n && fits; i += kSelectThreads) copied[i] = row.scores[i];
+  __syncthreads();
   SelectionEntry* list = p.out.entries + row.index * p.out.capacity;
-  ForEachBest(row.scores, row.candidates.size(), row.count, memory,
+  ForEachBest(fits ? copied : row.scores, n, row.count, memory,
               [&](int64_t place, int64_t item, uint32_t score) {
                 list[place] = {.page = row.candidates.begin + item,
                                .chosen = ~uint64_t{0},
@@ -175,7 +205,15 @@ cudaError_t LaunchQuest(const QuestLaunch& p, cudaStream_t stream) {
   p.kv.layout.dtype == DType::kFloat32 ? LaunchScores<float>(p, stream)
                                        : LaunchScores<BFloat16>(p, stream);
   if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
-  BestKernel<<<static_cast<unsigned>(p.out.num_rows), kSelectThreads, 0, stream>>>(p);
+  const int copy_bytes =
+      static_cast<int>(std::min<int64_t>(kCopiedScores, p.kv.max_blocks_per_slot) *
+                       static_cast<int64_t>(sizeof(uint32_t)));
+  if (const cudaError_t error =
+          cudaFuncSetAttribute(BestKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, copy_bytes);
+      error != cudaSuccess) {
+    return error;
+  }
+  BestKernel<<<static_cast<unsigned>(p.out.num_rows), kSelectThreads, copy_bytes, stream>>>(p);
   return cudaGetLastError();
 }
 

@@ -50,7 +50,10 @@ class AppendCudaTest : public testing::TestWithParam<std::tuple<int64_t, DType, 
     }
     for (int64_t i = 0; i < HeadDim(); ++i) {
       values.Set(i, i % 2 == 0 ? 0.0f : -0.0f);  // a key of zeros, the first one positive
-      if (tokens > 1) values.Set((kHeads + 1) * HeadDim() + i, i < 9 ? -0.0f : 0.0f);
+      // Of zeros far from each other the first one counts.
+      const float zero = i == HeadDim() / 4 ? 0.0f : -0.0f;
+      const bool is_zero = i == HeadDim() / 4 || i == HeadDim() / 2;
+      if (tokens > 1) values.Set((kHeads + 1) * HeadDim() + i, is_zero ? zero : 1.0f);
       if (tokens > 2) values.Set(2 * kHeads * HeadDim() + i, 2.5f);
     }
     return values;
