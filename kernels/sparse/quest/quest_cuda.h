@@ -22,7 +22,7 @@ namespace kvasir::kernels {
 int64_t QuestWorkspaceBytes(const PagedKv& kv, int64_t blocks);
 
 // REQUIRES: blocks as CheckQueryBlocks wants them, numbers as Selector::Select does, bounds of a
-// page aligned to 32 bytes. Nothing is allocated or waited for; may be captured.
+// page aligned to 16 bytes. Nothing is allocated or waited for; may be captured.
 // INVALID_ARGUMENT on shapes: head_dim 64 or 128, q and KV float32 or bfloat16.
 // FAILED_PRECONDITION when the KV has no bounds. INTERNAL with CUDA's error when the launch fails.
 // Cost: reads the candidates' bounds once for all queries of the block, writes and reads a score of

@@ -66,8 +66,8 @@ __device__ void LoadQueries(const QuestLaunch& p, const Row& row, int first, int
   }
 }
 
-// Elements that a lane takes side by side, of the bounds and of the queries: every 128th part of
-// four belongs to it, so that a warp reads in one piece.
+// Elements of bounds and queries are dealt to the lanes so many at a time, so that a warp reads in
+// one piece.
 constexpr int kSideBySide = 4;
 
 template <typename T>
