@@ -60,6 +60,9 @@ class RopePositions {
 
   int64_t end() const { return end_; }
   int64_t head_dim() const { return 2 * static_cast<int64_t>(inv_freq_.size()); }
+  // Of one position, [head_dim / 2]. REQUIRES: 0 <= position < end().
+  const float* cos(int64_t position) const { return cos_.data() + position * head_dim() / 2; }
+  const float* sin(int64_t position) const { return sin_.data() + position * head_dim() / 2; }
   // By which position 0, too, multiplies.
   double attention_scaling() const { return attention_scaling_; }
   // Rotates x [num_tokens, head_dim], float32 or bfloat16, in place; token t is at first + t.

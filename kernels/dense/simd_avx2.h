@@ -66,6 +66,8 @@ inline Vec Negate(Vec v) { return _mm256_xor_ps(v, _mm256_set1_ps(-0.0f)); }
 inline Vec Clamp(Vec v, float low, float high) {
   return _mm256_max_ps(_mm256_set1_ps(low), _mm256_min_ps(_mm256_set1_ps(high), v));
 }
+// The larger of the two; the second where one is NaN.
+inline Vec LargerOrSecond(Vec a, Vec b) { return _mm256_max_ps(a, b); }
 inline Vec RoundToInteger(Vec v) {
   return _mm256_round_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }

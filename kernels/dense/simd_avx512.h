@@ -58,6 +58,7 @@ inline Vec Negate(Vec v) { return _mm512_xor_ps(v, _mm512_set1_ps(-0.0f)); }
 inline Vec Clamp(Vec v, float low, float high) {
   return _mm512_max_ps(_mm512_set1_ps(low), _mm512_min_ps(_mm512_set1_ps(high), v));
 }
+inline Vec LargerOrSecond(Vec a, Vec b) { return _mm512_max_ps(a, b); }
 inline Vec RoundToInteger(Vec v) {
   return _mm512_roundscale_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }

@@ -1,5 +1,4 @@
-// Where a token's key codes lie and what they are (key_codes.h), for CPU and GPU alike. Internal to
-// key codes.
+// Where a token's key codes lie and what they are (key_codes.h), for CPU and GPU alike.
 #pragma once
 
 #include <algorithm>
@@ -21,6 +20,11 @@ inline constexpr float kMaxCode = 15;
 KVASIR_HOST_DEVICE constexpr int64_t Nibble(int64_t i) {
   const int64_t in_word = i % kWordCodes;
   return in_word / 2 + in_word % 2 * 4;
+}
+
+// The code of element i of a key.
+KVASIR_HOST_DEVICE constexpr uint32_t KeyCode(const uint32_t* words, int64_t i) {
+  return words[i / kWordCodes] >> (4 * Nibble(i)) & 15u;
 }
 
 // A token's part of its page's codes.

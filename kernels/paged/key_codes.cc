@@ -61,8 +61,7 @@ void DecodeKey(const KvLayout& layout, const std::byte* page_codes, int64_t toke
   const float scale = static_cast<float>(*codes.scale);
   const float zero = static_cast<float>(*codes.zero);
   for (int64_t i = 0; i < layout.head_dim; ++i) {
-    const uint32_t code = codes.words[i / kWordCodes] >> (4 * Nibble(i)) & 15u;
-    key[i] = static_cast<float>(code) * scale + zero;
+    key[i] = static_cast<float>(KeyCode(codes.words, i)) * scale + zero;
   }
 }
 

@@ -1,28 +1,20 @@
 #include "kernels/sparse/key_logits.h"
 
 #include <atomic>
+#include <bit>
 #include <limits>
 
-#include "kernels/paged/key_codes.h"
+#include "kernels/base/cpu_features.h"
+#include "kernels/base/dtype.h"
+#include "kernels/paged/key_code_math.h"
 
 namespace kvasir::kernels {
 namespace {
 
-constexpr int64_t kLogitLanes = 16;
+constexpr int64_t kCacheLine = 64;
 
-template <typename Kv>
-float Dot(const float* a, const Kv* b, int64_t n) {
-  float lanes[kLogitLanes] = {};
-  int64_t i = 0;
-  for (; i + kLogitLanes <= n; i += kLogitLanes) {
-    for (int64_t lane = 0; lane < kLogitLanes; ++lane) {
-      lanes[lane] += a[i + lane] * static_cast<float>(b[i + lane]);
-    }
-  }
-  for (int64_t lane = 0; i < n; ++i, ++lane) lanes[lane] += a[i] * static_cast<float>(b[i]);
-  float sum = 0;
-  for (const float lane : lanes) sum += lane;
-  return sum;
+const KeyTileFunctions& ChooseFunctions() {
+  return *ChooseByCpu(&kKeyTilePlain, &kKeyTileAvx2, &kKeyTileAvx512);
 }
 
 }  // namespace
@@ -30,10 +22,12 @@ float Dot(const float* a, const Kv* b, int64_t n) {
 void LoadQuery(const SelectRow& row, int64_t r, int64_t g, float* to) {
   const int64_t d = row.p.kv.layout.head_dim;
   const int64_t begin = row.q_row(r, g) * d;
-  for (int64_t i = 0; i < d; ++i) {
-    to[i] = row.p.q.dtype() == DType::kFloat32
-                ? row.p.q.As<const float>()[begin + i]
-                : static_cast<float>(row.p.q.As<const BFloat16>()[begin + i]);
+  const TensorView& q = row.p.q;
+  if (q.dtype() == DType::kFloat32) {
+    std::copy_n(q.As<const float>() + begin, d, to);
+  } else {
+    const auto* from = q.As<const BFloat16>() + begin;
+    std::transform(from, from + d, to, [](BFloat16 x) { return static_cast<float>(x); });
   }
 }
 
@@ -51,59 +45,106 @@ void LoadDistantQuery(const SelectRow& row, int64_t r, int64_t g, float* to) {
   RotateToDistance(row, SelectionDistance(row.numbers, r), to);
 }
 
-KeyLogits::KeyLogits(const SelectRow& row) : row_(row), layout_(row.p.kv.layout) {}
-
-float KeyLogits::operator()(const float* q, int64_t token) {
-  const std::byte* key = Key(token);
-  if (key == nullptr) return -std::numeric_limits<float>::infinity();
-  return layout_.dtype == DType::kFloat32
-             ? Dot(q, reinterpret_cast<const float*>(key), layout_.head_dim)
-             : Dot(q, reinterpret_cast<const BFloat16*>(key), layout_.head_dim);
+KeyLogits::Memory::Memory(ScratchPieces& pieces, const SelectParams& p) {
+  const int64_t d = p.kv.layout.head_dim;
+  const int64_t angles = p.rope == nullptr ? 0 : d / 2;
+  tile = pieces.Take<float>(d * kTileKeys);
+  cos = pieces.Take<float>(angles * kTileKeys);
+  sin = pieces.Take<float>(angles * kTileKeys);
 }
 
-float KeyLogits::At(int64_t position, const float* q, int64_t token, float* key) {
-  const std::byte* cached = Key(token);
-  if (cached == nullptr) return -std::numeric_limits<float>::infinity();
-  for (int64_t i = 0; i < layout_.head_dim; ++i) {
-    key[i] = layout_.dtype == DType::kFloat32
-                 ? reinterpret_cast<const float*>(cached)[i]
-                 : static_cast<float>(reinterpret_cast<const BFloat16*>(cached)[i]);
-  }
-  row_.p.rope->Rotate(key, DType::kFloat32, 1, position);
-  return Dot(q, key, layout_.head_dim);
-}
+KeyLogits::KeyLogits(const SelectRow& row, KeyForm form, const Memory& memory)
+    : row_(row),
+      form_(form),
+      memory_(memory),
+      functions_(ChooseFunctions()),
+      head_dim_(row.p.kv.layout.head_dim),
+      key_bytes_(form == KeyForm::kCached ? row.p.kv.layout.row_bytes()
+                                          : row.p.kv.layout.key_code_words() * 4) {}
 
-const std::byte* KeyLogits::Key(int64_t token) {
-  const int64_t page = token / kPageTokens;
-  if (page != page_) {
-    page_ = page;
-    const PageRef ref = row_.p.kv.Peek(row_.block.slot, page, row_.p.layer, row_.kv_head);
-    memory_ = ref.page();
-    if (ref.tier() == PageTier::kAbsent) {
-      memory_ = nullptr;
-      std::atomic_ref<uint8_t>(row_.p.faults[static_cast<size_t>(row_.block.slot)])
-          .store(1, std::memory_order_relaxed);
-    }
-  }
-  return memory_ == nullptr ? nullptr : memory_ + token % kPageTokens * layout_.row_bytes();
-}
-
-void KeyEstimates::Load(int64_t token) {
+void KeyLogits::FindPage(int64_t page) {
+  page_ = page;
+  page_memory_ = nullptr;
   const PagedKv& kv = row_.p.kv;
-  const int64_t page = token / kPageTokens;
-  is_there_ = kv.row(row_.block.slot, page) >= 0;
-  if (!is_there_) return;
-  DecodeKey(kv.layout, kv.KeyCodes(row_.block.slot, page, row_.p.layer, row_.kv_head),
-            token % kPageTokens, key_);
+  if (form_ == KeyForm::kCodes) {
+    if (kv.row(row_.block.slot, page) < 0) return;
+    page_memory_ = kv.KeyCodes(row_.block.slot, page, row_.p.layer, row_.kv_head);
+    return;
+  }
+  const PageRef ref = kv.Peek(row_.block.slot, page, row_.p.layer, row_.kv_head);
+  if (ref.tier() != PageTier::kAbsent) {
+    page_memory_ = ref.page();
+    return;
+  }
+  std::atomic_ref<uint8_t>(row_.p.faults[static_cast<size_t>(row_.block.slot)])
+      .store(1, std::memory_order_relaxed);
 }
 
-void KeyEstimates::Rotate(int64_t position) {
-  if (is_there_) row_.p.rope->Rotate(key_, DType::kFloat32, 1, position);
+void KeyLogits::Find(int64_t token, int64_t column, Found& found) {
+  const auto i = static_cast<size_t>(column);
+  found.keys[i] = nullptr;
+  if (token == kNoToken) return;
+  if (token / kPageTokens != page_) FindPage(token / kPageTokens);
+  if (page_memory_ == nullptr) return;
+  found.keys[i] = page_memory_ + token % kPageTokens * key_bytes_;
+  for (int64_t at = 0; at < key_bytes_; at += kCacheLine) __builtin_prefetch(found.keys[i] + at);
+  if (form_ == KeyForm::kCached) return;
+  const TokenCodes codes(row_.p.kv.layout, page_memory_, token % kPageTokens);
+  found.scales[i] = codes.scale;
+  found.zeros[i] = codes.zero;
+  __builtin_prefetch(codes.scale);
+  __builtin_prefetch(codes.zero);
 }
 
-float KeyEstimates::operator()(const float* q) const {
-  if (!is_there_) return -std::numeric_limits<float>::infinity();
-  return Dot(q, key_, row_.p.kv.layout.head_dim);
+void KeyLogits::Pack(const Found& found) {
+  missing_ = 0;
+  for (size_t i = 0; i < kTileKeys; ++i) {
+    if (found.keys[i] == nullptr) missing_ |= uint64_t{1} << i;
+  }
+  if (form_ == KeyForm::kCached) {
+    const void* keys[kTileKeys];
+    std::copy(found.keys.begin(), found.keys.end(), keys);
+    const bool is_float = row_.p.kv.layout.dtype == DType::kFloat32;
+    (is_float ? functions_.pack_float32 : functions_.pack_bfloat16)(keys, head_dim_, memory_.tile);
+    return;
+  }
+  CodedKeys coded;
+  for (size_t i = 0; i < kTileKeys; ++i) {
+    coded.words[i] = reinterpret_cast<const uint32_t*>(found.keys[i]);
+    const bool is_there = found.keys[i] != nullptr;
+    coded.scales[i] = is_there ? static_cast<float>(*found.scales[i]) : 0.0f;
+    coded.zeros[i] = is_there ? static_cast<float>(*found.zeros[i]) : 0.0f;
+  }
+  functions_.pack_codes(coded, head_dim_, memory_.tile);
+}
+
+void KeyLogits::RotateTo(const std::array<int64_t, kTileKeys>& positions) {
+  const void *cos[kTileKeys], *sin[kTileKeys];
+  for (size_t i = 0; i < kTileKeys; ++i) {
+    cos[i] = row_.p.rope->cos(positions[i]);
+    sin[i] = row_.p.rope->sin(positions[i]);
+  }
+  functions_.pack_float32(cos, head_dim_ / 2, memory_.cos);
+  functions_.pack_float32(sin, head_dim_ / 2, memory_.sin);
+  functions_.rotate(memory_.cos, memory_.sin, head_dim_, memory_.tile);
+}
+
+void KeyLogits::ClearMissing(float* logits) const {
+  for (uint64_t rest = missing_; rest != 0; rest &= rest - 1) {
+    logits[std::countr_zero(rest)] = -std::numeric_limits<float>::infinity();
+  }
+}
+
+void KeyLogits::Logits(const float* queries, int64_t num_queries, float* logits) const {
+  functions_.logits({.queries = queries, .count = num_queries, .head_dim = head_dim_}, memory_.tile,
+                    logits);
+  for (int64_t q = 0; q < num_queries; ++q) ClearMissing(logits + q * kTileKeys);
+}
+
+void KeyLogits::Best(const float* queries, int64_t num_queries, float* best) const {
+  functions_.best({.queries = queries, .count = num_queries, .head_dim = head_dim_}, memory_.tile,
+                  best);
+  ClearMissing(best);
 }
 
 }  // namespace kvasir::kernels

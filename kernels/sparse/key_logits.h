@@ -1,14 +1,16 @@
 // Logits of single cached keys, for selectors and pruners that read keys or their codes: q . k in
-// float32, not scaled.
-// Keys are read where they lie, without an access record (see Selector::Select). The sum over
-// head_dim runs in 16 partial sums, added up in order, so that it is the same on every machine.
-// Thread-compatible.
+// float32, not scaled, summed in one order on every machine (key_tile.h). Keys are read where they
+// lie, without an access record (see Selector::Select). Thread-compatible.
 #pragma once
 
+#include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 
-#include "kernels/base/dtype.h"
+#include "kernels/base/float16.h"
+#include "kernels/base/scratch.h"
+#include "kernels/sparse/key_tile.h"
 #include "kernels/sparse/select_common.h"
 
 namespace kvasir::kernels {
@@ -23,43 +25,80 @@ void RotateToDistance(const SelectRow& row, int64_t distance, float* query);
 // LoadQuery, at SelectionDistance.
 void LoadDistantQuery(const SelectRow& row, int64_t r, int64_t g, float* to);
 
-// Logits of one row's queries and the keys of its slot. It remembers the page it read last.
+// What is read of a key: itself, or its codes (kernels/paged/key_codes.h), an estimate at an eighth
+// of the bytes. REQUIRES of kCodes: the KV has key codes.
+enum class KeyForm { kCached, kCodes };
+
+// Logits of one row's queries and any keys of its slot, kTileKeys at a time. Memory of a tile is
+// lent, and one row's at a time.
 class KeyLogits {
  public:
-  explicit KeyLogits(const SelectRow& row);
+  struct Memory {
+    Memory(ScratchPieces& pieces, const SelectParams& params);
+    float* tile;  // [head_dim, kTileKeys]
+    float* cos;   // [head_dim / 2, kTileKeys]; null where keys are cached rotated
+    float* sin;
+  };
+  static constexpr int64_t kNoToken = -1;
 
-  // q . k of the token; -inf, with the slot's fault set, where its page is absent. NaN stays NaN.
-  float operator()(const float* q, int64_t token);
-  // The same of the key rotated to `position`; `key` is memory for head_dim floats. REQUIRES: keys
-  // are cached un-rotated.
-  float At(int64_t position, const float* q, int64_t token, float* key);
+  KeyLogits(const SelectRow& row, KeyForm form, const Memory& memory);
+
+  // Calls use(first, n) for runs of up to kTileKeys of the keys [0, count), ascending: then the
+  // tile's column i is the key of token token_at(first + i), until use returns. Its logits are -inf
+  // for kNoToken, and where the slot has no such block or, with its fault set, an absent page. Keys
+  // to come are fetched meanwhile: token_at is asked a run ahead.
+  template <typename TokenAt, typename Use>
+  void ForEachTile(int64_t count, const TokenAt& token_at, const Use& use) {
+    const auto find = [&](int64_t first, Found& found) {
+      for (int64_t i = 0; i < kTileKeys; ++i) {
+        const int64_t token = first + i < count ? token_at(first + i) : kNoToken;
+        Find(token, i, found);
+      }
+    };
+    if (count > 0) find(0, found_[0]);
+    size_t current = 0;
+    for (int64_t first = 0; first < count; first += kTileKeys, current ^= 1) {
+      if (first + kTileKeys < count) find(first + kTileKeys, found_[current ^ 1]);
+      Pack(found_[current]);
+      use(first, std::min(kTileKeys, count - first));
+    }
+  }
+
+  // Of a tile: rotates the key in column i to position_at(i), for i in [0, n). REQUIRES: keys are
+  // cached un-rotated.
+  template <typename PositionAt>
+  void Rotate(int64_t n, const PositionAt& position_at) {
+    std::array<int64_t, kTileKeys> positions = {};
+    for (int64_t i = 0; i < n; ++i) positions[static_cast<size_t>(i)] = position_at(i);
+    RotateTo(positions);
+  }
+  // Of a tile: logits [num_queries, kTileKeys]. NaN stays NaN.
+  void Logits(const float* queries, int64_t num_queries, float* logits) const;
+  // Of a tile: the largest logit of the queries, for each key; a NaN counts as -inf.
+  void Best(const float* queries, int64_t num_queries, float best[kTileKeys]) const;
 
  private:
-  const std::byte* Key(int64_t token);
+  // Keys where they lie; null: none.
+  struct Found {
+    std::array<const std::byte*, kTileKeys> keys;
+    std::array<const Float16*, kTileKeys> scales, zeros;  // of codes
+  };
+  void Find(int64_t token, int64_t column, Found& found);
+  void FindPage(int64_t page);
+  void Pack(const Found& found);
+  void RotateTo(const std::array<int64_t, kTileKeys>& positions);
+  void ClearMissing(float* logits) const;
 
   const SelectRow& row_;
-  const KvLayout& layout_;
-  int64_t page_ = -1;
-  const std::byte* memory_ = nullptr;  // of page_; null: absent
-};
-
-// The same from key codes (kernels/paged/key_codes.h), token by token for many queries: an estimate
-// at an eighth of the bytes. REQUIRES: the KV has key codes.
-class KeyEstimates {
- public:
-  // `key`: memory for head_dim floats.
-  KeyEstimates(const SelectRow& row, float* key) : row_(row), key_(key) {}
-
-  void Load(int64_t token);
-  // Rotates the loaded key to `position`. REQUIRES: keys are cached un-rotated.
-  void Rotate(int64_t position);
-  // q . k~ of the loaded token; -inf where the slot has no such block. NaN stays NaN.
-  float operator()(const float* q) const;
-
- private:
-  const SelectRow& row_;
-  float* const key_;
-  bool is_there_ = false;
+  const KeyForm form_;
+  const Memory memory_;
+  const KeyTileFunctions& functions_;
+  const int64_t head_dim_;
+  const int64_t key_bytes_;
+  int64_t page_ = kNoToken;
+  std::byte* page_memory_ = nullptr;  // keys, or codes, of page_; null: missing
+  std::array<Found, 2> found_;
+  uint64_t missing_ = 0;  // columns of the tile without a key
 };
 
 }  // namespace kvasir::kernels

@@ -1,6 +1,7 @@
 #include "kernels/sparse/mass_estimate.h"
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cmath>
 #include <limits>
@@ -40,19 +41,20 @@ class ExpSum {
 
 // Memory of one thread.
 struct ThreadMemory {
-  ThreadMemory(ScratchPieces& pieces, const SelectParams& p) {
+  ThreadMemory(ScratchPieces& pieces, const SelectParams& p) : tile(pieces, p) {
     const int64_t group = p.q.dim(1) / p.kv.layout.num_kv_heads;
     distant = pieces.Take<float>(group * p.kv.layout.head_dim);
     placed = pieces.Take<float>(group * p.kv.layout.head_dim);
-    key = pieces.Take<float>(p.kv.layout.head_dim);
+    logits = pieces.Take<float>(group * kTileKeys);
     kept = pieces.Take<ExpSum>(group);
     rest = pieces.Take<ExpSum>(group);
   }
 
+  KeyLogits::Memory tile;
   float* distant;  // [G, head_dim]: queries as keys between sink and window meet them
   float* placed;   // [G, head_dim]: as sink and window do, where keys are un-rotated
-  float* key;
-  ExpSum* kept;  // [G]
+  float* logits;   // [G, kTileKeys]
+  ExpSum* kept;    // [G]
   ExpSum* rest;
 };
 
@@ -60,7 +62,10 @@ struct ThreadMemory {
 class RowEstimate {
  public:
   RowEstimate(const SelectRow& row, const ThreadMemory& memory)
-      : row_(row), memory_(memory), logit_(row), estimate_(row, memory.key) {
+      : row_(row),
+        memory_(memory),
+        keys_(row, KeyForm::kCached, memory.tile),
+        codes_(row, KeyForm::kCodes, memory.tile) {
     for (int64_t g = 0; g < row.group; ++g) {
       LoadDistantQuery(row, 0, g, Distant(g));
       if (row.p.rope == nullptr) continue;
@@ -90,33 +95,56 @@ class RowEstimate {
   float* Placed(int64_t g) const { return memory_.placed + g * row_.p.kv.layout.head_dim; }
 
   void AddKept(int64_t page, uint64_t mask) {
-    for (; mask != 0; mask &= mask - 1) {
-      const int64_t token = page * kPageTokens + std::countr_zero(mask);
-      for (int64_t g = 0; g < row_.group; ++g) {
-        memory_.kept[g].Add(row_.p.scale * Logit(g, token));
-      }
-    }
-  }
-  float Logit(int64_t g, int64_t token) {
+    const int64_t start = page * kPageTokens;
     const SelectionHeader& header = row_.header;
-    const bool between = token >= header.sink_end && token < header.window_begin;
-    if (row_.p.rope == nullptr || between) return logit_(Distant(g), token);
-    return logit_.At(TokenPosition(header, nullptr, token), Placed(g), token, memory_.key);
+    if (row_.p.rope == nullptr) {
+      Add(keys_, start, mask, memory_.distant, memory_.kept);
+      return;
+    }
+    AddPlaced(start, mask & TokenMask(0, header.sink_end - start));
+    Add(keys_, start, mask & TokenMask(header.sink_end - start, header.window_begin - start),
+        memory_.distant, memory_.kept);
+    AddPlaced(start, mask & TokenMask(header.window_begin - start, kPageTokens));
+  }
+  // Of sink or window.
+  void AddPlaced(int64_t start, uint64_t mask) {
+    Add(keys_, start, mask, memory_.placed, memory_.kept, [&](int64_t n) {
+      keys_.Rotate(n, [&](int64_t i) {
+        return TokenPosition(row_.header, nullptr, tokens_[static_cast<size_t>(i)]);
+      });
+    });
+  }
+  void AddRest(int64_t page, uint64_t mask) {
+    Add(codes_, page * kPageTokens, mask, memory_.distant, memory_.rest);
   }
 
-  void AddRest(int64_t page, uint64_t mask) {
-    for (; mask != 0; mask &= mask - 1) {
-      estimate_.Load(page * kPageTokens + std::countr_zero(mask));
-      for (int64_t g = 0; g < row_.group; ++g) {
-        memory_.rest[g].Add(row_.p.scale * estimate_(Distant(g)));
-      }
+  // The tokens of the page that begins at `start`; place(n) may rotate their keys.
+  template <typename Place>
+  void Add(KeyLogits& logits, int64_t start, uint64_t mask, const float* queries, ExpSum* sums,
+           const Place& place) {
+    int64_t count = 0;
+    for (int64_t t = 0; t < kPageTokens; ++t) {
+      if ((mask >> t & 1) != 0) tokens_[static_cast<size_t>(count++)] = start + t;
     }
+    const auto token_at = [&](int64_t i) { return tokens_[static_cast<size_t>(i)]; };
+    logits.ForEachTile(count, token_at, [&](int64_t, int64_t n) {
+      place(n);
+      logits.Logits(queries, row_.group, memory_.logits);
+      for (int64_t g = 0; g < row_.group; ++g) {
+        const float* of_head = memory_.logits + g * kTileKeys;
+        for (int64_t i = 0; i < n; ++i) sums[g].Add(row_.p.scale * of_head[i]);
+      }
+    });
+  }
+  void Add(KeyLogits& logits, int64_t start, uint64_t mask, const float* queries, ExpSum* sums) {
+    Add(logits, start, mask, queries, sums, [](int64_t) {});
   }
 
   const SelectRow& row_;
   const ThreadMemory& memory_;
-  KeyLogits logit_;
-  KeyEstimates estimate_;
+  KeyLogits keys_;
+  KeyLogits codes_;
+  std::array<int64_t, kPageTokens> tokens_;  // of a page
 };
 
 absl::Status CheckEstimate(const SelectParams& p, const PageSelection& selection, size_t masses) {

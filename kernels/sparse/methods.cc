@@ -23,7 +23,7 @@ absl::StatusOr<std::unique_ptr<Selector>> Make(const SelectorOptions& options) {
 
 constexpr SelectorMethod kSelectors[] = {
     {"all", Make<AllSelector>},     {"streaming", Make<StreamingSelector>},
-    {"quest", Make<QuestSelector>}, {"tokenselect", Make<TokenSelectSelector>},
+    {"quest", Make<QuestSelector>}, {"tokenselect", TokenSelectSelector::Create},
     {"hip", Make<HipSelector>},     {"infinitehip", InfiniteHipSelector::Create},
 };
 

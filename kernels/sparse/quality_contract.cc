@@ -28,7 +28,9 @@ absl::Status ContractKeeper::Keep(const Stages& stages, const SelectParams& para
   p.wanted = wanted_;
   KVASIR_RETURN_IF_ERROR(Estimate(p, selection, executor));
   MakeDense(p, selection);
-  while (Widen(p)) {
+  while (true) {
+    KVASIR_ASSIGN_OR_RETURN(const bool widens, Widen(p, stages.selector.scope()));
+    if (!widens) return absl::OkStatus();
     KVASIR_RETURN_IF_ERROR(stages.selector.Select(p, selection, executor));
     if (p.rope != nullptr) AssignPositions(selection);
     if (stages.pruner != nullptr) {
@@ -36,7 +38,6 @@ absl::Status ContractKeeper::Keep(const Stages& stages, const SelectParams& para
     }
     KVASIR_RETURN_IF_ERROR(Estimate(p, selection, executor));
   }
-  return absl::OkStatus();
 }
 
 // False: no row has a contract.
@@ -92,24 +93,30 @@ void ContractKeeper::MakeDense(const SelectParams& params, const PageSelection& 
   }
 }
 
-// Doubles the budgets of blocks with rows in violation, which are wanted from now on. False: there
-// is nothing left to widen.
-bool ContractKeeper::Widen(const SelectParams& params) {
-  const int64_t num_heads = params.kv.layout.num_kv_heads;
+// Doubles the budgets of blocks with rows in violation, which are wanted from now on; at layer
+// scope all rows of a block are, on all ranks, where one is in violation. False: there is nothing
+// left to widen.
+absl::StatusOr<bool> ContractKeeper::Widen(const SelectParams& params, Scope scope) {
+  const auto heads = static_cast<size_t>(params.kv.layout.num_kv_heads);
+  const bool of_layer = scope == Scope::kLayer;
+  violated_.assign(numbers_.size(), 0);
+  for (size_t i = 0; i < outcomes_.size(); ++i) {
+    const size_t b = i / heads;
+    const int64_t largest = LargestBudget(numbers_[b], params.blocks[b].first_position + 1);
+    wanted_[i] = numbers_[b].budget_tokens < largest && outcomes_[i] == ContractOutcome::kMissed;
+    if (wanted_[i] != 0) violated_[b] = 1;
+  }
+  if (of_layer && params.ranks != nullptr) {
+    KVASIR_RETURN_IF_ERROR(params.ranks->Max(violated_));
+  }
   bool any = false;
   for (size_t b = 0; b < numbers_.size(); ++b) {
-    const auto rows = static_cast<int64_t>(b) * num_heads;
+    if (violated_[b] == 0) continue;
+    any = true;
     SelectionNumbers& numbers = numbers_[b];
     const int64_t largest = LargestBudget(numbers, params.blocks[b].first_position + 1);
-    const bool grows = numbers.budget_tokens < largest;
-    bool violated = false;
-    for (int64_t row = rows; row < rows + num_heads; ++row) {
-      const auto i = static_cast<size_t>(row);
-      wanted_[i] = grows && outcomes_[i] == ContractOutcome::kMissed;
-      violated |= wanted_[i] != 0;
-    }
-    if (violated) numbers.budget_tokens = std::min(2 * numbers.budget_tokens, largest);
-    any |= violated;
+    numbers.budget_tokens = std::min(2 * numbers.budget_tokens, largest);
+    if (of_layer) std::fill_n(wanted_.begin() + static_cast<int64_t>(b * heads), heads, uint8_t{1});
   }
   return any;
 }

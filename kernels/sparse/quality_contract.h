@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 
 #include "kernels/sparse/stages.h"
 
@@ -62,12 +63,13 @@ class ContractKeeper {
                         Executor& executor);
   bool IsViolated(int64_t row, const SelectionNumbers& numbers) const;
   void MakeDense(const SelectParams& params, const PageSelection& selection);
-  bool Widen(const SelectParams& params);
+  absl::StatusOr<bool> Widen(const SelectParams& params, Scope scope);
 
   int64_t group_ = 0;
   std::vector<ContractOutcome> outcomes_;
   std::vector<float> masses_;
   std::vector<uint8_t> wanted_;            // rows that are being worked on
+  std::vector<float> violated_;            // blocks with a row to widen for: 1
   std::vector<SelectionNumbers> numbers_;  // with widened budgets
 };
 

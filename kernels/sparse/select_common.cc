@@ -10,6 +10,13 @@
 
 namespace kvasir::kernels {
 
+absl::StatusOr<Scope> ScopeNamed(absl::string_view selector, absl::string_view name) {
+  if (name == "group") return Scope::kKvGroup;
+  if (name == "layer") return Scope::kLayer;
+  return absl::InvalidArgumentError(
+      absl::StrCat(selector, ": scope '", name, "' is unknown; there are group, layer"));
+}
+
 absl::Status CheckSelect(absl::string_view selector, const SelectParams& p,
                          const PageSelection& out) {
   const KvLayout& layout = p.kv.layout;
@@ -81,6 +88,14 @@ void ListWriter::Add(int64_t begin, int64_t end, float score) {
     entry.live = entry.chosen;
     entry.score = std::max(entry.score, score);
     begin = (page + 1) * kPageTokens;
+  }
+}
+
+void ShareWithinBlock(const PageSelection& block_rows) {
+  const SelectionHeader& header = block_rows.header(0);
+  for (int64_t row = 1; row < block_rows.num_rows; ++row) {
+    block_rows.header(row) = header;
+    std::copy_n(block_rows.list(0), header.count, block_rows.list(row));
   }
 }
 

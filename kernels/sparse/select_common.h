@@ -8,6 +8,7 @@
 #include <functional>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 
 #include "kernels/base/executor.h"
@@ -19,6 +20,9 @@
 #include "kernels/sparse/stages.h"
 
 namespace kvasir::kernels {
+
+// "group" or "layer"; INVALID_ARGUMENT for anything else.
+absl::StatusOr<Scope> ScopeNamed(absl::string_view selector, absl::string_view name);
 
 // Shapes, query blocks and numbers of a Select call; `selector` opens the message.
 absl::Status CheckSelect(absl::string_view selector, const SelectParams& params,
@@ -68,15 +72,21 @@ struct SelectRow {
   SelectionEntry* list;
 };
 
+// Whether the row is wanted, and a stage of it is to run.
+inline bool IsToRun(const SelectRow& row) {
+  const SelectParams& p = row.p;
+  if (!p.wanted.empty() && p.wanted[static_cast<size_t>(row.index)] == 0) return false;
+  return row.memory == nullptr || !row.memory->serves();
+}
+
 // Calls select(SelectRow, thread) for every wanted row of which a stage is to run, on the
 // executor's threads.
 template <typename Select>
 void ForEachRow(const SelectParams& params, const PageSelection& out, Executor& executor,
                 const Select& select) {
   const auto run = [&](int64_t row, int thread) {
-    if (!params.wanted.empty() && params.wanted[static_cast<size_t>(row)] == 0) return;
     const SelectRow select_row(params, out, row);
-    if (select_row.memory == nullptr || !select_row.memory->serves()) select(select_row, thread);
+    if (IsToRun(select_row)) select(select_row, thread);
   };
   executor.ParallelFor(out.num_rows, std::ref(run));  // a larger closure would be allocated
 }
@@ -109,5 +119,9 @@ class ListWriter {
   SelectionHeader& header_;
   SelectionEntry* list_;
 };
+
+// Gives the first row's header and list to the other rows of a query block: one selection for all
+// KV heads.
+void ShareWithinBlock(const PageSelection& block_rows);
 
 }  // namespace kvasir::kernels

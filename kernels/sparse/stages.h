@@ -9,6 +9,7 @@
 #include <span>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 
 #include "kernels/base/executor.h"
 #include "kernels/base/scratch.h"
@@ -58,6 +59,26 @@ struct QueryRotation {
   const float* sin = nullptr;
 };
 
+// Whose query heads choose together.
+enum class Scope {
+  kKvGroup,  // those of a KV head: what is chosen does not depend on how heads lie on ranks
+  kLayer,    // all: ranks that hold a part of them choose together (LayerRanks)
+};
+
+// The ranks that hold the KV heads of a layer, for selections of layer scope. All of them make the
+// same calls in the same order, on the thread that called Select. Results are the same on all, and
+// however many there are: integers are summed, and doubles are never. Errors are the network's.
+class LayerRanks {
+ public:
+  virtual ~LayerRanks() = default;
+  // In place, over the ranks; of ranks that share KV heads one counts.
+  virtual absl::Status Sum(std::span<int64_t> values) = 0;
+  virtual absl::Status Max(std::span<float> values) = 0;
+  // The values of all KV heads of the layer, in their order; `own` has as many for each KV head of
+  // this rank. Valid until the next call.
+  virtual absl::StatusOr<std::span<const double>> Gather(std::span<const double> own) = 0;
+};
+
 struct SelectParams {
   TensorView q;  // [tokens, num_heads, head_dim], float32 or bfloat16: all query heads of the KV
                  // heads in `kv`, also those that other ranks attend with
@@ -77,6 +98,7 @@ struct SelectParams {
   std::span<RowMemory* const> memories = {};
   // [blocks x KV heads] or empty: a row that is 0 stays as it is. Empty: none does.
   std::span<const uint8_t> wanted = {};
+  LayerRanks* ranks = nullptr;  // null: `kv` has all KV heads of the layer
 };
 
 // Why a page that dense attention would read is not attended to: the label of the skip counters.
@@ -116,6 +138,8 @@ class Selector {
   // False where the choice depends on positions alone: then the heads of a group that lie on other
   // ranks need not be fetched for it.
   virtual bool ReadsQueries() const = 0;
+  // Under kLayer all rows of a block get the same list.
+  virtual Scope scope() const { return Scope::kKvGroup; }
   // Whether the KV must keep key codes for it (kernels/paged/key_codes.h).
   virtual bool NeedsKeyCodes() const { return false; }
   // Of each stage, 1 to kMaxStages: steps between two of its runs where lists are reused.

@@ -42,6 +42,19 @@ inline v1::SparsityPolicy MakeReusingPolicy(const std::string& selector, const s
   return policy;
 }
 
+// The same where all heads of a layer share a selection.
+inline v1::SparsityPolicy MakeLayerPolicy(const std::string& selector, const std::string& rule) {
+  v1::SparsityPolicy policy = MakeReusingPolicy(selector, rule);
+  if (selector == "infinitehip") {
+    policy.mutable_decode()->mutable_infinitehip()->set_scope("layer");
+    *policy.mutable_prefill()->mutable_infinitehip() = policy.decode().infinitehip();
+  } else {
+    policy.mutable_decode()->mutable_tokenselect()->set_scope("layer");
+    *policy.mutable_prefill()->mutable_tokenselect() = policy.decode().tokenselect();
+  }
+  return policy;
+}
+
 // In chunks that fit the short prompts of tests.
 inline v1::SparsityPolicy MakeInfiniteHipPolicy() {
   v1::SparsityPolicy policy = MakePolicy("infinitehip", "infinitehip");
@@ -63,7 +76,8 @@ inline v1::AttentionPolicy MakeNumbers(uint32_t sink, uint32_t window, uint32_t 
 
 // Numbers that the policies of TestWorker::DefaultOptions ask for beside those of MakeNumbers.
 inline void SetWhatThePolicyNeeds(TestRequest& request) {
-  if (request.policy == 6 || request.policy == 10) {  // infinitehip's least window with preset 5k
+  if (request.policy == 6 || request.policy == 10 ||
+      request.policy == 12) {  // infinitehip's least window with preset 5k
     request.prefill.set_window_tokens(128);
     request.decode.set_window_tokens(128);
   }
@@ -144,7 +158,9 @@ class TestWorker {
                          MakeInfiniteHipPolicy(), MakePruningPolicy(),
                          MakeReusingPolicy("hip", "interval"),
                          MakeReusingPolicy("tokenselect", "cosine"),
-                         MakeReusingPolicy("infinitehip", "both")},
+                         MakeReusingPolicy("infinitehip", "both"),
+                         MakeLayerPolicy("tokenselect", "cosine"),
+                         MakeLayerPolicy("infinitehip", "interval")},
             .mass_sample_rate = 0};
   }
 

@@ -13,6 +13,7 @@
 #include "kernels/paged/append.h"
 #include "kernels/paged/compact_positions.h"
 #include "kernels/sparse/reuse/reusing_select.h"
+#include "worker/model/collective_ranks.h"
 
 namespace kvasir::worker {
 namespace {
@@ -165,6 +166,7 @@ absl::StatusOr<PageSelection> AttentionLayer::Select(const StepContext& step) {
       numbers_[b].window_tokens = block.first_position + block.num_rows;
     }
   }
+  CollectiveRanks ranks(options_.shard, step.collective);
   for (const SelectorGroup& group : batch.groups) {
     const size_t begin = static_cast<size_t>(group.begin);
     const size_t count = static_cast<size_t>(group.end - group.begin);
@@ -180,7 +182,8 @@ absl::StatusOr<PageSelection> AttentionLayer::Select(const StepContext& step) {
                                           .scratch = &step.activations.attention_scratch,
                                           .rope = step.compact_rope,
                                           .rotation = RotationOf(step),
-                                          .memories = MemoriesOf(batch, group)};
+                                          .memories = MemoriesOf(batch, group),
+                                          .ranks = &ranks};
     const ServedSelector& served = *group.served;
     KVASIR_RETURN_IF_ERROR(
         served.reuse == nullptr

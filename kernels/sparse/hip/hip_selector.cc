@@ -32,7 +32,7 @@ struct Node {
 
 // Memory of one thread of a Select call.
 struct ThreadMemory {
-  ThreadMemory(ScratchPieces& pieces, const SelectParams& p) {
+  ThreadMemory(ScratchPieces& pieces, const SelectParams& p) : tile(pieces, p) {
     int64_t rows = 0;
     int64_t nodes = 0;
     for (size_t i = 0; i < p.blocks.size(); ++i) {
@@ -47,6 +47,7 @@ struct ThreadMemory {
     ranked = pieces.Take<Ranked>(2 * nodes);
   }
 
+  KeyLogits::Memory tile;
   float* queries;  // [sampled rows x G, head_dim]
   Node* current;
   Node* halves;
@@ -57,7 +58,7 @@ struct ThreadMemory {
 class Search {
  public:
   Search(const SelectRow& row, const ThreadMemory& memory)
-      : row_(row), memory_(memory), logit_(row) {
+      : row_(row), memory_(memory), keys_(row, KeyForm::kCached, memory.tile) {
     num_queries_ = SampledRows(row.block.num_rows) * row.group;
     for (int64_t s = 0; s < SampledRows(row.block.num_rows); ++s) {
       const int64_t r = std::min(s * kQueryStride + kQueryStride, row.block.num_rows) - 1;
@@ -91,9 +92,10 @@ class Search {
     for (int64_t j = 0; j < count; ++j) {
       const Node& node = memory_.current[j];
       const int64_t left = node.length / 2;
-      if (left > 0) memory_.halves[halves++] = Scored(node.begin, left);
-      memory_.halves[halves++] = Scored(node.begin + left, node.length - left);
+      if (left > 0) memory_.halves[halves++] = {.begin = node.begin, .length = left};
+      memory_.halves[halves++] = {.begin = node.begin + left, .length = node.length - left};
     }
+    Score(halves);
     for (int64_t i = 0; i < halves; ++i) memory_.ranked[i] = Ranked(memory_.halves[i].score, i);
     KeepBest({memory_.ranked, static_cast<size_t>(halves)}, count);
     for (int64_t j = 0; j < count; ++j) {
@@ -101,21 +103,27 @@ class Search {
     }
   }
 
-  Node Scored(int64_t begin, int64_t length) {
-    const int64_t first = row_.header.sink_end + (begin + length / 2) * kBlockTokens;
-    const int64_t end = std::min(first + kBlockTokens, row_.candidates_end());
-    float score = kNoScore;
-    for (int64_t token = first; token < end; ++token) {
-      for (int64_t i = 0; i < num_queries_; ++i) {
-        score = std::max(score, logit_(Query(i), token));  // leaves out NaN
+  // By the tokens of their centre blocks.
+  void Score(int64_t halves) {
+    const auto token_at = [&](int64_t i) {
+      const Node& half = memory_.halves[i / kBlockTokens];
+      const int64_t block = half.begin + half.length / 2;
+      const int64_t token = row_.header.sink_end + block * kBlockTokens + i % kBlockTokens;
+      return token < row_.candidates_end() ? token : KeyLogits::kNoToken;
+    };
+    keys_.ForEachTile(halves * kBlockTokens, token_at, [&](int64_t first, int64_t n) {
+      float best[kTileKeys];
+      keys_.Best(memory_.queries, num_queries_, best);
+      for (int64_t i = 0; i < n; ++i) {
+        Node& half = memory_.halves[(first + i) / kBlockTokens];
+        half.score = std::max(half.score, best[i]);
       }
-    }
-    return {.begin = begin, .length = length, .score = score};
+    });
   }
 
   const SelectRow& row_;
   const ThreadMemory& memory_;
-  KeyLogits logit_;
+  KeyLogits keys_;
   int64_t num_queries_ = 0;
 };
 

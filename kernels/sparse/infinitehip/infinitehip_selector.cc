@@ -1,14 +1,14 @@
 #include "kernels/sparse/infinitehip/infinitehip_selector.h"
 
 #include <algorithm>
-#include <limits>
+#include <functional>
 #include <span>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 
 #include "kernels/base/status_macros.h"
-#include "kernels/sparse/key_logits.h"
-#include "kernels/sparse/quest/page_scores.h"
+#include "kernels/sparse/infinitehip/chunk_scores.h"
 #include "kernels/sparse/ranking.h"
 #include "kernels/sparse/select_common.h"
 
@@ -29,10 +29,6 @@ constexpr struct {
   absl::string_view name;
   Probe probe;
 } kProbes[] = {{"digest", Probe::kDigest}, {"centre", Probe::kCentre}, {"first", Probe::kFirst}};
-
-constexpr float kNoScore = -std::numeric_limits<float>::infinity();
-// Chunks of so few tokens are scored by all of them.
-constexpr int64_t kExactChunkTokens = 8;
 
 constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -62,21 +58,6 @@ int64_t MaxChunks(const Preset& preset, const QueryBlock& block, const Selection
   return chunks;
 }
 
-// Layers whose chunks stand at positions of their own.
-constexpr int64_t kChunkIndexedLayers = 3;
-
-// Where queries and keys stand while chunks are judged.
-enum class Placing {
-  kNative,        // they are cached rotated
-  kRelative,      // the query at Wm + 1, a left probe at 0, a right one at 1
-  kChunkIndexed,  // of n chunks: the query at n - 1 + Wm, all keys of chunk c at c
-};
-
-Placing PlacingOf(const SelectParams& p) {
-  if (p.rope == nullptr) return Placing::kNative;
-  return p.layer < kChunkIndexedLayers ? Placing::kChunkIndexed : Placing::kRelative;
-}
-
 // Makes the positions of all placings known.
 void ReservePlacings(const SelectParams& p, const Preset& preset, Executor& executor) {
   if (p.rope == nullptr) return;
@@ -89,78 +70,60 @@ void ReservePlacings(const SelectParams& p, const Preset& preset, Executor& exec
   p.rope->Reserve(last + 1, executor);
 }
 
-// Memory of one thread of a Select call.
-struct ThreadMemory {
-  ThreadMemory(ScratchPieces& pieces, const SelectParams& p, const Preset& preset) {
-    const int64_t d = p.kv.layout.head_dim;
-    int64_t rows = 0, context = 0, chunks = 0;
-    for (size_t i = 0; i < p.blocks.size(); ++i) {
-      rows = std::max(rows, p.blocks[i].num_rows);
-      context = std::max(context, p.blocks[i].first_position);
-      chunks = std::max(chunks, MaxChunks(preset, p.blocks[i], p.numbers[i]));
-    }
-    const int64_t queries = rows * p.q.dim(1) / p.kv.layout.num_kv_heads;
-    means = pieces.Take<float>(queries * d);
-    left = pieces.Take<float>(p.rope != nullptr ? queries * d : 0);
-    right = pieces.Take<float>(p.rope != nullptr ? queries * d : 0);
-    vector = pieces.Take<float>(d);
-    signed_q = pieces.Take<float>(queries * 2 * d);
-    page_scores = pieces.Take<float>(CeilPages(context));
-    workspace = pieces.Take<std::byte>(QuestScoreWorkspaceBytes(d));
-    chunk_begins = pieces.Take<int64_t>(chunks);
-    next_begins = pieces.Take<int64_t>(chunks);
-    scores = pieces.Take<float>(chunks);
-    ranked = pieces.Take<Ranked>(chunks);
+ChunkScores::Sizes SizesOf(const SelectParams& p, const Preset& preset) {
+  ChunkScores::Sizes sizes;
+  for (size_t i = 0; i < p.blocks.size(); ++i) {
+    sizes.query_rows = std::max(sizes.query_rows, p.blocks[i].num_rows);
+    sizes.context = std::max(sizes.context, p.blocks[i].first_position);
+    sizes.chunks = std::max(sizes.chunks, MaxChunks(preset, p.blocks[i], p.numbers[i]));
   }
+  return sizes;
+}
 
-  float* means;  // [G, averaged rows, head_dim]
-  float* left;   // the same, placed for left probes
-  float* right;  // and for all others
-  float* vector;
-  float* signed_q;
-  float* page_scores;
-  std::byte* workspace;
-  int64_t* chunk_begins;
+// The chunks of a selection that is under way.
+struct ChunkMemory {
+  ChunkMemory(ScratchPieces& pieces, int64_t chunks)
+      : begins(pieces.Take<int64_t>(chunks)),
+        next_begins(pieces.Take<int64_t>(chunks)),
+        scores(pieces.Take<float>(chunks)),
+        ranked(pieces.Take<Ranked>(chunks)) {}
+
+  int64_t* begins;
   int64_t* next_begins;
   float* scores;
   Ranked* ranked;
 };
 
-// The stages in one row with candidates.
+// The stages in one row with candidates, or at layer scope in one block, whose first row it gets.
 class Pruning {
  public:
-  Pruning(const SelectRow& row, const Preset& preset, Probe probe, ThreadMemory& memory)
-      : row_(row),
-        preset_(preset),
-        probe_(probe),
-        memory_(memory),
-        head_dim_(row.p.kv.layout.head_dim),
-        placing_(PlacingOf(row.p)),
-        selection_window_(row.numbers.window_tokens - Overlap(preset)),
-        logit_(row),
-        estimate_(row, memory.vector) {}
+  Pruning(const SelectRow& row, const Preset& preset, ChunkMemory& memory)
+      : row_(row), preset_(preset), memory_(memory) {}
 
-  void Run() {
+  // score(chunks, stage, scores) answers with a Status.
+  template <typename Score>
+  absl::Status Run(const Score& score) {
     const size_t first = row_.memory == nullptr ? 0 : row_.memory->first_stage;
     first == 0 ? TakeAllChunks() : Recall(first - 1);
     for (size_t s = first; s < preset_.stages.size(); ++s) {
       if (s > 0) Split(preset_.stages[s - 1].chunk_tokens, preset_.stages[s].chunk_tokens);
-      Keep(preset_.stages[s], s == 0);
+      KVASIR_RETURN_IF_ERROR(Keep(s, score));
       if (row_.memory != nullptr && s + 1 < preset_.stages.size()) Remember(s);
     }
     const int64_t block = preset_.stages.back().chunk_tokens;
     ListWriter writer(row_.header, row_.list);
     for (int64_t j = 0; j < num_chunks_; ++j) {
-      const int64_t begin = memory_.chunk_begins[j];
+      const int64_t begin = memory_.begins[j];
       writer.Add(begin, begin + block, memory_.scores[j]);
     }
+    return absl::OkStatus();
   }
 
  private:
   void TakeAllChunks() {
     num_chunks_ = FirstChunks(preset_, row_.header, row_.numbers.window_tokens);
     for (int64_t j = 0; j < num_chunks_; ++j) {
-      memory_.chunk_begins[j] = row_.header.sink_end + j * preset_.stages[0].chunk_tokens;
+      memory_.begins[j] = row_.header.sink_end + j * preset_.stages[0].chunk_tokens;
     }
   }
 
@@ -168,205 +131,156 @@ class Pruning {
   void Remember(size_t stage) {
     RowMemory::StageItems& left = row_.memory->stages[stage];
     left.count = num_chunks_;
-    std::copy_n(memory_.chunk_begins, num_chunks_, left.items);
+    std::copy_n(memory_.begins, num_chunks_, left.items);
   }
   void Recall(size_t stage) {
     const RowMemory::StageItems& left = row_.memory->stages[stage];
     num_chunks_ = left.count;
-    std::copy_n(left.items, num_chunks_, memory_.chunk_begins);
+    std::copy_n(left.items, num_chunks_, memory_.begins);
   }
 
   void Split(int64_t chunk, int64_t part) {
     int64_t count = 0;
     for (int64_t j = 0; j < num_chunks_; ++j) {
       for (int64_t at = 0; at < chunk; at += part) {
-        memory_.next_begins[count++] = memory_.chunk_begins[j] + at;
+        memory_.next_begins[count++] = memory_.begins[j] + at;
       }
     }
-    std::swap(memory_.chunk_begins, memory_.next_begins);
+    std::swap(memory_.begins, memory_.next_begins);
     num_chunks_ = count;
   }
 
-  void Keep(const Stage& stage, bool is_first) {
+  template <typename Score>
+  absl::Status Keep(size_t s, const Score& score) {
+    const Stage& stage = preset_.stages[s];
     const int64_t count = KeptChunks(stage, row_.numbers.budget_tokens);
     if (num_chunks_ <= count) {
       std::fill_n(memory_.scores, num_chunks_, 0.0f);
-      return;
+      return absl::OkStatus();
     }
-    AverageQueries(stage.query_stride);
-    PlaceQueries();
-    const bool by_pages = is_first && probe_ == Probe::kDigest;
-    if (by_pages && placing_ != Placing::kChunkIndexed) ScoreAllPages(stage.chunk_tokens);
+    const ChunkList chunks = {
+        .count = num_chunks_, .tokens = stage.chunk_tokens, .begins = memory_.begins};
+    KVASIR_RETURN_IF_ERROR(score(chunks, s, memory_.scores));
     for (int64_t j = 0; j < num_chunks_; ++j) {
-      const Chunk chunk = {
-          .index = j, .begin = memory_.chunk_begins[j], .tokens = stage.chunk_tokens};
-      memory_.ranked[j] = Ranked(by_pages ? BestPage(chunk) : Score(chunk), j);
+      memory_.ranked[j] = Ranked(memory_.scores[j], j);
     }
     KeepBest({memory_.ranked, static_cast<size_t>(num_chunks_)}, count);
     for (int64_t j = 0; j < count; ++j) {  // ascending: nothing is overwritten that is still read
-      memory_.chunk_begins[j] = memory_.chunk_begins[memory_.ranked[j].item()];
+      memory_.begins[j] = memory_.begins[memory_.ranked[j].item()];
       memory_.scores[j] = memory_.ranked[j].score();
     }
     num_chunks_ = count;
-  }
-
-  void AverageQueries(int64_t stride) {
-    num_means_ = CeilDiv(row_.block.num_rows, stride);
-    for (int64_t g = 0; g < row_.group; ++g) {
-      for (int64_t m = 0; m < num_means_; ++m) {
-        const int64_t end = std::min((m + 1) * stride, row_.block.num_rows);
-        float* mean = memory_.means + (g * num_means_ + m) * head_dim_;
-        std::fill_n(mean, head_dim_, 0.0f);
-        for (int64_t r = m * stride; r < end; ++r) {
-          LoadQuery(row_, r, g, memory_.vector);
-          for (int64_t i = 0; i < head_dim_; ++i) mean[i] += memory_.vector[i];
-        }
-        for (int64_t i = 0; i < head_dim_; ++i) mean[i] /= static_cast<float>(end - m * stride);
-      }
-    }
-  }
-  // A chunk among num_chunks_.
-  struct Chunk {
-    int64_t index = 0;
-    int64_t begin = 0;
-    int64_t tokens = 0;
-  };
-  enum class Side { kLeft, kRight };
-
-  const float* Query(Side side, int64_t g, int64_t m) const {
-    const float* queries = placing_ == Placing::kNative ? memory_.means
-                           : side == Side::kLeft        ? memory_.left
-                                                        : memory_.right;
-    return queries + (g * num_means_ + m) * head_dim_;
-  }
-
-  void PlaceQueries() {
-    if (placing_ == Placing::kNative) return;
-    if (placing_ == Placing::kRelative) {
-      RotateMeans(selection_window_ + 1, memory_.left);
-      RotateMeans(selection_window_, memory_.right);
-      return;
-    }
-    const int64_t size = row_.group * num_means_ * head_dim_;
-    std::copy_n(memory_.means, size, memory_.right);
-    for (int64_t at = 0; at < size; at += head_dim_) {
-      row_.p.rope->Rotate(memory_.right + at, DType::kFloat32, 1, ChunkDistance(0));
-    }
-    std::copy_n(memory_.right, size, memory_.left);
-  }
-  void RotateMeans(int64_t distance, float* to) {
-    const int64_t size = row_.group * num_means_ * head_dim_;
-    std::copy_n(memory_.means, size, to);
-    for (int64_t at = 0; at < size; at += head_dim_) RotateToDistance(row_, distance, to + at);
-  }
-  // Of chunk-indexed placing.
-  int64_t ChunkDistance(int64_t index) const { return num_chunks_ - 1 + selection_window_ - index; }
-
-  // Page scores of [begin, end) by these queries, to page_scores.
-  void ScorePagesBy(const float* queries, int64_t begin, int64_t end) {
-    const int64_t num_queries = row_.group * num_means_;
-    for (int64_t q = 0; q < num_queries; ++q) {
-      SplitBySign(queries + q * head_dim_, head_dim_, memory_.signed_q + q * 2 * head_dim_);
-    }
-    ScorePages(row_, ChoosePageScoreKernel(row_.p.kv.layout, DType::kFloat32).scores,
-               {.signed_q = memory_.signed_q,
-                .num_queries = num_queries,
-                .head_dim = head_dim_,
-                .workspace = memory_.workspace},
-               begin, end, memory_.page_scores);
-    first_page_ = begin;
-  }
-  // Of the pages that the chunks of stage 1 touch.
-  void ScoreAllPages(int64_t chunk) {
-    ScorePagesBy(Query(Side::kRight, 0, 0), memory_.chunk_begins[0] / kPageTokens,
-                 CeilPages(memory_.chunk_begins[num_chunks_ - 1] + chunk));
-  }
-  // Bounds cannot be rotated: each chunk has queries of its own when it has a position of its own.
-  float BestPage(const Chunk& chunk) {
-    const int64_t begin = chunk.begin / kPageTokens, end = CeilPages(chunk.begin + chunk.tokens);
-    if (placing_ == Placing::kChunkIndexed) {
-      RotateMeans(ChunkDistance(chunk.index), memory_.left);
-      ScorePagesBy(memory_.left, begin, end);
-    }
-    return *std::max_element(memory_.page_scores + begin - first_page_,
-                             memory_.page_scores + end - first_page_);
-  }
-
-  float Score(const Chunk& chunk) {
-    if (probe_ == Probe::kDigest) return BestEstimate(chunk);
-    float best = kNoScore;
-    for (int64_t g = 0; g < row_.group; ++g) {
-      best = std::max(
-          best, probe_ == Probe::kFirst ? DescendByFirst(g, chunk) : DescendByCentre(g, chunk));
-    }
-    return best;
-  }
-
-  float BestEstimate(const Chunk& chunk) {
-    float best = kNoScore;
-    for (int64_t token = chunk.begin; token < chunk.begin + chunk.tokens; ++token) {
-      estimate_.Load(token);
-      if (placing_ == Placing::kChunkIndexed) estimate_.Rotate(chunk.index);
-      for (int64_t g = 0; g < row_.group; ++g) {
-        for (int64_t m = 0; m < num_means_; ++m) {
-          best = std::max(best, estimate_(Query(Side::kRight, g, m)));  // leaves out NaN
-        }
-      }
-    }
-    return best;
-  }
-
-  // The largest logit of a token of the chunk over the averaged rows of one head.
-  float Logit(int64_t g, const Chunk& chunk, int64_t token, Side side) {
-    float best = kNoScore;
-    for (int64_t m = 0; m < num_means_; ++m) {
-      const float* query = Query(side, g, m);
-      best = std::max(best, placing_ == Placing::kChunkIndexed
-                                ? logit_.At(chunk.index, query, token, memory_.vector)
-                                : logit_(query, token));
-    }
-    return best;
-  }
-
-  float DescendByCentre(int64_t g, const Chunk& chunk) {
-    float best = kNoScore;
-    if (chunk.tokens <= kExactChunkTokens) {
-      for (int64_t t = chunk.begin; t < chunk.begin + chunk.tokens; ++t) {
-        best = std::max(best, Logit(g, chunk, t, Side::kRight));
-      }
-      return best;
-    }
-    int64_t begin = chunk.begin;
-    for (int64_t half = chunk.tokens / 2; half > 0; half /= 2) {
-      const float left = Logit(g, chunk, begin + half / 2, Side::kLeft);
-      const float right = Logit(g, chunk, begin + half + half / 2, Side::kRight);
-      best = std::max({best, left, right});
-      if (!(left > right)) begin += half;
-    }
-    return best;
-  }
-
-  float DescendByFirst(int64_t g, const Chunk& chunk) {
-    int64_t begin = chunk.begin;
-    for (int64_t half = chunk.tokens / 2; half > 0; half /= 2) {
-      const float left = Logit(g, chunk, begin, Side::kLeft);
-      if (!(left > Logit(g, chunk, begin + half, Side::kRight))) begin += half;
-    }
-    return Logit(g, chunk, begin, Side::kRight);
+    return absl::OkStatus();
   }
 
   const SelectRow& row_;
   const Preset& preset_;
-  const Probe probe_;
-  ThreadMemory& memory_;
-  const int64_t head_dim_;
-  const Placing placing_;
-  const int64_t selection_window_;  // Wm
-  KeyLogits logit_;
-  KeyEstimates estimate_;
+  ChunkMemory& memory_;
   int64_t num_chunks_ = 0;
-  int64_t num_means_ = 0;
-  int64_t first_page_ = 0;
+};
+
+// Whether there is something to choose from; makes the header.
+bool Begin(const SelectRow& row) {
+  row.header = MakeHeader(row.block, row.numbers);
+  return row.header.kind == SelectionHeader::Kind::kList &&
+         row.header.sink_end < row.header.window_begin && row.numbers.budget_tokens > 0;
+}
+
+// What both scopes do for one row: its part of a stage's scores.
+struct RowScores {
+  const Preset& preset;
+  Probe probe;
+
+  void operator()(const SelectRow& row, const ChunkScores::Memory& memory, const ChunkList& chunks,
+                  size_t stage, float* scores) const {
+    ChunkScores(row, probe, row.numbers.window_tokens - Overlap(preset), memory)
+        .Score(chunks, preset.stages[stage].query_stride, stage == 0, scores);
+  }
+};
+
+// Memory of one thread of a Select call at group scope.
+struct ThreadMemory {
+  ThreadMemory(ScratchPieces& pieces, const SelectParams& p, const ChunkScores::Sizes& sizes)
+      : scores(pieces, p, sizes), chunks(pieces, sizes.chunks) {}
+  ChunkScores::Memory scores;
+  ChunkMemory chunks;
+};
+
+// Selection at layer scope, a query block at a time: its KV heads score side by side, and the best
+// of their scores is a chunk's.
+class LayerSelection {
+ public:
+  LayerSelection(const SelectParams& p, const PageSelection& out, const RowScores& row_scores,
+                 Executor& executor)
+      : p_(p),
+        out_(out),
+        row_scores_(row_scores),
+        executor_(executor),
+        heads_(p.kv.layout.num_kv_heads),
+        sizes_(SizesOf(p, row_scores.preset)) {}
+
+  absl::Status Run() {
+    KVASIR_RETURN_IF_ERROR(LayOut());
+    for (int64_t block = 0; block < std::ssize(p_.blocks); ++block) {
+      const int64_t first_row = block * heads_;
+      const PageSelection rows = out_.Rows(first_row, heads_);
+      const SelectRow first(p_, out_, first_row);
+      if (!IsToRun(first)) continue;
+      if (Begin(first)) {
+        ScratchPieces pieces(shared_);
+        ChunkMemory chunks(pieces, sizes_.chunks);
+        KVASIR_RETURN_IF_ERROR(Pruning(first, row_scores_.preset, chunks)
+                                   .Run([&](const ChunkList& list, size_t stage, float* scores) {
+                                     return Score(first_row, list, stage, scores);
+                                   }));
+      }
+      ShareWithinBlock(rows);
+    }
+    return absl::OkStatus();
+  }
+
+ private:
+  absl::Status LayOut() {
+    ScratchPieces threads(nullptr), shared(nullptr);
+    ChunkScores::Memory(threads, p_, sizes_);
+    ChunkMemory(shared, sizes_.chunks);
+    const int64_t shared_bytes = shared.bytes();
+    shared.Take<float>(heads_ * sizes_.chunks);
+    thread_bytes_ = threads.bytes();
+    KVASIR_ASSIGN_OR_RETURN(
+        shared_, p_.scratch->Reserve(shared.bytes() + thread_bytes_ * executor_.num_threads()));
+    head_scores_ = reinterpret_cast<float*>(shared_ + shared_bytes);
+    threads_ = shared_ + shared.bytes();
+    return absl::OkStatus();
+  }
+
+  absl::Status Score(int64_t first_row, const ChunkList& chunks, size_t stage, float* scores) {
+    const auto score_head = [&](int64_t head, int thread) {
+      ScratchPieces pieces(threads_ + thread_bytes_ * thread);
+      const ChunkScores::Memory memory(pieces, p_, sizes_);
+      row_scores_(SelectRow(p_, out_, first_row + head), memory, chunks, stage,
+                  head_scores_ + head * chunks.count);
+    };
+    executor_.ParallelFor(heads_, std::ref(score_head));
+    std::copy_n(head_scores_, chunks.count, scores);
+    for (int64_t head = 1; head < heads_; ++head) {
+      const float* of_head = head_scores_ + head * chunks.count;
+      for (int64_t j = 0; j < chunks.count; ++j) scores[j] = std::max(scores[j], of_head[j]);
+    }
+    if (p_.ranks == nullptr) return absl::OkStatus();
+    return p_.ranks->Max({scores, static_cast<size_t>(chunks.count)});
+  }
+
+  const SelectParams& p_;
+  const PageSelection& out_;
+  const RowScores& row_scores_;
+  Executor& executor_;
+  const int64_t heads_;
+  const ChunkScores::Sizes sizes_;
+  int64_t thread_bytes_ = 0;
+  std::byte* shared_ = nullptr;   // of the block: ChunkMemory
+  float* head_scores_ = nullptr;  // [KV heads, chunks]
+  std::byte* threads_ = nullptr;  // of each thread: ChunkScores::Memory
 };
 
 template <typename Entry, size_t kCount>
@@ -386,18 +300,21 @@ absl::StatusOr<std::unique_ptr<Selector>> InfiniteHipSelector::Create(
     const SelectorOptions& options) {
   const Preset* preset = &kPresets[0];
   Probe probe = Probe::kDigest;
+  Scope scope = Scope::kKvGroup;
   for (const SelectorOption& option : options) {
     if (option.name == "preset") {
       KVASIR_ASSIGN_OR_RETURN(preset, Find(kPresets, option));
     } else if (option.name == "probe") {
       KVASIR_ASSIGN_OR_RETURN(const auto* found, Find(kProbes, option));
       probe = found->probe;
+    } else if (option.name == "scope") {
+      KVASIR_ASSIGN_OR_RETURN(scope, ScopeNamed("infinitehip", option.value));
     } else {
       return absl::InvalidArgumentError(absl::StrCat("infinitehip has no option '", option.name,
-                                                     "'; its options are preset and probe"));
+                                                     "'; its options are preset, probe, scope"));
     }
   }
-  return std::unique_ptr<Selector>(new InfiniteHipSelector(*preset, probe));
+  return std::unique_ptr<Selector>(new InfiniteHipSelector(*preset, probe, scope));
 }
 
 int64_t InfiniteHipSelector::MinWindowTokens() const {
@@ -442,14 +359,20 @@ absl::Status InfiniteHipSelector::Select(const SelectParams& p, PageSelection& o
                                          Executor& executor) const {
   KVASIR_RETURN_IF_ERROR(Check(p, out));
   ReservePlacings(p, preset_, executor);
+  const RowScores row_scores = {.preset = preset_, .probe = probe_};
+  if (scope_ == Scope::kLayer) return LayerSelection(p, out, row_scores, executor).Run();
+  const ChunkScores::Sizes sizes = SizesOf(p, preset_);
   return WithThreadMemory(
-      p, out, executor, [&](ScratchPieces& pieces) { return ThreadMemory(pieces, p, preset_); },
+      p, out, executor, [&](ScratchPieces& pieces) { return ThreadMemory(pieces, p, sizes); },
       [&](const SelectRow& row, ThreadMemory& memory) {
-        row.header = MakeHeader(row.block, row.numbers);
-        const bool has_candidates = row.header.kind == SelectionHeader::Kind::kList &&
-                                    row.header.sink_end < row.header.window_begin;
-        if (!has_candidates || row.numbers.budget_tokens == 0) return;
-        Pruning(row, preset_, probe_, memory).Run();
+        if (!Begin(row)) return;
+        const absl::Status status =
+            Pruning(row, preset_, memory.chunks)
+                .Run([&](const ChunkList& chunks, size_t stage, float* scores) {
+                  row_scores(row, memory.scores, chunks, stage, scores);
+                  return absl::OkStatus();
+                });
+        KVASIR_CHECK(status.ok());  // only ranks can fail
       });
 }
 

@@ -30,6 +30,10 @@
 //     "first"         the paper's: descend into the half whose first key has the larger logit; the
 //                     logit of the token that is left.
 //
+//   option scope      the heads over which a chunk's score is the largest: "group" (default) those
+//   of
+//                     a KV group, which so has a list of its own; "layer" all, as in the paper.
+//
 // Where keys are cached un-rotated, chunks are judged at positions of the method's own:
 //
 //   layers 0 to 2     chunk-indexed: of n chunks that a stage begins with, the query at n - 1 + Wm,
@@ -39,7 +43,7 @@
 //
 // Logits are float32, not scaled; NaN is the smallest. Where a stage has room for all its chunks it
 // keeps them unscored. Entries hold tokens; `score` is that of the last stage. Differs from the
-// paper: KV group scope (the paper's is the layer), digests instead of keys, no budget of its own
+// paper: KV group scope by default, digests instead of keys, no budget of its own
 // in the first layers. Errors: FAILED_PRECONDITION when probe "digest"
 // finds no bounds or no key codes. Cost: stage 1 is linear in the context: 2 d numbers a page, or
 // 14 (centre) or 9 (first) keys a chunk of 256 and head; the others are bounded by K1 and K2.
@@ -72,13 +76,14 @@ class InfiniteHipSelector : public Selector {
   };
   enum class Probe { kDigest, kCentre, kFirst };
 
-  // INVALID_ARGUMENT for an unknown option, preset or probe.
+  // INVALID_ARGUMENT for an unknown option, preset, probe or scope.
   static absl::StatusOr<std::unique_ptr<Selector>> Create(const SelectorOptions& options);
 
   absl::Status Select(const SelectParams& params, PageSelection& out,
                       Executor& executor) const override;
   int64_t MaxEntries(const SelectionNumbers& numbers, int64_t tokens) const override;
   bool ReadsQueries() const override { return true; }
+  Scope scope() const override { return scope_; }
   bool NeedsKeyCodes() const override { return probe_ == Probe::kDigest; }
   std::span<const int64_t> RefreshIntervals() const override { return preset_.refresh_intervals; }
   int64_t MaxStageItems(const SelectionNumbers& numbers, int64_t tokens) const override;
@@ -86,11 +91,13 @@ class InfiniteHipSelector : public Selector {
   SkipReason skip_reason() const override { return SkipReason::kSelectedOut; }
 
  private:
-  InfiniteHipSelector(const Preset& preset, Probe probe) : preset_(preset), probe_(probe) {}
+  InfiniteHipSelector(const Preset& preset, Probe probe, Scope scope)
+      : preset_(preset), probe_(probe), scope_(scope) {}
   absl::Status Check(const SelectParams& params, const PageSelection& out) const;
 
   const Preset& preset_;
   const Probe probe_;
+  const Scope scope_;
 };
 
 }  // namespace kvasir::kernels

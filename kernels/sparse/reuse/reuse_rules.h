@@ -8,7 +8,8 @@
 //
 //   n             the stage's interval; age: steps since it ran
 //   turned away   theta >= 1, or cos(q, the q it ran with) is below theta; far away: below
-//                 theta_force. Over all heads of the group side by side, not rotated.
+//                 theta_force. Over all heads of the group side by side, not rotated; of the layer
+//                 where the selector's scope is the layer.
 //
 // Sources: interval HiP (arXiv 2406.09827) and InfiniteHiP (arXiv 2502.08910, section 4.3), cosine
 // TokenSelect (arXiv 2411.02886, section 3.4). Thread-safe.

@@ -1,8 +1,11 @@
 #include "kernels/sparse/reuse/reusing_select.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <functional>
+#include <span>
+#include <vector>
 
 #include "kernels/base/status_macros.h"
 #include "kernels/sparse/key_logits.h"
@@ -31,16 +34,29 @@ void Unrotate(const QueryRotation& rotation, int64_t token, int64_t head_dim, fl
   }
 }
 
-float Cosine(const float* a, const float* b, int64_t n) {
+// What a cosine is made of; of several heads side by side, the sums of theirs.
+struct Products {
   double ab = 0, aa = 0, bb = 0;
+
+  Products& operator+=(const Products& more) {
+    ab += more.ab;
+    aa += more.aa;
+    bb += more.bb;
+    return *this;
+  }
+  float Cosine() const { return static_cast<float>(ab / std::sqrt(aa * bb)); }  // NaN: one is 0
+};
+
+Products Multiply(const float* a, const float* b, int64_t n) {
+  Products sum;
   for (int64_t i = 0; i < n; ++i) {
     const double x = static_cast<double>(a[i]), y = static_cast<double>(b[i]);
-    ab += x * y;
-    aa += x * x;
-    bb += y * y;
+    sum += {.ab = x * y, .aa = x * x, .bb = y * y};
   }
-  return static_cast<float>(ab / std::sqrt(aa * bb));  // NaN where one is 0
+  return sum;
 }
+
+using Cosines = std::array<float, kMaxStages>;  // of this query and the one a stage ran with
 
 // One row with memory.
 class RowReuse {
@@ -49,13 +65,34 @@ class RowReuse {
       : selector_(selector), rule_(rule), row_(row), memory_(*row.memory) {}
 
   void Gate() {
+    LoadQueries();
+    Cosines cosines;
+    for (size_t s = 0; s < memory_.num_stages; ++s) cosines[s] = Compare(s).Cosine();
+    Decide(cosines);
+  }
+
+  void LoadQueries() {
+    if (!rule_.ReadsQueries()) return;
+    const int64_t d = row_.p.kv.layout.head_dim;
+    for (int64_t g = 0; g < row_.group; ++g) {
+      float* query = memory_.query + g * d;
+      LoadQuery(row_, 0, g, query);
+      Unrotate(row_.p.rotation, row_.block.first_row, d, query);
+    }
+  }
+
+  // Nonsense where the row remembers nothing, or under rules that read no queries.
+  Products Compare(size_t stage) const {
+    return Multiply(memory_.query, memory_.anchor(stage), memory_.query_floats);
+  }
+
+  void Decide(const Cosines& cosines) {
     if (MakeHeader(row_.block, row_.numbers).kind == SelectionHeader::Kind::kAll) {
       memory_.Forget();
       return;
     }
-    if (rule_.ReadsQueries()) LoadQueries();
     const int64_t position = row_.block.first_position;
-    memory_.first_stage = FirstStage(position);
+    memory_.first_stage = FirstStage(position, cosines);
     memory_.position = position;
     for (size_t s = memory_.first_stage; s < memory_.num_stages; ++s) {
       memory_.ran_at[s] = position;
@@ -74,23 +111,12 @@ class RowReuse {
   }
 
  private:
-  void LoadQueries() {
-    const int64_t d = row_.p.kv.layout.head_dim;
-    for (int64_t g = 0; g < row_.group; ++g) {
-      float* query = memory_.query + g * d;
-      LoadQuery(row_, 0, g, query);
-      Unrotate(row_.p.rotation, row_.block.first_row, d, query);
-    }
-  }
-
-  size_t FirstStage(int64_t position) const {
+  size_t FirstStage(int64_t position, const Cosines& cosines) const {
     if (position != memory_.position + 1 || position % kPageTokens == 0) return 0;
     for (size_t s = 0; s < memory_.num_stages; ++s) {
-      StageAge age = {.steps = position - memory_.ran_at[s],
-                      .interval = StageInterval(selector_, row_.numbers.reuse, s)};
-      if (rule_.ReadsQueries()) {
-        age.cosine = Cosine(memory_.query, memory_.anchor(s), memory_.query_floats);
-      }
+      const StageAge age = {.steps = position - memory_.ran_at[s],
+                            .interval = StageInterval(selector_, row_.numbers.reuse, s),
+                            .cosine = cosines[s]};
       if (rule_.Refreshes(age, row_.numbers.reuse)) return s;
     }
     return memory_.num_stages;
@@ -113,19 +139,74 @@ class RowReuse {
   RowMemory& memory_;
 };
 
-// Every memory at most once: nothing waits for what another row leaves.
-absl::Status SelectOnce(const Selector& selector, const ReuseRule& rule, const SelectParams& params,
-                        PageSelection& out, Executor& executor) {
-  const auto for_each_memory = [&](void (RowReuse::*step)()) {
+// A call of SelectReusing with every memory at most once: nothing waits for what another row
+// leaves.
+struct Call {
+  const Selector& selector;
+  const ReuseRule& rule;
+  const SelectParams& params;
+  PageSelection& out;
+  Executor& executor;
+
+  // Calls step(RowReuse, row) for the rows with memory, on the executor's threads.
+  template <typename Step>
+  void ForEachMemory(const Step& step) const {
     const auto run = [&](int64_t i, int) {
       const SelectRow row(params, out, i);
-      if (row.memory != nullptr) (RowReuse(selector, rule, row).*step)();
+      if (row.memory != nullptr) step(RowReuse(selector, rule, row), i);
     };
     executor.ParallelFor(out.num_rows, std::ref(run));
+  }
+};
+
+// One verdict for all KV heads of a block, by the cosine of all query heads of the layer. Their
+// products are added up in the order of the heads, on however many ranks these lie.
+absl::Status GateLayer(const Call& call) {
+  const int64_t heads = call.params.kv.layout.num_kv_heads;
+  const int64_t blocks = std::ssize(call.params.blocks);
+  const auto stages = call.selector.RefreshIntervals().size();
+  const size_t head_size = static_cast<size_t>(blocks) * stages * 3;
+  const auto at = [&](int64_t block, size_t stage) {
+    return (static_cast<size_t>(block) * stages + stage) * 3;
   };
-  for_each_memory(&RowReuse::Gate);
-  KVASIR_RETURN_IF_ERROR(selector.Select(params, out, executor));
-  for_each_memory(&RowReuse::Finish);
+  std::vector<double> own(head_size * static_cast<size_t>(heads));
+  call.ForEachMemory([&](RowReuse row, int64_t i) {
+    row.LoadQueries();
+    for (size_t s = 0; s < stages; ++s) {
+      const Products products = row.Compare(s);
+      double* to = own.data() + static_cast<size_t>(i % heads) * head_size + at(i / heads, s);
+      to[0] = products.ab;
+      to[1] = products.aa;
+      to[2] = products.bb;
+    }
+  });
+  std::span<const double> all = own;
+  if (call.params.ranks != nullptr) {
+    KVASIR_ASSIGN_OR_RETURN(all, call.params.ranks->Gather(own));
+  }
+  call.ForEachMemory([&](RowReuse row, int64_t i) {
+    Cosines cosines = {};
+    for (size_t s = 0; s < stages; ++s) {
+      Products sum;
+      for (size_t head = 0; head < all.size(); head += head_size) {
+        const double* from = all.data() + head + at(i / heads, s);
+        sum += {.ab = from[0], .aa = from[1], .bb = from[2]};
+      }
+      cosines[s] = sum.Cosine();
+    }
+    row.Decide(cosines);
+  });
+  return absl::OkStatus();
+}
+
+absl::Status SelectOnce(const Call& call) {
+  if (call.selector.scope() == Scope::kLayer && call.rule.ReadsQueries()) {
+    KVASIR_RETURN_IF_ERROR(GateLayer(call));
+  } else {
+    call.ForEachMemory([](RowReuse row, int64_t) { row.Gate(); });
+  }
+  KVASIR_RETURN_IF_ERROR(call.selector.Select(call.params, call.out, call.executor));
+  call.ForEachMemory([](RowReuse row, int64_t) { row.Finish(); });
   return absl::OkStatus();
 }
 
@@ -174,7 +255,8 @@ absl::Status SelectReusing(const Selector& selector, const ReuseRule& rule,
     some.numbers = params.numbers.subspan(begin, count);
     some.memories =
         params.memories.subspan(static_cast<size_t>(first_row), static_cast<size_t>(rows.num_rows));
-    KVASIR_RETURN_IF_ERROR(SelectOnce(selector, rule, some, rows, executor));
+    KVASIR_RETURN_IF_ERROR(SelectOnce(
+        {.selector = selector, .rule = rule, .params = some, .out = rows, .executor = executor}));
     begin += count;
   }
   return absl::OkStatus();

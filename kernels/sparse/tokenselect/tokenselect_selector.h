@@ -10,27 +10,46 @@
 // all. Scaled as attention scales them, votes in decoding are the attention mass that a token would
 // get among the candidates. Weights below e^-87 are 0. A NaN logit counts as -inf; a head whose
 // logits are all -inf gives no votes. Entries hold tokens; `score` is the largest vote of the
-// entry's tokens. Differs from the paper: heads of one KV group share a list, not all heads of the
-// layer; heads map to KV heads by h / G (the paper's h mod Hkv does not fit grouped models); a
-// prompt's queries are averaged over blocks of at most 64, not 512; where keys are cached rotated,
-// they and the queries keep their rotation, else query r of a block stands at distance
-// window_tokens + r of every key, as in the paper's code; the paper's logits are not scaled, which
-// makes votes peaked and keeps less mass (docs/quality.md). Cost: reads every candidate's key once,
-// and 4 * (G + 1) bytes of scratch per candidate and thread. Linear in the context.
-// Thread-compatible.
+// entry's tokens.
+//
+//   option scope   "group" (default): heads of one KV group share a list; "layer", the paper's: all
+//                  heads of the layer vote together, in fixed point (2^-52), so that a selection is
+//                  the same whatever ranks the heads lie on
+//
+// Differs from the paper: heads map to KV heads by h / G (the paper's h mod Hkv does not fit
+// grouped models); a prompt's queries are averaged over blocks of at most 64, not 512; where keys
+// are cached rotated, they and the queries keep their rotation, else query r of a block stands at
+// distance window_tokens + r of every key, as in the paper's code; the paper's logits are not
+// scaled, which makes votes peaked and keeps less mass (docs/quality.md). Cost: reads every
+// candidate's key once, and 4 * (G + 1) bytes of scratch per candidate and thread. Linear in the
+// context. Thread-compatible.
 #pragma once
 
+#include <memory>
+
+#include "absl/status/statusor.h"
+
+#include "kernels/sparse/methods.h"
 #include "kernels/sparse/stages.h"
 
 namespace kvasir::kernels {
 
 class TokenSelectSelector : public Selector {
  public:
+  // INVALID_ARGUMENT for an unknown option or scope.
+  static absl::StatusOr<std::unique_ptr<Selector>> Create(const SelectorOptions& options);
+
   absl::Status Select(const SelectParams& params, PageSelection& out,
                       Executor& executor) const override;
   int64_t MaxEntries(const SelectionNumbers& numbers, int64_t tokens) const override;
   bool ReadsQueries() const override { return true; }
+  Scope scope() const override { return scope_; }
   SkipReason skip_reason() const override { return SkipReason::kSelectedOut; }
+
+ private:
+  explicit TokenSelectSelector(Scope scope) : scope_(scope) {}
+
+  const Scope scope_;
 };
 
 }  // namespace kvasir::kernels

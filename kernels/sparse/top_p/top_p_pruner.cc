@@ -63,19 +63,28 @@ Sizes LargestRow(const SelectParams& p, const PageSelection& selection) {
 // Memory of one thread of a Prune call.
 struct ThreadMemory {
   ThreadMemory(ScratchPieces& pieces, const SelectParams& p, const Sizes& sizes)
-      : stride(sizes.tokens) {
+      : stride(sizes.tokens), tile(pieces, p) {
     const int64_t group = p.q.dim(1) / p.kv.layout.num_kv_heads;
     queries = pieces.Take<float>(group * p.kv.layout.head_dim);
-    key = pieces.Take<float>(p.kv.layout.head_dim);
+    tile_logits = pieces.Take<float>(group * kTileKeys);
+    tokens = pieces.Take<Token>(stride);
     weights = pieces.Take<float>(group * stride);
     kept = pieces.Take<uint8_t>(sizes.competing);
   }
 
+  // A token that is attended to, and the entry that lists it; null: sink or window.
+  struct Token {
+    int64_t token;
+    const SelectionEntry* entry;
+  };
+
   int64_t stride;
-  float* queries;  // [G, head_dim]
-  float* key;
-  float* weights;  // [G, stride]: logits, then weights; competing tokens before mandatory ones
-  uint8_t* kept;   // [competing tokens]
+  KeyLogits::Memory tile;
+  float* queries;      // [G, head_dim]
+  float* tile_logits;  // [G, kTileKeys]
+  Token* tokens;       // competing ones before mandatory ones
+  float* weights;      // [G, stride], of `tokens`: logits, then weights
+  uint8_t* kept;       // [competing tokens]
 };
 
 // The largest float t >= 0 with sum of the weights >= t at least `need`. REQUIRES: need > 0.
@@ -108,6 +117,7 @@ class RowPruner {
   }
 
   void Run() {
+    ListTokens();
     Estimate();
     std::fill_n(memory_.kept, num_competing_, uint8_t{0});
     for (int64_t g = 0; g < row_.group; ++g) KeepOfHead(memory_.weights + g * memory_.stride);
@@ -115,30 +125,39 @@ class RowPruner {
   }
 
  private:
-  void Estimate() {
-    KeyEstimates estimate(row_, memory_.key);
+  void ListTokens() {
     int64_t count = 0;
-    const auto add = [&](int64_t token, const SelectionEntry* entry) {
-      estimate.Load(token);
-      if (row_.p.rope != nullptr) estimate.Rotate(TokenPosition(row_.header, entry, token));
-      for (int64_t g = 0; g < row_.group; ++g) {
-        memory_.weights[g * memory_.stride + count] =
-            row_.p.scale * estimate(memory_.queries + g * row_.p.kv.layout.head_dim);
-      }
-      ++count;
-    };
     for (int32_t i = 0; i < row_.header.count; ++i) {
       const SelectionEntry& entry = row_.list[i];
       for (uint64_t rest = Competing(row_.header, entry); rest != 0; rest &= rest - 1) {
-        add(entry.page * kPageTokens + std::countr_zero(rest), &entry);
+        memory_.tokens[count++] = {entry.page * kPageTokens + std::countr_zero(rest), &entry};
       }
     }
     num_competing_ = count;
-    for (int64_t t = 0; t < row_.header.sink_end; ++t) add(t, nullptr);
+    for (int64_t t = 0; t < row_.header.sink_end; ++t) memory_.tokens[count++] = {t, nullptr};
     for (int64_t t = row_.header.window_begin; t <= row_.header.query_position; ++t) {
-      add(t, nullptr);
+      memory_.tokens[count++] = {t, nullptr};
     }
     num_tokens_ = count;
+  }
+
+  void Estimate() {
+    KeyLogits logits(row_, KeyForm::kCodes, memory_.tile);
+    const auto token_at = [&](int64_t i) { return memory_.tokens[i].token; };
+    logits.ForEachTile(num_tokens_, token_at, [&](int64_t first, int64_t n) {
+      if (row_.p.rope != nullptr) {
+        logits.Rotate(n, [&](int64_t i) {
+          const ThreadMemory::Token& token = memory_.tokens[first + i];
+          return TokenPosition(row_.header, token.entry, token.token);
+        });
+      }
+      logits.Logits(memory_.queries, row_.group, memory_.tile_logits);
+      for (int64_t g = 0; g < row_.group; ++g) {
+        const float* from = memory_.tile_logits + g * kTileKeys;
+        float* to = memory_.weights + g * memory_.stride + first;
+        for (int64_t i = 0; i < n; ++i) to[i] = row_.p.scale * from[i];
+      }
+    });
   }
 
   void KeepOfHead(float* weights) {

@@ -63,6 +63,10 @@ class Case:
             return queries
         return np.stack([rotated(q, self.window + r) * SCALING for r, q in enumerate(queries)])
 
+    def choosers(self, head):
+        """The KV heads whose query heads choose together for this one."""
+        return range(self.kv_heads) if self.options.get("scope") == "layer" else [head]
+
     def best(self, scores, count):
         return best(scores, count, near=3e-5 if self.unrotated else 1e-6)
 
@@ -115,17 +119,17 @@ def quest(case, head, begin, end):
 
 
 def tokenselect(case, head, begin, end):
-    keys = case.keys(head)[begin:end]
-    mean = case.distant_queries(head).mean(axis=0)
     votes = np.zeros(end - begin)
-    for query in mean:
-        s = logits(keys, query) / math.sqrt(len(query))
-        if s.max() == -math.inf:
-            continue
-        with np.errstate(invalid="ignore"):
-            below = np.where(s == s.max(), 0, s - s.max())
-        weights = np.where(below >= -87, np.exp(below), 0)
-        votes += weights / weights.sum()
+    for chooser in case.choosers(head):
+        keys = case.keys(chooser)[begin:end]
+        for query in case.distant_queries(chooser).mean(axis=0):
+            s = logits(keys, query) / math.sqrt(len(query))
+            if s.max() == -math.inf:
+                continue
+            with np.errstate(invalid="ignore"):
+                below = np.where(s == s.max(), 0, s - s.max())
+            weights = np.where(below >= -87, np.exp(below), 0)
+            votes += weights / weights.sum()
     return {begin + j for j in case.best(votes, min(case.budget, end - begin))}
 
 
@@ -175,10 +179,8 @@ def infinitehip(case, head, begin, end, first_stage=0, left=None):
     sizes = {"3k": (256, 32, 8), "5k": (64, 32, 16)}[preset[:2]]
     room = {"3k": (32768, 8192), "5k": (32768, 16384)}[preset[:2]]
     room = [max(k, case.budget) for k in room] + [case.budget]
-    keys, queries = case.keys(head), case.queries(head)
     seen = case.window - max(sizes[0], 64)
     chunks = [c for c in range(begin, case.context, sizes[0]) if c <= case.first - seen]
-    codes = coded(keys) if probe == "digest" else None
     for stage, (size, kept, stride) in enumerate(zip(sizes, room, (4, 4, 1))):
         if stage < first_stage:
             continue
@@ -188,37 +190,46 @@ def infinitehip(case, head, begin, end, first_stage=0, left=None):
         left[stage] = chunks
         if len(chunks) <= count:
             continue
-        means = [queries[r:r + stride].mean(axis=0) for r in range(0, case.rows, stride)]
-
-        def at(index):
-            """The queries of each head beside a chunk: for left probes, and for everything else."""
-            if not case.unrotated:
-                distances = None, None
-            elif case.layer < 3:
-                distances = [len(chunks) - 1 + seen - index] * 2
-            else:
-                distances = seen + 1, seen
-            return [[[mean[g] if d is None else rotated(mean[g], d) * SCALING for mean in means]
-                     for g in range(case.group)] for d in distances]
-
-        def best_logit(some_keys, heads):  # [heads, keys]: the best of the averaged rows
-            return np.array([np.max([logits(some_keys, q) for q in rows], axis=0) for rows in heads])
-
-        scores = []
-        for index, c in enumerate(chunks):
-            lefts, heads = at(index)
-            if probe == "digest" and stage == 0:
-                pages = range(c // PAGE, -(-(c + size) // PAGE))
-                sides = [[f(keys[p * PAGE:(p + 1) * PAGE], axis=0) for f in (np.min, np.max)] for p in pages]
-                scores.append(max(np.maximum(q * low, q * high).sum()
-                                  for low, high in sides for h in heads for q in h))
-            elif probe == "digest":
-                scores.append(best_logit(codes[c:c + size], heads).max())
-            else:
-                rows = [best_logit(keys[c:c + size], some) for some in (lefts, heads)]
-                scores.append(max(descend(left_row, right_row, probe) for left_row, right_row in zip(*rows)))
+        scores = np.max([chunk_scores(case, chooser, chunks, size, stride, stage, probe, seen)
+                         for chooser in case.choosers(head)], axis=0)
         left[stage] = [chunks[i] for i in case.best(scores, count)]
     return {t for c in left[2] for t in range(c, c + sizes[-1])}
+
+
+def chunk_scores(case, head, chunks, size, stride, stage, probe, seen):
+    """Of the chunks of a stage, by the query heads of one KV head."""
+    keys, queries = case.keys(head), case.queries(head)
+    codes = coded(keys) if probe == "digest" else None
+    means = [queries[r:r + stride].mean(axis=0) for r in range(0, case.rows, stride)]
+
+    def at(index):
+        """The queries of each head beside a chunk: for left probes, and for everything else."""
+        if not case.unrotated:
+            distances = None, None
+        elif case.layer < 3:
+            distances = [len(chunks) - 1 + seen - index] * 2
+        else:
+            distances = seen + 1, seen
+        return [[[mean[g] if d is None else rotated(mean[g], d) * SCALING for mean in means]
+                 for g in range(case.group)] for d in distances]
+
+    def best_logit(some_keys, heads):  # [heads, keys]: the best of the averaged rows
+        return np.array([np.max([logits(some_keys, q) for q in rows], axis=0) for rows in heads])
+
+    scores = []
+    for index, c in enumerate(chunks):
+        lefts, heads = at(index)
+        if probe == "digest" and stage == 0:
+            pages = range(c // PAGE, -(-(c + size) // PAGE))
+            sides = [[f(keys[p * PAGE:(p + 1) * PAGE], axis=0) for f in (np.min, np.max)] for p in pages]
+            scores.append(max(np.maximum(q * low, q * high).sum()
+                              for low, high in sides for h in heads for q in h))
+        elif probe == "digest":
+            scores.append(best_logit(codes[c:c + size], heads).max())
+        else:
+            rows = [best_logit(keys[c:c + size], some) for some in (lefts, heads)]
+            scores.append(max(descend(left_row, right_row, probe) for left_row, right_row in zip(*rows)))
+    return scores
 
 
 def descend(lefts, rights, probe):
@@ -343,7 +354,25 @@ def cases():
                        seed=28, **hip3)
             yield Case("short context", first=1000, rows=1, sink=100, window=512, budget=389, seed=28,
                        **hip3)
+    yield from layer_cases()
     yield from unrotated_cases()
+
+
+def layer_cases():
+    """All heads of the layer choose together."""
+    layer = dict(scope="layer")
+    for selector, window in (("tokenselect", 130), ("infinitehip", 600)):
+        options = dict(layer, preset="5k") if selector == "infinitehip" else layer
+        yield Case("layer, decode", selector, 1700, 1, 70, window, 200, seed=61, options=options)
+        yield Case("layer, four heads", selector, 1640, 1, 64, window, 160, seed=62, group=4, options=options)
+        yield Case("layer, a prompt's block", selector, 1664, 64, 33, window, 240, seed=63, options=options)
+        yield Case("layer, ties", selector, 1650, 1, 10, window, 96, seed=64, run=50, options=options)
+        yield Case("layer, pruned", selector, 1700, 1, 20, window, 400, seed=65, options=options, top_p=0.9)
+        yield Case("layer, un-rotated", selector, 1700, 1, 20, window, 320, seed=66, options=options,
+                   unrotated=True)
+    for probe in ("centre", "first"):
+        yield Case("layer, all stages", "infinitehip", 36000, 1, 256, 600, 512, seed=67,
+                   options=dict(layer, probe=probe))
 
 
 def unrotated_cases():

@@ -250,7 +250,7 @@ TEST(MakeSelector, UnknownOptionsListTheKnownOnes) {
   EXPECT_EQ(MakeSelector("quest", {{"preset", "3k"}}).status().message(),
             "this selector has no option 'preset', nor any other");
   EXPECT_EQ(MakeSelector("infinitehip", {{"presets", "3k"}}).status().message(),
-            "infinitehip has no option 'presets'; its options are preset and probe");
+            "infinitehip has no option 'presets'; its options are preset, probe, scope");
   EXPECT_EQ(MakeSelector("infinitehip", {{"preset", "4k"}}).status().message(),
             "infinitehip: preset '4k' is unknown; there are 3k, 3k-fast, 3k-flash, 5k");
   EXPECT_EQ(MakeSelector("infinitehip", {{"probe", "last"}}).status().message(),

@@ -1,0 +1,101 @@
+// The scores by which `infinitehip` keeps chunks (infinitehip_selector.h defines them), for the
+// query heads of one KV head. Called by the selector. Thread-compatible.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/sparse/infinitehip/infinitehip_selector.h"
+#include "kernels/sparse/key_logits.h"
+#include "kernels/sparse/select_common.h"
+
+namespace kvasir::kernels {
+
+// Chunks of one size, ascending.
+struct ChunkList {
+  int64_t count = 0;
+  int64_t tokens = 0;               // of each: a power of two
+  const int64_t* begins = nullptr;  // [count]
+};
+
+class ChunkScores {
+ public:
+  using Probe = InfiniteHipSelector::Probe;
+  // What there is at most in a Select call.
+  struct Sizes {
+    int64_t chunks = 0;
+    int64_t query_rows = 0;
+    int64_t context = 0;
+  };
+  // Of one thread.
+  struct Memory {
+    Memory(ScratchPieces& pieces, const SelectParams& params, const Sizes& sizes);
+
+    KeyLogits::Memory tile;
+    float* means;  // [G, averaged rows, head_dim]
+    float* left;   // the same, placed for left probes; where keys are cached un-rotated
+    float* right;  // and for all others
+    float* vector;
+    float* signed_q;
+    float* page_scores;
+    std::byte* workspace;
+    int64_t* probed;  // [chunks]
+  };
+
+  // `selection_window` is Wm.
+  ChunkScores(const SelectRow& row, Probe probe, int64_t selection_window, const Memory& memory);
+
+  // scores[j] = score of chunk j, by queries averaged by `query_stride`. `by_pages`: with probe
+  // digest, from page bounds.
+  void Score(const ChunkList& chunks, int64_t query_stride, bool by_pages, float* scores);
+
+ private:
+  // Where queries and keys stand while chunks are judged.
+  enum class Placing {
+    kNative,        // they are cached rotated
+    kRelative,      // the query at Wm + 1, a left probe at 0, a right one at 1
+    kChunkIndexed,  // of n chunks: the query at n - 1 + Wm, all keys of chunk c at c
+  };
+  enum class Side { kLeft, kRight };
+  static Placing PlacingOf(const SelectParams& params);
+
+  void AverageQueries(int64_t stride);
+  void PlaceQueries();
+  void RotateMeans(int64_t distance, float* to);
+  // Of head g of the group: num_means_ of them, and behind them those of the next head.
+  const float* Queries(Side side, int64_t g) const {
+    const float* queries = placing_ == Placing::kNative ? memory_.means
+                           : side == Side::kLeft        ? memory_.left
+                                                        : memory_.right;
+    return queries + g * num_means_ * head_dim_;
+  }
+  // Of chunk-indexed placing.
+  int64_t ChunkDistance(int64_t index) const {
+    return chunks_.count - 1 + selection_window_ - index;
+  }
+  void RaiseScore(int64_t chunk, float score);
+
+  void ScoreByPages();
+  void ScorePagesBy(const float* queries, int64_t begin, int64_t end);
+  void ScoreByAllKeys(KeyForm form);
+  void ScoreByDescent(int64_t g);
+  void DescendTo(int64_t half, int64_t g, KeyLogits& keys);
+  // As of KeyLogits, for a power of two of keys of each chunk: token_at(chunk, key). Calls
+  // use(first, n, shift): key i is one of chunk i >> shift.
+  template <typename TokenAt, typename Use>
+  void ForEachTile(KeyLogits& keys, int64_t keys_per_chunk, const TokenAt& token_at,
+                   const Use& use);
+
+  const SelectRow& row_;
+  const Probe probe_;
+  const int64_t selection_window_;
+  const Memory& memory_;
+  const int64_t head_dim_;
+  const Placing placing_;
+  ChunkList chunks_;
+  float* scores_ = nullptr;
+  int64_t num_means_ = 0;
+  int64_t first_page_ = 0;  // of page_scores
+};
+
+}  // namespace kvasir::kernels

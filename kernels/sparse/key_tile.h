@@ -1,0 +1,53 @@
+// The arithmetic behind KeyLogits (key_logits.h), apart from it so that vector code and the plain
+// reference can be compared: 64 keys are made a tile, float32 and transposed, and many queries
+// multiply with it.
+//
+//   tile   [head_dim][kTileKeys]   element i of key t at tile[i * kTileKeys + t]
+//   logit  = fma(q_d-1, k_d-1, ... fma(q_1, k_1, fma(q_0, k_0, 0)))
+//
+// A chain of fused operations is the same on every machine and for any number of queries: all forms
+// of a function give the same bits (of a NaN, that it is one).
+//
+// This header is included by files compiled with instructions that the machine may lack (see
+// base/avx512_tile.h): plain data only. Thread-safe.
+#pragma once
+
+#include <cstdint>
+
+namespace kvasir::kernels {
+
+inline constexpr int64_t kTileKeys = 64;
+
+// Where the codes of keys lie (paged/key_codes.h), with their scales and zeros.
+struct CodedKeys {
+  const uint32_t* words[kTileKeys];  // null: a key of its zero throughout
+  float scales[kTileKeys];
+  float zeros[kTileKeys];
+};
+
+struct TileQueries {
+  const float* queries = nullptr;  // [count, head_dim]
+  int64_t count = 0;
+  int64_t head_dim = 0;
+};
+
+// One form of the functions; any head_dim.
+struct KeyTileFunctions {
+  // Rows of head_dim elements; null: zeros.
+  void (*pack_float32)(const void* const keys[kTileKeys], int64_t head_dim, float* tile);
+  void (*pack_bfloat16)(const void* const keys[kTileKeys], int64_t head_dim, float* tile);
+  void (*pack_codes)(const CodedKeys& keys, int64_t head_dim, float* tile);
+  // Rotates key t by the angles in column t of `cos` and `sin` [head_dim / 2][kTileKeys], with the
+  // bits of ApplyRope (dense/rope.h).
+  void (*rotate)(const float* cos, const float* sin, int64_t head_dim, float* tile);
+  // logits [count, kTileKeys]
+  void (*logits)(const TileQueries& queries, const float* tile, float* logits);
+  // best [kTileKeys]: the largest logit of the queries, a NaN counting as -inf.
+  void (*best)(const TileQueries& queries, const float* tile, float* best);
+};
+
+extern const KeyTileFunctions kKeyTilePlain;
+extern const KeyTileFunctions kKeyTileAvx2;
+extern const KeyTileFunctions kKeyTileAvx512;
+
+}  // namespace kvasir::kernels

@@ -1,0 +1,170 @@
+// The functions of key_tile.h over vectors, written once for all widths: key_tile_avx2.cc and
+// key_tile_avx512.cc include their simd_*.h, say how many registers a product may fill, and then
+// include this. Everything has internal linkage (see base/avx512_tile.h).
+//
+// Whatever is packed is taken as units of four bytes: a float, a pair of bfloat16 neighbours, or
+// eight codes. kSimdWidth units of kSimdWidth keys at a time change places in registers.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/sparse/key_tile.h"
+
+namespace kvasir::kernels {
+namespace {
+
+using UintVec __attribute__((vector_size(sizeof(Vec)))) = uint32_t;
+using IntVec __attribute__((vector_size(sizeof(Vec)))) = int32_t;
+using FloatVec __attribute__((vector_size(sizeof(Vec)))) = float;
+
+inline UintVec Bits(Vec v) { return reinterpret_cast<UintVec>(v); }
+inline Vec FromBits(UintVec bits) { return reinterpret_cast<Vec>(bits); }
+
+// Calls use(unit, first key, the unit of kSimdWidth keys from that key on) for all units.
+template <typename Use>
+inline void ForEachUnit(const void* const* keys, int64_t num_units, const Use& use) {
+  for (int64_t t = 0; t < kTileKeys; t += kSimdWidth) {
+    for (int64_t begin = 0; begin < num_units; begin += kSimdWidth) {
+      const int64_t count =
+          num_units - begin < kSimdWidth ? num_units - begin : int64_t{kSimdWidth};
+      Vec rows[static_cast<size_t>(kSimdWidth)];
+#pragma GCC unroll 16
+      for (int64_t i = 0; i < kSimdWidth; ++i) {
+        const auto* key = static_cast<const float*>(keys[t + i]);
+        rows[i] = key == nullptr        ? Broadcast(0)
+                  : count == kSimdWidth ? Load(key + begin)
+                                        : LoadPart(key + begin, count);
+      }
+      TransposeVectors(rows);
+      for (int64_t i = 0; i < count; ++i) use(begin + i, t, rows[i]);
+    }
+  }
+}
+
+inline void StoreElement(float* tile, int64_t element, int64_t key, Vec v) {
+  Store(tile + element * kTileKeys + key, v);
+}
+
+void PackFloat32(const void* const* keys, int64_t head_dim, float* tile) {
+  ForEachUnit(keys, head_dim,
+              [&](int64_t unit, int64_t key, Vec v) { StoreElement(tile, unit, key, v); });
+}
+
+// An odd last element is a unit's first half, and lies alone.
+void PackBFloat16(const void* const* keys, int64_t head_dim, float* tile) {
+  ForEachUnit(keys, head_dim / 2, [&](int64_t unit, int64_t key, Vec v) {
+    StoreElement(tile, 2 * unit, key, FromBits(Bits(v) << 16));
+    StoreElement(tile, 2 * unit + 1, key, FromBits(Bits(v) & 0xffff0000u));
+  });
+  if (head_dim % 2 == 0) return;
+  for (int64_t t = 0; t < kTileKeys; ++t) {
+    const auto* key = static_cast<const uint16_t*>(keys[t]);
+    const uint32_t bits = key == nullptr ? 0 : uint32_t{key[head_dim - 1]} << 16;
+    __builtin_memcpy(tile + (head_dim - 1) * kTileKeys + t, &bits, 4);
+  }
+}
+
+// The product of a code and a scale is exact: fused or not, the bits are those of DecodeKey.
+void PackCodes(const CodedKeys& keys, int64_t head_dim, float* tile) {
+  constexpr int64_t kElementOfNibble[8] = {0, 2, 4, 6, 1, 3, 5, 7};
+  const void* words[kTileKeys];
+  for (int64_t t = 0; t < kTileKeys; ++t) words[t] = keys.words[t];
+  ForEachUnit(words, (head_dim + 7) / 8, [&](int64_t unit, int64_t key, Vec v) {
+    const Vec scale = Load(keys.scales + key);
+    const Vec zero = Load(keys.zeros + key);
+#pragma GCC unroll 8
+    for (int n = 0; n < 8; ++n) {
+      const int64_t element = 8 * unit + kElementOfNibble[n];
+      if (element >= head_dim) continue;
+      const IntVec code = reinterpret_cast<IntVec>(Bits(v) >> (4 * n) & 15u);
+      const Vec value = reinterpret_cast<Vec>(__builtin_convertvector(code, FloatVec));
+      StoreElement(tile, element, key, Fma(value, scale, zero));
+    }
+  });
+}
+
+void Rotate(const float* cos, const float* sin, int64_t head_dim, float* tile) {
+  const int64_t half = head_dim / 2 * kTileKeys;
+  for (int64_t i = 0; i < half; i += kSimdWidth) {
+    const Vec a = Load(tile + i);
+    const Vec b = Load(tile + i + half);
+    Store(tile + i, a * Load(cos + i) - b * Load(sin + i));
+    Store(tile + i + half, b * Load(cos + i) + a * Load(sin + i));
+  }
+}
+
+// Logits of kRows queries and the kProductVectors vectors of keys from column `key` on.
+template <int kRows>
+using Product = Vec[static_cast<size_t>(kRows)][static_cast<size_t>(kProductVectors)];
+
+template <int kRows>
+inline void Multiply(const TileQueries& q, int64_t query, const float* tile, int64_t key,
+                     Product<kRows>& c) {
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+    for (int j = 0; j < kProductVectors; ++j) c[r][j] = Broadcast(0);
+  }
+  const float* row = q.queries + query * q.head_dim;
+  for (int64_t i = 0; i < q.head_dim; ++i) {
+    Vec line[static_cast<size_t>(kProductVectors)];
+#pragma GCC unroll 4
+    for (int j = 0; j < kProductVectors; ++j) {
+      line[j] = Load(tile + i * kTileKeys + key + j * kSimdWidth);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      const Vec element = Broadcast(row[r * q.head_dim + i]);
+#pragma GCC unroll 4
+      for (int j = 0; j < kProductVectors; ++j) c[r][j] = Fma(element, line[j], c[r][j]);
+    }
+  }
+}
+
+// Calls use(query, key, vector) with the logits of query and the keys from that key on.
+template <int kRows, typename Use>
+inline void UseProducts(const TileQueries& q, int64_t query, const float* tile, const Use& use) {
+  for (int64_t key = 0; key < kTileKeys; key += kProductVectors * kSimdWidth) {
+    Product<kRows> c;
+    Multiply<kRows>(q, query, tile, key, c);
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+      for (int j = 0; j < kProductVectors; ++j) use(query + r, key + j * kSimdWidth, c[r][j]);
+    }
+  }
+}
+
+template <typename Use>
+inline void ForEachProduct(const TileQueries& q, const float* tile, const Use& use) {
+  int64_t query = 0;
+  for (; query + kProductRows <= q.count; query += kProductRows) {
+    UseProducts<kProductRows>(q, query, tile, use);
+  }
+  for (; query + 2 <= q.count; query += 2) UseProducts<2>(q, query, tile, use);
+  if (query < q.count) UseProducts<1>(q, query, tile, use);
+}
+
+void Logits(const TileQueries& q, const float* tile, float* logits) {
+  ForEachProduct(q, tile, [&](int64_t query, int64_t key, Vec v) {
+    Store(logits + query * kTileKeys + key, v);
+  });
+}
+
+void Best(const TileQueries& q, const float* tile, float* best) {
+  for (int64_t t = 0; t < kTileKeys; ++t) best[t] = -__builtin_inff();
+  ForEachProduct(q, tile, [&](int64_t, int64_t key, Vec v) {
+    Store(best + key, LargerOrSecond(v, Load(best + key)));
+  });
+}
+
+constexpr KeyTileFunctions kFunctions = {.pack_float32 = PackFloat32,
+                                         .pack_bfloat16 = PackBFloat16,
+                                         .pack_codes = PackCodes,
+                                         .rotate = Rotate,
+                                         .logits = Logits,
+                                         .best = Best};
+
+}  // namespace
+}  // namespace kvasir::kernels
