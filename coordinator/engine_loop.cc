@@ -247,8 +247,6 @@ absl::Status EngineLoop::ServeUntilLost(Scheduler& scheduler) {
     EndOverdue(scheduler);
     Scheduler::Planned planned = scheduler.NextPlan(clock_.Now());
     Dispatch(std::move(planned.events), scheduler);
-    // Behind planning and before the step: what is published never trails what clients were told.
-    PublishState(scheduler);
     wait = planned.plan.has_value() ? Wait::kNo : Wait::kForEvents;
     if (!planned.plan.has_value()) continue;
     absl::StatusOr<v1::StepReply> reply = group_.Step(*planned.plan);
@@ -337,6 +335,7 @@ void EngineLoop::EndOverdue(Scheduler& scheduler) {
 }
 
 void EngineLoop::Dispatch(std::vector<Event> events, Scheduler& scheduler) {
+  PublishState(scheduler);  // it never trails what clients are told
   const TimePoint now = clock_.Now();
   for (Event& event : events) {
     if (const auto* progress = std::get_if<ProgressEvent>(&event)) {
@@ -345,6 +344,7 @@ void EngineLoop::Dispatch(std::vector<Event> events, Scheduler& scheduler) {
       if (requests_.at(token->id)->OnToken(*token, now) == Request::Verdict::kGoOn) continue;
       // When it was the last token anyway, its end is the next event.
       std::optional<FinishEvent> finish = scheduler.StopEarly(token->id, now);
+      PublishState(scheduler);
       if (finish.has_value()) OnFinish(*std::move(finish));
     } else {
       OnFinish(std::get<FinishEvent>(std::move(event)));

@@ -1,7 +1,7 @@
-// gRPC and Abseil come from the distribution without ThreadSanitizer's instrumentation and lock with
-// absl::Mutex, which it cannot see: whatever gRPC hands from one of its threads to another looks
-// like a race. Linked into tests that talk gRPC. Our own threads also meet in engine_loop_test,
-// without gRPC and without these.
+// gRPC and Abseil come from the distribution without ThreadSanitizer's instrumentation and lock
+// with absl::Mutex, which it cannot see: whatever gRPC hands from one of its threads to another
+// looks like a race. Linked into tests that talk gRPC. Our own threads also meet in
+// engine_loop_test, without gRPC and without these.
 #if defined(__SANITIZE_THREAD__)
 extern "C" const char* __tsan_default_suppressions();
 extern "C" const char* __tsan_default_suppressions() {
@@ -10,6 +10,7 @@ extern "C" const char* __tsan_default_suppressions() {
          "race:libgpr.so\ncalled_from_lib:libgpr.so\n"
          "race:absl::*::Status::Unref\nrace:libabsl_status.so\n"
          "race:libabsl_graphcycles_internal.so\nrace:libabsl_time_zone.so\n"
+         "race:libabsl_strings.so\n"
          "race:libabsl_cord.so\nrace:libabsl_cord_internal.so\n";
 }
 #endif
