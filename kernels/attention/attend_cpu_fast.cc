@@ -249,7 +249,6 @@ class ItemRun {
                 {.keys = keys,
                  .values = page.memory + c_.p.kv.layout.v_offset(),
                  .next_page = next,
-                 .next_mask = next == nullptr ? 0 : next_->mask,
                  .mask = page.mask,
                  .first_query = block.first_position - page.page * kPageTokens},
                 {.q = memory_.q,

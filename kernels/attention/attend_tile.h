@@ -31,9 +31,8 @@ struct TileRows {
 struct TilePage {
   const std::byte* keys = nullptr;       // [kTileTokens, head_dim], of the function's KV type
   const std::byte* values = nullptr;     // likewise
-  const std::byte* next_page = nullptr;  // keys then values of the page to come
-  uint64_t next_mask = 0;                // of which these will be attended to; 0: unknown
-  uint64_t mask = 0;                     // tokens that are attended to: of no others is K or V read
+  const std::byte* next_page = nullptr;  // keys then values of the page to come; null: unknown
+  uint64_t mask = 0;                     // tokens that are attended to
   // Query i attends to tokens up to first_query + i of the page: causality.
   int64_t first_query = 0;
 };

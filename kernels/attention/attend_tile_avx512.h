@@ -49,51 +49,25 @@ inline __m512 Exp(__m512 x) {
   return _mm512_scalef_ps(p, n);
 }
 
-// Whether this page and the one to come are both read whole, and alike.
-inline bool StreamsOn(const TilePage& page) { return (page.mask & page.next_mask) == ~uint64_t{0}; }
-
-// Fetches what lies at the same place of the page to come, as this one is streamed through. Into
-// the second-level cache: a page of K and V fills the first, whose few miss buffers would also
-// bound what is on its way from memory.
+// Fetches what lies at the same place of the page to come. Into the second-level cache: a page of K
+// and V fills the first, whose few miss buffers would also bound what is on its way from memory.
 inline void PrefetchNext(const TilePage& page, const std::byte* here) {
-  if (StreamsOn(page)) _mm_prefetch(page.next_page + (here - page.keys), _MM_HINT_T1);
+  if (page.next_page != nullptr) _mm_prefetch(page.next_page + (here - page.keys), _MM_HINT_T1);
 }
-
-// Fetches the tokens of the page to come that will be attended to.
-template <typename Tile>
-inline void PrefetchTokens(const TileShape& shape, const TilePage& page) {
-  const int64_t row_bytes = shape.head_dim * Tile::kKvBytes;
-  for (uint64_t rest = page.next_mask; rest != 0; rest &= rest - 1) {
-    const std::byte* key = page.next_page + __builtin_ctzll(rest) * row_bytes;
-    for (int64_t offset = 0; offset < row_bytes; offset += 64) {
-      _mm_prefetch(key + offset, _MM_HINT_T1);
-      _mm_prefetch(key + kTileTokens * row_bytes + offset, _MM_HINT_T1);
-    }
-  }
-}
-
-inline uint64_t GroupMask(uint64_t mask, int64_t group) {
-  return mask >> (group * kVectorLanes) & 0xffffu;
-}
-constexpr uint64_t kWholeGroup = 0xffffu;
 
 // Calls use(unit, vector) for the units of the keys in ascending order: `vector` holds the unit of
-// the 16 tokens of the group; of a group that is not whole, zero for tokens of the other.
-template <typename Tile, bool kIsWhole, typename Use>
+// the 16 tokens of the group.
+template <typename Tile, typename Use>
 inline void TransposeKeys(const TileShape& shape, const TilePage& page, int64_t group,
                           const Use& use) {
-  alignas(64) static constexpr std::byte kNoKey[64] = {};
   const int64_t row_bytes = shape.head_dim * Tile::kKvBytes;
   const std::byte* keys = page.keys + group * kVectorLanes * row_bytes;
-  const uint64_t mask = GroupMask(page.mask, group);
   for (int64_t offset = 0; offset < row_bytes; offset += 64) {
     __m512i rows[16];
 #pragma GCC unroll 16
     for (int64_t i = 0; i < kVectorLanes; ++i) {
-      const std::byte* from = keys + i * row_bytes + offset;
-      if (!kIsWhole) from = (mask >> i & 1) != 0 ? from : kNoKey;
-      rows[i] = _mm512_loadu_si512(from);
-      if (kIsWhole) PrefetchNext(page, keys + offset * kVectorLanes + i * 64);  // ascending
+      rows[i] = _mm512_loadu_si512(keys + i * row_bytes + offset);
+      PrefetchNext(page, keys + offset * kVectorLanes + i * 64);  // ascending
     }
     Transpose16(rows);
 #pragma GCC unroll 16
@@ -101,14 +75,8 @@ inline void TransposeKeys(const TileShape& shape, const TilePage& page, int64_t 
   }
 }
 
-template <typename Tile, typename Use>
-inline void TransposeKeys(const TileShape& shape, const TilePage& page, int64_t group,
-                          const Use& use) {
-  if (GroupMask(page.mask, group) == kWholeGroup) {
-    TransposeKeys<Tile, true>(shape, page, group, use);
-  } else {
-    TransposeKeys<Tile, false>(shape, page, group, use);
-  }
+inline bool GroupIsMasked(uint64_t mask, int64_t group) {
+  return (mask >> (group * kVectorLanes) & 0xffffu) == 0;
 }
 
 // Keys as units of 64 tokens, in a tile or still in the page. Logits of masked groups of 16 tokens
@@ -131,7 +99,7 @@ struct PageKeys {
   void Multiply(const TileShape& shape, const std::byte* q, Accumulators<kRows>& logits) const {
     const int64_t q_row_bytes = shape.head_dim / Tile::kElements * 4;
     for (int64_t group = 0; group < kColumnVectors; ++group) {
-      if (GroupMask(page.mask, group) == 0) continue;
+      if (GroupIsMasked(page.mask, group)) continue;
       __m512 c[static_cast<size_t>(kRows)];
 #pragma GCC unroll 6
       for (int r = 0; r < kRows; ++r) c[r] = _mm512_setzero_ps();
@@ -169,26 +137,17 @@ struct PageValues {
 template <typename Tile>
 void PackKeys(const TileShape& shape, const TilePage& page, std::byte* to) {
   for (int64_t group = 0; group < kColumnVectors; ++group) {
-    if (GroupMask(page.mask, group) == 0) continue;
+    if (GroupIsMasked(page.mask, group)) continue;
     TransposeKeys<Tile>(shape, page, group, [&](int64_t unit, __m512i keys) {
       _mm512_storeu_si512(to + (unit * kColumns + group * kVectorLanes) * 4, keys);
     });
   }
 }
 
-// Calls use(unit) for the units of tokens of which the mask names one, ascending.
-template <typename Tile, typename Use>
-inline void ForEachTokenUnit(uint64_t mask, const Use& use) {
-  uint64_t first_tokens = mask;
-  if (Tile::kElements == 2) first_tokens = (mask | mask >> 1) & 0x5555555555555555u;
-  for (; first_tokens != 0; first_tokens &= first_tokens - 1) {
-    use(__builtin_ctzll(first_tokens) / Tile::kElements);
-  }
-}
-
 template <typename Tile>
 void PackValues(const TileShape& shape, const TilePage& page, std::byte* to) {
-  ForEachTokenUnit<Tile>(page.mask, [&](int64_t unit) {
+  const int64_t tokens = 64 - __builtin_clzll(page.mask);
+  for (int64_t unit = 0; unit * Tile::kElements < tokens; ++unit) {
     for (int64_t column = 0; column < shape.head_dim; column += kColumns) {
       __m512i line[kColumnVectors];
       Tile::LoadValues(shape, page, unit, column, line);
@@ -197,7 +156,7 @@ void PackValues(const TileShape& shape, const TilePage& page, std::byte* to) {
         _mm512_storeu_si512(to + (unit * shape.head_dim + column) * 4 + j * 64, line[j]);
       }
     }
-  });
+  }
 }
 
 // The state of up to kMaxTileRows rows that share a mask.
@@ -252,7 +211,7 @@ inline void SoftmaxStep(const TileShape& shape, const RowBlock& block, const Key
   }
 }
 
-// out = rescale * out + weights . values, over the tokens of the mask.
+// out = rescale * out + weights . values, over the tokens up to the last of the mask.
 template <typename Tile, int kRows, typename Values>
 inline void AddValues(const TileShape& shape, const RowBlock& block, const std::byte* weights,
                       const Values& values, const float rescale[kVectorLanes]) {
@@ -274,14 +233,7 @@ inline void AddValues(const TileShape& shape, const RowBlock& block, const std::
     const auto load = [&](int64_t u, __m512i* line) {
       values.template Load<Tile>(shape, u, column, line);
     };
-    if (tokens == __builtin_popcountll(block.mask)) {
-      Multiply<Tile, kRows>(weights, kWeightsRowBytes, whole_units, load, c);
-    } else {
-      const uint64_t cut = tokens % Tile::kElements == 0 ? 0 : uint64_t{1} << (tokens - 1);
-      ForEachTokenUnit<Tile>(block.mask & ~cut, [&](int64_t unit) {
-        MultiplyUnit<Tile, kRows>(weights, kWeightsRowBytes, unit, load, c);
-      });
-    }
+    Multiply<Tile, kRows>(weights, kWeightsRowBytes, whole_units, load, c);
     if constexpr (Tile::kElements == 2) {
       if (tokens % 2 != 0) {
         // The second token of the last unit is not this row's: its weight is 0, but it may be NaN.
@@ -365,7 +317,6 @@ template <typename Tile>
 void AddPage(const TileShape& shape, const TilePage& page, const TileRows& rows) {
   const int64_t q_row_bytes = shape.head_dim / Tile::kElements * 4;
   std::byte* weights = shape.workspace;
-  if (!StreamsOn(page)) PrefetchTokens<Tile>(shape, page);
   if (rows.num_queries == 1 && rows.group <= kMaxTileRows) {
     const auto add = [&](int64_t num_rows, const RowBlock& block) {
       AddToRows<Tile>(num_rows, shape, block, PageKeys{page}, PageValues{page}, weights);
