@@ -101,26 +101,20 @@ inline void ClearAccumulators(Accumulators<kRows>& c) {
   }
 }
 
-// C[row][4 vectors] += A[row][unit] . B[unit][4 vectors] for one unit; load(unit, tile) fetches a
-// line of B.
-template <typename Unit, int kRows, typename Load>
-inline void MultiplyUnit(const std::byte* a, int64_t a_row_bytes, int64_t unit, const Load& load,
-                         Accumulators<kRows>& c) {
-  __m512i tile[kColumnVectors];
-  load(unit, tile);
-#pragma GCC unroll 6
-  for (int r = 0; r < kRows; ++r) {
-    const __m512i element = BroadcastUnit(a + r * a_row_bytes + unit * 4);
-#pragma GCC unroll 4
-    for (int j = 0; j < kColumnVectors; ++j) c[r][j] = Unit::MulAdd(c[r][j], element, tile[j]);
-  }
-}
-
-// The same for the units [0, num_units).
+// C[row][4 vectors] += A[row][unit] . B[unit][4 vectors]; load(unit, tile) fetches a line of B.
 template <typename Unit, int kRows, typename Load>
 inline void Multiply(const std::byte* a, int64_t a_row_bytes, int64_t num_units, const Load& load,
                      Accumulators<kRows>& c) {
-  for (int64_t u = 0; u < num_units; ++u) MultiplyUnit<Unit, kRows>(a, a_row_bytes, u, load, c);
+  for (int64_t u = 0; u < num_units; ++u) {
+    __m512i tile[kColumnVectors];
+    load(u, tile);
+#pragma GCC unroll 6
+    for (int r = 0; r < kRows; ++r) {
+      const __m512i element = BroadcastUnit(a + r * a_row_bytes + u * 4);
+#pragma GCC unroll 4
+      for (int j = 0; j < kColumnVectors; ++j) c[r][j] = Unit::MulAdd(c[r][j], element, tile[j]);
+    }
+  }
 }
 
 }  // namespace
