@@ -164,12 +164,18 @@ absl::StatusOr<std::unique_ptr<Manifest>> OpenManifest(const std::string& direct
   options.compression = rocksdb::kNoCompression;
   options.write_buffer_size = size_t{4} << 20;
   options.max_open_files = 64;
+  options.max_file_opening_threads = 1;  // the tables are few and small; 16 unless told
   options.keep_log_file_num = 1;
   options.info_log_level = rocksdb::ERROR_LEVEL;
+  // Not before everything was read once: a compaction that meets damage tries again for ever, a
+  // second apart, and closing waits for it.
+  options.disable_auto_compactions = true;
   rocksdb::DB* raw = nullptr;
   const rocksdb::Status opened = rocksdb::DB::Open(options, directory, &raw);
   std::unique_ptr<rocksdb::DB> db(raw);
   KVASIR_RETURN_IF_ERROR(FromRocks(opened));
+  KVASIR_RETURN_IF_ERROR(FromRocks(db->VerifyChecksum()));
+  KVASIR_RETURN_IF_ERROR(FromRocks(db->EnableAutoCompaction({db->DefaultColumnFamily()})));
   auto manifest = std::make_unique<RocksManifest>(std::move(db));
   KVASIR_RETURN_IF_ERROR(manifest->Start(fingerprint));
   return manifest;

@@ -1,6 +1,5 @@
 #include "worker/parallel/gloo_collective.h"
 
-#include <chrono>
 #include <cstring>
 #include <functional>
 #include <latch>
@@ -81,16 +80,14 @@ INSTANTIATE_TEST_SUITE_P(Sizes, GlooCollectiveTest, testing::Values(2, 3, 4));
 
 TEST(GlooCollectiveFailureTest, SilentRankIsDeadlineExceededAndBreaksTheCollective) {
   std::latch done(1);
-  RunGroup(2, absl::Milliseconds(300), [&](GlooCollective& collective) {
+  RunGroup(2, absl::Seconds(3), [&](GlooCollective& collective) {
     if (collective.rank() == 1) {
       done.wait();  // silent but alive: its socket stays open
       return;
     }
     std::vector<float> data(16);
-    const auto start = std::chrono::steady_clock::now();
     const absl::Status status = collective.AllReduceSum(absl::MakeSpan(data));
     EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
-    EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(5));
     EXPECT_EQ(collective.AllReduceSum(absl::MakeSpan(data)), status);
     done.count_down();
   });
@@ -106,7 +103,7 @@ TEST(GlooCollectiveFailureTest, LeavingRankIsUnavailableAtOnce) {
 }
 
 TEST(GlooCollectiveFailureTest, RanksOutOfStepAreAnErrorAndNotGarbage) {
-  RunGroup(2, absl::Seconds(5), [](GlooCollective& collective) {
+  RunGroup(2, absl::Seconds(20), [](GlooCollective& collective) {
     std::vector<float> data(static_cast<size_t>(16 + collective.rank()));
     const absl::Status status = collective.AllReduceSum(absl::MakeSpan(data));
     EXPECT_EQ(status.code(), absl::StatusCode::kInternal) << status;
