@@ -4,6 +4,7 @@
 
 namespace kvasir::kernels {
 
+// With them comes F16C, which not every compiler can ask for.
 inline bool CpuHasAvx2() {
   return __builtin_cpu_supports("avx2") != 0 && __builtin_cpu_supports("fma") != 0;
 }

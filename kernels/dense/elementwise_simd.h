@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "kernels/dense/elementwise.h"
+#include "kernels/dense/simd_exp.h"
 
 namespace kvasir::kernels {
 namespace {
@@ -92,25 +93,6 @@ void RotateToken(const RopeTokens& tokens, int64_t token) {
       c.Write(second, b * c.Read(cos) + a * c.Read(sin));
     });
   }
-}
-
-// exp(x) within 2 units in the last place; below -88 that of -88 (6e-39), +inf above 88.8, NaN for
-// NaN. x = n ln2 + r with |r| <= ln2 / 2, and exp(r) by its Taylor polynomial of degree 7, whose
-// error there is below 6e-9. ln2 is cut in two so that n ln2 is exact to twice the precision.
-inline Vec Exp(Vec x) {
-  x = Clamp(x, -88.0f, 89.0f);
-  const Vec n = RoundToInteger(x * Broadcast(1.44269504f));
-  Vec r = Fma(n, Broadcast(-0.693359375f), x);
-  r = Fma(n, Broadcast(2.12194440e-4f), r);
-  Vec p = Broadcast(1.0f / 5040);
-  p = Fma(p, r, Broadcast(1.0f / 720));
-  p = Fma(p, r, Broadcast(1.0f / 120));
-  p = Fma(p, r, Broadcast(1.0f / 24));
-  p = Fma(p, r, Broadcast(1.0f / 6));
-  p = Fma(p, r, Broadcast(0.5f));
-  p = Fma(p, r, Broadcast(1.0f));
-  p = Fma(p, r, Broadcast(1.0f));
-  return ScaleByPowerOfTwo(p, n);
 }
 
 template <typename T>

@@ -4,7 +4,6 @@
 #include <bit>
 #include <limits>
 
-#include "kernels/base/cpu_features.h"
 #include "kernels/base/dtype.h"
 #include "kernels/paged/key_code_math.h"
 
@@ -12,10 +11,6 @@ namespace kvasir::kernels {
 namespace {
 
 constexpr int64_t kCacheLine = 64;
-
-const KeyTileFunctions& ChooseFunctions() {
-  return *ChooseByCpu(&kKeyTilePlain, &kKeyTileAvx2, &kKeyTileAvx512);
-}
 
 }  // namespace
 
@@ -57,7 +52,7 @@ KeyLogits::KeyLogits(const SelectRow& row, KeyForm form, const Memory& memory)
     : row_(row),
       form_(form),
       memory_(memory),
-      functions_(ChooseFunctions()),
+      functions_(ChosenKeyTile()),
       head_dim_(row.p.kv.layout.head_dim),
       key_bytes_(form == KeyForm::kCached ? row.p.kv.layout.row_bytes()
                                           : row.p.kv.layout.key_code_words() * 4) {}

@@ -31,6 +31,31 @@ struct TileQueries {
   int64_t head_dim = 0;
 };
 
+// Queries of 8 bits for keys of 4: q_i ~ step * code_i, all codes in [-127, 127].
+struct CodedQueries {
+  const uint32_t* quads = nullptr;     // [count, 2 * num_words], four codes each: those of the
+                                       // elements in a word's even nibbles, then in its odd ones
+  const float* steps = nullptr;        // [count]
+  const int32_t* code_sums = nullptr;  // [count]
+  const float* sums = nullptr;         // [count], of the queries' elements
+  int64_t count = 0;
+  int64_t num_words = 0;  // of a key
+};
+
+// The codes of a page, as they lie.
+struct CodedPage {
+  const uint32_t* words;   // [kTileKeys, num_words]
+  const uint16_t* scales;  // [kTileKeys] float16
+  const uint16_t* zeros;
+};
+
+// Weights exp(scale * logit - max) of kTileKeys keys. REQUIRES: max is not below scale * logit.
+struct TileWeights {
+  const float* logits = nullptr;
+  float scale = 1;
+  float max = 0;
+};
+
 // One form of the functions; any head_dim.
 struct KeyTileFunctions {
   // Rows of head_dim elements; null: zeros.
@@ -44,7 +69,21 @@ struct KeyTileFunctions {
   void (*logits)(const TileQueries& queries, const float* tile, float* logits);
   // best [kTileKeys]: the largest logit of the queries, a NaN counting as -inf.
   void (*best)(const TileQueries& queries, const float* tile, float* best);
+  // logits [count, kTileKeys] of a page's tokens, by sums of integers: with codes c of a key and e
+  // of a query
+  //   scale * step / 2 * sum (2 c_i - 15) e_i + (zero + 7.5 scale) * sum q_i
+  // `transposed` is memory of [num_words, kTileKeys].
+  void (*page_logits)(const CodedPage& page, const CodedQueries& queries, uint32_t* transposed,
+                      float* logits);
+  // Of kTileKeys logits the largest that is not NaN; -inf where there is none.
+  float (*largest)(const float* logits);
+  // sums [kTileKeys] += weights, each within 2 units in the last place, or exp(-88) where it is
+  // smaller. NaN stays.
+  void (*add_weights)(const TileWeights& weights, float* sums);
 };
+
+// The fastest form on this machine.
+const KeyTileFunctions& ChosenKeyTile();
 
 extern const KeyTileFunctions kKeyTilePlain;
 extern const KeyTileFunctions kKeyTileAvx2;

@@ -11,6 +11,17 @@ namespace {
 constexpr int kProductRows = 6;
 constexpr int kProductVectors = 2;
 
+inline Vec MultiplyAddBytes(Vec codes, uint32_t quad) {
+  return _mm256_castsi256_ps(
+      _mm256_maddubs_epi16(_mm256_castps_si256(codes), _mm256_set1_epi32(static_cast<int>(quad))));
+}
+inline Vec AddShorts(Vec v) {
+  return _mm256_castsi256_ps(_mm256_madd_epi16(_mm256_castps_si256(v), _mm256_set1_epi16(1)));
+}
+inline Vec LoadHalf(const uint16_t* p) {
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+
 // Rows and columns of a block of 8 x 8 floats change places.
 inline void TransposeVectors(Vec rows[8]) {
   Vec t[8];

@@ -2,7 +2,9 @@
 #include <cmath>
 #include <limits>
 
+#include "kernels/base/cpu_features.h"
 #include "kernels/base/dtype.h"
+#include "kernels/base/float16.h"
 #include "kernels/paged/key_code_math.h"
 #include "kernels/sparse/key_tile.h"
 
@@ -62,6 +64,52 @@ void Best(const TileQueries& q, const float* tile, float* best) {
   }
 }
 
+void PageLogits(const CodedPage& page, const CodedQueries& q, uint32_t*, float* logits) {
+  const auto half_float = [](uint16_t bits) {
+    Float16 half;
+    half.bits = bits;
+    return static_cast<float>(half);
+  };
+  for (int64_t query = 0; query < q.count; ++query) {
+    const uint32_t* quads = q.quads + query * 2 * q.num_words;
+    for (int64_t t = 0; t < kTileKeys; ++t) {
+      int32_t sum = 0;
+      for (int64_t n = 0; n < 8 * q.num_words; ++n) {
+        const uint32_t code = page.words[t * q.num_words + n / 8] >> (4 * (n % 8)) & 15;
+        const uint32_t quad = quads[n / 8 * 2 + n % 2];
+        sum += static_cast<int32_t>(code) * static_cast<int8_t>(quad >> (8 * (n % 8 / 2)) & 255);
+      }
+      const float scale = half_float(page.scales[t]), zero = half_float(page.zeros[t]);
+      logits[query * kTileKeys + t] = std::fma(
+          scale * (0.5f * q.steps[query]), static_cast<float>(2 * sum - 15 * q.code_sums[query]),
+          std::fma(7.5f, scale, zero) * q.sums[query]);
+    }
+  }
+}
+
+float Largest(const float* logits) {
+  float largest = -std::numeric_limits<float>::infinity();
+  for (int64_t t = 0; t < kTileKeys; ++t) largest = std::max(largest, logits[t]);  // leaves out NaN
+  return largest;
+}
+
+// As in dense/simd_exp.h, operation by operation.
+float Exp(float x) {
+  if (std::isnan(x)) return x;
+  x = std::clamp(x, -88.0f, 89.0f);
+  const float n = std::nearbyint(x * 1.44269504f);
+  const float r = std::fma(n, 2.12194440e-4f, std::fma(n, -0.693359375f, x));
+  float p = 1.0f / 5040;
+  for (const float factor : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) {
+    p = std::fma(p, r, factor);
+  }
+  return std::ldexp(p, static_cast<int>(n));
+}
+
+void AddWeights(const TileWeights& w, float* sums) {
+  for (int64_t t = 0; t < kTileKeys; ++t) sums[t] += Exp(w.scale * w.logits[t] - w.max);
+}
+
 }  // namespace
 
 const KeyTileFunctions kKeyTilePlain = {.pack_float32 = PackKeys<float>,
@@ -69,6 +117,13 @@ const KeyTileFunctions kKeyTilePlain = {.pack_float32 = PackKeys<float>,
                                         .pack_codes = PackCodes,
                                         .rotate = Rotate,
                                         .logits = Logits,
-                                        .best = Best};
+                                        .best = Best,
+                                        .page_logits = PageLogits,
+                                        .largest = Largest,
+                                        .add_weights = AddWeights};
+
+const KeyTileFunctions& ChosenKeyTile() {
+  return *ChooseByCpu(&kKeyTilePlain, &kKeyTileAvx2, &kKeyTileAvx512);
+}
 
 }  // namespace kvasir::kernels

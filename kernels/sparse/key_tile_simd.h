@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kernels/dense/simd_exp.h"
 #include "kernels/sparse/key_tile.h"
 
 namespace kvasir::kernels {
@@ -16,30 +17,48 @@ namespace {
 
 using UintVec __attribute__((vector_size(sizeof(Vec)))) = uint32_t;
 using IntVec __attribute__((vector_size(sizeof(Vec)))) = int32_t;
+using ShortVec __attribute__((vector_size(sizeof(Vec)))) = int16_t;
 using FloatVec __attribute__((vector_size(sizeof(Vec)))) = float;
 
 inline UintVec Bits(Vec v) { return reinterpret_cast<UintVec>(v); }
 inline Vec FromBits(UintVec bits) { return reinterpret_cast<Vec>(bits); }
 
-// Calls use(unit, first key, the unit of kSimdWidth keys from that key on) for all units.
-template <typename Use>
-inline void ForEachUnit(const void* const* keys, int64_t num_units, const Use& use) {
+// Of bytes without and with a sign: the sums of two products each.
+inline ShortVec MultiplyBytes(UintVec codes, uint32_t quad) {
+  return reinterpret_cast<ShortVec>(MultiplyAddBytes(FromBits(codes), quad));
+}
+// Sums of two neighbours each.
+inline IntVec AddPairs(ShortVec v) {
+  return reinterpret_cast<IntVec>(AddShorts(reinterpret_cast<Vec>(v)));
+}
+
+// Calls use(unit, first key, the unit of kSimdWidth keys from that key on) for all units;
+// load(key, unit, count) gives the units from that one on, at most kSimdWidth.
+template <typename LoadUnits, typename Use>
+inline void ForEachUnit(int64_t num_units, const LoadUnits& load, const Use& use) {
   for (int64_t t = 0; t < kTileKeys; t += kSimdWidth) {
     for (int64_t begin = 0; begin < num_units; begin += kSimdWidth) {
       const int64_t count =
           num_units - begin < kSimdWidth ? num_units - begin : int64_t{kSimdWidth};
       Vec rows[static_cast<size_t>(kSimdWidth)];
 #pragma GCC unroll 16
-      for (int64_t i = 0; i < kSimdWidth; ++i) {
-        const auto* key = static_cast<const float*>(keys[t + i]);
-        rows[i] = key == nullptr        ? Broadcast(0)
-                  : count == kSimdWidth ? Load(key + begin)
-                                        : LoadPart(key + begin, count);
-      }
+      for (int64_t i = 0; i < kSimdWidth; ++i) rows[i] = load(t + i, begin, count);
       TransposeVectors(rows);
       for (int64_t i = 0; i < count; ++i) use(begin + i, t, rows[i]);
     }
   }
+}
+inline Vec LoadUnits(const float* units, int64_t count) {
+  return count == kSimdWidth ? Load(units) : LoadPart(units, count);
+}
+// Of keys that lie anywhere, or are missing: zeros.
+template <typename Use>
+inline void ForEachUnit(const void* const* keys, int64_t num_units, const Use& use) {
+  const auto load = [&](int64_t key, int64_t begin, int64_t count) {
+    return keys[key] == nullptr ? Broadcast(0)
+                                : LoadUnits(static_cast<const float*>(keys[key]) + begin, count);
+  };
+  ForEachUnit(num_units, load, use);
 }
 
 inline void StoreElement(float* tile, int64_t element, int64_t key, Vec v) {
@@ -159,12 +178,93 @@ void Best(const TileQueries& q, const float* tile, float* best) {
   });
 }
 
+// The products of kRows queries and the kSimdWidth keys from column `key` on. 16 bits hold the sums
+// of four words: 8 * 2 * 15 * 127 is below 2^15.
+template <int kRows>
+inline void MultiplyCodes(const CodedQueries& q, int64_t query, const uint32_t* words, int64_t key,
+                          IntVec (&sums)[static_cast<size_t>(kRows)]) {
+  constexpr int64_t kWordsIn16Bits = 4;
+  const uint32_t* quads = q.quads + query * 2 * q.num_words;
+  for (int r = 0; r < kRows; ++r) sums[r] = IntVec{};
+  for (int64_t begin = 0; begin < q.num_words; begin += kWordsIn16Bits) {
+    const int64_t end = q.num_words - begin < kWordsIn16Bits ? q.num_words : begin + kWordsIn16Bits;
+    ShortVec short_sums[static_cast<size_t>(kRows)] = {};
+    for (int64_t w = begin; w < end; ++w) {
+      const UintVec all = Bits(Load(reinterpret_cast<const float*>(words + w * kTileKeys + key)));
+      const UintVec even = all & 0x0f0f0f0fu;
+      const UintVec odd = all >> 4 & 0x0f0f0f0fu;
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) {
+        const uint32_t* of_word = quads + 2 * (r * q.num_words + w);
+        short_sums[r] += MultiplyBytes(even, of_word[0]) + MultiplyBytes(odd, of_word[1]);
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) sums[r] += AddPairs(short_sums[r]);
+  }
+}
+
+template <int kRows>
+inline void StoreCodeLogits(const CodedPage& page, const CodedQueries& q, int64_t query,
+                            const uint32_t* words, float* logits) {
+  for (int64_t key = 0; key < kTileKeys; key += kSimdWidth) {
+    IntVec sums[static_cast<size_t>(kRows)];
+    MultiplyCodes<kRows>(q, query, words, key, sums);
+    const Vec scale = LoadHalf(page.scales + key);
+    const Vec middle = Fma(Broadcast(7.5f), scale, LoadHalf(page.zeros + key));
+    for (int r = 0; r < kRows; ++r) {
+      const IntVec twice = 2 * sums[r] - 15 * q.code_sums[query + r];
+      const Vec product = reinterpret_cast<Vec>(__builtin_convertvector(twice, FloatVec));
+      Store(logits + (query + r) * kTileKeys + key,
+            Fma(scale * Broadcast(0.5f * q.steps[query + r]), product,
+                middle * Broadcast(q.sums[query + r])));
+    }
+  }
+}
+
+void PageLogits(const CodedPage& page, const CodedQueries& q, uint32_t* transposed, float* logits) {
+  const auto* words = reinterpret_cast<const float*>(page.words);
+  const auto load = [&](int64_t key, int64_t begin, int64_t count) {
+    return LoadUnits(words + key * q.num_words + begin, count);
+  };
+  ForEachUnit(q.num_words, load, [&](int64_t unit, int64_t key, Vec v) {
+    Store(reinterpret_cast<float*>(transposed + unit * kTileKeys + key), v);
+  });
+  int64_t query = 0;
+  for (; query + 4 <= q.count; query += 4) {
+    StoreCodeLogits<4>(page, q, query, transposed, logits);
+  }
+  for (; query < q.count; ++query) StoreCodeLogits<1>(page, q, query, transposed, logits);
+}
+
+float Largest(const float* logits) {
+  Vec largest = Broadcast(-__builtin_inff());
+  for (int64_t t = 0; t < kTileKeys; t += kSimdWidth) {
+    largest = LargerOrSecond(Load(logits + t), largest);
+  }
+  float lanes[kSimdWidth];
+  Store(lanes, largest);
+  float result = lanes[0];
+  for (const float lane : lanes) result = lane > result ? lane : result;
+  return result;
+}
+
+void AddWeights(const TileWeights& w, float* sums) {
+  const Vec scale = Broadcast(w.scale), max = Broadcast(w.max);
+  for (int64_t t = 0; t < kTileKeys; t += kSimdWidth) {
+    Store(sums + t, Load(sums + t) + Exp(scale * Load(w.logits + t) - max));
+  }
+}
+
 constexpr KeyTileFunctions kFunctions = {.pack_float32 = PackFloat32,
                                          .pack_bfloat16 = PackBFloat16,
                                          .pack_codes = PackCodes,
                                          .rotate = Rotate,
                                          .logits = Logits,
-                                         .best = Best};
+                                         .best = Best,
+                                         .page_logits = PageLogits,
+                                         .largest = Largest,
+                                         .add_weights = AddWeights};
 
 }  // namespace
 }  // namespace kvasir::kernels

@@ -5,9 +5,11 @@
 #include <bit>
 #include <cmath>
 #include <limits>
+#include <numeric>
 
 #include "kernels/base/status_macros.h"
 #include "kernels/paged/compact_positions.h"
+#include "kernels/sparse/code_logits.h"
 #include "kernels/sparse/key_logits.h"
 #include "kernels/sparse/select_common.h"
 
@@ -16,46 +18,74 @@ namespace {
 
 constexpr float kUnknown = std::numeric_limits<float>::quiet_NaN();
 
-// The sum of exp(logit), as of AttentionState, in float64.
-class ExpSum {
+// A code is good enough for a token that has at most this share of the weight that is known: the
+// errors of so many others average out.
+constexpr double kHeavyShare = 1.0 / 256;
+
+// A sum of weights exp(logit), in a float32 for each column of a tile.
+class WeightSum {
  public:
-  void Add(float logit) {
-    if (logit > max_) {
-      sum_ = sum_ * std::exp(static_cast<double>(max_ - logit)) + 1;
-      max_ = logit;
-    } else if (logit != -std::numeric_limits<float>::infinity()) {
-      sum_ += std::exp(static_cast<double>(logit - max_));  // NaN stays NaN
+  // The logits [kTileKeys] of a tile, before they are scaled.
+  void Add(const KeyTileFunctions& functions, const float* logits, float scale) {
+    const float max = scale * functions.largest(logits);
+    if (max > max_) {
+      const auto keep = static_cast<float>(std::exp(static_cast<double>(max_ - max)));
+      for (float& sum : sums_) sum *= keep;
+      max_ = max;
     }
+    functions.add_weights({.logits = logits, .scale = scale, .max = max_}, sums_.data());
   }
-  // This sum / (this sum + `rest`); NaN where both are 0.
-  double ShareBeside(const ExpSum& rest) const {
-    const float max = std::max(max_, rest.max_);
-    const double own = sum_ * std::exp(static_cast<double>(max_ - max));
-    return own / (own + rest.sum_ * std::exp(static_cast<double>(rest.max_ - max)));
+  // Where the largest logit is `max`.
+  double SumAt(float max) const {
+    const double sum = std::accumulate(sums_.begin(), sums_.end(), 0.0);
+    return sum * std::exp(static_cast<double>(max_ - max));
   }
+  float max() const { return max_; }
 
  private:
-  float max_ = -std::numeric_limits<float>::infinity();
-  double sum_ = 0;
+  float max_ = std::numeric_limits<float>::lowest();  // finite: -inf weighs nothing beside it
+  std::array<float, kTileKeys> sums_ = {};
+};
+
+// What is known of a query head.
+struct HeadSums {
+  WeightSum kept;
+  WeightSum rest;
+  float heavy = -std::numeric_limits<float>::infinity();  // logits above may be of heavy tokens
+
+  // NaN where there is no weight.
+  double Share() const {
+    const float max = std::max(kept.max(), rest.max());
+    const double own = kept.SumAt(max);
+    return max == WeightSum().max() ? kUnknown : own / (own + rest.SumAt(max));
+  }
+  // The total only grows, so that an old limit is a lower one.
+  void RaiseHeavy() {
+    const float max = std::max(kept.max(), rest.max());
+    heavy = max + static_cast<float>(std::log(kHeavyShare * (kept.SumAt(max) + rest.SumAt(max))));
+  }
 };
 
 // Memory of one thread.
 struct ThreadMemory {
-  ThreadMemory(ScratchPieces& pieces, const SelectParams& p) : tile(pieces, p) {
+  ThreadMemory(ScratchPieces& pieces, const SelectParams& p) : tile(pieces, p), codes(pieces, p) {
     const int64_t group = p.q.dim(1) / p.kv.layout.num_kv_heads;
+    int64_t context = 0;
+    for (const QueryBlock& block : p.blocks) context = std::max(context, block.first_position + 1);
     distant = pieces.Take<float>(group * p.kv.layout.head_dim);
     placed = pieces.Take<float>(group * p.kv.layout.head_dim);
     logits = pieces.Take<float>(group * kTileKeys);
-    kept = pieces.Take<ExpSum>(group);
-    rest = pieces.Take<ExpSum>(group);
+    tokens = pieces.Take<int32_t>(context);
+    heads = pieces.Take<HeadSums>(group);
   }
 
   KeyLogits::Memory tile;
-  float* distant;  // [G, head_dim]: queries as keys between sink and window meet them
-  float* placed;   // [G, head_dim]: as sink and window do, where keys are un-rotated
-  float* logits;   // [G, kTileKeys]
-  ExpSum* kept;    // [G]
-  ExpSum* rest;
+  CodeLogits::Memory codes;
+  float* distant;   // [G, head_dim]: queries as keys between sink and window meet them
+  float* placed;    // [G, head_dim]: as sink and window do
+  float* logits;    // [G, kTileKeys]
+  int32_t* tokens;  // [context]
+  HeadSums* heads;  // [G]
 };
 
 // One row of kind list.
@@ -64,87 +94,131 @@ class RowEstimate {
   RowEstimate(const SelectRow& row, const ThreadMemory& memory)
       : row_(row),
         memory_(memory),
+        functions_(ChosenKeyTile()),
         keys_(row, KeyForm::kCached, memory.tile),
-        codes_(row, KeyForm::kCodes, memory.tile) {
-    for (int64_t g = 0; g < row.group; ++g) {
-      LoadDistantQuery(row, 0, g, Distant(g));
-      if (row.p.rope == nullptr) continue;
-      LoadQuery(row, 0, g, Placed(g));
-      row.p.rope->Rotate(Placed(g), DType::kFloat32, 1,
-                         QueryPosition(row.header, row.block.first_position));
-    }
+        codes_(row, LoadQueries(row, memory), memory.codes) {
+    std::fill_n(memory.heads, row.group, HeadSums());
   }
 
   void Run(float* mass) {
-    std::fill_n(memory_.kept, row_.group, ExpSum());
-    std::fill_n(memory_.rest, row_.group, ExpSum());
-    const int64_t position = row_.block.first_position;
-    int64_t next = 0;  // the first page of which nothing is counted yet
-    for (SelectedPages walk(row_.header, row_.list, position); walk.valid(); walk.Next()) {
-      for (; next < walk.page(); ++next) AddRest(next, ~uint64_t{0});
-      AddKept(walk.page(), walk.mask());
-      AddRest(next++, ~walk.mask() & TokenMask(0, position + 1 - walk.page() * kPageTokens));
-    }
+    const SelectionHeader& header = row_.header;
+    AddKept(0, header.sink_end, memory_.placed);
+    AddKept(header.sink_end, header.window_begin, memory_.distant);
+    AddKept(header.window_begin, row_.block.first_position + 1, memory_.placed);
+    AddRest();
     for (int64_t g = 0; g < row_.group; ++g) {
-      mass[g] = static_cast<float>(memory_.kept[g].ShareBeside(memory_.rest[g]));
+      mass[g] = static_cast<float>(memory_.heads[g].Share());
     }
   }
 
  private:
-  float* Distant(int64_t g) const { return memory_.distant + g * row_.p.kv.layout.head_dim; }
-  float* Placed(int64_t g) const { return memory_.placed + g * row_.p.kv.layout.head_dim; }
-
-  void AddKept(int64_t page, uint64_t mask) {
-    const int64_t start = page * kPageTokens;
-    const SelectionHeader& header = row_.header;
-    if (row_.p.rope == nullptr) {
-      Add(keys_, start, mask, memory_.distant, memory_.kept);
-      return;
+  // Returns the distant ones.
+  static const float* LoadQueries(const SelectRow& row, const ThreadMemory& memory) {
+    for (int64_t g = 0; g < row.group; ++g) {
+      float* const placed = memory.placed + g * row.p.kv.layout.head_dim;
+      LoadDistantQuery(row, 0, g, memory.distant + g * row.p.kv.layout.head_dim);
+      LoadQuery(row, 0, g, placed);
+      if (row.p.rope == nullptr) continue;
+      row.p.rope->Rotate(placed, DType::kFloat32, 1,
+                         QueryPosition(row.header, row.block.first_position));
     }
-    AddPlaced(start, mask & TokenMask(0, header.sink_end - start));
-    Add(keys_, start, mask & TokenMask(header.sink_end - start, header.window_begin - start),
-        memory_.distant, memory_.kept);
-    AddPlaced(start, mask & TokenMask(header.window_begin - start, kPageTokens));
-  }
-  // Of sink or window.
-  void AddPlaced(int64_t start, uint64_t mask) {
-    Add(keys_, start, mask, memory_.placed, memory_.kept, [&](int64_t n) {
-      keys_.Rotate(n, [&](int64_t i) {
-        return TokenPosition(row_.header, nullptr, tokens_[static_cast<size_t>(i)]);
-      });
-    });
-  }
-  void AddRest(int64_t page, uint64_t mask) {
-    Add(codes_, page * kPageTokens, mask, memory_.distant, memory_.rest);
+    return memory.distant;
   }
 
-  // The tokens of the page that begins at `start`; place(n) may rotate their keys.
-  template <typename Place>
-  void Add(KeyLogits& logits, int64_t start, uint64_t mask, const float* queries, ExpSum* sums,
-           const Place& place) {
+  // Tokens of [begin, end) that are attended to.
+  void AddKept(int64_t begin, int64_t end, const float* queries) {
     int64_t count = 0;
-    for (int64_t t = 0; t < kPageTokens; ++t) {
-      if ((mask >> t & 1) != 0) tokens_[static_cast<size_t>(count++)] = start + t;
+    SelectedPages walk(row_.header, row_.list, row_.block.first_position);
+    for (walk.SkipTo(begin / kPageTokens); walk.page() * kPageTokens < end; walk.Next()) {
+      const int64_t start = walk.page() * kPageTokens;
+      uint64_t mask = walk.mask() & TokenMask(begin - start, end - start);
+      for (; mask != 0; mask &= mask - 1) {
+        memory_.tokens[count++] = static_cast<int32_t>(start + std::countr_zero(mask));
+      }
     }
-    const auto token_at = [&](int64_t i) { return tokens_[static_cast<size_t>(i)]; };
-    logits.ForEachTile(count, token_at, [&](int64_t, int64_t n) {
-      place(n);
-      logits.Logits(queries, row_.group, memory_.logits);
+    const bool moves = row_.p.rope != nullptr && queries == memory_.placed;
+    const auto token_at = [&](int64_t i) { return int64_t{memory_.tokens[i]}; };
+    keys_.ForEachTile(count, token_at, [&](int64_t first, int64_t n) {
+      if (moves) {
+        keys_.Rotate(
+            n, [&](int64_t i) { return TokenPosition(row_.header, nullptr, token_at(first + i)); });
+      }
+      keys_.Logits(queries, row_.group, memory_.logits);
       for (int64_t g = 0; g < row_.group; ++g) {
-        const float* of_head = memory_.logits + g * kTileKeys;
-        for (int64_t i = 0; i < n; ++i) sums[g].Add(row_.p.scale * of_head[i]);
+        memory_.heads[g].kept.Add(functions_, Logits(g), row_.p.scale);
       }
     });
   }
-  void Add(KeyLogits& logits, int64_t start, uint64_t mask, const float* queries, ExpSum* sums) {
-    Add(logits, start, mask, queries, sums, [](int64_t) {});
+
+  // What is not attended to lies between sink and window.
+  void AddRest() {
+    const int64_t begin = row_.header.sink_end, end = row_.header.window_begin;
+    SelectedPages walk(row_.header, row_.list, row_.block.first_position);
+    for (int64_t page = begin / kPageTokens; page * kPageTokens < end; ++page) {
+      walk.SkipTo(page);
+      const uint64_t attended = walk.valid() && walk.page() == page ? walk.mask() : 0;
+      const int64_t start = page * kPageTokens;
+      AddRestOfPage(page, TokenMask(begin - start, end - start) & ~attended);
+    }
+    AddHeavy();
   }
+  void AddRestOfPage(int64_t page, uint64_t tokens) {
+    if (tokens == 0 || !codes_.Has(page)) return;
+    if ((page + 1) * kPageTokens < row_.header.window_begin) codes_.Prefetch(page + 1);
+    codes_.Logits(page, memory_.logits);
+    TakeOut(~tokens);
+    TakeHeavy(page);
+    for (int64_t g = 0; g < row_.group; ++g) {
+      memory_.heads[g].rest.Add(functions_, Logits(g), row_.p.scale);
+    }
+    if (num_heavy_ >= kTileKeys) AddHeavy();
+  }
+
+  // Puts aside what is heavy for some head.
+  void TakeHeavy(int64_t page) {
+    uint64_t heavy = 0;
+    for (int64_t g = 0; g < row_.group; ++g) {
+      HeadSums& head = memory_.heads[g];
+      const float largest = row_.p.scale * functions_.largest(Logits(g));
+      if (!(largest > head.heavy)) continue;
+      head.RaiseHeavy();
+      for (int64_t t = 0; t < kPageTokens && largest > head.heavy; ++t) {
+        if (row_.p.scale * Logits(g)[t] > head.heavy) heavy |= uint64_t{1} << t;
+      }
+    }
+    TakeOut(heavy);
+    for (; heavy != 0; heavy &= heavy - 1) {
+      heavy_[static_cast<size_t>(num_heavy_++)] = page * kPageTokens + std::countr_zero(heavy);
+    }
+  }
+  // From the logits of a page: these tokens weigh nothing.
+  void TakeOut(uint64_t tokens) {
+    for (; tokens != 0; tokens &= tokens - 1) {
+      for (int64_t g = 0; g < row_.group; ++g) {
+        Logits(g)[std::countr_zero(tokens)] = -std::numeric_limits<float>::infinity();
+      }
+    }
+  }
+  void AddHeavy() {
+    const auto token_at = [&](int64_t i) { return heavy_[static_cast<size_t>(i)]; };
+    keys_.ForEachTile(num_heavy_, token_at, [&](int64_t, int64_t) {
+      keys_.Logits(memory_.distant, row_.group, memory_.logits);
+      for (int64_t g = 0; g < row_.group; ++g) {
+        memory_.heads[g].rest.Add(functions_, Logits(g), row_.p.scale);
+      }
+    });
+    num_heavy_ = 0;
+  }
+
+  float* Logits(int64_t g) const { return memory_.logits + g * kTileKeys; }
 
   const SelectRow& row_;
   const ThreadMemory& memory_;
+  const KeyTileFunctions& functions_;
   KeyLogits keys_;
-  KeyLogits codes_;
-  std::array<int64_t, kPageTokens> tokens_;  // of a page
+  const CodeLogits codes_;
+  std::array<int64_t, 2 * kTileKeys> heavy_;  // tokens that were put aside
+  int64_t num_heavy_ = 0;
 };
 
 absl::Status CheckEstimate(const SelectParams& p, const PageSelection& selection, size_t masses) {

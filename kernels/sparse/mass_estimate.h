@@ -2,15 +2,19 @@
 // anything. For a query head of a row with attended tokens A, of all tokens up to the query:
 //
 //   l_j    = scale * q . k_j           exact, for j in A
-//   l~_j   = scale * q . k~_j          from key codes (kernels/paged/key_codes.h), for all others
+//   l~_j   = scale * q . k~_j          from key codes (code_logits.h), for the others
 //   mass   = sum over A of exp(l_j) / (sum over A of exp(l_j) + sum over the others of exp(l~_j))
 //
-// The error is that of the codes of what is not attended to; it is calibrated in docs/quality.md.
+// A token of the others is heavy, and its logit exact, where exp(l~_j) is more than 1 / 256 of the
+// weight that is known for some head of the group: what is attended to, and what was added of the
+// others before. They come by pages, ascending; heavy ones are added when 64 of them are together,
+// or at the end. So the error is that of the codes of many light tokens, which
+// averages out; it is calibrated in docs/quality.md.
 // Where keys are cached un-rotated there is no dense attention to keep mass of: all tokens between
 // sink and window, attended to or not, then stand at the distance at which selectors see them
-// (SelectionDistance), sink and window at their compact positions. Sums are float64 in ascending
-// position, attended tokens first: an estimate depends on its row alone.
-// Cost: reads the attended keys, and head_dim / 2 + 4 bytes of every other token. Thread-safe.
+// (SelectionDistance), sink and window at their compact positions. An estimate depends on its row
+// alone. Cost: reads the attended and the heavy keys, and head_dim / 2 + 4 bytes of every other
+// token. Thread-safe.
 #pragma once
 
 #include <span>

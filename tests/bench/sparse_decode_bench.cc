@@ -24,6 +24,7 @@
 #include "kernels/paged/digests.h"
 #include "kernels/paged/key_codes.h"
 #include "kernels/sparse/policy.h"
+#include "kernels/sparse/quality_contract.h"
 #include "kernels/sparse/reuse/reusing_select.h"
 #include "kernels/sparse/select_common.h"
 #include "tests/support/fake_paged_kv.h"
@@ -165,8 +166,8 @@ double Milliseconds(Clock::time_point begin, Clock::time_point end) {
 
 // Times of a step in milliseconds.
 struct StepTimes {
-  double select = 0, prune = 0, attend = 0;
-  double all() const { return select + prune + attend; }
+  double select = 0, prune = 0, contract = 0, attend = 0;
+  double all() const { return select + prune + contract + attend; }
 };
 
 class Bench {
@@ -264,10 +265,15 @@ void Bench::Run(const Policy& policy, int64_t cycles, double dense_ms) {
                  .value();
     for (int64_t head = 0; head < kKvHeads; ++head) memories.push_back(&memory->row(0, head));
   }
-  const PageSelection selection = MakeSelection(selector->MaxEntries(numbers, sequence_.context()));
+  SelectionNumbers largest = numbers;
+  largest.budget_tokens = LargestBudget(numbers, sequence_.context());
+  const PageSelection selection = MakeSelection(selector->MaxEntries(largest, sequence_.context()));
   PageSelection rows = selection;
+  const ContractKeeper::Stages stages = {.selector = *selector,
+                                         .pruner = numbers.top_p < 1 ? pruner.get() : nullptr};
+  ContractKeeper keeper;
   StepTimes sum;
-  double worst = 0, tokens = 0, refreshed = 0;
+  double worst = 0, tokens = 0, refreshed = 0, mended = 0;
   const int64_t steps = cycles * kCycleSteps;
   for (int64_t step = 0; step < steps; ++step) {
     PlaceStep(step);
@@ -287,21 +293,29 @@ void Bench::Run(const Policy& policy, int64_t cycles, double dense_ms) {
     const auto selected = Clock::now();
     if (numbers.top_p < 1) KVASIR_CHECK(pruner->Prune(params, rows, executor_).ok());
     const auto pruned = Clock::now();
+    for (const SelectionHeader& header : headers_) refreshed += header.reused_stages == 0 ? 1 : 0;
+    const auto begin_keep = Clock::now();
+    KVASIR_CHECK(keeper.Keep(stages, params, rows, executor_).ok());
+    const auto kept = Clock::now();
     AttendTo(selection);
     const auto end = Clock::now();
     sum.select += Milliseconds(begin, selected);
     sum.prune += Milliseconds(selected, pruned);
-    sum.attend += Milliseconds(pruned, end);
+    sum.contract += Milliseconds(begin_keep, kept);
+    sum.attend += Milliseconds(kept, end);
     worst = std::max(worst, Milliseconds(begin, end));
     for (int64_t row = 0; row < kKvHeads; ++row) {
       tokens += static_cast<double>(CountTokens(selection, row, block_.first_position));
-      refreshed += selection.header(row).reused_stages == 0 ? 1 : 0;
+      const ContractOutcome outcome = keeper.outcomes()[static_cast<size_t>(row)];
+      mended += outcome == ContractOutcome::kDense || outcome == ContractOutcome::kWidened;
     }
   }
   const auto n = static_cast<double>(steps);
-  std::printf("| %s | %.0f | %.1f %% | %.3f | %.3f | %.3f | %.3f | %.2f | **%.1f** |\n",
-              policy.name, tokens / n / kKvHeads, 100 * refreshed / n / kKvHeads, sum.select / n,
-              sum.prune / n, sum.attend / n, sum.all() / n, worst, dense_ms / (sum.all() / n));
+  std::printf(
+      "| %s | %.0f | %.1f %% | %.1f %% | %.3f | %.3f | %.3f | %.3f | %.3f | %.2f | **%.1f** |\n",
+      policy.name, tokens / n / kKvHeads, 100 * refreshed / n / kKvHeads,
+      100 * mended / n / kKvHeads, sum.select / n, sum.prune / n, sum.contract / n, sum.attend / n,
+      sum.all() / n, worst, dense_ms / (sum.all() / n));
   std::fflush(stdout);
 }
 
@@ -316,6 +330,10 @@ int Main(int argc, char** argv) {
       .sink_tokens = 256, .window_tokens = 1024, .budget_tokens = 2048};
   const auto pruned = [](SelectionNumbers numbers) {
     numbers.top_p = 0.95f;
+    return numbers;
+  };
+  const auto under = [](SelectionNumbers numbers, OnViolation on_violation) {
+    numbers.quality = {.min_mass = 0.98f, .on_violation = on_violation};
     return numbers;
   };
   const Policy policies[] = {
@@ -334,14 +352,37 @@ int Main(int argc, char** argv) {
        {{"preset", "3k"}},
        "interval",
        pruned(kHip)},
+      {"quest, 0.98 or dense", "quest", {}, nullptr, under(kQuest, OnViolation::kDense)},
+      {"tokenselect, cosine, 0.98 or dense",
+       "tokenselect",
+       {},
+       "cosine",
+       under(kQuest, OnViolation::kDense)},
+      {"tokenselect, cosine, 0.98 by widening",
+       "tokenselect",
+       {},
+       "cosine",
+       under(kQuest, OnViolation::kWiden)},
+      {"infinitehip 3k, interval, 0.98 or dense",
+       "infinitehip",
+       {{"preset", "3k"}},
+       "interval",
+       under(kHip, OnViolation::kDense)},
+      {"infinitehip 3k, interval, 0.98 by widening",
+       "infinitehip",
+       {{"preset", "3k"}},
+       "interval",
+       under(kHip, OnViolation::kWiden)},
   };
   Bench bench(context, threads);
   const double dense_ms = bench.Dense(31);
   std::printf("%lld tokens, %d threads; dense %.2f ms\n\n", static_cast<long long>(context),
               threads, dense_ms);
   std::printf(
-      "| policy | tokens attended to | first stage run | select, ms | prune | attend | all | worst "
-      "step | times as fast as dense |\n|---|---|---|---|---|---|---|---|---|\n");
+      "| policy | tokens attended to | first stage run | made dense or widened | select, ms | "
+      "prune "
+      "| contract | attend | all | worst step | times as fast as dense |\n"
+      "|---|---|---|---|---|---|---|---|---|---|---|\n");
   for (const Policy& policy : policies) bench.Run(policy, cycles, dense_ms);
   std::printf("\ndense again %.2f ms\n", bench.Dense(31));
   return 0;

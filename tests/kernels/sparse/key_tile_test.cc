@@ -227,5 +227,123 @@ TEST(KeyTile, TheReferenceIsTheSumAndItsBestLeavesOutNan) {
   }
 }
 
+// Codes of a page and of queries, all numbers that their fields can hold.
+struct CodedProduct {
+  CodedProduct(int64_t num_words, int64_t count, HostileRandom& random) {
+    const auto bits = [&](int64_t n) {
+      std::vector<uint32_t> all(static_cast<size_t>(n));
+      for (uint32_t& x : all) x = static_cast<uint32_t>(random.Bits());
+      return all;
+    };
+    words = bits(kTileKeys * num_words);
+    quads = bits(count * 2 * num_words);
+    for (uint32_t& quad : quads) {
+      for (int i = 0; i < 4; ++i) {
+        if ((quad >> (8 * i) & 255) == 128) quad ^= 1u << (8 * i);  // -128 is no code
+      }
+    }
+    for (const uint32_t x : bits(kTileKeys)) {
+      scales.push_back(static_cast<uint16_t>(x & 0x7fff));
+      zeros.push_back(static_cast<uint16_t>(x >> 16));
+    }
+    steps = random.Many(count);
+    sums = random.Many(count);
+    for (const uint32_t x : bits(count)) code_sums.push_back(static_cast<int32_t>(x % 30000));
+    page = {.words = words.data(), .scales = scales.data(), .zeros = zeros.data()};
+    queries = {.quads = quads.data(),
+               .steps = steps.data(),
+               .code_sums = code_sums.data(),
+               .sums = sums.data(),
+               .count = count,
+               .num_words = num_words};
+    transposed.resize(static_cast<size_t>(num_words * kTileKeys));
+  }
+  std::vector<float> Logits(const KeyTileFunctions& form) {
+    std::vector<float> logits(static_cast<size_t>(queries.count * kTileKeys), 7.0f);
+    form.page_logits(page, queries, transposed.data(), logits.data());
+    return logits;
+  }
+
+  std::vector<uint32_t> words, quads, transposed;
+  std::vector<uint16_t> scales, zeros;
+  std::vector<float> steps, sums;
+  std::vector<int32_t> code_sums;
+  CodedPage page;
+  CodedQueries queries;
+};
+
+TEST(KeyTile, LogitsOfPagesHaveTheSameBitsInAllForms) {
+  HostileRandom random;
+  for (const int64_t words : {1, 2, 3, 4, 5, 8, 10, 16, 32}) {
+    for (const int64_t count : {1, 2, 4, 5, 7, 8}) {
+      SCOPED_TRACE(testing::Message() << "words " << words << ", queries " << count);
+      CodedProduct product(words, count, random);
+      const std::vector<float> expected = product.Logits(kKeyTilePlain);
+      for (const KeyTileFunctions* form : Forms()) ExpectSame(product.Logits(*form), expected);
+    }
+  }
+}
+
+// The largest codes of both signs: sums of four words just fit 16 bits.
+TEST(KeyTile, LogitsOfPagesDoNotOverflow) {
+  HostileRandom random;
+  for (const uint32_t quad : {0x7f7f7f7fu, 0x81818181u}) {
+    CodedProduct product(32, 4, random);
+    std::fill(product.words.begin(), product.words.end(), ~0u);
+    std::fill(product.quads.begin(), product.quads.end(), quad);
+    std::fill(product.scales.begin(), product.scales.end(), uint16_t{0x3c00});  // 1
+    std::fill(product.zeros.begin(), product.zeros.end(), uint16_t{0});
+    std::fill(product.steps.begin(), product.steps.end(), 1.0f);
+    std::fill(product.sums.begin(), product.sums.end(), 0.0f);
+    std::fill(product.code_sums.begin(), product.code_sums.end(), 0);
+    const float expected = (quad == 0x7f7f7f7fu ? 1.0f : -1.0f) * 32 * 8 * 15 * 127;
+    std::vector<const KeyTileFunctions*> forms = Forms();
+    forms.push_back(&kKeyTilePlain);
+    for (const KeyTileFunctions* form : forms) {
+      for (const float logit : product.Logits(*form)) ASSERT_EQ(logit, expected);
+    }
+  }
+}
+
+TEST(KeyTile, WeightsHaveTheSameBitsInAllForms) {
+  HostileRandom random;
+  for (int round = 0; round < 50; ++round) {
+    std::vector<float> logits = random.Many(kTileKeys);
+    for (float& x : logits) x *= std::ldexp(1.0f, round % 8);
+    const float largest = kKeyTilePlain.largest(logits.data());
+    const TileWeights params = {.logits = logits.data(),
+                                .scale = 0.3f,
+                                .max = 0.3f * largest + (round % 2 == 0 ? 0.0f : 0.7f)};
+    std::vector<float> before = random.Many(kTileKeys), expected = before;
+    kKeyTilePlain.add_weights(params, expected.data());
+    for (const KeyTileFunctions* form : Forms()) {
+      EXPECT_EQ(form->largest(logits.data()), largest);
+      std::vector<float> found = before;
+      form->add_weights(params, found.data());
+      ExpectSame(found, expected);
+    }
+  }
+}
+
+TEST(KeyTile, TheReferenceWeighsByTheExponential) {
+  std::vector<float> logits(kTileKeys), sums(kTileKeys, 0.0f);
+  for (size_t t = 0; t < kTileKeys; ++t) logits[t] = 50 - 3.1f * static_cast<float>(t);
+  logits[40] = kNan;
+  logits[41] = -kInfinity;
+  EXPECT_EQ(kKeyTilePlain.largest(logits.data()), 50.0f);
+  kKeyTilePlain.add_weights({.logits = logits.data(), .scale = 0.5f, .max = 25}, sums.data());
+  EXPECT_EQ(sums[0], 1.0f);
+  for (size_t t = 0; t < kTileKeys; ++t) {
+    if (t == 40) {
+      EXPECT_TRUE(std::isnan(sums[t]));
+      continue;
+    }
+    const double weight = std::exp(std::max(-88.0, 0.5 * double{logits[t]} - 25));
+    EXPECT_NEAR(sums[t] / weight, 1, 4e-6) << t;
+  }
+  const std::vector<float> nothing(kTileKeys, kNan);
+  EXPECT_EQ(kKeyTilePlain.largest(nothing.data()), -kInfinity);
+}
+
 }  // namespace
 }  // namespace kvasir::kernels

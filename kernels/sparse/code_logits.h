@@ -1,0 +1,45 @@
+// Logits of queries and whole pages of key codes (paged/key_codes.h), for what reads every key of a
+// context: queries are coded in 8 bits, so that the products are integers, the same in every form
+// and some times faster than those of decoded keys (KeyLogits). What 8 bits cost is little beside
+// what 4 do: a key's codes count from the middle of their range. Thread-compatible.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/base/scratch.h"
+#include "kernels/sparse/key_tile.h"
+#include "kernels/sparse/select_common.h"
+
+namespace kvasir::kernels {
+
+class CodeLogits {
+ public:
+  struct Memory {
+    Memory(ScratchPieces& pieces, const SelectParams& params);
+    uint32_t* quads;  // as of CodedQueries
+    float* steps;
+    int32_t* code_sums;
+    float* sums;
+    uint32_t* transposed;  // [words of a key, kTileKeys]
+  };
+
+  // Of the group's queries [G, head_dim]. REQUIRES: the KV has key codes.
+  CodeLogits(const SelectRow& row, const float* queries, const Memory& memory);
+
+  // logits [G, kTileKeys] of the page's tokens, not scaled; of tokens that are not there, anything.
+  // A query with NaN has NaN logits. REQUIRES: the slot has the page.
+  void Logits(int64_t page, float* logits) const;
+  // REQUIRES: the page is not behind the slot's last.
+  bool Has(int64_t page) const { return row_.p.kv.row(row_.block.slot, page) >= 0; }
+  void Prefetch(int64_t page) const;
+
+ private:
+  void CodeQuery(int64_t g, const float* query, const Memory& memory);
+
+  const SelectRow& row_;
+  const KeyTileFunctions& functions_;
+  uint32_t* const transposed_;
+  CodedQueries queries_;
+};
+
+}  // namespace kvasir::kernels
