@@ -1,7 +1,7 @@
 // Logits of queries and whole pages of key codes (paged/key_codes.h), for what reads every key of a
 // context: queries are coded in 8 bits, so that the products are integers, the same in every form
-// and some times faster than those of decoded keys (KeyLogits). What 8 bits cost is little beside
-// what 4 do: a key's codes count from the middle of their range. Thread-compatible.
+// and faster than those of decoded keys (KeyLogits). What 8 bits cost is little beside what 4 do: a
+// key's codes count from the middle of their range. Thread-compatible.
 #pragma once
 
 #include <cstdint>
