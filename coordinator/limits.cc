@@ -62,6 +62,7 @@ constexpr FieldLimit kLimits[] = {
     {"AttentionPolicy", "token_budget", LimitKind::kNumber, 0, kContext},
     {"AttentionPolicy", "dense_layers", LimitKind::kNumber, 0, 1024},
     {"AttentionPolicy", "top_p", LimitKind::kNumber, 0, 1},
+    {"AttentionPolicy", "patience", LimitKind::kNumber, 0, 1048576},
     {"ReusePolicy", "rule", LimitKind::kName, 0, 16},
     {"ReusePolicy", "interval", LimitKind::kNumber, 0, 64},
     {"ReusePolicy", "theta", LimitKind::kNumber, 0, 1},
@@ -74,6 +75,14 @@ constexpr FieldLimit kLimits[] = {
     {"InfiniteHipSelector", "preset", LimitKind::kName, 0, 16},
     {"InfiniteHipSelector", "probe", LimitKind::kName, 0, 16},
     {"InfiniteHipSelector", "scope", LimitKind::kName, 0, 16},
+    {"ArtTerminator", "probe", LimitKind::kName, 0, 16},
+    {"ArtTerminator", "guard", LimitKind::kName, 0, 16},
+    {"ArtTerminator", "order", LimitKind::kName, 0, 16},
+    {"ArtTerminator", "scale", LimitKind::kName, 0, 16},
+    {"ArtTerminator", "scale_tolerance", LimitKind::kNumber, 0, 1},
+    {"ArtTerminator", "direction_tolerance", LimitKind::kNumber, 0, 1},
+    {"ArtTerminator", "mass_tolerance", LimitKind::kNumber, 0, 1},
+    {"ArtTerminator", "unread_mass", LimitKind::kNumber, 0, 1},
 };
 
 std::string FieldPath(absl::string_view where, const FieldDescriptor& field) {

@@ -19,6 +19,11 @@ namespace {
 
 constexpr size_t kMaxPolicies = 4;
 constexpr uint32_t kDefaultTailTokens = 64;
+constexpr uint32_t kDefaultPatience = 5;
+
+bool Terminates(const v1::AttentionPolicy& policy) {
+  return policy.terminator_case() != v1::AttentionPolicy::TERMINATOR_NOT_SET;
+}
 
 // What a budget is rounded up to: a selector chooses whole blocks of so many tokens.
 int64_t BlockTokens(const v1::AttentionPolicy& policy) {
@@ -34,24 +39,53 @@ uint32_t MinWindowTokens(const v1::AttentionPolicy& policy) {
   return 1;
 }
 
+absl::Status CheckTerminator(const std::string& where, const v1::AttentionPolicy& part) {
+  if (!Terminates(part)) {
+    if (part.patience() == 0) return absl::OkStatus();
+    return absl::InvalidArgumentError(
+        absl::StrCat(where, ".patience is set, but there is no terminator; set art"));
+  }
+  const std::string name = absl::StrCat(where, ".", v1::TerminatorName(part));
+  if (part.has_streaming()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(name, " is set; streaming leaves nothing between sink and window to stop at"));
+  }
+  if (part.quality().min_mass() != 0) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        name, " is set beside quality.min_mass; a contract is about what is selected, and ",
+        v1::TerminatorName(part), " leaves of that unread what it likes: drop one"));
+  }
+  if (part.window_tokens() == 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(where, ".window_tokens is 0; ", v1::TerminatorName(part),
+                     " needs a window of at least 1 token, the query's own"));
+  }
+  if (part.art().order() == "importance" && !Selects(part)) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        name, ".order is importance; all gives no scores: use recency, or a selector that lists"));
+  }
+  return absl::OkStatus();
+}
+
 absl::Status CheckPart(const std::string& where, const v1::AttentionPolicy& part) {
-  if (IsSparse(part) && !part.has_streaming() && part.token_budget() == 0) {
+  if (Selects(part) && !part.has_streaming() && part.token_budget() == 0) {
     return absl::InvalidArgumentError(absl::StrCat(where, ".token_budget is not set; ",
                                                    v1::SelectorName(part),
                                                    " needs the tokens it may select"));
   }
-  if (IsSparse(part) && part.window_tokens() < MinWindowTokens(part)) {
+  if (Selects(part) && part.window_tokens() < MinWindowTokens(part)) {
     return absl::InvalidArgumentError(
         absl::StrCat(where, ".window_tokens is ", part.window_tokens(), "; ",
                      v1::SelectorName(part), " needs a window of at least ", MinWindowTokens(part),
                      " tokens, the query's own included"));
   }
-  if (part.top_p() != 0 && (!IsSparse(part) || part.has_streaming())) {
+  if (part.top_p() != 0 && (!Selects(part) || part.has_streaming())) {
     return absl::InvalidArgumentError(
         absl::StrCat(where, ".top_p is set; only what a selector chose can be pruned"));
   }
   KVASIR_RETURN_IF_ERROR(CheckQuality(where, part));
-  return CheckReuse(where, part);
+  KVASIR_RETURN_IF_ERROR(CheckReuse(where, part));
+  return CheckTerminator(where, part);
 }
 
 // What a budget selects at most.
@@ -64,12 +98,12 @@ int64_t SelectedTokens(const v1::AttentionPolicy& policy) {
 // `rows`: queries that share a selection.
 absl::Status CheckPartFits(absl::string_view part, const v1::AttentionPolicy& policy, int64_t rows,
                            int64_t tokens, int64_t trained_window) {
-  if (!IsSparse(policy) || policy.dense_layers() > 0) {
+  if (!Selects(policy) || policy.dense_layers() > 0) {
     return absl::InvalidArgumentError(absl::StrCat(
         "prompt and answer may have ", tokens, " tokens and the model was trained for ",
         trained_window, ": ", part, " must be sparse in all layers, but ",
-        IsSparse(policy) ? absl::StrCat("the first ", policy.dense_layers(), " attend")
-                         : std::string("the policy attends"),
+        Selects(policy) ? absl::StrCat("the first ", policy.dense_layers(), " attend")
+                        : std::string("the policy attends"),
         " to everything; choose another policy"));
   }
   const int64_t attended =
@@ -90,10 +124,10 @@ int64_t WindowQueries(const v1::AttentionPolicy& decode) {
 
 absl::Status Override(const std::string& where, const v1::AttentionPolicy& overrides,
                       v1::AttentionPolicy& policy) {
-  if (overrides.selector_case() != v1::AttentionPolicy::SELECTOR_NOT_SET) {
+  if (overrides.selector_case() != v1::AttentionPolicy::SELECTOR_NOT_SET || Terminates(overrides)) {
     return absl::InvalidArgumentError(
-        absl::StrCat(where,
-                     " sets a selector; a request may override numbers only: choose a "
+        absl::StrCat(where, " sets a ", Terminates(overrides) ? "terminator" : "selector",
+                     "; a request may override numbers only: choose a "
                      "declared policy by policy.name instead"));
   }
   if (overrides.sink_tokens() != 0) policy.set_sink_tokens(overrides.sink_tokens());
@@ -107,14 +141,21 @@ absl::Status Override(const std::string& where, const v1::AttentionPolicy& overr
   if (overrides.top_p() != 0) policy.set_top_p(overrides.top_p());
   KVASIR_RETURN_IF_ERROR(OverrideReuse(where, overrides.reuse(), policy));
   KVASIR_RETURN_IF_ERROR(OverrideQuality(where, overrides.quality(), policy));
+  if (overrides.patience() != 0 && !Terminates(policy)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(where, " sets patience, but the policy declares no terminator"));
+  }
+  if (overrides.patience() != 0) policy.set_patience(overrides.patience());
   return CheckPart(where, policy);
 }
 
 }  // namespace
 
-bool IsSparse(const v1::AttentionPolicy& policy) {
+bool Selects(const v1::AttentionPolicy& policy) {
   return policy.selector_case() != v1::AttentionPolicy::SELECTOR_NOT_SET && !policy.has_all();
 }
+
+bool IsSparse(const v1::AttentionPolicy& policy) { return Selects(policy) || Terminates(policy); }
 
 std::string CanonicalBytes(const v1::AttentionPolicy& policy) {
   if (!IsSparse(policy)) return "all";
@@ -122,9 +163,11 @@ std::string CanonicalBytes(const v1::AttentionPolicy& policy) {
       absl::StrCat(v1::SelectorName(policy), ";sink=", policy.sink_tokens(),
                    ";window=", policy.window_tokens(), ";dense_layers=", policy.dense_layers());
   if (policy.has_streaming()) return ranges + CanonicalQuality(policy);
-  const int64_t block = BlockTokens(policy);
-  std::string bytes =
-      absl::StrCat(ranges, ";blocks=", (int64_t{policy.token_budget()} + block - 1) / block);
+  std::string bytes = ranges;
+  if (Selects(policy)) {
+    const int64_t block = BlockTokens(policy);
+    absl::StrAppend(&bytes, ";blocks=", (int64_t{policy.token_budget()} + block - 1) / block);
+  }
   for (const auto& [name, value] : v1::SelectorFields(policy)) {
     absl::StrAppend(&bytes, ";", name, "=", value);
   }
@@ -132,7 +175,14 @@ std::string CanonicalBytes(const v1::AttentionPolicy& policy) {
   if (policy.top_p() != 0) {
     absl::StrAppend(&bytes, ";top_p=", absl::Hex(std::bit_cast<uint32_t>(policy.top_p())));
   }
-  return bytes + CanonicalReuse(policy) + CanonicalQuality(policy);
+  absl::StrAppend(&bytes, CanonicalReuse(policy), CanonicalQuality(policy));
+  if (Terminates(policy)) {
+    absl::StrAppend(&bytes, ";", v1::TerminatorName(policy), ";patience=", policy.patience());
+    for (const auto& [name, value] : v1::TerminatorFields(policy)) {
+      absl::StrAppend(&bytes, ";", name, "=", value);
+    }
+  }
+  return bytes;
 }
 
 int64_t PrivateBegin(const ResolvedPolicy& policy, int64_t prompt_tokens) {
@@ -180,6 +230,8 @@ v1::SparsityPolicy PolicyFromFlags(const v1::SparseConfig& config) {
   policy.mutable_decode()->set_top_p(static_cast<float>(config.sparse_top_p()));
   SetReuseFromFlags(config, *policy.mutable_decode());
   SetQualityFromFlags(config, *policy.mutable_decode());
+  v1::SetTerminator(config.sparse_terminate(), *policy.mutable_decode());
+  if (Terminates(policy.decode())) policy.mutable_decode()->set_patience(config.sparse_patience());
   return policy;
 }
 
@@ -205,12 +257,20 @@ absl::StatusOr<PolicyTable> PolicyTable::Create(std::vector<v1::SparsityPolicy> 
       return absl::InvalidArgumentError(
           absl::StrCat(where, ".prefill.quality is set; it is decoding that it is about"));
     }
+    if (Terminates(policy.prefill())) {
+      return absl::InvalidArgumentError(absl::StrCat(where, ".prefill.",
+                                                     v1::TerminatorName(policy.prefill()),
+                                                     " is set; only decoding stops early"));
+    }
     SetReuseDefaults(*policy.mutable_decode());
     SetQualityDefaults(*policy.mutable_decode());
     KVASIR_RETURN_IF_ERROR(CheckPart(absl::StrCat(where, ".decode"), policy.decode()));
     if (!policy.has_tail_tokens()) policy.set_tail_tokens(kDefaultTailTokens);
     for (v1::AttentionPolicy* part : {policy.mutable_prefill(), policy.mutable_decode()}) {
-      if (!IsSparse(*part)) part->mutable_all();
+      if (!Selects(*part)) part->mutable_all();
+    }
+    if (Terminates(policy.decode()) && policy.decode().patience() == 0) {
+      policy.mutable_decode()->set_patience(kDefaultPatience);
     }
     for (size_t j = 0; j < i; ++j) {
       if (declared[j].name() == policy.name()) {

@@ -24,11 +24,15 @@ struct ResolvedPolicy {
   uint32_t tail_tokens = 0;
 };
 
+// Whether a selector may leave anything out.
+bool Selects(const v1::AttentionPolicy& policy);
+
+// Whether anything may be left out: by a selector, or by a terminator.
 bool IsSparse(const v1::AttentionPolicy& policy);
 
-// Equal bytes if and only if attention under the policies is equal: the selector and those of its
-// numbers that it reads, a budget in the blocks it selects, pruning, reuse, and what a contract of
-// quality does.
+// Equal bytes if and only if attention under the policies is equal: the methods and those of their
+// numbers that they read, a budget in the blocks that are selected, and what a contract of quality
+// does.
 std::string CanonicalBytes(const v1::AttentionPolicy& policy);
 
 // First position whose KV would be another if the prompt went on behind it: from there on attention

@@ -61,7 +61,7 @@ absl::Status CheckQuality(const std::string& where, const v1::AttentionPolicy& p
     return absl::InvalidArgumentError(
         absl::StrCat(where, ".quality has no min_mass; set what attention is to keep"));
   }
-  if (!IsSparse(policy)) {
+  if (!Selects(policy)) {
     return absl::InvalidArgumentError(
         absl::StrCat(where, ".quality is set; a policy that attends to everything keeps it all"));
   }

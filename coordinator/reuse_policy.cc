@@ -70,7 +70,7 @@ absl::Status CheckReuse(const std::string& where, const v1::AttentionPolicy& pol
     return absl::InvalidArgumentError(absl::StrCat(where, ".reuse.rule is '", reuse.rule(),
                                                    "'; the rules are interval, cosine, both"));
   }
-  if (!IsSparse(policy) || policy.has_streaming()) {
+  if (!Selects(policy) || policy.has_streaming()) {
     return absl::InvalidArgumentError(
         absl::StrCat(where, ".reuse is set; only what a selector chose can be used again"));
   }

@@ -63,6 +63,7 @@ void Sequence::Account(const v1::RowAccounting& row, bool prefill, bool first) {
   skipped.set_selected_out(skipped.selected_out() + row.skipped_selected_out());
   skipped.set_window(skipped.window() + row.skipped_window());
   skipped.set_pruned(skipped.pruned() + row.skipped_pruned());
+  skipped.set_terminated(skipped.terminated() + row.skipped_terminated());
   attention.set_device_page_hits(attention.device_page_hits() + row.page_hits());
   attention.set_device_page_misses(attention.device_page_misses() + row.page_misses());
   attended_tokens += row.attended_tokens();

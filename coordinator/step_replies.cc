@@ -33,6 +33,7 @@ void AddAccounting(const v1::RowAccounting& from, v1::RowAccounting& to) {
   to.set_skipped_selected_out(to.skipped_selected_out() + from.skipped_selected_out());
   to.set_skipped_window(to.skipped_window() + from.skipped_window());
   to.set_skipped_pruned(to.skipped_pruned() + from.skipped_pruned());
+  to.set_skipped_terminated(to.skipped_terminated() + from.skipped_terminated());
   AddMassSamples(from.measured_mass(), *to.mutable_measured_mass());
   AddMassSamples(from.estimated_mass(), *to.mutable_estimated_mass());
   AddContract(from.contract(), *to.mutable_contract());

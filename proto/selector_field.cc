@@ -1,5 +1,6 @@
 #include "proto/selector_field.h"
 
+#include "absl/strings/str_format.h"
 #include "google/protobuf/descriptor.h"
 #include "google/protobuf/message.h"
 
@@ -7,44 +8,77 @@ namespace kvasir::v1 {
 namespace {
 
 using google::protobuf::FieldDescriptor;
+using google::protobuf::Message;
 using google::protobuf::OneofDescriptor;
+using google::protobuf::Reflection;
 
-const OneofDescriptor& SelectorOneof() {
+const OneofDescriptor& Selectors() {
   return *AttentionPolicy::descriptor()->FindOneofByName("selector");
+}
+const OneofDescriptor& Terminators() {
+  return *AttentionPolicy::descriptor()->FindOneofByName("terminator");
 }
 
 // Null when none is set.
-const FieldDescriptor* SelectorOf(const AttentionPolicy& policy) {
-  return AttentionPolicy::GetReflection()->GetOneofFieldDescriptor(policy, &SelectorOneof());
+const FieldDescriptor* MethodOf(const AttentionPolicy& policy, const OneofDescriptor& methods) {
+  return AttentionPolicy::GetReflection()->GetOneofFieldDescriptor(policy, &methods);
+}
+
+std::string Name(const AttentionPolicy& policy, const OneofDescriptor& methods) {
+  const FieldDescriptor* field = MethodOf(policy, methods);
+  return field == nullptr ? "" : field->name();
+}
+
+void Set(absl::string_view name, const OneofDescriptor& methods, AttentionPolicy& policy) {
+  const Reflection& reflection = *AttentionPolicy::GetReflection();
+  reflection.ClearOneof(&policy, &methods);
+  for (int i = 0; i < methods.field_count(); ++i) {
+    const FieldDescriptor& field = *methods.field(i);
+    if (field.name() == name) reflection.MutableMessage(&policy, &field);
+  }
+}
+
+// Empty where the field has its default.
+std::string Value(const Message& message, const FieldDescriptor* field) {
+  const Reflection& reflection = *message.GetReflection();
+  if (field->cpp_type() == FieldDescriptor::CPPTYPE_STRING) {
+    return reflection.GetString(message, field);
+  }
+  const float value = reflection.GetFloat(message, field);
+  return value == 0 ? "" : absl::StrFormat("%.9g", value);
+}
+
+std::vector<std::pair<std::string, std::string>> Fields(const AttentionPolicy& policy,
+                                                        const OneofDescriptor& methods) {
+  std::vector<std::pair<std::string, std::string>> fields;
+  const FieldDescriptor* method = MethodOf(policy, methods);
+  if (method == nullptr) return fields;
+  const Message& message = AttentionPolicy::GetReflection()->GetMessage(policy, method);
+  for (int i = 0; i < message.GetDescriptor()->field_count(); ++i) {
+    const FieldDescriptor* field = message.GetDescriptor()->field(i);
+    std::string value = Value(message, field);
+    if (!value.empty()) fields.emplace_back(field->name(), std::move(value));
+  }
+  return fields;
 }
 
 }  // namespace
 
-std::string SelectorName(const AttentionPolicy& policy) {
-  const FieldDescriptor* field = SelectorOf(policy);
-  return field == nullptr ? "" : field->name();
-}
+std::string SelectorName(const AttentionPolicy& policy) { return Name(policy, Selectors()); }
+std::string TerminatorName(const AttentionPolicy& policy) { return Name(policy, Terminators()); }
 
 void SetSelector(absl::string_view name, AttentionPolicy& policy) {
-  policy.clear_selector();
-  for (int i = 0; i < SelectorOneof().field_count(); ++i) {
-    const FieldDescriptor& field = *SelectorOneof().field(i);
-    if (field.name() == name) AttentionPolicy::GetReflection()->MutableMessage(&policy, &field);
-  }
+  Set(name, Selectors(), policy);
+}
+void SetTerminator(absl::string_view name, AttentionPolicy& policy) {
+  Set(name, Terminators(), policy);
 }
 
 std::vector<std::pair<std::string, std::string>> SelectorFields(const AttentionPolicy& policy) {
-  std::vector<std::pair<std::string, std::string>> fields;
-  const FieldDescriptor* selector = SelectorOf(policy);
-  if (selector == nullptr) return fields;
-  const google::protobuf::Message& message =
-      AttentionPolicy::GetReflection()->GetMessage(policy, selector);
-  for (int i = 0; i < message.GetDescriptor()->field_count(); ++i) {
-    const FieldDescriptor* field = message.GetDescriptor()->field(i);
-    std::string value = message.GetReflection()->GetString(message, field);
-    if (!value.empty()) fields.emplace_back(field->name(), std::move(value));
-  }
-  return fields;
+  return Fields(policy, Selectors());
+}
+std::vector<std::pair<std::string, std::string>> TerminatorFields(const AttentionPolicy& policy) {
+  return Fields(policy, Terminators());
 }
 
 }  // namespace kvasir::v1

@@ -1,6 +1,7 @@
-// The selector of an AttentionPolicy by its name: the name of its field in sparsity.proto, by which
-// flags, messages and kernels/sparse/methods.cc know it too. With these functions a new selector
-// needs no code where policies are only handed on. Called by coordinator and worker. Thread-safe.
+// The selector and the terminator of an AttentionPolicy by name: that of its field in
+// sparsity.proto, by which flags, messages and kernels/sparse/methods.cc know it too. With these
+// functions a new method needs no code where policies are only handed on. Called by coordinator and
+// worker. Thread-safe.
 #pragma once
 
 #include <string>
@@ -19,7 +20,13 @@ std::string SelectorName(const AttentionPolicy& policy);
 // Sets the selector of that name, with its defaults, if there is one; else clears it.
 void SetSelector(absl::string_view name, AttentionPolicy& policy);
 
-// The options of the selector that are set: names and values of its message's string fields.
+// The options of the selector that are set: names and values of its message's fields, strings and
+// floats; a float is written with all its bits.
 std::vector<std::pair<std::string, std::string>> SelectorFields(const AttentionPolicy& policy);
+
+// The same of the terminator.
+std::string TerminatorName(const AttentionPolicy& policy);
+void SetTerminator(absl::string_view name, AttentionPolicy& policy);
+std::vector<std::pair<std::string, std::string>> TerminatorFields(const AttentionPolicy& policy);
 
 }  // namespace kvasir::v1

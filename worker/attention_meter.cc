@@ -49,6 +49,7 @@ AttentionCounts& AttentionCounts::operator+=(const AttentionCounts& other) {
   selected_out += other.selected_out;
   window += other.window;
   pruned += other.pruned;
+  terminated += other.terminated;
   device_reads += other.device_reads;
   host_reads += other.host_reads;
   for (size_t s = 0; s < kernels::kMaxStages; ++s) {
@@ -63,7 +64,8 @@ void AttentionMeter::BeginStep(const StepBatch& batch) {
   rows_.assign(batch.row_begins.size() - 1, {});
 }
 
-void AttentionMeter::Count(const PageSelection& selection, const kernels::PagedKv& kv,
+void AttentionMeter::Count(const PageSelection& selection,
+                           std::span<const kernels::UnreadPages> unread, const kernels::PagedKv& kv,
                            int64_t layer) {
   const int64_t num_heads = kv.layout.num_kv_heads;
   for (const SelectorGroup& group : batch_->groups) {
@@ -87,10 +89,16 @@ void AttentionMeter::Count(const PageSelection& selection, const kernels::PagedK
           tokens += std::popcount(walk.mask());
         }
         if (info.phase == Phase::kDecode) to.budgets.push_back(tokens);
+        if (unread.empty()) continue;
+        const kernels::UnreadPages& left = unread[static_cast<size_t>(row)];
+        counts.device_reads -= left.device;
+        counts.host_reads -= left.host;
+        counts.terminated += left.device + left.host;
       }
       counts.total = num_heads * (LastPosition(block) / kernels::kPageTokens + 1);
       (reason == SkipReason::kWindow ? counts.window : counts.selected_out) =
-          counts.total - counts.device_reads - counts.host_reads - counts.pruned;
+          counts.total - counts.device_reads - counts.host_reads - counts.pruned -
+          counts.terminated;
       to.counts[static_cast<size_t>(info.phase)] += counts;
     }
   }
@@ -166,6 +174,8 @@ absl::Status AttentionMeter::Measure(const kernels::AttendParams& sparse,
   dense.blocks = dense_blocks_;
   dense.selection = {.headers = dense_headers_.data(), .num_rows = std::ssize(dense_headers_)};
   dense.faults = std::span(dense_faults_);
+  dense.terminations = {};
+  dense.unread = {};
   KVASIR_RETURN_IF_ERROR(Attend(dense, executor));
   for (const int64_t b : sampled_) Compare(b, sparse.lse, dense.lse);
   return absl::OkStatus();

@@ -25,6 +25,7 @@ struct AttentionCounts {
   int64_t selected_out = 0;  // of them skipped, by reason
   int64_t window = 0;
   int64_t pruned = 0;
+  int64_t terminated = 0;
   int64_t device_reads = 0;  // read, by the tier that held the page
   int64_t host_reads = 0;
   // Where selections are reused: rows (layer, KV head) in which a stage ran, and in which it served
@@ -58,8 +59,10 @@ class AttentionMeter {
 
   // `batch` stays as it is until the step's end.
   void BeginStep(const StepBatch& batch);
-  // Counts what the selection of a layer reads and skips.
-  void Count(const kernels::PageSelection& selection, const kernels::PagedKv& kv, int64_t layer);
+  // Counts what attention read of the selection of a layer, and what it skipped; `unread` is what
+  // rows ended before, by row, or empty.
+  void Count(const kernels::PageSelection& selection, std::span<const kernels::UnreadPages> unread,
+             const kernels::PagedKv& kv, int64_t layer);
   // Counts what the keeper did about the selections of a group.
   void CountContract(const SelectorGroup& group, const kernels::ContractKeeper& keeper);
   // Whether mass is measured in this layer: then the attention op must deliver lse.

@@ -54,6 +54,26 @@ void AddMasses(std::span<const float> masses, v1::MassSamples& samples) {
   samples.set_sum(sum);
 }
 
+// Options of a method as its message names them; added to the `shape` that tells policies apart.
+kernels::MethodOptions OptionsOf(const std::vector<std::pair<std::string, std::string>>& fields,
+                                 std::string& shape) {
+  kernels::MethodOptions options;
+  for (const auto& [option, value] : fields) {
+    absl::StrAppend(&shape, ";", option, "=", value);
+    options.push_back({.name = option, .value = value});
+  }
+  return options;
+}
+
+// The heads of a group decide together where their row ends.
+absl::Status CheckMayEndEarly(const std::string& terminator, const ShardPlan& shard) {
+  if (shard.kv_replicas == 1) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat(
+      terminator, " needs all query heads of a KV head on one rank; with ", shard.num_ranks,
+      " ranks ", shard.kv_replicas, " share one: lower --tensor-parallel-size to ",
+      shard.num_ranks / shard.kv_replicas));
+}
+
 }  // namespace
 
 kvstore::KvShard KvShardOf(const EngineOptions& options, const Transformer& model) {
@@ -121,22 +141,25 @@ absl::StatusOr<int64_t> Engine::ServeSelector(const v1::AttentionPolicy& policy)
   const std::string name = v1::SelectorName(policy);
   if (name.empty()) return absl::InvalidArgumentError("a policy names no selector");
   const std::string& rule = policy.reuse().rule();
+  const std::string terminator = v1::TerminatorName(policy);
   std::string shape =
       absl::StrCat(name, policy.top_p() != 0 ? ";top_p" : "", rule.empty() ? "" : ";reuse=", rule);
-  kernels::SelectorOptions options;
-  for (const auto& [option, value] : v1::SelectorFields(policy)) {
-    absl::StrAppend(&shape, ";", option, "=", value);
-    options.push_back({.name = option, .value = value});
-  }
+  const kernels::MethodOptions options = OptionsOf(v1::SelectorFields(policy), shape);
+  absl::StrAppend(&shape, ";", terminator);
+  const kernels::MethodOptions ending = OptionsOf(v1::TerminatorFields(policy), shape);
   const auto known = std::find(selector_shapes_.begin(), selector_shapes_.end(), shape);
   if (known != selector_shapes_.end()) return known - selector_shapes_.begin();
-  ServedSelector served = {.selector = nullptr, .dense = name == "all"};
+  ServedSelector served = {.selector = nullptr, .dense = name == "all" && terminator.empty()};
   KVASIR_ASSIGN_OR_RETURN(served.selector, kernels::MakeSelector(name, options));
   if (!rule.empty()) {
     KVASIR_ASSIGN_OR_RETURN(served.reuse, kernels::MakeReuseRule(rule));
   }
   if (policy.top_p() != 0) {
     KVASIR_ASSIGN_OR_RETURN(served.pruner, kernels::MakePruner("top_p"));
+  }
+  if (!terminator.empty()) {
+    KVASIR_RETURN_IF_ERROR(CheckMayEndEarly(terminator, model_.options().shard));
+    KVASIR_ASSIGN_OR_RETURN(served.terminator, kernels::MakeTerminator(terminator, ending));
   }
   selectors_.push_back(std::move(served));
   selector_shapes_.push_back(std::move(shape));
@@ -425,6 +448,7 @@ void Engine::FillAccounting(const Row& row, v1::RowAccounting& accounting) const
   accounting.set_skipped_selected_out(static_cast<uint64_t>(counts.selected_out));
   accounting.set_skipped_window(static_cast<uint64_t>(counts.window));
   accounting.set_skipped_pruned(static_cast<uint64_t>(counts.pruned));
+  accounting.set_skipped_terminated(static_cast<uint64_t>(counts.terminated));
   accounting.set_page_hits(static_cast<uint64_t>(counts.device_reads));
   accounting.set_page_misses(static_cast<uint64_t>(counts.host_reads));
   if (counts.stages_run[0] + counts.stages_reused[0] > 0) {

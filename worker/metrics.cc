@@ -182,6 +182,7 @@ struct WorkerMetrics::Series {
           &f.blocks_skipped.Add(With({{"phase", name}, {"reason", "selected_out"}}));
       window[phase] = &f.blocks_skipped.Add(With({{"phase", name}, {"reason", "window"}}));
       pruned[phase] = &f.blocks_skipped.Add(With({{"phase", name}, {"reason", "pruned"}}));
+      terminated[phase] = &f.blocks_skipped.Add(With({{"phase", name}, {"reason", "terminated"}}));
     }
     for (size_t s = 0; s < kernels::kMaxStages; ++s) {
       const std::string stage = absl::StrCat(s + 1);
@@ -224,7 +225,8 @@ struct WorkerMetrics::Series {
   Histogram& step_seconds;
   Histogram& step_tokens;
   std::array<Counter*, kernels::kMaxStages> stages_run = {}, stages_reused = {};
-  std::array<Counter*, 2> blocks = {}, selected_out = {}, window = {}, pruned = {};  // by Phase
+  // By Phase.
+  std::array<Counter*, 2> blocks = {}, selected_out = {}, window = {}, pruned = {}, terminated = {};
 };
 
 WorkerMetrics::WorkerMetrics(prometheus::Registry& registry)
@@ -322,6 +324,7 @@ void WorkerMetrics::RecordAttention(const AttentionMeter& meter) {
         series_->stages_reused[s]->Increment(
             static_cast<double>(row.counts[phase].stages_reused[s]));
       }
+      series_->terminated[phase]->Increment(static_cast<double>(row.counts[phase].terminated));
     }
     for (const float mass : row.masses) series_->mass_kept.Observe(mass);
     for (const float mass : row.estimates) series_->mass_estimated.Observe(mass);

@@ -57,8 +57,10 @@ kernels::SelectionNumbers NumbersOf(const v1::AttentionPolicy& policy) {
   const v1::QualityPolicy& quality = policy.quality();
   return {.sink_tokens = policy.sink_tokens(),
           .window_tokens = std::max<int64_t>(1, policy.window_tokens()),
-          .budget_tokens = policy.token_budget(),
+          // `all` has none: it chooses nothing besides sink and window.
+          .budget_tokens = policy.has_all() ? 0 : policy.token_budget(),
           .top_p = policy.top_p() == 0 ? 1 : policy.top_p(),
+          .patience = policy.patience(),
           .reuse = {.interval = reuse.interval(),
                     .theta = reuse.theta(),
                     .theta_force = reuse.theta_force(),

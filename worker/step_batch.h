@@ -16,6 +16,7 @@
 #include <span>
 #include <vector>
 
+#include "kernels/attention/terminator.h"
 #include "kernels/paged/paged_kv.h"
 #include "kernels/sparse/stages.h"
 #include "worker/sequence.h"
@@ -24,13 +25,14 @@ namespace kvasir::worker {
 
 enum class Phase : uint8_t { kPrefill = 0, kDecode = 1 };
 
-// A selector of the engine's, when its choice serves again and what prunes it; sequences name it by
-// index.
+// A selector of the engine's, when its choice serves again, and what follows it; sequences name it
+// by index.
 struct ServedSelector {
   std::unique_ptr<kernels::Selector> selector;
-  std::unique_ptr<kernels::ReuseRule> reuse = nullptr;  // null: every step selects
-  std::unique_ptr<kernels::Pruner> pruner = nullptr;    // null: nothing is pruned
-  bool dense = false;                                   // it selects everything
+  std::unique_ptr<kernels::ReuseRule> reuse = nullptr;        // null: every step selects
+  std::unique_ptr<kernels::Pruner> pruner = nullptr;          // null: nothing is pruned
+  std::unique_ptr<kernels::Terminator> terminator = nullptr;  // null: nothing ends early
+  bool dense = false;                                         // all is attended to
 };
 
 // Query blocks [begin, end) that one selector serves.

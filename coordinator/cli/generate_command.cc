@@ -62,7 +62,8 @@ double Percent(uint64_t part, uint64_t whole) {
 }
 
 std::string SkippedLine(absl::string_view phase, uint64_t total, const v1::BlocksSkipped& skipped) {
-  const uint64_t sum = skipped.selected_out() + skipped.window() + skipped.pruned();
+  const uint64_t sum =
+      skipped.selected_out() + skipped.window() + skipped.pruned() + skipped.terminated();
   return absl::StrFormat("  blocks skipped, %-8s %s of %s (%.1f%%)\n", phase, WithCommas(sum),
                          WithCommas(total), Percent(sum, total));
 }

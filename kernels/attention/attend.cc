@@ -1,6 +1,9 @@
 #include "kernels/attention/attend.h"
 
+#include <iterator>
 #include <optional>
+
+#include "absl/strings/str_cat.h"
 
 #include "kernels/attention/attend_cpu.h"
 #include "kernels/base/shape_check.h"
@@ -32,12 +35,22 @@ absl::Status CheckAttendParams(const AttendParams& p) {
                "faults must be [num_slots]")
       .Require(p.scratch != nullptr, "scratch is missing; pass the calling thread's Scratch")
       .Require(p.rope == nullptr || p.rope->head_dim() == layout.head_dim,
-               "rope must be of the KV's head_dim");
+               "rope must be of the KV's head_dim")
+      .Require(p.terminations.empty() || p.terminations.size() == p.blocks.size(),
+               "terminations must be one per query block")
+      .Require(std::ssize(p.unread) == (p.terminations.empty() ? 0 : rows),
+               "unread must be [blocks x KV heads] with terminations, else empty");
   if (!p.lse.empty()) check.Match("lse", p.lse, {"tokens", "heads"}, DType::kFloat32);
   KVASIR_RETURN_IF_ERROR(check.status());
   check.Require(layout.num_kv_heads > 0 && check.dim("heads") % layout.num_kv_heads == 0,
                 "the query heads must be a multiple of the KV heads");
   KVASIR_RETURN_IF_ERROR(check.status());
+  for (size_t b = 0; b < p.terminations.size(); ++b) {
+    if (p.terminations[b].terminator == nullptr || p.blocks[b].num_rows == 1) continue;
+    return absl::InvalidArgumentError(absl::StrCat("attend: query block ", b, " has ",
+                                                   p.blocks[b].num_rows,
+                                                   " queries; a terminator needs one"));
+  }
   return CheckQueryBlocks("attend", p.blocks, check.dim("tokens"), p.kv);
 }
 

@@ -12,9 +12,10 @@
 // - A query's result depends only on its q, its position, its selection and the KV it names, never
 //   on batch, chunk, tier or thread count: a query block of one row gives the same bits as that row
 //   inside a larger block, and a list that covers everything the same bits as kind all. Pages are
-//   taken in ascending position in segments of kSegmentPages by absolute page number, each segment
-//   accumulated page by page, segments merged in order. Machines with different vector instructions
-//   may differ in last bits.
+//   taken in the order of reading_order.h, each of its segments accumulated page by page, segments
+//   merged in that order. Machines with different vector instructions may differ in last bits.
+// - A row that nothing ended early has the same bits as without a terminator, unless that reorders
+//   its pages. Where a row ends depends on the row alone.
 // - A query with no key gives out = 0 and lse = -inf. NaN in a query, or in a key or value that it
 //   attends to, makes its own row NaN and no other. Rows that no block names stay as they are.
 // Errors: INVALID_ARGUMENT on shapes; a selected page that is absent sets the slot's fault (see
@@ -22,8 +23,9 @@
 // Cost: reads 2 * head_dim * sizeof(dtype) bytes per attended token and KV head, once for all G
 // query heads of the group. Any head_dim and group; head dims that are multiples of 64 are fast on
 // machines with AVX-512. Scratch: per thread 12 * head_dim bytes per query row of the largest block
-// and 772 * head_dim for tiles; 4 * head_dim per segment and query head of long decode rows. With
-// rope, each page's keys are rotated once for all queries of a block and heads of a group.
+// and 772 * head_dim for tiles, 32 bytes per page of the longest row; 4 * head_dim per segment and
+// query head of long decode rows. With rope, each page's keys are rotated once for all queries of a
+// block and heads of a group.
 // Source: online softmax (arXiv 1805.02867), R1 to R5 of docs/sparse_methods.md.
 #pragma once
 
@@ -31,6 +33,7 @@
 
 #include "absl/status/status.h"
 
+#include "kernels/attention/terminator.h"
 #include "kernels/base/executor.h"
 #include "kernels/base/scratch.h"
 #include "kernels/base/tensor.h"
@@ -39,9 +42,6 @@
 #include "kernels/paged/paged_kv.h"
 
 namespace kvasir::kernels {
-
-// Pages per segment: 2,048 tokens, the unit that can be computed independently (split-KV).
-inline constexpr int64_t kSegmentPages = 32;
 
 struct AttendParams {
   TensorView q;    // [tokens, num_heads, head_dim], float32 or bfloat16
@@ -56,6 +56,10 @@ struct AttendParams {
   Scratch* scratch = nullptr;  // working memory, required
   // Null: q and the cached keys are rotated. Else neither is. It learns the positions it needs.
   RopePositions* rope = nullptr;
+  // One per block: what may end its rows before their last page; empty: nothing does. A block with
+  // a terminator has one query.
+  std::span<const Termination> terminations = {};
+  std::span<UnreadPages> unread = {};  // [rows of selection], written; empty without terminations
 };
 
 absl::Status Attend(const AttendParams& params, Executor& executor);

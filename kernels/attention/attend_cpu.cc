@@ -9,6 +9,8 @@
 #include <vector>
 
 #include "kernels/attention/attention_state.h"
+#include "kernels/attention/early_end.h"
+#include "kernels/base/buffer.h"
 #include "kernels/base/dtype.h"
 #include "kernels/paged/compact_positions.h"
 
@@ -81,104 +83,144 @@ class Row {
  public:
   Row(const AttendParams& p, int64_t row)
       : p_(p),
+        row_(row),
         block_(p.blocks[static_cast<size_t>(row / p.kv.layout.num_kv_heads)]),
         kv_head_(row % p.kv.layout.num_kv_heads),
         header_(p.selection.header(row)),
-        list_(p.selection.list(row)),
-        total_(p.kv.layout.head_dim),
-        segment_(p.kv.layout.head_dim) {}
+        group_(p.q.dim(1) / p.kv.layout.num_kv_heads) {
+    for (int64_t g = 0; g < group_; ++g) {
+      total_.emplace_back(p.kv.layout.head_dim);
+      segment_.emplace_back(p.kv.layout.head_dim);
+    }
+    const int64_t last_position = block_.first_position + block_.num_rows - 1;
+    steps_.resize(static_cast<size_t>(last_position / kPageTokens + 1));
+    const SelectedPages walk(header_, p.selection.list(row), last_position);
+    steps_.resize(static_cast<size_t>(ListSteps(walk, std::ssize(steps_), steps_.data())));
+    pages_.resize(steps_.size());
+    ending_ = HostBuffer::Allocate(EarlyEnd::MemoryBytes(p, std::ssize(steps_))).value();
+  }
 
   void Run() {
-    ReadPages();
-    const int64_t group = p_.q.dim(1) / p_.kv.layout.num_kv_heads;
+    EarlyEnd end(p_, row_, steps_, ending_.data());
     for (int64_t r = 0; r < block_.num_rows; ++r) {
-      for (int64_t g = 0; g < group; ++g) {
-        RunQuery(block_.first_position + r,
-                 (block_.first_row + r) * p_.q.dim(1) + kv_head_ * group + g);
-      }
+      for (int64_t g = 0; g < group_; ++g) LoadQuery(r, g);
+      AddPages(r, end);
+      for (int64_t g = 0; g < group_; ++g) Store(r, g);
     }
   }
 
  private:
-  // A page of the selection with the tokens that the block's last query attends to.
+  int64_t QRow(int64_t r, int64_t g) const {
+    return (block_.first_row + r) * p_.q.dim(1) + kv_head_ * group_ + g;
+  }
+
+  void LoadQuery(int64_t r, int64_t g) {
+    const int64_t d = p_.kv.layout.head_dim;
+    const Activation* q = p_.q.As<const Activation>() + QRow(r, g) * d;
+    Query& segment = segment_[static_cast<size_t>(g)];
+    std::vector<Activation> query(q, q + d);
+    if (p_.rope != nullptr) {
+      const int64_t position = QueryPosition(header_, block_.first_position + r);
+      p_.rope->Rotate(query.data(), p_.q.dtype(), 1, position);
+    }
+    std::transform(query.begin(), query.end(), segment.q.begin(),
+                   [](Activation x) { return static_cast<float>(x); });
+    segment.Reset();
+    total_[static_cast<size_t>(g)].Reset();
+  }
+
+  // Adds up what query r of the block sees, for all heads of the group.
+  void AddPages(int64_t r, EarlyEnd& end) {
+    int64_t segment = -1;
+    for (int64_t i = 0; i < std::ssize(steps_);) {
+      const PageStep& step = steps_[static_cast<size_t>(i)];
+      if (step.segment != segment) CloseSegment();
+      segment = step.segment;
+      Page& page = pages_[static_cast<size_t>(i)];
+      if (r == 0) page = Read(step);
+      const uint64_t causal = TokenMask(0, block_.first_position + r + 1 - step.page * kPageTokens);
+      for (Query& query : segment_) {
+        if (page.values == nullptr) continue;
+        AddPage<Kv>(p_.kv.layout.head_dim, page.keys(), page.values, step.mask & causal, p_.scale,
+                    query);
+      }
+      ++i;
+      if (!end.never()) i = end.After(Progress(), i);
+    }
+    CloseSegment();
+  }
+
   struct Page {
-    int64_t page;
-    uint64_t mask;
-    const std::byte* keys;
-    const std::byte* values;
-    std::vector<std::byte> rotated_keys;  // empty: keys are those of the cache
+    const std::byte* cached_keys = nullptr;  // null, as values, where the page is absent
+    const std::byte* values = nullptr;
+    std::vector<std::byte> rotated_keys = {};  // empty: the cached ones are
+
+    const std::byte* keys() const {
+      return rotated_keys.empty() ? cached_keys : rotated_keys.data();
+    }
   };
 
-  void ReadPages() {
-    const int64_t last_position = block_.first_position + block_.num_rows - 1;
-    const int64_t token_bytes = 2 * p_.kv.layout.row_bytes();
-    for (SelectedPages walk(header_, list_, last_position); walk.valid(); walk.Next()) {
-      const PageRef ref = p_.kv.Read(block_.slot, walk.page(), p_.layer, kv_head_,
-                                     std::popcount(walk.mask()) * token_bytes);
-      if (ref.tier() == PageTier::kAbsent) {
-        std::atomic_ref<uint8_t>(p_.faults[static_cast<size_t>(block_.slot)])
-            .store(1, std::memory_order_relaxed);
-        continue;
-      }
-      pages_.push_back({.page = walk.page(),
-                        .mask = walk.mask(),
-                        .keys = ref.page(),
-                        .values = ref.page() + p_.kv.layout.v_offset(),
-                        .rotated_keys = {}});
-      if (p_.rope != nullptr) RotateKeysOf(pages_.back(), walk.entry());
+  Page Read(const PageStep& step) {
+    const int64_t bytes = std::popcount(step.mask) * 2 * p_.kv.layout.row_bytes();
+    const PageRef ref = p_.kv.Read(block_.slot, step.page, p_.layer, kv_head_, bytes);
+    if (ref.tier() == PageTier::kAbsent) {
+      std::atomic_ref<uint8_t>(p_.faults[static_cast<size_t>(block_.slot)])
+          .store(1, std::memory_order_relaxed);
+      return {};
     }
-  }
-
-  void RotateKeysOf(Page& page, const SelectionEntry* entry) {
     const KvLayout& layout = p_.kv.layout;
-    page.rotated_keys.resize(static_cast<size_t>(layout.v_offset()));
-    RotateKeys(*p_.rope, layout, header_,
-               {.keys = page.keys, .page = page.page, .mask = page.mask, .entry = entry},
-               page.rotated_keys.data());
-    page.keys = page.rotated_keys.data();
-  }
-
-  void LoadQuery(const Activation* q, int64_t position) {
-    std::vector<Activation> query(q, q + p_.kv.layout.head_dim);
+    Page page = {.cached_keys = ref.page(), .values = ref.page() + layout.v_offset()};
     if (p_.rope != nullptr) {
-      p_.rope->Rotate(query.data(), p_.q.dtype(), 1, QueryPosition(header_, position));
+      page.rotated_keys.resize(static_cast<size_t>(layout.v_offset()));
+      RotateKeys(
+          *p_.rope, layout, header_,
+          {.keys = page.cached_keys, .page = step.page, .mask = step.mask, .entry = step.entry},
+          page.rotated_keys.data());
     }
-    std::transform(query.begin(), query.end(), segment_.q.begin(),
-                   [](Activation x) { return static_cast<float>(x); });
+    return page;
   }
 
-  void RunQuery(int64_t position, int64_t q_row) {
-    const int64_t d = p_.kv.layout.head_dim;
-    LoadQuery(p_.q.As<const Activation>() + q_row * d, position);
-    total_.Reset();
-    segment_.Reset();
-    for (size_t i = 0; i < pages_.size(); ++i) {
-      const Page& page = pages_[i];
-      if (i > 0 && page.page / kSegmentPages != pages_[i - 1].page / kSegmentPages) {
-        Merge(total_, segment_);
-        segment_.Reset();
-      }
-      const uint64_t causal = TokenMask(0, position + 1 - page.page * kPageTokens);
-      AddPage<Kv>(d, page.keys, page.values, page.mask & causal, p_.scale, segment_);
+  void CloseSegment() {
+    for (size_t g = 0; g < segment_.size(); ++g) {
+      Merge(total_[g], segment_[g]);
+      segment_[g].Reset();
     }
-    Merge(total_, segment_);
-    Activation* out = p_.out.As<Activation>() + q_row * d;
-    const float sum = total_.state.sum;
+  }
+
+  RowProgress Progress() {
+    closed_.clear();
+    open_.clear();
+    for (size_t g = 0; g < segment_.size(); ++g) {
+      closed_.push_back({.state = total_[g].state, .out = total_[g].out.data()});
+      open_.push_back({.state = segment_[g].state, .out = segment_[g].out.data()});
+    }
+    return {.closed = closed_, .open = open_};
+  }
+
+  void Store(int64_t r, int64_t g) {
+    const int64_t d = p_.kv.layout.head_dim;
+    const Query& total = total_[static_cast<size_t>(g)];
+    Activation* out = p_.out.As<Activation>() + QRow(r, g) * d;
+    const float sum = total.state.sum;
     for (int64_t i = 0; i < d; ++i) {
-      const float x = total_.out[static_cast<size_t>(i)];
+      const float x = total.out[static_cast<size_t>(i)];
       out[i] = static_cast<Activation>(sum == 0 ? 0.0f : x / sum);
     }
-    if (!p_.lse.empty()) p_.lse.As<float>()[q_row] = LogSumExp(total_.state);
+    if (!p_.lse.empty()) p_.lse.As<float>()[QRow(r, g)] = LogSumExp(total.state);
   }
 
   const AttendParams& p_;
+  const int64_t row_;
   const QueryBlock& block_;
   const int64_t kv_head_;
   const SelectionHeader& header_;
-  const SelectionEntry* list_;
-  std::vector<Page> pages_;
-  Query total_;
-  Query segment_;
+  const int64_t group_;
+  std::vector<PageStep> steps_;
+  std::vector<Page> pages_;     // of steps_
+  std::vector<Query> total_;    // [group], closed segments
+  std::vector<Query> segment_;  // [group]
+  std::vector<PartialOutput> closed_, open_;
+  HostBuffer ending_;  // of EarlyEnd
 };
 
 template <typename Activation, typename Kv>
@@ -190,6 +232,7 @@ void Run(const AttendParams& p, Executor& executor) {
 }  // namespace
 
 void AttendReference(const AttendParams& p, Executor& executor) {
+  std::fill(p.unread.begin(), p.unread.end(), UnreadPages{});
   const bool wide_kv = p.kv.layout.dtype == DType::kFloat32;
   if (p.q.dtype() == DType::kFloat32) {
     wide_kv ? Run<float, float>(p, executor) : Run<float, BFloat16>(p, executor);

@@ -4,7 +4,7 @@
 //   plan (calling thread) -> items (all threads) -> merge of the rows that were split (all threads)
 //
 // A row has the same bits either way: a segment's state comes from its pages alone, and segments
-// are merged left to right by the same function. Scratch holds per-thread memory, then the plan,
+// are merged in reading order by the same function. Scratch holds per-thread memory, then the plan,
 // then the states of split segments.
 #include <algorithm>
 #include <atomic>
@@ -14,10 +14,13 @@
 #include <functional>
 #include <limits>
 #include <optional>
+#include <span>
 
 #include "kernels/attention/attend_cpu.h"
 #include "kernels/attention/attend_tile.h"
 #include "kernels/attention/attention_state.h"
+#include "kernels/attention/early_end.h"
+#include "kernels/attention/reading_order.h"
 #include "kernels/base/cpu_features.h"
 #include "kernels/base/dtype.h"
 #include "kernels/base/status_macros.h"
@@ -70,6 +73,10 @@ struct Context {
   int64_t last_position(int64_t row) const {
     return block(row).first_position + block(row).num_rows - 1;
   }
+  bool MayEndEarly(int64_t row) const {
+    return !p.terminations.empty() &&
+           p.terminations[static_cast<size_t>(row / kv_heads())].terminator != nullptr;
+  }
   SelectedPages Walk(int64_t row) const {
     return SelectedPages(p.selection.header(row), p.selection.list(row), last_position(row));
   }
@@ -79,19 +86,31 @@ struct Context {
   }
 };
 
-// Memory of one thread, for items of up to `rows` query rows.
+// The largest item of a call.
+struct ItemSize {
+  int64_t rows = 0;  // query rows
+  int64_t pages = 0;
+  int64_t ending_bytes = 0;  // for terminators
+};
+
+// Memory of one thread, for one item at a time.
 struct ThreadMemory {
-  ThreadMemory(ScratchPieces& pieces, int64_t rows, int64_t head_dim)
-      : q(pieces.Take<float>(rows * head_dim)),
+  ThreadMemory(ScratchPieces& pieces, const ItemSize& largest, int64_t group, int64_t head_dim)
+      : steps(pieces.Take<PageStep>(largest.pages)),
+        q(pieces.Take<float>(largest.rows * head_dim)),
         query(pieces.Take<std::byte>(4 * head_dim)),
         rotated_keys(pieces.Take<std::byte>(4 * kPageTokens * head_dim)),
-        max(pieces.Take<float>(rows)),
-        sums(pieces.Take<float>(rows * kTileLanes)),
-        out(pieces.Take<float>(rows * head_dim)),
-        total{.states = pieces.Take<AttentionState>(rows),
-              .out = pieces.Take<float>(rows * head_dim)},
-        workspace(pieces.Take<std::byte>(TileWorkspaceBytes(head_dim))) {}
+        max(pieces.Take<float>(largest.rows)),
+        sums(pieces.Take<float>(largest.rows * kTileLanes)),
+        out(pieces.Take<float>(largest.rows * head_dim)),
+        total{.states = pieces.Take<AttentionState>(largest.rows),
+              .out = pieces.Take<float>(largest.rows * head_dim)},
+        workspace(pieces.Take<std::byte>(TileWorkspaceBytes(head_dim))),
+        closed(pieces.Take<PartialOutput>(group)),
+        open(pieces.Take<PartialOutput>(group)),
+        ending(pieces.Take<std::byte>(largest.ending_bytes)) {}
 
+  PageStep* steps;   // of the item
   float* q;          // or bfloat16
   std::byte* query;  // one, to be rotated
   std::byte* rotated_keys;
@@ -102,6 +121,10 @@ struct ThreadMemory {
   // The segments before it.
   RowStates total;
   std::byte* workspace;
+  // For the terminator of a row, which reads them.
+  PartialOutput* closed;  // [group], `total`
+  PartialOutput* open;    // [group], the running segment
+  std::byte* ending;      // and writes this
 };
 
 void ClearStates(const RowStates& to, int64_t rows, int64_t head_dim) {
@@ -145,9 +168,18 @@ void StoreRow(const Context& c, int64_t row, const RowStates& total) {
 class ItemRun {
  public:
   ItemRun(const Context& c, const Item& item, const ThreadMemory& memory)
-      : c_(c), item_(item), memory_(memory), num_rows_(c.rows(item.row)), walk_(c.Walk(item.row)) {
-    if (item.segment != kWholeRow) walk_.SkipTo(item.segment * kSegmentPages);
-    next_ = Resolve();
+      : c_(c), item_(item), memory_(memory), num_rows_(c.rows(item.row)) {
+    SelectedPages walk = c.Walk(item.row);
+    int64_t end_page = c.last_position(item.row) / kPageTokens + 1;
+    if (item.segment != kWholeRow) {
+      walk.SkipTo(FirstPageOf(item.segment));
+      end_page = FirstPageOf(item.segment + 1);
+    }
+    num_steps_ = ListSteps(walk, end_page, memory.steps);
+    if (!c.MayEndEarly(item.row)) return;
+    early_end_.emplace(c.p, item.row, std::span(memory.steps, static_cast<size_t>(num_steps_)),
+                       memory.ending);
+    if (early_end_->never()) early_end_.reset();
   }
 
   void Run() {
@@ -158,7 +190,7 @@ class ItemRun {
       return;
     }
     ClearStates(memory_.total, num_rows_, c_.head_dim);
-    while (next_.has_value()) {
+    while (next_ < num_steps_) {
       RunSegment();
       MergeSegment();
     }
@@ -166,14 +198,6 @@ class ItemRun {
   }
 
  private:
-  struct Page {
-    const std::byte* memory = nullptr;  // null: absent
-    int64_t page = 0;
-    uint64_t mask = 0;
-    const SelectionEntry* entry = nullptr;
-    int64_t segment() const { return page / kSegmentPages; }
-  };
-
   template <typename Activation, typename To>
   void CopyQueries(To* to) {
     for (int64_t r = 0; r < num_rows_; ++r) {
@@ -200,57 +224,69 @@ class ItemRun {
     }
   }
 
-  // The page that the walk stands on; none at the end of the item.
-  std::optional<Page> Resolve() {
-    if (!walk_.valid()) return std::nullopt;
-    Page page = {.page = walk_.page(), .mask = walk_.mask(), .entry = walk_.entry()};
-    if (item_.segment != kWholeRow && page.segment() != item_.segment) return std::nullopt;
+  // Null where the page is absent.
+  const std::byte* Read(const PageStep& step) const {
     const QueryBlock& block = c_.block(item_.row);
-    const int64_t bytes = std::popcount(page.mask) * 2 * c_.p.kv.layout.row_bytes();
+    const int64_t bytes = std::popcount(step.mask) * 2 * c_.p.kv.layout.row_bytes();
     const PageRef ref =
-        c_.p.kv.Read(block.slot, page.page, c_.p.layer, item_.row % c_.kv_heads(), bytes);
-    if (ref.tier() != PageTier::kAbsent) {
-      page.memory = ref.page();
-    } else {
-      std::atomic_ref<uint8_t>(c_.p.faults[static_cast<size_t>(block.slot)])
-          .store(1, std::memory_order_relaxed);
-    }
-    return page;
+        c_.p.kv.Read(block.slot, step.page, c_.p.layer, item_.row % c_.kv_heads(), bytes);
+    if (ref.tier() != PageTier::kAbsent) return ref.page();
+    std::atomic_ref<uint8_t>(c_.p.faults[static_cast<size_t>(block.slot)])
+        .store(1, std::memory_order_relaxed);
+    return nullptr;
+  }
+  // The page to come, across segments too: it is fetched from memory while the one before is
+  // computed. Null at the item's end, and where the row may end: what is skipped is not fetched.
+  const std::byte* PageToCome() const {
+    if (next_ == num_steps_) return nullptr;
+    if (early_end_.has_value() && early_end_->MaySkip(next_)) return nullptr;
+    const QueryBlock& block = c_.block(item_.row);
+    return c_.p.kv
+        .Peek(block.slot, memory_.steps[next_].page, c_.p.layer, item_.row % c_.kv_heads())
+        .page();
   }
 
-  // Adds the pages of next_'s segment. The walk is one page ahead, across segments too: the page to
-  // come is fetched from memory while the one before is computed.
+  // Adds the pages of the next segment.
   void RunSegment() {
     std::fill_n(memory_.max, num_rows_, -std::numeric_limits<float>::infinity());
     std::fill_n(memory_.sums, num_rows_ * kTileLanes, 0.0f);
     std::fill_n(memory_.out, num_rows_ * c_.head_dim, 0.0f);
-    const int64_t segment = next_->segment();
-    while (next_.has_value() && next_->segment() == segment) {
-      const Page page = *next_;
-      walk_.Next();
-      next_ = Resolve();
-      if (page.memory != nullptr) AddPage(page, next_.has_value() ? next_->memory : nullptr);
+    const int64_t segment = memory_.steps[next_].segment;
+    while (next_ < num_steps_ && memory_.steps[next_].segment == segment) {
+      const PageStep& step = memory_.steps[next_++];
+      if (const std::byte* page = Read(step)) AddPage(step, page, PageToCome());
+      if (early_end_.has_value()) next_ = early_end_->After(Progress(), next_);
     }
+  }
+
+  RowProgress Progress() const {
+    const size_t rows = static_cast<size_t>(num_rows_);
+    for (int64_t r = 0; r < num_rows_; ++r) {
+      memory_.closed[r] = {.state = memory_.total.states[r],
+                           .out = memory_.total.out + r * c_.head_dim};
+      memory_.open[r] = {.state = SegmentState(r), .out = memory_.out + r * c_.head_dim};
+    }
+    return {.closed = {memory_.closed, rows}, .open = {memory_.open, rows}};
   }
 
   const SelectionHeader& header() const { return c_.p.selection.header(item_.row); }
 
-  void AddPage(const Page& page, const std::byte* next) {
+  void AddPage(const PageStep& step, const std::byte* page, const std::byte* next) {
     const QueryBlock& block = c_.block(item_.row);
-    const std::byte* keys = page.memory;
+    const std::byte* keys = page;
     if (c_.p.rope != nullptr) {
       RotateKeys(*c_.p.rope, c_.p.kv.layout, header(),
-                 {.keys = keys, .page = page.page, .mask = page.mask, .entry = page.entry},
+                 {.keys = keys, .page = step.page, .mask = step.mask, .entry = step.entry},
                  memory_.rotated_keys);
       keys = memory_.rotated_keys;
       next = nullptr;  // the tile functions fetch it as it lies behind keys and values
     }
     c_.add_page({.head_dim = c_.head_dim, .scale = c_.p.scale, .workspace = memory_.workspace},
                 {.keys = keys,
-                 .values = page.memory + c_.p.kv.layout.v_offset(),
+                 .values = page + c_.p.kv.layout.v_offset(),
                  .next_page = next,
-                 .mask = page.mask,
-                 .first_query = block.first_position - page.page * kPageTokens},
+                 .mask = step.mask,
+                 .first_query = block.first_position - step.page * kPageTokens},
                 {.q = memory_.q,
                  .num_queries = block.num_rows,
                  .group = c_.group,
@@ -282,8 +318,9 @@ class ItemRun {
   const Item& item_;
   const ThreadMemory& memory_;
   const int64_t num_rows_;
-  SelectedPages walk_;
-  std::optional<Page> next_;  // where the walk stands
+  int64_t num_steps_ = 0;
+  int64_t next_ = 0;  // step
+  std::optional<EarlyEnd> early_end_;
 };
 
 // Upper bound of the pages a row attends to, without walking them.
@@ -298,6 +335,7 @@ int64_t PageBound(const Context& c, int64_t row) {
 }
 
 struct PlanSize {
+  ItemSize largest;
   int64_t items = 0;
   int64_t split_rows = 0;
   int64_t partial_rows = 0;  // query rows of all segments of split rows
@@ -329,6 +367,9 @@ class Planner {
   PlanSize Size() const {
     PlanSize size;
     for (int64_t row = 0; row < c_.p.selection.num_rows; ++row) {
+      const int64_t item_pages = IsSplit(row) ? kSegmentPages : PageBound(c_, row);
+      size.largest.rows = std::max(size.largest.rows, c_.rows(row));
+      size.largest.pages = std::max(size.largest.pages, item_pages);
       if (!IsSplit(row)) {
         ++size.items;
         continue;
@@ -339,6 +380,7 @@ class Planner {
         size.partial_rows += c_.rows(row);
       });
     }
+    size.largest.ending_bytes = EarlyEnd::MemoryBytes(c_.p, size.largest.pages);
     return size;
   }
 
@@ -357,23 +399,28 @@ class Planner {
         partial.states += c_.rows(row);
         partial.out += c_.rows(row) * c_.head_dim;
       });
+      // Segment 0 is merged first, then the others from the newest on.
+      const bool has_first = first_item < items && plan.items[first_item].segment == 0;
+      std::reverse(plan.items + first_item + (has_first ? 1 : 0), plan.items + items);
       plan.split_rows[split_rows++] = {
           .row = row, .first_item = first_item, .num_items = items - first_item};
     }
   }
 
  private:
-  // Blocks of many queries are items enough, and their states are large.
+  // Blocks of many queries are items enough, and their states are large. Where a row ends early is
+  // known to who reads it from its begin.
   bool IsSplit(int64_t row) const {
-    return c_.block(row).num_rows == 1 && PageBound(c_, row) >= min_pages_to_split_;
+    return c_.block(row).num_rows == 1 && !c_.MayEndEarly(row) &&
+           PageBound(c_, row) >= min_pages_to_split_;
   }
   // Calls use(segment) for the segments that hold attended tokens, ascending.
   template <typename Use>
   void ForEachSegment(int64_t row, const Use& use) const {
     for (SelectedPages walk = c_.Walk(row); walk.valid();) {
-      const int64_t segment = walk.page() / kSegmentPages;
+      const int64_t segment = SegmentOf(walk.page());
       use(segment);
-      walk.SkipTo((segment + 1) * kSegmentPages);
+      walk.SkipTo(FirstPageOf(segment + 1));
     }
   }
 
@@ -392,14 +439,10 @@ void MergeSplitRow(const Context& c, const SplitRow& split, const Item* items,
 }
 
 absl::Status Run(const Context& c, Executor& executor) {
-  int64_t max_rows = 0;
-  for (const QueryBlock& block : c.p.blocks) {
-    max_rows = std::max(max_rows, block.num_rows * c.group);
-  }
   const Planner planner(c, executor.num_threads());
   const PlanSize size = planner.Size();
   ScratchPieces counted_thread(nullptr);
-  ThreadMemory(counted_thread, max_rows, c.head_dim);
+  ThreadMemory(counted_thread, size.largest, c.group, c.head_dim);
   ScratchPieces counted_plan(nullptr);
   PlanMemory(counted_plan, size, c.head_dim);
   const int64_t threads_bytes = counted_thread.bytes() * executor.num_threads();
@@ -411,7 +454,7 @@ absl::Status Run(const Context& c, Executor& executor) {
   planner.Fill(plan);
   const auto memory_of = [&](int thread) {
     ScratchPieces pieces(memory + counted_thread.bytes() * thread);
-    return ThreadMemory(pieces, max_rows, c.head_dim);
+    return ThreadMemory(pieces, size.largest, c.group, c.head_dim);
   };
   // std::ref: a std::function of a larger closure would allocate.
   const auto run_item = [&](int64_t i, int thread) {
@@ -430,6 +473,7 @@ absl::Status Run(const Context& c, Executor& executor) {
 
 absl::Status AttendFast(const AttendParams& p, AttendIsa isa, Executor& executor) {
   if (p.blocks.empty()) return absl::OkStatus();
+  std::fill(p.unread.begin(), p.unread.end(), UnreadPages{});
   const bool bf16_kv = p.kv.layout.dtype == DType::kBFloat16;
   const bool pairs = isa == AttendIsa::kAvx512Bf16 && bf16_kv && p.q.dtype() == DType::kBFloat16;
   AddPageFn* const add_page = pairs     ? AddPageAvx512Bf16Pairs

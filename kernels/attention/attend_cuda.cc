@@ -11,6 +11,11 @@ namespace {
 constexpr int64_t kMaxGroup = 8;
 
 absl::Status Check(const AttendParams& p, int64_t& group) {
+  if (!p.terminations.empty()) {
+    return absl::UnimplementedError(
+        "attend on the GPU reads every page that was selected; it has no terminators: serve "
+        "policies with art by the CPU backend");
+  }
   const KvLayout& layout = p.kv.layout;
   const int64_t rows = static_cast<int64_t>(p.blocks.size()) * layout.num_kv_heads;
   ShapeCheck check("attend on the GPU");

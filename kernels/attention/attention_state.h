@@ -24,7 +24,7 @@ struct MergeWeights {
 
 // Merges `right` into `left` and returns the weights for the out vectors:
 //   out = weights.left * out_left + weights.right * out_right.
-// The order of merges is part of the result's bits: callers merge in ascending position.
+// The order of merges is part of the result's bits: callers merge in reading order.
 inline MergeWeights MergeInto(AttentionState& left, const AttentionState& right) {
   const float max = left.max > right.max ? left.max : right.max;
   if (max == -std::numeric_limits<float>::infinity()) {

@@ -63,6 +63,7 @@ class RopePositions {
   // Of one position, [head_dim / 2]. REQUIRES: 0 <= position < end().
   const float* cos(int64_t position) const { return cos_.data() + position * head_dim() / 2; }
   const float* sin(int64_t position) const { return sin_.data() + position * head_dim() / 2; }
+  std::span<const double> inv_freq() const { return inv_freq_; }  // [head_dim / 2]
   // By which position 0, too, multiplies.
   double attention_scaling() const { return attention_scaling_; }
   // Rotates x [num_tokens, head_dim], float32 or bfloat16, in place; token t is at first + t.

@@ -3,6 +3,7 @@
 #include "absl/strings/str_cat.h"
 
 #include "kernels/sparse/all/all_selector.h"
+#include "kernels/sparse/art/art_terminator.h"
 #include "kernels/sparse/hip/hip_selector.h"
 #include "kernels/sparse/infinitehip/infinitehip_selector.h"
 #include "kernels/sparse/quest/quest_selector.h"
@@ -15,7 +16,7 @@ namespace kvasir::kernels {
 namespace {
 
 template <typename T>
-absl::StatusOr<std::unique_ptr<Selector>> Make(const SelectorOptions& options) {
+absl::StatusOr<std::unique_ptr<Selector>> Make(const MethodOptions& options) {
   if (options.empty()) return std::make_unique<T>();
   return absl::InvalidArgumentError(
       absl::StrCat("this selector has no option '", options[0].name, "', nor any other"));
@@ -37,10 +38,15 @@ constexpr ReuseMethod kReuseRules[] = {
     {"both", [] { return std::unique_ptr<ReuseRule>(std::make_unique<BothRule>()); }},
 };
 
+constexpr TerminatorMethod kTerminators[] = {
+    {"art", ArtTerminator::Create},
+};
+
 }  // namespace
 
 std::span<const SelectorMethod> SelectorMethods() { return kSelectors; }
 std::span<const PrunerMethod> PrunerMethods() { return kPruners; }
 std::span<const ReuseMethod> ReuseMethods() { return kReuseRules; }
+std::span<const TerminatorMethod> TerminatorMethods() { return kTerminators; }
 
 }  // namespace kvasir::kernels

@@ -10,22 +10,23 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 
+#include "kernels/attention/terminator.h"
 #include "kernels/sparse/stages.h"
 
 namespace kvasir::kernels {
 
-// What a policy fixes of a selector beside its name: fields of its message in sparsity.proto that
+// What a policy fixes of a method beside its name: fields of its message in sparsity.proto that
 // are set.
-struct SelectorOption {
+struct MethodOption {
   std::string name;
   std::string value;
 };
-using SelectorOptions = std::vector<SelectorOption>;
+using MethodOptions = std::vector<MethodOption>;
 
 struct SelectorMethod {
   absl::string_view name;  // as in sparsity.proto and the --sparse-selector flag
   // INVALID_ARGUMENT, saying what there is, for an option or a value that the method does not have.
-  absl::StatusOr<std::unique_ptr<Selector>> (*make)(const SelectorOptions& options);
+  absl::StatusOr<std::unique_ptr<Selector>> (*make)(const MethodOptions& options);
 };
 
 struct PrunerMethod {
@@ -38,8 +39,15 @@ struct ReuseMethod {
   std::unique_ptr<ReuseRule> (*make)();
 };
 
-std::span<const ReuseMethod> ReuseMethods();
+struct TerminatorMethod {
+  absl::string_view name;  // as in sparsity.proto and the --sparse-terminate flag
+  // As of SelectorMethod.
+  absl::StatusOr<std::unique_ptr<Terminator>> (*make)(const MethodOptions& options);
+};
+
 std::span<const SelectorMethod> SelectorMethods();
 std::span<const PrunerMethod> PrunerMethods();
+std::span<const ReuseMethod> ReuseMethods();
+std::span<const TerminatorMethod> TerminatorMethods();
 
 }  // namespace kvasir::kernels

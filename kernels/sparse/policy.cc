@@ -27,7 +27,7 @@ absl::StatusOr<const Method*> Find(absl::string_view kind, std::span<const Metho
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Selector>> MakeSelector(absl::string_view name,
-                                                       const SelectorOptions& options) {
+                                                       const MethodOptions& options) {
   KVASIR_ASSIGN_OR_RETURN(const auto* method, Find("selector", SelectorMethods(), name));
   return method->make(options);
 }
@@ -40,6 +40,12 @@ absl::StatusOr<std::unique_ptr<Pruner>> MakePruner(absl::string_view name) {
 absl::StatusOr<std::unique_ptr<ReuseRule>> MakeReuseRule(absl::string_view name) {
   KVASIR_ASSIGN_OR_RETURN(const auto* method, Find("reuse rule", ReuseMethods(), name));
   return method->make();
+}
+
+absl::StatusOr<std::unique_ptr<Terminator>> MakeTerminator(absl::string_view name,
+                                                           const MethodOptions& options) {
+  KVASIR_ASSIGN_OR_RETURN(const auto* method, Find("terminator", TerminatorMethods(), name));
+  return method->make(options);
 }
 
 }  // namespace kvasir::kernels

@@ -14,12 +14,15 @@
 namespace kvasir::kernels {
 
 // INVALID_ARGUMENT, listing the names there are, for an unknown name, and for options that the
-// selector does not have.
+// method does not have.
 absl::StatusOr<std::unique_ptr<Selector>> MakeSelector(absl::string_view name,
-                                                       const SelectorOptions& options = {});
+                                                       const MethodOptions& options = {});
 
 absl::StatusOr<std::unique_ptr<Pruner>> MakePruner(absl::string_view name);
 
 absl::StatusOr<std::unique_ptr<ReuseRule>> MakeReuseRule(absl::string_view name);
+
+absl::StatusOr<std::unique_ptr<Terminator>> MakeTerminator(absl::string_view name,
+                                                           const MethodOptions& options = {});
 
 }  // namespace kvasir::kernels

@@ -99,4 +99,14 @@ void ShareWithinBlock(const PageSelection& block_rows) {
   }
 }
 
+Termination MakeTermination(const Terminator* terminator, const QueryBlock& block,
+                            const SelectionNumbers& numbers) {
+  const SelectionHeader header = MakeHeader(block, numbers);
+  if (terminator == nullptr || header.kind == SelectionHeader::Kind::kAll) return {};
+  return {.terminator = terminator,
+          .patience = numbers.patience,
+          .sink_end = header.sink_end,
+          .window_begin = header.window_begin};
+}
+
 }  // namespace kvasir::kernels

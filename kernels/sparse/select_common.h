@@ -1,6 +1,5 @@
 // What every selector does the same way: the checks of Select and, in selection_header.h, the row's
-// header. Called by the
-// selectors only. Thread-safe.
+// header. Called by the selectors, and by who sets up attention. Thread-safe.
 #pragma once
 
 #include <cstddef>
@@ -11,6 +10,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 
+#include "kernels/attention/terminator.h"
 #include "kernels/base/executor.h"
 #include "kernels/base/scratch.h"
 #include "kernels/base/status_macros.h"
@@ -123,5 +123,9 @@ class ListWriter {
 // Gives the first row's header and list to the other rows of a query block: one selection for all
 // KV heads.
 void ShareWithinBlock(const PageSelection& block_rows);
+
+// What `terminator` may leave unread of a block: nothing where rule R2 says so.
+Termination MakeTermination(const Terminator* terminator, const QueryBlock& block,
+                            const SelectionNumbers& numbers);
 
 }  // namespace kvasir::kernels

@@ -1,5 +1,6 @@
 // The parts a sparse attention method is made of, with PageSelection as the one type between them.
-// A decode step of one layer:   reuse gate -> select -> prune -> attend (terminator inside).
+// A decode step of one layer:   reuse gate -> select -> prune -> attend (terminator inside, which
+// is attention's: kernels/attention/terminator.h).
 // Gate and select together are SelectReusing (kernels/sparse/reuse/). Implementations live in one
 // folder a method and are listed in methods.cc. Stages are built once from the server's policies,
 // hold no per-sequence state of their own and are thread-compatible.
@@ -46,6 +47,7 @@ struct SelectionNumbers {
   int64_t window_tokens = 0;  // includes the query's own token; >= 1
   int64_t budget_tokens = 0;  // selected tokens besides sink and window
   float top_p = 1;            // share of the attention mass of all these that pruning keeps
+  int64_t patience = 0;       // of a terminator: pages
   // Candidates end so far behind the window's begin: what will leave the window while the list
   // serves. In [0, 64), less than the window; 0 for a list that serves once.
   int64_t reach_tokens = 0;

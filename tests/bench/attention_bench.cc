@@ -225,6 +225,31 @@ void BM_DenseDecode(benchmark::State& state, const Shape& shape) {
   ReportBytes(state, static_cast<double>(context * shape.TokenBytes()), threads);
 }
 
+// Dense, watched by a terminator that finds no reason to end: what watching costs.
+void BM_WatchedDecode(benchmark::State& state, const Shape& shape) {
+  const int64_t context = state.range(0);
+  const int threads = static_cast<int>(state.range(1));
+  Sequences& sequences = SequencesOf(shape, context);
+  sequences.SetQueries(1);
+  ThreadExecutor executor(threads);
+  const PageSelection selection = sequences.MakeSelection(0);
+  const std::unique_ptr<Terminator> terminator = MakeTerminator("art").value();
+  const Termination termination = {.terminator = terminator.get(),
+                                   .patience = 5,
+                                   .sink_end = 128,
+                                   .window_begin = context - 512};
+  std::vector<UnreadPages> unread(static_cast<size_t>(shape.kv_heads));
+  for (auto _ : state) {
+    sequences.Rotate();
+    AttendParams params = sequences.ForAttend(selection);
+    params.terminations = std::span(&termination, 1);
+    params.unread = unread;
+    KVASIR_CHECK(Attend(params, executor).ok());
+  }
+  KVASIR_CHECK(unread[0].device == 0);
+  ReportBytes(state, static_cast<double>(context * shape.TokenBytes()), threads);
+}
+
 // Sink 128, window 512, quest with a budget of 2,048 tokens; the time includes the selection.
 void BM_SparseDecode(benchmark::State& state, const Shape& shape, bool attend) {
   const int64_t context = state.range(0);
@@ -280,6 +305,10 @@ void Register(const Shape& shape) {
     DecodeArgs(benchmark::RegisterBenchmark(
                    name("DenseDecode").c_str(),
                    [&shape](benchmark::State& state) { BM_DenseDecode(state, shape); }),
+               context);
+    DecodeArgs(benchmark::RegisterBenchmark(
+                   name("WatchedDecode").c_str(),
+                   [&shape](benchmark::State& state) { BM_WatchedDecode(state, shape); }),
                context);
     DecodeArgs(benchmark::RegisterBenchmark(
                    name("QuestSelect").c_str(),

@@ -155,7 +155,7 @@ class QueryStream {
 struct Policy {
   const char* name;
   const char* selector;
-  SelectorOptions options;
+  MethodOptions options;
   const char* reuse;  // or null
   SelectionNumbers numbers;
 };

@@ -133,6 +133,9 @@ TEST(TrainedWindowTest, LongSequencesNeedSelectorsInAllLayers) {
   ResolvedPolicy dense_layers = Resolved("quest", "quest");
   dense_layers.decode.set_dense_layers(2);
   ExpectInvalid(CheckTrainedWindow(dense_layers, 8193, 8192), "the first 2 attend to everything");
+  ResolvedPolicy ends_early = Resolved("quest", "all");
+  ends_early.decode.mutable_art();
+  ExpectInvalid(CheckTrainedWindow(ends_early, 8193, 8192), "the policy attends to everything");
 }
 
 TEST(TrainedWindowTest, SinkSelectionAndWindowOfAllQueriesMustFit) {
@@ -185,7 +188,7 @@ TEST(CanonicalBytesTest, ABudgetCountsInTheBlocksThatAreSelected) {
   EXPECT_NE(bytes("tokenselect", 65), bytes("tokenselect", 66));
 }
 
-TEST(CanonicalBytesTest, OptionsAndPruningCount) {
+TEST(CanonicalBytesTest, OptionsPruningAndTerminatingCount) {
   v1::AttentionPolicy policy = MakeNumbers();
   policy.mutable_infinitehip();
   std::set<std::string> found = {CanonicalBytes(policy)};
@@ -196,6 +199,16 @@ TEST(CanonicalBytesTest, OptionsAndPruningCount) {
   policy.set_top_p(0.95f);
   EXPECT_TRUE(found.insert(CanonicalBytes(policy)).second);
   policy.set_top_p(std::nextafter(0.95f, 1.0f));
+  EXPECT_TRUE(found.insert(CanonicalBytes(policy)).second);
+  policy.mutable_art();
+  EXPECT_TRUE(found.insert(CanonicalBytes(policy)).second);
+  policy.set_patience(4);
+  EXPECT_TRUE(found.insert(CanonicalBytes(policy)).second);
+  policy.mutable_art()->set_probe("raw");
+  EXPECT_TRUE(found.insert(CanonicalBytes(policy)).second);
+  policy.mutable_art()->set_unread_mass(0.1f);
+  EXPECT_TRUE(found.insert(CanonicalBytes(policy)).second);
+  policy.mutable_art()->set_unread_mass(std::nextafter(0.1f, 1.0f));
   EXPECT_TRUE(found.insert(CanonicalBytes(policy)).second);
 }
 
@@ -315,6 +328,79 @@ TEST(CanonicalBytesTest, ReuseCountsByTheNumbersThatItsRuleReads) {
         bytes("both", 8, 0.8f, 0.5f, 64), bytes("both", 8, 0.9f, 0.4f, 64)}) {
     EXPECT_TRUE(found.insert(some).second) << some;
   }
+}
+
+TEST(PolicyTableTest, TerminatorsAreDeclaredForDecodingAndTheirPatienceOverriddenByRequests) {
+  v1::SparsityPolicy policy = Policy("p");
+  v1::PolicyChoice choice;
+  choice.mutable_decode_overrides()->set_patience(9);
+  ExpectInvalid(PolicyTable::Create({policy})->Resolve(choice).status(), "declares no terminator");
+  policy.mutable_decode()->mutable_art();
+  absl::StatusOr<PolicyTable> table = PolicyTable::Create({policy});
+  ASSERT_TRUE(table.ok()) << table.status();
+  EXPECT_EQ(table->Resolve({})->decode.patience(), 5u);
+  EXPECT_EQ(table->Resolve(choice)->decode.patience(), 9u);
+  choice.mutable_decode_overrides()->mutable_art();
+  ExpectInvalid(table->Resolve(choice).status(), "sets a terminator; a request may override");
+  choice.mutable_decode_overrides()->clear_art();
+  choice.mutable_decode_overrides()->mutable_hip();
+  ExpectInvalid(table->Resolve(choice).status(), "sets a selector; a request may override");
+  policy.mutable_prefill()->mutable_art();
+  ExpectInvalid(PolicyTable::Create({policy}).status(), "prefill.art is set; only decoding");
+  policy = Policy("p");
+  policy.mutable_decode()->set_patience(3);
+  ExpectInvalid(PolicyTable::Create({policy}).status(), "decode.patience is set");
+}
+
+TEST(PolicyTableTest, TerminatorsNeedSomethingToEndAmong) {
+  v1::SparsityPolicy policy = Policy("p");
+  policy.mutable_decode()->mutable_streaming();
+  policy.mutable_decode()->mutable_art();
+  ExpectInvalid(PolicyTable::Create({policy}).status(), "streaming leaves nothing");
+  policy.mutable_decode()->mutable_all();
+  EXPECT_TRUE(PolicyTable::Create({policy}).ok());
+  policy.mutable_decode()->mutable_art()->set_order("importance");
+  ExpectInvalid(PolicyTable::Create({policy}).status(), "all gives no scores");
+  policy.mutable_decode()->mutable_quest();
+  EXPECT_TRUE(PolicyTable::Create({policy}).ok());
+  policy.mutable_decode()->mutable_art()->set_unread_mass(1.5f);
+  ExpectInvalid(PolicyTable::Create({policy}).status(), "decode.art.unread_mass is 1.5");
+  policy.mutable_decode()->mutable_all();
+  policy.mutable_decode()->mutable_art()->Clear();
+  policy.mutable_decode()->mutable_reuse()->set_rule("interval");
+  ExpectInvalid(PolicyTable::Create({policy}).status(), "only what a selector chose");
+  policy.mutable_decode()->clear_reuse();
+  policy.mutable_decode()->mutable_quality()->set_min_mass(0.9f);
+  ExpectInvalid(PolicyTable::Create({policy}).status(), "min_mass");
+  policy.mutable_decode()->clear_quality();
+  policy.mutable_decode()->clear_window_tokens();
+  ExpectInvalid(PolicyTable::Create({policy}).status(), "art needs a window");
+}
+
+TEST(PolicyTableTest, AllThatMayEndEarlyIsSparse) {
+  v1::SparsityPolicy policy = Policy("p");
+  policy.mutable_decode()->mutable_all();
+  EXPECT_EQ(PolicyTable::Create({policy})->Resolve({})->tail_tokens, 0u);
+  policy.mutable_decode()->mutable_art();
+  const absl::StatusOr<ResolvedPolicy> resolved = PolicyTable::Create({policy})->Resolve({});
+  ASSERT_TRUE(resolved.ok()) << resolved.status();
+  EXPECT_EQ(resolved->tail_tokens, 64u);
+  EXPECT_EQ(PrivateBegin(*resolved, 1000), 936);
+  EXPECT_NE(CanonicalBytes(resolved->decode), CanonicalBytes(resolved->prefill));
+}
+
+TEST(PolicyFromFlagsTest, TerminatesDecodingOnly) {
+  v1::SparseConfig config;
+  config.set_sparse_selector("quest");
+  config.set_sparse_prefill_selector("quest");
+  config.set_sparse_terminate("none");
+  config.set_sparse_patience(7);
+  EXPECT_EQ(PolicyFromFlags(config).decode().patience(), 0u);
+  config.set_sparse_terminate("art");
+  const v1::SparsityPolicy policy = PolicyFromFlags(config);
+  EXPECT_TRUE(policy.decode().has_art());
+  EXPECT_EQ(policy.decode().patience(), 7u);
+  EXPECT_FALSE(policy.prefill().has_art());
 }
 
 TEST(PolicyTableTest, SelectorsWithABudgetNeedOne) {

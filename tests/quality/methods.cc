@@ -55,7 +55,7 @@ absl::StatusOr<Method> Method::Create(const v1::SparsityPolicy& policy) {
   Method method;
   method.name_ = policy.name();
   method.numbers_ = worker::NumbersOf(decode);
-  kernels::SelectorOptions options;
+  kernels::MethodOptions options;
   for (const auto& [name, value] : v1::SelectorFields(decode)) {
     options.push_back({.name = name, .value = value});
   }

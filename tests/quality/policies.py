@@ -81,6 +81,9 @@ POLICIES = {policy.name: policy for policy in (
     Policy("infinitehip+interval", {"infinitehip": {}, "reuse": {"rule": "interval"}}),
     Policy("infinitehip 3k-flash+interval", {"infinitehip": {"preset": "3k-flash"}, "reuse": {"rule": "interval"}}),
     Policy("infinitehip+both", {"infinitehip": {}, "reuse": {"rule": "both"}}),
+    Policy("all+art", {"all": {}, "art": {}}),
+    Policy("quest+art", {"quest": {}, "art": {}}),
+    Policy("infinitehip+top_p+art", {"infinitehip": {}, "top_p": 0.95, "art": {}}),
     # Under a contract: what is estimated, and what is done about it.
     *(Policy(f"{name} {action}", {**decode, "quality": {"min_mass": MIN_MASS, "on_violation": action}})
       for name, decode in (("streaming", {"streaming": {}}), ("quest", {"quest": {}}), ("tokenselect", {"tokenselect": {}}),

@@ -111,6 +111,16 @@ class AttentionBatch {
     return static_cast<int64_t>(blocks_.size()) - 1;
   }
 
+  // What may end the rows of each block early. To be called when all blocks are there.
+  void SetTerminations(std::vector<Termination> terminations) {
+    KVASIR_CHECK(terminations.size() == blocks_.size());
+    terminations_ = std::move(terminations);
+    unread_.resize(selections_.size());
+  }
+  const UnreadPages& unread(int64_t block, int64_t head) const {
+    return unread_[static_cast<size_t>(block * shape_.kv_heads + head)];
+  }
+
   using Implementation = std::function<void(const AttendParams&, Executor&)>;
   // Runs over all blocks; out(), lse() and faults() hold the result. Rows start as NaN.
   void Run(const Implementation& implementation, Executor& executor) {
@@ -149,7 +159,9 @@ class AttentionBatch {
                           .capacity = capacity_},
             .faults = faults_,
             .scratch = &scratch_,
-            .rope = rope()};
+            .rope = rope(),
+            .terminations = terminations_,
+            .unread = unread_};
   }
 
   // Valid until the batch changes; `numbers` is the caller's. Selections stay as they are.
@@ -267,6 +279,8 @@ class AttentionBatch {
   std::vector<uint8_t> faults_;
   Scratch scratch_;
   std::optional<RopePositions> rope_;
+  std::vector<Termination> terminations_;
+  std::vector<UnreadPages> unread_;
 };
 
 }  // namespace kvasir::kernels

@@ -28,7 +28,8 @@ using testing::HasSubstr;
 
 constexpr uint32_t kAll = 0, kStreaming = 1, kQuest = 2, kAllThenQuest = 3, kTokenSelect = 4,
                    kHip = 5, kInfiniteHip = 6, kPruned = 7, kHipByInterval = 8,
-                   kTokenSelectByCosine = 9, kInfiniteHipByBoth = 10;  // policies
+                   kTokenSelectByCosine = 9, kInfiniteHipByBoth = 10,
+                   kTerminated = 13;  // policies
 
 std::vector<uint32_t> RandomPrompt(int64_t size, uint32_t seed) {
   std::mt19937 random(seed);
@@ -176,17 +177,18 @@ TEST_P(EnginePolicyTest, AccountsForEveryPage) {
   const v1::RowAccounting& a = coordinator.result(r).accounting;
   EXPECT_GT(a.blocks_total(), 0u);
   EXPECT_EQ(a.page_hits() + a.page_misses() + a.skipped_selected_out() + a.skipped_window() +
-                a.skipped_pruned(),
+                a.skipped_pruned() + a.skipped_terminated(),
             a.blocks_total());
   EXPECT_EQ(a.skipped_pruned() > 0, GetParam() == kPruned);
   EXPECT_EQ(a.skipped_window() > 0, GetParam() == kStreaming);
-  EXPECT_EQ(a.skipped_selected_out() > 0, GetParam() >= kQuest);
+  EXPECT_EQ(a.skipped_terminated() > 0, GetParam() == kTerminated);
+  EXPECT_EQ(a.skipped_selected_out() > 0, GetParam() >= kQuest && GetParam() != kTerminated);
 }
 
 INSTANTIATE_TEST_SUITE_P(Policies, EnginePolicyTest,
                          testing::Values(kAll, kStreaming, kQuest, kAllThenQuest, kTokenSelect,
                                          kHip, kInfiniteHip, kPruned, kHipByInterval,
-                                         kTokenSelectByCosine, kInfiniteHipByBoth));
+                                         kTokenSelectByCosine, kInfiniteHipByBoth, kTerminated));
 
 TEST_F(EngineTest, KeepingAllMassIsTheSelectorAlone) {
   TestRequest request = MakeRequest(500, kPruned);
@@ -250,6 +252,63 @@ TEST_F(EngineTest, AnUnknownReuseRuleListsTheKnownOnes) {
               HasSubstr("the reuse rules are interval, cosine, both"));
 }
 
+// A decode part with a terminator behind any selector, and a pruner.
+v1::AttentionPolicy Terminating(const std::string& selector, float top_p) {
+  v1::AttentionPolicy decode = MakeTerminatingPolicy(selector, "recency").decode();
+  if (selector == "infinitehip") decode.mutable_infinitehip()->set_preset("5k");
+  decode.set_top_p(top_p);
+  return decode;
+}
+
+TEST_F(EngineTest, EverySelectorAndPrunerMayBeTerminated) {
+  for (const kernels::SelectorMethod& method : kernels::SelectorMethods()) {
+    const std::string name(method.name.data(), method.name.size());
+    if (name == "streaming") continue;  // nothing between sink and window
+    for (const float top_p : {0.0f, 0.9f}) {
+      if (name == "all" && top_p > 0) continue;
+      SCOPED_TRACE(name + (top_p > 0 ? " and top_p" : ""));
+      EngineOptions options = TestWorker::DefaultOptions();
+      v1::SetSelector("all", *options.policies[1].mutable_prefill());
+      *options.policies[1].mutable_decode() = Terminating(name, top_p);
+      options.mass_sample_rate = 1;
+      TestRequest request = MakeRequest(900, 1);
+      request.decode = MakeNumbers(16, 130, 700);
+      request.decode.set_top_p(top_p);
+      v1::AttentionPolicy& numbers = request.decode;
+      v1::SetSelector(name, numbers);
+      const auto run = [&](uint32_t patience, AllLogits& logits) {
+        numbers.set_patience(patience);
+        TestWorker worker(*model_, options);
+        TestCoordinator coordinator({.chunk = 128});
+        const size_t r = coordinator.Add(request);
+        worker.Run(coordinator);
+        logits = worker.logits();
+        return coordinator.result(r).accounting;
+      };
+      AllLogits ended, never, without;
+      const v1::RowAccounting a = run(1, ended);
+      EXPECT_GT(a.skipped_terminated(), 0u);
+      const v1::MassSamples& kept = a.measured_mass();
+      EXPECT_GT(kept.samples(), 0u);
+      EXPECT_LT(kept.sum(), static_cast<double>(kept.samples()) * 0.99);
+      EXPECT_EQ(run(1 << 20, never).skipped_terminated(), 0u);
+      options.policies[1].mutable_decode()->clear_terminator();
+      EXPECT_EQ(run(1, without).skipped_terminated(), 0u);
+      ExpectSameBits(never, without);
+      EXPECT_NE(ended, without);
+    }
+  }
+}
+
+TEST_F(EngineTest, LayersThatStayDenseAreReadWhole) {
+  TestRequest request = MakeRequest(500, kTerminated);
+  request.decode.set_dense_layers(3);  // all there are
+  TestRequest dense = request;
+  dense.policy = kAll;
+  const AllLogits found = RunAlone(request);
+  for (const auto& [place, logits] : RunAlone(dense)) EXPECT_EQ(found.at(place), logits);
+}
+
 TEST_F(EngineTest, OptionsMakeShapesOfTheirOwn) {
   const auto run = [&](const std::string& probe) {
     EngineOptions options = TestWorker::DefaultOptions();
@@ -277,6 +336,13 @@ TEST_F(EngineTest, EveryMethodIsAFieldOfThePolicy) {
     methods.emplace(method.name.data(), method.name.size());
   }
   EXPECT_EQ(methods, fields);
+  const auto* terminators = v1::AttentionPolicy::descriptor()->FindOneofByName("terminator");
+  ASSERT_EQ(terminators->field_count(), std::ssize(kernels::TerminatorMethods()));
+  for (const kernels::TerminatorMethod& method : kernels::TerminatorMethods()) {
+    v1::AttentionPolicy policy;
+    v1::SetTerminator(method.name, policy);
+    EXPECT_EQ(v1::TerminatorName(policy), method.name);
+  }
 }
 
 TEST_F(EngineTest, DenseLayersReadEverything) {

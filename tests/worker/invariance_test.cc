@@ -40,10 +40,22 @@ constexpr char kModel[] = "tests/model/needle-8k";
 constexpr char kGolden[] = "tests/model/golden/needle-8k.safetensors";
 constexpr uint32_t kAll = 0, kStreaming = 1, kQuest = 2, kTokenSelect = 4, kHip = 5,
                    kInfiniteHip = 6, kPruned = 7, kHipByInterval = 8, kTokenSelectByCosine = 9,
-                   kInfiniteHipByBoth = 10;
-constexpr uint32_t kPolicies[] = {
-    kAll,         kStreaming, kQuest,         kTokenSelect,         kHip,
-    kInfiniteHip, kPruned,    kHipByInterval, kTokenSelectByCosine, kInfiniteHipByBoth};
+                   kInfiniteHipByBoth = 10, kTokenSelectOfLayer = 11, kInfiniteHipOfLayer = 12,
+                   kTerminated = 13, kTerminatedQuest = 14;
+constexpr uint32_t kPolicies[] = {kAll,
+                                  kStreaming,
+                                  kQuest,
+                                  kTokenSelect,
+                                  kHip,
+                                  kInfiniteHip,
+                                  kPruned,
+                                  kHipByInterval,
+                                  kTokenSelectByCosine,
+                                  kInfiniteHipByBoth,
+                                  kTokenSelectOfLayer,
+                                  kInfiniteHipOfLayer,
+                                  kTerminated,
+                                  kTerminatedQuest};
 
 struct Way {
   const char* name;
@@ -135,7 +147,7 @@ std::vector<TestRequest> Others(const TestRequest& request, int count) {
   std::vector<TestRequest> others;
   for (int i = 0; i < count; ++i) {
     others.push_back(
-        MakeRequest(2000 + 97 * i, 30 + 37 * i, static_cast<uint32_t>(i) % 11, request.max_tokens));
+        MakeRequest(2000 + 97 * i, 30 + 37 * i, static_cast<uint32_t>(i) % 15, request.max_tokens));
   }
   return others;
 }
@@ -297,10 +309,13 @@ Served Serve(TestRequest request, const Way& way, DType dtype) {
 // That the way was gone, and the policy followed.
 void CheckPremises(const Way& way, uint32_t policy, const Served& served) {
   const v1::RowAccounting& a = served.accounting;
-  EXPECT_EQ(a.skipped_selected_out() + a.skipped_window() > 0, policy != kAll);
+  EXPECT_EQ(a.skipped_selected_out() + a.skipped_window() > 0,
+            policy != kAll && policy != kTerminated);
+  EXPECT_EQ(a.skipped_terminated() > 0, policy >= kTerminated);
   EXPECT_EQ(a.skipped_pruned() > 0, policy == kPruned);
-  ASSERT_EQ(a.stages_run_size() > 0, policy >= kHipByInterval);
-  if (policy >= kHipByInterval) {
+  const bool reuses = policy >= kHipByInterval && policy <= kInfiniteHipOfLayer;
+  ASSERT_EQ(a.stages_run_size() > 0, reuses);
+  if (reuses) {
     EXPECT_GT(a.stages_run(0), 0u);
     EXPECT_GT(a.stages_reused(0), 0u);
   }
@@ -317,7 +332,9 @@ void CheckPremises(const Way& way, uint32_t policy, const Served& served) {
   EXPECT_EQ(a.page_misses() > 0, misses);
   // Dense attention needs every page in every step, so none gives way to another.
   // infinitehip reads blocks of 16 tokens, and other ones in each step: hardly ever a page's worth.
-  if (policy == kAll || policy == kInfiniteHip || policy == kInfiniteHipByBoth) return;
+  if (policy == kAll || policy == kInfiniteHip || policy == kInfiniteHipByBoth ||
+      policy == kInfiniteHipOfLayer)
+    return;
   EXPECT_EQ(served.stats.promotions > 0, misses);
 }
 
@@ -403,7 +420,11 @@ std::string NameOf(const ::testing::TestParamInfo<std::tuple<uint32_t, Way>>& te
                                     "Pruned",
                                     "HipByInterval",
                                     "TokenSelectByCosine",
-                                    "InfiniteHipByBoth"};
+                                    "InfiniteHipByBoth",
+                                    "TokenSelectOfLayer",
+                                    "InfiniteHipOfLayer",
+                                    "Terminated",
+                                    "TerminatedQuest"};
   return std::string(kNames[policy]) + way.name;
 }
 

@@ -21,6 +21,7 @@ class StepBatchTest : public testing::Test {
     for (const char* name : {"all", "quest"}) {
       selectors_.push_back({.selector = kernels::MakeSelector(name).value(),
                             .pruner = nullptr,
+                            .terminator = nullptr,
                             .dense = std::string(name) == "all"});
     }
   }

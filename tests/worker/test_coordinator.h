@@ -128,6 +128,7 @@ class TestCoordinator {
     sum.set_skipped_selected_out(sum.skipped_selected_out() + row.skipped_selected_out());
     sum.set_skipped_window(sum.skipped_window() + row.skipped_window());
     sum.set_skipped_pruned(sum.skipped_pruned() + row.skipped_pruned());
+    sum.set_skipped_terminated(sum.skipped_terminated() + row.skipped_terminated());
     sum.set_page_hits(sum.page_hits() + row.page_hits());
     sum.set_page_misses(sum.page_misses() + row.page_misses());
     AddCounts(row.stages_run(), *sum.mutable_stages_run());

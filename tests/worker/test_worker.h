@@ -55,6 +55,20 @@ inline v1::SparsityPolicy MakeLayerPolicy(const std::string& selector, const std
   return policy;
 }
 
+// Decodes with a terminator that ends rows of few pages, and of models that attend to everything
+// alike: what it leaves unread matters. How patient it is is a number of each request.
+inline v1::SparsityPolicy MakeTerminatingPolicy(const std::string& decode,
+                                                const std::string& order) {
+  v1::SparsityPolicy policy = MakePolicy("all", decode);
+  v1::ArtTerminator& art = *policy.mutable_decode()->mutable_art();
+  art.set_guard("none");
+  art.set_order(order);
+  art.set_scale_tolerance(1);
+  art.set_direction_tolerance(1);
+  art.set_mass_tolerance(0.2f);
+  return policy;
+}
+
 // In chunks that fit the short prompts of tests.
 inline v1::SparsityPolicy MakeInfiniteHipPolicy() {
   v1::SparsityPolicy policy = MakePolicy("infinitehip", "infinitehip");
@@ -82,13 +96,15 @@ inline void SetWhatThePolicyNeeds(TestRequest& request) {
     request.decode.set_window_tokens(128);
   }
   if (request.policy == 7) request.decode.set_top_p(0.5f);
-  if (request.policy >= 8) {  // queries of tests are alike now and then
+  if (request.policy >= 8 && request.policy <= 10) {  // queries of tests are alike now and then
     v1::ReusePolicy& reuse = *request.decode.mutable_reuse();
     reuse.set_interval(3);
     reuse.set_theta(0.05f);
     reuse.set_theta_force(-0.1f);
     reuse.set_max_age(20);
   }
+  if (request.policy >= 11) request.decode.set_patience(1);
+  if (request.policy == 12) request.decode.set_token_budget(640);  // pages enough to end among
 }
 
 inline v1::RowSampling Greedy() {
@@ -160,7 +176,9 @@ class TestWorker {
                          MakeReusingPolicy("tokenselect", "cosine"),
                          MakeReusingPolicy("infinitehip", "both"),
                          MakeLayerPolicy("tokenselect", "cosine"),
-                         MakeLayerPolicy("infinitehip", "interval")},
+                         MakeLayerPolicy("infinitehip", "interval"),
+                         MakeTerminatingPolicy("all", "recency"),
+                         MakeTerminatingPolicy("quest", "importance")},
             .mass_sample_rate = 0};
   }
 

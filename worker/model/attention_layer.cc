@@ -13,6 +13,7 @@
 #include "kernels/paged/append.h"
 #include "kernels/paged/compact_positions.h"
 #include "kernels/sparse/reuse/reusing_select.h"
+#include "kernels/sparse/select_common.h"
 #include "worker/model/collective_ranks.h"
 
 namespace kvasir::worker {
@@ -113,9 +114,12 @@ absl::Status AttentionLayer::Run(const StepContext& step, const TensorView& outp
   faults_.assign(static_cast<size_t>(step.kv.num_slots), 0);
   KVASIR_RETURN_IF_ERROR(ProjectAndAppend(step));
   KVASIR_ASSIGN_OR_RETURN(const PageSelection selection, Select(step));
-  // Ranks that share a KV head select alike: its pages are counted once.
-  if (options_.shard.replica() == 0) step.meter.Count(selection, step.kv, options_.layer);
+  MakeTerminations(step.batch);
   KVASIR_RETURN_IF_ERROR(AttendTo(step, selection));
+  // Ranks that share a KV head select alike: its pages are counted once.
+  if (options_.shard.replica() == 0) {
+    step.meter.Count(selection, unread_, step.kv, options_.layer);
+  }
   return projections_.output.Run(step.activations.attended.Rows(step.batch.num_tokens()), output,
                                  GemmScratch(step), step.executor);
 }
@@ -225,6 +229,23 @@ std::span<kernels::RowMemory* const> AttentionLayer::MemoriesOf(const StepBatch&
   return memories_;
 }
 
+void AttentionLayer::MakeTerminations(const StepBatch& batch) {
+  terminations_.clear();
+  unread_.clear();
+  const bool any = std::any_of(batch.groups.begin(), batch.groups.end(), [](const auto& group) {
+    return group.served->terminator != nullptr;
+  });
+  if (!any) return;
+  for (const SelectorGroup& group : batch.groups) {
+    for (int64_t b = group.begin; b < group.end; ++b) {
+      terminations_.push_back(kernels::MakeTermination(group.served->terminator.get(),
+                                                       batch.blocks[static_cast<size_t>(b)],
+                                                       numbers_[static_cast<size_t>(b)]));
+    }
+  }
+  unread_.resize(terminations_.size() * static_cast<size_t>(num_kv_heads()));
+}
+
 bool AttentionLayer::AnySelectionReadsQueries(const StepBatch& batch) const {
   for (const SelectorGroup& group : batch.groups) {
     for (int64_t b = group.begin; b < group.end; ++b) {
@@ -280,7 +301,9 @@ absl::Status AttentionLayer::AttendTo(const StepContext& step, const PageSelecti
                                         .selection = selection,
                                         .faults = std::span(faults_),
                                         .scratch = &a.attention_scratch,
-                                        .rope = step.compact_rope};
+                                        .rope = step.compact_rope,
+                                        .terminations = terminations_,
+                                        .unread = std::span(unread_)};
   KVASIR_RETURN_IF_ERROR(Attend(params, step.executor));
   if (measures) KVASIR_RETURN_IF_ERROR(step.meter.Measure(params, step.executor));
   for (const QueryBlock& block : step.batch.blocks) {

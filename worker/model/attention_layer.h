@@ -77,6 +77,7 @@ class AttentionLayer {
   // Makes good what falls short of a policy's min_mass.
   absl::Status KeepContract(const StepContext& step, const SelectorGroup& group,
                             const kernels::SelectParams& params, kernels::PageSelection& rows);
+  void MakeTerminations(const StepBatch& batch);
   absl::Status AttendTo(const StepContext& step, const kernels::PageSelection& selection);
   absl::Status Normalize(const StepContext& step, const HostTensor& weight,
                          const ActivationBuffer& heads, int64_t num_heads) const;
@@ -91,6 +92,9 @@ class AttentionLayer {
   std::vector<kernels::SelectionNumbers> numbers_;  // of this step, with dense layers worked in
   std::vector<kernels::RowMemory*> memories_;       // of the rows of a group
   std::vector<uint8_t> faults_;
+  // Of this step; empty where no policy ends rows early.
+  std::vector<kernels::Termination> terminations_;
+  std::vector<kernels::UnreadPages> unread_;
 };
 
 }  // namespace kvasir::worker

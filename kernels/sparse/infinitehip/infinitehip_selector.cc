@@ -284,7 +284,7 @@ class LayerSelection {
 };
 
 template <typename Entry, size_t kCount>
-absl::StatusOr<const Entry*> Find(const Entry (&entries)[kCount], const SelectorOption& option) {
+absl::StatusOr<const Entry*> Find(const Entry (&entries)[kCount], const MethodOption& option) {
   std::string known;
   for (const Entry& entry : entries) {
     if (entry.name == option.value) return &entry;
@@ -297,11 +297,11 @@ absl::StatusOr<const Entry*> Find(const Entry (&entries)[kCount], const Selector
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Selector>> InfiniteHipSelector::Create(
-    const SelectorOptions& options) {
+    const MethodOptions& options) {
   const Preset* preset = &kPresets[0];
   Probe probe = Probe::kDigest;
   Scope scope = Scope::kKvGroup;
-  for (const SelectorOption& option : options) {
+  for (const MethodOption& option : options) {
     if (option.name == "preset") {
       KVASIR_ASSIGN_OR_RETURN(preset, Find(kPresets, option));
     } else if (option.name == "probe") {

@@ -77,7 +77,7 @@ class InfiniteHipSelector : public Selector {
   enum class Probe { kDigest, kCentre, kFirst };
 
   // INVALID_ARGUMENT for an unknown option, preset, probe or scope.
-  static absl::StatusOr<std::unique_ptr<Selector>> Create(const SelectorOptions& options);
+  static absl::StatusOr<std::unique_ptr<Selector>> Create(const MethodOptions& options);
 
   absl::Status Select(const SelectParams& params, PageSelection& out,
                       Executor& executor) const override;

@@ -43,6 +43,20 @@ PageScoreKernel ChoosePageScoreKernel(const KvLayout& layout, DType queries) {
   return {.scores = bf16_kv ? QuestScoresBFloat16 : QuestScoresFloat32};
 }
 
+void SplitQuery(const PageScoreKernel& kernel, const TensorView& q, int64_t q_row, int64_t row,
+                void* signed_q) {
+  const int64_t d = q.dim(2);
+  const auto split = [&](const auto* from) {
+    if (kernel.bf16_queries) {
+      SplitBySign(from + q_row * d, d, static_cast<BFloat16*>(signed_q) + row * 2 * d);
+    } else {
+      SplitBySign(from + q_row * d, d, static_cast<float*>(signed_q) + row * 2 * d);
+    }
+  };
+  if (q.dtype() == DType::kFloat32) return split(q.As<const float>());
+  split(q.As<const BFloat16>());
+}
+
 // The bounds of pages to come are fetched while others are scored: they lie wherever their blocks
 // do.
 void ScorePages(const SelectRow& row, QuestScoreFn* function, const QuestScoreParams& params,

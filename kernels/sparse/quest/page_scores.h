@@ -28,6 +28,10 @@ void SplitBySign(const From* q, int64_t head_dim, To* signed_q) {
   }
 }
 
+// Query head `q_row` of q, as `kernel` takes it, to row `row` of QuestScoreParams::signed_q.
+void SplitQuery(const PageScoreKernel& kernel, const TensorView& q, int64_t q_row, int64_t row,
+                void* signed_q);
+
 // scores[i] = score of page begin + i of the row's slot, layer and KV head, for pages [begin, end);
 // -inf where the slot has no such block. REQUIRES: the KV has bounds.
 void ScorePages(const SelectRow& row, QuestScoreFn* function, const QuestScoreParams& params,

@@ -201,9 +201,9 @@ class LayerSelection {
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Selector>> TokenSelectSelector::Create(
-    const SelectorOptions& options) {
+    const MethodOptions& options) {
   Scope scope = Scope::kKvGroup;
-  for (const SelectorOption& option : options) {
+  for (const MethodOption& option : options) {
     if (option.name != "scope") {
       return absl::InvalidArgumentError(
           absl::StrCat("tokenselect has no option '", option.name, "'; its option is scope"));

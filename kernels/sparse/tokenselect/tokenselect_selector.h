@@ -37,7 +37,7 @@ namespace kvasir::kernels {
 class TokenSelectSelector : public Selector {
  public:
   // INVALID_ARGUMENT for an unknown option or scope.
-  static absl::StatusOr<std::unique_ptr<Selector>> Create(const SelectorOptions& options);
+  static absl::StatusOr<std::unique_ptr<Selector>> Create(const MethodOptions& options);
 
   absl::Status Select(const SelectParams& params, PageSelection& out,
                       Executor& executor) const override;

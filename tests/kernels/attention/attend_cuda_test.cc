@@ -224,6 +224,15 @@ TEST_P(AttendCudaTest, ARowHasTheSameBitsAloneAndAmongOthers) {
   EXPECT_EQ(together, Outputs(batch));
 }
 
+TEST(AttendCudaParams, ATerminatorIsRefused) {
+  const Termination termination;
+  AttendParams params;
+  params.terminations = std::span(&termination, 1);
+  const absl::Status status = AttendDecode(params, KvTensorMaps{}, nullptr, nullptr);
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnimplemented);
+  EXPECT_NE(status.message().find("no terminators"), absl::string_view::npos);
+}
+
 INSTANTIATE_TEST_SUITE_P(Shapes, AttendCudaTest,
                          testing::Combine(testing::Values(64, 128),
                                           testing::Values(1, 2, 4, 7, 8)));

@@ -170,7 +170,7 @@ class Rank {
 struct Shape {
   std::string name;
   std::string selector;
-  SelectorOptions options;
+  MethodOptions options;
   std::string rule;
 };
 
@@ -251,7 +251,7 @@ TEST_P(LayerScopeTest, TheSameListForAllHeadsOnAnyNumberOfRanks) {
 // Not the choice of any of its KV groups alone; with one group it is the choice of that.
 TEST_P(LayerScopeTest, AllHeadsAreHeard) {
   if (rule_ != nullptr) GTEST_SKIP() << "the same selector without a rule is a case of its own";
-  SelectorOptions group = GetParam().options;
+  MethodOptions group = GetParam().options;
   group[0].value = "group";
   const std::unique_ptr<Selector> of_group = MakeSelector(GetParam().selector, group).value();
   Rank layer(0, kHeads), groups(0, kHeads);

@@ -13,24 +13,14 @@
 
 #include "kernels/paged/digests.h"
 #include "kernels/paged/key_codes.h"
+#include "tests/kernels/sparse/oracle_values.h"
 #include "tests/support/attention_batch.h"
 
 namespace kvasir::kernels {
 
 using Ranges = std::vector<std::array<int64_t, 2>>;
 
-inline constexpr int64_t kQuery = 1, kKey = 2;
 inline constexpr int64_t kDim = 16, kKvHeads = 2;
-
-inline float Value(int64_t seed, int64_t side, int64_t position, int64_t head, int64_t i) {
-  const auto u = [](int64_t x) { return static_cast<uint64_t>(x); };
-  uint64_t x = u(seed) * 0x9E3779B97F4A7C15u + u(side) * 0xBF58476D1CE4E5B9u +
-               u(position) * 0x94D049BB133111EBu + u(head) * 0xD6E8FEB86659FD93u +
-               u(i) * 0xA0761D6478BD642Fu;
-  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
-  x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
-  return (static_cast<float>((x ^ (x >> 31)) % 33) - 16) / 8;
-}
 
 // Keys [0, context) of both KV heads in slot 0, in runs of `run` that are alike, but for specials.
 inline void FillKeys(const nlohmann::json& c, int64_t context, AttentionBatch& batch) {
@@ -41,8 +31,9 @@ inline void FillKeys(const nlohmann::json& c, int64_t context, AttentionBatch& b
   for (int64_t head = 0; head < kKvHeads; ++head) {
     for (int64_t t = 0; t < context; ++t) {
       for (int64_t i = 0; i < kDim; ++i) {
-        batch.kv().Set(key(t, head), i,
-                       Value(c["seed"], kKey, t / c["run"].get<int64_t>(), head, i));
+        batch.kv().Set(
+            key(t, head), i,
+            OracleValue(c["seed"], OracleSide::kKey, t / c["run"].get<int64_t>(), head, i));
       }
     }
     for (const nlohmann::json& special : c["specials"]) {

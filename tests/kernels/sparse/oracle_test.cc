@@ -1,7 +1,6 @@
 // Every selector against the independent definitions of oracle.py, which recorded what must be
 // chosen. Keys and queries are those of oracle.py: multiples of 1/8, whose sums are exact.
 #include <cstdint>
-#include <fstream>
 #include <gtest/gtest.h>
 #include <memory>
 #include <string>
@@ -21,18 +20,13 @@ namespace {
 using nlohmann::json;
 using Kind = SelectionHeader::Kind;
 
-json ReadCases() {
-  std::ifstream file("tests/kernels/sparse/golden/selections.json");
-  return json::parse(file);
-}
-
 void FillQueries(const json& c, AttentionBatch& batch) {
   const int64_t first = c["first"], rows = c["rows"];
   batch.AddBlock(0, first, rows);
   for (int64_t r = 0; r < rows; ++r) {
     for (int64_t head = 0; head < batch.heads(); ++head) {
       for (int64_t i = 0; i < kDim; ++i) {
-        batch.q(r, head)[i] = Value(c["seed"], kQuery, first + r, head, i);
+        batch.q(r, head)[i] = OracleValue(c["seed"], OracleSide::kQuery, first + r, head, i);
       }
     }
   }
@@ -78,7 +72,7 @@ void RunCase(const json& c, DType dtype) {
                                                   .window_tokens = c["window"],
                                                   .budget_tokens = c["budget"],
                                                   .top_p = c["top_p"]}};
-  SelectorOptions options;
+  MethodOptions options;
   for (const auto& [name, value] : c["options"].items()) options.push_back({name, value});
   const std::unique_ptr<Selector> selector =
       MakeSelector(c["selector"].get<std::string>(), options).value();
@@ -99,7 +93,7 @@ void RunCase(const json& c, DType dtype) {
 }
 
 TEST(SelectorOracle, ChoosesWhatTheDefinitionChooses) {
-  const json cases = ReadCases();
+  const json cases = ReadOracleCases("selections.json");
   ASSERT_GE(cases.size(), 185u);
   for (const json& c : cases) {
     for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
@@ -111,7 +105,7 @@ TEST(SelectorOracle, ChoosesWhatTheDefinitionChooses) {
 }
 
 TEST(SelectorOracle, CoversEverySelectorThatLists) {
-  const json cases = ReadCases();
+  const json cases = ReadOracleCases("selections.json");
   for (const SelectorMethod& method : SelectorMethods()) {
     if (method.name == "all" || method.name == "streaming") continue;
     int lists = 0;

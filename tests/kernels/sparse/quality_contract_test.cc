@@ -89,7 +89,7 @@ class QualityContractTest : public ::testing::TestWithParam<std::string> {
   std::vector<std::vector<int64_t>> before_;
 
  private:
-  static SelectorOptions Options() {
+  static MethodOptions Options() {
     if (GetParam() != "infinitehip") return {};
     return {{.name = "preset", .value = "5k"}};
   }

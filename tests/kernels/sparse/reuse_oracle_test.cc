@@ -1,7 +1,6 @@
 // Consecutive decode steps under the reuse rules against the independent definitions of
 // reuse_oracle.py, which recorded what every step must reuse and choose.
 #include <array>
-#include <fstream>
 #include <gtest/gtest.h>
 #include <memory>
 #include <set>
@@ -19,12 +18,7 @@ namespace {
 
 using nlohmann::json;
 
-constexpr int64_t kOwnPart = 3;
-
-json ReadCases() {
-  std::ifstream file("tests/kernels/sparse/golden/reuse.json");
-  return json::parse(file);
-}
+constexpr auto kOwnPart = static_cast<OracleSide>(3);
 
 // A block of one query for each step.
 void FillSteps(const json& c, AttentionBatch& batch) {
@@ -34,8 +28,9 @@ void FillSteps(const json& c, AttentionBatch& batch) {
     batch.AddBlock(0, first + step, 1);
     for (int64_t head = 0; head < batch.heads(); ++head) {
       for (int64_t i = 0; i < kDim; ++i) {
-        batch.q(step, head)[i] = steady * Value(c["seed"], kQuery, (first + step) / run, head, i) +
-                                 Value(c["seed"], kOwnPart, first + step, head, i);
+        batch.q(step, head)[i] =
+            steady * OracleValue(c["seed"], OracleSide::kQuery, (first + step) / run, head, i) +
+            OracleValue(c["seed"], kOwnPart, first + step, head, i);
       }
     }
   }
@@ -62,7 +57,7 @@ void RunCase(const json& c, DType dtype) {
                        1, context, 1);
   ASSERT_NO_FATAL_FAILURE(FillKeys(c, context, batch));
   FillSteps(c, batch);
-  SelectorOptions options;
+  MethodOptions options;
   for (const auto& [name, value] : c["options"].items()) options.push_back({name, value});
   const auto selector = MakeSelector(c["selector"].get<std::string>(), options).value();
   const auto rule = MakeReuseRule(c["rule"].get<std::string>()).value();
@@ -98,7 +93,7 @@ void RunCase(const json& c, DType dtype) {
 }
 
 TEST(ReuseOracle, EveryStepReusesAndChoosesWhatTheDefinitionDoes) {
-  const json cases = ReadCases();
+  const json cases = ReadOracleCases("reuse.json");
   ASSERT_GE(cases.size(), 45u);
   for (const json& c : cases) {
     for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
@@ -111,7 +106,7 @@ TEST(ReuseOracle, EveryStepReusesAndChoosesWhatTheDefinitionDoes) {
 
 TEST(ReuseOracle, CoversEveryRuleAndEveryVerdictOfItsStages) {
   std::set<std::pair<std::string, int>> seen;
-  for (const json& c : ReadCases()) {
+  for (const json& c : ReadOracleCases("reuse.json")) {
     const bool has_stages = c["selector"] == "infinitehip";
     for (const json& step : c["replays"][0]) {
       if (step != "all" && has_stages) seen.insert({c["rule"], step[0].get<int>()});

@@ -25,7 +25,7 @@ constexpr AttentionShape kShape = {.kv = DType::kBFloat16, .head_dim = kDim};
 // A selector under test and what it is made with.
 struct Shape {
   std::string selector;
-  SelectorOptions options = {};
+  MethodOptions options = {};
 };
 std::vector<Shape> Shapes() {
   std::vector<Shape> shapes;
@@ -44,7 +44,7 @@ std::vector<Shape> Shapes() {
 
 std::string NameOf(const Shape& shape) {
   std::string name = shape.selector;
-  for (const SelectorOption& option : shape.options) name += "_" + option.value;
+  for (const MethodOption& option : shape.options) name += "_" + option.value;
   std::replace(name.begin(), name.end(), '-', '_');
   return name;
 }
