@@ -31,7 +31,8 @@ bool BothRule::Refreshes(const StageAge& age, const ReuseNumbers& numbers) const
   return age.steps >= age.interval && IsBelow(age.cosine, numbers.theta);
 }
 
-int64_t BothRule::ServedSteps(int64_t interval, const ReuseNumbers&) const {
+int64_t BothRule::ServedSteps(int64_t interval, const ReuseNumbers& numbers) const {
+  if (numbers.theta >= 1) return interval;  // every query has turned away
   return kCapIntervals * interval;
 }
 
