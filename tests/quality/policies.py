@@ -83,6 +83,8 @@ POLICIES = {policy.name: policy for policy in (
     Policy("infinitehip+both", {"infinitehip": {}, "reuse": {"rule": "both"}}),
     Policy("all+art", {"all": {}, "art": {}}),
     Policy("quest+art", {"quest": {}, "art": {}}),
+    Policy("tokenselect+art", {"tokenselect": {}, "art": {}}),
+    Policy("infinitehip+art", {"infinitehip": {}, "art": {}}),
     Policy("infinitehip+top_p+art", {"infinitehip": {}, "top_p": 0.95, "art": {}}),
     # Under a contract: what is estimated, and what is done about it.
     *(Policy(f"{name} {action}", {**decode, "quality": {"min_mass": MIN_MASS, "on_violation": action}})
@@ -94,8 +96,9 @@ POLICIES = {policy.name: policy for policy in (
     # decodes: reading costs little then, and all policies of a server share what was read.
     *(Policy(f"{name} extended", {name: {}}, {"streaming": {}}, EXTENDED)
       for name in ("streaming", "quest", "tokenselect", "hip", "infinitehip")),
-    Policy("quest+top_p extended", {"quest": {}, "top_p": 0.95}, {"streaming": {}}, EXTENDED),
-    Policy("infinitehip+top_p extended", {"infinitehip": {}, "top_p": 0.95}, {"streaming": {}}, EXTENDED),
+    *(Policy(f"{name}{ending} extended", {name: {}, **stages}, {"streaming": {}}, EXTENDED)
+      for name in ("quest", "tokenselect", "infinitehip")
+      for ending, stages in (("+top_p", {"top_p": 0.95}), ("+art", {"art": {}}), ("+top_p+art", {"top_p": 0.95, "art": {}}))),
 )}
 
 
