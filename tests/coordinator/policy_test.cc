@@ -370,9 +370,11 @@ TEST(PolicyTableTest, TerminatorsNeedSomethingToEndAmong) {
   policy.mutable_decode()->mutable_reuse()->set_rule("interval");
   ExpectInvalid(PolicyTable::Create({policy}).status(), "only what a selector chose");
   policy.mutable_decode()->clear_reuse();
+  policy.mutable_decode()->mutable_quest();
   policy.mutable_decode()->mutable_quality()->set_min_mass(0.9f);
   ExpectInvalid(PolicyTable::Create({policy}).status(), "min_mass");
   policy.mutable_decode()->clear_quality();
+  policy.mutable_decode()->mutable_all();
   policy.mutable_decode()->clear_window_tokens();
   ExpectInvalid(PolicyTable::Create({policy}).status(), "art needs a window");
 }

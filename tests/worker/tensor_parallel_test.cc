@@ -39,7 +39,7 @@ class TensorParallelTest : public testing::TestWithParam<Split> {
     RankGroupOptions options = {.model = {.folder = model_.folder(), .edit_weights = {}},
                                 .size = size};
     options.engine.mass_sample_rate = 1;
-    if (!EndsEarly()) options.engine.policies.resize(11);
+    if (!EndsEarly()) options.engine.policies.resize(13);
     return options;
   }
   // Ranks that share a KV head cannot decide together where its rows end.

@@ -96,15 +96,15 @@ inline void SetWhatThePolicyNeeds(TestRequest& request) {
     request.decode.set_window_tokens(128);
   }
   if (request.policy == 7) request.decode.set_top_p(0.5f);
-  if (request.policy >= 8 && request.policy <= 10) {  // queries of tests are alike now and then
+  if (request.policy >= 8 && request.policy <= 12) {  // queries of tests are alike now and then
     v1::ReusePolicy& reuse = *request.decode.mutable_reuse();
     reuse.set_interval(3);
     reuse.set_theta(0.05f);
     reuse.set_theta_force(-0.1f);
     reuse.set_max_age(20);
   }
-  if (request.policy >= 11) request.decode.set_patience(1);
-  if (request.policy == 12) request.decode.set_token_budget(640);  // pages enough to end among
+  if (request.policy >= 13) request.decode.set_patience(1);
+  if (request.policy == 14) request.decode.set_token_budget(640);  // pages enough to end among
 }
 
 inline v1::RowSampling Greedy() {

@@ -381,6 +381,10 @@ TEST_P(ConformanceTest, AlmostTheWholeBudgetIsDense) {
     EXPECT_EQ(attended, kPosition);
     return;
   }
+  if (method().selector == "infinitehip") {  // a part of its list may lie in the window
+    EXPECT_GE(attended, kPosition + 1 - 256);
+    return;
+  }
   EXPECT_EQ(attended, kPosition + 1);
   for (int64_t head = 0; head < batch.heads(); ++head) {
     EXPECT_TRUE(SameBits(Out(batch, 0, head), Out(dense, 0, head)));
