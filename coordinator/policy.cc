@@ -67,6 +67,27 @@ absl::Status CheckTerminator(const std::string& where, const v1::AttentionPolicy
   return absl::OkStatus();
 }
 
+absl::Status CheckLayerBudgets(const std::string& where, const v1::AttentionPolicy& part) {
+  if (part.layer_budgets_size() > 0 && (!Selects(part) || part.has_streaming())) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(where, ".layer_budgets are set; ",
+                     Selects(part) ? "streaming" : "a policy that attends to everything",
+                     " has no budget: drop them, or choose a selector that has one"));
+  }
+  int64_t next = 0;
+  for (int i = 0; i < part.layer_budgets_size(); ++i) {
+    const v1::LayerBudget& layers = part.layer_budgets(i);
+    if (layers.first_layer() < next || layers.last_layer() < layers.first_layer()) {
+      return absl::InvalidArgumentError(
+          absl::StrCat(where, ".layer_budgets[", i, "] are of layers ", layers.first_layer(),
+                       " to ", layers.last_layer(), ", where the first may be ", next,
+                       ", and the last is not before it: name layers in ascending order, once"));
+    }
+    next = int64_t{layers.last_layer()} + 1;
+  }
+  return absl::OkStatus();
+}
+
 absl::Status CheckPart(const std::string& where, const v1::AttentionPolicy& part) {
   if (Selects(part) && !part.has_streaming() && part.token_budget() == 0) {
     return absl::InvalidArgumentError(absl::StrCat(where, ".token_budget is not set; ",
@@ -83,16 +104,22 @@ absl::Status CheckPart(const std::string& where, const v1::AttentionPolicy& part
     return absl::InvalidArgumentError(
         absl::StrCat(where, ".top_p is set; only what a selector chose can be pruned"));
   }
+  KVASIR_RETURN_IF_ERROR(CheckLayerBudgets(where, part));
   KVASIR_RETURN_IF_ERROR(CheckQuality(where, part));
   KVASIR_RETURN_IF_ERROR(CheckReuse(where, part));
   return CheckTerminator(where, part);
 }
 
-// What a budget selects at most.
+// The blocks that a budget stands for.
+int64_t BudgetBlocks(const v1::AttentionPolicy& policy, uint32_t budget) {
+  const int64_t block = BlockTokens(policy);
+  return (int64_t{budget} + block - 1) / block;
+}
+
+// What is selected at most, in any layer.
 int64_t SelectedTokens(const v1::AttentionPolicy& policy) {
   if (policy.has_streaming()) return 0;
-  const int64_t block = BlockTokens(policy);
-  return (int64_t{policy.token_budget()} + block - 1) / block * block;
+  return BudgetBlocks(policy, LargestLayerBudget(policy)) * BlockTokens(policy);
 }
 
 // `rows`: queries that share a selection.
@@ -134,6 +161,9 @@ absl::Status Override(const std::string& where, const v1::AttentionPolicy& overr
   if (overrides.window_tokens() != 0) policy.set_window_tokens(overrides.window_tokens());
   if (overrides.token_budget() != 0) policy.set_token_budget(overrides.token_budget());
   if (overrides.dense_layers() != 0) policy.set_dense_layers(overrides.dense_layers());
+  if (overrides.layer_budgets_size() > 0) {
+    *policy.mutable_layer_budgets() = overrides.layer_budgets();
+  }
   if (overrides.top_p() != 0 && policy.top_p() == 0) {
     return absl::InvalidArgumentError(
         absl::StrCat(where, " sets top_p, but the policy declares no pruning"));
@@ -155,6 +185,14 @@ bool Selects(const v1::AttentionPolicy& policy) {
   return policy.selector_case() != v1::AttentionPolicy::SELECTOR_NOT_SET && !policy.has_all();
 }
 
+uint32_t LargestLayerBudget(const v1::AttentionPolicy& policy) {
+  uint32_t largest = policy.token_budget();
+  for (const v1::LayerBudget& layers : policy.layer_budgets()) {
+    largest = std::max(largest, layers.token_budget());
+  }
+  return largest;
+}
+
 bool IsSparse(const v1::AttentionPolicy& policy) { return Selects(policy) || Terminates(policy); }
 
 std::string CanonicalBytes(const v1::AttentionPolicy& policy) {
@@ -165,8 +203,13 @@ std::string CanonicalBytes(const v1::AttentionPolicy& policy) {
   if (policy.has_streaming()) return ranges + CanonicalQuality(policy);
   std::string bytes = ranges;
   if (Selects(policy)) {
-    const int64_t block = BlockTokens(policy);
-    absl::StrAppend(&bytes, ";blocks=", (int64_t{policy.token_budget()} + block - 1) / block);
+    const int64_t blocks = BudgetBlocks(policy, policy.token_budget());
+    absl::StrAppend(&bytes, ";blocks=", blocks);
+    for (const v1::LayerBudget& layers : policy.layer_budgets()) {
+      const int64_t own = BudgetBlocks(policy, layers.token_budget());
+      if (own == blocks) continue;
+      absl::StrAppend(&bytes, ";layers", layers.first_layer(), "-", layers.last_layer(), "=", own);
+    }
   }
   for (const auto& [name, value] : v1::SelectorFields(policy)) {
     absl::StrAppend(&bytes, ";", name, "=", value);
@@ -212,7 +255,7 @@ void LimitWidening(int64_t trained_window, v1::AttentionPolicy& policy) {
   const auto limit = static_cast<uint32_t>(std::max<int64_t>(room / block * block, 0));
   const uint32_t wished = policy.quality().max_budget_tokens();
   const uint32_t most = wished == 0 ? limit : std::min(wished, limit);
-  policy.mutable_quality()->set_max_budget_tokens(std::max(most, policy.token_budget()));
+  policy.mutable_quality()->set_max_budget_tokens(std::max(most, LargestLayerBudget(policy)));
 }
 
 v1::SparsityPolicy PolicyFromFlags(const v1::SparseConfig& config) {

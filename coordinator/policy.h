@@ -30,6 +30,9 @@ bool Selects(const v1::AttentionPolicy& policy);
 // Whether anything may be left out: by a selector, or by a terminator.
 bool IsSparse(const v1::AttentionPolicy& policy);
 
+// Of all layers.
+uint32_t LargestLayerBudget(const v1::AttentionPolicy& policy);
+
 // Equal bytes if and only if attention under the policies is equal: the methods and those of their
 // numbers that they read, a budget in the blocks that are selected, and what a contract of quality
 // does.

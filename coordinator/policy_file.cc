@@ -37,13 +37,19 @@ absl::StatusOr<json> ToJson(const YAML::Node& node, int depth) {
       if (absl::SimpleAtoi(text, &number)) return json(number);
       return json(text);
     }
-    case YAML::NodeType::Sequence:
+    case YAML::NodeType::Sequence: {
+      json list = json::array();
+      for (const YAML::Node& element : node) {
+        KVASIR_ASSIGN_OR_RETURN(list.emplace_back(), ToJson(element, depth + 1));
+      }
+      return list;
+    }
     case YAML::NodeType::Null:
     case YAML::NodeType::Undefined:
       break;
   }
   return absl::InvalidArgumentError(
-      absl::StrCat("line ", node.Mark().line + 1, ": a value or a map is expected here"));
+      absl::StrCat("line ", node.Mark().line + 1, ": a value, a list or a map is expected here"));
 }
 
 absl::StatusOr<v1::SparsityPolicy> ToPolicy(const YAML::Node& node) {

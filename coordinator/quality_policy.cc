@@ -31,12 +31,13 @@ absl::Status CheckWidening(const std::string& where, const v1::AttentionPolicy& 
     return absl::InvalidArgumentError(absl::StrCat(
         where, ".quality.on_violation is widen; streaming has no budget: choose dense or report"));
   }
-  if (quality.max_budget_tokens() == 0 || quality.max_budget_tokens() >= policy.token_budget()) {
+  const uint32_t budget = LargestLayerBudget(policy);
+  if (quality.max_budget_tokens() == 0 || quality.max_budget_tokens() >= budget) {
     return absl::OkStatus();
   }
   return absl::InvalidArgumentError(
       absl::StrCat(where, ".quality.max_budget_tokens is ", quality.max_budget_tokens(),
-                   ", less than the token_budget of ", policy.token_budget(), " to begin with"));
+                   ", less than the token_budget of ", budget, " to begin with"));
 }
 
 }  // namespace

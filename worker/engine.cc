@@ -294,10 +294,13 @@ absl::Status Engine::RememberSelections(Sequence& sequence, int64_t end) const {
   }
   const ShardPlan& shard = model_.options().shard;
   const int64_t group = shard.query_heads.size() * shard.kv_replicas / shard.kv_heads.size();
+  kernels::SelectionNumbers largest = sequence.decode.numbers;
+  for (const LayerBudget& layers : sequence.decode.layer_budgets) {
+    largest.budget_tokens = std::max(largest.budget_tokens, layers.budget_tokens);
+  }
   KVASIR_ASSIGN_OR_RETURN(
-      sequence.memory,
-      kernels::MakeSelectionMemory(*served.selector, *served.reuse, layout_, group,
-                                   sequence.decode.numbers, model_.options().max_model_len));
+      sequence.memory, kernels::MakeSelectionMemory(*served.selector, *served.reuse, layout_, group,
+                                                    largest, model_.options().max_model_len));
   return absl::OkStatus();
 }
 

@@ -15,11 +15,19 @@
 
 namespace kvasir::worker {
 
+// Layers [begin, end) whose budget is not that of the others.
+struct LayerBudget {
+  int64_t begin = 0;
+  int64_t end = 0;
+  int64_t budget_tokens = 0;
+};
+
 // What a sequence attends to in one phase: a selector of the engine's, and this sequence's numbers.
 struct PhasePolicy {
   int64_t selector = 0;  // index into the engine's selectors
   kernels::SelectionNumbers numbers;
   int64_t dense_layers = 0;  // the first layers that attend to everything
+  std::vector<LayerBudget> layer_budgets;
 };
 
 struct Sequence {

@@ -46,8 +46,16 @@ kernels::OnViolation ToOnViolation(absl::string_view name) {
 }
 
 PhasePolicy MakePhase(int64_t selector, const v1::AttentionPolicy& policy) {
-  return {
-      .selector = selector, .numbers = NumbersOf(policy), .dense_layers = policy.dense_layers()};
+  PhasePolicy phase = {.selector = selector,
+                       .numbers = NumbersOf(policy),
+                       .dense_layers = policy.dense_layers(),
+                       .layer_budgets = {}};
+  for (const v1::LayerBudget& layers : policy.layer_budgets()) {
+    phase.layer_budgets.push_back({.begin = layers.first_layer(),
+                                   .end = int64_t{layers.last_layer()} + 1,
+                                   .budget_tokens = layers.token_budget()});
+  }
+  return phase;
 }
 
 }  // namespace

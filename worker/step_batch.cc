@@ -38,6 +38,7 @@ void CutRow(const RowWork& work, int64_t row, int64_t first_row, std::vector<Pie
          .info = {.row = row,
                   .phase = decode ? Phase::kDecode : Phase::kPrefill,
                   .dense_layers = policy.dense_layers,
+                  .layer_budgets = policy.layer_budgets,
                   .sequence = sequence.id,
                   .memory = position >= sequence.prompt_size ? sequence.memory.get() : nullptr},
          .policy = &policy});

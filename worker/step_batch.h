@@ -47,6 +47,7 @@ struct BlockInfo {
   int64_t row = 0;  // index of the RowWork it belongs to
   Phase phase = Phase::kPrefill;
   int64_t dense_layers = 0;
+  std::span<const LayerBudget> layer_budgets = {};
   kernels::SequenceId sequence;
   kernels::SelectionMemory* memory = nullptr;  // null: its selection is made anew
 };

@@ -29,13 +29,30 @@ TEST(PolicyFileTest, ReadsAListOfPolicies) {
   EXPECT_TRUE((*policies)[1].prefill().has_streaming());
 }
 
+TEST(PolicyFileTest, LayersMayHaveBudgetsOfTheirOwn) {
+  const auto policies = ParsePolicies(R"(
+- name: generous-at-first
+  decode:
+    quest: {}
+    token_budget: 512
+    layer_budgets:
+      - {first_layer: 0, last_layer: 1, token_budget: 4096}
+      - {first_layer: 5, last_layer: 5, token_budget: 128}
+)");
+  ASSERT_TRUE(policies.ok()) << policies.status();
+  const v1::AttentionPolicy& decode = policies->front().decode();
+  ASSERT_EQ(decode.layer_budgets_size(), 2);
+  EXPECT_EQ(decode.layer_budgets(0).last_layer(), 1u);
+  EXPECT_EQ(decode.layer_budgets(1).token_budget(), 128u);
+}
+
 TEST(PolicyFileTest, AnythingElseIsRefusedWithItsPlace) {
   const std::pair<const char*, const char*> cases[] = {
       {"name: x", "not a list"},
       {"- 5", "line 1: a policy is expected"},
       {"- name: x\n  nonsense: 1", "nonsense"},
       {"- name: x\n  decode: {quest: {}, token_budget: lots}", "line 1"},
-      {"- name: x\n  decode: [1, 2]", "line 2"},
+      {"- name: x\n  decode: [1, 2]", "line 1"},
       {"- {name: x", "line"},
       {"- &a {decode: {quest: *a}}", ""},
   };

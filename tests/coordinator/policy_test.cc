@@ -448,5 +448,69 @@ TEST(PrivateBeginTest, IsWhereAttentionStopsBeingThePrefills) {
   EXPECT_EQ(PrivateBegin(policy, 1000), 1000);
 }
 
+v1::LayerBudget Layers(uint32_t first, uint32_t last, uint32_t budget) {
+  v1::LayerBudget layers;
+  layers.set_first_layer(first);
+  layers.set_last_layer(last);
+  layers.set_token_budget(budget);
+  return layers;
+}
+
+TEST(LayerBudgetsTest, ARequestsReplaceThoseOfThePolicy) {
+  v1::SparsityPolicy policy = Policy("p");
+  *policy.mutable_decode()->add_layer_budgets() = Layers(0, 1, 4096);
+  *policy.mutable_decode()->add_layer_budgets() = Layers(2, 2, 1024);
+  const absl::StatusOr<PolicyTable> table = PolicyTable::Create({policy});
+  ASSERT_TRUE(table.ok()) << table.status();
+  EXPECT_EQ(table->Resolve({})->decode.layer_budgets_size(), 2);
+  v1::PolicyChoice choice;
+  *choice.mutable_decode_overrides()->add_layer_budgets() = Layers(3, 1023, 512);
+  const absl::StatusOr<ResolvedPolicy> resolved = table->Resolve(choice);
+  ASSERT_TRUE(resolved.ok()) << resolved.status();
+  ASSERT_EQ(resolved->decode.layer_budgets_size(), 1);
+  EXPECT_EQ(resolved->decode.layer_budgets(0).first_layer(), 3u);
+}
+
+TEST(LayerBudgetsTest, AreOfLayersInOrderAndOfSelectorsWithABudget) {
+  const auto check = [](const std::string& selector, std::vector<v1::LayerBudget> budgets) {
+    v1::SparsityPolicy policy = Policy("p");
+    v1::SetSelector(selector, *policy.mutable_decode());
+    for (const v1::LayerBudget& layers : budgets) {
+      *policy.mutable_decode()->add_layer_budgets() = layers;
+    }
+    return PolicyTable::Create({policy}).status();
+  };
+  EXPECT_TRUE(check("quest", {Layers(0, 0, 1), Layers(1, 7, 64)}).ok());
+  ExpectInvalid(check("quest", {Layers(0, 3, 64), Layers(3, 7, 64)}),
+                "decode.layer_budgets[1] are of layers 3 to 7, where the first may be 4");
+  ExpectInvalid(check("quest", {Layers(4, 3, 64)}), "the last is not before it");
+  ExpectInvalid(check("streaming", {Layers(0, 0, 64)}), "streaming has no budget");
+  ExpectInvalid(check("all", {Layers(0, 0, 64)}), "attends to everything has no budget");
+  ExpectInvalid(check("quest", {Layers(0, 0, 0)}), "layer_budgets[0].token_budget");
+  ExpectInvalid(check("quest", {Layers(0, 1024, 64)}), "layer_budgets[0].last_layer");
+  ExpectInvalid(check("quest", std::vector<v1::LayerBudget>(17)), "layer_budgets");
+}
+
+TEST(LayerBudgetsTest, AreCanonicalInBlocks) {
+  const auto bytes = [](const std::vector<v1::LayerBudget>& budgets) {
+    v1::AttentionPolicy policy = Policy("p").decode();
+    for (const v1::LayerBudget& layers : budgets) *policy.add_layer_budgets() = layers;
+    return CanonicalBytes(policy);
+  };
+  const std::string none = bytes({});
+  EXPECT_EQ(bytes({Layers(0, 3, 2048)}), none) << "that of all layers";
+  EXPECT_EQ(bytes({Layers(0, 3, 100)}), bytes({Layers(0, 3, 128)}));
+  const std::set<std::string> all = {none, bytes({Layers(0, 3, 128)}), bytes({Layers(0, 2, 128)}),
+                                     bytes({Layers(1, 3, 128)}), bytes({Layers(0, 3, 192)})};
+  EXPECT_EQ(all.size(), 5u);
+}
+
+TEST(LayerBudgetsTest, TheLargestMustFitTheTrainedWindow) {
+  ResolvedPolicy policy = Resolved("quest", "quest");
+  ASSERT_TRUE(CheckTrainedWindow(policy, 9000, 8192).ok());
+  *policy.decode.add_layer_budgets() = Layers(2, 2, 8192);
+  ExpectInvalid(CheckTrainedWindow(policy, 9000, 8192), "selected 8192");
+}
+
 }  // namespace
 }  // namespace kvasir::coordinator

@@ -1,6 +1,7 @@
 #include "worker/engine.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <functional>
@@ -342,6 +343,40 @@ TEST_F(EngineTest, EveryMethodIsAFieldOfThePolicy) {
     v1::AttentionPolicy policy;
     v1::SetTerminator(method.name, policy);
     EXPECT_EQ(v1::TerminatorName(policy), method.name);
+  }
+}
+
+TEST_F(EngineTest, LayersAttendWithBudgetsOfTheirOwn) {
+  const auto run = [&](std::vector<std::array<uint32_t, 3>> budgets, uint32_t budget,
+                       uint32_t policy, v1::RowAccounting& accounting) {
+    TestRequest request = MakeRequest(700, policy);
+    for (v1::AttentionPolicy* part : {&request.prefill, &request.decode}) {
+      part->set_token_budget(budget);
+      for (const auto& [first, last, own] : budgets) {
+        v1::LayerBudget& layers = *part->add_layer_budgets();
+        layers.set_first_layer(first);
+        layers.set_last_layer(last);
+        layers.set_token_budget(own);
+      }
+    }
+    TestWorker worker(*model_);
+    TestCoordinator coordinator({.chunk = 128});
+    const size_t r = coordinator.Add(request);
+    worker.Run(coordinator);
+    accounting = coordinator.result(r).accounting;
+    return worker.logits();
+  };
+  for (const uint32_t policy : {kQuest, kTokenSelect, kHipByInterval, kPruned}) {
+    SCOPED_TRACE(policy);
+    v1::RowAccounting small, mixed, large;
+    const AllLogits of_small = run({}, 64, policy, small);
+    const AllLogits of_large = run({}, 256, policy, large);
+    ExpectSameBits(of_large, run({{0, 1, 256}, {2, 1023, 256}}, 64, policy, mixed));
+    ExpectSameBits(of_small, run({{0, 2, 64}}, 256, policy, mixed));
+    EXPECT_NE(of_small, run({{1, 1, 256}}, 64, policy, mixed));
+    EXPECT_EQ(mixed.attending_rows(), small.attending_rows());
+    if (policy == kPruned) continue;  // what is left is another number in every layer
+    EXPECT_EQ(3 * mixed.attended_tokens(), 2 * small.attended_tokens() + large.attended_tokens());
   }
 }
 

@@ -70,17 +70,18 @@ absl::StatusOr<Activations> Activations::Create(const ActivationSizes& s) {
   return a;
 }
 
-absl::StatusOr<kernels::PageSelection> Activations::MakeSelection(const StepBatch& batch,
-                                                                  int64_t num_kv_heads) {
+absl::StatusOr<kernels::PageSelection> Activations::MakeSelection(
+    const StepBatch& batch, std::span<const kernels::SelectionNumbers> numbers,
+    int64_t num_kv_heads) {
   const int64_t num_rows = std::ssize(batch.blocks) * num_kv_heads;
   int64_t capacity = 0;
   for (const SelectorGroup& group : batch.groups) {
     for (int64_t b = group.begin; b < group.end; ++b) {
       const kernels::QueryBlock& block = batch.blocks[static_cast<size_t>(b)];
       const int64_t tokens = block.first_position + block.num_rows;
-      kernels::SelectionNumbers numbers = batch.numbers[static_cast<size_t>(b)];
-      numbers.budget_tokens = kernels::LargestBudget(numbers, tokens);
-      capacity = std::max(capacity, group.served->selector->MaxEntries(numbers, tokens));
+      kernels::SelectionNumbers largest = numbers[static_cast<size_t>(b)];
+      largest.budget_tokens = kernels::LargestBudget(largest, tokens);
+      capacity = std::max(capacity, group.served->selector->MaxEntries(largest, tokens));
     }
   }
   headers.resize(static_cast<size_t>(num_rows));

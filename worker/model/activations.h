@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -83,9 +84,11 @@ struct Activations {
   std::vector<kernels::SelectionHeader> headers;
   kernels::Scratch entries;
   kernels::ContractKeeper contract_keeper;
-  // A selection with a row for each (block, KV head) and room for what the selectors may need.
-  absl::StatusOr<kernels::PageSelection> MakeSelection(const StepBatch& batch,
-                                                       int64_t num_kv_heads);
+  // A selection with a row for each (block, KV head) and room for what the selectors may need with
+  // these numbers, the blocks'.
+  absl::StatusOr<kernels::PageSelection> MakeSelection(
+      const StepBatch& batch, std::span<const kernels::SelectionNumbers> numbers,
+      int64_t num_kv_heads);
 };
 
 }  // namespace kvasir::worker

@@ -157,19 +157,29 @@ absl::Status AttentionLayer::Normalize(const StepContext& step, const HostTensor
       step.executor);
 }
 
-absl::StatusOr<PageSelection> AttentionLayer::Select(const StepContext& step) {
-  const StepBatch& batch = step.batch;
-  KVASIR_ASSIGN_OR_RETURN(const TensorView queries, SelectionQueries(step));
-  KVASIR_ASSIGN_OR_RETURN(const PageSelection selection,
-                          step.activations.MakeSelection(batch, num_kv_heads()));
+// Of this layer.
+void AttentionLayer::PlaceNumbers(const StepBatch& batch) {
   numbers_ = batch.numbers;
   for (size_t b = 0; b < numbers_.size(); ++b) {
+    const BlockInfo& info = batch.infos[b];
+    for (const LayerBudget& layers : info.layer_budgets) {
+      if (options_.layer < layers.begin || options_.layer >= layers.end) continue;
+      numbers_[b].budget_tokens = layers.budget_tokens;
+    }
     // A window over the whole context is what dense means (rule R2): no path of its own.
     const QueryBlock& block = batch.blocks[b];
-    if (options_.layer < batch.infos[b].dense_layers) {
+    if (options_.layer < info.dense_layers) {
       numbers_[b].window_tokens = block.first_position + block.num_rows;
     }
   }
+}
+
+absl::StatusOr<PageSelection> AttentionLayer::Select(const StepContext& step) {
+  const StepBatch& batch = step.batch;
+  KVASIR_ASSIGN_OR_RETURN(const TensorView queries, SelectionQueries(step));
+  PlaceNumbers(batch);
+  KVASIR_ASSIGN_OR_RETURN(const PageSelection selection,
+                          step.activations.MakeSelection(batch, numbers_, num_kv_heads()));
   CollectiveRanks ranks(options_.shard, step.collective);
   for (const SelectorGroup& group : batch.groups) {
     const size_t begin = static_cast<size_t>(group.begin);

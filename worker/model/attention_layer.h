@@ -67,6 +67,7 @@ class AttentionLayer {
                  const AttentionLayerOptions& options);
 
   absl::Status ProjectAndAppend(const StepContext& step);
+  void PlaceNumbers(const StepBatch& batch);
   absl::StatusOr<kernels::PageSelection> Select(const StepContext& step);
   // What the rows of a group remember of earlier steps.
   std::span<kernels::RowMemory* const> MemoriesOf(const StepBatch& batch,
@@ -89,7 +90,7 @@ class AttentionLayer {
   AttentionLayerOptions options_;
   Projections projections_;
   HostTensor q_norm_, k_norm_;                      // empty where the model has none
-  std::vector<kernels::SelectionNumbers> numbers_;  // of this step, with dense layers worked in
+  std::vector<kernels::SelectionNumbers> numbers_;  // of this step and layer
   std::vector<kernels::RowMemory*> memories_;       // of the rows of a group
   std::vector<uint8_t> faults_;
   // Of this step; empty where no policy ends rows early.
