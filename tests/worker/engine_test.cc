@@ -376,7 +376,11 @@ TEST_F(EngineTest, LayersAttendWithBudgetsOfTheirOwn) {
     EXPECT_NE(of_small, run({{1, 1, 256}}, 64, policy, mixed));
     EXPECT_EQ(mixed.attending_rows(), small.attending_rows());
     if (policy == kPruned) continue;  // what is left is another number in every layer
-    EXPECT_EQ(3 * mixed.attended_tokens(), 2 * small.attended_tokens() + large.attended_tokens());
+    // But for what lists and windows have in common.
+    const auto expected =
+        static_cast<double>(2 * small.attended_tokens() + large.attended_tokens());
+    EXPECT_NEAR(3 * static_cast<double>(mixed.attended_tokens()), expected, 0.01 * expected);
+    EXPECT_LT(1.1 * static_cast<double>(3 * small.attended_tokens()), expected);
   }
 }
 

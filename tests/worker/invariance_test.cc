@@ -41,7 +41,7 @@ constexpr char kGolden[] = "tests/model/golden/needle-8k.safetensors";
 constexpr uint32_t kAll = 0, kStreaming = 1, kQuest = 2, kTokenSelect = 4, kHip = 5,
                    kInfiniteHip = 6, kPruned = 7, kHipByInterval = 8, kTokenSelectByCosine = 9,
                    kInfiniteHipByBoth = 10, kTokenSelectOfLayer = 11, kInfiniteHipOfLayer = 12,
-                   kTerminated = 13, kTerminatedQuest = 14;
+                   kTerminated = 13, kTerminatedQuest = 14, kKeptDense = 15, kKeptWidened = 16;
 constexpr uint32_t kPolicies[] = {kAll,
                                   kStreaming,
                                   kQuest,
@@ -55,7 +55,9 @@ constexpr uint32_t kPolicies[] = {kAll,
                                   kTokenSelectOfLayer,
                                   kInfiniteHipOfLayer,
                                   kTerminated,
-                                  kTerminatedQuest};
+                                  kTerminatedQuest,
+                                  kKeptDense,
+                                  kKeptWidened};
 
 struct Way {
   const char* name;
@@ -147,7 +149,7 @@ std::vector<TestRequest> Others(const TestRequest& request, int count) {
   std::vector<TestRequest> others;
   for (int i = 0; i < count; ++i) {
     others.push_back(
-        MakeRequest(2000 + 97 * i, 30 + 37 * i, static_cast<uint32_t>(i) % 15, request.max_tokens));
+        MakeRequest(2000 + 97 * i, 30 + 37 * i, static_cast<uint32_t>(i) % 17, request.max_tokens));
   }
   return others;
 }
@@ -311,9 +313,12 @@ void CheckPremises(const Way& way, uint32_t policy, const Served& served) {
   const v1::RowAccounting& a = served.accounting;
   EXPECT_EQ(a.skipped_selected_out() + a.skipped_window() > 0,
             policy != kAll && policy != kTerminated);
-  EXPECT_EQ(a.skipped_terminated() > 0, policy >= kTerminated);
+  EXPECT_EQ(a.skipped_terminated() > 0, policy == kTerminated || policy == kTerminatedQuest);
   EXPECT_EQ(a.skipped_pruned() > 0, policy == kPruned);
-  const bool reuses = policy >= kHipByInterval && policy <= kInfiniteHipOfLayer;
+  const bool reuses =
+      (policy >= kHipByInterval && policy <= kInfiniteHipOfLayer) || policy == kKeptWidened;
+  EXPECT_EQ(a.contract().dense() > 0, policy == kKeptDense);
+  EXPECT_EQ(a.contract().widened() > 0, policy == kKeptWidened);
   ASSERT_EQ(a.stages_run_size() > 0, reuses);
   if (reuses) {
     EXPECT_GT(a.stages_run(0), 0u);
@@ -336,6 +341,8 @@ void CheckPremises(const Way& way, uint32_t policy, const Served& served) {
   if (policy == kAll || policy == kInfiniteHip || policy == kInfiniteHipByBoth ||
       policy == kTokenSelectOfLayer || policy == kInfiniteHipOfLayer)
     return;
+  if (policy == kKeptDense || policy == kKeptWidened)
+    return;  // what was made dense needs them, too
   EXPECT_EQ(served.stats.promotions > 0, misses);
 }
 
@@ -425,7 +432,9 @@ std::string NameOf(const ::testing::TestParamInfo<std::tuple<uint32_t, Way>>& te
                                     "TokenSelectOfLayer",
                                     "InfiniteHipOfLayer",
                                     "Terminated",
-                                    "TerminatedQuest"};
+                                    "TerminatedQuest",
+                                    "KeptDense",
+                                    "KeptWidened"};
   return std::string(kNames[policy]) + way.name;
 }
 

@@ -69,6 +69,12 @@ inline v1::SparsityPolicy MakeTerminatingPolicy(const std::string& decode,
   return policy;
 }
 
+// A policy under a contract of quality; what a request wishes is its own.
+inline v1::SparsityPolicy MakeContractPolicy(v1::SparsityPolicy policy) {
+  policy.mutable_decode()->mutable_quality()->set_min_mass(0.5f);
+  return policy;
+}
+
 // In chunks that fit the short prompts of tests.
 inline v1::SparsityPolicy MakeInfiniteHipPolicy() {
   v1::SparsityPolicy policy = MakePolicy("infinitehip", "infinitehip");
@@ -96,15 +102,25 @@ inline void SetWhatThePolicyNeeds(TestRequest& request) {
     request.decode.set_window_tokens(128);
   }
   if (request.policy == 7) request.decode.set_top_p(0.5f);
-  if (request.policy >= 8 && request.policy <= 12) {  // queries of tests are alike now and then
+  const bool reuses = request.policy >= 8 && request.policy <= 12;
+  if (reuses || request.policy == 16) {  // queries of tests are alike now and then
     v1::ReusePolicy& reuse = *request.decode.mutable_reuse();
     reuse.set_interval(3);
     reuse.set_theta(0.05f);
     reuse.set_theta_force(-0.1f);
     reuse.set_max_age(20);
   }
-  if (request.policy >= 13) request.decode.set_patience(1);
+  if (request.policy == 13 || request.policy == 14) request.decode.set_patience(1);
   if (request.policy == 14) request.decode.set_token_budget(640);  // pages enough to end among
+  if (request.policy >= 15) {
+    v1::QualityPolicy& quality = *request.decode.mutable_quality();
+    quality.set_min_mass(0.7f);
+    quality.set_on_violation(request.policy == 15 ? "dense" : "widen");
+    v1::LayerBudget& layers = *request.decode.add_layer_budgets();
+    layers.set_first_layer(1);
+    layers.set_last_layer(1);
+    layers.set_token_budget(96);
+  }
 }
 
 inline v1::RowSampling Greedy() {
@@ -178,7 +194,9 @@ class TestWorker {
                          MakeLayerPolicy("tokenselect", "cosine"),
                          MakeLayerPolicy("infinitehip", "interval"),
                          MakeTerminatingPolicy("all", "recency"),
-                         MakeTerminatingPolicy("quest", "importance")},
+                         MakeTerminatingPolicy("quest", "importance"),
+                         MakeContractPolicy(MakePolicy("all", "tokenselect")),
+                         MakeContractPolicy(MakeReusingPolicy("hip", "interval"))},
             .mass_sample_rate = 0};
   }
 
