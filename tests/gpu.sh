@@ -14,7 +14,7 @@ bundle() {
   cd "$here/.."
   cmake --preset cuda >/dev/null
   cmake --build --preset cuda --target \
-    kernels_dense_cuda_test kernels_paged_cuda_test kernels_attention_cuda_test attention_cuda_bench dense_cuda_bench
+    kernels_dense_cuda_test kernels_paged_cuda_test kernels_sparse_cuda_test kernels_attention_cuda_test attention_cuda_bench dense_cuda_bench
   rm -rf "$1"
   cmake --install build/cuda --component gpu --prefix "$1"
 }
@@ -54,10 +54,11 @@ run() {
   # Of each program, the cases that sanitizers run: shapes of each kind and size, as they are slow.
   local -A few=(
     [dense]='*Norm*:*Rope*/1:*Embedding*/0:*NothingToDo*:*ANanStays*:*EmptyBatches*'
-    [paged]='*WritesTheBytes*/2:*WritesTheBytes*/7:*OutsideTheDevice*/3:*SelectsWhat*/3:*ARowWithout*/18:*AttentionReads*/7'
+    [paged]='*WritesTheBytes*/2:*WritesTheBytes*/7:*OutsideTheDevice*/3'
+    [sparse]='*SelectsWhat*/3:*ARowWithout*/18:*AttentionReads*/7:*TokenSelect*/3:*TokenSelect*/12:*InfiniteHip*/3:*KeepsWhat*/3:*ARowThat*/9'
     [attention]='*ListsWith*/7:*ARowWithout*/2:*PrefillOver*/7:*HostTier*/5:*AbsentPages*/6'
   )
-  for program in dense paged attention; do
+  for program in dense paged sparse attention; do
     step "$program" 240 "$here/kernels_${program}_cuda_test"
     if ! command -v compute-sanitizer >/dev/null; then
       results+=("absent  compute-sanitizer")
@@ -76,7 +77,7 @@ run() {
     results+=("absent  PyTorch")
   fi
   grep -h '^|' "$logs/dense_bench.log" "$logs/attention_bench.log" "$logs/peer_attention.log" 2>/dev/null
-  grep -HE '^\[  (PASSED|FAILED)' "$logs"/{dense,paged,attention}.log | sed "s|^$logs/||" | head -40
+  grep -HE '^\[  (PASSED|FAILED)' "$logs"/{dense,paged,sparse,attention}.log | sed "s|^$logs/||" | head -40
   printf '%s\n' "${results[@]}"
   exit "$failed"
 }

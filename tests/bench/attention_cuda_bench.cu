@@ -1,6 +1,7 @@
 // Attention on the GPU, decode and a prefill chunk of 512 queries, dense, over lists, and over the
-// lists that quest selects in the same call, for one sequence of the 8B shape (32 query and 8 KV
-// heads of 128). Random KV and bounds, up to four sets in turn; medians of replays of a CUDA graph.
+// lists that a method selects in the same call, for one sequence of the 8B shape (32 query and 8 KV
+// heads of 128). Random KV and digests, up to four sets in turn; medians of replays of a CUDA
+// graph. A method "by interval" selects in some steps only: the mean over a refresh cycle.
 //
 //   attention_cuda_bench [TOKENS ...]        default: 4096 32768 131072 1048576
 #include <algorithm>
@@ -10,7 +11,11 @@
 #include <vector>
 
 #include "kernels/attention/attend_cuda.h"
+#include "kernels/sparse/infinitehip/infinitehip_cuda.h"
 #include "kernels/sparse/quest/quest_cuda.h"
+#include "kernels/sparse/selection_header.h"
+#include "kernels/sparse/tokenselect/tokenselect_cuda.h"
+#include "kernels/sparse/top_p/top_p_cuda.h"
 #include "tests/bench/cuda_timing.h"
 
 namespace kvasir::kernels {
@@ -20,9 +25,12 @@ constexpr int64_t kKvHeads = 8;
 constexpr int64_t kGroup = 4;
 constexpr int64_t kHeadDim = 128;
 constexpr int64_t kMaxSets = 4;
-// The sink, window and number of pages that lists have here.
-constexpr SelectionNumbers kQuestNumbers = {
-    .sink_tokens = 128, .window_tokens = 1024, .budget_tokens = 4096};
+// The sink, window and budget of what is selected here.
+constexpr SelectionNumbers kNumbers = {
+    .sink_tokens = 128, .window_tokens = 1024, .budget_tokens = 2048, .top_p = 0.95f};
+constexpr int64_t kListCapacity = 2048;  // entries: a token each
+constexpr int64_t kMaxListTokens = 4096;
+constexpr int64_t kCycle = 16;                    // steps of a refresh cycle
 constexpr int64_t kSetBytes = int64_t{20} << 30;  // of all sets together
 
 // Roughly normal values from a counter: sums of four uniform ones.
@@ -41,7 +49,9 @@ __global__ void FillRandom(__nv_bfloat16* values, int64_t count, uint64_t seed) 
 // One sequence with its own pages, in a random order of memory.
 struct Set {
   DeviceBuffer pages, table, block_rows, q, out, workspace, blocks, headers, entries, faults;
-  DeviceBuffer bounds, bounds_table, numbers, scores;
+  DeviceBuffer bounds, bounds_table, codes, codes_table, numbers, work, pruning;
+  InfiniteHipCuda hip = {.preset = Value(InfiniteHipSelector::FindPreset("3k")),
+                         .max_budget_tokens = kNumbers.budget_tokens};
   KvTensorMaps maps;
   AttendParams params;
   SelectParams select;
@@ -86,6 +96,7 @@ struct Set {
       for (const int64_t page : list) {
         entry_list.push_back({.page = page, .chosen = ~uint64_t{0}, .live = ~uint64_t{0}});
       }
+      entry_list.resize(static_cast<size_t>((row + 1) * kListCapacity));
     }
     entries = Upload(entry_list);
     faults = Upload(std::vector<uint8_t>{0});
@@ -95,7 +106,13 @@ struct Set {
     std::vector<std::byte*> of_rows;
     for (int64_t i = 0; i < num_blocks; ++i) of_rows.push_back(bounds.data() + i * bounds_bytes);
     bounds_table = Upload(of_rows);
-    numbers = Upload(std::vector<SelectionNumbers>(query_blocks.size(), kQuestNumbers));
+    const int64_t code_bytes = layout.block_key_codes_bytes();
+    codes = Value(DeviceBuffer::Allocate(num_blocks * code_bytes));
+    FillRandom<<<1024, 256>>>(codes.As<__nv_bfloat16>(), num_blocks * code_bytes / 2, seed + 9);
+    std::vector<std::byte*> codes_of_rows;
+    for (int64_t i = 0; i < num_blocks; ++i) codes_of_rows.push_back(codes.data() + i * code_bytes);
+    codes_table = Upload(codes_of_rows);
+    numbers = Upload(std::vector<SelectionNumbers>(query_blocks.size(), kNumbers));
     const auto tensor = [&](const DeviceBuffer& buffer) {
       return TensorView(buffer.data(), DType::kBFloat16, {num_queries, kKvHeads * kGroup, kHeadDim},
                         Device::kCuda);
@@ -107,20 +124,28 @@ struct Set {
                      .num_slots = 1,
                      .max_blocks_per_slot = num_blocks,
                      .pages = table.As<PageRef>(),
-                     .bounds = bounds_table.As<std::byte*>()},
+                     .bounds = bounds_table.As<std::byte*>(),
+                     .key_codes = codes_table.As<std::byte*>()},
               .scale = 0.0883883476f,
               .blocks = {blocks.As<QueryBlock>(), query_blocks.size()},
               .selection = {.headers = headers.As<SelectionHeader>(),
                             .entries = entries.As<SelectionEntry>(),
                             .num_rows = rows_of_selection,
-                            .capacity = static_cast<int64_t>(list.size())},
+                            .capacity = kListCapacity},
               .faults = {faults.As<uint8_t>(), 1}};
-    scores =
-        Value(DeviceBuffer::Allocate(QuestWorkspaceBytes(params.kv, std::ssize(query_blocks))));
+    const int64_t num_query_blocks = std::ssize(query_blocks);
+    work = Value(DeviceBuffer::Allocate(
+        std::max({QuestWorkspaceBytes(params.kv, num_query_blocks),
+                  TokenSelectWorkspaceBytes(params.kv, kGroup, num_query_blocks),
+                  InfiniteHipWorkspaceBytes(hip, params.kv, num_query_blocks)})));
+    pruning = Value(DeviceBuffer::Allocate(
+        TopPWorkspaceBytes(layout, kGroup, num_query_blocks, kListCapacity, kMaxListTokens)));
     select = {.q = params.q,
               .kv = params.kv,
+              .scale = params.scale,
               .blocks = params.blocks,
-              .numbers = {numbers.As<SelectionNumbers>(), query_blocks.size()}};
+              .numbers = {numbers.As<SelectionNumbers>(), query_blocks.size()},
+              .faults = params.faults};
   }
 };
 
@@ -131,18 +156,49 @@ void Attend(Set& set, cudaStream_t stream) {
     Check(AttendPrefill(set.params, set.maps, stream));
   }
 }
-void Select(Set& set, cudaStream_t stream) {
-  Check(SelectQuest(set.select, set.params.selection, set.scores.data(), stream));
+void Quest(Set& set, cudaStream_t stream) {
+  Check(SelectQuest(set.select, set.params.selection, set.work.data(), stream));
 }
-void SelectAndAttend(Set& set, cudaStream_t stream) {
-  Select(set, stream);
-  Attend(set, stream);
+void TokenSelect(Set& set, cudaStream_t stream) {
+  Check(SelectTokens(set.select, set.params.selection, set.work.data(), stream));
+}
+void InfiniteHip(Set& set, cudaStream_t stream) {
+  Check(SelectInfiniteHip(set.hip, set.select, set.params.selection, set.work.data(), stream));
+}
+void TopP(Set& set, cudaStream_t stream) {
+  Check(PruneTopP(set.select, set.params.selection, kMaxListTokens, set.pruning.data(), stream));
+}
+template <auto kFirst, auto kSecond>
+void Both(Set& set, cudaStream_t stream) {
+  kFirst(set, stream);
+  kSecond(set, stream);
+}
+// kCycle steps, of which every eighth selects.
+template <auto kSelect>
+void ByInterval(Set& set, cudaStream_t stream) {
+  for (int64_t step = 0; step < kCycle; ++step) {
+    if (step % 8 == 0) kSelect(set, stream);
+    Attend(set, stream);
+  }
+}
+// The same of infinitehip, whose stages have intervals of their own.
+void InfiniteHipByInterval(Set& set, cudaStream_t stream) {
+  const auto& intervals = set.hip.preset->refresh_intervals;
+  for (int64_t step = 0; step < kCycle; ++step) {
+    InfiniteHipCuda method = set.hip;
+    while (method.first_stage < InfiniteHipSelector::kStages &&
+           step % intervals[static_cast<size_t>(method.first_stage)] != 0) {
+      ++method.first_stage;
+    }
+    Check(SelectInfiniteHip(method, set.select, set.params.selection, set.work.data(), stream));
+    Attend(set, stream);
+  }
 }
 using Call = void (*)(Set& set, cudaStream_t stream);
 
 void Report(const char* name, Call call, int64_t tokens, int64_t num_queries,
             const SelectionHeader& header, const std::vector<int64_t>& list,
-            int64_t attended_tokens) {
+            int64_t attended_tokens, int64_t steps = 1) {
   const int64_t set_bytes = tokens * kKvHeads * kHeadDim * 4;
   const int64_t num_sets = std::clamp<int64_t>(kSetBytes / set_bytes, 1, kMaxSets);
   const int64_t block_queries = std::min(num_queries, kPageTokens);
@@ -154,7 +210,7 @@ void Report(const char* name, Call call, int64_t tokens, int64_t num_queries,
   const double microseconds = MedianMicroseconds([&](cudaStream_t stream) {
                                 for (Set& set : sets) call(set, stream);
                               }) /
-                              static_cast<double>(num_sets);
+                              static_cast<double>(num_sets * steps);
   const double heads = kKvHeads * kGroup;
   const double products =
       4.0 * static_cast<double>(num_queries * attended_tokens * kHeadDim) * heads;
@@ -167,21 +223,35 @@ void Report(const char* name, Call call, int64_t tokens, int64_t num_queries,
 }
 
 void Bench(int64_t tokens) {
-  // 4,096 tokens in whole pages, sink 128, window 512 (and the queries themselves).
+  // The budget in whole pages, sink and window.
   const SelectionHeader header = {.kind = SelectionHeader::Kind::kList,
-                                  .count = 64,
-                                  .sink_end = 128,
-                                  .window_begin = tokens - 1024};
+                                  .count = static_cast<int32_t>(CeilPages(kNumbers.budget_tokens)),
+                                  .sink_end = kNumbers.sink_tokens,
+                                  .window_begin = tokens - kNumbers.window_tokens};
   std::vector<int64_t> list;
-  const int64_t candidates = (tokens - 1024) / kPageTokens - 2;
-  for (int64_t i = 0; i < 64; ++i) list.push_back(2 + i * candidates / 64);
+  const int64_t candidates = header.window_begin / kPageTokens - 2;
+  for (int64_t i = 0; i < header.count; ++i) list.push_back(2 + i * candidates / header.count);
+  constexpr int64_t kAttended =
+      kNumbers.sink_tokens + kNumbers.budget_tokens + kNumbers.window_tokens;
   for (const int64_t num_queries : {1, 512}) {
     Report("dense", Attend, tokens, num_queries, {}, {}, tokens);
     if (tokens < 8192) continue;
-    constexpr int64_t kAttended = 128 + 4096 + 1024;
-    Report("list", Attend, tokens, num_queries, header, list, kAttended);
-    Report("quest alone", Select, tokens, num_queries, header, list, kAttended);
-    Report("quest and list", SelectAndAttend, tokens, num_queries, header, list, kAttended);
+    const auto report = [&](const char* name, Call call, int64_t steps = 1) {
+      Report(name, call, tokens, num_queries, header, list, kAttended, steps);
+    };
+    report("list", Attend);
+    report("quest alone", Quest);
+    report("quest and list", Both<Quest, Attend>);
+    report("tokenselect alone", TokenSelect);
+    report("infinitehip alone", InfiniteHip);
+    report("infinitehip and list", Both<InfiniteHip, Attend>);
+    if (num_queries > 1) continue;
+    report("quest and top_p", Both<Quest, TopP>);
+    report("infinitehip and top_p", Both<InfiniteHip, TopP>);
+    report("quest and list by interval", ByInterval<Quest>, kCycle);
+    report("quest, top_p and list by interval", ByInterval<Both<Quest, TopP>>, kCycle);
+    report("tokenselect and list by interval", ByInterval<TokenSelect>, kCycle);
+    report("infinitehip and list by interval", InfiniteHipByInterval, kCycle);
   }
 }
 

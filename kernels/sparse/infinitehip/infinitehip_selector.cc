@@ -32,18 +32,9 @@ constexpr struct {
 
 constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// How far a list reaches into the window, for as many steps as it may serve at least.
-constexpr int64_t Overlap(const Preset& preset) {
-  return std::max(preset.stages[0].chunk_tokens, kPageTokens);
-}
-
-int64_t KeptChunks(const Stage& stage, int64_t budget) {
-  return CeilDiv(std::max(stage.keep_tokens, budget), stage.chunk_tokens);
-}
-
 // Chunks of stage 1 of a row with candidates.
 int64_t FirstChunks(const Preset& preset, const SelectionHeader& header, int64_t window) {
-  const int64_t last = header.query_position - (window - Overlap(preset));
+  const int64_t last = header.query_position - (window - preset.overlap());
   return (last - header.sink_end) / preset.stages[0].chunk_tokens + 1;
 }
 
@@ -52,7 +43,7 @@ int64_t MaxChunks(const Preset& preset, const QueryBlock& block, const Selection
   int64_t chunks = block.first_position / preset.stages[0].chunk_tokens + 1;
   for (size_t s = 0; s + 1 < preset.stages.size(); ++s) {
     const Stage& stage = preset.stages[s];
-    chunks = std::max(chunks, KeptChunks(stage, numbers.budget_tokens) * stage.chunk_tokens /
+    chunks = std::max(chunks, stage.KeptChunks(numbers.budget_tokens) * stage.chunk_tokens /
                                   preset.stages[s + 1].chunk_tokens);
   }
   return chunks;
@@ -153,7 +144,7 @@ class Pruning {
   template <typename Score>
   absl::Status Keep(size_t s, const Score& score) {
     const Stage& stage = preset_.stages[s];
-    const int64_t count = KeptChunks(stage, row_.numbers.budget_tokens);
+    const int64_t count = stage.KeptChunks(row_.numbers.budget_tokens);
     if (num_chunks_ <= count) {
       std::fill_n(memory_.scores, num_chunks_, 0.0f);
       return absl::OkStatus();
@@ -193,7 +184,7 @@ struct RowScores {
 
   void operator()(const SelectRow& row, const ChunkScores::Memory& memory, const ChunkList& chunks,
                   size_t stage, float* scores) const {
-    ChunkScores(row, probe, row.numbers.window_tokens - Overlap(preset), memory)
+    ChunkScores(row, probe, row.numbers.window_tokens - preset.overlap(), memory)
         .Score(chunks, preset.stages[stage].query_stride, stage == 0, scores);
   }
 };
@@ -296,6 +287,10 @@ absl::StatusOr<const Entry*> Find(const Entry (&entries)[kCount], const MethodOp
 
 }  // namespace
 
+absl::StatusOr<const Preset*> InfiniteHipSelector::FindPreset(absl::string_view name) {
+  return Find(kPresets, {.name = "preset", .value = std::string(name)});
+}
+
 absl::StatusOr<std::unique_ptr<Selector>> InfiniteHipSelector::Create(
     const MethodOptions& options) {
   const Preset* preset = &kPresets[0];
@@ -303,7 +298,7 @@ absl::StatusOr<std::unique_ptr<Selector>> InfiniteHipSelector::Create(
   Scope scope = Scope::kKvGroup;
   for (const MethodOption& option : options) {
     if (option.name == "preset") {
-      KVASIR_ASSIGN_OR_RETURN(preset, Find(kPresets, option));
+      KVASIR_ASSIGN_OR_RETURN(preset, FindPreset(option.value));
     } else if (option.name == "probe") {
       KVASIR_ASSIGN_OR_RETURN(const auto* found, Find(kProbes, option));
       probe = found->probe;
@@ -318,20 +313,20 @@ absl::StatusOr<std::unique_ptr<Selector>> InfiniteHipSelector::Create(
 }
 
 int64_t InfiniteHipSelector::MinWindowTokens() const {
-  return preset_.stages[0].chunk_tokens + Overlap(preset_);
+  return preset_.stages[0].chunk_tokens + preset_.overlap();
 }
 
 int64_t InfiniteHipSelector::MaxEntries(const SelectionNumbers& numbers, int64_t tokens) const {
   const Stage& last = preset_.stages.back();
   // A block may lie across two pages.
-  return std::min(2 * KeptChunks(last, numbers.budget_tokens), CeilPages(tokens));
+  return std::min(2 * last.KeptChunks(numbers.budget_tokens), CeilPages(tokens));
 }
 
 int64_t InfiniteHipSelector::MaxStageItems(const SelectionNumbers& numbers, int64_t tokens) const {
   int64_t items = 0;
   for (size_t s = 0; s + 1 < preset_.stages.size(); ++s) {
     const Stage& stage = preset_.stages[s];
-    items = std::max(items, std::min(KeptChunks(stage, numbers.budget_tokens),
+    items = std::max(items, std::min(stage.KeptChunks(numbers.budget_tokens),
                                      CeilDiv(tokens, stage.chunk_tokens)));
   }
   return items;

@@ -50,12 +50,14 @@
 // Thread-compatible.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <memory>
 #include <span>
 
 #include "absl/status/statusor.h"
 
+#include "kernels/base/host_device.h"
 #include "kernels/sparse/methods.h"
 #include "kernels/sparse/stages.h"
 
@@ -68,14 +70,24 @@ class InfiniteHipSelector : public Selector {
     int64_t chunk_tokens = 0;
     int64_t keep_tokens = 0;  // 0: the budget
     int64_t query_stride = 0;
+
+    KVASIR_HOST_DEVICE int64_t KeptChunks(int64_t budget) const {
+      const int64_t tokens = keep_tokens > budget ? keep_tokens : budget;
+      return (tokens + chunk_tokens - 1) / chunk_tokens;
+    }
   };
   struct Preset {
     absl::string_view name;
     std::array<Stage, kStages> stages;
     std::array<int64_t, kStages> refresh_intervals;
+
+    // How far a list reaches into the window, for as many steps as it may serve at least.
+    int64_t overlap() const { return std::max(stages[0].chunk_tokens, kPageTokens); }
   };
   enum class Probe { kDigest, kCentre, kFirst };
 
+  // INVALID_ARGUMENT for an unknown one.
+  static absl::StatusOr<const Preset*> FindPreset(absl::string_view name);
   // INVALID_ARGUMENT for an unknown option, preset, probe or scope.
   static absl::StatusOr<std::unique_ptr<Selector>> Create(const MethodOptions& options);
 

@@ -15,53 +15,21 @@
 #include "tests/support/compare.h"
 #include "tests/support/device_attention_batch.h"
 #include "tests/support/device_paged_kv.h"
+#include "tests/support/device_select.h"
 
 namespace kvasir::kernels {
 namespace {
 
 using Kind = SelectionHeader::Kind;
 
-// What the GPU selected, on the host.
-struct Lists {
-  std::vector<SelectionHeader> headers;
-  std::vector<SelectionEntry> entries;
-  int64_t capacity = 0;
-  const SelectionEntry* list(size_t row) const {
-    return entries.data() + row * static_cast<size_t>(capacity);
-  }
-};
-
 Lists SelectOnGpu(AttentionBatch& batch, const std::vector<SelectionNumbers>& numbers,
                   int64_t capacity) {
-  const SelectParams host = batch.ParamsForSelect(numbers);
-  DeviceMemory memory;
-  DevicePagedKv kv(host.kv);
-  SelectParams device = host;
-  device.q = memory.Copy(host.q).value();
-  device.kv = kv.Copy().value();
-  device.blocks = {memory.Copy(host.blocks.data(), host.blocks.size()).value(), host.blocks.size()};
-  device.numbers = {memory.Copy(numbers.data(), numbers.size()).value(), numbers.size()};
-  const size_t rows = host.blocks.size() * static_cast<size_t>(batch.shape().kv_heads);
-  Lists lists = {.headers = std::vector<SelectionHeader>(rows),
-                 .entries = std::vector<SelectionEntry>(rows * static_cast<size_t>(capacity)),
-                 .capacity = capacity};
-  const PageSelection out = {
-      .headers = memory.Copy(lists.headers.data(), lists.headers.size()).value(),
-      .entries = memory.Copy(lists.entries.data(), lists.entries.size()).value(),
-      .num_rows = static_cast<int64_t>(rows),
-      .capacity = capacity};
-  const DeviceBuffer workspace =
-      DeviceBuffer::Allocate(QuestWorkspaceBytes(host.kv, std::ssize(host.blocks))).value();
-  const absl::Status status = SelectQuest(device, out, workspace.data(), nullptr);
-  EXPECT_TRUE(status.ok()) << status;
-  const auto fetch = [](auto* from, auto& to) {
-    const absl::Status fetched =
-        DeviceMemory::Fetch(from, to.data(), to.size() * sizeof(to.front()));
-    EXPECT_TRUE(fetched.ok()) << fetched;
-  };
-  fetch(out.headers, lists.headers);
-  fetch(out.entries, lists.entries);
-  return lists;
+  return RunSelectOnGpu(
+      batch, numbers, HostLists(batch, capacity).View(),
+      QuestWorkspaceBytes(batch.kv().View(), std::ssize(numbers)),
+      [](const SelectParams& params, const PageSelection& out, std::byte* workspace) {
+        return SelectQuest(params, out, workspace, nullptr);
+      });
 }
 
 PageSelection SelectOnCpu(AttentionBatch& batch, const std::vector<SelectionNumbers>& numbers,
@@ -72,15 +40,6 @@ PageSelection SelectOnCpu(AttentionBatch& batch, const std::vector<SelectionNumb
       QuestSelector().Select(batch.ParamsForSelect(numbers), selection, executor);
   EXPECT_TRUE(status.ok()) << status;
   return selection;
-}
-
-void ExpectSameHeader(const SelectionHeader& found, const SelectionHeader& expected) {
-  EXPECT_EQ(found.kind, expected.kind);
-  EXPECT_EQ(found.count, expected.count);
-  EXPECT_EQ(found.sink_end, expected.sink_end);
-  EXPECT_EQ(found.window_begin, expected.window_begin);
-  EXPECT_EQ(found.query_position, expected.query_position);
-  EXPECT_EQ(found.made_at, expected.made_at);
 }
 
 // Whether the lists are the same. Where they are not, the scores of what only one of them has are

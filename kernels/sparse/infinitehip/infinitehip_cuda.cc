@@ -1,0 +1,69 @@
+#include "kernels/sparse/infinitehip/infinitehip_cuda.h"
+
+#include <algorithm>
+
+#include "kernels/base/cuda_status.h"
+#include "kernels/base/status_macros.h"
+#include "kernels/sparse/infinitehip/infinitehip_launch.h"
+
+namespace kvasir::kernels {
+namespace {
+
+constexpr int kStages = InfiniteHipSelector::kStages;
+
+// Chunks of a row at most, in any stage, over a context as long as a slot can hold.
+int64_t MaxChunks(const InfiniteHipCuda& method, const PagedKv& kv) {
+  const auto& stages = method.preset->stages;
+  int64_t chunks = kv.max_blocks_per_slot * kPageTokens / stages[0].chunk_tokens + 1;
+  for (size_t s = 0; s + 1 < stages.size(); ++s) {
+    chunks = std::max(chunks, stages[s].KeptChunks(method.max_budget_tokens) *
+                                  stages[s].chunk_tokens / stages[s + 1].chunk_tokens);
+  }
+  return chunks;
+}
+
+// Returns the bytes of it all.
+int64_t LayOut(std::byte* workspace, int64_t rows, int64_t pages, InfiniteHipLaunch& launch) {
+  WorkspacePieces pieces(workspace);
+  for (InfiniteHipLaunch::Kept& kept : launch.kept) {
+    kept.begins = pieces.Take<int32_t>(rows * launch.max_chunks);
+    kept.counts = pieces.Take<int32_t>(rows);
+  }
+  launch.page_scores = pieces.Take<uint32_t>(rows * pages);
+  launch.chunk_scores = pieces.Take<uint32_t>(rows * launch.max_chunks);
+  launch.kept_scores = pieces.Take<uint32_t>(rows * launch.max_chunks);
+  return pieces.bytes();
+}
+
+}  // namespace
+
+int64_t InfiniteHipWorkspaceBytes(const InfiniteHipCuda& method, const PagedKv& kv,
+                                  int64_t blocks) {
+  InfiniteHipLaunch launch = {.max_chunks = MaxChunks(method, kv)};
+  return LayOut(nullptr, blocks * kv.layout.num_kv_heads, kv.max_blocks_per_slot, launch);
+}
+
+absl::Status SelectInfiniteHip(const InfiniteHipCuda& method, const SelectParams& params,
+                               const PageSelection& out, std::byte* workspace,
+                               cudaStream_t stream) {
+  KVASIR_ASSIGN_OR_RETURN(const SelectLaunch select,
+                          MakeSelectLaunch("infinitehip", params, out, workspace));
+  KVASIR_RETURN_IF_ERROR(RequireBounds("infinitehip", params.kv));
+  KVASIR_RETURN_IF_ERROR(RequireKeyCodes("infinitehip", params.kv));
+  if (params.blocks.empty()) return absl::OkStatus();
+  const InfiniteHipSelector::Preset& preset = *method.preset;
+  InfiniteHipLaunch launch = {.select = select,
+                              .grid = {.chunk_tokens = preset.stages[0].chunk_tokens,
+                                       .overlap = preset.overlap(),
+                                       .keep_tokens = preset.stages[0].keep_tokens},
+                              .max_chunks = MaxChunks(method, params.kv)};
+  std::copy(preset.stages.begin(), preset.stages.end(), launch.stages);
+  LayOut(workspace, out.num_rows, params.kv.max_blocks_per_slot, launch);
+  for (int stage = method.first_stage; stage < kStages; ++stage) {
+    KVASIR_RETURN_IF_ERROR(
+        CudaStatus(LaunchInfiniteHipStage(launch, stage, stream), "launching infinitehip"));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace kvasir::kernels

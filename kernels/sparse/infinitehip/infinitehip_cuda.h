@@ -1,0 +1,44 @@
+// The selector `infinitehip` (infinitehip_selector.h) on the GPU, with probe "digest" at KV group
+// scope: the same stages, chunks and lists, in device memory, where the attention kernels read
+// them. All pointers of the params, spans included, are device memory; params.scratch and the
+// faults are not used. Called by the attention layer. Thread-safe. Only in builds with CUDA.
+//
+// Scores are float32 sums in another order than on the CPU: where scores of the last chunk in and
+// the first one out are as good as equal, either may be chosen. A row whose list has no room in
+// `out` gets its first pages. A row depends on nothing but itself.
+//
+// The workspace remembers what the first stages left. A call that begins behind them takes it from
+// there: it is the same for as many steps as the preset's interval of the stage says.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <cuda_runtime_api.h>
+
+#include "absl/status/status.h"
+
+#include "kernels/sparse/infinitehip/infinitehip_selector.h"
+#include "kernels/sparse/stages.h"
+
+namespace kvasir::kernels {
+
+struct InfiniteHipCuda {
+  const InfiniteHipSelector::Preset* preset = nullptr;  // InfiniteHipSelector::FindPreset
+  int64_t max_budget_tokens = 0;                        // of any row
+  // Stages before it do not run. REQUIRES: 0, or the last calls with this workspace ran them, for
+  // the same rows.
+  int first_stage = 0;
+};
+
+// Device memory that SelectInfiniteHip needs for so many query blocks.
+int64_t InfiniteHipWorkspaceBytes(const InfiniteHipCuda& method, const PagedKv& kv, int64_t blocks);
+
+// Two kernels a stage. REQUIRES: windows are at least MinWindowTokens, budgets at most
+// method.max_budget_tokens. Nothing is allocated or waited for; may be captured. INVALID_ARGUMENT
+// on shapes: head_dim 64 or 128, q and KV float32 or bfloat16. FAILED_PRECONDITION when the KV has
+// no bounds or no key codes. INTERNAL with CUDA's error when a launch fails.
+absl::Status SelectInfiniteHip(const InfiniteHipCuda& method, const SelectParams& params,
+                               const PageSelection& out, std::byte* workspace, cudaStream_t stream);
+
+}  // namespace kvasir::kernels

@@ -1,0 +1,36 @@
+// The kernels behind infinitehip_cuda.h. Only infinitehip_cuda.cc includes it, after it has checked
+// the shapes.
+#pragma once
+
+#include <cstdint>
+#include <cuda_runtime_api.h>
+
+#include "kernels/sparse/infinitehip/infinitehip_selector.h"
+#include "kernels/sparse/quest/page_scores_launch.h"
+#include "kernels/sparse/select_cuda.h"
+
+namespace kvasir::kernels {
+
+// All pointers are device memory.
+struct InfiniteHipLaunch {
+  using Stage = InfiniteHipSelector::Stage;
+  // What a stage left of the rows, ascending: where its chunks begin.
+  struct Kept {
+    int32_t* begins = nullptr;  // [rows, max_chunks]
+    int32_t* counts = nullptr;  // [rows]
+  };
+
+  SelectLaunch select = {};
+  Stage stages[InfiniteHipSelector::kStages] = {};
+  ChunkGrid grid = {};          // of stage 1
+  int64_t max_chunks = 0;  // of a row, in any stage, after it was split
+  Kept kept[InfiniteHipSelector::kStages] = {};
+  uint32_t* page_scores = nullptr;   // [rows, max_blocks_per_slot]; stage 1
+  uint32_t* chunk_scores = nullptr;  // [rows, max_chunks]; of OrderedScore, like page_scores
+  uint32_t* kept_scores = nullptr;   // [rows, max_chunks]; of what the last stage left
+};
+
+// Runs one stage, 0 to kStages - 1; the last one writes the lists.
+cudaError_t LaunchInfiniteHipStage(const InfiniteHipLaunch& params, int stage, cudaStream_t stream);
+
+}  // namespace kvasir::kernels

@@ -1,0 +1,269 @@
+// The stages of infinitehip on the GPU, two kernels each:
+//
+//   scores   stage 1: of pages, as quest does; later: a warp takes 32 tokens of what the stage
+//            before left, a lane the estimate of one, and the best of a chunk's lanes is its score
+//   keep     one block of threads a row finds the score of the last chunk that is kept, by
+//            counting, and writes those that are in their order; after the last stage, the list
+#include <algorithm>
+
+#include "kernels/sparse/block_select.cuh"
+#include "kernels/sparse/infinitehip/infinitehip_launch.h"
+#include "kernels/sparse/key_code_logits.cuh"
+
+namespace kvasir::kernels {
+namespace {
+
+constexpr int kScoreWarps = 8;
+constexpr int kTileQueries = 16;
+static_assert(kTileQueries % kLogitsAtOnce == 0);
+// Blocks of threads that score, all rows together.
+constexpr int64_t kScoreBlocks = 2048;
+// Scores of a row that are chosen from in shared memory. Others stay where they are.
+constexpr int64_t kCopiedScores = 8 * 1024;
+
+// The chunks that a stage chooses from in a row: what the stage before left, split.
+struct Split {
+  __device__ Split(const InfiniteHipLaunch& p, int stage, int64_t row)
+      : begins(p.kept[stage - 1].begins + row * p.max_chunks),
+        parent_tokens(static_cast<int>(p.stages[stage - 1].chunk_tokens)),
+        chunk_tokens(static_cast<int>(p.stages[stage].chunk_tokens)),
+        parents(p.kept[stage - 1].counts[row]) {}
+
+  __device__ int count() const { return parents * (parent_tokens / chunk_tokens); }
+  __device__ int begin(int chunk) const {
+    const int parts = parent_tokens / chunk_tokens;
+    return begins[chunk / parts] + chunk % parts * chunk_tokens;
+  }
+
+  const int32_t* begins;
+  int parent_tokens;
+  int chunk_tokens;
+  int parents;
+};
+
+// Queries [first, first + count) of the row, averaged by the stage's stride; zeros up to the tile.
+template <int kHeadDim>
+__device__ void LoadTile(const SelectLaunch& p, const DeviceRow& row, int stride, int first,
+                         int count, const CodeQueries<kHeadDim>& to) {
+  const int group = static_cast<int>(p.group);
+  StoreCodeQueries(to, kTileQueries, [&](int i, int element) {
+    if (i >= count) return 0.0f;
+    const int begin = (first + i) / group * stride;
+    const int end = min(begin + stride, static_cast<int>(row.block.num_rows));
+    return MeanElement(p, row, begin, end, (first + i) % group, element);
+  });
+}
+
+// Raises `best` to the largest logit of the tile's queries for a token.
+template <int kHeadDim>
+__device__ void RaiseBest(const CodedKey<kHeadDim>& key, const CodeQueries<kHeadDim>& queries,
+                          int count, float& best) {
+  ForEachLogit(key, queries, count,
+               [&](int, float logit) { best = logit > best ? logit : best; });  // leaves out NaN
+}
+
+template <int kHeadDim>
+__global__ void __launch_bounds__(kScoreWarps* kWarpThreads, 1)
+    ScoreKernel(const __grid_constant__ InfiniteHipLaunch p, int stage) {
+  __shared__ alignas(16) float elements[kTileQueries][kHeadDim];
+  __shared__ float sums[kTileQueries];
+  const CodeQueries<kHeadDim> queries = {elements, sums};
+  const DeviceRow row(p.select, blockIdx.x);
+  const Split split(p, stage, row.index);
+  if (split.count() <= p.stages[stage].KeptChunks(row.numbers.budget_tokens)) return;
+  const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
+  const int warp = static_cast<int>(threadIdx.x) / kWarpThreads;
+  const auto stride = static_cast<int>(p.stages[stage].query_stride);
+  const int num_means = (static_cast<int>(row.block.num_rows) + stride - 1) / stride;
+  const int num_queries = num_means * static_cast<int>(p.select.group);
+  const int runs_of_parent = split.parent_tokens / kWarpThreads;
+  const int num_runs = split.parents * runs_of_parent;
+  const PagedKv& kv = p.select.kv;
+  bool is_loaded = false;
+  for (int first = static_cast<int>(blockIdx.y) * kScoreWarps; first < num_runs;
+       first += static_cast<int>(gridDim.y) * kScoreWarps) {
+    const int run = first + warp;
+    const bool has_run = run < num_runs;
+    const int in_parent = run % runs_of_parent * kWarpThreads + lane;
+    const int64_t token = has_run ? split.begins[run / runs_of_parent] + in_parent : 0;
+    const int64_t page = token / kPageTokens;
+    const bool has_key = has_run && kv.row(row.block.slot, page) >= 0;
+    CodedKey<kHeadDim> key;
+    if (has_key) {
+      key.Load(kv.layout, kv.KeyCodes(row.block.slot, page, p.select.layer, row.kv_head),
+               token % kPageTokens);
+    }
+    float best = -INFINITY;
+    for (int tile = 0; tile < num_queries; tile += kTileQueries) {
+      const int count = min(kTileQueries, num_queries - tile);
+      if (!is_loaded) {
+        __syncthreads();  // the tile before has been read
+        LoadTile(p.select, row, stride, tile, count, queries);
+        __syncthreads();
+        is_loaded = num_queries <= kTileQueries;
+      }
+      if (has_key) RaiseBest(key, queries, count, best);
+    }
+    for (int distance = 1; distance < split.chunk_tokens; distance *= 2) {
+      best = fmaxf(best, __shfl_xor_sync(kAllLanes, best, distance));
+    }
+    if (has_run && lane % split.chunk_tokens == 0) {
+      const int tokens_before = run / runs_of_parent * split.parent_tokens + in_parent;
+      p.chunk_scores[row.index * p.max_chunks + tokens_before / split.chunk_tokens] =
+          OrderedScore(best);
+    }
+  }
+}
+
+// Calls use(place, chunk, score) for the `kept` best of n chunks, ascending; for all of them, with
+// the score of 0, where there is room. Returns how many that are. By all threads.
+template <typename Use>
+__device__ int64_t KeepBest(const uint32_t* scores, int64_t n, int64_t kept, SelectMemory& memory,
+                            const Use& use) {
+  if (n <= kept) {
+    for (int64_t i = threadIdx.x; i < n; i += kSelectThreads) use(i, i, OrderedScore(0));
+    return n;
+  }
+  extern __shared__ uint32_t copied[];  // [kCopiedScores]
+  const bool fits = n <= kCopiedScores;
+  for (int64_t i = threadIdx.x; i < n && fits; i += kSelectThreads) copied[i] = scores[i];
+  __syncthreads();
+  ForEachBest(fits ? copied : scores, n, kept, memory, use);
+  return kept;
+}
+
+__global__ void __launch_bounds__(kSelectThreads)
+    KeepFirstKernel(const __grid_constant__ InfiniteHipLaunch p) {
+  __shared__ SelectMemory memory;
+  const DeviceRow row(p.select, blockIdx.x);
+  const SelectionHeader header = MakeHeader(row.block, row.numbers);
+  const int64_t n = p.grid.Count(header, row.numbers);
+  const int64_t kept = p.grid.Kept(row.numbers);
+  const uint32_t* pages = p.page_scores + row.index * p.select.kv.max_blocks_per_slot;
+  uint32_t* scores = p.chunk_scores + row.index * p.max_chunks;
+  const int64_t first_page = header.sink_end / kPageTokens;
+  for (int64_t i = threadIdx.x; i < n && n > kept; i += kSelectThreads) {
+    const int64_t begin = header.sink_end + i * p.grid.chunk_tokens;
+    uint32_t best = 0;
+    for (int64_t page = begin / kPageTokens; page < CeilPages(begin + p.grid.chunk_tokens);
+         ++page) {
+      best = max(best, pages[page - first_page]);
+    }
+    scores[i] = best;
+  }
+  __syncthreads();
+  int32_t* begins = p.kept[0].begins + row.index * p.max_chunks;
+  const int64_t left =
+      KeepBest(scores, n, kept, memory, [&](int64_t place, int64_t chunk, uint32_t) {
+        begins[place] = static_cast<int32_t>(header.sink_end + chunk * p.grid.chunk_tokens);
+      });
+  if (threadIdx.x == 0) p.kept[0].counts[row.index] = static_cast<int32_t>(left);
+}
+
+// Blocks of tokens that a list is made of, ascending; one may lie across two pages.
+struct Blocks {
+  const int32_t* begins;
+  const uint32_t* scores;
+  int64_t count;
+  int64_t tokens;  // of each, at most a page
+
+  __device__ int64_t FirstPage(int64_t i) const { return begins[i] / kPageTokens; }
+  __device__ int64_t LastPage(int64_t i) const { return (begins[i] + tokens - 1) / kPageTokens; }
+  // Whether block i is the first in its first page, and in its last where that is another.
+  __device__ bool OpensFirst(int64_t i) const { return i == 0 || LastPage(i - 1) != FirstPage(i); }
+  __device__ bool OpensLast(int64_t i) const { return LastPage(i) != FirstPage(i); }
+  // The entry of a page whose first block is i.
+  __device__ SelectionEntry Entry(int64_t page, int64_t i) const {
+    const int64_t start = page * kPageTokens;
+    uint64_t chosen = 0;
+    uint32_t score = 0;
+    for (; i < count && begins[i] < start + kPageTokens; ++i) {
+      chosen |= TokenMask(begins[i] - start, begins[i] + tokens - start);
+      score = max(score, scores[i]);
+    }
+    return {.page = page, .chosen = chosen, .live = chosen, .score = ScoreOfOrdered(score)};
+  }
+};
+
+// Writes the entries of the blocks, as many as there is room for; returns how many. By all threads.
+__device__ int64_t WriteList(const Blocks& blocks, SelectionEntry* list, int64_t capacity,
+                             SelectMemory& memory) {
+  const int64_t share = (blocks.count + kSelectThreads - 1) / kSelectThreads;
+  const int64_t begin = min(blocks.count, threadIdx.x * share);
+  const int64_t end = min(blocks.count, begin + share);
+  uint64_t own = 0;
+  for (int64_t i = begin; i < end; ++i) own += blocks.OpensFirst(i) + blocks.OpensLast(i);
+  const uint64_t before = SumBefore(own, memory);
+  __shared__ int64_t total;
+  if (threadIdx.x == kSelectThreads - 1) total = static_cast<int64_t>(before + own);
+  auto place = static_cast<int64_t>(before);
+  const auto add = [&](int64_t page, int64_t i) {
+    if (place < capacity) list[place] = blocks.Entry(page, i);
+    ++place;
+  };
+  for (int64_t i = begin; i < end; ++i) {
+    if (blocks.OpensFirst(i)) add(blocks.FirstPage(i), i);
+    if (blocks.OpensLast(i)) add(blocks.LastPage(i), i);
+  }
+  __syncthreads();
+  return min(total, capacity);
+}
+
+__global__ void __launch_bounds__(kSelectThreads)
+    KeepKernel(const __grid_constant__ InfiniteHipLaunch p, int stage) {
+  __shared__ SelectMemory memory;
+  const DeviceRow row(p.select, blockIdx.x);
+  const Split split(p, stage, row.index);
+  int32_t* begins = p.kept[stage].begins + row.index * p.max_chunks;
+  uint32_t* scores = p.kept_scores + row.index * p.max_chunks;
+  const int64_t left = KeepBest(p.chunk_scores + row.index * p.max_chunks, split.count(),
+                                p.stages[stage].KeptChunks(row.numbers.budget_tokens), memory,
+                                [&](int64_t place, int64_t chunk, uint32_t score) {
+                                  begins[place] = split.begin(static_cast<int>(chunk));
+                                  scores[place] = score;
+                                });
+  if (threadIdx.x == 0) p.kept[stage].counts[row.index] = static_cast<int32_t>(left);
+  if (stage + 1 < InfiniteHipSelector::kStages) return;
+  __syncthreads();  // all blocks are written
+  SelectionHeader header = MakeHeader(row.block, row.numbers);
+  const Blocks blocks = {begins, scores, left, p.stages[stage].chunk_tokens};
+  header.count = static_cast<int32_t>(
+      WriteList(blocks, p.select.out.entries + row.index * p.select.out.capacity,
+                p.select.out.capacity, memory));
+  if (threadIdx.x == 0) p.select.out.headers[row.index] = header;
+}
+
+template <int kHeadDim>
+void LaunchScores(const InfiniteHipLaunch& p, int stage, cudaStream_t stream) {
+  const int64_t rows = p.select.out.num_rows;
+  const int64_t runs = p.max_chunks * p.stages[stage].chunk_tokens / kWarpThreads;
+  const int64_t useful = (runs + kScoreWarps - 1) / kScoreWarps;
+  const int64_t share = std::max<int64_t>(1, kScoreBlocks / rows);
+  const dim3 blocks(static_cast<unsigned>(rows), static_cast<unsigned>(std::min(useful, share)));
+  ScoreKernel<kHeadDim><<<blocks, kScoreWarps * kWarpThreads, 0, stream>>>(p, stage);
+}
+
+}  // namespace
+
+cudaError_t LaunchInfiniteHipStage(const InfiniteHipLaunch& p, int stage, cudaStream_t stream) {
+  const auto rows = static_cast<unsigned>(p.select.out.num_rows);
+  constexpr size_t kCopyBytes = kCopiedScores * sizeof(uint32_t);
+  if (stage == 0) {
+    const PageScoreLaunch pages = {.select = p.select,
+                                   .query_stride = p.stages[0].query_stride,
+                                   .chunks = p.grid,
+                                   .scores = p.page_scores};
+    if (const cudaError_t error = LaunchPageScores(pages, stream); error != cudaSuccess) {
+      return error;
+    }
+    KeepFirstKernel<<<rows, kSelectThreads, kCopyBytes, stream>>>(p);
+    return cudaGetLastError();
+  }
+  p.select.kv.layout.head_dim == 128 ? LaunchScores<128>(p, stage, stream)
+                                     : LaunchScores<64>(p, stage, stream);
+  if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
+  KeepKernel<<<rows, kSelectThreads, kCopyBytes, stream>>>(p, stage);
+  return cudaGetLastError();
+}
+
+}  // namespace kvasir::kernels

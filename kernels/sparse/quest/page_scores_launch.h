@@ -1,0 +1,59 @@
+// Quest's scores of pages on the GPU (quest_selector.h), for the selectors that begin with them.
+// Included by quest_cuda.cc and infinitehip_cuda.cc, behind their checks.
+#pragma once
+
+#include <cstdint>
+#include <cuda_runtime_api.h>
+
+#include "kernels/sparse/select_cuda.h"
+#include "kernels/sparse/selection_header.h"
+
+namespace kvasir::kernels {
+
+// Chunks of equal length from the end of the sink on, so many tokens each, as far as they begin
+// `overlap` tokens into the window; for a selector that keeps those of so many tokens, or of its
+// budget where that is more.
+struct ChunkGrid {
+  int64_t chunk_tokens = 0;
+  int64_t overlap = 0;
+  int64_t keep_tokens = 0;
+
+  KVASIR_HOST_DEVICE int64_t Kept(const SelectionNumbers& numbers) const {
+    const int64_t tokens =
+        keep_tokens > numbers.budget_tokens ? keep_tokens : numbers.budget_tokens;
+    return (tokens + chunk_tokens - 1) / chunk_tokens;
+  }
+
+  KVASIR_HOST_DEVICE int64_t Count(const SelectionHeader& header,
+                                   const SelectionNumbers& numbers) const {
+    const bool is_list = header.kind == SelectionHeader::Kind::kList &&
+                         header.sink_end < header.window_begin && numbers.budget_tokens > 0;
+    if (!is_list) return 0;
+    const int64_t last = header.query_position - (numbers.window_tokens - overlap);
+    return (last - header.sink_end) / chunk_tokens + 1;
+  }
+};
+
+// All pointers are device memory.
+struct PageScoreLaunch {
+  SelectLaunch select;
+  int64_t query_stride = 1;    // so many queries of a block are averaged
+  ChunkGrid chunks = {};       // the pages to score are theirs; without chunks, the candidates
+  uint32_t* scores = nullptr;  // [rows, max_blocks_per_slot] of OrderedScore (ranking.h)
+
+  // The pages to score in a row; scores are from the first on. None where all are kept.
+  KVASIR_HOST_DEVICE PageRange Pages(const SelectionHeader& header,
+                                     const SelectionNumbers& numbers) const {
+    if (numbers.budget_tokens <= 0) return {};
+    if (chunks.chunk_tokens == 0) return CandidatePages(header, numbers);
+    const int64_t count = chunks.Count(header, numbers);
+    if (count <= chunks.Kept(numbers)) return {};
+    return {.begin = header.sink_end / kPageTokens,
+            .end = CeilPages(header.sink_end + count * chunks.chunk_tokens)};
+  }
+};
+
+// A page that the slot does not have, and one whose scores are all NaN, get the score of -inf.
+cudaError_t LaunchPageScores(const PageScoreLaunch& params, cudaStream_t stream);
+
+}  // namespace kvasir::kernels

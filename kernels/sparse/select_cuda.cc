@@ -1,0 +1,63 @@
+#include "kernels/sparse/select_cuda.h"
+
+#include "absl/strings/str_cat.h"
+
+#include "kernels/base/shape_check.h"
+#include "kernels/base/status_macros.h"
+
+namespace kvasir::kernels {
+namespace {
+
+bool IsFloat32OrBFloat16(DType dtype) {
+  return dtype == DType::kFloat32 || dtype == DType::kBFloat16;
+}
+
+absl::Status Missing(absl::string_view name, absl::string_view what) {
+  return absl::FailedPreconditionError(absl::StrCat(
+      name, ": the KV has no ", what, "; declare the policy before the KV store is made"));
+}
+
+}  // namespace
+
+absl::StatusOr<SelectLaunch> MakeSelectLaunch(absl::string_view name, const SelectParams& p,
+                                              const PageSelection& out,
+                                              const std::byte* workspace) {
+  const KvLayout& layout = p.kv.layout;
+  ShapeCheck check(absl::StrCat(name, " on the GPU"));
+  check.Match("q", p.q, {"tokens", "heads", layout.head_dim})
+      .Require(IsFloat32OrBFloat16(p.q.dtype()), "q must be float32 or bfloat16")
+      .Require(p.q.device() == Device::kCuda, "q must be in device memory")
+      .Require(IsFloat32OrBFloat16(layout.dtype), "the KV must be float32 or bfloat16")
+      .Require(layout.head_dim == 64 || layout.head_dim == 128, "head_dim must be 64 or 128")
+      .Require(p.layer >= 0 && p.layer < layout.num_layers, "no such layer")
+      .Require(p.numbers.size() == p.blocks.size(), "numbers must be one per query block")
+      .Require(out.num_rows == static_cast<int64_t>(p.blocks.size()) * layout.num_kv_heads,
+               "the selection's num_rows must be blocks x KV heads")
+      .Require(p.rope == nullptr, "keys must be cached rotated")
+      .Require(p.memories.empty(), "rows cannot remember earlier steps")
+      .Require(p.wanted.empty(), "all rows are selected")
+      .Require(workspace != nullptr || p.blocks.empty(), "the workspace is missing");
+  KVASIR_RETURN_IF_ERROR(check.status());
+  check.Require(layout.num_kv_heads > 0 && check.dim("heads") % layout.num_kv_heads == 0,
+                "the query heads must be a multiple of the KV heads");
+  KVASIR_RETURN_IF_ERROR(check.status());
+  return SelectLaunch{.q = p.q.data(),
+                      .q_dtype = p.q.dtype(),
+                      .group = p.q.dim(1) / layout.num_kv_heads,
+                      .kv = p.kv,
+                      .layer = p.layer,
+                      .scale = p.scale,
+                      .blocks = p.blocks.data(),
+                      .numbers = p.numbers.data(),
+                      .out = out};
+}
+
+absl::Status RequireBounds(absl::string_view name, const PagedKv& kv) {
+  return kv.bounds != nullptr ? absl::OkStatus() : Missing(name, "page bounds");
+}
+
+absl::Status RequireKeyCodes(absl::string_view name, const PagedKv& kv) {
+  return kv.key_codes != nullptr ? absl::OkStatus() : Missing(name, "key codes");
+}
+
+}  // namespace kvasir::kernels

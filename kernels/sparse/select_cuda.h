@@ -1,0 +1,61 @@
+// What selectors and pruners on the GPU do the same way before their kernels start: the checks of a
+// call, and the params as kernels take them. Called by quest_cuda.cc and its like. Thread-safe.
+// Only in builds with CUDA.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+
+#include "kernels/sparse/stages.h"
+
+namespace kvasir::kernels {
+
+// Query heads of a KV head at most, where a kernel holds something of each in registers.
+inline constexpr int64_t kMaxCudaGroup = 8;
+
+// A Select or Prune call as its kernels see it. All pointers are device memory.
+struct SelectLaunch {
+  const void* q = nullptr;  // [tokens, KV heads x group, head_dim]
+  DType q_dtype = DType::kFloat32;
+  int64_t group = 0;
+  PagedKv kv;
+  int64_t layer = 0;
+  float scale = 0;
+  const QueryBlock* blocks = nullptr;
+  const SelectionNumbers* numbers = nullptr;  // one per block
+  PageSelection out;
+};
+
+// INVALID_ARGUMENT, opened by `name`, on shapes, or on what no kernel here serves: head_dim other
+// than 64 and 128, q or KV other than float32 and bfloat16, un-rotated keys, rows with a memory.
+absl::StatusOr<SelectLaunch> MakeSelectLaunch(absl::string_view name, const SelectParams& params,
+                                              const PageSelection& out, const std::byte* workspace);
+
+// FAILED_PRECONDITION unless the KV keeps bounds, or key codes.
+absl::Status RequireBounds(absl::string_view name, const PagedKv& kv);
+absl::Status RequireKeyCodes(absl::string_view name, const PagedKv& kv);
+
+// Lays out a workspace in pieces of 256 bytes; counts them where `base` is null.
+class WorkspacePieces {
+ public:
+  explicit WorkspacePieces(std::byte* base) : base_(base) {}
+
+  template <typename T>
+  T* Take(int64_t count) {
+    std::byte* const piece = base_ == nullptr ? nullptr : base_ + bytes_;
+    bytes_ += (count * static_cast<int64_t>(sizeof(T)) + 255) / 256 * 256;
+    return reinterpret_cast<T*>(piece);
+  }
+  int64_t bytes() const { return bytes_; }
+
+ private:
+  std::byte* const base_;
+  int64_t bytes_ = 0;
+};
+
+}  // namespace kvasir::kernels

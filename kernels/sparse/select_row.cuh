@@ -1,0 +1,51 @@
+// One row of a Select or Prune call in a kernel: (query block, KV head), and its queries. For
+// kernels of selectors and pruners.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/base/warp.cuh"
+#include "kernels/sparse/select_cuda.h"
+#include "kernels/sparse/selection_header.h"
+
+namespace kvasir::kernels {
+
+struct DeviceRow {
+  // 32 bits: a 64-bit division is a function call.
+  __device__ DeviceRow(const SelectLaunch& p, uint32_t row)
+      : index(row),
+        kv_head(row % static_cast<uint32_t>(p.kv.layout.num_kv_heads)),
+        block(p.blocks[row / static_cast<uint32_t>(p.kv.layout.num_kv_heads)]),
+        numbers(p.numbers[row / static_cast<uint32_t>(p.kv.layout.num_kv_heads)]) {}
+
+  int64_t index;
+  int64_t kv_head;
+  QueryBlock block;
+  SelectionNumbers numbers;
+};
+
+template <typename T>
+__device__ float LoadElement(const void* values, int64_t i) {
+  return static_cast<float>(static_cast<const T*>(values)[i]);
+}
+
+// Element `element` of query r of the row's block, for head g of its group.
+__device__ inline float QueryElement(const SelectLaunch& p, const DeviceRow& row, int64_t r,
+                                     int64_t g, int64_t element) {
+  const int64_t q_row =
+      (row.block.first_row + r) * p.kv.layout.num_kv_heads * p.group + row.kv_head * p.group + g;
+  const int64_t at = q_row * p.kv.layout.head_dim + element;
+  return p.q_dtype == DType::kFloat32 ? LoadElement<float>(p.q, at)
+                                      : LoadElement<BFloat16>(p.q, at);
+}
+
+// The same, of the mean of the queries [begin, end).
+__device__ inline float MeanElement(const SelectLaunch& p, const DeviceRow& row, int64_t begin,
+                                    int64_t end, int64_t g, int64_t element) {
+  float sum = 0;
+#pragma unroll 4
+  for (int64_t r = begin; r < end; ++r) sum += QueryElement(p, row, r, g, element);
+  return sum / static_cast<float>(end - begin);
+}
+
+}  // namespace kvasir::kernels

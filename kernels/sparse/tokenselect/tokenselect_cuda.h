@@ -1,0 +1,32 @@
+// The selector `tokenselect` (tokenselect_selector.h) at KV group scope on the GPU: the same votes,
+// order and lists, in device memory, where the attention kernels read them. All pointers of the
+// params, spans included, are device memory; params.scratch is not used. Called by the attention
+// layer. Thread-safe. Only in builds with CUDA.
+//
+// Votes are float32 with another rounding than on the CPU: where votes of the last token in and the
+// first one out are as good as equal, either may be chosen. A row whose list has no room in `out`
+// gets its first pages. A row depends on nothing but itself.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cuda_runtime_api.h>
+
+#include "absl/status/status.h"
+
+#include "kernels/sparse/stages.h"
+
+namespace kvasir::kernels {
+
+// Device memory that SelectTokens needs for so many query blocks: mostly 4 (max(G, 2) + 1) bytes a
+// row and token that a slot can hold, G being the heads of a group.
+int64_t TokenSelectWorkspaceBytes(const PagedKv& kv, int64_t group, int64_t blocks);
+
+// Four kernels. Nothing is allocated or waited for; may be captured. INVALID_ARGUMENT on shapes:
+// head_dim 64 or 128, q and KV float32 or bfloat16, at most 8 query heads a KV head. INTERNAL with
+// CUDA's error when a launch fails. An absent page sets the slot's fault. Cost: reads every
+// candidate's key once.
+absl::Status SelectTokens(const SelectParams& params, const PageSelection& out,
+                          std::byte* workspace, cudaStream_t stream);
+
+}  // namespace kvasir::kernels

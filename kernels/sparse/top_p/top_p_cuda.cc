@@ -1,0 +1,46 @@
+#include "kernels/sparse/top_p/top_p_cuda.h"
+
+#include "absl/strings/str_cat.h"
+
+#include "kernels/base/cuda_status.h"
+#include "kernels/base/status_macros.h"
+#include "kernels/sparse/top_p/top_p_launch.h"
+
+namespace kvasir::kernels {
+namespace {
+
+// Returns the bytes of it all.
+int64_t LayOut(std::byte* workspace, int64_t rows, int64_t group, int64_t capacity,
+               TopPLaunch& launch) {
+  WorkspacePieces pieces(workspace);
+  launch.counts = pieces.Take<TopPCounts>(rows);
+  launch.offsets = pieces.Take<int32_t>(rows * capacity);
+  launch.weights = pieces.Take<float>(rows * group * launch.max_tokens);
+  return pieces.bytes();
+}
+
+}  // namespace
+
+int64_t TopPWorkspaceBytes(const KvLayout& layout, int64_t group, int64_t blocks, int64_t capacity,
+                           int64_t max_tokens) {
+  TopPLaunch launch = {.max_tokens = max_tokens};
+  return LayOut(nullptr, blocks * layout.num_kv_heads, group, capacity, launch);
+}
+
+absl::Status PruneTopP(const SelectParams& params, const PageSelection& selection,
+                       int64_t max_tokens, std::byte* workspace, cudaStream_t stream) {
+  KVASIR_ASSIGN_OR_RETURN(const SelectLaunch select,
+                          MakeSelectLaunch("top_p", params, selection, workspace));
+  KVASIR_RETURN_IF_ERROR(RequireKeyCodes("top_p", params.kv));
+  if (select.group > kMaxCudaGroup) {
+    return absl::InvalidArgumentError(absl::StrCat("top_p on the GPU: ", select.group,
+                                                   " query heads a KV head; it serves at most ",
+                                                   kMaxCudaGroup));
+  }
+  if (params.blocks.empty()) return absl::OkStatus();
+  TopPLaunch launch = {.select = select, .max_tokens = max_tokens};
+  LayOut(workspace, selection.num_rows, select.group, selection.capacity, launch);
+  return CudaStatus(LaunchTopP(launch, stream), "launching top_p");
+}
+
+}  // namespace kvasir::kernels

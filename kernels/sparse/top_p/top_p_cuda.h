@@ -1,0 +1,35 @@
+// The pruner `top_p` (top_p_pruner.h) on the GPU: the same weights, threshold and tokens, over
+// lists in device memory. All pointers of the params, spans included, are device memory;
+// params.scratch and the faults are not used. Called by the attention layer. Thread-safe. Only in
+// builds with CUDA.
+//
+// Weights are float32 with another rounding than on the CPU: a token whose weight is as good as the
+// threshold may be kept by one and not by the other. Differs from the CPU in this: `live` must be
+// `chosen`, as selectors leave it; and a row that attends to more tokens than the workspace was
+// made for is left as it is. A row depends on nothing but itself.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cuda_runtime_api.h>
+
+#include "absl/status/status.h"
+
+#include "kernels/sparse/stages.h"
+
+namespace kvasir::kernels {
+
+// Device memory that PruneTopP needs for so many query blocks over lists of `capacity` entries a
+// row; `max_tokens` bounds sink + window + listed tokens of a row.
+int64_t TopPWorkspaceBytes(const KvLayout& layout, int64_t group, int64_t blocks, int64_t capacity,
+                           int64_t max_tokens);
+
+// Two kernels. Nothing is allocated or waited for; may be captured. INVALID_ARGUMENT on shapes:
+// head_dim 64 or 128, at most 8 query heads a KV head. FAILED_PRECONDITION when the KV has no key
+// codes. INTERNAL with CUDA's error when a launch fails. numbers.top_p must be above 0, which is
+// not checked here. Cost: reads head_dim / 2 + 4 bytes a token that is attended to, writes and
+// reads 4 bytes for each and head of the group.
+absl::Status PruneTopP(const SelectParams& params, const PageSelection& selection,
+                       int64_t max_tokens, std::byte* workspace, cudaStream_t stream);
+
+}  // namespace kvasir::kernels

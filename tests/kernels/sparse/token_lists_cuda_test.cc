@@ -1,0 +1,208 @@
+// The GPU's tokenselect and infinitehip against the CPU's: lists of tokens.
+#include <algorithm>
+#include <cmath>
+#include <gtest/gtest.h>
+#include <limits>
+#include <tuple>
+#include <vector>
+
+#include "kernels/sparse/infinitehip/infinitehip_cuda.h"
+#include "kernels/sparse/tokenselect/tokenselect_cuda.h"
+#include "kernels/sparse/tokenselect/tokenselect_selector.h"
+#include "tests/support/device_select.h"
+
+namespace kvasir::kernels {
+namespace {
+
+PageSelection SelectOnCpu(const Selector& selector, AttentionBatch& batch,
+                          const std::vector<SelectionNumbers>& numbers, int64_t capacity) {
+  PageSelection selection = batch.MakeSelection(capacity);
+  SerialExecutor executor;
+  const absl::Status status = selector.Select(batch.ParamsForSelect(numbers), selection, executor);
+  EXPECT_TRUE(status.ok()) << status;
+  return selection;
+}
+
+// How alike two selections are.
+struct Likeness {
+  int64_t same_rows = 0;
+  int64_t rows = 0;
+  int64_t tokens = 0;
+  int64_t other_tokens = 0;  // of `tokens`, those that only one side has
+};
+
+// Headers, numbers of tokens and entries' scores must agree; tokens are counted.
+Likeness Compare(const Lists& found, const PageSelection& expected) {
+  Likeness likeness = {.rows = expected.num_rows};
+  for (int64_t row = 0; row < expected.num_rows; ++row) {
+    SCOPED_TRACE(row);
+    const auto r = static_cast<size_t>(row);
+    const SelectionHeader& header = expected.header(row);
+    EXPECT_EQ(found.headers[r].kind, header.kind);
+    EXPECT_EQ(found.headers[r].sink_end, header.sink_end);
+    EXPECT_EQ(found.headers[r].window_begin, header.window_begin);
+    EXPECT_EQ(found.headers[r].query_position, header.query_position);
+    EXPECT_EQ(found.headers[r].made_at, header.made_at);
+    const auto left = TokensOf(found.headers[r], found.list(r), &SelectionEntry::live);
+    const auto right = TokensOf(header, expected.list(row), &SelectionEntry::live);
+    EXPECT_EQ(left.size(), right.size());
+    std::vector<int64_t> both;
+    std::set_intersection(left.begin(), left.end(), right.begin(), right.end(),
+                          std::back_inserter(both));
+    likeness.tokens += std::ssize(right);
+    likeness.other_tokens += std::ssize(right) - std::ssize(both);
+    likeness.same_rows += left == right ? 1 : 0;
+    if (left != right) continue;
+    for (int32_t i = 0; i < header.count; ++i) {
+      const float score = expected.list(row)[i].score;
+      EXPECT_NEAR(found.list(r)[i].score, score, 1e-3 * std::abs(score) + 1e-3) << "entry " << i;
+    }
+  }
+  return likeness;
+}
+
+// Nine rows in ten the same, and where not, as good as: a token in a thousand is another.
+void ExpectAlike(const Likeness& likeness) {
+  EXPECT_GE(likeness.same_rows * 10, likeness.rows * 9);
+  EXPECT_LE(likeness.other_tokens * 1000, likeness.tokens);
+  EXPECT_GT(likeness.tokens, 0) << "nothing was selected";
+}
+
+// head_dim, query heads of a KV head, dtype of q, dtype of the KV.
+class TokenListsCudaTest
+    : public testing::TestWithParam<std::tuple<int64_t, int64_t, DType, DType>> {
+ protected:
+  void SetUp() override {
+    if (!HasGpu()) GTEST_SKIP() << "no GPU on this machine";
+  }
+  static AttentionShape Shape() {
+    return {.activation = std::get<2>(GetParam()),
+            .kv = std::get<3>(GetParam()),
+            .head_dim = std::get<0>(GetParam()),
+            .kv_heads = 2,
+            .group = std::get<1>(GetParam())};
+  }
+  static void Add(AttentionBatch& batch, std::vector<SelectionNumbers>& numbers, int64_t slot,
+                  int64_t position, int64_t rows, const SelectionNumbers& n) {
+    batch.AddBlock(slot, position, rows);
+    numbers.push_back(n);
+  }
+};
+
+INSTANTIATE_TEST_SUITE_P(Shapes, TokenListsCudaTest,
+                         testing::Combine(testing::Values(64, 128), testing::Values(1, 4, 7, 8),
+                                          testing::Values(DType::kFloat32, DType::kBFloat16),
+                                          testing::Values(DType::kFloat32, DType::kBFloat16)));
+
+Lists TokenSelectOnGpu(AttentionBatch& batch, const std::vector<SelectionNumbers>& numbers,
+                       int64_t capacity) {
+  return RunSelectOnGpu(
+      batch, numbers, HostLists(batch, capacity).View(),
+      TokenSelectWorkspaceBytes(batch.kv().View(), batch.shape().group, std::ssize(numbers)),
+      [](const SelectParams& params, const PageSelection& out, std::byte* workspace) {
+        return SelectTokens(params, out, workspace, nullptr);
+      });
+}
+
+TEST_P(TokenListsCudaTest, TokenSelectChoosesWhatTheCpuChooses) {
+  AttentionBatch batch(Shape(), 3, 4096, 51);
+  batch.FillContext(0, 4096);
+  batch.FillContext(1, 700);
+  batch.FillContext(2, 2111);
+  std::vector<SelectionNumbers> numbers;
+  Add(batch, numbers, 0, 4095, 1, {.sink_tokens = 70, .window_tokens = 200, .budget_tokens = 600});
+  Add(batch, numbers, 0, 4032, 64, {.sink_tokens = 128, .window_tokens = 64, .budget_tokens = 999});
+  Add(batch, numbers, 1, 699, 1, {.sink_tokens = 70, .window_tokens = 200, .budget_tokens = 600});
+  Add(batch, numbers, 1, 640, 7, {.sink_tokens = 0, .window_tokens = 1, .budget_tokens = 64});
+  Add(batch, numbers, 2, 2110, 1, {.sink_tokens = 64, .window_tokens = 65, .budget_tokens = 0});
+  Add(batch, numbers, 2, 2000, 1,
+      {.sink_tokens = 1, .window_tokens = 90, .budget_tokens = 300, .reach_tokens = 63});
+  Add(batch, numbers, 0, 5, 1, {.sink_tokens = 2, .window_tokens = 2, .budget_tokens = 1});
+  const auto selector = TokenSelectSelector::Create({}).value();
+  const PageSelection expected = SelectOnCpu(*selector, batch, numbers, 64);
+  HostLists cpu(expected);
+  const Lists found = TokenSelectOnGpu(batch, numbers, 64);
+  ExpectAlike(Compare(found, cpu.View()));
+  EXPECT_EQ(std::count(found.faults.begin(), found.faults.end(), 0), 3);
+}
+
+// All votes are equal, then all but one are: what counts is the order of tokens.
+TEST_P(TokenListsCudaTest, TokenSelectTakesTheLaterOfEqualVotes) {
+  AttentionShape shape = Shape();
+  AttentionBatch batch(shape, 1, 1024, 52);
+  batch.FillContext(0, 1024);
+  batch.AddBlock(0, 1023, 1);
+  for (int64_t head = 0; head < batch.heads(); ++head) {
+    std::fill_n(batch.q(0, head), shape.head_dim, 0.0f);
+  }
+  const Lists found =
+      TokenSelectOnGpu(batch, {{.sink_tokens = 10, .window_tokens = 100, .budget_tokens = 77}}, 16);
+  for (size_t row = 0; row < 2; ++row) {
+    const auto tokens = TokensOf(found.headers[row], found.list(row), &SelectionEntry::live);
+    ASSERT_EQ(tokens.size(), 77u);
+    EXPECT_EQ(tokens.front(), 924 - 77) << "the window begins at 924";
+    EXPECT_EQ(tokens.back(), 923);
+  }
+}
+
+TEST_P(TokenListsCudaTest, TokenSelectReportsAbsentPages) {
+  AttentionBatch batch(Shape(), 2, 1024, 53);
+  batch.FillContext(0, 1024);
+  batch.FillContext(1, 1024);
+  batch.AddBlock(0, 1023, 1);
+  batch.AddBlock(1, 1023, 1);
+  batch.kv().SetTier(1, 5, AttentionBatch::kLayer, 1, PageTier::kAbsent);
+  const SelectionNumbers n = {.sink_tokens = 10, .window_tokens = 100, .budget_tokens = 77};
+  const Lists found = TokenSelectOnGpu(batch, {n, n}, 77);
+  EXPECT_EQ(found.faults[0], 0);
+  EXPECT_EQ(found.faults[1], 1);
+}
+
+Lists InfiniteHipOnGpu(AttentionBatch& batch, const std::vector<SelectionNumbers>& numbers,
+                       const InfiniteHipCuda& method, int64_t capacity, int again_from) {
+  return RunSelectOnGpu(
+      batch, numbers, HostLists(batch, capacity).View(),
+      InfiniteHipWorkspaceBytes(method, batch.kv().View(), std::ssize(numbers)),
+      [&](const SelectParams& params, const PageSelection& out,
+          std::byte* workspace) -> absl::Status {
+        KVASIR_RETURN_IF_ERROR(SelectInfiniteHip(method, params, out, workspace, nullptr));
+        if (again_from == 0) return absl::OkStatus();
+        InfiniteHipCuda later = method;
+        later.first_stage = again_from;
+        return SelectInfiniteHip(later, params, out, workspace, nullptr);
+      });
+}
+
+// Long enough that every stage has to choose.
+TEST_P(TokenListsCudaTest, InfiniteHipChoosesWhatTheCpuChooses) {
+  constexpr int64_t kTokens = 40'000;
+  AttentionBatch batch(Shape(), 2, kTokens, 54);
+  batch.FillContext(0, kTokens);
+  batch.FillContext(1, 9'001);
+  std::vector<SelectionNumbers> numbers;
+  Add(batch, numbers, 0, kTokens - 1, 1,
+      {.sink_tokens = 130, .window_tokens = 512, .budget_tokens = 1024});
+  Add(batch, numbers, 0, 39'936, 64,
+      {.sink_tokens = 128, .window_tokens = 600, .budget_tokens = 2048});
+  Add(batch, numbers, 1, 9'000, 1, {.sink_tokens = 1, .window_tokens = 520, .budget_tokens = 100});
+  Add(batch, numbers, 1, 500, 1, {.sink_tokens = 1, .window_tokens = 520, .budget_tokens = 100});
+  for (const absl::string_view preset : {"3k", "5k"}) {
+    SCOPED_TRACE(preset);
+    const auto selector = InfiniteHipSelector::Create({{"preset", std::string(preset)}}).value();
+    const InfiniteHipCuda method = {.preset = InfiniteHipSelector::FindPreset(preset).value(),
+                                    .max_budget_tokens = 2048};
+    const PageSelection expected = SelectOnCpu(*selector, batch, numbers, 512);
+    HostLists cpu(expected);
+    const Lists found = InfiniteHipOnGpu(batch, numbers, method, 512, 0);
+    const Lists again = InfiniteHipOnGpu(batch, numbers, method, 512, 2);
+    ExpectAlike(Compare(found, cpu.View()));
+    for (size_t row = 0; row < cpu.headers.size(); ++row) {
+      EXPECT_EQ(TokensOf(again.headers[row], again.list(row), &SelectionEntry::live),
+                TokensOf(found.headers[row], found.list(row), &SelectionEntry::live))
+          << "the last stage alone, over what the first ones left";
+    }
+  }
+}
+
+}  // namespace
+}  // namespace kvasir::kernels
