@@ -11,7 +11,7 @@
 #include "gtest/gtest.h"
 
 #include "tests/support/scratch_directory.h"
-#include "tests/worker/random_model.h"
+#include "tests/worker/random_model_fixture.h"
 #include "tests/worker/test_coordinator.h"
 #include "tests/worker/test_worker.h"
 #include "worker/disk.h"
@@ -25,18 +25,8 @@ using ::testing::SizeIs;
 
 constexpr uint64_t kRestoredIds = 1000;
 
-class EngineDiskTest : public ::testing::Test {
+class EngineDiskTest : public RandomModelFixture {
  protected:
-  static void SetUpTestSuite() {
-    folder_ = new RandomModel();
-    model_ =
-        TestWorker::LoadTransformer({.folder = folder_->folder(), .edit_weights = {}}).release();
-  }
-  static void TearDownTestSuite() {
-    delete model_;
-    delete folder_;
-  }
-
   static EngineOptions Options() {
     EngineOptions options = TestWorker::DefaultOptions();
     options.weights_hash = std::string(32, 'w');
@@ -100,14 +90,9 @@ class EngineDiskTest : public ::testing::Test {
     return paths;
   }
 
-  static RandomModel* folder_;
-  static Transformer* model_;
-
   kvasir::testing::ScratchDirectory scratch_;
   std::vector<std::string> stored_;  // prefix hashes
 };
-RandomModel* EngineDiskTest::folder_ = nullptr;
-Transformer* EngineDiskTest::model_ = nullptr;
 
 // Runs for every policy of DefaultOptions.
 class EngineDiskPolicyTest : public EngineDiskTest,

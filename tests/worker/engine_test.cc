@@ -17,7 +17,7 @@
 #include "gtest/gtest.h"
 
 #include "kernels/sparse/methods.h"
-#include "tests/worker/random_model.h"
+#include "tests/worker/random_model_fixture.h"
 #include "tests/worker/test_coordinator.h"
 #include "tests/worker/test_worker.h"
 
@@ -56,18 +56,8 @@ void ExpectSameBits(const AllLogits& expected, const AllLogits& actual) {
   }
 }
 
-class EngineTest : public testing::Test {
+class EngineTest : public RandomModelFixture {
  protected:
-  static void SetUpTestSuite() {
-    folder_ = new RandomModel();
-    model_ =
-        TestWorker::LoadTransformer({.folder = folder_->folder(), .edit_weights = {}}).release();
-  }
-  static void TearDownTestSuite() {
-    delete model_;
-    delete folder_;
-  }
-
   // The logits of one request in an engine of its own.
   static AllLogits RunAlone(const TestRequest& request, int64_t chunk = 128,
                             const EngineOptions& options = TestWorker::DefaultOptions()) {
@@ -77,12 +67,7 @@ class EngineTest : public testing::Test {
     worker.Run(coordinator);
     return worker.logits();
   }
-
-  static RandomModel* folder_;
-  static Transformer* model_;
 };
-RandomModel* EngineTest::folder_ = nullptr;
-Transformer* EngineTest::model_ = nullptr;
 
 // Runs for every policy.
 class EnginePolicyTest : public EngineTest, public testing::WithParamInterface<uint32_t> {};

@@ -10,7 +10,7 @@
 
 #include "gtest/gtest.h"
 
-#include "tests/worker/random_model.h"
+#include "tests/worker/random_model_fixture.h"
 #include "tests/worker/test_coordinator.h"
 #include "tests/worker/test_worker.h"
 
@@ -26,18 +26,8 @@ struct Ran {
   v1::RowAccounting accounting;
 };
 
-class QualityContractTest : public testing::Test {
+class QualityContractTest : public RandomModelFixture {
  protected:
-  static void SetUpTestSuite() {
-    folder_ = new RandomModel();
-    model_ =
-        TestWorker::LoadTransformer({.folder = folder_->folder(), .edit_weights = {}}).release();
-  }
-  static void TearDownTestSuite() {
-    delete model_;
-    delete folder_;
-  }
-
   static TestRequest Request(const std::string& on_violation, float min_mass,
                              uint32_t policy = kContract) {
     std::mt19937 random(7);
@@ -63,12 +53,7 @@ class QualityContractTest : public testing::Test {
   static double Mean(const v1::MassSamples& mass) {
     return mass.sum() / static_cast<double>(mass.samples());
   }
-
-  static RandomModel* folder_;
-  static Transformer* model_;
 };
-RandomModel* QualityContractTest::folder_ = nullptr;
-Transformer* QualityContractTest::model_ = nullptr;
 
 TEST_F(QualityContractTest, ReportingChangesNothing) {
   const v1::SparsityPolicy quest = MakePolicy("all", "quest");

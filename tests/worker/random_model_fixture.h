@@ -1,0 +1,29 @@
+// A fixture whose suites load a random model once: tests of one suite share it, and make engines of
+// their own over it.
+#pragma once
+
+#include <memory>
+
+#include "gtest/gtest.h"
+
+#include "tests/worker/random_model.h"
+#include "tests/worker/test_worker.h"
+
+namespace kvasir::worker {
+
+class RandomModelFixture : public ::testing::Test {
+ protected:
+  static void SetUpTestSuite() {
+    folder_ = std::make_unique<RandomModel>();
+    model_ = TestWorker::LoadTransformer({.folder = folder_->folder(), .edit_weights = {}});
+  }
+  static void TearDownTestSuite() {
+    model_.reset();
+    folder_.reset();
+  }
+
+  static inline std::unique_ptr<RandomModel> folder_;
+  static inline std::unique_ptr<Transformer> model_;
+};
+
+}  // namespace kvasir::worker
