@@ -18,6 +18,7 @@
 
 #include "kernels/base/status_macros.h"
 #include "proto/kvasir/v1/config.pb.h"
+#include "proto/kvasir/v1/sparsity.pb.h"
 
 namespace kvasir::proto {
 namespace {
@@ -63,6 +64,16 @@ std::string VariableName(const Flag& flag) {
 
 bool IsBool(const Flag& flag) { return flag.field->cpp_type() == FieldDescriptor::CPPTYPE_BOOL; }
 
+// What a string may be; empty: anything.
+std::vector<std::string> Choices(const v1::FlagOptions& options) {
+  std::vector<std::string> choices(options.choices().begin(), options.choices().end());
+  const auto* methods = v1::AttentionPolicy::descriptor()->FindOneofByName(options.methods());
+  for (int i = 0; methods != nullptr && i < methods->field_count(); ++i) {
+    choices.push_back(methods->field(i)->name());
+  }
+  return choices;
+}
+
 // "[64, 1048576] tokens"; empty when nothing is limited.
 std::string RangeText(const v1::FlagOptions& options) {
   std::string text;
@@ -72,7 +83,8 @@ std::string RangeText(const v1::FlagOptions& options) {
         options.has_max() ? absl::StrCat(static_cast<int64_t>(options.max())) : "";
     text = absl::StrCat("[", low.empty() ? "0" : low, ", ", high.empty() ? "..." : high, "]");
   }
-  if (options.choices_size() > 0) text = absl::StrJoin(options.choices(), "|");
+  const std::vector<std::string> choices = Choices(options);
+  if (!choices.empty()) text = absl::StrJoin(choices, "|");
   if (!options.unit().empty()) absl::StrAppend(&text, text.empty() ? "" : " ", options.unit());
   return text;
 }
@@ -122,7 +134,7 @@ absl::Status SetBool(const Flag& flag, absl::string_view value) {
 }
 
 absl::Status SetString(const Flag& flag, absl::string_view value) {
-  const auto& choices = flag.options().choices();
+  const std::vector<std::string> choices = Choices(flag.options());
   const std::string text(value);
   if (!choices.empty() && std::find(choices.begin(), choices.end(), text) == choices.end()) {
     return BadValue(flag, value, absl::StrCat("one of ", absl::StrJoin(choices, ", ")));

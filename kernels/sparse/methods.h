@@ -1,5 +1,5 @@
-// The list of sparse methods: one line each in methods.cc. A new method is a folder, a line there,
-// and a field in sparsity.proto. Thread-safe.
+// The list of sparse methods. A new one is a folder, its header and its name in methods.cc, and a
+// field in sparsity.proto for policies (docs/sparse_methods.md, "Adding a method"). Thread-safe.
 #pragma once
 
 #include <memory>

@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include "proto/kvasir/v1/config.pb.h"
+#include "proto/kvasir/v1/sparsity.pb.h"
 
 namespace kvasir::proto {
 namespace {
@@ -44,6 +45,25 @@ TEST_F(LoadConfigTest, EveryDefaultOfTheSchemaIsValid) {
         {.args = {}, .getenv = [](const char*) -> const char* { return nullptr; }}, *message);
     EXPECT_TRUE(loaded.ok()) << loaded.status();
   }
+}
+
+// A method that sparsity.proto has a field for is known to the flags.
+TEST_F(LoadConfigTest, FlagsOfMethodsTakeEveryMethod) {
+  const std::vector<std::pair<std::string, std::string>> flags = {
+      {"--sparse-selector", "selector"},
+      {"--sparse-prefill-selector", "selector"},
+      {"--sparse-terminate", "terminator"}};
+  for (const auto& [flag, kind] : flags) {
+    const auto* methods = v1::AttentionPolicy::descriptor()->FindOneofByName(kind);
+    ASSERT_GT(methods->field_count(), 0);
+    for (int i = 0; i < methods->field_count(); ++i) {
+      const auto loaded = Load({"--model=m", flag + "=" + methods->field(i)->name()});
+      EXPECT_TRUE(loaded.ok()) << loaded.status();
+    }
+    EXPECT_THAT(std::string(Load({"--model=m", flag + "=other"}).status().message()),
+                HasSubstr(methods->field(methods->field_count() - 1)->name()));
+  }
+  EXPECT_TRUE(Load({"--model=m", "--sparse-terminate=none"}).ok());
 }
 
 TEST_F(LoadConfigTest, FlagBeatsEnvironmentBeatsFileBeatsDefault) {

@@ -269,28 +269,32 @@ TEST_P(ArtTest, TheNormalisedProbeSeesMassWhoseValuesAreZero) {
   EXPECT_LT(RelativeError(batch, whole), 1e-2);
 }
 
-TEST_P(ArtTest, WhatIsUnreadIsNotAsked) {
-  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+TEST_P(ArtTest, WhatIsUnreadIsNotAskedAndTheWholeSinkIs) {
+  for (const auto& [dtype, sink] :
+       {std::pair(DType::kFloat32, 40), std::pair(DType::kBFloat16, 200)}) {
     AttentionBatch batch({.activation = dtype, .kv = dtype}, 1, 3000, 56);
     AddLocalBlock(batch, 0, 3000, 200, 40);
     const ArtTerminator art({});
-    Terminate(batch, &art);
+    SelectionNumbers numbers = kNumbers;
+    numbers.sink_tokens = sink;
+    Terminate(batch, &art, numbers);
     Run(batch);
     const std::vector<float> out = Out(batch);
     const int64_t unread = Unread(batch, 0, 0);
     ASSERT_GT(unread, 10);
     ASSERT_EQ(Unread(batch, 0, 1), unread);
     // NaN in it, or no page at all, change nothing.
-    for (int64_t t = kPageTokens; t < kPageTokens * (1 + unread); ++t) {
+    const int64_t first = CeilPages(sink);
+    for (int64_t t = kPageTokens * first; t < kPageTokens * (first + unread); ++t) {
       for (const Side side : {Side::kKey, Side::kValue}) {
         batch.kv().Set(batch.kv().Token(side, 0, t, kLayer, 1), 3,
                        std::numeric_limits<float>::quiet_NaN());
       }
     }
-    for (int64_t page = 1; page <= unread; ++page) {
+    for (int64_t page = first; page < first + unread; ++page) {
       batch.kv().SetTier(0, page, kLayer, 0, PageTier::kAbsent);
     }
-    batch.kv().SetTier(0, 1, kLayer, 1, PageTier::kHost);
+    batch.kv().SetTier(0, first, kLayer, 1, PageTier::kHost);
     batch.kv().SetTier(0, 46, kLayer, 1, PageTier::kHost);
     Run(batch);
     EXPECT_EQ(batch.fault(0), 0);
@@ -298,10 +302,10 @@ TEST_P(ArtTest, WhatIsUnreadIsNotAsked) {
     EXPECT_EQ(batch.unread(0, 1).host, 1);
     EXPECT_EQ(batch.unread(0, 1).device, unread - 1);
     for (int64_t page = 0; page < 47; ++page) {
-      const bool read = page == 0 || page > unread;
+      const bool read = page < first || page >= first + unread;
       EXPECT_EQ(batch.kv().last_touched(0, page, kLayer, 1), read ? 1u : 0u) << "page " << page;
     }
-    EXPECT_EQ(batch.kv().missed_bytes(0, 1, kLayer, 1), 0u);
+    EXPECT_EQ(batch.kv().missed_bytes(0, first, kLayer, 1), 0u);
     EXPECT_GT(batch.kv().missed_bytes(0, 46, kLayer, 1), 0u);
   }
 }
