@@ -12,7 +12,6 @@
 
 #include "kernels/base/status_macros.h"
 #include "kernels/dense/sampling.h"
-#include "kernels/paged/digests.h"
 #include "kernels/sparse/policy.h"
 #include "kernels/sparse/reuse/reusing_select.h"
 #include "proto/selector_field.h"
@@ -84,19 +83,13 @@ kvstore::KvShard KvShardOf(const EngineOptions& options, const Transformer& mode
           .first_head = model.options().shard.kv_heads.begin};
 }
 
-Engine::Engine(const EngineOptions& options, Transformer& model, Collective& collective,
-               kernels::Executor& executor)
-    : options_(options),
-      model_(model),
-      collective_(collective),
-      executor_(executor),
-      meter_(options.mass_sample_rate) {}
+Engine::Engine(const EngineOptions& options, Transformer& model, Collective& collective)
+    : options_(options), model_(model), collective_(collective), meter_(options.mass_sample_rate) {}
 
 absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(const EngineOptions& options,
                                                        Transformer& model, Collective& collective,
-                                                       kernels::Executor& executor,
                                                        std::unique_ptr<kvstore::Tier> below) {
-  auto engine = std::unique_ptr<Engine>(new Engine(options, model, collective, executor));
+  auto engine = std::unique_ptr<Engine>(new Engine(options, model, collective));
   KVASIR_RETURN_IF_ERROR(engine->Init(std::move(below)));
   return engine;
 }
@@ -126,12 +119,13 @@ absl::Status Engine::Init(std::unique_ptr<kvstore::Tier> below) {
                    .key_codes = AnyNeedsKeyCodes()},
                   std::move(below)));
   slots_ = std::make_unique<SlotTable>(std::move(slots), *store_);
-  KVASIR_ASSIGN_OR_RETURN(activations_, Activations::Create(model_.activation_sizes(
-                                            options_.max_num_batched_tokens, options_.max_num_seqs,
-                                            executor_.num_threads())));
+  KVASIR_ASSIGN_OR_RETURN(
+      activations_,
+      Activations::Create(model_.backend(), model_.activation_sizes(options_.max_num_batched_tokens,
+                                                                    options_.max_num_seqs)));
   KVASIR_ASSIGN_OR_RETURN(sampling_scratch_,
-                          kernels::HostBuffer::Allocate(
-                              kernels::SamplingScratchBytes(vocab_size, executor_.num_threads())));
+                          kernels::HostBuffer::Allocate(kernels::SamplingScratchBytes(
+                              vocab_size, model_.backend().executor().num_threads())));
   return absl::OkStatus();
 }
 
@@ -306,38 +300,34 @@ absl::Status Engine::RememberSelections(Sequence& sequence, int64_t end) const {
 
 absl::Status Engine::Compute() {
   if (works_.empty()) return absl::OkStatus();
-  const StepBatch batch = MakeStepBatch(works_, selectors_);
+  const StepBatch batch = MakeStepBatch(works_, selectors_, std::exchange(truncations_, {}));
   const kernels::PagedKv kv = store_->BeginStep(++kv_step_);
-  for (const Truncation& t : truncations_) {
-    KVASIR_RETURN_IF_ERROR(RebuildBounds(kv, t.slot, t.block, t.num_tokens));
-  }
   meter_.BeginStep(batch);
-  ForwardResult forward;
+  StepResult result;
   KVASIR_RETURN_IF_ERROR(model_.Forward({.batch = batch,
                                          .kv = kv,
                                          .activations = activations_,
                                          .meter = meter_,
-                                         .collective = collective_,
-                                         .executor = executor_},
-                                        forward));
+                                         .collective = collective_},
+                                        result));
   for (size_t r = 0; r < works_.size(); ++r) {
     Sequence& sequence = slots_->at(works_[r].slot);
     sequence.kv_length = works_[r].begin + works_[r].num_tokens;
-    if (forward.row_is_finite[r] == 0 && sequence.failed.ok()) {
+    if (result.row_is_finite[r] == 0 && sequence.failed.ok()) {
       sequence.failed = absl::DataLossError(
           "NaN or infinity in the hidden state: weights or KV are corrupt, or KV was absent");
     }
   }
-  KVASIR_RETURN_IF_ERROR(Sample(batch, forward));
+  KVASIR_RETURN_IF_ERROR(Sample(batch, result));
   KVASIR_RETURN_IF_ERROR(store_->EndStep());
   FailCorruptSequences();
   return absl::OkStatus();
 }
 
-absl::Status Engine::Sample(const StepBatch& batch, const ForwardResult& forward) {
+absl::Status Engine::Sample(const StepBatch& batch, const StepResult& result) {
   const size_t count = batch.sampled_rows.size();
   if (count == 0) return absl::OkStatus();
-  const int64_t vocab = forward.logits.dim(1);
+  const int64_t vocab = result.logits.dim(1);
   std::vector<kernels::SamplingOptions> options(count);
   std::vector<RowSamplingBuffers> buffers(count);
   std::vector<kernels::SampledToken> tokens(count);
@@ -346,16 +336,16 @@ absl::Status Engine::Sample(const StepBatch& batch, const ForwardResult& forward
     const int64_t position = work.begin + work.num_tokens;
     options[i] = MakeSamplingOptions(*work.sequence, position, vocab, buffers[i]);
     if (logits_tap_) {
-      const float* row = forward.logits.As<float>() + static_cast<int64_t>(i) * vocab;
+      const float* row = result.logits.As<float>() + static_cast<int64_t>(i) * vocab;
       logits_tap_(work.slot, position - 1, {row, static_cast<size_t>(vocab)});
     }
   }
   KVASIR_RETURN_IF_ERROR(kernels::Sample(
-      {.logits = forward.logits,
+      {.logits = result.logits,
        .options = options,
        .tokens = tokens,
        .scratch = {sampling_scratch_.data(), static_cast<size_t>(sampling_scratch_.size_bytes())}},
-      executor_));
+      model_.backend().executor()));
   for (size_t i = 0; i < count; ++i) {
     Sequence& sequence = slots_->at(works_[static_cast<size_t>(batch.sampled_rows[i])].slot);
     if (!tokens[i].status.ok()) {

@@ -1,5 +1,5 @@
 // The worker's engine: carries out one plan after another on one rank. It owns the KV store, the
-// slots and the working memory; the model, the collective and the executor are lent. Hidden behind
+// slots and the working memory; the model and the collective are lent. Hidden behind
 // Step: everything between a plan and its reply. Called by the group member, on the engine thread.
 // Thread-compatible.
 //
@@ -20,7 +20,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 
-#include "kernels/base/executor.h"
+#include "kernels/base/buffer.h"
 #include "kvstore/kv_store.h"
 #include "proto/kvasir/v1/worker.pb.h"
 #include "worker/attention_meter.h"
@@ -60,7 +60,7 @@ class Engine {
   // the tier below the host tier, if any, for KvShardOf the options.
   static absl::StatusOr<std::unique_ptr<Engine>> Create(
       const EngineOptions& options, Transformer& model, Collective& collective,
-      kernels::Executor& executor, std::unique_ptr<kvstore::Tier> below = nullptr);
+      std::unique_ptr<kvstore::Tier> below = nullptr);
 
   // Carries out the plan in the order of its fields. FAILED_PRECONDITION for a plan of another
   // epoch or an old step, INTERNAL for one that contradicts itself or what went before.
@@ -97,8 +97,7 @@ class Engine {
     int64_t computed = -1;  // index into works_; -1: not computed
   };
 
-  Engine(const EngineOptions& options, Transformer& model, Collective& collective,
-         kernels::Executor& executor);
+  Engine(const EngineOptions& options, Transformer& model, Collective& collective);
 
   absl::Status Init(std::unique_ptr<kvstore::Tier> below);
   absl::StatusOr<int64_t> ServeSelector(const v1::AttentionPolicy& policy);
@@ -113,7 +112,7 @@ class Engine {
   // Gives the sequence memory for its selections if it is to generate and its policy reuses them.
   absl::Status RememberSelections(Sequence& sequence, int64_t end) const;
   absl::Status Compute();
-  absl::Status Sample(const StepBatch& batch, const ForwardResult& forward);
+  absl::Status Sample(const StepBatch& batch, const StepResult& result);
   void FailCorruptSequences();
   void FillReply(const v1::StepPlan& plan, v1::StepReply& reply) const;
   void FillAccounting(const Row& row, v1::RowAccounting& accounting) const;
@@ -121,7 +120,6 @@ class Engine {
   const EngineOptions options_;
   Transformer& model_;
   Collective& collective_;
-  kernels::Executor& executor_;
 
   // Constant after Init.
   std::vector<ServedSelector> selectors_;

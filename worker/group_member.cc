@@ -77,9 +77,8 @@ int64_t GbToBytes(double gb) { return static_cast<int64_t>(gb * 1e9); }
 
 }  // namespace
 
-GroupMember::GroupMember(GroupMemberOptions options, kernels::Executor& executor,
-                         WorkerMetrics& metrics)
-    : options_(std::move(options)), executor_(executor), metrics_(metrics) {}
+GroupMember::GroupMember(GroupMemberOptions options, Backend& backend, WorkerMetrics& metrics)
+    : options_(std::move(options)), backend_(backend), metrics_(metrics) {}
 
 absl::Status GroupMember::Serve(CoordinatorStream& stream) {
   const std::optional<v1::CoordinatorMessage> first = stream.Read();
@@ -125,7 +124,8 @@ absl::Status GroupMember::Load(const v1::ShardPlan& plan, CoordinatorStream& str
                                              .kv = plan.kv(),
                                              .rank = plan.tensor_parallel_rank(),
                                              .num_ranks = plan.tensor_parallel_size(),
-                                             .progress = progress}));
+                                             .progress = progress},
+                                            backend_));
   model_key_ = key;
   return absl::OkStatus();
 }
@@ -159,7 +159,7 @@ absl::StatusOr<std::unique_ptr<Engine>> GroupMember::MakeEngine(const v1::ShardP
                                     .shard = KvShardOf(options, *model_->transformer),
                                     .rank = plan.tensor_parallel_rank(),
                                     .num_ranks = plan.tensor_parallel_size()}));
-  return Engine::Create(options, *model_->transformer, collective, executor_, std::move(disk));
+  return Engine::Create(options, *model_->transformer, collective, std::move(disk));
 }
 
 v1::WorkerMessage GroupMember::MakeReady(const Engine& engine) const {
@@ -176,7 +176,7 @@ v1::WorkerMessage GroupMember::MakeReady(const Engine& engine) const {
   if (model.extension != PositionExtension::kNone) {
     ready.set_trained_window(static_cast<uint32_t>(model.config.max_position_embeddings));
   }
-  ready.set_device_name(options_.device_name);
+  ready.set_device_name(backend_.name());
   ready.set_metrics_address(options_.metrics_address);
   ready.set_attention_parity_tokens(static_cast<uint64_t>(model.config.attention_parity_tokens()));
   ready.set_disk_blocks(static_cast<uint64_t>(engine.store().stats().tier.capacity_blocks));

@@ -13,7 +13,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 
-#include "kernels/base/executor.h"
+#include "worker/backend/backend.h"
 #include "worker/coordinator_stream.h"
 #include "worker/engine.h"
 #include "worker/loaded_model.h"
@@ -25,7 +25,6 @@ namespace kvasir::worker {
 struct GroupMemberOptions {
   std::string collective_host = "127.0.0.1";
   std::string metrics_address;  // for Ready
-  std::string device_name;      // for Ready
   // Called when this worker becomes able to carry out plans, and when it no longer is.
   std::function<void(bool ready)> on_ready;
 };
@@ -33,7 +32,7 @@ struct GroupMemberOptions {
 class GroupMember {
  public:
   // The references outlive the member.
-  GroupMember(GroupMemberOptions options, kernels::Executor& executor, WorkerMetrics& metrics);
+  GroupMember(GroupMemberOptions options, Backend& backend, WorkerMetrics& metrics);
 
   // Serves one stream. OK when the coordinator ended it; else why the group ended.
   absl::Status Serve(CoordinatorStream& stream);
@@ -49,7 +48,7 @@ class GroupMember {
   void ReportTier(Engine& engine, CoordinatorStream& stream);
 
   const GroupMemberOptions options_;
-  kernels::Executor& executor_;
+  Backend& backend_;
   WorkerMetrics& metrics_;
   std::optional<LoadedModel> model_;
   std::string model_key_;  // what of a ShardPlan model_ was loaded for

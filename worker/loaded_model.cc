@@ -58,7 +58,7 @@ absl::StatusOr<int64_t> ContextLength(const v1::ModelConfig& model, const ModelC
 
 }  // namespace
 
-absl::StatusOr<LoadedModel> LoadModel(const LoadModelOptions& options) {
+absl::StatusOr<LoadedModel> LoadModel(const LoadModelOptions& options, Backend& backend) {
   const std::string& folder = options.model.model();
   KVASIR_ASSIGN_OR_RETURN(const ModelConfig config, LoadModelConfig(folder));
   KVASIR_ASSIGN_OR_RETURN(const ShardPlan shard,
@@ -88,7 +88,8 @@ absl::StatusOr<LoadedModel> LoadModel(const LoadModelOptions& options) {
       ModelWeights weights,
       LoadWeights(tensors, config, {.plan = shard, .dtype = dtype, .progress = progress}));
   options.progress("packing weights", 1);
-  KVASIR_ASSIGN_OR_RETURN(loaded.transformer, Transformer::Create(std::move(weights), transformer));
+  KVASIR_ASSIGN_OR_RETURN(loaded.transformer,
+                          Transformer::Create(std::move(weights), transformer, backend));
   return loaded;
 }
 

@@ -12,6 +12,7 @@
 
 #include "kernels/base/dtype.h"
 #include "proto/kvasir/v1/config.pb.h"
+#include "worker/backend/backend.h"
 #include "worker/model/model_hash.h"
 #include "worker/model/transformer.h"
 
@@ -34,7 +35,8 @@ struct LoadModelOptions {
 };
 
 // INVALID_ARGUMENT for a model that does not divide over the ranks, a context beyond the model's,
-// an unknown dtype; otherwise as LoadModelConfig and LoadWeights.
-absl::StatusOr<LoadedModel> LoadModel(const LoadModelOptions& options);
+// an unknown dtype; otherwise as LoadModelConfig, LoadWeights and
+// the backend, which outlives the model.
+absl::StatusOr<LoadedModel> LoadModel(const LoadModelOptions& options, Backend& backend);
 
 }  // namespace kvasir::worker

@@ -58,4 +58,11 @@ struct RowWork {
   const Sequence* sequence = nullptr;
 };
 
+// A block whose page bounds must be made anew from its first tokens before it is appended to.
+struct Truncation {
+  int64_t slot = 0;
+  int64_t block = 0;
+  int64_t num_tokens = 0;
+};
+
 }  // namespace kvasir::worker

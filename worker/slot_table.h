@@ -48,13 +48,6 @@ struct CachedPrefix {
   int64_t disk_tokens = 0;  // restored for this sequence
 };
 
-// A block whose page bounds must be made anew from its first tokens before it is appended to.
-struct Truncation {
-  int64_t slot = 0;
-  int64_t block = 0;
-  int64_t num_tokens = 0;
-};
-
 class SlotTable {
  public:
   // `store` outlives the table.

@@ -60,8 +60,10 @@ void AddAppends(const RowWork& work, int64_t first_row, std::vector<QueryBlock>&
 
 }  // namespace
 
-StepBatch MakeStepBatch(std::span<const RowWork> rows, std::span<const ServedSelector> selectors) {
+StepBatch MakeStepBatch(std::span<const RowWork> rows, std::span<const ServedSelector> selectors,
+                        std::vector<Truncation> truncations) {
   StepBatch batch;
+  batch.truncations = std::move(truncations);
   std::vector<Piece> pieces;
   for (size_t r = 0; r < rows.size(); ++r) {
     const RowWork& work = rows[r];

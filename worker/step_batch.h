@@ -57,6 +57,7 @@ struct StepBatch {
   std::vector<int64_t> positions;
   // First token of each row, and the end: row r has tokens [row_begins[r], row_begins[r + 1]).
   std::vector<int64_t> row_begins;
+  std::vector<Truncation> truncations;  // before anything is appended
   // What is written to the KV: per slot in ascending position, each within one token block.
   std::vector<kernels::QueryBlock> appends;
   // What attends, ordered by selector.
@@ -73,6 +74,7 @@ struct StepBatch {
 
 // REQUIRES: the rows were checked by the slot table; selector indices are within `selectors`; a
 // sequence has memory only if its decode selector has a reuse rule.
-StepBatch MakeStepBatch(std::span<const RowWork> rows, std::span<const ServedSelector> selectors);
+StepBatch MakeStepBatch(std::span<const RowWork> rows, std::span<const ServedSelector> selectors,
+                        std::vector<Truncation> truncations = {});
 
 }  // namespace kvasir::worker

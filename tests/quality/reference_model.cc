@@ -39,22 +39,12 @@ class ReferenceModel::ObservingSelector final : public kernels::AllSelector {
 absl::StatusOr<std::unique_ptr<ReferenceModel>> ReferenceModel::Load(const std::string& folder,
                                                                      int64_t max_tokens,
                                                                      int num_threads) {
-  worker::LoadModelOptions options = {.model = {}, .kv = {}, .progress = [](auto, double) {}};
-  options.model.set_model(folder);
-  options.model.set_max_model_len(static_cast<uint32_t>(max_tokens + kAnswerTokens));
-  options.model.set_allow_long_max_model_len(true);
-  KVASIR_ASSIGN_OR_RETURN(worker::LoadedModel loaded, worker::LoadModel(options));
-  std::unique_ptr<ReferenceModel> model(
-      new ReferenceModel(std::move(loaded), max_tokens + kAnswerTokens, num_threads));
-  KVASIR_RETURN_IF_ERROR(model->Init());
+  std::unique_ptr<ReferenceModel> model(new ReferenceModel(num_threads));
+  KVASIR_RETURN_IF_ERROR(model->Init(folder, max_tokens + kAnswerTokens));
   return model;
 }
 
-ReferenceModel::ReferenceModel(worker::LoadedModel loaded, int64_t max_tokens, int num_threads)
-    : loaded_(std::move(loaded)),
-      executor_(num_threads),
-      kv_(loaded_.transformer->kv_layout(loaded_.kv_dtype), 1,
-          (max_tokens + kPageTokens - 1) / kPageTokens) {
+ReferenceModel::ReferenceModel(int num_threads) : executor_(num_threads) {
   auto observing = std::make_unique<ObservingSelector>();
   observing_ = observing.get();
   selectors_.resize(2);
@@ -65,10 +55,17 @@ ReferenceModel::ReferenceModel(worker::LoadedModel loaded, int64_t max_tokens, i
   sequence_.decode = {.selector = 1, .numbers = {.window_tokens = 1}};
 }
 
-absl::Status ReferenceModel::Init() {
-  KVASIR_ASSIGN_OR_RETURN(activations_,
-                          worker::Activations::Create(loaded_.transformer->activation_sizes(
-                              kChunk, kAnswerTokens, executor_.num_threads())));
+absl::Status ReferenceModel::Init(const std::string& folder, int64_t max_tokens) {
+  worker::LoadModelOptions options = {.model = {}, .kv = {}, .progress = [](auto, double) {}};
+  options.model.set_model(folder);
+  options.model.set_max_model_len(static_cast<uint32_t>(max_tokens));
+  options.model.set_allow_long_max_model_len(true);
+  KVASIR_ASSIGN_OR_RETURN(loaded_, worker::LoadModel(options, backend_));
+  kv_.emplace(loaded_.transformer->kv_layout(loaded_.kv_dtype), 1,
+              (max_tokens + kPageTokens - 1) / kPageTokens);
+  KVASIR_ASSIGN_OR_RETURN(
+      activations_, worker::Activations::Create(
+                        backend_, loaded_.transformer->activation_sizes(kChunk, kAnswerTokens)));
   return absl::OkStatus();
 }
 
@@ -76,15 +73,14 @@ worker::RowWork ReferenceModel::Row(int64_t begin, int64_t end) const {
   return {.slot = 0, .begin = begin, .num_tokens = end - begin, .sequence = &sequence_};
 }
 
-absl::Status ReferenceModel::Forward(worker::StepBatch& batch, worker::ForwardResult& result) {
-  kv_.Grow(0, batch.positions.back() + 1);
+absl::Status ReferenceModel::Forward(worker::StepBatch& batch, worker::StepResult& result) {
+  kv_->Grow(0, batch.positions.back() + 1);
   meter_.BeginStep(batch);
   return loaded_.transformer->Forward({.batch = batch,
-                                       .kv = kv_.View(),
+                                       .kv = kv_->View(),
                                        .activations = activations_,
                                        .meter = meter_,
-                                       .collective = collective_,
-                                       .executor = executor_},
+                                       .collective = collective_},
                                       result);
 }
 
@@ -94,7 +90,7 @@ absl::Status ReferenceModel::Read(const std::vector<int32_t>& document) {
   for (int64_t begin = 0; begin < document_size_; begin += kChunk) {
     const worker::RowWork row = Row(begin, std::min(begin + kChunk, document_size_));
     worker::StepBatch batch = worker::MakeStepBatch(std::span(&row, 1), selectors_);
-    worker::ForwardResult result;
+    worker::StepResult result;
     KVASIR_RETURN_IF_ERROR(Forward(batch, result));
   }
   return absl::OkStatus();
@@ -117,7 +113,7 @@ absl::StatusOr<int64_t> ReferenceModel::Answer(const std::vector<int32_t>& token
   }
   observing_->observer = &observer;
   observing_->num_shown = num_answer;
-  worker::ForwardResult result;
+  worker::StepResult result;
   KVASIR_RETURN_IF_ERROR(Forward(batch, result));
   int64_t right = 0;
   for (int64_t i = 0; i < num_answer; ++i) {

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -16,6 +17,7 @@
 #include "kernels/sparse/stages.h"
 #include "tests/support/fake_paged_kv.h"
 #include "worker/attention_meter.h"
+#include "worker/backend/cpu_backend.h"
 #include "worker/loaded_model.h"
 #include "worker/parallel/single_collective.h"
 #include "worker/step_batch.h"
@@ -46,17 +48,18 @@ class ReferenceModel {
  private:
   class ObservingSelector;
 
-  ReferenceModel(worker::LoadedModel loaded, int64_t max_tokens, int num_threads);
-  absl::Status Init();
-  absl::Status Forward(worker::StepBatch& batch, worker::ForwardResult& result);
+  explicit ReferenceModel(int num_threads);
+  absl::Status Init(const std::string& folder, int64_t max_tokens);
+  absl::Status Forward(worker::StepBatch& batch, worker::StepResult& result);
   worker::RowWork Row(int64_t begin, int64_t end) const;
 
-  const worker::LoadedModel loaded_;
   worker::ThreadPool executor_;
+  worker::CpuBackend backend_{executor_};
+  worker::LoadedModel loaded_;
   worker::SingleCollective collective_;
   worker::AttentionMeter meter_{0};
   worker::Activations activations_;
-  kernels::FakePagedKv kv_;
+  std::optional<kernels::FakePagedKv> kv_;
   std::vector<worker::ServedSelector> selectors_;  // to read with, to answer with
   ObservingSelector* observing_ = nullptr;         // the second of them
   worker::Sequence sequence_;

@@ -38,8 +38,10 @@ class EngineDiskTest : public RandomModelFixture {
     v1::KvConfig config;
     config.set_kv_disk_path(scratch_.path() + "/kv");
     config.set_kv_disk_size_gb(gb);
-    return worker::OpenDisk(
-        {.config = config, .shard = KvShardOf(options, *model_), .rank = 0, .num_ranks = 1});
+    return worker::OpenDisk({.config = config,
+                             .shard = KvShardOf(options, model_->transformer()),
+                             .rank = 0,
+                             .num_ranks = 1});
   }
   std::unique_ptr<TestWorker> Start() {
     return std::make_unique<TestWorker>(*model_, Options(), OpenDisk().value());

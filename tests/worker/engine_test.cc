@@ -233,9 +233,9 @@ TEST_F(EngineTest, AnUnknownReuseRuleListsTheKnownOnes) {
   EngineOptions options = TestWorker::DefaultOptions();
   options.policies[1] = MakeReusingPolicy("hip", "often");
   SingleCollective single;
-  kernels::SerialExecutor executor;
-  EXPECT_THAT(std::string(Engine::Create(options, *model_, single, executor).status().message()),
-              HasSubstr("the reuse rules are interval, cosine, both"));
+  EXPECT_THAT(
+      std::string(Engine::Create(options, model_->transformer(), single).status().message()),
+      HasSubstr("the reuse rules are interval, cosine, both"));
 }
 
 // A decode part with a terminator behind any selector, and a pruner.
@@ -309,9 +309,9 @@ TEST_F(EngineTest, OptionsMakeShapesOfTheirOwn) {
   EngineOptions options = TestWorker::DefaultOptions();
   options.policies[1].mutable_decode()->mutable_infinitehip()->set_probe("last");
   SingleCollective single;
-  kernels::SerialExecutor executor;
-  EXPECT_THAT(std::string(Engine::Create(options, *model_, single, executor).status().message()),
-              HasSubstr("there are digest, centre, first"));
+  EXPECT_THAT(
+      std::string(Engine::Create(options, model_->transformer(), single).status().message()),
+      HasSubstr("there are digest, centre, first"));
 }
 
 TEST_F(EngineTest, EveryMethodIsAFieldOfThePolicy) {
@@ -422,7 +422,8 @@ TEST_F(EngineTest, BudgetsAreTheTokensThatDecodingAttendsTo) {
     return coordinator.result(r).accounting;
   };
   // Seven generated tokens are computed, at positions 500 to 506.
-  const auto rows = static_cast<uint64_t>(7 * 3 * model_->options().config.num_kv_heads);
+  const auto rows =
+      static_cast<uint64_t>(7 * 3 * model_->transformer().options().config.num_kv_heads);
   EXPECT_EQ(run(kAll).attending_rows(), rows);
   EXPECT_EQ(run(kAll).attended_tokens(), rows * 504);
   EXPECT_EQ(run(kStreaming).attended_tokens(), rows * (16 + 70));
@@ -431,10 +432,9 @@ TEST_F(EngineTest, BudgetsAreTheTokensThatDecodingAttendsTo) {
 // Rule R2: a context that budgets cover stands where it stands, also when keys are cached
 // un-rotated. A single token more and positions are compact ones.
 TEST_F(EngineTest, ExtendedPositionsOfShortContextsAreTheModelsOwn) {
-  const std::unique_ptr<Transformer> extended =
-      TestWorker::LoadTransformer({.folder = folder_->folder(),
-                                   .extension = PositionExtension::kStreaming,
-                                   .edit_weights = {}});
+  TestModel extended({.folder = folder_->folder(),
+                      .extension = PositionExtension::kStreaming,
+                      .edit_weights = {}});
   for (const uint32_t policy : {kAll, kStreaming, kQuest, kTokenSelect, kHip, kInfiniteHip}) {
     for (const uint32_t budget : {64u, 4096u}) {
       SCOPED_TRACE(testing::Message() << "policy " << policy << ", budget " << budget);
@@ -442,7 +442,7 @@ TEST_F(EngineTest, ExtendedPositionsOfShortContextsAreTheModelsOwn) {
       for (v1::AttentionPolicy* part : {&request.prefill, &request.decode}) {
         (policy == kStreaming ? part->set_window_tokens(budget) : part->set_token_budget(budget));
       }
-      TestWorker worker(*extended);
+      TestWorker worker(extended);
       TestCoordinator coordinator({.chunk = 128});
       coordinator.Add(request);
       worker.Run(coordinator);
@@ -611,11 +611,11 @@ TEST_F(EngineTest, StopTokensWaitForMinTokens) {
 
 TEST_F(EngineTest, NanRowFailsAloneWithDataLoss) {
   // Token 100 is poison, and kept from being generated.
-  const auto model = TestWorker::LoadTransformer(
-      {.folder = folder_->folder(), .edit_weights = [](ModelWeights& weights) {
-         const kernels::TensorView table = weights.embedding.view;
-         table.As<float>()[100 * table.dim(1)] = std::numeric_limits<float>::quiet_NaN();
-       }});
+  TestModel model({.folder = folder_->folder(), .edit_weights = [](ModelWeights& weights) {
+                     const kernels::TensorView table = weights.embedding.view;
+                     table.As<float>()[100 * table.dim(1)] =
+                         std::numeric_limits<float>::quiet_NaN();
+                   }});
   TestRequest healthy = MakeRequest(200, kQuest);
   for (uint32_t& token : healthy.prompt) token %= 100;
   healthy.sampling.add_stop_token_ids(100);
@@ -623,7 +623,7 @@ TEST_F(EngineTest, NanRowFailsAloneWithDataLoss) {
   TestRequest poisoned = healthy;
   poisoned.prompt[10] = 100;
   poisoned.prompt.resize(150);
-  TestWorker worker(*model);
+  TestWorker worker(model);
   TestCoordinator coordinator({.chunk = 128});
   const size_t good = coordinator.Add(healthy);
   const size_t bad = coordinator.Add(poisoned);
@@ -636,14 +636,14 @@ TEST_F(EngineTest, NanRowFailsAloneWithDataLoss) {
 
 // Else its KV would be sealed, and found by others.
 TEST_F(EngineTest, NanFailsTheChunkThatReadsIt) {
-  const auto model = TestWorker::LoadTransformer(
-      {.folder = folder_->folder(), .edit_weights = [](ModelWeights& weights) {
-         const kernels::TensorView table = weights.embedding.view;
-         table.As<float>()[100 * table.dim(1)] = std::numeric_limits<float>::quiet_NaN();
-       }});
+  TestModel model({.folder = folder_->folder(), .edit_weights = [](ModelWeights& weights) {
+                     const kernels::TensorView table = weights.embedding.view;
+                     table.As<float>()[100 * table.dim(1)] =
+                         std::numeric_limits<float>::quiet_NaN();
+                   }});
   TestRequest request = MakeRequest(300, kStreaming);
   request.prompt[10] = 100;
-  TestWorker worker(*model);
+  TestWorker worker(model);
   TestCoordinator coordinator({.chunk = 64});
   coordinator.Add(request);
   const auto reply = worker.engine().Step(coordinator.NextPlan());
@@ -654,7 +654,8 @@ TEST_F(EngineTest, NanFailsTheChunkThatReadsIt) {
 
 TEST_F(EngineTest, RowWithoutRoomFailsAlone) {
   EngineOptions options = TestWorker::DefaultOptions();
-  options.kv_device_bytes = 5 * model_->kv_layout(kernels::DType::kFloat32).block_bytes();
+  options.kv_device_bytes =
+      5 * model_->transformer().kv_layout(kernels::DType::kFloat32).block_bytes();
   TestWorker worker(*model_, options);
   TestCoordinator coordinator({.chunk = 256});
   const size_t fits = coordinator.Add(MakeRequest(200, kAll));

@@ -170,9 +170,9 @@ RankGroupOptions GroupOptions(const Way& way, DType dtype, int64_t blocks) {
                                         .dtype = dtype,
                                         .max_model_len = 8192,
                                         .extension = way.extension,
+                                        .num_threads = way.num_threads,
                                         .edit_weights = {}},
-                              .size = way.ranks,
-                              .num_threads = way.num_threads};
+                              .size = way.ranks};
   const ModelConfig config = LoadModelConfig(kModel).value();
   const kernels::KvLayout layout = {.num_layers = config.num_layers,
                                     .num_kv_heads = config.num_kv_heads / way.ranks,

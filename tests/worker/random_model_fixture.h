@@ -15,7 +15,8 @@ class RandomModelFixture : public ::testing::Test {
  protected:
   static void SetUpTestSuite() {
     folder_ = std::make_unique<RandomModel>();
-    model_ = TestWorker::LoadTransformer({.folder = folder_->folder(), .edit_weights = {}});
+    model_ = std::make_unique<TestModel>(
+        TestWorkerOptions{.folder = folder_->folder(), .edit_weights = {}});
   }
   static void TearDownTestSuite() {
     model_.reset();
@@ -23,7 +24,7 @@ class RandomModelFixture : public ::testing::Test {
   }
 
   static inline std::unique_ptr<RandomModel> folder_;
-  static inline std::unique_ptr<Transformer> model_;
+  static inline std::unique_ptr<TestModel> model_;
 };
 
 }  // namespace kvasir::worker

@@ -22,7 +22,6 @@ struct RankGroupOptions {
   TestWorkerOptions model;  // but for the rank
   int size = 1;
   EngineOptions engine = TestWorker::DefaultOptions();
-  int num_threads = 1;    // of each rank
   std::string disk_path = "";  // empty: no disk tier
   absl::Duration timeout = absl::Seconds(20);
 };
@@ -37,10 +36,10 @@ class RankGroup {
       TestWorkerOptions model = options.model;
       model.rank = rank;
       model.num_ranks = options.size;
-      r.model = TestWorker::LoadTransformer(model);
+      r.model = std::make_unique<TestModel>(model);
       r.collective = Connect(options, rank, relay);
       r.worker = std::make_unique<TestWorker>(*r.model, *r.collective, options.engine,
-                                              options.num_threads, Disk(options, rank, *r.model));
+                                              Disk(options, rank, r.model->transformer()));
     });
   }
 
@@ -85,7 +84,7 @@ class RankGroup {
 
  private:
   struct Rank {
-    std::unique_ptr<Transformer> model;
+    std::unique_ptr<TestModel> model;
     std::unique_ptr<Collective> collective;
     std::unique_ptr<TestWorker> worker;
   };

@@ -18,6 +18,7 @@
 #include "tests/worker/random_model.h"
 #include "tests/worker/test_coordinator.h"
 #include "tests/worker/test_worker.h"
+#include "worker/backend/cpu_backend.h"
 #include "worker/group_member.h"
 #include "worker/metrics.h"
 
@@ -31,8 +32,7 @@ class WorkerProcess {
  public:
   WorkerProcess()
       : metrics_(registry_),
-        member_({.metrics_address = "127.0.0.1:1", .device_name = "test", .on_ready = [](bool) {}},
-                executor_, metrics_),
+        member_({.metrics_address = "127.0.0.1:1", .on_ready = [](bool) {}}, backend_, metrics_),
         service_([this](CoordinatorStream& stream) { return member_.Serve(stream); }) {
     grpc::ServerBuilder builder;
     builder.AddListeningPort(address(), grpc::InsecureServerCredentials());
@@ -57,6 +57,7 @@ class WorkerProcess {
   prometheus::Registry registry_;
   WorkerMetrics metrics_;
   kernels::SerialExecutor executor_;
+  CpuBackend backend_{executor_};
   GroupMember member_;
   WorkerService service_;
   std::unique_ptr<grpc::Server> server_;

@@ -1,5 +1,5 @@
-// An engine with all it borrows, for tests: a model loaded from a folder, an executor, and the
-// logits of every sampled row.
+// An engine with all it borrows, for tests: a model loaded from a folder with what it computes on,
+// and the logits of every sampled row.
 #pragma once
 
 #include <functional>
@@ -13,6 +13,7 @@
 
 #include "proto/selector_field.h"
 #include "tests/worker/test_coordinator.h"
+#include "worker/backend/cpu_backend.h"
 #include "worker/engine.h"
 #include "worker/model/weights.h"
 #include "worker/parallel/single_collective.h"
@@ -152,15 +153,15 @@ struct TestWorkerOptions {
   kernels::DType dtype = kernels::DType::kFloat32;
   int64_t max_model_len = 4096;
   PositionExtension extension = PositionExtension::kNone;
+  int num_threads = 1;
   // Called on the weights before they are packed.
   std::function<void(ModelWeights&)> edit_weights;
 };
 
-class TestWorker {
+// A transformer with what it computes on.
+class TestModel {
  public:
-  using Logits = std::vector<float>;
-
-  static std::unique_ptr<Transformer> LoadTransformer(const TestWorkerOptions& options) {
+  explicit TestModel(const TestWorkerOptions& options) : executor_(options.num_threads) {
     const ModelConfig config = LoadModelConfig(options.folder).value();
     const ShardPlan shard = ShardPlan::Make(config, options.rank, options.num_ranks).value();
     const SafetensorsFolder tensors = SafetensorsFolder::Open(options.folder).value();
@@ -168,13 +169,27 @@ class TestWorker {
         LoadWeights(tensors, config, {.plan = shard, .dtype = options.dtype, .progress = {}})
             .value();
     if (options.edit_weights) options.edit_weights(weights);
-    return Transformer::Create(std::move(weights), {.config = config,
-                                                    .shard = shard,
-                                                    .dtype = options.dtype,
-                                                    .max_model_len = options.max_model_len,
-                                                    .extension = options.extension})
-        .value();
+    transformer_ = Transformer::Create(std::move(weights),
+                                       {.config = config,
+                                        .shard = shard,
+                                        .dtype = options.dtype,
+                                        .max_model_len = options.max_model_len,
+                                        .extension = options.extension},
+                                       backend_)
+                       .value();
   }
+
+  Transformer& transformer() { return *transformer_; }
+
+ private:
+  ThreadPool executor_;
+  CpuBackend backend_{executor_};
+  std::unique_ptr<Transformer> transformer_;
+};
+
+class TestWorker {
+ public:
+  using Logits = std::vector<float>;
 
   // Enough room for everything unless the options say otherwise.
   static EngineOptions DefaultOptions() {
@@ -200,20 +215,17 @@ class TestWorker {
             .mass_sample_rate = 0};
   }
 
-  TestWorker(Transformer& model, Collective& collective,
-             const EngineOptions& options = DefaultOptions(), int num_threads = 1,
-             std::unique_ptr<kvstore::Tier> below = nullptr)
-      : executor_(num_threads) {
-    engine_ = Engine::Create(options, model, collective, executor_, std::move(below)).value();
+  TestWorker(TestModel& model, Collective& collective,
+             const EngineOptions& options = DefaultOptions(),
+             std::unique_ptr<kvstore::Tier> below = nullptr) {
+    engine_ = Engine::Create(options, model.transformer(), collective, std::move(below)).value();
     engine_->set_logits_tap([this](int64_t slot, int64_t position, std::span<const float> row) {
       logits_[{slot, position}] = Logits(row.begin(), row.end());
     });
   }
-  explicit TestWorker(Transformer& model, const EngineOptions& options = DefaultOptions(),
-                      int num_threads = 1)
-      : TestWorker(model, single_, options, num_threads) {}
-  TestWorker(Transformer& model, const EngineOptions& options, std::unique_ptr<kvstore::Tier> below)
-      : TestWorker(model, single_, options, 1, std::move(below)) {}
+  explicit TestWorker(TestModel& model, const EngineOptions& options = DefaultOptions(),
+                      std::unique_ptr<kvstore::Tier> below = nullptr)
+      : TestWorker(model, single_, options, std::move(below)) {}
 
   Engine& engine() { return *engine_; }
   // By (slot, position of the last token before the sampled one).
@@ -232,7 +244,6 @@ class TestWorker {
 
  private:
   SingleCollective single_;
-  ThreadPool executor_;
   std::unique_ptr<Engine> engine_;
   std::map<std::pair<int64_t, int64_t>, Logits> logits_;
 };

@@ -1,20 +1,14 @@
-// Working memory of a forward pass, taken once for the largest step that will be asked for, and the
-// views of it for a step of some number of tokens. Owned by the engine, lent to the transformer.
-// Thread-compatible.
+// What layers hand to each other in a forward pass: memory of a backend, taken once for the largest
+// step that will be asked for, and the views of it for a step of some number of tokens. Owned by
+// the engine, lent to the transformer. Thread-compatible.
 #pragma once
 
 #include <cstdint>
-#include <span>
-#include <vector>
 
 #include "absl/status/statusor.h"
 
-#include "kernels/base/buffer.h"
-#include "kernels/base/scratch.h"
 #include "kernels/base/tensor.h"
-#include "kernels/paged/page_selection.h"
-#include "kernels/sparse/quality_contract.h"
-#include "worker/step_batch.h"
+#include "worker/backend/backend.h"
 
 namespace kvasir::worker {
 
@@ -30,7 +24,6 @@ struct ActivationSizes {
   int64_t vocab_rows = 0;  // of the widest rank
   int64_t num_ranks = 1;
   int64_t kv_replicas = 1;  // ranks that share a KV head
-  int64_t gemm_scratch_bytes = 0;
   // Of the largest step.
   int64_t max_tokens = 0;
   int64_t max_logits_rows = 0;
@@ -39,8 +32,8 @@ struct ActivationSizes {
 // One buffer that is viewed with as many rows as a step has.
 class ActivationBuffer {
  public:
-  static absl::StatusOr<ActivationBuffer> Create(kernels::DType dtype, int64_t max_rows,
-                                                 int64_t width);
+  static absl::StatusOr<ActivationBuffer> Create(Backend& backend, kernels::DType dtype,
+                                                 int64_t max_rows, int64_t width);
   ActivationBuffer() = default;
 
   // REQUIRES: rows <= max_rows.
@@ -49,14 +42,14 @@ class ActivationBuffer {
   kernels::TensorView Heads(int64_t rows, int64_t heads) const;
 
  private:
-  kernels::HostBuffer memory_;
+  Memory memory_;
   kernels::DType dtype_ = kernels::DType::kFloat32;
   int64_t max_rows_ = 0;
   int64_t width_ = 0;
 };
 
 struct Activations {
-  static absl::StatusOr<Activations> Create(const ActivationSizes& sizes);
+  static absl::StatusOr<Activations> Create(Backend& backend, const ActivationSizes& sizes);
 
   // dtype of the model, but for what is named float32.
   ActivationBuffer residual;  // [tokens, hidden]: x, to which every layer adds
@@ -69,26 +62,12 @@ struct Activations {
   ActivationBuffer gathered_q;                 // [ranks * tokens, num_heads * head_dim]
   ActivationBuffer group_q;                    // [tokens, kv_replicas * num_heads * head_dim]
   ActivationBuffer attended;                   // [tokens, num_heads * head_dim]
-  ActivationBuffer lse;                        // [tokens, num_heads] float32
   ActivationBuffer gate_up;                    // [tokens, 2 * intermediate]
   ActivationBuffer gated;                      // [tokens, intermediate]
   ActivationBuffer last_residual, last_delta;  // [logits rows, hidden]
   ActivationBuffer local_logits;               // [logits rows, vocab_rows] float32
   ActivationBuffer gathered_logits;            // [ranks * logits rows, vocab_rows] float32
   ActivationBuffer logits;                     // [logits rows, vocab] float32
-
-  kernels::HostBuffer gemm_scratch;
-  kernels::Scratch attention_scratch;
-
-  // Memory of a step's selection. Lists grow with the budgets that requests ask for.
-  std::vector<kernels::SelectionHeader> headers;
-  kernels::Scratch entries;
-  kernels::ContractKeeper contract_keeper;
-  // A selection with a row for each (block, KV head) and room for what the selectors may need with
-  // these numbers, the blocks'.
-  absl::StatusOr<kernels::PageSelection> MakeSelection(
-      const StepBatch& batch, std::span<const kernels::SelectionNumbers> numbers,
-      int64_t num_kv_heads);
 };
 
 }  // namespace kvasir::worker

@@ -6,9 +6,6 @@
 #include <utility>
 
 #include "kernels/base/status_macros.h"
-#include "kernels/dense/embedding.h"
-#include "kernels/dense/rms_norm.h"
-#include "kernels/dense/silu_mul.h"
 #include "worker/model/rope_frequencies.h"
 
 namespace kvasir::worker {
@@ -18,63 +15,34 @@ using kernels::DType;
 using kernels::PackedLinear;
 using kernels::TensorView;
 
-template <typename Rope>
-Rope MakeRope(const TransformerOptions& options) {
-  const RopeFrequencies f =
-      ComputeRopeFrequencies(options.config, options.longest_position_range());
-  return Rope(f.inv_freq, f.attention_factor);
-}
-
-std::span<std::byte> GemmScratch(const Activations& a) {
-  return {a.gemm_scratch.data(), static_cast<size_t>(a.gemm_scratch.size_bytes())};
-}
-
 absl::Span<float> Floats(const TensorView& tensor) {
   return {tensor.As<float>(), static_cast<size_t>(tensor.num_elements())};
 }
 
-// All exponent bits set: NaN or infinity. Without branches, so that it runs at memory speed.
-bool AllFinite(const TensorView& tensor, int64_t begin_row, int64_t end_row) {
-  const int64_t width = tensor.dim(1);
-  uint32_t bad = 0;
-  for (int64_t i = begin_row * width; i < end_row * width; ++i) {
-    if (tensor.dtype() == DType::kFloat32) {
-      const uint32_t bits = tensor.As<uint32_t>()[i];
-      bad |= static_cast<uint32_t>((bits & 0x7f800000u) == 0x7f800000u);
-    } else {
-      const uint32_t bits = tensor.As<uint16_t>()[i];
-      bad |= static_cast<uint32_t>((bits & 0x7f80u) == 0x7f80u);
-    }
-  }
-  return bad == 0;
-}
-
-// Copies rows [rows] of `from` to `to`.
-absl::Status GatherRows(const TensorView& from, std::vector<int32_t>& rows, const TensorView& to) {
-  return kernels::Embedding(
-      {.table = from, .ids = TensorView(rows.data(), DType::kInt32, {std::ssize(rows)}), .y = to});
+absl::StatusOr<std::unique_ptr<Linear>> MakeLinear(const HostTensor& weight, DType input,
+                                                   DType output, Backend& backend) {
+  const PackedLinear::Part part = {.weight = weight.view, .bias = {}};
+  return backend.MakeLinear(std::span(&part, 1), {.input = input, .output = output});
 }
 
 }  // namespace
 
-Transformer::Transformer(const TransformerOptions& options)
-    : options_(options),
-      rope_(MakeRope<kernels::RopeTable>(options)),
-      compact_rope_(MakeRope<kernels::RopePositions>(options)) {}
-
-absl::StatusOr<std::unique_ptr<Transformer>> Transformer::Create(
-    ModelWeights weights, const TransformerOptions& options) {
-  auto model = std::unique_ptr<Transformer>(new Transformer(options));
+absl::StatusOr<std::unique_ptr<Transformer>> Transformer::Create(ModelWeights weights,
+                                                                 const TransformerOptions& options,
+                                                                 Backend& backend) {
+  auto model = std::unique_ptr<Transformer>(new Transformer(options, backend));
+  KVASIR_ASSIGN_OR_RETURN(
+      model->rope_,
+      backend.MakeRope(
+          ComputeRopeFrequencies(options.config, options.longest_position_range()),
+          options.extension == PositionExtension::kNone ? KeyForm::kRotated : KeyForm::kUnrotated));
   for (size_t i = 0; i < weights.layers.size(); ++i) {
     KVASIR_RETURN_IF_ERROR(model->AddLayer(static_cast<int64_t>(i), std::move(weights.layers[i])));
   }
-  const PackedLinear::Part head = {.weight = weights.lm_head.view, .bias = {}};
-  KVASIR_ASSIGN_OR_RETURN(PackedLinear packed,
-                          PackedLinear::Create(std::span(&head, 1), {.input = options.dtype,
-                                                                     .output = DType::kFloat32}));
-  model->head_ = std::make_unique<PackedLinear>(std::move(packed));
-  model->embedding_ = std::move(weights.embedding);
-  model->final_norm_ = std::move(weights.final_norm);
+  KVASIR_ASSIGN_OR_RETURN(model->head_,
+                          MakeLinear(weights.lm_head, options.dtype, DType::kFloat32, backend));
+  KVASIR_ASSIGN_OR_RETURN(model->embedding_, backend.Place(std::move(weights.embedding)));
+  KVASIR_ASSIGN_OR_RETURN(model->final_norm_, backend.Place(std::move(weights.final_norm)));
   return model;
 }
 
@@ -89,19 +57,17 @@ absl::Status Transformer::AddLayer(int64_t index, LayerWeights weights) {
                               .head_dim = options_.config.head_dim,
                               .norm_epsilon = static_cast<float>(options_.config.rms_norm_eps),
                               .dtype = dtype,
-                              .output_dtype = output_dtype}));
-  const PackedLinear::Part gate_up_part = {.weight = weights.gate_up.view, .bias = {}};
-  KVASIR_ASSIGN_OR_RETURN(
-      PackedLinear gate_up,
-      PackedLinear::Create(std::span(&gate_up_part, 1), {.input = dtype, .output = dtype}));
+                              .output_dtype = output_dtype},
+                             backend_));
+  KVASIR_ASSIGN_OR_RETURN(auto gate_up, MakeLinear(weights.gate_up, dtype, dtype, backend_));
   weights.gate_up = {};
-  const PackedLinear::Part down_part = {.weight = weights.down.view, .bias = {}};
-  KVASIR_ASSIGN_OR_RETURN(
-      PackedLinear down,
-      PackedLinear::Create(std::span(&down_part, 1), {.input = dtype, .output = output_dtype}));
-  layers_.push_back({.input_norm = std::move(weights.input_norm),
+  KVASIR_ASSIGN_OR_RETURN(auto down, MakeLinear(weights.down, dtype, output_dtype, backend_));
+  KVASIR_ASSIGN_OR_RETURN(Tensor input_norm, backend_.Place(std::move(weights.input_norm)));
+  KVASIR_ASSIGN_OR_RETURN(Tensor post_attention_norm,
+                          backend_.Place(std::move(weights.post_attention_norm)));
+  layers_.push_back({.input_norm = std::move(input_norm),
                      .attention = std::move(attention),
-                     .post_attention_norm = std::move(weights.post_attention_norm),
+                     .post_attention_norm = std::move(post_attention_norm),
                      .gate_up = std::move(gate_up),
                      .down = std::move(down)});
   return absl::OkStatus();
@@ -114,14 +80,7 @@ kernels::KvLayout Transformer::kv_layout(DType kv_dtype) const {
           .dtype = kv_dtype};
 }
 
-ActivationSizes Transformer::activation_sizes(int64_t max_tokens, int64_t max_logits_rows,
-                                              int num_threads) const {
-  int64_t gemm_scratch = head_->ScratchBytes(num_threads);
-  for (const Layer& layer : layers_) {
-    gemm_scratch =
-        std::max({gemm_scratch, layer.attention.GemmScratchBytes(num_threads),
-                  layer.gate_up.ScratchBytes(num_threads), layer.down.ScratchBytes(num_threads)});
-  }
+ActivationSizes Transformer::activation_sizes(int64_t max_tokens, int64_t max_logits_rows) const {
   return {.dtype = options_.dtype,
           .hidden = options_.config.hidden_size,
           .num_heads = options_.shard.query_heads.size(),
@@ -132,35 +91,38 @@ ActivationSizes Transformer::activation_sizes(int64_t max_tokens, int64_t max_lo
           .vocab_rows = options_.shard.vocab_rows_per_rank,
           .num_ranks = options_.shard.num_ranks,
           .kv_replicas = options_.shard.kv_replicas,
-          .gemm_scratch_bytes = gemm_scratch,
           .max_tokens = max_tokens,
           .max_logits_rows = max_logits_rows};
 }
 
-absl::Status Transformer::Forward(const ForwardParams& params, ForwardResult& result) {
+absl::Status Transformer::Forward(const ForwardParams& params, StepResult& result) {
+  const Activations& a = params.activations;
   const int64_t tokens = params.batch.num_tokens();
-  if (compact_rope() == nullptr) rope_.SetPositions(params.batch.positions, params.executor);
-  std::vector<int32_t> ids = params.batch.tokens;
-  KVASIR_RETURN_IF_ERROR(
-      GatherRows(embedding_.view, ids, params.activations.residual.Rows(tokens)));
+  KVASIR_RETURN_IF_ERROR(backend_.BeginStep({.batch = params.batch,
+                                             .kv = params.kv,
+                                             .rope = *rope_,
+                                             .shard = options_.shard,
+                                             .meter = params.meter,
+                                             .collective = params.collective}));
+  KVASIR_RETURN_IF_ERROR(backend_.EmbedTokens(embedding_.view, a.residual.Rows(tokens)));
   bool first = true;
-  for (Layer& layer : layers_) {
+  for (const Layer& layer : layers_) {
     KVASIR_RETURN_IF_ERROR(RunLayer(params, layer, first));
     first = false;
   }
-  CheckRows(params, result.row_is_finite);
-  return ComputeLogits(params, result.logits);
+  const TensorView logits = a.logits.Rows(std::ssize(params.batch.sampled_tokens));
+  KVASIR_RETURN_IF_ERROR(ComputeLogits(params, logits));
+  return backend_.EndStep(
+      {.residual = a.residual.Rows(tokens), .delta = a.delta.Rows(tokens), .logits = logits},
+      result);
 }
 
-absl::Status Transformer::RunLayer(const ForwardParams& params, Layer& layer, bool first) {
+absl::Status Transformer::RunLayer(const ForwardParams& params, const Layer& layer,
+                                   bool first) const {
   const StepContext step = {.batch = params.batch,
-                            .kv = params.kv,
-                            .rope = rope_,
-                            .compact_rope = compact_rope(),
                             .activations = params.activations,
-                            .meter = params.meter,
                             .collective = params.collective,
-                            .executor = params.executor};
+                            .backend = backend_};
   KVASIR_RETURN_IF_ERROR(AddAndNormalize(params, layer.input_norm, /*add=*/!first));
   KVASIR_RETURN_IF_ERROR(layer.attention.Run(step, LayerOutput(params)));
   KVASIR_RETURN_IF_ERROR(ReduceLayerOutput(params));
@@ -169,26 +131,24 @@ absl::Status Transformer::RunLayer(const ForwardParams& params, Layer& layer, bo
   return ReduceLayerOutput(params);
 }
 
-absl::Status Transformer::RunMlp(const ForwardParams& params, Layer& layer) {
+absl::Status Transformer::RunMlp(const ForwardParams& params, const Layer& layer) const {
   const Activations& a = params.activations;
   const int64_t tokens = params.batch.num_tokens();
-  KVASIR_RETURN_IF_ERROR(layer.gate_up.Run(a.normed.Rows(tokens), a.gate_up.Rows(tokens),
-                                           GemmScratch(a), params.executor));
-  KVASIR_RETURN_IF_ERROR(kernels::SiluMul(
-      {.gate_up = a.gate_up.Rows(tokens), .y = a.gated.Rows(tokens)}, params.executor));
-  return layer.down.Run(a.gated.Rows(tokens), LayerOutput(params), GemmScratch(a), params.executor);
+  KVASIR_RETURN_IF_ERROR(layer.gate_up->Run(a.normed.Rows(tokens), a.gate_up.Rows(tokens)));
+  KVASIR_RETURN_IF_ERROR(
+      backend_.SiluMul({.gate_up = a.gate_up.Rows(tokens), .y = a.gated.Rows(tokens)}));
+  return layer.down->Run(a.gated.Rows(tokens), LayerOutput(params));
 }
 
-absl::Status Transformer::AddAndNormalize(const ForwardParams& params, const HostTensor& weight,
-                                          bool add) {
+absl::Status Transformer::AddAndNormalize(const ForwardParams& params, const Tensor& weight,
+                                          bool add) const {
   const Activations& a = params.activations;
   const int64_t tokens = params.batch.num_tokens();
-  return kernels::RmsNorm({.x = a.residual.Rows(tokens),
+  return backend_.RmsNorm({.x = a.residual.Rows(tokens),
                            .add = add ? a.delta.Rows(tokens) : TensorView(),
                            .weight = weight.view,
                            .y = a.normed.Rows(tokens),
-                           .epsilon = static_cast<float>(options_.config.rms_norm_eps)},
-                          params.executor);
+                           .epsilon = static_cast<float>(options_.config.rms_norm_eps)});
 }
 
 TensorView Transformer::LayerOutput(const ForwardParams& params) const {
@@ -206,7 +166,7 @@ absl::Status Transformer::ReduceLayerOutput(const ForwardParams& params) const {
     return absl::OkStatus();
   }
   const int64_t width = partial.dim(1);
-  params.executor.ParallelFor(partial.dim(0), [&](int64_t row, int) {
+  backend_.executor().ParallelFor(partial.dim(0), [&](int64_t row, int) {
     for (int64_t i = row * width; i < (row + 1) * width; ++i) {
       delta.As<kernels::BFloat16>()[i] = kernels::BFloat16(partial.As<float>()[i]);
     }
@@ -214,45 +174,31 @@ absl::Status Transformer::ReduceLayerOutput(const ForwardParams& params) const {
   return absl::OkStatus();
 }
 
-// Every token of a row counts, also where nothing is sampled: its KV would poison what follows.
-void Transformer::CheckRows(const ForwardParams& params,
-                            std::vector<uint8_t>& row_is_finite) const {
-  const std::vector<int64_t>& begins = params.batch.row_begins;
+absl::Status Transformer::ComputeLogits(const ForwardParams& params,
+                                        const TensorView& logits) const {
   const Activations& a = params.activations;
   const int64_t tokens = params.batch.num_tokens();
-  row_is_finite.clear();
-  for (size_t r = 0; r + 1 < begins.size(); ++r) {
-    row_is_finite.push_back(AllFinite(a.residual.Rows(tokens), begins[r], begins[r + 1]) &&
-                            AllFinite(a.delta.Rows(tokens), begins[r], begins[r + 1]));
-  }
-}
-
-absl::Status Transformer::ComputeLogits(const ForwardParams& params, TensorView& logits) {
-  const Activations& a = params.activations;
-  const int64_t tokens = params.batch.num_tokens();
-  const int64_t rows = std::ssize(params.batch.sampled_tokens);
-  logits = a.logits.Rows(rows);
+  const int64_t rows = logits.dim(0);
   if (rows == 0) return absl::OkStatus();
-  std::vector<int32_t> ids(params.batch.sampled_tokens.begin(), params.batch.sampled_tokens.end());
   const TensorView x = a.last_residual.Rows(rows);
-  KVASIR_RETURN_IF_ERROR(GatherRows(a.residual.Rows(tokens), ids, x));
-  KVASIR_RETURN_IF_ERROR(GatherRows(a.delta.Rows(tokens), ids, a.last_delta.Rows(rows)));
+  KVASIR_RETURN_IF_ERROR(backend_.TakeSampled(a.residual.Rows(tokens), x));
+  KVASIR_RETURN_IF_ERROR(backend_.TakeSampled(a.delta.Rows(tokens), a.last_delta.Rows(rows)));
   KVASIR_RETURN_IF_ERROR(
-      kernels::RmsNorm({.x = x,
+      backend_.RmsNorm({.x = x,
                         .add = a.last_delta.Rows(rows),
                         .weight = final_norm_.view,
                         .y = x,
-                        .epsilon = static_cast<float>(options_.config.rms_norm_eps)},
-                       params.executor));
-  if (!is_parallel()) return head_->Run(x, logits, GemmScratch(a), params.executor);
+                        .epsilon = static_cast<float>(options_.config.rms_norm_eps)}));
+  if (!is_parallel()) return head_->Run(x, logits);
   const TensorView local(a.local_logits.Rows(rows).data(), DType::kFloat32,
                          {rows, head_->out_features()});
-  KVASIR_RETURN_IF_ERROR(head_->Run(x, local, GemmScratch(a), params.executor));
+  KVASIR_RETURN_IF_ERROR(head_->Run(x, local));
   return GatherLogits(params, logits);
 }
 
 // Ranks own ranges of the vocabulary; the last may be narrower, and sends padding.
-absl::Status Transformer::GatherLogits(const ForwardParams& params, const TensorView& logits) {
+absl::Status Transformer::GatherLogits(const ForwardParams& params,
+                                       const TensorView& logits) const {
   const Activations& a = params.activations;
   const int64_t rows = logits.dim(0);
   const int64_t width = options_.shard.vocab_rows_per_rank;

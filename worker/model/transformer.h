@@ -1,7 +1,7 @@
 // The model: from the tokens of a step to the logits of the rows that sample. It holds one rank's
-// packed weights and hides the layers; sums over ranks go through the Collective, in float32. Every
-// row's result depends on that row and its own KV only. Made once when a worker loads a model, used
-// by one engine at a time. Thread-compatible.
+// weights and hides the layers; what computes them is the backend's, and sums over ranks go through
+// the Collective, in float32. Every row's result depends on that row and its own KV only. Made once
+// when a worker loads a model, used by one engine at a time. Thread-compatible.
 //
 //   x = embedding(tokens)
 //   each layer:  x += sum over ranks of attention(norm(x));  x += sum over ranks of mlp(norm(x))
@@ -16,11 +16,9 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 
-#include "kernels/base/executor.h"
-#include "kernels/dense/gemm.h"
-#include "kernels/dense/rope.h"
 #include "kernels/paged/paged_kv.h"
 #include "worker/attention_meter.h"
+#include "worker/backend/backend.h"
 #include "worker/model/activations.h"
 #include "worker/model/attention_layer.h"
 #include "worker/model/model_config.h"
@@ -57,64 +55,55 @@ struct ForwardParams {
   Activations& activations;
   AttentionMeter& meter;
   Collective& collective;
-  kernels::Executor& executor;
-};
-
-struct ForwardResult {
-  kernels::TensorView logits;          // [sampled rows, vocab] float32, until the next step
-  std::vector<uint8_t> row_is_finite;  // per row of the batch; 0: NaN or infinity reached it
 };
 
 class Transformer {
  public:
-  // Packs the weights and frees them on the way.
+  // Hands the weights to the backend and frees them on the way. The backend outlives the model.
   static absl::StatusOr<std::unique_ptr<Transformer>> Create(ModelWeights weights,
-                                                             const TransformerOptions& options);
+                                                             const TransformerOptions& options,
+                                                             Backend& backend);
 
   // An error leaves the KV of the step undefined and the collective, perhaps, broken.
-  absl::Status Forward(const ForwardParams& params, ForwardResult& result);
+  absl::Status Forward(const ForwardParams& params, StepResult& result);
 
   const TransformerOptions& options() const { return options_; }
+  Backend& backend() const { return backend_; }
   kernels::KvLayout kv_layout(kernels::DType kv_dtype) const;
   // What Forward needs for steps of these sizes.
-  ActivationSizes activation_sizes(int64_t max_tokens, int64_t max_logits_rows,
-                                   int num_threads) const;
+  ActivationSizes activation_sizes(int64_t max_tokens, int64_t max_logits_rows) const;
 
  private:
   struct Layer {
-    HostTensor input_norm;
+    Tensor input_norm;
     AttentionLayer attention;
-    HostTensor post_attention_norm;
-    kernels::PackedLinear gate_up;
-    kernels::PackedLinear down;
+    Tensor post_attention_norm;
+    std::unique_ptr<Linear> gate_up;
+    std::unique_ptr<Linear> down;
   };
 
-  explicit Transformer(const TransformerOptions& options);
+  Transformer(const TransformerOptions& options, Backend& backend)
+      : options_(options), backend_(backend) {}
 
   absl::Status AddLayer(int64_t index, LayerWeights weights);
-  absl::Status RunLayer(const ForwardParams& params, Layer& layer, bool first);
-  absl::Status RunMlp(const ForwardParams& params, Layer& layer);
+  absl::Status RunLayer(const ForwardParams& params, const Layer& layer, bool first) const;
+  absl::Status RunMlp(const ForwardParams& params, const Layer& layer) const;
   // normed = norm(residual += delta).
-  absl::Status AddAndNormalize(const ForwardParams& params, const HostTensor& weight, bool add);
+  absl::Status AddAndNormalize(const ForwardParams& params, const Tensor& weight, bool add) const;
   // Where a layer's output projection writes, and the sum over ranks that makes it `delta`.
   kernels::TensorView LayerOutput(const ForwardParams& params) const;
   absl::Status ReduceLayerOutput(const ForwardParams& params) const;
-  absl::Status ComputeLogits(const ForwardParams& params, kernels::TensorView& logits);
-  absl::Status GatherLogits(const ForwardParams& params, const kernels::TensorView& logits);
-  void CheckRows(const ForwardParams& params, std::vector<uint8_t>& row_is_finite) const;
-  // Null where keys are cached rotated.
-  kernels::RopePositions* compact_rope() {
-    return options_.extension == PositionExtension::kNone ? nullptr : &compact_rope_;
-  }
+  absl::Status ComputeLogits(const ForwardParams& params, const kernels::TensorView& logits) const;
+  absl::Status GatherLogits(const ForwardParams& params, const kernels::TensorView& logits) const;
   bool is_parallel() const { return options_.shard.num_ranks > 1; }
 
   const TransformerOptions options_;
-  HostTensor embedding_;
+  Backend& backend_;
+  Tensor embedding_;
   std::vector<Layer> layers_;
-  HostTensor final_norm_;
-  std::unique_ptr<kernels::PackedLinear> head_;
-  kernels::RopeTable rope_;              // of the step's own positions
-  kernels::RopePositions compact_rope_;  // of those that selections give
+  Tensor final_norm_;
+  std::unique_ptr<Linear> head_;
+  std::unique_ptr<Rope> rope_;
 };
 
 }  // namespace kvasir::worker

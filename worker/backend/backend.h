@@ -1,0 +1,151 @@
+// Where a worker computes: the memory that ops read and write, and one method for each op that the
+// model calls. The transformer and the attention layer are written once over it; hidden behind it
+// is whether an op takes an executor or a stream, its scratch, and everything between a layer's
+// queries and what they attended to: tables of the step, selections, where those lie. One for each
+// worker, chosen at start. Linear layers, rotary embeddings and placed weights are made by it when
+// a model is loaded, and go back to it only.
+//
+// A step is wholly on one side: tensors that ops take lie in memory of Allocate or Place, and no op
+// asks. Thread-compatible: the engine's thread.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+
+#include "kernels/base/executor.h"
+#include "kernels/base/tensor.h"
+#include "kernels/dense/gemm.h"
+#include "kernels/dense/rms_norm.h"
+#include "kernels/dense/silu_mul.h"
+#include "kernels/paged/paged_kv.h"
+#include "worker/attention_meter.h"
+#include "worker/backend/memory.h"
+#include "worker/model/rope_frequencies.h"
+#include "worker/model/shard_plan.h"
+#include "worker/model/weights.h"
+#include "worker/parallel/collective.h"
+#include "worker/step_batch.h"
+
+namespace kvasir::worker {
+
+// y = x * w^T + bias (kernels/dense/gemm.h). The backend that made it outlives it.
+class Linear {
+ public:
+  virtual ~Linear() = default;
+  // x [M, in_features], y [M, out_features]; errors as of kernels::PackedLinear::Run.
+  virtual absl::Status Run(const kernels::TensorView& x, const kernels::TensorView& y) = 0;
+  virtual int64_t out_features() const = 0;
+};
+
+// How keys are cached, and with them queries are.
+enum class KeyForm : uint8_t {
+  kRotated,    // by their own positions
+  kUnrotated,  // not: selections give the positions that attention rotates to
+};
+
+// What a backend keeps of a model's rotary embedding.
+class Rope {
+ public:
+  virtual ~Rope() = default;
+};
+
+// What the ops of one step share. Borrowed from BeginStep to EndStep.
+struct StepInputs {
+  const StepBatch& batch;
+  const kernels::PagedKv& kv;
+  Rope& rope;
+  const ShardPlan& shard;
+  AttentionMeter& meter;
+  Collective& collective;  // for selections of layer scope
+};
+
+// The queries of one layer.
+struct LayerQueries {
+  int64_t layer = 0;
+  float scale = 0;        // of logits
+  kernels::TensorView q;  // [tokens, heads, head_dim]
+};
+
+// What the layers left behind.
+struct StepOutputs {
+  // [tokens, hidden]: every token of a row counts, also where nothing is sampled, for its KV would
+  // poison what follows.
+  kernels::TensorView residual, delta;
+  kernels::TensorView logits;  // [sampled rows, vocab] float32
+};
+
+struct StepResult {
+  kernels::TensorView logits;          // [sampled rows, vocab] float32, in host memory until the
+                                       // next step
+  std::vector<uint8_t> row_is_finite;  // per row of the batch; 0: NaN or infinity reached it
+};
+
+class Backend {
+ public:
+  virtual ~Backend() = default;
+  Backend(const Backend&) = delete;
+  Backend& operator=(const Backend&) = delete;
+
+  // "cpu, 8 threads"
+  virtual std::string name() const = 0;
+  // For what is done in host memory wherever the model runs: sampling.
+  kernels::Executor& executor() const { return executor_; }
+
+  // --- when a model is loaded, or an engine made ---
+
+  // RESOURCE_EXHAUSTED when there is no memory.
+  virtual absl::StatusOr<Memory> Allocate(int64_t bytes) = 0;
+  // A weight that ops read as it is; what is empty stays empty.
+  virtual absl::StatusOr<Tensor> Place(HostTensor weight) = 0;
+  // Parts, in host memory, and options as of kernels::PackedLinear::Create; copied.
+  virtual absl::StatusOr<std::unique_ptr<Linear>> MakeLinear(
+      std::span<const kernels::PackedLinear::Part> parts,
+      const kernels::PackedLinear::Options& options) = 0;
+  virtual absl::StatusOr<std::unique_ptr<Rope>> MakeRope(const RopeFrequencies& frequencies,
+                                                         KeyForm form) = 0;
+
+  // --- a step: BeginStep, ops in any number, EndStep ---
+
+  // Makes the bounds of truncated blocks anew.
+  virtual absl::Status BeginStep(const StepInputs& step) = 0;
+
+  // y [tokens, hidden] = rows of `table` that the step's tokens name.
+  virtual absl::Status EmbedTokens(const kernels::TensorView& table,
+                                   const kernels::TensorView& y) = 0;
+  // y [sampled rows, hidden] = rows of x [tokens, hidden] whose logits are wanted.
+  virtual absl::Status TakeSampled(const kernels::TensorView& x, const kernels::TensorView& y) = 0;
+  virtual absl::Status RmsNorm(const kernels::RmsNormParams& params) = 0;
+  virtual absl::Status SiluMul(const kernels::SiluMulParams& params) = 0;
+  // Rotates x [tokens, heads, head_dim] to the step's positions, in place; nothing where keys are
+  // cached un-rotated.
+  virtual absl::Status Rotate(const kernels::TensorView& x) = 0;
+  // Writes k and v [tokens, KV heads, head_dim] into the step's pages (kernels/paged/append.h).
+  virtual absl::Status AppendKv(int64_t layer, const kernels::TensorView& k,
+                                const kernels::TensorView& v) = 0;
+  // Chooses what the queries of each row attend to, by the row's policy: reuse gate, selector,
+  // positions, pruner, contract of quality. `queries` has all query heads of the rank's KV heads,
+  // also those that other ranks attend with. Holds until Attend of the same layer.
+  virtual absl::Status Select(const LayerQueries& queries) = 0;
+  // out [tokens, heads, head_dim] = attention of this rank's heads to what was selected; tells the
+  // meter. Rows that need an absent page become NaN, and no others.
+  virtual absl::Status Attend(const LayerQueries& queries, const kernels::TensorView& out) = 0;
+
+  virtual absl::Status EndStep(const StepOutputs& outputs, StepResult& result) = 0;
+
+ protected:
+  // `executor` outlives the backend.
+  explicit Backend(kernels::Executor& executor) : executor_(executor) {}
+
+ private:
+  kernels::Executor& executor_;
+};
+
+}  // namespace kvasir::worker

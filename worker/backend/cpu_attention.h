@@ -1,0 +1,73 @@
+// What lies between a layer's queries and what they attended to, on the CPU: the stages of each
+// row's policy in their order, then attention over pages. One path for dense and sparse, for
+// prefill and decode. It holds the memory of a layer's selection; layers take turns. Called by the
+// CPU backend. Thread-compatible.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+
+#include "kernels/attention/attend.h"
+#include "kernels/base/executor.h"
+#include "kernels/base/scratch.h"
+#include "kernels/dense/rope.h"
+#include "kernels/paged/page_selection.h"
+#include "kernels/sparse/quality_contract.h"
+#include "kernels/sparse/stages.h"
+#include "worker/backend/backend.h"
+
+namespace kvasir::worker {
+
+// Where the tokens of a step are, as attention needs it.
+struct CpuRotation {
+  kernels::QueryRotation queries = {};        // by which they were rotated
+  kernels::RopePositions* compact = nullptr;  // null: keys are cached rotated
+};
+
+class CpuAttention {
+ public:
+  absl::Status Select(const StepInputs& step, const CpuRotation& rotation,
+                      const LayerQueries& queries, kernels::Executor& executor);
+  // To what Select selected.
+  absl::Status Attend(const StepInputs& step, const CpuRotation& rotation,
+                      const LayerQueries& queries, const kernels::TensorView& out,
+                      kernels::Executor& executor);
+
+ private:
+  void SetNumbers(const StepBatch& batch, int64_t layer);
+  // Makes selection_, with a row for each (block, KV head) and room for what the selectors may
+  // need with these numbers.
+  absl::Status MakeSelection(const StepInputs& step);
+  absl::Status SelectGroup(const SelectorGroup& group, const kernels::SelectParams& params,
+                           kernels::PageSelection& rows, const StepInputs& step,
+                           kernels::Executor& executor);
+  // What the rows of a group remember of earlier steps.
+  std::span<kernels::RowMemory* const> MemoriesOf(const StepInputs& step,
+                                                  const SelectorGroup& group, int64_t layer);
+  // Makes good what falls short of a policy's min_mass.
+  absl::Status KeepContract(const StepInputs& step, const SelectorGroup& group,
+                            const kernels::SelectParams& params, kernels::PageSelection& rows,
+                            kernels::Executor& executor);
+  void MakeTerminations(const StepInputs& step);
+
+  // Lists grow with the budgets that requests ask for.
+  std::vector<kernels::SelectionHeader> headers_;
+  kernels::Scratch entries_;
+  kernels::PageSelection selection_;
+  kernels::ContractKeeper contract_keeper_;
+  kernels::Scratch scratch_;
+  kernels::Scratch lse_;
+  // Of the layer at hand; budgets and dense layers are worked in.
+  std::vector<kernels::SelectionNumbers> numbers_;
+  std::vector<kernels::RowMemory*> memories_;  // of the rows of a group
+  std::vector<uint8_t> faults_;                // [num_slots]
+  // Empty where no policy ends rows early.
+  std::vector<kernels::Termination> terminations_;
+  std::vector<kernels::UnreadPages> unread_;
+};
+
+}  // namespace kvasir::worker

@@ -1,0 +1,167 @@
+#include "worker/backend/cpu_backend.h"
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+
+#include "kernels/base/status_macros.h"
+#include "kernels/dense/embedding.h"
+#include "kernels/paged/append.h"
+#include "kernels/paged/digests.h"
+
+namespace kvasir::worker {
+
+using kernels::DType;
+using kernels::PackedLinear;
+using kernels::TensorView;
+
+namespace {
+
+// All exponent bits set: NaN or infinity. Without branches, so that it runs at memory speed.
+bool AllFinite(const TensorView& tensor, int64_t begin_row, int64_t end_row) {
+  const int64_t width = tensor.dim(1);
+  uint32_t bad = 0;
+  for (int64_t i = begin_row * width; i < end_row * width; ++i) {
+    if (tensor.dtype() == DType::kFloat32) {
+      const uint32_t bits = tensor.As<uint32_t>()[i];
+      bad |= static_cast<uint32_t>((bits & 0x7f800000u) == 0x7f800000u);
+    } else {
+      const uint32_t bits = tensor.As<uint16_t>()[i];
+      bad |= static_cast<uint32_t>((bits & 0x7f80u) == 0x7f80u);
+    }
+  }
+  return bad == 0;
+}
+
+absl::Status GatherRows(const TensorView& from, std::vector<int32_t>& rows, const TensorView& to) {
+  return kernels::Embedding(
+      {.table = from, .ids = TensorView(rows.data(), DType::kInt32, {std::ssize(rows)}), .y = to});
+}
+
+}  // namespace
+
+class CpuBackend::CpuLinear final : public Linear {
+ public:
+  CpuLinear(PackedLinear packed, CpuBackend& backend)
+      : packed_(std::move(packed)), backend_(backend) {}
+
+  absl::Status Run(const TensorView& x, const TensorView& y) override {
+    kernels::Executor& executor = backend_.executor();
+    const int64_t bytes = packed_.ScratchBytes(executor.num_threads());
+    KVASIR_ASSIGN_OR_RETURN(std::byte* const scratch, backend_.linear_scratch_.Reserve(bytes));
+    return packed_.Run(x, y, {scratch, static_cast<size_t>(bytes)}, executor);
+  }
+  int64_t out_features() const override { return packed_.out_features(); }
+
+ private:
+  PackedLinear packed_;
+  CpuBackend& backend_;
+};
+
+struct CpuBackend::CpuRope final : Rope {
+  CpuRope(const RopeFrequencies& f, KeyForm key_form)
+      : form(key_form),
+        own(f.inv_freq, f.attention_factor),
+        compact(f.inv_freq, f.attention_factor) {}
+
+  const KeyForm form;
+  kernels::RopeTable own;          // of the step's own positions
+  kernels::RopePositions compact;  // of those that selections give
+};
+
+std::string CpuBackend::name() const {
+  return absl::StrCat("cpu, ", executor().num_threads(), " threads");
+}
+
+absl::StatusOr<Memory> CpuBackend::Allocate(int64_t bytes) {
+  KVASIR_ASSIGN_OR_RETURN(kernels::HostBuffer buffer, kernels::HostBuffer::Allocate(bytes));
+  return Memory(std::move(buffer), kernels::Device::kCpu);
+}
+
+absl::StatusOr<Tensor> CpuBackend::Place(HostTensor weight) {
+  return Tensor{.memory = Memory(std::move(weight.memory), kernels::Device::kCpu),
+                .view = weight.view};
+}
+
+absl::StatusOr<std::unique_ptr<Linear>> CpuBackend::MakeLinear(
+    std::span<const PackedLinear::Part> parts, const PackedLinear::Options& options) {
+  KVASIR_ASSIGN_OR_RETURN(PackedLinear packed, PackedLinear::Create(parts, options));
+  // Now, so that no step runs out of memory for it.
+  KVASIR_RETURN_IF_ERROR(
+      linear_scratch_.Reserve(packed.ScratchBytes(executor().num_threads())).status());
+  return std::make_unique<CpuLinear>(std::move(packed), *this);
+}
+
+absl::StatusOr<std::unique_ptr<Rope>> CpuBackend::MakeRope(const RopeFrequencies& frequencies,
+                                                           KeyForm form) {
+  return std::make_unique<CpuRope>(frequencies, form);
+}
+
+CpuBackend::CpuRope& CpuBackend::rope() const { return static_cast<CpuRope&>(step_->rope); }
+
+CpuRotation CpuBackend::rotation() const {
+  CpuRope& r = rope();
+  if (r.form == KeyForm::kUnrotated) return {.queries = {}, .compact = &r.compact};
+  return {.queries = {.cos = r.own.cos(), .sin = r.own.sin()}, .compact = nullptr};
+}
+
+absl::Status CpuBackend::BeginStep(const StepInputs& step) {
+  step_.emplace(step);
+  for (const Truncation& t : step.batch.truncations) {
+    KVASIR_RETURN_IF_ERROR(kernels::RebuildBounds(step.kv, t.slot, t.block, t.num_tokens));
+  }
+  if (rope().form == KeyForm::kRotated) rope().own.SetPositions(step.batch.positions, executor());
+  return absl::OkStatus();
+}
+
+absl::Status CpuBackend::EmbedTokens(const TensorView& table, const TensorView& y) {
+  row_indices_ = step_->batch.tokens;
+  return GatherRows(table, row_indices_, y);
+}
+
+absl::Status CpuBackend::TakeSampled(const TensorView& x, const TensorView& y) {
+  const std::vector<int64_t>& tokens = step_->batch.sampled_tokens;
+  row_indices_.assign(tokens.begin(), tokens.end());
+  return GatherRows(x, row_indices_, y);
+}
+
+absl::Status CpuBackend::RmsNorm(const kernels::RmsNormParams& params) {
+  return kernels::RmsNorm(params, executor());
+}
+
+absl::Status CpuBackend::SiluMul(const kernels::SiluMulParams& params) {
+  return kernels::SiluMul(params, executor());
+}
+
+absl::Status CpuBackend::Rotate(const TensorView& x) {
+  if (rope().form == KeyForm::kUnrotated) return absl::OkStatus();
+  return kernels::ApplyRope(rope().own, x, executor());
+}
+
+absl::Status CpuBackend::AppendKv(int64_t layer, const TensorView& k, const TensorView& v) {
+  return kernels::AppendKv(
+      {.k = k, .v = v, .kv = step_->kv, .layer = layer, .blocks = step_->batch.appends},
+      executor());
+}
+
+absl::Status CpuBackend::Select(const LayerQueries& queries) {
+  return attention_.Select(*step_, rotation(), queries, executor());
+}
+
+absl::Status CpuBackend::Attend(const LayerQueries& queries, const TensorView& out) {
+  return attention_.Attend(*step_, rotation(), queries, out, executor());
+}
+
+absl::Status CpuBackend::EndStep(const StepOutputs& outputs, StepResult& result) {
+  result.logits = outputs.logits;
+  result.row_is_finite.clear();
+  const std::vector<int64_t>& begins = step_->batch.row_begins;
+  for (size_t r = 0; r + 1 < begins.size(); ++r) {
+    result.row_is_finite.push_back(AllFinite(outputs.residual, begins[r], begins[r + 1]) &&
+                                   AllFinite(outputs.delta, begins[r], begins[r + 1]));
+  }
+  step_.reset();
+  return absl::OkStatus();
+}
+
+}  // namespace kvasir::worker

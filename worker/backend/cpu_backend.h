@@ -1,0 +1,56 @@
+// The backend on the CPU: ops over host memory, spread over the worker's threads. It holds the
+// scratch of linear layers (one at a time runs) and of attention. Thread-compatible.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "kernels/base/scratch.h"
+#include "kernels/dense/rope.h"
+#include "worker/backend/backend.h"
+#include "worker/backend/cpu_attention.h"
+
+namespace kvasir::worker {
+
+class CpuBackend final : public Backend {
+ public:
+  explicit CpuBackend(kernels::Executor& executor) : Backend(executor) {}
+
+  std::string name() const override;
+  absl::StatusOr<Memory> Allocate(int64_t bytes) override;
+  absl::StatusOr<Tensor> Place(HostTensor weight) override;
+  absl::StatusOr<std::unique_ptr<Linear>> MakeLinear(
+      std::span<const kernels::PackedLinear::Part> parts,
+      const kernels::PackedLinear::Options& options) override;
+  absl::StatusOr<std::unique_ptr<Rope>> MakeRope(const RopeFrequencies& frequencies,
+                                                 KeyForm form) override;
+
+  absl::Status BeginStep(const StepInputs& step) override;
+  absl::Status EmbedTokens(const kernels::TensorView& table, const kernels::TensorView& y) override;
+  absl::Status TakeSampled(const kernels::TensorView& x, const kernels::TensorView& y) override;
+  absl::Status RmsNorm(const kernels::RmsNormParams& params) override;
+  absl::Status SiluMul(const kernels::SiluMulParams& params) override;
+  absl::Status Rotate(const kernels::TensorView& x) override;
+  absl::Status AppendKv(int64_t layer, const kernels::TensorView& k,
+                        const kernels::TensorView& v) override;
+  absl::Status Select(const LayerQueries& queries) override;
+  absl::Status Attend(const LayerQueries& queries, const kernels::TensorView& out) override;
+  absl::Status EndStep(const StepOutputs& outputs, StepResult& result) override;
+
+ private:
+  class CpuLinear;
+  struct CpuRope;
+
+  CpuRope& rope() const;
+  CpuRotation rotation() const;
+
+  kernels::Scratch linear_scratch_;
+  CpuAttention attention_;
+  std::optional<StepInputs> step_;    // from BeginStep to EndStep
+  std::vector<int32_t> row_indices_;  // of the step, as the op that gathers rows takes them
+};
+
+}  // namespace kvasir::worker

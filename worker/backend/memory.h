@@ -1,0 +1,48 @@
+// Owned memory of a backend, of whatever kind it allocates, freed by the destructor; and a tensor
+// with its memory. Held by activations and by the model, which do not know the kind.
+// Thread-compatible.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <utility>
+
+#include "kernels/base/tensor.h"
+
+namespace kvasir::worker {
+
+class Memory {
+ public:
+  // None: data() is null.
+  Memory() = default;
+  // Takes over a buffer (kernels/base/buffer.h, device_buffer.h).
+  template <typename Buffer>
+  Memory(Buffer buffer, kernels::Device device)
+      : data_(buffer.data()),
+        device_(device),
+        owner_(std::make_unique<Owner<Buffer>>(std::move(buffer))) {}
+
+  std::byte* data() const { return data_; }
+  kernels::Device device() const { return device_; }
+
+ private:
+  struct AnyOwner {
+    virtual ~AnyOwner() = default;
+  };
+  template <typename Buffer>
+  struct Owner final : AnyOwner {
+    explicit Owner(Buffer owned) : buffer(std::move(owned)) {}
+    Buffer buffer;
+  };
+
+  std::byte* data_ = nullptr;
+  kernels::Device device_ = kernels::Device::kCpu;
+  std::unique_ptr<AnyOwner> owner_;
+};
+
+struct Tensor {
+  Memory memory;
+  kernels::TensorView view;
+};
+
+}  // namespace kvasir::worker
