@@ -52,6 +52,7 @@ class TransformerGoldenTest : public testing::TestWithParam<GoldenCase> {
                                           .max_model_len = std::ssize(run.tokens),
                                           .edit_weights = {}},
                                 .size = GetParam().ranks};
+    options.engine.policies = {MakePolicy("all", "all")};  // requests name the first
     options.engine.kv_dtype = dtype;
     options.engine.max_num_seqs = 1;
     options.engine.max_num_batched_tokens = kChunk;
