@@ -5,7 +5,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <utility>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -39,23 +38,5 @@ absl::StatusOr<SelectLaunch> MakeSelectLaunch(absl::string_view name, const Sele
 // FAILED_PRECONDITION unless the KV keeps bounds, or key codes.
 absl::Status RequireBounds(absl::string_view name, const PagedKv& kv);
 absl::Status RequireKeyCodes(absl::string_view name, const PagedKv& kv);
-
-// Lays out a workspace in pieces of 256 bytes; counts them where `base` is null.
-class WorkspacePieces {
- public:
-  explicit WorkspacePieces(std::byte* base) : base_(base) {}
-
-  template <typename T>
-  T* Take(int64_t count) {
-    std::byte* const piece = base_ == nullptr ? nullptr : base_ + bytes_;
-    bytes_ += (count * static_cast<int64_t>(sizeof(T)) + 255) / 256 * 256;
-    return reinterpret_cast<T*>(piece);
-  }
-  int64_t bytes() const { return bytes_; }
-
- private:
-  std::byte* const base_;
-  int64_t bytes_ = 0;
-};
 
 }  // namespace kvasir::kernels

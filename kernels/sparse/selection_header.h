@@ -41,18 +41,25 @@ KVASIR_HOST_DEVICE inline SelectionHeader MakeHeader(const QueryBlock& block,
           .made_at = block.first_position};
 }
 
+// Candidates are the tokens [sink_end, window_begin + reach), so many. None for kAll.
+KVASIR_HOST_DEVICE inline int64_t NumCandidates(const SelectionHeader& header,
+                                                const SelectionNumbers& numbers) {
+  if (header.kind == SelectionHeader::Kind::kAll) return 0;
+  return std::max<int64_t>(0, header.window_begin + numbers.reach_tokens - header.sink_end);
+}
+
 struct PageRange {
   int64_t begin = 0;
   int64_t end = 0;
   KVASIR_HOST_DEVICE int64_t size() const { return end - begin; }
 };
 
-// Pages that hold candidates: those that intersect [sink_end, window_begin + reach). None for kAll.
+// Pages that hold candidates.
 KVASIR_HOST_DEVICE inline PageRange CandidatePages(const SelectionHeader& header,
                                                    const SelectionNumbers& numbers) {
-  const int64_t end = header.window_begin + numbers.reach_tokens;
-  if (header.kind == SelectionHeader::Kind::kAll || header.sink_end >= end) return {};
-  return {.begin = header.sink_end / kPageTokens, .end = CeilPages(end)};
+  const int64_t count = NumCandidates(header, numbers);
+  if (count == 0) return {};
+  return {.begin = header.sink_end / kPageTokens, .end = CeilPages(header.sink_end + count)};
 }
 
 }  // namespace kvasir::kernels

@@ -4,6 +4,7 @@
 
 #include <functional>
 #include <gtest/gtest.h>
+#include <tuple>
 #include <vector>
 
 #include "kernels/sparse/stages.h"
@@ -110,5 +111,20 @@ inline std::vector<int64_t> TokensOf(const SelectionHeader& header, const Select
   }
   return tokens;
 }
+
+// head_dim, query heads of a KV head, dtype of q, dtype of the KV.
+class SelectorCudaTest : public testing::TestWithParam<std::tuple<int64_t, int64_t, DType, DType>> {
+ protected:
+  void SetUp() override {
+    if (!HasGpu()) GTEST_SKIP() << "no GPU on this machine";
+  }
+  static AttentionShape Shape() {
+    return {.activation = std::get<2>(GetParam()),
+            .kv = std::get<3>(GetParam()),
+            .head_dim = std::get<0>(GetParam()),
+            .kv_heads = 2,
+            .group = std::get<1>(GetParam())};
+  }
+};
 
 }  // namespace kvasir::kernels

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "kernels/base/cuda_status.h"
+#include "kernels/base/scratch.h"
 #include "kernels/base/status_macros.h"
 #include "kernels/sparse/infinitehip/infinitehip_launch.h"
 
@@ -24,7 +25,7 @@ int64_t MaxChunks(const InfiniteHipCuda& method, const PagedKv& kv) {
 
 // Returns the bytes of it all.
 int64_t LayOut(std::byte* workspace, int64_t rows, int64_t pages, InfiniteHipLaunch& launch) {
-  WorkspacePieces pieces(workspace);
+  ScratchPieces pieces(workspace);
   for (InfiniteHipLaunch::Kept& kept : launch.kept) {
     kept.begins = pieces.Take<int32_t>(rows * launch.max_chunks);
     kept.counts = pieces.Take<int32_t>(rows);
@@ -52,11 +53,8 @@ absl::Status SelectInfiniteHip(const InfiniteHipCuda& method, const SelectParams
   KVASIR_RETURN_IF_ERROR(RequireKeyCodes("infinitehip", params.kv));
   if (params.blocks.empty()) return absl::OkStatus();
   const InfiniteHipSelector::Preset& preset = *method.preset;
-  InfiniteHipLaunch launch = {.select = select,
-                              .grid = {.chunk_tokens = preset.stages[0].chunk_tokens,
-                                       .overlap = preset.overlap(),
-                                       .keep_tokens = preset.stages[0].keep_tokens},
-                              .max_chunks = MaxChunks(method, params.kv)};
+  InfiniteHipLaunch launch = {
+      .select = select, .grid = preset.grid(), .max_chunks = MaxChunks(method, params.kv)};
   std::copy(preset.stages.begin(), preset.stages.end(), launch.stages);
   LayOut(workspace, out.num_rows, params.kv.max_blocks_per_slot, launch);
   for (int stage = method.first_stage; stage < kStages; ++stage) {

@@ -22,7 +22,7 @@ struct InfiniteHipLaunch {
 
   SelectLaunch select = {};
   Stage stages[InfiniteHipSelector::kStages] = {};
-  ChunkGrid grid = {};          // of stage 1
+  ChunkGrid grid = {};     // of stage 1
   int64_t max_chunks = 0;  // of a row, in any stage, after it was split
   Kept kept[InfiniteHipSelector::kStages] = {};
   uint32_t* page_scores = nullptr;   // [rows, max_blocks_per_slot]; stage 1

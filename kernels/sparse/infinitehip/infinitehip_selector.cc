@@ -32,12 +32,6 @@ constexpr struct {
 
 constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Chunks of stage 1 of a row with candidates.
-int64_t FirstChunks(const Preset& preset, const SelectionHeader& header, int64_t window) {
-  const int64_t last = header.query_position - (window - preset.overlap());
-  return (last - header.sink_end) / preset.stages[0].chunk_tokens + 1;
-}
-
 // Chunks that a stage of a row may have.
 int64_t MaxChunks(const Preset& preset, const QueryBlock& block, const SelectionNumbers& numbers) {
   int64_t chunks = block.first_position / preset.stages[0].chunk_tokens + 1;
@@ -112,7 +106,7 @@ class Pruning {
 
  private:
   void TakeAllChunks() {
-    num_chunks_ = FirstChunks(preset_, row_.header, row_.numbers.window_tokens);
+    num_chunks_ = preset_.grid().Count(row_.header, row_.numbers);
     for (int64_t j = 0; j < num_chunks_; ++j) {
       memory_.begins[j] = row_.header.sink_end + j * preset_.stages[0].chunk_tokens;
     }
@@ -171,10 +165,9 @@ class Pruning {
 };
 
 // Whether there is something to choose from; makes the header.
-bool Begin(const SelectRow& row) {
+bool Begin(const SelectRow& row, const Preset& preset) {
   row.header = MakeHeader(row.block, row.numbers);
-  return row.header.kind == SelectionHeader::Kind::kList &&
-         row.header.sink_end < row.header.window_begin && row.numbers.budget_tokens > 0;
+  return preset.grid().Count(row.header, row.numbers) > 0;
 }
 
 // What both scopes do for one row: its part of a stage's scores.
@@ -217,7 +210,7 @@ class LayerSelection {
       const PageSelection rows = out_.Rows(first_row, heads_);
       const SelectRow first(p_, out_, first_row);
       if (!IsToRun(first)) continue;
-      if (Begin(first)) {
+      if (Begin(first, row_scores_.preset)) {
         ScratchPieces pieces(shared_);
         ChunkMemory chunks(pieces, sizes_.chunks);
         KVASIR_RETURN_IF_ERROR(Pruning(first, row_scores_.preset, chunks)
@@ -360,7 +353,7 @@ absl::Status InfiniteHipSelector::Select(const SelectParams& p, PageSelection& o
   return WithThreadMemory(
       p, out, executor, [&](ScratchPieces& pieces) { return ThreadMemory(pieces, p, sizes); },
       [&](const SelectRow& row, ThreadMemory& memory) {
-        if (!Begin(row)) return;
+        if (!Begin(row, preset_)) return;
         const absl::Status status =
             Pruning(row, preset_, memory.chunks)
                 .Run([&](const ChunkList& chunks, size_t stage, float* scores) {

@@ -58,6 +58,7 @@
 #include "absl/status/statusor.h"
 
 #include "kernels/base/host_device.h"
+#include "kernels/sparse/chunk_grid.h"
 #include "kernels/sparse/methods.h"
 #include "kernels/sparse/stages.h"
 
@@ -72,8 +73,7 @@ class InfiniteHipSelector : public Selector {
     int64_t query_stride = 0;
 
     KVASIR_HOST_DEVICE int64_t KeptChunks(int64_t budget) const {
-      const int64_t tokens = keep_tokens > budget ? keep_tokens : budget;
-      return (tokens + chunk_tokens - 1) / chunk_tokens;
+      return kernels::KeptChunks(chunk_tokens, keep_tokens, budget);
     }
   };
   struct Preset {
@@ -83,6 +83,12 @@ class InfiniteHipSelector : public Selector {
 
     // How far a list reaches into the window, for as many steps as it may serve at least.
     int64_t overlap() const { return std::max(stages[0].chunk_tokens, kPageTokens); }
+    // What stage 1 begins with.
+    ChunkGrid grid() const {
+      return {.chunk_tokens = stages[0].chunk_tokens,
+              .overlap = overlap(),
+              .keep_tokens = stages[0].keep_tokens};
+    }
   };
   enum class Probe { kDigest, kCentre, kFirst };
 

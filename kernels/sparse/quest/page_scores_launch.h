@@ -5,34 +5,11 @@
 #include <cstdint>
 #include <cuda_runtime_api.h>
 
+#include "kernels/sparse/chunk_grid.h"
 #include "kernels/sparse/select_cuda.h"
 #include "kernels/sparse/selection_header.h"
 
 namespace kvasir::kernels {
-
-// Chunks of equal length from the end of the sink on, so many tokens each, as far as they begin
-// `overlap` tokens into the window; for a selector that keeps those of so many tokens, or of its
-// budget where that is more.
-struct ChunkGrid {
-  int64_t chunk_tokens = 0;
-  int64_t overlap = 0;
-  int64_t keep_tokens = 0;
-
-  KVASIR_HOST_DEVICE int64_t Kept(const SelectionNumbers& numbers) const {
-    const int64_t tokens =
-        keep_tokens > numbers.budget_tokens ? keep_tokens : numbers.budget_tokens;
-    return (tokens + chunk_tokens - 1) / chunk_tokens;
-  }
-
-  KVASIR_HOST_DEVICE int64_t Count(const SelectionHeader& header,
-                                   const SelectionNumbers& numbers) const {
-    const bool is_list = header.kind == SelectionHeader::Kind::kList &&
-                         header.sink_end < header.window_begin && numbers.budget_tokens > 0;
-    if (!is_list) return 0;
-    const int64_t last = header.query_position - (numbers.window_tokens - overlap);
-    return (last - header.sink_end) / chunk_tokens + 1;
-  }
-};
 
 // All pointers are device memory.
 struct PageScoreLaunch {

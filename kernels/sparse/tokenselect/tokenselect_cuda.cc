@@ -5,6 +5,7 @@
 #include "absl/strings/str_cat.h"
 
 #include "kernels/base/cuda_status.h"
+#include "kernels/base/scratch.h"
 #include "kernels/base/status_macros.h"
 #include "kernels/sparse/tokenselect/tokenselect_launch.h"
 
@@ -23,7 +24,7 @@ int64_t LayOut(std::byte* workspace, const PagedKv& kv, int64_t group, int64_t r
   launch.blocks_of_row =
       std::clamp<int64_t>((pages + kPagesOfBlock - 1) / kPagesOfBlock, 1, kVoteBlocks);
   const int64_t tokens = rows * launch.max_tokens;
-  WorkspacePieces pieces(workspace);
+  ScratchPieces pieces(workspace);
   launch.parts = pieces.Take<SoftmaxSum>(rows * launch.blocks_of_row * group);
   launch.votes = pieces.Take<uint32_t>(tokens);
   launch.bins = pieces.Take<uint32_t>(rows * kVoteBins);

@@ -72,16 +72,11 @@ void ForEachVote(std::span<float> logits, const Add& add) {
   for (size_t j = 0; j < logits.size(); ++j) add(j, static_cast<double>(logits[j]) / sum);
 }
 
-int64_t NumCandidates(const SelectRow& row) {
-  if (row.header.kind == SelectionHeader::Kind::kAll) return 0;
-  return std::max<int64_t>(0, row.candidates_end() - row.header.sink_end);
-}
-
 // Calls add(j, vote) with the votes of the row's heads for all candidates. REQUIRES: the row has
 // candidates.
 template <typename Add>
 void Vote(const SelectRow& row, const ThreadMemory& memory, const Add& add) {
-  const int64_t candidates = NumCandidates(row);
+  const int64_t candidates = NumCandidates(row.header, row.numbers);
   AverageQueries(row, memory);
   KeyLogits keys(row, KeyForm::kCached, memory.tile);
   const auto token_at = [&](int64_t j) { return row.header.sink_end + j; };
@@ -110,7 +105,7 @@ void ListBest(const SelectRow& row, std::span<Ranked> ranked) {
 
 void SelectTokens(const SelectRow& row, const ThreadMemory& memory) {
   row.header = MakeHeader(row.block, row.numbers);
-  const int64_t candidates = NumCandidates(row);
+  const int64_t candidates = NumCandidates(row.header, row.numbers);
   if (candidates == 0) return;
   std::fill_n(memory.votes, candidates, 0.0f);
   Vote(row, memory, [&](size_t j, double vote) { memory.votes[j] += static_cast<float>(vote); });
@@ -163,7 +158,7 @@ class LayerSelection {
     const SelectRow first(p_, out_, first_row);
     if (!IsToRun(first)) return absl::OkStatus();
     for (int64_t i = 0; i < heads_; ++i) rows.header(i) = MakeHeader(first.block, first.numbers);
-    const int64_t candidates = NumCandidates(first);
+    const int64_t candidates = NumCandidates(first.header, first.numbers);
     if (candidates == 0) return absl::OkStatus();
     const auto vote = [&](int64_t head, int thread) {
       int64_t* votes = votes_ + head * candidates;

@@ -30,10 +30,7 @@ struct VotingRow {
       : at(p.select, row),
         header(MakeHeader(at.block, at.numbers)),
         begin(header.sink_end),
-        count(
-            header.kind == SelectionHeader::Kind::kAll
-                ? 0
-                : max(int64_t{0}, header.window_begin + at.numbers.reach_tokens - header.sink_end)),
+        count(NumCandidates(header, at.numbers)),
         wanted(min(count, at.numbers.budget_tokens)) {}
 
   __device__ int64_t first_page() const { return begin / kPageTokens; }

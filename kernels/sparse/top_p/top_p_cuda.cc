@@ -3,6 +3,7 @@
 #include "absl/strings/str_cat.h"
 
 #include "kernels/base/cuda_status.h"
+#include "kernels/base/scratch.h"
 #include "kernels/base/status_macros.h"
 #include "kernels/sparse/top_p/top_p_launch.h"
 
@@ -12,7 +13,7 @@ namespace {
 // Returns the bytes of it all.
 int64_t LayOut(std::byte* workspace, int64_t rows, int64_t group, int64_t capacity,
                TopPLaunch& launch) {
-  WorkspacePieces pieces(workspace);
+  ScratchPieces pieces(workspace);
   launch.counts = pieces.Take<TopPCounts>(rows);
   launch.offsets = pieces.Take<int32_t>(rows * capacity);
   launch.weights = pieces.Take<float>(rows * group * launch.max_tokens);

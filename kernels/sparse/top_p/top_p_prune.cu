@@ -9,6 +9,7 @@
 #include "kernels/sparse/block_select.cuh"
 #include "kernels/sparse/key_code_logits.cuh"
 #include "kernels/sparse/top_p/top_p_launch.h"
+#include "kernels/sparse/top_p/top_p_rule.h"
 
 namespace kvasir::kernels {
 namespace {
@@ -19,19 +20,6 @@ constexpr int kWarps = kThreads / kWarpThreads;
 constexpr int64_t kEstimateBlocks = 1024;
 // Weights of a head that are searched in shared memory; more stay where they are.
 constexpr int64_t kCopiedWeights = 24 * 1024;
-// As on the CPU.
-constexpr double kRounding = 1e-6;
-
-__device__ bool IsPruned(const DeviceRow& row, const SelectionHeader& header) {
-  return header.kind == SelectionHeader::Kind::kList && header.count > 0 &&
-         row.block.num_rows == 1 && row.numbers.top_p < 1;  // false for NaN
-}
-
-// The tokens of an entry that compete: those between sink and window.
-__device__ uint64_t Competing(const SelectionHeader& header, const SelectionEntry& entry) {
-  const int64_t start = entry.page * kPageTokens;
-  return entry.chosen & TokenMask(header.sink_end - start, header.window_begin - start);
-}
 
 // What a warp estimates: tokens of one page, and where the first one's weight goes.
 struct Piece {
@@ -135,7 +123,7 @@ __global__ void __launch_bounds__(kThreads) EstimateKernel(const __grid_constant
   SelectionEntry* const list = p.select.out.entries + row.index * p.select.out.capacity;
   const bool tells = blockIdx.y == 0;
   TopPCounts counts;
-  if (IsPruned(row, header)) {
+  if (IsPruned(header, row.block, row.numbers)) {
     const int64_t competing = CountCompeting(header, list, offsets, memory);
     const int64_t mandatory = header.sink_end + header.query_position + 1 - header.window_begin;
     if (competing + mandatory <= p.max_tokens) {
@@ -237,7 +225,8 @@ __global__ void __launch_bounds__(kThreads) KeepKernel(const __grid_constant__ T
   BlockSum sum(places);
   total = sum(total);
   mandatory = sum(mandatory);
-  const double need = static_cast<double>(row.numbers.top_p) * (1 - kRounding) * total - mandatory;
+  const double need =
+      static_cast<double>(row.numbers.top_p) * (1 - kTopPRounding) * total - mandatory;
   const float threshold = need > 0 ? Threshold(weights, counts.competing, need, sum) : INFINITY;
   const SelectionHeader header = p.select.out.headers[row.index];
   SelectionEntry* const list = p.select.out.entries + row.index * p.select.out.capacity;

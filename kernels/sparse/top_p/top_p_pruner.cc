@@ -12,23 +12,10 @@
 #include "kernels/paged/compact_positions.h"
 #include "kernels/sparse/key_logits.h"
 #include "kernels/sparse/select_common.h"
+#include "kernels/sparse/top_p/top_p_rule.h"
 
 namespace kvasir::kernels {
 namespace {
-
-// Below the rounding of float64 sums, above that of float32 weights.
-constexpr double kRounding = 1e-6;
-
-bool IsPruned(const SelectRow& row) {
-  return row.header.kind == SelectionHeader::Kind::kList && row.header.count > 0 &&
-         row.block.num_rows == 1 && row.numbers.top_p < 1;  // false for NaN
-}
-
-// The tokens of an entry that compete: those between sink and window.
-uint64_t Competing(const SelectionHeader& header, const SelectionEntry& entry) {
-  const int64_t start = entry.page * kPageTokens;
-  return entry.chosen & TokenMask(header.sink_end - start, header.window_begin - start);
-}
 
 int64_t NumCompeting(const SelectRow& row) {
   int64_t count = 0;
@@ -52,7 +39,7 @@ Sizes LargestRow(const SelectParams& p, const PageSelection& selection) {
   Sizes sizes;
   for (int64_t i = 0; i < selection.num_rows; ++i) {
     const SelectRow row(p, selection, i);
-    if (!IsPruned(row)) continue;
+    if (!IsPruned(row.header, row.block, row.numbers)) continue;
     const int64_t competing = NumCompeting(row);
     sizes.competing = std::max(sizes.competing, competing);
     sizes.tokens = std::max(sizes.tokens, competing + NumMandatory(row.header));
@@ -172,7 +159,7 @@ class RowPruner {
       if (j >= num_competing_) mandatory += static_cast<double>(weights[j]);
     }
     const double need =
-        static_cast<double>(row_.numbers.top_p) * (1 - kRounding) * total - mandatory;
+        static_cast<double>(row_.numbers.top_p) * (1 - kTopPRounding) * total - mandatory;
     const std::span competing = all.first(static_cast<size_t>(num_competing_));
     const float threshold =
         need > 0 ? Threshold(competing, need) : std::numeric_limits<float>::infinity();
@@ -223,7 +210,7 @@ absl::Status TopPPruner::Prune(const SelectParams& p, PageSelection& selection,
   return WithThreadMemory(
       p, selection, executor, [&](ScratchPieces& pieces) { return ThreadMemory(pieces, p, sizes); },
       [&](const SelectRow& row, const ThreadMemory& memory) {
-        if (IsPruned(row)) RowPruner(row, memory).Run();
+        if (IsPruned(row.header, row.block, row.numbers)) RowPruner(row, memory).Run();
       });
 }
 

@@ -67,20 +67,7 @@ bool SameList(const SelectionEntry* found, const SelectionEntry* expected, int32
   return same;
 }
 
-// head_dim, query heads of a KV head, dtype of q, dtype of the KV.
-class QuestCudaTest : public testing::TestWithParam<std::tuple<int64_t, int64_t, DType, DType>> {
- protected:
-  void SetUp() override {
-    if (!HasGpu()) GTEST_SKIP() << "no GPU on this machine";
-  }
-  static AttentionShape Shape() {
-    return {.activation = std::get<2>(GetParam()),
-            .kv = std::get<3>(GetParam()),
-            .head_dim = std::get<0>(GetParam()),
-            .kv_heads = 2,
-            .group = std::get<1>(GetParam())};
-  }
-};
+class QuestCudaTest : public SelectorCudaTest {};
 
 INSTANTIATE_TEST_SUITE_P(Shapes, QuestCudaTest,
                          testing::Combine(testing::Values(64, 128), testing::Values(1, 2, 4, 7, 8),

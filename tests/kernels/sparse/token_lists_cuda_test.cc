@@ -68,20 +68,8 @@ void ExpectAlike(const Likeness& likeness) {
   EXPECT_GT(likeness.tokens, 0) << "nothing was selected";
 }
 
-// head_dim, query heads of a KV head, dtype of q, dtype of the KV.
-class TokenListsCudaTest
-    : public testing::TestWithParam<std::tuple<int64_t, int64_t, DType, DType>> {
+class TokenListsCudaTest : public SelectorCudaTest {
  protected:
-  void SetUp() override {
-    if (!HasGpu()) GTEST_SKIP() << "no GPU on this machine";
-  }
-  static AttentionShape Shape() {
-    return {.activation = std::get<2>(GetParam()),
-            .kv = std::get<3>(GetParam()),
-            .head_dim = std::get<0>(GetParam()),
-            .kv_heads = 2,
-            .group = std::get<1>(GetParam())};
-  }
   static void Add(AttentionBatch& batch, std::vector<SelectionNumbers>& numbers, int64_t slot,
                   int64_t position, int64_t rows, const SelectionNumbers& n) {
     batch.AddBlock(slot, position, rows);

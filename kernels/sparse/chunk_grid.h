@@ -1,0 +1,39 @@
+// The chunks that a selector by stages begins with (infinitehip_selector.h): of equal length, from
+// the end of the sink on. Pure arithmetic, for CPU and GPU alike. Thread-safe.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/base/host_device.h"
+#include "kernels/sparse/selection_header.h"
+
+namespace kvasir::kernels {
+
+// Chunks of so many tokens that are kept: those of `keep_tokens`, or of the budget where that is
+// more.
+KVASIR_HOST_DEVICE constexpr int64_t KeptChunks(int64_t chunk_tokens, int64_t keep_tokens,
+                                                int64_t budget_tokens) {
+  const int64_t tokens = keep_tokens > budget_tokens ? keep_tokens : budget_tokens;
+  return (tokens + chunk_tokens - 1) / chunk_tokens;
+}
+
+struct ChunkGrid {
+  int64_t chunk_tokens = 0;
+  int64_t overlap = 0;  // the last chunk begins at most so many tokens into the window
+  int64_t keep_tokens = 0;
+
+  // Chunks of a row; 0: there is nothing to choose from.
+  KVASIR_HOST_DEVICE int64_t Count(const SelectionHeader& header,
+                                   const SelectionNumbers& numbers) const {
+    const bool can_choose = header.kind == SelectionHeader::Kind::kList &&
+                            header.sink_end < header.window_begin && numbers.budget_tokens > 0;
+    if (!can_choose) return 0;
+    const int64_t last = header.query_position - (numbers.window_tokens - overlap);
+    return (last - header.sink_end) / chunk_tokens + 1;
+  }
+  KVASIR_HOST_DEVICE int64_t Kept(const SelectionNumbers& numbers) const {
+    return KeptChunks(chunk_tokens, keep_tokens, numbers.budget_tokens);
+  }
+};
+
+}  // namespace kvasir::kernels

@@ -1,0 +1,28 @@
+// What the pruner `top_p` (top_p_pruner.h) prunes and by which rounding, for CPU and GPU alike.
+// Thread-safe.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/base/host_device.h"
+#include "kernels/sparse/selection_header.h"
+
+namespace kvasir::kernels {
+
+// Below the rounding of float64 sums, above that of float32 weights.
+inline constexpr double kTopPRounding = 1e-6;
+
+KVASIR_HOST_DEVICE inline bool IsPruned(const SelectionHeader& header, const QueryBlock& block,
+                                        const SelectionNumbers& numbers) {
+  return header.kind == SelectionHeader::Kind::kList && header.count > 0 && block.num_rows == 1 &&
+         numbers.top_p < 1;  // false for NaN
+}
+
+// The tokens of an entry that compete: those between sink and window.
+KVASIR_HOST_DEVICE inline uint64_t Competing(const SelectionHeader& header,
+                                             const SelectionEntry& entry) {
+  const int64_t start = entry.page * kPageTokens;
+  return entry.chosen & TokenMask(header.sink_end - start, header.window_begin - start);
+}
+
+}  // namespace kvasir::kernels
