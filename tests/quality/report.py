@@ -31,10 +31,11 @@ def table(header, rows):
 
 
 def sum_answers(results):
-    """{(policy, budget, model, task, length): sums over documents}."""
+    """{(policy, budget, model, task, length, window): sums over documents}."""
     cells = defaultdict(lambda: defaultdict(float))
     for record in results.records("answers"):
-        cell = cells[(record["policy"], record["budget"], record["model"], record["task"], record["length"])]
+        window = json.loads(record["spec"])[0]["decode"].get("window_tokens", 0)
+        cell = cells[(record["policy"], record["budget"], record["model"], record["task"], record["length"], window)]
         attention = record["attention"]
         lowest = min(cell.get("mass_minimum", 1.0), attention["mass_minimum"])
         for name in ("asked", "exact", "tokens", "seconds"):
@@ -57,16 +58,16 @@ def answers_table(results):
     cells = sum_answers(results)
     rows = []
     for key in in_order(cells):
-        policy, budget, model, task, length = key
+        policy, budget, model, task, length, window = key
         cell = cells[key]
         low, high = wilson(cell["exact"], cell["asked"])
         mass = "" if not cell["mass_samples"] else (
             f"{cell['mass_sum'] / cell['mass_samples']:.4f} ({cell['mass_minimum']:.3f})")
-        rows.append((policy, budget or "", model, task, length,
+        rows.append((policy, budget or "", window or "", model, task, length,
                      f"{cell['exact']:.0f}/{cell['asked']:.0f} = {cell['exact'] / cell['asked']:.3f} [{low:.3f}, {high:.3f}]",
                      skipped_share(cell), mass, f"{cell['tokens'] / cell['seconds']:.1f}"))
-    rows.sort(key=lambda row: (row[2], row[3], row[4]))
-    return table(("policy", "budget", "model", "task", "tokens", "exact [95 %]", "blocks skipped, of them %",
+    rows.sort(key=lambda row: row[3:6])
+    return table(("policy", "budget", "window", "model", "task", "tokens", "exact [95 %]", "blocks skipped, of them %",
                   "mass kept: mean (least)", "tokens/s"), rows)
 
 
@@ -178,8 +179,11 @@ def facts_tables(results):
 
 
 def plot_answers(results):
-    """Accuracy by length, at the largest budget, and by budget, at the longest length that has several."""
+    """Accuracy by length, at the largest budget, and by budget, at the longest length that has several; of each policy those
+    of its smallest window."""
     cells = sum_answers(results)
+    window = {policy: min(key[5] for key in cells if key[0] == policy) for policy, *_ in cells}
+    cells = {key: cell for key, cell in cells.items() if key[5] == window[key[0]]}
     names = []
     for model, task in sorted({(key[2], key[3]) for key in cells}):
         own = {key: cell for key, cell in cells.items() if key[2:4] == (model, task)}
