@@ -20,15 +20,15 @@ int64_t AttendDecodeWorkspaceBytes(const KvLayout& layout, int64_t blocks, int64
 
 // Attention of blocks of one query each. Nothing is allocated or waited for; may be captured.
 // INVALID_ARGUMENT on shapes, UNIMPLEMENTED with terminations; a selected page that is absent sets
-// the slot's fault, and its out rows are unspecified. Cost: reads each attended page once for all
-// query heads of the group; writes and reads again 4 * (head_dim + 2) bytes for each of at most 128
-// partial results a query head.
+// the slot's fault, and its out rows are unspecified. Cost: reads each attended piece of 8 tokens
+// once for all query heads of the group; writes and reads again 4 * (head_dim + 2) bytes for each
+// of at most 128 partial results a query head.
 absl::Status AttendDecode(const AttendParams& params, const KvTensorMaps& maps,
                           std::byte* workspace, cudaStream_t stream);
 
 // Attention of blocks of up to 64 queries, one pass over the pages of each selection row. The rest
 // as AttendDecode.
-// Cost: reads each attended page once for every two query heads of the group.
+// Cost: reads each attended piece of 8 tokens once for every two query heads of the group.
 absl::Status AttendPrefill(const AttendParams& params, const KvTensorMaps& maps,
                            cudaStream_t stream);
 

@@ -81,6 +81,17 @@ __device__ inline PageRun WholeRow(const AttendLaunch& p, int64_t row) {
   return run;
 }
 
+// Of the pieces of a page (kv_tensor_maps.h), bit i: it holds a token of the mask. All of them
+// where so many do that the whole page is read in as good a time.
+__device__ inline unsigned PiecesOf(uint64_t mask) {
+  constexpr int kMostPieces = 5;
+  unsigned pieces = 0;
+  for (int i = 0; i < kPagePieces; ++i) {
+    if ((mask >> (i * kPieceTokens) & ((1u << kPieceTokens) - 1)) != 0) pieces |= 1u << i;
+  }
+  return __popc(pieces) > kMostPieces ? (1u << kPagePieces) - 1 : pieces;
+}
+
 struct ResolvedPage {
   uint64_t mask = 0;  // 0: nothing to read
   int64_t page = 0;
@@ -88,11 +99,14 @@ struct ResolvedPage {
   bool in_host = false;
 };
 
-__device__ inline void RecordAccess(const PagedKv& kv, int64_t index, PageTier tier) {
+__device__ inline void RecordAccess(const PagedKv& kv, int64_t index, PageTier tier,
+                                    uint64_t mask) {
   if (kv.accesses.last_touched == nullptr) return;
   kv.accesses.last_touched[index] = kv.step;
   if (tier == PageTier::kHost) {
-    atomicAdd(&kv.accesses.missed_bytes[index], static_cast<uint32_t>(kv.layout.page_bytes()));
+    const int64_t tokens = __popc(PiecesOf(mask)) * kPieceTokens;
+    atomicAdd(&kv.accesses.missed_bytes[index],
+              static_cast<uint32_t>(2 * tokens * kv.layout.row_bytes()));
   }
 }
 
@@ -114,26 +128,41 @@ __device__ inline ResolvedPage ResolveItem(const AttendLaunch& p, const KvTensor
     p.faults[run.block.slot] = 1;
     return resolved;
   }
-  RecordAccess(p.kv, page_index, page.tier());
+  RecordAccess(p.kv, page_index, page.tier(), item.mask);
   resolved.mask = item.mask;
   resolved.page = item.page;
   resolved.in_host = page.tier() == PageTier::kHost;
-  const std::byte* base = resolved.in_host ? maps.host_base : maps.device_base;
+  const std::byte* base = (resolved.in_host ? maps.host : maps.device).base;
   resolved.copy_row = static_cast<int32_t>((page.page() - base) / layout.row_bytes());
   return resolved;
 }
 
+// Copies the pieces that hold tokens of the mask; what else is in the stage stays. Rows of one
+// side: K, then V.
 template <typename Ring>
 __device__ void CopyPage(Ring& ring, int stage, const KvTensorMaps& maps,
                          const ResolvedPage& page) {
   using Shape = typename Ring::Shape;
-  const CUtensorMap* map = page.in_host ? &maps.host : &maps.device;
-  hopper::BarrierArriveExpecting(&ring.full[stage], Shape::kPageBytes);
+  const KvTensorMaps::Arena& arena = page.in_host ? maps.host : maps.device;
+  const unsigned pieces = PiecesOf(page.mask);
+  const bool is_whole = pieces == (1u << kPagePieces) - 1;
+  const int piece_bytes = Shape::kPageBytes / static_cast<int>(kPagePieces);
+  hopper::BarrierArriveExpecting(&ring.full[stage],
+                                 static_cast<uint32_t>(__popc(pieces) * piece_bytes));
   std::byte* box = ring.pages[stage];
   for (int side = 0; side < 2; ++side) {
+    const int row = page.copy_row + side * static_cast<int>(kPageTokens);
     for (int half = 0; half < Shape::kHalves; ++half, box += Shape::kBoxBytes) {
-      hopper::CopyBox(box, map, half * static_cast<int>(kBoxColumns),
-                      page.copy_row + side * static_cast<int>(kPageTokens), &ring.full[stage]);
+      const int column = half * static_cast<int>(kBoxColumns);
+      if (is_whole) {
+        hopper::CopyBox(box, &arena.pages, column, row, &ring.full[stage]);
+        continue;
+      }
+      for (unsigned rest = pieces; rest != 0; rest &= rest - 1) {
+        const int first = (__ffs(static_cast<int>(rest)) - 1) * static_cast<int>(kPieceTokens);
+        hopper::CopyBox(box + first * hopper::kSwizzledRowBytes, &arena.pieces, column, row + first,
+                        &ring.full[stage]);
+      }
     }
   }
 }

@@ -25,7 +25,8 @@ absl::StatusOr<PFN_cuTensorMapEncodeTiled_v12000> FindEncodeTiled() {
   return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
 }
 
-absl::StatusOr<CUtensorMap> MakeMap(const KvLayout& layout, const KvArena& arena) {
+absl::StatusOr<CUtensorMap> MakeMap(const KvLayout& layout, const KvArena& arena,
+                                    int64_t box_rows) {
   if (arena.base == nullptr || reinterpret_cast<uintptr_t>(arena.base) % kArenaAlignment != 0) {
     return absl::InvalidArgumentError(
         absl::StrCat("an arena of pages must be aligned to ", kArenaAlignment, " bytes"));
@@ -34,7 +35,7 @@ absl::StatusOr<CUtensorMap> MakeMap(const KvLayout& layout, const KvArena& arena
   const cuuint64_t sizes[] = {static_cast<cuuint64_t>(layout.head_dim),
                               static_cast<cuuint64_t>(arena.bytes / layout.row_bytes())};
   const cuuint64_t row_stride[] = {static_cast<cuuint64_t>(layout.row_bytes())};
-  const cuuint32_t box[] = {kBoxColumns, kPageTokens};
+  const cuuint32_t box[] = {kBoxColumns, static_cast<cuuint32_t>(box_rows)};
   const cuuint32_t steps[] = {1, 1};
   CUtensorMap map;
   const CUresult result =
@@ -49,6 +50,14 @@ absl::StatusOr<CUtensorMap> MakeMap(const KvLayout& layout, const KvArena& arena
   return map;
 }
 
+absl::StatusOr<KvTensorMaps::Arena> MakeMaps(const KvLayout& layout, const KvArena& arena) {
+  KvTensorMaps::Arena maps = {};
+  KVASIR_ASSIGN_OR_RETURN(maps.pages, MakeMap(layout, arena, kPageTokens));
+  KVASIR_ASSIGN_OR_RETURN(maps.pieces, MakeMap(layout, arena, kPieceTokens));
+  maps.base = arena.base;
+  return maps;
+}
+
 }  // namespace
 
 absl::StatusOr<KvTensorMaps> MakeKvTensorMaps(const KvLayout& layout, const KvArena& device,
@@ -59,11 +68,9 @@ absl::StatusOr<KvTensorMaps> MakeKvTensorMaps(const KvLayout& layout, const KvAr
                      DTypeName(layout.dtype), " with ", layout.head_dim));
   }
   KvTensorMaps maps = {};
-  KVASIR_ASSIGN_OR_RETURN(maps.device, MakeMap(layout, device));
-  maps.device_base = device.base;
+  KVASIR_ASSIGN_OR_RETURN(maps.device, MakeMaps(layout, device));
   if (host.base == nullptr) return maps;
-  KVASIR_ASSIGN_OR_RETURN(maps.host, MakeMap(layout, host));
-  maps.host_base = host.base;
+  KVASIR_ASSIGN_OR_RETURN(maps.host, MakeMaps(layout, host));
   return maps;
 }
 

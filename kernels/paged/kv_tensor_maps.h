@@ -1,7 +1,7 @@
-// How the GPU's copy engine addresses pages: one tensor map for each arena that holds pages, with
+// How the GPU's copy engine addresses pages: two tensor maps for each arena that holds pages, with
 // rows of head_dim values. A page is 64 rows of K and 64 rows of V at any multiple of a row from
-// the arena's start. Made once for each KV store; passed to kernels by value. Only in builds with
-// CUDA.
+// the arena's start; of one that is read in part, pieces of 8 rows are. Made once for each KV
+// store; passed to kernels by value. Only in builds with CUDA.
 #pragma once
 
 #include <cstddef>
@@ -18,11 +18,18 @@ namespace kvasir::kernels {
 // Columns of a copied box: a swizzled row of shared memory, 128 bytes.
 inline constexpr int64_t kBoxColumns = 64;
 
+// Rows of a piece: the swizzle's period, so that pieces lie in shared memory as in a whole page.
+inline constexpr int64_t kPieceTokens = 8;
+inline constexpr int64_t kPagePieces = kPageTokens / kPieceTokens;
+
 struct KvTensorMaps {
-  CUtensorMap device;
-  CUtensorMap host;
-  const std::byte* device_base = nullptr;
-  const std::byte* host_base = nullptr;
+  struct Arena {
+    CUtensorMap pages;   // boxes of kPageTokens rows
+    CUtensorMap pieces;  // boxes of kPieceTokens rows
+    const std::byte* base = nullptr;
+  };
+  Arena device;
+  Arena host;
 };
 
 struct KvArena {

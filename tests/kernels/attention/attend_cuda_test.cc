@@ -186,6 +186,34 @@ TEST_P(AttendCudaTest, PagesMayLieInTheHostTierAndAreRecorded) {
   EXPECT_EQ(touched, 16 * 2);  // pages of two KV heads
 }
 
+// Pieces of 8 tokens are read of pages of which little is attended to, and counted.
+TEST_P(AttendCudaTest, ListsOfSingleTokensReadPiecesOfTheirPages) {
+  AttentionBatch batch(Shape(), 1, 6400, 16);
+  batch.FillContext(0, 6400);
+  constexpr int64_t kHostPage = 9;
+  batch.kv().SetTier(0, kHostPage, AttentionBatch::kLayer, 1, PageTier::kHost);
+  const auto single_tokens = [&](int64_t) {
+    std::vector<SelectionEntry> entries;
+    for (int64_t page = 2; page < 96; ++page) {
+      uint64_t mask = uint64_t{1} << (page * 7 % 64);
+      if (page % 3 == 0) mask |= uint64_t{1} << (page * 11 % 64);
+      if (page % 10 == 0) mask |= uint64_t{0x0101010101010101};
+      if (page == kHostPage) mask = (uint64_t{1} << 17) | (uint64_t{3} << 40);
+      entries.push_back({.page = page, .chosen = mask, .live = mask});
+    }
+    return SelectList(70, 6200, std::move(entries));
+  };
+  batch.AddBlock(0, 6399, 1, single_tokens);
+  ExpectMatchesReference(batch, Decode);
+  DeviceAttentionBatch device(batch);
+  ASSERT_TRUE(device.Run(Decode).ok());
+  const PagedKv kv = batch.kv().View();
+  const int64_t missed = kv.row(0, kHostPage) * kv.layout.pages_per_block() +
+                         kv.layout.page_in_block(AttentionBatch::kLayer, 1);
+  EXPECT_EQ(device.missed_bytes()[static_cast<size_t>(missed)],
+            2 * 2 * kPieceTokens * kv.layout.row_bytes());
+}
+
 TEST_P(AttendCudaTest, AbsentPagesSetTheFaultOfTheirSlotOnly) {
   AttentionBatch batch(Shape(), 2, 300, 13);
   for (int64_t slot = 0; slot < 2; ++slot) {
