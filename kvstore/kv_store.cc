@@ -1,9 +1,9 @@
 #include "kvstore/kv_store.h"
 
 #include <algorithm>
-#include <cstring>
 #include <limits>
 #include <optional>
+#include <span>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -71,7 +71,8 @@ KvStoreImpl::KvStoreImpl(const KvStoreOptions& options, Parts parts)
   last_touched_.resize(num_pages, kNeverTouched);
   missed_bytes_.resize(num_pages);
   for (int64_t row = 0; row < host_.num_extents(); ++row) {
-    bounds_.push_back(host_.bounds(row));
+    std::byte* const beside_the_tier = device_.memory().bounds(row);
+    bounds_.push_back(beside_the_tier != nullptr ? beside_the_tier : host_.bounds(row));
     if (!options.key_codes) continue;
     key_codes_.push_back(key_codes_memory_.data() + row * layout_.block_key_codes_bytes());
   }
@@ -97,7 +98,7 @@ absl::StatusOr<Block> KvStoreImpl::Open(BlockId id) {
   for (int64_t page = first_page(row); page < first_page(row + 1); ++page) {
     const std::optional<int64_t> slot = TakeDeviceSlot(page, std::nullopt);
     KVASIR_CHECK(slot.has_value());
-    ref(page) = PageRef(device_.memory(*slot), PageTier::kDevice);
+    ref(page) = PageRef(device_.page_memory(*slot), PageTier::kDevice);
   }
   blocks_.at(id).handles = 1;
   return Block(id, *this);
@@ -137,17 +138,20 @@ absl::Status KvStoreImpl::Seal(BlockId id, const PrefixHash& hash) {
   if (block.sealed) {
     return absl::FailedPreconditionError(absl::StrCat("block ", id.value, " is sealed already"));
   }
+  std::vector<TierMemory::Copy> copies;
+  for (int64_t page = first_page(block.row); page < first_page(block.row + 1); ++page) {
+    copies.push_back({.to = host_page(page), .from = ref(page).page()});
+  }
+  KVASIR_RETURN_IF_ERROR(device_.memory().CopyToHost(copies, layout_.page_bytes()));
   block.hash = hash;
   block.generation = next_generation_++;
   block.sealed = true;
   block.kept = true;
   for (int64_t i = 0; i < pages_per_block_; ++i) {
     const int64_t page = first_page(block.row) + i;
-    const PageRef source = ref(page);
-    std::memcpy(host_page(page), source.page(), static_cast<size_t>(layout_.page_bytes()));
     host_.checksums(block.row)[static_cast<size_t>(i)] =
         PageChecksum(Identity(block, i), Bytes(host_page(page)));
-    device_.Unpin(device_.slot_of(source.page()));
+    device_.Unpin(device_.slot_of(ref(page).page()));
   }
   stats_.bytes_device_to_host += layout_.block_bytes();
   return absl::OkStatus();
@@ -252,6 +256,7 @@ PagedKv KvStoreImpl::BeginStep(uint32_t step) {
           .block_rows = block_rows_.data(),
           .num_slots = num_slots_,
           .max_blocks_per_slot = max_blocks_per_slot_,
+          .num_rows = host_.num_extents(),
           .pages = pages_.data(),
           .bounds = bounds_.data(),
           .key_codes = key_codes_.empty() ? nullptr : key_codes_.data(),
@@ -262,7 +267,7 @@ PagedKv KvStoreImpl::BeginStep(uint32_t step) {
 absl::Status KvStoreImpl::EndStep() {
   if (!in_step_) return absl::FailedPreconditionError("EndStep: no step has begun");
   in_step_ = false;
-  Promote(CollectAccesses());
+  KVASIR_RETURN_IF_ERROR(Promote(CollectAccesses()));
   for (BlockId id : std::exchange(released_in_step_, {})) FreeIfUnused(id);
   PollTier();
   return absl::OkStatus();
@@ -287,7 +292,7 @@ std::vector<KvStoreImpl::Candidate> KvStoreImpl::CollectAccesses() {
   return candidates;
 }
 
-void KvStoreImpl::Promote(std::vector<Candidate> candidates) {
+absl::Status KvStoreImpl::Promote(std::vector<Candidate> candidates) {
   const size_t limit =
       static_cast<size_t>(std::max<int64_t>(1, kPromotedBytesPerStep / layout_.page_bytes()));
   if (candidates.size() > limit) {
@@ -300,14 +305,18 @@ void KvStoreImpl::Promote(std::vector<Candidate> candidates) {
     const int64_t page = candidate.page;
     if (!VerifyInHost(page)) continue;
     const std::optional<int64_t> slot = TakeDeviceSlot(page, step_);
-    if (!slot.has_value()) return;  // every page was needed in this step: nothing better to do
+    // Every page was needed in this step: nothing better to do.
+    if (!slot.has_value()) return absl::OkStatus();
     device_.Unpin(*slot);
-    std::memcpy(device_.memory(*slot), host_page(page), static_cast<size_t>(layout_.page_bytes()));
-    ref(page) = PageRef(device_.memory(*slot), PageTier::kDevice);
+    const TierMemory::Copy copy = {.to = device_.page_memory(*slot), .from = host_page(page)};
+    KVASIR_RETURN_IF_ERROR(
+        device_.memory().CopyFromHost(std::span(&copy, 1), layout_.page_bytes()));
+    ref(page) = PageRef(copy.to, PageTier::kDevice);
     missed_bytes_[static_cast<size_t>(page)] = 0;
     ++stats_.promotions;
     stats_.bytes_host_to_device += layout_.page_bytes();
   }
+  return absl::OkStatus();
 }
 
 bool KvStoreImpl::VerifyInHost(int64_t page) {
@@ -370,7 +379,8 @@ KvStoreStats KvStoreImpl::stats() const {
 }
 
 absl::StatusOr<std::unique_ptr<KvStore>> KvStore::Create(const KvStoreOptions& options,
-                                                         std::unique_ptr<Tier> below) {
+                                                         std::unique_ptr<Tier> below,
+                                                         const TierMemoryMaker& device_memory) {
   KVASIR_RETURN_IF_ERROR(CheckOptions(options));
   KVASIR_ASSIGN_OR_RETURN(const ExtentFormat format, ExtentFormat::Create(options.shard));
   if (below != nullptr && below->format().Fingerprint() != format.Fingerprint()) {
@@ -392,9 +402,13 @@ absl::StatusOr<std::unique_ptr<KvStore>> KvStore::Create(const KvStoreOptions& o
                      (2 + spare_extents) * block_bytes, " bytes; it was given ", options.host_bytes,
                      "; raise kv_host_size_gb"));
   }
-  KVASIR_ASSIGN_OR_RETURN(DeviceArena device,
-                          DeviceArena::Create(options.device_bytes / layout.page_bytes(),
-                                              layout.page_bytes(), options.freed_memory));
+  const int64_t num_pages = options.device_bytes / layout.page_bytes();
+  KVASIR_ASSIGN_OR_RETURN(std::unique_ptr<TierMemory> memory,
+                          device_memory({.num_pages = num_pages,
+                                         .page_bytes = layout.page_bytes(),
+                                         .num_blocks = num_extents,
+                                         .block_bounds_bytes = layout.block_bounds_bytes()}));
+  DeviceArena device(std::move(memory), num_pages, layout.page_bytes(), options.freed_memory);
   KVASIR_ASSIGN_OR_RETURN(HostSlab host,
                           HostSlab::Create(format, num_extents, options.freed_memory));
   KVASIR_ASSIGN_OR_RETURN(kernels::HostBuffer key_codes,

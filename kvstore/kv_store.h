@@ -38,6 +38,7 @@
 #include "kvstore/page_format.h"
 #include "kvstore/tiers/freed_memory.h"
 #include "kvstore/tiers/tier.h"
+#include "kvstore/tiers/tier_memory.h"
 
 namespace kvasir::kvstore {
 
@@ -113,9 +114,10 @@ class KvStore {
  public:
   // Takes all memory at once. RESOURCE_EXHAUSTED, naming what is needed, when the sizes are too
   // small or memory is not to be had; INVALID_ARGUMENT for an impossible layout, or a tier `below`
-  // (null: none) of another shard.
-  static absl::StatusOr<std::unique_ptr<KvStore>> Create(const KvStoreOptions& options,
-                                                         std::unique_ptr<Tier> below = nullptr);
+  // (null: none) of another shard. `device_memory` makes that of the device tier.
+  static absl::StatusOr<std::unique_ptr<KvStore>> Create(
+      const KvStoreOptions& options, std::unique_ptr<Tier> below = nullptr,
+      const TierMemoryMaker& device_memory = HostTierMemory::Make);
   virtual ~KvStore() = default;
 
   // --- blocks, at plan boundaries ---

@@ -103,7 +103,7 @@ class KvStoreImpl : public KvStore, private BlockOwner {
   absl::StatusOr<int64_t> TakeHostExtent(BlockId id);
 
   std::vector<Candidate> CollectAccesses();
-  void Promote(std::vector<Candidate> candidates);
+  absl::Status Promote(std::vector<Candidate> candidates);
   bool VerifyInHost(int64_t page);
   void Quarantine(BlockId id, absl::Status status);
   // A free device slot, by eviction if need be; pages read in step `spared` stay.

@@ -84,6 +84,7 @@ struct PagedKv {
   const int32_t* block_rows = nullptr;  // [num_slots, max_blocks_per_slot], -1 = no block
   int64_t num_slots = 0;
   int64_t max_blocks_per_slot = 0;
+  int64_t num_rows = 0;                // of the tables below
   const PageRef* pages = nullptr;      // [num_rows, pages_per_block]
   std::byte* const* bounds = nullptr;  // [num_rows] -> [pages_per_block][2][head_dim]
   // [num_rows] -> [pages_per_block] codes of a page (key_codes.h); null: not kept.

@@ -1,21 +1,21 @@
 #include "kvstore/tiers/device_arena.h"
 
+#include <utility>
+
 #include "absl/strings/str_cat.h"
 
 #include "kernels/base/status_macros.h"
 
 namespace kvasir::kvstore {
 
-absl::StatusOr<DeviceArena> DeviceArena::Create(int64_t num_slots, int64_t page_bytes,
-                                                FreedMemory freed) {
-  DeviceArena arena;
-  KVASIR_ASSIGN_OR_RETURN(arena.buffer_, kernels::HostBuffer::Allocate(num_slots * page_bytes));
-  arena.page_bytes_ = page_bytes;
-  arena.freed_ = freed;
-  arena.slots_.resize(static_cast<size_t>(num_slots));
-  for (int64_t slot = num_slots - 1; slot >= 0; --slot) arena.free_.push_back(slot);
-  MarkFreed(FreedMemory::kAsIs, arena.buffer_.data(), arena.buffer_.size_bytes());
-  return arena;
+DeviceArena::DeviceArena(std::unique_ptr<TierMemory> memory, int64_t num_slots, int64_t page_bytes,
+                         FreedMemory freed)
+    : memory_(std::move(memory)),
+      page_bytes_(page_bytes),
+      freed_(freed),
+      slots_(static_cast<size_t>(num_slots)) {
+  for (int64_t slot = num_slots - 1; slot >= 0; --slot) free_.push_back(slot);
+  if (memory_->in_host()) MarkFreed(FreedMemory::kAsIs, memory_->pages(), num_slots * page_bytes);
 }
 
 int64_t DeviceArena::Take(int64_t page) {
@@ -24,7 +24,7 @@ int64_t DeviceArena::Take(int64_t page) {
   free_.pop_back();
   slots_[static_cast<size_t>(slot)] = {.page = page, .pinned = true, .seen = 0};
   ++num_pinned_;
-  MarkTaken(memory(slot), page_bytes_);
+  if (memory_->in_host()) MarkTaken(page_memory(slot), page_bytes_);
   return slot;
 }
 
@@ -41,7 +41,7 @@ void DeviceArena::Free(int64_t slot) {
   if (s.pinned) --num_pinned_;
   s = Slot();
   free_.push_back(slot);
-  MarkFreed(freed_, memory(slot), page_bytes_);
+  if (memory_->in_host()) MarkFreed(freed_, page_memory(slot), page_bytes_);
 }
 
 std::optional<int64_t> DeviceArena::FindVictim(const uint32_t* last_touched,

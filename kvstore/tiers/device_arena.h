@@ -1,17 +1,18 @@
-// The device tier on the CPU: a bounded arena of page slots with a free list, and the CLOCK that
-// picks which page leaves. It knows pages by their number in the store's page table and nothing
-// else about them; the store maps and unmaps. Thread-compatible.
+// The device tier: a bounded arena of page slots with a free list, and the CLOCK that picks which
+// page leaves. It knows pages by their number in the store's page table and nothing else about
+// them; the store maps and unmaps. Thread-compatible.
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 
-#include "kernels/base/buffer.h"
 #include "kvstore/tiers/freed_memory.h"
+#include "kvstore/tiers/tier_memory.h"
 
 namespace kvasir::kvstore {
 
@@ -20,9 +21,9 @@ inline constexpr uint32_t kNeverTouched = 0xffffffff;
 
 class DeviceArena {
  public:
-  // RESOURCE_EXHAUSTED when there is no memory.
-  static absl::StatusOr<DeviceArena> Create(int64_t num_slots, int64_t page_bytes,
-                                            FreedMemory freed);
+  // Over memory for `num_slots` pages.
+  DeviceArena(std::unique_ptr<TierMemory> memory, int64_t num_slots, int64_t page_bytes,
+              FreedMemory freed);
 
   // A slot for the page, pinned. REQUIRES: num_free() > 0.
   int64_t Take(int64_t page);
@@ -33,8 +34,9 @@ class DeviceArena {
   // `last_touched` is by page. Pages read in step `spared` stay. Nothing when none may leave.
   std::optional<int64_t> FindVictim(const uint32_t* last_touched, std::optional<uint32_t> spared);
 
-  std::byte* memory(int64_t slot) const { return buffer_.data() + slot * page_bytes_; }
-  int64_t slot_of(const std::byte* memory) const { return (memory - buffer_.data()) / page_bytes_; }
+  TierMemory& memory() const { return *memory_; }
+  std::byte* page_memory(int64_t slot) const { return memory_->pages() + slot * page_bytes_; }
+  int64_t slot_of(const std::byte* page) const { return (page - memory_->pages()) / page_bytes_; }
   // The page in the slot, or -1.
   int64_t page(int64_t slot) const { return slots_[static_cast<size_t>(slot)].page; }
   int64_t num_slots() const { return static_cast<int64_t>(slots_.size()); }
@@ -51,11 +53,9 @@ class DeviceArena {
     uint32_t seen = 0;  // last read that the hand knows of
   };
 
-  DeviceArena() = default;
-
-  kernels::HostBuffer buffer_;
-  int64_t page_bytes_ = 0;
-  FreedMemory freed_ = FreedMemory::kAsIs;
+  std::unique_ptr<TierMemory> memory_;
+  int64_t page_bytes_;
+  FreedMemory freed_;
   std::vector<Slot> slots_;
   std::vector<int64_t> free_;
   int64_t num_pinned_ = 0;

@@ -5,8 +5,15 @@
 namespace kvasir::kvstore {
 namespace {
 
+constexpr int64_t kPageBytes = 64;
+
+DeviceArena MakeArena(int64_t num_slots, FreedMemory freed) {
+  const TierMemorySizes sizes = {.num_pages = num_slots, .page_bytes = kPageBytes};
+  return DeviceArena(HostTierMemory::Make(sizes).value(), num_slots, kPageBytes, freed);
+}
+
 TEST(DeviceArena, VictimsAreNeitherPinnedNorSpared) {
-  DeviceArena arena = DeviceArena::Create(3, 64, FreedMemory::kAsIs).value();
+  DeviceArena arena = MakeArena(3, FreedMemory::kAsIs);
   uint32_t last_touched[] = {5, 6, 7};
   for (int64_t page = 0; page < 3; ++page) arena.Take(page);
   EXPECT_FALSE(arena.FindVictim(last_touched, std::nullopt).has_value());
@@ -16,7 +23,7 @@ TEST(DeviceArena, VictimsAreNeitherPinnedNorSpared) {
 }
 
 TEST(DeviceArena, APageReadSinceTheLastRoundGetsASecondChance) {
-  DeviceArena arena = DeviceArena::Create(3, 64, FreedMemory::kAsIs).value();
+  DeviceArena arena = MakeArena(3, FreedMemory::kAsIs);
   uint32_t last_touched[] = {1, kNeverTouched, 1};
   for (int64_t page = 0; page < 3; ++page) arena.Unpin(arena.Take(page));
   EXPECT_EQ(arena.FindVictim(last_touched, std::nullopt), 1) << "0 was read, 1 never";
@@ -28,14 +35,14 @@ TEST(DeviceArena, APageReadSinceTheLastRoundGetsASecondChance) {
 }
 
 TEST(DeviceArena, FreedSlotsAreReusedAndPoisoned) {
-  DeviceArena arena = DeviceArena::Create(1, 64, FreedMemory::kPoisoned).value();
+  DeviceArena arena = MakeArena(1, FreedMemory::kPoisoned);
   const int64_t slot = arena.Take(8);
   EXPECT_EQ(arena.page(slot), 8);
   EXPECT_EQ(arena.num_free(), 0);
   arena.Free(slot);
   EXPECT_EQ(arena.num_pinned(), 0);
   EXPECT_EQ(arena.Take(9), slot);
-  for (int i = 0; i < 64; ++i) EXPECT_EQ(arena.memory(slot)[i], std::byte{0xff});
+  for (int i = 0; i < 64; ++i) EXPECT_EQ(arena.page_memory(slot)[i], std::byte{0xff});
   EXPECT_TRUE(arena.CheckIntegrity().ok());
 }
 
