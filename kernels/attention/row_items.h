@@ -66,6 +66,22 @@ KVASIR_HOST_DEVICE inline RowItem FindItem(const RowItems& items, const Selectio
   return item;
 }
 
+// Whether no item before it has tokens of the item's page: to count pages. REQUIRES: the item has
+// tokens.
+KVASIR_HOST_DEVICE inline bool IsAnotherPage(const RowItems& items, const SelectionHeader& header,
+                                             const SelectionEntry* list, int64_t index) {
+  if (header.kind == SelectionHeader::Kind::kAll || index < items.num_sink) return true;
+  const int64_t page = FindItem(items, header, list, index).page;
+  if (page < items.num_sink) return false;
+  const bool may_be_listed = index >= items.num_sink + items.num_list;
+  if (!may_be_listed || page != items.first_window_page) return true;
+  for (int64_t i = items.num_list - 1; i >= 0 && list[i].page >= page; --i) {
+    if (list[i].page != page) continue;
+    return FindItem(items, header, list, items.num_sink + i).mask == 0;
+  }
+  return true;
+}
+
 // How a decode row is cut into units of parallel work: so that the rows of one sequence are about
 // as many units as a GPU has multiprocessors. The cut depends on nothing that differs from batch to
 // batch.

@@ -52,6 +52,15 @@ absl::Status ComputeRopeAngles(const RopeAnglesParams& params, cudaStream_t stre
 // bits of the CPU's ApplyRope.
 absl::Status ApplyRope(const RopeAngles& angles, const TensorView& x, cudaStream_t stream);
 
+struct FiniteTokensParams {
+  TensorView x;    // [tokens, dim] float32 or bfloat16; tokens may be 0
+  TensorView add;  // [tokens, dim] as x
+  // [tokens], written: 1 where neither row has a NaN or an infinity, else 0.
+  std::span<uint8_t> finite;
+};
+
+absl::Status FindFiniteTokens(const FiniteTokensParams& params, cudaStream_t stream);
+
 struct GreedyParams {
   TensorView logits;  // [rows, vocab] float32; rows may be 0
   TensorView tokens;  // [rows] int32, written

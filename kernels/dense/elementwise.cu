@@ -204,6 +204,20 @@ __global__ void __launch_bounds__(kMaxThreads) GreedyKernel(const GreedyLaunch p
   if (threadIdx.x == 0) p.tokens[blockIdx.x] = best.is_finite ? best.id : -1;
 }
 
+// One block a token; a thread looks at every blockDim.x-th element.
+template <typename T>
+__global__ void FiniteKernel(FiniteLaunch p) {
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * p.dim;
+  const T* x = static_cast<const T*>(p.x) + first;
+  const T* add = static_cast<const T*>(p.add) + first;
+  bool bad = false;
+  for (int64_t i = threadIdx.x; i < p.dim; i += blockDim.x) {
+    bad |= isfinite(static_cast<float>(x[i])) == 0 || isfinite(static_cast<float>(add[i])) == 0;
+  }
+  const bool any_bad = __syncthreads_or(bad) != 0;
+  if (threadIdx.x == 0) p.finite[blockIdx.x] = any_bad ? 0 : 1;
+}
+
 }  // namespace
 
 cudaError_t LaunchNorm(const NormRows& rows, int64_t count, cudaStream_t stream) {
@@ -246,6 +260,14 @@ cudaError_t LaunchGather(const GatherLaunch& params, int64_t count, cudaStream_t
   } else {
     GatherKernel<uint16_t><<<blocks, ThreadsFor(params.row_bytes / 2), 0, stream>>>(params);
   }
+  return cudaGetLastError();
+}
+
+cudaError_t LaunchFinite(const FiniteLaunch& params, int64_t count, cudaStream_t stream) {
+  const auto blocks = static_cast<unsigned>(count);
+  const unsigned threads = ThreadsFor(params.dim);
+  params.dtype == DType::kFloat32 ? FiniteKernel<float><<<blocks, threads, 0, stream>>>(params)
+                                  : FiniteKernel<BFloat16><<<blocks, threads, 0, stream>>>(params);
   return cudaGetLastError();
 }
 

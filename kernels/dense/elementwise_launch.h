@@ -32,12 +32,21 @@ struct GreedyLaunch {
   int32_t* tokens;      // [rows]
 };
 
+struct FiniteLaunch {
+  const void* x;    // [tokens][dim]
+  const void* add;  // [tokens][dim]
+  DType dtype;      // of both: float32 or bfloat16
+  int64_t dim;
+  uint8_t* finite;  // [tokens]
+};
+
 // `count` rows or tokens, at least one, of at least one element.
 cudaError_t LaunchNorm(const NormRows& rows, int64_t count, cudaStream_t stream);
 cudaError_t LaunchSiluMul(const SiluMulRows& rows, int64_t count, cudaStream_t stream);
 cudaError_t LaunchRopeAngles(const AnglesLaunch& params, int64_t count, cudaStream_t stream);
 cudaError_t LaunchRope(const RopeTokens& tokens, int64_t count, cudaStream_t stream);
 cudaError_t LaunchGather(const GatherLaunch& params, int64_t count, cudaStream_t stream);
+cudaError_t LaunchFinite(const FiniteLaunch& params, int64_t count, cudaStream_t stream);
 cudaError_t LaunchGreedy(const GreedyLaunch& params, int64_t count, cudaStream_t stream);
 
 }  // namespace kvasir::kernels

@@ -15,6 +15,13 @@
 
 namespace kvasir::kernels {
 
+// Positions [64 block, 64 block + num_tokens) of a slot have keys.
+struct BlockKeys {
+  int64_t slot = 0;
+  int64_t block = 0;
+  int64_t num_tokens = 0;  // 0 to 64
+};
+
 // Bounds over no key.
 void ClearBounds(const KvLayout& layout, std::byte* bounds);
 

@@ -40,6 +40,12 @@ struct SelectionEntry {
   int32_t pos0 = 0;     // position of the first chosen token: compact_positions.h
 };
 
+// What a row attends to, for its block's last query.
+struct SelectedCounts {
+  int32_t pages = 0;
+  int32_t tokens = 0;
+};
+
 struct PageSelection {
   SelectionHeader* headers = nullptr;  // [num_rows]
   SelectionEntry* entries = nullptr;   // [num_rows, capacity]

@@ -24,6 +24,17 @@ Masks FromItems(const SelectionHeader& header, const std::vector<SelectionEntry>
   return masks;
 }
 
+int64_t CountPages(const SelectionHeader& header, const std::vector<SelectionEntry>& list,
+                   int64_t last_position) {
+  const RowItems items = NumberItems(header, last_position);
+  int64_t pages = 0;
+  for (int64_t i = 0; i < items.num_items; ++i) {
+    if (FindItem(items, header, list.data(), i).mask == 0) continue;
+    pages += IsAnotherPage(items, header, list.data(), i) ? 1 : 0;
+  }
+  return pages;
+}
+
 Masks FromWalk(const SelectionHeader& header, const std::vector<SelectionEntry>& list,
                int64_t last_position) {
   std::vector<SelectionEntry> masked = list;  // as attention masks what lies in sink and window
@@ -52,9 +63,12 @@ TEST(RowItems, NameTheTokensThatSelectedPagesWalks) {
       if (rng() % 2 == 0) list.push_back({.page = page, .live = rng()});
     }
     header.count = static_cast<int32_t>(list.size());
-    EXPECT_EQ(FromItems(header, list, last), FromWalk(header, list, last)) << "round " << round;
-    header.kind = SelectionHeader::Kind::kAll;
-    EXPECT_EQ(FromItems(header, list, last), FromWalk(header, list, last)) << "round " << round;
+    for (const auto kind : {SelectionHeader::Kind::kList, SelectionHeader::Kind::kAll}) {
+      header.kind = kind;
+      const Masks masks = FromItems(header, list, last);
+      EXPECT_EQ(masks, FromWalk(header, list, last)) << "round " << round;
+      EXPECT_EQ(CountPages(header, list, last), std::ssize(masks)) << "round " << round;
+    }
   }
 }
 

@@ -1,6 +1,7 @@
 // The GPU's append against the CPU's: every byte of pages, bounds and key codes.
 #include "kernels/paged/append_cuda.h"
 
+#include <bit>
 #include <cmath>
 #include <gtest/gtest.h>
 #include <limits>
@@ -8,6 +9,8 @@
 #include <tuple>
 #include <vector>
 
+#include "kernels/paged/count_selected_cuda.h"
+#include "kernels/paged/digests_cuda.h"
 #include "tests/support/device_paged_kv.h"
 #include "tests/support/fake_paged_kv.h"
 #include "tests/support/test_tensor.h"
@@ -186,6 +189,79 @@ TEST_P(AppendCudaTest, NothingToAppendAndHostMemory) {
                faults, nullptr)
           .code(),
       absl::StatusCode::kInvalidArgument);
+}
+
+TEST_P(AppendCudaTest, RebuildsTheBoundsThatTheCpuRebuilds) {
+  FakePagedKv on_cpu = MakeKv(), on_gpu = MakeKv();
+  std::vector<uint8_t> faults;
+  const std::vector<QueryBlock> blocks = {
+      {.slot = 0, .first_row = 0, .num_rows = 64, .first_position = 0},
+      {.slot = 2, .first_row = 64, .num_rows = 40, .first_position = 64}};
+  TestTensor k = Values(104), v = Values(104);
+  Append(k, v, blocks, on_cpu, on_gpu, faults);
+  const std::vector<BlockKeys> cut = {{.slot = 0, .block = 0, .num_tokens = 17},
+                                      {.slot = 2, .block = 1, .num_tokens = 0}};
+  for (const BlockKeys& keys : cut) {
+    ASSERT_TRUE(RebuildBounds(on_cpu.View(), keys.slot, keys.block, keys.num_tokens).ok());
+  }
+  DeviceMemory memory;
+  DevicePagedKv device(on_gpu.View());
+  const auto kv = device.Copy();
+  ASSERT_TRUE(kv.ok()) << kv.status();
+  uint8_t* device_faults = memory.Copy(faults.data(), faults.size()).value();
+  const BlockKeys* device_cut = memory.Copy(cut.data(), cut.size()).value();
+  const absl::Status status =
+      RebuildBounds(*kv, {device_cut, cut.size()}, {device_faults, faults.size()}, nullptr);
+  ASSERT_TRUE(status.ok()) << status;
+  ASSERT_TRUE(device.Fetch().ok());
+  EXPECT_EQ(Bytes(on_cpu), Bytes(on_gpu));
+}
+
+// What lists hold besides, in sink and window, counts there.
+TEST(CountSelectedCudaTest, CountsWhatAWalkCounts) {
+  if (!HasGpu()) GTEST_SKIP() << "no GPU on this machine";
+  constexpr int64_t kRows = 40, kCapacity = 40;
+  std::mt19937_64 rng(7);
+  std::vector<QueryBlock> blocks(kRows / 2);  // of two KV heads
+  std::vector<SelectionHeader> headers(kRows);
+  std::vector<SelectionEntry> entries(kRows * kCapacity);
+  std::vector<SelectedCounts> expected(kRows), found(kRows);
+  for (size_t row = 0; row < kRows; ++row) {
+    QueryBlock& block = blocks[row / 2];
+    if (row % 2 == 0) block = {.num_rows = 1, .first_position = static_cast<int64_t>(rng() % 2400)};
+    SelectionHeader& header = headers[row];
+    header.kind = row % 5 == 0 ? SelectionHeader::Kind::kAll : SelectionHeader::Kind::kList;
+    header.window_begin =
+        static_cast<int64_t>(rng() % static_cast<uint64_t>(block.first_position + 1));
+    header.sink_end = static_cast<int64_t>(rng() % static_cast<uint64_t>(header.window_begin + 1));
+    SelectionEntry* const list = &entries[row * kCapacity];
+    for (int64_t page = header.sink_end / kPageTokens; page * kPageTokens < header.window_begin;
+         page += 1 + static_cast<int64_t>(rng() % 3)) {
+      const int64_t start = page * kPageTokens;
+      list[header.count++] = {
+          .page = page,
+          .live = rng() & TokenMask(header.sink_end - start, header.window_begin - start)};
+    }
+    for (SelectedPages walk(header, list, block.first_position); walk.valid(); walk.Next()) {
+      ++expected[row].pages;
+      expected[row].tokens += std::popcount(walk.mask());
+    }
+  }
+  DeviceMemory memory;
+  const PageSelection selection = {.headers = memory.Copy(headers.data(), headers.size()).value(),
+                                   .entries = memory.Copy(entries.data(), entries.size()).value(),
+                                   .num_rows = kRows,
+                                   .capacity = kCapacity};
+  const QueryBlock* device_blocks = memory.Copy(blocks.data(), blocks.size()).value();
+  SelectedCounts* counts = memory.Copy(found.data(), found.size()).value();
+  const absl::Status status =
+      CountSelected({device_blocks, blocks.size()}, selection, {counts, found.size()}, nullptr);
+  ASSERT_TRUE(status.ok()) << status;
+  ASSERT_TRUE(DeviceMemory::Fetch(counts, found.data(), kRows * sizeof(SelectedCounts)).ok());
+  for (size_t row = 0; row < kRows; ++row) {
+    EXPECT_EQ(found[row].pages, expected[row].pages) << row;
+    EXPECT_EQ(found[row].tokens, expected[row].tokens) << row;
+  }
 }
 
 }  // namespace
