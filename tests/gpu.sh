@@ -14,7 +14,7 @@ bundle() {
   cd "$here/.."
   cmake --preset cuda >/dev/null
   cmake --build --preset cuda --target \
-    kernels_dense_cuda_test kernels_paged_cuda_test kernels_sparse_cuda_test kernels_attention_cuda_test attention_cuda_bench dense_cuda_bench
+    kernels_dense_cuda_test kernels_paged_cuda_test kernels_sparse_cuda_test kernels_attention_cuda_test worker_cuda_test attention_cuda_bench dense_cuda_bench
   rm -rf "$1"
   cmake --install build/cuda --component gpu --prefix "$1"
 }
@@ -69,6 +69,8 @@ run() {
         "$here/kernels_${program}_cuda_test" --gtest_filter="${few[$program]}"
     done
   done
+  # Its models lie beside bin.
+  step engine 600 env --chdir="$here/.." "$here/worker_cuda_test"
   step dense_bench 120 "$here/dense_cuda_bench"
   step attention_bench 120 "$here/attention_cuda_bench"
   if python3 -c 'import torch' 2>/dev/null; then
@@ -77,7 +79,7 @@ run() {
     results+=("absent  PyTorch")
   fi
   grep -h '^|' "$logs/dense_bench.log" "$logs/attention_bench.log" "$logs/peer_attention.log" 2>/dev/null
-  grep -HE '^\[  (PASSED|FAILED)' "$logs"/{dense,paged,sparse,attention}.log | sed "s|^$logs/||" | head -40
+  grep -HE '^\[  (PASSED|FAILED)' "$logs"/{dense,paged,sparse,attention,engine}.log | sed "s|^$logs/||" | head -40
   printf '%s\n' "${results[@]}"
   exit "$failed"
 }

@@ -1,5 +1,6 @@
 #include "worker/attention_meter.h"
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 
@@ -102,6 +103,27 @@ void AttentionMeter::Count(const PageSelection& selection,
       to.counts[static_cast<size_t>(info.phase)] += counts;
     }
   }
+}
+
+const SelectorGroup& AttentionMeter::GroupOf(int64_t block) const {
+  return *std::find_if(batch_->groups.begin(), batch_->groups.end(),
+                       [block](const SelectorGroup& group) { return block < group.end; });
+}
+
+void AttentionMeter::AddCounts(int64_t block, std::span<const kernels::SelectedCounts> heads) {
+  const BlockInfo& info = batch_->infos[static_cast<size_t>(block)];
+  const QueryBlock& queries = batch_->blocks[static_cast<size_t>(block)];
+  const SkipReason reason = GroupOf(block).served->selector->skip_reason();
+  RowAttention& to = rows_[static_cast<size_t>(info.row)];
+  AttentionCounts counts;
+  for (const kernels::SelectedCounts& head : heads) {
+    counts.device_reads += head.pages;
+    if (info.phase == Phase::kDecode) to.budgets.push_back(head.tokens);
+  }
+  counts.total = std::ssize(heads) * (LastPosition(queries) / kernels::kPageTokens + 1);
+  (reason == SkipReason::kWindow ? counts.window : counts.selected_out) =
+      counts.total - counts.device_reads;
+  to.counts[static_cast<size_t>(info.phase)] += counts;
 }
 
 void AttentionMeter::CountContract(const SelectorGroup& group,

@@ -63,6 +63,8 @@ class AttentionMeter {
   // rows ended before, by row, or empty.
   void Count(const kernels::PageSelection& selection, std::span<const kernels::UnreadPages> unread,
              const kernels::PagedKv& kv, int64_t layer);
+  // The same where the backend counted itself: `heads` of a query block, in one layer.
+  void AddCounts(int64_t block, std::span<const kernels::SelectedCounts> heads);
   // Counts what the keeper did about the selections of a group.
   void CountContract(const SelectorGroup& group, const kernels::ContractKeeper& keeper);
   // Whether mass is measured in this layer: then the attention op must deliver lse.

@@ -95,6 +95,7 @@ absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(const EngineOptions& opti
 }
 
 absl::Status Engine::Init(std::unique_ptr<kvstore::Tier> below) {
+  const bool has_tier_below = below != nullptr;
   layout_ = model_.kv_layout(options_.kv_dtype);
   const int64_t max_model_len = model_.options().max_model_len;
   const int64_t vocab_size = model_.options().config.vocab_size;
@@ -117,7 +118,13 @@ absl::Status Engine::Init(std::unique_ptr<kvstore::Tier> below) {
                    .num_slots = options_.max_num_seqs,
                    .max_blocks_per_slot = (max_model_len + kPageTokens - 1) / kPageTokens,
                    .key_codes = AnyNeedsKeyCodes()},
-                  std::move(below)));
+                  std::move(below), [this](const kvstore::TierMemorySizes& sizes) {
+                    return model_.backend().MakeTierMemory(sizes);
+                  }));
+  KVASIR_RETURN_IF_ERROR(model_.backend().CheckEngine({.policies = options_.policies,
+                                                       .device_blocks = store_->device_blocks(),
+                                                       .host_blocks = store_->host_blocks(),
+                                                       .has_tier_below = has_tier_below}));
   slots_ = std::make_unique<SlotTable>(std::move(slots), *store_);
   KVASIR_ASSIGN_OR_RETURN(
       activations_,

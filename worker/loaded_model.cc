@@ -79,6 +79,8 @@ absl::StatusOr<LoadedModel> LoadModel(const LoadModelOptions& options, Backend& 
                                           .max_model_len = context,
                                           .extension = extension};
 
+  KVASIR_RETURN_IF_ERROR(backend.CheckModel(transformer, loaded.kv_dtype));
+
   options.progress("hashing the weights", 0);
   KVASIR_ASSIGN_OR_RETURN(const SafetensorsFolder tensors, SafetensorsFolder::Open(folder));
   KVASIR_ASSIGN_OR_RETURN(loaded.weights_hash,

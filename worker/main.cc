@@ -24,7 +24,7 @@
 #include "proto/load_config.h"
 #include "proto/metrics_endpoint.h"
 #include "proto/worker_protocol.h"
-#include "worker/backend/cpu_backend.h"
+#include "worker/backend/make_backend.h"
 #include "worker/group_member.h"
 #include "worker/metrics.h"
 #include "worker/service.h"
@@ -117,7 +117,8 @@ absl::Status RunWorker(const v1::WorkerConfig& config) {
   prometheus::Registry registry;
   WorkerMetrics metrics(registry);
   ThreadPool executor(static_cast<int>(config.threads()));
-  CpuBackend backend(executor);
+  KVASIR_ASSIGN_OR_RETURN(const std::unique_ptr<Backend> backend,
+                          MakeBackend(config.device(), executor));
   Readiness readiness;
   KVASIR_ASSIGN_OR_RETURN(
       const std::unique_ptr<proto::MetricsEndpoint> endpoint,
@@ -129,7 +130,7 @@ absl::Status RunWorker(const v1::WorkerConfig& config) {
   GroupMember member({.collective_host = config.collective_host(),
                       .metrics_address = absl::StrCat(config.metrics_host(), ":", endpoint->port()),
                       .on_ready = [&readiness](bool ready) { readiness.Set(ready); }},
-                     backend, metrics);
+                     *backend, metrics);
   WorkerService service([&member](CoordinatorStream& stream) { return member.Serve(stream); });
   absl::StatusOr<std::unique_ptr<grpc::Server>> server = StartServer(config.listen(), service);
   if (server.ok()) {

@@ -9,6 +9,7 @@
 #include "absl/status/status.h"
 
 #include "kernels/base/strong_id.h"
+#include "kernels/paged/digests.h"
 #include "kernels/sparse/reuse/selection_memory.h"
 #include "kernels/sparse/stages.h"
 #include "proto/kvasir/v1/worker.pb.h"
@@ -59,10 +60,6 @@ struct RowWork {
 };
 
 // A block whose page bounds must be made anew from its first tokens before it is appended to.
-struct Truncation {
-  int64_t slot = 0;
-  int64_t block = 0;
-  int64_t num_tokens = 0;
-};
+using Truncation = kernels::BlockKeys;
 
 }  // namespace kvasir::worker

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "kernels/sparse/quality_contract.h"
 #include "kernels/sparse/reuse/reusing_select.h"
 
 namespace kvasir::worker {
@@ -101,6 +102,33 @@ StepBatch MakeStepBatch(std::span<const RowWork> rows, std::span<const ServedSel
     batch.infos.push_back(piece.info);
   }
   return batch;
+}
+
+kernels::SelectionNumbers NumbersInLayer(const StepBatch& batch, int64_t b, int64_t layer) {
+  const QueryBlock& block = batch.blocks[static_cast<size_t>(b)];
+  kernels::SelectionNumbers numbers = batch.numbers[static_cast<size_t>(b)];
+  const BlockInfo& info = batch.infos[static_cast<size_t>(b)];
+  for (const LayerBudget& layers : info.layer_budgets) {
+    if (layer >= layers.begin && layer < layers.end) numbers.budget_tokens = layers.budget_tokens;
+  }
+  if (layer < info.dense_layers) {
+    numbers.window_tokens = block.first_position + block.num_rows;
+  }
+  return numbers;
+}
+
+int64_t SelectionCapacity(const StepBatch& batch, int64_t layer) {
+  int64_t capacity = 0;
+  for (const SelectorGroup& group : batch.groups) {
+    for (int64_t b = group.begin; b < group.end; ++b) {
+      const QueryBlock& block = batch.blocks[static_cast<size_t>(b)];
+      const int64_t tokens = block.first_position + block.num_rows;
+      kernels::SelectionNumbers numbers = NumbersInLayer(batch, b, layer);
+      numbers.budget_tokens = kernels::LargestBudget(numbers, tokens);
+      capacity = std::max(capacity, group.served->selector->MaxEntries(numbers, tokens));
+    }
+  }
+  return capacity;
 }
 
 }  // namespace kvasir::worker

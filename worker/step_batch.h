@@ -77,4 +77,11 @@ struct StepBatch {
 StepBatch MakeStepBatch(std::span<const RowWork> rows, std::span<const ServedSelector> selectors,
                         std::vector<Truncation> truncations = {});
 
+// The numbers of block `b` in a layer: with the layer's own budget; and in layers that stay dense
+// the window is the whole context, which is what dense means (rule R2): no path of its own.
+kernels::SelectionNumbers NumbersInLayer(const StepBatch& batch, int64_t b, int64_t layer);
+
+// Entries that any row of the layer's selection needs at most.
+int64_t SelectionCapacity(const StepBatch& batch, int64_t layer);
+
 }  // namespace kvasir::worker

@@ -92,6 +92,7 @@ class LocalWorkerProcesses : public LocalWorkers {
       const int64_t port = options.metrics_port == 0 ? 0 : options.metrics_port + rank;
       processes_.push_back({.argv = {options.program, absl::StrCat("--listen=", addresses_.back()),
                                      absl::StrCat("--threads=", options.threads),
+                                     absl::StrCat("--device=", options.device),
                                      absl::StrCat("--metrics-host=", options.metrics_host),
                                      absl::StrCat("--metrics-port=", port)}});
     }

@@ -18,6 +18,7 @@ struct LocalWorkersOptions {
   std::string program;  // path of kvasir-worker
   int64_t count = 1;    // ranks
   int64_t threads = 1;  // kernel threads of each
+  std::string device;   // that they compute on: "cpu", "cuda"
   std::string metrics_host;
   int64_t metrics_port = 0;  // of the first, the others follow; 0: any free ones
 };

@@ -30,6 +30,7 @@ absl::StatusOr<std::unique_ptr<LocalWorkers>> StartLocalWorkers(const v1::ServeC
       .program = program,
       .count = count,
       .threads = config.threads() != 0 ? config.threads() : std::max<int64_t>(1, cores / count),
+      .device = config.device(),
       .metrics_host = config.endpoint().host(),
       .metrics_port = port == 0 ? 0 : port + 1,
   });

@@ -13,7 +13,7 @@
 
 #include "proto/selector_field.h"
 #include "tests/worker/test_coordinator.h"
-#include "worker/backend/cpu_backend.h"
+#include "worker/backend/make_backend.h"
 #include "worker/engine.h"
 #include "worker/model/weights.h"
 #include "worker/parallel/single_collective.h"
@@ -154,6 +154,7 @@ struct TestWorkerOptions {
   int64_t max_model_len = 4096;
   PositionExtension extension = PositionExtension::kNone;
   int num_threads = 1;
+  std::string device = "cpu";
   // Called on the weights before they are packed.
   std::function<void(ModelWeights&)> edit_weights;
 };
@@ -161,7 +162,8 @@ struct TestWorkerOptions {
 // A transformer with what it computes on.
 class TestModel {
  public:
-  explicit TestModel(const TestWorkerOptions& options) : executor_(options.num_threads) {
+  explicit TestModel(const TestWorkerOptions& options)
+      : executor_(options.num_threads), backend_(MakeBackend(options.device, executor_).value()) {
     const ModelConfig config = LoadModelConfig(options.folder).value();
     const ShardPlan shard = ShardPlan::Make(config, options.rank, options.num_ranks).value();
     const SafetensorsFolder tensors = SafetensorsFolder::Open(options.folder).value();
@@ -175,7 +177,7 @@ class TestModel {
                                         .dtype = options.dtype,
                                         .max_model_len = options.max_model_len,
                                         .extension = options.extension},
-                                       backend_)
+                                       *backend_)
                        .value();
   }
 
@@ -183,7 +185,7 @@ class TestModel {
 
  private:
   ThreadPool executor_;
-  CpuBackend backend_{executor_};
+  std::unique_ptr<Backend> backend_;
   std::unique_ptr<Transformer> transformer_;
 };
 

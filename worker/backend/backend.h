@@ -26,6 +26,8 @@
 #include "kernels/dense/rms_norm.h"
 #include "kernels/dense/silu_mul.h"
 #include "kernels/paged/paged_kv.h"
+#include "kvstore/tiers/tier_memory.h"
+#include "proto/kvasir/v1/sparsity.pb.h"
 #include "worker/attention_meter.h"
 #include "worker/backend/memory.h"
 #include "worker/model/rope_frequencies.h"
@@ -35,6 +37,8 @@
 #include "worker/step_batch.h"
 
 namespace kvasir::worker {
+
+struct TransformerOptions;  // worker/model/transformer.h
 
 // y = x * w^T + bias (kernels/dense/gemm.h). The backend that made it outlives it.
 class Linear {
@@ -88,6 +92,14 @@ struct StepResult {
   std::vector<uint8_t> row_is_finite;  // per row of the batch; 0: NaN or infinity reached it
 };
 
+// What an engine is to do.
+struct EngineNeeds {
+  std::span<const v1::SparsityPolicy> policies;
+  int64_t device_blocks = 0;  // that the tiers of the KV store have room for
+  int64_t host_blocks = 0;
+  bool has_tier_below = false;
+};
+
 class Backend {
  public:
   virtual ~Backend() = default;
@@ -101,8 +113,17 @@ class Backend {
 
   // --- when a model is loaded, or an engine made ---
 
+  // UNIMPLEMENTED, naming the flag, for what the backend cannot do: before weights are read, and
+  // before the first step.
+  virtual absl::Status CheckModel(const TransformerOptions& model,
+                                  kernels::DType kv_dtype) const = 0;
+  virtual absl::Status CheckEngine(const EngineNeeds& needs) const = 0;
+
   // RESOURCE_EXHAUSTED when there is no memory.
   virtual absl::StatusOr<Memory> Allocate(int64_t bytes) = 0;
+  // Of the KV store's device tier. One at a time is in use.
+  virtual absl::StatusOr<std::unique_ptr<kvstore::TierMemory>> MakeTierMemory(
+      const kvstore::TierMemorySizes& sizes) = 0;
   // A weight that ops read as it is; what is empty stays empty.
   virtual absl::StatusOr<Tensor> Place(HostTensor weight) = 0;
   // Parts, in host memory, and options as of kernels::PackedLinear::Create; copied.

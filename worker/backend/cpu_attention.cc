@@ -40,7 +40,7 @@ absl::Status CpuAttention::Select(const StepInputs& step, const CpuRotation& rot
   const int64_t num_kv_heads = step.kv.layout.num_kv_heads;
   faults_.assign(static_cast<size_t>(step.kv.num_slots), 0);
   SetNumbers(batch, queries.layer);
-  KVASIR_RETURN_IF_ERROR(MakeSelection(step));
+  KVASIR_RETURN_IF_ERROR(MakeSelection(step, queries.layer));
   CollectiveRanks ranks(step.shard, step.collective);
   for (const SelectorGroup& group : batch.groups) {
     const size_t begin = static_cast<size_t>(group.begin);
@@ -65,19 +65,10 @@ absl::Status CpuAttention::Select(const StepInputs& step, const CpuRotation& rot
   return absl::OkStatus();
 }
 
-absl::Status CpuAttention::MakeSelection(const StepInputs& step) {
+absl::Status CpuAttention::MakeSelection(const StepInputs& step, int64_t layer) {
   const StepBatch& batch = step.batch;
   const int64_t num_rows = std::ssize(batch.blocks) * step.kv.layout.num_kv_heads;
-  int64_t capacity = 0;
-  for (const SelectorGroup& group : batch.groups) {
-    for (int64_t b = group.begin; b < group.end; ++b) {
-      const QueryBlock& block = batch.blocks[static_cast<size_t>(b)];
-      const int64_t tokens = block.first_position + block.num_rows;
-      kernels::SelectionNumbers largest = numbers_[static_cast<size_t>(b)];
-      largest.budget_tokens = kernels::LargestBudget(largest, tokens);
-      capacity = std::max(capacity, group.served->selector->MaxEntries(largest, tokens));
-    }
-  }
+  const int64_t capacity = SelectionCapacity(batch, layer);
   headers_.resize(static_cast<size_t>(num_rows));
   const int64_t bytes = num_rows * capacity * static_cast<int64_t>(sizeof(kernels::SelectionEntry));
   KVASIR_ASSIGN_OR_RETURN(std::byte* const memory, entries_.Reserve(bytes));
@@ -89,18 +80,9 @@ absl::Status CpuAttention::MakeSelection(const StepInputs& step) {
 }
 
 void CpuAttention::SetNumbers(const StepBatch& batch, int64_t layer) {
-  numbers_ = batch.numbers;
-  for (size_t b = 0; b < numbers_.size(); ++b) {
-    const BlockInfo& info = batch.infos[b];
-    for (const LayerBudget& layers : info.layer_budgets) {
-      if (layer < layers.begin || layer >= layers.end) continue;
-      numbers_[b].budget_tokens = layers.budget_tokens;
-    }
-    // A window over the whole context is what dense means (rule R2): no path of its own.
-    const QueryBlock& block = batch.blocks[b];
-    if (layer < info.dense_layers) {
-      numbers_[b].window_tokens = block.first_position + block.num_rows;
-    }
+  numbers_.clear();
+  for (int64_t b = 0; b < std::ssize(batch.blocks); ++b) {
+    numbers_.push_back(NumbersInLayer(batch, b, layer));
   }
 }
 

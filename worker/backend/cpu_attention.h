@@ -40,8 +40,8 @@ class CpuAttention {
  private:
   void SetNumbers(const StepBatch& batch, int64_t layer);
   // Makes selection_, with a row for each (block, KV head) and room for what the selectors may
-  // need with these numbers.
-  absl::Status MakeSelection(const StepInputs& step);
+  // need in the layer.
+  absl::Status MakeSelection(const StepInputs& step, int64_t layer);
   absl::Status SelectGroup(const SelectorGroup& group, const kernels::SelectParams& params,
                            kernels::PageSelection& rows, const StepInputs& step,
                            kernels::Executor& executor);

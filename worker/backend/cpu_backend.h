@@ -20,7 +20,15 @@ class CpuBackend final : public Backend {
   explicit CpuBackend(kernels::Executor& executor) : Backend(executor) {}
 
   std::string name() const override;
+  absl::Status CheckModel(const TransformerOptions&, kernels::DType) const override {
+    return absl::OkStatus();
+  }
+  absl::Status CheckEngine(const EngineNeeds&) const override { return absl::OkStatus(); }
   absl::StatusOr<Memory> Allocate(int64_t bytes) override;
+  absl::StatusOr<std::unique_ptr<kvstore::TierMemory>> MakeTierMemory(
+      const kvstore::TierMemorySizes& sizes) override {
+    return kvstore::HostTierMemory::Make(sizes);
+  }
   absl::StatusOr<Tensor> Place(HostTensor weight) override;
   absl::StatusOr<std::unique_ptr<Linear>> MakeLinear(
       std::span<const kernels::PackedLinear::Part> parts,

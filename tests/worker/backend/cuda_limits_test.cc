@@ -1,0 +1,107 @@
+// What --device=cuda refuses, and that it says which flag to change.
+#include "worker/backend/cuda_limits.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <string>
+#include <vector>
+
+#include "proto/selector_field.h"
+
+namespace kvasir::worker {
+namespace {
+
+using kernels::DType;
+using testing::HasSubstr;
+
+TransformerOptions ServedModel() {
+  TransformerOptions model;
+  model.config.head_dim = 128;
+  model.config.num_heads = 32;
+  model.config.num_kv_heads = 8;
+  model.dtype = DType::kBFloat16;
+  return model;
+}
+
+v1::SparsityPolicy ServedPolicy() {
+  v1::SparsityPolicy policy;
+  v1::SetSelector("all", *policy.mutable_prefill());
+  v1::SetSelector("quest", *policy.mutable_decode());
+  return policy;
+}
+
+void ExpectRefused(const absl::Status& status, const std::string& hint) {
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnimplemented) << status;
+  EXPECT_THAT(std::string(status.message()), HasSubstr("--device=cuda"));
+  EXPECT_THAT(std::string(status.message()), HasSubstr(hint));
+}
+
+TEST(CudaLimits, ModelsItComputes) {
+  EXPECT_TRUE(CheckCudaModel(ServedModel(), DType::kBFloat16).ok());
+  TransformerOptions model = ServedModel();
+  model.config.head_dim = 64;
+  EXPECT_TRUE(CheckCudaModel(model, DType::kBFloat16).ok());
+}
+
+TEST(CudaLimits, ModelsItDoesNot) {
+  TransformerOptions model = ServedModel();
+  model.dtype = DType::kFloat32;
+  ExpectRefused(CheckCudaModel(model, DType::kBFloat16), "--dtype=bfloat16");
+  ExpectRefused(CheckCudaModel(ServedModel(), DType::kFloat32), "--kv-cache-dtype=bfloat16");
+  model = ServedModel();
+  model.extension = PositionExtension::kStreaming;
+  ExpectRefused(CheckCudaModel(model, DType::kBFloat16), "--position-extension=none");
+  model = ServedModel();
+  model.shard.num_ranks = 2;
+  ExpectRefused(CheckCudaModel(model, DType::kBFloat16), "--tensor-parallel-size=1");
+  model = ServedModel();
+  model.config.head_dim = 80;
+  ExpectRefused(CheckCudaModel(model, DType::kBFloat16), "80 dimensions");
+  model = ServedModel();
+  model.config.num_kv_heads = 2;
+  ExpectRefused(CheckCudaModel(model, DType::kBFloat16), "16 query heads");
+}
+
+absl::Status CheckPolicy(const v1::SparsityPolicy& policy) {
+  const std::vector<v1::SparsityPolicy> policies = {ServedPolicy(), policy};
+  return CheckCudaEngine({.policies = policies, .device_blocks = 10, .host_blocks = 10});
+}
+
+TEST(CudaLimits, PoliciesItServes) { EXPECT_TRUE(CheckPolicy(ServedPolicy()).ok()); }
+
+TEST(CudaLimits, PoliciesItDoesNot) {
+  for (const bool in_prefill : {true, false}) {
+    const auto part = [&](v1::SparsityPolicy& policy) {
+      return in_prefill ? policy.mutable_prefill() : policy.mutable_decode();
+    };
+    for (const std::string selector : {"streaming", "tokenselect", "hip", "infinitehip"}) {
+      v1::SparsityPolicy policy = ServedPolicy();
+      v1::SetSelector(selector, *part(policy));
+      ExpectRefused(CheckPolicy(policy), selector);
+    }
+    v1::SparsityPolicy policy = ServedPolicy();
+    part(policy)->set_top_p(0.9f);
+    ExpectRefused(CheckPolicy(policy), "top_p");
+    policy = ServedPolicy();
+    part(policy)->mutable_reuse()->set_rule("cosine");
+    ExpectRefused(CheckPolicy(policy), "cosine");
+    policy = ServedPolicy();
+    part(policy)->mutable_art();
+    ExpectRefused(CheckPolicy(policy), "art");
+    policy = ServedPolicy();
+    part(policy)->mutable_quality()->set_min_mass(0.5f);
+    ExpectRefused(CheckPolicy(policy), "min_mass");
+  }
+}
+
+TEST(CudaLimits, AllKvMustFitDeviceMemory) {
+  ExpectRefused(CheckCudaEngine({.policies = {}, .device_blocks = 9, .host_blocks = 10}),
+                "--kv-device-size-gb");
+  ExpectRefused(
+      CheckCudaEngine(
+          {.policies = {}, .device_blocks = 10, .host_blocks = 10, .has_tier_below = true}),
+      "--kv-disk-path");
+}
+
+}  // namespace
+}  // namespace kvasir::worker

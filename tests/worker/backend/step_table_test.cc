@@ -1,0 +1,135 @@
+// A step as a GPU reads it, without one: what lies where in the table.
+#include "worker/backend/step_table.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <set>
+#include <vector>
+
+#include "kernels/sparse/all/all_selector.h"
+#include "kernels/sparse/quest/quest_selector.h"
+
+namespace kvasir::worker {
+namespace {
+
+using testing::ElementsAre;
+
+constexpr int64_t kKvHeads = 2;
+
+// A chunk of 70 tokens read densely, a tail of two read by quest, and a decoding sequence whose
+// first three layers are dense.
+class StepTableTest : public testing::Test {
+ protected:
+  StepTableTest() {
+    served_.resize(2);
+    served_[0].selector = std::make_unique<kernels::AllSelector>();
+    served_[0].dense = true;
+    served_[1].selector = std::make_unique<kernels::QuestSelector>();
+    prompt_.tokens.assign(72, 5);
+    prompt_.prompt_size = prompt_.given_size = 72;
+    prompt_.decode_begin = 70;
+    prompt_.prefill = {.selector = 0, .numbers = {.window_tokens = 1}};
+    prompt_.decode = {.selector = 1, .numbers = {.window_tokens = 8, .budget_tokens = 64}};
+    running_.tokens.assign(1000, 7);
+    running_.decode = {
+        .selector = 1, .numbers = {.window_tokens = 16, .budget_tokens = 128}, .dense_layers = 3};
+    const RowWork works[] = {
+        {.slot = 4, .begin = 0, .num_tokens = 72, .sample = true, .sequence = &prompt_},
+        {.slot = 1, .begin = 999, .num_tokens = 1, .sample = true, .sequence = &running_}};
+    batch_ = MakeStepBatch(works, served_, {{.slot = 1, .block = 15, .num_tokens = 39}});
+    shape_ = ShapeOf(batch_, kKvHeads);
+    memory_.resize(static_cast<size_t>(LayOut(batch_, shape_, nullptr).bytes));
+    table_ = LayOut(batch_, shape_, memory_.data());
+    Fill(batch_, shape_, table_);
+  }
+
+  std::vector<ServedSelector> served_;
+  Sequence prompt_, running_;
+  StepBatch batch_;
+  StepShape shape_;
+  std::vector<std::byte> memory_;
+  StepTable table_;
+};
+
+TEST_F(StepTableTest, BlocksOfOneQueryComeFirstAndOnceEach) {
+  ASSERT_EQ(shape_.num_blocks(), std::ssize(batch_.blocks));
+  EXPECT_EQ(std::set<int64_t>(shape_.order.begin(), shape_.order.end()).size(),
+            batch_.blocks.size());
+  EXPECT_EQ(shape_.num_single, 3);
+  for (int64_t i = 0; i < shape_.num_blocks(); ++i) {
+    const kernels::QueryBlock& block = table_.blocks[static_cast<size_t>(i)];
+    EXPECT_EQ(block.num_rows == 1, i < shape_.num_single) << i;
+    const kernels::QueryBlock& own =
+        batch_.blocks[static_cast<size_t>(shape_.order[static_cast<size_t>(i)])];
+    EXPECT_EQ(block.first_row, own.first_row);
+    EXPECT_EQ(block.slot, own.slot);
+  }
+}
+
+TEST_F(StepTableTest, LaunchesCoverAllBlocksWithTheirSelectors) {
+  int64_t end = 0;
+  for (const SelectorRange& range : shape_.ranges) {
+    EXPECT_EQ(range.begin, end);
+    end = range.end;
+    for (int64_t i = range.begin; i < range.end; ++i) {
+      const bool dense = table_.blocks[static_cast<size_t>(i)].num_rows > 1;
+      EXPECT_EQ(range.served, &served_[dense ? 0 : 1]) << i;
+    }
+  }
+  EXPECT_EQ(end, shape_.num_blocks());
+  EXPECT_EQ(shape_.ranges.size(), 2u);
+}
+
+// A window over the whole context is what dense means.
+TEST_F(StepTableTest, NumbersFollowTheLayersThatStayDense) {
+  EXPECT_THAT(shape_.number_sets, ElementsAre(0, 3));
+  for (const int64_t layer : {0, 2, 3, 31}) {
+    const auto numbers = table_.NumbersOfSet(shape_.NumbersFor(layer));
+    ASSERT_EQ(numbers.size(), batch_.blocks.size());
+    for (size_t i = 0; i < numbers.size(); ++i) {
+      const bool decoding = table_.blocks[i].slot == 1;
+      const int64_t window = decoding ? (layer < 3 ? 1000 : 16) : i < 3 ? 8 : 1;
+      EXPECT_EQ(numbers[i].window_tokens, window) << "layer " << layer << ", block " << i;
+    }
+  }
+}
+
+TEST_F(StepTableTest, TheRestIsTheBatchs) {
+  EXPECT_THAT(std::vector(table_.tokens.begin(), table_.tokens.end()),
+              testing::ElementsAreArray(batch_.tokens));
+  EXPECT_THAT(std::vector(table_.positions.begin(), table_.positions.end()),
+              testing::ElementsAreArray(batch_.positions));
+  EXPECT_THAT(std::vector(table_.sampled_tokens.begin(), table_.sampled_tokens.end()),
+              ElementsAre(71, 72));
+  ASSERT_EQ(table_.appends.size(), batch_.appends.size());
+  EXPECT_EQ(table_.appends.back().first_position, 999);
+  ASSERT_EQ(table_.truncations.size(), 1u);
+  EXPECT_EQ(table_.truncations[0].num_tokens, 39);
+  ASSERT_EQ(table_.headers.size(), batch_.blocks.size() * kKvHeads);
+  for (size_t row = 0; row < table_.headers.size(); ++row) {
+    EXPECT_EQ(table_.headers[row].kind, kernels::SelectionHeader::Kind::kAll);
+    EXPECT_EQ(table_.headers[row].query_position, table_.blocks[row / kKvHeads].first_position);
+  }
+}
+
+// What one array ends with is not where the next begins: kernels read both at once.
+TEST_F(StepTableTest, ArraysDoNotOverlap) {
+  const auto range = [](const auto& array) {
+    const auto* begin = reinterpret_cast<const std::byte*>(array.data());
+    return std::pair(begin, begin + array.size_bytes());
+  };
+  const std::pair<const std::byte*, const std::byte*> arrays[] = {
+      range(table_.tokens),  range(table_.positions),  range(table_.sampled_tokens),
+      range(table_.appends), range(table_.blocks),     range(table_.numbers),
+      range(table_.headers), range(table_.truncations)};
+  const std::byte* end = memory_.data();
+  for (const auto& [from, to] : arrays) {
+    EXPECT_GE(from, end);
+    EXPECT_LT(from, to);
+    end = to;
+  }
+  EXPECT_LE(end, memory_.data() + memory_.size());
+}
+
+}  // namespace
+}  // namespace kvasir::worker

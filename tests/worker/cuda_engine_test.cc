@@ -1,0 +1,157 @@
+// The engine on a GPU against the engine on the CPU: the same requests over a reference model, the
+// logits that tokens are sampled from, the tokens, and what was attended to.
+#include <algorithm>
+#include <cmath>
+#include <cuda_runtime_api.h>
+#include <gtest/gtest.h>
+#include <iostream>
+#include <string>
+#include <vector>
+
+#include "tests/worker/model/golden.h"
+#include "tests/worker/test_coordinator.h"
+#include "tests/worker/test_worker.h"
+
+namespace kvasir::worker {
+namespace {
+
+constexpr char kModel[] = "tests/model/needle-8k";
+constexpr char kText[] = "tests/model/golden/needle-8k.safetensors";
+// Of the largest logit: sums of bfloat16 products in another order, through six layers.
+constexpr float kTolerance = 0.05f;
+constexpr int64_t kAnswer = 16;
+
+EngineOptions Options() {
+  EngineOptions options = TestWorker::DefaultOptions();
+  options.policies = {MakePolicy("all", "all"), MakePolicy("quest", "quest"),
+                      MakePolicy("all", "quest")};
+  options.kv_dtype = kernels::DType::kBFloat16;
+  options.kv_device_bytes = 512 << 20;
+  options.kv_host_bytes = 256 << 20;
+  options.max_num_batched_tokens = 512;
+  return options;
+}
+
+class CudaEngineTest : public testing::Test {
+ protected:
+  struct Run {
+    std::map<std::pair<int64_t, int64_t>, TestWorker::Logits> logits;
+    std::vector<TestResult> results;
+  };
+
+  static void SetUpTestSuite() {
+    int devices = 0;
+    if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) return;
+    text_ = GoldenFile(kText).Run(8000).tokens;
+    for (const std::string device : {"cpu", "cuda"}) {
+      models_.push_back(
+          std::make_unique<TestModel>(TestWorkerOptions{.folder = kModel,
+                                                        .dtype = kernels::DType::kBFloat16,
+                                                        .max_model_len = 8192,
+                                                        .num_threads = 4,
+                                                        .device = device,
+                                                        .edit_weights = {}}));
+    }
+  }
+  static void TearDownTestSuite() { models_.clear(); }
+  void SetUp() override {
+    if (models_.empty()) GTEST_SKIP() << "no GPU on this machine";
+  }
+
+  // With budgets so small that most of the text is skipped.
+  static TestRequest MakeRequest(int64_t begin, int64_t size, uint32_t policy) {
+    return {.prompt = {text_.begin() + begin, text_.begin() + begin + size},
+            .max_tokens = kAnswer,
+            .policy = policy,
+            .prefill = MakeNumbers(32, 100, 256),
+            .decode = MakeNumbers(16, 70, 128, policy == 2 ? 2 : 0),
+            .tail_tokens = 20,
+            .sampling = Greedy(),
+            .cached_blocks = {}};
+  }
+
+  static Run Serve(TestModel& model, const std::vector<TestRequest>& requests) {
+    TestWorker worker(model, Options());
+    TestCoordinator coordinator({.chunk = 256});
+    for (const TestRequest& request : requests) coordinator.Add(request);
+    worker.Run(coordinator);
+    Run run = {.logits = worker.logits(), .results = {}};
+    for (size_t r = 0; r < requests.size(); ++r) run.results.push_back(coordinator.result(r));
+    return run;
+  }
+
+  // Up to the first token that is another: from there on the two read different texts.
+  static void ExpectAlike(const std::vector<TestRequest>& requests) {
+    const Run cpu = Serve(*models_[0], requests);
+    const Run gpu = Serve(*models_[1], requests);
+    int64_t compared = 0;
+    for (size_t r = 0; r < requests.size(); ++r) {
+      SCOPED_TRACE(testing::Message() << "request " << r);
+      ASSERT_TRUE(gpu.results[r].status.ok()) << gpu.results[r].status;
+      for (int64_t i = 0; i < kAnswer; ++i) {
+        const std::pair<int64_t, int64_t> place = {static_cast<int64_t>(r),
+                                                   std::ssize(requests[r].prompt) - 1 + i};
+        LogitsDifference difference;
+        difference.Add(cpu.logits.at(place), gpu.logits.at(place));
+        EXPECT_LE(difference.largest, kTolerance * difference.scale) << "token " << i;
+        ++compared;
+        const size_t at = static_cast<size_t>(i);
+        if (cpu.results[r].tokens[at] == gpu.results[r].tokens[at]) continue;
+        const float margin = TopTwoMargin(cpu.logits.at(place));
+        std::cout << "request " << r << ", token " << i << " differs, top-2 margin " << margin
+                  << std::endl;
+        EXPECT_LE(margin, 2 * difference.largest) << "token " << i;
+        break;
+      }
+      EXPECT_GT(gpu.results[r].accounting.attended_tokens(), 0u);
+      EXPECT_EQ(gpu.results[r].accounting.blocks_total(), cpu.results[r].accounting.blocks_total());
+      EXPECT_EQ(gpu.results[r].accounting.page_misses(), 0u);
+    }
+    EXPECT_GT(compared, 4 * std::ssize(requests)) << "answers differ at once";
+  }
+
+  static inline std::vector<uint32_t> text_;
+  static inline std::vector<std::unique_ptr<TestModel>> models_;  // on the CPU, on the GPU
+};
+
+TEST_F(CudaEngineTest, EveryPolicyAloneAnswersAsOnTheCpu) {
+  for (const uint32_t policy : {0u, 1u, 2u}) {
+    for (const int64_t size : {1, 63, 64, 65, 700, 4000}) {
+      SCOPED_TRACE(testing::Message() << "policy " << policy << ", " << size << " tokens");
+      ExpectAlike({MakeRequest(100, size, policy)});
+    }
+  }
+}
+
+// Decode rows, chunks and tails of several policies in one step.
+TEST_F(CudaEngineTest, ABatchOfAllPoliciesAnswersAsOnTheCpu) {
+  std::vector<TestRequest> requests;
+  for (int64_t i = 0; i < 9; ++i) {
+    requests.push_back(MakeRequest(300 * i, 200 + 331 * i, static_cast<uint32_t>(i % 3)));
+  }
+  ExpectAlike(requests);
+}
+
+// Premise of the comparison: the sparse policies skip most pages, and as many as on the CPU.
+TEST_F(CudaEngineTest, SkipsAsManyPagesAsTheCpu) {
+  const std::vector<TestRequest> requests = {MakeRequest(0, 4000, 1)};
+  const Run cpu = Serve(*models_[0], requests);
+  const Run gpu = Serve(*models_[1], requests);
+  const auto& expected = cpu.results[0].accounting;
+  const auto& found = gpu.results[0].accounting;
+  EXPECT_GT(2 * found.skipped_selected_out(), found.blocks_total());
+  EXPECT_EQ(found.skipped_selected_out(), expected.skipped_selected_out());
+  EXPECT_EQ(found.page_hits(), expected.page_hits());
+}
+
+// Kernels have no sums of undefined order; the products of linear layers are chosen by shape.
+TEST_F(CudaEngineTest, TheSameStepsGiveTheSameBits) {
+  const TestRequest request = MakeRequest(500, 1500, 1);
+  const Run alone = Serve(*models_[1], {request});
+  const Run again = Serve(*models_[1], {request});
+  EXPECT_EQ(alone.results[0].tokens, again.results[0].tokens);
+  EXPECT_EQ(alone.logits, again.logits);
+}
+
+}  // namespace
+}  // namespace kvasir::worker

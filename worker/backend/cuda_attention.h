@@ -1,0 +1,58 @@
+// What lies between a layer's queries and what they attended to, on the GPU: the selectors `all`
+// and `quest`, attention over pages of the device tier, and the counts that accounting takes. It
+// holds the step's selection and the working memory of both. Called by the CUDA backend, with a
+// stream that all of it is put on. Thread-compatible.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "absl/status/status.h"
+
+#include "kernels/base/device_buffer.h"
+#include "kernels/paged/kv_tensor_maps.h"
+#include "kernels/paged/page_selection.h"
+#include "worker/backend/backend.h"
+#include "worker/backend/cuda_memory.h"
+#include "worker/backend/step_table.h"
+
+namespace kvasir::worker {
+
+// A step as kernels see it; what it points to is device memory. Lives as long as the step.
+struct CudaStep {
+  StepShape shape;
+  StepTable table;
+  kernels::PagedKv kv;
+  std::span<uint8_t> faults;  // [num_slots]
+};
+
+class CudaAttention {
+ public:
+  // Takes the memory that the step needs. `arena` holds all pages.
+  absl::Status BeginStep(const StepInputs& inputs, const CudaStep& step,
+                         const kernels::KvArena& arena);
+  absl::Status Select(const CudaStep& step, const LayerQueries& queries, cudaStream_t stream);
+  absl::Status Attend(const CudaStep& step, const LayerQueries& queries,
+                      const kernels::TensorView& out, cudaStream_t stream);
+  // Asks for the counts of all layers; Report is to be called when they are there.
+  absl::Status FetchCounts(const CudaStream& stream);
+  void Report(const CudaStep& step, AttentionMeter& meter) const;
+
+ private:
+  absl::Status MakeTensorMaps(const kernels::KvLayout& layout, const kernels::KvArena& arena);
+
+  std::optional<kernels::KvTensorMaps> maps_;  // of maps_arena_
+  kernels::KvArena maps_arena_;
+  kernels::PageSelection selection_;  // headers lie in the step's table
+  kernels::DeviceBuffer entries_;
+  kernels::DeviceBuffer workspace_;
+  int64_t num_layers_ = 0;
+  // [layers][rows]
+  kernels::DeviceBuffer counts_;
+  kernels::PinnedBuffer host_counts_;
+};
+
+}  // namespace kvasir::worker

@@ -1,0 +1,267 @@
+#include "worker/backend/cuda_backend.h"
+
+#include <algorithm>
+#include <cuda_runtime_api.h>
+#include <utility>
+
+#include "kernels/base/cuda_status.h"
+#include "kernels/base/status_macros.h"
+#include "kernels/paged/append_cuda.h"
+#include "kernels/paged/digests_cuda.h"
+#include "worker/backend/cuda_limits.h"
+#include "worker/backend/make_backend.h"
+
+namespace kvasir::worker {
+
+using kernels::CudaLinear;
+using kernels::CudaStatus;
+using kernels::Device;
+using kernels::DeviceBuffer;
+using kernels::DType;
+using kernels::PackedLinear;
+using kernels::TensorView;
+
+namespace {
+
+// The same elements at another address.
+TensorView MovedTo(std::byte* memory, const TensorView& view) {
+  switch (view.rank()) {
+    case 1:
+      return TensorView(memory, view.dtype(), {view.dim(0)}, Device::kCuda);
+    default:
+      return TensorView(memory, view.dtype(), {view.dim(0), view.dim(1)}, Device::kCuda);
+  }
+}
+
+}  // namespace
+
+class CudaBackend::GpuLinear final : public Linear {
+ public:
+  GpuLinear(CudaLinear linear, CudaBackend& backend)
+      : linear_(std::move(linear)), backend_(backend) {}
+
+  absl::Status Run(const TensorView& x, const TensorView& y) override {
+    return linear_.Run(x, y, backend_.linear_workspace_.data(), backend_.stream_.get());
+  }
+  int64_t out_features() const override { return linear_.out_features(); }
+
+ private:
+  CudaLinear linear_;
+  CudaBackend& backend_;
+};
+
+struct CudaBackend::CudaRope final : Rope {
+  DeviceBuffer inv_freq;  // [half_dim] float64
+  int64_t half_dim = 0;
+  double attention_factor = 1;
+};
+
+CudaBackend::CudaBackend(kernels::Executor& executor, CudaStream stream, kernels::CublasLt lt,
+                         DeviceBuffer linear_workspace, std::string name)
+    : Backend(executor),
+      name_(std::move(name)),
+      stream_(std::move(stream)),
+      lt_(std::move(lt)),
+      linear_workspace_(std::move(linear_workspace)) {}
+
+absl::StatusOr<std::unique_ptr<CudaBackend>> CudaBackend::Create(kernels::Executor& executor) {
+  int device = 0;
+  cudaDeviceProp properties;
+  KVASIR_RETURN_IF_ERROR(CudaStatus(cudaGetDevice(&device), "looking for a GPU"));
+  KVASIR_RETURN_IF_ERROR(
+      CudaStatus(cudaGetDeviceProperties(&properties, device), "asking what the GPU is"));
+  KVASIR_ASSIGN_OR_RETURN(CudaStream stream, CudaStream::Create());
+  KVASIR_ASSIGN_OR_RETURN(kernels::CublasLt lt, kernels::CublasLt::Create());
+  KVASIR_ASSIGN_OR_RETURN(DeviceBuffer workspace,
+                          DeviceBuffer::Allocate(CudaLinear::kWorkspaceBytes));
+  return std::unique_ptr<CudaBackend>(new CudaBackend(executor, std::move(stream), std::move(lt),
+                                                      std::move(workspace), properties.name));
+}
+
+absl::StatusOr<std::unique_ptr<Backend>> MakeCudaBackend(kernels::Executor& executor) {
+  return CudaBackend::Create(executor);
+}
+
+absl::Status CudaBackend::CheckModel(const TransformerOptions& model, DType kv_dtype) const {
+  return CheckCudaModel(model, kv_dtype);
+}
+
+absl::Status CudaBackend::CheckEngine(const EngineNeeds& needs) const {
+  return CheckCudaEngine(needs);
+}
+
+absl::StatusOr<Memory> CudaBackend::Allocate(int64_t bytes) {
+  KVASIR_ASSIGN_OR_RETURN(DeviceBuffer buffer, DeviceBuffer::Allocate(bytes));
+  return Memory(std::move(buffer), Device::kCuda);
+}
+
+absl::StatusOr<std::unique_ptr<kvstore::TierMemory>> CudaBackend::MakeTierMemory(
+    const kvstore::TierMemorySizes& sizes) {
+  KVASIR_ASSIGN_OR_RETURN(std::unique_ptr<CudaTierMemory> memory,
+                          CudaTierMemory::Make(sizes, stream_));
+  arena_ = {.base = memory->pages(), .bytes = sizes.num_pages * sizes.page_bytes};
+  attention_ = {};  // its maps are of another arena
+  return memory;
+}
+
+absl::StatusOr<Tensor> CudaBackend::Place(HostTensor weight) {
+  if (weight.view.empty()) return Tensor{};
+  KVASIR_ASSIGN_OR_RETURN(Memory memory, Allocate(weight.view.size_bytes()));
+  KVASIR_RETURN_IF_ERROR(
+      stream_.CopyToDevice(memory.data(), weight.view.data(), weight.view.size_bytes()));
+  KVASIR_RETURN_IF_ERROR(stream_.Wait());
+  const TensorView view = MovedTo(memory.data(), weight.view);
+  return Tensor{.memory = std::move(memory), .view = view};
+}
+
+absl::StatusOr<std::unique_ptr<Linear>> CudaBackend::MakeLinear(
+    std::span<const PackedLinear::Part> parts, const PackedLinear::Options& options) {
+  KVASIR_ASSIGN_OR_RETURN(CudaLinear linear, CudaLinear::Create(lt_, parts, options));
+  return std::make_unique<GpuLinear>(std::move(linear), *this);
+}
+
+absl::StatusOr<std::unique_ptr<Rope>> CudaBackend::MakeRope(const RopeFrequencies& frequencies,
+                                                            KeyForm) {
+  auto rope = std::make_unique<CudaRope>();
+  rope->half_dim = std::ssize(frequencies.inv_freq);
+  rope->attention_factor = frequencies.attention_factor;
+  const int64_t bytes = rope->half_dim * static_cast<int64_t>(sizeof(double));
+  KVASIR_ASSIGN_OR_RETURN(rope->inv_freq, DeviceBuffer::Allocate(bytes));
+  KVASIR_RETURN_IF_ERROR(
+      stream_.CopyToDevice(rope->inv_freq.data(), frequencies.inv_freq.data(), bytes));
+  KVASIR_RETURN_IF_ERROR(stream_.Wait());
+  return rope;
+}
+
+absl::Status CudaBackend::BeginStep(const StepInputs& inputs) {
+  inputs_.emplace(inputs);
+  KVASIR_ASSIGN_OR_RETURN(step_.kv, kv_tables_.Upload(inputs.kv, stream_));
+  KVASIR_ASSIGN_OR_RETURN(uint8_t* const faults, Reserve<uint8_t>(inputs.kv.num_slots, faults_));
+  step_.faults = {faults, static_cast<size_t>(inputs.kv.num_slots)};
+  KVASIR_RETURN_IF_ERROR(stream_.Clear(faults, inputs.kv.num_slots));
+  KVASIR_RETURN_IF_ERROR(UploadTable(inputs));
+  KVASIR_RETURN_IF_ERROR(
+      kernels::RebuildBounds(step_.kv, step_.table.truncations, step_.faults, stream_.get()));
+  KVASIR_RETURN_IF_ERROR(attention_.BeginStep(inputs, step_, arena_));
+  return ComputeAngles(static_cast<const CudaRope&>(inputs.rope));
+}
+
+absl::Status CudaBackend::UploadTable(const StepInputs& inputs) {
+  step_.shape = ShapeOf(inputs.batch, inputs.kv.layout.num_kv_heads);
+  const int64_t bytes = LayOut(inputs.batch, step_.shape, nullptr).bytes;
+  KVASIR_ASSIGN_OR_RETURN(std::byte* const host, Reserve<std::byte>(bytes, host_table_));
+  KVASIR_ASSIGN_OR_RETURN(std::byte* const device, Reserve<std::byte>(bytes, table_));
+  Fill(inputs.batch, step_.shape, LayOut(inputs.batch, step_.shape, host));
+  step_.table = LayOut(inputs.batch, step_.shape, device);
+  return stream_.CopyToDevice(device, host, bytes);
+}
+
+absl::Status CudaBackend::ComputeAngles(const CudaRope& rope) {
+  const int64_t tokens = inputs_->batch.num_tokens();
+  KVASIR_ASSIGN_OR_RETURN(float* const angles, Reserve<float>(2 * tokens * rope.half_dim, angles_));
+  float* const sines = angles + tokens * rope.half_dim;
+  rope_angles_ = {
+      .cos = TensorView(angles, DType::kFloat32, {tokens, rope.half_dim}, Device::kCuda),
+      .sin = TensorView(sines, DType::kFloat32, {tokens, rope.half_dim}, Device::kCuda)};
+  return kernels::ComputeRopeAngles(
+      {.positions = step_.table.positions,
+       .inv_freq = {rope.inv_freq.As<double>(), static_cast<size_t>(rope.half_dim)},
+       .attention_scaling = rope.attention_factor,
+       .angles = rope_angles_},
+      stream_.get());
+}
+
+absl::Status CudaBackend::EmbedTokens(const TensorView& table, const TensorView& y) {
+  const std::span<int32_t> ids = step_.table.tokens;
+  return kernels::Embedding(
+      {.table = table,
+       .ids = TensorView(ids.data(), DType::kInt32, {std::ssize(ids)}, Device::kCuda),
+       .y = y},
+      stream_.get());
+}
+
+absl::Status CudaBackend::TakeSampled(const TensorView& x, const TensorView& y) {
+  const std::span<int32_t> ids = step_.table.sampled_tokens;
+  return kernels::Embedding(
+      {.table = x,
+       .ids = TensorView(ids.data(), DType::kInt32, {std::ssize(ids)}, Device::kCuda),
+       .y = y},
+      stream_.get());
+}
+
+absl::Status CudaBackend::RmsNorm(const kernels::RmsNormParams& params) {
+  return kernels::RmsNorm(params, stream_.get());
+}
+
+absl::Status CudaBackend::SiluMul(const kernels::SiluMulParams& params) {
+  return kernels::SiluMul(params, stream_.get());
+}
+
+absl::Status CudaBackend::Rotate(const TensorView& x) {
+  return kernels::ApplyRope(rope_angles_, x, stream_.get());
+}
+
+absl::Status CudaBackend::AppendKv(int64_t layer, const TensorView& k, const TensorView& v) {
+  return kernels::AppendKv(
+      {.k = k, .v = v, .kv = step_.kv, .layer = layer, .blocks = step_.table.appends}, step_.faults,
+      stream_.get());
+}
+
+absl::Status CudaBackend::Select(const LayerQueries& queries) {
+  return attention_.Select(step_, queries, stream_.get());
+}
+
+absl::Status CudaBackend::Attend(const LayerQueries& queries, const TensorView& out) {
+  return attention_.Attend(step_, queries, out, stream_.get());
+}
+
+absl::Status CudaBackend::EndStep(const StepOutputs& outputs, StepResult& result) {
+  KVASIR_RETURN_IF_ERROR(FetchResults(outputs));
+  KVASIR_RETURN_IF_ERROR(stream_.Wait());
+  ReadResults(outputs, result);
+  attention_.Report(step_, inputs_->meter);
+  inputs_.reset();
+  return absl::OkStatus();
+}
+
+absl::Status CudaBackend::FetchResults(const StepOutputs& outputs) {
+  const int64_t tokens = inputs_->batch.num_tokens();
+  const int64_t slots = inputs_->kv.num_slots;
+  KVASIR_ASSIGN_OR_RETURN(uint8_t* const finite, Reserve<uint8_t>(tokens, finite_));
+  KVASIR_RETURN_IF_ERROR(
+      kernels::FindFiniteTokens({.x = outputs.residual,
+                                 .add = outputs.delta,
+                                 .finite = {finite, static_cast<size_t>(tokens)}},
+                                stream_.get()));
+  KVASIR_RETURN_IF_ERROR(Reserve<uint8_t>(tokens, host_finite_).status());
+  KVASIR_RETURN_IF_ERROR(stream_.CopyToHost(host_finite_.data(), finite, tokens));
+  KVASIR_RETURN_IF_ERROR(Reserve<uint8_t>(slots, host_faults_).status());
+  KVASIR_RETURN_IF_ERROR(stream_.CopyToHost(host_faults_.data(), faults_.data(), slots));
+  const int64_t logits_bytes = outputs.logits.size_bytes();
+  KVASIR_RETURN_IF_ERROR(Reserve<std::byte>(logits_bytes, host_logits_).status());
+  KVASIR_RETURN_IF_ERROR(
+      stream_.CopyToHost(host_logits_.data(), outputs.logits.data(), logits_bytes));
+  KVASIR_RETURN_IF_ERROR(attention_.FetchCounts(stream_));
+  return kv_tables_.FetchAccesses(inputs_->kv, stream_);
+}
+
+// A row whose slot has a fault read or wrote a page that is not there: its result is nothing.
+void CudaBackend::ReadResults(const StepOutputs& outputs, StepResult& result) const {
+  const StepBatch& batch = inputs_->batch;
+  const uint8_t* const finite = host_finite_.As<uint8_t>();
+  result.row_is_finite.clear();
+  for (size_t r = 0; r + 1 < batch.row_begins.size(); ++r) {
+    const bool all_finite =
+        std::all_of(finite + batch.row_begins[r], finite + batch.row_begins[r + 1],
+                    [](uint8_t token) { return token != 0; });
+    result.row_is_finite.push_back(all_finite ? 1 : 0);
+  }
+  for (size_t b = 0; b < batch.blocks.size(); ++b) {
+    const bool fault = host_faults_.As<uint8_t>()[batch.blocks[b].slot] != 0;
+    if (fault) result.row_is_finite[static_cast<size_t>(batch.infos[b].row)] = 0;
+  }
+  result.logits = TensorView(host_logits_.data(), DType::kFloat32,
+                             {outputs.logits.dim(0), outputs.logits.dim(1)});
+}
+
+}  // namespace kvasir::worker

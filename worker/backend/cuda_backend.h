@@ -1,0 +1,84 @@
+// The backend on one GPU: ops on one stream, in the order in which the model calls them; the host
+// waits once a step, in EndStep, for what it needs of it. All KV lies in device memory, in bfloat16
+// and rotated; what else it cannot do yet stands in cuda_limits.h. Only in builds with CUDA.
+// Thread-compatible.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+
+#include "kernels/base/device_buffer.h"
+#include "kernels/dense/dense_cuda.h"
+#include "kernels/dense/gemm_cuda.h"
+#include "worker/backend/backend.h"
+#include "worker/backend/cuda_attention.h"
+#include "worker/backend/cuda_memory.h"
+
+namespace kvasir::worker {
+
+class CudaBackend final : public Backend {
+ public:
+  // On the current device. UNAVAILABLE without a usable one.
+  static absl::StatusOr<std::unique_ptr<CudaBackend>> Create(kernels::Executor& executor);
+
+  std::string name() const override { return name_; }
+  absl::Status CheckModel(const TransformerOptions& model, kernels::DType kv_dtype) const override;
+  absl::Status CheckEngine(const EngineNeeds& needs) const override;
+  absl::StatusOr<Memory> Allocate(int64_t bytes) override;
+  absl::StatusOr<std::unique_ptr<kvstore::TierMemory>> MakeTierMemory(
+      const kvstore::TierMemorySizes& sizes) override;
+  absl::StatusOr<Tensor> Place(HostTensor weight) override;
+  absl::StatusOr<std::unique_ptr<Linear>> MakeLinear(
+      std::span<const kernels::PackedLinear::Part> parts,
+      const kernels::PackedLinear::Options& options) override;
+  absl::StatusOr<std::unique_ptr<Rope>> MakeRope(const RopeFrequencies& frequencies,
+                                                 KeyForm form) override;
+
+  absl::Status BeginStep(const StepInputs& step) override;
+  absl::Status EmbedTokens(const kernels::TensorView& table, const kernels::TensorView& y) override;
+  absl::Status TakeSampled(const kernels::TensorView& x, const kernels::TensorView& y) override;
+  absl::Status RmsNorm(const kernels::RmsNormParams& params) override;
+  absl::Status SiluMul(const kernels::SiluMulParams& params) override;
+  absl::Status Rotate(const kernels::TensorView& x) override;
+  absl::Status AppendKv(int64_t layer, const kernels::TensorView& k,
+                        const kernels::TensorView& v) override;
+  absl::Status Select(const LayerQueries& queries) override;
+  absl::Status Attend(const LayerQueries& queries, const kernels::TensorView& out) override;
+  absl::Status EndStep(const StepOutputs& outputs, StepResult& result) override;
+
+ private:
+  class GpuLinear;
+  struct CudaRope;
+
+  CudaBackend(kernels::Executor& executor, CudaStream stream, kernels::CublasLt lt,
+              kernels::DeviceBuffer linear_workspace, std::string name);
+
+  // The step's table, filled on the host and copied to the device.
+  absl::Status UploadTable(const StepInputs& inputs);
+  absl::Status ComputeAngles(const CudaRope& rope);
+  absl::Status FetchResults(const StepOutputs& outputs);
+  void ReadResults(const StepOutputs& outputs, StepResult& result) const;
+
+  // Constant after construction.
+  const std::string name_;
+  CudaStream stream_;
+  kernels::CublasLt lt_;
+  kernels::DeviceBuffer linear_workspace_;
+
+  kernels::KvArena arena_;  // of the tier memory made last
+  // Grow to the largest step seen.
+  CudaKvTables kv_tables_;
+  CudaAttention attention_;
+  kernels::PinnedBuffer host_table_;
+  kernels::DeviceBuffer table_, faults_, angles_, finite_;
+  kernels::PinnedBuffer host_faults_, host_finite_, host_logits_;
+
+  // From BeginStep to EndStep.
+  std::optional<StepInputs> inputs_;
+  CudaStep step_;
+  kernels::RopeAngles rope_angles_;
+};
+
+}  // namespace kvasir::worker

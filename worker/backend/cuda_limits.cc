@@ -1,0 +1,83 @@
+#include "worker/backend/cuda_limits.h"
+
+#include <string>
+
+#include "absl/strings/str_cat.h"
+
+#include "kernels/base/status_macros.h"
+#include "proto/selector_field.h"
+
+namespace kvasir::worker {
+namespace {
+
+using kernels::DType;
+
+constexpr int64_t kMaxGroup = 8;  // query heads of a KV head (kernels/attention/attend_cuda.h)
+
+template <typename... Args>
+absl::Status NotOnGpu(const Args&... args) {
+  return absl::UnimplementedError(absl::StrCat("--device=cuda: ", args...));
+}
+
+absl::Status CheckPart(const v1::AttentionPolicy& policy) {
+  const std::string selector = v1::SelectorName(policy);
+  if (selector != "all" && selector != "quest") {
+    return NotOnGpu("the selector is ", selector, "; there are all and quest");
+  }
+  if (policy.top_p() != 0) return NotOnGpu("top_p is ", policy.top_p(), "; it must be 0");
+  if (!policy.reuse().rule().empty()) {
+    return NotOnGpu("selections are reused by the rule ", policy.reuse().rule(), "; use none");
+  }
+  if (const std::string ending = v1::TerminatorName(policy); !ending.empty()) {
+    return NotOnGpu("rows end early by ", ending, "; use none");
+  }
+  if (policy.quality().min_mass() != 0) {
+    return NotOnGpu("min_mass is ", policy.quality().min_mass(), "; it must be 0");
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::Status CheckCudaModel(const TransformerOptions& model, DType kv_dtype) {
+  if (model.dtype != DType::kBFloat16) {
+    return NotOnGpu("the model computes in ", DTypeName(model.dtype), "; use --dtype=bfloat16");
+  }
+  if (kv_dtype != DType::kBFloat16) {
+    return NotOnGpu("the KV is ", DTypeName(kv_dtype), "; use --kv-cache-dtype=bfloat16");
+  }
+  if (model.extension != PositionExtension::kNone) {
+    return NotOnGpu("keys are cached un-rotated; use --position-extension=none");
+  }
+  if (model.shard.num_ranks != 1) {
+    return NotOnGpu(model.shard.num_ranks, " ranks; use --tensor-parallel-size=1");
+  }
+  const int64_t head_dim = model.config.head_dim;
+  if (head_dim != 64 && head_dim != 128) {
+    return NotOnGpu("heads of the model have ", head_dim, " dimensions; there are 64 and 128");
+  }
+  const int64_t group = model.config.num_heads / model.config.num_kv_heads;
+  if (group > kMaxGroup) {
+    return NotOnGpu(group, " query heads of the model share a KV head; at most ", kMaxGroup,
+                    " may");
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckCudaEngine(const EngineNeeds& needs) {
+  for (const v1::SparsityPolicy& policy : needs.policies) {
+    KVASIR_RETURN_IF_ERROR(CheckPart(policy.prefill()));
+    KVASIR_RETURN_IF_ERROR(CheckPart(policy.decode()));
+  }
+  if (needs.has_tier_below) {
+    return NotOnGpu("blocks are stored on disk; leave --kv-disk-path empty");
+  }
+  if (needs.device_blocks < needs.host_blocks) {
+    return NotOnGpu("all KV stays in device memory, which has room for ", needs.device_blocks,
+                    " of the host tier's ", needs.host_blocks,
+                    " blocks; raise --kv-device-size-gb or lower --kv-host-size-gb");
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace kvasir::worker

@@ -1,0 +1,22 @@
+// What a worker on a GPU cannot do yet, said at its start: before weights are read for a model, and
+// before memory is taken for an engine. Called by the CUDA backend; in every build, so that its
+// refusals are tested on machines without a GPU. Functions without state. All errors are
+// UNIMPLEMENTED and say what to change.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "absl/status/status.h"
+
+#include "proto/kvasir/v1/sparsity.pb.h"
+#include "worker/backend/backend.h"
+#include "worker/model/transformer.h"
+
+namespace kvasir::worker {
+
+absl::Status CheckCudaModel(const TransformerOptions& model, kernels::DType kv_dtype);
+
+absl::Status CheckCudaEngine(const EngineNeeds& needs);
+
+}  // namespace kvasir::worker
