@@ -130,15 +130,29 @@ TEST_P(QuestCudaTest, OfEqualScoresTheLaterPagesAreChosen) {
     }
   }
   std::vector<SelectionNumbers> numbers;
-  for (const int64_t budget : {1, 64 * 7, 64 * 100, 64 * 1024, 64 * 2000, 64 * 2480}) {
-    batch.AddBlock(0, kPages * kPageTokens - 1, 1);
-    for (int64_t head = 0; head < shape.group; ++head) {
-      float* q = batch.q(batch.num_tokens() - 1, head);
-      for (int64_t i = 0; i < shape.head_dim; ++i) q[i] = static_cast<float>((i + head) % 3 - 1);
+  const auto add = [&](int64_t num_rows, int64_t budget, const auto& value) {
+    batch.AddBlock(0, kPages * kPageTokens - num_rows, num_rows);
+    for (int64_t row = batch.num_tokens() - num_rows; row < batch.num_tokens(); ++row) {
+      for (int64_t head = 0; head < shape.group; ++head) {
+        float* q = batch.q(row, head);
+        for (int64_t i = 0; i < shape.head_dim; ++i) q[i] = static_cast<float>(value(i, head, row));
+      }
     }
     numbers.push_back({.sink_tokens = 10, .window_tokens = 100, .budget_tokens = budget});
+  };
+  const auto mixed = [](int64_t i, int64_t head, int64_t row) {
+    return (i * i + head + row) % 3 - 1;
+  };
+  const auto negative = [](int64_t, int64_t, int64_t) { return -1; };
+  for (const int64_t budget : {1, 64 * 7, 64 * 100, 64 * 1024, 64 * 2000, 64 * 2480}) {
+    add(1, budget, mixed);
   }
-  batch.q(3, 0)[1] = std::numeric_limits<float>::quiet_NaN();  // this query counts for nothing
+  // Many queries, as many as tiles of them hold and not; no score of the last is above zero.
+  for (const int64_t budget : {64 * 7, 64 * 2000}) add(kPageTokens, budget, mixed);
+  add(19, 64 * 900, negative);
+  for (const int64_t row : {3, 40}) {  // these queries count for nothing
+    batch.q(row, 0)[1] = std::numeric_limits<float>::quiet_NaN();
+  }
   const PageSelection expected = SelectOnCpu(batch, numbers, 2500);
   const Lists found = SelectOnGpu(batch, numbers, 2500);
   for (int64_t row = 0; row < expected.num_rows; ++row) {

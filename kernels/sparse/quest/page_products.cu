@@ -1,0 +1,203 @@
+// Scores of pages for many queries at once are a matrix product, [pages, 2 head_dim] by
+// [2 head_dim, queries] (quest_score.h), of which only the maximum over the queries is wanted. A
+// block of threads holds the row's queries in shared memory, split by sign; each of its warpgroups
+// takes 64 pages at a time into registers. Products of bfloat16 are exact, sums are float32.
+#include <algorithm>
+#include <cuda_bf16.h>
+
+#include "kernels/base/hopper.cuh"
+#include "kernels/sparse/quest/page_scores_launch.h"
+#include "kernels/sparse/ranking.h"
+#include "kernels/sparse/select_row.cuh"
+
+namespace kvasir::kernels {
+namespace {
+
+constexpr int kWarpgroups = 3;
+constexpr int kGroupThreads = 128;
+constexpr int kThreads = kWarpgroups * kGroupThreads;
+constexpr int kTilePages = 64;    // of a warpgroup
+constexpr int kTileQueries = 64;  // of a product
+constexpr int kTiles = 4;         // of queries in shared memory
+constexpr int kPassQueries = kTiles * kTileQueries;
+constexpr int kBoxColumns = hopper::kSwizzledRowBytes / 2;
+constexpr int kBoxBytes = kTileQueries * hopper::kSwizzledRowBytes;
+
+// A thread reads 8 neighbouring elements of a page's bounds, but a product of 16 columns wants
+// 2 c, 2 c + 1, 2 c + 8 and 2 c + 9 of thread c of four. So columns change places, alike for pages
+// and queries: of 32, the elements 8 c .. 8 c + 7 become those columns of two products.
+__device__ int ColumnOf(int element) {
+  const int within = element % 8;
+  return element / 32 * 32 + within / 4 * 16 + within % 4 / 2 * 8 + element % 32 / 8 * 2 +
+         within % 2;
+}
+
+// The queries of a pass, [tile][box][64 queries][64 columns], swizzled.
+template <int kHeadDim>
+struct Queries {
+  static constexpr int kBoxes = 2 * kHeadDim / kBoxColumns;
+  std::byte boxes[kTiles][kBoxes][kBoxBytes];
+};
+
+__device__ uint32_t Pair(float low, float high) {
+  const __nv_bfloat162 pair = {__float2bfloat16_rn(low), __float2bfloat16_rn(high)};
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+// To query `at` of the pass, elements `element` and the next.
+template <int kHeadDim>
+__device__ void StorePair(Queries<kHeadDim>& to, int at, int element, uint32_t pair) {
+  const int column = ColumnOf(element);
+  std::byte* box = to.boxes[at / kTileQueries][column / kBoxColumns];
+  *reinterpret_cast<uint32_t*>(
+      box + hopper::SwizzledOffset(at % kTileQueries, column % kBoxColumns * 2)) = pair;
+}
+
+// Queries [first, first + kPassQueries) of the row: min(q, 0), then max(q, 0). NaN goes to both
+// halves. Behind the last query, the last again: it changes no maximum.
+template <int kHeadDim>
+__device__ void LoadQueries(const SelectLaunch& p, const DeviceRow& row, int first, int last,
+                            Queries<kHeadDim>& to) {
+  const auto group = static_cast<int>(p.group);
+  const int64_t heads = p.kv.layout.num_kv_heads * group;
+  const auto* queries = static_cast<const __nv_bfloat162*>(p.q);
+  for (int i = static_cast<int>(threadIdx.x); i < kPassQueries * kHeadDim / 2; i += kThreads) {
+    const int at = i / (kHeadDim / 2);
+    const int element = i % (kHeadDim / 2) * 2;
+    const int query = min(first + at, last);
+    const int64_t q_row =
+        (row.block.first_row + query / group) * heads + row.kv_head * group + query % group;
+    const float2 x = __bfloat1622float2(queries[(q_row * kHeadDim + element) / 2]);
+    StorePair(to, at, element, Pair(x.x > 0 ? 0.0f : x.x, x.y > 0 ? 0.0f : x.y));
+    StorePair(to, at, kHeadDim + element, Pair(x.x < 0 ? 0.0f : x.x, x.y < 0 ? 0.0f : x.y));
+  }
+  hopper::FenceAsyncProxy();
+}
+
+// Bounds of two pages as the products want them: step i's are at[i].
+template <int kHeadDim>
+struct PageTile {
+  static constexpr int kSteps = 2 * kHeadDim / 16;
+  uint32_t at[kSteps][4];
+
+  // Page `which` of the two, whose bounds these are; zero where there are none.
+  __device__ void Load(const std::byte* bounds, int which, int column_thread) {
+#pragma unroll
+    for (int i = 0; i < kSteps / 2; ++i) {
+      uint4 part = {};
+      if (bounds != nullptr) {
+        part = __ldg(reinterpret_cast<const uint4*>(bounds) + i * 4 + column_thread);
+      }
+      at[2 * i][which] = part.x;
+      at[2 * i][2 + which] = part.y;
+      at[2 * i + 1][which] = part.z;
+      at[2 * i + 1][2 + which] = part.w;
+    }
+  }
+};
+
+// Raises best[i] to the greatest product of page i with a query of the tile that is this thread's;
+// leaves out NaN.
+template <int kHeadDim>
+__device__ void RaiseByProducts(const PageTile<kHeadDim>& pages,
+                                const std::byte (*boxes)[kBoxBytes], float (&best)[2]) {
+  float sums[32] = {};
+  hopper::WgmmaFence();
+#pragma unroll
+  for (int step = 0; step < PageTile<kHeadDim>::kSteps; ++step) {
+    hopper::Wgmma64x64<hopper::Major::kK>(
+        sums, pages.at[step],
+        hopper::Advance(hopper::TileDescriptor(boxes[step / 4]), step % 4 * 32));
+  }
+  hopper::WgmmaCommit();
+  hopper::WgmmaWait<0>();
+#pragma unroll
+  for (int i = 0; i < 32; ++i) best[i / 2 % 2] = fmaxf(best[i / 2 % 2], sums[i]);
+}
+
+// Scores of the pages of a warpgroup's tiles, by the pass's queries.
+template <int kHeadDim>
+__device__ void ScoreTiles(const PageScoreLaunch& p, const DeviceRow& row, const PageRange& pages,
+                           const Queries<kHeadDim>& queries, int num_tiles, bool is_first_pass) {
+  const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
+  const int lane = thread % kWarpThreads;
+  const int own = thread / kWarpThreads * 16 + lane / 4;  // of the tile's pages; the other: + 8
+  uint32_t* scores = p.scores + row.index * p.select.kv.max_blocks_per_slot;
+  const int64_t first = blockIdx.y * kWarpgroups + threadIdx.x / kGroupThreads;
+  for (int64_t begin = first * kTilePages; begin < pages.size();
+       begin += int64_t{gridDim.y} * kWarpgroups * kTilePages) {
+    PageTile<kHeadDim> tile;
+    bool exists[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int64_t page = pages.begin + begin + own + 8 * i;
+      exists[i] = page < pages.end && p.select.kv.row(row.block.slot, page) >= 0;
+      tile.Load(exists[i] ? p.select.kv.Bounds(row.block.slot, page, p.select.layer, row.kv_head)
+                          : nullptr,
+                i, lane % 4);
+    }
+    float best[2] = {-INFINITY, -INFINITY};
+#pragma unroll 1
+    for (int i = 0; i < num_tiles; ++i) RaiseByProducts(tile, queries.boxes[i], best);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      best[i] = fmaxf(best[i], __shfl_xor_sync(kAllLanes, best[i], 1));
+      best[i] = fmaxf(best[i], __shfl_xor_sync(kAllLanes, best[i], 2));
+      const int64_t at = begin + own + 8 * i;
+      if (lane % 4 != 0 || at >= pages.size()) continue;
+      const uint32_t score = OrderedScore(exists[i] ? best[i] : -INFINITY);
+      scores[at] = is_first_pass ? score : max(scores[at], score);
+    }
+  }
+}
+
+template <int kHeadDim>
+__global__ void __launch_bounds__(kThreads, 1)
+    ProductKernel(const __grid_constant__ PageScoreLaunch p) {
+  extern __shared__ std::byte raw[];
+  auto& queries = *reinterpret_cast<Queries<kHeadDim>*>((reinterpret_cast<uintptr_t>(raw) + 1023) /
+                                                        1024 * 1024);
+  const DeviceRow row(p.select, blockIdx.x);
+  const PageRange pages = p.Pages(MakeHeader(row.block, row.numbers), row.numbers);
+  if (pages.size() <= 0 || !p.ByProducts(row.block)) return;
+  const int count = static_cast<int>(row.block.num_rows * p.select.group);
+  for (int first = 0; first < count; first += kPassQueries) {
+    __syncthreads();  // the pass before has been read
+    LoadQueries(p.select, row, first, count - 1, queries);
+    __syncthreads();
+    const int num_tiles = min(kTiles, (count - first + kTileQueries - 1) / kTileQueries);
+    ScoreTiles(p, row, pages, queries, num_tiles, first == 0);
+  }
+}
+
+template <int kHeadDim>
+cudaError_t Launch(const PageScoreLaunch& p, int num_processors, cudaStream_t stream) {
+  constexpr int kSharedBytes = static_cast<int>(sizeof(Queries<kHeadDim>)) + 1024;
+  if (const cudaError_t error = cudaFuncSetAttribute(
+          ProductKernel<kHeadDim>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+      error != cudaSuccess) {
+    return error;
+  }
+  const int64_t rows = p.select.out.num_rows;
+  const int64_t share = std::max<int64_t>(1, num_processors / rows);
+  const dim3 blocks(static_cast<unsigned>(rows), static_cast<unsigned>(share));
+  ProductKernel<kHeadDim><<<blocks, kThreads, kSharedBytes, stream>>>(p);
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+cudaError_t LaunchPageProducts(const PageScoreLaunch& p, cudaStream_t stream) {
+  int device = 0;
+  int processors = 0;
+  if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
+  if (const cudaError_t error =
+          cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+      error != cudaSuccess) {
+    return error;
+  }
+  return p.select.kv.layout.head_dim == 128 ? Launch<128>(p, processors, stream)
+                                            : Launch<64>(p, processors, stream);
+}
+
+}  // namespace kvasir::kernels
