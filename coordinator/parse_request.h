@@ -25,7 +25,7 @@ struct ServedModel {
   const std::vector<int32_t>& eos_token_ids;
   int64_t vocab_size = 0;
   int64_t max_model_len = 0;
-  int64_t trained_window = 0;  // 0: positions are not extended
+  int64_t trained_window = 0;  // as in v1::Ready
 };
 
 struct ParsedRequest {

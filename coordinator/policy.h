@@ -43,13 +43,13 @@ std::string CanonicalBytes(const v1::AttentionPolicy& policy);
 // find a block that reaches behind it, and no cached block may stand in for one.
 int64_t PrivateBegin(const ResolvedPolicy& policy, int64_t prompt_tokens);
 
-// Where positions are extended: INVALID_ARGUMENT unless every query of a sequence of `tokens`
-// attends to no more than the model was trained for. `trained_window` 0: they are not extended.
+// Where positions are compact: INVALID_ARGUMENT unless every query of a sequence of `tokens`
+// attends to no more than the model was trained for. `trained_window` 0: they are not compact.
 absl::Status CheckTrainedWindow(const ResolvedPolicy& policy, int64_t tokens,
                                 int64_t trained_window);
 
-// Where positions are extended: bounds what a contract of quality may widen the budget to by what
-// the model was trained for. `trained_window` 0: they are not extended.
+// Where positions are compact: bounds what a contract of quality may widen the budget to by what
+// the model was trained for. `trained_window` 0: they are not compact.
 void LimitWidening(int64_t trained_window, v1::AttentionPolicy& policy);
 
 // The policy that the flags of `kvasir serve` describe, named "default".

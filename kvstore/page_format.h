@@ -33,7 +33,7 @@ inline constexpr int64_t kExtentHeaderBytes = 4096;
 struct KvShard {
   kernels::KvLayout layout;
   std::string weights_hash = {};  // at most 32 bytes
-  std::string kv_form = {};       // "rotated/bfloat16", "unrotated/..."; at most 64 bytes
+  std::string kv_form = {};       // "rotated/bfloat16", "unrotated..."; at most 64 bytes
   int64_t first_layer = 0;        // of the rank, in the model
   int64_t first_head = 0;         // KV head
 };

@@ -73,6 +73,21 @@ absl::Status CheckMayEndEarly(const std::string& terminator, const ShardPlan& sh
       shard.num_ranks / shard.kv_replicas));
 }
 
+// What estimates attention does so at native or compact positions.
+absl::Status CheckPositions(const v1::AttentionPolicy& policy, PositionExtension extension) {
+  if (extension != PositionExtension::kSelfExtend) return absl::OkStatus();
+  const std::string terminator = v1::TerminatorName(policy);
+  const char* const estimates = policy.top_p() != 0                ? "top_p"
+                                : policy.quality().min_mass() != 0 ? "quality.min_mass"
+                                : !terminator.empty()              ? terminator.c_str()
+                                                                   : nullptr;
+  if (estimates == nullptr) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("a policy has ", estimates,
+                   ", which knows no grouped positions; drop it, or serve with "
+                   "--position-extension=streaming"));
+}
+
 }  // namespace
 
 kvstore::KvShard KvShardOf(const EngineOptions& options, const Transformer& model) {
@@ -148,6 +163,7 @@ absl::StatusOr<int64_t> Engine::ServeSelector(const v1::AttentionPolicy& policy)
   const kernels::MethodOptions options = OptionsOf(v1::SelectorFields(policy), shape);
   absl::StrAppend(&shape, ";", terminator);
   const kernels::MethodOptions ending = OptionsOf(v1::TerminatorFields(policy), shape);
+  KVASIR_RETURN_IF_ERROR(CheckPositions(policy, model_.options().extension));
   const auto known = std::find(selector_shapes_.begin(), selector_shapes_.end(), shape);
   if (known != selector_shapes_.end()) return known - selector_shapes_.begin();
   ServedSelector served = {.selector = nullptr, .dense = name == "all" && terminator.empty()};

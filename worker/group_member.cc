@@ -69,7 +69,8 @@ std::string ModelKey(const v1::ShardPlan& plan) {
   const v1::ModelConfig& model = plan.model();
   return absl::StrCat(model.model(), "\n", model.dtype(), "\n", model.max_model_len(),
                       model.allow_long_max_model_len() ? " allowed" : "", "\n",
-                      model.position_extension(), "\n", plan.kv().kv_cache_dtype(), "\n",
+                      model.position_extension(), "/", model.self_extend_group_size(), "/",
+                      model.self_extend_window(), "\n", plan.kv().kv_cache_dtype(), "\n",
                       plan.tensor_parallel_rank(), "/", plan.tensor_parallel_size());
 }
 
@@ -173,7 +174,7 @@ v1::WorkerMessage GroupMember::MakeReady(const Engine& engine) const {
   ready.set_block_bytes(static_cast<uint64_t>(engine.block_bytes()));
   ready.set_vocab_size(static_cast<uint32_t>(model.config.vocab_size));
   ready.set_max_model_len(static_cast<uint32_t>(model.max_model_len));
-  if (model.extension != PositionExtension::kNone) {
+  if (model.extension == PositionExtension::kStreaming) {
     ready.set_trained_window(static_cast<uint32_t>(model.config.max_position_embeddings));
   }
   ready.set_device_name(backend_.name());

@@ -35,17 +35,47 @@ DType ComputeDType(const ModelConfig& config) {
 absl::StatusOr<PositionExtension> ParseExtension(const std::string& name) {
   if (name.empty() || name == "none") return PositionExtension::kNone;
   if (name == "streaming") return PositionExtension::kStreaming;
+  if (name == "self_extend") return PositionExtension::kSelfExtend;
   return absl::InvalidArgumentError(
-      absl::StrCat("position_extension '", name, "'; it must be none or streaming"));
+      absl::StrCat("position_extension '", name, "'; it must be none, streaming or self_extend"));
+}
+
+// Those of self_extend; off with the others.
+absl::StatusOr<kernels::GroupedPositions> Grouped(const v1::ModelConfig& model,
+                                                  const ModelConfig& config,
+                                                  PositionExtension extension) {
+  if (extension != PositionExtension::kSelfExtend) return kernels::GroupedPositions{};
+  const kernels::GroupedPositions grouped = {.group_size = model.self_extend_group_size(),
+                                             .window = model.self_extend_window()};
+  if (grouped.group_size >= 2 && grouped.window >= 1 &&
+      grouped.window < config.max_position_embeddings) {
+    return grouped;
+  }
+  return absl::InvalidArgumentError(absl::StrCat(
+      "self_extend_group_size ", grouped.group_size, " and self_extend_window ", grouped.window,
+      "; groups are of 2 tokens or more, and the window is less than the ",
+      config.max_position_embeddings, " positions of the model"));
 }
 
 absl::StatusOr<int64_t> ContextLength(const v1::ModelConfig& model, const ModelConfig& config,
-                                      PositionExtension extension) {
+                                      PositionExtension extension,
+                                      const kernels::GroupedPositions& grouped) {
   if (model.max_model_len() == 0) return config.max_position_embeddings;
   // Dynamic scaling is made to go beyond what config.json says, by its factor.
   const double stretch = config.rope.kind == RopeKind::kDynamicNtk ? config.rope.factor : 1;
   const double longest = stretch * static_cast<double>(config.max_position_embeddings);
-  const bool allowed = model.allow_long_max_model_len() || extension != PositionExtension::kNone;
+  const bool allowed =
+      model.allow_long_max_model_len() || extension == PositionExtension::kStreaming;
+  if (grouped.on() && !allowed) {
+    const int64_t most = grouped.LongestContext(config.max_position_embeddings);
+    if (model.max_model_len() <= most) return model.max_model_len();
+    return absl::InvalidArgumentError(
+        absl::StrCat("max_model_len ", model.max_model_len(), " is beyond the ", most,
+                     " tokens that groups of ", grouped.group_size, " behind a window of ",
+                     grouped.window, " bring to the ", config.max_position_embeddings,
+                     " positions of the model; lower --max-model-len, or raise "
+                     "--self-extend-group-size"));
+  }
   if (model.max_model_len() > longest && !allowed) {
     return absl::InvalidArgumentError(
         absl::StrCat("max_model_len ", model.max_model_len(), " is beyond the ", longest,
@@ -54,6 +84,13 @@ absl::StatusOr<int64_t> ContextLength(const v1::ModelConfig& model, const ModelC
                      "try it all the same"));
   }
   return model.max_model_len();
+}
+
+// As part of the KV's: deeper layers depend on how the ones below were attended to.
+std::string FormOfKeys(PositionExtension extension, const kernels::GroupedPositions& grouped) {
+  if (extension == PositionExtension::kNone) return "rotated";
+  if (!grouped.on()) return "unrotated";
+  return absl::StrCat("unrotated, groups of ", grouped.group_size, " behind ", grouped.window);
 }
 
 }  // namespace
@@ -65,19 +102,22 @@ absl::StatusOr<LoadedModel> LoadModel(const LoadModelOptions& options, Backend& 
                           ShardPlan::Make(config, options.rank, options.num_ranks));
   KVASIR_ASSIGN_OR_RETURN(const PositionExtension extension,
                           ParseExtension(options.model.position_extension()));
-  KVASIR_ASSIGN_OR_RETURN(const int64_t context, ContextLength(options.model, config, extension));
+  KVASIR_ASSIGN_OR_RETURN(const kernels::GroupedPositions grouped,
+                          Grouped(options.model, config, extension));
+  KVASIR_ASSIGN_OR_RETURN(const int64_t context,
+                          ContextLength(options.model, config, extension, grouped));
   KVASIR_ASSIGN_OR_RETURN(const DType dtype,
                           ParseDType(options.model.dtype(), ComputeDType(config)));
   LoadedModel loaded;
   KVASIR_ASSIGN_OR_RETURN(loaded.kv_dtype, ParseDType(options.kv.kv_cache_dtype(), dtype));
-  loaded.kv_form = absl::StrCat(extension == PositionExtension::kNone ? "rotated/" : "unrotated/",
-                                DTypeName(loaded.kv_dtype));
+  loaded.kv_form = absl::StrCat(FormOfKeys(extension, grouped), "/", DTypeName(loaded.kv_dtype));
 
   const TransformerOptions transformer = {.config = config,
                                           .shard = shard,
                                           .dtype = dtype,
                                           .max_model_len = context,
-                                          .extension = extension};
+                                          .extension = extension,
+                                          .grouped = grouped};
 
   KVASIR_RETURN_IF_ERROR(backend.CheckModel(transformer, loaded.kv_dtype));
 

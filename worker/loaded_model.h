@@ -22,7 +22,7 @@ struct LoadedModel {
   std::unique_ptr<Transformer> transformer;
   ModelHash weights_hash = {};
   kernels::DType kv_dtype = kernels::DType::kFloat32;
-  std::string kv_form;  // "rotated/bfloat16", "unrotated/bfloat16"
+  std::string kv_form;  // as in v1::Ready
 };
 
 struct LoadModelOptions {

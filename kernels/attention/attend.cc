@@ -36,6 +36,10 @@ absl::Status CheckAttendParams(const AttendParams& p) {
       .Require(p.scratch != nullptr, "scratch is missing; pass the calling thread's Scratch")
       .Require(p.rope == nullptr || p.rope->head_dim() == layout.head_dim,
                "rope must be of the KV's head_dim")
+      .Require(!p.grouped.on() || (p.rope != nullptr && p.grouped.window > 0),
+               "grouped positions need rope, and a window of at least 1")
+      .Require(!p.grouped.on() || p.terminations.empty(),
+               "rows at grouped positions cannot be terminated")
       .Require(p.terminations.empty() || p.terminations.size() == p.blocks.size(),
                "terminations must be one per query block")
       .Require(std::ssize(p.unread) == (p.terminations.empty() ? 0 : rows),
@@ -56,7 +60,9 @@ absl::Status CheckAttendParams(const AttendParams& p) {
 
 absl::Status Attend(const AttendParams& p, Executor& executor) {
   KVASIR_RETURN_IF_ERROR(CheckAttendParams(p));
-  if (p.rope != nullptr) {
+  if (p.grouped.on()) {
+    ReserveTokens(p.blocks, *p.rope, executor);
+  } else if (p.rope != nullptr) {
     ReservePositions(p.selection, p.blocks, p.kv.layout.num_kv_heads, *p.rope, executor);
   }
   const std::optional<AttendIsa> isa = BestAttendIsa(p.kv.layout.head_dim);

@@ -4,7 +4,8 @@
 //   j over the tokens that the selection row (query block of t, h / G) names, j <= position of t.
 //
 // With AttendParams::rope, q and K are un-rotated: each is rotated to its compact position
-// (compact_positions.h) in float32 and rounded to the dtype of q, or of the KV, before the product.
+// (compact_positions.h), or with AttendParams::grouped to its grouped one (grouped_positions.h), in
+// float32, and rounded to the dtype of q, or of the KV, before the product.
 //
 // Guarantees:
 // - float32 accumulation. With bfloat16 q and KV the products are those of bfloat16 pairs and the
@@ -25,7 +26,8 @@
 // machines with AVX-512. Scratch: per thread 12 * head_dim bytes per query row of the largest block
 // and 772 * head_dim for tiles, 32 bytes per page of the longest row; 4 * head_dim per segment and
 // query head of long decode rows. With rope, each page's keys are rotated once for all queries of a
-// block and heads of a group.
+// block and heads of a group; with grouped positions, twice where a page is near for some of them
+// and far for others, and its near keys are then multiplied query by query.
 // Source: online softmax (arXiv 1805.02867), R1 to R5 of docs/sparse_methods.md.
 #pragma once
 
@@ -38,6 +40,7 @@
 #include "kernels/base/scratch.h"
 #include "kernels/base/tensor.h"
 #include "kernels/dense/rope.h"
+#include "kernels/paged/grouped_positions.h"
 #include "kernels/paged/page_selection.h"
 #include "kernels/paged/paged_kv.h"
 
@@ -56,6 +59,7 @@ struct AttendParams {
   Scratch* scratch = nullptr;  // working memory, required
   // Null: q and the cached keys are rotated. Else neither is. It learns the positions it needs.
   RopePositions* rope = nullptr;
+  GroupedPositions grouped = {};  // on: with rope and without terminations
   // One per block: what may end its rows before their last page; empty: nothing does. A block with
   // a terminator has one query.
   std::span<const Termination> terminations = {};

@@ -22,11 +22,14 @@ constexpr float kNoKey = -std::numeric_limits<float>::infinity();
 // One query of one head, and what it has seen.
 struct Query {
   std::vector<float> q;
+  std::vector<float> far_q;  // of grouped positions: as far keys see it
   AttentionState state;
   std::vector<float> out;
 
   explicit Query(int64_t head_dim)
-      : q(static_cast<size_t>(head_dim)), out(static_cast<size_t>(head_dim)) {}
+      : q(static_cast<size_t>(head_dim)),
+        far_q(static_cast<size_t>(head_dim)),
+        out(static_cast<size_t>(head_dim)) {}
   void Reset() {
     state = {};
     std::fill(out.begin(), out.end(), 0.0f);
@@ -40,10 +43,10 @@ float Dot(const std::vector<float>& q, const Kv* key) {
   return dot;
 }
 
-// Adds the tokens of `mask` of one page. Tokens outside the mask are not read.
+// Adds the tokens of `mask` of one page, as `q` sees them. Tokens outside the mask are not read.
 template <typename Kv>
 void AddPage(int64_t head_dim, const std::byte* key_bytes, const std::byte* value_bytes,
-             uint64_t mask, float scale, Query& query) {
+             uint64_t mask, float scale, const std::vector<float>& q, Query& query) {
   const Kv* keys = reinterpret_cast<const Kv*>(key_bytes);
   const Kv* values = reinterpret_cast<const Kv*>(value_bytes);
   const int64_t d = head_dim;
@@ -51,7 +54,7 @@ void AddPage(int64_t head_dim, const std::byte* key_bytes, const std::byte* valu
   float max = query.state.max;
   for (uint64_t rest = mask; rest != 0; rest &= rest - 1) {
     const int t = std::countr_zero(rest);
-    logits[t] = scale * Dot(query.q, keys + t * d);
+    logits[t] = scale * Dot(q, keys + t * d);
     max = std::max(max, logits[t]);  // NaN is left out here and shows in the sum
   }
   // Before the first key max is -inf, and after NaN or -inf logits only it still is.
@@ -118,15 +121,36 @@ class Row {
     const int64_t d = p_.kv.layout.head_dim;
     const Activation* q = p_.q.As<const Activation>() + QRow(r, g) * d;
     Query& segment = segment_[static_cast<size_t>(g)];
-    std::vector<Activation> query(q, q + d);
-    if (p_.rope != nullptr) {
-      const int64_t position = QueryPosition(header_, block_.first_position + r);
-      p_.rope->Rotate(query.data(), p_.q.dtype(), 1, position);
+    const int64_t position = block_.first_position + r;
+    if (p_.grouped.on()) {
+      CopyQuery({q, q + d}, position, segment.q);
+      CopyQuery({q, q + d}, p_.grouped.FarQuery(position), segment.far_q);
+    } else {
+      CopyQuery({q, q + d}, QueryPosition(header_, position), segment.q);
     }
-    std::transform(query.begin(), query.end(), segment.q.begin(),
-                   [](Activation x) { return static_cast<float>(x); });
     segment.Reset();
     total_[static_cast<size_t>(g)].Reset();
+  }
+  void CopyQuery(std::vector<Activation> query, int64_t position, std::vector<float>& to) const {
+    if (p_.rope != nullptr) p_.rope->Rotate(query.data(), p_.q.dtype(), 1, position);
+    std::transform(query.begin(), query.end(), to.begin(),
+                   [](Activation x) { return static_cast<float>(x); });
+  }
+
+  struct Page {
+    const std::byte* cached_keys = nullptr;  // null, as values, where the page is absent
+    const std::byte* values = nullptr;
+    std::vector<std::byte> rotated_keys = {};  // empty: the cached ones are
+    std::vector<std::byte> far_keys = {};      // of grouped positions
+
+    const std::byte* keys() const {
+      return rotated_keys.empty() ? cached_keys : rotated_keys.data();
+    }
+  };
+
+  void Add(const Page& page, const std::byte* keys, uint64_t mask, const std::vector<float>& q,
+           Query& query) const {
+    AddPage<Kv>(p_.kv.layout.head_dim, keys, page.values, mask, p_.scale, q, query);
   }
 
   // Adds up what query r of the block sees, for all heads of the group.
@@ -139,26 +163,19 @@ class Row {
       Page& page = pages_[static_cast<size_t>(i)];
       if (r == 0) page = Read(step);
       const uint64_t causal = TokenMask(0, block_.first_position + r + 1 - step.page * kPageTokens);
+      const uint64_t far =
+          p_.grouped.on() ? p_.grouped.FarMask(step.page, block_.first_position + r) : 0;
       for (Query& query : segment_) {
         if (page.values == nullptr) continue;
-        AddPage<Kv>(p_.kv.layout.head_dim, page.keys(), page.values, step.mask & causal, p_.scale,
-                    query);
+        const uint64_t mask = step.mask & causal;
+        if (far != 0) Add(page, page.far_keys.data(), mask & far, query.far_q, query);
+        if (~far != 0) Add(page, page.keys(), mask & ~far, query.q, query);
       }
       ++i;
       if (!end.never()) i = end.After(Progress(), i);
     }
     CloseSegment();
   }
-
-  struct Page {
-    const std::byte* cached_keys = nullptr;  // null, as values, where the page is absent
-    const std::byte* values = nullptr;
-    std::vector<std::byte> rotated_keys = {};  // empty: the cached ones are
-
-    const std::byte* keys() const {
-      return rotated_keys.empty() ? cached_keys : rotated_keys.data();
-    }
-  };
 
   Page Read(const PageStep& step) {
     const int64_t bytes = std::popcount(step.mask) * 2 * p_.kv.layout.row_bytes();
@@ -170,13 +187,19 @@ class Row {
     }
     const KvLayout& layout = p_.kv.layout;
     Page page = {.cached_keys = ref.page(), .values = ref.page() + layout.v_offset()};
-    if (p_.rope != nullptr) {
-      page.rotated_keys.resize(static_cast<size_t>(layout.v_offset()));
+    if (p_.rope == nullptr) return page;
+    page.rotated_keys.resize(static_cast<size_t>(layout.v_offset()));
+    if (!p_.grouped.on()) {
       RotateKeys(
           *p_.rope, layout, header_,
           {.keys = page.cached_keys, .page = step.page, .mask = step.mask, .entry = step.entry},
           page.rotated_keys.data());
+      return page;
     }
+    const PageKeys keys = {.keys = page.cached_keys, .page = step.page, .mask = step.mask};
+    RotateNearKeys(*p_.rope, layout, keys, page.rotated_keys.data());
+    page.far_keys.resize(page.rotated_keys.size());
+    RotateFarKeys(*p_.rope, layout, p_.grouped, keys, page.far_keys.data());
     return page;
   }
 

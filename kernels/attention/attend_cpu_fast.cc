@@ -17,6 +17,7 @@
 #include <span>
 
 #include "kernels/attention/attend_cpu.h"
+#include "kernels/attention/attend_plan.h"
 #include "kernels/attention/attend_tile.h"
 #include "kernels/attention/attention_state.h"
 #include "kernels/attention/early_end.h"
@@ -31,73 +32,15 @@ namespace {
 
 static_assert(kTileTokens == kPageTokens);
 
-constexpr int64_t kWholeRow = -1;
-// Work is cut into about this many items a thread, so that threads finish together.
-constexpr int64_t kItemsPerThread = 4;
-// Rows with fewer pages are not worth cutting.
-constexpr int64_t kMinPagesToSplit = 2 * kSegmentPages;
-
-// The state of all query rows of a (query block, KV head) over some segments.
-struct RowStates {
-  AttentionState* states = nullptr;  // [rows]
-  float* out = nullptr;              // [rows, head_dim], un-normalised
-};
-
-struct Item {
-  int64_t row = 0;              // of the selection
-  int64_t segment = kWholeRow;  // or the only segment to compute
-  RowStates partial;            // where to leave the segment's state
-};
-
-// A row that was cut: its segments' states lie side by side.
-struct SplitRow {
-  int64_t row = 0;
-  int64_t first_item = 0;
-  int64_t num_items = 0;
-};
-
-// What every item needs to know.
-struct Context {
-  const AttendParams& p;
-  AddPageFn* add_page;
-  bool bf16_queries;  // the tile function takes queries as they are
-  int64_t heads;
-  int64_t group;
-  int64_t head_dim;
-
-  int64_t kv_heads() const { return p.kv.layout.num_kv_heads; }
-  const QueryBlock& block(int64_t row) const {
-    return p.blocks[static_cast<size_t>(row / kv_heads())];
-  }
-  int64_t rows(int64_t row) const { return block(row).num_rows * group; }
-  int64_t last_position(int64_t row) const {
-    return block(row).first_position + block(row).num_rows - 1;
-  }
-  bool MayEndEarly(int64_t row) const {
-    return !p.terminations.empty() &&
-           p.terminations[static_cast<size_t>(row / kv_heads())].terminator != nullptr;
-  }
-  SelectedPages Walk(int64_t row) const {
-    return SelectedPages(p.selection.header(row), p.selection.list(row), last_position(row));
-  }
-  // Row of the first query head in q, out and lse; query i, head g of the group: + i * heads + g.
-  int64_t first_q_row(int64_t row) const {
-    return block(row).first_row * heads + row % kv_heads() * group;
-  }
-};
-
-// The largest item of a call.
-struct ItemSize {
-  int64_t rows = 0;  // query rows
-  int64_t pages = 0;
-  int64_t ending_bytes = 0;  // for terminators
-};
-
 // Memory of one thread, for one item at a time.
 struct ThreadMemory {
-  ThreadMemory(ScratchPieces& pieces, const ItemSize& largest, int64_t group, int64_t head_dim)
+  ThreadMemory(ScratchPieces& pieces, const ItemSize& largest, const AttendContext& c)
+      : ThreadMemory(pieces, largest, c.group, c.head_dim, c.p.grouped.on() ? largest.rows : 0) {}
+  ThreadMemory(ScratchPieces& pieces, const ItemSize& largest, int64_t group, int64_t head_dim,
+               int64_t far_rows)
       : steps(pieces.Take<PageStep>(largest.pages)),
         q(pieces.Take<float>(largest.rows * head_dim)),
+        far_q(pieces.Take<float>(far_rows * head_dim)),
         query(pieces.Take<std::byte>(4 * head_dim)),
         rotated_keys(pieces.Take<std::byte>(4 * kPageTokens * head_dim)),
         max(pieces.Take<float>(largest.rows)),
@@ -112,6 +55,7 @@ struct ThreadMemory {
 
   PageStep* steps;   // of the item
   float* q;          // or bfloat16
+  float* far_q;      // of grouped positions: the queries as far keys see them
   std::byte* query;  // one, to be rotated
   std::byte* rotated_keys;
   // The running segment.
@@ -150,7 +94,7 @@ void StoreOut(const float* from, float sum, int64_t head_dim, Activation* to) {
   }
 }
 
-void StoreRow(const Context& c, int64_t row, const RowStates& total) {
+void StoreRow(const AttendContext& c, int64_t row, const RowStates& total) {
   for (int64_t r = 0; r < c.rows(row); ++r) {
     const int64_t q_row = c.first_q_row(row) + r / c.group * c.heads + r % c.group;
     const float* from = total.out + r * c.head_dim;
@@ -167,7 +111,7 @@ void StoreRow(const Context& c, int64_t row, const RowStates& total) {
 // Computes one item in a thread's memory.
 class ItemRun {
  public:
-  ItemRun(const Context& c, const Item& item, const ThreadMemory& memory)
+  ItemRun(const AttendContext& c, const AttendItem& item, const ThreadMemory& memory)
       : c_(c), item_(item), memory_(memory), num_rows_(c.rows(item.row)) {
     SelectedPages walk = c.Walk(item.row);
     int64_t end_page = c.last_position(item.row) / kPageTokens + 1;
@@ -198,8 +142,9 @@ class ItemRun {
   }
 
  private:
-  template <typename Activation, typename To>
-  void CopyQueries(To* to) {
+  // position_of(the query's own).
+  template <typename Activation, typename To, typename PositionOf>
+  void CopyQueries(const PositionOf& position_of, To* to) {
     for (int64_t r = 0; r < num_rows_; ++r) {
       const int64_t q_row = c_.first_q_row(item_.row) + r / c_.group * c_.heads + r % c_.group;
       const Activation* from = c_.p.q.As<const Activation>() + q_row * c_.head_dim;
@@ -207,21 +152,31 @@ class ItemRun {
         auto* query = reinterpret_cast<Activation*>(memory_.query);
         std::copy_n(from, c_.head_dim, query);
         const int64_t position = c_.block(item_.row).first_position + r / c_.group;
-        c_.p.rope->Rotate(query, c_.p.q.dtype(), 1, QueryPosition(header(), position));
+        c_.p.rope->Rotate(query, c_.p.q.dtype(), 1, position_of(position));
         from = query;
       }
       std::transform(from, from + c_.head_dim, to + r * c_.head_dim,
                      [](Activation x) { return static_cast<To>(x); });
     }
   }
-  void LoadQueries() {
+  template <typename PositionOf>
+  void LoadQueries(const PositionOf& position_of, float* to) {
     if (c_.bf16_queries) {
-      CopyQueries<BFloat16>(reinterpret_cast<BFloat16*>(memory_.q));
+      CopyQueries<BFloat16>(position_of, reinterpret_cast<BFloat16*>(to));
     } else if (c_.p.q.dtype() == DType::kFloat32) {
-      CopyQueries<float>(memory_.q);
+      CopyQueries<float>(position_of, to);
     } else {
-      CopyQueries<BFloat16>(memory_.q);
+      CopyQueries<BFloat16>(position_of, to);
     }
+  }
+  void LoadQueries() {
+    const GroupedPositions& grouped = c_.p.grouped;
+    if (!grouped.on()) {
+      LoadQueries([&](int64_t position) { return QueryPosition(header(), position); }, memory_.q);
+      return;
+    }
+    LoadQueries([](int64_t position) { return position; }, memory_.q);
+    LoadQueries([&](int64_t position) { return grouped.FarQuery(position); }, memory_.far_q);
   }
 
   // Null where the page is absent.
@@ -273,26 +228,73 @@ class ItemRun {
 
   void AddPage(const PageStep& step, const std::byte* page, const std::byte* next) {
     const QueryBlock& block = c_.block(item_.row);
-    const std::byte* keys = page;
+    TilePage tile = {.keys = page,
+                     .values = page + c_.p.kv.layout.v_offset(),
+                     .next_page = next,
+                     .mask = step.mask,
+                     .first_query = block.first_position - step.page * kPageTokens};
+    if (c_.p.grouped.on()) return AddGroupedPage(step, tile);
     if (c_.p.rope != nullptr) {
       RotateKeys(*c_.p.rope, c_.p.kv.layout, header(),
-                 {.keys = keys, .page = step.page, .mask = step.mask, .entry = step.entry},
+                 {.keys = page, .page = step.page, .mask = step.mask, .entry = step.entry},
                  memory_.rotated_keys);
-      keys = memory_.rotated_keys;
-      next = nullptr;  // the tile functions fetch it as it lies behind keys and values
+      tile.keys = memory_.rotated_keys;
+      tile.next_page = nullptr;  // the tile functions fetch it as it lies behind keys and values
     }
+    Add(tile, memory_.q, 0, block.num_rows);
+  }
+
+  // Far keys first, then near ones: each query sees those on its own side.
+  void AddGroupedPage(const PageStep& step, TilePage tile) {
+    const GroupedPositions& grouped = c_.p.grouped;
+    const QueryBlock& block = c_.block(item_.row);
+    const auto far_of = [&](int64_t query) {
+      return step.mask & grouped.FarMask(step.page, block.first_position + query);
+    };
+    const auto cached = [&, keys = tile.keys](uint64_t mask) {
+      return PageKeys{.keys = keys, .page = step.page, .mask = mask};
+    };
+    const uint64_t far_of_some = far_of(block.num_rows - 1), far_of_all = far_of(0);
+    tile.keys = memory_.rotated_keys;
+    tile.next_page = nullptr;
+    if (far_of_some != 0) {
+      RotateFarKeys(*c_.p.rope, c_.p.kv.layout, grouped, cached(far_of_some), memory_.rotated_keys);
+      TilePage far = tile;
+      far.mask = far_of_some;
+      far.first_query -= grouped.window;  // up to where the neighbourhood begins
+      const int64_t first = std::max<int64_t>(0, -far.first_query);  // that sees one of them
+      far.first_query += first;
+      Add(far, memory_.far_q, first, block.num_rows - first);
+    }
+    if (far_of_all == step.mask) return;
+    RotateNearKeys(*c_.p.rope, c_.p.kv.layout, cached(step.mask & ~far_of_all),
+                   memory_.rotated_keys);
+    if (far_of_some == far_of_all) {
+      tile.mask &= ~far_of_all;
+      Add(tile, memory_.q, 0, block.num_rows);
+      return;
+    }
+    // Where neighbourhoods begin differs from query to query.
+    for (int64_t query = 0; query < block.num_rows; ++query) {
+      TilePage near = tile;
+      near.mask &= ~far_of(query);
+      near.first_query += query;
+      if (near.mask != 0) Add(near, memory_.q, query, 1);
+    }
+  }
+
+  // Adds what the queries [begin, begin + count) of `q`, the item's, see of a page.
+  void Add(const TilePage& page, float* q, int64_t begin, int64_t count) {
+    const int64_t row = begin * c_.group;
+    const int64_t query_bytes = c_.head_dim * (c_.bf16_queries ? 2 : 4);
     c_.add_page({.head_dim = c_.head_dim, .scale = c_.p.scale, .workspace = memory_.workspace},
-                {.keys = keys,
-                 .values = page + c_.p.kv.layout.v_offset(),
-                 .next_page = next,
-                 .mask = step.mask,
-                 .first_query = block.first_position - step.page * kPageTokens},
-                {.q = memory_.q,
-                 .num_queries = block.num_rows,
+                page,
+                {.q = reinterpret_cast<std::byte*>(q) + row * query_bytes,
+                 .num_queries = count,
                  .group = c_.group,
-                 .max = memory_.max,
-                 .sums = memory_.sums,
-                 .out = memory_.out});
+                 .max = memory_.max + row,
+                 .sums = memory_.sums + row * kTileLanes,
+                 .out = memory_.out + row * c_.head_dim});
   }
 
   AttentionState SegmentState(int64_t r) const {
@@ -314,8 +316,8 @@ class ItemRun {
     }
   }
 
-  const Context& c_;
-  const Item& item_;
+  const AttendContext& c_;
+  const AttendItem& item_;
   const ThreadMemory& memory_;
   const int64_t num_rows_;
   int64_t num_steps_ = 0;
@@ -323,112 +325,7 @@ class ItemRun {
   std::optional<EarlyEnd> early_end_;
 };
 
-// Upper bound of the pages a row attends to, without walking them.
-int64_t PageBound(const Context& c, int64_t row) {
-  const int64_t context_pages = c.last_position(row) / kPageTokens + 1;
-  const SelectionHeader& header = c.p.selection.header(row);
-  if (header.kind == SelectionHeader::Kind::kAll) return context_pages;
-  const int64_t sink_pages = (header.sink_end + kPageTokens - 1) / kPageTokens;
-  const int64_t window_pages =
-      std::max<int64_t>(0, context_pages - header.window_begin / kPageTokens);
-  return std::min(context_pages, sink_pages + header.count + window_pages);
-}
-
-struct PlanSize {
-  ItemSize largest;
-  int64_t items = 0;
-  int64_t split_rows = 0;
-  int64_t partial_rows = 0;  // query rows of all segments of split rows
-};
-
-// The plan of a call, and the states of the segments of split rows.
-struct PlanMemory {
-  PlanMemory(ScratchPieces& pieces, const PlanSize& size, int64_t head_dim)
-      : items(pieces.Take<Item>(size.items)),
-        split_rows(pieces.Take<SplitRow>(size.split_rows)),
-        partial{.states = pieces.Take<AttentionState>(size.partial_rows),
-                .out = pieces.Take<float>(size.partial_rows * head_dim)} {}
-
-  Item* items;
-  SplitRow* split_rows;
-  RowStates partial;
-};
-
-// Cuts the work into items.
-class Planner {
- public:
-  Planner(const Context& c, int num_threads) : c_(c) {
-    if (num_threads == 1) return;
-    int64_t total_pages = 0;
-    for (int64_t row = 0; row < c.p.selection.num_rows; ++row) total_pages += PageBound(c, row);
-    min_pages_to_split_ = std::max(kMinPagesToSplit, total_pages / (kItemsPerThread * num_threads));
-  }
-
-  PlanSize Size() const {
-    PlanSize size;
-    for (int64_t row = 0; row < c_.p.selection.num_rows; ++row) {
-      const int64_t item_pages = IsSplit(row) ? kSegmentPages : PageBound(c_, row);
-      size.largest.rows = std::max(size.largest.rows, c_.rows(row));
-      size.largest.pages = std::max(size.largest.pages, item_pages);
-      if (!IsSplit(row)) {
-        ++size.items;
-        continue;
-      }
-      ++size.split_rows;
-      ForEachSegment(row, [&](int64_t) {
-        ++size.items;
-        size.partial_rows += c_.rows(row);
-      });
-    }
-    size.largest.ending_bytes = EarlyEnd::MemoryBytes(c_.p, size.largest.pages);
-    return size;
-  }
-
-  void Fill(const PlanMemory& plan) const {
-    int64_t items = 0;
-    int64_t split_rows = 0;
-    RowStates partial = plan.partial;
-    for (int64_t row = 0; row < c_.p.selection.num_rows; ++row) {
-      if (!IsSplit(row)) {
-        plan.items[items++] = {.row = row, .segment = kWholeRow, .partial = {}};
-        continue;
-      }
-      const int64_t first_item = items;
-      ForEachSegment(row, [&](int64_t segment) {
-        plan.items[items++] = {.row = row, .segment = segment, .partial = partial};
-        partial.states += c_.rows(row);
-        partial.out += c_.rows(row) * c_.head_dim;
-      });
-      // Segment 0 is merged first, then the others from the newest on.
-      const bool has_first = first_item < items && plan.items[first_item].segment == 0;
-      std::reverse(plan.items + first_item + (has_first ? 1 : 0), plan.items + items);
-      plan.split_rows[split_rows++] = {
-          .row = row, .first_item = first_item, .num_items = items - first_item};
-    }
-  }
-
- private:
-  // Blocks of many queries are items enough, and their states are large. Where a row ends early is
-  // known to who reads it from its begin.
-  bool IsSplit(int64_t row) const {
-    return c_.block(row).num_rows == 1 && !c_.MayEndEarly(row) &&
-           PageBound(c_, row) >= min_pages_to_split_;
-  }
-  // Calls use(segment) for the segments that hold attended tokens, ascending.
-  template <typename Use>
-  void ForEachSegment(int64_t row, const Use& use) const {
-    for (SelectedPages walk = c_.Walk(row); walk.valid();) {
-      const int64_t segment = SegmentOf(walk.page());
-      use(segment);
-      walk.SkipTo(FirstPageOf(segment + 1));
-    }
-  }
-
-  const Context& c_;
-  int64_t min_pages_to_split_ = std::numeric_limits<int64_t>::max();
-};
-
-void MergeSplitRow(const Context& c, const SplitRow& split, const Item* items,
+void MergeSplitRow(const AttendContext& c, const SplitRow& split, const AttendItem* items,
                    const ThreadMemory& memory) {
   const int64_t rows = c.rows(split.row);
   ClearStates(memory.total, rows, c.head_dim);
@@ -438,11 +335,11 @@ void MergeSplitRow(const Context& c, const SplitRow& split, const Item* items,
   StoreRow(c, split.row, memory.total);
 }
 
-absl::Status Run(const Context& c, Executor& executor) {
-  const Planner planner(c, executor.num_threads());
+absl::Status Run(const AttendContext& c, Executor& executor) {
+  const AttendPlanner planner(c, executor.num_threads());
   const PlanSize size = planner.Size();
   ScratchPieces counted_thread(nullptr);
-  ThreadMemory(counted_thread, size.largest, c.group, c.head_dim);
+  ThreadMemory(counted_thread, size.largest, c);
   ScratchPieces counted_plan(nullptr);
   PlanMemory(counted_plan, size, c.head_dim);
   const int64_t threads_bytes = counted_thread.bytes() * executor.num_threads();
@@ -454,7 +351,7 @@ absl::Status Run(const Context& c, Executor& executor) {
   planner.Fill(plan);
   const auto memory_of = [&](int thread) {
     ScratchPieces pieces(memory + counted_thread.bytes() * thread);
-    return ThreadMemory(pieces, size.largest, c.group, c.head_dim);
+    return ThreadMemory(pieces, size.largest, c);
   };
   // std::ref: a std::function of a larger closure would allocate.
   const auto run_item = [&](int64_t i, int thread) {
@@ -480,12 +377,12 @@ absl::Status AttendFast(const AttendParams& p, AttendIsa isa, Executor& executor
                               : bf16_kv ? AddPageAvx512BFloat16
                                         : AddPageAvx512Float32;
   const int64_t heads = p.q.dim(1);
-  const Context context = {.p = p,
-                           .add_page = add_page,
-                           .bf16_queries = pairs,
-                           .heads = heads,
-                           .group = heads / p.kv.layout.num_kv_heads,
-                           .head_dim = p.kv.layout.head_dim};
+  const AttendContext context = {.p = p,
+                                 .add_page = add_page,
+                                 .bf16_queries = pairs,
+                                 .heads = heads,
+                                 .group = heads / p.kv.layout.num_kv_heads,
+                                 .head_dim = p.kv.layout.head_dim};
   return Run(context, executor);
 }
 

@@ -1,7 +1,8 @@
 #include "kernels/paged/compact_positions.h"
 
 #include <algorithm>
-#include <cstring>
+
+#include "kernels/paged/page_keys.h"
 
 namespace kvasir::kernels {
 
@@ -18,21 +19,9 @@ void ReservePositions(const PageSelection& selection, std::span<const QueryBlock
 
 void RotateKeys(const RopePositions& rope, const KvLayout& layout, const SelectionHeader& header,
                 const AttendedPage& page, std::byte* to) {
-  const auto position = [&](int64_t t) {
-    return TokenPosition(header, page.entry, page.page * kPageTokens + t);
-  };
-  // Neighbours are rotated together as far as their positions are neighbours, too.
-  for (uint64_t rest = page.mask; rest != 0;) {
-    const int64_t begin = std::countr_zero(rest);
-    const int64_t neighbours = std::countr_one(rest >> begin);
-    const int64_t first = position(begin);
-    int64_t count = 1;
-    while (count < neighbours && position(begin + count) == first + count) ++count;
-    const int64_t offset = begin * layout.row_bytes();
-    std::memcpy(to + offset, page.keys + offset, static_cast<size_t>(count * layout.row_bytes()));
-    rope.Rotate(to + offset, layout.dtype, count, first);
-    rest &= ~TokenMask(begin, begin + count);
-  }
+  RotatePageKeys(
+      rope, layout, {.keys = page.keys, .page = page.page, .mask = page.mask},
+      [&](int64_t token) { return TokenPosition(header, page.entry, token); }, to);
 }
 
 }  // namespace kvasir::kernels

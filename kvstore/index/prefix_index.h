@@ -34,7 +34,7 @@ namespace kvasir::kvstore {
 struct PrefixScope {
   std::string tenant;
   std::string weights_hash;    // 32 bytes
-  std::string kv_form;         // "rotated/bfloat16", "unrotated/bfloat16"
+  std::string kv_form;         // "rotated/bfloat16"; "unrotated..." where positions are extended
   std::string prefill_policy;  // canonical bytes of the prefill part of the policy
 };
 

@@ -12,6 +12,7 @@ from typing import Dict, List, Sequence, Tuple
 SHAPES_A_SERVER = 3  # a server declares at most four policies; its own default, `all`, is the fourth
 TAIL_TOKENS = 32     # a question is shorter; every token of it selects by itself
 EXTENDED = ("--position-extension=streaming",)
+GROUPED = ("--position-extension=self_extend",)
 MIN_MASS = 0.98                                                # of the contract of quality
 
 
@@ -92,6 +93,8 @@ POLICIES = {policy.name: policy for policy in (
                            ("hip", {"hip": {}}), ("infinitehip", {"infinitehip": {}}),
                            ("infinitehip+top_p", {"infinitehip": {}, "top_p": 0.95}))
       for action in ("report", "dense", "widen") if (name, action) != ("streaming", "widen")),
+    Policy("all+self_extend", {"all": {}}, flags=GROUPED),
+    Policy("hip+self_extend", {"hip": {}}, flags=GROUPED),
     # Beyond the trained window everything stands at compact positions. Prompts are read with sink and window, whatever
     # decodes: reading costs little then, and all policies of a server share what was read.
     *(Policy(f"{name} extended", {name: {}}, {"streaming": {}}, EXTENDED)

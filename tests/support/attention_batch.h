@@ -88,6 +88,12 @@ class AttentionBatch {
     }
     rope_.emplace(inv_freq, attention_scaling);
   }
+  // The same at grouped positions.
+  void UseGroupedPositions(const GroupedPositions& grouped, double attention_scaling = 1) {
+    UseCompactPositions(attention_scaling);
+    grouped_ = grouped;
+  }
+  const GroupedPositions& grouped() const { return grouped_; }
   double InverseFrequency(int64_t i) const {
     return std::pow(1e4, -2.0 * static_cast<double>(i) / static_cast<double>(shape_.head_dim));
   }
@@ -130,7 +136,9 @@ class AttentionBatch {
     lse_.assign(static_cast<size_t>(num_tokens() * heads()), kPoison);
     faults_.assign(faults_.size(), 0);
     const AttendParams params = Params();
-    if (rope() != nullptr) {
+    if (grouped_.on()) {
+      ReserveTokens(params.blocks, *rope(), executor);
+    } else if (rope() != nullptr) {
       ReservePositions(params.selection, blocks_, shape_.kv_heads, *rope(), executor);
     }
     implementation(params, executor);
@@ -160,6 +168,7 @@ class AttentionBatch {
             .faults = faults_,
             .scratch = &scratch_,
             .rope = rope(),
+            .grouped = grouped_,
             .terminations = terminations_,
             .unread = unread_};
   }
@@ -279,6 +288,7 @@ class AttentionBatch {
   std::vector<uint8_t> faults_;
   Scratch scratch_;
   std::optional<RopePositions> rope_;
+  GroupedPositions grouped_;
   std::vector<Termination> terminations_;
   std::vector<UnreadPages> unread_;
 };

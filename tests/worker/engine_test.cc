@@ -314,6 +314,31 @@ TEST_F(EngineTest, OptionsMakeShapesOfTheirOwn) {
       HasSubstr("there are digest, centre, first"));
 }
 
+TEST_F(EngineTest, GroupedPositionsRefuseWhatEstimatesAttention) {
+  TestModel model({.folder = folder_->folder(),
+                   .extension = PositionExtension::kSelfExtend,
+                   .grouped = {.group_size = 4, .window = 100},
+                   .edit_weights = {}});
+  EngineOptions options = TestWorker::DefaultOptions();
+  SingleCollective single;
+  const auto create = [&](const auto& edit) {
+    options.policies.resize(2);
+    v1::SparsityPolicy& policy = options.policies[1] = MakePolicy("all", "quest");
+    edit(*policy.mutable_decode());
+    return Engine::Create(options, model.transformer(), single).status();
+  };
+  EXPECT_TRUE(create([](auto&) {}).ok());
+  const std::vector<std::pair<const char*, std::function<void(v1::AttentionPolicy&)>>> refused = {
+      {"top_p", [](auto& decode) { decode.set_top_p(0.9f); }},
+      {"quality.min_mass", [](auto& decode) { decode.mutable_quality()->set_min_mass(0.9f); }},
+      {"art", [](auto& decode) { decode.mutable_art(); }}};
+  for (const auto& [name, edit] : refused) {
+    const absl::Status status = create(edit);
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_THAT(std::string(status.message()), HasSubstr(std::string("a policy has ") + name));
+  }
+}
+
 TEST_F(EngineTest, EveryMethodIsAFieldOfThePolicy) {
   std::set<std::string> fields, methods;
   const auto* selectors = v1::AttentionPolicy::descriptor()->FindOneofByName("selector");

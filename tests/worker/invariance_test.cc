@@ -73,9 +73,6 @@ struct Way {
   PositionExtension extension = PositionExtension::kNone;
 };
 
-constexpr Way kAlone = {.name = "Alone"};
-constexpr Way kExtendedAlone = {.name = "ExtendedAlone",
-                                .extension = PositionExtension::kStreaming};
 constexpr Way kWays[] = {
     {.name = "Chunks512", .chunk = 512},
     {.name = "WholePrompt", .chunk = 4096},
@@ -107,6 +104,21 @@ constexpr Way kExtendedWays[] = {
      .others = 15,
      .num_threads = 2,
      .extension = PositionExtension::kStreaming},
+};
+// The same at grouped positions, which begin behind a neighbourhood of a part of the prompt.
+constexpr kernels::GroupedPositions kGrouped = {.group_size = 4, .window = 300};
+constexpr Way kGroupedWays[] = {
+    {.name = "GroupedChunks512", .chunk = 512, .extension = PositionExtension::kSelfExtend},
+    {.name = "GroupedDeviceHolds10Percent",
+     .device_part = 0.1,
+     .extension = PositionExtension::kSelfExtend},
+    {.name = "GroupedAllAtOnce",
+     .chunk = 512,
+     .device_part = 0.25,
+     .cached = true,
+     .others = 5,
+     .num_threads = 2,
+     .extension = PositionExtension::kSelfExtend},
 };
 constexpr Way kExtendedGroups[] = {
     {.name = "TwoRanks", .ranks = 2, .extension = PositionExtension::kStreaming}};
@@ -170,6 +182,9 @@ RankGroupOptions GroupOptions(const Way& way, DType dtype, int64_t blocks) {
                                         .dtype = dtype,
                                         .max_model_len = 8192,
                                         .extension = way.extension,
+                                        .grouped = way.extension == PositionExtension::kSelfExtend
+                                                       ? kGrouped
+                                                       : kernels::GroupedPositions{},
                                         .num_threads = way.num_threads,
                                         .edit_weights = {}},
                               .size = way.ranks};
@@ -179,6 +194,9 @@ RankGroupOptions GroupOptions(const Way& way, DType dtype, int64_t blocks) {
                                     .head_dim = config.head_dim,
                                     .dtype = dtype};
   const int64_t bytes = blocks * layout.block_bytes();
+  if (way.extension == PositionExtension::kSelfExtend) {  // what it serves; the first stay what
+    options.engine.policies.resize(kPruned);              // they are
+  }
   options.engine.kv_dtype = dtype;
   options.engine.kv_device_bytes =
       static_cast<int64_t>(way.device_part * static_cast<double>(bytes));
@@ -443,7 +461,7 @@ const Served& Alone(const TestRequest& request, DType dtype, PositionExtension e
   static auto* const all = new std::map<std::tuple<uint32_t, DType, PositionExtension>, Served>();
   Served& served = (*all)[{request.policy, dtype, extension}];
   if (!served.tokens.empty()) return served;
-  const Way& alone = extension == PositionExtension::kNone ? kAlone : kExtendedAlone;
+  const Way alone = {.name = "Alone", .extension = extension};
   served = Serve(request, alone, dtype);
   CheckPremises(alone, request.policy, served);
   // Text of little margins, not only answers.
@@ -481,6 +499,23 @@ INSTANTIATE_TEST_SUITE_P(Ways, Float32Test, Combine(ValuesIn(kPolicies), ValuesI
 
 INSTANTIATE_TEST_SUITE_P(ExtendedWays, Float32Test,
                          Combine(ValuesIn(kPolicies), ValuesIn(kExtendedWays)), NameOf);
+
+INSTANTIATE_TEST_SUITE_P(GroupedWays, Float32Test,
+                         Combine(Values(kAll, kStreaming, kQuest, kHip, kInfiniteHip),
+                                 ValuesIn(kGroupedWays)),
+                         NameOf);
+
+TEST(PositionExtensionTest, GroupsChangeEveryAnswerBehindTheirNeighbourhood) {
+  for (const uint32_t policy : {kAll, kHip}) {
+    const TestRequest request = MakeRequest(0, kPromptTokens, policy, testing::Iterations(32));
+    EXPECT_NE(Alone(request, DType::kFloat32, PositionExtension::kNone).logits,
+              Alone(request, DType::kFloat32, PositionExtension::kSelfExtend).logits);
+  }
+  TestRequest within = MakeRequest(0, kGrouped.window - 40, kAll, 32);
+  ExpectSameBits(Serve(within, {.name = "Alone"}, DType::kFloat32),
+                 Serve(within, {.name = "Alone", .extension = PositionExtension::kSelfExtend},
+                       DType::kFloat32));
+}
 
 TEST(PositionExtensionTest, ChangesWhatSparsePoliciesAnswerOnly) {
   for (const uint32_t policy : {kAll, kQuest}) {

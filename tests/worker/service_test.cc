@@ -199,6 +199,34 @@ TEST_F(WorkerServiceTest, ExtendedPositionsLengthenTheContextAndNameTheKvForm) {
   EXPECT_EQ(StatusOf(process_.address(), plan).error_code(), grpc::StatusCode::INVALID_ARGUMENT);
 }
 
+TEST_F(WorkerServiceTest, GroupedPositionsLengthenTheContextByTheirSize) {
+  v1::ShardPlan plan = GoodPlan();
+  plan.mutable_model()->set_position_extension("self_extend");
+  plan.mutable_model()->set_self_extend_group_size(8);
+  plan.mutable_model()->set_self_extend_window(1024);
+  constexpr uint32_t kLongest = (4096 - 1024) * 8 + 1024;
+  plan.mutable_model()->set_max_model_len(kLongest);
+  Stream stream(process_.address());
+  stream.Send(plan);
+  const auto ready = stream.Receive();
+  ASSERT_TRUE(ready && ready->has_ready());
+  EXPECT_EQ(ready->ready().kv_form(), "unrotated, groups of 8 behind 1024/float32");
+  EXPECT_EQ(ready->ready().max_model_len(), kLongest);
+  EXPECT_EQ(ready->ready().trained_window(), 0u) << "dense attention is no worse than another";
+  stream.Leave();
+  const auto expect_refused = [&](const auto& edit, const char* message) {
+    v1::ShardPlan bad = plan;
+    edit(*bad.mutable_model());
+    const grpc::Status status = StatusOf(process_.address(), bad);
+    EXPECT_EQ(status.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
+    EXPECT_THAT(status.error_message(), HasSubstr(message));
+  };
+  expect_refused([](auto& model) { model.set_max_model_len(kLongest + 1); },
+                 "is beyond the 25600 tokens that groups of 8 behind a window of 1024");
+  expect_refused([](auto& model) { model.set_self_extend_group_size(1); }, "groups are of 2");
+  expect_refused([](auto& model) { model.set_self_extend_window(4096); }, "less than the 4096");
+}
+
 TEST_F(WorkerServiceTest, SecondStreamIsRefusedAndTheFirstGoesOn) {
   Stream first(process_.address());
   first.Send(GoodPlan());

@@ -153,6 +153,7 @@ struct TestWorkerOptions {
   kernels::DType dtype = kernels::DType::kFloat32;
   int64_t max_model_len = 4096;
   PositionExtension extension = PositionExtension::kNone;
+  kernels::GroupedPositions grouped = {};
   int num_threads = 1;
   std::string device = "cpu";
   // Called on the weights before they are packed.
@@ -176,7 +177,8 @@ class TestModel {
                                         .shard = shard,
                                         .dtype = options.dtype,
                                         .max_model_len = options.max_model_len,
-                                        .extension = options.extension},
+                                        .extension = options.extension,
+                                        .grouped = options.grouped},
                                        *backend_)
                        .value();
   }

@@ -25,6 +25,7 @@
 #include "kernels/dense/gemm.h"
 #include "kernels/dense/rms_norm.h"
 #include "kernels/dense/silu_mul.h"
+#include "kernels/paged/grouped_positions.h"
 #include "kernels/paged/paged_kv.h"
 #include "kvstore/tiers/tier_memory.h"
 #include "proto/kvasir/v1/sparsity.pb.h"
@@ -50,9 +51,10 @@ class Linear {
 };
 
 // How keys are cached, and with them queries are.
-enum class KeyForm : uint8_t {
-  kRotated,    // by their own positions
-  kUnrotated,  // not: selections give the positions that attention rotates to
+struct KeyForm {
+  bool rotated = true;  // by their own positions; else attention rotates them
+  // Of un-rotated keys; off: to the compact positions that selections give.
+  kernels::GroupedPositions grouped = {};
 };
 
 // What a backend keeps of a model's rotary embedding.
@@ -131,7 +133,7 @@ class Backend {
       std::span<const kernels::PackedLinear::Part> parts,
       const kernels::PackedLinear::Options& options) = 0;
   virtual absl::StatusOr<std::unique_ptr<Rope>> MakeRope(const RopeFrequencies& frequencies,
-                                                         KeyForm form) = 0;
+                                                         const KeyForm& form) = 0;
 
   // --- a step: BeginStep, ops in any number, EndStep ---
 

@@ -55,7 +55,7 @@ absl::Status CpuAttention::Select(const StepInputs& step, const CpuRotation& rot
                                  .numbers = std::span(numbers_).subspan(begin, count),
                                  .faults = std::span(faults_),
                                  .scratch = &scratch_,
-                                 .rope = rotation.compact,
+                                 .rope = rotation.positions,
                                  .rotation = rotation.queries,
                                  .memories = MemoriesOf(step, group, queries.layer),
                                  .ranks = &ranks};
@@ -151,7 +151,7 @@ absl::Status CpuAttention::Attend(const StepInputs& step, const CpuRotation& rot
   const int64_t tokens = queries.q.dim(0);
   const int64_t num_heads = queries.q.dim(1);
   // Densely attended to, a context beyond the trained window is no measure of anything.
-  const bool measures = rotation.compact == nullptr && step.meter.Measures(queries.layer);
+  const bool measures = rotation.positions == nullptr && step.meter.Measures(queries.layer);
   const int64_t lse_bytes = tokens * num_heads * static_cast<int64_t>(sizeof(float));
   KVASIR_ASSIGN_OR_RETURN(std::byte* const lse, lse_.Reserve(measures ? lse_bytes : 0));
   const kernels::AttendParams params = {
@@ -165,7 +165,8 @@ absl::Status CpuAttention::Attend(const StepInputs& step, const CpuRotation& rot
       .selection = selection_,
       .faults = std::span(faults_),
       .scratch = &scratch_,
-      .rope = rotation.compact,
+      .rope = rotation.positions,
+      .grouped = rotation.grouped,
       .terminations = terminations_,
       .unread = std::span(unread_)};
   KVASIR_RETURN_IF_ERROR(kernels::Attend(params, executor));

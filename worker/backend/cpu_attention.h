@@ -15,6 +15,7 @@
 #include "kernels/base/executor.h"
 #include "kernels/base/scratch.h"
 #include "kernels/dense/rope.h"
+#include "kernels/paged/grouped_positions.h"
 #include "kernels/paged/page_selection.h"
 #include "kernels/sparse/quality_contract.h"
 #include "kernels/sparse/stages.h"
@@ -24,8 +25,9 @@ namespace kvasir::worker {
 
 // Where the tokens of a step are, as attention needs it.
 struct CpuRotation {
-  kernels::QueryRotation queries = {};        // by which they were rotated
-  kernels::RopePositions* compact = nullptr;  // null: keys are cached rotated
+  kernels::QueryRotation queries = {};          // by which they were rotated
+  kernels::RopePositions* positions = nullptr;  // of un-rotated keys; null: they are rotated
+  kernels::GroupedPositions grouped = {};       // off: un-rotated keys are at compact positions
 };
 
 class CpuAttention {

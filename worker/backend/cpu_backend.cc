@@ -59,14 +59,14 @@ class CpuBackend::CpuLinear final : public Linear {
 };
 
 struct CpuBackend::CpuRope final : Rope {
-  CpuRope(const RopeFrequencies& f, KeyForm key_form)
+  CpuRope(const RopeFrequencies& f, const KeyForm& key_form)
       : form(key_form),
         own(f.inv_freq, f.attention_factor),
-        compact(f.inv_freq, f.attention_factor) {}
+        positions(f.inv_freq, f.attention_factor) {}
 
   const KeyForm form;
-  kernels::RopeTable own;          // of the step's own positions
-  kernels::RopePositions compact;  // of those that selections give
+  kernels::RopeTable own;            // of the step's own positions
+  kernels::RopePositions positions;  // of those at which un-rotated keys are attended to
 };
 
 std::string CpuBackend::name() const {
@@ -93,7 +93,7 @@ absl::StatusOr<std::unique_ptr<Linear>> CpuBackend::MakeLinear(
 }
 
 absl::StatusOr<std::unique_ptr<Rope>> CpuBackend::MakeRope(const RopeFrequencies& frequencies,
-                                                           KeyForm form) {
+                                                           const KeyForm& form) {
   return std::make_unique<CpuRope>(frequencies, form);
 }
 
@@ -101,8 +101,8 @@ CpuBackend::CpuRope& CpuBackend::rope() const { return static_cast<CpuRope&>(ste
 
 CpuRotation CpuBackend::rotation() const {
   CpuRope& r = rope();
-  if (r.form == KeyForm::kUnrotated) return {.queries = {}, .compact = &r.compact};
-  return {.queries = {.cos = r.own.cos(), .sin = r.own.sin()}, .compact = nullptr};
+  if (r.form.rotated) return {.queries = {.cos = r.own.cos(), .sin = r.own.sin()}};
+  return {.positions = &r.positions, .grouped = r.form.grouped};
 }
 
 absl::Status CpuBackend::BeginStep(const StepInputs& step) {
@@ -110,7 +110,7 @@ absl::Status CpuBackend::BeginStep(const StepInputs& step) {
   for (const Truncation& t : step.batch.truncations) {
     KVASIR_RETURN_IF_ERROR(kernels::RebuildBounds(step.kv, t.slot, t.block, t.num_tokens));
   }
-  if (rope().form == KeyForm::kRotated) rope().own.SetPositions(step.batch.positions, executor());
+  if (rope().form.rotated) rope().own.SetPositions(step.batch.positions, executor());
   return absl::OkStatus();
 }
 
@@ -134,7 +134,7 @@ absl::Status CpuBackend::SiluMul(const kernels::SiluMulParams& params) {
 }
 
 absl::Status CpuBackend::Rotate(const TensorView& x) {
-  if (rope().form == KeyForm::kUnrotated) return absl::OkStatus();
+  if (!rope().form.rotated) return absl::OkStatus();
   return kernels::ApplyRope(rope().own, x, executor());
 }
 

@@ -34,7 +34,7 @@ class CpuBackend final : public Backend {
       std::span<const kernels::PackedLinear::Part> parts,
       const kernels::PackedLinear::Options& options) override;
   absl::StatusOr<std::unique_ptr<Rope>> MakeRope(const RopeFrequencies& frequencies,
-                                                 KeyForm form) override;
+                                                 const KeyForm& form) override;
 
   absl::Status BeginStep(const StepInputs& step) override;
   absl::Status EmbedTokens(const kernels::TensorView& table, const kernels::TensorView& y) override;

@@ -121,7 +121,7 @@ absl::StatusOr<std::unique_ptr<Linear>> CudaBackend::MakeLinear(
 }
 
 absl::StatusOr<std::unique_ptr<Rope>> CudaBackend::MakeRope(const RopeFrequencies& frequencies,
-                                                            KeyForm) {
+                                                            const KeyForm&) {
   auto rope = std::make_unique<CudaRope>();
   rope->half_dim = std::ssize(frequencies.inv_freq);
   rope->attention_factor = frequencies.attention_factor;

@@ -35,7 +35,7 @@ absl::StatusOr<std::unique_ptr<Transformer>> Transformer::Create(ModelWeights we
       model->rope_,
       backend.MakeRope(
           ComputeRopeFrequencies(options.config, options.longest_position_range()),
-          options.extension == PositionExtension::kNone ? KeyForm::kRotated : KeyForm::kUnrotated));
+          {.rotated = options.extension == PositionExtension::kNone, .grouped = options.grouped}));
   for (size_t i = 0; i < weights.layers.size(); ++i) {
     KVASIR_RETURN_IF_ERROR(model->AddLayer(static_cast<int64_t>(i), std::move(weights.layers[i])));
   }

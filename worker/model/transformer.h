@@ -30,8 +30,9 @@ namespace kvasir::worker {
 
 // How contexts beyond the trained window are read (--position-extension).
 enum class PositionExtension : uint8_t {
-  kNone,       // not: keys are cached rotated, positions are the model's own
-  kStreaming,  // keys are cached un-rotated and attended to at compact positions
+  kNone,        // not: keys are cached rotated, positions are the model's own
+  kStreaming,   // keys are cached un-rotated and attended to at compact positions
+  kSelfExtend,  // keys are cached un-rotated and attended to at grouped positions
 };
 
 struct TransformerOptions {
@@ -40,6 +41,7 @@ struct TransformerOptions {
   kernels::DType dtype = kernels::DType::kFloat32;  // of weights and activations
   int64_t max_model_len = 0;
   PositionExtension extension = PositionExtension::kNone;
+  kernels::GroupedPositions grouped = {};  // of kSelfExtend; else off
 
   // The longest sequence whose positions the model sees: the rest is for selections.
   int64_t longest_position_range() const {

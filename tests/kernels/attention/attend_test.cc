@@ -60,6 +60,19 @@ int64_t CompactPosition(const RowSelection& row, int64_t token) {
   return position + token - header.window_begin;
 }
 
+// Where query and key stand to each other.
+struct Places {
+  int64_t query = 0;
+  int64_t key = 0;
+};
+
+// SelfExtend as its paper has it: within the window both at their own, else by groups.
+Places GroupedPlaces(const GroupedPositions& grouped, int64_t query, int64_t key) {
+  const int64_t g = grouped.group_size, w = grouped.window;
+  if (query - key < w) return {.query = query, .key = key};
+  return {.query = query / g + w - w / g, .key = key / g};
+}
+
 // x, rotated where keys and queries are not.
 std::vector<double> Rotated(AttentionBatch& batch, std::vector<double> x, int64_t position) {
   if (batch.rope() == nullptr) return x;
@@ -82,8 +95,9 @@ OracleResult Oracle(AttentionBatch& batch, int64_t block_index, int64_t row, int
   const int64_t d = batch.shape().head_dim;
   const RowSelection& selection = batch.selection(block_index, kv_head);
   const float* raw_q = batch.q(block.first_row + row, head);
-  const std::vector<double> q =
-      Rotated(batch, {raw_q, raw_q + d}, CompactPosition(selection, block.first_position + row));
+  const int64_t position = block.first_position + row;
+  std::vector<double> q;  // at q_position
+  int64_t q_position = -1;
   const double scale = 1.0f / std::sqrt(static_cast<float>(d));
   std::vector<int64_t> tokens;
   std::vector<double> logits;
@@ -94,7 +108,15 @@ OracleResult Oracle(AttentionBatch& batch, int64_t block_index, int64_t row, int
         batch.kv().Token(Side::kKey, block.slot, token, AttentionBatch::kLayer, kv_head);
     std::vector<double> k;
     for (int64_t i = 0; i < d; ++i) k.push_back(double{batch.kv().Get(key, i)});
-    k = Rotated(batch, std::move(k), CompactPosition(selection, token));
+    const Places places = batch.grouped().on()
+                              ? GroupedPlaces(batch.grouped(), position, token)
+                              : Places{.query = CompactPosition(selection, position),
+                                       .key = CompactPosition(selection, token)};
+    if (places.query != q_position) {
+      q_position = places.query;
+      q = Rotated(batch, {raw_q, raw_q + d}, q_position);
+    }
+    k = Rotated(batch, std::move(k), places.key);
     const double dot = std::inner_product(q.begin(), q.end(), k.begin(), 0.0);
     tokens.push_back(token);
     logits.push_back(dot * scale);
@@ -339,6 +361,47 @@ TEST_P(AttendTest, MatchesTheOracleAtCompactPositions) {
   }
 }
 
+// Neighbourhoods that begin in the block's own page, in one before, at a page's edge, and before
+// the context; groups that cross pages.
+constexpr GroupedPositions kGroupings[] = {{2, 1},   {7, 30},   {8, 64},  {3, 100},
+                                           {5, 200}, {64, 333}, {4, 5000}};
+
+TEST_P(AttendTest, MatchesTheOracleAtGroupedPositions) {
+  for (AttentionShape shape : Shapes()) {
+    if (shape.group != 4 || shape.activation != shape.kv || shape.head_dim == 128) continue;
+    shape.kv_heads = 1;
+    for (const GroupedPositions& grouped : kGroupings) {
+      SCOPED_TRACE(testing::Message() << Describe(shape) << ", groups of " << grouped.group_size
+                                      << " behind " << grouped.window);
+      AttentionBatch batch(shape, /*num_slots=*/1, /*max_tokens=*/320, /*seed=*/27);
+      batch.UseGroupedPositions(grouped, /*attention_scaling=*/1.1);
+      batch.FillContext(0, 320);
+      batch.AddBlock(0, 319, 1);
+      batch.AddBlock(0, 256, 20);
+      batch.AddBlock(0, 256, 3, [](int64_t) { return SelectList(70, 166, {Whole(1)}); });
+      batch.AddBlock(0, 300, 3, [&](int64_t) { return ListWithHoles(256, batch.rng()); });
+      batch.AddBlock(0, 0, 64);
+      Run(batch);
+      ExpectMatchesOracle(batch);
+      if (HasFailure()) return;
+    }
+  }
+}
+
+// A context that the neighbourhood covers is read as without groups, to the bit.
+TEST_P(AttendTest, WithinTheNeighbourhoodPositionsAreTheTokensOwn) {
+  AttentionBatch grouped({}, 1, 448, 29), own({}, 1, 448, 29);
+  grouped.UseGroupedPositions({.group_size = 4, .window = 448});
+  own.UseCompactPositions();
+  for (AttentionBatch* batch : {&grouped, &own}) {
+    batch->FillContext(0, 448);
+    batch->AddBlock(0, 384, 64);
+  }
+  Run(grouped);
+  Run(own);
+  for (int64_t row = 0; row < 64; ++row) ExpectSameRow(grouped, row, own, row);
+}
+
 // The same bits as of a cache that holds rotated keys, so that short contexts are those of a server
 // without position extension.
 TEST_P(AttendTest, AllAtCompactPositionsHasTheBitsOfRotatedKeys) {
@@ -578,6 +641,28 @@ TEST_P(AttendTest, ADecodeRowHasTheBitsOfTheSameRowInAPrefillBlock) {
     Run(decode);
     for (int64_t row = 0; row < 64; ++row) ExpectSameRow(prefill, row, decode, row);
     if (HasFailure()) return;
+  }
+}
+
+TEST_P(AttendTest, AtGroupedPositionsARowHasItsBitsInAnyBlock) {
+  for (const AttentionShape& shape : InvariantShapes()) {
+    if (shape.head_dim != 64) continue;
+    for (const GroupedPositions& grouped : kGroupings) {
+      SCOPED_TRACE(testing::Message() << Describe(shape) << ", groups of " << grouped.group_size
+                                      << " behind " << grouped.window);
+      AttentionBatch prefill(shape, 1, 448, 28), decode(shape, 1, 448, 28);
+      for (AttentionBatch* batch : {&prefill, &decode}) {
+        batch->UseGroupedPositions(grouped);
+        batch->FillContext(0, 448);
+      }
+      prefill.AddBlock(0, 384, 64);
+      for (int64_t row = 0; row < 64; ++row) decode.AddBlock(0, 384 + row, 1);
+      for (int64_t row = 0; row < 64; ++row) CopyQuery(prefill, row, decode, row);
+      Run(prefill);
+      Run(decode);
+      for (int64_t row = 0; row < 64; ++row) ExpectSameRow(prefill, row, decode, row);
+      if (HasFailure()) return;
+    }
   }
 }
 

@@ -30,7 +30,7 @@ inline void FillKeys(const nlohmann::json& c, int64_t context, AttentionBatch& b
   };
   for (int64_t head = 0; head < kKvHeads; ++head) {
     for (int64_t t = 0; t < context; ++t) {
-      for (int64_t i = 0; i < kDim; ++i) {
+      for (int64_t i = 0; i < batch.shape().head_dim; ++i) {
         batch.kv().Set(
             key(t, head), i,
             OracleValue(c["seed"], OracleSide::kKey, t / c["run"].get<int64_t>(), head, i));
@@ -44,6 +44,19 @@ inline void FillKeys(const nlohmann::json& c, int64_t context, AttentionBatch& b
     const int64_t tokens = std::min(kPageTokens, context - block * kPageTokens);
     ASSERT_TRUE(RebuildBounds(batch.kv().View(), 0, block, tokens).ok());
     ASSERT_TRUE(RebuildKeyCodes(batch.kv().View(), 0, block, tokens).ok());
+  }
+}
+
+// One block of all queries of the case.
+inline void FillQueries(const nlohmann::json& c, AttentionBatch& batch) {
+  const int64_t first = c["first"], rows = c["rows"];
+  batch.AddBlock(0, first, rows);
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t head = 0; head < batch.heads(); ++head) {
+      for (int64_t i = 0; i < batch.shape().head_dim; ++i) {
+        batch.q(r, head)[i] = OracleValue(c["seed"], OracleSide::kQuery, first + r, head, i);
+      }
+    }
   }
 }
 

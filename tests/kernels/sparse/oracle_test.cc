@@ -20,18 +20,6 @@ namespace {
 using nlohmann::json;
 using Kind = SelectionHeader::Kind;
 
-void FillQueries(const json& c, AttentionBatch& batch) {
-  const int64_t first = c["first"], rows = c["rows"];
-  batch.AddBlock(0, first, rows);
-  for (int64_t r = 0; r < rows; ++r) {
-    for (int64_t head = 0; head < batch.heads(); ++head) {
-      for (int64_t i = 0; i < kDim; ++i) {
-        batch.q(r, head)[i] = OracleValue(c["seed"], OracleSide::kQuery, first + r, head, i);
-      }
-    }
-  }
-}
-
 // Prunes, and compares what is left; what lies in sink or window stays as it was.
 void ExpectPruned(const json& c, const std::vector<SelectionNumbers>& numbers,
                   AttentionBatch& batch, PageSelection& selection) {

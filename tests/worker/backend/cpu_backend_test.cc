@@ -29,7 +29,7 @@ StepBatch ThreeRows() {
 
 class CpuBackendTest : public testing::Test {
  protected:
-  std::unique_ptr<Rope> MakeRope(KeyForm form) {
+  std::unique_ptr<Rope> MakeRope(const KeyForm& form) {
     return backend_.MakeRope({.inv_freq = {1, 0.1}}, form).value();
   }
   void BeginStep(Rope& rope) {
@@ -57,7 +57,7 @@ class CpuBackendTest : public testing::Test {
 };
 
 TEST_F(CpuBackendTest, AnyTokenOfARowFailsItAndNoOther) {
-  const std::unique_ptr<Rope> rope = MakeRope(KeyForm::kRotated);
+  const std::unique_ptr<Rope> rope = MakeRope({});
   std::vector<float> residual, delta, logits;
   for (const bool in_residual : {true, false}) {
     for (const float bad :
@@ -75,8 +75,8 @@ TEST_F(CpuBackendTest, AnyTokenOfARowFailsItAndNoOther) {
 }
 
 TEST_F(CpuBackendTest, OnlyKeysThatAreCachedRotatedAreRotated) {
-  for (const KeyForm form : {KeyForm::kRotated, KeyForm::kUnrotated}) {
-    const std::unique_ptr<Rope> rope = MakeRope(form);
+  for (const bool rotated : {true, false}) {
+    const std::unique_ptr<Rope> rope = MakeRope({.rotated = rotated});
     BeginStep(*rope);
     std::vector<float> x;
     Ones(x, kHeadDim);
@@ -86,13 +86,13 @@ TEST_F(CpuBackendTest, OnlyKeysThatAreCachedRotatedAreRotated) {
     for (int64_t t = 0; t < batch_.num_tokens(); ++t) {
       const bool turned = x[static_cast<size_t>(t * kHeadDim)] != 1;
       const bool at_origin = batch_.positions[static_cast<size_t>(t)] == 0;
-      EXPECT_EQ(turned, form == KeyForm::kRotated && !at_origin) << "token " << t;
+      EXPECT_EQ(turned, rotated && !at_origin) << "token " << t;
     }
   }
 }
 
 TEST_F(CpuBackendTest, SampledRowsAreTakenInTheirOrder) {
-  const std::unique_ptr<Rope> rope = MakeRope(KeyForm::kRotated);
+  const std::unique_ptr<Rope> rope = MakeRope({});
   BeginStep(*rope);
   std::vector<float> x, y(4);
   const TensorView rows = Ones(x, 2);

@@ -48,9 +48,11 @@ TEST(CudaLimits, ModelsItDoesNot) {
   model.dtype = DType::kFloat32;
   ExpectRefused(CheckCudaModel(model, DType::kBFloat16), "--dtype=bfloat16");
   ExpectRefused(CheckCudaModel(ServedModel(), DType::kFloat32), "--kv-cache-dtype=bfloat16");
-  model = ServedModel();
-  model.extension = PositionExtension::kStreaming;
-  ExpectRefused(CheckCudaModel(model, DType::kBFloat16), "--position-extension=none");
+  for (const auto extension : {PositionExtension::kStreaming, PositionExtension::kSelfExtend}) {
+    model = ServedModel();
+    model.extension = extension;
+    ExpectRefused(CheckCudaModel(model, DType::kBFloat16), "--position-extension=none");
+  }
   model = ServedModel();
   model.shard.num_ranks = 2;
   ExpectRefused(CheckCudaModel(model, DType::kBFloat16), "--tensor-parallel-size=1");

@@ -1,0 +1,69 @@
+// Grouped positions (SelfExtend, arXiv 2401.01325): another way than compact positions to read,
+// where keys are cached un-rotated, contexts longer than the model was trained for. With groups of
+// g tokens and a neighbourhood of w, the query at p sees the key at j
+//
+//   near, p - j < w:  both at positions of their own             distance p - j
+//   far:              the key at floor(j / g), itself at         distance of their groups
+//                     floor(p / g) + w - floor(w / g)
+//
+// so that distances go on growing behind the neighbourhood, g times slower. Near and far keys share
+// one softmax. What a selection holds has no say in it. Thread-safe.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "kernels/base/executor.h"
+#include "kernels/dense/rope.h"
+#include "kernels/paged/page_keys.h"
+#include "kernels/paged/page_selection.h"
+#include "kernels/paged/paged_kv.h"
+
+namespace kvasir::kernels {
+
+struct GroupedPositions {
+  int64_t group_size = 0;  // 0: positions are not grouped
+  int64_t window = 0;      // w >= 1
+
+  constexpr bool on() const { return group_size > 0; }
+  constexpr int64_t FarKey(int64_t token) const { return token / group_size; }
+  // At most `position`: where it would be more, no key is far.
+  constexpr int64_t FarQuery(int64_t position) const {
+    return std::min(position, position / group_size + window - window / group_size);
+  }
+  // Of a page's tokens, those that are far for the query at `position`.
+  constexpr uint64_t FarMask(int64_t page, int64_t position) const {
+    return TokenMask(0, position - window + 1 - page * kPageTokens);
+  }
+  // Tokens that a context may have whose distances are all less than `trained_window`:
+  // (trained_window - w) g + w, in whole groups.
+  constexpr int64_t LongestContext(int64_t trained_window) const {
+    return (trained_window - window + window / group_size) * group_size;
+  }
+};
+
+// Makes the positions of all tokens up to the blocks' last queries known to `rope`.
+inline void ReserveTokens(std::span<const QueryBlock> blocks, RopePositions& rope,
+                          Executor& executor) {
+  int64_t end = 0;
+  for (const QueryBlock& block : blocks) {
+    end = std::max(end, block.first_position + block.num_rows);
+  }
+  rope.Reserve(end, executor);
+}
+
+// The page's wanted keys as far, and as near queries see them (page_keys.h).
+inline void RotateFarKeys(const RopePositions& rope, const KvLayout& layout,
+                          const GroupedPositions& grouped, const PageKeys& page, std::byte* to) {
+  RotatePageKeys(
+      rope, layout, page, [&](int64_t token) { return grouped.FarKey(token); }, to);
+}
+inline void RotateNearKeys(const RopePositions& rope, const KvLayout& layout, const PageKeys& page,
+                           std::byte* to) {
+  RotatePageKeys(
+      rope, layout, page, [](int64_t token) { return token; }, to);
+}
+
+}  // namespace kvasir::kernels

@@ -1,0 +1,42 @@
+// A page's keys, cached un-rotated, rotated to the positions at which attention sees them: what
+// compact_positions.h and grouped_positions.h share. Thread-safe.
+#pragma once
+
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "kernels/dense/rope.h"
+#include "kernels/paged/page_selection.h"
+#include "kernels/paged/paged_kv.h"
+
+namespace kvasir::kernels {
+
+struct PageKeys {
+  const std::byte* keys = nullptr;  // [kPageTokens, head_dim], as cached
+  int64_t page = 0;
+  uint64_t mask = 0;  // the tokens that are wanted
+};
+
+// Writes the wanted keys, each rotated to position_of(token), to their places in
+// `to` [kPageTokens, head_dim]; the others stay as they are. Neighbours are rotated together as far
+// as their positions are neighbours, too.
+template <typename PositionOf>
+void RotatePageKeys(const RopePositions& rope, const KvLayout& layout, const PageKeys& page,
+                    const PositionOf& position_of, std::byte* to) {
+  const auto position = [&](int64_t t) { return position_of(page.page * kPageTokens + t); };
+  for (uint64_t rest = page.mask; rest != 0;) {
+    const int64_t begin = std::countr_zero(rest);
+    const int64_t neighbours = std::countr_one(rest >> begin);
+    const int64_t first = position(begin);
+    int64_t count = 1;
+    while (count < neighbours && position(begin + count) == first + count) ++count;
+    const int64_t offset = begin * layout.row_bytes();
+    std::memcpy(to + offset, page.keys + offset, static_cast<size_t>(count * layout.row_bytes()));
+    rope.Rotate(to + offset, layout.dtype, count, first);
+    rest &= ~TokenMask(begin, begin + count);
+  }
+}
+
+}  // namespace kvasir::kernels
