@@ -150,7 +150,10 @@ def contract_table(results):
 
 def facts_tables(results):
     parts = []
-    for record in results.records("facts"):
+    first = {}  # document of each model and length: the others say the same
+    for record in sorted(results.records("facts"), key=lambda record: record["seed"]):
+        first.setdefault((record["model"], record["length"]), record)
+    for record in first.values():
         numbers = json.loads(record["spec"])
         parts.append(f"**{record['model']}, {record['length']:,} tokens, seed {record['seed']}, "
                      f"budget {numbers['token_budget']}:**\n")
@@ -180,7 +183,7 @@ def facts_tables(results):
 
 def plot_answers(results):
     """Accuracy by length, at the largest budget, and by budget, at the longest length that has several; of each policy those
-    of its smallest window."""
+    of its smallest window. A policy and its extended form are one line; one with a single point is in the table only."""
     cells = sum_answers(results)
     window = {policy: min(key[5] for key in cells if key[0] == policy) for policy, *_ in cells}
     cells = {key: cell for key, cell in cells.items() if key[5] == window[key[0]]}
@@ -193,8 +196,9 @@ def plot_answers(results):
             for key in in_order(own):
                 if wanted(key):
                     cell = own[key]
-                    found[key[0]].append((value_of(key), cell["exact"] / cell["asked"], *wilson(cell["exact"], cell["asked"])))
-            return found
+                    found[key[0].removesuffix(" extended")].append(
+                        (value_of(key), cell["exact"] / cell["asked"], *wilson(cell["exact"], cell["asked"])))
+            return {name: points for name, points in found.items() if len(points) > 1}
         largest = {policy: max(key[1] for key in own if key[0] == policy) for policy, *_ in own}
         if len({key[4] for key in own}) > 1:
             names.append((f"{model}-{task}-length", f"Exact answers of {model} by length: {task}"))
