@@ -16,6 +16,11 @@ absl::Status Check(const AttendParams& p, int64_t& group) {
         "attend on the GPU reads every page that was selected; it has no terminators: serve "
         "policies with art by the CPU backend");
   }
+  if (p.grouped.on()) {
+    return absl::UnimplementedError(
+        "attend on the GPU reads keys at the positions they are cached at, not at grouped ones: "
+        "serve without --position-extension=self_extend, or by the CPU backend");
+  }
   const KvLayout& layout = p.kv.layout;
   const int64_t rows = static_cast<int64_t>(p.blocks.size()) * layout.num_kv_heads;
   ShapeCheck check("attend on the GPU");

@@ -19,10 +19,10 @@ namespace kvasir::kernels {
 int64_t AttendDecodeWorkspaceBytes(const KvLayout& layout, int64_t blocks, int64_t group);
 
 // Attention of blocks of one query each. Nothing is allocated or waited for; may be captured.
-// INVALID_ARGUMENT on shapes, UNIMPLEMENTED with terminations; a selected page that is absent sets
-// the slot's fault, and its out rows are unspecified. Cost: reads each attended piece of 8 tokens
-// once for all query heads of the group; writes and reads again 4 * (head_dim + 2) bytes for each
-// of at most 128 partial results a query head.
+// INVALID_ARGUMENT on shapes, UNIMPLEMENTED with terminations or grouped positions; a selected page
+// that is absent sets the slot's fault, and its out rows are unspecified. Cost: reads each attended
+// piece of 8 tokens once for all query heads of the group; writes and reads again
+// 4 * (head_dim + 2) bytes for each of at most 128 partial results a query head.
 absl::Status AttendDecode(const AttendParams& params, const KvTensorMaps& maps,
                           std::byte* workspace, cudaStream_t stream);
 

@@ -1,9 +1,11 @@
-"""Documents longer than the model was trained for, read at compact positions (--position-extension=streaming).
+"""Documents longer than the model was trained for, read at compact positions (--position-extension=streaming), and at
+grouped ones (self_extend).
 
 The reference model has a trained window of 8,192 tokens: without the extension it answers hardly any of these questions
 (tests/model/README.md).
 """
 
+import math
 import pathlib
 import sys
 import tempfile
@@ -24,26 +26,46 @@ POLICIES = """
   prefill: {streaming: {}, sink_tokens: 256, window_tokens: 1024}
   decode: {quest: {}, sink_tokens: 256, window_tokens: 1024, token_budget: 7000}
 """
-FLAGS = ["--position-extension=streaming", "--max-model-len=16384", "--sparse-selector=quest",
-         "--sparse-prefill-selector=quest", "--sparse-token-budget=2048", "--sparse-sink-tokens=256",
-         "--sparse-window-tokens=1024", "--mass-sample-rate=0"]
+COMPACT = ["--position-extension=streaming", "--max-model-len=16384", "--sparse-selector=quest",
+           "--sparse-prefill-selector=quest", "--sparse-token-budget=2048", "--sparse-sink-tokens=256",
+           "--sparse-window-tokens=1024", "--mass-sample-rate=0"]
+GROUPED = ["--position-extension=self_extend", "--self-extend-group-size=4", "--self-extend-window=1024",
+           "--max-model-len=16384", "--sparse-selector=quest", "--sparse-token-budget=1024", "--sparse-sink-tokens=256",
+           "--sparse-window-tokens=1024", "--mass-sample-rate=0.2"]
+NATIVE = ["--allow-long-max-model-len", "--max-model-len=16384"]
 
 
-class PositionExtension(unittest.TestCase):
+def ask(service, question, **options):
+    return service.generate(DOCUMENT.text + question.prompt, stop=".", max_tokens=24, **options)
+
+
+def right(answers):
+    return sum(a.text + "." == q.answer for a, q in zip(answers, DOCUMENT.questions))
+
+
+class Served(unittest.TestCase):
     @classmethod
-    def setUpClass(cls):
-        with tempfile.NamedTemporaryFile("w", suffix=".yaml") as policies:
-            policies.write(POLICIES)
-            policies.flush()
-            cls.service = cls.enterClassContext(Service(flags=[*FLAGS, f"--policies={policies.name}"]))
+    def serve(cls, flags, policies):
+        with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+            file.write(policies)
+            file.flush()
+            cls.service = cls.enterClassContext(Service(flags=[*flags, f"--policies={file.name}"]))
 
     def ask(self, question, **options):
-        return self.service.generate(DOCUMENT.text + question.prompt, stop=".", max_tokens=24, **options)
+        return ask(self.service, question, **options)
+
+    def model_info(self):
+        return self.service.stub.GetModelInfo(generation_pb2.GetModelInfoRequest())
+
+
+class CompactPositions(Served):
+    @classmethod
+    def setUpClass(cls):
+        cls.serve(COMPACT, POLICIES)
 
     def test_answers_beyond_the_trained_window(self):
         answers = [self.ask(question) for question in DOCUMENT.questions]
-        exact = sum(a.text + "." == q.answer for a, q in zip(answers, DOCUMENT.questions))
-        self.assertGreaterEqual(exact, 7)
+        self.assertGreaterEqual(right(answers), 7)
         self.assertGreater(answers[0].finish.usage.prompt_tokens, TRAINED_WINDOW + 3000)
         for answer in answers:
             report = answer.finish.attention
@@ -62,10 +84,39 @@ class PositionExtension(unittest.TestCase):
             self.assertEqual(len(short.token_ids), 4)
 
     def test_the_server_says_what_it_serves(self):
-        info = self.service.stub.GetModelInfo(generation_pb2.GetModelInfoRequest())
+        info = self.model_info()
         self.assertEqual(info.max_context_length, 16384)
         self.assertEqual(info.trained_window, TRAINED_WINDOW)
         self.assertEqual(info.kv_form, "unrotated/bfloat16")
+
+
+class GroupedPositions(Served):
+    @classmethod
+    def setUpClass(cls):
+        cls.serve(GROUPED, "- name: dense\n")
+
+    def test_any_policy_answers_beyond_the_trained_window(self):
+        for policy in ("default", "dense"):
+            answers = [self.ask(question, policy=policy, logprobs=1) for question in DOCUMENT.questions]
+            self.assertGreaterEqual(right(answers), 7, policy)
+            self.assertGreater(answers[0].finish.usage.prompt_tokens, TRAINED_WINDOW + 3000)
+            for answer in answers:
+                self.assertTrue(all(math.isfinite(token.logprob) for token in answer.logprobs))
+                report = answer.finish.attention
+                if policy == "default":
+                    self.assertGreater(report.decode_blocks_skipped.selected_out, report.decode_blocks_total / 2)
+                    self.assertGreater(report.measured_mass.samples, 0)
+                else:
+                    self.assertEqual(report.decode_blocks_skipped.selected_out, 0)
+
+    def test_without_groups_hardly_any_question_is_answered(self):
+        with Service(flags=NATIVE) as service:
+            self.assertLessEqual(right([ask(service, question) for question in DOCUMENT.questions]), 1)
+
+    def test_the_server_says_what_it_serves(self):
+        info = self.model_info()
+        self.assertEqual(info.trained_window, 0)
+        self.assertEqual(info.kv_form, "unrotated, groups of 4 behind 1024/bfloat16")
 
 
 if __name__ == "__main__":

@@ -481,17 +481,32 @@ TEST_F(EngineTest, ExtendedPositionsOfShortContextsAreTheModelsOwn) {
 }
 
 TEST_F(EngineTest, WholeBudgetKeepsAllMass) {
+  TestModel grouped({.folder = folder_->folder(),
+                     .extension = PositionExtension::kSelfExtend,
+                     .grouped = {.group_size = 4, .window = 100},
+                     .edit_weights = {}});
   EngineOptions options = TestWorker::DefaultOptions();
+  options.policies = {options.policies[kAllThenQuest]};
   options.mass_sample_rate = 1;
-  TestWorker worker(*model_, options);
-  TestCoordinator coordinator({.chunk = 128});
-  TestRequest request = MakeRequest(500, kAllThenQuest);
-  request.decode = MakeNumbers(64, 64, 4096);
-  const size_t r = coordinator.Add(request);
-  worker.Run(coordinator);
-  const v1::RowAccounting& a = coordinator.result(r).accounting;
-  EXPECT_GT(a.measured_mass().samples(), 0u);
-  EXPECT_DOUBLE_EQ(a.measured_mass().sum(), static_cast<double>(a.measured_mass().samples()));
+  for (TestModel* model : {model_.get(), &grouped}) {
+    for (const uint32_t budget : {64u, 4096u}) {
+      TestWorker worker(*model, options);
+      TestCoordinator coordinator({.chunk = 128});
+      TestRequest request = MakeRequest(500, kAllThenQuest);
+      request.policy = 0;
+      request.decode = MakeNumbers(64, 64, budget);
+      const size_t r = coordinator.Add(request);
+      worker.Run(coordinator);
+      const v1::MassSamples& mass = coordinator.result(r).accounting.measured_mass();
+      const auto all = static_cast<double>(mass.samples());
+      EXPECT_GT(mass.samples(), 0u);
+      if (budget == 4096) {
+        EXPECT_DOUBLE_EQ(mass.sum(), all);
+      } else {
+        EXPECT_LT(mass.sum(), 0.9 * all);
+      }
+    }
+  }
 }
 
 TEST_F(EngineTest, SampledTokensDependOnSeedAndPositionOnly) {

@@ -150,8 +150,10 @@ absl::Status CpuAttention::Attend(const StepInputs& step, const CpuRotation& rot
                                   Executor& executor) {
   const int64_t tokens = queries.q.dim(0);
   const int64_t num_heads = queries.q.dim(1);
-  // Densely attended to, a context beyond the trained window is no measure of anything.
-  const bool measures = rotation.positions == nullptr && step.meter.Measures(queries.layer);
+  // Densely attended to at compact positions, a context beyond the trained window is no measure of
+  // anything.
+  const bool compact = rotation.positions != nullptr && !rotation.grouped.on();
+  const bool measures = !compact && step.meter.Measures(queries.layer);
   const int64_t lse_bytes = tokens * num_heads * static_cast<int64_t>(sizeof(float));
   KVASIR_ASSIGN_OR_RETURN(std::byte* const lse, lse_.Reserve(measures ? lse_bytes : 0));
   const kernels::AttendParams params = {

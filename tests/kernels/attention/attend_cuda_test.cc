@@ -261,6 +261,17 @@ TEST(AttendCudaParams, ATerminatorIsRefused) {
   EXPECT_NE(status.message().find("no terminators"), absl::string_view::npos);
 }
 
+TEST(AttendCudaParams, GroupedPositionsAreRefused) {
+  AttendParams params;
+  params.grouped = {.group_size = 8, .window = 1024};
+  for (const absl::Status& status : {AttendDecode(params, KvTensorMaps{}, nullptr, nullptr),
+                                     AttendPrefill(params, KvTensorMaps{}, nullptr)}) {
+    EXPECT_EQ(status.code(), absl::StatusCode::kUnimplemented);
+    EXPECT_NE(status.message().find("serve without --position-extension=self_extend"),
+              absl::string_view::npos);
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Shapes, AttendCudaTest,
                          testing::Combine(testing::Values(64, 128),
                                           testing::Values(1, 2, 4, 7, 8)));
