@@ -96,7 +96,7 @@ class GroupedPositions(Served):
         cls.serve(GROUPED, "- name: dense\n")
 
     def test_any_policy_answers_beyond_the_trained_window(self):
-        for policy in ("default", "dense"):
+        for policy in ("dense", "default"):
             answers = [self.ask(question, policy=policy, logprobs=1) for question in DOCUMENT.questions]
             self.assertGreaterEqual(right(answers), 7, policy)
             self.assertGreater(answers[0].finish.usage.prompt_tokens, TRAINED_WINDOW + 3000)
