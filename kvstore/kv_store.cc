@@ -60,7 +60,6 @@ KvStoreImpl::KvStoreImpl(const KvStoreOptions& options, Parts parts)
       spare_extents_(parts.spare_extents),
       device_(std::move(parts.device)),
       host_(std::move(parts.host)),
-      key_codes_memory_(std::move(parts.key_codes)),
       below_(std::move(parts.below)),
       slots_(static_cast<size_t>(options.num_slots)) {
   const size_t num_rows = static_cast<size_t>(host_.num_extents());
@@ -74,7 +73,7 @@ KvStoreImpl::KvStoreImpl(const KvStoreOptions& options, Parts parts)
     std::byte* const beside_the_tier = device_.memory().bounds(row);
     bounds_.push_back(beside_the_tier != nullptr ? beside_the_tier : host_.bounds(row));
     if (!options.key_codes) continue;
-    key_codes_.push_back(key_codes_memory_.data() + row * layout_.block_key_codes_bytes());
+    key_codes_.push_back(device_.memory().key_codes(row));
   }
   block_rows_.resize(static_cast<size_t>(num_slots_ * max_blocks_per_slot_), -1);
   if (below_ != nullptr) next_generation_ = below_->first_generation();
@@ -407,19 +406,16 @@ absl::StatusOr<std::unique_ptr<KvStore>> KvStore::Create(const KvStoreOptions& o
                           device_memory({.num_pages = num_pages,
                                          .page_bytes = layout.page_bytes(),
                                          .num_blocks = num_extents,
-                                         .block_bounds_bytes = layout.block_bounds_bytes()}));
+                                         .block_bounds_bytes = layout.block_bounds_bytes(),
+                                         .block_key_codes_bytes = key_codes_bytes}));
   DeviceArena device(std::move(memory), num_pages, layout.page_bytes(), options.freed_memory);
   KVASIR_ASSIGN_OR_RETURN(HostSlab host,
                           HostSlab::Create(format, num_extents, options.freed_memory));
-  KVASIR_ASSIGN_OR_RETURN(kernels::HostBuffer key_codes,
-                          kernels::HostBuffer::Allocate(num_extents * key_codes_bytes));
-  return std::make_unique<KvStoreImpl>(options,
-                                       KvStoreImpl::Parts{.format = format,
-                                                          .device = std::move(device),
-                                                          .host = std::move(host),
-                                                          .key_codes = std::move(key_codes),
-                                                          .below = std::move(below),
-                                                          .spare_extents = spare_extents});
+  return std::make_unique<KvStoreImpl>(options, KvStoreImpl::Parts{.format = format,
+                                                                   .device = std::move(device),
+                                                                   .host = std::move(host),
+                                                                   .below = std::move(below),
+                                                                   .spare_extents = spare_extents});
 }
 
 }  // namespace kvasir::kvstore

@@ -31,7 +31,6 @@ class KvStoreImpl : public KvStore, private BlockOwner {
     ExtentFormat format;
     DeviceArena device;
     HostSlab host;
-    kernels::HostBuffer key_codes;  // [extents][block_key_codes_bytes], empty when not kept
     std::unique_ptr<Tier> below;
     int64_t spare_extents = 0;  // of the host tier, for transfers
   };
@@ -143,7 +142,6 @@ class KvStoreImpl : public KvStore, private BlockOwner {
 
   DeviceArena device_;
   HostSlab host_;
-  kernels::HostBuffer key_codes_memory_;
   absl::flat_hash_map<BlockId, BlockState> blocks_;
   int64_t num_unused_ = 0;
   std::vector<BlockId> row_blocks_;      // [row], no id while the row is free

@@ -12,6 +12,7 @@ __device__ SelectedCounts SumOverWarp(SelectedCounts counts) {
   for (int distance = kWarpThreads / 2; distance > 0; distance /= 2) {
     counts.pages += __shfl_xor_sync(kAllLanes, counts.pages, distance);
     counts.tokens += __shfl_xor_sync(kAllLanes, counts.tokens, distance);
+    counts.pruned_pages += __shfl_xor_sync(kAllLanes, counts.pruned_pages, distance);
   }
   return counts;
 }
@@ -36,6 +37,9 @@ __global__ void CountSelectedKernel(const __grid_constant__ CountLaunch p) {
       if (item.mask == 0) continue;
       counts.tokens += __popcll(item.mask);
       counts.pages += IsAnotherPage(items, header, list, i) ? 1 : 0;
+    }
+    for (int32_t i = lane; i < header.count; i += kWarpThreads) {
+      counts.pruned_pages += IsPrunedPage(header, list[i]) ? 1 : 0;
     }
   }
   counts = SumOverWarp(counts);

@@ -44,6 +44,7 @@ struct SelectionEntry {
 struct SelectedCounts {
   int32_t pages = 0;
   int32_t tokens = 0;
+  int32_t pruned_pages = 0;  // of the list: pruners left none of their tokens
 };
 
 struct PageSelection {
@@ -70,6 +71,14 @@ constexpr uint64_t TokenMask(int64_t begin, int64_t end) {
   if (begin >= end) return 0;
   const uint64_t below_end = end == kPageTokens ? ~uint64_t{0} : (uint64_t{1} << end) - 1;
   return below_end & (~uint64_t{0} << begin);
+}
+
+// Whether pruning left nothing of a listed page. What sink or window touch is attended to anyway.
+KVASIR_HOST_DEVICE inline bool IsPrunedPage(const SelectionHeader& header,
+                                            const SelectionEntry& entry) {
+  const int64_t start = entry.page * kPageTokens;
+  const bool in_ranges = start < header.sink_end || start + kPageTokens > header.window_begin;
+  return entry.live == 0 && !in_ranges;
 }
 
 // Walks the pages a selection row attends to, ascending, each once, with the mask of its tokens:

@@ -15,9 +15,7 @@ int64_t CountPrunedPages(const SelectionHeader& header, const SelectionEntry* li
   if (header.kind == SelectionHeader::Kind::kAll) return 0;
   int64_t pruned = 0;
   for (int32_t i = 0; i < header.count; ++i) {
-    const int64_t start = list[i].page * kPageTokens;
-    const bool in_ranges = start < header.sink_end || start + kPageTokens > header.window_begin;
-    if (list[i].live == 0 && !in_ranges) ++pruned;
+    if (IsPrunedPage(header, list[i])) ++pruned;
   }
   return pruned;
 }

@@ -24,10 +24,11 @@ namespace kvasir::kvstore {
 struct TierMemorySizes {
   int64_t num_pages = 0;
   int64_t page_bytes = 0;
-  // Of the store's tables: bounds of so many blocks, which kernels read and write for all pages,
+  // Of the store's tables: digests of so many blocks, which kernels read and write for all pages,
   // wherever those are.
   int64_t num_blocks = 0;
   int64_t block_bounds_bytes = 0;
+  int64_t block_key_codes_bytes = 0;  // 0: not kept
 };
 
 class TierMemory {
@@ -42,6 +43,8 @@ class TierMemory {
   virtual std::byte* pages() const = 0;
   // Of a block's bounds, where kernels are to find them; null: beside the block in the host tier.
   virtual std::byte* bounds(int64_t block) const = 0;
+  // Of a block's key codes. REQUIRES: they are kept.
+  virtual std::byte* key_codes(int64_t block) const = 0;
   // Whether the host may touch the pages.
   virtual bool in_host() const = 0;
   // Each copies `bytes`; done on return. Errors are the device's.
@@ -56,13 +59,21 @@ using TierMemoryMaker =
 class HostTierMemory final : public TierMemory {
  public:
   static absl::StatusOr<std::unique_ptr<TierMemory>> Make(const TierMemorySizes& sizes) {
-    KVASIR_ASSIGN_OR_RETURN(kernels::HostBuffer buffer,
+    std::unique_ptr<HostTierMemory> memory(new HostTierMemory());
+    KVASIR_ASSIGN_OR_RETURN(memory->pages_,
                             kernels::HostBuffer::Allocate(sizes.num_pages * sizes.page_bytes));
-    return std::unique_ptr<TierMemory>(new HostTierMemory(std::move(buffer)));
+    KVASIR_ASSIGN_OR_RETURN(
+        memory->key_codes_,
+        kernels::HostBuffer::Allocate(sizes.num_blocks * sizes.block_key_codes_bytes));
+    memory->block_key_codes_bytes_ = sizes.block_key_codes_bytes;
+    return memory;
   }
 
-  std::byte* pages() const override { return buffer_.data(); }
+  std::byte* pages() const override { return pages_.data(); }
   std::byte* bounds(int64_t) const override { return nullptr; }
+  std::byte* key_codes(int64_t block) const override {
+    return key_codes_.data() + block * block_key_codes_bytes_;
+  }
   bool in_host() const override { return true; }
   absl::Status CopyToHost(std::span<const Copy> copies, int64_t bytes) override {
     for (const Copy& copy : copies) std::memcpy(copy.to, copy.from, static_cast<size_t>(bytes));
@@ -73,9 +84,11 @@ class HostTierMemory final : public TierMemory {
   }
 
  private:
-  explicit HostTierMemory(kernels::HostBuffer buffer) : buffer_(std::move(buffer)) {}
+  HostTierMemory() = default;
 
-  kernels::HostBuffer buffer_;
+  kernels::HostBuffer pages_;
+  kernels::HostBuffer key_codes_;
+  int64_t block_key_codes_bytes_ = 0;
 };
 
 }  // namespace kvasir::kvstore

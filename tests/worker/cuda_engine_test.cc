@@ -22,10 +22,31 @@ constexpr float kTolerance = 0.05f;
 constexpr int64_t kAnswer = 16;
 constexpr int64_t kChunk = 256;  // of a prompt in a step
 
+v1::SparsityPolicy MakeInfiniteHip() {
+  v1::SparsityPolicy policy = MakePolicy("infinitehip", "infinitehip");
+  policy.mutable_prefill()->mutable_infinitehip()->set_preset("5k");
+  policy.mutable_decode()->mutable_infinitehip()->set_preset("5k");
+  return policy;
+}
+
+v1::SparsityPolicy MakePruning(v1::SparsityPolicy policy) {
+  policy.mutable_decode()->set_top_p(1);  // how much it keeps is a number of each request
+  return policy;
+}
+
+constexpr uint32_t kNumPolicies = 8;
+constexpr uint32_t kFirstPruning = 5;
+
 EngineOptions Options() {
   EngineOptions options = TestWorker::DefaultOptions();
-  options.policies = {MakePolicy("all", "all"), MakePolicy("quest", "quest"),
-                      MakePolicy("all", "quest")};
+  options.policies = {MakePolicy("all", "all"),
+                      MakePolicy("quest", "quest"),
+                      MakePolicy("all", "quest"),
+                      MakePolicy("tokenselect", "tokenselect"),
+                      MakeInfiniteHip(),
+                      MakePruning(MakePolicy("all", "quest")),
+                      MakePruning(MakePolicy("quest", "tokenselect")),
+                      MakePruning(MakeInfiniteHip())};
   options.kv_dtype = kernels::DType::kBFloat16;
   options.kv_device_bytes = 512 << 20;
   options.kv_host_bytes = 256 << 20;
@@ -61,14 +82,16 @@ class CudaEngineTest : public testing::Test {
 
   // With budgets so small that most of the text is skipped.
   static TestRequest MakeRequest(int64_t begin, int64_t size, uint32_t policy) {
-    return {.prompt = {text_.begin() + begin, text_.begin() + begin + size},
-            .max_tokens = kAnswer,
-            .policy = policy,
-            .prefill = MakeNumbers(32, 100, 256),
-            .decode = MakeNumbers(16, 70, 128, policy == 2 ? 2 : 0),
-            .tail_tokens = 20,
-            .sampling = Greedy(),
-            .cached_blocks = {}};
+    TestRequest request = {.prompt = {text_.begin() + begin, text_.begin() + begin + size},
+                           .max_tokens = kAnswer,
+                           .policy = policy,
+                           .prefill = MakeNumbers(32, 128, 256),
+                           .decode = MakeNumbers(16, 128, 128, policy == 2 ? 2 : 0),
+                           .tail_tokens = 20,
+                           .sampling = Greedy(),
+                           .cached_blocks = {}};
+    if (policy >= kFirstPruning) request.decode.set_top_p(0.9f);
+    return request;
   }
 
   static Run Serve(TestModel& model, const std::vector<TestRequest>& requests) {
@@ -111,12 +134,17 @@ class CudaEngineTest : public testing::Test {
     EXPECT_GT(compared, 4 * std::ssize(requests)) << "answers differ at once";
   }
 
+  static void ExpectClose(uint64_t found, uint64_t expected) {
+    EXPECT_NEAR(static_cast<double>(found), static_cast<double>(expected),
+                0.05 * static_cast<double>(expected));
+  }
+
   static inline std::vector<uint32_t> text_;
   static inline std::vector<std::unique_ptr<TestModel>> models_;  // on the CPU, on the GPU
 };
 
 TEST_F(CudaEngineTest, EveryPolicyAloneAnswersAsOnTheCpu) {
-  for (const uint32_t policy : {0u, 1u, 2u}) {
+  for (uint32_t policy = 0; policy < kNumPolicies; ++policy) {
     for (const int64_t size : {1, 63, 64, 65, 700, 4000}) {
       SCOPED_TRACE(testing::Message() << "policy " << policy << ", " << size << " tokens");
       ExpectAlike({MakeRequest(100, size, policy)});
@@ -127,24 +155,34 @@ TEST_F(CudaEngineTest, EveryPolicyAloneAnswersAsOnTheCpu) {
 // Decode rows, chunks and tails of several policies in one step.
 TEST_F(CudaEngineTest, ABatchOfAllPoliciesAnswersAsOnTheCpu) {
   std::vector<TestRequest> requests;
-  for (int64_t i = 0; i < 9; ++i) {
-    requests.push_back(MakeRequest(300 * i, 200 + 331 * i, static_cast<uint32_t>(i % 3)));
+  for (int64_t i = 0; i < 2 * kNumPolicies; ++i) {
+    requests.push_back(
+        MakeRequest(300 * i, 200 + 177 * i, static_cast<uint32_t>(i % kNumPolicies)));
   }
   ExpectAlike(requests);
 }
 
-// Premise of the comparison: the sparse policies skip most pages, and about as many as on the CPU,
-// whose tokens may be others.
+// Premise of the comparison: the sparse policies skip pages and prune, and about as many as on the
+// CPU, whose keys are a little different.
 TEST_F(CudaEngineTest, SkipsAsManyPagesAsTheCpu) {
-  const std::vector<TestRequest> requests = {MakeRequest(0, 4000, 1)};
-  const Run cpu = Serve(*models_[0], requests);
-  const Run gpu = Serve(*models_[1], requests);
-  const auto& expected = cpu.results[0].accounting;
-  const auto& found = gpu.results[0].accounting;
-  EXPECT_GT(2 * found.skipped_selected_out(), found.blocks_total());
-  EXPECT_EQ(found.blocks_total(), expected.blocks_total());
-  const auto pages = static_cast<double>(expected.page_hits());
-  EXPECT_NEAR(static_cast<double>(found.page_hits()), pages, 0.01 * pages);
+  for (uint32_t policy = 1; policy < kNumPolicies; ++policy) {
+    SCOPED_TRACE(testing::Message() << "policy " << policy);
+    const std::vector<TestRequest> requests = {MakeRequest(0, 4000, policy)};
+    const auto expected = Serve(*models_[0], requests).results[0].accounting;
+    const auto found = Serve(*models_[1], requests).results[0].accounting;
+    std::cout << "policy " << policy << ": of " << found.blocks_total() << " pages read "
+              << found.page_hits() << ", on the CPU " << expected.page_hits() << ", pruned "
+              << found.skipped_pruned() << ", on the CPU " << expected.skipped_pruned()
+              << ", tokens attended to " << found.attended_tokens() << ", on the CPU "
+              << expected.attended_tokens() << std::endl;
+    EXPECT_EQ(found.blocks_total(), expected.blocks_total());
+    EXPECT_GT(found.skipped_selected_out(), 0u);
+    ExpectClose(found.page_hits(), expected.page_hits());
+    ExpectClose(found.skipped_selected_out(), expected.skipped_selected_out());
+    ExpectClose(found.attended_tokens(), expected.attended_tokens());
+    EXPECT_EQ(found.skipped_pruned() > 0, expected.skipped_pruned() > 0);
+    EXPECT_EQ(found.skipped_pruned() > 0, policy >= kFirstPruning);
+  }
 }
 
 // Kernels have no sums of undefined order; the products of linear layers are chosen by shape.

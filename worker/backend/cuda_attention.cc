@@ -5,7 +5,6 @@
 #include "kernels/attention/attend_cuda.h"
 #include "kernels/base/status_macros.h"
 #include "kernels/paged/count_selected_cuda.h"
-#include "kernels/sparse/quest/quest_cuda.h"
 
 namespace kvasir::worker {
 
@@ -28,16 +27,14 @@ absl::Status CudaAttention::BeginStep(const StepInputs& inputs, const CudaStep& 
   KVASIR_RETURN_IF_ERROR(MakeTensorMaps(layout, arena));
   const int64_t blocks = step.shape.num_blocks();
   const int64_t rows = blocks * layout.num_kv_heads;
-  int64_t capacity = 0;
-  for (const int64_t layer : step.shape.number_sets) {
-    capacity = std::max(capacity, SelectionCapacity(inputs.batch, layer));
-  }
-  selection_ = {.headers = step.table.headers.data(), .num_rows = rows, .capacity = capacity};
-  KVASIR_ASSIGN_OR_RETURN(selection_.entries,
-                          Reserve<kernels::SelectionEntry>(rows * capacity, entries_));
   const int64_t group = inputs.shard.query_heads.size() / layout.num_kv_heads;
+  KVASIR_ASSIGN_OR_RETURN(limits_, LimitsOf(inputs.batch, step.shape, group));
+  selection_ = {
+      .headers = step.table.headers.data(), .num_rows = rows, .capacity = limits_.capacity};
+  KVASIR_ASSIGN_OR_RETURN(selection_.entries,
+                          Reserve<kernels::SelectionEntry>(rows * limits_.capacity, entries_));
   const int64_t workspace_bytes =
-      std::max(kernels::QuestWorkspaceBytes(step.kv, blocks),
+      std::max(SelectWorkspaceBytes(step.shape, limits_, step.kv),
                kernels::AttendDecodeWorkspaceBytes(layout, step.shape.num_single, group));
   KVASIR_RETURN_IF_ERROR(Reserve<std::byte>(workspace_bytes, workspace_).status());
   num_layers_ = layout.num_layers;
@@ -73,7 +70,8 @@ absl::Status CudaAttention::Select(const CudaStep& step, const LayerQueries& que
                                           .faults = step.faults};
     const PageSelection rows =
         selection_.Rows(range.begin * heads, (range.end - range.begin) * heads);
-    KVASIR_RETURN_IF_ERROR(kernels::SelectQuest(params, rows, workspace_.data(), stream));
+    KVASIR_RETURN_IF_ERROR(
+        SelectOnGpu(*range.served, limits_, params, rows, workspace_.data(), stream));
   }
   const size_t rows = static_cast<size_t>(selection_.num_rows);
   SelectedCounts* const counts = counts_.As<SelectedCounts>() + queries.layer * selection_.num_rows;

@@ -1,7 +1,7 @@
-// What lies between a layer's queries and what they attended to, on the GPU: the selectors `all`
-// and `quest`, attention over pages of the device tier, and the counts that accounting takes. It
-// holds the step's selection and the working memory of both. Called by the CUDA backend, with a
-// stream that all of it is put on. Thread-compatible.
+// What lies between a layer's queries and what they attended to, on the GPU: selection, attention
+// over pages of the device tier, and the counts that accounting takes. It holds the step's
+// selection and the working memory of all. Called by the CUDA backend, with a stream that all of it
+// is put on. Thread-compatible.
 #pragma once
 
 #include <cstddef>
@@ -17,6 +17,7 @@
 #include "kernels/paged/page_selection.h"
 #include "worker/backend/backend.h"
 #include "worker/backend/cuda_memory.h"
+#include "worker/backend/cuda_select.h"
 #include "worker/backend/step_table.h"
 
 namespace kvasir::worker {
@@ -46,6 +47,7 @@ class CudaAttention {
 
   std::optional<kernels::KvTensorMaps> maps_;  // of maps_arena_
   kernels::KvArena maps_arena_;
+  SelectLimits limits_;               // of the step
   kernels::PageSelection selection_;  // headers lie in the step's table
   kernels::DeviceBuffer entries_;
   kernels::DeviceBuffer workspace_;

@@ -19,12 +19,32 @@ absl::Status NotOnGpu(const Args&... args) {
   return absl::UnimplementedError(absl::StrCat("--device=cuda: ", args...));
 }
 
-absl::Status CheckPart(const v1::AttentionPolicy& policy) {
-  const std::string selector = v1::SelectorName(policy);
-  if (selector != "all" && selector != "quest") {
-    return NotOnGpu("the selector is ", selector, "; there are all and quest");
+// An option of a method that has one value on the GPU, its default.
+absl::Status CheckOption(absl::string_view name, const std::string& value,
+                         absl::string_view served) {
+  if (value.empty() || value == served) return absl::OkStatus();
+  return NotOnGpu(name, " is ", value, "; it must be ", served);
+}
+
+absl::Status CheckSelector(const v1::AttentionPolicy& policy) {
+  switch (policy.selector_case()) {
+    case v1::AttentionPolicy::kAll:
+    case v1::AttentionPolicy::kQuest:
+      return absl::OkStatus();
+    case v1::AttentionPolicy::kTokenselect:
+      return CheckOption("the scope of tokenselect", policy.tokenselect().scope(), "group");
+    case v1::AttentionPolicy::kInfinitehip:
+      KVASIR_RETURN_IF_ERROR(
+          CheckOption("the scope of infinitehip", policy.infinitehip().scope(), "group"));
+      return CheckOption("the probe of infinitehip", policy.infinitehip().probe(), "digest");
+    default:
+      return NotOnGpu("the selector is ", v1::SelectorName(policy),
+                      "; there are all, quest, tokenselect and infinitehip");
   }
-  if (policy.top_p() != 0) return NotOnGpu("top_p is ", policy.top_p(), "; it must be 0");
+}
+
+absl::Status CheckPart(const v1::AttentionPolicy& policy) {
+  KVASIR_RETURN_IF_ERROR(CheckSelector(policy));
   if (!policy.reuse().rule().empty()) {
     return NotOnGpu("selections are reused by the rule ", policy.reuse().rule(), "; use none");
   }

@@ -48,7 +48,10 @@ absl::StatusOr<std::unique_ptr<CudaTierMemory>> CudaTierMemory::Make(
                           DeviceBuffer::Allocate(sizes.num_pages * sizes.page_bytes));
   KVASIR_ASSIGN_OR_RETURN(memory->bounds_,
                           DeviceBuffer::Allocate(sizes.num_blocks * sizes.block_bounds_bytes));
+  KVASIR_ASSIGN_OR_RETURN(memory->key_codes_,
+                          DeviceBuffer::Allocate(sizes.num_blocks * sizes.block_key_codes_bytes));
   memory->block_bounds_bytes_ = sizes.block_bounds_bytes;
+  memory->block_key_codes_bytes_ = sizes.block_key_codes_bytes;
   return memory;
 }
 
@@ -88,6 +91,10 @@ absl::StatusOr<PagedKv> CudaKvTables::Upload(const PagedKv& host, const CudaStre
       CopyOf(host.block_rows, host.num_slots * host.max_blocks_per_slot, block_rows_, stream));
   KVASIR_ASSIGN_OR_RETURN(device.pages, CopyOf(host.pages, NumPages(host), pages_, stream));
   KVASIR_ASSIGN_OR_RETURN(device.bounds, CopyOf(host.bounds, host.num_rows, bounds_, stream));
+  if (host.key_codes != nullptr) {
+    KVASIR_ASSIGN_OR_RETURN(device.key_codes,
+                            CopyOf(host.key_codes, host.num_rows, key_codes_, stream));
+  }
   KVASIR_ASSIGN_OR_RETURN(
       device.accesses.last_touched,
       CopyOf(host.accesses.last_touched, NumPages(host), last_touched_, stream));

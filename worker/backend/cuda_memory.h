@@ -60,6 +60,9 @@ class CudaTierMemory final : public kvstore::TierMemory {
   std::byte* bounds(int64_t block) const override {
     return bounds_.data() + block * block_bounds_bytes_;
   }
+  std::byte* key_codes(int64_t block) const override {
+    return key_codes_.data() + block * block_key_codes_bytes_;
+  }
   bool in_host() const override { return false; }
   absl::Status CopyToHost(std::span<const Copy> copies, int64_t bytes) override;
   absl::Status CopyFromHost(std::span<const Copy> copies, int64_t bytes) override;
@@ -70,7 +73,9 @@ class CudaTierMemory final : public kvstore::TierMemory {
   const CudaStream& stream_;
   kernels::DeviceBuffer pages_;
   kernels::DeviceBuffer bounds_;
+  kernels::DeviceBuffer key_codes_;
   int64_t block_bounds_bytes_ = 0;
+  int64_t block_key_codes_bytes_ = 0;
 };
 
 // The store's tables on the device: copied whole at a step's begin, the record of accesses back at
@@ -82,7 +87,7 @@ class CudaKvTables {
   absl::Status FetchAccesses(const kernels::PagedKv& host, const CudaStream& stream) const;
 
  private:
-  kernels::DeviceBuffer block_rows_, pages_, bounds_, last_touched_, missed_bytes_;
+  kernels::DeviceBuffer block_rows_, pages_, bounds_, key_codes_, last_touched_, missed_bytes_;
 };
 
 }  // namespace kvasir::worker

@@ -104,6 +104,7 @@ class InfiniteHipSelector : public Selector {
   Scope scope() const override { return scope_; }
   bool NeedsKeyCodes() const override { return probe_ == Probe::kDigest; }
   std::span<const int64_t> RefreshIntervals() const override { return preset_.refresh_intervals; }
+  const Preset& preset() const { return preset_; }
   int64_t MaxStageItems(const SelectionNumbers& numbers, int64_t tokens) const override;
   int64_t MinWindowTokens() const override;
   SkipReason skip_reason() const override { return SkipReason::kSelectedOut; }

@@ -11,6 +11,7 @@
 
 #include "kernels/paged/count_selected_cuda.h"
 #include "kernels/paged/digests_cuda.h"
+#include "kernels/sparse/selection_accounting.h"
 #include "tests/support/device_paged_kv.h"
 #include "tests/support/fake_paged_kv.h"
 #include "tests/support/test_tensor.h"
@@ -240,8 +241,11 @@ TEST(CountSelectedCudaTest, CountsWhatAWalkCounts) {
       const int64_t start = page * kPageTokens;
       list[header.count++] = {
           .page = page,
-          .live = rng() & TokenMask(header.sink_end - start, header.window_begin - start)};
+          .live = rng() % 4 == 0
+                      ? 0
+                      : rng() & TokenMask(header.sink_end - start, header.window_begin - start)};
     }
+    expected[row].pruned_pages = static_cast<int32_t>(CountPrunedPages(header, list));
     for (SelectedPages walk(header, list, block.first_position); walk.valid(); walk.Next()) {
       ++expected[row].pages;
       expected[row].tokens += std::popcount(walk.mask());
@@ -261,6 +265,7 @@ TEST(CountSelectedCudaTest, CountsWhatAWalkCounts) {
   for (size_t row = 0; row < kRows; ++row) {
     EXPECT_EQ(found[row].pages, expected[row].pages) << row;
     EXPECT_EQ(found[row].tokens, expected[row].tokens) << row;
+    EXPECT_EQ(found[row].pruned_pages, expected[row].pruned_pages) << row;
   }
 }
 

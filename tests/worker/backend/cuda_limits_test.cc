@@ -69,21 +69,35 @@ absl::Status CheckPolicy(const v1::SparsityPolicy& policy) {
   return CheckCudaEngine({.policies = policies, .device_blocks = 10, .host_blocks = 10});
 }
 
-TEST(CudaLimits, PoliciesItServes) { EXPECT_TRUE(CheckPolicy(ServedPolicy()).ok()); }
+TEST(CudaLimits, PoliciesItServes) {
+  for (const std::string selector : {"all", "quest", "tokenselect", "infinitehip"}) {
+    v1::SparsityPolicy policy = ServedPolicy();
+    v1::SetSelector(selector, *policy.mutable_prefill());
+    v1::SetSelector(selector, *policy.mutable_decode());
+    policy.mutable_decode()->set_top_p(0.9f);
+    EXPECT_TRUE(CheckPolicy(policy).ok()) << CheckPolicy(policy);
+  }
+}
 
 TEST(CudaLimits, PoliciesItDoesNot) {
   for (const bool in_prefill : {true, false}) {
     const auto part = [&](v1::SparsityPolicy& policy) {
       return in_prefill ? policy.mutable_prefill() : policy.mutable_decode();
     };
-    for (const std::string selector : {"streaming", "tokenselect", "hip", "infinitehip"}) {
+    for (const std::string selector : {"streaming", "hip"}) {
       v1::SparsityPolicy policy = ServedPolicy();
       v1::SetSelector(selector, *part(policy));
       ExpectRefused(CheckPolicy(policy), selector);
     }
     v1::SparsityPolicy policy = ServedPolicy();
-    part(policy)->set_top_p(0.9f);
-    ExpectRefused(CheckPolicy(policy), "top_p");
+    part(policy)->mutable_tokenselect()->set_scope("layer");
+    ExpectRefused(CheckPolicy(policy), "scope of tokenselect is layer; it must be group");
+    policy = ServedPolicy();
+    part(policy)->mutable_infinitehip()->set_scope("layer");
+    ExpectRefused(CheckPolicy(policy), "scope of infinitehip is layer; it must be group");
+    policy = ServedPolicy();
+    part(policy)->mutable_infinitehip()->set_probe("centre");
+    ExpectRefused(CheckPolicy(policy), "probe of infinitehip is centre; it must be digest");
     policy = ServedPolicy();
     part(policy)->mutable_reuse()->set_rule("cosine");
     ExpectRefused(CheckPolicy(policy), "cosine");

@@ -1,0 +1,133 @@
+#include "worker/backend/cuda_select.h"
+
+#include <algorithm>
+
+#include "absl/strings/str_cat.h"
+
+#include "kernels/base/status_macros.h"
+#include "kernels/sparse/infinitehip/infinitehip_cuda.h"
+#include "kernels/sparse/quest/quest_cuda.h"
+#include "kernels/sparse/quest/quest_selector.h"
+#include "kernels/sparse/selection_header.h"
+#include "kernels/sparse/tokenselect/tokenselect_cuda.h"
+#include "kernels/sparse/tokenselect/tokenselect_selector.h"
+#include "kernels/sparse/top_p/top_p_cuda.h"
+
+namespace kvasir::worker {
+namespace {
+
+using kernels::InfiniteHipCuda;
+using kernels::InfiniteHipSelector;
+using kernels::kPageTokens;
+using kernels::PagedKv;
+using kernels::PageSelection;
+using kernels::QuestSelector;
+using kernels::SelectionNumbers;
+using kernels::SelectParams;
+using kernels::TokenSelectSelector;
+
+// Query blocks beyond take their turn: of tokenselect one needs 20 bytes for every token that its
+// slot can hold, and KV head.
+constexpr int64_t kMostWorkspaceBytes = int64_t{1} << 30;
+
+InfiniteHipCuda MethodOf(const InfiniteHipSelector& selector, const SelectLimits& limits) {
+  return {.preset = &selector.preset(), .max_budget_tokens = limits.budget_tokens};
+}
+
+int64_t WorkspaceBytes(const ServedSelector& served, const SelectLimits& limits, const PagedKv& kv,
+                       int64_t blocks) {
+  const kernels::Selector* const selector = served.selector.get();
+  int64_t bytes = 0;
+  if (dynamic_cast<const QuestSelector*>(selector) != nullptr) {
+    bytes = kernels::QuestWorkspaceBytes(kv, blocks);
+  } else if (dynamic_cast<const TokenSelectSelector*>(selector) != nullptr) {
+    bytes = kernels::TokenSelectWorkspaceBytes(kv, limits.group, blocks);
+  } else if (const auto* hip = dynamic_cast<const InfiniteHipSelector*>(selector)) {
+    bytes = kernels::InfiniteHipWorkspaceBytes(MethodOf(*hip, limits), kv, blocks);
+  }
+  if (served.pruner == nullptr) return bytes;
+  return std::max(bytes, kernels::TopPWorkspaceBytes(kv.layout, limits.group, blocks,
+                                                     limits.capacity, limits.listed_tokens));
+}
+
+int64_t BlocksAtOnce(const ServedSelector& served, const SelectLimits& limits, const PagedKv& kv) {
+  return std::max<int64_t>(1, kMostWorkspaceBytes / WorkspaceBytes(served, limits, kv, 1));
+}
+
+absl::Status Run(const ServedSelector& served, const SelectLimits& limits,
+                 const SelectParams& params, const PageSelection& rows, std::byte* workspace,
+                 cudaStream_t stream) {
+  const kernels::Selector* const selector = served.selector.get();
+  if (dynamic_cast<const QuestSelector*>(selector) != nullptr) {
+    return kernels::SelectQuest(params, rows, workspace, stream);
+  }
+  if (dynamic_cast<const TokenSelectSelector*>(selector) != nullptr) {
+    return kernels::SelectTokens(params, rows, workspace, stream);
+  }
+  if (const auto* hip = dynamic_cast<const InfiniteHipSelector*>(selector)) {
+    return kernels::SelectInfiniteHip(MethodOf(*hip, limits), params, rows, workspace, stream);
+  }
+  return absl::InternalError("a selector that has no kernels was let pass");
+}
+
+}  // namespace
+
+absl::StatusOr<SelectLimits> LimitsOf(const StepBatch& batch, const StepShape& shape,
+                                      int64_t group) {
+  SelectLimits limits = {.group = group};
+  for (const int64_t layer : shape.number_sets) {
+    limits.capacity = std::max(limits.capacity, SelectionCapacity(batch, layer));
+    for (const SelectorGroup& served : batch.groups) {
+      for (int64_t b = served.begin; b < served.end; ++b) {
+        const SelectionNumbers n = NumbersInLayer(batch, b, layer);
+        const auto header = kernels::MakeHeader(batch.blocks[static_cast<size_t>(b)], n);
+        if (header.kind == kernels::SelectionHeader::Kind::kAll) continue;
+        const int64_t least = served.served->selector->MinWindowTokens();
+        if (n.window_tokens < least) {
+          return absl::InvalidArgumentError(absl::StrCat(
+              "select: window_tokens is ", n.window_tokens, "; the selector needs ", least));
+        }
+        limits.budget_tokens = std::max(limits.budget_tokens, n.budget_tokens);
+        // Budgets are rounded up to pages at most.
+        limits.listed_tokens =
+            std::max(limits.listed_tokens, n.sink_tokens + n.window_tokens +
+                                               kernels::CeilPages(n.budget_tokens) * kPageTokens);
+      }
+    }
+  }
+  return limits;
+}
+
+int64_t SelectWorkspaceBytes(const StepShape& shape, const SelectLimits& limits,
+                             const PagedKv& kv) {
+  int64_t bytes = 0;
+  for (const SelectorRange& range : shape.ranges) {
+    if (range.served->dense) continue;
+    const int64_t blocks =
+        std::min(range.end - range.begin, BlocksAtOnce(*range.served, limits, kv));
+    bytes = std::max(bytes, WorkspaceBytes(*range.served, limits, kv, blocks));
+  }
+  return bytes;
+}
+
+absl::Status SelectOnGpu(const ServedSelector& served, const SelectLimits& limits,
+                         const SelectParams& params, const PageSelection& rows,
+                         std::byte* workspace, cudaStream_t stream) {
+  const int64_t heads = params.kv.layout.num_kv_heads;
+  const int64_t blocks = std::ssize(params.blocks);
+  const int64_t at_once = BlocksAtOnce(served, limits, params.kv);
+  for (int64_t begin = 0; begin < blocks; begin += at_once) {
+    const int64_t count = std::min(at_once, blocks - begin);
+    SelectParams some = params;
+    some.blocks = params.blocks.subspan(static_cast<size_t>(begin), static_cast<size_t>(count));
+    some.numbers = params.numbers.subspan(static_cast<size_t>(begin), static_cast<size_t>(count));
+    const PageSelection some_rows = rows.Rows(begin * heads, count * heads);
+    KVASIR_RETURN_IF_ERROR(Run(served, limits, some, some_rows, workspace, stream));
+    if (served.pruner == nullptr) continue;
+    KVASIR_RETURN_IF_ERROR(
+        kernels::PruneTopP(some, some_rows, limits.listed_tokens, workspace, stream));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace kvasir::worker
