@@ -119,6 +119,15 @@ __device__ inline void Wgmma64x8(float (&d)[4], uint64_t a, uint64_t b, bool acc
       : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(kMajorA)));
 }
 
+// The same with a in registers, as of Wgmma64x64 below. Adds to d.
+__device__ inline void Wgmma64x8(float (&d)[4], const uint32_t (&a)[4], uint64_t b) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16"
+      " {%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, 1, 1, 1, 0;\n"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
 // d[64, 64] (+)= a[64, 16] b[16, 64], a K-major in shared memory. Thread t holds the rows of
 // Wgmma64x8; d[4 j + 2 i + e] is row + 8 i, column 8 j + 2 (t % 4) + e.
 template <Major kMajorB>

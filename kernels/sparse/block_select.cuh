@@ -127,7 +127,8 @@ __device__ void ForEachBest(const uint32_t* scores, int64_t n, int64_t count, Se
   const SelectCut cut = FindCut(scores, n, count, memory);
   // Of items that have the very score of the last one, those with the larger numbers are wanted.
   const int64_t left_out = int64_t{cut.num_equal} - cut.num_wanted;
-  const int64_t share = (n + kSelectThreads - 1) / kSelectThreads;
+  // Odd, so that the threads of a warp read from different banks.
+  const int64_t share = (n + kSelectThreads - 1) / kSelectThreads | 1;
   const int64_t begin = min(n, threadIdx.x * share);
   const int64_t end = min(n, begin + share);
   uint64_t counts = 0;  // of those above, and in the lower half of those that equal

@@ -30,7 +30,7 @@ int64_t LayOut(std::byte* workspace, int64_t rows, int64_t pages, InfiniteHipLau
     kept.begins = pieces.Take<int32_t>(rows * launch.max_chunks);
     kept.counts = pieces.Take<int32_t>(rows);
   }
-  launch.page_scores = pieces.Take<uint32_t>(rows * pages);
+  launch.pages.scores = pieces.Take<uint32_t>(rows * pages);
   launch.chunk_scores = pieces.Take<uint32_t>(rows * launch.max_chunks);
   launch.kept_scores = pieces.Take<uint32_t>(rows * launch.max_chunks);
   return pieces.bytes();
@@ -53,9 +53,10 @@ absl::Status SelectInfiniteHip(const InfiniteHipCuda& method, const SelectParams
   KVASIR_RETURN_IF_ERROR(RequireKeyCodes("infinitehip", params.kv));
   if (params.blocks.empty()) return absl::OkStatus();
   const InfiniteHipSelector::Preset& preset = *method.preset;
-  InfiniteHipLaunch launch = {
-      .select = select, .grid = preset.grid(), .max_chunks = MaxChunks(method, params.kv)};
+  InfiniteHipLaunch launch = {.select = select, .max_chunks = MaxChunks(method, params.kv)};
   std::copy(preset.stages.begin(), preset.stages.end(), launch.stages);
+  launch.pages = MakePageScoreLaunch(select, params, preset.stages[0].query_stride);
+  launch.pages.chunks = preset.grid();
   LayOut(workspace, out.num_rows, params.kv.max_blocks_per_slot, launch);
   for (int stage = method.first_stage; stage < kStages; ++stage) {
     KVASIR_RETURN_IF_ERROR(

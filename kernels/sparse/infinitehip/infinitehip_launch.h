@@ -22,11 +22,10 @@ struct InfiniteHipLaunch {
 
   SelectLaunch select = {};
   Stage stages[InfiniteHipSelector::kStages] = {};
-  ChunkGrid grid = {};     // of stage 1
   int64_t max_chunks = 0;  // of a row, in any stage, after it was split
   Kept kept[InfiniteHipSelector::kStages] = {};
-  uint32_t* page_scores = nullptr;   // [rows, max_blocks_per_slot]; stage 1
-  uint32_t* chunk_scores = nullptr;  // [rows, max_chunks]; of OrderedScore, like page_scores
+  PageScoreLaunch pages = {};        // stage 1, which scores its chunks by their pages
+  uint32_t* chunk_scores = nullptr;  // [rows, max_chunks]; of OrderedScore
   uint32_t* kept_scores = nullptr;   // [rows, max_chunks]; of what the last stage left
 };
 

@@ -137,15 +137,15 @@ __global__ void __launch_bounds__(kSelectThreads)
   __shared__ SelectMemory memory;
   const DeviceRow row(p.select, blockIdx.x);
   const SelectionHeader header = MakeHeader(row.block, row.numbers);
-  const int64_t n = p.grid.Count(header, row.numbers);
-  const int64_t kept = p.grid.Kept(row.numbers);
-  const uint32_t* pages = p.page_scores + row.index * p.select.kv.max_blocks_per_slot;
+  const int64_t n = p.pages.chunks.Count(header, row.numbers);
+  const int64_t kept = p.pages.chunks.Kept(row.numbers);
+  const uint32_t* pages = p.pages.scores + row.index * p.select.kv.max_blocks_per_slot;
   uint32_t* scores = p.chunk_scores + row.index * p.max_chunks;
   const int64_t first_page = header.sink_end / kPageTokens;
   for (int64_t i = threadIdx.x; i < n && n > kept; i += kSelectThreads) {
-    const int64_t begin = header.sink_end + i * p.grid.chunk_tokens;
+    const int64_t begin = header.sink_end + i * p.pages.chunks.chunk_tokens;
     uint32_t best = 0;
-    for (int64_t page = begin / kPageTokens; page < CeilPages(begin + p.grid.chunk_tokens);
+    for (int64_t page = begin / kPageTokens; page < CeilPages(begin + p.pages.chunks.chunk_tokens);
          ++page) {
       best = max(best, pages[page - first_page]);
     }
@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(kSelectThreads)
   int32_t* begins = p.kept[0].begins + row.index * p.max_chunks;
   const int64_t left =
       KeepBest(scores, n, kept, memory, [&](int64_t place, int64_t chunk, uint32_t) {
-        begins[place] = static_cast<int32_t>(header.sink_end + chunk * p.grid.chunk_tokens);
+        begins[place] = static_cast<int32_t>(header.sink_end + chunk * p.pages.chunks.chunk_tokens);
       });
   if (threadIdx.x == 0) p.kept[0].counts[row.index] = static_cast<int32_t>(left);
 }
@@ -249,11 +249,7 @@ cudaError_t LaunchInfiniteHipStage(const InfiniteHipLaunch& p, int stage, cudaSt
   const auto rows = static_cast<unsigned>(p.select.out.num_rows);
   constexpr size_t kCopyBytes = kCopiedScores * sizeof(uint32_t);
   if (stage == 0) {
-    const PageScoreLaunch pages = {.select = p.select,
-                                   .query_stride = p.stages[0].query_stride,
-                                   .chunks = p.grid,
-                                   .scores = p.page_scores};
-    if (const cudaError_t error = LaunchPageScores(pages, stream); error != cudaSuccess) {
+    if (const cudaError_t error = LaunchPageScores(p.pages, stream); error != cudaSuccess) {
       return error;
     }
     KeepFirstKernel<<<rows, kSelectThreads, kCopyBytes, stream>>>(p);

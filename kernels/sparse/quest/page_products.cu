@@ -1,9 +1,11 @@
-// Scores of pages for many queries at once are a matrix product, [pages, 2 head_dim] by
-// [2 head_dim, queries] (quest_score.h), of which only the maximum over the queries is wanted. A
-// block of threads holds the row's queries in shared memory, split by sign; each of its warpgroups
-// takes 64 pages at a time into registers. Products of bfloat16 are exact, sums are float32.
+// Scores of pages are a matrix product, [pages, 2 head_dim] by [2 head_dim, queries]
+// (quest_score.h), of which only the maximum over the queries is wanted. A block of threads holds
+// the row's queries in shared memory, split by sign; each of its warpgroups takes 64 pages at a
+// time into registers: 32 KB that are read at once, so that few queries go at the speed of memory,
+// and many at that of tensor cores. Products of bfloat16 are exact, sums are float32.
 #include <algorithm>
 #include <cuda_bf16.h>
+#include <type_traits>
 
 #include "kernels/base/hopper.cuh"
 #include "kernels/sparse/quest/page_scores_launch.h"
@@ -16,12 +18,22 @@ namespace {
 constexpr int kWarpgroups = 3;
 constexpr int kGroupThreads = 128;
 constexpr int kThreads = kWarpgroups * kGroupThreads;
-constexpr int kTilePages = 64;    // of a warpgroup
-constexpr int kTileQueries = 64;  // of a product
-constexpr int kTiles = 4;         // of queries in shared memory
-constexpr int kPassQueries = kTiles * kTileQueries;
+constexpr int kTilePages = 64;  // of a warpgroup
 constexpr int kBoxColumns = hopper::kSwizzledRowBytes / 2;
-constexpr int kBoxBytes = kTileQueries * hopper::kSwizzledRowBytes;
+
+// Queries are multiplied in tiles, of which shared memory holds so many.
+struct Few {
+  static constexpr int kTileQueries = 8;
+  static constexpr int kTiles = 2;
+};
+struct Many {
+  static constexpr int kTileQueries = 64;
+  static constexpr int kTiles = 4;
+};
+template <typename Tiling>
+constexpr int kPassQueries = Tiling::kTiles* Tiling::kTileQueries;
+template <typename Tiling>
+constexpr int kBoxBytes = Tiling::kTileQueries* hopper::kSwizzledRowBytes;
 
 // A thread reads 8 neighbouring elements of a page's bounds, but a product of 16 columns wants
 // 2 c, 2 c + 1, 2 c + 8 and 2 c + 9 of thread c of four. So columns change places, alike for pages
@@ -32,11 +44,11 @@ __device__ int ColumnOf(int element) {
          within % 2;
 }
 
-// The queries of a pass, [tile][box][64 queries][64 columns], swizzled.
-template <int kHeadDim>
+// The queries of a pass, [tile][box][queries][64 columns], swizzled.
+template <int kHeadDim, typename Tiling>
 struct Queries {
   static constexpr int kBoxes = 2 * kHeadDim / kBoxColumns;
-  std::byte boxes[kTiles][kBoxes][kBoxBytes];
+  std::byte boxes[Tiling::kTiles][kBoxes][kBoxBytes<Tiling>];
 };
 
 __device__ uint32_t Pair(float low, float high) {
@@ -45,23 +57,24 @@ __device__ uint32_t Pair(float low, float high) {
 }
 
 // To query `at` of the pass, elements `element` and the next.
-template <int kHeadDim>
-__device__ void StorePair(Queries<kHeadDim>& to, int at, int element, uint32_t pair) {
+template <int kHeadDim, typename Tiling>
+__device__ void StorePair(Queries<kHeadDim, Tiling>& to, int at, int element, uint32_t pair) {
+  constexpr int kTileQueries = Tiling::kTileQueries;
   const int column = ColumnOf(element);
   std::byte* box = to.boxes[at / kTileQueries][column / kBoxColumns];
   *reinterpret_cast<uint32_t*>(
       box + hopper::SwizzledOffset(at % kTileQueries, column % kBoxColumns * 2)) = pair;
 }
 
-// Queries [first, first + kPassQueries) of the row: min(q, 0), then max(q, 0). NaN goes to both
-// halves. Behind the last query, the last again: it changes no maximum.
-template <int kHeadDim>
-__device__ void LoadQueries(const SelectLaunch& p, const DeviceRow& row, int first, int last,
-                            Queries<kHeadDim>& to) {
+// `count` queries of the row from `first` on: min(q, 0), then max(q, 0). NaN goes to both halves.
+// Behind the last query, the last again: it changes no maximum.
+template <int kHeadDim, typename Tiling>
+__device__ void LoadQueries(const SelectLaunch& p, const DeviceRow& row, int first, int count,
+                            int last, Queries<kHeadDim, Tiling>& to) {
   const auto group = static_cast<int>(p.group);
   const int64_t heads = p.kv.layout.num_kv_heads * group;
   const auto* queries = static_cast<const __nv_bfloat162*>(p.q);
-  for (int i = static_cast<int>(threadIdx.x); i < kPassQueries * kHeadDim / 2; i += kThreads) {
+  for (int i = static_cast<int>(threadIdx.x); i < count * kHeadDim / 2; i += kThreads) {
     const int at = i / (kHeadDim / 2);
     const int element = i % (kHeadDim / 2) * 2;
     const int query = min(first + at, last);
@@ -96,29 +109,37 @@ struct PageTile {
   }
 };
 
+__device__ void Multiply(float (&sums)[4], const uint32_t (&pages)[4], uint64_t queries) {
+  hopper::Wgmma64x8(sums, pages, queries);
+}
+__device__ void Multiply(float (&sums)[32], const uint32_t (&pages)[4], uint64_t queries) {
+  hopper::Wgmma64x64<hopper::Major::kK>(sums, pages, queries);
+}
+
 // Raises best[i] to the greatest product of page i with a query of the tile that is this thread's;
 // leaves out NaN.
-template <int kHeadDim>
-__device__ void RaiseByProducts(const PageTile<kHeadDim>& pages,
-                                const std::byte (*boxes)[kBoxBytes], float (&best)[2]) {
-  float sums[32] = {};
+template <int kHeadDim, int kBox>
+__device__ void RaiseByProducts(const PageTile<kHeadDim>& pages, const std::byte (*boxes)[kBox],
+                                float (&best)[2]) {
+  constexpr int kSums = kBox / hopper::kSwizzledRowBytes / 2;  // of a thread
+  float sums[kSums] = {};
   hopper::WgmmaFence();
 #pragma unroll
   for (int step = 0; step < PageTile<kHeadDim>::kSteps; ++step) {
-    hopper::Wgmma64x64<hopper::Major::kK>(
-        sums, pages.at[step],
-        hopper::Advance(hopper::TileDescriptor(boxes[step / 4]), step % 4 * 32));
+    Multiply(sums, pages.at[step],
+             hopper::Advance(hopper::TileDescriptor(boxes[step / 4]), step % 4 * 32));
   }
   hopper::WgmmaCommit();
   hopper::WgmmaWait<0>();
 #pragma unroll
-  for (int i = 0; i < 32; ++i) best[i / 2 % 2] = fmaxf(best[i / 2 % 2], sums[i]);
+  for (int i = 0; i < kSums; ++i) best[i / 2 % 2] = fmaxf(best[i / 2 % 2], sums[i]);
 }
 
 // Scores of the pages of a warpgroup's tiles, by the pass's queries.
-template <int kHeadDim>
+template <int kHeadDim, typename Tiling>
 __device__ void ScoreTiles(const PageScoreLaunch& p, const DeviceRow& row, const PageRange& pages,
-                           const Queries<kHeadDim>& queries, int num_tiles, bool is_first_pass) {
+                           const Queries<kHeadDim, Tiling>& queries, int num_tiles,
+                           bool is_first_pass) {
   const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
   const int lane = thread % kWarpThreads;
   const int own = thread / kWarpThreads * 16 + lane / 4;  // of the tile's pages; the other: + 8
@@ -151,38 +172,48 @@ __device__ void ScoreTiles(const PageScoreLaunch& p, const DeviceRow& row, const
   }
 }
 
-template <int kHeadDim>
+template <int kHeadDim, typename Tiling>
 __global__ void __launch_bounds__(kThreads, 1)
     ProductKernel(const __grid_constant__ PageScoreLaunch p) {
   extern __shared__ std::byte raw[];
-  auto& queries = *reinterpret_cast<Queries<kHeadDim>*>((reinterpret_cast<uintptr_t>(raw) + 1023) /
-                                                        1024 * 1024);
+  auto& queries = *reinterpret_cast<Queries<kHeadDim, Tiling>*>(
+      (reinterpret_cast<uintptr_t>(raw) + 1023) / 1024 * 1024);
   const DeviceRow row(p.select, blockIdx.x);
   const PageRange pages = p.Pages(MakeHeader(row.block, row.numbers), row.numbers);
-  if (pages.size() <= 0 || !p.ByProducts(row.block)) return;
   const int count = static_cast<int>(row.block.num_rows * p.select.group);
-  for (int first = 0; first < count; first += kPassQueries) {
+  const bool is_few = count <= kPassQueries<Few>;
+  if (pages.size() <= 0 || is_few != std::is_same_v<Tiling, Few>) return;
+  for (int first = 0; first < count; first += kPassQueries<Tiling>) {
+    const int num_tiles =
+        min(Tiling::kTiles, (count - first + Tiling::kTileQueries - 1) / Tiling::kTileQueries);
     __syncthreads();  // the pass before has been read
-    LoadQueries(p.select, row, first, count - 1, queries);
+    LoadQueries(p.select, row, first, num_tiles * Tiling::kTileQueries, count - 1, queries);
     __syncthreads();
-    const int num_tiles = min(kTiles, (count - first + kTileQueries - 1) / kTileQueries);
     ScoreTiles(p, row, pages, queries, num_tiles, first == 0);
   }
 }
 
-template <int kHeadDim>
+template <int kHeadDim, typename Tiling>
 cudaError_t Launch(const PageScoreLaunch& p, int num_processors, cudaStream_t stream) {
-  constexpr int kSharedBytes = static_cast<int>(sizeof(Queries<kHeadDim>)) + 1024;
-  if (const cudaError_t error = cudaFuncSetAttribute(
-          ProductKernel<kHeadDim>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+  constexpr int kSharedBytes = static_cast<int>(sizeof(Queries<kHeadDim, Tiling>)) + 1024;
+  if (const cudaError_t error =
+          cudaFuncSetAttribute(ProductKernel<kHeadDim, Tiling>,
+                               cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
       error != cudaSuccess) {
     return error;
   }
   const int64_t rows = p.select.out.num_rows;
   const int64_t share = std::max<int64_t>(1, num_processors / rows);
   const dim3 blocks(static_cast<unsigned>(rows), static_cast<unsigned>(share));
-  ProductKernel<kHeadDim><<<blocks, kThreads, kSharedBytes, stream>>>(p);
+  ProductKernel<kHeadDim, Tiling><<<blocks, kThreads, kSharedBytes, stream>>>(p);
   return cudaGetLastError();
+}
+
+template <int kHeadDim>
+cudaError_t Launch(const PageScoreLaunch& p, int num_processors, cudaStream_t stream) {
+  const cudaError_t error = Launch<kHeadDim, Few>(p, num_processors, stream);
+  if (error != cudaSuccess || !p.has_many_queries) return error;
+  return Launch<kHeadDim, Many>(p, num_processors, stream);
 }
 
 }  // namespace

@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kScoreWarps* kWarpThreads)
   constexpr int kElements = 2 * kHeadDim / kWarpThreads;
   __shared__ alignas(16) float queries[kTileQueries][2 * kHeadDim];
   const ScoredRow row(p, blockIdx.x);
-  if (row.pages.size() <= 0 || p.ByProducts(row.at.block)) return;
+  if (row.pages.size() <= 0) return;
   const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
   const int warp = static_cast<int>(threadIdx.x) / kWarpThreads;
   const auto stride = static_cast<int>(p.query_stride);
@@ -159,9 +159,7 @@ void Launch(const PageScoreLaunch& p, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t LaunchPageScores(const PageScoreLaunch& p, cudaStream_t stream) {
-  if (p.has_products) {
-    if (const cudaError_t error = LaunchPageProducts(p, stream); error != cudaSuccess) return error;
-  }
+  if (p.by_products) return LaunchPageProducts(p, stream);
   p.select.kv.layout.dtype == DType::kFloat32 ? Launch<float>(p, stream)
                                               : Launch<BFloat16>(p, stream);
   return cudaGetLastError();

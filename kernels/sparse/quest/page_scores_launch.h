@@ -14,17 +14,11 @@ namespace kvasir::kernels {
 // All pointers are device memory.
 struct PageScoreLaunch {
   SelectLaunch select;
-  int64_t query_stride = 1;    // so many queries of a block are averaged
-  ChunkGrid chunks = {};       // the pages to score are theirs; without chunks, the candidates
-  uint32_t* scores = nullptr;  // [rows, max_blocks_per_slot] of OrderedScore (ranking.h)
-  // A block of the call may have many queries; they and the KV are bfloat16, none are averaged.
-  bool has_products = false;
-
-  // Whether a matrix product (page_products.cu) scores the block's rows.
-  KVASIR_HOST_DEVICE bool ByProducts(const QueryBlock& block) const {
-    constexpr int64_t kFewQueries = 16;
-    return has_products && block.num_rows * select.group > kFewQueries;
-  }
+  int64_t query_stride = 1;       // so many queries of a block are averaged
+  ChunkGrid chunks = {};          // the pages to score are theirs; without chunks, the candidates
+  uint32_t* scores = nullptr;     // [rows, max_blocks_per_slot] of OrderedScore (ranking.h)
+  bool by_products = false;       // page_products.cu serves the call
+  bool has_many_queries = false;  // a block of it may have several rows
 
   // The pages to score in a row; scores are from the first on. None where all are kept.
   KVASIR_HOST_DEVICE PageRange Pages(const SelectionHeader& header,
@@ -41,7 +35,19 @@ struct PageScoreLaunch {
 // A page that the slot does not have, and one whose scores are all NaN, get the score of -inf.
 cudaError_t LaunchPageScores(const PageScoreLaunch& params, cudaStream_t stream);
 
-// The part of LaunchPageScores for the rows of ByProducts.
+// By matrix products. REQUIRES: q and KV are bfloat16, no queries are averaged.
 cudaError_t LaunchPageProducts(const PageScoreLaunch& params, cudaStream_t stream);
+
+// What serves a call of these params best.
+inline PageScoreLaunch MakePageScoreLaunch(const SelectLaunch& select, const SelectParams& params,
+                                           int64_t query_stride = 1) {
+  const bool is_bf16 =
+      select.q_dtype == DType::kBFloat16 && select.kv.layout.dtype == DType::kBFloat16;
+  const bool has_many_queries = params.q.dim(0) > static_cast<int64_t>(params.blocks.size());
+  return {.select = select,
+          .query_stride = query_stride,
+          .by_products = is_bf16 && (query_stride == 1 || !has_many_queries),
+          .has_many_queries = has_many_queries};
+}
 
 }  // namespace kvasir::kernels

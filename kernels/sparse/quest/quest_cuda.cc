@@ -1,7 +1,5 @@
 #include "kernels/sparse/quest/quest_cuda.h"
 
-#include <iterator>
-
 #include "kernels/base/cuda_status.h"
 #include "kernels/base/status_macros.h"
 #include "kernels/sparse/quest/page_scores_launch.h"
@@ -21,12 +19,8 @@ absl::Status SelectQuest(const SelectParams& params, const PageSelection& out, s
   KVASIR_RETURN_IF_ERROR(RequireBounds("quest", params.kv));
   if (params.blocks.empty()) return absl::OkStatus();
   auto* const scores = reinterpret_cast<uint32_t*>(workspace);
-  const bool is_bf16 =
-      select.q_dtype == DType::kBFloat16 && params.kv.layout.dtype == DType::kBFloat16;
-  const PageScoreLaunch launch = {
-      .select = select,
-      .scores = scores,
-      .has_products = is_bf16 && params.q.dim(0) > std::ssize(params.blocks)};
+  PageScoreLaunch launch = MakePageScoreLaunch(select, params);
+  launch.scores = scores;
   KVASIR_RETURN_IF_ERROR(CudaStatus(LaunchPageScores(launch, stream), "launching quest's scores"));
   return CudaStatus(LaunchQuestBest(select, scores, stream), "launching quest");
 }
