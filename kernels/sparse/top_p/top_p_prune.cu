@@ -18,6 +18,9 @@ constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarpThreads;
 // Blocks of threads that estimate, all rows together.
 constexpr int64_t kEstimateBlocks = 1024;
+// Entries of a row whose offsets are in shared memory. Those of more are where they are left: all
+// blocks of a row write the same.
+constexpr int64_t kSharedOffsets = 16 * 1024;
 // Weights of a head that are searched in shared memory; more stay where they are.
 constexpr int64_t kCopiedWeights = 24 * 1024;
 
@@ -113,12 +116,16 @@ __device__ void EstimatePiece(const TopPLaunch& p, const DeviceRow& row, const P
 }
 
 template <int kHeadDim>
-__global__ void __launch_bounds__(kThreads) EstimateKernel(const __grid_constant__ TopPLaunch p) {
+__global__ void __launch_bounds__(kThreads, 1)
+    EstimateKernel(const __grid_constant__ TopPLaunch p) {
   __shared__ SelectMemory memory;
   __shared__ alignas(16) float elements[kMaxCudaGroup][kHeadDim];
   __shared__ float sums[kMaxCudaGroup];
-  extern __shared__ int32_t offsets[];  // [capacity]
+  extern __shared__ int32_t shared_offsets[];  // [capacity]
   const DeviceRow row(p.select, blockIdx.x);
+  int32_t* const offsets = p.select.out.capacity <= kSharedOffsets
+                               ? shared_offsets
+                               : p.offsets + row.index * p.select.out.capacity;
   const SelectionHeader header = p.select.out.headers[row.index];
   SelectionEntry* const list = p.select.out.entries + row.index * p.select.out.capacity;
   const bool tells = blockIdx.y == 0;
@@ -250,7 +257,9 @@ cudaError_t Launch(const TopPLaunch& p, cudaStream_t stream) {
       p.select.out.capacity + CeilPages(p.max_tokens) + 2;  // sink and window may begin in a page
   const int64_t useful = (most_pieces + kWarps - 1) / kWarps;
   const int64_t share = std::max<int64_t>(1, kEstimateBlocks / rows);
-  const int offset_bytes = static_cast<int>(p.select.out.capacity * sizeof(int32_t));
+  const bool in_shared = p.select.out.capacity <= kSharedOffsets;
+  const auto offset_bytes =
+      static_cast<int>(in_shared ? p.select.out.capacity * sizeof(int32_t) : 0);
   if (const cudaError_t error = cudaFuncSetAttribute(
           EstimateKernel<kHeadDim>, cudaFuncAttributeMaxDynamicSharedMemorySize, offset_bytes);
       error != cudaSuccess) {

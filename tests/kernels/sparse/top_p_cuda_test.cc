@@ -115,6 +115,16 @@ TEST_P(TopPCudaTest, KeepsWhatTheCpuKeepsOfTokens) {
   ExpectPrunedAlike(batch, numbers, selected, PruneOnGpu(batch, numbers, selected.View()));
 }
 
+// Of a batch in which another policy has a large budget.
+TEST_P(TopPCudaTest, ListsMayHaveRoomForMoreThanSharedMemoryHas) {
+  AttentionBatch batch(Shape(), 2, 4096, 64);
+  batch.FillContext(0, 4096);
+  batch.FillContext(1, 2048);
+  const std::vector<SelectionNumbers> numbers = AddRows(batch);
+  HostLists selected = Selected(QuestSelector(), batch, numbers, 60'000);
+  ExpectPrunedAlike(batch, numbers, selected, PruneOnGpu(batch, numbers, selected.View()));
+}
+
 TEST_P(TopPCudaTest, ARowThatTheWorkspaceHasNoRoomForStaysAsItIs) {
   AttentionBatch batch(Shape(), 1, 4096, 63);
   batch.FillContext(0, 4096);
