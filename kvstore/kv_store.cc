@@ -259,8 +259,9 @@ PagedKv KvStoreImpl::BeginStep(uint32_t step) {
           .pages = pages_.data(),
           .bounds = bounds_.data(),
           .key_codes = key_codes_.empty() ? nullptr : key_codes_.data(),
-          .accesses = {.last_touched = last_touched_.data(), .missed_bytes = missed_bytes_.data()},
-          .step = step};
+          .accesses = {.step = &step_,
+                       .last_touched = last_touched_.data(),
+                       .missed_bytes = missed_bytes_.data()}};
 }
 
 absl::Status KvStoreImpl::EndStep() {

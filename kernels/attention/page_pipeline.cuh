@@ -102,7 +102,7 @@ struct ResolvedPage {
 __device__ inline void RecordAccess(const PagedKv& kv, int64_t index, PageTier tier,
                                     uint64_t mask) {
   if (kv.accesses.last_touched == nullptr) return;
-  kv.accesses.last_touched[index] = kv.step;
+  kv.accesses.last_touched[index] = *kv.accesses.step;
   if (tier == PageTier::kHost) {
     const int64_t tokens = __popc(PiecesOf(mask)) * kPieceTokens;
     atomicAdd(&kv.accesses.missed_bytes[index],

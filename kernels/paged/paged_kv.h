@@ -75,6 +75,7 @@ class PageRef {
 // What kernels record while they read, one entry a page: [num_rows * pages_per_block]. Null where
 // nothing is to be recorded: measurements read pages without being a use of them.
 struct AccessRecord {
+  const uint32_t* step = nullptr;    // that kernels run in
   uint32_t* last_touched = nullptr;  // step of the last read
   uint32_t* missed_bytes = nullptr;  // bytes read from the host tier since the store last looked
 };
@@ -90,7 +91,6 @@ struct PagedKv {
   // [num_rows] -> [pages_per_block] codes of a page (key_codes.h); null: not kept.
   std::byte* const* key_codes = nullptr;
   AccessRecord accesses;
-  uint32_t step = 0;
 
   KVASIR_HOST_DEVICE int64_t row(int64_t slot, int64_t block) const {
     return block_rows[slot * max_blocks_per_slot + block];
@@ -107,7 +107,8 @@ struct PagedKv {
     const int64_t index = PageIndex(slot, block, layer, head);
     const PageRef ref = pages[index];
     if (accesses.last_touched == nullptr) return ref;
-    std::atomic_ref<uint32_t>(accesses.last_touched[index]).store(step, std::memory_order_relaxed);
+    std::atomic_ref<uint32_t>(accesses.last_touched[index])
+        .store(*accesses.step, std::memory_order_relaxed);
     if (ref.tier() == PageTier::kHost) {
       std::atomic_ref<uint32_t>(accesses.missed_bytes[index])
           .fetch_add(static_cast<uint32_t>(bytes), std::memory_order_relaxed);

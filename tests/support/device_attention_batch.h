@@ -97,6 +97,7 @@ class DeviceAttentionBatch {
     KVASIR_ASSIGN_OR_RETURN(device.bounds, CopyBounds(kv));
     last_touched_.assign(pages_.size(), 0);
     missed_bytes_.assign(pages_.size(), 0);
+    KVASIR_ASSIGN_OR_RETURN(device.accesses.step, memory_.Copy(kv.accesses.step, 1));
     KVASIR_ASSIGN_OR_RETURN(device.accesses.last_touched,
                             memory_.Copy(last_touched_.data(), last_touched_.size()));
     KVASIR_ASSIGN_OR_RETURN(device.accesses.missed_bytes,

@@ -69,16 +69,17 @@ class FakePagedKv {
   }
 
   PagedKv View(uint32_t step = 1) {
-    return {
-        .layout = layout_,
-        .block_rows = block_rows_.data(),
-        .num_slots = num_slots_,
-        .max_blocks_per_slot = max_blocks_,
-        .pages = pages_.data(),
-        .bounds = bounds_.data(),
-        .key_codes = key_codes_.data(),
-        .accesses = {.last_touched = last_touched_.data(), .missed_bytes = missed_bytes_.data()},
-        .step = step};
+    step_ = step;
+    return {.layout = layout_,
+            .block_rows = block_rows_.data(),
+            .num_slots = num_slots_,
+            .max_blocks_per_slot = max_blocks_,
+            .pages = pages_.data(),
+            .bounds = bounds_.data(),
+            .key_codes = key_codes_.data(),
+            .accesses = {.step = &step_,
+                         .last_touched = last_touched_.data(),
+                         .missed_bytes = missed_bytes_.data()}};
   }
 
   enum class Side { kKey, kValue };
@@ -134,6 +135,7 @@ class FakePagedKv {
   std::vector<std::byte*> key_codes_;
   std::vector<uint32_t> last_touched_;
   std::vector<uint32_t> missed_bytes_;
+  uint32_t step_ = 1;  // of the last view
 };
 
 }  // namespace kvasir::kernels

@@ -11,6 +11,7 @@
 #include "tests/worker/model/golden.h"
 #include "tests/worker/test_coordinator.h"
 #include "tests/worker/test_worker.h"
+#include "worker/backend/cuda_backend.h"
 
 namespace kvasir::worker {
 namespace {
@@ -19,7 +20,9 @@ constexpr char kModel[] = "tests/model/needle-8k";
 constexpr char kText[] = "tests/model/golden/needle-8k.safetensors";
 // Of the largest logit: sums of bfloat16 products in another order, through six layers.
 constexpr float kTolerance = 0.05f;
+constexpr int64_t kLayers = 6;  // of the model
 constexpr int64_t kAnswer = 16;
+constexpr int64_t kSlots = 16;
 constexpr int64_t kChunk = 256;  // of a prompt in a step
 
 v1::SparsityPolicy MakeInfiniteHip() {
@@ -50,7 +53,7 @@ EngineOptions Options() {
   options.kv_dtype = kernels::DType::kBFloat16;
   options.kv_device_bytes = 512 << 20;
   options.kv_host_bytes = 256 << 20;
-  options.max_num_batched_tokens = options.max_num_seqs * kChunk;
+  options.max_num_batched_tokens = kSlots * kChunk;
   return options;
 }
 
@@ -94,9 +97,11 @@ class CudaEngineTest : public testing::Test {
     return request;
   }
 
-  static Run Serve(TestModel& model, const std::vector<TestRequest>& requests) {
+  // So many requests at a time, request r in slot r % num_slots.
+  static Run Serve(TestModel& model, const std::vector<TestRequest>& requests,
+                   int64_t num_slots = kSlots) {
     TestWorker worker(model, Options());
-    TestCoordinator coordinator({.chunk = kChunk});
+    TestCoordinator coordinator({.num_slots = num_slots, .chunk = kChunk});
     for (const TestRequest& request : requests) coordinator.Add(request);
     worker.Run(coordinator);
     Run run = {.logits = worker.logits(), .results = {}};
@@ -105,15 +110,15 @@ class CudaEngineTest : public testing::Test {
   }
 
   // Up to the first token that is another: from there on the two read different texts.
-  static void ExpectAlike(const std::vector<TestRequest>& requests) {
-    const Run cpu = Serve(*models_[0], requests);
-    const Run gpu = Serve(*models_[1], requests);
+  static void ExpectAlike(const std::vector<TestRequest>& requests, int64_t num_slots = kSlots) {
+    const Run cpu = Serve(*models_[0], requests, num_slots);
+    const Run gpu = Serve(*models_[1], requests, num_slots);
     int64_t compared = 0;
     for (size_t r = 0; r < requests.size(); ++r) {
       SCOPED_TRACE(testing::Message() << "request " << r);
       ASSERT_TRUE(gpu.results[r].status.ok()) << gpu.results[r].status;
       for (int64_t i = 0; i < kAnswer; ++i) {
-        const std::pair<int64_t, int64_t> place = {static_cast<int64_t>(r),
+        const std::pair<int64_t, int64_t> place = {static_cast<int64_t>(r) % num_slots,
                                                    std::ssize(requests[r].prompt) - 1 + i};
         LogitsDifference difference;
         difference.Add(cpu.logits.at(place), gpu.logits.at(place));
@@ -127,9 +132,13 @@ class CudaEngineTest : public testing::Test {
         EXPECT_LE(margin, 2 * difference.largest) << "token " << i;
         break;
       }
-      EXPECT_GT(gpu.results[r].accounting.attended_tokens(), 0u);
-      EXPECT_EQ(gpu.results[r].accounting.blocks_total(), cpu.results[r].accounting.blocks_total());
-      EXPECT_EQ(gpu.results[r].accounting.page_misses(), 0u);
+      const auto& found = gpu.results[r].accounting;
+      const auto& expected = cpu.results[r].accounting;
+      EXPECT_GT(found.attended_tokens(), 0u);
+      EXPECT_EQ(found.blocks_total(), expected.blocks_total());
+      ExpectClose(found.page_hits(), expected.page_hits());
+      ExpectClose(found.attended_tokens(), expected.attended_tokens());
+      EXPECT_EQ(found.page_misses(), 0u);
     }
     EXPECT_GT(compared, 4 * std::ssize(requests)) << "answers differ at once";
   }
@@ -183,6 +192,32 @@ TEST_F(CudaEngineTest, SkipsAsManyPagesAsTheCpu) {
     EXPECT_EQ(found.skipped_pruned() > 0, expected.skipped_pruned() > 0);
     EXPECT_EQ(found.skipped_pruned() > 0, policy >= kFirstPruning);
   }
+}
+
+// Once a shape of step has come twice. Answers of several requests, which end one by one, are held
+// against the CPU's above; here that their steps were graphs, and how many launches they have.
+TEST_F(CudaEngineTest, StepsOfOneTokenARowAreGraphs) {
+  const auto& backend = static_cast<CudaBackend&>(models_[1]->transformer().backend());
+  for (uint32_t policy = 0; policy < kNumPolicies; ++policy) {
+    const CudaGraphStats before = backend.graph_stats();
+    ExpectAlike({MakeRequest(900, 700, policy)});
+    const CudaGraphStats after = backend.graph_stats();
+    EXPECT_GE(after.replayed - before.replayed, kAnswer - 4) << "policy " << policy;
+    std::cout << "policy " << policy << ": a step is " << after.nodes << " nodes, "
+              << static_cast<double>(after.nodes) / kLayers << " a layer; recorded "
+              << after.recorded - before.recorded << ", replayed "
+              << after.replayed - before.replayed << std::endl;
+  }
+}
+
+// Steps that differ in nothing but the policy are other graphs.
+TEST_F(CudaEngineTest, PoliciesThatTakeTurnsAnswerAsOnTheCpu) {
+  std::vector<TestRequest> requests;
+  for (uint32_t policy = 0; policy < kNumPolicies; ++policy) {
+    // Of lengths so far apart that no two sample at the same position.
+    requests.push_back(MakeRequest(64 * policy, 500 + 2 * kAnswer * policy, policy));
+  }
+  ExpectAlike(requests, /*num_slots=*/1);
 }
 
 // Kernels have no sums of undefined order; the products of linear layers are chosen by shape.

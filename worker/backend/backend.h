@@ -135,10 +135,11 @@ class Backend {
   virtual absl::StatusOr<std::unique_ptr<Rope>> MakeRope(const RopeFrequencies& frequencies,
                                                          const KeyForm& form) = 0;
 
-  // --- a step: BeginStep, ops in any number, EndStep ---
+  // --- a step: BeginStep, ops that depend on nothing but its shape, EndStep ---
 
-  // Makes the bounds of truncated blocks anew.
-  virtual absl::Status BeginStep(const StepInputs& step) = 0;
+  // Makes the bounds of truncated blocks anew. False: the ops are not to be called, for they are
+  // known from an earlier step that had the same ones.
+  virtual absl::StatusOr<bool> BeginStep(const StepInputs& step) = 0;
 
   // y [tokens, hidden] = rows of `table` that the step's tokens name.
   virtual absl::Status EmbedTokens(const kernels::TensorView& table,

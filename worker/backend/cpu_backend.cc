@@ -105,13 +105,13 @@ CpuRotation CpuBackend::rotation() const {
   return {.positions = &r.positions, .grouped = r.form.grouped};
 }
 
-absl::Status CpuBackend::BeginStep(const StepInputs& step) {
+absl::StatusOr<bool> CpuBackend::BeginStep(const StepInputs& step) {
   step_.emplace(step);
   for (const Truncation& t : step.batch.truncations) {
     KVASIR_RETURN_IF_ERROR(kernels::RebuildBounds(step.kv, t.slot, t.block, t.num_tokens));
   }
   if (rope().form.rotated) rope().own.SetPositions(step.batch.positions, executor());
-  return absl::OkStatus();
+  return true;
 }
 
 absl::Status CpuBackend::EmbedTokens(const TensorView& table, const TensorView& y) {

@@ -36,7 +36,7 @@ class CpuBackend final : public Backend {
   absl::StatusOr<std::unique_ptr<Rope>> MakeRope(const RopeFrequencies& frequencies,
                                                  const KeyForm& form) override;
 
-  absl::Status BeginStep(const StepInputs& step) override;
+  absl::StatusOr<bool> BeginStep(const StepInputs& step) override;
   absl::Status EmbedTokens(const kernels::TensorView& table, const kernels::TensorView& y) override;
   absl::Status TakeSampled(const kernels::TensorView& x, const kernels::TensorView& y) override;
   absl::Status RmsNorm(const kernels::RmsNormParams& params) override;

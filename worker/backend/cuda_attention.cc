@@ -99,6 +99,13 @@ absl::Status CudaAttention::Attend(const CudaStep& step, const LayerQueries& que
   return kernels::AttendPrefill(params, *maps_, stream);
 }
 
+void CudaAttention::AddToShape(CudaGraphs::Shape& shape) const {
+  shape.insert(shape.end(), {limits_.group, limits_.capacity, limits_.budget_tokens,
+                             limits_.listed_tokens, reinterpret_cast<int64_t>(entries_.data()),
+                             reinterpret_cast<int64_t>(workspace_.data()),
+                             reinterpret_cast<int64_t>(counts_.data())});
+}
+
 absl::Status CudaAttention::FetchCounts(const CudaStream& stream) {
   const int64_t count = num_layers_ * selection_.num_rows;
   return stream.CopyToHost(host_counts_.data(), counts_.data(),

@@ -16,6 +16,7 @@
 #include "kernels/paged/kv_tensor_maps.h"
 #include "kernels/paged/page_selection.h"
 #include "worker/backend/backend.h"
+#include "worker/backend/cuda_graphs.h"
 #include "worker/backend/cuda_memory.h"
 #include "worker/backend/cuda_select.h"
 #include "worker/backend/step_table.h"
@@ -38,6 +39,9 @@ class CudaAttention {
   absl::Status Select(const CudaStep& step, const LayerQueries& queries, cudaStream_t stream);
   absl::Status Attend(const CudaStep& step, const LayerQueries& queries,
                       const kernels::TensorView& out, cudaStream_t stream);
+  // Of the step that has begun: what the launches of Select and Attend depend on besides its
+  // StepShape.
+  void AddToShape(CudaGraphs::Shape& shape) const;
   // Asks for the counts of all layers; Report is to be called when they are there.
   absl::Status FetchCounts(const CudaStream& stream);
   void Report(const CudaStep& step, AttentionMeter& meter) const;

@@ -101,6 +101,7 @@ absl::StatusOr<std::unique_ptr<kvstore::TierMemory>> CudaBackend::MakeTierMemory
                           CudaTierMemory::Make(sizes, stream_));
   arena_ = {.base = memory->pages(), .bytes = sizes.num_pages * sizes.page_bytes};
   attention_ = {};  // its maps are of another arena
+  graphs_.Clear(stream_);
   return memory;
 }
 
@@ -133,7 +134,7 @@ absl::StatusOr<std::unique_ptr<Rope>> CudaBackend::MakeRope(const RopeFrequencie
   return rope;
 }
 
-absl::Status CudaBackend::BeginStep(const StepInputs& inputs) {
+absl::StatusOr<bool> CudaBackend::BeginStep(const StepInputs& inputs) {
   inputs_.emplace(inputs);
   KVASIR_ASSIGN_OR_RETURN(step_.kv, kv_tables_.Upload(inputs.kv, stream_));
   KVASIR_ASSIGN_OR_RETURN(uint8_t* const faults, Reserve<uint8_t>(inputs.kv.num_slots, faults_));
@@ -143,7 +144,38 @@ absl::Status CudaBackend::BeginStep(const StepInputs& inputs) {
   KVASIR_RETURN_IF_ERROR(
       kernels::RebuildBounds(step_.kv, step_.table.truncations, step_.faults, stream_.get()));
   KVASIR_RETURN_IF_ERROR(attention_.BeginStep(inputs, step_, arena_));
-  return ComputeAngles(static_cast<const CudaRope&>(inputs.rope));
+  KVASIR_RETURN_IF_ERROR(ComputeAngles(static_cast<const CudaRope&>(inputs.rope)));
+  // Steps with chunks of prompts differ from one another.
+  if (step_.shape.num_single < inputs.batch.num_tokens()) return true;
+  KVASIR_ASSIGN_OR_RETURN(const bool recorded, graphs_.Begin(GraphShape(), stream_));
+  return !recorded;
+}
+
+CudaGraphs::Shape CudaBackend::GraphShape() const {
+  const auto address = [](const void* memory) { return reinterpret_cast<int64_t>(memory); };
+  const StepBatch& batch = inputs_->batch;
+  const StepShape& step = step_.shape;
+  const kernels::PagedKv& kv = step_.kv;
+  CudaGraphs::Shape shape = {std::ssize(batch.sampled_tokens),
+                             std::ssize(batch.appends),
+                             std::ssize(step.ranges),
+                             std::ssize(step.number_sets),
+                             address(table_.data()),
+                             address(kv.block_rows),
+                             address(kv.pages),
+                             address(kv.bounds),
+                             address(kv.key_codes),
+                             address(kv.accesses.step),
+                             address(kv.accesses.last_touched),
+                             address(kv.accesses.missed_bytes),
+                             address(faults_.data()),
+                             address(angles_.data())};
+  for (const SelectorRange& range : step.ranges) {
+    shape.insert(shape.end(), {address(range.served), range.end});
+  }
+  shape.insert(shape.end(), step.number_sets.begin(), step.number_sets.end());
+  attention_.AddToShape(shape);
+  return shape;
 }
 
 absl::Status CudaBackend::UploadTable(const StepInputs& inputs) {
@@ -216,6 +248,7 @@ absl::Status CudaBackend::Attend(const LayerQueries& queries, const TensorView& 
 }
 
 absl::Status CudaBackend::EndStep(const StepOutputs& outputs, StepResult& result) {
+  KVASIR_RETURN_IF_ERROR(graphs_.End(stream_));
   KVASIR_RETURN_IF_ERROR(FetchResults(outputs));
   KVASIR_RETURN_IF_ERROR(stream_.Wait());
   ReadResults(outputs, result);

@@ -14,6 +14,7 @@
 #include "kernels/dense/gemm_cuda.h"
 #include "worker/backend/backend.h"
 #include "worker/backend/cuda_attention.h"
+#include "worker/backend/cuda_graphs.h"
 #include "worker/backend/cuda_memory.h"
 
 namespace kvasir::worker {
@@ -36,7 +37,7 @@ class CudaBackend final : public Backend {
   absl::StatusOr<std::unique_ptr<Rope>> MakeRope(const RopeFrequencies& frequencies,
                                                  const KeyForm& form) override;
 
-  absl::Status BeginStep(const StepInputs& step) override;
+  absl::StatusOr<bool> BeginStep(const StepInputs& step) override;
   absl::Status EmbedTokens(const kernels::TensorView& table, const kernels::TensorView& y) override;
   absl::Status TakeSampled(const kernels::TensorView& x, const kernels::TensorView& y) override;
   absl::Status RmsNorm(const kernels::RmsNormParams& params) override;
@@ -48,6 +49,8 @@ class CudaBackend final : public Backend {
   absl::Status Attend(const LayerQueries& queries, const kernels::TensorView& out) override;
   absl::Status EndStep(const StepOutputs& outputs, StepResult& result) override;
 
+  const CudaGraphStats& graph_stats() const { return graphs_.stats(); }
+
  private:
   class GpuLinear;
   struct CudaRope;
@@ -58,6 +61,8 @@ class CudaBackend final : public Backend {
   // The step's table, filled on the host and copied to the device.
   absl::Status UploadTable(const StepInputs& inputs);
   absl::Status ComputeAngles(const CudaRope& rope);
+  // Of the step that has begun, of one token a row.
+  CudaGraphs::Shape GraphShape() const;
   absl::Status FetchResults(const StepOutputs& outputs);
   void ReadResults(const StepOutputs& outputs, StepResult& result) const;
 
@@ -71,6 +76,7 @@ class CudaBackend final : public Backend {
   // Grow to the largest step seen.
   CudaKvTables kv_tables_;
   CudaAttention attention_;
+  CudaGraphs graphs_;
   kernels::PinnedBuffer host_table_;
   kernels::DeviceBuffer table_, faults_, angles_, finite_;
   kernels::PinnedBuffer host_faults_, host_finite_, host_logits_;

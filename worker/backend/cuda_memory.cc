@@ -95,6 +95,7 @@ absl::StatusOr<PagedKv> CudaKvTables::Upload(const PagedKv& host, const CudaStre
     KVASIR_ASSIGN_OR_RETURN(device.key_codes,
                             CopyOf(host.key_codes, host.num_rows, key_codes_, stream));
   }
+  KVASIR_ASSIGN_OR_RETURN(device.accesses.step, CopyOf(host.accesses.step, 1, step_, stream));
   KVASIR_ASSIGN_OR_RETURN(
       device.accesses.last_touched,
       CopyOf(host.accesses.last_touched, NumPages(host), last_touched_, stream));

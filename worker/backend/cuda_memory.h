@@ -87,7 +87,8 @@ class CudaKvTables {
   absl::Status FetchAccesses(const kernels::PagedKv& host, const CudaStream& stream) const;
 
  private:
-  kernels::DeviceBuffer block_rows_, pages_, bounds_, key_codes_, last_touched_, missed_bytes_;
+  kernels::DeviceBuffer block_rows_, pages_, bounds_, key_codes_, step_, last_touched_,
+      missed_bytes_;
 };
 
 }  // namespace kvasir::worker

@@ -98,23 +98,29 @@ ActivationSizes Transformer::activation_sizes(int64_t max_tokens, int64_t max_lo
 absl::Status Transformer::Forward(const ForwardParams& params, StepResult& result) {
   const Activations& a = params.activations;
   const int64_t tokens = params.batch.num_tokens();
-  KVASIR_RETURN_IF_ERROR(backend_.BeginStep({.batch = params.batch,
-                                             .kv = params.kv,
-                                             .rope = *rope_,
-                                             .shard = options_.shard,
-                                             .meter = params.meter,
-                                             .collective = params.collective}));
-  KVASIR_RETURN_IF_ERROR(backend_.EmbedTokens(embedding_.view, a.residual.Rows(tokens)));
+  KVASIR_ASSIGN_OR_RETURN(const bool wants_ops,
+                          backend_.BeginStep({.batch = params.batch,
+                                              .kv = params.kv,
+                                              .rope = *rope_,
+                                              .shard = options_.shard,
+                                              .meter = params.meter,
+                                              .collective = params.collective}));
+  const TensorView logits = a.logits.Rows(std::ssize(params.batch.sampled_tokens));
+  if (wants_ops) KVASIR_RETURN_IF_ERROR(Compute(params, logits));
+  return backend_.EndStep(
+      {.residual = a.residual.Rows(tokens), .delta = a.delta.Rows(tokens), .logits = logits},
+      result);
+}
+
+absl::Status Transformer::Compute(const ForwardParams& params, const TensorView& logits) const {
+  const TensorView residual = params.activations.residual.Rows(params.batch.num_tokens());
+  KVASIR_RETURN_IF_ERROR(backend_.EmbedTokens(embedding_.view, residual));
   bool first = true;
   for (const Layer& layer : layers_) {
     KVASIR_RETURN_IF_ERROR(RunLayer(params, layer, first));
     first = false;
   }
-  const TensorView logits = a.logits.Rows(std::ssize(params.batch.sampled_tokens));
-  KVASIR_RETURN_IF_ERROR(ComputeLogits(params, logits));
-  return backend_.EndStep(
-      {.residual = a.residual.Rows(tokens), .delta = a.delta.Rows(tokens), .logits = logits},
-      result);
+  return ComputeLogits(params, logits);
 }
 
 absl::Status Transformer::RunLayer(const ForwardParams& params, const Layer& layer,

@@ -88,6 +88,8 @@ class Transformer {
       : options_(options), backend_(backend) {}
 
   absl::Status AddLayer(int64_t index, LayerWeights weights);
+  // Embedding, layers and output head.
+  absl::Status Compute(const ForwardParams& params, const kernels::TensorView& logits) const;
   absl::Status RunLayer(const ForwardParams& params, const Layer& layer, bool first) const;
   absl::Status RunMlp(const ForwardParams& params, const Layer& layer) const;
   // normed = norm(residual += delta).

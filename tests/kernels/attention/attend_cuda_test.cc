@@ -181,7 +181,7 @@ TEST_P(AttendCudaTest, PagesMayLieInTheHostTierAndAreRecorded) {
     const bool missed =
         static_cast<int64_t>(page) == kv.row(0, 5) * kv.layout.pages_per_block() + layer_page;
     EXPECT_EQ(device.missed_bytes()[page], missed ? kv.layout.page_bytes() : 0) << page;
-    touched += device.last_touched()[page] == kv.step ? 1 : 0;
+    touched += device.last_touched()[page] == *kv.accesses.step ? 1 : 0;
   }
   EXPECT_EQ(touched, 16 * 2);  // pages of two KV heads
 }

@@ -1,0 +1,79 @@
+#include "worker/backend/cuda_graphs.h"
+
+#include <utility>
+
+#include "kernels/base/cuda_status.h"
+#include "kernels/base/status_macros.h"
+
+namespace kvasir::worker {
+
+using kernels::CudaStatus;
+
+namespace {
+
+// Then all are forgotten: shapes come and go with the requests.
+constexpr size_t kMostShapes = 256;
+
+struct DestroyGraph {
+  void operator()(cudaGraph_t graph) const { cudaGraphDestroy(graph); }
+};
+
+}  // namespace
+
+absl::StatusOr<bool> CudaGraphs::Begin(const Shape& shape, const CudaStream& stream) {
+  if (seen_.size() == kMostShapes) Clear(stream);
+  shape_ = shape;
+  if (graphs_.contains(shape)) {
+    state_ = State::kReplaying;
+    return true;
+  }
+  if (seen_.insert(shape).second) return false;
+  KVASIR_RETURN_IF_ERROR(
+      CudaStatus(cudaStreamBeginCapture(stream.get(), cudaStreamCaptureModeThreadLocal),
+                 "beginning to record a step"));
+  state_ = State::kRecording;
+  return false;
+}
+
+absl::Status CudaGraphs::End(const CudaStream& stream) {
+  const State state = std::exchange(state_, State::kIdle);
+  if (state == State::kIdle) return absl::OkStatus();
+  if (state == State::kRecording) {
+    KVASIR_ASSIGN_OR_RETURN(graphs_[shape_], EndRecording(stream));
+    ++stats_.recorded;
+  } else {
+    ++stats_.replayed;
+  }
+  const Graph& graph = graphs_.at(shape_);
+  stats_.nodes = graph.nodes;
+  return CudaStatus(cudaGraphLaunch(graph.executable.get(), stream.get()), "launching a step");
+}
+
+absl::StatusOr<CudaGraphs::Graph> CudaGraphs::EndRecording(const CudaStream& stream) {
+  cudaGraph_t recorded = nullptr;
+  KVASIR_RETURN_IF_ERROR(
+      CudaStatus(cudaStreamEndCapture(stream.get(), &recorded), "recording a step"));
+  const std::unique_ptr<CUgraph_st, DestroyGraph> owner(recorded);
+  size_t nodes = 0;
+  KVASIR_RETURN_IF_ERROR(
+      CudaStatus(cudaGraphGetNodes(recorded, nullptr, &nodes), "counting a step's nodes"));
+  cudaGraphExec_t executable = nullptr;
+  KVASIR_RETURN_IF_ERROR(
+      CudaStatus(cudaGraphInstantiate(&executable, recorded, 0), "making a step's graph"));
+  Graph graph;
+  graph.executable.reset(executable);
+  graph.nodes = static_cast<int64_t>(nodes);
+  return graph;
+}
+
+void CudaGraphs::Clear(const CudaStream& stream) {
+  if (std::exchange(state_, State::kIdle) == State::kRecording) {
+    cudaGraph_t recorded = nullptr;
+    cudaStreamEndCapture(stream.get(), &recorded);
+    if (recorded != nullptr) cudaGraphDestroy(recorded);
+  }
+  seen_.clear();
+  graphs_.clear();
+}
+
+}  // namespace kvasir::worker
