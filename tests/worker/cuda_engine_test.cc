@@ -202,7 +202,7 @@ TEST_F(CudaEngineTest, StepsOfOneTokenARowAreGraphs) {
     const CudaGraphStats before = backend.graph_stats();
     ExpectAlike({MakeRequest(900, 700, policy)});
     const CudaGraphStats after = backend.graph_stats();
-    EXPECT_GE(after.replayed - before.replayed, kAnswer - 4) << "policy " << policy;
+    EXPECT_GE(after.replayed - before.replayed, kAnswer - 6) << "policy " << policy;
     std::cout << "policy " << policy << ": a step is " << after.nodes << " nodes, "
               << static_cast<double>(after.nodes) / kLayers << " a layer; recorded "
               << after.recorded - before.recorded << ", replayed "
@@ -210,12 +210,14 @@ TEST_F(CudaEngineTest, StepsOfOneTokenARowAreGraphs) {
   }
 }
 
-// Steps that differ in nothing but the policy are other graphs.
+// Steps that differ in nothing but the policy are other graphs; in the second round, when no buffer
+// grows any more, they do.
 TEST_F(CudaEngineTest, PoliciesThatTakeTurnsAnswerAsOnTheCpu) {
   std::vector<TestRequest> requests;
-  for (uint32_t policy = 0; policy < kNumPolicies; ++policy) {
+  for (int64_t i = 0; i < 2 * kNumPolicies; ++i) {
     // Of lengths so far apart that no two sample at the same position.
-    requests.push_back(MakeRequest(64 * policy, 500 + 2 * kAnswer * policy, policy));
+    requests.push_back(
+        MakeRequest(64 * i, 500 + 2 * kAnswer * i, static_cast<uint32_t>(i % kNumPolicies)));
   }
   ExpectAlike(requests, /*num_slots=*/1);
 }
