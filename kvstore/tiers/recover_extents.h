@@ -1,0 +1,30 @@
+// Opening the disk tier: finds the extents that earlier processes left. Hides how a damaged
+// manifest is made anew from the headers of the extents, which records are good for nothing, and
+// how the order of use and the generations go on. Called by the disk tier at its start, before its
+// threads.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "absl/status/statusor.h"
+
+#include "kvstore/page_format.h"
+#include "kvstore/tiers/disk_tier.h"
+#include "kvstore/tiers/extent_table.h"
+#include "kvstore/tiers/manifest.h"
+#include "kvstore/tiers/segment_files.h"
+
+namespace kvasir::kvstore {
+
+struct RecoveredExtents {
+  std::unique_ptr<Manifest> manifest;
+  ExtentTable table;
+  uint64_t first_generation = 0;  // above all that were given before
+};
+
+// Opens `segments`, too, and removes those that hold nothing. FAILED_PRECONDITION as OpenDiskTier.
+absl::StatusOr<RecoveredExtents> RecoverExtents(const DiskTierOptions& options,
+                                                const ExtentFormat& format, SegmentFiles& segments);
+
+}  // namespace kvasir::kvstore
