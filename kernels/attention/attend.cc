@@ -12,13 +12,6 @@
 #include "kernels/paged/query_block_check.h"
 
 namespace kvasir::kernels {
-namespace {
-
-bool IsFloat32OrBFloat16(DType dtype) {
-  return dtype == DType::kFloat32 || dtype == DType::kBFloat16;
-}
-
-}  // namespace
 
 absl::Status CheckAttendParams(const AttendParams& p) {
   const KvLayout& layout = p.kv.layout;

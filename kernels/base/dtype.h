@@ -37,6 +37,11 @@ constexpr absl::string_view DTypeName(DType dtype) {
   return "unknown";
 }
 
+// What the activations and the KV of every kernel may be.
+constexpr bool IsFloat32OrBFloat16(DType dtype) {
+  return dtype == DType::kFloat32 || dtype == DType::kBFloat16;
+}
+
 // bfloat16 as storage: arithmetic happens in float.
 struct BFloat16 {
   uint16_t bits = 0;

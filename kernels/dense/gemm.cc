@@ -27,8 +27,6 @@ int64_t RoundUp(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-bool IsFloat(DType dtype) { return dtype == DType::kFloat32 || dtype == DType::kBFloat16; }
-
 int64_t Size(DType dtype) { return static_cast<int64_t>(DTypeSize(dtype)); }
 
 absl::StatusOr<std::unique_ptr<GemmEngine>> CreateEngine(const WeightSource& source,
@@ -166,7 +164,7 @@ absl::StatusOr<LinearShape> CheckLinearParts(std::span<const PackedLinear::Part>
                                              const PackedLinear::Options& options) {
   ShapeCheck check("gemm");
   check.Require(!parts.empty(), "no weights were given");
-  check.Require(IsFloat(options.input) && IsFloat(options.output),
+  check.Require(IsFloat32OrBFloat16(options.input) && IsFloat32OrBFloat16(options.output),
                 "input and output must be float32 or bfloat16");
   check.Require(options.output == DType::kFloat32 || options.output == options.input,
                 "a bfloat16 output needs a bfloat16 input");
@@ -174,10 +172,12 @@ absl::StatusOr<LinearShape> CheckLinearParts(std::span<const PackedLinear::Part>
   for (size_t i = 0; i < parts.size(); ++i) {
     const std::string rows = absl::StrCat("rows", i);
     check.Match("weight", parts[i].weight, {rows, "in_features"});
-    check.Require(IsFloat(parts[i].weight.dtype()), "weights must be float32 or bfloat16");
+    check.Require(IsFloat32OrBFloat16(parts[i].weight.dtype()),
+                  "weights must be float32 or bfloat16");
     if (!parts[i].bias.empty()) {
       check.Match("bias", parts[i].bias, {rows});
-      check.Require(IsFloat(parts[i].bias.dtype()), "biases must be float32 or bfloat16");
+      check.Require(IsFloat32OrBFloat16(parts[i].bias.dtype()),
+                    "biases must be float32 or bfloat16");
     }
     check.Require(parts[i].weight.num_elements() > 0, "an empty weight");
     KVASIR_RETURN_IF_ERROR(check.status());

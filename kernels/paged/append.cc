@@ -10,10 +10,6 @@
 namespace kvasir::kernels {
 namespace {
 
-bool IsFloat32OrBFloat16(DType dtype) {
-  return dtype == DType::kFloat32 || dtype == DType::kBFloat16;
-}
-
 absl::Status CheckWritable(const AppendParams& p, const QueryBlock& block) {
   const int64_t index = block.first_position / kPageTokens;
   for (int64_t head = 0; head < p.kv.layout.num_kv_heads; ++head) {

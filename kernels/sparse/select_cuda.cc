@@ -8,10 +8,6 @@
 namespace kvasir::kernels {
 namespace {
 
-bool IsFloat32OrBFloat16(DType dtype) {
-  return dtype == DType::kFloat32 || dtype == DType::kBFloat16;
-}
-
 absl::Status Missing(absl::string_view name, absl::string_view what) {
   return absl::FailedPreconditionError(absl::StrCat(
       name, ": the KV has no ", what, "; declare the policy before the KV store is made"));

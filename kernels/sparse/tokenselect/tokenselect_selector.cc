@@ -17,8 +17,6 @@ namespace kvasir::kernels {
 namespace {
 
 constexpr float kNoVote = -std::numeric_limits<float>::infinity();
-// exp of less is denormal.
-constexpr float kLeastExponent = -87;
 
 // Memory of one thread of a Select call.
 struct ThreadMemory {
@@ -66,7 +64,7 @@ void ForEachVote(std::span<float> logits, const Add& add) {
   double sum = 0;
   for (float& x : logits) {
     const float below = x == max ? 0.0f : x - max;
-    x = below >= kLeastExponent ? std::exp(below) : 0.0f;  // NaN: 0
+    x = below >= kLeastVoteExponent ? std::exp(below) : 0.0f;  // NaN: 0
     sum += x;
   }
   for (size_t j = 0; j < logits.size(); ++j) add(j, static_cast<double>(logits[j]) / sum);

@@ -34,6 +34,9 @@
 
 namespace kvasir::kernels {
 
+// exp of less is denormal: no vote.
+inline constexpr float kLeastVoteExponent = -87;
+
 class TokenSelectSelector : public Selector {
  public:
   // INVALID_ARGUMENT for an unknown option or scope.

@@ -1,8 +1,7 @@
 // Token selection on the GPU, four kernels:
 //
 //   logits   a warp takes a page, so many of its lanes a key that each reads 16 bytes of it; sums
-//   of
-//            the softmaxes by blocks of threads on the way
+//            of the softmaxes by blocks of threads on the way
 //   votes    a thread a token; counts votes by bins
 //   filter   a thread a token: those in better bins than the last one chosen are chosen, those in
 //            its bin are put aside
@@ -13,6 +12,7 @@
 #include "kernels/sparse/block_select.cuh"
 #include "kernels/sparse/select_row.cuh"
 #include "kernels/sparse/tokenselect/tokenselect_launch.h"
+#include "kernels/sparse/tokenselect/tokenselect_selector.h"
 
 namespace kvasir::kernels {
 namespace {
@@ -21,8 +21,6 @@ constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarpThreads;
 constexpr int kGroup = static_cast<int>(kMaxCudaGroup);
 constexpr int kBinShift = 21;  // of an OrderedScore
-// exp of less is denormal.
-constexpr float kLeastExponent = -87;
 
 // A row, and where its candidates lie.
 struct VotingRow {
@@ -212,7 +210,7 @@ __device__ void MergeParts(const TokenSelectLaunch& p, int64_t row, SoftmaxSum (
 __device__ float VoteOf(float logit, const SoftmaxSum& sum) {
   if (sum.sum == 0) return 0;
   const float below = logit == sum.max ? 0.0f : logit - sum.max;
-  return below >= kLeastExponent ? expf(below) / sum.sum : 0.0f;  // NaN: 0
+  return below >= kLeastVoteExponent ? expf(below) / sum.sum : 0.0f;  // NaN: 0
 }
 
 __global__ void __launch_bounds__(kThreads)
