@@ -80,7 +80,7 @@ run() {
   if command -v compute-sanitizer >/dev/null; then
     for program in "${programs[@]}"; do
       for tool in memcheck synccheck initcheck racecheck; do
-        # racecheck does not know the barriers that order attention's shared memory: docs/measurements.md.
+        # What racecheck reports of attention: docs/measurements.md.
         [ "$program-$tool" = attention-racecheck ] && continue
         begin "$program-$tool" 200 compute-sanitizer --tool "$tool" --error-exitcode 1 \
           "$here/kernels_${program}_cuda_test" --gtest_filter="${few[$program]}"
