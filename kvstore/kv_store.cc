@@ -16,16 +16,9 @@ namespace {
 
 using kernels::KvLayout;
 using kernels::PagedKv;
-using kernels::PageRef;
-using kernels::PageTier;
 
 static_assert(kBlockTokens == kernels::kPageTokens);
 
-// Promotions of one step end here: with its checksum a page of 32 KiB takes some 6 us on a core, so
-// that a step waits at most some 3 ms for them.
-constexpr int64_t kPromotedBytesPerStep = int64_t{16} << 20;
-// What is left of a page's missed bytes after each step: 7/8, so misses of some ten steps add up.
-constexpr uint32_t kDecayShift = 3;
 // Blocks on their way to or from the tier below: enough to keep a disk busy.
 constexpr int64_t kMaxTransfers = 64;
 
@@ -58,24 +51,11 @@ KvStoreImpl::KvStoreImpl(const KvStoreOptions& options, Parts parts)
       num_slots_(options.num_slots),
       max_blocks_per_slot_(options.max_blocks_per_slot),
       spare_extents_(parts.spare_extents),
-      device_(std::move(parts.device)),
-      host_(std::move(parts.host)),
+      pages_(std::move(parts.pages)),
+      host_(pages_->host()),
+      row_blocks_(static_cast<size_t>(host_.num_extents())),
       below_(std::move(parts.below)),
       slots_(static_cast<size_t>(options.num_slots)) {
-  const size_t num_rows = static_cast<size_t>(host_.num_extents());
-  const size_t num_pages = num_rows * static_cast<size_t>(pages_per_block_);
-  row_blocks_.resize(num_rows);
-  row_bindings_.resize(num_rows);
-  pages_.resize(num_pages);
-  last_touched_.resize(num_pages, kNeverTouched);
-  missed_bytes_.resize(num_pages);
-  for (int64_t row = 0; row < host_.num_extents(); ++row) {
-    std::byte* const beside_the_tier = device_.memory().bounds(row);
-    bounds_.push_back(beside_the_tier != nullptr ? beside_the_tier : host_.bounds(row));
-    if (!options.key_codes) continue;
-    key_codes_.push_back(device_.memory().key_codes(row));
-  }
-  block_rows_.resize(static_cast<size_t>(num_slots_ * max_blocks_per_slot_), -1);
   if (below_ != nullptr) next_generation_ = below_->first_generation();
 }
 
@@ -86,19 +66,15 @@ absl::StatusOr<Block> KvStoreImpl::Open(BlockId id) {
   if (blocks_.contains(id)) {
     return absl::AlreadyExistsError(absl::StrCat("block ", id.value, " is open or kept already"));
   }
-  const int64_t takeable = device_.num_slots() - device_.num_pinned();
+  const int64_t takeable = pages_->device_pages() - pages_->pinned_pages();
   if (takeable < pages_per_block_) {
     return absl::ResourceExhaustedError(
         absl::StrCat("block ", id.value, ": need ", pages_per_block_, " pages in the device tier, ",
-                     takeable, " of ", device_.num_slots(),
+                     takeable, " of ", pages_->device_pages(),
                      " are not of open blocks; seal blocks or raise kv_device_size_gb"));
   }
   KVASIR_ASSIGN_OR_RETURN(const int64_t row, TakeHostExtent(id));
-  for (int64_t page = first_page(row); page < first_page(row + 1); ++page) {
-    const std::optional<int64_t> slot = TakeDeviceSlot(page, std::nullopt);
-    KVASIR_CHECK(slot.has_value());
-    ref(page) = PageRef(device_.page_memory(*slot), PageTier::kDevice);
-  }
+  KVASIR_RETURN_IF_ERROR(pages_->Open(row));
   blocks_.at(id).handles = 1;
   return Block(id, *this);
 }
@@ -112,10 +88,6 @@ absl::StatusOr<int64_t> KvStoreImpl::TakeHostExtent(BlockId id) {
   }
   if (host_.num_free() == 0) CancelOneUnusedWrite();
   const int64_t row = host_.Take();
-  for (int64_t page = first_page(row); page < first_page(row + 1); ++page) {
-    last_touched_[static_cast<size_t>(page)] = kNeverTouched;
-    missed_bytes_[static_cast<size_t>(page)] = 0;
-  }
   row_blocks_[static_cast<size_t>(row)] = id;
   blocks_[id].row = row;
   return row;
@@ -137,22 +109,12 @@ absl::Status KvStoreImpl::Seal(BlockId id, const PrefixHash& hash) {
   if (block.sealed) {
     return absl::FailedPreconditionError(absl::StrCat("block ", id.value, " is sealed already"));
   }
-  std::vector<TierMemory::Copy> copies;
-  for (int64_t page = first_page(block.row); page < first_page(block.row + 1); ++page) {
-    copies.push_back({.to = host_page(page), .from = ref(page).page()});
-  }
-  KVASIR_RETURN_IF_ERROR(device_.memory().CopyToHost(copies, layout_.page_bytes()));
+  const uint64_t generation = next_generation_++;
+  KVASIR_RETURN_IF_ERROR(pages_->Seal(block.row, {.hash = hash, .generation = generation}));
   block.hash = hash;
-  block.generation = next_generation_++;
+  block.generation = generation;
   block.sealed = true;
   block.kept = true;
-  for (int64_t i = 0; i < pages_per_block_; ++i) {
-    const int64_t page = first_page(block.row) + i;
-    host_.checksums(block.row)[static_cast<size_t>(i)] =
-        PageChecksum(Identity(block, i), Bytes(host_page(page)));
-    device_.Unpin(device_.slot_of(ref(page).page()));
-  }
-  stats_.bytes_device_to_host += layout_.block_bytes();
   return absl::OkStatus();
 }
 
@@ -176,10 +138,7 @@ BlockResidency KvStoreImpl::Where(BlockId id) const {
   BlockResidency where;
   const auto it = blocks_.find(id);
   if (it == blocks_.end()) return where;
-  for (int64_t i = 0; i < pages_per_block_; ++i) {
-    const PageRef page = ref(first_page(it->second.row) + i);
-    where.device_pages += page.tier() == PageTier::kDevice ? 1 : 0;
-  }
+  where.device_pages = pages_->PagesInDevice(it->second.row);
   where.stored = below_ != nullptr && it->second.sealed && below_->Holds(it->second.hash);
   where.restored = it->second.restored;
   return where;
@@ -205,11 +164,7 @@ void KvStoreImpl::FreeIfUnused(BlockId id) {
   }
   num_unused_ -= block.unused ? 1 : 0;
   const int64_t row = block.row;
-  KVASIR_CHECK(row_bindings_[static_cast<size_t>(row)] == 0);
-  for (int64_t page = first_page(row); page < first_page(row + 1); ++page) {
-    if (ref(page).tier() == PageTier::kDevice) device_.Free(device_.slot_of(ref(page).page()));
-    ref(page) = PageRef();
-  }
+  pages_->Free(row);
   host_.Free(row);
   row_blocks_[static_cast<size_t>(row)] = BlockId();
   blocks_.erase(it);
@@ -222,13 +177,9 @@ void KvStoreImpl::Bind(int64_t slot, int64_t index, Block block) {
   KVASIR_CHECK(slot >= 0 && slot < num_slots_ && index >= 0 && index < max_blocks_per_slot_);
   BlockState& state = blocks_.at(block.id());
   state.restored = false;
-  const int64_t row = state.row;
   std::vector<Block>& bound = slots_[static_cast<size_t>(slot)];
   if (static_cast<int64_t>(bound.size()) <= index) bound.resize(static_cast<size_t>(index) + 1);
-  int32_t& entry = block_rows_[static_cast<size_t>(slot * max_blocks_per_slot_ + index)];
-  if (entry >= 0) --row_bindings_[static_cast<size_t>(entry)];
-  ++row_bindings_[static_cast<size_t>(row)];
-  entry = static_cast<int32_t>(row);
+  pages_->Bind(slot, index, state.row);
   bound[static_cast<size_t>(index)] = std::move(block);
 }
 
@@ -237,112 +188,40 @@ void KvStoreImpl::Unbind(int64_t slot, int64_t first_index) {
   KVASIR_CHECK(slot >= 0 && slot < num_slots_ && first_index >= 0);
   std::vector<Block>& bound = slots_[static_cast<size_t>(slot)];
   while (static_cast<int64_t>(bound.size()) > first_index) {
-    const int64_t index = static_cast<int64_t>(bound.size()) - 1;
-    int32_t& entry = block_rows_[static_cast<size_t>(slot * max_blocks_per_slot_ + index)];
-    if (entry >= 0) --row_bindings_[static_cast<size_t>(entry)];
-    entry = -1;
+    pages_->Bind(slot, std::ssize(bound) - 1, -1);
     bound.pop_back();
   }
 }
 
 // ---- steps
 
-PagedKv KvStoreImpl::BeginStep(uint32_t step) {
+absl::StatusOr<PagedKv> KvStoreImpl::BeginStep(uint32_t step) {
   KVASIR_CHECK(!in_step_ && step > step_ && step < kNeverTouched);
+  KVASIR_ASSIGN_OR_RETURN(const PagedKv kv, pages_->BeginStep(step));
   in_step_ = true;
   step_ = step;
-  return {.layout = layout_,
-          .block_rows = block_rows_.data(),
-          .num_slots = num_slots_,
-          .max_blocks_per_slot = max_blocks_per_slot_,
-          .num_rows = host_.num_extents(),
-          .pages = pages_.data(),
-          .bounds = bounds_.data(),
-          .key_codes = key_codes_.empty() ? nullptr : key_codes_.data(),
-          .accesses = {.step = &step_,
-                       .last_touched = last_touched_.data(),
-                       .missed_bytes = missed_bytes_.data()}};
+  return kv;
 }
 
 absl::Status KvStoreImpl::EndStep() {
   if (!in_step_) return absl::FailedPreconditionError("EndStep: no step has begun");
   in_step_ = false;
-  KVASIR_RETURN_IF_ERROR(Promote(CollectAccesses()));
+  KVASIR_ASSIGN_OR_RETURN(std::vector<CorruptRow> corrupt, pages_->EndStep());
+  for (CorruptRow& row : corrupt) Quarantine(std::move(row));
   for (BlockId id : std::exchange(released_in_step_, {})) FreeIfUnused(id);
   PollTier();
   return absl::OkStatus();
 }
 
-// Counts hits and misses of the step; returns the pages that missed more than their size.
-std::vector<KvStoreImpl::Candidate> KvStoreImpl::CollectAccesses() {
-  std::vector<Candidate> candidates;
-  const uint32_t page_bytes = static_cast<uint32_t>(layout_.page_bytes());
-  for (int64_t row = 0; row < host_.num_extents(); ++row) {
-    if (row_bindings_[static_cast<size_t>(row)] == 0) continue;  // kernels cannot reach it
-    for (int64_t page = first_page(row); page < first_page(row + 1); ++page) {
-      uint32_t& missed = missed_bytes_[static_cast<size_t>(page)];
-      const bool in_device = ref(page).tier() == PageTier::kDevice;
-      if (last_touched_[static_cast<size_t>(page)] == step_) {
-        ++(in_device ? stats_.device_hits : stats_.device_misses);
-      }
-      if (missed > page_bytes) candidates.push_back({.missed_bytes = missed, .page = page});
-      missed -= missed >> kDecayShift;
-    }
-  }
-  return candidates;
-}
-
-absl::Status KvStoreImpl::Promote(std::vector<Candidate> candidates) {
-  const size_t limit =
-      static_cast<size_t>(std::max<int64_t>(1, kPromotedBytesPerStep / layout_.page_bytes()));
-  if (candidates.size() > limit) {
-    std::nth_element(
-        candidates.begin(), candidates.begin() + static_cast<int64_t>(limit), candidates.end(),
-        [](const Candidate& a, const Candidate& b) { return a.missed_bytes > b.missed_bytes; });
-    candidates.resize(limit);
-  }
-  for (const Candidate& candidate : candidates) {
-    const int64_t page = candidate.page;
-    if (!VerifyInHost(page)) continue;
-    const std::optional<int64_t> slot = TakeDeviceSlot(page, step_);
-    // Every page was needed in this step: nothing better to do.
-    if (!slot.has_value()) return absl::OkStatus();
-    device_.Unpin(*slot);
-    const TierMemory::Copy copy = {.to = device_.page_memory(*slot), .from = host_page(page)};
-    KVASIR_RETURN_IF_ERROR(
-        device_.memory().CopyFromHost(std::span(&copy, 1), layout_.page_bytes()));
-    ref(page) = PageRef(copy.to, PageTier::kDevice);
-    missed_bytes_[static_cast<size_t>(page)] = 0;
-    ++stats_.promotions;
-    stats_.bytes_host_to_device += layout_.page_bytes();
-  }
-  return absl::OkStatus();
-}
-
-bool KvStoreImpl::VerifyInHost(int64_t page) {
-  const int64_t row = page / pages_per_block_;
-  const int64_t page_in_block = page % pages_per_block_;
-  const BlockId id = row_blocks_[static_cast<size_t>(row)];
-  const BlockState& block = blocks_.at(id);
-  const PageIdentity identity = Identity(block, page_in_block);
-  const uint64_t expected = host_.checksums(row)[static_cast<size_t>(page_in_block)];
-  const uint64_t found = PageChecksum(identity, Bytes(host_page(page)));
-  if (found == expected) return true;
-  ++stats_.checksum_failures;
-  Quarantine(id,
-             absl::DataLossError(absl::StrCat(
-                 "block ", id.value, ", layer ", identity.layer, ", KV head ", identity.head,
-                 ": checksum of the page in the host tier is ", absl::Hex(found), ", sealed as ",
-                 absl::Hex(expected), "; the memory of this machine may be failing")));
-  return false;
-}
-
-void KvStoreImpl::Quarantine(BlockId id, absl::Status status) {
+void KvStoreImpl::Quarantine(CorruptRow corrupt) {
+  const BlockId id = row_blocks_[static_cast<size_t>(corrupt.row)];
   BlockState& block = blocks_.at(id);
-  if (block.corrupt) return;
   block.corrupt = true;
   block.kept = false;
-  CorruptBlock report{.id = id, .slots = {}, .status = std::move(status)};
+  CorruptBlock report{.id = id,
+                      .slots = {},
+                      .status = absl::DataLossError(
+                          absl::StrCat("block ", id.value, ", ", corrupt.status.message()))};
   for (int64_t slot = 0; slot < num_slots_; ++slot) {
     const std::vector<Block>& bound = slots_[static_cast<size_t>(slot)];
     const bool has_it =
@@ -352,25 +231,12 @@ void KvStoreImpl::Quarantine(BlockId id, absl::Status status) {
   corrupt_.push_back(std::move(report));
 }
 
-std::optional<int64_t> KvStoreImpl::TakeDeviceSlot(int64_t page, std::optional<uint32_t> spared) {
-  if (device_.num_free() == 0) {
-    const std::optional<int64_t> victim = device_.FindVictim(last_touched_.data(), spared);
-    if (!victim.has_value()) return std::nullopt;
-    Unmap(device_.page(*victim));
-    device_.Free(*victim);
-    ++stats_.evictions;
-  }
-  return device_.Take(page);
-}
-
-void KvStoreImpl::Unmap(int64_t page) { ref(page) = PageRef(host_page(page), PageTier::kHost); }
-
 // ---- accounting
 
 KvStoreStats KvStoreImpl::stats() const {
   KvStoreStats stats = stats_;
-  stats.device_pages_total = device_.num_slots();
-  stats.device_pages_used = device_.num_slots() - device_.num_free();
+  static_cast<ResidencyStats&>(stats) = pages_->stats();
+  stats.device_pages_total = pages_->device_pages();
   stats.host_blocks_total = host_blocks();
   stats.host_blocks_used = static_cast<int64_t>(blocks_.size()) - num_unused_;
   stats.queued_writes = static_cast<int64_t>(queued_writes_.size() + writes_.size());
@@ -380,7 +246,7 @@ KvStoreStats KvStoreImpl::stats() const {
 
 absl::StatusOr<std::unique_ptr<KvStore>> KvStore::Create(const KvStoreOptions& options,
                                                          std::unique_ptr<Tier> below,
-                                                         const TierMemoryMaker& device_memory) {
+                                                         const ResidencyMaker& make_pages) {
   KVASIR_RETURN_IF_ERROR(CheckOptions(options));
   KVASIR_ASSIGN_OR_RETURN(const ExtentFormat format, ExtentFormat::Create(options.shard));
   if (below != nullptr && below->format().Fingerprint() != format.Fingerprint()) {
@@ -402,19 +268,16 @@ absl::StatusOr<std::unique_ptr<KvStore>> KvStore::Create(const KvStoreOptions& o
                      (2 + spare_extents) * block_bytes, " bytes; it was given ", options.host_bytes,
                      "; raise kv_host_size_gb"));
   }
-  const int64_t num_pages = options.device_bytes / layout.page_bytes();
-  KVASIR_ASSIGN_OR_RETURN(std::unique_ptr<TierMemory> memory,
-                          device_memory({.num_pages = num_pages,
-                                         .page_bytes = layout.page_bytes(),
-                                         .num_blocks = num_extents,
-                                         .block_bounds_bytes = layout.block_bounds_bytes(),
-                                         .block_key_codes_bytes = key_codes_bytes}));
-  DeviceArena device(std::move(memory), num_pages, layout.page_bytes(), options.freed_memory);
-  KVASIR_ASSIGN_OR_RETURN(HostSlab host,
-                          HostSlab::Create(format, num_extents, options.freed_memory));
+  KVASIR_ASSIGN_OR_RETURN(std::unique_ptr<PageResidency> pages,
+                          make_pages({.format = format,
+                                      .num_rows = num_extents,
+                                      .device_pages = options.device_bytes / layout.page_bytes(),
+                                      .num_slots = options.num_slots,
+                                      .max_blocks_per_slot = options.max_blocks_per_slot,
+                                      .key_codes = options.key_codes,
+                                      .freed_memory = options.freed_memory}));
   return std::make_unique<KvStoreImpl>(options, KvStoreImpl::Parts{.format = format,
-                                                                   .device = std::move(device),
-                                                                   .host = std::move(host),
+                                                                   .pages = std::move(pages),
                                                                    .below = std::move(below),
                                                                    .spare_extents = spare_extents});
 }

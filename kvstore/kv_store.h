@@ -17,9 +17,8 @@
 // exceed its size. Pages of open blocks are pinned in the device tier; the host tier includes every
 // sealed block, so eviction writes nothing back.
 //
-// Every page is verified against the checksum made by Seal when it enters the device tier. A page
-// that fails quarantines its block (see TakeCorrupt). Pages that are read in place rely on the
-// memory's own error correction between two promotions.
+// How pages move is a PageResidency's matter, and so is whether they are verified on their way into
+// the device tier: one that is and fails quarantines its block (see TakeCorrupt).
 // Thread-compatible: the engine's thread only, which also destroys the handles; the store outlives
 // them.
 #pragma once
@@ -36,9 +35,10 @@
 #include "kernels/paged/paged_kv.h"
 #include "kvstore/block.h"
 #include "kvstore/page_format.h"
+#include "kvstore/tiers/arena_residency.h"
 #include "kvstore/tiers/freed_memory.h"
+#include "kvstore/tiers/page_residency.h"
 #include "kvstore/tiers/tier.h"
-#include "kvstore/tiers/tier_memory.h"
 
 namespace kvasir::kvstore {
 
@@ -88,20 +88,12 @@ struct StoredChanges {
   std::vector<PrefixHash> forgotten;
 };
 
-// Counters since the store was made, for metrics; pages unless said otherwise. A page counts as one
-// hit or miss in each step that reads it, however many rows and heads do.
-struct KvStoreStats {
+// Counters since the store was made, for metrics. A page counts as one hit or miss in each step
+// that reads it, however many rows and heads do.
+struct KvStoreStats : ResidencyStats {
   int64_t device_pages_total = 0;
-  int64_t device_pages_used = 0;
   int64_t host_blocks_total = 0;
   int64_t host_blocks_used = 0;
-  int64_t promotions = 0;
-  int64_t evictions = 0;
-  int64_t bytes_host_to_device = 0;
-  int64_t bytes_device_to_host = 0;
-  int64_t checksum_failures = 0;
-  int64_t device_hits = 0;    // answered by the device tier
-  int64_t device_misses = 0;  // answered in place by the host tier
   // The tier below, all zero without one.
   int64_t queued_writes = 0;   // blocks that wait or are being written, now
   int64_t dropped_writes = 0;  // blocks not written, for too many waited or room was needed
@@ -114,10 +106,10 @@ class KvStore {
  public:
   // Takes all memory at once. RESOURCE_EXHAUSTED, naming what is needed, when the sizes are too
   // small or memory is not to be had; INVALID_ARGUMENT for an impossible layout, or a tier `below`
-  // (null: none) of another shard. `device_memory` makes that of the device tier.
+  // (null: none) of another shard. `make_pages` makes both tiers' memory and what moves pages.
   static absl::StatusOr<std::unique_ptr<KvStore>> Create(
       const KvStoreOptions& options, std::unique_ptr<Tier> below = nullptr,
-      const TierMemoryMaker& device_memory = HostTierMemory::Make);
+      const ResidencyMaker& make_pages = ArenaResidency::MakeInHost);
   virtual ~KvStore() = default;
 
   // --- blocks, at plan boundaries ---
@@ -148,8 +140,8 @@ class KvStore {
   // --- steps ---
 
   // Tables for the kernels of one step, valid until EndStep. REQUIRES: step numbers ascend, the
-  // first is at least 1.
-  virtual kernels::PagedKv BeginStep(uint32_t step) = 0;
+  // first is at least 1. Errors are the device's.
+  virtual absl::StatusOr<kernels::PagedKv> BeginStep(uint32_t step) = 0;
   // Collects accesses and misses, promotes, evicts. FAILED_PRECONDITION outside of a step.
   virtual absl::Status EndStep() = 0;
   // Blocks found corrupt since the last call, each once. They are not held any more (the engine

@@ -1,5 +1,6 @@
 // The implementation of kv_store.h, for its own files only: kv_store.cc (blocks, slots, steps),
-// kv_store_tier.cc (the tier below), kv_store_check.cc (the bookkeeping checked).
+// kv_store_tier.cc (the tier below), kv_store_check.cc (the bookkeeping checked). Where pages lie
+// is another's matter (tiers/page_residency.h).
 #pragma once
 
 #include <array>
@@ -15,12 +16,11 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 
-#include "kernels/base/buffer.h"
 #include "kernels/paged/paged_kv.h"
 #include "kvstore/kv_store.h"
 #include "kvstore/page_format.h"
-#include "kvstore/tiers/device_arena.h"
 #include "kvstore/tiers/host_slab.h"
+#include "kvstore/tiers/page_residency.h"
 #include "kvstore/tiers/tier.h"
 
 namespace kvasir::kvstore {
@@ -29,8 +29,7 @@ class KvStoreImpl : public KvStore, private BlockOwner {
  public:
   struct Parts {
     ExtentFormat format;
-    DeviceArena device;
-    HostSlab host;
+    std::unique_ptr<PageResidency> pages;
     std::unique_ptr<Tier> below;
     int64_t spare_extents = 0;  // of the host tier, for transfers
   };
@@ -51,7 +50,7 @@ class KvStoreImpl : public KvStore, private BlockOwner {
   BlockResidency Where(BlockId id) const override;
   void Bind(int64_t slot, int64_t index, Block block) override;
   void Unbind(int64_t slot, int64_t first_index) override;
-  kernels::PagedKv BeginStep(uint32_t step) override;
+  absl::StatusOr<kernels::PagedKv> BeginStep(uint32_t step) override;
   absl::Status EndStep() override;
   std::vector<CorruptBlock> TakeCorrupt() override { return std::exchange(corrupt_, {}); }
   void Persist(BlockId id, absl::Span<const int32_t> tokens) override;
@@ -62,7 +61,7 @@ class KvStoreImpl : public KvStore, private BlockOwner {
   StoredChanges TakeStoredChanges() override;
   std::vector<StoredBlock> Inventory() const override;
   void Flush() override;
-  int64_t device_blocks() const override { return device_.num_slots() / pages_per_block_; }
+  int64_t device_blocks() const override { return pages_->device_pages() / pages_per_block_; }
   int64_t host_blocks() const override { return host_.num_extents() - spare_extents_; }
   KvStoreStats stats() const override;
   absl::Status CheckIntegrity() const override;
@@ -70,7 +69,7 @@ class KvStoreImpl : public KvStore, private BlockOwner {
  private:
   enum class Transfer : uint8_t { kNone, kWriteQueued, kReadQueued, kWriting, kReading };
   struct BlockState {
-    int64_t row = 0;  // of the page tables, and the extent of the host tier
+    int64_t row = 0;  // of the residency's tables, and the extent of the host tier
     int64_t handles = 0;
     bool sealed = false;
     bool kept = false;
@@ -81,11 +80,6 @@ class KvStoreImpl : public KvStore, private BlockOwner {
     Transfer transfer = Transfer::kNone;
     PrefixHash hash{};
     uint64_t generation = 0;
-  };
-  // A page read in place, as a candidate for the device tier.
-  struct Candidate {
-    uint32_t missed_bytes = 0;
-    int64_t page = 0;
   };
   struct QueuedWrite {
     BlockId id;
@@ -101,13 +95,7 @@ class KvStoreImpl : public KvStore, private BlockOwner {
   // An extent of the host tier for block `id`, and its row; RESOURCE_EXHAUSTED when there is none.
   absl::StatusOr<int64_t> TakeHostExtent(BlockId id);
 
-  std::vector<Candidate> CollectAccesses();
-  absl::Status Promote(std::vector<Candidate> candidates);
-  bool VerifyInHost(int64_t page);
-  void Quarantine(BlockId id, absl::Status status);
-  // A free device slot, by eviction if need be; pages read in step `spared` stay.
-  std::optional<int64_t> TakeDeviceSlot(int64_t page, std::optional<uint32_t> spared);
-  void Unmap(int64_t page);
+  void Quarantine(CorruptRow corrupt);
 
   void CancelOneUnusedWrite();
   void CollectCompletions();
@@ -116,21 +104,8 @@ class KvStoreImpl : public KvStore, private BlockOwner {
   void StartTransfers();
 
   absl::Status CheckBlocks() const;
-  absl::Status CheckBlock(BlockId id, const BlockState& block, int64_t& in_device) const;
+  absl::Status CheckBlock(BlockId id, const BlockState& block) const;
   absl::Status CheckSlots() const;
-
-  int64_t first_page(int64_t row) const { return row * pages_per_block_; }
-  kernels::PageRef& ref(int64_t page) { return pages_[static_cast<size_t>(page)]; }
-  const kernels::PageRef& ref(int64_t page) const { return pages_[static_cast<size_t>(page)]; }
-  std::byte* host_page(int64_t page) const {
-    return host_.page(page / pages_per_block_, page % pages_per_block_);
-  }
-  absl::Span<const std::byte> Bytes(const std::byte* page) const {
-    return {page, static_cast<size_t>(layout_.page_bytes())};
-  }
-  PageIdentity Identity(const BlockState& block, int64_t page_in_block) const {
-    return format_.identity(block.hash, block.generation, page_in_block);
-  }
 
   const ExtentFormat format_;
   const kernels::KvLayout layout_;
@@ -140,24 +115,17 @@ class KvStoreImpl : public KvStore, private BlockOwner {
 
   const int64_t spare_extents_;
 
-  DeviceArena device_;
-  HostSlab host_;
+  const std::unique_ptr<PageResidency> pages_;
+  HostSlab& host_;  // of pages_
   absl::flat_hash_map<BlockId, BlockState> blocks_;
   int64_t num_unused_ = 0;
-  std::vector<BlockId> row_blocks_;      // [row], no id while the row is free
-  std::vector<int64_t> row_bindings_;    // [row], how many slots have it
-  std::vector<kernels::PageRef> pages_;  // [row, page in block]
-  std::vector<std::byte*> bounds_;       // [row]
-  std::vector<std::byte*> key_codes_;    // [row], none when they are not kept
-  std::vector<uint32_t> last_touched_;   // [row, page in block]
-  std::vector<uint32_t> missed_bytes_;   // [row, page in block]
-  std::vector<int32_t> block_rows_;      // [slot, index]
+  std::vector<BlockId> row_blocks_;  // [row], no id while the row is free
   bool in_step_ = false;
   uint32_t step_ = 0;
   uint64_t next_generation_ = 1;
   std::vector<BlockId> released_in_step_;
   std::vector<CorruptBlock> corrupt_;
-  KvStoreStats stats_;
+  KvStoreStats stats_;  // what is not of pages_
 
   // Transfers: each under way holds its block's extent, and at most spare_extents_ are under way.
   std::deque<QueuedWrite> queued_writes_;

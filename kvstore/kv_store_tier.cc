@@ -5,13 +5,9 @@
 #include "absl/strings/str_cat.h"
 
 #include "kernels/base/status_macros.h"
-#include "kernels/paged/key_codes.h"
 #include "kvstore/kv_store_impl.h"
 
 namespace kvasir::kvstore {
-
-using kernels::PageRef;
-using kernels::PageTier;
 
 void KvStoreImpl::Persist(BlockId id, absl::Span<const int32_t> tokens) {
   KVASIR_CHECK(!in_step_ && tokens.size() == static_cast<size_t>(kBlockTokens));
@@ -97,13 +93,7 @@ void KvStoreImpl::OnRead(BlockId id, const TierCompletion& completion) {
     block.generation = completion.block.generation;
     block.sealed = true;
     block.restored = true;
-    for (int64_t page = first_page(block.row); page < first_page(block.row + 1); ++page) {
-      ref(page) = PageRef(host_page(page), PageTier::kHost);
-      if (key_codes_.empty()) continue;
-      std::byte* codes = key_codes_[static_cast<size_t>(block.row)] +
-                         (page - first_page(block.row)) * layout_.page_key_codes_bytes();
-      kernels::EncodeKeys(layout_, host_page(page), 0, kBlockTokens, codes);
-    }
+    pages_->Restore(block.row, {.hash = block.hash, .generation = block.generation});
   } else {
     block.kept = false;
   }

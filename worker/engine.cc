@@ -133,8 +133,8 @@ absl::Status Engine::Init(std::unique_ptr<kvstore::Tier> below) {
                    .num_slots = options_.max_num_seqs,
                    .max_blocks_per_slot = (max_model_len + kPageTokens - 1) / kPageTokens,
                    .key_codes = AnyNeedsKeyCodes()},
-                  std::move(below), [this](const kvstore::TierMemorySizes& sizes) {
-                    return model_.backend().MakeTierMemory(sizes);
+                  std::move(below), [this](const kvstore::ResidencyOptions& options) {
+                    return model_.backend().MakeResidency(options);
                   }));
   KVASIR_RETURN_IF_ERROR(model_.backend().CheckEngine({.policies = options_.policies,
                                                        .device_blocks = store_->device_blocks(),
@@ -324,7 +324,7 @@ absl::Status Engine::RememberSelections(Sequence& sequence, int64_t end) const {
 absl::Status Engine::Compute() {
   if (works_.empty()) return absl::OkStatus();
   const StepBatch batch = MakeStepBatch(works_, selectors_, std::exchange(truncations_, {}));
-  const kernels::PagedKv kv = store_->BeginStep(++kv_step_);
+  KVASIR_ASSIGN_OR_RETURN(const kernels::PagedKv kv, store_->BeginStep(++kv_step_));
   meter_.BeginStep(batch);
   StepResult result;
   KVASIR_RETURN_IF_ERROR(model_.Forward({.batch = batch,

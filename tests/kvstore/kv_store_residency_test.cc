@@ -250,7 +250,7 @@ class RandomPlans {
   }
 
   void Step() {
-    const PagedKv kv = store_->BeginStep(++step_);
+    const PagedKv kv = store_->BeginStep(++step_).value();
     std::optional<std::pair<int64_t, Block>> gone;
     if (!handles_.empty() && rng_() % 4 == 0) {
       gone = std::move(handles_.back());  // a handle that goes while the step runs

@@ -46,7 +46,7 @@ class KvStoreTest : public ::testing::Test {
   Block MakeSealed(int64_t id, int64_t slot, int64_t index) {
     Block block = store_->Open(BlockId(id)).value();
     store_->Bind(slot, index, block);
-    PagedKv kv = store_->BeginStep(++step_);
+    PagedKv kv = store_->BeginStep(++step_).value();
     for (int64_t layer = 0; layer < kLayout.num_layers; ++layer) {
       for (int64_t head = 0; head < kLayout.num_kv_heads; ++head) {
         std::memset(kv.Peek(slot, index, layer, head).page(), static_cast<int>(id),
@@ -59,7 +59,7 @@ class KvStoreTest : public ::testing::Test {
   }
   // One step that reads `bytes` of every page of the block; returns its first byte.
   int Read(int64_t slot, int64_t index, int64_t bytes = kLayout.page_bytes()) {
-    const PagedKv kv = store_->BeginStep(++step_);
+    const PagedKv kv = store_->BeginStep(++step_).value();
     int first = -1;
     for (int64_t layer = 0; layer < kLayout.num_layers; ++layer) {
       for (int64_t head = 0; head < kLayout.num_kv_heads; ++head) {
@@ -189,7 +189,7 @@ TEST_F(KvStoreTest, PagesReadInThisStepAreNotVictimsOfItsPromotions) {
   const int64_t promotions = store_->stats().promotions;
   // Everything is read in full in each step: there is nothing worth evicting.
   for (int i = 0; i < 20; ++i) {
-    const PagedKv kv = store_->BeginStep(++step_);
+    const PagedKv kv = store_->BeginStep(++step_).value();
     for (int64_t index = 0; index < 6; ++index) {
       for (int64_t layer = 0; layer < 2; ++layer) {
         for (int64_t head = 0; head < 2; ++head) {
@@ -220,7 +220,7 @@ TEST_F(KvStoreTest, CountsAPageOncePerStepAsHitOrMiss) {
   for (int64_t id = 1; id <= 6; ++id) MakeSealed(id, 0, id - 1);
   const KvStoreStats before = store_->stats();
   int64_t in_device = 0;
-  const PagedKv kv = store_->BeginStep(++step_);
+  const PagedKv kv = store_->BeginStep(++step_).value();
   for (int64_t index = 0; index < 6; ++index) {
     for (int repeat = 0; repeat < 3; ++repeat) {
       const kernels::PageRef page = kv.Read(0, index, 1, 0, 8);
@@ -238,7 +238,7 @@ TEST_F(KvStoreTest, ABitFlippedInTheHostTierIsFoundBeforeItsPageIsPromoted) {
   while (DevicePages(cold) > 0) ++cold;
   store_->Bind(1, 5, store_->Get(BlockId(cold)).value());
   {
-    const PagedKv kv = store_->BeginStep(++step_);
+    const PagedKv kv = store_->BeginStep(++step_).value();
     kv.Peek(0, cold - 1, 1, 0).page()[100] ^= std::byte{4};
     ASSERT_TRUE(store_->EndStep().ok());
   }
@@ -265,7 +265,7 @@ TEST_F(KvStoreTest, ABitFlippedInTheHostTierIsFoundBeforeItsPageIsPromoted) {
 
 TEST_F(KvStoreTest, HandlesThatGoDuringAStepFreeTheirBlockBehindIt) {
   Block block = store_->Open(BlockId(1)).value();
-  store_->BeginStep(++step_);
+  ASSERT_TRUE(store_->BeginStep(++step_).ok());
   block = Block();
   EXPECT_EQ(store_->stats().device_pages_used, 4);
   ASSERT_TRUE(store_->EndStep().ok());
@@ -288,7 +288,7 @@ TEST_F(KvStoreTest, AForkSharesFullBlocks) {
 TEST_F(KvStoreTest, ConcurrentReadersWithinAStepAreCountedInFull) {
   for (int64_t id = 1; id <= 6; ++id) MakeSealed(id, 0, id - 1);
   for (int i = 0; i < 50; ++i) {
-    const PagedKv kv = store_->BeginStep(++step_);
+    const PagedKv kv = store_->BeginStep(++step_).value();
     std::vector<std::thread> readers;
     std::atomic<int> wrong = 0;
     for (int64_t t = 0; t < 4; ++t) {

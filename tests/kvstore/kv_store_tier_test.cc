@@ -61,7 +61,7 @@ class KvStoreTierTest : public ::testing::Test {
   void MakeSealed(int64_t id, uint32_t name) {
     const Block block = store_->Open(BlockId(id)).value();
     store_->Bind(0, 0, block);
-    const PagedKv kv = store_->BeginStep(++step_);
+    const PagedKv kv = store_->BeginStep(++step_).value();
     ForEachByte(kv, name, [](std::byte& byte, std::byte expected) { byte = expected; });
     ASSERT_TRUE(store_->EndStep().ok());
     ASSERT_TRUE(store_->Seal(BlockId(id), HashOf(name)).ok());
@@ -69,7 +69,7 @@ class KvStoreTierTest : public ::testing::Test {
   }
   void ExpectHolds(int64_t id, uint32_t name) {
     store_->Bind(0, 0, store_->Get(BlockId(id)).value());
-    const PagedKv kv = store_->BeginStep(++step_);
+    const PagedKv kv = store_->BeginStep(++step_).value();
     int64_t wrong = 0;
     ForEachByte(kv, name,
                 [&](std::byte& byte, std::byte expected) { wrong += byte == expected ? 0 : 1; });
@@ -156,7 +156,7 @@ TEST_F(KvStoreTierTest, ARestoredBlockHasTheCodesOfItsKeys) {
   Start(100, /*key_codes=*/true);
   ASSERT_TRUE(Restore(2, 100).ok());
   store_->Bind(0, 0, store_->Get(BlockId(2)).value());
-  const PagedKv kv = store_->BeginStep(++step_);
+  const PagedKv kv = store_->BeginStep(++step_).value();
   const auto codes = [&] {
     const std::byte* begin = kv.KeyCodes(0, 0, 0, 0);
     return std::vector<std::byte>(begin, begin + kLayout.block_key_codes_bytes());
@@ -170,7 +170,7 @@ TEST_F(KvStoreTierTest, ARestoredBlockHasTheCodesOfItsKeys) {
 }
 
 TEST_F(KvStoreTierTest, KeyCodesAreKeptOnlyWhenAskedFor) {
-  EXPECT_EQ(store_->BeginStep(1).key_codes, nullptr);
+  EXPECT_EQ(store_->BeginStep(1).value().key_codes, nullptr);
   ASSERT_TRUE(store_->EndStep().ok());
 }
 

@@ -27,7 +27,7 @@
 #include "kernels/dense/silu_mul.h"
 #include "kernels/paged/grouped_positions.h"
 #include "kernels/paged/paged_kv.h"
-#include "kvstore/tiers/tier_memory.h"
+#include "kvstore/tiers/page_residency.h"
 #include "proto/kvasir/v1/sparsity.pb.h"
 #include "worker/attention_meter.h"
 #include "worker/backend/memory.h"
@@ -123,9 +123,10 @@ class Backend {
 
   // RESOURCE_EXHAUSTED when there is no memory.
   virtual absl::StatusOr<Memory> Allocate(int64_t bytes) = 0;
-  // Of the KV store's device tier. One at a time is in use.
-  virtual absl::StatusOr<std::unique_ptr<kvstore::TierMemory>> MakeTierMemory(
-      const kvstore::TierMemorySizes& sizes) = 0;
+  // Of a KV store: memory of its tiers, and what moves pages between them. The backend outlives it.
+  // One at a time is in use.
+  virtual absl::StatusOr<std::unique_ptr<kvstore::PageResidency>> MakeResidency(
+      const kvstore::ResidencyOptions& options) = 0;
   // A weight that ops read as it is; what is empty stays empty.
   virtual absl::StatusOr<Tensor> Place(HostTensor weight) = 0;
   // Parts, in host memory, and options as of kernels::PackedLinear::Create; copied.

@@ -10,6 +10,7 @@
 
 #include "kernels/base/scratch.h"
 #include "kernels/dense/rope.h"
+#include "kvstore/tiers/arena_residency.h"
 #include "worker/backend/backend.h"
 #include "worker/backend/cpu_attention.h"
 
@@ -25,9 +26,9 @@ class CpuBackend final : public Backend {
   }
   absl::Status CheckEngine(const EngineNeeds&) const override { return absl::OkStatus(); }
   absl::StatusOr<Memory> Allocate(int64_t bytes) override;
-  absl::StatusOr<std::unique_ptr<kvstore::TierMemory>> MakeTierMemory(
-      const kvstore::TierMemorySizes& sizes) override {
-    return kvstore::HostTierMemory::Make(sizes);
+  absl::StatusOr<std::unique_ptr<kvstore::PageResidency>> MakeResidency(
+      const kvstore::ResidencyOptions& options) override {
+    return kvstore::ArenaResidency::MakeInHost(options);
   }
   absl::StatusOr<Tensor> Place(HostTensor weight) override;
   absl::StatusOr<std::unique_ptr<Linear>> MakeLinear(

@@ -8,6 +8,7 @@
 #include "kernels/base/status_macros.h"
 #include "kernels/paged/append_cuda.h"
 #include "kernels/paged/digests_cuda.h"
+#include "kvstore/tiers/arena_residency.h"
 #include "worker/backend/cuda_limits.h"
 #include "worker/backend/make_backend.h"
 
@@ -95,14 +96,18 @@ absl::StatusOr<Memory> CudaBackend::Allocate(int64_t bytes) {
   return Memory(std::move(buffer), Device::kCuda);
 }
 
-absl::StatusOr<std::unique_ptr<kvstore::TierMemory>> CudaBackend::MakeTierMemory(
-    const kvstore::TierMemorySizes& sizes) {
-  KVASIR_ASSIGN_OR_RETURN(std::unique_ptr<CudaTierMemory> memory,
-                          CudaTierMemory::Make(sizes, stream_));
-  arena_ = {.base = memory->pages(), .bytes = sizes.num_pages * sizes.page_bytes};
+absl::StatusOr<std::unique_ptr<kvstore::PageResidency>> CudaBackend::MakeResidency(
+    const kvstore::ResidencyOptions& options) {
   attention_ = {};  // its maps are of another arena
   graphs_.Clear(stream_);
-  return memory;
+  const auto make_memory = [this](const kvstore::TierMemorySizes& sizes)
+      -> absl::StatusOr<std::unique_ptr<kvstore::TierMemory>> {
+    KVASIR_ASSIGN_OR_RETURN(std::unique_ptr<CudaTierMemory> memory,
+                            CudaTierMemory::Make(sizes, stream_));
+    arena_ = {.base = memory->pages(), .bytes = sizes.num_pages * sizes.page_bytes};
+    return memory;
+  };
+  return kvstore::ArenaResidency::Make(options, make_memory);
 }
 
 absl::StatusOr<Tensor> CudaBackend::Place(HostTensor weight) {

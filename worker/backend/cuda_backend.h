@@ -28,8 +28,8 @@ class CudaBackend final : public Backend {
   absl::Status CheckModel(const TransformerOptions& model, kernels::DType kv_dtype) const override;
   absl::Status CheckEngine(const EngineNeeds& needs) const override;
   absl::StatusOr<Memory> Allocate(int64_t bytes) override;
-  absl::StatusOr<std::unique_ptr<kvstore::TierMemory>> MakeTierMemory(
-      const kvstore::TierMemorySizes& sizes) override;
+  absl::StatusOr<std::unique_ptr<kvstore::PageResidency>> MakeResidency(
+      const kvstore::ResidencyOptions& options) override;
   absl::StatusOr<Tensor> Place(HostTensor weight) override;
   absl::StatusOr<std::unique_ptr<Linear>> MakeLinear(
       std::span<const kernels::PackedLinear::Part> parts,

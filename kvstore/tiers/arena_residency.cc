@@ -1,0 +1,304 @@
+#include "kvstore/tiers/arena_residency.h"
+
+#include <algorithm>
+#include <span>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+
+#include "kernels/base/status_macros.h"
+#include "kernels/paged/key_codes.h"
+
+namespace kvasir::kvstore {
+
+using kernels::PagedKv;
+using kernels::PageRef;
+using kernels::PageTier;
+
+namespace {
+
+// Promotions of one step end here: with its checksum a page of 32 KiB takes some 6 us on a core, so
+// that a step waits at most some 3 ms for them.
+constexpr int64_t kPromotedBytesPerStep = int64_t{16} << 20;
+// What is left of a page's missed bytes after each step: 7/8, so misses of some ten steps add up.
+constexpr uint32_t kDecayShift = 3;
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<PageResidency>> ArenaResidency::Make(
+    const ResidencyOptions& options, const TierMemoryMaker& device_memory) {
+  const kernels::KvLayout& layout = options.format.shard().layout;
+  KVASIR_ASSIGN_OR_RETURN(
+      std::unique_ptr<TierMemory> memory,
+      device_memory(
+          {.num_pages = options.device_pages,
+           .page_bytes = layout.page_bytes(),
+           .num_blocks = options.num_rows,
+           .block_bounds_bytes = layout.block_bounds_bytes(),
+           .block_key_codes_bytes = options.key_codes ? layout.block_key_codes_bytes() : 0}));
+  DeviceArena device(std::move(memory), options.device_pages, layout.page_bytes(),
+                     options.freed_memory);
+  KVASIR_ASSIGN_OR_RETURN(HostSlab host,
+                          HostSlab::Create(options.format, options.num_rows, options.freed_memory));
+  return std::unique_ptr<PageResidency>(
+      new ArenaResidency(options, std::move(device), std::move(host)));
+}
+
+ArenaResidency::ArenaResidency(const ResidencyOptions& options, DeviceArena device, HostSlab host)
+    : format_(options.format),
+      layout_(format_.shard().layout),
+      pages_per_block_(layout_.pages_per_block()),
+      num_slots_(options.num_slots),
+      max_blocks_per_slot_(options.max_blocks_per_slot),
+      device_(std::move(device)),
+      host_(std::move(host)),
+      rows_(static_cast<size_t>(options.num_rows)) {
+  const size_t num_pages = rows_.size() * static_cast<size_t>(pages_per_block_);
+  pages_.resize(num_pages);
+  last_touched_.resize(num_pages, kNeverTouched);
+  missed_bytes_.resize(num_pages);
+  for (int64_t row = 0; row < options.num_rows; ++row) {
+    std::byte* const beside_the_tier = device_.memory().bounds(row);
+    bounds_.push_back(beside_the_tier != nullptr ? beside_the_tier : host_.bounds(row));
+    if (options.key_codes) key_codes_.push_back(device_.memory().key_codes(row));
+  }
+  block_rows_.resize(static_cast<size_t>(num_slots_ * max_blocks_per_slot_), -1);
+}
+
+// ---- rows
+
+absl::Status ArenaResidency::Open(int64_t row) {
+  KVASIR_CHECK(at(row).state == RowState::kNone);
+  ForgetAccesses(row);
+  for (int64_t page = first_page(row); page < first_page(row + 1); ++page) {
+    const std::optional<int64_t> slot = TakeDeviceSlot(page, std::nullopt);
+    KVASIR_CHECK(slot.has_value());
+    ref(page) = PageRef(device_.page_memory(*slot), PageTier::kDevice);
+  }
+  at(row).state = RowState::kOpen;
+  return absl::OkStatus();
+}
+
+void ArenaResidency::ForgetAccesses(int64_t row) {
+  const auto begin = static_cast<std::ptrdiff_t>(first_page(row));
+  std::fill_n(last_touched_.begin() + begin, pages_per_block_, kNeverTouched);
+  std::fill_n(missed_bytes_.begin() + begin, pages_per_block_, 0);
+}
+
+absl::Status ArenaResidency::Seal(int64_t row, const BlockSeal& seal) {
+  KVASIR_CHECK(at(row).state == RowState::kOpen);
+  std::vector<TierMemory::Copy> copies;
+  for (int64_t page = first_page(row); page < first_page(row + 1); ++page) {
+    copies.push_back({.to = host_page(page), .from = ref(page).page()});
+  }
+  KVASIR_RETURN_IF_ERROR(device_.memory().CopyToHost(copies, layout_.page_bytes()));
+  for (int64_t i = 0; i < pages_per_block_; ++i) {
+    const int64_t page = first_page(row) + i;
+    host_.checksums(row)[static_cast<size_t>(i)] =
+        PageChecksum(format_.identity(seal.hash, seal.generation, i), Bytes(host_page(page)));
+    device_.Unpin(device_.slot_of(ref(page).page()));
+  }
+  at(row).state = RowState::kSealed;
+  at(row).seal = seal;
+  stats_.bytes_device_to_host += layout_.block_bytes();
+  return absl::OkStatus();
+}
+
+void ArenaResidency::Restore(int64_t row, const BlockSeal& seal) {
+  KVASIR_CHECK(at(row).state == RowState::kNone);
+  ForgetAccesses(row);
+  for (int64_t page = first_page(row); page < first_page(row + 1); ++page) {
+    ref(page) = PageRef(host_page(page), PageTier::kHost);
+    if (key_codes_.empty()) continue;
+    std::byte* const codes = key_codes_[static_cast<size_t>(row)] +
+                             (page - first_page(row)) * layout_.page_key_codes_bytes();
+    kernels::EncodeKeys(layout_, host_page(page), 0, kBlockTokens, codes);
+  }
+  at(row).state = RowState::kSealed;
+  at(row).seal = seal;
+}
+
+void ArenaResidency::Free(int64_t row) {
+  KVASIR_CHECK(at(row).bindings == 0);
+  for (int64_t page = first_page(row); page < first_page(row + 1); ++page) {
+    if (ref(page).tier() == PageTier::kDevice) device_.Free(device_.slot_of(ref(page).page()));
+    ref(page) = PageRef();
+  }
+  at(row) = Row();
+}
+
+void ArenaResidency::Bind(int64_t slot, int64_t index, int64_t row) {
+  int32_t& entry = block_rows_[static_cast<size_t>(slot * max_blocks_per_slot_ + index)];
+  if (entry >= 0) --at(entry).bindings;
+  if (row >= 0) ++at(row).bindings;
+  entry = static_cast<int32_t>(row);
+}
+
+int64_t ArenaResidency::PagesInDevice(int64_t row) const {
+  return std::count_if(pages_.begin() + static_cast<std::ptrdiff_t>(first_page(row)),
+                       pages_.begin() + static_cast<std::ptrdiff_t>(first_page(row + 1)),
+                       [](const PageRef& page) { return page.tier() == PageTier::kDevice; });
+}
+
+// ---- steps
+
+absl::StatusOr<PagedKv> ArenaResidency::BeginStep(uint32_t step) {
+  step_ = step;
+  return PagedKv{.layout = layout_,
+                 .block_rows = block_rows_.data(),
+                 .num_slots = num_slots_,
+                 .max_blocks_per_slot = max_blocks_per_slot_,
+                 .num_rows = std::ssize(rows_),
+                 .pages = pages_.data(),
+                 .bounds = bounds_.data(),
+                 .key_codes = key_codes_.empty() ? nullptr : key_codes_.data(),
+                 .accesses = {.step = &step_,
+                              .last_touched = last_touched_.data(),
+                              .missed_bytes = missed_bytes_.data()}};
+}
+
+absl::StatusOr<std::vector<CorruptRow>> ArenaResidency::EndStep() {
+  std::vector<CorruptRow> corrupt;
+  KVASIR_RETURN_IF_ERROR(Promote(CollectAccesses(), corrupt));
+  return corrupt;
+}
+
+// Counts hits and misses of the step; returns the pages that missed more than their size.
+std::vector<ArenaResidency::Candidate> ArenaResidency::CollectAccesses() {
+  std::vector<Candidate> candidates;
+  const uint32_t page_bytes = static_cast<uint32_t>(layout_.page_bytes());
+  for (int64_t row = 0; row < std::ssize(rows_); ++row) {
+    if (at(row).bindings == 0) continue;  // kernels cannot reach it
+    for (int64_t page = first_page(row); page < first_page(row + 1); ++page) {
+      uint32_t& missed = missed_bytes_[static_cast<size_t>(page)];
+      const bool in_device = ref(page).tier() == PageTier::kDevice;
+      if (last_touched_[static_cast<size_t>(page)] == step_) {
+        ++(in_device ? stats_.device_hits : stats_.device_misses);
+      }
+      if (missed > page_bytes) candidates.push_back({.missed_bytes = missed, .page = page});
+      missed -= missed >> kDecayShift;
+    }
+  }
+  return candidates;
+}
+
+absl::Status ArenaResidency::Promote(std::vector<Candidate> candidates,
+                                     std::vector<CorruptRow>& corrupt) {
+  const size_t limit =
+      static_cast<size_t>(std::max<int64_t>(1, kPromotedBytesPerStep / layout_.page_bytes()));
+  if (candidates.size() > limit) {
+    std::nth_element(
+        candidates.begin(), candidates.begin() + static_cast<int64_t>(limit), candidates.end(),
+        [](const Candidate& a, const Candidate& b) { return a.missed_bytes > b.missed_bytes; });
+    candidates.resize(limit);
+  }
+  for (const Candidate& candidate : candidates) {
+    const int64_t page = candidate.page;
+    if (!VerifyInHost(page, corrupt)) continue;
+    const std::optional<int64_t> slot = TakeDeviceSlot(page, step_);
+    // Every page was needed in this step: nothing better to do.
+    if (!slot.has_value()) return absl::OkStatus();
+    device_.Unpin(*slot);
+    const TierMemory::Copy copy = {.to = device_.page_memory(*slot), .from = host_page(page)};
+    KVASIR_RETURN_IF_ERROR(
+        device_.memory().CopyFromHost(std::span(&copy, 1), layout_.page_bytes()));
+    ref(page) = PageRef(copy.to, PageTier::kDevice);
+    missed_bytes_[static_cast<size_t>(page)] = 0;
+    ++stats_.promotions;
+    stats_.bytes_host_to_device += layout_.page_bytes();
+  }
+  return absl::OkStatus();
+}
+
+bool ArenaResidency::VerifyInHost(int64_t page, std::vector<CorruptRow>& corrupt) {
+  const int64_t row = page / pages_per_block_;
+  const int64_t page_in_block = page % pages_per_block_;
+  const BlockSeal& seal = at(row).seal;
+  const PageIdentity identity = format_.identity(seal.hash, seal.generation, page_in_block);
+  const uint64_t expected = host_.checksums(row)[static_cast<size_t>(page_in_block)];
+  const uint64_t found = PageChecksum(identity, Bytes(host_page(page)));
+  if (found == expected) return true;
+  ++stats_.checksum_failures;
+  if (std::exchange(at(row).corrupt, true)) return false;
+  corrupt.push_back(
+      {.row = row,
+       .status = absl::DataLossError(absl::StrCat(
+           "layer ", identity.layer, ", KV head ", identity.head,
+           ": checksum of the page in the host tier is ", absl::Hex(found), ", sealed as ",
+           absl::Hex(expected), "; the memory of this machine may be failing"))});
+  return false;
+}
+
+std::optional<int64_t> ArenaResidency::TakeDeviceSlot(int64_t page,
+                                                      std::optional<uint32_t> spared) {
+  if (device_.num_free() == 0) {
+    const std::optional<int64_t> victim = device_.FindVictim(last_touched_.data(), spared);
+    if (!victim.has_value()) return std::nullopt;
+    const int64_t evicted = device_.page(*victim);
+    ref(evicted) = PageRef(host_page(evicted), PageTier::kHost);
+    device_.Free(*victim);
+    ++stats_.evictions;
+  }
+  return device_.Take(page);
+}
+
+// ---- accounting
+
+ResidencyStats ArenaResidency::stats() const {
+  ResidencyStats stats = stats_;
+  stats.device_pages_used = device_.num_slots() - device_.num_free();
+  return stats;
+}
+
+absl::Status ArenaResidency::CheckIntegrity() const {
+  KVASIR_RETURN_IF_ERROR(device_.CheckIntegrity());
+  int64_t in_device = 0;
+  int64_t open = 0;
+  for (int64_t row = 0; row < std::ssize(rows_); ++row) {
+    KVASIR_RETURN_IF_ERROR(CheckRow(row, in_device));
+    open += at(row).state == RowState::kOpen ? pages_per_block_ : 0;
+  }
+  const int64_t used = device_.num_slots() - device_.num_free();
+  if (in_device != used || open != device_.num_pinned()) {
+    return absl::InternalError(absl::StrCat("residency: ", in_device, " pages map to the device, ",
+                                            used, " slots used; open rows have ", open, " pages, ",
+                                            device_.num_pinned(), " slots pinned"));
+  }
+  return CheckBindings();
+}
+
+absl::Status ArenaResidency::CheckRow(int64_t row, int64_t& in_device) const {
+  const auto broken = [&](absl::string_view what) {
+    return absl::InternalError(absl::StrCat("residency: row ", row, " ", what));
+  };
+  const RowState state = at(row).state;
+  for (int64_t page = first_page(row); page < first_page(row + 1); ++page) {
+    const PageRef page_ref = ref(page);
+    if (state == RowState::kNone) {
+      if (page_ref.tier() != PageTier::kAbsent) return broken("can be read and holds no block");
+    } else if (page_ref.tier() == PageTier::kDevice) {
+      ++in_device;
+      if (device_.page(device_.slot_of(page_ref.page())) != page) {
+        return broken("has a page in a device slot of another");
+      }
+    } else if (state == RowState::kOpen || page_ref.page() != host_page(page)) {
+      return broken("has a page that is nowhere");
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status ArenaResidency::CheckBindings() const {
+  std::vector<int64_t> bindings(rows_.size());
+  for (const int32_t row : block_rows_) {
+    if (row >= 0) ++bindings[static_cast<size_t>(row)];
+  }
+  for (size_t row = 0; row < rows_.size(); ++row) {
+    if (bindings[row] == rows_[row].bindings) continue;
+    return absl::InternalError(absl::StrCat("residency: row ", row, " is bound ", bindings[row],
+                                            " times, counted ", rows_[row].bindings));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace kvasir::kvstore

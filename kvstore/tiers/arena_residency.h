@@ -1,0 +1,102 @@
+// Residency decided on the host: tables in host memory, the device tier an arena over a TierMemory.
+// A page moves when a step ends, and every page that enters the device tier is verified against the
+// checksum that was made when its block was sealed. Pages that are read in place rely on the
+// memory's own error correction between two promotions. Thread-compatible.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "kvstore/tiers/device_arena.h"
+#include "kvstore/tiers/page_residency.h"
+#include "kvstore/tiers/tier_memory.h"
+
+namespace kvasir::kvstore {
+
+class ArenaResidency final : public PageResidency {
+ public:
+  static absl::StatusOr<std::unique_ptr<PageResidency>> Make(const ResidencyOptions& options,
+                                                             const TierMemoryMaker& device_memory);
+  // With the device tier in host memory.
+  static absl::StatusOr<std::unique_ptr<PageResidency>> MakeInHost(
+      const ResidencyOptions& options) {
+    return Make(options, HostTierMemory::Make);
+  }
+
+  HostSlab& host() override { return host_; }
+  absl::Status Open(int64_t row) override;
+  absl::Status Seal(int64_t row, const BlockSeal& seal) override;
+  void Restore(int64_t row, const BlockSeal& seal) override;
+  void Free(int64_t row) override;
+  void Bind(int64_t slot, int64_t index, int64_t row) override;
+  int64_t BoundRow(int64_t slot, int64_t index) const override {
+    return block_rows_[static_cast<size_t>(slot * max_blocks_per_slot_ + index)];
+  }
+  int64_t PagesInDevice(int64_t row) const override;
+  absl::StatusOr<kernels::PagedKv> BeginStep(uint32_t step) override;
+  absl::StatusOr<std::vector<CorruptRow>> EndStep() override;
+  int64_t device_pages() const override { return device_.num_slots(); }
+  int64_t pinned_pages() const override { return device_.num_pinned(); }
+  ResidencyStats stats() const override;
+  absl::Status CheckIntegrity() const override;
+
+ private:
+  enum class RowState : uint8_t { kNone, kOpen, kSealed };
+  struct Row {
+    RowState state = RowState::kNone;
+    bool corrupt = false;
+    BlockSeal seal;
+    int64_t bindings = 0;  // how many slots have it
+  };
+  // A page read in place, as a candidate for the device tier.
+  struct Candidate {
+    uint32_t missed_bytes = 0;
+    int64_t page = 0;
+  };
+
+  ArenaResidency(const ResidencyOptions& options, DeviceArena device, HostSlab host);
+
+  void ForgetAccesses(int64_t row);
+  std::vector<Candidate> CollectAccesses();
+  absl::Status Promote(std::vector<Candidate> candidates, std::vector<CorruptRow>& corrupt);
+  bool VerifyInHost(int64_t page, std::vector<CorruptRow>& corrupt);
+  // A free device slot, by eviction if need be; pages read in step `spared` stay.
+  std::optional<int64_t> TakeDeviceSlot(int64_t page, std::optional<uint32_t> spared);
+
+  absl::Status CheckRow(int64_t row, int64_t& in_device) const;
+  absl::Status CheckBindings() const;
+
+  int64_t first_page(int64_t row) const { return row * pages_per_block_; }
+  Row& at(int64_t row) { return rows_[static_cast<size_t>(row)]; }
+  const Row& at(int64_t row) const { return rows_[static_cast<size_t>(row)]; }
+  kernels::PageRef& ref(int64_t page) { return pages_[static_cast<size_t>(page)]; }
+  const kernels::PageRef& ref(int64_t page) const { return pages_[static_cast<size_t>(page)]; }
+  std::byte* host_page(int64_t page) const {
+    return host_.page(page / pages_per_block_, page % pages_per_block_);
+  }
+  absl::Span<const std::byte> Bytes(const std::byte* page) const {
+    return {page, static_cast<size_t>(layout_.page_bytes())};
+  }
+
+  const ExtentFormat format_;
+  const kernels::KvLayout layout_;
+  const int64_t pages_per_block_;
+  const int64_t num_slots_;
+  const int64_t max_blocks_per_slot_;
+
+  DeviceArena device_;
+  HostSlab host_;
+  std::vector<Row> rows_;
+  std::vector<kernels::PageRef> pages_;  // [row, page in block]
+  std::vector<std::byte*> bounds_;       // [row]
+  std::vector<std::byte*> key_codes_;    // [row], none when they are not kept
+  std::vector<uint32_t> last_touched_;   // [row, page in block]
+  std::vector<uint32_t> missed_bytes_;   // [row, page in block]
+  std::vector<int32_t> block_rows_;      // [slot, index]
+  uint32_t step_ = 0;
+  ResidencyStats stats_;
+};
+
+}  // namespace kvasir::kvstore

@@ -1,0 +1,106 @@
+// Where the pages of blocks lie: in slots of the device tier, or in place in the host tier. The
+// store knows blocks, their ids and handles, and the tier below; it says here which of its rows
+// hold open blocks, sealed ones or none, and which row is which block of a sequence slot. It asks
+// for the tables of a step. Hidden behind it: memory of both tiers, page tables, promotion,
+// eviction, checksums between the two. A row is a block's place in the tables, and its extent of
+// the host tier. On the CPU it is an ArenaResidency; a backend with a device brings its own.
+//
+//   none --Open--> open: all pages in the device tier, pinned --Seal--> sealed: in the host tier,
+//   none --Restore--> sealed                                            single pages cached
+//   any  --Free--> none
+//
+// Nothing but const functions is called between BeginStep and EndStep. Thread-compatible.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+
+#include "kernels/paged/paged_kv.h"
+#include "kvstore/block.h"
+#include "kvstore/page_format.h"
+#include "kvstore/tiers/freed_memory.h"
+#include "kvstore/tiers/host_slab.h"
+
+namespace kvasir::kvstore {
+
+struct ResidencyOptions {
+  ExtentFormat format;
+  int64_t num_rows = 0;  // blocks: extents of the host tier
+  int64_t device_pages = 0;
+  int64_t num_slots = 0;
+  int64_t max_blocks_per_slot = 0;
+  bool key_codes = false;
+  FreedMemory freed_memory = FreedMemory::kAsIs;
+};
+
+// What the checksums of a full block's pages begin with.
+struct BlockSeal {
+  PrefixHash hash{};
+  uint64_t generation = 0;
+};
+
+// A row with a page whose bytes are not those that were sealed.
+struct CorruptRow {
+  int64_t row = 0;
+  absl::Status status;  // DATA_LOSS: which page, what was expected and found
+};
+
+// Counters since the start, but for the first. Pages unless said otherwise.
+struct ResidencyStats {
+  int64_t device_pages_used = 0;  // now
+  int64_t promotions = 0;
+  int64_t evictions = 0;
+  int64_t bytes_host_to_device = 0;
+  int64_t bytes_device_to_host = 0;
+  int64_t checksum_failures = 0;
+  int64_t device_hits = 0;
+  int64_t device_misses = 0;
+};
+
+class PageResidency {
+ public:
+  virtual ~PageResidency() = default;
+
+  // Its extents are the store's to take and free.
+  virtual HostSlab& host() = 0;
+
+  // --- rows, between steps
+
+  // REQUIRES: device_pages() - pinned_pages() is at least a block's.
+  virtual absl::Status Open(int64_t row) = 0;
+  virtual absl::Status Seal(int64_t row, const BlockSeal& seal) = 0;
+  // The row's extent has come whole from the tier below.
+  virtual void Restore(int64_t row, const BlockSeal& seal) = 0;
+  // REQUIRES: the row is bound nowhere.
+  virtual void Free(int64_t row) = 0;
+  // Makes `row` block `index` of the slot; -1: there is none.
+  virtual void Bind(int64_t slot, int64_t index, int64_t row) = 0;
+  virtual int64_t BoundRow(int64_t slot, int64_t index) const = 0;
+  // Of the row, in the device tier.
+  virtual int64_t PagesInDevice(int64_t row) const = 0;
+
+  // --- steps
+
+  // Tables for the kernels of one step, valid until EndStep.
+  virtual absl::StatusOr<kernels::PagedKv> BeginStep(uint32_t step) = 0;
+  // Collects accesses and misses, promotes, evicts; returns what was found corrupt, a row once.
+  virtual absl::StatusOr<std::vector<CorruptRow>> EndStep() = 0;
+
+  virtual int64_t device_pages() const = 0;
+  virtual int64_t pinned_pages() const = 0;  // of open rows
+  virtual ResidencyStats stats() const = 0;
+  // Free, used and pinned must add up, and every page be where its row's state says; INTERNAL with
+  // the discrepancy.
+  virtual absl::Status CheckIntegrity() const = 0;
+};
+
+// RESOURCE_EXHAUSTED when there is no memory.
+using ResidencyMaker =
+    std::function<absl::StatusOr<std::unique_ptr<PageResidency>>(const ResidencyOptions&)>;
+
+}  // namespace kvasir::kvstore
