@@ -55,6 +55,12 @@ absl::StatusOr<PolicyTable> MakePolicies(const v1::ServeConfig& config) {
   return PolicyTable::Create(std::move(declared));
 }
 
+// GPUs in one step differ by milliseconds; CPUs also do other things.
+absl::Duration CollectiveTimeout(const v1::ServeConfig& config) {
+  if (config.collective_timeout() != 0) return absl::Seconds(config.collective_timeout());
+  return absl::Seconds(config.device() == "cuda" ? 4 : 30);
+}
+
 v1::ShardPlan MakeShardPlan(const v1::ServeConfig& config, const PolicyTable& policies) {
   v1::ShardPlan plan;
   *plan.mutable_model() = config.model();
@@ -63,7 +69,7 @@ v1::ShardPlan MakeShardPlan(const v1::ServeConfig& config, const PolicyTable& po
   plan.set_max_num_batched_tokens(config.scheduler().max_num_batched_tokens());
   for (const v1::SparsityPolicy& policy : policies.declared()) *plan.add_policies() = policy;
   plan.set_mass_sample_rate(config.sparse().mass_sample_rate());
-  plan.set_collective_timeout_s(config.collective_timeout());
+  plan.set_collective_timeout_s(absl::ToDoubleSeconds(CollectiveTimeout(config)));
   return plan;
 }
 
@@ -217,7 +223,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const v1::ServeConfig& con
   if (addresses.empty()) {
     return absl::InvalidArgumentError("no worker addresses are given; a server needs at least one");
   }
-  const absl::Duration spread = absl::Seconds(config.collective_timeout());
+  const absl::Duration spread = CollectiveTimeout(config);
   return Start(config, [&](const v1::ShardPlan& plan, Clock& clock) {
     return CreateWorkerGroup(
         {.addresses = std::move(addresses), .shard_plan = plan, .reply_spread = spread},

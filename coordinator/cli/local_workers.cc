@@ -13,7 +13,9 @@
 #include <unistd.h>
 #include <utility>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
 #include "spdlog/spdlog.h"
 
 #include "kernels/base/mutex.h"
@@ -35,16 +37,35 @@ constexpr milliseconds kPoll(50);
 
 struct Process {
   std::vector<std::string> argv;
+  std::vector<std::string> environment;
   pid_t pid = -1;
   Clock::time_point started = {};
   Clock::time_point restart_at = {};
   milliseconds backoff = kFirstBackoff;
 };
 
-absl::StatusOr<pid_t> Spawn(const std::vector<std::string>& argv) {
+// This process's, with one GPU to be seen if `gpu` is not empty.
+std::vector<std::string> EnvironmentWith(const std::string& gpu) {
+  constexpr absl::string_view kVisible = "CUDA_VISIBLE_DEVICES=";
+  std::vector<std::string> variables;
+  for (char** variable = environ; *variable != nullptr; ++variable) {
+    if (gpu.empty() || !absl::StartsWith(*variable, kVisible)) variables.push_back(*variable);
+  }
+  if (!gpu.empty()) variables.push_back(absl::StrCat(kVisible, gpu));
+  return variables;
+}
+
+// As execve takes it.
+std::vector<char*> Pointers(const std::vector<std::string>& texts) {
   std::vector<char*> pointers;
-  for (const std::string& arg : argv) pointers.push_back(const_cast<char*>(arg.c_str()));
+  for (const std::string& text : texts) pointers.push_back(const_cast<char*>(text.c_str()));
   pointers.push_back(nullptr);
+  return pointers;
+}
+
+absl::StatusOr<pid_t> Spawn(const Process& process) {
+  const std::vector<char*> argv = Pointers(process.argv);
+  const std::vector<char*> environment = Pointers(process.environment);
   const pid_t parent = getpid();
   const pid_t pid = fork();
   if (pid < 0) {
@@ -60,7 +81,7 @@ absl::StatusOr<pid_t> Spawn(const std::vector<std::string>& argv) {
     sigprocmask(SIG_SETMASK, &none, nullptr);
     // Ctrl-C goes to the server, which drains before it ends its workers.
     setpgid(0, 0);
-    execv(pointers[0], pointers.data());
+    execve(argv[0], argv.data(), environment.data());
     _exit(127);
   }
   return pid;
@@ -90,11 +111,14 @@ class LocalWorkerProcesses : public LocalWorkers {
     for (int64_t rank = 0; rank < options.count; ++rank) {
       addresses_.push_back(absl::StrCat("unix:", folder_, "/worker-", rank, ".sock"));
       const int64_t port = options.metrics_port == 0 ? 0 : options.metrics_port + rank;
-      processes_.push_back({.argv = {options.program, absl::StrCat("--listen=", addresses_.back()),
-                                     absl::StrCat("--threads=", options.threads),
-                                     absl::StrCat("--device=", options.device),
-                                     absl::StrCat("--metrics-host=", options.metrics_host),
-                                     absl::StrCat("--metrics-port=", port)}});
+      processes_.push_back(
+          {.argv = {options.program, absl::StrCat("--listen=", addresses_.back()),
+                    absl::StrCat("--threads=", options.threads),
+                    absl::StrCat("--device=", options.device),
+                    absl::StrCat("--metrics-host=", options.metrics_host),
+                    absl::StrCat("--metrics-port=", port)},
+           .environment = EnvironmentWith(
+               options.gpus.empty() ? "" : options.gpus[static_cast<size_t>(rank)])});
     }
     // PR_SET_PDEATHSIG fires when the *thread* that forked ends: all are started by the watcher,
     // which lives as long as this object.
@@ -121,7 +145,7 @@ class LocalWorkerProcesses : public LocalWorkers {
   }
 
   absl::Status Launch(Process& process) {
-    KVASIR_ASSIGN_OR_RETURN(process.pid, Spawn(process.argv));
+    KVASIR_ASSIGN_OR_RETURN(process.pid, Spawn(process));
     process.started = Clock::now();
     return absl::OkStatus();
   }

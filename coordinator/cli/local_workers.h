@@ -19,6 +19,8 @@ struct LocalWorkersOptions {
   int64_t count = 1;    // ranks
   int64_t threads = 1;  // kernel threads of each
   std::string device;   // that they compute on: "cpu", "cuda"
+  // Of "cuda": the GPU of each, as CUDA_VISIBLE_DEVICES names it.
+  std::vector<std::string> gpus = {};
   std::string metrics_host;
   int64_t metrics_port = 0;  // of the first, the others follow; 0: any free ones
 };

@@ -8,12 +8,14 @@
 #include <signal.h>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "spdlog/spdlog.h"
 
+#include "coordinator/cli/local_gpus.h"
 #include "coordinator/cli/local_workers.h"
 #include "coordinator/server.h"
 #include "kernels/base/status_macros.h"
@@ -26,11 +28,16 @@ absl::StatusOr<std::unique_ptr<LocalWorkers>> StartLocalWorkers(const v1::ServeC
   const int64_t count = config.tensor_parallel_size();
   const int64_t cores = std::max<int64_t>(1, std::thread::hardware_concurrency());
   const int64_t port = config.endpoint().metrics_port();
+  std::vector<std::string> gpus;
+  if (config.device() == "cuda") {
+    KVASIR_ASSIGN_OR_RETURN(gpus, ChooseGpus(count, LookForGpus()));
+  }
   return LocalWorkers::Start({
       .program = program,
       .count = count,
       .threads = config.threads() != 0 ? config.threads() : std::max<int64_t>(1, cores / count),
       .device = config.device(),
+      .gpus = std::move(gpus),
       .metrics_host = config.endpoint().host(),
       .metrics_port = port == 0 ? 0 : port + 1,
   });
