@@ -4,7 +4,7 @@
 #   tests/gpu.sh bundle FOLDER     where the CUDA toolkit is, no GPU needed: builds, and fills FOLDER
 #   FOLDER/bin/gpu.sh run [LOGS]   on the GPU machine: kernel tests, compute-sanitizer, benchmarks beside PyTorch
 #
-# `run` needs a driver and cuBLASLt of CUDA 13; compute-sanitizer and PyTorch where they are to be used, and says when
+# `run` needs a driver, and cuBLASLt and NCCL of CUDA 13; compute-sanitizer and PyTorch where they are to be used, and says when
 # they are not there. Whole outputs go to LOGS (default FOLDER/logs), a short table comes last. Exit status 1 if anything failed.
 set -uo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
@@ -14,7 +14,8 @@ bundle() {
   cd "$here/.."
   cmake --preset cuda >/dev/null
   cmake --build --preset cuda --target \
-    kernels_dense_cuda_test kernels_paged_cuda_test kernels_sparse_cuda_test kernels_attention_cuda_test worker_cuda_test attention_cuda_bench dense_cuda_bench
+    kernels_dense_cuda_test kernels_paged_cuda_test kernels_sparse_cuda_test kernels_attention_cuda_test \
+    kernels_ranks_cuda_test worker_cuda_test worker_cuda_parallel_test attention_cuda_bench dense_cuda_bench all_reduce_bench
   rm -rf "$1"
   cmake --install build/cuda --component gpu --prefix "$1"
 }
@@ -44,17 +45,22 @@ collect() {
   done
 }
 
-# cuBLASLt is half a gigabyte, so the bundle leaves it to the machine: the toolkit's, or PyTorch's.
-find_cublas() {
-  local folders
+# cuBLASLt and NCCL have hundreds of megabytes, so the bundle leaves them to the machine: the toolkit's, or PyTorch's.
+find_libraries() {
+  local folders library found
   folders=$(ls -d "${CUDA_HOME:-/usr/local/cuda}"/lib64 2>/dev/null
     python3 -c 'import glob, sys; print(*(f for p in sys.path for f in glob.glob(p + "/nvidia/*/lib")), sep="\n")')
-  for folder in $folders; do
-    [ -e "$folder/libcublasLt.so.13" ] || continue
-    export LD_LIBRARY_PATH="$folder${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
-    return
+  for library in libcublasLt.so.13 libnccl.so.2; do
+    found=
+    for folder in $folders; do
+      [ -e "$folder/$library" ] && found=$folder && break
+    done
+    if [ -n "$found" ]; then
+      export LD_LIBRARY_PATH="$found${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+    elif ! ldconfig -p | grep -q "$library"; then
+      results+=("absent  $library")
+    fi
   done
-  results+=("absent  libcublasLt.so.13")
 }
 
 run() {
@@ -64,7 +70,7 @@ run() {
   results=()
   failed=0
   nvidia-smi -L || exit 1
-  find_cublas
+  find_libraries
   # Of each program, the cases that sanitizers run: shapes of each kind and size, as they are slow.
   local -A few=(
     [dense]='*Norm*:*Rope*/1:*Embedding*/0:*NothingToDo*:*ANanStays*:*EmptyBatches*'
@@ -73,9 +79,15 @@ run() {
     [attention]='*ListsWith*/7:*ARowWithout*/2:*PrefillOver*/7:*HostTier*/5:*AbsentPages*/6'
   )
   local programs=(dense paged sparse attention)
+  local gpus
+  gpus=$(nvidia-smi -L | wc -l)
   for program in "${programs[@]}"; do begin "$program" 400 "$here/kernels_${program}_cuda_test"; done
   # Its models lie beside bin.
   begin engine 600 env --chdir="$here/.." "$here/worker_cuda_test"
+  begin ranks 100 "$here/kernels_ranks_cuda_test"
+  wait
+  # One process a GPU; it says which cases need more of them.
+  begin parallel 300 env --chdir="$here/.." "$here/worker_cuda_parallel_test"
   wait
   if command -v compute-sanitizer >/dev/null; then
     for program in "${programs[@]}"; do
@@ -95,6 +107,12 @@ run() {
   wait
   begin attention_bench 120 "$here/attention_cuda_bench"
   wait
+  if [ "$gpus" -gt 1 ]; then
+    begin all_reduce_bench 120 "$here/all_reduce_bench" "$gpus"
+    wait
+  else
+    results+=("absent  a second GPU: sums over GPUs are not timed")
+  fi
   if python3 -c 'import torch' 2>/dev/null; then
     begin peer_attention 180 python3 "$here/peer_attention.py"
     wait
@@ -102,8 +120,8 @@ run() {
     results+=("absent  PyTorch")
   fi
   collect
-  grep -h '^|' "$logs/dense_bench.log" "$logs/attention_bench.log" "$logs/peer_attention.log" 2>/dev/null
-  grep -HE '^\[  (PASSED|FAILED)' "$logs"/{dense,paged,sparse,attention,engine}.log | sed "s|^$logs/||" | head -40
+  grep -h '^|' "$logs/dense_bench.log" "$logs/attention_bench.log" "$logs/all_reduce_bench.log" "$logs/peer_attention.log" 2>/dev/null
+  grep -HE '^\[  (PASSED|FAILED)' "$logs"/{dense,paged,sparse,attention,ranks,engine,parallel}.log | sed "s|^$logs/||" | head -40
   printf '%s\n' "${results[@]}"
   exit "$failed"
 }

@@ -91,6 +91,8 @@ absl::Status GroupMember::Serve(CoordinatorStream& stream) {
   KVASIR_RETURN_IF_ERROR(CheckShardPlan(plan));
   KVASIR_RETURN_IF_ERROR(Load(plan, stream));
   KVASIR_ASSIGN_OR_RETURN(const std::unique_ptr<Collective> collective, Connect(plan, stream));
+  // Now, while all are here at the same time: what an engine takes memory for takes its time.
+  KVASIR_RETURN_IF_ERROR(backend_.JoinRanks(*collective));
   KVASIR_ASSIGN_OR_RETURN(const std::unique_ptr<Engine> engine, MakeEngine(plan, *collective));
   metrics_.JoinGroup({.model = plan.model().model(),
                       .rank = plan.tensor_parallel_rank(),

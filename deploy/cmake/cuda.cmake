@@ -10,6 +10,11 @@ if(NOT KVASIR_CUDA STREQUAL "OFF")
     set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION "-std=c++20")  # CMake 3.25 does not know it
     set(CMAKE_CUDA20_EXTENSION_COMPILE_OPTION "-std=c++20")
     set(CMAKE_CUDA_STANDARD 20)
+    find_path(NCCL_INCLUDE_DIR nccl.h HINTS ${CUDAToolkit_INCLUDE_DIRS} REQUIRED)
+    find_library(NCCL_LIBRARY nccl HINTS ${CUDAToolkit_LIBRARY_DIR} REQUIRED)
+    add_library(NCCL::nccl UNKNOWN IMPORTED)
+    set_target_properties(NCCL::nccl PROPERTIES
+      IMPORTED_LOCATION ${NCCL_LIBRARY} INTERFACE_INCLUDE_DIRECTORIES ${NCCL_INCLUDE_DIR})
     set(KVASIR_WITH_CUDA ON)
   elseif(KVASIR_CUDA STREQUAL "ON")
     message(FATAL_ERROR "KVASIR_CUDA=ON, but no CUDA compiler was found; install the CUDA toolkit or use KVASIR_CUDA=OFF")

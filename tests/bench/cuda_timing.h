@@ -62,6 +62,9 @@ inline double MedianMicroseconds(const std::function<void(cudaStream_t)>& record
     Check(cudaEventElapsedTime(&milliseconds, begin, end));
     if (replay >= kWarmUps) times.push_back(1000.0 * static_cast<double>(milliseconds));
   }
+  Check(cudaGraphExecDestroy(executable));
+  Check(cudaGraphDestroy(graph));
+  Check(cudaStreamDestroy(stream));
   std::sort(times.begin(), times.end());
   return times[times.size() / 2];
 }

@@ -70,7 +70,7 @@ struct StepInputs {
   Rope& rope;
   const ShardPlan& shard;
   AttentionMeter& meter;
-  Collective& collective;  // for selections of layer scope
+  Collective& collective;
 };
 
 // The queries of one layer.
@@ -86,6 +86,15 @@ struct StepOutputs {
   // poison what follows.
   kernels::TensorView residual, delta;
   kernels::TensorView logits;  // [sampled rows, vocab] float32
+};
+
+// Columns of a matrix that ranks hold parts of. Each has as many as `own` is wide, but for the
+// last, which has what is left of `y`: its rows lie close together at the beginning of its `own`.
+struct RankColumns {
+  kernels::TensorView own;       // [rows, width]
+  kernels::TensorView gathered;  // [num_ranks * rows, width]: working memory
+  kernels::TensorView y;         // [rows, columns]
+  int64_t first_rank = 0;        // whose columns are y's first
 };
 
 struct StepResult {
@@ -136,6 +145,11 @@ class Backend {
   virtual absl::StatusOr<std::unique_ptr<Rope>> MakeRope(const RopeFrequencies& frequencies,
                                                          const KeyForm& form) = 0;
 
+  // Who the other ranks are from now on, in place of those before; all of them call it at the same
+  // time. Not needed where a rank is alone. UNAVAILABLE or DEADLINE_EXCEEDED when they do not come
+  // together.
+  virtual absl::Status JoinRanks(Collective& ranks) = 0;
+
   // --- a step: BeginStep, ops that depend on nothing but its shape, EndStep ---
 
   // Makes the bounds of truncated blocks anew. False: the ops are not to be called, for they are
@@ -162,6 +176,15 @@ class Backend {
   // out [tokens, heads, head_dim] = attention of this rank's heads to what was selected; tells the
   // meter. Rows that need an absent page become NaN, and no others.
   virtual absl::Status Attend(const LayerQueries& queries, const kernels::TensorView& out) = 0;
+
+  // --- of the step, what all ranks do together, in the same order; nothing where a rank is alone
+  // ---
+
+  // y = sum over ranks of their x, in the same bits on every rank; x [tokens, hidden] float32 is
+  // overwritten.
+  virtual absl::Status SumOverRanks(const kernels::TensorView& x, const kernels::TensorView& y) = 0;
+  // y = columns of the ranks from first_rank on, side by side, as many as it has room for.
+  virtual absl::Status GatherColumns(const RankColumns& columns) = 0;
 
   virtual absl::Status EndStep(const StepOutputs& outputs, StepResult& result) = 0;
 

@@ -1,5 +1,7 @@
 #include "worker/backend/cpu_backend.h"
 
+#include <algorithm>
+#include <cstring>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -36,6 +38,12 @@ bool AllFinite(const TensorView& tensor, int64_t begin_row, int64_t end_row) {
 absl::Status GatherRows(const TensorView& from, std::vector<int32_t>& rows, const TensorView& to) {
   return kernels::Embedding(
       {.table = from, .ids = TensorView(rows.data(), DType::kInt32, {std::ssize(rows)}), .y = to});
+}
+
+// As a gather takes it, which moves bits: two bfloat16 go as one float. REQUIRES: a multiple of
+// four bytes.
+absl::Span<float> AsFloats(const TensorView& tensor) {
+  return {tensor.As<float>(), static_cast<size_t>(tensor.size_bytes()) / sizeof(float)};
 }
 
 }  // namespace
@@ -150,6 +158,39 @@ absl::Status CpuBackend::Select(const LayerQueries& queries) {
 
 absl::Status CpuBackend::Attend(const LayerQueries& queries, const TensorView& out) {
   return attention_.Attend(*step_, rotation(), queries, out, executor());
+}
+
+absl::Status CpuBackend::SumOverRanks(const TensorView& x, const TensorView& y) {
+  KVASIR_RETURN_IF_ERROR(step_->collective.AllReduceSum(AsFloats(x)));
+  if (y.dtype() == DType::kFloat32) {
+    std::memcpy(y.data(), x.data(), static_cast<size_t>(x.size_bytes()));
+    return absl::OkStatus();
+  }
+  const int64_t width = x.dim(1);
+  executor().ParallelFor(x.dim(0), [&](int64_t row, int) {
+    for (int64_t i = row * width; i < (row + 1) * width; ++i) {
+      y.As<kernels::BFloat16>()[i] = kernels::BFloat16(x.As<float>()[i]);
+    }
+  });
+  return absl::OkStatus();
+}
+
+absl::Status CpuBackend::GatherColumns(const RankColumns& columns) {
+  KVASIR_RETURN_IF_ERROR(
+      step_->collective.AllGather(AsFloats(columns.own), AsFloats(columns.gathered)));
+  const int64_t rows = columns.y.dim(0), total = columns.y.dim(1), width = columns.own.dim(1);
+  const auto element = static_cast<int64_t>(DTypeSize(columns.y.dtype()));
+  for (int64_t begin = 0; begin < total; begin += width) {
+    const int64_t rank = columns.first_rank + begin / width;
+    const int64_t part = std::min(width, total - begin);
+    const std::byte* const from =
+        columns.gathered.As<const std::byte>() + rank * rows * width * element;
+    for (int64_t row = 0; row < rows; ++row) {
+      std::memcpy(columns.y.As<std::byte>() + (row * total + begin) * element,
+                  from + row * part * element, static_cast<size_t>(part * element));
+    }
+  }
+  return absl::OkStatus();
 }
 
 absl::Status CpuBackend::EndStep(const StepOutputs& outputs, StepResult& result) {

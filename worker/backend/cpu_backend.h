@@ -36,6 +36,8 @@ class CpuBackend final : public Backend {
       const kernels::PackedLinear::Options& options) override;
   absl::StatusOr<std::unique_ptr<Rope>> MakeRope(const RopeFrequencies& frequencies,
                                                  const KeyForm& form) override;
+  // A step brings its Collective along.
+  absl::Status JoinRanks(Collective&) override { return absl::OkStatus(); }
 
   absl::StatusOr<bool> BeginStep(const StepInputs& step) override;
   absl::Status EmbedTokens(const kernels::TensorView& table, const kernels::TensorView& y) override;
@@ -47,6 +49,8 @@ class CpuBackend final : public Backend {
                         const kernels::TensorView& v) override;
   absl::Status Select(const LayerQueries& queries) override;
   absl::Status Attend(const LayerQueries& queries, const kernels::TensorView& out) override;
+  absl::Status SumOverRanks(const kernels::TensorView& x, const kernels::TensorView& y) override;
+  absl::Status GatherColumns(const RankColumns& columns) override;
   absl::Status EndStep(const StepOutputs& outputs, StepResult& result) override;
 
  private:

@@ -28,7 +28,9 @@ absl::Status CudaAttention::BeginStep(const StepInputs& inputs, const CudaStep& 
   const int64_t blocks = step.shape.num_blocks();
   const int64_t rows = blocks * layout.num_kv_heads;
   const int64_t group = inputs.shard.query_heads.size() / layout.num_kv_heads;
-  KVASIR_ASSIGN_OR_RETURN(limits_, LimitsOf(inputs.batch, step.shape, group));
+  // Of all ranks that share the KV head.
+  const int64_t selecting = group * inputs.shard.kv_replicas;
+  KVASIR_ASSIGN_OR_RETURN(limits_, LimitsOf(inputs.batch, step.shape, selecting));
   selection_ = {
       .headers = step.table.headers.data(), .num_rows = rows, .capacity = limits_.capacity};
   KVASIR_ASSIGN_OR_RETURN(selection_.entries,

@@ -139,7 +139,31 @@ absl::StatusOr<std::unique_ptr<Rope>> CudaBackend::MakeRope(const RopeFrequencie
   return rope;
 }
 
+absl::Status CudaBackend::JoinRanks(Collective& ranks) {
+  LeaveRanks();
+  if (ranks.size() == 1) return absl::OkStatus();
+  KVASIR_ASSIGN_OR_RETURN(ranks_, CudaRanks::Join(ranks));
+  return absl::OkStatus();
+}
+
+void CudaBackend::LeaveRanks() {
+  graphs_.Clear(stream_);  // NCCL waits for the graphs with calls of its own
+  if (ranks_ != nullptr) ranks_->Abandon(stream_);
+  ranks_.reset();
+}
+
+absl::Status CudaBackend::WaitForStep() {
+  if (ranks_ == nullptr) return stream_.Wait();
+  const absl::Status status = ranks_->Wait(stream_);
+  if (!status.ok()) LeaveRanks();
+  return status;
+}
+
 absl::StatusOr<bool> CudaBackend::BeginStep(const StepInputs& inputs) {
+  if (inputs.shard.num_ranks > 1 && ranks_ == nullptr) {
+    return absl::FailedPreconditionError(
+        "the ranks of the group have not been joined, or were left");
+  }
   inputs_.emplace(inputs);
   KVASIR_ASSIGN_OR_RETURN(step_.kv, kv_tables_.Upload(inputs.kv, stream_));
   KVASIR_ASSIGN_OR_RETURN(uint8_t* const faults, Reserve<uint8_t>(inputs.kv.num_slots, faults_));
@@ -252,12 +276,21 @@ absl::Status CudaBackend::Attend(const LayerQueries& queries, const TensorView& 
   return attention_.Attend(step_, queries, out, stream_.get());
 }
 
+absl::Status CudaBackend::SumOverRanks(const TensorView& x, const TensorView& y) {
+  return ranks_->Sum(x, y, stream_);
+}
+
+absl::Status CudaBackend::GatherColumns(const RankColumns& columns) {
+  return ranks_->GatherColumns(columns, stream_);
+}
+
 absl::Status CudaBackend::EndStep(const StepOutputs& outputs, StepResult& result) {
   KVASIR_RETURN_IF_ERROR(graphs_.End(stream_));
   KVASIR_RETURN_IF_ERROR(FetchResults(outputs));
-  KVASIR_RETURN_IF_ERROR(stream_.Wait());
+  KVASIR_RETURN_IF_ERROR(WaitForStep());
   ReadResults(outputs, result);
-  attention_.Report(step_, inputs_->meter);
+  // Ranks that share a KV head select alike: its pages are counted once.
+  if (inputs_->shard.replica() == 0) attention_.Report(step_, inputs_->meter);
   inputs_.reset();
   return absl::OkStatus();
 }

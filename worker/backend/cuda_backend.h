@@ -1,5 +1,6 @@
 // The backend on one GPU: ops on one stream, in the order in which the model calls them; the host
-// waits once a step, in EndStep, for what it needs of it. All KV lies in device memory, in bfloat16
+// waits once a step, in EndStep, for what it needs of it. What ranks do together is part of the
+// stream, too (cuda_ranks.h). All KV lies in device memory, in bfloat16
 // and rotated; what else it cannot do yet stands in cuda_limits.h. Only in builds with CUDA.
 // Thread-compatible.
 #pragma once
@@ -16,6 +17,7 @@
 #include "worker/backend/cuda_attention.h"
 #include "worker/backend/cuda_graphs.h"
 #include "worker/backend/cuda_memory.h"
+#include "worker/backend/cuda_ranks.h"
 
 namespace kvasir::worker {
 
@@ -36,6 +38,7 @@ class CudaBackend final : public Backend {
       const kernels::PackedLinear::Options& options) override;
   absl::StatusOr<std::unique_ptr<Rope>> MakeRope(const RopeFrequencies& frequencies,
                                                  const KeyForm& form) override;
+  absl::Status JoinRanks(Collective& ranks) override;
 
   absl::StatusOr<bool> BeginStep(const StepInputs& step) override;
   absl::Status EmbedTokens(const kernels::TensorView& table, const kernels::TensorView& y) override;
@@ -47,6 +50,8 @@ class CudaBackend final : public Backend {
                         const kernels::TensorView& v) override;
   absl::Status Select(const LayerQueries& queries) override;
   absl::Status Attend(const LayerQueries& queries, const kernels::TensorView& out) override;
+  absl::Status SumOverRanks(const kernels::TensorView& x, const kernels::TensorView& y) override;
+  absl::Status GatherColumns(const RankColumns& columns) override;
   absl::Status EndStep(const StepOutputs& outputs, StepResult& result) override;
 
   const CudaGraphStats& graph_stats() const { return graphs_.stats(); }
@@ -64,6 +69,9 @@ class CudaBackend final : public Backend {
   // Of the step that has begun, of one token a row.
   CudaGraphs::Shape GraphShape() const;
   absl::Status FetchResults(const StepOutputs& outputs);
+  // Until the stream has done everything, or a rank is missing: then the group is left.
+  absl::Status WaitForStep();
+  void LeaveRanks();
   void ReadResults(const StepOutputs& outputs, StepResult& result) const;
 
   // Constant after construction.
@@ -76,7 +84,8 @@ class CudaBackend final : public Backend {
   // Grow to the largest step seen.
   CudaKvTables kv_tables_;
   CudaAttention attention_;
-  CudaGraphs graphs_;
+  std::unique_ptr<CudaRanks> ranks_;  // null: this one is alone
+  CudaGraphs graphs_;                 // with calls of ranks_
   kernels::PinnedBuffer host_table_;
   kernels::DeviceBuffer table_, faults_, angles_, finite_;
   kernels::PinnedBuffer host_faults_, host_finite_, host_logits_;

@@ -69,9 +69,6 @@ absl::Status CheckCudaModel(const TransformerOptions& model, DType kv_dtype) {
   if (model.extension != PositionExtension::kNone) {
     return NotOnGpu("keys are cached un-rotated; use --position-extension=none");
   }
-  if (model.shard.num_ranks != 1) {
-    return NotOnGpu(model.shard.num_ranks, " ranks; use --tensor-parallel-size=1");
-  }
   const int64_t head_dim = model.config.head_dim;
   if (head_dim != 64 && head_dim != 128) {
     return NotOnGpu("heads of the model have ", head_dim, " dimensions; there are 64 and 128");

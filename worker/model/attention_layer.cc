@@ -1,6 +1,5 @@
 #include "worker/model/attention_layer.h"
 
-#include <cstring>
 #include <span>
 #include <utility>
 
@@ -28,12 +27,6 @@ absl::StatusOr<std::unique_ptr<Linear>> PackRows(const LayerWeights& weights, in
   const PackedLinear::Part part = {.weight = Slice(weights.qkv.view, begin, rows),
                                    .bias = Slice(weights.qkv_bias.view, begin, rows)};
   return backend.MakeLinear(std::span(&part, 1), {.input = dtype, .output = dtype});
-}
-
-// As a gather takes it, which moves bits: two bfloat16 go as one float. REQUIRES: a multiple of
-// four bytes.
-absl::Span<float> AsFloats(const TensorView& tensor) {
-  return {tensor.As<float>(), static_cast<size_t>(tensor.size_bytes()) / sizeof(float)};
 }
 
 }  // namespace
@@ -120,21 +113,11 @@ absl::StatusOr<TensorView> AttentionLayer::SelectionQueries(const StepContext& s
   if (shard.kv_replicas == 1 || !AnySelectionReadsQueries(step.batch)) {
     return a.q.Heads(tokens, num_heads());
   }
-  const TensorView own = a.q.Rows(tokens);
-  const TensorView gathered = a.gathered_q.Rows(shard.num_ranks * tokens);
-  KVASIR_RETURN_IF_ERROR(step.collective.AllGather(AsFloats(own), AsFloats(gathered)));
-  const TensorView group = a.group_q.Rows(tokens);
-  const int64_t row_bytes = own.size_bytes() / tokens;
-  const int64_t first_rank = shard.rank - shard.replica();
-  for (int64_t token = 0; token < tokens; ++token) {
-    for (int64_t replica = 0; replica < shard.kv_replicas; ++replica) {
-      const int64_t from = (first_rank + replica) * tokens + token;
-      const int64_t to = token * shard.kv_replicas + replica;
-      std::memcpy(group.As<std::byte>() + to * row_bytes,
-                  gathered.As<const std::byte>() + from * row_bytes,
-                  static_cast<size_t>(row_bytes));
-    }
-  }
+  KVASIR_RETURN_IF_ERROR(
+      step.backend.GatherColumns({.own = a.q.Rows(tokens),
+                                  .gathered = a.gathered_q.Rows(shard.num_ranks * tokens),
+                                  .y = a.group_q.Rows(tokens),
+                                  .first_rank = shard.rank - shard.replica()}));
   return a.group_q.Heads(tokens, shard.kv_replicas * num_heads());
 }
 

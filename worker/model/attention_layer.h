@@ -15,7 +15,6 @@
 #include "worker/model/activations.h"
 #include "worker/model/shard_plan.h"
 #include "worker/model/weights.h"
-#include "worker/parallel/collective.h"
 #include "worker/step_batch.h"
 
 namespace kvasir::worker {
@@ -24,7 +23,6 @@ namespace kvasir::worker {
 struct StepContext {
   const StepBatch& batch;
   Activations& activations;
-  Collective& collective;
   Backend& backend;
 };
 

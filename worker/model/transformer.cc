@@ -1,7 +1,5 @@
 #include "worker/model/transformer.h"
 
-#include <algorithm>
-#include <cstring>
 #include <span>
 #include <utility>
 
@@ -14,10 +12,6 @@ namespace {
 using kernels::DType;
 using kernels::PackedLinear;
 using kernels::TensorView;
-
-absl::Span<float> Floats(const TensorView& tensor) {
-  return {tensor.As<float>(), static_cast<size_t>(tensor.num_elements())};
-}
 
 absl::StatusOr<std::unique_ptr<Linear>> MakeLinear(const HostTensor& weight, DType input,
                                                    DType output, Backend& backend) {
@@ -125,10 +119,8 @@ absl::Status Transformer::Compute(const ForwardParams& params, const TensorView&
 
 absl::Status Transformer::RunLayer(const ForwardParams& params, const Layer& layer,
                                    bool first) const {
-  const StepContext step = {.batch = params.batch,
-                            .activations = params.activations,
-                            .collective = params.collective,
-                            .backend = backend_};
+  const StepContext step = {
+      .batch = params.batch, .activations = params.activations, .backend = backend_};
   KVASIR_RETURN_IF_ERROR(AddAndNormalize(params, layer.input_norm, /*add=*/!first));
   KVASIR_RETURN_IF_ERROR(layer.attention.Run(step, LayerOutput(params)));
   KVASIR_RETURN_IF_ERROR(ReduceLayerOutput(params));
@@ -164,20 +156,8 @@ TensorView Transformer::LayerOutput(const ForwardParams& params) const {
 
 absl::Status Transformer::ReduceLayerOutput(const ForwardParams& params) const {
   if (!is_parallel()) return absl::OkStatus();
-  const TensorView partial = LayerOutput(params);
-  const TensorView delta = params.activations.delta.Rows(params.batch.num_tokens());
-  KVASIR_RETURN_IF_ERROR(params.collective.AllReduceSum(Floats(partial)));
-  if (delta.dtype() == DType::kFloat32) {
-    std::memcpy(delta.data(), partial.data(), static_cast<size_t>(partial.size_bytes()));
-    return absl::OkStatus();
-  }
-  const int64_t width = partial.dim(1);
-  backend_.executor().ParallelFor(partial.dim(0), [&](int64_t row, int) {
-    for (int64_t i = row * width; i < (row + 1) * width; ++i) {
-      delta.As<kernels::BFloat16>()[i] = kernels::BFloat16(partial.As<float>()[i]);
-    }
-  });
-  return absl::OkStatus();
+  return backend_.SumOverRanks(LayerOutput(params),
+                               params.activations.delta.Rows(params.batch.num_tokens()));
 }
 
 absl::Status Transformer::ComputeLogits(const ForwardParams& params,
@@ -196,36 +176,14 @@ absl::Status Transformer::ComputeLogits(const ForwardParams& params,
                         .y = x,
                         .epsilon = static_cast<float>(options_.config.rms_norm_eps)}));
   if (!is_parallel()) return head_->Run(x, logits);
-  const TensorView local(a.local_logits.Rows(rows).data(), DType::kFloat32,
-                         {rows, head_->out_features()});
-  KVASIR_RETURN_IF_ERROR(head_->Run(x, local));
-  return GatherLogits(params, logits);
-}
-
-// Ranks own ranges of the vocabulary; the last may be narrower, and sends padding.
-absl::Status Transformer::GatherLogits(const ForwardParams& params,
-                                       const TensorView& logits) const {
-  const Activations& a = params.activations;
-  const int64_t rows = logits.dim(0);
-  const int64_t width = options_.shard.vocab_rows_per_rank;
+  // Ranks own ranges of the vocabulary; the last may be narrower.
   const TensorView local = a.local_logits.Rows(rows);
-  const int64_t own = head_->out_features();
-  // Widens the rows in place, last row first, so that none is overwritten before it is moved.
-  for (int64_t r = rows - 1; r > 0 && own < width; --r) {
-    std::memmove(local.As<float>() + r * width, local.As<float>() + r * own,
-                 static_cast<size_t>(own) * sizeof(float));
-  }
-  const TensorView gathered = a.gathered_logits.Rows(rows * options_.shard.num_ranks);
-  KVASIR_RETURN_IF_ERROR(params.collective.AllGather(Floats(local), Floats(gathered)));
-  for (int64_t rank = 0; rank < options_.shard.num_ranks; ++rank) {
-    const int64_t begin = rank * width;
-    const int64_t columns = std::clamp<int64_t>(options_.config.vocab_size - begin, 0, width);
-    for (int64_t r = 0; r < rows; ++r) {
-      std::copy_n(gathered.As<float>() + (rank * rows + r) * width, columns,
-                  logits.As<float>() + r * options_.config.vocab_size + begin);
-    }
-  }
-  return absl::OkStatus();
+  KVASIR_RETURN_IF_ERROR(head_->Run(
+      x, TensorView(local.data(), DType::kFloat32, {rows, head_->out_features()}, local.device())));
+  return backend_.GatherColumns(
+      {.own = local,
+       .gathered = a.gathered_logits.Rows(rows * options_.shard.num_ranks),
+       .y = logits});
 }
 
 }  // namespace kvasir::worker

@@ -1,7 +1,7 @@
 // The model: from the tokens of a step to the logits of the rows that sample. It holds one rank's
-// weights and hides the layers; what computes them is the backend's, and sums over ranks go through
-// the Collective, in float32. Every row's result depends on that row and its own KV only. Made once
-// when a worker loads a model, used by one engine at a time. Thread-compatible.
+// weights and hides the layers; what computes them and sums over ranks, in float32, is the
+// backend's. Every row's result depends on that row and its own KV only. Made once when a worker
+// loads a model, used by one engine at a time. Thread-compatible.
 //
 //   x = embedding(tokens)
 //   each layer:  x += sum over ranks of attention(norm(x));  x += sum over ranks of mlp(norm(x))
@@ -98,7 +98,6 @@ class Transformer {
   kernels::TensorView LayerOutput(const ForwardParams& params) const;
   absl::Status ReduceLayerOutput(const ForwardParams& params) const;
   absl::Status ComputeLogits(const ForwardParams& params, const kernels::TensorView& logits) const;
-  absl::Status GatherLogits(const ForwardParams& params, const kernels::TensorView& logits) const;
   bool is_parallel() const { return options_.shard.num_ranks > 1; }
 
   const TransformerOptions options_;

@@ -1,13 +1,16 @@
 // Communication among the ranks of a tensor-parallel group. Every call is made by all ranks in the
 // same order and is bounded in time: a dead or silent peer becomes UNAVAILABLE or DEADLINE_EXCEEDED
 // on the others, after which the collective is broken for good (the group is formed anew). Sums are
-// taken in rank order on every rank, so all ranks get the same bits. Implementations: Gloo on CPUs,
-// NCCL on GPUs; one rank alone needs no network. Thread-compatible: the engine's thread only.
+// taken in rank order on every rank, so all ranks get the same bits. It moves host memory, whatever
+// the ranks compute on: what lies on GPUs goes over NCCL (nccl_communicator.h), which is set up
+// over this. Implementations: Gloo; one rank alone needs no network. Thread-compatible: the
+// engine's thread only.
 #pragma once
 
 #include <cstddef>
 
 #include "absl/status/status.h"
+#include "absl/time/time.h"
 #include "absl/types/span.h"
 
 namespace kvasir::worker {
@@ -17,6 +20,8 @@ class Collective {
   virtual ~Collective() = default;
   virtual int rank() const = 0;
   virtual int size() const = 0;
+  // For how long a peer may be silent.
+  virtual absl::Duration timeout() const = 0;
   // data[i] = sum over ranks of data[i], in place.
   virtual absl::Status AllReduceSum(absl::Span<float> data) = 0;
   // out = concatenation of every rank's `in` in rank order; out.size() = size() * in.size().

@@ -1,4 +1,4 @@
-// The collective of CPU workers, over Gloo's TCP transport. It hides Gloo: its store, its threads
+// The collective of workers, over Gloo's TCP transport. It hides Gloo: its store, its threads
 // and its exceptions, which all become absl::Status here. The arithmetic is ours: Gloo only moves
 // bytes between pairs of ranks, so the order of every sum is the rank order by construction (its
 // own ring adds in an order that depends on the segment). Made when a group forms; used by the
@@ -43,6 +43,7 @@ class GlooCollective final : public Collective {
 
   int rank() const override { return options_.rank; }
   int size() const override { return options_.size; }
+  absl::Duration timeout() const override { return options_.timeout; }
   absl::Status AllReduceSum(absl::Span<float> data) override;
   absl::Status AllGather(absl::Span<const float> in, absl::Span<float> out) override;
 

@@ -27,18 +27,39 @@ StepBatch ThreeRows() {
   return batch;
 }
 
+// Rank 1 of three, whose others answer at once: with 100 times the rank more in each element.
+class ThreeRanks final : public Collective {
+ public:
+  int rank() const override { return 1; }
+  int size() const override { return 3; }
+  absl::Duration timeout() const override { return absl::Seconds(1); }
+  absl::Status AllReduceSum(absl::Span<float> data) override {
+    for (float& element : data) element = 3 * element;
+    return absl::OkStatus();
+  }
+  absl::Status AllGather(absl::Span<const float> in, absl::Span<float> out) override {
+    for (size_t r = 0; r < 3; ++r) {
+      for (size_t i = 0; i < in.size(); ++i) {
+        out[r * in.size() + i] = in[i] + 100 * (static_cast<float>(r) - 1);
+      }
+    }
+    return absl::OkStatus();
+  }
+};
+
 class CpuBackendTest : public testing::Test {
  protected:
   std::unique_ptr<Rope> MakeRope(const KeyForm& form) {
     return backend_.MakeRope({.inv_freq = {1, 0.1}}, form).value();
   }
-  void BeginStep(Rope& rope) {
+  void BeginStep(Rope& rope) { BeginStep(rope, collective_); }
+  void BeginStep(Rope& rope, Collective& ranks) {
     const StepInputs step = {.batch = batch_,
                              .kv = kv_,
                              .rope = rope,
                              .shard = shard_,
                              .meter = meter_,
-                             .collective = collective_};
+                             .collective = ranks};
     ASSERT_TRUE(backend_.BeginStep(step).ok());
   }
   // [tokens, width] of ones.
@@ -99,6 +120,47 @@ TEST_F(CpuBackendTest, SampledRowsAreTakenInTheirOrder) {
   for (size_t i = 0; i < x.size(); ++i) x[i] = static_cast<float>(i);
   ASSERT_TRUE(backend_.TakeSampled(rows, TensorView(y.data(), DType::kFloat32, {2, 2})).ok());
   EXPECT_EQ(y, (std::vector<float>{2, 3, 10, 11}));
+}
+
+TEST_F(CpuBackendTest, SumsOverRanksAreRoundedOnce) {
+  ThreeRanks ranks;
+  const std::unique_ptr<Rope> rope = MakeRope({});
+  BeginStep(*rope, ranks);
+  const float third = 1 + 0x1p-9f;  // no bfloat16
+  std::vector<float> x = {third, 2};
+  std::vector<kernels::BFloat16> y(2);
+  ASSERT_TRUE(backend_
+                  .SumOverRanks(TensorView(x.data(), DType::kFloat32, {1, 2}),
+                                TensorView(y.data(), DType::kBFloat16, {1, 2}))
+                  .ok());
+  EXPECT_EQ(static_cast<float>(y[0]), static_cast<float>(kernels::BFloat16(3 * third)));
+  EXPECT_EQ(static_cast<float>(y[1]), 6);
+}
+
+// The last rank has two columns where the others have three: its rows lie close together.
+TEST_F(CpuBackendTest, ColumnsOfRanksStandSideBySide) {
+  ThreeRanks ranks;
+  const std::unique_ptr<Rope> rope = MakeRope({});
+  BeginStep(*rope, ranks);
+  std::vector<float> own = {101, 102, 103, 104, 105, 106}, gathered(18), y(16);
+  const TensorView own_view(own.data(), DType::kFloat32, {2, 3});
+  const TensorView gathered_view(gathered.data(), DType::kFloat32, {6, 3});
+  ASSERT_TRUE(backend_
+                  .GatherColumns({.own = own_view,
+                                  .gathered = gathered_view,
+                                  .y = TensorView(y.data(), DType::kFloat32, {2, 8})})
+                  .ok());
+  EXPECT_EQ(y, (std::vector<float>{1, 2, 3, 101, 102, 103, 201, 202,  //
+                                   4, 5, 6, 104, 105, 106, 203, 204}));
+  // The second and third rank only.
+  std::vector<float> two(12);
+  ASSERT_TRUE(backend_
+                  .GatherColumns({.own = own_view,
+                                  .gathered = gathered_view,
+                                  .y = TensorView(two.data(), DType::kFloat32, {2, 6}),
+                                  .first_rank = 1})
+                  .ok());
+  EXPECT_EQ(two, (std::vector<float>{101, 102, 103, 201, 202, 203, 104, 105, 106, 204, 205, 206}));
 }
 
 // An embedding is the largest of all weights: there is no room for two.

@@ -54,8 +54,6 @@ TEST(CudaLimits, ModelsItDoesNot) {
     ExpectRefused(CheckCudaModel(model, DType::kBFloat16), "--position-extension=none");
   }
   model = ServedModel();
-  model.shard.num_ranks = 2;
-  ExpectRefused(CheckCudaModel(model, DType::kBFloat16), "--tensor-parallel-size=1");
   model = ServedModel();
   model.config.head_dim = 80;
   ExpectRefused(CheckCudaModel(model, DType::kBFloat16), "80 dimensions");

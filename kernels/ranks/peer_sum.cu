@@ -1,0 +1,114 @@
+// The sum of small messages among peers. Each thread has two elements: it writes them to all peers,
+// waits until the same elements of all peers have come, and adds up.
+#include "kernels/ranks/rank_ops_launch.h"
+#include <cuda/atomic>
+
+namespace kvasir::kernels {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kElementsOfThread = 2;
+constexpr int64_t kElementsOfBlock = kThreads * kElementsOfThread;
+static_assert(kPeerSumElements / kElementsOfBlock == kPeerSumCounters);
+constexpr int kLooksBetweenClocks = 1024;
+
+using SharedLine = cuda::atomic_ref<uint64_t, cuda::thread_scope_system>;
+
+__device__ uint64_t MakeLine(float element, uint32_t call) {
+  return (static_cast<uint64_t>(call) << 32) | __float_as_uint(element);
+}
+__device__ uint32_t CallOf(uint64_t line) { return static_cast<uint32_t>(line >> 32); }
+__device__ float ElementOf(uint64_t line) { return __uint_as_float(static_cast<uint32_t>(line)); }
+
+__device__ uint64_t NowNs() {
+  uint64_t now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  return now;
+}
+
+// The end of waiting, also for all sums that follow.
+class Patience {
+ public:
+  __device__ explicit Patience(const PeerSumEnd& end) : end_(end) {}
+
+  __device__ bool IsOver() {
+    if (++looks_ % kLooksBetweenClocks != 0) return false;
+    volatile uint32_t* const gave_up = end_.gave_up;
+    if (*gave_up != 0) return true;
+    const uint64_t now = NowNs();
+    if (begin_ns_ == 0) begin_ns_ = now;
+    if (now - begin_ns_ < static_cast<uint64_t>(end_.patience_ns)) return false;
+    *gave_up = 1;
+    *static_cast<volatile uint32_t*>(end_.gave_up_host) = 1;
+    return true;
+  }
+
+ private:
+  const PeerSumEnd& end_;
+  uint32_t looks_ = 0;
+  uint64_t begin_ns_ = 0;
+};
+
+__global__ void PeerSumKernel(const __grid_constant__ PeerSumLaunch p) {
+  const PeerSumEnd& end = p.end;
+  const uint32_t call = end.calls[blockIdx.x] + 1;
+  const int64_t first = blockIdx.x * kElementsOfBlock + threadIdx.x;
+  const int mine = first + kThreads < p.count ? 2 : first < p.count ? 1 : 0;
+  // Where in an inbox the lines of a rank begin.
+  const auto lines_of = [&](int rank) {
+    return ((call & 1) * end.num_ranks + rank) * kPeerSumElements + first;
+  };
+  float own[kElementsOfThread] = {};
+  for (int i = 0; i < mine; ++i) own[i] = p.x[first + i * kThreads];
+  // Every rank begins with another, so that none is written to by all at once.
+  for (int step = 1; step < end.num_ranks; ++step) {
+    const int peer = (end.rank + step) % end.num_ranks;
+    uint64_t* const lines = end.inboxes[peer] + lines_of(end.rank);
+    for (int i = 0; i < mine; ++i) {
+      SharedLine(lines[i * kThreads]).store(MakeLine(own[i], call), cuda::memory_order_relaxed);
+    }
+  }
+
+  uint64_t lines[kMaxPeers][kElementsOfThread];
+  Patience patience(end);
+  bool over = false;
+  for (bool all = false; !all && !over; over = !all && patience.IsOver()) {
+    all = true;
+#pragma unroll
+    for (int rank = 0; rank < kMaxPeers; ++rank) {
+      if (rank >= end.num_ranks || rank == end.rank) continue;
+#pragma unroll
+      for (int i = 0; i < kElementsOfThread; ++i) {
+        if (i >= mine) continue;
+        uint64_t& line = end.inboxes[end.rank][lines_of(rank) + i * kThreads];
+        lines[rank][i] = SharedLine(line).load(cuda::memory_order_relaxed);
+        all = all && CallOf(lines[rank][i]) == call;
+      }
+    }
+  }
+
+#pragma unroll
+  for (int i = 0; i < kElementsOfThread; ++i) {
+    if (i >= mine) continue;
+    float sum = 0;
+#pragma unroll
+    for (int rank = 0; rank < kMaxPeers; ++rank) {
+      if (rank >= end.num_ranks) continue;
+      sum += rank == end.rank ? own[i] : ElementOf(lines[rank][i]);
+    }
+    if (over) sum = __uint_as_float(0x7fc00000);  // NaN
+    p.y[first + i * kThreads] = BFloat16(sum);
+  }
+  __syncthreads();  // all have read the count
+  if (threadIdx.x == 0) end.calls[blockIdx.x] = call;
+}
+
+}  // namespace
+
+cudaError_t LaunchPeerSum(const PeerSumLaunch& p, cudaStream_t stream) {
+  const auto blocks = static_cast<unsigned>((p.count + kElementsOfBlock - 1) / kElementsOfBlock);
+  PeerSumKernel<<<blocks, kThreads, 0, stream>>>(p);
+  return cudaGetLastError();
+}
+
+}  // namespace kvasir::kernels

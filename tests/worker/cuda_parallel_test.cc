@@ -1,0 +1,230 @@
+// A group of GPUs against one: a process a rank, as they are served. The same requests over a
+// reference model, the logits that tokens are sampled from, and the tokens; and what the others do
+// when one is gone.
+#include <algorithm>
+#include <chrono>
+#include <cuda_runtime_api.h>
+#include <gtest/gtest.h>
+#include <iostream>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "tests/worker/model/golden.h"
+#include "tests/worker/parallel/rank_processes.h"
+#include "tests/worker/test_coordinator.h"
+#include "tests/worker/test_worker.h"
+#include "worker/backend/cuda_backend.h"
+#include "worker/parallel/gather_values.h"
+#include "worker/parallel/gloo_collective.h"
+#include "xxhash.h"
+
+namespace kvasir::worker {
+namespace {
+
+constexpr char kModel[] = "tests/model/needle-8k";
+constexpr char kText[] = "tests/model/golden/needle-8k.safetensors";
+// Of the largest logit: sums of bfloat16 products in another order, through six layers.
+constexpr float kTolerance = 0.05f;
+constexpr int64_t kAnswer = 16;
+constexpr int64_t kSlots = 8;
+// A step of one chunk is too large for sums among peers, a step of decode rows small enough.
+constexpr int64_t kChunk = 256;
+constexpr int kTooFewGpus = 77;  // exit status
+
+EngineOptions Options() {
+  EngineOptions options = TestWorker::DefaultOptions();
+  v1::SparsityPolicy infinitehip = MakePolicy("infinitehip", "infinitehip");
+  infinitehip.mutable_prefill()->mutable_infinitehip()->set_preset("5k");
+  infinitehip.mutable_decode()->mutable_infinitehip()->set_preset("5k");
+  infinitehip.mutable_decode()->set_top_p(1);
+  options.policies = {MakePolicy("all", "all"), MakePolicy("quest", "quest"),
+                      MakePolicy("tokenselect", "tokenselect"), infinitehip};
+  options.kv_dtype = kernels::DType::kBFloat16;
+  options.kv_device_bytes = 256 << 20;
+  options.kv_host_bytes = 128 << 20;
+  options.max_num_batched_tokens = kSlots * kChunk;
+  return options;
+}
+
+// One to eight at a time.
+std::vector<TestRequest> Requests() {
+  const std::vector<uint32_t> text = GoldenFile(kText).Run(8000).tokens;
+  std::vector<TestRequest> requests;
+  for (uint32_t i = 0; i < 8; ++i) {
+    const int64_t begin = 300 * i, size = 65 + 310 * i;
+    requests.push_back({.prompt = {text.begin() + begin, text.begin() + begin + size},
+                        .max_tokens = kAnswer - i % 3,
+                        .policy = i % 4,
+                        .prefill = MakeNumbers(32, 128, 256),
+                        .decode = MakeNumbers(16, 128, 128),
+                        .tail_tokens = 20,
+                        .sampling = Greedy(),
+                        .cached_blocks = {}});
+    if (i % 4 == 3) requests.back().decode.set_top_p(0.9f);
+  }
+  return requests;
+}
+
+struct Answers {
+  std::map<std::pair<int64_t, int64_t>, TestWorker::Logits> logits;
+  std::vector<std::vector<uint32_t>> tokens;
+};
+
+Answers Serve(TestModel& model, Collective& ranks) {
+  TestWorker worker(model, ranks, Options());
+  TestCoordinator coordinator({.num_slots = kSlots, .chunk = kChunk});
+  const std::vector<TestRequest> requests = Requests();
+  for (const TestRequest& request : requests) coordinator.Add(request);
+  worker.Run(coordinator);
+  Answers answers = {.logits = worker.logits(), .tokens = {}};
+  for (size_t r = 0; r < requests.size(); ++r) {
+    EXPECT_TRUE(coordinator.result(r).status.ok()) << coordinator.result(r).status;
+    answers.tokens.push_back(coordinator.result(r).tokens);
+  }
+  return answers;
+}
+
+// Up to the first token that is another: from there on the two read different texts.
+void ExpectAlike(const Answers& one, const Answers& many) {
+  const std::vector<TestRequest> requests = Requests();
+  int64_t compared = 0;
+  for (size_t r = 0; r < requests.size(); ++r) {
+    for (size_t i = 0; i < one.tokens[r].size(); ++i) {
+      SCOPED_TRACE(testing::Message() << "request " << r << ", token " << i);
+      const std::pair<int64_t, int64_t> place = {
+          static_cast<int64_t>(r), std::ssize(requests[r].prompt) - 1 + static_cast<int64_t>(i)};
+      LogitsDifference difference;
+      difference.Add(one.logits.at(place), many.logits.at(place));
+      EXPECT_LE(difference.largest, kTolerance * difference.scale);
+      ++compared;
+      if (one.tokens[r][i] == many.tokens[r][i]) continue;
+      const float margin = TopTwoMargin(one.logits.at(place));
+      std::cout << "request " << r << ", token " << i << " differs, top-2 margin " << margin
+                << std::endl;
+      EXPECT_LE(margin, 2 * difference.largest);
+      break;
+    }
+  }
+  EXPECT_GT(compared, 4 * std::ssize(requests)) << "answers differ at once";
+}
+
+uint64_t HashOf(const Answers& answers) {
+  uint64_t hash = 0;
+  for (const auto& [place, logits] : answers.logits) {
+    hash = XXH3_64bits_withSeed(logits.data(), logits.size() * sizeof(float), hash);
+  }
+  return hash;
+}
+
+TestWorkerOptions ModelOptions(int rank, int size) {
+  return {.folder = kModel,
+          .rank = rank,
+          .num_ranks = size,
+          .dtype = kernels::DType::kBFloat16,
+          .max_model_len = 8192,
+          .num_threads = 2,
+          .device = "cuda",
+          .edit_weights = {}};
+}
+
+// Waits for the other ranks, from where on they may be silent for a few seconds only; null: failed.
+using Meet = std::function<std::unique_ptr<Collective>()>;
+
+// Runs `body` where there is a GPU for each rank.
+int RunRank(int rank, int size, Rendezvous& rendezvous,
+            const std::function<void(TestModel& model, const Meet& meet)>& body) {
+  int devices = 0;
+  if (cudaGetDeviceCount(&devices) != cudaSuccess || devices < size) return kTooFewGpus;
+  cudaSetDevice(rank);
+  TestModel model(ModelOptions(rank, size));
+  body(model, [&]() -> std::unique_ptr<Collective> {
+    auto ranks = GlooCollective::Connect({.rank = rank, .size = size, .timeout = absl::Seconds(4)},
+                                         rendezvous);
+    EXPECT_TRUE(ranks.ok()) << ranks.status();
+    return ranks.ok() ? std::move(*ranks) : nullptr;
+  });
+  return testing::Test::HasFailure() ? 1 : 0;
+}
+
+bool TooFew(const std::vector<int>& statuses) {
+  return WIFEXITED(statuses[0]) && WEXITSTATUS(statuses[0]) == kTooFewGpus;
+}
+
+class CudaParallelTest : public testing::TestWithParam<int> {};
+
+// Twice, as groups come and go while a worker keeps its model.
+TEST_P(CudaParallelTest, RanksAnswerAsOneDoes) {
+  const int size = GetParam();
+  const std::vector<int> statuses = RunRankProcesses(size, [&](int rank, Rendezvous& rendezvous) {
+    return RunRank(rank, size, rendezvous, [&](TestModel& model, const Meet& meet) {
+      Answers one;
+      if (rank == 0) {
+        TestModel alone(ModelOptions(0, 1));
+        SingleCollective nobody;
+        one = Serve(alone, nobody);
+      }
+      const std::unique_ptr<Collective> ranks = meet();
+      ASSERT_NE(ranks, nullptr);
+      for (int round = 0; round < 2; ++round) {
+        const absl::Status joined = model.transformer().backend().JoinRanks(*ranks);
+        ASSERT_TRUE(joined.ok()) << joined;
+        const Answers many = Serve(model, *ranks);
+        if (rank == 0) ExpectAlike(one, many);
+        const auto hashes = GatherValues(*ranks, HashOf(many));
+        ASSERT_TRUE(hashes.ok()) << hashes.status();
+        EXPECT_EQ(hashes->back(), hashes->front()) << "ranks have other logits";
+      }
+      const auto& backend = static_cast<CudaBackend&>(model.transformer().backend());
+      EXPECT_GT(backend.graph_stats().replayed, 0);
+    });
+  });
+  if (TooFew(statuses)) GTEST_SKIP() << "fewer than " << size << " GPUs on this machine";
+  for (const int status : statuses) EXPECT_EQ(status, 0);
+}
+
+INSTANTIATE_TEST_SUITE_P(Sizes, CudaParallelTest, testing::Values(2, 4, 8),
+                         [](const auto& test) { return std::to_string(test.param) + "Gpus"; });
+
+// Rank 1 gets `signal` in the middle of an answer.
+void ExpectErrorInTime(int signal) {
+  constexpr int kStepsBefore = 8;
+  const std::vector<int> statuses = RunRankProcesses(2, [&](int rank, Rendezvous& rendezvous) {
+    return RunRank(rank, 2, rendezvous, [&](TestModel& model, const Meet& meet) {
+      const std::unique_ptr<Collective> ranks = meet();
+      ASSERT_NE(ranks, nullptr);
+      const absl::Status joined = model.transformer().backend().JoinRanks(*ranks);
+      ASSERT_TRUE(joined.ok()) << joined;
+      TestWorker worker(model, *ranks, Options());
+      TestCoordinator coordinator({.num_slots = kSlots, .chunk = kChunk});
+      coordinator.Add(Requests()[1]);
+      for (int step = 0; step < kStepsBefore; ++step) {
+        const v1::StepPlan plan = coordinator.NextPlan();
+        const auto reply = worker.engine().Step(plan);
+        ASSERT_TRUE(reply.ok()) << reply.status();
+        coordinator.Apply(plan, *reply);
+      }
+      if (rank == 1) raise(signal);
+      const auto begin = std::chrono::steady_clock::now();
+      const absl::Status status = worker.engine().Step(coordinator.NextPlan()).status();
+      const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
+      std::cout << "after " << took.count() << " s: " << status << std::endl;
+      EXPECT_TRUE(absl::IsDeadlineExceeded(status) || absl::IsUnavailable(status)) << status;
+      EXPECT_LT(took.count(), 5);
+      // What is left of the group is no hindrance.
+      SingleCollective nobody;
+      EXPECT_TRUE(model.transformer().backend().JoinRanks(nobody).ok());
+      EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    });
+  });
+  if (TooFew(statuses)) GTEST_SKIP() << "fewer than 2 GPUs on this machine";
+  EXPECT_EQ(statuses[0], 0);
+  EXPECT_TRUE(WIFSIGNALED(statuses[1]));
+}
+
+TEST(CudaParallelFailureTest, AKilledRankIsAnErrorOnTheOtherInTime) { ExpectErrorInTime(SIGKILL); }
+
+TEST(CudaParallelFailureTest, AStoppedRankIsAnErrorOnTheOtherInTime) { ExpectErrorInTime(SIGSTOP); }
+
+}  // namespace
+}  // namespace kvasir::worker

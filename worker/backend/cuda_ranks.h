@@ -1,0 +1,55 @@
+// The other ranks of a group as a GPU's step sees them: sums and gathers on its stream, and the
+// wait for its end, which is bounded although kernels wait for peers that may be gone. It hides
+// which messages go straight between GPUs and which through NCCL. Held by the CUDA backend, with a
+// stream that all of it is put on; graphs of that stream are destroyed before it.
+// Thread-compatible.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+
+#include "kernels/base/device_buffer.h"
+#include "worker/backend/backend.h"
+#include "worker/backend/cuda_memory.h"
+#include "worker/parallel/nccl_communicator.h"
+#include "worker/parallel/peer_sums.h"
+
+namespace kvasir::worker {
+
+class CudaRanks {
+ public:
+  // On the current device; all ranks at the same time. Errors as of NcclCommunicator::Join.
+  static absl::StatusOr<std::unique_ptr<CudaRanks>> Join(Collective& ranks);
+
+  // y = sum over ranks of x, added up in float32 as on the CPU: partial results have lost nothing
+  // before they are added, and small messages take the same time in either width. x is overwritten.
+  absl::Status Sum(const kernels::TensorView& x, const kernels::TensorView& y,
+                   const CudaStream& stream);
+  absl::Status GatherColumns(const RankColumns& columns, const CudaStream& stream);
+
+  // Until the stream has done everything. DEADLINE_EXCEEDED when none of its collectives ends for
+  // as long as the group's timeout, UNAVAILABLE when NCCL has noticed an error: Abandon is to
+  // follow.
+  absl::Status Wait(const CudaStream& stream);
+  // Ends what on the stream waits for ranks, and waits for the stream; for good.
+  void Abandon(const CudaStream& stream);
+
+ private:
+  explicit CudaRanks(const Collective& ranks) : rank_(ranks.rank()), patience_(ranks.timeout()) {}
+
+  // What ends the wait before its time.
+  absl::Status LookForTrouble() const;
+  uint32_t progress() const { return *progress_.As<volatile uint32_t>(); }
+
+  const int rank_;
+  const absl::Duration patience_;
+  std::unique_ptr<NcclCommunicator> nccl_;
+  std::unique_ptr<PeerSums> peers_;  // null: they cannot reach each other's memory
+  kernels::PinnedBuffer progress_;   // NCCL's collectives that have ended
+};
+
+}  // namespace kvasir::worker

@@ -1,0 +1,112 @@
+#include "worker/parallel/nccl_communicator.h"
+
+#include <chrono>
+#include <cstdlib>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+
+#include "kernels/base/status_macros.h"
+#include "worker/parallel/gather_values.h"
+
+namespace kvasir::worker {
+namespace {
+
+// Finding the machine's links and connecting the ranks takes seconds.
+constexpr absl::Duration kJoinPatience = absl::Seconds(60);
+
+absl::Status NcclStatus(ncclResult_t result, absl::string_view what, int rank) {
+  if (result == ncclSuccess) return absl::OkStatus();
+  return absl::UnavailableError(
+      absl::StrCat("NCCL, ", what, " on rank ", rank, ": ", ncclGetErrorString(result)));
+}
+
+// NCCL reads its environment when it is first used.
+void SetEnvironment() {
+  // Whoever set them knows better.
+  constexpr int kKeep = 0;
+  // NVLink multicast is state of the switch, which all of a host's GPUs share: a program that dies
+  // while it is set up can leave them out of service, also those of others.
+  setenv("NCCL_NVLS_ENABLE", "0", kKeep);
+  // Registering the buffers of captured calls takes all ranks, and another kernel then. Ranks
+  // record their steps on their own, so that one may capture what another launches.
+  setenv("NCCL_GRAPH_REGISTER", "0", kKeep);
+}
+
+// Of rank 0, to all.
+absl::StatusOr<ncclUniqueId> ShareId(Collective& ranks) {
+  struct Card {
+    int64_t has_id = 0;
+    ncclUniqueId id = {};
+  };
+  Card own;
+  ncclResult_t made = ncclSuccess;
+  if (ranks.rank() == 0) made = ncclGetUniqueId(&own.id);
+  own.has_id = made == ncclSuccess ? 1 : 0;
+  KVASIR_ASSIGN_OR_RETURN(const std::vector<Card> cards, GatherValues(ranks, own));
+  KVASIR_RETURN_IF_ERROR(NcclStatus(made, "making an id", ranks.rank()));
+  if (cards[0].has_id == 0) return absl::UnavailableError("rank 0 cannot make an id for NCCL");
+  return cards[0].id;
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<NcclCommunicator>> NcclCommunicator::Join(Collective& ranks) {
+  SetEnvironment();
+  KVASIR_ASSIGN_OR_RETURN(const ncclUniqueId id, ShareId(ranks));
+  std::unique_ptr<NcclCommunicator> joined(new NcclCommunicator(ranks.rank(), ranks.timeout()));
+  ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+  config.blocking = 0;
+  const ncclResult_t result =
+      ncclCommInitRankConfig(&joined->comm_, ranks.size(), id, ranks.rank(), &config);
+  KVASIR_RETURN_IF_ERROR(joined->Settle(result, "joining the ranks", kJoinPatience));
+  return joined;
+}
+
+absl::Status NcclCommunicator::Settle(ncclResult_t result, absl::string_view what,
+                                      absl::Duration patience) const {
+  const auto start = std::chrono::steady_clock::now();
+  while (result == ncclInProgress) {
+    KVASIR_RETURN_IF_ERROR(NcclStatus(ncclCommGetAsyncError(comm_, &result), what, rank_));
+    if (absl::FromChrono(std::chrono::steady_clock::now() - start) > patience) {
+      return absl::DeadlineExceededError(absl::StrCat("NCCL, ", what, " on rank ", rank_,
+                                                      ": another rank was silent for ",
+                                                      absl::FormatDuration(patience)));
+    }
+  }
+  return NcclStatus(result, what, rank_);
+}
+
+absl::Status NcclCommunicator::CheckUsable() const {
+  if (comm_ != nullptr) return absl::OkStatus();
+  return absl::FailedPreconditionError("the ranks' communicator was aborted");
+}
+
+absl::Status NcclCommunicator::AllReduceSum(float* data, int64_t count, cudaStream_t stream) {
+  KVASIR_RETURN_IF_ERROR(CheckUsable());
+  return Settle(
+      ncclAllReduce(data, data, static_cast<size_t>(count), ncclFloat32, ncclSum, comm_, stream),
+      "all-reduce", patience_);
+}
+
+absl::Status NcclCommunicator::AllGather(const void* in, void* out, int64_t bytes,
+                                         cudaStream_t stream) {
+  KVASIR_RETURN_IF_ERROR(CheckUsable());
+  return Settle(ncclAllGather(in, out, static_cast<size_t>(bytes), ncclInt8, comm_, stream),
+                "all-gather", patience_);
+}
+
+absl::Status NcclCommunicator::Health() const {
+  KVASIR_RETURN_IF_ERROR(CheckUsable());
+  ncclResult_t result = ncclSuccess;
+  KVASIR_RETURN_IF_ERROR(NcclStatus(ncclCommGetAsyncError(comm_, &result), "asking", rank_));
+  return NcclStatus(result, "a collective", rank_);
+}
+
+void NcclCommunicator::Abort() {
+  ncclComm_t comm = std::exchange(comm_, nullptr);
+  if (comm != nullptr) ncclCommAbort(comm);
+}
+
+}  // namespace kvasir::worker

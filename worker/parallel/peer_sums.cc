@@ -1,0 +1,41 @@
+#include "worker/parallel/peer_sums.h"
+
+#include <cuda_runtime_api.h>
+
+#include "kernels/base/cuda_status.h"
+#include "kernels/base/status_macros.h"
+
+namespace kvasir::worker {
+
+using kernels::DeviceBuffer;
+using kernels::PinnedBuffer;
+
+absl::StatusOr<std::unique_ptr<PeerSums>> PeerSums::Join(Collective& ranks) {
+  if (ranks.size() > kernels::kMaxPeers) return std::unique_ptr<PeerSums>();
+  std::unique_ptr<PeerSums> sums(new PeerSums());
+  constexpr int64_t kCounterBytes = (kernels::kPeerSumCounters + 1) * int64_t{sizeof(uint32_t)};
+  KVASIR_ASSIGN_OR_RETURN(sums->counters_, DeviceBuffer::Allocate(kCounterBytes));
+  KVASIR_RETURN_IF_ERROR(
+      kernels::CudaStatus(cudaMemset(sums->counters_.data(), 0, static_cast<size_t>(kCounterBytes)),
+                          "clearing memory"));
+  KVASIR_ASSIGN_OR_RETURN(sums->gave_up_, PinnedBuffer::Allocate(sizeof(uint32_t)));
+  *sums->gave_up_.As<uint32_t>() = 0;
+  KVASIR_ASSIGN_OR_RETURN(
+      sums->inboxes_,
+      PeerMemory::Share(kernels::kPeerSumInboxLines * int64_t{sizeof(uint64_t)}, ranks));
+  if (sums->inboxes_ == nullptr) return std::unique_ptr<PeerSums>();
+  uint32_t* const counters = sums->counters_.As<uint32_t>();
+  sums->end_ = {.rank = ranks.rank(),
+                .num_ranks = ranks.size(),
+                .inboxes = {},
+                .calls = counters,
+                .gave_up = counters + kernels::kPeerSumCounters,
+                .gave_up_host = sums->gave_up_.As<uint32_t>(),
+                .patience_ns = absl::ToInt64Nanoseconds(ranks.timeout())};
+  for (int rank = 0; rank < ranks.size(); ++rank) {
+    sums->end_.inboxes[rank] = reinterpret_cast<uint64_t*>(sums->inboxes_->of_rank(rank));
+  }
+  return sums;
+}
+
+}  // namespace kvasir::worker
