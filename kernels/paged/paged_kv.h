@@ -62,6 +62,12 @@ class PageRef {
       : bits_(reinterpret_cast<uint64_t>(page) | static_cast<uint64_t>(tier)) {
     KVASIR_CHECK((reinterpret_cast<uint64_t>(page) & kTierMask) == 0);
   }
+  // For kernels, which cannot check. REQUIRES: a multiple of 64 bytes.
+  KVASIR_HOST_DEVICE static PageRef OfAligned(std::byte* page, PageTier tier) {
+    PageRef ref;
+    ref.bits_ = reinterpret_cast<uint64_t>(page) | static_cast<uint64_t>(tier);
+    return ref;
+  }
   KVASIR_HOST_DEVICE PageTier tier() const { return static_cast<PageTier>(bits_ & kTierMask); }
   KVASIR_HOST_DEVICE std::byte* page() const {
     return reinterpret_cast<std::byte*>(bits_ & ~kTierMask);
@@ -71,6 +77,9 @@ class PageRef {
   static constexpr uint64_t kTierMask = 63;
   uint64_t bits_ = 0;
 };
+
+// The step of a page that was never read; no step has this number.
+inline constexpr uint32_t kNeverTouched = 0xffffffff;
 
 // What kernels record while they read, one entry a page: [num_rows * pages_per_block]. Null where
 // nothing is to be recorded: measurements read pages without being a use of them.

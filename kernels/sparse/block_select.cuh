@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "kernels/base/block_sums.cuh"
 #include "kernels/base/warp.cuh"
 #include "kernels/sparse/ranking.h"
 
@@ -32,19 +33,7 @@ struct SelectMemory {
 
 // The sum of `value` over the threads before this one.
 __device__ inline uint64_t SumBefore(uint64_t value, SelectMemory& memory) {
-  const unsigned lane = threadIdx.x % kWarpThreads;
-  const unsigned warp = threadIdx.x / kWarpThreads;
-  uint64_t sum = value;
-  for (unsigned distance = 1; distance < kWarpThreads; distance *= 2) {
-    const uint64_t left = __shfl_up_sync(kAllLanes, sum, distance);
-    if (lane >= distance) sum += left;
-  }
-  __syncthreads();  // the sums of an earlier call have been read
-  if (lane == kWarpThreads - 1) memory.sums[warp] = sum;
-  __syncthreads();
-  uint64_t before = sum - value;
-  for (unsigned i = 0; i < warp; ++i) before += memory.sums[i];
-  return before;
+  return SumBefore(value, memory.sums);
 }
 
 // Least and greatest score, to memory.

@@ -1,0 +1,45 @@
+// The residency protocol on the GPU: the ops of residency.h for state in device memory, put on a
+// stream. They leave the same state, entry by entry, but for CopyRowsToHost and CopyFills, which
+// leave none. Nothing is allocated or waited for; rows are device memory. Errors are the device's.
+// Cost: OpenRows, MapFills, and what PlanFills does behind its scan, are one block of threads each;
+// the scan reads 8 bytes a page. CopyFills is one warp on each of some 128 multiprocessors, small
+// enough to run beside attention.
+#pragma once
+
+#include <cstdint>
+#include <cuda_runtime_api.h>
+#include <span>
+
+#include "absl/status/status.h"
+
+#include "kernels/paged/residency.h"
+
+namespace kvasir::kernels {
+
+absl::Status InitResidency(const ResidencyState& state, cudaStream_t stream);
+absl::Status OpenRows(const ResidencyState& state, std::span<const int32_t> rows,
+                      cudaStream_t stream);
+absl::Status CopyRowsToHost(const ResidencyState& state, std::span<const int32_t> rows,
+                            cudaStream_t stream);
+absl::Status SealRows(const ResidencyState& state, std::span<const int32_t> rows,
+                      cudaStream_t stream);
+absl::Status FreeRows(const ResidencyState& state, std::span<const int32_t> rows,
+                      cudaStream_t stream);
+absl::Status MapFills(const ResidencyState& state, cudaStream_t stream);
+absl::Status PlanFills(const ResidencyState& state, uint32_t step, cudaStream_t stream);
+absl::Status CopyFills(const ResidencyState& state, cudaStream_t stream);
+absl::Status CountDevicePages(const ResidencyState& state, std::span<int32_t> counts,
+                              cudaStream_t stream);
+
+// An entry of a table of block rows (PagedKv) that is another from now on.
+struct BlockRowChange {
+  int64_t entry = 0;
+  int32_t row = 0;
+};
+// Begins step `step`: kernels read its number at `step_number`, and the changed table. REQUIRES: no
+// entry is named twice.
+absl::Status BeginResidencyStep(uint32_t step, uint32_t* step_number,
+                                std::span<const BlockRowChange> changes, int32_t* block_rows,
+                                cudaStream_t stream);
+
+}  // namespace kvasir::kernels

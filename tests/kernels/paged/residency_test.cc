@@ -1,0 +1,204 @@
+// The residency protocol as the reference has it: random use against a naive model, and its rules
+// one by one. 1e7 operations of each shape, times
+// KVASIR_TEST_SCALE.
+#include "kernels/paged/residency.h"
+
+#include <gtest/gtest.h>
+
+#include "tests/support/iterations.h"
+#include "tests/support/random_residency.h"
+
+namespace kvasir::kernels {
+namespace {
+
+class RandomResidencyTest : public ::testing::TestWithParam<RandomResidencyOptions> {};
+
+TEST_P(RandomResidencyTest, EveryReadGivesTheBytesThatWereWritten) {
+  ResidencyOps reference;
+  RandomResidency random(GetParam(), reference);
+  const int64_t operations = testing::Iterations(10'000'000);
+  while (random.operations() < operations) {
+    random.Step();
+    if (HasFatalFailure()) FAIL() << "operation " << random.operations();
+  }
+  const ResidencyCounters& counters = random.counters();
+  EXPECT_GT(counters.hits, operations / 100);
+  EXPECT_GT(counters.misses, operations / 100);
+  EXPECT_GT(counters.promotions, operations / 1000);
+  EXPECT_GT(counters.evictions, operations / 200);
+  EXPECT_GT(counters.given_up, operations / 100000);
+  random.FreeAll();
+}
+
+INSTANTIATE_TEST_SUITE_P(Shapes, RandomResidencyTest,
+                         ::testing::Values(RandomResidencyOptions{.seed = 1,
+                                                                  .num_rows = 9,
+                                                                  .pages_per_row = 4,
+                                                                  .num_slots = 8,
+                                                                  .max_fills = 1,
+                                                                  .max_examined = 3,
+                                                                  .reads = 20},
+                                           RandomResidencyOptions{.seed = 2,
+                                                                  .num_rows = 12,
+                                                                  .pages_per_row = 3,
+                                                                  .num_slots = 20,
+                                                                  .max_fills = 4,
+                                                                  .max_examined = 60,
+                                                                  .reads = 40},
+                                           RandomResidencyOptions{.seed = 3,
+                                                                  .num_rows = 30,
+                                                                  .pages_per_row = 6,
+                                                                  .num_slots = 70,
+                                                                  .max_fills = 16,
+                                                                  .max_examined = 50,
+                                                                  .reads = 120},
+                                           RandomResidencyOptions{.seed = 4,
+                                                                  .num_rows = 60,
+                                                                  .pages_per_row = 90,
+                                                                  .num_slots = 1500,
+                                                                  .max_fills = 200,
+                                                                  .max_examined = 400,
+                                                                  .reads = 6000}));
+
+// Three rows of two pages over four slots, one fill a step, unless told otherwise.
+class ResidencyTest : public ::testing::Test {
+ protected:
+  static constexpr int64_t kPageBytes = 64;
+
+  ResidencyTest() { Init(2); }
+  void Init(int64_t pages_per_row) {
+    arena_ = HostBuffer::Allocate(2 * pages_per_row * kPageBytes).value();
+    extents_ = HostBuffer::Allocate(3 * pages_per_row * kPageBytes).value();
+    const ResidencyShape shape = {.num_rows = 3,
+                                  .pages_per_row = pages_per_row,
+                                  .num_slots = 2 * pages_per_row,
+                                  .page_bytes = kPageBytes,
+                                  .arena = arena_.data(),
+                                  .extents = extents_.data(),
+                                  .extent_stride = pages_per_row * kPageBytes,
+                                  .max_fills = 1,
+                                  .max_examined = 4};
+    memory_ = HostBuffer::Allocate(LayOutResidency(shape, nullptr).bytes).value();
+    s_ = LayOutResidency(shape, memory_.data());
+    InitResidency(s_);
+  }
+  void Open(int32_t row) { OpenRows(s_, {&row, 1}); }
+  void Seal(int32_t row) {
+    CopyRowsToHost(s_, {&row, 1});
+    SealRows(s_, {&row, 1});
+  }
+  void Free(int32_t row) { FreeRows(s_, {&row, 1}); }
+  // Reads pages in a step of its own, each so many bytes; returns the pages that get filled.
+  int64_t Step(std::initializer_list<int64_t> pages, uint32_t bytes = kPageBytes) {
+    ++step_;
+    for (const int64_t page : pages) {
+      s_.last_touched[page] = step_;
+      if (s_.pages[page].tier() == PageTier::kHost) s_.missed_bytes[page] += bytes;
+    }
+    CopyFills(s_);
+    MapFills(s_);
+    PlanFills(s_, step_);
+    return s_.counters->num_fills;
+  }
+  bool InDevice(int64_t page) const { return s_.pages[page].tier() == PageTier::kDevice; }
+  // Pages 0 and 1 in the host tier, 2 to 5 in the device tier, all sealed.
+  void SealThree() {
+    for (int32_t row = 0; row < 3; ++row) {
+      Open(row);
+      Seal(row);
+    }
+    ASSERT_FALSE(InDevice(0) || InDevice(1));
+  }
+
+  HostBuffer arena_, extents_, memory_;
+  ResidencyState s_;
+  uint32_t step_ = 0;
+};
+
+TEST_F(ResidencyTest, APageIsFilledWhenItMissedMoreThanItsSizeAndMappedAStepLater) {
+  SealThree();
+  EXPECT_EQ(Step({0}), 0) << "as much as its size";
+  EXPECT_EQ(Step({0}), 1);
+  EXPECT_FALSE(InDevice(0)) << "it is being filled";
+  EXPECT_EQ(s_.slot_states[s_.fills[0].slot], SlotState::kFilling);
+  Step({});
+  EXPECT_TRUE(InDevice(0));
+  EXPECT_EQ(s_.counters->promotions, 1);
+}
+
+TEST_F(ResidencyTest, MissesAreForgotten) {
+  SealThree();
+  for (int i = 0; i < 100; ++i) EXPECT_EQ(Step({0}, kPageBytes / 10), 0);
+}
+
+TEST_F(ResidencyTest, WhatTheStepReadAndWhatIsOpenStays) {
+  SealThree();
+  Step({0, 2, 3, 4, 5});
+  EXPECT_EQ(Step({0, 2, 3, 4, 5}), 0) << "every page was needed";
+  EXPECT_EQ(Step({0, 2, 3, 5}), 0) << "page 4 has a second chance";
+  EXPECT_EQ(Step({0, 2, 3, 5}), 1);
+  Step({});
+  EXPECT_FALSE(InDevice(4));
+  Free(1);
+  Free(2);
+  Open(1);
+  EXPECT_TRUE(InDevice(0));
+  Open(2);
+  EXPECT_FALSE(InDevice(0)) << "it was all that could leave";
+  Step({0});
+  EXPECT_EQ(Step({0}), 0) << "open pages stay";
+}
+
+TEST_F(ResidencyTest, ChunksTakeTurns) {
+  Init(2 * kChunkPages);
+  SealThree();
+  const int64_t far = kChunkPages;
+  for (const int64_t expected : {int64_t{0}, far, int64_t{1}, far + 1}) {
+    EXPECT_EQ(Step({0, 1, far, far + 1}, 4 * kPageBytes), 1);
+    EXPECT_EQ(s_.fills[0].page, expected);
+  }
+}
+
+TEST_F(ResidencyTest, AFillWhoseRowIsFreedIsGivenUp) {
+  SealThree();
+  Step({0});
+  ASSERT_EQ(Step({0}), 1);
+  Free(0);
+  Open(0);  // the same pages mean another block; one slot is not free yet
+  EXPECT_EQ(s_.counters->without_room, 0);
+  Step({});
+  EXPECT_EQ(s_.counters->given_up, 1);
+  EXPECT_EQ(s_.counters->promotions, 0);
+  EXPECT_EQ(s_.counters->free_slots, 1);
+}
+
+TEST_F(ResidencyTest, RowsWithoutRoomAreCountedAndStayAbsent) {
+  Open(0);
+  Open(1);
+  Open(2);
+  EXPECT_EQ(s_.counters->without_room, 2);
+  EXPECT_EQ(s_.pages[4].tier(), PageTier::kAbsent);
+}
+
+TEST(ResidencyShapeTest, RefusesWhatDoesNotFitItsTables) {
+  const ResidencyShape good = {.num_rows = 3,
+                               .pages_per_row = 2,
+                               .num_slots = 4,
+                               .page_bytes = 64,
+                               .max_fills = 1,
+                               .max_examined = 1};
+  EXPECT_TRUE(CheckResidencyShape(good).ok());
+  const auto refuses = [&](auto&& change) {
+    ResidencyShape shape = good;
+    change(shape);
+    return CheckResidencyShape(shape).code() == absl::StatusCode::kInvalidArgument;
+  };
+  EXPECT_TRUE(refuses([](auto& s) { s.num_rows = int64_t{1} << 30; }));
+  EXPECT_TRUE(refuses([](auto& s) { s.num_slots = 3; }));
+  EXPECT_TRUE(refuses([](auto& s) { s.max_fills = 3; }));
+  EXPECT_TRUE(refuses([](auto& s) { s.page_bytes = 72; }));
+  EXPECT_TRUE(refuses([](auto& s) { s.max_examined = 0; }));
+}
+
+}  // namespace
+}  // namespace kvasir::kernels

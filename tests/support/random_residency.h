@@ -1,0 +1,338 @@
+// Random use of the residency protocol against a naive model: rows are opened, written, sealed,
+// read and freed; steps end. Slots that no page is in, or that are being filled, hold NaN, and
+// copies are made at any time in a step. After each step every page that can be read must hold what
+// was written, and state and counters must be what the model says of them. The ops are a parameter,
+// so that another implementation may be run beside the reference. Thread-compatible.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <gtest/gtest.h>
+#include <random>
+#include <vector>
+
+#include "kernels/base/buffer.h"
+#include "kernels/paged/residency.h"
+
+namespace kvasir::kernels {
+
+struct RandomResidencyOptions {
+  uint32_t seed = 0;
+  int64_t num_rows = 0;
+  int64_t pages_per_row = 0;
+  int64_t num_slots = 0;
+  int64_t max_fills = 0;
+  int64_t max_examined = 0;
+  int64_t reads = 0;  // of a step
+  int64_t page_bytes = 64;
+};
+
+// Ops as the host calls them.
+class ResidencyOps {
+ public:
+  virtual ~ResidencyOps() = default;
+  virtual void Open(const ResidencyState& s, std::span<const int32_t> rows) { OpenRows(s, rows); }
+  virtual void CopyToHost(const ResidencyState& s, std::span<const int32_t> rows) {
+    CopyRowsToHost(s, rows);
+  }
+  virtual void Seal(const ResidencyState& s, std::span<const int32_t> rows) { SealRows(s, rows); }
+  virtual void Free(const ResidencyState& s, std::span<const int32_t> rows) { FreeRows(s, rows); }
+  virtual void Map(const ResidencyState& s) { MapFills(s); }
+  virtual void Plan(const ResidencyState& s, uint32_t step) { PlanFills(s, step); }
+  virtual void Copy(const ResidencyState& s) { CopyFills(s); }
+};
+
+class RandomResidency {
+ public:
+  RandomResidency(const RandomResidencyOptions& options, ResidencyOps& ops)
+      : rng_(options.seed), options_(options), ops_(ops) {
+    const int64_t stride = options.pages_per_row * options.page_bytes + 64;
+    arena_ = HostBuffer::Allocate(options.num_slots * options.page_bytes).value();
+    extents_ = HostBuffer::Allocate(options.num_rows * stride).value();
+    const ResidencyShape shape = {.num_rows = options.num_rows,
+                                  .pages_per_row = options.pages_per_row,
+                                  .num_slots = options.num_slots,
+                                  .page_bytes = options.page_bytes,
+                                  .arena = arena_.data(),
+                                  .extents = extents_.data(),
+                                  .extent_stride = stride,
+                                  .max_fills = options.max_fills,
+                                  .max_examined = options.max_examined};
+    EXPECT_TRUE(CheckResidencyShape(shape).ok()) << CheckResidencyShape(shape);
+    memory_ = HostBuffer::Allocate(LayOutResidency(shape, nullptr).bytes).value();
+    s_ = LayOutResidency(shape, memory_.data());
+    InitResidency(s_);
+    rows_.resize(static_cast<size_t>(options.num_rows));
+    pages_.resize(static_cast<size_t>(shape.num_pages()));
+    Poison(SlotState::kFree);
+  }
+
+  // A boundary between steps and the step behind it.
+  void Step() {
+    ++step_;
+    bool copied = false;
+    const auto copy_now_and_then = [&] {
+      if (copied || rng_() % 4 != 0) return;
+      ops_.Copy(s_);
+      copied = true;
+    };
+    copy_now_and_then();
+    Seal();
+    copy_now_and_then();
+    Free();
+    // Where all slots are needed, fills must be over: it is the caller's to know.
+    const int64_t wanted = static_cast<int64_t>(rng_() % 3) * s_.shape.pages_per_row;
+    if (pinned_ + wanted > s_.shape.num_slots - s_.counters->num_fills) {
+      if (!copied) ops_.Copy(s_);
+      copied = true;
+      Map();
+    }
+    Open();
+    CheckTables();
+    copy_now_and_then();
+    for (int64_t i = 0; i < options_.reads; ++i) Read();
+    if (!copied) ops_.Copy(s_);
+    Map();
+    Plan();
+  }
+
+  void FreeAll() {
+    for (size_t row = 0; row < rows_.size(); ++row) {
+      if (rows_[row] != RowState::kNone) FreeRow(static_cast<int32_t>(row));
+    }
+    Map();
+    EXPECT_EQ(s_.counters->free_slots, s_.shape.num_slots);
+  }
+
+  const ResidencyCounters& counters() const { return *s_.counters; }
+  // Pages opened, sealed, freed, read, promoted and evicted, and steps.
+  int64_t operations() const {
+    return operations_ + step_ + s_.counters->promotions + s_.counters->evictions;
+  }
+
+ private:
+  enum class RowState : uint8_t { kNone, kOpen, kSealed };
+  struct ModelPage {
+    uint64_t content = 0;
+    bool in_device = false;
+    uint64_t missed = 0;  // since it was opened or promoted, less what is forgotten
+    uint32_t touched = kNeverTouched;
+  };
+
+  std::vector<int32_t> Pick(RowState state, int64_t most) {
+    std::vector<int32_t> picked;
+    const size_t first = rng_() % rows_.size();
+    for (size_t i = 0; i < rows_.size() && std::ssize(picked) < most; ++i) {
+      const size_t row = (first + i) % rows_.size();
+      if (rows_[row] == state) picked.push_back(static_cast<int32_t>(row));
+    }
+    return picked;
+  }
+  ModelPage& page(int64_t row, int64_t i) {
+    return pages_[static_cast<size_t>(row * s_.shape.pages_per_row + i)];
+  }
+  int64_t CountPages(const std::vector<int32_t>& rows) {
+    const int64_t pages = std::ssize(rows) * s_.shape.pages_per_row;
+    operations_ += pages;
+    return pages;
+  }
+
+  void Open() {
+    const int64_t room =
+        (s_.shape.num_slots - s_.counters->num_fills - pinned_) / s_.shape.pages_per_row;
+    const std::vector<int32_t> rows =
+        Pick(RowState::kNone, std::min<int64_t>(room, static_cast<int64_t>(rng_() % 3)));
+    ops_.Open(s_, rows);
+    for (const int32_t row : rows) {
+      rows_[static_cast<size_t>(row)] = RowState::kOpen;
+      for (int64_t i = 0; i < s_.shape.pages_per_row; ++i) {
+        page(row, i) = {.content = ++next_content_, .in_device = true};
+        const PageRef ref = s_.pages[row * s_.shape.pages_per_row + i];
+        ASSERT_EQ(ref.tier(), PageTier::kDevice);
+        Write(ref.page(), next_content_);
+      }
+    }
+    pinned_ += CountPages(rows);
+    FollowEvictions();
+  }
+  void Seal() {
+    const std::vector<int32_t> rows = Pick(RowState::kOpen, static_cast<int64_t>(rng_() % 3));
+    ops_.CopyToHost(s_, rows);
+    ops_.Seal(s_, rows);
+    for (const int32_t row : rows) rows_[static_cast<size_t>(row)] = RowState::kSealed;
+    pinned_ -= CountPages(rows);
+  }
+  void Free() {
+    if (rng_() % 3 != 0) return;
+    const RowState state = rng_() % 4 == 0 ? RowState::kOpen : RowState::kSealed;
+    const std::vector<int32_t> rows = Pick(state, 1 + static_cast<int64_t>(rng_() % 2));
+    for (const int32_t row : rows) FreeRow(row);
+    CountPages(rows);
+  }
+  void FreeRow(int32_t row) {
+    if (rows_[static_cast<size_t>(row)] == RowState::kOpen) pinned_ -= s_.shape.pages_per_row;
+    for (int64_t i = 0; i < s_.counters->num_fills; ++i) {
+      given_up_ += s_.fills[i].given_up == 0 && s_.fills[i].page / s_.shape.pages_per_row == row;
+    }
+    ops_.Free(s_, {&row, 1});
+    rows_[static_cast<size_t>(row)] = RowState::kNone;
+    for (int64_t i = 0; i < s_.shape.pages_per_row; ++i) page(row, i) = {};
+    Poison(SlotState::kFree);
+  }
+
+  // Mostly of few rows, as rows of old blocks are read seldom.
+  void Read() {
+    const size_t range = rng_() % 4 == 0 ? rows_.size() : std::max<size_t>(1, rows_.size() / 3);
+    const size_t row = rng_() % range;
+    ++operations_;
+    if (rows_[row] == RowState::kNone) return;
+    const int64_t index = static_cast<int64_t>(row) * s_.shape.pages_per_row +
+                          static_cast<int64_t>(rng_()) % s_.shape.pages_per_row;
+    const PageRef ref = s_.pages[index];
+    ModelPage& model = pages_[static_cast<size_t>(index)];
+    ExpectContent(ref.page(), model.content);
+    s_.last_touched[index] = model.touched = step_;
+    if (ref.tier() == PageTier::kDevice) return;
+    const uint32_t bytes =
+        static_cast<uint32_t>(s_.shape.page_bytes) / (1 + static_cast<uint32_t>(rng_() % 4));
+    s_.missed_bytes[index] += bytes;
+    model.missed += bytes;
+  }
+
+  void Map() {
+    const int64_t before = s_.counters->promotions;
+    const int64_t given_up = s_.counters->given_up;
+    const int64_t fills = s_.counters->num_fills;
+    ops_.Map(s_);
+    int64_t promoted = 0;
+    for (size_t i = 0; i < pages_.size(); ++i) {
+      if (pages_[i].in_device || s_.pages[i].tier() != PageTier::kDevice) continue;
+      pages_[i].in_device = true;
+      pages_[i].missed = 0;
+      ExpectContent(s_.pages[i].page(), pages_[i].content);
+      ++promoted;
+    }
+    ASSERT_EQ(s_.counters->promotions - before, promoted);
+    ASSERT_EQ(s_.counters->given_up - given_up, fills - promoted);
+    ASSERT_EQ(s_.counters->given_up, given_up_);
+    Poison(SlotState::kFree);
+  }
+  void Plan() {
+    ResidencyCounters expected = *s_.counters;
+    std::vector<uint8_t> worthy(pages_.size());
+    for (size_t i = 0; i < pages_.size(); ++i) {
+      ModelPage& model = pages_[i];
+      if (model.touched == step_) ++(model.in_device ? expected.hits : expected.misses);
+      worthy[i] = model.missed > static_cast<uint64_t>(s_.shape.page_bytes) ? 1 : 0;
+      model.missed -= model.missed >> kMissDecayShift;
+    }
+    const int64_t num_worthy = std::count(worthy.begin(), worthy.end(), 1);
+    ops_.Plan(s_, step_);
+    const ResidencyCounters& found = *s_.counters;
+    ASSERT_EQ(found.hits, expected.hits);
+    ASSERT_EQ(found.misses, expected.misses);
+    ASSERT_LE(found.num_fills, std::min(num_worthy, s_.shape.max_fills));
+    for (int64_t i = 0; i < found.num_fills; ++i) {
+      const size_t filled = static_cast<size_t>(s_.fills[i].page);
+      ASSERT_EQ(std::exchange(worthy[filled], 0), 1) << "twice, or not worth it";
+      ASSERT_EQ(s_.fills[i].given_up, 0);
+    }
+    if (found.num_fills < std::min(num_worthy, s_.shape.max_fills)) {
+      ASSERT_EQ(found.free_slots, 0);
+    }
+    Poison(SlotState::kFilling);
+    for (size_t i = 0; i < pages_.size(); ++i) {
+      const bool evicted = pages_[i].in_device && s_.pages[i].tier() != PageTier::kDevice;
+      ASSERT_FALSE(evicted && pages_[i].touched == step_) << "the step read page " << i;
+    }
+    FollowEvictions();
+    CheckTables();
+  }
+
+  // Pages that left the device tier since the model looked.
+  void FollowEvictions() {
+    for (size_t i = 0; i < pages_.size(); ++i) {
+      if (!pages_[i].in_device || s_.pages[i].tier() == PageTier::kDevice) continue;
+      ASSERT_EQ(rows_[i / static_cast<size_t>(s_.shape.pages_per_row)], RowState::kSealed)
+          << "page " << i << " is pinned";
+      pages_[i].in_device = false;
+      ++evictions_;
+    }
+    ASSERT_EQ(s_.counters->evictions, evictions_);
+    Poison(SlotState::kFree);
+  }
+
+  void CheckTables() {
+    std::vector<int32_t> page_of(static_cast<size_t>(s_.shape.num_slots), -1);
+    for (size_t i = 0; i < pages_.size(); ++i) {
+      const RowState row = rows_[i / static_cast<size_t>(s_.shape.pages_per_row)];
+      const PageRef ref = s_.pages[i];
+      ASSERT_EQ(ref.tier() == PageTier::kAbsent, row == RowState::kNone);
+      ASSERT_EQ(ref.tier() == PageTier::kDevice, pages_[i].in_device);
+      if (row == RowState::kNone) continue;
+      if (ref.tier() == PageTier::kHost) {
+        ASSERT_EQ(ref.page(), s_.shape.host_page(static_cast<int64_t>(i)));
+      } else {
+        const int64_t slot = s_.shape.slot_of(ref.page());
+        ASSERT_EQ(std::exchange(page_of[static_cast<size_t>(slot)], static_cast<int32_t>(i)), -1);
+        ASSERT_EQ(s_.slot_pages[slot], static_cast<int32_t>(i));
+        ASSERT_EQ(s_.slot_states[slot],
+                  row == RowState::kOpen ? SlotState::kPinned : SlotState::kCached);
+      }
+      ExpectContent(ref.page(), pages_[i].content);
+    }
+    CheckSlots(page_of);
+  }
+  void CheckSlots(const std::vector<int32_t>& page_of) {
+    int64_t free = 0;
+    int64_t filling = 0;
+    for (int64_t slot = 0; slot < s_.shape.num_slots; ++slot) {
+      const bool is_free = s_.slot_states[slot] == SlotState::kFree;
+      const bool is_filling = s_.slot_states[slot] == SlotState::kFilling;
+      free += is_free;
+      filling += is_filling;
+      ASSERT_EQ((s_.free_bits[slot / kWordBits] >> (slot % kWordBits) & 1) != 0, is_free);
+      ASSERT_EQ(page_of[static_cast<size_t>(slot)] < 0, is_free || is_filling);
+    }
+    ASSERT_EQ(free, s_.counters->free_slots);
+    ASSERT_EQ(filling, s_.counters->num_fills);
+    ASSERT_EQ(s_.counters->without_room, 0);
+  }
+
+  // What may not be read: no table names it.
+  void Poison(SlotState state) {
+    for (int64_t slot = 0; slot < s_.shape.num_slots; ++slot) {
+      if (s_.slot_states[slot] != state) continue;
+      std::memset(s_.shape.slot_memory(slot), 0xff, static_cast<size_t>(s_.shape.page_bytes));
+    }
+  }
+  void Write(std::byte* to, uint64_t content) const {
+    for (int64_t at = 0; at < s_.shape.page_bytes; at += 8) {
+      std::memcpy(to + at, &content, sizeof(content));
+    }
+  }
+  void ExpectContent(const std::byte* at, uint64_t content) const {
+    uint64_t first = 0;
+    uint64_t last = 0;
+    std::memcpy(&first, at, sizeof(first));
+    std::memcpy(&last, at + s_.shape.page_bytes - 8, sizeof(last));
+    ASSERT_EQ(first, content);
+    ASSERT_EQ(last, content);
+  }
+
+  std::mt19937 rng_;
+  const RandomResidencyOptions options_;
+  ResidencyOps& ops_;
+  HostBuffer arena_, extents_, memory_;
+  ResidencyState s_;
+  std::vector<RowState> rows_;
+  std::vector<ModelPage> pages_;
+  int64_t pinned_ = 0;
+  int64_t evictions_ = 0;
+  int64_t given_up_ = 0;
+  int64_t operations_ = 0;
+  uint64_t next_content_ = 0;
+  uint32_t step_ = 0;
+};
+
+}  // namespace kvasir::kernels
