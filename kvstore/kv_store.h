@@ -109,7 +109,7 @@ class KvStore {
   // (null: none) of another shard. `make_pages` makes both tiers' memory and what moves pages.
   static absl::StatusOr<std::unique_ptr<KvStore>> Create(
       const KvStoreOptions& options, std::unique_ptr<Tier> below = nullptr,
-      const ResidencyMaker& make_pages = ArenaResidency::MakeInHost);
+      const ResidencyMaker& make_pages = ArenaResidency::Make);
   virtual ~KvStore() = default;
 
   // --- blocks, at plan boundaries ---

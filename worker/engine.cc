@@ -136,10 +136,8 @@ absl::Status Engine::Init(std::unique_ptr<kvstore::Tier> below) {
                   std::move(below), [this](const kvstore::ResidencyOptions& options) {
                     return model_.backend().MakeResidency(options);
                   }));
-  KVASIR_RETURN_IF_ERROR(model_.backend().CheckEngine({.policies = options_.policies,
-                                                       .device_blocks = store_->device_blocks(),
-                                                       .host_blocks = store_->host_blocks(),
-                                                       .has_tier_below = has_tier_below}));
+  KVASIR_RETURN_IF_ERROR(model_.backend().CheckEngine(
+      {.policies = options_.policies, .has_tier_below = has_tier_below}));
   slots_ = std::make_unique<SlotTable>(std::move(slots), *store_);
   KVASIR_ASSIGN_OR_RETURN(
       activations_,

@@ -1,7 +1,7 @@
 #include "kvstore/tiers/arena_residency.h"
 
 #include <algorithm>
-#include <span>
+#include <cstring>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -26,25 +26,24 @@ constexpr uint32_t kDecayShift = 3;
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<PageResidency>> ArenaResidency::Make(
-    const ResidencyOptions& options, const TierMemoryMaker& device_memory) {
+    const ResidencyOptions& options) {
   const kernels::KvLayout& layout = options.format.shard().layout;
   KVASIR_ASSIGN_OR_RETURN(
-      std::unique_ptr<TierMemory> memory,
-      device_memory(
-          {.num_pages = options.device_pages,
-           .page_bytes = layout.page_bytes(),
-           .num_blocks = options.num_rows,
-           .block_bounds_bytes = layout.block_bounds_bytes(),
-           .block_key_codes_bytes = options.key_codes ? layout.block_key_codes_bytes() : 0}));
-  DeviceArena device(std::move(memory), options.device_pages, layout.page_bytes(),
+      kernels::HostBuffer pages,
+      kernels::HostBuffer::Allocate(options.device_pages * layout.page_bytes()));
+  const int64_t codes_bytes =
+      options.key_codes ? options.num_rows * layout.block_key_codes_bytes() : 0;
+  KVASIR_ASSIGN_OR_RETURN(kernels::HostBuffer codes, kernels::HostBuffer::Allocate(codes_bytes));
+  DeviceArena device(std::move(pages), options.device_pages, layout.page_bytes(),
                      options.freed_memory);
   KVASIR_ASSIGN_OR_RETURN(HostSlab host,
                           HostSlab::Create(options.format, options.num_rows, options.freed_memory));
   return std::unique_ptr<PageResidency>(
-      new ArenaResidency(options, std::move(device), std::move(host)));
+      new ArenaResidency(options, std::move(device), std::move(host), std::move(codes)));
 }
 
-ArenaResidency::ArenaResidency(const ResidencyOptions& options, DeviceArena device, HostSlab host)
+ArenaResidency::ArenaResidency(const ResidencyOptions& options, DeviceArena device, HostSlab host,
+                               kernels::HostBuffer codes)
     : format_(options.format),
       layout_(format_.shard().layout),
       pages_per_block_(layout_.pages_per_block()),
@@ -52,15 +51,16 @@ ArenaResidency::ArenaResidency(const ResidencyOptions& options, DeviceArena devi
       max_blocks_per_slot_(options.max_blocks_per_slot),
       device_(std::move(device)),
       host_(std::move(host)),
+      codes_(std::move(codes)),
       rows_(static_cast<size_t>(options.num_rows)) {
   const size_t num_pages = rows_.size() * static_cast<size_t>(pages_per_block_);
   pages_.resize(num_pages);
   last_touched_.resize(num_pages, kNeverTouched);
   missed_bytes_.resize(num_pages);
   for (int64_t row = 0; row < options.num_rows; ++row) {
-    std::byte* const beside_the_tier = device_.memory().bounds(row);
-    bounds_.push_back(beside_the_tier != nullptr ? beside_the_tier : host_.bounds(row));
-    if (options.key_codes) key_codes_.push_back(device_.memory().key_codes(row));
+    bounds_.push_back(host_.bounds(row));
+    if (!options.key_codes) continue;
+    key_codes_.push_back(codes_.data() + row * layout_.block_key_codes_bytes());
   }
   block_rows_.resize(static_cast<size_t>(num_slots_ * max_blocks_per_slot_), -1);
 }
@@ -87,13 +87,9 @@ void ArenaResidency::ForgetAccesses(int64_t row) {
 
 absl::Status ArenaResidency::Seal(int64_t row, const BlockSeal& seal) {
   KVASIR_CHECK(at(row).state == RowState::kOpen);
-  std::vector<TierMemory::Copy> copies;
-  for (int64_t page = first_page(row); page < first_page(row + 1); ++page) {
-    copies.push_back({.to = host_page(page), .from = ref(page).page()});
-  }
-  KVASIR_RETURN_IF_ERROR(device_.memory().CopyToHost(copies, layout_.page_bytes()));
   for (int64_t i = 0; i < pages_per_block_; ++i) {
     const int64_t page = first_page(row) + i;
+    std::memcpy(host_page(page), ref(page).page(), static_cast<size_t>(layout_.page_bytes()));
     host_.checksums(row)[static_cast<size_t>(i)] =
         PageChecksum(format_.identity(seal.hash, seal.generation, i), Bytes(host_page(page)));
     device_.Unpin(device_.slot_of(ref(page).page()));
@@ -159,7 +155,7 @@ absl::StatusOr<PagedKv> ArenaResidency::BeginStep(uint32_t step) {
 
 absl::StatusOr<std::vector<CorruptRow>> ArenaResidency::EndStep() {
   std::vector<CorruptRow> corrupt;
-  KVASIR_RETURN_IF_ERROR(Promote(CollectAccesses(), corrupt));
+  Promote(CollectAccesses(), corrupt);
   return corrupt;
 }
 
@@ -182,8 +178,7 @@ std::vector<ArenaResidency::Candidate> ArenaResidency::CollectAccesses() {
   return candidates;
 }
 
-absl::Status ArenaResidency::Promote(std::vector<Candidate> candidates,
-                                     std::vector<CorruptRow>& corrupt) {
+void ArenaResidency::Promote(std::vector<Candidate> candidates, std::vector<CorruptRow>& corrupt) {
   const size_t limit =
       static_cast<size_t>(std::max<int64_t>(1, kPromotedBytesPerStep / layout_.page_bytes()));
   if (candidates.size() > limit) {
@@ -197,17 +192,15 @@ absl::Status ArenaResidency::Promote(std::vector<Candidate> candidates,
     if (!VerifyInHost(page, corrupt)) continue;
     const std::optional<int64_t> slot = TakeDeviceSlot(page, step_);
     // Every page was needed in this step: nothing better to do.
-    if (!slot.has_value()) return absl::OkStatus();
+    if (!slot.has_value()) return;
     device_.Unpin(*slot);
-    const TierMemory::Copy copy = {.to = device_.page_memory(*slot), .from = host_page(page)};
-    KVASIR_RETURN_IF_ERROR(
-        device_.memory().CopyFromHost(std::span(&copy, 1), layout_.page_bytes()));
-    ref(page) = PageRef(copy.to, PageTier::kDevice);
+    std::byte* const to = device_.page_memory(*slot);
+    std::memcpy(to, host_page(page), static_cast<size_t>(layout_.page_bytes()));
+    ref(page) = PageRef(to, PageTier::kDevice);
     missed_bytes_[static_cast<size_t>(page)] = 0;
     ++stats_.promotions;
     stats_.bytes_host_to_device += layout_.page_bytes();
   }
-  return absl::OkStatus();
 }
 
 bool ArenaResidency::VerifyInHost(int64_t page, std::vector<CorruptRow>& corrupt) {

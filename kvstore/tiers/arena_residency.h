@@ -1,4 +1,4 @@
-// Residency decided on the host: tables in host memory, the device tier an arena over a TierMemory.
+// Residency decided on the host: tables in host memory, the device tier a bounded arena there.
 // A page moves when a step ends, and every page that enters the device tier is verified against the
 // checksum that was made when its block was sealed. Pages that are read in place rely on the
 // memory's own error correction between two promotions. Thread-compatible.
@@ -9,21 +9,15 @@
 #include <optional>
 #include <vector>
 
+#include "kernels/base/buffer.h"
 #include "kvstore/tiers/device_arena.h"
 #include "kvstore/tiers/page_residency.h"
-#include "kvstore/tiers/tier_memory.h"
 
 namespace kvasir::kvstore {
 
 class ArenaResidency final : public PageResidency {
  public:
-  static absl::StatusOr<std::unique_ptr<PageResidency>> Make(const ResidencyOptions& options,
-                                                             const TierMemoryMaker& device_memory);
-  // With the device tier in host memory.
-  static absl::StatusOr<std::unique_ptr<PageResidency>> MakeInHost(
-      const ResidencyOptions& options) {
-    return Make(options, HostTierMemory::Make);
-  }
+  static absl::StatusOr<std::unique_ptr<PageResidency>> Make(const ResidencyOptions& options);
 
   HostSlab& host() override { return host_; }
   absl::Status Open(int64_t row) override;
@@ -56,11 +50,12 @@ class ArenaResidency final : public PageResidency {
     int64_t page = 0;
   };
 
-  ArenaResidency(const ResidencyOptions& options, DeviceArena device, HostSlab host);
+  ArenaResidency(const ResidencyOptions& options, DeviceArena device, HostSlab host,
+                 kernels::HostBuffer codes);
 
   void ForgetAccesses(int64_t row);
   std::vector<Candidate> CollectAccesses();
-  absl::Status Promote(std::vector<Candidate> candidates, std::vector<CorruptRow>& corrupt);
+  void Promote(std::vector<Candidate> candidates, std::vector<CorruptRow>& corrupt);
   bool VerifyInHost(int64_t page, std::vector<CorruptRow>& corrupt);
   // A free device slot, by eviction if need be; pages read in step `spared` stay.
   std::optional<int64_t> TakeDeviceSlot(int64_t page, std::optional<uint32_t> spared);
@@ -88,6 +83,7 @@ class ArenaResidency final : public PageResidency {
 
   DeviceArena device_;
   HostSlab host_;
+  const kernels::HostBuffer codes_;  // key codes of all rows, where they are kept
   std::vector<Row> rows_;
   std::vector<kernels::PageRef> pages_;  // [row, page in block]
   std::vector<std::byte*> bounds_;       // [row]

@@ -8,14 +8,14 @@
 
 namespace kvasir::kvstore {
 
-DeviceArena::DeviceArena(std::unique_ptr<TierMemory> memory, int64_t num_slots, int64_t page_bytes,
+DeviceArena::DeviceArena(kernels::HostBuffer memory, int64_t num_slots, int64_t page_bytes,
                          FreedMemory freed)
     : memory_(std::move(memory)),
       page_bytes_(page_bytes),
       freed_(freed),
       slots_(static_cast<size_t>(num_slots)) {
   for (int64_t slot = num_slots - 1; slot >= 0; --slot) free_.push_back(slot);
-  if (memory_->in_host()) MarkFreed(FreedMemory::kAsIs, memory_->pages(), num_slots * page_bytes);
+  MarkFreed(FreedMemory::kAsIs, memory_.data(), num_slots * page_bytes);
 }
 
 int64_t DeviceArena::Take(int64_t page) {
@@ -24,7 +24,7 @@ int64_t DeviceArena::Take(int64_t page) {
   free_.pop_back();
   slots_[static_cast<size_t>(slot)] = {.page = page, .pinned = true, .seen = 0};
   ++num_pinned_;
-  if (memory_->in_host()) MarkTaken(page_memory(slot), page_bytes_);
+  MarkTaken(page_memory(slot), page_bytes_);
   return slot;
 }
 
@@ -41,7 +41,7 @@ void DeviceArena::Free(int64_t slot) {
   if (s.pinned) --num_pinned_;
   s = Slot();
   free_.push_back(slot);
-  if (memory_->in_host()) MarkFreed(freed_, page_memory(slot), page_bytes_);
+  MarkFreed(freed_, page_memory(slot), page_bytes_);
 }
 
 std::optional<int64_t> DeviceArena::FindVictim(const uint32_t* last_touched,

@@ -4,26 +4,24 @@
 #pragma once
 
 #include <cstdint>
-#include <memory>
 #include <optional>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 
+#include "kernels/base/buffer.h"
+#include "kernels/paged/paged_kv.h"
 #include "kvstore/tiers/freed_memory.h"
-#include "kvstore/tiers/tier_memory.h"
 
 namespace kvasir::kvstore {
 
-// The step of a page that was never read; no step has this number.
-inline constexpr uint32_t kNeverTouched = 0xffffffff;
+using kernels::kNeverTouched;
 
 class DeviceArena {
  public:
   // Over memory for `num_slots` pages.
-  DeviceArena(std::unique_ptr<TierMemory> memory, int64_t num_slots, int64_t page_bytes,
-              FreedMemory freed);
+  DeviceArena(kernels::HostBuffer memory, int64_t num_slots, int64_t page_bytes, FreedMemory freed);
 
   // A slot for the page, pinned. REQUIRES: num_free() > 0.
   int64_t Take(int64_t page);
@@ -34,9 +32,8 @@ class DeviceArena {
   // `last_touched` is by page. Pages read in step `spared` stay. Nothing when none may leave.
   std::optional<int64_t> FindVictim(const uint32_t* last_touched, std::optional<uint32_t> spared);
 
-  TierMemory& memory() const { return *memory_; }
-  std::byte* page_memory(int64_t slot) const { return memory_->pages() + slot * page_bytes_; }
-  int64_t slot_of(const std::byte* page) const { return (page - memory_->pages()) / page_bytes_; }
+  std::byte* page_memory(int64_t slot) const { return memory_.data() + slot * page_bytes_; }
+  int64_t slot_of(const std::byte* page) const { return (page - memory_.data()) / page_bytes_; }
   // The page in the slot, or -1.
   int64_t page(int64_t slot) const { return slots_[static_cast<size_t>(slot)].page; }
   int64_t num_slots() const { return static_cast<int64_t>(slots_.size()); }
@@ -53,7 +50,7 @@ class DeviceArena {
     uint32_t seen = 0;  // last read that the hand knows of
   };
 
-  std::unique_ptr<TierMemory> memory_;
+  kernels::HostBuffer memory_;
   int64_t page_bytes_;
   FreedMemory freed_;
   std::vector<Slot> slots_;

@@ -20,6 +20,9 @@ class HostSlab {
   // RESOURCE_EXHAUSTED when there is no memory.
   static absl::StatusOr<HostSlab> Create(const ExtentFormat& format, int64_t num_extents,
                                          FreedMemory freed);
+  // Over memory for the extents, aligned to kExtentAlignment, that outlives the slab.
+  static HostSlab Over(const ExtentFormat& format, int64_t num_extents, FreedMemory freed,
+                       std::byte* memory);
 
   // REQUIRES: num_free() > 0.
   int64_t Take();
@@ -49,7 +52,7 @@ class HostSlab {
 
   ExtentFormat format_;
   kernels::HostBuffer buffer_;
-  std::byte* base_ = nullptr;  // in buffer_, aligned
+  std::byte* base_ = nullptr;  // aligned; in buffer_, unless the memory is another's
   FreedMemory freed_ = FreedMemory::kAsIs;
   std::vector<bool> taken_;
   std::vector<int64_t> free_;

@@ -62,6 +62,7 @@ class CudaEngineTest : public testing::Test {
   struct Run {
     std::map<std::pair<int64_t, int64_t>, TestWorker::Logits> logits;
     std::vector<TestResult> results;
+    kvstore::KvStoreStats stats;
   };
 
   static void SetUpTestSuite() {
@@ -99,12 +100,12 @@ class CudaEngineTest : public testing::Test {
 
   // So many requests at a time, request r in slot r % num_slots.
   static Run Serve(TestModel& model, const std::vector<TestRequest>& requests,
-                   int64_t num_slots = kSlots) {
-    TestWorker worker(model, Options());
+                   int64_t num_slots = kSlots, const EngineOptions& options = Options()) {
+    TestWorker worker(model, options);
     TestCoordinator coordinator({.num_slots = num_slots, .chunk = kChunk});
     for (const TestRequest& request : requests) coordinator.Add(request);
     worker.Run(coordinator);
-    Run run = {.logits = worker.logits(), .results = {}};
+    Run run = {.logits = worker.logits(), .results = {}, .stats = worker.engine().store().stats()};
     for (size_t r = 0; r < requests.size(); ++r) run.results.push_back(coordinator.result(r));
     return run;
   }
@@ -220,6 +221,41 @@ TEST_F(CudaEngineTest, PoliciesThatTakeTurnsAnswerAsOnTheCpu) {
         MakeRequest(64 * i, 500 + 2 * kAnswer * i, static_cast<uint32_t>(i % kNumPolicies)));
   }
   ExpectAlike(requests, /*num_slots=*/1);
+}
+
+// What is computed does not depend on where a page lies. Premises: pages were read in place from the
+// host tier, gave way in device memory, and moved there where a step does not need all that is there.
+TEST_F(CudaEngineTest, PartsOfTheKvInDeviceMemoryGiveTheSameBits) {
+  constexpr int64_t kPrompt = 3000;
+  const int64_t blocks = 2 * (kPrompt + kAnswer) / kernels::kPageTokens + 2;
+  const int64_t block_bytes =
+      models_[1]->transformer().kv_layout(kernels::DType::kBFloat16).block_bytes();
+  for (const uint32_t policy : {0u, 1u, 3u, kFirstPruning + 2}) {
+    const std::vector<TestRequest> requests = {MakeRequest(100, kPrompt, policy),
+                                               MakeRequest(900, kPrompt - 70, policy)};
+    const auto serve = [&](int64_t device_blocks) {
+      EngineOptions options = Options();
+      options.kv_device_bytes = device_blocks * block_bytes;
+      return Serve(*models_[1], requests, /*num_slots=*/2, options);
+    };
+    const Run whole = serve(blocks);
+    EXPECT_EQ(whole.stats.device_misses, 0);
+    EXPECT_EQ(whole.stats.evictions, 0);
+    for (const int64_t part : {4, 10}) {
+      SCOPED_TRACE(testing::Message() << "policy " << policy << ", one part in " << part);
+      const Run parts = serve(blocks / part);
+      for (const TestResult& result : parts.results) ASSERT_TRUE(result.status.ok());
+      EXPECT_EQ(parts.logits, whole.logits);
+      EXPECT_GT(parts.stats.device_misses, 0);
+      EXPECT_EQ(parts.stats.promotions > 0, policy != 0);
+      EXPECT_GT(parts.stats.evictions, 0);
+      EXPECT_EQ(parts.stats.device_hits + parts.stats.device_misses, whole.stats.device_hits);
+      std::cout << "policy " << policy << ", " << blocks / part << " of " << blocks
+                << " blocks in device memory: " << parts.stats.device_hits << " hits, "
+                << parts.stats.device_misses << " misses, " << parts.stats.promotions
+                << " promotions, " << parts.stats.evictions << " evictions" << std::endl;
+    }
+  }
 }
 
 // Kernels have no sums of undefined order; the products of linear layers are chosen by shape.

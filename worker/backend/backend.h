@@ -106,8 +106,6 @@ struct StepResult {
 // What an engine is to do.
 struct EngineNeeds {
   std::span<const v1::SparsityPolicy> policies;
-  int64_t device_blocks = 0;  // that the tiers of the KV store have room for
-  int64_t host_blocks = 0;
   bool has_tier_below = false;
 };
 

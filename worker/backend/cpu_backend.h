@@ -28,7 +28,7 @@ class CpuBackend final : public Backend {
   absl::StatusOr<Memory> Allocate(int64_t bytes) override;
   absl::StatusOr<std::unique_ptr<kvstore::PageResidency>> MakeResidency(
       const kvstore::ResidencyOptions& options) override {
-    return kvstore::ArenaResidency::MakeInHost(options);
+    return kvstore::ArenaResidency::Make(options);
   }
   absl::StatusOr<Tensor> Place(HostTensor weight) override;
   absl::StatusOr<std::unique_ptr<Linear>> MakeLinear(

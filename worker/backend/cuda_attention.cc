@@ -22,9 +22,11 @@ std::span<const QueryBlock> Blocks(const CudaStep& step, int64_t begin, int64_t 
 }  // namespace
 
 absl::Status CudaAttention::BeginStep(const StepInputs& inputs, const CudaStep& step,
-                                      const kernels::KvArena& arena) {
+                                      const KvArenas& arenas) {
   const kernels::KvLayout& layout = step.kv.layout;
-  KVASIR_RETURN_IF_ERROR(MakeTensorMaps(layout, arena));
+  if (!maps_.has_value()) {
+    KVASIR_ASSIGN_OR_RETURN(maps_, kernels::MakeKvTensorMaps(layout, arenas.device, arenas.host));
+  }
   const int64_t blocks = step.shape.num_blocks();
   const int64_t rows = blocks * layout.num_kv_heads;
   const int64_t group = inputs.shard.query_heads.size() / layout.num_kv_heads;
@@ -42,16 +44,6 @@ absl::Status CudaAttention::BeginStep(const StepInputs& inputs, const CudaStep& 
   num_layers_ = layout.num_layers;
   KVASIR_RETURN_IF_ERROR(Reserve<SelectedCounts>(num_layers_ * rows, counts_).status());
   return Reserve<SelectedCounts>(num_layers_ * rows, host_counts_).status();
-}
-
-absl::Status CudaAttention::MakeTensorMaps(const kernels::KvLayout& layout,
-                                           const kernels::KvArena& arena) {
-  if (maps_.has_value() && maps_arena_.base == arena.base && maps_arena_.bytes == arena.bytes) {
-    return absl::OkStatus();
-  }
-  KVASIR_ASSIGN_OR_RETURN(maps_, kernels::MakeKvTensorMaps(layout, arena, {}));
-  maps_arena_ = arena;
-  return absl::OkStatus();
 }
 
 // Rows of `all` were filled in with the step's table.

@@ -1,5 +1,5 @@
 // What lies between a layer's queries and what they attended to, on the GPU: selection, attention
-// over pages of the device tier, and the counts that accounting takes. It holds the step's
+// over pages of both tiers, and the counts that accounting takes. It holds the step's
 // selection and the working memory of all. Called by the CUDA backend, with a stream that all of it
 // is put on. Thread-compatible.
 #pragma once
@@ -18,6 +18,7 @@
 #include "worker/backend/backend.h"
 #include "worker/backend/cuda_graphs.h"
 #include "worker/backend/cuda_memory.h"
+#include "worker/backend/cuda_residency.h"
 #include "worker/backend/cuda_select.h"
 #include "worker/backend/step_table.h"
 
@@ -33,9 +34,8 @@ struct CudaStep {
 
 class CudaAttention {
  public:
-  // Takes the memory that the step needs. `arena` holds all pages.
-  absl::Status BeginStep(const StepInputs& inputs, const CudaStep& step,
-                         const kernels::KvArena& arena);
+  // Takes the memory that the step needs. `arenas` hold all pages, the same ones in all steps.
+  absl::Status BeginStep(const StepInputs& inputs, const CudaStep& step, const KvArenas& arenas);
   absl::Status Select(const CudaStep& step, const LayerQueries& queries, cudaStream_t stream);
   absl::Status Attend(const CudaStep& step, const LayerQueries& queries,
                       const kernels::TensorView& out, cudaStream_t stream);
@@ -47,10 +47,7 @@ class CudaAttention {
   void Report(const CudaStep& step, AttentionMeter& meter) const;
 
  private:
-  absl::Status MakeTensorMaps(const kernels::KvLayout& layout, const kernels::KvArena& arena);
-
-  std::optional<kernels::KvTensorMaps> maps_;  // of maps_arena_
-  kernels::KvArena maps_arena_;
+  std::optional<kernels::KvTensorMaps> maps_;
   SelectLimits limits_;               // of the step
   kernels::PageSelection selection_;  // headers lie in the step's table
   kernels::DeviceBuffer entries_;

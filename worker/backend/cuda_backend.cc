@@ -8,7 +8,6 @@
 #include "kernels/base/status_macros.h"
 #include "kernels/paged/append_cuda.h"
 #include "kernels/paged/digests_cuda.h"
-#include "kvstore/tiers/arena_residency.h"
 #include "worker/backend/cuda_limits.h"
 #include "worker/backend/make_backend.h"
 
@@ -98,16 +97,12 @@ absl::StatusOr<Memory> CudaBackend::Allocate(int64_t bytes) {
 
 absl::StatusOr<std::unique_ptr<kvstore::PageResidency>> CudaBackend::MakeResidency(
     const kvstore::ResidencyOptions& options) {
-  attention_ = {};  // its maps are of another arena
+  attention_ = {};  // its maps are of other arenas
   graphs_.Clear(stream_);
-  const auto make_memory = [this](const kvstore::TierMemorySizes& sizes)
-      -> absl::StatusOr<std::unique_ptr<kvstore::TierMemory>> {
-    KVASIR_ASSIGN_OR_RETURN(std::unique_ptr<CudaTierMemory> memory,
-                            CudaTierMemory::Make(sizes, stream_));
-    arena_ = {.base = memory->pages(), .bytes = sizes.num_pages * sizes.page_bytes};
-    return memory;
-  };
-  return kvstore::ArenaResidency::Make(options, make_memory);
+  KVASIR_ASSIGN_OR_RETURN(std::unique_ptr<CudaResidency> residency,
+                          CudaResidency::Make(options, stream_, executor()));
+  arenas_ = residency->arenas();
+  return residency;
 }
 
 absl::StatusOr<Tensor> CudaBackend::Place(HostTensor weight) {
@@ -165,14 +160,14 @@ absl::StatusOr<bool> CudaBackend::BeginStep(const StepInputs& inputs) {
         "the ranks of the group have not been joined, or were left");
   }
   inputs_.emplace(inputs);
-  KVASIR_ASSIGN_OR_RETURN(step_.kv, kv_tables_.Upload(inputs.kv, stream_));
+  step_.kv = inputs.kv;
   KVASIR_ASSIGN_OR_RETURN(uint8_t* const faults, Reserve<uint8_t>(inputs.kv.num_slots, faults_));
   step_.faults = {faults, static_cast<size_t>(inputs.kv.num_slots)};
   KVASIR_RETURN_IF_ERROR(stream_.Clear(faults, inputs.kv.num_slots));
   KVASIR_RETURN_IF_ERROR(UploadTable(inputs));
   KVASIR_RETURN_IF_ERROR(
       kernels::RebuildBounds(step_.kv, step_.table.truncations, step_.faults, stream_.get()));
-  KVASIR_RETURN_IF_ERROR(attention_.BeginStep(inputs, step_, arena_));
+  KVASIR_RETURN_IF_ERROR(attention_.BeginStep(inputs, step_, arenas_));
   KVASIR_RETURN_IF_ERROR(ComputeAngles(static_cast<const CudaRope&>(inputs.rope)));
   // Steps with chunks of prompts differ from one another.
   if (step_.shape.num_single < inputs.batch.num_tokens()) return true;
@@ -312,8 +307,7 @@ absl::Status CudaBackend::FetchResults(const StepOutputs& outputs) {
   KVASIR_RETURN_IF_ERROR(Reserve<std::byte>(logits_bytes, host_logits_).status());
   KVASIR_RETURN_IF_ERROR(
       stream_.CopyToHost(host_logits_.data(), outputs.logits.data(), logits_bytes));
-  KVASIR_RETURN_IF_ERROR(attention_.FetchCounts(stream_));
-  return kv_tables_.FetchAccesses(inputs_->kv, stream_);
+  return attention_.FetchCounts(stream_);
 }
 
 // A row whose slot has a fault read or wrote a page that is not there: its result is nothing.

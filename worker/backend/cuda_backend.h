@@ -1,7 +1,8 @@
 // The backend on one GPU: ops on one stream, in the order in which the model calls them; the host
 // waits once a step, in EndStep, for what it needs of it. What ranks do together is part of the
-// stream, too (cuda_ranks.h). All KV lies in device memory, in bfloat16
-// and rotated; what else it cannot do yet stands in cuda_limits.h. Only in builds with CUDA.
+// stream, too (cuda_ranks.h). KV is bfloat16 and rotated, in device memory or read in place from
+// the host's (cuda_residency.h); what it cannot do yet stands in cuda_limits.h. Only in builds with
+// CUDA.
 // Thread-compatible.
 #pragma once
 
@@ -18,6 +19,7 @@
 #include "worker/backend/cuda_graphs.h"
 #include "worker/backend/cuda_memory.h"
 #include "worker/backend/cuda_ranks.h"
+#include "worker/backend/cuda_residency.h"
 
 namespace kvasir::worker {
 
@@ -80,9 +82,8 @@ class CudaBackend final : public Backend {
   kernels::CublasLt lt_;
   kernels::DeviceBuffer linear_workspace_;
 
-  kernels::KvArena arena_;  // of the tier memory made last
+  KvArenas arenas_;  // of the residency made last
   // Grow to the largest step seen.
-  CudaKvTables kv_tables_;
   CudaAttention attention_;
   std::unique_ptr<CudaRanks> ranks_;  // null: this one is alone
   CudaGraphs graphs_;                 // with calls of ranks_

@@ -89,11 +89,6 @@ absl::Status CheckCudaEngine(const EngineNeeds& needs) {
   if (needs.has_tier_below) {
     return NotOnGpu("blocks are stored on disk; leave --kv-disk-path empty");
   }
-  if (needs.device_blocks < needs.host_blocks) {
-    return NotOnGpu("all KV stays in device memory, which has room for ", needs.device_blocks,
-                    " of the host tier's ", needs.host_blocks,
-                    " blocks; raise --kv-device-size-gb or lower --kv-host-size-gb");
-  }
   return absl::OkStatus();
 }
 

@@ -5,8 +5,6 @@
 namespace kvasir::worker {
 
 using kernels::CudaStatus;
-using kernels::DeviceBuffer;
-using kernels::PagedKv;
 
 absl::StatusOr<CudaStream> CudaStream::Create() {
   cudaStream_t stream = nullptr;
@@ -41,75 +39,26 @@ absl::Status CudaStream::Clear(void* memory, int64_t bytes) const {
                     "clearing device memory");
 }
 
-absl::StatusOr<std::unique_ptr<CudaTierMemory>> CudaTierMemory::Make(
-    const kvstore::TierMemorySizes& sizes, const CudaStream& stream) {
-  std::unique_ptr<CudaTierMemory> memory(new CudaTierMemory(stream));
-  KVASIR_ASSIGN_OR_RETURN(memory->pages_,
-                          DeviceBuffer::Allocate(sizes.num_pages * sizes.page_bytes));
-  KVASIR_ASSIGN_OR_RETURN(memory->bounds_,
-                          DeviceBuffer::Allocate(sizes.num_blocks * sizes.block_bounds_bytes));
-  KVASIR_ASSIGN_OR_RETURN(memory->key_codes_,
-                          DeviceBuffer::Allocate(sizes.num_blocks * sizes.block_key_codes_bytes));
-  memory->block_bounds_bytes_ = sizes.block_bounds_bytes;
-  memory->block_key_codes_bytes_ = sizes.block_key_codes_bytes;
-  return memory;
-}
-
-absl::Status CudaTierMemory::CopyToHost(std::span<const Copy> copies, int64_t bytes) {
-  for (const Copy& copy : copies) {
-    KVASIR_RETURN_IF_ERROR(stream_.CopyToHost(copy.to, copy.from, bytes));
-  }
-  return stream_.Wait();
-}
-
-absl::Status CudaTierMemory::CopyFromHost(std::span<const Copy> copies, int64_t bytes) {
-  for (const Copy& copy : copies) {
-    KVASIR_RETURN_IF_ERROR(stream_.CopyToDevice(copy.to, copy.from, bytes));
-  }
-  return stream_.Wait();
-}
-
-namespace {
-
-int64_t NumPages(const PagedKv& kv) { return kv.num_rows * kv.layout.pages_per_block(); }
-
-// A copy of host memory in a buffer that is made as large as it must be.
-template <typename T>
-absl::StatusOr<T*> CopyOf(const T* from, int64_t count, DeviceBuffer& buffer,
-                          const CudaStream& stream) {
-  KVASIR_ASSIGN_OR_RETURN(T* const to, Reserve<T>(count, buffer));
-  KVASIR_RETURN_IF_ERROR(stream.CopyToDevice(to, from, count * static_cast<int64_t>(sizeof(T))));
-  return to;
-}
-
-}  // namespace
-
-absl::StatusOr<PagedKv> CudaKvTables::Upload(const PagedKv& host, const CudaStream& stream) {
-  PagedKv device = host;
-  KVASIR_ASSIGN_OR_RETURN(
-      device.block_rows,
-      CopyOf(host.block_rows, host.num_slots * host.max_blocks_per_slot, block_rows_, stream));
-  KVASIR_ASSIGN_OR_RETURN(device.pages, CopyOf(host.pages, NumPages(host), pages_, stream));
-  KVASIR_ASSIGN_OR_RETURN(device.bounds, CopyOf(host.bounds, host.num_rows, bounds_, stream));
-  if (host.key_codes != nullptr) {
-    KVASIR_ASSIGN_OR_RETURN(device.key_codes,
-                            CopyOf(host.key_codes, host.num_rows, key_codes_, stream));
-  }
-  KVASIR_ASSIGN_OR_RETURN(device.accesses.step, CopyOf(host.accesses.step, 1, step_, stream));
-  KVASIR_ASSIGN_OR_RETURN(
-      device.accesses.last_touched,
-      CopyOf(host.accesses.last_touched, NumPages(host), last_touched_, stream));
-  KVASIR_ASSIGN_OR_RETURN(
-      device.accesses.missed_bytes,
-      CopyOf(host.accesses.missed_bytes, NumPages(host), missed_bytes_, stream));
-  return device;
-}
-
-absl::Status CudaKvTables::FetchAccesses(const PagedKv& host, const CudaStream& stream) const {
-  const int64_t bytes = NumPages(host) * static_cast<int64_t>(sizeof(uint32_t));
+absl::StatusOr<CudaEvent> CudaEvent::Create() {
+  cudaEvent_t event = nullptr;
   KVASIR_RETURN_IF_ERROR(
-      stream.CopyToHost(host.accesses.last_touched, last_touched_.data(), bytes));
-  return stream.CopyToHost(host.accesses.missed_bytes, missed_bytes_.data(), bytes);
+      CudaStatus(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "making an event"));
+  CudaEvent made;
+  made.event_.reset(event);
+  return made;
+}
+
+absl::Status CudaEvent::Record(const CudaStream& stream) const {
+  return CudaStatus(cudaEventRecord(event_.get(), stream.get()), "recording an event");
+}
+
+absl::Status CudaEvent::Wait() const {
+  return CudaStatus(cudaEventSynchronize(event_.get()), "waiting for an event");
+}
+
+absl::Status CudaEvent::HoldBack(const CudaStream& stream) const {
+  return CudaStatus(cudaStreamWaitEvent(stream.get(), event_.get(), 0),
+                    "making a stream wait for an event");
 }
 
 }  // namespace kvasir::worker

@@ -8,8 +8,8 @@ namespace {
 constexpr int64_t kPageBytes = 64;
 
 DeviceArena MakeArena(int64_t num_slots, FreedMemory freed) {
-  const TierMemorySizes sizes = {.num_pages = num_slots, .page_bytes = kPageBytes};
-  return DeviceArena(HostTierMemory::Make(sizes).value(), num_slots, kPageBytes, freed);
+  return DeviceArena(kernels::HostBuffer::Allocate(num_slots * kPageBytes).value(), num_slots,
+                     kPageBytes, freed);
 }
 
 TEST(DeviceArena, VictimsAreNeitherPinnedNorSpared) {

@@ -64,7 +64,7 @@ TEST(CudaLimits, ModelsItDoesNot) {
 
 absl::Status CheckPolicy(const v1::SparsityPolicy& policy) {
   const std::vector<v1::SparsityPolicy> policies = {ServedPolicy(), policy};
-  return CheckCudaEngine({.policies = policies, .device_blocks = 10, .host_blocks = 10});
+  return CheckCudaEngine({.policies = policies});
 }
 
 TEST(CudaLimits, PoliciesItServes) {
@@ -108,13 +108,8 @@ TEST(CudaLimits, PoliciesItDoesNot) {
   }
 }
 
-TEST(CudaLimits, AllKvMustFitDeviceMemory) {
-  ExpectRefused(CheckCudaEngine({.policies = {}, .device_blocks = 9, .host_blocks = 10}),
-                "--kv-device-size-gb");
-  ExpectRefused(
-      CheckCudaEngine(
-          {.policies = {}, .device_blocks = 10, .host_blocks = 10, .has_tier_below = true}),
-      "--kv-disk-path");
+TEST(CudaLimits, BlocksAreNotStoredOnDisk) {
+  ExpectRefused(CheckCudaEngine({.policies = {}, .has_tier_below = true}), "--kv-disk-path");
 }
 
 }  // namespace

@@ -1,0 +1,230 @@
+// Paging on the GPU at the 8B shape (pages of 32 KiB, 256 a block): what a step's end costs, and
+// how fast pages move between device memory and the host's, alone and beside decode attention over
+// pages in device memory, against plain copies of as many bytes in the same run.
+#include <algorithm>
+#include <cstdio>
+#include <numeric>
+#include <vector>
+
+#include "kernels/attention/attend_cuda.h"
+#include "kernels/paged/residency_cuda.h"
+#include "kernels/sparse/selection_header.h"
+#include "tests/bench/cuda_timing.h"
+
+namespace kvasir::kernels {
+namespace {
+
+constexpr KvLayout kLayout = {
+    .num_layers = 32, .num_kv_heads = 8, .head_dim = 128, .dtype = DType::kBFloat16};
+constexpr int64_t kGroup = 4;
+constexpr int64_t kFills = 2048;  // 64 MiB
+constexpr int64_t kHostRows = 256;
+constexpr int64_t kDeviceRows = 64;
+constexpr int64_t kSealedRows = 8;        // of a prefill chunk of 512 tokens
+constexpr int64_t kMillionRows = 16384;   // 1M tokens
+constexpr int64_t kAttentionCalls = 64;   // beside a copy
+constexpr int64_t kAttendedBlocks = 512;  // 32K tokens, one layer
+
+void Report(const char* what, double us, int64_t bytes) {
+  std::printf("| %s | %.1f | %.1f |\n", what, us, static_cast<double>(bytes) / us / 1e3);
+  std::fflush(stdout);
+}
+
+// Two tiers with their state.
+struct Tiers {
+  PinnedBuffer extents;
+  DeviceBuffer arena, memory;
+  ResidencyState state;
+
+  Tiers(int64_t rows, int64_t device_rows, bool has_pages) {
+    const int64_t block = kLayout.block_bytes();
+    if (has_pages) {
+      extents = Value(PinnedBuffer::Allocate(rows * block));
+      arena = Value(DeviceBuffer::Allocate(device_rows * block));
+    }
+    ResidencyShape shape = {.num_rows = rows,
+                            .pages_per_row = kLayout.pages_per_block(),
+                            .num_slots = device_rows * kLayout.pages_per_block(),
+                            .page_bytes = kLayout.page_bytes(),
+                            .arena = arena.data(),
+                            .extents = extents.data(),
+                            .extent_stride = block,
+                            .max_fills = kFills,
+                            .max_examined = 16 * kFills};
+    Check(CheckResidencyShape(shape));
+    memory = Value(DeviceBuffer::Allocate(LayOutResidency(shape, nullptr).bytes));
+    state = LayOutResidency(shape, memory.data());
+    Check(InitResidency(state, nullptr));
+  }
+  // Opens and seals all rows, so that the last ones are in the device tier.
+  void SealAll() {
+    for (int32_t row = 0; row < state.shape.num_rows; ++row) {
+      const DeviceBuffer rows = Upload(std::vector<int32_t>{row});
+      const std::span<const int32_t> span(rows.As<int32_t>(), 1);
+      Check(OpenRows(state, span, nullptr));
+      Check(CopyRowsToHost(state, span, nullptr));
+      Check(SealRows(state, span, nullptr));
+      Check(cudaDeviceSynchronize());
+    }
+  }
+  // As many fills as a step may have.
+  void PlanMany(uint32_t step) {
+    Check(MapFills(state, nullptr));
+    Check(cudaMemset(state.missed_bytes, 0x11,
+                     static_cast<size_t>(state.shape.num_pages()) * sizeof(uint32_t)));
+    Check(PlanFills(state, step, nullptr));
+    ResidencyCounters counters;
+    Check(cudaMemcpy(&counters, state.counters, sizeof(counters), cudaMemcpyDeviceToHost));
+    if (counters.num_fills != kFills) Check(absl::InternalError("not all fills were planned"));
+  }
+};
+
+// Dense decode attention of one query over pages of its own.
+struct Attention {
+  DeviceBuffer pages, table, rows, q, out, workspace, blocks, headers, faults;
+  KvTensorMaps maps;
+  AttendParams params;
+
+  Attention() {
+    KvLayout layout = kLayout;
+    layout.num_layers = 1;
+    const int64_t bytes = kAttendedBlocks * layout.block_bytes();
+    const int64_t heads = layout.num_kv_heads;
+    pages = Value(DeviceBuffer::Allocate(bytes));
+    Check(cudaMemset(pages.data(), 0, static_cast<size_t>(bytes)));
+    std::vector<PageRef> refs;
+    for (int64_t i = 0; i < kAttendedBlocks * heads; ++i) {
+      refs.emplace_back(pages.data() + i * layout.page_bytes(), PageTier::kDevice);
+    }
+    table = Upload(refs);
+    std::vector<int32_t> numbers(kAttendedBlocks);
+    std::iota(numbers.begin(), numbers.end(), 0);
+    rows = Upload(numbers);
+    maps = Value(MakeKvTensorMaps(layout, {.base = pages.data(), .bytes = bytes}, {}));
+    const QueryBlock query = {.slot = 0,
+                              .first_row = 0,
+                              .num_rows = 1,
+                              .first_position = kAttendedBlocks * kPageTokens - 1};
+    blocks = Upload(std::vector<QueryBlock>{query});
+    headers =
+        Upload(std::vector<SelectionHeader>(static_cast<size_t>(heads), MakeAllHeader(query)));
+    q = Upload(std::vector<uint16_t>(static_cast<size_t>(heads * kGroup * layout.head_dim)));
+    out = Upload(std::vector<uint16_t>(static_cast<size_t>(heads * kGroup * layout.head_dim)));
+    faults = Upload(std::vector<uint8_t>{0});
+    workspace = Value(DeviceBuffer::Allocate(AttendDecodeWorkspaceBytes(layout, 1, kGroup)));
+    const auto tensor = [&](const DeviceBuffer& buffer) {
+      return TensorView(buffer.data(), DType::kBFloat16, {1, heads * kGroup, layout.head_dim},
+                        Device::kCuda);
+    };
+    params = {.q = tensor(q),
+              .out = tensor(out),
+              .lse = {},
+              .kv = {.layout = layout,
+                     .block_rows = rows.As<int32_t>(),
+                     .num_slots = 1,
+                     .max_blocks_per_slot = kAttendedBlocks,
+                     .num_rows = kAttendedBlocks,
+                     .pages = table.As<PageRef>(),
+                     .accesses = {}},
+              .scale = 0.0883883476f,
+              .blocks = {blocks.As<QueryBlock>(), 1},
+              .selection = {.headers = headers.As<SelectionHeader>(), .num_rows = heads},
+              .faults = {faults.As<uint8_t>(), 1}};
+  }
+  void Run(cudaStream_t stream) {
+    for (int64_t i = 0; i < kAttentionCalls; ++i) {
+      Check(AttendDecode(params, maps, workspace.data(), stream));
+    }
+  }
+};
+
+// Medians of the time of each when both run at once.
+struct Beside {
+  double first = 0;
+  double second = 0;
+};
+Beside MeasureBeside(const std::function<void(cudaStream_t)>& first,
+                     const std::function<void(cudaStream_t)>& second) {
+  cudaStream_t streams[2];
+  cudaEvent_t begins[2], ends[2];
+  for (int i = 0; i < 2; ++i) {
+    Check(cudaStreamCreateWithFlags(&streams[i], cudaStreamNonBlocking));
+    Check(cudaEventCreate(&begins[i]));
+    Check(cudaEventCreate(&ends[i]));
+  }
+  std::vector<double> times[2];
+  for (int replay = 0; replay < kReplays + kWarmUps; ++replay) {
+    for (int i = 0; i < 2; ++i) {
+      Check(cudaEventRecord(begins[i], streams[i]));
+      (i == 0 ? first : second)(streams[i]);
+      Check(cudaEventRecord(ends[i], streams[i]));
+    }
+    Check(cudaDeviceSynchronize());
+    for (int i = 0; i < 2; ++i) {
+      float milliseconds = 0;
+      Check(cudaEventElapsedTime(&milliseconds, begins[i], ends[i]));
+      if (replay >= kWarmUps) times[i].push_back(1000.0 * static_cast<double>(milliseconds));
+    }
+  }
+  for (auto& of : times) std::sort(of.begin(), of.end());
+  return {.first = times[0][times[0].size() / 2], .second = times[1][times[1].size() / 2]};
+}
+
+void BenchStepEnd() {
+  Tiers million(kMillionRows, kMillionRows / 4, /*has_pages=*/false);
+  const int64_t scanned = million.state.shape.num_pages() * 8;
+  Report("end of a step at 1M tokens: map, plan (nothing to move)",
+         MedianMicroseconds([&](cudaStream_t stream) {
+           Check(MapFills(million.state, stream));
+           Check(PlanFills(million.state, 1, stream));
+         }),
+         scanned);
+}
+
+void BenchCopies() {
+  Tiers tiers(kHostRows, kDeviceRows, /*has_pages=*/true);
+  tiers.SealAll();
+  tiers.PlanMany(1);
+  const int64_t bytes = kFills * kLayout.page_bytes();
+  const auto copy = [&](cudaStream_t stream) {
+    Check(cudaMemcpyAsync(tiers.arena.data(), tiers.extents.data(), static_cast<size_t>(bytes),
+                          cudaMemcpyHostToDevice, stream));
+  };
+  const auto fill = [&](cudaStream_t stream) { Check(CopyFills(tiers.state, stream)); };
+  Report("plain copy to the device", MedianMicroseconds(copy), bytes);
+  Report("2,048 pages to the device", MedianMicroseconds(fill), bytes);
+  std::vector<int32_t> last(kSealedRows);
+  std::iota(last.begin(), last.end(), static_cast<int32_t>(kHostRows - kSealedRows));
+  const DeviceBuffer rows = Upload(last);
+  const int64_t sealed_bytes = kSealedRows * kLayout.block_bytes();
+  Report(
+      "plain copy to the host", MedianMicroseconds([&](cudaStream_t stream) {
+        Check(cudaMemcpyAsync(tiers.extents.data(), tiers.arena.data(),
+                              static_cast<size_t>(sealed_bytes), cudaMemcpyDeviceToHost, stream));
+      }),
+      sealed_bytes);
+  Report("8 blocks to the host", MedianMicroseconds([&](cudaStream_t stream) {
+           Check(CopyRowsToHost(tiers.state, {rows.As<int32_t>(), last.size()}, stream));
+         }),
+         sealed_bytes);
+
+  Attention attention;
+  const auto attend = [&](cudaStream_t stream) { attention.Run(stream); };
+  const int64_t read = kAttentionCalls * kAttendedBlocks * 8 * kLayout.page_bytes();
+  Report("64 decode attentions over 32K tokens alone", MedianMicroseconds(attend), read);
+  const Beside filling = MeasureBeside(fill, attend);
+  Report("2,048 pages to the device, beside attention", filling.first, bytes);
+  Report("64 decode attentions, beside these pages", filling.second, read);
+  const Beside copying = MeasureBeside(copy, attend);
+  Report("plain copy to the device, beside attention", copying.first, bytes);
+  Report("64 decode attentions, beside a plain copy", copying.second, read);
+}
+
+}  // namespace
+}  // namespace kvasir::kernels
+
+int main() {
+  std::printf("| what | us | GB/s |\n|---|---|---|\n");
+  kvasir::kernels::BenchStepEnd();
+  kvasir::kernels::BenchCopies();
+}

@@ -1,0 +1,131 @@
+// Residency decided on the GPU (kernels/paged/residency.h): the page table and everything that says
+// which page moves next lie in device memory, the host tier in pinned memory that kernels read in
+// place. What the store asks for between two steps (rows opened, sealed, freed, bound) is written
+// down and put on the stream when the next step begins, as a list as long as what changed. In the
+// steady decode loop the list is empty, and nothing here waits for the device.
+//
+//   stream of the steps  | commands, step t | map, plan |   commands, step t+1   | wait, map, plan
+//   | stream of fills                                     | copy the planned fills |
+//
+// A page's bytes are not verified between the two tiers: both memories and the link correct errors.
+// Counters are those of the last step but one. Thread-compatible.
+#pragma once
+
+#include <cstdint>
+#include <cuda_runtime_api.h>
+#include <memory>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+
+#include "kernels/base/device_buffer.h"
+#include "kernels/base/executor.h"
+#include "kernels/paged/kv_tensor_maps.h"
+#include "kernels/paged/residency_cuda.h"
+#include "kvstore/tiers/page_residency.h"
+#include "worker/backend/cuda_memory.h"
+#include "worker/backend/pinned_region.h"
+
+namespace kvasir::worker {
+
+// Memory that holds pages.
+struct KvArenas {
+  kernels::KvArena device;
+  kernels::KvArena host;
+};
+
+class CudaResidency final : public kvstore::PageResidency {
+ public:
+  // `stream` is that of the steps' kernels, and outlives the residency.
+  static absl::StatusOr<std::unique_ptr<CudaResidency>> Make(
+      const kvstore::ResidencyOptions& options, const CudaStream& stream,
+      kernels::Executor& executor);
+  // Waits for what is under way.
+  ~CudaResidency() override;
+
+  KvArenas arenas() const;
+
+  kvstore::HostSlab& host() override { return host_; }
+  absl::Status Open(int64_t row) override;
+  absl::Status Seal(int64_t row, const kvstore::BlockSeal& seal) override;
+  // REQUIRES: never; there is no tier below (cuda_limits.h).
+  void Restore(int64_t row, const kvstore::BlockSeal& seal) override;
+  void Free(int64_t row) override;
+  void Bind(int64_t slot, int64_t index, int64_t row) override;
+  int64_t BoundRow(int64_t slot, int64_t index) const override {
+    return block_rows_[static_cast<size_t>(slot * max_blocks_per_slot_ + index)];
+  }
+  // Waits for the device when it is asked for the first time since a step.
+  int64_t PagesInDevice(int64_t row) const override;
+  absl::StatusOr<kernels::PagedKv> BeginStep(uint32_t step) override;
+  absl::StatusOr<std::vector<kvstore::CorruptRow>> EndStep() override;
+  int64_t device_pages() const override { return state_.shape.num_slots; }
+  int64_t pinned_pages() const override { return open_rows_ * state_.shape.pages_per_row; }
+  kvstore::ResidencyStats stats() const override;
+  // Fetches the whole state.
+  absl::Status CheckIntegrity() const override;
+
+ private:
+  enum class RowState : uint8_t { kNone, kOpening, kOpen, kSealed };
+  // Between two steps; in the order in which they are carried out.
+  struct Commands {
+    std::vector<int32_t> sealed, freed, opened;
+    std::vector<int64_t> bound;  // entries of block_rows_, each once
+  };
+  struct DeviceCommands {
+    std::span<int32_t> sealed, freed, opened;
+    std::span<kernels::BlockRowChange> bound;
+  };
+  CudaResidency(const kvstore::ResidencyOptions& options, const CudaStream& stream,
+                PinnedRegion extents);
+
+  absl::Status TakeMemory(const kvstore::ResidencyOptions& options);
+  absl::Status MakeTables();
+
+  // Puts the commands on the stream, and the number of the step that they precede.
+  absl::Status CarryOut(uint32_t step);
+  absl::StatusOr<DeviceCommands> Upload();
+  // The copies are over, and the tables name what they copied.
+  absl::Status EndFills();
+  absl::StatusOr<std::vector<int32_t>> FetchRowPages() const;
+  absl::Status CheckRows(const kernels::ResidencyState& found) const;
+  absl::Status CheckSlots(const kernels::ResidencyState& found) const;
+
+  RowState& state_of(int64_t row) { return rows_[static_cast<size_t>(row)]; }
+  bool has_commands() const {
+    return !(commands_.sealed.empty() && commands_.freed.empty() && commands_.opened.empty() &&
+             commands_.bound.empty());
+  }
+
+  // Constant after Make.
+  const kernels::KvLayout layout_;
+  const int64_t num_slots_;
+  const int64_t max_blocks_per_slot_;
+  const CudaStream& stream_;
+  CudaStream fill_stream_;
+  CudaEvent planned_, filled_, uploaded_, counted_;
+  PinnedRegion extents_;
+  kvstore::HostSlab host_;
+  kernels::DeviceBuffer arena_, bounds_, key_codes_, bounds_table_, key_codes_table_, state_memory_,
+      block_rows_table_, step_number_;
+  kernels::ResidencyState state_;  // in state_memory_
+
+  // The host's own books.
+  std::vector<RowState> rows_;
+  std::vector<int32_t> bindings_;    // [row], how many slots have it
+  std::vector<int32_t> block_rows_;  // [slot, index]
+  std::vector<bool> is_rebound_;     // [slot, index] it is among commands_.bound
+  int64_t open_rows_ = 0;
+  int64_t sealed_blocks_ = 0;
+  Commands commands_;
+  uint32_t step_ = 0;
+
+  kernels::PinnedBuffer host_commands_;
+  kernels::DeviceBuffer device_commands_;
+  kernels::PinnedBuffer counters_;  // written by the device when counted_ is recorded
+  kernels::ResidencyCounters seen_;
+  mutable std::vector<int32_t> row_pages_;  // [row] in the device tier; empty: not asked for
+};
+
+}  // namespace kvasir::worker
