@@ -15,7 +15,8 @@ bundle() {
   cmake --preset cuda >/dev/null
   cmake --build --preset cuda --target \
     kernels_dense_cuda_test kernels_paged_cuda_test kernels_sparse_cuda_test kernels_attention_cuda_test \
-    kernels_ranks_cuda_test worker_cuda_test worker_cuda_parallel_test attention_cuda_bench dense_cuda_bench all_reduce_bench
+    kernels_ranks_cuda_test worker_cuda_test worker_cuda_parallel_test attention_cuda_bench dense_cuda_bench paging_cuda_bench \
+    all_reduce_bench
   rm -rf "$1"
   cmake --install build/cuda --component gpu --prefix "$1"
 }
@@ -74,7 +75,7 @@ run() {
   # Of each program, the cases that sanitizers run: shapes of each kind and size, as they are slow.
   local -A few=(
     [dense]='*Norm*:*Rope*/1:*Embedding*/0:*NothingToDo*:*ANanStays*:*EmptyBatches*'
-    [paged]='*WritesTheBytes*/2:*WritesTheBytes*/7:*OutsideTheDevice*/3'
+    [paged]='*WritesTheBytes*/2:*WritesTheBytes*/7:*OutsideTheDevice*/3:*ResidencyCuda*/2'
     [sparse]='*SelectsWhat*/3:*ARowWithout*/18:*AttentionReads*/7:*TokenSelect*/3:*TokenSelect*/12:*InfiniteHip*/3:*KeepsWhat*/3:*ARowThat*/9'
     [attention]='*ListsWith*/7:*ARowWithout*/2:*PrefillOver*/7:*HostTier*/5:*AbsentPages*/6'
   )
@@ -107,6 +108,8 @@ run() {
   wait
   begin attention_bench 120 "$here/attention_cuda_bench"
   wait
+  begin paging_bench 120 "$here/paging_cuda_bench"
+  wait
   if [ "$gpus" -gt 1 ]; then
     begin all_reduce_bench 120 "$here/all_reduce_bench" "$gpus"
     wait
@@ -120,7 +123,7 @@ run() {
     results+=("absent  PyTorch")
   fi
   collect
-  grep -h '^|' "$logs/dense_bench.log" "$logs/attention_bench.log" "$logs/all_reduce_bench.log" "$logs/peer_attention.log" 2>/dev/null
+  grep -h '^|' "$logs/dense_bench.log" "$logs/attention_bench.log" "$logs/paging_bench.log" "$logs/all_reduce_bench.log" "$logs/peer_attention.log" 2>/dev/null
   grep -HE '^\[  (PASSED|FAILED)' "$logs"/{dense,paged,sparse,attention,ranks,engine,parallel}.log | sed "s|^$logs/||" | head -40
   printf '%s\n' "${results[@]}"
   exit "$failed"
