@@ -15,7 +15,8 @@ constexpr int kRowThreads = 256;
 constexpr int kScanThreads = 256;
 constexpr int kLaneLoads = 8;  // of 16 bytes, in flight
 constexpr int64_t kPieceBytes = kWarpThreads * kLaneLoads * 16;
-constexpr int kFillBlocks = 128;    // of one warp
+constexpr int kFillBlocks = 32;  // of kFillThreads: 256 KiB in flight, on few multiprocessors
+constexpr int kFillThreads = 64;
 constexpr int kToHostBlocks = 256;  // of kToHostThreads
 constexpr int kToHostThreads = 128;
 
@@ -332,7 +333,7 @@ __device__ int64_t UnitStride() {
   return static_cast<int64_t>(gridDim.x) * NumThreads() / kWarpThreads;
 }
 
-__global__ void __launch_bounds__(kWarpThreads)
+__global__ void __launch_bounds__(kFillThreads)
     FillKernel(const __grid_constant__ ResidencyState s) {
   const int64_t pieces = NumPieces(s);
   for (int64_t unit = FirstUnit(); unit < s.counters->num_fills * pieces; unit += UnitStride()) {
@@ -425,7 +426,7 @@ absl::Status PlanFills(const ResidencyState& s, uint32_t step, cudaStream_t stre
 }
 
 absl::Status CopyFills(const ResidencyState& s, cudaStream_t stream) {
-  FillKernel<<<kFillBlocks, kWarpThreads, 0, stream>>>(s);
+  FillKernel<<<kFillBlocks, kFillThreads, 0, stream>>>(s);
   return Launched("launching copy_fills");
 }
 
