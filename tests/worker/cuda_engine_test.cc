@@ -223,8 +223,9 @@ TEST_F(CudaEngineTest, PoliciesThatTakeTurnsAnswerAsOnTheCpu) {
   ExpectAlike(requests, /*num_slots=*/1);
 }
 
-// What is computed does not depend on where a page lies. Premises: pages were read in place from the
-// host tier, gave way in device memory, and moved there where a step does not need all that is there.
+// What is computed does not depend on where a page lies. Premises: pages were read in place from
+// the host tier, gave way in device memory, and moved there where a step does not need all that is
+// there.
 TEST_F(CudaEngineTest, PartsOfTheKvInDeviceMemoryGiveTheSameBits) {
   constexpr int64_t kPrompt = 3000;
   const int64_t blocks = 2 * (kPrompt + kAnswer) / kernels::kPageTokens + 2;
