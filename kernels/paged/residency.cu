@@ -426,6 +426,12 @@ absl::Status PlanFills(const ResidencyState& s, uint32_t step, cudaStream_t stre
 }
 
 absl::Status CopyFills(const ResidencyState& s, cudaStream_t stream) {
+  // A multiprocessor divides its memory into cache and shared memory while it is idle. As the other
+  // kernels of a step want it: else they would wait on it until the copies are over.
+  KVASIR_RETURN_IF_ERROR(
+      CudaStatus(cudaFuncSetAttribute(FillKernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                      cudaSharedmemCarveoutMaxShared),
+                 "preparing copy_fills"));
   FillKernel<<<kFillBlocks, kFillThreads, 0, stream>>>(s);
   return Launched("launching copy_fills");
 }
