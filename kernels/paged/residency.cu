@@ -15,8 +15,8 @@ constexpr int kRowThreads = 256;
 constexpr int kScanThreads = 256;
 constexpr int kLaneLoads = 8;  // of 16 bytes, in flight
 constexpr int64_t kPieceBytes = kWarpThreads * kLaneLoads * 16;
-constexpr int kFillBlocks = 32;  // of kFillThreads: 256 KiB in flight, on few multiprocessors
-constexpr int kFillThreads = 64;
+constexpr int kFillBlocks = 32;  // of kFillThreads: 512 KiB in flight, on few multiprocessors
+constexpr int kFillThreads = 128;
 constexpr int kToHostBlocks = 256;  // of kToHostThreads
 constexpr int kToHostThreads = 128;
 

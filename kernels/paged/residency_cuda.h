@@ -2,7 +2,7 @@
 // stream. They leave the same state, entry by entry, but for CopyRowsToHost and CopyFills, which
 // leave none. Nothing is allocated or waited for; rows are device memory. Errors are the device's.
 // Cost: OpenRows, MapFills, and what PlanFills does behind its scan, are one block of threads each;
-// the scan reads 8 bytes a page. CopyFills is 32 blocks of two warps, small enough to run beside
+// the scan reads 8 bytes a page. CopyFills is 32 blocks of four warps, small enough to run beside
 // attention.
 #pragma once
 
