@@ -6,6 +6,7 @@
 #include "absl/strings/str_cat.h"
 
 #include "kernels/base/status_macros.h"
+#include "worker/model/dummy_weights.h"
 #include "worker/model/model_config.h"
 #include "worker/model/safetensors.h"
 #include "worker/model/shard_plan.h"
@@ -15,6 +16,8 @@ namespace kvasir::worker {
 namespace {
 
 using kernels::DType;
+
+constexpr uint64_t kDummySeed = 0;
 
 // What "auto" stands for is the caller's.
 absl::StatusOr<DType> ParseDType(const std::string& name, DType automatic) {
@@ -93,11 +96,30 @@ std::string FormOfKeys(PositionExtension extension, const kernels::GroupedPositi
   return absl::StrCat("unrotated, groups of ", grouped.group_size, " behind ", grouped.window);
 }
 
+absl::StatusOr<bool> ParseIsDummy(const std::string& load_format) {
+  if (load_format.empty() || load_format == "safetensors") return false;
+  if (load_format == "dummy") return true;
+  return absl::InvalidArgumentError(
+      absl::StrCat("load_format '", load_format, "'; it must be safetensors or dummy"));
+}
+
+absl::StatusOr<ModelWeights> ReadWeights(const LoadModelOptions& options,
+                                         const TransformerOptions& model, ModelHash& hash) {
+  options.progress("hashing the weights", 0);
+  KVASIR_ASSIGN_OR_RETURN(const SafetensorsFolder tensors,
+                          SafetensorsFolder::Open(options.model.model()));
+  KVASIR_ASSIGN_OR_RETURN(
+      hash, HashModel(tensors, model.config, model.longest_position_range(), model.dtype));
+  const auto progress = [&](double fraction) { options.progress("loading weights", fraction); };
+  return LoadWeights(tensors, model.config,
+                     {.plan = model.shard, .dtype = model.dtype, .progress = progress});
+}
+
 }  // namespace
 
 absl::StatusOr<LoadedModel> LoadModel(const LoadModelOptions& options, Backend& backend) {
-  const std::string& folder = options.model.model();
-  KVASIR_ASSIGN_OR_RETURN(const ModelConfig config, LoadModelConfig(folder));
+  KVASIR_ASSIGN_OR_RETURN(const bool is_dummy, ParseIsDummy(options.model.load_format()));
+  KVASIR_ASSIGN_OR_RETURN(const ModelConfig config, LoadModelConfig(options.model.model()));
   KVASIR_ASSIGN_OR_RETURN(const ShardPlan shard,
                           ShardPlan::Make(config, options.rank, options.num_ranks));
   KVASIR_ASSIGN_OR_RETURN(const PositionExtension extension,
@@ -121,14 +143,17 @@ absl::StatusOr<LoadedModel> LoadModel(const LoadModelOptions& options, Backend& 
 
   KVASIR_RETURN_IF_ERROR(backend.CheckModel(transformer, loaded.kv_dtype));
 
-  options.progress("hashing the weights", 0);
-  KVASIR_ASSIGN_OR_RETURN(const SafetensorsFolder tensors, SafetensorsFolder::Open(folder));
-  KVASIR_ASSIGN_OR_RETURN(loaded.weights_hash,
-                          HashModel(tensors, config, transformer.longest_position_range(), dtype));
-  const auto progress = [&](double fraction) { options.progress("loading weights", fraction); };
-  KVASIR_ASSIGN_OR_RETURN(
-      ModelWeights weights,
-      LoadWeights(tensors, config, {.plan = shard, .dtype = dtype, .progress = progress}));
+  ModelWeights weights;
+  if (is_dummy) {
+    options.progress("making random weights", 0);
+    loaded.weights_hash =
+        HashDummyModel(kDummySeed, config, transformer.longest_position_range(), dtype);
+    KVASIR_ASSIGN_OR_RETURN(
+        weights,
+        MakeDummyWeights(config, {.plan = shard, .dtype = dtype, .seed = kDummySeed}, backend));
+  } else {
+    KVASIR_ASSIGN_OR_RETURN(weights, ReadWeights(options, transformer, loaded.weights_hash));
+  }
   options.progress("packing weights", 1);
   KVASIR_ASSIGN_OR_RETURN(loaded.transformer,
                           Transformer::Create(std::move(weights), transformer, backend));

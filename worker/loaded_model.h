@@ -35,8 +35,8 @@ struct LoadModelOptions {
 };
 
 // INVALID_ARGUMENT for a model that does not divide over the ranks, a context beyond the model's,
-// an unknown dtype; otherwise as LoadModelConfig, LoadWeights and
-// the backend, which outlives the model.
+// an unknown dtype; otherwise as LoadModelConfig, LoadWeights (of a dummy MakeDummyWeights, which
+// reads no file but the configuration) and the backend, which outlives the model.
 absl::StatusOr<LoadedModel> LoadModel(const LoadModelOptions& options, Backend& backend);
 
 }  // namespace kvasir::worker

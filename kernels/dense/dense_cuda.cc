@@ -37,6 +37,14 @@ absl::Status Embedding(const EmbeddingParams& params, cudaStream_t stream) {
   return CudaStatus(LaunchGather(launch, params.ids.dim(0), stream), "launching embedding");
 }
 
+absl::Status FillRandom(const RandomFillParams& params, cudaStream_t stream) {
+  KVASIR_RETURN_IF_ERROR(CheckRandomFill(params));
+  KVASIR_RETURN_IF_ERROR(RequireDeviceMemory("random_fill", {params.y}));
+  if (params.y.num_elements() == 0) return absl::OkStatus();
+  return CudaStatus(LaunchRandomFill(RowsOf(params), params.y.num_elements(), stream),
+                    "launching random_fill");
+}
+
 absl::Status ComputeRopeAngles(const RopeAnglesParams& params, cudaStream_t stream) {
   const auto tokens = static_cast<int64_t>(params.positions.size());
   const auto half_dim = static_cast<int64_t>(params.inv_freq.size());

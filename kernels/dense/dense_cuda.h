@@ -18,6 +18,7 @@
 
 #include "kernels/base/tensor.h"
 #include "kernels/dense/embedding.h"
+#include "kernels/dense/random_fill.h"
 #include "kernels/dense/rms_norm.h"
 #include "kernels/dense/silu_mul.h"
 
@@ -31,6 +32,9 @@ absl::Status SiluMul(const SiluMulParams& params, cudaStream_t stream);
 // Ids are not looked at before the launch: for one outside of the table the row becomes NaN (all
 // bits set), which fails the sequence where its rows are checked.
 absl::Status Embedding(const EmbeddingParams& params, cudaStream_t stream);
+
+// With the bits of the CPU's.
+absl::Status FillRandom(const RandomFillParams& params, cudaStream_t stream);
 
 // What RopeTable holds on the CPU: float32 cosines and sines of a step's positions.
 struct RopeAngles {

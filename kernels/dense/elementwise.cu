@@ -1,6 +1,7 @@
 // The element-wise ops on the GPU. Memory is all they cost: rows are read and written in runs of 16
 // bytes where they are aligned. Compiled without fused multiply-add, so that what has no sum in it
 // has the bits of the CPU's form.
+#include <algorithm>
 #include <initializer_list>
 
 #include "kernels/base/warp.cuh"
@@ -218,6 +219,13 @@ __global__ void FiniteKernel(FiniteLaunch p) {
   if (threadIdx.x == 0) p.finite[blockIdx.x] = any_bad ? 0 : 1;
 }
 
+__global__ void RandomFillKernel(const RandomRows rows, int64_t count) {
+  const int64_t stride = int64_t{gridDim.x} * blockDim.x;
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += stride) {
+    rows.Fill(i);
+  }
+}
+
 }  // namespace
 
 cudaError_t LaunchNorm(const NormRows& rows, int64_t count, cudaStream_t stream) {
@@ -268,6 +276,13 @@ cudaError_t LaunchFinite(const FiniteLaunch& params, int64_t count, cudaStream_t
   const unsigned threads = ThreadsFor(params.dim);
   params.dtype == DType::kFloat32 ? FiniteKernel<float><<<blocks, threads, 0, stream>>>(params)
                                   : FiniteKernel<BFloat16><<<blocks, threads, 0, stream>>>(params);
+  return cudaGetLastError();
+}
+
+cudaError_t LaunchRandomFill(const RandomRows& rows, int64_t count, cudaStream_t stream) {
+  constexpr int64_t kMostBlocks = 4096;
+  const int64_t blocks = std::min((count + kThreads - 1) / kThreads, kMostBlocks);
+  RandomFillKernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(rows, count);
   return cudaGetLastError();
 }
 

@@ -6,6 +6,7 @@
 #include <cuda_runtime_api.h>
 
 #include "kernels/dense/elementwise.h"
+#include "kernels/dense/random_rows.h"
 
 namespace kvasir::kernels {
 
@@ -48,5 +49,7 @@ cudaError_t LaunchRope(const RopeTokens& tokens, int64_t count, cudaStream_t str
 cudaError_t LaunchGather(const GatherLaunch& params, int64_t count, cudaStream_t stream);
 cudaError_t LaunchFinite(const FiniteLaunch& params, int64_t count, cudaStream_t stream);
 cudaError_t LaunchGreedy(const GreedyLaunch& params, int64_t count, cudaStream_t stream);
+// `count` elements.
+cudaError_t LaunchRandomFill(const RandomRows& rows, int64_t count, cudaStream_t stream);
 
 }  // namespace kvasir::kernels

@@ -181,7 +181,6 @@ absl::StatusOr<LinearShape> CheckLinearParts(std::span<const PackedLinear::Part>
     }
     check.Require(parts[i].weight.num_elements() > 0, "an empty weight");
     KVASIR_RETURN_IF_ERROR(check.status());
-    KVASIR_RETURN_IF_ERROR(RequireHostMemory("gemm", {parts[i].weight, parts[i].bias}));
     n += parts[i].weight.dim(0);
   }
   KVASIR_RETURN_IF_ERROR(check.status());
@@ -191,6 +190,9 @@ absl::StatusOr<LinearShape> CheckLinearParts(std::span<const PackedLinear::Part>
 absl::StatusOr<PackedLinear> PackedLinear::Create(std::span<const Part> parts,
                                                   const Options& options) {
   KVASIR_ASSIGN_OR_RETURN(const LinearShape shape, CheckLinearParts(parts, options));
+  for (const Part& part : parts) {
+    KVASIR_RETURN_IF_ERROR(RequireHostMemory("gemm", {part.weight, part.bias}));
+  }
   PackedLinear linear;
   linear.in_features_ = shape.k;
   linear.out_features_ = shape.n;

@@ -81,6 +81,28 @@ absl::StatusOr<DeviceBuffer> CopyBias(const WeightSource& source, DType dtype) {
   return CopyToDevice(bias.data(), std::ssize(bias));
 }
 
+// Tensors of the same dtype in device memory, one behind the other.
+absl::StatusOr<DeviceBuffer> Stack(std::span<const TensorView> tensors, DType dtype) {
+  int64_t bytes = 0;
+  for (const TensorView& tensor : tensors) {
+    ShapeCheck check("gemm");
+    check.Require(tensor.dtype() == dtype, "a part in device memory has another dtype");
+    KVASIR_RETURN_IF_ERROR(check.status());
+    KVASIR_RETURN_IF_ERROR(RequireDeviceMemory("gemm", {tensor}));
+    bytes += tensor.size_bytes();
+  }
+  KVASIR_ASSIGN_OR_RETURN(DeviceBuffer stacked, DeviceBuffer::Allocate(bytes));
+  std::byte* to = stacked.data();
+  for (const TensorView& tensor : tensors) {
+    KVASIR_RETURN_IF_ERROR(
+        CudaStatus(cudaMemcpy(to, tensor.data(), static_cast<size_t>(tensor.size_bytes()),
+                              cudaMemcpyDeviceToDevice),
+                   "copying a layer's weights on the device"));
+    to += tensor.size_bytes();
+  }
+  return stacked;
+}
+
 template <typename T>
 absl::Status Set(cublasLtMatmulDesc_t description, cublasLtMatmulDescAttributes_t attribute,
                  const T& value) {
@@ -114,11 +136,39 @@ absl::StatusOr<CudaLinear> CudaLinear::Create(const CublasLt& lt,
   linear.options_ = options;
   linear.in_features_ = shape.k;
   linear.out_features_ = shape.n;
-  const WeightSource source(parts, shape.n, shape.k);
-  KVASIR_ASSIGN_OR_RETURN(linear.weights_, CopyWeights(source, options.input));
-  KVASIR_ASSIGN_OR_RETURN(linear.bias_, CopyBias(source, options.output));
+  KVASIR_RETURN_IF_ERROR(parts[0].weight.device() == Device::kCuda ? linear.TakeDeviceParts(parts)
+                                                                   : linear.TakeHostParts(parts));
   KVASIR_RETURN_IF_ERROR(linear.Describe());
   return linear;
+}
+
+absl::Status CudaLinear::TakeHostParts(std::span<const PackedLinear::Part> parts) {
+  for (const PackedLinear::Part& part : parts) {
+    KVASIR_RETURN_IF_ERROR(RequireHostMemory("gemm", {part.weight, part.bias}));
+  }
+  const WeightSource source(parts, out_features_, in_features_);
+  KVASIR_ASSIGN_OR_RETURN(weights_, CopyWeights(source, options_.input));
+  KVASIR_ASSIGN_OR_RETURN(bias_, CopyBias(source, options_.output));
+  return absl::OkStatus();
+}
+
+// What made the parts was put on streams that do not wait for each other.
+absl::Status CudaLinear::TakeDeviceParts(std::span<const PackedLinear::Part> parts) {
+  std::vector<TensorView> weights, biases;
+  for (const PackedLinear::Part& part : parts) {
+    weights.push_back(part.weight);
+    if (!part.bias.empty()) biases.push_back(part.bias);
+  }
+  ShapeCheck check("gemm");
+  check.Require(biases.empty() || biases.size() == parts.size(),
+                "of parts in device memory some have a bias and some have none");
+  KVASIR_RETURN_IF_ERROR(check.status());
+  KVASIR_RETURN_IF_ERROR(CudaStatus(cudaDeviceSynchronize(), "waiting for a layer's weights"));
+  KVASIR_ASSIGN_OR_RETURN(weights_, Stack(weights, options_.input));
+  if (!biases.empty()) {
+    KVASIR_ASSIGN_OR_RETURN(bias_, Stack(biases, options_.output));
+  }
+  return CudaStatus(cudaDeviceSynchronize(), "copying a layer's weights on the device");
 }
 
 // cuBLASLt counts by columns. In its terms weights are [K, N], x is [K, M] and y is [N, M]:

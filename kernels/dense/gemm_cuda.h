@@ -43,10 +43,10 @@ class CudaLinear {
   // What Run's workspace holds at most; cuBLASLt chooses kernels that get along with it.
   static constexpr int64_t kWorkspaceBytes = int64_t{32} << 20;
 
-  // Parts, in host memory, and options as of PackedLinear::Create: the weights are rounded to
-  // bfloat16 when the input is bfloat16, biases to the output's dtype. Waits for the copies. `lt`
-  // outlives the object.
-  // INVALID_ARGUMENT: shapes or dtypes. RESOURCE_EXHAUSTED: no memory.
+  // Parts and options as of PackedLinear::Create: the weights are rounded to bfloat16 when the
+  // input is bfloat16, biases to the output's dtype. Parts in device memory have these dtypes; all
+  // lie there, or none. Waits for what the device does and for the copies. `lt` outlives the
+  // object. INVALID_ARGUMENT: shapes or dtypes. RESOURCE_EXHAUSTED: no memory.
   static absl::StatusOr<CudaLinear> Create(const CublasLt& lt,
                                            std::span<const PackedLinear::Part> parts,
                                            const PackedLinear::Options& options);
@@ -86,6 +86,8 @@ class CudaLinear {
   using PlanKey = std::tuple<int64_t, uint32_t, uint32_t>;  // M, alignment of x and of y in bytes
 
   CudaLinear() = default;
+  absl::Status TakeHostParts(std::span<const PackedLinear::Part> parts);
+  absl::Status TakeDeviceParts(std::span<const PackedLinear::Part> parts);
   absl::Status Describe();
   static absl::StatusOr<Layout> MakeLayout(DType dtype, int64_t rows, int64_t columns);
   absl::StatusOr<Plan> MakePlan(const PlanKey& key) const;

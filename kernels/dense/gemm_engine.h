@@ -55,8 +55,8 @@ struct LinearShape {
   int64_t k = 0;
 };
 
-// INVALID_ARGUMENT unless the parts can be stacked, in dtypes that `options` go with; UNIMPLEMENTED
-// unless they are in host memory. For every form of a linear layer.
+// INVALID_ARGUMENT unless the parts can be stacked, in dtypes that `options` go with. For every
+// form of a linear layer, wherever the parts lie.
 absl::StatusOr<LinearShape> CheckLinearParts(std::span<const PackedLinear::Part> parts,
                                              const PackedLinear::Options& options);
 

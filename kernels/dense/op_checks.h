@@ -6,6 +6,8 @@
 
 #include "kernels/dense/elementwise.h"
 #include "kernels/dense/embedding.h"
+#include "kernels/dense/random_fill.h"
+#include "kernels/dense/random_rows.h"
 #include "kernels/dense/rms_norm.h"
 #include "kernels/dense/silu_mul.h"
 
@@ -14,9 +16,11 @@ namespace kvasir::kernels {
 absl::Status CheckRmsNorm(const RmsNormParams& params);
 absl::Status CheckSiluMul(const SiluMulParams& params);
 absl::Status CheckEmbedding(const EmbeddingParams& params);
+absl::Status CheckRandomFill(const RandomFillParams& params);
 
 // REQUIRES: the params were checked.
 NormRows RowsOf(const RmsNormParams& params);
 SiluMulRows RowsOf(const SiluMulParams& params);
+RandomRows RowsOf(const RandomFillParams& params);
 
 }  // namespace kvasir::kernels

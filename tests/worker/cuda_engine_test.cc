@@ -200,9 +200,9 @@ TEST_F(CudaEngineTest, SkipsAsManyPagesAsTheCpu) {
 TEST_F(CudaEngineTest, StepsOfOneTokenARowAreGraphs) {
   const auto& backend = static_cast<CudaBackend&>(models_[1]->transformer().backend());
   for (uint32_t policy = 0; policy < kNumPolicies; ++policy) {
-    const CudaGraphStats before = backend.graph_stats();
+    const CudaGraphStats before = backend.graphs().stats();
     ExpectAlike({MakeRequest(900, 700, policy)});
-    const CudaGraphStats after = backend.graph_stats();
+    const CudaGraphStats after = backend.graphs().stats();
     EXPECT_GE(after.replayed - before.replayed, kAnswer - 6) << "policy " << policy;
     std::cout << "policy " << policy << ": a step is " << after.nodes << " nodes, "
               << static_cast<double>(after.nodes) / kLayers << " a layer; recorded "

@@ -176,7 +176,7 @@ TEST_P(CudaParallelTest, RanksAnswerAsOneDoes) {
         EXPECT_EQ(hashes->back(), hashes->front()) << "ranks have other logits";
       }
       const auto& backend = static_cast<CudaBackend&>(model.transformer().backend());
-      EXPECT_GT(backend.graph_stats().replayed, 0);
+      EXPECT_GT(backend.graphs().stats().replayed, 0);
     });
   });
   if (TooFew(statuses)) GTEST_SKIP() << "fewer than " << size << " GPUs on this machine";

@@ -23,6 +23,7 @@
 #include "kernels/base/executor.h"
 #include "kernels/base/tensor.h"
 #include "kernels/dense/gemm.h"
+#include "kernels/dense/random_fill.h"
 #include "kernels/dense/rms_norm.h"
 #include "kernels/dense/silu_mul.h"
 #include "kernels/paged/grouped_positions.h"
@@ -134,9 +135,12 @@ class Backend {
   // One at a time is in use.
   virtual absl::StatusOr<std::unique_ptr<kvstore::PageResidency>> MakeResidency(
       const kvstore::ResidencyOptions& options) = 0;
-  // A weight that ops read as it is; what is empty stays empty.
-  virtual absl::StatusOr<Tensor> Place(HostTensor weight) = 0;
-  // Parts, in host memory, and options as of kernels::PackedLinear::Create; copied.
+  // Numbers as of kernels/dense/random_fill.h, in memory of Allocate.
+  virtual absl::Status FillRandom(const kernels::RandomFillParams& params) = 0;
+  // A weight that ops read as it is; what is empty, or lies in memory of Allocate, stays as it is.
+  virtual absl::StatusOr<Tensor> Place(Tensor weight) = 0;
+  // Parts and options as of kernels::PackedLinear::Create; copied. The parts lie in host memory, or
+  // in memory of Allocate and then have the dtypes of the options.
   virtual absl::StatusOr<std::unique_ptr<Linear>> MakeLinear(
       std::span<const kernels::PackedLinear::Part> parts,
       const kernels::PackedLinear::Options& options) = 0;

@@ -86,10 +86,7 @@ absl::StatusOr<Memory> CpuBackend::Allocate(int64_t bytes) {
   return Memory(std::move(buffer), kernels::Device::kCpu);
 }
 
-absl::StatusOr<Tensor> CpuBackend::Place(HostTensor weight) {
-  return Tensor{.memory = Memory(std::move(weight.memory), kernels::Device::kCpu),
-                .view = weight.view};
-}
+absl::StatusOr<Tensor> CpuBackend::Place(Tensor weight) { return weight; }
 
 absl::StatusOr<std::unique_ptr<Linear>> CpuBackend::MakeLinear(
     std::span<const PackedLinear::Part> parts, const PackedLinear::Options& options) {

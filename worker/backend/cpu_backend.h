@@ -30,7 +30,10 @@ class CpuBackend final : public Backend {
       const kvstore::ResidencyOptions& options) override {
     return kvstore::ArenaResidency::Make(options);
   }
-  absl::StatusOr<Tensor> Place(HostTensor weight) override;
+  absl::Status FillRandom(const kernels::RandomFillParams& params) override {
+    return kernels::FillRandom(params, executor());
+  }
+  absl::StatusOr<Tensor> Place(Tensor weight) override;
   absl::StatusOr<std::unique_ptr<Linear>> MakeLinear(
       std::span<const kernels::PackedLinear::Part> parts,
       const kernels::PackedLinear::Options& options) override;

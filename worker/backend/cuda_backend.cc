@@ -105,8 +105,12 @@ absl::StatusOr<std::unique_ptr<kvstore::PageResidency>> CudaBackend::MakeResiden
   return residency;
 }
 
-absl::StatusOr<Tensor> CudaBackend::Place(HostTensor weight) {
-  if (weight.view.empty()) return Tensor{};
+absl::Status CudaBackend::FillRandom(const kernels::RandomFillParams& params) {
+  return kernels::FillRandom(params, stream_.get());
+}
+
+absl::StatusOr<Tensor> CudaBackend::Place(Tensor weight) {
+  if (weight.view.empty() || weight.view.device() == Device::kCuda) return weight;
   KVASIR_ASSIGN_OR_RETURN(Memory memory, Allocate(weight.view.size_bytes()));
   KVASIR_RETURN_IF_ERROR(
       stream_.CopyToDevice(memory.data(), weight.view.data(), weight.view.size_bytes()));

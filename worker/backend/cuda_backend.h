@@ -34,7 +34,8 @@ class CudaBackend final : public Backend {
   absl::StatusOr<Memory> Allocate(int64_t bytes) override;
   absl::StatusOr<std::unique_ptr<kvstore::PageResidency>> MakeResidency(
       const kvstore::ResidencyOptions& options) override;
-  absl::StatusOr<Tensor> Place(HostTensor weight) override;
+  absl::Status FillRandom(const kernels::RandomFillParams& params) override;
+  absl::StatusOr<Tensor> Place(Tensor weight) override;
   absl::StatusOr<std::unique_ptr<Linear>> MakeLinear(
       std::span<const kernels::PackedLinear::Part> parts,
       const kernels::PackedLinear::Options& options) override;
@@ -56,7 +57,7 @@ class CudaBackend final : public Backend {
   absl::Status GatherColumns(const RankColumns& columns) override;
   absl::Status EndStep(const StepOutputs& outputs, StepResult& result) override;
 
-  const CudaGraphStats& graph_stats() const { return graphs_.stats(); }
+  const CudaGraphs& graphs() const { return graphs_; }
 
  private:
   class GpuLinear;

@@ -44,9 +44,31 @@ absl::Status CudaGraphs::End(const CudaStream& stream) {
   } else {
     ++stats_.replayed;
   }
-  const Graph& graph = graphs_.at(shape_);
+  return Launch(graphs_.at(shape_), stream);
+}
+
+absl::Status CudaGraphs::Launch(const Graph& graph, const CudaStream& stream) {
   stats_.nodes = graph.nodes;
-  return CudaStatus(cudaGraphLaunch(graph.executable.get(), stream.get()), "launching a step");
+  KVASIR_RETURN_IF_ERROR(Record(begin_, stream));
+  KVASIR_RETURN_IF_ERROR(
+      CudaStatus(cudaGraphLaunch(graph.executable.get(), stream.get()), "launching a step"));
+  return Record(end_, stream);
+}
+
+absl::Status CudaGraphs::Record(Event& event, const CudaStream& stream) {
+  if (event == nullptr) {
+    cudaEvent_t made = nullptr;
+    KVASIR_RETURN_IF_ERROR(CudaStatus(cudaEventCreate(&made), "making an event"));
+    event.reset(made);
+  }
+  return CudaStatus(cudaEventRecord(event.get(), stream.get()), "recording an event");
+}
+
+absl::StatusOr<double> CudaGraphs::LaunchMilliseconds() const {
+  float milliseconds = 0;
+  KVASIR_RETURN_IF_ERROR(CudaStatus(cudaEventElapsedTime(&milliseconds, begin_.get(), end_.get()),
+                                    "asking how long a step took"));
+  return static_cast<double>(milliseconds);
 }
 
 absl::StatusOr<CudaGraphs::Graph> CudaGraphs::EndRecording(const CudaStream& stream) {

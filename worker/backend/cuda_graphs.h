@@ -38,11 +38,16 @@ class CudaGraphs {
   void Clear(const CudaStream& stream);
 
   const CudaGraphStats& stats() const { return stats_; }
+  // How long the GPU was at the graph that was launched last. REQUIRES: the stream has come behind
+  // it.
+  absl::StatusOr<double> LaunchMilliseconds() const;
 
  private:
   struct Destroy {
     void operator()(cudaGraphExec_t graph) const { cudaGraphExecDestroy(graph); }
+    void operator()(cudaEvent_t event) const { cudaEventDestroy(event); }
   };
+  using Event = std::unique_ptr<CUevent_st, Destroy>;
   struct Graph {
     std::unique_ptr<CUgraphExec_st, Destroy> executable;
     int64_t nodes = 0;
@@ -50,12 +55,15 @@ class CudaGraphs {
   enum class State { kIdle, kRecording, kReplaying };
 
   absl::StatusOr<Graph> EndRecording(const CudaStream& stream);
+  absl::Status Launch(const Graph& graph, const CudaStream& stream);
+  static absl::Status Record(Event& event, const CudaStream& stream);
 
   std::set<Shape> seen_;
   std::map<Shape, Graph> graphs_;
   State state_ = State::kIdle;
   Shape shape_;  // of the step, unless idle
   CudaGraphStats stats_;
+  Event begin_, end_;  // of the last launch
 };
 
 }  // namespace kvasir::worker

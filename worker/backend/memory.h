@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <utility>
 
@@ -19,10 +20,12 @@ class Memory {
   template <typename Buffer>
   Memory(Buffer buffer, kernels::Device device)
       : data_(buffer.data()),
+        size_bytes_(buffer.size_bytes()),
         device_(device),
         owner_(std::make_unique<Owner<Buffer>>(std::move(buffer))) {}
 
   std::byte* data() const { return data_; }
+  int64_t size_bytes() const { return size_bytes_; }
   kernels::Device device() const { return device_; }
 
  private:
@@ -36,6 +39,7 @@ class Memory {
   };
 
   std::byte* data_ = nullptr;
+  int64_t size_bytes_ = 0;
   kernels::Device device_ = kernels::Device::kCpu;
   std::unique_ptr<AnyOwner> owner_;
 };

@@ -18,8 +18,8 @@ TensorView Slice(const TensorView& tensor, int64_t begin, int64_t rows) {
   if (tensor.empty()) return {};
   const int64_t row_bytes = tensor.size_bytes() / tensor.dim(0);
   std::byte* data = static_cast<std::byte*>(tensor.data()) + begin * row_bytes;
-  if (tensor.rank() == 1) return TensorView(data, tensor.dtype(), {rows});
-  return TensorView(data, tensor.dtype(), {rows, tensor.dim(1)});
+  if (tensor.rank() == 1) return TensorView(data, tensor.dtype(), {rows}, tensor.device());
+  return TensorView(data, tensor.dtype(), {rows, tensor.dim(1)}, tensor.device());
 }
 
 absl::StatusOr<std::unique_ptr<Linear>> PackRows(const LayerWeights& weights, int64_t begin,

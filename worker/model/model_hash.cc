@@ -96,15 +96,20 @@ void AddRope(const ModelConfig& config, int64_t context_length, FieldHasher& has
   }
 }
 
+void AddShape(absl::string_view kind, const ModelConfig& config, int64_t context_length,
+              kernels::DType dtype, FieldHasher& hasher) {
+  hasher.Add(kind);
+  hasher.Add(kernels::DTypeName(dtype));
+  AddConfig(config, hasher);
+  AddRope(config, context_length, hasher);
+}
+
 }  // namespace
 
 absl::StatusOr<ModelHash> HashModel(const SafetensorsFolder& folder, const ModelConfig& config,
                                     int64_t context_length, kernels::DType dtype) {
   FieldHasher hasher;
-  hasher.Add("kvasir model");
-  hasher.Add(kernels::DTypeName(dtype));
-  AddConfig(config, hasher);
-  AddRope(config, context_length, hasher);
+  AddShape("kvasir model", config, context_length, dtype, hasher);
   hasher.AddNumber(folder.files().size());
   for (const SafetensorsFile& file : folder.files()) {
     KVASIR_ASSIGN_OR_RETURN(const XXH128_hash_t data, HashData(file));
@@ -112,6 +117,14 @@ absl::StatusOr<ModelHash> HashModel(const SafetensorsFolder& folder, const Model
     hasher.AddNumber(data.high64);
     hasher.AddNumber(data.low64);
   }
+  return hasher.Finish();
+}
+
+ModelHash HashDummyModel(uint64_t seed, const ModelConfig& config, int64_t context_length,
+                         kernels::DType dtype) {
+  FieldHasher hasher;
+  AddShape("kvasir dummy model", config, context_length, dtype, hasher);
+  hasher.AddNumber(seed);
   return hasher.Finish();
 }
 

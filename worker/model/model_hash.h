@@ -1,6 +1,6 @@
 // The identity of a model for the reuse of its KV: two workers with the same hash compute the same
 // keys and values from the same tokens, up to rounding. Part of every prefix key and of every
-// stored extent. Called once when a worker starts. A function without state.
+// stored extent. Called once when a worker starts. Functions without state.
 #pragma once
 
 #include <array>
@@ -24,5 +24,9 @@ using ModelHash = std::array<uint8_t, 32>;
 // it is read.
 absl::StatusOr<ModelHash> HashModel(const SafetensorsFolder& folder, const ModelConfig& config,
                                     int64_t context_length, kernels::DType dtype);
+
+// The same of weights that are made from a seed (dummy_weights.h).
+ModelHash HashDummyModel(uint64_t seed, const ModelConfig& config, int64_t context_length,
+                         kernels::DType dtype);
 
 }  // namespace kvasir::worker

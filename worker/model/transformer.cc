@@ -13,8 +13,8 @@ using kernels::DType;
 using kernels::PackedLinear;
 using kernels::TensorView;
 
-absl::StatusOr<std::unique_ptr<Linear>> MakeLinear(const HostTensor& weight, DType input,
-                                                   DType output, Backend& backend) {
+absl::StatusOr<std::unique_ptr<Linear>> MakeLinear(const Tensor& weight, DType input, DType output,
+                                                   Backend& backend) {
   const PackedLinear::Part part = {.weight = weight.view, .bias = {}};
   return backend.MakeLinear(std::span(&part, 1), {.input = input, .output = output});
 }

@@ -1,7 +1,7 @@
-// One rank's weights in host memory: its slices of the checkpoint's tensors, converted to the dtype
-// that the worker computes in. It hides names and layouts of checkpoints, and shards. Loaded once
-// by the worker; the transformer borrows the views. Reads only the rank's slices: peak memory is
-// the result and at most a few MiB. Thread-compatible.
+// One rank's weights: its slices of the checkpoint's tensors, converted to the dtype that the
+// worker computes in, in host memory; or random ones in a backend's memory (dummy_weights.h).
+// Loaded once by the worker, and handed to the transformer. Reads only the rank's slices: peak
+// memory is the result and at most a few MiB. Thread-compatible.
 //
 // Matrices are [out_features, in_features], row-major, as in the checkpoint. Sizes below are the
 // rank's own (ShardPlan): Hq query heads and Hkv KV heads of D dimensions, I columns of the MLP.
@@ -13,38 +13,33 @@
 
 #include "absl/status/statusor.h"
 
-#include "kernels/base/buffer.h"
 #include "kernels/base/tensor.h"
+#include "worker/backend/memory.h"
 #include "worker/model/model_config.h"
 #include "worker/model/safetensors.h"
 #include "worker/model/shard_plan.h"
 
 namespace kvasir::worker {
 
-// A tensor with its memory. Where a model has no such weight both are empty.
-struct HostTensor {
-  kernels::HostBuffer memory;
-  kernels::TensorView view;
-};
-
+// Where a model has no such weight, both memory and view are empty.
 struct LayerWeights {
-  HostTensor input_norm;           // [hidden]
-  HostTensor qkv;                  // [(Hq + 2 Hkv) * D, hidden]: rows of q, then k, then v
-  HostTensor qkv_bias;             // [(Hq + 2 Hkv) * D], or empty
-  HostTensor q_norm, k_norm;       // [D], or empty
-  HostTensor output;               // [hidden, Hq * D]; the sum over ranks is the layer's output
-  HostTensor output_bias;          // [hidden] on rank 0, so that the sum has it once; else empty
-  HostTensor post_attention_norm;  // [hidden]
-  HostTensor gate_up;              // [2 I, hidden]: rows of gate, then up
-  HostTensor down;                 // [hidden, I]; the sum over ranks is the layer's output
+  Tensor input_norm;           // [hidden]
+  Tensor qkv;                  // [(Hq + 2 Hkv) * D, hidden]: rows of q, then k, then v
+  Tensor qkv_bias;             // [(Hq + 2 Hkv) * D], or empty
+  Tensor q_norm, k_norm;       // [D], or empty
+  Tensor output;               // [hidden, Hq * D]; the sum over ranks is the layer's output
+  Tensor output_bias;          // [hidden] on rank 0, so that the sum has it once; else empty
+  Tensor post_attention_norm;  // [hidden]
+  Tensor gate_up;              // [2 I, hidden]: rows of gate, then up
+  Tensor down;                 // [hidden, I]; the sum over ranks is the layer's output
 };
 
 struct ModelWeights {
-  HostTensor embedding;  // [vocab, hidden], whole on every rank
+  Tensor embedding;  // [vocab, hidden], whole on every rank
   std::vector<LayerWeights> layers;
-  HostTensor final_norm;  // [hidden]
-  HostTensor lm_head;     // [rows of ShardPlan::vocab, hidden]; a view into `embedding`, without
-                          // memory of its own, when the two are tied
+  Tensor final_norm;  // [hidden]
+  Tensor lm_head;     // [rows of ShardPlan::vocab, hidden]; a view into `embedding`, without
+                      // memory of its own, when the two are tied
 };
 
 struct LoadWeightsOptions {

@@ -137,6 +137,26 @@ TEST_P(DenseCudaTest, SiluMulAgreesWithTheCpuForAllShapes) {
   }
 }
 
+// Slices of every alignment, and more elements than the launch has threads.
+TEST_P(DenseCudaTest, RandomNumbersHaveTheCpusBits) {
+  for (const Shape& s : {Shape{1, 1}, Shape{3, 9}, Shape{600, 256}, Shape{5, 230000}}) {
+    SCOPED_TRACE(testing::Message() << s.rows << " x " << s.dim);
+    TestTensor y = Poisoned({s.rows, s.dim}), found = Poisoned({s.rows, s.dim});
+    RandomFillParams params = {.y = y.view(),
+                               .seed = 11,
+                               .mean = 0.25,
+                               .spread = 1.75,
+                               .first_row = 3,
+                               .first_col = 2,
+                               .width = s.dim + 5};
+    ASSERT_TRUE(FillRandom(params, executor_).ok());
+    params.y = OnDevice(found, 1);
+    ASSERT_TRUE(FillRandom(params, nullptr).ok());
+    ASSERT_TRUE(DeviceMemory::Fetch(params.y, found.view()).ok());
+    EXPECT_EQ(found.Values(), y.Values());
+  }
+}
+
 TEST_P(DenseCudaTest, RopeHasTheCpusBitsForItsAngles) {
   const std::vector<int64_t> positions = {0, 1, 63, 64, 4095, 131071, 3'000'000, 1'000'000'007};
   for (const int64_t head_dim : {2, 6, 64, 128}) {

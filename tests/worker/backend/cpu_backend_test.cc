@@ -165,7 +165,7 @@ TEST_F(CpuBackendTest, ColumnsOfRanksStandSideBySide) {
 
 // An embedding is the largest of all weights: there is no room for two.
 TEST_F(CpuBackendTest, PlacedWeightsAreNotCopied) {
-  HostTensor weight = {.memory = kernels::HostBuffer::Allocate(16).value(), .view = {}};
+  Tensor weight = {.memory = backend_.Allocate(16).value(), .view = {}};
   weight.view = TensorView(weight.memory.data(), DType::kFloat32, {4});
   const void* const before = weight.view.data();
   const Tensor placed = backend_.Place(std::move(weight)).value();

@@ -167,7 +167,7 @@ TEST_F(LoadWeightsTest, MemoryIsAlignedAndTheRanksShareOnly) {
   const auto weights = Load(config, 1, 2, DType::kBFloat16);
   ASSERT_TRUE(weights.ok()) << weights.status();
   for (const LayerWeights& layer : weights->layers) {
-    for (const HostTensor* tensor :
+    for (const Tensor* tensor :
          {&layer.input_norm, &layer.qkv, &layer.output, &layer.gate_up, &layer.down}) {
       EXPECT_EQ(reinterpret_cast<uintptr_t>(tensor->view.data()) % 64, 0u);
       EXPECT_EQ(tensor->memory.size_bytes(), tensor->view.size_bytes());

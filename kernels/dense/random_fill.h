@@ -1,0 +1,34 @@
+// A tensor of uniform random numbers that depend on nothing but a seed and an element's place:
+//
+//   y[r, c] = mean + spread * (2 u - 1),  u = UniformOf(seed, (first_row + r) * width + first_col +
+//   c)
+//
+// (random_rows.h), computed in float64. So a slice of a tensor has the numbers of the whole, on
+// whatever rank or device it is made, bit by bit. For weights of models that are only shapes, and
+// for KV of benchmarks.
+#pragma once
+
+#include <cstdint>
+
+#include "absl/status/status.h"
+
+#include "kernels/base/executor.h"
+#include "kernels/base/tensor.h"
+
+namespace kvasir::kernels {
+
+struct RandomFillParams {
+  TensorView y;  // [rows, cols] float32 or bfloat16, or [rows], which is one column; may be empty
+  uint64_t seed = 0;
+  double mean = 0;
+  double spread = 0;  // half of the range; the standard deviation is spread / sqrt(3)
+  // Where y lies in the whole: of its columns, at least first_col + cols.
+  int64_t first_row = 0;
+  int64_t first_col = 0;
+  int64_t width = 0;
+};
+
+// INVALID_ARGUMENT: shapes, dtypes. UNIMPLEMENTED: CUDA memory.
+absl::Status FillRandom(const RandomFillParams& params, Executor& executor);
+
+}  // namespace kvasir::kernels

@@ -1,0 +1,404 @@
+// Speed of whole decode steps of the worker's engine: one process, no coordinator, a model that is
+// only a shape (random weights), and a context that is filled with random keys and values. For each
+// context a row a policy, dense first:
+//
+//   decode_step_bench [--model=FOLDER] [--device=cuda] [--contexts=4096,131072] [--policies=...]
+//                     [--batch=1] [--steps=64] [--budget=2048]
+//
+// A policy is all, quest, tokenselect or infinitehip, with +top_p (0.95) and +interval behind it.
+//
+//   wall       of Engine::Step, sampling and tables included: median and mean over the steps
+//   GPU        from the begin to the end of the step's graph, likewise
+//   read       what a step must read: weights, attended keys and values, digests of steps that
+//   select roofline   read / 4.54 TB/s (an H200's measured read bandwidth) as a share of the GPU's
+//   time nodes      of the graph, and of them for each layer
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+
+#include "proto/selector_field.h"
+#include "tests/bench/synthetic_kv.h"
+#include "worker/backend/cuda_backend.h"
+#include "worker/backend/make_backend.h"
+#include "worker/engine.h"
+#include "worker/loaded_model.h"
+#include "worker/parallel/single_collective.h"
+#include "worker/thread_pool.h"
+
+namespace kvasir::worker {
+namespace {
+
+using kernels::kPageTokens;
+using Clock = std::chrono::steady_clock;
+
+constexpr double kBytesPerSecond = 4.54e12;
+constexpr int64_t kWarmUps = 10;
+constexpr int64_t kFillTokens = 8192;  // of a step
+constexpr uint64_t kEpoch = 1;
+
+void Check(const absl::Status& status) {
+  if (status.ok()) return;
+  std::fprintf(stderr, "decode_step_bench: %s\n", status.ToString().c_str());
+  std::exit(1);
+}
+template <typename T>
+T Value(absl::StatusOr<T> value) {
+  Check(value.status());
+  return std::move(value).value();
+}
+
+struct Flags {
+  std::string model = "tests/model/shapes/llama-3.1-8b";
+  std::string device = "cuda";
+  std::vector<int64_t> contexts = {4096, 32768, 131072, 524288};
+  std::vector<std::string> policies = {"all", "quest", "quest+top_p", "infinitehip"};
+  int64_t batch = 1;
+  int64_t steps = 64;
+  int64_t budget = 2048;
+};
+
+int64_t Number(absl::string_view text) {
+  int64_t number = 0;
+  if (absl::SimpleAtoi(text, &number) && number > 0) return number;
+  Check(absl::InvalidArgumentError(absl::StrCat("'", text, "' is not a positive number")));
+  return 0;
+}
+
+Flags ParseFlags(int argc, char** argv) {
+  Flags flags;
+  for (int i = 1; i < argc; ++i) {
+    const std::pair<std::string, std::string> flag =
+        absl::StrSplit(argv[i], absl::MaxSplits('=', 1));
+    const auto& [name, value] = flag;
+    if (name == "--model")
+      flags.model = value;
+    else if (name == "--device")
+      flags.device = value;
+    else if (name == "--policies")
+      flags.policies = absl::StrSplit(value, ',');
+    else if (name == "--batch")
+      flags.batch = Number(value);
+    else if (name == "--steps")
+      flags.steps = Number(value);
+    else if (name == "--budget")
+      flags.budget = Number(value);
+    else if (name == "--contexts") {
+      flags.contexts.clear();
+      for (const absl::string_view text : absl::StrSplit(value, ',')) {
+        flags.contexts.push_back(Number(text) / kPageTokens * kPageTokens);
+      }
+    } else {
+      Check(absl::InvalidArgumentError(absl::StrCat("what is ", argv[i], "?")));
+    }
+  }
+  std::sort(flags.contexts.begin(), flags.contexts.end());
+  return flags;
+}
+
+// The server's policy and, the same message, the numbers of a sequence.
+v1::SparsityPolicy MakePolicy(const std::string& name, int64_t budget) {
+  v1::SparsityPolicy policy;
+  v1::SetSelector("all", *policy.mutable_prefill());
+  v1::AttentionPolicy& decode = *policy.mutable_decode();
+  const std::vector<std::string> parts = absl::StrSplit(name, '+');
+  v1::SetSelector(parts[0], decode);
+  const bool is_hip = parts[0] == "infinitehip";
+  if (is_hip) decode.mutable_infinitehip()->set_preset("3k");
+  decode.set_sink_tokens(is_hip ? 256 : 128);
+  decode.set_window_tokens(is_hip ? 1024 : 512);
+  decode.set_token_budget(static_cast<uint32_t>(budget));
+  for (size_t i = 1; i < parts.size(); ++i) {
+    if (parts[i] == "top_p") {
+      decode.set_top_p(0.95f);
+    } else {
+      decode.mutable_reuse()->set_rule(parts[i]);
+    }
+  }
+  return policy;
+}
+
+v1::RowSampling Greedy() {
+  v1::RowSampling sampling;
+  sampling.set_top_p(1);
+  sampling.set_repetition_penalty(1);
+  return sampling;
+}
+
+double Median(std::vector<double> values) {
+  std::nth_element(values.begin(), values.begin() + std::ssize(values) / 2, values.end());
+  return values[values.size() / 2];
+}
+double Mean(const std::vector<double>& values) {
+  return std::accumulate(values.begin(), values.end(), 0.0) / static_cast<double>(values.size());
+}
+
+// Of one policy at one context.
+struct Measured {
+  std::vector<double> wall_ms, gpu_ms;
+  int64_t attended_tokens = 0;  // over steps, rows of the batch, layers and KV heads
+  int64_t selected = 0;         // (step, row, layer, KV head) in which the selector ran
+  int64_t nodes = 0;
+
+  void Add(const v1::RowAccounting& row) {
+    attended_tokens += static_cast<int64_t>(row.attended_tokens());
+    selected +=
+        static_cast<int64_t>(row.stages_run_size() > 0 ? row.stages_run(0) : row.attending_rows());
+  }
+};
+
+class Bench {
+ public:
+  explicit Bench(const Flags& flags);
+  void Run();
+
+ private:
+  void FillContexts();
+  Measured Measure(int64_t context, uint32_t policy);
+  // A step of the plan; its time in milliseconds.
+  double Step(v1::StepPlan& plan, v1::StepReply& reply);
+  void AddStart(int64_t context, uint32_t policy, int64_t row, v1::StepPlan& plan);
+  // One token at `position` of each sequence that is measured.
+  void AddRows(int64_t position, v1::StepPlan& plan);
+  double WeightBytes() const;
+  double BytesRead(const std::string& policy, int64_t context, const Measured& measured) const;
+  void Print(int64_t context, const std::string& policy, const Measured& measured,
+             double dense_ms) const;
+
+  const Flags flags_;
+  ThreadPool executor_;
+  std::unique_ptr<Backend> backend_;
+  SyntheticKvBackend filler_;
+  LoadedModel model_;
+  SingleCollective single_;
+  std::unique_ptr<Engine> engine_;
+  uint64_t step_ = 0;
+  uint64_t next_block_ = 1;
+  uint64_t next_sequence_ = 1;
+  std::vector<std::vector<uint64_t>> blocks_;  // of the filled sequences
+};
+
+LoadedModel Load(const Flags& flags, Backend& backend) {
+  LoadModelOptions options;
+  options.model.set_model(flags.model);
+  options.model.set_load_format("dummy");
+  options.model.set_dtype("bfloat16");
+  options.model.set_max_model_len(static_cast<uint32_t>(flags.contexts.back() + 4096));
+  options.model.set_allow_long_max_model_len(true);
+  options.progress = [](absl::string_view, double) {};
+  return Value(LoadModel(options, backend));
+}
+
+Bench::Bench(const Flags& flags)
+    : flags_(flags),
+      executor_(8),
+      backend_(Value(MakeBackend(flags.device, executor_))),
+      filler_(*backend_),
+      model_(Load(flags, filler_)) {
+  EngineOptions options = {.group_epoch = kEpoch,
+                           .max_num_seqs = 2 * flags.batch,
+                           .max_num_batched_tokens = std::max(kFillTokens, flags.batch),
+                           .kv_dtype = kernels::DType::kBFloat16,
+                           .policies = {}};
+  for (const std::string& policy : flags.policies) {
+    options.policies.push_back(MakePolicy(policy, flags.budget));
+  }
+  const kernels::KvLayout layout = model_.transformer->kv_layout(options.kv_dtype);
+  const int64_t blocks_a_row = flags.contexts.back() / kPageTokens + 16;
+  // Extents of the host tier have bounds, codes and checksums beside the pages.
+  const int64_t host_block = layout.block_bytes() + layout.block_bounds_bytes() +
+                             layout.block_key_codes_bytes() + 16 * layout.pages_per_block() + 8192;
+  options.kv_host_bytes = flags.batch * blocks_a_row * host_block;
+  options.kv_device_bytes =
+      (options.kv_host_bytes / layout.block_bytes() + 2) * layout.block_bytes();
+  engine_ = Value(Engine::Create(options, *model_.transformer, single_));
+}
+
+double Bench::Step(v1::StepPlan& plan, v1::StepReply& reply) {
+  plan.set_group_epoch(kEpoch);
+  plan.set_step(++step_);
+  const auto begin = Clock::now();
+  reply = Value(engine_->Step(plan));
+  const double ms = std::chrono::duration<double, std::milli>(Clock::now() - begin).count();
+  for (const v1::RowResult& row : reply.results()) {
+    if (row.error_code() != 0) Check(absl::InternalError(row.error_message()));
+  }
+  return ms;
+}
+
+// One sequence a row, in slots [batch, 2 batch), that keeps its blocks for those that are measured.
+void Bench::FillContexts() {
+  const int64_t tokens = flags_.contexts.back();
+  filler_.set_filling(true);
+  for (int64_t row = 0; row < flags_.batch; ++row) {
+    const auto slot = static_cast<uint32_t>(flags_.batch + row);
+    blocks_.emplace_back();
+    for (int64_t begin = 0; begin < tokens; begin += kFillTokens) {
+      v1::StepPlan plan;
+      if (begin == 0) {
+        v1::SequenceStart& start = *plan.add_starts();
+        start.set_slot(slot);
+        start.set_sequence_id(next_sequence_++);
+        start.mutable_prompt()->Resize(static_cast<int>(tokens), 1);
+        *start.mutable_sampling() = Greedy();
+        start.mutable_prefill()->set_window_tokens(1);
+        start.mutable_decode()->set_window_tokens(1);
+      }
+      const int64_t end = std::min(begin + kFillTokens, tokens);
+      v1::StepRow& to = *plan.add_rows();
+      to.set_slot(slot);
+      to.set_begin(static_cast<uint32_t>(begin));
+      to.set_num_tokens(static_cast<uint32_t>(end - begin));
+      to.set_committed_length(static_cast<uint32_t>(end));
+      for (int64_t block = begin / kPageTokens; block < end / kPageTokens; ++block) {
+        blocks_.back().push_back(next_block_);
+        to.add_new_blocks(next_block_++);
+      }
+      v1::StepReply reply;
+      Step(plan, reply);
+    }
+  }
+  filler_.set_filling(false);
+}
+
+void Bench::AddStart(int64_t context, uint32_t policy, int64_t row, v1::StepPlan& plan) {
+  v1::SequenceStart& start = *plan.add_starts();
+  start.set_slot(static_cast<uint32_t>(row));
+  start.set_sequence_id(next_sequence_++);
+  start.mutable_prompt()->Resize(static_cast<int>(context + 1), static_cast<uint32_t>(row + 1));
+  const auto& blocks = blocks_[static_cast<size_t>(row)];
+  start.mutable_cached_blocks()->Add(blocks.begin(), blocks.begin() + context / kPageTokens);
+  *start.mutable_sampling() = Greedy();
+  start.set_policy_index(policy);
+  const v1::SparsityPolicy numbers = MakePolicy(flags_.policies[policy], flags_.budget);
+  *start.mutable_prefill() = numbers.prefill();
+  *start.mutable_decode() = numbers.decode();
+  start.set_tail_tokens(kPageTokens);
+}
+
+void Bench::AddRows(int64_t position, v1::StepPlan& plan) {
+  for (int64_t row = 0; row < flags_.batch; ++row) {
+    v1::StepRow& to = *plan.add_rows();
+    to.set_slot(static_cast<uint32_t>(row));
+    to.set_begin(static_cast<uint32_t>(position));
+    to.set_num_tokens(1);
+    to.set_committed_length(static_cast<uint32_t>(position + 1));
+    to.set_sample(true);
+    if (position % kPageTokens == 0) to.add_new_blocks(next_block_++);
+  }
+}
+
+Measured Bench::Measure(int64_t context, uint32_t policy) {
+  const auto* gpu = dynamic_cast<const CudaBackend*>(backend_.get());
+  Measured measured;
+  for (int64_t i = 0; i < kWarmUps + flags_.steps; ++i) {
+    v1::StepPlan plan;
+    for (int64_t row = 0; row < flags_.batch && i == 0; ++row) AddStart(context, policy, row, plan);
+    AddRows(context + i, plan);
+    v1::StepReply reply;
+    const double ms = Step(plan, reply);
+    if (i < kWarmUps) continue;
+    measured.wall_ms.push_back(ms);
+    for (const v1::RowResult& row : reply.results()) measured.Add(row.accounting());
+    if (gpu == nullptr) continue;
+    measured.gpu_ms.push_back(Value(gpu->graphs().LaunchMilliseconds()));
+    measured.nodes = gpu->graphs().stats().nodes;
+  }
+  v1::StepPlan leave;
+  for (int64_t row = 0; row < flags_.batch; ++row) leave.add_free_slots(static_cast<uint32_t>(row));
+  v1::StepReply reply;
+  Step(leave, reply);
+  return measured;
+}
+
+double Bench::WeightBytes() const {
+  const ModelConfig& c = model_.transformer->options().config;
+  const int64_t query = c.num_heads * c.head_dim, kv = c.num_kv_heads * c.head_dim;
+  const int64_t layer = c.hidden_size * (2 * query + 2 * kv + 3 * c.intermediate_size);
+  return 2.0 * static_cast<double>(c.num_layers * layer + c.vocab_size * c.hidden_size);
+}
+
+// Of a step. Selectors are taken to read the digests of the whole context: bounds, of tokenselect
+// key codes. A pruner reads the codes of what was selected.
+double Bench::BytesRead(const std::string& policy, int64_t context,
+                        const Measured& measured) const {
+  const kernels::KvLayout layout = model_.transformer->kv_layout(kernels::DType::kBFloat16);
+  const auto per_step = [&](int64_t count) {
+    return static_cast<double>(count) / static_cast<double>(flags_.steps);
+  };
+  const double pages = static_cast<double>(context / kPageTokens);
+  const auto codes = static_cast<double>(layout.page_key_codes_bytes());
+  double bytes = WeightBytes() +
+                 per_step(measured.attended_tokens) * 2 * static_cast<double>(layout.row_bytes());
+  if (absl::StartsWith(policy, "all")) return bytes;
+  const double digest = absl::StartsWith(policy, "tokenselect")
+                            ? codes
+                            : static_cast<double>(layout.page_bounds_bytes());
+  bytes += per_step(measured.selected) * pages * digest;
+  if (absl::StrContains(policy, "+top_p")) {
+    const double rows = static_cast<double>(flags_.batch * layout.pages_per_block());
+    bytes += rows * static_cast<double>(flags_.budget) / kPageTokens * codes;
+  }
+  return bytes;
+}
+
+void Bench::Print(int64_t context, const std::string& policy, const Measured& measured,
+                  double dense_ms) const {
+  const int64_t layers = model_.transformer->options().config.num_layers;
+  const double bytes = BytesRead(policy, context, measured);
+  const double rows = static_cast<double>(
+      flags_.steps * flags_.batch *
+      model_.transformer->kv_layout(kernels::DType::kBFloat16).pages_per_block());
+  const double wall = Mean(measured.wall_ms);
+  const double gpu = measured.gpu_ms.empty() ? wall : Mean(measured.gpu_ms);
+  std::printf(
+      "| %lld | %s | %.0f | %.1f %% | %.3f | %.3f | %.3f | %.3f | %.2f | %.3f | %lld | %.1f | "
+      "**%.2f** |\n",
+      static_cast<long long>(context), policy.c_str(),
+      static_cast<double>(measured.attended_tokens) / rows,
+      100 * static_cast<double>(measured.selected) / rows, Median(measured.wall_ms), wall,
+      measured.gpu_ms.empty() ? 0 : Median(measured.gpu_ms), measured.gpu_ms.empty() ? 0 : gpu,
+      bytes / 1e9, bytes / kBytesPerSecond * 1000 / gpu, static_cast<long long>(measured.nodes),
+      static_cast<double>(measured.nodes) / static_cast<double>(layers), dense_ms / gpu);
+  std::fflush(stdout);
+}
+
+void Bench::Run() {
+  const auto begin = Clock::now();
+  FillContexts();
+  std::printf("%s on %s, %lld sequences; contexts of %lld tokens filled in %.1f s\n\n",
+              flags_.model.c_str(), backend_->name().c_str(), static_cast<long long>(flags_.batch),
+              static_cast<long long>(flags_.contexts.back()),
+              std::chrono::duration<double>(Clock::now() - begin).count());
+  std::printf(
+      "| context | policy | tokens a row | selects | wall, ms | mean | GPU, ms | mean | read, GB | "
+      "roofline | nodes | a layer | times as fast as the first |\n"
+      "|---|---|---|---|---|---|---|---|---|---|---|---|---|\n");
+  for (const int64_t context : flags_.contexts) {
+    double dense_ms = 0;
+    for (size_t policy = 0; policy < flags_.policies.size(); ++policy) {
+      const Measured measured = Measure(context, static_cast<uint32_t>(policy));
+      if (policy == 0)
+        dense_ms = Mean(measured.gpu_ms.empty() ? measured.wall_ms : measured.gpu_ms);
+      Print(context, flags_.policies[policy], measured, dense_ms);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace kvasir::worker
+
+int main(int argc, char** argv) {
+  kvasir::worker::Bench(kvasir::worker::ParseFlags(argc, argv)).Run();
+  return 0;
+}

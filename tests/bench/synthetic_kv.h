@@ -1,0 +1,126 @@
+// A backend that can write random keys and values into a step's pages instead of computing the
+// step: contexts of any length in no time, through the door that a model's own go through, bounds
+// and key codes with them. For benchmarks. Thread-compatible.
+#pragma once
+
+#include <cmath>
+#include <memory>
+#include <span>
+#include <string>
+#include <utility>
+
+#include "kernels/base/status_macros.h"
+#include "worker/backend/backend.h"
+
+namespace kvasir::worker {
+
+class SyntheticKvBackend final : public Backend {
+ public:
+  // `inner` outlives it.
+  explicit SyntheticKvBackend(Backend& inner) : Backend(inner.executor()), inner_(inner) {}
+
+  // Between steps: whether the next ones are filled. They must be of prompts, and sample nothing.
+  void set_filling(bool filling) { filling_ = filling; }
+
+  absl::StatusOr<bool> BeginStep(const StepInputs& step) override {
+    KVASIR_ASSIGN_OR_RETURN(const bool wants_ops, inner_.BeginStep(step));
+    if (!filling_) return wants_ops;
+    KVASIR_RETURN_IF_ERROR(Fill(step.batch, step.kv.layout));
+    return false;
+  }
+  // What the step computed is nothing, but its KV is sound.
+  absl::Status EndStep(const StepOutputs& outputs, StepResult& result) override {
+    KVASIR_RETURN_IF_ERROR(inner_.EndStep(outputs, result));
+    if (filling_) result.row_is_finite.assign(result.row_is_finite.size(), 1);
+    return absl::OkStatus();
+  }
+
+  std::string name() const override { return inner_.name(); }
+  absl::Status CheckModel(const TransformerOptions& model, kernels::DType dtype) const override {
+    return inner_.CheckModel(model, dtype);
+  }
+  absl::Status CheckEngine(const EngineNeeds& needs) const override {
+    return inner_.CheckEngine(needs);
+  }
+  absl::StatusOr<Memory> Allocate(int64_t bytes) override { return inner_.Allocate(bytes); }
+  absl::StatusOr<std::unique_ptr<kvstore::PageResidency>> MakeResidency(
+      const kvstore::ResidencyOptions& options) override {
+    return inner_.MakeResidency(options);
+  }
+  absl::Status FillRandom(const kernels::RandomFillParams& params) override {
+    return inner_.FillRandom(params);
+  }
+  absl::StatusOr<Tensor> Place(Tensor weight) override { return inner_.Place(std::move(weight)); }
+  absl::StatusOr<std::unique_ptr<Linear>> MakeLinear(
+      std::span<const kernels::PackedLinear::Part> parts,
+      const kernels::PackedLinear::Options& options) override {
+    return inner_.MakeLinear(parts, options);
+  }
+  absl::StatusOr<std::unique_ptr<Rope>> MakeRope(const RopeFrequencies& frequencies,
+                                                 const KeyForm& form) override {
+    return inner_.MakeRope(frequencies, form);
+  }
+  absl::Status JoinRanks(Collective& ranks) override { return inner_.JoinRanks(ranks); }
+  absl::Status EmbedTokens(const kernels::TensorView& table,
+                           const kernels::TensorView& y) override {
+    return inner_.EmbedTokens(table, y);
+  }
+  absl::Status TakeSampled(const kernels::TensorView& x, const kernels::TensorView& y) override {
+    return inner_.TakeSampled(x, y);
+  }
+  absl::Status RmsNorm(const kernels::RmsNormParams& params) override {
+    return inner_.RmsNorm(params);
+  }
+  absl::Status SiluMul(const kernels::SiluMulParams& params) override {
+    return inner_.SiluMul(params);
+  }
+  absl::Status Rotate(const kernels::TensorView& x) override { return inner_.Rotate(x); }
+  absl::Status AppendKv(int64_t layer, const kernels::TensorView& k,
+                        const kernels::TensorView& v) override {
+    return inner_.AppendKv(layer, k, v);
+  }
+  absl::Status Select(const LayerQueries& queries) override { return inner_.Select(queries); }
+  absl::Status Attend(const LayerQueries& queries, const kernels::TensorView& out) override {
+    return inner_.Attend(queries, out);
+  }
+  absl::Status SumOverRanks(const kernels::TensorView& x, const kernels::TensorView& y) override {
+    return inner_.SumOverRanks(x, y);
+  }
+  absl::Status GatherColumns(const RankColumns& columns) override {
+    return inner_.GatherColumns(columns);
+  }
+
+ private:
+  // Of variance 1, as a dummy model's own are.
+  absl::Status Fill(const StepBatch& batch, const kernels::KvLayout& layout) {
+    const int64_t tokens = batch.num_tokens();
+    const int64_t width = layout.num_kv_heads * layout.head_dim;
+    const int64_t bytes = tokens * width * static_cast<int64_t>(DTypeSize(layout.dtype));
+    if (bytes > k_.size_bytes()) {
+      KVASIR_ASSIGN_OR_RETURN(k_, inner_.Allocate(bytes));
+      KVASIR_ASSIGN_OR_RETURN(v_, inner_.Allocate(bytes));
+    }
+    for (int64_t layer = 0; layer < layout.num_layers; ++layer) {
+      for (const Memory* side : {&k_, &v_}) {
+        KVASIR_RETURN_IF_ERROR(inner_.FillRandom(
+            {.y = kernels::TensorView(side->data(), layout.dtype, {tokens, width}, side->device()),
+             .seed = ++fills_,
+             .spread = std::sqrt(3.0),
+             .width = width}));
+      }
+      const auto heads = [&](const Memory& side) {
+        return kernels::TensorView(side.data(), layout.dtype,
+                                   {tokens, layout.num_kv_heads, layout.head_dim}, side.device());
+      };
+      KVASIR_RETURN_IF_ERROR(inner_.AppendKv(layer, heads(k_), heads(v_)));
+    }
+    return absl::OkStatus();
+  }
+
+  Backend& inner_;
+  bool filling_ = false;
+  uint64_t fills_ = 0;
+  Memory k_, v_;
+};
+
+}  // namespace kvasir::worker
