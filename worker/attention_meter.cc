@@ -117,13 +117,14 @@ void AttentionMeter::AddCounts(int64_t block, std::span<const kernels::SelectedC
   RowAttention& to = rows_[static_cast<size_t>(info.row)];
   AttentionCounts counts;
   for (const kernels::SelectedCounts& head : heads) {
-    counts.device_reads += head.pages;
+    counts.device_reads += head.pages - head.unread_pages;
+    counts.terminated += head.unread_pages;
     counts.pruned += head.pruned_pages;
     if (info.phase == Phase::kDecode) to.budgets.push_back(head.tokens);
   }
   counts.total = std::ssize(heads) * (LastPosition(queries) / kernels::kPageTokens + 1);
   (reason == SkipReason::kWindow ? counts.window : counts.selected_out) =
-      counts.total - counts.device_reads - counts.pruned;
+      counts.total - counts.device_reads - counts.pruned - counts.terminated;
   to.counts[static_cast<size_t>(info.phase)] += counts;
 }
 

@@ -59,7 +59,8 @@ struct AttendParams {
   Scratch* scratch = nullptr;  // working memory, required
   // Null: q and the cached keys are rotated. Else neither is. It learns the positions it needs.
   RopePositions* rope = nullptr;
-  GroupedPositions grouped = {};  // on: with rope and without terminations
+  DeviceRopePositions device_rope = {};  // the same on the GPU: it knows the positions of all rows
+  GroupedPositions grouped = {};         // on: with rope and without terminations
   // One per block: what may end its rows before their last page; empty: nothing does. A block with
   // a terminator has one query.
   std::span<const Termination> terminations = {};

@@ -1,11 +1,14 @@
-// The kernels behind attend_cuda.h: parameters as the device reads them, and the launches. Only
-// attend_cuda.cc includes it outside of the kernels, after it has checked the shapes.
+// The kernels behind attend_cuda.h: parameters as the device reads them, and the launches. Outside
+// of the kernels only attend_cuda.cc includes it, and kernels/sparse/art.
 #pragma once
 
 #include <cstdint>
 #include <cuda_bf16.h>
 #include <cuda_runtime_api.h>
 
+#include "absl/status/statusor.h"
+
+#include "kernels/attention/attend.h"
 #include "kernels/paged/kv_tensor_maps.h"
 #include "kernels/paged/page_selection.h"
 
@@ -26,7 +29,11 @@ struct AttendLaunch {
   int64_t num_rows = 0;  // blocks x KV heads
   int64_t group = 0;     // query heads of a KV head, at most 8
   uint8_t* faults = nullptr;
+  DeviceRopePositions rope = {};  // on: q and keys are rotated to their compact positions
 };
+
+// INVALID_ARGUMENT and UNIMPLEMENTED as in attend_cuda.h.
+absl::StatusOr<AttendLaunch> MakeAttendLaunch(const AttendParams& params);
 
 // Blocks of one query. `partials` is [rows, MaxDecodeUnits, group, 2 + head_dim]: maximum, sum,
 // values.

@@ -39,9 +39,10 @@ struct ThreadState {
 };
 
 // Queries of one head; rows of absent queries and heads are zero.
-template <int kHeadDim>
-__device__ void LoadQueries(const AttendLaunch& p, const QueryBlock& block, int64_t head,
-                            bool exists, const ThreadPlace& me, std::byte* to) {
+template <int kHeadDim, bool kRotates>
+__device__ void LoadQueries(const AttendLaunch& p, const PageRun& run, int64_t head, bool exists,
+                            const ThreadPlace& me, std::byte* to) {
+  const QueryBlock& block = run.block;
   const int64_t heads = p.kv.layout.num_kv_heads * p.group;
   const auto query_of = [&](int row) {
     return exists && row < block.num_rows
@@ -49,6 +50,12 @@ __device__ void LoadQueries(const AttendLaunch& p, const QueryBlock& block, int6
                : nullptr;
   };
   LoadQueryTile<kHeadDim, kQueries>(me, query_of, to);
+  if constexpr (kRotates) {
+    const int64_t first = QueryPosition(p.headers[run.row], block.first_position);
+    const auto position_of = [&](int row) { return row < block.num_rows ? first + row : -1; };
+    RotateTile<kHeadDim, kQueries>(p.rope, me.thread, kGroupThreads, position_of, to);
+    Synchronize(me);
+  }
 }
 
 template <int kHeadDim>
@@ -142,13 +149,23 @@ __device__ void AddValues(const std::byte* values, const float (&weights)[kEleme
   hopper::WgmmaWait<0>();
 }
 
-template <int kHeadDim>
+// The threads of both consumers wait for each other.
+__device__ void SynchronizeConsumers() {
+  hopper::NamedBarrier(1 + kConsumers, kConsumers * kGroupThreads);
+}
+
+template <int kHeadDim, bool kRotates>
 __device__ void AttendToPage(const AttendLaunch& p, SharedMemory<kHeadDim>& shared,
                              const QueryBlock& block, const ThreadPlace& me, int stage,
                              ThreadState<kHeadDim>& state) {
   const uint64_t mask = shared.ring.masks[stage];
   if (mask == 0) return;
   const int64_t first_token = shared.ring.first_positions[stage];
+  if constexpr (kRotates) {
+    RotateKeys(shared.ring, stage, p.rope, static_cast<int>(threadIdx.x),
+               kConsumers * kGroupThreads);
+    SynchronizeConsumers();
+  }
   float s[kElements];
   Logits<kHeadDim>(shared.queries[me.consumer], shared.ring.keys(stage), s);
   const bool whole = mask == ~uint64_t{0};
@@ -192,7 +209,7 @@ __device__ void Store(const AttendLaunch& p, const QueryBlock& block, int64_t he
   }
 }
 
-template <int kHeadDim>
+template <int kHeadDim, bool kRotates>
 __global__ void __launch_bounds__(kThreads, 1)
     AttendPrefillKernel(const __grid_constant__ AttendLaunch p,
                         const __grid_constant__ KvTensorMaps maps) {
@@ -204,35 +221,36 @@ __global__ void __launch_bounds__(kThreads, 1)
   const PageRun run = WholeRow(p, blockIdx.x);
   RingPosition<SharedMemory<kHeadDim>::Ring::kStages> at;
   if (threadIdx.x >= kConsumers * kGroupThreads) {
-    ProducePages(p, maps, run, shared.ring, at);
+    ProducePages<kRotates>(p, maps, run, shared.ring, at);
     return;
   }
   const ThreadPlace me = MyPlace();
   const int64_t head_in_group = int64_t{blockIdx.y} * kConsumers + me.consumer;
   const bool exists = head_in_group < p.group;
   const int64_t head = run.row % p.kv.layout.num_kv_heads * p.group + head_in_group;
-  LoadQueries<kHeadDim>(p, run.block, head, exists, me, shared.queries[me.consumer]);
+  LoadQueries<kHeadDim, kRotates>(p, run, head, exists, me, shared.queries[me.consumer]);
   ThreadState<kHeadDim> state;
   for (int64_t item = run.begin; item < run.end; ++item, at.Next()) {
     hopper::BarrierWait(&shared.ring.full[at.stage], at.parity);
-    AttendToPage<kHeadDim>(p, shared, run.block, me, at.stage, state);
+    AttendToPage<kHeadDim, kRotates>(p, shared, run.block, me, at.stage, state);
     ReleaseStage(shared.ring, at.stage);
   }
   if (exists) Store<kHeadDim>(p, run.block, head, me, state);
 }
 
-template <int kHeadDim>
+template <int kHeadDim, bool kRotates>
 cudaError_t Launch(const AttendLaunch& p, const KvTensorMaps& maps, cudaStream_t stream) {
   constexpr int kSharedBytes = static_cast<int>(sizeof(SharedMemory<kHeadDim>)) + 1024;
   static_assert(kSharedBytes <= 227 * 1024);
-  if (const cudaError_t error = cudaFuncSetAttribute(
-          AttendPrefillKernel<kHeadDim>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+  if (const cudaError_t error =
+          cudaFuncSetAttribute(AttendPrefillKernel<kHeadDim, kRotates>,
+                               cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
       error != cudaSuccess) {
     return error;
   }
   const dim3 grid(static_cast<unsigned>(p.num_rows),
                   static_cast<unsigned>((p.group + kConsumers - 1) / kConsumers));
-  AttendPrefillKernel<kHeadDim><<<grid, kThreads, kSharedBytes, stream>>>(p, maps);
+  AttendPrefillKernel<kHeadDim, kRotates><<<grid, kThreads, kSharedBytes, stream>>>(p, maps);
   return cudaGetLastError();
 }
 
@@ -240,8 +258,11 @@ cudaError_t Launch(const AttendLaunch& p, const KvTensorMaps& maps, cudaStream_t
 
 cudaError_t LaunchAttendPrefill(const AttendLaunch& params, const KvTensorMaps& maps,
                                 cudaStream_t stream) {
-  return params.kv.layout.head_dim == 128 ? Launch<128>(params, maps, stream)
-                                          : Launch<64>(params, maps, stream);
+  const bool is_wide = params.kv.layout.head_dim == 128;
+  if (params.rope.on()) {
+    return (is_wide ? Launch<128, true> : Launch<64, true>)(params, maps, stream);
+  }
+  return (is_wide ? Launch<128, false> : Launch<64, false>)(params, maps, stream);
 }
 
 }  // namespace kvasir::kernels

@@ -3,8 +3,9 @@
 //
 //   producer                                   consumers
 //   wait empty[stage]                          wait full[stage]
-//   masks[stage] = tokens to attend to         compute on pages[stage]
-//   copy K, V -> pages[stage], full[stage]     arrive at empty[stage], once a warp
+//   masks[stage] = tokens to attend to         rotate keys, where they are cached un-rotated
+//   copy K, V -> pages[stage], full[stage]     compute on pages[stage]
+//                                              arrive at empty[stage], once a warp
 #pragma once
 
 #include "kernels/attention/attend_launch.h"
@@ -22,6 +23,7 @@ inline constexpr float kMinusInfinity = -INFINITY;
 // 64), boxes of 64 tokens x 64 values, swizzled.
 template <int kHeadDim>
 struct PageShape {
+  static constexpr int kDim = kHeadDim;
   static constexpr int kHalves = kHeadDim / static_cast<int>(kBoxColumns);
   static constexpr int kBoxBytes = static_cast<int>(kPageTokens) * hopper::kSwizzledRowBytes;
   static constexpr int kSideBytes = kHalves * kBoxBytes;
@@ -35,11 +37,12 @@ struct alignas(1024) PageRing {
 
   std::byte pages[kStages][Shape::kPageBytes];
   uint64_t masks[kStages];
-  int64_t first_positions[kStages];  // of the page's first token
+  int64_t first_positions[kStages];      // of the page's first token
+  ItemPositions key_positions[kStages];  // where keys are rotated
   uint64_t full[kStages];
   uint64_t empty[kStages];
 
-  __device__ const std::byte* keys(int stage) const { return pages[stage]; }
+  __device__ std::byte* keys(int stage) { return pages[stage]; }
   __device__ std::byte* values(int stage) { return pages[stage] + Shape::kSideBytes; }
   // By one thread, before a __syncthreads. `readers`: warps that arrive at empty.
   __device__ void Init(uint32_t readers) {
@@ -95,24 +98,15 @@ __device__ inline unsigned PiecesOf(uint64_t mask) {
 struct ResolvedPage {
   uint64_t mask = 0;  // 0: nothing to read
   int64_t page = 0;
+  int64_t index = 0;     // of the store's tables
   int32_t copy_row = 0;  // of the tensor map
-  bool in_host = false;
+  PageTier tier = PageTier::kAbsent;
+  ItemPositions positions;  // where keys are rotated
 };
 
-__device__ inline void RecordAccess(const PagedKv& kv, int64_t index, PageTier tier,
-                                    uint64_t mask) {
-  if (kv.accesses.last_touched == nullptr) return;
-  kv.accesses.last_touched[index] = *kv.accesses.step;
-  if (tier == PageTier::kHost) {
-    const int64_t tokens = __popc(PiecesOf(mask)) * kPieceTokens;
-    atomicAdd(&kv.accesses.missed_bytes[index],
-              static_cast<uint32_t>(2 * tokens * kv.layout.row_bytes()));
-  }
-}
-
-// Absent pages set the slot's fault.
-__device__ inline ResolvedPage ResolveItem(const AttendLaunch& p, const KvTensorMaps& maps,
-                                           const PageRun& run, int64_t index) {
+template <bool kRotates>
+__device__ ResolvedPage ResolveItem(const AttendLaunch& p, const KvTensorMaps& maps,
+                                    const PageRun& run, int64_t index) {
   ResolvedPage resolved;
   if (index >= run.end) return resolved;
   const RowItem item =
@@ -121,20 +115,51 @@ __device__ inline ResolvedPage ResolveItem(const AttendLaunch& p, const KvTensor
   const KvLayout& layout = p.kv.layout;
   const int64_t head = run.row % layout.num_kv_heads;
   const int64_t kv_row = p.kv.row(run.block.slot, item.page);
-  const int64_t page_index =
-      kv_row * layout.pages_per_block() + layout.page_in_block(p.layer, head);
-  const PageRef page = kv_row < 0 ? PageRef() : p.kv.pages[page_index];
-  if (page.tier() == PageTier::kAbsent) {
-    p.faults[run.block.slot] = 1;
-    return resolved;
-  }
-  RecordAccess(p.kv, page_index, page.tier(), item.mask);
+  resolved.index = kv_row * layout.pages_per_block() + layout.page_in_block(p.layer, head);
+  const PageRef page = kv_row < 0 ? PageRef() : p.kv.pages[resolved.index];
   resolved.mask = item.mask;
   resolved.page = item.page;
-  resolved.in_host = page.tier() == PageTier::kHost;
-  const std::byte* base = (resolved.in_host ? maps.host : maps.device).base;
+  resolved.tier = page.tier();
+  const std::byte* base = (resolved.tier == PageTier::kHost ? maps.host : maps.device).base;
   resolved.copy_row = static_cast<int32_t>((page.page() - base) / layout.row_bytes());
+  if constexpr (kRotates) {
+    resolved.positions =
+        FindPositions(run.items, p.headers[run.row], p.entries + run.row * p.capacity, index);
+  }
   return resolved;
+}
+
+// Records that the page is read. One that is absent sets the slot's fault, and has nothing to read.
+__device__ inline void ClaimPage(const AttendLaunch& p, const PageRun& run, ResolvedPage& page) {
+  if (page.mask == 0) return;
+  if (page.tier == PageTier::kAbsent) {
+    p.faults[run.block.slot] = 1;
+    page.mask = 0;
+    return;
+  }
+  const PagedKv& kv = p.kv;
+  if (kv.accesses.last_touched == nullptr) return;
+  kv.accesses.last_touched[page.index] = *kv.accesses.step;
+  if (page.tier == PageTier::kHost) {
+    const int64_t tokens = __popc(PiecesOf(page.mask)) * kPieceTokens;
+    atomicAdd(&kv.accesses.missed_bytes[page.index],
+              static_cast<uint32_t>(2 * tokens * kv.layout.row_bytes()));
+  }
+}
+
+// Lane `from`'s, without its index.
+template <bool kRotates>
+__device__ ResolvedPage ShareResolved(const ResolvedPage& own, int from) {
+  ResolvedPage page;
+  page.mask = __shfl_sync(kAllLanes, own.mask, from);
+  page.page = __shfl_sync(kAllLanes, own.page, from);
+  page.copy_row = __shfl_sync(kAllLanes, own.copy_row, from);
+  page.tier = static_cast<PageTier>(__shfl_sync(kAllLanes, static_cast<int>(own.tier), from));
+  if constexpr (kRotates) {
+    page.positions.first = __shfl_sync(kAllLanes, own.positions.first, from);
+    page.positions.counted = __shfl_sync(kAllLanes, own.positions.counted, from);
+  }
+  return page;
 }
 
 // Copies the pieces that hold tokens of the mask; what else is in the stage stays. Rows of one
@@ -143,7 +168,7 @@ template <typename Ring>
 __device__ void CopyPage(Ring& ring, int stage, const KvTensorMaps& maps,
                          const ResolvedPage& page) {
   using Shape = typename Ring::Shape;
-  const KvTensorMaps::Arena& arena = page.in_host ? maps.host : maps.device;
+  const KvTensorMaps::Arena& arena = page.tier == PageTier::kHost ? maps.host : maps.device;
   const unsigned pieces = PiecesOf(page.mask);
   const bool is_whole = pieces == (1u << kPagePieces) - 1;
   const int piece_bytes = Shape::kPageBytes / static_cast<int>(kPagePieces);
@@ -168,26 +193,28 @@ __device__ void CopyPage(Ring& ring, int stage, const KvTensorMaps& maps,
 }
 
 // By the producer warp: sends the run's pages through the ring, one stage an item.
-template <typename Ring>
+template <bool kRotates, typename Ring>
 __device__ void ProducePages(const AttendLaunch& p, const KvTensorMaps& maps, const PageRun& run,
                              Ring& ring, RingPosition<Ring::kStages>& at) {
   const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
   // Each lane resolves one item of the next 32 while the current ones are copied.
-  ResolvedPage next = ResolveItem(p, maps, run, run.begin + lane);
+  const auto resolve = [&](int64_t index) {
+    ResolvedPage page = ResolveItem<kRotates>(p, maps, run, index);
+    ClaimPage(p, run, page);
+    return page;
+  };
+  ResolvedPage next = resolve(run.begin + lane);
   for (int64_t begin = run.begin; begin < run.end; begin += kWarpThreads) {
     const ResolvedPage current = next;
-    next = ResolveItem(p, maps, run, begin + kWarpThreads + lane);
+    next = resolve(begin + kWarpThreads + lane);
     const int count = static_cast<int>(min(int64_t{kWarpThreads}, run.end - begin));
     for (int i = 0; i < count; ++i, at.Next()) {
-      ResolvedPage page;
-      page.mask = __shfl_sync(kAllLanes, current.mask, i);
-      page.page = __shfl_sync(kAllLanes, current.page, i);
-      page.copy_row = __shfl_sync(kAllLanes, current.copy_row, i);
-      page.in_host = __shfl_sync(kAllLanes, static_cast<int>(current.in_host), i) != 0;
+      const ResolvedPage page = ShareResolved<kRotates>(current, i);
       if (lane != 0) continue;
       hopper::BarrierWait(&ring.empty[at.stage], at.parity ^ 1);
       ring.masks[at.stage] = page.mask;
       ring.first_positions[at.stage] = page.page * kPageTokens;
+      if constexpr (kRotates) ring.key_positions[at.stage] = page.positions;
       if (page.mask == 0) {
         hopper::BarrierArrive(&ring.full[at.stage]);
       } else {
@@ -223,6 +250,16 @@ __device__ inline void Synchronize(const ThreadPlace& me) {
   hopper::NamedBarrier(1 + me.consumer, kGroupThreads);
 }
 
+// Sixteen bytes of a swizzled tile of kRows rows: those of row `row` from element `element` on. The
+// tile's halves lie kRows swizzled rows apart.
+template <int kRows>
+__device__ uint4* TilePart(std::byte* tile, int row, int element) {
+  const int column = element * 2;  // bytes
+  const int half = column / hopper::kSwizzledRowBytes;
+  return reinterpret_cast<uint4*>(tile + half * kRows * hopper::kSwizzledRowBytes +
+                                  hopper::SwizzledOffset(row, column % hopper::kSwizzledRowBytes));
+}
+
 // Queries as wgmma wants them, by a warpgroup: row r of the tile is query_of(r), [head_dim], or
 // zero where that is null. The tile's halves lie kRows swizzled rows apart.
 template <int kHeadDim, int kRows, typename QueryOf>
@@ -235,13 +272,73 @@ __device__ void LoadQueryTile(const ThreadPlace& me, const QueryOf& query_of, st
     if (const __nv_bfloat16* query = query_of(row); query != nullptr) {
       value = *reinterpret_cast<const uint4*>(reinterpret_cast<const std::byte*>(query) + column);
     }
-    const int half = column / hopper::kSwizzledRowBytes;
-    *reinterpret_cast<uint4*>(to + half * kRows * hopper::kSwizzledRowBytes +
-                              hopper::SwizzledOffset(row, column % hopper::kSwizzledRowBytes)) =
-        value;
+    *TilePart<kRows>(to, row, column / 2) = value;
   }
   hopper::FenceAsyncProxy();
   Synchronize(me);
+}
+
+// With the bits of the CPU's ApplyRope: x cos - y sin, x sin + y cos.
+__device__ inline float2 Turn(float x, float y, float cos, float sin) {
+  return {__fsub_rn(__fmul_rn(x, cos), __fmul_rn(y, sin)),
+          __fadd_rn(__fmul_rn(y, cos), __fmul_rn(x, sin))};
+}
+
+// Pairs of elements that lie half a head apart, turned: two neighbours.
+__device__ inline void RotatePairs(uint32_t& low, uint32_t& high, float2 cos, float2 sin) {
+  const float2 x = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&low));
+  const float2 y = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&high));
+  const float2 first = Turn(x.x, y.x, cos.x, sin.x);
+  const float2 second = Turn(x.y, y.y, cos.y, sin.y);
+  const __nv_bfloat162 turned_x = __floats2bfloat162_rn(first.x, second.x);
+  const __nv_bfloat162 turned_y = __floats2bfloat162_rn(first.y, second.y);
+  low = *reinterpret_cast<const uint32_t*>(&turned_x);
+  high = *reinterpret_cast<const uint32_t*>(&turned_y);
+}
+
+// Rotates rows of a swizzled tile in place, in float32: row r to position_of(r), unless that is
+// negative. By the `threads` threads of which this is number `thread`; a barrier must follow.
+template <int kHeadDim, int kRows, typename PositionOf>
+__device__ void RotateTile(const DeviceRopePositions& rope, int thread, int threads,
+                           const PositionOf& position_of, std::byte* tile) {
+  constexpr int kElements = 8;  // of a part
+  constexpr int kParts = kHeadDim / 2 / kElements;
+#pragma unroll 2
+  for (int i = thread; i < kRows * kParts; i += threads) {
+    const int row = i / kParts;
+    const int element = i % kParts * kElements;
+    const int64_t position = position_of(row);
+    if (position < 0) continue;
+    const int64_t at = position * (kHeadDim / 2) + element;
+    const auto* cos = reinterpret_cast<const float4*>(rope.cos + at);
+    const auto* sin = reinterpret_cast<const float4*>(rope.sin + at);
+    const float4 c[2] = {__ldg(cos), __ldg(cos + 1)};
+    const float4 s[2] = {__ldg(sin), __ldg(sin + 1)};
+    uint4* const low = TilePart<kRows>(tile, row, element);
+    uint4* const high = TilePart<kRows>(tile, row, element + kHeadDim / 2);
+    uint4 x = *low;
+    uint4 y = *high;
+    RotatePairs(x.x, y.x, {c[0].x, c[0].y}, {s[0].x, s[0].y});
+    RotatePairs(x.y, y.y, {c[0].z, c[0].w}, {s[0].z, s[0].w});
+    RotatePairs(x.z, y.z, {c[1].x, c[1].y}, {s[1].x, s[1].y});
+    RotatePairs(x.w, y.w, {c[1].z, c[1].w}, {s[1].z, s[1].w});
+    *low = x;
+    *high = y;
+  }
+  hopper::FenceAsyncProxy();
+}
+
+// The stage's keys that are attended to, each to its position. As RotateTile.
+template <typename Ring>
+__device__ void RotateKeys(Ring& ring, int stage, const DeviceRopePositions& rope, int thread,
+                           int threads) {
+  const uint64_t mask = ring.masks[stage];
+  const ItemPositions positions = ring.key_positions[stage];
+  const auto position_of = [&](int token) {
+    return (mask >> token & 1) != 0 ? positions.of(token) : int64_t{-1};
+  };
+  RotateTile<Ring::Shape::kDim, static_cast<int>(kPageTokens)>(rope, thread, threads, position_of,
+                                                               ring.keys(stage));
 }
 
 // By a reader, when its whole warp is done with the stage.

@@ -11,6 +11,7 @@
 #include <cstdint>
 
 #include "kernels/base/host_device.h"
+#include "kernels/paged/compact_positions.h"
 #include "kernels/paged/page_selection.h"
 
 namespace kvasir::kernels {
@@ -64,6 +65,33 @@ KVASIR_HOST_DEVICE inline RowItem FindItem(const RowItems& items, const Selectio
   }
   item.mask &= TokenMask(0, items.last_position + 1 - item.page * kPageTokens);
   return item;
+}
+
+// Where an item's keys stand (compact_positions.h): the token t of its page at `first` + the tokens
+// of `counted` before it.
+struct ItemPositions {
+  int32_t first = 0;
+  uint64_t counted = 0;
+
+  KVASIR_HOST_DEVICE int64_t of(int token) const {
+    return first + CountBits(counted & ((uint64_t{1} << token) - 1));
+  }
+};
+
+// REQUIRES: 0 <= index < num_items.
+KVASIR_HOST_DEVICE inline ItemPositions FindPositions(const RowItems& items,
+                                                      const SelectionHeader& header,
+                                                      const SelectionEntry* list, int64_t index) {
+  if (header.kind == SelectionHeader::Kind::kAll || index < items.num_sink) {
+    return {.first = static_cast<int32_t>(index * kPageTokens), .counted = ~uint64_t{0}};
+  }
+  if (index < items.num_sink + items.num_list) {
+    const SelectionEntry& entry = list[index - items.num_sink];
+    return {.first = entry.pos0, .counted = entry.chosen};
+  }
+  const int64_t page = items.first_window_page + index - items.num_sink - items.num_list;
+  return {.first = static_cast<int32_t>(QueryPosition(header, page * kPageTokens)),
+          .counted = ~uint64_t{0}};
 }
 
 // Whether no item before it has tokens of the item's page: to count pages. REQUIRES: the item has

@@ -79,6 +79,17 @@ class RopePositions {
   std::vector<float> sin_;
 };
 
+// The same angles in device memory, for the GPU's kernels (rope_positions_cuda.h). A view.
+struct DeviceRopePositions {
+  const float* cos = nullptr;  // [end][head_dim / 2]; null: keys are cached rotated
+  const float* sin = nullptr;
+  int64_t end = 0;
+  float attention_scaling = 1;
+  const double* inv_freq = nullptr;  // [head_dim / 2]
+
+  constexpr bool on() const { return cos != nullptr; }
+};
+
 // Rotates x [tokens, heads, head_dim], float32 or bfloat16, in place; tokens = table.num_tokens(),
 // head_dim = 2 * table.half_dim(). Infinities and NaNs spread within their pair.
 // INVALID_ARGUMENT: shapes, dtypes. UNIMPLEMENTED: CUDA memory.

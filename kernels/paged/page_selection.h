@@ -45,6 +45,7 @@ struct SelectedCounts {
   int32_t pages = 0;
   int32_t tokens = 0;
   int32_t pruned_pages = 0;  // of the list: pruners left none of their tokens
+  int32_t unread_pages = 0;  // of `pages`: attention ended before them
 };
 
 struct PageSelection {

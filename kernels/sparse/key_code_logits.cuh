@@ -1,5 +1,6 @@
 // Logits of coded keys (kernels/paged/key_codes.h) on the GPU: a lane takes a token, queries lie in
-// shared memory, where all lanes read the same. For kernels of selectors and pruners.
+// shared memory, where all lanes read the same. Keys are multiplied as they are coded, or decoded
+// and rotated to places of their own. For kernels of selectors and pruners.
 #pragma once
 
 #include <cstdint>
@@ -74,6 +75,36 @@ __device__ inline float CodeOf(uint32_t word, int i) {
 // Queries whose logits a lane sums side by side.
 inline constexpr int kLogitsAtOnce = 4;
 
+// A key decoded, and rotated to a position.
+template <int kHeadDim>
+struct PlacedKey {
+  __device__ PlacedKey(const CodedKey<kHeadDim>& key, const RotationAt& at) {
+    constexpr int kHalf = kHeadDim / 2;
+#pragma unroll
+    for (int i = 0; i < kHeadDim; ++i) {
+      elements[i] = key.scale * CodeOf(key.words[i / kWordCodes], i % kWordCodes) + key.zero;
+    }
+#pragma unroll
+    for (int i = 0; i < kHalf; i += 4) {
+      const float4 cos = __ldg(reinterpret_cast<const float4*>(at.cos + i));
+      const float4 sin = __ldg(reinterpret_cast<const float4*>(at.sin + i));
+      Turn(elements[i], elements[i + kHalf], cos.x, sin.x);
+      Turn(elements[i + 1], elements[i + 1 + kHalf], cos.y, sin.y);
+      Turn(elements[i + 2], elements[i + 2 + kHalf], cos.z, sin.z);
+      Turn(elements[i + 3], elements[i + 3 + kHalf], cos.w, sin.w);
+    }
+  }
+
+  float elements[kHeadDim];
+
+ private:
+  static __device__ void Turn(float& x, float& y, float cos, float sin) {
+    const float turned = x * cos - y * sin;
+    y = y * cos + x * sin;
+    x = turned;
+  }
+};
+
 // Calls use(q, q . k~), not scaled, for the queries [0, count). REQUIRES: queries are stored up to
 // the next multiple of kLogitsAtOnce.
 template <int kHeadDim, typename Use>
@@ -101,6 +132,28 @@ __device__ void ForEachLogit(const CodedKey<kHeadDim>& key, const CodeQueries<kH
     for (int q = 0; q < kLogitsAtOnce; ++q) {
       if (first + q < count)
         use(first + q, key.scale * sums[q] + key.zero * queries.sums[first + q]);
+    }
+  }
+}
+
+template <int kHeadDim, typename Use>
+__device__ void ForEachLogit(const PlacedKey<kHeadDim>& key, const CodeQueries<kHeadDim>& queries,
+                             int count, const Use& use) {
+#pragma unroll 1
+  for (int first = 0; first < count; first += kLogitsAtOnce) {
+    float sums[kLogitsAtOnce] = {};
+#pragma unroll
+    for (int i = 0; i < kHeadDim; i += 4) {
+#pragma unroll
+      for (int q = 0; q < kLogitsAtOnce; ++q) {
+        const float4 x = *reinterpret_cast<const float4*>(&queries.elements[first + q][i]);
+        sums[q] += x.x * key.elements[i] + x.y * key.elements[i + 1] + x.z * key.elements[i + 2] +
+                   x.w * key.elements[i + 3];
+      }
+    }
+#pragma unroll
+    for (int q = 0; q < kLogitsAtOnce; ++q) {
+      if (first + q < count) use(first + q, sums[q]);
     }
   }
 }

@@ -29,7 +29,7 @@ absl::StatusOr<SelectLaunch> MakeSelectLaunch(absl::string_view name, const Sele
       .Require(p.numbers.size() == p.blocks.size(), "numbers must be one per query block")
       .Require(out.num_rows == static_cast<int64_t>(p.blocks.size()) * layout.num_kv_heads,
                "the selection's num_rows must be blocks x KV heads")
-      .Require(p.rope == nullptr, "keys must be cached rotated")
+      .Require(p.rope == nullptr, "angles must lie in device memory: device_rope")
       .Require(p.memories.empty(), "rows cannot remember earlier steps")
       .Require(p.wanted.empty(), "all rows are selected")
       .Require(workspace != nullptr || p.blocks.empty(), "the workspace is missing");
@@ -45,7 +45,14 @@ absl::StatusOr<SelectLaunch> MakeSelectLaunch(absl::string_view name, const Sele
                       .scale = p.scale,
                       .blocks = p.blocks.data(),
                       .numbers = p.numbers.data(),
-                      .out = out};
+                      .out = out,
+                      .rope = p.device_rope};
+}
+
+absl::Status RequirePlacedQueries(absl::string_view name, const SelectParams& params) {
+  if (!params.device_rope.on()) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat(name, " on the GPU: queries must be rotated to their distance before"));
 }
 
 absl::Status RequireBounds(absl::string_view name, const PagedKv& kv) {

@@ -27,13 +27,18 @@ struct SelectLaunch {
   float scale = 0;
   const QueryBlock* blocks = nullptr;
   const SelectionNumbers* numbers = nullptr;  // one per block
-  PageSelection out;
+  PageSelection out = {};
+  DeviceRopePositions rope = {};
 };
 
 // INVALID_ARGUMENT, opened by `name`, on shapes, or on what no kernel here serves: head_dim other
-// than 64 and 128, q or KV other than float32 and bfloat16, un-rotated keys, rows with a memory.
+// than 64 and 128, q or KV other than float32 and bfloat16, rows with a memory.
 absl::StatusOr<SelectLaunch> MakeSelectLaunch(absl::string_view name, const SelectParams& params,
                                               const PageSelection& out, const std::byte* workspace);
+
+// INVALID_ARGUMENT where keys are cached un-rotated and queries are, too: of a selector whose
+// kernels rotate nothing (distant_queries_cuda.h).
+absl::Status RequirePlacedQueries(absl::string_view name, const SelectParams& params);
 
 // FAILED_PRECONDITION unless the KV keeps bounds, or key codes.
 absl::Status RequireBounds(absl::string_view name, const PagedKv& kv);

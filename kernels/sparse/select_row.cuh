@@ -24,6 +24,20 @@ struct DeviceRow {
   SelectionNumbers numbers;
 };
 
+// What turns a head's pairs of elements to one position.
+struct RotationAt {
+  __device__ RotationAt(const DeviceRopePositions& rope, int64_t half_dim, int64_t position)
+      : cos(rope.cos + position * half_dim), sin(rope.sin + position * half_dim) {}
+
+  // Element i and that half a head further on.
+  __device__ float2 Rotate(int i, float x, float y) const {
+    return {x * cos[i] - y * sin[i], y * cos[i] + x * sin[i]};
+  }
+
+  const float* cos;
+  const float* sin;
+};
+
 template <typename T>
 __device__ float LoadElement(const void* values, int64_t i) {
   return static_cast<float>(static_cast<const T*>(values)[i]);

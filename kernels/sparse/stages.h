@@ -94,6 +94,7 @@ struct SelectParams {
   // Null: q and the cached keys are rotated. Else neither is, nor are digests, and a stage places
   // them as it says itself (RotateToDistance in key_logits.h). It learns the positions it needs.
   RopePositions* rope = nullptr;
+  DeviceRopePositions device_rope = {};  // the same on the GPU: it knows what the stage needs
   QueryRotation rotation = {};  // for reuse rules, which compare queries; none where `rope` is set
   // [blocks x KV heads] or empty: what a row remembers of earlier steps, which says what of it is
   // to be made anew. Null: everything.

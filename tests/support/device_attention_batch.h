@@ -51,6 +51,8 @@ class DeviceAttentionBatch {
         memory_.Copy(host.selection.entries, rows * static_cast<size_t>(host.selection.capacity)));
     KVASIR_ASSIGN_OR_RETURN(uint8_t * faults, memory_.Copy(host.faults.data(), host.faults.size()));
     device.faults = {faults, host.faults.size()};
+    KVASIR_ASSIGN_OR_RETURN(device.device_rope, memory_.Copy(host.rope));
+    device.rope = nullptr;
     KVASIR_RETURN_IF_ERROR(implementation(device, maps));
     KVASIR_RETURN_IF_ERROR(CudaStatus(cudaDeviceSynchronize(), "running the kernel"));
     KVASIR_RETURN_IF_ERROR(DeviceMemory::Fetch(device.out, host.out));

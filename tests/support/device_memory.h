@@ -12,6 +12,7 @@
 #include "kernels/base/cuda_status.h"
 #include "kernels/base/device_buffer.h"
 #include "kernels/base/tensor.h"
+#include "kernels/dense/rope.h"
 
 namespace kvasir::kernels {
 
@@ -41,6 +42,17 @@ class DeviceMemory {
     KVASIR_ASSIGN_OR_RETURN(std::byte * data, Copy(static_cast<const std::byte*>(view.data()),
                                                    static_cast<size_t>(view.size_bytes()), shift));
     return WithData(view, data);
+  }
+  // The angles that are known of positions; null: of none.
+  absl::StatusOr<DeviceRopePositions> Copy(const RopePositions* rope) {
+    if (rope == nullptr) return DeviceRopePositions{};
+    const auto count = static_cast<size_t>(rope->end() * rope->head_dim() / 2);
+    DeviceRopePositions copy = {.end = rope->end(),
+                                .attention_scaling = static_cast<float>(rope->attention_scaling())};
+    KVASIR_ASSIGN_OR_RETURN(copy.cos, Copy(rope->cos(0), count));
+    KVASIR_ASSIGN_OR_RETURN(copy.sin, Copy(rope->sin(0), count));
+    KVASIR_ASSIGN_OR_RETURN(copy.inv_freq, Copy(rope->inv_freq().data(), rope->inv_freq().size()));
+    return copy;
   }
   // Copies the results back; waits for them.
   static absl::Status Fetch(const TensorView& from, const TensorView& to) {

@@ -64,6 +64,8 @@ inline Lists RunSelectOnGpu(AttentionBatch& batch, const std::vector<SelectionNu
   device.blocks = {memory.Copy(host.blocks.data(), host.blocks.size()).value(), host.blocks.size()};
   device.numbers = {memory.Copy(numbers.data(), numbers.size()).value(), numbers.size()};
   device.faults = {memory.Copy(host.faults.data(), host.faults.size()).value(), host.faults.size()};
+  device.device_rope = memory.Copy(host.rope).value();
+  device.rope = nullptr;
   const auto rows = static_cast<size_t>(selection.num_rows);
   const size_t num_entries = rows * static_cast<size_t>(selection.capacity);
   Lists lists = {.headers = {selection.headers, selection.headers + rows},

@@ -5,9 +5,12 @@
 #include "kernels/attention/attend_cuda.h"
 #include "kernels/base/status_macros.h"
 #include "kernels/paged/count_selected_cuda.h"
+#include "kernels/sparse/art/art_cuda.h"
+#include "kernels/sparse/art/art_terminator.h"
 
 namespace kvasir::worker {
 
+using kernels::ArtTerminator;
 using kernels::PageSelection;
 using kernels::QueryBlock;
 using kernels::SelectedCounts;
@@ -19,10 +22,20 @@ std::span<const QueryBlock> Blocks(const CudaStep& step, int64_t begin, int64_t 
   return step.table.blocks.subspan(static_cast<size_t>(begin), static_cast<size_t>(end - begin));
 }
 
+// What may end the rows of a range early; null: nothing.
+const ArtTerminator* ArtOf(const SelectorRange& range) {
+  return dynamic_cast<const ArtTerminator*>(range.served->terminator.get());
+}
+
+bool EndsRows(const StepShape& shape) {
+  return std::any_of(shape.ranges.begin(), shape.ranges.end(),
+                     [](const SelectorRange& range) { return ArtOf(range) != nullptr; });
+}
+
 }  // namespace
 
 absl::Status CudaAttention::BeginStep(const StepInputs& inputs, const CudaStep& step,
-                                      const KvArenas& arenas) {
+                                      const KvArenas& arenas, const CudaStream& stream) {
   const kernels::KvLayout& layout = step.kv.layout;
   if (!maps_.has_value()) {
     KVASIR_ASSIGN_OR_RETURN(maps_, kernels::MakeKvTensorMaps(layout, arenas.device, arenas.host));
@@ -32,18 +45,33 @@ absl::Status CudaAttention::BeginStep(const StepInputs& inputs, const CudaStep& 
   const int64_t group = inputs.shard.query_heads.size() / layout.num_kv_heads;
   // Of all ranks that share the KV head.
   const int64_t selecting = group * inputs.shard.kv_replicas;
-  KVASIR_ASSIGN_OR_RETURN(limits_, LimitsOf(inputs.batch, step.shape, selecting));
+  KVASIR_ASSIGN_OR_RETURN(limits_, LimitsOf(inputs.batch, step.shape, selecting, step.kv));
+  KVASIR_RETURN_IF_ERROR(ReservePositions(inputs, step, stream));
   selection_ = {
       .headers = step.table.headers.data(), .num_rows = rows, .capacity = limits_.capacity};
   KVASIR_ASSIGN_OR_RETURN(selection_.entries,
                           Reserve<kernels::SelectionEntry>(rows * limits_.capacity, entries_));
-  const int64_t workspace_bytes =
-      std::max(SelectWorkspaceBytes(step.shape, limits_, step.kv),
-               kernels::AttendDecodeWorkspaceBytes(layout, step.shape.num_single, group));
+  const int64_t single = step.shape.num_single;
+  const int64_t workspace_bytes = std::max(
+      {SelectWorkspaceBytes(step.shape, limits_, step.kv),
+       kernels::AttendDecodeWorkspaceBytes(layout, single, group),
+       EndsRows(step.shape) ? kernels::AttendArtWorkspaceBytes(step.kv, single, group) : 0});
   KVASIR_RETURN_IF_ERROR(Reserve<std::byte>(workspace_bytes, workspace_).status());
   num_layers_ = layout.num_layers;
   KVASIR_RETURN_IF_ERROR(Reserve<SelectedCounts>(num_layers_ * rows, counts_).status());
   return Reserve<SelectedCounts>(num_layers_ * rows, host_counts_).status();
+}
+
+absl::Status CudaAttention::ReservePositions(const StepInputs& inputs, const CudaStep& step,
+                                             const CudaStream& stream) {
+  rope_ = {};
+  if (step.positions == nullptr) return absl::OkStatus();
+  KVASIR_RETURN_IF_ERROR(step.positions->Reserve(limits_.positions, stream.get()));
+  rope_ = step.positions->view();
+  const kernels::KvLayout& layout = step.kv.layout;
+  const int64_t elements =
+      inputs.batch.num_tokens() * layout.num_kv_heads * limits_.group * layout.head_dim;
+  return Reserve<kernels::BFloat16>(elements, placed_queries_).status();
 }
 
 // Rows of `all` were filled in with the step's table.
@@ -51,6 +79,11 @@ absl::Status CudaAttention::Select(const CudaStep& step, const LayerQueries& que
                                    cudaStream_t stream) {
   const int64_t heads = step.kv.layout.num_kv_heads;
   const auto numbers = step.table.NumbersOfSet(step.shape.NumbersFor(queries.layer));
+  const TensorView& q = queries.q;
+  const SelectMemory memory = {
+      .workspace = workspace_.data(),
+      .placed_queries = TensorView(placed_queries_.data(), q.dtype(),
+                                   {q.dim(0), q.dim(1), q.dim(2)}, kernels::Device::kCuda)};
   for (const SelectorRange& range : step.shape.ranges) {
     if (range.served->dense) continue;
     const size_t begin = static_cast<size_t>(range.begin);
@@ -61,11 +94,11 @@ absl::Status CudaAttention::Select(const CudaStep& step, const LayerQueries& que
                                           .scale = queries.scale,
                                           .blocks = Blocks(step, range.begin, range.end),
                                           .numbers = numbers.subspan(begin, count),
-                                          .faults = step.faults};
+                                          .faults = step.faults,
+                                          .device_rope = rope_};
     const PageSelection rows =
         selection_.Rows(range.begin * heads, (range.end - range.begin) * heads);
-    KVASIR_RETURN_IF_ERROR(
-        SelectOnGpu(*range.served, limits_, params, rows, workspace_.data(), stream));
+    KVASIR_RETURN_IF_ERROR(SelectOnGpu(*range.served, limits_, params, rows, memory, stream));
   }
   const size_t rows = static_cast<size_t>(selection_.num_rows);
   SelectedCounts* const counts = counts_.As<SelectedCounts>() + queries.layer * selection_.num_rows;
@@ -76,28 +109,58 @@ absl::Status CudaAttention::Select(const CudaStep& step, const LayerQueries& que
 absl::Status CudaAttention::Attend(const CudaStep& step, const LayerQueries& queries,
                                    const TensorView& out, cudaStream_t stream) {
   const int64_t heads = step.kv.layout.num_kv_heads;
-  const int64_t single = step.shape.num_single;
   const int64_t blocks = step.shape.num_blocks();
-  kernels::AttendParams params = {.q = queries.q,
-                                  .out = out,
-                                  .lse = {},
-                                  .kv = step.kv,
-                                  .layer = queries.layer,
-                                  .scale = queries.scale,
-                                  .blocks = Blocks(step, 0, single),
-                                  .selection = selection_.Rows(0, single * heads),
-                                  .faults = step.faults};
-  KVASIR_RETURN_IF_ERROR(kernels::AttendDecode(params, *maps_, workspace_.data(), stream));
-  params.blocks = Blocks(step, single, blocks);
-  params.selection = selection_.Rows(single * heads, (blocks - single) * heads);
-  return kernels::AttendPrefill(params, *maps_, stream);
+  const auto params = [&](int64_t begin, int64_t end) {
+    return kernels::AttendParams{.q = queries.q,
+                                 .out = out,
+                                 .lse = {},
+                                 .kv = step.kv,
+                                 .layer = queries.layer,
+                                 .scale = queries.scale,
+                                 .blocks = Blocks(step, begin, end),
+                                 .selection = selection_.Rows(begin * heads, (end - begin) * heads),
+                                 .faults = step.faults,
+                                 .device_rope = rope_};
+  };
+  // Ranges of one query that nothing ends share a launch.
+  int64_t begin = 0;
+  for (const SelectorRange& range : step.shape.ranges) {
+    const ArtTerminator* const art = ArtOf(range);
+    if (art == nullptr || range.begin >= step.shape.num_single) continue;
+    const int64_t end = std::min(range.end, step.shape.num_single);
+    KVASIR_RETURN_IF_ERROR(AttendDecode(params(begin, range.begin), stream));
+    KVASIR_RETURN_IF_ERROR(AttendArt(step, *art, params(range.begin, end), range.begin, stream));
+    begin = end;
+  }
+  KVASIR_RETURN_IF_ERROR(AttendDecode(params(begin, step.shape.num_single), stream));
+  return kernels::AttendPrefill(params(step.shape.num_single, blocks), *maps_, stream);
+}
+
+absl::Status CudaAttention::AttendDecode(const kernels::AttendParams& params, cudaStream_t stream) {
+  return kernels::AttendDecode(params, *maps_, workspace_.data(), stream);
+}
+
+absl::Status CudaAttention::AttendArt(const CudaStep& step, const ArtTerminator& art,
+                                      const kernels::AttendParams& params, int64_t first_block,
+                                      cudaStream_t stream) {
+  const auto numbers = step.table.NumbersOfSet(step.shape.NumbersFor(params.layer));
+  const int64_t first_row = first_block * step.kv.layout.num_kv_heads;
+  SelectedCounts* const counts =
+      counts_.As<SelectedCounts>() + params.layer * selection_.num_rows + first_row;
+  return kernels::AttendArt(
+      params,
+      {.options = art.options(),
+       .numbers = numbers.subspan(static_cast<size_t>(first_block), params.blocks.size()),
+       .counts = {counts, static_cast<size_t>(params.selection.num_rows)}},
+      *maps_, workspace_.data(), stream);
 }
 
 void CudaAttention::AddToShape(CudaGraphs::Shape& shape) const {
+  const auto address = [](const void* memory) { return reinterpret_cast<int64_t>(memory); };
   shape.insert(shape.end(), {limits_.group, limits_.capacity, limits_.budget_tokens,
-                             limits_.listed_tokens, reinterpret_cast<int64_t>(entries_.data()),
-                             reinterpret_cast<int64_t>(workspace_.data()),
-                             reinterpret_cast<int64_t>(counts_.data())});
+                             limits_.listed_tokens, address(entries_.data()),
+                             address(workspace_.data()), address(placed_queries_.data()),
+                             address(rope_.cos), address(rope_.sin), address(counts_.data())});
 }
 
 absl::Status CudaAttention::FetchCounts(const CudaStream& stream) {

@@ -12,9 +12,12 @@
 
 #include "absl/status/status.h"
 
+#include "kernels/attention/attend.h"
 #include "kernels/base/device_buffer.h"
+#include "kernels/dense/rope_positions_cuda.h"
 #include "kernels/paged/kv_tensor_maps.h"
 #include "kernels/paged/page_selection.h"
+#include "kernels/sparse/art/art_terminator.h"
 #include "worker/backend/backend.h"
 #include "worker/backend/cuda_graphs.h"
 #include "worker/backend/cuda_memory.h"
@@ -29,13 +32,15 @@ struct CudaStep {
   StepShape shape;
   StepTable table;
   kernels::PagedKv kv;
-  std::span<uint8_t> faults;  // [num_slots]
+  std::span<uint8_t> faults;                        // [num_slots]
+  kernels::CudaRopePositions* positions = nullptr;  // of un-rotated keys; null: they are rotated
 };
 
 class CudaAttention {
  public:
   // Takes the memory that the step needs. `arenas` hold all pages, the same ones in all steps.
-  absl::Status BeginStep(const StepInputs& inputs, const CudaStep& step, const KvArenas& arenas);
+  absl::Status BeginStep(const StepInputs& inputs, const CudaStep& step, const KvArenas& arenas,
+                         const CudaStream& stream);
   absl::Status Select(const CudaStep& step, const LayerQueries& queries, cudaStream_t stream);
   absl::Status Attend(const CudaStep& step, const LayerQueries& queries,
                       const kernels::TensorView& out, cudaStream_t stream);
@@ -47,11 +52,22 @@ class CudaAttention {
   void Report(const CudaStep& step, AttentionMeter& meter) const;
 
  private:
+  // Of un-rotated keys, those that the step reads at.
+  absl::Status ReservePositions(const StepInputs& inputs, const CudaStep& step,
+                                const CudaStream& stream);
+  absl::Status AttendDecode(const kernels::AttendParams& params, cudaStream_t stream);
+  // Of rows that `art` may end early: blocks from `first_block` on.
+  absl::Status AttendArt(const CudaStep& step, const kernels::ArtTerminator& art,
+                         const kernels::AttendParams& params, int64_t first_block,
+                         cudaStream_t stream);
+
   std::optional<kernels::KvTensorMaps> maps_;
   SelectLimits limits_;               // of the step
   kernels::PageSelection selection_;  // headers lie in the step's table
   kernels::DeviceBuffer entries_;
   kernels::DeviceBuffer workspace_;
+  kernels::DeviceBuffer placed_queries_;
+  kernels::DeviceRopePositions rope_;  // of the step; off: keys are cached rotated
   int64_t num_layers_ = 0;
   // [layers][rows]
   kernels::DeviceBuffer counts_;

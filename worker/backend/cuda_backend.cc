@@ -51,6 +51,9 @@ class CudaBackend::GpuLinear final : public Linear {
 };
 
 struct CudaBackend::CudaRope final : Rope {
+  // Of keys that are cached un-rotated: the positions at which they are attended to.
+  std::optional<kernels::CudaRopePositions> positions;
+  // Of those that are cached rotated: for the step's own positions.
   DeviceBuffer inv_freq;  // [half_dim] float64
   int64_t half_dim = 0;
   double attention_factor = 1;
@@ -126,8 +129,14 @@ absl::StatusOr<std::unique_ptr<Linear>> CudaBackend::MakeLinear(
 }
 
 absl::StatusOr<std::unique_ptr<Rope>> CudaBackend::MakeRope(const RopeFrequencies& frequencies,
-                                                            const KeyForm&) {
+                                                            const KeyForm& form) {
   auto rope = std::make_unique<CudaRope>();
+  if (!form.rotated) {
+    KVASIR_ASSIGN_OR_RETURN(
+        rope->positions,
+        kernels::CudaRopePositions::Create(frequencies.inv_freq, frequencies.attention_factor));
+    return rope;
+  }
   rope->half_dim = std::ssize(frequencies.inv_freq);
   rope->attention_factor = frequencies.attention_factor;
   const int64_t bytes = rope->half_dim * static_cast<int64_t>(sizeof(double));
@@ -171,8 +180,10 @@ absl::StatusOr<bool> CudaBackend::BeginStep(const StepInputs& inputs) {
   KVASIR_RETURN_IF_ERROR(UploadTable(inputs));
   KVASIR_RETURN_IF_ERROR(
       kernels::RebuildBounds(step_.kv, step_.table.truncations, step_.faults, stream_.get()));
-  KVASIR_RETURN_IF_ERROR(attention_.BeginStep(inputs, step_, arenas_));
-  KVASIR_RETURN_IF_ERROR(ComputeAngles(static_cast<const CudaRope&>(inputs.rope)));
+  auto& rope = static_cast<CudaRope&>(inputs.rope);
+  step_.positions = rope.positions.has_value() ? &*rope.positions : nullptr;
+  KVASIR_RETURN_IF_ERROR(attention_.BeginStep(inputs, step_, arenas_, stream_));
+  if (step_.positions == nullptr) KVASIR_RETURN_IF_ERROR(ComputeAngles(rope));
   // Steps with chunks of prompts differ from one another.
   if (step_.shape.num_single < inputs.batch.num_tokens()) return true;
   KVASIR_ASSIGN_OR_RETURN(const bool recorded, graphs_.Begin(GraphShape(), stream_));
@@ -258,6 +269,7 @@ absl::Status CudaBackend::SiluMul(const kernels::SiluMulParams& params) {
 }
 
 absl::Status CudaBackend::Rotate(const TensorView& x) {
+  if (step_.positions != nullptr) return absl::OkStatus();
   return kernels::ApplyRope(rope_angles_, x, stream_.get());
 }
 

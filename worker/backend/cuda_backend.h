@@ -1,8 +1,7 @@
 // The backend on one GPU: ops on one stream, in the order in which the model calls them; the host
 // waits once a step, in EndStep, for what it needs of it. What ranks do together is part of the
-// stream, too (cuda_ranks.h). KV is bfloat16 and rotated, in device memory or read in place from
-// the host's (cuda_residency.h); what it cannot do yet stands in cuda_limits.h. Only in builds with
-// CUDA.
+// stream, too (cuda_ranks.h). KV is bfloat16, in device memory or read in place from the host's
+// (cuda_residency.h); what it cannot do yet stands in cuda_limits.h. Only in builds with CUDA.
 // Thread-compatible.
 #pragma once
 

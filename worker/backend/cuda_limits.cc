@@ -29,6 +29,7 @@ absl::Status CheckOption(absl::string_view name, const std::string& value,
 absl::Status CheckSelector(const v1::AttentionPolicy& policy) {
   switch (policy.selector_case()) {
     case v1::AttentionPolicy::kAll:
+    case v1::AttentionPolicy::kStreaming:
     case v1::AttentionPolicy::kQuest:
       return absl::OkStatus();
     case v1::AttentionPolicy::kTokenselect:
@@ -39,7 +40,7 @@ absl::Status CheckSelector(const v1::AttentionPolicy& policy) {
       return CheckOption("the probe of infinitehip", policy.infinitehip().probe(), "digest");
     default:
       return NotOnGpu("the selector is ", v1::SelectorName(policy),
-                      "; there are all, quest, tokenselect and infinitehip");
+                      "; there are all, streaming, quest, tokenselect and infinitehip");
   }
 }
 
@@ -48,8 +49,8 @@ absl::Status CheckPart(const v1::AttentionPolicy& policy) {
   if (!policy.reuse().rule().empty()) {
     return NotOnGpu("selections are reused by the rule ", policy.reuse().rule(), "; use none");
   }
-  if (const std::string ending = v1::TerminatorName(policy); !ending.empty()) {
-    return NotOnGpu("rows end early by ", ending, "; use none");
+  if (policy.has_art()) {
+    KVASIR_RETURN_IF_ERROR(CheckOption("the order of art", policy.art().order(), "recency"));
   }
   if (policy.quality().min_mass() != 0) {
     return NotOnGpu("min_mass is ", policy.quality().min_mass(), "; it must be 0");
@@ -66,8 +67,8 @@ absl::Status CheckCudaModel(const TransformerOptions& model, DType kv_dtype) {
   if (kv_dtype != DType::kBFloat16) {
     return NotOnGpu("the KV is ", DTypeName(kv_dtype), "; use --kv-cache-dtype=bfloat16");
   }
-  if (model.extension != PositionExtension::kNone) {
-    return NotOnGpu("keys are cached un-rotated; use --position-extension=none");
+  if (model.extension == PositionExtension::kSelfExtend) {
+    return NotOnGpu("positions are grouped; use --position-extension=streaming or none");
   }
   const int64_t head_dim = model.config.head_dim;
   if (head_dim != 64 && head_dim != 128) {

@@ -5,10 +5,15 @@
 #include "absl/strings/str_cat.h"
 
 #include "kernels/base/status_macros.h"
+#include "kernels/paged/compact_positions_cuda.h"
+#include "kernels/sparse/all/all_selector.h"
+#include "kernels/sparse/distant_queries_cuda.h"
 #include "kernels/sparse/infinitehip/infinitehip_cuda.h"
 #include "kernels/sparse/quest/quest_cuda.h"
 #include "kernels/sparse/quest/quest_selector.h"
 #include "kernels/sparse/selection_header.h"
+#include "kernels/sparse/streaming/streaming_cuda.h"
+#include "kernels/sparse/streaming/streaming_selector.h"
 #include "kernels/sparse/tokenselect/tokenselect_cuda.h"
 #include "kernels/sparse/tokenselect/tokenselect_selector.h"
 #include "kernels/sparse/top_p/top_p_cuda.h"
@@ -16,6 +21,7 @@
 namespace kvasir::worker {
 namespace {
 
+using kernels::AllSelector;
 using kernels::InfiniteHipCuda;
 using kernels::InfiniteHipSelector;
 using kernels::kPageTokens;
@@ -24,11 +30,17 @@ using kernels::PageSelection;
 using kernels::QuestSelector;
 using kernels::SelectionNumbers;
 using kernels::SelectParams;
+using kernels::StreamingSelector;
 using kernels::TokenSelectSelector;
 
 // Query blocks beyond take their turn: of tokenselect one needs 20 bytes for every token that its
 // slot can hold, and KV head.
 constexpr int64_t kMostWorkspaceBytes = int64_t{1} << 30;
+
+// Whatever the numbers are. Its rows are made with the step's table.
+bool ReadsAll(const ServedSelector& served) {
+  return dynamic_cast<const AllSelector*>(served.selector.get()) != nullptr;
+}
 
 InfiniteHipCuda MethodOf(const InfiniteHipSelector& selector, const SelectLimits& limits) {
   return {.preset = &selector.preset(), .max_budget_tokens = limits.budget_tokens};
@@ -51,7 +63,26 @@ int64_t WorkspaceBytes(const ServedSelector& served, const SelectLimits& limits,
 }
 
 int64_t BlocksAtOnce(const ServedSelector& served, const SelectLimits& limits, const PagedKv& kv) {
-  return std::max<int64_t>(1, kMostWorkspaceBytes / WorkspaceBytes(served, limits, kv, 1));
+  const int64_t bytes = std::max<int64_t>(1, WorkspaceBytes(served, limits, kv, 1));
+  return std::max<int64_t>(1, kMostWorkspaceBytes / bytes);
+}
+
+// Where keys are cached un-rotated: the params as the selector takes them.
+absl::StatusOr<SelectParams> PlaceQueries(const ServedSelector& served, const SelectLimits& limits,
+                                          const SelectParams& params,
+                                          const kernels::TensorView& placed, cudaStream_t stream) {
+  const kernels::Selector* const selector = served.selector.get();
+  if (!params.device_rope.on() || !selector->ReadsQueries()) return params;
+  kernels::QueryDistance distance;
+  if (const auto* hip = dynamic_cast<const InfiniteHipSelector*>(selector)) {
+    if (InfiniteHipSelector::IsChunkIndexed(params.layer)) return params;
+    distance = MethodOf(*hip, limits).distance();
+  }
+  KVASIR_RETURN_IF_ERROR(kernels::RotateToDistance(params, distance, placed, stream));
+  SelectParams result = params;
+  result.q = placed;
+  result.device_rope = {};
+  return result;
 }
 
 absl::Status Run(const ServedSelector& served, const SelectLimits& limits,
@@ -64,6 +95,9 @@ absl::Status Run(const ServedSelector& served, const SelectLimits& limits,
   if (dynamic_cast<const TokenSelectSelector*>(selector) != nullptr) {
     return kernels::SelectTokens(params, rows, workspace, stream);
   }
+  if (dynamic_cast<const StreamingSelector*>(selector) != nullptr) {
+    return kernels::SelectStreaming(params, rows, stream);
+  }
   if (const auto* hip = dynamic_cast<const InfiniteHipSelector*>(selector)) {
     return kernels::SelectInfiniteHip(MethodOf(*hip, limits), params, rows, workspace, stream);
   }
@@ -72,16 +106,21 @@ absl::Status Run(const ServedSelector& served, const SelectLimits& limits,
 
 }  // namespace
 
-absl::StatusOr<SelectLimits> LimitsOf(const StepBatch& batch, const StepShape& shape,
-                                      int64_t group) {
+absl::StatusOr<SelectLimits> LimitsOf(const StepBatch& batch, const StepShape& shape, int64_t group,
+                                      const PagedKv& kv) {
   SelectLimits limits = {.group = group};
+  int64_t window_tokens = 0;
   for (const int64_t layer : shape.number_sets) {
     limits.capacity = std::max(limits.capacity, SelectionCapacity(batch, layer));
     for (const SelectorGroup& served : batch.groups) {
       for (int64_t b = served.begin; b < served.end; ++b) {
         const SelectionNumbers n = NumbersInLayer(batch, b, layer);
         const auto header = kernels::MakeHeader(batch.blocks[static_cast<size_t>(b)], n);
-        if (header.kind == kernels::SelectionHeader::Kind::kAll) continue;
+        const kernels::QueryBlock& block = batch.blocks[static_cast<size_t>(b)];
+        if (ReadsAll(*served.served) || header.kind == kernels::SelectionHeader::Kind::kAll) {
+          limits.positions = std::max(limits.positions, block.first_position + block.num_rows);
+          continue;
+        }
         const int64_t least = served.served->selector->MinWindowTokens();
         if (n.window_tokens < least) {
           return absl::InvalidArgumentError(absl::StrCat(
@@ -92,8 +131,16 @@ absl::StatusOr<SelectLimits> LimitsOf(const StepBatch& batch, const StepShape& s
         limits.listed_tokens =
             std::max(limits.listed_tokens, n.sink_tokens + n.window_tokens +
                                                kernels::CeilPages(n.budget_tokens) * kPageTokens);
+        window_tokens = std::max(window_tokens, n.window_tokens);
       }
     }
+  }
+  limits.positions = std::max(limits.positions, limits.listed_tokens + kPageTokens);
+  for (const SelectorGroup& served : batch.groups) {
+    const auto* hip = dynamic_cast<const InfiniteHipSelector*>(served.served->selector.get());
+    if (hip == nullptr) continue;
+    limits.positions =
+        std::max(limits.positions, window_tokens + MethodOf(*hip, limits).MaxChunks(kv));
   }
   return limits;
 }
@@ -112,20 +159,29 @@ int64_t SelectWorkspaceBytes(const StepShape& shape, const SelectLimits& limits,
 
 absl::Status SelectOnGpu(const ServedSelector& served, const SelectLimits& limits,
                          const SelectParams& params, const PageSelection& rows,
-                         std::byte* workspace, cudaStream_t stream) {
+                         const SelectMemory& memory, cudaStream_t stream) {
+  if (ReadsAll(served)) return absl::OkStatus();
+  KVASIR_ASSIGN_OR_RETURN(const SelectParams placed,
+                          PlaceQueries(served, limits, params, memory.placed_queries, stream));
   const int64_t heads = params.kv.layout.num_kv_heads;
   const int64_t blocks = std::ssize(params.blocks);
   const int64_t at_once = BlocksAtOnce(served, limits, params.kv);
   for (int64_t begin = 0; begin < blocks; begin += at_once) {
     const int64_t count = std::min(at_once, blocks - begin);
-    SelectParams some = params;
-    some.blocks = params.blocks.subspan(static_cast<size_t>(begin), static_cast<size_t>(count));
-    some.numbers = params.numbers.subspan(static_cast<size_t>(begin), static_cast<size_t>(count));
+    const auto some_of = [&](SelectParams all) {
+      all.blocks = all.blocks.subspan(static_cast<size_t>(begin), static_cast<size_t>(count));
+      all.numbers = all.numbers.subspan(static_cast<size_t>(begin), static_cast<size_t>(count));
+      return all;
+    };
     const PageSelection some_rows = rows.Rows(begin * heads, count * heads);
-    KVASIR_RETURN_IF_ERROR(Run(served, limits, some, some_rows, workspace, stream));
-    if (served.pruner == nullptr) continue;
     KVASIR_RETURN_IF_ERROR(
-        kernels::PruneTopP(some, some_rows, limits.listed_tokens, workspace, stream));
+        Run(served, limits, some_of(placed), some_rows, memory.workspace, stream));
+    if (params.device_rope.on()) {
+      KVASIR_RETURN_IF_ERROR(kernels::AssignPositions(some_rows, stream));
+    }
+    if (served.pruner == nullptr) continue;
+    KVASIR_RETURN_IF_ERROR(kernels::PruneTopP(some_of(params), some_rows, limits.listed_tokens,
+                                              memory.workspace, stream));
   }
   return absl::OkStatus();
 }

@@ -23,20 +23,25 @@ struct SelectLimits {
   int64_t capacity = 0;       // entries
   int64_t budget_tokens = 0;  // of those that list
   int64_t listed_tokens = 0;  // sink, window and list together, likewise
+  int64_t positions = 0;      // where keys are cached un-rotated: that they are read at
 };
 
 // INVALID_ARGUMENT where a row's window is too small for its selector.
-absl::StatusOr<SelectLimits> LimitsOf(const StepBatch& batch, const StepShape& shape,
-                                      int64_t group);
+absl::StatusOr<SelectLimits> LimitsOf(const StepBatch& batch, const StepShape& shape, int64_t group,
+                                      const kernels::PagedKv& kv);
 
 // Device memory for any of the step's Select calls.
 int64_t SelectWorkspaceBytes(const StepShape& shape, const SelectLimits& limits,
                              const kernels::PagedKv& kv);
 
-// Selects and prunes the rows of blocks that `served` serves. Spans of the params are device
-// memory; `workspace` has SelectWorkspaceBytes.
+// Selects and prunes the rows of blocks that `served` serves; in between, with params.device_rope,
+// rows are given their positions. Spans of the params are device memory.
+struct SelectMemory {
+  std::byte* workspace = nullptr;      // SelectWorkspaceBytes
+  kernels::TensorView placed_queries;  // like q, with params.device_rope: to work with
+};
 absl::Status SelectOnGpu(const ServedSelector& served, const SelectLimits& limits,
                          const kernels::SelectParams& params, const kernels::PageSelection& rows,
-                         std::byte* workspace, cudaStream_t stream);
+                         const SelectMemory& memory, cudaStream_t stream);
 
 }  // namespace kvasir::worker

@@ -17,9 +17,6 @@
 namespace kvasir::kernels {
 namespace {
 
-// Below it a direction means nothing.
-constexpr double kNoLength = 1e-20;
-
 // The watched elements of a head: two of every eight.
 constexpr int64_t kProbeStep = 8;
 constexpr int64_t kProbeWidth = 2;
@@ -114,7 +111,7 @@ class ArtRow final : public RowTerminator {
     const double scale = options_.scale == ArtOptions::Scale::kRelative ? length : 1;
     const double kept = double{head.state.sum} / double{now.sum} *
                         std::exp(double{head.state.max} - double{now.max});
-    const bool has_direction = length >= kNoLength && head.length >= kNoLength;
+    const bool has_direction = length >= kArtNoLength && head.length >= kArtNoLength;
     const bool calm = has_direction && std::sqrt(step) < options_.scale_tolerance * scale &&
                       1 - product / lengths < options_.direction_tolerance &&
                       (raw || 1 - kept < options_.mass_tolerance);

@@ -29,24 +29,10 @@
 #include "absl/status/statusor.h"
 
 #include "kernels/attention/terminator.h"
+#include "kernels/sparse/art/art_rule.h"
 #include "kernels/sparse/methods.h"
 
 namespace kvasir::kernels {
-
-struct ArtOptions {
-  enum class Probe { kNormalised, kRaw };
-  enum class Guard { kBounds, kNone };
-  enum class Scale { kAbsolute, kRelative };
-
-  Probe probe = Probe::kNormalised;
-  Guard guard = Guard::kBounds;
-  Scale scale = Scale::kAbsolute;
-  ReadingOrder order = ReadingOrder::kRecency;
-  double scale_tolerance = 1e-5;
-  double direction_tolerance = 1e-3;
-  double mass_tolerance = 1e-5;
-  double unread_mass = 1e-3;
-};
 
 class ArtTerminator : public Terminator {
  public:
@@ -54,6 +40,7 @@ class ArtTerminator : public Terminator {
   static absl::StatusOr<std::unique_ptr<Terminator>> Create(const MethodOptions& options);
   explicit ArtTerminator(const ArtOptions& options) : options_(options) {}
 
+  const ArtOptions& options() const { return options_; }
   ReadingOrder order() const override { return options_.order; }
   int64_t RowBytes(int64_t group, int64_t head_dim, int64_t skippable) const override;
   RowTerminator* Begin(const TerminatedRow& row, std::byte* memory) const override;

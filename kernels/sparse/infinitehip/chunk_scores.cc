@@ -12,8 +12,6 @@ namespace {
 constexpr float kNoScore = -std::numeric_limits<float>::infinity();
 // Chunks of so few tokens are scored by all of them.
 constexpr int64_t kExactChunkTokens = 8;
-// Layers whose chunks stand at positions of their own.
-constexpr int64_t kChunkIndexedLayers = 3;
 
 }  // namespace
 
@@ -42,7 +40,7 @@ ChunkScores::ChunkScores(const SelectRow& row, Probe probe, int64_t selection_wi
 
 ChunkScores::Placing ChunkScores::PlacingOf(const SelectParams& p) {
   if (p.rope == nullptr) return Placing::kNative;
-  return p.layer < kChunkIndexedLayers ? Placing::kChunkIndexed : Placing::kRelative;
+  return InfiniteHipSelector::IsChunkIndexed(p.layer) ? Placing::kChunkIndexed : Placing::kRelative;
 }
 
 void ChunkScores::Score(const ChunkList& chunks, int64_t query_stride, bool by_pages,

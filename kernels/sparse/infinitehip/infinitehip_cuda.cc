@@ -12,17 +12,6 @@ namespace {
 
 constexpr int kStages = InfiniteHipSelector::kStages;
 
-// Chunks of a row at most, in any stage, over a context as long as a slot can hold.
-int64_t MaxChunks(const InfiniteHipCuda& method, const PagedKv& kv) {
-  const auto& stages = method.preset->stages;
-  int64_t chunks = kv.max_blocks_per_slot * kPageTokens / stages[0].chunk_tokens + 1;
-  for (size_t s = 0; s + 1 < stages.size(); ++s) {
-    chunks = std::max(chunks, stages[s].KeptChunks(method.max_budget_tokens) *
-                                  stages[s].chunk_tokens / stages[s + 1].chunk_tokens);
-  }
-  return chunks;
-}
-
 // Returns the bytes of it all.
 int64_t LayOut(std::byte* workspace, int64_t rows, int64_t pages, InfiniteHipLaunch& launch) {
   ScratchPieces pieces(workspace);
@@ -38,9 +27,20 @@ int64_t LayOut(std::byte* workspace, int64_t rows, int64_t pages, InfiniteHipLau
 
 }  // namespace
 
+// Over a context as long as a slot can hold.
+int64_t InfiniteHipCuda::MaxChunks(const PagedKv& kv) const {
+  const auto& stages = preset->stages;
+  int64_t chunks = kv.max_blocks_per_slot * kPageTokens / stages[0].chunk_tokens + 1;
+  for (size_t s = 0; s + 1 < stages.size(); ++s) {
+    chunks = std::max(chunks, stages[s].KeptChunks(max_budget_tokens) * stages[s].chunk_tokens /
+                                  stages[s + 1].chunk_tokens);
+  }
+  return chunks;
+}
+
 int64_t InfiniteHipWorkspaceBytes(const InfiniteHipCuda& method, const PagedKv& kv,
                                   int64_t blocks) {
-  InfiniteHipLaunch launch = {.max_chunks = MaxChunks(method, kv)};
+  InfiniteHipLaunch launch = {.max_chunks = method.MaxChunks(kv)};
   return LayOut(nullptr, blocks * kv.layout.num_kv_heads, kv.max_blocks_per_slot, launch);
 }
 
@@ -52,8 +52,12 @@ absl::Status SelectInfiniteHip(const InfiniteHipCuda& method, const SelectParams
   KVASIR_RETURN_IF_ERROR(RequireBounds("infinitehip", params.kv));
   KVASIR_RETURN_IF_ERROR(RequireKeyCodes("infinitehip", params.kv));
   if (params.blocks.empty()) return absl::OkStatus();
+  if (params.device_rope.on() && !InfiniteHipSelector::IsChunkIndexed(params.layer)) {
+    return absl::InvalidArgumentError(
+        "infinitehip on the GPU: in this layer queries must be rotated before");
+  }
   const InfiniteHipSelector::Preset& preset = *method.preset;
-  InfiniteHipLaunch launch = {.select = select, .max_chunks = MaxChunks(method, params.kv)};
+  InfiniteHipLaunch launch = {.select = select, .max_chunks = method.MaxChunks(params.kv)};
   std::copy(preset.stages.begin(), preset.stages.end(), launch.stages);
   launch.pages = MakePageScoreLaunch(select, params, preset.stages[0].query_stride);
   launch.pages.chunks = preset.grid();

@@ -7,6 +7,10 @@
 // the first one out are as good as equal, either may be chosen. A row whose list has no room in
 // `out` gets its first pages. A row depends on nothing but itself.
 //
+// Where keys are cached un-rotated, q is un-rotated, too, in chunk-indexed layers
+// (InfiniteHipSelector::IsChunkIndexed), and params.device_rope places it; in the others q is what
+// RotateToDistance made for `distance`, and device_rope is empty.
+//
 // The workspace remembers what the first stages left. A call that begins behind them takes it from
 // there: it is the same for as many steps as the preset's interval of the stage says.
 #pragma once
@@ -18,6 +22,7 @@
 
 #include "absl/status/status.h"
 
+#include "kernels/sparse/distant_queries_cuda.h"
 #include "kernels/sparse/infinitehip/infinitehip_selector.h"
 #include "kernels/sparse/stages.h"
 
@@ -29,6 +34,13 @@ struct InfiniteHipCuda {
   // Stages before it do not run. REQUIRES: 0, or the last calls with this workspace ran them, for
   // the same rows.
   int first_stage = 0;
+
+  // Of queries in layers that are not chunk-indexed: right behind the candidates, for all alike.
+  QueryDistance distance() const {
+    return {.within_window = preset->overlap(), .of_own_window = false};
+  }
+  // The positions that chunk-indexed layers need, beyond the window.
+  int64_t MaxChunks(const PagedKv& kv) const;
 };
 
 // Device memory that SelectInfiniteHip needs for so many query blocks.

@@ -27,7 +27,15 @@ struct InfiniteHipLaunch {
   PageScoreLaunch pages = {};        // stage 1, which scores its chunks by their pages
   uint32_t* chunk_scores = nullptr;  // [rows, max_chunks]; of OrderedScore
   uint32_t* kept_scores = nullptr;   // [rows, max_chunks]; of what the last stage left
+
+  // Of n chunks that stand side by side (chunk-indexed), how far the query is from the last one.
+  KVASIR_HOST_DEVICE int64_t LeastDistance(const SelectionNumbers& numbers) const {
+    return numbers.window_tokens - pages.chunks.overlap;
+  }
 };
+
+// The scores of stage 1 where chunks stand side by side (select.rope is on), to chunk_scores.
+cudaError_t LaunchChunkIndexedScores(const InfiniteHipLaunch& params, cudaStream_t stream);
 
 // Runs one stage, 0 to kStages - 1; the last one writes the lists.
 cudaError_t LaunchInfiniteHipStage(const InfiniteHipLaunch& params, int stage, cudaStream_t stream);

@@ -92,6 +92,8 @@ class InfiniteHipSelector : public Selector {
   };
   enum class Probe { kDigest, kCentre, kFirst };
 
+  // Layers in which chunks of un-rotated keys stand side by side.
+  static constexpr bool IsChunkIndexed(int64_t layer) { return layer < 3; }
   // INVALID_ARGUMENT for an unknown one.
   static absl::StatusOr<const Preset*> FindPreset(absl::string_view name);
   // INVALID_ARGUMENT for an unknown option, preset, probe or scope.

@@ -1,7 +1,8 @@
 // The stages of infinitehip on the GPU, two kernels each:
 //
-//   scores   stage 1: of pages, as quest does; later: a warp takes 32 tokens of what the stage
-//            before left, a lane the estimate of one, and the best of a chunk's lanes is its score
+//   scores   stage 1: of pages, as quest does (infinitehip_chunks.cu where chunks have positions
+//            of their own); later: a warp takes 32 tokens of what the stage before left, a lane
+//            the estimate of one, and the best of a chunk's lanes is its score
 //   keep     one block of threads a row finds the score of the last chunk that is kept, by
 //            counting, and writes those that are in their order; after the last stage, the list
 #include <algorithm>
@@ -42,27 +43,40 @@ struct Split {
 };
 
 // Queries [first, first + count) of the row, averaged by the stage's stride; zeros up to the tile.
-template <int kHeadDim>
+// kPlaced: rotated to `position`.
+template <bool kPlaced, int kHeadDim>
 __device__ void LoadTile(const SelectLaunch& p, const DeviceRow& row, int stride, int first,
-                         int count, const CodeQueries<kHeadDim>& to) {
+                         int count, int64_t position, const CodeQueries<kHeadDim>& to) {
+  constexpr int kHalf = kHeadDim / 2;
   const int group = static_cast<int>(p.group);
   StoreCodeQueries(to, kTileQueries, [&](int i, int element) {
     if (i >= count) return 0.0f;
     const int begin = (first + i) / group * stride;
     const int end = min(begin + stride, static_cast<int>(row.block.num_rows));
-    return MeanElement(p, row, begin, end, (first + i) % group, element);
+    const auto mean = [&](int e) {
+      return MeanElement(p, row, begin, end, (first + i) % group, e);
+    };
+    if constexpr (kPlaced) {
+      const int low = element % kHalf;
+      const float2 turned =
+          RotationAt(p.rope, kHalf, position).Rotate(low, mean(low), mean(low + kHalf));
+      return element < kHalf ? turned.x : turned.y;
+    } else {
+      return mean(element);
+    }
   });
 }
 
 // Raises `best` to the largest logit of the tile's queries for a token.
-template <int kHeadDim>
-__device__ void RaiseBest(const CodedKey<kHeadDim>& key, const CodeQueries<kHeadDim>& queries,
-                          int count, float& best) {
+template <typename Key, int kHeadDim>
+__device__ void RaiseBest(const Key& key, const CodeQueries<kHeadDim>& queries, int count,
+                          float& best) {
   ForEachLogit(key, queries, count,
                [&](int, float logit) { best = logit > best ? logit : best; });  // leaves out NaN
 }
 
-template <int kHeadDim>
+// kPlaced: chunks stand side by side, the query behind them.
+template <int kHeadDim, bool kPlaced>
 __global__ void __launch_bounds__(kScoreWarps* kWarpThreads, 1)
     ScoreKernel(const __grid_constant__ InfiniteHipLaunch p, int stage) {
   __shared__ alignas(16) float elements[kTileQueries][kHeadDim];
@@ -78,6 +92,7 @@ __global__ void __launch_bounds__(kScoreWarps* kWarpThreads, 1)
   const int num_queries = num_means * static_cast<int>(p.select.group);
   const int runs_of_parent = split.parent_tokens / kWarpThreads;
   const int num_runs = split.parents * runs_of_parent;
+  const int64_t query_position = split.count() - 1 + p.LeastDistance(row.numbers);
   const PagedKv& kv = p.select.kv;
   bool is_loaded = false;
   for (int first = static_cast<int>(blockIdx.y) * kScoreWarps; first < num_runs;
@@ -88,6 +103,7 @@ __global__ void __launch_bounds__(kScoreWarps* kWarpThreads, 1)
     const int64_t token = has_run ? split.begins[run / runs_of_parent] + in_parent : 0;
     const int64_t page = token / kPageTokens;
     const bool has_key = has_run && kv.row(row.block.slot, page) >= 0;
+    const int chunk = (run / runs_of_parent * split.parent_tokens + in_parent) / split.chunk_tokens;
     CodedKey<kHeadDim> key;
     if (has_key) {
       key.Load(kv.layout, kv.KeyCodes(row.block.slot, page, p.select.layer, row.kv_head),
@@ -98,19 +114,23 @@ __global__ void __launch_bounds__(kScoreWarps* kWarpThreads, 1)
       const int count = min(kTileQueries, num_queries - tile);
       if (!is_loaded) {
         __syncthreads();  // the tile before has been read
-        LoadTile(p.select, row, stride, tile, count, queries);
+        LoadTile<kPlaced>(p.select, row, stride, tile, count, query_position, queries);
         __syncthreads();
         is_loaded = num_queries <= kTileQueries;
       }
-      if (has_key) RaiseBest(key, queries, count, best);
+      if (!has_key) continue;
+      if constexpr (kPlaced) {
+        RaiseBest(PlacedKey<kHeadDim>(key, RotationAt(p.select.rope, kHeadDim / 2, chunk)), queries,
+                  count, best);
+      } else {
+        RaiseBest(key, queries, count, best);
+      }
     }
     for (int distance = 1; distance < split.chunk_tokens; distance *= 2) {
       best = fmaxf(best, __shfl_xor_sync(kAllLanes, best, distance));
     }
     if (has_run && lane % split.chunk_tokens == 0) {
-      const int tokens_before = run / runs_of_parent * split.parent_tokens + in_parent;
-      p.chunk_scores[row.index * p.max_chunks + tokens_before / split.chunk_tokens] =
-          OrderedScore(best);
+      p.chunk_scores[row.index * p.max_chunks + chunk] = OrderedScore(best);
     }
   }
 }
@@ -142,7 +162,8 @@ __global__ void __launch_bounds__(kSelectThreads)
   const uint32_t* pages = p.pages.scores + row.index * p.select.kv.max_blocks_per_slot;
   uint32_t* scores = p.chunk_scores + row.index * p.max_chunks;
   const int64_t first_page = header.sink_end / kPageTokens;
-  for (int64_t i = threadIdx.x; i < n && n > kept; i += kSelectThreads) {
+  const bool is_scored = p.select.rope.on() || n <= kept;
+  for (int64_t i = threadIdx.x; i < n && !is_scored; i += kSelectThreads) {
     const int64_t begin = header.sink_end + i * p.pages.chunks.chunk_tokens;
     uint32_t best = 0;
     for (int64_t page = begin / kPageTokens; page < CeilPages(begin + p.pages.chunks.chunk_tokens);
@@ -240,7 +261,11 @@ void LaunchScores(const InfiniteHipLaunch& p, int stage, cudaStream_t stream) {
   const int64_t useful = (runs + kScoreWarps - 1) / kScoreWarps;
   const int64_t share = std::max<int64_t>(1, kScoreBlocks / rows);
   const dim3 blocks(static_cast<unsigned>(rows), static_cast<unsigned>(std::min(useful, share)));
-  ScoreKernel<kHeadDim><<<blocks, kScoreWarps * kWarpThreads, 0, stream>>>(p, stage);
+  if (p.select.rope.on()) {
+    ScoreKernel<kHeadDim, true><<<blocks, kScoreWarps * kWarpThreads, 0, stream>>>(p, stage);
+  } else {
+    ScoreKernel<kHeadDim, false><<<blocks, kScoreWarps * kWarpThreads, 0, stream>>>(p, stage);
+  }
 }
 
 }  // namespace
@@ -249,7 +274,9 @@ cudaError_t LaunchInfiniteHipStage(const InfiniteHipLaunch& p, int stage, cudaSt
   const auto rows = static_cast<unsigned>(p.select.out.num_rows);
   constexpr size_t kCopyBytes = kCopiedScores * sizeof(uint32_t);
   if (stage == 0) {
-    if (const cudaError_t error = LaunchPageScores(p.pages, stream); error != cudaSuccess) {
+    if (const cudaError_t error = p.select.rope.on() ? LaunchChunkIndexedScores(p, stream)
+                                                     : LaunchPageScores(p.pages, stream);
+        error != cudaSuccess) {
       return error;
     }
     KeepFirstKernel<<<rows, kSelectThreads, kCopyBytes, stream>>>(p);

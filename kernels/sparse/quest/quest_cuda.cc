@@ -16,6 +16,7 @@ absl::Status SelectQuest(const SelectParams& params, const PageSelection& out, s
                          cudaStream_t stream) {
   KVASIR_ASSIGN_OR_RETURN(const SelectLaunch select,
                           MakeSelectLaunch("quest", params, out, workspace));
+  KVASIR_RETURN_IF_ERROR(RequirePlacedQueries("quest", params));
   KVASIR_RETURN_IF_ERROR(RequireBounds("quest", params.kv));
   if (params.blocks.empty()) return absl::OkStatus();
   auto* const scores = reinterpret_cast<uint32_t*>(workspace);

@@ -1,7 +1,8 @@
 // The selector `quest` (quest_selector.h) on the GPU: the same scores, order and lists, in device
 // memory, where the attention kernels read them. All pointers of the params, spans included, are
-// device memory; params.scratch is not used, keys are cached rotated, and rows remember nothing
-// (no memories). Called by the attention layer. Thread-safe. Only in builds with CUDA.
+// device memory; params.scratch is not used, and rows remember nothing (no memories). Where keys
+// are cached un-rotated, q is what RotateToDistance made (distant_queries_cuda.h). Called by the
+// attention layer. Thread-safe. Only in builds with CUDA.
 //
 // Scores are float32 sums in another order than on the CPU: where scores of the last page in and
 // the first one out are as good as equal, either may be chosen. A row with more pages in its budget

@@ -48,6 +48,7 @@ absl::Status SelectTokens(const SelectParams& params, const PageSelection& out,
                           std::byte* workspace, cudaStream_t stream) {
   KVASIR_ASSIGN_OR_RETURN(const SelectLaunch select,
                           MakeSelectLaunch("tokenselect", params, out, workspace));
+  KVASIR_RETURN_IF_ERROR(RequirePlacedQueries("tokenselect", params));
   if (select.group > kMaxCudaGroup) {
     return absl::InvalidArgumentError(absl::StrCat("tokenselect on the GPU: ", select.group,
                                                    " query heads a KV head; it serves at most ",

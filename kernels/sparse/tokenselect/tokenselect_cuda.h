@@ -1,6 +1,7 @@
 // The selector `tokenselect` (tokenselect_selector.h) at KV group scope on the GPU: the same votes,
 // order and lists, in device memory, where the attention kernels read them. All pointers of the
-// params, spans included, are device memory; params.scratch is not used. Called by the attention
+// params, spans included, are device memory; params.scratch is not used. Where keys are cached
+// un-rotated, q is what RotateToDistance made (distant_queries_cuda.h). Called by the attention
 // layer. Thread-safe. Only in builds with CUDA.
 //
 // Votes are float32 with another rounding than on the CPU: where votes of the last token in and the

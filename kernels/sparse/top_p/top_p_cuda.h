@@ -3,6 +3,9 @@
 // params.scratch and the faults are not used. Called by the attention layer. Thread-safe. Only in
 // builds with CUDA.
 //
+// With params.device_rope queries and codes are of un-rotated keys; rows have their compact
+// positions.
+//
 // Weights are float32 with another rounding than on the CPU: a token whose weight is as good as the
 // threshold may be kept by one and not by the other. Differs from the CPU in this: `live` must be
 // `chosen`, as selectors leave it; and a row that attends to more tokens than the workspace was

@@ -6,6 +6,7 @@
 //              reaches it
 #include <algorithm>
 
+#include "kernels/attention/row_items.h"
 #include "kernels/sparse/block_select.cuh"
 #include "kernels/sparse/key_code_logits.cuh"
 #include "kernels/sparse/top_p/top_p_launch.h"
@@ -24,11 +25,13 @@ constexpr int64_t kSharedOffsets = 16 * 1024;
 // Weights of a head that are searched in shared memory; more stay where they are.
 constexpr int64_t kCopiedWeights = 24 * 1024;
 
-// What a warp estimates: tokens of one page, and where the first one's weight goes.
+// What a warp estimates: tokens of one page, where the first one's weight goes, and where they
+// stand.
 struct Piece {
   int64_t page;
   uint64_t tokens;
   int64_t offset;
+  ItemPositions positions;
 };
 
 // The pieces of a row: its entries, then the pages of the sink, then those of the window.
@@ -49,18 +52,26 @@ class RowPieces {
   }
   __device__ Piece at(int64_t i) const {
     if (i < header_.count) {
-      return {list_[i].page, Competing(header_, list_[i]), offsets_[i]};
+      return {list_[i].page,
+              Competing(header_, list_[i]),
+              offsets_[i],
+              {list_[i].pos0, list_[i].chosen}};
     }
     i -= header_.count;
     if (i < sink_pages_) {
       const int64_t start = i * kPageTokens;
-      return {i, TokenMask(0, header_.sink_end - start), competing_ + start};
+      return {i,
+              TokenMask(0, header_.sink_end - start),
+              competing_ + start,
+              {static_cast<int32_t>(start), ~uint64_t{0}}};
     }
     const int64_t page = first_window_page_ + i - sink_pages_;
     const int64_t start = page * kPageTokens;
     const int64_t before = max(int64_t{0}, start - header_.window_begin);
-    return {page, TokenMask(header_.window_begin - start, header_.query_position + 1 - start),
-            competing_ + header_.sink_end + before};
+    return {page,
+            TokenMask(header_.window_begin - start, header_.query_position + 1 - start),
+            competing_ + header_.sink_end + before,
+            {static_cast<int32_t>(QueryPosition(header_, start)), ~uint64_t{0}}};
   }
 
  private:
@@ -91,7 +102,7 @@ __device__ int64_t CountCompeting(const SelectionHeader& header, const Selection
   return total;
 }
 
-template <int kHeadDim>
+template <int kHeadDim, bool kPlaced>
 __device__ void EstimatePiece(const TopPLaunch& p, const DeviceRow& row, const Piece& piece,
                               const CodeQueries<kHeadDim>& queries) {
   const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
@@ -107,15 +118,41 @@ __device__ void EstimatePiece(const TopPLaunch& p, const DeviceRow& row, const P
     if (is_there) {
       CodedKey<kHeadDim> key;
       key.Load(kv.layout, codes, token);
-      ForEachLogit(key, queries, static_cast<int>(p.select.group),
-                   [&](int g, float logit) { to[g * p.max_tokens] = p.select.scale * logit; });
+      const auto store = [&](int g, float logit) { to[g * p.max_tokens] = p.select.scale * logit; };
+      const auto group = static_cast<int>(p.select.group);
+      if constexpr (kPlaced) {
+        const RotationAt at(p.select.rope, kHeadDim / 2, piece.positions.of(token));
+        ForEachLogit(PlacedKey<kHeadDim>(key, at), queries, group, store);
+      } else {
+        ForEachLogit(key, queries, group, store);
+      }
     } else {
       for (int g = 0; g < p.select.group; ++g) to[g * p.max_tokens] = -INFINITY;
     }
   }
 }
 
-template <int kHeadDim>
+// The row's queries, where it is pruned; kPlaced: rotated to their place.
+template <int kHeadDim, bool kPlaced>
+__device__ void LoadQueries(const SelectLaunch& p, const DeviceRow& row,
+                            const SelectionHeader& header, const CodeQueries<kHeadDim>& to) {
+  constexpr int kHalf = kHeadDim / 2;
+  StoreCodeQueries(to, kMaxCudaGroup, [&](int g, int i) {
+    if (g >= p.group) return 0.0f;
+    if constexpr (kPlaced) {
+      const int low = i % kHalf;
+      const RotationAt at(p.rope, kHalf, QueryPosition(header, row.block.first_position));
+      const float2 turned =
+          at.Rotate(low, QueryElement(p, row, 0, g, low), QueryElement(p, row, 0, g, low + kHalf));
+      return i < kHalf ? turned.x : turned.y;
+    } else {
+      return QueryElement(p, row, 0, g, i);
+    }
+  });
+}
+
+// kPlaced: keys are cached un-rotated, and rotated to their compact positions.
+template <int kHeadDim, bool kPlaced>
 __global__ void __launch_bounds__(kThreads, 1)
     EstimateKernel(const __grid_constant__ TopPLaunch p) {
   __shared__ SelectMemory memory;
@@ -140,9 +177,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (tells && threadIdx.x == 0) p.counts[row.index] = counts;
   if (counts.competing == 0) return;
   const CodeQueries<kHeadDim> queries = {elements, sums};
-  StoreCodeQueries(queries, kMaxCudaGroup, [&](int g, int i) {
-    return g < p.select.group ? QueryElement(p.select, row, 0, g, i) : 0.0f;
-  });
+  LoadQueries<kHeadDim, kPlaced>(p.select, row, header, queries);
   for (int64_t i = threadIdx.x; tells && i < header.count; i += kThreads) {
     p.offsets[row.index * p.select.out.capacity + i] = offsets[i];
   }
@@ -152,7 +187,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   for (int64_t i = int64_t{blockIdx.y} * kWarps + threadIdx.x / kWarpThreads; i < pieces.count();
        i += stride) {
     const Piece piece = pieces.at(i);
-    EstimatePiece<kHeadDim>(p, row, piece, queries);
+    EstimatePiece<kHeadDim, kPlaced>(p, row, piece, queries);
     if (i < header.count && threadIdx.x % kWarpThreads == 0) list[i].live &= ~piece.tokens;
   }
 }
@@ -250,7 +285,7 @@ __global__ void __launch_bounds__(kThreads) KeepKernel(const __grid_constant__ T
   }
 }
 
-template <int kHeadDim>
+template <int kHeadDim, bool kPlaced>
 cudaError_t Launch(const TopPLaunch& p, cudaStream_t stream) {
   const auto rows = static_cast<unsigned>(p.select.out.num_rows);
   const int64_t most_pieces =
@@ -260,13 +295,14 @@ cudaError_t Launch(const TopPLaunch& p, cudaStream_t stream) {
   const bool in_shared = p.select.out.capacity <= kSharedOffsets;
   const auto offset_bytes =
       static_cast<int>(in_shared ? p.select.out.capacity * sizeof(int32_t) : 0);
-  if (const cudaError_t error = cudaFuncSetAttribute(
-          EstimateKernel<kHeadDim>, cudaFuncAttributeMaxDynamicSharedMemorySize, offset_bytes);
+  if (const cudaError_t error =
+          cudaFuncSetAttribute(EstimateKernel<kHeadDim, kPlaced>,
+                               cudaFuncAttributeMaxDynamicSharedMemorySize, offset_bytes);
       error != cudaSuccess) {
     return error;
   }
-  EstimateKernel<kHeadDim><<<dim3(rows, static_cast<unsigned>(std::min(useful, share))), kThreads,
-                             offset_bytes, stream>>>(p);
+  EstimateKernel<kHeadDim, kPlaced><<<dim3(rows, static_cast<unsigned>(std::min(useful, share))),
+                                      kThreads, offset_bytes, stream>>>(p);
   if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
   const int copy_bytes = static_cast<int>(std::min(kCopiedWeights, p.max_tokens) *
                                           static_cast<int64_t>(sizeof(float)));
@@ -283,7 +319,9 @@ cudaError_t Launch(const TopPLaunch& p, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t LaunchTopP(const TopPLaunch& p, cudaStream_t stream) {
-  return p.select.kv.layout.head_dim == 128 ? Launch<128>(p, stream) : Launch<64>(p, stream);
+  const bool is_wide = p.select.kv.layout.head_dim == 128;
+  if (p.select.rope.on()) return (is_wide ? Launch<128, true> : Launch<64, true>)(p, stream);
+  return (is_wide ? Launch<128, false> : Launch<64, false>)(p, stream);
 }
 
 }  // namespace kvasir::kernels

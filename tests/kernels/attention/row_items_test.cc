@@ -72,6 +72,40 @@ TEST(RowItems, NameTheTokensThatSelectedPagesWalks) {
   }
 }
 
+TEST(RowItems, KeysStandWhereCompactPositionsSay) {
+  std::mt19937_64 rng(6);
+  for (int round = 0; round < 200; ++round) {
+    const int64_t last = 1000 + static_cast<int64_t>(rng() % 500);
+    SelectionHeader header = {.kind = SelectionHeader::Kind::kList,
+                              .sink_end = static_cast<int64_t>(rng() % 150),
+                              .window_begin = 700 + static_cast<int64_t>(rng() % 200)};
+    std::vector<SelectionEntry> list;
+    for (int64_t page = 0; page <= last / kPageTokens; ++page) {
+      const uint64_t chosen = rng();
+      if (rng() % 2 == 0) list.push_back({.page = page, .chosen = chosen, .live = chosen & rng()});
+    }
+    header.count = static_cast<int32_t>(list.size());
+    AssignPositions({.headers = &header, .entries = list.data(), .num_rows = 1, .capacity = 0});
+    for (const auto kind : {SelectionHeader::Kind::kList, SelectionHeader::Kind::kAll}) {
+      header.kind = kind;
+      const RowItems items = NumberItems(header, last);
+      for (int64_t i = 0; i < items.num_items; ++i) {
+        const RowItem item = FindItem(items, header, list.data(), i);
+        const ItemPositions positions = FindPositions(items, header, list.data(), i);
+        const SelectionEntry* entry = nullptr;
+        for (const SelectionEntry& e : list) {
+          if (e.page == item.page) entry = &e;
+        }
+        for (int t = 0; t < kPageTokens; ++t) {
+          if ((item.mask >> t & 1) == 0) continue;
+          ASSERT_EQ(positions.of(t), TokenPosition(header, entry, item.page * kPageTokens + t))
+              << "item " << i << " token " << t;
+        }
+      }
+    }
+  }
+}
+
 TEST(RowItems, UnitsCoverEveryItemAndStayWithinTheLimit) {
   for (const int64_t kv_heads : {1, 2, 8, 128, 200}) {
     for (int64_t items = 1; items < 20'000; items += 7) {

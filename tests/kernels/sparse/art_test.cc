@@ -15,6 +15,7 @@
 #include "kernels/sparse/select_common.h"
 #include "tests/support/attend_implementations.h"
 #include "tests/support/compare.h"
+#include "tests/support/local_attention_batch.h"
 #include "tests/support/thread_executor.h"
 
 namespace kvasir::kernels {
@@ -26,62 +27,6 @@ constexpr int64_t kLayer = AttentionShape{}.layer;
 constexpr double kNoTest = std::numeric_limits<double>::infinity();
 constexpr int64_t kNeverPatient = int64_t{1} << 20;
 constexpr SelectionNumbers kNumbers = {.sink_tokens = 40, .window_tokens = 130, .patience = 5};
-// Logits of a peak of 1 that are higher by one for queries of kPeakQuery.
-constexpr float kPeakQuery = 8;
-
-// Whether keys are cached rotated, or rows attend at compact positions.
-enum class Keys { kRotated, kUnrotated };
-constexpr Keys kBothKeys[] = {Keys::kRotated, Keys::kUnrotated};
-
-AttentionBatch MakeBatch(const AttentionShape& shape, Keys keys, int64_t num_slots,
-                         int64_t max_tokens, uint64_t seed) {
-  AttentionBatch batch(shape, num_slots, max_tokens, seed);
-  if (keys == Keys::kUnrotated) batch.UseCompactPositions();
-  return batch;
-}
-
-// Calls set(element, x) for what makes a peak of x at a position: element 0, or where keys are
-// cached un-rotated, the pair that turns least, turned back.
-template <typename Set>
-void SetPeak(AttentionBatch& batch, int64_t position, float x, const Set& set) {
-  if (batch.rope() == nullptr) return set(0, x);
-  const int64_t half = batch.shape().head_dim / 2;
-  const double angle = static_cast<double>(position) * batch.InverseFrequency(half - 1);
-  set(half - 1, x * static_cast<float>(std::cos(angle)));
-  set(2 * half - 1, -x * static_cast<float>(std::sin(angle)));
-}
-
-// Makes x / scale / kPeakQuery the peak of the keys of [begin, end) of all heads. REQUIRES: rows
-// attend to everything, at the tokens' own positions.
-void AddPeak(AttentionBatch& batch, int64_t slot, int64_t begin, int64_t end, float x) {
-  FakePagedKv& kv = batch.kv();
-  const float key = x * std::sqrt(static_cast<float>(batch.shape().head_dim)) / kPeakQuery;
-  for (int64_t head = 0; head < batch.shape().kv_heads; ++head) {
-    for (int64_t t = begin; t < end; ++t) {
-      std::byte* token = kv.Token(Side::kKey, slot, t, kLayer, head);
-      SetPeak(batch, t, key, [&](int64_t i, float value) { kv.Set(token, i, value); });
-    }
-  }
-  for (int64_t block = begin / kPageTokens; block * kPageTokens < end; ++block) {
-    const int64_t tokens = std::min(kPageTokens, end - block * kPageTokens);
-    KVASIR_CHECK(RebuildBounds(kv.View(), slot, block, tokens).ok());
-  }
-}
-
-// A query at the end of `context` tokens of the slot, whose heads see the last `local` tokens only,
-// by as much as `peak`.
-void AddLocalBlock(AttentionBatch& batch, int64_t slot, int64_t context, int64_t local,
-                   float peak) {
-  batch.FillContext(slot, context);
-  AddPeak(batch, slot, 0, context - local, 0);
-  AddPeak(batch, slot, context - local, context, peak);
-  const int64_t row = batch.num_tokens();
-  batch.AddBlock(slot, context - 1, 1);
-  for (int64_t head = 0; head < batch.heads(); ++head) {
-    SetPeak(batch, context - 1, kPeakQuery,
-            [&](int64_t i, float value) { batch.q(row, head)[i] = value; });
-  }
-}
 
 // One rule for all blocks.
 void Terminate(AttentionBatch& batch, const Terminator* terminator,

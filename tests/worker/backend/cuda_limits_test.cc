@@ -41,6 +41,8 @@ TEST(CudaLimits, ModelsItComputes) {
   TransformerOptions model = ServedModel();
   model.config.head_dim = 64;
   EXPECT_TRUE(CheckCudaModel(model, DType::kBFloat16).ok());
+  model.extension = PositionExtension::kStreaming;
+  EXPECT_TRUE(CheckCudaModel(model, DType::kBFloat16).ok());
 }
 
 TEST(CudaLimits, ModelsItDoesNot) {
@@ -48,11 +50,9 @@ TEST(CudaLimits, ModelsItDoesNot) {
   model.dtype = DType::kFloat32;
   ExpectRefused(CheckCudaModel(model, DType::kBFloat16), "--dtype=bfloat16");
   ExpectRefused(CheckCudaModel(ServedModel(), DType::kFloat32), "--kv-cache-dtype=bfloat16");
-  for (const auto extension : {PositionExtension::kStreaming, PositionExtension::kSelfExtend}) {
-    model = ServedModel();
-    model.extension = extension;
-    ExpectRefused(CheckCudaModel(model, DType::kBFloat16), "--position-extension=none");
-  }
+  model = ServedModel();
+  model.extension = PositionExtension::kSelfExtend;
+  ExpectRefused(CheckCudaModel(model, DType::kBFloat16), "--position-extension=streaming or none");
   model = ServedModel();
   model = ServedModel();
   model.config.head_dim = 80;
@@ -68,11 +68,12 @@ absl::Status CheckPolicy(const v1::SparsityPolicy& policy) {
 }
 
 TEST(CudaLimits, PoliciesItServes) {
-  for (const std::string selector : {"all", "quest", "tokenselect", "infinitehip"}) {
+  for (const std::string selector : {"all", "streaming", "quest", "tokenselect", "infinitehip"}) {
     v1::SparsityPolicy policy = ServedPolicy();
     v1::SetSelector(selector, *policy.mutable_prefill());
     v1::SetSelector(selector, *policy.mutable_decode());
     policy.mutable_decode()->set_top_p(0.9f);
+    policy.mutable_decode()->mutable_art();
     EXPECT_TRUE(CheckPolicy(policy).ok()) << CheckPolicy(policy);
   }
 }
@@ -82,12 +83,10 @@ TEST(CudaLimits, PoliciesItDoesNot) {
     const auto part = [&](v1::SparsityPolicy& policy) {
       return in_prefill ? policy.mutable_prefill() : policy.mutable_decode();
     };
-    for (const std::string selector : {"streaming", "hip"}) {
-      v1::SparsityPolicy policy = ServedPolicy();
-      v1::SetSelector(selector, *part(policy));
-      ExpectRefused(CheckPolicy(policy), selector);
-    }
     v1::SparsityPolicy policy = ServedPolicy();
+    part(policy)->mutable_hip();
+    ExpectRefused(CheckPolicy(policy), "hip");
+    policy = ServedPolicy();
     part(policy)->mutable_tokenselect()->set_scope("layer");
     ExpectRefused(CheckPolicy(policy), "scope of tokenselect is layer; it must be group");
     policy = ServedPolicy();
@@ -100,8 +99,8 @@ TEST(CudaLimits, PoliciesItDoesNot) {
     part(policy)->mutable_reuse()->set_rule("cosine");
     ExpectRefused(CheckPolicy(policy), "cosine");
     policy = ServedPolicy();
-    part(policy)->mutable_art();
-    ExpectRefused(CheckPolicy(policy), "art");
+    part(policy)->mutable_art()->set_order("importance");
+    ExpectRefused(CheckPolicy(policy), "order of art is importance; it must be recency");
     policy = ServedPolicy();
     part(policy)->mutable_quality()->set_min_mass(0.5f);
     ExpectRefused(CheckPolicy(policy), "min_mass");

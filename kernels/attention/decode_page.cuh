@@ -1,0 +1,155 @@
+// One page of decode attention, by a warpgroup: one query a row, the heads of a KV group together.
+// For a page of 64 tokens it computes
+//
+//   S[64 tokens, 8 heads] = K[64, d] q^T            M = tokens: nothing is wasted on padding but
+//   P = exp2(scale S - max)                         heads up to 8
+//   O[d, 8 heads] += V^T[d, 64] P                   M = head dimension
+//
+// and keeps (max, sum, O) of the pages it took. For the kernels of decode attention.
+#pragma once
+
+#include "kernels/attention/attend_launch.h"
+#include "kernels/attention/page_pipeline.cuh"
+
+namespace kvasir::kernels {
+
+constexpr int kHeads = 8;  // columns of the products; a KV head has up to so many query heads
+
+// What a warpgroup works in.
+template <int kHeadDim>
+struct alignas(1024) DecodeMemory {
+  std::byte query[PageShape<kHeadDim>::kHalves * hopper::kSwizzledGroupBytes];  // [8 heads][64]
+                                                                                // halves
+  std::byte weights[hopper::kSwizzledGroupBytes];  // P: [8 heads][64 tokens]
+  float exchange[4][kHeads];                       // between its warps
+};
+
+// What a thread holds of a warpgroup's state: two heads (columns), and of O the rows that wgmma
+// gives it.
+template <int kHeadDim>
+struct ThreadState {
+  float max[2] = {kMinusInfinity, kMinusInfinity};  // of the scaled logits, times log2(e)
+  float sum[2] = {0, 0};                            // of this thread's tokens only
+  float out[PageShape<kHeadDim>::kHalves][4] = {};
+};
+
+// The group's queries; rows of absent heads are zero.
+template <int kHeadDim, bool kRotates>
+__device__ void LoadQuery(const AttendLaunch& p, const PageRun& run, const ThreadPlace& me,
+                          std::byte* to) {
+  const int64_t kv_head = run.row % p.kv.layout.num_kv_heads;
+  const int64_t heads = p.kv.layout.num_kv_heads * p.group;
+  const __nv_bfloat16* first = p.q + (run.block.first_row * heads + kv_head * p.group) * kHeadDim;
+  const auto query_of = [&](int head) {
+    return head < p.group ? first + head * kHeadDim : nullptr;
+  };
+  LoadQueryTile<kHeadDim, kHeads>(me, query_of, to);
+  if constexpr (kRotates) {
+    const int64_t position = QueryPosition(p.headers[run.row], run.block.first_position);
+    RotateTile<kHeadDim, kHeads>(
+        p.rope, me.thread, kGroupThreads, [&](int) { return position; }, to);
+    Synchronize(me);
+  }
+}
+
+template <int kHeadDim>
+__device__ void Logits(const std::byte* keys, const std::byte* query, float (&s)[4]) {
+  using Shape = PageShape<kHeadDim>;
+  hopper::WgmmaFence();
+#pragma unroll
+  for (int step = 0; step < kHeadDim / 16; ++step) {
+    const int half = step / 4;
+    const int offset = step % 4 * 32;  // 16 values
+    hopper::Wgmma64x8<hopper::Major::kK>(
+        s, hopper::Advance(hopper::TileDescriptor(keys + half * Shape::kBoxBytes), offset),
+        hopper::Advance(hopper::TileDescriptor(query + half * hopper::kSwizzledGroupBytes), offset),
+        step > 0);
+  }
+  hopper::WgmmaCommit();
+  hopper::WgmmaWait<0>();
+}
+
+// Maximum of each column over all 64 rows, for the thread's two columns.
+__device__ inline void ColumnMax(const ThreadPlace& me, float (*warp_max)[kHeads],
+                                 const float (&s)[4], float (&max)[2]) {
+  for (int j = 0; j < 2; ++j) {
+    float value = fmaxf(s[j], s[j + 2]);
+    for (int distance = 4; distance < kWarpThreads; distance *= 2) {
+      value = fmaxf(value, __shfl_xor_sync(kAllLanes, value, distance));
+    }
+    max[j] = value;
+  }
+  if (me.thread % kWarpThreads < 4) {
+    warp_max[me.warp][me.column] = max[0];
+    warp_max[me.warp][me.column + 1] = max[1];
+  }
+  Synchronize(me);
+  for (int j = 0; j < 2; ++j) {
+    for (int warp = 0; warp < 4; ++warp) max[j] = fmaxf(max[j], warp_max[warp][me.column + j]);
+  }
+}
+
+template <int kHeadDim>
+__device__ void AddValues(const std::byte* values, const std::byte* weights,
+                          float (&out)[PageShape<kHeadDim>::kHalves][4]) {
+  using Shape = PageShape<kHeadDim>;
+  hopper::WgmmaFence();
+#pragma unroll
+  for (int half = 0; half < Shape::kHalves; ++half) {
+#pragma unroll
+    for (int step = 0; step < static_cast<int>(kPageTokens) / 16; ++step) {
+      hopper::Wgmma64x8<hopper::Major::kMN>(
+          out[half],
+          hopper::Advance(hopper::TileDescriptor(values + half * Shape::kBoxBytes),
+                          step * 16 * hopper::kSwizzledRowBytes),
+          hopper::Advance(hopper::TileDescriptor(weights), step * 32), true);
+    }
+  }
+  hopper::WgmmaCommit();
+  hopper::WgmmaWait<0>();
+}
+
+// Adds the stage's page, in the ring whose stages the warpgroup reads alone.
+template <int kHeadDim, bool kRotates, typename Ring>
+__device__ void AttendToPage(const AttendLaunch& p, Ring& ring, DecodeMemory<kHeadDim>& mine,
+                             const ThreadPlace& me, int stage, ThreadState<kHeadDim>& state) {
+  const uint64_t mask = ring.masks[stage];
+  if (mask == 0) return;
+  if constexpr (kRotates) {
+    RotateKeys(ring, stage, p.rope, me.thread, kGroupThreads);
+    Synchronize(me);
+  }
+  float s[4] = {};
+  Logits<kHeadDim>(ring.keys(stage), mine.query, s);
+  const bool attended[2] = {(mask >> me.row & 1) != 0, (mask >> (me.row + 8) & 1) != 0};
+  for (int i = 0; i < 4; ++i) s[i] = attended[i / 2] ? s[i] * p.scale * kLog2E : kMinusInfinity;
+  float page_max[2];
+  ColumnMax(me, mine.exchange, s, page_max);
+  if (mask != ~uint64_t{0}) ZeroMaskedValues(ring, stage, mask, me.thread, kGroupThreads);
+  float offset[2];  // what the exponent is relative to: a maximum, or 0 as long as there is no key
+  for (int j = 0; j < 2; ++j) {
+    const float max = fmaxf(state.max[j], page_max[j]);
+    offset[j] = max == kMinusInfinity ? 0.0f : max;
+    const float fade = exp2f(state.max[j] - offset[j]);
+    state.max[j] = max;
+    state.sum[j] *= fade;
+    for (int half = 0; half < PageShape<kHeadDim>::kHalves; ++half) {
+      state.out[half][j] *= fade;
+      state.out[half][j + 2] *= fade;
+    }
+  }
+  for (int i = 0; i < 4; ++i) {
+    const int j = i % 2;
+    const float weight = exp2f(s[i] - offset[j]);
+    state.sum[j] += weight;
+    const int token = me.row + i / 2 * 8;
+    *reinterpret_cast<__nv_bfloat16*>(mine.weights +
+                                      hopper::SwizzledOffset(me.column + j, token * 2)) =
+        __float2bfloat16_rn(weight);
+  }
+  hopper::FenceAsyncProxy();
+  Synchronize(me);
+  AddValues<kHeadDim>(ring.values(stage), mine.weights, state.out);
+}
+
+}  // namespace kvasir::kernels

@@ -1,0 +1,39 @@
+// One block of threads a row, each thread some entries side by side: their tokens are counted, the
+// counts summed over the threads before, and the entries told.
+#include "kernels/paged/compact_positions_launch.h"
+#include "kernels/sparse/block_select.cuh"
+
+namespace kvasir::kernels {
+namespace {
+
+constexpr int kThreads = 256;
+
+__global__ void __launch_bounds__(kThreads)
+    AssignPositionsKernel(const __grid_constant__ PageSelection selection) {
+  __shared__ SelectMemory memory;
+  SelectionHeader* const header = selection.headers + blockIdx.x;
+  SelectionEntry* const list = selection.entries + blockIdx.x * selection.capacity;
+  const int count = header->count;
+  const int share = (count + kThreads - 1) / kThreads;
+  const int begin = min(count, static_cast<int>(threadIdx.x) * share);
+  const int end = min(count, begin + share);
+  int own = 0;
+  for (int i = begin; i < end; ++i) own += CountBits(list[i].chosen);
+  int64_t position =
+      header->sink_end + static_cast<int64_t>(SumBefore(static_cast<uint64_t>(own), memory));
+  for (int i = begin; i < end; ++i) {
+    list[i].pos0 = static_cast<int32_t>(position);
+    position += CountBits(list[i].chosen);
+  }
+  if (threadIdx.x == kThreads - 1) header->compact_length = position;
+}
+
+}  // namespace
+
+cudaError_t LaunchAssignPositions(const PageSelection& selection, cudaStream_t stream) {
+  AssignPositionsKernel<<<static_cast<unsigned>(selection.num_rows), kThreads, 0, stream>>>(
+      selection);
+  return cudaGetLastError();
+}
+
+}  // namespace kvasir::kernels

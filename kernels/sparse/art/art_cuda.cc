@@ -1,0 +1,38 @@
+#include "kernels/sparse/art/art_cuda.h"
+
+#include "kernels/base/cuda_status.h"
+#include "kernels/base/shape_check.h"
+#include "kernels/base/status_macros.h"
+#include "kernels/sparse/art/art_launch.h"
+#include "kernels/sparse/select_cuda.h"
+
+namespace kvasir::kernels {
+
+int64_t AttendArtWorkspaceBytes(const PagedKv& kv, int64_t blocks, int64_t group) {
+  return blocks * kv.layout.num_kv_heads * (kv.max_blocks_per_slot + 1) * group *
+         static_cast<int64_t>(sizeof(float));
+}
+
+absl::Status AttendArt(const AttendParams& params, const ArtCuda& art, const KvTensorMaps& maps,
+                       std::byte* workspace, cudaStream_t stream) {
+  if (art.options.order == ReadingOrder::kImportance) {
+    return absl::UnimplementedError(
+        "art on the GPU reads pages from the newest on; use the order recency");
+  }
+  KVASIR_ASSIGN_OR_RETURN(const AttendLaunch launch, MakeAttendLaunch(params));
+  ShapeCheck check("art on the GPU");
+  check.Require(art.numbers.size() == params.blocks.size(), "numbers must be one per query block")
+      .Require(static_cast<int64_t>(art.counts.size()) == params.selection.num_rows,
+               "counts must be one per row");
+  KVASIR_RETURN_IF_ERROR(check.status());
+  KVASIR_RETURN_IF_ERROR(RequireBounds("art", params.kv));
+  if (params.blocks.empty()) return absl::OkStatus();
+  ArtLaunch p = {launch};
+  p.options = art.options;
+  p.numbers = art.numbers.data();
+  p.counts = art.counts.data();
+  p.unread = reinterpret_cast<float*>(workspace);
+  return CudaStatus(LaunchAttendArt(p, maps, stream), "launching art");
+}
+
+}  // namespace kvasir::kernels

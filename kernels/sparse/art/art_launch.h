@@ -1,0 +1,23 @@
+// The kernel behind art_cuda.h. Only art_cuda.cc includes it, after it has checked the shapes.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "kernels/attention/attend_launch.h"
+#include "kernels/sparse/art/art_rule.h"
+#include "kernels/sparse/stages.h"
+
+namespace kvasir::kernels {
+
+// All pointers are device memory.
+struct ArtLaunch : AttendLaunch {
+  ArtOptions options = {};
+  const SelectionNumbers* numbers = nullptr;  // one per block
+  SelectedCounts* counts = nullptr;           // [num_rows]
+  // Of the guard: [num_rows][max_blocks_per_slot + 1][group].
+  float* unread = nullptr;
+};
+
+cudaError_t LaunchAttendArt(const ArtLaunch& params, const KvTensorMaps& maps, cudaStream_t stream);
+
+}  // namespace kvasir::kernels

@@ -1,0 +1,230 @@
+// The GPU's art: what it reads, leaves, and gives out, held against dense attention and the CPU's.
+#include "kernels/sparse/art/art_cuda.h"
+
+#include <cmath>
+#include <gtest/gtest.h>
+#include <tuple>
+#include <vector>
+
+#include "kernels/attention/attend_cpu.h"
+#include "kernels/sparse/art/art_terminator.h"
+#include "kernels/sparse/select_common.h"
+#include "tests/support/compare.h"
+#include "tests/support/device_attention_batch.h"
+#include "tests/support/local_attention_batch.h"
+
+namespace kvasir::kernels {
+namespace {
+
+constexpr SelectionNumbers kNumbers = {.sink_tokens = 40, .window_tokens = 130, .patience = 5};
+// Pages that may have been asked for when a row ends.
+constexpr int64_t kAskedFor = 3;
+
+// head_dim, query heads of a KV head, form of keys.
+class ArtCudaTest : public testing::TestWithParam<std::tuple<int64_t, int64_t, Keys>> {
+ protected:
+  void SetUp() override {
+    if (!HasGpu()) GTEST_SKIP() << "no GPU on this machine";
+  }
+  static AttentionBatch Make(int64_t slots, int64_t tokens, uint64_t seed) {
+    return MakeBatch({.activation = DType::kBFloat16,
+                      .kv = DType::kBFloat16,
+                      .head_dim = std::get<0>(GetParam()),
+                      .kv_heads = 2,
+                      .group = std::get<1>(GetParam())},
+                     std::get<2>(GetParam()), slots, tokens, seed);
+  }
+
+  // Unread pages by row.
+  static std::vector<int64_t> RunOnGpu(AttentionBatch& batch, const ArtOptions& options,
+                                       const SelectionNumbers& numbers = kNumbers) {
+    std::vector<SelectedCounts> counts;
+    const absl::Status status = DeviceAttentionBatch(batch).Run(
+        [&](AttendParams params, const KvTensorMaps& maps) -> absl::Status {
+          params.terminations = {};  // the CPU's
+          DeviceMemory memory;
+          counts.resize(static_cast<size_t>(params.selection.num_rows));
+          const std::vector<SelectionNumbers> all(params.blocks.size(), numbers);
+          KVASIR_ASSIGN_OR_RETURN(SelectedCounts * device_counts,
+                                  memory.Copy(counts.data(), counts.size()));
+          KVASIR_ASSIGN_OR_RETURN(SelectionNumbers * device_numbers,
+                                  memory.Copy(all.data(), all.size()));
+          KVASIR_ASSIGN_OR_RETURN(const DeviceBuffer workspace,
+                                  DeviceBuffer::Allocate(AttendArtWorkspaceBytes(
+                                      params.kv, std::ssize(params.blocks), batch.shape().group)));
+          KVASIR_RETURN_IF_ERROR(AttendArt(params,
+                                           {.options = options,
+                                            .numbers = {device_numbers, all.size()},
+                                            .counts = {device_counts, counts.size()}},
+                                           maps, workspace.data(), nullptr));
+          KVASIR_RETURN_IF_ERROR(CudaStatus(cudaDeviceSynchronize(), "running the kernel"));
+          return DeviceMemory::Fetch(device_counts, counts.data(),
+                                     counts.size() * sizeof(counts.front()));
+        });
+    EXPECT_TRUE(status.ok()) << status;
+    std::vector<int64_t> unread;
+    for (const SelectedCounts& row : counts) unread.push_back(row.unread_pages);
+    return unread;
+  }
+
+  static std::vector<int64_t> UnreadOnCpu(AttentionBatch& batch, const ArtOptions& options,
+                                          const SelectionNumbers& numbers = kNumbers) {
+    const ArtTerminator art(options);
+    std::vector<Termination> terminations;
+    for (const QueryBlock& block : batch.blocks()) {
+      terminations.push_back(MakeTermination(&art, block, numbers));
+    }
+    batch.SetTerminations(std::move(terminations));
+    batch.Run(
+        [](const AttendParams& params, Executor& executor) { AttendReference(params, executor); });
+    std::vector<int64_t> unread;
+    for (int64_t block = 0; block < std::ssize(batch.blocks()); ++block) {
+      for (int64_t head = 0; head < batch.shape().kv_heads; ++head) {
+        const UnreadPages& row = batch.unread(block, head);
+        unread.push_back(row.device + row.host);
+      }
+    }
+    batch.SetTerminations(std::vector<Termination>(batch.blocks().size()));
+    return unread;
+  }
+
+  // What the batch gives out when every page is read.
+  static std::vector<float> RunWhole(AttentionBatch& batch) {
+    batch.Run(
+        [](const AttendParams& params, Executor& executor) { AttendReference(params, executor); });
+    return Outputs(batch);
+  }
+  static std::vector<float> Outputs(const AttentionBatch& batch) {
+    const float* first = batch.out(0, 0);
+    return {first, first + batch.num_tokens() * batch.heads() * batch.shape().head_dim};
+  }
+  static testing::AssertionResult IsClose(const AttentionBatch& batch,
+                                          const std::vector<float>& whole) {
+    return tests::AllClose(Outputs(batch), whole, {.absolute = 1e-2, .relative = 1e-2},
+                           {batch.num_tokens(), batch.heads(), batch.shape().head_dim});
+  }
+};
+
+INSTANTIATE_TEST_SUITE_P(Shapes, ArtCudaTest,
+                         testing::Combine(testing::Values(64, 128), testing::Values(1, 4, 7),
+                                          testing::Values(Keys::kRotated, Keys::kUnrotated)));
+
+// Lists with pruned pages and all, of many lengths.
+TEST_P(ArtCudaTest, PatienceThatIsNeverReachedReadsEverything) {
+  AttentionBatch batch = Make(3, 3000, 91);
+  for (int64_t slot = 0; slot < 3; ++slot) {
+    const int64_t tokens = std::vector<int64_t>{3000, 65, 2111}[static_cast<size_t>(slot)];
+    batch.FillContext(slot, tokens);
+    batch.AddBlock(slot, tokens - 1, 1);
+    if (tokens < 1000) continue;
+    batch.AddBlock(slot, tokens - 1, 1, [&](int64_t) {
+      std::vector<SelectionEntry> entries;
+      for (int64_t page = 0; page < tokens / kPageTokens; ++page) {
+        const uint64_t chosen = batch.rng()() | batch.rng()();
+        if (batch.rng()() % 3 == 0) continue;
+        entries.push_back({.page = page,
+                           .chosen = chosen,
+                           .live = batch.rng()() % 3 == 0 ? 0 : chosen & batch.rng()()});
+      }
+      return SelectList(100, tokens - 200, std::move(entries));
+    });
+  }
+  const std::vector<float> whole = RunWhole(batch);
+  SelectionNumbers numbers = kNumbers;
+  for (const int64_t patience : {20, 1000}) {
+    numbers.patience = patience;
+    const std::vector<int64_t> unread = RunOnGpu(batch, {}, numbers);
+    EXPECT_EQ(unread, std::vector<int64_t>(unread.size(), 0));
+    EXPECT_TRUE(IsClose(batch, whole)) << "patience " << patience;
+  }
+}
+
+TEST_P(ArtCudaTest, RowsEndWhereTheCpusDo) {
+  AttentionBatch batch = Make(3, 6000, 92);
+  AddLocalBlock(batch, 0, 3000, 200, 40);
+  AddLocalBlock(batch, 1, 5900, 700, 40);
+  batch.FillContext(2, 4100);
+  batch.AddBlock(2, 4099, 1);  // nothing local
+  const std::vector<float> whole = RunWhole(batch);
+  const std::vector<int64_t> expected = UnreadOnCpu(batch, {});
+  const std::vector<int64_t> found = RunOnGpu(batch, {});
+  EXPECT_TRUE(IsClose(batch, whole));
+  for (size_t row = 0; row < found.size(); ++row) {
+    SCOPED_TRACE(row);
+    if (row < 4) {
+      EXPECT_GT(expected[row], 10);
+      EXPECT_NEAR(static_cast<double>(found[row]), static_cast<double>(expected[row] - kAskedFor),
+                  2);
+    } else {
+      EXPECT_EQ(found[row], 0);
+      EXPECT_EQ(expected[row], 0);
+    }
+  }
+}
+
+TEST_P(ArtCudaTest, AFarNeedleIsMissedWithoutTheGuardAndKeptWithIt) {
+  constexpr int64_t kNeedle = 2047;  // at a quarter of the context, in page 31
+  AttentionBatch batch = Make(1, 8192, 93);
+  AddLocalBlock(batch, 0, 8192, 200, 40);
+  AddPeak(batch, 0, kNeedle, kNeedle + 1, 50);
+  const std::vector<float> whole = RunWhole(batch);
+  for (const auto probe : {ArtOptions::Probe::kNormalised, ArtOptions::Probe::kRaw}) {
+    const ArtOptions options = {.probe = probe, .guard = ArtOptions::Guard::kNone};
+    const std::vector<int64_t> unguarded = RunOnGpu(batch, options);
+    EXPECT_GT(unguarded[0], 110);
+    EXPECT_FALSE(IsClose(batch, whole));
+  }
+  const std::vector<int64_t> guarded = RunOnGpu(batch, {});
+  EXPECT_GT(guarded[0], 0);   // it ends, but
+  EXPECT_LT(guarded[0], 31);  // behind the needle
+  EXPECT_TRUE(IsClose(batch, whole));
+}
+
+// One head of the group looks far away: the row is read for it, for all.
+TEST_P(ArtCudaTest, AllHeadsOfAGroupMustHaveSettled) {
+  AttentionBatch batch = Make(1, 4096, 94);
+  AddLocalBlock(batch, 0, 4096, 200, 40);
+  batch.AddBlock(0, 4095, 1);
+  for (int64_t head = 0; head < batch.heads(); ++head) {
+    for (int64_t i = 0; i < batch.shape().head_dim; ++i) {
+      batch.q(1, head)[i] =
+          head % batch.shape().group == batch.shape().group - 1 ? 0.0f : batch.q(0, head)[i];
+    }
+  }
+  const std::vector<float> whole = RunWhole(batch);
+  const std::vector<int64_t> unread = RunOnGpu(batch, {});
+  EXPECT_GT(unread[0], 10);
+  EXPECT_EQ(unread[2], 0);
+  EXPECT_EQ(unread[3], 0);
+  EXPECT_TRUE(IsClose(batch, whole));
+}
+
+TEST_P(ArtCudaTest, WhatIsUnreadIsNotAskedForAndTheWholeSinkIs) {
+  AttentionBatch batch = Make(1, 3000, 95);
+  AddLocalBlock(batch, 0, 3000, 200, 40);
+  SelectionNumbers numbers = kNumbers;
+  numbers.sink_tokens = 200;
+  const std::vector<float> whole = RunWhole(batch);
+  const std::vector<int64_t> unread = RunOnGpu(batch, {}, numbers);
+  ASSERT_GT(unread[0], 10);
+  // No page at all changes nothing.
+  for (int64_t page = 4; page < 4 + unread[0]; ++page) {
+    batch.kv().SetTier(0, page, AttentionBatch::kLayer, 0, PageTier::kAbsent);
+  }
+  EXPECT_EQ(RunOnGpu(batch, {}, numbers), unread);
+  EXPECT_EQ(batch.fault(0), 0);
+  EXPECT_TRUE(IsClose(batch, whole));
+  batch.kv().SetTier(0, 3, AttentionBatch::kLayer, 0, PageTier::kAbsent);  // of the sink
+  RunOnGpu(batch, {}, numbers);
+  EXPECT_EQ(batch.fault(0), 1);
+}
+
+TEST(ArtCudaParams, OrderByImportanceIsRefused) {
+  ArtCuda art;
+  art.options.order = ReadingOrder::kImportance;
+  const absl::Status status = AttendArt({}, art, KvTensorMaps{}, nullptr, nullptr);
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnimplemented);
+}
+
+}  // namespace
+}  // namespace kvasir::kernels
