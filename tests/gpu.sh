@@ -16,7 +16,7 @@ bundle() {
   cmake --build --preset cuda --target \
     kernels_dense_cuda_test kernels_paged_cuda_test kernels_sparse_cuda_test kernels_attention_cuda_test \
     kernels_ranks_cuda_test worker_cuda_test worker_cuda_parallel_test attention_cuda_bench dense_cuda_bench paging_cuda_bench \
-    all_reduce_bench
+    all_reduce_bench kvasir kvasir-worker kvasir_python_proto
   rm -rf "$1"
   cmake --install build/cuda --component gpu --prefix "$1"
 }
@@ -90,6 +90,12 @@ run() {
   # One process a GPU; it says which cases need more of them.
   begin parallel 300 env --chdir="$here/.." "$here/worker_cuda_parallel_test"
   wait
+  if python3 -c 'import grpc' 2>/dev/null; then
+    begin service 300 env KVASIR_BUILD="$here/.." python3 "$here/../tests/e2e/ranks_on_gpus_test.py"
+    wait
+  else
+    results+=("absent  grpcio: the service is not tested")
+  fi
   if command -v compute-sanitizer >/dev/null; then
     for program in "${programs[@]}"; do
       for tool in memcheck synccheck initcheck racecheck; do

@@ -24,8 +24,8 @@ namespace {
 
 constexpr char kModel[] = "tests/model/needle-8k";
 constexpr char kText[] = "tests/model/golden/needle-8k.safetensors";
-// Of the largest logit: sums of bfloat16 products in another order, through six layers.
-constexpr float kTolerance = 0.05f;
+// Of the largest logit: sums in another order through six layers, and pages that are chosen or not.
+constexpr float kTolerance = 0.1f;
 constexpr int64_t kAnswer = 16;
 constexpr int64_t kSlots = 8;
 // A step of one chunk is too large for sums among peers, a step of decode rows small enough.
@@ -47,7 +47,8 @@ EngineOptions Options() {
   return options;
 }
 
-// One to eight at a time.
+// One to eight at a time. Of few pages one more or less is another answer; where ranks stand a
+// little apart they may choose another.
 std::vector<TestRequest> Requests() {
   const std::vector<uint32_t> text = GoldenFile(kText).Run(8000).tokens;
   std::vector<TestRequest> requests;
@@ -56,8 +57,8 @@ std::vector<TestRequest> Requests() {
     requests.push_back({.prompt = {text.begin() + begin, text.begin() + begin + size},
                         .max_tokens = kAnswer - i % 3,
                         .policy = i % 4,
-                        .prefill = MakeNumbers(32, 128, 256),
-                        .decode = MakeNumbers(16, 128, 128),
+                        .prefill = MakeNumbers(32, 128, 512),
+                        .decode = MakeNumbers(16, 128, 512),
                         .tail_tokens = 20,
                         .sampling = Greedy(),
                         .cached_blocks = {}});
@@ -204,6 +205,7 @@ void ExpectErrorInTime(int signal) {
         ASSERT_TRUE(reply.ok()) << reply.status();
         coordinator.Apply(plan, *reply);
       }
+      std::cout << "rank " << rank << ": " << kStepsBefore << " steps done" << std::endl;
       if (rank == 1) raise(signal);
       const auto begin = std::chrono::steady_clock::now();
       const absl::Status status = worker.engine().Step(coordinator.NextPlan()).status();

@@ -155,9 +155,9 @@ absl::Status CudaBackend::JoinRanks(Collective& ranks) {
 }
 
 void CudaBackend::LeaveRanks() {
-  graphs_.Clear(stream_);  // NCCL waits for the graphs with calls of its own
   if (ranks_ != nullptr) ranks_->Abandon(stream_);
-  ranks_.reset();
+  graphs_.Clear(stream_);
+  ranks_.reset();  // which waits for graphs with its calls
 }
 
 absl::Status CudaBackend::WaitForStep() {

@@ -70,7 +70,7 @@ absl::Status CudaRanks::Wait(const CudaStream& stream) {
 }
 
 void CudaRanks::Abandon(const CudaStream& stream) {
-  nccl_->Abort();
+  nccl_->BeginAbort();
   stream.Wait().IgnoreError();  // sums among peers end by themselves
 }
 

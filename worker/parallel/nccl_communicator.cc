@@ -104,9 +104,16 @@ absl::Status NcclCommunicator::Health() const {
   return NcclStatus(result, "a collective", rank_);
 }
 
-void NcclCommunicator::Abort() {
-  ncclComm_t comm = std::exchange(comm_, nullptr);
-  if (comm != nullptr) ncclCommAbort(comm);
+NcclCommunicator::~NcclCommunicator() {
+  BeginAbort();
+  if (aborting_.joinable()) aborting_.join();
+}
+
+// On a thread of its own: NCCL tells its kernels to end, and then waits until all graphs with calls
+// of its own are destroyed. Those can be destroyed only when they have ended.
+void NcclCommunicator::BeginAbort() {
+  ncclComm_t const comm = std::exchange(comm_, nullptr);
+  if (comm != nullptr) aborting_ = std::thread([comm] { ncclCommAbort(comm); });
 }
 
 }  // namespace kvasir::worker

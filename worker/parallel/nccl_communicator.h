@@ -7,12 +7,14 @@
 // Abort. Whether a rank captures and another launches does not matter: kernels are chosen by size
 // alone, since registration of captured buffers is off (Join says where).
 //
-// Graphs with its calls must be destroyed before it. Thread-compatible.
+// Graphs with its calls must be destroyed before it, where they may run until then behind
+// BeginAbort. Thread-compatible.
 #pragma once
 
 #include <cstdint>
 #include <cuda_runtime_api.h>
 #include <memory>
+#include <thread>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -29,7 +31,8 @@ class NcclCommunicator {
   // On the current device; all ranks at the same time. UNAVAILABLE when NCCL cannot connect them,
   // DEADLINE_EXCEEDED when a rank does not come.
   static absl::StatusOr<std::unique_ptr<NcclCommunicator>> Join(Collective& ranks);
-  ~NcclCommunicator() { Abort(); }
+  // What is still on a stream ends with it, as of BeginAbort.
+  ~NcclCommunicator();
   NcclCommunicator(const NcclCommunicator&) = delete;
   NcclCommunicator& operator=(const NcclCommunicator&) = delete;
 
@@ -41,7 +44,8 @@ class NcclCommunicator {
   // What NCCL has noticed by itself, of work on the stream.
   absl::Status Health() const;
   // Ends what is unfinished on streams, with unspecified results, and every later call in an error.
-  void Abort();
+  // Does not wait for it.
+  void BeginAbort();
 
  private:
   NcclCommunicator(int rank, absl::Duration patience) : rank_(rank), patience_(patience) {}
@@ -53,6 +57,7 @@ class NcclCommunicator {
   const int rank_;
   const absl::Duration patience_;
   ncclComm_t comm_ = nullptr;
+  std::thread aborting_;
 };
 
 }  // namespace kvasir::worker
