@@ -160,8 +160,8 @@ void CudaBackend::LeaveRanks() {
   ranks_.reset();  // which waits for graphs with its calls
 }
 
-absl::Status CudaBackend::WaitForStep() {
-  if (ranks_ == nullptr) return stream_.Wait();
+absl::Status CudaBackend::WaitForRanks() {
+  if (ranks_ == nullptr) return absl::OkStatus();
   const absl::Status status = ranks_->Wait(stream_);
   if (!status.ok()) LeaveRanks();
   return status;
@@ -297,8 +297,9 @@ absl::Status CudaBackend::GatherColumns(const RankColumns& columns) {
 
 absl::Status CudaBackend::EndStep(const StepOutputs& outputs, StepResult& result) {
   KVASIR_RETURN_IF_ERROR(graphs_.End(stream_));
+  KVASIR_RETURN_IF_ERROR(WaitForRanks());
   KVASIR_RETURN_IF_ERROR(FetchResults(outputs));
-  KVASIR_RETURN_IF_ERROR(WaitForStep());
+  KVASIR_RETURN_IF_ERROR(stream_.Wait());
   ReadResults(outputs, result);
   // Ranks that share a KV head select alike: its pages are counted once.
   if (inputs_->shard.replica() == 0) attention_.Report(step_, inputs_->meter);

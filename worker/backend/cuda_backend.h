@@ -1,6 +1,6 @@
 // The backend on one GPU: ops on one stream, in the order in which the model calls them; the host
-// waits once a step, in EndStep, for what it needs of it. What ranks do together is part of the
-// stream, too (cuda_ranks.h). KV is bfloat16, in device memory or read in place from the host's
+// waits in EndStep only, for what it needs of it. What ranks do together is part of the stream,
+// too (cuda_ranks.h). KV is bfloat16, in device memory or read in place from the host's
 // (cuda_residency.h); what it cannot do yet stands in cuda_limits.h. Only in builds with CUDA.
 // Thread-compatible.
 #pragma once
@@ -71,8 +71,9 @@ class CudaBackend final : public Backend {
   // Of the step that has begun, of one token a row.
   CudaGraphs::Shape GraphShape() const;
   absl::Status FetchResults(const StepOutputs& outputs);
-  // Until the stream has done everything, or a rank is missing: then the group is left.
-  absl::Status WaitForStep();
+  // Until the step's ops are over, or a rank is missing: then the group is left. Before anything
+  // that may wait for the device without a bound, as taking memory does.
+  absl::Status WaitForRanks();
   void LeaveRanks();
   void ReadResults(const StepOutputs& outputs, StepResult& result) const;
 
