@@ -75,8 +75,11 @@ class Engine {
   // Blocks are on their way to or from it: poll it, also when there are no steps.
   bool TierIsBusy() const { return store_->TierIsBusy(); }
   void PollTier() { store_->PollTier(); }
-  // Waits until every accepted write has ended.
-  void FlushTier() { store_->Flush(); }
+  // Waits until every accepted write has ended; not behind a step that failed, which has left the
+  // store within it: what is not written then is computed again.
+  void FlushTier() {
+    if (broken_.ok()) store_->Flush();
+  }
 
   // What attention did in the last step that computed something.
   const AttentionMeter& meter() const { return meter_; }
