@@ -157,6 +157,8 @@ class PeerSumTest : public testing::Test {
                            cudaMemcpyDefault),
                 cudaSuccess);
     }
+    // A copy from pageable memory may be on its way yet, and the ranks' streams do not wait for it.
+    ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
   }
   static absl::Status Launch(const Rank& rank, int64_t count) {
     return PeerSum(rank.end, Matrix(rank.x, DType::kFloat32, 1, count),
