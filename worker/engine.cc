@@ -110,7 +110,6 @@ absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(const EngineOptions& opti
 }
 
 absl::Status Engine::Init(std::unique_ptr<kvstore::Tier> below) {
-  const bool has_tier_below = below != nullptr;
   layout_ = model_.kv_layout(options_.kv_dtype);
   const int64_t max_model_len = model_.options().max_model_len;
   const int64_t vocab_size = model_.options().config.vocab_size;
@@ -125,6 +124,8 @@ absl::Status Engine::Init(std::unique_ptr<kvstore::Tier> below) {
                               .decode_selector = decode,
                               .decode_is_dense = selectors_[static_cast<size_t>(decode)].dense});
   }
+  KVASIR_RETURN_IF_ERROR(model_.backend().CheckEngine(
+      {.policies = options_.policies, .has_tier_below = below != nullptr}));
   KVASIR_ASSIGN_OR_RETURN(
       store_, kvstore::KvStore::Create(
                   {.shard = KvShardOf(options_, model_),
@@ -136,8 +137,6 @@ absl::Status Engine::Init(std::unique_ptr<kvstore::Tier> below) {
                   std::move(below), [this](const kvstore::ResidencyOptions& options) {
                     return model_.backend().MakeResidency(options);
                   }));
-  KVASIR_RETURN_IF_ERROR(model_.backend().CheckEngine(
-      {.policies = options_.policies, .has_tier_below = has_tier_below}));
   slots_ = std::make_unique<SlotTable>(std::move(slots), *store_);
   KVASIR_ASSIGN_OR_RETURN(
       activations_,

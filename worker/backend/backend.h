@@ -124,7 +124,7 @@ class Backend {
   // --- when a model is loaded, or an engine made ---
 
   // UNIMPLEMENTED, naming the flag, for what the backend cannot do: before weights are read, and
-  // before the first step.
+  // before memory is taken for an engine.
   virtual absl::Status CheckModel(const TransformerOptions& model,
                                   kernels::DType kv_dtype) const = 0;
   virtual absl::Status CheckEngine(const EngineNeeds& needs) const = 0;
@@ -179,8 +179,7 @@ class Backend {
   // meter. Rows that need an absent page become NaN, and no others.
   virtual absl::Status Attend(const LayerQueries& queries, const kernels::TensorView& out) = 0;
 
-  // --- of the step, what all ranks do together, in the same order; nothing where a rank is alone
-  // ---
+  // --- of a step, what all ranks do in the same order; not called where a rank is alone ---
 
   // y = sum over ranks of their x, in the same bits on every rank; x [tokens, hidden] float32 is
   // overwritten.

@@ -34,12 +34,13 @@ absl::StatusOr<SelectLimits> LimitsOf(const StepBatch& batch, const StepShape& s
 int64_t SelectWorkspaceBytes(const StepShape& shape, const SelectLimits& limits,
                              const kernels::PagedKv& kv);
 
-// Selects and prunes the rows of blocks that `served` serves; in between, with params.device_rope,
-// rows are given their positions. Spans of the params are device memory.
 struct SelectMemory {
   std::byte* workspace = nullptr;      // SelectWorkspaceBytes
   kernels::TensorView placed_queries;  // like q, with params.device_rope: to work with
 };
+
+// Selects and prunes the rows of blocks that `served` serves; in between, with params.device_rope,
+// rows are given their positions. Spans of the params are device memory.
 absl::Status SelectOnGpu(const ServedSelector& served, const SelectLimits& limits,
                          const kernels::SelectParams& params, const kernels::PageSelection& rows,
                          const SelectMemory& memory, cudaStream_t stream);

@@ -4,8 +4,8 @@
 //
 // Every call is made by all ranks in the same order. None waits for the GPU; what a dead or stopped
 // rank leaves unfinished on the stream is for its owner to notice (CudaRanks), who ends it by
-// Abort. Whether a rank captures and another launches does not matter: kernels are chosen by size
-// alone, since registration of captured buffers is off (Join says where).
+// BeginAbort. Whether a rank captures and another launches does not matter: kernels are chosen by
+// size alone, since registration of captured buffers is off (Join says where).
 //
 // Graphs with its calls must be destroyed before it, where they may run until then behind
 // BeginAbort. Thread-compatible.
