@@ -3,7 +3,9 @@
 // context a row a policy, dense first:
 //
 //   decode_step_bench [--model=FOLDER] [--device=cuda] [--contexts=4096,131072] [--policies=...]
-//                     [--batch=1] [--steps=64] [--budget=2048]
+//                     [--batch=1] [--steps=64] [--budget=2048] [--ranks=1]
+//
+// Of several ranks, a process and a GPU each, rank 0 is what is printed.
 //
 // A policy is all, quest, tokenselect or infinitehip, with +top_p (0.95) and +interval behind it.
 //
@@ -17,6 +19,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <cuda_runtime_api.h>
 #include <memory>
 #include <numeric>
 #include <string>
@@ -29,10 +32,12 @@
 
 #include "proto/selector_field.h"
 #include "tests/bench/synthetic_kv.h"
+#include "tests/worker/parallel/rank_processes.h"
 #include "worker/backend/cuda_backend.h"
 #include "worker/backend/make_backend.h"
 #include "worker/engine.h"
 #include "worker/loaded_model.h"
+#include "worker/parallel/gloo_collective.h"
 #include "worker/parallel/single_collective.h"
 #include "worker/thread_pool.h"
 
@@ -66,6 +71,7 @@ struct Flags {
   int64_t batch = 1;
   int64_t steps = 64;
   int64_t budget = 2048;
+  int64_t ranks = 1;
 };
 
 int64_t Number(absl::string_view text) {
@@ -93,6 +99,8 @@ Flags ParseFlags(int argc, char** argv) {
       flags.steps = Number(value);
     else if (name == "--budget")
       flags.budget = Number(value);
+    else if (name == "--ranks")
+      flags.ranks = Number(value);
     else if (name == "--contexts") {
       flags.contexts.clear();
       for (const absl::string_view text : absl::StrSplit(value, ',')) {
@@ -159,7 +167,8 @@ struct Measured {
 
 class Bench {
  public:
-  explicit Bench(const Flags& flags);
+  // `rendezvous` with the other ranks; null for one alone.
+  Bench(const Flags& flags, int rank, Rendezvous* rendezvous);
   void Run();
 
  private:
@@ -172,15 +181,17 @@ class Bench {
   void AddRows(int64_t position, v1::StepPlan& plan);
   double WeightBytes() const;
   double BytesRead(const std::string& policy, int64_t context, const Measured& measured) const;
+  void PrintHead(double fill_s) const;
   void Print(int64_t context, const std::string& policy, const Measured& measured,
              double dense_ms) const;
 
   const Flags flags_;
+  const int rank_;
   ThreadPool executor_;
   std::unique_ptr<Backend> backend_;
   SyntheticKvBackend filler_;
   LoadedModel model_;
-  SingleCollective single_;
+  std::unique_ptr<Collective> collective_;
   std::unique_ptr<Engine> engine_;
   uint64_t step_ = 0;
   uint64_t next_block_ = 1;
@@ -188,8 +199,10 @@ class Bench {
   std::vector<std::vector<uint64_t>> blocks_;  // of the filled sequences
 };
 
-LoadedModel Load(const Flags& flags, Backend& backend) {
+LoadedModel Load(const Flags& flags, int rank, Backend& backend) {
   LoadModelOptions options;
+  options.rank = rank;
+  options.num_ranks = flags.ranks;
   options.model.set_model(flags.model);
   options.model.set_load_format("dummy");
   options.model.set_dtype("bfloat16");
@@ -199,12 +212,22 @@ LoadedModel Load(const Flags& flags, Backend& backend) {
   return Value(LoadModel(options, backend));
 }
 
-Bench::Bench(const Flags& flags)
+std::unique_ptr<Collective> Connect(const Flags& flags, int rank, Rendezvous* rendezvous) {
+  if (rendezvous == nullptr) return std::make_unique<SingleCollective>();
+  return Value(GlooCollective::Connect(
+      {.rank = rank, .size = static_cast<int>(flags.ranks), .timeout = absl::Seconds(20)},
+      *rendezvous));
+}
+
+Bench::Bench(const Flags& flags, int rank, Rendezvous* rendezvous)
     : flags_(flags),
+      rank_(rank),
       executor_(8),
       backend_(Value(MakeBackend(flags.device, executor_))),
       filler_(*backend_),
-      model_(Load(flags, filler_)) {
+      model_(Load(flags, rank, filler_)),
+      collective_(Connect(flags, rank, rendezvous)) {
+  Check(backend_->JoinRanks(*collective_));
   EngineOptions options = {.group_epoch = kEpoch,
                            .max_num_seqs = 2 * flags.batch,
                            .max_num_batched_tokens = std::max(kFillTokens, flags.batch),
@@ -221,7 +244,7 @@ Bench::Bench(const Flags& flags)
   options.kv_host_bytes = flags.batch * blocks_a_row * host_block;
   options.kv_device_bytes =
       (options.kv_host_bytes / layout.block_bytes() + 2) * layout.block_bytes();
-  engine_ = Value(Engine::Create(options, *model_.transformer, single_));
+  engine_ = Value(Engine::Create(options, *model_.transformer, *collective_));
 }
 
 double Bench::Step(v1::StepPlan& plan, v1::StepReply& reply) {
@@ -325,7 +348,8 @@ double Bench::WeightBytes() const {
   const ModelConfig& c = model_.transformer->options().config;
   const int64_t query = c.num_heads * c.head_dim, kv = c.num_kv_heads * c.head_dim;
   const int64_t layer = c.hidden_size * (2 * query + 2 * kv + 3 * c.intermediate_size);
-  return 2.0 * static_cast<double>(c.num_layers * layer + c.vocab_size * c.hidden_size);
+  return 2.0 *
+         static_cast<double>((c.num_layers * layer + c.vocab_size * c.hidden_size) / flags_.ranks);
 }
 
 // Of a step. Selectors are taken to read the digests of the whole context: bounds, of tokenselect
@@ -354,6 +378,7 @@ double Bench::BytesRead(const std::string& policy, int64_t context,
 
 void Bench::Print(int64_t context, const std::string& policy, const Measured& measured,
                   double dense_ms) const {
+  if (rank_ != 0) return;
   const int64_t layers = model_.transformer->options().config.num_layers;
   const double bytes = BytesRead(policy, context, measured);
   const double rows = static_cast<double>(
@@ -376,14 +401,7 @@ void Bench::Print(int64_t context, const std::string& policy, const Measured& me
 void Bench::Run() {
   const auto begin = Clock::now();
   FillContexts();
-  std::printf("%s on %s, %lld sequences; contexts of %lld tokens filled in %.1f s\n\n",
-              flags_.model.c_str(), backend_->name().c_str(), static_cast<long long>(flags_.batch),
-              static_cast<long long>(flags_.contexts.back()),
-              std::chrono::duration<double>(Clock::now() - begin).count());
-  std::printf(
-      "| context | policy | tokens a row | selects | wall, ms | mean | GPU, ms | mean | read, GB | "
-      "roofline | nodes | a layer | times as fast as the first |\n"
-      "|---|---|---|---|---|---|---|---|---|---|---|---|---|\n");
+  if (rank_ == 0) PrintHead(std::chrono::duration<double>(Clock::now() - begin).count());
   for (const int64_t context : flags_.contexts) {
     double dense_ms = 0;
     for (size_t policy = 0; policy < flags_.policies.size(); ++policy) {
@@ -395,10 +413,32 @@ void Bench::Run() {
   }
 }
 
+void Bench::PrintHead(double fill_s) const {
+  std::printf("%s on %s, %lld ranks, %lld sequences; contexts of %lld tokens filled in %.1f s\n\n",
+              flags_.model.c_str(), backend_->name().c_str(), static_cast<long long>(flags_.ranks),
+              static_cast<long long>(flags_.batch), static_cast<long long>(flags_.contexts.back()),
+              fill_s);
+  std::printf(
+      "| context | policy | tokens a row | selects | wall, ms | mean | GPU, ms | mean | read, GB | "
+      "roofline | nodes | a layer | times as fast as the first |\n"
+      "|---|---|---|---|---|---|---|---|---|---|---|---|---|\n");
+}
+
 }  // namespace
 }  // namespace kvasir::worker
 
 int main(int argc, char** argv) {
-  kvasir::worker::Bench(kvasir::worker::ParseFlags(argc, argv)).Run();
-  return 0;
+  using namespace kvasir::worker;
+  const Flags flags = ParseFlags(argc, argv);
+  if (flags.ranks == 1) {
+    Bench(flags, 0, nullptr).Run();
+    return 0;
+  }
+  const auto run = [&flags](int rank, Rendezvous& rendezvous) {
+    if (cudaSetDevice(rank) != cudaSuccess) return 1;
+    Bench(flags, rank, &rendezvous).Run();
+    return 0;
+  };
+  const std::vector<int> statuses = RunRankProcesses(static_cast<int>(flags.ranks), run);
+  return *std::max_element(statuses.begin(), statuses.end()) == 0 ? 0 : 1;
 }
