@@ -29,11 +29,10 @@ uint64_t Mix(uint64_t x) {
   return x ^ (x >> 33);
 }
 
-// Of one row whose selections are reused.
-void CountStages(const SelectionHeader& header, int64_t num_stages, AttentionCounts& counts) {
-  if (header.kind == SelectionHeader::Kind::kAll) return;  // there is nothing to select
+// Of one row that has a list, and reuses selections.
+void CountStages(int32_t reused_stages, int64_t num_stages, AttentionCounts& counts) {
   for (int64_t s = 0; s < num_stages; ++s) {
-    ++(s < header.reused_stages ? counts.stages_reused : counts.stages_run)[static_cast<size_t>(s)];
+    ++(s < reused_stages ? counts.stages_reused : counts.stages_run)[static_cast<size_t>(s)];
   }
 }
 
@@ -82,7 +81,10 @@ void AttentionMeter::Count(const PageSelection& selection,
         kernels::SelectedPages walk(selection.header(row), selection.list(row),
                                     LastPosition(block));
         counts.pruned += CountPrunedPages(selection.header(row), selection.list(row));
-        if (info.memory != nullptr) CountStages(selection.header(row), num_stages, counts);
+        const SelectionHeader& header = selection.header(row);
+        if (info.memory != nullptr && header.kind == SelectionHeader::Kind::kList) {
+          CountStages(header.reused_stages, num_stages, counts);
+        }
         int64_t tokens = 0;
         for (; walk.valid(); walk.Next()) {
           const PageTier tier = kv.Peek(block.slot, walk.page(), layer, head).tier();
@@ -113,7 +115,9 @@ const SelectorGroup& AttentionMeter::GroupOf(int64_t block) const {
 void AttentionMeter::AddCounts(int64_t block, std::span<const kernels::SelectedCounts> heads) {
   const BlockInfo& info = batch_->infos[static_cast<size_t>(block)];
   const QueryBlock& queries = batch_->blocks[static_cast<size_t>(block)];
-  const SkipReason reason = GroupOf(block).served->selector->skip_reason();
+  const kernels::Selector& selector = *GroupOf(block).served->selector;
+  const SkipReason reason = selector.skip_reason();
+  const int64_t num_stages = std::ssize(selector.RefreshIntervals());
   RowAttention& to = rows_[static_cast<size_t>(info.row)];
   AttentionCounts counts;
   for (const kernels::SelectedCounts& head : heads) {
@@ -121,6 +125,9 @@ void AttentionMeter::AddCounts(int64_t block, std::span<const kernels::SelectedC
     counts.terminated += head.unread_pages;
     counts.pruned += head.pruned_pages;
     if (info.phase == Phase::kDecode) to.budgets.push_back(head.tokens);
+    if (info.memory != nullptr && head.is_list != 0) {
+      CountStages(head.reused_stages, num_stages, counts);
+    }
   }
   counts.total = std::ssize(heads) * (LastPosition(queries) / kernels::kPageTokens + 1);
   (reason == SkipReason::kWindow ? counts.window : counts.selected_out) =

@@ -13,7 +13,6 @@
 #include "kernels/base/status_macros.h"
 #include "kernels/dense/sampling.h"
 #include "kernels/sparse/policy.h"
-#include "kernels/sparse/reuse/reusing_select.h"
 #include "proto/selector_field.h"
 #include "worker/row_sampling.h"
 #include "xxhash.h"
@@ -312,9 +311,13 @@ absl::Status Engine::RememberSelections(Sequence& sequence, int64_t end) const {
   for (const LayerBudget& layers : sequence.decode.layer_budgets) {
     largest.budget_tokens = std::max(largest.budget_tokens, layers.budget_tokens);
   }
-  KVASIR_ASSIGN_OR_RETURN(
-      sequence.memory, kernels::MakeSelectionMemory(*served.selector, *served.reuse, layout_, group,
-                                                    largest, model_.options().max_model_len));
+  KVASIR_ASSIGN_OR_RETURN(sequence.memory,
+                          model_.backend().Remember({.selector = *served.selector,
+                                                     .rule = *served.reuse,
+                                                     .layout = layout_,
+                                                     .group = group,
+                                                     .numbers = largest,
+                                                     .tokens = model_.options().max_model_len}));
   return absl::OkStatus();
 }
 

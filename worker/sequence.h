@@ -45,7 +45,7 @@ struct Sequence {
   int64_t decode_begin = 0;
   // What its generated tokens remember of each other's selections; null where they remember
   // nothing. The prompt's tail does not: it is read before there is anything to remember.
-  std::unique_ptr<kernels::SelectionMemory> memory;
+  std::unique_ptr<kernels::RememberedSelections> memory;
   // Not OK once a row of it failed: its KV is not to be trusted.
   absl::Status failed;
 };

@@ -49,7 +49,7 @@ struct BlockInfo {
   int64_t dense_layers = 0;
   std::span<const LayerBudget> layer_budgets = {};
   kernels::SequenceId sequence;
-  kernels::SelectionMemory* memory = nullptr;  // null: its selection is made anew
+  kernels::RememberedSelections* memory = nullptr;  // null: its selection is made anew
 };
 
 struct StepBatch {

@@ -43,6 +43,8 @@ __global__ void CountSelectedKernel(const __grid_constant__ CountLaunch p) {
     }
   }
   counts = SumOverWarp(counts);
+  counts.is_list = header.kind == SelectionHeader::Kind::kList ? 1 : 0;
+  counts.reused_stages = header.reused_stages;
   if (lane == 0) p.counts[row] = counts;
 }
 

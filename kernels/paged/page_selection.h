@@ -46,6 +46,8 @@ struct SelectedCounts {
   int32_t tokens = 0;
   int32_t pruned_pages = 0;  // of the list: pruners left none of their tokens
   int32_t unread_pages = 0;  // of `pages`: attention ended before them
+  int32_t is_list = 0;       // 1: the row's kind is kList
+  int32_t reused_stages = 0;
 };
 
 struct PageSelection {

@@ -30,7 +30,9 @@ absl::StatusOr<SelectLaunch> MakeSelectLaunch(absl::string_view name, const Sele
       .Require(out.num_rows == static_cast<int64_t>(p.blocks.size()) * layout.num_kv_heads,
                "the selection's num_rows must be blocks x KV heads")
       .Require(p.rope == nullptr, "angles must lie in device memory: device_rope")
-      .Require(p.memories.empty(), "rows cannot remember earlier steps")
+      .Require(p.memories.empty(), "rows remember in device memory: device_memories")
+      .Require(p.device_memories.empty() || p.device_memories.size() == p.blocks.size(),
+               "memories must be one per query block")
       .Require(p.wanted.empty(), "all rows are selected")
       .Require(workspace != nullptr || p.blocks.empty(), "the workspace is missing");
   KVASIR_RETURN_IF_ERROR(check.status());
@@ -45,6 +47,7 @@ absl::StatusOr<SelectLaunch> MakeSelectLaunch(absl::string_view name, const Sele
                       .scale = p.scale,
                       .blocks = p.blocks.data(),
                       .numbers = p.numbers.data(),
+                      .memories = p.device_memories.data(),
                       .out = out,
                       .rope = p.device_rope};
 }

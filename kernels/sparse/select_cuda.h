@@ -10,6 +10,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 
+#include "kernels/sparse/reuse/device_memory.h"
 #include "kernels/sparse/stages.h"
 
 namespace kvasir::kernels {
@@ -26,13 +27,14 @@ struct SelectLaunch {
   int64_t layer = 0;
   float scale = 0;
   const QueryBlock* blocks = nullptr;
-  const SelectionNumbers* numbers = nullptr;  // one per block
+  const SelectionNumbers* numbers = nullptr;        // one per block
+  const DeviceSelectionMemory* memories = nullptr;  // one per block; null: no row remembers
   PageSelection out = {};
   DeviceRopePositions rope = {};
 };
 
 // INVALID_ARGUMENT, opened by `name`, on shapes, or on what no kernel here serves: head_dim other
-// than 64 and 128, q or KV other than float32 and bfloat16, rows with a memory.
+// than 64 and 128, q or KV other than float32 and bfloat16, rows with a memory on the CPU.
 absl::StatusOr<SelectLaunch> MakeSelectLaunch(absl::string_view name, const SelectParams& params,
                                               const PageSelection& out, const std::byte* workspace);
 

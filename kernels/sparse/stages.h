@@ -18,6 +18,7 @@
 #include "kernels/dense/rope.h"
 #include "kernels/paged/page_selection.h"
 #include "kernels/paged/paged_kv.h"
+#include "kernels/sparse/reuse/device_memory.h"
 
 namespace kvasir::kernels {
 
@@ -99,6 +100,9 @@ struct SelectParams {
   // [blocks x KV heads] or empty: what a row remembers of earlier steps, which says what of it is
   // to be made anew. Null: everything.
   std::span<RowMemory* const> memories = {};
+  // The same on the GPU, one per block or empty: there the selector decides, recalls and remembers
+  // by itself (reuse/device_memory.h).
+  std::span<const DeviceSelectionMemory> device_memories = {};
   // [blocks x KV heads] or empty: a row that is 0 stays as it is. Empty: none does.
   std::span<const uint8_t> wanted = {};
   LayerRanks* ranks = nullptr;  // null: `kv` has all KV heads of the layer

@@ -260,8 +260,8 @@ void Bench::Run(const Policy& policy, int64_t cycles, double dense_ms) {
   if (policy.reuse != nullptr) {
     rule = MakeReuseRule(policy.reuse).value();
     numbers.reach_tokens = ReachTokens(*selector, *rule, numbers.reuse);
-    memory = MakeSelectionMemory(*selector, *rule, sequence_.View().layout, kGroup, numbers,
-                                 sequence_.context())
+    memory = MakeSelectionMemory(
+                 {*selector, *rule, sequence_.View().layout, kGroup, numbers, sequence_.context()})
                  .value();
     for (int64_t head = 0; head < kKvHeads; ++head) memories.push_back(&memory->row(0, head));
   }

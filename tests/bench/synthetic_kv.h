@@ -61,6 +61,10 @@ class SyntheticKvBackend final : public Backend {
     return inner_.MakeRope(frequencies, form);
   }
   absl::Status JoinRanks(Collective& ranks) override { return inner_.JoinRanks(ranks); }
+  absl::StatusOr<std::unique_ptr<kernels::RememberedSelections>> Remember(
+      const kernels::MemoryNeeds& needs) override {
+    return inner_.Remember(needs);
+  }
   absl::Status EmbedTokens(const kernels::TensorView& table,
                            const kernels::TensorView& y) override {
     return inner_.EmbedTokens(table, y);

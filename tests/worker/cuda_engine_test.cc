@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cuda_runtime_api.h>
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <iostream>
 #include <string>
@@ -43,12 +44,17 @@ v1::SparsityPolicy MakePruning(v1::SparsityPolicy policy) {
   return policy;
 }
 
-constexpr uint32_t kNumPolicies = 11;
+constexpr uint32_t kNumPolicies = 14;
 constexpr uint32_t kFirstPruning = 6;
 constexpr uint32_t kFirstEnding = 9;  // the first of these prunes, too
 constexpr uint32_t kAllEnding = 10;
+constexpr uint32_t kFirstReusing = 11;  // the first of these prunes, too
 
-constexpr bool Prunes(uint32_t policy) { return policy >= kFirstPruning && policy < kAllEnding; }
+constexpr bool Prunes(uint32_t policy) {
+  return (policy >= kFirstPruning && policy < kAllEnding) || policy == kFirstReusing;
+}
+constexpr bool Ends(uint32_t policy) { return policy == kFirstEnding || policy == kAllEnding; }
+constexpr bool Reuses(uint32_t policy) { return policy >= kFirstReusing; }
 
 EngineOptions Options() {
   EngineOptions options = TestWorker::DefaultOptions();
@@ -62,7 +68,10 @@ EngineOptions Options() {
                       MakePruning(MakePolicy("quest", "tokenselect")),
                       MakePruning(MakeInfiniteHip()),
                       MakeEnding(MakePruning(MakeInfiniteHip())),
-                      MakeEnding(MakePolicy("all", "all"))};
+                      MakeEnding(MakePolicy("all", "all")),
+                      MakePruning(MakeReusingPolicy("quest", "interval")),
+                      MakeReusingPolicy("quest", "interval"),
+                      MakeReusingPolicy("tokenselect", "interval")};
   options.kv_dtype = kernels::DType::kBFloat16;
   options.kv_device_bytes = 512 << 20;
   options.kv_host_bytes = 256 << 20;
@@ -116,7 +125,8 @@ class CudaEngineTest : public testing::Test {
                            .sampling = Greedy(),
                            .cached_blocks = {}};
     if (Prunes(policy)) request.decode.set_top_p(0.9f);
-    if (policy >= kFirstEnding) request.decode.set_patience(3);
+    if (Ends(policy)) request.decode.set_patience(3);
+    if (Reuses(policy)) request.decode.mutable_reuse()->set_interval(3);
     return request;
   }
 
@@ -173,6 +183,9 @@ class CudaEngineTest : public testing::Test {
                   expected.page_hits() + expected.skipped_terminated());
       ExpectClose(found.attended_tokens(), expected.attended_tokens());
       EXPECT_EQ(found.page_misses(), 0u);
+      // Which steps select depends on positions alone.
+      EXPECT_THAT(found.stages_run(), testing::ElementsAreArray(expected.stages_run()));
+      EXPECT_THAT(found.stages_reused(), testing::ElementsAreArray(expected.stages_reused()));
     }
     // One that is undecided between two tokens may differ at once; not most.
     if (requests.size() > 1) {
@@ -230,7 +243,7 @@ TEST_F(CudaEngineTest, ABatchOfAllPoliciesAnswersAsOnTheCpu) {
   std::vector<TestRequest> requests;
   for (int64_t i = 0; i < 2 * kNumPolicies; ++i) {
     requests.push_back(
-        MakeRequest(150 * i, 200 + 177 * i, static_cast<uint32_t>(i % kNumPolicies)));
+        MakeRequest(110 * i, 200 + 140 * i, static_cast<uint32_t>(i % kNumPolicies)));
   }
   ExpectAlike(requests);
 }
@@ -258,8 +271,9 @@ TEST_F(CudaEngineTest, SkipsAsManyPagesAsTheCpu) {
     ExpectClose(found.attended_tokens(), expected.attended_tokens());
     EXPECT_EQ(found.skipped_pruned() > 0, expected.skipped_pruned() > 0);
     EXPECT_EQ(found.skipped_pruned() > 0, Prunes(policy));
+    EXPECT_EQ(found.stages_reused_size() > 0, Reuses(policy));
     EXPECT_LE(found.skipped_terminated(), expected.skipped_terminated() * 21 / 20 + 20);
-    if (policy < kFirstEnding) {
+    if (!Ends(policy)) {
       EXPECT_EQ(found.skipped_terminated(), 0u);
     }
     if (policy == kAllEnding) {
@@ -304,7 +318,7 @@ TEST_F(CudaEngineTest, PartsOfTheKvInDeviceMemoryGiveTheSameBits) {
   const int64_t blocks = 2 * (kPrompt + kAnswer) / kernels::kPageTokens + 2;
   const int64_t block_bytes =
       models_[1]->transformer().kv_layout(kernels::DType::kBFloat16).block_bytes();
-  for (const uint32_t policy : {0u, 1u, 3u, kFirstPruning + 2}) {
+  for (const uint32_t policy : {0u, 1u, 3u, 7u}) {
     const std::vector<TestRequest> requests = {MakeRequest(100, kPrompt, policy),
                                                MakeRequest(900, kPrompt - 70, policy)};
     const auto serve = [&](int64_t device_blocks) {

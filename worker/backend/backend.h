@@ -28,6 +28,7 @@
 #include "kernels/dense/silu_mul.h"
 #include "kernels/paged/grouped_positions.h"
 #include "kernels/paged/paged_kv.h"
+#include "kernels/sparse/reuse/reusing_select.h"
 #include "kvstore/tiers/page_residency.h"
 #include "proto/kvasir/v1/sparsity.pb.h"
 #include "worker/attention_meter.h"
@@ -146,6 +147,11 @@ class Backend {
       const kernels::PackedLinear::Options& options) = 0;
   virtual absl::StatusOr<std::unique_ptr<Rope>> MakeRope(const RopeFrequencies& frequencies,
                                                          const KeyForm& form) = 0;
+
+  // Memory for the selections of one sequence; step batches name it (BlockInfo::memory).
+  // RESOURCE_EXHAUSTED when there is none.
+  virtual absl::StatusOr<std::unique_ptr<kernels::RememberedSelections>> Remember(
+      const kernels::MemoryNeeds& needs) = 0;
 
   // Who the other ranks are from now on, in place of those before; all of them call it at the same
   // time. Not needed where a rank is alone. UNAVAILABLE or DEADLINE_EXCEEDED when they do not come

@@ -119,7 +119,8 @@ std::span<kernels::RowMemory* const> CpuAttention::MemoriesOf(const StepInputs& 
   if (group.served->reuse == nullptr) return {};
   memories_.clear();
   for (int64_t b = group.begin; b < group.end; ++b) {
-    kernels::SelectionMemory* memory = step.batch.infos[static_cast<size_t>(b)].memory;
+    auto* const memory = static_cast<kernels::SelectionMemory*>(  // of CpuBackend::Remember
+        step.batch.infos[static_cast<size_t>(b)].memory);
     for (int64_t head = 0; head < step.kv.layout.num_kv_heads; ++head) {
       memories_.push_back(memory == nullptr ? nullptr : &memory->row(layer, head));
     }

@@ -42,6 +42,11 @@ class CpuBackend final : public Backend {
   // A step brings its Collective along.
   absl::Status JoinRanks(Collective&) override { return absl::OkStatus(); }
 
+  absl::StatusOr<std::unique_ptr<kernels::RememberedSelections>> Remember(
+      const kernels::MemoryNeeds& needs) override {
+    return kernels::MakeSelectionMemory(needs);
+  }
+
   absl::StatusOr<bool> BeginStep(const StepInputs& step) override;
   absl::Status EmbedTokens(const kernels::TensorView& table, const kernels::TensorView& y) override;
   absl::Status TakeSampled(const kernels::TensorView& x, const kernels::TensorView& y) override;

@@ -32,6 +32,13 @@ bool EndsRows(const StepShape& shape) {
                      [](const SelectorRange& range) { return ArtOf(range) != nullptr; });
 }
 
+std::span<const kernels::DeviceSelectionMemory> MemoriesOf(const CudaStep& step,
+                                                           const SelectorRange& range) {
+  if (range.served->reuse == nullptr) return {};
+  return step.table.memories.subspan(static_cast<size_t>(range.begin),
+                                     static_cast<size_t>(range.end - range.begin));
+}
+
 }  // namespace
 
 absl::Status CudaAttention::BeginStep(const StepInputs& inputs, const CudaStep& step,
@@ -95,7 +102,8 @@ absl::Status CudaAttention::Select(const CudaStep& step, const LayerQueries& que
                                           .blocks = Blocks(step, range.begin, range.end),
                                           .numbers = numbers.subspan(begin, count),
                                           .faults = step.faults,
-                                          .device_rope = rope_};
+                                          .device_rope = rope_,
+                                          .device_memories = MemoriesOf(step, range)};
     const PageSelection rows =
         selection_.Rows(range.begin * heads, (range.end - range.begin) * heads);
     KVASIR_RETURN_IF_ERROR(SelectOnGpu(*range.served, limits_, params, rows, memory, stream));

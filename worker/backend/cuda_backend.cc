@@ -8,6 +8,7 @@
 #include "kernels/base/status_macros.h"
 #include "kernels/paged/append_cuda.h"
 #include "kernels/paged/digests_cuda.h"
+#include "kernels/sparse/reuse/selection_memory_cuda.h"
 #include "worker/backend/cuda_limits.h"
 #include "worker/backend/make_backend.h"
 
@@ -147,6 +148,11 @@ absl::StatusOr<std::unique_ptr<Rope>> CudaBackend::MakeRope(const RopeFrequencie
   return rope;
 }
 
+absl::StatusOr<std::unique_ptr<kernels::RememberedSelections>> CudaBackend::Remember(
+    const kernels::MemoryNeeds& needs) {
+  return kernels::CudaSelectionMemory::Create(needs, stream_.get());
+}
+
 absl::Status CudaBackend::JoinRanks(Collective& ranks) {
   LeaveRanks();
   if (ranks.size() == 1) return absl::OkStatus();
@@ -222,7 +228,13 @@ absl::Status CudaBackend::UploadTable(const StepInputs& inputs) {
   const int64_t bytes = LayOut(inputs.batch, step_.shape, nullptr).bytes;
   KVASIR_ASSIGN_OR_RETURN(std::byte* const host, Reserve<std::byte>(bytes, host_table_));
   KVASIR_ASSIGN_OR_RETURN(std::byte* const device, Reserve<std::byte>(bytes, table_));
-  Fill(inputs.batch, step_.shape, LayOut(inputs.batch, step_.shape, host));
+  const StepTable host_table = LayOut(inputs.batch, step_.shape, host);
+  Fill(inputs.batch, step_.shape, host_table);
+  for (size_t i = 0; i < step_.shape.order.size(); ++i) {
+    const auto* const memory = static_cast<const kernels::CudaSelectionMemory*>(  // of Remember
+        inputs.batch.infos[static_cast<size_t>(step_.shape.order[i])].memory);
+    host_table.memories[i] = memory == nullptr ? kernels::DeviceSelectionMemory{} : memory->view();
+  }
   step_.table = LayOut(inputs.batch, step_.shape, device);
   return stream_.CopyToDevice(device, host, bytes);
 }

@@ -42,6 +42,9 @@ class CudaBackend final : public Backend {
                                                  const KeyForm& form) override;
   absl::Status JoinRanks(Collective& ranks) override;
 
+  absl::StatusOr<std::unique_ptr<kernels::RememberedSelections>> Remember(
+      const kernels::MemoryNeeds& needs) override;
+
   absl::StatusOr<bool> BeginStep(const StepInputs& step) override;
   absl::Status EmbedTokens(const kernels::TensorView& table, const kernels::TensorView& y) override;
   absl::Status TakeSampled(const kernels::TensorView& x, const kernels::TensorView& y) override;

@@ -44,11 +44,20 @@ absl::Status CheckSelector(const v1::AttentionPolicy& policy) {
   }
 }
 
+absl::Status CheckReuse(const v1::AttentionPolicy& policy) {
+  const std::string& rule = policy.reuse().rule();
+  if (rule.empty()) return absl::OkStatus();
+  if (rule != "interval") {
+    return NotOnGpu("selections are reused by the rule ", rule, "; there is interval");
+  }
+  if (policy.has_quest() || policy.has_tokenselect()) return absl::OkStatus();
+  return NotOnGpu("selections of ", v1::SelectorName(policy),
+                  " are reused; those of quest and tokenselect can be");
+}
+
 absl::Status CheckPart(const v1::AttentionPolicy& policy) {
   KVASIR_RETURN_IF_ERROR(CheckSelector(policy));
-  if (!policy.reuse().rule().empty()) {
-    return NotOnGpu("selections are reused by the rule ", policy.reuse().rule(), "; use none");
-  }
+  KVASIR_RETURN_IF_ERROR(CheckReuse(policy));
   if (policy.has_art()) {
     KVASIR_RETURN_IF_ERROR(CheckOption("the order of art", policy.art().order(), "recency"));
   }

@@ -168,9 +168,14 @@ absl::Status SelectOnGpu(const ServedSelector& served, const SelectLimits& limit
   const int64_t at_once = BlocksAtOnce(served, limits, params.kv);
   for (int64_t begin = 0; begin < blocks; begin += at_once) {
     const int64_t count = std::min(at_once, blocks - begin);
+    const auto part = [&](auto all) {
+      if (all.empty()) return all;
+      return all.subspan(static_cast<size_t>(begin), static_cast<size_t>(count));
+    };
     const auto some_of = [&](SelectParams all) {
-      all.blocks = all.blocks.subspan(static_cast<size_t>(begin), static_cast<size_t>(count));
-      all.numbers = all.numbers.subspan(static_cast<size_t>(begin), static_cast<size_t>(count));
+      all.blocks = part(all.blocks);
+      all.numbers = part(all.numbers);
+      all.device_memories = part(all.device_memories);
       return all;
     };
     const PageSelection some_rows = rows.Rows(begin * heads, count * heads);

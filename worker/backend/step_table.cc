@@ -42,10 +42,14 @@ StepShape ShapeOf(const StepBatch& batch, int64_t num_kv_heads) {
     if (single) shape.num_single = shape.num_blocks();
   }
   const std::vector<const ServedSelector*> served = ServedOf(batch);
+  const kernels::RememberedSelections* last_memory = nullptr;
   for (int64_t i = 0; i < shape.num_blocks(); ++i) {
-    const ServedSelector* const own =
-        served[static_cast<size_t>(shape.order[static_cast<size_t>(i)])];
-    if (shape.ranges.empty() || shape.ranges.back().served != own) {
+    const auto b = static_cast<size_t>(shape.order[static_cast<size_t>(i)]);
+    const ServedSelector* const own = served[b];
+    const auto* const memory = batch.infos[b].memory;
+    const bool waits = memory != nullptr && memory == last_memory;
+    last_memory = memory;
+    if (shape.ranges.empty() || shape.ranges.back().served != own || waits) {
       shape.ranges.push_back({.served = own, .begin = i, .end = i});
     }
     ++shape.ranges.back().end;
@@ -70,6 +74,7 @@ StepTable LayOut(const StepBatch& batch, const StepShape& shape, std::byte* memo
   table.blocks = Take<kernels::QueryBlock>(pieces, blocks);
   table.numbers = Take<kernels::SelectionNumbers>(pieces, std::ssize(shape.number_sets) * blocks);
   table.headers = Take<kernels::SelectionHeader>(pieces, blocks * shape.num_kv_heads);
+  table.memories = Take<kernels::DeviceSelectionMemory>(pieces, blocks);
   table.truncations = Take<Truncation>(pieces, std::ssize(batch.truncations));
   table.bytes = pieces.bytes();
   return table;

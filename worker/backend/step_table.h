@@ -12,12 +12,14 @@
 
 #include "kernels/paged/page_selection.h"
 #include "kernels/paged/paged_kv.h"
+#include "kernels/sparse/reuse/device_memory.h"
 #include "kernels/sparse/stages.h"
 #include "worker/step_batch.h"
 
 namespace kvasir::worker {
 
-// Query blocks [begin, end) of the device's order that one selector serves.
+// Query blocks [begin, end) of the device's order that one selector serves in one call: those of
+// one memory follow each other, and so do not go together.
 struct SelectorRange {
   const ServedSelector* served = nullptr;
   int64_t begin = 0;
@@ -52,6 +54,8 @@ struct StepTable {
   std::span<kernels::SelectionNumbers> numbers;
   // [blocks][KV heads]: all that `all` selects; selectors write those of their rows anew.
   std::span<kernels::SelectionHeader> headers;
+  // [blocks]: of their sequences, where those reuse selections. Not of Fill.
+  std::span<kernels::DeviceSelectionMemory> memories;
   std::span<Truncation> truncations;
   int64_t bytes = 0;
 

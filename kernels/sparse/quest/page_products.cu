@@ -8,9 +8,8 @@
 #include <type_traits>
 
 #include "kernels/base/hopper.cuh"
-#include "kernels/sparse/quest/page_scores_launch.h"
+#include "kernels/sparse/quest/page_row.cuh"
 #include "kernels/sparse/ranking.h"
-#include "kernels/sparse/select_row.cuh"
 
 namespace kvasir::kernels {
 namespace {
@@ -179,7 +178,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   auto& queries = *reinterpret_cast<Queries<kHeadDim, Tiling>*>(
       (reinterpret_cast<uintptr_t>(raw) + 1023) / 1024 * 1024);
   const DeviceRow row(p.select, blockIdx.x);
-  const PageRange pages = p.Pages(MakeHeader(row.block, row.numbers), row.numbers);
+  const PageRange pages = PagesOf(p, row);
   const int count = static_cast<int>(row.block.num_rows * p.select.group);
   const bool is_few = count <= kPassQueries<Few>;
   if (pages.size() <= 0 || is_few != std::is_same_v<Tiling, Few>) return;

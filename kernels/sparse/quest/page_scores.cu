@@ -3,9 +3,8 @@
 // left to page_products.cu.
 #include <algorithm>
 
-#include "kernels/sparse/quest/page_scores_launch.h"
+#include "kernels/sparse/quest/page_row.cuh"
 #include "kernels/sparse/ranking.h"
-#include "kernels/sparse/select_row.cuh"
 
 namespace kvasir::kernels {
 namespace {
@@ -58,7 +57,7 @@ __device__ void LoadParts(const void* row, int lane, float (&to)[kCount]) {
 struct ScoredRow {
   __device__ ScoredRow(const PageScoreLaunch& p, uint32_t row)
       : at(p.select, row),
-        pages(p.Pages(MakeHeader(at.block, at.numbers), at.numbers)),
+        pages(PagesOf(p, at)),
         scores(p.scores + row * p.select.kv.max_blocks_per_slot) {}
 
   __device__ bool Has(const PageScoreLaunch& p, int64_t page) const {

@@ -4,6 +4,7 @@
 
 #include "kernels/sparse/block_select.cuh"
 #include "kernels/sparse/quest/quest_launch.h"
+#include "kernels/sparse/reuse/reuse_row.cuh"
 #include "kernels/sparse/select_row.cuh"
 
 namespace kvasir::kernels {
@@ -19,6 +20,8 @@ __global__ void __launch_bounds__(kSelectThreads)
   extern __shared__ uint32_t copied[];  // [kCopiedScores]
   const DeviceRow row(p, blockIdx.x);
   SelectionHeader header = MakeHeader(row.block, row.numbers);
+  const RowReuse reuse(p, row);
+  if (reuse.Serves(header)) return reuse.Recall(header);
   const PageRange candidates = CandidatePages(header, row.numbers);
   const int64_t n = candidates.size();
   const int64_t count = min(min(CeilPages(row.numbers.budget_tokens), n), p.out.capacity);
@@ -26,7 +29,7 @@ __global__ void __launch_bounds__(kSelectThreads)
     header.count = static_cast<int32_t>(count);
     p.out.headers[row.index] = header;
   }
-  if (count == 0) return;
+  if (count == 0) return reuse.Remember();
   const uint32_t* scores = all_scores + row.index * p.kv.max_blocks_per_slot;
   const bool fits = n <= kCopiedScores;
   for (int64_t i = threadIdx.x; i < n && fits; i += kSelectThreads) copied[i] = scores[i];
@@ -39,6 +42,7 @@ __global__ void __launch_bounds__(kSelectThreads)
                                .live = ~uint64_t{0},
                                .score = ScoreOfOrdered(score)};
               });
+  reuse.Remember();
 }
 
 }  // namespace

@@ -12,7 +12,7 @@ bool IsBelow(float cosine, float theta) { return theta >= 1 || !(cosine >= theta
 }  // namespace
 
 bool IntervalRule::Refreshes(const StageAge& age, const ReuseNumbers&) const {
-  return age.steps >= age.interval;
+  return IntervalIsOver(age.steps, age.interval);
 }
 
 int64_t IntervalRule::ServedSteps(int64_t interval, const ReuseNumbers&) const { return interval; }

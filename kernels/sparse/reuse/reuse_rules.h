@@ -17,9 +17,15 @@
 
 #include <cstdint>
 
+#include "kernels/base/host_device.h"
 #include "kernels/sparse/stages.h"
 
 namespace kvasir::kernels {
+
+// The interval rule, on the GPU too. `steps` since the stage ran.
+KVASIR_HOST_DEVICE constexpr bool IntervalIsOver(int64_t steps, int64_t interval) {
+  return steps >= interval;
+}
 
 class IntervalRule : public ReuseRule {
  public:

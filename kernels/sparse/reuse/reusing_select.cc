@@ -14,13 +14,6 @@
 namespace kvasir::kernels {
 namespace {
 
-// Of the first stage as the policy says; later ones run as often at least as they would.
-int64_t StageInterval(const Selector& selector, const ReuseNumbers& numbers, size_t stage) {
-  const int64_t own = selector.RefreshIntervals()[stage];
-  if (numbers.interval == 0) return own;
-  return stage == 0 ? numbers.interval : std::min(own, numbers.interval);
-}
-
 // Turns x [head_dim] back by the angles it was rotated by, up to a factor.
 void Unrotate(const QueryRotation& rotation, int64_t token, int64_t head_dim, float* x) {
   if (rotation.cos == nullptr) return;
@@ -112,7 +105,7 @@ class RowReuse {
 
  private:
   size_t FirstStage(int64_t position, const Cosines& cosines) const {
-    if (position != memory_.position + 1 || position % kPageTokens == 0) return 0;
+    if (StartsAnew(position, memory_.position)) return 0;
     for (size_t s = 0; s < memory_.num_stages; ++s) {
       const StageAge age = {.steps = position - memory_.ran_at[s],
                             .interval = StageInterval(selector_, row_.numbers.reuse, s),
@@ -224,22 +217,29 @@ size_t EndOfDifferent(const SelectParams& params, size_t begin) {
 
 }  // namespace
 
+int64_t StageInterval(const Selector& selector, const ReuseNumbers& numbers, size_t stage) {
+  const int64_t own = selector.RefreshIntervals()[stage];
+  if (numbers.interval == 0) return own;
+  return stage == 0 ? numbers.interval : std::min(own, numbers.interval);
+}
+
 int64_t ReachTokens(const Selector& selector, const ReuseRule& rule, const ReuseNumbers& numbers) {
   if (rule.window() == ReuseRule::Window::kGrows) return 0;
   const int64_t steps = rule.ServedSteps(StageInterval(selector, numbers, 0), numbers);
   return std::min(steps, kPageTokens) - 1;
 }
 
-absl::StatusOr<std::unique_ptr<SelectionMemory>> MakeSelectionMemory(
-    const Selector& selector, const ReuseRule& rule, const KvLayout& layout, int64_t group,
-    const SelectionNumbers& numbers, int64_t tokens) {
-  return SelectionMemory::Create(
-      {.num_layers = layout.num_layers,
-       .num_kv_heads = layout.num_kv_heads,
-       .num_stages = selector.RefreshIntervals().size(),
-       .max_entries = selector.MaxEntries(numbers, tokens),
-       .max_stage_items = selector.MaxStageItems(numbers, tokens),
-       .query_floats = rule.ReadsQueries() ? group * layout.head_dim : 0});
+SelectionMemory::Shape ShapeOf(const MemoryNeeds& needs) {
+  return {.num_layers = needs.layout.num_layers,
+          .num_kv_heads = needs.layout.num_kv_heads,
+          .num_stages = needs.selector.RefreshIntervals().size(),
+          .max_entries = needs.selector.MaxEntries(needs.numbers, needs.tokens),
+          .max_stage_items = needs.selector.MaxStageItems(needs.numbers, needs.tokens),
+          .query_floats = needs.rule.ReadsQueries() ? needs.group * needs.layout.head_dim : 0};
+}
+
+absl::StatusOr<std::unique_ptr<SelectionMemory>> MakeSelectionMemory(const MemoryNeeds& needs) {
+  return SelectionMemory::Create(ShapeOf(needs));
 }
 
 absl::Status SelectReusing(const Selector& selector, const ReuseRule& rule,

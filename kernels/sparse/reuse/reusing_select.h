@@ -27,11 +27,21 @@ namespace kvasir::kernels {
 // What a row with memory must be given as SelectionNumbers::reach_tokens.
 int64_t ReachTokens(const Selector& selector, const ReuseRule& rule, const ReuseNumbers& numbers);
 
-// The memory of a sequence with these numbers, `group` query heads for a KV head, and a context of
-// `tokens` at most.
-absl::StatusOr<std::unique_ptr<SelectionMemory>> MakeSelectionMemory(
-    const Selector& selector, const ReuseRule& rule, const KvLayout& layout, int64_t group,
-    const SelectionNumbers& numbers, int64_t tokens);
+// Steps between two runs of a stage: of the first one as the policy says; later ones run as often
+// at least as they would.
+int64_t StageInterval(const Selector& selector, const ReuseNumbers& numbers, size_t stage);
+
+// A sequence that is to remember.
+struct MemoryNeeds {
+  const Selector& selector;
+  const ReuseRule& rule;
+  const KvLayout& layout;
+  int64_t group = 0;         // query heads of a KV head
+  SelectionNumbers numbers;  // the largest of any layer
+  int64_t tokens = 0;        // of the longest context
+};
+SelectionMemory::Shape ShapeOf(const MemoryNeeds& needs);
+absl::StatusOr<std::unique_ptr<SelectionMemory>> MakeSelectionMemory(const MemoryNeeds& needs);
 
 // Blocks of one memory are one query each, and stand side by side in ascending position. Errors: as
 // Selector::Select.

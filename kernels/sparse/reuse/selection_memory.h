@@ -6,7 +6,8 @@
 //
 // Memory: a list has at most an entry (32 bytes) a page of the context, and a stage's items are at
 // most one (8 bytes) for 32 tokens: together at most 1/512 of the KV at 128 dimensions of bfloat16.
-// Reserved for the longest context, touched as far as it is used (in pages of kernels/base/buffer.h).
+// Reserved for the longest context, touched as far as it is used (in pages of
+// kernels/base/buffer.h).
 #pragma once
 
 #include <array>
@@ -18,6 +19,7 @@
 
 #include "kernels/base/buffer.h"
 #include "kernels/paged/page_selection.h"
+#include "kernels/sparse/reuse/device_memory.h"
 #include "kernels/sparse/stages.h"
 
 namespace kvasir::kernels {
@@ -54,7 +56,15 @@ struct RowMemory {
   static constexpr int64_t kNothing = -2;
 };
 
-class SelectionMemory {
+// What a sequence holds of it, wherever it is computed.
+class RememberedSelections {
+ public:
+  virtual ~RememberedSelections() = default;
+  virtual int64_t size_bytes() const = 0;
+};
+
+// In host memory.
+class SelectionMemory final : public RememberedSelections {
  public:
   struct Shape {
     int64_t num_layers = 0;
@@ -70,7 +80,7 @@ class SelectionMemory {
   RowMemory& row(int64_t layer, int64_t kv_head) {
     return rows_[static_cast<size_t>(layer * num_kv_heads_ + kv_head)];
   }
-  int64_t size_bytes() const { return memory_.size_bytes(); }
+  int64_t size_bytes() const override { return memory_.size_bytes(); }
 
  private:
   SelectionMemory(const Shape& shape, HostBuffer memory);

@@ -10,7 +10,7 @@
 #include <algorithm>
 
 #include "kernels/sparse/block_select.cuh"
-#include "kernels/sparse/select_row.cuh"
+#include "kernels/sparse/reuse/reuse_row.cuh"
 #include "kernels/sparse/tokenselect/tokenselect_launch.h"
 #include "kernels/sparse/tokenselect/tokenselect_selector.h"
 
@@ -29,7 +29,8 @@ struct VotingRow {
         header(MakeHeader(at.block, at.numbers)),
         begin(header.sink_end),
         count(NumCandidates(header, at.numbers)),
-        wanted(min(count, at.numbers.budget_tokens)) {}
+        serves(RowReuse(p.select, at).Serves(header)),
+        wanted(serves ? 0 : min(count, at.numbers.budget_tokens)) {}
 
   __device__ int64_t first_page() const { return begin / kPageTokens; }
   __device__ int64_t end_page() const { return CeilPages(begin + count); }
@@ -43,6 +44,7 @@ struct VotingRow {
   SelectionHeader header;
   int64_t begin;  // candidates are the tokens [begin, begin + count)
   int64_t count;
+  bool serves;     // a list of an earlier step does
   int64_t wanted;  // to choose; with 0 nothing is done
 };
 
@@ -347,9 +349,11 @@ __global__ void __launch_bounds__(kSelectThreads)
   __shared__ SelectMemory memory;
   const VotingRow row(p, blockIdx.x);
   SelectionHeader header = row.header;
+  const RowReuse reuse(p.select, row.at);
+  if (row.serves) return reuse.Recall(header);
   if (row.wanted == 0) {
     if (threadIdx.x == 0) p.select.out.headers[row.at.index] = header;
-    return;
+    return reuse.Remember();
   }
   const int64_t left_out = ChooseClose(p, row, memory);
   const int64_t row_pages = row.at.index * (p.max_tokens / kPageTokens);
@@ -391,6 +395,7 @@ __global__ void __launch_bounds__(kSelectThreads)
     header.count = static_cast<int32_t>(min(place, p.select.out.capacity));
     p.select.out.headers[row.at.index] = header;
   }
+  reuse.Remember();
 }
 
 template <typename Kv>

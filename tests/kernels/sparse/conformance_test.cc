@@ -105,8 +105,8 @@ class Pipeline {
     std::unique_ptr<SelectionMemory> memory;
     std::vector<RowMemory*> memories;
     if (rule_ != nullptr) {
-      memory = MakeSelectionMemory(*selector_, *rule_, batch.kv().View().layout,
-                                   batch.shape().group, numbers_, kContext)
+      memory = MakeSelectionMemory({*selector_, *rule_, batch.kv().View().layout,
+                                    batch.shape().group, numbers_, kContext})
                    .value();
       for (int64_t row = 0; row < std::ssize(headers_); ++row) {
         memories.push_back(&memory->row(kLayer, row % heads));

@@ -120,9 +120,9 @@ class Rank {
     std::vector<RowMemory*> memories;
     if (rule != nullptr) {
       numbers.reach_tokens = ReachTokens(selector, *rule, numbers.reuse);
-      memory =
-          MakeSelectionMemory(selector, *rule, batch_.kv().View().layout, kGroup, numbers, kContext)
-              .value();
+      memory = MakeSelectionMemory(
+                   {selector, *rule, batch_.kv().View().layout, kGroup, numbers, kContext})
+                   .value();
       for (int64_t head = 0; head < heads_; ++head) {
         memories.push_back(&memory->row(AttentionBatch::kLayer, head));
       }

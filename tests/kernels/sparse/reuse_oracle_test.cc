@@ -69,9 +69,9 @@ void RunCase(const json& c, DType dtype) {
                                         .theta_force = c["theta_force"],
                                         .max_age = c["max_age"]}};
   numbers.reach_tokens = ReachTokens(*selector, *rule, numbers.reuse);
-  const auto memory =
-      MakeSelectionMemory(*selector, *rule, batch.kv().View().layout, c["group"], numbers, context)
-          .value();
+  const auto memory = MakeSelectionMemory({*selector, *rule, batch.kv().View().layout, c["group"],
+                                           numbers, context})
+                          .value();
   std::vector<RowMemory*> memories;
   for (int64_t row = 0; row < c["steps"].get<int64_t>() * kKvHeads; ++row) {
     memories.push_back(&memory->row(batch.shape().layer, row % kKvHeads));

@@ -63,8 +63,8 @@ class Steps {
     for (int64_t slot = 0; slot < slots; ++slot) batch_.FillContext(slot, kContext);
     for (int64_t slot = 0; rule_ != nullptr && slot < slots; ++slot) {
       numbers_.reach_tokens = ReachTokens(*selector_, *rule_, reuse);
-      memories_.push_back(MakeSelectionMemory(*selector_, *rule_, batch_.kv().View().layout,
-                                              kShape.group, numbers_, kContext)
+      memories_.push_back(MakeSelectionMemory({*selector_, *rule_, batch_.kv().View().layout,
+                                               kShape.group, numbers_, kContext})
                               .value());
     }
   }
@@ -373,7 +373,7 @@ TEST(SelectionMemory, IsASmallPartOfTheKv) {
       .num_layers = 2, .num_kv_heads = 2, .head_dim = 128, .dtype = DType::kBFloat16};
   for (const int64_t budget : {2048, 1 << 20}) {
     const auto memory =
-        MakeSelectionMemory(*selector, *rule, layout, 4, {256, 1024, budget}, 1 << 20).value();
+        MakeSelectionMemory({*selector, *rule, layout, 4, {256, 1024, budget}, 1 << 20}).value();
     const int64_t kv_bytes = (1 << 20) / kPageTokens * layout.block_bytes();
     EXPECT_GT(memory->size_bytes(), 0);
     EXPECT_LT(memory->size_bytes(), kv_bytes / 500);

@@ -75,6 +75,9 @@ TEST(CudaLimits, PoliciesItServes) {
     policy.mutable_decode()->set_top_p(0.9f);
     policy.mutable_decode()->mutable_art();
     EXPECT_TRUE(CheckPolicy(policy).ok()) << CheckPolicy(policy);
+    policy.mutable_decode()->mutable_reuse()->set_rule("interval");
+    const bool is_reused = selector == "quest" || selector == "tokenselect";
+    EXPECT_EQ(CheckPolicy(policy).ok(), is_reused) << CheckPolicy(policy);
   }
 }
 

@@ -8,6 +8,7 @@
 
 #include "kernels/sparse/all/all_selector.h"
 #include "kernels/sparse/quest/quest_selector.h"
+#include "kernels/sparse/reuse/reuse_rules.h"
 
 namespace kvasir::worker {
 namespace {
@@ -78,6 +79,29 @@ TEST_F(StepTableTest, LaunchesCoverAllBlocksWithTheirSelectors) {
   }
   EXPECT_EQ(end, shape_.num_blocks());
   EXPECT_EQ(shape_.ranges.size(), 2u);
+}
+
+// A resumed sequence computes its generated tokens again, one by one in one step: what one query
+// remembers is what the next is served.
+TEST_F(StepTableTest, QueriesOfOneMemoryGoOneBehindTheOther) {
+  struct Remembered final : kernels::RememberedSelections {
+    int64_t size_bytes() const override { return 0; }
+  };
+  served_[1].reuse = std::make_unique<kernels::IntervalRule>();
+  running_.prompt_size = running_.given_size = 996;
+  running_.decode_begin = 990;
+  running_.memory = std::make_unique<Remembered>();
+  prompt_.memory = std::make_unique<Remembered>();
+  const RowWork works[] = {
+      {.slot = 4, .begin = 71, .num_tokens = 1, .sample = true, .sequence = &prompt_},
+      {.slot = 1, .begin = 993, .num_tokens = 6, .sample = true, .sequence = &running_}};
+  prompt_.prompt_size = 70;  // it generates, too
+  const StepBatch batch = MakeStepBatch(works, served_);
+  const StepShape shape = ShapeOf(batch, kKvHeads);
+  std::vector<std::pair<int64_t, int64_t>> ranges;
+  for (const SelectorRange& range : shape.ranges) ranges.push_back({range.begin, range.end});
+  // One of the prompt, three of the prompt's tail and the first generated one; then one by one.
+  EXPECT_THAT(ranges, ElementsAre(std::pair(0, 5), std::pair(5, 6), std::pair(6, 7)));
 }
 
 // A window over the whole context is what dense means.
