@@ -21,7 +21,8 @@ int64_t AttendDecodeWorkspaceBytes(const KvLayout& layout, int64_t blocks, int64
 // Attention of blocks of one query each. Nothing is allocated or waited for; may be captured.
 // INVALID_ARGUMENT on shapes, UNIMPLEMENTED with terminations or grouped positions; a selected page
 // that is absent sets the slot's fault, and its out rows are unspecified. Cost: reads each attended
-// piece of 8 tokens once for all query heads of the group; writes and reads again
+// token once for all query heads of the group (of pages of which more than half is attended to each
+// attended piece of 8), in products of 64 tokens of however many pages; writes and reads again
 // 4 * (head_dim + 2) bytes for each of at most 128 partial results a query head.
 absl::Status AttendDecode(const AttendParams& params, const KvTensorMaps& maps,
                           std::byte* workspace, cudaStream_t stream);

@@ -1,16 +1,17 @@
 // Decode attention on Hopper: one query a row, the heads of a KV group together.
 //
-// A unit is a run of a row's items (row_items.h). Blocks stay on the GPU and take units in turn.
-// In a block, the producer warp resolves pages and has the copy engine bring them, several stages
-// ahead; three warpgroups take the pages in turn (decode_page.cuh). The block merges the states of
-// its warpgroups, and a second kernel those of a row's units, both in order.
+// A unit is a share of a row's items (row_items.h). Blocks stay on the GPU and take units in turn.
+// In a block, the producer warpgroup makes tiles of what the items attend to, several stages ahead
+// (decode_tiles.cuh); three warpgroups take the tiles in turn (decode_page.cuh). The block merges
+// the states of its warpgroups, and a second kernel those of a row's units, both in an order that
+// is the unit's own: what else the block has done does not matter.
 #include "kernels/attention/decode_page.cuh"
+#include "kernels/attention/decode_tiles.cuh"
 
 namespace kvasir::kernels {
 namespace {
 
-constexpr int kConsumers = 3;  // warpgroups
-constexpr int kThreads = kConsumers * kGroupThreads + kWarpThreads;
+constexpr int kThreads = (kConsumers + 1) * kGroupThreads;
 constexpr int kRingBytes = 192 * 1024;
 
 struct DecodeParams : AttendLaunch {
@@ -20,22 +21,23 @@ struct DecodeParams : AttendLaunch {
 template <int kHeadDim>
 struct alignas(1024) SharedMemory {
   using Shape = PageShape<kHeadDim>;
-  using Ring = PageRing<kHeadDim, kRingBytes / Shape::kPageBytes>;
+  using Ring = TileRing<kHeadDim, kRingBytes / Shape::kPageBytes>;
   // A stage always has the same reader: barriers tell one use of a stage from the next, not from
   // the one after, which another reader could be waiting for already.
   static_assert(Ring::kStages % kConsumers == 0);
   Ring ring;
   DecodeMemory<kHeadDim> consumers[kConsumers];
-  float partials[kConsumers][kHeads][2 + kHeadDim];  // maximum, sum, values
+  // By the place of the consumer's tiles in the unit: maximum, sum, values.
+  float partials[kConsumers][kHeads][2 + kHeadDim];
 };
 
 // The part of a row that unit `id` is. Units of all rows lie side by side, so that the first units
 // of every row are spread over the GPU. An empty run: the row has no such unit.
 __device__ PageRun RunOfUnit(const DecodeParams& p, int64_t id) {
   PageRun run = WholeRow(p, id % p.num_rows);
-  const int64_t per_unit = ItemsPerUnit(run.items.num_items, p.kv.layout.num_kv_heads);
-  run.begin = id / p.num_rows * per_unit;
-  run.end = min(run.begin + per_unit, run.items.num_items);
+  run.begin = id / p.num_rows;
+  run.step = NumDecodeUnits(run.end, p.kv.layout.num_kv_heads);
+  if (run.begin >= run.step) run.end = run.begin;
   return run;
 }
 
@@ -46,9 +48,10 @@ __device__ int64_t NumUnits(const DecodeParams& p) {
 template <int kHeadDim, bool kRotates>
 __device__ void Produce(const DecodeParams& p, const KvTensorMaps& maps,
                         SharedMemory<kHeadDim>& shared) {
-  RingPosition<SharedMemory<kHeadDim>::Ring::kStages> at;
+  TileProducer<kRotates, typename SharedMemory<kHeadDim>::Ring> producer(p, maps, shared.ring);
   for (int64_t id = blockIdx.x; id < NumUnits(p); id += gridDim.x) {
-    ProducePages<kRotates>(p, maps, RunOfUnit(p, id), shared.ring, at);
+    const PageRun run = RunOfUnit(p, id);
+    if (run.begin < run.end) producer.Produce(run);
   }
 }
 
@@ -56,7 +59,7 @@ __device__ void Produce(const DecodeParams& p, const KvTensorMaps& maps,
 
 // Leaves the warpgroup's state, whose sums lie spread over its threads, where the block merges it.
 template <int kHeadDim>
-__device__ void LeavePartial(SharedMemory<kHeadDim>& shared, const ThreadPlace& me,
+__device__ void LeavePartial(SharedMemory<kHeadDim>& shared, const ThreadPlace& me, int place,
                              ThreadState<kHeadDim>& state) {
   float(*warp_sum)[kHeads] = shared.consumers[me.consumer].exchange;
   for (float& sum : state.sum) {
@@ -71,7 +74,7 @@ __device__ void LeavePartial(SharedMemory<kHeadDim>& shared, const ThreadPlace& 
   }
   Synchronize(me);
   for (int j = 0; j < 2; ++j) {
-    float* partial = shared.partials[me.consumer][me.column + j];
+    float* partial = shared.partials[place][me.column + j];
     for (int half = 0; half < PageShape<kHeadDim>::kHalves; ++half) {
       partial[2 + half * kBoxColumns + me.row] = state.out[half][j];
       partial[2 + half * kBoxColumns + me.row + 8] = state.out[half][j + 2];
@@ -130,23 +133,38 @@ __device__ void StorePartial(const DecodeParams& p, const SharedMemory<kHeadDim>
   SynchronizeConsumers();  // before the next unit's partials come
 }
 
+// Attends to the consumer's tiles of the unit; returns their place.
+template <int kHeadDim, bool kRotates>
+__device__ int AttendToTiles(const DecodeParams& p, SharedMemory<kHeadDim>& shared,
+                             const ThreadPlace& me,
+                             RingPosition<SharedMemory<kHeadDim>::Ring::kStages>& at,
+                             ThreadState<kHeadDim>& state) {
+  auto& ring = shared.ring;
+  for (;; at.Next(kConsumers)) {
+    hopper::BarrierWait(&ring.full[at.stage], at.parity);
+    const TileKind kind = ring.kinds[at.stage];
+    if (kind == TileKind::kEnd) break;
+    if (kind == TileKind::kTokens) hopper::FenceAsyncProxy();
+    AttendToPage<kHeadDim, kRotates>(p, ring, shared.consumers[me.consumer], me, at.stage, state);
+    ReleaseStage(ring, at.stage);
+  }
+  const int place = ring.places[at.stage];
+  ReleaseStage(ring, at.stage);
+  at.Next(kConsumers);
+  return place;
+}
+
 template <int kHeadDim, bool kRotates>
 __device__ void Consume(const DecodeParams& p, SharedMemory<kHeadDim>& shared) {
   const ThreadPlace me = MyPlace();
-  RingPosition<SharedMemory<kHeadDim>::Ring::kStages> at;
+  RingPosition<SharedMemory<kHeadDim>::Ring::kStages> at = {.stage = me.consumer};
   for (int64_t id = blockIdx.x; id < NumUnits(p); id += gridDim.x) {
     const PageRun run = RunOfUnit(p, id);
     if (run.begin >= run.end) continue;
     LoadQuery<kHeadDim, kRotates>(p, run, me, shared.consumers[me.consumer].query);
     ThreadState<kHeadDim> state;
-    for (int64_t item = run.begin; item < run.end; ++item, at.Next()) {
-      if (at.stage % kConsumers != me.consumer) continue;
-      hopper::BarrierWait(&shared.ring.full[at.stage], at.parity);
-      AttendToPage<kHeadDim, kRotates>(p, shared.ring, shared.consumers[me.consumer], me, at.stage,
-                                       state);
-      ReleaseStage(shared.ring, at.stage);
-    }
-    LeavePartial<kHeadDim>(shared, me, state);
+    const int place = AttendToTiles<kHeadDim, kRotates>(p, shared, me, at, state);
+    LeavePartial<kHeadDim>(shared, me, place, state);
     StorePartial<kHeadDim>(p, shared, run, id / p.num_rows);
   }
 }
@@ -158,7 +176,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ std::byte raw[];
   auto& shared = *reinterpret_cast<SharedMemory<kHeadDim>*>(
       (reinterpret_cast<uintptr_t>(raw) + 1023) / 1024 * 1024);
-  if (threadIdx.x == 0) shared.ring.Init(kGroupThreads / kWarpThreads);
+  if (threadIdx.x == 0) shared.ring.Init();
   __syncthreads();
   if (threadIdx.x >= kConsumers * kGroupThreads) {
     Produce<kHeadDim, kRotates>(p, maps, shared);

@@ -6,6 +6,8 @@
 //   masks[stage] = tokens to attend to         rotate keys, where they are cached un-rotated
 //   copy K, V -> pages[stage], full[stage]     compute on pages[stage]
 //                                              arrive at empty[stage], once a warp
+//
+// Decode makes tiles of pages and of gathered tokens, by more warps (decode_tiles.cuh).
 #pragma once
 
 #include "kernels/attention/attend_launch.h"
@@ -44,10 +46,13 @@ struct alignas(1024) PageRing {
 
   __device__ std::byte* keys(int stage) { return pages[stage]; }
   __device__ std::byte* values(int stage) { return pages[stage] + Shape::kSideBytes; }
-  // By one thread, before a __syncthreads. `readers`: warps that arrive at empty.
-  __device__ void Init(uint32_t readers) {
+  // Where the key in row `row` of the stage stands, of those that are attended to.
+  __device__ int64_t PositionOf(int stage, int row) const { return key_positions[stage].of(row); }
+  // By one thread, before a __syncthreads. `readers`: warps that arrive at empty; `writers`:
+  // arrivals at full.
+  __device__ void Init(uint32_t readers, uint32_t writers = 1) {
     for (int stage = 0; stage < kStages; ++stage) {
-      hopper::BarrierInit(&full[stage], 1);
+      hopper::BarrierInit(&full[stage], writers);
       hopper::BarrierInit(&empty[stage], readers);
     }
     hopper::FenceBarrierInit();
@@ -60,18 +65,20 @@ struct RingPosition {
   int stage = 0;
   uint32_t parity = 0;
 
-  __device__ void Next() {
-    if (++stage < kStages) return;
-    stage = 0;
+  __device__ void Next(int stages = 1) {
+    stage += stages;
+    if (stage < kStages) return;
+    stage -= kStages;
     parity ^= 1;
   }
 };
 
-// Items [begin, end) of a selection row.
+// Items begin, begin + step, ... before `end` of a selection row.
 struct PageRun {
   int64_t row = 0;
   int64_t begin = 0;
   int64_t end = 0;
+  int64_t step = 1;
   QueryBlock block;
   RowItems items;
 };
@@ -129,8 +136,15 @@ __device__ ResolvedPage ResolveItem(const AttendLaunch& p, const KvTensorMaps& m
   return resolved;
 }
 
-// Records that the page is read. One that is absent sets the slot's fault, and has nothing to read.
-__device__ inline void ClaimPage(const AttendLaunch& p, const PageRun& run, ResolvedPage& page) {
+// Tokens that CopyPage reads.
+__device__ inline int64_t CopiedTokens(uint64_t mask) {
+  return __popc(PiecesOf(mask)) * kPieceTokens;
+}
+
+// Records that `tokens` of the page are read. One that is absent sets the slot's fault, and has
+// nothing to read.
+__device__ inline void ClaimPage(const AttendLaunch& p, const PageRun& run, ResolvedPage& page,
+                                 int64_t tokens) {
   if (page.mask == 0) return;
   if (page.tier == PageTier::kAbsent) {
     p.faults[run.block.slot] = 1;
@@ -141,7 +155,6 @@ __device__ inline void ClaimPage(const AttendLaunch& p, const PageRun& run, Reso
   if (kv.accesses.last_touched == nullptr) return;
   kv.accesses.last_touched[page.index] = *kv.accesses.step;
   if (page.tier == PageTier::kHost) {
-    const int64_t tokens = __popc(PiecesOf(page.mask)) * kPieceTokens;
     atomicAdd(&kv.accesses.missed_bytes[page.index],
               static_cast<uint32_t>(2 * tokens * kv.layout.row_bytes()));
   }
@@ -192,7 +205,8 @@ __device__ void CopyPage(Ring& ring, int stage, const KvTensorMaps& maps,
   }
 }
 
-// By the producer warp: sends the run's pages through the ring, one stage an item.
+// By the producer warp: sends the run's pages through the ring, one stage an item. REQUIRES: steps
+// of 1.
 template <bool kRotates, typename Ring>
 __device__ void ProducePages(const AttendLaunch& p, const KvTensorMaps& maps, const PageRun& run,
                              Ring& ring, RingPosition<Ring::kStages>& at) {
@@ -200,7 +214,7 @@ __device__ void ProducePages(const AttendLaunch& p, const KvTensorMaps& maps, co
   // Each lane resolves one item of the next 32 while the current ones are copied.
   const auto resolve = [&](int64_t index) {
     ResolvedPage page = ResolveItem<kRotates>(p, maps, run, index);
-    ClaimPage(p, run, page);
+    ClaimPage(p, run, page, CopiedTokens(page.mask));
     return page;
   };
   ResolvedPage next = resolve(run.begin + lane);
@@ -333,9 +347,8 @@ template <typename Ring>
 __device__ void RotateKeys(Ring& ring, int stage, const DeviceRopePositions& rope, int thread,
                            int threads) {
   const uint64_t mask = ring.masks[stage];
-  const ItemPositions positions = ring.key_positions[stage];
-  const auto position_of = [&](int token) {
-    return (mask >> token & 1) != 0 ? positions.of(token) : int64_t{-1};
+  const auto position_of = [&](int row) {
+    return (mask >> row & 1) != 0 ? ring.PositionOf(stage, row) : int64_t{-1};
   };
   RotateTile<Ring::Shape::kDim, static_cast<int>(kPageTokens)>(rope, thread, threads, position_of,
                                                                ring.keys(stage));

@@ -111,20 +111,17 @@ KVASIR_HOST_DEVICE inline bool IsAnotherPage(const RowItems& items, const Select
 }
 
 // How a decode row is cut into units of parallel work: so that the rows of one sequence are about
-// as many units as a GPU has multiprocessors. The cut depends on nothing that differs from batch to
-// batch.
+// as many units as a GPU has multiprocessors. Unit u of n takes the items u, u + n, u + 2n, ...:
+// where a list is dense here and thin there, every unit has its share of both. The cut depends on
+// nothing that differs from batch to batch.
 inline constexpr int64_t kDecodeUnitsOfSequence = 128;
 
 KVASIR_HOST_DEVICE inline int64_t MaxDecodeUnits(int64_t num_kv_heads) {
   return num_kv_heads >= kDecodeUnitsOfSequence ? 1 : kDecodeUnitsOfSequence / num_kv_heads;
 }
-KVASIR_HOST_DEVICE inline int64_t ItemsPerUnit(int64_t num_items, int64_t num_kv_heads) {
-  const int64_t units = MaxDecodeUnits(num_kv_heads);
-  return num_items <= units ? 1 : (num_items + units - 1) / units;
-}
 KVASIR_HOST_DEVICE inline int64_t NumDecodeUnits(int64_t num_items, int64_t num_kv_heads) {
-  const int64_t per_unit = ItemsPerUnit(num_items, num_kv_heads);
-  return (num_items + per_unit - 1) / per_unit;
+  const int64_t units = MaxDecodeUnits(num_kv_heads);
+  return num_items < units ? num_items : units;
 }
 
 }  // namespace kvasir::kernels

@@ -26,6 +26,12 @@ __device__ inline void FenceBarrierInit() {
 __device__ inline void BarrierArrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(SharedAddress(barrier)) : "memory");
 }
+// `count` arrivals at once.
+__device__ inline void BarrierArrive(uint64_t* barrier, uint32_t count) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(SharedAddress(barrier)),
+               "r"(count)
+               : "memory");
+}
 __device__ inline void BarrierArriveExpecting(uint64_t* barrier, uint32_t bytes) {
   asm volatile(
       "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(SharedAddress(barrier)),
@@ -43,6 +49,20 @@ __device__ inline void BarrierWait(uint64_t* barrier, uint32_t parity) {
       "}\n" ::"r"(SharedAddress(barrier)),
       "r"(parity)
       : "memory");
+}
+
+// --- the copy of 16 bytes, global to shared memory; both addresses are multiples of 16 ---
+
+__device__ inline void CopyPart(void* to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(SharedAddress(to)),
+               "l"(__cvta_generic_to_global(from))
+               : "memory");
+}
+// One of the barrier's arrivals, once all copies that this thread has begun are there. wgmma sees
+// them when whoever waited for the barrier has passed FenceAsyncProxy.
+__device__ inline void BarrierArriveOnCopies(uint64_t* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(SharedAddress(barrier))
+               : "memory");
 }
 
 // --- the bulk tensor copy, global to shared memory ---

@@ -58,7 +58,7 @@ struct Set {
 
   // Blocks of `block_queries` queries, at the end of the context.
   Set(int64_t tokens, int64_t num_queries, int64_t block_queries, const SelectionHeader& header,
-      const std::vector<int64_t>& list, uint64_t seed) {
+      const std::vector<SelectionEntry>& list, uint64_t seed) {
     const KvLayout layout = {
         .num_layers = 1, .num_kv_heads = kKvHeads, .head_dim = kHeadDim, .dtype = DType::kBFloat16};
     const int64_t num_blocks = (tokens + kPageTokens - 1) / kPageTokens;
@@ -93,9 +93,7 @@ struct Set {
     headers = Upload(std::vector<SelectionHeader>(static_cast<size_t>(rows_of_selection), header));
     std::vector<SelectionEntry> entry_list;
     for (int64_t row = 0; row < rows_of_selection; ++row) {
-      for (const int64_t page : list) {
-        entry_list.push_back({.page = page, .chosen = ~uint64_t{0}, .live = ~uint64_t{0}});
-      }
+      entry_list.insert(entry_list.end(), list.begin(), list.end());
       entry_list.resize(static_cast<size_t>((row + 1) * kListCapacity));
     }
     entries = Upload(entry_list);
@@ -197,7 +195,7 @@ void InfiniteHipByInterval(Set& set, cudaStream_t stream) {
 using Call = void (*)(Set& set, cudaStream_t stream);
 
 void Report(const char* name, Call call, int64_t tokens, int64_t num_queries,
-            const SelectionHeader& header, const std::vector<int64_t>& list,
+            const SelectionHeader& header, const std::vector<SelectionEntry>& list,
             int64_t attended_tokens, int64_t steps = 1) {
   const int64_t set_bytes = tokens * kKvHeads * kHeadDim * 4;
   const int64_t num_sets = std::clamp<int64_t>(kSetBytes / set_bytes, 1, kMaxSets);
@@ -222,15 +220,29 @@ void Report(const char* name, Call call, int64_t tokens, int64_t num_queries,
   std::fflush(stdout);
 }
 
+// The budget in runs of `run_tokens` tokens, side by side or `stride` apart, of as many pages, far
+// from each other.
+std::vector<SelectionEntry> ListOfRuns(int64_t tokens, int64_t run_tokens, int64_t stride = 1) {
+  const int64_t first_page = CeilPages(kNumbers.sink_tokens);
+  const int64_t candidates = (tokens - kNumbers.window_tokens) / kPageTokens - first_page;
+  const int64_t count = std::min(candidates, kNumbers.budget_tokens / run_tokens);
+  std::vector<SelectionEntry> list;
+  for (int64_t i = 0; i < count; ++i) {
+    uint64_t mask = 0;
+    const int64_t begin = i * 8 % (kPageTokens - (run_tokens - 1) * stride);
+    for (int64_t t = 0; t < run_tokens; ++t) mask |= uint64_t{1} << (begin + t * stride);
+    list.push_back({.page = first_page + i * candidates / count, .chosen = mask, .live = mask});
+  }
+  return list;
+}
+
 void Bench(int64_t tokens) {
   // The budget in whole pages, sink and window.
   const SelectionHeader header = {.kind = SelectionHeader::Kind::kList,
                                   .count = static_cast<int32_t>(CeilPages(kNumbers.budget_tokens)),
                                   .sink_end = kNumbers.sink_tokens,
                                   .window_begin = tokens - kNumbers.window_tokens};
-  std::vector<int64_t> list;
-  const int64_t candidates = header.window_begin / kPageTokens - 2;
-  for (int64_t i = 0; i < header.count; ++i) list.push_back(2 + i * candidates / header.count);
+  const std::vector<SelectionEntry> list = ListOfRuns(tokens, kPageTokens);
   constexpr int64_t kAttended =
       kNumbers.sink_tokens + kNumbers.budget_tokens + kNumbers.window_tokens;
   for (const int64_t num_queries : {1, 512}) {
@@ -240,6 +252,15 @@ void Bench(int64_t tokens) {
       Report(name, call, tokens, num_queries, header, list, kAttended, steps);
     };
     report("list", Attend);
+    if (num_queries == 1) {
+      const auto report_runs = [&](const char* name, const std::vector<SelectionEntry>& runs) {
+        SelectionHeader of_runs = header;
+        of_runs.count = static_cast<int32_t>(runs.size());
+        Report(name, Attend, tokens, num_queries, of_runs, runs, kAttended);
+      };
+      report_runs("list of runs of 8 tokens", ListOfRuns(tokens, 8));
+      report_runs("list of scattered tokens", ListOfRuns(tokens, 4, 11));
+    }
     report("quest alone", Quest);
     report("quest and list", Both<Quest, Attend>);
     report("tokenselect alone", TokenSelect);

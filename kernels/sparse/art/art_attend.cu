@@ -112,7 +112,7 @@ __device__ void Produce(const ArtLaunch& p, const KvTensorMaps& maps, const Read
         next = reading.skip_end;
         break;
       }
-      if (lane == order - first) ClaimPage(p, reading.run, own);
+      if (lane == order - first) ClaimPage(p, reading.run, own, CopiedTokens(own.mask));
       const ResolvedPage page = ShareResolved<kRotates>(own, order - first);
       if (page.mask == 0) continue;  // absent
       if (lane == 0) {

@@ -90,22 +90,32 @@ TEST_P(AttendCudaTest, DenseAgreesAtEveryPageEdge) {
 
 TEST_P(AttendCudaTest, LongContextsAreCutIntoManyUnits) {
   const int64_t tokens = 40'000;
-  ASSERT_EQ(NumDecodeUnits(NumberItems({}, tokens - 1).num_items, 2), 63);
+  ASSERT_EQ(NumDecodeUnits(NumberItems({}, tokens - 1).num_items, 2), 64);
   AttentionBatch batch(Shape(), 1, tokens, 8);
   batch.FillContext(0, tokens);
   batch.AddBlock(0, tokens - 1, 1);
   ExpectMatchesReference(batch, Decode);
 }
 
-// So many KV heads that a row is one unit: its pages go round the ring many times.
+// So many KV heads that a row is one unit: its pages go round the ring many times, and a warp has
+// no lane for each.
 TEST_P(AttendCudaTest, AUnitMayHaveManyPages) {
   AttentionShape shape = Shape();
   shape.kv_heads = 128;
-  const int64_t tokens = 1500;
-  ASSERT_EQ(ItemsPerUnit(NumberItems({}, tokens - 1).num_items, shape.kv_heads), 24);
+  const int64_t tokens = 2200;
+  ASSERT_EQ(NumDecodeUnits(NumberItems({}, tokens - 1).num_items, shape.kv_heads), 1);
   AttentionBatch batch(shape, 1, tokens, 12);
   batch.FillContext(0, tokens);
   batch.AddBlock(0, tokens - 1, 1);
+  batch.AddBlock(0, tokens - 1, 1, [&](int64_t head) {
+    std::vector<SelectionEntry> entries;
+    for (int64_t page = 0; page < tokens / kPageTokens; ++page) {
+      const uint64_t mask =
+          page % 5 == head % 5 ? kWholePage : uint64_t{0xf1} << (page + head) % 56;
+      entries.push_back({.page = page, .chosen = mask, .live = mask});
+    }
+    return SelectList(3, tokens - 5, std::move(entries));
+  });
   ExpectMatchesReference(batch, Decode);
 }
 
@@ -166,6 +176,94 @@ TEST_P(AttendCudaTest, PrefillOverListsWithMasksSinksAndWindows) {
     }
   }
   ExpectMatchesReference(batch, Prefill);
+}
+
+// Tokens of listed pages, by the number of the entry: of few of a page, decode makes tiles that
+// several pages share.
+struct Pattern {
+  const char* name;
+  uint64_t (*mask)(int64_t entry);
+};
+constexpr Pattern kPatterns[] = {
+    {"one token", [](int64_t i) { return uint64_t{1} << (i * 23 % 64); }},
+    {"first or last token", [](int64_t i) { return uint64_t{1} << (i % 2 * 63); }},
+    {"every other token", [](int64_t i) { return uint64_t{0x5555555555555555} << i % 2; }},
+    {"aligned groups of 8", [](int64_t i) { return uint64_t{0xff} << (i * 5 % 8 * 8); }},
+    {"groups of 8 anywhere", [](int64_t i) { return uint64_t{0xff} << (i * 13 % 57); }},
+    {"half a page, and a token more", [](int64_t i) { return (uint64_t{1} << (32 + i % 2)) - 1; }},
+    {"13 tokens: tiles end amid a page", [](int64_t i) { return uint64_t{0x1fff} << (i % 50); }},
+    {"whole pages among single tokens",
+     [](int64_t i) { return i % 3 == 0 ? kWholePage : uint64_t{1} << i % 64; }},
+    {"nothing among groups of 8",
+     [](int64_t i) { return i % 2 == 0 ? 0 : uint64_t{0xff} << (i % 8 * 8); }},
+};
+
+// A batch with so many KV heads that units are several tiles, and the rows that a pattern makes.
+constexpr int64_t kPatternTokens = 3200;
+AttentionBatch MakePatternBatch(AttentionShape shape, int64_t slots, uint64_t seed) {
+  shape.kv_heads = 16;
+  AttentionBatch batch(shape, slots, kPatternTokens, seed);
+  for (int64_t slot = 0; slot < slots; ++slot) batch.FillContext(slot, kPatternTokens);
+  return batch;
+}
+RowSelection PatternList(const Pattern& pattern, int64_t head) {
+  std::vector<SelectionEntry> entries;
+  for (int64_t page = 2; page < 45; ++page) {
+    const uint64_t mask = pattern.mask(page - 2 + head);
+    entries.push_back({.page = page, .chosen = mask | mask << 1, .live = mask});
+  }
+  return SelectList(128, 2880, std::move(entries));
+}
+void AddPattern(AttentionBatch& batch, int64_t slot, const Pattern& pattern) {
+  batch.AddBlock(slot, kPatternTokens - 1, 1,
+                 [&](int64_t head) { return PatternList(pattern, head); });
+}
+
+TEST_P(AttendCudaTest, TokensOfManyPagesShareTiles) {
+  for (const bool rotates : {false, true}) {
+    AttentionBatch batch = MakePatternBatch(Shape(), 1, 41);
+    if (rotates) batch.UseCompactPositions(1.25);
+    for (const Pattern& pattern : kPatterns) AddPattern(batch, 0, pattern);
+    SCOPED_TRACE(rotates);
+    ExpectMatchesReference(batch, Decode);
+  }
+}
+
+// Where what is not attended to is NaN.
+TEST_P(AttendCudaTest, TokensThatShareTilesMayLieInTheHostTier) {
+  const Pattern& pattern = kPatterns[6];
+  AttentionBatch batch = MakePatternBatch(Shape(), 1, 42);
+  AddPattern(batch, 0, pattern);
+  for (int64_t head = 0; head < batch.shape().kv_heads; ++head) {
+    for (const SelectionEntry& entry : PatternList(pattern, head).entries) {
+      for (int64_t t = 0; t < kPageTokens; ++t) {
+        if ((entry.live >> t & 1) != 0) continue;
+        for (const auto side : {FakePagedKv::Side::kKey, FakePagedKv::Side::kValue}) {
+          std::byte* token =
+              batch.kv().Token(side, 0, entry.page * kPageTokens + t, AttentionBatch::kLayer, head);
+          batch.kv().Set(token, 5, std::numeric_limits<float>::quiet_NaN());
+        }
+      }
+      if (entry.page % 2 == 0) continue;
+      batch.kv().SetTier(0, entry.page, AttentionBatch::kLayer, head, PageTier::kHost);
+    }
+  }
+  ExpectMatchesReference(batch, Decode);
+}
+
+// What is absent is left out, and the other rows have the same bits.
+TEST_P(AttendCudaTest, AbsentPagesAmongTokensThatShareTiles) {
+  AttentionBatch batch = MakePatternBatch(Shape(), 2, 43);
+  for (int64_t slot = 0; slot < 2; ++slot) AddPattern(batch, slot, kPatterns[3]);
+  ASSERT_TRUE(DeviceAttentionBatch(batch).Run(Decode).ok());
+  const std::vector<float> all = Outputs(batch);
+  batch.kv().SetTier(1, 7, AttentionBatch::kLayer, 0, PageTier::kAbsent);
+  ASSERT_TRUE(DeviceAttentionBatch(batch).Run(Decode).ok());
+  EXPECT_EQ(batch.fault(0), 0);
+  EXPECT_EQ(batch.fault(1), 1);
+  const std::vector<float> rest = Outputs(batch);
+  EXPECT_TRUE(std::equal(all.begin(), all.begin() + std::ssize(all) / 2, rest.begin()));
+  EXPECT_TRUE(std::all_of(rest.begin(), rest.end(), [](float x) { return std::isfinite(x); }));
 }
 
 // A list with pruned tokens, that reaches into sink and window.
@@ -258,8 +356,8 @@ TEST_P(AttendCudaTest, PagesMayLieInTheHostTierAndAreRecorded) {
   EXPECT_EQ(touched, 16 * 2);  // pages of two KV heads
 }
 
-// Pieces of 8 tokens are read of pages of which little is attended to, and counted.
-TEST_P(AttendCudaTest, ListsOfSingleTokensReadPiecesOfTheirPages) {
+// Of pages of which little is attended to only that is read, and counted.
+TEST_P(AttendCudaTest, ListsOfSingleTokensReadTheseTokens) {
   AttentionBatch batch(Shape(), 1, 6400, 16);
   batch.FillContext(0, 6400);
   constexpr int64_t kHostPage = 9;
@@ -282,8 +380,7 @@ TEST_P(AttendCudaTest, ListsOfSingleTokensReadPiecesOfTheirPages) {
   const PagedKv kv = batch.kv().View();
   const int64_t missed = kv.row(0, kHostPage) * kv.layout.pages_per_block() +
                          kv.layout.page_in_block(AttentionBatch::kLayer, 1);
-  EXPECT_EQ(device.missed_bytes()[static_cast<size_t>(missed)],
-            2 * 2 * kPieceTokens * kv.layout.row_bytes());
+  EXPECT_EQ(device.missed_bytes()[static_cast<size_t>(missed)], 2 * 3 * kv.layout.row_bytes());
 }
 
 TEST_P(AttendCudaTest, AbsentPagesSetTheFaultOfTheirSlotOnly) {
@@ -298,13 +395,21 @@ TEST_P(AttendCudaTest, AbsentPagesSetTheFaultOfTheirSlotOnly) {
   EXPECT_EQ(batch.fault(1), 1);
 }
 
+// Units of several tiles, and several units for a block of threads.
 TEST_P(AttendCudaTest, ARowHasTheSameBitsAloneAndAmongOthers) {
-  constexpr int64_t kRows = 5;
+  constexpr int64_t kRows = 4;
   const int64_t tokens = 2500;
-  AttentionBatch batch(Shape(), kRows, tokens, 14);
+  AttentionShape shape = Shape();
+  shape.kv_heads = 16;
+  AttentionBatch batch(shape, kRows, tokens, 14);
   for (int64_t slot = 0; slot < kRows; ++slot) {
     batch.FillContext(slot, tokens);
-    batch.AddBlock(slot, tokens - 1 - slot * 100, 1);
+    const int64_t position = tokens - 1 - slot * 100;
+    if (slot % 2 == 0) {
+      batch.AddBlock(slot, position, 1);
+    } else {
+      batch.AddBlock(slot, position, 1, [&](int64_t) { return RandomList(batch.rng(), position); });
+    }
   }
   ASSERT_TRUE(DeviceAttentionBatch(batch).Run(Decode).ok());
   const std::vector<float> together = Outputs(batch);
@@ -314,8 +419,8 @@ TEST_P(AttendCudaTest, ARowHasTheSameBitsAloneAndAmongOthers) {
                     for (size_t row = 0; row < kRows; ++row) {
                       AttendParams alone = params;
                       alone.blocks = params.blocks.subspan(row, 1);
-                      alone.selection.headers += static_cast<int64_t>(row) * heads;
-                      alone.selection.num_rows = heads;
+                      alone.selection =
+                          params.selection.Rows(static_cast<int64_t>(row) * heads, heads);
                       KVASIR_RETURN_IF_ERROR(Decode(alone, maps));
                     }
                     return absl::OkStatus();

@@ -1,0 +1,214 @@
+// How the items of a unit of decode attention become tiles of 64 tokens. A page of which more than
+// half is attended to is a tile of its own, brought by the copy engine. Of the other pages the
+// attended tokens stand side by side, in tiles that many pages share and threads gather token by
+// token: work follows the tokens that are attended to, not the pages they lie in.
+//
+//   items    page, 8 tokens, 1 token, page, 2 tokens, 50 tokens, ...
+//   tiles    page | page | 50 tokens | 8 + 1 + 2 + ... | end | end | end
+//
+// For the producer warpgroup of attend_decode.cu. Its warps go through a unit side by side: each
+// resolves all items, copies its share of the rows of a gathered tile, and the first brings pages.
+#pragma once
+
+#include "kernels/attention/page_pipeline.cuh"
+
+namespace kvasir::kernels {
+
+inline constexpr int kConsumers = 3;  // warpgroups, which take the tiles of a unit in turn
+inline constexpr int kTileTokens = static_cast<int>(kPageTokens);
+// Pages with at most so many attended tokens are gathered.
+inline constexpr int kMostGathered = kTileTokens / 2;
+inline constexpr int kProducerWarps = kGroupThreads / kWarpThreads;
+
+enum class TileKind : int { kPage, kTokens, kEnd };  // kEnd: of the unit, one for each consumer
+
+template <int kHeadDim, int kStageCount>
+struct alignas(1024) TileRing : PageRing<kHeadDim, kStageCount> {
+  using Pages = PageRing<kHeadDim, kStageCount>;
+
+  TileKind kinds[kStageCount];
+  int places[kStageCount];  // the tile's number in its unit, mod kConsumers
+  int32_t gathered_positions[kStageCount][kTileTokens];  // where keys are rotated
+  int32_t sources[kProducerWarps][kTileTokens];          // of a gathered tile: SourceOf
+
+  __device__ int64_t PositionOf(int stage, int row) const {
+    return kinds[stage] == TileKind::kTokens ? gathered_positions[stage][row]
+                                             : Pages::PositionOf(stage, row);
+  }
+  __device__ void Init() {
+    // At full arrive the producers' threads, and one of them once more when all is written.
+    Pages::Init(kGroupThreads / kWarpThreads, kGroupThreads + 1);
+  }
+};
+
+template <bool kRotates, typename Ring>
+class TileProducer {
+ public:
+  __device__ TileProducer(const AttendLaunch& p, const KvTensorMaps& maps, Ring& ring)
+      : p_(p),
+        maps_(maps),
+        ring_(ring),
+        warp_(static_cast<int>(threadIdx.x) % kGroupThreads / kWarpThreads),
+        lane_(static_cast<int>(threadIdx.x) % kWarpThreads) {}
+
+  // Sends the unit's tiles and its ends through the ring. By all threads.
+  __device__ void Produce(const PageRun& run) {
+    tile_ = 0;
+    const int64_t stride = kWarpThreads * run.step;  // of items that the lanes take
+    bool gathers = false;
+    ResolvedPage own;
+    ResolvedPage next = Resolve(run, run.begin);
+    for (int64_t first = run.begin; first < run.end; first += stride) {
+      own = next;
+      next = Resolve(run, first + stride);
+      if (warp_ == 0) Claim(run, own);
+      SendPages(own);
+      gathers = __any_sync(kAllLanes, IsGathered(own)) || gathers;
+    }
+    if (gathers) GatherTokens(run, own, stride);
+    for (int i = 0; i < kConsumers; ++i) SendEnd();
+  }
+
+ private:
+  using Shape = typename Ring::Shape;
+
+  __device__ static bool IsGathered(const ResolvedPage& page) {
+    return page.mask != 0 && CountBits(page.mask) <= kMostGathered;
+  }
+
+  // The lane's of the items from `first` on. What is absent has no tokens.
+  __device__ ResolvedPage Resolve(const PageRun& run, int64_t first) const {
+    return ResolveItem<kRotates>(p_, maps_, run, first + lane_ * run.step);
+  }
+  __device__ void Claim(const PageRun& run, ResolvedPage page) const {
+    ClaimPage(p_, run, page, IsGathered(page) ? CountBits(page.mask) : CopiedTokens(page.mask));
+  }
+
+  // --- a tile: Begin, copies, End ---
+
+  // Every warp waits and arrives at each use of a stage, or it could take one for another.
+  __device__ void Begin() { hopper::BarrierWait(&ring_.empty[at_.stage], at_.parity ^ 1); }
+  // By one thread, before its arrival.
+  __device__ void Describe(TileKind kind, uint64_t mask) {
+    ring_.kinds[at_.stage] = kind;
+    ring_.masks[at_.stage] = mask;
+    ring_.places[at_.stage] = tile_ % kConsumers;
+  }
+  __device__ void End() {
+    at_.Next();
+    ++tile_;
+  }
+
+  __device__ void SendPages(const ResolvedPage& own) {
+    const bool is_tile = own.mask != 0 && own.tier != PageTier::kAbsent && !IsGathered(own);
+    for (unsigned rest = __ballot_sync(kAllLanes, is_tile); rest != 0; rest &= rest - 1) {
+      const ResolvedPage page = ShareResolved<kRotates>(own, __ffs(static_cast<int>(rest)) - 1);
+      Begin();
+      if (lane_ == 0) hopper::BarrierArrive(&ring_.full[at_.stage], kWarpThreads);
+      if (warp_ == 0 && lane_ == 0) {
+        Describe(TileKind::kPage, page.mask);
+        if constexpr (kRotates) ring_.key_positions[at_.stage] = page.positions;
+        CopyPage(ring_, at_.stage, maps_, page);
+      }
+      End();
+    }
+  }
+
+  __device__ void SendEnd() {
+    Begin();
+    if (lane_ == 0) hopper::BarrierArrive(&ring_.full[at_.stage], kWarpThreads);
+    if (warp_ == 0 && lane_ == 0) {
+      Describe(TileKind::kEnd, 0);
+      hopper::BarrierArrive(&ring_.full[at_.stage]);
+    }
+    End();
+  }
+
+  // --- gathered tiles ---
+
+  // `last` are the lanes' items of the run's last ones, which are all where it has no more.
+  __device__ void GatherTokens(const PageRun& run, const ResolvedPage& last, int64_t stride) {
+    int rows = 0;  // of the open tile
+    for (int64_t first = run.begin; first < run.end; first += stride) {
+      const bool is_last = first + stride >= run.end;
+      rows = Gather(is_last ? last : Resolve(run, first), rows);
+    }
+    if (rows > 0) Close(rows);
+  }
+
+  // Adds the tokens of the lanes' gathered pages to the open tile, which has `begin` rows, and to
+  // others as these are full; returns the rows of the one that is open then.
+  __device__ int Gather(const ResolvedPage& own, int begin) {
+    const bool takes_part = own.tier != PageTier::kAbsent && IsGathered(own);
+    uint64_t rest = takes_part ? own.mask : 0;
+    const int tokens = CountBits(rest);
+    int end = tokens;  // of the lane's rows, and those of lanes before it
+    for (int distance = 1; distance < kWarpThreads; distance *= 2) {
+      const int before = __shfl_up_sync(kAllLanes, end, distance);
+      if (lane_ >= distance) end += before;
+    }
+    int row = begin + end - tokens;
+    int rows = begin + __shfl_sync(kAllLanes, end, kWarpThreads - 1);
+    while (rows > begin) {
+      if (begin == 0) Begin();
+      for (; rest != 0 && row < kTileTokens; rest &= rest - 1, ++row) Name(own, rest, row);
+      __syncwarp();
+      CopyRows(begin, min(rows, kTileTokens));
+      __syncwarp();  // before others are named
+      if (rows < kTileTokens) return rows;
+      Close(kTileTokens);
+      begin = 0;
+      row -= kTileTokens;
+      rows -= kTileTokens;
+    }
+    return begin;
+  }
+
+  // The first token of `rest` becomes row `row` of the tile.
+  __device__ void Name(const ResolvedPage& own, uint64_t rest, int row) {
+    const int token = __ffsll(static_cast<long long>(rest)) - 1;
+    const int32_t copy_row = own.copy_row + token;
+    ring_.sources[warp_][row] = own.tier == PageTier::kHost ? ~copy_row : copy_row;
+    if constexpr (kRotates) {
+      if (warp_ == 0) {
+        ring_.gathered_positions[at_.stage][row] = static_cast<int32_t>(own.positions.of(token));
+      }
+    }
+  }
+
+  // Begins to copy the warp's share of the rows [begin, end).
+  __device__ void CopyRows(int begin, int end) {
+    constexpr int kRowParts = Shape::kDim * 2 / 16;
+    constexpr int kRowsAtOnce = kWarpThreads / kRowParts;
+    const int64_t row_bytes = p_.kv.layout.row_bytes();
+    const int part = lane_ % kRowParts;
+    for (int row = begin + warp_ * kRowsAtOnce + lane_ / kRowParts; row < end;
+         row += kProducerWarps * kRowsAtOnce) {
+      const int32_t source = ring_.sources[warp_][row];
+      const std::byte* base = source < 0 ? maps_.host.base : maps_.device.base;
+      const std::byte* key = base + int64_t{source < 0 ? ~source : source} * row_bytes + part * 16;
+      hopper::CopyPart(TilePart<kTileTokens>(ring_.keys(at_.stage), row, part * 8), key);
+      hopper::CopyPart(TilePart<kTileTokens>(ring_.values(at_.stage), row, part * 8),
+                       key + kPageTokens * row_bytes);
+    }
+  }
+
+  __device__ void Close(int rows) {
+    hopper::BarrierArriveOnCopies(&ring_.full[at_.stage]);
+    if (warp_ == 0 && lane_ == 0) {
+      Describe(TileKind::kTokens, TokenMask(0, rows));
+      hopper::BarrierArrive(&ring_.full[at_.stage]);
+    }
+    End();
+  }
+
+  const AttendLaunch& p_;
+  const KvTensorMaps& maps_;
+  Ring& ring_;
+  const int warp_;
+  const int lane_;
+  RingPosition<Ring::kStages> at_;
+  int tile_ = 0;  // in the unit
+};
+
+}  // namespace kvasir::kernels
