@@ -11,10 +11,8 @@
 #include "absl/strings/str_cat.h"
 
 #include "kernels/base/status_macros.h"
-#include "kernels/dense/sampling.h"
 #include "kernels/sparse/policy.h"
 #include "proto/selector_field.h"
-#include "worker/row_sampling.h"
 #include "xxhash.h"
 
 namespace kvasir::worker {
@@ -141,9 +139,6 @@ absl::Status Engine::Init(std::unique_ptr<kvstore::Tier> below) {
       activations_,
       Activations::Create(model_.backend(), model_.activation_sizes(options_.max_num_batched_tokens,
                                                                     options_.max_num_seqs)));
-  KVASIR_ASSIGN_OR_RETURN(sampling_scratch_,
-                          kernels::HostBuffer::Allocate(kernels::SamplingScratchBytes(
-                              vocab_size, model_.backend().executor().num_threads())));
   return absl::OkStatus();
 }
 
@@ -323,7 +318,8 @@ absl::Status Engine::RememberSelections(Sequence& sequence, int64_t end) const {
 
 absl::Status Engine::Compute() {
   if (works_.empty()) return absl::OkStatus();
-  const StepBatch batch = MakeStepBatch(works_, selectors_, std::exchange(truncations_, {}));
+  StepBatch batch = MakeStepBatch(works_, selectors_, std::exchange(truncations_, {}));
+  AskForTokens(batch);
   KVASIR_ASSIGN_OR_RETURN(const kernels::PagedKv kv, store_->BeginStep(++kv_step_));
   meter_.BeginStep(batch);
   StepResult result;
@@ -341,48 +337,45 @@ absl::Status Engine::Compute() {
           "NaN or infinity in the hidden state: weights or KV are corrupt, or KV was absent");
     }
   }
-  KVASIR_RETURN_IF_ERROR(Sample(batch, result));
+  TakeTokens(batch, result);
   KVASIR_RETURN_IF_ERROR(store_->EndStep());
   FailCorruptSequences();
   return absl::OkStatus();
 }
 
-absl::Status Engine::Sample(const StepBatch& batch, const StepResult& result) {
+void Engine::AskForTokens(StepBatch& batch) {
   const size_t count = batch.sampled_rows.size();
-  if (count == 0) return absl::OkStatus();
-  const int64_t vocab = result.logits.dim(1);
-  std::vector<kernels::SamplingOptions> options(count);
-  std::vector<RowSamplingBuffers> buffers(count);
-  std::vector<kernels::SampledToken> tokens(count);
+  const int64_t vocab = model_.options().config.vocab_size;
+  sampling_buffers_.assign(count, {});
   for (size_t i = 0; i < count; ++i) {
     const RowWork& work = works_[static_cast<size_t>(batch.sampled_rows[i])];
-    const int64_t position = work.begin + work.num_tokens;
-    options[i] = MakeSamplingOptions(*work.sequence, position, vocab, buffers[i]);
-    if (logits_tap_) {
-      const float* row = result.logits.As<float>() + static_cast<int64_t>(i) * vocab;
-      logits_tap_(work.slot, position - 1, {row, static_cast<size_t>(vocab)});
-    }
+    batch.sampling.push_back(MakeSamplingOptions(*work.sequence, work.begin + work.num_tokens,
+                                                 vocab, sampling_buffers_[i]));
   }
-  KVASIR_RETURN_IF_ERROR(kernels::Sample(
-      {.logits = result.logits,
-       .options = options,
-       .tokens = tokens,
-       .scratch = {sampling_scratch_.data(), static_cast<size_t>(sampling_scratch_.size_bytes())}},
-      model_.backend().executor()));
-  for (size_t i = 0; i < count; ++i) {
-    Sequence& sequence = slots_->at(works_[static_cast<size_t>(batch.sampled_rows[i])].slot);
-    if (!tokens[i].status.ok()) {
-      if (sequence.failed.ok()) sequence.failed = tokens[i].status;
+  batch.keeps_logits = logits_tap_ != nullptr;
+}
+
+void Engine::TakeTokens(const StepBatch& batch, const StepResult& result) {
+  for (size_t i = 0; i < batch.sampled_rows.size(); ++i) {
+    const RowWork& work = works_[static_cast<size_t>(batch.sampled_rows[i])];
+    if (logits_tap_) {
+      const int64_t vocab = result.logits.dim(1);
+      const float* row = result.logits.As<float>() + static_cast<int64_t>(i) * vocab;
+      logits_tap_(work.slot, work.begin + work.num_tokens - 1, {row, static_cast<size_t>(vocab)});
+    }
+    const kernels::SampledToken& token = result.tokens[i];
+    Sequence& sequence = slots_->at(work.slot);
+    if (!token.status.ok()) {
+      if (sequence.failed.ok()) sequence.failed = token.status;
       continue;
     }
-    sequence.tokens.push_back(tokens[i].token);
+    sequence.tokens.push_back(token.token);
     for (Row& row : rows_) {
       if (row.computed != batch.sampled_rows[i]) continue;
-      row.token = tokens[i].token;
-      if (sequence.sampling.has_logprobs()) row.logprobs = Logprobs(tokens[i], buffers[i]);
+      row.token = token.token;
+      if (sequence.sampling.has_logprobs()) row.logprobs = Logprobs(token, sampling_buffers_[i]);
     }
   }
-  return absl::OkStatus();
 }
 
 // Corruption is found by one rank only. Its sequences fail here and are computed on with the

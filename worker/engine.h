@@ -27,6 +27,7 @@
 #include "worker/model/activations.h"
 #include "worker/model/transformer.h"
 #include "worker/parallel/collective.h"
+#include "worker/row_sampling.h"
 #include "worker/slot_table.h"
 #include "worker/step_batch.h"
 
@@ -115,7 +116,9 @@ class Engine {
   // Gives the sequence memory for its selections if it is to generate and its policy reuses them.
   absl::Status RememberSelections(Sequence& sequence, int64_t end) const;
   absl::Status Compute();
-  absl::Status Sample(const StepBatch& batch, const StepResult& result);
+  // How the batch's tokens are to be sampled; and what became of them.
+  void AskForTokens(StepBatch& batch);
+  void TakeTokens(const StepBatch& batch, const StepResult& result);
   void FailCorruptSequences();
   void FillReply(const v1::StepPlan& plan, v1::StepReply& reply) const;
   void FillAccounting(const Row& row, v1::RowAccounting& accounting) const;
@@ -132,7 +135,6 @@ class Engine {
   std::unique_ptr<kvstore::KvStore> store_;
   std::unique_ptr<SlotTable> slots_;
   Activations activations_;
-  kernels::HostBuffer sampling_scratch_;
   AttentionMeter meter_;
   LogitsTap logits_tap_;
 
@@ -146,6 +148,7 @@ class Engine {
   std::vector<Row> rows_;
   std::vector<RowWork> works_;
   std::vector<Truncation> truncations_;
+  std::vector<RowSamplingBuffers> sampling_buffers_;  // of the rows that sample
 };
 
 }  // namespace kvasir::worker

@@ -31,6 +31,7 @@ kernels::SamplingOptions MakeSamplingOptions(const Sequence& sequence, int64_t p
           .presence_penalty = sampling.presence_penalty(),
           .prompt = known.first(prompt_size),
           .output = known.subspan(prompt_size),
+          .wants_logprob = sampling.has_logprobs(),
           .top = buffers.top};
 }
 

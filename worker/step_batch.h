@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "kernels/attention/terminator.h"
+#include "kernels/dense/sampling.h"
 #include "kernels/paged/paged_kv.h"
 #include "kernels/sparse/stages.h"
 #include "worker/sequence.h"
@@ -68,6 +69,9 @@ struct StepBatch {
   // Tokens whose logits are wanted, ascending, and the rows they belong to.
   std::vector<int64_t> sampled_tokens;
   std::vector<int64_t> sampled_rows;
+  // How a token is chosen from each of these logits; the engine's, and what it refers to, too.
+  std::vector<kernels::SamplingOptions> sampling;
+  bool keeps_logits = false;  // they are wanted in host memory
 
   int64_t num_tokens() const { return static_cast<int64_t>(tokens.size()); }
 };

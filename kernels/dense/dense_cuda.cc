@@ -101,18 +101,4 @@ absl::Status FindFiniteTokens(const FiniteTokensParams& params, cudaStream_t str
   return CudaStatus(LaunchFinite(launch, params.x.dim(0), stream), "launching finite_tokens");
 }
 
-absl::Status SampleGreedy(const GreedyParams& params, cudaStream_t stream) {
-  ShapeCheck check("sample_greedy");
-  check.Match("logits", params.logits, {"rows", "vocab"}, DType::kFloat32)
-      .Match("tokens", params.tokens, {"rows"}, DType::kInt32)
-      .Require(params.logits.dim(1) > 0, "the vocabulary is empty");
-  KVASIR_RETURN_IF_ERROR(check.status());
-  KVASIR_RETURN_IF_ERROR(RequireDeviceMemory("sample_greedy", {params.logits, params.tokens}));
-  if (params.logits.dim(0) == 0) return absl::OkStatus();
-  const GreedyLaunch launch = {.logits = params.logits.As<float>(),
-                               .vocab = params.logits.dim(1),
-                               .tokens = params.tokens.As<int32_t>()};
-  return CudaStatus(LaunchGreedy(launch, params.logits.dim(0), stream), "launching sample_greedy");
-}
-
 }  // namespace kvasir::kernels

@@ -1,7 +1,8 @@
 // The ops of this folder on the GPU: the same params as on the CPU with all tensors in device
 // memory (spans, too), and a stream in place of an executor. Formulas, dtypes and roundings are
-// those of the ops' own headers, what differs is said here. Linear layers: gemm_cuda.h. Called by
-// the model where it runs on a GPU. Thread-safe. Only in builds with CUDA.
+// those of the ops' own headers, what differs is said here. Linear layers: gemm_cuda.h; sampling:
+// sampling_cuda.h. Called by the model where it runs on a GPU. Thread-safe. Only in builds with
+// CUDA.
 //
 // Nothing is allocated or waited for; every op may be captured in a graph. A row's result depends
 // on nothing but the row, bitwise. Rows may be unaligned: accesses of 16 bytes are used where all
@@ -64,14 +65,5 @@ struct FiniteTokensParams {
 };
 
 absl::Status FindFiniteTokens(const FiniteTokensParams& params, cudaStream_t stream);
-
-struct GreedyParams {
-  TensorView logits;  // [rows, vocab] float32; rows may be 0
-  TensorView tokens;  // [rows] int32, written
-};
-
-// The token that Sample chooses at temperature 0 without other options: the largest logit, the
-// smaller id among equals; -1 for a row with a NaN or an infinity.
-absl::Status SampleGreedy(const GreedyParams& params, cudaStream_t stream);
 
 }  // namespace kvasir::kernels

@@ -163,48 +163,6 @@ __global__ void GatherKernel(const GatherLaunch p) {
   for (int64_t i = threadIdx.x; i < units; i += blockDim.x) y[i] = row[i];
 }
 
-struct Candidate {
-  float logit;
-  int32_t id;
-  bool is_finite;  // so were all that it was chosen from
-};
-
-__device__ Candidate Better(const Candidate& a, const Candidate& b) {
-  const bool first = a.logit > b.logit || (a.logit == b.logit && a.id < b.id);
-  return {.logit = first ? a.logit : b.logit,
-          .id = first ? a.id : b.id,
-          .is_finite = a.is_finite && b.is_finite};
-}
-
-__device__ Candidate BestOfWarp(Candidate best) {
-  for (int distance = kWarpThreads / 2; distance > 0; distance /= 2) {
-    best = Better(best, {.logit = __shfl_xor_sync(kAllLanes, best.logit, distance),
-                         .id = __shfl_xor_sync(kAllLanes, best.id, distance),
-                         .is_finite = __shfl_xor_sync(kAllLanes, best.is_finite, distance) != 0});
-  }
-  return best;
-}
-
-// One block of kMaxThreads a row.
-__global__ void __launch_bounds__(kMaxThreads) GreedyKernel(const GreedyLaunch p) {
-  constexpr Candidate kNone = {.logit = -INFINITY, .id = INT32_MAX, .is_finite = true};
-  static_assert(kMaxThreads / kWarpThreads == kWarpThreads);
-  __shared__ Candidate of_warps[kWarpThreads];
-  const float* logits = p.logits + blockIdx.x * p.vocab;
-  Candidate best = kNone;
-  for (int64_t i = threadIdx.x; i < p.vocab; i += kMaxThreads) {
-    const float logit = logits[i];
-    best = Better(
-        best, {.logit = logit, .id = static_cast<int32_t>(i), .is_finite = isfinite(logit) != 0});
-  }
-  best = BestOfWarp(best);
-  if (threadIdx.x % kWarpThreads == 0) of_warps[threadIdx.x / kWarpThreads] = best;
-  __syncthreads();
-  if (threadIdx.x >= kWarpThreads) return;
-  best = BestOfWarp(of_warps[threadIdx.x]);
-  if (threadIdx.x == 0) p.tokens[blockIdx.x] = best.is_finite ? best.id : -1;
-}
-
 // One block a token; a thread looks at every blockDim.x-th element.
 template <typename T>
 __global__ void FiniteKernel(FiniteLaunch p) {
@@ -283,11 +241,6 @@ cudaError_t LaunchRandomFill(const RandomRows& rows, int64_t count, cudaStream_t
   constexpr int64_t kMostBlocks = 4096;
   const int64_t blocks = std::min((count + kThreads - 1) / kThreads, kMostBlocks);
   RandomFillKernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(rows, count);
-  return cudaGetLastError();
-}
-
-cudaError_t LaunchGreedy(const GreedyLaunch& params, int64_t count, cudaStream_t stream) {
-  GreedyKernel<<<static_cast<unsigned>(count), kMaxThreads, 0, stream>>>(params);
   return cudaGetLastError();
 }
 

@@ -27,12 +27,6 @@ struct GatherLaunch {
   int64_t row_bytes;   // even
 };
 
-struct GreedyLaunch {
-  const float* logits;  // [rows][vocab]
-  int64_t vocab;        // >= 1
-  int32_t* tokens;      // [rows]
-};
-
 struct FiniteLaunch {
   const void* x;    // [tokens][dim]
   const void* add;  // [tokens][dim]
@@ -48,7 +42,6 @@ cudaError_t LaunchRopeAngles(const AnglesLaunch& params, int64_t count, cudaStre
 cudaError_t LaunchRope(const RopeTokens& tokens, int64_t count, cudaStream_t stream);
 cudaError_t LaunchGather(const GatherLaunch& params, int64_t count, cudaStream_t stream);
 cudaError_t LaunchFinite(const FiniteLaunch& params, int64_t count, cudaStream_t stream);
-cudaError_t LaunchGreedy(const GreedyLaunch& params, int64_t count, cudaStream_t stream);
 // `count` elements.
 cudaError_t LaunchRandomFill(const RandomRows& rows, int64_t count, cudaStream_t stream);
 

@@ -2,6 +2,7 @@
 
 #include "absl/strings/str_cat.h"
 
+#include "kernels/base/scratch.h"
 #include "kernels/base/shape_check.h"
 #include "kernels/base/status_macros.h"
 #include "kernels/dense/device_check.h"
@@ -14,26 +15,25 @@ constexpr int64_t kAlignment = 64;
 // Below this many logits, waking other threads costs more than it saves.
 constexpr int64_t kMinParallelLogits = 16384;
 
-// Bytes of one array of [vocab] in a thread's scratch; floats and ids are of one size.
-int64_t ArrayBytes(int64_t vocab) {
-  static_assert(sizeof(float) == sizeof(int32_t));
-  const auto bytes = vocab * static_cast<int64_t>(sizeof(float));
-  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+// The arrays of one thread, from what `pieces` has left.
+SamplingScratch TakeScratch(ScratchPieces& pieces, int64_t vocab) {
+  const auto size = static_cast<size_t>(vocab);
+  return {.logits = {pieces.Take<float>(vocab), size},
+          .values = {pieces.Take<float>(vocab), size},
+          .weights = {pieces.Take<uint64_t>(vocab), size},
+          .candidates = {pieces.Take<int32_t>(vocab), size}};
 }
 
-SamplingScratch ScratchOfThread(std::byte* scratch, int64_t vocab, int thread) {
-  const int64_t array = ArrayBytes(vocab);
-  std::byte* base = scratch + thread * 3 * array;
-  const auto size = static_cast<size_t>(vocab);
-  return {.logits = {reinterpret_cast<float*>(base), size},
-          .weights = {reinterpret_cast<float*>(base + array), size},
-          .candidates = {reinterpret_cast<int32_t*>(base + 2 * array), size}};
+int64_t ScratchBytesOfThread(int64_t vocab) {
+  ScratchPieces pieces(nullptr);
+  TakeScratch(pieces, vocab);
+  return pieces.bytes();
 }
 
 }  // namespace
 
 int64_t SamplingScratchBytes(int64_t vocab, int num_threads) {
-  return num_threads * 3 * ArrayBytes(vocab);
+  return num_threads * ScratchBytesOfThread(vocab);
 }
 
 absl::Status Sample(const SamplingParams& params, Executor& executor) {
@@ -42,7 +42,7 @@ absl::Status Sample(const SamplingParams& params, Executor& executor) {
   const int64_t rows = params.logits.dim(0);
   const int64_t vocab = params.logits.dim(1);
   const auto num_rows = static_cast<size_t>(rows);
-  check.Require(vocab > 0, "the vocabulary is empty")
+  check.Require(vocab > 0 && vocab <= kMaxVocab, "the vocabulary is empty, or above 2^22")
       .Require(params.options.size() == num_rows && params.tokens.size() == num_rows,
                "options and tokens must have one entry for each row of logits")
       .Require(static_cast<int64_t>(params.scratch.size()) >=
@@ -52,12 +52,13 @@ absl::Status Sample(const SamplingParams& params, Executor& executor) {
   KVASIR_RETURN_IF_ERROR(check.status());
   KVASIR_RETURN_IF_ERROR(RequireHostMemory("sampling", {params.logits}));
 
-  const auto sample_row = [&params, vocab](int64_t row, int thread) {
+  const int64_t bytes_a_thread = ScratchBytesOfThread(vocab);
+  const auto sample_row = [&params, vocab, bytes_a_thread](int64_t row, int thread) {
     const auto r = static_cast<size_t>(row);
+    ScratchPieces pieces(params.scratch.data() + thread * bytes_a_thread);
     const std::span<const float> logits(params.logits.As<float>() + row * vocab,
                                         static_cast<size_t>(vocab));
-    params.tokens[r] =
-        SampleRow(logits, params.options[r], ScratchOfThread(params.scratch.data(), vocab, thread));
+    params.tokens[r] = SampleRow(logits, params.options[r], TakeScratch(pieces, vocab));
   };
   if (executor.num_threads() > 1 && rows > 1 && rows * vocab >= kMinParallelLogits) {
     executor.ParallelFor(rows, sample_row);

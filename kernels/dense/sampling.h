@@ -15,7 +15,9 @@
 //   9. one token is drawn from what is left by inverse distribution in order of id, at a uniform
 //      number that is a function of (seed, position) alone (philox.h).
 // What 1 and 2 make of a logit stays finite: it is cut off at the largest float.
-// A row's result depends on its logits and options only, so all ranks agree without talking.
+// A row's result depends on its logits and options only, so all ranks agree without talking. It is
+// the same on every device (sampling_cuda.h), in all bits: probabilities are integers, in units of
+// 2^-40 of the largest (sampling_weights.h), and their sums have no order.
 // Logprobs are the model's: log softmax of the logits as given, before all filters.
 //
 // Cost: one pass over the vocabulary for each filter in use, and one over `prompt` and `output`
@@ -59,8 +61,9 @@ struct SamplingOptions {
   float presence_penalty = 0;
   std::span<const int32_t> prompt = {};
   std::span<const int32_t> output = {};
+  bool wants_logprob = true;  // else none is computed
   // Written: the most probable tokens in order of (larger logit, smaller id), as many as there is
-  // room for. What is beyond the vocabulary stays as it is. Empty: not wanted.
+  // room for. What is beyond the vocabulary stays as it is. Empty: not wanted; else logprobs are.
   std::span<TokenLogprob> top = {};
 };
 
@@ -69,11 +72,11 @@ struct SampledToken {
   // range, or every token banned. The other rows are not affected, and `token` is -1.
   absl::Status status;
   int32_t token = -1;
-  float logprob = 0;
+  float logprob = 0;  // 0 where it is not wanted
 };
 
 struct SamplingParams {
-  TensorView logits;                         // [rows, vocab] float32; rows may be 0
+  TensorView logits;  // [rows, vocab] float32; rows may be 0, vocab up to kMaxVocab
   std::span<const SamplingOptions> options;  // [rows]
   std::span<SampledToken> tokens;            // [rows], written
   // At least SamplingScratchBytes(), aligned to 64 bytes.
@@ -82,7 +85,8 @@ struct SamplingParams {
 
 int64_t SamplingScratchBytes(int64_t vocab, int num_threads);
 
-// INVALID_ARGUMENT: shapes, dtypes, scratch. UNIMPLEMENTED: CUDA memory.
+// INVALID_ARGUMENT: shapes, dtypes, scratch. UNIMPLEMENTED: CUDA memory, which sampling_cuda.h
+// takes.
 absl::Status Sample(const SamplingParams& params, Executor& executor);
 
 }  // namespace kvasir::kernels

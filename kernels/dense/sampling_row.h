@@ -1,17 +1,44 @@
-// Internal to sampling: one row.
+// Internal to sampling: one row, what is asked of it and what was found, wherever it was computed.
 #pragma once
 
 #include <cstdint>
 #include <span>
 
 #include "kernels/dense/sampling.h"
+#include "kernels/dense/sampling_records.h"
 
 namespace kvasir::kernels {
+
+// INVALID_ARGUMENT for options out of range.
+absl::Status CheckOptions(const SamplingOptions& options, int64_t vocab);
+
+inline bool HasPenalties(const SamplingOptions& options) {
+  return options.repetition_penalty != 1 || options.frequency_penalty != 0 ||
+         options.presence_penalty != 0;
+}
+inline Penalties PenaltiesOf(const SamplingOptions& options) {
+  return {.repetition = options.repetition_penalty,
+          .frequency = options.frequency_penalty,
+          .presence = options.presence_penalty};
+}
+inline bool WantsLogprobs(const SamplingOptions& options) {
+  return options.wants_logprob || !options.top.empty();
+}
+
+// Writes to `occurrences` [vocab] how often each token is in the output, and -1 for one that is not
+// in the prompt either. REQUIRES: checked options.
+void CountOccurrences(const SamplingOptions& options, std::span<int32_t> occurrences);
+
+// What a row's result says of what was found. `top`, in any order, has the tokens that are to go to
+// the options' top.
+SampledToken FinishRow(const FoundToken& found, const SamplingOptions& options,
+                       std::span<TokenLogit> top);
 
 // All of [vocab], contents ignored and overwritten.
 struct SamplingScratch {
   std::span<float> logits;
-  std::span<float> weights;
+  std::span<float> values;
+  std::span<uint64_t> weights;
   std::span<int32_t> candidates;
 };
 

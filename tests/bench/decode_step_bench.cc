@@ -11,9 +11,13 @@
 //
 //   wall       of Engine::Step, sampling and tables included: median and mean over the steps
 //   GPU        from the begin to the end of the step's graph, likewise
+//   host       medians in microseconds: from the plan to where the step's tables are on their way;
+//              to launch the graph, wait and fetch, beyond the GPU's time; what is left to the
+//              reply
 //   read       what a step must read: weights, attended keys and values, digests of steps that
-//   select roofline   read / 4.54 TB/s (an H200's measured read bandwidth) as a share of the GPU's
-//   time nodes      of the graph, and of them for each layer
+//              select
+//   roofline   read / 4.54 TB/s (an H200's measured read bandwidth) as a share of the GPU's time
+//   nodes      of the graph, and of them for each layer
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
@@ -143,6 +147,10 @@ v1::RowSampling Greedy() {
   return sampling;
 }
 
+double Microseconds(Clock::time_point begin, Clock::time_point end) {
+  return std::chrono::duration<double, std::micro>(end - begin).count();
+}
+
 double Median(std::vector<double> values) {
   std::nth_element(values.begin(), values.begin() + std::ssize(values) / 2, values.end());
   return values[values.size() / 2];
@@ -154,6 +162,7 @@ double Mean(const std::vector<double>& values) {
 // Of one policy at one context.
 struct Measured {
   std::vector<double> wall_ms, gpu_ms;
+  std::vector<double> before_us, around_us, behind_us;  // of the host
   int64_t attended_tokens = 0;  // over steps, rows of the batch, layers and KV heads
   int64_t selected = 0;         // (step, row, layer, KV head) in which the selector ran
   int64_t nodes = 0;
@@ -194,6 +203,7 @@ class Bench {
   std::unique_ptr<Collective> collective_;
   std::unique_ptr<Engine> engine_;
   uint64_t step_ = 0;
+  Clock::time_point began_, over_;  // of the last step
   uint64_t next_block_ = 1;
   uint64_t next_sequence_ = 1;
   std::vector<std::vector<uint64_t>> blocks_;  // of the filled sequences
@@ -250,13 +260,13 @@ Bench::Bench(const Flags& flags, int rank, Rendezvous* rendezvous)
 double Bench::Step(v1::StepPlan& plan, v1::StepReply& reply) {
   plan.set_group_epoch(kEpoch);
   plan.set_step(++step_);
-  const auto begin = Clock::now();
+  began_ = Clock::now();
   reply = Value(engine_->Step(plan));
-  const double ms = std::chrono::duration<double, std::milli>(Clock::now() - begin).count();
+  over_ = Clock::now();
   for (const v1::RowResult& row : reply.results()) {
     if (row.error_code() != 0) Check(absl::InternalError(row.error_message()));
   }
-  return ms;
+  return Microseconds(began_, over_) / 1000;
 }
 
 // One sequence a row, in slots [batch, 2 batch), that keeps its blocks for those that are measured.
@@ -332,9 +342,14 @@ Measured Bench::Measure(int64_t context, uint32_t policy) {
     const double ms = Step(plan, reply);
     if (i < kWarmUps) continue;
     measured.wall_ms.push_back(ms);
+    const SyntheticKvBackend::StepTimes& host = filler_.times();
+    measured.before_us.push_back(Microseconds(began_, host.begun));
+    measured.around_us.push_back(Microseconds(host.ending, host.ended));
+    measured.behind_us.push_back(Microseconds(host.ended, over_));
     for (const v1::RowResult& row : reply.results()) measured.Add(row.accounting());
     if (gpu == nullptr) continue;
     measured.gpu_ms.push_back(Value(gpu->graphs().LaunchMilliseconds()));
+    measured.around_us.back() -= 1000 * measured.gpu_ms.back();
     measured.nodes = gpu->graphs().stats().nodes;
   }
   v1::StepPlan leave;
@@ -387,12 +402,13 @@ void Bench::Print(int64_t context, const std::string& policy, const Measured& me
   const double wall = Mean(measured.wall_ms);
   const double gpu = measured.gpu_ms.empty() ? wall : Mean(measured.gpu_ms);
   std::printf(
-      "| %lld | %s | %.0f | %.1f %% | %.3f | %.3f | %.3f | %.3f | %.2f | %.3f | %lld | %.1f | "
-      "**%.2f** |\n",
+      "| %lld | %s | %.0f | %.1f %% | %.3f | %.3f | %.3f | %.3f | %.0f + %.0f + %.0f | %.2f | %.3f "
+      "| %lld | %.1f | **%.2f** |\n",
       static_cast<long long>(context), policy.c_str(),
       static_cast<double>(measured.attended_tokens) / rows,
       100 * static_cast<double>(measured.selected) / rows, Median(measured.wall_ms), wall,
       measured.gpu_ms.empty() ? 0 : Median(measured.gpu_ms), measured.gpu_ms.empty() ? 0 : gpu,
+      Median(measured.before_us), Median(measured.around_us), Median(measured.behind_us),
       bytes / 1e9, bytes / kBytesPerSecond * 1000 / gpu, static_cast<long long>(measured.nodes),
       static_cast<double>(measured.nodes) / static_cast<double>(layers), dense_ms / gpu);
   std::fflush(stdout);
@@ -419,9 +435,9 @@ void Bench::PrintHead(double fill_s) const {
               static_cast<long long>(flags_.batch), static_cast<long long>(flags_.contexts.back()),
               fill_s);
   std::printf(
-      "| context | policy | tokens a row | selects | wall, ms | mean | GPU, ms | mean | read, GB | "
-      "roofline | nodes | a layer | times as fast as the first |\n"
-      "|---|---|---|---|---|---|---|---|---|---|---|---|---|\n");
+      "| context | policy | tokens a row | selects | wall, ms | mean | GPU, ms | mean | host, us | "
+      "read, GB | roofline | nodes | a layer | times as fast as the first |\n"
+      "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|\n");
 }
 
 }  // namespace

@@ -9,6 +9,7 @@
 #include "kernels/base/dtype.h"
 #include "kernels/dense/dense_cuda.h"
 #include "kernels/dense/gemm_cuda.h"
+#include "kernels/dense/sampling_cuda.h"
 #include "tests/bench/cuda_timing.h"
 
 namespace kvasir::kernels {
@@ -113,14 +114,34 @@ void BenchElementwise(int64_t rows) {
   });
 }
 
+void BenchSampling(int64_t rows) {
+  const Tensors logits(rows, kVocab, DType::kFloat32);
+  struct Case {
+    const char* name;
+    SamplingOptions options;
+  };
+  const Case cases[] = {
+      {"sampling, greedy", {.wants_logprob = false}},
+      {"sampling, greedy with logprob", {}},
+      {"sampling, temperature", {.temperature = 1, .wants_logprob = false}},
+      {"sampling, temperature and top_p",
+       {.temperature = 1, .top_p = 0.95f, .wants_logprob = false}},
+      {"sampling, temperature and top_k", {.temperature = 1, .top_k = 50, .wants_logprob = false}}};
+  for (const Case& c : cases) {
+    const std::vector<SamplingOptions> options(static_cast<size_t>(rows), c.options);
+    const PinnedBuffer block = Value(PinnedBuffer::Allocate(SamplingBlockBytes(options, kVocab)));
+    FillSamplingBlock(options, kVocab, block.data());
+    Report(c.name, rows, static_cast<double>(rows) * kVocab * 4, 0,
+           [&](int set, cudaStream_t stream) {
+             return Sample({.logits = logits.of(set), .block = block.data()}, stream);
+           });
+  }
+}
+
 void Bench() {
   BenchElementwise(1);
   BenchElementwise(512);
-  const Tensors logits(16, kVocab, DType::kFloat32);
-  const Tensors tokens(1, 16, DType::kInt32);
-  Report("sample_greedy", 16, 16.0 * kVocab * 4, 0, [&](int set, cudaStream_t stream) {
-    return SampleGreedy({.logits = logits.of(set), .tokens = tokens.vector(set)}, stream);
-  });
+  for (const int64_t rows : {1, 16}) BenchSampling(rows);
   const CublasLt lt = Value(CublasLt::Create());
   BenchLinear(lt, "linear q, k, v: 6,144 x 4,096", 6144, kHidden);
   BenchLinear(lt, "linear gate, up: 28,672 x 4,096", 2 * kIntermediate, kHidden);

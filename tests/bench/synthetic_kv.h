@@ -3,6 +3,7 @@
 // and key codes with them. For benchmarks. Thread-compatible.
 #pragma once
 
+#include <chrono>
 #include <cmath>
 #include <memory>
 #include <span>
@@ -22,15 +23,24 @@ class SyntheticKvBackend final : public Backend {
   // Between steps: whether the next ones are filled. They must be of prompts, and sample nothing.
   void set_filling(bool filling) { filling_ = filling; }
 
+  // Of the last step: when its tables were made, when its end was asked for, and when it was over.
+  struct StepTimes {
+    std::chrono::steady_clock::time_point begun, ending, ended;
+  };
+  const StepTimes& times() const { return times_; }
+
   absl::StatusOr<bool> BeginStep(const StepInputs& step) override {
     KVASIR_ASSIGN_OR_RETURN(const bool wants_ops, inner_.BeginStep(step));
+    times_.begun = std::chrono::steady_clock::now();
     if (!filling_) return wants_ops;
     KVASIR_RETURN_IF_ERROR(Fill(step.batch, step.kv.layout));
     return false;
   }
   // What the step computed is nothing, but its KV is sound.
   absl::Status EndStep(const StepOutputs& outputs, StepResult& result) override {
+    times_.ending = std::chrono::steady_clock::now();
     KVASIR_RETURN_IF_ERROR(inner_.EndStep(outputs, result));
+    times_.ended = std::chrono::steady_clock::now();
     if (filling_) result.row_is_finite.assign(result.row_is_finite.size(), 1);
     return absl::OkStatus();
   }
@@ -93,6 +103,7 @@ class SyntheticKvBackend final : public Backend {
   absl::Status GatherColumns(const RankColumns& columns) override {
     return inner_.GatherColumns(columns);
   }
+  absl::Status Sample(const kernels::TensorView& logits) override { return inner_.Sample(logits); }
 
  private:
   // Of variance 1, as a dummy model's own are.
@@ -123,6 +134,7 @@ class SyntheticKvBackend final : public Backend {
 
   Backend& inner_;
   bool filling_ = false;
+  StepTimes times_;
   uint64_t fills_ = 0;
   Memory k_, v_;
 };

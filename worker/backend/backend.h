@@ -73,6 +73,7 @@ struct StepInputs {
   const ShardPlan& shard;
   AttentionMeter& meter;
   Collective& collective;
+  int64_t vocab_size = 0;
 };
 
 // The queries of one layer.
@@ -100,8 +101,10 @@ struct RankColumns {
 };
 
 struct StepResult {
-  kernels::TensorView logits;          // [sampled rows, vocab] float32, in host memory until the
-                                       // next step
+  std::vector<kernels::SampledToken> tokens;  // of the sampled rows
+  // [sampled rows, vocab] float32, in host memory until the next step; empty unless the batch keeps
+  // them.
+  kernels::TensorView logits;
   std::vector<uint8_t> row_is_finite;  // per row of the batch; 0: NaN or infinity reached it
 };
 
@@ -119,7 +122,7 @@ class Backend {
 
   // "cpu, 8 threads"
   virtual std::string name() const = 0;
-  // For what is done in host memory wherever the model runs: sampling.
+  // For what is done in host memory wherever the model runs.
   kernels::Executor& executor() const { return executor_; }
 
   // --- when a model is loaded, or an engine made ---
@@ -192,6 +195,10 @@ class Backend {
   virtual absl::Status SumOverRanks(const kernels::TensorView& x, const kernels::TensorView& y) = 0;
   // y = columns of the ranks from first_rank on, side by side, as many as it has room for.
   virtual absl::Status GatherColumns(const RankColumns& columns) = 0;
+
+  // Chooses the tokens of the step's result from logits [sampled rows, vocab] float32, as the batch
+  // says: the same ones on every backend for the same logits (kernels/dense/sampling.h).
+  virtual absl::Status Sample(const kernels::TensorView& logits) = 0;
 
   virtual absl::Status EndStep(const StepOutputs& outputs, StepResult& result) = 0;
 

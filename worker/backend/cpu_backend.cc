@@ -190,8 +190,20 @@ absl::Status CpuBackend::GatherColumns(const RankColumns& columns) {
   return absl::OkStatus();
 }
 
+absl::Status CpuBackend::Sample(const TensorView& logits) {
+  const int64_t bytes = kernels::SamplingScratchBytes(logits.dim(1), executor().num_threads());
+  KVASIR_ASSIGN_OR_RETURN(std::byte* const scratch, sampling_scratch_.Reserve(bytes));
+  tokens_.assign(step_->batch.sampling.size(), {});
+  return kernels::Sample({.logits = logits,
+                          .options = step_->batch.sampling,
+                          .tokens = tokens_,
+                          .scratch = {scratch, static_cast<size_t>(bytes)}},
+                         executor());
+}
+
 absl::Status CpuBackend::EndStep(const StepOutputs& outputs, StepResult& result) {
-  result.logits = outputs.logits;
+  result.tokens = std::move(tokens_);
+  result.logits = step_->batch.keeps_logits ? outputs.logits : TensorView();
   result.row_is_finite.clear();
   const std::vector<int64_t>& begins = step_->batch.row_begins;
   for (size_t r = 0; r + 1 < begins.size(); ++r) {

@@ -59,6 +59,7 @@ class CpuBackend final : public Backend {
   absl::Status Attend(const LayerQueries& queries, const kernels::TensorView& out) override;
   absl::Status SumOverRanks(const kernels::TensorView& x, const kernels::TensorView& y) override;
   absl::Status GatherColumns(const RankColumns& columns) override;
+  absl::Status Sample(const kernels::TensorView& logits) override;
   absl::Status EndStep(const StepOutputs& outputs, StepResult& result) override;
 
  private:
@@ -68,9 +69,10 @@ class CpuBackend final : public Backend {
   CpuRope& rope() const;
   CpuRotation rotation() const;
 
-  kernels::Scratch linear_scratch_;
+  kernels::Scratch linear_scratch_, sampling_scratch_;
   CpuAttention attention_;
-  std::optional<StepInputs> step_;    // from BeginStep to EndStep
+  std::optional<StepInputs> step_;             // from BeginStep to EndStep
+  std::vector<kernels::SampledToken> tokens_;  // sampled in it
   std::vector<int32_t> row_indices_;  // of the step, as the op that gathers rows takes them
 };
 

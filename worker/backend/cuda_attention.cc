@@ -63,10 +63,7 @@ absl::Status CudaAttention::BeginStep(const StepInputs& inputs, const CudaStep& 
       {SelectWorkspaceBytes(step.shape, limits_, step.kv),
        kernels::AttendDecodeWorkspaceBytes(layout, single, group),
        EndsRows(step.shape) ? kernels::AttendArtWorkspaceBytes(step.kv, single, group) : 0});
-  KVASIR_RETURN_IF_ERROR(Reserve<std::byte>(workspace_bytes, workspace_).status());
-  num_layers_ = layout.num_layers;
-  KVASIR_RETURN_IF_ERROR(Reserve<SelectedCounts>(num_layers_ * rows, counts_).status());
-  return Reserve<SelectedCounts>(num_layers_ * rows, host_counts_).status();
+  return Reserve<std::byte>(workspace_bytes, workspace_).status();
 }
 
 absl::Status CudaAttention::ReservePositions(const StepInputs& inputs, const CudaStep& step,
@@ -101,7 +98,7 @@ absl::Status CudaAttention::Select(const CudaStep& step, const LayerQueries& que
                                           .scale = queries.scale,
                                           .blocks = Blocks(step, range.begin, range.end),
                                           .numbers = numbers.subspan(begin, count),
-                                          .faults = step.faults,
+                                          .faults = step.results.faults,
                                           .device_rope = rope_,
                                           .device_memories = MemoriesOf(step, range)};
     const PageSelection rows =
@@ -109,7 +106,7 @@ absl::Status CudaAttention::Select(const CudaStep& step, const LayerQueries& que
     KVASIR_RETURN_IF_ERROR(SelectOnGpu(*range.served, limits_, params, rows, memory, stream));
   }
   const size_t rows = static_cast<size_t>(selection_.num_rows);
-  SelectedCounts* const counts = counts_.As<SelectedCounts>() + queries.layer * selection_.num_rows;
+  SelectedCounts* const counts = step.results.counts.data() + queries.layer * selection_.num_rows;
   return kernels::CountSelected(Blocks(step, 0, step.shape.num_blocks()), selection_,
                                 {counts, rows}, stream);
 }
@@ -127,7 +124,7 @@ absl::Status CudaAttention::Attend(const CudaStep& step, const LayerQueries& que
                                  .scale = queries.scale,
                                  .blocks = Blocks(step, begin, end),
                                  .selection = selection_.Rows(begin * heads, (end - begin) * heads),
-                                 .faults = step.faults,
+                                 .faults = step.results.faults,
                                  .device_rope = rope_};
   };
   // Ranges of one query that nothing ends share a launch.
@@ -154,7 +151,7 @@ absl::Status CudaAttention::AttendArt(const CudaStep& step, const ArtTerminator&
   const auto numbers = step.table.NumbersOfSet(step.shape.NumbersFor(params.layer));
   const int64_t first_row = first_block * step.kv.layout.num_kv_heads;
   SelectedCounts* const counts =
-      counts_.As<SelectedCounts>() + params.layer * selection_.num_rows + first_row;
+      step.results.counts.data() + params.layer * selection_.num_rows + first_row;
   return kernels::AttendArt(
       params,
       {.options = art.options(),
@@ -165,25 +162,19 @@ absl::Status CudaAttention::AttendArt(const CudaStep& step, const ArtTerminator&
 
 void CudaAttention::AddToShape(CudaGraphs::Shape& shape) const {
   const auto address = [](const void* memory) { return reinterpret_cast<int64_t>(memory); };
-  shape.insert(shape.end(), {limits_.group, limits_.capacity, limits_.budget_tokens,
-                             limits_.listed_tokens, address(entries_.data()),
-                             address(workspace_.data()), address(placed_queries_.data()),
-                             address(rope_.cos), address(rope_.sin), address(counts_.data())});
+  shape.insert(shape.end(),
+               {limits_.group, limits_.capacity, limits_.budget_tokens, limits_.listed_tokens,
+                address(entries_.data()), address(workspace_.data()),
+                address(placed_queries_.data()), address(rope_.cos), address(rope_.sin)});
 }
 
-absl::Status CudaAttention::FetchCounts(const CudaStream& stream) {
-  const int64_t count = num_layers_ * selection_.num_rows;
-  return stream.CopyToHost(host_counts_.data(), counts_.data(),
-                           count * static_cast<int64_t>(sizeof(SelectedCounts)));
-}
-
-void CudaAttention::Report(const CudaStep& step, AttentionMeter& meter) const {
+void CudaAttention::Report(const CudaStep& step, std::span<const SelectedCounts> counts,
+                           AttentionMeter& meter) {
   const size_t heads = static_cast<size_t>(step.kv.layout.num_kv_heads);
-  const SelectedCounts* row = host_counts_.As<SelectedCounts>();
-  for (int64_t layer = 0; layer < num_layers_; ++layer) {
+  for (int64_t layer = 0; layer < step.kv.layout.num_layers; ++layer) {
     for (const int64_t block : step.shape.order) {
-      meter.AddCounts(block, {row, heads});
-      row += heads;
+      meter.AddCounts(block, counts.first(heads));
+      counts = counts.subspan(heads);
     }
   }
 }

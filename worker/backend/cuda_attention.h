@@ -32,7 +32,7 @@ struct CudaStep {
   StepShape shape;
   StepTable table;
   kernels::PagedKv kv;
-  std::span<uint8_t> faults;                        // [num_slots]
+  StepResults results;
   kernels::CudaRopePositions* positions = nullptr;  // of un-rotated keys; null: they are rotated
 };
 
@@ -47,9 +47,9 @@ class CudaAttention {
   // Of the step that has begun: what the launches of Select and Attend depend on besides its
   // StepShape.
   void AddToShape(CudaGraphs::Shape& shape) const;
-  // Asks for the counts of all layers; Report is to be called when they are there.
-  absl::Status FetchCounts(const CudaStream& stream);
-  void Report(const CudaStep& step, AttentionMeter& meter) const;
+  // `counts`: the step's, in host memory.
+  static void Report(const CudaStep& step, std::span<const kernels::SelectedCounts> counts,
+                     AttentionMeter& meter);
 
  private:
   // Of un-rotated keys, those that the step reads at.
@@ -68,10 +68,6 @@ class CudaAttention {
   kernels::DeviceBuffer workspace_;
   kernels::DeviceBuffer placed_queries_;
   kernels::DeviceRopePositions rope_;  // of the step; off: keys are cached rotated
-  int64_t num_layers_ = 0;
-  // [layers][rows]
-  kernels::DeviceBuffer counts_;
-  kernels::PinnedBuffer host_counts_;
 };
 
 }  // namespace kvasir::worker

@@ -1,11 +1,13 @@
 #include "worker/backend/cuda_backend.h"
 
 #include <algorithm>
+#include <bit>
 #include <cuda_runtime_api.h>
 #include <utility>
 
 #include "kernels/base/cuda_status.h"
 #include "kernels/base/status_macros.h"
+#include "kernels/dense/sampling_cuda.h"
 #include "kernels/paged/append_cuda.h"
 #include "kernels/paged/digests_cuda.h"
 #include "kernels/sparse/reuse/selection_memory_cuda.h"
@@ -180,20 +182,49 @@ absl::StatusOr<bool> CudaBackend::BeginStep(const StepInputs& inputs) {
   }
   inputs_.emplace(inputs);
   step_.kv = inputs.kv;
-  KVASIR_ASSIGN_OR_RETURN(uint8_t* const faults, Reserve<uint8_t>(inputs.kv.num_slots, faults_));
-  step_.faults = {faults, static_cast<size_t>(inputs.kv.num_slots)};
-  KVASIR_RETURN_IF_ERROR(stream_.Clear(faults, inputs.kv.num_slots));
   KVASIR_RETURN_IF_ERROR(UploadTable(inputs));
-  KVASIR_RETURN_IF_ERROR(
-      kernels::RebuildBounds(step_.kv, step_.table.truncations, step_.faults, stream_.get()));
+  KVASIR_RETURN_IF_ERROR(PrepareResults(inputs));
+  KVASIR_RETURN_IF_ERROR(PrepareSampling(inputs));
+  KVASIR_RETURN_IF_ERROR(kernels::RebuildBounds(step_.kv, step_.table.truncations,
+                                                step_.results.faults, stream_.get()));
   auto& rope = static_cast<CudaRope&>(inputs.rope);
   step_.positions = rope.positions.has_value() ? &*rope.positions : nullptr;
   KVASIR_RETURN_IF_ERROR(attention_.BeginStep(inputs, step_, arenas_, stream_));
-  if (step_.positions == nullptr) KVASIR_RETURN_IF_ERROR(ComputeAngles(rope));
+  if (step_.positions == nullptr) KVASIR_RETURN_IF_ERROR(ReserveAngles(rope));
+  wants_ops_ = true;
   // Steps with chunks of prompts differ from one another.
-  if (step_.shape.num_single < inputs.batch.num_tokens()) return true;
-  KVASIR_ASSIGN_OR_RETURN(const bool recorded, graphs_.Begin(GraphShape(), stream_));
-  return !recorded;
+  if (step_.shape.num_single == inputs.batch.num_tokens()) {
+    KVASIR_ASSIGN_OR_RETURN(const bool recorded, graphs_.Begin(GraphShape(), stream_));
+    wants_ops_ = !recorded;
+  }
+  if (wants_ops_ && step_.positions == nullptr) KVASIR_RETURN_IF_ERROR(ComputeAngles(rope));
+  return wants_ops_;
+}
+
+absl::Status CudaBackend::PrepareResults(const StepInputs& inputs) {
+  const auto lay_out = [&](std::byte* memory) {
+    return LayOutResults(inputs.batch, step_.shape, inputs.kv.layout.num_layers,
+                         inputs.kv.num_slots, memory);
+  };
+  const int64_t bytes = lay_out(nullptr).bytes;
+  KVASIR_RETURN_IF_ERROR(Reserve<std::byte>(bytes, host_results_).status());
+  KVASIR_ASSIGN_OR_RETURN(std::byte* const device, Reserve<std::byte>(bytes, results_));
+  step_.results = lay_out(device);
+  return stream_.Clear(step_.results.faults.data(), inputs.kv.num_slots);
+}
+
+// What rows ask for grows with the tokens that penalties count; room for the next steps, too, so
+// that these are the ones that a graph knows.
+absl::Status CudaBackend::PrepareSampling(const StepInputs& inputs) {
+  const auto& options = inputs.batch.sampling;
+  const int64_t vocab = inputs.vocab_size;
+  const auto bytes = static_cast<uint64_t>(kernels::SamplingBlockBytes(options, vocab));
+  KVASIR_ASSIGN_OR_RETURN(
+      std::byte* const block,
+      Reserve<std::byte>(static_cast<int64_t>(std::bit_ceil(bytes)), sampling_));
+  kernels::FillSamplingBlock(options, vocab, block);
+  if (!kernels::ChangesLogits(options)) return absl::OkStatus();
+  return Reserve<float>(std::ssize(options) * vocab, changed_logits_).status();
 }
 
 CudaGraphs::Shape CudaBackend::GraphShape() const {
@@ -213,7 +244,9 @@ CudaGraphs::Shape CudaBackend::GraphShape() const {
                              address(kv.accesses.step),
                              address(kv.accesses.last_touched),
                              address(kv.accesses.missed_bytes),
-                             address(faults_.data()),
+                             address(results_.data()),
+                             address(sampling_.data()),
+                             address(changed_logits_.data()),
                              address(angles_.data())};
   for (const SelectorRange& range : step.ranges) {
     shape.insert(shape.end(), {address(range.served), range.end});
@@ -239,13 +272,17 @@ absl::Status CudaBackend::UploadTable(const StepInputs& inputs) {
   return stream_.CopyToDevice(device, host, bytes);
 }
 
-absl::Status CudaBackend::ComputeAngles(const CudaRope& rope) {
+absl::Status CudaBackend::ReserveAngles(const CudaRope& rope) {
   const int64_t tokens = inputs_->batch.num_tokens();
   KVASIR_ASSIGN_OR_RETURN(float* const angles, Reserve<float>(2 * tokens * rope.half_dim, angles_));
   float* const sines = angles + tokens * rope.half_dim;
   rope_angles_ = {
       .cos = TensorView(angles, DType::kFloat32, {tokens, rope.half_dim}, Device::kCuda),
       .sin = TensorView(sines, DType::kFloat32, {tokens, rope.half_dim}, Device::kCuda)};
+  return absl::OkStatus();
+}
+
+absl::Status CudaBackend::ComputeAngles(const CudaRope& rope) {
   return kernels::ComputeRopeAngles(
       {.positions = step_.table.positions,
        .inv_freq = {rope.inv_freq.As<double>(), static_cast<size_t>(rope.half_dim)},
@@ -287,8 +324,8 @@ absl::Status CudaBackend::Rotate(const TensorView& x) {
 
 absl::Status CudaBackend::AppendKv(int64_t layer, const TensorView& k, const TensorView& v) {
   return kernels::AppendKv(
-      {.k = k, .v = v, .kv = step_.kv, .layer = layer, .blocks = step_.table.appends}, step_.faults,
-      stream_.get());
+      {.k = k, .v = v, .kv = step_.kv, .layer = layer, .blocks = step_.table.appends},
+      step_.results.faults, stream_.get());
 }
 
 absl::Status CudaBackend::Select(const LayerQueries& queries) {
@@ -307,55 +344,65 @@ absl::Status CudaBackend::GatherColumns(const RankColumns& columns) {
   return ranks_->GatherColumns(columns, stream_);
 }
 
+absl::Status CudaBackend::Sample(const TensorView& logits) {
+  return kernels::Sample(
+      {.logits = logits, .block = sampling_.data(), .changed = changed_logits_.As<float>()},
+      stream_.get());
+}
+
 absl::Status CudaBackend::EndStep(const StepOutputs& outputs, StepResult& result) {
+  if (wants_ops_) KVASIR_RETURN_IF_ERROR(FindFinite(outputs));
   KVASIR_RETURN_IF_ERROR(graphs_.End(stream_));
   KVASIR_RETURN_IF_ERROR(WaitForRanks());
   KVASIR_RETURN_IF_ERROR(FetchResults(outputs));
   KVASIR_RETURN_IF_ERROR(stream_.Wait());
   ReadResults(outputs, result);
-  // Ranks that share a KV head select alike: its pages are counted once.
-  if (inputs_->shard.replica() == 0) attention_.Report(step_, inputs_->meter);
   inputs_.reset();
   return absl::OkStatus();
 }
 
+absl::Status CudaBackend::FindFinite(const StepOutputs& outputs) {
+  return kernels::FindFiniteTokens(
+      {.x = outputs.residual, .add = outputs.delta, .finite = step_.results.finite}, stream_.get());
+}
+
 absl::Status CudaBackend::FetchResults(const StepOutputs& outputs) {
-  const int64_t tokens = inputs_->batch.num_tokens();
-  const int64_t slots = inputs_->kv.num_slots;
-  KVASIR_ASSIGN_OR_RETURN(uint8_t* const finite, Reserve<uint8_t>(tokens, finite_));
   KVASIR_RETURN_IF_ERROR(
-      kernels::FindFiniteTokens({.x = outputs.residual,
-                                 .add = outputs.delta,
-                                 .finite = {finite, static_cast<size_t>(tokens)}},
-                                stream_.get()));
-  KVASIR_RETURN_IF_ERROR(Reserve<uint8_t>(tokens, host_finite_).status());
-  KVASIR_RETURN_IF_ERROR(stream_.CopyToHost(host_finite_.data(), finite, tokens));
-  KVASIR_RETURN_IF_ERROR(Reserve<uint8_t>(slots, host_faults_).status());
-  KVASIR_RETURN_IF_ERROR(stream_.CopyToHost(host_faults_.data(), faults_.data(), slots));
-  const int64_t logits_bytes = outputs.logits.size_bytes();
-  KVASIR_RETURN_IF_ERROR(Reserve<std::byte>(logits_bytes, host_logits_).status());
-  KVASIR_RETURN_IF_ERROR(
-      stream_.CopyToHost(host_logits_.data(), outputs.logits.data(), logits_bytes));
-  return attention_.FetchCounts(stream_);
+      stream_.CopyToHost(host_results_.data(), results_.data(), step_.results.bytes));
+  if (!inputs_->batch.keeps_logits) return absl::OkStatus();
+  const int64_t bytes = outputs.logits.size_bytes();
+  KVASIR_ASSIGN_OR_RETURN(std::byte* const host, Reserve<std::byte>(bytes, host_logits_));
+  return stream_.CopyToHost(host, outputs.logits.data(), bytes);
 }
 
 // A row whose slot has a fault read or wrote a page that is not there: its result is nothing.
 void CudaBackend::ReadResults(const StepOutputs& outputs, StepResult& result) const {
   const StepBatch& batch = inputs_->batch;
-  const uint8_t* const finite = host_finite_.As<uint8_t>();
+  const StepResults host = LayOutResults(batch, step_.shape, step_.kv.layout.num_layers,
+                                         step_.kv.num_slots, host_results_.data());
   result.row_is_finite.clear();
   for (size_t r = 0; r + 1 < batch.row_begins.size(); ++r) {
+    const auto tokens =
+        host.finite.subspan(static_cast<size_t>(batch.row_begins[r]),
+                            static_cast<size_t>(batch.row_begins[r + 1] - batch.row_begins[r]));
     const bool all_finite =
-        std::all_of(finite + batch.row_begins[r], finite + batch.row_begins[r + 1],
-                    [](uint8_t token) { return token != 0; });
+        std::all_of(tokens.begin(), tokens.end(), [](uint8_t token) { return token != 0; });
     result.row_is_finite.push_back(all_finite ? 1 : 0);
   }
   for (size_t b = 0; b < batch.blocks.size(); ++b) {
-    const bool fault = host_faults_.As<uint8_t>()[batch.blocks[b].slot] != 0;
+    const bool fault = host.faults[static_cast<size_t>(batch.blocks[b].slot)] != 0;
     if (fault) result.row_is_finite[static_cast<size_t>(batch.infos[b].row)] = 0;
   }
-  result.logits = TensorView(host_logits_.data(), DType::kFloat32,
-                             {outputs.logits.dim(0), outputs.logits.dim(1)});
+  result.tokens.assign(batch.sampling.size(), {});
+  kernels::ReadSamplingBlock(batch.sampling, inputs_->vocab_size, sampling_.data(), result.tokens);
+  if (batch.keeps_logits) {
+    result.logits = TensorView(host_logits_.data(), DType::kFloat32,
+                               {outputs.logits.dim(0), outputs.logits.dim(1)});
+  }
+  // Ranks that share a KV head select alike: its pages are counted once.
+  if (inputs_->shard.replica() == 0) {
+    CudaAttention::Report(step_, host.counts, inputs_->meter);
+  }
 }
 
 }  // namespace kvasir::worker

@@ -57,6 +57,7 @@ class CudaBackend final : public Backend {
   absl::Status Attend(const LayerQueries& queries, const kernels::TensorView& out) override;
   absl::Status SumOverRanks(const kernels::TensorView& x, const kernels::TensorView& y) override;
   absl::Status GatherColumns(const RankColumns& columns) override;
+  absl::Status Sample(const kernels::TensorView& logits) override;
   absl::Status EndStep(const StepOutputs& outputs, StepResult& result) override;
 
   const CudaGraphs& graphs() const { return graphs_; }
@@ -70,9 +71,14 @@ class CudaBackend final : public Backend {
 
   // The step's table, filled on the host and copied to the device.
   absl::Status UploadTable(const StepInputs& inputs);
+  // Memory for what the step leaves behind, and no faults yet.
+  absl::Status PrepareResults(const StepInputs& inputs);
+  absl::Status PrepareSampling(const StepInputs& inputs);
+  absl::Status ReserveAngles(const CudaRope& rope);
   absl::Status ComputeAngles(const CudaRope& rope);
   // Of the step that has begun, of one token a row.
   CudaGraphs::Shape GraphShape() const;
+  absl::Status FindFinite(const StepOutputs& outputs);
   absl::Status FetchResults(const StepOutputs& outputs);
   // Until the step's ops are over, or a rank is missing: then the group is left. Before anything
   // that may wait for the device without a bound, as taking memory does.
@@ -92,12 +98,14 @@ class CudaBackend final : public Backend {
   std::unique_ptr<CudaRanks> ranks_;  // null: this one is alone
   CudaGraphs graphs_;                 // with calls of ranks_
   kernels::PinnedBuffer host_table_;
-  kernels::DeviceBuffer table_, faults_, angles_, finite_;
-  kernels::PinnedBuffer host_faults_, host_finite_, host_logits_;
+  kernels::DeviceBuffer table_, results_, angles_, changed_logits_;
+  kernels::PinnedBuffer host_results_, host_logits_;
+  kernels::PinnedBuffer sampling_;  // what the device is asked for, and what it finds
 
   // From BeginStep to EndStep.
   std::optional<StepInputs> inputs_;
   CudaStep step_;
+  bool wants_ops_ = false;
   kernels::RopeAngles rope_angles_;
 };
 

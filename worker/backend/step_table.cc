@@ -80,6 +80,18 @@ StepTable LayOut(const StepBatch& batch, const StepShape& shape, std::byte* memo
   return table;
 }
 
+StepResults LayOutResults(const StepBatch& batch, const StepShape& shape, int64_t num_layers,
+                          int64_t num_slots, std::byte* memory) {
+  kernels::ScratchPieces pieces(memory);
+  StepResults results;
+  results.counts =
+      Take<kernels::SelectedCounts>(pieces, num_layers * shape.num_blocks() * shape.num_kv_heads);
+  results.finite = Take<uint8_t>(pieces, batch.num_tokens());
+  results.faults = Take<uint8_t>(pieces, num_slots);
+  results.bytes = pieces.bytes();
+  return results;
+}
+
 void Fill(const StepBatch& batch, const StepShape& shape, const StepTable& table) {
   std::copy(batch.tokens.begin(), batch.tokens.end(), table.tokens.begin());
   std::copy(batch.positions.begin(), batch.positions.end(), table.positions.begin());

@@ -1,8 +1,8 @@
 // What kernels read about a step, as one block of memory: written on the host, copied to the device
-// once, read there by all layers. It hides the order of query blocks on a device, where those of
-// one query each come first (one launch of decode attention), the others behind them (one launch of
-// prefill attention), and within both by selector (one launch of selection each). Called by the
-// CUDA backend. Plain data and functions without state.
+// once, read there by all layers; and what they leave behind. It hides the order of query blocks on
+// a device, where those of one query each come first (one launch of decode attention), the others
+// behind them (one launch of prefill attention), and within both by selector (one launch of
+// selection each). Called by the CUDA backend. Plain data and functions without state.
 #pragma once
 
 #include <cstddef>
@@ -66,6 +66,18 @@ struct StepTable {
 
 // The arrays for the batch from `memory` on; null: only `bytes` is of use.
 StepTable LayOut(const StepBatch& batch, const StepShape& shape, std::byte* memory);
+
+// What kernels leave behind of a step, as one block of memory: copied to the host once.
+struct StepResults {
+  std::span<kernels::SelectedCounts> counts;  // [layers][blocks, device's order][KV heads]
+  std::span<uint8_t> finite;                  // [tokens]: 0: NaN or infinity in the hidden state
+  std::span<uint8_t> faults;                  // [slots]: set where a page was absent
+  int64_t bytes = 0;
+};
+
+// As LayOut.
+StepResults LayOutResults(const StepBatch& batch, const StepShape& shape, int64_t num_layers,
+                          int64_t num_slots, std::byte* memory);
 
 // REQUIRES: `table` lies in host memory.
 void Fill(const StepBatch& batch, const StepShape& shape, const StepTable& table);

@@ -98,7 +98,8 @@ absl::Status Transformer::Forward(const ForwardParams& params, StepResult& resul
                                               .rope = *rope_,
                                               .shard = options_.shard,
                                               .meter = params.meter,
-                                              .collective = params.collective}));
+                                              .collective = params.collective,
+                                              .vocab_size = options_.config.vocab_size}));
   const TensorView logits = a.logits.Rows(std::ssize(params.batch.sampled_tokens));
   if (wants_ops) KVASIR_RETURN_IF_ERROR(Compute(params, logits));
   return backend_.EndStep(
@@ -114,7 +115,8 @@ absl::Status Transformer::Compute(const ForwardParams& params, const TensorView&
     KVASIR_RETURN_IF_ERROR(RunLayer(params, layer, first));
     first = false;
   }
-  return ComputeLogits(params, logits);
+  KVASIR_RETURN_IF_ERROR(ComputeLogits(params, logits));
+  return backend_.Sample(logits);
 }
 
 absl::Status Transformer::RunLayer(const ForwardParams& params, const Layer& layer,

@@ -9,7 +9,6 @@
 #include "kernels/base/buffer.h"
 #include "kernels/base/executor.h"
 #include "kernels/dense/rope.h"
-#include "kernels/dense/sampling.h"
 #include "tests/support/compare.h"
 #include "tests/support/device_memory.h"
 #include "tests/support/test_tensor.h"
@@ -259,48 +258,6 @@ TEST_P(DenseCudaTest, HostMemoryIsRefused) {
   EXPECT_EQ(SiluMul({.gate_up = gate_up.view(), .y = y}, nullptr).code(), kInvalid);
   EXPECT_EQ(SiluMul({.gate_up = OnDevice(gate_up), .y = y}, executor_).code(),
             absl::StatusCode::kUnimplemented);
-}
-
-class GreedyCudaTest : public testing::Test {
- protected:
-  void SetUp() override {
-    if (!HasGpu()) GTEST_SKIP() << "no GPU on this machine";
-  }
-};
-
-TEST_F(GreedyCudaTest, ChoosesWhatTheCpuSamplesAtTemperatureZero) {
-  for (const int64_t vocab : {1, 2, 31, 1000, 1024, 5000, 128259}) {
-    SCOPED_TRACE(vocab);
-    constexpr int64_t kRows = 6;
-    TestTensor logits(kF32, {kRows, vocab});
-    logits.Fill(static_cast<uint32_t>(vocab));
-    for (int64_t i = 0; i < vocab; ++i) logits.Set(2 * vocab + i, 0.25f);  // all alike
-    logits.Set(vocab - 1, 1000.0f);
-    logits.Set(vocab + vocab / 3, 1000.0f);
-    logits.Set(vocab + vocab - 1, 1000.0f);
-    logits.Set(3 * vocab + vocab / 2, kNan);
-    logits.Set(4 * vocab, kInf);
-    logits.Set(5 * vocab + vocab - 1, -kInf);
-    std::vector<SamplingOptions> options(kRows);
-    std::vector<SampledToken> expected(kRows);
-    SerialExecutor executor;
-    const HostBuffer scratch = HostBuffer::Allocate(SamplingScratchBytes(vocab, 1)).value();
-    ASSERT_TRUE(Sample({.logits = logits.view(),
-                        .options = options,
-                        .tokens = expected,
-                        .scratch = {scratch.data(), static_cast<size_t>(scratch.size_bytes())}},
-                       executor)
-                    .ok());
-    DeviceMemory memory;
-    std::vector<int32_t> tokens(kRows, 77);
-    const TensorView host(tokens.data(), DType::kInt32, {kRows});
-    const TensorView device = memory.Copy(host).value();
-    ASSERT_TRUE(
-        SampleGreedy({.logits = memory.Copy(logits.view()).value(), .tokens = device}, nullptr)
-            .ok());
-    ASSERT_TRUE(DeviceMemory::Fetch(device, host).ok());
-    for (size_t row = 0; row < kRows; ++row) EXPECT_EQ(tokens[row], expected[row].token) << row;
-  }
 }
 
 TEST_P(DenseCudaTest, FindsTheTokensThatAreNotFinite) {

@@ -11,6 +11,8 @@
 #include "kernels/base/buffer.h"
 #include "kernels/base/status_macros.h"
 #include "kernels/dense/philox.h"
+#include "kernels/dense/sampling_weights.h"
+#include "tests/kernels/dense/sampling_case.h"
 #include "tests/support/thread_executor.h"
 
 namespace kvasir::kernels {
@@ -198,51 +200,11 @@ int32_t DefinedToken(const std::vector<float>& logits, const SamplingOptions& op
   return -1;
 }
 
-class RandomCase {
- public:
-  explicit RandomCase(uint32_t seed) : random_(seed), logits(static_cast<size_t>(Below(60) + 2)) {
-    for (float& logit : logits) logit = static_cast<float>(Below(400)) / 37.0f - 5;
-    options.temperature = std::vector<float>{0, 0.3f, 1, 2}[static_cast<size_t>(Below(4))];
-    if (Below(2) == 0) options.top_k = Below(20);
-    if (Below(2) == 0) options.top_p = static_cast<float>(Below(99) + 1) / 100.13f;
-    if (Below(2) == 0) options.min_p = static_cast<float>(Below(100)) / 113.7f;
-    if (Below(2) == 0) options.repetition_penalty = 0.25f + static_cast<float>(Below(200)) / 100;
-    if (Below(2) == 0) options.frequency_penalty = static_cast<float>(Below(400)) / 100 - 2;
-    if (Below(2) == 0) options.presence_penalty = static_cast<float>(Below(400)) / 100 - 2;
-    for (int64_t n = Below(3) * 40; n > 0; --n) prompt_.push_back(AnyToken());
-    for (int64_t n = Below(3) * 20; n > 0; --n) output_.push_back(AnyToken());
-    for (int32_t id = 0; id < static_cast<int32_t>(logits.size()); ++id) {
-      if (Below(10) == 0) {
-        biases_.push_back({.token = id, .bias = static_cast<float>(Below(200)) / 10 - 10});
-      }
-      if (id > 0 && Below(10) == 0) banned_.push_back(id);  // one is always left
-    }
-    options.prompt = prompt_;
-    options.output = output_;
-    options.biases = biases_;
-    options.banned = banned_;
-    options.seed = seed;
-    options.position = Below(1000);
-  }
-
- private:
-  int64_t Below(int64_t n) { return static_cast<int64_t>(random_() % static_cast<uint64_t>(n)); }
-  int32_t AnyToken() { return static_cast<int32_t>(Below(static_cast<int64_t>(logits.size()))); }
-
-  std::mt19937 random_;
-  std::vector<int32_t> prompt_, output_, banned_;
-  std::vector<TokenBias> biases_;
-
- public:
-  std::vector<float> logits;
-  SamplingOptions options;
-};
-
 TEST(Sampling, EveryMixOfOptionsDrawsWhatTheirDefinitionDraws) {
   constexpr uint32_t kCases = 4000;
   uint32_t undecided = 0;
   for (uint32_t seed = 0; seed < kCases; ++seed) {
-    const RandomCase c(seed);
+    const RandomSamplingCase c(seed);
     const int32_t expected = DefinedToken(c.logits, c.options);
     if (expected < 0) {
       ++undecided;
@@ -452,6 +414,32 @@ TEST(Sampling, OptionsOutOfRangeFailTheirRow) {
     EXPECT_EQ(token.status.code(), absl::StatusCode::kInvalidArgument) << token.status;
     EXPECT_EQ(token.token, -1);
   }
+}
+
+TEST(Sampling, LogprobsThatAreNotWantedAreNotComputedAndChangeNoToken) {
+  const std::vector<float> logits = LogOf({0.15, 0.5, 0.05, 0.3});
+  for (const float temperature : {0.0f, 1.0f}) {
+    const SampledToken with = SampleOne(logits, {.temperature = temperature});
+    const SampledToken without =
+        SampleOne(logits, {.temperature = temperature, .wants_logprob = false});
+    EXPECT_EQ(without.token, with.token);
+    EXPECT_LT(with.logprob, 0);
+    EXPECT_EQ(without.logprob, 0);
+  }
+  std::vector<TokenLogprob> top(1);
+  EXPECT_LT(SampleOne(logits, {.wants_logprob = false, .top = top}).logprob, 0);
+  EXPECT_EQ(top[0].token, 1);
+}
+
+TEST(Sampling, WeightsAreTheExponentialInUnitsOfTwoToTheMinusForty) {
+  EXPECT_EQ(WeightOf(5, 5, 1), kLargestWeight);
+  EXPECT_EQ(WeightOf(-kInf, 5, 1), 0u);
+  EXPECT_EQ(WeightOf(-28, 0, 1), 0u);
+  for (float x = 0; x > -29; x -= 0.0137f) {
+    const double exact = std::exp(static_cast<double>(x)) * static_cast<double>(kLargestWeight);
+    EXPECT_NEAR(static_cast<double>(WeightOf(x, 0, 1)), exact, 1 + 1e-6 * exact) << x;
+  }
+  EXPECT_EQ(WeightOf(1, 2, 0.5f), WeightOf(2, 4, 1));
 }
 
 TEST(Sampling, NoRowsAreNoWorkAndBadArgumentsAreErrors) {

@@ -70,7 +70,7 @@ class CpuBackendTest : public testing::Test {
 
   kernels::SerialExecutor executor_;
   CpuBackend backend_{executor_};
-  const StepBatch batch_ = ThreeRows();
+  StepBatch batch_ = ThreeRows();
   const kernels::PagedKv kv_;
   const ShardPlan shard_;
   AttentionMeter meter_{0};
@@ -90,8 +90,32 @@ TEST_F(CpuBackendTest, AnyTokenOfARowFailsItAndNoOther) {
       StepResult result;
       ASSERT_TRUE(backend_.EndStep(outputs, result).ok());
       EXPECT_EQ(result.row_is_finite, (std::vector<uint8_t>{1, 1, 0}));
-      EXPECT_EQ(result.logits.data(), logits.data());
     }
+  }
+}
+
+TEST_F(CpuBackendTest, SamplesAsTheBatchSaysAndKeepsLogitsWhereTheyAreWanted) {
+  const std::unique_ptr<Rope> rope = MakeRope({});
+  const std::vector<int32_t> banned = {1};
+  batch_.sampling = {{}, {.banned = banned}, {}};
+  std::vector<float> residual, delta;
+  std::vector<float> logits = {1, 3, 2, 1, 3, 2, std::numeric_limits<float>::quiet_NaN(), 0, 0};
+  const TensorView view(logits.data(), DType::kFloat32, {3, 3});
+  for (const bool keeps : {false, true}) {
+    batch_.keeps_logits = keeps;
+    BeginStep(*rope);
+    ASSERT_TRUE(backend_.Sample(view).ok());
+    StepResult result;
+    ASSERT_TRUE(
+        backend_
+            .EndStep({.residual = Ones(residual, 3), .delta = Ones(delta, 3), .logits = view},
+                     result)
+            .ok());
+    ASSERT_EQ(result.tokens.size(), 3u);
+    EXPECT_EQ(result.tokens[0].token, 1);
+    EXPECT_EQ(result.tokens[1].token, 2);
+    EXPECT_EQ(result.tokens[2].status.code(), absl::StatusCode::kDataLoss);
+    EXPECT_EQ(result.logits.data(), keeps ? logits.data() : nullptr);
   }
 }
 

@@ -155,5 +155,21 @@ TEST_F(StepTableTest, ArraysDoNotOverlap) {
   EXPECT_LE(end, memory_.data() + memory_.size());
 }
 
+TEST_F(StepTableTest, ResultsHaveRoomForAllThatKernelsLeaveBehind) {
+  constexpr int64_t kLayers = 3, kSlots = 40;
+  const int64_t bytes = LayOutResults(batch_, shape_, kLayers, kSlots, nullptr).bytes;
+  std::vector<std::byte> memory(static_cast<size_t>(bytes));
+  const StepResults results = LayOutResults(batch_, shape_, kLayers, kSlots, memory.data());
+  EXPECT_EQ(results.counts.size(), kLayers * batch_.blocks.size() * kKvHeads);
+  EXPECT_EQ(results.finite.size(), batch_.tokens.size());
+  EXPECT_EQ(results.faults.size(), static_cast<size_t>(kSlots));
+  const auto* const finite = reinterpret_cast<const std::byte*>(results.finite.data());
+  const auto* const faults = reinterpret_cast<const std::byte*>(results.faults.data());
+  EXPECT_LE(reinterpret_cast<const std::byte*>(results.counts.data() + results.counts.size()),
+            finite);
+  EXPECT_LE(finite + results.finite.size(), faults);
+  EXPECT_LE(faults + results.faults.size(), memory.data() + memory.size());
+}
+
 }  // namespace
 }  // namespace kvasir::worker

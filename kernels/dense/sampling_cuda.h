@@ -1,0 +1,46 @@
+// The op of sampling.h on the GPU: the same results, bit for bit, errors included. What rows ask
+// for and what is found lie in one block of pinned memory that the GPU reads and writes in place,
+// so nothing is copied; a step fills the block, launches, waits, and reads. Called by the backend.
+// Thread-safe. Only in builds with CUDA.
+//
+// Cost: a block of threads a row. Greedy rows read their logits once. Each of these reads them once
+// more, or three times where it chooses a threshold: a copy where options change logits, logprobs,
+// top logprobs (four), top-k (three), top-p (four), the draw (two).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cuda_runtime_api.h>
+#include <span>
+
+#include "absl/status/status.h"
+
+#include "kernels/dense/sampling.h"
+
+namespace kvasir::kernels {
+
+// Of the block for these rows; fewer bytes do for fewer or simpler rows.
+int64_t SamplingBlockBytes(std::span<const SamplingOptions> options, int64_t vocab);
+// Whether any row changes logits, and thus needs memory for the changed ones.
+bool ChangesLogits(std::span<const SamplingOptions> options);
+
+// `block` has SamplingBlockBytes bytes, aligned to 64. Rows with options out of range are left out
+// of what follows.
+void FillSamplingBlock(std::span<const SamplingOptions> options, int64_t vocab, std::byte* block);
+
+struct DeviceSamplingParams {
+  TensorView logits;         // [rows, vocab] float32; rows may be 0, vocab up to kMaxVocab
+  std::byte* block;          // as filled when the stream comes to it, rows as of logits; pinned
+  float* changed = nullptr;  // working memory [rows, vocab]; null: ChangesLogits is false
+};
+
+// INVALID_ARGUMENT: shapes, dtypes, host memory. INTERNAL with CUDA's error when the launch fails.
+// May be captured in a graph: it depends on the params alone, not on what the block says.
+absl::Status Sample(const DeviceSamplingParams& params, cudaStream_t stream);
+
+// Of the options that the block was filled from, when the device is done with it: writes their
+// `top`, and `tokens` [rows].
+void ReadSamplingBlock(std::span<const SamplingOptions> options, int64_t vocab, std::byte* block,
+                       std::span<SampledToken> tokens);
+
+}  // namespace kvasir::kernels
