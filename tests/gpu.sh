@@ -16,7 +16,7 @@ bundle() {
   cmake --build --preset cuda --target \
     kernels_dense_cuda_test kernels_paged_cuda_test kernels_sparse_cuda_test kernels_attention_cuda_test \
     kernels_ranks_cuda_test worker_cuda_test worker_cuda_parallel_test attention_cuda_bench dense_cuda_bench paging_cuda_bench \
-    all_reduce_bench kvasir kvasir-worker kvasir_python_proto
+    all_reduce_bench decode_step_bench kvasir kvasir-worker kvasir_python_proto
   rm -rf "$1"
   cmake --install build/cuda --component gpu --prefix "$1"
 }
@@ -116,6 +116,8 @@ run() {
   wait
   begin paging_bench 120 "$here/paging_cuda_bench"
   wait
+  begin decode_step_bench 120 env --chdir="$here/.." "$here/decode_step_bench" --contexts=4096,131072
+  wait
   if [ "$gpus" -gt 1 ]; then
     begin all_reduce_bench 120 "$here/all_reduce_bench" "$gpus"
     wait
@@ -129,7 +131,7 @@ run() {
     results+=("absent  PyTorch")
   fi
   collect
-  grep -h '^|' "$logs/dense_bench.log" "$logs/attention_bench.log" "$logs/paging_bench.log" "$logs/all_reduce_bench.log" "$logs/peer_attention.log" 2>/dev/null
+  grep -h '^|' "$logs/dense_bench.log" "$logs/attention_bench.log" "$logs/paging_bench.log" "$logs/decode_step_bench.log" "$logs/all_reduce_bench.log" "$logs/peer_attention.log" 2>/dev/null
   grep -HE '^\[  (PASSED|FAILED)' "$logs"/{dense,paged,sparse,attention,ranks,engine,parallel}.log | sed "s|^$logs/||" | head -40
   printf '%s\n' "${results[@]}"
   exit "$failed"

@@ -3,9 +3,13 @@
 // context a row a policy, dense first:
 //
 //   decode_step_bench [--model=FOLDER] [--device=cuda] [--contexts=4096,131072] [--policies=...]
-//                     [--batch=1] [--steps=64] [--budget=2048] [--ranks=1]
+//                     [--batch=1] [--steps=64] [--budget=2048] [--ranks=1] [--device-share=1]
+//                     [--turn=0]
 //
-// Of several ranks, a process and a GPU each, rank 0 is what is printed.
+// Of several ranks, a process and a GPU each, rank 0 is what is printed. With a --device-share
+// below 1, so much of the longest context's KV fits into device memory and the rest is read from
+// the host tier. With --turn, cosines of two queries that follow one another are about that
+// (turning_queries.h); else layers ask with their own, of a model that knows nothing.
 //
 // A policy is all, quest, tokenselect or infinitehip, with +top_p (0.95) and +interval behind it.
 //
@@ -14,8 +18,9 @@
 //   host       medians in microseconds: from the plan to where the step's tables are on their way;
 //              to launch the graph, wait and fetch, beyond the GPU's time; what is left to the
 //              reply
-//   read       what a step must read: weights, attended keys and values, digests of steps that
-//              select
+//   overlap    pages that a step selects in common with the one before, where queries turn
+//   misses     of the pages read, those in the host tier; promoted: copied from there, a step
+//   read       what a step must read: weights, attended keys and values, digests where it selects
 //   roofline   read / 4.54 TB/s (an H200's measured read bandwidth) as a share of the GPU's time
 //   nodes      of the graph, and of them for each layer
 #include <algorithm>
@@ -23,9 +28,11 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <cuda_runtime_api.h>
 #include <memory>
 #include <numeric>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -36,6 +43,7 @@
 
 #include "proto/selector_field.h"
 #include "tests/bench/synthetic_kv.h"
+#include "tests/bench/turning_queries.h"
 #include "tests/worker/parallel/rank_processes.h"
 #include "worker/backend/cuda_backend.h"
 #include "worker/backend/make_backend.h"
@@ -53,7 +61,9 @@ using Clock = std::chrono::steady_clock;
 
 constexpr double kBytesPerSecond = 4.54e12;
 constexpr int64_t kWarmUps = 10;
-constexpr int64_t kFillTokens = 8192;  // of a step
+constexpr int64_t kFillTokens = 8192;                                  // of a step
+constexpr int64_t kLeastDeviceBlocks = 2 * kFillTokens / kPageTokens;  // of two steps that fill
+constexpr int64_t kLookEvery = 64;  // steps, at two that follow one another
 constexpr uint64_t kEpoch = 1;
 
 void Check(const absl::Status& status) {
@@ -76,12 +86,21 @@ struct Flags {
   int64_t steps = 64;
   int64_t budget = 2048;
   int64_t ranks = 1;
+  double device_share = 1;
+  double turn = 0;
 };
 
 int64_t Number(absl::string_view text) {
   int64_t number = 0;
   if (absl::SimpleAtoi(text, &number) && number > 0) return number;
   Check(absl::InvalidArgumentError(absl::StrCat("'", text, "' is not a positive number")));
+  return 0;
+}
+
+double Share(absl::string_view text) {
+  double share = 0;
+  if (absl::SimpleAtod(text, &share) && share >= 0 && share <= 1) return share;
+  Check(absl::InvalidArgumentError(absl::StrCat("'", text, "' is not in 0 to 1")));
   return 0;
 }
 
@@ -105,6 +124,10 @@ Flags ParseFlags(int argc, char** argv) {
       flags.budget = Number(value);
     else if (name == "--ranks")
       flags.ranks = Number(value);
+    else if (name == "--device-share")
+      flags.device_share = Share(value);
+    else if (name == "--turn")
+      flags.turn = Share(value);
     else if (name == "--contexts") {
       flags.contexts.clear();
       for (const absl::string_view text : absl::StrSplit(value, ',')) {
@@ -166,6 +189,8 @@ struct Measured {
   int64_t attended_tokens = 0;  // over steps, rows of the batch, layers and KV heads
   int64_t selected = 0;         // (step, row, layer, KV head) in which the selector ran
   int64_t nodes = 0;
+  double overlap = 0;
+  int64_t hits = 0, misses = 0, promoted_bytes = 0;  // over steps
 
   void Add(const v1::RowAccounting& row) {
     attended_tokens += static_cast<int64_t>(row.attended_tokens());
@@ -182,6 +207,8 @@ class Bench {
 
  private:
   void FillContexts();
+  void AddSeals(v1::StepPlan& plan);
+  void MakeQueries();
   Measured Measure(int64_t context, uint32_t policy);
   // A step of the plan; its time in milliseconds.
   double Step(v1::StepPlan& plan, v1::StepReply& reply);
@@ -199,12 +226,14 @@ class Bench {
   ThreadPool executor_;
   std::unique_ptr<Backend> backend_;
   SyntheticKvBackend filler_;
+  std::optional<TurningQueries> queries_;
   LoadedModel model_;
   std::unique_ptr<Collective> collective_;
   std::unique_ptr<Engine> engine_;
   uint64_t step_ = 0;
   Clock::time_point began_, over_;  // of the last step
   uint64_t next_block_ = 1;
+  uint64_t sealed_blocks_ = 0;
   uint64_t next_sequence_ = 1;
   std::vector<std::vector<uint64_t>> blocks_;  // of the filled sequences
 };
@@ -247,13 +276,16 @@ Bench::Bench(const Flags& flags, int rank, Rendezvous* rendezvous)
     options.policies.push_back(MakePolicy(policy, flags.budget));
   }
   const kernels::KvLayout layout = model_.transformer->kv_layout(options.kv_dtype);
-  const int64_t blocks_a_row = flags.contexts.back() / kPageTokens + 16;
+  const int64_t blocks_a_row = flags.contexts.back() / kPageTokens + 16 + flags.steps / kPageTokens;
   // Extents of the host tier have bounds, codes and checksums beside the pages.
   const int64_t host_block = layout.block_bytes() + layout.block_bounds_bytes() +
                              layout.block_key_codes_bytes() + 16 * layout.pages_per_block() + 8192;
   options.kv_host_bytes = flags.batch * blocks_a_row * host_block;
+  const int64_t blocks = flags.batch * blocks_a_row + 32;
   options.kv_device_bytes =
-      (options.kv_host_bytes / layout.block_bytes() + 2) * layout.block_bytes();
+      std::max(static_cast<int64_t>(flags.device_share * static_cast<double>(blocks)),
+               kLeastDeviceBlocks) *
+      layout.block_bytes();
   engine_ = Value(Engine::Create(options, *model_.transformer, *collective_));
 }
 
@@ -278,6 +310,7 @@ void Bench::FillContexts() {
     blocks_.emplace_back();
     for (int64_t begin = 0; begin < tokens; begin += kFillTokens) {
       v1::StepPlan plan;
+      AddSeals(plan);
       if (begin == 0) {
         v1::SequenceStart& start = *plan.add_starts();
         start.set_slot(slot);
@@ -302,6 +335,21 @@ void Bench::FillContexts() {
     }
   }
   filler_.set_filling(false);
+  v1::StepPlan plan;
+  AddSeals(plan);
+  v1::StepReply reply;
+  Step(plan, reply);
+}
+
+// Of all filled blocks that are not sealed yet.
+void Bench::AddSeals(v1::StepPlan& plan) {
+  for (; sealed_blocks_ + 1 < next_block_; ++sealed_blocks_) {
+    v1::BlockSeal& seal = *plan.add_seals();
+    seal.set_block_id(sealed_blocks_ + 1);
+    std::string hash(32, '\0');
+    std::memcpy(hash.data(), &sealed_blocks_, sizeof(sealed_blocks_));
+    seal.set_prefix_hash(hash);
+  }
 }
 
 void Bench::AddStart(int64_t context, uint32_t policy, int64_t row, v1::StepPlan& plan) {
@@ -331,16 +379,32 @@ void Bench::AddRows(int64_t position, v1::StepPlan& plan) {
   }
 }
 
+void Bench::MakeQueries() {
+  const TransformerOptions& model = model_.transformer->options();
+  const TurningQueries::Shape shape = {.num_layers = model.config.num_layers,
+                                       .sequences = flags_.batch,
+                                       .heads = model.shard.query_heads.size(),
+                                       .head_dim = model.config.head_dim};
+  queries_ = Value(TurningQueries::Create(shape, flags_.turn, kWarmUps + flags_.steps, *backend_));
+  filler_.set_queries(queries_->layers());
+}
+
 Measured Bench::Measure(int64_t context, uint32_t policy) {
   const auto* gpu = dynamic_cast<const CudaBackend*>(backend_.get());
   Measured measured;
+  SelectionOverlap overlap;
+  if (queries_.has_value()) queries_->Restart();
+  kvstore::KvStoreStats before;
   for (int64_t i = 0; i < kWarmUps + flags_.steps; ++i) {
     v1::StepPlan plan;
     for (int64_t row = 0; row < flags_.batch && i == 0; ++row) AddStart(context, policy, row, plan);
     AddRows(context + i, plan);
     v1::StepReply reply;
+    if (queries_.has_value()) Check(queries_->Turn());
+    if (i == kWarmUps) before = engine_->store().stats();
     const double ms = Step(plan, reply);
     if (i < kWarmUps) continue;
+    if (queries_.has_value() && i % kLookEvery < 2) Check(overlap.Look(filler_.kv()));
     measured.wall_ms.push_back(ms);
     const SyntheticKvBackend::StepTimes& host = filler_.times();
     measured.before_us.push_back(Microseconds(began_, host.begun));
@@ -352,6 +416,11 @@ Measured Bench::Measure(int64_t context, uint32_t policy) {
     measured.around_us.back() -= 1000 * measured.gpu_ms.back();
     measured.nodes = gpu->graphs().stats().nodes;
   }
+  const kvstore::KvStoreStats after = engine_->store().stats();
+  measured.hits = after.device_hits - before.device_hits;
+  measured.misses = after.device_misses - before.device_misses;
+  measured.promoted_bytes = after.bytes_host_to_device - before.bytes_host_to_device;
+  measured.overlap = overlap.share();
   v1::StepPlan leave;
   for (int64_t row = 0; row < flags_.batch; ++row) leave.add_free_slots(static_cast<uint32_t>(row));
   v1::StepReply reply;
@@ -402,20 +471,25 @@ void Bench::Print(int64_t context, const std::string& policy, const Measured& me
   const double wall = Mean(measured.wall_ms);
   const double gpu = measured.gpu_ms.empty() ? wall : Mean(measured.gpu_ms);
   std::printf(
-      "| %lld | %s | %.0f | %.1f %% | %.3f | %.3f | %.3f | %.3f | %.0f + %.0f + %.0f | %.2f | %.3f "
-      "| %lld | %.1f | **%.2f** |\n",
+      "| %lld | %s | %.0f | %.1f %% | %.3f | %.2f %% | %.1f | %.3f | %.3f | %.3f | %.3f | "
+      "%.0f + %.0f + %.0f | %.2f | %.3f | %lld | %.1f | **%.2f** |\n",
       static_cast<long long>(context), policy.c_str(),
       static_cast<double>(measured.attended_tokens) / rows,
-      100 * static_cast<double>(measured.selected) / rows, Median(measured.wall_ms), wall,
-      measured.gpu_ms.empty() ? 0 : Median(measured.gpu_ms), measured.gpu_ms.empty() ? 0 : gpu,
-      Median(measured.before_us), Median(measured.around_us), Median(measured.behind_us),
-      bytes / 1e9, bytes / kBytesPerSecond * 1000 / gpu, static_cast<long long>(measured.nodes),
+      100 * static_cast<double>(measured.selected) / rows, measured.overlap,
+      100 * static_cast<double>(measured.misses) /
+          static_cast<double>(std::max<int64_t>(1, measured.hits + measured.misses)),
+      static_cast<double>(measured.promoted_bytes) / static_cast<double>(flags_.steps) / 1e6,
+      Median(measured.wall_ms), wall, measured.gpu_ms.empty() ? 0 : Median(measured.gpu_ms),
+      measured.gpu_ms.empty() ? 0 : gpu, Median(measured.before_us), Median(measured.around_us),
+      Median(measured.behind_us), bytes / 1e9, bytes / kBytesPerSecond * 1000 / gpu,
+      static_cast<long long>(measured.nodes),
       static_cast<double>(measured.nodes) / static_cast<double>(layers), dense_ms / gpu);
   std::fflush(stdout);
 }
 
 void Bench::Run() {
   const auto begin = Clock::now();
+  if (flags_.turn > 0) MakeQueries();
   FillContexts();
   if (rank_ == 0) PrintHead(std::chrono::duration<double>(Clock::now() - begin).count());
   for (const int64_t context : flags_.contexts) {
@@ -435,9 +509,10 @@ void Bench::PrintHead(double fill_s) const {
               static_cast<long long>(flags_.batch), static_cast<long long>(flags_.contexts.back()),
               fill_s);
   std::printf(
-      "| context | policy | tokens a row | selects | wall, ms | mean | GPU, ms | mean | host, us | "
-      "read, GB | roofline | nodes | a layer | times as fast as the first |\n"
-      "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|\n");
+      "| context | policy | tokens a row | selects | overlap | misses | promoted, MB | wall, ms | "
+      "mean | GPU, ms | mean | host, us | read, GB | roofline | nodes | a layer | times as fast as "
+      "the first |\n"
+      "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|\n");
 }
 
 }  // namespace

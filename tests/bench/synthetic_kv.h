@@ -1,14 +1,17 @@
 // A backend that can write random keys and values into a step's pages instead of computing the
 // step: contexts of any length in no time, through the door that a model's own go through, bounds
-// and key codes with them. For benchmarks. Thread-compatible.
+// and key codes with them. And one whose layers can ask with queries that are given to it instead
+// of their own. For benchmarks. Thread-compatible.
 #pragma once
 
 #include <chrono>
 #include <cmath>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "kernels/base/status_macros.h"
 #include "worker/backend/backend.h"
@@ -28,8 +31,14 @@ class SyntheticKvBackend final : public Backend {
     std::chrono::steady_clock::time_point begun, ending, ended;
   };
   const StepTimes& times() const { return times_; }
+  // From the first step on: [layers][sequences, query heads, head_dim] in memory of Allocate, which
+  // steps of that many tokens ask with.
+  void set_queries(std::vector<kernels::TensorView> queries) { queries_ = std::move(queries); }
+  // What kernels recorded in the last step (kernels::PagedKv).
+  const kernels::PagedKv& kv() const { return *kv_; }
 
   absl::StatusOr<bool> BeginStep(const StepInputs& step) override {
+    kv_ = step.kv;
     KVASIR_ASSIGN_OR_RETURN(const bool wants_ops, inner_.BeginStep(step));
     times_.begun = std::chrono::steady_clock::now();
     if (!filling_) return wants_ops;
@@ -95,7 +104,7 @@ class SyntheticKvBackend final : public Backend {
   }
   absl::Status Select(const LayerQueries& queries) override { return inner_.Select(queries); }
   absl::Status Attend(const LayerQueries& queries, const kernels::TensorView& out) override {
-    return inner_.Attend(queries, out);
+    return inner_.Attend(Replaced(queries), out);
   }
   absl::Status SumOverRanks(const kernels::TensorView& x, const kernels::TensorView& y) override {
     return inner_.SumOverRanks(x, y);
@@ -106,6 +115,13 @@ class SyntheticKvBackend final : public Backend {
   absl::Status Sample(const kernels::TensorView& logits) override { return inner_.Sample(logits); }
 
  private:
+  LayerQueries Replaced(LayerQueries queries) const {
+    if (queries_.empty()) return queries;
+    const kernels::TensorView& q = queries_[static_cast<size_t>(queries.layer)];
+    if (q.dim(0) == queries.q.dim(0)) queries.q = q;
+    return queries;
+  }
+
   // Of variance 1, as a dummy model's own are.
   absl::Status Fill(const StepBatch& batch, const kernels::KvLayout& layout) {
     const int64_t tokens = batch.num_tokens();
@@ -135,6 +151,8 @@ class SyntheticKvBackend final : public Backend {
   Backend& inner_;
   bool filling_ = false;
   StepTimes times_;
+  std::vector<kernels::TensorView> queries_;
+  std::optional<kernels::PagedKv> kv_;
   uint64_t fills_ = 0;
   Memory k_, v_;
 };

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <functional>
 #include <numeric>
+#include <set>
 #include <span>
 
 #include "absl/strings/str_cat.h"
@@ -74,6 +75,31 @@ std::vector<int32_t> MostVoted(const std::vector<double>& votes, const Middle& m
   return tokens;
 }
 
+// Pages of the middle with the most mass of all heads of the group, as many as the budget has.
+std::set<int64_t> HeaviestPages(std::span<const std::unique_ptr<QueryAttention>> group,
+                                const kernels::SelectionNumbers& numbers) {
+  const Middle middle = Middle::Of(numbers, group.front()->num_tokens() - 1);
+  std::map<int64_t, double> masses;
+  for (int64_t token = middle.begin; token < middle.end; ++token) {
+    for (const auto& query : group) masses[token / kernels::kPageTokens] += query->weight(token);
+  }
+  std::vector<std::pair<double, int64_t>> pages;
+  for (const auto& [page, mass] : masses) pages.emplace_back(mass, page);
+  const int64_t count =
+      std::min(numbers.budget_tokens / kernels::kPageTokens, int64_t{std::ssize(pages)});
+  std::partial_sort(pages.begin(), pages.begin() + count, pages.end(), std::greater<>());
+  std::set<int64_t> heaviest;
+  for (int64_t i = 0; i < count; ++i) heaviest.insert(pages[static_cast<size_t>(i)].second);
+  return heaviest;
+}
+
+double Cosine(std::span<const float> a, std::span<const float> b) {
+  const auto product = [](std::span<const float> x, std::span<const float> y) {
+    return std::inner_product(x.begin(), x.end(), y.begin(), 0.0);
+  };
+  return product(a, b) / std::sqrt(product(a, a) * product(b, b));
+}
+
 // Token that stands for [begin, end).
 int64_t Representative(const std::string& which, int64_t begin, int64_t end) {
   if (which == "first") return begin;
@@ -97,6 +123,7 @@ void Facts::Add(const LayerAttention& layer) {
   CountOccupancy(layer);
   CountBranches(layer);
   KeepBestBlocks(layer);
+  CountOverlap(layer);
   Vote(layer);
 }
 
@@ -164,6 +191,30 @@ void Facts::KeepBestBlocks(const LayerAttention& layer) {
   }
 }
 
+void Facts::CountOverlap(const LayerAttention& layer) {
+  const int64_t group = layer.num_heads / layer.num_kv_heads;
+  for (int64_t head = 0; head < layer.num_heads; head += group) {
+    std::set<int64_t> previous, earlier;
+    for (int64_t step = 0; step < layer.num_steps; ++step) {
+      const std::span queries = layer.group_at(step, head, group);
+      std::set<int64_t> pages = HeaviestPages(queries, numbers_);
+      for (const int64_t page : pages) {
+        if (step == 0) break;
+        ++overlap_.pages;
+        overlap_.previous += static_cast<int64_t>(previous.count(page));
+        overlap_.earlier += static_cast<int64_t>(earlier.count(page));
+      }
+      for (int64_t g = 0; step > 0 && g < group; ++g) {
+        ++overlap_.queries;
+        overlap_.cosine +=
+            Cosine(layer.at(step - 1, head + g).query(), queries[static_cast<size_t>(g)]->query());
+      }
+      earlier.insert(pages.begin(), pages.end());
+      previous = std::move(pages);
+    }
+  }
+}
+
 void Facts::AddBits(const LayerAttention& layer, kernels::Executor& executor) {
   for (const int bits : {2, 4, 8, kExactBits}) {
     std::vector<std::pair<double, int64_t>> kept(layer.queries.size());
@@ -219,6 +270,11 @@ nlohmann::json Facts::ToJson() const {
   nlohmann::json json = {{"occupancy", occupancy_},
                          {"branches", {{"all", branches_}, {"right", right_branches_}}},
                          {"top_p", kTopP}};
+  const double pages = static_cast<double>(std::max<int64_t>(1, overlap_.pages));
+  json["overlap"] = {
+      {"previous", static_cast<double>(overlap_.previous) / pages},
+      {"earlier", static_cast<double>(overlap_.earlier) / pages},
+      {"cosine", overlap_.cosine / static_cast<double>(std::max<int64_t>(1, overlap_.queries))}};
   for (const auto& [block, kept] : by_block_) json["blocks"][absl::StrCat(block)] = kept.ToJson();
   for (const auto& [bits, kept] : by_bits_) json["bits"][absl::StrCat(bits)] = kept.ToJson();
   for (const auto& [key, kept] : by_votes_) {

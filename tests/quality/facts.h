@@ -42,6 +42,7 @@ class Facts {
   void CountOccupancy(const LayerAttention& layer);
   void CountBranches(const LayerAttention& layer);
   void KeepBestBlocks(const LayerAttention& layer);
+  void CountOverlap(const LayerAttention& layer);
   void Vote(const LayerAttention& layer);
   void VoteAmong(const LayerAttention& layer, int64_t step, int64_t first_head, int64_t num_heads,
                  const std::string& scope);
@@ -57,6 +58,13 @@ class Facts {
   // Of the heaviest blocks of so many tokens, chosen for a KV group by the sum over its heads: no
   // selection of such blocks keeps more on average.
   std::map<int64_t, Kept> by_block_;
+  // Of the heaviest pages for a KV group, at all steps but an answer's first: those that were among
+  // them at the step before, and at any step before; and how alike two queries of a head are that
+  // follow one another.
+  struct Overlap {
+    int64_t pages = 0, previous = 0, earlier = 0, queries = 0;
+    double cosine = 0;
+  } overlap_;
   std::map<int, Kept> by_bits_;                                   // of the keys
   std::map<std::pair<std::string, std::string>, Kept> by_votes_;  // by scope and way
 };

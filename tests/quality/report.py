@@ -168,6 +168,9 @@ def facts_tables(results):
         parts.append(table(("the heaviest blocks for a KV group, tokens each", "mass kept"),
                            [(size, f"{kept['mass']:.4f}")
                             for size, kept in sorted(record["blocks"].items(), key=lambda item: int(item[0]))]))
+        if overlap := record.get("overlap"):
+            parts.append(table(("heaviest pages also heaviest at the step before", "at any step before", "cosine of the two queries"),
+                               [(f"{overlap['previous']:.3f}", f"{overlap['earlier']:.3f}", f"{overlap['cosine']:.3f}")]))
         every = record["branches"]["all"]
         parts.append(table(("token that stands for half a chunk of 256", "chooses the right half"),
                            [(which, f"{count / max(1, every):.4f}") for which, count in record["branches"]["right"].items()]))

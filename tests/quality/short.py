@@ -78,6 +78,10 @@ def check_facts(results, checks):
     for scope, ways in facts["votes"].items():
         soft, summed = ways["soft vote"]["mass"], ways["summed logits"]["mass"]
         checks.expect(soft > summed, f"votes by {scope}: soft {soft:.3f}, summed logits {summed:.3f}")
+    overlap = facts["overlap"]
+    chance = BUDGET / LENGTH
+    checks.expect(chance < overlap["previous"] <= overlap["earlier"] <= 1,
+                  f"of the heaviest pages {overlap['previous']:.2f} were so the step before, {overlap['earlier']:.2f} at any")
     histogram = facts["occupancy"]["context / 64"]
     chunks = sum(histogram)
     empty, heavy = histogram[0] / chunks, sum(held * count for held, count in enumerate(histogram)) / chunks

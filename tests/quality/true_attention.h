@@ -64,6 +64,12 @@ struct LayerAttention {
   QueryAttention& at(int64_t step, int64_t head) const {
     return *queries[static_cast<size_t>(step * num_heads + head)];
   }
+  // Of a step, the query heads [first_head, first_head + count).
+  std::span<const std::unique_ptr<QueryAttention>> group_at(int64_t step, int64_t first_head,
+                                                            int64_t count) const {
+    return std::span(queries).subspan(static_cast<size_t>(step * num_heads + first_head),
+                                      static_cast<size_t>(count));
+  }
 
   int64_t layer = 0;
   int64_t num_steps = 0;

@@ -1,0 +1,141 @@
+// Queries of a stream of decode steps that turn a little in each, for benchmarks whose model is
+// only a shape: what such a model asks with has nothing to do with what it asked before, so that a
+// cache of pages would see nothing of the locality that real ones have. Every coordinate of every
+// head goes its own way, q' = turn q + sqrt(1 - turn^2) noise, of variance 1; cosines of two
+// queries that follow one another are about `turn`. What share of the selected pages two steps have
+// in common follows from it and is counted, for comparison with that of a model that was trained
+// (docs/quality.md).
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cuda_runtime_api.h>
+#include <vector>
+
+#include "absl/status/status.h"
+
+#include "kernels/base/cuda_status.h"
+#include "kernels/base/status_macros.h"
+#include "kernels/dense/random_rows.h"
+#include "worker/backend/backend.h"
+
+namespace kvasir::worker {
+
+// On a GPU. Thread-compatible.
+class TurningQueries {
+ public:
+  struct Shape {
+    int64_t num_layers = 0;
+    int64_t sequences = 0;
+    int64_t heads = 0;  // of the query
+    int64_t head_dim = 0;
+    int64_t queries() const { return sequences * heads * head_dim; }
+  };
+
+  // All that `steps` steps ask with is made now: nothing lets a device catch up between two steps.
+  // `backend` outlives it.
+  static absl::StatusOr<TurningQueries> Create(const Shape& shape, double turn, int64_t steps,
+                                               Backend& backend) {
+    TurningQueries queries;
+    const int64_t bytes = shape.queries() * kElementBytes;
+    KVASIR_ASSIGN_OR_RETURN(queries.memory_, backend.Allocate(shape.num_layers * bytes));
+    for (int64_t layer = 0; layer < shape.num_layers; ++layer) {
+      queries.layers_.push_back(kernels::TensorView(
+          queries.memory_.data() + layer * bytes, kernels::DType::kBFloat16,
+          {shape.sequences, shape.heads, shape.head_dim}, queries.memory_.device()));
+    }
+    queries.Draw(shape.num_layers * shape.queries(), turn, steps);
+    return queries;
+  }
+
+  // [sequences, query heads, head_dim] bfloat16, one a layer.
+  const std::vector<kernels::TensorView>& layers() const { return layers_; }
+
+  // The next one to turn to is the first.
+  void Restart() { next_ = 0; }
+  // REQUIRES: between steps, at most as often as there are steps.
+  absl::Status Turn() {
+    const std::vector<kernels::BFloat16>& next = steps_[next_++];
+    return kernels::CudaStatus(cudaMemcpy(memory_.data(), next.data(),
+                                          next.size() * sizeof(next[0]), cudaMemcpyHostToDevice),
+                               "copying queries");
+  }
+
+ private:
+  static constexpr int64_t kElementBytes = sizeof(kernels::BFloat16);
+  static constexpr uint64_t kSeed = 11;
+
+  void Draw(int64_t count, double turn, int64_t steps) {
+    std::vector<float> values(static_cast<size_t>(count));
+    const auto kept = static_cast<float>(turn);
+    const auto fresh = static_cast<float>(std::sqrt(3 * (1 - turn * turn)));
+    uint64_t drawn = 0;
+    const auto noise = [&drawn] {
+      return static_cast<float>(2 * kernels::UniformOf(kSeed, drawn++) - 1);
+    };
+    for (float& value : values) value = std::sqrt(3.0f) * noise();
+    for (int64_t step = 0; step < steps; ++step) {
+      std::vector<kernels::BFloat16>& rounded = steps_.emplace_back();
+      rounded.reserve(values.size());
+      for (float& value : values) {
+        value = kept * value + fresh * noise();
+        rounded.emplace_back(value);
+      }
+    }
+  }
+
+  std::vector<std::vector<kernels::BFloat16>> steps_;
+  size_t next_ = 0;
+  Memory memory_;
+  std::vector<kernels::TensorView> layers_;
+};
+
+// What two steps that follow one another select in common, as a share of what the second selects;
+// blocks of which everything was read, sink and window, left out. Thread-compatible.
+class SelectionOverlap {
+ public:
+  // Behind a step; those of two calls that follow one another are compared.
+  absl::Status Look(const kernels::PagedKv& kv) {
+    uint32_t step = 0;
+    touched_.resize(static_cast<size_t>(kv.num_rows * kv.layout.pages_per_block()));
+    KVASIR_RETURN_IF_ERROR(Fetch(kv.accesses.step, &step, 1));
+    KVASIR_RETURN_IF_ERROR(Fetch(kv.accesses.last_touched, touched_.data(), touched_.size()));
+    std::vector<bool> selected(touched_.size());
+    const auto pages = static_cast<size_t>(kv.layout.pages_per_block());
+    for (size_t begin = 0; begin < touched_.size(); begin += pages) {
+      const auto first = touched_.begin() + static_cast<std::ptrdiff_t>(begin);
+      const auto read = std::count(first, first + static_cast<std::ptrdiff_t>(pages), step);
+      if (read == static_cast<std::ptrdiff_t>(pages)) continue;
+      for (size_t i = begin; i < begin + pages; ++i) selected[i] = touched_[i] == step;
+    }
+    if (step == step_ + 1) Compare(selected);
+    selected_ = std::move(selected);
+    step_ = step;
+    return absl::OkStatus();
+  }
+
+  double share() const {
+    return static_cast<double>(common_) / static_cast<double>(std::max<int64_t>(1, all_));
+  }
+
+ private:
+  template <typename T>
+  static absl::Status Fetch(const T* device, T* host, size_t count) {
+    return kernels::CudaStatus(cudaMemcpy(host, device, count * sizeof(T), cudaMemcpyDeviceToHost),
+                               "copying what was read");
+  }
+  void Compare(const std::vector<bool>& selected) {
+    for (size_t i = 0; i < selected.size(); ++i) {
+      all_ += selected[i] ? 1 : 0;
+      common_ += selected[i] && selected_[i] ? 1 : 0;
+    }
+  }
+
+  std::vector<uint32_t> touched_;
+  std::vector<bool> selected_;
+  uint32_t step_ = 0;
+  int64_t all_ = 0, common_ = 0;
+};
+
+}  // namespace kvasir::worker
