@@ -102,7 +102,9 @@ class SyntheticKvBackend final : public Backend {
                         const kernels::TensorView& v) override {
     return inner_.AppendKv(layer, k, v);
   }
-  absl::Status Select(const LayerQueries& queries) override { return inner_.Select(queries); }
+  absl::Status Select(const LayerQueries& queries) override {
+    return inner_.Select(Replaced(queries));
+  }
   absl::Status Attend(const LayerQueries& queries, const kernels::TensorView& out) override {
     return inner_.Attend(Replaced(queries), out);
   }

@@ -78,7 +78,7 @@ EngineOptions Options() {
                       MakeReusingPolicy("tokenselect", "interval")};
   options.kv_dtype = kernels::DType::kBFloat16;
   options.kv_device_bytes = 512 << 20;
-  options.kv_host_bytes = 256 << 20;
+  options.kv_host_bytes = 512 << 20;
   options.max_num_batched_tokens = kSlots * kChunk;
   return options;
 }
