@@ -322,13 +322,14 @@ absl::Status Engine::Compute() {
   AskForTokens(batch);
   KVASIR_ASSIGN_OR_RETURN(const kernels::PagedKv kv, store_->BeginStep(++kv_step_));
   meter_.BeginStep(batch);
-  StepResult result;
   KVASIR_RETURN_IF_ERROR(model_.Forward({.batch = batch,
                                          .kv = kv,
                                          .activations = activations_,
                                          .meter = meter_,
-                                         .collective = collective_},
-                                        result));
+                                         .collective = collective_}));
+  KVASIR_RETURN_IF_ERROR(store_->EndStep());
+  StepResult result;
+  KVASIR_RETURN_IF_ERROR(model_.backend().Collect(result));
   for (size_t r = 0; r < works_.size(); ++r) {
     Sequence& sequence = slots_->at(works_[r].slot);
     sequence.kv_length = works_[r].begin + works_[r].num_tokens;
@@ -338,7 +339,6 @@ absl::Status Engine::Compute() {
     }
   }
   TakeTokens(batch, result);
-  KVASIR_RETURN_IF_ERROR(store_->EndStep());
   FailCorruptSequences();
   return absl::OkStatus();
 }

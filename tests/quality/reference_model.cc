@@ -76,12 +76,12 @@ worker::RowWork ReferenceModel::Row(int64_t begin, int64_t end) const {
 absl::Status ReferenceModel::Forward(worker::StepBatch& batch, worker::StepResult& result) {
   kv_->Grow(0, batch.positions.back() + 1);
   meter_.BeginStep(batch);
-  return loaded_.transformer->Forward({.batch = batch,
-                                       .kv = kv_->View(),
-                                       .activations = activations_,
-                                       .meter = meter_,
-                                       .collective = collective_},
-                                      result);
+  KVASIR_RETURN_IF_ERROR(loaded_.transformer->Forward({.batch = batch,
+                                                       .kv = kv_->View(),
+                                                       .activations = activations_,
+                                                       .meter = meter_,
+                                                       .collective = collective_}));
+  return backend_.Collect(result);
 }
 
 absl::Status ReferenceModel::Read(const std::vector<int32_t>& document) {
@@ -110,6 +110,7 @@ absl::StatusOr<int64_t> ReferenceModel::Answer(const std::vector<int32_t>& token
   for (int64_t i = batch.num_tokens() - num_answer; i < batch.num_tokens(); ++i) {
     batch.sampled_tokens.push_back(i);
     batch.sampled_rows.push_back(0);
+    batch.sampling.push_back({.wants_logprob = false});  // greedy
   }
   observing_->observer = &observer;
   observing_->num_shown = num_answer;
@@ -117,10 +118,8 @@ absl::StatusOr<int64_t> ReferenceModel::Answer(const std::vector<int32_t>& token
   KVASIR_RETURN_IF_ERROR(Forward(batch, result));
   int64_t right = 0;
   for (int64_t i = 0; i < num_answer; ++i) {
-    const int64_t vocab = result.logits.dim(1);
-    const float* row_logits = result.logits.As<float>() + i * vocab;
-    const int64_t best = std::max_element(row_logits, row_logits + vocab) - row_logits;
-    right += best == tokens[tokens.size() - static_cast<size_t>(num_answer - i)];
+    right += result.tokens[static_cast<size_t>(i)].token ==
+             tokens[tokens.size() - static_cast<size_t>(num_answer - i)];
   }
   return right;
 }

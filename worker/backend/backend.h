@@ -65,7 +65,7 @@ class Rope {
   virtual ~Rope() = default;
 };
 
-// What the ops of one step share. Borrowed from BeginStep to EndStep.
+// What the ops of one step share. Borrowed from BeginStep to Collect.
 struct StepInputs {
   const StepBatch& batch;
   const kernels::PagedKv& kv;
@@ -161,7 +161,7 @@ class Backend {
   // together.
   virtual absl::Status JoinRanks(Collective& ranks) = 0;
 
-  // --- a step: BeginStep, ops that depend on nothing but its shape, EndStep ---
+  // --- a step: BeginStep, ops that depend on nothing but its shape, EndStep, Collect ---
 
   // Makes the bounds of truncated blocks anew. False: the ops are not to be called, for they are
   // known from an earlier step that had the same ones.
@@ -200,7 +200,10 @@ class Backend {
   // says: the same ones on every backend for the same logits (kernels/dense/sampling.h).
   virtual absl::Status Sample(const kernels::TensorView& logits) = 0;
 
-  virtual absl::Status EndStep(const StepOutputs& outputs, StepResult& result) = 0;
+  // A device may be at work still: the host has time for what does not need the result.
+  virtual absl::Status EndStep(const StepOutputs& outputs) = 0;
+  // Waits for the step; what came of it.
+  virtual absl::Status Collect(StepResult& result) = 0;
 
  protected:
   // `executor` outlives the backend.

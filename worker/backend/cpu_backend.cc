@@ -112,6 +112,7 @@ CpuRotation CpuBackend::rotation() const {
 
 absl::StatusOr<bool> CpuBackend::BeginStep(const StepInputs& step) {
   step_.emplace(step);
+  result_ = {};
   for (const Truncation& t : step.batch.truncations) {
     KVASIR_RETURN_IF_ERROR(kernels::RebuildBounds(step.kv, t.slot, t.block, t.num_tokens));
   }
@@ -193,23 +194,26 @@ absl::Status CpuBackend::GatherColumns(const RankColumns& columns) {
 absl::Status CpuBackend::Sample(const TensorView& logits) {
   const int64_t bytes = kernels::SamplingScratchBytes(logits.dim(1), executor().num_threads());
   KVASIR_ASSIGN_OR_RETURN(std::byte* const scratch, sampling_scratch_.Reserve(bytes));
-  tokens_.assign(step_->batch.sampling.size(), {});
+  result_.tokens.assign(step_->batch.sampling.size(), {});
   return kernels::Sample({.logits = logits,
                           .options = step_->batch.sampling,
-                          .tokens = tokens_,
+                          .tokens = result_.tokens,
                           .scratch = {scratch, static_cast<size_t>(bytes)}},
                          executor());
 }
 
-absl::Status CpuBackend::EndStep(const StepOutputs& outputs, StepResult& result) {
-  result.tokens = std::move(tokens_);
-  result.logits = step_->batch.keeps_logits ? outputs.logits : TensorView();
-  result.row_is_finite.clear();
+absl::Status CpuBackend::EndStep(const StepOutputs& outputs) {
+  if (step_->batch.keeps_logits) result_.logits = outputs.logits;
   const std::vector<int64_t>& begins = step_->batch.row_begins;
   for (size_t r = 0; r + 1 < begins.size(); ++r) {
-    result.row_is_finite.push_back(AllFinite(outputs.residual, begins[r], begins[r + 1]) &&
-                                   AllFinite(outputs.delta, begins[r], begins[r + 1]));
+    result_.row_is_finite.push_back(AllFinite(outputs.residual, begins[r], begins[r + 1]) &&
+                                    AllFinite(outputs.delta, begins[r], begins[r + 1]));
   }
+  return absl::OkStatus();
+}
+
+absl::Status CpuBackend::Collect(StepResult& result) {
+  result = std::exchange(result_, {});
   step_.reset();
   return absl::OkStatus();
 }

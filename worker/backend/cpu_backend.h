@@ -60,7 +60,8 @@ class CpuBackend final : public Backend {
   absl::Status SumOverRanks(const kernels::TensorView& x, const kernels::TensorView& y) override;
   absl::Status GatherColumns(const RankColumns& columns) override;
   absl::Status Sample(const kernels::TensorView& logits) override;
-  absl::Status EndStep(const StepOutputs& outputs, StepResult& result) override;
+  absl::Status EndStep(const StepOutputs& outputs) override;
+  absl::Status Collect(StepResult& result) override;
 
  private:
   class CpuLinear;
@@ -71,8 +72,8 @@ class CpuBackend final : public Backend {
 
   kernels::Scratch linear_scratch_, sampling_scratch_;
   CpuAttention attention_;
-  std::optional<StepInputs> step_;             // from BeginStep to EndStep
-  std::vector<kernels::SampledToken> tokens_;  // sampled in it
+  std::optional<StepInputs> step_;    // from BeginStep to Collect
+  StepResult result_;                 // of the step
   std::vector<int32_t> row_indices_;  // of the step, as the op that gathers rows takes them
 };
 

@@ -62,11 +62,12 @@ struct CudaBackend::CudaRope final : Rope {
   double attention_factor = 1;
 };
 
-CudaBackend::CudaBackend(kernels::Executor& executor, CudaStream stream, kernels::CublasLt lt,
-                         DeviceBuffer linear_workspace, std::string name)
+CudaBackend::CudaBackend(kernels::Executor& executor, CudaStream stream, CudaEvent fetched,
+                         kernels::CublasLt lt, DeviceBuffer linear_workspace, std::string name)
     : Backend(executor),
       name_(std::move(name)),
       stream_(std::move(stream)),
+      fetched_(std::move(fetched)),
       lt_(std::move(lt)),
       linear_workspace_(std::move(linear_workspace)) {}
 
@@ -77,10 +78,12 @@ absl::StatusOr<std::unique_ptr<CudaBackend>> CudaBackend::Create(kernels::Execut
   KVASIR_RETURN_IF_ERROR(
       CudaStatus(cudaGetDeviceProperties(&properties, device), "asking what the GPU is"));
   KVASIR_ASSIGN_OR_RETURN(CudaStream stream, CudaStream::Create());
+  KVASIR_ASSIGN_OR_RETURN(CudaEvent fetched, CudaEvent::Create());
   KVASIR_ASSIGN_OR_RETURN(kernels::CublasLt lt, kernels::CublasLt::Create());
   KVASIR_ASSIGN_OR_RETURN(DeviceBuffer workspace,
                           DeviceBuffer::Allocate(CudaLinear::kWorkspaceBytes));
-  return std::unique_ptr<CudaBackend>(new CudaBackend(executor, std::move(stream), std::move(lt),
+  return std::unique_ptr<CudaBackend>(new CudaBackend(executor, std::move(stream),
+                                                      std::move(fetched), std::move(lt),
                                                       std::move(workspace), properties.name));
 }
 
@@ -169,8 +172,7 @@ void CudaBackend::LeaveRanks() {
 }
 
 absl::Status CudaBackend::WaitForRanks() {
-  if (ranks_ == nullptr) return absl::OkStatus();
-  const absl::Status status = ranks_->Wait(stream_);
+  const absl::Status status = ranks_->Wait(fetched_);
   if (!status.ok()) LeaveRanks();
   return status;
 }
@@ -208,6 +210,10 @@ absl::Status CudaBackend::PrepareResults(const StepInputs& inputs) {
   };
   const int64_t bytes = lay_out(nullptr).bytes;
   KVASIR_RETURN_IF_ERROR(Reserve<std::byte>(bytes, host_results_).status());
+  if (inputs.batch.keeps_logits) {
+    const int64_t logits = std::ssize(inputs.batch.sampling) * inputs.vocab_size;
+    KVASIR_RETURN_IF_ERROR(Reserve<float>(logits, host_logits_).status());
+  }
   KVASIR_ASSIGN_OR_RETURN(std::byte* const device, Reserve<std::byte>(bytes, results_));
   step_.results = lay_out(device);
   return stream_.Clear(step_.results.faults.data(), inputs.kv.num_slots);
@@ -350,13 +356,16 @@ absl::Status CudaBackend::Sample(const TensorView& logits) {
       stream_.get());
 }
 
-absl::Status CudaBackend::EndStep(const StepOutputs& outputs, StepResult& result) {
+absl::Status CudaBackend::EndStep(const StepOutputs& outputs) {
   if (wants_ops_) KVASIR_RETURN_IF_ERROR(FindFinite(outputs));
   KVASIR_RETURN_IF_ERROR(graphs_.End(stream_));
-  KVASIR_RETURN_IF_ERROR(WaitForRanks());
   KVASIR_RETURN_IF_ERROR(FetchResults(outputs));
-  KVASIR_RETURN_IF_ERROR(stream_.Wait());
-  ReadResults(outputs, result);
+  return fetched_.Record(stream_);
+}
+
+absl::Status CudaBackend::Collect(StepResult& result) {
+  KVASIR_RETURN_IF_ERROR(ranks_ == nullptr ? fetched_.Wait() : WaitForRanks());
+  ReadResults(result);
   inputs_.reset();
   return absl::OkStatus();
 }
@@ -370,13 +379,12 @@ absl::Status CudaBackend::FetchResults(const StepOutputs& outputs) {
   KVASIR_RETURN_IF_ERROR(
       stream_.CopyToHost(host_results_.data(), results_.data(), step_.results.bytes));
   if (!inputs_->batch.keeps_logits) return absl::OkStatus();
-  const int64_t bytes = outputs.logits.size_bytes();
-  KVASIR_ASSIGN_OR_RETURN(std::byte* const host, Reserve<std::byte>(bytes, host_logits_));
-  return stream_.CopyToHost(host, outputs.logits.data(), bytes);
+  return stream_.CopyToHost(host_logits_.data(), outputs.logits.data(),
+                            outputs.logits.size_bytes());
 }
 
 // A row whose slot has a fault read or wrote a page that is not there: its result is nothing.
-void CudaBackend::ReadResults(const StepOutputs& outputs, StepResult& result) const {
+void CudaBackend::ReadResults(StepResult& result) const {
   const StepBatch& batch = inputs_->batch;
   const StepResults host = LayOutResults(batch, step_.shape, step_.kv.layout.num_layers,
                                          step_.kv.num_slots, host_results_.data());
@@ -397,7 +405,7 @@ void CudaBackend::ReadResults(const StepOutputs& outputs, StepResult& result) co
   kernels::ReadSamplingBlock(batch.sampling, inputs_->vocab_size, sampling_.data(), result.tokens);
   if (batch.keeps_logits) {
     result.logits = TensorView(host_logits_.data(), DType::kFloat32,
-                               {outputs.logits.dim(0), outputs.logits.dim(1)});
+                               {std::ssize(batch.sampling), inputs_->vocab_size});
   }
   // Ranks that share a KV head select alike: its pages are counted once.
   if (inputs_->shard.replica() == 0) {

@@ -1,5 +1,5 @@
 // The backend on one GPU: ops on one stream, in the order in which the model calls them; the host
-// waits in EndStep only, for what it needs of it. What ranks do together is part of the stream,
+// waits in Collect only, for what it needs of it. What ranks do together is part of the stream,
 // too (cuda_ranks.h). KV is bfloat16, in device memory or read in place from the host's
 // (cuda_residency.h); what it cannot do yet stands in cuda_limits.h. Only in builds with CUDA.
 // Thread-compatible.
@@ -58,7 +58,8 @@ class CudaBackend final : public Backend {
   absl::Status SumOverRanks(const kernels::TensorView& x, const kernels::TensorView& y) override;
   absl::Status GatherColumns(const RankColumns& columns) override;
   absl::Status Sample(const kernels::TensorView& logits) override;
-  absl::Status EndStep(const StepOutputs& outputs, StepResult& result) override;
+  absl::Status EndStep(const StepOutputs& outputs) override;
+  absl::Status Collect(StepResult& result) override;
 
   const CudaGraphs& graphs() const { return graphs_; }
 
@@ -66,8 +67,8 @@ class CudaBackend final : public Backend {
   class GpuLinear;
   struct CudaRope;
 
-  CudaBackend(kernels::Executor& executor, CudaStream stream, kernels::CublasLt lt,
-              kernels::DeviceBuffer linear_workspace, std::string name);
+  CudaBackend(kernels::Executor& executor, CudaStream stream, CudaEvent fetched,
+              kernels::CublasLt lt, kernels::DeviceBuffer linear_workspace, std::string name);
 
   // The step's table, filled on the host and copied to the device.
   absl::Status UploadTable(const StepInputs& inputs);
@@ -80,15 +81,16 @@ class CudaBackend final : public Backend {
   CudaGraphs::Shape GraphShape() const;
   absl::Status FindFinite(const StepOutputs& outputs);
   absl::Status FetchResults(const StepOutputs& outputs);
-  // Until the step's ops are over, or a rank is missing: then the group is left. Before anything
-  // that may wait for the device without a bound, as taking memory does.
+  // Until the step's results are there, or a rank is missing: then the group is left. Nothing else
+  // may wait for the device while ranks are at work there, as taking memory does.
   absl::Status WaitForRanks();
   void LeaveRanks();
-  void ReadResults(const StepOutputs& outputs, StepResult& result) const;
+  void ReadResults(StepResult& result) const;
 
   // Constant after construction.
   const std::string name_;
   CudaStream stream_;
+  CudaEvent fetched_;  // the results of a step
   kernels::CublasLt lt_;
   kernels::DeviceBuffer linear_workspace_;
 
@@ -102,7 +104,7 @@ class CudaBackend final : public Backend {
   kernels::PinnedBuffer host_results_, host_logits_;
   kernels::PinnedBuffer sampling_;  // what the device is asked for, and what it finds
 
-  // From BeginStep to EndStep.
+  // From BeginStep to Collect.
   std::optional<StepInputs> inputs_;
   CudaStep step_;
   bool wants_ops_ = false;

@@ -52,6 +52,13 @@ absl::Status CudaEvent::Record(const CudaStream& stream) const {
   return CudaStatus(cudaEventRecord(event_.get(), stream.get()), "recording an event");
 }
 
+absl::StatusOr<bool> CudaEvent::IsOver() const {
+  const cudaError_t state = cudaEventQuery(event_.get());
+  if (state == cudaErrorNotReady) return false;
+  KVASIR_RETURN_IF_ERROR(CudaStatus(state, "waiting for the device"));
+  return true;
+}
+
 absl::Status CudaEvent::Wait() const {
   return CudaStatus(cudaEventSynchronize(event_.get()), "waiting for an event");
 }

@@ -40,6 +40,8 @@ class CudaEvent {
   static absl::StatusOr<CudaEvent> Create();
   // What the stream does up to here.
   absl::Status Record(const CudaStream& stream) const;
+  // Whether that is over.
+  absl::StatusOr<bool> IsOver() const;
   // On the host; or before anything that is put on the stream from here on.
   absl::Status Wait() const;
   absl::Status HoldBack(const CudaStream& stream) const;

@@ -1,11 +1,9 @@
 #include "worker/backend/cuda_ranks.h"
 
 #include <chrono>
-#include <cuda_runtime_api.h>
 
 #include "absl/strings/str_cat.h"
 
-#include "kernels/base/cuda_status.h"
 #include "kernels/base/status_macros.h"
 #include "kernels/ranks/rank_ops_cuda.h"
 
@@ -48,25 +46,22 @@ absl::Status CudaRanks::LookForTrouble() const {
   return nccl_->Health();
 }
 
-absl::Status CudaRanks::Wait(const CudaStream& stream) {
+absl::Status CudaRanks::Wait(const CudaEvent& end) {
   uint32_t seen = progress();
   Clock::time_point since = Clock::now();
-  absl::Status trouble;
-  cudaError_t state = cudaErrorNotReady;
-  while (trouble.ok() && (state = cudaStreamQuery(stream.get())) == cudaErrorNotReady) {
-    trouble = LookForTrouble();
+  for (;;) {
+    KVASIR_ASSIGN_OR_RETURN(const bool is_over, end.IsOver());
+    KVASIR_RETURN_IF_ERROR(LookForTrouble());
+    if (is_over) return absl::OkStatus();
     if (const uint32_t now = progress(); now != seen) {
       seen = now;
       since = Clock::now();
-    } else if (trouble.ok() && absl::FromChrono(Clock::now() - since) > patience_) {
-      trouble = absl::DeadlineExceededError(
+    } else if (absl::FromChrono(Clock::now() - since) > patience_) {
+      return absl::DeadlineExceededError(
           absl::StrCat("rank ", rank_, ": no collective ended within ",
                        absl::FormatDuration(patience_), "; another rank is dead or stopped"));
     }
   }
-  if (!trouble.ok()) return trouble;
-  KVASIR_RETURN_IF_ERROR(kernels::CudaStatus(state, "waiting for the device"));
-  return LookForTrouble();
 }
 
 void CudaRanks::Abandon(const CudaStream& stream) {

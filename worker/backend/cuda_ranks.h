@@ -31,10 +31,10 @@ class CudaRanks {
                    const CudaStream& stream);
   absl::Status GatherColumns(const RankColumns& columns, const CudaStream& stream);
 
-  // Until the stream has done everything. DEADLINE_EXCEEDED when none of its collectives ends for
-  // as long as the group's timeout, UNAVAILABLE when NCCL has noticed an error: Abandon is to
-  // follow.
-  absl::Status Wait(const CudaStream& stream);
+  // Until what the event was recorded behind is over. DEADLINE_EXCEEDED when none of its
+  // collectives ends for as long as the group's timeout, UNAVAILABLE when NCCL has noticed an
+  // error: Abandon is to follow.
+  absl::Status Wait(const CudaEvent& end);
   // Ends what on the stream waits for ranks, and waits for the stream; for good.
   void Abandon(const CudaStream& stream);
 

@@ -89,7 +89,7 @@ ActivationSizes Transformer::activation_sizes(int64_t max_tokens, int64_t max_lo
           .max_logits_rows = max_logits_rows};
 }
 
-absl::Status Transformer::Forward(const ForwardParams& params, StepResult& result) {
+absl::Status Transformer::Forward(const ForwardParams& params) {
   const Activations& a = params.activations;
   const int64_t tokens = params.batch.num_tokens();
   KVASIR_ASSIGN_OR_RETURN(const bool wants_ops,
@@ -103,8 +103,7 @@ absl::Status Transformer::Forward(const ForwardParams& params, StepResult& resul
   const TensorView logits = a.logits.Rows(std::ssize(params.batch.sampled_tokens));
   if (wants_ops) KVASIR_RETURN_IF_ERROR(Compute(params, logits));
   return backend_.EndStep(
-      {.residual = a.residual.Rows(tokens), .delta = a.delta.Rows(tokens), .logits = logits},
-      result);
+      {.residual = a.residual.Rows(tokens), .delta = a.delta.Rows(tokens), .logits = logits});
 }
 
 absl::Status Transformer::Compute(const ForwardParams& params, const TensorView& logits) const {

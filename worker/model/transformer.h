@@ -67,7 +67,7 @@ class Transformer {
                                                              Backend& backend);
 
   // An error leaves the KV of the step undefined and the collective, perhaps, broken.
-  absl::Status Forward(const ForwardParams& params, StepResult& result);
+  absl::Status Forward(const ForwardParams& params);
 
   const TransformerOptions& options() const { return options_; }
   Backend& backend() const { return backend_; }

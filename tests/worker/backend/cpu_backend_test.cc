@@ -88,7 +88,8 @@ TEST_F(CpuBackendTest, AnyTokenOfARowFailsItAndNoOther) {
           .residual = Ones(residual, 3), .delta = Ones(delta, 3), .logits = Ones(logits, 2)};
       (in_residual ? residual : delta)[4 * 3 + 2] = bad;  // not the last token of the third row
       StepResult result;
-      ASSERT_TRUE(backend_.EndStep(outputs, result).ok());
+      ASSERT_TRUE(backend_.EndStep(outputs).ok());
+      ASSERT_TRUE(backend_.Collect(result).ok());
       EXPECT_EQ(result.row_is_finite, (std::vector<uint8_t>{1, 1, 0}));
     }
   }
@@ -106,11 +107,10 @@ TEST_F(CpuBackendTest, SamplesAsTheBatchSaysAndKeepsLogitsWhereTheyAreWanted) {
     BeginStep(*rope);
     ASSERT_TRUE(backend_.Sample(view).ok());
     StepResult result;
-    ASSERT_TRUE(
-        backend_
-            .EndStep({.residual = Ones(residual, 3), .delta = Ones(delta, 3), .logits = view},
-                     result)
-            .ok());
+    const StepOutputs outputs = {
+        .residual = Ones(residual, 3), .delta = Ones(delta, 3), .logits = view};
+    ASSERT_TRUE(backend_.EndStep(outputs).ok());
+    ASSERT_TRUE(backend_.Collect(result).ok());
     ASSERT_EQ(result.tokens.size(), 3u);
     EXPECT_EQ(result.tokens[0].token, 1);
     EXPECT_EQ(result.tokens[1].token, 2);
