@@ -2,9 +2,12 @@
 // head): the producer warp brings its pages in reading order, a warpgroup adds them one by one
 // (decode_page.cuh) and watches its output.
 //
-//   order    0 | 1 ...            | skip_begin ...  | skip_end ...
-//   item     0 | the last ...     |                 | ... 1
-//            first page, window   | may stay unread | rest of the sink
+//   order    0 .. first | ...        | skip_begin ...  | skip_end ...
+//   item     0 ..       | the last ..|                 | .. first
+//            page 0     | window     | may stay unread | rest of the sink
+//
+// Pages are what is watched, as on the CPU: two items of one page, of sink or window and of the
+// list, are read one behind the other and are one step.
 //
 // Pages are copied up to kStages ahead. What has been when a row ends was read in vain; it counts
 // as read.
@@ -35,17 +38,49 @@ struct alignas(1024) SharedMemory {
 // The order in which a row is read.
 struct Reading {
   PageRun run;
+  int first = 0;  // items of page 0, which are read before all others
+  int half = -1;  // the item of the window's first page in order, where the list has tokens of it
   int skip_begin = 0;
   int skip_end = 0;
 
   __device__ int size() const { return static_cast<int>(run.items.num_items); }
-  __device__ int64_t ItemAt(int order) const { return order == 0 ? 0 : size() - order; }
+  __device__ int64_t ItemAt(int order) const {
+    return order < first ? order : size() - 1 - (order - first);
+  }
+  // REQUIRES: item >= first.
+  __device__ int OrderOf(int64_t item) const { return static_cast<int>(size() - 1 - item) + first; }
   __device__ bool MaySkip(int order) const { return order >= skip_begin && order < skip_end; }
 };
+
+__device__ RowItem ItemOf(const ArtLaunch& p, const Reading& reading, int64_t index) {
+  const int64_t row = reading.run.row;
+  return FindItem(reading.run.items, p.headers[row], p.entries + row * p.capacity, index);
+}
+
+// Finds what of the items belongs to page 0, and to the window's first page.
+__device__ void FindHalves(const ArtLaunch& p, Reading& reading) {
+  const RowItems& items = reading.run.items;
+  const auto has_tokens_of = [&](int64_t page, int64_t index) {
+    if (index >= items.num_items) return false;
+    const RowItem item = ItemOf(p, reading, index);
+    return item.page == page && item.mask != 0;
+  };
+  while (reading.first < 2 && has_tokens_of(0, reading.first)) ++reading.first;
+  const int64_t window = items.num_sink + items.num_list;
+  if (items.num_list == 0 || window < reading.first) return;
+  const SelectionEntry* list = p.entries + reading.run.row * p.capacity;
+  int64_t last = items.num_list - 1;
+  while (last > 0 && list[last].page > items.first_window_page) --last;
+  if (items.num_sink + last < reading.first) return;
+  if (has_tokens_of(items.first_window_page, items.num_sink + last)) {
+    reading.half = reading.OrderOf(window);
+  }
+}
 
 // A listed page that holds sink or window tokens, too, is none of those that may stay unread.
 __device__ Reading PlanReading(const ArtLaunch& p, int64_t row) {
   Reading reading = {.run = WholeRow(p, row)};
+  FindHalves(p, reading);
   const RowItems& items = reading.run.items;
   const SelectionHeader& header = p.headers[row];
   int64_t low = 0, high = 0;  // items that may stay unread
@@ -62,26 +97,21 @@ __device__ Reading PlanReading(const ArtLaunch& p, int64_t row) {
     while (low < high && list[low].page < items.num_sink) ++low;
     while (high > low && list[high - 1].page >= items.first_window_page) --high;
   }
-  low = max(int64_t{1}, low);
+  low = max(int64_t{reading.first}, low);
   if (high <= low) return reading;
-  reading.skip_begin = static_cast<int>(items.num_items - high) + 1;
-  reading.skip_end = static_cast<int>(items.num_items - low) + 1;
+  reading.skip_begin = reading.OrderOf(high - 1);
+  reading.skip_end = reading.OrderOf(low) + 1;
   return reading;
 }
 
-__device__ RowItem ItemOf(const ArtLaunch& p, const Reading& reading, int order) {
-  const int64_t row = reading.run.row;
-  return FindItem(reading.run.items, p.headers[row], p.entries + row * p.capacity,
-                  reading.ItemAt(order));
-}
-
-// Adds to `sum` the pages with tokens of [begin, end), by the `threads` threads of which this is
-// number `thread`.
+// Adds to `sum` the pages with tokens of the orders [begin, end), by the `threads` threads of which
+// this is number `thread`.
 __device__ void CountPages(const ArtLaunch& p, const Reading& reading, int begin, int end,
                            int thread, int threads, int* sum) {
   int own = 0;
   for (int order = begin + thread; order < end; order += threads) {
-    own += ItemOf(p, reading, order).mask != 0 ? 1 : 0;
+    if (order == reading.half) continue;
+    own += ItemOf(p, reading, reading.ItemAt(order)).mask != 0 ? 1 : 0;
   }
   if (own != 0) atomicAdd(sum, own);
 }
@@ -324,7 +354,8 @@ __device__ void Consume(const ArtLaunch& p, const Reading& reading, bool is_watc
     if (order < stop || order >= reading.skip_end) {
       AttendToPage<kHeadDim, kRotates>(p, shared.ring, shared.consumer, me, at.stage, state);
       const int next = order + 1;
-      if (is_watched && order > 0 && next < reading.skip_end &&
+      const bool is_page = order >= reading.first && order != reading.half;
+      if (is_watched && is_page && next < reading.skip_end &&
           IsCalm<kHeadDim>(p, shared, me, patience, state, watch) && reading.MaySkip(next) &&
           RestIsSmall<kHeadDim, kRotates>(p, shared, reading, me, next, watch, guard)) {
         stop = next;
@@ -358,7 +389,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   __syncthreads();
   const auto thread = static_cast<int>(threadIdx.x);
-  CountPages(p, reading, 1, reading.skip_end, thread, kThreads, &shared.steps);
+  CountPages(p, reading, reading.first, reading.skip_end, thread, kThreads, &shared.steps);
   __syncthreads();
   const int64_t patience = p.numbers[blockIdx.x / p.kv.layout.num_kv_heads].patience;
   const bool is_watched = reading.skip_begin < reading.skip_end && shared.steps >= patience + 3;

@@ -102,7 +102,7 @@ TEST_P(AttendCudaTest, LongContextsAreCutIntoManyUnits) {
 TEST_P(AttendCudaTest, AUnitMayHaveManyPages) {
   AttentionShape shape = Shape();
   shape.kv_heads = 128;
-  const int64_t tokens = 2200;
+  const int64_t tokens = 1500;
   ASSERT_EQ(NumDecodeUnits(NumberItems({}, tokens - 1).num_items, shape.kv_heads), 1);
   AttentionBatch batch(shape, 1, tokens, 12);
   batch.FillContext(0, tokens);
@@ -114,7 +114,7 @@ TEST_P(AttendCudaTest, AUnitMayHaveManyPages) {
           page % 5 == head % 5 ? kWholePage : uint64_t{0xf1} << (page + head) % 56;
       entries.push_back({.page = page, .chosen = mask, .live = mask});
     }
-    return SelectList(3, tokens - 5, std::move(entries));
+    return SelectList(640, tokens - 5, std::move(entries));
   });
   ExpectMatchesReference(batch, Decode);
 }

@@ -162,6 +162,36 @@ TEST_P(ArtCudaTest, RowsEndWhereTheCpusDo) {
   }
 }
 
+// A page that both the window and the list, or both the sink and the list, have tokens of is one
+// step; without a sink no page is read before the newest.
+TEST_P(ArtCudaTest, RowsWithListsEndWhereTheCpusDo) {
+  constexpr int64_t kContext = 3000;
+  AttentionBatch batch = Make(1, kContext, 96);
+  AddLocalBlock(batch, 0, kContext, 30, 40);
+  for (const int64_t window_begin : {2752, 2800}) {
+    for (const int64_t sink_end : {0, 40, 128}) {
+      batch.AddBlock(0, kContext - 1, 1, [&](int64_t head) {
+        std::vector<SelectionEntry> entries;
+        const int64_t first = sink_end == 0 ? 2 + head : sink_end / kPageTokens;
+        for (int64_t page = first; page * kPageTokens < window_begin; ++page) {
+          const int64_t start = page * kPageTokens;
+          const uint64_t mask = TokenMask(sink_end - start, window_begin - start);
+          entries.push_back({.page = page, .chosen = mask, .live = mask});
+        }
+        return SelectList(sink_end, window_begin, std::move(entries));
+      });
+      const int64_t row = batch.num_tokens() - 1;
+      std::copy_n(batch.q(0, 0), batch.heads() * batch.shape().head_dim, batch.q(row, 0));
+    }
+  }
+  const std::vector<int64_t> expected = UnreadOnCpu(batch, {});
+  const std::vector<int64_t> found = RunOnGpu(batch, {});
+  for (size_t row = 2; row < found.size(); ++row) {  // behind the block that has no list
+    EXPECT_GT(expected[row], 10) << row;
+    EXPECT_EQ(found[row], expected[row] - kAskedFor) << row;
+  }
+}
+
 TEST_P(ArtCudaTest, AFarNeedleIsMissedWithoutTheGuardAndKeptWithIt) {
   constexpr int64_t kNeedle = 2047;  // at a quarter of the context, in page 31
   AttentionBatch batch = Make(1, 8192, 93);
