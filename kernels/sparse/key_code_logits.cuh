@@ -75,9 +75,17 @@ __device__ inline float CodeOf(uint32_t word, int i) {
 // Queries whose logits a lane sums side by side.
 inline constexpr int kLogitsAtOnce = 4;
 
+// A key as floats.
+template <int kHeadDim>
+struct PlainKey {
+  float elements[kHeadDim];
+};
+
 // A key decoded, and rotated to a position.
 template <int kHeadDim>
-struct PlacedKey {
+struct PlacedKey : PlainKey<kHeadDim> {
+  using PlainKey<kHeadDim>::elements;
+
   __device__ PlacedKey(const CodedKey<kHeadDim>& key, const RotationAt& at) {
     constexpr int kHalf = kHeadDim / 2;
 #pragma unroll
@@ -94,8 +102,6 @@ struct PlacedKey {
       Turn(elements[i + 3], elements[i + 3 + kHalf], cos.w, sin.w);
     }
   }
-
-  float elements[kHeadDim];
 
  private:
   static __device__ void Turn(float& x, float& y, float cos, float sin) {
@@ -137,7 +143,7 @@ __device__ void ForEachLogit(const CodedKey<kHeadDim>& key, const CodeQueries<kH
 }
 
 template <int kHeadDim, typename Use>
-__device__ void ForEachLogit(const PlacedKey<kHeadDim>& key, const CodeQueries<kHeadDim>& queries,
+__device__ void ForEachLogit(const PlainKey<kHeadDim>& key, const CodeQueries<kHeadDim>& queries,
                              int count, const Use& use) {
 #pragma unroll 1
   for (int first = 0; first < count; first += kLogitsAtOnce) {

@@ -43,6 +43,22 @@ __device__ float LoadElement(const void* values, int64_t i) {
   return static_cast<float>(static_cast<const T*>(values)[i]);
 }
 
+// Sixteen bytes of a key.
+template <typename Kv>
+struct alignas(16) KeyVector {
+  static constexpr int kElements = 16 / static_cast<int>(sizeof(Kv));
+  Kv values[kElements];
+};
+
+// Where the page's keys are; null, and the slot's fault set, where they are not.
+__device__ inline const std::byte* FindKeys(const SelectLaunch& p, const DeviceRow& row,
+                                            int64_t page, uint8_t* faults) {
+  const PageRef ref = p.kv.Peek(row.block.slot, page, p.layer, row.kv_head);
+  if (ref.tier() != PageTier::kAbsent) return ref.page();
+  faults[row.block.slot] = 1;
+  return nullptr;
+}
+
 // Element `element` of query r of the row's block, for head g of its group.
 __device__ inline float QueryElement(const SelectLaunch& p, const DeviceRow& row, int64_t r,
                                      int64_t g, int64_t element) {

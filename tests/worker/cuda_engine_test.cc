@@ -48,7 +48,7 @@ v1::SparsityPolicy MakePruning(v1::SparsityPolicy policy) {
   return policy;
 }
 
-constexpr uint32_t kNumPolicies = 14;
+constexpr uint32_t kNumPolicies = 15;
 constexpr uint32_t kFirstPruning = 6;
 constexpr uint32_t kFirstEnding = 9;  // the first of these prunes, too
 constexpr uint32_t kAllEnding = 10;
@@ -75,7 +75,8 @@ EngineOptions Options() {
                       MakeEnding(MakePolicy("all", "all")),
                       MakePruning(MakeReusingPolicy("quest", "interval")),
                       MakeReusingPolicy("quest", "interval"),
-                      MakeReusingPolicy("tokenselect", "interval")};
+                      MakeReusingPolicy("tokenselect", "interval"),
+                      MakeReusingPolicy("hip", "interval")};
   options.kv_dtype = kernels::DType::kBFloat16;
   options.kv_device_bytes = 512 << 20;
   options.kv_host_bytes = 512 << 20;

@@ -31,6 +31,7 @@ absl::Status CheckSelector(const v1::AttentionPolicy& policy) {
     case v1::AttentionPolicy::kAll:
     case v1::AttentionPolicy::kStreaming:
     case v1::AttentionPolicy::kQuest:
+    case v1::AttentionPolicy::kHip:
       return absl::OkStatus();
     case v1::AttentionPolicy::kTokenselect:
       return CheckOption("the scope of tokenselect", policy.tokenselect().scope(), "group");
@@ -40,7 +41,7 @@ absl::Status CheckSelector(const v1::AttentionPolicy& policy) {
       return CheckOption("the probe of infinitehip", policy.infinitehip().probe(), "digest");
     default:
       return NotOnGpu("the selector is ", v1::SelectorName(policy),
-                      "; there are all, streaming, quest, tokenselect and infinitehip");
+                      "; there are all, streaming, quest, tokenselect, hip and infinitehip");
   }
 }
 
@@ -50,9 +51,9 @@ absl::Status CheckReuse(const v1::AttentionPolicy& policy) {
   if (rule != "interval") {
     return NotOnGpu("selections are reused by the rule ", rule, "; there is interval");
   }
-  if (policy.has_quest() || policy.has_tokenselect()) return absl::OkStatus();
+  if (policy.has_quest() || policy.has_tokenselect() || policy.has_hip()) return absl::OkStatus();
   return NotOnGpu("selections of ", v1::SelectorName(policy),
-                  " are reused; those of quest and tokenselect can be");
+                  " are reused; those of quest, tokenselect and hip can be");
 }
 
 absl::Status CheckPart(const v1::AttentionPolicy& policy) {

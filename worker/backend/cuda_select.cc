@@ -8,6 +8,8 @@
 #include "kernels/paged/compact_positions_cuda.h"
 #include "kernels/sparse/all/all_selector.h"
 #include "kernels/sparse/distant_queries_cuda.h"
+#include "kernels/sparse/hip/hip_cuda.h"
+#include "kernels/sparse/hip/hip_selector.h"
 #include "kernels/sparse/infinitehip/infinitehip_cuda.h"
 #include "kernels/sparse/quest/quest_cuda.h"
 #include "kernels/sparse/quest/quest_selector.h"
@@ -22,6 +24,8 @@ namespace kvasir::worker {
 namespace {
 
 using kernels::AllSelector;
+using kernels::HipCuda;
+using kernels::HipSelector;
 using kernels::InfiniteHipCuda;
 using kernels::InfiniteHipSelector;
 using kernels::kPageTokens;
@@ -42,6 +46,11 @@ bool ReadsAll(const ServedSelector& served) {
   return dynamic_cast<const AllSelector*>(served.selector.get()) != nullptr;
 }
 
+HipCuda SearchWithin(const SelectLimits& limits) {
+  return {.max_budget_tokens = limits.budget_tokens,
+          .least_budget_tokens = limits.least_budget_tokens};
+}
+
 InfiniteHipCuda MethodOf(const InfiniteHipSelector& selector, const SelectLimits& limits) {
   return {.preset = &selector.preset(), .max_budget_tokens = limits.budget_tokens};
 }
@@ -54,6 +63,8 @@ int64_t WorkspaceBytes(const ServedSelector& served, const SelectLimits& limits,
     bytes = kernels::QuestWorkspaceBytes(kv, blocks);
   } else if (dynamic_cast<const TokenSelectSelector*>(selector) != nullptr) {
     bytes = kernels::TokenSelectWorkspaceBytes(kv, limits.group, blocks);
+  } else if (dynamic_cast<const HipSelector*>(selector) != nullptr) {
+    bytes = kernels::HipWorkspaceBytes(SearchWithin(limits), kv, blocks);
   } else if (const auto* hip = dynamic_cast<const InfiniteHipSelector*>(selector)) {
     bytes = kernels::InfiniteHipWorkspaceBytes(MethodOf(*hip, limits), kv, blocks);
   }
@@ -95,6 +106,9 @@ absl::Status Run(const ServedSelector& served, const SelectLimits& limits,
   if (dynamic_cast<const TokenSelectSelector*>(selector) != nullptr) {
     return kernels::SelectTokens(params, rows, workspace, stream);
   }
+  if (dynamic_cast<const HipSelector*>(selector) != nullptr) {
+    return kernels::SelectHip(SearchWithin(limits), params, rows, workspace, stream);
+  }
   if (dynamic_cast<const StreamingSelector*>(selector) != nullptr) {
     return kernels::SelectStreaming(params, rows, stream);
   }
@@ -127,6 +141,10 @@ absl::StatusOr<SelectLimits> LimitsOf(const StepBatch& batch, const StepShape& s
               "select: window_tokens is ", n.window_tokens, "; the selector needs ", least));
         }
         limits.budget_tokens = std::max(limits.budget_tokens, n.budget_tokens);
+        if (n.budget_tokens > 0 &&
+            (limits.least_budget_tokens == 0 || n.budget_tokens < limits.least_budget_tokens)) {
+          limits.least_budget_tokens = n.budget_tokens;
+        }
         // Budgets are rounded up to pages at most.
         limits.listed_tokens =
             std::max(limits.listed_tokens, n.sink_tokens + n.window_tokens +

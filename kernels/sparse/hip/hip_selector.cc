@@ -5,6 +5,7 @@
 #include <span>
 
 #include "kernels/base/status_macros.h"
+#include "kernels/sparse/hip/hip_rule.h"
 #include "kernels/sparse/key_logits.h"
 #include "kernels/sparse/ranking.h"
 #include "kernels/sparse/select_common.h"
@@ -12,16 +13,7 @@
 namespace kvasir::kernels {
 namespace {
 
-constexpr int64_t kBlockTokens = 2;
-constexpr int64_t kQueryStride = 2;
 constexpr float kNoScore = -std::numeric_limits<float>::infinity();
-
-// Of a budget, or of candidates.
-constexpr int64_t CeilBlocks(int64_t tokens) { return (tokens + kBlockTokens - 1) / kBlockTokens; }
-
-constexpr int64_t SampledRows(int64_t num_rows) {
-  return (num_rows + kQueryStride - 1) / kQueryStride;
-}
 
 // A run of blocks, relative to the first candidate.
 struct Node {
@@ -36,9 +28,9 @@ struct ThreadMemory {
     int64_t rows = 0;
     int64_t nodes = 0;
     for (size_t i = 0; i < p.blocks.size(); ++i) {
-      rows = std::max(rows, SampledRows(p.blocks[i].num_rows));
-      nodes = std::max(nodes, std::min(CeilBlocks(p.numbers[i].budget_tokens),
-                                       CeilBlocks(p.blocks[i].first_position)));
+      rows = std::max(rows, NumHipSamples(p.blocks[i].num_rows));
+      nodes = std::max(nodes, std::min(CeilHipBlocks(p.numbers[i].budget_tokens),
+                                       CeilHipBlocks(p.blocks[i].first_position)));
     }
     queries =
         pieces.Take<float>(rows * p.q.dim(1) / p.kv.layout.num_kv_heads * p.kv.layout.head_dim);
@@ -59,9 +51,9 @@ class Search {
  public:
   Search(const SelectRow& row, const ThreadMemory& memory)
       : row_(row), memory_(memory), keys_(row, KeyForm::kCached, memory.tile) {
-    num_queries_ = SampledRows(row.block.num_rows) * row.group;
-    for (int64_t s = 0; s < SampledRows(row.block.num_rows); ++s) {
-      const int64_t r = std::min(s * kQueryStride + kQueryStride, row.block.num_rows) - 1;
+    num_queries_ = NumHipSamples(row.block.num_rows) * row.group;
+    for (int64_t s = 0; s < NumHipSamples(row.block.num_rows); ++s) {
+      const int64_t r = HipSample(s, row.block.num_rows);
       for (int64_t g = 0; g < row.group; ++g) {
         LoadDistantQuery(row, r, g, Query(s * row.group + g));
       }
@@ -70,20 +62,19 @@ class Search {
 
   // The best nodes of one block each, ascending. REQUIRES: count <= the candidates' blocks.
   std::span<const Node> Run(int64_t count) {
-    const int64_t blocks = CeilBlocks(row_.candidates_end() - row_.header.sink_end);
-    int64_t longest = 0;
+    const int64_t blocks = CeilHipBlocks(row_.candidates_end() - row_.header.sink_end);
     for (int64_t j = 0; j < count; ++j) {
-      const int64_t begin = Round(j * blocks, count);
-      memory_.current[j] = {.begin = begin, .length = Round((j + 1) * blocks, count) - begin};
-      longest = std::max(longest, memory_.current[j].length);
+      const int64_t begin = HipNodeBegin(j, blocks, count);
+      memory_.current[j] = {.begin = begin, .length = HipNodeBegin(j + 1, blocks, count) - begin};
     }
-    for (; longest > 1; longest -= longest / 2) Halve(count);
+    for (int64_t longest = LongestHipNode(blocks, count); longest > 1;
+         longest = LongestHipHalf(longest)) {
+      Halve(count);
+    }
     return {memory_.current, static_cast<size_t>(count)};
   }
 
  private:
-  // a / b to the nearest integer, halves up.
-  static int64_t Round(int64_t a, int64_t b) { return (2 * a + b) / (2 * b); }
   float* Query(int64_t i) const { return memory_.queries + i * row_.p.kv.layout.head_dim; }
 
   // Nodes ascend and do not overlap, so halves do too: the rank of a half is its place.
@@ -106,16 +97,16 @@ class Search {
   // By the tokens of their centre blocks.
   void Score(int64_t halves) {
     const auto token_at = [&](int64_t i) {
-      const Node& half = memory_.halves[i / kBlockTokens];
+      const Node& half = memory_.halves[i / kHipBlockTokens];
       const int64_t block = half.begin + half.length / 2;
-      const int64_t token = row_.header.sink_end + block * kBlockTokens + i % kBlockTokens;
+      const int64_t token = row_.header.sink_end + block * kHipBlockTokens + i % kHipBlockTokens;
       return token < row_.candidates_end() ? token : KeyLogits::kNoToken;
     };
-    keys_.ForEachTile(halves * kBlockTokens, token_at, [&](int64_t first, int64_t n) {
+    keys_.ForEachTile(halves * kHipBlockTokens, token_at, [&](int64_t first, int64_t n) {
       float best[kTileKeys];
       keys_.Best(memory_.queries, num_queries_, best);
       for (int64_t i = 0; i < n; ++i) {
-        Node& half = memory_.halves[(first + i) / kBlockTokens];
+        Node& half = memory_.halves[(first + i) / kHipBlockTokens];
         half.score = std::max(half.score, best[i]);
       }
     });
@@ -131,17 +122,17 @@ void SelectBlocks(const SelectRow& row, const ThreadMemory& memory) {
   row.header = MakeHeader(row.block, row.numbers);
   const int64_t begin = row.header.sink_end;
   const int64_t end = row.candidates_end();
-  const int64_t count = CeilBlocks(row.numbers.budget_tokens);
+  const int64_t count = CeilHipBlocks(row.numbers.budget_tokens);
   if (row.header.kind == SelectionHeader::Kind::kAll || begin >= end || count == 0) return;
   ListWriter writer(row.header, row.list);
-  if (count >= CeilBlocks(end - begin)) {
+  if (count >= CeilHipBlocks(end - begin)) {
     writer.Add(begin, end, 0);
     return;
   }
   Search search(row, memory);
   for (const Node& node : search.Run(count)) {
-    const int64_t first = begin + node.begin * kBlockTokens;
-    writer.Add(first, std::min(first + kBlockTokens, end), node.score);
+    const int64_t first = begin + node.begin * kHipBlockTokens;
+    writer.Add(first, std::min(first + kHipBlockTokens, end), node.score);
   }
 }
 
@@ -149,7 +140,7 @@ void SelectBlocks(const SelectRow& row, const ThreadMemory& memory) {
 
 int64_t HipSelector::MaxEntries(const SelectionNumbers& numbers, int64_t tokens) const {
   // A block may lie across two pages.
-  return std::min(2 * CeilBlocks(numbers.budget_tokens), CeilPages(tokens));
+  return std::min(2 * CeilHipBlocks(numbers.budget_tokens), CeilPages(tokens));
 }
 
 absl::Status HipSelector::Select(const SelectParams& p, PageSelection& out,

@@ -69,16 +69,9 @@ __device__ SoftmaxSum Merge(const SoftmaxSum& a, const SoftmaxSum& b) {
 }
 constexpr SoftmaxSum kEmptySum = {-INFINITY, 0};
 
-// Sixteen bytes of a key.
-template <typename Kv>
-struct alignas(16) Vector {
-  static constexpr int kElements = 16 / static_cast<int>(sizeof(Kv));
-  Kv values[kElements];
-};
-
 template <typename Kv, int kHeadDim>
 struct Lanes {
-  static constexpr int kElements = Vector<Kv>::kElements;
+  static constexpr int kElements = KeyVector<Kv>::kElements;
   static constexpr int kOfKey = kHeadDim / kElements;
   static constexpr int kKeys = kWarpThreads / kOfKey;  // side by side
 };
@@ -106,7 +99,7 @@ __device__ void LoadMeans(const SelectLaunch& p, const DeviceRow& row,
 // The lane's own part of a page: the products of its key's and the means' elements, summed over the
 // lanes of the key; lane g of a key gets head g's.
 template <typename Kv, int kHeadDim>
-__device__ float OwnLogit(const Vector<Kv>& key, int group,
+__device__ float OwnLogit(const KeyVector<Kv>& key, int group,
                           const float (&means)[kGroup][Lanes<Kv, kHeadDim>::kElements]) {
   using L = Lanes<Kv, kHeadDim>;
   const int part = static_cast<int>(threadIdx.x) % L::kOfKey;
@@ -127,15 +120,6 @@ __device__ float OwnLogit(const Vector<Kv>& key, int group,
     if (part == g) own = sum;
   }
   return own;
-}
-
-// Where the page's keys are; null, and the slot's fault set, where they are not.
-__device__ const std::byte* FindKeys(const TokenSelectLaunch& p, const DeviceRow& row,
-                                     int64_t page) {
-  const PageRef ref = p.select.kv.Peek(row.block.slot, page, p.select.layer, row.kv_head);
-  if (ref.tier() != PageTier::kAbsent) return ref.page();
-  p.faults[row.block.slot] = 1;
-  return nullptr;
 }
 
 template <typename Kv, int kHeadDim>
@@ -163,14 +147,14 @@ __global__ void __launch_bounds__(kThreads)
   SoftmaxSum own = kEmptySum;  // of head `part`
   for (int64_t page = row.first_page() + int64_t{blockIdx.y} * kWarps + warp; page < row.end_page();
        page += p.blocks_of_row * kWarps) {
-    const std::byte* keys = FindKeys(p, row.at, page);
+    const std::byte* keys = FindKeys(p.select, row.at, page, p.faults);
     const uint64_t candidates = row.CandidatesOf(page);
 #pragma unroll 2
     for (int first = 0; first < kPageTokens; first += L::kKeys) {
       const int token = first + key_of_warp;
-      Vector<Kv> key = {};
+      KeyVector<Kv> key = {};
       if (keys != nullptr) {
-        key = reinterpret_cast<const Vector<Kv>*>(keys)[token * L::kOfKey + part];
+        key = reinterpret_cast<const KeyVector<Kv>*>(keys)[token * L::kOfKey + part];
       }
       const float sum = OwnLogit<Kv, kHeadDim>(key, group, means);
       if (part < group && (candidates >> token & 1) != 0) {

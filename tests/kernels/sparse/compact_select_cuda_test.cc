@@ -6,6 +6,8 @@
 
 #include "kernels/dense/rope_positions_cuda.h"
 #include "kernels/paged/compact_positions_cuda.h"
+#include "kernels/sparse/hip/hip_cuda.h"
+#include "kernels/sparse/hip/hip_selector.h"
 #include "kernels/sparse/infinitehip/infinitehip_cuda.h"
 #include "kernels/sparse/quest/quest_cuda.h"
 #include "kernels/sparse/quest/quest_selector.h"
@@ -138,6 +140,22 @@ TEST_P(CompactSelectCudaTest, TokenSelectSelectsWhatTheCpuSelects) {
   ExpectAlike(RunSelectOnGpu(batch, numbers, HostLists(batch, kCapacity).View(),
                              TokenSelectWorkspaceBytes(batch.kv().View(), batch.shape().group,
                                                        std::ssize(numbers)),
+                             Placed({}, select)),
+              expected);
+}
+
+TEST_P(CompactSelectCudaTest, HipSelectsWhatTheCpuSelects) {
+  constexpr int64_t kRoom = 512;
+  AttentionBatch batch(Shape(), 2, 4096, 76);
+  const std::vector<SelectionNumbers> numbers = AddRows(batch);
+  const HostLists expected = SelectOnCpu(HipSelector(), batch, numbers, kRoom);
+  const HipCuda method = {.max_budget_tokens = 1024, .least_budget_tokens = 1};
+  const DeviceSelect select = [&](const SelectParams& params, const PageSelection& out,
+                                  std::byte* workspace) {
+    return SelectHip(method, params, out, workspace, nullptr);
+  };
+  ExpectAlike(RunSelectOnGpu(batch, numbers, HostLists(batch, kRoom).View(),
+                             HipWorkspaceBytes(method, batch.kv().View(), std::ssize(numbers)),
                              Placed({}, select)),
               expected);
 }

@@ -1,4 +1,4 @@
-// The GPU's tokenselect and infinitehip against the CPU's: lists of tokens.
+// The GPU's tokenselect, hip and infinitehip against the CPU's: lists of tokens.
 #include <algorithm>
 #include <cmath>
 #include <gtest/gtest.h>
@@ -6,6 +6,8 @@
 #include <tuple>
 #include <vector>
 
+#include "kernels/sparse/hip/hip_cuda.h"
+#include "kernels/sparse/hip/hip_selector.h"
 #include "kernels/sparse/infinitehip/infinitehip_cuda.h"
 #include "kernels/sparse/tokenselect/tokenselect_cuda.h"
 #include "kernels/sparse/tokenselect/tokenselect_selector.h"
@@ -142,6 +144,78 @@ TEST_P(TokenListsCudaTest, TokenSelectReportsAbsentPages) {
   batch.kv().SetTier(1, 5, AttentionBatch::kLayer, 1, PageTier::kAbsent);
   const SelectionNumbers n = {.sink_tokens = 10, .window_tokens = 100, .budget_tokens = 77};
   const Lists found = TokenSelectOnGpu(batch, {n, n}, 77);
+  EXPECT_EQ(found.faults[0], 0);
+  EXPECT_EQ(found.faults[1], 1);
+}
+
+Lists HipOnGpu(AttentionBatch& batch, const std::vector<SelectionNumbers>& numbers,
+               int64_t capacity) {
+  HipCuda method = {.least_budget_tokens = batch.kv().View().max_blocks_per_slot * kPageTokens};
+  for (const SelectionNumbers& n : numbers) {
+    method.max_budget_tokens = std::max(method.max_budget_tokens, n.budget_tokens);
+    if (n.budget_tokens == 0) continue;
+    method.least_budget_tokens = std::min(method.least_budget_tokens, n.budget_tokens);
+  }
+  return RunSelectOnGpu(
+      batch, numbers, HostLists(batch, capacity).View(),
+      HipWorkspaceBytes(method, batch.kv().View(), std::ssize(numbers)),
+      [&](const SelectParams& params, const PageSelection& out, std::byte* workspace) {
+        return SelectHip(method, params, out, workspace, nullptr);
+      });
+}
+
+TEST_P(TokenListsCudaTest, HipChoosesWhatTheCpuChooses) {
+  AttentionBatch batch(Shape(), 3, 4096, 55);
+  batch.FillContext(0, 4096);
+  batch.FillContext(1, 700);
+  batch.FillContext(2, 2111);
+  std::vector<SelectionNumbers> numbers;
+  Add(batch, numbers, 0, 4095, 1, {.sink_tokens = 70, .window_tokens = 200, .budget_tokens = 600});
+  Add(batch, numbers, 0, 4032, 64, {.sink_tokens = 128, .window_tokens = 64, .budget_tokens = 999});
+  Add(batch, numbers, 1, 699, 1, {.sink_tokens = 71, .window_tokens = 200, .budget_tokens = 300});
+  Add(batch, numbers, 1, 640, 7, {.sink_tokens = 0, .window_tokens = 1, .budget_tokens = 64});
+  Add(batch, numbers, 2, 2110, 1, {.sink_tokens = 64, .window_tokens = 65, .budget_tokens = 0});
+  Add(batch, numbers, 2, 2000, 1,
+      {.sink_tokens = 1, .window_tokens = 90, .budget_tokens = 300, .reach_tokens = 63});
+  Add(batch, numbers, 0, 5, 1, {.sink_tokens = 2, .window_tokens = 2, .budget_tokens = 1});
+  Add(batch, numbers, 0, 4000, 2, {.sink_tokens = 33, .window_tokens = 5, .budget_tokens = 2});
+  // With the window's reach the candidates are fewer than the budget has room for.
+  Add(batch, numbers, 1, 650, 1,
+      {.sink_tokens = 5, .window_tokens = 640, .budget_tokens = 5, .reach_tokens = 0});
+  const PageSelection expected = SelectOnCpu(HipSelector(), batch, numbers, 512);
+  HostLists cpu(expected);
+  const Lists found = HipOnGpu(batch, numbers, 512);
+  ExpectAlike(Compare(found, cpu.View()));
+  EXPECT_EQ(std::count(found.faults.begin(), found.faults.end(), 0), 3);
+}
+
+// All scores are equal: the later half is kept again and again.
+TEST_P(TokenListsCudaTest, HipTakesTheLaterOfEqualHalves) {
+  AttentionShape shape = Shape();
+  AttentionBatch batch(shape, 1, 1024, 56);
+  batch.FillContext(0, 1024);
+  batch.AddBlock(0, 1023, 1);
+  for (int64_t head = 0; head < batch.heads(); ++head) {
+    std::fill_n(batch.q(0, head), shape.head_dim, 0.0f);
+  }
+  const std::vector<SelectionNumbers> numbers = {
+      {.sink_tokens = 10, .window_tokens = 100, .budget_tokens = 78}};
+  const PageSelection expected = SelectOnCpu(HipSelector(), batch, numbers, 64);
+  HostLists cpu(expected);
+  const Lists found = HipOnGpu(batch, numbers, 64);
+  EXPECT_EQ(Compare(found, cpu.View()).same_rows, 2);
+  EXPECT_EQ(TokensOf(found.headers[0], found.list(0), &SelectionEntry::live).back(), 923);
+}
+
+TEST_P(TokenListsCudaTest, HipReportsAbsentPages) {
+  AttentionBatch batch(Shape(), 2, 1024, 57);
+  batch.FillContext(0, 1024);
+  batch.FillContext(1, 1024);
+  batch.AddBlock(0, 1023, 1);
+  batch.AddBlock(1, 1023, 1);
+  batch.kv().SetTier(1, 5, AttentionBatch::kLayer, 1, PageTier::kAbsent);
+  const SelectionNumbers n = {.sink_tokens = 10, .window_tokens = 100, .budget_tokens = 77};
+  const Lists found = HipOnGpu(batch, {n, n}, 77);
   EXPECT_EQ(found.faults[0], 0);
   EXPECT_EQ(found.faults[1], 1);
 }

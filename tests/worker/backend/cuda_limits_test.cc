@@ -68,7 +68,8 @@ absl::Status CheckPolicy(const v1::SparsityPolicy& policy) {
 }
 
 TEST(CudaLimits, PoliciesItServes) {
-  for (const std::string selector : {"all", "streaming", "quest", "tokenselect", "infinitehip"}) {
+  for (const std::string selector :
+       {"all", "streaming", "quest", "tokenselect", "hip", "infinitehip"}) {
     v1::SparsityPolicy policy = ServedPolicy();
     v1::SetSelector(selector, *policy.mutable_prefill());
     v1::SetSelector(selector, *policy.mutable_decode());
@@ -76,7 +77,7 @@ TEST(CudaLimits, PoliciesItServes) {
     policy.mutable_decode()->mutable_art();
     EXPECT_TRUE(CheckPolicy(policy).ok()) << CheckPolicy(policy);
     policy.mutable_decode()->mutable_reuse()->set_rule("interval");
-    const bool is_reused = selector == "quest" || selector == "tokenselect";
+    const bool is_reused = selector == "quest" || selector == "tokenselect" || selector == "hip";
     EXPECT_EQ(CheckPolicy(policy).ok(), is_reused) << CheckPolicy(policy);
   }
 }
@@ -87,9 +88,6 @@ TEST(CudaLimits, PoliciesItDoesNot) {
       return in_prefill ? policy.mutable_prefill() : policy.mutable_decode();
     };
     v1::SparsityPolicy policy = ServedPolicy();
-    part(policy)->mutable_hip();
-    ExpectRefused(CheckPolicy(policy), "hip");
-    policy = ServedPolicy();
     part(policy)->mutable_tokenselect()->set_scope("layer");
     ExpectRefused(CheckPolicy(policy), "scope of tokenselect is layer; it must be group");
     policy = ServedPolicy();

@@ -1,0 +1,61 @@
+// Lists made of blocks of tokens, by the block of threads that has chosen them (block_select.cuh).
+// For kernels of selectors.
+#pragma once
+
+#include "kernels/sparse/block_select.cuh"
+#include "kernels/sparse/selection_header.h"
+
+namespace kvasir::kernels {
+
+// Blocks of tokens that a list is made of, ascending; one may lie across two pages.
+struct BlockList {
+  const int32_t* begins;
+  const uint32_t* scores;
+  int64_t count;
+  int64_t tokens;                  // of each, at most a page
+  int64_t end = int64_t{1} << 40;  // the last block ends here at the latest
+
+  __device__ int64_t EndOf(int64_t i) const { return min(begins[i] + tokens, end); }
+  __device__ int64_t FirstPage(int64_t i) const { return begins[i] / kPageTokens; }
+  __device__ int64_t LastPage(int64_t i) const { return (EndOf(i) - 1) / kPageTokens; }
+  // Whether block i is the first in its first page, and in its last where that is another.
+  __device__ bool OpensFirst(int64_t i) const { return i == 0 || LastPage(i - 1) != FirstPage(i); }
+  __device__ bool OpensLast(int64_t i) const { return LastPage(i) != FirstPage(i); }
+  // The entry of a page whose first block is i.
+  __device__ SelectionEntry Entry(int64_t page, int64_t i) const {
+    const int64_t start = page * kPageTokens;
+    uint64_t chosen = 0;
+    uint32_t score = 0;
+    for (; i < count && begins[i] < start + kPageTokens; ++i) {
+      chosen |= TokenMask(begins[i] - start, EndOf(i) - start);
+      score = max(score, scores[i]);
+    }
+    return {.page = page, .chosen = chosen, .live = chosen, .score = ScoreOfOrdered(score)};
+  }
+};
+
+// Writes the entries of the blocks, as many as there is room for; returns how many. By all threads.
+__device__ inline int64_t WriteList(const BlockList& blocks, SelectionEntry* list, int64_t capacity,
+                                    SelectMemory& memory) {
+  const int64_t share = (blocks.count + kSelectThreads - 1) / kSelectThreads;
+  const int64_t begin = min(blocks.count, threadIdx.x * share);
+  const int64_t end = min(blocks.count, begin + share);
+  uint64_t own = 0;
+  for (int64_t i = begin; i < end; ++i) own += blocks.OpensFirst(i) + blocks.OpensLast(i);
+  const uint64_t before = SumBefore(own, memory);
+  __shared__ int64_t total;
+  if (threadIdx.x == kSelectThreads - 1) total = static_cast<int64_t>(before + own);
+  auto place = static_cast<int64_t>(before);
+  const auto add = [&](int64_t page, int64_t i) {
+    if (place < capacity) list[place] = blocks.Entry(page, i);
+    ++place;
+  };
+  for (int64_t i = begin; i < end; ++i) {
+    if (blocks.OpensFirst(i)) add(blocks.FirstPage(i), i);
+    if (blocks.OpensLast(i)) add(blocks.LastPage(i), i);
+  }
+  __syncthreads();
+  return min(total, capacity);
+}
+
+}  // namespace kvasir::kernels

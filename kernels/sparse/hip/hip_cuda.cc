@@ -1,0 +1,58 @@
+#include "kernels/sparse/hip/hip_cuda.h"
+
+#include <algorithm>
+
+#include "kernels/base/cuda_status.h"
+#include "kernels/base/scratch.h"
+#include "kernels/base/status_macros.h"
+#include "kernels/sparse/hip/hip_launch.h"
+#include "kernels/sparse/hip/hip_rule.h"
+
+namespace kvasir::kernels {
+namespace {
+
+// Returns the bytes of it all.
+int64_t LayOut(std::byte* workspace, const HipCuda& method, int64_t rows, HipLaunch& launch) {
+  launch.max_nodes = CeilHipBlocks(method.max_budget_tokens);
+  const int64_t nodes = rows * launch.max_nodes;
+  ScratchPieces pieces(workspace);
+  launch.num_halves = pieces.Take<int32_t>(rows);
+  launch.longest = pieces.Take<int32_t>(rows);
+  launch.nodes = pieces.Take<HipNode>(nodes);
+  launch.halves = pieces.Take<HipNode>(2 * nodes);
+  launch.scores = pieces.Take<uint32_t>(2 * nodes);
+  launch.begins = pieces.Take<int32_t>(nodes);
+  launch.kept_scores = pieces.Take<uint32_t>(nodes);
+  return pieces.bytes();
+}
+
+}  // namespace
+
+int64_t HipCuda::NumRounds(const PagedKv& kv) const {
+  const int64_t nodes = std::max<int64_t>(1, CeilHipBlocks(least_budget_tokens));
+  int64_t rounds = 0;
+  for (int64_t longest = LongestHipNode(CeilHipBlocks(kv.max_blocks_per_slot * kPageTokens), nodes);
+       longest > 1; longest = LongestHipHalf(longest)) {
+    ++rounds;
+  }
+  return rounds;
+}
+
+int64_t HipWorkspaceBytes(const HipCuda& method, const PagedKv& kv, int64_t blocks) {
+  HipLaunch launch;
+  return LayOut(nullptr, method, blocks * kv.layout.num_kv_heads, launch);
+}
+
+absl::Status SelectHip(const HipCuda& method, const SelectParams& params, const PageSelection& out,
+                       std::byte* workspace, cudaStream_t stream) {
+  KVASIR_ASSIGN_OR_RETURN(const SelectLaunch select,
+                          MakeSelectLaunch("hip", params, out, workspace));
+  KVASIR_RETURN_IF_ERROR(RequirePlacedQueries("hip", params));
+  if (params.blocks.empty()) return absl::OkStatus();
+  HipLaunch launch = {
+      .select = select, .faults = params.faults.data(), .num_rounds = method.NumRounds(params.kv)};
+  LayOut(workspace, method, out.num_rows, launch);
+  return CudaStatus(LaunchHip(launch, stream), "launching hip");
+}
+
+}  // namespace kvasir::kernels

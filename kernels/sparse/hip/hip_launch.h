@@ -1,0 +1,35 @@
+// The kernels behind hip_cuda.h. Only hip_cuda.cc includes it, after it has checked the shapes.
+#pragma once
+
+#include <cstdint>
+#include <cuda_runtime_api.h>
+
+#include "kernels/sparse/select_cuda.h"
+
+namespace kvasir::kernels {
+
+// A run of blocks, relative to the first candidate.
+struct HipNode {
+  int32_t begin = 0;
+  int32_t length = 0;
+};
+
+// All pointers are device memory.
+struct HipLaunch {
+  SelectLaunch select;
+  uint8_t* faults = nullptr;
+  int64_t max_nodes = 0;   // of a row
+  int64_t num_rounds = 0;  // in which all rows' nodes are of one block each
+  // Workspace. A row without halves has nothing to do, any more or at all.
+  int32_t* num_halves = nullptr;    // [rows]
+  int32_t* longest = nullptr;       // [rows], of the nodes that the halves are of
+  HipNode* nodes = nullptr;         // [rows, max_nodes]
+  HipNode* halves = nullptr;        // [rows, 2 max_nodes]
+  uint32_t* scores = nullptr;       // [rows, 2 max_nodes] of OrderedScore, the halves'
+  int32_t* begins = nullptr;        // [rows, max_nodes]: tokens, of the nodes that are left
+  uint32_t* kept_scores = nullptr;  // [rows, max_nodes], of the nodes
+};
+
+cudaError_t LaunchHip(const HipLaunch& params, cudaStream_t stream);
+
+}  // namespace kvasir::kernels
