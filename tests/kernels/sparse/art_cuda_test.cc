@@ -222,11 +222,13 @@ TEST_P(ArtCudaTest, AllHeadsOfAGroupMustHaveSettled) {
     }
   }
   const std::vector<float> whole = RunWhole(batch);
-  const std::vector<int64_t> unread = RunOnGpu(batch, {});
-  EXPECT_GT(unread[0], 10);
-  EXPECT_EQ(unread[2], 0);
-  EXPECT_EQ(unread[3], 0);
-  EXPECT_TRUE(IsClose(batch, whole));
+  for (const auto guard : {ArtOptions::Guard::kBounds, ArtOptions::Guard::kNone}) {
+    const std::vector<int64_t> unread = RunOnGpu(batch, {.guard = guard});
+    EXPECT_GT(unread[0], 10);
+    EXPECT_EQ(unread[2], 0);
+    EXPECT_EQ(unread[3], 0);
+    EXPECT_TRUE(IsClose(batch, whole));
+  }
 }
 
 TEST_P(ArtCudaTest, WhatIsUnreadIsNotAskedForAndTheWholeSinkIs) {
