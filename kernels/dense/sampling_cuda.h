@@ -4,8 +4,8 @@
 // Thread-safe. Only in builds with CUDA.
 //
 // Cost: a block of threads a row. Greedy rows read their logits once. Each of these reads them once
-// more, or three times where it chooses a threshold: a copy where options change logits, logprobs,
-// top logprobs (four), top-k (three), top-p (four), the draw (two).
+// more, or as many times as is said: a copy where options change logits, logprobs, top logprobs
+// (4), top-k (2), top-p (3), the draw (1, and 1 without top-p).
 #pragma once
 
 #include <cstddef>

@@ -31,7 +31,7 @@ KVASIR_HOST_DEVICE inline float FloatOfBits(uint32_t bits) {
 // logit may be -infinity, temperature > 0. exp(x) = 2^n exp(r) with |r| <= ln2 / 2, and exp(r) by
 // its Taylor polynomial of degree 7.
 KVASIR_HOST_DEVICE inline uint64_t WeightOf(float logit, float max, float temperature) {
-  const float x = (logit - max) / temperature;
+  const float x = temperature == 1 ? logit - max : (logit - max) / temperature;
   if (!(x > -28.0f)) return 0;            // 2^-40 is exp(-27.7)
   constexpr float kRounds = 12582912.0f;  // 1.5 * 2^23: floats from here on are integers
   const float n = (x * 1.44269504f + kRounds) - kRounds;

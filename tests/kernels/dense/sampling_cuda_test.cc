@@ -183,6 +183,31 @@ TEST_F(SamplingCudaTest, DrawsFromAVocabularyOfAModelWhatTheCpuDraws) {
   EXPECT_GT(rows.num_tokens(), 12u);
 }
 
+// Thresholds among more logits than are looked at by themselves: close together, far away from the
+// largest, equal to each other.
+TEST_F(SamplingCudaTest, ThresholdsAreFoundHoweverTheLogitsLie) {
+  constexpr int64_t kVocab = 20001;
+  Rows rows(kVocab);
+  for (uint32_t seed = 0; seed < 4; ++seed) {
+    const std::vector<float> normal = NormalLogits(kVocab, seed);
+    std::vector<float> wide = normal, plateau = normal;
+    for (float& logit : wide) logit *= 1000;
+    for (size_t i = 0; i < plateau.size(); i += 2) plateau[i] = 0.5f;
+    const auto options = [&](float temperature, int64_t top_k, float top_p) {
+      return SamplingOptions{
+          .temperature = temperature, .top_k = top_k, .top_p = top_p, .seed = seed};
+    };
+    rows.Add(normal, options(1000, 0, 0.5f));
+    rows.Add(normal, options(1, 15000, 0.9999f), 1000);
+    rows.Add(wide, options(3000, 12000, 0.99f), 1000);
+    rows.Add(wide, options(1, 3, 0.9f));
+    rows.Add(plateau, options(5, 0, 0.7f), 1000);
+    rows.Add(plateau, options(1, 9000, 0.999f), 10000);
+  }
+  rows.ExpectEqualResults();
+  EXPECT_GT(rows.num_tokens(), 12u);
+}
+
 TEST_F(SamplingCudaTest, EqualLogitsAreKeptInOrderOfId) {
   for (const int64_t vocab : {7, 2048, 5001}) {
     Rows rows(vocab);
