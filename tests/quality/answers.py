@@ -45,19 +45,25 @@ def count_attention(answers):
     return counts
 
 
+def margins_of(answer):
+    """Of each token, between the logarithms of the two largest probabilities."""
+    return [round(token.top[0].logprob - token.top[1].logprob, 6) for token in answer.logprobs]
+
+
 def ask(service, policy, document, streams):
     """What became of one policy's turn at a document that the server has read."""
     numbers = policy.numbers or None
 
     def answer(question):
         return service.generate(document.text + question.prompt, policy=policy.served_name, decode=numbers, stop=".",
-                                max_tokens=40)
+                                max_tokens=40, logprobs=2)
     begin = time.monotonic()
     with ThreadPoolExecutor(streams) as pool:
         answers = list(pool.map(answer, document.questions))
     exact = sum(got.text + "." == question.answer for got, question in zip(answers, document.questions))
     return {"asked": len(answers), "exact": exact, "tokens": sum(len(got.token_ids) for got in answers),
-            "seconds": round(time.monotonic() - begin, 3), "attention": count_attention(answers)}
+            "seconds": round(time.monotonic() - begin, 3), "attention": count_attention(answers),
+            "answers": [{"tokens": got.token_ids, "margins": margins_of(got)} for got in answers]}
 
 
 def ask_all(service, model, policies, place, results, streams):

@@ -9,6 +9,7 @@ in --results and not computed again; --report writes it into docs/quality.md.
     tests/quality/run.py --results out/quality --tasks multi_key pass_key --lengths 2000 8000 --answers 256
     tests/quality/run.py --results out/quality --fidelity --model needle-32k --lengths 32000 --documents 2
     tests/quality/run.py --results out/quality --report
+    tests/quality/run.py --results out/gpu --compare out/cpu
     tests/quality/run.py --short
 """
 
@@ -21,6 +22,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import support.service  # noqa: E402,F401  (finds the generator of documents)
 
 import answers  # noqa: E402
+import compare  # noqa: E402
 import fidelity  # noqa: E402
 import report  # noqa: E402
 import short  # noqa: E402
@@ -34,6 +36,7 @@ def parse_arguments():
     parser.add_argument("--short", action="store_true", help="the test that ctest runs: a minute, needs no --results")
     parser.add_argument("--report", action="store_true", help="write tables and plots of --results into docs/quality.md")
     parser.add_argument("--fidelity", action="store_true", help="compare selections instead of answers")
+    parser.add_argument("--compare", metavar="FOLDER", help="print the answers of --results that are other ones in this folder")
     parser.add_argument("--results", metavar="FOLDER", help="where what is found is kept, as JSON lines")
     parser.add_argument("--model", default="needle-8k", help="folder in tests/model (default needle-8k)")
     parser.add_argument("--policies", nargs="+", choices=POLICIES, metavar="POLICY",
@@ -64,6 +67,9 @@ def main():
     results = Results(arguments.results)
     if arguments.report:
         report.write(results)
+        return 0
+    if arguments.compare:
+        compare.print_tables(results, Results(arguments.compare))
         return 0
     print(f"{shlex.join(sys.argv)}\nseeds {arguments.seed} and following", flush=True)
     (fidelity if arguments.fidelity else answers).run(arguments, results)
