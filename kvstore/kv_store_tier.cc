@@ -119,8 +119,11 @@ void KvStoreImpl::StartTransfers() {
   for (; has_room() && !queued_writes_.empty(); queued_writes_.pop_front()) {
     const QueuedWrite& write = queued_writes_.front();
     BlockState& block = blocks_.at(write.id);
+    const absl::StatusOr<bool> is_whole = pages_->IsExtentWhole(block.row);
+    if (is_whole.ok() && !*is_whole) break;  // it is on its way, and so are those behind it
     block.transfer = Transfer::kNone;
-    if (block.corrupt) {
+    if (block.corrupt || !is_whole.ok()) {
+      stats_.dropped_writes += is_whole.ok() ? 0 : 1;
       FreeIfUnused(write.id);
       continue;
     }

@@ -121,8 +121,7 @@ absl::Status Engine::Init(std::unique_ptr<kvstore::Tier> below) {
                               .decode_selector = decode,
                               .decode_is_dense = selectors_[static_cast<size_t>(decode)].dense});
   }
-  KVASIR_RETURN_IF_ERROR(model_.backend().CheckEngine(
-      {.policies = options_.policies, .has_tier_below = below != nullptr}));
+  KVASIR_RETURN_IF_ERROR(model_.backend().CheckPolicies(options_.policies));
   KVASIR_ASSIGN_OR_RETURN(
       store_, kvstore::KvStore::Create(
                   {.shard = KvShardOf(options_, model_),

@@ -7,7 +7,7 @@
 
 #include "kernels/base/warp.cuh"
 #include "kernels/paged/append_launch.h"
-#include "kernels/paged/key_code_math.h"
+#include "kernels/paged/key_codes.cuh"
 
 namespace kvasir::kernels {
 namespace {
@@ -58,45 +58,6 @@ __device__ void StoreElement(const AppendLaunch& p, const QueryBlock& block, int
   if (to.bounds == nullptr) return;
   to.bounds[i] = min;
   to.bounds[d + i] = max;
-}
-
-// By one warp; lane w has the elements of word w. The least element is the first of equals, as
-// zeros differ in sign: neighbours are compared first, the left one kept.
-template <typename Kv>
-__device__ void EncodeKey(const KvLayout& layout, const Kv* key, const TokenCodes& to) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
-  const int64_t begin = lane * kWordCodes;
-  const int64_t end = min(begin + kWordCodes, layout.head_dim);
-  float least = INFINITY;
-  float greatest = -INFINITY;
-  bool has_nan = false;
-  for (int64_t i = begin; i < end; ++i) {
-    const float element = CodedElement(static_cast<float>(key[i]));
-    least = element < least ? element : least;
-    greatest = greatest < element ? element : greatest;
-    has_nan |= isnan(element) != 0;
-  }
-  for (int distance = 1; distance < kWarpThreads; distance *= 2) {
-    const float right_least = __shfl_down_sync(kAllLanes, least, distance);
-    const float right_greatest = __shfl_down_sync(kAllLanes, greatest, distance);
-    least = right_least < least ? right_least : least;
-    greatest = greatest < right_greatest ? right_greatest : greatest;
-  }
-  has_nan = __any_sync(kAllLanes, has_nan) != 0;
-  const KeyGrid grid =
-      MakeKeyGrid(__shfl_sync(kAllLanes, least, 0), __shfl_sync(kAllLanes, greatest, 0), has_nan);
-  if (lane == 0) {
-    *to.scale = grid.scale;
-    *to.zero = grid.zero;
-  }
-  if (begin >= end) return;
-  const float scale = static_cast<float>(grid.scale);
-  const float zero = static_cast<float>(grid.zero);
-  uint32_t word = 0;
-  for (int64_t i = begin; i < end && scale != 0; ++i) {
-    word |= EncodeElement(static_cast<float>(key[i]), i, scale, zero);
-  }
-  to.words[lane] = word;
 }
 
 // All threads of the block. REQUIRES: the page is in the device tier.

@@ -183,6 +183,16 @@ __global__ void SealKernel(const __grid_constant__ ResidencyState s, const int32
   }
 }
 
+__global__ void RestoreKernel(const __grid_constant__ ResidencyState s, const int32_t* rows) {
+  const int64_t first = rows[blockIdx.x] * s.shape.pages_per_row;
+  for (int64_t page = first + Thread(); page < first + s.shape.pages_per_row;
+       page += NumThreads()) {
+    s.pages[page] = PageRef::OfAligned(s.shape.host_page(page), PageTier::kHost);
+    s.last_touched[page] = kNeverTouched;
+    s.missed_bytes[page] = 0;
+  }
+}
+
 __global__ void FreeKernel(const __grid_constant__ ResidencyState s, const int32_t* rows) {
   const int64_t row = rows[blockIdx.x];
   for (int64_t i = Thread(); i < s.shape.pages_per_row; i += NumThreads()) {
@@ -404,6 +414,13 @@ absl::Status SealRows(const ResidencyState& s, std::span<const int32_t> rows, cu
   if (rows.empty()) return absl::OkStatus();
   SealKernel<<<static_cast<unsigned>(rows.size()), kRowThreads, 0, stream>>>(s, rows.data());
   return Launched("launching seal_rows");
+}
+
+absl::Status RestoreRows(const ResidencyState& s, std::span<const int32_t> rows,
+                         cudaStream_t stream) {
+  if (rows.empty()) return absl::OkStatus();
+  RestoreKernel<<<static_cast<unsigned>(rows.size()), kRowThreads, 0, stream>>>(s, rows.data());
+  return Launched("launching restore_rows");
 }
 
 absl::Status FreeRows(const ResidencyState& s, std::span<const int32_t> rows, cudaStream_t stream) {

@@ -5,6 +5,8 @@
 // memory, is residency_cpu.cc; the ops on the GPU (residency_cuda.h) leave the same state, entry by
 // entry.
 //
+//   row:   none --OpenRows--> open --SealRows--> sealed, none --RestoreRows--> sealed,
+//          any --FreeRows--> none
 //   slot:  free --OpenRows--> pinned --SealRows--> cached --evicted, FreeRows--> free
 //          free, or cached and evicted --PlanFills--> filling --MapFills--> cached
 //
@@ -124,6 +126,8 @@ void OpenRows(const ResidencyState& state, std::span<const int32_t> rows);
 void CopyRowsToHost(const ResidencyState& state, std::span<const int32_t> rows);
 // Their pages may be evicted from now on.
 void SealRows(const ResidencyState& state, std::span<const int32_t> rows);
+// Their pages lie in the host tier and were never read. REQUIRES: the rows are free.
+void RestoreRows(const ResidencyState& state, std::span<const int32_t> rows);
 // REQUIRES: the rows are open or sealed, and none is named twice.
 void FreeRows(const ResidencyState& state, std::span<const int32_t> rows);
 // REQUIRES: CopyFills is over.

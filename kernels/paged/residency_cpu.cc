@@ -151,6 +151,17 @@ void SealRows(const ResidencyState& s, std::span<const int32_t> rows) {
   }
 }
 
+void RestoreRows(const ResidencyState& s, std::span<const int32_t> rows) {
+  for (const int64_t row : rows) {
+    for (int64_t page = row * s.shape.pages_per_row; page < (row + 1) * s.shape.pages_per_row;
+         ++page) {
+      s.pages[page] = PageRef(s.shape.host_page(page), PageTier::kHost);
+      s.last_touched[page] = kNeverTouched;
+      s.missed_bytes[page] = 0;
+    }
+  }
+}
+
 void FreeRows(const ResidencyState& s, std::span<const int32_t> rows) {
   for (const int64_t row : rows) {
     for (int64_t i = 0; i < s.shape.pages_per_row; ++i) {

@@ -23,6 +23,8 @@ absl::Status CopyRowsToHost(const ResidencyState& state, std::span<const int32_t
                             cudaStream_t stream);
 absl::Status SealRows(const ResidencyState& state, std::span<const int32_t> rows,
                       cudaStream_t stream);
+absl::Status RestoreRows(const ResidencyState& state, std::span<const int32_t> rows,
+                         cudaStream_t stream);
 absl::Status FreeRows(const ResidencyState& state, std::span<const int32_t> rows,
                       cudaStream_t stream);
 absl::Status MapFills(const ResidencyState& state, cudaStream_t stream);

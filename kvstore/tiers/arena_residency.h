@@ -22,6 +22,7 @@ class ArenaResidency final : public PageResidency {
   HostSlab& host() override { return host_; }
   absl::Status Open(int64_t row) override;
   absl::Status Seal(int64_t row, const BlockSeal& seal) override;
+  absl::StatusOr<bool> IsExtentWhole(int64_t) override { return true; }
   void Restore(int64_t row, const BlockSeal& seal) override;
   void Free(int64_t row) override;
   void Bind(int64_t slot, int64_t index, int64_t row) override;

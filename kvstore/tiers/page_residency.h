@@ -74,6 +74,9 @@ class PageResidency {
   // REQUIRES: device_pages() - pinned_pages() is at least a block's.
   virtual absl::Status Open(int64_t row) = 0;
   virtual absl::Status Seal(int64_t row, const BlockSeal& seal) = 0;
+  // Whether the extent of a sealed row lies whole in host memory, checksums and bounds included, but
+  // for its header; it is on its way otherwise.
+  virtual absl::StatusOr<bool> IsExtentWhole(int64_t row) = 0;
   // The row's extent has come whole from the tier below.
   virtual void Restore(int64_t row, const BlockSeal& seal) = 0;
   // REQUIRES: the row is bound nowhere.

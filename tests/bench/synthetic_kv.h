@@ -61,8 +61,8 @@ class SyntheticKvBackend final : public Backend {
   absl::Status CheckModel(const TransformerOptions& model, kernels::DType dtype) const override {
     return inner_.CheckModel(model, dtype);
   }
-  absl::Status CheckEngine(const EngineNeeds& needs) const override {
-    return inner_.CheckEngine(needs);
+  absl::Status CheckPolicies(std::span<const v1::SparsityPolicy> policies) const override {
+    return inner_.CheckPolicies(policies);
   }
   absl::StatusOr<Memory> Allocate(int64_t bytes) override { return inner_.Allocate(bytes); }
   absl::StatusOr<std::unique_ptr<kvstore::PageResidency>> MakeResidency(

@@ -1,8 +1,8 @@
 // Random use of the residency protocol against a naive model: rows are opened, written, sealed,
-// read and freed; steps end. Slots that no page is in, or that are being filled, hold NaN, and
-// copies are made at any time in a step. After each step every page that can be read must hold what
-// was written, and state and counters must be what the model says of them. The ops are a parameter,
-// so that another implementation may be run beside the reference. Thread-compatible.
+// restored, read and freed; steps end. Slots that no page is in, or that are being filled, hold
+// NaN, and copies are made at any time in a step. After each step every page that can be read must
+// hold what was written, and state and counters must be what the model says of them. The ops are a
+// parameter, so that another implementation may be run beside the reference. Thread-compatible.
 #pragma once
 
 #include <algorithm>
@@ -36,6 +36,9 @@ class ResidencyOps {
     CopyRowsToHost(s, rows);
   }
   virtual void Seal(const ResidencyState& s, std::span<const int32_t> rows) { SealRows(s, rows); }
+  virtual void Restore(const ResidencyState& s, std::span<const int32_t> rows) {
+    RestoreRows(s, rows);
+  }
   virtual void Free(const ResidencyState& s, std::span<const int32_t> rows) { FreeRows(s, rows); }
   virtual void Map(const ResidencyState& s) { MapFills(s); }
   virtual void Plan(const ResidencyState& s, uint32_t step) { PlanFills(s, step); }
@@ -80,6 +83,7 @@ class RandomResidency {
     Seal();
     copy_now_and_then();
     Free();
+    Restore();
     // Where all slots are needed, fills must be over: it is the caller's to know.
     const int64_t wanted = static_cast<int64_t>(rng_() % 3) * s_.shape.pages_per_row;
     if (pinned_ + wanted > s_.shape.num_slots - s_.counters->num_fills) {
@@ -105,6 +109,7 @@ class RandomResidency {
   }
 
   const ResidencyCounters& counters() const { return *s_.counters; }
+  int64_t restored() const { return restored_; }  // pages
   // Pages opened, sealed, freed, read, promoted and evicted, and steps.
   int64_t operations() const {
     return operations_ + step_ + s_.counters->promotions + s_.counters->evictions;
@@ -161,6 +166,20 @@ class RandomResidency {
     ops_.Seal(s_, rows);
     for (const int32_t row : rows) rows_[static_cast<size_t>(row)] = RowState::kSealed;
     pinned_ -= CountPages(rows);
+  }
+  // Whatever is below the host tier has filled extents of rows that nothing uses.
+  void Restore() {
+    if (rng_() % 4 != 0) return;
+    const std::vector<int32_t> rows = Pick(RowState::kNone, 1 + static_cast<int64_t>(rng_() % 2));
+    for (const int32_t row : rows) {
+      rows_[static_cast<size_t>(row)] = RowState::kSealed;
+      for (int64_t i = 0; i < s_.shape.pages_per_row; ++i) {
+        page(row, i) = {.content = ++next_content_};
+        Write(s_.shape.host_page(row * s_.shape.pages_per_row + i), next_content_);
+      }
+    }
+    ops_.Restore(s_, rows);
+    restored_ += CountPages(rows);
   }
   void Free() {
     if (rng_() % 3 != 0) return;
@@ -328,6 +347,7 @@ class RandomResidency {
   std::vector<RowState> rows_;
   std::vector<ModelPage> pages_;
   int64_t pinned_ = 0;
+  int64_t restored_ = 0;
   int64_t evictions_ = 0;
   int64_t given_up_ = 0;
   int64_t operations_ = 0;

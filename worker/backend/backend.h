@@ -108,12 +108,6 @@ struct StepResult {
   std::vector<uint8_t> row_is_finite;  // per row of the batch; 0: NaN or infinity reached it
 };
 
-// What an engine is to do.
-struct EngineNeeds {
-  std::span<const v1::SparsityPolicy> policies;
-  bool has_tier_below = false;
-};
-
 class Backend {
  public:
   virtual ~Backend() = default;
@@ -131,7 +125,7 @@ class Backend {
   // before memory is taken for an engine.
   virtual absl::Status CheckModel(const TransformerOptions& model,
                                   kernels::DType kv_dtype) const = 0;
-  virtual absl::Status CheckEngine(const EngineNeeds& needs) const = 0;
+  virtual absl::Status CheckPolicies(std::span<const v1::SparsityPolicy> policies) const = 0;
 
   // RESOURCE_EXHAUSTED when there is no memory.
   virtual absl::StatusOr<Memory> Allocate(int64_t bytes) = 0;

@@ -24,7 +24,9 @@ class CpuBackend final : public Backend {
   absl::Status CheckModel(const TransformerOptions&, kernels::DType) const override {
     return absl::OkStatus();
   }
-  absl::Status CheckEngine(const EngineNeeds&) const override { return absl::OkStatus(); }
+  absl::Status CheckPolicies(std::span<const v1::SparsityPolicy>) const override {
+    return absl::OkStatus();
+  }
   absl::StatusOr<Memory> Allocate(int64_t bytes) override;
   absl::StatusOr<std::unique_ptr<kvstore::PageResidency>> MakeResidency(
       const kvstore::ResidencyOptions& options) override {

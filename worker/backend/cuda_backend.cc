@@ -95,8 +95,8 @@ absl::Status CudaBackend::CheckModel(const TransformerOptions& model, DType kv_d
   return CheckCudaModel(model, kv_dtype);
 }
 
-absl::Status CudaBackend::CheckEngine(const EngineNeeds& needs) const {
-  return CheckCudaEngine(needs);
+absl::Status CudaBackend::CheckPolicies(std::span<const v1::SparsityPolicy> policies) const {
+  return CheckCudaPolicies(policies);
 }
 
 absl::StatusOr<Memory> CudaBackend::Allocate(int64_t bytes) {

@@ -92,13 +92,10 @@ absl::Status CheckCudaModel(const TransformerOptions& model, DType kv_dtype) {
   return absl::OkStatus();
 }
 
-absl::Status CheckCudaEngine(const EngineNeeds& needs) {
-  for (const v1::SparsityPolicy& policy : needs.policies) {
+absl::Status CheckCudaPolicies(std::span<const v1::SparsityPolicy> policies) {
+  for (const v1::SparsityPolicy& policy : policies) {
     KVASIR_RETURN_IF_ERROR(CheckPart(policy.prefill()));
     KVASIR_RETURN_IF_ERROR(CheckPart(policy.decode()));
-  }
-  if (needs.has_tier_below) {
-    return NotOnGpu("blocks are stored on disk; leave --kv-disk-path empty");
   }
   return absl::OkStatus();
 }

@@ -17,6 +17,6 @@ namespace kvasir::worker {
 
 absl::Status CheckCudaModel(const TransformerOptions& model, kernels::DType kv_dtype);
 
-absl::Status CheckCudaEngine(const EngineNeeds& needs);
+absl::Status CheckCudaPolicies(std::span<const v1::SparsityPolicy> policies);
 
 }  // namespace kvasir::worker

@@ -7,6 +7,7 @@
 
 #include "kernels/base/scratch.h"
 #include "kernels/base/status_macros.h"
+#include "kernels/paged/key_codes_cuda.h"
 
 namespace kvasir::worker {
 
@@ -74,22 +75,26 @@ absl::StatusOr<std::unique_ptr<CudaResidency>> CudaResidency::Make(
   KVASIR_ASSIGN_OR_RETURN(PinnedRegion extents,
                           PinnedRegion::Take(options.num_rows * options.format.extent_bytes(),
                                              "--kv-host-size-gb", executor));
-  std::unique_ptr<CudaResidency> residency(new CudaResidency(options, stream, std::move(extents)));
+  std::unique_ptr<CudaResidency> residency(
+      new CudaResidency(options, stream, executor, std::move(extents)));
   KVASIR_RETURN_IF_ERROR(residency->TakeMemory(options));
   KVASIR_RETURN_IF_ERROR(residency->MakeTables());
   return residency;
 }
 
 CudaResidency::CudaResidency(const kvstore::ResidencyOptions& options, const CudaStream& stream,
-                             PinnedRegion extents)
-    : layout_(options.format.shard().layout),
+                             kernels::Executor& executor, PinnedRegion extents)
+    : format_(options.format),
+      layout_(format_.shard().layout),
       num_slots_(options.num_slots),
       max_blocks_per_slot_(options.max_blocks_per_slot),
       stream_(stream),
+      executor_(executor),
       extents_(std::move(extents)),
       host_(kvstore::HostSlab::Over(options.format, options.num_rows, options.freed_memory,
                                     extents_.data())),
       rows_(static_cast<size_t>(options.num_rows), RowState::kNone),
+      copies_(rows_.size()),
       bindings_(rows_.size()),
       block_rows_(static_cast<size_t>(num_slots_ * max_blocks_per_slot_), -1),
       is_rebound_(block_rows_.size()) {
@@ -100,7 +105,7 @@ CudaResidency::CudaResidency(const kvstore::ResidencyOptions& options, const Cud
 
 absl::Status CudaResidency::TakeMemory(const kvstore::ResidencyOptions& options) {
   KVASIR_ASSIGN_OR_RETURN(fill_stream_, CudaStream::Create());
-  for (CudaEvent* event : {&planned_, &filled_, &uploaded_, &counted_}) {
+  for (CudaEvent* event : {&planned_, &filled_, &uploaded_, &counted_, &copied_}) {
     KVASIR_ASSIGN_OR_RETURN(*event, CudaEvent::Create());
   }
   const auto take = [](int64_t bytes, DeviceBuffer& buffer) -> absl::Status {
@@ -155,28 +160,56 @@ absl::Status CudaResidency::Open(int64_t row) {
   return absl::OkStatus();
 }
 
-absl::Status CudaResidency::Seal(int64_t row, const kvstore::BlockSeal&) {
+absl::Status CudaResidency::Seal(int64_t row, const kvstore::BlockSeal& seal) {
   if (state_of(row) == RowState::kOpening) KVASIR_RETURN_IF_ERROR(CarryOut(step_));
   KVASIR_CHECK(state_of(row) == RowState::kOpen);
   state_of(row) = RowState::kSealed;
   --open_rows_;
   ++sealed_blocks_;
   commands_.sealed.push_back(static_cast<int32_t>(row));
+  copies_[static_cast<size_t>(row)] = {.seal = seal, .number = begun_copies_ + 1};
   return absl::OkStatus();
 }
 
-void CudaResidency::Restore(int64_t, const kvstore::BlockSeal&) {
-  KVASIR_CHECK(false);  // without a tier below
+absl::StatusOr<bool> CudaResidency::IsExtentWhole(int64_t row) {
+  KVASIR_CHECK(state_of(row) == RowState::kSealed);
+  RowCopy& copy = copies_[static_cast<size_t>(row)];
+  if (copy.is_whole) return true;
+  if (copy.number > begun_copies_) KVASIR_RETURN_IF_ERROR(CarryOut(step_));
+  if (copy.number > ended_copies_) {
+    KVASIR_ASSIGN_OR_RETURN(const bool is_over, copied_.IsOver());
+    if (!is_over) return false;
+    ended_copies_ = begun_copies_;
+  }
+  executor_.ParallelFor(layout_.pages_per_block(), [&](int64_t page, int) {
+    const absl::Span<const std::byte> bytes(host_.page(row, page),
+                                            static_cast<size_t>(layout_.page_bytes()));
+    host_.checksums(row)[static_cast<size_t>(page)] =
+        kvstore::PageChecksum(format_.identity(copy.seal.hash, copy.seal.generation, page), bytes);
+  });
+  copy.is_whole = true;
+  return true;
+}
+
+void CudaResidency::Restore(int64_t row, const kvstore::BlockSeal& seal) {
+  KVASIR_CHECK(state_of(row) == RowState::kNone);
+  state_of(row) = RowState::kSealed;
+  commands_.restored.push_back(static_cast<int32_t>(row));
+  copies_[static_cast<size_t>(row)] = {.seal = seal, .is_whole = true};
 }
 
 void CudaResidency::Free(int64_t row) {
   KVASIR_CHECK(bindings_[static_cast<size_t>(row)] == 0);
   const RowState was = std::exchange(state_of(row), RowState::kNone);
-  if (was == RowState::kOpening) {  // the device never hears of it
-    std::erase(commands_.opened, static_cast<int32_t>(row));
-  } else if (was != RowState::kNone) {
-    commands_.freed.push_back(static_cast<int32_t>(row));
-  }
+  // What the device has not heard of, it never does. Its extent may be another block's at once.
+  const bool is_new = std::erase(commands_.opened, static_cast<int32_t>(row)) +
+                          std::erase(commands_.restored, static_cast<int32_t>(row)) >
+                      0;
+  std::erase(commands_.sealed, static_cast<int32_t>(row));
+  const int64_t copy = copies_[static_cast<size_t>(row)].number;
+  if (copy > ended_copies_ && copy <= begun_copies_) copied_.Wait().IgnoreError();
+  copies_[static_cast<size_t>(row)] = {};
+  if (!is_new && was != RowState::kNone) commands_.freed.push_back(static_cast<int32_t>(row));
   if (was == RowState::kOpening || was == RowState::kOpen) --open_rows_;
 }
 
@@ -234,9 +267,10 @@ absl::StatusOr<kernels::PagedKv> CudaResidency::BeginStep(uint32_t step) {
 absl::Status CudaResidency::CarryOut(uint32_t step) {
   const cudaStream_t stream = stream_.get();
   KVASIR_ASSIGN_OR_RETURN(const DeviceCommands device, Upload());
-  KVASIR_RETURN_IF_ERROR(CopyRowsToHost(state_, device.sealed, stream));
+  KVASIR_RETURN_IF_ERROR(CopyToHost(device.sealed));
   KVASIR_RETURN_IF_ERROR(SealRows(state_, device.sealed, stream));
   KVASIR_RETURN_IF_ERROR(FreeRows(state_, device.freed, stream));
+  KVASIR_RETURN_IF_ERROR(TakeRestored(device.restored));
   // Slots that are being filled are nobody's. Where they may be needed, that must be over.
   const bool is_tight = pinned_pages() > state_.shape.num_slots - state_.shape.max_fills;
   if (is_tight && !device.opened.empty()) KVASIR_RETURN_IF_ERROR(EndFills());
@@ -249,12 +283,37 @@ absl::Status CudaResidency::CarryOut(uint32_t step) {
   return absl::OkStatus();
 }
 
+absl::Status CudaResidency::CopyToHost(std::span<int32_t> device_rows) {
+  if (device_rows.empty()) return absl::OkStatus();
+  KVASIR_RETURN_IF_ERROR(CopyRowsToHost(state_, device_rows, stream_.get()));
+  const int64_t bytes = layout_.block_bounds_bytes();
+  for (const int64_t row : commands_.sealed) {
+    KVASIR_RETURN_IF_ERROR(
+        stream_.CopyToHost(host_.bounds(row), bounds_.data() + row * bytes, bytes));
+  }
+  ++begun_copies_;
+  return copied_.Record(stream_);
+}
+
+absl::Status CudaResidency::TakeRestored(std::span<int32_t> device_rows) {
+  KVASIR_RETURN_IF_ERROR(RestoreRows(state_, device_rows, stream_.get()));
+  const int64_t bytes = layout_.block_bounds_bytes();
+  for (const int64_t row : commands_.restored) {
+    KVASIR_RETURN_IF_ERROR(
+        stream_.CopyToDevice(bounds_.data() + row * bytes, host_.bounds(row), bytes));
+  }
+  if (key_codes_.size_bytes() == 0) return absl::OkStatus();
+  return EncodePages(layout_, state_.pages, key_codes_table_.As<std::byte*>(), device_rows,
+                     stream_.get());
+}
+
 absl::StatusOr<CudaResidency::DeviceCommands> CudaResidency::Upload() {
   if (!has_commands()) return DeviceCommands();
   const auto lay_out = [&](std::byte* memory, int64_t& bytes) {
     kernels::ScratchPieces pieces(memory);
     DeviceCommands commands = {.sealed = Take<int32_t>(pieces, commands_.sealed.size()),
                                .freed = Take<int32_t>(pieces, commands_.freed.size()),
+                               .restored = Take<int32_t>(pieces, commands_.restored.size()),
                                .opened = Take<int32_t>(pieces, commands_.opened.size()),
                                .bound = Take<BlockRowChange>(pieces, commands_.bound.size())};
     bytes = pieces.bytes();
@@ -269,6 +328,7 @@ absl::StatusOr<CudaResidency::DeviceCommands> CudaResidency::Upload() {
   const DeviceCommands on_host = lay_out(host, bytes);
   std::copy(commands_.sealed.begin(), commands_.sealed.end(), on_host.sealed.begin());
   std::copy(commands_.freed.begin(), commands_.freed.end(), on_host.freed.begin());
+  std::copy(commands_.restored.begin(), commands_.restored.end(), on_host.restored.begin());
   std::copy(commands_.opened.begin(), commands_.opened.end(), on_host.opened.begin());
   std::transform(
       commands_.bound.begin(), commands_.bound.end(), on_host.bound.begin(), [&](int64_t entry) {

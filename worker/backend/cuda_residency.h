@@ -49,7 +49,8 @@ class CudaResidency final : public kvstore::PageResidency {
   kvstore::HostSlab& host() override { return host_; }
   absl::Status Open(int64_t row) override;
   absl::Status Seal(int64_t row, const kvstore::BlockSeal& seal) override;
-  // REQUIRES: never; there is no tier below (cuda_limits.h).
+  // Computes the checksums when the copy is over; the device makes none.
+  absl::StatusOr<bool> IsExtentWhole(int64_t row) override;
   void Restore(int64_t row, const kvstore::BlockSeal& seal) override;
   void Free(int64_t row) override;
   void Bind(int64_t slot, int64_t index, int64_t row) override;
@@ -70,15 +71,21 @@ class CudaResidency final : public kvstore::PageResidency {
   enum class RowState : uint8_t { kNone, kOpening, kOpen, kSealed };
   // Between two steps; in the order in which they are carried out.
   struct Commands {
-    std::vector<int32_t> sealed, freed, opened;
+    std::vector<int32_t> sealed, freed, restored, opened;
     std::vector<int64_t> bound;  // entries of block_rows_, each once
   };
   struct DeviceCommands {
-    std::span<int32_t> sealed, freed, opened;
+    std::span<int32_t> sealed, freed, restored, opened;
     std::span<kernels::BlockRowChange> bound;
   };
+  // The copy of a sealed row to its extent.
+  struct RowCopy {
+    kvstore::BlockSeal seal;
+    int64_t number = 0;  // of the copies that it was put on the stream with
+    bool is_whole = false;
+  };
   CudaResidency(const kvstore::ResidencyOptions& options, const CudaStream& stream,
-                PinnedRegion extents);
+                kernels::Executor& executor, PinnedRegion extents);
 
   absl::Status TakeMemory(const kvstore::ResidencyOptions& options);
   absl::Status MakeTables();
@@ -86,6 +93,8 @@ class CudaResidency final : public kvstore::PageResidency {
   // Puts the commands on the stream, and the number of the step that they precede.
   absl::Status CarryOut(uint32_t step);
   absl::StatusOr<DeviceCommands> Upload();
+  absl::Status CopyToHost(std::span<int32_t> device_rows);
+  absl::Status TakeRestored(std::span<int32_t> device_rows);
   // The copies are over, and the tables name what they copied.
   absl::Status EndFills();
   absl::StatusOr<std::vector<int32_t>> FetchRowPages() const;
@@ -94,17 +103,19 @@ class CudaResidency final : public kvstore::PageResidency {
 
   RowState& state_of(int64_t row) { return rows_[static_cast<size_t>(row)]; }
   bool has_commands() const {
-    return !(commands_.sealed.empty() && commands_.freed.empty() && commands_.opened.empty() &&
-             commands_.bound.empty());
+    return !(commands_.sealed.empty() && commands_.freed.empty() && commands_.restored.empty() &&
+             commands_.opened.empty() && commands_.bound.empty());
   }
 
   // Constant after Make.
+  const kvstore::ExtentFormat format_;
   const kernels::KvLayout layout_;
   const int64_t num_slots_;
   const int64_t max_blocks_per_slot_;
   const CudaStream& stream_;
+  kernels::Executor& executor_;
   CudaStream fill_stream_;
-  CudaEvent planned_, filled_, uploaded_, counted_;
+  CudaEvent planned_, filled_, uploaded_, counted_, copied_;
   PinnedRegion extents_;
   kvstore::HostSlab host_;
   kernels::DeviceBuffer arena_, bounds_, key_codes_, bounds_table_, key_codes_table_, state_memory_,
@@ -113,6 +124,9 @@ class CudaResidency final : public kvstore::PageResidency {
 
   // The host's own books.
   std::vector<RowState> rows_;
+  std::vector<RowCopy> copies_;  // [row]
+  int64_t begun_copies_ = 0;
+  int64_t ended_copies_ = 0;         // as far as is known
   std::vector<int32_t> bindings_;    // [row], how many slots have it
   std::vector<int32_t> block_rows_;  // [slot, index]
   std::vector<bool> is_rebound_;     // [slot, index] it is among commands_.bound

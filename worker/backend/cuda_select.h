@@ -1,6 +1,6 @@
 // The selectors and pruners that there are on the GPU, by what a policy serves: which kernels run,
 // the working memory that they need, and calls over as many query blocks as it has room for. Called
-// by CudaAttention, with policies that CheckCudaEngine lets pass. Functions without state.
+// by CudaAttention, with policies that CheckCudaPolicies lets pass. Functions without state.
 #pragma once
 
 #include <cstddef>

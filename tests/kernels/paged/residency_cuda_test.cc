@@ -35,6 +35,11 @@ class MirroredOps final : public ResidencyOps {
         "SealRows", s, [&] { ResidencyOps::Seal(s, rows); },
         [&](const ResidencyState& device) { return SealRows(device, Copy(rows), nullptr); });
   }
+  void Restore(const ResidencyState& s, Rows rows) override {
+    Run(
+        "RestoreRows", s, [&] { ResidencyOps::Restore(s, rows); },
+        [&](const ResidencyState& device) { return RestoreRows(device, Copy(rows), nullptr); });
+  }
   void Free(const ResidencyState& s, Rows rows) override {
     Run(
         "FreeRows", s, [&] { ResidencyOps::Free(s, rows); },
@@ -149,6 +154,7 @@ TEST_P(ResidencyCudaTest, LeavesTheStateOfTheReference) {
   EXPECT_GT(counters.promotions, steps / 4);
   EXPECT_GT(counters.evictions, steps);
   EXPECT_GT(counters.given_up, 0);
+  EXPECT_GT(random.restored(), 0);
   random.FreeAll();
 }
 

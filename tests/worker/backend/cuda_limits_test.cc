@@ -64,7 +64,7 @@ TEST(CudaLimits, ModelsItDoesNot) {
 
 absl::Status CheckPolicy(const v1::SparsityPolicy& policy) {
   const std::vector<v1::SparsityPolicy> policies = {ServedPolicy(), policy};
-  return CheckCudaEngine({.policies = policies});
+  return CheckCudaPolicies(policies);
 }
 
 TEST(CudaLimits, PoliciesItServes) {
@@ -106,10 +106,6 @@ TEST(CudaLimits, PoliciesItDoesNot) {
     part(policy)->mutable_quality()->set_min_mass(0.5f);
     ExpectRefused(CheckPolicy(policy), "min_mass");
   }
-}
-
-TEST(CudaLimits, BlocksAreNotStoredOnDisk) {
-  ExpectRefused(CheckCudaEngine({.policies = {}, .has_tier_below = true}), "--kv-disk-path");
 }
 
 }  // namespace

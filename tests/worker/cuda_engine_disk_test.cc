@@ -1,0 +1,165 @@
+// An engine on a GPU over a real disk tier, after a restart: the KV that comes back gives the bits
+// that the computed one gave, through bounds and key codes too.
+#include <cstring>
+#include <cuda_runtime_api.h>
+#include <iostream>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+#include "tests/support/scratch_directory.h"
+#include "tests/worker/model/golden.h"
+#include "tests/worker/test_coordinator.h"
+#include "tests/worker/test_worker.h"
+#include "worker/disk.h"
+
+namespace kvasir::worker {
+namespace {
+
+using ::testing::SizeIs;
+
+constexpr char kModel[] = "tests/model/needle-8k";
+constexpr char kText[] = "tests/model/golden/needle-8k.safetensors";
+constexpr int64_t kChunk = 256;
+// Whole chunks, so that what is left of the prompt is computed in the same steps.
+constexpr size_t kStoredBlocks = 10 * kChunk / kernels::kPageTokens;
+constexpr uint64_t kRestoredIds = 100000;
+
+struct DiskCase {
+  std::string selector;
+  float top_p = 0;
+};
+
+class CudaEngineDiskTest : public ::testing::TestWithParam<DiskCase> {
+ protected:
+  void SetUp() override {
+    int devices = 0;
+    if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
+      GTEST_SKIP() << "no GPU on this machine";
+    }
+    model_ = std::make_unique<TestModel>(TestWorkerOptions{.folder = kModel,
+                                                           .dtype = kernels::DType::kBFloat16,
+                                                           .max_model_len = 8192,
+                                                           .num_threads = 4,
+                                                           .device = "cuda",
+                                                           .edit_weights = {}});
+  }
+  static EngineOptions Options() {
+    EngineOptions options = TestWorker::DefaultOptions();
+    options.policies = {MakePolicy("all", GetParam().selector)};
+    if (GetParam().top_p > 0) options.policies[0].mutable_decode()->set_top_p(1);
+    options.kv_dtype = kernels::DType::kBFloat16;
+    options.kv_device_bytes = 128 << 20;
+    options.kv_host_bytes = 256 << 20;
+    options.max_num_batched_tokens = kChunk;
+    options.weights_hash = std::string(32, 'w');
+    options.kv_form = "rotated/bfloat16";
+    return options;
+  }
+  std::unique_ptr<TestWorker> Start() {
+    v1::KvConfig config;
+    config.set_kv_disk_path(scratch_.path() + "/kv");
+    config.set_kv_disk_size_gb(1);
+    auto disk = OpenDisk({.config = config,
+                          .shard = KvShardOf(Options(), model_->transformer()),
+                          .rank = 0,
+                          .num_ranks = 1});
+    return std::make_unique<TestWorker>(*model_, Options(), std::move(disk).value());
+  }
+  static TestRequest Request() {
+    const std::vector<uint32_t> text = GoldenFile(kText).Run(8000).tokens;
+    TestRequest request = {.prompt = {text.begin(), text.begin() + 3000},
+                           .max_tokens = 16,
+                           .policy = 0,
+                           .prefill = MakeNumbers(32, 128, 256),
+                           .decode = MakeNumbers(16, 128, 256),
+                           .tail_tokens = 20,
+                           .sampling = Greedy(),
+                           .cached_blocks = {}};
+    if (GetParam().top_p > 0) request.decode.set_top_p(GetParam().top_p);
+    return request;
+  }
+
+  // Computes the request and stores the first of its blocks.
+  void Store(TestWorker& worker, const TestRequest& request) {
+    TestCoordinator coordinator({.chunk = kChunk, .keep_blocks = true});
+    const size_t r = coordinator.Add(request);
+    worker.Run(coordinator);
+    v1::StepPlan plan = coordinator.NextPlan();
+    for (size_t i = 0; i < kStoredBlocks; ++i) {
+      v1::BlockPersist& persist = *plan.add_persists();
+      persist.set_block_id(coordinator.result(r).blocks[i]);
+      stored_.push_back(TestCoordinator::HashOfBlock(persist.block_id()));
+      for (size_t t = 0; t < 64; ++t) persist.add_tokens(request.prompt[64 * i + t]);
+    }
+    const auto reply = worker.engine().Step(plan);
+    ASSERT_TRUE(reply.ok()) << reply.status();
+    worker.engine().FlushTier();
+  }
+  v1::TierReport Restore(TestWorker& worker, TestCoordinator& coordinator) {
+    v1::StepPlan plan = coordinator.NextPlan();
+    for (size_t i = 0; i < stored_.size(); ++i) {
+      v1::BlockRestore& restore = *plan.add_restores();
+      restore.set_block_id(kRestoredIds + i);
+      restore.set_prefix_hash(stored_[i]);
+    }
+    const auto reply = worker.engine().Step(plan);
+    EXPECT_TRUE(reply.ok()) << reply.status();
+    while (worker.engine().TierIsBusy()) worker.engine().PollTier();
+    return worker.engine().TakeTierReport();
+  }
+
+  std::unique_ptr<TestModel> model_;
+  kvasir::testing::ScratchDirectory scratch_;
+  std::vector<std::string> stored_;  // prefix hashes
+};
+
+TEST_P(CudaEngineDiskTest, ARoundTripOverTheDiskDoesNotChangeLogits) {
+  TestRequest request = Request();
+  std::map<std::pair<int64_t, int64_t>, TestWorker::Logits> cold;
+  {
+    const std::unique_ptr<TestWorker> worker = Start();
+    Store(*worker, request);
+    cold = worker->logits();
+    EXPECT_EQ(worker->engine().store().stats().tier.written_blocks, kStoredBlocks);
+    EXPECT_EQ(worker->engine().store().stats().device_misses, 0);
+  }
+  const std::unique_ptr<TestWorker> worker = Start();  // after a restart
+  TestCoordinator coordinator({.chunk = kChunk});
+  const v1::TierReport report = Restore(*worker, coordinator);
+  ASSERT_THAT(report.restored(), SizeIs(kStoredBlocks));
+  for (int i = 0; i < report.restored_size(); ++i) {
+    EXPECT_EQ(report.restored(i).error_code(), 0) << report.restored(i).error_message();
+    request.cached_blocks.push_back(kRestoredIds + static_cast<uint64_t>(i));
+  }
+  const size_t r = coordinator.Add(request);
+  worker->Run(coordinator);
+  ASSERT_TRUE(coordinator.result(r).status.ok()) << coordinator.result(r).status;
+  ASSERT_EQ(worker->logits().size(), cold.size());
+  for (const auto& [place, logits] : cold) {
+    ASSERT_EQ(std::memcmp(logits.data(), worker->logits().at(place).data(),
+                          logits.size() * sizeof(float)),
+              0)
+        << "position " << place.second;
+  }
+  const kvstore::KvStoreStats stats = worker->engine().store().stats();
+  std::cout << GetParam().selector << ": " << stats.device_misses << " pages read in host memory, "
+            << stats.promotions << " promoted" << std::endl;
+  EXPECT_EQ(coordinator.result(r).accounting.cached_disk_tokens(), kStoredBlocks * 64);
+  EXPECT_EQ(stats.tier.read_blocks, kStoredBlocks);
+  EXPECT_GT(stats.device_misses, 0) << "what was restored was not read in place";
+  EXPECT_GT(stats.promotions, 0);
+  EXPECT_TRUE(worker->engine().store().CheckIntegrity().ok());
+}
+
+// Without digests, with bounds, with key codes, with both.
+INSTANTIATE_TEST_SUITE_P(Selectors, CudaEngineDiskTest,
+                         ::testing::Values(DiskCase{"all"}, DiskCase{"quest"},
+                                           DiskCase{"tokenselect"}, DiskCase{"quest", 0.9f}));
+
+}  // namespace
+}  // namespace kvasir::worker
