@@ -86,15 +86,13 @@ absl::Status ApplyRope(const RopeAngles& angles, const TensorView& x, cudaStream
 absl::Status FindFiniteTokens(const FiniteTokensParams& params, cudaStream_t stream) {
   ShapeCheck check("finite_tokens");
   check.Match("x", params.x, {"tokens", "dim"})
-      .Match("add", params.add, {"tokens", "dim"}, params.x.dtype())
       .Require(params.x.dtype() == DType::kFloat32 || params.x.dtype() == DType::kBFloat16,
                "x must be float32 or bfloat16")
       .Require(std::ssize(params.finite) == params.x.dim(0), "finite must be [tokens]");
   KVASIR_RETURN_IF_ERROR(check.status());
-  KVASIR_RETURN_IF_ERROR(RequireDeviceMemory("finite_tokens", {params.x, params.add}));
+  KVASIR_RETURN_IF_ERROR(RequireDeviceMemory("finite_tokens", {params.x}));
   if (params.x.num_elements() == 0) return absl::OkStatus();
   const FiniteLaunch launch = {.x = params.x.data(),
-                               .add = params.add.data(),
                                .dtype = params.x.dtype(),
                                .dim = params.x.dim(1),
                                .finite = params.finite.data()};

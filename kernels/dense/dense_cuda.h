@@ -58,9 +58,8 @@ absl::Status ComputeRopeAngles(const RopeAnglesParams& params, cudaStream_t stre
 absl::Status ApplyRope(const RopeAngles& angles, const TensorView& x, cudaStream_t stream);
 
 struct FiniteTokensParams {
-  TensorView x;    // [tokens, dim] float32 or bfloat16; tokens may be 0
-  TensorView add;  // [tokens, dim] as x
-  // [tokens], written: 1 where neither row has a NaN or an infinity, else 0.
+  TensorView x;  // [tokens, dim] float32 or bfloat16; tokens may be 0
+  // [tokens], written: 1 where the row has no NaN and no infinity, else 0.
   std::span<uint8_t> finite;
 };
 

@@ -6,6 +6,7 @@
 
 #include "kernels/base/warp.cuh"
 #include "kernels/dense/elementwise_launch.h"
+#include "kernels/dense/rms_norm.cuh"
 
 namespace kvasir::kernels {
 namespace {
@@ -45,23 +46,11 @@ cudaError_t ForRuns(DType dtype, int64_t dim, bool aligned, const Launch& launch
   return cudaGetLastError();
 }
 
-// The sum over a block's threads, in an order that depends on their number only; for all of them.
-__device__ float BlockSum(float value) {
-  __shared__ float partials[kMaxThreads / kWarpThreads];
-  for (int distance = kWarpThreads / 2; distance > 0; distance /= 2) {
-    value += __shfl_xor_sync(kAllLanes, value, distance);
-  }
-  if (threadIdx.x % kWarpThreads == 0) partials[threadIdx.x / kWarpThreads] = value;
-  __syncthreads();
-  float sum = 0;
-  for (unsigned warp = 0; warp < blockDim.x / kWarpThreads; ++warp) sum += partials[warp];
-  return sum;
-}
-
 // One block a row. A thread takes the same elements in both passes, so that what it wrote to x is
 // what it reads.
 template <typename T, int kCount>
 __global__ void NormKernel(const NormRows rows) {
+  __shared__ float sums[kMaxNormThreads / kWarpThreads];
   using Elements = Run<T, kCount>;
   const int64_t runs = rows.dim / kCount;
   const int64_t begin = blockIdx.x * runs;
@@ -79,19 +68,18 @@ __global__ void NormKernel(const NormRows rows) {
       }
       x[i] = values;
     }
-    for (int j = 0; j < kCount; ++j) {
-      const auto value = static_cast<float>(values.values[j]);
-      sum += value * value;
-    }
+    for (const T value : values.values) sum = AddSquare(sum, static_cast<float>(value));
   }
-  const float mean = BlockSum(sum) / static_cast<float>(rows.dim);
-  const float scale = 1.0f / sqrtf(mean + rows.epsilon);
+  sum = SumOfLanes(sum);
+  if (threadIdx.x % kWarpThreads == 0) sums[threadIdx.x / kWarpThreads] = sum;
+  __syncthreads();
+  const float scale =
+      NormScale(sums, static_cast<int>(blockDim.x) / kWarpThreads, rows.dim, rows.epsilon);
   for (int64_t i = threadIdx.x; i < runs; i += blockDim.x) {
     Elements values = x[i];
     const Elements factors = weight[i];
     for (int j = 0; j < kCount; ++j) {
-      const T normalized = T(static_cast<float>(values.values[j]) * scale);
-      values.values[j] = T(static_cast<float>(factors.values[j]) * static_cast<float>(normalized));
+      values.values[j] = Normalized(values.values[j], scale, factors.values[j]);
     }
     y[i] = values;
   }
@@ -168,10 +156,9 @@ template <typename T>
 __global__ void FiniteKernel(FiniteLaunch p) {
   const int64_t first = static_cast<int64_t>(blockIdx.x) * p.dim;
   const T* x = static_cast<const T*>(p.x) + first;
-  const T* add = static_cast<const T*>(p.add) + first;
   bool bad = false;
   for (int64_t i = threadIdx.x; i < p.dim; i += blockDim.x) {
-    bad |= isfinite(static_cast<float>(x[i])) == 0 || isfinite(static_cast<float>(add[i])) == 0;
+    bad |= isfinite(static_cast<float>(x[i])) == 0;
   }
   const bool any_bad = __syncthreads_or(bad) != 0;
   if (threadIdx.x == 0) p.finite[blockIdx.x] = any_bad ? 0 : 1;
@@ -190,7 +177,7 @@ cudaError_t LaunchNorm(const NormRows& rows, int64_t count, cudaStream_t stream)
   const bool aligned = IsAligned({rows.x, rows.add, rows.weight, rows.y});
   return ForRuns(rows.dtype, rows.dim, aligned, [&]<typename T, int kCount>(Run<T, kCount>) {
     NormKernel<T, kCount>
-        <<<static_cast<unsigned>(count), ThreadsFor(rows.dim / kCount), 0, stream>>>(rows);
+        <<<static_cast<unsigned>(count), NormThreads(rows.dim / kCount), 0, stream>>>(rows);
   });
 }
 

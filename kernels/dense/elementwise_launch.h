@@ -28,9 +28,8 @@ struct GatherLaunch {
 };
 
 struct FiniteLaunch {
-  const void* x;    // [tokens][dim]
-  const void* add;  // [tokens][dim]
-  DType dtype;      // of both: float32 or bfloat16
+  const void* x;  // [tokens][dim]
+  DType dtype;    // float32 or bfloat16
   int64_t dim;
   uint8_t* finite;  // [tokens]
 };

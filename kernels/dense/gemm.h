@@ -24,6 +24,27 @@ namespace kvasir::kernels {
 
 class GemmEngine;
 
+// A linear layer's product with what stands around it in a model:
+//
+//   x' = norm given ? rms_norm(x, norm, epsilon) : x
+//   y  = x' w^T + bias                                kStore
+//   y += round(x' w^T + bias)                         kAdd: each element rounded once more
+//   y  = silu(first half) * second half of the same   kSiluMul (silu_mul.h)
+//
+// where round() is to y's dtype.
+struct LinearParams {
+  enum class After : uint8_t { kStore, kAdd, kSiluMul };
+
+  TensorView x;          // [M, K], M may be 0
+  TensorView norm = {};  // [K] as x, or empty: x as it is
+  float epsilon = 0;
+  After after = After::kStore;
+  TensorView y;  // [M, N], of kSiluMul [M, N / 2]; overlaps nothing else
+  // Working memory, for what is not done in one pass.
+  TensorView normed = {};   // [M, K] where `norm` is given; may be x itself
+  TensorView product = {};  // [M, N] as y, where something comes after
+};
+
 class PackedLinear {
  public:
   // Parts are stacked along N: {gate, up} gives y = [gate | up].

@@ -12,10 +12,15 @@
 #include "kernels/base/shape_check.h"
 #include "kernels/base/status_macros.h"
 #include "kernels/dense/convert.h"
+#include "kernels/dense/dense_cuda.h"
 #include "kernels/dense/device_check.h"
 #include "kernels/dense/gemm_engine.h"
+#include "kernels/dense/gemm_few_rows.h"
 
 namespace kvasir::kernels {
+
+using After = LinearParams::After;
+
 namespace {
 
 // Weights go to the device in pieces of about so many bytes.
@@ -139,6 +144,11 @@ absl::StatusOr<CudaLinear> CudaLinear::Create(const CublasLt& lt,
   KVASIR_RETURN_IF_ERROR(parts[0].weight.device() == Device::kCuda ? linear.TakeDeviceParts(parts)
                                                                    : linear.TakeHostParts(parts));
   KVASIR_RETURN_IF_ERROR(linear.Describe());
+  int device = 0;
+  KVASIR_RETURN_IF_ERROR(CudaStatus(cudaGetDevice(&device), "looking for a GPU"));
+  KVASIR_RETURN_IF_ERROR(CudaStatus(
+      cudaDeviceGetAttribute(&linear.num_processors_, cudaDevAttrMultiProcessorCount, device),
+      "asking for the GPU's size"));
   return linear;
 }
 
@@ -234,15 +244,88 @@ absl::StatusOr<CudaLinear::Plan> CudaLinear::MakePlan(const PlanKey& key) const 
   return plan;
 }
 
-absl::Status CudaLinear::Run(const TensorView& x, const TensorView& y, std::byte* workspace,
-                             cudaStream_t stream) {
+absl::Status CudaLinear::Check(const LinearParams& p) const {
+  const bool is_gated = p.after == After::kSiluMul;
   ShapeCheck check("gemm");
-  check.Match("x", x, {"rows", in_features_}, options_.input)
-      .Match("y", y, {"rows", out_features_}, options_.output)
-      .Require(workspace != nullptr, "the workspace is missing");
+  check.Match("x", p.x, {"rows", in_features_}, options_.input)
+      .Match("y", p.y, {"rows", is_gated ? out_features_ / 2 : out_features_}, options_.output)
+      .Require(!is_gated || out_features_ % 2 == 0, "a gated layer has two halves")
+      .Require(p.after == After::kStore || options_.input == options_.output,
+               "what comes after a product has the dtype of x");
+  if (!p.norm.empty()) {
+    check.Match("norm", p.norm, {in_features_}, options_.input)
+        .Match("normed", p.normed, {"rows", in_features_}, options_.input);
+  }
+  if (is_gated) check.Match("product", p.product, {"rows", out_features_}, options_.output);
   KVASIR_RETURN_IF_ERROR(check.status());
-  KVASIR_RETURN_IF_ERROR(RequireDeviceMemory("gemm", {x, y}));
-  if (x.dim(0) == 0) return absl::OkStatus();
+  return RequireDeviceMemory("gemm", {p.x, p.norm, p.y, p.normed, p.product});
+}
+
+bool CudaLinear::TakesFewRows(const LinearParams& p) const {
+  const auto aligned = [](const TensorView& tensor) {
+    return tensor.empty() || AlignmentOf(tensor) >= 16;
+  };
+  return options_.input == DType::kBFloat16 && FewRowsFit(p.x.dim(0), in_features_) &&
+         aligned(p.x) && aligned(p.norm);
+}
+
+absl::Status CudaLinear::Run(const LinearParams& params, std::byte* workspace,
+                             cudaStream_t stream) {
+  KVASIR_RETURN_IF_ERROR(Check(params));
+  if (params.x.dim(0) == 0) return absl::OkStatus();
+  if (!TakesFewRows(params)) return RunManyRows(params, workspace, stream);
+  if (params.norm.empty() || FewRowsNormalize(in_features_)) return RunFewRows(params, stream);
+  KVASIR_RETURN_IF_ERROR(Normalize(params, stream));
+  LinearParams normalized = params;
+  normalized.x = params.normed;
+  normalized.norm = {};
+  return RunFewRows(normalized, stream);
+}
+
+absl::Status CudaLinear::Normalize(const LinearParams& p, cudaStream_t stream) {
+  return RmsNorm({.x = p.x, .add = {}, .weight = p.norm, .y = p.normed, .epsilon = p.epsilon},
+                 stream);
+}
+
+absl::Status CudaLinear::RunFewRows(const LinearParams& p, cudaStream_t stream) const {
+  const FewRowsLaunch launch = {
+      .x = p.x.As<BFloat16>(),
+      .num_rows = p.x.dim(0),
+      .k = in_features_,
+      .norm = p.norm.empty() ? nullptr : p.norm.As<BFloat16>(),
+      .epsilon = p.epsilon,
+      .weights = weights_.As<BFloat16>(),
+      .bias = bias_.data(),
+      .after = p.after,
+      .y = p.y.data(),
+      .n = p.y.dim(1),
+      .dtype = options_.output,
+  };
+  return CudaStatus(LaunchFewRows(launch, num_processors_, stream), "launching a linear layer");
+}
+
+absl::Status CudaLinear::RunManyRows(const LinearParams& p, std::byte* workspace,
+                                     cudaStream_t stream) {
+  KVASIR_RETURN_IF_ERROR(Check(p));
+  if (!p.norm.empty()) KVASIR_RETURN_IF_ERROR(Normalize(p, stream));
+  const TensorView& x = p.norm.empty() ? p.x : p.normed;
+  switch (p.after) {
+    case After::kStore:
+      return Multiply(x, p.y, 0, workspace, stream);
+    case After::kAdd:
+      return Multiply(x, p.y, 1, workspace, stream);
+    case After::kSiluMul:
+      break;
+  }
+  KVASIR_RETURN_IF_ERROR(Multiply(x, p.product, 0, workspace, stream));
+  return SiluMul({.gate_up = p.product, .y = p.y}, stream);
+}
+
+absl::Status CudaLinear::Multiply(const TensorView& x, const TensorView& y, float add,
+                                  std::byte* workspace, cudaStream_t stream) {
+  ShapeCheck check("gemm");
+  check.Require(workspace != nullptr, "the workspace is missing");
+  KVASIR_RETURN_IF_ERROR(check.status());
   const PlanKey key = {x.dim(0), AlignmentOf(x), AlignmentOf(y)};
   auto at = plans_.find(key);
   if (at == plans_.end()) {
@@ -251,9 +334,8 @@ absl::Status CudaLinear::Run(const TensorView& x, const TensorView& y, std::byte
   }
   const Plan& plan = at->second;
   const float one = 1;
-  const float zero = 0;
   return CublasStatus(cublasLtMatmul(lt_->handle(), description_.get(), &one, weights_.data(),
-                                     weights_layout_.get(), x.data(), plan.x.get(), &zero, y.data(),
+                                     weights_layout_.get(), x.data(), plan.x.get(), &add, y.data(),
                                      plan.y.get(), y.data(), plan.y.get(), &plan.algorithm,
                                      workspace, static_cast<size_t>(kWorkspaceBytes), stream),
                       "launching a linear layer");

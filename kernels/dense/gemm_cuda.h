@@ -1,8 +1,9 @@
-// Linear layers on the GPU: y[M, N] = x[M, K] * w[N, K]^T + bias[N] through cuBLASLt.
+// Linear layers on the GPU, with what stands around them (LinearParams of gemm.h).
 //
 // A CudaLinear owns its weights in device memory, as the checkpoint has them (row by row), and
-// hides which of cuBLASLt's kernels multiplies by them. The model holds one object per weight and
-// one CublasLt for all of them. Only in builds with CUDA.
+// hides what multiplies by them: a kernel of ours for a few rows of bfloat16, where reading the
+// weights is all that counts (gemm_few_rows.h), and one of cuBLASLt's for more. The model holds one
+// object per weight and one CublasLt for all of them. Only in builds with CUDA.
 #pragma once
 
 #include <cstddef>
@@ -51,19 +52,24 @@ class CudaLinear {
                                            std::span<const PackedLinear::Part> parts,
                                            const PackedLinear::Options& options);
 
-  //   x          [M, K] options.input in device memory, M may be 0
-  //   y          [M, N] options.output in device memory, must not overlap x
-  //   workspace  kWorkspaceBytes of device memory, 256-byte aligned; of this stream only
+  // All tensors of `params` in device memory: x, norm and normed options.input; y and product
+  // options.output, which is the input's dtype where something comes after the product. kAdd needs
+  // no working memory here.
+  // `workspace`: kWorkspaceBytes, 256-byte aligned, of this stream only.
   //
-  // Products and sums are float32; a sum may be rounded to the output's dtype before its bias is
-  // added, and once more after. The kernel, and with it the order of sums, is chosen by M and by
-  // the alignment of x and y at their first use and kept: the last bits of a row depend on M.
-  // Infinities and NaNs spread within their row as in the formula and never into another row.
-  // Nothing is waited for; may be captured.
+  // Products and sums are float32. For a few rows (up to 8, of x whose rows have a multiple of 16
+  // bytes and fit into shared memory) all is one launch, which may begin beside the kernel before
+  // it, but for the norm of rows that are too long or odd (FewRowsNormalize); a row's bits depend
+  // on nothing but the row. For more there is a launch for each part; a sum may be rounded to the
+  // output's dtype before its bias is added, and once more after; kAdd rounds the sum of both once;
+  // and the order of sums is chosen by M and by the alignment of x and y at their first use and
+  // kept, so that the last bits of a row depend on M. Infinities and NaNs spread within their row
+  // as in the formula and never into another row. Nothing is waited for; may be captured.
   // INVALID_ARGUMENT: shapes, dtypes, host memory. UNIMPLEMENTED: cuBLASLt has no kernel for the
   // shape. INTERNAL: it failed.
-  absl::Status Run(const TensorView& x, const TensorView& y, std::byte* workspace,
-                   cudaStream_t stream);
+  absl::Status Run(const LinearParams& params, std::byte* workspace, cudaStream_t stream);
+  // The same by cuBLASLt, whatever M is.
+  absl::Status RunManyRows(const LinearParams& params, std::byte* workspace, cudaStream_t stream);
 
   int64_t in_features() const { return in_features_; }
   int64_t out_features() const { return out_features_; }
@@ -89,6 +95,13 @@ class CudaLinear {
   absl::Status TakeHostParts(std::span<const PackedLinear::Part> parts);
   absl::Status TakeDeviceParts(std::span<const PackedLinear::Part> parts);
   absl::Status Describe();
+  absl::Status Check(const LinearParams& params) const;
+  bool TakesFewRows(const LinearParams& params) const;
+  static absl::Status Normalize(const LinearParams& params, cudaStream_t stream);
+  absl::Status RunFewRows(const LinearParams& params, cudaStream_t stream) const;
+  // y = x w^T + bias, added to what y holds where `add`.
+  absl::Status Multiply(const TensorView& x, const TensorView& y, float add, std::byte* workspace,
+                        cudaStream_t stream);
   static absl::StatusOr<Layout> MakeLayout(DType dtype, int64_t rows, int64_t columns);
   absl::StatusOr<Plan> MakePlan(const PlanKey& key) const;
 
@@ -96,6 +109,7 @@ class CudaLinear {
   PackedLinear::Options options_;
   int64_t in_features_ = 0;
   int64_t out_features_ = 0;
+  int num_processors_ = 0;
   DeviceBuffer weights_;  // [N, K] options.input
   DeviceBuffer bias_;     // [N] options.output; empty: none
   Description description_;

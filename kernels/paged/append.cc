@@ -23,9 +23,7 @@ absl::Status CheckWritable(const AppendParams& p, const QueryBlock& block) {
   return absl::OkStatus();
 }
 
-}  // namespace
-
-absl::Status CheckAppendShapes(const AppendParams& p) {
+absl::Status CheckShapes(const AppendParams& p) {
   const KvLayout& layout = p.kv.layout;
   ShapeCheck check("append_kv");
   check.Match("k", p.k, {"tokens", layout.num_kv_heads, layout.head_dim})
@@ -36,8 +34,10 @@ absl::Status CheckAppendShapes(const AppendParams& p) {
   return check.status();
 }
 
+}  // namespace
+
 absl::Status AppendKv(const AppendParams& p, Executor& executor) {
-  KVASIR_RETURN_IF_ERROR(CheckAppendShapes(p));
+  KVASIR_RETURN_IF_ERROR(CheckShapes(p));
   KVASIR_RETURN_IF_ERROR(CheckQueryBlocks("append_kv", p.blocks, p.k.dim(0), p.kv));
   for (const QueryBlock& block : p.blocks) KVASIR_RETURN_IF_ERROR(CheckWritable(p, block));
   AppendKvCpu(p, executor);

@@ -97,7 +97,8 @@ __global__ void PeerSumKernel(const __grid_constant__ PeerSumLaunch p) {
       sum += rank == end.rank ? own[i] : ElementOf(lines[rank][i]);
     }
     if (over) sum = __uint_as_float(0x7fc00000);  // NaN
-    p.y[first + i * kThreads] = BFloat16(sum);
+    BFloat16& y = p.y[first + i * kThreads];
+    y = BFloat16(static_cast<float>(y) + static_cast<float>(BFloat16(sum)));
   }
   __syncthreads();  // all have read the count
   if (threadIdx.x == 0) end.calls[blockIdx.x] = call;

@@ -1,4 +1,4 @@
-// Rounding sums that a library made, and putting what it gathered side by side.
+// Adding sums that a library made, and putting what it gathered side by side.
 #include "kernels/ranks/rank_ops_launch.h"
 
 namespace kvasir::kernels {
@@ -12,11 +12,11 @@ __device__ void CountUp(uint32_t* progress) {
   if (blockIdx.x == 0 && threadIdx.x == 0) *count = *count + 1;
 }
 
-__global__ void RoundKernel(const __grid_constant__ RoundLaunch p) {
+__global__ void AddKernel(const __grid_constant__ AddLaunch p) {
   const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < p.count;
        i += stride) {
-    p.y[i] = BFloat16(p.x[i]);
+    p.y[i] = BFloat16(static_cast<float>(p.y[i]) + static_cast<float>(BFloat16(p.x[i])));
   }
   CountUp(p.progress);
 }
@@ -45,8 +45,8 @@ unsigned BlocksFor(int64_t count) {
 
 }  // namespace
 
-cudaError_t LaunchRound(const RoundLaunch& p, cudaStream_t stream) {
-  RoundKernel<<<BlocksFor(p.count), kThreads, 0, stream>>>(p);
+cudaError_t LaunchAdd(const AddLaunch& p, cudaStream_t stream) {
+  AddKernel<<<BlocksFor(p.count), kThreads, 0, stream>>>(p);
   return cudaGetLastError();
 }
 

@@ -21,16 +21,16 @@ absl::Status PeerSum(const PeerSumEnd& end, const TensorView& x, const TensorVie
   return CudaStatus(LaunchPeerSum(launch, stream), "launching peer_sum");
 }
 
-absl::Status RoundSums(const TensorView& x, const TensorView& y, uint32_t* progress,
-                       cudaStream_t stream) {
-  ShapeCheck check("round_sums");
+absl::Status AddSums(const TensorView& x, const TensorView& y, uint32_t* progress,
+                     cudaStream_t stream) {
+  ShapeCheck check("add_sums");
   check.Match("x", x, {"rows", "width"}, DType::kFloat32)
       .Match("y", y, {"rows", "width"}, DType::kBFloat16);
   KVASIR_RETURN_IF_ERROR(check.status());
   if (x.num_elements() == 0) return absl::OkStatus();
-  const RoundLaunch launch = {
+  const AddLaunch launch = {
       .x = x.As<float>(), .y = y.As<BFloat16>(), .count = x.num_elements(), .progress = progress};
-  return CudaStatus(LaunchRound(launch, stream), "launching round_sums");
+  return CudaStatus(LaunchAdd(launch, stream), "launching add_sums");
 }
 
 absl::Status PlaceColumns(const PlaceColumnsParams& params, cudaStream_t stream) {

@@ -42,18 +42,19 @@ struct PeerSumEnd {
 inline constexpr int64_t kPeerSumInboxLines = 2 * kMaxPeers * kPeerSumElements;
 inline constexpr int64_t kPeerSumCounters = 64;
 
-// y = sum over ranks of their x, in rank order, rounded once: the same bits on every rank. x
-// [rows, width] float32, y [rows, width] bfloat16, at most kPeerSumElements elements. Every rank
+// y += sum over ranks of their x, in rank order: the sum is rounded, then what it is added to; the
+// same bits on every rank that has the same y. x [rows, width] float32, y [rows, width] bfloat16,
+// at most kPeerSumElements elements. Every rank
 // calls it with the same shape, in the same order; by launch or in a graph, as each likes.
 // INVALID_ARGUMENT on shapes; INTERNAL with CUDA's error when the launch fails. Cost: writes 8
 // bytes an element to each peer, and takes about the time of one write to reach them.
 absl::Status PeerSum(const PeerSumEnd& end, const TensorView& x, const TensorView& y,
                      cudaStream_t stream);
 
-// y = x rounded; x [rows, width] float32, y of its shape in bfloat16. Counts up *progress, in
-// pinned memory: what was waited for before it has come.
-absl::Status RoundSums(const TensorView& x, const TensorView& y, uint32_t* progress,
-                       cudaStream_t stream);
+// y += x, rounded as there; x [rows, width] float32, y of its shape in bfloat16. Counts up
+// *progress, in pinned memory: what was waited for before it has come.
+absl::Status AddSums(const TensorView& x, const TensorView& y, uint32_t* progress,
+                     cudaStream_t stream);
 
 struct PlaceColumnsParams {
   TensorView gathered;  // [num_ranks * rows, width]: of each rank its columns
@@ -61,7 +62,7 @@ struct PlaceColumnsParams {
   // what is left, in rows that lie close together.
   TensorView y;
   int64_t first_rank = 0;
-  uint32_t* progress = nullptr;  // as of RoundSums
+  uint32_t* progress = nullptr;  // as of AddSums
 };
 // float32 or bfloat16, the same in both. INVALID_ARGUMENT on shapes.
 absl::Status PlaceColumns(const PlaceColumnsParams& params, cudaStream_t stream);

@@ -16,7 +16,7 @@ struct PeerSumLaunch {
   int64_t count;   // 1 to kPeerSumElements
 };
 
-struct RoundLaunch {
+struct AddLaunch {
   const float* x;  // [count]
   BFloat16* y;     // [count]
   int64_t count;   // at least 1
@@ -32,7 +32,7 @@ struct PlaceLaunch {
 };
 
 cudaError_t LaunchPeerSum(const PeerSumLaunch& p, cudaStream_t stream);
-cudaError_t LaunchRound(const RoundLaunch& p, cudaStream_t stream);
+cudaError_t LaunchAdd(const AddLaunch& p, cudaStream_t stream);
 cudaError_t LaunchPlace(const PlaceLaunch& p, cudaStream_t stream);
 
 }  // namespace kvasir::kernels

@@ -78,7 +78,8 @@ void CheckNccl(const Rank& rank, int64_t count, const Buffers& b) {
 void CheckPeers(const Rank& rank, int64_t count, const Buffers& b) {
   Fill(b, count, rank.ranks.rank());
   for (int round = 0; round < 5; ++round) {
-    Check(rank.peers->Sum(Vector(b.x, DType::kFloat32, count), Vector(b.y, DType::kBFloat16, count),
+    Check(cudaMemset(b.y.data(), 0, static_cast<size_t>(count) * 2));
+    Check(rank.peers->Add(Vector(b.x, DType::kFloat32, count), Vector(b.y, DType::kBFloat16, count),
                           nullptr));
     std::vector<BFloat16> bits(static_cast<size_t>(count));
     Check(cudaMemcpy(bits.data(), b.y.data(), bits.size() * 2, cudaMemcpyDefault));
@@ -110,7 +111,7 @@ void Bench(const Rank& rank) {
     if (rank.peers == nullptr || count > kernels::kPeerSumElements) continue;
     CheckPeers(rank, count, b);
     Report(rank, "peers, float32 to bfloat16", count, [&](cudaStream_t stream) {
-      return rank.peers->Sum(Vector(b.x, DType::kFloat32, count),
+      return rank.peers->Add(Vector(b.x, DType::kFloat32, count),
                              Vector(b.y, DType::kBFloat16, count), stream);
     });
     CheckPeers(rank, count, b);

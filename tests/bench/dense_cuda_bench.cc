@@ -9,6 +9,7 @@
 #include "kernels/base/dtype.h"
 #include "kernels/dense/dense_cuda.h"
 #include "kernels/dense/gemm_cuda.h"
+#include "kernels/dense/gemm_few_rows.h"
 #include "kernels/dense/sampling_cuda.h"
 #include "tests/bench/cuda_timing.h"
 
@@ -70,7 +71,10 @@ void Report(const char* op, int64_t rows, double bytes, double flops,
   std::fflush(stdout);
 }
 
-void BenchLinear(const CublasLt& lt, const char* name, int64_t n, int64_t k) {
+// As the model calls it, and by cuBLASLt: gated layers with their gate, those of kAdd with it.
+void BenchLinear(const CublasLt& lt, const char* name, int64_t n, int64_t k,
+                 LinearParams::After after) {
+  using After = LinearParams::After;
   std::vector<CudaLinear> layers;
   for (uint64_t set = 0; set < kSets; ++set) {
     std::vector<BFloat16> weights = RandomValues(n * k, set);
@@ -80,13 +84,29 @@ void BenchLinear(const CublasLt& lt, const char* name, int64_t n, int64_t k) {
         lt, {&part, 1}, {.input = DType::kBFloat16, .output = DType::kBFloat16})));
   }
   const DeviceBuffer workspace = Value(DeviceBuffer::Allocate(CudaLinear::kWorkspaceBytes));
-  for (const int64_t rows : {1, 16, 512}) {
-    const Tensors x(rows, k), y(rows, n);
-    Report(name, rows, 2.0 * static_cast<double>(n * k + rows * (n + k)),
-           2.0 * static_cast<double>(n * k * rows), [&](int set, cudaStream_t stream) {
-             return layers[static_cast<size_t>(set)].Run(x.of(set), y.of(set), workspace.data(),
-                                                         stream);
-           });
+  const Tensors norm(1, k);
+  for (const int64_t rows : {1, 2, 4, 8, 16, 512}) {
+    const Tensors x(rows, k), y(rows, after == After::kSiluMul ? n / 2 : n);
+    const Tensors normed(rows, k), product(rows, n);
+    const auto params = [&](int set) {
+      const bool has_norm = after != After::kAdd;
+      return LinearParams{.x = x.of(set),
+                          .norm = has_norm ? norm.vector(set) : TensorView(),
+                          .epsilon = 1e-5f,
+                          .after = after,
+                          .y = y.of(set),
+                          .normed = normed.of(set),
+                          .product = product.of(set)};
+    };
+    const double bytes = 2.0 * static_cast<double>(n * k + rows * (n + k));
+    const double flops = 2.0 * static_cast<double>(n * k * rows);
+    Report(name, rows, bytes, flops, [&](int set, cudaStream_t stream) {
+      return layers[static_cast<size_t>(set)].Run(params(set), workspace.data(), stream);
+    });
+    if (rows > kFewRows) continue;
+    Report("the same, cuBLASLt", rows, bytes, flops, [&](int set, cudaStream_t stream) {
+      return layers[static_cast<size_t>(set)].RunManyRows(params(set), workspace.data(), stream);
+    });
   }
 }
 
@@ -143,9 +163,13 @@ void Bench() {
   BenchElementwise(512);
   for (const int64_t rows : {1, 16}) BenchSampling(rows);
   const CublasLt lt = Value(CublasLt::Create());
-  BenchLinear(lt, "linear q, k, v: 6,144 x 4,096", 6144, kHidden);
-  BenchLinear(lt, "linear gate, up: 28,672 x 4,096", 2 * kIntermediate, kHidden);
-  BenchLinear(lt, "linear down: 4,096 x 14,336", kHidden, kIntermediate);
+  using After = LinearParams::After;
+  BenchLinear(lt, "norm and q, k, v: 6,144 x 4,096", 6144, kHidden, After::kStore);
+  BenchLinear(lt, "output, added: 4,096 x 4,096", kHidden, kHidden, After::kAdd);
+  BenchLinear(lt, "norm, gate, up and SiLU: 28,672 x 4,096", 2 * kIntermediate, kHidden,
+              After::kSiluMul);
+  BenchLinear(lt, "down, added: 4,096 x 14,336", kHidden, kIntermediate, After::kAdd);
+  BenchLinear(lt, "norm and head: 128,256 x 4,096", kVocab, kHidden, After::kStore);
 }
 
 }  // namespace

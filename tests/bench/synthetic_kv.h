@@ -94,16 +94,8 @@ class SyntheticKvBackend final : public Backend {
   absl::Status TakeSampled(const kernels::TensorView& x, const kernels::TensorView& y) override {
     return inner_.TakeSampled(x, y);
   }
-  absl::Status RmsNorm(const kernels::RmsNormParams& params) override {
-    return inner_.RmsNorm(params);
-  }
-  absl::Status SiluMul(const kernels::SiluMulParams& params) override {
-    return inner_.SiluMul(params);
-  }
-  absl::Status Rotate(const kernels::TensorView& x) override { return inner_.Rotate(x); }
-  absl::Status AppendKv(int64_t layer, const kernels::TensorView& k,
-                        const kernels::TensorView& v) override {
-    return inner_.AppendKv(layer, k, v);
+  absl::Status AppendHeads(const kernels::LayerHeads& heads) override {
+    return inner_.AppendHeads(heads);
   }
   absl::Status Select(const LayerQueries& queries) override {
     return inner_.Select(Replaced(queries));
@@ -111,8 +103,8 @@ class SyntheticKvBackend final : public Backend {
   absl::Status Attend(const LayerQueries& queries, const kernels::TensorView& out) override {
     return inner_.Attend(Replaced(queries), out);
   }
-  absl::Status SumOverRanks(const kernels::TensorView& x, const kernels::TensorView& y) override {
-    return inner_.SumOverRanks(x, y);
+  absl::Status AddOverRanks(const kernels::TensorView& x, const kernels::TensorView& y) override {
+    return inner_.AddOverRanks(x, y);
   }
   absl::Status GatherColumns(const RankColumns& columns) override {
     return inner_.GatherColumns(columns);
@@ -131,24 +123,26 @@ class SyntheticKvBackend final : public Backend {
   absl::Status Fill(const StepBatch& batch, const kernels::KvLayout& layout) {
     const int64_t tokens = batch.num_tokens();
     const int64_t width = layout.num_kv_heads * layout.head_dim;
-    const int64_t bytes = tokens * width * static_cast<int64_t>(DTypeSize(layout.dtype));
-    if (bytes > k_.size_bytes()) {
-      KVASIR_ASSIGN_OR_RETURN(k_, inner_.Allocate(bytes));
-      KVASIR_ASSIGN_OR_RETURN(v_, inner_.Allocate(bytes));
+    const int64_t bytes = 2 * tokens * width * static_cast<int64_t>(DTypeSize(layout.dtype));
+    if (bytes > heads_.size_bytes()) {
+      KVASIR_ASSIGN_OR_RETURN(heads_, inner_.Allocate(bytes));
+      KVASIR_ASSIGN_OR_RETURN(room_, inner_.Allocate(bytes));
     }
+    const auto view = [&](std::byte* data, int64_t num_heads) {
+      return kernels::TensorView(data, layout.dtype, {tokens, num_heads, layout.head_dim},
+                                 room_.device());
+    };
     for (int64_t layer = 0; layer < layout.num_layers; ++layer) {
-      for (const Memory* side : {&k_, &v_}) {
-        KVASIR_RETURN_IF_ERROR(inner_.FillRandom(
-            {.y = kernels::TensorView(side->data(), layout.dtype, {tokens, width}, side->device()),
-             .seed = ++fills_,
-             .spread = std::sqrt(3.0),
-             .width = width}));
-      }
-      const auto heads = [&](const Memory& side) {
-        return kernels::TensorView(side.data(), layout.dtype,
-                                   {tokens, layout.num_kv_heads, layout.head_dim}, side.device());
-      };
-      KVASIR_RETURN_IF_ERROR(inner_.AppendKv(layer, heads(k_), heads(v_)));
+      const kernels::TensorView kv(heads_.data(), layout.dtype, {tokens, 2 * width},
+                                   heads_.device());
+      KVASIR_RETURN_IF_ERROR(inner_.FillRandom(
+          {.y = kv, .seed = ++fills_, .spread = std::sqrt(3.0), .width = 2 * width}));
+      KVASIR_RETURN_IF_ERROR(
+          inner_.AppendHeads({.layer = layer,
+                              .qkv = kv,
+                              .q = view(room_.data(), 0),
+                              .k = view(room_.data(), layout.num_kv_heads),
+                              .v = view(room_.data() + bytes / 2, layout.num_kv_heads)}));
     }
     return absl::OkStatus();
   }
@@ -159,7 +153,7 @@ class SyntheticKvBackend final : public Backend {
   std::vector<kernels::TensorView> queries_;
   std::optional<kernels::PagedKv> kv_;
   uint64_t fills_ = 0;
-  Memory k_, v_;
+  Memory heads_, room_;
 };
 
 }  // namespace kvasir::worker

@@ -24,8 +24,7 @@
 #include "kernels/base/tensor.h"
 #include "kernels/dense/gemm.h"
 #include "kernels/dense/random_fill.h"
-#include "kernels/dense/rms_norm.h"
-#include "kernels/dense/silu_mul.h"
+#include "kernels/paged/append_heads.h"
 #include "kernels/paged/grouped_positions.h"
 #include "kernels/paged/paged_kv.h"
 #include "kernels/sparse/reuse/reusing_select.h"
@@ -43,12 +42,12 @@ namespace kvasir::worker {
 
 struct TransformerOptions;  // worker/model/transformer.h
 
-// y = x * w^T + bias (kernels/dense/gemm.h). The backend that made it outlives it.
+// y = x * w^T + bias, and what stands around it. The backend that made it outlives it.
 class Linear {
  public:
   virtual ~Linear() = default;
-  // x [M, in_features], y [M, out_features]; errors as of kernels::PackedLinear::Run.
-  virtual absl::Status Run(const kernels::TensorView& x, const kernels::TensorView& y) = 0;
+  // Errors as of kernels::PackedLinear::Run.
+  virtual absl::Status Run(const kernels::LinearParams& params) = 0;
   virtual int64_t out_features() const = 0;
 };
 
@@ -87,7 +86,7 @@ struct LayerQueries {
 struct StepOutputs {
   // [tokens, hidden]: every token of a row counts, also where nothing is sampled, for its KV would
   // poison what follows.
-  kernels::TensorView residual, delta;
+  kernels::TensorView residual;
   kernels::TensorView logits;  // [sampled rows, vocab] float32
 };
 
@@ -166,14 +165,9 @@ class Backend {
                                    const kernels::TensorView& y) = 0;
   // y [sampled rows, hidden] = rows of x [tokens, hidden] whose logits are wanted.
   virtual absl::Status TakeSampled(const kernels::TensorView& x, const kernels::TensorView& y) = 0;
-  virtual absl::Status RmsNorm(const kernels::RmsNormParams& params) = 0;
-  virtual absl::Status SiluMul(const kernels::SiluMulParams& params) = 0;
-  // Rotates x [tokens, heads, head_dim] to the step's positions, in place; nothing where keys are
-  // cached un-rotated.
-  virtual absl::Status Rotate(const kernels::TensorView& x) = 0;
-  // Writes k and v [tokens, KV heads, head_dim] into the step's pages (kernels/paged/append.h).
-  virtual absl::Status AppendKv(int64_t layer, const kernels::TensorView& k,
-                                const kernels::TensorView& v) = 0;
+  // From a layer's projected heads to rotated queries, and to keys and values in the step's pages
+  // (kernels/paged/append_heads.h).
+  virtual absl::Status AppendHeads(const kernels::LayerHeads& heads) = 0;
   // Chooses what the queries of each row attend to, by the row's policy: reuse gate, selector,
   // positions, pruner, contract of quality. `queries` has all query heads of the rank's KV heads,
   // also those that other ranks attend with. Holds until Attend of the same layer.
@@ -184,9 +178,9 @@ class Backend {
 
   // --- of a step, what all ranks do in the same order; not called where a rank is alone ---
 
-  // y = sum over ranks of their x, in the same bits on every rank; x [tokens, hidden] float32 is
-  // overwritten.
-  virtual absl::Status SumOverRanks(const kernels::TensorView& x, const kernels::TensorView& y) = 0;
+  // y += sum over ranks of their x, which is rounded first, in the same bits on every rank; x
+  // [tokens, hidden] float32 is overwritten.
+  virtual absl::Status AddOverRanks(const kernels::TensorView& x, const kernels::TensorView& y) = 0;
   // y = columns of the ranks from first_rank on, side by side, as many as it has room for.
   virtual absl::Status GatherColumns(const RankColumns& columns) = 0;
 

@@ -7,13 +7,16 @@
 #include "absl/strings/str_cat.h"
 
 #include "kernels/base/status_macros.h"
+#include "kernels/dense/add.h"
 #include "kernels/dense/embedding.h"
-#include "kernels/paged/append.h"
+#include "kernels/dense/rms_norm.h"
+#include "kernels/dense/silu_mul.h"
 #include "kernels/paged/digests.h"
 
 namespace kvasir::worker {
 
 using kernels::DType;
+using kernels::LinearParams;
 using kernels::PackedLinear;
 using kernels::TensorView;
 
@@ -53,15 +56,29 @@ class CpuBackend::CpuLinear final : public Linear {
   CpuLinear(PackedLinear packed, CpuBackend& backend)
       : packed_(std::move(packed)), backend_(backend) {}
 
-  absl::Status Run(const TensorView& x, const TensorView& y) override {
+  absl::Status Run(const LinearParams& p) override {
+    kernels::Executor& executor = backend_.executor();
+    if (!p.norm.empty()) {
+      KVASIR_RETURN_IF_ERROR(kernels::RmsNorm(
+          {.x = p.x, .add = {}, .weight = p.norm, .y = p.normed, .epsilon = p.epsilon}, executor));
+    }
+    const TensorView& x = p.norm.empty() ? p.x : p.normed;
+    if (p.after == LinearParams::After::kStore) return Multiply(x, p.y);
+    KVASIR_RETURN_IF_ERROR(Multiply(x, p.product));
+    return p.after == LinearParams::After::kAdd
+               ? kernels::AddTo(p.product, p.y, executor)
+               : kernels::SiluMul({.gate_up = p.product, .y = p.y}, executor);
+  }
+  int64_t out_features() const override { return packed_.out_features(); }
+
+ private:
+  absl::Status Multiply(const TensorView& x, const TensorView& y) {
     kernels::Executor& executor = backend_.executor();
     const int64_t bytes = packed_.ScratchBytes(executor.num_threads());
     KVASIR_ASSIGN_OR_RETURN(std::byte* const scratch, backend_.linear_scratch_.Reserve(bytes));
     return packed_.Run(x, y, {scratch, static_cast<size_t>(bytes)}, executor);
   }
-  int64_t out_features() const override { return packed_.out_features(); }
 
- private:
   PackedLinear packed_;
   CpuBackend& backend_;
 };
@@ -131,23 +148,9 @@ absl::Status CpuBackend::TakeSampled(const TensorView& x, const TensorView& y) {
   return GatherRows(x, row_indices_, y);
 }
 
-absl::Status CpuBackend::RmsNorm(const kernels::RmsNormParams& params) {
-  return kernels::RmsNorm(params, executor());
-}
-
-absl::Status CpuBackend::SiluMul(const kernels::SiluMulParams& params) {
-  return kernels::SiluMul(params, executor());
-}
-
-absl::Status CpuBackend::Rotate(const TensorView& x) {
-  if (!rope().form.rotated) return absl::OkStatus();
-  return kernels::ApplyRope(rope().own, x, executor());
-}
-
-absl::Status CpuBackend::AppendKv(int64_t layer, const TensorView& k, const TensorView& v) {
-  return kernels::AppendKv(
-      {.k = k, .v = v, .kv = step_->kv, .layer = layer, .blocks = step_->batch.appends},
-      executor());
+absl::Status CpuBackend::AppendHeads(const kernels::LayerHeads& heads) {
+  return kernels::AppendHeads({.heads = heads, .kv = step_->kv, .blocks = step_->batch.appends},
+                              rope().form.rotated ? &rope().own : nullptr, executor());
 }
 
 absl::Status CpuBackend::Select(const LayerQueries& queries) {
@@ -158,19 +161,9 @@ absl::Status CpuBackend::Attend(const LayerQueries& queries, const TensorView& o
   return attention_.Attend(*step_, rotation(), queries, out, executor());
 }
 
-absl::Status CpuBackend::SumOverRanks(const TensorView& x, const TensorView& y) {
+absl::Status CpuBackend::AddOverRanks(const TensorView& x, const TensorView& y) {
   KVASIR_RETURN_IF_ERROR(step_->collective.AllReduceSum(AsFloats(x)));
-  if (y.dtype() == DType::kFloat32) {
-    std::memcpy(y.data(), x.data(), static_cast<size_t>(x.size_bytes()));
-    return absl::OkStatus();
-  }
-  const int64_t width = x.dim(1);
-  executor().ParallelFor(x.dim(0), [&](int64_t row, int) {
-    for (int64_t i = row * width; i < (row + 1) * width; ++i) {
-      y.As<kernels::BFloat16>()[i] = kernels::BFloat16(x.As<float>()[i]);
-    }
-  });
-  return absl::OkStatus();
+  return kernels::AddTo(x, y, executor());
 }
 
 absl::Status CpuBackend::GatherColumns(const RankColumns& columns) {
@@ -206,8 +199,7 @@ absl::Status CpuBackend::EndStep(const StepOutputs& outputs) {
   if (step_->batch.keeps_logits) result_.logits = outputs.logits;
   const std::vector<int64_t>& begins = step_->batch.row_begins;
   for (size_t r = 0; r + 1 < begins.size(); ++r) {
-    result_.row_is_finite.push_back(AllFinite(outputs.residual, begins[r], begins[r + 1]) &&
-                                    AllFinite(outputs.delta, begins[r], begins[r + 1]));
+    result_.row_is_finite.push_back(AllFinite(outputs.residual, begins[r], begins[r + 1]));
   }
   return absl::OkStatus();
 }

@@ -52,14 +52,10 @@ class CpuBackend final : public Backend {
   absl::StatusOr<bool> BeginStep(const StepInputs& step) override;
   absl::Status EmbedTokens(const kernels::TensorView& table, const kernels::TensorView& y) override;
   absl::Status TakeSampled(const kernels::TensorView& x, const kernels::TensorView& y) override;
-  absl::Status RmsNorm(const kernels::RmsNormParams& params) override;
-  absl::Status SiluMul(const kernels::SiluMulParams& params) override;
-  absl::Status Rotate(const kernels::TensorView& x) override;
-  absl::Status AppendKv(int64_t layer, const kernels::TensorView& k,
-                        const kernels::TensorView& v) override;
+  absl::Status AppendHeads(const kernels::LayerHeads& heads) override;
   absl::Status Select(const LayerQueries& queries) override;
   absl::Status Attend(const LayerQueries& queries, const kernels::TensorView& out) override;
-  absl::Status SumOverRanks(const kernels::TensorView& x, const kernels::TensorView& y) override;
+  absl::Status AddOverRanks(const kernels::TensorView& x, const kernels::TensorView& y) override;
   absl::Status GatherColumns(const RankColumns& columns) override;
   absl::Status Sample(const kernels::TensorView& logits) override;
   absl::Status EndStep(const StepOutputs& outputs) override;

@@ -8,7 +8,7 @@
 #include "kernels/base/cuda_status.h"
 #include "kernels/base/status_macros.h"
 #include "kernels/dense/sampling_cuda.h"
-#include "kernels/paged/append_cuda.h"
+#include "kernels/paged/append_heads_cuda.h"
 #include "kernels/paged/digests_cuda.h"
 #include "kernels/sparse/reuse/selection_memory_cuda.h"
 #include "worker/backend/cuda_limits.h"
@@ -43,8 +43,8 @@ class CudaBackend::GpuLinear final : public Linear {
   GpuLinear(CudaLinear linear, CudaBackend& backend)
       : linear_(std::move(linear)), backend_(backend) {}
 
-  absl::Status Run(const TensorView& x, const TensorView& y) override {
-    return linear_.Run(x, y, backend_.linear_workspace_.data(), backend_.stream_.get());
+  absl::Status Run(const kernels::LinearParams& params) override {
+    return linear_.Run(params, backend_.linear_workspace_.data(), backend_.stream_.get());
   }
   int64_t out_features() const override { return linear_.out_features(); }
 
@@ -315,23 +315,10 @@ absl::Status CudaBackend::TakeSampled(const TensorView& x, const TensorView& y) 
       stream_.get());
 }
 
-absl::Status CudaBackend::RmsNorm(const kernels::RmsNormParams& params) {
-  return kernels::RmsNorm(params, stream_.get());
-}
-
-absl::Status CudaBackend::SiluMul(const kernels::SiluMulParams& params) {
-  return kernels::SiluMul(params, stream_.get());
-}
-
-absl::Status CudaBackend::Rotate(const TensorView& x) {
-  if (step_.positions != nullptr) return absl::OkStatus();
-  return kernels::ApplyRope(rope_angles_, x, stream_.get());
-}
-
-absl::Status CudaBackend::AppendKv(int64_t layer, const TensorView& k, const TensorView& v) {
-  return kernels::AppendKv(
-      {.k = k, .v = v, .kv = step_.kv, .layer = layer, .blocks = step_.table.appends},
-      step_.results.faults, stream_.get());
+absl::Status CudaBackend::AppendHeads(const kernels::LayerHeads& heads) {
+  return kernels::AppendHeads({.heads = heads, .kv = step_.kv, .blocks = step_.table.appends},
+                              step_.positions == nullptr ? &rope_angles_ : nullptr,
+                              step_.results.faults, stream_.get());
 }
 
 absl::Status CudaBackend::Select(const LayerQueries& queries) {
@@ -342,8 +329,8 @@ absl::Status CudaBackend::Attend(const LayerQueries& queries, const TensorView& 
   return attention_.Attend(step_, queries, out, stream_.get());
 }
 
-absl::Status CudaBackend::SumOverRanks(const TensorView& x, const TensorView& y) {
-  return ranks_->Sum(x, y, stream_);
+absl::Status CudaBackend::AddOverRanks(const TensorView& x, const TensorView& y) {
+  return ranks_->AddSum(x, y, stream_);
 }
 
 absl::Status CudaBackend::GatherColumns(const RankColumns& columns) {
@@ -371,8 +358,8 @@ absl::Status CudaBackend::Collect(StepResult& result) {
 }
 
 absl::Status CudaBackend::FindFinite(const StepOutputs& outputs) {
-  return kernels::FindFiniteTokens(
-      {.x = outputs.residual, .add = outputs.delta, .finite = step_.results.finite}, stream_.get());
+  return kernels::FindFiniteTokens({.x = outputs.residual, .finite = step_.results.finite},
+                                   stream_.get());
 }
 
 absl::Status CudaBackend::FetchResults(const StepOutputs& outputs) {

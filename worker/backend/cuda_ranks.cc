@@ -21,10 +21,10 @@ absl::StatusOr<std::unique_ptr<CudaRanks>> CudaRanks::Join(Collective& ranks) {
   return joined;
 }
 
-absl::Status CudaRanks::Sum(const TensorView& x, const TensorView& y, const CudaStream& stream) {
-  if (peers_ != nullptr && PeerSums::Takes(x)) return peers_->Sum(x, y, stream.get());
+absl::Status CudaRanks::AddSum(const TensorView& x, const TensorView& y, const CudaStream& stream) {
+  if (peers_ != nullptr && PeerSums::Takes(x)) return peers_->Add(x, y, stream.get());
   KVASIR_RETURN_IF_ERROR(nccl_->AllReduceSum(x.As<float>(), x.num_elements(), stream.get()));
-  return kernels::RoundSums(x, y, progress_.As<uint32_t>(), stream.get());
+  return kernels::AddSums(x, y, progress_.As<uint32_t>(), stream.get());
 }
 
 absl::Status CudaRanks::GatherColumns(const RankColumns& columns, const CudaStream& stream) {

@@ -25,10 +25,10 @@ class CudaRanks {
   // On the current device; all ranks at the same time. Errors as of NcclCommunicator::Join.
   static absl::StatusOr<std::unique_ptr<CudaRanks>> Join(Collective& ranks);
 
-  // y = sum over ranks of x, added up in float32 as on the CPU: partial results have lost nothing
+  // y += sum over ranks of x, added up in float32 as on the CPU: partial results have lost nothing
   // before they are added, and small messages take the same time in either width. x is overwritten.
-  absl::Status Sum(const kernels::TensorView& x, const kernels::TensorView& y,
-                   const CudaStream& stream);
+  absl::Status AddSum(const kernels::TensorView& x, const kernels::TensorView& y,
+                      const CudaStream& stream);
   absl::Status GatherColumns(const RankColumns& columns, const CudaStream& stream);
 
   // Until what the event was recorded behind is over. DEADLINE_EXCEEDED when none of its

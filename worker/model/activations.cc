@@ -42,9 +42,9 @@ absl::StatusOr<Activations> Activations::Create(Backend& backend, const Activati
   const int64_t shared_tokens = s.kv_replicas > 1 ? tokens : 0;
   const Part parts[] = {
       {&a.residual, s.dtype, tokens, s.hidden},
-      {&a.delta, s.dtype, tokens, s.hidden},
       {&a.partial, DType::kFloat32, parallel ? tokens : 0, s.hidden},
       {&a.normed, s.dtype, tokens, s.hidden},
+      {&a.qkv, s.dtype, tokens, (s.num_heads + 2 * s.num_kv_heads) * s.head_dim},
       {&a.q, s.dtype, tokens, s.num_heads * s.head_dim},
       {&a.k, s.dtype, tokens, s.num_kv_heads * s.head_dim},
       {&a.v, s.dtype, tokens, s.num_kv_heads * s.head_dim},
@@ -52,9 +52,9 @@ absl::StatusOr<Activations> Activations::Create(Backend& backend, const Activati
       {&a.group_q, s.dtype, shared_tokens, s.kv_replicas * s.num_heads * s.head_dim},
       {&a.attended, s.dtype, tokens, s.num_heads * s.head_dim},
       {&a.gate_up, s.dtype, tokens, 2 * s.intermediate},
+      {&a.summand, s.dtype, parallel ? 0 : tokens, s.hidden},
       {&a.gated, s.dtype, tokens, s.intermediate},
       {&a.last_residual, s.dtype, rows, s.hidden},
-      {&a.last_delta, s.dtype, rows, s.hidden},
       {&a.local_logits, DType::kFloat32, parallel ? rows : 0, s.vocab_rows},
       {&a.gathered_logits, DType::kFloat32, parallel ? rows * s.num_ranks : 0, s.vocab_rows},
       {&a.logits, DType::kFloat32, rows, s.vocab},

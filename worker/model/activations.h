@@ -53,21 +53,22 @@ struct Activations {
 
   // dtype of the model, but for what is named float32.
   ActivationBuffer residual;  // [tokens, hidden]: x, to which every layer adds
-  ActivationBuffer delta;     // [tokens, hidden]: what is to be added next
-  ActivationBuffer partial;   // [tokens, hidden] float32: this rank's summand of delta
+  ActivationBuffer partial;   // [tokens, hidden] float32: this rank's summand of x
   ActivationBuffer normed;    // [tokens, hidden]
+  ActivationBuffer qkv;       // [tokens, (num_heads + 2 * num_kv_heads) * head_dim]
   ActivationBuffer q;         // [tokens, num_heads * head_dim]
   ActivationBuffer k, v;      // [tokens, num_kv_heads * head_dim]
   // Where ranks share a KV head: everybody's q, and of it the heads of this rank's KV head.
-  ActivationBuffer gathered_q;                 // [ranks * tokens, num_heads * head_dim]
-  ActivationBuffer group_q;                    // [tokens, kv_replicas * num_heads * head_dim]
-  ActivationBuffer attended;                   // [tokens, num_heads * head_dim]
-  ActivationBuffer gate_up;                    // [tokens, 2 * intermediate]
-  ActivationBuffer gated;                      // [tokens, intermediate]
-  ActivationBuffer last_residual, last_delta;  // [logits rows, hidden]
-  ActivationBuffer local_logits;               // [logits rows, vocab_rows] float32
-  ActivationBuffer gathered_logits;            // [ranks * logits rows, vocab_rows] float32
-  ActivationBuffer logits;                     // [logits rows, vocab] float32
+  ActivationBuffer gathered_q;  // [ranks * tokens, num_heads * head_dim]
+  ActivationBuffer group_q;     // [tokens, kv_replicas * num_heads * head_dim]
+  ActivationBuffer attended;    // [tokens, num_heads * head_dim]
+  // A product before it is gated or added: [tokens, 2 * intermediate or hidden].
+  ActivationBuffer gate_up, summand;
+  ActivationBuffer gated;            // [tokens, intermediate]
+  ActivationBuffer last_residual;    // [logits rows, hidden]
+  ActivationBuffer local_logits;     // [logits rows, vocab_rows] float32
+  ActivationBuffer gathered_logits;  // [ranks * logits rows, vocab_rows] float32
+  ActivationBuffer logits;           // [logits rows, vocab] float32
 };
 
 }  // namespace kvasir::worker

@@ -4,29 +4,20 @@
 #include <utility>
 
 #include "kernels/base/status_macros.h"
-#include "kernels/dense/rms_norm.h"
 
 namespace kvasir::worker {
 namespace {
 
 using kernels::DType;
+using kernels::LinearParams;
 using kernels::PackedLinear;
 using kernels::TensorView;
 
-// Rows [begin, begin + rows) of a matrix, or elements of a vector; empty stays empty.
-TensorView Slice(const TensorView& tensor, int64_t begin, int64_t rows) {
-  if (tensor.empty()) return {};
-  const int64_t row_bytes = tensor.size_bytes() / tensor.dim(0);
-  std::byte* data = static_cast<std::byte*>(tensor.data()) + begin * row_bytes;
-  if (tensor.rank() == 1) return TensorView(data, tensor.dtype(), {rows}, tensor.device());
-  return TensorView(data, tensor.dtype(), {rows, tensor.dim(1)}, tensor.device());
-}
-
-absl::StatusOr<std::unique_ptr<Linear>> PackRows(const LayerWeights& weights, int64_t begin,
-                                                 int64_t rows, DType dtype, Backend& backend) {
-  const PackedLinear::Part part = {.weight = Slice(weights.qkv.view, begin, rows),
-                                   .bias = Slice(weights.qkv_bias.view, begin, rows)};
-  return backend.MakeLinear(std::span(&part, 1), {.input = dtype, .output = dtype});
+absl::StatusOr<std::unique_ptr<Linear>> MakeLinear(const Tensor& weight, const Tensor& bias,
+                                                   const PackedLinear::Options& options,
+                                                   Backend& backend) {
+  const PackedLinear::Part part = {.weight = weight.view, .bias = bias.view};
+  return backend.MakeLinear(std::span(&part, 1), options);
 }
 
 }  // namespace
@@ -35,28 +26,23 @@ absl::StatusOr<AttentionLayer> AttentionLayer::Create(LayerWeights& weights,
                                                       const AttentionLayerOptions& options,
                                                       Backend& backend) {
   const DType dtype = options.dtype;
-  const int64_t q_rows = options.shard.query_heads.size() * options.head_dim;
-  const int64_t kv_rows = options.shard.kv_heads.size() * options.head_dim;
   AttentionLayer layer(options);
-  // Three products instead of one: their results are what the ops below take, without a copy.
-  KVASIR_ASSIGN_OR_RETURN(layer.q_, PackRows(weights, 0, q_rows, dtype, backend));
-  KVASIR_ASSIGN_OR_RETURN(layer.k_, PackRows(weights, q_rows, kv_rows, dtype, backend));
-  KVASIR_ASSIGN_OR_RETURN(layer.v_, PackRows(weights, q_rows + kv_rows, kv_rows, dtype, backend));
+  KVASIR_ASSIGN_OR_RETURN(layer.qkv_, MakeLinear(weights.qkv, weights.qkv_bias,
+                                                 {.input = dtype, .output = dtype}, backend));
   weights.qkv = {};
   weights.qkv_bias = {};
-  const PackedLinear::Part out_part = {.weight = weights.output.view,
-                                       .bias = weights.output_bias.view};
   KVASIR_ASSIGN_OR_RETURN(layer.output_,
-                          backend.MakeLinear(std::span(&out_part, 1),
-                                             {.input = dtype, .output = options.output_dtype}));
+                          MakeLinear(weights.output, weights.output_bias,
+                                     {.input = dtype, .output = options.output_dtype}, backend));
   weights.output = {};
   weights.output_bias = {};
+  KVASIR_ASSIGN_OR_RETURN(layer.input_norm_, backend.Place(std::move(weights.input_norm)));
   KVASIR_ASSIGN_OR_RETURN(layer.q_norm_, backend.Place(std::move(weights.q_norm)));
   KVASIR_ASSIGN_OR_RETURN(layer.k_norm_, backend.Place(std::move(weights.k_norm)));
   return layer;
 }
 
-absl::Status AttentionLayer::Run(const StepContext& step, const TensorView& output) const {
+absl::Status AttentionLayer::Run(const StepContext& step, LinearParams output) const {
   const Activations& a = step.activations;
   const int64_t tokens = step.batch.num_tokens();
   KVASIR_RETURN_IF_ERROR(ProjectAndAppend(step));
@@ -64,31 +50,26 @@ absl::Status AttentionLayer::Run(const StepContext& step, const TensorView& outp
   KVASIR_RETURN_IF_ERROR(step.backend.Select(Queries(selection_queries)));
   KVASIR_RETURN_IF_ERROR(step.backend.Attend(Queries(a.q.Heads(tokens, num_heads())),
                                              a.attended.Heads(tokens, num_heads())));
-  return output_->Run(a.attended.Rows(tokens), output);
+  output.x = a.attended.Rows(tokens);
+  return output_->Run(output);
 }
 
 absl::Status AttentionLayer::ProjectAndAppend(const StepContext& step) const {
   const Activations& a = step.activations;
   const int64_t tokens = step.batch.num_tokens();
-  const TensorView x = a.normed.Rows(tokens);
-  KVASIR_RETURN_IF_ERROR(q_->Run(x, a.q.Rows(tokens)));
-  KVASIR_RETURN_IF_ERROR(k_->Run(x, a.k.Rows(tokens)));
-  KVASIR_RETURN_IF_ERROR(v_->Run(x, a.v.Rows(tokens)));
-  KVASIR_RETURN_IF_ERROR(Normalize(step, q_norm_, a.q, num_heads()));
-  KVASIR_RETURN_IF_ERROR(Normalize(step, k_norm_, a.k, num_kv_heads()));
-  const TensorView k = a.k.Heads(tokens, num_kv_heads());
-  KVASIR_RETURN_IF_ERROR(step.backend.Rotate(a.q.Heads(tokens, num_heads())));
-  KVASIR_RETURN_IF_ERROR(step.backend.Rotate(k));
-  return step.backend.AppendKv(options_.layer, k, a.v.Heads(tokens, num_kv_heads()));
-}
-
-absl::Status AttentionLayer::Normalize(const StepContext& step, const Tensor& weight,
-                                       const ActivationBuffer& heads, int64_t num_heads) const {
-  if (weight.view.empty()) return absl::OkStatus();
-  const TensorView x = heads.Heads(step.batch.num_tokens(), num_heads);
-  const TensorView rows(x.data(), x.dtype(), {x.dim(0) * num_heads, options_.head_dim}, x.device());
-  return step.backend.RmsNorm(
-      {.x = rows, .add = {}, .weight = weight.view, .y = rows, .epsilon = options_.norm_epsilon});
+  KVASIR_RETURN_IF_ERROR(qkv_->Run({.x = a.residual.Rows(tokens),
+                                    .norm = input_norm_.view,
+                                    .epsilon = options_.norm_epsilon,
+                                    .y = a.qkv.Rows(tokens),
+                                    .normed = a.normed.Rows(tokens)}));
+  return step.backend.AppendHeads({.layer = options_.layer,
+                                   .qkv = a.qkv.Rows(tokens),
+                                   .q_norm = q_norm_.view,
+                                   .k_norm = k_norm_.view,
+                                   .epsilon = options_.norm_epsilon,
+                                   .q = a.q.Heads(tokens, num_heads()),
+                                   .k = a.k.Heads(tokens, num_kv_heads()),
+                                   .v = a.v.Heads(tokens, num_kv_heads())});
 }
 
 bool AttentionLayer::AnySelectionReadsQueries(const StepBatch& batch) const {

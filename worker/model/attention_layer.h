@@ -1,5 +1,5 @@
-// The attention half of a decoder layer: projections, rotary embedding, KV append, selection by
-// each row's policy, attention over pages, output projection. One path for dense and sparse, for
+// The attention half of a decoder layer: norm, projections, rotary embedding, KV append, selection
+// by each row's policy, attention over pages, output projection. One path for dense and sparse, for
 // prefill and decode, and for every backend. It holds the layer's weights; memory of the step is
 // lent. Called by the transformer. Thread-compatible.
 #pragma once
@@ -43,8 +43,8 @@ class AttentionLayer {
                                                const AttentionLayerOptions& options,
                                                Backend& backend);
 
-  // output = attention(normed); [tokens, hidden] in options.output_dtype.
-  absl::Status Run(const StepContext& step, const kernels::TensorView& output) const;
+  // The output projection of attention(norm(residual)): `output` is all of its call but x.
+  absl::Status Run(const StepContext& step, kernels::LinearParams output) const;
 
  private:
   explicit AttentionLayer(const AttentionLayerOptions& options) : options_(options) {}
@@ -53,8 +53,6 @@ class AttentionLayer {
   // The query heads that selections of this step are made from.
   absl::StatusOr<kernels::TensorView> SelectionQueries(const StepContext& step) const;
   bool AnySelectionReadsQueries(const StepBatch& batch) const;
-  absl::Status Normalize(const StepContext& step, const Tensor& weight,
-                         const ActivationBuffer& heads, int64_t num_heads) const;
   LayerQueries Queries(const kernels::TensorView& q) const {
     return {.layer = options_.layer,
             .scale = 1.0f / std::sqrt(static_cast<float>(options_.head_dim)),
@@ -65,7 +63,8 @@ class AttentionLayer {
   int64_t num_kv_heads() const { return options_.shard.kv_heads.size(); }
 
   AttentionLayerOptions options_;
-  std::unique_ptr<Linear> q_, k_, v_, output_;
+  Tensor input_norm_;
+  std::unique_ptr<Linear> qkv_, output_;
   Tensor q_norm_, k_norm_;  // empty where the model has none
 };
 

@@ -10,6 +10,7 @@ namespace kvasir::worker {
 namespace {
 
 using kernels::DType;
+using kernels::LinearParams;
 using kernels::PackedLinear;
 using kernels::TensorView;
 
@@ -43,24 +44,21 @@ absl::StatusOr<std::unique_ptr<Transformer>> Transformer::Create(ModelWeights we
 absl::Status Transformer::AddLayer(int64_t index, LayerWeights weights) {
   const DType dtype = options_.dtype;
   const DType output_dtype = is_parallel() ? DType::kFloat32 : dtype;
-  KVASIR_ASSIGN_OR_RETURN(
-      AttentionLayer attention,
-      AttentionLayer::Create(weights,
-                             {.layer = index,
-                              .shard = options_.shard,
-                              .head_dim = options_.config.head_dim,
-                              .norm_epsilon = static_cast<float>(options_.config.rms_norm_eps),
-                              .dtype = dtype,
-                              .output_dtype = output_dtype},
-                             backend_));
+  KVASIR_ASSIGN_OR_RETURN(AttentionLayer attention,
+                          AttentionLayer::Create(weights,
+                                                 {.layer = index,
+                                                  .shard = options_.shard,
+                                                  .head_dim = options_.config.head_dim,
+                                                  .norm_epsilon = norm_epsilon(),
+                                                  .dtype = dtype,
+                                                  .output_dtype = output_dtype},
+                                                 backend_));
   KVASIR_ASSIGN_OR_RETURN(auto gate_up, MakeLinear(weights.gate_up, dtype, dtype, backend_));
   weights.gate_up = {};
   KVASIR_ASSIGN_OR_RETURN(auto down, MakeLinear(weights.down, dtype, output_dtype, backend_));
-  KVASIR_ASSIGN_OR_RETURN(Tensor input_norm, backend_.Place(std::move(weights.input_norm)));
   KVASIR_ASSIGN_OR_RETURN(Tensor post_attention_norm,
                           backend_.Place(std::move(weights.post_attention_norm)));
-  layers_.push_back({.input_norm = std::move(input_norm),
-                     .attention = std::move(attention),
+  layers_.push_back({.attention = std::move(attention),
                      .post_attention_norm = std::move(post_attention_norm),
                      .gate_up = std::move(gate_up),
                      .down = std::move(down)});
@@ -102,63 +100,56 @@ absl::Status Transformer::Forward(const ForwardParams& params) {
                                               .vocab_size = options_.config.vocab_size}));
   const TensorView logits = a.logits.Rows(std::ssize(params.batch.sampled_tokens));
   if (wants_ops) KVASIR_RETURN_IF_ERROR(Compute(params, logits));
-  return backend_.EndStep(
-      {.residual = a.residual.Rows(tokens), .delta = a.delta.Rows(tokens), .logits = logits});
+  return backend_.EndStep({.residual = a.residual.Rows(tokens), .logits = logits});
 }
 
 absl::Status Transformer::Compute(const ForwardParams& params, const TensorView& logits) const {
   const TensorView residual = params.activations.residual.Rows(params.batch.num_tokens());
   KVASIR_RETURN_IF_ERROR(backend_.EmbedTokens(embedding_.view, residual));
-  bool first = true;
-  for (const Layer& layer : layers_) {
-    KVASIR_RETURN_IF_ERROR(RunLayer(params, layer, first));
-    first = false;
-  }
+  for (const Layer& layer : layers_) KVASIR_RETURN_IF_ERROR(RunLayer(params, layer));
   KVASIR_RETURN_IF_ERROR(ComputeLogits(params, logits));
   return backend_.Sample(logits);
 }
 
-absl::Status Transformer::RunLayer(const ForwardParams& params, const Layer& layer,
-                                   bool first) const {
+absl::Status Transformer::RunLayer(const ForwardParams& params, const Layer& layer) const {
   const StepContext step = {
       .batch = params.batch, .activations = params.activations, .backend = backend_};
-  KVASIR_RETURN_IF_ERROR(AddAndNormalize(params, layer.input_norm, /*add=*/!first));
-  KVASIR_RETURN_IF_ERROR(layer.attention.Run(step, LayerOutput(params)));
-  KVASIR_RETURN_IF_ERROR(ReduceLayerOutput(params));
-  KVASIR_RETURN_IF_ERROR(AddAndNormalize(params, layer.post_attention_norm, /*add=*/true));
+  KVASIR_RETURN_IF_ERROR(layer.attention.Run(step, ToResidual(params)));
+  KVASIR_RETURN_IF_ERROR(AddSummands(params));
   KVASIR_RETURN_IF_ERROR(RunMlp(params, layer));
-  return ReduceLayerOutput(params);
+  return AddSummands(params);
 }
 
 absl::Status Transformer::RunMlp(const ForwardParams& params, const Layer& layer) const {
   const Activations& a = params.activations;
   const int64_t tokens = params.batch.num_tokens();
-  KVASIR_RETURN_IF_ERROR(layer.gate_up->Run(a.normed.Rows(tokens), a.gate_up.Rows(tokens)));
-  KVASIR_RETURN_IF_ERROR(
-      backend_.SiluMul({.gate_up = a.gate_up.Rows(tokens), .y = a.gated.Rows(tokens)}));
-  return layer.down->Run(a.gated.Rows(tokens), LayerOutput(params));
+  KVASIR_RETURN_IF_ERROR(layer.gate_up->Run({.x = a.residual.Rows(tokens),
+                                             .norm = layer.post_attention_norm.view,
+                                             .epsilon = norm_epsilon(),
+                                             .after = LinearParams::After::kSiluMul,
+                                             .y = a.gated.Rows(tokens),
+                                             .normed = a.normed.Rows(tokens),
+                                             .product = a.gate_up.Rows(tokens)}));
+  LinearParams down = ToResidual(params);
+  down.x = a.gated.Rows(tokens);
+  return layer.down->Run(down);
 }
 
-absl::Status Transformer::AddAndNormalize(const ForwardParams& params, const Tensor& weight,
-                                          bool add) const {
+LinearParams Transformer::ToResidual(const ForwardParams& params) const {
   const Activations& a = params.activations;
   const int64_t tokens = params.batch.num_tokens();
-  return backend_.RmsNorm({.x = a.residual.Rows(tokens),
-                           .add = add ? a.delta.Rows(tokens) : TensorView(),
-                           .weight = weight.view,
-                           .y = a.normed.Rows(tokens),
-                           .epsilon = static_cast<float>(options_.config.rms_norm_eps)});
+  if (is_parallel()) return {.x = {}, .y = a.partial.Rows(tokens)};
+  return {.x = {},
+          .after = LinearParams::After::kAdd,
+          .y = a.residual.Rows(tokens),
+          .product = a.summand.Rows(tokens)};
 }
 
-TensorView Transformer::LayerOutput(const ForwardParams& params) const {
-  const Activations& a = params.activations;
-  return (is_parallel() ? a.partial : a.delta).Rows(params.batch.num_tokens());
-}
-
-absl::Status Transformer::ReduceLayerOutput(const ForwardParams& params) const {
+absl::Status Transformer::AddSummands(const ForwardParams& params) const {
   if (!is_parallel()) return absl::OkStatus();
-  return backend_.SumOverRanks(LayerOutput(params),
-                               params.activations.delta.Rows(params.batch.num_tokens()));
+  const Activations& a = params.activations;
+  const int64_t tokens = params.batch.num_tokens();
+  return backend_.AddOverRanks(a.partial.Rows(tokens), a.residual.Rows(tokens));
 }
 
 absl::Status Transformer::ComputeLogits(const ForwardParams& params,
@@ -169,18 +160,14 @@ absl::Status Transformer::ComputeLogits(const ForwardParams& params,
   if (rows == 0) return absl::OkStatus();
   const TensorView x = a.last_residual.Rows(rows);
   KVASIR_RETURN_IF_ERROR(backend_.TakeSampled(a.residual.Rows(tokens), x));
-  KVASIR_RETURN_IF_ERROR(backend_.TakeSampled(a.delta.Rows(tokens), a.last_delta.Rows(rows)));
-  KVASIR_RETURN_IF_ERROR(
-      backend_.RmsNorm({.x = x,
-                        .add = a.last_delta.Rows(rows),
-                        .weight = final_norm_.view,
-                        .y = x,
-                        .epsilon = static_cast<float>(options_.config.rms_norm_eps)}));
-  if (!is_parallel()) return head_->Run(x, logits);
   // Ranks own ranges of the vocabulary; the last may be narrower.
-  const TensorView local = a.local_logits.Rows(rows);
+  const TensorView local = a.local_logits.Rows(is_parallel() ? rows : 0);
+  const TensorView own = is_parallel() ? TensorView(local.data(), DType::kFloat32,
+                                                    {rows, head_->out_features()}, local.device())
+                                       : logits;
   KVASIR_RETURN_IF_ERROR(head_->Run(
-      x, TensorView(local.data(), DType::kFloat32, {rows, head_->out_features()}, local.device())));
+      {.x = x, .norm = final_norm_.view, .epsilon = norm_epsilon(), .y = own, .normed = x}));
+  if (!is_parallel()) return absl::OkStatus();
   return backend_.GatherColumns(
       {.own = local,
        .gathered = a.gathered_logits.Rows(rows * options_.shard.num_ranks),

@@ -77,7 +77,6 @@ class Transformer {
 
  private:
   struct Layer {
-    Tensor input_norm;
     AttentionLayer attention;
     Tensor post_attention_norm;
     std::unique_ptr<Linear> gate_up;
@@ -90,13 +89,13 @@ class Transformer {
   absl::Status AddLayer(int64_t index, LayerWeights weights);
   // Embedding, layers and output head.
   absl::Status Compute(const ForwardParams& params, const kernels::TensorView& logits) const;
-  absl::Status RunLayer(const ForwardParams& params, const Layer& layer, bool first) const;
+  absl::Status RunLayer(const ForwardParams& params, const Layer& layer) const;
   absl::Status RunMlp(const ForwardParams& params, const Layer& layer) const;
-  // normed = norm(residual += delta).
-  absl::Status AddAndNormalize(const ForwardParams& params, const Tensor& weight, bool add) const;
-  // Where a layer's output projection writes, and the sum over ranks that makes it `delta`.
-  kernels::TensorView LayerOutput(const ForwardParams& params) const;
-  absl::Status ReduceLayerOutput(const ForwardParams& params) const;
+  // A product that is added to the residual, but for its x: at once, or as this rank's summand
+  // that AddSummands adds behind it.
+  kernels::LinearParams ToResidual(const ForwardParams& params) const;
+  absl::Status AddSummands(const ForwardParams& params) const;
+  float norm_epsilon() const { return static_cast<float>(options_.config.rms_norm_eps); }
   absl::Status ComputeLogits(const ForwardParams& params, const kernels::TensorView& logits) const;
   bool is_parallel() const { return options_.shard.num_ranks > 1; }
 

@@ -28,7 +28,7 @@ class PeerSums {
     return x.num_elements() <= kernels::kPeerSumElements;
   }
   // As kernels::PeerSum. REQUIRES: Takes(x).
-  absl::Status Sum(const kernels::TensorView& x, const kernels::TensorView& y,
+  absl::Status Add(const kernels::TensorView& x, const kernels::TensorView& y,
                    cudaStream_t stream) const {
     return kernels::PeerSum(end_, x, y, stream);
   }

@@ -263,19 +263,18 @@ TEST_P(DenseCudaTest, HostMemoryIsRefused) {
 TEST_P(DenseCudaTest, FindsTheTokensThatAreNotFinite) {
   for (const Shape& shape : kShapes) {
     SCOPED_TRACE(shape.dim);
-    TestTensor x(GetParam(), {shape.rows, shape.dim}), add(GetParam(), {shape.rows, shape.dim});
+    TestTensor x(GetParam(), {shape.rows, shape.dim});
     x.Fill(1);
-    add.Fill(2);
     const float hostile[] = {kNan, kInf, -kInf};
     std::vector<uint8_t> expected(static_cast<size_t>(shape.rows), 1);
-    for (int64_t row = 0; row < shape.rows; row += 2) {  // the last element, of one and the other
-      (row % 4 == 0 ? x : add).Set((row + 1) * shape.dim - 1, hostile[row % 3]);
+    for (int64_t row = 0; row < shape.rows; row += 2) {  // the last element
+      x.Set((row + 1) * shape.dim - 1, hostile[row % 3]);
       expected[static_cast<size_t>(row)] = 0;
     }
     std::vector<uint8_t> found(static_cast<size_t>(shape.rows), 77);
     uint8_t* const device = memory_.Copy(found.data(), found.size()).value();
-    const absl::Status status = FindFiniteTokens(
-        {.x = OnDevice(x, 1), .add = OnDevice(add), .finite = {device, found.size()}}, nullptr);
+    const absl::Status status =
+        FindFiniteTokens({.x = OnDevice(x, 1), .finite = {device, found.size()}}, nullptr);
     ASSERT_TRUE(status.ok()) << status;
     ASSERT_TRUE(DeviceMemory::Fetch(device, found.data(), found.size()).ok());
     EXPECT_EQ(found, expected);

@@ -5,6 +5,8 @@
 #include <limits>
 #include <vector>
 
+#include "kernels/dense/dense_cuda.h"
+#include "kernels/dense/gemm_few_rows.h"
 #include "tests/support/compare.h"
 #include "tests/support/device_memory.h"
 #include "tests/support/test_tensor.h"
@@ -42,7 +44,7 @@ class CudaLinearTest : public testing::TestWithParam<Dtypes> {
                             memory_.Copy(x.view(), row(x, GetParam().input)));
     KVASIR_ASSIGN_OR_RETURN(const TensorView device_y,
                             memory_.Copy(y.view(), row(y, GetParam().output)));
-    KVASIR_RETURN_IF_ERROR(linear.Run(device_x, device_y, workspace_.data(), nullptr));
+    KVASIR_RETURN_IF_ERROR(linear.Run({.x = device_x, .y = device_y}, workspace_.data(), nullptr));
     return DeviceMemory::Fetch(device_y, y.view());
   }
 
@@ -133,7 +135,182 @@ TEST_P(CudaLinearTest, EmptyBatchesAndWrongShapes) {
   ASSERT_TRUE(linear.ok()) << linear.status();
   EXPECT_TRUE(Run(*linear, x, y).ok());
   EXPECT_EQ(Run(*linear, wrong, y).code(), absl::StatusCode::kInvalidArgument);
-  EXPECT_EQ(linear->Run(x.view(), y.view(), workspace_.data(), nullptr).code(),
+  EXPECT_EQ(linear->Run({.x = x.view(), .y = y.view()}, workspace_.data(), nullptr).code(),
+            absl::StatusCode::kInvalidArgument);
+}
+
+// A layer of bfloat16, run as a whole and in parts.
+class FewRowsTest : public testing::Test {
+ protected:
+  using After = LinearParams::After;
+  struct Case {
+    int64_t rows, outputs, k;
+  };
+  // Tiles and steps that are not full, fewer steps than warps, and more rows than one row's room.
+  static constexpr Case kCases[] = {{1, 8, 8},    {1, 24, 256},   {2, 13, 264},  {3, 40, 1096},
+                                    {8, 72, 512}, {5, 1100, 136}, {2, 12, 8192}, {3, 9, 9216}};
+
+  void SetUp() override {
+    if (!HasGpu()) GTEST_SKIP() << "no GPU on this machine";
+    lt_ = std::make_unique<CublasLt>(CublasLt::Create().value());
+    workspace_ = DeviceBuffer::Allocate(CudaLinear::kWorkspaceBytes).value();
+  }
+  TensorView OnDevice(TestTensor& tensor, uint32_t seed) {
+    tensor.Fill(seed);
+    return memory_.Copy(tensor.view()).value();
+  }
+  TensorView Room(int64_t rows, int64_t columns, DType dtype = kBf16) {
+    TestTensor tensor(dtype, {rows, columns});
+    for (int64_t i = 0; i < tensor.size(); ++i) tensor.Set(i, kNan);
+    return memory_.Copy(tensor.view()).value();
+  }
+  CudaLinear Layer(int64_t outputs, int64_t k, bool has_bias, DType output = kBf16) {
+    TestTensor w(kBf16, {outputs, k}), bias(kBf16, {outputs});
+    w.Fill(21);
+    bias.Fill(22);
+    const PackedLinear::Part part = {.weight = w.view(),
+                                     .bias = has_bias ? bias.view() : TensorView()};
+    return CudaLinear::Create(*lt_, {&part, 1}, {.input = kBf16, .output = output}).value();
+  }
+  TensorView Run(CudaLinear& layer, const LinearParams& params) {
+    const absl::Status status = layer.Run(params, workspace_.data(), nullptr);
+    EXPECT_TRUE(status.ok()) << status;
+    return params.y;
+  }
+  // Row `row` of a matrix on the device, on the device.
+  static TensorView Row(const TensorView& x, int64_t row) {
+    return TensorView(x.As<BFloat16>() + row * x.dim(1), kBf16, {1, x.dim(1)}, Device::kCuda);
+  }
+  static std::vector<uint16_t> Bits(const TensorView& x) {
+    std::vector<uint16_t> bits(static_cast<size_t>(x.num_elements()));
+    EXPECT_TRUE(DeviceMemory::Fetch(x.data(), bits.data(), bits.size() * 2).ok());
+    return bits;
+  }
+
+  std::unique_ptr<CublasLt> lt_;
+  DeviceBuffer workspace_;
+  DeviceMemory memory_;
+};
+
+TEST_F(FewRowsTest, WhatStandsAroundAProductHasTheBitsOfItsParts) {
+  for (const Case& c : kCases) {
+    for (const bool has_bias : {false, true}) {
+      SCOPED_TRACE(testing::Message() << c.rows << " x " << c.outputs << " x " << c.k
+                                      << (has_bias ? " with bias" : ""));
+      TestTensor host_x(kBf16, {c.rows, c.k}), host_norm(kBf16, {c.k});
+      TestTensor host_y(kBf16, {c.rows, c.outputs});
+      const TensorView x = OnDevice(host_x, 1), norm = OnDevice(host_norm, 2);
+      const TensorView normed = Room(c.rows, c.k), room = Room(c.rows, c.k);
+      ASSERT_TRUE(RmsNorm({.x = x, .weight = norm, .y = normed, .epsilon = 1e-5f}, nullptr).ok());
+      CudaLinear layer = Layer(c.outputs, c.k, has_bias);
+      const TensorView product = Run(layer, {.x = normed, .y = Room(c.rows, c.outputs)});
+      EXPECT_EQ(Bits(Run(layer, {.x = x,
+                                 .norm = norm,
+                                 .epsilon = 1e-5f,
+                                 .y = Room(c.rows, c.outputs),
+                                 .normed = room})),
+                Bits(product));
+
+      const TensorView sum =
+          Run(layer, {.x = normed, .after = After::kAdd, .y = OnDevice(host_y, 3)});
+      std::vector<uint16_t> expected = Bits(product);
+      for (size_t i = 0; i < expected.size(); ++i) {
+        BFloat16 value;
+        value.bits = expected[i];
+        expected[i] =
+            BFloat16(host_y.Get(static_cast<int64_t>(i)) + static_cast<float>(value)).bits;
+      }
+      EXPECT_EQ(Bits(sum), expected);
+
+      CudaLinear gated = Layer(2 * c.outputs, c.k, has_bias);
+      const TensorView halves = Run(gated, {.x = normed, .y = Room(c.rows, 2 * c.outputs)});
+      const TensorView in_parts = Room(c.rows, c.outputs);
+      ASSERT_TRUE(SiluMul({.gate_up = halves, .y = in_parts}, nullptr).ok());
+      EXPECT_EQ(Bits(Run(gated, {.x = x,
+                                 .norm = norm,
+                                 .epsilon = 1e-5f,
+                                 .after = After::kSiluMul,
+                                 .y = Room(c.rows, c.outputs),
+                                 .normed = room,
+                                 .product = Room(c.rows, 2 * c.outputs)})),
+                Bits(in_parts));
+    }
+  }
+}
+
+// In float32, whose last bits show the order of a sum.
+TEST_F(FewRowsTest, ARowHasItsBitsWhateverIsBesideIt) {
+  constexpr int64_t kK = 2560, kOutputs = 40;
+  TestTensor host_x(kBf16, {kFewRows, kK}), host_norm(kBf16, {kK});
+  host_x.Fill(1);
+  host_x.Set(2 * kK + 700, kNan);
+  host_x.Set(5 * kK + 3, std::numeric_limits<float>::infinity());
+  const TensorView x = memory_.Copy(host_x.view()).value(), norm = OnDevice(host_norm, 2);
+  CudaLinear layer = Layer(kOutputs, kK, true, kF32);
+  const auto run = [&](const TensorView& rows) {
+    const int64_t count = rows.dim(0);
+    const TensorView y =
+        Run(layer,
+            {.x = rows, .norm = norm, .y = Room(count, kOutputs, kF32), .normed = Room(count, kK)});
+    std::vector<float> values(static_cast<size_t>(count * kOutputs));
+    EXPECT_TRUE(DeviceMemory::Fetch(y.data(), values.data(), values.size() * 4).ok());
+    return values;
+  };
+  const std::vector<float> all = run(x);
+  for (int64_t row = 0; row < kFewRows; ++row) {
+    const std::vector<float> alone = run(Row(x, row));
+    for (size_t i = 0; i < alone.size(); ++i) {
+      const float beside = all[static_cast<size_t>(row * kOutputs) + i];
+      if (row == 2 || row == 5) {
+        EXPECT_TRUE(std::isnan(alone[i]) && std::isnan(beside)) << row;
+      } else {
+        EXPECT_EQ(alone[i], beside) << row;
+      }
+    }
+  }
+}
+
+// With room for errors of rounding; cuBLASLt's sums have another order.
+TEST_F(FewRowsTest, ManyRowsGiveAlmostTheSame) {
+  constexpr int64_t kK = 512, kOutputs = 48, kRows = 6;
+  TestTensor host_x(kBf16, {kRows, kK}), host_norm(kBf16, {kK}), host_y(kBf16, {kRows, kOutputs});
+  const TensorView x = OnDevice(host_x, 1), norm = OnDevice(host_norm, 2);
+  for (const After after : {After::kStore, After::kAdd, After::kSiluMul}) {
+    const int64_t outputs = after == After::kSiluMul ? 2 * kOutputs : kOutputs;
+    CudaLinear layer = Layer(outputs, kK, true);
+    const LinearParams params = {.x = x,
+                                 .norm = norm,
+                                 .epsilon = 1e-5f,
+                                 .after = after,
+                                 .y = OnDevice(host_y, 3),
+                                 .normed = Room(kRows, kK),
+                                 .product = Room(kRows, outputs)};
+    TestTensor few(kBf16, {kRows, kOutputs}), many(kBf16, {kRows, kOutputs});
+    ASSERT_TRUE(DeviceMemory::Fetch(Run(layer, params), few.view()).ok());
+    LinearParams again = params;
+    again.y = OnDevice(host_y, 3);
+    ASSERT_TRUE(layer.RunManyRows(again, workspace_.data(), nullptr).ok());
+    ASSERT_TRUE(DeviceMemory::Fetch(again.y, many.view()).ok());
+    double largest = 0;
+    for (const double value : many.Values()) largest = std::max(largest, std::abs(value));
+    EXPECT_TRUE(AllClose(few.Values(), many.Values(),
+                         {.absolute = largest / 256, .relative = 1.0 / 64}, few.shape()));
+  }
+}
+
+TEST_F(FewRowsTest, WrongShapesAreRefused) {
+  CudaLinear layer = Layer(16, 32, false), wide = Layer(16, 32, false, kF32);
+  const TensorView x = Room(2, 32), y = Room(2, 16), half = Room(2, 8);
+  const auto code = [&](CudaLinear& linear, const LinearParams& params) {
+    return linear.Run(params, workspace_.data(), nullptr).code();
+  };
+  const TensorView norm(x.data(), kBf16, {32}, Device::kCuda);
+  EXPECT_EQ(code(layer, {.x = x, .norm = norm, .y = y}), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(code(layer, {.x = x, .after = After::kSiluMul, .y = half}),
+            absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(code(layer, {.x = x, .after = After::kSiluMul, .y = y, .product = y}),
+            absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(code(wide, {.x = x, .after = After::kAdd, .y = Room(2, 16, kF32)}),
             absl::StatusCode::kInvalidArgument);
 }
 

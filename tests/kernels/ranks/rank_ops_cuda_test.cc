@@ -56,20 +56,31 @@ class RankOpsTest : public testing::Test {
   PinnedBuffer progress_;
 };
 
-TEST_F(RankOpsTest, SumsAreRoundedAsOnTheCpu) {
+TEST_F(RankOpsTest, SumsAreRoundedAndAddedAsOnTheCpu) {
   constexpr float kInf = std::numeric_limits<float>::infinity();
   std::vector<float> x = {0.0f,   -0.0f,           kInf,   -kInf, std::nanf(""), 1 + 0x1p-8f,
                           1e-40f, 1 + 3 * 0x1p-8f, 3.4e38f};
   std::mt19937 rng(1);
   while (x.size() < 300'000) x.push_back(std::bit_cast<float>(static_cast<uint32_t>(rng())));
   const auto count = std::ssize(x);
-  const DeviceBuffer from = Upload(x), to = Zeros(count * 2);
+  std::vector<BFloat16> y;
+  for (size_t i = 0; i < x.size(); ++i) y.push_back(BFloat16(i % 2 == 0 ? 0 : x[i / 2]));
+  const DeviceBuffer from = Upload(x), to = Upload(y);
   const absl::Status status =
-      RoundSums(Matrix(from, DType::kFloat32, 1, count), Matrix(to, DType::kBFloat16, 1, count),
-                progress_.As<uint32_t>(), nullptr);
+      AddSums(Matrix(from, DType::kFloat32, 1, count), Matrix(to, DType::kBFloat16, 1, count),
+              progress_.As<uint32_t>(), nullptr);
   ASSERT_TRUE(status.ok()) << status;
   const std::vector<uint16_t> found = Download<uint16_t>(to, count);
-  for (size_t i = 0; i < x.size(); ++i) ASSERT_EQ(found[i], BFloat16(x[i]).bits) << x[i];
+  for (size_t i = 0; i < x.size(); ++i) {
+    const float sum = static_cast<float>(y[i]) + static_cast<float>(BFloat16(x[i]));
+    BFloat16 value;
+    value.bits = found[i];
+    if (std::isnan(sum)) {
+      ASSERT_TRUE(std::isnan(static_cast<float>(value))) << x[i];
+    } else {
+      ASSERT_EQ(found[i], BFloat16(sum).bits) << x[i];
+    }
+  }
   EXPECT_EQ(*progress_.As<uint32_t>(), 8u);
 }
 
@@ -157,6 +168,10 @@ class PeerSumTest : public testing::Test {
                            cudaMemcpyDefault),
                 cudaSuccess);
     }
+    for (Rank& rank : ranks_) {
+      ASSERT_EQ(cudaMemset(rank.y.data(), 0, static_cast<size_t>(kPeerSumElements) * 2),
+                cudaSuccess);
+    }
     // A copy from pageable memory may be on its way yet, and the ranks' streams do not wait for it.
     ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
   }
@@ -164,14 +179,18 @@ class PeerSumTest : public testing::Test {
     return PeerSum(rank.end, Matrix(rank.x, DType::kFloat32, 1, count),
                    Matrix(rank.y, DType::kBFloat16, 1, count), rank.stream);
   }
-  // In rank order, rounded once, the same bits everywhere.
-  void ExpectSums(int64_t count) {
+  // In rank order, rounded, added so often to zeros; the same bits everywhere.
+  void ExpectSums(int64_t count, int calls = 1) {
     ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
     std::vector<uint16_t> expected;
     for (size_t i = 0; i < static_cast<size_t>(count); ++i) {
       float sum = 0;
       for (const Rank& rank : ranks_) sum += rank.values[i];
-      expected.push_back(BFloat16(sum).bits);
+      BFloat16 y;
+      for (int call = 0; call < calls; ++call) {
+        y = BFloat16(static_cast<float>(y) + static_cast<float>(BFloat16(sum)));
+      }
+      expected.push_back(y.bits);
     }
     for (const Rank& rank : ranks_) {
       EXPECT_EQ(Download<uint16_t>(rank.y, count), expected) << "rank " << rank.end.rank;
@@ -228,7 +247,7 @@ TEST_F(PeerSumTest, GraphsAndLaunchesMatch) {
     FillAll(kCount);
     ASSERT_EQ(cudaGraphLaunch(executable, graphs.stream), cudaSuccess);
     for (int call = 0; call < kCalls; ++call) ASSERT_TRUE(Launch(launches, kCount).ok());
-    ExpectSums(kCount);
+    ExpectSums(kCount, kCalls);
   }
   cudaGraphExecDestroy(executable);
   cudaGraphDestroy(graph);

@@ -71,7 +71,8 @@ class CpuBackendTest : public testing::Test {
   kernels::SerialExecutor executor_;
   CpuBackend backend_{executor_};
   StepBatch batch_ = ThreeRows();
-  const kernels::PagedKv kv_;
+  const kernels::PagedKv kv_ = {
+      .layout = {.num_layers = 1, .head_dim = kHeadDim, .dtype = DType::kFloat32}, .accesses = {}};
   const ShardPlan shard_;
   AttentionMeter meter_{0};
   SingleCollective collective_;
@@ -79,19 +80,16 @@ class CpuBackendTest : public testing::Test {
 
 TEST_F(CpuBackendTest, AnyTokenOfARowFailsItAndNoOther) {
   const std::unique_ptr<Rope> rope = MakeRope({});
-  std::vector<float> residual, delta, logits;
-  for (const bool in_residual : {true, false}) {
-    for (const float bad :
-         {std::numeric_limits<float>::quiet_NaN(), -std::numeric_limits<float>::infinity()}) {
-      BeginStep(*rope);
-      const StepOutputs outputs = {
-          .residual = Ones(residual, 3), .delta = Ones(delta, 3), .logits = Ones(logits, 2)};
-      (in_residual ? residual : delta)[4 * 3 + 2] = bad;  // not the last token of the third row
-      StepResult result;
-      ASSERT_TRUE(backend_.EndStep(outputs).ok());
-      ASSERT_TRUE(backend_.Collect(result).ok());
-      EXPECT_EQ(result.row_is_finite, (std::vector<uint8_t>{1, 1, 0}));
-    }
+  std::vector<float> residual, logits;
+  for (const float bad :
+       {std::numeric_limits<float>::quiet_NaN(), -std::numeric_limits<float>::infinity()}) {
+    BeginStep(*rope);
+    const StepOutputs outputs = {.residual = Ones(residual, 3), .logits = Ones(logits, 2)};
+    residual[4 * 3 + 2] = bad;  // not the last token of the third row
+    StepResult result;
+    ASSERT_TRUE(backend_.EndStep(outputs).ok());
+    ASSERT_TRUE(backend_.Collect(result).ok());
+    EXPECT_EQ(result.row_is_finite, (std::vector<uint8_t>{1, 1, 0}));
   }
 }
 
@@ -99,7 +97,7 @@ TEST_F(CpuBackendTest, SamplesAsTheBatchSaysAndKeepsLogitsWhereTheyAreWanted) {
   const std::unique_ptr<Rope> rope = MakeRope({});
   const std::vector<int32_t> banned = {1};
   batch_.sampling = {{}, {.banned = banned}, {}};
-  std::vector<float> residual, delta;
+  std::vector<float> residual;
   std::vector<float> logits = {1, 3, 2, 1, 3, 2, std::numeric_limits<float>::quiet_NaN(), 0, 0};
   const TensorView view(logits.data(), DType::kFloat32, {3, 3});
   for (const bool keeps : {false, true}) {
@@ -107,9 +105,7 @@ TEST_F(CpuBackendTest, SamplesAsTheBatchSaysAndKeepsLogitsWhereTheyAreWanted) {
     BeginStep(*rope);
     ASSERT_TRUE(backend_.Sample(view).ok());
     StepResult result;
-    const StepOutputs outputs = {
-        .residual = Ones(residual, 3), .delta = Ones(delta, 3), .logits = view};
-    ASSERT_TRUE(backend_.EndStep(outputs).ok());
+    ASSERT_TRUE(backend_.EndStep({.residual = Ones(residual, 3), .logits = view}).ok());
     ASSERT_TRUE(backend_.Collect(result).ok());
     ASSERT_EQ(result.tokens.size(), 3u);
     EXPECT_EQ(result.tokens[0].token, 1);
@@ -123,11 +119,14 @@ TEST_F(CpuBackendTest, OnlyKeysThatAreCachedRotatedAreRotated) {
   for (const bool rotated : {true, false}) {
     const std::unique_ptr<Rope> rope = MakeRope({.rotated = rotated});
     BeginStep(*rope);
-    std::vector<float> x;
-    Ones(x, kHeadDim);
-    ASSERT_TRUE(
-        backend_.Rotate(TensorView(x.data(), DType::kFloat32, {batch_.num_tokens(), 1, kHeadDim}))
-            .ok());
+    std::vector<float> qkv;  // of one query head
+    std::vector<float> x(static_cast<size_t>(batch_.num_tokens() * kHeadDim));
+    const auto heads = [&](int64_t count) {
+      return TensorView(x.data(), DType::kFloat32, {batch_.num_tokens(), count, kHeadDim});
+    };
+    const absl::Status status = backend_.AppendHeads(
+        {.qkv = Ones(qkv, kHeadDim), .q = heads(1), .k = heads(0), .v = heads(0)});
+    ASSERT_TRUE(status.ok()) << status;
     for (int64_t t = 0; t < batch_.num_tokens(); ++t) {
       const bool turned = x[static_cast<size_t>(t * kHeadDim)] != 1;
       const bool at_origin = batch_.positions[static_cast<size_t>(t)] == 0;
@@ -146,19 +145,19 @@ TEST_F(CpuBackendTest, SampledRowsAreTakenInTheirOrder) {
   EXPECT_EQ(y, (std::vector<float>{2, 3, 10, 11}));
 }
 
-TEST_F(CpuBackendTest, SumsOverRanksAreRoundedOnce) {
+TEST_F(CpuBackendTest, SumsOverRanksAreRoundedAndAdded) {
   ThreeRanks ranks;
   const std::unique_ptr<Rope> rope = MakeRope({});
   BeginStep(*rope, ranks);
   const float third = 1 + 0x1p-9f;  // no bfloat16
   std::vector<float> x = {third, 2};
-  std::vector<kernels::BFloat16> y(2);
+  std::vector<kernels::BFloat16> y = {kernels::BFloat16(0), kernels::BFloat16(512)};
   ASSERT_TRUE(backend_
-                  .SumOverRanks(TensorView(x.data(), DType::kFloat32, {1, 2}),
+                  .AddOverRanks(TensorView(x.data(), DType::kFloat32, {1, 2}),
                                 TensorView(y.data(), DType::kBFloat16, {1, 2}))
                   .ok());
   EXPECT_EQ(static_cast<float>(y[0]), static_cast<float>(kernels::BFloat16(3 * third)));
-  EXPECT_EQ(static_cast<float>(y[1]), 6);
+  EXPECT_EQ(static_cast<float>(y[1]), static_cast<float>(kernels::BFloat16(512 + 6)));
 }
 
 // The last rank has two columns where the others have three: its rows lie close together.

@@ -1,0 +1,43 @@
+// Copies that a thread does not wait for, and the warp's matrix product: one function an
+// instruction, as in the PTX ISA
+// (sections "cp.async", "mma"). From sm_80 on.
+#pragma once
+
+#include <cstdint>
+#include <cuda_runtime.h>
+
+namespace kvasir::kernels {
+
+// --- asynchronous copies, of this thread ---
+
+// 16 bytes of global memory, aligned as such; zeros where `is_there` is false. What is read once is
+// not kept near.
+__device__ inline void CopyAsync16(void* to, const void* from, bool is_there) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
+                   static_cast<uint32_t>(__cvta_generic_to_shared(to))),
+               "l"(from), "r"(is_there ? 16 : 0)
+               : "memory");
+}
+// What was copied since the last call is a group.
+__device__ inline void CommitCopies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Until at most `kPending` groups, the youngest ones, are on their way.
+template <int kPending>
+__device__ inline void WaitForCopies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// --- matrix products of a warp ---
+
+// d[16, 8] += a[16, 16] b[16, 8]: bfloat16 operands, two in a register, float sums. Lane 4 g + t
+// holds a's elements (g, 2 t), (g + 8, 2 t), (g, 2 t + 8), (g + 8, 2 t + 8) and the ones to their
+// right, b's (2 t, g), (2 t + 8, g) and the ones below, d's (g, 2 t), (g + 8, 2 t) and the ones to
+// their right.
+__device__ inline void Mma16x8(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+      " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+}  // namespace kvasir::kernels

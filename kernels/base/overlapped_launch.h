@@ -1,0 +1,28 @@
+// Launches of kernels whose blocks may begin while the kernel before them on the stream still
+// runs: so they read what no kernel writes, such as weights, and wait
+// (cudaGridDependencySynchronize, all threads of all blocks) before anything else. The kernel
+// before lets them begin early with cudaTriggerProgrammaticLaunchCompletion, else when it ends. In
+// a graph as on a stream. Only in .cu files.
+#pragma once
+
+#include <cstddef>
+#include <cuda_runtime.h>
+
+namespace kvasir::kernels {
+
+template <typename... Params, typename... Arguments>
+cudaError_t LaunchOverlapped(void (*kernel)(Params...), dim3 blocks, dim3 threads,
+                             size_t shared_bytes, cudaStream_t stream,
+                             const Arguments&... arguments) {
+  cudaLaunchAttribute overlap = {.id = cudaLaunchAttributeProgrammaticStreamSerialization};
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  const cudaLaunchConfig_t config = {.gridDim = blocks,
+                                     .blockDim = threads,
+                                     .dynamicSmemBytes = shared_bytes,
+                                     .stream = stream,
+                                     .attrs = &overlap,
+                                     .numAttrs = 1};
+  return cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+
+}  // namespace kvasir::kernels
