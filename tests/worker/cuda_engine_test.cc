@@ -183,10 +183,13 @@ class CudaEngineTest : public testing::Test {
       const auto& expected = cpu.results[r].accounting;
       EXPECT_GT(found.attended_tokens(), 0u);
       EXPECT_EQ(found.blocks_total(), expected.blocks_total());
-      // Pages that rows leave unread are up to three fewer.
-      ExpectClose(found.page_hits() + found.skipped_terminated(),
-                  expected.page_hits() + expected.skipped_terminated());
-      ExpectClose(found.attended_tokens(), expected.attended_tokens());
+      // Another text is attended to otherwise where a threshold decides how much.
+      if (cpu.results[r].tokens == gpu.results[r].tokens || !Prunes(requests[r].policy)) {
+        // Pages that rows leave unread are up to three fewer.
+        ExpectClose(found.page_hits() + found.skipped_terminated(),
+                    expected.page_hits() + expected.skipped_terminated());
+        ExpectClose(found.attended_tokens(), expected.attended_tokens());
+      }
       EXPECT_EQ(found.page_misses(), 0u);
       // Which steps select depends on positions alone.
       EXPECT_THAT(found.stages_run(), testing::ElementsAreArray(expected.stages_run()));

@@ -73,7 +73,7 @@ absl::StatusOr<std::unique_ptr<CudaResidency>> CudaResidency::Make(
     kernels::Executor& executor) {
   KVASIR_RETURN_IF_ERROR(CheckResidencyShape(ShapeOf(options)));
   KVASIR_ASSIGN_OR_RETURN(PinnedRegion extents,
-                          PinnedRegion::Take(options.num_rows * options.format.extent_bytes(),
+                          PinnedRegion::Take(options.format.extent_bytes(), options.num_rows,
                                              "--kv-host-size-gb", executor));
   std::unique_ptr<CudaResidency> residency(
       new CudaResidency(options, stream, executor, std::move(extents)));

@@ -17,10 +17,12 @@ namespace kvasir::worker {
 class PinnedRegion {
  public:
   PinnedRegion() = default;
-  // Aligned to a page of memory. RESOURCE_EXHAUSTED when there is no room: the limits of the
-  // process's control groups are looked at before anything is taken; `flag` is the one to lower.
-  static absl::StatusOr<PinnedRegion> Take(int64_t bytes, absl::string_view flag,
-                                           kernels::Executor& executor);
+  // `num_parts` parts, one behind the other, aligned to a page of memory as their size must be.
+  // What the driver copies may lie in one part, not in several. RESOURCE_EXHAUSTED when there is no
+  // room: the limits of the process's control groups are looked at before anything is taken; `flag`
+  // is the one to lower.
+  static absl::StatusOr<PinnedRegion> Take(int64_t part_bytes, int64_t num_parts,
+                                           absl::string_view flag, kernels::Executor& executor);
   PinnedRegion(PinnedRegion&& other) noexcept;
   PinnedRegion& operator=(PinnedRegion&& other) noexcept;
   ~PinnedRegion();
@@ -33,6 +35,7 @@ class PinnedRegion {
 
   std::byte* data_ = nullptr;
   int64_t size_bytes_ = 0;
+  int64_t piece_bytes_ = 0;      // of all pieces but the last; of whole parts
   std::vector<uint8_t> pinned_;  // by piece
 };
 
