@@ -12,6 +12,7 @@
 #include "gtest/gtest.h"
 
 #include "tests/support/scratch_directory.h"
+#include "tests/worker/disk_round_trip.h"
 #include "tests/worker/model/golden.h"
 #include "tests/worker/test_coordinator.h"
 #include "tests/worker/test_worker.h"
@@ -84,35 +85,6 @@ class CudaEngineDiskTest : public ::testing::TestWithParam<DiskCase> {
     return request;
   }
 
-  // Computes the request and stores the first of its blocks.
-  void Store(TestWorker& worker, const TestRequest& request) {
-    TestCoordinator coordinator({.chunk = kChunk, .keep_blocks = true});
-    const size_t r = coordinator.Add(request);
-    worker.Run(coordinator);
-    v1::StepPlan plan = coordinator.NextPlan();
-    for (size_t i = 0; i < kStoredBlocks; ++i) {
-      v1::BlockPersist& persist = *plan.add_persists();
-      persist.set_block_id(coordinator.result(r).blocks[i]);
-      stored_.push_back(TestCoordinator::HashOfBlock(persist.block_id()));
-      for (size_t t = 0; t < 64; ++t) persist.add_tokens(request.prompt[64 * i + t]);
-    }
-    const auto reply = worker.engine().Step(plan);
-    ASSERT_TRUE(reply.ok()) << reply.status();
-    worker.engine().FlushTier();
-  }
-  v1::TierReport Restore(TestWorker& worker, TestCoordinator& coordinator) {
-    v1::StepPlan plan = coordinator.NextPlan();
-    for (size_t i = 0; i < stored_.size(); ++i) {
-      v1::BlockRestore& restore = *plan.add_restores();
-      restore.set_block_id(kRestoredIds + i);
-      restore.set_prefix_hash(stored_[i]);
-    }
-    const auto reply = worker.engine().Step(plan);
-    EXPECT_TRUE(reply.ok()) << reply.status();
-    while (worker.engine().TierIsBusy()) worker.engine().PollTier();
-    return worker.engine().TakeTierReport();
-  }
-
   std::unique_ptr<TestModel> model_;
   kvasir::testing::ScratchDirectory scratch_;
   std::vector<std::string> stored_;  // prefix hashes
@@ -123,14 +95,14 @@ TEST_P(CudaEngineDiskTest, ARoundTripOverTheDiskDoesNotChangeLogits) {
   std::map<std::pair<int64_t, int64_t>, TestWorker::Logits> cold;
   {
     const std::unique_ptr<TestWorker> worker = Start();
-    Store(*worker, request);
+    ComputeAndStore(*worker, request, kChunk, kStoredBlocks, stored_);
     cold = worker->logits();
     EXPECT_EQ(worker->engine().store().stats().tier.written_blocks, kStoredBlocks);
     EXPECT_EQ(worker->engine().store().stats().device_misses, 0);
   }
   const std::unique_ptr<TestWorker> worker = Start();  // after a restart
   TestCoordinator coordinator({.chunk = kChunk});
-  const v1::TierReport report = Restore(*worker, coordinator);
+  const v1::TierReport report = RestoreBlocks(*worker, coordinator, stored_, kRestoredIds);
   ASSERT_THAT(report.restored(), SizeIs(kStoredBlocks));
   for (int i = 0; i < report.restored_size(); ++i) {
     EXPECT_EQ(report.restored(i).error_code(), 0) << report.restored(i).error_message();

@@ -11,6 +11,7 @@
 #include "gtest/gtest.h"
 
 #include "tests/support/scratch_directory.h"
+#include "tests/worker/disk_round_trip.h"
 #include "tests/worker/random_model_fixture.h"
 #include "tests/worker/test_coordinator.h"
 #include "tests/worker/test_worker.h"
@@ -54,34 +55,12 @@ class EngineDiskTest : public RandomModelFixture {
     return MakeSparseRequest(std::move(prompt), policy);
   }
 
-  // Computes the request and stores its first seven blocks, those of 448 tokens.
+  // Its first seven blocks, those of 448 tokens.
   void Store(TestWorker& worker, const TestRequest& request) {
-    TestCoordinator coordinator({.chunk = 128, .keep_blocks = true});
-    const size_t r = coordinator.Add(request);
-    worker.Run(coordinator);
-    v1::StepPlan plan = coordinator.NextPlan();
-    for (size_t i = 0; i < 7; ++i) {
-      v1::BlockPersist& persist = *plan.add_persists();
-      persist.set_block_id(coordinator.result(r).blocks[i]);
-      stored_.push_back(TestCoordinator::HashOfBlock(persist.block_id()));
-      for (size_t t = 0; t < 64; ++t) persist.add_tokens(request.prompt[64 * i + t]);
-    }
-    const auto reply = worker.engine().Step(plan);
-    ASSERT_TRUE(reply.ok()) << reply.status();
-    worker.engine().FlushTier();
+    ComputeAndStore(worker, request, /*chunk=*/128, 7, stored_);
   }
-  // Reads them as blocks kRestoredIds and following; what the engine reports.
   v1::TierReport Restore(TestWorker& worker, TestCoordinator& coordinator) {
-    v1::StepPlan plan = coordinator.NextPlan();
-    for (size_t i = 0; i < stored_.size(); ++i) {
-      v1::BlockRestore& restore = *plan.add_restores();
-      restore.set_block_id(kRestoredIds + i);
-      restore.set_prefix_hash(stored_[i]);
-    }
-    const auto reply = worker.engine().Step(plan);
-    EXPECT_TRUE(reply.ok()) << reply.status();
-    while (worker.engine().TierIsBusy()) worker.engine().PollTier();
-    return worker.engine().TakeTierReport();
+    return RestoreBlocks(worker, coordinator, stored_, kRestoredIds);
   }
   std::vector<std::string> Segments() const {
     std::vector<std::string> paths;
