@@ -298,18 +298,17 @@ absl::Status CudaBackend::ComputeAngles(const CudaRope& rope) {
 }
 
 absl::Status CudaBackend::EmbedTokens(const TensorView& table, const TensorView& y) {
-  const std::span<int32_t> ids = step_.table.tokens;
-  return kernels::Embedding(
-      {.table = table,
-       .ids = TensorView(ids.data(), DType::kInt32, {std::ssize(ids)}, Device::kCuda),
-       .y = y},
-      stream_.get());
+  return TakeRows(table, step_.table.tokens, y);
 }
 
 absl::Status CudaBackend::TakeSampled(const TensorView& x, const TensorView& y) {
-  const std::span<int32_t> ids = step_.table.sampled_tokens;
+  return TakeRows(x, step_.table.sampled_tokens, y);
+}
+
+absl::Status CudaBackend::TakeRows(const TensorView& table, std::span<int32_t> ids,
+                                   const TensorView& y) {
   return kernels::Embedding(
-      {.table = x,
+      {.table = table,
        .ids = TensorView(ids.data(), DType::kInt32, {std::ssize(ids)}, Device::kCuda),
        .y = y},
       stream_.get());

@@ -66,6 +66,9 @@ class CudaBackend final : public Backend {
   CudaBackend(kernels::Executor& executor, CudaStream stream, CudaEvent fetched,
               kernels::CublasLt lt, kernels::DeviceBuffer linear_workspace, std::string name);
 
+  // y = the rows of `table` that ids, in device memory, name.
+  absl::Status TakeRows(const kernels::TensorView& table, std::span<int32_t> ids,
+                        const kernels::TensorView& y);
   // The step's table, filled on the host and copied to the device.
   absl::Status UploadTable(const StepInputs& inputs);
   // Memory for what the step leaves behind, and no faults yet.

@@ -1,13 +1,14 @@
 // Residency decided on the GPU (kernels/paged/residency.h): the page table and everything that says
 // which page moves next lie in device memory, the host tier in pinned memory that kernels read in
-// place. What the store asks for between two steps (rows opened, sealed, freed, bound) is written
-// down and put on the stream when the next step begins, as a list as long as what changed. In the
-// steady decode loop the list is empty, and nothing here waits for the device.
+// place. What the store asks for between two steps (rows opened, sealed, freed, restored, bound) is
+// written down and put on the stream when the next step begins, as a list as long as what changed.
+// In the steady decode loop the list is empty, and nothing here waits for the device.
 //
 //   stream of the steps  | commands, step t | map, plan |   commands, step t+1   | wait, map, plan
 //   | stream of fills                                     | copy the planned fills |
 //
 // A page's bytes are not verified between the two tiers: both memories and the link correct errors.
+// Checksums are made on the host, for blocks that the tier below asks for.
 // Counters are those of the last step but one. Thread-compatible.
 #pragma once
 
