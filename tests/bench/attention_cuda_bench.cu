@@ -1,13 +1,18 @@
 // Attention on the GPU, decode and a prefill chunk of 512 queries, dense, over lists, and over the
 // lists that a method selects in the same call, for one sequence of the 8B shape (32 query and 8 KV
 // heads of 128). Random KV and digests, up to four sets in turn; medians of replays of a CUDA
-// graph. A method "by interval" selects in some steps only: the mean over a refresh cycle.
+// graph. A method "by interval" is launched in every step and selects in some of them, as in the
+// engine: the mean over a refresh cycle.
 //
-//   attention_cuda_bench [TOKENS ...]        default: 4096 32768 131072 1048576
+//   attention_cuda_bench [--rows=TEXT] [TOKENS ...]    default: 4096 32768 131072 1048576
+//
+//   --rows   only those whose name contains the text
 #include <algorithm>
 #include <cstdio>
 #include <cuda_bf16.h>
 #include <random>
+#include <span>
+#include <string_view>
 #include <vector>
 
 #include "kernels/attention/attend_cuda.h"
@@ -30,7 +35,8 @@ constexpr SelectionNumbers kNumbers = {
     .sink_tokens = 128, .window_tokens = 1024, .budget_tokens = 2048, .top_p = 0.95f};
 constexpr int64_t kListCapacity = 2048;  // entries: a token each
 constexpr int64_t kMaxListTokens = 4096;
-constexpr int64_t kCycle = 16;                    // steps of a refresh cycle
+constexpr int64_t kCycle = 16;    // steps of a refresh cycle
+constexpr int64_t kInterval = 8;  // steps between two lists of a method of one stage
 constexpr int64_t kSetBytes = int64_t{20} << 30;  // of all sets together
 
 // Roughly normal values from a counter: sums of four uniform ones.
@@ -50,6 +56,7 @@ __global__ void FillRandom(__nv_bfloat16* values, int64_t count, uint64_t seed) 
 struct Set {
   DeviceBuffer pages, table, block_rows, q, out, workspace, blocks, headers, entries, faults;
   DeviceBuffer bounds, bounds_table, codes, codes_table, numbers, work, pruning;
+  DeviceBuffer step_blocks, remembered, lists, memories;
   InfiniteHipCuda hip = {.preset = Value(InfiniteHipSelector::FindPreset("3k")),
                          .max_budget_tokens = kNumbers.budget_tokens};
   KvTensorMaps maps;
@@ -90,6 +97,14 @@ struct Set {
                               .first_position = tokens - num_queries + first});
     }
     blocks = Upload(query_blocks);
+    std::vector<QueryBlock> of_steps;
+    for (int64_t step = 1 - kCycle; step <= 0; ++step) {
+      for (QueryBlock block : query_blocks) {
+        block.first_position += step;
+        of_steps.push_back(block);
+      }
+    }
+    step_blocks = Upload(of_steps);
     headers = Upload(std::vector<SelectionHeader>(static_cast<size_t>(rows_of_selection), header));
     std::vector<SelectionEntry> entry_list;
     for (int64_t row = 0; row < rows_of_selection; ++row) {
@@ -144,6 +159,21 @@ struct Set {
               .blocks = params.blocks,
               .numbers = {numbers.As<SelectionNumbers>(), query_blocks.size()},
               .faults = params.faults};
+    remembered = Upload(std::vector<RememberedList>(kKvHeads));
+    lists = Value(DeviceBuffer::Allocate(kKvHeads * kListCapacity *
+                                         static_cast<int64_t>(sizeof(SelectionEntry))));
+    memories = Upload(std::vector<DeviceSelectionMemory>{{.rows = remembered.As<RememberedList>(),
+                                                          .lists = lists.As<SelectionEntry>(),
+                                                          .capacity = kListCapacity,
+                                                          .interval = kInterval}});
+  }
+
+  // Of one sequence that decodes: makes this step of a cycle the next one.
+  void StandAt(int64_t step) {
+    const size_t count = params.blocks.size();
+    params.blocks = {step_blocks.As<QueryBlock>() + step * std::ssize(params.blocks), count};
+    select.blocks = params.blocks;
+    select.device_memories = {memories.As<DeviceSelectionMemory>(), count};
   }
 };
 
@@ -171,15 +201,16 @@ void Both(Set& set, cudaStream_t stream) {
   kFirst(set, stream);
   kSecond(set, stream);
 }
-// kCycle steps, of which every eighth selects.
+// kCycle steps, each of which remembers what those before it selected.
 template <auto kSelect>
 void ByInterval(Set& set, cudaStream_t stream) {
   for (int64_t step = 0; step < kCycle; ++step) {
-    if (step % 8 == 0) kSelect(set, stream);
+    set.StandAt(step);
+    kSelect(set, stream);
     Attend(set, stream);
   }
 }
-// The same of infinitehip, whose stages have intervals of their own.
+// The same of infinitehip, whose stages have intervals of their own and remember nothing here.
 void InfiniteHipByInterval(Set& set, cudaStream_t stream) {
   const auto& intervals = set.hip.preset->refresh_intervals;
   for (int64_t step = 0; step < kCycle; ++step) {
@@ -194,9 +225,13 @@ void InfiniteHipByInterval(Set& set, cudaStream_t stream) {
 }
 using Call = void (*)(Set& set, cudaStream_t stream);
 
+// What a row's name has to contain.
+std::string_view wanted_rows;
+
 void Report(const char* name, Call call, int64_t tokens, int64_t num_queries,
             const SelectionHeader& header, const std::vector<SelectionEntry>& list,
             int64_t attended_tokens, int64_t steps = 1) {
+  if (std::string_view(name).find(wanted_rows) == std::string_view::npos) return;
   const int64_t set_bytes = tokens * kKvHeads * kHeadDim * 4;
   const int64_t num_sets = std::clamp<int64_t>(kSetBytes / set_bytes, 1, kMaxSets);
   const int64_t block_queries = std::min(num_queries, kPageTokens);
@@ -264,6 +299,7 @@ void Bench(int64_t tokens) {
     report("quest alone", Quest);
     report("quest and list", Both<Quest, Attend>);
     report("tokenselect alone", TokenSelect);
+    report("tokenselect and list", Both<TokenSelect, Attend>);
     report("infinitehip alone", InfiniteHip);
     report("infinitehip and list", Both<InfiniteHip, Attend>);
     if (num_queries > 1) continue;
@@ -281,7 +317,14 @@ void Bench(int64_t tokens) {
 
 int main(int argc, char** argv) {
   std::vector<int64_t> lengths;
-  for (int i = 1; i < argc; ++i) lengths.push_back(std::atoll(argv[i]));
+  for (const char* argument : std::span(argv, static_cast<size_t>(argc)).subspan(1)) {
+    constexpr std::string_view kRows = "--rows=";
+    if (std::string_view(argument).starts_with(kRows)) {
+      kvasir::kernels::wanted_rows = argument + kRows.size();
+    } else {
+      lengths.push_back(std::atoll(argument));
+    }
+  }
   if (lengths.empty()) lengths = {4096, 32768, 131072, 1048576};
   std::printf(
       "| attention | queries | tokens | attended | us | TB/s | TFLOP/s |\n"
