@@ -1,6 +1,6 @@
 // What Hopper's kernels need of PTX, one function an instruction: barriers on shared memory, the
-// bulk tensor copy, warpgroup matrix products and their shared-memory descriptors. Names follow the
-// PTX ISA (sections "mbarrier", "cp.async.bulk.tensor", "wgmma"). sm_90a.
+// bulk copies, clusters, warpgroup matrix products and their shared-memory descriptors. Names
+// follow the PTX ISA (sections "mbarrier", "cp.async.bulk", "barrier.cluster", "wgmma"). sm_90a.
 #pragma once
 
 #include <cstdint>
@@ -80,6 +80,20 @@ __device__ inline void PrefetchTensorMap(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
+// Copies `bytes` that lie side by side, as do both addresses a multiple of 16, and announces their
+// end to the barrier. What is read once is the first to leave the L2 cache.
+__device__ inline void CopyOnce(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
+  asm volatile(
+      "{\n"
+      ".reg .b64 policy;\n"
+      "createpolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1], %2, [%3], policy;\n"
+      "}\n" ::"r"(SharedAddress(to)),
+      "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(SharedAddress(barrier))
+      : "memory");
+}
+
 // Makes this thread's writes to shared memory visible to wgmma and to the copy engine, once a
 // barrier follows.
 __device__ inline void FenceAsyncProxy() {
@@ -88,6 +102,28 @@ __device__ inline void FenceAsyncProxy() {
 // Of `threads` threads, on the hardware barrier `id` (0 is __syncthreads).
 __device__ inline void NamedBarrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// --- clusters: blocks that run side by side, and reach each other's shared memory ---
+
+// Which block of its cluster this is.
+__device__ inline unsigned ClusterRank() {
+  unsigned rank = 0;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+// All threads of the cluster wait for each other, and see what was written before.
+__device__ inline void ClusterSync() {
+  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+}
+// The place in block `rank` that `place` is in this one.
+template <typename T>
+__device__ T* OfBlock(T* place, unsigned rank) {
+  uint64_t there = 0;
+  asm volatile("mapa.u64 %0, %1, %2;"
+               : "=l"(there)
+               : "l"(reinterpret_cast<uint64_t>(place)), "r"(rank));
+  return reinterpret_cast<T*>(there);
 }
 
 // --- wgmma: products of a warpgroup, operands in shared memory ---

@@ -10,19 +10,29 @@
 
 namespace kvasir::kernels {
 
+// In clusters of so many blocks, side by side in x.
 template <typename... Params, typename... Arguments>
-cudaError_t LaunchOverlapped(void (*kernel)(Params...), dim3 blocks, dim3 threads,
-                             size_t shared_bytes, cudaStream_t stream,
-                             const Arguments&... arguments) {
-  cudaLaunchAttribute overlap = {.id = cudaLaunchAttributeProgrammaticStreamSerialization};
-  overlap.val.programmaticStreamSerializationAllowed = 1;
+cudaError_t LaunchOverlappedClusters(void (*kernel)(Params...), unsigned cluster_blocks,
+                                     dim3 blocks, dim3 threads, size_t shared_bytes,
+                                     cudaStream_t stream, const Arguments&... arguments) {
+  cudaLaunchAttribute attributes[2] = {{.id = cudaLaunchAttributeProgrammaticStreamSerialization},
+                                       {.id = cudaLaunchAttributeClusterDimension}};
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].val.clusterDim = {.x = cluster_blocks, .y = 1, .z = 1};
   const cudaLaunchConfig_t config = {.gridDim = blocks,
                                      .blockDim = threads,
                                      .dynamicSmemBytes = shared_bytes,
                                      .stream = stream,
-                                     .attrs = &overlap,
-                                     .numAttrs = 1};
+                                     .attrs = attributes,
+                                     .numAttrs = 2};
   return cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+
+template <typename... Params, typename... Arguments>
+cudaError_t LaunchOverlapped(void (*kernel)(Params...), dim3 blocks, dim3 threads,
+                             size_t shared_bytes, cudaStream_t stream,
+                             const Arguments&... arguments) {
+  return LaunchOverlappedClusters(kernel, 1, blocks, threads, shared_bytes, stream, arguments...);
 }
 
 }  // namespace kvasir::kernels

@@ -12,29 +12,31 @@
 namespace kvasir::kernels {
 namespace {
 
-// Pages of a row for each block of threads, as long as there are no more blocks than kVoteBlocks.
-constexpr int64_t kPagesOfBlock = 16;
-
 // Returns the bytes of it all.
 int64_t LayOut(std::byte* workspace, const PagedKv& kv, int64_t group, int64_t rows,
                TokenSelectLaunch& launch) {
-  const int64_t pages = kv.max_blocks_per_slot;
-  launch.max_tokens = pages * kPageTokens;
-  // Whatever the batch: how a row is cut decides how its sums are rounded.
-  launch.blocks_of_row =
-      std::clamp<int64_t>((pages + kPagesOfBlock - 1) / kPagesOfBlock, 1, kVoteBlocks);
-  const int64_t tokens = rows * launch.max_tokens;
+  launch.max_tokens = kv.max_blocks_per_slot * kPageTokens;
+  launch.logits_of_row = launch.max_tokens * std::max<int64_t>(group, 2);
   ScratchPieces pieces(workspace);
-  launch.parts = pieces.Take<SoftmaxSum>(rows * launch.blocks_of_row * group);
-  launch.votes = pieces.Take<uint32_t>(tokens);
-  launch.bins = pieces.Take<uint32_t>(rows * kVoteBins);
-  launch.num_close = pieces.Take<uint32_t>(rows);
-  launch.chosen = pieces.Take<uint64_t>(rows * pages);
-  launch.equal = pieces.Take<uint64_t>(rows * pages);
-  launch.logits = pieces.Take<float>(tokens * std::max<int64_t>(group, 2));
-  launch.close = reinterpret_cast<uint32_t*>(launch.logits);
-  launch.close_votes = launch.close + tokens;
+  launch.parts = pieces.Take<SoftmaxSum>(rows * kLogitBlocks * group);
+  launch.votes = pieces.Take<uint32_t>(rows * launch.max_tokens);
+  launch.logits = pieces.Take<float>(rows * launch.logits_of_row);
   return pieces.bytes();
+}
+
+// Two on each multiprocessor where there is one sequence. Whatever the batch: how a row is cut
+// decides how its sums are rounded.
+absl::StatusOr<int64_t> BlocksOfRow(const PagedKv& kv) {
+  int device = 0;
+  int processors = 0;
+  KVASIR_RETURN_IF_ERROR(CudaStatus(cudaGetDevice(&device), "finding the device"));
+  KVASIR_RETURN_IF_ERROR(
+      CudaStatus(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device),
+                 "counting the device's multiprocessors"));
+  constexpr int64_t kPagesOfBlock = 4;  // at least
+  const int64_t useful = (kv.max_blocks_per_slot + kPagesOfBlock - 1) / kPagesOfBlock;
+  const int64_t share = 2 * processors / kv.layout.num_kv_heads;
+  return std::clamp<int64_t>(std::min(useful, share), 1, kLogitBlocks);
 }
 
 }  // namespace
@@ -54,10 +56,17 @@ absl::Status SelectTokens(const SelectParams& params, const PageSelection& out,
                                                    " query heads a KV head; it serves at most ",
                                                    kMaxCudaGroup));
   }
+  if (params.kv.max_blocks_per_slot > kVoteBlocks * kVotePages) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "tokenselect on the GPU: slots of ", params.kv.max_blocks_per_slot,
+        " blocks; it serves at most ", kVoteBlocks * kVotePages, "; lower the longest context"));
+  }
   if (params.blocks.empty()) return absl::OkStatus();
   TokenSelectLaunch launch = {.select = select, .faults = params.faults.data()};
+  KVASIR_ASSIGN_OR_RETURN(launch.blocks_of_row, BlocksOfRow(params.kv));
   LayOut(workspace, params.kv, select.group, out.num_rows, launch);
-  return CudaStatus(LaunchTokenSelect(launch, stream), "launching tokenselect");
+  KVASIR_RETURN_IF_ERROR(CudaStatus(LaunchTokenLogits(launch, stream), "launching logits"));
+  return CudaStatus(LaunchTokenVotes(launch, stream), "launching votes");
 }
 
 }  // namespace kvasir::kernels

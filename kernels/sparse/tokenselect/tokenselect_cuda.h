@@ -23,10 +23,11 @@ namespace kvasir::kernels {
 // row and token that a slot can hold, G being the heads of a group.
 int64_t TokenSelectWorkspaceBytes(const PagedKv& kv, int64_t group, int64_t blocks);
 
-// Four kernels. Nothing is allocated or waited for; may be captured. INVALID_ARGUMENT on shapes:
-// head_dim 64 or 128, q and KV float32 or bfloat16, at most 8 query heads a KV head. INTERNAL with
-// CUDA's error when a launch fails. An absent page sets the slot's fault. Cost: reads every
-// candidate's key once.
+// Two kernels, which begin while the one before them on the stream ends (overlapped_launch.h).
+// Nothing is allocated or waited for; may be captured. INVALID_ARGUMENT on shapes: head_dim 64 or
+// 128, q and KV float32 or bfloat16, at most 8 query heads a KV head and 6,291,456 tokens a slot.
+// INTERNAL with CUDA's error when a launch fails. An absent page sets the slot's fault. Cost: reads
+// every candidate's key once, its logits twice.
 absl::Status SelectTokens(const SelectParams& params, const PageSelection& out,
                           std::byte* workspace, cudaStream_t stream);
 

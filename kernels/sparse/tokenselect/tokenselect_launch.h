@@ -9,34 +9,37 @@
 
 namespace kvasir::kernels {
 
-// Votes are counted by the upper 11 bits of their OrderedScore (ranking.h).
-inline constexpr int kVoteBins = 2048;
-// Blocks of threads of a row at most.
-inline constexpr int kVoteBlocks = 256;
+// Blocks of threads that take a row's logits, at most.
+inline constexpr int kLogitBlocks = 256;
+// Blocks of threads, a cluster, that choose for a row, and pages for which one of them has room.
+inline constexpr int kVoteBlocks = 8;
+inline constexpr int64_t kVotePages = 12288;
 
-// max + log(sum) is the logarithm of a softmax's denominator.
+// Logits count in powers of two: they are times log2(e). The logarithm of a softmax's denominator
+// is max + log2(sum).
 struct SoftmaxSum {
   float max;
   float sum;
 };
 
-// A candidate is counted from the end of the sink on. All pointers are device memory.
+// All pointers are device memory. A token stands at its number, from the start of the context.
 struct TokenSelectLaunch {
   SelectLaunch select = {};
-  uint8_t* faults = nullptr;        // [num_slots]
-  int64_t max_tokens = 0;           // that a slot can hold
-  int64_t blocks_of_row = 0;        // blocks of threads
-  float* logits = nullptr;          // [rows, max_tokens, group]
-  SoftmaxSum* parts = nullptr;      // [rows, blocks_of_row, group]
-  uint32_t* votes = nullptr;        // [rows, max_tokens], of OrderedScore
-  uint32_t* bins = nullptr;         // [rows, kVoteBins]: how many votes there are in each
-  uint32_t* num_close = nullptr;    // [rows]: candidates in the bin of the last one chosen
-  uint32_t* close = nullptr;        // [rows, max_tokens]: these; takes the place of the logits
-  uint32_t* close_votes = nullptr;  // [rows, max_tokens]; likewise
-  uint64_t* chosen = nullptr;       // [rows, pages]: masks of tokens
-  uint64_t* equal = nullptr;        // [rows, pages]: of those with the very vote of the last one
+  uint8_t* faults = nullptr;    // [num_slots]
+  int64_t max_tokens = 0;       // that a slot can hold
+  int64_t blocks_of_row = 0;    // that take logits
+  int64_t logits_of_row = 0;    // floats
+  float* logits = nullptr;      // [rows][group, max_tokens] of logits_of_row: neither NaN nor inf
+  SoftmaxSum* parts = nullptr;  // [rows, blocks_of_row, group]
+  uint32_t* votes = nullptr;    // [rows, max_tokens]: bits of a float that is not negative
+
+  // Of tokens that may be chosen yet; takes the place of the row's logits.
+  KVASIR_HOST_DEVICE uint64_t* Rivals(int64_t row) const {
+    return reinterpret_cast<uint64_t*>(logits + row * logits_of_row);
+  }
 };
 
-cudaError_t LaunchTokenSelect(const TokenSelectLaunch& params, cudaStream_t stream);
+cudaError_t LaunchTokenLogits(const TokenSelectLaunch& params, cudaStream_t stream);
+cudaError_t LaunchTokenVotes(const TokenSelectLaunch& params, cudaStream_t stream);
 
 }  // namespace kvasir::kernels

@@ -4,11 +4,13 @@
 #include <gtest/gtest.h>
 #include <limits>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "kernels/sparse/hip/hip_cuda.h"
 #include "kernels/sparse/hip/hip_selector.h"
 #include "kernels/sparse/infinitehip/infinitehip_cuda.h"
+#include "kernels/sparse/reuse/device_memory.h"
 #include "kernels/sparse/tokenselect/tokenselect_cuda.h"
 #include "kernels/sparse/tokenselect/tokenselect_selector.h"
 #include "tests/support/device_select.h"
@@ -116,22 +118,98 @@ TEST_P(TokenListsCudaTest, TokenSelectChoosesWhatTheCpuChooses) {
   EXPECT_EQ(std::count(found.faults.begin(), found.faults.end(), 0), 3);
 }
 
-// All votes are equal, then all but one are: what counts is the order of tokens.
+// All votes are equal, of more tokens than are compared one by one: what counts is their order.
 TEST_P(TokenListsCudaTest, TokenSelectTakesTheLaterOfEqualVotes) {
   AttentionShape shape = Shape();
-  AttentionBatch batch(shape, 1, 1024, 52);
-  batch.FillContext(0, 1024);
-  batch.AddBlock(0, 1023, 1);
+  AttentionBatch batch(shape, 1, 4096, 52);
+  batch.FillContext(0, 4096);
+  for (const int64_t position : {1023, 4095}) batch.AddBlock(0, position, 1);
   for (int64_t head = 0; head < batch.heads(); ++head) {
-    std::fill_n(batch.q(0, head), shape.head_dim, 0.0f);
+    for (int64_t query = 0; query < 2; ++query) {
+      std::fill_n(batch.q(query, head), shape.head_dim, 0.0f);
+    }
   }
-  const Lists found =
-      TokenSelectOnGpu(batch, {{.sink_tokens = 10, .window_tokens = 100, .budget_tokens = 77}}, 16);
-  for (size_t row = 0; row < 2; ++row) {
+  const SelectionNumbers n = {.sink_tokens = 10, .window_tokens = 100, .budget_tokens = 777};
+  const Lists found = TokenSelectOnGpu(batch, {n, n}, 16);
+  for (size_t row = 0; row < 4; ++row) {
+    const int64_t window = row < 2 ? 924 : 3996;
     const auto tokens = TokensOf(found.headers[row], found.list(row), &SelectionEntry::live);
-    ASSERT_EQ(tokens.size(), 77u);
-    EXPECT_EQ(tokens.front(), 924 - 77) << "the window begins at 924";
-    EXPECT_EQ(tokens.back(), 923);
+    ASSERT_EQ(tokens.size(), 777u);
+    EXPECT_EQ(tokens.front(), window - 777);
+    EXPECT_EQ(tokens.back(), window - 1);
+  }
+}
+
+// An infinite logit takes all votes of its head, or its share of them; NaN gets none.
+TEST_P(TokenListsCudaTest, TokenSelectCountsKeysThatAreNotFinite) {
+  AttentionBatch batch(Shape(), 1, 3000, 58);
+  batch.FillContext(0, 3000);
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  for (int64_t head = 0; head < 2; ++head) {
+    for (const auto& [token, value] : {std::pair{100, kInfinity},
+                                       {101, -kInfinity},
+                                       {900, kInfinity},
+                                       {901, NAN},
+                                       {902, 1e30f}}) {
+      std::byte* key =
+          batch.kv().Token(FakePagedKv::Side::kKey, 0, token, AttentionBatch::kLayer, head);
+      batch.kv().Set(key, 3, value);
+    }
+  }
+  batch.AddBlock(0, 2999, 1);
+  batch.AddBlock(0, 2880, 64);
+  const SelectionNumbers n = {.sink_tokens = 10, .window_tokens = 100, .budget_tokens = 500};
+  const auto selector = TokenSelectSelector::Create({}).value();
+  const PageSelection expected = SelectOnCpu(*selector, batch, {n, n}, 64);
+  HostLists cpu(expected);
+  ExpectAlike(Compare(TokenSelectOnGpu(batch, {n, n}, 64), cpu.View()));
+}
+
+// What the steps of an interval get is the list that its first made.
+TEST_P(TokenListsCudaTest, TokenSelectRemembersItsLists) {
+  AttentionBatch batch(Shape(), 1, 2048, 59);
+  batch.FillContext(0, 2048);
+  constexpr int64_t kFirst = 1990;
+  for (int64_t step = 0; step < 4; ++step) batch.AddBlock(0, kFirst + step, 1);
+  const SelectionNumbers n = {
+      .sink_tokens = 10, .window_tokens = 100, .budget_tokens = 300, .reach_tokens = 2};
+  constexpr int64_t kCapacity = 64;
+  const auto rows = static_cast<size_t>((AttentionBatch::kLayer + 1) * 2);
+  DeviceMemory memory;
+  const std::vector<RememberedList> nothing(rows);
+  const std::vector<SelectionEntry> no_entries(rows * kCapacity);
+  const DeviceSelectionMemory remembered = {
+      .rows = memory.Copy(nothing.data(), rows).value(),
+      .lists = memory.Copy(no_entries.data(), no_entries.size()).value(),
+      .capacity = kCapacity,
+      .interval = 3};
+  const DeviceSelectionMemory* const of_block = memory.Copy(&remembered, 1).value();
+  const Lists found =
+      RunSelectOnGpu(batch, {n, n, n, n}, HostLists(batch, kCapacity).View(),
+                     TokenSelectWorkspaceBytes(batch.kv().View(), batch.shape().group, 1),
+                     [&](const SelectParams& params, const PageSelection& out,
+                         std::byte* workspace) -> absl::Status {
+                       for (size_t step = 0; step < 4; ++step) {
+                         SelectParams one = params;
+                         one.blocks = params.blocks.subspan(step, 1);
+                         one.numbers = params.numbers.subspan(step, 1);
+                         one.device_memories = {of_block, 1};
+                         KVASIR_RETURN_IF_ERROR(SelectTokens(
+                             one, out.Rows(static_cast<int64_t>(2 * step), 2), workspace, nullptr));
+                       }
+                       return absl::OkStatus();
+                     });
+  for (size_t head = 0; head < 2; ++head) {
+    const auto tokens = [&](size_t step) {
+      const size_t row = 2 * step + head;
+      return TokensOf(found.headers[row], found.list(row), &SelectionEntry::live);
+    };
+    for (size_t step = 0; step < 4; ++step) {
+      SCOPED_TRACE(step);
+      EXPECT_EQ(found.headers[2 * step + head].made_at, kFirst + (step < 3 ? 0 : 3));
+      EXPECT_EQ(tokens(step).size(), 300u);
+      EXPECT_EQ(tokens(step) == tokens(0), step < 3);
+    }
   }
 }
 

@@ -1,0 +1,445 @@
+// Logits of all candidates, and the sums of their softmaxes by blocks of threads: one reading of
+// the keys. Those in bfloat16 are brought page by page into shared memory, by each warp for itself
+// and several pages ahead, and multiplied by tensor cores; those in float32 are read as they lie.
+#include <algorithm>
+#include <cfloat>
+#include <cuda_bf16.h>
+
+#include "kernels/base/ampere.cuh"
+#include "kernels/base/hopper.cuh"
+#include "kernels/base/overlapped_launch.h"
+#include "kernels/sparse/tokenselect/voting_row.cuh"
+
+namespace kvasir::kernels {
+namespace {
+
+constexpr int kGroup = static_cast<int>(kMaxCudaGroup);
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr SoftmaxSum kEmptySum = {-INFINITY, 0};
+
+// --- what both kinds of keys share ---
+
+// NaN counts as -inf, and nothing is infinitely large: all that are have the same share of votes.
+__device__ float VotingLogit(float logit) {
+  return logit > -INFINITY ? fminf(logit, FLT_MAX) : -INFINITY;
+}
+
+template <int kCount>
+__device__ void Add(SoftmaxSum& to, const float (&logits)[kCount]) {
+  float max = to.max;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) max = fmaxf(max, logits[i]);
+  if (max == -INFINITY) return;
+  float sum = to.sum * exp2f(to.max - max);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) sum += exp2f(logits[i] - max);
+  to = {max, sum};
+}
+__device__ SoftmaxSum Merge(const SoftmaxSum& a, const SoftmaxSum& b) {
+  const float max = fmaxf(a.max, b.max);
+  if (max == -INFINITY) return kEmptySum;
+  return {max, a.sum * exp2f(a.max - max) + b.sum * exp2f(b.max - max)};
+}
+
+// The mean queries of the row's block, to means[group], by all threads of the block.
+template <typename Query, int kHeadDim>
+__device__ void LoadMeansOf(const SelectLaunch& p, const DeviceRow& row, float (*means)[kHeadDim]) {
+  using Vector = KeyVector<Query>;
+  constexpr int kVectors = kHeadDim / Vector::kElements;
+  const int64_t heads = p.kv.layout.num_kv_heads * p.group;
+  const auto* queries = static_cast<const Vector*>(p.q);
+  for (int i = static_cast<int>(threadIdx.x); i < p.group * kVectors;
+       i += static_cast<int>(blockDim.x)) {
+    const int g = i / kVectors;
+    const Vector* from = queries +
+                         (row.block.first_row * heads + row.kv_head * p.group + g) * kVectors +
+                         i % kVectors;
+    float sums[Vector::kElements] = {};
+#pragma unroll 8
+    for (int64_t r = 0; r < row.block.num_rows; ++r) {
+      const Vector part = from[r * heads * kVectors];
+#pragma unroll
+      for (int e = 0; e < Vector::kElements; ++e) sums[e] += static_cast<float>(part.values[e]);
+    }
+    float* const to = means[g] + i % kVectors * Vector::kElements;
+#pragma unroll
+    for (int e = 0; e < Vector::kElements; ++e) {
+      to[e] = sums[e] / static_cast<float>(row.block.num_rows);
+    }
+  }
+  __syncthreads();
+}
+template <int kHeadDim>
+__device__ void LoadMeans(const SelectLaunch& p, const DeviceRow& row, float (*means)[kHeadDim]) {
+  p.q_dtype == DType::kFloat32 ? LoadMeansOf<float, kHeadDim>(p, row, means)
+                               : LoadMeansOf<BFloat16, kHeadDim>(p, row, means);
+}
+
+// Merges kCount sums a head to the part of this block. A barrier must lie between.
+template <int kCount>
+__device__ void StorePart(const TokenSelectLaunch& p, const VotingRow& row,
+                          const SoftmaxSum (&sums)[kCount][kGroup]) {
+  if (threadIdx.x >= static_cast<unsigned>(p.select.group)) return;
+  SoftmaxSum all = kEmptySum;
+  for (const auto& of_some : sums) all = Merge(all, of_some[threadIdx.x]);
+  p.parts[(row.at.index * p.blocks_of_row + blockIdx.y) * p.select.group + threadIdx.x] = all;
+}
+
+// --- keys in bfloat16 ---
+
+constexpr int kWarps = 2;  // of a block; a multiprocessor has two blocks
+
+template <int kHeadDim>
+struct KeyRing {
+  static constexpr int kStages = 3 * 128 / kHeadDim;
+  static constexpr int kPageBytes = static_cast<int>(kPageTokens) * kHeadDim * 2;
+  alignas(128) std::byte pages[kStages][kPageBytes];
+  uint64_t full[kStages];
+};
+
+template <int kHeadDim>
+struct LogitMemory {
+  KeyRing<kHeadDim> rings[kWarps];
+  float means[kGroup][kHeadDim];
+  SoftmaxSum sums[kWarps][kGroup];
+};
+
+// The pages first, first + step, ... of a row on their way through a warp's ring, by the whole
+// warp.
+template <int kHeadDim>
+class KeyStream {
+  using Ring = KeyRing<kHeadDim>;
+  static constexpr int kStages = Ring::kStages;
+
+ public:
+  __device__ KeyStream(const TokenSelectLaunch& p, const VotingRow& row, Ring& ring, int64_t first,
+                       int64_t step)
+      : p_(p),
+        row_(row),
+        ring_(ring),
+        first_(first),
+        step_(step),
+        lane_(static_cast<int>(threadIdx.x) % kWarpThreads) {
+    if (lane_ == 0) {
+      for (uint64_t& full : ring.full) hopper::BarrierInit(&full, 1);
+      hopper::FenceBarrierInit();
+    }
+    __syncwarp();
+    for (int i = 0; i < kStages; ++i) Send();
+  }
+
+  // Of the page to be read now; null where it is absent.
+  __device__ const std::byte* Wait() const {
+    const int stage = read_ % kStages;
+    hopper::BarrierWait(&ring_.full[stage], static_cast<uint32_t>(read_ / kStages % 2));
+    return (exist_ >> stage & 1) != 0 ? ring_.pages[stage] : nullptr;
+  }
+  // It has been read.
+  __device__ void Next() {
+    ++read_;
+    __syncwarp();
+    Send();
+  }
+
+ private:
+  // The next page into the stage that is free.
+  __device__ void Send() {
+    if (sent_ % kWarpThreads == 0) {
+      const int64_t page = first_ + (sent_ + lane_) * step_;
+      keys_ = page < row_.end_page() ? FindKeys(p_.select, row_.at, page, p_.faults) : nullptr;
+    }
+    const auto keys = reinterpret_cast<const std::byte*>(
+        __shfl_sync(kAllLanes, reinterpret_cast<uintptr_t>(keys_), sent_ % kWarpThreads));
+    const int stage = sent_++ % kStages;
+    exist_ = (exist_ & ~(1u << stage)) | (keys != nullptr ? 1u << stage : 0);
+    if (lane_ != 0) return;
+    if (keys == nullptr) {
+      hopper::BarrierArrive(&ring_.full[stage]);
+    } else {
+      hopper::BarrierArriveExpecting(&ring_.full[stage], Ring::kPageBytes);
+      hopper::CopyOnce(ring_.pages[stage], keys, Ring::kPageBytes, &ring_.full[stage]);
+    }
+  }
+
+  const TokenSelectLaunch& p_;
+  const VotingRow& row_;
+  Ring& ring_;
+  const int64_t first_;
+  const int64_t step_;
+  const int lane_;
+  const std::byte* keys_ = nullptr;  // of one of the next pages each lane
+  unsigned exist_ = 0;               // bit i: stage i's page does
+  int sent_ = 0;
+  int read_ = 0;
+};
+
+__device__ uint32_t Pair(float low, float high) {
+  const __nv_bfloat162 pair = {__float2bfloat16_rn(low), __float2bfloat16_rn(high)};
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+__device__ float Rounded(float x) { return __bfloat162float(__float2bfloat16_rn(x)); }
+
+// Means as the right operand of the products, in tiles of four heads: column 2 h is head h in
+// bfloat16, column 2 h + 1 what that leaves out. A lane reads 8 neighbouring elements of a key, but
+// a product of 16 wants 2 c, 2 c + 1, 2 c + 8 and 2 c + 9 of lane c of four. So the elements
+// 8 c .. 8 c + 7 of 32 take those places of two products, alike for keys and means.
+template <int kHeadDim, int kTiles>
+struct MeanTiles {
+  uint32_t at[kTiles][kHeadDim / 16][2];
+
+  __device__ MeanTiles(const float (*means)[kHeadDim], int group) {
+    const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
+    const bool is_rest = lane / 4 % 2 != 0;
+    const auto part = [&](float x) { return is_rest ? x - Rounded(x) : x; };
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      const int head = tile * 4 + lane / 8;
+#pragma unroll
+      for (int step = 0; step < kHeadDim / 16; ++step) {
+        const float* x = means[head] + step / 2 * 32 + lane % 4 * 8 + step % 2 * 4;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          at[tile][step][i] = head < group ? Pair(part(x[2 * i]), part(x[2 * i + 1])) : 0;
+        }
+      }
+    }
+  }
+};
+
+// Two of 16 keys in shared memory: those of the lane's rows.
+template <int kHeadDim>
+struct KeyRows {
+  static constexpr int kParts = kHeadDim / 32;
+  uint4 parts[2][kParts];
+
+  // Rows lie in the same banks: neighbouring ones are read with their halves exchanged.
+  __device__ explicit KeyRows(const std::byte* keys) {
+    const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
+    const bool is_odd = lane / 4 % 2 != 0;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const auto* row =
+          reinterpret_cast<const uint4*>(keys + (lane / 4 + 8 * i) * kHeadDim * 2) + lane % 4;
+#pragma unroll
+      for (int part = 0; part < kParts; part += 2) {
+        const uint4 first = row[(part + (is_odd ? 1 : 0)) * 4];
+        const uint4 second = row[(part + (is_odd ? 0 : 1)) * 4];
+        parts[i][part] = is_odd ? second : first;
+        parts[i][part + 1] = is_odd ? first : second;
+      }
+    }
+  }
+};
+
+// sums[tile] += the 16 keys by the tile's means.
+template <int kHeadDim, int kTiles>
+__device__ void Multiply(const KeyRows<kHeadDim>& keys, const MeanTiles<kHeadDim, kTiles>& means,
+                         float (&sums)[kTiles][4]) {
+#pragma unroll
+  for (int part = 0; part < KeyRows<kHeadDim>::kParts; ++part) {
+    const uint4& low = keys.parts[0][part];
+    const uint4& high = keys.parts[1][part];
+    const uint32_t left[4] = {low.x, high.x, low.y, high.y};
+    const uint32_t right[4] = {low.z, high.z, low.w, high.w};
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      Mma16x8(sums[tile], left, means.at[tile][2 * part]);
+      Mma16x8(sums[tile], right, means.at[tile][2 * part + 1]);
+    }
+  }
+}
+
+constexpr int kTileTokens = 16;
+constexpr int kLaneTokens = 2 * static_cast<int>(kPageTokens) / kTileTokens;  // of a page
+// The page's token that a lane has as its i-th.
+__device__ int TokenOf(int i) {
+  return i / 2 * kTileTokens + i % 2 * 8 + static_cast<int>(threadIdx.x) % kWarpThreads / 4;
+}
+
+// The lane's logits of a page: lane c of four has head c of every tile.
+template <int kHeadDim, int kTiles>
+__device__ void TakeLogits(const std::byte* keys, const MeanTiles<kHeadDim, kTiles>& means,
+                           float scale, float (&logits)[kTiles][kLaneTokens]) {
+#pragma unroll
+  for (int i = 0; i < kLaneTokens; i += 2) {
+    float sums[kTiles][4] = {};
+    Multiply(KeyRows<kHeadDim>(keys + i / 2 * kTileTokens * kHeadDim * 2), means, sums);
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+      for (int row = 0; row < 2; ++row) {
+        // An infinite key has no rest, whatever it is multiplied by.
+        const float whole = sums[tile][2 * row];
+        const float rest = fabsf(whole) <= FLT_MAX ? sums[tile][2 * row + 1] : 0.0f;
+        logits[tile][i + row] = VotingLogit(scale * (whole + rest));
+      }
+    }
+  }
+}
+
+template <int kHeadDim, int kTiles>
+__global__ void __launch_bounds__(kWarps* kWarpThreads)
+    ProductKernel(const __grid_constant__ TokenSelectLaunch p) {
+  extern __shared__ std::byte raw[];
+  auto& memory = *reinterpret_cast<LogitMemory<kHeadDim>*>(
+      (reinterpret_cast<uintptr_t>(raw) + 127) / 128 * 128);
+  cudaGridDependencySynchronize();
+  cudaTriggerProgrammaticLaunchCompletion();
+  const VotingRow row(p, blockIdx.x);
+  if (row.wanted == 0) return;
+  const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
+  const int warp = static_cast<int>(threadIdx.x) / kWarpThreads;
+  const int64_t first = row.first_page() + int64_t{blockIdx.y} * kWarps + warp;
+  const int64_t step = p.blocks_of_row * kWarps;
+  KeyStream<kHeadDim> stream(p, row, memory.rings[warp], first, step);
+  LoadMeans<kHeadDim>(p.select, row.at, memory.means);
+  const int group = static_cast<int>(p.select.group);
+  const MeanTiles<kHeadDim, kTiles> means(memory.means, group);
+  const float scale = p.select.scale * kLog2E;
+  float* const to = p.logits + row.at.index * p.logits_of_row;
+  SoftmaxSum own[kTiles];
+  for (SoftmaxSum& sum : own) sum = kEmptySum;
+  for (int64_t page = first; page < row.end_page(); page += step, stream.Next()) {
+    float logits[kTiles][kLaneTokens];
+    if (const std::byte* keys = stream.Wait(); keys != nullptr) {
+      TakeLogits(keys, means, scale, logits);
+    } else {
+      for (auto& of_tile : logits) {
+        for (float& logit : of_tile) logit = -INFINITY;
+      }
+    }
+    const uint64_t candidates = row.CandidatesOf(page);
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      const int head = tile * 4 + lane % 4;
+#pragma unroll
+      for (int i = 0; i < kLaneTokens; ++i) {
+        if ((candidates >> TokenOf(i) & 1) == 0) {
+          logits[tile][i] = -INFINITY;
+        } else if (head < group) {
+          to[head * p.max_tokens + page * kPageTokens + TokenOf(i)] = logits[tile][i];
+        }
+      }
+      Add(own[tile], logits[tile]);
+    }
+  }
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+    for (int distance = 4; distance < kWarpThreads; distance *= 2) {
+      const SoftmaxSum other = {__shfl_xor_sync(kAllLanes, own[tile].max, distance),
+                                __shfl_xor_sync(kAllLanes, own[tile].sum, distance)};
+      own[tile] = Merge(own[tile], other);
+    }
+    if (lane < 4) memory.sums[warp][tile * 4 + lane] = own[tile];
+  }
+  __syncthreads();
+  StorePart(p, row, memory.sums);
+}
+
+template <int kHeadDim, int kTiles>
+cudaError_t LaunchProducts(const TokenSelectLaunch& p, const dim3& blocks, cudaStream_t stream) {
+  constexpr int kSharedBytes = static_cast<int>(sizeof(LogitMemory<kHeadDim>)) + 128;
+  const auto kernel = ProductKernel<kHeadDim, kTiles>;
+  if (const cudaError_t error =
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+      error != cudaSuccess) {
+    return error;
+  }
+  return LaunchOverlapped(kernel, blocks, kWarps * kWarpThreads, kSharedBytes, stream, p);
+}
+
+// --- keys in float32 ---
+
+constexpr int kPlainThreads = 256;
+constexpr int kPlainWarps = kPlainThreads / kWarpThreads;
+
+// So many lanes have a key that each reads 16 bytes of it.
+template <int kHeadDim>
+struct PlainLanes {
+  static constexpr int kElements = KeyVector<float>::kElements;
+  static constexpr int kOfKey = kHeadDim / kElements;
+  static constexpr int kKeys = kWarpThreads / kOfKey;  // side by side
+};
+
+// The products of the lane's part of a key and of the means, summed over the lanes of the key; lane
+// g of a key gets head g's.
+template <int kHeadDim>
+__device__ float PlainLogit(const KeyVector<float>& key, int group,
+                            const float (*means)[kHeadDim]) {
+  using L = PlainLanes<kHeadDim>;
+  const int part = static_cast<int>(threadIdx.x) % L::kOfKey;
+  float own = 0;
+  for (int g = 0; g < group; ++g) {
+    float sum = 0;
+#pragma unroll
+    for (int e = 0; e < L::kElements; ++e) {
+      sum += means[g][part * L::kElements + e] * key.values[e];
+    }
+#pragma unroll
+    for (int distance = 1; distance < L::kOfKey; distance *= 2) {
+      sum += __shfl_xor_sync(kAllLanes, sum, distance);
+    }
+    if (part == g) own = sum;
+  }
+  return own;
+}
+
+template <int kHeadDim>
+__global__ void __launch_bounds__(kPlainThreads, 2)
+    PlainKernel(const __grid_constant__ TokenSelectLaunch p) {
+  using L = PlainLanes<kHeadDim>;
+  static_assert(L::kOfKey >= kGroup);
+  __shared__ float means[kGroup][kHeadDim];
+  __shared__ SoftmaxSum sums[kPlainWarps * L::kKeys][kGroup];
+  cudaGridDependencySynchronize();
+  const VotingRow row(p, blockIdx.x);
+  if (row.wanted == 0) return;
+  LoadMeans<kHeadDim>(p.select, row.at, means);
+  const int group = static_cast<int>(p.select.group);
+  const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
+  const int warp = static_cast<int>(threadIdx.x) / kWarpThreads;
+  const int part = lane % L::kOfKey;
+  float* const to = p.logits + row.at.index * p.logits_of_row;
+  SoftmaxSum own = kEmptySum;  // of head `part`
+  for (int64_t page = row.first_page() + int64_t{blockIdx.y} * kPlainWarps + warp;
+       page < row.end_page(); page += p.blocks_of_row * kPlainWarps) {
+    const std::byte* keys = FindKeys(p.select, row.at, page, p.faults);
+    const uint64_t candidates = row.CandidatesOf(page);
+#pragma unroll 2
+    for (int first = 0; first < kPageTokens; first += L::kKeys) {
+      const int token = first + lane / L::kOfKey;
+      KeyVector<float> key = {};
+      if (keys != nullptr) {
+        key = reinterpret_cast<const KeyVector<float>*>(keys)[token * L::kOfKey + part];
+      }
+      const float sum = PlainLogit<kHeadDim>(key, group, means);
+      if (part >= group || (candidates >> token & 1) == 0) continue;
+      const float logit[1] = {
+          VotingLogit(keys != nullptr ? p.select.scale * kLog2E * sum : -INFINITY)};
+      to[part * p.max_tokens + page * kPageTokens + token] = logit[0];
+      Add(own, logit);
+    }
+  }
+  if (part < kGroup) sums[warp * L::kKeys + lane / L::kOfKey][part] = own;
+  __syncthreads();
+  StorePart(p, row, sums);
+}
+
+template <int kHeadDim>
+cudaError_t Launch(const TokenSelectLaunch& p, cudaStream_t stream) {
+  const dim3 blocks(static_cast<unsigned>(p.select.out.num_rows),
+                    static_cast<unsigned>(p.blocks_of_row));
+  if (p.select.kv.layout.dtype == DType::kFloat32) {
+    return LaunchOverlapped(PlainKernel<kHeadDim>, blocks, kPlainThreads, 0, stream, p);
+  }
+  return p.select.group <= 4 ? LaunchProducts<kHeadDim, 1>(p, blocks, stream)
+                             : LaunchProducts<kHeadDim, 2>(p, blocks, stream);
+}
+
+}  // namespace
+
+cudaError_t LaunchTokenLogits(const TokenSelectLaunch& p, cudaStream_t stream) {
+  return p.select.kv.layout.head_dim == 128 ? Launch<128>(p, stream) : Launch<64>(p, stream);
+}
+
+}  // namespace kvasir::kernels
