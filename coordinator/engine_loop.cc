@@ -247,13 +247,13 @@ absl::Status EngineLoop::ServeUntilLost(Scheduler& scheduler) {
     EndOverdue(scheduler);
     Scheduler::Planned planned = scheduler.NextPlan(clock_.Now());
     Dispatch(std::move(planned.events), scheduler);
-    wait = planned.plan.has_value() ? Wait::kNo : Wait::kForEvents;
-    if (!planned.plan.has_value()) continue;
-    absl::StatusOr<v1::StepReply> reply = group_.Step(*planned.plan);
-    if (!reply.ok()) {
-      MutexLock lock(mu_);
-      return stop_.has_value() ? *stop_ : ForClients(reply.status());
-    }
+    const bool is_sent = planned.plan.has_value();
+    if (is_sent) KVASIR_RETURN_IF_ERROR(EndOf(group_.Send(*planned.plan)));
+    wait = scheduler.unanswered_plans() > 0 ? Wait::kNo : Wait::kForEvents;
+    const bool may_plan = is_sent && scheduler.unanswered_plans() < Scheduler::kMostPlans;
+    if (may_plan || wait == Wait::kForEvents) continue;
+    absl::StatusOr<v1::StepReply> reply = group_.AwaitReply();
+    if (!reply.ok()) return EndOf(reply.status());
     {
       MutexLock lock(mu_);
       tiers_ = reply->tiers();
@@ -262,6 +262,12 @@ absl::Status EngineLoop::ServeUntilLost(Scheduler& scheduler) {
     if (!events.ok()) return ForClients(events.status());
     Dispatch(*std::move(events), scheduler);
   }
+}
+
+absl::Status EngineLoop::EndOf(const absl::Status& group) const {
+  if (group.ok()) return group;
+  MutexLock lock(mu_);
+  return stop_.has_value() ? *stop_ : ForClients(group);
 }
 
 absl::StatusOr<EngineLoop::Commands> EngineLoop::TakeCommands(Wait wait,

@@ -56,7 +56,7 @@ class EngineLoop {
   // Takes the request: it is answered by the loop from here on, with UNAVAILABLE at once when no
   // group is formed or the server drains.
   void Submit(std::unique_ptr<Request> request) EXCLUDES(mu_);
-  // Takes effect before the next step; nothing when the request has ended.
+  // Takes effect before the next plan; nothing when the request has ended.
   void Cancel(SequenceId id, const absl::Status& why) EXCLUDES(mu_);
 
   // What is served now; UNAVAILABLE while no group is formed and when the server drains.
@@ -95,6 +95,8 @@ class EngineLoop {
   absl::Status Serve(Formed formed);
   bool PauseBeforeRetry(absl::Duration retry, const absl::Status& why) EXCLUDES(mu_);
   absl::Status ServeUntilLost(Scheduler& scheduler);
+  // What requests end with when the group has failed so.
+  absl::Status EndOf(const absl::Status& group) const EXCLUDES(mu_);
   // The commands since the last call; waits for one, for a tier report or until the scheduler's
   // deadline. An error when the group or the loop must end.
   absl::StatusOr<Commands> TakeCommands(Wait wait, const Scheduler& scheduler) EXCLUDES(mu_);

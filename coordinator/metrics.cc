@@ -111,6 +111,13 @@ struct Metrics::Series {
   Counter& resumed_host = resumed.Add({{"from", "host"}});
   Counter& resumed_disk = resumed.Add({{"from", "disk"}});
   Counter& resumed_recompute = resumed.Add({{"from", "recompute"}});
+  Counter& plans_ahead =
+      Counters("kvasir_plans_ahead_total",
+               "Steps that were planned before the one before them was answered.")
+          .Add({});
+  Counter& rows_in_vain = Counters("kvasir_rows_in_vain_total",
+                                   "Rows of steps whose request had ended when they were answered.")
+                              .Add({});
   Counter& prompt_tokens =
       Counters("kvasir_prompt_tokens_total", "Prompt tokens of finished requests.").Add({});
   Counter& generation_tokens =
@@ -247,6 +254,8 @@ void Metrics::SchedulerState(const SchedulerStats& stats) {
   advance(s.resumed_disk, seen.resumed_disk, stats.resumed_disk);
   advance(s.resumed_host, seen.resumed_host, stats.resumed_host);
   advance(s.resumed_recompute, seen.resumed_recompute, stats.resumed_recompute);
+  advance(s.plans_ahead, seen.plans_ahead, stats.plans_ahead);
+  advance(s.rows_in_vain, seen.rows_in_vain, stats.rows_in_vain);
 }
 
 void Metrics::GroupFormed(const CacheConfigInfo& info) {

@@ -145,15 +145,20 @@ std::optional<FinishEvent> Scheduler::StopEarly(SequenceId id, TimePoint now) {
 // --- planning -----------------------------------------------------------------------------------
 
 Scheduler::Planned Scheduler::NextPlan(TimePoint now) {
-  KVASIR_CHECK(!in_flight_.has_value());
+  KVASIR_CHECK(unanswered_plans() < kMostPlans);
   Planned planned;
+  const bool ahead = !unanswered_.empty();
+  if (ahead && !MayPlanAhead()) return planned;
   v1::StepPlan plan;
-  in_flight_.emplace().planned_at = now;
+  Unanswered& made = unanswered_.emplace_back();
+  made.step = step_ + 1;
+  made.planned_at = now;
   GiveUpLateRestores(now);
   for (Sequence* sequence : running_) SealFullBlocks(*sequence, Private::kSeal, plan);
   LetGoOfRetired(plan);
   Budget budget = StepBudget();
   PlanDecodes(plan, budget);
+  budget.device_blocks = device_share_ - UnsealedBlocks();
   PlanPrompts(plan, budget);
   AdmitRestored(now, plan, budget, planned.events);
   AdmitWaiting(now, plan, budget, planned.events);
@@ -161,9 +166,11 @@ Scheduler::Planned Scheduler::NextPlan(TimePoint now) {
     plan.add_drop_blocks(static_cast<uint64_t>(id.value));
   }
   if (IsEmpty(plan)) {
-    in_flight_.reset();
+    unanswered_.pop_back();
     return planned;
   }
+  if (ahead) ++counters_.plans_ahead;
+  made.starts_sequences = !plan.starts().empty();
   plan.set_group_epoch(options_.group_epoch);
   plan.set_step(++step_);
   planned.plan = std::move(plan);
@@ -189,7 +196,7 @@ void Scheduler::SealFullBlocks(Sequence& sequence, Private unpublished, v1::Step
     v1::BlockSeal& seal = *plan.add_seals();
     seal.set_block_id(static_cast<uint64_t>(block.id().value));
     seal.set_prefix_hash(hash.data(), hash.size());
-    in_flight_->sealed.push_back(block.id().value);
+    unanswered_.back().sealed.push_back(block.id().value);
   }
 }
 
@@ -212,7 +219,8 @@ void Scheduler::LetGoOfRetired(v1::StepPlan& plan) {
 void Scheduler::PlanDecodes(v1::StepPlan& plan, Budget& budget) {
   for (size_t i = 0; i < running_.size(); ++i) {  // preempting makes it shorter, from behind
     Sequence& sequence = *running_[i];
-    if (!sequence.reading() && MakeRoomForToken(sequence, plan)) AddRow(sequence, 1, plan, budget);
+    if (sequence.reading() || sequence.is_planned_out()) continue;
+    if (MakeRoomForToken(sequence, plan)) AddRow(sequence, 1, plan, budget);
   }
 }
 
@@ -283,7 +291,7 @@ void Scheduler::Admit(Sequence& sequence, TimePoint now, v1::StepPlan& plan, Bud
   idle_slots_.pop_back();
   AddStart(sequence, plan);
   AddRow(sequence, ChunkTokens(sequence, budget), plan, budget);
-  in_flight_->rows.back().starts = true;
+  unanswered_.back().rows.back().starts = true;
   ReportProgress(sequence, events);
 }
 
@@ -336,7 +344,7 @@ Scheduler::Budget Scheduler::StepBudget() const {
 // Of the next chunk of a prompt, in units of attending to one token.
 int64_t Scheduler::WorkPerToken(const Sequence& sequence) const {
   const v1::AttentionPolicy& prefill = sequence.spec.policy.prefill;
-  int64_t attended = sequence.computed + kBlockTokens;
+  int64_t attended = sequence.planned_end() + kBlockTokens;
   if (IsSparse(prefill)) {
     attended = std::min(attended, int64_t{prefill.sink_tokens()} + prefill.window_tokens() +
                                       prefill.token_budget() + kBlockTokens);
@@ -346,38 +354,41 @@ int64_t Scheduler::WorkPerToken(const Sequence& sequence) const {
 
 // Chunks end at multiples of 64 or at the prompt's end; 0 when there is no room for one.
 int64_t Scheduler::ChunkTokens(const Sequence& sequence, const Budget& budget) const {
-  int64_t rest = sequence.given_tokens - sequence.computed;
+  int64_t rest = sequence.given_tokens - sequence.planned_end();
   if (sequence.ReadsAnswerOneByOne()) {
-    rest = sequence.in_prefill() ? sequence.prompt_tokens - sequence.computed : 1;
+    rest = std::max<int64_t>(1, sequence.prompt_tokens - sequence.planned_end());
   }
-  if (budget.work <= 0) return 0;
+  if (budget.work <= 0 || budget.device_blocks <= 0) return 0;
   const int64_t affordable = std::max(kBlockTokens, budget.work / WorkPerToken(sequence));
   const int64_t room = std::min({budget.tokens, budget.device_blocks * kBlockTokens, affordable});
   return rest <= room ? rest : room / kBlockTokens * kBlockTokens;
 }
 
 void Scheduler::AddRow(Sequence& sequence, int64_t num_tokens, v1::StepPlan& plan, Budget& budget) {
-  const int64_t end = sequence.computed + num_tokens;
-  in_flight_->rows.push_back({.id = sequence.spec.id,
-                              .slot = sequence.slot,
-                              .num_tokens = num_tokens,
-                              .blocks_before = sequence.num_blocks(),
-                              .sample = end == sequence.length()});
+  const int64_t end = sequence.planned_end() + num_tokens;
+  const bool sample = end == sequence.planned_length();
+  unanswered_.back().rows.push_back({.id = sequence.spec.id,
+                                     .slot = sequence.slot,
+                                     .num_tokens = num_tokens,
+                                     .blocks_before = sequence.num_blocks(),
+                                     .sample = sample});
   if (sequence.reading()) {
-    in_flight_->prefill_tokens += num_tokens;
+    unanswered_.back().prefill_tokens += num_tokens;
     budget.work -= num_tokens * WorkPerToken(sequence);
   }
   v1::StepRow& row = *plan.add_rows();
   row.set_slot(static_cast<uint32_t>(sequence.slot));
-  row.set_begin(static_cast<uint32_t>(sequence.computed));
+  row.set_begin(static_cast<uint32_t>(sequence.planned_end()));
   row.set_num_tokens(static_cast<uint32_t>(num_tokens));
-  row.set_committed_length(static_cast<uint32_t>(end));
-  row.set_sample(end == sequence.length());
+  row.set_committed_length(static_cast<uint32_t>(std::min(end, sequence.length())));
+  row.set_sample(sample);
   while (sequence.num_blocks() * kBlockTokens < end) {
     row.add_new_blocks(static_cast<uint64_t>(TakeBlock(sequence).value));
+    --budget.device_blocks;
   }
   budget.tokens -= num_tokens;
-  budget.device_blocks -= sequence.num_blocks() - sequence.sealed_blocks();
+  sequence.unanswered_tokens += num_tokens;
+  sequence.unanswered_samples += sample ? 1 : 0;
 }
 
 // For what it reads they were reserved at admission, for what it generates MakeRoomForToken was
@@ -451,7 +462,7 @@ std::vector<Event> Scheduler::FailAll(const absl::Status& why, TimePoint now) {
     if (retired.sequence->admitted()) idle_slots_.push_back(retired.sequence->slot);
   }
   retired_.clear();
-  in_flight_.reset();
+  unanswered_.clear();
   return events;
 }
 

@@ -21,10 +21,16 @@
 // that any rank cannot read, or not in time, is computed instead, with all behind it; a request
 // asks for its blocks once. When a request ends its shareable blocks are written behind the steps.
 //
-// Blocks. A block filled by a step is sealed by the next plan and, unless its KV depends on where
-// this prompt ended, published for others. Unsealed blocks live in the device tier of the ranks:
-//   decoding sequences (one open block each) + blocks that this plan's prompts enter <= device
-//   share
+// Blocks. A block filled by a step is sealed by the next plan after its answer and, unless its KV
+// depends on where this prompt ended, published for others. Unsealed blocks live in the device tier
+// of the ranks: no more of them than the device share.
+//
+// One step ahead. While a plan is unanswered the next one is made, so that the ranks need not wait
+// between steps: its rows follow on what is planned, and need no token named, for the ranks sample
+// them alike. A sequence that ends unforeseen has a row there in vain, whose result nobody gets. It
+// is not made where the answer may change it, or for what only it would be needed for:
+//   behind starts (a rank may miss blocks), where it would preempt or outgrow the device share,
+//   while a prompt's chunk is computed that a waiting request may share, without rows of its own.
 #pragma once
 
 #include <cstdint>
@@ -109,6 +115,8 @@ struct SchedulerStats {
   int64_t resumed_disk = 0;  // admitted again, with blocks from disk
   int64_t resumed_host = 0;  // from memory only
   int64_t resumed_recompute = 0;
+  int64_t plans_ahead = 0;   // made while another was unanswered
+  int64_t rows_in_vain = 0;  // of sequences that had ended when they were answered
   kvstore::PrefixIndexStats index;
   kvstore::StoredIndexStats stored;
 };
@@ -131,19 +139,21 @@ class Scheduler {
   std::optional<FinishEvent> StopEarly(SequenceId id, TimePoint now);
 
   struct Planned {
-    std::optional<v1::StepPlan> plan;  // none: nothing to do
+    std::optional<v1::StepPlan> plan;  // none: nothing to do, or not before the next answer
     std::vector<Event> events;
   };
-  // REQUIRES: the last plan has been answered.
+  // Ranks carry plans out in their order. REQUIRES: fewer than kMostPlans are unanswered.
   Planned NextPlan(TimePoint now);
+  static constexpr int64_t kMostPlans = 2;
+  int64_t unanswered_plans() const { return static_cast<int64_t>(unanswered_.size()); }
   // When NextPlan has something to do though nothing else happens.
   std::optional<TimePoint> NextDeadline() const;
 
   // What a rank says of its disk tier, at any time. INTERNAL as OnReply.
   absl::Status OnTierReport(int64_t rank, const v1::TierReport& report, TimePoint now);
 
-  // The ranks' common answer to the last plan. INTERNAL when it does not fit the plan: then the
-  // group is not to be trusted, call FailAll.
+  // The ranks' common answer to the oldest unanswered plan. INTERNAL when it does not fit the plan:
+  // then the group is not to be trusted, call FailAll.
   absl::StatusOr<std::vector<Event>> OnReply(const v1::StepReply& reply, TimePoint now);
 
   // The group is gone: ends every sequence. Nothing may be added or planned afterwards.
@@ -162,11 +172,13 @@ class Scheduler {
     bool sample = false;
     bool starts = false;
   };
-  struct InFlight {
+  struct Unanswered {
+    uint64_t step = 0;
     TimePoint planned_at;
     int64_t prefill_tokens = 0;
     std::vector<PlannedRow> rows;
     std::vector<int64_t> sealed;  // block ids
+    bool starts_sequences = false;
   };
   // What is left of a step while it is planned.
   struct Budget {
@@ -181,6 +193,8 @@ class Scheduler {
   int64_t WaitingTokens() const;
 
   // Planning.
+  bool MayPlanAhead() const;
+  int64_t UnsealedBlocks() const;
   enum class Private { kSeal, kSkip };
   void SealFullBlocks(Sequence& sequence, Private unpublished, v1::StepPlan& plan);
   void LetGoOfRetired(v1::StepPlan& plan);
@@ -223,8 +237,9 @@ class Scheduler {
 
   // Replies.
   absl::Status CheckReply(const v1::StepReply& reply) const;
-  absl::Status CheckResult(const PlannedRow& row, const v1::RowResult& result) const;
+  absl::Status CheckResult(uint64_t step, const PlannedRow& row, const v1::RowResult& result) const;
   absl::Status CheckMissing(const v1::StepReply& reply) const;
+  Unanswered TakeOldest();
   std::vector<Event> PlanAgainWithout(const v1::StepReply& reply, TimePoint now);
   void TakeBack(const PlannedRow& row);
   void BackToQueue(Sequence& sequence);
@@ -268,14 +283,15 @@ class Scheduler {
   };
   std::vector<Retired> retired_;
 
-  std::optional<InFlight> in_flight_;
-  uint64_t step_ = 0;
+  std::deque<Unanswered> unanswered_;  // plans, by step; while one is made it is the last
+  uint64_t step_ = 0;                  // of the last plan
   int64_t reserved_blocks_ = 0;
   // The waiting request that last did not fit, and the unreserved blocks there were: it is tried
   // again when there are more.
   SequenceId did_not_fit_;
   int64_t did_not_fit_blocks_ = 0;
 
+  TimePoint answered_at_;  // the last plan that was
   // Prompt tokens computed and the seconds it took, both fading.
   double recent_prefill_tokens_ = 0;
   double recent_prefill_seconds_ = 0;

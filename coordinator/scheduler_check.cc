@@ -1,6 +1,8 @@
 // The scheduler's own bookkeeping, checked.
+#include <algorithm>
 #include <cstdint>
 
+#include "absl/container/flat_hash_map.h"
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
 
@@ -42,14 +44,25 @@ absl::Status Scheduler::CheckIntegrity() const {
   }
   const bool restores_add_up =
       pending == restores_.size() && (pending == 0) == restoring_hashes_.empty();
-  if (slots_add_up && blocks_add_up && sequences_add_up && restores_add_up) return absl::OkStatus();
+  absl::flat_hash_map<SequenceId, int64_t> planned_tokens;
+  for (const Unanswered& plan : unanswered_) {
+    for (const PlannedRow& row : plan.rows) planned_tokens[row.id] += row.num_tokens;
+  }
+  const bool plans_add_up =
+      std::all_of(sequences_.begin(), sequences_.end(), [&](const auto& entry) {
+        return entry.second->unanswered_tokens == planned_tokens[entry.first];
+      });
+  if (slots_add_up && blocks_add_up && sequences_add_up && restores_add_up && plans_add_up) {
+    return absl::OkStatus();
+  }
   return absl::InternalError(absl::StrCat(
       "scheduler: ", sequences_.size(), " sequences, ", running_.size(), " running, ",
       waiting_.size(), " waiting, ", restoring_.size(), " restoring, ", pending,
       " blocks pending (", restores_.size(), " awaited), ", retired_.size(), " retired; ",
       num_slots, " slots (", slots.size(), " different) of ", options_.max_num_seqs, "; reserved ",
       reserved, " (counted ", reserved_blocks_, ") of ", index_->available_blocks(),
-      " available; held ", held.size(), " (index ", index.held_blocks, ")"));
+      " available; held ", held.size(), " (index ", index.held_blocks, "); ", unanswered_.size(),
+      " plans unanswered, whose tokens ", plans_add_up ? "add up" : "do not add up"));
 }
 
 }  // namespace kvasir::coordinator

@@ -3,15 +3,16 @@
 #include <utility>
 
 #include "coordinator/scheduler.h"
+#include "kernels/base/status_macros.h"
 
 namespace kvasir::coordinator {
 
 using kvstore::Block;
 
 bool Scheduler::MakeRoomForToken(Sequence& sequence, v1::StepPlan& plan) {
-  const bool enters_block = sequence.computed == sequence.num_blocks() * kBlockTokens;
-  if (!enters_block || sequence.reserved_blocks > 0) return true;
+  if (!sequence.enters_block() || sequence.reserved_blocks > 0) return true;
   while (index_->available_blocks() <= reserved_blocks_) {
+    KVASIR_CHECK(unanswered_plans() == 1);  // the one that is made: MayPlanAhead
     Sequence& victim = Youngest();
     Preempt(victim, plan);
     if (&victim == &sequence) return false;

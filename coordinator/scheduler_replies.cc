@@ -26,48 +26,52 @@ absl::Status RowError(const v1::RowResult& result) {
 absl::StatusOr<std::vector<Event>> Scheduler::OnReply(const v1::StepReply& reply, TimePoint now) {
   KVASIR_RETURN_IF_ERROR(CheckReply(reply));
   if (!reply.missing_blocks().empty()) return PlanAgainWithout(reply, now);
-  const InFlight flight = *std::exchange(in_flight_, std::nullopt);
-  const double seconds = absl::ToDoubleSeconds(Between(flight.planned_at, now));
-  if (flight.prefill_tokens > 0 && seconds > 0) {
+  const Unanswered plan = TakeOldest();
+  // A plan that was made ahead began with the answer to the one before.
+  const TimePoint begun = std::max(plan.planned_at, std::exchange(answered_at_, now));
+  const double seconds = absl::ToDoubleSeconds(Between(begun, now));
+  if (plan.prefill_tokens > 0 && seconds > 0) {
     recent_prefill_tokens_ =
-        kRateFade * recent_prefill_tokens_ + static_cast<double>(flight.prefill_tokens);
+        kRateFade * recent_prefill_tokens_ + static_cast<double>(plan.prefill_tokens);
     recent_prefill_seconds_ = kRateFade * recent_prefill_seconds_ + seconds;
   }
   std::vector<Event> events;
-  for (size_t i = 0; i < flight.rows.size(); ++i) {
-    ApplyRow(flight.rows[i], reply.results(static_cast<int>(i)), now, events);
+  for (size_t i = 0; i < plan.rows.size(); ++i) {
+    ApplyRow(plan.rows[i], reply.results(static_cast<int>(i)), now, events);
   }
   return events;
 }
 
 absl::Status Scheduler::CheckReply(const v1::StepReply& reply) const {
-  if (!in_flight_.has_value() || reply.group_epoch() != options_.group_epoch ||
-      reply.step() != step_) {
+  const uint64_t step = unanswered_.empty() ? step_ : unanswered_.front().step;
+  if (unanswered_.empty() || reply.group_epoch() != options_.group_epoch || reply.step() != step) {
     return absl::InternalError(absl::StrCat("a reply to step ", reply.step(), " of epoch ",
-                                            reply.group_epoch(), " came in step ", step_,
+                                            reply.group_epoch(), " came in step ", step,
                                             " of epoch ", options_.group_epoch));
   }
   if (!reply.missing_blocks().empty()) return CheckMissing(reply);
-  if (static_cast<size_t>(reply.results_size()) != in_flight_->rows.size()) {
-    return absl::InternalError(absl::StrCat("step ", step_, " has ", in_flight_->rows.size(),
-                                            " rows and ", reply.results_size(), " results"));
+  const std::vector<PlannedRow>& rows = unanswered_.front().rows;
+  if (static_cast<size_t>(reply.results_size()) != rows.size()) {
+    return absl::InternalError(absl::StrCat("step ", step, " has ", rows.size(), " rows and ",
+                                            reply.results_size(), " results"));
   }
   for (int i = 0; i < reply.results_size(); ++i) {
-    KVASIR_RETURN_IF_ERROR(CheckResult(in_flight_->rows[static_cast<size_t>(i)], reply.results(i)));
+    KVASIR_RETURN_IF_ERROR(CheckResult(step, rows[static_cast<size_t>(i)], reply.results(i)));
   }
   return absl::OkStatus();
 }
 
-absl::Status Scheduler::CheckResult(const PlannedRow& row, const v1::RowResult& result) const {
+absl::Status Scheduler::CheckResult(uint64_t step, const PlannedRow& row,
+                                    const v1::RowResult& result) const {
   if (result.slot() != static_cast<uint32_t>(row.slot)) {
-    return absl::InternalError(absl::StrCat("step ", step_, " has a result for slot ",
-                                            result.slot(), " in place of slot ", row.slot));
+    return absl::InternalError(absl::StrCat("step ", step, " has a result for slot ", result.slot(),
+                                            " in place of slot ", row.slot));
   }
   if (result.error_code() != 0) return absl::OkStatus();
   if (result.has_token_id() != row.sample ||
       (row.sample && result.token_id() >= static_cast<uint64_t>(options_.vocab_size))) {
     return absl::InternalError(absl::StrCat(
-        "step ", step_, " answers slot ", row.slot, " with ",
+        "step ", step, " answers slot ", row.slot, " with ",
         result.has_token_id() ? absl::StrCat("token ", result.token_id()) : "no token", "; ",
         row.sample ? absl::StrCat("a token below ", options_.vocab_size) : "none", " was due"));
   }
@@ -76,7 +80,13 @@ absl::Status Scheduler::CheckResult(const PlannedRow& row, const v1::RowResult& 
 
 // Every missing block must be one that the plan named: else planning again would change nothing.
 absl::Status Scheduler::CheckMissing(const v1::StepReply& reply) const {
-  absl::flat_hash_set<int64_t> named(in_flight_->sealed.begin(), in_flight_->sealed.end());
+  const Unanswered& plan = unanswered_.front();
+  if (unanswered_plans() > 1) {  // which then starts nothing: MayPlanAhead
+    return absl::InternalError(absl::StrCat("step ", plan.step, " misses ",
+                                            reply.missing_blocks_size(),
+                                            " blocks, but does not start on any"));
+  }
+  absl::flat_hash_set<int64_t> named(plan.sealed.begin(), plan.sealed.end());
   for (const Sequence* sequence : running_) {
     for (const Block& block : sequence->blocks) named.insert(block.id().value);
   }
@@ -86,14 +96,27 @@ absl::Status Scheduler::CheckMissing(const v1::StepReply& reply) const {
   for (uint64_t id : reply.missing_blocks()) {
     if (named.contains(static_cast<int64_t>(id))) continue;
     return absl::InternalError(
-        absl::StrCat("step ", step_, " misses block ", id, ", which the plan does not name"));
+        absl::StrCat("step ", plan.step, " misses block ", id, ", which the plan does not name"));
   }
   return absl::OkStatus();
 }
 
+Scheduler::Unanswered Scheduler::TakeOldest() {
+  Unanswered plan = std::move(unanswered_.front());
+  unanswered_.pop_front();
+  for (const PlannedRow& row : plan.rows) {
+    Sequence* sequence = Find(row.id);
+    if (sequence == nullptr) continue;
+    sequence->unanswered_tokens -= row.num_tokens;
+    sequence->unanswered_samples -= row.sample ? 1 : 0;
+  }
+  return plan;
+}
+
 std::vector<Event> Scheduler::PlanAgainWithout(const v1::StepReply& reply, TimePoint now) {
-  const InFlight flight = *std::exchange(in_flight_, std::nullopt);
-  for (auto row = flight.rows.rbegin(); row != flight.rows.rend(); ++row) TakeBack(*row);
+  const Unanswered plan = TakeOldest();
+  answered_at_ = now;
+  for (auto row = plan.rows.rbegin(); row != plan.rows.rend(); ++row) TakeBack(*row);
   absl::flat_hash_set<int64_t> missing;
   for (uint64_t id : reply.missing_blocks()) {
     missing.insert(static_cast<int64_t>(id));
@@ -146,7 +169,10 @@ void Scheduler::BackToQueue(Sequence& sequence) {
 void Scheduler::ApplyRow(const PlannedRow& row, const v1::RowResult& result, TimePoint now,
                          std::vector<Event>& events) {
   Sequence* sequence = Find(row.id);
-  if (sequence == nullptr) return;  // ended while the step ran
+  if (sequence == nullptr) {  // ended while the step ran, or before
+    ++counters_.rows_in_vain;
+    return;
+  }
   if (result.error_code() != 0) {
     events.push_back(
         End(*sequence, RowError(result), v1::FINISH_REASON_UNSPECIFIED, Blocks::kDiscard, now));

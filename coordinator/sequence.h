@@ -5,6 +5,7 @@
 //   tokens   [0 ............ prompt_tokens ........ tokens.size())      known
 //            [0 ..................... given_tokens)                      known when it was admitted
 //   KV       [0 ....... computed)                                       on the ranks
+//            [computed ....... planned_end())                            plans that are unanswered
 //   blocks   [cached | ours, sealed | full or open )                    one per 64 positions
 //             0        hashes.size()  blocks.size()
 #pragma once
@@ -45,11 +46,19 @@ struct Sequence {
   int64_t length() const { return static_cast<int64_t>(tokens.size()); }
   int64_t generated() const { return length() - prompt_tokens; }
   bool in_prefill() const { return computed < prompt_tokens; }
-  // Its prompt, and when it was preempted what it had generated, is not yet computed.
-  bool reading() const { return computed < given_tokens; }
+  int64_t planned_end() const { return computed + unanswered_tokens; }
+  // With the tokens that unanswered plans sample.
+  int64_t planned_length() const { return length() + unanswered_samples; }
+  // Its prompt, and when it was preempted what it had generated, is not yet planned.
+  bool reading() const { return planned_end() < given_tokens; }
+  // Its last token, if no stop comes before it, is sampled by a plan.
+  bool is_planned_out() const { return generated() + unanswered_samples == spec.max_tokens; }
+  // Its next token is the first of a block that is not taken yet.
+  bool enters_block() const { return planned_end() == num_blocks() * kBlockTokens; }
   bool admitted() const { return slot >= 0; }
   int64_t num_blocks() const { return static_cast<int64_t>(blocks.size()); }
   int64_t sealed_blocks() const { return static_cast<int64_t>(hashes.size()); }
+  int64_t unsealed_blocks() const { return num_blocks() - sealed_blocks(); }
   // Chain value behind the sealed blocks.
   const kvstore::PrefixHash& chain() const { return hashes.empty() ? scope : hashes.back(); }
   // Tokens of the index-th block, which is full.
@@ -89,6 +98,8 @@ struct Sequence {
   int64_t preemptions = 0;
   int64_t slot = -1;
   int64_t computed = 0;
+  int64_t unanswered_tokens = 0;   // that plans compute which are not answered yet
+  int64_t unanswered_samples = 0;  // and what these sample
   std::vector<kvstore::Block> blocks;
   std::vector<kvstore::PrefixHash> hashes;  // chain values behind the sealed blocks
   int64_t reserved_blocks = 0;              // that may still be allocated for it

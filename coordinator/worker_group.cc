@@ -29,7 +29,8 @@ class WorkerGroupImpl final : public WorkerGroup {
   ~WorkerGroupImpl() override { Disband(); }
 
   absl::StatusOr<GroupInfo> Form() override;
-  absl::StatusOr<v1::StepReply> Step(const v1::StepPlan& plan) override;
+  absl::Status Send(const v1::StepPlan& plan) override EXCLUDES(mu_);
+  absl::StatusOr<v1::StepReply> AwaitReply() override EXCLUDES(mu_);
   std::vector<RankTierReport> TakeTierReports() override EXCLUDES(mu_) {
     MutexLock lock(mu_);
     return std::exchange(tier_reports_, {});
@@ -55,6 +56,7 @@ class WorkerGroupImpl final : public WorkerGroup {
     WorkerGroupImpl& group;
     const size_t index;
     std::unique_ptr<WorkerClient> client;
+    std::deque<v1::StepReply> replies;  // not taken yet; the engine loop's thread
   };
   struct Received {
     size_t rank = 0;
@@ -74,9 +76,8 @@ class WorkerGroupImpl final : public WorkerGroup {
   void Relay(size_t from, const v1::RendezvousEntry& entry);
   absl::StatusOr<GroupInfo> Agree(const std::vector<std::optional<v1::Ready>>& ready) const;
   absl::StatusOr<std::vector<v1::StepReply>> Gather();
-  // Names of the ranks that `done` does not yet count.
-  template <typename T>
-  std::string Missing(const std::vector<std::optional<T>>& done) const;
+  // Names of the ranks that are not done.
+  std::string Missing(const std::function<bool(size_t rank)>& is_done) const;
   absl::Status Fail(const absl::Status& status);
 
   const WorkerGroupOptions options_;
@@ -89,6 +90,7 @@ class WorkerGroupImpl final : public WorkerGroup {
   // The engine loop's thread.
   uint64_t epoch_ = 0;
   std::vector<std::unique_ptr<Rank>> ranks_;
+  size_t unanswered_ = 0;  // plans
 
   Mutex mu_;
   CondVar changed_;
@@ -174,6 +176,7 @@ absl::StatusOr<GroupInfo> WorkerGroupImpl::Form() {
     lost_ = absl::OkStatus();
   }
   ++epoch_;
+  unanswered_ = 0;
   Dial();
   std::vector<std::optional<v1::Ready>> ready(ranks_.size());
   if (const absl::Status status = Handshake(ready); !status.ok()) return Fail(status);
@@ -205,9 +208,10 @@ absl::Status WorkerGroupImpl::Handshake(std::vector<std::optional<v1::Ready>>& r
   while (std::any_of(ready.begin(), ready.end(), [](const auto& r) { return !r.has_value(); })) {
     absl::StatusOr<Received> received = Receive(After(clock_.Now(), options_.form_silence));
     if (absl::IsDeadlineExceeded(received.status())) {
-      return absl::UnavailableError(
-          absl::StrCat("silent for ", absl::FormatDuration(options_.form_silence),
-                       " while the group forms: ", Missing(ready), "; see the workers' logs"));
+      return absl::UnavailableError(absl::StrCat(
+          "silent for ", absl::FormatDuration(options_.form_silence),
+          " while the group forms: ", Missing([&](size_t rank) { return ready[rank].has_value(); }),
+          "; see the workers' logs"));
     }
     KVASIR_RETURN_IF_ERROR(received.status());
     const v1::WorkerMessage& message = received->message;
@@ -286,57 +290,72 @@ absl::StatusOr<GroupInfo> WorkerGroupImpl::Agree(
 
 // --- stepping -----------------------------------------------------------------------------------
 
-absl::StatusOr<v1::StepReply> WorkerGroupImpl::Step(const v1::StepPlan& plan) {
+absl::Status WorkerGroupImpl::Send(const v1::StepPlan& plan) {
   {
     MutexLock lock(mu_);
     if (interrupted_) return absl::CancelledError("interrupted");
     if (!lost_.ok()) return lost_;
     between_steps_ = false;
   }
+  ++unanswered_;
   for (const auto& rank : ranks_) {
     v1::CoordinatorMessage message;
     *message.mutable_step_plan() = plan;
     rank->client->Send(std::move(message));
   }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<v1::StepReply> WorkerGroupImpl::AwaitReply() {
+  KVASIR_CHECK(unanswered_ > 0);
   absl::StatusOr<std::vector<v1::StepReply>> replies = Gather();
   if (!replies.ok()) return Fail(replies.status());
   absl::StatusOr<v1::StepReply> merged = MergeReplies(*replies);
   if (!merged.ok()) return Fail(merged.status());
+  --unanswered_;
   MutexLock lock(mu_);
   // Lost behind the last reply: this step counts, the next one hears of it.
-  if (lost_.ok()) between_steps_ = true;
+  if (lost_.ok()) between_steps_ = unanswered_ == 0;
   return merged;
 }
 
+// A rank may have answered the next plan before another has this one.
 absl::StatusOr<std::vector<v1::StepReply>> WorkerGroupImpl::Gather() {
-  std::vector<std::optional<v1::StepReply>> replies(ranks_.size());
   TimePoint deadline = After(clock_.Now(), options_.step_timeout);
-  for (size_t received = 0; received < ranks_.size(); ++received) {
+  const auto is_done = [this](size_t rank) { return !ranks_[rank]->replies.empty(); };
+  const auto count = [this] {
+    return std::count_if(ranks_.begin(), ranks_.end(),
+                         [](const auto& rank) { return !rank->replies.empty(); });
+  };
+  for (;;) {
+    const int64_t done = count();
+    if (done == std::ssize(ranks_)) break;
+    if (done > 0) deadline = std::min(deadline, After(clock_.Now(), options_.reply_spread));
     absl::StatusOr<Received> next = Receive(deadline);
     if (absl::IsDeadlineExceeded(next.status())) {
       return absl::UnavailableError(
-          absl::StrCat("no answer to a step in time, taken for dead: ", Missing(replies)));
+          absl::StrCat("no answer to a step in time, taken for dead: ", Missing(is_done)));
     }
     KVASIR_RETURN_IF_ERROR(next.status());
-    if (!next->message.has_step_reply() || replies[next->rank].has_value()) {
+    std::deque<v1::StepReply>& replies = ranks_[next->rank]->replies;
+    if (!next->message.has_step_reply() || replies.size() == unanswered_) {
       return absl::InternalError(
           absl::StrCat(Name(next->rank), " sent something else than one answer to a step"));
     }
-    replies[next->rank] = std::move(*next->message.mutable_step_reply());
-    if (received == 0) {
-      deadline = std::min(deadline, After(clock_.Now(), options_.reply_spread));
-    }
+    replies.push_back(std::move(*next->message.mutable_step_reply()));
   }
   std::vector<v1::StepReply> all;
-  for (std::optional<v1::StepReply>& reply : replies) all.push_back(*std::move(reply));
+  for (const auto& rank : ranks_) {
+    all.push_back(std::move(rank->replies.front()));
+    rank->replies.pop_front();
+  }
   return all;
 }
 
-template <typename T>
-std::string WorkerGroupImpl::Missing(const std::vector<std::optional<T>>& done) const {
+std::string WorkerGroupImpl::Missing(const std::function<bool(size_t rank)>& is_done) const {
   std::vector<std::string> names;
-  for (size_t i = 0; i < done.size(); ++i) {
-    if (!done[i].has_value()) names.push_back(Name(i));
+  for (size_t i = 0; i < ranks_.size(); ++i) {
+    if (!is_done(i)) names.push_back(Name(i));
   }
   return absl::StrJoin(names, ", ");
 }

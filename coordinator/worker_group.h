@@ -49,16 +49,19 @@ class WorkerGroup {
   // Forms the group anew under the next epoch; blocks until every rank is ready. The error of the
   // rank that failed, naming it; INTERNAL when the ranks do not fit each other.
   virtual absl::StatusOr<GroupInfo> Form() = 0;
-  // All ranks carry out the plan; blocks for their common answer. After an error the group is gone:
-  // UNAVAILABLE for a rank that is dead or too slow, INTERNAL for ranks that disagree.
-  virtual absl::StatusOr<v1::StepReply> Step(const v1::StepPlan& plan) = 0;
+  // All ranks carry out the plan, behind those sent before. An error as of AwaitReply.
+  virtual absl::Status Send(const v1::StepPlan& plan) = 0;
+  // Blocks for the ranks' common answer to the oldest unanswered plan. After an error the group is
+  // gone: UNAVAILABLE for a rank that is dead or too slow, INTERNAL for ranks that disagree.
+  // REQUIRES: a plan is unanswered.
+  virtual absl::StatusOr<v1::StepReply> AwaitReply() = 0;
   // What the ranks have said of their disk tiers since the last call, in order; behind Form all
   // that they store.
   virtual std::vector<RankTierReport> TakeTierReports() = 0;
   // Ends the group: the ranks drop their sequences.
   virtual void Disband() = 0;
 
-  // Any thread. Form and Step, now and in future, return CANCELLED.
+  // Any thread. Form, Send and AwaitReply, now and in future, return CANCELLED.
   virtual void Interrupt() = 0;
   // Before Form. Called on any thread, once per formed group, when a rank is lost between steps.
   virtual void SetLossCallback(std::function<void(const absl::Status&)> on_loss) = 0;
@@ -73,7 +76,8 @@ struct WorkerGroupOptions {
   // A rank silent for so long while the group forms has failed: loading reports its progress, but
   // hashing one large file may take minutes.
   absl::Duration form_silence = absl::Minutes(10);
-  // A step may take so long: 1024 sequences or a chunk behind millions of tokens on a slow machine.
+  // A step may take so long from when its answer is waited for: 1024 sequences or a chunk behind
+  // millions of tokens on a slow machine.
   absl::Duration step_timeout = absl::Minutes(10);
   // Ranks run in lockstep: behind the first reply the others have this long.
   absl::Duration reply_spread = absl::Seconds(30);

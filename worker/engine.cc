@@ -25,6 +25,9 @@ using kernels::TensorView;
 // With token ids of three bytes a report of so many blocks has less than 4 MB.
 constexpr int kStoredBlocksPerReport = 16384;
 
+// What a sequence goes on with that has failed to sample, until the coordinator takes it away.
+constexpr int32_t kTokenOfFailure = 0;
+
 void AddStored(const kvstore::StoredBlock& block, v1::TierReport& report) {
   v1::StoredBlock& stored = *report.add_stored();
   stored.set_prefix_hash(block.hash.data(), block.hash.size());
@@ -277,6 +280,10 @@ absl::Status Engine::PrepareRows(const v1::StepPlan& plan) {
   for (const v1::StepRow& plan_row : plan.rows()) {
     Row row = {.slot = plan_row.slot()};
     if (const auto started = started_.extract(row.slot)) row.cached = started.mapped();
+    if (slots_->IsLeftOut(plan_row.slot())) {
+      rows_.push_back(std::move(row));
+      continue;
+    }
     absl::StatusOr<RowWork> work = slots_->Prepare(plan_row, truncations_);
     if (work.ok()) {
       KVASIR_RETURN_IF_ERROR(
@@ -284,8 +291,9 @@ absl::Status Engine::PrepareRows(const v1::StepPlan& plan) {
       row.computed = std::ssize(works_);
       works_.push_back(*work);
     } else if (absl::IsResourceExhausted(work.status())) {
-      // Stores of equal size fill up equally, so all ranks leave the row out.
+      // Stores of equal size fill up equally, so all ranks leave the row out, and those behind it.
       slots_->at(row.slot).failed = work.status();
+      slots_->at(row.slot).is_left_out = true;
     } else {
       return work.status();
     }
@@ -336,6 +344,7 @@ absl::Status Engine::Compute() {
       sequence.failed = absl::DataLossError(
           "NaN or infinity in the hidden state: weights or KV are corrupt, or KV was absent");
     }
+    if (sequence.failed.ok()) sequence.sound_length = sequence.kv_length;
   }
   TakeTokens(batch, result);
   FailCorruptSequences();
@@ -366,6 +375,7 @@ void Engine::TakeTokens(const StepBatch& batch, const StepResult& result) {
     Sequence& sequence = slots_->at(work.slot);
     if (!token.status.ok()) {
       if (sequence.failed.ok()) sequence.failed = token.status;
+      sequence.tokens.push_back(kTokenOfFailure);
       continue;
     }
     sequence.tokens.push_back(token.token);

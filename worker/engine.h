@@ -5,7 +5,8 @@
 //
 // An error of Step ends the group: what the ranks know of their sequences may differ from then on,
 // and every later Step returns the same error. An error of one row (NaN, corrupt or absent KV, no
-// room) stands in its result, and in those of every later row of that sequence.
+// room) stands in its result, and in those of every later row of that sequence; there may be one
+// that was planned before the coordinator heard of the error.
 #pragma once
 
 #include <cstdint>

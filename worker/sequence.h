@@ -35,8 +35,9 @@ struct Sequence {
   kernels::SequenceId id;
   std::vector<int32_t> tokens;  // the prompt, then what was sampled
   int64_t prompt_size = 0;
-  int64_t given_size = 0;  // tokens known at the start: more than the prompt if resumed
-  int64_t kv_length = 0;   // positions [0, kv_length) have their KV in `blocks`
+  int64_t given_size = 0;    // tokens known at the start: more than the prompt if resumed
+  int64_t kv_length = 0;     // positions [0, kv_length) have their KV in `blocks`
+  int64_t sound_length = 0;  // of these, computed before anything failed
   std::vector<kernels::BlockId> blocks;  // bound to the slot, in order
   v1::RowSampling sampling;
   PhasePolicy prefill, decode;
@@ -46,8 +47,12 @@ struct Sequence {
   // What its generated tokens remember of each other's selections; null where they remember
   // nothing. The prompt's tail does not: it is read before there is anything to remember.
   std::unique_ptr<kernels::RememberedSelections> memory;
-  // Not OK once a row of it failed: its KV is not to be trusted.
+  // Not OK once a row of it failed: KV from sound_length on is not to be trusted. Rows that were
+  // planned before the coordinator heard of it are computed like others, so that ranks stay in step
+  // though only one of them may have found the failure.
   absl::Status failed;
+  // It failed for want of room, on every rank: nothing of it is computed any more.
+  bool is_left_out = false;
 };
 
 // The positions [begin, begin + num_tokens) of the sequence in `slot`, to be computed in this step.

@@ -94,6 +94,11 @@ const Sequence* SlotTable::Find(uint32_t slot) const {
   return &*slots_[slot];
 }
 
+bool SlotTable::IsLeftOut(uint32_t slot) const {
+  const Sequence* sequence = Find(slot);
+  return sequence != nullptr && sequence->is_left_out;
+}
+
 int64_t SlotTable::selection_memory_bytes() const {
   int64_t bytes = 0;
   for (const std::optional<Sequence>& sequence : slots_) {
@@ -109,7 +114,7 @@ absl::Status SlotTable::Seal(const v1::BlockSeal& seal) {
     return BadPlan("seals block ", seal.block_id(), ", which is not an open block of a sequence");
   }
   const Sequence& sequence = at(open->second.slot);
-  if (sequence.kv_length < (open->second.index + 1) * kPageTokens || !sequence.failed.ok()) {
+  if (sequence.sound_length < (open->second.index + 1) * kPageTokens) {
     return BadPlan("seals block ", seal.block_id(), " of slot ", open->second.slot,
                    ", whose KV is ", sequence.failed.ok() ? "not complete" : "not valid");
   }
@@ -216,6 +221,7 @@ absl::StatusOr<CachedPrefix> SlotTable::Start(const v1::SequenceStart& start) {
     sequence.blocks.push_back(block_id);
   }
   sequence.kv_length = static_cast<int64_t>(sequence.blocks.size()) * kPageTokens;
+  sequence.sound_length = sequence.kv_length;
   return cached;
 }
 
@@ -280,6 +286,7 @@ absl::Status SlotTable::Truncate(int64_t slot, int64_t length,
   }
   UnbindFrom(slot, BlocksFor(length));
   sequence.kv_length = length;
+  sequence.sound_length = std::min(sequence.sound_length, length);
   return absl::OkStatus();
 }
 

@@ -67,6 +67,9 @@ class SlotTable {
   // `truncations` is appended to.
   absl::StatusOr<RowWork> Prepare(const v1::StepRow& row, std::vector<Truncation>& truncations);
 
+  // Whether a row of the slot is not to be prepared, for one before it found no room.
+  bool IsLeftOut(uint32_t slot) const;
+
   // REQUIRES: the slot is taken.
   Sequence& at(int64_t slot);
   // Null when the slot is not taken (or does not exist).

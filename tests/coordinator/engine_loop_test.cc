@@ -362,6 +362,8 @@ TEST_F(EngineLoopTest, MetricsCountWhatHappened) {
         "kvasir_prompt_tokens_cached_by_source_total{model_name=\"test\",source=\"device\"} 128",
         "kvasir_time_to_first_token_seconds_count{model_name=\"test\"} 2",
         "kvasir_inter_token_latency_seconds_count{model_name=\"test\"} 4",
+        "kvasir_plans_ahead_total{model_name=\"test\"} 3",
+        "kvasir_rows_in_vain_total{model_name=\"test\"} 0",
         "kvasir_num_requests_running{model_name=\"test\"} 0"}) {
     EXPECT_THAT(text, HasSubstr(line));
   }

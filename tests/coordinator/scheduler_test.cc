@@ -1,6 +1,7 @@
 #include "coordinator/scheduler.h"
 
 #include <algorithm>
+#include <deque>
 #include <map>
 #include <random>
 #include <utility>
@@ -1054,6 +1055,188 @@ TEST_F(SchedulerDiskTest, ReportsThatMakeNoSenseAreRefused) {
   }
 }
 
+// --- one step ahead of the answers --------------------------------------------------------------
+
+class SchedulerAheadTest : public SchedulerTest {
+ protected:
+  // REQUIRES: there is something to plan.
+  void Plan() {
+    Scheduler::Planned planned = scheduler_->NextPlan(now_);
+    Collect(std::move(planned.events));
+    ASSERT_TRUE(planned.plan.has_value());
+    plan_ = *planned.plan;
+    absl::StatusOr<v1::StepReply> reply = worker_->Execute(plan_);
+    ASSERT_TRUE(reply.ok()) << reply.status();
+    replies_.push_back(*std::move(reply));
+  }
+  bool PlansNothing() { return !scheduler_->NextPlan(now_).plan.has_value(); }
+  void Answer() {
+    now_ += std::chrono::milliseconds(100);
+    absl::StatusOr<std::vector<Event>> events = scheduler_->OnReply(replies_.front(), now_);
+    ASSERT_TRUE(events.ok()) << events.status();
+    replies_.pop_front();
+    Collect(*std::move(events));
+    ASSERT_EQ(scheduler_->CheckIntegrity(), absl::OkStatus());
+  }
+  // Every request has read its prompt, and nothing is unanswered.
+  SequenceId AddAndRead(SequenceSpec spec) {
+    const SequenceId id = Add(std::move(spec));
+    EXPECT_TRUE(Step());
+    return id;
+  }
+
+  std::deque<v1::StepReply> replies_;  // not taken
+};
+
+TEST_F(SchedulerAheadTest, RowsFollowOnTokensThatAreNotKnown) {
+  Make({});
+  AddAndRead(Spec(Prompt(62), 9));
+  Plan();
+  EXPECT_EQ(plan_.rows(0).begin(), 62u);
+  EXPECT_EQ(plan_.rows(0).committed_length(), 63u);
+  Plan();
+  EXPECT_EQ(plan_.rows(0).begin(), 63u);
+  EXPECT_EQ(plan_.rows(0).committed_length(), 63u);  // of 64
+  EXPECT_TRUE(plan_.rows(0).sample());
+  Answer();
+  Plan();
+  EXPECT_EQ(plan_.rows(0).begin(), 64u);
+  EXPECT_THAT(plan_.rows(0).new_blocks(), SizeIs(1));
+  EXPECT_THAT(plan_.seals(), IsEmpty());  // what would fill the block is not answered
+  Answer();
+  Plan();
+  EXPECT_THAT(plan_.seals(), SizeIs(1));
+  EXPECT_EQ(scheduler_->stats().plans_ahead, 3);
+}
+
+TEST_F(SchedulerAheadTest, ARowBehindAnEndIsNobodys) {
+  Make({});
+  SequenceSpec spec = Spec(Prompt(62), 500);
+  for (uint32_t stop : {3u, 8u, 11u}) spec.sampling.add_stop_token_ids(stop);
+  const std::vector<int32_t> expected = Expected(spec);
+  ASSERT_THAT(expected.size(), ::testing::AllOf(::testing::Gt(1u), ::testing::Lt(500u)));
+  const SequenceId id = AddAndRead(std::move(spec));
+  Plan();
+  while (!finished_.contains(id)) {
+    Plan();
+    Answer();
+  }
+  EXPECT_EQ(tokens_[id], expected);
+  const v1::Finish summary = finished_.at(id).summary;
+  EXPECT_EQ(summary.usage().completion_tokens(), expected.size());
+  EXPECT_EQ(scheduler_->unanswered_plans(), 1);
+  Answer();
+  EXPECT_EQ(scheduler_->stats().rows_in_vain, 1);
+  RunUntilIdle();
+  const auto whole = static_cast<int64_t>(62 + expected.size() - 1) / kvstore::kBlockTokens;
+  EXPECT_EQ(worker_->num_blocks(), whole);  // of what it read and answered
+  EXPECT_EQ(worker_->num_sequences(), 0);
+}
+
+TEST_F(SchedulerAheadTest, NothingIsPlannedBehindLastTokens) {
+  Make({});
+  AddAndRead(Spec(Prompt(10, 1), 2));
+  Plan();
+  EXPECT_TRUE(PlansNothing());
+  Answer();
+  EXPECT_EQ(scheduler_->stats().plans_ahead, 0);
+  AddAndRead(Spec(Prompt(10, 2), 2));
+  Add(Spec(Prompt(10, 3), 3));
+  Plan();
+  Answer();
+  Plan();
+  Plan();  // for the one that goes on
+  EXPECT_THAT(plan_.rows(), SizeIs(1));
+}
+
+// A rank may miss blocks that the start names.
+TEST_F(SchedulerAheadTest, NothingIsPlannedBehindAStart) {
+  Make({});
+  AddAndRead(Spec(Prompt(10, 1), 9));
+  Add(Spec(Prompt(10, 2), 9));
+  Plan();
+  ASSERT_THAT(plan_.starts(), SizeIs(1));
+  EXPECT_TRUE(PlansNothing());
+  Answer();
+  Plan();
+  Add(Spec(Prompt(10, 3), 9));
+  Plan();  // but the start itself may be ahead
+  EXPECT_THAT(plan_.starts(), SizeIs(1));
+  EXPECT_EQ(scheduler_->stats().plans_ahead, 1);
+}
+
+TEST_F(SchedulerAheadTest, WhoWaitsSharesWhatIsBeingRead) {
+  Make({.max_num_batched_tokens = 128});
+  const std::vector<int32_t> document = Prompt(300);
+  Add(Spec(document, 9));
+  Plan();
+  Answer();
+  Plan();  // [128, 256)
+  Add(Spec(document, 9));
+  EXPECT_TRUE(PlansNothing());
+  Answer();
+  Plan();
+  ASSERT_THAT(plan_.starts(), SizeIs(1));
+  EXPECT_THAT(plan_.starts(0).cached_blocks(), SizeIs(4));
+}
+
+TEST_F(SchedulerAheadTest, ChunksFollowChunks) {
+  Make({.max_num_batched_tokens = 128});
+  Add(Spec(Prompt(600), 2));
+  Plan();
+  Answer();
+  Plan();
+  Plan();
+  EXPECT_EQ(plan_.rows(0).begin(), 256u);
+  EXPECT_EQ(plan_.rows(0).num_tokens(), 128u);
+}
+
+TEST_F(SchedulerAheadTest, NoBlockIsTakenFromAnother) {
+  Make({.host_blocks = 3});
+  AddAndRead(Spec(Prompt(63, 1), 90));
+  AddAndRead(Spec(Prompt(60, 2), 60));
+  Plan();
+  Plan();  // the first enters its second block
+  for (int i = 0; i < 2; ++i) {
+    Answer();
+    Plan();
+  }
+  Answer();  // the second one's first block is full now, and no third one is free
+  EXPECT_TRUE(PlansNothing());
+  EXPECT_EQ(scheduler_->stats().preempted_recompute, 0);
+  Answer();
+  Plan();
+  EXPECT_EQ(scheduler_->stats().preempted_recompute, 1);
+  EXPECT_THAT(plan_.free_slots(), SizeIs(1));
+}
+
+TEST_F(SchedulerAheadTest, UnsealedBlocksStayWithinTheDevicesShare) {
+  Make({.device_blocks = 3});  // a share of two
+  AddAndRead(Spec(Prompt(62, 1), 9));
+  AddAndRead(Spec(Prompt(10, 2), 9));
+  Plan();  // fills the first one's block
+  EXPECT_TRUE(PlansNothing());
+  Answer();
+  Plan();
+  EXPECT_THAT(plan_.seals(), SizeIs(1));
+}
+
+TEST_F(SchedulerAheadTest, ACancelledRequestLeavesBehindItsRows) {
+  Make({});
+  const SequenceId id = AddAndRead(Spec(Prompt(10, 1), 90));
+  AddAndRead(Spec(Prompt(10, 2), 90));
+  Plan();
+  Plan();
+  ASSERT_TRUE(scheduler_->Cancel(id, absl::CancelledError(""), now_).has_value());
+  Answer();
+  Plan();
+  EXPECT_THAT(plan_.free_slots(), SizeIs(1));
+  EXPECT_THAT(plan_.rows(), SizeIs(1));
+  Answer();
+  Answer();
+  EXPECT_EQ(scheduler_->stats().rows_in_vain, 2);
+}
+
 TEST(SchedulerOptionsTest, OptionsThatRunNothingAreRefused) {
   SchedulerOptions options = Options({});
   options.device_blocks = 0;
@@ -1133,17 +1316,42 @@ class RandomSchedulerTest : public SchedulerTest, public ::testing::WithParamInt
     const v1::TierReport report = worker_->TakeTierReport(SymbolicWorker::Disk::kSome, random_());
     ASSERT_EQ(scheduler_->OnTierReport(0, report, now_), absl::OkStatus());
   }
+  // Makes a plan, perhaps ahead of an answer; the rank carries it out now or when it is waited for.
   void RunPlan() {
     Scheduler::Planned planned = scheduler_->NextPlan(now_);
     Collect(std::move(planned.events));
-    if (!planned.plan.has_value()) return;
-    absl::StatusOr<v1::StepReply> reply = worker_->Execute(*planned.plan);
-    ASSERT_TRUE(reply.ok()) << reply.status();
+    if (planned.plan.has_value()) plans_.push_back(*std::move(planned.plan));
+    if (Random(2) == 0) ExecutePlans();
     if (Random(10) == 0) CancelRandom(false);
     if (Random(20) == 0) CancelRandom(true);
-    absl::StatusOr<std::vector<Event>> events = scheduler_->OnReply(*reply, now_);
+    const bool may_wait = planned.plan.has_value() && scheduler_->unanswered_plans() == 1;
+    if (scheduler_->unanswered_plans() > 0 && !(may_wait && Random(4) > 0)) TakeAnswer();
+  }
+  void ExecutePlans() {
+    while (!plans_.empty()) {
+      absl::StatusOr<v1::StepReply> reply = worker_->Execute(plans_.front());
+      ASSERT_TRUE(reply.ok()) << reply.status() << "\n"
+                              << plans_.front().ShortDebugString().substr(0, 2000);
+      replies_.push_back(*std::move(reply));
+      plans_.pop_front();
+    }
+  }
+  void TakeAnswer() {
+    if (replies_.empty()) ExecutePlans();
+    ASSERT_FALSE(replies_.empty());
+    absl::StatusOr<std::vector<Event>> events = scheduler_->OnReply(replies_.front(), now_);
     ASSERT_TRUE(events.ok()) << events.status();
+    replies_.pop_front();
     Collect(*std::move(events));
+  }
+  void Finish() {
+    while (scheduler_->unanswered_plans() > 0) {
+      TakeAnswer();
+      if (HasFatalFailure()) return;
+    }
+    RunUntilIdle();
+    EXPECT_GT(scheduler_->stats().plans_ahead, 0);
+    EXPECT_GT(scheduler_->stats().rows_in_vain, 0);
   }
 
   void CheckAnswers() const {
@@ -1169,6 +1377,8 @@ class RandomSchedulerTest : public SchedulerTest, public ::testing::WithParamInt
   std::mt19937_64 random_{GetParam()};
   std::map<SequenceId, Asked> asked_;
   std::vector<int32_t> conversation_;
+  std::deque<v1::StepPlan> plans_;     // not carried out
+  std::deque<v1::StepReply> replies_;  // not taken
 };
 
 TEST_P(RandomSchedulerTest, EveryRequestEndsOnceWithTheAnswerItGetsAlone) {
@@ -1193,7 +1403,7 @@ TEST_P(RandomSchedulerTest, EveryRequestEndsOnceWithTheAnswerItGetsAlone) {
     ASSERT_EQ(scheduler_->CheckIntegrity(), absl::OkStatus()) << "seed " << GetParam();
     if (HasFatalFailure()) FAIL() << "seed " << GetParam();
   }
-  RunUntilIdle();
+  Finish();
   CheckAnswers();
   EXPECT_EQ(worker_->num_sequences(), 0);
   EXPECT_EQ(scheduler_->stats().index.held_blocks, 0);
@@ -1214,7 +1424,7 @@ TEST_P(RandomSchedulerTest, TheDiskChangesNoAnswer) {
     ASSERT_EQ(scheduler_->CheckIntegrity(), absl::OkStatus()) << "seed " << GetParam();
     if (HasFatalFailure()) FAIL() << "seed " << GetParam();
   }
-  RunUntilIdle();
+  Finish();
   CheckAnswers();
   EXPECT_GT(worker_->reads(), 0);
   EXPECT_EQ(scheduler_->stats().index.held_blocks, 0);
@@ -1232,7 +1442,7 @@ TEST_P(RandomSchedulerTest, PreemptionChangesNoAnswer) {
     ASSERT_EQ(scheduler_->CheckIntegrity(), absl::OkStatus()) << "seed " << GetParam();
     if (HasFatalFailure()) FAIL() << "seed " << GetParam();
   }
-  RunUntilIdle();
+  Finish();
   CheckAnswers();
   const SchedulerStats stats = scheduler_->stats();
   EXPECT_GT(stats.preempted_swap + stats.preempted_recompute, 0);

@@ -7,6 +7,7 @@
 #include "gtest/gtest.h"
 
 #include "coordinator/grpc_worker_client.h"
+#include "kernels/base/status_macros.h"
 #include "tests/support/fake_clock.h"
 #include "tests/support/fake_rank.h"
 #include "tests/support/fake_worker_service.h"
@@ -43,6 +44,11 @@ v1::StepPlan OneTokenPlan(uint64_t epoch) {
   row.add_new_blocks(0);
   row.set_sample(true);
   return plan;
+}
+
+absl::StatusOr<v1::StepReply> Step(WorkerGroup& group, const v1::StepPlan& plan) {
+  KVASIR_RETURN_IF_ERROR(group.Send(plan));
+  return group.AwaitReply();
 }
 
 // --- streams in memory, time in the test's hand -------------------------------------------------
@@ -114,7 +120,7 @@ TEST_F(WorkerGroupTest, FormsWithTheCapacitiesOfTheSmallestRank) {
   EXPECT_EQ(info->host_blocks, 50);
   EXPECT_EQ(info->vocab_size, 50);
   EXPECT_THAT(info->ranks, SizeIs(2));
-  absl::StatusOr<v1::StepReply> reply = group->Step(EmptyPlan(1, 1));
+  absl::StatusOr<v1::StepReply> reply = Step(*group, EmptyPlan(1, 1));
   EXPECT_TRUE(reply.ok()) << reply.status();
 }
 
@@ -122,7 +128,7 @@ TEST_F(WorkerGroupTest, EveryFormationHasItsOwnEpoch) {
   std::unique_ptr<WorkerGroup> group = Make({"a"});
   EXPECT_EQ(group->Form()->epoch, 1u);
   group->Disband();
-  EXPECT_EQ(group->Step(EmptyPlan(1, 1)).status().code(), absl::StatusCode::kUnavailable);
+  EXPECT_EQ(Step(*group, EmptyPlan(1, 1)).status().code(), absl::StatusCode::kUnavailable);
   EXPECT_EQ(group->Form()->epoch, 2u);
 }
 
@@ -135,7 +141,7 @@ TEST_F(WorkerGroupTest, TierReportsAreGatheredByRankAndBelongToTheirFormation) {
   v1::WorkerMessage message;
   message.mutable_tier_report()->add_forgotten("hash");
   network_.streams["b"]->OnMessage(message);
-  EXPECT_TRUE(group->Step(EmptyPlan(1, 1)).ok());  // not an answer to a step
+  EXPECT_TRUE(Step(*group, EmptyPlan(1, 1)).ok());  // not an answer to a step
   EXPECT_EQ(calls, 1);
   const std::vector<RankTierReport> reports = group->TakeTierReports();
   ASSERT_THAT(reports, SizeIs(1));
@@ -198,7 +204,7 @@ TEST_F(WorkerGroupTest, ASlowRankIsTakenForDeadSoonBehindTheOthers) {
     clock_.AwaitWaiter();
     clock_.Advance(absl::Seconds(31));
   });
-  const absl::Status status = group->Step(EmptyPlan(1, 1)).status();
+  const absl::Status status = Step(*group, EmptyPlan(1, 1)).status();
   time.join();
   EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable);
   EXPECT_THAT(std::string(status.message()), HasSubstr("taken for dead: worker 1 (b)"));
@@ -210,7 +216,7 @@ TEST_F(WorkerGroupTest, AStepOfAllRanksMayTakeLonger) {
   std::unique_ptr<WorkerGroup> group = Make({"a"});
   ASSERT_TRUE(group->Form().ok());
   absl::Status status;
-  std::thread step([&] { status = group->Step(EmptyPlan(1, 1)).status(); });
+  std::thread step([&] { status = Step(*group, EmptyPlan(1, 1)).status(); });
   clock_.AwaitWaiter();
   clock_.Advance(absl::Minutes(4));
   v1::WorkerMessage reply;
@@ -227,17 +233,57 @@ TEST_F(WorkerGroupTest, RanksThatDisagreeEndTheGroup) {
   }};
   std::unique_ptr<WorkerGroup> group = Make({"a", "b"});
   ASSERT_TRUE(group->Form().ok());
-  const absl::Status status = group->Step(OneTokenPlan(1)).status();
+  const absl::Status status = Step(*group, OneTokenPlan(1)).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kInternal);
   EXPECT_THAT(std::string(status.message()), HasSubstr("the sampled tokens"));
   EXPECT_TRUE(network_.streams.empty());
+}
+
+TEST_F(WorkerGroupTest, ARankMayAnswerTheNextPlanBeforeAnotherAnswersThis) {
+  network_.workers["b"] = {.tweak = [](v1::WorkerMessage& m) { return !m.has_step_reply(); }};
+  std::unique_ptr<WorkerGroup> group = Make({"a", "b"});
+  ASSERT_TRUE(group->Form().ok());
+  ASSERT_TRUE(group->Send(EmptyPlan(1, 1)).ok());
+  ASSERT_TRUE(group->Send(EmptyPlan(1, 2)).ok());  // "a" has answered both
+  for (const uint64_t step : {uint64_t{1}, uint64_t{2}}) {
+    v1::WorkerMessage reply;
+    reply.mutable_step_reply()->set_group_epoch(1);
+    reply.mutable_step_reply()->set_step(step);
+    network_.streams["b"]->OnMessage(reply);
+    const absl::StatusOr<v1::StepReply> merged = group->AwaitReply();
+    ASSERT_TRUE(merged.ok()) << merged.status();
+    EXPECT_EQ(merged->step(), step);
+  }
+}
+
+TEST_F(WorkerGroupTest, MoreAnswersThanPlansEndTheGroup) {
+  std::unique_ptr<WorkerGroup> group = Make({"a", "b"});
+  ASSERT_TRUE(group->Form().ok());
+  v1::WorkerMessage reply;
+  reply.mutable_step_reply()->set_group_epoch(1);
+  network_.streams["a"]->OnMessage(reply);
+  EXPECT_EQ(Step(*group, EmptyPlan(1, 1)).status().code(), absl::StatusCode::kInternal);
+}
+
+TEST_F(WorkerGroupTest, ALossWhileAPlanIsUnansweredIsNotTold) {
+  int told = 0;
+  std::unique_ptr<WorkerGroup> group = Make({"a"});
+  group->SetLossCallback([&](const absl::Status&) { ++told; });
+  ASSERT_TRUE(group->Form().ok());
+  ASSERT_TRUE(group->Send(EmptyPlan(1, 1)).ok());
+  ASSERT_TRUE(group->Send(EmptyPlan(1, 2)).ok());
+  ASSERT_TRUE(group->AwaitReply().ok());
+  network_.streams["a"]->OnClosed(absl::UnavailableError("died"));
+  EXPECT_EQ(told, 0);
+  EXPECT_TRUE(group->AwaitReply().ok());  // it had answered before
+  EXPECT_EQ(group->Send(EmptyPlan(1, 3)).code(), absl::StatusCode::kUnavailable);
 }
 
 TEST_F(WorkerGroupTest, ARankThatFailsInAStepEndsTheGroup) {
   network_.workers["b"] = {.step_error = absl::InternalError("collective: peer closed")};
   std::unique_ptr<WorkerGroup> group = Make({"a", "b"});
   ASSERT_TRUE(group->Form().ok());
-  const absl::Status status = group->Step(EmptyPlan(1, 1)).status();
+  const absl::Status status = Step(*group, EmptyPlan(1, 1)).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kInternal);
   EXPECT_THAT(std::string(status.message()), HasSubstr("worker 1 (b): collective"));
 }
@@ -253,7 +299,7 @@ TEST_F(WorkerGroupTest, ALossBetweenStepsIsToldOnce) {
   network_.streams["b"]->OnClosed(absl::UnavailableError("died"));
   network_.streams["a"]->OnClosed(absl::UnavailableError("died too"));
   EXPECT_EQ(told, 1);
-  EXPECT_EQ(group->Step(EmptyPlan(1, 1)).status().code(), absl::StatusCode::kUnavailable);
+  EXPECT_EQ(Step(*group, EmptyPlan(1, 1)).status().code(), absl::StatusCode::kUnavailable);
   EXPECT_TRUE(group->Form().ok());
 }
 
@@ -294,7 +340,7 @@ TEST_F(GrpcWorkerGroupTest, FormsAndStepsOverSockets) {
   std::unique_ptr<WorkerGroup> group = Make({a.address(), b.address()});
   absl::StatusOr<GroupInfo> info = group->Form();
   ASSERT_TRUE(info.ok()) << info.status();
-  absl::StatusOr<v1::StepReply> reply = group->Step(OneTokenPlan(info->epoch));
+  absl::StatusOr<v1::StepReply> reply = Step(*group, OneTokenPlan(info->epoch));
   ASSERT_TRUE(reply.ok()) << reply.status();
   EXPECT_TRUE(reply->results(0).has_token_id());
   EXPECT_EQ(reply->results(0).accounting().blocks_total(), 2u);
@@ -332,12 +378,12 @@ TEST_F(GrpcWorkerGroupTest, AWorkerThatDiesIsNoticedAndComesBackUnderANewEpoch) 
     while (lost.ok()) changed.Wait(mu);
     EXPECT_THAT(std::string(lost.message()), HasSubstr("worker 1"));
   }
-  EXPECT_FALSE(group->Step(EmptyPlan(1, 1)).ok());
+  EXPECT_FALSE(Step(*group, EmptyPlan(1, 1)).ok());
   b = std::make_unique<FakeWorkerService>(FakeRankOptions(), address);
   absl::StatusOr<GroupInfo> info = group->Form();
   ASSERT_TRUE(info.ok()) << info.status();
   EXPECT_EQ(info->epoch, 2u);
-  EXPECT_TRUE(group->Step(EmptyPlan(2, 1)).ok());
+  EXPECT_TRUE(Step(*group, EmptyPlan(2, 1)).ok());
 }
 
 TEST_F(GrpcWorkerGroupTest, AWorkerThatFallsSilentIsNoticedWhileItComputes) {
@@ -350,7 +396,7 @@ TEST_F(GrpcWorkerGroupTest, AWorkerThatFallsSilentIsNoticedWhileItComputes) {
   ASSERT_TRUE(group->Form().ok());
   relay.Freeze();
   const TimePoint frozen = clock_.Now();
-  EXPECT_EQ(group->Step(EmptyPlan(1, 1)).status().code(), absl::StatusCode::kUnavailable);
+  EXPECT_EQ(Step(*group, EmptyPlan(1, 1)).status().code(), absl::StatusCode::kUnavailable);
   EXPECT_LT(Between(frozen, clock_.Now()), absl::Seconds(30));  // and not the step's 10 minutes
 }
 
@@ -374,7 +420,7 @@ TEST_F(GrpcWorkerGroupTest, LongPromptsTravel) {
   plan.mutable_rows(0)->set_num_tokens(64);
   plan.mutable_rows(0)->set_committed_length(64);
   plan.mutable_rows(0)->set_sample(false);
-  absl::StatusOr<v1::StepReply> reply = group->Step(plan);
+  absl::StatusOr<v1::StepReply> reply = Step(*group, plan);
   EXPECT_TRUE(reply.ok()) << reply.status();
 }
 

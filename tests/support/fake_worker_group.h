@@ -49,8 +49,16 @@ class FakeWorkerGroup : public coordinator::WorkerGroup {
                                   .ranks = {v1::Ready()}};
   }
 
-  absl::StatusOr<v1::StepReply> Step(const v1::StepPlan& plan) override {
+  absl::Status Send(const v1::StepPlan& plan) override {
     kernels::MutexLock lock(mu_);
+    if (interrupted_) return absl::CancelledError("interrupted");
+    plans_.push_back(plan);
+    return absl::OkStatus();
+  }
+  absl::StatusOr<v1::StepReply> AwaitReply() override {
+    kernels::MutexLock lock(mu_);
+    const v1::StepPlan plan = plans_.front();
+    plans_.pop_front();
     ++steps_begun_;
     changed_.NotifyAll();
     while (hold_steps_ && steps_allowed_ == 0 && !interrupted_) changed_.Wait(mu_);
@@ -76,6 +84,7 @@ class FakeWorkerGroup : public coordinator::WorkerGroup {
   void Disband() override {
     kernels::MutexLock lock(mu_);
     if (worker_ != nullptr) lost_worker_ = std::move(worker_);  // its disk outlives it
+    plans_.clear();
     changed_.NotifyAll();
   }
   void Interrupt() override {
@@ -180,6 +189,7 @@ class FakeWorkerGroup : public coordinator::WorkerGroup {
   std::unique_ptr<SymbolicWorker> worker_;
   std::unique_ptr<SymbolicWorker> lost_worker_;
   v1::TierReport inventory_;
+  std::deque<v1::StepPlan> plans_;  // unanswered
   std::deque<absl::Status> form_errors_;
   std::optional<absl::Status> step_error_;
   std::function<void(v1::StepReply&)> corrupt_;

@@ -88,6 +88,7 @@ class SymbolicWorker {
     int64_t from_disk = 0;  // blocks
     int64_t kv_length = 0;
     std::vector<uint64_t> blocks = {};
+    bool is_left = false;  // it had no row in a step: it has had its last one
   };
 
   static uint64_t Mix(uint64_t a, uint64_t b) {
@@ -120,6 +121,7 @@ class SymbolicWorker {
   absl::Status RunRow(const v1::StepRow& row, v1::StepReply& reply);
   absl::Status CheckRow(const v1::StepRow& row, const Slot& slot) const;
   absl::Status CheckPlan(const v1::StepPlan& plan) const;
+  void LeaveThoseWithoutRow(const v1::StepPlan& plan);
   absl::Status CheckRoom() const;
 
   const SymbolicWorkerOptions options_;
@@ -333,7 +335,10 @@ inline absl::Status SymbolicWorker::CheckRow(const v1::StepRow& row, const Slot&
   if (row.begin() != slot.kv_length) return Bad("row does not begin behind the KV", row.slot());
   if (row.num_tokens() == 0 || end > length) return Bad("row has tokens there are not", row.slot());
   if (end < slot.prompt_tokens && end % kTokens != 0) return Bad("crooked chunk", row.slot());
-  if (row.committed_length() != end) return Bad("committed_length", row.committed_length());
+  // A plan ahead of an answer knows all tokens but the last.
+  if (row.committed_length() > end || row.committed_length() + 1 < end) {
+    return Bad("committed_length", row.committed_length());
+  }
   if (row.sample() != (end == length)) return Bad("samples at the wrong place", row.slot());
   const int64_t blocks = static_cast<int64_t>(slot.blocks.size()) + row.new_blocks_size();
   if (blocks != (end + kTokens - 1) / kTokens) return Bad("wrong number of blocks", row.slot());
@@ -347,6 +352,7 @@ inline absl::Status SymbolicWorker::RunRow(const v1::StepRow& row, v1::StepReply
   const auto it = slots_.find(row.slot());
   if (it == slots_.end()) return Bad("row of a free slot", row.slot());
   Slot& slot = it->second;
+  if (slot.is_left) return Bad("a decoding sequence had no row in a step", row.slot());
   KVASIR_RETURN_IF_ERROR(CheckRow(row, slot));
   for (uint64_t id : row.new_blocks()) {
     used_ids_.insert(id);
@@ -397,12 +403,17 @@ inline absl::Status SymbolicWorker::CheckPlan(const v1::StepPlan& plan) const {
   for (const v1::SequenceStart& start : plan.starts()) {
     if (!slots.contains(start.slot())) return Bad("starts without a row", start.slot());
   }
-  for (const auto& [id, slot] : slots_) {
-    if (slot.kv_length >= slot.given_tokens && !slots.contains(id)) {
-      return Bad("a decoding sequence has no row", id);
-    }
-  }
   return absl::OkStatus();
+}
+
+// All of them have one in every step; but a plan ahead of an answer has none for a sequence whose
+// last token it waits for.
+inline void SymbolicWorker::LeaveThoseWithoutRow(const v1::StepPlan& plan) {
+  absl::flat_hash_set<uint32_t> slots;
+  for (const v1::StepRow& row : plan.rows()) slots.insert(row.slot());
+  for (auto& [id, slot] : slots_) {
+    if (slot.kv_length >= slot.given_tokens && !slots.contains(id)) slot.is_left = true;
+  }
 }
 
 inline absl::Status SymbolicWorker::CheckRoom() const {
@@ -441,6 +452,7 @@ inline absl::StatusOr<v1::StepReply> SymbolicWorker::Execute(const v1::StepPlan&
     }
   }
   if (reply.missing_blocks_size() > 0) return reply;
+  LeaveThoseWithoutRow(plan);
   for (const v1::SequenceStart& start : plan.starts()) KVASIR_RETURN_IF_ERROR(Start(start));
   for (const v1::StepRow& row : plan.rows()) KVASIR_RETURN_IF_ERROR(RunRow(row, reply));
   KVASIR_RETURN_IF_ERROR(CheckRoom());

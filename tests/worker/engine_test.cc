@@ -705,6 +705,56 @@ TEST_F(EngineTest, RowWithoutRoomFailsAlone) {
   EXPECT_EQ(coordinator.result(does_not).status.code(), absl::StatusCode::kResourceExhausted);
 }
 
+// Plans that were made before the coordinator heard of a failure.
+TEST_F(EngineTest, RowsBehindOneWithoutRoomAreAnsweredLikeIt) {
+  EngineOptions options = TestWorker::DefaultOptions();
+  options.kv_device_bytes =
+      5 * model_->transformer().kv_layout(kernels::DType::kFloat32).block_bytes();
+  TestWorker worker(*model_, options);
+  TestCoordinator coordinator({.chunk = 256});
+  const size_t fits = coordinator.Add(MakeRequest(200, kAll));
+  const size_t does_not = coordinator.Add(MakeRequest(300, kAll));
+  worker.RunAhead(coordinator);
+  EXPECT_TRUE(coordinator.result(fits).status.ok());
+  EXPECT_EQ(coordinator.result(does_not).status.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(coordinator.rows_in_vain(), 1);
+}
+
+TEST_F(EngineTest, BlocksFilledBeforeAFailureMayStillBeSealed) {
+  TestModel model({.folder = folder_->folder(), .edit_weights = [](ModelWeights& weights) {
+                     const kernels::TensorView table = weights.embedding.view;
+                     table.As<float>()[100 * table.dim(1)] =
+                         std::numeric_limits<float>::quiet_NaN();
+                   }});
+  TestRequest poisoned = MakeRequest(300, kStreaming);
+  for (uint32_t& token : poisoned.prompt) token %= 100;
+  poisoned.prompt[100] = 100;
+  TestWorker worker(model);
+  TestCoordinator coordinator({.chunk = 64, .keep_blocks = true});
+  const size_t r = coordinator.Add(poisoned);
+  worker.RunAhead(coordinator);
+  EXPECT_EQ(coordinator.result(r).status.code(), absl::StatusCode::kDataLoss);
+  EXPECT_THAT(coordinator.result(r).blocks,
+              testing::SizeIs(1));  // sealed; the poison is in the next
+  EXPECT_EQ(coordinator.rows_in_vain(), 0);
+}
+
+TEST_F(EngineTest, PlansAheadOfAnswersChangeNoLogits) {
+  const auto add = [](TestCoordinator& coordinator) {
+    for (uint32_t policy = kAll; policy <= kTerminated; ++policy) {
+      if (policy == 11 || policy == 12) continue;
+      coordinator.Add(MakeRequest(60 + 20 * policy, policy, policy));
+    }
+  };
+  TestWorker one_by_one(*model_), ahead(*model_);
+  TestCoordinator answered({.chunk = 64}), unanswered({.chunk = 64});
+  add(answered);
+  add(unanswered);
+  one_by_one.Run(answered);
+  ahead.RunAhead(unanswered);
+  ExpectSameBits(one_by_one.logits(), ahead.logits());
+}
+
 TEST_F(EngineTest, MissingBlocksAreNamedAndNothingIsComputed) {
   TestWorker worker(*model_);
   TestCoordinator coordinator({});

@@ -45,7 +45,10 @@ class SlotTableTest : public testing::Test {
     row.set_num_tokens(num_tokens);
     for (int i = 0; i < num_blocks; ++i) row.add_new_blocks(first_block++);
     absl::StatusOr<RowWork> work = table_.Prepare(row, truncations_);
-    if (work.ok()) table_.at(0).kv_length = begin + num_tokens;  // as if it had been computed
+    if (work.ok()) {  // as if it had been computed
+      table_.at(0).kv_length = begin + num_tokens;
+      table_.at(0).sound_length = begin + num_tokens;
+    }
     return work;
   }
   void Generate(int32_t token) { table_.at(0).tokens.push_back(token); }

@@ -1,6 +1,6 @@
 // The smallest coordinator that can drive an engine: starts requests, cuts prompts into chunks,
 // names and seals blocks, reuses prefixes that it is told to, and collects tokens. It knows nothing
-// of fairness, time or memory. One plan at a time: NextPlan, then Apply its reply.
+// of fairness, time or memory. NextPlan, then Apply its reply; the next plan may be made before.
 #pragma once
 
 #include <algorithm>
@@ -56,6 +56,7 @@ class TestCoordinator {
     return results_.size() - 1;
   }
   bool done() const { return running_.empty(); }
+  int64_t rows_in_vain() const { return rows_in_vain_; }
   const TestResult& result(size_t i) const { return results_[i]; }
 
   v1::StepPlan NextPlan() {
@@ -74,11 +75,15 @@ class TestCoordinator {
   void Apply(const v1::StepPlan& plan, const v1::StepReply& reply) {
     ASSERT_EQ(reply.step(), plan.step());
     ASSERT_EQ(reply.results_size(), plan.rows_size());
+    const std::vector<size_t> planned = std::move(planned_.at(plan.step()));
     for (int i = 0; i < plan.rows_size(); ++i) {
       const auto running = std::find_if(running_.begin(), running_.end(), [&](const Running& r) {
-        return r.slot == static_cast<int64_t>(plan.rows(i).slot());
+        return r.result == planned[static_cast<size_t>(i)];
       });
-      ASSERT_NE(running, running_.end());
+      if (running == running_.end()) {  // ended by the answer before
+        ++rows_in_vain_;
+        continue;
+      }
       ApplyRow(plan.rows(i), reply.results(i), *running);
       const TestResult& result = results_[running->result];
       const bool ended = std::ssize(result.tokens) >= running->request.max_tokens;
@@ -150,9 +155,10 @@ class TestCoordinator {
     TestRequest request;
     size_t result = 0;
     int64_t slot = -1;
-    int64_t length = 0;  // positions with KV
-    int64_t known = 0;   // tokens that the worker knows
-    int64_t sealed = 0;  // blocks
+    int64_t length = 0;   // positions with KV, behind all plans made
+    int64_t known = 0;    // tokens that the worker knows then
+    int64_t sampled = 0;  // of these
+    int64_t sealed = 0;   // blocks
   };
 
   void Start(Running& running, v1::StepPlan& plan) {
@@ -181,6 +187,7 @@ class TestCoordinator {
   }
 
   void AddRow(Running& running, int64_t& budget, v1::StepPlan& plan) {
+    if (running.sampled == running.request.max_tokens) return;
     int64_t end = std::min(running.length + std::min(options_.chunk, budget), running.known);
     if (end < running.known) end = end / kPage * kPage;
     if (end <= running.length) return;
@@ -191,6 +198,12 @@ class TestCoordinator {
     row.set_num_tokens(static_cast<uint32_t>(end - running.length));
     row.set_committed_length(static_cast<uint32_t>(end));
     row.set_sample(end == running.known);
+    planned_[step_].push_back(running.result);
+    running.length = end;
+    if (row.sample()) {
+      ++running.known;
+      ++running.sampled;
+    }
     std::vector<uint64_t>& blocks = results_[running.result].blocks;
     while (std::ssize(blocks) * kPage < end) {
       blocks.push_back(next_block_);
@@ -201,7 +214,6 @@ class TestCoordinator {
   void ApplyRow(const v1::StepRow& row, const v1::RowResult& row_result, Running& running) {
     TestResult& result = results_[running.result];
     ASSERT_EQ(row_result.slot(), row.slot());
-    running.length = row.begin() + row.num_tokens();
     AddAccounting(row_result.accounting(), result.accounting);
     if (row_result.error_code() != 0) {
       result.status = absl::Status(static_cast<absl::StatusCode>(row_result.error_code()),
@@ -213,9 +225,9 @@ class TestCoordinator {
       result.tokens.push_back(row_result.token_id());
       ASSERT_EQ(row_result.has_logprobs(), running.request.sampling.has_logprobs());
       if (row_result.has_logprobs()) result.logprobs.push_back(row_result.logprobs());
-      ++running.known;
     }
-    for (; (running.sealed + 1) * kPage <= running.length; ++running.sealed) {
+    const int64_t computed = row.begin() + row.num_tokens();
+    for (; (running.sealed + 1) * kPage <= computed; ++running.sealed) {
       v1::BlockSeal& seal = *pending_.add_seals();
       seal.set_block_id(result.blocks[static_cast<size_t>(running.sealed)]);
       seal.set_prefix_hash(HashOfBlock(seal.block_id()));
@@ -233,7 +245,9 @@ class TestCoordinator {
   const Options options_;
   std::vector<Running> running_;
   std::vector<TestResult> results_;
-  std::map<int64_t, bool> slots_;  // taken
+  std::map<int64_t, bool> slots_;                    // taken
+  std::map<uint64_t, std::vector<size_t>> planned_;  // results of the rows, by step
+  int64_t rows_in_vain_ = 0;
   v1::StepPlan pending_;
   uint64_t step_ = 0;
   uint64_t next_block_ = 1;

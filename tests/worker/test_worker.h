@@ -246,6 +246,18 @@ class TestWorker {
     }
   }
 
+  // The same where every plan is made before the one before it is answered.
+  void RunAhead(TestCoordinator& coordinator) {
+    v1::StepPlan plan = coordinator.NextPlan();
+    while (!coordinator.done()) {
+      const v1::StepPlan next = coordinator.NextPlan();
+      const absl::StatusOr<v1::StepReply> reply = engine_->Step(plan);
+      ASSERT_TRUE(reply.ok()) << reply.status();
+      ASSERT_NO_FATAL_FAILURE(coordinator.Apply(plan, *reply));
+      plan = next;
+    }
+  }
+
  private:
   SingleCollective single_;
   std::unique_ptr<Engine> engine_;
