@@ -6,6 +6,7 @@
 
 #include <optional>
 
+#include "absl/status/status.h"
 #include "absl/time/time.h"
 
 #include "proto/kvasir/v1/worker.pb.h"
@@ -22,6 +23,9 @@ class CoordinatorStream {
   virtual bool WaitReadable(absl::Duration patience) = 0;
   // Queues a message and returns; dropped when the stream has ended.
   virtual void Write(v1::WorkerMessage message) = 0;
+  // Ends the stream for a failure, behind what was written: the coordinator hears of it now, while
+  // giving memory back may take the worker seconds.
+  virtual void Fail(const absl::Status& why) = 0;
   virtual Rendezvous& rendezvous() = 0;
 };
 

@@ -110,6 +110,7 @@ absl::Status GroupMember::Serve(CoordinatorStream& stream) {
   options_.on_ready(true);
   const absl::Status status = RunPlans(*engine, stream);
   options_.on_ready(false);
+  if (!status.ok()) stream.Fail(status);
   engine->FlushTier();
   return status;
 }

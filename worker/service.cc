@@ -78,12 +78,18 @@ class WorkerService::Stream final
     StartWrite(first);
   }
 
+  void Fail(const absl::Status& why) override {
+    EndReads(why);
+    Close(why);
+  }
+
   Rendezvous& rendezvous() override { return rendezvous_; }
 
-  // Ends the call once everything queued has been written.
+  // Ends the call once everything queued has been written. The first status stays.
   void Close(const absl::Status& status) {
     {
       MutexLock lock(mu_);
+      if (close_status_) return;
       close_status_ = status;
       if (writing_) return;
     }
