@@ -101,6 +101,12 @@ __device__ Reading PlanReading(const ArtLaunch& p, int64_t row) {
   if (high <= low) return reading;
   reading.skip_begin = reading.OrderOf(high - 1);
   reading.skip_end = reading.OrderOf(low) + 1;
+  // A row may end where its window does, also when the first listed pages have no tokens.
+  const int end_of_window = reading.OrderOf(items.num_sink + items.num_list) + 1;
+  while (reading.skip_begin > end_of_window &&
+         ItemOf(p, reading, reading.ItemAt(reading.skip_begin - 1)).mask == 0) {
+    --reading.skip_begin;
+  }
   return reading;
 }
 

@@ -192,6 +192,32 @@ TEST_P(ArtCudaTest, RowsWithListsEndWhereTheCpusDo) {
   }
 }
 
+// What a pruner took away, or lists from the window on, is no step: a row that has settled within its
+// window ends there.
+TEST_P(ArtCudaTest, RowsEndBeforeListedPagesWithoutTokens) {
+  constexpr int64_t kContext = 3000, kWindowBegin = 2420, kSinkEnd = 40, kPages = 20;
+  AttentionBatch batch = Make(1, kContext, 97);
+  AddLocalBlock(batch, 0, kContext, 30, 40);
+  for (const int64_t listed : {kPages + 1, kWindowBegin / kPageTokens + 1, kContext / kPageTokens}) {
+    batch.AddBlock(0, kContext - 1, 1, [&](int64_t) {
+      std::vector<SelectionEntry> entries;
+      for (int64_t page = 1; page < listed; ++page) {
+        entries.push_back(
+            {.page = page, .chosen = ~uint64_t{0}, .live = page <= kPages ? ~uint64_t{0} : 0});
+      }
+      return SelectList(kSinkEnd, kWindowBegin, std::move(entries));
+    });
+    const int64_t row = batch.num_tokens() - 1;
+    std::copy_n(batch.q(0, 0), batch.heads() * batch.shape().head_dim, batch.q(row, 0));
+  }
+  const std::vector<int64_t> expected = UnreadOnCpu(batch, {});
+  const std::vector<int64_t> found = RunOnGpu(batch, {});
+  for (size_t row = 2; row < found.size(); ++row) {  // behind the block that has no list
+    EXPECT_EQ(expected[row], kPages) << row;
+    EXPECT_EQ(found[row], expected[row] - kAskedFor) << row;
+  }
+}
+
 TEST_P(ArtCudaTest, AFarNeedleIsMissedWithoutTheGuardAndKeptWithIt) {
   constexpr int64_t kNeedle = 2047;  // at a quarter of the context, in page 31
   AttentionBatch batch = Make(1, 8192, 93);
