@@ -182,6 +182,7 @@ absl::StatusOr<bool> CudaBackend::BeginStep(const StepInputs& inputs) {
     return absl::FailedPreconditionError(
         "the ranks of the group have not been joined, or were left");
   }
+  if (ranks_ != nullptr) ranks_->BeginStep();
   inputs_.emplace(inputs);
   step_.kv = inputs.kv;
   KVASIR_RETURN_IF_ERROR(UploadTable(inputs));

@@ -3,16 +3,23 @@
 // which messages go straight between GPUs and which through NCCL. Held by the CUDA backend, with a
 // stream that all of it is put on; graphs of that stream are destroyed before it.
 // Thread-compatible.
+//
+// A thread of its own looks after steps. The one that launches them may be held up before it comes
+// to Wait: the driver loads a kernel when it is first used, and not while another one runs that
+// waits for a rank.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
+#include <thread>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 
 #include "kernels/base/device_buffer.h"
+#include "kernels/base/mutex.h"
 #include "worker/backend/backend.h"
 #include "worker/backend/cuda_memory.h"
 #include "worker/parallel/nccl_communicator.h"
@@ -22,6 +29,7 @@ namespace kvasir::worker {
 
 class CudaRanks {
  public:
+  ~CudaRanks();
   // On the current device; all ranks at the same time. Errors as of NcclCommunicator::Join.
   static absl::StatusOr<std::unique_ptr<CudaRanks>> Join(Collective& ranks);
 
@@ -31,9 +39,11 @@ class CudaRanks {
                       const CudaStream& stream);
   absl::Status GatherColumns(const RankColumns& columns, const CudaStream& stream);
 
-  // Until what the event was recorded behind is over. DEADLINE_EXCEEDED when none of its
-  // collectives ends for as long as the group's timeout, UNAVAILABLE when NCCL has noticed an
-  // error: Abandon is to follow.
+  // A step's collectives follow, up to Wait. When none of them ends for as long as the group's
+  // timeout, they end in errors.
+  void BeginStep() { ++steps_begun_; }
+  // Until what the event was recorded behind is over. DEADLINE_EXCEEDED when another rank was
+  // silent for too long, UNAVAILABLE when NCCL has noticed an error: Abandon is to follow.
   absl::Status Wait(const CudaEvent& end);
   // Ends what on the stream waits for ranks, and waits for the stream; for good.
   void Abandon(const CudaStream& stream);
@@ -41,6 +51,7 @@ class CudaRanks {
  private:
   explicit CudaRanks(const Collective& ranks) : rank_(ranks.rank()), patience_(ranks.timeout()) {}
 
+  void LookAfterSteps();
   // What ends the wait before its time.
   absl::Status LookForTrouble() const;
   uint32_t progress() const { return *progress_.As<volatile uint32_t>(); }
@@ -50,6 +61,14 @@ class CudaRanks {
   std::unique_ptr<NcclCommunicator> nccl_;
   std::unique_ptr<PeerSums> peers_;  // null: they cannot reach each other's memory
   kernels::PinnedBuffer progress_;   // NCCL's collectives that have ended
+
+  std::atomic<int64_t> steps_begun_ = 0;
+  std::atomic<int64_t> steps_ended_ = 0;
+  std::atomic<bool> is_silent_ = false;  // another rank was, for too long
+  kernels::Mutex mu_;
+  kernels::CondVar leaving_;
+  bool is_leaving_ GUARDED_BY(mu_) = false;
+  std::thread watchdog_;
 };
 
 }  // namespace kvasir::worker

@@ -11,6 +11,9 @@
 #include "worker/parallel/gather_values.h"
 
 namespace kvasir::worker {
+
+using kernels::MutexLock;
+
 namespace {
 
 // Finding the machine's links and connecting the ranks takes seconds.
@@ -58,17 +61,32 @@ absl::StatusOr<std::unique_ptr<NcclCommunicator>> NcclCommunicator::Join(Collect
   std::unique_ptr<NcclCommunicator> joined(new NcclCommunicator(ranks.rank(), ranks.timeout()));
   ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
   config.blocking = 0;
+  ncclComm_t comm = nullptr;
   const ncclResult_t result =
-      ncclCommInitRankConfig(&joined->comm_, ranks.size(), id, ranks.rank(), &config);
+      ncclCommInitRankConfig(&comm, ranks.size(), id, ranks.rank(), &config);
+  {
+    MutexLock lock(joined->mu_);
+    joined->comm_ = comm;
+  }
   KVASIR_RETURN_IF_ERROR(joined->Settle(result, "joining the ranks", kJoinPatience));
   return joined;
+}
+
+template <typename Call>
+absl::StatusOr<ncclResult_t> NcclCommunicator::Make(const Call& call) const {
+  MutexLock lock(mu_);
+  if (comm_ != nullptr) return call(comm_);
+  return absl::FailedPreconditionError("the ranks' communicator was aborted");
 }
 
 absl::Status NcclCommunicator::Settle(ncclResult_t result, absl::string_view what,
                                       absl::Duration patience) const {
   const auto start = std::chrono::steady_clock::now();
   while (result == ncclInProgress) {
-    KVASIR_RETURN_IF_ERROR(NcclStatus(ncclCommGetAsyncError(comm_, &result), what, rank_));
+    KVASIR_ASSIGN_OR_RETURN(const ncclResult_t asked, Make([&](ncclComm_t comm) {
+                              return ncclCommGetAsyncError(comm, &result);
+                            }));
+    KVASIR_RETURN_IF_ERROR(NcclStatus(asked, what, rank_));
     if (absl::FromChrono(std::chrono::steady_clock::now() - start) > patience) {
       return absl::DeadlineExceededError(absl::StrCat("NCCL, ", what, " on rank ", rank_,
                                                       ": another rank was silent for ",
@@ -78,29 +96,29 @@ absl::Status NcclCommunicator::Settle(ncclResult_t result, absl::string_view wha
   return NcclStatus(result, what, rank_);
 }
 
-absl::Status NcclCommunicator::CheckUsable() const {
-  if (comm_ != nullptr) return absl::OkStatus();
-  return absl::FailedPreconditionError("the ranks' communicator was aborted");
-}
-
 absl::Status NcclCommunicator::AllReduceSum(float* data, int64_t count, cudaStream_t stream) {
-  KVASIR_RETURN_IF_ERROR(CheckUsable());
-  return Settle(
-      ncclAllReduce(data, data, static_cast<size_t>(count), ncclFloat32, ncclSum, comm_, stream),
-      "all-reduce", patience_);
+  KVASIR_ASSIGN_OR_RETURN(const ncclResult_t result, Make([&](ncclComm_t comm) {
+                            return ncclAllReduce(data, data, static_cast<size_t>(count),
+                                                 ncclFloat32, ncclSum, comm, stream);
+                          }));
+  return Settle(result, "all-reduce", patience_);
 }
 
 absl::Status NcclCommunicator::AllGather(const void* in, void* out, int64_t bytes,
                                          cudaStream_t stream) {
-  KVASIR_RETURN_IF_ERROR(CheckUsable());
-  return Settle(ncclAllGather(in, out, static_cast<size_t>(bytes), ncclInt8, comm_, stream),
-                "all-gather", patience_);
+  KVASIR_ASSIGN_OR_RETURN(const ncclResult_t result, Make([&](ncclComm_t comm) {
+                            return ncclAllGather(in, out, static_cast<size_t>(bytes), ncclInt8,
+                                                 comm, stream);
+                          }));
+  return Settle(result, "all-gather", patience_);
 }
 
 absl::Status NcclCommunicator::Health() const {
-  KVASIR_RETURN_IF_ERROR(CheckUsable());
   ncclResult_t result = ncclSuccess;
-  KVASIR_RETURN_IF_ERROR(NcclStatus(ncclCommGetAsyncError(comm_, &result), "asking", rank_));
+  KVASIR_ASSIGN_OR_RETURN(const ncclResult_t asked, Make([&](ncclComm_t comm) {
+                            return ncclCommGetAsyncError(comm, &result);
+                          }));
+  KVASIR_RETURN_IF_ERROR(NcclStatus(asked, "asking", rank_));
   return NcclStatus(result, "a collective", rank_);
 }
 
@@ -112,6 +130,7 @@ NcclCommunicator::~NcclCommunicator() {
 // On a thread of its own: NCCL tells its kernels to end, and then waits until all graphs with calls
 // of its own are destroyed. Those can be destroyed only when they have ended.
 void NcclCommunicator::BeginAbort() {
+  MutexLock lock(mu_);
   ncclComm_t const comm = std::exchange(comm_, nullptr);
   if (comm != nullptr) aborting_ = std::thread([comm] { ncclCommAbort(comm); });
 }

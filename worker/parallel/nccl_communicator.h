@@ -8,7 +8,7 @@
 // size alone, since registration of captured buffers is off (Join says where).
 //
 // Graphs with its calls must be destroyed before it, where they may run until then behind
-// BeginAbort. Thread-compatible.
+// BeginAbort. Thread-compatible; BeginAbort is for any thread.
 #pragma once
 
 #include <cstdint>
@@ -21,6 +21,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 
+#include "kernels/base/mutex.h"
 #include "nccl.h"
 #include "worker/parallel/collective.h"
 
@@ -44,7 +45,7 @@ class NcclCommunicator {
   // What NCCL has noticed by itself, of work on the stream.
   absl::Status Health() const;
   // Ends what is unfinished on streams, with unspecified results, and every later call in an error.
-  // Does not wait for it.
+  // Does not wait for it, and is not held up by a call at work.
   void BeginAbort();
 
  private:
@@ -52,11 +53,15 @@ class NcclCommunicator {
 
   // Waits until a call is made, with its result. NCCL makes it on a thread of its own.
   absl::Status Settle(ncclResult_t result, absl::string_view what, absl::Duration patience) const;
-  absl::Status CheckUsable() const;
+  // `call` makes it with the handle.
+  template <typename Call>
+  absl::StatusOr<ncclResult_t> Make(const Call& call) const;
 
   const int rank_;
   const absl::Duration patience_;
-  ncclComm_t comm_ = nullptr;
+  // Held for a call into NCCL, none of which waits: the handle must not go meanwhile.
+  mutable kernels::Mutex mu_;
+  ncclComm_t comm_ GUARDED_BY(mu_) = nullptr;  // null: aborted
   std::thread aborting_;
 };
 
