@@ -11,8 +11,7 @@ namespace kvasir::kernels {
 
 absl::Status RmsNorm(const RmsNormParams& params, cudaStream_t stream) {
   KVASIR_RETURN_IF_ERROR(CheckRmsNorm(params));
-  KVASIR_RETURN_IF_ERROR(
-      RequireDeviceMemory("rms_norm", {params.x, params.add, params.weight, params.y}));
+  KVASIR_RETURN_IF_ERROR(RequireDeviceMemory("rms_norm", {params.x, params.weight, params.y}));
   if (params.x.num_elements() == 0) return absl::OkStatus();
   return CudaStatus(LaunchNorm(RowsOf(params), params.x.dim(0), stream), "launching rms_norm");
 }
@@ -62,25 +61,6 @@ absl::Status ComputeRopeAngles(const RopeAnglesParams& params, cudaStream_t stre
                                .cos = params.angles.cos.As<float>(),
                                .sin = params.angles.sin.As<float>()};
   return CudaStatus(LaunchRopeAngles(launch, tokens, stream), "launching rope_angles");
-}
-
-absl::Status ApplyRope(const RopeAngles& angles, const TensorView& x, cudaStream_t stream) {
-  ShapeCheck check("rope");
-  check.Match("cos", angles.cos, {"tokens", "half_dim"}, DType::kFloat32)
-      .Match("sin", angles.sin, {"tokens", "half_dim"}, DType::kFloat32)
-      .Match("x", x, {"tokens", "heads", 2 * angles.cos.dim(1)})
-      .Require(x.dtype() == DType::kFloat32 || x.dtype() == DType::kBFloat16,
-               "x must be float32 or bfloat16");
-  KVASIR_RETURN_IF_ERROR(check.status());
-  KVASIR_RETURN_IF_ERROR(RequireDeviceMemory("rope", {angles.cos, angles.sin, x}));
-  if (x.num_elements() == 0) return absl::OkStatus();
-  const RopeTokens tokens = {.x = x.data(),
-                             .cos = angles.cos.As<float>(),
-                             .sin = angles.sin.As<float>(),
-                             .dtype = x.dtype(),
-                             .heads = x.dim(1),
-                             .half_dim = angles.cos.dim(1)};
-  return CudaStatus(LaunchRope(tokens, x.dim(0), stream), "launching rope");
 }
 
 absl::Status FindFiniteTokens(const FiniteTokensParams& params, cudaStream_t stream) {

@@ -53,10 +53,6 @@ struct RopeAnglesParams {
 // As RopeTable::SetPositions, in float64; the last bit may differ where the GPU's cosine does.
 absl::Status ComputeRopeAngles(const RopeAnglesParams& params, cudaStream_t stream);
 
-// Rotates x [tokens, heads, 2 * half_dim], float32 or bfloat16, in place: for equal angles with the
-// bits of the CPU's ApplyRope.
-absl::Status ApplyRope(const RopeAngles& angles, const TensorView& x, cudaStream_t stream);
-
 struct FiniteTokensParams {
   TensorView x;  // [tokens, dim] float32 or bfloat16; tokens may be 0
   // [tokens], written: 1 where the row has no NaN and no infinity, else 0.

@@ -46,28 +46,19 @@ cudaError_t ForRuns(DType dtype, int64_t dim, bool aligned, const Launch& launch
   return cudaGetLastError();
 }
 
-// One block a row. A thread takes the same elements in both passes, so that what it wrote to x is
-// what it reads.
+// One block a row.
 template <typename T, int kCount>
 __global__ void NormKernel(const NormRows rows) {
   __shared__ float sums[kMaxNormThreads / kWarpThreads];
   using Elements = Run<T, kCount>;
   const int64_t runs = rows.dim / kCount;
   const int64_t begin = blockIdx.x * runs;
-  Elements* x = static_cast<Elements*>(rows.x) + begin;
+  const Elements* x = static_cast<const Elements*>(rows.x) + begin;
   Elements* y = static_cast<Elements*>(rows.y) + begin;
   const auto* weight = static_cast<const Elements*>(rows.weight);
   float sum = 0;
   for (int64_t i = threadIdx.x; i < runs; i += blockDim.x) {
-    Elements values = x[i];
-    if (rows.add != nullptr) {
-      const Elements add = static_cast<const Elements*>(rows.add)[begin + i];
-      for (int j = 0; j < kCount; ++j) {
-        values.values[j] =
-            T(static_cast<float>(values.values[j]) + static_cast<float>(add.values[j]));
-      }
-      x[i] = values;
-    }
+    const Elements values = x[i];
     for (const T value : values.values) sum = AddSquare(sum, static_cast<float>(value));
   }
   sum = SumOfLanes(sum);
@@ -117,25 +108,6 @@ __global__ void RopeAnglesKernel(const AnglesLaunch p) {
   }
 }
 
-// One block a token, one thread a pair.
-template <typename T>
-__global__ void RopeKernel(const RopeTokens tokens) {
-  const int64_t token = blockIdx.x;
-  const int half = static_cast<int>(tokens.half_dim);
-  const float* cosines = tokens.cos + token * half;
-  const float* sines = tokens.sin + token * half;
-  T* heads = static_cast<T*>(tokens.x) + token * tokens.heads * 2 * half;
-  const int pairs = static_cast<int>(tokens.heads) * half;
-  for (int pair = static_cast<int>(threadIdx.x); pair < pairs; pair += blockDim.x) {
-    const int i = pair % half;
-    T* x = heads + int64_t{pair / half} * 2 * half;
-    const auto first = static_cast<float>(x[i]);
-    const auto second = static_cast<float>(x[i + half]);
-    x[i] = T(first * cosines[i] - second * sines[i]);
-    x[i + half] = T(second * cosines[i] + first * sines[i]);
-  }
-}
-
 // One block a row.
 template <typename Unit>
 __global__ void GatherKernel(const GatherLaunch p) {
@@ -174,7 +146,7 @@ __global__ void RandomFillKernel(const RandomRows rows, int64_t count) {
 }  // namespace
 
 cudaError_t LaunchNorm(const NormRows& rows, int64_t count, cudaStream_t stream) {
-  const bool aligned = IsAligned({rows.x, rows.add, rows.weight, rows.y});
+  const bool aligned = IsAligned({rows.x, rows.weight, rows.y});
   return ForRuns(rows.dtype, rows.dim, aligned, [&]<typename T, int kCount>(Run<T, kCount>) {
     NormKernel<T, kCount>
         <<<static_cast<unsigned>(count), NormThreads(rows.dim / kCount), 0, stream>>>(rows);
@@ -193,16 +165,6 @@ cudaError_t LaunchSiluMul(const SiluMulRows& rows, int64_t count, cudaStream_t s
 cudaError_t LaunchRopeAngles(const AnglesLaunch& params, int64_t count, cudaStream_t stream) {
   RopeAnglesKernel<<<static_cast<unsigned>(count), ThreadsFor(params.half_dim), 0, stream>>>(
       params);
-  return cudaGetLastError();
-}
-
-cudaError_t LaunchRope(const RopeTokens& tokens, int64_t count, cudaStream_t stream) {
-  const unsigned threads = ThreadsFor(tokens.heads * tokens.half_dim);
-  if (tokens.dtype == DType::kFloat32) {
-    RopeKernel<float><<<static_cast<unsigned>(count), threads, 0, stream>>>(tokens);
-  } else {
-    RopeKernel<BFloat16><<<static_cast<unsigned>(count), threads, 0, stream>>>(tokens);
-  }
   return cudaGetLastError();
 }
 

@@ -13,11 +13,10 @@
 namespace kvasir::kernels {
 
 struct NormRows {
-  void* x;             // [rows][dim]
-  const void* add;     // [rows][dim], or null
+  const void* x;       // [rows][dim]
   const void* weight;  // [dim]
   void* y;             // [rows][dim]
-  DType dtype;         // of all four: float32 or bfloat16
+  DType dtype;         // of all three: float32 or bfloat16
   int64_t dim;
   float epsilon;
 };

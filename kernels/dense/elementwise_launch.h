@@ -38,7 +38,6 @@ struct FiniteLaunch {
 cudaError_t LaunchNorm(const NormRows& rows, int64_t count, cudaStream_t stream);
 cudaError_t LaunchSiluMul(const SiluMulRows& rows, int64_t count, cudaStream_t stream);
 cudaError_t LaunchRopeAngles(const AnglesLaunch& params, int64_t count, cudaStream_t stream);
-cudaError_t LaunchRope(const RopeTokens& tokens, int64_t count, cudaStream_t stream);
 cudaError_t LaunchGather(const GatherLaunch& params, int64_t count, cudaStream_t stream);
 cudaError_t LaunchFinite(const FiniteLaunch& params, int64_t count, cudaStream_t stream);
 // `count` elements.

@@ -65,13 +65,9 @@ float SumOfSquares(const T* x, int64_t dim) {
 
 template <typename T>
 void NormRow(const NormRows& rows, int64_t row) {
-  T* x = static_cast<T*>(rows.x) + row * rows.dim;
+  const T* x = static_cast<const T*>(rows.x) + row * rows.dim;
   const T* weight = static_cast<const T*>(rows.weight);
   T* y = static_cast<T*>(rows.y) + row * rows.dim;
-  if (rows.add != nullptr) {
-    const T* add = static_cast<const T*>(rows.add) + row * rows.dim;
-    ForEachChunk(rows.dim, [&](auto c) { c.Write(x, c.Read(x) + c.Read(add)); });
-  }
   const float mean = SumOfSquares(x, rows.dim) / static_cast<float>(rows.dim);
   const Vec scale = Broadcast(1.0f / sqrtf(mean + rows.epsilon));
   ForEachChunk(rows.dim,

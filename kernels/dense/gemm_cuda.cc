@@ -283,8 +283,7 @@ absl::Status CudaLinear::Run(const LinearParams& params, std::byte* workspace,
 }
 
 absl::Status CudaLinear::Normalize(const LinearParams& p, cudaStream_t stream) {
-  return RmsNorm({.x = p.x, .add = {}, .weight = p.norm, .y = p.normed, .epsilon = p.epsilon},
-                 stream);
+  return RmsNorm({.x = p.x, .weight = p.norm, .y = p.normed, .epsilon = p.epsilon}, stream);
 }
 
 absl::Status CudaLinear::RunFewRows(const LinearParams& p, cudaStream_t stream) const {

@@ -19,13 +19,11 @@ absl::Status CheckRmsNorm(const RmsNormParams& params) {
       .Match("weight", params.weight, {"dim"}, dtype)
       .Match("y", params.y, {"rows", "dim"}, dtype)
       .Require(params.epsilon >= 0, "epsilon must not be negative");
-  if (!params.add.empty()) check.Match("add", params.add, {"rows", "dim"}, dtype);
   return check.status();
 }
 
 NormRows RowsOf(const RmsNormParams& params) {
   return {.x = params.x.data(),
-          .add = params.add.data(),
           .weight = params.weight.data(),
           .y = params.y.data(),
           .dtype = params.x.dtype(),
@@ -35,8 +33,7 @@ NormRows RowsOf(const RmsNormParams& params) {
 
 absl::Status RmsNorm(const RmsNormParams& params, Executor& executor) {
   KVASIR_RETURN_IF_ERROR(CheckRmsNorm(params));
-  KVASIR_RETURN_IF_ERROR(
-      RequireHostMemory("rms_norm", {params.x, params.add, params.weight, params.y}));
+  KVASIR_RETURN_IF_ERROR(RequireHostMemory("rms_norm", {params.x, params.weight, params.y}));
 
   const NormRows rows = RowsOf(params);
   const auto run = ChooseByCpu(RunNormRows, RunNormRowsAvx2, RunNormRowsAvx512);

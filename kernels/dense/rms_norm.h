@@ -1,8 +1,7 @@
-// RMSNorm, with the residual addition before it. The model calls it before attention, before the
+// RMSNorm. The model calls it before attention, before the
 // MLP and before the output head, and on the heads of q and k (Qwen3): a [tokens, heads, head_dim]
 // tensor is [tokens * heads, head_dim] rows.
 //
-//   x[r, :] = round(x[r, :] + add[r, :])                                   where `add` is given
 //   y[r, d] = round(weight[d] * round(x[r, d] / sqrt(mean_d(x[r, d]^2) + epsilon)))
 //
 // Inner arithmetic is float32; round() is to the dtype of the tensors, at the places where Hugging
@@ -19,11 +18,10 @@
 namespace kvasir::kernels {
 
 struct RmsNormParams {
-  TensorView x;  // [rows, dim] float32 or bfloat16; written when `add` is given; rows may be 0
-  TensorView add = {};  // [rows, dim] as x; an empty view for none
-  TensorView weight;    // [dim] as x
-  TensorView y;         // [rows, dim] as x; may be x itself
-  float epsilon = 0;    // >= 0
+  TensorView x;       // [rows, dim] float32 or bfloat16; rows may be 0
+  TensorView weight;  // [dim] as x
+  TensorView y;       // [rows, dim] as x; may be x itself
+  float epsilon = 0;  // >= 0
 };
 
 // INVALID_ARGUMENT: shapes, dtypes, epsilon. UNIMPLEMENTED: CUDA memory.

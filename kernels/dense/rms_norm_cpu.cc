@@ -7,15 +7,9 @@ namespace {
 
 template <typename T>
 void NormRow(const NormRows& rows, int64_t row) {
-  T* x = static_cast<T*>(rows.x) + row * rows.dim;
+  const T* x = static_cast<const T*>(rows.x) + row * rows.dim;
   const T* weight = static_cast<const T*>(rows.weight);
   T* y = static_cast<T*>(rows.y) + row * rows.dim;
-  if (rows.add != nullptr) {
-    const T* add = static_cast<const T*>(rows.add) + row * rows.dim;
-    for (int64_t d = 0; d < rows.dim; ++d) {
-      x[d] = T(static_cast<float>(x[d]) + static_cast<float>(add[d]));
-    }
-  }
   float lanes[kNormLanes] = {};
   for (int64_t d = 0; d < rows.dim; ++d) {
     const auto value = static_cast<float>(x[d]);

@@ -112,25 +112,15 @@ void BenchLinear(const CublasLt& lt, const char* name, int64_t n, int64_t k,
 
 void BenchElementwise(int64_t rows) {
   const auto count = static_cast<double>(rows);
-  const Tensors x(rows, kHidden), add(rows, kHidden), y(rows, kHidden);
+  const Tensors x(rows, kHidden), y(rows, kHidden);
   const Tensors weight(1, kHidden);
-  Report("rms_norm with add", rows, count * kHidden * 8, 0, [&](int set, cudaStream_t stream) {
-    return RmsNorm({.x = x.of(set),
-                    .add = add.of(set),
-                    .weight = weight.vector(set),
-                    .y = y.of(set),
-                    .epsilon = 1e-5f},
+  Report("rms_norm", rows, count * kHidden * 4, 0, [&](int set, cudaStream_t stream) {
+    return RmsNorm({.x = x.of(set), .weight = weight.vector(set), .y = y.of(set), .epsilon = 1e-5f},
                    stream);
   });
   const Tensors gate_up(rows, 2 * kIntermediate), gated(rows, kIntermediate);
   Report("silu_mul", rows, count * kIntermediate * 6, 0, [&](int set, cudaStream_t stream) {
     return SiluMul({.gate_up = gate_up.of(set), .y = gated.of(set)}, stream);
-  });
-  const Tensors cos(rows, 64, DType::kFloat32), sin(rows, 64, DType::kFloat32);
-  Report("rope of 40 heads", rows, count * 40 * 128 * 4, 0, [&](int set, cudaStream_t stream) {
-    const TensorView heads(gate_up.of(set).data(), DType::kBFloat16, {rows, 40, 128},
-                           Device::kCuda);
-    return ApplyRope({.cos = cos.of(set), .sin = sin.of(set)}, heads, stream);
   });
 }
 

@@ -60,7 +60,7 @@ class CpuBackend::CpuLinear final : public Linear {
     kernels::Executor& executor = backend_.executor();
     if (!p.norm.empty()) {
       KVASIR_RETURN_IF_ERROR(kernels::RmsNorm(
-          {.x = p.x, .add = {}, .weight = p.norm, .y = p.normed, .epsilon = p.epsilon}, executor));
+          {.x = p.x, .weight = p.norm, .y = p.normed, .epsilon = p.epsilon}, executor));
     }
     const TensorView& x = p.norm.empty() ? p.x : p.normed;
     if (p.after == LinearParams::After::kStore) return Multiply(x, p.y);

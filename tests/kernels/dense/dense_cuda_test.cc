@@ -59,40 +59,28 @@ INSTANTIATE_TEST_SUITE_P(Dtypes, DenseCudaTest, testing::Values(kF32, kBf16),
 TEST_P(DenseCudaTest, NormAgreesWithTheCpuForAllShapes) {
   for (const Shape& s : kShapes) {
     for (const int64_t shift : {0, 1}) {
-      for (const bool with_add : {false, true}) {
-        SCOPED_TRACE(testing::Message() << s.rows << " x " << s.dim << " shifted by " << shift
-                                        << (with_add ? " with add" : ""));
-        TestTensor x(GetParam(), {s.rows, s.dim}), add(GetParam(), {s.rows, s.dim});
-        TestTensor weight(GetParam(), {s.dim}), sum(GetParam(), {s.rows, s.dim});
-        x.Fill(1);
-        add.Fill(2);
-        weight.Fill(3);
-        if (s.rows > 2) {
-          x.Set(s.dim, kNan);
-          x.Set(2 * s.dim + s.dim / 2, kInf);
-        }
-        TestTensor y = Poisoned({s.rows, s.dim}), found = Poisoned({s.rows, s.dim});
-        const TensorView device_x = OnDevice(x, shift), device_y = OnDevice(found, shift);
-        ASSERT_TRUE(RmsNorm({.x = device_x,
-                             .add = with_add ? OnDevice(add, shift) : TensorView(),
-                             .weight = OnDevice(weight, shift),
-                             .y = device_y,
-                             .epsilon = 1e-5f},
-                            nullptr)
-                        .ok());
-        ASSERT_TRUE(RmsNorm({.x = x.view(),
-                             .add = with_add ? add.view() : TensorView(),
-                             .weight = weight.view(),
-                             .y = y.view(),
-                             .epsilon = 1e-5f},
-                            executor_)
-                        .ok());
-        ASSERT_TRUE(DeviceMemory::Fetch(device_y, found.view()).ok());
-        ASSERT_TRUE(DeviceMemory::Fetch(device_x, sum.view()).ok());
-        EXPECT_TRUE(AllClose(found.Values(), y.Values(),
-                             {.relative = GetParam() == kF32 ? 2e-6 : 1.0 / 64}, y.shape()));
-        EXPECT_TRUE(AllClose(sum.Values(), x.Values(), {}, x.shape())) << "the residual";
+      SCOPED_TRACE(testing::Message() << s.rows << " x " << s.dim << " shifted by " << shift);
+      TestTensor x(GetParam(), {s.rows, s.dim}), weight(GetParam(), {s.dim});
+      x.Fill(1);
+      weight.Fill(3);
+      if (s.rows > 2) {
+        x.Set(s.dim, kNan);
+        x.Set(2 * s.dim + s.dim / 2, kInf);
       }
+      TestTensor y = Poisoned({s.rows, s.dim}), found = Poisoned({s.rows, s.dim});
+      const TensorView device_y = OnDevice(found, shift);
+      ASSERT_TRUE(RmsNorm({.x = OnDevice(x, shift),
+                           .weight = OnDevice(weight, shift),
+                           .y = device_y,
+                           .epsilon = 1e-5f},
+                          nullptr)
+                      .ok());
+      ASSERT_TRUE(RmsNorm({.x = x.view(), .weight = weight.view(), .y = y.view(), .epsilon = 1e-5f},
+                          executor_)
+                      .ok());
+      ASSERT_TRUE(DeviceMemory::Fetch(device_y, found.view()).ok());
+      EXPECT_TRUE(AllClose(found.Values(), y.Values(),
+                           {.relative = GetParam() == kF32 ? 2e-6 : 1.0 / 64}, y.shape()));
     }
   }
 }
@@ -156,56 +144,38 @@ TEST_P(DenseCudaTest, RandomNumbersHaveTheCpusBits) {
   }
 }
 
-TEST_P(DenseCudaTest, RopeHasTheCpusBitsForItsAngles) {
+TEST_P(DenseCudaTest, RopeAnglesAreTheCpusButForTheLastBit) {
   const std::vector<int64_t> positions = {0, 1, 63, 64, 4095, 131071, 3'000'000, 1'000'000'007};
-  for (const int64_t head_dim : {2, 6, 64, 128}) {
-    for (const int64_t heads : {1, 3, 8, 40}) {
-      SCOPED_TRACE(testing::Message() << heads << " heads of " << head_dim);
-      std::vector<double> inv_freq;
-      for (int64_t i = 0; i < head_dim / 2; ++i) {
-        inv_freq.push_back(std::pow(5e5, -2.0 * static_cast<double>(i) / 128.0));
-      }
-      RopeTable table(inv_freq, 1.25);
-      table.SetPositions(positions, executor_);
-      const int64_t tokens = std::ssize(positions);
-      const auto angles = [&](const float* values) {
-        return TensorView(const_cast<float*>(values), kF32, {tokens, head_dim / 2});
-      };
-      TestTensor x(GetParam(), {tokens, heads, head_dim});
-      x.Fill(7);
-      x.Set(3, kNan);
-      x.Set(x.size() - 1, kInf);
-      TestTensor found(GetParam(), x.shape());
-      const TensorView device_x = OnDevice(x, 1);
-      const RopeAngles device_angles = {.cos = memory_.Copy(angles(table.cos())).value(),
-                                        .sin = memory_.Copy(angles(table.sin())).value()};
-      ASSERT_TRUE(ApplyRope(device_angles, device_x, nullptr).ok());
-      ASSERT_TRUE(ApplyRope(table, x.view(), executor_).ok());
-      ASSERT_TRUE(DeviceMemory::Fetch(device_x, found.view()).ok());
-      EXPECT_TRUE(AllClose(found.Values(), x.Values(), {}, x.shape()));
-
-      TestTensor cosines = Poisoned({tokens, head_dim / 2}, kF32);
-      TestTensor sines = Poisoned({tokens, head_dim / 2}, kF32);
-      const RopeAngles computed = {.cos = memory_.Copy(cosines.view()).value(),
-                                   .sin = memory_.Copy(sines.view()).value()};
-      const auto* at = memory_.Copy(positions.data(), positions.size()).value();
-      const auto* frequencies = memory_.Copy(inv_freq.data(), inv_freq.size()).value();
-      ASSERT_TRUE(ComputeRopeAngles({.positions = {at, positions.size()},
-                                     .inv_freq = {frequencies, inv_freq.size()},
-                                     .attention_scaling = 1.25,
-                                     .angles = computed},
-                                    nullptr)
-                      .ok());
-      ASSERT_TRUE(DeviceMemory::Fetch(computed.cos, cosines.view()).ok());
-      ASSERT_TRUE(DeviceMemory::Fetch(computed.sin, sines.view()).ok());
-      const size_t size = static_cast<size_t>(tokens * head_dim / 2);
-      // One unit in the last place of a float32.
-      const Tolerance last_bit = {.absolute = 1e-15, .relative = 1.2e-7};
-      EXPECT_TRUE(AllClose(cosines.Values(), std::vector<float>(table.cos(), table.cos() + size),
-                           last_bit, cosines.shape()));
-      EXPECT_TRUE(AllClose(sines.Values(), std::vector<float>(table.sin(), table.sin() + size),
-                           last_bit, sines.shape()));
+  const int64_t tokens = std::ssize(positions);
+  for (const int64_t half_dim : {1, 3, 32, 64}) {
+    SCOPED_TRACE(testing::Message() << half_dim << " pairs");
+    std::vector<double> inv_freq;
+    for (int64_t i = 0; i < half_dim; ++i) {
+      inv_freq.push_back(std::pow(5e5, -2.0 * static_cast<double>(i) / 128.0));
     }
+    RopeTable table(inv_freq, 1.25);
+    table.SetPositions(positions, executor_);
+    TestTensor cosines = Poisoned({tokens, half_dim}, kF32);
+    TestTensor sines = Poisoned({tokens, half_dim}, kF32);
+    const RopeAngles computed = {.cos = memory_.Copy(cosines.view()).value(),
+                                 .sin = memory_.Copy(sines.view()).value()};
+    const auto* at = memory_.Copy(positions.data(), positions.size()).value();
+    const auto* frequencies = memory_.Copy(inv_freq.data(), inv_freq.size()).value();
+    ASSERT_TRUE(ComputeRopeAngles({.positions = {at, positions.size()},
+                                   .inv_freq = {frequencies, inv_freq.size()},
+                                   .attention_scaling = 1.25,
+                                   .angles = computed},
+                                  nullptr)
+                    .ok());
+    ASSERT_TRUE(DeviceMemory::Fetch(computed.cos, cosines.view()).ok());
+    ASSERT_TRUE(DeviceMemory::Fetch(computed.sin, sines.view()).ok());
+    const auto size = static_cast<size_t>(tokens * half_dim);
+    // One unit in the last place of a float32.
+    const Tolerance last_bit = {.absolute = 1e-15, .relative = 1.2e-7};
+    EXPECT_TRUE(AllClose(cosines.Values(), std::vector<float>(table.cos(), table.cos() + size),
+                         last_bit, cosines.shape()));
+    EXPECT_TRUE(AllClose(sines.Values(), std::vector<float>(table.sin(), table.sin() + size),
+                         last_bit, sines.shape()));
   }
 }
 
