@@ -100,8 +100,8 @@ struct SelectParams {
   // [blocks x KV heads] or empty: what a row remembers of earlier steps, which says what of it is
   // to be made anew. Null: everything.
   std::span<RowMemory* const> memories = {};
-  // The same on the GPU, one per block or empty: there the selector decides, recalls and remembers
-  // by itself (reuse/device_memory.h).
+  // The same on the GPU, one per block or empty: there the selector recalls and remembers by itself
+  // (reuse/device_memory.h).
   std::span<const DeviceSelectionMemory> device_memories = {};
   // [blocks x KV heads] or empty: a row that is 0 stays as it is. Empty: none does.
   std::span<const uint8_t> wanted = {};
@@ -114,8 +114,7 @@ enum class SkipReason : uint8_t {
   kWindow = 1,       // it lies between sink and window, and the method reads nothing there
 };
 
-// Stages of a selector at most, and the interval of a stage that has none of its own.
-inline constexpr size_t kMaxStages = 3;
+// The interval of a stage that has none of its own.
 inline constexpr int64_t kRefreshIntervals[] = {8};
 
 // Chooses, for every (query block, KV head), what is attended to. Fills headers and lists of `out`,

@@ -159,13 +159,13 @@ struct Set {
               .blocks = params.blocks,
               .numbers = {numbers.As<SelectionNumbers>(), query_blocks.size()},
               .faults = params.faults};
-    remembered = Upload(std::vector<RememberedList>(kKvHeads));
+    remembered = Upload(std::vector<RememberedRow>(kKvHeads));
     lists = Value(DeviceBuffer::Allocate(kKvHeads * kListCapacity *
                                          static_cast<int64_t>(sizeof(SelectionEntry))));
-    memories = Upload(std::vector<DeviceSelectionMemory>{{.rows = remembered.As<RememberedList>(),
+    memories = Upload(std::vector<DeviceSelectionMemory>{{.rows = remembered.As<RememberedRow>(),
                                                           .lists = lists.As<SelectionEntry>(),
                                                           .capacity = kListCapacity,
-                                                          .interval = kInterval}});
+                                                          .intervals = {kInterval}}});
   }
 
   // Of one sequence that decodes: makes this step of a cycle the next one.

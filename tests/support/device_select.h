@@ -51,11 +51,12 @@ struct HostLists {
 using DeviceSelect = std::function<absl::Status(const SelectParams& params,
                                                 const PageSelection& out, std::byte* workspace)>;
 
-// `selection` is the host's: what the device's begins as, and its capacity.
+// `selection` is the host's: what the device's begins as, and its capacity. `rotation`: likewise.
 inline Lists RunSelectOnGpu(AttentionBatch& batch, const std::vector<SelectionNumbers>& numbers,
                             const PageSelection& selection, int64_t workspace_bytes,
-                            const DeviceSelect& select) {
-  const SelectParams host = batch.ParamsForSelect(numbers);
+                            const DeviceSelect& select, const QueryRotation& rotation = {}) {
+  SelectParams host = batch.ParamsForSelect(numbers);
+  host.rotation = rotation;
   DeviceMemory memory;
   DevicePagedKv kv(host.kv);
   SelectParams device = host;
@@ -66,6 +67,11 @@ inline Lists RunSelectOnGpu(AttentionBatch& batch, const std::vector<SelectionNu
   device.faults = {memory.Copy(host.faults.data(), host.faults.size()).value(), host.faults.size()};
   device.device_rope = memory.Copy(host.rope).value();
   device.rope = nullptr;
+  if (host.rotation.cos != nullptr) {
+    const auto angles = static_cast<size_t>(host.q.dim(0) * host.q.dim(2) / 2);
+    device.rotation = {.cos = memory.Copy(host.rotation.cos, angles).value(),
+                       .sin = memory.Copy(host.rotation.sin, angles).value()};
+  }
   const auto rows = static_cast<size_t>(selection.num_rows);
   const size_t num_entries = rows * static_cast<size_t>(selection.capacity);
   Lists lists = {.headers = {selection.headers, selection.headers + rows},

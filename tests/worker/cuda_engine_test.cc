@@ -48,17 +48,19 @@ v1::SparsityPolicy MakePruning(v1::SparsityPolicy policy) {
   return policy;
 }
 
-constexpr uint32_t kNumPolicies = 15;
+constexpr uint32_t kNumPolicies = 18;
 constexpr uint32_t kFirstPruning = 6;
 constexpr uint32_t kFirstEnding = 9;  // the first of these prunes, too
 constexpr uint32_t kAllEnding = 10;
-constexpr uint32_t kFirstReusing = 11;  // the first of these prunes, too
+constexpr uint32_t kFirstReusing = 11;    // the first of these prunes, too
+constexpr uint32_t kFirstComparing = 16;  // of those that reuse, by what queries are like
 
 constexpr bool Prunes(uint32_t policy) {
   return (policy >= kFirstPruning && policy < kAllEnding) || policy == kFirstReusing;
 }
 constexpr bool Ends(uint32_t policy) { return policy == kFirstEnding || policy == kAllEnding; }
 constexpr bool Reuses(uint32_t policy) { return policy >= kFirstReusing; }
+constexpr bool ComparesQueries(uint32_t policy) { return policy >= kFirstComparing; }
 
 EngineOptions Options() {
   EngineOptions options = TestWorker::DefaultOptions();
@@ -76,7 +78,10 @@ EngineOptions Options() {
                       MakePruning(MakeReusingPolicy("quest", "interval")),
                       MakeReusingPolicy("quest", "interval"),
                       MakeReusingPolicy("tokenselect", "interval"),
-                      MakeReusingPolicy("hip", "interval")};
+                      MakeReusingPolicy("hip", "interval"),
+                      MakeReusingPolicy("infinitehip", "interval"),
+                      MakeReusingPolicy("tokenselect", "cosine"),
+                      MakeReusingPolicy("infinitehip", "both")};
   options.kv_dtype = kernels::DType::kBFloat16;
   options.kv_device_bytes = 512 << 20;
   options.kv_host_bytes = 512 << 20;
@@ -131,7 +136,13 @@ class CudaEngineTest : public testing::Test {
                            .cached_blocks = {}};
     if (Prunes(policy)) request.decode.set_top_p(0.9f);
     if (Ends(policy)) request.decode.set_patience(3);
-    if (Reuses(policy)) request.decode.mutable_reuse()->set_interval(3);
+    if (Reuses(policy)) {
+      v1::ReusePolicy& reuse = *request.decode.mutable_reuse();
+      reuse.set_interval(policy == kFirstReusing + 4 ? 8 : 3);  // its stages have 8, 8 and 4
+      reuse.set_theta(0.8f);
+      reuse.set_theta_force(0.5f);
+      reuse.set_max_age(5);
+    }
     return request;
   }
 

@@ -100,6 +100,7 @@ absl::Status CudaAttention::Select(const CudaStep& step, const LayerQueries& que
                                           .numbers = numbers.subspan(begin, count),
                                           .faults = step.results.faults,
                                           .device_rope = rope_,
+                                          .rotation = step.rotation,
                                           .device_memories = MemoriesOf(step, range)};
     const PageSelection rows =
         selection_.Rows(range.begin * heads, (range.end - range.begin) * heads);

@@ -34,6 +34,7 @@ struct CudaStep {
   kernels::PagedKv kv;
   StepResults results;
   kernels::CudaRopePositions* positions = nullptr;  // of un-rotated keys; null: they are rotated
+  kernels::QueryRotation rotation;                  // of queries, where keys are rotated
 };
 
 class CudaAttention {

@@ -192,6 +192,7 @@ absl::StatusOr<bool> CudaBackend::BeginStep(const StepInputs& inputs) {
                                                 step_.results.faults, stream_.get()));
   auto& rope = static_cast<CudaRope&>(inputs.rope);
   step_.positions = rope.positions.has_value() ? &*rope.positions : nullptr;
+  step_.rotation = {};
   KVASIR_RETURN_IF_ERROR(attention_.BeginStep(inputs, step_, arenas_, stream_));
   if (step_.positions == nullptr) KVASIR_RETURN_IF_ERROR(ReserveAngles(rope));
   wants_ops_ = true;
@@ -286,6 +287,7 @@ absl::Status CudaBackend::ReserveAngles(const CudaRope& rope) {
   rope_angles_ = {
       .cos = TensorView(angles, DType::kFloat32, {tokens, rope.half_dim}, Device::kCuda),
       .sin = TensorView(sines, DType::kFloat32, {tokens, rope.half_dim}, Device::kCuda)};
+  step_.rotation = {.cos = angles, .sin = sines};
   return absl::OkStatus();
 }
 

@@ -46,14 +46,13 @@ absl::Status CheckSelector(const v1::AttentionPolicy& policy) {
 }
 
 absl::Status CheckReuse(const v1::AttentionPolicy& policy) {
-  const std::string& rule = policy.reuse().rule();
-  if (rule.empty()) return absl::OkStatus();
-  if (rule != "interval") {
-    return NotOnGpu("selections are reused by the rule ", rule, "; there is interval");
+  if (policy.reuse().rule().empty()) return absl::OkStatus();
+  if (policy.has_quest() || policy.has_tokenselect() || policy.has_hip() ||
+      policy.has_infinitehip()) {
+    return absl::OkStatus();
   }
-  if (policy.has_quest() || policy.has_tokenselect() || policy.has_hip()) return absl::OkStatus();
   return NotOnGpu("selections of ", v1::SelectorName(policy),
-                  " are reused; those of quest, tokenselect and hip can be");
+                  " are reused; those of quest, tokenselect, hip and infinitehip can be");
 }
 
 absl::Status CheckPart(const v1::AttentionPolicy& policy) {

@@ -13,6 +13,7 @@
 #include "kernels/sparse/infinitehip/infinitehip_cuda.h"
 #include "kernels/sparse/quest/quest_cuda.h"
 #include "kernels/sparse/quest/quest_selector.h"
+#include "kernels/sparse/reuse/reuse_gate_cuda.h"
 #include "kernels/sparse/selection_header.h"
 #include "kernels/sparse/streaming/streaming_cuda.h"
 #include "kernels/sparse/streaming/streaming_selector.h"
@@ -44,6 +45,13 @@ constexpr int64_t kMostWorkspaceBytes = int64_t{1} << 30;
 // Whatever the numbers are. Its rows are made with the step's table.
 bool ReadsAll(const ServedSelector& served) {
   return dynamic_cast<const AllSelector*>(served.selector.get()) != nullptr;
+}
+
+// Tokens that the window of a row grows by at most, while a list serves.
+int64_t GrowthOf(const ServedSelector& served) {
+  const bool grows =
+      served.reuse != nullptr && served.reuse->window() == kernels::ReuseRule::Window::kGrows;
+  return grows ? kPageTokens - 1 : 0;
 }
 
 HipCuda SearchWithin(const SelectLimits& limits) {
@@ -146,9 +154,9 @@ absl::StatusOr<SelectLimits> LimitsOf(const StepBatch& batch, const StepShape& s
           limits.least_budget_tokens = n.budget_tokens;
         }
         // Budgets are rounded up to pages at most.
-        limits.listed_tokens =
-            std::max(limits.listed_tokens, n.sink_tokens + n.window_tokens +
-                                               kernels::CeilPages(n.budget_tokens) * kPageTokens);
+        limits.listed_tokens = std::max(limits.listed_tokens,
+                                        n.sink_tokens + n.window_tokens + GrowthOf(*served.served) +
+                                            kernels::CeilPages(n.budget_tokens) * kPageTokens);
         window_tokens = std::max(window_tokens, n.window_tokens);
       }
     }
@@ -197,6 +205,9 @@ absl::Status SelectOnGpu(const ServedSelector& served, const SelectLimits& limit
       return all;
     };
     const PageSelection some_rows = rows.Rows(begin * heads, count * heads);
+    if (served.reuse != nullptr && served.reuse->ReadsQueries()) {
+      KVASIR_RETURN_IF_ERROR(kernels::JudgeReuse(some_of(params), some_rows, stream));
+    }
     KVASIR_RETURN_IF_ERROR(
         Run(served, limits, some_of(placed), some_rows, memory.workspace, stream));
     if (params.device_rope.on()) {

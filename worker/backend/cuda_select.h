@@ -40,8 +40,8 @@ struct SelectMemory {
   kernels::TensorView placed_queries;  // like q, with params.device_rope: to work with
 };
 
-// Selects and prunes the rows of blocks that `served` serves; in between, with params.device_rope,
-// rows are given their positions. Spans of the params are device memory.
+// Judges reuse for, selects and prunes the rows of blocks that `served` serves; before pruning,
+// with params.device_rope, rows are given their positions. Spans of the params are device memory.
 absl::Status SelectOnGpu(const ServedSelector& served, const SelectLimits& limits,
                          const kernels::SelectParams& params, const kernels::PageSelection& rows,
                          const SelectMemory& memory, cudaStream_t stream);

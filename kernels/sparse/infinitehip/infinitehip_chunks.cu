@@ -5,7 +5,7 @@
 
 #include "kernels/sparse/infinitehip/infinitehip_launch.h"
 #include "kernels/sparse/ranking.h"
-#include "kernels/sparse/select_row.cuh"
+#include "kernels/sparse/reuse/reuse_row.cuh"
 
 namespace kvasir::kernels {
 namespace {
@@ -95,6 +95,7 @@ __global__ void __launch_bounds__(kWarps* kWarpThreads, 1)
     ChunkKernel(const __grid_constant__ InfiniteHipLaunch p) {
   __shared__ float queries[kTileQueries][kHeadDim];
   const DeviceRow row(p.select, blockIdx.x);
+  if (!Runs(p.select, row, 0)) return;
   const SelectionHeader header = MakeHeader(row.block, row.numbers);
   const ChunkGrid& chunks = p.pages.chunks;
   const int64_t n = chunks.Count(header, row.numbers);

@@ -49,9 +49,6 @@ absl::Status SelectInfiniteHip(const InfiniteHipCuda& method, const SelectParams
                                cudaStream_t stream) {
   KVASIR_ASSIGN_OR_RETURN(const SelectLaunch select,
                           MakeSelectLaunch("infinitehip", params, out, workspace));
-  if (!params.device_memories.empty()) {
-    return absl::InvalidArgumentError("infinitehip on the GPU: no stage is reused");
-  }
   KVASIR_RETURN_IF_ERROR(RequireBounds("infinitehip", params.kv));
   KVASIR_RETURN_IF_ERROR(RequireKeyCodes("infinitehip", params.kv));
   if (params.blocks.empty()) return absl::OkStatus();

@@ -4,12 +4,14 @@
 //            of their own); later: a warp takes 32 tokens of what the stage before left, a lane
 //            the estimate of one, and the best of a chunk's lanes is its score
 //   keep     one block of threads a row finds the score of the last chunk that is kept, by
-//            counting, and writes those that are in their order; after the last stage, the list
+//            counting, and writes those that are in their order; after the last stage, the list.
+//            Where a stage does not run, what it left in an earlier step, if the next one does
 #include <algorithm>
 
 #include "kernels/sparse/block_list.cuh"
 #include "kernels/sparse/infinitehip/infinitehip_launch.h"
 #include "kernels/sparse/key_code_logits.cuh"
+#include "kernels/sparse/reuse/reuse_row.cuh"
 
 namespace kvasir::kernels {
 namespace {
@@ -152,11 +154,37 @@ __device__ int64_t KeepBest(const uint32_t* scores, int64_t n, int64_t kept, Sel
   return kept;
 }
 
+// What a stage before the last left of a row, in this step and in an earlier one.
+__device__ void RememberKept(const InfiniteHipLaunch& p, const DeviceRow& row,
+                             const RowReuse& reuse, int stage) {
+  if (!reuse.remembers()) return;
+  __syncthreads();  // it is written
+  const int32_t count = p.kept[stage].counts[row.index];
+  const int32_t* const begins = p.kept[stage].begins + row.index * p.max_chunks;
+  for (int i = static_cast<int>(threadIdx.x); i < count; i += kSelectThreads) {
+    reuse.items(stage)[i] = begins[i];
+  }
+  if (threadIdx.x == 0) reuse.remembered().kept[stage] = count;
+}
+// Nothing where the next stage does not run, either.
+__device__ void RecallKept(const InfiniteHipLaunch& p, const DeviceRow& row, const RowReuse& reuse,
+                           int stage, int first_stage) {
+  const int32_t count = first_stage == stage + 1 ? reuse.remembered().kept[stage] : 0;
+  int32_t* const begins = p.kept[stage].begins + row.index * p.max_chunks;
+  for (int i = static_cast<int>(threadIdx.x); i < count; i += kSelectThreads) {
+    begins[i] = reuse.items(stage)[i];
+  }
+  if (threadIdx.x == 0) p.kept[stage].counts[row.index] = count;
+}
+
 __global__ void __launch_bounds__(kSelectThreads)
     KeepFirstKernel(const __grid_constant__ InfiniteHipLaunch p) {
   __shared__ SelectMemory memory;
   const DeviceRow row(p.select, blockIdx.x);
   const SelectionHeader header = MakeHeader(row.block, row.numbers);
+  const RowReuse reuse(p.select, row);
+  const int first_stage = reuse.FirstStage(header);
+  if (first_stage > 0) return RecallKept(p, row, reuse, 0, first_stage);
   const int64_t n = p.pages.chunks.Count(header, row.numbers);
   const int64_t kept = p.pages.chunks.Kept(row.numbers);
   const uint32_t* pages = p.pages.scores + row.index * p.select.kv.max_blocks_per_slot;
@@ -179,12 +207,20 @@ __global__ void __launch_bounds__(kSelectThreads)
         begins[place] = static_cast<int32_t>(header.sink_end + chunk * p.pages.chunks.chunk_tokens);
       });
   if (threadIdx.x == 0) p.kept[0].counts[row.index] = static_cast<int32_t>(left);
+  RememberKept(p, row, reuse, 0);
 }
 
 __global__ void __launch_bounds__(kSelectThreads)
     KeepKernel(const __grid_constant__ InfiniteHipLaunch p, int stage) {
   __shared__ SelectMemory memory;
   const DeviceRow row(p.select, blockIdx.x);
+  SelectionHeader header = MakeHeader(row.block, row.numbers);
+  const RowReuse reuse(p.select, row);
+  const int first_stage = reuse.FirstStage(header);
+  const bool is_last = stage + 1 == InfiniteHipSelector::kStages;
+  if (first_stage > stage) {
+    return is_last ? reuse.Recall(header) : RecallKept(p, row, reuse, stage, first_stage);
+  }
   const Split split(p, stage, row.index);
   int32_t* begins = p.kept[stage].begins + row.index * p.max_chunks;
   uint32_t* scores = p.kept_scores + row.index * p.max_chunks;
@@ -195,15 +231,15 @@ __global__ void __launch_bounds__(kSelectThreads)
                                   scores[place] = score;
                                 });
   if (threadIdx.x == 0) p.kept[stage].counts[row.index] = static_cast<int32_t>(left);
-  if (stage + 1 < InfiniteHipSelector::kStages) return;
+  if (!is_last) return RememberKept(p, row, reuse, stage);
   __syncthreads();  // all blocks are written
-  SelectionHeader header = MakeHeader(row.block, row.numbers);
   const BlockList blocks = {
       .begins = begins, .scores = scores, .count = left, .tokens = p.stages[stage].chunk_tokens};
   header.count = static_cast<int32_t>(
       WriteList(blocks, p.select.out.entries + row.index * p.select.out.capacity,
                 p.select.out.capacity, memory));
   if (threadIdx.x == 0) p.select.out.headers[row.index] = header;
+  reuse.Remember();
 }
 
 template <int kHeadDim>

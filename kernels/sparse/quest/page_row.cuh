@@ -6,11 +6,10 @@
 
 namespace kvasir::kernels {
 
-// None where a list of an earlier step serves.
+// None where what an earlier step left of them serves.
 __device__ inline PageRange PagesOf(const PageScoreLaunch& p, const DeviceRow& row) {
-  const SelectionHeader header = MakeHeader(row.block, row.numbers);
-  if (RowReuse(p.select, row).Serves(header)) return {};
-  return p.Pages(header, row.numbers);
+  if (!Runs(p.select, row, 0)) return {};
+  return p.Pages(MakeHeader(row.block, row.numbers), row.numbers);
 }
 
 }  // namespace kvasir::kernels

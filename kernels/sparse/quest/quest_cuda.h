@@ -1,6 +1,6 @@
 // The selector `quest` (quest_selector.h) on the GPU: the same scores, order and lists, in device
 // memory, where the attention kernels read them. All pointers of the params, spans included, are
-// device memory; params.scratch is not used, and rows remember nothing (no memories). Where keys
+// device memory; params.scratch is not used, and rows remember in device_memories. Where keys
 // are cached un-rotated, q is what RotateToDistance made (distant_queries_cuda.h). Called by the
 // attention layer. Thread-safe. Only in builds with CUDA.
 //

@@ -1,7 +1,7 @@
 // Reuse in the kernels of selectors on the GPU, row by row: what reusing_select.cc does around a
-// selector, without a kernel of its own. Every kernel of a selector leaves out rows that a list
-// serves; the last one, of one block of threads a row, is where a row recalls or remembers. Until
-// then nothing of the memory changes, so that all of them decide alike.
+// selector. Every kernel of a selector leaves out rows whose stages it is not to run; the last one,
+// of one block of threads a row, is where a row recalls or remembers. Until then nothing of the
+// memory changes that verdicts look at, so that all kernels decide alike.
 #pragma once
 
 #include "kernels/sparse/reuse/device_memory.h"
@@ -10,7 +10,7 @@
 
 namespace kvasir::kernels {
 
-// The memory of a row. Without one nothing serves and nothing is remembered.
+// The memory of a row. Without one everything runs and nothing is remembered.
 class RowReuse {
  public:
   __device__ RowReuse(const SelectLaunch& p, const DeviceRow& row) : p_(p), row_(row) {
@@ -18,18 +18,46 @@ class RowReuse {
     const auto heads = static_cast<uint32_t>(p.kv.layout.num_kv_heads);
     const DeviceSelectionMemory& memory = p.memories[static_cast<uint32_t>(row.index) / heads];
     if (memory.rows == nullptr) return;
-    const int64_t at = p.layer * p.kv.layout.num_kv_heads + row.kv_head;
-    remembered_ = memory.rows + at;
-    list_ = memory.lists + at * memory.capacity;
-    interval_ = memory.interval;
+    memory_ = &memory;
+    at_ = p.layer * p.kv.layout.num_kv_heads + row.kv_head;
+    remembered_ = memory.rows + at_;
   }
 
-  // `header` as of MakeHeader.
+  __device__ bool remembers() const { return remembered_ != nullptr; }
+  __device__ RememberedRow& remembered() const { return *remembered_; }
+  __device__ int num_stages() const { return memory_->num_stages; }
+  __device__ float* anchor(int stage) const {
+    return memory_->anchors + (at_ * memory_->num_stages + stage) * memory_->query_floats;
+  }
+  // What a stage before the last leaves; its count is in remembered().
+  __device__ int32_t* items(int stage) const {
+    return memory_->stage_items + (at_ * (memory_->num_stages - 1) + stage) * memory_->max_items;
+  }
+
+  // The first stage to run; num_stages: the list serves as it is. `header` as of MakeHeader.
+  __device__ int FirstStage(const SelectionHeader& header) const {
+    if (remembered_ == nullptr || header.kind == SelectionHeader::Kind::kAll) return 0;
+    if (memory_->rule != DeviceReuseRule::kInterval) return remembered_->first_stage;
+    return Judge([](int) { return 0.0f; });
+  }
   __device__ bool Serves(const SelectionHeader& header) const {
-    if (remembered_ == nullptr || header.kind == SelectionHeader::Kind::kAll) return false;
+    return remembered_ != nullptr && FirstStage(header) == memory_->num_stages;
+  }
+
+  // The same by the rule itself; cosines(stage) of this query and the one the stage ran with.
+  template <typename Cosines>
+  __device__ int Judge(const Cosines& cosines) const {
     const int64_t position = row_.block.first_position;
-    return !StartsAnew(position, remembered_->position) &&
-           !IntervalIsOver(position - remembered_->ran_at, interval_);
+    if (StartsAnew(position, remembered_->position)) return 0;
+#pragma unroll
+    for (int stage = 0; stage < static_cast<int>(kMaxStages); ++stage) {
+      if (stage == memory_->num_stages) return stage;
+      const StageAge age = {.steps = position - remembered_->ran_at[stage],
+                            .interval = memory_->intervals[stage],
+                            .cosine = cosines(stage)};
+      if (Refreshes(age)) return stage;
+    }
+    return memory_->num_stages;
   }
 
   // --- by all threads of a block ---
@@ -37,10 +65,11 @@ class RowReuse {
   // REQUIRES: Serves.
   __device__ void Recall(SelectionHeader header) const {
     header.count = static_cast<int32_t>(remembered_->count);
-    header.made_at = remembered_->ran_at;
-    header.reused_stages = 1;
+    header.made_at = remembered_->ran_at[memory_->num_stages - 1];
+    header.reused_stages = memory_->num_stages;
+    if (window_grows()) header.window_begin = remembered_->window_begin;
     __syncthreads();  // no thread reads the memory any more
-    Copy(list_, Out(), header.count);
+    Copy(List(), Out(), header.count);
     if (threadIdx.x != 0) return;
     p_.out.headers[row_.index] = header;
     remembered_->position = row_.block.first_position;
@@ -49,16 +78,36 @@ class RowReuse {
   // What the block wrote to `out`.
   __device__ void Remember() const {
     if (remembered_ == nullptr) return;
+    const int first = FirstStage(MakeHeader(row_.block, row_.numbers));
     __syncthreads();  // it is written, and no thread reads the memory any more
-    const SelectionHeader header = p_.out.headers[row_.index];
+    SelectionHeader& header = p_.out.headers[row_.index];
     const bool is_all = header.kind == SelectionHeader::Kind::kAll;
-    if (!is_all) Copy(Out(), list_, header.count);
+    if (!is_all) Copy(Out(), List(), header.count);
     if (threadIdx.x != 0) return;
-    const int64_t position = is_all ? RememberedList::kNothing : row_.block.first_position;
-    *remembered_ = {.position = position, .ran_at = position, .count = header.count};
+    remembered_->position = is_all ? RememberedRow::kNothing : row_.block.first_position;
+    if (is_all) return;
+    remembered_->count = header.count;
+    for (int s = first; s < memory_->num_stages; ++s) {
+      remembered_->ran_at[s] = row_.block.first_position;
+    }
+    if (first == 0) remembered_->window_begin = header.window_begin;
+    if (window_grows()) header.window_begin = remembered_->window_begin;
+    header.reused_stages = first;
   }
 
  private:
+  __device__ bool window_grows() const { return memory_->rule == DeviceReuseRule::kCosine; }
+  __device__ bool Refreshes(const StageAge& age) const {
+    switch (memory_->rule) {
+      case DeviceReuseRule::kInterval:
+        return IntervalRefreshes(age);
+      case DeviceReuseRule::kCosine:
+        return CosineRefreshes(age, row_.numbers.reuse);
+      default:
+        return BothRefreshes(age, row_.numbers.reuse);
+    }
+  }
+  __device__ SelectionEntry* List() const { return memory_->lists + at_ * memory_->capacity; }
   __device__ SelectionEntry* Out() const { return p_.out.entries + row_.index * p_.out.capacity; }
   __device__ static void Copy(const SelectionEntry* from, SelectionEntry* to, int64_t count) {
     for (int64_t i = threadIdx.x; i < count; i += blockDim.x) to[i] = from[i];
@@ -66,9 +115,14 @@ class RowReuse {
 
   const SelectLaunch& p_;
   const DeviceRow& row_;
-  RememberedList* remembered_ = nullptr;
-  SelectionEntry* list_ = nullptr;
-  int64_t interval_ = 0;
+  const DeviceSelectionMemory* memory_ = nullptr;
+  RememberedRow* remembered_ = nullptr;
+  int64_t at_ = 0;  // of the memory's rows
 };
+
+// Whether a stage of the row's selector runs in this step.
+__device__ inline bool Runs(const SelectLaunch& p, const DeviceRow& row, int stage) {
+  return RowReuse(p, row).FirstStage(MakeHeader(row.block, row.numbers)) <= stage;
+}
 
 }  // namespace kvasir::kernels

@@ -1,24 +1,14 @@
 #include "kernels/sparse/reuse/reuse_rules.h"
 
 namespace kvasir::kernels {
-namespace {
-
-// Under `both`, intervals that a stage serves at most.
-constexpr int64_t kCapIntervals = 4;
-
-// NaN is below everything.
-bool IsBelow(float cosine, float theta) { return theta >= 1 || !(cosine >= theta); }
-
-}  // namespace
-
 bool IntervalRule::Refreshes(const StageAge& age, const ReuseNumbers&) const {
-  return IntervalIsOver(age.steps, age.interval);
+  return IntervalRefreshes(age);
 }
 
 int64_t IntervalRule::ServedSteps(int64_t interval, const ReuseNumbers&) const { return interval; }
 
 bool CosineRule::Refreshes(const StageAge& age, const ReuseNumbers& numbers) const {
-  return age.steps >= numbers.max_age || IsBelow(age.cosine, numbers.theta);
+  return CosineRefreshes(age, numbers);
 }
 
 int64_t CosineRule::ServedSteps(int64_t, const ReuseNumbers& numbers) const {
@@ -26,9 +16,7 @@ int64_t CosineRule::ServedSteps(int64_t, const ReuseNumbers& numbers) const {
 }
 
 bool BothRule::Refreshes(const StageAge& age, const ReuseNumbers& numbers) const {
-  if (age.steps >= kCapIntervals * age.interval) return true;
-  if (IsBelow(age.cosine, numbers.theta_force)) return true;
-  return age.steps >= age.interval && IsBelow(age.cosine, numbers.theta);
+  return BothRefreshes(age, numbers);
 }
 
 int64_t BothRule::ServedSteps(int64_t interval, const ReuseNumbers& numbers) const {

@@ -22,9 +22,26 @@
 
 namespace kvasir::kernels {
 
-// The interval rule, on the GPU too. `steps` since the stage ran.
-KVASIR_HOST_DEVICE constexpr bool IntervalIsOver(int64_t steps, int64_t interval) {
-  return steps >= interval;
+// NaN is below everything.
+KVASIR_HOST_DEVICE constexpr bool IsBelow(float cosine, float theta) {
+  return theta >= 1 || !(cosine >= theta);
+}
+
+// Under `both`, intervals that a stage serves at most.
+inline constexpr int64_t kCapIntervals = 4;
+
+// The rules for CPU and GPU alike.
+KVASIR_HOST_DEVICE constexpr bool IntervalRefreshes(const StageAge& age) {
+  return age.steps >= age.interval;
+}
+KVASIR_HOST_DEVICE constexpr bool CosineRefreshes(const StageAge& age,
+                                                  const ReuseNumbers& numbers) {
+  return age.steps >= numbers.max_age || IsBelow(age.cosine, numbers.theta);
+}
+KVASIR_HOST_DEVICE constexpr bool BothRefreshes(const StageAge& age, const ReuseNumbers& numbers) {
+  if (age.steps >= kCapIntervals * age.interval) return true;
+  if (IsBelow(age.cosine, numbers.theta_force)) return true;
+  return age.steps >= age.interval && IsBelow(age.cosine, numbers.theta);
 }
 
 class IntervalRule : public ReuseRule {

@@ -15,8 +15,8 @@ namespace kvasir::kernels {
 
 class CudaSelectionMemory final : public RememberedSelections {
  public:
-  // REQUIRES: the rule is `interval` and the selector has one stage. RESOURCE_EXHAUSTED when there
-  // is no memory. It remembers nothing once the stream has come so far.
+  // REQUIRES: the rule is one of reuse_rules.h. RESOURCE_EXHAUSTED when there is no memory. It
+  // remembers nothing once the stream has come so far.
   static absl::StatusOr<std::unique_ptr<CudaSelectionMemory>> Create(const MemoryNeeds& needs,
                                                                      cudaStream_t stream);
 

@@ -176,13 +176,13 @@ TEST_P(TokenListsCudaTest, TokenSelectRemembersItsLists) {
   constexpr int64_t kCapacity = 64;
   const auto rows = static_cast<size_t>((AttentionBatch::kLayer + 1) * 2);
   DeviceMemory memory;
-  const std::vector<RememberedList> nothing(rows);
+  const std::vector<RememberedRow> nothing(rows);
   const std::vector<SelectionEntry> no_entries(rows * kCapacity);
   const DeviceSelectionMemory remembered = {
       .rows = memory.Copy(nothing.data(), rows).value(),
       .lists = memory.Copy(no_entries.data(), no_entries.size()).value(),
       .capacity = kCapacity,
-      .interval = 3};
+      .intervals = {3}};
   const DeviceSelectionMemory* const of_block = memory.Copy(&remembered, 1).value();
   const Lists found =
       RunSelectOnGpu(batch, {n, n, n, n}, HostLists(batch, kCapacity).View(),

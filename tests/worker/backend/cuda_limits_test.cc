@@ -76,9 +76,11 @@ TEST(CudaLimits, PoliciesItServes) {
     policy.mutable_decode()->set_top_p(0.9f);
     policy.mutable_decode()->mutable_art();
     EXPECT_TRUE(CheckPolicy(policy).ok()) << CheckPolicy(policy);
-    policy.mutable_decode()->mutable_reuse()->set_rule("interval");
-    const bool is_reused = selector == "quest" || selector == "tokenselect" || selector == "hip";
-    EXPECT_EQ(CheckPolicy(policy).ok(), is_reused) << CheckPolicy(policy);
+    for (const std::string rule : {"interval", "cosine", "both"}) {
+      policy.mutable_decode()->mutable_reuse()->set_rule(rule);
+      const bool has_lists = selector != "all" && selector != "streaming";
+      EXPECT_EQ(CheckPolicy(policy).ok(), has_lists) << CheckPolicy(policy);
+    }
   }
 }
 
@@ -97,8 +99,9 @@ TEST(CudaLimits, PoliciesItDoesNot) {
     part(policy)->mutable_infinitehip()->set_probe("centre");
     ExpectRefused(CheckPolicy(policy), "probe of infinitehip is centre; it must be digest");
     policy = ServedPolicy();
+    part(policy)->mutable_streaming();
     part(policy)->mutable_reuse()->set_rule("cosine");
-    ExpectRefused(CheckPolicy(policy), "cosine");
+    ExpectRefused(CheckPolicy(policy), "selections of streaming are reused");
     policy = ServedPolicy();
     part(policy)->mutable_art()->set_order("importance");
     ExpectRefused(CheckPolicy(policy), "order of art is importance; it must be recency");

@@ -1,0 +1,118 @@
+// A block of threads takes a row: a thread some pairs of elements, of the query and of those that
+// the stages ran with, turned back in registers; the products are summed over the block.
+#include "kernels/sparse/reuse/reuse_gate_launch.h"
+#include "kernels/sparse/reuse/reuse_row.cuh"
+
+namespace kvasir::kernels {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / kWarpThreads;
+constexpr int kStages = static_cast<int>(kMaxStages);
+
+// What cosines are made of.
+struct Products {
+  double qq = 0;            // of the query with itself
+  double qa[kStages] = {};  // with those that the stages ran with
+  double aa[kStages] = {};  // of these with themselves
+};
+
+// The pairs of elements of a row's query that a thread has, turned back by the angles they were
+// rotated by, up to a factor: half a head apart.
+class RowQuery {
+ public:
+  __device__ RowQuery(const ReuseGateLaunch& p, const DeviceRow& row)
+      : p_(p), row_(row), half_(static_cast<int>(p.select.kv.layout.head_dim) / 2) {}
+
+  // Calls use(i, x, j, y) for elements i and j of the group's heads side by side.
+  template <typename Use>
+  __device__ void ForEachPair(const Use& use) const {
+    const int pairs = static_cast<int>(p_.select.group) * half_;
+    const int64_t angles = row_.block.first_row * half_;
+    for (int pair = static_cast<int>(threadIdx.x); pair < pairs; pair += kThreads) {
+      const int head = pair / half_;
+      const int element = pair % half_;
+      const float x = QueryElement(p_.select, row_, 0, head, element);
+      const float y = QueryElement(p_.select, row_, 0, head, element + half_);
+      const int i = head * 2 * half_ + element;
+      if (p_.rotation.cos == nullptr) {
+        use(i, x, i + half_, y);
+        continue;
+      }
+      const float cos = p_.rotation.cos[angles + element];
+      const float sin = p_.rotation.sin[angles + element];
+      use(i, x * cos + y * sin, i + half_, y * cos - x * sin);
+    }
+  }
+
+ private:
+  const ReuseGateLaunch& p_;
+  const DeviceRow& row_;
+  const int half_;
+};
+
+// Over the threads of the block, in one order. By all of them.
+__device__ double SumOverBlock(double value) {
+  __shared__ double sums[kWarps];
+  for (int distance = kWarpThreads / 2; distance > 0; distance /= 2) {
+    value += __shfl_xor_sync(kAllLanes, value, distance);
+  }
+  __syncthreads();  // the sums of an earlier call have been read
+  if (threadIdx.x % kWarpThreads == 0) sums[threadIdx.x / kWarpThreads] = value;
+  __syncthreads();
+  double sum = 0;
+  for (const double of_warp : sums) sum += of_warp;
+  return sum;
+}
+
+__device__ Products Multiply(const RowQuery& query, const RowReuse& reuse) {
+  Products own;
+  query.ForEachPair([&](int i, double x, int j, double y) {
+    own.qq += x * x + y * y;
+#pragma unroll
+    for (int s = 0; s < kStages; ++s) {
+      if (s >= reuse.num_stages()) break;
+      const double a = reuse.anchor(s)[i];
+      const double b = reuse.anchor(s)[j];
+      own.qa[s] += x * a + y * b;
+      own.aa[s] += a * a + b * b;
+    }
+  });
+  Products sum = {.qq = SumOverBlock(own.qq)};
+#pragma unroll
+  for (int s = 0; s < kStages; ++s) {
+    if (s >= reuse.num_stages()) break;
+    sum.qa[s] = SumOverBlock(own.qa[s]);
+    sum.aa[s] = SumOverBlock(own.aa[s]);
+  }
+  return sum;
+}
+
+__global__ void __launch_bounds__(kThreads)
+    ReuseGateKernel(const __grid_constant__ ReuseGateLaunch p) {
+  const DeviceRow row(p.select, blockIdx.x);
+  const RowReuse reuse(p.select, row);
+  const SelectionHeader header = MakeHeader(row.block, row.numbers);
+  if (!reuse.remembers() || header.kind == SelectionHeader::Kind::kAll) return;
+  const RowQuery query(p, row);
+  const Products products = Multiply(query, reuse);
+  const int first = reuse.Judge([&](int stage) {  // NaN: one is 0
+    return static_cast<float>(products.qa[stage] / sqrt(products.qq * products.aa[stage]));
+  });
+  if (threadIdx.x == 0) reuse.remembered().first_stage = first;
+  query.ForEachPair([&](int i, float x, int j, float y) {
+    for (int s = first; s < reuse.num_stages(); ++s) {
+      reuse.anchor(s)[i] = x;
+      reuse.anchor(s)[j] = y;
+    }
+  });
+}
+
+}  // namespace
+
+cudaError_t LaunchReuseGate(const ReuseGateLaunch& p, cudaStream_t stream) {
+  ReuseGateKernel<<<static_cast<unsigned>(p.select.out.num_rows), kThreads, 0, stream>>>(p);
+  return cudaGetLastError();
+}
+
+}  // namespace kvasir::kernels
