@@ -124,7 +124,8 @@ absl::Status Engine::Init(std::unique_ptr<kvstore::Tier> below) {
                               .decode_selector = decode,
                               .decode_is_dense = selectors_[static_cast<size_t>(decode)].dense});
   }
-  KVASIR_RETURN_IF_ERROR(model_.backend().CheckPolicies(options_.policies));
+  KVASIR_RETURN_IF_ERROR(
+      model_.backend().CheckPolicies(options_.policies, model_.options().shard.num_ranks));
   KVASIR_ASSIGN_OR_RETURN(
       store_, kvstore::KvStore::Create(
                   {.shard = KvShardOf(options_, model_),

@@ -61,8 +61,9 @@ class SyntheticKvBackend final : public Backend {
   absl::Status CheckModel(const TransformerOptions& model, kernels::DType dtype) const override {
     return inner_.CheckModel(model, dtype);
   }
-  absl::Status CheckPolicies(std::span<const v1::SparsityPolicy> policies) const override {
-    return inner_.CheckPolicies(policies);
+  absl::Status CheckPolicies(std::span<const v1::SparsityPolicy> policies,
+                             int64_t num_ranks) const override {
+    return inner_.CheckPolicies(policies, num_ranks);
   }
   absl::StatusOr<Memory> Allocate(int64_t bytes) override { return inner_.Allocate(bytes); }
   absl::StatusOr<std::unique_ptr<kvstore::PageResidency>> MakeResidency(

@@ -124,7 +124,8 @@ class Backend {
   // before memory is taken for an engine.
   virtual absl::Status CheckModel(const TransformerOptions& model,
                                   kernels::DType kv_dtype) const = 0;
-  virtual absl::Status CheckPolicies(std::span<const v1::SparsityPolicy> policies) const = 0;
+  virtual absl::Status CheckPolicies(std::span<const v1::SparsityPolicy> policies,
+                                     int64_t num_ranks) const = 0;
 
   // RESOURCE_EXHAUSTED when there is no memory.
   virtual absl::StatusOr<Memory> Allocate(int64_t bytes) = 0;

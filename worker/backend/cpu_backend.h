@@ -24,7 +24,7 @@ class CpuBackend final : public Backend {
   absl::Status CheckModel(const TransformerOptions&, kernels::DType) const override {
     return absl::OkStatus();
   }
-  absl::Status CheckPolicies(std::span<const v1::SparsityPolicy>) const override {
+  absl::Status CheckPolicies(std::span<const v1::SparsityPolicy>, int64_t) const override {
     return absl::OkStatus();
   }
   absl::StatusOr<Memory> Allocate(int64_t bytes) override;

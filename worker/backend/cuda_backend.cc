@@ -95,8 +95,9 @@ absl::Status CudaBackend::CheckModel(const TransformerOptions& model, DType kv_d
   return CheckCudaModel(model, kv_dtype);
 }
 
-absl::Status CudaBackend::CheckPolicies(std::span<const v1::SparsityPolicy> policies) const {
-  return CheckCudaPolicies(policies);
+absl::Status CudaBackend::CheckPolicies(std::span<const v1::SparsityPolicy> policies,
+                                        int64_t num_ranks) const {
+  return CheckCudaPolicies(policies, num_ranks);
 }
 
 absl::StatusOr<Memory> CudaBackend::Allocate(int64_t bytes) {

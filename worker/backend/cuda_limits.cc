@@ -26,7 +26,7 @@ absl::Status CheckOption(absl::string_view name, const std::string& value,
   return NotOnGpu(name, " is ", value, "; it must be ", served);
 }
 
-absl::Status CheckSelector(const v1::AttentionPolicy& policy) {
+absl::Status CheckSelector(const v1::AttentionPolicy& policy, int64_t num_ranks) {
   switch (policy.selector_case()) {
     case v1::AttentionPolicy::kAll:
     case v1::AttentionPolicy::kStreaming:
@@ -36,8 +36,10 @@ absl::Status CheckSelector(const v1::AttentionPolicy& policy) {
     case v1::AttentionPolicy::kTokenselect:
       return CheckOption("the scope of tokenselect", policy.tokenselect().scope(), "group");
     case v1::AttentionPolicy::kInfinitehip:
-      KVASIR_RETURN_IF_ERROR(
-          CheckOption("the scope of infinitehip", policy.infinitehip().scope(), "group"));
+      if (num_ranks > 1) {
+        KVASIR_RETURN_IF_ERROR(CheckOption("the scope of infinitehip over ranks",
+                                           policy.infinitehip().scope(), "group"));
+      }
       return CheckOption("the probe of infinitehip", policy.infinitehip().probe(), "digest");
     default:
       return NotOnGpu("the selector is ", v1::SelectorName(policy),
@@ -55,8 +57,8 @@ absl::Status CheckReuse(const v1::AttentionPolicy& policy) {
                   " are reused; those of quest, tokenselect, hip and infinitehip can be");
 }
 
-absl::Status CheckPart(const v1::AttentionPolicy& policy) {
-  KVASIR_RETURN_IF_ERROR(CheckSelector(policy));
+absl::Status CheckPart(const v1::AttentionPolicy& policy, int64_t num_ranks) {
+  KVASIR_RETURN_IF_ERROR(CheckSelector(policy, num_ranks));
   KVASIR_RETURN_IF_ERROR(CheckReuse(policy));
   if (policy.has_art()) {
     KVASIR_RETURN_IF_ERROR(CheckOption("the order of art", policy.art().order(), "recency"));
@@ -91,10 +93,10 @@ absl::Status CheckCudaModel(const TransformerOptions& model, DType kv_dtype) {
   return absl::OkStatus();
 }
 
-absl::Status CheckCudaPolicies(std::span<const v1::SparsityPolicy> policies) {
+absl::Status CheckCudaPolicies(std::span<const v1::SparsityPolicy> policies, int64_t num_ranks) {
   for (const v1::SparsityPolicy& policy : policies) {
-    KVASIR_RETURN_IF_ERROR(CheckPart(policy.prefill()));
-    KVASIR_RETURN_IF_ERROR(CheckPart(policy.decode()));
+    KVASIR_RETURN_IF_ERROR(CheckPart(policy.prefill(), num_ranks));
+    KVASIR_RETURN_IF_ERROR(CheckPart(policy.decode(), num_ranks));
   }
   return absl::OkStatus();
 }

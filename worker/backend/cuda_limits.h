@@ -17,6 +17,6 @@ namespace kvasir::worker {
 
 absl::Status CheckCudaModel(const TransformerOptions& model, kernels::DType kv_dtype);
 
-absl::Status CheckCudaPolicies(std::span<const v1::SparsityPolicy> policies);
+absl::Status CheckCudaPolicies(std::span<const v1::SparsityPolicy> policies, int64_t num_ranks);
 
 }  // namespace kvasir::worker

@@ -60,7 +60,9 @@ HipCuda SearchWithin(const SelectLimits& limits) {
 }
 
 InfiniteHipCuda MethodOf(const InfiniteHipSelector& selector, const SelectLimits& limits) {
-  return {.preset = &selector.preset(), .max_budget_tokens = limits.budget_tokens};
+  return {.preset = &selector.preset(),
+          .max_budget_tokens = limits.budget_tokens,
+          .scope = selector.scope()};
 }
 
 int64_t WorkspaceBytes(const ServedSelector& served, const SelectLimits& limits, const PagedKv& kv,
@@ -206,7 +208,8 @@ absl::Status SelectOnGpu(const ServedSelector& served, const SelectLimits& limit
     };
     const PageSelection some_rows = rows.Rows(begin * heads, count * heads);
     if (served.reuse != nullptr && served.reuse->ReadsQueries()) {
-      KVASIR_RETURN_IF_ERROR(kernels::JudgeReuse(some_of(params), some_rows, stream));
+      KVASIR_RETURN_IF_ERROR(
+          kernels::JudgeReuse(some_of(params), served.selector->scope(), some_rows, stream));
     }
     KVASIR_RETURN_IF_ERROR(
         Run(served, limits, some_of(placed), some_rows, memory.workspace, stream));

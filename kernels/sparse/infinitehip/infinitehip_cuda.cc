@@ -13,7 +13,8 @@ namespace {
 constexpr int kStages = InfiniteHipSelector::kStages;
 
 // Returns the bytes of it all.
-int64_t LayOut(std::byte* workspace, int64_t rows, int64_t pages, InfiniteHipLaunch& launch) {
+int64_t LayOut(std::byte* workspace, Scope scope, int64_t rows, int64_t pages,
+               InfiniteHipLaunch& launch) {
   ScratchPieces pieces(workspace);
   for (InfiniteHipLaunch::Kept& kept : launch.kept) {
     kept.begins = pieces.Take<int32_t>(rows * launch.max_chunks);
@@ -22,6 +23,7 @@ int64_t LayOut(std::byte* workspace, int64_t rows, int64_t pages, InfiniteHipLau
   launch.pages.scores = pieces.Take<uint32_t>(rows * pages);
   launch.chunk_scores = pieces.Take<uint32_t>(rows * launch.max_chunks);
   launch.kept_scores = pieces.Take<uint32_t>(rows * launch.max_chunks);
+  if (scope == Scope::kLayer) launch.layer_scores = pieces.Take<uint32_t>(rows * launch.max_chunks);
   return pieces.bytes();
 }
 
@@ -41,7 +43,8 @@ int64_t InfiniteHipCuda::MaxChunks(const PagedKv& kv) const {
 int64_t InfiniteHipWorkspaceBytes(const InfiniteHipCuda& method, const PagedKv& kv,
                                   int64_t blocks) {
   InfiniteHipLaunch launch = {.max_chunks = method.MaxChunks(kv)};
-  return LayOut(nullptr, blocks * kv.layout.num_kv_heads, kv.max_blocks_per_slot, launch);
+  return LayOut(nullptr, method.scope, blocks * kv.layout.num_kv_heads, kv.max_blocks_per_slot,
+                launch);
 }
 
 absl::Status SelectInfiniteHip(const InfiniteHipCuda& method, const SelectParams& params,
@@ -61,7 +64,7 @@ absl::Status SelectInfiniteHip(const InfiniteHipCuda& method, const SelectParams
   std::copy(preset.stages.begin(), preset.stages.end(), launch.stages);
   launch.pages = MakePageScoreLaunch(select, params, preset.stages[0].query_stride);
   launch.pages.chunks = preset.grid();
-  LayOut(workspace, out.num_rows, params.kv.max_blocks_per_slot, launch);
+  LayOut(workspace, method.scope, out.num_rows, params.kv.max_blocks_per_slot, launch);
   for (int stage = method.first_stage; stage < kStages; ++stage) {
     KVASIR_RETURN_IF_ERROR(
         CudaStatus(LaunchInfiniteHipStage(launch, stage, stream), "launching infinitehip"));

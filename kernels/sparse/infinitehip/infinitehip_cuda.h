@@ -1,11 +1,11 @@
-// The selector `infinitehip` (infinitehip_selector.h) on the GPU, with probe "digest" at KV group
-// scope: the same stages, chunks and lists, in device memory, where the attention kernels read
-// them. All pointers of the params, spans included, are device memory; params.scratch and the
-// faults are not used. Called by the attention layer. Thread-safe. Only in builds with CUDA.
+// The selector `infinitehip` (infinitehip_selector.h) on the GPU, with probe "digest": the same
+// stages, chunks and lists, in device memory, where the attention kernels read them. All pointers
+// of the params, spans included, are device memory; params.scratch and the faults are not used.
+// Called by the attention layer. Thread-safe. Only in builds with CUDA.
 //
 // Scores are float32 sums in another order than on the CPU: where scores of the last chunk in and
 // the first one out are as good as equal, either may be chosen. A row whose list has no room in
-// `out` gets its first pages. A row depends on nothing but itself.
+// `out` gets its first pages. A row depends on nothing but itself; at layer scope, on its block.
 //
 // Where keys are cached un-rotated, q is un-rotated, too, in chunk-indexed layers
 // (InfiniteHipSelector::IsChunkIndexed), and params.device_rope places it; in the others q is what
@@ -31,6 +31,7 @@ namespace kvasir::kernels {
 struct InfiniteHipCuda {
   const InfiniteHipSelector::Preset* preset = nullptr;  // InfiniteHipSelector::FindPreset
   int64_t max_budget_tokens = 0;                        // of any row
+  Scope scope = Scope::kKvGroup;                        // kLayer: params.kv has all KV heads of it
   // Stages before it do not run. REQUIRES: 0, or the last calls with this workspace ran them, for
   // the same rows.
   int first_stage = 0;

@@ -27,6 +27,20 @@ struct InfiniteHipLaunch {
   PageScoreLaunch pages = {};        // stage 1, which scores its chunks by their pages
   uint32_t* chunk_scores = nullptr;  // [rows, max_chunks]; of OrderedScore
   uint32_t* kept_scores = nullptr;   // [rows, max_chunks]; of what the last stage left
+  // [rows, max_chunks]: the largest of all heads' scores, where those of a layer choose together;
+  // null: they do not.
+  uint32_t* layer_scores = nullptr;
+
+  // Rows that choose together with this one.
+  struct Rows {
+    int64_t begin;
+    int64_t end;
+  };
+  KVASIR_HOST_DEVICE Rows Together(int64_t row) const {
+    const int64_t heads = select.kv.layout.num_kv_heads;
+    if (layer_scores == nullptr) return {row, row + 1};
+    return {row / heads * heads, row / heads * heads + heads};
+  }
 
   // Of n chunks that stand side by side (chunk-indexed), how far the query is from the last one.
   KVASIR_HOST_DEVICE int64_t LeastDistance(const SelectionNumbers& numbers) const {

@@ -137,6 +137,26 @@ __global__ void __launch_bounds__(kScoreWarps* kWarpThreads, 1)
   }
 }
 
+// The scores that a row chooses by.
+__device__ uint32_t* ChosenBy(const InfiniteHipLaunch& p) {
+  return p.layer_scores != nullptr ? p.layer_scores : p.chunk_scores;
+}
+
+// Makes those of a row out of the scores of its n chunks, and of the rows that choose with it. By
+// all threads.
+__device__ void JoinScores(const InfiniteHipLaunch& p, const DeviceRow& row, int64_t n) {
+  if (p.layer_scores == nullptr) return;
+  const InfiniteHipLaunch::Rows together = p.Together(row.index);
+  for (int64_t i = threadIdx.x; i < n; i += kSelectThreads) {
+    uint32_t best = 0;
+    for (int64_t head = together.begin; head < together.end; ++head) {
+      best = max(best, p.chunk_scores[head * p.max_chunks + i]);
+    }
+    p.layer_scores[row.index * p.max_chunks + i] = best;
+  }
+  __syncthreads();
+}
+
 // Calls use(place, chunk, score) for the `kept` best of n chunks, ascending; for all of them, with
 // the score of 0, where there is room. Returns how many that are. By all threads.
 template <typename Use>
@@ -187,19 +207,23 @@ __global__ void __launch_bounds__(kSelectThreads)
   if (first_stage > 0) return RecallKept(p, row, reuse, 0, first_stage);
   const int64_t n = p.pages.chunks.Count(header, row.numbers);
   const int64_t kept = p.pages.chunks.Kept(row.numbers);
-  const uint32_t* pages = p.pages.scores + row.index * p.select.kv.max_blocks_per_slot;
-  uint32_t* scores = p.chunk_scores + row.index * p.max_chunks;
+  const InfiniteHipLaunch::Rows together = p.Together(row.index);
+  uint32_t* scores = ChosenBy(p) + row.index * p.max_chunks;
   const int64_t first_page = header.sink_end / kPageTokens;
   const bool is_scored = p.select.rope.on() || n <= kept;
   for (int64_t i = threadIdx.x; i < n && !is_scored; i += kSelectThreads) {
     const int64_t begin = header.sink_end + i * p.pages.chunks.chunk_tokens;
+    const int64_t end_page = CeilPages(begin + p.pages.chunks.chunk_tokens);
     uint32_t best = 0;
-    for (int64_t page = begin / kPageTokens; page < CeilPages(begin + p.pages.chunks.chunk_tokens);
-         ++page) {
-      best = max(best, pages[page - first_page]);
+    for (int64_t head = together.begin; head < together.end; ++head) {
+      const uint32_t* pages = p.pages.scores + head * p.select.kv.max_blocks_per_slot;
+      for (int64_t page = begin / kPageTokens; page < end_page; ++page) {
+        best = max(best, pages[page - first_page]);
+      }
     }
     scores[i] = best;
   }
+  if (is_scored && n > kept) JoinScores(p, row, n);
   __syncthreads();
   int32_t* begins = p.kept[0].begins + row.index * p.max_chunks;
   const int64_t left =
@@ -224,8 +248,9 @@ __global__ void __launch_bounds__(kSelectThreads)
   const Split split(p, stage, row.index);
   int32_t* begins = p.kept[stage].begins + row.index * p.max_chunks;
   uint32_t* scores = p.kept_scores + row.index * p.max_chunks;
-  const int64_t left = KeepBest(p.chunk_scores + row.index * p.max_chunks, split.count(),
-                                p.stages[stage].KeptChunks(row.numbers.budget_tokens), memory,
+  const int64_t kept = p.stages[stage].KeptChunks(row.numbers.budget_tokens);
+  if (split.count() > kept) JoinScores(p, row, split.count());
+  const int64_t left = KeepBest(ChosenBy(p) + row.index * p.max_chunks, split.count(), kept, memory,
                                 [&](int64_t place, int64_t chunk, uint32_t score) {
                                   begins[place] = split.begin(static_cast<int>(chunk));
                                   scores[place] = score;

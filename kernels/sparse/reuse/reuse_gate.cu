@@ -1,5 +1,6 @@
-// A block of threads takes a row: a thread some pairs of elements, of the query and of those that
-// the stages ran with, turned back in registers; the products are summed over the block.
+// A block of threads takes the rows that choose together, one by one: a thread some pairs of
+// elements, of the query and of those that the stages ran with, turned back in registers; the
+// products are summed over the block.
 #include "kernels/sparse/reuse/reuse_gate_launch.h"
 #include "kernels/sparse/reuse/reuse_row.cuh"
 
@@ -65,7 +66,7 @@ __device__ double SumOverBlock(double value) {
   return sum;
 }
 
-__device__ Products Multiply(const RowQuery& query, const RowReuse& reuse) {
+__device__ void AddProducts(const RowQuery& query, const RowReuse& reuse, Products& sum) {
   Products own;
   query.ForEachPair([&](int i, double x, int j, double y) {
     own.qq += x * x + y * y;
@@ -78,27 +79,17 @@ __device__ Products Multiply(const RowQuery& query, const RowReuse& reuse) {
       own.aa[s] += a * a + b * b;
     }
   });
-  Products sum = {.qq = SumOverBlock(own.qq)};
+  sum.qq += SumOverBlock(own.qq);
 #pragma unroll
   for (int s = 0; s < kStages; ++s) {
     if (s >= reuse.num_stages()) break;
-    sum.qa[s] = SumOverBlock(own.qa[s]);
-    sum.aa[s] = SumOverBlock(own.aa[s]);
+    sum.qa[s] += SumOverBlock(own.qa[s]);
+    sum.aa[s] += SumOverBlock(own.aa[s]);
   }
-  return sum;
 }
 
-__global__ void __launch_bounds__(kThreads)
-    ReuseGateKernel(const __grid_constant__ ReuseGateLaunch p) {
-  const DeviceRow row(p.select, blockIdx.x);
-  const RowReuse reuse(p.select, row);
-  const SelectionHeader header = MakeHeader(row.block, row.numbers);
-  if (!reuse.remembers() || header.kind == SelectionHeader::Kind::kAll) return;
-  const RowQuery query(p, row);
-  const Products products = Multiply(query, reuse);
-  const int first = reuse.Judge([&](int stage) {  // NaN: one is 0
-    return static_cast<float>(products.qa[stage] / sqrt(products.qq * products.aa[stage]));
-  });
+// The query is what stages from `first` on run with.
+__device__ void Remember(const RowQuery& query, const RowReuse& reuse, int first) {
   if (threadIdx.x == 0) reuse.remembered().first_stage = first;
   query.ForEachPair([&](int i, float x, int j, float y) {
     for (int s = first; s < reuse.num_stages(); ++s) {
@@ -108,10 +99,33 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
+__global__ void __launch_bounds__(kThreads)
+    ReuseGateKernel(const __grid_constant__ ReuseGateLaunch p) {
+  const auto heads = static_cast<uint32_t>(p.heads);
+  const DeviceRow first_row(p.select, blockIdx.x * heads);
+  const RowReuse first_reuse(p.select, first_row);
+  const SelectionHeader header = MakeHeader(first_row.block, first_row.numbers);
+  if (!first_reuse.remembers() || header.kind == SelectionHeader::Kind::kAll) return;
+  Products products;  // in the order of the heads
+  for (uint32_t head = 0; head < heads; ++head) {
+    const DeviceRow row(p.select, blockIdx.x * heads + head);
+    AddProducts(RowQuery(p, row), RowReuse(p.select, row), products);
+  }
+  const int first = first_reuse.Judge([&](int stage) {  // NaN: one is 0
+    return static_cast<float>(products.qa[stage] / sqrt(products.qq * products.aa[stage]));
+  });
+  __syncthreads();  // all have judged
+  for (uint32_t head = 0; head < heads; ++head) {
+    const DeviceRow row(p.select, blockIdx.x * heads + head);
+    Remember(RowQuery(p, row), RowReuse(p.select, row), first);
+  }
+}
+
 }  // namespace
 
 cudaError_t LaunchReuseGate(const ReuseGateLaunch& p, cudaStream_t stream) {
-  ReuseGateKernel<<<static_cast<unsigned>(p.select.out.num_rows), kThreads, 0, stream>>>(p);
+  const auto blocks = static_cast<unsigned>(p.select.out.num_rows / p.heads);
+  ReuseGateKernel<<<blocks, kThreads, 0, stream>>>(p);
   return cudaGetLastError();
 }
 

@@ -7,7 +7,8 @@
 
 namespace kvasir::kernels {
 
-absl::Status JudgeReuse(const SelectParams& p, const PageSelection& rows, cudaStream_t stream) {
+absl::Status JudgeReuse(const SelectParams& p, Scope scope, const PageSelection& rows,
+                        cudaStream_t stream) {
   const KvLayout& layout = p.kv.layout;
   ShapeCheck check("reuse on the GPU");
   check.Match("q", p.q, {"tokens", "heads", layout.head_dim})
@@ -27,7 +28,8 @@ absl::Status JudgeReuse(const SelectParams& p, const PageSelection& rows, cudaSt
                                              .numbers = p.numbers.data(),
                                              .memories = p.device_memories.data(),
                                              .out = rows},
-                                  .rotation = p.rotation};
+                                  .rotation = p.rotation,
+                                  .heads = scope == Scope::kLayer ? layout.num_kv_heads : 1};
   return CudaStatus(LaunchReuseGate(launch, stream), "launching the reuse gate");
 }
 

@@ -17,8 +17,10 @@ namespace kvasir::kernels {
 // All pointers of the params, spans and rotation included, are device memory; q is the model's,
 // rotated as the rotation says. REQUIRES: rows remember under a rule that reads queries; blocks
 // with memory are one query each. One kernel; nothing is allocated or waited for; may be captured.
+// The cosine is of the query heads that choose together: of layer scope, all of params.kv.
 // INVALID_ARGUMENT on shapes. INTERNAL with CUDA's error when the launch fails. Cost: reads a row's
 // queries, and those that its stages ran with.
-absl::Status JudgeReuse(const SelectParams& params, const PageSelection& rows, cudaStream_t stream);
+absl::Status JudgeReuse(const SelectParams& params, Scope scope, const PageSelection& rows,
+                        cudaStream_t stream);
 
 }  // namespace kvasir::kernels

@@ -11,6 +11,7 @@ namespace kvasir::kernels {
 struct ReuseGateLaunch {
   SelectLaunch select = {};
   QueryRotation rotation = {};
+  int64_t heads = 1;  // KV heads that choose together
 };
 
 cudaError_t LaunchReuseGate(const ReuseGateLaunch& params, cudaStream_t stream);

@@ -35,8 +35,8 @@ struct DeviceMethod {
   DeviceSelect select;
 };
 
-DeviceMethod MethodOf(const std::string& selector, const std::string& preset, const PagedKv& kv,
-                      int64_t group) {
+DeviceMethod MethodOf(const std::string& selector, const std::string& preset, Scope scope,
+                      const PagedKv& kv, int64_t group) {
   if (selector == "quest") {
     return {QuestWorkspaceBytes(kv, kSlots), [](const auto& params, const auto& out, auto* memory) {
               return SelectQuest(params, out, memory, nullptr);
@@ -56,7 +56,8 @@ DeviceMethod MethodOf(const std::string& selector, const std::string& preset, co
             }};
   }
   const InfiniteHipCuda method = {.preset = InfiniteHipSelector::FindPreset(preset).value(),
-                                  .max_budget_tokens = kBudget};
+                                  .max_budget_tokens = kBudget,
+                                  .scope = scope};
   return {InfiniteHipWorkspaceBytes(method, kv, kSlots),
           [=](const auto& params, const auto& out, auto* memory) {
             return SelectInfiniteHip(method, params, out, memory, nullptr);
@@ -125,6 +126,7 @@ struct ReuseCase {
   std::string preset;
   int64_t context;
   AttentionShape shape;
+  std::string scope = "group";
 };
 
 std::vector<ReuseCase> Cases() {
@@ -141,6 +143,7 @@ std::vector<ReuseCase> Cases() {
         cases.push_back({"infinitehip", rule, preset, kContext, shape});
       }
     }
+    cases.push_back({"infinitehip", rule, "3k", kContext, large, "layer"});
     // Long enough that every stage has to choose.
     cases.push_back({"infinitehip", rule, "3k", 40'000, small});
   }
@@ -149,7 +152,7 @@ std::vector<ReuseCase> Cases() {
 
 std::string NameOf(const testing::TestParamInfo<ReuseCase>& test) {
   const ReuseCase& of = test.param;
-  std::string name = of.selector + "_" + of.preset + "_" + of.rule + "_" +
+  std::string name = of.selector + "_" + of.preset + "_" + of.scope + "_" + of.rule + "_" +
                      std::to_string(of.context) + "_" + std::to_string(of.shape.head_dim);
   std::replace(name.begin(), name.end(), '-', '_');
   return name;
@@ -223,15 +226,16 @@ class ReuseRun {
     DeviceMemory device;
     const DeviceSelectionMemory* const device_views =
         device.Copy(views.data(), views.size()).value();
-    const DeviceMethod method =
-        MethodOf(tested_.selector, tested_.preset, batch_.kv().View(), tested_.shape.group);
+    const DeviceMethod method = MethodOf(tested_.selector, tested_.preset, selector_->scope(),
+                                         batch_.kv().View(), tested_.shape.group);
     const auto run = [&](const SelectParams& all, const PageSelection& out,
                          std::byte* workspace) -> absl::Status {
       for (int64_t step = 0; step < kSteps; ++step) {
         SelectParams params = StepOf(all, step);
         params.device_memories = {device_views, views.size()};
         const PageSelection rows = out.Rows(step * kRowsOfStep, kRowsOfStep);
-        if (rule_->ReadsQueries()) KVASIR_RETURN_IF_ERROR(JudgeReuse(params, rows, nullptr));
+        if (rule_->ReadsQueries())
+          KVASIR_RETURN_IF_ERROR(JudgeReuse(params, selector_->scope(), rows, nullptr));
         KVASIR_RETURN_IF_ERROR(method.select(params, rows, workspace));
         // Other layers work there before the next step.
         KVASIR_RETURN_IF_ERROR(
@@ -251,7 +255,7 @@ class ReuseRun {
  private:
   static MethodOptions OptionsOf(const ReuseCase& tested) {
     if (tested.preset.empty()) return {};
-    return {{"preset", tested.preset}};
+    return {{"preset", tested.preset}, {"scope", tested.scope}};
   }
   int64_t Capacity() const { return selector_->MaxEntries(numbers_, tested_.context); }
   MemoryNeeds Needs() const {

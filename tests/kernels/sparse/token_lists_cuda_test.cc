@@ -326,11 +326,14 @@ TEST_P(TokenListsCudaTest, InfiniteHipChoosesWhatTheCpuChooses) {
       {.sink_tokens = 128, .window_tokens = 600, .budget_tokens = 2048});
   Add(batch, numbers, 1, 9'000, 1, {.sink_tokens = 1, .window_tokens = 520, .budget_tokens = 100});
   Add(batch, numbers, 1, 500, 1, {.sink_tokens = 1, .window_tokens = 520, .budget_tokens = 100});
-  for (const absl::string_view preset : {"3k", "5k"}) {
-    SCOPED_TRACE(preset);
-    const auto selector = InfiniteHipSelector::Create({{"preset", std::string(preset)}}).value();
+  for (const auto& [preset, scope] :
+       {std::pair("3k", "group"), std::pair("5k", "group"), std::pair("5k", "layer")}) {
+    SCOPED_TRACE(testing::Message() << preset << ", scope " << scope);
+    const auto selector =
+        InfiniteHipSelector::Create({{"preset", preset}, {"scope", scope}}).value();
     const InfiniteHipCuda method = {.preset = InfiniteHipSelector::FindPreset(preset).value(),
-                                    .max_budget_tokens = 2048};
+                                    .max_budget_tokens = 2048,
+                                    .scope = selector->scope()};
     const PageSelection expected = SelectOnCpu(*selector, batch, numbers, 512);
     HostLists cpu(expected);
     const Lists found = InfiniteHipOnGpu(batch, numbers, method, 512, 0);

@@ -62,9 +62,9 @@ TEST(CudaLimits, ModelsItDoesNot) {
   ExpectRefused(CheckCudaModel(model, DType::kBFloat16), "16 query heads");
 }
 
-absl::Status CheckPolicy(const v1::SparsityPolicy& policy) {
+absl::Status CheckPolicy(const v1::SparsityPolicy& policy, int64_t num_ranks = 1) {
   const std::vector<v1::SparsityPolicy> policies = {ServedPolicy(), policy};
-  return CheckCudaPolicies(policies);
+  return CheckCudaPolicies(policies, num_ranks);
 }
 
 TEST(CudaLimits, PoliciesItServes) {
@@ -94,7 +94,8 @@ TEST(CudaLimits, PoliciesItDoesNot) {
     ExpectRefused(CheckPolicy(policy), "scope of tokenselect is layer; it must be group");
     policy = ServedPolicy();
     part(policy)->mutable_infinitehip()->set_scope("layer");
-    ExpectRefused(CheckPolicy(policy), "scope of infinitehip is layer; it must be group");
+    EXPECT_TRUE(CheckPolicy(policy).ok()) << CheckPolicy(policy);
+    ExpectRefused(CheckPolicy(policy, 2), "scope of infinitehip over ranks is layer; it must be");
     policy = ServedPolicy();
     part(policy)->mutable_infinitehip()->set_probe("centre");
     ExpectRefused(CheckPolicy(policy), "probe of infinitehip is centre; it must be digest");
