@@ -104,6 +104,13 @@ __device__ inline void NamedBarrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// 2^x to two units in the last place; results too small to be normal are 0.
+__device__ inline float Exp2(float x) {
+  float y = 0;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // --- clusters: blocks that run side by side, and reach each other's shared memory ---
 
 // Which block of its cluster this is.

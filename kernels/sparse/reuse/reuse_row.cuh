@@ -10,6 +10,13 @@
 
 namespace kvasir::kernels {
 
+// Which this thread is of those that recall or remember a row together: of a block, unless it says
+// otherwise.
+struct RowThreads {
+  unsigned index = threadIdx.x;
+  unsigned count = blockDim.x;
+};
+
 // The memory of a row. Without one everything runs and nothing is remembered.
 class RowReuse {
  public:
@@ -60,30 +67,31 @@ class RowReuse {
     return memory_->num_stages;
   }
 
-  // --- by all threads of a block ---
+  // --- by all threads of a block, or of several, if these have met since one of them has looked at
+  // the memory or written to `out` ---
 
   // REQUIRES: Serves.
-  __device__ void Recall(SelectionHeader header) const {
+  __device__ void Recall(SelectionHeader header, const RowThreads& threads = {}) const {
     header.count = static_cast<int32_t>(remembered_->count);
     header.made_at = remembered_->ran_at[memory_->num_stages - 1];
     header.reused_stages = memory_->num_stages;
     if (window_grows()) header.window_begin = remembered_->window_begin;
     __syncthreads();  // no thread reads the memory any more
-    Copy(List(), Out(), header.count);
-    if (threadIdx.x != 0) return;
+    Copy(List(), Out(), header.count, threads);
+    if (threads.index != 0) return;
     p_.out.headers[row_.index] = header;
     remembered_->position = row_.block.first_position;
   }
 
-  // What the block wrote to `out`.
-  __device__ void Remember() const {
+  // What they wrote to `out`.
+  __device__ void Remember(const RowThreads& threads = {}) const {
     if (remembered_ == nullptr) return;
     const int first = FirstStage(MakeHeader(row_.block, row_.numbers));
     __syncthreads();  // it is written, and no thread reads the memory any more
     SelectionHeader& header = p_.out.headers[row_.index];
     const bool is_all = header.kind == SelectionHeader::Kind::kAll;
-    if (!is_all) Copy(Out(), List(), header.count);
-    if (threadIdx.x != 0) return;
+    if (!is_all) Copy(Out(), List(), header.count, threads);
+    if (threads.index != 0) return;
     remembered_->position = is_all ? RememberedRow::kNothing : row_.block.first_position;
     if (is_all) return;
     remembered_->count = header.count;
@@ -109,8 +117,9 @@ class RowReuse {
   }
   __device__ SelectionEntry* List() const { return memory_->lists + at_ * memory_->capacity; }
   __device__ SelectionEntry* Out() const { return p_.out.entries + row_.index * p_.out.capacity; }
-  __device__ static void Copy(const SelectionEntry* from, SelectionEntry* to, int64_t count) {
-    for (int64_t i = threadIdx.x; i < count; i += blockDim.x) to[i] = from[i];
+  __device__ static void Copy(const SelectionEntry* from, SelectionEntry* to, int64_t count,
+                              const RowThreads& threads) {
+    for (int64_t i = threads.index; i < count; i += threads.count) to[i] = from[i];
   }
 
   const SelectLaunch& p_;

@@ -30,15 +30,15 @@ __device__ void Add(SoftmaxSum& to, const float (&logits)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) max = fmaxf(max, logits[i]);
   if (max == -INFINITY) return;
-  float sum = to.sum * exp2f(to.max - max);
+  float sum = to.sum * hopper::Exp2(to.max - max);
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) sum += exp2f(logits[i] - max);
+  for (int i = 0; i < kCount; ++i) sum += hopper::Exp2(logits[i] - max);
   to = {max, sum};
 }
 __device__ SoftmaxSum Merge(const SoftmaxSum& a, const SoftmaxSum& b) {
   const float max = fmaxf(a.max, b.max);
   if (max == -INFINITY) return kEmptySum;
-  return {max, a.sum * exp2f(a.max - max) + b.sum * exp2f(b.max - max)};
+  return {max, a.sum * hopper::Exp2(a.max - max) + b.sum * hopper::Exp2(b.max - max)};
 }
 
 // The mean queries of the row's block, to means[group], by all threads of the block.

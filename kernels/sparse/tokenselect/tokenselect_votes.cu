@@ -30,7 +30,7 @@ constexpr int kVoteShift = 19;
 constexpr uint32_t kFirstBin = (0x41800000u >> kVoteShift) - kBins;
 constexpr float kLeastExponent = kLeastVoteExponent * 1.4426950408889634f;
 
-struct VoteMemory {
+struct alignas(16) VoteMemory {
   uint32_t bins[kBins];
   uint64_t block_sums[kWarps];
   SoftmaxSum sums[kGroup];
@@ -60,7 +60,7 @@ __device__ uint64_t Rival(uint32_t vote, int64_t token) {
 // A head's vote, given its softmax's greatest logit and the reciprocal of its sum.
 __device__ float VoteOf(float logit, float max, float share) {
   const float below = logit - max;
-  return below >= kLeastExponent ? exp2f(below) * share : 0.0f;
+  return below >= kLeastExponent ? hopper::Exp2(below) * share : 0.0f;
 }
 
 // Rivals in [low, high], of which `wanted` are; of those above all.
@@ -84,10 +84,13 @@ class Choice {
         begin_page_(FirstPageOf(rank_)),
         end_page_(FirstPageOf(rank_ + 1)) {}
 
-  // By the cluster. Behind the last wait for it no block reads another's memory.
-  __device__ void Run(SelectionHeader header) {
+  // Before Run; needs no logits.
+  __device__ void Prepare() {
     ClearPages();
     ClearBins();
+  }
+  // By the cluster, which has to wait for itself before blocks end: they read each other's memory.
+  __device__ void Run(SelectionHeader header) {
     MergeParts();
     __syncthreads();
     CastVotes();
@@ -101,12 +104,14 @@ class Choice {
     Settle(contest);
     __syncthreads();
     header.count = static_cast<int32_t>(min(ListPages(), p_.select.out.capacity));
-    hopper::ClusterSync();
     if (rank_ == 0 && threadIdx.x == 0) p_.select.out.headers[row_.at.index] = header;
   }
 
  private:
   static constexpr int kThreadTokens = 4;
+  struct Logits {
+    float4 of_head[kHeads];
+  };
 
   __device__ int64_t FirstPageOf(unsigned rank) const {
     const int64_t pages = row_.end_page() - row_.first_page();
@@ -147,7 +152,7 @@ class Choice {
         max = fmaxf(max, __shfl_xor_sync(kAllLanes, max, distance));
       }
       for (int64_t i = lane; i < p_.blocks_of_row && max > -INFINITY; i += kWarpThreads) {
-        sum += parts[i * group].sum * exp2f(parts[i * group].max - max);
+        sum += parts[i * group].sum * hopper::Exp2(parts[i * group].max - max);
       }
       for (int distance = 1; distance < kWarpThreads; distance *= 2) {
         sum += __shfl_xor_sync(kAllLanes, sum, distance);
@@ -156,13 +161,23 @@ class Choice {
     if (lane == 0) memory_.sums[g] = sum > 0 ? SoftmaxSum{max, 1 / sum} : SoftmaxSum{0, 0};
   }
 
-  // Calls use(token, at) for the block's tokens, of which a thread has some side by side.
-  template <typename Use>
-  __device__ void ForEachTokens(const Use& use) const {
-#pragma unroll 2
-    for (int64_t token = begin_page_ * kPageTokens + threadIdx.x * kThreadTokens;
-         token < end_page_ * kPageTokens; token += kThreads * kThreadTokens) {
-      use(token);
+  // Calls use(token, load(token)) for the block's tokens, of which a thread has some side by side:
+  // kBatch loads are on their way before the first is needed.
+  template <int kBatch, typename Load, typename Use>
+  __device__ void ForEachTokens(const Load& load, const Use& use) const {
+    constexpr int64_t kStep = int64_t{kThreads} * kThreadTokens;
+    const int64_t end = end_page_ * kPageTokens;
+    for (int64_t first = begin_page_ * kPageTokens + threadIdx.x * kThreadTokens; first < end;
+         first += kBatch * kStep) {
+      decltype(load(first)) loaded[kBatch] = {};
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        if (first + i * kStep < end) loaded[i] = load(first + i * kStep);
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        if (first + i * kStep < end) use(first + i * kStep, loaded[i]);
+      }
     }
   }
   __device__ bool IsCandidate(int64_t token) const {
@@ -175,21 +190,24 @@ class Choice {
     for (int g = 0; g < kHeads; ++g) sums[g] = memory_.sums[g];
     const float* const logits = p_.logits + row_.at.index * p_.logits_of_row;
     const int group = static_cast<int>(p_.select.group);
-    ForEachTokens([&](int64_t token) {
-      float4 of_head[kHeads];  // all on their way before the first is needed
+    const auto load = [&](int64_t token) {
+      Logits loaded;
 #pragma unroll
       for (int g = 0; g < kHeads; ++g) {
-        of_head[g] = g < group
-                         ? *reinterpret_cast<const float4*>(logits + g * p_.max_tokens + token)
-                         : float4{};
+        const float* from = logits + g * p_.max_tokens + token;
+        loaded.of_head[g] = g < group ? *reinterpret_cast<const float4*>(from) : float4{};
       }
+      return loaded;
+    };
+    ForEachTokens<16 / kHeads>(load, [&](int64_t token, const Logits& loaded) {
       float votes[kThreadTokens] = {};
 #pragma unroll
       for (int g = 0; g < kHeads; ++g) {
-        votes[0] += VoteOf(of_head[g].x, sums[g].max, sums[g].sum);
-        votes[1] += VoteOf(of_head[g].y, sums[g].max, sums[g].sum);
-        votes[2] += VoteOf(of_head[g].z, sums[g].max, sums[g].sum);
-        votes[3] += VoteOf(of_head[g].w, sums[g].max, sums[g].sum);
+        const float4& four = loaded.of_head[g];
+        votes[0] += VoteOf(four.x, sums[g].max, sums[g].sum);
+        votes[1] += VoteOf(four.y, sums[g].max, sums[g].sum);
+        votes[2] += VoteOf(four.z, sums[g].max, sums[g].sum);
+        votes[3] += VoteOf(four.w, sums[g].max, sums[g].sum);
       }
 #pragma unroll
       for (int i = 0; i < kThreadTokens; ++i) {
@@ -201,22 +219,25 @@ class Choice {
 
   // The bin of the `wanted`-th greatest of what the cluster's blocks counted, to memory.
   __device__ void FindBin(uint32_t wanted) {
-    constexpr int kOfThread = kBins / kThreads;
-    // Thread t has some bins, from the greatest on.
-    const int first = kBins - 1 - static_cast<int>(threadIdx.x) * kOfThread;
-    uint32_t counts[kOfThread] = {};
+    static_assert(kBins == 4 * kThreads);
+    // Thread t has four bins, from the greatest on.
+    const unsigned first = kBins - 4 * (threadIdx.x + 1);
+    uint32_t counts[4] = {};
 #pragma unroll
     for (unsigned rank = 0; rank < kVoteBlocks; ++rank) {
-      const uint32_t* bins = hopper::OfBlock(memory_.bins, rank);
-#pragma unroll
-      for (int i = 0; i < kOfThread; ++i) counts[i] += bins[first - i];
+      const uint4 bins =
+          *reinterpret_cast<const uint4*>(hopper::OfBlock(&memory_.bins[first], rank));
+      counts[0] += bins.w;
+      counts[1] += bins.z;
+      counts[2] += bins.y;
+      counts[3] += bins.x;
     }
-    uint64_t own = 0;
-    for (const uint32_t count : counts) own += count;
+    const uint64_t own = uint64_t{counts[0]} + counts[1] + counts[2] + counts[3];
     auto above = static_cast<uint32_t>(SumBefore(own, memory_.block_sums));
-    for (int i = 0; i < kOfThread; ++i) {
+#pragma unroll
+    for (unsigned i = 0; i < 4; ++i) {
       if (above < wanted && wanted <= above + counts[i]) {
-        memory_.bin = static_cast<uint32_t>(first - i);
+        memory_.bin = first + 3 - i;
         memory_.above = above;
         memory_.within = counts[i];
       }
@@ -244,8 +265,10 @@ class Choice {
   __device__ void Sift() {
     const uint32_t last = memory_.bin;
     uint64_t* const rivals = RivalsOf(rank_);
-    ForEachTokens([&](int64_t token) {
-      const uint4 four = *reinterpret_cast<const uint4*>(Votes() + token);
+    const auto load = [&](int64_t token) {
+      return *reinterpret_cast<const uint4*>(Votes() + token);
+    };
+    ForEachTokens<8>(load, [&](int64_t token, const uint4& four) {
       const uint32_t votes[kThreadTokens] = {four.x, four.y, four.z, four.w};
 #pragma unroll
       for (int i = 0; i < kThreadTokens; ++i) {
@@ -303,16 +326,16 @@ class Choice {
       }
     }
   }
-  // The contest's rivals of all blocks.
+  // The contest's rivals of all blocks, some threads those of each.
   __device__ void GatherFew(const Contest& contest) {
-    for (unsigned rank = 0; rank < kVoteBlocks; ++rank) {
-      const uint32_t count = *hopper::OfBlock(&memory_.num_rivals, rank);
-      const uint64_t* const rivals = RivalsOf(rank);
-      for (uint32_t i = threadIdx.x; i < count; i += kThreads) {
-        const uint64_t rival = __ldcg(rivals + i);
-        if (rival < contest.low || rival > contest.high) continue;
-        memory_.few[atomicAdd(&memory_.num_few, 1u)] = rival;
-      }
+    constexpr unsigned kOfBlock = kThreads / kVoteBlocks;
+    const unsigned rank = threadIdx.x / kOfBlock;
+    const uint32_t count = *hopper::OfBlock(&memory_.num_rivals, rank);
+    const uint64_t* const rivals = RivalsOf(rank);
+    for (uint32_t i = threadIdx.x % kOfBlock; i < count; i += kOfBlock) {
+      const uint64_t rival = __ldcg(rivals + i);
+      if (rival < contest.low || rival > contest.high) continue;
+      memory_.few[atomicAdd(&memory_.num_few, 1u)] = rival;
     }
   }
 
@@ -360,29 +383,30 @@ class Choice {
   const int64_t end_page_;
 };
 
-// What a row without a choice gets, by one block.
-__device__ void FinishUnchosen(const TokenSelectLaunch& p, const VotingRow& row,
-                               const RowReuse& reuse) {
-  if (row.serves) return reuse.Recall(row.header);
-  if (threadIdx.x == 0) p.select.out.headers[row.at.index] = row.header;
-  reuse.Remember();
-}
-
 template <int kHeads>
 __global__ void __launch_bounds__(kThreads, 1)
     VotesKernel(const __grid_constant__ TokenSelectLaunch p) {
-  extern __shared__ uint64_t raw[];
+  extern __shared__ uint4 raw[];
+  // Begins when all blocks of the kernel before have waited for what came before that: only what
+  // that one writes is still to wait for.
+  const VotingRow row(p, blockIdx.x / kVoteBlocks);
+  const RowThreads threads = {.index = hopper::ClusterRank() * kThreads + threadIdx.x,
+                              .count = kVoteBlocks * kThreads};
+  Choice<kHeads> choice(p, row, *reinterpret_cast<VoteMemory*>(raw));
+  if (row.wanted > 0) choice.Prepare();
   cudaGridDependencySynchronize();
   cudaTriggerProgrammaticLaunchCompletion();
-  const VotingRow row(p, blockIdx.x / kVoteBlocks);
-  const RowReuse reuse(p.select, row.at);
-  if (row.wanted == 0) {
-    hopper::ClusterSync();  // all blocks know whether a list serves
-    if (hopper::ClusterRank() == 0) FinishUnchosen(p, row, reuse);
-    return;
+  if (row.wanted > 0) {
+    choice.Run(row.header);
+    hopper::ClusterSync();
+    return RowReuse(p.select, row.at).Remember(threads);
   }
-  Choice<kHeads>(p, row, *reinterpret_cast<VoteMemory*>(raw)).Run(row.header);
-  if (hopper::ClusterRank() == 0) reuse.Remember();
+  hopper::ClusterSync();  // all blocks know whether a list serves
+  const RowReuse reuse(p.select, row.at);
+  if (row.serves) return reuse.Recall(row.header, threads);
+  if (threads.index == 0) p.select.out.headers[row.at.index] = row.header;
+  hopper::ClusterSync();
+  reuse.Remember(threads);
 }
 
 template <int kHeads>
