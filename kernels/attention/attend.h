@@ -60,7 +60,10 @@ struct AttendParams {
   // Null: q and the cached keys are rotated. Else neither is. It learns the positions it needs.
   RopePositions* rope = nullptr;
   DeviceRopePositions device_rope = {};  // the same on the GPU: it knows the positions of all rows
-  GroupedPositions grouped = {};         // on: with rope and without terminations
+  // On the GPU, of blocks of one query: [rows of selection], written: what the rows attend to, in
+  // device memory; empty: not wanted.
+  std::span<SelectedCounts> device_counts = {};
+  GroupedPositions grouped = {};  // on: with rope and without terminations
   // One per block: what may end its rows before their last page; empty: nothing does. A block with
   // a terminator has one query.
   std::span<const Termination> terminations = {};

@@ -31,7 +31,9 @@ absl::StatusOr<int64_t> CheckedGroup(const AttendParams& p) {
       .Require(p.layer >= 0 && p.layer < layout.num_layers, "no such layer")
       .Require(p.selection.num_rows == rows, "selection.num_rows must be blocks x KV heads")
       .Require(static_cast<int64_t>(p.faults.size()) == p.kv.num_slots,
-               "faults must be [num_slots]");
+               "faults must be [num_slots]")
+      .Require(p.device_counts.empty() || static_cast<int64_t>(p.device_counts.size()) == rows,
+               "device_counts must be one per row");
   if (!p.lse.empty()) check.Match("lse", p.lse, {"tokens", "heads"}, DType::kFloat32);
   KVASIR_RETURN_IF_ERROR(check.status());
   const int64_t group = layout.num_kv_heads > 0 ? check.dim("heads") / layout.num_kv_heads : 0;
@@ -58,6 +60,7 @@ absl::StatusOr<AttendLaunch> MakeAttendLaunch(const AttendParams& p) {
                       .num_rows = p.selection.num_rows,
                       .group = group,
                       .faults = p.faults.data(),
+                      .counts = p.device_counts.data(),
                       .rope = p.device_rope};
 }
 

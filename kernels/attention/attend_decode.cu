@@ -7,6 +7,8 @@
 // is the unit's own: what else the block has done does not matter.
 #include "kernels/attention/decode_page.cuh"
 #include "kernels/attention/decode_tiles.cuh"
+#include "kernels/base/overlapped_launch.h"
+#include "kernels/paged/count_selected.cuh"
 
 namespace kvasir::kernels {
 namespace {
@@ -178,6 +180,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       (reinterpret_cast<uintptr_t>(raw) + 1023) / 1024 * 1024);
   if (threadIdx.x == 0) shared.ring.Init();
   __syncthreads();
+  cudaTriggerProgrammaticLaunchCompletion();
+  cudaGridDependencySynchronize();
   if (threadIdx.x >= kConsumers * kGroupThreads) {
     Produce<kHeadDim, kRotates>(p, maps, shared);
   } else {
@@ -185,11 +189,24 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
-// --- the merge: one block a (row, query head), one thread a value ---
+// --- the merge: one block a (row, query head), one thread a value; behind these, a warp a row
+// counts what it attends to ---
+
+__device__ void CountRows(const DecodeParams& p, int64_t first_block) {
+  const int64_t row =
+      (blockIdx.x - first_block) * (blockDim.x / kWarpThreads) + threadIdx.x / kWarpThreads;
+  if (row >= p.num_rows) return;
+  if (threadIdx.x % kWarpThreads == 0) p.counts[row].unread_pages = 0;
+  CountRow(p.headers[row], p.entries + row * p.capacity, p.blocks[row / p.kv.layout.num_kv_heads],
+           p.counts[row]);
+}
 
 template <int kHeadDim>
 __global__ void MergePartialsKernel(const __grid_constant__ DecodeParams p) {
+  cudaTriggerProgrammaticLaunchCompletion();
   cudaGridDependencySynchronize();
+  const int64_t merges = p.num_rows * p.group;
+  if (blockIdx.x >= merges) return CountRows(p, merges);
   const int64_t row = blockIdx.x / p.group;
   const int64_t head = blockIdx.x % p.group;
   const int64_t kv_heads = p.kv.layout.num_kv_heads;
@@ -218,17 +235,17 @@ cudaError_t Launch(const DecodeParams& p, const KvTensorMaps& maps, int num_proc
       error != cudaSuccess) {
     return error;
   }
-  AttendDecodeKernel<kHeadDim, kRotates>
-      <<<static_cast<unsigned>(num_processors), kThreads, kSharedBytes, stream>>>(p, maps);
-  // Its blocks are made ready while the decode kernel ends.
-  cudaLaunchAttribute overlap = {.id = cudaLaunchAttributeProgrammaticStreamSerialization};
-  overlap.val.programmaticStreamSerializationAllowed = 1;
-  const cudaLaunchConfig_t merge = {.gridDim = static_cast<unsigned>(p.num_rows * p.group),
-                                    .blockDim = kHeadDim,
-                                    .stream = stream,
-                                    .attrs = &overlap,
-                                    .numAttrs = 1};
-  return cudaLaunchKernelEx(&merge, MergePartialsKernel<kHeadDim>, p);
+  if (const cudaError_t error = LaunchOverlapped(AttendDecodeKernel<kHeadDim, kRotates>,
+                                                 static_cast<unsigned>(num_processors), kThreads,
+                                                 kSharedBytes, stream, p, maps);
+      error != cudaSuccess) {
+    return error;
+  }
+  constexpr int64_t kRowsOfBlock = kHeadDim / kWarpThreads;
+  const int64_t counting = p.counts == nullptr ? 0 : (p.num_rows + kRowsOfBlock - 1) / kRowsOfBlock;
+  return LaunchOverlapped(MergePartialsKernel<kHeadDim>,
+                          static_cast<unsigned>(p.num_rows * p.group + counting), kHeadDim, 0,
+                          stream, p);
 }
 
 }  // namespace

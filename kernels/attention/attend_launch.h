@@ -29,7 +29,8 @@ struct AttendLaunch {
   int64_t num_rows = 0;  // blocks x KV heads
   int64_t group = 0;     // query heads of a KV head, at most 8
   uint8_t* faults = nullptr;
-  DeviceRopePositions rope = {};  // on: q and keys are rotated to their compact positions
+  SelectedCounts* counts = nullptr;  // [num_rows], may be null
+  DeviceRopePositions rope = {};     // on: q and keys are rotated to their compact positions
 };
 
 // INVALID_ARGUMENT and UNIMPLEMENTED as in attend_cuda.h.

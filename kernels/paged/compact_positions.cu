@@ -1,5 +1,6 @@
 // One block of threads a row, each thread some entries side by side: their tokens are counted, the
 // counts summed over the threads before, and the entries told.
+#include "kernels/base/overlapped_launch.h"
 #include "kernels/paged/compact_positions_launch.h"
 #include "kernels/sparse/block_select.cuh"
 
@@ -11,6 +12,8 @@ constexpr int kThreads = 256;
 __global__ void __launch_bounds__(kThreads)
     AssignPositionsKernel(const __grid_constant__ PageSelection selection) {
   __shared__ SelectMemory memory;
+  cudaTriggerProgrammaticLaunchCompletion();
+  cudaGridDependencySynchronize();
   SelectionHeader* const header = selection.headers + blockIdx.x;
   SelectionEntry* const list = selection.entries + blockIdx.x * selection.capacity;
   const int count = header->count;
@@ -31,9 +34,8 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 cudaError_t LaunchAssignPositions(const PageSelection& selection, cudaStream_t stream) {
-  AssignPositionsKernel<<<static_cast<unsigned>(selection.num_rows), kThreads, 0, stream>>>(
-      selection);
-  return cudaGetLastError();
+  return LaunchOverlapped(AssignPositionsKernel, static_cast<unsigned>(selection.num_rows),
+                          kThreads, 0, stream, selection);
 }
 
 }  // namespace kvasir::kernels

@@ -1,6 +1,7 @@
 // What selection rows attend to, counted on the GPU, where their lists lie: for accounting, so that
 // no list leaves the device. The same numbers as a walk over SelectedPages. All pointers, spans
-// included, are device memory. Called after select. Thread-safe. Only in builds with CUDA.
+// included, are device memory. Called after select, for blocks of several queries: attention of
+// one query counts itself (AttendParams::device_counts). Thread-safe. Only in builds with CUDA.
 #pragma once
 
 #include <cstdint>

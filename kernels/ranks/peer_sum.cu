@@ -1,5 +1,6 @@
 // The sum of small messages among peers. Each thread has two elements: it writes them to all peers,
 // waits until the same elements of all peers have come, and adds up.
+#include "kernels/base/overlapped_launch.h"
 #include "kernels/ranks/rank_ops_launch.h"
 #include <cuda/atomic>
 
@@ -50,6 +51,8 @@ class Patience {
 };
 
 __global__ void PeerSumKernel(const __grid_constant__ PeerSumLaunch p) {
+  cudaTriggerProgrammaticLaunchCompletion();
+  cudaGridDependencySynchronize();
   const PeerSumEnd& end = p.end;
   const uint32_t call = end.calls[blockIdx.x] + 1;
   const int64_t first = blockIdx.x * kElementsOfBlock + threadIdx.x;
@@ -68,6 +71,8 @@ __global__ void PeerSumKernel(const __grid_constant__ PeerSumLaunch p) {
       SharedLine(lines[i * kThreads]).store(MakeLine(own[i], call), cuda::memory_order_relaxed);
     }
   }
+  float before[kElementsOfThread] = {};  // read while lines are on their way
+  for (int i = 0; i < mine; ++i) before[i] = static_cast<float>(p.y[first + i * kThreads]);
 
   uint64_t lines[kMaxPeers][kElementsOfThread];
   Patience patience(end);
@@ -97,8 +102,7 @@ __global__ void PeerSumKernel(const __grid_constant__ PeerSumLaunch p) {
       sum += rank == end.rank ? own[i] : ElementOf(lines[rank][i]);
     }
     if (over) sum = __uint_as_float(0x7fc00000);  // NaN
-    BFloat16& y = p.y[first + i * kThreads];
-    y = BFloat16(static_cast<float>(y) + static_cast<float>(BFloat16(sum)));
+    p.y[first + i * kThreads] = BFloat16(before[i] + static_cast<float>(BFloat16(sum)));
   }
   __syncthreads();  // all have read the count
   if (threadIdx.x == 0) end.calls[blockIdx.x] = call;
@@ -108,8 +112,7 @@ __global__ void PeerSumKernel(const __grid_constant__ PeerSumLaunch p) {
 
 cudaError_t LaunchPeerSum(const PeerSumLaunch& p, cudaStream_t stream) {
   const auto blocks = static_cast<unsigned>((p.count + kElementsOfBlock - 1) / kElementsOfBlock);
-  PeerSumKernel<<<blocks, kThreads, 0, stream>>>(p);
-  return cudaGetLastError();
+  return LaunchOverlapped(PeerSumKernel, blocks, kThreads, 0, stream, p);
 }
 
 }  // namespace kvasir::kernels

@@ -1,4 +1,5 @@
 // A block of threads takes one query of a query block, all heads.
+#include "kernels/base/overlapped_launch.h"
 #include "kernels/sparse/distant_queries_launch.h"
 #include "kernels/sparse/select_row.cuh"
 
@@ -10,6 +11,8 @@ constexpr int kThreads = 256;
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     DistantQueriesKernel(const __grid_constant__ DistantQueriesLaunch p) {
+  cudaTriggerProgrammaticLaunchCompletion();
+  cudaGridDependencySynchronize();
   const QueryBlock block = p.select.blocks[blockIdx.x];
   const int64_t r = blockIdx.y;
   if (r >= block.num_rows) return;
@@ -37,12 +40,9 @@ __global__ void __launch_bounds__(kThreads)
 
 cudaError_t LaunchDistantQueries(const DistantQueriesLaunch& p, cudaStream_t stream) {
   const dim3 blocks(static_cast<unsigned>(p.num_blocks), static_cast<unsigned>(p.most_rows));
-  if (p.select.q_dtype == DType::kFloat32) {
-    DistantQueriesKernel<float><<<blocks, kThreads, 0, stream>>>(p);
-  } else {
-    DistantQueriesKernel<BFloat16><<<blocks, kThreads, 0, stream>>>(p);
-  }
-  return cudaGetLastError();
+  const auto kernel = p.select.q_dtype == DType::kFloat32 ? DistantQueriesKernel<float>
+                                                          : DistantQueriesKernel<BFloat16>;
+  return LaunchOverlapped(kernel, blocks, kThreads, 0, stream, p);
 }
 
 }  // namespace kvasir::kernels

@@ -26,12 +26,16 @@ __device__ void StoreCodeQueries(const CodeQueries<kHeadDim>& to, int count,
   const int num_warps = static_cast<int>(blockDim.x) / kWarpThreads;
   for (int query = static_cast<int>(threadIdx.x) / kWarpThreads; query < count;
        query += num_warps) {
+    float own[kHeadDim / kWarpThreads];  // read side by side
+#pragma unroll
+    for (int i = 0; i < kHeadDim / kWarpThreads; ++i) {
+      own[i] = element(query, lane + i * kWarpThreads);
+    }
     float sum = 0;
-#pragma unroll 1
-    for (int i = lane; i < kHeadDim; i += kWarpThreads) {
-      const float x = element(query, i);
-      to.elements[query][i] = x;
-      sum += x;
+#pragma unroll
+    for (int i = 0; i < kHeadDim / kWarpThreads; ++i) {
+      to.elements[query][lane + i * kWarpThreads] = own[i];
+      sum += own[i];
     }
     for (int distance = kWarpThreads / 2; distance > 0; distance /= 2) {
       sum += __shfl_xor_sync(kAllLanes, sum, distance);

@@ -106,10 +106,15 @@ absl::Status CudaAttention::Select(const CudaStep& step, const LayerQueries& que
         selection_.Rows(range.begin * heads, (range.end - range.begin) * heads);
     KVASIR_RETURN_IF_ERROR(SelectOnGpu(*range.served, limits_, params, rows, memory, stream));
   }
-  const size_t rows = static_cast<size_t>(selection_.num_rows);
-  SelectedCounts* const counts = step.results.counts.data() + queries.layer * selection_.num_rows;
-  return kernels::CountSelected(Blocks(step, 0, step.shape.num_blocks()), selection_,
-                                {counts, rows}, stream);
+  return absl::OkStatus();
+}
+
+std::span<SelectedCounts> CudaAttention::Counts(const CudaStep& step, int64_t layer, int64_t begin,
+                                                int64_t end) const {
+  const int64_t heads = step.kv.layout.num_kv_heads;
+  return step.results.counts.subspan(
+      static_cast<size_t>(layer * selection_.num_rows + begin * heads),
+      static_cast<size_t>((end - begin) * heads));
 }
 
 absl::Status CudaAttention::Attend(const CudaStep& step, const LayerQueries& queries,
@@ -126,7 +131,8 @@ absl::Status CudaAttention::Attend(const CudaStep& step, const LayerQueries& que
                                  .blocks = Blocks(step, begin, end),
                                  .selection = selection_.Rows(begin * heads, (end - begin) * heads),
                                  .faults = step.results.faults,
-                                 .device_rope = rope_};
+                                 .device_rope = rope_,
+                                 .device_counts = Counts(step, queries.layer, begin, end)};
   };
   // Ranges of one query that nothing ends share a launch.
   int64_t begin = 0;
@@ -139,7 +145,10 @@ absl::Status CudaAttention::Attend(const CudaStep& step, const LayerQueries& que
     begin = end;
   }
   KVASIR_RETURN_IF_ERROR(AttendDecode(params(begin, step.shape.num_single), stream));
-  return kernels::AttendPrefill(params(step.shape.num_single, blocks), *maps_, stream);
+  const kernels::AttendParams several = params(step.shape.num_single, blocks);
+  KVASIR_RETURN_IF_ERROR(
+      kernels::CountSelected(several.blocks, several.selection, several.device_counts, stream));
+  return kernels::AttendPrefill(several, *maps_, stream);
 }
 
 absl::Status CudaAttention::AttendDecode(const kernels::AttendParams& params, cudaStream_t stream) {
@@ -150,14 +159,10 @@ absl::Status CudaAttention::AttendArt(const CudaStep& step, const ArtTerminator&
                                       const kernels::AttendParams& params, int64_t first_block,
                                       cudaStream_t stream) {
   const auto numbers = step.table.NumbersOfSet(step.shape.NumbersFor(params.layer));
-  const int64_t first_row = first_block * step.kv.layout.num_kv_heads;
-  SelectedCounts* const counts =
-      step.results.counts.data() + params.layer * selection_.num_rows + first_row;
   return kernels::AttendArt(
       params,
       {.options = art.options(),
-       .numbers = numbers.subspan(static_cast<size_t>(first_block), params.blocks.size()),
-       .counts = {counts, static_cast<size_t>(params.selection.num_rows)}},
+       .numbers = numbers.subspan(static_cast<size_t>(first_block), params.blocks.size())},
       *maps_, workspace_.data(), stream);
 }
 

@@ -56,6 +56,9 @@ class CudaAttention {
   // Of un-rotated keys, those that the step reads at.
   absl::Status ReservePositions(const StepInputs& inputs, const CudaStep& step,
                                 const CudaStream& stream);
+  // Where the counts of blocks [begin, end) go.
+  std::span<kernels::SelectedCounts> Counts(const CudaStep& step, int64_t layer, int64_t begin,
+                                            int64_t end) const;
   absl::Status AttendDecode(const kernels::AttendParams& params, cudaStream_t stream);
   // Of rows that `art` may end early: blocks from `first_block` on.
   absl::Status AttendArt(const CudaStep& step, const kernels::ArtTerminator& art,

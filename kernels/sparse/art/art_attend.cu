@@ -12,6 +12,8 @@
 // Pages are copied up to kStages ahead. What has been when a row ends was read in vain; it counts
 // as read.
 #include "kernels/attention/decode_page.cuh"
+#include "kernels/base/overlapped_launch.h"
+#include "kernels/paged/count_selected.cuh"
 #include "kernels/sparse/art/art_launch.h"
 #include "kernels/sparse/art/unread_bounds.cuh"
 
@@ -371,8 +373,8 @@ __device__ void Consume(const ArtLaunch& p, const Reading& reading, bool is_watc
     ReleaseStage(shared.ring, at.stage);
   }
   Store<kHeadDim>(p, shared, reading.run, me, state);
-  if (stop >= reading.skip_end) return;
-  CountPages(p, reading, stop, reading.skip_end, me.thread, kGroupThreads, &shared.unread);
+  CountPages(p, reading, min(stop, reading.skip_end), reading.skip_end, me.thread, kGroupThreads,
+             &shared.unread);
   Synchronize(me);
   if (me.thread == 0) {
     p.counts[reading.run.row].unread_pages = max(0, shared.unread - (kStages - 1));
@@ -386,6 +388,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ std::byte raw[];
   auto& shared = *reinterpret_cast<SharedMemory<kHeadDim>*>(
       (reinterpret_cast<uintptr_t>(raw) + 1023) / 1024 * 1024);
+  cudaTriggerProgrammaticLaunchCompletion();
+  cudaGridDependencySynchronize();
   const Reading reading = PlanReading(p, blockIdx.x);
   if (threadIdx.x == 0) {
     shared.ring.Init(kGroupThreads / kWarpThreads);
@@ -401,6 +405,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   const bool is_watched = reading.skip_begin < reading.skip_end && shared.steps >= patience + 3;
   if (thread >= kGroupThreads) {
     Produce<kHeadDim, kRotates>(p, maps, reading, shared);
+    const int64_t row = reading.run.row;
+    CountRow(p.headers[row], p.entries + row * p.capacity, reading.run.block, p.counts[row]);
   } else {
     Consume<kHeadDim, kRotates>(p, reading, is_watched, shared);
   }
@@ -416,9 +422,8 @@ cudaError_t Launch(const ArtLaunch& p, const KvTensorMaps& maps, cudaStream_t st
       error != cudaSuccess) {
     return error;
   }
-  AttendArtKernel<kHeadDim, kRotates>
-      <<<static_cast<unsigned>(p.num_rows), kThreads, kSharedBytes, stream>>>(p, maps);
-  return cudaGetLastError();
+  return LaunchOverlapped(AttendArtKernel<kHeadDim, kRotates>, static_cast<unsigned>(p.num_rows),
+                          kThreads, kSharedBytes, stream, p, maps);
 }
 
 }  // namespace

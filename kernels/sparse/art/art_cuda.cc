@@ -22,15 +22,14 @@ absl::Status AttendArt(const AttendParams& params, const ArtCuda& art, const KvT
   KVASIR_ASSIGN_OR_RETURN(const AttendLaunch launch, MakeAttendLaunch(params));
   ShapeCheck check("art on the GPU");
   check.Require(art.numbers.size() == params.blocks.size(), "numbers must be one per query block")
-      .Require(static_cast<int64_t>(art.counts.size()) == params.selection.num_rows,
-               "counts must be one per row");
+      .Require(static_cast<int64_t>(params.device_counts.size()) == params.selection.num_rows,
+               "device_counts must be one per row");
   KVASIR_RETURN_IF_ERROR(check.status());
   KVASIR_RETURN_IF_ERROR(RequireBounds("art", params.kv));
   if (params.blocks.empty()) return absl::OkStatus();
   ArtLaunch p = {launch};
   p.options = art.options;
   p.numbers = art.numbers.data();
-  p.counts = art.counts.data();
   p.unread = reinterpret_cast<float*>(workspace);
   return CudaStatus(LaunchAttendArt(p, maps, stream), "launching art");
 }

@@ -26,15 +26,14 @@ namespace kvasir::kernels {
 struct ArtCuda {
   ArtOptions options;
   std::span<const SelectionNumbers> numbers;  // one per block
-  std::span<SelectedCounts> counts;  // [rows]: unread_pages is written where a row ends early
 };
 
 // Device memory for the guards of `blocks` query blocks.
 int64_t AttendArtWorkspaceBytes(const PagedKv& kv, int64_t blocks, int64_t group);
 
-// Attention of blocks of one query each; which rows may end early follows from their numbers.
-// Nothing is allocated or waited for; may be captured. Errors as of AttendDecode; UNIMPLEMENTED
-// with order importance. Cost: a row is read by one block of threads.
+// Attention of blocks of one query each, whose params have device_counts; which rows may end early
+// follows from their numbers. Nothing is allocated or waited for; may be captured. Errors as of
+// AttendDecode; UNIMPLEMENTED with order importance. Cost: a row is read by one block of threads.
 absl::Status AttendArt(const AttendParams& params, const ArtCuda& art, const KvTensorMaps& maps,
                        std::byte* workspace, cudaStream_t stream);
 

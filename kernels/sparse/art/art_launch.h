@@ -13,7 +13,6 @@ namespace kvasir::kernels {
 struct ArtLaunch : AttendLaunch {
   ArtOptions options = {};
   const SelectionNumbers* numbers = nullptr;  // one per block
-  SelectedCounts* counts = nullptr;           // [num_rows]
   // Of the guard: [num_rows][max_blocks_per_slot + 1][group].
   float* unread = nullptr;
 };

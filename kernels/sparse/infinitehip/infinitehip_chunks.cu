@@ -3,6 +3,7 @@
 // averaged queries come through shared memory in tiles, and are turned in registers.
 #include <algorithm>
 
+#include "kernels/base/overlapped_launch.h"
 #include "kernels/sparse/infinitehip/infinitehip_launch.h"
 #include "kernels/sparse/ranking.h"
 #include "kernels/sparse/reuse/reuse_row.cuh"
@@ -12,8 +13,8 @@ namespace {
 
 constexpr int kWarps = 8;
 constexpr int kTileQueries = 16;
-// Blocks of threads, all rows together.
-constexpr int64_t kScoreBlocks = 2048;
+// Blocks of threads, all rows together: as many as run at once on any GPU.
+constexpr int64_t kScoreBlocks = 512;
 
 // Averaged queries [first, first + count) of the row.
 template <int kHeadDim>
@@ -94,6 +95,8 @@ template <typename Kv, int kHeadDim>
 __global__ void __launch_bounds__(kWarps* kWarpThreads, 1)
     ChunkKernel(const __grid_constant__ InfiniteHipLaunch p) {
   __shared__ float queries[kTileQueries][kHeadDim];
+  cudaTriggerProgrammaticLaunchCompletion();
+  cudaGridDependencySynchronize();
   const DeviceRow row(p.select, blockIdx.x);
   if (!Runs(p.select, row, 0)) return;
   const SelectionHeader header = MakeHeader(row.block, row.numbers);
@@ -139,25 +142,25 @@ __global__ void __launch_bounds__(kWarps* kWarpThreads, 1)
 }
 
 template <typename Kv, int kHeadDim>
-void Launch(const InfiniteHipLaunch& p, cudaStream_t stream) {
+cudaError_t Launch(const InfiniteHipLaunch& p, cudaStream_t stream) {
   const int64_t rows = p.select.out.num_rows;
   const int64_t useful = (p.max_chunks + kWarps - 1) / kWarps;
   const int64_t share = std::max<int64_t>(1, kScoreBlocks / rows);
   const dim3 blocks(static_cast<unsigned>(rows), static_cast<unsigned>(std::min(useful, share)));
-  ChunkKernel<Kv, kHeadDim><<<blocks, kWarps * kWarpThreads, 0, stream>>>(p);
+  return LaunchOverlapped(ChunkKernel<Kv, kHeadDim>, blocks, kWarps * kWarpThreads, 0, stream, p);
 }
 
 template <typename Kv>
-void Launch(const InfiniteHipLaunch& p, cudaStream_t stream) {
-  p.select.kv.layout.head_dim == 128 ? Launch<Kv, 128>(p, stream) : Launch<Kv, 64>(p, stream);
+cudaError_t Launch(const InfiniteHipLaunch& p, cudaStream_t stream) {
+  return p.select.kv.layout.head_dim == 128 ? Launch<Kv, 128>(p, stream)
+                                            : Launch<Kv, 64>(p, stream);
 }
 
 }  // namespace
 
 cudaError_t LaunchChunkIndexedScores(const InfiniteHipLaunch& p, cudaStream_t stream) {
-  p.select.kv.layout.dtype == DType::kFloat32 ? Launch<float>(p, stream)
-                                              : Launch<BFloat16>(p, stream);
-  return cudaGetLastError();
+  return p.select.kv.layout.dtype == DType::kFloat32 ? Launch<float>(p, stream)
+                                                     : Launch<BFloat16>(p, stream);
 }
 
 }  // namespace kvasir::kernels

@@ -8,6 +8,7 @@
 //            Where a stage does not run, what it left in an earlier step, if the next one does
 #include <algorithm>
 
+#include "kernels/base/overlapped_launch.h"
 #include "kernels/sparse/block_list.cuh"
 #include "kernels/sparse/infinitehip/infinitehip_launch.h"
 #include "kernels/sparse/key_code_logits.cuh"
@@ -19,8 +20,9 @@ namespace {
 constexpr int kScoreWarps = 8;
 constexpr int kTileQueries = 16;
 static_assert(kTileQueries % kLogitsAtOnce == 0);
-// Blocks of threads that score, all rows together.
-constexpr int64_t kScoreBlocks = 2048;
+// Blocks of threads that score, all rows together: as many as run at once on any GPU, as those
+// without work, and the queries of each, cost time.
+constexpr int64_t kScoreBlocks = 256;
 // Scores of a row that are chosen from in shared memory. Others stay where they are.
 constexpr int64_t kCopiedScores = 8 * 1024;
 
@@ -84,6 +86,8 @@ __global__ void __launch_bounds__(kScoreWarps* kWarpThreads, 1)
   __shared__ alignas(16) float elements[kTileQueries][kHeadDim];
   __shared__ float sums[kTileQueries];
   const CodeQueries<kHeadDim> queries = {elements, sums};
+  cudaTriggerProgrammaticLaunchCompletion();
+  cudaGridDependencySynchronize();
   const DeviceRow row(p.select, blockIdx.x);
   const Split split(p, stage, row.index);
   if (split.count() <= p.stages[stage].KeptChunks(row.numbers.budget_tokens)) return;
@@ -200,6 +204,8 @@ __device__ void RecallKept(const InfiniteHipLaunch& p, const DeviceRow& row, con
 __global__ void __launch_bounds__(kSelectThreads)
     KeepFirstKernel(const __grid_constant__ InfiniteHipLaunch p) {
   __shared__ SelectMemory memory;
+  cudaTriggerProgrammaticLaunchCompletion();
+  cudaGridDependencySynchronize();
   const DeviceRow row(p.select, blockIdx.x);
   const SelectionHeader header = MakeHeader(row.block, row.numbers);
   const RowReuse reuse(p.select, row);
@@ -237,6 +243,8 @@ __global__ void __launch_bounds__(kSelectThreads)
 __global__ void __launch_bounds__(kSelectThreads)
     KeepKernel(const __grid_constant__ InfiniteHipLaunch p, int stage) {
   __shared__ SelectMemory memory;
+  cudaTriggerProgrammaticLaunchCompletion();
+  cudaGridDependencySynchronize();
   const DeviceRow row(p.select, blockIdx.x);
   SelectionHeader header = MakeHeader(row.block, row.numbers);
   const RowReuse reuse(p.select, row);
@@ -268,17 +276,15 @@ __global__ void __launch_bounds__(kSelectThreads)
 }
 
 template <int kHeadDim>
-void LaunchScores(const InfiniteHipLaunch& p, int stage, cudaStream_t stream) {
+cudaError_t LaunchScores(const InfiniteHipLaunch& p, int stage, cudaStream_t stream) {
   const int64_t rows = p.select.out.num_rows;
   const int64_t runs = p.max_chunks * p.stages[stage].chunk_tokens / kWarpThreads;
   const int64_t useful = (runs + kScoreWarps - 1) / kScoreWarps;
   const int64_t share = std::max<int64_t>(1, kScoreBlocks / rows);
   const dim3 blocks(static_cast<unsigned>(rows), static_cast<unsigned>(std::min(useful, share)));
-  if (p.select.rope.on()) {
-    ScoreKernel<kHeadDim, true><<<blocks, kScoreWarps * kWarpThreads, 0, stream>>>(p, stage);
-  } else {
-    ScoreKernel<kHeadDim, false><<<blocks, kScoreWarps * kWarpThreads, 0, stream>>>(p, stage);
-  }
+  const auto kernel =
+      p.select.rope.on() ? ScoreKernel<kHeadDim, true> : ScoreKernel<kHeadDim, false>;
+  return LaunchOverlapped(kernel, blocks, kScoreWarps * kWarpThreads, 0, stream, p, stage);
 }
 
 }  // namespace
@@ -292,14 +298,14 @@ cudaError_t LaunchInfiniteHipStage(const InfiniteHipLaunch& p, int stage, cudaSt
         error != cudaSuccess) {
       return error;
     }
-    KeepFirstKernel<<<rows, kSelectThreads, kCopyBytes, stream>>>(p);
-    return cudaGetLastError();
+    return LaunchOverlapped(KeepFirstKernel, rows, kSelectThreads, kCopyBytes, stream, p);
   }
-  p.select.kv.layout.head_dim == 128 ? LaunchScores<128>(p, stage, stream)
-                                     : LaunchScores<64>(p, stage, stream);
-  if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
-  KeepKernel<<<rows, kSelectThreads, kCopyBytes, stream>>>(p, stage);
-  return cudaGetLastError();
+  const bool is_wide = p.select.kv.layout.head_dim == 128;
+  if (const cudaError_t error = (is_wide ? LaunchScores<128> : LaunchScores<64>)(p, stage, stream);
+      error != cudaSuccess) {
+    return error;
+  }
+  return LaunchOverlapped(KeepKernel, rows, kSelectThreads, kCopyBytes, stream, p, stage);
 }
 
 }  // namespace kvasir::kernels

@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "kernels/base/hopper.cuh"
+#include "kernels/base/overlapped_launch.h"
 #include "kernels/sparse/quest/page_row.cuh"
 #include "kernels/sparse/ranking.h"
 
@@ -177,6 +178,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ std::byte raw[];
   auto& queries = *reinterpret_cast<Queries<kHeadDim, Tiling>*>(
       (reinterpret_cast<uintptr_t>(raw) + 1023) / 1024 * 1024);
+  cudaTriggerProgrammaticLaunchCompletion();
+  cudaGridDependencySynchronize();
   const DeviceRow row(p.select, blockIdx.x);
   const PageRange pages = PagesOf(p, row);
   const int count = static_cast<int>(row.block.num_rows * p.select.group);
@@ -204,8 +207,8 @@ cudaError_t Launch(const PageScoreLaunch& p, int num_processors, cudaStream_t st
   const int64_t rows = p.select.out.num_rows;
   const int64_t share = std::max<int64_t>(1, num_processors / rows);
   const dim3 blocks(static_cast<unsigned>(rows), static_cast<unsigned>(share));
-  ProductKernel<kHeadDim, Tiling><<<blocks, kThreads, kSharedBytes, stream>>>(p);
-  return cudaGetLastError();
+  return LaunchOverlapped(ProductKernel<kHeadDim, Tiling>, blocks, kThreads, kSharedBytes, stream,
+                          p);
 }
 
 template <int kHeadDim>

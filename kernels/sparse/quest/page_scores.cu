@@ -3,6 +3,7 @@
 // left to page_products.cu.
 #include <algorithm>
 
+#include "kernels/base/overlapped_launch.h"
 #include "kernels/sparse/quest/page_row.cuh"
 #include "kernels/sparse/ranking.h"
 
@@ -91,6 +92,8 @@ __global__ void __launch_bounds__(kScoreWarps* kWarpThreads)
     ScoreKernel(const __grid_constant__ PageScoreLaunch p) {
   constexpr int kElements = 2 * kHeadDim / kWarpThreads;
   __shared__ alignas(16) float queries[kTileQueries][2 * kHeadDim];
+  cudaTriggerProgrammaticLaunchCompletion();
+  cudaGridDependencySynchronize();
   const ScoredRow row(p, blockIdx.x);
   if (row.pages.size() <= 0) return;
   const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
@@ -142,26 +145,27 @@ __global__ void __launch_bounds__(kScoreWarps* kWarpThreads)
 }
 
 template <typename Kv, int kHeadDim>
-void Launch(const PageScoreLaunch& p, cudaStream_t stream) {
+cudaError_t Launch(const PageScoreLaunch& p, cudaStream_t stream) {
   const int64_t rows = p.select.out.num_rows;
   const int64_t useful = (p.select.kv.max_blocks_per_slot + kPagesOfBlock - 1) / kPagesOfBlock;
   const int64_t share = std::max<int64_t>(1, kScoreBlocks / rows);
   const dim3 blocks(static_cast<unsigned>(rows), static_cast<unsigned>(std::min(useful, share)));
-  ScoreKernel<Kv, kHeadDim><<<blocks, kScoreWarps * kWarpThreads, 0, stream>>>(p);
+  return LaunchOverlapped(ScoreKernel<Kv, kHeadDim>, blocks, kScoreWarps * kWarpThreads, 0, stream,
+                          p);
 }
 
 template <typename Kv>
-void Launch(const PageScoreLaunch& p, cudaStream_t stream) {
-  p.select.kv.layout.head_dim == 128 ? Launch<Kv, 128>(p, stream) : Launch<Kv, 64>(p, stream);
+cudaError_t Launch(const PageScoreLaunch& p, cudaStream_t stream) {
+  return p.select.kv.layout.head_dim == 128 ? Launch<Kv, 128>(p, stream)
+                                            : Launch<Kv, 64>(p, stream);
 }
 
 }  // namespace
 
 cudaError_t LaunchPageScores(const PageScoreLaunch& p, cudaStream_t stream) {
   if (p.by_products) return LaunchPageProducts(p, stream);
-  p.select.kv.layout.dtype == DType::kFloat32 ? Launch<float>(p, stream)
-                                              : Launch<BFloat16>(p, stream);
-  return cudaGetLastError();
+  return p.select.kv.layout.dtype == DType::kFloat32 ? Launch<float>(p, stream)
+                                                     : Launch<BFloat16>(p, stream);
 }
 
 }  // namespace kvasir::kernels

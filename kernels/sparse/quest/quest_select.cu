@@ -2,6 +2,7 @@
 // counting, and writes the list in the order of pages: nothing is sorted.
 #include <algorithm>
 
+#include "kernels/base/overlapped_launch.h"
 #include "kernels/sparse/block_select.cuh"
 #include "kernels/sparse/quest/quest_launch.h"
 #include "kernels/sparse/reuse/reuse_row.cuh"
@@ -18,6 +19,8 @@ __global__ void __launch_bounds__(kSelectThreads)
     BestKernel(const __grid_constant__ SelectLaunch p, const uint32_t* all_scores) {
   __shared__ SelectMemory memory;
   extern __shared__ uint32_t copied[];  // [kCopiedScores]
+  cudaTriggerProgrammaticLaunchCompletion();
+  cudaGridDependencySynchronize();
   const DeviceRow row(p, blockIdx.x);
   SelectionHeader header = MakeHeader(row.block, row.numbers);
   const RowReuse reuse(p, row);
@@ -56,9 +59,8 @@ cudaError_t LaunchQuestBest(const SelectLaunch& p, const uint32_t* scores, cudaS
       error != cudaSuccess) {
     return error;
   }
-  BestKernel<<<static_cast<unsigned>(p.out.num_rows), kSelectThreads, copy_bytes, stream>>>(p,
-                                                                                            scores);
-  return cudaGetLastError();
+  return LaunchOverlapped(BestKernel, static_cast<unsigned>(p.out.num_rows), kSelectThreads,
+                          copy_bytes, stream, p, scores);
 }
 
 }  // namespace kvasir::kernels

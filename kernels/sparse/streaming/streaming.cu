@@ -1,4 +1,5 @@
 // A thread a row.
+#include "kernels/base/overlapped_launch.h"
 #include "kernels/sparse/select_row.cuh"
 #include "kernels/sparse/streaming/streaming_launch.h"
 
@@ -9,6 +10,8 @@ constexpr int kThreads = 128;
 
 __global__ void __launch_bounds__(kThreads)
     StreamingKernel(const __grid_constant__ SelectLaunch p) {
+  cudaTriggerProgrammaticLaunchCompletion();
+  cudaGridDependencySynchronize();
   const uint32_t index = blockIdx.x * kThreads + threadIdx.x;
   if (index >= p.out.num_rows) return;
   DeviceRow row(p, index);
@@ -20,8 +23,7 @@ __global__ void __launch_bounds__(kThreads)
 
 cudaError_t LaunchStreaming(const SelectLaunch& p, cudaStream_t stream) {
   const auto blocks = static_cast<unsigned>((p.out.num_rows + kThreads - 1) / kThreads);
-  StreamingKernel<<<blocks, kThreads, 0, stream>>>(p);
-  return cudaGetLastError();
+  return LaunchOverlapped(StreamingKernel, blocks, kThreads, 0, stream, p);
 }
 
 }  // namespace kvasir::kernels

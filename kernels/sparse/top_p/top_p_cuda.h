@@ -9,7 +9,7 @@
 // Weights are float32 with another rounding than on the CPU: a token whose weight is as good as the
 // threshold may be kept by one and not by the other. Differs from the CPU in this: `live` must be
 // `chosen`, as selectors leave it; and a row that attends to more tokens than the workspace was
-// made for is left as it is. A row depends on nothing but itself.
+// made for, or than two million, is left as it is. A row depends on nothing but itself.
 #pragma once
 
 #include <cstddef>

@@ -1,12 +1,14 @@
 // Top-p pruning on the GPU, two kernels:
 //
-//   estimate   a warp takes one page of what a row attends to, a lane two of its tokens: logits of
-//              all heads of the group from key codes, packed densely; clears what competes
-//   keep       a block of threads takes one head of a row, finds its threshold, and sets again what
-//              reaches it
+//   estimate   a warp takes half a page of what a row attends to, a lane a token: logits of all
+//              heads of the group from key codes, packed densely; clears what competes
+//   keep       a block of threads takes one head of a row, finds its threshold by counting, and
+//   sets
+//              again what reaches it
 #include <algorithm>
 
 #include "kernels/attention/row_items.h"
+#include "kernels/base/overlapped_launch.h"
 #include "kernels/sparse/block_select.cuh"
 #include "kernels/sparse/key_code_logits.cuh"
 #include "kernels/sparse/top_p/top_p_launch.h"
@@ -15,17 +17,25 @@
 namespace kvasir::kernels {
 namespace {
 
+// Rows that attend to more are left as they are.
+constexpr int64_t kMostTokens = int64_t{1} << 21;
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarpThreads;
 // Blocks of threads that estimate, all rows together.
 constexpr int64_t kEstimateBlocks = 1024;
+constexpr int kHalves = static_cast<int>(kPageTokens) / kWarpThreads;  // of a page, a warp each
 // Entries of a row whose offsets are in shared memory. Those of more are where they are left: all
 // blocks of a row write the same.
 constexpr int64_t kSharedOffsets = 16 * 1024;
-// Weights of a head that are searched in shared memory; more stay where they are.
+constexpr int kKeepThreads = 512;
+constexpr int kKeepWarps = kKeepThreads / kWarpThreads;
+// Of a weight's bits, so many are found at a time.
+constexpr int kBinBits = 11;
+constexpr unsigned kBins = 1u << kBinBits;
+// Tokens of a head whose weights are searched in shared memory; more stay where they are.
 constexpr int64_t kCopiedWeights = 24 * 1024;
 
-// What a warp estimates: tokens of one page, where the first one's weight goes, and where they
+// Tokens of one page that are estimated, where the first one's weight goes, and where they
 // stand.
 struct Piece {
   int64_t page;
@@ -104,31 +114,29 @@ __device__ int64_t CountCompeting(const SelectionHeader& header, const Selection
 
 template <int kHeadDim, bool kPlaced>
 __device__ void EstimatePiece(const TopPLaunch& p, const DeviceRow& row, const Piece& piece,
-                              const CodeQueries<kHeadDim>& queries) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
+                              int half, const CodeQueries<kHeadDim>& queries) {
+  const int token = half * kWarpThreads + static_cast<int>(threadIdx.x) % kWarpThreads;
+  if ((piece.tokens >> token & 1) == 0) return;
   const PagedKv& kv = p.select.kv;
   const bool is_there = kv.row(row.block.slot, piece.page) >= 0;
   const std::byte* codes =
       is_there ? kv.KeyCodes(row.block.slot, piece.page, p.select.layer, row.kv_head) : nullptr;
-  float* const weights = p.weights + row.index * p.select.group * p.max_tokens;
-  for (int token = lane; token < kPageTokens; token += kWarpThreads) {
-    if ((piece.tokens >> token & 1) == 0) continue;
-    const uint64_t before = piece.tokens & ((uint64_t{1} << token) - 1);
-    float* const to = weights + piece.offset + __popcll(before);
-    if (is_there) {
-      CodedKey<kHeadDim> key;
-      key.Load(kv.layout, codes, token);
-      const auto store = [&](int g, float logit) { to[g * p.max_tokens] = p.select.scale * logit; };
-      const auto group = static_cast<int>(p.select.group);
-      if constexpr (kPlaced) {
-        const RotationAt at(p.select.rope, kHeadDim / 2, piece.positions.of(token));
-        ForEachLogit(PlacedKey<kHeadDim>(key, at), queries, group, store);
-      } else {
-        ForEachLogit(key, queries, group, store);
-      }
-    } else {
-      for (int g = 0; g < p.select.group; ++g) to[g * p.max_tokens] = -INFINITY;
-    }
+  const uint64_t before = piece.tokens & ((uint64_t{1} << token) - 1);
+  float* const to =
+      p.weights + row.index * p.select.group * p.max_tokens + piece.offset + __popcll(before);
+  const auto group = static_cast<int>(p.select.group);
+  if (!is_there) {
+    for (int g = 0; g < group; ++g) to[g * p.max_tokens] = -INFINITY;
+    return;
+  }
+  CodedKey<kHeadDim> key;
+  key.Load(kv.layout, codes, token);
+  const auto store = [&](int g, float logit) { to[g * p.max_tokens] = p.select.scale * logit; };
+  if constexpr (kPlaced) {
+    const RotationAt at(p.select.rope, kHeadDim / 2, piece.positions.of(token));
+    ForEachLogit(PlacedKey<kHeadDim>(key, at), queries, group, store);
+  } else {
+    ForEachLogit(key, queries, group, store);
   }
 }
 
@@ -159,6 +167,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   __shared__ alignas(16) float elements[kMaxCudaGroup][kHeadDim];
   __shared__ float sums[kMaxCudaGroup];
   extern __shared__ int32_t shared_offsets[];  // [capacity]
+  cudaTriggerProgrammaticLaunchCompletion();
+  cudaGridDependencySynchronize();
   const DeviceRow row(p.select, blockIdx.x);
   int32_t* const offsets = p.select.out.capacity <= kSharedOffsets
                                ? shared_offsets
@@ -170,7 +180,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (IsPruned(header, row.block, row.numbers)) {
     const int64_t competing = CountCompeting(header, list, offsets, memory);
     const int64_t mandatory = header.sink_end + header.query_position + 1 - header.window_begin;
-    if (competing + mandatory <= p.max_tokens) {
+    if (competing + mandatory <= min(p.max_tokens, kMostTokens)) {
       counts = {static_cast<int32_t>(competing), static_cast<int32_t>(mandatory)};
     }
   }
@@ -184,105 +194,176 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   const RowPieces pieces(header, list, offsets, counts.competing);
   const int64_t stride = int64_t{gridDim.y} * kWarps;
-  for (int64_t i = int64_t{blockIdx.y} * kWarps + threadIdx.x / kWarpThreads; i < pieces.count();
-       i += stride) {
-    const Piece piece = pieces.at(i);
-    EstimatePiece<kHeadDim, kPlaced>(p, row, piece, queries);
-    if (i < header.count && threadIdx.x % kWarpThreads == 0) list[i].live &= ~piece.tokens;
+  for (int64_t i = int64_t{blockIdx.y} * kWarps + threadIdx.x / kWarpThreads;
+       i < kHalves * pieces.count(); i += stride) {
+    const Piece piece = pieces.at(i / kHalves);
+    const auto half = static_cast<int>(i % kHalves);
+    EstimatePiece<kHeadDim, kPlaced>(p, row, piece, half, queries);
+    const bool clears = half == 0 && threadIdx.x % kWarpThreads == 0;
+    if (clears && i / kHalves < header.count) list[i / kHalves].live &= ~piece.tokens;
   }
 }
 
-// Sums over a block, one barrier each: two places in turn.
-class BlockSum {
- public:
-  __device__ explicit BlockSum(double (*places)[kWarps]) : places_(places) {}
-  // The same to all threads.
-  __device__ double operator()(double value) {
-    for (int distance = kWarpThreads / 2; distance > 0; distance /= 2) {
-      value += __shfl_xor_sync(kAllLanes, value, distance);
-    }
-    double* const place = places_[turn_];
-    turn_ ^= 1;
-    if (threadIdx.x % kWarpThreads == 0) place[threadIdx.x / kWarpThreads] = value;
-    __syncthreads();
-    double sum = 0;
-    for (int i = 0; i < kWarps; ++i) sum += place[i];
-    return sum;
-  }
+// Weights, at most 1, as whole numbers of 2^-40: their sums are exact in whatever order, for up to
+// kMostTokens.
+__device__ uint64_t WholeOf(float weight) { return __float2ull_rn(weight * 0x1p40f); }
 
- private:
-  double (*const places_)[kWarps];
-  int turn_ = 0;
+// A sum of such as sums of parts of its bits, as shared memory adds no more than 32 at once.
+constexpr int kParts = 4;
+constexpr int kPartBits = 11;
+static_assert(kParts * kPartBits > 40 && kMostTokens << kPartBits <= int64_t{1} << 32);
+
+// Shared memory of a block that keeps.
+struct KeepMemory {
+  float greatest[kKeepWarps];  // of the logits, by warp
+  uint64_t sums[kKeepWarps];
+  uint64_t totals[2];  // of the weights: those that compete, and the others
+  uint32_t bins[kParts][kBins];
+  uint64_t above;  // what the bins above `bin` hold
+  uint32_t bin;
 };
 
-// The largest float t >= 0 with sum of the weights >= t at least `need`, as on the CPU.
-__device__ float Threshold(const float* weights, int64_t count, double need, BlockSum& sum) {
-  uint32_t low = 0;
-  uint32_t high = __float_as_uint(1.0f) + 1;
-  while (high - low > 1) {
-    const uint32_t middle = low + (high - low) / 2;
-    const float t = __uint_as_float(middle);
-    double own = 0;
-    for (int64_t j = threadIdx.x; j < count; j += kThreads) {
-      const float w = weights[j];
-      own += w >= t ? static_cast<double>(w) : 0.0;  // leaves out NaN
-    }
-    (sum(own) >= need ? low : high) = middle;
-  }
-  return __uint_as_float(low);
-}
-
-__device__ float MaxOverBlock(float value) {
-  __shared__ float places[kWarps];
+__device__ float MaxOverBlock(float value, KeepMemory& memory) {
   for (int distance = kWarpThreads / 2; distance > 0; distance /= 2) {
     value = fmaxf(value, __shfl_xor_sync(kAllLanes, value, distance));
   }
-  if (threadIdx.x % kWarpThreads == 0) places[threadIdx.x / kWarpThreads] = value;
+  if (threadIdx.x % kWarpThreads == 0) memory.greatest[threadIdx.x / kWarpThreads] = value;
   __syncthreads();
-  for (int i = 0; i < kWarps; ++i) value = fmaxf(value, places[i]);
+  for (int i = 0; i < kKeepWarps; ++i) value = fmaxf(value, memory.greatest[i]);
   return value;
 }
 
-__global__ void __launch_bounds__(kThreads) KeepKernel(const __grid_constant__ TopPLaunch p) {
-  __shared__ double places[2][kWarps];
+// Adds what the threads have to memory.totals[which], which the next barrier shows.
+__device__ void AddToTotal(uint64_t value, int which, KeepMemory& memory) {
+  for (int distance = kWarpThreads / 2; distance > 0; distance /= 2) {
+    value += __shfl_xor_sync(kAllLanes, value, distance);
+  }
+  if (threadIdx.x % kWarpThreads == 0) {
+    atomicAdd(reinterpret_cast<unsigned long long*>(&memory.totals[which]), value);
+  }
+}
+
+__device__ void AddToBin(uint64_t whole, uint32_t bin, KeepMemory& memory) {
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) {
+    const uint32_t bits =
+        static_cast<uint32_t>(whole >> part * kPartBits) & ((1u << kPartBits) - 1);
+    if (bits != 0) atomicAdd(&memory.bins[part][bin], bits);
+  }
+}
+
+__device__ uint64_t SumOfBin(uint32_t bin, const KeepMemory& memory) {
+  uint64_t sum = 0;
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) {
+    sum += static_cast<uint64_t>(memory.bins[part][bin]) << part * kPartBits;
+  }
+  return sum;
+}
+
+// Sums the weights whose bits above `num_bits` from `shift` on are `prefix`, by these bits, and
+// finds the bin where the sum from the greatest on reaches `need`. Then `bin` and `above` are known
+// to all. REQUIRES: all of them together reach it; need > 0; num_bits <= kBinBits.
+__device__ void FindBin(const float* weights, int64_t count, uint32_t prefix, int shift,
+                        int num_bits, uint64_t need, KeepMemory& memory) {
+  for (unsigned i = threadIdx.x; i < kParts * kBins; i += kKeepThreads) memory.bins[0][i] = 0;
+  __syncthreads();
+  for (int64_t j = threadIdx.x; j < count; j += kKeepThreads) {
+    const uint32_t bits = __float_as_uint(weights[j]);
+    if (isnan(weights[j]) || bits >> shift >> num_bits != prefix) continue;
+    AddToBin(WholeOf(weights[j]), bits >> shift & ((1u << num_bits) - 1), memory);
+  }
+  __syncthreads();
+  constexpr unsigned kOwn = kBins / kKeepThreads;  // of a thread, from the greatest on
+  const unsigned first = kBins - 1 - kOwn * threadIdx.x;
+  uint64_t own[kOwn];
+  uint64_t sum = 0;
+  for (unsigned i = 0; i < kOwn; ++i) sum += own[i] = SumOfBin(first - i, memory);
+  uint64_t above = SumBefore(sum, memory.sums);
+  for (unsigned i = 0; i < kOwn; ++i) {
+    const uint64_t next = above + own[i];
+    if (above < need && need <= next) {
+      memory.bin = first - i;
+      memory.above = above;
+    }
+    above = next;
+  }
+  __syncthreads();
+}
+
+// The largest float t >= 0 with sum of the weights >= t at least `need`, which all reach: some of
+// its bits after others. Those of 1 end at bit 29, and the first bins are sixteenths of an octave,
+// so that few weights share one.
+__device__ float Threshold(const float* weights, int64_t count, uint64_t need, KeepMemory& memory) {
+  uint32_t found = 0;
+  for (const int shift : {19, 8, 0}) {
+    const int bits = shift == 0 ? 8 : kBinBits;
+    FindBin(weights, count, found, shift, bits, need, memory);
+    found = found << bits | memory.bin;
+    need -= memory.above;
+  }
+  return __uint_as_float(found);
+}
+
+// Sets what a head keeps: a warp takes an entry, a lane two of its tokens.
+__device__ void KeepTokens(const TopPLaunch& p, int64_t row, const float* weights,
+                           float threshold) {
+  const SelectionHeader header = p.select.out.headers[row];
+  SelectionEntry* const list = p.select.out.entries + row * p.select.out.capacity;
+  const int32_t* const offsets = p.offsets + row * p.select.out.capacity;
+  const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
+  for (int64_t i = threadIdx.x / kWarpThreads; i < header.count; i += kKeepWarps) {
+    const uint64_t competing = Competing(header, list[i]);
+    uint64_t kept = 0;
+    for (int first = 0; first < kPageTokens; first += kWarpThreads) {
+      const uint64_t token = uint64_t{1} << (first + lane);
+      const bool is_kept = (competing & token) != 0 &&
+                           !(weights[offsets[i] + __popcll(competing & (token - 1))] < threshold);
+      kept |= static_cast<uint64_t>(__ballot_sync(kAllLanes, is_kept)) << first;  // and NaN
+    }
+    if (lane == 0 && kept != 0) {
+      atomicOr(reinterpret_cast<unsigned long long*>(&list[i].live), kept);
+    }
+  }
+}
+
+__global__ void __launch_bounds__(kKeepThreads) KeepKernel(const __grid_constant__ TopPLaunch p) {
+  __shared__ KeepMemory memory;
   extern __shared__ float copied[];  // [kCopiedWeights]
+  cudaTriggerProgrammaticLaunchCompletion();
+  cudaGridDependencySynchronize();
   const DeviceRow row(p.select, blockIdx.x);
   const TopPCounts counts = p.counts[row.index];
   if (counts.competing == 0) return;
   float* const logits = p.weights + (row.index * p.select.group + blockIdx.y) * p.max_tokens;
-  float* const weights = counts.competing <= kCopiedWeights ? copied : logits;
-  const int64_t num_tokens = counts.competing + counts.mandatory;
+  const int64_t num_tokens = int64_t{counts.competing} + counts.mandatory;
+  float* const weights = num_tokens <= kCopiedWeights ? copied : logits;
+  if (threadIdx.x < 2) memory.totals[threadIdx.x] = 0;
   float max = -INFINITY;
-  for (int64_t j = threadIdx.x; j < num_tokens; j += kThreads) max = fmaxf(max, logits[j]);
-  max = MaxOverBlock(max);  // fmaxf leaves out NaN
-  double total = 0;
-  double mandatory = 0;
-  for (int64_t j = threadIdx.x; j < num_tokens; j += kThreads) {
-    const float weight = expf(logits[j] - max);
-    if (j < counts.competing) weights[j] = weight;
-    if (isnan(weight)) continue;
-    total += static_cast<double>(weight);
-    if (j >= counts.competing) mandatory += static_cast<double>(weight);
+  for (int64_t j = threadIdx.x; j < num_tokens; j += kKeepThreads) {
+    const float logit = logits[j];
+    weights[j] = logit;
+    max = fmaxf(max, logit);
   }
-  BlockSum sum(places);
-  total = sum(total);
-  mandatory = sum(mandatory);
-  const double need =
-      static_cast<double>(row.numbers.top_p) * (1 - kTopPRounding) * total - mandatory;
-  const float threshold = need > 0 ? Threshold(weights, counts.competing, need, sum) : INFINITY;
-  const SelectionHeader header = p.select.out.headers[row.index];
-  SelectionEntry* const list = p.select.out.entries + row.index * p.select.out.capacity;
-  const int32_t* const offsets = p.offsets + row.index * p.select.out.capacity;
-  for (int64_t i = threadIdx.x; i < header.count; i += kThreads) {
-    int64_t j = offsets[i];
-    uint64_t kept = 0;
-    for (uint64_t rest = Competing(header, list[i]); rest != 0; rest &= rest - 1, ++j) {
-      if (!(weights[j] < threshold)) kept |= rest & (~rest + 1);  // and NaN
-    }
-    if (kept != 0) {
-      atomicOr(reinterpret_cast<unsigned long long*>(&list[i].live), kept);
-    }
+  max = MaxOverBlock(max, memory);  // fmaxf leaves out NaN
+  uint64_t sums[2] = {};
+  for (int64_t j = threadIdx.x; j < num_tokens; j += kKeepThreads) {
+    const float weight = expf(weights[j] - max);
+    weights[j] = weight;
+    if (!isnan(weight)) sums[j < counts.competing ? 0 : 1] += WholeOf(weight);
   }
+  for (int i = 0; i < 2; ++i) AddToTotal(sums[i], i, memory);
+  __syncthreads();
+  const uint64_t competing = memory.totals[0];
+  const uint64_t mandatory = memory.totals[1];
+  const double wanted = ceil(static_cast<double>(row.numbers.top_p) * (1 - kTopPRounding) *
+                             static_cast<double>(competing + mandatory));
+  float threshold = INFINITY;
+  if (wanted > static_cast<double>(mandatory)) {
+    const uint64_t need = static_cast<uint64_t>(wanted) - mandatory;
+    threshold = need <= competing ? Threshold(weights, counts.competing, need, memory) : 0.0f;
+  }
+  KeepTokens(p, row.index, weights, threshold);
 }
 
 template <int kHeadDim, bool kPlaced>
@@ -290,7 +371,7 @@ cudaError_t Launch(const TopPLaunch& p, cudaStream_t stream) {
   const auto rows = static_cast<unsigned>(p.select.out.num_rows);
   const int64_t most_pieces =
       p.select.out.capacity + CeilPages(p.max_tokens) + 2;  // sink and window may begin in a page
-  const int64_t useful = (most_pieces + kWarps - 1) / kWarps;
+  const int64_t useful = (kHalves * most_pieces + kWarps - 1) / kWarps;
   const int64_t share = std::max<int64_t>(1, kEstimateBlocks / rows);
   const bool in_shared = p.select.out.capacity <= kSharedOffsets;
   const auto offset_bytes =
@@ -301,9 +382,12 @@ cudaError_t Launch(const TopPLaunch& p, cudaStream_t stream) {
       error != cudaSuccess) {
     return error;
   }
-  EstimateKernel<kHeadDim, kPlaced><<<dim3(rows, static_cast<unsigned>(std::min(useful, share))),
-                                      kThreads, offset_bytes, stream>>>(p);
-  if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
+  const dim3 blocks(rows, static_cast<unsigned>(std::min(useful, share)));
+  if (const cudaError_t error = LaunchOverlapped(EstimateKernel<kHeadDim, kPlaced>, blocks,
+                                                 kThreads, offset_bytes, stream, p);
+      error != cudaSuccess) {
+    return error;
+  }
   const int copy_bytes = static_cast<int>(std::min(kCopiedWeights, p.max_tokens) *
                                           static_cast<int64_t>(sizeof(float)));
   if (const cudaError_t error =
@@ -311,9 +395,8 @@ cudaError_t Launch(const TopPLaunch& p, cudaStream_t stream) {
       error != cudaSuccess) {
     return error;
   }
-  KeepKernel<<<dim3(rows, static_cast<unsigned>(p.select.group)), kThreads, copy_bytes, stream>>>(
-      p);
-  return cudaGetLastError();
+  return LaunchOverlapped(KeepKernel, dim3(rows, static_cast<unsigned>(p.select.group)),
+                          kKeepThreads, copy_bytes, stream, p);
 }
 
 }  // namespace

@@ -10,6 +10,7 @@
 #include "tests/support/attention_batch.h"
 #include "tests/support/compare.h"
 #include "tests/support/device_attention_batch.h"
+#include "tests/support/walked_counts.h"
 
 namespace kvasir::kernels {
 namespace {
@@ -427,6 +428,40 @@ TEST_P(AttendCudaTest, ARowHasTheSameBitsAloneAndAmongOthers) {
                   })
                   .ok());
   EXPECT_EQ(together, Outputs(batch));
+}
+
+TEST_P(AttendCudaTest, CountsWhatRowsAttendTo) {
+  constexpr int64_t kRows = 6;
+  const int64_t tokens = 2500;
+  AttentionBatch batch(Shape(), 1, tokens, 15);
+  batch.FillContext(0, tokens);
+  for (int64_t row = 0; row < kRows; ++row) {
+    const int64_t position = tokens - 1 - row * 100;
+    if (row == 2) {
+      batch.AddBlock(0, position, 1);
+      continue;
+    }
+    batch.AddBlock(0, position, 1, [&](int64_t) {
+      RowSelection list = RandomList(batch.rng(), position);
+      for (size_t i = 5; i < list.entries.size(); i += 4) list.entries[i].live = 0;
+      return list;
+    });
+  }
+  const std::vector<SelectedCounts> expected = tests::WalkedCounts(batch);
+  std::vector<SelectedCounts> found(expected.size(), {.pages = -1, .unread_pages = -1});
+  const absl::Status status = DeviceAttentionBatch(batch).Run(
+      [&](AttendParams params, const KvTensorMaps& maps) -> absl::Status {
+        DeviceMemory memory;
+        KVASIR_ASSIGN_OR_RETURN(SelectedCounts * counts, memory.Copy(found.data(), found.size()));
+        params.device_counts = {counts, found.size()};
+        KVASIR_RETURN_IF_ERROR(Decode(params, maps));
+        return DeviceMemory::Fetch(counts, found.data(), found.size() * sizeof(SelectedCounts));
+      });
+  ASSERT_TRUE(status.ok()) << status;
+  for (size_t row = 0; row < found.size(); ++row) {
+    EXPECT_TRUE(found[row] == expected[row]) << row;
+    EXPECT_EQ(expected[row].pruned_pages > 0, expected[row].is_list != 0) << "a premise";
+  }
 }
 
 TEST(AttendCudaParams, ATerminatorIsRefused) {

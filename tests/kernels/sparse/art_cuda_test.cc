@@ -12,6 +12,7 @@
 #include "tests/support/compare.h"
 #include "tests/support/device_attention_batch.h"
 #include "tests/support/local_attention_batch.h"
+#include "tests/support/walked_counts.h"
 
 namespace kvasir::kernels {
 namespace {
@@ -38,6 +39,7 @@ class ArtCudaTest : public testing::TestWithParam<std::tuple<int64_t, int64_t, K
   // Unread pages by row.
   static std::vector<int64_t> RunOnGpu(AttentionBatch& batch, const ArtOptions& options,
                                        const SelectionNumbers& numbers = kNumbers) {
+    std::vector<SelectedCounts> expected = tests::WalkedCounts(batch);
     std::vector<SelectedCounts> counts;
     const absl::Status status = DeviceAttentionBatch(batch).Run(
         [&](AttendParams params, const KvTensorMaps& maps) -> absl::Status {
@@ -52,11 +54,10 @@ class ArtCudaTest : public testing::TestWithParam<std::tuple<int64_t, int64_t, K
           KVASIR_ASSIGN_OR_RETURN(const DeviceBuffer workspace,
                                   DeviceBuffer::Allocate(AttendArtWorkspaceBytes(
                                       params.kv, std::ssize(params.blocks), batch.shape().group)));
-          KVASIR_RETURN_IF_ERROR(AttendArt(params,
-                                           {.options = options,
-                                            .numbers = {device_numbers, all.size()},
-                                            .counts = {device_counts, counts.size()}},
-                                           maps, workspace.data(), nullptr));
+          params.device_counts = {device_counts, counts.size()};
+          KVASIR_RETURN_IF_ERROR(
+              AttendArt(params, {.options = options, .numbers = {device_numbers, all.size()}}, maps,
+                        workspace.data(), nullptr));
           KVASIR_RETURN_IF_ERROR(CudaStatus(cudaDeviceSynchronize(), "running the kernel"));
           return DeviceMemory::Fetch(device_counts, counts.data(),
                                      counts.size() * sizeof(counts.front()));
@@ -64,6 +65,10 @@ class ArtCudaTest : public testing::TestWithParam<std::tuple<int64_t, int64_t, K
     EXPECT_TRUE(status.ok()) << status;
     std::vector<int64_t> unread;
     for (const SelectedCounts& row : counts) unread.push_back(row.unread_pages);
+    for (size_t row = 0; row < expected.size(); ++row) {
+      expected[row].unread_pages = counts[row].unread_pages;
+    }
+    EXPECT_TRUE(counts == expected);
     return unread;
   }
 
