@@ -169,8 +169,8 @@ absl::Status CudaAttention::AttendArt(const CudaStep& step, const ArtTerminator&
 void CudaAttention::AddToShape(CudaGraphs::Shape& shape) const {
   const auto address = [](const void* memory) { return reinterpret_cast<int64_t>(memory); };
   shape.insert(shape.end(),
-               {limits_.group, limits_.capacity, limits_.budget_tokens, limits_.least_budget_tokens,
-                limits_.listed_tokens, address(entries_.data()), address(workspace_.data()),
+               {limits_.group, limits_.capacity, limits_.budget_tokens, limits_.listed_tokens,
+                address(entries_.data()), address(workspace_.data()),
                 address(placed_queries_.data()), address(rope_.cos), address(rope_.sin)});
 }
 

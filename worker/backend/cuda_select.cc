@@ -55,8 +55,7 @@ int64_t GrowthOf(const ServedSelector& served) {
 }
 
 HipCuda SearchWithin(const SelectLimits& limits) {
-  return {.max_budget_tokens = limits.budget_tokens,
-          .least_budget_tokens = limits.least_budget_tokens};
+  return {.max_budget_tokens = limits.budget_tokens};
 }
 
 InfiniteHipCuda MethodOf(const InfiniteHipSelector& selector, const SelectLimits& limits) {
@@ -151,10 +150,6 @@ absl::StatusOr<SelectLimits> LimitsOf(const StepBatch& batch, const StepShape& s
               "select: window_tokens is ", n.window_tokens, "; the selector needs ", least));
         }
         limits.budget_tokens = std::max(limits.budget_tokens, n.budget_tokens);
-        if (n.budget_tokens > 0 &&
-            (limits.least_budget_tokens == 0 || n.budget_tokens < limits.least_budget_tokens)) {
-          limits.least_budget_tokens = n.budget_tokens;
-        }
         // Budgets are rounded up to pages at most.
         limits.listed_tokens = std::max(limits.listed_tokens,
                                         n.sink_tokens + n.window_tokens + GrowthOf(*served.served) +

@@ -19,12 +19,11 @@ namespace kvasir::worker {
 
 // What no row of a step goes beyond, in any layer.
 struct SelectLimits {
-  int64_t group = 0;                // query heads of a KV head
-  int64_t capacity = 0;             // entries
-  int64_t budget_tokens = 0;        // of those that list
-  int64_t least_budget_tokens = 0;  // of those that list and have one: what they do not go below
-  int64_t listed_tokens = 0;        // sink, window and list together, likewise
-  int64_t positions = 0;            // where keys are cached un-rotated: that they are read at
+  int64_t group = 0;          // query heads of a KV head
+  int64_t capacity = 0;       // entries
+  int64_t budget_tokens = 0;  // of those that list
+  int64_t listed_tokens = 0;  // sink, window and list together, likewise
+  int64_t positions = 0;      // where keys are cached un-rotated: that they are read at
 };
 
 // INVALID_ARGUMENT where a row's window is too small for its selector.

@@ -17,7 +17,6 @@ int64_t LayOut(std::byte* workspace, const HipCuda& method, int64_t rows, HipLau
   const int64_t nodes = rows * launch.max_nodes;
   ScratchPieces pieces(workspace);
   launch.num_halves = pieces.Take<int32_t>(rows);
-  launch.longest = pieces.Take<int32_t>(rows);
   launch.nodes = pieces.Take<HipNode>(nodes);
   launch.halves = pieces.Take<HipNode>(2 * nodes);
   launch.scores = pieces.Take<uint32_t>(2 * nodes);
@@ -27,16 +26,6 @@ int64_t LayOut(std::byte* workspace, const HipCuda& method, int64_t rows, HipLau
 }
 
 }  // namespace
-
-int64_t HipCuda::NumRounds(const PagedKv& kv) const {
-  const int64_t nodes = std::max<int64_t>(1, CeilHipBlocks(least_budget_tokens));
-  int64_t rounds = 0;
-  for (int64_t longest = LongestHipNode(CeilHipBlocks(kv.max_blocks_per_slot * kPageTokens), nodes);
-       longest > 1; longest = LongestHipHalf(longest)) {
-    ++rounds;
-  }
-  return rounds;
-}
 
 int64_t HipWorkspaceBytes(const HipCuda& method, const PagedKv& kv, int64_t blocks) {
   HipLaunch launch;
@@ -49,8 +38,7 @@ absl::Status SelectHip(const HipCuda& method, const SelectParams& params, const 
                           MakeSelectLaunch("hip", params, out, workspace));
   KVASIR_RETURN_IF_ERROR(RequirePlacedQueries("hip", params));
   if (params.blocks.empty()) return absl::OkStatus();
-  HipLaunch launch = {
-      .select = select, .faults = params.faults.data(), .num_rounds = method.NumRounds(params.kv)};
+  HipLaunch launch = {.select = select, .faults = params.faults.data()};
   LayOut(workspace, method, out.num_rows, launch);
   return CudaStatus(LaunchHip(launch, stream), "launching hip");
 }

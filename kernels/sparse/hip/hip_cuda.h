@@ -21,21 +21,17 @@ namespace kvasir::kernels {
 
 // How large a call may be; graphs are made for it.
 struct HipCuda {
-  int64_t max_budget_tokens = 0;    // of all rows
-  int64_t least_budget_tokens = 0;  // of the rows that have one
-
-  // Halvings until all nodes of a context as long as a slot can hold are of one block each.
-  int64_t NumRounds(const PagedKv& kv) const;
+  int64_t max_budget_tokens = 0;  // of all rows
 };
 
 // Device memory that SelectHip needs for so many query blocks: 44 bytes a block of 2 tokens of the
 // budget, and KV head.
 int64_t HipWorkspaceBytes(const HipCuda& method, const PagedKv& kv, int64_t blocks);
 
-// One kernel, and two for each round. Nothing is allocated or waited for; may be captured.
+// One kernel. Nothing is allocated or waited for; may be captured.
 // INVALID_ARGUMENT on shapes: head_dim 64 or 128, q and KV float32 or bfloat16. INTERNAL with
 // CUDA's error when a launch fails. An absent page sets the slot's fault. REQUIRES: budgets of the
-// numbers within those of the method. Cost: reads at most 2 keys for each token of the budget in a
+// numbers within that of the method. Cost: reads at most 2 keys for each token of the budget in a
 // round.
 absl::Status SelectHip(const HipCuda& method, const SelectParams& params, const PageSelection& out,
                        std::byte* workspace, cudaStream_t stream);

@@ -18,11 +18,9 @@ struct HipNode {
 struct HipLaunch {
   SelectLaunch select;
   uint8_t* faults = nullptr;
-  int64_t max_nodes = 0;   // of a row
-  int64_t num_rounds = 0;  // in which all rows' nodes are of one block each
-  // Workspace. A row without halves has nothing to do, any more or at all.
+  int64_t max_nodes = 0;  // of a row
+  // Workspace.
   int32_t* num_halves = nullptr;    // [rows]
-  int32_t* longest = nullptr;       // [rows], of the nodes that the halves are of
   HipNode* nodes = nullptr;         // [rows, max_nodes]
   HipNode* halves = nullptr;        // [rows, 2 max_nodes]
   uint32_t* scores = nullptr;       // [rows, 2 max_nodes] of OrderedScore, the halves'

@@ -1,28 +1,35 @@
-// The search of hip on the GPU, one kernel and then two for each round of halving:
+// The search of hip on the GPU: a cluster of blocks of threads a row, round by round.
 //
-//   begin    a block of threads a row draws the header and the first nodes, and cuts them in halves
-//   score    a lane takes a token of a half's centre block, and the best of its logits; neighbours
-//            bring the half's together
-//   keep     a block of threads a row finds the score of the last half that is kept, by counting,
-//            makes nodes of those that are, and cuts these; or writes the list
+//   begin    the first block draws the header and the first nodes, and cuts them in halves
+//   score    all blocks: a lane takes a token of a half's centre block, and the best of its logits;
+//            neighbours bring the half's together
+//   keep     the first block finds the score of the last half that is kept, by counting, makes
+//            nodes of those that are, and cuts these; or writes the list
 #include <algorithm>
 
+#include "kernels/base/hopper.cuh"
+#include "kernels/base/overlapped_launch.h"
 #include "kernels/sparse/block_list.cuh"
 #include "kernels/sparse/hip/hip_launch.h"
 #include "kernels/sparse/hip/hip_rule.h"
-#include "kernels/sparse/key_code_logits.cuh"
 #include "kernels/sparse/reuse/reuse_row.cuh"
 
 namespace kvasir::kernels {
 namespace {
 
-constexpr int kScoreThreads = 256;
+constexpr unsigned kSearchBlocks = 8;  // of a cluster
 constexpr int kTileQueries = 16;
-static_assert(kTileQueries % kLogitsAtOnce == 0);
-// Blocks of threads that score, all rows together.
-constexpr int64_t kScoreBlocks = 2048;
+constexpr int kQueriesAtOnce = 4;
+static_assert(kTileQueries % kQueriesAtOnce == 0);
 // Scores of a row that are chosen from in shared memory. Others stay where they are.
 constexpr int64_t kCopiedScores = 8 * 1024;
+
+template <int kHeadDim>
+struct SharedMemory {
+  float queries[kTileQueries][kHeadDim];
+  SelectMemory select;
+  // Then, of the first block, scores: [kCopiedScores] at most.
+};
 
 // A row, and its part of the workspace.
 struct SearchRow {
@@ -48,11 +55,10 @@ struct SearchRow {
   SelectionEntry* list;
 };
 
-// --- begin, and what it shares with keep: by a block of kSelectThreads ---
+// --- begin, and what it shares with keep: by the first block ---
 
 // Cuts the row's nodes; an empty left half is dropped.
-__device__ void CutNodes(const HipLaunch& p, const SearchRow& row, int64_t longest,
-                         SelectMemory& memory) {
+__device__ void CutNodes(const HipLaunch& p, const SearchRow& row, SelectMemory& memory) {
   __syncthreads();  // the nodes are there
   const int64_t share = (row.wanted + kSelectThreads - 1) / kSelectThreads;
   const int64_t begin = min(row.wanted, threadIdx.x * share);
@@ -66,9 +72,7 @@ __device__ void CutNodes(const HipLaunch& p, const SearchRow& row, int64_t longe
     if (left > 0) row.halves[place++] = {node.begin, left};
     row.halves[place++] = {node.begin + left, node.length - left};
   }
-  if (threadIdx.x != kSelectThreads - 1) return;
-  p.num_halves[row.at.index] = static_cast<int32_t>(place);
-  p.longest[row.at.index] = static_cast<int32_t>(longest);
+  if (threadIdx.x == kSelectThreads - 1) p.num_halves[row.at.index] = static_cast<int32_t>(place);
 }
 
 // Nothing is searched: a list of all candidates, or of none.
@@ -85,37 +89,29 @@ __device__ void WriteWhole(const HipLaunch& p, SearchRow& row) {
   if (threadIdx.x == 0) p.select.out.headers[row.at.index] = row.header;
 }
 
-__global__ void __launch_bounds__(kSelectThreads) BeginKernel(const __grid_constant__ HipLaunch p) {
-  __shared__ SelectMemory memory;
-  SearchRow row(p, blockIdx.x);
-  const RowReuse reuse(p.select, row.at);
-  if (threadIdx.x == 0) p.num_halves[row.at.index] = 0;
-  if (reuse.Serves(row.header)) return reuse.Recall(row.header);
-  if (row.wanted >= row.blocks || row.wanted == 0) {
-    WriteWhole(p, row);
-    return reuse.Remember();
-  }
-  __syncthreads();  // the last thread tells how many halves there are
+__device__ void Begin(const HipLaunch& p, const SearchRow& row, SelectMemory& memory) {
   for (int64_t j = threadIdx.x; j < row.wanted; j += kSelectThreads) {
     const int64_t begin = HipNodeBegin(j, row.blocks, row.wanted);
     row.nodes[j] = {static_cast<int32_t>(begin),
                     static_cast<int32_t>(HipNodeBegin(j + 1, row.blocks, row.wanted) - begin)};
   }
-  CutNodes(p, row, LongestHipNode(row.blocks, row.wanted), memory);
+  CutNodes(p, row, memory);
 }
 
-// --- score ---
+// --- score: by the cluster ---
 
 // Sampled queries [first, first + count) of the row; zeros up to the tile.
 template <int kHeadDim>
 __device__ void LoadTile(const HipLaunch& p, const DeviceRow& row, int first, int count,
-                         const CodeQueries<kHeadDim>& to) {
+                         float (*to)[kHeadDim]) {
   const auto group = static_cast<int>(p.select.group);
-  StoreCodeQueries(to, kTileQueries, [&](int i, int element) {
-    if (i >= count) return 0.0f;
-    const int64_t r = HipSample((first + i) / group, row.block.num_rows);
-    return QueryElement(p.select, row, r, (first + i) % group, element);
-  });
+  for (int i = static_cast<int>(threadIdx.x); i < kTileQueries * kHeadDim; i += kSelectThreads) {
+    const int query = i / kHeadDim;
+    const int64_t r = HipSample((first + query) / group, row.block.num_rows);
+    to[query][i % kHeadDim] =
+        query < count ? QueryElement(p.select, row, r, (first + query) % group, i % kHeadDim)
+                      : 0.0f;
+  }
 }
 
 // The i-th token of all halves' centre blocks; -1: none.
@@ -127,61 +123,74 @@ __device__ int64_t TokenAt(const SearchRow& row, int64_t i, int64_t count) {
   return token < row.end ? token : -1;
 }
 
-// False where there is no key.
-template <typename Kv, int kHeadDim>
-__device__ bool LoadKey(const HipLaunch& p, const DeviceRow& row, int64_t token,
-                        PlainKey<kHeadDim>& key) {
-  if (token < 0) return false;
+// Null where there is none.
+__device__ const std::byte* FindKey(const HipLaunch& p, const DeviceRow& row, int64_t token) {
+  if (token < 0) return nullptr;
   const std::byte* keys = FindKeys(p.select, row, token / kPageTokens, p.faults);
-  if (keys == nullptr) return false;
-  constexpr int kElements = KeyVector<Kv>::kElements;
-  const auto* from = reinterpret_cast<const KeyVector<Kv>*>(
-      keys + token % kPageTokens * p.select.kv.layout.row_bytes());
-#pragma unroll
-  for (int i = 0; i < kHeadDim / kElements; ++i) {
-    const KeyVector<Kv> part = from[i];
-#pragma unroll
-    for (int e = 0; e < kElements; ++e) {
-      key.elements[i * kElements + e] = static_cast<float>(part.values[e]);
-    }
-  }
-  return true;
+  if (keys == nullptr) return nullptr;
+  return keys + token % kPageTokens * p.select.kv.layout.row_bytes();
 }
 
+// Raises `best` to the largest logit of the queries [0, count) for a key.
 template <typename Kv, int kHeadDim>
-__global__ void __launch_bounds__(kScoreThreads, 1)
-    ScoreKernel(const __grid_constant__ HipLaunch p) {
-  __shared__ alignas(16) float elements[kTileQueries][kHeadDim];
-  __shared__ float sums[kTileQueries];
-  const CodeQueries<kHeadDim> queries = {elements, sums};
-  const SearchRow row(p, blockIdx.x);
+__device__ void RaiseBest(const std::byte* key, const float (*queries)[kHeadDim], int count,
+                          float& best) {
+  constexpr int kElements = KeyVector<Kv>::kElements;
+  const auto* from = reinterpret_cast<const KeyVector<Kv>*>(key);
+#pragma unroll 1
+  for (int first = 0; first < count; first += kQueriesAtOnce) {
+    float sums[kQueriesAtOnce] = {};
+#pragma unroll 4
+    for (int i = 0; i < kHeadDim / kElements; ++i) {
+      const KeyVector<Kv> part = from[i];
+#pragma unroll
+      for (int e = 0; e < kElements; e += 4) {
+#pragma unroll
+        for (int q = 0; q < kQueriesAtOnce; ++q) {
+          const float4 x = *reinterpret_cast<const float4*>(&queries[first + q][i * kElements + e]);
+          sums[q] += x.x * static_cast<float>(part.values[e]) +
+                     x.y * static_cast<float>(part.values[e + 1]) +
+                     x.z * static_cast<float>(part.values[e + 2]) +
+                     x.w * static_cast<float>(part.values[e + 3]);
+        }
+      }
+    }
+#pragma unroll
+    for (int q = 0; q < kQueriesAtOnce; ++q) {
+      if (first + q < count) best = sums[q] > best ? sums[q] : best;  // not NaN
+    }
+  }
+}
+
+// has_queries: the shared memory has all of the row's, of an earlier round.
+template <typename Kv, int kHeadDim>
+__device__ void ScoreHalves(const HipLaunch& p, const SearchRow& row, bool& has_queries,
+                            SharedMemory<kHeadDim>& shared) {
   const int64_t count = p.num_halves[row.at.index] * kHipBlockTokens;
   const int num_queries = static_cast<int>(NumHipSamples(row.at.block.num_rows) * p.select.group);
-  bool is_loaded = false;
-  for (int64_t first = int64_t{blockIdx.y} * kScoreThreads; first < count;
-       first += int64_t{gridDim.y} * kScoreThreads) {
-    const int64_t i = first + threadIdx.x;
-    PlainKey<kHeadDim> key = {};
-    const bool has_key = LoadKey<Kv>(p, row.at, TokenAt(row, i, count), key);
+  // Warps of all blocks in turn.
+  const unsigned warp = threadIdx.x / kWarpThreads * kSearchBlocks + hopper::ClusterRank();
+  const unsigned thread = warp * kWarpThreads + threadIdx.x % kWarpThreads;
+  for (int64_t first = 0; first < count; first += int64_t{kSearchBlocks} * kSelectThreads) {
+    const int64_t i = first + thread;
+    const std::byte* const key = FindKey(p, row.at, TokenAt(row, i, count));
     float best = -INFINITY;
     for (int tile = 0; tile < num_queries; tile += kTileQueries) {
       const int in_tile = min(kTileQueries, num_queries - tile);
-      if (!is_loaded) {
+      if (!has_queries) {
         __syncthreads();  // the tile before has been read
-        LoadTile(p, row.at, tile, in_tile, queries);
+        LoadTile(p, row.at, tile, in_tile, shared.queries);
         __syncthreads();
-        is_loaded = num_queries <= kTileQueries;
+        has_queries = num_queries <= kTileQueries;
       }
-      if (!has_key) continue;
-      ForEachLogit(key, queries, in_tile,
-                   [&](int, float logit) { best = logit > best ? logit : best; });  // not NaN
+      if (key != nullptr) RaiseBest<Kv>(key, shared.queries, in_tile, best);
     }
     best = fmaxf(best, __shfl_xor_sync(kAllLanes, best, 1));
     if (i < count && i % kHipBlockTokens == 0) row.scores[i / kHipBlockTokens] = OrderedScore(best);
   }
 }
 
-// --- keep ---
+// --- keep: by the first block ---
 
 // The nodes are of one block each.
 __device__ void WriteNodes(const HipLaunch& p, SearchRow& row, SelectMemory& memory) {
@@ -197,18 +206,13 @@ __device__ void WriteNodes(const HipLaunch& p, SearchRow& row, SelectMemory& mem
                             .end = row.end};
   row.header.count =
       static_cast<int32_t>(WriteList(blocks, row.list, p.select.out.capacity, memory));
-  if (threadIdx.x != 0) return;
-  p.select.out.headers[row.at.index] = row.header;
-  p.num_halves[row.at.index] = 0;
+  if (threadIdx.x == 0) p.select.out.headers[row.at.index] = row.header;
 }
 
-__global__ void __launch_bounds__(kSelectThreads) KeepKernel(const __grid_constant__ HipLaunch p) {
-  __shared__ SelectMemory memory;
-  extern __shared__ uint32_t copied[];  // [kCopiedScores]
-  SearchRow row(p, blockIdx.x);
+// The halves that are kept become the nodes.
+__device__ void KeepHalves(const HipLaunch& p, const SearchRow& row, SelectMemory& memory,
+                           uint32_t* copied) {
   const int64_t n = p.num_halves[row.at.index];
-  if (n == 0) return;
-  const int64_t longest = LongestHipHalf(p.longest[row.at.index]);
   const bool fits = n <= kCopiedScores;
   for (int64_t i = threadIdx.x; i < n && fits; i += kSelectThreads) copied[i] = row.scores[i];
   __syncthreads();
@@ -218,28 +222,62 @@ __global__ void __launch_bounds__(kSelectThreads) KeepKernel(const __grid_consta
                 row.nodes[place] = row.halves[half];
                 kept_scores[place] = score;
               });
-  if (longest > 1) return CutNodes(p, row, longest, memory);
   __syncthreads();  // all nodes are there
-  WriteNodes(p, row, memory);
-  RowReuse(p.select, row.at).Remember();
+}
+
+template <typename Kv, int kHeadDim>
+__global__ void __launch_bounds__(kSelectThreads)
+    SearchKernel(const __grid_constant__ HipLaunch p) {
+  extern __shared__ uint4 raw[];
+  auto& shared = *reinterpret_cast<SharedMemory<kHeadDim>*>(raw);
+  cudaTriggerProgrammaticLaunchCompletion();
+  cudaGridDependencySynchronize();
+  SearchRow row(p, blockIdx.x / kSearchBlocks);
+  const bool leads = hopper::ClusterRank() == 0;
+  const RowReuse reuse(p.select, row.at);
+  const bool serves = reuse.Serves(row.header);
+  hopper::ClusterSync();  // all blocks know
+  if (serves) {
+    if (leads) reuse.Recall(row.header);
+    return;
+  }
+  if (row.wanted >= row.blocks || row.wanted == 0) {
+    if (!leads) return;
+    WriteWhole(p, row);
+    return reuse.Remember();
+  }
+  bool has_queries = false;
+  if (leads) Begin(p, row, shared.select);
+  int64_t longest = LongestHipNode(row.blocks, row.wanted);
+  do {
+    longest = LongestHipHalf(longest);
+    hopper::ClusterSync();  // halves are there
+    ScoreHalves<Kv>(p, row, has_queries, shared);
+    hopper::ClusterSync();  // scores are there
+    if (leads) {
+      KeepHalves(p, row, shared.select, reinterpret_cast<uint32_t*>(&shared + 1));
+      if (longest > 1) CutNodes(p, row, shared.select);
+    }
+  } while (longest > 1);
+  if (!leads) return;
+  WriteNodes(p, row, shared.select);
+  reuse.Remember();
 }
 
 template <typename Kv, int kHeadDim>
 cudaError_t Launch(const HipLaunch& p, cudaStream_t stream) {
-  const int64_t rows = p.select.out.num_rows;
-  const int64_t tokens = 2 * p.max_nodes * kHipBlockTokens;
-  const int64_t useful = std::max<int64_t>(1, (tokens + kScoreThreads - 1) / kScoreThreads);
-  const int64_t share = std::max<int64_t>(1, kScoreBlocks / rows);
-  const auto row_blocks = static_cast<unsigned>(rows);
-  const dim3 score_blocks(row_blocks, static_cast<unsigned>(std::min(useful, share)));
-  const size_t copy_bytes =
-      static_cast<size_t>(std::min(kCopiedScores, 2 * p.max_nodes)) * sizeof(uint32_t);
-  BeginKernel<<<row_blocks, kSelectThreads, 0, stream>>>(p);
-  for (int64_t round = 0; round < p.num_rounds; ++round) {
-    ScoreKernel<Kv, kHeadDim><<<score_blocks, kScoreThreads, 0, stream>>>(p);
-    KeepKernel<<<row_blocks, kSelectThreads, copy_bytes, stream>>>(p);
+  const auto kernel = SearchKernel<Kv, kHeadDim>;
+  const auto shared_bytes = static_cast<int>(
+      sizeof(SharedMemory<kHeadDim>) +
+      static_cast<size_t>(std::min(kCopiedScores, 2 * p.max_nodes)) * sizeof(uint32_t));
+  if (const cudaError_t error =
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+      error != cudaSuccess) {
+    return error;
   }
-  return cudaGetLastError();
+  return LaunchOverlappedClusters(kernel, kSearchBlocks,
+                                  static_cast<unsigned>(p.select.out.num_rows) * kSearchBlocks,
+                                  kSelectThreads, shared_bytes, stream, p);
 }
 
 template <typename Kv>

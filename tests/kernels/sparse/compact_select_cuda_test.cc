@@ -149,7 +149,7 @@ TEST_P(CompactSelectCudaTest, HipSelectsWhatTheCpuSelects) {
   AttentionBatch batch(Shape(), 2, 4096, 76);
   const std::vector<SelectionNumbers> numbers = AddRows(batch);
   const HostLists expected = SelectOnCpu(HipSelector(), batch, numbers, kRoom);
-  const HipCuda method = {.max_budget_tokens = 1024, .least_budget_tokens = 1};
+  const HipCuda method = {.max_budget_tokens = 1024};
   const DeviceSelect select = [&](const SelectParams& params, const PageSelection& out,
                                   std::byte* workspace) {
     return SelectHip(method, params, out, workspace, nullptr);

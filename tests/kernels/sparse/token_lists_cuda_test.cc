@@ -228,11 +228,9 @@ TEST_P(TokenListsCudaTest, TokenSelectReportsAbsentPages) {
 
 Lists HipOnGpu(AttentionBatch& batch, const std::vector<SelectionNumbers>& numbers,
                int64_t capacity) {
-  HipCuda method = {.least_budget_tokens = batch.kv().View().max_blocks_per_slot * kPageTokens};
+  HipCuda method;
   for (const SelectionNumbers& n : numbers) {
     method.max_budget_tokens = std::max(method.max_budget_tokens, n.budget_tokens);
-    if (n.budget_tokens == 0) continue;
-    method.least_budget_tokens = std::min(method.least_budget_tokens, n.budget_tokens);
   }
   return RunSelectOnGpu(
       batch, numbers, HostLists(batch, capacity).View(),
