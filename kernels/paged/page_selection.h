@@ -48,8 +48,6 @@ struct SelectedCounts {
   int32_t unread_pages = 0;  // of `pages`: attention ended before them
   int32_t is_list = 0;       // 1: the row's kind is kList
   int32_t reused_stages = 0;
-
-  friend bool operator==(const SelectedCounts&, const SelectedCounts&) = default;
 };
 
 struct PageSelection {

@@ -10,6 +10,12 @@
 
 namespace kvasir::tests {
 
+inline bool AreSame(const kernels::SelectedCounts& a, const kernels::SelectedCounts& b) {
+  return a.pages == b.pages && a.tokens == b.tokens && a.pruned_pages == b.pruned_pages &&
+         a.unread_pages == b.unread_pages && a.is_list == b.is_list &&
+         a.reused_stages == b.reused_stages;
+}
+
 // All but unread_pages.
 inline kernels::SelectedCounts WalkedCounts(const kernels::SelectionHeader& header,
                                             const kernels::SelectionEntry* list,

@@ -459,7 +459,7 @@ TEST_P(AttendCudaTest, CountsWhatRowsAttendTo) {
       });
   ASSERT_TRUE(status.ok()) << status;
   for (size_t row = 0; row < found.size(); ++row) {
-    EXPECT_TRUE(found[row] == expected[row]) << row;
+    EXPECT_TRUE(tests::AreSame(found[row], expected[row])) << row;
     EXPECT_EQ(expected[row].pruned_pages > 0, expected[row].is_list != 0) << "a premise";
   }
 }

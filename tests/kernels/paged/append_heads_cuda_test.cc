@@ -381,7 +381,7 @@ TEST(CountSelectedCudaTest, CountsWhatAWalkCounts) {
   ASSERT_TRUE(status.ok()) << status;
   ASSERT_TRUE(DeviceMemory::Fetch(counts, found.data(), kRows * sizeof(SelectedCounts)).ok());
   for (size_t row = 0; row < kRows; ++row) {
-    EXPECT_TRUE(found[row] == expected[row]) << row;
+    EXPECT_TRUE(tests::AreSame(found[row], expected[row])) << row;
   }
 }
 
