@@ -6,6 +6,7 @@
 //   keep     the first block finds the score of the last half that is kept, by counting, makes
 //            nodes of those that are, and cuts these; or writes the list
 #include <algorithm>
+#include <new>
 
 #include "kernels/base/hopper.cuh"
 #include "kernels/base/overlapped_launch.h"
@@ -23,13 +24,6 @@ constexpr int kQueriesAtOnce = 4;
 static_assert(kTileQueries % kQueriesAtOnce == 0);
 // Scores of a row that are chosen from in shared memory. Others stay where they are.
 constexpr int64_t kCopiedScores = 8 * 1024;
-
-template <int kHeadDim>
-struct SharedMemory {
-  float queries[kTileQueries][kHeadDim];
-  SelectMemory select;
-  // Then, of the first block, scores: [kCopiedScores] at most.
-};
 
 // A row, and its part of the workspace.
 struct SearchRow {
@@ -55,6 +49,14 @@ struct SearchRow {
   SelectionEntry* list;
 };
 
+template <int kHeadDim>
+struct SharedMemory {
+  float queries[kTileQueries][kHeadDim];
+  SelectMemory select;
+  alignas(SearchRow) std::byte row[sizeof(SearchRow)];  // in registers it would take most of them
+  // Then, of the first block, scores: [kCopiedScores] at most.
+};
+
 // --- begin, and what it shares with keep: by the first block ---
 
 // Cuts the row's nodes; an empty left half is dropped.
@@ -76,17 +78,18 @@ __device__ void CutNodes(const HipLaunch& p, const SearchRow& row, SelectMemory&
 }
 
 // Nothing is searched: a list of all candidates, or of none.
-__device__ void WriteWhole(const HipLaunch& p, SearchRow& row) {
+__device__ void WriteWhole(const HipLaunch& p, const SearchRow& row) {
   const PageRange pages =
       row.wanted == 0 ? PageRange() : CandidatePages(row.header, row.at.numbers);
-  row.header.count = static_cast<int32_t>(min(pages.size(), p.select.out.capacity));
-  for (int64_t i = threadIdx.x; i < row.header.count; i += kSelectThreads) {
+  SelectionHeader header = row.header;
+  header.count = static_cast<int32_t>(min(pages.size(), p.select.out.capacity));
+  for (int64_t i = threadIdx.x; i < header.count; i += kSelectThreads) {
     const int64_t page = pages.begin + i;
     const uint64_t mask =
         TokenMask(row.header.sink_end - page * kPageTokens, row.end - page * kPageTokens);
     row.list[i] = {.page = page, .chosen = mask, .live = mask};
   }
-  if (threadIdx.x == 0) p.select.out.headers[row.at.index] = row.header;
+  if (threadIdx.x == 0) p.select.out.headers[row.at.index] = header;
 }
 
 __device__ void Begin(const HipLaunch& p, const SearchRow& row, SelectMemory& memory) {
@@ -140,7 +143,7 @@ __device__ void RaiseBest(const std::byte* key, const float (*queries)[kHeadDim]
 #pragma unroll 1
   for (int first = 0; first < count; first += kQueriesAtOnce) {
     float sums[kQueriesAtOnce] = {};
-#pragma unroll 4
+#pragma unroll 2
     for (int i = 0; i < kHeadDim / kElements; ++i) {
       const KeyVector<Kv> part = from[i];
 #pragma unroll
@@ -193,7 +196,7 @@ __device__ void ScoreHalves(const HipLaunch& p, const SearchRow& row, bool& has_
 // --- keep: by the first block ---
 
 // The nodes are of one block each.
-__device__ void WriteNodes(const HipLaunch& p, SearchRow& row, SelectMemory& memory) {
+__device__ void WriteNodes(const HipLaunch& p, const SearchRow& row, SelectMemory& memory) {
   int32_t* begins = p.begins + row.at.index * p.max_nodes;
   for (int64_t j = threadIdx.x; j < row.wanted; j += kSelectThreads) {
     begins[j] = static_cast<int32_t>(row.header.sink_end + row.nodes[j].begin * kHipBlockTokens);
@@ -204,9 +207,11 @@ __device__ void WriteNodes(const HipLaunch& p, SearchRow& row, SelectMemory& mem
                             .count = row.wanted,
                             .tokens = kHipBlockTokens,
                             .end = row.end};
-  row.header.count =
-      static_cast<int32_t>(WriteList(blocks, row.list, p.select.out.capacity, memory));
-  if (threadIdx.x == 0) p.select.out.headers[row.at.index] = row.header;
+  const int64_t count = WriteList(blocks, row.list, p.select.out.capacity, memory);
+  if (threadIdx.x != 0) return;
+  SelectionHeader header = row.header;
+  header.count = static_cast<int32_t>(count);
+  p.select.out.headers[row.at.index] = header;
 }
 
 // The halves that are kept become the nodes.
@@ -232,7 +237,9 @@ __global__ void __launch_bounds__(kSelectThreads)
   auto& shared = *reinterpret_cast<SharedMemory<kHeadDim>*>(raw);
   cudaTriggerProgrammaticLaunchCompletion();
   cudaGridDependencySynchronize();
-  SearchRow row(p, blockIdx.x / kSearchBlocks);
+  auto& row = *reinterpret_cast<const SearchRow*>(shared.row);
+  if (threadIdx.x == 0) new (shared.row) SearchRow(p, blockIdx.x / kSearchBlocks);
+  __syncthreads();
   const bool leads = hopper::ClusterRank() == 0;
   const RowReuse reuse(p.select, row.at);
   const bool serves = reuse.Serves(row.header);
