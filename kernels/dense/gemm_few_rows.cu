@@ -14,7 +14,7 @@ using After = LinearParams::After;
 
 constexpr int kWarps = 16;
 constexpr int kThreads = kWarps * kWarpThreads;
-constexpr int kManyStages = 5;  // of copies, where x leaves room for them
+constexpr int kManyStages = 4;  // of copies, where x leaves room for them
 constexpr int kFewStages = 3;
 constexpr int kPiece = 8;          // elements that a thread reads or copies at once: 16 bytes
 constexpr int kTileRows = 8;       // of the weights

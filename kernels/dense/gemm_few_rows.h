@@ -2,7 +2,7 @@
 // checked. All pointers are device memory.
 //
 // Weights are read once, from begin to end, and all that counts is that enough of them are on
-// their way at any time: 96 or 160 KiB a multiprocessor, of which there is one block each. It takes
+// their way at any time: 96 or 128 KiB a multiprocessor, of which there is one block each. It takes
 // tiles of 8 rows of the weights in turn; its warps share the columns of a tile, each copies its
 // own part ahead into shared memory and multiplies by it on tensor cores, with the rows of x as the
 // other operand. The first copies begin before the kernel waits for what x is made by.

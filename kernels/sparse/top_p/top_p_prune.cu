@@ -221,6 +221,8 @@ struct KeepMemory {
   uint32_t bins[kParts][kBins];
   uint64_t above;  // what the bins above `bin` hold
   uint32_t bin;
+  uint32_t least;  // of the bits of weights that compete
+  uint32_t most;
 };
 
 __device__ float MaxOverBlock(float value, KeepMemory& memory) {
@@ -261,17 +263,17 @@ __device__ uint64_t SumOfBin(uint32_t bin, const KeepMemory& memory) {
   return sum;
 }
 
-// Sums the weights whose bits above `num_bits` from `shift` on are `prefix`, by these bits, and
-// finds the bin where the sum from the greatest on reaches `need`. Then `bin` and `above` are known
-// to all. REQUIRES: all of them together reach it; need > 0; num_bits <= kBinBits.
-__device__ void FindBin(const float* weights, int64_t count, uint32_t prefix, int shift,
-                        int num_bits, uint64_t need, KeepMemory& memory) {
+// Sums the weights in [low, high] by bins of 2^shift, and finds the one where the sum from the
+// greatest on reaches `need`. Then `bin` and `above` are known to all. REQUIRES: all of them
+// together reach it; need > 0; kBins bins are enough. Comparisons leave out NaN.
+__device__ void FindBin(const float* weights, int64_t count, uint32_t low, uint32_t high, int shift,
+                        uint64_t need, KeepMemory& memory) {
   for (unsigned i = threadIdx.x; i < kParts * kBins; i += kKeepThreads) memory.bins[0][i] = 0;
   __syncthreads();
   for (int64_t j = threadIdx.x; j < count; j += kKeepThreads) {
     const uint32_t bits = __float_as_uint(weights[j]);
-    if (isnan(weights[j]) || bits >> shift >> num_bits != prefix) continue;
-    AddToBin(WholeOf(weights[j]), bits >> shift & ((1u << num_bits) - 1), memory);
+    if (bits < low || bits > high) continue;
+    AddToBin(WholeOf(weights[j]), (bits - low) >> shift, memory);
   }
   __syncthreads();
   constexpr unsigned kOwn = kBins / kKeepThreads;  // of a thread, from the greatest on
@@ -291,18 +293,20 @@ __device__ void FindBin(const float* weights, int64_t count, uint32_t prefix, in
   __syncthreads();
 }
 
-// The largest float t >= 0 with sum of the weights >= t at least `need`, which all reach: some of
-// its bits after others. Those of 1 end at bit 29, and the first bins are sixteenths of an octave,
-// so that few weights share one.
+// The largest float t with sum of the weights >= t at least `need`, which all in [memory.least,
+// memory.most] reach: the range that holds it is cut into bins again and again. Of floats above
+// 0 the bits have the same order.
 __device__ float Threshold(const float* weights, int64_t count, uint64_t need, KeepMemory& memory) {
-  uint32_t found = 0;
-  for (const int shift : {19, 8, 0}) {
-    const int bits = shift == 0 ? 8 : kBinBits;
-    FindBin(weights, count, found, shift, bits, need, memory);
-    found = found << bits | memory.bin;
+  uint32_t low = memory.least;
+  uint32_t high = memory.most;
+  while (low < high) {
+    const int shift = max(0, 32 - __clz(static_cast<int>(high - low)) - kBinBits);
+    FindBin(weights, count, low, high, shift, need, memory);
+    low += memory.bin << shift;
+    high = min(high, low + ((1u << shift) - 1));
     need -= memory.above;
   }
-  return __uint_as_float(found);
+  return __uint_as_float(low);
 }
 
 // Sets what a head keeps: a warp takes an entry, a lane two of its tokens.
@@ -339,18 +343,32 @@ __global__ void __launch_bounds__(kKeepThreads) KeepKernel(const __grid_constant
   const int64_t num_tokens = int64_t{counts.competing} + counts.mandatory;
   float* const weights = num_tokens <= kCopiedWeights ? copied : logits;
   if (threadIdx.x < 2) memory.totals[threadIdx.x] = 0;
-  float max = -INFINITY;
+  if (threadIdx.x == 0) memory.least = __float_as_uint(1.0f);
+  if (threadIdx.x == 0) memory.most = 0;
+  float greatest = -INFINITY;
   for (int64_t j = threadIdx.x; j < num_tokens; j += kKeepThreads) {
     const float logit = logits[j];
     weights[j] = logit;
-    max = fmaxf(max, logit);
+    greatest = fmaxf(greatest, logit);
   }
-  max = MaxOverBlock(max, memory);  // fmaxf leaves out NaN
+  greatest = MaxOverBlock(greatest, memory);  // fmaxf leaves out NaN
   uint64_t sums[2] = {};
+  uint32_t least = __float_as_uint(1.0f);
+  uint32_t most = 0;
   for (int64_t j = threadIdx.x; j < num_tokens; j += kKeepThreads) {
-    const float weight = expf(weights[j] - max);
+    const float weight = expf(weights[j] - greatest);
     weights[j] = weight;
-    if (!isnan(weight)) sums[j < counts.competing ? 0 : 1] += WholeOf(weight);
+    if (isnan(weight)) continue;
+    sums[j < counts.competing ? 0 : 1] += WholeOf(weight);
+    if (j >= counts.competing) continue;
+    least = min(least, __float_as_uint(weight));
+    most = max(most, __float_as_uint(weight));
+  }
+  least = __reduce_min_sync(kAllLanes, least);
+  most = __reduce_max_sync(kAllLanes, most);
+  if (threadIdx.x % kWarpThreads == 0) {
+    atomicMin(&memory.least, least);
+    atomicMax(&memory.most, most);
   }
   for (int i = 0; i < 2; ++i) AddToTotal(sums[i], i, memory);
   __syncthreads();
