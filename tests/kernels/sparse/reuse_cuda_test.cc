@@ -49,7 +49,7 @@ DeviceMethod MethodOf(const std::string& selector, const std::string& preset, Sc
             }};
   }
   if (selector == "hip") {
-    const HipCuda method = {.max_budget_tokens = kBudget, .least_budget_tokens = kBudget};
+    const HipCuda method = {.max_budget_tokens = kBudget};
     return {HipWorkspaceBytes(method, kv, kSlots),
             [=](const auto& params, const auto& out, auto* memory) {
               return SelectHip(method, params, out, memory, nullptr);
