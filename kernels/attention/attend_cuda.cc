@@ -70,18 +70,23 @@ int64_t AttendDecodeWorkspaceBytes(const KvLayout& layout, int64_t blocks, int64
 }
 
 absl::Status AttendDecode(const AttendParams& params, const KvTensorMaps& maps,
-                          std::byte* workspace, cudaStream_t stream) {
+                          std::byte* workspace, std::span<uint32_t> arrivals, cudaStream_t stream) {
   KVASIR_ASSIGN_OR_RETURN(const AttendLaunch launch, MakeAttendLaunch(params));
   if (params.blocks.empty()) return absl::OkStatus();
+  if (std::ssize(arrivals) < launch.num_rows) {
+    return absl::InvalidArgumentError("attend on the GPU: arrivals must be one per row");
+  }
   int device = 0;
   int processors = 0;
   KVASIR_RETURN_IF_ERROR(CudaStatus(cudaGetDevice(&device), "asking for the device"));
   KVASIR_RETURN_IF_ERROR(
       CudaStatus(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device),
                  "asking for the device's multiprocessors"));
-  return CudaStatus(
-      LaunchAttendDecode(launch, maps, reinterpret_cast<float*>(workspace), processors, stream),
-      "launching decode attention");
+  return CudaStatus(LaunchAttendDecode(launch, maps,
+                                       {.partials = reinterpret_cast<float*>(workspace),
+                                        .arrivals = arrivals.data()},
+                                       processors, stream),
+                    "launching decode attention");
 }
 
 absl::Status AttendPrefill(const AttendParams& params, const KvTensorMaps& maps,

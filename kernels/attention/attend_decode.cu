@@ -3,8 +3,9 @@
 // A unit is a share of a row's items (row_items.h). Blocks stay on the GPU and take units in turn.
 // In a block, the producer warpgroup makes tiles of what the items attend to, several stages ahead
 // (decode_tiles.cuh); three warpgroups take the tiles in turn (decode_page.cuh). The block merges
-// the states of its warpgroups, and a second kernel those of a row's units, both in an order that
-// is the unit's own: what else the block has done does not matter.
+// the states of its warpgroups, and whoever ends the last of a row's units those of them all, both
+// in an order that is the unit's own: what else a block has done, or which is the last, does not
+// matter.
 #include "kernels/attention/decode_page.cuh"
 #include "kernels/attention/decode_tiles.cuh"
 #include "kernels/base/overlapped_launch.h"
@@ -15,9 +16,10 @@ namespace {
 
 constexpr int kThreads = (kConsumers + 1) * kGroupThreads;
 constexpr int kRingBytes = 192 * 1024;
+constexpr int kCountingWarp = kThreads / kWarpThreads - 1;  // a producer that brings no pages
 
 struct DecodeParams : AttendLaunch {
-  float* partials = nullptr;
+  DecodeScratch memory;
 };
 
 template <int kHeadDim>
@@ -31,20 +33,28 @@ struct alignas(1024) SharedMemory {
   DecodeMemory<kHeadDim> consumers[kConsumers];
   // By the place of the consumer's tiles in the unit: maximum, sum, values.
   float partials[kConsumers][kHeads][2 + kHeadDim];
+  bool ends_row;  // the unit is the last of its row
 };
 
 // The part of a row that unit `id` is. Units of all rows lie side by side, so that the first units
-// of every row are spread over the GPU. An empty run: the row has no such unit.
+// of every row are spread over the GPU. The step is how many units the row has.
 __device__ PageRun RunOfUnit(const DecodeParams& p, int64_t id) {
   PageRun run = WholeRow(p, id % p.num_rows);
   run.begin = id / p.num_rows;
   run.step = NumDecodeUnits(run.end, p.kv.layout.num_kv_heads);
-  if (run.begin >= run.step) run.end = run.begin;
   return run;
 }
+__device__ bool Exists(const PageRun& unit) { return unit.begin < unit.step; }
 
 __device__ int64_t NumUnits(const DecodeParams& p) {
   return p.num_rows * MaxDecodeUnits(p.kv.layout.num_kv_heads);
+}
+
+// What the unit's row attends to, by a warp.
+__device__ void Count(const DecodeParams& p, const PageRun& run) {
+  SelectedCounts& counts = p.counts[run.row];
+  if (threadIdx.x % kWarpThreads == 0) counts.unread_pages = 0;
+  CountRow(p.headers[run.row], p.entries + run.row * p.capacity, run.block, counts);
 }
 
 template <int kHeadDim, bool kRotates>
@@ -53,7 +63,12 @@ __device__ void Produce(const DecodeParams& p, const KvTensorMaps& maps,
   TileProducer<kRotates, typename SharedMemory<kHeadDim>::Ring> producer(p, maps, shared.ring);
   for (int64_t id = blockIdx.x; id < NumUnits(p); id += gridDim.x) {
     const PageRun run = RunOfUnit(p, id);
-    if (run.begin < run.end) producer.Produce(run);
+    if (!Exists(run)) continue;
+    producer.Produce(run);
+    // Beside the consumers' last tiles.
+    if (p.counts != nullptr && run.begin == 0 && threadIdx.x / kWarpThreads == kCountingWarp) {
+      Count(p, run);
+    }
   }
 }
 
@@ -119,8 +134,8 @@ __device__ void StorePartial(const DecodeParams& p, const SharedMemory<kHeadDim>
                              const PageRun& run, int64_t unit) {
   constexpr int64_t kStride = 2 + kHeadDim;
   SynchronizeConsumers();
-  float* to =
-      p.partials + (run.row * MaxDecodeUnits(p.kv.layout.num_kv_heads) + unit) * p.group * kStride;
+  float* to = p.memory.partials +
+              (run.row * MaxDecodeUnits(p.kv.layout.num_kv_heads) + unit) * p.group * kStride;
   for (int i = static_cast<int>(threadIdx.x); i < p.group * kHeadDim;
        i += kConsumers * kGroupThreads) {
     const int head = i / kHeadDim;
@@ -133,6 +148,39 @@ __device__ void StorePartial(const DecodeParams& p, const SharedMemory<kHeadDim>
     to[head * kStride + 1] = merged.sum;
   }
   SynchronizeConsumers();  // before the next unit's partials come
+}
+
+// A unit's partial is stored: whether it is the last of its row. Then all of them can be read.
+template <int kHeadDim>
+__device__ bool EndsRow(const DecodeParams& p, SharedMemory<kHeadDim>& shared, const PageRun& run) {
+  if (threadIdx.x == 0) {
+    __threadfence();  // of all threads' values, which a barrier brought here
+    shared.ends_row = atomicAdd(&p.memory.arrivals[run.row], 1u) + 1 == run.step;
+    __threadfence();
+    if (shared.ends_row) p.memory.arrivals[run.row] = 0;
+  }
+  SynchronizeConsumers();
+  return shared.ends_row;
+}
+
+template <int kHeadDim>
+__device__ void MergeRow(const DecodeParams& p, const PageRun& run) {
+  constexpr int64_t kStride = 2 + kHeadDim;
+  const int64_t kv_heads = p.kv.layout.num_kv_heads;
+  const float* partials =
+      p.memory.partials + run.row * MaxDecodeUnits(kv_heads) * p.group * kStride;
+  const int64_t first = (run.block.first_row * kv_heads + run.row % kv_heads) * p.group;
+  for (int i = static_cast<int>(threadIdx.x); i < p.group * kHeadDim;
+       i += kConsumers * kGroupThreads) {
+    const int head = i / kHeadDim;
+    const int d = i % kHeadDim;
+    const MergedState merged =
+        MergePartials(partials + head * kStride, run.step, p.group * kStride, d);
+    p.out[(first + head) * kHeadDim + d] =
+        __float2bfloat16_rn(merged.sum == 0 ? 0.0f : merged.value / merged.sum);
+    if (p.lse == nullptr || d != 0) continue;
+    p.lse[first + head] = merged.sum == 0 ? kMinusInfinity : merged.max / kLog2E + logf(merged.sum);
+  }
 }
 
 // Attends to the consumer's tiles of the unit; returns their place.
@@ -162,12 +210,13 @@ __device__ void Consume(const DecodeParams& p, SharedMemory<kHeadDim>& shared) {
   RingPosition<SharedMemory<kHeadDim>::Ring::kStages> at = {.stage = me.consumer};
   for (int64_t id = blockIdx.x; id < NumUnits(p); id += gridDim.x) {
     const PageRun run = RunOfUnit(p, id);
-    if (run.begin >= run.end) continue;
+    if (!Exists(run)) continue;
     LoadQuery<kHeadDim, kRotates>(p, run, me, shared.consumers[me.consumer].query);
     ThreadState<kHeadDim> state;
     const int place = AttendToTiles<kHeadDim, kRotates>(p, shared, me, at, state);
     LeavePartial<kHeadDim>(shared, me, place, state);
-    StorePartial<kHeadDim>(p, shared, run, id / p.num_rows);
+    StorePartial<kHeadDim>(p, shared, run, run.begin);
+    if (EndsRow<kHeadDim>(p, shared, run)) MergeRow<kHeadDim>(p, run);
   }
 }
 
@@ -189,41 +238,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
-// --- the merge: one block a (row, query head), one thread a value; behind these, a warp a row
-// counts what it attends to ---
-
-__device__ void CountRows(const DecodeParams& p, int64_t first_block) {
-  const int64_t row =
-      (blockIdx.x - first_block) * (blockDim.x / kWarpThreads) + threadIdx.x / kWarpThreads;
-  if (row >= p.num_rows) return;
-  if (threadIdx.x % kWarpThreads == 0) p.counts[row].unread_pages = 0;
-  CountRow(p.headers[row], p.entries + row * p.capacity, p.blocks[row / p.kv.layout.num_kv_heads],
-           p.counts[row]);
-}
-
-template <int kHeadDim>
-__global__ void MergePartialsKernel(const __grid_constant__ DecodeParams p) {
-  cudaTriggerProgrammaticLaunchCompletion();
-  cudaGridDependencySynchronize();
-  const int64_t merges = p.num_rows * p.group;
-  if (blockIdx.x >= merges) return CountRows(p, merges);
-  const int64_t row = blockIdx.x / p.group;
-  const int64_t head = blockIdx.x % p.group;
-  const int64_t kv_heads = p.kv.layout.num_kv_heads;
-  const QueryBlock block = p.blocks[row / kv_heads];
-  const RowItems items = NumberItems(p.headers[row], block.first_position);
-  const int64_t stride = p.group * (kHeadDim + 2);
-  const MergedState merged = MergePartials(
-      p.partials + row * MaxDecodeUnits(kv_heads) * stride + head * (kHeadDim + 2),
-      NumDecodeUnits(items.num_items, kv_heads), stride, static_cast<int>(threadIdx.x));
-  const int64_t q_row = block.first_row * kv_heads * p.group + row % kv_heads * p.group + head;
-  p.out[q_row * kHeadDim + threadIdx.x] =
-      __float2bfloat16_rn(merged.sum == 0 ? 0.0f : merged.value / merged.sum);
-  if (p.lse != nullptr && threadIdx.x == 0) {
-    p.lse[q_row] = merged.sum == 0 ? kMinusInfinity : merged.max / kLog2E + logf(merged.sum);
-  }
-}
-
 template <int kHeadDim, bool kRotates>
 cudaError_t Launch(const DecodeParams& p, const KvTensorMaps& maps, int num_processors,
                    cudaStream_t stream) {
@@ -235,24 +249,17 @@ cudaError_t Launch(const DecodeParams& p, const KvTensorMaps& maps, int num_proc
       error != cudaSuccess) {
     return error;
   }
-  if (const cudaError_t error = LaunchOverlapped(AttendDecodeKernel<kHeadDim, kRotates>,
-                                                 static_cast<unsigned>(num_processors), kThreads,
-                                                 kSharedBytes, stream, p, maps);
-      error != cudaSuccess) {
-    return error;
-  }
-  constexpr int64_t kRowsOfBlock = kHeadDim / kWarpThreads;
-  const int64_t counting = p.counts == nullptr ? 0 : (p.num_rows + kRowsOfBlock - 1) / kRowsOfBlock;
-  return LaunchOverlapped(MergePartialsKernel<kHeadDim>,
-                          static_cast<unsigned>(p.num_rows * p.group + counting), kHeadDim, 0,
-                          stream, p);
+  return LaunchOverlapped(AttendDecodeKernel<kHeadDim, kRotates>,
+                          static_cast<unsigned>(num_processors), kThreads, kSharedBytes, stream, p,
+                          maps);
 }
 
 }  // namespace
 
 cudaError_t LaunchAttendDecode(const AttendLaunch& params, const KvTensorMaps& maps,
-                               float* partials, int num_processors, cudaStream_t stream) {
-  const DecodeParams p = {params, partials};
+                               const DecodeScratch& memory, int num_processors,
+                               cudaStream_t stream) {
+  const DecodeParams p = {params, memory};
   const bool is_wide = p.kv.layout.head_dim == 128;
   if (p.rope.on()) {
     return (is_wide ? Launch<128, true> : Launch<64, true>)(p, maps, num_processors, stream);

@@ -36,10 +36,15 @@ struct AttendLaunch {
 // INVALID_ARGUMENT and UNIMPLEMENTED as in attend_cuda.h.
 absl::StatusOr<AttendLaunch> MakeAttendLaunch(const AttendParams& params);
 
-// Blocks of one query. `partials` is [rows, MaxDecodeUnits, group, 2 + head_dim]: maximum, sum,
-// values.
+struct DecodeScratch {
+  float* partials = nullptr;  // [rows, MaxDecodeUnits, group, 2 + head_dim]: maximum, sum, values
+  uint32_t* arrivals = nullptr;  // [rows]: units that have ended; 0 before and after
+};
+
+// Blocks of one query.
 cudaError_t LaunchAttendDecode(const AttendLaunch& params, const KvTensorMaps& maps,
-                               float* partials, int num_processors, cudaStream_t stream);
+                               const DecodeScratch& memory, int num_processors,
+                               cudaStream_t stream);
 // Blocks of up to 64 queries.
 cudaError_t LaunchAttendPrefill(const AttendLaunch& params, const KvTensorMaps& maps,
                                 cudaStream_t stream);

@@ -121,6 +121,7 @@ KVASIR_HOST_DEVICE inline int64_t MaxDecodeUnits(int64_t num_kv_heads) {
 }
 KVASIR_HOST_DEVICE inline int64_t NumDecodeUnits(int64_t num_items, int64_t num_kv_heads) {
   const int64_t units = MaxDecodeUnits(num_kv_heads);
+  if (num_items == 0) return 1;  // it has nothing to attend to, and its result is that
   return num_items < units ? num_items : units;
 }
 

@@ -54,7 +54,8 @@ __global__ void FillRandom(__nv_bfloat16* values, int64_t count, uint64_t seed) 
 
 // One sequence with its own pages, in a random order of memory.
 struct Set {
-  DeviceBuffer pages, table, block_rows, q, out, workspace, blocks, headers, entries, faults;
+  DeviceBuffer pages, table, block_rows, q, out, workspace, arrivals, blocks, headers, entries,
+      faults;
   DeviceBuffer bounds, bounds_table, codes, codes_table, numbers, work, pruning;
   DeviceBuffer step_blocks, remembered, lists, memories;
   InfiniteHipCuda hip = {.preset = Value(InfiniteHipSelector::FindPreset("3k")),
@@ -89,6 +90,11 @@ struct Set {
     out = Value(DeviceBuffer::Allocate(values * 2));
     workspace = Value(DeviceBuffer::Allocate(
         AttendDecodeWorkspaceBytes(layout, num_queries / block_queries, kGroup)));
+    const int64_t arrival_bytes =
+        num_queries / block_queries * layout.num_kv_heads * static_cast<int64_t>(sizeof(uint32_t));
+    arrivals = Value(DeviceBuffer::Allocate(arrival_bytes));
+    Check(CudaStatus(cudaMemset(arrivals.data(), 0, static_cast<size_t>(arrival_bytes)),
+                     "clearing arrivals"));
     std::vector<QueryBlock> query_blocks;
     for (int64_t first = 0; first < num_queries; first += block_queries) {
       query_blocks.push_back({.slot = 0,
@@ -179,7 +185,9 @@ struct Set {
 
 void Attend(Set& set, cudaStream_t stream) {
   if (set.params.q.dim(0) == 1) {
-    Check(AttendDecode(set.params, set.maps, set.workspace.data(), stream));
+    Check(AttendDecode(
+        set.params, set.maps, set.workspace.data(),
+        {set.arrivals.As<uint32_t>(), static_cast<size_t>(set.params.selection.num_rows)}, stream));
   } else {
     Check(AttendPrefill(set.params, set.maps, stream));
   }

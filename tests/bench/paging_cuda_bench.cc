@@ -81,7 +81,7 @@ struct Tiers {
 
 // Dense decode attention of one query over pages of its own.
 struct Attention {
-  DeviceBuffer pages, table, rows, q, out, workspace, blocks, headers, faults;
+  DeviceBuffer pages, table, rows, q, out, workspace, arrivals, blocks, headers, faults;
   KvTensorMaps maps;
   AttendParams params;
 
@@ -112,6 +112,10 @@ struct Attention {
     out = Upload(std::vector<uint16_t>(static_cast<size_t>(heads * kGroup * layout.head_dim)));
     faults = Upload(std::vector<uint8_t>{0});
     workspace = Value(DeviceBuffer::Allocate(AttendDecodeWorkspaceBytes(layout, 1, kGroup)));
+    const int64_t arrival_bytes = layout.num_kv_heads * static_cast<int64_t>(sizeof(uint32_t));
+    arrivals = Value(DeviceBuffer::Allocate(arrival_bytes));
+    Check(CudaStatus(cudaMemset(arrivals.data(), 0, static_cast<size_t>(arrival_bytes)),
+                     "clearing arrivals"));
     const auto tensor = [&](const DeviceBuffer& buffer) {
       return TensorView(buffer.data(), DType::kBFloat16, {1, heads * kGroup, layout.head_dim},
                         Device::kCuda);
@@ -133,7 +137,9 @@ struct Attention {
   }
   void Run(cudaStream_t stream) {
     for (int64_t i = 0; i < kAttentionCalls; ++i) {
-      Check(AttendDecode(params, maps, workspace.data(), stream));
+      Check(AttendDecode(params, maps, workspace.data(),
+                         {arrivals.As<uint32_t>(), static_cast<size_t>(params.selection.num_rows)},
+                         stream));
     }
   }
 };

@@ -58,12 +58,20 @@ absl::Status CudaAttention::BeginStep(const StepInputs& inputs, const CudaStep& 
       .headers = step.table.headers.data(), .num_rows = rows, .capacity = limits_.capacity};
   KVASIR_ASSIGN_OR_RETURN(selection_.entries,
                           Reserve<kernels::SelectionEntry>(rows * limits_.capacity, entries_));
+  KVASIR_RETURN_IF_ERROR(ReserveArrivals(rows, stream));
   const int64_t single = step.shape.num_single;
   const int64_t workspace_bytes = std::max(
       {SelectWorkspaceBytes(step.shape, limits_, step.kv),
        kernels::AttendDecodeWorkspaceBytes(layout, single, group),
        EndsRows(step.shape) ? kernels::AttendArtWorkspaceBytes(step.kv, single, group) : 0});
   return Reserve<std::byte>(workspace_bytes, workspace_).status();
+}
+
+absl::Status CudaAttention::ReserveArrivals(int64_t rows, const CudaStream& stream) {
+  const int64_t bytes = arrivals_.size_bytes();
+  KVASIR_RETURN_IF_ERROR(Reserve<uint32_t>(rows, arrivals_).status());
+  if (arrivals_.size_bytes() == bytes) return absl::OkStatus();
+  return stream.Clear(arrivals_.data(), arrivals_.size_bytes());
 }
 
 absl::Status CudaAttention::ReservePositions(const StepInputs& inputs, const CudaStep& step,
@@ -152,7 +160,9 @@ absl::Status CudaAttention::Attend(const CudaStep& step, const LayerQueries& que
 }
 
 absl::Status CudaAttention::AttendDecode(const kernels::AttendParams& params, cudaStream_t stream) {
-  return kernels::AttendDecode(params, *maps_, workspace_.data(), stream);
+  return kernels::AttendDecode(params, *maps_, workspace_.data(),
+                               {arrivals_.As<uint32_t>(), static_cast<size_t>(selection_.num_rows)},
+                               stream);
 }
 
 absl::Status CudaAttention::AttendArt(const CudaStep& step, const ArtTerminator& art,
@@ -170,7 +180,7 @@ void CudaAttention::AddToShape(CudaGraphs::Shape& shape) const {
   const auto address = [](const void* memory) { return reinterpret_cast<int64_t>(memory); };
   shape.insert(shape.end(),
                {limits_.group, limits_.capacity, limits_.budget_tokens, limits_.listed_tokens,
-                address(entries_.data()), address(workspace_.data()),
+                address(entries_.data()), address(workspace_.data()), address(arrivals_.data()),
                 address(placed_queries_.data()), address(rope_.cos), address(rope_.sin)});
 }
 

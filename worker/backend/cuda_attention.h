@@ -53,6 +53,8 @@ class CudaAttention {
                      AttentionMeter& meter);
 
  private:
+  // Zeros, where they are new.
+  absl::Status ReserveArrivals(int64_t rows, const CudaStream& stream);
   // Of un-rotated keys, those that the step reads at.
   absl::Status ReservePositions(const StepInputs& inputs, const CudaStep& step,
                                 const CudaStream& stream);
@@ -70,6 +72,7 @@ class CudaAttention {
   kernels::PageSelection selection_;  // headers lie in the step's table
   kernels::DeviceBuffer entries_;
   kernels::DeviceBuffer workspace_;
+  kernels::DeviceBuffer arrivals_;  // of AttendDecode
   kernels::DeviceBuffer placed_queries_;
   kernels::DeviceRopePositions rope_;  // of the step; off: keys are cached rotated
 };

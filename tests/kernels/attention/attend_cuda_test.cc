@@ -41,7 +41,11 @@ absl::Status Decode(const AttendParams& params, const KvTensorMaps& maps) {
   KVASIR_ASSIGN_OR_RETURN(const DeviceBuffer workspace,
                           DeviceBuffer::Allocate(AttendDecodeWorkspaceBytes(
                               params.kv.layout, std::ssize(params.blocks), group)));
-  KVASIR_RETURN_IF_ERROR(AttendDecode(params, maps, workspace.data(), nullptr));
+  const std::vector<uint32_t> none(static_cast<size_t>(params.selection.num_rows));
+  DeviceMemory memory;
+  KVASIR_ASSIGN_OR_RETURN(uint32_t * arrivals, memory.Copy(none.data(), none.size()));
+  KVASIR_RETURN_IF_ERROR(
+      AttendDecode(params, maps, workspace.data(), {arrivals, none.size()}, nullptr));
   return CudaStatus(cudaDeviceSynchronize(), "running the kernel");
 }
 
@@ -142,6 +146,8 @@ TEST_P(AttendCudaTest, ARowWithoutKeysIsZero) {
   AttentionBatch batch(Shape(), 1, 500, 10);
   batch.FillContext(0, 500);
   batch.AddBlock(0, 499, 1, [](int64_t) { return SelectList(0, 500, {{.page = 3}}); });
+  batch.AddBlock(0, 447, 1, [](int64_t) { return SelectList(0, 448, {}); });  // no item, either
+  ASSERT_EQ(NumberItems(SelectList(0, 448, {}).header, 447).num_items, 0);
   ExpectMatchesReference(batch, Decode);
 }
 
@@ -468,7 +474,7 @@ TEST(AttendCudaParams, ATerminatorIsRefused) {
   const Termination termination;
   AttendParams params;
   params.terminations = std::span(&termination, 1);
-  const absl::Status status = AttendDecode(params, KvTensorMaps{}, nullptr, nullptr);
+  const absl::Status status = AttendDecode(params, KvTensorMaps{}, nullptr, {}, nullptr);
   EXPECT_EQ(status.code(), absl::StatusCode::kUnimplemented);
   EXPECT_NE(status.message().find("no terminations"), absl::string_view::npos);
 }
@@ -476,7 +482,7 @@ TEST(AttendCudaParams, ATerminatorIsRefused) {
 TEST(AttendCudaParams, GroupedPositionsAreRefused) {
   AttendParams params;
   params.grouped = {.group_size = 8, .window = 1024};
-  for (const absl::Status& status : {AttendDecode(params, KvTensorMaps{}, nullptr, nullptr),
+  for (const absl::Status& status : {AttendDecode(params, KvTensorMaps{}, nullptr, {}, nullptr),
                                      AttendPrefill(params, KvTensorMaps{}, nullptr)}) {
     EXPECT_EQ(status.code(), absl::StatusCode::kUnimplemented);
     EXPECT_NE(status.message().find("serve without --position-extension=self_extend"),

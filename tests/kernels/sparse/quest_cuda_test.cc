@@ -241,7 +241,10 @@ TEST_P(QuestCudaTest, AttentionReadsTheListsWhereTheyWereWritten) {
                                      .numbers = {device_numbers, numbers.size()},
                                      .faults = p.faults};
         KVASIR_RETURN_IF_ERROR(SelectQuest(select, p.selection, scores.data(), nullptr));
-        KVASIR_RETURN_IF_ERROR(AttendDecode(p, maps, partials.data(), nullptr));
+        const std::vector<uint32_t> none(static_cast<size_t>(p.selection.num_rows));
+        KVASIR_ASSIGN_OR_RETURN(uint32_t * arrivals, memory.Copy(none.data(), none.size()));
+        KVASIR_RETURN_IF_ERROR(
+            AttendDecode(p, maps, partials.data(), {arrivals, none.size()}, nullptr));
         return CudaStatus(cudaDeviceSynchronize(), "running the kernels");
       });
   ASSERT_TRUE(status.ok()) << status;
