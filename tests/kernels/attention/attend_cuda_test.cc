@@ -42,11 +42,15 @@ absl::Status Decode(const AttendParams& params, const KvTensorMaps& maps) {
                           DeviceBuffer::Allocate(AttendDecodeWorkspaceBytes(
                               params.kv.layout, std::ssize(params.blocks), group)));
   const std::vector<uint32_t> none(static_cast<size_t>(params.selection.num_rows));
+  std::vector<uint32_t> left = none;
   DeviceMemory memory;
   KVASIR_ASSIGN_OR_RETURN(uint32_t * arrivals, memory.Copy(none.data(), none.size()));
   KVASIR_RETURN_IF_ERROR(
       AttendDecode(params, maps, workspace.data(), {arrivals, none.size()}, nullptr));
-  return CudaStatus(cudaDeviceSynchronize(), "running the kernel");
+  KVASIR_RETURN_IF_ERROR(CudaStatus(cudaDeviceSynchronize(), "running the kernel"));
+  KVASIR_RETURN_IF_ERROR(
+      DeviceMemory::Fetch(arrivals, left.data(), left.size() * sizeof(left.front())));
+  return left == none ? absl::OkStatus() : absl::InternalError("arrivals are not 0");
 }
 
 absl::Status Prefill(const AttendParams& params, const KvTensorMaps& maps) {
@@ -441,6 +445,7 @@ TEST_P(AttendCudaTest, CountsWhatRowsAttendTo) {
   const int64_t tokens = 2500;
   AttentionBatch batch(Shape(), 1, tokens, 15);
   batch.FillContext(0, tokens);
+  batch.AddBlock(0, 40, 1);  // of one unit
   for (int64_t row = 0; row < kRows; ++row) {
     const int64_t position = tokens - 1 - row * 100;
     if (row == 2) {
