@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <chrono>
 #include <limits>
-#include <numeric>
 #include <set>
 #include <string>
 #include <utility>
@@ -13,7 +12,6 @@
 #include "kernels/base/status_macros.h"
 #include "kernels/sparse/policy.h"
 #include "proto/selector_field.h"
-#include "xxhash.h"
 
 namespace kvasir::worker {
 namespace {
@@ -39,18 +37,6 @@ void AddRestored(kernels::BlockId id, const absl::Status& status, v1::TierReport
   restored.set_block_id(static_cast<uint64_t>(id.value));
   restored.set_error_code(static_cast<int32_t>(status.code()));
   restored.set_error_message(std::string(status.message()));
-}
-
-void AddMasses(std::span<const float> masses, v1::MassSamples& samples) {
-  if (masses.empty()) return;
-  samples.set_samples(masses.size());
-  samples.set_minimum(*std::min_element(masses.begin(), masses.end()));
-  double sum = 0;
-  for (const float mass : masses) {
-    sum += mass;
-    ++(*samples.mutable_by_permille())[static_cast<uint32_t>(mass * 1000)];
-  }
-  samples.set_sum(sum);
 }
 
 // Options of a method as its message names them; added to the `shape` that tells policies apart.
@@ -99,7 +85,10 @@ kvstore::KvShard KvShardOf(const EngineOptions& options, const Transformer& mode
 }
 
 Engine::Engine(const EngineOptions& options, Transformer& model, Collective& collective)
-    : options_(options), model_(model), collective_(collective), meter_(options.mass_sample_rate) {}
+    : options_(options),
+      model_(model),
+      collective_(collective),
+      steps_{EngineStep(options.mass_sample_rate), EngineStep(options.mass_sample_rate)} {}
 
 absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(const EngineOptions& options,
                                                        Transformer& model, Collective& collective,
@@ -188,22 +177,58 @@ bool Engine::AnyNeedsKeyCodes() const {
 }
 
 absl::StatusOr<v1::StepReply> Engine::Step(const v1::StepPlan& plan) {
-  if (!broken_.ok()) return broken_;
-  const auto start = std::chrono::steady_clock::now();
-  absl::StatusOr<v1::StepReply> reply = CarryOut(plan);
-  if (!reply.ok()) {
-    broken_ = reply.status();
-    return reply;
+  KVASIR_RETURN_IF_ERROR(Begin(plan));
+  return Finish();
+}
+
+// Whatever changes more than the rows' own tokens and blocks waits: sequences come and go, and
+// memory is taken and given back, with nothing under way.
+bool Engine::MayBegin(const v1::StepPlan& plan) const {
+  if (begun_ == finished_) return true;
+  if (begun_ - finished_ == kMostSteps || !model_.backend().RunsAhead()) return false;
+  if (!plan.free_slots().empty() || !plan.persists().empty() || !plan.drop_blocks().empty() ||
+      !plan.restores().empty() || !plan.starts().empty()) {
+    return false;
   }
-  reply->set_step_s(
-      std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+  return std::all_of(plan.rows().begin(), plan.rows().end(), [this](const v1::StepRow& row) {
+    const Sequence* sequence = slots_->Find(row.slot());
+    return sequence != nullptr && !CountsTokens(sequence->sampling) &&
+           int64_t{row.begin()} == sequence->kv_length &&
+           (sequence->memory != nullptr || !Remembers(*sequence));
+  });
+}
+
+absl::Status Engine::Begin(const v1::StepPlan& plan) {
+  KVASIR_RETURN_IF_ERROR(broken_);
+  EngineStep& step = steps_[begun_ % kMostSteps];
+  step.begun = std::chrono::steady_clock::now();
+  broken_ = CarryOut(plan, step);
+  ++begun_;
+  return broken_;
+}
+
+absl::StatusOr<v1::StepReply> Engine::Finish() {
+  KVASIR_RETURN_IF_ERROR(broken_);
+  KVASIR_CHECK(begun_ > finished_);
+  EngineStep& step = steps_[finished_ % kMostSteps];
+  broken_ = Collect(step);
+  ++finished_;
+  KVASIR_RETURN_IF_ERROR(broken_);
+  v1::StepReply reply = std::move(step.reply);
+  FillReply(step, reply);
+  // One that began while another was under way has the time since that one's end.
+  const auto now = std::chrono::steady_clock::now();
+  const auto begun = std::max(step.begun, std::exchange(last_finish_, now));
+  reply.set_step_s(std::chrono::duration<double>(now - begun).count());
   return reply;
 }
 
-absl::StatusOr<v1::StepReply> Engine::CarryOut(const v1::StepPlan& plan) {
+absl::Status Engine::CarryOut(const v1::StepPlan& plan, EngineStep& step) {
   KVASIR_RETURN_IF_ERROR(CheckPlan(plan));
   last_plan_ = plan.step();
-  v1::StepReply reply;
+  step.reply.Clear();
+  step.reply.set_group_epoch(plan.group_epoch());
+  step.reply.set_step(plan.step());
   for (const v1::BlockSeal& seal : plan.seals()) KVASIR_RETURN_IF_ERROR(slots_->Seal(seal));
   for (const uint32_t slot : plan.free_slots()) KVASIR_RETURN_IF_ERROR(slots_->Free(slot));
   for (const v1::BlockPersist& persist : plan.persists()) {
@@ -213,15 +238,17 @@ absl::StatusOr<v1::StepReply> Engine::CarryOut(const v1::StepPlan& plan) {
     slots_->Drop(kernels::BlockId(static_cast<int64_t>(id)));
   }
   for (const v1::BlockRestore& restore : plan.restores()) KVASIR_RETURN_IF_ERROR(Restore(restore));
-  rows_.clear();
-  KVASIR_ASSIGN_OR_RETURN(const bool missing, AnyRankMisses(plan, reply));
+  step.rows.clear();
+  step.works.clear();
+  KVASIR_ASSIGN_OR_RETURN(const bool missing, AnyRankMisses(plan, step.reply));
+  std::vector<Truncation> truncations;
   if (!missing) {
     KVASIR_RETURN_IF_ERROR(StartSequences(plan));
-    KVASIR_RETURN_IF_ERROR(PrepareRows(plan));
-    KVASIR_RETURN_IF_ERROR(Compute());
+    KVASIR_RETURN_IF_ERROR(PrepareRows(plan, step, truncations));
   }
-  FillReply(plan, reply);
-  return reply;
+  step.batch = MakeStepBatch(step.works, selectors_, std::move(truncations));
+  step.meter.BeginStep(step.batch);
+  return step.works.empty() ? absl::OkStatus() : Compute(step);
 }
 
 absl::Status Engine::CheckPlan(const v1::StepPlan& plan) const {
@@ -275,22 +302,22 @@ absl::Status Engine::StartSequences(const v1::StepPlan& plan) {
   return absl::OkStatus();
 }
 
-absl::Status Engine::PrepareRows(const v1::StepPlan& plan) {
-  works_.clear();
-  truncations_.clear();
+absl::Status Engine::PrepareRows(const v1::StepPlan& plan, EngineStep& step,
+                                 std::vector<Truncation>& truncations) {
   for (const v1::StepRow& plan_row : plan.rows()) {
-    Row row = {.slot = plan_row.slot()};
+    EngineRow row = {.slot = plan_row.slot()};
     if (const auto started = started_.extract(row.slot)) row.cached = started.mapped();
     if (slots_->IsLeftOut(plan_row.slot())) {
-      rows_.push_back(std::move(row));
+      step.rows.push_back(std::move(row));
       continue;
     }
-    absl::StatusOr<RowWork> work = slots_->Prepare(plan_row, truncations_);
+    absl::StatusOr<RowWork> work = slots_->Prepare(plan_row, truncations);
     if (work.ok()) {
       KVASIR_RETURN_IF_ERROR(
           RememberSelections(slots_->at(row.slot), work->begin + work->num_tokens));
-      row.computed = std::ssize(works_);
-      works_.push_back(*work);
+      row.computed = std::ssize(step.works);
+      work->fed_by = FedBy(*work);
+      step.works.push_back(*work);
     } else if (absl::IsResourceExhausted(work.status())) {
       // Stores of equal size fill up equally, so all ranks leave the row out, and those behind it.
       slots_->at(row.slot).failed = work.status();
@@ -298,16 +325,32 @@ absl::Status Engine::PrepareRows(const v1::StepPlan& plan) {
     } else {
       return work.status();
     }
-    rows_.push_back(std::move(row));
+    step.rows.push_back(std::move(row));
   }
   return absl::OkStatus();
 }
 
+// A token that is not known is the last of those that the step under way samples for its slot.
+int64_t Engine::FedBy(const RowWork& work) const {
+  if (work.sequence->tokens[static_cast<size_t>(work.begin)] != kTokenToCome) return -1;
+  const EngineStep& before = steps_[finished_ % kMostSteps];
+  const std::vector<int64_t>& rows = before.batch.sampled_rows;
+  const auto of_slot = std::find_if(rows.begin(), rows.end(), [&](int64_t row) {
+    return before.works[static_cast<size_t>(row)].slot == work.slot;
+  });
+  KVASIR_CHECK(begun_ > finished_ && of_slot != rows.end());
+  return of_slot - rows.begin();
+}
+
+bool Engine::Remembers(const Sequence& sequence) const {
+  return selectors_[static_cast<size_t>(sequence.decode.selector)].reuse != nullptr;
+}
+
 absl::Status Engine::RememberSelections(Sequence& sequence, int64_t end) const {
-  const ServedSelector& served = selectors_[static_cast<size_t>(sequence.decode.selector)];
-  if (served.reuse == nullptr || sequence.memory != nullptr || end <= sequence.prompt_size) {
+  if (!Remembers(sequence) || sequence.memory != nullptr || end <= sequence.prompt_size) {
     return absl::OkStatus();
   }
+  const ServedSelector& served = selectors_[static_cast<size_t>(sequence.decode.selector)];
   const ShardPlan& shard = model_.options().shard;
   const int64_t group = shard.query_heads.size() * shard.kv_replicas / shard.kv_heads.size();
   kernels::SelectionNumbers largest = sequence.decode.numbers;
@@ -324,66 +367,80 @@ absl::Status Engine::RememberSelections(Sequence& sequence, int64_t end) const {
   return absl::OkStatus();
 }
 
-absl::Status Engine::Compute() {
-  if (works_.empty()) return absl::OkStatus();
-  StepBatch batch = MakeStepBatch(works_, selectors_, std::exchange(truncations_, {}));
-  AskForTokens(batch);
+absl::Status Engine::Compute(EngineStep& step) {
+  // Before options refer to the tokens, which may move.
+  for (const RowWork& work : step.works) {
+    if (work.sample) slots_->at(work.slot).tokens.push_back(kTokenToCome);
+  }
+  AskForTokens(step);
   KVASIR_ASSIGN_OR_RETURN(const kernels::PagedKv kv, store_->BeginStep(++kv_step_));
-  meter_.BeginStep(batch);
-  KVASIR_RETURN_IF_ERROR(model_.Forward({.batch = batch,
+  KVASIR_RETURN_IF_ERROR(model_.Forward({.batch = step.batch,
                                          .kv = kv,
                                          .activations = activations_,
-                                         .meter = meter_,
+                                         .meter = step.meter,
                                          .collective = collective_}));
   KVASIR_RETURN_IF_ERROR(store_->EndStep());
+  for (const RowWork& work : step.works) {
+    slots_->at(work.slot).kv_length = work.begin + work.num_tokens;
+  }
+  return absl::OkStatus();
+}
+
+void Engine::AskForTokens(EngineStep& step) {
+  StepBatch& batch = step.batch;
+  const size_t count = batch.sampled_rows.size();
+  const int64_t vocab = model_.options().config.vocab_size;
+  step.sampling_buffers.assign(count, {});
+  for (size_t i = 0; i < count; ++i) {
+    const RowWork& work = step.works[static_cast<size_t>(batch.sampled_rows[i])];
+    batch.sampling.push_back(MakeSamplingOptions(*work.sequence, work.begin + work.num_tokens,
+                                                 vocab, step.sampling_buffers[i]));
+  }
+  batch.keeps_logits = logits_tap_ != nullptr;
+  if (batch.is_fed()) ++fed_steps_;
+}
+
+absl::Status Engine::Collect(EngineStep& step) {
+  if (step.works.empty()) return absl::OkStatus();
   StepResult result;
   KVASIR_RETURN_IF_ERROR(model_.backend().Collect(result));
-  for (size_t r = 0; r < works_.size(); ++r) {
-    Sequence& sequence = slots_->at(works_[r].slot);
-    sequence.kv_length = works_[r].begin + works_[r].num_tokens;
+  for (size_t r = 0; r < step.works.size(); ++r) {
+    const RowWork& work = step.works[r];
+    Sequence& sequence = slots_->at(work.slot);
     if (result.row_is_finite[r] == 0 && sequence.failed.ok()) {
       sequence.failed = absl::DataLossError(
           "NaN or infinity in the hidden state: weights or KV are corrupt, or KV was absent");
     }
-    if (sequence.failed.ok()) sequence.sound_length = sequence.kv_length;
+    if (sequence.failed.ok()) sequence.sound_length = work.begin + work.num_tokens;
   }
-  TakeTokens(batch, result);
+  TakeTokens(step, result);
   FailCorruptSequences();
   return absl::OkStatus();
 }
 
-void Engine::AskForTokens(StepBatch& batch) {
-  const size_t count = batch.sampled_rows.size();
-  const int64_t vocab = model_.options().config.vocab_size;
-  sampling_buffers_.assign(count, {});
-  for (size_t i = 0; i < count; ++i) {
-    const RowWork& work = works_[static_cast<size_t>(batch.sampled_rows[i])];
-    batch.sampling.push_back(MakeSamplingOptions(*work.sequence, work.begin + work.num_tokens,
-                                                 vocab, sampling_buffers_[i]));
-  }
-  batch.keeps_logits = logits_tap_ != nullptr;
-}
-
-void Engine::TakeTokens(const StepBatch& batch, const StepResult& result) {
-  for (size_t i = 0; i < batch.sampled_rows.size(); ++i) {
-    const RowWork& work = works_[static_cast<size_t>(batch.sampled_rows[i])];
+void Engine::TakeTokens(EngineStep& step, const StepResult& result) {
+  for (size_t i = 0; i < step.batch.sampled_rows.size(); ++i) {
+    const int64_t row = step.batch.sampled_rows[i];
+    const RowWork& work = step.works[static_cast<size_t>(row)];
+    const int64_t position = work.begin + work.num_tokens;
     if (logits_tap_) {
       const int64_t vocab = result.logits.dim(1);
-      const float* row = result.logits.As<float>() + static_cast<int64_t>(i) * vocab;
-      logits_tap_(work.slot, work.begin + work.num_tokens - 1, {row, static_cast<size_t>(vocab)});
+      const float* logits = result.logits.As<float>() + static_cast<int64_t>(i) * vocab;
+      logits_tap_(work.slot, position - 1, {logits, static_cast<size_t>(vocab)});
     }
     const kernels::SampledToken& token = result.tokens[i];
     Sequence& sequence = slots_->at(work.slot);
+    sequence.tokens[static_cast<size_t>(position)] =
+        token.status.ok() ? token.token : kTokenOfFailure;
     if (!token.status.ok()) {
       if (sequence.failed.ok()) sequence.failed = token.status;
-      sequence.tokens.push_back(kTokenOfFailure);
       continue;
     }
-    sequence.tokens.push_back(token.token);
-    for (Row& row : rows_) {
-      if (row.computed != batch.sampled_rows[i]) continue;
-      row.token = token.token;
-      if (sequence.sampling.has_logprobs()) row.logprobs = Logprobs(token, sampling_buffers_[i]);
+    const auto answered = std::find_if(step.rows.begin(), step.rows.end(),
+                                       [row](const EngineRow& r) { return r.computed == row; });
+    answered->token = token.token;
+    if (sequence.sampling.has_logprobs()) {
+      answered->logprobs = Logprobs(token, step.sampling_buffers[i]);
     }
   }
 }
@@ -426,25 +483,8 @@ v1::TierReport Engine::TakeTierReport() {
   return report;
 }
 
-void Engine::FillReply(const v1::StepPlan& plan, v1::StepReply& reply) const {
-  reply.set_group_epoch(plan.group_epoch());
-  reply.set_step(plan.step());
-  std::vector<int64_t> sampled;  // what the ranks must agree on
-  for (const Row& row : rows_) {
-    const Sequence& sequence = slots_->at(row.slot);
-    v1::RowResult& result = *reply.add_results();
-    result.set_slot(static_cast<uint32_t>(row.slot));
-    if (row.token >= 0) sampled.insert(sampled.end(), {row.slot, row.token});
-    if (!sequence.failed.ok()) {
-      result.set_error_code(static_cast<int32_t>(sequence.failed.code()));
-      result.set_error_message(std::string(sequence.failed.message()));
-    } else if (row.token >= 0) {
-      result.set_token_id(static_cast<uint32_t>(row.token));
-      if (row.logprobs.has_value()) *result.mutable_logprobs() = *row.logprobs;
-    }
-    FillAccounting(row, *result.mutable_accounting());
-  }
-  reply.set_token_hash(XXH3_64bits(sampled.data(), sampled.size() * sizeof(int64_t)));
+void Engine::FillReply(const EngineStep& step, v1::StepReply& reply) const {
+  FillResults(step, *slots_, reply);
   const kvstore::KvStoreStats stats = store_->stats();
   v1::TierUsage& tiers = *reply.mutable_tiers();
   tiers.set_device_pages_used(static_cast<uint64_t>(stats.device_pages_used));
@@ -453,39 +493,6 @@ void Engine::FillReply(const v1::StepPlan& plan, v1::StepReply& reply) const {
   tiers.set_host_blocks_total(static_cast<uint64_t>(stats.host_blocks_total));
   tiers.set_disk_blocks_used(static_cast<uint64_t>(stats.tier.blocks));
   tiers.set_disk_blocks_total(static_cast<uint64_t>(stats.tier.capacity_blocks));
-}
-
-void Engine::FillAccounting(const Row& row, v1::RowAccounting& accounting) const {
-  accounting.set_cached_device_tokens(static_cast<uint32_t>(row.cached.device_tokens));
-  accounting.set_cached_host_tokens(static_cast<uint32_t>(row.cached.host_tokens));
-  accounting.set_cached_disk_tokens(static_cast<uint32_t>(row.cached.disk_tokens));
-  if (row.computed < 0) return;
-  const RowAttention& attention = meter_.row(row.computed);
-  AttentionCounts counts;
-  for (const AttentionCounts& phase : attention.counts) counts += phase;
-  accounting.set_blocks_total(static_cast<uint64_t>(counts.total));
-  accounting.set_skipped_selected_out(static_cast<uint64_t>(counts.selected_out));
-  accounting.set_skipped_window(static_cast<uint64_t>(counts.window));
-  accounting.set_skipped_pruned(static_cast<uint64_t>(counts.pruned));
-  accounting.set_skipped_terminated(static_cast<uint64_t>(counts.terminated));
-  accounting.set_page_hits(static_cast<uint64_t>(counts.device_reads));
-  accounting.set_page_misses(static_cast<uint64_t>(counts.host_reads));
-  if (counts.stages_run[0] + counts.stages_reused[0] > 0) {
-    accounting.mutable_stages_run()->Add(counts.stages_run.begin(), counts.stages_run.end());
-    accounting.mutable_stages_reused()->Add(counts.stages_reused.begin(),
-                                            counts.stages_reused.end());
-  }
-  accounting.set_attended_tokens(static_cast<uint64_t>(
-      std::accumulate(attention.budgets.begin(), attention.budgets.end(), int64_t{0})));
-  accounting.set_attending_rows(attention.budgets.size());
-  AddMasses(attention.masses, *accounting.mutable_measured_mass());
-  AddMasses(attention.estimates, *accounting.mutable_estimated_mass());
-  if (attention.contract.rows == 0) return;
-  v1::ContractReport& contract = *accounting.mutable_contract();
-  contract.set_selections(static_cast<uint64_t>(attention.contract.rows));
-  contract.set_dense(static_cast<uint64_t>(attention.contract.dense));
-  contract.set_widened(static_cast<uint64_t>(attention.contract.widened));
-  contract.set_missed(static_cast<uint64_t>(attention.contract.missed));
 }
 
 }  // namespace kvasir::worker

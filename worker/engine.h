@@ -9,6 +9,8 @@
 // that was planned before the coordinator heard of the error.
 #pragma once
 
+#include <array>
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -24,11 +26,10 @@
 #include "kernels/base/buffer.h"
 #include "kvstore/kv_store.h"
 #include "proto/kvasir/v1/worker.pb.h"
-#include "worker/attention_meter.h"
+#include "worker/engine_step.h"
 #include "worker/model/activations.h"
 #include "worker/model/transformer.h"
 #include "worker/parallel/collective.h"
-#include "worker/row_sampling.h"
 #include "worker/slot_table.h"
 #include "worker/step_batch.h"
 
@@ -68,6 +69,19 @@ class Engine {
   // epoch or an old step, INTERNAL for one that contradicts itself or what went before.
   absl::StatusOr<v1::StepReply> Step(const v1::StepPlan& plan);
 
+  // The same in two parts: replies come in the order of plans, and where the backend runs ahead the
+  // next plan may begin before the last one's reply is made. Then the device has what follows when
+  // it is done: tokens are fed there, from one step to the next.
+  // REQUIRES: MayBegin; something has begun.
+  bool MayBegin(const v1::StepPlan& plan) const;
+  absl::Status Begin(const v1::StepPlan& plan);
+  absl::StatusOr<v1::StepReply> Finish();
+  bool IsUnderWay() const { return begun_ > finished_; }
+  // Whether Finish would not wait. REQUIRES: IsUnderWay.
+  bool IsOver() const {
+    return steps_[finished_ % kMostSteps].works.empty() || model_.backend().IsOver();
+  }
+
   // --- the tier below, between steps ---
 
   // All that is stored there, in reports of bounded size: before the first step.
@@ -83,8 +97,11 @@ class Engine {
     if (broken_.ok()) store_->Flush();
   }
 
-  // What attention did in the last step that computed something.
-  const AttentionMeter& meter() const { return meter_; }
+  // What attention did in the step that was finished last. REQUIRES: one was, and at most one has
+  // begun behind it.
+  const AttentionMeter& meter() const { return steps_[(finished_ - 1) % kMostSteps].meter; }
+  // Steps with tokens that were not known when they began.
+  int64_t fed_steps() const { return fed_steps_; }
   const kvstore::KvStore& store() const { return *store_; }
   // Reserved for selections that serve later steps.
   int64_t selection_memory_bytes() const { return slots_->selection_memory_bytes(); }
@@ -93,14 +110,7 @@ class Engine {
   void set_logits_tap(LogitsTap tap) { logits_tap_ = std::move(tap); }
 
  private:
-  // One row of the plan while it is worked on.
-  struct Row {
-    int64_t slot = 0;
-    int32_t token = -1;  // sampled
-    std::optional<v1::TokenLogprobs> logprobs = {};
-    CachedPrefix cached = {};
-    int64_t computed = -1;  // index into works_; -1: not computed
-  };
+  static constexpr uint64_t kMostSteps = 2;  // under way
 
   Engine(const EngineOptions& options, Transformer& model, Collective& collective);
 
@@ -108,21 +118,25 @@ class Engine {
   absl::StatusOr<int64_t> ServeSelector(const v1::AttentionPolicy& policy);
   bool AnyNeedsKeyCodes() const;
   absl::Status CheckPlan(const v1::StepPlan& plan) const;
-  absl::StatusOr<v1::StepReply> CarryOut(const v1::StepPlan& plan);
+  absl::Status CarryOut(const v1::StepPlan& plan, EngineStep& step);
   // Fills the reply's missing_blocks. True: some rank misses something, and nothing is computed.
   absl::StatusOr<bool> AnyRankMisses(const v1::StepPlan& plan, v1::StepReply& reply);
   absl::Status Restore(const v1::BlockRestore& restore);
   absl::Status StartSequences(const v1::StepPlan& plan);
-  absl::Status PrepareRows(const v1::StepPlan& plan);
+  absl::Status PrepareRows(const v1::StepPlan& plan, EngineStep& step,
+                           std::vector<Truncation>& truncations);
+  int64_t FedBy(const RowWork& work) const;
+  // Whether its generated tokens reuse each other's selections.
+  bool Remembers(const Sequence& sequence) const;
   // Gives the sequence memory for its selections if it is to generate and its policy reuses them.
   absl::Status RememberSelections(Sequence& sequence, int64_t end) const;
-  absl::Status Compute();
+  absl::Status Compute(EngineStep& step);
+  absl::Status Collect(EngineStep& step);
   // How the batch's tokens are to be sampled; and what became of them.
-  void AskForTokens(StepBatch& batch);
-  void TakeTokens(const StepBatch& batch, const StepResult& result);
+  void AskForTokens(EngineStep& step);
+  void TakeTokens(EngineStep& step, const StepResult& result);
   void FailCorruptSequences();
-  void FillReply(const v1::StepPlan& plan, v1::StepReply& reply) const;
-  void FillAccounting(const Row& row, v1::RowAccounting& accounting) const;
+  void FillReply(const EngineStep& step, v1::StepReply& reply) const;
 
   const EngineOptions options_;
   Transformer& model_;
@@ -136,7 +150,6 @@ class Engine {
   std::unique_ptr<kvstore::KvStore> store_;
   std::unique_ptr<SlotTable> slots_;
   Activations activations_;
-  AttentionMeter meter_;
   LogitsTap logits_tap_;
 
   absl::Status broken_;
@@ -145,11 +158,11 @@ class Engine {
   std::map<int64_t, CachedPrefix> started_;  // by slot, until the first row is answered
   v1::TierReport tier_report_;               // what the store does not know to report
 
-  // Of the plan that is being carried out.
-  std::vector<Row> rows_;
-  std::vector<RowWork> works_;
-  std::vector<Truncation> truncations_;
-  std::vector<RowSamplingBuffers> sampling_buffers_;  // of the rows that sample
+  // Plan n is in steps_[n % kMostSteps], counted from 0.
+  std::array<EngineStep, kMostSteps> steps_;
+  uint64_t begun_ = 0, finished_ = 0;
+  std::chrono::steady_clock::time_point last_finish_ = {};
+  int64_t fed_steps_ = 0;
 };
 
 }  // namespace kvasir::worker

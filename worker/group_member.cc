@@ -1,5 +1,6 @@
 #include "worker/group_member.h"
 
+#include <deque>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -23,6 +24,10 @@ constexpr double kMaxGb = 100'000;
 constexpr double kMaxDiskGb = 1'000'000;
 // Between two looks at a busy tier while there are no plans.
 constexpr absl::Duration kTierPoll = absl::Milliseconds(1);
+// Between two looks at a device that is at a step, while there is no plan to follow it; and how
+// long one is looked for: what follows is sent at once.
+constexpr absl::Duration kDevicePoll = absl::Microseconds(50);
+constexpr int64_t kMostDevicePolls = 200;
 
 absl::Status CheckShardPlan(const v1::ShardPlan& plan) {
   const auto bad = [](const auto&... what) {
@@ -189,23 +194,48 @@ v1::WorkerMessage GroupMember::MakeReady(const Engine& engine) const {
 }
 
 absl::Status GroupMember::RunPlans(Engine& engine, CoordinatorStream& stream) {
+  std::deque<v1::StepPlan> under_way;  // in the engine
+  const auto answer = [&]() -> absl::Status {
+    KVASIR_RETURN_IF_ERROR(Answer(under_way.front(), engine, stream));
+    under_way.pop_front();
+    return absl::OkStatus();
+  };
   for (;;) {
-    while (engine.TierIsBusy() && !stream.WaitReadable(kTierPoll)) {
+    // Until there is a plan; a step that is over before is answered.
+    for (int64_t polls = 0; !under_way.empty(); ++polls) {
+      if (engine.IsOver() || polls >= kMostDevicePolls) {
+        KVASIR_RETURN_IF_ERROR(answer());
+      } else if (stream.WaitReadable(kDevicePoll)) {
+        break;
+      }
+    }
+    while (under_way.empty() && engine.TierIsBusy() && !stream.WaitReadable(kTierPoll)) {
       engine.PollTier();
       ReportTier(engine, stream);
     }
-    const std::optional<v1::CoordinatorMessage> message = stream.Read();
+    std::optional<v1::CoordinatorMessage> message = stream.Read();
+    // Nobody hears of what is under way, but the device must be done with the engine's memory.
+    while (!message && !under_way.empty()) KVASIR_RETURN_IF_ERROR(answer());
     if (!message) return absl::OkStatus();
     if (!message->has_step_plan()) {
       return absl::FailedPreconditionError("expected a StepPlan: a stream forms one group");
     }
-    KVASIR_ASSIGN_OR_RETURN(v1::StepReply reply, engine.Step(message->step_plan()));
-    metrics_.RecordStep(engine, message->step_plan(), reply);
-    ReportTier(engine, stream);
-    v1::WorkerMessage answer;
-    *answer.mutable_step_reply() = std::move(reply);
-    stream.Write(std::move(answer));
+    v1::StepPlan& plan = *message->mutable_step_plan();
+    while (!engine.MayBegin(plan)) KVASIR_RETURN_IF_ERROR(answer());
+    KVASIR_RETURN_IF_ERROR(engine.Begin(plan));
+    under_way.push_back(std::move(plan));
   }
+}
+
+absl::Status GroupMember::Answer(const v1::StepPlan& plan, Engine& engine,
+                                 CoordinatorStream& stream) {
+  KVASIR_ASSIGN_OR_RETURN(v1::StepReply reply, engine.Finish());
+  metrics_.RecordStep(engine, plan, reply);
+  ReportTier(engine, stream);
+  v1::WorkerMessage message;
+  *message.mutable_step_reply() = std::move(reply);
+  stream.Write(std::move(message));
+  return absl::OkStatus();
 }
 
 void GroupMember::ReportTier(Engine& engine, CoordinatorStream& stream) {

@@ -5,6 +5,11 @@
 
 namespace kvasir::worker {
 
+bool CountsTokens(const v1::RowSampling& sampling) {
+  return sampling.repetition_penalty() != 1 || sampling.frequency_penalty() != 0 ||
+         sampling.presence_penalty() != 0;
+}
+
 kernels::SamplingOptions MakeSamplingOptions(const Sequence& sequence, int64_t position,
                                              int64_t vocab_size, RowSamplingBuffers& buffers) {
   const v1::RowSampling& sampling = sequence.sampling;
@@ -16,8 +21,13 @@ kernels::SamplingOptions MakeSamplingOptions(const Sequence& sequence, int64_t p
     buffers.biases.push_back({.token = static_cast<int32_t>(bias.token_id()), .bias = bias.bias()});
   }
   buffers.top.resize(static_cast<size_t>(std::min<int64_t>(sampling.logprobs(), vocab_size)));
-  const auto known = std::span<const int32_t>(sequence.tokens).first(static_cast<size_t>(position));
-  const auto prompt_size = static_cast<size_t>(sequence.prompt_size);
+  std::span<const int32_t> prompt, output;
+  if (CountsTokens(sampling)) {
+    const auto known =
+        std::span<const int32_t>(sequence.tokens).first(static_cast<size_t>(position));
+    prompt = known.first(static_cast<size_t>(sequence.prompt_size));
+    output = known.subspan(prompt.size());
+  }
   return {.temperature = sampling.temperature(),
           .top_k = sampling.top_k(),
           .top_p = sampling.top_p(),
@@ -29,8 +39,8 @@ kernels::SamplingOptions MakeSamplingOptions(const Sequence& sequence, int64_t p
           .repetition_penalty = sampling.repetition_penalty(),
           .frequency_penalty = sampling.frequency_penalty(),
           .presence_penalty = sampling.presence_penalty(),
-          .prompt = known.first(prompt_size),
-          .output = known.subspan(prompt_size),
+          .prompt = prompt,
+          .output = output,
           .wants_logprob = sampling.has_logprobs(),
           .top = buffers.top};
 }

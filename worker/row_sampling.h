@@ -20,8 +20,11 @@ struct RowSamplingBuffers {
   std::vector<kernels::TokenLogprob> top;
 };
 
-// Of the token at `position`, which follows all earlier ones. The options refer to `sequence` and
-// to `buffers`.
+// Whether the options depend on which tokens the sequence has, and not on how many only.
+bool CountsTokens(const v1::RowSampling& sampling);
+
+// Of the token at `position`, which follows all earlier ones. The options refer to `buffers`, and
+// to `sequence` if they count tokens.
 kernels::SamplingOptions MakeSamplingOptions(const Sequence& sequence, int64_t position,
                                              int64_t vocab_size, RowSamplingBuffers& buffers);
 

@@ -33,10 +33,10 @@ struct PhasePolicy {
 
 struct Sequence {
   kernels::SequenceId id;
-  std::vector<int32_t> tokens;  // the prompt, then what was sampled
+  std::vector<int32_t> tokens;  // the prompt, then what was sampled, or kTokenToCome
   int64_t prompt_size = 0;
   int64_t given_size = 0;    // tokens known at the start: more than the prompt if resumed
-  int64_t kv_length = 0;     // positions [0, kv_length) have their KV in `blocks`
+  int64_t kv_length = 0;     // positions [0, kv_length) have their KV in `blocks`, or will soon
   int64_t sound_length = 0;  // of these, computed before anything failed
   std::vector<kernels::BlockId> blocks;  // bound to the slot, in order
   v1::RowSampling sampling;
@@ -62,7 +62,13 @@ struct RowWork {
   int64_t num_tokens = 0;
   bool sample = false;
   const Sequence* sequence = nullptr;
+  // Its one token is what the step before samples, which is under way: the index among what that
+  // step samples. -1: its tokens are known.
+  int64_t fed_by = -1;
 };
+
+// Stands in Sequence::tokens for a token that is being sampled.
+inline constexpr int32_t kTokenToCome = -1;
 
 // A block whose page bounds must be made anew from its first tokens before it is appended to.
 using Truncation = kernels::BlockKeys;

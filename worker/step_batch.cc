@@ -73,6 +73,7 @@ StepBatch MakeStepBatch(std::span<const RowWork> rows, std::span<const ServedSel
     for (int64_t i = 0; i < work.num_tokens; ++i) {
       const int64_t position = work.begin + i;
       batch.tokens.push_back(work.sequence->tokens[static_cast<size_t>(position)]);
+      batch.fed_by.push_back(static_cast<int32_t>(work.fed_by));
       batch.positions.push_back(position);
     }
     CutRow(work, static_cast<int64_t>(r), first_row, pieces);

@@ -11,6 +11,7 @@
 // without state.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -55,6 +56,7 @@ struct BlockInfo {
 
 struct StepBatch {
   std::vector<int32_t> tokens;
+  std::vector<int32_t> fed_by;  // of each token: RowWork::fed_by
   std::vector<int64_t> positions;
   // First token of each row, and the end: row r has tokens [row_begins[r], row_begins[r + 1]).
   std::vector<int64_t> row_begins;
@@ -74,6 +76,9 @@ struct StepBatch {
   bool keeps_logits = false;  // they are wanted in host memory
 
   int64_t num_tokens() const { return static_cast<int64_t>(tokens.size()); }
+  bool is_fed() const {
+    return std::any_of(fed_by.begin(), fed_by.end(), [](int32_t index) { return index >= 0; });
+  }
 };
 
 // REQUIRES: the rows were checked by the slot table; selector indices are within `selectors`; a

@@ -434,7 +434,19 @@ __global__ void __launch_bounds__(kThreads) SamplingKernel(const SamplingLaunch 
   if (threadIdx.x == 0) p.found[blockIdx.x] = found;
 }
 
+__global__ void FeedKernel(const FeedLaunch feed) {
+  const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (i >= feed.num_tokens || feed.fed_by[i] < 0) return;
+  feed.tokens[i] = feed.found[feed.fed_by[i]].token;
+}
+
 }  // namespace
+
+cudaError_t LaunchFeed(const FeedLaunch& params, cudaStream_t stream) {
+  const auto blocks = static_cast<unsigned>((params.num_tokens + kThreads - 1) / kThreads);
+  FeedKernel<<<blocks, kThreads, 0, stream>>>(params);
+  return cudaGetLastError();
+}
 
 cudaError_t LaunchSampling(const SamplingLaunch& params, int64_t rows, cudaStream_t stream) {
   SamplingKernel<<<static_cast<unsigned>(rows), kThreads, 0, stream>>>(params);

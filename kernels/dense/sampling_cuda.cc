@@ -26,8 +26,19 @@ int64_t MostChanges(const SamplingOptions& options, int64_t vocab) {
          (HasPenalties(options) ? std::min(seen, vocab) : 0);
 }
 
-// What a block holds, in this order: where records and results lie depends on the number of rows
-// only, so that a launch does, too.
+// Where records and results lie depends on the number of rows only, so that a launch does, too.
+struct RowPieces {
+  SamplingRecord* records;
+  FoundToken* found;
+};
+
+RowPieces PiecesOf(std::byte* block, int64_t rows) {
+  ScratchPieces pieces(block);
+  SamplingRecord* const records = pieces.Take<SamplingRecord>(rows);
+  return {.records = records, .found = pieces.Take<FoundToken>(rows)};
+}
+
+// What a block holds, in this order.
 struct Block {
   SamplingRecord* records;
   FoundToken* found;
@@ -119,13 +130,24 @@ absl::Status Sample(const DeviceSamplingParams& params, cudaStream_t stream) {
   KVASIR_RETURN_IF_ERROR(check.status());
   KVASIR_RETURN_IF_ERROR(RequireDeviceMemory("sampling", {params.logits}));
   if (rows == 0) return absl::OkStatus();
-  ScratchPieces pieces(params.block);
+  const RowPieces pieces = PiecesOf(params.block, rows);
   const SamplingLaunch launch = {.logits = params.logits.As<float>(),
                                  .vocab = vocab,
                                  .changed = params.changed,
-                                 .records = pieces.Take<SamplingRecord>(rows),
-                                 .found = pieces.Take<FoundToken>(rows)};
+                                 .records = pieces.records,
+                                 .found = pieces.found};
   return CudaStatus(LaunchSampling(launch, rows, stream), "launching sampling");
+}
+
+absl::Status FeedTokens(const FeedParams& params, cudaStream_t stream) {
+  if (params.tokens.empty()) return absl::OkStatus();
+  KVASIR_CHECK(params.fed_by.size() == params.tokens.size());
+  const RowPieces pieces = PiecesOf(params.block, params.rows);
+  const FeedLaunch launch = {.found = pieces.found,
+                             .fed_by = params.fed_by.data(),
+                             .tokens = params.tokens.data(),
+                             .num_tokens = std::ssize(params.tokens)};
+  return CudaStatus(LaunchFeed(launch, stream), "launching the feed of tokens");
 }
 
 void ReadSamplingBlock(std::span<const SamplingOptions> options, int64_t vocab, std::byte* memory,

@@ -38,6 +38,17 @@ struct DeviceSamplingParams {
 // May be captured in a graph: it depends on the params alone, not on what the block says.
 absl::Status Sample(const DeviceSamplingParams& params, cudaStream_t stream);
 
+struct FeedParams {
+  std::byte* block = nullptr;  // of a Sample before on the stream, of `rows` rows
+  int64_t rows = 0;
+  std::span<const int32_t> fed_by;  // [tokens] a row of the block, or -1: that token stays
+  std::span<int32_t> tokens;        // [tokens] written where they are fed
+};
+
+// Tokens of a step that the step before samples, without the host. Spans are device memory. A row
+// that failed feeds -1, which no table of embeddings has. INTERNAL when the launch fails.
+absl::Status FeedTokens(const FeedParams& params, cudaStream_t stream);
+
 // Of the options that the block was filled from, when the device is done with it: writes their
 // `top`, and `tokens` [rows].
 void ReadSamplingBlock(std::span<const SamplingOptions> options, int64_t vocab, std::byte* block,

@@ -18,7 +18,15 @@ struct SamplingLaunch {
   FoundToken* found;              // [rows], written
 };
 
+struct FeedLaunch {
+  const FoundToken* found;
+  const int32_t* fed_by;  // [tokens]
+  int32_t* tokens;        // [tokens]
+  int64_t num_tokens;     // at least 1
+};
+
 // `rows` >= 1.
 cudaError_t LaunchSampling(const SamplingLaunch& params, int64_t rows, cudaStream_t stream);
+cudaError_t LaunchFeed(const FeedLaunch& params, cudaStream_t stream);
 
 }  // namespace kvasir::kernels

@@ -37,6 +37,8 @@ class SyntheticKvBackend final : public Backend {
   // What kernels recorded in the last step (kernels::PagedKv).
   const kernels::PagedKv& kv() const { return *kv_; }
 
+  bool RunsAhead() const override { return false; }
+  bool IsOver() const override { return inner_.IsOver(); }
   absl::StatusOr<bool> BeginStep(const StepInputs& step) override {
     kv_ = step.kv;
     KVASIR_ASSIGN_OR_RETURN(const bool wants_ops, inner_.BeginStep(step));

@@ -8,6 +8,7 @@
 #include <iostream>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "kernels/base/buffer.h"
@@ -243,6 +244,63 @@ class CudaEngineTest : public testing::Test {
   static inline std::vector<std::unique_ptr<TestModel>> models_;
   static inline std::vector<std::unique_ptr<TestModel>> extended_models_;
 };
+
+// The device feeds what it samples to the step behind; what needs the host between waits for it.
+TEST_F(CudaEngineTest, StepsThatBeginAheadChangeNoBit) {
+  std::vector<TestRequest> requests;
+  for (const uint32_t policy : {0u, 1u, 2u, 12u}) {
+    requests.push_back(MakeRequest(500 * policy, 700 + 40 * policy, policy));
+    requests.back().max_tokens = 70;  // into the next block
+    requests.back().sampling.set_temperature(policy == 0 ? 0 : 1);
+    requests.back().sampling.set_seed(policy);
+  }
+  requests[1].sampling.set_logprobs(3);
+  struct Served {
+    std::vector<TestResult> results;
+    std::map<std::pair<int64_t, int64_t>, TestWorker::Logits> logits;
+    int64_t fed_steps = 0;
+    int64_t rows_in_vain = 0;
+  };
+  const auto serve = [&](const auto& run) {
+    TestWorker worker(*models_[1], Options());
+    TestCoordinator coordinator({.num_slots = kSlots, .chunk = kChunk});
+    for (const TestRequest& request : requests) coordinator.Add(request);
+    (worker.*run)(coordinator);
+    Served served = {.results = {},
+                     .logits = worker.logits(),
+                     .fed_steps = worker.engine().fed_steps(),
+                     .rows_in_vain = coordinator.rows_in_vain()};
+    for (size_t r = 0; r < requests.size(); ++r) served.results.push_back(coordinator.result(r));
+    return served;
+  };
+  const auto expect_alike = [&] {
+    const Served expected = serve(&TestWorker::Run);
+    const Served found = serve(&TestWorker::RunAhead);
+    EXPECT_EQ(expected.fed_steps, 0);
+    for (size_t r = 0; r < requests.size(); ++r) {
+      EXPECT_TRUE(found.results[r].status.ok()) << found.results[r].status;
+      EXPECT_EQ(found.results[r].tokens, expected.results[r].tokens) << "request " << r;
+      EXPECT_EQ(found.results[r].accounting.attended_tokens(),
+                expected.results[r].accounting.attended_tokens());
+      for (size_t i = 0; i < expected.results[r].logprobs.size(); ++i) {
+        EXPECT_EQ(found.results[r].logprobs[i].SerializeAsString(),
+                  expected.results[r].logprobs[i].SerializeAsString());
+      }
+    }
+    for (const auto& [place, logits] : expected.logits) {
+      EXPECT_EQ(found.logits.at(place), logits) << "position " << place.second;
+    }
+    return found;
+  };
+  const Served whole = expect_alike();
+  EXPECT_GT(whole.fed_steps, 50);
+  // One ends where nobody foresaw it, and the others go on.
+  requests[2].last_token = whole.results[2].tokens[20];
+  EXPECT_EQ(expect_alike().rows_in_vain, 1);
+  // Penalties count tokens on the host.
+  requests[3].sampling.set_frequency_penalty(0.5);
+  EXPECT_LT(expect_alike().fed_steps, 50);
+}
 
 TEST_F(CudaEngineTest, EveryPolicyAloneAnswersAsOnTheCpu) {
   for (uint32_t policy = 0; policy < kNumPolicies; ++policy) {

@@ -26,7 +26,8 @@ struct TestRequest {
   uint32_t tail_tokens = 64;
   v1::RowSampling sampling;
   std::vector<uint64_t> cached_blocks;
-  std::vector<uint32_t> generated = {};  // before it was preempted
+  std::vector<uint32_t> generated = {};     // before it was preempted
+  std::optional<uint32_t> last_token = {};  // ends it where it is sampled
 };
 
 struct TestResult {
@@ -75,7 +76,7 @@ class TestCoordinator {
   void Apply(const v1::StepPlan& plan, const v1::StepReply& reply) {
     ASSERT_EQ(reply.step(), plan.step());
     ASSERT_EQ(reply.results_size(), plan.rows_size());
-    const std::vector<size_t> planned = std::move(planned_.at(plan.step()));
+    const std::vector<size_t> planned = std::move(planned_[plan.step()]);
     for (int i = 0; i < plan.rows_size(); ++i) {
       const auto running = std::find_if(running_.begin(), running_.end(), [&](const Running& r) {
         return r.result == planned[static_cast<size_t>(i)];
@@ -86,7 +87,9 @@ class TestCoordinator {
       }
       ApplyRow(plan.rows(i), reply.results(i), *running);
       const TestResult& result = results_[running->result];
-      const bool ended = std::ssize(result.tokens) >= running->request.max_tokens;
+      const bool ended = std::ssize(result.tokens) >= running->request.max_tokens ||
+                         (plan.rows(i).sample() && result.status.ok() &&
+                          result.tokens.back() == running->request.last_token);
       if (ended || !result.status.ok()) {
         End(*running);
         running_.erase(running);

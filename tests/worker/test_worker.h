@@ -2,6 +2,7 @@
 // and the logits of every sampled row.
 #pragma once
 
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -246,16 +247,30 @@ class TestWorker {
     }
   }
 
-  // The same where every plan is made before the one before it is answered.
+  // The same where every plan is made before the one before it is answered, and begins if it may.
   void RunAhead(TestCoordinator& coordinator) {
-    v1::StepPlan plan = coordinator.NextPlan();
-    while (!coordinator.done()) {
-      const v1::StepPlan next = coordinator.NextPlan();
-      const absl::StatusOr<v1::StepReply> reply = engine_->Step(plan);
+    std::deque<v1::StepPlan> unanswered;
+    const auto answer = [&] {
+      const absl::StatusOr<v1::StepReply> reply = engine_->Finish();
       ASSERT_TRUE(reply.ok()) << reply.status();
-      ASSERT_NO_FATAL_FAILURE(coordinator.Apply(plan, *reply));
-      plan = next;
+      ASSERT_NO_FATAL_FAILURE(coordinator.Apply(unanswered.front(), *reply));
+      unanswered.pop_front();
+    };
+    while (!coordinator.done()) {
+      const v1::StepPlan plan = coordinator.NextPlan();
+      while (!engine_->MayBegin(plan)) {
+        ASSERT_NO_FATAL_FAILURE(answer());
+      }
+      ASSERT_EQ(engine_->Begin(plan), absl::OkStatus());
+      unanswered.push_back(plan);
+      if (unanswered.size() == 2) {
+        ASSERT_NO_FATAL_FAILURE(answer());
+      }
     }
+    while (!unanswered.empty()) {
+      ASSERT_NO_FATAL_FAILURE(answer());
+    }
+    ASSERT_TRUE(engine_->store().CheckIntegrity().ok()) << engine_->store().CheckIntegrity();
   }
 
  private:

@@ -64,7 +64,7 @@ class Rope {
   virtual ~Rope() = default;
 };
 
-// What the ops of one step share. Borrowed from BeginStep to Collect.
+// What the ops of one step share. Borrowed from BeginStep to its Collect.
 struct StepInputs {
   const StepBatch& batch;
   const kernels::PagedKv& kv;
@@ -157,6 +157,10 @@ class Backend {
 
   // --- a step: BeginStep, ops that depend on nothing but its shape, EndStep, Collect ---
 
+  // Whether a step may begin before the one before it is collected, one and no more. Then tokens of
+  // its batch may be fed by that one (StepBatch::fed_by), wherever they are sampled.
+  virtual bool RunsAhead() const = 0;
+
   // Makes the bounds of truncated blocks anew. False: the ops are not to be called, for they are
   // known from an earlier step that had the same ones.
   virtual absl::StatusOr<bool> BeginStep(const StepInputs& step) = 0;
@@ -191,7 +195,9 @@ class Backend {
 
   // A device may be at work still: the host has time for what does not need the result.
   virtual absl::Status EndStep(const StepOutputs& outputs) = 0;
-  // Waits for the step; what came of it.
+  // Whether Collect would find the oldest step over; an error is left to it.
+  virtual bool IsOver() const = 0;
+  // Waits for the oldest step that is not collected; what came of it.
   virtual absl::Status Collect(StepResult& result) = 0;
 
  protected:

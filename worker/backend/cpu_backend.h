@@ -49,6 +49,7 @@ class CpuBackend final : public Backend {
     return kernels::MakeSelectionMemory(needs);
   }
 
+  bool RunsAhead() const override { return false; }
   absl::StatusOr<bool> BeginStep(const StepInputs& step) override;
   absl::Status EmbedTokens(const kernels::TensorView& table, const kernels::TensorView& y) override;
   absl::Status TakeSampled(const kernels::TensorView& x, const kernels::TensorView& y) override;
@@ -59,6 +60,7 @@ class CpuBackend final : public Backend {
   absl::Status GatherColumns(const RankColumns& columns) override;
   absl::Status Sample(const kernels::TensorView& logits) override;
   absl::Status EndStep(const StepOutputs& outputs) override;
+  bool IsOver() const override { return true; }
   absl::Status Collect(StepResult& result) override;
 
  private:

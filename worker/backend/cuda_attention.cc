@@ -42,7 +42,8 @@ std::span<const kernels::DeviceSelectionMemory> MemoriesOf(const CudaStep& step,
 }  // namespace
 
 absl::Status CudaAttention::BeginStep(const StepInputs& inputs, const CudaStep& step,
-                                      const KvArenas& arenas, const CudaStream& stream) {
+                                      const KvArenas& arenas, const CudaStream& stream,
+                                      WaitForDevice wait) {
   const kernels::KvLayout& layout = step.kv.layout;
   if (!maps_.has_value()) {
     KVASIR_ASSIGN_OR_RETURN(maps_, kernels::MakeKvTensorMaps(layout, arenas.device, arenas.host));
@@ -53,37 +54,39 @@ absl::Status CudaAttention::BeginStep(const StepInputs& inputs, const CudaStep& 
   // Of all ranks that share the KV head.
   const int64_t selecting = group * inputs.shard.kv_replicas;
   KVASIR_ASSIGN_OR_RETURN(limits_, LimitsOf(inputs.batch, step.shape, selecting, step.kv));
-  KVASIR_RETURN_IF_ERROR(ReservePositions(inputs, step, stream));
+  KVASIR_RETURN_IF_ERROR(ReservePositions(inputs, step, stream, wait));
   selection_ = {
       .headers = step.table.headers.data(), .num_rows = rows, .capacity = limits_.capacity};
-  KVASIR_ASSIGN_OR_RETURN(selection_.entries,
-                          Reserve<kernels::SelectionEntry>(rows * limits_.capacity, entries_));
-  KVASIR_RETURN_IF_ERROR(ReserveArrivals(rows, stream));
+  KVASIR_ASSIGN_OR_RETURN(selection_.entries, Reserve<kernels::SelectionEntry>(
+                                                  rows * limits_.capacity, entries_, wait));
+  KVASIR_RETURN_IF_ERROR(ReserveArrivals(rows, stream, wait));
   const int64_t single = step.shape.num_single;
   const int64_t workspace_bytes = std::max(
       {SelectWorkspaceBytes(step.shape, limits_, step.kv),
        kernels::AttendDecodeWorkspaceBytes(layout, single, group),
        EndsRows(step.shape) ? kernels::AttendArtWorkspaceBytes(step.kv, single, group) : 0});
-  return Reserve<std::byte>(workspace_bytes, workspace_).status();
+  return Reserve<std::byte>(workspace_bytes, workspace_, wait).status();
 }
 
-absl::Status CudaAttention::ReserveArrivals(int64_t rows, const CudaStream& stream) {
+absl::Status CudaAttention::ReserveArrivals(int64_t rows, const CudaStream& stream,
+                                            WaitForDevice wait) {
   const int64_t bytes = arrivals_.size_bytes();
-  KVASIR_RETURN_IF_ERROR(Reserve<uint32_t>(rows, arrivals_).status());
+  KVASIR_RETURN_IF_ERROR(Reserve<uint32_t>(rows, arrivals_, wait).status());
   if (arrivals_.size_bytes() == bytes) return absl::OkStatus();
   return stream.Clear(arrivals_.data(), arrivals_.size_bytes());
 }
 
 absl::Status CudaAttention::ReservePositions(const StepInputs& inputs, const CudaStep& step,
-                                             const CudaStream& stream) {
+                                             const CudaStream& stream, WaitForDevice wait) {
   rope_ = {};
   if (step.positions == nullptr) return absl::OkStatus();
+  if (limits_.positions > step.positions->view().end) KVASIR_RETURN_IF_ERROR(wait());
   KVASIR_RETURN_IF_ERROR(step.positions->Reserve(limits_.positions, stream.get()));
   rope_ = step.positions->view();
   const kernels::KvLayout& layout = step.kv.layout;
   const int64_t elements =
       inputs.batch.num_tokens() * layout.num_kv_heads * limits_.group * layout.head_dim;
-  return Reserve<kernels::BFloat16>(elements, placed_queries_).status();
+  return Reserve<kernels::BFloat16>(elements, placed_queries_, wait).status();
 }
 
 // Rows of `all` were filled in with the step's table.

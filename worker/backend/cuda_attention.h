@@ -41,7 +41,7 @@ class CudaAttention {
  public:
   // Takes the memory that the step needs. `arenas` hold all pages, the same ones in all steps.
   absl::Status BeginStep(const StepInputs& inputs, const CudaStep& step, const KvArenas& arenas,
-                         const CudaStream& stream);
+                         const CudaStream& stream, WaitForDevice wait);
   absl::Status Select(const CudaStep& step, const LayerQueries& queries, cudaStream_t stream);
   absl::Status Attend(const CudaStep& step, const LayerQueries& queries,
                       const kernels::TensorView& out, cudaStream_t stream);
@@ -54,10 +54,10 @@ class CudaAttention {
 
  private:
   // Zeros, where they are new.
-  absl::Status ReserveArrivals(int64_t rows, const CudaStream& stream);
+  absl::Status ReserveArrivals(int64_t rows, const CudaStream& stream, WaitForDevice wait);
   // Of un-rotated keys, those that the step reads at.
   absl::Status ReservePositions(const StepInputs& inputs, const CudaStep& step,
-                                const CudaStream& stream);
+                                const CudaStream& stream, WaitForDevice wait);
   // Where the counts of blocks [begin, end) go.
   std::span<kernels::SelectedCounts> Counts(const CudaStep& step, int64_t layer, int64_t begin,
                                             int64_t end) const;

@@ -62,12 +62,11 @@ struct CudaBackend::CudaRope final : Rope {
   double attention_factor = 1;
 };
 
-CudaBackend::CudaBackend(kernels::Executor& executor, CudaStream stream, CudaEvent fetched,
-                         kernels::CublasLt lt, DeviceBuffer linear_workspace, std::string name)
+CudaBackend::CudaBackend(kernels::Executor& executor, CudaStream stream, kernels::CublasLt lt,
+                         DeviceBuffer linear_workspace, std::string name)
     : Backend(executor),
       name_(std::move(name)),
       stream_(std::move(stream)),
-      fetched_(std::move(fetched)),
       lt_(std::move(lt)),
       linear_workspace_(std::move(linear_workspace)) {}
 
@@ -78,13 +77,15 @@ absl::StatusOr<std::unique_ptr<CudaBackend>> CudaBackend::Create(kernels::Execut
   KVASIR_RETURN_IF_ERROR(
       CudaStatus(cudaGetDeviceProperties(&properties, device), "asking what the GPU is"));
   KVASIR_ASSIGN_OR_RETURN(CudaStream stream, CudaStream::Create());
-  KVASIR_ASSIGN_OR_RETURN(CudaEvent fetched, CudaEvent::Create());
   KVASIR_ASSIGN_OR_RETURN(kernels::CublasLt lt, kernels::CublasLt::Create());
   KVASIR_ASSIGN_OR_RETURN(DeviceBuffer workspace,
                           DeviceBuffer::Allocate(CudaLinear::kWorkspaceBytes));
-  return std::unique_ptr<CudaBackend>(new CudaBackend(executor, std::move(stream),
-                                                      std::move(fetched), std::move(lt),
-                                                      std::move(workspace), properties.name));
+  std::unique_ptr<CudaBackend> backend(new CudaBackend(executor, std::move(stream), std::move(lt),
+                                                       std::move(workspace), properties.name));
+  for (OwnOfStep& own : backend->own_) {
+    KVASIR_ASSIGN_OR_RETURN(own.fetched, CudaEvent::Create());
+  }
+  return backend;
 }
 
 absl::StatusOr<std::unique_ptr<Backend>> MakeCudaBackend(kernels::Executor& executor) {
@@ -109,6 +110,7 @@ absl::StatusOr<std::unique_ptr<kvstore::PageResidency>> CudaBackend::MakeResiden
     const kvstore::ResidencyOptions& options) {
   attention_ = {};  // its maps are of other arenas
   graphs_.Clear(stream_);
+  for (OwnOfStep& own : own_) own.inputs.reset();  // what an engine before has left
   KVASIR_ASSIGN_OR_RETURN(std::unique_ptr<CudaResidency> residency,
                           CudaResidency::Make(options, stream_, executor()));
   arenas_ = residency->arenas();
@@ -172,10 +174,15 @@ void CudaBackend::LeaveRanks() {
   ranks_.reset();  // which waits for graphs with its calls
 }
 
-absl::Status CudaBackend::WaitForRanks() {
-  const absl::Status status = ranks_->Wait(fetched_);
+absl::Status CudaBackend::Wait(const OwnOfStep& own) {
+  if (ranks_ == nullptr) return own.fetched.Wait();
+  const absl::Status status = ranks_->Wait(own.fetched);
   if (!status.ok()) LeaveRanks();
   return status;
+}
+
+absl::Status CudaBackend::WaitForStepBefore() {
+  return before_ == nullptr ? absl::OkStatus() : Wait(*before_);
 }
 
 absl::StatusOr<bool> CudaBackend::BeginStep(const StepInputs& inputs) {
@@ -184,42 +191,45 @@ absl::StatusOr<bool> CudaBackend::BeginStep(const StepInputs& inputs) {
         "the ranks of the group have not been joined, or were left");
   }
   if (ranks_ != nullptr) ranks_->BeginStep();
-  inputs_.emplace(inputs);
-  step_.kv = inputs.kv;
+  before_ = now_->inputs.has_value() ? now_ : nullptr;
+  now_ = before_ == &own_[0] ? &own_[1] : &own_[0];
+  now_->inputs.emplace(inputs);
+  step().kv = inputs.kv;
   KVASIR_RETURN_IF_ERROR(UploadTable(inputs));
   KVASIR_RETURN_IF_ERROR(PrepareResults(inputs));
   KVASIR_RETURN_IF_ERROR(PrepareSampling(inputs));
-  KVASIR_RETURN_IF_ERROR(kernels::RebuildBounds(step_.kv, step_.table.truncations,
-                                                step_.results.faults, stream_.get()));
+  KVASIR_RETURN_IF_ERROR(kernels::RebuildBounds(step().kv, step().table.truncations,
+                                                step().results.faults, stream_.get()));
   auto& rope = static_cast<CudaRope&>(inputs.rope);
-  step_.positions = rope.positions.has_value() ? &*rope.positions : nullptr;
-  step_.rotation = {};
-  KVASIR_RETURN_IF_ERROR(attention_.BeginStep(inputs, step_, arenas_, stream_));
-  if (step_.positions == nullptr) KVASIR_RETURN_IF_ERROR(ReserveAngles(rope));
+  step().positions = rope.positions.has_value() ? &*rope.positions : nullptr;
+  step().rotation = {};
+  const auto wait = [this] { return WaitForStepBefore(); };
+  KVASIR_RETURN_IF_ERROR(attention_.BeginStep(inputs, step(), arenas_, stream_, wait));
+  if (step().positions == nullptr) KVASIR_RETURN_IF_ERROR(ReserveAngles(rope));
   wants_ops_ = true;
   // Steps with chunks of prompts differ from one another.
-  if (step_.shape.num_single == inputs.batch.num_tokens()) {
-    KVASIR_ASSIGN_OR_RETURN(const bool recorded, graphs_.Begin(GraphShape(), stream_));
+  if (step().shape.num_single == inputs.batch.num_tokens()) {
+    KVASIR_ASSIGN_OR_RETURN(const bool recorded, graphs_.Begin(GraphShape(), stream_, wait));
     wants_ops_ = !recorded;
   }
-  if (wants_ops_ && step_.positions == nullptr) KVASIR_RETURN_IF_ERROR(ComputeAngles(rope));
+  if (wants_ops_ && step().positions == nullptr) KVASIR_RETURN_IF_ERROR(ComputeAngles(rope));
   return wants_ops_;
 }
 
 absl::Status CudaBackend::PrepareResults(const StepInputs& inputs) {
   const auto lay_out = [&](std::byte* memory) {
-    return LayOutResults(inputs.batch, step_.shape, inputs.kv.layout.num_layers,
+    return LayOutResults(inputs.batch, step().shape, inputs.kv.layout.num_layers,
                          inputs.kv.num_slots, memory);
   };
   const int64_t bytes = lay_out(nullptr).bytes;
-  KVASIR_RETURN_IF_ERROR(Reserve<std::byte>(bytes, host_results_).status());
+  KVASIR_RETURN_IF_ERROR(Reserve<std::byte>(bytes, now_->results).status());
   if (inputs.batch.keeps_logits) {
     const int64_t logits = std::ssize(inputs.batch.sampling) * inputs.vocab_size;
-    KVASIR_RETURN_IF_ERROR(Reserve<float>(logits, host_logits_).status());
+    KVASIR_RETURN_IF_ERROR(Reserve<float>(logits, now_->logits).status());
   }
   KVASIR_ASSIGN_OR_RETURN(std::byte* const device, Reserve<std::byte>(bytes, results_));
-  step_.results = lay_out(device);
-  return stream_.Clear(step_.results.faults.data(), inputs.kv.num_slots);
+  step().results = lay_out(device);
+  return stream_.Clear(step().results.faults.data(), inputs.kv.num_slots);
 }
 
 // What rows ask for grows with the tokens that penalties count; room for the next steps, too, so
@@ -230,7 +240,7 @@ absl::Status CudaBackend::PrepareSampling(const StepInputs& inputs) {
   const auto bytes = static_cast<uint64_t>(kernels::SamplingBlockBytes(options, vocab));
   KVASIR_ASSIGN_OR_RETURN(
       std::byte* const block,
-      Reserve<std::byte>(static_cast<int64_t>(std::bit_ceil(bytes)), sampling_));
+      Reserve<std::byte>(static_cast<int64_t>(std::bit_ceil(bytes)), now_->sampling));
   kernels::FillSamplingBlock(options, vocab, block);
   if (!kernels::ChangesLogits(options)) return absl::OkStatus();
   return Reserve<float>(std::ssize(options) * vocab, changed_logits_).status();
@@ -238,9 +248,9 @@ absl::Status CudaBackend::PrepareSampling(const StepInputs& inputs) {
 
 CudaGraphs::Shape CudaBackend::GraphShape() const {
   const auto address = [](const void* memory) { return reinterpret_cast<int64_t>(memory); };
-  const StepBatch& batch = inputs_->batch;
-  const StepShape& step = step_.shape;
-  const kernels::PagedKv& kv = step_.kv;
+  const StepBatch& batch = now_->inputs->batch;
+  const StepShape& step = now_->step.shape;
+  const kernels::PagedKv& kv = now_->step.kv;
   CudaGraphs::Shape shape = {std::ssize(batch.sampled_tokens),
                              std::ssize(batch.appends),
                              std::ssize(step.ranges),
@@ -254,7 +264,7 @@ CudaGraphs::Shape CudaBackend::GraphShape() const {
                              address(kv.accesses.last_touched),
                              address(kv.accesses.missed_bytes),
                              address(results_.data()),
-                             address(sampling_.data()),
+                             address(now_->sampling.data()),
                              address(changed_logits_.data()),
                              address(angles_.data())};
   for (const SelectorRange& range : step.ranges) {
@@ -266,35 +276,45 @@ CudaGraphs::Shape CudaBackend::GraphShape() const {
 }
 
 absl::Status CudaBackend::UploadTable(const StepInputs& inputs) {
-  step_.shape = ShapeOf(inputs.batch, inputs.kv.layout.num_kv_heads);
-  const int64_t bytes = LayOut(inputs.batch, step_.shape, nullptr).bytes;
-  KVASIR_ASSIGN_OR_RETURN(std::byte* const host, Reserve<std::byte>(bytes, host_table_));
+  step().shape = ShapeOf(inputs.batch, inputs.kv.layout.num_kv_heads);
+  const int64_t bytes = LayOut(inputs.batch, step().shape, nullptr).bytes;
+  KVASIR_ASSIGN_OR_RETURN(std::byte* const host, Reserve<std::byte>(bytes, now_->table));
   KVASIR_ASSIGN_OR_RETURN(std::byte* const device, Reserve<std::byte>(bytes, table_));
-  const StepTable host_table = LayOut(inputs.batch, step_.shape, host);
-  Fill(inputs.batch, step_.shape, host_table);
-  for (size_t i = 0; i < step_.shape.order.size(); ++i) {
+  const StepTable host_table = LayOut(inputs.batch, step().shape, host);
+  Fill(inputs.batch, step().shape, host_table);
+  for (size_t i = 0; i < step().shape.order.size(); ++i) {
     const auto* const memory = static_cast<const kernels::CudaSelectionMemory*>(  // of Remember
-        inputs.batch.infos[static_cast<size_t>(step_.shape.order[i])].memory);
+        inputs.batch.infos[static_cast<size_t>(step().shape.order[i])].memory);
     host_table.memories[i] = memory == nullptr ? kernels::DeviceSelectionMemory{} : memory->view();
   }
-  step_.table = LayOut(inputs.batch, step_.shape, device);
-  return stream_.CopyToDevice(device, host, bytes);
+  step().table = LayOut(inputs.batch, step().shape, device);
+  KVASIR_RETURN_IF_ERROR(stream_.CopyToDevice(device, host, bytes));
+  return inputs.batch.is_fed() ? FeedTokens() : absl::OkStatus();
+}
+
+absl::Status CudaBackend::FeedTokens() {
+  KVASIR_CHECK(before_ != nullptr);
+  return kernels::FeedTokens({.block = before_->sampling.data(),
+                              .rows = std::ssize(before_->inputs->batch.sampling),
+                              .fed_by = step().table.fed_by,
+                              .tokens = step().table.tokens},
+                             stream_.get());
 }
 
 absl::Status CudaBackend::ReserveAngles(const CudaRope& rope) {
-  const int64_t tokens = inputs_->batch.num_tokens();
+  const int64_t tokens = batch().num_tokens();
   KVASIR_ASSIGN_OR_RETURN(float* const angles, Reserve<float>(2 * tokens * rope.half_dim, angles_));
   float* const sines = angles + tokens * rope.half_dim;
   rope_angles_ = {
       .cos = TensorView(angles, DType::kFloat32, {tokens, rope.half_dim}, Device::kCuda),
       .sin = TensorView(sines, DType::kFloat32, {tokens, rope.half_dim}, Device::kCuda)};
-  step_.rotation = {.cos = angles, .sin = sines};
+  step().rotation = {.cos = angles, .sin = sines};
   return absl::OkStatus();
 }
 
 absl::Status CudaBackend::ComputeAngles(const CudaRope& rope) {
   return kernels::ComputeRopeAngles(
-      {.positions = step_.table.positions,
+      {.positions = step().table.positions,
        .inv_freq = {rope.inv_freq.As<double>(), static_cast<size_t>(rope.half_dim)},
        .attention_scaling = rope.attention_factor,
        .angles = rope_angles_},
@@ -302,11 +322,11 @@ absl::Status CudaBackend::ComputeAngles(const CudaRope& rope) {
 }
 
 absl::Status CudaBackend::EmbedTokens(const TensorView& table, const TensorView& y) {
-  return TakeRows(table, step_.table.tokens, y);
+  return TakeRows(table, step().table.tokens, y);
 }
 
 absl::Status CudaBackend::TakeSampled(const TensorView& x, const TensorView& y) {
-  return TakeRows(x, step_.table.sampled_tokens, y);
+  return TakeRows(x, step().table.sampled_tokens, y);
 }
 
 absl::Status CudaBackend::TakeRows(const TensorView& table, std::span<int32_t> ids,
@@ -319,17 +339,17 @@ absl::Status CudaBackend::TakeRows(const TensorView& table, std::span<int32_t> i
 }
 
 absl::Status CudaBackend::AppendHeads(const kernels::LayerHeads& heads) {
-  return kernels::AppendHeads({.heads = heads, .kv = step_.kv, .blocks = step_.table.appends},
-                              step_.positions == nullptr ? &rope_angles_ : nullptr,
-                              step_.results.faults, stream_.get());
+  return kernels::AppendHeads({.heads = heads, .kv = step().kv, .blocks = step().table.appends},
+                              step().positions == nullptr ? &rope_angles_ : nullptr,
+                              step().results.faults, stream_.get());
 }
 
 absl::Status CudaBackend::Select(const LayerQueries& queries) {
-  return attention_.Select(step_, queries, stream_.get());
+  return attention_.Select(step(), queries, stream_.get());
 }
 
 absl::Status CudaBackend::Attend(const LayerQueries& queries, const TensorView& out) {
-  return attention_.Attend(step_, queries, out, stream_.get());
+  return attention_.Attend(step(), queries, out, stream_.get());
 }
 
 absl::Status CudaBackend::AddOverRanks(const TensorView& x, const TensorView& y) {
@@ -342,7 +362,7 @@ absl::Status CudaBackend::GatherColumns(const RankColumns& columns) {
 
 absl::Status CudaBackend::Sample(const TensorView& logits) {
   return kernels::Sample(
-      {.logits = logits, .block = sampling_.data(), .changed = changed_logits_.As<float>()},
+      {.logits = logits, .block = now_->sampling.data(), .changed = changed_logits_.As<float>()},
       stream_.get());
 }
 
@@ -350,34 +370,42 @@ absl::Status CudaBackend::EndStep(const StepOutputs& outputs) {
   if (wants_ops_) KVASIR_RETURN_IF_ERROR(FindFinite(outputs));
   KVASIR_RETURN_IF_ERROR(graphs_.End(stream_));
   KVASIR_RETURN_IF_ERROR(FetchResults(outputs));
-  return fetched_.Record(stream_);
+  return now_->fetched.Record(stream_);
+}
+
+bool CudaBackend::IsOver() const {
+  const absl::StatusOr<bool> is_over = (before_ == nullptr ? now_ : before_)->fetched.IsOver();
+  return !is_over.ok() || *is_over;
 }
 
 absl::Status CudaBackend::Collect(StepResult& result) {
-  KVASIR_RETURN_IF_ERROR(ranks_ == nullptr ? fetched_.Wait() : WaitForRanks());
-  ReadResults(result);
-  inputs_.reset();
+  OwnOfStep& own = before_ == nullptr ? *now_ : *before_;
+  KVASIR_RETURN_IF_ERROR(Wait(own));
+  ReadResults(own, result);
+  own.inputs.reset();
+  before_ = nullptr;
   return absl::OkStatus();
 }
 
 absl::Status CudaBackend::FindFinite(const StepOutputs& outputs) {
-  return kernels::FindFiniteTokens({.x = outputs.residual, .finite = step_.results.finite},
+  return kernels::FindFiniteTokens({.x = outputs.residual, .finite = step().results.finite},
                                    stream_.get());
 }
 
 absl::Status CudaBackend::FetchResults(const StepOutputs& outputs) {
   KVASIR_RETURN_IF_ERROR(
-      stream_.CopyToHost(host_results_.data(), results_.data(), step_.results.bytes));
-  if (!inputs_->batch.keeps_logits) return absl::OkStatus();
-  return stream_.CopyToHost(host_logits_.data(), outputs.logits.data(),
+      stream_.CopyToHost(now_->results.data(), results_.data(), step().results.bytes));
+  if (!batch().keeps_logits) return absl::OkStatus();
+  return stream_.CopyToHost(now_->logits.data(), outputs.logits.data(),
                             outputs.logits.size_bytes());
 }
 
 // A row whose slot has a fault read or wrote a page that is not there: its result is nothing.
-void CudaBackend::ReadResults(StepResult& result) const {
-  const StepBatch& batch = inputs_->batch;
-  const StepResults host = LayOutResults(batch, step_.shape, step_.kv.layout.num_layers,
-                                         step_.kv.num_slots, host_results_.data());
+void CudaBackend::ReadResults(const OwnOfStep& own, StepResult& result) const {
+  const CudaStep& step = own.step;
+  const StepBatch& batch = own.inputs->batch;
+  const StepResults host = LayOutResults(batch, step.shape, step.kv.layout.num_layers,
+                                         step.kv.num_slots, own.results.data());
   result.row_is_finite.clear();
   for (size_t r = 0; r + 1 < batch.row_begins.size(); ++r) {
     const auto tokens =
@@ -392,14 +420,15 @@ void CudaBackend::ReadResults(StepResult& result) const {
     if (fault) result.row_is_finite[static_cast<size_t>(batch.infos[b].row)] = 0;
   }
   result.tokens.assign(batch.sampling.size(), {});
-  kernels::ReadSamplingBlock(batch.sampling, inputs_->vocab_size, sampling_.data(), result.tokens);
+  kernels::ReadSamplingBlock(batch.sampling, own.inputs->vocab_size, own.sampling.data(),
+                             result.tokens);
   if (batch.keeps_logits) {
-    result.logits = TensorView(host_logits_.data(), DType::kFloat32,
-                               {std::ssize(batch.sampling), inputs_->vocab_size});
+    result.logits = TensorView(own.logits.data(), DType::kFloat32,
+                               {std::ssize(batch.sampling), own.inputs->vocab_size});
   }
   // Ranks that share a KV head select alike: its pages are counted once.
-  if (inputs_->shard.replica() == 0) {
-    CudaAttention::Report(step_, host.counts, inputs_->meter);
+  if (own.inputs->shard.replica() == 0) {
+    CudaAttention::Report(step, host.counts, own.inputs->meter);
   }
 }
 

@@ -1,10 +1,13 @@
 // The backend on one GPU: ops on one stream, in the order in which the model calls them; the host
-// waits in Collect only, for what it needs of it. What ranks do together is part of the stream,
+// waits in Collect only, for what it needs of it, and may have put the next step behind it before.
+// Device memory is one for all steps, for the stream comes to one at a time; what the host fills
+// and reads of a step is its own. What ranks do together is part of the stream,
 // too (cuda_ranks.h). KV is bfloat16, in device memory or read in place from the host's
 // (cuda_residency.h); what it cannot do yet stands in cuda_limits.h. Only in builds with CUDA.
 // Thread-compatible.
 #pragma once
 
+#include <array>
 #include <memory>
 #include <optional>
 #include <span>
@@ -46,6 +49,9 @@ class CudaBackend final : public Backend {
   absl::StatusOr<std::unique_ptr<kernels::RememberedSelections>> Remember(
       const kernels::MemoryNeeds& needs) override;
 
+  // Not beside other ranks: behind kernels that wait for one that is gone, the queue of launches
+  // may fill up, and a launch wait without bound.
+  bool RunsAhead() const override { return ranks_ == nullptr; }
   absl::StatusOr<bool> BeginStep(const StepInputs& step) override;
   absl::Status EmbedTokens(const kernels::TensorView& table, const kernels::TensorView& y) override;
   absl::Status TakeSampled(const kernels::TensorView& x, const kernels::TensorView& y) override;
@@ -56,6 +62,7 @@ class CudaBackend final : public Backend {
   absl::Status GatherColumns(const RankColumns& columns) override;
   absl::Status Sample(const kernels::TensorView& logits) override;
   absl::Status EndStep(const StepOutputs& outputs) override;
+  bool IsOver() const override;
   absl::Status Collect(StepResult& result) override;
 
   const CudaGraphs& graphs() const { return graphs_; }
@@ -64,8 +71,17 @@ class CudaBackend final : public Backend {
   class GpuLinear;
   struct CudaRope;
 
-  CudaBackend(kernels::Executor& executor, CudaStream stream, CudaEvent fetched,
-              kernels::CublasLt lt, kernels::DeviceBuffer linear_workspace, std::string name);
+  // What a step has for itself from BeginStep to Collect.
+  struct OwnOfStep {
+    std::optional<StepInputs> inputs;  // none: it is collected
+    CudaStep step;
+    kernels::PinnedBuffer table, results, logits;
+    kernels::PinnedBuffer sampling;  // what the device is asked for, and what it finds
+    CudaEvent fetched;               // the results
+  };
+
+  CudaBackend(kernels::Executor& executor, CudaStream stream, kernels::CublasLt lt,
+              kernels::DeviceBuffer linear_workspace, std::string name);
 
   // y = the rows of `table` that ids, in device memory, name.
   absl::Status TakeRows(const kernels::TensorView& table, std::span<int32_t> ids,
@@ -75,6 +91,8 @@ class CudaBackend final : public Backend {
   // Memory for what the step leaves behind, and no faults yet.
   absl::Status PrepareResults(const StepInputs& inputs);
   absl::Status PrepareSampling(const StepInputs& inputs);
+  // Tokens that the step before samples.
+  absl::Status FeedTokens();
   absl::Status ReserveAngles(const CudaRope& rope);
   absl::Status ComputeAngles(const CudaRope& rope);
   // Of the step that has begun, of one token a row.
@@ -83,14 +101,22 @@ class CudaBackend final : public Backend {
   absl::Status FetchResults(const StepOutputs& outputs);
   // Until the step's results are there, or a rank is missing: then the group is left. Nothing else
   // may wait for the device while ranks are at work there, as taking memory does.
-  absl::Status WaitForRanks();
+  absl::Status Wait(const OwnOfStep& own);
+  absl::Status WaitForStepBefore();
   void LeaveRanks();
-  void ReadResults(StepResult& result) const;
+  void ReadResults(const OwnOfStep& own, StepResult& result) const;
+  // Room for `count` elements; a step under way may use what is given up for it.
+  template <typename T, typename Buffer>
+  absl::StatusOr<T*> Reserve(int64_t count, Buffer& buffer) {
+    return worker::Reserve<T>(count, buffer, [this] { return WaitForStepBefore(); });
+  }
+
+  const StepBatch& batch() const { return now_->inputs->batch; }
+  CudaStep& step() { return now_->step; }
 
   // Constant after construction.
   const std::string name_;
   CudaStream stream_;
-  CudaEvent fetched_;  // the results of a step
   kernels::CublasLt lt_;
   kernels::DeviceBuffer linear_workspace_;
 
@@ -99,14 +125,12 @@ class CudaBackend final : public Backend {
   CudaAttention attention_;
   std::unique_ptr<CudaRanks> ranks_;  // null: this one is alone
   CudaGraphs graphs_;                 // with calls of ranks_
-  kernels::PinnedBuffer host_table_;
   kernels::DeviceBuffer table_, results_, angles_, changed_logits_;
-  kernels::PinnedBuffer host_results_, host_logits_;
-  kernels::PinnedBuffer sampling_;  // what the device is asked for, and what it finds
 
-  // From BeginStep to Collect.
-  std::optional<StepInputs> inputs_;
-  CudaStep step_;
+  std::array<OwnOfStep, 2> own_;
+  OwnOfStep* now_ = &own_[0];    // of the step that has begun last
+  OwnOfStep* before_ = nullptr;  // of the one before it, unless that is collected
+  // From BeginStep to EndStep.
   bool wants_ops_ = false;
   kernels::RopeAngles rope_angles_;
 };

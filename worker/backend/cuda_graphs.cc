@@ -20,8 +20,12 @@ struct DestroyGraph {
 
 }  // namespace
 
-absl::StatusOr<bool> CudaGraphs::Begin(const Shape& shape, const CudaStream& stream) {
-  if (seen_.size() == kMostShapes) Clear(stream);
+absl::StatusOr<bool> CudaGraphs::Begin(const Shape& shape, const CudaStream& stream,
+                                       WaitForDevice wait) {
+  if (seen_.size() == kMostShapes) {
+    KVASIR_RETURN_IF_ERROR(wait());
+    Clear(stream);
+  }
   shape_ = shape;
   if (graphs_.contains(shape)) {
     state_ = State::kReplaying;

@@ -31,7 +31,8 @@ class CudaGraphs {
   // Before a step's ops: true when they are recorded, and are not to be put on the stream. A shape
   // is recorded when it comes for the second time: the first one loads kernels, and most shapes do
   // not come again.
-  absl::StatusOr<bool> Begin(const Shape& shape, const CudaStream& stream);
+  // Waits where all shapes are forgotten, for one may be under way.
+  absl::StatusOr<bool> Begin(const Shape& shape, const CudaStream& stream, WaitForDevice wait);
   // Behind them: launches what is recorded. Nothing to do where Begin was not called.
   absl::Status End(const CudaStream& stream);
   // Forgets all graphs, and a recording that a failed step has left.

@@ -8,6 +8,7 @@
 #include <memory>
 #include <utility>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 
@@ -53,6 +54,10 @@ class CudaEvent {
   std::unique_ptr<CUevent_st, Destroy> event_;
 };
 
+// Waits until the device is done with whatever a step before this one uses. Nothing to do where
+// there is none under way.
+using WaitForDevice = absl::FunctionRef<absl::Status()>;
+
 // Makes room for `count` elements, with unspecified contents. REQUIRES: nothing that the device
 // still does uses the buffer.
 template <typename T, typename Buffer>
@@ -63,6 +68,16 @@ absl::StatusOr<T*> Reserve(int64_t count, Buffer& buffer) {
     KVASIR_ASSIGN_OR_RETURN(buffer, Buffer::Allocate(bytes));
   }
   return buffer.template As<T>();
+}
+
+// The same where a step under way may use the buffer: waits before it is given up. What lies in a
+// buffer that is large enough is overwritten by what the stream comes to only later.
+template <typename T, typename Buffer>
+absl::StatusOr<T*> Reserve(int64_t count, Buffer& buffer, WaitForDevice wait) {
+  if (count * static_cast<int64_t>(sizeof(T)) > buffer.size_bytes()) {
+    KVASIR_RETURN_IF_ERROR(wait());
+  }
+  return Reserve<T>(count, buffer);
 }
 
 }  // namespace kvasir::worker

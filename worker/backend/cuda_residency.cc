@@ -27,6 +27,8 @@ namespace {
 constexpr int64_t kFilledBytesPerStep = int64_t{64} << 20;
 constexpr int64_t kSmallestFilledPart = 8;  // of the device tier, at most so much a step
 constexpr int64_t kExaminedPerFill = 16;
+// Room for what decoding asks for at the least: taking more waits for the device.
+constexpr int64_t kLeastCommandBytes = int64_t{64} << 10;
 
 ResidencyShape ShapeOf(const kvstore::ResidencyOptions& options) {
   const kernels::KvLayout& layout = options.format.shard().layout;
@@ -105,7 +107,7 @@ CudaResidency::CudaResidency(const kvstore::ResidencyOptions& options, const Cud
 
 absl::Status CudaResidency::TakeMemory(const kvstore::ResidencyOptions& options) {
   KVASIR_ASSIGN_OR_RETURN(fill_stream_, CudaStream::Create());
-  for (CudaEvent* event : {&planned_, &filled_, &uploaded_, &counted_, &copied_}) {
+  for (CudaEvent* event : {&planned_, &filled_, &uploaded_, &copied_, &counted_[0], &counted_[1]}) {
     KVASIR_ASSIGN_OR_RETURN(*event, CudaEvent::Create());
   }
   const auto take = [](int64_t bytes, DeviceBuffer& buffer) -> absl::Status {
@@ -124,8 +126,9 @@ absl::Status CudaResidency::TakeMemory(const kvstore::ResidencyOptions& options)
   KVASIR_RETURN_IF_ERROR(
       take(static_cast<int64_t>(block_rows_.size() * sizeof(int32_t)), block_rows_table_));
   KVASIR_RETURN_IF_ERROR(take(sizeof(uint32_t), step_number_));
-  KVASIR_ASSIGN_OR_RETURN(counters_, kernels::PinnedBuffer::Allocate(sizeof(ResidencyCounters)));
-  *counters_.As<ResidencyCounters>() = seen_;
+  KVASIR_ASSIGN_OR_RETURN(counters_,
+                          kernels::PinnedBuffer::Allocate(2 * sizeof(ResidencyCounters)));
+  std::fill_n(counters_.As<ResidencyCounters>(), 2, seen_);
   return absl::OkStatus();
 }
 
@@ -321,6 +324,7 @@ absl::StatusOr<CudaResidency::DeviceCommands> CudaResidency::Upload() {
   };
   int64_t bytes = 0;
   lay_out(nullptr, bytes);
+  bytes = std::max(bytes, kLeastCommandBytes);
   KVASIR_RETURN_IF_ERROR(uploaded_.Wait());
   if (bytes > device_commands_.size_bytes()) KVASIR_RETURN_IF_ERROR(stream_.Wait());
   KVASIR_ASSIGN_OR_RETURN(std::byte* const host, Reserve<std::byte>(bytes, host_commands_));
@@ -351,11 +355,12 @@ absl::StatusOr<std::vector<kvstore::CorruptRow>> CudaResidency::EndStep() {
   KVASIR_RETURN_IF_ERROR(planned_.HoldBack(fill_stream_));
   KVASIR_RETURN_IF_ERROR(CopyFills(state_, fill_stream_.get()));
   KVASIR_RETURN_IF_ERROR(filled_.Record(fill_stream_));
-  KVASIR_RETURN_IF_ERROR(counted_.Wait());  // long over: of the step before
-  seen_ = *counters_.As<ResidencyCounters>();
-  KVASIR_RETURN_IF_ERROR(
-      stream_.CopyToHost(counters_.data(), state_.counters, sizeof(ResidencyCounters)));
-  KVASIR_RETURN_IF_ERROR(counted_.Record(stream_));
+  const size_t parity = step_ % 2;
+  ResidencyCounters& counters = counters_.As<ResidencyCounters>()[parity];
+  KVASIR_RETURN_IF_ERROR(counted_[parity].Wait());  // long over: of the step before the last
+  seen_ = counters;
+  KVASIR_RETURN_IF_ERROR(stream_.CopyToHost(&counters, state_.counters, sizeof(ResidencyCounters)));
+  KVASIR_RETURN_IF_ERROR(counted_[parity].Record(stream_));
   row_pages_.clear();
   if (seen_.without_room == 0) return std::vector<kvstore::CorruptRow>();
   return absl::InternalError(

@@ -9,9 +9,11 @@
 //
 // A page's bytes are not verified between the two tiers: both memories and the link correct errors.
 // Checksums are made on the host, for blocks that the tier below asks for.
-// Counters are those of the last step but one. Thread-compatible.
+// Counters are those of the last step but two: the last but one may be under way when the last
+// ends. Thread-compatible.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <cuda_runtime_api.h>
 #include <memory>
@@ -116,7 +118,8 @@ class CudaResidency final : public kvstore::PageResidency {
   const CudaStream& stream_;
   kernels::Executor& executor_;
   CudaStream fill_stream_;
-  CudaEvent planned_, filled_, uploaded_, counted_, copied_;
+  CudaEvent planned_, filled_, uploaded_, copied_;
+  std::array<CudaEvent, 2> counted_;  // of odd and of even steps
   PinnedRegion extents_;
   kvstore::HostSlab host_;
   kernels::DeviceBuffer arena_, bounds_, key_codes_, bounds_table_, key_codes_table_, state_memory_,
@@ -138,7 +141,7 @@ class CudaResidency final : public kvstore::PageResidency {
 
   kernels::PinnedBuffer host_commands_;
   kernels::DeviceBuffer device_commands_;
-  kernels::PinnedBuffer counters_;  // written by the device when counted_ is recorded
+  kernels::PinnedBuffer counters_;  // [2], written by the device when counted_ is recorded
   kernels::ResidencyCounters seen_;
   mutable std::vector<int32_t> row_pages_;  // [row] in the device tier; empty: not asked for
 };

@@ -68,6 +68,7 @@ StepTable LayOut(const StepBatch& batch, const StepShape& shape, std::byte* memo
   const int64_t blocks = shape.num_blocks();
   StepTable table;
   table.tokens = Take<int32_t>(pieces, batch.num_tokens());
+  table.fed_by = Take<int32_t>(pieces, batch.num_tokens());
   table.positions = Take<int64_t>(pieces, batch.num_tokens());
   table.sampled_tokens = Take<int32_t>(pieces, std::ssize(batch.sampled_tokens));
   table.appends = Take<kernels::QueryBlock>(pieces, std::ssize(batch.appends));
@@ -94,6 +95,7 @@ StepResults LayOutResults(const StepBatch& batch, const StepShape& shape, int64_
 
 void Fill(const StepBatch& batch, const StepShape& shape, const StepTable& table) {
   std::copy(batch.tokens.begin(), batch.tokens.end(), table.tokens.begin());
+  std::copy(batch.fed_by.begin(), batch.fed_by.end(), table.fed_by.begin());
   std::copy(batch.positions.begin(), batch.positions.end(), table.positions.begin());
   std::copy(batch.sampled_tokens.begin(), batch.sampled_tokens.end(), table.sampled_tokens.begin());
   std::copy(batch.appends.begin(), batch.appends.end(), table.appends.begin());

@@ -46,6 +46,7 @@ StepShape ShapeOf(const StepBatch& batch, int64_t num_kv_heads);
 // Arrays of a step in the memory of one table, on either side.
 struct StepTable {
   std::span<int32_t> tokens;
+  std::span<int32_t> fed_by;  // StepBatch::fed_by
   std::span<int64_t> positions;
   std::span<int32_t> sampled_tokens;
   std::span<kernels::QueryBlock> appends;

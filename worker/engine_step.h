@@ -1,0 +1,43 @@
+// A plan from its beginning to its reply: what the engine must still know of it when the device is
+// done, while the next one may have begun. Part of the engine; nobody else sees one. Plain data and
+// a function without state.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "proto/kvasir/v1/worker.pb.h"
+#include "worker/attention_meter.h"
+#include "worker/row_sampling.h"
+#include "worker/slot_table.h"
+#include "worker/step_batch.h"
+
+namespace kvasir::worker {
+
+// One row of the plan.
+struct EngineRow {
+  int64_t slot = 0;
+  int32_t token = -1;  // sampled
+  std::optional<v1::TokenLogprobs> logprobs = {};
+  CachedPrefix cached = {};
+  int64_t computed = -1;  // index into works; -1: not computed
+};
+
+struct EngineStep {
+  explicit EngineStep(double mass_sample_rate) : meter(mass_sample_rate) {}
+
+  std::chrono::steady_clock::time_point begun;
+  v1::StepReply reply;  // what is known of it
+  std::vector<EngineRow> rows;
+  std::vector<RowWork> works;                        // of the rows that are computed
+  StepBatch batch;                                   // of works
+  std::vector<RowSamplingBuffers> sampling_buffers;  // of the rows that sample
+  AttentionMeter meter;
+};
+
+// Adds the results of the rows, and the hash of what was sampled. REQUIRES: the slots are taken.
+void FillResults(const EngineStep& step, SlotTable& slots, v1::StepReply& reply);
+
+}  // namespace kvasir::worker
