@@ -197,13 +197,14 @@ TEST_P(ArtCudaTest, RowsWithListsEndWhereTheCpusDo) {
   }
 }
 
-// What a pruner took away, or lists from the window on, is no step: a row that has settled within its
-// window ends there.
+// What a pruner took away, or lists from the window on, is no step: a row that has settled within
+// its window ends there.
 TEST_P(ArtCudaTest, RowsEndBeforeListedPagesWithoutTokens) {
   constexpr int64_t kContext = 3000, kWindowBegin = 2420, kSinkEnd = 40, kPages = 20;
   AttentionBatch batch = Make(1, kContext, 97);
   AddLocalBlock(batch, 0, kContext, 30, 40);
-  for (const int64_t listed : {kPages + 1, kWindowBegin / kPageTokens + 1, kContext / kPageTokens}) {
+  for (const int64_t listed :
+       {kPages + 1, kWindowBegin / kPageTokens + 1, kContext / kPageTokens}) {
     batch.AddBlock(0, kContext - 1, 1, [&](int64_t) {
       std::vector<SelectionEntry> entries;
       for (int64_t page = 1; page < listed; ++page) {
