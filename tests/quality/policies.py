@@ -101,7 +101,8 @@ POLICIES = {policy.name: policy for policy in (
       for name in ("streaming", "quest", "tokenselect", "hip", "infinitehip")),
     *(Policy(f"{name}{ending} extended", {name: {}, **stages}, {"streaming": {}}, EXTENDED)
       for name in ("quest", "tokenselect", "infinitehip")
-      for ending, stages in (("+top_p", {"top_p": 0.95}), ("+art", {"art": {}}), ("+top_p+art", {"top_p": 0.95, "art": {}}))),
+      for ending, stages in (("+top_p", {"top_p": 0.95}), ("+interval", {"reuse": {"rule": "interval"}}),
+                             ("+art", {"art": {}}), ("+top_p+art", {"top_p": 0.95, "art": {}}))),
 )}
 
 

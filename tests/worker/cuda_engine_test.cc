@@ -166,7 +166,7 @@ class CudaEngineTest : public testing::Test {
     ExpectAlike(models_, requests, num_slots, kTolerance);
   }
   // Selectors round the queries that they rotate, so that they choose other tokens more often.
-  static void ExpectAlikeExtended(const TestRequest& request, float tolerance = 2 * kTolerance) {
+  static void ExpectAlikeExtended(const TestRequest& request, float tolerance) {
     ExpectAlike(extended_models_, {request}, kSlots, tolerance);
   }
   static void ExpectAlike(const std::vector<std::unique_ptr<TestModel>>& models,
@@ -311,12 +311,14 @@ TEST_F(CudaEngineTest, EveryPolicyAloneAnswersAsOnTheCpu) {
   }
 }
 
-// Keys that are cached un-rotated, at compact positions.
+// Keys that are cached un-rotated, at compact positions. A list that serves several steps makes
+// more of a block that was chosen otherwise: with infinitehip by interval the CPU's logits in
+// float32 and in bfloat16 are 0.23 of the largest one apart at one token of these.
 TEST_F(CudaEngineTest, EveryPolicyAnswersAsOnTheCpuWherePositionsAreExtended) {
   for (uint32_t policy = 0; policy < kNumPolicies; ++policy) {
     for (const int64_t size : {63, 700, 3000}) {
       SCOPED_TRACE(testing::Message() << "policy " << policy << ", " << size << " tokens");
-      ExpectAlikeExtended(MakeRequest(100, size, policy));
+      ExpectAlikeExtended(MakeRequest(100, size, policy), (Reuses(policy) ? 4 : 2) * kTolerance);
     }
   }
 }
