@@ -314,11 +314,12 @@ __global__ void __launch_bounds__(kWarps* kWarpThreads)
       const int head = tile * 4 + lane % 4;
 #pragma unroll
       for (int i = 0; i < kLaneTokens; ++i) {
-        if ((candidates >> TokenOf(i) & 1) == 0) {
-          logits[tile][i] = -INFINITY;
-        } else if (head < group) {
-          to[head * p.max_tokens + page * kPageTokens + TokenOf(i)] = logits[tile][i];
+        // What is no candidate is read with its page, and not counted.
+        const bool counts = (candidates >> TokenOf(i) & 1) != 0;
+        if (head < group) {
+          to[head * p.max_tokens + page * kPageTokens + TokenOf(i)] = counts ? logits[tile][i] : 0;
         }
+        if (!counts) logits[tile][i] = -INFINITY;
       }
       Add(own[tile], logits[tile]);
     }
@@ -413,11 +414,12 @@ __global__ void __launch_bounds__(kPlainThreads, 2)
         key = reinterpret_cast<const KeyVector<float>*>(keys)[token * L::kOfKey + part];
       }
       const float sum = PlainLogit<kHeadDim>(key, group, means);
-      if (part >= group || (candidates >> token & 1) == 0) continue;
+      if (part >= group) continue;
       const float logit[1] = {
           VotingLogit(keys != nullptr ? p.select.scale * kLog2E * sum : -INFINITY)};
-      to[part * p.max_tokens + page * kPageTokens + token] = logit[0];
-      Add(own, logit);
+      const bool counts = (candidates >> token & 1) != 0;  // the others are read, too
+      to[part * p.max_tokens + page * kPageTokens + token] = counts ? logit[0] : 0;
+      if (counts) Add(own, logit);
     }
   }
   if (part < kGroup) sums[warp * L::kKeys + lane / L::kOfKey][part] = own;
