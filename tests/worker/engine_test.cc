@@ -692,32 +692,21 @@ TEST_F(EngineTest, NanFailsTheChunkThatReadsIt) {
             absl::StatusCode::kDataLoss);
 }
 
+// The second time with plans that were made before the coordinator heard of the failure.
 TEST_F(EngineTest, RowWithoutRoomFailsAlone) {
   EngineOptions options = TestWorker::DefaultOptions();
   options.kv_device_bytes =
       5 * model_->transformer().kv_layout(kernels::DType::kFloat32).block_bytes();
-  TestWorker worker(*model_, options);
-  TestCoordinator coordinator({.chunk = 256});
-  const size_t fits = coordinator.Add(MakeRequest(200, kAll));
-  const size_t does_not = coordinator.Add(MakeRequest(300, kAll));
-  worker.Run(coordinator);
-  EXPECT_TRUE(coordinator.result(fits).status.ok());
-  EXPECT_EQ(coordinator.result(does_not).status.code(), absl::StatusCode::kResourceExhausted);
-}
-
-// Plans that were made before the coordinator heard of a failure.
-TEST_F(EngineTest, RowsBehindOneWithoutRoomAreAnsweredLikeIt) {
-  EngineOptions options = TestWorker::DefaultOptions();
-  options.kv_device_bytes =
-      5 * model_->transformer().kv_layout(kernels::DType::kFloat32).block_bytes();
-  TestWorker worker(*model_, options);
-  TestCoordinator coordinator({.chunk = 256});
-  const size_t fits = coordinator.Add(MakeRequest(200, kAll));
-  const size_t does_not = coordinator.Add(MakeRequest(300, kAll));
-  worker.RunAhead(coordinator);
-  EXPECT_TRUE(coordinator.result(fits).status.ok());
-  EXPECT_EQ(coordinator.result(does_not).status.code(), absl::StatusCode::kResourceExhausted);
-  EXPECT_EQ(coordinator.rows_in_vain(), 1);
+  for (const bool ahead : {false, true}) {
+    TestWorker worker(*model_, options);
+    TestCoordinator coordinator({.chunk = 256});
+    const size_t fits = coordinator.Add(MakeRequest(200, kAll));
+    const size_t does_not = coordinator.Add(MakeRequest(300, kAll));
+    ahead ? worker.RunAhead(coordinator) : worker.Run(coordinator);
+    EXPECT_TRUE(coordinator.result(fits).status.ok());
+    EXPECT_EQ(coordinator.result(does_not).status.code(), absl::StatusCode::kResourceExhausted);
+    EXPECT_EQ(coordinator.rows_in_vain(), ahead ? 1 : 0);
+  }
 }
 
 TEST_F(EngineTest, BlocksFilledBeforeAFailureMayStillBeSealed) {
