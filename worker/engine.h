@@ -76,8 +76,7 @@ class Engine {
   bool MayBegin(const v1::StepPlan& plan) const;
   absl::Status Begin(const v1::StepPlan& plan);
   absl::StatusOr<v1::StepReply> Finish();
-  bool IsUnderWay() const { return begun_ > finished_; }
-  // Whether Finish would not wait. REQUIRES: IsUnderWay.
+  // Whether Finish would not wait. REQUIRES: something has begun.
   bool IsOver() const {
     return steps_[finished_ % kMostSteps].works.empty() || model_.backend().IsOver();
   }
