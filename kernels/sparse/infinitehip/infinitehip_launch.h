@@ -51,6 +51,9 @@ struct InfiniteHipLaunch {
 // The scores of stage 1 where chunks stand side by side (select.rope is on), to chunk_scores.
 cudaError_t LaunchChunkIndexedScores(const InfiniteHipLaunch& params, cudaStream_t stream);
 
+// Runs stage 0: what it keeps is in kept[0].
+cudaError_t LaunchInfiniteHipFirst(const InfiniteHipLaunch& params, cudaStream_t stream);
+
 // Runs one stage, 0 to kStages - 1; the last one writes the lists.
 cudaError_t LaunchInfiniteHipStage(const InfiniteHipLaunch& params, int stage, cudaStream_t stream);
 

@@ -1,8 +1,7 @@
-// The stages of infinitehip on the GPU, two kernels each:
+// The stages of infinitehip on the GPU behind the first (infinitehip_first.cu), two kernels each:
 //
-//   scores   stage 1: of pages, as quest does (infinitehip_chunks.cu where chunks have positions
-//            of their own); later: a warp takes 32 tokens of what the stage before left, a lane
-//            the estimate of one, and the best of a chunk's lanes is its score
+//   scores   a warp takes 32 tokens of what the stage before left, a lane the estimate of one, and
+//            the best of a chunk's lanes is its score
 //   keep     one block of threads a row finds the score of the last chunk that is kept, by
 //            counting, and writes those that are in their order; after the last stage, the list.
 //            Where a stage does not run, what it left in an earlier step, if the next one does
@@ -11,6 +10,7 @@
 #include "kernels/base/overlapped_launch.h"
 #include "kernels/sparse/block_list.cuh"
 #include "kernels/sparse/infinitehip/infinitehip_launch.h"
+#include "kernels/sparse/infinitehip/keep_chunks.cuh"
 #include "kernels/sparse/key_code_logits.cuh"
 #include "kernels/sparse/reuse/reuse_row.cuh"
 
@@ -23,8 +23,6 @@ static_assert(kTileQueries % kLogitsAtOnce == 0);
 // Blocks of threads that score, all rows together: as many as run at once on any GPU, as those
 // without work, and the queries of each, cost time.
 constexpr int64_t kScoreBlocks = 256;
-// Scores of a row that are chosen from in shared memory. Others stay where they are.
-constexpr int64_t kCopiedScores = 8 * 1024;
 
 // The chunks that a stage chooses from in a row: what the stage before left, split.
 struct Split {
@@ -141,105 +139,6 @@ __global__ void __launch_bounds__(kScoreWarps* kWarpThreads, 1)
   }
 }
 
-// The scores that a row chooses by.
-__device__ uint32_t* ChosenBy(const InfiniteHipLaunch& p) {
-  return p.layer_scores != nullptr ? p.layer_scores : p.chunk_scores;
-}
-
-// Makes those of a row out of the scores of its n chunks, and of the rows that choose with it. By
-// all threads.
-__device__ void JoinScores(const InfiniteHipLaunch& p, const DeviceRow& row, int64_t n) {
-  if (p.layer_scores == nullptr) return;
-  const InfiniteHipLaunch::Rows together = p.Together(row.index);
-  for (int64_t i = threadIdx.x; i < n; i += kSelectThreads) {
-    uint32_t best = 0;
-    for (int64_t head = together.begin; head < together.end; ++head) {
-      best = max(best, p.chunk_scores[head * p.max_chunks + i]);
-    }
-    p.layer_scores[row.index * p.max_chunks + i] = best;
-  }
-  __syncthreads();
-}
-
-// Calls use(place, chunk, score) for the `kept` best of n chunks, ascending; for all of them, with
-// the score of 0, where there is room. Returns how many that are. By all threads.
-template <typename Use>
-__device__ int64_t KeepBest(const uint32_t* scores, int64_t n, int64_t kept, SelectMemory& memory,
-                            const Use& use) {
-  if (n <= kept) {
-    for (int64_t i = threadIdx.x; i < n; i += kSelectThreads) use(i, i, OrderedScore(0));
-    return n;
-  }
-  extern __shared__ uint32_t copied[];  // [kCopiedScores]
-  const bool fits = n <= kCopiedScores;
-  for (int64_t i = threadIdx.x; i < n && fits; i += kSelectThreads) copied[i] = scores[i];
-  __syncthreads();
-  ForEachBest(fits ? copied : scores, n, kept, memory, use);
-  return kept;
-}
-
-// What a stage before the last left of a row, in this step and in an earlier one.
-__device__ void RememberKept(const InfiniteHipLaunch& p, const DeviceRow& row,
-                             const RowReuse& reuse, int stage) {
-  if (!reuse.remembers()) return;
-  __syncthreads();  // it is written
-  const int32_t count = p.kept[stage].counts[row.index];
-  const int32_t* const begins = p.kept[stage].begins + row.index * p.max_chunks;
-  for (int i = static_cast<int>(threadIdx.x); i < count; i += kSelectThreads) {
-    reuse.items(stage)[i] = begins[i];
-  }
-  if (threadIdx.x == 0) reuse.remembered().kept[stage] = count;
-}
-// Nothing where the next stage does not run, either.
-__device__ void RecallKept(const InfiniteHipLaunch& p, const DeviceRow& row, const RowReuse& reuse,
-                           int stage, int first_stage) {
-  const int32_t count = first_stage == stage + 1 ? reuse.remembered().kept[stage] : 0;
-  int32_t* const begins = p.kept[stage].begins + row.index * p.max_chunks;
-  for (int i = static_cast<int>(threadIdx.x); i < count; i += kSelectThreads) {
-    begins[i] = reuse.items(stage)[i];
-  }
-  if (threadIdx.x == 0) p.kept[stage].counts[row.index] = count;
-}
-
-__global__ void __launch_bounds__(kSelectThreads)
-    KeepFirstKernel(const __grid_constant__ InfiniteHipLaunch p) {
-  __shared__ SelectMemory memory;
-  cudaTriggerProgrammaticLaunchCompletion();
-  cudaGridDependencySynchronize();
-  const DeviceRow row(p.select, blockIdx.x);
-  const SelectionHeader header = MakeHeader(row.block, row.numbers);
-  const RowReuse reuse(p.select, row);
-  const int first_stage = reuse.FirstStage(header);
-  if (first_stage > 0) return RecallKept(p, row, reuse, 0, first_stage);
-  const int64_t n = p.pages.chunks.Count(header, row.numbers);
-  const int64_t kept = p.pages.chunks.Kept(row.numbers);
-  const InfiniteHipLaunch::Rows together = p.Together(row.index);
-  uint32_t* scores = ChosenBy(p) + row.index * p.max_chunks;
-  const int64_t first_page = header.sink_end / kPageTokens;
-  const bool is_scored = p.select.rope.on() || n <= kept;
-  for (int64_t i = threadIdx.x; i < n && !is_scored; i += kSelectThreads) {
-    const int64_t begin = header.sink_end + i * p.pages.chunks.chunk_tokens;
-    const int64_t end_page = CeilPages(begin + p.pages.chunks.chunk_tokens);
-    uint32_t best = 0;
-    for (int64_t head = together.begin; head < together.end; ++head) {
-      const uint32_t* pages = p.pages.scores + head * p.select.kv.max_blocks_per_slot;
-      for (int64_t page = begin / kPageTokens; page < end_page; ++page) {
-        best = max(best, pages[page - first_page]);
-      }
-    }
-    scores[i] = best;
-  }
-  if (is_scored && n > kept) JoinScores(p, row, n);
-  __syncthreads();
-  int32_t* begins = p.kept[0].begins + row.index * p.max_chunks;
-  const int64_t left =
-      KeepBest(scores, n, kept, memory, [&](int64_t place, int64_t chunk, uint32_t) {
-        begins[place] = static_cast<int32_t>(header.sink_end + chunk * p.pages.chunks.chunk_tokens);
-      });
-  if (threadIdx.x == 0) p.kept[0].counts[row.index] = static_cast<int32_t>(left);
-  RememberKept(p, row, reuse, 0);
-}
-
 __global__ void __launch_bounds__(kSelectThreads)
     KeepKernel(const __grid_constant__ InfiniteHipLaunch p, int stage) {
   __shared__ SelectMemory memory;
@@ -291,15 +190,7 @@ cudaError_t LaunchScores(const InfiniteHipLaunch& p, int stage, cudaStream_t str
 
 cudaError_t LaunchInfiniteHipStage(const InfiniteHipLaunch& p, int stage, cudaStream_t stream) {
   const auto rows = static_cast<unsigned>(p.select.out.num_rows);
-  constexpr size_t kCopyBytes = kCopiedScores * sizeof(uint32_t);
-  if (stage == 0) {
-    if (const cudaError_t error = p.select.rope.on() ? LaunchChunkIndexedScores(p, stream)
-                                                     : LaunchPageScores(p.pages, stream);
-        error != cudaSuccess) {
-      return error;
-    }
-    return LaunchOverlapped(KeepFirstKernel, rows, kSelectThreads, kCopyBytes, stream, p);
-  }
+  if (stage == 0) return LaunchInfiniteHipFirst(p, stream);
   const bool is_wide = p.select.kv.layout.head_dim == 128;
   if (const cudaError_t error = (is_wide ? LaunchScores<128> : LaunchScores<64>)(p, stage, stream);
       error != cudaSuccess) {
