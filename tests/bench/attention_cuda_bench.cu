@@ -195,8 +195,9 @@ void Attend(Set& set, cudaStream_t stream) {
 void Quest(Set& set, cudaStream_t stream) {
   Check(SelectQuest(set.select, set.params.selection, set.work.data(), stream));
 }
+template <Scope kScope>
 void TokenSelect(Set& set, cudaStream_t stream) {
-  Check(SelectTokens(set.select, set.params.selection, set.work.data(), stream));
+  Check(SelectTokens(kScope, set.select, set.params.selection, set.work.data(), stream));
 }
 void InfiniteHip(Set& set, cudaStream_t stream) {
   Check(SelectInfiniteHip(set.hip, set.select, set.params.selection, set.work.data(), stream));
@@ -306,8 +307,9 @@ void Bench(int64_t tokens) {
     }
     report("quest alone", Quest);
     report("quest and list", Both<Quest, Attend>);
-    report("tokenselect alone", TokenSelect);
-    report("tokenselect and list", Both<TokenSelect, Attend>);
+    report("tokenselect alone", TokenSelect<Scope::kKvGroup>);
+    report("tokenselect of layers alone", TokenSelect<Scope::kLayer>);
+    report("tokenselect and list", Both<TokenSelect<Scope::kKvGroup>, Attend>);
     report("infinitehip alone", InfiniteHip);
     report("infinitehip and list", Both<InfiniteHip, Attend>);
     if (num_queries > 1) continue;
@@ -315,7 +317,7 @@ void Bench(int64_t tokens) {
     report("infinitehip and top_p", Both<InfiniteHip, TopP>);
     report("quest and list by interval", ByInterval<Quest>, kCycle);
     report("quest, top_p and list by interval", ByInterval<Both<Quest, TopP>>, kCycle);
-    report("tokenselect and list by interval", ByInterval<TokenSelect>, kCycle);
+    report("tokenselect and list by interval", ByInterval<TokenSelect<Scope::kKvGroup>>, kCycle);
     report("infinitehip and list by interval", InfiniteHipByInterval, kCycle);
   }
 }

@@ -49,7 +49,7 @@ v1::SparsityPolicy MakePruning(v1::SparsityPolicy policy) {
   return policy;
 }
 
-constexpr uint32_t kNumPolicies = 19;
+constexpr uint32_t kNumPolicies = 20;
 constexpr uint32_t kFirstPruning = 6;
 constexpr uint32_t kFirstEnding = 9;  // the first of these prunes, too
 constexpr uint32_t kAllEnding = 10;
@@ -83,7 +83,8 @@ EngineOptions Options() {
                       MakeReusingPolicy("infinitehip", "interval"),
                       MakeLayerPolicy("infinitehip", "interval"),
                       MakeReusingPolicy("tokenselect", "cosine"),
-                      MakeReusingPolicy("infinitehip", "both")};
+                      MakeReusingPolicy("infinitehip", "both"),
+                      MakeLayerPolicy("tokenselect", "cosine")};
   options.kv_dtype = kernels::DType::kBFloat16;
   options.kv_device_bytes = 512 << 20;
   options.kv_host_bytes = 512 << 20;

@@ -26,6 +26,11 @@ absl::Status CheckOption(absl::string_view name, const std::string& value,
   return NotOnGpu(name, " is ", value, "; it must be ", served);
 }
 
+absl::Status CheckScope(absl::string_view selector, const std::string& scope, int64_t num_ranks) {
+  if (num_ranks == 1) return absl::OkStatus();
+  return CheckOption(absl::StrCat("the scope of ", selector, " over ranks"), scope, "group");
+}
+
 absl::Status CheckSelector(const v1::AttentionPolicy& policy, int64_t num_ranks) {
   switch (policy.selector_case()) {
     case v1::AttentionPolicy::kAll:
@@ -34,12 +39,9 @@ absl::Status CheckSelector(const v1::AttentionPolicy& policy, int64_t num_ranks)
     case v1::AttentionPolicy::kHip:
       return absl::OkStatus();
     case v1::AttentionPolicy::kTokenselect:
-      return CheckOption("the scope of tokenselect", policy.tokenselect().scope(), "group");
+      return CheckScope("tokenselect", policy.tokenselect().scope(), num_ranks);
     case v1::AttentionPolicy::kInfinitehip:
-      if (num_ranks > 1) {
-        KVASIR_RETURN_IF_ERROR(CheckOption("the scope of infinitehip over ranks",
-                                           policy.infinitehip().scope(), "group"));
-      }
+      KVASIR_RETURN_IF_ERROR(CheckScope("infinitehip", policy.infinitehip().scope(), num_ranks));
       return CheckOption("the probe of infinitehip", policy.infinitehip().probe(), "digest");
     default:
       return NotOnGpu("the selector is ", v1::SelectorName(policy),

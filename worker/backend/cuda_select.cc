@@ -113,7 +113,7 @@ absl::Status Run(const ServedSelector& served, const SelectLimits& limits,
     return kernels::SelectQuest(params, rows, workspace, stream);
   }
   if (dynamic_cast<const TokenSelectSelector*>(selector) != nullptr) {
-    return kernels::SelectTokens(params, rows, workspace, stream);
+    return kernels::SelectTokens(selector->scope(), params, rows, workspace, stream);
   }
   if (dynamic_cast<const HipSelector*>(selector) != nullptr) {
     return kernels::SelectHip(SearchWithin(limits), params, rows, workspace, stream);

@@ -46,7 +46,7 @@ int64_t TokenSelectWorkspaceBytes(const PagedKv& kv, int64_t group, int64_t bloc
   return LayOut(nullptr, kv, group, blocks * kv.layout.num_kv_heads, launch);
 }
 
-absl::Status SelectTokens(const SelectParams& params, const PageSelection& out,
+absl::Status SelectTokens(Scope scope, const SelectParams& params, const PageSelection& out,
                           std::byte* workspace, cudaStream_t stream) {
   KVASIR_ASSIGN_OR_RETURN(const SelectLaunch select,
                           MakeSelectLaunch("tokenselect", params, out, workspace));
@@ -61,12 +61,20 @@ absl::Status SelectTokens(const SelectParams& params, const PageSelection& out,
         "tokenselect on the GPU: slots of ", params.kv.max_blocks_per_slot,
         " blocks; it serves at most ", kVoteBlocks * kVotePages, "; lower the longest context"));
   }
+  if (const int64_t voters = params.q.dim(1); scope == Scope::kLayer && voters > kMostVoters) {
+    return absl::InvalidArgumentError(absl::StrCat("tokenselect on the GPU: ", voters,
+                                                   " heads of a layer; at most ", kMostVoters,
+                                                   " choose together"));
+  }
   if (params.blocks.empty()) return absl::OkStatus();
-  TokenSelectLaunch launch = {.select = select, .faults = params.faults.data()};
+  TokenSelectLaunch launch = {.select = select, .scope = scope, .faults = params.faults.data()};
   KVASIR_ASSIGN_OR_RETURN(launch.blocks_of_row, BlocksOfRow(params.kv));
   LayOut(workspace, params.kv, select.group, out.num_rows, launch);
   KVASIR_RETURN_IF_ERROR(CudaStatus(LaunchTokenLogits(launch, stream), "launching logits"));
-  return CudaStatus(LaunchTokenVotes(launch, stream), "launching votes");
+  if (scope == Scope::kLayer) {
+    KVASIR_RETURN_IF_ERROR(CudaStatus(LaunchLayerVotes(launch, stream), "launching votes"));
+  }
+  return CudaStatus(LaunchTokenVotes(launch, stream), "launching the choice");
 }
 
 }  // namespace kvasir::kernels

@@ -15,6 +15,9 @@ inline constexpr int kLogitBlocks = 256;
 inline constexpr int kVoteBlocks = 8;
 inline constexpr int64_t kVotePages = 12288;
 
+// Query heads that vote together, at most.
+inline constexpr int64_t kMostVoters = 1024;
+
 // Logits count in powers of two: they are times log2(e). The logarithm of a softmax's denominator
 // is max + log2(sum).
 struct SoftmaxSum {
@@ -25,13 +28,16 @@ struct SoftmaxSum {
 // All pointers are device memory. A token stands at its number, from the start of the context.
 struct TokenSelectLaunch {
   SelectLaunch select = {};
+  Scope scope = Scope::kKvGroup;
   uint8_t* faults = nullptr;    // [num_slots]
   int64_t max_tokens = 0;       // that a slot can hold
   int64_t blocks_of_row = 0;    // that take logits
   int64_t logits_of_row = 0;    // floats
   float* logits = nullptr;      // [rows][group, max_tokens] of logits_of_row: neither NaN nor inf
   SoftmaxSum* parts = nullptr;  // [rows, blocks_of_row, group]
-  uint32_t* votes = nullptr;    // [rows, max_tokens]: bits of a float that is not negative
+  // [rows, max_tokens]: bits of a float that is not negative. Those of a layer stand in the place
+  // of its first row.
+  uint32_t* votes = nullptr;
 
   // Of tokens that may be chosen yet; takes the place of the row's logits.
   KVASIR_HOST_DEVICE uint64_t* Rivals(int64_t row) const {
@@ -40,6 +46,9 @@ struct TokenSelectLaunch {
 };
 
 cudaError_t LaunchTokenLogits(const TokenSelectLaunch& params, cudaStream_t stream);
+// Casts the votes of layers.
+cudaError_t LaunchLayerVotes(const TokenSelectLaunch& params, cudaStream_t stream);
+// Of KV groups, or of layers, whose votes have been cast; chooses, and writes lists.
 cudaError_t LaunchTokenVotes(const TokenSelectLaunch& params, cudaStream_t stream);
 
 }  // namespace kvasir::kernels

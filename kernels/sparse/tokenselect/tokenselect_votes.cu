@@ -1,5 +1,6 @@
 // Votes, and the tokens that have most of them: a cluster of blocks of threads a row, each with
-// some of the row's pages.
+// some of the row's pages. At layer scope votes are there already, and each row of a layer comes to
+// the same choice of them.
 //
 //   cast    votes of all candidates; they are counted by bins, of all blocks of the cluster
 //   sift    those in better bins than the last one chosen are chosen; its bin's are rivals
@@ -12,7 +13,7 @@
 #include "kernels/base/block_sums.cuh"
 #include "kernels/base/hopper.cuh"
 #include "kernels/base/overlapped_launch.h"
-#include "kernels/sparse/tokenselect/tokenselect_selector.h"
+#include "kernels/sparse/tokenselect/head_votes.cuh"
 #include "kernels/sparse/tokenselect/voting_row.cuh"
 
 namespace kvasir::kernels {
@@ -24,11 +25,11 @@ constexpr int kGroup = static_cast<int>(kMaxCudaGroup);
 constexpr int kBinBits = 11;
 constexpr int kBins = 1 << kBinBits;
 constexpr int kFewRivals = 1024;
-// Bits of votes below those that tell bins apart. Votes are at most 8: what is left of the bins are
-// those of the smallest, which share one.
+// Bits of votes below those that tell bins apart. No vote is 2,048, as kMostVoters give it: what is
+// left of the bins are those of the smallest, which share one.
 constexpr int kVoteShift = 19;
-constexpr uint32_t kFirstBin = (0x41800000u >> kVoteShift) - kBins;
-constexpr float kLeastExponent = kLeastVoteExponent * 1.4426950408889634f;
+constexpr uint32_t kFirstBin = (0x45000000u >> kVoteShift) - kBins;
+static_assert(kMostVoters < 2048);
 
 struct alignas(16) VoteMemory {
   uint32_t bins[kBins];
@@ -57,12 +58,6 @@ __device__ uint64_t Rival(uint32_t vote, int64_t token) {
   return uint64_t{vote} << 32 | static_cast<uint64_t>(token);
 }
 
-// A head's vote, given its softmax's greatest logit and the reciprocal of its sum.
-__device__ float VoteOf(float logit, float max, float share) {
-  const float below = logit - max;
-  return below >= kLeastExponent ? hopper::Exp2(below) * share : 0.0f;
-}
-
 // Rivals in [low, high], of which `wanted` are; of those above all.
 struct Contest {
   uint64_t low;
@@ -71,7 +66,8 @@ struct Contest {
   uint32_t wanted;
 };
 
-// A block's part of a row's choice. All by all threads of the block, unless said otherwise.
+// A block's part of a row's choice. All by all threads of the block, unless said otherwise. kHeads:
+// that vote, at most; 0: they have.
 template <int kHeads>
 class Choice {
  public:
@@ -91,9 +87,13 @@ class Choice {
   }
   // By the cluster, which has to wait for itself before blocks end: they read each other's memory.
   __device__ void Run(SelectionHeader header) {
-    MergeParts();
-    __syncthreads();
-    CastVotes();
+    if constexpr (kHeads > 0) {
+      MergeParts();
+      __syncthreads();
+      CastVotes();
+    } else {
+      CountVotes();
+    }
     hopper::ClusterSync();
     Contest contest = {.low = 0, .high = ~uint64_t{0}, .wanted = Wanted()};
     FindBin(contest.wanted);
@@ -122,7 +122,10 @@ class Choice {
   __device__ uint64_t* RivalsOf(unsigned rank) const {
     return p_.Rivals(row_.at.index) + FirstPageOf(rank) * kPageTokens;
   }
-  __device__ uint32_t* Votes() const { return p_.votes + row_.at.index * p_.max_tokens; }
+  __device__ uint32_t* Votes() const {
+    const int64_t voter = row_.at.index - (kHeads == 0 ? row_.at.kv_head : 0);
+    return p_.votes + voter * p_.max_tokens;
+  }
 
   __device__ void ClearPages() {
     for (int64_t i = threadIdx.x; i < end_page_ - begin_page_; i += kThreads) pages_[i] = {0, 0};
@@ -134,31 +137,13 @@ class Choice {
     for (int i = static_cast<int>(threadIdx.x); i < kBins; i += kThreads) memory_.bins[i] = 0;
   }
 
-  // A head's greatest logit and the reciprocal of its sum, by a warp; 0 and 0 where it has no
-  // votes.
+  // By a warp each.
   __device__ void MergeParts() {
-    const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
     const int g = static_cast<int>(threadIdx.x) / kWarpThreads;
     if (g >= kHeads) return;
-    const int64_t group = p_.select.group;
-    const SoftmaxSum* parts = p_.parts + row_.at.index * p_.blocks_of_row * group + g;
-    float max = -INFINITY;
-    float sum = 0;
-    if (g < group) {
-      for (int64_t i = lane; i < p_.blocks_of_row; i += kWarpThreads) {
-        max = fmaxf(max, parts[i * group].max);
-      }
-      for (int distance = 1; distance < kWarpThreads; distance *= 2) {
-        max = fmaxf(max, __shfl_xor_sync(kAllLanes, max, distance));
-      }
-      for (int64_t i = lane; i < p_.blocks_of_row && max > -INFINITY; i += kWarpThreads) {
-        sum += parts[i * group].sum * hopper::Exp2(parts[i * group].max - max);
-      }
-      for (int distance = 1; distance < kWarpThreads; distance *= 2) {
-        sum += __shfl_xor_sync(kAllLanes, sum, distance);
-      }
-    }
-    if (lane == 0) memory_.sums[g] = sum > 0 ? SoftmaxSum{max, 1 / sum} : SoftmaxSum{0, 0};
+    const SoftmaxSum merged =
+        g < p_.select.group ? MergedParts(p_, row_.at.index, g) : SoftmaxSum{0, 0};
+    if (threadIdx.x % kWarpThreads == 0) memory_.sums[g] = merged;
   }
 
   // Calls use(token, load(token)) for the block's tokens, of which a thread has some side by side:
@@ -180,6 +165,14 @@ class Choice {
       }
     }
   }
+  // The same with the bits of tokens' votes.
+  template <typename Use>
+  __device__ void ForEachVotes(const Use& use) const {
+    const auto load = [&](int64_t token) {
+      return *reinterpret_cast<const uint4*>(Votes() + token);
+    };
+    ForEachTokens<8>(load, use);
+  }
   __device__ bool IsCandidate(int64_t token) const {
     return token >= row_.begin && token < row_.end;
   }
@@ -200,21 +193,24 @@ class Choice {
       return loaded;
     };
     ForEachTokens<16 / kHeads>(load, [&](int64_t token, const Logits& loaded) {
-      float votes[kThreadTokens] = {};
+      float4 votes = {};
 #pragma unroll
-      for (int g = 0; g < kHeads; ++g) {
-        const float4& four = loaded.of_head[g];
-        votes[0] += VoteOf(four.x, sums[g].max, sums[g].sum);
-        votes[1] += VoteOf(four.y, sums[g].max, sums[g].sum);
-        votes[2] += VoteOf(four.z, sums[g].max, sums[g].sum);
-        votes[3] += VoteOf(four.w, sums[g].max, sums[g].sum);
-      }
-#pragma unroll
-      for (int i = 0; i < kThreadTokens; ++i) {
-        if (IsCandidate(token + i)) atomicAdd(&memory_.bins[BinOf(__float_as_uint(votes[i]))], 1u);
-      }
-      *reinterpret_cast<float4*>(Votes() + token) = {votes[0], votes[1], votes[2], votes[3]};
+      for (int g = 0; g < kHeads; ++g) AddVotes(loaded.of_head[g], sums[g], votes);
+      *reinterpret_cast<float4*>(Votes() + token) = votes;
+      Count(token, {__float_as_uint(votes.x), __float_as_uint(votes.y), __float_as_uint(votes.z),
+                    __float_as_uint(votes.w)});
     });
+  }
+  __device__ void CountVotes() {
+    ForEachVotes([&](int64_t token, const uint4& four) { Count(token, four); });
+  }
+  // Of tokens side by side, those that are candidates, by their votes.
+  __device__ void Count(int64_t token, const uint4& four) {
+    const uint32_t votes[kThreadTokens] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+    for (int i = 0; i < kThreadTokens; ++i) {
+      if (IsCandidate(token + i)) atomicAdd(&memory_.bins[BinOf(votes[i])], 1u);
+    }
   }
 
   // The bin of the `wanted`-th greatest of what the cluster's blocks counted, to memory.
@@ -265,10 +261,7 @@ class Choice {
   __device__ void Sift() {
     const uint32_t last = memory_.bin;
     uint64_t* const rivals = RivalsOf(rank_);
-    const auto load = [&](int64_t token) {
-      return *reinterpret_cast<const uint4*>(Votes() + token);
-    };
-    ForEachTokens<8>(load, [&](int64_t token, const uint4& four) {
+    ForEachVotes([&](int64_t token, const uint4& four) {
       const uint32_t votes[kThreadTokens] = {four.x, four.y, four.z, four.w};
 #pragma unroll
       for (int i = 0; i < kThreadTokens; ++i) {
@@ -428,6 +421,7 @@ cudaError_t Launch(const TokenSelectLaunch& p, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t LaunchTokenVotes(const TokenSelectLaunch& p, cudaStream_t stream) {
+  if (p.scope == Scope::kLayer) return Launch<0>(p, stream);
   return p.select.group <= 4 ? Launch<4>(p, stream) : Launch<8>(p, stream);
 }
 

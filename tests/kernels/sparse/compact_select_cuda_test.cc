@@ -135,7 +135,7 @@ TEST_P(CompactSelectCudaTest, TokenSelectSelectsWhatTheCpuSelects) {
   const HostLists expected = SelectOnCpu(*TokenSelectSelector::Create({}).value(), batch, numbers);
   const DeviceSelect select = [](const SelectParams& params, const PageSelection& out,
                                  std::byte* workspace) {
-    return SelectTokens(params, out, workspace, nullptr);
+    return SelectTokens(Scope::kKvGroup, params, out, workspace, nullptr);
   };
   ExpectAlike(RunSelectOnGpu(batch, numbers, HostLists(batch, kCapacity).View(),
                              TokenSelectWorkspaceBytes(batch.kv().View(), batch.shape().group,
@@ -260,7 +260,7 @@ TEST_P(CompactSelectCudaTest, KernelsThatRotateNothingRefuseQueriesThatAreNot) {
                  [](const SelectParams& params, const PageSelection& out, std::byte* workspace) {
                    EXPECT_EQ(SelectQuest(params, out, workspace, nullptr).code(),
                              absl::StatusCode::kInvalidArgument);
-                   EXPECT_EQ(SelectTokens(params, out, workspace, nullptr).code(),
+                   EXPECT_EQ(SelectTokens(Scope::kKvGroup, params, out, workspace, nullptr).code(),
                              absl::StatusCode::kInvalidArgument);
                    return absl::OkStatus();
                  });

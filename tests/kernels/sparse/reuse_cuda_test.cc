@@ -44,8 +44,8 @@ DeviceMethod MethodOf(const std::string& selector, const std::string& preset, Sc
   }
   if (selector == "tokenselect") {
     return {TokenSelectWorkspaceBytes(kv, group, kSlots),
-            [](const auto& params, const auto& out, auto* memory) {
-              return SelectTokens(params, out, memory, nullptr);
+            [=](const auto& params, const auto& out, auto* memory) {
+              return SelectTokens(scope, params, out, memory, nullptr);
             }};
   }
   if (selector == "hip") {
@@ -144,6 +144,7 @@ std::vector<ReuseCase> Cases() {
       }
     }
     cases.push_back({"infinitehip", rule, "3k", kContext, large, "layer"});
+    cases.push_back({"tokenselect", rule, "", kContext, large, "layer"});
     // Long enough that every stage has to choose.
     cases.push_back({"infinitehip", rule, "3k", 40'000, small});
   }
@@ -254,8 +255,10 @@ class ReuseRun {
 
  private:
   static MethodOptions OptionsOf(const ReuseCase& tested) {
-    if (tested.preset.empty()) return {};
-    return {{"preset", tested.preset}, {"scope", tested.scope}};
+    MethodOptions options;
+    if (!tested.preset.empty()) options.push_back({"preset", tested.preset});
+    if (tested.scope != "group") options.push_back({"scope", tested.scope});
+    return options;
   }
   int64_t Capacity() const { return selector_->MaxEntries(numbers_, tested_.context); }
   MemoryNeeds Needs() const {

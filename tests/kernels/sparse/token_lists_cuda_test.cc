@@ -1,8 +1,10 @@
 // The GPU's tokenselect, hip and infinitehip against the CPU's: lists of tokens.
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <gtest/gtest.h>
 #include <limits>
+#include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -87,13 +89,24 @@ INSTANTIATE_TEST_SUITE_P(Shapes, TokenListsCudaTest,
                                           testing::Values(DType::kFloat32, DType::kBFloat16)));
 
 Lists TokenSelectOnGpu(AttentionBatch& batch, const std::vector<SelectionNumbers>& numbers,
-                       int64_t capacity) {
+                       int64_t capacity, Scope scope = Scope::kKvGroup) {
   return RunSelectOnGpu(
       batch, numbers, HostLists(batch, capacity).View(),
       TokenSelectWorkspaceBytes(batch.kv().View(), batch.shape().group, std::ssize(numbers)),
-      [](const SelectParams& params, const PageSelection& out, std::byte* workspace) {
-        return SelectTokens(params, out, workspace, nullptr);
+      [&](const SelectParams& params, const PageSelection& out, std::byte* workspace) {
+        return SelectTokens(scope, params, out, workspace, nullptr);
       });
+}
+
+// All heads of a layer have the same list, bit by bit.
+void ExpectOneListPerBlock(const Lists& found, size_t heads) {
+  for (size_t row = 0; row < found.headers.size(); ++row) {
+    SCOPED_TRACE(row);
+    const size_t first = row / heads * heads;
+    const auto count = static_cast<size_t>(found.headers[first].count);
+    ASSERT_EQ(found.headers[row].count, found.headers[first].count);
+    EXPECT_EQ(std::memcmp(found.list(row), found.list(first), count * sizeof(SelectionEntry)), 0);
+  }
 }
 
 TEST_P(TokenListsCudaTest, TokenSelectChoosesWhatTheCpuChooses) {
@@ -110,12 +123,16 @@ TEST_P(TokenListsCudaTest, TokenSelectChoosesWhatTheCpuChooses) {
   Add(batch, numbers, 2, 2000, 1,
       {.sink_tokens = 1, .window_tokens = 90, .budget_tokens = 300, .reach_tokens = 63});
   Add(batch, numbers, 0, 5, 1, {.sink_tokens = 2, .window_tokens = 2, .budget_tokens = 1});
-  const auto selector = TokenSelectSelector::Create({}).value();
-  const PageSelection expected = SelectOnCpu(*selector, batch, numbers, 64);
-  HostLists cpu(expected);
-  const Lists found = TokenSelectOnGpu(batch, numbers, 64);
-  ExpectAlike(Compare(found, cpu.View()));
-  EXPECT_EQ(std::count(found.faults.begin(), found.faults.end(), 0), 3);
+  for (const std::string scope : {"group", "layer"}) {
+    SCOPED_TRACE(scope);
+    const auto selector = TokenSelectSelector::Create({{"scope", scope}}).value();
+    const PageSelection expected = SelectOnCpu(*selector, batch, numbers, 64);
+    HostLists cpu(expected);
+    const Lists found = TokenSelectOnGpu(batch, numbers, 64, selector->scope());
+    ExpectAlike(Compare(found, cpu.View()));
+    EXPECT_EQ(std::count(found.faults.begin(), found.faults.end(), 0), 3);
+    if (selector->scope() == Scope::kLayer) ExpectOneListPerBlock(found, 2);
+  }
 }
 
 // All votes are equal, of more tokens than are compared one by one: what counts is their order.
@@ -130,14 +147,45 @@ TEST_P(TokenListsCudaTest, TokenSelectTakesTheLaterOfEqualVotes) {
     }
   }
   const SelectionNumbers n = {.sink_tokens = 10, .window_tokens = 100, .budget_tokens = 777};
-  const Lists found = TokenSelectOnGpu(batch, {n, n}, 16);
-  for (size_t row = 0; row < 4; ++row) {
-    const int64_t window = row < 2 ? 924 : 3996;
-    const auto tokens = TokensOf(found.headers[row], found.list(row), &SelectionEntry::live);
-    ASSERT_EQ(tokens.size(), 777u);
-    EXPECT_EQ(tokens.front(), window - 777);
-    EXPECT_EQ(tokens.back(), window - 1);
+  for (const Scope scope : {Scope::kKvGroup, Scope::kLayer}) {
+    const Lists found = TokenSelectOnGpu(batch, {n, n}, 16, scope);
+    for (size_t row = 0; row < 4; ++row) {
+      const int64_t window = row < 2 ? 924 : 3996;
+      const auto tokens = TokensOf(found.headers[row], found.list(row), &SelectionEntry::live);
+      ASSERT_EQ(tokens.size(), 777u);
+      EXPECT_EQ(tokens.front(), window - 777);
+      EXPECT_EQ(tokens.back(), window - 1);
+    }
   }
+}
+
+// A token that all heads of a layer give their whole vote has as many as there are heads.
+TEST_P(TokenListsCudaTest, TokenSelectCountsTheVotesOfAWholeLayer) {
+  AttentionShape shape = Shape();
+  shape.kv_heads = 8;
+  AttentionBatch batch(shape, 1, 1024, 60);
+  batch.FillContext(0, 1024);
+  for (int64_t head = 0; head < shape.kv_heads; ++head) {
+    for (const int64_t token : {70, 300, 301}) {
+      // The logit of half of the heads is infinite for two of the tokens, of the others for one.
+      const float infinity = std::numeric_limits<float>::infinity();
+      std::byte* key =
+          batch.kv().Token(FakePagedKv::Side::kKey, 0, token, AttentionBatch::kLayer, head);
+      batch.kv().Set(key, 5, token == 70 ? -infinity : infinity);
+    }
+  }
+  batch.AddBlock(0, 1023, 1);
+  for (int64_t head = 0; head < batch.heads(); ++head) {
+    float& element = batch.q(0, head)[5];
+    element = std::abs(element) * (head % 2 == 0 || shape.group == 1 ? -1.0f : 1.0f);
+  }
+  const SelectionNumbers n = {.sink_tokens = 10, .window_tokens = 100, .budget_tokens = 2};
+  const auto selector = TokenSelectSelector::Create({{"scope", "layer"}}).value();
+  const PageSelection expected = SelectOnCpu(*selector, batch, {n}, 2);
+  HostLists cpu(expected);
+  const Lists found = TokenSelectOnGpu(batch, {n}, 2, Scope::kLayer);
+  EXPECT_EQ(Compare(found, cpu.View()).same_rows, shape.kv_heads);
+  ExpectOneListPerBlock(found, static_cast<size_t>(shape.kv_heads));
 }
 
 // An infinite logit takes all votes of its head, or its share of them; NaN gets none.
@@ -159,10 +207,13 @@ TEST_P(TokenListsCudaTest, TokenSelectCountsKeysThatAreNotFinite) {
   batch.AddBlock(0, 2999, 1);
   batch.AddBlock(0, 2880, 64);
   const SelectionNumbers n = {.sink_tokens = 10, .window_tokens = 100, .budget_tokens = 500};
-  const auto selector = TokenSelectSelector::Create({}).value();
-  const PageSelection expected = SelectOnCpu(*selector, batch, {n, n}, 64);
-  HostLists cpu(expected);
-  ExpectAlike(Compare(TokenSelectOnGpu(batch, {n, n}, 64), cpu.View()));
+  for (const std::string scope : {"group", "layer"}) {
+    SCOPED_TRACE(scope);
+    const auto selector = TokenSelectSelector::Create({{"scope", scope}}).value();
+    const PageSelection expected = SelectOnCpu(*selector, batch, {n, n}, 64);
+    HostLists cpu(expected);
+    ExpectAlike(Compare(TokenSelectOnGpu(batch, {n, n}, 64, selector->scope()), cpu.View()));
+  }
 }
 
 // What the steps of an interval get is the list that its first made.
@@ -195,7 +246,8 @@ TEST_P(TokenListsCudaTest, TokenSelectRemembersItsLists) {
                          one.numbers = params.numbers.subspan(step, 1);
                          one.device_memories = {of_block, 1};
                          KVASIR_RETURN_IF_ERROR(SelectTokens(
-                             one, out.Rows(static_cast<int64_t>(2 * step), 2), workspace, nullptr));
+                             Scope::kKvGroup, one, out.Rows(static_cast<int64_t>(2 * step), 2),
+                             workspace, nullptr));
                        }
                        return absl::OkStatus();
                      });
@@ -221,9 +273,11 @@ TEST_P(TokenListsCudaTest, TokenSelectReportsAbsentPages) {
   batch.AddBlock(1, 1023, 1);
   batch.kv().SetTier(1, 5, AttentionBatch::kLayer, 1, PageTier::kAbsent);
   const SelectionNumbers n = {.sink_tokens = 10, .window_tokens = 100, .budget_tokens = 77};
-  const Lists found = TokenSelectOnGpu(batch, {n, n}, 77);
-  EXPECT_EQ(found.faults[0], 0);
-  EXPECT_EQ(found.faults[1], 1);
+  for (const Scope scope : {Scope::kKvGroup, Scope::kLayer}) {
+    const Lists found = TokenSelectOnGpu(batch, {n, n}, 77, scope);
+    EXPECT_EQ(found.faults[0], 0);
+    EXPECT_EQ(found.faults[1], 1);
+  }
 }
 
 Lists HipOnGpu(AttentionBatch& batch, const std::vector<SelectionNumbers>& numbers,

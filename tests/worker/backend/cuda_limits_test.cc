@@ -91,7 +91,8 @@ TEST(CudaLimits, PoliciesItDoesNot) {
     };
     v1::SparsityPolicy policy = ServedPolicy();
     part(policy)->mutable_tokenselect()->set_scope("layer");
-    ExpectRefused(CheckPolicy(policy), "scope of tokenselect is layer; it must be group");
+    EXPECT_TRUE(CheckPolicy(policy).ok()) << CheckPolicy(policy);
+    ExpectRefused(CheckPolicy(policy, 2), "scope of tokenselect over ranks is layer; it must be");
     policy = ServedPolicy();
     part(policy)->mutable_infinitehip()->set_scope("layer");
     EXPECT_TRUE(CheckPolicy(policy).ok()) << CheckPolicy(policy);

@@ -1,0 +1,49 @@
+// A head's vote for a token, in the kernels of tokenselect.
+#pragma once
+
+#include "kernels/base/hopper.cuh"
+#include "kernels/base/warp.cuh"
+#include "kernels/sparse/tokenselect/tokenselect_launch.h"
+#include "kernels/sparse/tokenselect/tokenselect_selector.h"
+
+namespace kvasir::kernels {
+
+// A head's greatest logit and the reciprocal of its softmax's sum, of head g of the row's group; 0
+// and 0 where it has no votes. By a warp.
+__device__ inline SoftmaxSum MergedParts(const TokenSelectLaunch& p, int64_t row, int g) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
+  const int64_t group = p.select.group;
+  const SoftmaxSum* parts = p.parts + row * p.blocks_of_row * group + g;
+  float max = -INFINITY;
+  for (int64_t i = lane; i < p.blocks_of_row; i += kWarpThreads) {
+    max = fmaxf(max, parts[i * group].max);
+  }
+  for (int distance = 1; distance < kWarpThreads; distance *= 2) {
+    max = fmaxf(max, __shfl_xor_sync(kAllLanes, max, distance));
+  }
+  float sum = 0;
+  for (int64_t i = lane; i < p.blocks_of_row && max > -INFINITY; i += kWarpThreads) {
+    sum += parts[i * group].sum * hopper::Exp2(parts[i * group].max - max);
+  }
+  for (int distance = 1; distance < kWarpThreads; distance *= 2) {
+    sum += __shfl_xor_sync(kAllLanes, sum, distance);
+  }
+  return sum > 0 ? SoftmaxSum{max, 1 / sum} : SoftmaxSum{0, 0};
+}
+
+// Given what MergedParts made.
+__device__ inline float VoteOf(float logit, const SoftmaxSum& merged) {
+  constexpr float kLeastExponent = kLeastVoteExponent * 1.4426950408889634f;
+  const float below = logit - merged.max;
+  return below >= kLeastExponent ? hopper::Exp2(below) * merged.sum : 0.0f;
+}
+
+// Adds the head's votes for four tokens.
+__device__ inline void AddVotes(const float4& logits, const SoftmaxSum& merged, float4& votes) {
+  votes.x += VoteOf(logits.x, merged);
+  votes.y += VoteOf(logits.y, merged);
+  votes.z += VoteOf(logits.z, merged);
+  votes.w += VoteOf(logits.w, merged);
+}
+
+}  // namespace kvasir::kernels
