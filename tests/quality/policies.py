@@ -13,6 +13,7 @@ SHAPES_A_SERVER = 3  # a server declares at most four policies; its own default,
 TAIL_TOKENS = 32     # a question is shorter; every token of it selects by itself
 EXTENDED = ("--position-extension=streaming",)
 GROUPED = ("--position-extension=self_extend",)
+EVERY_EIGHTH = {"reuse": {"rule": "interval", "interval": 8}}   # the first stage; infinitehip's later ones every 4 and 2 steps
 MIN_MASS = 0.98                                                # of the contract of quality
 
 
@@ -99,10 +100,13 @@ POLICIES = {policy.name: policy for policy in (
     # decodes: reading costs little then, and all policies of a server share what was read.
     *(Policy(f"{name} extended", {name: {}}, {"streaming": {}}, EXTENDED)
       for name in ("streaming", "quest", "tokenselect", "hip", "infinitehip")),
-    *(Policy(f"{name}{ending} extended", {name: {}, **stages}, {"streaming": {}}, EXTENDED)
-      for name in ("quest", "tokenselect", "infinitehip")
-      for ending, stages in (("+top_p", {"top_p": 0.95}), ("+interval", {"reuse": {"rule": "interval"}}),
-                             ("+art", {"art": {}}), ("+top_p+art", {"top_p": 0.95, "art": {}}))),
+    Policy("infinitehip 5k extended", {"infinitehip": {"preset": "5k"}}, {"streaming": {}}, EXTENDED),
+    *(Policy(f"{name}{ending} extended", {**selector, **stages}, {"streaming": {}}, EXTENDED)
+      for name, selector in (("quest", {"quest": {}}), ("tokenselect", {"tokenselect": {}}), ("infinitehip", {"infinitehip": {}}),
+                             ("infinitehip 5k", {"infinitehip": {"preset": "5k"}}))
+      for ending, stages in (("+top_p", {"top_p": 0.95}), ("+interval", EVERY_EIGHTH), ("+art", {"art": {}}),
+                             ("+top_p+art", {"top_p": 0.95, "art": {}}), ("+interval+top_p", {"top_p": 0.95, **EVERY_EIGHTH}),
+                             ("+interval+top_p+art", {"top_p": 0.95, "art": {}, **EVERY_EIGHTH}))),
 )}
 
 

@@ -218,9 +218,9 @@ size_t EndOfDifferent(const SelectParams& params, size_t begin) {
 }  // namespace
 
 int64_t StageInterval(const Selector& selector, const ReuseNumbers& numbers, size_t stage) {
-  const int64_t own = selector.RefreshIntervals()[stage];
-  if (numbers.interval == 0) return own;
-  return stage == 0 ? numbers.interval : std::min(own, numbers.interval);
+  const std::span<const int64_t> own = selector.RefreshIntervals();
+  if (numbers.interval == 0) return own[stage];
+  return std::max<int64_t>(1, own[stage] * numbers.interval / own[0]);
 }
 
 int64_t ReachTokens(const Selector& selector, const ReuseRule& rule, const ReuseNumbers& numbers) {

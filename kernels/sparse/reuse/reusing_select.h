@@ -27,8 +27,8 @@ namespace kvasir::kernels {
 // What a row with memory must be given as SelectionNumbers::reach_tokens.
 int64_t ReachTokens(const Selector& selector, const ReuseRule& rule, const ReuseNumbers& numbers);
 
-// Steps between two runs of a stage: of the first one as the policy says; later ones run as often
-// at least as they would.
+// Steps between two runs of a stage: of the first one as the policy says; of later ones in
+// proportion, rounded down.
 int64_t StageInterval(const Selector& selector, const ReuseNumbers& numbers, size_t stage);
 
 // A sequence that is to remember.

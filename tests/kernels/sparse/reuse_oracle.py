@@ -33,7 +33,7 @@ class Steps:
         own = INTERVALS[self.options.get("preset", "3k")] if selector == "infinitehip" else (8,)
         self.intervals = list(own)
         if interval:
-            self.intervals = [interval] + [min(interval, n) for n in own[1:]]
+            self.intervals = [max(1, n * interval // own[0]) for n in own]
 
     def query(self, position, head):
         """[group, dim]"""
