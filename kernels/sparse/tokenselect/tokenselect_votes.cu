@@ -304,18 +304,25 @@ class Choice {
     const bool all = contest.count <= contest.wanted;
     if (!all) GatherFew(contest);
     __syncthreads();
-    const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
+    const unsigned lane = threadIdx.x % kWarpThreads;
     const uint64_t* const rivals = RivalsOf(rank_);
-    for (uint32_t i = threadIdx.x / kWarpThreads; i < memory_.num_rivals; i += kWarps) {
-      const uint64_t rival = rivals[i];
-      if (rival < contest.low) continue;
-      unsigned better = 0;
-      for (uint32_t j = static_cast<uint32_t>(lane); j < memory_.num_few; j += kWarpThreads) {
-        better += memory_.few[j] > rival ? 1 : 0;
-      }
-      better = __reduce_add_sync(kAllLanes, better);
-      if (lane == 0 && (all || better < contest.wanted)) {
-        Choose(static_cast<uint32_t>(rival >> 32), static_cast<int64_t>(rival & 0xffffffffu));
+    // A warp looks at some at a time, as most of them can be below the contest; warps have turns,
+    // as those that are not can lie side by side.
+    const unsigned mine = lane * kWarps + threadIdx.x / kWarpThreads;
+    for (uint32_t first = 0; first < memory_.num_rivals; first += kThreads) {
+      const bool is_one = first + mine < memory_.num_rivals;
+      const uint64_t own = is_one ? rivals[first + mine] : 0;
+      unsigned left = __ballot_sync(kAllLanes, is_one && own >= contest.low);
+      for (; left != 0; left &= left - 1) {
+        const uint64_t rival = __shfl_sync(kAllLanes, own, __ffs(static_cast<int>(left)) - 1);
+        unsigned better = 0;
+        for (uint32_t j = lane; j < memory_.num_few; j += kWarpThreads) {
+          better += memory_.few[j] > rival ? 1 : 0;
+        }
+        better = __reduce_add_sync(kAllLanes, better);
+        if (lane == 0 && (all || better < contest.wanted)) {
+          Choose(static_cast<uint32_t>(rival >> 32), static_cast<int64_t>(rival & 0xffffffffu));
+        }
       }
     }
   }
