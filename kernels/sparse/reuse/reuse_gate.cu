@@ -1,6 +1,7 @@
 // A block of threads takes the rows that choose together, one by one: a thread some pairs of
 // elements, of the query and of those that the stages ran with, turned back in registers; the
 // products are summed over the block.
+#include "kernels/base/overlapped_launch.h"
 #include "kernels/sparse/reuse/reuse_gate_launch.h"
 #include "kernels/sparse/reuse/reuse_row.cuh"
 
@@ -101,6 +102,8 @@ __device__ void Remember(const RowQuery& query, const RowReuse& reuse, int first
 
 __global__ void __launch_bounds__(kThreads)
     ReuseGateKernel(const __grid_constant__ ReuseGateLaunch p) {
+  cudaGridDependencySynchronize();
+  cudaTriggerProgrammaticLaunchCompletion();
   const auto heads = static_cast<uint32_t>(p.heads);
   const DeviceRow first_row(p.select, blockIdx.x * heads);
   const RowReuse first_reuse(p.select, first_row);
@@ -125,8 +128,7 @@ __global__ void __launch_bounds__(kThreads)
 
 cudaError_t LaunchReuseGate(const ReuseGateLaunch& p, cudaStream_t stream) {
   const auto blocks = static_cast<unsigned>(p.select.out.num_rows / p.heads);
-  ReuseGateKernel<<<blocks, kThreads, 0, stream>>>(p);
-  return cudaGetLastError();
+  return LaunchOverlapped(ReuseGateKernel, blocks, kThreads, 0, stream, p);
 }
 
 }  // namespace kvasir::kernels
