@@ -1,6 +1,7 @@
 #include "worker/metrics.h"
 
 #include <array>
+#include <set>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -102,7 +103,8 @@ struct WorkerMetrics::Families {
         step_seconds(AddHistogram(r, "kvasir_step_seconds", "Time of one step on this rank.")),
         step_tokens(AddHistogram(r, "kvasir_step_tokens", "Tokens computed in one step.")),
         failed_rows(AddCounter(r, "kvasir_failed_rows_total",
-                               "Rows of steps that failed alone, by status code.")) {}
+                               "Rows of steps that failed alone, by status code; the first of each "
+                               "sequence.")) {}
 
   Family<Gauge>& tier_pages;
   Family<Gauge>& tier_bytes;
@@ -225,6 +227,9 @@ struct WorkerMetrics::Series {
   Histogram& step_seconds;
   Histogram& step_tokens;
   std::array<Counter*, kernels::kMaxStages> stages_run = {}, stages_reused = {};
+  // Whose sequences have failed: rows that were planned before the coordinator heard of it come
+  // back with the same error.
+  std::set<uint32_t> failed_slots;
   // By Phase.
   std::array<Counter*, 2> blocks = {}, selected_out = {}, window = {}, pruned = {}, terminated = {};
 };
@@ -246,18 +251,23 @@ void WorkerMetrics::JoinGroup(const GroupLabels& labels) {
 void WorkerMetrics::RecordStep(const Engine& engine, const v1::StepPlan& plan,
                                const v1::StepReply& reply) {
   RecordTiers(engine);
-  for (const v1::RowResult& result : reply.results()) {
-    if (result.error_code() == 0) continue;
-    const auto code = static_cast<absl::StatusCode>(result.error_code());
-    families_->failed_rows.Add(series_->With({{"code", absl::StatusCodeToString(code)}}))
-        .Increment();
-  }
+  RecordFailures(plan, reply);
   if (reply.results().empty()) return;  // nothing was computed
   int64_t tokens = 0;
   for (const v1::StepRow& row : plan.rows()) tokens += row.num_tokens();
   series_->step_seconds.Observe(reply.step_s());
   series_->step_tokens.Observe(static_cast<double>(tokens));
   RecordAttention(engine.meter());
+}
+
+void WorkerMetrics::RecordFailures(const v1::StepPlan& plan, const v1::StepReply& reply) {
+  for (const v1::SequenceStart& start : plan.starts()) series_->failed_slots.erase(start.slot());
+  for (const v1::RowResult& result : reply.results()) {
+    if (result.error_code() == 0 || !series_->failed_slots.insert(result.slot()).second) continue;
+    const auto code = static_cast<absl::StatusCode>(result.error_code());
+    families_->failed_rows.Add(series_->With({{"code", absl::StatusCodeToString(code)}}))
+        .Increment();
+  }
 }
 
 void WorkerMetrics::RecordTiers(const Engine& engine) {

@@ -37,6 +37,7 @@ class WorkerMetrics {
   struct Families;
   struct Series;  // of one group
 
+  void RecordFailures(const v1::StepPlan& plan, const v1::StepReply& reply);
   void RecordDisk(const Engine& engine);
   void RecordAttention(const AttentionMeter& meter);
   void RecordContract(const ContractCounts& counts);
