@@ -16,6 +16,7 @@ namespace {
 
 constexpr int kThreads = (kConsumers + 1) * kGroupThreads;
 constexpr int kRingBytes = 192 * 1024;
+constexpr int kPartialsAtOnce = 16;  // a row's units, where there are eight KV heads
 constexpr int kCountingWarp = kThreads / kWarpThreads - 1;  // a producer that brings no pages
 
 struct DecodeParams : AttendLaunch {
@@ -104,24 +105,50 @@ __device__ void LeavePartial(SharedMemory<kHeadDim>& shared, const ThreadPlace& 
   }
 }
 
-// The state of all partials of one (row, query head) together; the value is that of dimension `d`.
-struct MergedState {
+// A state of one (row, query head); of its values two, side by side.
+struct PartialState {
   float max = kMinusInfinity;
   float sum = 0;
-  float value = 0;
+  float2 values = {0, 0};
 };
-__device__ MergedState MergePartials(const float* partials, int64_t count, int64_t stride, int d) {
-  MergedState merged;
-  for (int64_t i = 0; i < count; ++i) merged.max = fmaxf(merged.max, partials[i * stride]);
-  const float offset = merged.max == kMinusInfinity ? 0.0f : merged.max;
-#pragma unroll 8
-  for (int64_t i = 0; i < count; ++i) {
-    const float* partial = partials + i * stride;
-    const float weight = exp2f(partial[0] - offset);
-    merged.sum += weight * partial[1];
-    merged.value += weight * partial[2 + d];
+// All partials of one (row, query head) together; the values are those of dimensions `d` and
+// d + 1. So many partials are read side by side, as each read takes long.
+template <int kAtOnce>
+__device__ PartialState MergePartials(const float* partials, int64_t count, int64_t stride, int d) {
+  PartialState merged;
+  for (int64_t first = 0; first < count; first += kAtOnce) {
+    PartialState parts[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (first + i >= count) continue;
+      const float* partial = partials + (first + i) * stride;
+      parts[i].max = partial[0];
+      parts[i].sum = partial[1];
+      parts[i].values = *reinterpret_cast<const float2*>(partial + 2 + d);
+    }
+    float max = merged.max;
+#pragma unroll
+    for (const PartialState& part : parts) max = fmaxf(max, part.max);
+    const float offset = max == kMinusInfinity ? 0.0f : max;
+    const float fade = exp2f(merged.max - offset);
+    merged = {max, merged.sum * fade, {merged.values.x * fade, merged.values.y * fade}};
+#pragma unroll
+    for (const PartialState& part : parts) {
+      const float weight = exp2f(part.max - offset);
+      merged.sum += weight * part.sum;
+      merged.values.x += weight * part.values.x;
+      merged.values.y += weight * part.values.y;
+    }
   }
   return merged;
+}
+// Calls use(head, d) for every other d of all heads of the group.
+template <int kHeadDim, typename Use>
+__device__ void ForEachPair(int64_t group, const Use& use) {
+  constexpr int kPairs = kHeadDim / 2;
+  for (int i = static_cast<int>(threadIdx.x); i < group * kPairs; i += kConsumers * kGroupThreads) {
+    use(i / kPairs, i % kPairs * 2);
+  }
 }
 
 // The threads of all consumers wait for each other.
@@ -136,17 +163,12 @@ __device__ void StorePartial(const DecodeParams& p, const SharedMemory<kHeadDim>
   SynchronizeConsumers();
   float* to = p.memory.partials +
               (run.row * MaxDecodeUnits(p.kv.layout.num_kv_heads) + unit) * p.group * kStride;
-  for (int i = static_cast<int>(threadIdx.x); i < p.group * kHeadDim;
-       i += kConsumers * kGroupThreads) {
-    const int head = i / kHeadDim;
-    const int d = i % kHeadDim;
-    const MergedState merged =
-        MergePartials(shared.partials[0][head], kConsumers, kHeads * kStride, d);
-    to[head * kStride + 2 + d] = merged.value;
-    if (d != 0) continue;
-    to[head * kStride] = merged.max;
-    to[head * kStride + 1] = merged.sum;
-  }
+  ForEachPair<kHeadDim>(p.group, [&](int head, int d) {
+    const PartialState merged =
+        MergePartials<kConsumers>(shared.partials[0][head], kConsumers, kHeads * kStride, d);
+    *reinterpret_cast<float2*>(to + head * kStride + 2 + d) = merged.values;
+    if (d == 0) *reinterpret_cast<float2*>(to + head * kStride) = {merged.max, merged.sum};
+  });
   SynchronizeConsumers();  // before the next unit's partials come
 }
 
@@ -154,9 +176,8 @@ __device__ void StorePartial(const DecodeParams& p, const SharedMemory<kHeadDim>
 template <int kHeadDim>
 __device__ bool EndsRow(const DecodeParams& p, SharedMemory<kHeadDim>& shared, const PageRun& run) {
   if (threadIdx.x == 0) {
-    __threadfence();  // of all threads' values, which a barrier brought here
-    shared.ends_row = atomicAdd(&p.memory.arrivals[run.row], 1u) + 1 == run.step;
-    __threadfence();
+    // Of all threads' values, which a barrier brought here.
+    shared.ends_row = hopper::AddAndSee(&p.memory.arrivals[run.row], 1) + 1 == run.step;
     if (shared.ends_row) p.memory.arrivals[run.row] = 0;
   }
   SynchronizeConsumers();
@@ -170,17 +191,16 @@ __device__ void MergeRow(const DecodeParams& p, const PageRun& run) {
   const float* partials =
       p.memory.partials + run.row * MaxDecodeUnits(kv_heads) * p.group * kStride;
   const int64_t first = (run.block.first_row * kv_heads + run.row % kv_heads) * p.group;
-  for (int i = static_cast<int>(threadIdx.x); i < p.group * kHeadDim;
-       i += kConsumers * kGroupThreads) {
-    const int head = i / kHeadDim;
-    const int d = i % kHeadDim;
-    const MergedState merged =
-        MergePartials(partials + head * kStride, run.step, p.group * kStride, d);
-    p.out[(first + head) * kHeadDim + d] =
-        __float2bfloat16_rn(merged.sum == 0 ? 0.0f : merged.value / merged.sum);
-    if (p.lse == nullptr || d != 0) continue;
-    p.lse[first + head] = merged.sum == 0 ? kMinusInfinity : merged.max / kLog2E + logf(merged.sum);
-  }
+  ForEachPair<kHeadDim>(p.group, [&](int head, int d) {
+    const PartialState merged =
+        MergePartials<kPartialsAtOnce>(partials + head * kStride, run.step, p.group * kStride, d);
+    const bool is_empty = merged.sum == 0;
+    *reinterpret_cast<__nv_bfloat162*>(p.out + (first + head) * kHeadDim + d) =
+        __floats2bfloat162_rn(is_empty ? 0.0f : merged.values.x / merged.sum,
+                              is_empty ? 0.0f : merged.values.y / merged.sum);
+    if (p.lse == nullptr || d != 0) return;
+    p.lse[first + head] = is_empty ? kMinusInfinity : merged.max / kLog2E + logf(merged.sum);
+  });
 }
 
 // Attends to the consumer's tiles of the unit; returns their place.
@@ -228,6 +248,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   auto& shared = *reinterpret_cast<SharedMemory<kHeadDim>*>(
       (reinterpret_cast<uintptr_t>(raw) + 1023) / 1024 * 1024);
   if (threadIdx.x == 0) shared.ring.Init();
+  if (threadIdx.x == kConsumers * kGroupThreads) PrefetchMaps(maps);
   __syncthreads();
   cudaTriggerProgrammaticLaunchCompletion();
   cudaGridDependencySynchronize();

@@ -7,7 +7,7 @@
 //   tiles    page | page | 50 tokens | 8 + 1 + 2 + ... | end | end | end
 //
 // For the producer warpgroup of attend_decode.cu. Its warps go through a unit side by side: each
-// resolves all items, copies its share of the rows of a gathered tile, and the first brings pages.
+// resolves all items, and copies its share of a page's boxes and of the rows of a gathered tile.
 #pragma once
 
 #include "kernels/attention/page_pipeline.cuh"
@@ -61,8 +61,8 @@ class TileProducer {
     for (int64_t first = run.begin; first < run.end; first += stride) {
       own = next;
       next = Resolve(run, first + stride);
-      if (warp_ == 0) Claim(run, own);
       SendPages(own);
+      if (warp_ == 0) Claim(run, own);
       gathers = __any_sync(kAllLanes, IsGathered(own)) || gathers;
     }
     if (gathers) GatherTokens(run, own, stride);
@@ -108,7 +108,10 @@ class TileProducer {
       if (warp_ == 0 && lane_ == 0) {
         Describe(TileKind::kPage, page.mask);
         if constexpr (kRotates) ring_.key_positions[at_.stage] = page.positions;
-        CopyPage(ring_, at_.stage, maps_, page);
+        ExpectPage(ring_, at_.stage, page);
+      }
+      for (int box = warp_; lane_ == 0 && box < Shape::kBoxes; box += kProducerWarps) {
+        CopyBoxOfPage(ring_, at_.stage, maps_, page, box);
       }
       End();
     }

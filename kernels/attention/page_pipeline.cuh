@@ -28,6 +28,7 @@ struct PageShape {
   static constexpr int kDim = kHeadDim;
   static constexpr int kHalves = kHeadDim / static_cast<int>(kBoxColumns);
   static constexpr int kBoxBytes = static_cast<int>(kPageTokens) * hopper::kSwizzledRowBytes;
+  static constexpr int kBoxes = 2 * kHalves;
   static constexpr int kSideBytes = kHalves * kBoxBytes;
   static constexpr int kPageBytes = 2 * kSideBytes;
 };
@@ -175,34 +176,48 @@ __device__ ResolvedPage ShareResolved(const ResolvedPage& own, int from) {
   return page;
 }
 
-// Copies the pieces that hold tokens of the mask; what else is in the stage stays. Rows of one
-// side: K, then V.
+// Before the first copies: the maps lie in the kernel's parameters.
+__device__ inline void PrefetchMaps(const KvTensorMaps& maps) {
+  for (const KvTensorMaps::Arena* arena : {&maps.device, &maps.host}) {
+    if (arena->base == nullptr) continue;
+    hopper::PrefetchTensorMap(&arena->pages);
+    hopper::PrefetchTensorMap(&arena->pieces);
+  }
+}
+
+// The pieces that hold tokens of the mask are copied; what else is in the stage stays. One thread
+// says so, one or several copy the boxes 0 to kBoxes - 1, before or behind it.
 template <typename Ring>
-__device__ void CopyPage(Ring& ring, int stage, const KvTensorMaps& maps,
-                         const ResolvedPage& page) {
+__device__ void ExpectPage(Ring& ring, int stage, const ResolvedPage& page) {
+  constexpr int kPieceBytes = Ring::Shape::kPageBytes / static_cast<int>(kPagePieces);
+  hopper::BarrierArriveExpecting(&ring.full[stage],
+                                 static_cast<uint32_t>(__popc(PiecesOf(page.mask)) * kPieceBytes));
+}
+template <typename Ring>
+__device__ void CopyBoxOfPage(Ring& ring, int stage, const KvTensorMaps& maps,
+                              const ResolvedPage& page, int box) {
   using Shape = typename Ring::Shape;
   const KvTensorMaps::Arena& arena = page.tier == PageTier::kHost ? maps.host : maps.device;
   const unsigned pieces = PiecesOf(page.mask);
-  const bool is_whole = pieces == (1u << kPagePieces) - 1;
-  const int piece_bytes = Shape::kPageBytes / static_cast<int>(kPagePieces);
-  hopper::BarrierArriveExpecting(&ring.full[stage],
-                                 static_cast<uint32_t>(__popc(pieces) * piece_bytes));
-  std::byte* box = ring.pages[stage];
-  for (int side = 0; side < 2; ++side) {
-    const int row = page.copy_row + side * static_cast<int>(kPageTokens);
-    for (int half = 0; half < Shape::kHalves; ++half, box += Shape::kBoxBytes) {
-      const int column = half * static_cast<int>(kBoxColumns);
-      if (is_whole) {
-        hopper::CopyBox(box, &arena.pages, column, row, &ring.full[stage]);
-        continue;
-      }
-      for (unsigned rest = pieces; rest != 0; rest &= rest - 1) {
-        const int first = (__ffs(static_cast<int>(rest)) - 1) * static_cast<int>(kPieceTokens);
-        hopper::CopyBox(box + first * hopper::kSwizzledRowBytes, &arena.pieces, column, row + first,
-                        &ring.full[stage]);
-      }
-    }
+  // Rows of one side: K, then V.
+  const int row = page.copy_row + box / Shape::kHalves * static_cast<int>(kPageTokens);
+  const int column = box % Shape::kHalves * static_cast<int>(kBoxColumns);
+  std::byte* const to = ring.pages[stage] + box * Shape::kBoxBytes;
+  if (pieces == (1u << kPagePieces) - 1) {
+    hopper::CopyBox(to, &arena.pages, column, row, &ring.full[stage]);
+    return;
   }
+  for (unsigned rest = pieces; rest != 0; rest &= rest - 1) {
+    const int first = (__ffs(static_cast<int>(rest)) - 1) * static_cast<int>(kPieceTokens);
+    hopper::CopyBox(to + first * hopper::kSwizzledRowBytes, &arena.pieces, column, row + first,
+                    &ring.full[stage]);
+  }
+}
+template <typename Ring>
+__device__ void CopyPage(Ring& ring, int stage, const KvTensorMaps& maps,
+                         const ResolvedPage& page) {
+  ExpectPage(ring, stage, page);
+  for (int box = 0; box < Ring::Shape::kBoxes; ++box) CopyBoxOfPage(ring, stage, maps, page, box);
 }
 
 // By the producer warp: sends the run's pages through the ring, one stage an item. REQUIRES: steps

@@ -99,6 +99,16 @@ __device__ inline void CopyOnce(void* to, const void* from, uint32_t bytes, uint
 __device__ inline void FenceAsyncProxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
+// Adds to a word of device memory and returns what it was. What blocks wrote that added before is
+// seen then, and what this one wrote by those that add later.
+__device__ inline uint32_t AddAndSee(uint32_t* word, uint32_t value) {
+  uint32_t before = 0;
+  asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(__cvta_generic_to_global(word)), "r"(value)
+               : "memory");
+  return before;
+}
 // Of `threads` threads, on the hardware barrier `id` (0 is __syncthreads).
 __device__ inline void NamedBarrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
