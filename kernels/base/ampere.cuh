@@ -18,6 +18,13 @@ __device__ inline void CopyAsync16(void* to, const void* from, bool is_there) {
                "l"(from), "r"(is_there ? 16 : 0)
                : "memory");
 }
+// 4 bytes, aligned as such.
+__device__ inline void CopyAsync4(void* to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(
+                   static_cast<uint32_t>(__cvta_generic_to_shared(to))),
+               "l"(from)
+               : "memory");
+}
 // What was copied since the last call is a group.
 __device__ inline void CommitCopies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Until at most `kPending` groups, the youngest ones, are on their way.

@@ -35,16 +35,17 @@ struct BlockList {
 };
 
 // Writes the entries of the blocks, as many as there is room for; returns how many. By all threads.
-__device__ inline int64_t WriteList(const BlockList& blocks, SelectionEntry* list, int64_t capacity,
-                                    SelectMemory& memory) {
-  const int64_t share = (blocks.count + kSelectThreads - 1) / kSelectThreads;
+template <int kThreads = kSelectThreads>
+__device__ int64_t WriteList(const BlockList& blocks, SelectionEntry* list, int64_t capacity,
+                             SelectMemory& memory) {
+  const int64_t share = (blocks.count + kThreads - 1) / kThreads;
   const int64_t begin = min(blocks.count, threadIdx.x * share);
   const int64_t end = min(blocks.count, begin + share);
   uint64_t own = 0;
   for (int64_t i = begin; i < end; ++i) own += blocks.OpensFirst(i) + blocks.OpensLast(i);
   const uint64_t before = SumBefore(own, memory);
   __shared__ int64_t total;
-  if (threadIdx.x == kSelectThreads - 1) total = static_cast<int64_t>(before + own);
+  if (threadIdx.x == kThreads - 1) total = static_cast<int64_t>(before + own);
   auto place = static_cast<int64_t>(before);
   const auto add = [&](int64_t page, int64_t i) {
     if (place < capacity) list[place] = blocks.Entry(page, i);

@@ -1,14 +1,362 @@
-// Logits of coded keys (kernels/paged/key_codes.h) on the GPU: a lane takes a token, queries lie in
-// shared memory, where all lanes read the same. Keys are multiplied as they are coded, or decoded
-// and rotated to places of their own. For kernels of selectors and pruners.
+// Logits of coded keys (kernels/paged/key_codes.h) on the GPU, by the warp's matrix product: a warp
+// takes 32 keys, tile after tile of eight queries. Codes are exact in bfloat16; queries are two
+// numbers each, what bfloat16 holds of them and what it holds of the rest, so that logits are as
+// good as those of float sums. Keys are multiplied as they are coded, or decoded and rotated to
+// places of their own. For kernels of selectors and pruners.
+//
+//   a product   rows     eight queries, then the rests of the same
+//               columns  eight keys
+//               depth    16 elements, of which lane 4 g + t has four: of query g, and of key g
 #pragma once
 
+#include <bit>
 #include <cstdint>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 
+#include "kernels/base/ampere.cuh"
 #include "kernels/paged/key_code_math.h"
 #include "kernels/sparse/select_row.cuh"
 
 namespace kvasir::kernels {
+
+inline constexpr int kProductQueries = 8;
+inline constexpr int kProductKeys = 8;
+inline constexpr int kKeyTiles = kWarpThreads / kProductKeys;  // that a warp takes at once
+
+// Which elements are a lane's: those of kLaneWords words of codes, side by side in the first half
+// of a head and in the second, so that a lane has both elements of a pair that is rotated. Step s
+// of a product takes the first or the last four codes of its word s / 2.
+template <int kHeadDim>
+struct LaneElements {
+  static constexpr int kWords = kHeadDim / static_cast<int>(kWordCodes);
+  static constexpr int kLaneWords = kWords / 4;
+  static constexpr int kHalfWords = kLaneWords / 2;  // of each half of the head
+  static constexpr int kSteps = kHeadDim / 16;
+
+  // The first of the words that lane 4 g + t has in a half of the head.
+  __device__ static int FirstWord(int t, int half) { return half * (kWords / 2) + t * kHalfWords; }
+
+  // Where elements 4 i to 4 i + 3 go: to lane 4 g + t, in a step.
+  struct Place {
+    int t;
+    int step;
+  };
+  __device__ static Place PlaceOf(int i) {
+    const int word = i / 2;
+    const int in_half = word % (kWords / 2);
+    const int lane_word = word / (kWords / 2) * kHalfWords + in_half % kHalfWords;
+    return {.t = in_half / kHalfWords, .step = 2 * lane_word + i % 2};
+  }
+};
+
+// Eight queries as operands; `sums` of their elements.
+template <int kHeadDim>
+struct alignas(16) QueryTile {
+  uint4 operands[LaneElements<kHeadDim>::kSteps][kWarpThreads];  // a product's, of each lane
+  float sums[kProductQueries];
+};
+
+// Two floats, the first one in the lower half, as bfloat16 and what that leaves of them.
+struct SplitPair {
+  __device__ SplitPair(float x, float y) {
+    high = Rounded(x, y);
+    low = Rounded(x - __uint_as_float(high << 16), y - __uint_as_float(high & 0xffff0000u));
+  }
+  __device__ static uint32_t Rounded(float x, float y) {
+    const __nv_bfloat162 rounded = __floats2bfloat162_rn(x, y);
+    return reinterpret_cast<const uint32_t&>(rounded);
+  }
+  uint32_t high;
+  uint32_t low;
+};
+
+// Queries [0, 8 num_tiles): four(query, i) gives their elements from 4 i on. By all threads of the
+// block; a barrier before the use is the caller's.
+template <int kHeadDim, typename Four>
+__device__ void StoreQueryTiles(QueryTile<kHeadDim>* tiles, int num_tiles, const Four& four) {
+  constexpr int kLanes = kHeadDim / 4;  // a query's
+  const int num_items = num_tiles * kProductQueries * kLanes;
+#pragma unroll 1
+  for (int item = static_cast<int>(threadIdx.x); item < num_items;
+       item += static_cast<int>(blockDim.x)) {
+    const int query = item / kLanes;
+    const int i = item % kLanes;
+    const float4 own = four(query, i);
+    QueryTile<kHeadDim>& tile = tiles[query / kProductQueries];
+    const int row = query % kProductQueries;
+    const auto place = LaneElements<kHeadDim>::PlaceOf(i);
+    const SplitPair first(own.x, own.y);
+    const SplitPair second(own.z, own.w);
+    tile.operands[place.step][4 * row + place.t] = {first.high, first.low, second.high, second.low};
+    float sum = own.x + own.y + (own.z + own.w);
+    for (int distance = kLanes / 2; distance > 0; distance /= 2) {
+      sum += __shfl_xor_sync(kAllLanes, sum, distance);
+    }
+    if (i == 0) tile.sums[row] = sum;
+  }
+}
+
+// 32 keys in a warp's registers, as they lie in memory.
+template <int kHeadDim>
+class CodedKeys {
+ public:
+  using Elements = LaneElements<kHeadDim>;
+
+  // A lane says which its key is: `page` is the page's codes, `token` counts from its start. All
+  // logits of a lane without one (null) are NaN. By all lanes.
+  __device__ void Load(const KvLayout& layout, const std::byte* page, int64_t token) {
+    uint64_t codes = 0;
+    grid_ = kNoGrid;
+    if (page != nullptr) {
+      const TokenCodes own(layout, page, token);
+      codes = reinterpret_cast<uint64_t>(own.words);
+      grid_ = own.scale->bits | static_cast<uint32_t>(own.zero->bits) << 16;
+    }
+    const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
+#pragma unroll
+    for (int tile = 0; tile < kKeyTiles; ++tile) {
+      const uint64_t of_key = __shfl_sync(kAllLanes, codes, tile * kProductKeys + lane / 4);
+      const auto* const words = reinterpret_cast<const uint32_t*>(of_key);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        HalfWords own = {};
+        if (of_key != 0) {
+          own = *reinterpret_cast<const HalfWords*>(words + Elements::FirstWord(lane % 4, half));
+        }
+#pragma unroll
+        for (int i = 0; i < Elements::kHalfWords; ++i) {
+          words_[tile][half * Elements::kHalfWords + i] = own.words[i];
+        }
+      }
+    }
+  }
+
+  __device__ uint32_t word(int tile, int i) const { return words_[tile][i]; }
+  // Scale and zero of one of the keys. By all lanes.
+  __device__ float2 GridOf(int key) const {
+    const uint32_t grid = __shfl_sync(kAllLanes, grid_, key);
+    return {__half2float(__ushort_as_half(static_cast<unsigned short>(grid))),
+            __half2float(__ushort_as_half(static_cast<unsigned short>(grid >> 16)))};
+  }
+
+ private:
+  struct alignas(4 * Elements::kHalfWords) HalfWords {
+    uint32_t words[Elements::kHalfWords];
+  };
+  static constexpr uint32_t kNoGrid = 0x7e000000u;  // scale 0, zero NaN
+
+  uint32_t words_[kKeyTiles][Elements::kLaneWords];
+  uint32_t grid_;  // of the lane's key: scale, then zero
+};
+
+// The same in shared memory: for warps that take several times 32 keys, and ask for all at once.
+template <int kHeadDim>
+class StagedKeys {
+ public:
+  using Elements = LaneElements<kHeadDim>;
+
+  // Begins to copy them (CommitCopies, WaitForCopies; then __syncwarp). A lane says which its key
+  // is: `page` is the page's codes, `token` counts from its start. All logits of a lane without one
+  // (null) are NaN. By all lanes.
+  __device__ void Begin(const KvLayout& layout, const std::byte* page, int token) {
+    const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
+    uint64_t own = 0;
+    if (page != nullptr) {
+      const TokenCodes codes(layout, page, token);
+      own = reinterpret_cast<uint64_t>(codes.words);
+      CopyAsync4(&grids_[lane].x, codes.scale - token % 2);
+      CopyAsync4(&grids_[lane].y, codes.zero - token % 2);
+    }
+    halves_[lane] = page == nullptr ? kNone : token % 2;
+    constexpr int kParts = kHeadDim / 32;  // of 16 bytes, of a key
+#pragma unroll
+    for (int pass = 0; pass < kParts; ++pass) {
+      const int key = (pass * kWarpThreads + lane) / kParts;
+      const auto* const from =
+          reinterpret_cast<const uint4*>(__shfl_sync(kAllLanes, own, key)) + lane % kParts;
+      CopyAsync16(&words_[key][lane % kParts * 4], from, reinterpret_cast<uint64_t>(from) >= 64);
+    }
+  }
+
+  // Lane 4 g + t's word i of key g of a tile.
+  __device__ uint32_t word(int tile, int i) const {
+    const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
+    constexpr int kHalf = Elements::kHalfWords;
+    return words_[tile * kProductKeys + lane / 4]
+                 [Elements::FirstWord(lane % 4, i / kHalf) + i % kHalf];
+  }
+  // Scale and zero of one of the keys.
+  __device__ float2 GridOf(int key) const {
+    const int half = halves_[key];
+    if (half == kNone) return {0, NAN};
+    const uint2 grid = grids_[key];
+    return {FloatOf(grid.x >> (16 * half)), FloatOf(grid.y >> (16 * half))};
+  }
+
+ private:
+  static constexpr int kNone = 2;
+  __device__ static float FloatOf(uint32_t float16) {
+    return __half2float(__ushort_as_half(static_cast<unsigned short>(float16)));
+  }
+
+  alignas(16) uint32_t words_[kWarpThreads][Elements::kWords];
+  uint2 grids_[kWarpThreads];  // scale and zero with the neighbour's
+  int halves_[kWarpThreads];   // which of the two; kNone: no key
+};
+
+// Codes (2 i, 2 i + 1) of a word, as two bfloat16 numbers (code - kMiddleCode) / 16: logits are
+// sums of numbers of both signs, as exact as those of the keys.
+inline constexpr float kMiddleCode = 7.5f;
+__device__ inline uint32_t CodePair(uint32_t word, int i) {
+  constexpr uint32_t kOnes = 0x3f803f80u;
+  constexpr uint32_t kMiddles = 0x3fbc3fbcu;  // 1 + kMiddleCode / 16
+  const uint32_t at_mantissa = i == 0 ? word << 3 : word >> (4 * i - 3);
+  const uint32_t above = (at_mantissa & 0x00780078u) | kOnes;
+  const __nv_bfloat162 code = __hsub2(reinterpret_cast<const __nv_bfloat162&>(above),
+                                      reinterpret_cast<const __nv_bfloat162&>(kMiddles));
+  return reinterpret_cast<const uint32_t&>(code);
+}
+// The code of element 8 w + i, as a float, of word w: small integers are the low bits of 2^23 + n.
+__device__ inline float CodeOf(uint32_t word, int i) {
+  const uint32_t code = word >> (4 * (i / 2 + i % 2 * 4)) & 15u;
+  return __uint_as_float(0x4b000000u | code) - 8388608.0f;
+}
+
+// What Mma16x8 takes of queries.
+struct QueryOperand {
+  uint32_t parts[4];
+};
+
+// Calls use(query_tile, key_tile, logits) for the queries of the tiles and 32 keys (CodedKeys or
+// StagedKeys): lane 4 g + t gets the
+// logits q . k~, not scaled, of query g of that tile with the keys 2 t and 2 t + 1 of that one. By
+// all lanes.
+template <int kHeadDim, typename Keys, typename Use>
+__device__ void ForEachLogit(const Keys& keys, const QueryTile<kHeadDim>* tiles, int num_tiles,
+                             const Use& use) {
+  constexpr int kSteps = LaneElements<kHeadDim>::kSteps;
+  const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
+  uint32_t codes[kKeyTiles][kSteps][2];
+  float2 grids[kKeyTiles][2];  // for codes as they are multiplied
+#pragma unroll
+  for (int k = 0; k < kKeyTiles; ++k) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const uint32_t word = keys.word(k, step / 2);
+      codes[k][step][0] = CodePair(word, step % 2 * 2);
+      codes[k][step][1] = CodePair(word, step % 2 * 2 + 1);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float2 grid = keys.GridOf(k * kProductKeys + 2 * (lane % 4) + i);
+      grids[k][i] = {16 * grid.x, grid.y + kMiddleCode * grid.x};
+    }
+  }
+#pragma unroll 1
+  for (int tile = 0; tile < num_tiles; ++tile) {
+    const float sum = tiles[tile].sums[lane / 4];
+    float products[kKeyTiles][4] = {};
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const auto operand = std::bit_cast<QueryOperand>(tiles[tile].operands[step][lane]);
+#pragma unroll
+      for (int k = 0; k < kKeyTiles; ++k) Mma16x8(products[k], operand.parts, codes[k][step]);
+    }
+#pragma unroll
+    for (int k = 0; k < kKeyTiles; ++k) {
+      const auto logit = [&](int i) {
+        return grids[k][i].x * (products[k][i] + products[k][i + 2]) + grids[k][i].y * sum;
+      };
+      use(tile, k, float2{logit(0), logit(1)});
+    }
+  }
+}
+
+// Eight keys, decoded and rotated, as operands.
+template <int kHeadDim>
+class PlacedKeys {
+ public:
+  using Elements = LaneElements<kHeadDim>;
+
+  // Those of one tile. A lane says where key g of it goes. By all lanes.
+  template <typename Keys>
+  __device__ PlacedKeys(const Keys& keys, int tile, const RotationAt& at) {
+    const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
+    const float2 grid = keys.GridOf(tile * kProductKeys + lane / 4);
+    constexpr int kHalf = Elements::kHalfWords;
+    constexpr int kCodes = static_cast<int>(kWordCodes);
+#pragma unroll
+    for (int w = 0; w < kHalf; ++w) {
+      const uint32_t words[2] = {keys.word(tile, w), keys.word(tile, w + kHalf)};
+      const int first = (Elements::FirstWord(lane % 4, 0) + w) * kCodes;
+      float cos[kCodes];
+      float sin[kCodes];
+      LoadEight(at.cos + first, cos);
+      LoadEight(at.sin + first, sin);
+#pragma unroll
+      for (int i = 0; i < kCodes; i += 2) {
+        float turned[2][2];  // of the halves, of the pair
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const float x = grid.x * CodeOf(words[0], i + e) + grid.y;
+          const float y = grid.x * CodeOf(words[1], i + e) + grid.y;
+          turned[0][e] = x * cos[i + e] - y * sin[i + e];
+          turned[1][e] = y * cos[i + e] + x * sin[i + e];
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const SplitPair split(turned[half][0], turned[half][1]);
+          high[2 * (half * kHalf + w) + i / 4][i / 2 % 2] = split.high;
+          low[2 * (half * kHalf + w) + i / 4][i / 2 % 2] = split.low;
+        }
+      }
+    }
+  }
+
+  uint32_t high[Elements::kSteps][2];
+  uint32_t low[Elements::kSteps][2];
+
+ private:
+  static __device__ void LoadEight(const float* from, float (&to)[kWordCodes]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float4 four = __ldg(reinterpret_cast<const float4*>(from) + i);
+      to[4 * i] = four.x;
+      to[4 * i + 1] = four.y;
+      to[4 * i + 2] = four.z;
+      to[4 * i + 3] = four.w;
+    }
+  }
+};
+
+// The same of keys that are rotated: key i of the warp's to position_of(i), for all i.
+template <int kHeadDim, typename Keys, typename PositionOf, typename Use>
+__device__ void ForEachPlacedLogit(const Keys& keys, const DeviceRopePositions& rope,
+                                   const PositionOf& position_of, const QueryTile<kHeadDim>* tiles,
+                                   int num_tiles, const Use& use) {
+  constexpr int kSteps = LaneElements<kHeadDim>::kSteps;
+  const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
+#pragma unroll
+  for (int k = 0; k < kKeyTiles; ++k) {
+    const RotationAt at(rope, kHeadDim / 2, position_of(k * kProductKeys + lane / 4));
+    const PlacedKeys<kHeadDim> placed(keys, k, at);
+#pragma unroll 1
+    for (int tile = 0; tile < num_tiles; ++tile) {
+      float products[2][4] = {};
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        const auto operand = std::bit_cast<QueryOperand>(tiles[tile].operands[step][lane]);
+        Mma16x8(products[0], operand.parts, placed.high[step]);
+        Mma16x8(products[1], operand.parts, placed.low[step]);
+      }
+      const auto logit = [&](int i) {
+        return products[0][i] + products[0][i + 2] + (products[1][i] + products[1][i + 2]);
+      };
+      use(tile, k, float2{logit(0), logit(1)});
+    }
+  }
+}
 
 // Queries as ForEachLogit wants them: [count][kHeadDim], and the sum of each.
 template <int kHeadDim>
@@ -69,12 +417,6 @@ struct CodedKey {
   float scale;
   float zero;
 };
-
-// The code of element 8 w + i, as a float, of word w: small integers are the low bits of 2^23 + n.
-__device__ inline float CodeOf(uint32_t word, int i) {
-  const uint32_t code = word >> (4 * (i / 2 + i % 2 * 4)) & 15u;
-  return __uint_as_float(0x4b000000u | code) - 8388608.0f;
-}
 
 // Queries whose logits a lane sums side by side.
 inline constexpr int kLogitsAtOnce = 4;

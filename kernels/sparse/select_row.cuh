@@ -78,4 +78,28 @@ __device__ inline float MeanElement(const SelectLaunch& p, const DeviceRow& row,
   return sum / static_cast<float>(end - begin);
 }
 
+// Elements 4 i to 4 i + 3.
+__device__ inline float4 QueryFour(const SelectLaunch& p, const DeviceRow& row, int64_t r,
+                                   int64_t g, int64_t i) {
+  const int64_t q_row =
+      (row.block.first_row + r) * p.kv.layout.num_kv_heads * p.group + row.kv_head * p.group + g;
+  const int64_t at = q_row * (p.kv.layout.head_dim / 4) + i;
+  if (p.q_dtype == DType::kFloat32) return static_cast<const float4*>(p.q)[at];
+  const uint2 pairs = static_cast<const uint2*>(p.q)[at];
+  return {__uint_as_float(pairs.x << 16), __uint_as_float(pairs.x & 0xffff0000u),
+          __uint_as_float(pairs.y << 16), __uint_as_float(pairs.y & 0xffff0000u)};
+}
+// The same, of the mean of the queries [begin, end).
+__device__ inline float4 MeanFour(const SelectLaunch& p, const DeviceRow& row, int64_t begin,
+                                  int64_t end, int64_t g, int64_t i) {
+  float4 sum = {0, 0, 0, 0};
+#pragma unroll 2
+  for (int64_t r = begin; r < end; ++r) {
+    const float4 own = QueryFour(p, row, r, g, i);
+    sum = {sum.x + own.x, sum.y + own.y, sum.z + own.z, sum.w + own.w};
+  }
+  const float share = 1.0f / static_cast<float>(end - begin);
+  return {sum.x * share, sum.y * share, sum.z * share, sum.w * share};
+}
+
 }  // namespace kvasir::kernels

@@ -57,7 +57,7 @@ struct Set {
   DeviceBuffer pages, table, block_rows, q, out, workspace, arrivals, blocks, headers, entries,
       faults;
   DeviceBuffer bounds, bounds_table, codes, codes_table, numbers, work, pruning;
-  DeviceBuffer step_blocks, remembered, lists, memories;
+  DeviceBuffer step_blocks, remembered, lists, stage_items, memories, staged_memories;
   InfiniteHipCuda hip = {.preset = Value(InfiniteHipSelector::FindPreset("3k")),
                          .max_budget_tokens = kNumbers.budget_tokens};
   KvTensorMaps maps;
@@ -168,18 +168,28 @@ struct Set {
     remembered = Upload(std::vector<RememberedRow>(kKvHeads));
     lists = Value(DeviceBuffer::Allocate(kKvHeads * kListCapacity *
                                          static_cast<int64_t>(sizeof(SelectionEntry))));
-    memories = Upload(std::vector<DeviceSelectionMemory>{{.rows = remembered.As<RememberedRow>(),
-                                                          .lists = lists.As<SelectionEntry>(),
-                                                          .capacity = kListCapacity,
-                                                          .intervals = {kInterval}}});
+    DeviceSelectionMemory memory = {.rows = remembered.As<RememberedRow>(),
+                                    .lists = lists.As<SelectionEntry>(),
+                                    .capacity = kListCapacity,
+                                    .intervals = {kInterval}};
+    memories = Upload(std::vector{memory});
+    constexpr int64_t kStages = InfiniteHipSelector::kStages;
+    const int64_t items = hip.MaxLaterChunks();
+    stage_items = Value(DeviceBuffer::Allocate(kKvHeads * (kStages - 1) * items *
+                                               static_cast<int64_t>(sizeof(int32_t))));
+    memory.stage_items = stage_items.As<int32_t>();
+    memory.max_items = items;
+    memory.num_stages = kStages;
+    std::copy_n(hip.preset->refresh_intervals.begin(), kStages, memory.intervals);
+    staged_memories = Upload(std::vector{memory});
   }
 
   // Of one sequence that decodes: makes this step of a cycle the next one.
-  void StandAt(int64_t step) {
+  void StandAt(int64_t step, const DeviceBuffer& memory) {
     const size_t count = params.blocks.size();
     params.blocks = {step_blocks.As<QueryBlock>() + step * std::ssize(params.blocks), count};
     select.blocks = params.blocks;
-    select.device_memories = {memories.As<DeviceSelectionMemory>(), count};
+    select.device_memories = {memory.As<DeviceSelectionMemory>(), count};
   }
 };
 
@@ -211,24 +221,11 @@ void Both(Set& set, cudaStream_t stream) {
   kSecond(set, stream);
 }
 // kCycle steps, each of which remembers what those before it selected.
-template <auto kSelect>
+template <auto kSelect, auto kMemories = &Set::memories>
 void ByInterval(Set& set, cudaStream_t stream) {
   for (int64_t step = 0; step < kCycle; ++step) {
-    set.StandAt(step);
+    set.StandAt(step, set.*kMemories);
     kSelect(set, stream);
-    Attend(set, stream);
-  }
-}
-// The same of infinitehip, whose stages have intervals of their own and remember nothing here.
-void InfiniteHipByInterval(Set& set, cudaStream_t stream) {
-  const auto& intervals = set.hip.preset->refresh_intervals;
-  for (int64_t step = 0; step < kCycle; ++step) {
-    InfiniteHipCuda method = set.hip;
-    while (method.first_stage < InfiniteHipSelector::kStages &&
-           step % intervals[static_cast<size_t>(method.first_stage)] != 0) {
-      ++method.first_stage;
-    }
-    Check(SelectInfiniteHip(method, set.select, set.params.selection, set.work.data(), stream));
     Attend(set, stream);
   }
 }
@@ -318,7 +315,8 @@ void Bench(int64_t tokens) {
     report("quest and list by interval", ByInterval<Quest>, kCycle);
     report("quest, top_p and list by interval", ByInterval<Both<Quest, TopP>>, kCycle);
     report("tokenselect and list by interval", ByInterval<TokenSelect<Scope::kKvGroup>>, kCycle);
-    report("infinitehip and list by interval", InfiniteHipByInterval, kCycle);
+    report("infinitehip and list by interval", ByInterval<InfiniteHip, &Set::staged_memories>,
+           kCycle);
   }
 }
 

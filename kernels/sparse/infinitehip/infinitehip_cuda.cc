@@ -10,8 +10,6 @@
 namespace kvasir::kernels {
 namespace {
 
-constexpr int kStages = InfiniteHipSelector::kStages;
-
 // Returns the bytes of it all.
 int64_t LayOut(std::byte* workspace, Scope scope, int64_t rows, int64_t pages,
                InfiniteHipLaunch& launch) {
@@ -31,8 +29,13 @@ int64_t LayOut(std::byte* workspace, Scope scope, int64_t rows, int64_t pages,
 
 // Over a context as long as a slot can hold.
 int64_t InfiniteHipCuda::MaxChunks(const PagedKv& kv) const {
+  return std::max(kv.max_blocks_per_slot * kPageTokens / preset->stages[0].chunk_tokens + 1,
+                  MaxLaterChunks());
+}
+
+int64_t InfiniteHipCuda::MaxLaterChunks() const {
   const auto& stages = preset->stages;
-  int64_t chunks = kv.max_blocks_per_slot * kPageTokens / stages[0].chunk_tokens + 1;
+  int64_t chunks = 0;
   for (size_t s = 0; s + 1 < stages.size(); ++s) {
     chunks = std::max(chunks, stages[s].KeptChunks(max_budget_tokens) * stages[s].chunk_tokens /
                                   stages[s + 1].chunk_tokens);
@@ -60,16 +63,19 @@ absl::Status SelectInfiniteHip(const InfiniteHipCuda& method, const SelectParams
         "infinitehip on the GPU: in this layer queries must be rotated before");
   }
   const InfiniteHipSelector::Preset& preset = *method.preset;
-  InfiniteHipLaunch launch = {.select = select, .max_chunks = method.MaxChunks(params.kv)};
+  const auto num_blocks = static_cast<int64_t>(params.blocks.size());
+  InfiniteHipLaunch launch = {
+      .select = select,
+      .max_chunks = method.MaxChunks(params.kv),
+      .later_chunks = method.MaxLaterChunks(),
+      .max_rows = std::clamp<int64_t>(params.q.dim(0) - num_blocks + 1, 1, kPageTokens)};
   std::copy(preset.stages.begin(), preset.stages.end(), launch.stages);
   launch.pages = MakePageScoreLaunch(select, params, preset.stages[0].query_stride);
   launch.pages.chunks = preset.grid();
   LayOut(workspace, method.scope, out.num_rows, params.kv.max_blocks_per_slot, launch);
-  for (int stage = method.first_stage; stage < kStages; ++stage) {
-    KVASIR_RETURN_IF_ERROR(
-        CudaStatus(LaunchInfiniteHipStage(launch, stage, stream), "launching infinitehip"));
-  }
-  return absl::OkStatus();
+  KVASIR_RETURN_IF_ERROR(
+      CudaStatus(LaunchInfiniteHipFirst(launch, stream), "launching infinitehip's first stage"));
+  return CudaStatus(LaunchInfiniteHipLater(launch, stream), "launching infinitehip's later stages");
 }
 
 }  // namespace kvasir::kernels

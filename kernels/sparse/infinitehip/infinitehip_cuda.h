@@ -10,9 +10,6 @@
 // Where keys are cached un-rotated, q is un-rotated, too, in chunk-indexed layers
 // (InfiniteHipSelector::IsChunkIndexed), and params.device_rope places it; in the others q is what
 // RotateToDistance made for `distance`, and device_rope is empty.
-//
-// The workspace remembers what the first stages left. A call that begins behind them takes it from
-// there: it is the same for as many steps as the preset's interval of the stage says.
 #pragma once
 
 #include <array>
@@ -32,9 +29,6 @@ struct InfiniteHipCuda {
   const InfiniteHipSelector::Preset* preset = nullptr;  // InfiniteHipSelector::FindPreset
   int64_t max_budget_tokens = 0;                        // of any row
   Scope scope = Scope::kKvGroup;                        // kLayer: params.kv has all KV heads of it
-  // Stages before it do not run. REQUIRES: 0, or the last calls with this workspace ran them, for
-  // the same rows.
-  int first_stage = 0;
 
   // Of queries in layers that are not chunk-indexed: right behind the candidates, for all alike.
   QueryDistance distance() const {
@@ -42,15 +36,18 @@ struct InfiniteHipCuda {
   }
   // The positions that chunk-indexed layers need, beyond the window.
   int64_t MaxChunks(const PagedKv& kv) const;
+  // Those of the stages behind the first.
+  int64_t MaxLaterChunks() const;
 };
 
 // Device memory that SelectInfiniteHip needs for so many query blocks.
 int64_t InfiniteHipWorkspaceBytes(const InfiniteHipCuda& method, const PagedKv& kv, int64_t blocks);
 
-// Two kernels a stage. REQUIRES: windows are at least MinWindowTokens, budgets at most
-// method.max_budget_tokens. Nothing is allocated or waited for; may be captured. INVALID_ARGUMENT
-// on shapes: head_dim 64 or 128, q and KV float32 or bfloat16. FAILED_PRECONDITION when the KV has
-// no bounds or no key codes. INTERNAL with CUDA's error when a launch fails.
+// Two kernels of the first stage, one of the others; at layer scope one a step. REQUIRES: windows
+// are at least MinWindowTokens, budgets at most method.max_budget_tokens. Nothing is allocated or
+// waited for; may be captured. INVALID_ARGUMENT on shapes: head_dim 64 or 128, q and KV float32 or
+// bfloat16. FAILED_PRECONDITION when the KV has no bounds or no key codes. INTERNAL with CUDA's
+// error when a launch fails.
 absl::Status SelectInfiniteHip(const InfiniteHipCuda& method, const SelectParams& params,
                                const PageSelection& out, std::byte* workspace, cudaStream_t stream);
 

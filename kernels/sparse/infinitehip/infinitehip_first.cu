@@ -11,8 +11,8 @@ namespace {
 __global__ void __launch_bounds__(kSelectThreads)
     KeepFirstKernel(const __grid_constant__ InfiniteHipLaunch p) {
   __shared__ SelectMemory memory;
-  cudaTriggerProgrammaticLaunchCompletion();
   cudaGridDependencySynchronize();
+  cudaTriggerProgrammaticLaunchCompletion();  // the next one relies on it that this one has waited
   const DeviceRow row(p.select, blockIdx.x);
   const SelectionHeader header = MakeHeader(row.block, row.numbers);
   const RowReuse reuse(p.select, row);

@@ -22,11 +22,13 @@ struct InfiniteHipLaunch {
 
   SelectLaunch select = {};
   Stage stages[InfiniteHipSelector::kStages] = {};
-  int64_t max_chunks = 0;  // of a row, in any stage, after it was split
+  int64_t max_chunks = 0;    // of a row, in any stage, after it was split
+  int64_t later_chunks = 0;  // the same of the stages behind the first
+  int64_t max_rows = 0;      // of a query block
   Kept kept[InfiniteHipSelector::kStages] = {};
   PageScoreLaunch pages = {};        // stage 1, which scores its chunks by their pages
   uint32_t* chunk_scores = nullptr;  // [rows, max_chunks]; of OrderedScore
-  uint32_t* kept_scores = nullptr;   // [rows, max_chunks]; of what the last stage left
+  uint32_t* kept_scores = nullptr;   // [rows, max_chunks]; in the end of what the last stage left
   // [rows, max_chunks]: the largest of all heads' scores, where those of a layer choose together;
   // null: they do not.
   uint32_t* layer_scores = nullptr;
@@ -54,7 +56,7 @@ cudaError_t LaunchChunkIndexedScores(const InfiniteHipLaunch& params, cudaStream
 // Runs stage 0: what it keeps is in kept[0].
 cudaError_t LaunchInfiniteHipFirst(const InfiniteHipLaunch& params, cudaStream_t stream);
 
-// Runs one stage, 0 to kStages - 1; the last one writes the lists.
-cudaError_t LaunchInfiniteHipStage(const InfiniteHipLaunch& params, int stage, cudaStream_t stream);
+// Runs the stages behind it, and writes the lists.
+cudaError_t LaunchInfiniteHipLater(const InfiniteHipLaunch& params, cudaStream_t stream);
 
 }  // namespace kvasir::kernels

@@ -1,202 +1,518 @@
-// The stages of infinitehip on the GPU behind the first (infinitehip_first.cu), two kernels each:
+// The stages of infinitehip on the GPU behind the first: a cluster of blocks of threads a row.
 //
-//   scores   a warp takes 32 tokens of what the stage before left, a lane the estimate of one, and
-//            the best of a chunk's lanes is its score
-//   keep     one block of threads a row finds the score of the last chunk that is kept, by
-//            counting, and writes those that are in their order; after the last stage, the list.
-//            Where a stage does not run, what it left in an earlier step, if the next one does
+//   score   a warp takes 32 tokens of what the stage before left, and the best logit of a chunk's
+//           is its score; a block tells the others the scores of its chunks
+//   keep    each block for itself finds the score of the last chunk that is kept, by counting, so
+//           that all have what the next stage begins with. Of the last stage the first block makes
+//           the list
+//
+// One launch does it all, where a row chooses for itself. Where those of a layer choose together,
+// each step is a launch: scores of all rows are in device memory when they are joined. Of a stage
+// that does not run, the next one reads what it left in an earlier step.
 #include <algorithm>
+#include <bit>
 
+#include "kernels/base/hopper.cuh"
 #include "kernels/base/overlapped_launch.h"
 #include "kernels/sparse/block_list.cuh"
 #include "kernels/sparse/infinitehip/infinitehip_launch.h"
-#include "kernels/sparse/infinitehip/keep_chunks.cuh"
 #include "kernels/sparse/key_code_logits.cuh"
 #include "kernels/sparse/reuse/reuse_row.cuh"
 
 namespace kvasir::kernels {
 namespace {
 
-constexpr int kScoreWarps = 8;
-constexpr int kTileQueries = 16;
-static_assert(kTileQueries % kLogitsAtOnce == 0);
-// Blocks of threads that score, all rows together: as many as run at once on any GPU, as those
-// without work, and the queries of each, cost time.
-constexpr int64_t kScoreBlocks = 256;
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / kWarpThreads;
+// Blocks of threads of all rows together, where the rows are few: about a GPU's multiprocessors.
+constexpr int64_t kBlocks = 128;
+constexpr int64_t kMostBlocksOfRow = 16;
+// Runs of 32 tokens that a warp finds at once: two lanes each.
+constexpr int kRunsFound = kWarpThreads / 2;
+// Tiles of queries in shared memory, and of 32 keys a warp: fewer where there are many tiles.
+constexpr int kMostTilesAtOnce = 16;
+constexpr int kRunsAtOnce = 8;
+constexpr int kRunsBesideTiles = 4;
+// Chunks of a stage that are chosen from in shared memory. More are in device memory.
+constexpr int64_t kSharedChunks = 2048;
 
-// The chunks that a stage chooses from in a row: what the stage before left, split.
-struct Split {
-  __device__ Split(const InfiniteHipLaunch& p, int stage, int64_t row)
-      : begins(p.kept[stage - 1].begins + row * p.max_chunks),
-        parent_tokens(static_cast<int>(p.stages[stage - 1].chunk_tokens)),
-        chunk_tokens(static_cast<int>(p.stages[stage].chunk_tokens)),
-        parents(p.kept[stage - 1].counts[row]) {}
+// Of both stages: score and keep of stage 1, score and keep of stage 2.
+struct Steps {
+  int begin;
+  int end;
+};
+constexpr Steps kAllSteps = {0, 2 * (InfiniteHipSelector::kStages - 1)};
 
-  __device__ int count() const { return parents * (parent_tokens / chunk_tokens); }
-  __device__ int begin(int chunk) const {
-    const int parts = parent_tokens / chunk_tokens;
-    return begins[chunk / parts] + chunk % parts * chunk_tokens;
-  }
-
-  const int32_t* begins;
-  int parent_tokens;
-  int chunk_tokens;
-  int parents;
+// How a launch cuts the rows, and what is in shared memory.
+struct Cut {
+  unsigned blocks_of_row;
+  int tiles_at_once;
+  int runs_at_once;
+  int shared_chunks;  // 0: they are in device memory
 };
 
-// Queries [first, first + count) of the row, averaged by the stage's stride; zeros up to the tile.
-// kPlaced: rotated to `position`.
-template <bool kPlaced, int kHeadDim>
-__device__ void LoadTile(const SelectLaunch& p, const DeviceRow& row, int stride, int first,
-                         int count, int64_t position, const CodeQueries<kHeadDim>& to) {
-  constexpr int kHalf = kHeadDim / 2;
-  const int group = static_cast<int>(p.group);
-  StoreCodeQueries(to, kTileQueries, [&](int i, int element) {
-    if (i >= count) return 0.0f;
-    const int begin = (first + i) / group * stride;
-    const int end = min(begin + stride, static_cast<int>(row.block.num_rows));
-    const auto mean = [&](int e) {
-      return MeanElement(p, row, begin, end, (first + i) % group, e);
-    };
-    if constexpr (kPlaced) {
-      const int low = element % kHalf;
-      const float2 turned =
-          RotationAt(p.rope, kHalf, position).Rotate(low, mean(low), mean(low + kHalf));
-      return element < kHalf ? turned.x : turned.y;
-    } else {
-      return mean(element);
-    }
-  });
-}
+// Shared memory of a block. Behind it QueryTile [tiles_at_once], StagedKeys [kWarps, runs_at_once],
+// and of chunks [shared_chunks]
+// each: scores of stage 1, in the end those that the last stage left; scores of stage 2; begins of
+// what each left.
+struct StageMemory {
+  SelectMemory select;
+};
+constexpr int kChunkArrays = 4;
 
-// Raises `best` to the largest logit of the tile's queries for a token.
-template <typename Key, int kHeadDim>
-__device__ void RaiseBest(const Key& key, const CodeQueries<kHeadDim>& queries, int count,
-                          float& best) {
-  ForEachLogit(key, queries, count,
-               [&](int, float logit) { best = logit > best ? logit : best; });  // leaves out NaN
-}
+// So many parts of a whole; both are powers of two.
+__device__ inline int PartsLog2(int whole, int part) { return __ffs(whole) - __ffs(part); }
 
-// kPlaced: chunks stand side by side, the query behind them.
+// What a stage left, ascending: where its chunks begin.
+struct Parents {
+  const int32_t* begins;
+  int room;
+  int count;
+  int tokens;  // of a chunk
+};
+
+// A block's part of a row. All by all threads of the block, and by the cluster alike.
 template <int kHeadDim, bool kPlaced>
-__global__ void __launch_bounds__(kScoreWarps* kWarpThreads, 1)
-    ScoreKernel(const __grid_constant__ InfiniteHipLaunch p, int stage) {
-  __shared__ alignas(16) float elements[kTileQueries][kHeadDim];
-  __shared__ float sums[kTileQueries];
-  const CodeQueries<kHeadDim> queries = {elements, sums};
-  cudaTriggerProgrammaticLaunchCompletion();
-  cudaGridDependencySynchronize();
-  const DeviceRow row(p.select, blockIdx.x);
-  const Split split(p, stage, row.index);
-  if (split.count() <= p.stages[stage].KeptChunks(row.numbers.budget_tokens)) return;
-  const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
-  const int warp = static_cast<int>(threadIdx.x) / kWarpThreads;
-  const auto stride = static_cast<int>(p.stages[stage].query_stride);
-  const int num_means = (static_cast<int>(row.block.num_rows) + stride - 1) / stride;
-  const int num_queries = num_means * static_cast<int>(p.select.group);
-  const int runs_of_parent = split.parent_tokens / kWarpThreads;
-  const int num_runs = split.parents * runs_of_parent;
-  const int64_t query_position = split.count() - 1 + p.LeastDistance(row.numbers);
-  const PagedKv& kv = p.select.kv;
-  bool is_loaded = false;
-  for (int first = static_cast<int>(blockIdx.y) * kScoreWarps; first < num_runs;
-       first += static_cast<int>(gridDim.y) * kScoreWarps) {
-    const int run = first + warp;
-    const bool has_run = run < num_runs;
-    const int in_parent = run % runs_of_parent * kWarpThreads + lane;
-    const int64_t token = has_run ? split.begins[run / runs_of_parent] + in_parent : 0;
-    const int64_t page = token / kPageTokens;
-    const bool has_key = has_run && kv.row(row.block.slot, page) >= 0;
-    const int chunk = (run / runs_of_parent * split.parent_tokens + in_parent) / split.chunk_tokens;
-    CodedKey<kHeadDim> key;
-    if (has_key) {
-      key.Load(kv.layout, kv.KeyCodes(row.block.slot, page, p.select.layer, row.kv_head),
-               token % kPageTokens);
-    }
-    float best = -INFINITY;
-    for (int tile = 0; tile < num_queries; tile += kTileQueries) {
-      const int count = min(kTileQueries, num_queries - tile);
-      if (!is_loaded) {
-        __syncthreads();  // the tile before has been read
-        LoadTile<kPlaced>(p.select, row, stride, tile, count, query_position, queries);
-        __syncthreads();
-        is_loaded = num_queries <= kTileQueries;
+class LaterStages {
+ public:
+  using Tile = QueryTile<kHeadDim>;
+
+  __device__ LaterStages(const InfiniteHipLaunch& p, const Cut& cut, const DeviceRow& row,
+                         std::byte* memory)
+      : p_(p),
+        cut_(cut),
+        row_(row),
+        header_(MakeHeader(row.block, row.numbers)),
+        reuse_(p.select, row),
+        first_stage_(reuse_.FirstStage(header_)),
+        rank_(static_cast<int>(hopper::ClusterRank())),
+        select_(reinterpret_cast<StageMemory*>(memory)->select),
+        tiles_(reinterpret_cast<Tile*>(memory + sizeof(StageMemory))),
+        keys_(reinterpret_cast<StagedKeys<kHeadDim>*>(tiles_ + cut.tiles_at_once)),
+        chunks_(reinterpret_cast<uint32_t*>(keys_ + kWarps * cut.runs_at_once)) {}
+
+  __device__ void Run(const Steps& steps) {
+#pragma unroll 1
+    for (int step = steps.begin; step < steps.end; ++step) {
+      const int stage = StageOf(step);
+      const bool runs = first_stage_ <= stage;
+      if (Scores(step)) {
+        if (runs) Score(stage);
+        continue;
       }
-      if (!has_key) continue;
+      WaitForLeft(stage - 1);
+      runs ? Keep(stage) : Recall(stage);
+    }
+  }
+
+ private:
+  static constexpr int kLast = InfiniteHipSelector::kStages - 1;
+  __device__ static int StageOf(int step) { return step / 2 + 1; }
+  __device__ static bool Scores(int step) { return step % 2 == 0; }
+
+  __device__ bool together() const { return p_.layer_scores != nullptr; }
+  __device__ bool in_shared() const { return cut_.shared_chunks > 0; }
+  __device__ int tokens_of(int stage) const {
+    return static_cast<int>(p_.stages[stage].chunk_tokens);
+  }
+  __device__ int NumChunks(int stage) const {
+    return parents_.count << PartsLog2(parents_.tokens, tokens_of(stage));
+  }
+  __device__ int NumKept(int stage) const {
+    return static_cast<int>(p_.stages[stage].KeptChunks(row_.numbers.budget_tokens));
+  }
+
+  // --- where it all lies ---
+
+  template <typename T>
+  __device__ T* OfRow(T* of_rows) const {
+    return of_rows + row_.index * p_.max_chunks;
+  }
+  __device__ uint32_t* Shared(int array) const { return chunks_ + array * cut_.shared_chunks; }
+
+  // Those of the stages are apart: a block may score while another still keeps.
+  __device__ uint32_t* ScoresOfRows(int stage) const {
+    return stage == kLast ? p_.chunk_scores : p_.kept_scores;
+  }
+  __device__ bool tells() const { return in_shared() && !together(); }
+  __device__ uint32_t* ScoresOf(int stage) const {
+    return tells() ? Shared(stage - 1) : OfRow(ScoresOfRows(stage));
+  }
+  __device__ int32_t* KeptBegins(int stage) const {
+    return in_shared() ? reinterpret_cast<int32_t*>(Shared(stage + 1))
+                       : OfRow(p_.kept[stage].begins);
+  }
+  __device__ uint32_t* KeptScores() const {
+    return in_shared() ? Shared(0) : OfRow(p_.kept_scores);
+  }
+
+  // Before anything is read or written that kernels before do.
+  __device__ void WaitForLeft(int stage) {
+    if (has_waited_) return;
+    has_waited_ = true;
+    hopper::ClusterSync();  // all blocks run, and know which stages do
+    cudaGridDependencySynchronize();
+    cudaTriggerProgrammaticLaunchCompletion();
+    parents_ = LeftBy(stage);
+  }
+  __device__ Parents LeftBy(int stage) const {
+    if (first_stage_ == stage + 1) {
+      const int count = reuse_.remembered().kept[stage];
+      return {reuse_.items(stage), count, count, tokens_of(stage)};
+    }
+    return {OfRow(p_.kept[stage].begins), static_cast<int>(p_.max_chunks),
+            p_.kept[stage].counts[row_.index], tokens_of(stage)};
+  }
+
+  // --- score ---
+
+  // Queries of a tile on, and those behind it that there is room for. kPlaced: chunks stand side by
+  // side, the query behind them. Meets before and behind where it loads any.
+  __device__ void LoadQueries(int stage, int first_tile) {
+    const int64_t position = kPlaced ? NumChunks(stage) - 1 + p_.LeastDistance(row_.numbers) : 0;
+    const Held wanted = {
+        min(static_cast<int>(p_.stages[stage].query_stride), static_cast<int>(row_.block.num_rows)),
+        first_tile, position};
+    if (wanted == held_) return;
+    held_ = wanted;
+    const int group = static_cast<int>(p_.select.group);
+    const int num_queries = NumQueries(stage);
+    __syncthreads();  // the tiles before have been read
+    num_tiles_ =
+        min((num_queries + kProductQueries - 1) / kProductQueries - first_tile, cut_.tiles_at_once);
+    StoreQueryTiles(tiles_, num_tiles_, [&](int of_tiles, int i) {
+      // Behind the last one it again.
+      const int query = min(first_tile * kProductQueries + of_tiles, num_queries - 1);
+      const int begin = query / group * wanted.stride;
+      const int end = min(begin + wanted.stride, static_cast<int>(row_.block.num_rows));
+      const auto mean = [&](int of) {
+        return MeanFour(p_.select, row_, begin, end, query % group, of);
+      };
+      if constexpr (!kPlaced) return mean(i);
+      constexpr int kHalf = kHeadDim / 8;
+      const int low = i % kHalf;
+      const float4 x = mean(low);
+      const float4 y = mean(low + kHalf);
+      const RotationAt at(p_.select.rope, kHeadDim / 2, position);
+      const float2 turned[4] = {at.Rotate(4 * low, x.x, y.x), at.Rotate(4 * low + 1, x.y, y.y),
+                                at.Rotate(4 * low + 2, x.z, y.z), at.Rotate(4 * low + 3, x.w, y.w)};
+      if (i == low) return float4{turned[0].x, turned[1].x, turned[2].x, turned[3].x};
+      return float4{turned[0].y, turned[1].y, turned[2].y, turned[3].y};
+    });
+    __syncthreads();
+  }
+  __device__ int NumQueries(int stage) const {
+    const auto stride = static_cast<int>(p_.stages[stage].query_stride);
+    return (static_cast<int>(row_.block.num_rows) + stride - 1) / stride *
+           static_cast<int>(p_.select.group);
+  }
+
+  // Runs of a warp: 32 tokens of one parent each, so many apart.
+  struct Runs {
+    int first;
+    int stride;
+    int count;
+    int begin;               // of run lane / 2
+    const std::byte* codes;  // of its first token's page, or its last one's
+  };
+  __device__ Runs FindRuns(int first, int stride, int num_runs) const {
+    const int log2 = PartsLog2(parents_.tokens, kWarpThreads);
+    const int run = first + lane() / 2 * stride;
+    const int parent = min(run >> log2, parents_.room - 1);  // waits for no count
+    const int begin = parents_.begins[parent] + (run - (run >> log2 << log2)) * kWarpThreads;
+    Runs runs = {.first = first,
+                 .stride = stride,
+                 .count = min(kRunsFound, (num_runs - first + stride - 1) / stride),
+                 .begin = begin,
+                 .codes = nullptr};
+    if (run >= num_runs) return runs;
+    const int64_t page = (begin + lane() % 2 * (kWarpThreads - 1)) / kPageTokens;
+    if (p_.select.kv.row(row_.block.slot, page) >= 0) {
+      runs.codes = p_.select.kv.KeyCodes(row_.block.slot, page, p_.select.layer, row_.kv_head);
+    }
+    return runs;
+  }
+  // The keys of run i.
+  __device__ void BeginRun(const Runs& runs, int i, StagedKeys<kHeadDim>& keys) const {
+    const int begin = __shfl_sync(kAllLanes, runs.begin, 2 * i);
+    const auto own = reinterpret_cast<uint64_t>(runs.codes);
+    const uint64_t first = __shfl_sync(kAllLanes, own, 2 * i);
+    const uint64_t last = __shfl_sync(kAllLanes, own, 2 * i + 1);
+    constexpr int kPage = static_cast<int>(kPageTokens);
+    const int token = begin + lane();
+    const uint64_t page = token / kPage == begin / kPage ? first : last;
+    keys.Begin(p_.select.kv.layout, reinterpret_cast<const std::byte*>(page), token % kPage);
+  }
+
+  // Calls use(run, keys) for the warp's runs, which come several at once.
+  template <typename Use>
+  __device__ void ForEachRun(const Use& use) const {
+    const int num_runs = parents_.count << PartsLog2(parents_.tokens, kWarpThreads);
+    const int stride = kWarps * num_blocks();
+    StagedKeys<kHeadDim>* const keys = keys_ + warp() * cut_.runs_at_once;
+#pragma unroll 1
+    for (int first = warp() * num_blocks() + rank_; first < num_runs;
+         first += kRunsFound * stride) {
+      const Runs runs = FindRuns(first, stride, num_runs);
+#pragma unroll 1
+      for (int begin = 0; begin < runs.count; begin += cut_.runs_at_once) {
+        const int count = min(cut_.runs_at_once, runs.count - begin);
+        __syncwarp();  // those before have been read
+#pragma unroll 1
+        for (int i = 0; i < count; ++i) BeginRun(runs, begin + i, keys[i]);
+        CommitCopies();
+        WaitForCopies<0>();
+        __syncwarp();
+#pragma unroll 1
+        for (int i = 0; i < count; ++i) use(first + (begin + i) * stride, keys[i]);
+      }
+    }
+  }
+
+  // The queries need nothing of the stage before, unless they are placed.
+  __device__ void Score(int stage) {
+    if constexpr (kPlaced) WaitForLeft(stage - 1);
+    int tile = 0;
+    do {
+      LoadQueries(stage, tile);
+      WaitForLeft(stage - 1);
+      if (NumChunks(stage) <= NumKept(stage)) return;
+      ScoreBy(stage, tile);
+      tile += cut_.tiles_at_once;
+    } while (tile * kProductQueries < NumQueries(stage));
+    if (tells()) Tell(stage);
+    hopper::ClusterSync();
+  }
+
+  // By the tiles that are loaded, of which `tile` is the first.
+  __device__ void ScoreBy(int stage, int tile) {
+    const int chunk_tokens = tokens_of(stage);
+    const int tiles_log2 = PartsLog2(chunk_tokens, kProductKeys);   // of a chunk
+    const int chunks_log2 = PartsLog2(kWarpThreads, chunk_tokens);  // of a run
+    uint32_t* const scores = ScoresOf(stage);
+    ForEachRun([&](int run, const StagedKeys<kHeadDim>& keys) {
+      float best[kKeyTiles];
+#pragma unroll
+      for (float& of_tile : best) of_tile = -INFINITY;
+      const auto raise = [&](int, int k, float2 logits) {
+        best[k] = fmaxf(best[k], fmaxf(logits.x, logits.y));  // leaves out NaN
+      };
+      const int first_chunk = run << chunks_log2;
       if constexpr (kPlaced) {
-        RaiseBest(PlacedKey<kHeadDim>(key, RotationAt(p.select.rope, kHeadDim / 2, chunk)), queries,
-                  count, best);
+        const auto position_of = [&](int key) { return first_chunk + key / chunk_tokens; };
+        ForEachPlacedLogit(keys, p_.select.rope, position_of, tiles_, num_tiles_, raise);
       } else {
-        RaiseBest(key, queries, count, best);
+        ForEachLogit(keys, tiles_, num_tiles_, raise);
+      }
+      uint32_t own = 0;  // of chunk `lane` of the run
+#pragma unroll
+      for (int k = 0; k < kKeyTiles; ++k) {
+        const uint32_t of_tile = __reduce_max_sync(kAllLanes, OrderedScore(best[k]));
+        if (k >> tiles_log2 == lane()) own = max(own, of_tile);
+      }
+      if (lane() >> chunks_log2 != 0) return;
+      uint32_t& score = scores[first_chunk + lane()];
+      score = tile == 0 ? own : max(score, own);
+    });
+  }
+
+  // The scores of the warp's chunks, to the other blocks.
+  __device__ void Tell(int stage) {
+    __syncwarp();
+    uint32_t* const scores = ScoresOf(stage);
+    const int n = NumChunks(stage);
+    const int chunks_log2 = PartsLog2(kWarpThreads, tokens_of(stage));  // of a run
+    const int blocks_log2 = PartsLog2(num_blocks(), 1);
+#pragma unroll 1
+    for (int i = lane();; i += kWarpThreads) {
+      const int of_warp = i >> blocks_log2;
+      const int run = ((of_warp >> chunks_log2) * kWarps + warp()) * num_blocks() + rank_;
+      const int chunk = (run << chunks_log2) + (of_warp & ((1 << chunks_log2) - 1));
+      if (chunk >= n) return;
+      const int block = i & (num_blocks() - 1);
+      if (block != rank_) {
+        *hopper::OfBlock(&scores[chunk], static_cast<unsigned>(block)) = scores[chunk];
       }
     }
-    for (int distance = 1; distance < split.chunk_tokens; distance *= 2) {
-      best = fmaxf(best, __shfl_xor_sync(kAllLanes, best, distance));
-    }
-    if (has_run && lane % split.chunk_tokens == 0) {
-      p.chunk_scores[row.index * p.max_chunks + chunk] = OrderedScore(best);
-    }
   }
+
+  // --- keep ---
+
+  // What the row chooses by: where rows choose together, the best of their scores.
+  __device__ const uint32_t* JoinScores(int stage, int n) {
+    if (!together()) return ScoresOf(stage);
+    const InfiniteHipLaunch::Rows rows = p_.Together(row_.index);
+    const uint32_t* const scores = ScoresOfRows(stage);
+    uint32_t* const joined = in_shared() ? Shared(1) : OfRow(p_.layer_scores);
+#pragma unroll 1
+    for (int i = static_cast<int>(threadIdx.x); i < n; i += kThreads) {
+      uint32_t best = 0;
+#pragma unroll 1
+      for (int64_t head = rows.begin; head < rows.end; ++head) {
+        best = max(best, scores[head * p_.max_chunks + i]);
+      }
+      joined[i] = best;
+    }
+    __syncthreads();
+    return joined;
+  }
+
+  // Calls use(place, chunk, score) for those that are kept, ascending; for all of them, with the
+  // score of 0, where there is room.
+  template <typename Use>
+  __device__ void ForEachKept(int stage, const Use& use) {
+    const int n = NumChunks(stage);
+    const int kept = NumKept(stage);
+    if (n > kept) return ForEachBest<kThreads>(JoinScores(stage, n), n, kept, select_, use);
+#pragma unroll 1
+    for (int i = static_cast<int>(threadIdx.x); i < n; i += kThreads) use(i, i, OrderedScore(0));
+  }
+
+  __device__ void Keep(int stage) {
+    const bool leads = rank_ == 0;
+    if (stage == kLast && !leads) return;
+    const int log2 = PartsLog2(parents_.tokens, tokens_of(stage));
+    const int tokens = tokens_of(stage);
+    int32_t* const begins = KeptBegins(stage);
+    uint32_t* const scores = KeptScores();
+    ForEachKept(stage, [&](int64_t place, int64_t item, uint32_t score) {
+      const auto chunk = static_cast<int>(item);
+      const int parent = chunk >> log2;
+      begins[place] = parents_.begins[parent] + (chunk - (parent << log2)) * tokens;
+      if (stage == kLast) scores[place] = score;
+    });
+    __syncthreads();  // all are written
+    const int left = min(NumChunks(stage), NumKept(stage));
+    parents_ = {begins, left, left, tokens};
+    if (stage == kLast) return WriteRow();
+    if (leads) RememberKept(stage);
+  }
+
+  // For launches and steps to come.
+  __device__ void RememberKept(int stage) const {
+    const bool remembers = reuse_.remembers();
+    int32_t* const left = OfRow(p_.kept[stage].begins);
+#pragma unroll 1
+    for (int i = static_cast<int>(threadIdx.x); i < parents_.count; i += kThreads) {
+      if (together()) left[i] = parents_.begins[i];
+      if (remembers) reuse_.items(stage)[i] = parents_.begins[i];
+    }
+    if (threadIdx.x != 0) return;
+    p_.kept[stage].counts[row_.index] = parents_.count;
+    if (remembers) reuse_.remembered().kept[stage] = parents_.count;
+  }
+
+  __device__ void WriteRow() {
+    const BlockList blocks = {.begins = parents_.begins,
+                              .scores = KeptScores(),
+                              .count = parents_.count,
+                              .tokens = parents_.tokens};
+    header_.count = static_cast<int32_t>(
+        WriteList<kThreads>(blocks, p_.select.out.entries + row_.index * p_.select.out.capacity,
+                            p_.select.out.capacity, select_));
+    if (threadIdx.x == 0) p_.select.out.headers[row_.index] = header_;
+    reuse_.Remember();
+  }
+
+  // Of a stage that does not run.
+  __device__ void Recall(int stage) {
+    if (stage < kLast) {
+      if (first_stage_ == stage + 1) parents_ = LeftBy(stage);
+      return;
+    }
+    reuse_.Recall(header_, {.index = static_cast<unsigned>(rank_) * kThreads + threadIdx.x,
+                            .count = cut_.blocks_of_row * kThreads});
+  }
+
+  __device__ static int lane() { return static_cast<int>(threadIdx.x) % kWarpThreads; }
+  __device__ static int warp() { return static_cast<int>(threadIdx.x) / kWarpThreads; }
+  __device__ int num_blocks() const { return static_cast<int>(cut_.blocks_of_row); }
+
+  // Which queries the tiles are: of means over so many, from a tile on, rotated to a position.
+  struct Held {
+    int stride = 0;
+    int first_tile = 0;
+    int64_t position = 0;
+    __device__ bool operator==(const Held& other) const {
+      return stride == other.stride && first_tile == other.first_tile && position == other.position;
+    }
+  };
+
+  const InfiniteHipLaunch& p_;
+  const Cut& cut_;
+  const DeviceRow& row_;
+  SelectionHeader header_;
+  const RowReuse reuse_;
+  const int first_stage_;
+  const int rank_;
+  SelectMemory& select_;
+  Tile* const tiles_;
+  StagedKeys<kHeadDim>* const keys_;
+  uint32_t* const chunks_;
+  Parents parents_ = {};
+  Held held_;
+  int num_tiles_ = 0;  // that are held
+  bool has_waited_ = false;
+};
+
+template <int kHeadDim, bool kPlaced>
+__global__ void __launch_bounds__(kThreads, 1)
+    StagesKernel(const __grid_constant__ InfiniteHipLaunch p, const __grid_constant__ Cut cut,
+                 const Steps steps) {
+  extern __shared__ uint4 raw[];
+  // Begins when all blocks of the kernel before have waited for what came before that: only what
+  // that one writes is still to wait for.
+  const DeviceRow row(p.select, blockIdx.x / cut.blocks_of_row);
+  LaterStages<kHeadDim, kPlaced> stages(p, cut, row, reinterpret_cast<std::byte*>(raw));
+  stages.Run(steps);
 }
 
-__global__ void __launch_bounds__(kSelectThreads)
-    KeepKernel(const __grid_constant__ InfiniteHipLaunch p, int stage) {
-  __shared__ SelectMemory memory;
-  cudaTriggerProgrammaticLaunchCompletion();
-  cudaGridDependencySynchronize();
-  const DeviceRow row(p.select, blockIdx.x);
-  SelectionHeader header = MakeHeader(row.block, row.numbers);
-  const RowReuse reuse(p.select, row);
-  const int first_stage = reuse.FirstStage(header);
-  const bool is_last = stage + 1 == InfiniteHipSelector::kStages;
-  if (first_stage > stage) {
-    return is_last ? reuse.Recall(header) : RecallKept(p, row, reuse, stage, first_stage);
-  }
-  const Split split(p, stage, row.index);
-  int32_t* begins = p.kept[stage].begins + row.index * p.max_chunks;
-  uint32_t* scores = p.kept_scores + row.index * p.max_chunks;
-  const int64_t kept = p.stages[stage].KeptChunks(row.numbers.budget_tokens);
-  if (split.count() > kept) JoinScores(p, row, split.count());
-  const int64_t left = KeepBest(ChosenBy(p) + row.index * p.max_chunks, split.count(), kept, memory,
-                                [&](int64_t place, int64_t chunk, uint32_t score) {
-                                  begins[place] = split.begin(static_cast<int>(chunk));
-                                  scores[place] = score;
-                                });
-  if (threadIdx.x == 0) p.kept[stage].counts[row.index] = static_cast<int32_t>(left);
-  if (!is_last) return RememberKept(p, row, reuse, stage);
-  __syncthreads();  // all blocks are written
-  const BlockList blocks = {
-      .begins = begins, .scores = scores, .count = left, .tokens = p.stages[stage].chunk_tokens};
-  header.count = static_cast<int32_t>(
-      WriteList(blocks, p.select.out.entries + row.index * p.select.out.capacity,
-                p.select.out.capacity, memory));
-  if (threadIdx.x == 0) p.select.out.headers[row.index] = header;
-  reuse.Remember();
-}
-
-template <int kHeadDim>
-cudaError_t LaunchScores(const InfiniteHipLaunch& p, int stage, cudaStream_t stream) {
+template <int kHeadDim, bool kPlaced>
+cudaError_t Launch(const InfiniteHipLaunch& p, cudaStream_t stream) {
+  const auto kernel = StagesKernel<kHeadDim, kPlaced>;
   const int64_t rows = p.select.out.num_rows;
-  const int64_t runs = p.max_chunks * p.stages[stage].chunk_tokens / kWarpThreads;
-  const int64_t useful = (runs + kScoreWarps - 1) / kScoreWarps;
-  const int64_t share = std::max<int64_t>(1, kScoreBlocks / rows);
-  const dim3 blocks(static_cast<unsigned>(rows), static_cast<unsigned>(std::min(useful, share)));
-  const auto kernel =
-      p.select.rope.on() ? ScoreKernel<kHeadDim, true> : ScoreKernel<kHeadDim, false>;
-  return LaunchOverlapped(kernel, blocks, kScoreWarps * kWarpThreads, 0, stream, p, stage);
+  const int64_t share = std::clamp<int64_t>(kBlocks / rows, 1, kMostBlocksOfRow);
+  const auto tiles =
+      static_cast<int>((p.max_rows * p.select.group + kProductQueries - 1) / kProductQueries);
+  const Cut cut = {
+      .blocks_of_row = std::bit_floor(static_cast<unsigned>(share)),
+      .tiles_at_once = std::min(tiles, kMostTilesAtOnce),
+      .runs_at_once = tiles <= kMostTilesAtOnce / 4 ? kRunsAtOnce : kRunsBesideTiles,
+      .shared_chunks = p.later_chunks <= kSharedChunks ? static_cast<int>(p.later_chunks) : 0};
+  const auto shared_bytes =
+      static_cast<int>(sizeof(StageMemory)) +
+      static_cast<int>(sizeof(QueryTile<kHeadDim>)) * cut.tiles_at_once +
+      static_cast<int>(sizeof(StagedKeys<kHeadDim>)) * kWarps * cut.runs_at_once +
+      static_cast<int>(sizeof(uint32_t)) * kChunkArrays * cut.shared_chunks;
+  if (const cudaError_t error =
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+      error != cudaSuccess) {
+    return error;
+  }
+  if (const cudaError_t error =
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+      error != cudaSuccess) {
+    return error;
+  }
+  const int at_once = p.layer_scores == nullptr ? kAllSteps.end : 1;
+  for (int step = kAllSteps.begin; step < kAllSteps.end; step += at_once) {
+    const Steps steps = {step, step + at_once};
+    if (const cudaError_t error = LaunchOverlappedClusters(
+            kernel, cut.blocks_of_row, static_cast<unsigned>(rows) * cut.blocks_of_row, kThreads,
+            static_cast<size_t>(shared_bytes), stream, p, cut, steps);
+        error != cudaSuccess) {
+      return error;
+    }
+  }
+  return cudaSuccess;
 }
 
 }  // namespace
 
-cudaError_t LaunchInfiniteHipStage(const InfiniteHipLaunch& p, int stage, cudaStream_t stream) {
-  const auto rows = static_cast<unsigned>(p.select.out.num_rows);
-  if (stage == 0) return LaunchInfiniteHipFirst(p, stream);
+cudaError_t LaunchInfiniteHipLater(const InfiniteHipLaunch& p, cudaStream_t stream) {
   const bool is_wide = p.select.kv.layout.head_dim == 128;
-  if (const cudaError_t error = (is_wide ? LaunchScores<128> : LaunchScores<64>)(p, stage, stream);
-      error != cudaSuccess) {
-    return error;
-  }
-  return LaunchOverlapped(KeepKernel, rows, kSelectThreads, kCopyBytes, stream, p, stage);
+  if (p.select.rope.on()) return (is_wide ? Launch<128, true> : Launch<64, true>)(p, stream);
+  return (is_wide ? Launch<128, false> : Launch<64, false>)(p, stream);
 }
 
 }  // namespace kvasir::kernels

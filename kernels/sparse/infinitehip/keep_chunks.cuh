@@ -1,5 +1,5 @@
-// What the kernels share that keep chunks of a stage of infinitehip (infinitehip_first.cu,
-// infinitehip_stages.cu): one block of kSelectThreads threads a row.
+// What the kernel keeps chunks by that ends the first stage of infinitehip (infinitehip_first.cu): one
+// block of kSelectThreads threads a row.
 #pragma once
 
 #include "kernels/sparse/block_select.cuh"
