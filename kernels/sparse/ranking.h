@@ -28,14 +28,14 @@ KVASIR_HOST_DEVICE constexpr float ScoreOfOrdered(uint32_t ordered) {
 class Ranked {
  public:
   Ranked() = default;
-  Ranked(float score, int64_t item)
+  KVASIR_HOST_DEVICE Ranked(float score, int64_t item)
       : bits_(static_cast<uint64_t>(OrderedScore(score)) << 32 | static_cast<uint64_t>(item)) {}
 
-  int64_t item() const { return static_cast<int64_t>(bits_ & 0xffffffffu); }
+  KVASIR_HOST_DEVICE int64_t item() const { return static_cast<int64_t>(bits_ & 0xffffffffu); }
   // -inf where it was NaN.
   float score() const { return ScoreOfOrdered(static_cast<uint32_t>(bits_ >> 32)); }
-  friend bool operator<(Ranked a, Ranked b) { return a.bits_ < b.bits_; }
-  friend bool operator>(Ranked a, Ranked b) { return b < a; }
+  KVASIR_HOST_DEVICE friend bool operator<(Ranked a, Ranked b) { return a.bits_ < b.bits_; }
+  KVASIR_HOST_DEVICE friend bool operator>(Ranked a, Ranked b) { return b < a; }
 
  private:
   uint64_t bits_ = 0;

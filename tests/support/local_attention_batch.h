@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <functional>
 
 #include "kernels/paged/digests.h"
 #include "tests/support/attention_batch.h"
@@ -55,12 +56,13 @@ inline void AddPeak(AttentionBatch& batch, int64_t slot, int64_t begin, int64_t 
 // A query at the end of `context` tokens of the slot, whose heads see the last `local` tokens only,
 // by as much as `peak`.
 inline void AddLocalBlock(AttentionBatch& batch, int64_t slot, int64_t context, int64_t local,
-                          float peak) {
+                          float peak,
+                          const std::function<RowSelection(int64_t head)>& select = nullptr) {
   batch.FillContext(slot, context);
   AddPeak(batch, slot, 0, context - local, 0);
   AddPeak(batch, slot, context - local, context, peak);
   const int64_t row = batch.num_tokens();
-  batch.AddBlock(slot, context - 1, 1);
+  batch.AddBlock(slot, context - 1, 1, select);
   for (int64_t head = 0; head < batch.heads(); ++head) {
     SetPeak(batch, context - 1, kPeakQuery,
             [&](int64_t i, float value) { batch.q(row, head)[i] = value; });

@@ -62,9 +62,6 @@ absl::Status CheckReuse(const v1::AttentionPolicy& policy) {
 absl::Status CheckPart(const v1::AttentionPolicy& policy, int64_t num_ranks) {
   KVASIR_RETURN_IF_ERROR(CheckSelector(policy, num_ranks));
   KVASIR_RETURN_IF_ERROR(CheckReuse(policy));
-  if (policy.has_art()) {
-    KVASIR_RETURN_IF_ERROR(CheckOption("the order of art", policy.art().order(), "recency"));
-  }
   if (policy.quality().min_mass() != 0) {
     return NotOnGpu("min_mass is ", policy.quality().min_mass(), "; it must be 0");
   }

@@ -2,10 +2,6 @@
 // head): the producer warp brings its pages in reading order, a warpgroup adds them one by one
 // (decode_page.cuh) and watches its output.
 //
-//   order    0 .. first | ...        | skip_begin ...  | skip_end ...
-//   item     0 ..       | the last ..|                 | .. first
-//            page 0     | window     | may stay unread | rest of the sink
-//
 // Pages are what is watched, as on the CPU: two items of one page, of sink or window and of the
 // list, are read one behind the other and are one step.
 //
@@ -14,7 +10,7 @@
 #include "kernels/attention/decode_page.cuh"
 #include "kernels/base/overlapped_launch.h"
 #include "kernels/paged/count_selected.cuh"
-#include "kernels/sparse/art/art_launch.h"
+#include "kernels/sparse/art/art_reading.cuh"
 #include "kernels/sparse/art/unread_bounds.cuh"
 
 namespace kvasir::kernels {
@@ -36,81 +32,6 @@ struct alignas(1024) SharedMemory {
   float moves[4][3][kHeads];  // likewise: step, product and square of the probes
   float units[kHeads];        // of the guard's sums
 };
-
-// The order in which a row is read.
-struct Reading {
-  PageRun run;
-  int first = 0;  // items of page 0, which are read before all others
-  int half = -1;  // the item of the window's first page in order, where the list has tokens of it
-  int skip_begin = 0;
-  int skip_end = 0;
-
-  __device__ int size() const { return static_cast<int>(run.items.num_items); }
-  __device__ int64_t ItemAt(int order) const {
-    return order < first ? order : size() - 1 - (order - first);
-  }
-  // REQUIRES: item >= first.
-  __device__ int OrderOf(int64_t item) const { return static_cast<int>(size() - 1 - item) + first; }
-  __device__ bool MaySkip(int order) const { return order >= skip_begin && order < skip_end; }
-};
-
-__device__ RowItem ItemOf(const ArtLaunch& p, const Reading& reading, int64_t index) {
-  const int64_t row = reading.run.row;
-  return FindItem(reading.run.items, p.headers[row], p.entries + row * p.capacity, index);
-}
-
-// Finds what of the items belongs to page 0, and to the window's first page.
-__device__ void FindHalves(const ArtLaunch& p, Reading& reading) {
-  const RowItems& items = reading.run.items;
-  const auto has_tokens_of = [&](int64_t page, int64_t index) {
-    if (index >= items.num_items) return false;
-    const RowItem item = ItemOf(p, reading, index);
-    return item.page == page && item.mask != 0;
-  };
-  while (reading.first < 2 && has_tokens_of(0, reading.first)) ++reading.first;
-  const int64_t window = items.num_sink + items.num_list;
-  if (items.num_list == 0 || window < reading.first) return;
-  const SelectionEntry* list = p.entries + reading.run.row * p.capacity;
-  int64_t last = items.num_list - 1;
-  while (last > 0 && list[last].page > items.first_window_page) --last;
-  if (items.num_sink + last < reading.first) return;
-  if (has_tokens_of(items.first_window_page, items.num_sink + last)) {
-    reading.half = reading.OrderOf(window);
-  }
-}
-
-// A listed page that holds sink or window tokens, too, is none of those that may stay unread.
-__device__ Reading PlanReading(const ArtLaunch& p, int64_t row) {
-  Reading reading = {.run = WholeRow(p, row)};
-  FindHalves(p, reading);
-  const RowItems& items = reading.run.items;
-  const SelectionHeader& header = p.headers[row];
-  int64_t low = 0, high = 0;  // items that may stay unread
-  if (header.kind == SelectionHeader::Kind::kAll) {
-    const SelectionHeader made =
-        MakeHeader(reading.run.block, p.numbers[row / p.kv.layout.num_kv_heads]);
-    if (made.kind == SelectionHeader::Kind::kAll) return reading;
-    low = CeilPages(made.sink_end);
-    high = made.window_begin / kPageTokens;
-  } else {
-    const SelectionEntry* list = p.entries + row * p.capacity - items.num_sink;  // by item
-    low = items.num_sink;
-    high = items.num_sink + items.num_list;
-    while (low < high && list[low].page < items.num_sink) ++low;
-    while (high > low && list[high - 1].page >= items.first_window_page) --high;
-  }
-  low = max(int64_t{reading.first}, low);
-  if (high <= low) return reading;
-  reading.skip_begin = reading.OrderOf(high - 1);
-  reading.skip_end = reading.OrderOf(low) + 1;
-  // A row may end where its window does, also when the first listed pages have no tokens.
-  const int end_of_window = reading.OrderOf(items.num_sink + items.num_list) + 1;
-  while (reading.skip_begin > end_of_window &&
-         ItemOf(p, reading, reading.ItemAt(reading.skip_begin - 1)).mask == 0) {
-    --reading.skip_begin;
-  }
-  return reading;
-}
 
 // Adds to `sum` the pages with tokens of the orders [begin, end), by the `threads` threads of which
 // this is number `thread`.
@@ -390,7 +311,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       (reinterpret_cast<uintptr_t>(raw) + 1023) / 1024 * 1024);
   cudaTriggerProgrammaticLaunchCompletion();
   cudaGridDependencySynchronize();
-  const Reading reading = PlanReading(p, blockIdx.x);
+  Reading reading = PlanReading(p, blockIdx.x);
+  reading.ranked = p.RankedOf(blockIdx.x);
   if (threadIdx.x == 0) {
     shared.ring.Init(kGroupThreads / kWarpThreads);
     shared.stop = kNever;

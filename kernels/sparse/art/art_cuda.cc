@@ -1,6 +1,7 @@
 #include "kernels/sparse/art/art_cuda.h"
 
 #include "kernels/base/cuda_status.h"
+#include "kernels/base/scratch.h"
 #include "kernels/base/shape_check.h"
 #include "kernels/base/status_macros.h"
 #include "kernels/sparse/art/art_launch.h"
@@ -8,17 +9,25 @@
 
 namespace kvasir::kernels {
 
+namespace {
+
+// Returns the bytes of it all.
+int64_t LayOut(std::byte* workspace, const PagedKv& kv, int64_t rows, int64_t group, ArtLaunch& p) {
+  ScratchPieces pieces(workspace);
+  p.unread = pieces.Take<float>(rows * (kv.max_blocks_per_slot + 1) * group);
+  p.ranked = pieces.Take<Ranked>(rows * kv.max_blocks_per_slot);
+  return pieces.bytes();
+}
+
+}  // namespace
+
 int64_t AttendArtWorkspaceBytes(const PagedKv& kv, int64_t blocks, int64_t group) {
-  return blocks * kv.layout.num_kv_heads * (kv.max_blocks_per_slot + 1) * group *
-         static_cast<int64_t>(sizeof(float));
+  ArtLaunch launch;
+  return LayOut(nullptr, kv, blocks * kv.layout.num_kv_heads, group, launch);
 }
 
 absl::Status AttendArt(const AttendParams& params, const ArtCuda& art, const KvTensorMaps& maps,
                        std::byte* workspace, cudaStream_t stream) {
-  if (art.options.order == ReadingOrder::kImportance) {
-    return absl::UnimplementedError(
-        "art on the GPU reads pages from the newest on; use the order recency");
-  }
   KVASIR_ASSIGN_OR_RETURN(const AttendLaunch launch, MakeAttendLaunch(params));
   ShapeCheck check("art on the GPU");
   check.Require(art.numbers.size() == params.blocks.size(), "numbers must be one per query block")
@@ -30,7 +39,12 @@ absl::Status AttendArt(const AttendParams& params, const ArtCuda& art, const KvT
   ArtLaunch p = {launch};
   p.options = art.options;
   p.numbers = art.numbers.data();
-  p.unread = reinterpret_cast<float*>(workspace);
+  LayOut(workspace, params.kv, params.selection.num_rows, p.group, p);
+  if (art.options.order == ReadingOrder::kImportance) {
+    KVASIR_RETURN_IF_ERROR(CudaStatus(LaunchArtOrder(p, stream), "launching the order of art"));
+  } else {
+    p.ranked = nullptr;
+  }
   return CudaStatus(LaunchAttendArt(p, maps, stream), "launching art");
 }
 

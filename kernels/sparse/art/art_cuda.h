@@ -4,9 +4,8 @@
 //
 // Differs from the CPU in this: tests are made in float32; the page of a row that holds tokens of
 // the list beside some of sink or window is read in two, of which the first that may stay unread is
-// the first listed one that holds none of either; order importance is not served; of the pages that
-// a row leaves unread up to three may have been asked for, and these are not counted. A row depends
-// on nothing but itself.
+// the first listed one that holds none of either; of the pages that a row leaves unread up to three
+// may have been asked for, and these are not counted. A row depends on nothing but itself.
 #pragma once
 
 #include <cstddef>
@@ -28,12 +27,13 @@ struct ArtCuda {
   std::span<const SelectionNumbers> numbers;  // one per block
 };
 
-// Device memory for the guards of `blocks` query blocks.
+// Device memory for the guards and orders of `blocks` query blocks.
 int64_t AttendArtWorkspaceBytes(const PagedKv& kv, int64_t blocks, int64_t group);
 
 // Attention of blocks of one query each, whose params have device_counts; which rows may end early
 // follows from their numbers. Nothing is allocated or waited for; may be captured. Errors as of
-// AttendDecode; UNIMPLEMENTED with order importance. Cost: a row is read by one block of threads.
+// AttendDecode. Cost: a row is read by one block of threads; order importance sorts its list first,
+// by a kernel of its own.
 absl::Status AttendArt(const AttendParams& params, const ArtCuda& art, const KvTensorMaps& maps,
                        std::byte* workspace, cudaStream_t stream);
 

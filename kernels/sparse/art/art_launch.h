@@ -1,10 +1,11 @@
-// The kernel behind art_cuda.h. Only art_cuda.cc includes it, after it has checked the shapes.
+// The kernels behind art_cuda.h. Only art_cuda.cc includes it, after it has checked the shapes.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 #include "kernels/attention/attend_launch.h"
 #include "kernels/sparse/art/art_rule.h"
+#include "kernels/sparse/ranking.h"
 #include "kernels/sparse/stages.h"
 
 namespace kvasir::kernels {
@@ -15,8 +16,18 @@ struct ArtLaunch : AttendLaunch {
   const SelectionNumbers* numbers = nullptr;  // one per block
   // Of the guard: [num_rows][max_blocks_per_slot + 1][group].
   float* unread = nullptr;
+  // Where pages are read in the order of importance: [num_rows][max_blocks_per_slot]; else null.
+  Ranked* ranked = nullptr;
+
+  // Null where the row lists nothing.
+  KVASIR_HOST_DEVICE Ranked* RankedOf(int64_t row) const {
+    const bool lists = headers[row].kind == SelectionHeader::Kind::kList;
+    return ranked != nullptr && lists ? ranked + row * kv.max_blocks_per_slot : nullptr;
+  }
 };
 
+// Fills `ranked`.
+cudaError_t LaunchArtOrder(const ArtLaunch& params, cudaStream_t stream);
 cudaError_t LaunchAttendArt(const ArtLaunch& params, const KvTensorMaps& maps, cudaStream_t stream);
 
 }  // namespace kvasir::kernels

@@ -1,13 +1,18 @@
 // The GPU's art: what it reads, leaves, and gives out, held against dense attention and the CPU's.
 #include "kernels/sparse/art/art_cuda.h"
 
+#include <algorithm>
 #include <cmath>
+#include <functional>
 #include <gtest/gtest.h>
+#include <limits>
+#include <span>
 #include <tuple>
 #include <vector>
 
 #include "kernels/attention/attend_cpu.h"
 #include "kernels/sparse/art/art_terminator.h"
+#include "kernels/sparse/ranking.h"
 #include "kernels/sparse/select_common.h"
 #include "tests/support/compare.h"
 #include "tests/support/device_attention_batch.h"
@@ -93,6 +98,28 @@ class ArtCudaTest : public testing::TestWithParam<std::tuple<int64_t, int64_t, K
     return unread;
   }
 
+  // A block at the end of the first one's context, with its queries, that attends to lists.
+  static void AddListingBlock(AttentionBatch& batch, int64_t context,
+                              const std::function<RowSelection(int64_t head)>& select) {
+    batch.AddBlock(0, context - 1, 1, select);
+    const int64_t row = batch.num_tokens() - 1;
+    std::copy_n(batch.q(0, 0), batch.heads() * batch.shape().head_dim, batch.q(row, 0));
+  }
+  // Of the rows with lists, which must end where the CPU's do: what those leave unread.
+  static std::vector<int64_t> UnreadOfListingRows(AttentionBatch& batch,
+                                                  const ArtOptions& options) {
+    const std::vector<int64_t> expected = UnreadOnCpu(batch, options);
+    const std::vector<int64_t> found = RunOnGpu(batch, options);
+    std::vector<int64_t> of_lists;
+    for (size_t row = 0; row < found.size(); ++row) {
+      const SelectionHeader& header = batch.Params().selection.header(static_cast<int64_t>(row));
+      if (header.kind != SelectionHeader::Kind::kList) continue;
+      EXPECT_EQ(found[row], expected[row] - kAskedFor) << row;
+      of_lists.push_back(expected[row]);
+    }
+    return of_lists;
+  }
+
   // What the batch gives out when every page is read.
   static std::vector<float> RunWhole(AttentionBatch& batch) {
     batch.Run(
@@ -129,7 +156,8 @@ TEST_P(ArtCudaTest, PatienceThatIsNeverReachedReadsEverything) {
         if (batch.rng()() % 3 == 0) continue;
         entries.push_back({.page = page,
                            .chosen = chosen,
-                           .live = batch.rng()() % 3 == 0 ? 0 : chosen & batch.rng()()});
+                           .live = batch.rng()() % 3 == 0 ? 0 : chosen & batch.rng()(),
+                           .score = static_cast<float>(batch.rng()() % 20)});
       }
       return SelectList(100, tokens - 200, std::move(entries));
     });
@@ -138,9 +166,11 @@ TEST_P(ArtCudaTest, PatienceThatIsNeverReachedReadsEverything) {
   SelectionNumbers numbers = kNumbers;
   for (const int64_t patience : {20, 1000}) {
     numbers.patience = patience;
-    const std::vector<int64_t> unread = RunOnGpu(batch, {}, numbers);
-    EXPECT_EQ(unread, std::vector<int64_t>(unread.size(), 0));
-    EXPECT_TRUE(IsClose(batch, whole)) << "patience " << patience;
+    for (const auto order : {ReadingOrder::kRecency, ReadingOrder::kImportance}) {
+      const std::vector<int64_t> unread = RunOnGpu(batch, {.order = order}, numbers);
+      EXPECT_EQ(unread, std::vector<int64_t>(unread.size(), 0));
+      EXPECT_TRUE(IsClose(batch, whole)) << "patience " << patience;
+    }
   }
 }
 
@@ -175,7 +205,7 @@ TEST_P(ArtCudaTest, RowsWithListsEndWhereTheCpusDo) {
   AddLocalBlock(batch, 0, kContext, 30, 40);
   for (const int64_t window_begin : {2752, 2800}) {
     for (const int64_t sink_end : {0, 40, 128}) {
-      batch.AddBlock(0, kContext - 1, 1, [&](int64_t head) {
+      AddListingBlock(batch, kContext, [&](int64_t head) {
         std::vector<SelectionEntry> entries;
         const int64_t first = sink_end == 0 ? 2 + head : sink_end / kPageTokens;
         for (int64_t page = first; page * kPageTokens < window_begin; ++page) {
@@ -185,16 +215,9 @@ TEST_P(ArtCudaTest, RowsWithListsEndWhereTheCpusDo) {
         }
         return SelectList(sink_end, window_begin, std::move(entries));
       });
-      const int64_t row = batch.num_tokens() - 1;
-      std::copy_n(batch.q(0, 0), batch.heads() * batch.shape().head_dim, batch.q(row, 0));
     }
   }
-  const std::vector<int64_t> expected = UnreadOnCpu(batch, {});
-  const std::vector<int64_t> found = RunOnGpu(batch, {});
-  for (size_t row = 2; row < found.size(); ++row) {  // behind the block that has no list
-    EXPECT_GT(expected[row], 10) << row;
-    EXPECT_EQ(found[row], expected[row] - kAskedFor) << row;
-  }
+  for (const int64_t unread : UnreadOfListingRows(batch, {})) EXPECT_GT(unread, 10);
 }
 
 // What a pruner took away, or lists from the window on, is no step: a row that has settled within
@@ -205,7 +228,7 @@ TEST_P(ArtCudaTest, RowsEndBeforeListedPagesWithoutTokens) {
   AddLocalBlock(batch, 0, kContext, 30, 40);
   for (const int64_t listed :
        {kPages + 1, kWindowBegin / kPageTokens + 1, kContext / kPageTokens}) {
-    batch.AddBlock(0, kContext - 1, 1, [&](int64_t) {
+    AddListingBlock(batch, kContext, [&](int64_t) {
       std::vector<SelectionEntry> entries;
       for (int64_t page = 1; page < listed; ++page) {
         entries.push_back(
@@ -213,14 +236,57 @@ TEST_P(ArtCudaTest, RowsEndBeforeListedPagesWithoutTokens) {
       }
       return SelectList(kSinkEnd, kWindowBegin, std::move(entries));
     });
-    const int64_t row = batch.num_tokens() - 1;
-    std::copy_n(batch.q(0, 0), batch.heads() * batch.shape().head_dim, batch.q(row, 0));
   }
-  const std::vector<int64_t> expected = UnreadOnCpu(batch, {});
-  const std::vector<int64_t> found = RunOnGpu(batch, {});
-  for (size_t row = 2; row < found.size(); ++row) {  // behind the block that has no list
-    EXPECT_EQ(expected[row], kPages) << row;
-    EXPECT_EQ(found[row], expected[row] - kAskedFor) << row;
+  for (const int64_t unread : UnreadOfListingRows(batch, {})) EXPECT_EQ(unread, kPages);
+}
+
+// Pages are left from the least score on, and a far needle is read where its page has the best one.
+TEST_P(ArtCudaTest, InOrderOfImportanceWhatScoresLeastStaysUnread) {
+  constexpr int64_t kContext = 4096, kPages = 61, kNeedlePage = 31;
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  const ArtOptions options = {.guard = ArtOptions::Guard::kNone,
+                              .order = ReadingOrder::kImportance};
+  constexpr float kSome[] = {0, -0.0f, 1, -3, 7.5f, NAN, -kInfinity, 1e-30f};
+  for (const auto& score : std::vector<std::function<float(int64_t page)>>{
+           [](int64_t page) { return static_cast<float>(page * 37 % kPages); },
+           [&](int64_t page) { return kSome[page * 5 % std::ssize(kSome)]; },
+           [](int64_t) { return NAN; }}) {
+    for (const float of_needle : {kInfinity, -kInfinity}) {
+      AttentionBatch batch = Make(1, kContext, 98);
+      std::vector<Ranked> ranked;  // pages with tokens
+      std::vector<SelectionEntry> entries;
+      for (int64_t page = 1; page <= kPages; ++page) {
+        const bool is_pruned = page % 9 == 0;
+        entries.push_back({.page = page,
+                           .chosen = ~uint64_t{0},
+                           .live = is_pruned ? 0 : ~uint64_t{0},
+                           .score = page == kNeedlePage ? of_needle : score(page)});
+        if (!is_pruned) ranked.emplace_back(entries.back().score, page);
+      }
+      std::sort(ranked.begin(), ranked.end(), std::greater<>());
+      AddLocalBlock(batch, 0, kContext, 60, 40, [&](int64_t) {
+        return SelectList(kPageTokens, (kPages + 1) * kPageTokens, entries);
+      });
+      AddPeak(batch, 0, kNeedlePage * kPageTokens, kNeedlePage * kPageTokens + 1, 50);
+      const std::vector<float> whole = RunWhole(batch);
+      RunOnGpu(batch, {.order = ReadingOrder::kImportance});
+      EXPECT_TRUE(IsClose(batch, whole)) << "the guard must have it read";
+      const std::vector<int64_t> unread = UnreadOfListingRows(batch, options);
+      EXPECT_EQ(IsClose(batch, whole), of_needle > 0) << "whether the needle was read";
+      for (size_t head = 0; head < unread.size(); ++head) {
+        ASSERT_GT(unread[head], 30);
+        ASSERT_LT(unread[head], std::ssize(ranked));
+        for (const Ranked page :
+             std::span(ranked).last(static_cast<size_t>(unread[head] - kAskedFor))) {
+          batch.kv().SetTier(0, page.item(), AttentionBatch::kLayer, static_cast<int64_t>(head),
+                             PageTier::kAbsent);
+        }
+      }
+      const std::vector<float> found = Outputs(batch);
+      RunOnGpu(batch, options);
+      EXPECT_EQ(batch.fault(0), 0) << "what stayed unread was asked for";
+      EXPECT_EQ(Outputs(batch), found);
+    }
   }
 }
 
@@ -281,13 +347,6 @@ TEST_P(ArtCudaTest, WhatIsUnreadIsNotAskedForAndTheWholeSinkIs) {
   batch.kv().SetTier(0, 3, AttentionBatch::kLayer, 0, PageTier::kAbsent);  // of the sink
   RunOnGpu(batch, {}, numbers);
   EXPECT_EQ(batch.fault(0), 1);
-}
-
-TEST(ArtCudaParams, OrderByImportanceIsRefused) {
-  ArtCuda art;
-  art.options.order = ReadingOrder::kImportance;
-  const absl::Status status = AttendArt({}, art, KvTensorMaps{}, nullptr, nullptr);
-  EXPECT_EQ(status.code(), absl::StatusCode::kUnimplemented);
 }
 
 }  // namespace

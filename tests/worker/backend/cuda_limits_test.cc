@@ -74,7 +74,7 @@ TEST(CudaLimits, PoliciesItServes) {
     v1::SetSelector(selector, *policy.mutable_prefill());
     v1::SetSelector(selector, *policy.mutable_decode());
     policy.mutable_decode()->set_top_p(0.9f);
-    policy.mutable_decode()->mutable_art();
+    policy.mutable_decode()->mutable_art()->set_order("importance");
     EXPECT_TRUE(CheckPolicy(policy).ok()) << CheckPolicy(policy);
     for (const std::string rule : {"interval", "cosine", "both"}) {
       policy.mutable_decode()->mutable_reuse()->set_rule(rule);
@@ -104,9 +104,6 @@ TEST(CudaLimits, PoliciesItDoesNot) {
     part(policy)->mutable_streaming();
     part(policy)->mutable_reuse()->set_rule("cosine");
     ExpectRefused(CheckPolicy(policy), "selections of streaming are reused");
-    policy = ServedPolicy();
-    part(policy)->mutable_art()->set_order("importance");
-    ExpectRefused(CheckPolicy(policy), "order of art is importance; it must be recency");
     policy = ServedPolicy();
     part(policy)->mutable_quality()->set_min_mass(0.5f);
     ExpectRefused(CheckPolicy(policy), "min_mass");
