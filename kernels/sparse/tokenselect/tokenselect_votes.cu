@@ -87,9 +87,9 @@ class Choice {
   }
   // By the cluster, which has to wait for itself before blocks end: they read each other's memory.
   __device__ void Run(SelectionHeader header) {
+    if constexpr (kHeads > 0) MergeParts();
+    __syncthreads();  // and what Prepare cleared is
     if constexpr (kHeads > 0) {
-      MergeParts();
-      __syncthreads();
       CastVotes();
     } else {
       CountVotes();
