@@ -9,23 +9,26 @@
 namespace kvasir::kernels {
 
 // A head's greatest logit and the reciprocal of its softmax's sum, of head g of the row's group; 0
-// and 0 where it has no votes. By a warp.
-__device__ inline SoftmaxSum MergedParts(const TokenSelectLaunch& p, int64_t row, int g) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
+// and 0 where it has no votes. By kLanes neighbours, beside the others of their warp.
+template <int kLanes>
+__device__ SoftmaxSum MergedParts(const TokenSelectLaunch& p, int64_t row, int g) {
+  const int lane = static_cast<int>(threadIdx.x) % kLanes;
   const int64_t group = p.select.group;
   const SoftmaxSum* parts = p.parts + row * p.blocks_of_row * group + g;
   float max = -INFINITY;
-  for (int64_t i = lane; i < p.blocks_of_row; i += kWarpThreads) {
+#pragma unroll 4
+  for (int64_t i = lane; i < p.blocks_of_row; i += kLanes) {
     max = fmaxf(max, parts[i * group].max);
   }
-  for (int distance = 1; distance < kWarpThreads; distance *= 2) {
+  for (int distance = 1; distance < kLanes; distance *= 2) {
     max = fmaxf(max, __shfl_xor_sync(kAllLanes, max, distance));
   }
   float sum = 0;
-  for (int64_t i = lane; i < p.blocks_of_row && max > -INFINITY; i += kWarpThreads) {
+#pragma unroll 4
+  for (int64_t i = lane; i < p.blocks_of_row && max > -INFINITY; i += kLanes) {
     sum += parts[i * group].sum * hopper::Exp2(parts[i * group].max - max);
   }
-  for (int distance = 1; distance < kWarpThreads; distance *= 2) {
+  for (int distance = 1; distance < kLanes; distance *= 2) {
     sum += __shfl_xor_sync(kAllLanes, sum, distance);
   }
   return sum > 0 ? SoftmaxSum{max, 1 / sum} : SoftmaxSum{0, 0};

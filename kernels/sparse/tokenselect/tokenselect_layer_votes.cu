@@ -9,9 +9,26 @@
 namespace kvasir::kernels {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 128;
 constexpr int64_t kTileTokens = 4 * kThreads;
+constexpr int kSoftmaxLanes = 4;
 
+// What all heads' votes are made of, to `sums`. By all threads.
+__device__ void MergeSoftmaxes(const TokenSelectLaunch& p, const VotingRow& row, SoftmaxSum* sums) {
+  const auto group = static_cast<int>(p.select.group);
+  const int heads = group * static_cast<int>(p.select.kv.layout.num_kv_heads);
+  for (int first = 0; first < heads; first += kThreads / kSoftmaxLanes) {
+    // Some lanes of the last warps come to the last head, too: all lanes must be there.
+    const int head = min(first + static_cast<int>(threadIdx.x) / kSoftmaxLanes, heads - 1);
+    const SoftmaxSum merged =
+        MergedParts<kSoftmaxLanes>(p, row.at.index + head / group, head % group);
+    if (threadIdx.x % kSoftmaxLanes == 0) sums[head] = merged;
+  }
+  __syncthreads();
+}
+
+// Groups have kHeads at most: so many loads are on their way together, and as many again.
+template <int kHeads>
 __global__ void __launch_bounds__(kThreads)
     LayerVotesKernel(const __grid_constant__ TokenSelectLaunch p) {
   __shared__ SoftmaxSum sums[kMostVoters];
@@ -22,21 +39,22 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t first = row.first_page() * kPageTokens + int64_t{blockIdx.y} * kTileTokens;
   const int64_t end = row.end_page() * kPageTokens;
   if (row.wanted == 0 || first >= end) return;
+  MergeSoftmaxes(p, row, sums);
   const auto group = static_cast<int>(p.select.group);
-  for (int head = static_cast<int>(threadIdx.x) / kWarpThreads; head < kv_heads * group;
-       head += kThreads / kWarpThreads) {
-    const SoftmaxSum merged = MergedParts(p, row.at.index + head / group, head % group);
-    if (threadIdx.x % kWarpThreads == 0) sums[head] = merged;
-  }
-  __syncthreads();
   for (int64_t token = first + 4 * threadIdx.x; token < end; token += gridDim.y * kTileTokens) {
+    const float* const logits = p.logits + row.at.index * p.logits_of_row + token;
     float4 votes = {};
+#pragma unroll 2
     for (int kv_head = 0; kv_head < kv_heads; ++kv_head) {
-      const float* const logits = p.logits + (row.at.index + kv_head) * p.logits_of_row + token;
-#pragma unroll 4
-      for (int g = 0; g < group; ++g) {
-        AddVotes(*reinterpret_cast<const float4*>(logits + g * p.max_tokens),
-                 sums[kv_head * group + g], votes);
+      float4 of_head[kHeads];
+#pragma unroll
+      for (int g = 0; g < kHeads; ++g) {
+        const float* from = logits + kv_head * p.logits_of_row + g * p.max_tokens;
+        of_head[g] = g < group ? *reinterpret_cast<const float4*>(from) : float4{};
+      }
+#pragma unroll
+      for (int g = 0; g < kHeads; ++g) {
+        if (g < group) AddVotes(of_head[g], sums[kv_head * group + g], votes);
       }
     }
     *reinterpret_cast<float4*>(p.votes + row.at.index * p.max_tokens + token) = votes;
@@ -48,9 +66,11 @@ __global__ void __launch_bounds__(kThreads)
 cudaError_t LaunchLayerVotes(const TokenSelectLaunch& p, cudaStream_t stream) {
   const int64_t kv_heads = p.select.kv.layout.num_kv_heads;
   const int64_t tiles = (p.max_tokens + kTileTokens - 1) / kTileTokens;
+  // Four times as many as take logits, which are larger.
   const dim3 blocks(static_cast<unsigned>(p.select.out.num_rows / kv_heads),
-                    static_cast<unsigned>(std::min(tiles, p.blocks_of_row * kv_heads)));
-  return LaunchOverlapped(LayerVotesKernel, blocks, kThreads, 0, stream, p);
+                    static_cast<unsigned>(std::min(tiles, 4 * p.blocks_of_row * kv_heads)));
+  const auto kernel = p.select.group <= 4 ? LayerVotesKernel<4> : LayerVotesKernel<8>;
+  return LaunchOverlapped(kernel, blocks, kThreads, 0, stream, p);
 }
 
 }  // namespace kvasir::kernels

@@ -142,7 +142,7 @@ class Choice {
     const int g = static_cast<int>(threadIdx.x) / kWarpThreads;
     if (g >= kHeads) return;
     const SoftmaxSum merged =
-        g < p_.select.group ? MergedParts(p_, row_.at.index, g) : SoftmaxSum{0, 0};
+        g < p_.select.group ? MergedParts<kWarpThreads>(p_, row_.at.index, g) : SoftmaxSum{0, 0};
     if (threadIdx.x % kWarpThreads == 0) memory_.sums[g] = merged;
   }
 
