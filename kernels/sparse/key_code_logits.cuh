@@ -97,6 +97,24 @@ __device__ void StoreQueryTiles(QueryTile<kHeadDim>* tiles, int num_tiles, const
   }
 }
 
+// Codes are multiplied as (code - kMiddleCode) / 16: logits are sums of numbers of both signs, as
+// exact as those of the keys. Then 16 scale and middle are what an element is made with.
+inline constexpr float kMiddleCode = 7.5f;
+struct CodeGrid {
+  CodeGrid() = default;
+  // Of float16 numbers.
+  __device__ CodeGrid(uint32_t scale, uint32_t zero)
+      : step(16 * FloatOf(scale)), middle(FloatOf(zero) + kMiddleCode * FloatOf(scale)) {}
+
+  float step;
+  float middle;
+
+ private:
+  __device__ static float FloatOf(uint32_t float16) {
+    return __half2float(__ushort_as_half(static_cast<unsigned short>(float16)));
+  }
+};
+
 // 32 keys in a warp's registers, as they lie in memory.
 template <int kHeadDim>
 class CodedKeys {
@@ -133,11 +151,10 @@ class CodedKeys {
   }
 
   __device__ uint32_t word(int tile, int i) const { return words_[tile][i]; }
-  // Scale and zero of one of the keys. By all lanes.
-  __device__ float2 GridOf(int key) const {
+  // By all lanes.
+  __device__ CodeGrid GridOf(int key) const {
     const uint32_t grid = __shfl_sync(kAllLanes, grid_, key);
-    return {__half2float(__ushort_as_half(static_cast<unsigned short>(grid))),
-            __half2float(__ushort_as_half(static_cast<unsigned short>(grid >> 16)))};
+    return {grid, grid >> 16};
   }
 
  private:
@@ -156,17 +173,17 @@ class StagedKeys {
  public:
   using Elements = LaneElements<kHeadDim>;
 
-  // Begins to copy them (CommitCopies, WaitForCopies; then __syncwarp). A lane says which its key
-  // is: `page` is the page's codes, `token` counts from its start. All logits of a lane without one
-  // (null) are NaN. By all lanes.
+  // Begins to copy them; CommitCopies, WaitForCopies and Finish are to follow. A lane says which
+  // its key is: `page` is the page's codes, `token` counts from its start. All logits of a lane
+  // without one (null) are NaN. By all lanes.
   __device__ void Begin(const KvLayout& layout, const std::byte* page, int token) {
     const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
     uint64_t own = 0;
     if (page != nullptr) {
       const TokenCodes codes(layout, page, token);
       own = reinterpret_cast<uint64_t>(codes.words);
-      CopyAsync4(&grids_[lane].x, codes.scale - token % 2);
-      CopyAsync4(&grids_[lane].y, codes.zero - token % 2);
+      CopyAsync4(&grids_[lane].copied.x, codes.scale - token % 2);
+      CopyAsync4(&grids_[lane].copied.y, codes.zero - token % 2);
     }
     halves_[lane] = page == nullptr ? kNone : token % 2;
     constexpr int kParts = kHeadDim / 32;  // of 16 bytes, of a key
@@ -179,6 +196,15 @@ class StagedKeys {
     }
   }
 
+  // By all lanes, which then have to meet.
+  __device__ void Finish() {
+    const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
+    const int half = halves_[lane];
+    const uint2 copied = grids_[lane].copied;
+    grids_[lane].used = half == kNone ? CodeGrid(0, kFloat16NaN)
+                                      : CodeGrid(copied.x >> (16 * half), copied.y >> (16 * half));
+  }
+
   // Lane 4 g + t's word i of key g of a tile.
   __device__ uint32_t word(int tile, int i) const {
     const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
@@ -186,28 +212,22 @@ class StagedKeys {
     return words_[tile * kProductKeys + lane / 4]
                  [Elements::FirstWord(lane % 4, i / kHalf) + i % kHalf];
   }
-  // Scale and zero of one of the keys.
-  __device__ float2 GridOf(int key) const {
-    const int half = halves_[key];
-    if (half == kNone) return {0, NAN};
-    const uint2 grid = grids_[key];
-    return {FloatOf(grid.x >> (16 * half)), FloatOf(grid.y >> (16 * half))};
-  }
+  __device__ const CodeGrid& GridOf(int key) const { return grids_[key].used; }
 
  private:
   static constexpr int kNone = 2;
-  __device__ static float FloatOf(uint32_t float16) {
-    return __half2float(__ushort_as_half(static_cast<unsigned short>(float16)));
-  }
+  static constexpr uint32_t kFloat16NaN = 0x7e00;
+  union Grid {
+    uint2 copied;  // scale and zero, each with its neighbour
+    CodeGrid used;
+  };
 
   alignas(16) uint32_t words_[kWarpThreads][Elements::kWords];
-  uint2 grids_[kWarpThreads];  // scale and zero with the neighbour's
-  int halves_[kWarpThreads];   // which of the two; kNone: no key
+  Grid grids_[kWarpThreads];
+  int halves_[kWarpThreads];  // which of the two is the key's; kNone: there is no key
 };
 
-// Codes (2 i, 2 i + 1) of a word, as two bfloat16 numbers (code - kMiddleCode) / 16: logits are
-// sums of numbers of both signs, as exact as those of the keys.
-inline constexpr float kMiddleCode = 7.5f;
+// Codes (2 i, 2 i + 1) of a word as bfloat16 numbers.
 __device__ inline uint32_t CodePair(uint32_t word, int i) {
   constexpr uint32_t kOnes = 0x3f803f80u;
   constexpr uint32_t kMiddles = 0x3fbc3fbcu;  // 1 + kMiddleCode / 16
@@ -217,10 +237,12 @@ __device__ inline uint32_t CodePair(uint32_t word, int i) {
                                       reinterpret_cast<const __nv_bfloat162&>(kMiddles));
   return reinterpret_cast<const uint32_t&>(code);
 }
-// The code of element 8 w + i, as a float, of word w: small integers are the low bits of 2^23 + n.
-__device__ inline float CodeOf(uint32_t word, int i) {
-  const uint32_t code = word >> (4 * (i / 2 + i % 2 * 4)) & 15u;
-  return __uint_as_float(0x4b000000u | code) - 8388608.0f;
+// What is multiplied of the code of element 8 w + i of word w: multiples of 2^-8 are the low bits
+// of 2^15 + n.
+__device__ inline float CentredCode(uint32_t word, int i) {
+  const int nibble = i / 2 + i % 2 * 4;
+  const uint32_t code = nibble == 0 ? word << 4 : word >> (4 * nibble - 4);
+  return __uint_as_float((code & 0xf0u) | 0x47000000u) - (32768 + kMiddleCode / 16);
 }
 
 // What Mma16x8 takes of queries.
@@ -229,46 +251,41 @@ struct QueryOperand {
 };
 
 // Calls use(query_tile, key_tile, logits) for the queries of the tiles and 32 keys (CodedKeys or
-// StagedKeys): lane 4 g + t gets the
+// StagedKeys), or kCount tiles of them from `first` on: lane 4 g + t gets the
 // logits q . k~, not scaled, of query g of that tile with the keys 2 t and 2 t + 1 of that one. By
 // all lanes.
-template <int kHeadDim, typename Keys, typename Use>
+template <int kCount = kKeyTiles, int kHeadDim, typename Keys, typename Use>
 __device__ void ForEachLogit(const Keys& keys, const QueryTile<kHeadDim>* tiles, int num_tiles,
-                             const Use& use) {
+                             const Use& use, int first = 0) {
   constexpr int kSteps = LaneElements<kHeadDim>::kSteps;
   const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
-  uint32_t codes[kKeyTiles][kSteps][2];
-  float2 grids[kKeyTiles][2];  // for codes as they are multiplied
+  uint32_t codes[kCount][kSteps][2];
 #pragma unroll
-  for (int k = 0; k < kKeyTiles; ++k) {
+  for (int k = 0; k < kCount; ++k) {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      const uint32_t word = keys.word(k, step / 2);
+      const uint32_t word = keys.word(first + k, step / 2);
       codes[k][step][0] = CodePair(word, step % 2 * 2);
       codes[k][step][1] = CodePair(word, step % 2 * 2 + 1);
-    }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float2 grid = keys.GridOf(k * kProductKeys + 2 * (lane % 4) + i);
-      grids[k][i] = {16 * grid.x, grid.y + kMiddleCode * grid.x};
     }
   }
 #pragma unroll 1
   for (int tile = 0; tile < num_tiles; ++tile) {
     const float sum = tiles[tile].sums[lane / 4];
-    float products[kKeyTiles][4] = {};
+    float products[kCount][4] = {};
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       const auto operand = std::bit_cast<QueryOperand>(tiles[tile].operands[step][lane]);
 #pragma unroll
-      for (int k = 0; k < kKeyTiles; ++k) Mma16x8(products[k], operand.parts, codes[k][step]);
+      for (int k = 0; k < kCount; ++k) Mma16x8(products[k], operand.parts, codes[k][step]);
     }
 #pragma unroll
-    for (int k = 0; k < kKeyTiles; ++k) {
+    for (int k = 0; k < kCount; ++k) {
       const auto logit = [&](int i) {
-        return grids[k][i].x * (products[k][i] + products[k][i + 2]) + grids[k][i].y * sum;
+        const CodeGrid grid = keys.GridOf((first + k) * kProductKeys + 2 * (lane % 4) + i);
+        return grid.step * (products[k][i] + products[k][i + 2]) + grid.middle * sum;
       };
-      use(tile, k, float2{logit(0), logit(1)});
+      use(tile, first + k, float2{logit(0), logit(1)});
     }
   }
 }
@@ -283,7 +300,7 @@ class PlacedKeys {
   template <typename Keys>
   __device__ PlacedKeys(const Keys& keys, int tile, const RotationAt& at) {
     const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
-    const float2 grid = keys.GridOf(tile * kProductKeys + lane / 4);
+    const CodeGrid grid = keys.GridOf(tile * kProductKeys + lane / 4);
     constexpr int kHalf = Elements::kHalfWords;
     constexpr int kCodes = static_cast<int>(kWordCodes);
 #pragma unroll
@@ -299,8 +316,8 @@ class PlacedKeys {
         float turned[2][2];  // of the halves, of the pair
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          const float x = grid.x * CodeOf(words[0], i + e) + grid.y;
-          const float y = grid.x * CodeOf(words[1], i + e) + grid.y;
+          const float x = grid.step * CentredCode(words[0], i + e) + grid.middle;
+          const float y = grid.step * CentredCode(words[1], i + e) + grid.middle;
           turned[0][e] = x * cos[i + e] - y * sin[i + e];
           turned[1][e] = y * cos[i + e] + x * sin[i + e];
         }
@@ -331,16 +348,16 @@ class PlacedKeys {
 };
 
 // The same of keys that are rotated: key i of the warp's to position_of(i), for all i.
-template <int kHeadDim, typename Keys, typename PositionOf, typename Use>
+template <int kCount = kKeyTiles, int kHeadDim, typename Keys, typename PositionOf, typename Use>
 __device__ void ForEachPlacedLogit(const Keys& keys, const DeviceRopePositions& rope,
                                    const PositionOf& position_of, const QueryTile<kHeadDim>* tiles,
-                                   int num_tiles, const Use& use) {
+                                   int num_tiles, const Use& use, int first = 0) {
   constexpr int kSteps = LaneElements<kHeadDim>::kSteps;
   const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
 #pragma unroll
-  for (int k = 0; k < kKeyTiles; ++k) {
-    const RotationAt at(rope, kHeadDim / 2, position_of(k * kProductKeys + lane / 4));
-    const PlacedKeys<kHeadDim> placed(keys, k, at);
+  for (int k = 0; k < kCount; ++k) {
+    const RotationAt at(rope, kHeadDim / 2, position_of((first + k) * kProductKeys + lane / 4));
+    const PlacedKeys<kHeadDim> placed(keys, first + k, at);
 #pragma unroll 1
     for (int tile = 0; tile < num_tiles; ++tile) {
       float products[2][4] = {};
@@ -353,7 +370,7 @@ __device__ void ForEachPlacedLogit(const Keys& keys, const DeviceRopePositions& 
       const auto logit = [&](int i) {
         return products[0][i] + products[0][i + 2] + (products[1][i] + products[1][i + 2]);
       };
-      use(tile, k, float2{logit(0), logit(1)});
+      use(tile, first + k, float2{logit(0), logit(1)});
     }
   }
 }
@@ -417,6 +434,12 @@ struct CodedKey {
   float scale;
   float zero;
 };
+
+// The code of element 8 w + i, as a float, of word w: small integers are the low bits of 2^23 + n.
+__device__ inline float CodeOf(uint32_t word, int i) {
+  const uint32_t code = word >> (4 * (i / 2 + i % 2 * 4)) & 15u;
+  return __uint_as_float(0x4b000000u | code) - 8388608.0f;
+}
 
 // Queries whose logits a lane sums side by side.
 inline constexpr int kLogitsAtOnce = 4;

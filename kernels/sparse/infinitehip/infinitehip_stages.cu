@@ -22,7 +22,7 @@
 namespace kvasir::kernels {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / kWarpThreads;
 // Blocks of threads of all rows together, where the rows are few: about a GPU's multiprocessors.
 constexpr int64_t kBlocks = 128;
@@ -31,8 +31,8 @@ constexpr int64_t kMostBlocksOfRow = 16;
 constexpr int kRunsFound = kWarpThreads / 2;
 // Tiles of queries in shared memory, and of 32 keys a warp: fewer where there are many tiles.
 constexpr int kMostTilesAtOnce = 16;
-constexpr int kRunsAtOnce = 8;
-constexpr int kRunsBesideTiles = 4;
+constexpr int kRunsAtOnce = 4;
+constexpr int kRunsBesideTiles = 2;
 // Chunks of a stage that are chosen from in shared memory. More are in device memory.
 constexpr int64_t kSharedChunks = 2048;
 
@@ -76,6 +76,7 @@ template <int kHeadDim, bool kPlaced>
 class LaterStages {
  public:
   using Tile = QueryTile<kHeadDim>;
+  static constexpr int kTilesOfKeys = kPlaced ? 1 : 2;  // multiplied at once, as registers allow
 
   __device__ LaterStages(const InfiniteHipLaunch& p, const Cut& cut, const DeviceRow& row,
                          std::byte* memory)
@@ -264,6 +265,9 @@ class LaterStages {
         WaitForCopies<0>();
         __syncwarp();
 #pragma unroll 1
+        for (int i = 0; i < count; ++i) keys[i].Finish();
+        __syncwarp();
+#pragma unroll 1
         for (int i = 0; i < count; ++i) use(first + (begin + i) * stride, keys[i]);
       }
     }
@@ -291,24 +295,29 @@ class LaterStages {
     const int chunks_log2 = PartsLog2(kWarpThreads, chunk_tokens);  // of a run
     uint32_t* const scores = ScoresOf(stage);
     ForEachRun([&](int run, const StagedKeys<kHeadDim>& keys) {
-      float best[kKeyTiles];
-#pragma unroll
-      for (float& of_tile : best) of_tile = -INFINITY;
-      const auto raise = [&](int, int k, float2 logits) {
-        best[k] = fmaxf(best[k], fmaxf(logits.x, logits.y));  // leaves out NaN
-      };
       const int first_chunk = run << chunks_log2;
-      if constexpr (kPlaced) {
-        const auto position_of = [&](int key) { return first_chunk + key / chunk_tokens; };
-        ForEachPlacedLogit(keys, p_.select.rope, position_of, tiles_, num_tiles_, raise);
-      } else {
-        ForEachLogit(keys, tiles_, num_tiles_, raise);
-      }
       uint32_t own = 0;  // of chunk `lane` of the run
+#pragma unroll 1
+      for (int first = 0; first < kKeyTiles; first += kTilesOfKeys) {
+        float best[kTilesOfKeys];
 #pragma unroll
-      for (int k = 0; k < kKeyTiles; ++k) {
-        const uint32_t of_tile = __reduce_max_sync(kAllLanes, OrderedScore(best[k]));
-        if (k >> tiles_log2 == lane()) own = max(own, of_tile);
+        for (float& of_tile : best) of_tile = -INFINITY;
+        const auto raise = [&](int, int k, float2 logits) {
+          float& of_tile = best[k - first];
+          of_tile = fmaxf(of_tile, fmaxf(logits.x, logits.y));  // leaves out NaN
+        };
+        if constexpr (kPlaced) {
+          const auto position_of = [&](int key) { return first_chunk + key / chunk_tokens; };
+          ForEachPlacedLogit<kTilesOfKeys>(keys, p_.select.rope, position_of, tiles_, num_tiles_,
+                                           raise, first);
+        } else {
+          ForEachLogit<kTilesOfKeys>(keys, tiles_, num_tiles_, raise, first);
+        }
+#pragma unroll
+        for (int k = 0; k < kTilesOfKeys; ++k) {
+          const uint32_t of_tile = __reduce_max_sync(kAllLanes, OrderedScore(best[k]));
+          if ((first + k) >> tiles_log2 == lane()) own = max(own, of_tile);
+        }
       }
       if (lane() >> chunks_log2 != 0) return;
       uint32_t& score = scores[first_chunk + lane()];

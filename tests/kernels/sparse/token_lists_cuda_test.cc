@@ -384,7 +384,59 @@ TEST_P(TokenListsCudaTest, InfiniteHipChoosesWhatTheCpuChooses) {
     const PageSelection expected = SelectOnCpu(*selector, batch, numbers, 512);
     HostLists cpu(expected);
     ExpectAlike(Compare(InfiniteHipOnGpu(batch, numbers, method, 512), cpu.View()));
+    // Room for more chunks than shared memory has.
+    InfiniteHipCuda large = method;
+    large.max_budget_tokens = 70'000;
+    ExpectAlike(Compare(InfiniteHipOnGpu(batch, numbers, large, 512), cpu.View()));
   }
+}
+
+// So many that few blocks of threads are for each.
+TEST_P(TokenListsCudaTest, InfiniteHipServesManyRows) {
+  constexpr int64_t kTokens = 9'001;
+  AttentionBatch batch(Shape(), 1, kTokens, 62);
+  batch.FillContext(0, kTokens);
+  std::vector<SelectionNumbers> numbers;
+  for (int64_t i = 0; i < 66; ++i) {
+    Add(batch, numbers, 0, kTokens - 80 + i, i % 16 == 4 ? 3 : 1,
+        {.sink_tokens = 1 + i, .window_tokens = 520, .budget_tokens = 100 + i});
+  }
+  const auto selector = InfiniteHipSelector::Create({}).value();
+  const InfiniteHipCuda method = {.preset = InfiniteHipSelector::FindPreset("3k").value(),
+                                  .max_budget_tokens = 200};
+  const PageSelection expected = SelectOnCpu(*selector, batch, numbers, 64);
+  HostLists cpu(expected);
+  ExpectAlike(Compare(InfiniteHipOnGpu(batch, numbers, method, 64), cpu.View()));
+}
+
+// Keys that are NaN in part have no score; infinite ones are as large as codes can tell.
+TEST_P(TokenListsCudaTest, InfiniteHipLeavesOutKeysThatAreNotNumbers) {
+  constexpr int64_t kTokens = 9'001;
+  AttentionBatch batch(Shape(), 1, kTokens, 63);
+  batch.FillContext(0, kTokens);
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  for (int64_t head = 0; head < 2; ++head) {
+    for (int64_t token = 0; token < 8'400; ++token) {
+      if (token / 8 % 3 != 1 && token % 97 != 0) continue;
+      std::byte* key =
+          batch.kv().Token(FakePagedKv::Side::kKey, 0, token, AttentionBatch::kLayer, head);
+      batch.kv().Set(key, 5, token % 97 == 0 ? kInfinity : NAN);
+    }
+  }
+  for (int64_t block = 0; block < CeilPages(kTokens); ++block) {
+    const int64_t count = std::min(kPageTokens, kTokens - block * kPageTokens);
+    ASSERT_TRUE(RebuildKeyCodes(batch.kv().View(), 0, block, count).ok());
+  }
+  std::vector<SelectionNumbers> numbers;
+  Add(batch, numbers, 0, kTokens - 1, 1,
+      {.sink_tokens = 3, .window_tokens = 520, .budget_tokens = 2000});
+  Add(batch, numbers, 0, 8'960, 41, {.sink_tokens = 9, .window_tokens = 520, .budget_tokens = 900});
+  const auto selector = InfiniteHipSelector::Create({}).value();
+  const InfiniteHipCuda method = {.preset = InfiniteHipSelector::FindPreset("3k").value(),
+                                  .max_budget_tokens = 2000};
+  const PageSelection expected = SelectOnCpu(*selector, batch, numbers, 512);
+  HostLists cpu(expected);
+  ExpectAlike(Compare(InfiniteHipOnGpu(batch, numbers, method, 512), cpu.View()));
 }
 
 }  // namespace
