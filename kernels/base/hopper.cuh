@@ -94,6 +94,11 @@ __device__ inline void CopyOnce(void* to, const void* from, uint32_t bytes, uint
       : "memory");
 }
 
+// Sends for the 128 bytes around `from`, to the L2 cache.
+__device__ inline void PrefetchLine(const void* from) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(from)));
+}
+
 // Makes this thread's writes to shared memory visible to wgmma and to the copy engine, once a
 // barrier follows.
 __device__ inline void FenceAsyncProxy() {
@@ -129,10 +134,21 @@ __device__ inline unsigned ClusterRank() {
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
+// How many it has.
+__device__ inline unsigned ClusterBlocks() {
+  unsigned blocks = 0;
+  asm volatile("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(blocks));
+  return blocks;
+}
 // All threads of the cluster wait for each other, and see what was written before.
 __device__ inline void ClusterSync() {
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
+// The same in two steps, with work between that needs nobody.
+__device__ inline void ClusterArrive() {
+  asm volatile("barrier.cluster.arrive.aligned;" ::: "memory");
+}
+__device__ inline void ClusterWait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 // The place in block `rank` that `place` is in this one.
 template <typename T>
 __device__ T* OfBlock(T* place, unsigned rank) {

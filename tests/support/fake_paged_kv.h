@@ -59,6 +59,11 @@ class FakePagedKv {
     }
   }
 
+  // Takes a block away from the slot.
+  void Remove(int64_t slot, int64_t block) {
+    block_rows_[static_cast<size_t>(slot * max_blocks_ + block)] = -1;
+  }
+
   // Moves a page to other memory in `tier`; kAbsent keeps the bytes for a later return.
   void SetTier(int64_t slot, int64_t block, int64_t layer, int64_t head, PageTier tier) {
     const size_t page = PageIndex(slot, block, layer, head);

@@ -43,7 +43,8 @@ struct InfiniteHipCuda {
 // Device memory that SelectInfiniteHip needs for so many query blocks.
 int64_t InfiniteHipWorkspaceBytes(const InfiniteHipCuda& method, const PagedKv& kv, int64_t blocks);
 
-// Two kernels of the first stage, one of the others; at layer scope one a step. REQUIRES: windows
+// A kernel of the first stage where all blocks of the step are one token, in bfloat16, and heads
+// choose for themselves, else two; one of the others; at layer scope one a step. REQUIRES: windows
 // are at least MinWindowTokens, budgets at most method.max_budget_tokens. Nothing is allocated or
 // waited for; may be captured. INVALID_ARGUMENT on shapes: head_dim 64 or 128, q and KV float32 or
 // bfloat16. FAILED_PRECONDITION when the KV has no bounds or no key codes. INTERNAL with CUDA's

@@ -10,6 +10,7 @@
 #include "kernels/base/hopper.cuh"
 #include "kernels/base/overlapped_launch.h"
 #include "kernels/sparse/quest/page_row.cuh"
+#include "kernels/sparse/quest/page_tile.cuh"
 #include "kernels/sparse/ranking.h"
 
 namespace kvasir::kernels {
@@ -35,9 +36,7 @@ constexpr int kPassQueries = Tiling::kTiles* Tiling::kTileQueries;
 template <typename Tiling>
 constexpr int kBoxBytes = Tiling::kTileQueries* hopper::kSwizzledRowBytes;
 
-// A thread reads 8 neighbouring elements of a page's bounds, but a product of 16 columns wants
-// 2 c, 2 c + 1, 2 c + 8 and 2 c + 9 of thread c of four. So columns change places, alike for pages
-// and queries: of 32, the elements 8 c .. 8 c + 7 become those columns of two products.
+// Where a page's element is among the columns of the products (page_tile.cuh).
 __device__ int ColumnOf(int element) {
   const int within = element % 8;
   return element / 32 * 32 + within / 4 * 16 + within % 4 / 2 * 8 + element % 32 / 8 * 2 +
@@ -51,11 +50,6 @@ struct Queries {
   std::byte boxes[Tiling::kTiles][kBoxes][kBoxBytes<Tiling>];
 };
 
-__device__ uint32_t Pair(float low, float high) {
-  const __nv_bfloat162 pair = {__float2bfloat16_rn(low), __float2bfloat16_rn(high)};
-  return *reinterpret_cast<const uint32_t*>(&pair);
-}
-
 // To query `at` of the pass, elements `element` and the next.
 template <int kHeadDim, typename Tiling>
 __device__ void StorePair(Queries<kHeadDim, Tiling>& to, int at, int element, uint32_t pair) {
@@ -66,7 +60,7 @@ __device__ void StorePair(Queries<kHeadDim, Tiling>& to, int at, int element, ui
       box + hopper::SwizzledOffset(at % kTileQueries, column % kBoxColumns * 2)) = pair;
 }
 
-// `count` queries of the row from `first` on: min(q, 0), then max(q, 0). NaN goes to both halves.
+// `count` queries of the row from `first` on: min(q, 0), then max(q, 0).
 // Behind the last query, the last again: it changes no maximum.
 template <int kHeadDim, typename Tiling>
 __device__ void LoadQueries(const SelectLaunch& p, const DeviceRow& row, int first, int count,
@@ -81,33 +75,11 @@ __device__ void LoadQueries(const SelectLaunch& p, const DeviceRow& row, int fir
     const int64_t q_row =
         (row.block.first_row + query / group) * heads + row.kv_head * group + query % group;
     const float2 x = __bfloat1622float2(queries[(q_row * kHeadDim + element) / 2]);
-    StorePair(to, at, element, Pair(x.x > 0 ? 0.0f : x.x, x.y > 0 ? 0.0f : x.y));
-    StorePair(to, at, kHeadDim + element, Pair(x.x < 0 ? 0.0f : x.x, x.y < 0 ? 0.0f : x.y));
+    StorePair(to, at, element, NegativePair(x));
+    StorePair(to, at, kHeadDim + element, PositivePair(x));
   }
   hopper::FenceAsyncProxy();
 }
-
-// Bounds of two pages as the products want them: step i's are at[i].
-template <int kHeadDim>
-struct PageTile {
-  static constexpr int kSteps = 2 * kHeadDim / 16;
-  uint32_t at[kSteps][4];
-
-  // Page `which` of the two, whose bounds these are; zero where there are none.
-  __device__ void Load(const std::byte* bounds, int which, int column_thread) {
-#pragma unroll
-    for (int i = 0; i < kSteps / 2; ++i) {
-      uint4 part = {};
-      if (bounds != nullptr) {
-        part = __ldg(reinterpret_cast<const uint4*>(bounds) + i * 4 + column_thread);
-      }
-      at[2 * i][which] = part.x;
-      at[2 * i][2 + which] = part.y;
-      at[2 * i + 1][which] = part.z;
-      at[2 * i + 1][2 + which] = part.w;
-    }
-  }
-};
 
 __device__ void Multiply(float (&sums)[4], const uint32_t (&pages)[4], uint64_t queries) {
   hopper::Wgmma64x8(sums, pages, queries);

@@ -11,6 +11,9 @@
 
 namespace kvasir::kernels {
 
+// Pages of a slot whose scores fit in shared memory: of 2.6 million tokens.
+inline constexpr int64_t kMaxChosenPages = 40 * 1024;
+
 // All pointers are device memory.
 struct PageScoreLaunch {
   SelectLaunch select;
@@ -19,6 +22,9 @@ struct PageScoreLaunch {
   uint32_t* scores = nullptr;     // [rows, max_blocks_per_slot] of OrderedScore (ranking.h)
   bool by_products = false;       // page_products.cu serves the call
   bool has_many_queries = false;  // a block of it may have several rows
+  // Blocks are one token, all those of the step: kernels that choose by scores may make them
+  // themselves (page_stream.cuh).
+  bool of_one_token = false;
 
   // The pages to score in a row; scores are from the first on. None where all are kept.
   KVASIR_HOST_DEVICE PageRange Pages(const SelectionHeader& header,
@@ -47,7 +53,9 @@ inline PageScoreLaunch MakePageScoreLaunch(const SelectLaunch& select, const Sel
   return {.select = select,
           .query_stride = query_stride,
           .by_products = is_bf16 && (query_stride == 1 || !has_many_queries),
-          .has_many_queries = has_many_queries};
+          .has_many_queries = has_many_queries,
+          .of_one_token = is_bf16 && !has_many_queries && select.group <= kMaxCudaGroup &&
+                          select.kv.max_blocks_per_slot <= kMaxChosenPages};
 }
 
 }  // namespace kvasir::kernels

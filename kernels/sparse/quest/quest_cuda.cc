@@ -19,8 +19,11 @@ absl::Status SelectQuest(const SelectParams& params, const PageSelection& out, s
   KVASIR_RETURN_IF_ERROR(RequirePlacedQueries("quest", params));
   KVASIR_RETURN_IF_ERROR(RequireBounds("quest", params.kv));
   if (params.blocks.empty()) return absl::OkStatus();
-  auto* const scores = reinterpret_cast<uint32_t*>(workspace);
   PageScoreLaunch launch = MakePageScoreLaunch(select, params);
+  if (launch.of_one_token) {
+    return CudaStatus(LaunchQuestDecode(select, stream), "launching quest");
+  }
+  auto* const scores = reinterpret_cast<uint32_t*>(workspace);
   launch.scores = scores;
   KVASIR_RETURN_IF_ERROR(CudaStatus(LaunchPageScores(launch, stream), "launching quest's scores"));
   return CudaStatus(LaunchQuestBest(select, scores, stream), "launching quest");

@@ -26,8 +26,10 @@ int64_t QuestWorkspaceBytes(const PagedKv& kv, int64_t blocks);
 // page aligned to 16 bytes. Nothing is allocated or waited for; may be captured.
 // INVALID_ARGUMENT on shapes: head_dim 64 or 128, q and KV float32 or bfloat16.
 // FAILED_PRECONDITION when the KV has no bounds. INTERNAL with CUDA's error when the launch fails.
-// Cost: reads the candidates' bounds once for all queries of the block, writes and reads a score of
-// 4 bytes a page some five times.
+// Cost: reads the candidates' bounds once for all queries of the block. One kernel where all blocks
+// of the step are one token, in bfloat16; else two, with a score of 4 bytes a page between them.
+// Where nothing is remembered the first may read bounds before the kernel before it has ended
+// (page_stream.cuh says which, and why it may).
 absl::Status SelectQuest(const SelectParams& params, const PageSelection& out, std::byte* workspace,
                          cudaStream_t stream);
 

@@ -13,4 +13,7 @@ namespace kvasir::kernels {
 cudaError_t LaunchQuestBest(const SelectLaunch& params, const uint32_t* scores,
                             cudaStream_t stream);
 
+// Scores and chooses at once. REQUIRES: PageScoreLaunch::of_one_token.
+cudaError_t LaunchQuestDecode(const SelectLaunch& params, cudaStream_t stream);
+
 }  // namespace kvasir::kernels

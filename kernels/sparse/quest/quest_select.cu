@@ -1,50 +1,111 @@
-// One block of threads a row finds the score of the last page that the budget has room for, by
-// counting, and writes the list in the order of pages: nothing is sorted.
+// Choosing pages, in their order: nothing is sorted. In decode a cluster of blocks of threads a row
+// scores them and leaves the scores to its first block, which chooses; else scores are in device
+// memory, and a row has one block.
 #include <algorithm>
 
 #include "kernels/base/overlapped_launch.h"
-#include "kernels/sparse/block_select.cuh"
+#include "kernels/sparse/cluster_launch.h"
+#include "kernels/sparse/cluster_select.cuh"
+#include "kernels/sparse/quest/page_stream.cuh"
 #include "kernels/sparse/quest/quest_launch.h"
 #include "kernels/sparse/reuse/reuse_row.cuh"
-#include "kernels/sparse/select_row.cuh"
 
 namespace kvasir::kernels {
 namespace {
 
+constexpr int kDecodeThreads = 512;
+
+// What a row chooses from, and how many.
+struct ChoosingRow {
+  __device__ ChoosingRow(const SelectLaunch& p, uint32_t row)
+      : at(p, row),
+        header(MakeHeader(at.block, at.numbers)),
+        candidates(CandidatePages(header, at.numbers)),
+        count(min(min(CeilPages(at.numbers.budget_tokens), candidates.size()), p.out.capacity)) {}
+
+  DeviceRow at;
+  SelectionHeader header;  // of a list without entries
+  PageRange candidates;
+  int64_t count;
+};
+
+// Writes header and list of a row that chooses by scores in shared memory; none, if count is 0.
+template <int kThreads>
+__device__ void WriteList(const SelectLaunch& p, const ChoosingRow& row, const uint32_t* scores,
+                          ChooseMemory& memory) {
+  if (threadIdx.x == 0) {
+    SelectionHeader header = row.header;
+    header.count = static_cast<int32_t>(row.count);
+    p.out.headers[row.at.index] = header;
+  }
+  if (row.count == 0) return;
+  SelectionEntry* const list = p.out.entries + row.at.index * p.out.capacity;
+  ChooseBest<kThreads>(scores, static_cast<uint32_t>(row.candidates.size()),
+                       static_cast<uint32_t>(row.count), memory,
+                       [&](uint32_t place, uint32_t item, uint32_t score) {
+                         list[place] = {.page = row.candidates.begin + item,
+                                        .chosen = ~uint64_t{0},
+                                        .live = ~uint64_t{0},
+                                        .score = ScoreOfOrdered(score)};
+                       });
+}
+
+template <int kHeadDim>
+struct DecodeMemory {
+  GroupQueries<kHeadDim> queries;
+  ChooseMemory choose;
+  // Then, of the first block, the row's scores.
+};
+
+template <int kHeadDim>
+__global__ void __launch_bounds__(kDecodeThreads, 1)
+    DecodeKernel(const __grid_constant__ SelectLaunch p) {
+  extern __shared__ uint4 raw[];
+  auto& memory = *reinterpret_cast<DecodeMemory<kHeadDim>*>(raw);
+  auto* const scores = reinterpret_cast<uint32_t*>(&memory + 1);
+  const ChoosingRow row(p, blockIdx.x / hopper::ClusterBlocks());
+  const ClusterShare own(row.count == 0 ? 0 : static_cast<uint32_t>(row.candidates.size()));
+  const int64_t first = row.candidates.begin;
+  PageStream<kHeadDim> stream(p, row.at, {.begin = first + own.begin, .end = first + own.end});
+  const RowReuse reuse(p, row.at);
+  // A row that remembers may have nothing to read.
+  if (!reuse.remembers()) stream.BeginEarly();
+  hopper::ClusterArrive();
+  cudaGridDependencySynchronize();
+  cudaTriggerProgrammaticLaunchCompletion();
+  const bool serves = reuse.Serves(row.header);
+  hopper::ClusterWait();  // the first block is there
+  if (!serves) {
+    memory.queries.Load(p, row.at);
+    __syncthreads();
+    stream.Score(memory.queries, hopper::OfBlock(scores, 0) + own.begin);
+  }
+  hopper::ClusterSync();  // scores are there, and all blocks know whether a list serves
+  if (hopper::ClusterRank() != 0) return;
+  if (serves) return reuse.Recall(row.header);
+  WriteList<kDecodeThreads>(p, row, scores, memory.choose);
+  reuse.Remember();
+}
+
 // Scores of a row that are chosen from in shared memory: two million tokens. Others stay where they
 // are.
-constexpr int64_t kCopiedScores = 32 * 1024;
+constexpr uint32_t kCopiedScores = 32 * 1024;
 
 __global__ void __launch_bounds__(kSelectThreads)
     BestKernel(const __grid_constant__ SelectLaunch p, const uint32_t* all_scores) {
-  __shared__ SelectMemory memory;
+  __shared__ ChooseMemory memory;
   extern __shared__ uint32_t copied[];  // [kCopiedScores]
   cudaTriggerProgrammaticLaunchCompletion();
   cudaGridDependencySynchronize();
-  const DeviceRow row(p, blockIdx.x);
-  SelectionHeader header = MakeHeader(row.block, row.numbers);
-  const RowReuse reuse(p, row);
-  if (reuse.Serves(header)) return reuse.Recall(header);
-  const PageRange candidates = CandidatePages(header, row.numbers);
-  const int64_t n = candidates.size();
-  const int64_t count = min(min(CeilPages(row.numbers.budget_tokens), n), p.out.capacity);
-  if (threadIdx.x == 0) {
-    header.count = static_cast<int32_t>(count);
-    p.out.headers[row.index] = header;
-  }
-  if (count == 0) return reuse.Remember();
-  const uint32_t* scores = all_scores + row.index * p.kv.max_blocks_per_slot;
+  const ChoosingRow row(p, blockIdx.x);
+  const RowReuse reuse(p, row.at);
+  if (reuse.Serves(row.header)) return reuse.Recall(row.header);
+  const auto n = static_cast<uint32_t>(row.count == 0 ? 0 : row.candidates.size());
+  const uint32_t* const scores = all_scores + row.at.index * p.kv.max_blocks_per_slot;
   const bool fits = n <= kCopiedScores;
-  for (int64_t i = threadIdx.x; i < n && fits; i += kSelectThreads) copied[i] = scores[i];
+  for (uint32_t i = threadIdx.x; i < n && fits; i += kSelectThreads) copied[i] = scores[i];
   __syncthreads();
-  SelectionEntry* list = p.out.entries + row.index * p.out.capacity;
-  ForEachBest(fits ? copied : scores, n, count, memory,
-              [&](int64_t place, int64_t item, uint32_t score) {
-                list[place] = {.page = candidates.begin + item,
-                               .chosen = ~uint64_t{0},
-                               .live = ~uint64_t{0},
-                               .score = ScoreOfOrdered(score)};
-              });
+  WriteList<kSelectThreads>(p, row, fits ? copied : scores, memory);
   reuse.Remember();
 }
 
@@ -61,6 +122,17 @@ cudaError_t LaunchQuestBest(const SelectLaunch& p, const uint32_t* scores, cudaS
   }
   return LaunchOverlapped(BestKernel, static_cast<unsigned>(p.out.num_rows), kSelectThreads,
                           copy_bytes, stream, p, scores);
+}
+
+cudaError_t LaunchQuestDecode(const SelectLaunch& p, cudaStream_t stream) {
+  const bool is_wide = p.kv.layout.head_dim == 128;
+  const size_t scores_bytes = static_cast<size_t>(p.kv.max_blocks_per_slot) * sizeof(uint32_t);
+  const RowKernel kernel = {
+      .kernel = is_wide ? DecodeKernel<128> : DecodeKernel<64>,
+      .threads = kDecodeThreads,
+      .shared_bytes =
+          (is_wide ? sizeof(DecodeMemory<128>) : sizeof(DecodeMemory<64>)) + scores_bytes};
+  return LaunchRowClusters(kernel, p.out.num_rows, stream, p);
 }
 
 }  // namespace kvasir::kernels

@@ -67,6 +67,28 @@ bool SameList(const SelectionEntry* found, const SelectionEntry* expected, int32
   return same;
 }
 
+// Both select over the batch; nine lists of ten must be the same.
+void ExpectSelectsAlike(AttentionBatch& batch, const std::vector<SelectionNumbers>& numbers) {
+  const PageSelection expected = SelectOnCpu(batch, numbers, 40);
+  const Lists found = SelectOnGpu(batch, numbers, 40);
+  int64_t same = 0;
+  for (int64_t row = 0; row < expected.num_rows; ++row) {
+    SCOPED_TRACE(row);
+    const auto r = static_cast<size_t>(row);
+    ExpectSameHeader(found.headers[r], expected.header(row));
+    same += SameList(found.list(r), expected.list(row), expected.header(row).count) ? 1 : 0;
+    for (int32_t i = 0; i < expected.header(row).count; ++i) {
+      const SelectionEntry* entry = std::find_if(
+          found.list(r), found.list(r) + expected.header(row).count,
+          [&](const SelectionEntry& e) { return e.page == expected.list(row)[i].page; });
+      if (entry == found.list(r) + expected.header(row).count) continue;
+      EXPECT_NEAR(entry->score, expected.list(row)[i].score,
+                  1e-4 * std::abs(expected.list(row)[i].score) + 1e-3);
+    }
+  }
+  EXPECT_GE(same * 10, expected.num_rows * 9);
+}
+
 class QuestCudaTest : public SelectorCudaTest {};
 
 INSTANTIATE_TEST_SUITE_P(Shapes, QuestCudaTest,
@@ -92,77 +114,132 @@ TEST_P(QuestCudaTest, SelectsWhatTheCpuSelects) {
   add(2, 2000, 1,
       {.sink_tokens = 1, .window_tokens = 90, .budget_tokens = 300, .reach_tokens = 63});
   add(0, 5, 1, {.sink_tokens = 2, .window_tokens = 2, .budget_tokens = 1});
-  const PageSelection expected = SelectOnCpu(batch, numbers, 16);
-  const Lists found = SelectOnGpu(batch, numbers, 16);
-  int64_t same = 0;
-  for (int64_t row = 0; row < expected.num_rows; ++row) {
-    SCOPED_TRACE(row);
-    const auto r = static_cast<size_t>(row);
-    ExpectSameHeader(found.headers[r], expected.header(row));
-    same += SameList(found.list(r), expected.list(row), expected.header(row).count) ? 1 : 0;
-    for (int32_t i = 0; i < expected.header(row).count; ++i) {
-      const SelectionEntry* entry = std::find_if(
-          found.list(r), found.list(r) + expected.header(row).count,
-          [&](const SelectionEntry& e) { return e.page == expected.list(row)[i].page; });
-      if (entry == found.list(r) + expected.header(row).count) continue;
-      EXPECT_NEAR(entry->score, expected.list(row)[i].score,
-                  1e-4 * std::abs(expected.list(row)[i].score) + 1e-3);
-    }
-  }
-  EXPECT_GE(same * 10, expected.num_rows * 9);
+  ExpectSelectsAlike(batch, numbers);
+}
+
+// All blocks are one query: the choosing blocks of threads score pages themselves.
+TEST_P(QuestCudaTest, InDecodeItSelectsWhatTheCpuSelects) {
+  AttentionBatch batch(Shape(), 3, 4096, 46);
+  std::vector<SelectionNumbers> numbers;
+  const auto add = [&](int64_t slot, int64_t position, const SelectionNumbers& n) {
+    batch.AddBlock(slot, position, 1);
+    numbers.push_back(n);
+  };
+  batch.FillContext(0, 4096);
+  batch.FillContext(1, 700);
+  batch.FillContext(2, 2111);
+  batch.kv().Remove(2, 7);
+  add(0, 4095, {.sink_tokens = 70, .window_tokens = 200, .budget_tokens = 600});
+  add(0, 4032, {.sink_tokens = 128, .window_tokens = 64, .budget_tokens = 1024});
+  add(1, 699, {.sink_tokens = 70, .window_tokens = 200, .budget_tokens = 600});  // all
+  add(1, 640, {.sink_tokens = 0, .window_tokens = 1, .budget_tokens = 64});
+  add(2, 2110, {.sink_tokens = 64, .window_tokens = 65, .budget_tokens = 0});
+  add(2, 2000, {.sink_tokens = 1, .window_tokens = 90, .budget_tokens = 300, .reach_tokens = 63});
+  // All pages but one, which is absent.
+  add(2, 2047, {.sink_tokens = 1, .window_tokens = 64, .budget_tokens = 30 * 64});
+  add(0, 5, {.sink_tokens = 2, .window_tokens = 2, .budget_tokens = 1});
+  ExpectSelectsAlike(batch, numbers);
 }
 
 // Small whole numbers: scores are exact, so that the lists must be the same, and many are equal.
-TEST_P(QuestCudaTest, OfEqualScoresTheLaterPagesAreChosen) {
-  AttentionShape shape = Shape();
-  shape.layer = 0;
-  shape.kv_heads = 1;
-  constexpr int64_t kPages = 2500;  // more than a block has threads
-  AttentionBatch batch(shape, 1, kPages * kPageTokens, 42);
-  batch.kv().Grow(0, kPages * kPageTokens);
-  for (int64_t page = 0; page < kPages; ++page) {
-    std::byte* bounds = batch.kv().View().Bounds(0, page, 0, 0);
-    for (int64_t i = 0; i < 2 * shape.head_dim; ++i) batch.kv().Set(bounds, i, 0.0f);
-    batch.kv().Set(bounds, page % 5, static_cast<float>(batch.rng()() % 4));
-    batch.kv().Set(bounds, shape.head_dim + page % 7, static_cast<float>(batch.rng()() % 3));
-    if (page % 97 == 0) {
-      batch.kv().Set(bounds, 3, std::numeric_limits<float>::quiet_NaN());
-    }
-  }
-  std::vector<SelectionNumbers> numbers;
-  const auto add = [&](int64_t num_rows, int64_t budget, const auto& value) {
-    batch.AddBlock(0, kPages * kPageTokens - num_rows, num_rows);
-    for (int64_t row = batch.num_tokens() - num_rows; row < batch.num_tokens(); ++row) {
-      for (int64_t head = 0; head < shape.group; ++head) {
-        float* q = batch.q(row, head);
-        for (int64_t i = 0; i < shape.head_dim; ++i) q[i] = static_cast<float>(value(i, head, row));
+class EqualScores {
+ public:
+  explicit EqualScores(AttentionShape shape)
+      : shape_(OneHead(shape)), batch_(shape_, 1, kPages * kPageTokens, 42) {
+    batch_.kv().Grow(0, kPages * kPageTokens);
+    for (int64_t page = 0; page < kPages; ++page) {
+      std::byte* bounds = batch_.kv().View().Bounds(0, page, 0, 0);
+      for (int64_t i = 0; i < 2 * shape_.head_dim; ++i) batch_.kv().Set(bounds, i, 0.0f);
+      batch_.kv().Set(bounds, page % 5, static_cast<float>(batch_.rng()() % 4));
+      batch_.kv().Set(bounds, shape_.head_dim + page % 7, static_cast<float>(batch_.rng()() % 3));
+      if (page % 97 == 0) {
+        batch_.kv().Set(bounds, 3, std::numeric_limits<float>::quiet_NaN());
+      }
+      if (page % 101 == 0) {
+        const float infinity = std::numeric_limits<float>::infinity();
+        batch_.kv().Set(bounds, shape_.head_dim + 4, page % 2 == 0 ? infinity : -infinity);
       }
     }
-    numbers.push_back({.sink_tokens = 10, .window_tokens = 100, .budget_tokens = budget});
-  };
-  const auto mixed = [](int64_t i, int64_t head, int64_t row) {
-    return (i * i + head + row) % 3 - 1;
-  };
-  const auto negative = [](int64_t, int64_t, int64_t) { return -1; };
-  for (const int64_t budget : {1, 64 * 7, 64 * 100, 64 * 1024, 64 * 2000, 64 * 2480}) {
-    add(1, budget, mixed);
   }
-  // Many queries, as many as tiles of them hold and not; no score of the last is above zero.
-  for (const int64_t budget : {64 * 7, 64 * 2000}) add(kPageTokens, budget, mixed);
-  add(19, 64 * 900, negative);
-  for (const int64_t row : {3, 40}) {  // these queries count for nothing
-    batch.q(row, 0)[1] = std::numeric_limits<float>::quiet_NaN();
-  }
-  const PageSelection expected = SelectOnCpu(batch, numbers, 2500);
-  const Lists found = SelectOnGpu(batch, numbers, 2500);
-  for (int64_t row = 0; row < expected.num_rows; ++row) {
-    SCOPED_TRACE(row);
-    const auto r = static_cast<size_t>(row);
-    ExpectSameHeader(found.headers[r], expected.header(row));
-    for (int32_t i = 0; i < expected.header(row).count; ++i) {
-      ASSERT_EQ(found.list(r)[i].page, expected.list(row)[i].page) << "entry " << i;
-      ASSERT_EQ(found.list(r)[i].score, expected.list(row)[i].score) << "entry " << i;
+
+  AttentionBatch& batch() { return batch_; }
+  // value(element, head, row) of a query.
+  template <typename Value>
+  void Add(int64_t num_rows, int64_t budget_pages, const Value& value) {
+    batch_.AddBlock(0, kPages * kPageTokens - num_rows, num_rows);
+    for (int64_t row = batch_.num_tokens() - num_rows; row < batch_.num_tokens(); ++row) {
+      for (int64_t head = 0; head < shape_.group; ++head) {
+        float* q = batch_.q(row, head);
+        for (int64_t i = 0; i < shape_.head_dim; ++i) {
+          q[i] = static_cast<float>(value(i, head, row));
+        }
+      }
     }
+    numbers_.push_back(
+        {.sink_tokens = 10, .window_tokens = 100, .budget_tokens = budget_pages * kPageTokens});
+  }
+
+  void ExpectSameLists() {
+    const PageSelection expected = SelectOnCpu(batch_, numbers_, kPages);
+    const Lists found = SelectOnGpu(batch_, numbers_, kPages);
+    for (int64_t row = 0; row < expected.num_rows; ++row) {
+      SCOPED_TRACE(row);
+      const auto r = static_cast<size_t>(row);
+      ExpectSameHeader(found.headers[r], expected.header(row));
+      for (int32_t i = 0; i < expected.header(row).count; ++i) {
+        ASSERT_EQ(found.list(r)[i].page, expected.list(row)[i].page) << "entry " << i;
+        ASSERT_EQ(found.list(r)[i].score, expected.list(row)[i].score) << "entry " << i;
+      }
+    }
+  }
+
+  static int64_t Mixed(int64_t i, int64_t head, int64_t row) {
+    return (i * i + head + row) % 3 - 1;
+  }
+  static int64_t Negative(int64_t, int64_t, int64_t) { return -1; }
+  static int64_t Zero(int64_t, int64_t, int64_t) { return 0; }
+
+ private:
+  static constexpr int64_t kPages = 2500;  // more than a block has threads
+  static AttentionShape OneHead(AttentionShape shape) {
+    shape.layer = 0;
+    shape.kv_heads = 1;
+    return shape;
+  }
+
+  const AttentionShape shape_;
+  AttentionBatch batch_;
+  std::vector<SelectionNumbers> numbers_;
+};
+
+constexpr int64_t kPageBudgets[] = {1, 7, 100, 1024, 2000, 2480};
+
+TEST_P(QuestCudaTest, OfEqualScoresTheLaterPagesAreChosen) {
+  EqualScores test(Shape());
+  for (const int64_t budget : kPageBudgets) test.Add(1, budget, EqualScores::Mixed);
+  // Many queries, as many as tiles of them hold and not; no score of the last is above zero.
+  for (const int64_t budget : {7, 2000}) test.Add(kPageTokens, budget, EqualScores::Mixed);
+  test.Add(19, 900, EqualScores::Negative);
+  for (const int64_t row : {3, 40}) {  // these queries count for nothing
+    test.batch().q(row, 0)[1] = std::numeric_limits<float>::quiet_NaN();
+  }
+  test.ExpectSameLists();
+}
+
+// Of few rows each has a cluster of many blocks, of many rows one of two, and then a block.
+TEST_P(QuestCudaTest, InDecodeClustersOfAnySizeChooseTheSame) {
+  EqualScores test(Shape());
+  int64_t row = 0;
+  for (const int64_t rows : {1, 12, 60, 140}) {
+    SCOPED_TRACE(testing::Message() << rows << " rows");
+    for (; row < rows; ++row) {
+      const auto value = row % 3 == 0   ? EqualScores::Mixed
+                         : row % 3 == 1 ? EqualScores::Negative
+                                        : EqualScores::Zero;
+      test.Add(1, kPageBudgets[row % std::ssize(kPageBudgets)], value);
+    }
+    test.batch().q(0, 0)[1] = std::numeric_limits<float>::quiet_NaN();
+    test.ExpectSameLists();
   }
 }
 

@@ -64,11 +64,18 @@ DeviceMethod MethodOf(const std::string& selector, const std::string& preset, Sc
           }};
 }
 
+// The call of a step, whose blocks count its own queries.
 SelectParams StepOf(const SelectParams& all, int64_t step) {
+  const int64_t first = step * kSlots;
+  const int64_t heads = all.q.dim(1), dim = all.q.dim(2);
   SelectParams some = all;
-  const auto begin = static_cast<size_t>(step * kSlots);
-  some.blocks = all.blocks.subspan(begin, kSlots);
-  some.numbers = all.numbers.subspan(begin, kSlots);
+  some.q = TensorView(static_cast<std::byte*>(all.q.data()) +
+                          first * heads * dim * static_cast<int64_t>(DTypeSize(all.q.dtype())),
+                      all.q.dtype(), {kSlots, heads, dim}, all.q.device());
+  some.rotation = {.cos = all.rotation.cos + first * dim / 2,
+                   .sin = all.rotation.sin + first * dim / 2};
+  some.blocks = all.blocks.subspan(static_cast<size_t>(first), kSlots);
+  some.numbers = all.numbers.subspan(static_cast<size_t>(first), kSlots);
   return some;
 }
 
@@ -192,6 +199,8 @@ class ReuseRun {
     }
     queries_ = std::make_unique<TurningQueries>(batch_, positions);
     all_numbers_.assign(batch_.blocks().size(), numbers_);
+    blocks_.assign(batch_.blocks().begin(), batch_.blocks().end());
+    for (QueryBlock& block : blocks_) block.first_row %= kSlots;
   }
 
   const Selector& selector() const { return *selector_; }
@@ -207,6 +216,7 @@ class ReuseRun {
     SelectParams params = batch_.ParamsForSelect(all_numbers_);
     params.rotation = queries_->rotation();
     params.memories = rows;
+    params.blocks = blocks_;
     SerialExecutor executor;
     for (int64_t step = 0; step < kSteps; ++step) {
       PageSelection out = selection.Rows(step * kRowsOfStep, kRowsOfStep);
@@ -229,8 +239,11 @@ class ReuseRun {
         device.Copy(views.data(), views.size()).value();
     const DeviceMethod method = MethodOf(tested_.selector, tested_.preset, selector_->scope(),
                                          batch_.kv().View(), tested_.shape.group);
-    const auto run = [&](const SelectParams& all, const PageSelection& out,
+    const auto run = [&](SelectParams all, const PageSelection& out,
                          std::byte* workspace) -> absl::Status {
+      KVASIR_ASSIGN_OR_RETURN(const QueryBlock* blocks,
+                              device.Copy(blocks_.data(), blocks_.size()));
+      all.blocks = {blocks, blocks_.size()};
       for (int64_t step = 0; step < kSteps; ++step) {
         SelectParams params = StepOf(all, step);
         params.device_memories = {device_views, views.size()};
@@ -273,6 +286,7 @@ class ReuseRun {
   SelectionNumbers numbers_;
   std::unique_ptr<TurningQueries> queries_;
   std::vector<SelectionNumbers> all_numbers_;
+  std::vector<QueryBlock> blocks_;
 };
 
 // Verdicts and headers are the same; how many tokens of the lists are others.

@@ -360,19 +360,8 @@ Lists InfiniteHipOnGpu(AttentionBatch& batch, const std::vector<SelectionNumbers
       });
 }
 
-// Long enough that every stage has to choose.
-TEST_P(TokenListsCudaTest, InfiniteHipChoosesWhatTheCpuChooses) {
-  constexpr int64_t kTokens = 40'000;
-  AttentionBatch batch(Shape(), 2, kTokens, 54);
-  batch.FillContext(0, kTokens);
-  batch.FillContext(1, 9'001);
-  std::vector<SelectionNumbers> numbers;
-  Add(batch, numbers, 0, kTokens - 1, 1,
-      {.sink_tokens = 130, .window_tokens = 512, .budget_tokens = 1024});
-  Add(batch, numbers, 0, 39'936, 64,
-      {.sink_tokens = 128, .window_tokens = 600, .budget_tokens = 2048});
-  Add(batch, numbers, 1, 9'000, 1, {.sink_tokens = 1, .window_tokens = 520, .budget_tokens = 100});
-  Add(batch, numbers, 1, 500, 1, {.sink_tokens = 1, .window_tokens = 520, .budget_tokens = 100});
+// Both select over the batch, by some presets; the last stage also alone.
+void ExpectInfiniteHipAlike(AttentionBatch& batch, const std::vector<SelectionNumbers>& numbers) {
   for (const auto& [preset, scope] :
        {std::pair("3k", "group"), std::pair("5k", "group"), std::pair("5k", "layer")}) {
     SCOPED_TRACE(testing::Message() << preset << ", scope " << scope);
@@ -389,6 +378,39 @@ TEST_P(TokenListsCudaTest, InfiniteHipChoosesWhatTheCpuChooses) {
     large.max_budget_tokens = 70'000;
     ExpectAlike(Compare(InfiniteHipOnGpu(batch, numbers, large, 512), cpu.View()));
   }
+}
+
+// Long enough that every stage has to choose.
+TEST_P(TokenListsCudaTest, InfiniteHipChoosesWhatTheCpuChooses) {
+  constexpr int64_t kTokens = 40'000;
+  AttentionBatch batch(Shape(), 2, kTokens, 54);
+  batch.FillContext(0, kTokens);
+  batch.FillContext(1, 9'001);
+  std::vector<SelectionNumbers> numbers;
+  Add(batch, numbers, 0, kTokens - 1, 1,
+      {.sink_tokens = 130, .window_tokens = 512, .budget_tokens = 1024});
+  Add(batch, numbers, 0, 39'936, 64,
+      {.sink_tokens = 128, .window_tokens = 600, .budget_tokens = 2048});
+  Add(batch, numbers, 1, 9'000, 1, {.sink_tokens = 1, .window_tokens = 520, .budget_tokens = 100});
+  Add(batch, numbers, 1, 500, 1, {.sink_tokens = 1, .window_tokens = 520, .budget_tokens = 100});
+  ExpectInfiniteHipAlike(batch, numbers);
+}
+
+// All blocks are one query: stage 1 scores pages where it chooses. Chunks begin within a page and
+// at its begin.
+TEST_P(TokenListsCudaTest, InDecodeInfiniteHipChoosesWhatTheCpuChooses) {
+  constexpr int64_t kTokens = 40'000;
+  AttentionBatch batch(Shape(), 2, kTokens, 60);
+  batch.FillContext(0, kTokens);
+  batch.FillContext(1, 9'001);
+  std::vector<SelectionNumbers> numbers;
+  Add(batch, numbers, 0, kTokens - 1, 1,
+      {.sink_tokens = 130, .window_tokens = 512, .budget_tokens = 1024});
+  Add(batch, numbers, 0, 39'936, 1,
+      {.sink_tokens = 128, .window_tokens = 600, .budget_tokens = 2048});
+  Add(batch, numbers, 1, 9'000, 1, {.sink_tokens = 1, .window_tokens = 520, .budget_tokens = 100});
+  Add(batch, numbers, 1, 500, 1, {.sink_tokens = 1, .window_tokens = 520, .budget_tokens = 100});
+  ExpectInfiniteHipAlike(batch, numbers);
 }
 
 // So many that few blocks of threads are for each.

@@ -1,0 +1,48 @@
+// Choosing the best of a row whose scores a cluster of blocks of threads makes: each block writes
+// those of its items to the shared memory of the first, which chooses. For selectors' kernels.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/base/hopper.cuh"
+#include "kernels/sparse/block_select.cuh"
+#include "kernels/sparse/few_best.cuh"
+
+namespace kvasir::kernels {
+
+// The items [begin, end) of n that this block of the cluster has.
+struct ClusterShare {
+  __device__ explicit ClusterShare(uint32_t n) {
+    const uint32_t share = (n + hopper::ClusterBlocks() - 1) / hopper::ClusterBlocks();
+    begin = min(n, share * hopper::ClusterRank());
+    end = min(n, begin + share);
+  }
+  uint32_t begin;
+  uint32_t end;
+};
+
+union ChooseMemory {
+  FewMemory few;
+  SelectMemory many;
+};
+
+// Calls use(place, item, score) for the `count` best of scores[n] in shared memory, ascending by
+// item; for all, where there are no more. By the kThreads threads of a block. Returns how many they
+// are.
+template <int kThreads, typename Use>
+__device__ uint32_t ChooseBest(const uint32_t* scores, uint32_t n, uint32_t count,
+                               ChooseMemory& memory, const Use& use) {
+  if (n <= count) {
+    for (uint32_t i = threadIdx.x; i < n; i += kThreads) use(i, i, scores[i]);
+    return n;
+  }
+  if (FewBest(scores, n, memory.few).ForEach(count, use)) return count;
+  __syncthreads();
+  ForEachBest<kThreads>(scores, n, count, memory.many,
+                        [&](int64_t place, int64_t item, uint32_t score) {
+                          use(static_cast<uint32_t>(place), static_cast<uint32_t>(item), score);
+                        });
+  return count;
+}
+
+}  // namespace kvasir::kernels

@@ -1,0 +1,48 @@
+// Bounds of pages in registers, as the left operand of matrix products with queries that are split
+// by sign (quest_score.h). Of bfloat16. For kernels that score pages.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cuda_bf16.h>
+
+namespace kvasir::kernels {
+
+__device__ inline uint32_t PairOf(float low, float high) {
+  const __nv_bfloat162 pair = {__float2bfloat16_rn(low), __float2bfloat16_rn(high)};
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+// min(q, 0) and max(q, 0) of two elements. NaN goes to both halves.
+__device__ inline uint32_t NegativePair(const float2& q) {
+  return PairOf(q.x > 0 ? 0.0f : q.x, q.y > 0 ? 0.0f : q.y);
+}
+__device__ inline uint32_t PositivePair(const float2& q) {
+  return PairOf(q.x < 0 ? 0.0f : q.x, q.y < 0 ? 0.0f : q.y);
+}
+
+// Bounds of two pages as the products want them: step i's are at[i]. A thread reads 8 neighbouring
+// elements of a page's bounds, but a product of 16 columns wants 2 c, 2 c + 1, 2 c + 8 and
+// 2 c + 9 of thread c of four. So columns change places, alike for pages and queries: of 32, the
+// elements 8 c .. 8 c + 7 become those columns of two products.
+template <int kHeadDim>
+struct PageTile {
+  static constexpr int kSteps = 2 * kHeadDim / 16;
+  uint32_t at[kSteps][4];
+
+  // Page `which` of the two, whose bounds these are; zero where there are none.
+  __device__ void Load(const std::byte* bounds, int which, int column_thread) {
+#pragma unroll
+    for (int i = 0; i < kSteps / 2; ++i) {
+      uint4 part = {};
+      if (bounds != nullptr) {
+        part = __ldg(reinterpret_cast<const uint4*>(bounds) + i * 4 + column_thread);
+      }
+      at[2 * i][which] = part.x;
+      at[2 * i][2 + which] = part.y;
+      at[2 * i + 1][which] = part.z;
+      at[2 * i + 1][2 + which] = part.w;
+    }
+  }
+};
+
+}  // namespace kvasir::kernels
