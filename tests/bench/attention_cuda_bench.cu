@@ -4,9 +4,11 @@
 // graph. A method "by interval" is launched in every step and selects in some of them, as in the
 // engine: the mean over a refresh cycle.
 //
-//   attention_cuda_bench [--rows=TEXT] [TOKENS ...]    default: 4096 32768 131072 1048576
+//   attention_cuda_bench [--rows=TEXT] [--budget=TOKENS] [TOKENS ...]
+//                                                      default: 4096 32768 131072 1048576
 //
-//   --rows   only those whose name contains the text
+//   --rows    only those whose name contains the text
+//   --budget  tokens that are selected (2048)
 #include <algorithm>
 #include <cstdio>
 #include <cuda_bf16.h>
@@ -30,14 +32,19 @@ constexpr int64_t kKvHeads = 8;
 constexpr int64_t kGroup = 4;
 constexpr int64_t kHeadDim = 128;
 constexpr int64_t kMaxSets = 4;
-// The sink, window and budget of what is selected here.
-constexpr SelectionNumbers kNumbers = {
+// The sink, window and budget of what is selected here. Constant once main has read its arguments.
+SelectionNumbers selection_numbers = {
     .sink_tokens = 128, .window_tokens = 1024, .budget_tokens = 2048, .top_p = 0.95f};
 constexpr int64_t kListCapacity = 2048;  // entries: a token each
-constexpr int64_t kMaxListTokens = 4096;
-constexpr int64_t kCycle = 16;    // steps of a refresh cycle
-constexpr int64_t kInterval = 8;  // steps between two lists of a method of one stage
+constexpr int64_t kCycle = 16;           // steps of a refresh cycle
+constexpr int64_t kInterval = 8;         // steps between two lists of a method of one stage
 constexpr int64_t kSetBytes = int64_t{20} << 30;  // of all sets together
+
+// Of a row: sink, window and a budget in whole pages.
+int64_t MaxListTokens() {
+  return selection_numbers.sink_tokens + selection_numbers.window_tokens +
+         CeilPages(selection_numbers.budget_tokens) * kPageTokens;
+}
 
 // Roughly normal values from a counter: sums of four uniform ones.
 __global__ void FillRandom(__nv_bfloat16* values, int64_t count, uint64_t seed) {
@@ -59,7 +66,7 @@ struct Set {
   DeviceBuffer bounds, bounds_table, codes, codes_table, numbers, work, pruning;
   DeviceBuffer step_blocks, remembered, lists, stage_items, memories, staged_memories;
   InfiniteHipCuda hip = {.preset = Value(InfiniteHipSelector::FindPreset("3k")),
-                         .max_budget_tokens = kNumbers.budget_tokens};
+                         .max_budget_tokens = selection_numbers.budget_tokens};
   KvTensorMaps maps;
   AttendParams params;
   SelectParams select;
@@ -131,7 +138,7 @@ struct Set {
     std::vector<std::byte*> codes_of_rows;
     for (int64_t i = 0; i < num_blocks; ++i) codes_of_rows.push_back(codes.data() + i * code_bytes);
     codes_table = Upload(codes_of_rows);
-    numbers = Upload(std::vector<SelectionNumbers>(query_blocks.size(), kNumbers));
+    numbers = Upload(std::vector<SelectionNumbers>(query_blocks.size(), selection_numbers));
     const auto tensor = [&](const DeviceBuffer& buffer) {
       return TensorView(buffer.data(), DType::kBFloat16, {num_queries, kKvHeads * kGroup, kHeadDim},
                         Device::kCuda);
@@ -158,7 +165,7 @@ struct Set {
                   TokenSelectWorkspaceBytes(params.kv, kGroup, num_query_blocks),
                   InfiniteHipWorkspaceBytes(hip, params.kv, num_query_blocks)})));
     pruning = Value(DeviceBuffer::Allocate(
-        TopPWorkspaceBytes(layout, kGroup, num_query_blocks, kListCapacity, kMaxListTokens)));
+        TopPWorkspaceBytes(layout, kGroup, num_query_blocks, kListCapacity, MaxListTokens())));
     select = {.q = params.q,
               .kv = params.kv,
               .scale = params.scale,
@@ -213,7 +220,7 @@ void InfiniteHip(Set& set, cudaStream_t stream) {
   Check(SelectInfiniteHip(set.hip, set.select, set.params.selection, set.work.data(), stream));
 }
 void TopP(Set& set, cudaStream_t stream) {
-  Check(PruneTopP(set.select, set.params.selection, kMaxListTokens, set.pruning.data(), stream));
+  Check(PruneTopP(set.select, set.params.selection, MaxListTokens(), set.pruning.data(), stream));
 }
 template <auto kFirst, auto kSecond>
 void Both(Set& set, cudaStream_t stream) {
@@ -264,9 +271,9 @@ void Report(const char* name, Call call, int64_t tokens, int64_t num_queries,
 // The budget in runs of `run_tokens` tokens, side by side or `stride` apart, of as many pages, far
 // from each other.
 std::vector<SelectionEntry> ListOfRuns(int64_t tokens, int64_t run_tokens, int64_t stride = 1) {
-  const int64_t first_page = CeilPages(kNumbers.sink_tokens);
-  const int64_t candidates = (tokens - kNumbers.window_tokens) / kPageTokens - first_page;
-  const int64_t count = std::min(candidates, kNumbers.budget_tokens / run_tokens);
+  const int64_t first_page = CeilPages(selection_numbers.sink_tokens);
+  const int64_t candidates = (tokens - selection_numbers.window_tokens) / kPageTokens - first_page;
+  const int64_t count = std::min(candidates, selection_numbers.budget_tokens / run_tokens);
   std::vector<SelectionEntry> list;
   for (int64_t i = 0; i < count; ++i) {
     uint64_t mask = 0;
@@ -279,25 +286,27 @@ std::vector<SelectionEntry> ListOfRuns(int64_t tokens, int64_t run_tokens, int64
 
 void Bench(int64_t tokens) {
   // The budget in whole pages, sink and window.
-  const SelectionHeader header = {.kind = SelectionHeader::Kind::kList,
-                                  .count = static_cast<int32_t>(CeilPages(kNumbers.budget_tokens)),
-                                  .sink_end = kNumbers.sink_tokens,
-                                  .window_begin = tokens - kNumbers.window_tokens};
+  const SelectionHeader header = {
+      .kind = SelectionHeader::Kind::kList,
+      .count = static_cast<int32_t>(CeilPages(selection_numbers.budget_tokens)),
+      .sink_end = selection_numbers.sink_tokens,
+      .window_begin = tokens - selection_numbers.window_tokens,
+      .query_position = tokens - 1};
   const std::vector<SelectionEntry> list = ListOfRuns(tokens, kPageTokens);
-  constexpr int64_t kAttended =
-      kNumbers.sink_tokens + kNumbers.budget_tokens + kNumbers.window_tokens;
+  const int64_t attended = selection_numbers.sink_tokens + selection_numbers.budget_tokens +
+                           selection_numbers.window_tokens;
   for (const int64_t num_queries : {1, 512}) {
     Report("dense", Attend, tokens, num_queries, {}, {}, tokens);
     if (tokens < 8192) continue;
     const auto report = [&](const char* name, Call call, int64_t steps = 1) {
-      Report(name, call, tokens, num_queries, header, list, kAttended, steps);
+      Report(name, call, tokens, num_queries, header, list, attended, steps);
     };
     report("list", Attend);
     if (num_queries == 1) {
       const auto report_runs = [&](const char* name, const std::vector<SelectionEntry>& runs) {
         SelectionHeader of_runs = header;
         of_runs.count = static_cast<int32_t>(runs.size());
-        Report(name, Attend, tokens, num_queries, of_runs, runs, kAttended);
+        Report(name, Attend, tokens, num_queries, of_runs, runs, attended);
       };
       report_runs("list of runs of 8 tokens", ListOfRuns(tokens, 8));
       report_runs("list of scattered tokens", ListOfRuns(tokens, 4, 11));
@@ -309,6 +318,7 @@ void Bench(int64_t tokens) {
     report("tokenselect and list", Both<TokenSelect<Scope::kKvGroup>, Attend>);
     report("infinitehip alone", InfiniteHip);
     report("infinitehip and list", Both<InfiniteHip, Attend>);
+    report("top_p alone", TopP);  // leaves rows of several queries as they are
     if (num_queries > 1) continue;
     report("quest and top_p", Both<Quest, TopP>);
     report("infinitehip and top_p", Both<InfiniteHip, TopP>);
@@ -327,8 +337,11 @@ int main(int argc, char** argv) {
   std::vector<int64_t> lengths;
   for (const char* argument : std::span(argv, static_cast<size_t>(argc)).subspan(1)) {
     constexpr std::string_view kRows = "--rows=";
+    constexpr std::string_view kBudget = "--budget=";
     if (std::string_view(argument).starts_with(kRows)) {
       kvasir::kernels::wanted_rows = argument + kRows.size();
+    } else if (std::string_view(argument).starts_with(kBudget)) {
+      kvasir::kernels::selection_numbers.budget_tokens = std::atoll(argument + kBudget.size());
     } else {
       lengths.push_back(std::atoll(argument));
     }

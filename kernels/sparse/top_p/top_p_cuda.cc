@@ -14,8 +14,7 @@ namespace {
 int64_t LayOut(std::byte* workspace, int64_t rows, int64_t group, int64_t capacity,
                TopPLaunch& launch) {
   ScratchPieces pieces(workspace);
-  launch.counts = pieces.Take<TopPCounts>(rows);
-  launch.offsets = pieces.Take<int32_t>(rows * capacity);
+  launch.slots = pieces.Take<uint32_t>(rows * capacity);
   launch.weights = pieces.Take<float>(rows * group * launch.max_tokens);
   return pieces.bytes();
 }

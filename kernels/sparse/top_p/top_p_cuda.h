@@ -27,11 +27,12 @@ namespace kvasir::kernels {
 int64_t TopPWorkspaceBytes(const KvLayout& layout, int64_t group, int64_t blocks, int64_t capacity,
                            int64_t max_tokens);
 
-// Two kernels. Nothing is allocated or waited for; may be captured. INVALID_ARGUMENT on shapes:
+// One kernel. Nothing is allocated or waited for; may be captured. INVALID_ARGUMENT on shapes:
 // head_dim 64 or 128, at most 8 query heads a KV head. FAILED_PRECONDITION when the KV has no key
 // codes. INTERNAL with CUDA's error when a launch fails. numbers.top_p must be above 0, which is
-// not checked here. Cost: reads head_dim / 2 + 4 bytes a token that is attended to, writes and
-// reads 4 bytes for each and head of the group.
+// not checked here. Cost: reads head_dim / 2 + 4 bytes a token that is attended to; where a row's
+// weights do not fit in shared memory, also writes and reads 4 bytes of some, for each head of the
+// group.
 absl::Status PruneTopP(const SelectParams& params, const PageSelection& selection,
                        int64_t max_tokens, std::byte* workspace, cudaStream_t stream);
 

@@ -8,20 +8,20 @@
 
 namespace kvasir::kernels {
 
-// How many tokens of a row compete, and how many more there are in sink and window. None compete
-// where the row is left as it is.
-struct TopPCounts {
-  int32_t competing = 0;
-  int32_t mandatory = 0;
-};
-
 // All pointers are device memory.
 struct TopPLaunch {
   SelectLaunch select = {};
-  int64_t max_tokens = 0;        // of a row
-  TopPCounts* counts = nullptr;  // [rows]
-  int32_t* offsets = nullptr;    // [rows, capacity]: competing tokens of the entries before
-  float* weights = nullptr;      // [rows, group, max_tokens]: competing tokens, then the others
+  int64_t max_tokens = 0;     // of a row
+  uint32_t* slots = nullptr;  // [rows, capacity]: where the weights of entries lie, of long lists
+  float* weights = nullptr;   // [rows, group, max_tokens], those not in shared memory
+  // How LaunchTopP cuts a row.
+  unsigned blocks_of_row = 1;  // a power of two
+  int64_t shared_tokens = 0;   // whose weights lie in shared memory
+  int64_t items_at_once = 0;   // pages of a block
+
+  KVASIR_HOST_DEVICE int64_t heads_of_block() const {
+    return (select.group + blocks_of_row - 1) / blocks_of_row;
+  }
 };
 
 cudaError_t LaunchTopP(const TopPLaunch& params, cudaStream_t stream);

@@ -1,420 +1,380 @@
-// Top-p pruning on the GPU, two kernels:
+// Top-p pruning on the GPU: a cluster of blocks of threads a row, each with some of the pages that
+// the row attends to.
 //
-//   estimate   a warp takes half a page of what a row attends to, a lane a token: logits of all
-//              heads of the group from key codes, packed densely; clears what competes
-//   keep       a block of threads takes one head of a row, finds its threshold by counting, and
-//   sets
-//              again what reaches it
+//   estimate   a lane a token: logits of all heads of the group from key codes, each head's to the
+//              shared memory of the block that searches for it
+//   search     a block a head, side by side: the weights, and the least one that is kept
+//              (top_p_threshold.cuh)
+//   keep       a warp an entry: its tokens that any head keeps
 #include <algorithm>
 
 #include "kernels/attention/row_items.h"
+#include "kernels/base/hopper.cuh"
 #include "kernels/base/overlapped_launch.h"
-#include "kernels/sparse/block_select.cuh"
 #include "kernels/sparse/key_code_logits.cuh"
 #include "kernels/sparse/top_p/top_p_launch.h"
 #include "kernels/sparse/top_p/top_p_rule.h"
+#include "kernels/sparse/top_p/top_p_threshold.cuh"
 
 namespace kvasir::kernels {
 namespace {
 
-// Rows that attend to more are left as they are.
-constexpr int64_t kMostTokens = int64_t{1} << 21;
-constexpr int kThreads = 256;
-constexpr int kWarps = kThreads / kWarpThreads;
-// Blocks of threads that estimate, all rows together.
-constexpr int64_t kEstimateBlocks = 1024;
-constexpr int kHalves = static_cast<int>(kPageTokens) / kWarpThreads;  // of a page, a warp each
-// Entries of a row whose offsets are in shared memory. Those of more are where they are left: all
-// blocks of a row write the same.
-constexpr int64_t kSharedOffsets = 16 * 1024;
-constexpr int kKeepThreads = 512;
-constexpr int kKeepWarps = kKeepThreads / kWarpThreads;
-// Of a weight's bits, so many are found at a time.
-constexpr int kBinBits = 11;
-constexpr unsigned kBins = 1u << kBinBits;
-// Tokens of a head whose weights are searched in shared memory; more stay where they are.
-constexpr int64_t kCopiedWeights = 24 * 1024;
+// Blocks of threads of all rows together, where the rows are few.
+constexpr int64_t kBlocks = 128;
+constexpr int kMostBlocksOfRow = 8;
+// Keys that are rotated, and those of 64 elements, take a thread more registers.
+constexpr int kThreads = 512;
+constexpr int kPlacingThreads = 256;
+// Weights of a block's heads in its shared memory; more go to device memory.
+constexpr int64_t kSharedWeights = 32 * 1024;
+// Pages of a block at once.
+constexpr int64_t kMostItems = 256;
 
-// Tokens of one page that are estimated, where the first one's weight goes, and where they
-// stand.
-struct Piece {
-  int64_t page;
+// Tokens of one page that are estimated.
+struct Item {
   uint64_t tokens;
-  int64_t offset;
-  ItemPositions positions;
+  uint64_t live;            // of the entry
+  const std::byte* codes;   // null: the page is absent
+  ItemPositions positions;  // of its tokens
+  uint32_t slot;            // of its first token's weights; those of the others follow
 };
 
-// The pieces of a row: its entries, then the pages of the sink, then those of the window.
-class RowPieces {
- public:
-  __device__ RowPieces(const SelectionHeader& header, const SelectionEntry* list,
-                       const int32_t* offsets, int64_t competing)
-      : header_(header),
-        list_(list),
-        offsets_(offsets),
-        competing_(competing),
-        sink_pages_(CeilPages(header.sink_end)),
-        first_window_page_(header.window_begin / kPageTokens) {}
+// Shared memory of a block. Behind it: weights [heads of the block, shared_tokens],
+// Item [items_at_once], uint16_t [items_at_once, kPageTokens].
+template <int kHeadDim, int kThreads>
+struct TopPMemory {
+  alignas(16) float elements[kMaxCudaGroup][kHeadDim];
+  float sums[kMaxCudaGroup];
+  ThresholdMemory<kThreads> search;
+  float* weights[kMaxCudaGroup];    // of each head, where its block has them
+  float thresholds[kMaxCudaGroup];  // from the heads' blocks
+  uint32_t num_competing;           // of the row: in the cluster's first block
+  uint32_t num_tokens;              // that are estimated at once
+};
 
-  __device__ int64_t count() const {
-    const int64_t window_pages = header_.query_position / kPageTokens - first_window_page_ + 1;
-    return header_.count + sink_pages_ + window_pages;
+// A block's part of a row. All by all threads of the block, unless said otherwise.
+template <int kHeadDim, bool kPlaced, int kThreads>
+class RowPruning {
+ public:
+  using Memory = TopPMemory<kHeadDim, kThreads>;
+
+  __device__ RowPruning(const TopPLaunch& p, Memory& memory)
+      : p_(p),
+        memory_(memory),
+        group_(static_cast<int>(p.select.group)),
+        blocks_(p.blocks_of_row),
+        rank_(hopper::ClusterRank()) {
+    auto* const weights = reinterpret_cast<float*>(&memory + 1);
+    items_ = reinterpret_cast<Item*>(weights + p.heads_of_block() * p.shared_tokens);
+    tokens_ = reinterpret_cast<uint16_t*>(items_ + p.items_at_once);
   }
-  __device__ Piece at(int64_t i) const {
-    if (i < header_.count) {
-      return {list_[i].page,
-              Competing(header_, list_[i]),
-              offsets_[i],
-              {list_[i].pos0, list_[i].chosen}};
+
+  // Before Run; reads nothing. The blocks of the cluster have begun when it returns.
+  __device__ void Prepare() {
+    memory_.search.ClearBins();
+    if (threadIdx.x < kMaxCudaGroup) {
+      const unsigned g = threadIdx.x;
+      float* const here = reinterpret_cast<float*>(&memory_ + 1) + g / blocks_ * p_.shared_tokens;
+      memory_.weights[g] = hopper::OfBlock(here, g % blocks_);
     }
-    i -= header_.count;
-    if (i < sink_pages_) {
-      const int64_t start = i * kPageTokens;
-      return {i,
-              TokenMask(0, header_.sink_end - start),
-              competing_ + start,
-              {static_cast<int32_t>(start), ~uint64_t{0}}};
+    if (threadIdx.x == 0) memory_.num_competing = memory_.num_tokens = 0;
+    hopper::ClusterSync();
+  }
+
+  __device__ void Run(const DeviceRow& row) {
+    row_ = &row;
+    list_ = p_.select.out.entries + row.index * p_.select.out.capacity;
+    SelectionEntry entry = EntryOf(0);  // on its way with the header
+    header_ = p_.select.out.headers[row.index];
+    if (!IsPruned(header_, row.block, row.numbers)) return;
+    mandatory_ = header_.sink_end + header_.query_position + 1 - header_.window_begin;
+    CountItems();
+    LoadQueries();
+    for (int64_t first = 0; first < num_items_; first += p_.items_at_once) {
+      if (first > 0) entry = EntryOf(first);
+      LoadItems(first, entry, Slots::kTake);
+      Estimate();
     }
-    const int64_t page = first_window_page_ + i - sink_pages_;
-    const int64_t start = page * kPageTokens;
-    const int64_t before = max(int64_t{0}, start - header_.window_begin);
-    return {page,
-            TokenMask(header_.window_begin - start, header_.query_position + 1 - start),
-            competing_ + header_.sink_end + before,
-            {static_cast<int32_t>(QueryPosition(header_, start)), ~uint64_t{0}}};
+    hopper::ClusterSync();
+    const int64_t count = mandatory_ + *hopper::OfBlock(&memory_.num_competing, 0);
+    if (count <= MostTokens()) {
+      for (int g = static_cast<int>(rank_); g < group_; g += static_cast<int>(blocks_)) {
+        FindThreshold(g, count);
+      }
+      hopper::ClusterSync();
+      for (int64_t first = 0; first < num_items_; first += p_.items_at_once) {
+        if (num_items_ > p_.items_at_once) LoadItems(first, EntryOf(first), Slots::kRecall);
+        Keep(first);
+      }
+    }
+    hopper::ClusterSync();  // blocks read each other's memory till here
   }
 
  private:
-  const SelectionHeader& header_;
-  const SelectionEntry* list_;
-  const int32_t* offsets_;
-  int64_t competing_;
-  int64_t sink_pages_;
-  int64_t first_window_page_;
-};
+  enum class Slots { kTake, kRecall };
 
-// offsets[i] = competing tokens of the entries before i; returns those of all. By all threads.
-__device__ int64_t CountCompeting(const SelectionHeader& header, const SelectionEntry* list,
-                                  int32_t* offsets, SelectMemory& memory) {
-  const int64_t share = (header.count + kThreads - 1) / kThreads;
-  const int64_t begin = min(int64_t{header.count}, threadIdx.x * share);
-  const int64_t end = min(int64_t{header.count}, begin + share);
-  int64_t own = 0;
-  for (int64_t i = begin; i < end; ++i) own += __popcll(Competing(header, list[i]));
-  auto before = static_cast<int64_t>(SumBefore(static_cast<uint64_t>(own), memory));
-  __shared__ int64_t total;
-  if (threadIdx.x == kThreads - 1) total = before + own;
-  for (int64_t i = begin; i < end; ++i) {
-    offsets[i] = static_cast<int32_t>(before);
-    before += __popcll(Competing(header, list[i]));
-  }
-  __syncthreads();
-  return total;
-}
+  __device__ int64_t MostTokens() const { return min(p_.max_tokens, kMostTokens); }
 
-template <int kHeadDim, bool kPlaced>
-__device__ void EstimatePiece(const TopPLaunch& p, const DeviceRow& row, const Piece& piece,
-                              int half, const CodeQueries<kHeadDim>& queries) {
-  const int token = half * kWarpThreads + static_cast<int>(threadIdx.x) % kWarpThreads;
-  if ((piece.tokens >> token & 1) == 0) return;
-  const PagedKv& kv = p.select.kv;
-  const bool is_there = kv.row(row.block.slot, piece.page) >= 0;
-  const std::byte* codes =
-      is_there ? kv.KeyCodes(row.block.slot, piece.page, p.select.layer, row.kv_head) : nullptr;
-  const uint64_t before = piece.tokens & ((uint64_t{1} << token) - 1);
-  float* const to =
-      p.weights + row.index * p.select.group * p.max_tokens + piece.offset + __popcll(before);
-  const auto group = static_cast<int>(p.select.group);
-  if (!is_there) {
-    for (int g = 0; g < group; ++g) to[g * p.max_tokens] = -INFINITY;
-    return;
+  // The row's items are its entries, then the pages of the sink, then those of the window; those of
+  // the block are every blocks_-th of them.
+  __device__ void CountItems() {
+    const int64_t window_pages = header_.query_position / kPageTokens - FirstWindowPage() + 1;
+    const int64_t all = header_.count + CeilPages(header_.sink_end) + window_pages;
+    num_items_ = all > rank_ ? (all - rank_ - 1) / blocks_ + 1 : 0;
   }
-  CodedKey<kHeadDim> key;
-  key.Load(kv.layout, codes, token);
-  const auto store = [&](int g, float logit) { to[g * p.max_tokens] = p.select.scale * logit; };
-  if constexpr (kPlaced) {
-    const RotationAt at(p.select.rope, kHeadDim / 2, piece.positions.of(token));
-    ForEachLogit(PlacedKey<kHeadDim>(key, at), queries, group, store);
-  } else {
-    ForEachLogit(key, queries, group, store);
-  }
-}
+  __device__ int64_t FirstWindowPage() const { return header_.window_begin / kPageTokens; }
+  __device__ int64_t IndexOf(int64_t item) const { return rank_ + item * blocks_; }
 
-// The row's queries, where it is pruned; kPlaced: rotated to their place.
-template <int kHeadDim, bool kPlaced>
-__device__ void LoadQueries(const SelectLaunch& p, const DeviceRow& row,
-                            const SelectionHeader& header, const CodeQueries<kHeadDim>& to) {
-  constexpr int kHalf = kHeadDim / 2;
-  StoreCodeQueries(to, kMaxCudaGroup, [&](int g, int i) {
-    if (g >= p.group) return 0.0f;
-    if constexpr (kPlaced) {
-      const int low = i % kHalf;
-      const RotationAt at(p.rope, kHalf, QueryPosition(header, row.block.first_position));
-      const float2 turned =
-          at.Rotate(low, QueryElement(p, row, 0, g, low), QueryElement(p, row, 0, g, low + kHalf));
-      return i < kHalf ? turned.x : turned.y;
-    } else {
-      return QueryElement(p, row, 0, g, i);
+  // Of the block's items [first, first + items_at_once) the thread has one at most, the last
+  // threads first: the others load queries meanwhile.
+  __device__ int64_t ItemOfThread() const { return kThreads - 1 - int64_t{threadIdx.x}; }
+  // The entry that it is, if it is one: what lies there else is not looked at.
+  __device__ SelectionEntry EntryOf(int64_t first) const {
+    const int64_t own = ItemOfThread();
+    const int64_t index = IndexOf(first + own);
+    const bool may_be = own < p_.items_at_once && index < p_.select.out.capacity;
+    return may_be ? list_[index] : SelectionEntry{};
+  }
+
+  // A row's item but for its codes; entries' slots are still to be given.
+  __device__ Item ItemAt(int64_t index, const SelectionEntry& entry, int64_t& page) const {
+    if (index < header_.count) {
+      page = entry.page;
+      return {.tokens = Competing(header_, entry),
+              .live = entry.live,
+              .positions = {entry.pos0, entry.chosen}};
     }
-  });
-}
+    index -= header_.count;
+    const int64_t sink_pages = CeilPages(header_.sink_end);
+    if (index < sink_pages) {
+      page = index;
+      const int64_t start = page * kPageTokens;
+      return {.tokens = TokenMask(0, header_.sink_end - start),
+              .positions = {static_cast<int32_t>(start), ~uint64_t{0}},
+              .slot = static_cast<uint32_t>(start)};
+    }
+    page = FirstWindowPage() + index - sink_pages;
+    const int64_t start = page * kPageTokens;
+    const int64_t before = max(int64_t{0}, start - header_.window_begin);
+    return {.tokens = TokenMask(header_.window_begin - start, header_.query_position + 1 - start),
+            .positions = {static_cast<int32_t>(QueryPosition(header_, start)), ~uint64_t{0}},
+            .slot = static_cast<uint32_t>(header_.sink_end + before)};
+  }
+
+  // The block's items from `first` on, and lists their tokens.
+  __device__ void LoadItems(int64_t first, const SelectionEntry& entry, Slots slots) {
+    if (first > 0 || slots == Slots::kRecall) {
+      __syncthreads();
+      if (threadIdx.x == 0) memory_.num_tokens = 0;
+      __syncthreads();
+    }
+    const int64_t own = ItemOfThread();
+    if (own < p_.items_at_once) items_[own] = MakeItem(first, entry, slots);
+    __syncthreads();
+  }
+  // The thread's. By a warp.
+  __device__ Item MakeItem(int64_t first, const SelectionEntry& entry, Slots slots) {
+    const int64_t own = ItemOfThread();
+    const int64_t index = IndexOf(first + own);
+    const bool is_item = first + own < num_items_;
+    int64_t page = 0;
+    Item item = is_item ? ItemAt(index, entry, page) : Item{};
+    const PagedKv& kv = p_.select.kv;
+    if (item.tokens != 0 && kv.row(row_->block.slot, page) >= 0) {
+      item.codes = kv.KeyCodes(row_->block.slot, page, p_.select.layer, row_->kv_head);
+    }
+    const bool competes = is_item && index < header_.count;
+    if (slots == Slots::kTake) {
+      TakeSlots(item, static_cast<int>(own), competes);
+      if (competes && num_items_ > p_.items_at_once) SlotsOfEntries()[index] = item.slot;
+    } else if (competes) {
+      item.slot = SlotsOfEntries()[index];
+    }
+    return item;
+  }
+  __device__ uint32_t* SlotsOfEntries() const {
+    return p_.slots + row_->index * p_.select.out.capacity;
+  }
+
+  // Gives the entries of a warp's items slots in the row, and all their tokens places in tokens_.
+  // By a warp.
+  __device__ void TakeSlots(Item& item, int own, bool competes) {
+    const unsigned lane = threadIdx.x % kWarpThreads;
+    const auto count = static_cast<uint32_t>(__popcll(item.tokens));
+    const uint32_t both = count << 16 | (competes ? count : 0);
+    uint32_t sum = both;
+    for (unsigned distance = 1; distance < kWarpThreads; distance *= 2) {
+      const uint32_t left = __shfl_up_sync(kAllLanes, sum, distance);
+      if (lane >= distance) sum += left;
+    }
+    uint32_t slot = 0;
+    uint32_t place = 0;
+    if (lane == kWarpThreads - 1) {
+      place = atomicAdd(&memory_.num_tokens, sum >> 16);
+      slot = atomicAdd(hopper::OfBlock(&memory_.num_competing, 0), sum & 0xffff);
+    }
+    place = __shfl_sync(kAllLanes, place, kWarpThreads - 1) + ((sum - both) >> 16);
+    slot = __shfl_sync(kAllLanes, slot, kWarpThreads - 1) + ((sum - both) & 0xffff);
+    if (competes) item.slot = static_cast<uint32_t>(mandatory_) + slot;
+    for (unsigned rest = __ballot_sync(kAllLanes, count > 0); rest != 0; rest &= rest - 1) {
+      const int owner = __ffs(static_cast<int>(rest)) - 1;
+      const uint64_t tokens = __shfl_sync(kAllLanes, item.tokens, owner);
+      const uint32_t first = __shfl_sync(kAllLanes, place, owner);
+      const int number = __shfl_sync(kAllLanes, own, owner);
+      for (unsigned token = lane; token < kPageTokens; token += kWarpThreads) {
+        if ((tokens >> token & 1) == 0) continue;
+        tokens_[first + BitsBefore(tokens, token)] =
+            static_cast<uint16_t>(number * kPageTokens + token);
+      }
+    }
+  }
+  static __device__ uint32_t BitsBefore(uint64_t mask, unsigned bit) {
+    return static_cast<uint32_t>(__popcll(mask & ((uint64_t{1} << bit) - 1)));
+  }
+
+  // The row's queries; kPlaced: rotated to their place.
+  __device__ void LoadQueries() {
+    constexpr int kHalf = kHeadDim / 2;
+    StoreCodeQueries(Queries(), kMaxCudaGroup, [&](int g, int i) {
+      if (g >= group_) return 0.0f;
+      const auto element = [&](int at) { return QueryElement(p_.select, *row_, 0, g, at); };
+      if constexpr (kPlaced) {
+        const int low = i % kHalf;
+        const RotationAt at(p_.select.rope, kHalf,
+                            QueryPosition(header_, row_->block.first_position));
+        const float2 turned = at.Rotate(low, element(low), element(low + kHalf));
+        return i < kHalf ? turned.x : turned.y;
+      } else {
+        return element(i);
+      }
+    });
+  }
+  __device__ CodeQueries<kHeadDim> Queries() const { return {memory_.elements, memory_.sums}; }
+
+  // A head's weight, in shared memory of its block or in device memory.
+  __device__ float& Weight(int g, int64_t slot) const {
+    if (slot < p_.shared_tokens) return memory_.weights[g][slot];
+    return p_.weights[(row_->index * group_ + g) * p_.max_tokens + slot];
+  }
+
+  // Logits of the tokens that are listed.
+  __device__ void Estimate() {
+#pragma unroll 1
+    for (unsigned i = threadIdx.x; i < memory_.num_tokens; i += kThreads) {
+      const unsigned listed = tokens_[i];
+      const unsigned token = listed % kPageTokens;
+      const Item& item = items_[listed / kPageTokens];
+      const int64_t slot = int64_t{item.slot} + BitsBefore(item.tokens, token);
+      if (slot >= MostTokens()) continue;  // the row is left as it is
+      if (item.codes == nullptr) {
+        for (int g = 0; g < group_; ++g) Weight(g, slot) = -INFINITY;
+        continue;
+      }
+      CodedKey<kHeadDim> key;
+      key.Load(p_.select.kv.layout, item.codes, token);
+      const auto store = [&](int g, float logit) { Weight(g, slot) = p_.select.scale * logit; };
+      if constexpr (kPlaced) {
+        const RotationAt at(p_.select.rope, kHeadDim / 2,
+                            item.positions.of(static_cast<int>(token)));
+        ForEachLogit(PlacedKey<kHeadDim>(key, at), Queries(), group_, store);
+      } else {
+        ForEachLogit(key, Queries(), group_, store);
+      }
+    }
+  }
+
+  // Makes weights of a head's logits, and tells all blocks the least that is kept.
+  __device__ void FindThreshold(int g, int64_t count) {
+    if (g >= static_cast<int>(blocks_)) {  // not the block's first
+      __syncthreads();
+      memory_.search.ClearBins();
+      __syncthreads();
+    }
+    const auto at = [&](int64_t slot) -> float& { return Weight(g, slot); };
+    const float threshold =
+        ThresholdSearch<kThreads, decltype(at)>(at, mandatory_, count, memory_.search)
+            .Run(row_->numbers.top_p);
+    if (threadIdx.x < blocks_) *hopper::OfBlock(&memory_.thresholds[g], threadIdx.x) = threshold;
+  }
+
+  // What is left of the entries among the items: of each by a warp, a lane two of its tokens.
+  __device__ void Keep(int64_t first) const {
+    const unsigned lane = threadIdx.x % kWarpThreads;
+    const int64_t end = min(p_.items_at_once, num_items_ - first);
+    for (int64_t i = threadIdx.x / kWarpThreads; i < end; i += kThreads / kWarpThreads) {
+      const Item& item = items_[i];
+      const int64_t index = IndexOf(first + i);
+      if (index >= header_.count || item.tokens == 0) continue;
+      uint64_t kept = 0;
+#pragma unroll
+      for (unsigned half = 0; half < kPageTokens; half += kWarpThreads) {
+        const unsigned token = half + lane;
+        const bool is_kept = (item.tokens >> token & 1) != 0 &&
+                             IsKept(int64_t{item.slot} + BitsBefore(item.tokens, token));
+        kept |= static_cast<uint64_t>(__ballot_sync(kAllLanes, is_kept)) << half;
+      }
+      if (lane == 0) list_[index].live = item.live & (~item.tokens | kept);
+    }
+  }
+  __device__ bool IsKept(int64_t slot) const {
+    bool is_kept = false;
+#pragma unroll 4
+    for (int g = 0; g < group_; ++g) is_kept |= !(Weight(g, slot) < memory_.thresholds[g]);
+    return is_kept;  // and NaN
+  }
+
+  const TopPLaunch& p_;
+  Memory& memory_;
+  const int group_;
+  const unsigned blocks_;
+  const unsigned rank_;
+  Item* items_;
+  uint16_t* tokens_;
+  const DeviceRow* row_ = nullptr;
+  SelectionHeader header_;
+  SelectionEntry* list_ = nullptr;
+  int64_t mandatory_ = 0;
+  int64_t num_items_ = 0;
+};
 
 // kPlaced: keys are cached un-rotated, and rotated to their compact positions.
-template <int kHeadDim, bool kPlaced>
-__global__ void __launch_bounds__(kThreads, 1)
-    EstimateKernel(const __grid_constant__ TopPLaunch p) {
-  __shared__ SelectMemory memory;
-  __shared__ alignas(16) float elements[kMaxCudaGroup][kHeadDim];
-  __shared__ float sums[kMaxCudaGroup];
-  extern __shared__ int32_t shared_offsets[];  // [capacity]
+template <int kHeadDim, bool kPlaced, int kThreads>
+__global__ void __launch_bounds__(kThreads, 1) PruneKernel(const __grid_constant__ TopPLaunch p) {
+  extern __shared__ uint4 raw[];
+  RowPruning<kHeadDim, kPlaced, kThreads> pruning(
+      p, *reinterpret_cast<TopPMemory<kHeadDim, kThreads>*>(raw));
   cudaTriggerProgrammaticLaunchCompletion();
+  pruning.Prepare();
   cudaGridDependencySynchronize();
-  const DeviceRow row(p.select, blockIdx.x);
-  int32_t* const offsets = p.select.out.capacity <= kSharedOffsets
-                               ? shared_offsets
-                               : p.offsets + row.index * p.select.out.capacity;
-  const SelectionHeader header = p.select.out.headers[row.index];
-  SelectionEntry* const list = p.select.out.entries + row.index * p.select.out.capacity;
-  const bool tells = blockIdx.y == 0;
-  TopPCounts counts;
-  if (IsPruned(header, row.block, row.numbers)) {
-    const int64_t competing = CountCompeting(header, list, offsets, memory);
-    const int64_t mandatory = header.sink_end + header.query_position + 1 - header.window_begin;
-    if (competing + mandatory <= min(p.max_tokens, kMostTokens)) {
-      counts = {static_cast<int32_t>(competing), static_cast<int32_t>(mandatory)};
-    }
-  }
-  if (tells && threadIdx.x == 0) p.counts[row.index] = counts;
-  if (counts.competing == 0) return;
-  const CodeQueries<kHeadDim> queries = {elements, sums};
-  LoadQueries<kHeadDim, kPlaced>(p.select, row, header, queries);
-  for (int64_t i = threadIdx.x; tells && i < header.count; i += kThreads) {
-    p.offsets[row.index * p.select.out.capacity + i] = offsets[i];
-  }
-  __syncthreads();
-  const RowPieces pieces(header, list, offsets, counts.competing);
-  const int64_t stride = int64_t{gridDim.y} * kWarps;
-  for (int64_t i = int64_t{blockIdx.y} * kWarps + threadIdx.x / kWarpThreads;
-       i < kHalves * pieces.count(); i += stride) {
-    const Piece piece = pieces.at(i / kHalves);
-    const auto half = static_cast<int>(i % kHalves);
-    EstimatePiece<kHeadDim, kPlaced>(p, row, piece, half, queries);
-    const bool clears = half == 0 && threadIdx.x % kWarpThreads == 0;
-    if (clears && i / kHalves < header.count) list[i / kHalves].live &= ~piece.tokens;
-  }
-}
-
-// Weights, at most 1, as whole numbers of 2^-40: their sums are exact in whatever order, for up to
-// kMostTokens.
-__device__ uint64_t WholeOf(float weight) { return __float2ull_rn(weight * 0x1p40f); }
-
-// A sum of such as sums of parts of its bits, as shared memory adds no more than 32 at once.
-constexpr int kParts = 4;
-constexpr int kPartBits = 11;
-static_assert(kParts * kPartBits > 40 && kMostTokens << kPartBits <= int64_t{1} << 32);
-
-// Shared memory of a block that keeps.
-struct KeepMemory {
-  float greatest[kKeepWarps];  // of the logits, by warp
-  uint64_t sums[kKeepWarps];
-  uint64_t totals[2];  // of the weights: those that compete, and the others
-  uint32_t bins[kParts][kBins];
-  uint64_t above;  // what the bins above `bin` hold
-  uint32_t bin;
-  uint32_t least;  // of the bits of weights that compete
-  uint32_t most;
-};
-
-__device__ float MaxOverBlock(float value, KeepMemory& memory) {
-  for (int distance = kWarpThreads / 2; distance > 0; distance /= 2) {
-    value = fmaxf(value, __shfl_xor_sync(kAllLanes, value, distance));
-  }
-  if (threadIdx.x % kWarpThreads == 0) memory.greatest[threadIdx.x / kWarpThreads] = value;
-  __syncthreads();
-  for (int i = 0; i < kKeepWarps; ++i) value = fmaxf(value, memory.greatest[i]);
-  return value;
-}
-
-// Adds what the threads have to memory.totals[which], which the next barrier shows.
-__device__ void AddToTotal(uint64_t value, int which, KeepMemory& memory) {
-  for (int distance = kWarpThreads / 2; distance > 0; distance /= 2) {
-    value += __shfl_xor_sync(kAllLanes, value, distance);
-  }
-  if (threadIdx.x % kWarpThreads == 0) {
-    atomicAdd(reinterpret_cast<unsigned long long*>(&memory.totals[which]), value);
-  }
-}
-
-__device__ void AddToBin(uint64_t whole, uint32_t bin, KeepMemory& memory) {
-#pragma unroll
-  for (int part = 0; part < kParts; ++part) {
-    const uint32_t bits =
-        static_cast<uint32_t>(whole >> part * kPartBits) & ((1u << kPartBits) - 1);
-    if (bits != 0) atomicAdd(&memory.bins[part][bin], bits);
-  }
-}
-
-__device__ uint64_t SumOfBin(uint32_t bin, const KeepMemory& memory) {
-  uint64_t sum = 0;
-#pragma unroll
-  for (int part = 0; part < kParts; ++part) {
-    sum += static_cast<uint64_t>(memory.bins[part][bin]) << part * kPartBits;
-  }
-  return sum;
-}
-
-// Sums the weights in [low, high] by bins of 2^shift, and finds the one where the sum from the
-// greatest on reaches `need`. Then `bin` and `above` are known to all. REQUIRES: all of them
-// together reach it; need > 0; kBins bins are enough. Comparisons leave out NaN.
-__device__ void FindBin(const float* weights, int64_t count, uint32_t low, uint32_t high, int shift,
-                        uint64_t need, KeepMemory& memory) {
-  for (unsigned i = threadIdx.x; i < kParts * kBins; i += kKeepThreads) memory.bins[0][i] = 0;
-  __syncthreads();
-  for (int64_t j = threadIdx.x; j < count; j += kKeepThreads) {
-    const uint32_t bits = __float_as_uint(weights[j]);
-    if (bits < low || bits > high) continue;
-    AddToBin(WholeOf(weights[j]), (bits - low) >> shift, memory);
-  }
-  __syncthreads();
-  constexpr unsigned kOwn = kBins / kKeepThreads;  // of a thread, from the greatest on
-  const unsigned first = kBins - 1 - kOwn * threadIdx.x;
-  uint64_t own[kOwn];
-  uint64_t sum = 0;
-  for (unsigned i = 0; i < kOwn; ++i) sum += own[i] = SumOfBin(first - i, memory);
-  uint64_t above = SumBefore(sum, memory.sums);
-  for (unsigned i = 0; i < kOwn; ++i) {
-    const uint64_t next = above + own[i];
-    if (above < need && need <= next) {
-      memory.bin = first - i;
-      memory.above = above;
-    }
-    above = next;
-  }
-  __syncthreads();
-}
-
-// The largest float t with sum of the weights >= t at least `need`, which all in [memory.least,
-// memory.most] reach: the range that holds it is cut into bins again and again. Of floats above
-// 0 the bits have the same order.
-__device__ float Threshold(const float* weights, int64_t count, uint64_t need, KeepMemory& memory) {
-  uint32_t low = memory.least;
-  uint32_t high = memory.most;
-  while (low < high) {
-    const int shift = max(0, 32 - __clz(static_cast<int>(high - low)) - kBinBits);
-    FindBin(weights, count, low, high, shift, need, memory);
-    low += memory.bin << shift;
-    high = min(high, low + ((1u << shift) - 1));
-    need -= memory.above;
-  }
-  return __uint_as_float(low);
-}
-
-// Sets what a head keeps: a warp takes an entry, a lane two of its tokens.
-__device__ void KeepTokens(const TopPLaunch& p, int64_t row, const float* weights,
-                           float threshold) {
-  const SelectionHeader header = p.select.out.headers[row];
-  SelectionEntry* const list = p.select.out.entries + row * p.select.out.capacity;
-  const int32_t* const offsets = p.offsets + row * p.select.out.capacity;
-  const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
-  for (int64_t i = threadIdx.x / kWarpThreads; i < header.count; i += kKeepWarps) {
-    const uint64_t competing = Competing(header, list[i]);
-    uint64_t kept = 0;
-    for (int first = 0; first < kPageTokens; first += kWarpThreads) {
-      const uint64_t token = uint64_t{1} << (first + lane);
-      const bool is_kept = (competing & token) != 0 &&
-                           !(weights[offsets[i] + __popcll(competing & (token - 1))] < threshold);
-      kept |= static_cast<uint64_t>(__ballot_sync(kAllLanes, is_kept)) << first;  // and NaN
-    }
-    if (lane == 0 && kept != 0) {
-      atomicOr(reinterpret_cast<unsigned long long*>(&list[i].live), kept);
-    }
-  }
-}
-
-__global__ void __launch_bounds__(kKeepThreads) KeepKernel(const __grid_constant__ TopPLaunch p) {
-  __shared__ KeepMemory memory;
-  extern __shared__ float copied[];  // [kCopiedWeights]
-  cudaTriggerProgrammaticLaunchCompletion();
-  cudaGridDependencySynchronize();
-  const DeviceRow row(p.select, blockIdx.x);
-  const TopPCounts counts = p.counts[row.index];
-  if (counts.competing == 0) return;
-  float* const logits = p.weights + (row.index * p.select.group + blockIdx.y) * p.max_tokens;
-  const int64_t num_tokens = int64_t{counts.competing} + counts.mandatory;
-  float* const weights = num_tokens <= kCopiedWeights ? copied : logits;
-  if (threadIdx.x < 2) memory.totals[threadIdx.x] = 0;
-  if (threadIdx.x == 0) memory.least = __float_as_uint(1.0f);
-  if (threadIdx.x == 0) memory.most = 0;
-  float greatest = -INFINITY;
-  for (int64_t j = threadIdx.x; j < num_tokens; j += kKeepThreads) {
-    const float logit = logits[j];
-    weights[j] = logit;
-    greatest = fmaxf(greatest, logit);
-  }
-  greatest = MaxOverBlock(greatest, memory);  // fmaxf leaves out NaN
-  uint64_t sums[2] = {};
-  uint32_t least = __float_as_uint(1.0f);
-  uint32_t most = 0;
-  for (int64_t j = threadIdx.x; j < num_tokens; j += kKeepThreads) {
-    const float weight = expf(weights[j] - greatest);
-    weights[j] = weight;
-    if (isnan(weight)) continue;
-    sums[j < counts.competing ? 0 : 1] += WholeOf(weight);
-    if (j >= counts.competing) continue;
-    least = min(least, __float_as_uint(weight));
-    most = max(most, __float_as_uint(weight));
-  }
-  least = __reduce_min_sync(kAllLanes, least);
-  most = __reduce_max_sync(kAllLanes, most);
-  if (threadIdx.x % kWarpThreads == 0) {
-    atomicMin(&memory.least, least);
-    atomicMax(&memory.most, most);
-  }
-  for (int i = 0; i < 2; ++i) AddToTotal(sums[i], i, memory);
-  __syncthreads();
-  const uint64_t competing = memory.totals[0];
-  const uint64_t mandatory = memory.totals[1];
-  const double wanted = ceil(static_cast<double>(row.numbers.top_p) * (1 - kTopPRounding) *
-                             static_cast<double>(competing + mandatory));
-  float threshold = INFINITY;
-  if (wanted > static_cast<double>(mandatory)) {
-    const uint64_t need = static_cast<uint64_t>(wanted) - mandatory;
-    threshold = need <= competing ? Threshold(weights, counts.competing, need, memory) : 0.0f;
-  }
-  KeepTokens(p, row.index, weights, threshold);
+  pruning.Run(DeviceRow(p.select, blockIdx.x / p.blocks_of_row));
 }
 
 template <int kHeadDim, bool kPlaced>
-cudaError_t Launch(const TopPLaunch& p, cudaStream_t stream) {
-  const auto rows = static_cast<unsigned>(p.select.out.num_rows);
-  const int64_t most_pieces =
+cudaError_t Launch(TopPLaunch p, cudaStream_t stream) {
+  constexpr int kBlockThreads = kPlaced || kHeadDim == 64 ? kPlacingThreads : kThreads;
+  p.blocks_of_row = kMostBlocksOfRow;
+  while (p.blocks_of_row > 1 && p.select.out.num_rows * p.blocks_of_row > kBlocks) {
+    p.blocks_of_row /= 2;
+  }
+  p.shared_tokens = std::min(p.max_tokens, kSharedWeights / p.heads_of_block()) / 4 * 4;
+  const int64_t most_items =
       p.select.out.capacity + CeilPages(p.max_tokens) + 2;  // sink and window may begin in a page
-  const int64_t useful = (kHalves * most_pieces + kWarps - 1) / kWarps;
-  const int64_t share = std::max<int64_t>(1, kEstimateBlocks / rows);
-  const bool in_shared = p.select.out.capacity <= kSharedOffsets;
-  const auto offset_bytes =
-      static_cast<int>(in_shared ? p.select.out.capacity * sizeof(int32_t) : 0);
-  if (const cudaError_t error =
-          cudaFuncSetAttribute(EstimateKernel<kHeadDim, kPlaced>,
-                               cudaFuncAttributeMaxDynamicSharedMemorySize, offset_bytes);
+  const int64_t of_block = (most_items + p.blocks_of_row - 1) / p.blocks_of_row;
+  p.items_at_once =
+      std::min(kMostItems, (of_block + kWarpThreads - 1) / kWarpThreads * kWarpThreads);
+  const int64_t bytes =
+      static_cast<int64_t>(sizeof(TopPMemory<kHeadDim, kBlockThreads>)) +
+      p.heads_of_block() * p.shared_tokens * static_cast<int64_t>(sizeof(float)) +
+      p.items_at_once * static_cast<int64_t>(sizeof(Item) + kPageTokens * sizeof(uint16_t));
+  const auto kernel = PruneKernel<kHeadDim, kPlaced, kBlockThreads>;
+  if (const cudaError_t error = cudaFuncSetAttribute(
+          kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
       error != cudaSuccess) {
     return error;
   }
-  const dim3 blocks(rows, static_cast<unsigned>(std::min(useful, share)));
-  if (const cudaError_t error = LaunchOverlapped(EstimateKernel<kHeadDim, kPlaced>, blocks,
-                                                 kThreads, offset_bytes, stream, p);
-      error != cudaSuccess) {
-    return error;
-  }
-  const int copy_bytes = static_cast<int>(std::min(kCopiedWeights, p.max_tokens) *
-                                          static_cast<int64_t>(sizeof(float)));
-  if (const cudaError_t error =
-          cudaFuncSetAttribute(KeepKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, copy_bytes);
-      error != cudaSuccess) {
-    return error;
-  }
-  return LaunchOverlapped(KeepKernel, dim3(rows, static_cast<unsigned>(p.select.group)),
-                          kKeepThreads, copy_bytes, stream, p);
+  const auto blocks = static_cast<unsigned>(p.select.out.num_rows) * p.blocks_of_row;
+  return LaunchOverlappedClusters(kernel, p.blocks_of_row, blocks, kBlockThreads,
+                                  static_cast<size_t>(bytes), stream, p);
 }
 
 }  // namespace

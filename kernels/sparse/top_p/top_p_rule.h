@@ -12,6 +12,9 @@ namespace kvasir::kernels {
 // Below the rounding of float64 sums, above that of float32 weights.
 inline constexpr double kTopPRounding = 1e-6;
 
+// On the GPU rows that attend to more tokens are left as they are.
+inline constexpr int64_t kMostTokens = int64_t{1} << 21;
+
 KVASIR_HOST_DEVICE inline bool IsPruned(const SelectionHeader& header, const QueryBlock& block,
                                         const SelectionNumbers& numbers) {
   return header.kind == SelectionHeader::Kind::kList && header.count > 0 && block.num_rows == 1 &&

@@ -1,0 +1,239 @@
+// The least weight that a head keeps (top_p_pruner.h), found by a block of threads: weights are
+// summed by bins of their bits, and those of the bin where the sum reaches what is needed are
+// compared with each other. For the kernel of top_p.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/base/block_sums.cuh"
+#include "kernels/base/warp.cuh"
+#include "kernels/sparse/ranking.h"
+#include "kernels/sparse/top_p/top_p_rule.h"
+
+namespace kvasir::kernels {
+
+// Weights, at most 1, as whole numbers of 2^-40: their sums are exact in whatever order.
+__device__ inline uint64_t WholeOf(float weight) { return __float2ull_rn(weight * 0x1p40f); }
+
+// Shared memory of a search.
+template <int kThreads>
+struct ThresholdMemory {
+  static constexpr int kWarps = kThreads / kWarpThreads;
+  static constexpr int kBinBits = 11;
+  static constexpr int kBins = 1 << kBinBits;
+  static constexpr int kFew = 256;
+
+  // Sums of the bins, in halves: shared memory adds no more than 32 bits at once.
+  alignas(16) uint32_t lows[kBins];
+  alignas(16) uint32_t highs[kBins];
+  uint64_t before[kWarps];
+  uint64_t competing[kWarps];
+  uint64_t mandatory[kWarps];
+  uint32_t greatest[kWarps];  // logits, OrderedScore's
+  uint64_t few_wholes[kFew];
+  uint32_t few[kFew];
+  uint32_t num_few;
+  uint32_t bin;    // where the sum from the greatest on reaches what is needed
+  uint64_t above;  // what the bins above it hold
+  uint32_t threshold;
+
+  // By all threads.
+  __device__ void ClearBins() {
+    for (unsigned i = threadIdx.x; i < kBins; i += kThreads) lows[i] = highs[i] = 0;
+  }
+  __device__ void Add(uint32_t to, uint64_t whole) {
+    const auto low = static_cast<uint32_t>(whole);
+    const uint32_t old = atomicAdd(&lows[to], low);
+    const uint32_t high = static_cast<uint32_t>(whole >> 32) + (old + low < low ? 1 : 0);
+    if (high != 0) atomicAdd(&highs[to], high);
+  }
+  __device__ uint64_t SumOf(uint32_t of) const { return uint64_t{highs[of]} << 32 | lows[of]; }
+};
+
+// Of one head. at(j) is a reference to the logit of token j, which Run makes its weight: those of
+// the tokens [0, mandatory) are kept anyway, those of [mandatory, count) compete. All by all
+// threads of the block.
+template <int kThreads, typename At>
+class ThresholdSearch {
+ public:
+  using Memory = ThresholdMemory<kThreads>;
+
+  // REQUIRES: the bins are clear.
+  __device__ ThresholdSearch(const At& at, int64_t mandatory, int64_t count, Memory& memory)
+      : at_(at), mandatory_(mandatory), count_(count), memory_(memory) {}
+
+  // Weights below what it returns are not kept. Behind a barrier the memory may be used again.
+  __device__ float Run(float top_p) {
+    Weigh(Greatest());
+    __syncthreads();
+    uint64_t competing = 0;
+    uint64_t mandatory = 0;
+    for (int i = 0; i < Memory::kWarps; ++i) {
+      competing += memory_.competing[i];
+      mandatory += memory_.mandatory[i];
+    }
+    const double wanted = ceil(static_cast<double>(top_p) * (1 - kTopPRounding) *
+                               static_cast<double>(competing + mandatory));
+    if (wanted <= static_cast<double>(mandatory)) return INFINITY;
+    const uint64_t need = static_cast<uint64_t>(wanted) - mandatory;
+    return need <= competing ? Find(need) : 0.0f;
+  }
+
+ private:
+  // Of floats above 0 the bits have the same order. A weight below the least adds nothing to a sum,
+  // and so never is where a sum reaches what is needed.
+  static constexpr uint32_t kLeast = 0x2b000000;  // 2^-41
+  static constexpr uint32_t kMost = 0x3f800000;   // 1
+  static constexpr int kFirstShift = 18;
+  static_assert((kMost - kLeast) >> kFirstShift < Memory::kBins);
+
+  // Calls use(j, at(j)) for the tokens [begin, count): some are on their way before the first is
+  // needed.
+  template <typename Use>
+  __device__ void ForEach(int64_t begin, const Use& use) const {
+    constexpr int kBatch = 8;
+    for (int64_t first = begin + threadIdx.x; first < count_; first += kBatch * kThreads) {
+      float own[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        if (first + i * kThreads < count_) own[i] = at_(first + i * kThreads);
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        if (first + i * kThreads < count_) use(first + i * kThreads, own[i]);
+      }
+    }
+  }
+
+  // Of the logits; leaves out NaN.
+  __device__ float Greatest() {
+    float own = -INFINITY;
+    ForEach(0, [&](int64_t, float logit) { own = fmaxf(own, logit); });
+    const uint32_t of_warp = __reduce_max_sync(kAllLanes, OrderedScore(own));
+    if (threadIdx.x % kWarpThreads == 0) memory_.greatest[threadIdx.x / kWarpThreads] = of_warp;
+    __syncthreads();
+    uint32_t greatest = 0;
+    for (const uint32_t of_another : memory_.greatest) greatest = max(greatest, of_another);
+    return ScoreOfOrdered(greatest);
+  }
+
+  static __device__ uint64_t SumOverWarp(uint64_t value) {
+    for (int distance = kWarpThreads / 2; distance > 0; distance /= 2) {
+      value += __shfl_xor_sync(kAllLanes, value, distance);
+    }
+    return value;
+  }
+
+  // Makes weights of the logits, and sums them: by bins and in all.
+  __device__ void Weigh(float greatest) {
+    uint64_t competing = 0;
+    uint64_t mandatory = 0;
+    ForEach(0, [&](int64_t j, float logit) {
+      const float weight = expf(logit - greatest);
+      at_(j) = weight;
+      if (isnan(weight)) return;
+      const uint64_t whole = WholeOf(weight);
+      if (j < mandatory_) {
+        mandatory += whole;
+      } else if (whole > 0) {
+        competing += whole;
+        memory_.Add((__float_as_uint(weight) - kLeast) >> kFirstShift, whole);
+      }
+    });
+    competing = SumOverWarp(competing);
+    mandatory = SumOverWarp(mandatory);
+    if (threadIdx.x % kWarpThreads != 0) return;
+    memory_.competing[threadIdx.x / kWarpThreads] = competing;
+    memory_.mandatory[threadIdx.x / kWarpThreads] = mandatory;
+  }
+
+  // The largest float t with sum of the competing weights >= t at least `need`. REQUIRES: all of
+  // them together reach it; need > 0; the first bins are full.
+  __device__ float Find(uint64_t need) {
+    uint32_t low = kLeast;
+    uint32_t high = kMost;
+    int shift = kFirstShift;
+    while (true) {
+      FindBin(need);
+      need -= memory_.above;
+      low += memory_.bin << shift;
+      high = min(high, low + ((1u << shift) - 1));
+      if (low == high) return __uint_as_float(low);
+      if (GatherFew(low, high)) return Settle(need);
+      shift = max(0, shift - Memory::kBinBits);
+      memory_.ClearBins();
+      __syncthreads();
+      ForEachBetween(low, high, [&](float weight) {
+        memory_.Add((__float_as_uint(weight) - low) >> shift, WholeOf(weight));
+      });
+      __syncthreads();
+    }
+  }
+
+  // Comparisons of bits leave out NaN.
+  template <typename Use>
+  __device__ void ForEachBetween(uint32_t low, uint32_t high, const Use& use) const {
+    ForEach(mandatory_, [&](int64_t, float weight) {
+      const uint32_t bits = __float_as_uint(weight);
+      if (bits >= low && bits <= high) use(weight);
+    });
+  }
+
+  // To memory.bin and .above, which all see.
+  __device__ void FindBin(uint64_t need) {
+    constexpr int kOwn = Memory::kBins / kThreads;  // of a thread, from the greatest on
+    const unsigned first = Memory::kBins - 1 - kOwn * threadIdx.x;
+    uint64_t own[kOwn];
+    uint64_t sum = 0;
+#pragma unroll
+    for (unsigned i = 0; i < kOwn; ++i) sum += own[i] = memory_.SumOf(first - i);
+    if (threadIdx.x == 0) memory_.num_few = memory_.threshold = 0;
+    uint64_t above = SumBefore(sum, memory_.before);
+#pragma unroll
+    for (unsigned i = 0; i < kOwn; ++i) {
+      const uint64_t next = above + own[i];
+      if (above < need && need <= next) {
+        memory_.bin = first - i;
+        memory_.above = above;
+      }
+      above = next;
+    }
+    __syncthreads();
+  }
+
+  // Whether there are few, and then all see them.
+  __device__ bool GatherFew(uint32_t low, uint32_t high) {
+    ForEachBetween(low, high, [&](float weight) {
+      const uint32_t place = atomicAdd(&memory_.num_few, 1u);
+      if (place >= Memory::kFew) return;
+      memory_.few[place] = __float_as_uint(weight);
+      memory_.few_wholes[place] = WholeOf(weight);
+    });
+    __syncthreads();
+    return memory_.num_few <= Memory::kFew;
+  }
+
+  // Of the few, the greatest with a sum of those not below it of at least `need`.
+  __device__ float Settle(uint64_t need) {
+    static_assert(Memory::kFew <= kThreads);
+    const uint32_t num_few = memory_.num_few;
+    if (threadIdx.x < num_few) {
+      const uint32_t own = memory_.few[threadIdx.x];
+      uint64_t sum = 0;
+#pragma unroll 4
+      for (uint32_t i = 0; i < num_few; ++i) {
+        if (memory_.few[i] >= own) sum += memory_.few_wholes[i];
+      }
+      if (sum >= need) atomicMax(&memory_.threshold, own);
+    }
+    __syncthreads();
+    return __uint_as_float(memory_.threshold);
+  }
+
+  const At& at_;
+  const int64_t mandatory_;
+  const int64_t count_;
+  Memory& memory_;
+};
+
+}  // namespace kvasir::kernels
