@@ -115,59 +115,8 @@ struct CodeGrid {
   }
 };
 
-// 32 keys in a warp's registers, as they lie in memory.
-template <int kHeadDim>
-class CodedKeys {
- public:
-  using Elements = LaneElements<kHeadDim>;
-
-  // A lane says which its key is: `page` is the page's codes, `token` counts from its start. All
-  // logits of a lane without one (null) are NaN. By all lanes.
-  __device__ void Load(const KvLayout& layout, const std::byte* page, int64_t token) {
-    uint64_t codes = 0;
-    grid_ = kNoGrid;
-    if (page != nullptr) {
-      const TokenCodes own(layout, page, token);
-      codes = reinterpret_cast<uint64_t>(own.words);
-      grid_ = own.scale->bits | static_cast<uint32_t>(own.zero->bits) << 16;
-    }
-    const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
-#pragma unroll
-    for (int tile = 0; tile < kKeyTiles; ++tile) {
-      const uint64_t of_key = __shfl_sync(kAllLanes, codes, tile * kProductKeys + lane / 4);
-      const auto* const words = reinterpret_cast<const uint32_t*>(of_key);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        HalfWords own = {};
-        if (of_key != 0) {
-          own = *reinterpret_cast<const HalfWords*>(words + Elements::FirstWord(lane % 4, half));
-        }
-#pragma unroll
-        for (int i = 0; i < Elements::kHalfWords; ++i) {
-          words_[tile][half * Elements::kHalfWords + i] = own.words[i];
-        }
-      }
-    }
-  }
-
-  __device__ uint32_t word(int tile, int i) const { return words_[tile][i]; }
-  // By all lanes.
-  __device__ CodeGrid GridOf(int key) const {
-    const uint32_t grid = __shfl_sync(kAllLanes, grid_, key);
-    return {grid, grid >> 16};
-  }
-
- private:
-  struct alignas(4 * Elements::kHalfWords) HalfWords {
-    uint32_t words[Elements::kHalfWords];
-  };
-  static constexpr uint32_t kNoGrid = 0x7e000000u;  // scale 0, zero NaN
-
-  uint32_t words_[kKeyTiles][Elements::kLaneWords];
-  uint32_t grid_;  // of the lane's key: scale, then zero
-};
-
-// The same in shared memory: for warps that take several times 32 keys, and ask for all at once.
+// 32 keys of a warp in shared memory, as they lie in memory: a warp may ask for several times 32
+// at once.
 template <int kHeadDim>
 class StagedKeys {
  public:
@@ -250,13 +199,12 @@ struct QueryOperand {
   uint32_t parts[4];
 };
 
-// Calls use(query_tile, key_tile, logits) for the queries of the tiles and 32 keys (CodedKeys or
-// StagedKeys), or kCount tiles of them from `first` on: lane 4 g + t gets the
-// logits q . k~, not scaled, of query g of that tile with the keys 2 t and 2 t + 1 of that one. By
-// all lanes.
-template <int kCount = kKeyTiles, int kHeadDim, typename Keys, typename Use>
-__device__ void ForEachLogit(const Keys& keys, const QueryTile<kHeadDim>* tiles, int num_tiles,
-                             const Use& use, int first = 0) {
+// Calls use(query_tile, key_tile, logits) for the queries of the tiles and kCount tiles of keys
+// from `first` on: lane 4 g + t gets the logits q . k~, not scaled, of query g of that tile with
+// the keys 2 t and 2 t + 1 of that one. By all lanes.
+template <int kCount = kKeyTiles, int kHeadDim, typename Use>
+__device__ void ForEachLogit(const StagedKeys<kHeadDim>& keys, const QueryTile<kHeadDim>* tiles,
+                             int num_tiles, const Use& use, int first = 0) {
   constexpr int kSteps = LaneElements<kHeadDim>::kSteps;
   const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
   uint32_t codes[kCount][kSteps][2];
@@ -297,8 +245,7 @@ class PlacedKeys {
   using Elements = LaneElements<kHeadDim>;
 
   // Those of one tile. A lane says where key g of it goes. By all lanes.
-  template <typename Keys>
-  __device__ PlacedKeys(const Keys& keys, int tile, const RotationAt& at) {
+  __device__ PlacedKeys(const StagedKeys<kHeadDim>& keys, int tile, const RotationAt& at) {
     const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
     const CodeGrid grid = keys.GridOf(tile * kProductKeys + lane / 4);
     constexpr int kHalf = Elements::kHalfWords;
@@ -348,10 +295,11 @@ class PlacedKeys {
 };
 
 // The same of keys that are rotated: key i of the warp's to position_of(i), for all i.
-template <int kCount = kKeyTiles, int kHeadDim, typename Keys, typename PositionOf, typename Use>
-__device__ void ForEachPlacedLogit(const Keys& keys, const DeviceRopePositions& rope,
-                                   const PositionOf& position_of, const QueryTile<kHeadDim>* tiles,
-                                   int num_tiles, const Use& use, int first = 0) {
+template <int kCount = kKeyTiles, int kHeadDim, typename PositionOf, typename Use>
+__device__ void ForEachPlacedLogit(const StagedKeys<kHeadDim>& keys,
+                                   const DeviceRopePositions& rope, const PositionOf& position_of,
+                                   const QueryTile<kHeadDim>* tiles, int num_tiles, const Use& use,
+                                   int first = 0) {
   constexpr int kSteps = LaneElements<kHeadDim>::kSteps;
   const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
 #pragma unroll
@@ -371,164 +319,6 @@ __device__ void ForEachPlacedLogit(const Keys& keys, const DeviceRopePositions& 
         return products[0][i] + products[0][i + 2] + (products[1][i] + products[1][i + 2]);
       };
       use(tile, first + k, float2{logit(0), logit(1)});
-    }
-  }
-}
-
-// Queries as ForEachLogit wants them: [count][kHeadDim], and the sum of each.
-template <int kHeadDim>
-struct CodeQueries {
-  float (*elements)[kHeadDim];
-  float* sums;
-};
-
-// By all threads of the block; a barrier before the use is the caller's.
-// element(query, i) gives what is to be stored.
-template <int kHeadDim, typename Element>
-__device__ void StoreCodeQueries(const CodeQueries<kHeadDim>& to, int count,
-                                 const Element& element) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
-  const int num_warps = static_cast<int>(blockDim.x) / kWarpThreads;
-  for (int query = static_cast<int>(threadIdx.x) / kWarpThreads; query < count;
-       query += num_warps) {
-    float own[kHeadDim / kWarpThreads];  // read side by side
-#pragma unroll
-    for (int i = 0; i < kHeadDim / kWarpThreads; ++i) {
-      own[i] = element(query, lane + i * kWarpThreads);
-    }
-    float sum = 0;
-#pragma unroll
-    for (int i = 0; i < kHeadDim / kWarpThreads; ++i) {
-      to.elements[query][lane + i * kWarpThreads] = own[i];
-      sum += own[i];
-    }
-    for (int distance = kWarpThreads / 2; distance > 0; distance /= 2) {
-      sum += __shfl_xor_sync(kAllLanes, sum, distance);
-    }
-    if (lane == 0) to.sums[query] = sum;
-  }
-}
-
-// A key's codes and grid, read once for all queries.
-template <int kHeadDim>
-struct CodedKey {
-  static constexpr int kWords = kHeadDim / static_cast<int>(kWordCodes);
-
-  // `page` is the page's codes, `token` counts from its start.
-  __device__ void Load(const KvLayout& layout, const std::byte* page, int64_t token) {
-    const TokenCodes codes(layout, page, token);
-    const auto* from = reinterpret_cast<const uint4*>(codes.words);
-#pragma unroll
-    for (int i = 0; i < kWords / 4; ++i) {
-      const uint4 four = from[i];
-      words[4 * i] = four.x;
-      words[4 * i + 1] = four.y;
-      words[4 * i + 2] = four.z;
-      words[4 * i + 3] = four.w;
-    }
-    scale = static_cast<float>(*codes.scale);
-    zero = static_cast<float>(*codes.zero);
-  }
-
-  uint32_t words[kWords];
-  float scale;
-  float zero;
-};
-
-// The code of element 8 w + i, as a float, of word w: small integers are the low bits of 2^23 + n.
-__device__ inline float CodeOf(uint32_t word, int i) {
-  const uint32_t code = word >> (4 * (i / 2 + i % 2 * 4)) & 15u;
-  return __uint_as_float(0x4b000000u | code) - 8388608.0f;
-}
-
-// Queries whose logits a lane sums side by side.
-inline constexpr int kLogitsAtOnce = 4;
-
-// A key as floats.
-template <int kHeadDim>
-struct PlainKey {
-  float elements[kHeadDim];
-};
-
-// A key decoded, and rotated to a position.
-template <int kHeadDim>
-struct PlacedKey : PlainKey<kHeadDim> {
-  using PlainKey<kHeadDim>::elements;
-
-  __device__ PlacedKey(const CodedKey<kHeadDim>& key, const RotationAt& at) {
-    constexpr int kHalf = kHeadDim / 2;
-#pragma unroll
-    for (int i = 0; i < kHeadDim; ++i) {
-      elements[i] = key.scale * CodeOf(key.words[i / kWordCodes], i % kWordCodes) + key.zero;
-    }
-#pragma unroll
-    for (int i = 0; i < kHalf; i += 4) {
-      const float4 cos = __ldg(reinterpret_cast<const float4*>(at.cos + i));
-      const float4 sin = __ldg(reinterpret_cast<const float4*>(at.sin + i));
-      Turn(elements[i], elements[i + kHalf], cos.x, sin.x);
-      Turn(elements[i + 1], elements[i + 1 + kHalf], cos.y, sin.y);
-      Turn(elements[i + 2], elements[i + 2 + kHalf], cos.z, sin.z);
-      Turn(elements[i + 3], elements[i + 3 + kHalf], cos.w, sin.w);
-    }
-  }
-
- private:
-  static __device__ void Turn(float& x, float& y, float cos, float sin) {
-    const float turned = x * cos - y * sin;
-    y = y * cos + x * sin;
-    x = turned;
-  }
-};
-
-// Calls use(q, q . k~), not scaled, for the queries [0, count). REQUIRES: queries are stored up to
-// the next multiple of kLogitsAtOnce.
-template <int kHeadDim, typename Use>
-__device__ void ForEachLogit(const CodedKey<kHeadDim>& key, const CodeQueries<kHeadDim>& queries,
-                             int count, const Use& use) {
-#pragma unroll 1
-  for (int first = 0; first < count; first += kLogitsAtOnce) {
-    float sums[kLogitsAtOnce] = {};
-#pragma unroll
-    for (int w = 0; w < CodedKey<kHeadDim>::kWords; ++w) {
-      float codes[kWordCodes];
-#pragma unroll
-      for (int i = 0; i < kWordCodes; ++i) codes[i] = CodeOf(key.words[w], i);
-#pragma unroll
-      for (int q = 0; q < kLogitsAtOnce; ++q) {
-        const auto* elements =
-            reinterpret_cast<const float4*>(&queries.elements[first + q][w * kWordCodes]);
-        const float4 low = elements[0];
-        const float4 high = elements[1];
-        sums[q] += low.x * codes[0] + low.y * codes[1] + low.z * codes[2] + low.w * codes[3] +
-                   high.x * codes[4] + high.y * codes[5] + high.z * codes[6] + high.w * codes[7];
-      }
-    }
-#pragma unroll
-    for (int q = 0; q < kLogitsAtOnce; ++q) {
-      if (first + q < count)
-        use(first + q, key.scale * sums[q] + key.zero * queries.sums[first + q]);
-    }
-  }
-}
-
-template <int kHeadDim, typename Use>
-__device__ void ForEachLogit(const PlainKey<kHeadDim>& key, const CodeQueries<kHeadDim>& queries,
-                             int count, const Use& use) {
-#pragma unroll 1
-  for (int first = 0; first < count; first += kLogitsAtOnce) {
-    float sums[kLogitsAtOnce] = {};
-#pragma unroll
-    for (int i = 0; i < kHeadDim; i += 4) {
-#pragma unroll
-      for (int q = 0; q < kLogitsAtOnce; ++q) {
-        const float4 x = *reinterpret_cast<const float4*>(&queries.elements[first + q][i]);
-        sums[q] += x.x * key.elements[i] + x.y * key.elements[i + 1] + x.z * key.elements[i + 2] +
-                   x.w * key.elements[i + 3];
-      }
-    }
-#pragma unroll
-    for (int q = 0; q < kLogitsAtOnce; ++q) {
-      if (first + q < count) use(first + q, sums[q]);
     }
   }
 }

@@ -80,6 +80,9 @@ class AttentionBatch {
     }
   }
 
+  // Of logits; 1 / sqrt(head_dim) until then.
+  void UseScale(float scale) { scale_ = scale; }
+
   // From now on keys and queries count as un-rotated, and rows attend at compact positions.
   void UseCompactPositions(double attention_scaling = 1) {
     std::vector<double> inv_freq;
@@ -159,7 +162,7 @@ class AttentionBatch {
             .lse = TensorView(lse_.data(), DType::kFloat32, {num_tokens(), heads()}),
             .kv = kv_.View(),
             .layer = shape_.layer,
-            .scale = 1.0f / std::sqrt(static_cast<float>(shape_.head_dim)),
+            .scale = scale_,
             .blocks = blocks_,
             .selection = {.headers = headers_.data(),
                           .entries = entries_.data(),
@@ -179,7 +182,7 @@ class AttentionBatch {
     return {.q = Tensor(q_, q16_),
             .kv = kv_.View(),
             .layer = shape_.layer,
-            .scale = 1.0f / std::sqrt(static_cast<float>(shape_.head_dim)),
+            .scale = scale_,
             .blocks = blocks_,
             .numbers = numbers,
             .faults = faults_,
@@ -287,6 +290,7 @@ class AttentionBatch {
   std::vector<float> lse_;
   std::vector<uint8_t> faults_;
   Scratch scratch_;
+  float scale_ = 1.0f / std::sqrt(static_cast<float>(shape_.head_dim));
   std::optional<RopePositions> rope_;
   GroupedPositions grouped_;
   std::vector<Termination> terminations_;

@@ -15,13 +15,11 @@ struct TopPLaunch {
   uint32_t* slots = nullptr;  // [rows, capacity]: where the weights of entries lie, of long lists
   float* weights = nullptr;   // [rows, group, max_tokens], those not in shared memory
   // How LaunchTopP cuts a row.
-  unsigned blocks_of_row = 1;  // a power of two
-  int64_t shared_tokens = 0;   // whose weights lie in shared memory
-  int64_t items_at_once = 0;   // pages of a block
-
-  KVASIR_HOST_DEVICE int64_t heads_of_block() const {
-    return (select.group + blocks_of_row - 1) / blocks_of_row;
-  }
+  int log_blocks_of_row = 0;
+  unsigned blocks_of_row = 1;   // 2^log_blocks_of_row
+  unsigned heads_of_block = 1;  // whose weights it has
+  uint32_t shared_tokens = 0;   // whose weights lie in shared memory
+  int64_t items_at_once = 0;    // pages of a block
 };
 
 cudaError_t LaunchTopP(const TopPLaunch& params, cudaStream_t stream);

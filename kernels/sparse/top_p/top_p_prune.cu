@@ -1,10 +1,10 @@
 // Top-p pruning on the GPU: a cluster of blocks of threads a row, each with some of the pages that
 // the row attends to.
 //
-//   estimate   a lane a token: logits of all heads of the group from key codes, each head's to the
-//              shared memory of the block that searches for it
+//   estimate   a warp 32 tokens: logits of all heads of the group from key codes, each head's to
+//              the shared memory of the block that searches for it
 //   search     a block a head, side by side: the weights, and the least one that is kept
-//              (top_p_threshold.cuh)
+//              (top_p_threshold.cuh); which tokens the head keeps is told to all blocks
 //   keep       a warp an entry: its tokens that any head keeps
 #include <algorithm>
 
@@ -21,12 +21,11 @@ namespace {
 
 // Blocks of threads of all rows together, where the rows are few.
 constexpr int64_t kBlocks = 128;
-constexpr int kMostBlocksOfRow = 8;
-// Keys that are rotated, and those of 64 elements, take a thread more registers.
+constexpr int kMostLogBlocksOfRow = 3;
+// More would leave a thread too few registers.
 constexpr int kThreads = 512;
-constexpr int kPlacingThreads = 256;
 // Weights of a block's heads in its shared memory; more go to device memory.
-constexpr int64_t kSharedWeights = 32 * 1024;
+constexpr int64_t kSharedWeights = 16 * 1024;
 // Pages of a block at once.
 constexpr int64_t kMostItems = 256;
 
@@ -39,101 +38,153 @@ struct Item {
   uint32_t slot;            // of its first token's weights; those of the others follow
 };
 
+template <int kHeadDim>
+struct WarpMemory {
+  StagedKeys<kHeadDim> keys;
+  float2 logits[kProductQueries][kWarpThreads / 2];  // of the same keys
+};
+
 // Shared memory of a block. Behind it: weights [heads of the block, shared_tokens],
-// Item [items_at_once], uint16_t [items_at_once, kPageTokens].
-template <int kHeadDim, int kThreads>
+// Item [items_at_once], uint16_t [items_at_once, kPageTokens], and bits, words [group, KeptWords].
+template <int kHeadDim>
 struct TopPMemory {
-  alignas(16) float elements[kMaxCudaGroup][kHeadDim];
-  float sums[kMaxCudaGroup];
+  DeviceRow row;
+  uint32_t block;  // of queries: the row's
+  SelectionHeader header;
+  QueryTile<kHeadDim> queries;
+  WarpMemory<kHeadDim> of_warps[kThreads / kWarpThreads];
   ThresholdMemory<kThreads> search;
+  int64_t num_mandatory;            // tokens of sink and window
+  int64_t num_items;                // of the block
   float* weights[kMaxCudaGroup];    // of each head, where its block has them
+  float* others[kMaxCudaGroup];     // in device memory: those of slots from shared_tokens on
   float thresholds[kMaxCudaGroup];  // from the heads' blocks
   uint32_t num_competing;           // of the row: in the cluster's first block
   uint32_t num_tokens;              // that are estimated at once
 };
 
+// A bit a slot.
+KVASIR_HOST_DEVICE inline uint32_t KeptWords(uint32_t shared_tokens) {
+  return (shared_tokens + kWarpThreads - 1) / kWarpThreads;
+}
+
 // A block's part of a row. All by all threads of the block, unless said otherwise.
-template <int kHeadDim, bool kPlaced, int kThreads>
+template <int kHeadDim, bool kPlaced>
 class RowPruning {
  public:
-  using Memory = TopPMemory<kHeadDim, kThreads>;
+  using Memory = TopPMemory<kHeadDim>;
 
   __device__ RowPruning(const TopPLaunch& p, Memory& memory)
       : p_(p),
         memory_(memory),
-        group_(static_cast<int>(p.select.group)),
-        blocks_(p.blocks_of_row),
-        rank_(hopper::ClusterRank()) {
-    auto* const weights = reinterpret_cast<float*>(&memory + 1);
-    items_ = reinterpret_cast<Item*>(weights + p.heads_of_block() * p.shared_tokens);
-    tokens_ = reinterpret_cast<uint16_t*>(items_ + p.items_at_once);
-  }
+        row_(memory.row),
+        header_(memory.header),
+        rank_(hopper::ClusterRank()) {}
 
   // Before Run; reads nothing. The blocks of the cluster have begun when it returns.
-  __device__ void Prepare() {
+  __device__ void Prepare(uint32_t row) {
     memory_.search.ClearBins();
-    if (threadIdx.x < kMaxCudaGroup) {
+    if (threadIdx.x < p_.select.group) {
       const unsigned g = threadIdx.x;
-      float* const here = reinterpret_cast<float*>(&memory_ + 1) + g / blocks_ * p_.shared_tokens;
-      memory_.weights[g] = hopper::OfBlock(here, g % blocks_);
+      float* const here = Weights() + g / p_.blocks_of_row * p_.shared_tokens;
+      memory_.weights[g] = hopper::OfBlock(here, g % p_.blocks_of_row);
+      memory_.others[g] = p_.weights + (row * p_.select.group + g) * p_.max_tokens;
     }
-    if (threadIdx.x == 0) memory_.num_competing = memory_.num_tokens = 0;
+    if (threadIdx.x == 0) {
+      const auto heads = static_cast<uint32_t>(p_.select.kv.layout.num_kv_heads);
+      memory_.block = row / heads;
+      memory_.row.index = row;
+      memory_.row.kv_head = row % heads;
+      memory_.num_competing = memory_.num_tokens = 0;
+    }
     hopper::ClusterSync();
   }
 
-  __device__ void Run(const DeviceRow& row) {
-    row_ = &row;
-    list_ = p_.select.out.entries + row.index * p_.select.out.capacity;
-    SelectionEntry entry = EntryOf(0);  // on its way with the header
-    header_ = p_.select.out.headers[row.index];
-    if (!IsPruned(header_, row.block, row.numbers)) return;
-    mandatory_ = header_.sink_end + header_.query_position + 1 - header_.window_begin;
-    CountItems();
+  __device__ void Run(uint32_t row) {
+    SelectionEntry entry = EntryOf(row, 0);  // on its way with the header
+    LoadRow(row);
+    if (!IsPruned(header_, row_.block, row_.numbers)) return;
     LoadQueries();
-    for (int64_t first = 0; first < num_items_; first += p_.items_at_once) {
-      if (first > 0) entry = EntryOf(first);
+    for (int64_t first = 0; first < memory_.num_items; first += p_.items_at_once) {
+      if (first > 0) entry = EntryOf(row, first);
       LoadItems(first, entry, Slots::kTake);
       Estimate();
     }
     hopper::ClusterSync();
-    const int64_t count = mandatory_ + *hopper::OfBlock(&memory_.num_competing, 0);
-    if (count <= MostTokens()) {
-      for (int g = static_cast<int>(rank_); g < group_; g += static_cast<int>(blocks_)) {
-        FindThreshold(g, count);
-      }
-      hopper::ClusterSync();
-      for (int64_t first = 0; first < num_items_; first += p_.items_at_once) {
-        if (num_items_ > p_.items_at_once) LoadItems(first, EntryOf(first), Slots::kRecall);
-        Keep(first);
+    const int64_t count = memory_.num_mandatory + *hopper::OfBlock(&memory_.num_competing, 0);
+    const bool fits = count <= MostTokens();
+    if (fits) {
+      for (int g = static_cast<int>(rank_); g < p_.select.group;
+           g += static_cast<int>(p_.blocks_of_row)) {
+        FindThreshold(g, static_cast<uint32_t>(count));
       }
     }
-    hopper::ClusterSync();  // blocks read each other's memory till here
+    hopper::ClusterSync();
+    for (int64_t first = 0; fits && first < memory_.num_items; first += p_.items_at_once) {
+      if (memory_.num_items > p_.items_at_once) {
+        LoadItems(first, EntryOf(row, first), Slots::kRecall);
+      }
+      Keep(first);
+    }
   }
 
  private:
   enum class Slots { kTake, kRecall };
 
+  __device__ float* Weights() const { return reinterpret_cast<float*>(&memory_ + 1); }
+  __device__ Item* Items() const {
+    return reinterpret_cast<Item*>(Weights() + p_.heads_of_block * p_.shared_tokens);
+  }
+  __device__ uint16_t* Tokens() const {
+    return reinterpret_cast<uint16_t*>(Items() + p_.items_at_once);
+  }
+  // Bits of the slots in shared memory that the head keeps.
+  __device__ uint32_t* KeptBy(int g) const {
+    auto* const kept = reinterpret_cast<uint32_t*>(Tokens() + p_.items_at_once * kPageTokens);
+    return kept + g * KeptWords(p_.shared_tokens);
+  }
   __device__ int64_t MostTokens() const { return min(p_.max_tokens, kMostTokens); }
 
-  // The row's items are its entries, then the pages of the sink, then those of the window; those of
-  // the block are every blocks_-th of them.
-  __device__ void CountItems() {
-    const int64_t window_pages = header_.query_position / kPageTokens - FirstWindowPage() + 1;
-    const int64_t all = header_.count + CeilPages(header_.sink_end) + window_pages;
-    num_items_ = all > rank_ ? (all - rank_ - 1) / blocks_ + 1 : 0;
+  // The row and its header; what follows from them. The row's items are its entries, then the pages
+  // of the sink, then those of the window; those of the block are every blocks_of_row-th of them.
+  __device__ void LoadRow(uint32_t row) {
+    if (threadIdx.x < kWarpThreads) {
+      Copy(p_.select.out.headers[row], memory_.header);
+      Copy(p_.select.blocks[memory_.block], memory_.row.block);
+      Copy(p_.select.numbers[memory_.block], memory_.row.numbers);
+      __syncwarp();
+    }
+    if (threadIdx.x == 0) {
+      memory_.num_mandatory = header_.sink_end + header_.query_position + 1 - header_.window_begin;
+      const int64_t window_pages = header_.query_position / kPageTokens - FirstWindowPage() + 1;
+      const int64_t all = header_.count + CeilPages(header_.sink_end) + window_pages;
+      memory_.num_items = (all - rank_ + p_.blocks_of_row - 1) >> p_.log_blocks_of_row;
+    }
+    __syncthreads();
+  }
+  // By a warp, a lane a word.
+  template <typename T>
+  static __device__ void Copy(const T& from, T& to) {
+    for (unsigned i = threadIdx.x % kWarpThreads; i < sizeof(T) / sizeof(uint32_t);
+         i += kWarpThreads) {
+      reinterpret_cast<uint32_t*>(&to)[i] = reinterpret_cast<const uint32_t*>(&from)[i];
+    }
+  }
+  __device__ SelectionEntry* Entries(int64_t row) const {
+    return p_.select.out.entries + row * p_.select.out.capacity;
   }
   __device__ int64_t FirstWindowPage() const { return header_.window_begin / kPageTokens; }
-  __device__ int64_t IndexOf(int64_t item) const { return rank_ + item * blocks_; }
+  __device__ int64_t IndexOf(int64_t item) const { return rank_ + item * p_.blocks_of_row; }
 
   // Of the block's items [first, first + items_at_once) the thread has one at most, the last
   // threads first: the others load queries meanwhile.
   __device__ int64_t ItemOfThread() const { return kThreads - 1 - int64_t{threadIdx.x}; }
   // The entry that it is, if it is one: what lies there else is not looked at.
-  __device__ SelectionEntry EntryOf(int64_t first) const {
+  __device__ SelectionEntry EntryOf(int64_t row, int64_t first) const {
     const int64_t own = ItemOfThread();
     const int64_t index = IndexOf(first + own);
     const bool may_be = own < p_.items_at_once && index < p_.select.out.capacity;
-    return may_be ? list_[index] : SelectionEntry{};
+    return may_be ? Entries(row)[index] : SelectionEntry{};
   }
 
   // A row's item but for its codes; entries' slots are still to be given.
@@ -169,34 +220,34 @@ class RowPruning {
       __syncthreads();
     }
     const int64_t own = ItemOfThread();
-    if (own < p_.items_at_once) items_[own] = MakeItem(first, entry, slots);
+    if (own < p_.items_at_once) Items()[own] = MakeItem(first, entry, slots);
     __syncthreads();
   }
   // The thread's. By a warp.
   __device__ Item MakeItem(int64_t first, const SelectionEntry& entry, Slots slots) {
     const int64_t own = ItemOfThread();
     const int64_t index = IndexOf(first + own);
-    const bool is_item = first + own < num_items_;
+    const bool is_item = first + own < memory_.num_items;
     int64_t page = 0;
     Item item = is_item ? ItemAt(index, entry, page) : Item{};
     const PagedKv& kv = p_.select.kv;
-    if (item.tokens != 0 && kv.row(row_->block.slot, page) >= 0) {
-      item.codes = kv.KeyCodes(row_->block.slot, page, p_.select.layer, row_->kv_head);
+    if (item.tokens != 0 && kv.row(row_.block.slot, page) >= 0) {
+      item.codes = kv.KeyCodes(row_.block.slot, page, p_.select.layer, row_.kv_head);
     }
     const bool competes = is_item && index < header_.count;
     if (slots == Slots::kTake) {
       TakeSlots(item, static_cast<int>(own), competes);
-      if (competes && num_items_ > p_.items_at_once) SlotsOfEntries()[index] = item.slot;
+      if (competes && memory_.num_items > p_.items_at_once) SlotsOfEntries()[index] = item.slot;
     } else if (competes) {
       item.slot = SlotsOfEntries()[index];
     }
     return item;
   }
   __device__ uint32_t* SlotsOfEntries() const {
-    return p_.slots + row_->index * p_.select.out.capacity;
+    return p_.slots + row_.index * p_.select.out.capacity;
   }
 
-  // Gives the entries of a warp's items slots in the row, and all their tokens places in tokens_.
+  // Gives the entries of a warp's items slots in the row, and all their tokens places in Tokens().
   // By a warp.
   __device__ void TakeSlots(Item& item, int own, bool competes) {
     const unsigned lane = threadIdx.x % kWarpThreads;
@@ -215,7 +266,7 @@ class RowPruning {
     }
     place = __shfl_sync(kAllLanes, place, kWarpThreads - 1) + ((sum - both) >> 16);
     slot = __shfl_sync(kAllLanes, slot, kWarpThreads - 1) + ((sum - both) & 0xffff);
-    if (competes) item.slot = static_cast<uint32_t>(mandatory_) + slot;
+    if (competes) item.slot = static_cast<uint32_t>(memory_.num_mandatory) + slot;
     for (unsigned rest = __ballot_sync(kAllLanes, count > 0); rest != 0; rest &= rest - 1) {
       const int owner = __ffs(static_cast<int>(rest)) - 1;
       const uint64_t tokens = __shfl_sync(kAllLanes, item.tokens, owner);
@@ -223,7 +274,7 @@ class RowPruning {
       const int number = __shfl_sync(kAllLanes, own, owner);
       for (unsigned token = lane; token < kPageTokens; token += kWarpThreads) {
         if ((tokens >> token & 1) == 0) continue;
-        tokens_[first + BitsBefore(tokens, token)] =
+        Tokens()[first + BitsBefore(tokens, token)] =
             static_cast<uint16_t>(number * kPageTokens + token);
       }
     }
@@ -234,146 +285,202 @@ class RowPruning {
 
   // The row's queries; kPlaced: rotated to their place.
   __device__ void LoadQueries() {
-    constexpr int kHalf = kHeadDim / 2;
-    StoreCodeQueries(Queries(), kMaxCudaGroup, [&](int g, int i) {
-      if (g >= group_) return 0.0f;
-      const auto element = [&](int at) { return QueryElement(p_.select, *row_, 0, g, at); };
-      if constexpr (kPlaced) {
-        const int low = i % kHalf;
-        const RotationAt at(p_.select.rope, kHalf,
-                            QueryPosition(header_, row_->block.first_position));
-        const float2 turned = at.Rotate(low, element(low), element(low + kHalf));
-        return i < kHalf ? turned.x : turned.y;
-      } else {
-        return element(i);
-      }
+    static_assert(kMaxCudaGroup <= kProductQueries);
+    StoreQueryTiles(&memory_.queries, 1, [&](int g, int i) {
+      if (g >= p_.select.group) return float4{};
+      if constexpr (!kPlaced) return QueryFour(p_.select, row_, 0, g, i);
+      constexpr int kHalf = kHeadDim / 2;
+      const int low = i % (kHalf / 4);
+      const float4 x = QueryFour(p_.select, row_, 0, g, low);
+      const float4 y = QueryFour(p_.select, row_, 0, g, low + kHalf / 4);
+      const RotationAt at(p_.select.rope, kHalf, QueryPosition(header_, row_.block.first_position));
+      const auto turned = [&](int e, float of_low, float of_high) {
+        const float2 both = at.Rotate(4 * low + e, of_low, of_high);
+        return i == low ? both.x : both.y;
+      };
+      return float4{turned(0, x.x, y.x), turned(1, x.y, y.y), turned(2, x.z, y.z),
+                    turned(3, x.w, y.w)};
     });
   }
-  __device__ CodeQueries<kHeadDim> Queries() const { return {memory_.elements, memory_.sums}; }
 
   // A head's weight, in shared memory of its block or in device memory.
-  __device__ float& Weight(int g, int64_t slot) const {
-    if (slot < p_.shared_tokens) return memory_.weights[g][slot];
-    return p_.weights[(row_->index * group_ + g) * p_.max_tokens + slot];
+  __device__ float& Weight(int g, uint32_t slot) const {
+    return (slot < p_.shared_tokens ? memory_.weights : memory_.others)[g][slot];
   }
 
-  // Logits of the tokens that are listed.
+  // Logits of the tokens that are listed: 32 by a warp.
   __device__ void Estimate() {
 #pragma unroll 1
-    for (unsigned i = threadIdx.x; i < memory_.num_tokens; i += kThreads) {
-      const unsigned listed = tokens_[i];
-      const unsigned token = listed % kPageTokens;
-      const Item& item = items_[listed / kPageTokens];
-      const int64_t slot = int64_t{item.slot} + BitsBefore(item.tokens, token);
-      if (slot >= MostTokens()) continue;  // the row is left as it is
-      if (item.codes == nullptr) {
-        for (int g = 0; g < group_; ++g) Weight(g, slot) = -INFINITY;
-        continue;
+    for (unsigned listed = threadIdx.x; listed / kWarpThreads * kWarpThreads < memory_.num_tokens;
+         listed += kThreads) {
+      const Token token = TokenAt(listed);
+      WarpMemory<kHeadDim>& own = memory_.of_warps[threadIdx.x / kWarpThreads];
+      const bool is_there = token.codes != nullptr;
+      __syncwarp();  // what was there has been read
+      own.keys.Begin(p_.select.kv.layout, token.codes, token.in_page);
+      CommitCopies();
+      WaitForCopies<0>();
+      own.keys.Finish();
+      __syncwarp();
+      const auto store = [&](int, int tile, float2 logits) {
+        const unsigned lane = threadIdx.x % kWarpThreads;
+        own.logits[lane / 4][tile * (kProductKeys / 2) + lane % 4] = logits;
+      };
+#pragma unroll 1
+      for (int tile = 0; tile < kKeyTiles; ++tile) {
+        if constexpr (kPlaced) {
+          const auto position_of = [&](int key) {
+            return __shfl_sync(kAllLanes, token.position, key);
+          };
+          ForEachPlacedLogit<1>(own.keys, p_.select.rope, position_of, &memory_.queries, 1, store,
+                                tile);
+        } else {
+          ForEachLogit<1>(own.keys, &memory_.queries, 1, store, tile);
+        }
       }
-      CodedKey<kHeadDim> key;
-      key.Load(p_.select.kv.layout, item.codes, token);
-      const auto store = [&](int g, float logit) { Weight(g, slot) = p_.select.scale * logit; };
-      if constexpr (kPlaced) {
-        const RotationAt at(p_.select.rope, kHeadDim / 2,
-                            item.positions.of(static_cast<int>(token)));
-        ForEachLogit(PlacedKey<kHeadDim>(key, at), Queries(), group_, store);
-      } else {
-        ForEachLogit(key, Queries(), group_, store);
+      __syncwarp();
+      // Tokens side by side mostly have slots side by side.
+#pragma unroll 1
+      for (int g = 0; token.slot != kNoSlot && g < p_.select.group; ++g) {
+        const float logit =
+            reinterpret_cast<const float*>(own.logits[g])[threadIdx.x % kWarpThreads];
+        Weight(g, token.slot) = is_there ? p_.select.scale * logit : -INFINITY;
       }
     }
   }
+  static constexpr uint32_t kNoSlot = ~0u;
+  struct Token {
+    const std::byte* codes = nullptr;  // its page's; null: it is absent
+    int in_page = 0;
+    int32_t position = 0;
+    uint32_t slot = kNoSlot;  // there is no token; or the row is left as it is
+  };
+  __device__ Token TokenAt(unsigned listed) const {
+    if (listed >= memory_.num_tokens) return {};
+    const int in_page = Tokens()[listed] % static_cast<int>(kPageTokens);
+    const Item& item = Items()[Tokens()[listed] / kPageTokens];
+    const uint32_t slot = item.slot + BitsBefore(item.tokens, static_cast<unsigned>(in_page));
+    return {.codes = item.codes,
+            .in_page = in_page,
+            .position = static_cast<int32_t>(item.positions.of(in_page)),
+            .slot = slot < MostTokens() ? slot : kNoSlot};
+  }
 
-  // Makes weights of a head's logits, and tells all blocks the least that is kept.
-  __device__ void FindThreshold(int g, int64_t count) {
-    if (g >= static_cast<int>(blocks_)) {  // not the block's first
+  // Makes weights of a head's logits, and tells all blocks what it keeps.
+  __device__ void FindThreshold(int g, uint32_t count) {
+    if (g >= static_cast<int>(p_.blocks_of_row)) {  // not the block's first
       __syncthreads();
       memory_.search.ClearBins();
       __syncthreads();
     }
-    const auto at = [&](int64_t slot) -> float& { return Weight(g, slot); };
-    const float threshold =
-        ThresholdSearch<kThreads, decltype(at)>(at, mandatory_, count, memory_.search)
-            .Run(row_->numbers.top_p);
-    if (threadIdx.x < blocks_) *hopper::OfBlock(&memory_.thresholds[g], threadIdx.x) = threshold;
+    const HeadWeights weights = {.near = Weights() + g / p_.blocks_of_row * p_.shared_tokens,
+                                 .far = memory_.others[g],
+                                 .num_near = p_.shared_tokens};
+    const auto num_mandatory = static_cast<uint32_t>(memory_.num_mandatory);
+    const float threshold = ThresholdSearch<kThreads>(weights, num_mandatory, count, memory_.search)
+                                .Run(row_.numbers.top_p);
+    if (threadIdx.x < p_.blocks_of_row) {
+      *hopper::OfBlock(&memory_.thresholds[g], threadIdx.x) = threshold;
+    }
+    const uint32_t end = min(count, p_.shared_tokens);
+    for (uint32_t slot = num_mandatory / kWarpThreads * kWarpThreads + threadIdx.x;
+         slot / kWarpThreads * kWarpThreads < end; slot += kThreads) {
+      const bool is_kept = slot < end && !(weights.near[slot] < threshold);  // and NaN
+      const uint32_t kept = __ballot_sync(kAllLanes, is_kept);
+      const unsigned lane = threadIdx.x % kWarpThreads;
+      if (lane < p_.blocks_of_row) {
+        hopper::OfBlock(KeptBy(g), lane)[slot / kWarpThreads] = kept;
+      }
+    }
   }
 
   // What is left of the entries among the items: of each by a warp, a lane two of its tokens.
   __device__ void Keep(int64_t first) const {
     const unsigned lane = threadIdx.x % kWarpThreads;
-    const int64_t end = min(p_.items_at_once, num_items_ - first);
+    const int64_t end = min(p_.items_at_once, memory_.num_items - first);
     for (int64_t i = threadIdx.x / kWarpThreads; i < end; i += kThreads / kWarpThreads) {
-      const Item& item = items_[i];
+      const Item& item = Items()[i];
       const int64_t index = IndexOf(first + i);
       if (index >= header_.count || item.tokens == 0) continue;
       uint64_t kept = 0;
-#pragma unroll
+#pragma unroll 1
       for (unsigned half = 0; half < kPageTokens; half += kWarpThreads) {
         const unsigned token = half + lane;
-        const bool is_kept = (item.tokens >> token & 1) != 0 &&
-                             IsKept(int64_t{item.slot} + BitsBefore(item.tokens, token));
+        const bool is_kept =
+            (item.tokens >> token & 1) != 0 && IsKept(item.slot + BitsBefore(item.tokens, token));
         kept |= static_cast<uint64_t>(__ballot_sync(kAllLanes, is_kept)) << half;
       }
-      if (lane == 0) list_[index].live = item.live & (~item.tokens | kept);
+      if (lane == 0) Entries(row_.index)[index].live = item.live & (~item.tokens | kept);
     }
   }
-  __device__ bool IsKept(int64_t slot) const {
-    bool is_kept = false;
+  __device__ bool IsKept(uint32_t slot) const {
+    const auto group = static_cast<int>(p_.select.group);
+    if (slot < p_.shared_tokens) {
+      uint32_t kept = 0;
 #pragma unroll 4
-    for (int g = 0; g < group_; ++g) is_kept |= !(Weight(g, slot) < memory_.thresholds[g]);
-    return is_kept;  // and NaN
+      for (int g = 0; g < group; ++g) kept |= KeptBy(g)[slot / kWarpThreads];
+      return (kept >> slot % kWarpThreads & 1) != 0;
+    }
+    bool is_kept = false;
+#pragma unroll 1
+    for (int g = 0; g < group; ++g) {
+      is_kept |= !(memory_.others[g][slot] < memory_.thresholds[g]);
+    }
+    return is_kept;
   }
 
   const TopPLaunch& p_;
   Memory& memory_;
-  const int group_;
-  const unsigned blocks_;
+  const DeviceRow& row_;
+  const SelectionHeader& header_;
   const unsigned rank_;
-  Item* items_;
-  uint16_t* tokens_;
-  const DeviceRow* row_ = nullptr;
-  SelectionHeader header_;
-  SelectionEntry* list_ = nullptr;
-  int64_t mandatory_ = 0;
-  int64_t num_items_ = 0;
 };
 
 // kPlaced: keys are cached un-rotated, and rotated to their compact positions.
-template <int kHeadDim, bool kPlaced, int kThreads>
+template <int kHeadDim, bool kPlaced>
 __global__ void __launch_bounds__(kThreads, 1) PruneKernel(const __grid_constant__ TopPLaunch p) {
   extern __shared__ uint4 raw[];
-  RowPruning<kHeadDim, kPlaced, kThreads> pruning(
-      p, *reinterpret_cast<TopPMemory<kHeadDim, kThreads>*>(raw));
+  RowPruning<kHeadDim, kPlaced> pruning(p, *reinterpret_cast<TopPMemory<kHeadDim>*>(raw));
+  const uint32_t row = blockIdx.x >> p.log_blocks_of_row;
   cudaTriggerProgrammaticLaunchCompletion();
-  pruning.Prepare();
+  pruning.Prepare(row);
   cudaGridDependencySynchronize();
-  pruning.Run(DeviceRow(p.select, blockIdx.x / p.blocks_of_row));
+  pruning.Run(row);
 }
 
 template <int kHeadDim, bool kPlaced>
 cudaError_t Launch(TopPLaunch p, cudaStream_t stream) {
-  constexpr int kBlockThreads = kPlaced || kHeadDim == 64 ? kPlacingThreads : kThreads;
-  p.blocks_of_row = kMostBlocksOfRow;
-  while (p.blocks_of_row > 1 && p.select.out.num_rows * p.blocks_of_row > kBlocks) {
-    p.blocks_of_row /= 2;
+  p.log_blocks_of_row = kMostLogBlocksOfRow;
+  while (p.log_blocks_of_row > 0 && p.select.out.num_rows << p.log_blocks_of_row > kBlocks) {
+    --p.log_blocks_of_row;
   }
-  p.shared_tokens = std::min(p.max_tokens, kSharedWeights / p.heads_of_block()) / 4 * 4;
+  p.blocks_of_row = 1u << p.log_blocks_of_row;
+  p.heads_of_block =
+      (static_cast<unsigned>(p.select.group) + p.blocks_of_row - 1) / p.blocks_of_row;
+  p.shared_tokens =
+      static_cast<uint32_t>(std::min(p.max_tokens, kSharedWeights / p.heads_of_block) / 4 * 4);
   const int64_t most_items =
       p.select.out.capacity + CeilPages(p.max_tokens) + 2;  // sink and window may begin in a page
   const int64_t of_block = (most_items + p.blocks_of_row - 1) / p.blocks_of_row;
   p.items_at_once =
       std::min(kMostItems, (of_block + kWarpThreads - 1) / kWarpThreads * kWarpThreads);
+  static_assert(sizeof(TopPMemory<kHeadDim>) + kSharedWeights * sizeof(float) +
+                    kMostItems * (sizeof(Item) + kPageTokens * sizeof(uint16_t)) +
+                    kMaxCudaGroup * kSharedWeights / 8 <=
+                227 * 1024);
   const int64_t bytes =
-      static_cast<int64_t>(sizeof(TopPMemory<kHeadDim, kBlockThreads>)) +
-      p.heads_of_block() * p.shared_tokens * static_cast<int64_t>(sizeof(float)) +
-      p.items_at_once * static_cast<int64_t>(sizeof(Item) + kPageTokens * sizeof(uint16_t));
-  const auto kernel = PruneKernel<kHeadDim, kPlaced, kBlockThreads>;
+      static_cast<int64_t>(sizeof(TopPMemory<kHeadDim>)) +
+      p.heads_of_block * p.shared_tokens * static_cast<int64_t>(sizeof(float)) +
+      p.items_at_once * static_cast<int64_t>(sizeof(Item) + kPageTokens * sizeof(uint16_t)) +
+      p.select.group * KeptWords(p.shared_tokens) * static_cast<int64_t>(sizeof(uint32_t));
+  const auto kernel = PruneKernel<kHeadDim, kPlaced>;
   if (const cudaError_t error = cudaFuncSetAttribute(
           kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
       error != cudaSuccess) {
     return error;
   }
   const auto blocks = static_cast<unsigned>(p.select.out.num_rows) * p.blocks_of_row;
-  return LaunchOverlappedClusters(kernel, p.blocks_of_row, blocks, kBlockThreads,
+  return LaunchOverlappedClusters(kernel, p.blocks_of_row, blocks, kThreads,
                                   static_cast<size_t>(bytes), stream, p);
 }
 

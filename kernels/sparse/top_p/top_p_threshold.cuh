@@ -3,6 +3,7 @@
 // compared with each other. For the kernel of top_p.
 #pragma once
 
+#include <bit>
 #include <cstdint>
 
 #include "kernels/base/block_sums.cuh"
@@ -19,8 +20,9 @@ __device__ inline uint64_t WholeOf(float weight) { return __float2ull_rn(weight 
 template <int kThreads>
 struct ThresholdMemory {
   static constexpr int kWarps = kThreads / kWarpThreads;
-  static constexpr int kBinBits = 11;
-  static constexpr int kBins = 1 << kBinBits;
+  static constexpr int kThreadBins = 4;
+  static constexpr int kBins = kThreadBins * kThreads;
+  static constexpr int kBinBits = std::bit_width(unsigned{kBins}) - 1;  // that they can tell apart
   static constexpr int kFew = 256;
 
   // Sums of the bins, in halves: shared memory adds no more than 32 bits at once.
@@ -50,28 +52,42 @@ struct ThresholdMemory {
   __device__ uint64_t SumOf(uint32_t of) const { return uint64_t{highs[of]} << 32 | lows[of]; }
 };
 
-// Of one head. at(j) is a reference to the logit of token j, which Run makes its weight: those of
-// the tokens [0, mandatory) are kept anyway, those of [mandatory, count) compete. All by all
-// threads of the block.
-template <int kThreads, typename At>
+// Of a head: those of the first tokens in the block's shared memory, the others in device memory.
+struct HeadWeights {
+  float* near;
+  float* far;
+  uint32_t num_near;
+
+  __device__ float of(uint32_t j) const { return j < num_near ? near[j] : far[j]; }
+  __device__ void Store(uint32_t j, float weight) const {
+    if (j < num_near) {
+      near[j] = weight;
+    } else {
+      far[j] = weight;
+    }
+  }
+};
+
+// Of one head, whose logits Run makes weights: those of the tokens [0, mandatory) are kept anyway,
+// those of [mandatory, count) compete. All by all threads of the block.
+template <int kThreads>
 class ThresholdSearch {
  public:
   using Memory = ThresholdMemory<kThreads>;
 
   // REQUIRES: the bins are clear.
-  __device__ ThresholdSearch(const At& at, int64_t mandatory, int64_t count, Memory& memory)
-      : at_(at), mandatory_(mandatory), count_(count), memory_(memory) {}
+  __device__ ThresholdSearch(const HeadWeights& weights, uint32_t mandatory, uint32_t count,
+                             Memory& memory)
+      : weights_(weights), mandatory_(mandatory), count_(count), memory_(memory) {}
 
   // Weights below what it returns are not kept. Behind a barrier the memory may be used again.
   __device__ float Run(float top_p) {
     Weigh(Greatest());
     __syncthreads();
-    uint64_t competing = 0;
-    uint64_t mandatory = 0;
-    for (int i = 0; i < Memory::kWarps; ++i) {
-      competing += memory_.competing[i];
-      mandatory += memory_.mandatory[i];
-    }
+    const unsigned lane = threadIdx.x % kWarpThreads;
+    const bool has = lane < Memory::kWarps;
+    const uint64_t competing = SumOverWarp(has ? memory_.competing[lane] : 0);
+    const uint64_t mandatory = SumOverWarp(has ? memory_.mandatory[lane] : 0);
     const double wanted = ceil(static_cast<double>(top_p) * (1 - kTopPRounding) *
                                static_cast<double>(competing + mandatory));
     if (wanted <= static_cast<double>(mandatory)) return INFINITY;
@@ -87,19 +103,19 @@ class ThresholdSearch {
   static constexpr int kFirstShift = 18;
   static_assert((kMost - kLeast) >> kFirstShift < Memory::kBins);
 
-  // Calls use(j, at(j)) for the tokens [begin, count): some are on their way before the first is
+  // Calls use(j, of(j)) for the tokens [begin, count): some are on their way before the first is
   // needed.
   template <typename Use>
-  __device__ void ForEach(int64_t begin, const Use& use) const {
-    constexpr int kBatch = 8;
-    for (int64_t first = begin + threadIdx.x; first < count_; first += kBatch * kThreads) {
+  __device__ void ForEach(uint32_t begin, const Use& use) const {
+    constexpr uint32_t kBatch = 2;
+    for (uint32_t first = begin + threadIdx.x; first < count_; first += kBatch * kThreads) {
       float own[kBatch];
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        if (first + i * kThreads < count_) own[i] = at_(first + i * kThreads);
+      for (uint32_t i = 0; i < kBatch; ++i) {
+        if (first + i * kThreads < count_) own[i] = weights_.of(first + i * kThreads);
       }
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
+      for (uint32_t i = 0; i < kBatch; ++i) {
         if (first + i * kThreads < count_) use(first + i * kThreads, own[i]);
       }
     }
@@ -108,29 +124,33 @@ class ThresholdSearch {
   // Of the logits; leaves out NaN.
   __device__ float Greatest() {
     float own = -INFINITY;
-    ForEach(0, [&](int64_t, float logit) { own = fmaxf(own, logit); });
+    ForEach(0, [&](uint32_t, float logit) { own = fmaxf(own, logit); });
     const uint32_t of_warp = __reduce_max_sync(kAllLanes, OrderedScore(own));
     if (threadIdx.x % kWarpThreads == 0) memory_.greatest[threadIdx.x / kWarpThreads] = of_warp;
     __syncthreads();
-    uint32_t greatest = 0;
-    for (const uint32_t of_another : memory_.greatest) greatest = max(greatest, of_another);
-    return ScoreOfOrdered(greatest);
+    const unsigned lane = threadIdx.x % kWarpThreads;
+    return ScoreOfOrdered(
+        __reduce_max_sync(kAllLanes, lane < Memory::kWarps ? memory_.greatest[lane] : 0));
   }
 
+  // Parts that a sum of 32 bits holds.
   static __device__ uint64_t SumOverWarp(uint64_t value) {
-    for (int distance = kWarpThreads / 2; distance > 0; distance /= 2) {
-      value += __shfl_xor_sync(kAllLanes, value, distance);
-    }
-    return value;
+    constexpr int kPartBits = 22;
+    constexpr uint32_t kPart = (1u << kPartBits) - 1;
+    const auto part = [&](int i) {
+      const auto bits = static_cast<uint32_t>(value >> i * kPartBits) & kPart;
+      return static_cast<uint64_t>(__reduce_add_sync(kAllLanes, bits)) << i * kPartBits;
+    };
+    return part(0) + part(1) + part(2);
   }
 
   // Makes weights of the logits, and sums them: by bins and in all.
   __device__ void Weigh(float greatest) {
     uint64_t competing = 0;
     uint64_t mandatory = 0;
-    ForEach(0, [&](int64_t j, float logit) {
+    ForEach(0, [&](uint32_t j, float logit) {
       const float weight = expf(logit - greatest);
-      at_(j) = weight;
+      weights_.Store(j, weight);
       if (isnan(weight)) return;
       const uint64_t whole = WholeOf(weight);
       if (j < mandatory_) {
@@ -173,7 +193,7 @@ class ThresholdSearch {
   // Comparisons of bits leave out NaN.
   template <typename Use>
   __device__ void ForEachBetween(uint32_t low, uint32_t high, const Use& use) const {
-    ForEach(mandatory_, [&](int64_t, float weight) {
+    ForEach(mandatory_, [&](uint32_t, float weight) {
       const uint32_t bits = __float_as_uint(weight);
       if (bits >= low && bits <= high) use(weight);
     });
@@ -181,7 +201,8 @@ class ThresholdSearch {
 
   // To memory.bin and .above, which all see.
   __device__ void FindBin(uint64_t need) {
-    constexpr int kOwn = Memory::kBins / kThreads;  // of a thread, from the greatest on
+    // A thread has some side by side, from the greatest on.
+    constexpr int kOwn = Memory::kThreadBins;
     const unsigned first = Memory::kBins - 1 - kOwn * threadIdx.x;
     uint64_t own[kOwn];
     uint64_t sum = 0;
@@ -230,9 +251,9 @@ class ThresholdSearch {
     return __uint_as_float(memory_.threshold);
   }
 
-  const At& at_;
-  const int64_t mandatory_;
-  const int64_t count_;
+  const HeadWeights weights_;
+  const uint32_t mandatory_;
+  const uint32_t count_;
   Memory& memory_;
 };
 

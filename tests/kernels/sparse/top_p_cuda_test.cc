@@ -2,6 +2,7 @@
 #include "kernels/sparse/top_p/top_p_cuda.h"
 
 #include <algorithm>
+#include <cmath>
 #include <gtest/gtest.h>
 #include <limits>
 #include <tuple>
@@ -115,6 +116,56 @@ TEST_P(TopPCudaTest, KeepsWhatTheCpuKeepsOfTokens) {
   ExpectPrunedAlike(batch, numbers, selected, PruneOnGpu(batch, numbers, selected.View()));
 }
 
+// So much alike that most of them fall into one bin of the first count.
+TEST_P(TopPCudaTest, WeightsMayBeAlike) {
+  AttentionBatch batch(Shape(), 2, 4096, 65);
+  batch.UseScale(0.01f / std::sqrt(static_cast<float>(Shape().head_dim)));
+  batch.FillContext(0, 4096);
+  batch.FillContext(1, 2048);
+  const std::vector<SelectionNumbers> numbers = AddRows(batch);
+  HostLists selected = Selected(QuestSelector(), batch, numbers, 32);
+  ExpectPrunedAlike(batch, numbers, selected, PruneOnGpu(batch, numbers, selected.View()));
+}
+
+// Equals stay together: all of them are kept, or none where sink and window are enough.
+TEST_P(TopPCudaTest, WeightsMayBeEqual) {
+  AttentionBatch batch(Shape(), 1, 4096, 66);
+  batch.UseScale(0);
+  batch.FillContext(0, 4096);
+  batch.AddBlock(0, 4095, 1);
+  batch.AddBlock(0, 4095, 1);
+  const SelectionNumbers all = {
+      .sink_tokens = 64, .window_tokens = 64, .budget_tokens = 1280, .top_p = 0.3f};
+  const SelectionNumbers none = {
+      .sink_tokens = 64, .window_tokens = 1216, .budget_tokens = 1280, .top_p = 0.49f};
+  const std::vector<SelectionNumbers> numbers = {all, none};
+  HostLists selected = Selected(QuestSelector(), batch, numbers, 24);
+  const Lists found = PruneOnGpu(batch, numbers, selected.View());
+  for (size_t row = 0; row < 4; ++row) {
+    const auto live = TokensOf(found.headers[row], found.list(row), &SelectionEntry::live);
+    EXPECT_EQ(std::ssize(live), row < 2 ? 1280 : 0) << "row " << row;
+  }
+}
+
+// Their logits are -inf; a query that is NaN keeps everything.
+TEST_P(TopPCudaTest, BlocksMayBeMissingAndQueriesNaN) {
+  AttentionBatch batch(Shape(), 1, 4096, 68);
+  batch.FillContext(0, 2048);
+  std::vector<SelectionEntry> entries;
+  for (int64_t page = 0; page < 64; page += 3) {
+    entries.push_back({.page = page, .chosen = ~uint64_t{0} << page, .live = ~uint64_t{0} << page});
+  }
+  RowSelection row = SelectList(200, 4000, std::move(entries));
+  row.header.query_position = row.header.made_at = 4095;
+  for (int64_t i = 0; i < 2; ++i) {
+    batch.AddBlock(0, 4095, 1, [&](int64_t) { return row; });
+  }
+  batch.q(1, 0)[1] = std::numeric_limits<float>::quiet_NaN();
+  const std::vector<SelectionNumbers> numbers(2, {.window_tokens = 1, .top_p = 0.8f});
+  HostLists selected(batch.Params().selection);
+  ExpectPrunedAlike(batch, numbers, selected, PruneOnGpu(batch, numbers, selected.View()));
+}
+
 // Of a batch in which another policy has a large budget.
 TEST_P(TopPCudaTest, ListsMayHaveRoomForMoreThanSharedMemoryHas) {
   AttentionBatch batch(Shape(), 2, 4096, 64);
@@ -145,6 +196,47 @@ TEST_P(TopPCudaTest, ARowThatTheWorkspaceHasNoRoomForStaysAsItIs) {
     }
   }
 }
+
+// Lists of hundreds of pages, all of their tokens or a few, more than a block of threads has
+// shared memory for.
+class LongTopPCudaTest : public TopPCudaTest {
+ protected:
+  static constexpr int64_t kTokens = 40'960;
+
+  static RowSelection ListOf(AttentionBatch& batch, bool is_dense) {
+    std::vector<SelectionEntry> entries;
+    for (int64_t page = 1; page < kTokens / kPageTokens - 1; ++page) {
+      const uint64_t chosen = is_dense ? ~uint64_t{0} : uint64_t{0x8001} << (batch.rng()() % 48);
+      entries.push_back({.page = page, .chosen = chosen, .live = chosen});
+    }
+    RowSelection row = SelectList(70, kTokens - 100, std::move(entries));
+    row.header.query_position = row.header.made_at = kTokens - 1;
+    return row;
+  }
+  // Every other KV head's list is a dense one.
+  static void ExpectBlocksPrunedAlike(int64_t num_blocks) {
+    AttentionBatch batch(Shape(), 1, kTokens, 67);
+    batch.FillContext(0, kTokens);
+    std::vector<SelectionNumbers> numbers;
+    for (int64_t i = 0; i < num_blocks; ++i) {
+      batch.AddBlock(0, kTokens - 1, 1,
+                     [&](int64_t head) { return ListOf(batch, (i + head) % 2 == 0); });
+      numbers.push_back({.window_tokens = 1, .top_p = 0.7f});
+    }
+    const HostLists selected(batch.Params().selection);
+    HostLists copy = selected;
+    ExpectPrunedAlike(batch, numbers, selected, PruneOnGpu(batch, numbers, copy.View(), kTokens));
+  }
+};
+
+INSTANTIATE_TEST_SUITE_P(Shapes, LongTopPCudaTest,
+                         testing::Values(std::tuple(64, 3, DType::kFloat32),
+                                         std::tuple(128, 8, DType::kBFloat16)));
+
+TEST_P(LongTopPCudaTest, FewRowsKeepWhatTheCpuKeeps) { ExpectBlocksPrunedAlike(1); }
+
+// So many that a block of threads has a row for itself.
+TEST_P(LongTopPCudaTest, ManyRowsKeepWhatTheCpuKeeps) { ExpectBlocksPrunedAlike(33); }
 
 }  // namespace
 }  // namespace kvasir::kernels
