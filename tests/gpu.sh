@@ -32,6 +32,15 @@ begin() {
   } &
 }
 
+# begin_parts NAME SECONDS PARTS PROGRAM: its tests in parts side by side, on all GPUs in turn. Models lie beside bin.
+begin_parts() {
+  local name=$1 seconds=$2 parts=$3 part
+  for ((part = 0; part < parts; ++part)); do
+    begin "$name-$part" "$seconds" env --chdir="$here/.." CUDA_VISIBLE_DEVICES=$((next_gpu++ % gpus)) \
+      GTEST_TOTAL_SHARDS="$parts" GTEST_SHARD_INDEX="$part" "$4"
+  done
+}
+
 # How the steps ended, to results.
 collect() {
   local name status
@@ -80,11 +89,13 @@ run() {
     [attention]='*ListsWith*/7:*ARowWithout*/2:*PrefillOver*/7:*HostTier*/5:*AbsentPages*/6'
   )
   local programs=(dense paged sparse attention)
-  local gpus
+  local -A parts=([dense]=1 [paged]=2 [sparse]=8 [attention]=4)
   gpus=$(nvidia-smi -L | wc -l)
-  for program in "${programs[@]}"; do begin "$program" 400 "$here/kernels_${program}_cuda_test"; done
-  # Its models lie beside bin.
-  begin engine 600 env --chdir="$here/.." "$here/worker_cuda_test"
+  next_gpu=0
+  for program in "${programs[@]}"; do
+    begin_parts "$program" 400 "${parts[$program]}" "$here/kernels_${program}_cuda_test"
+  done
+  begin_parts engine 600 4 "$here/worker_cuda_test"
   begin ranks 100 "$here/kernels_ranks_cuda_test"
   wait
   # One process a GPU; it says which cases need more of them.
@@ -134,7 +145,12 @@ run() {
   fi
   collect
   grep -h '^|' "$logs/dense_bench.log" "$logs/attention_bench.log" "$logs/paging_bench.log" "$logs/decode_step_bench.log" "$logs/all_reduce_bench.log" "$logs/peer_attention.log" 2>/dev/null
-  grep -HE '^\[  (PASSED|FAILED)' "$logs"/{dense,paged,sparse,attention,ranks,engine,parallel}.log | sed "s|^$logs/||" | head -40
+  for program in "${programs[@]}" engine ranks parallel; do
+    cat "$logs/$program"{,-[0-9]}.log 2>/dev/null |
+      awk -v program="$program" '/^\[  PASSED/ {passed += $4} /^\[  FAILED  \] [0-9]+ tests?,/ {failed += $4}
+                                 END {printf "%s: %d passed, %d failed\n", program, passed, failed}'
+  done
+  grep -hE '^\[  FAILED  \] .*\(' "$logs"/*.log | head -40
   printf '%s\n' "${results[@]}"
   exit "$failed"
 }
