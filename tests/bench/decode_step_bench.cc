@@ -11,7 +11,8 @@
 // the host tier. With --turn, cosines of two queries that follow one another are about that
 // (turning_queries.h); else layers ask with their own, of a model that knows nothing.
 //
-// A policy is all, quest, tokenselect or infinitehip, with +top_p (0.95) and +interval behind it.
+// A policy is all, quest, tokenselect or infinitehip, with +top_p (0.95) and +interval (8)
+// behind it.
 //
 //   wall       of Engine::Step, sampling and tables included: median and mean over the steps
 //   GPU        from the begin to the end of the step's graph, likewise
@@ -158,6 +159,7 @@ v1::SparsityPolicy MakePolicy(const std::string& name, int64_t budget) {
       decode.set_top_p(0.95f);
     } else {
       decode.mutable_reuse()->set_rule(parts[i]);
+      decode.mutable_reuse()->set_interval(8);
     }
   }
   return policy;
