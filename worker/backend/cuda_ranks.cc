@@ -40,14 +40,14 @@ CudaRanks::~CudaRanks() {
 }
 
 absl::Status CudaRanks::AddSum(const TensorView& x, const TensorView& y, const CudaStream& stream) {
-  KVASIR_RETURN_IF_ERROR(LookForTrouble());
+  KVASIR_RETURN_IF_ERROR(LookForSilence());
   if (peers_ != nullptr && PeerSums::Takes(x)) return peers_->Add(x, y, stream.get());
   KVASIR_RETURN_IF_ERROR(nccl_->AllReduceSum(x.As<float>(), x.num_elements(), stream.get()));
   return kernels::AddSums(x, y, progress_.As<uint32_t>(), stream.get());
 }
 
 absl::Status CudaRanks::GatherColumns(const RankColumns& columns, const CudaStream& stream) {
-  KVASIR_RETURN_IF_ERROR(LookForTrouble());
+  KVASIR_RETURN_IF_ERROR(LookForSilence());
   KVASIR_RETURN_IF_ERROR(nccl_->AllGather(columns.own.data(), columns.gathered.data(),
                                           columns.own.size_bytes(), stream.get()));
   return kernels::PlaceColumns({.gathered = columns.gathered,
@@ -57,12 +57,17 @@ absl::Status CudaRanks::GatherColumns(const RankColumns& columns, const CudaStre
                                stream.get());
 }
 
-absl::Status CudaRanks::LookForTrouble() const {
+absl::Status CudaRanks::LookForSilence() const {
   if (is_silent_ || (peers_ != nullptr && peers_->gave_up())) {
     return absl::DeadlineExceededError(
         absl::StrCat("rank ", rank_, ": another rank was silent for ",
                      absl::FormatDuration(patience_), "; it is dead or stopped"));
   }
+  return absl::OkStatus();
+}
+
+absl::Status CudaRanks::LookForTrouble() const {
+  KVASIR_RETURN_IF_ERROR(LookForSilence());
   return nccl_->Health();
 }
 

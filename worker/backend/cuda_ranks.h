@@ -52,6 +52,8 @@ class CudaRanks {
   explicit CudaRanks(const Collective& ranks) : rank_(ranks.rank()), patience_(ranks.timeout()) {}
 
   void LookAfterSteps();
+  // What is known here: costs no call into NCCL.
+  absl::Status LookForSilence() const;
   // What ends the wait before its time.
   absl::Status LookForTrouble() const;
   uint32_t progress() const { return *progress_.As<volatile uint32_t>(); }
