@@ -37,7 +37,7 @@ SelectionNumbers selection_numbers = {
     .sink_tokens = 128, .window_tokens = 1024, .budget_tokens = 2048, .top_p = 0.95f};
 constexpr int64_t kListCapacity = 2048;  // entries: a token each
 constexpr int64_t kCycle = 16;           // steps of a refresh cycle
-constexpr int64_t kInterval = 8;         // steps between two lists of a method of one stage
+constexpr int64_t kInterval = 8;         // steps between two runs of a method's first stage
 constexpr int64_t kSetBytes = int64_t{20} << 30;  // of all sets together
 
 // Of a row: sink, window and a budget in whole pages.
@@ -187,7 +187,8 @@ struct Set {
     memory.stage_items = stage_items.As<int32_t>();
     memory.max_items = items;
     memory.num_stages = kStages;
-    std::copy_n(hip.preset->refresh_intervals.begin(), kStages, memory.intervals);
+    const auto& own = hip.preset->refresh_intervals;
+    for (size_t s = 0; s < own.size(); ++s) memory.intervals[s] = own[s] * kInterval / own[0];
     staged_memories = Upload(std::vector{memory});
   }
 
@@ -322,11 +323,15 @@ void Bench(int64_t tokens) {
     if (num_queries > 1) continue;
     report("quest and top_p", Both<Quest, TopP>);
     report("infinitehip and top_p", Both<InfiniteHip, TopP>);
+    report("quest, top_p and list", Both<Both<Quest, TopP>, Attend>);
+    report("infinitehip, top_p and list", Both<Both<InfiniteHip, TopP>, Attend>);
     report("quest and list by interval", ByInterval<Quest>, kCycle);
     report("quest, top_p and list by interval", ByInterval<Both<Quest, TopP>>, kCycle);
     report("tokenselect and list by interval", ByInterval<TokenSelect<Scope::kKvGroup>>, kCycle);
     report("infinitehip and list by interval", ByInterval<InfiniteHip, &Set::staged_memories>,
            kCycle);
+    report("infinitehip, top_p and list by interval",
+           ByInterval<Both<InfiniteHip, TopP>, &Set::staged_memories>, kCycle);
   }
 }
 
