@@ -1,7 +1,7 @@
 // Reuse in the kernels of selectors on the GPU, row by row: what reusing_select.cc does around a
-// selector. Every kernel of a selector leaves out rows whose stages it is not to run; the last one,
-// of one block of threads a row, is where a row recalls or remembers. Until then nothing of the
-// memory changes that verdicts look at, so that all kernels decide alike.
+// selector. Every kernel of a selector leaves out rows whose stages it is not to run; the last one
+// is where a row recalls or remembers. Until then nothing of the memory changes that verdicts look
+// at, so that all kernels decide alike.
 #pragma once
 
 #include "kernels/sparse/reuse/device_memory.h"
