@@ -1,6 +1,7 @@
 // A warp takes four pages of a row at a time, each lane the same few elements of their bounds; the
 // block's queries, split by sign, come through shared memory in tiles. Rows of many queries are
-// left to page_products.cu.
+// left to page_products.cu, and single ones mostly to kernels that choose as well
+// (page_stream.cuh).
 #include <algorithm>
 
 #include "kernels/base/overlapped_launch.h"

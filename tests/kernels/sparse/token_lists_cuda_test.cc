@@ -74,14 +74,13 @@ void ExpectAlike(const Likeness& likeness) {
   EXPECT_GT(likeness.tokens, 0) << "nothing was selected";
 }
 
-class TokenListsCudaTest : public SelectorCudaTest {
- protected:
-  static void Add(AttentionBatch& batch, std::vector<SelectionNumbers>& numbers, int64_t slot,
-                  int64_t position, int64_t rows, const SelectionNumbers& n) {
-    batch.AddBlock(slot, position, rows);
-    numbers.push_back(n);
-  }
-};
+void Add(AttentionBatch& batch, std::vector<SelectionNumbers>& numbers, int64_t slot,
+         int64_t position, int64_t rows, const SelectionNumbers& n) {
+  batch.AddBlock(slot, position, rows);
+  numbers.push_back(n);
+}
+
+class TokenListsCudaTest : public SelectorCudaTest {};
 
 INSTANTIATE_TEST_SUITE_P(Shapes, TokenListsCudaTest,
                          testing::Combine(testing::Values(64, 128), testing::Values(1, 4, 7, 8),
@@ -360,7 +359,7 @@ Lists InfiniteHipOnGpu(AttentionBatch& batch, const std::vector<SelectionNumbers
       });
 }
 
-// Both select over the batch, by some presets; the last stage also alone.
+// Both select over the batch, by some presets.
 void ExpectInfiniteHipAlike(AttentionBatch& batch, const std::vector<SelectionNumbers>& numbers) {
   for (const auto& [preset, scope] :
        {std::pair("3k", "group"), std::pair("5k", "group"), std::pair("5k", "layer")}) {
@@ -380,37 +379,30 @@ void ExpectInfiniteHipAlike(AttentionBatch& batch, const std::vector<SelectionNu
   }
 }
 
-// Long enough that every stage has to choose.
-TEST_P(TokenListsCudaTest, InfiniteHipChoosesWhatTheCpuChooses) {
+// Rows of two texts, long enough that every stage has to choose; chunks begin within a page and at
+// its begin. One block has `rows` queries, the others one each.
+void ExpectInfiniteHipAlikeInLongTexts(const AttentionShape& shape, uint64_t seed, int64_t rows) {
   constexpr int64_t kTokens = 40'000;
-  AttentionBatch batch(Shape(), 2, kTokens, 54);
+  AttentionBatch batch(shape, 2, kTokens, seed);
   batch.FillContext(0, kTokens);
   batch.FillContext(1, 9'001);
   std::vector<SelectionNumbers> numbers;
   Add(batch, numbers, 0, kTokens - 1, 1,
       {.sink_tokens = 130, .window_tokens = 512, .budget_tokens = 1024});
-  Add(batch, numbers, 0, 39'936, 64,
+  Add(batch, numbers, 0, 39'936, rows,
       {.sink_tokens = 128, .window_tokens = 600, .budget_tokens = 2048});
   Add(batch, numbers, 1, 9'000, 1, {.sink_tokens = 1, .window_tokens = 520, .budget_tokens = 100});
   Add(batch, numbers, 1, 500, 1, {.sink_tokens = 1, .window_tokens = 520, .budget_tokens = 100});
   ExpectInfiniteHipAlike(batch, numbers);
 }
 
-// All blocks are one query: stage 1 scores pages where it chooses. Chunks begin within a page and
-// at its begin.
+TEST_P(TokenListsCudaTest, InfiniteHipChoosesWhatTheCpuChooses) {
+  ExpectInfiniteHipAlikeInLongTexts(Shape(), 54, 64);
+}
+
+// All blocks are one query: the first stage scores pages where it chooses.
 TEST_P(TokenListsCudaTest, InDecodeInfiniteHipChoosesWhatTheCpuChooses) {
-  constexpr int64_t kTokens = 40'000;
-  AttentionBatch batch(Shape(), 2, kTokens, 60);
-  batch.FillContext(0, kTokens);
-  batch.FillContext(1, 9'001);
-  std::vector<SelectionNumbers> numbers;
-  Add(batch, numbers, 0, kTokens - 1, 1,
-      {.sink_tokens = 130, .window_tokens = 512, .budget_tokens = 1024});
-  Add(batch, numbers, 0, 39'936, 1,
-      {.sink_tokens = 128, .window_tokens = 600, .budget_tokens = 2048});
-  Add(batch, numbers, 1, 9'000, 1, {.sink_tokens = 1, .window_tokens = 520, .budget_tokens = 100});
-  Add(batch, numbers, 1, 500, 1, {.sink_tokens = 1, .window_tokens = 520, .budget_tokens = 100});
-  ExpectInfiniteHipAlike(batch, numbers);
+  ExpectInfiniteHipAlikeInLongTexts(Shape(), 60, 1);
 }
 
 // So many that few blocks of threads are for each.

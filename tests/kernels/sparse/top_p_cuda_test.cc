@@ -81,7 +81,10 @@ void ExpectPrunedAlike(AttentionBatch& batch, const std::vector<SelectionNumbers
   EXPECT_LT(kept, chosen) << "nothing was pruned";
 }
 
-std::vector<SelectionNumbers> AddRows(AttentionBatch& batch) {
+// Two texts, and rows of every kind over them.
+std::vector<SelectionNumbers> AddTextsAndRows(AttentionBatch& batch) {
+  batch.FillContext(0, 4096);
+  batch.FillContext(1, 2048);
   std::vector<SelectionNumbers> numbers;
   for (const float top_p :
        {0.1f, 0.6f, 0.9f, 0.99f, 1.0f, std::numeric_limits<float>::quiet_NaN()}) {
@@ -100,18 +103,14 @@ std::vector<SelectionNumbers> AddRows(AttentionBatch& batch) {
 
 TEST_P(TopPCudaTest, KeepsWhatTheCpuKeepsOfPages) {
   AttentionBatch batch(Shape(), 2, 4096, 61);
-  batch.FillContext(0, 4096);
-  batch.FillContext(1, 2048);
-  const std::vector<SelectionNumbers> numbers = AddRows(batch);
+  const std::vector<SelectionNumbers> numbers = AddTextsAndRows(batch);
   HostLists selected = Selected(QuestSelector(), batch, numbers, 32);
   ExpectPrunedAlike(batch, numbers, selected, PruneOnGpu(batch, numbers, selected.View()));
 }
 
 TEST_P(TopPCudaTest, KeepsWhatTheCpuKeepsOfTokens) {
   AttentionBatch batch(Shape(), 2, 4096, 62);
-  batch.FillContext(0, 4096);
-  batch.FillContext(1, 2048);
-  const std::vector<SelectionNumbers> numbers = AddRows(batch);
+  const std::vector<SelectionNumbers> numbers = AddTextsAndRows(batch);
   HostLists selected = Selected(*TokenSelectSelector::Create({}).value(), batch, numbers, 64);
   ExpectPrunedAlike(batch, numbers, selected, PruneOnGpu(batch, numbers, selected.View()));
 }
@@ -120,9 +119,7 @@ TEST_P(TopPCudaTest, KeepsWhatTheCpuKeepsOfTokens) {
 TEST_P(TopPCudaTest, WeightsMayBeAlike) {
   AttentionBatch batch(Shape(), 2, 4096, 65);
   batch.UseScale(0.01f / std::sqrt(static_cast<float>(Shape().head_dim)));
-  batch.FillContext(0, 4096);
-  batch.FillContext(1, 2048);
-  const std::vector<SelectionNumbers> numbers = AddRows(batch);
+  const std::vector<SelectionNumbers> numbers = AddTextsAndRows(batch);
   HostLists selected = Selected(QuestSelector(), batch, numbers, 32);
   ExpectPrunedAlike(batch, numbers, selected, PruneOnGpu(batch, numbers, selected.View()));
 }
@@ -169,9 +166,7 @@ TEST_P(TopPCudaTest, BlocksMayBeMissingAndQueriesNaN) {
 // Of a batch in which another policy has a large budget.
 TEST_P(TopPCudaTest, ListsMayHaveRoomForMoreThanSharedMemoryHas) {
   AttentionBatch batch(Shape(), 2, 4096, 64);
-  batch.FillContext(0, 4096);
-  batch.FillContext(1, 2048);
-  const std::vector<SelectionNumbers> numbers = AddRows(batch);
+  const std::vector<SelectionNumbers> numbers = AddTextsAndRows(batch);
   HostLists selected = Selected(QuestSelector(), batch, numbers, 60'000);
   ExpectPrunedAlike(batch, numbers, selected, PruneOnGpu(batch, numbers, selected.View()));
 }
