@@ -8,16 +8,12 @@
 #include <vector>
 
 #include "kernels/dense/rope.h"
-#include "kernels/sparse/hip/hip_cuda.h"
-#include "kernels/sparse/infinitehip/infinitehip_cuda.h"
 #include "kernels/sparse/methods.h"
 #include "kernels/sparse/policy.h"
-#include "kernels/sparse/quest/quest_cuda.h"
 #include "kernels/sparse/reuse/reuse_gate_cuda.h"
 #include "kernels/sparse/reuse/reusing_select.h"
 #include "kernels/sparse/reuse/selection_memory_cuda.h"
-#include "kernels/sparse/tokenselect/tokenselect_cuda.h"
-#include "tests/support/device_select.h"
+#include "tests/support/device_methods.h"
 
 namespace kvasir::kernels {
 namespace {
@@ -28,41 +24,6 @@ constexpr int64_t kSteps = 80;  // past a multiple of 64
 constexpr int64_t kRemembering = 2;
 constexpr int64_t kSlots = kRemembering + 1;
 constexpr int64_t kBudget = 300;
-
-// What runs on the GPU for a selector.
-struct DeviceMethod {
-  int64_t workspace_bytes = 0;
-  DeviceSelect select;
-};
-
-DeviceMethod MethodOf(const std::string& selector, const std::string& preset, Scope scope,
-                      const PagedKv& kv, int64_t group) {
-  if (selector == "quest") {
-    return {QuestWorkspaceBytes(kv, kSlots), [](const auto& params, const auto& out, auto* memory) {
-              return SelectQuest(params, out, memory, nullptr);
-            }};
-  }
-  if (selector == "tokenselect") {
-    return {TokenSelectWorkspaceBytes(kv, group, kSlots),
-            [=](const auto& params, const auto& out, auto* memory) {
-              return SelectTokens(scope, params, out, memory, nullptr);
-            }};
-  }
-  if (selector == "hip") {
-    const HipCuda method = {.max_budget_tokens = kBudget};
-    return {HipWorkspaceBytes(method, kv, kSlots),
-            [=](const auto& params, const auto& out, auto* memory) {
-              return SelectHip(method, params, out, memory, nullptr);
-            }};
-  }
-  const InfiniteHipCuda method = {.preset = InfiniteHipSelector::FindPreset(preset).value(),
-                                  .max_budget_tokens = kBudget,
-                                  .scope = scope};
-  return {InfiniteHipWorkspaceBytes(method, kv, kSlots),
-          [=](const auto& params, const auto& out, auto* memory) {
-            return SelectInfiniteHip(method, params, out, memory, nullptr);
-          }};
-}
 
 // The call of a step, whose blocks count its own queries.
 SelectParams StepOf(const SelectParams& all, int64_t step) {
@@ -237,8 +198,12 @@ class ReuseRun {
     DeviceMemory device;
     const DeviceSelectionMemory* const device_views =
         device.Copy(views.data(), views.size()).value();
-    const DeviceMethod method = MethodOf(tested_.selector, tested_.preset, selector_->scope(),
-                                         batch_.kv().View(), tested_.shape.group);
+    const DeviceMethod method = MakeDeviceMethod({.selector = tested_.selector,
+                                                  .preset = tested_.preset,
+                                                  .scope = selector_->scope(),
+                                                  .blocks = kSlots,
+                                                  .max_budget_tokens = kBudget},
+                                                 batch_.kv().View(), tested_.shape.group);
     const auto run = [&](SelectParams all, const PageSelection& out,
                          std::byte* workspace) -> absl::Status {
       KVASIR_ASSIGN_OR_RETURN(const QueryBlock* blocks,
