@@ -348,7 +348,8 @@ std::string HelpText(const CommandInfo& info, const Message& config) {
       absl::StrCat("Usage: ", info.name, " [--flag=value ...]\n\n", Wrapped(info.summary, 0, 96),
                    "\nExample:\n  ", info.example, "\n");
   std::string group = "-";
-  for (const Flag& flag : FlagsOf(*copy)) {
+  const std::vector<Flag> flags = FlagsOf(*copy);
+  for (const Flag& flag : flags) {
     if (flag.group != group) {
       group = flag.group;
       absl::StrAppend(&text, "\n", group.empty() ? "general" : group, ":\n");
@@ -364,11 +365,17 @@ std::string HelpText(const CommandInfo& info, const Message& config) {
       absl::StrAppend(&text, "      also: --", absl::StrJoin(options.aliases(), ", --"), "\n");
     }
   }
+  // One that shows what becomes of dashes.
+  const auto dashed = std::find_if(flags.begin(), flags.end(), [](const Flag& flag) {
+    return flag.name.find('-') != std::string::npos;
+  });
+  const Flag& example = dashed == flags.end() ? flags.front() : *dashed;
   absl::StrAppend(&text,
                   "\n  --config FILE   YAML with flag names as keys\n"
                   "  --print-config  show the effective configuration with origins, and exit\n"
-                  "\nEvery flag is also an environment variable: --max-model-len is "
-                  "KVASIR_MAX_MODEL_LEN.\nFlags win over variables, variables over the file.\n");
+                  "\nEvery flag is also an environment variable: --",
+                  example.name, " is ", VariableName(example),
+                  ".\nFlags win over variables, variables over the file.\n");
   return text;
 }
 

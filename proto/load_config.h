@@ -50,9 +50,8 @@ std::string ConfigText(const google::protobuf::Message& config, const LoadedConf
 
 enum class NextStep { kRun, kExit };
 
-// What every main does first: loads from argv[first_arg..] and the environment; prints what --help
-// or
-// --print-config ask for to standard output (then kExit).
+// What every main does first: loads from argv[first_arg..] and the environment; prints what
+// --help or --print-config ask for to standard output (then kExit).
 absl::StatusOr<NextStep> Configure(const CommandInfo& info, int argc, const char* const* argv,
                                    int first_arg, google::protobuf::Message& config);
 

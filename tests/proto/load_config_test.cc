@@ -133,7 +133,11 @@ TEST_F(LoadConfigTest, HelpNamesEveryFlagWithDefaultAndReason) {
       HelpText({.name = "kvasir serve", .summary = "Serves.", .example = "kvasir serve"}, config_);
   EXPECT_THAT(help, HasSubstr("--max-model-len  [0, 16777216] tokens  (default 0)"));
   EXPECT_THAT(help, HasSubstr("--model  (required)"));
-  EXPECT_THAT(help, HasSubstr("KVASIR_MAX_MODEL_LEN"));
+  EXPECT_THAT(help, HasSubstr("--max-model-len is KVASIR_MAX_MODEL_LEN."));
+  EXPECT_THAT(
+      HelpText({.name = "kvasir-worker", .summary = "Computes.", .example = "kvasir-worker"},
+               v1::WorkerConfig()),
+      HasSubstr("--metrics-host is KVASIR_METRICS_HOST."));
 }
 
 }  // namespace
