@@ -239,9 +239,9 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const v1::ServeConfig& con
   scheduler.set_max_num_batched_tokens(scheduler.max_num_batched_tokens() / block * block);
   resolved.set_served_model_name(ModelName(config));
   KVASIR_ASSIGN_OR_RETURN(PolicyTable policies, MakePolicies(config));
+  KVASIR_ASSIGN_OR_RETURN(ModelFolder folder, LoadModelFolder(config.model().model()));
   KVASIR_ASSIGN_OR_RETURN(std::unique_ptr<const Tokenizer> tokenizer,
                           Tokenizer::Load(config.model().model()));
-  KVASIR_ASSIGN_OR_RETURN(ModelFolder folder, LoadModelFolder(config.model().model()));
   auto server = std::make_unique<ServerImpl>(resolved, std::move(tokenizer), std::move(folder),
                                              std::move(policies));
   KVASIR_RETURN_IF_ERROR(server->Init(make_group));
