@@ -110,6 +110,17 @@ absl::Status CheckPart(const std::string& where, const v1::AttentionPolicy& part
   return CheckTerminator(where, part);
 }
 
+absl::Status CheckNothingOfDecoding(const std::string& where, const v1::AttentionPolicy& part) {
+  const auto refuse = [&](absl::string_view field, absl::string_view why) {
+    return absl::InvalidArgumentError(absl::StrCat(where, ".", field, " is set; ", why));
+  };
+  if (part.top_p() != 0) return refuse("top_p", "only decoding is pruned");
+  if (!part.reuse().rule().empty()) return refuse("reuse", "only decoding reuses selections");
+  if (part.has_quality()) return refuse("quality", "it is decoding that it is about");
+  if (Terminates(part)) return refuse(v1::TerminatorName(part), "only decoding stops early");
+  return absl::OkStatus();
+}
+
 // The blocks that a budget stands for.
 int64_t BudgetBlocks(const v1::AttentionPolicy& policy, uint32_t budget) {
   const int64_t block = BlockTokens(policy);
@@ -288,23 +299,8 @@ absl::StatusOr<PolicyTable> PolicyTable::Create(std::vector<v1::SparsityPolicy> 
     const std::string where = absl::StrCat("policy '", policy.name(), "'");
     KVASIR_RETURN_IF_ERROR(CheckLimits(where, policy));
     KVASIR_RETURN_IF_ERROR(CheckPart(absl::StrCat(where, ".prefill"), policy.prefill()));
-    if (policy.prefill().top_p() != 0) {
-      return absl::InvalidArgumentError(
-          absl::StrCat(where, ".prefill.top_p is set; only decoding is pruned"));
-    }
-    if (!policy.prefill().reuse().rule().empty()) {
-      return absl::InvalidArgumentError(
-          absl::StrCat(where, ".prefill.reuse is set; only decoding reuses selections"));
-    }
-    if (policy.prefill().has_quality()) {
-      return absl::InvalidArgumentError(
-          absl::StrCat(where, ".prefill.quality is set; it is decoding that it is about"));
-    }
-    if (Terminates(policy.prefill())) {
-      return absl::InvalidArgumentError(absl::StrCat(where, ".prefill.",
-                                                     v1::TerminatorName(policy.prefill()),
-                                                     " is set; only decoding stops early"));
-    }
+    KVASIR_RETURN_IF_ERROR(
+        CheckNothingOfDecoding(absl::StrCat(where, ".prefill"), policy.prefill()));
     SetReuseDefaults(*policy.mutable_decode());
     SetQualityDefaults(*policy.mutable_decode());
     KVASIR_RETURN_IF_ERROR(CheckPart(absl::StrCat(where, ".decode"), policy.decode()));
