@@ -1,7 +1,7 @@
 // A tensor of uniform random numbers that depend on nothing but a seed and an element's place:
 //
-//   y[r, c] = mean + spread * (2 u - 1),  u = UniformOf(seed, (first_row + r) * width + first_col +
-//   c)
+//   y[r, c] = mean + spread * (2 u - 1)
+//   u       = UniformOf(seed, (first_row + r) * width + first_col + c)
 //
 // (random_rows.h), computed in float64. So a slice of a tensor has the numbers of the whole, on
 // whatever rank or device it is made, bit by bit. For weights of models that are only shapes, and

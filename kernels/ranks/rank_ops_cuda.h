@@ -44,8 +44,8 @@ inline constexpr int64_t kPeerSumCounters = 64;
 
 // y += sum over ranks of their x, in rank order: the sum is rounded, then what it is added to; the
 // same bits on every rank that has the same y. x [rows, width] float32, y [rows, width] bfloat16,
-// at most kPeerSumElements elements. Every rank
-// calls it with the same shape, in the same order; by launch or in a graph, as each likes.
+// at most kPeerSumElements elements. Every rank calls it with the same shape, in the same order; by
+// launch or in a graph, as each likes.
 // INVALID_ARGUMENT on shapes; INTERNAL with CUDA's error when the launch fails. Cost: writes 8
 // bytes an element to each peer, and takes about the time of one write to reach them.
 absl::Status PeerSum(const PeerSumEnd& end, const TensorView& x, const TensorView& y,

@@ -11,14 +11,13 @@
 // the host tier. With --turn, cosines of two queries that follow one another are about that
 // (turning_queries.h); else layers ask with their own, of a model that knows nothing.
 //
-// A policy is all, quest, tokenselect or infinitehip, with +top_p (0.95) and +interval (8)
-// behind it.
+// A policy is all or the name of a selector, with +top_p (0.95) and +interval (8) behind it.
 //
 //   wall       of Engine::Step, sampling and tables included: median and mean over the steps
 //   GPU        from the begin to the end of the step's graph, likewise
 //   host       medians in microseconds: from the plan to where the step's tables are on their way;
-//              to launch the graph, wait and fetch, beyond the GPU's time; what is left to the
-//              reply
+//              to launch the graph, wait and fetch, beyond the GPU's time; what is left
+//              to the reply
 //   overlap    pages that a step selects in common with the one before, where queries turn
 //   misses     of the pages read, those in the host tier; promoted: copied from there, a step
 //   read       what a step must read: weights, attended keys and values, digests where it selects

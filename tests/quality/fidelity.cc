@@ -4,8 +4,8 @@
 // the answers there were and how many the model chooses itself.
 //
 //   {"model": folder, "threads": 2, "document": as documents.py prints it,
-//    "policies": [SparsityPolicy, ...], "facts": AttentionPolicy whose numbers they are about, or
-//    null}
+//    "policies": [SparsityPolicy, ...],
+//    "facts": AttentionPolicy whose numbers they are about, or null}
 //
 // Called by fidelity.py.
 #include <algorithm>

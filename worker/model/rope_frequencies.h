@@ -8,8 +8,8 @@
 //   linear    f_i / factor
 //   dynamic   f_i with theta' = theta * (factor*N/L - (factor-1))^(D/(D-2)),  N = max(context, L),
 //             L = max_position_embeddings
-//   yarn      f_i/factor * ramp_i + f_i * (1 - ramp_i),  ramp_i = clamp((i - low)/(high - low), 0,
-//   1)
+//   yarn      f_i/factor * ramp_i + f_i * (1 - ramp_i)
+//             ramp_i = clamp((i - low)/(high - low), 0, 1)
 //             low, high = cd(beta_fast), cd(beta_slow), rounded outwards when `truncate`;
 //             cd(r) = D * ln(original/(2 pi r)) / (2 ln theta), held within [0, D-1]
 //   llama3    by wavelength w = 2 pi/f_i: w < original/high: f_i;  w > original/low: f_i/factor;

@@ -10,8 +10,7 @@
 //   mass       1 - l_(t-1) exp(m_(t-1) - m_t) / l_t < mass_tolerance         (probe raw: no test)
 // hold and neither |x| is below 1e-20. The row has settled when the last `patience` pages were calm
 // for all heads of its group. It ends there if for each head also
-//   guard      sum over unread pages u of n_u exp(b_u - m_t) / l_t < unread_mass     (guard none:
-//   no)
+//   guard      sum over unread pages u of n_u exp(b_u - m_t) / l_t < unread_mass    (none: no test)
 // where n_u counts the page's attended tokens and b_u >= every logit of the page is the bound that
 // its page bounds give (kernels/paged/digests.h).
 //

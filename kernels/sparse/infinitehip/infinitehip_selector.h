@@ -6,8 +6,7 @@
 //              keep the K_i / c_i chunks of the largest scores, whole, later ones first among
 //              equals
 //   next       every kept chunk is split into chunks of c_(i+1) tokens; after the last, they are
-//   the
-//              list
+//              the list
 //
 //   option preset     c1   K1      c2   K2      c3   K3             query rows averaged
 //     "3k" (default)  256  32,768  32   8,192   8    budget_tokens  by 4, 4, 1
@@ -25,14 +24,13 @@
 //     "digest" (default)  stage 1: the largest page bound (Quest's) of the pages it touches; later:
 //                     the largest estimate from key codes of its tokens. Reads no key.
 //     "centre"        descend log2(c) times into the half whose centre key has the larger logit
-//     (the
-//                     right one among equals); the largest logit met. At c <= 8 the largest of all.
+//                     (the right one among equals); the largest logit met. At c <= 8 the largest of
+//                     all.
 //     "first"         the paper's: descend into the half whose first key has the larger logit; the
 //                     logit of the token that is left.
 //
 //   option scope      the heads over which a chunk's score is the largest: "group" (default) those
-//   of
-//                     a KV group, which so has a list of its own; "layer" all, as in the paper.
+//                     of a KV group, which so has a list of its own; "layer" all, as in the paper.
 //
 // Where keys are cached un-rotated, chunks are judged at positions of the method's own:
 //
@@ -43,11 +41,10 @@
 //
 // Logits are float32, not scaled; NaN is the smallest. Where a stage has room for all its chunks it
 // keeps them unscored. Entries hold tokens; `score` is that of the last stage. Differs from the
-// paper: KV group scope by default, digests instead of keys, no budget of its own
-// in the first layers. Errors: FAILED_PRECONDITION when probe "digest"
-// finds no bounds or no key codes. Cost: stage 1 is linear in the context: 2 d numbers a page, or
-// 14 (centre) or 9 (first) keys a chunk of 256 and head; the others are bounded by K1 and K2.
-// Thread-compatible.
+// paper: KV group scope by default, digests instead of keys, no budget of its own in the first
+// layers. Errors: FAILED_PRECONDITION when probe "digest" finds no bounds or no key codes. Cost:
+// stage 1 is linear in the context: 2 d numbers a page, or 14 (centre) or 9 (first) keys a chunk of
+// 256 and head; the others are bounded by K1 and K2. Thread-compatible.
 #pragma once
 
 #include <algorithm>
