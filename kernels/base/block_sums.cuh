@@ -25,4 +25,20 @@ __device__ inline uint64_t SumBefore(uint64_t value, uint64_t* sums) {
   return before;
 }
 
+// The same of numbers whose sum is below 2^32.
+__device__ inline uint32_t SumBefore(uint32_t value, uint32_t* sums) {
+  const unsigned lane = threadIdx.x % kWarpThreads;
+  const unsigned warp = threadIdx.x / kWarpThreads;
+  uint32_t sum = value;
+#pragma unroll
+  for (unsigned distance = 1; distance < kWarpThreads; distance *= 2) {
+    const uint32_t left = __shfl_up_sync(kAllLanes, sum, distance);
+    if (lane >= distance) sum += left;
+  }
+  __syncthreads();  // the sums of an earlier call have been read
+  if (lane == kWarpThreads - 1) sums[warp] = sum;
+  __syncthreads();
+  return sum - value + __reduce_add_sync(kAllLanes, lane < warp ? sums[lane] : 0);
+}
+
 }  // namespace kvasir::kernels

@@ -34,29 +34,33 @@ struct BlockList {
   }
 };
 
-// Writes the entries of the blocks, as many as there is room for; returns how many. By all threads.
-template <int kThreads = kSelectThreads>
-__device__ int64_t WriteList(const BlockList& blocks, SelectionEntry* list, int64_t capacity,
-                             SelectMemory& memory) {
-  const int64_t share = (blocks.count + kThreads - 1) / kThreads;
-  const int64_t begin = min(blocks.count, threadIdx.x * share);
-  const int64_t end = min(blocks.count, begin + share);
-  uint64_t own = 0;
-  for (int64_t i = begin; i < end; ++i) own += blocks.OpensFirst(i) + blocks.OpensLast(i);
-  const uint64_t before = SumBefore(own, memory);
-  __shared__ int64_t total;
-  if (threadIdx.x == kThreads - 1) total = static_cast<int64_t>(before + own);
-  auto place = static_cast<int64_t>(before);
-  const auto add = [&](int64_t page, int64_t i) {
-    if (place < capacity) list[place] = blocks.Entry(page, i);
-    ++place;
-  };
-  for (int64_t i = begin; i < end; ++i) {
-    if (blocks.OpensFirst(i)) add(blocks.FirstPage(i), i);
-    if (blocks.OpensLast(i)) add(blocks.LastPage(i), i);
+// Calls store(place, entry) for the entries of the blocks, as many as there is room for; returns
+// how many. By all threads.
+template <int kThreads = kSelectThreads, typename Store>
+__device__ int64_t WriteList(const BlockList& blocks, int64_t capacity, SelectMemory& memory,
+                             const Store& store) {
+  const auto count = static_cast<uint32_t>(blocks.count);
+  const uint32_t share = (count + kThreads - 1) / kThreads;
+  const uint32_t begin = min(count, threadIdx.x * share);
+  const uint32_t end = min(count, begin + share);
+  uint32_t own = 0;
+#pragma unroll 1
+  for (uint32_t i = begin; i < end; ++i) own += blocks.OpensFirst(i) + blocks.OpensLast(i);
+  const uint32_t before = SumBefore(own, memory.counts);
+  if (threadIdx.x == kThreads - 1) memory.item = before + own;
+  int64_t place = before;
+#pragma unroll 1
+  for (uint32_t i = begin; i < end; ++i) {
+    // In its first page, and in its last where that is another.
+#pragma unroll 1
+    for (int64_t page = blocks.FirstPage(i); page <= blocks.LastPage(i); ++page) {
+      if (page == blocks.FirstPage(i) && !blocks.OpensFirst(i)) continue;
+      if (place < capacity) store(place, blocks.Entry(page, i));
+      ++place;
+    }
   }
   __syncthreads();
-  return min(total, capacity);
+  return min(int64_t{memory.item}, capacity);
 }
 
 }  // namespace kvasir::kernels

@@ -14,7 +14,8 @@ namespace kvasir::kernels {
 KVASIR_HOST_DEVICE constexpr int64_t KeptChunks(int64_t chunk_tokens, int64_t keep_tokens,
                                                 int64_t budget_tokens) {
   const int64_t tokens = keep_tokens > budget_tokens ? keep_tokens : budget_tokens;
-  return (tokens + chunk_tokens - 1) / chunk_tokens;
+  // 32 bits: a 64-bit division is a function call.
+  return static_cast<uint32_t>(tokens + chunk_tokens - 1) / static_cast<uint32_t>(chunk_tokens);
 }
 
 struct ChunkGrid {
@@ -29,7 +30,7 @@ struct ChunkGrid {
                             header.sink_end < header.window_begin && numbers.budget_tokens > 0;
     if (!can_choose) return 0;
     const int64_t last = header.query_position - (numbers.window_tokens - overlap);
-    return (last - header.sink_end) / chunk_tokens + 1;
+    return static_cast<uint32_t>(last - header.sink_end) / static_cast<uint32_t>(chunk_tokens) + 1;
   }
   KVASIR_HOST_DEVICE int64_t Kept(const SelectionNumbers& numbers) const {
     return KeptChunks(chunk_tokens, keep_tokens, numbers.budget_tokens);

@@ -26,6 +26,13 @@ union ChooseMemory {
   SelectMemory many;
 };
 
+// A call: what finds the few takes all registers.
+template <int kThreads>
+__noinline__ __device__ uint64_t FindCut(const uint32_t* scores, uint32_t n, uint32_t count,
+                                         SelectMemory& memory) {
+  return CutFinder<kThreads>(scores, n, memory).Find(count);
+}
+
 // Calls use(place, item, score) for the `count` best of scores[n] in shared memory, ascending by
 // item; for all, where there are no more. By the kThreads threads of a block. Returns how many they
 // are.
@@ -38,7 +45,8 @@ __device__ uint32_t ChooseBest(const uint32_t* scores, uint32_t n, uint32_t coun
   }
   if (FewBest(scores, n, memory.few).ForEach(count, use)) return count;
   __syncthreads();
-  ForEachBest<kThreads>(scores, n, count, memory.many,
+  const uint64_t cut = FindCut<kThreads>(scores, n, count, memory.many);
+  ForEachFrom<kThreads>(cut, scores, n, memory.many,
                         [&](int64_t place, int64_t item, uint32_t score) {
                           use(static_cast<uint32_t>(place), static_cast<uint32_t>(item), score);
                         });

@@ -62,7 +62,7 @@ class FewBest {
  private:
   // A score that `count` threads at least have among their items, and not many more.
   __device__ uint32_t Bound(uint32_t count) {
-#pragma unroll 8
+#pragma unroll 4
     for (uint32_t i = begin_; i < end_; ++i) best_ = max(best_, scores_[i]);
     const bool has_items = begin_ < end_;
     const uint32_t of_warp = __reduce_min_sync(kAllLanes, has_items ? best_ : ~uint32_t{0});
@@ -101,11 +101,11 @@ class FewBest {
   __device__ uint32_t Gather(uint32_t least) {
     uint32_t own = 0;
     const uint32_t end = best_ >= least ? end_ : begin_;
-#pragma unroll 8
+#pragma unroll 4
     for (uint32_t i = begin_; i < end; ++i) own += scores_[i] >= least ? 1 : 0;
     auto place = static_cast<uint32_t>(SumBefore(own, memory_.sums));
     if (threadIdx.x == blockDim.x - 1) memory_.num_few = place + own;
-#pragma unroll 8
+#pragma unroll 4
     for (uint32_t i = begin_; i < end; ++i) {
       const uint32_t score = scores_[i];
       if (score >= least && place < kMostFew) memory_.keys[place] = uint64_t{score} << 32 | i;

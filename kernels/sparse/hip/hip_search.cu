@@ -207,7 +207,9 @@ __device__ void WriteNodes(const HipLaunch& p, const SearchRow& row, SelectMemor
                             .count = row.wanted,
                             .tokens = kHipBlockTokens,
                             .end = row.end};
-  const int64_t count = WriteList(blocks, row.list, p.select.out.capacity, memory);
+  const int64_t count =
+      WriteList(blocks, p.select.out.capacity, memory,
+                [&](int64_t place, const SelectionEntry& entry) { row.list[place] = entry; });
   if (threadIdx.x != 0) return;
   SelectionHeader header = row.header;
   header.count = static_cast<int32_t>(count);

@@ -73,6 +73,9 @@ absl::Status SelectInfiniteHip(const InfiniteHipCuda& method, const SelectParams
   launch.pages = MakePageScoreLaunch(select, params, preset.stages[0].query_stride);
   launch.pages.chunks = preset.grid();
   LayOut(workspace, method.scope, out.num_rows, params.kv.max_blocks_per_slot, launch);
+  if (InfiniteHipDecodes(launch)) {
+    return CudaStatus(LaunchInfiniteHipDecode(launch, stream), "launching infinitehip");
+  }
   KVASIR_RETURN_IF_ERROR(
       CudaStatus(LaunchInfiniteHipFirst(launch, stream), "launching infinitehip's first stage"));
   return CudaStatus(LaunchInfiniteHipLater(launch, stream), "launching infinitehip's later stages");

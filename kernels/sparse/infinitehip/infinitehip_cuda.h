@@ -43,12 +43,12 @@ struct InfiniteHipCuda {
 // Device memory that SelectInfiniteHip needs for so many query blocks.
 int64_t InfiniteHipWorkspaceBytes(const InfiniteHipCuda& method, const PagedKv& kv, int64_t blocks);
 
-// A kernel of the first stage where all blocks of the step are one token, in bfloat16, and heads
-// choose for themselves, else two; one of the others; at layer scope one a step. REQUIRES: windows
-// are at least MinWindowTokens, budgets at most method.max_budget_tokens. Nothing is allocated or
-// waited for; may be captured. INVALID_ARGUMENT on shapes: head_dim 64 or 128, q and KV float32 or
-// bfloat16. FAILED_PRECONDITION when the KV has no bounds or no key codes. INTERNAL with CUDA's
-// error when a launch fails.
+// One kernel where all blocks of the step are one token, in bfloat16, with rotated keys, and heads
+// choose for themselves. Else two of the first stage and one of the others, at layer scope four.
+// REQUIRES: windows are at least MinWindowTokens, budgets at most method.max_budget_tokens. Nothing
+// is allocated or waited for; may be captured. INVALID_ARGUMENT on shapes: head_dim 64 or 128, q
+// and KV float32 or bfloat16. FAILED_PRECONDITION when the KV has no bounds or no key codes.
+// INTERNAL with CUDA's error when a launch fails.
 absl::Status SelectInfiniteHip(const InfiniteHipCuda& method, const SelectParams& params,
                                const PageSelection& out, std::byte* workspace, cudaStream_t stream);
 

@@ -50,7 +50,13 @@ struct InfiniteHipLaunch {
   }
 };
 
-// The scores of stage 1 where chunks stand side by side (select.rope is on), to chunk_scores.
+// Whether LaunchInfiniteHipDecode serves the call: all stages, and the lists. REQUIRES, for the
+// launch: it does.
+bool InfiniteHipDecodes(const InfiniteHipLaunch& params);
+cudaError_t LaunchInfiniteHipDecode(const InfiniteHipLaunch& params, cudaStream_t stream);
+
+// Else those below do. The scores of stage 1 where chunks stand side by side (select.rope is on),
+// to chunk_scores.
 cudaError_t LaunchChunkIndexedScores(const InfiniteHipLaunch& params, cudaStream_t stream);
 
 // Runs stage 0: what it keeps is in kept[0].

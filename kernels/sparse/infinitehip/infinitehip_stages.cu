@@ -1,4 +1,5 @@
-// The stages of infinitehip on the GPU behind the first: a cluster of blocks of threads a row.
+// The stages of infinitehip on the GPU behind the first, but for decode (infinitehip_decode.cu): a
+// cluster of blocks of threads a row.
 //
 //   score   a warp takes 32 tokens of what the stage before left, and the best logit of a chunk's
 //           is its score; a block tells the others the scores of its chunks
@@ -15,6 +16,7 @@
 #include "kernels/base/hopper.cuh"
 #include "kernels/base/overlapped_launch.h"
 #include "kernels/sparse/block_list.cuh"
+#include "kernels/sparse/cluster_launch.h"
 #include "kernels/sparse/infinitehip/infinitehip_launch.h"
 #include "kernels/sparse/key_code_logits.cuh"
 #include "kernels/sparse/reuse/reuse_row.cuh"
@@ -24,9 +26,6 @@ namespace {
 
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / kWarpThreads;
-// Blocks of threads of all rows together, where the rows are few: about a GPU's multiprocessors.
-constexpr int64_t kBlocks = 128;
-constexpr int64_t kMostBlocksOfRow = 16;
 // Runs of 32 tokens that a warp finds at once: two lanes each.
 constexpr int kRunsFound = kWarpThreads / 2;
 // Tiles of queries in shared memory, and of 32 keys a warp: fewer where there are many tiles.
@@ -45,7 +44,7 @@ constexpr Steps kAllSteps = {0, 2 * (InfiniteHipSelector::kStages - 1)};
 
 // How a launch cuts the rows, and what is in shared memory.
 struct Cut {
-  unsigned blocks_of_row;
+  unsigned blocks_of_row;  // a power of two
   int tiles_at_once;
   int runs_at_once;
   int shared_chunks;  // 0: they are in device memory
@@ -416,11 +415,10 @@ class LaterStages {
                               .scores = KeptScores(),
                               .count = parents_.count,
                               .tokens = parents_.tokens};
-    header_.count = static_cast<int32_t>(
-        WriteList<kThreads>(blocks, p_.select.out.entries + row_.index * p_.select.out.capacity,
-                            p_.select.out.capacity, select_));
-    if (threadIdx.x == 0) p_.select.out.headers[row_.index] = header_;
-    reuse_.Remember();
+    header_.count = static_cast<int32_t>(WriteList<kThreads>(
+        blocks, p_.select.out.capacity, select_,
+        [&](int64_t place, const SelectionEntry& entry) { reuse_.WriteEntry(place, entry); }));
+    if (threadIdx.x == 0) reuse_.WriteHeader(header_, first_stage_);
   }
 
   // Of a stage that does not run.
@@ -478,37 +476,33 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 template <int kHeadDim, bool kPlaced>
 cudaError_t Launch(const InfiniteHipLaunch& p, cudaStream_t stream) {
-  const auto kernel = StagesKernel<kHeadDim, kPlaced>;
   const int64_t rows = p.select.out.num_rows;
-  const int64_t share = std::clamp<int64_t>(kBlocks / rows, 1, kMostBlocksOfRow);
   const auto tiles =
       static_cast<int>((p.max_rows * p.select.group + kProductQueries - 1) / kProductQueries);
-  const Cut cut = {
-      .blocks_of_row = std::bit_floor(static_cast<unsigned>(share)),
+  Cut cut = {
+      .blocks_of_row = 1,
       .tiles_at_once = std::min(tiles, kMostTilesAtOnce),
       .runs_at_once = tiles <= kMostTilesAtOnce / 4 ? kRunsAtOnce : kRunsBesideTiles,
       .shared_chunks = p.later_chunks <= kSharedChunks ? static_cast<int>(p.later_chunks) : 0};
-  const auto shared_bytes =
-      static_cast<int>(sizeof(StageMemory)) +
-      static_cast<int>(sizeof(QueryTile<kHeadDim>)) * cut.tiles_at_once +
-      static_cast<int>(sizeof(StagedKeys<kHeadDim>)) * kWarps * cut.runs_at_once +
-      static_cast<int>(sizeof(uint32_t)) * kChunkArrays * cut.shared_chunks;
-  if (const cudaError_t error =
-          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  const RowKernel kernel = {
+      .kernel = StagesKernel<kHeadDim, kPlaced>,
+      .threads = kThreads,
+      .shared_bytes =
+          sizeof(StageMemory) +
+          sizeof(QueryTile<kHeadDim>) * static_cast<size_t>(cut.tiles_at_once) +
+          sizeof(StagedKeys<kHeadDim>) * static_cast<size_t>(kWarps * cut.runs_at_once) +
+          sizeof(uint32_t) * static_cast<size_t>(kChunkArrays * cut.shared_chunks)};
+  if (const cudaError_t error = FindClusterBlocks(kernel, rows, cut.blocks_of_row);
       error != cudaSuccess) {
     return error;
   }
-  if (const cudaError_t error =
-          cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-      error != cudaSuccess) {
-    return error;
-  }
+  cut.blocks_of_row = std::bit_floor(cut.blocks_of_row);
   const int at_once = p.layer_scores == nullptr ? kAllSteps.end : 1;
   for (int step = kAllSteps.begin; step < kAllSteps.end; step += at_once) {
     const Steps steps = {step, step + at_once};
     if (const cudaError_t error = LaunchOverlappedClusters(
-            kernel, cut.blocks_of_row, static_cast<unsigned>(rows) * cut.blocks_of_row, kThreads,
-            static_cast<size_t>(shared_bytes), stream, p, cut, steps);
+            kernel.kernel, cut.blocks_of_row, static_cast<unsigned>(rows) * cut.blocks_of_row,
+            kThreads, kernel.shared_bytes, stream, p, cut, steps);
         error != cudaSuccess) {
       return error;
     }

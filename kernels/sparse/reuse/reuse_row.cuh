@@ -88,10 +88,26 @@ class RowReuse {
     if (remembered_ == nullptr) return;
     const int first = FirstStage(MakeHeader(row_.block, row_.numbers));
     __syncthreads();  // it is written, and no thread reads the memory any more
-    SelectionHeader& header = p_.out.headers[row_.index];
+    const SelectionHeader& header = p_.out.headers[row_.index];
+    if (header.kind != SelectionHeader::Kind::kAll) Copy(Out(), List(), header.count, threads);
+    if (threads.index == 0) RememberHeader(header, first);
+  }
+
+  // --- of a list that is written to `out` and to the memory at once ---
+
+  __device__ void WriteEntry(int64_t place, const SelectionEntry& entry) const {
+    Out()[place] = entry;
+    if (remembered_ != nullptr) List()[place] = entry;
+  }
+  // The row's header: by one thread, when none reads the memory any more. `first_stage`: that ran.
+  __device__ void WriteHeader(const SelectionHeader& header, int first_stage) const {
+    p_.out.headers[row_.index] = header;
+    if (remembered_ != nullptr) RememberHeader(header, first_stage);
+  }
+
+ private:
+  __device__ void RememberHeader(SelectionHeader header, int first) const {
     const bool is_all = header.kind == SelectionHeader::Kind::kAll;
-    if (!is_all) Copy(Out(), List(), header.count, threads);
-    if (threads.index != 0) return;
     remembered_->position = is_all ? RememberedRow::kNothing : row_.block.first_position;
     if (is_all) return;
     remembered_->count = header.count;
@@ -101,9 +117,9 @@ class RowReuse {
     if (first == 0) remembered_->window_begin = header.window_begin;
     if (window_grows()) header.window_begin = remembered_->window_begin;
     header.reused_stages = first;
+    p_.out.headers[row_.index] = header;
   }
 
- private:
   __device__ bool window_grows() const { return memory_->rule == DeviceReuseRule::kCosine; }
   __device__ bool Refreshes(const StageAge& age) const {
     switch (memory_->rule) {

@@ -1,0 +1,32 @@
+// A row of infinitehip's first stage: the chunks that it chooses from. For its kernels.
+#pragma once
+
+#include "kernels/sparse/infinitehip/infinitehip_launch.h"
+#include "kernels/sparse/select_row.cuh"
+
+namespace kvasir::kernels {
+
+struct ChunkRow {
+  __device__ ChunkRow(const InfiniteHipLaunch& p, uint32_t row)
+      : at(p.select, row),
+        header(MakeHeader(at.block, at.numbers)),
+        tokens(p.pages.chunks.chunk_tokens),
+        count(static_cast<uint32_t>(p.pages.chunks.Count(header, at.numbers))),
+        kept(static_cast<uint32_t>(p.pages.chunks.Kept(at.numbers))) {}
+
+  // Else all are kept, unscored.
+  __device__ bool chooses() const { return count > kept; }
+  __device__ int64_t BeginOf(uint32_t chunk) const { return header.sink_end + chunk * tokens; }
+  __device__ PageRange PagesOf(uint32_t begin, uint32_t end) const {
+    if (begin == end) return {};
+    return {.begin = BeginOf(begin) / kPageTokens, .end = CeilPages(BeginOf(end))};
+  }
+
+  DeviceRow at;
+  SelectionHeader header;  // of a list without entries
+  int64_t tokens;          // of a chunk
+  uint32_t count;
+  uint32_t kept;
+};
+
+}  // namespace kvasir::kernels

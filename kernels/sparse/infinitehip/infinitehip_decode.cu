@@ -1,0 +1,346 @@
+// infinitehip on the GPU where all blocks of the step are one token, in bfloat16: all stages in one
+// kernel, a cluster of blocks of threads a row.
+//
+//   score   the first stage by bounds of pages, those behind it by key codes: a warp takes 32
+//   tokens
+//           of what the stage before left, and the best logit of a chunk is its score; the
+//           cluster's blocks are told all scores
+//   keep    each block for itself, so that all have what the next stage begins with. Of the last
+//           stage the first block makes the list
+//
+// Of a stage that does not run, the next one reads what it left in an earlier step.
+#include <algorithm>
+
+#include "kernels/sparse/block_list.cuh"
+#include "kernels/sparse/cluster_launch.h"
+#include "kernels/sparse/cluster_select.cuh"
+#include "kernels/sparse/infinitehip/chunk_row.cuh"
+#include "kernels/sparse/quest/page_stream.cuh"
+#include "kernels/sparse/reuse/reuse_row.cuh"
+#include "kernels/sparse/token_logits.cuh"
+
+namespace kvasir::kernels {
+namespace {
+
+constexpr int kThreads = 512;
+constexpr int kWarps = kThreads / kWarpThreads;
+constexpr int kStages = InfiniteHipSelector::kStages;
+constexpr int kLast = kStages - 1;
+
+// Shared memory of a block.
+template <int kHeadDim>
+struct DecodeMemory {
+  GroupQueries<kHeadDim> queries;
+  SelectMemory select;
+};
+
+// Behind it, of so many items each.
+struct Rooms {
+  uint32_t runs = 0;          // where the codes of the block's runs are: two pages each
+  uint32_t pages = 0;         // the block's scores
+  uint32_t first_chunks = 0;  // scores of the first stage
+  uint32_t later_chunks = 0;  // scores of the others, and begins of what stages left
+
+  KVASIR_HOST_DEVICE size_t bytes() const {
+    return runs * 2 * sizeof(std::byte*) +
+           (pages + first_chunks + (2 + kStages) * later_chunks) * sizeof(uint32_t);
+  }
+};
+
+// A block's part of a row. All by all threads of the block, and by the cluster alike.
+template <int kHeadDim>
+class DecodeStages {
+ public:
+  __device__ DecodeStages(const InfiniteHipLaunch& p, const ChunkRow& row, const RowReuse& reuse,
+                          const Rooms& rooms, DecodeMemory<kHeadDim>& memory)
+      : p_(p),
+        row_(row),
+        reuse_(reuse),
+        rooms_(rooms),
+        memory_(memory),
+        codes_(reinterpret_cast<const std::byte**>(&memory + 1)),
+        page_scores_(reinterpret_cast<uint32_t*>(codes_ + 2 * rooms.runs)),
+        chunks_(page_scores_ + rooms.pages),
+        rank_(static_cast<int>(hopper::ClusterRank())),
+        num_blocks_(static_cast<int>(hopper::ClusterBlocks())) {}
+
+  // What the first stage chooses from: the whole row.
+  __device__ void BeginAnew() {
+    begins_ = Begins(kLast);
+    if (threadIdx.x == 0) begins_[0] = static_cast<int32_t>(row_.header.sink_end);
+    tokens_ = kWholeRow;
+    num_chunks_ = static_cast<int>(row_.count);
+    __syncthreads();
+  }
+  // The scores of the first stage, by the pages [pages.begin, pages.end) of the chunks `own`.
+  __device__ void ScorePages(PageStream<kHeadDim>& stream, const PageRange& pages,
+                             const ClusterShare& own) {
+    stream.Score(memory_.queries, page_scores_);
+    __syncthreads();
+    for (uint32_t i = own.begin + threadIdx.x; i < own.end; i += kThreads) {
+      const PageRange of_chunk = row_.PagesOf(i, i + 1);
+      uint32_t best = 0;
+      for (int64_t page = of_chunk.begin; page < of_chunk.end; ++page) {
+        best = max(best, page_scores_[page - pages.begin]);
+      }
+      for (int block = 0; block < num_blocks_; ++block) *OfBlock(Scores(0) + i, block) = best;
+    }
+    hopper::ClusterSync();
+  }
+
+  // What a stage left in an earlier step.
+  __device__ void Recall(int stage) {
+    left_ = reuse_.remembered().kept[stage];
+    tokens_ = tokens_of(stage);
+    begins_ = Begins(stage);
+    const int32_t* const items = reuse_.items(stage);
+    for (int i = static_cast<int>(threadIdx.x); i < left_; i += kThreads) begins_[i] = items[i];
+    __syncthreads();
+    Split(stage + 1);
+  }
+
+  // The stages from this one on; of the first, what is behind its scores.
+  __device__ void Run(const int first_stage) {
+#pragma unroll 1
+    for (int stage = first_stage;; ++stage) {
+      if (stage > 0 && num_chunks_ > NumKept(stage)) Score(stage);
+      if (stage == kLast && rank_ != 0) return;
+      Keep(stage);
+      if (stage == kLast) return WriteRow(first_stage);
+      Split(stage + 1);
+    }
+  }
+
+ private:
+  // Longer than any, and a power of two as chunks are.
+  static constexpr int kWholeRow = 1 << 30;
+
+  __device__ int tokens_of(int stage) const {
+    return static_cast<int>(p_.stages[stage].chunk_tokens);
+  }
+  __device__ int NumKept(int stage) const {
+    return static_cast<int>(p_.stages[stage].KeptChunks(row_.at.numbers.budget_tokens));
+  }
+  // How many parts of a length are in a chunk of what the stage before left.
+  __device__ int PartsLog2(int tokens) const { return __ffs(tokens_) - __ffs(tokens); }
+  // Where such a part begins.
+  __device__ int BeginOf(int part, int tokens) const {
+    const int log2 = PartsLog2(tokens);
+    return begins_[part >> log2] + (part & ((1 << log2) - 1)) * tokens;
+  }
+
+  // --- shared memory: scores of the stages, then begins of what they left ---
+
+  __device__ uint32_t* Scores(int stage) const { return stage == 0 ? chunks_ : Later(stage - 1); }
+  __device__ int32_t* Begins(int stage) const {
+    return reinterpret_cast<int32_t*>(Later(kLast + stage));
+  }
+  // All blocks are past the stage whose scores they were.
+  __device__ uint32_t* KeptScores() const { return Scores(1); }
+  __device__ uint32_t* Later(int array) const {
+    return chunks_ + rooms_.first_chunks + array * rooms_.later_chunks;
+  }
+
+  // Elements 2 i and 2 i + 1 of the lane's share of a query.
+  __device__ float2 QueryPair(int i) const {
+    const __nv_bfloat16* const own =
+        memory_.queries.at[lane() / 4] + lane() % 4 * (kHeadDim / 4) + 2 * i;
+    const float2 negative = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(own));
+    const float2 positive =
+        __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(own + kHeadDim));
+    return {negative.x + positive.x, negative.y + positive.y};
+  }
+
+  // --- score ---
+
+  // A run is 32 tokens of one chunk that was left; the blocks take turns. Finds the codes of those
+  // of this block, of the page of a run's first token and of its last one's, and sends for them.
+  __device__ void FindRuns(int num_runs) {
+    for (int i = static_cast<int>(threadIdx.x); i < 2 * num_runs; i += kThreads) {
+      const bool is_last = i % 2 != 0;
+      const int token =
+          BeginOf(i / 2 * num_blocks_ + rank_, kWarpThreads) + (is_last ? kWarpThreads - 1 : 0);
+      const int64_t page = token / kPageTokens;
+      const int64_t slot = row_.at.block.slot;
+      const std::byte* codes = nullptr;
+      if (p_.select.kv.row(slot, page) >= 0) {
+        codes = p_.select.kv.KeyCodes(slot, page, p_.select.layer, row_.at.kv_head);
+        TokenKeys<kHeadDim>::Prefetch(p_.select.kv.layout, codes, token % kPageTokens, is_last);
+      }
+      codes_[i] = codes;
+    }
+    __syncthreads();
+  }
+
+  __device__ void Score(int stage) {
+    const int all_runs = left_ << PartsLog2(kWarpThreads);
+    const int num_runs = (all_runs - rank_ + num_blocks_ - 1) / num_blocks_;  // of this block
+    FindRuns(num_runs);
+    const TokenQueries<kHeadDim> queries([&](int i) { return QueryPair(i); });
+    const auto load = [&](int run, TokenKeys<kHeadDim>& keys) {
+      keys.Load(p_.select.kv.layout, codes_[2 * run], codes_[2 * run + 1],
+                BeginOf(run * num_blocks_ + rank_, kWarpThreads));
+    };
+    const int parts = kWarpThreads / tokens_of(stage);  // chunks of a run: 1, 2 or 4
+    uint32_t* const told = OfBlock(Scores(stage), min(lane(), num_blocks_ - 1));
+    TokenKeys<kHeadDim> next;
+    if (warp() < num_runs) load(warp(), next);
+#pragma unroll 1
+    for (int run = warp(); run < num_runs; run += kWarps) {
+      const TokenKeys<kHeadDim> keys = next;
+      if (run + kWarps < num_runs) load(run + kWarps, next);
+      float best[4];  // of eight tokens each, then of the chunks
+      keys.BestLogits(queries, best);
+      if (parts <= 2) {
+        best[0] = fmaxf(best[0], best[1]);
+        best[1] = fmaxf(best[2], best[3]);
+      }
+      if (parts == 1) best[0] = fmaxf(best[0], best[1]);
+      uint32_t* const to = told + (run * num_blocks_ + rank_) * parts;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (i >= parts) break;
+        const uint32_t score = __reduce_max_sync(kAllLanes, OrderedScore(best[i]));
+        if (lane() < num_blocks_) to[i] = score;
+      }
+    }
+    hopper::ClusterSync();
+  }
+
+  // --- keep ---
+
+  // By the scores, or all where there is room. Of the last stage, which is not split, scores are
+  // kept, too: 0 where there are none.
+  __device__ void Keep(int stage) {
+    const int tokens = tokens_of(stage);
+    const int n = num_chunks_;
+    left_ = min(n, NumKept(stage));
+    int32_t* const begins = stage == kLast ? Begins(0) : Begins(stage);
+    uint32_t* const scores = KeptScores();
+    const auto keep = [&](int64_t place, int64_t chunk, uint32_t score) {
+      begins[place] = BeginOf(static_cast<int>(chunk), tokens);
+      if (stage == kLast) scores[place] = score;
+    };
+    if (n > left_) {
+      ForEachBest<kThreads>(Scores(stage), n, left_, memory_.select, keep);
+    } else {
+      for (int i = static_cast<int>(threadIdx.x); i < n; i += kThreads) {
+        keep(i, i, OrderedScore(0));
+      }
+    }
+    __syncthreads();  // all are written, and what was left before is no longer read
+    begins_ = begins;
+    tokens_ = tokens;
+    if (stage < kLast && rank_ == 0 && reuse_.remembers()) Remember(stage);
+  }
+
+  // What a stage left, for steps to come.
+  __device__ void Remember(int stage) const {
+    int32_t* const items = reuse_.items(stage);
+    for (int i = static_cast<int>(threadIdx.x); i < left_; i += kThreads) items[i] = begins_[i];
+    if (threadIdx.x == 0) reuse_.remembered().kept[stage] = left_;
+  }
+
+  // What the stage before left becomes the chunks of this one.
+  __device__ void Split(int stage) { num_chunks_ = left_ << PartsLog2(tokens_of(stage)); }
+
+  __device__ void WriteRow(int first_stage) {
+    const BlockList blocks = {
+        .begins = begins_, .scores = KeptScores(), .count = left_, .tokens = tokens_};
+    SelectionHeader header = row_.header;
+    header.count = static_cast<int32_t>(WriteList<kThreads>(
+        blocks, p_.select.out.capacity, memory_.select,
+        [&](int64_t place, const SelectionEntry& entry) { reuse_.WriteEntry(place, entry); }));
+    if (threadIdx.x == 0) reuse_.WriteHeader(header, first_stage);
+  }
+
+  __device__ static int lane() { return static_cast<int>(threadIdx.x) % kWarpThreads; }
+  __device__ static int warp() { return static_cast<int>(threadIdx.x) / kWarpThreads; }
+  template <typename T>
+  __device__ static T* OfBlock(T* place, int block) {
+    return hopper::OfBlock(place, static_cast<unsigned>(block));
+  }
+
+  const InfiniteHipLaunch& p_;
+  const ChunkRow& row_;
+  const RowReuse& reuse_;
+  const Rooms& rooms_;
+  DecodeMemory<kHeadDim>& memory_;
+  const std::byte** const codes_;
+  uint32_t* const page_scores_;
+  uint32_t* const chunks_;
+  const int rank_;
+  const int num_blocks_;
+  int num_chunks_ = 0;         // that the stage chooses from: the parts of
+  int32_t* begins_ = nullptr;  // what was left before, ascending: where its chunks begin
+  int left_ = 0;
+  int tokens_ = 0;  // of each
+};
+
+template <int kHeadDim>
+__global__ void __launch_bounds__(kThreads, 1)
+    DecodeKernel(const __grid_constant__ InfiniteHipLaunch p, const __grid_constant__ Rooms rooms) {
+  extern __shared__ uint4 raw[];
+  auto& memory = *reinterpret_cast<DecodeMemory<kHeadDim>*>(raw);
+  const ChunkRow row(p, blockIdx.x / hopper::ClusterBlocks());
+  const ClusterShare own(row.chooses() ? row.count : 0);
+  const PageRange pages = row.PagesOf(own.begin, own.end);
+  PageStream<kHeadDim> stream(p.select, row.at, pages);
+  const RowReuse reuse(p.select, row.at);
+  // A row that remembers may have nothing to read.
+  if (!reuse.remembers()) stream.BeginEarly();
+  cudaGridDependencySynchronize();
+  cudaTriggerProgrammaticLaunchCompletion();
+  const int first_stage = reuse.FirstStage(row.header);
+  hopper::ClusterArrive();
+  if (first_stage < kStages) memory.queries.Load(p.select, row.at);
+  __syncthreads();
+  hopper::ClusterWait();  // all blocks are there, and know which stages run
+  if (first_stage == kStages) {
+    if (hopper::ClusterRank() == 0) reuse.Recall(row.header);
+    return;
+  }
+  DecodeStages<kHeadDim> stages(p, row, reuse, rooms, memory);
+  if (first_stage == 0) {
+    stages.BeginAnew();
+    if (row.chooses()) stages.ScorePages(stream, pages, own);
+  } else {
+    stages.Recall(first_stage - 1);
+  }
+  stages.Run(first_stage);
+}
+
+template <int kHeadDim>
+RowKernel<InfiniteHipLaunch, Rooms> KernelOf(const Rooms& rooms) {
+  return {.kernel = DecodeKernel<kHeadDim>,
+          .threads = kThreads,
+          .shared_bytes = sizeof(DecodeMemory<kHeadDim>) + rooms.bytes()};
+}
+
+// Of a row, whatever it keeps.
+Rooms RoomsOf(const InfiniteHipLaunch& p) {
+  const int64_t pages = p.select.kv.max_blocks_per_slot;
+  return {.runs = static_cast<uint32_t>(
+              p.later_chunks),  // a chunk is no longer than a run
+                                // The last chunk may end behind the last page.
+          .pages = static_cast<uint32_t>(pages + CeilPages(p.pages.chunks.chunk_tokens)),
+          .first_chunks = static_cast<uint32_t>(p.max_chunks),
+          .later_chunks = static_cast<uint32_t>(p.later_chunks)};
+}
+
+}  // namespace
+
+bool InfiniteHipDecodes(const InfiniteHipLaunch& p) {
+  constexpr size_t kMostSharedBytes = 224 * 1024;
+  return p.pages.of_one_token && !p.select.rope.on() && p.layer_scores == nullptr &&
+         KernelOf<128>(RoomsOf(p)).shared_bytes <= kMostSharedBytes;
+}
+
+cudaError_t LaunchInfiniteHipDecode(const InfiniteHipLaunch& p, cudaStream_t stream) {
+  const Rooms rooms = RoomsOf(p);
+  const auto kernel =
+      p.select.kv.layout.head_dim == 128 ? KernelOf<128>(rooms) : KernelOf<64>(rooms);
+  return LaunchRowClusters(kernel, p.select.out.num_rows, stream, p, rooms);
+}
+
+}  // namespace kvasir::kernels

@@ -1,0 +1,169 @@
+// Logits of coded keys (kernels/paged/key_codes.h) for the bfloat16 queries of one token, by the
+// warp's matrix product: a warp takes 32 keys at a time, straight from memory into registers. Codes
+// are operands as they lie in their words: float16 numbers of so few bits are subnormal, a code x
+// 2^-24, or 16 times that. Queries are float16 numbers, too, scaled by powers of two so that
+// nothing is lost. For kernels of decode; key_code_logits.cuh serves any queries.
+//
+//   a product   rows     sixteen keys, of which lane 4 g + t has g and g + 8
+//               columns  eight queries, of which it gives elements of query g, and gets the
+//                        products with queries 2 t and 2 t + 1
+//               depth    16 elements, of which the lane has four: t's share of a head are
+//                        kHeadDim / 4 elements side by side
+#pragma once
+
+#include <bit>
+#include <cstdint>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <type_traits>
+
+#include "kernels/base/ampere.cuh"
+#include "kernels/base/hopper.cuh"
+#include "kernels/paged/key_code_math.h"
+#include "kernels/sparse/select_row.cuh"
+
+namespace kvasir::kernels {
+
+// A lane's part of eight queries, as operands.
+template <int kHeadDim>
+class TokenQueries {
+ public:
+  static constexpr int kWords = kHeadDim / 4 / static_cast<int>(kWordCodes);  // of a lane
+
+  // pairs(i): elements 2 i and 2 i + 1 of the lane's share of query lane / 4. By all lanes.
+  template <typename Pairs>
+  __device__ explicit TokenQueries(const Pairs& pairs) {
+    constexpr int kPairs = kHeadDim / 8;
+    const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
+    float greatest = 0;
+    float sum = 0;
+    bool is_finite = true;
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      const float2 pair = pairs(i);
+      greatest = fmaxf(greatest, fmaxf(fabsf(pair.x), fabsf(pair.y)));
+      sum += pair.x + pair.y;
+    }
+#pragma unroll
+    for (int distance = 1; distance < 4; distance *= 2) {
+      greatest = fmaxf(greatest, __shfl_xor_sync(kAllLanes, greatest, distance));
+      sum += __shfl_xor_sync(kAllLanes, sum, distance);
+    }
+    // As float16 the greatest is in [2^14, 2^15).
+    const int exponent = min(max(static_cast<int>(__float_as_uint(greatest) >> 23), 14), 244);
+    const float scale = __uint_as_float(static_cast<uint32_t>(268 - exponent) << 23);
+    const float back = __uint_as_float(static_cast<uint32_t>(exponent + 10) << 23);
+    is_finite = isfinite(sum);
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      const float2 pair = pairs(i);
+      // Every other pair of codes counts 16 times.
+      const float own = i % 2 == 0 ? scale : scale / 16;
+      const __half2 rounded = __floats2half2_rn(pair.x * own, pair.y * own);
+      operands_[i / 2][i % 2] = reinterpret_cast<const uint32_t&>(rounded);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int of_query = 4 * (2 * (lane % 4) + i);
+      scales_[i] = __shfl_sync(kAllLanes, is_finite ? back : NAN, of_query);
+      sums_[i] = __shfl_sync(kAllLanes, sum, of_query);
+    }
+  }
+
+  using Operand = uint32_t[2];
+  __device__ const Operand& operand(int step) const { return operands_[step]; }
+  // The logit q . k~, not scaled, of query 2 t + i and a key, from the product of its codes.
+  __device__ float Logit(int i, float product, float key_scale, float key_zero) const {
+    return key_scale * (scales_[i] * product) + key_zero * sums_[i];
+  }
+
+ private:
+  uint32_t operands_[kHeadDim / 16][2];
+  float scales_[2];  // of products; NaN where the query is not finite
+  float sums_[2];    // of elements
+};
+
+// A lane's part of 32 keys on their way through registers.
+template <int kHeadDim>
+class TokenKeys {
+ public:
+  static constexpr int kKeys = 4;  // of a lane: lane / 4 and each eighth behind it
+
+  // Sends for half of 32 keys that lie side by side, to the L2 cache: from this token of a page on,
+  // or up to it. Others may come, too.
+  __device__ static void Prefetch(const KvLayout& pages, const std::byte* page, int64_t token,
+                                  bool is_last) {
+    constexpr int kLineBytes = 128;
+    constexpr int kLines = kWarpThreads / 2 * (kHeadDim / 2) / kLineBytes + 1;
+    const TokenCodes codes(pages, page, token);
+    const auto* const words = reinterpret_cast<const std::byte*>(codes.words);
+#pragma unroll
+    for (int i = 0; i < kLines; ++i) {
+      hopper::PrefetchLine(words + (is_last ? -i : i) * kLineBytes);
+    }
+    hopper::PrefetchLine(codes.scale);
+    hopper::PrefetchLine(codes.zero);
+  }
+
+  // Those side by side from token `begin` on, in the pages `first` and `last` (codes; null: there
+  // are none, and their logits are NaN).
+  __device__ void Load(const KvLayout& pages, const std::byte* first, const std::byte* last,
+                       int begin) {
+    constexpr int kPage = static_cast<int>(kPageTokens);
+    KvLayout layout = pages;
+    layout.head_dim = kHeadDim;  // a constant, so that what follows from it is one
+    const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
+#pragma unroll
+    for (int i = 0; i < kKeys; ++i) {
+      const int token = begin + lane / 4 + 8 * i;
+      const std::byte* const page = token / kPage == begin / kPage ? first : last;
+      words_[i] = {};
+      scales_[i] = __ushort_as_half(0);
+      zeros_[i] = __ushort_as_half(0x7e00);  // NaN
+      if (page == nullptr) continue;
+      const TokenCodes codes(layout, page, token % kPage);
+      words_[i] = __ldg(reinterpret_cast<const Words*>(codes.words) + lane % 4);
+      scales_[i] = __ldg(reinterpret_cast<const __half*>(codes.scale));
+      zeros_[i] = __ldg(reinterpret_cast<const __half*>(codes.zero));
+    }
+  }
+
+  // The best logit of the lane's queries with its key i; NaN is left out. By all lanes.
+  __device__ void BestLogits(const TokenQueries<kHeadDim>& queries, float (&best)[kKeys]) const {
+    constexpr int kWords = TokenQueries<kHeadDim>::kWords;
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile) {
+      const auto upper = std::bit_cast<Array>(words_[2 * tile]);
+      const auto lower = std::bit_cast<Array>(words_[2 * tile + 1]);
+      float products[4] = {};
+#pragma unroll
+      for (int step = 0; step < 2 * kWords; ++step) {
+        const int shift = step % 2 * 8;
+        const uint32_t rows[2] = {upper.of[step / 2] >> shift, lower.of[step / 2] >> shift};
+        const uint32_t codes[4] = {rows[0] & 0x000f000fu, rows[1] & 0x000f000fu,
+                                   rows[0] & 0x00f000f0u, rows[1] & 0x00f000f0u};
+        Mma16x8Float16(products, codes, queries.operand(step));
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int key = 2 * tile + i;
+        const float scale = __half2float(scales_[key]);
+        const float zero = __half2float(zeros_[key]);
+        best[key] = fmaxf(fmaxf(-INFINITY, queries.Logit(0, products[2 * i], scale, zero)),
+                          queries.Logit(1, products[2 * i + 1], scale, zero));
+      }
+    }
+  }
+
+ private:
+  using Words = std::conditional_t<kHeadDim == 128, uint4, uint2>;
+  struct Array {
+    uint32_t of[kHeadDim / 32];
+  };
+
+  Words words_[kKeys];
+  __half scales_[kKeys];
+  __half zeros_[kKeys];
+};
+
+}  // namespace kvasir::kernels
