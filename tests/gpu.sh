@@ -86,7 +86,7 @@ run() {
     [dense]='*Norm*:*Rope*/1:*Embedding*/0:*NothingToDo*:*ANanStays*:*EmptyBatches*'
     [paged]='*WritesTheBytes*/2:*WritesTheBytes*/7:*OutsideTheDevice*/3:*ResidencyCuda*/2'
     [sparse]='*SelectsWhat*/3:*ARowWithout*/18:*AttentionReads*/7:*TokenSelect*/3:*TokenSelect*/12:*InfiniteHip*/3:*KeepsWhat*/3:*ARowThat*/9:*InDecodeIt*/39:*InOrderOfImportance*/0'
-    [attention]='*ListsWith*/7:*ARowWithout*/2:*PrefillOver*/7:*HostTier*/5:*AbsentPages*/6'
+    [attention]='*ListsWith*/7:*GroupedPositionsOf*/7:*ARowWithout*/2:*PrefillOver*/7:*HostTier*/5:*AbsentPages*/6'
   )
   local programs=(dense paged sparse attention)
   local -A parts=([dense]=1 [paged]=2 [sparse]=8 [attention]=4)

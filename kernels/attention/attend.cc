@@ -54,7 +54,7 @@ absl::Status CheckAttendParams(const AttendParams& p) {
 absl::Status Attend(const AttendParams& p, Executor& executor) {
   KVASIR_RETURN_IF_ERROR(CheckAttendParams(p));
   if (p.grouped.on()) {
-    ReserveTokens(p.blocks, *p.rope, executor);
+    p.rope->Reserve(EndOfPositions(p.blocks), executor);
   } else if (p.rope != nullptr) {
     ReservePositions(p.selection, p.blocks, p.kv.layout.num_kv_heads, *p.rope, executor);
   }

@@ -15,11 +15,6 @@ absl::StatusOr<int64_t> CheckedGroup(const AttendParams& p) {
     return absl::UnimplementedError(
         "attend on the GPU takes no terminations: rows that may end early are AttendArt's");
   }
-  if (p.grouped.on()) {
-    return absl::UnimplementedError(
-        "attend on the GPU reads keys at the positions they are cached at, not at grouped ones: "
-        "serve without --position-extension=self_extend, or by the CPU backend");
-  }
   const KvLayout& layout = p.kv.layout;
   const int64_t rows = static_cast<int64_t>(p.blocks.size()) * layout.num_kv_heads;
   ShapeCheck check("attend on the GPU");
@@ -27,6 +22,8 @@ absl::StatusOr<int64_t> CheckedGroup(const AttendParams& p) {
       .Match("out", p.out, {"tokens", "heads", layout.head_dim}, DType::kBFloat16)
       .Require(layout.dtype == DType::kBFloat16, "the KV must be bfloat16")
       .Require(p.rope == nullptr, "angles must lie in device memory: device_rope")
+      .Require(!p.grouped.on() || (p.device_rope.on() && p.grouped.window > 0),
+               "grouped positions need device_rope, and a window of at least 1")
       .Require(layout.head_dim == 64 || layout.head_dim == 128, "head_dim must be 64 or 128")
       .Require(p.layer >= 0 && p.layer < layout.num_layers, "no such layer")
       .Require(p.selection.num_rows == rows, "selection.num_rows must be blocks x KV heads")
@@ -61,7 +58,8 @@ absl::StatusOr<AttendLaunch> MakeAttendLaunch(const AttendParams& p) {
                       .group = group,
                       .faults = p.faults.data(),
                       .counts = p.device_counts.data(),
-                      .rope = p.device_rope};
+                      .rope = p.device_rope,
+                      .grouped = p.grouped};
 }
 
 int64_t AttendDecodeWorkspaceBytes(const KvLayout& layout, int64_t blocks, int64_t group) {

@@ -23,10 +23,10 @@ struct DecodeParams : AttendLaunch {
   DecodeScratch memory;
 };
 
-template <int kHeadDim>
+template <int kHeadDim, Placement kPlacement>
 struct alignas(1024) SharedMemory {
   using Shape = PageShape<kHeadDim>;
-  using Ring = TileRing<kHeadDim, kRingBytes / Shape::kPageBytes>;
+  using Ring = TileRing<kHeadDim, kRingBytes / Shape::kPageBytes, KeyPositions<kPlacement>>;
   // A stage always has the same reader: barriers tell one use of a stage from the next, not from
   // the one after, which another reader could be waiting for already.
   static_assert(Ring::kStages % kConsumers == 0);
@@ -58,10 +58,11 @@ __device__ void Count(const DecodeParams& p, const PageRun& run) {
   CountRow(p.headers[run.row], p.entries + run.row * p.capacity, run.block, counts);
 }
 
-template <int kHeadDim, bool kRotates>
+template <int kHeadDim, Placement kPlacement>
 __device__ void Produce(const DecodeParams& p, const KvTensorMaps& maps,
-                        SharedMemory<kHeadDim>& shared) {
-  TileProducer<kRotates, typename SharedMemory<kHeadDim>::Ring> producer(p, maps, shared.ring);
+                        SharedMemory<kHeadDim, kPlacement>& shared) {
+  TileProducer<kPlacement, typename SharedMemory<kHeadDim, kPlacement>::Ring> producer(p, maps,
+                                                                                       shared.ring);
   for (int64_t id = blockIdx.x; id < NumUnits(p); id += gridDim.x) {
     const PageRun run = RunOfUnit(p, id);
     if (!Exists(run)) continue;
@@ -76,9 +77,9 @@ __device__ void Produce(const DecodeParams& p, const KvTensorMaps& maps,
 // --- the consumer warpgroups ---
 
 // Leaves the warpgroup's state, whose sums lie spread over its threads, where the block merges it.
-template <int kHeadDim>
-__device__ void LeavePartial(SharedMemory<kHeadDim>& shared, const ThreadPlace& me, int place,
-                             ThreadState<kHeadDim>& state) {
+template <int kHeadDim, Placement kPlacement>
+__device__ void LeavePartial(SharedMemory<kHeadDim, kPlacement>& shared, const ThreadPlace& me,
+                             int place, ThreadState<kHeadDim>& state) {
   float(*warp_sum)[kHeads] = shared.consumers[me.consumer].exchange;
   for (float& sum : state.sum) {
     for (int distance = 4; distance < kWarpThreads; distance *= 2) {
@@ -156,9 +157,10 @@ __device__ void SynchronizeConsumers() {
   hopper::NamedBarrier(1 + kConsumers, kConsumers * kGroupThreads);
 }
 
-template <int kHeadDim>
-__device__ void StorePartial(const DecodeParams& p, const SharedMemory<kHeadDim>& shared,
-                             const PageRun& run, int64_t unit) {
+template <int kHeadDim, Placement kPlacement>
+__device__ void StorePartial(const DecodeParams& p,
+                             const SharedMemory<kHeadDim, kPlacement>& shared, const PageRun& run,
+                             int64_t unit) {
   constexpr int64_t kStride = 2 + kHeadDim;
   SynchronizeConsumers();
   float* to = p.memory.partials +
@@ -173,8 +175,9 @@ __device__ void StorePartial(const DecodeParams& p, const SharedMemory<kHeadDim>
 }
 
 // A unit's partial is stored: whether it is the last of its row. Then all of them can be read.
-template <int kHeadDim>
-__device__ bool EndsRow(const DecodeParams& p, SharedMemory<kHeadDim>& shared, const PageRun& run) {
+template <int kHeadDim, Placement kPlacement>
+__device__ bool EndsRow(const DecodeParams& p, SharedMemory<kHeadDim, kPlacement>& shared,
+                        const PageRun& run) {
   if (threadIdx.x == 0) {
     // Of all threads' values, which a barrier brought here.
     shared.ends_row = hopper::AddAndSee(&p.memory.arrivals[run.row], 1) + 1 == run.step;
@@ -204,10 +207,10 @@ __device__ void MergeRow(const DecodeParams& p, const PageRun& run) {
 }
 
 // Attends to the consumer's tiles of the unit; returns their place.
-template <int kHeadDim, bool kRotates>
-__device__ int AttendToTiles(const DecodeParams& p, SharedMemory<kHeadDim>& shared,
+template <int kHeadDim, Placement kPlacement>
+__device__ int AttendToTiles(const DecodeParams& p, SharedMemory<kHeadDim, kPlacement>& shared,
                              const ThreadPlace& me,
-                             RingPosition<SharedMemory<kHeadDim>::Ring::kStages>& at,
+                             RingPosition<SharedMemory<kHeadDim, kPlacement>::Ring::kStages>& at,
                              ThreadState<kHeadDim>& state) {
   auto& ring = shared.ring;
   for (;; at.Next(kConsumers)) {
@@ -215,7 +218,7 @@ __device__ int AttendToTiles(const DecodeParams& p, SharedMemory<kHeadDim>& shar
     const TileKind kind = ring.kinds[at.stage];
     if (kind == TileKind::kEnd) break;
     if (kind == TileKind::kTokens) hopper::FenceAsyncProxy();
-    AttendToPage<kHeadDim, kRotates>(p, ring, shared.consumers[me.consumer], me, at.stage, state);
+    AttendToPage<kHeadDim, kPlacement>(p, ring, shared.consumers[me.consumer], me, at.stage, state);
     ReleaseStage(ring, at.stage);
   }
   const int place = ring.places[at.stage];
@@ -224,28 +227,28 @@ __device__ int AttendToTiles(const DecodeParams& p, SharedMemory<kHeadDim>& shar
   return place;
 }
 
-template <int kHeadDim, bool kRotates>
-__device__ void Consume(const DecodeParams& p, SharedMemory<kHeadDim>& shared) {
+template <int kHeadDim, Placement kPlacement>
+__device__ void Consume(const DecodeParams& p, SharedMemory<kHeadDim, kPlacement>& shared) {
   const ThreadPlace me = MyPlace();
-  RingPosition<SharedMemory<kHeadDim>::Ring::kStages> at = {.stage = me.consumer};
+  RingPosition<SharedMemory<kHeadDim, kPlacement>::Ring::kStages> at = {.stage = me.consumer};
   for (int64_t id = blockIdx.x; id < NumUnits(p); id += gridDim.x) {
     const PageRun run = RunOfUnit(p, id);
     if (!Exists(run)) continue;
-    LoadQuery<kHeadDim, kRotates>(p, run, me, shared.consumers[me.consumer].query);
+    LoadQuery<kHeadDim, kPlacement>(p, run, me, shared.consumers[me.consumer].query);
     ThreadState<kHeadDim> state;
-    const int place = AttendToTiles<kHeadDim, kRotates>(p, shared, me, at, state);
+    const int place = AttendToTiles<kHeadDim, kPlacement>(p, shared, me, at, state);
     LeavePartial<kHeadDim>(shared, me, place, state);
     StorePartial<kHeadDim>(p, shared, run, run.begin);
     if (EndsRow<kHeadDim>(p, shared, run)) MergeRow<kHeadDim>(p, run);
   }
 }
 
-template <int kHeadDim, bool kRotates>
+template <int kHeadDim, Placement kPlacement>
 __global__ void __launch_bounds__(kThreads, 1)
     AttendDecodeKernel(const __grid_constant__ DecodeParams p,
                        const __grid_constant__ KvTensorMaps maps) {
   extern __shared__ std::byte raw[];
-  auto& shared = *reinterpret_cast<SharedMemory<kHeadDim>*>(
+  auto& shared = *reinterpret_cast<SharedMemory<kHeadDim, kPlacement>*>(
       (reinterpret_cast<uintptr_t>(raw) + 1023) / 1024 * 1024);
   if (threadIdx.x == 0) shared.ring.Init();
   if (threadIdx.x == kConsumers * kGroupThreads) PrefetchMaps(maps);
@@ -253,24 +256,24 @@ __global__ void __launch_bounds__(kThreads, 1)
   cudaTriggerProgrammaticLaunchCompletion();
   cudaGridDependencySynchronize();
   if (threadIdx.x >= kConsumers * kGroupThreads) {
-    Produce<kHeadDim, kRotates>(p, maps, shared);
+    Produce<kHeadDim, kPlacement>(p, maps, shared);
   } else {
-    Consume<kHeadDim, kRotates>(p, shared);
+    Consume<kHeadDim, kPlacement>(p, shared);
   }
 }
 
-template <int kHeadDim, bool kRotates>
+template <int kHeadDim, Placement kPlacement>
 cudaError_t Launch(const DecodeParams& p, const KvTensorMaps& maps, int num_processors,
                    cudaStream_t stream) {
-  constexpr int kSharedBytes = static_cast<int>(sizeof(SharedMemory<kHeadDim>)) + 1024;
+  constexpr int kSharedBytes = static_cast<int>(sizeof(SharedMemory<kHeadDim, kPlacement>)) + 1024;
   static_assert(kSharedBytes <= 227 * 1024);
   if (const cudaError_t error =
-          cudaFuncSetAttribute(AttendDecodeKernel<kHeadDim, kRotates>,
+          cudaFuncSetAttribute(AttendDecodeKernel<kHeadDim, kPlacement>,
                                cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
       error != cudaSuccess) {
     return error;
   }
-  return LaunchOverlapped(AttendDecodeKernel<kHeadDim, kRotates>,
+  return LaunchOverlapped(AttendDecodeKernel<kHeadDim, kPlacement>,
                           static_cast<unsigned>(num_processors), kThreads, kSharedBytes, stream, p,
                           maps);
 }
@@ -282,10 +285,11 @@ cudaError_t LaunchAttendDecode(const AttendLaunch& params, const KvTensorMaps& m
                                cudaStream_t stream) {
   const DecodeParams p = {params, memory};
   const bool is_wide = p.kv.layout.head_dim == 128;
-  if (p.rope.on()) {
-    return (is_wide ? Launch<128, true> : Launch<64, true>)(p, maps, num_processors, stream);
-  }
-  return (is_wide ? Launch<128, false> : Launch<64, false>)(p, maps, num_processors, stream);
+  using enum Placement;
+  auto* const launch = p.grouped.on() ? (is_wide ? Launch<128, kGrouped> : Launch<64, kGrouped>)
+                       : p.rope.on()  ? (is_wide ? Launch<128, kCompact> : Launch<64, kCompact>)
+                                      : (is_wide ? Launch<128, kCached> : Launch<64, kCached>);
+  return launch(p, maps, num_processors, stream);
 }
 
 }  // namespace kvasir::kernels

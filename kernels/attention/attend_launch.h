@@ -30,7 +30,8 @@ struct AttendLaunch {
   int64_t group = 0;     // query heads of a KV head, at most 8
   uint8_t* faults = nullptr;
   SelectedCounts* counts = nullptr;  // [num_rows], may be null
-  DeviceRopePositions rope = {};     // on: q and keys are rotated to their compact positions
+  DeviceRopePositions rope = {};     // on: q and keys are rotated to their compact positions, or
+  GroupedPositions grouped = {};     // on: to their grouped ones
 };
 
 // INVALID_ARGUMENT and UNIMPLEMENTED as in attend_cuda.h.

@@ -6,7 +6,9 @@
 //   S[64 queries, 64 tokens] = Q K^T,  P = exp2(scale S - max),  O[64, d] += P V
 //
 // with P going from the one product to the other in registers. One pass over the row's pages in
-// ascending order of items: no partial results.
+// ascending order of items: no partial results. At grouped positions queries lie in shared memory
+// as they see far keys and as they see near ones; a page where neighbourhoods begin is two stages,
+// of which each query masks what is on its other side.
 #include "kernels/attention/attend_launch.h"
 #include "kernels/attention/page_pipeline.cuh"
 
@@ -19,12 +21,14 @@ constexpr int kRingBytes = 160 * 1024;
 constexpr int kQueries = static_cast<int>(kPageTokens);  // rows of the products
 constexpr int kElements = 32;                            // of a 64 x 64 tile that a thread holds
 
-template <int kHeadDim>
+template <int kHeadDim, Placement kPlacement>
 struct alignas(1024) SharedMemory {
   using Shape = PageShape<kHeadDim>;
-  using Ring = PageRing<kHeadDim, kRingBytes / Shape::kPageBytes>;
+  using Ring = PageRing<kHeadDim, kRingBytes / Shape::kPageBytes, KeyPositions<kPlacement>>;
+  static constexpr int kPlaces = kPlacement == Placement::kGrouped ? 2 : 1;
   Ring ring;
-  alignas(1024) std::byte queries[kConsumers][Shape::kSideBytes];
+  // At grouped positions as they see near keys, and as they see far ones.
+  alignas(1024) std::byte queries[kConsumers][kPlaces][Shape::kSideBytes];
 };
 
 // Of a thread's 32 elements of a tile: row and column relative to its place.
@@ -38,10 +42,11 @@ struct ThreadState {
   float out[PageShape<kHeadDim>::kHalves][kElements] = {};
 };
 
-// Queries of one head; rows of absent queries and heads are zero.
-template <int kHeadDim, bool kRotates>
+// Queries of one head, row r at position_of(r) unless they are as cached keys; rows of absent
+// queries and heads are zero.
+template <int kHeadDim, Placement kPlacement, typename PositionOf>
 __device__ void LoadQueries(const AttendLaunch& p, const PageRun& run, int64_t head, bool exists,
-                            const ThreadPlace& me, std::byte* to) {
+                            const ThreadPlace& me, const PositionOf& position_of, std::byte* to) {
   const QueryBlock& block = run.block;
   const int64_t heads = p.kv.layout.num_kv_heads * p.group;
   const auto query_of = [&](int row) {
@@ -50,12 +55,26 @@ __device__ void LoadQueries(const AttendLaunch& p, const PageRun& run, int64_t h
                : nullptr;
   };
   LoadQueryTile<kHeadDim, kQueries>(me, query_of, to);
-  if constexpr (kRotates) {
-    const int64_t first = QueryPosition(p.headers[run.row], block.first_position);
-    const auto position_of = [&](int row) { return row < block.num_rows ? first + row : -1; };
-    RotateTile<kHeadDim, kQueries>(p.rope, me.thread, kGroupThreads, position_of, to);
+  if constexpr (kPlacement != Placement::kCached) {
+    const auto position = [&](int row) { return row < block.num_rows ? position_of(row) : -1; };
+    RotateTile<kHeadDim, kQueries>(p.rope, me.thread, kGroupThreads, position, to);
     Synchronize(me);
   }
+}
+template <int kHeadDim, Placement kPlacement>
+__device__ void LoadQueries(const AttendLaunch& p, const PageRun& run, int64_t head, bool exists,
+                            const ThreadPlace& me, SharedMemory<kHeadDim, kPlacement>& shared) {
+  const auto load = [&](const auto& position_of, int place) {
+    LoadQueries<kHeadDim, kPlacement>(p, run, head, exists, me, position_of,
+                                      shared.queries[me.consumer][place]);
+  };
+  int64_t first = run.block.first_position;
+  if constexpr (kPlacement == Placement::kGrouped) {
+    load([&](int row) { return p.grouped.FarQuery(first + row); }, 1);
+  } else {
+    first = QueryPosition(p.headers[run.row], first);
+  }
+  load([&](int row) { return first + row; }, 0);
 }
 
 template <int kHeadDim>
@@ -74,7 +93,8 @@ __device__ void Logits(const std::byte* queries, const std::byte* keys, float (&
   hopper::WgmmaWait<0>();
 }
 
-// Takes out what no query, or not the row's, attends to.
+// Takes out what no query, or not the row's, attends to. `first_query`: up to where the first row
+// sees tokens.
 __device__ void Mask(uint64_t mask, int64_t first_token, int64_t first_query, const ThreadPlace& me,
                      float (&s)[kElements]) {
 #pragma unroll
@@ -82,6 +102,17 @@ __device__ void Mask(uint64_t mask, int64_t first_token, int64_t first_query, co
     const int token = me.column + ColumnOf(i);
     const int64_t query = first_query + me.row + 8 * RowOf(i);
     if ((mask >> token & 1) == 0 || first_token + token > query) s[i] = kMinusInfinity;
+  }
+}
+
+// Takes out what is far. `first_query`: up to where tokens are for the first row.
+__device__ void MaskFar(int64_t first_token, int64_t first_query, const ThreadPlace& me,
+                        float (&s)[kElements]) {
+#pragma unroll
+  for (int i = 0; i < kElements; ++i) {
+    const int token = me.column + ColumnOf(i);
+    const int64_t query = first_query + me.row + 8 * RowOf(i);
+    if (first_token + token <= query) s[i] = kMinusInfinity;
   }
 }
 
@@ -154,23 +185,35 @@ __device__ void SynchronizeConsumers() {
   hopper::NamedBarrier(1 + kConsumers, kConsumers * kGroupThreads);
 }
 
-template <int kHeadDim, bool kRotates>
-__device__ void AttendToPage(const AttendLaunch& p, SharedMemory<kHeadDim>& shared,
+template <int kHeadDim, Placement kPlacement>
+__device__ void AttendToPage(const AttendLaunch& p, SharedMemory<kHeadDim, kPlacement>& shared,
                              const QueryBlock& block, const ThreadPlace& me, int stage,
                              ThreadState<kHeadDim>& state) {
   const uint64_t mask = shared.ring.masks[stage];
   if (mask == 0) return;
   const int64_t first_token = shared.ring.first_positions[stage];
-  if constexpr (kRotates) {
+  if constexpr (kPlacement != Placement::kCached) {
     RotateKeys(shared.ring, stage, p.rope, static_cast<int>(threadIdx.x),
                kConsumers * kGroupThreads);
     SynchronizeConsumers();
   }
+  int64_t first_query = block.first_position;  // up to where it sees tokens
+  int place = 0;
+  if constexpr (kPlacement == Placement::kGrouped) {
+    if (shared.ring.key_positions[stage].near_begin > 0) {
+      first_query -= p.grouped.window;
+      place = 1;
+    }
+  }
   float s[kElements];
-  Logits<kHeadDim>(shared.queries[me.consumer], shared.ring.keys(stage), s);
+  Logits<kHeadDim>(shared.queries[me.consumer][place], shared.ring.keys(stage), s);
   const bool whole = mask == ~uint64_t{0};
-  if (!whole || first_token + kPageTokens > block.first_position) {
-    Mask(mask, first_token, block.first_position, me, s);
+  if (!whole || first_token + kPageTokens > first_query) {
+    Mask(mask, first_token, first_query, me, s);
+  }
+  if constexpr (kPlacement == Placement::kGrouped) {
+    const int64_t far = first_query - p.grouped.window;
+    if (place == 0 && first_token < far + block.num_rows) MaskFar(first_token, far, me, s);
   }
   if (!whole) {
     // Both warpgroups write the same zeros, and each waits for its own.
@@ -209,48 +252,52 @@ __device__ void Store(const AttendLaunch& p, const QueryBlock& block, int64_t he
   }
 }
 
-template <int kHeadDim, bool kRotates>
+template <int kHeadDim, Placement kPlacement>
 __global__ void __launch_bounds__(kThreads, 1)
     AttendPrefillKernel(const __grid_constant__ AttendLaunch p,
                         const __grid_constant__ KvTensorMaps maps) {
   extern __shared__ std::byte raw[];
-  auto& shared = *reinterpret_cast<SharedMemory<kHeadDim>*>(
-      (reinterpret_cast<uintptr_t>(raw) + 1023) / 1024 * 1024);
+  using Shared = SharedMemory<kHeadDim, kPlacement>;
+  auto& shared =
+      *reinterpret_cast<Shared*>((reinterpret_cast<uintptr_t>(raw) + 1023) / 1024 * 1024);
   if (threadIdx.x == 0) shared.ring.Init(kConsumers * kGroupThreads / kWarpThreads);
   __syncthreads();
   const PageRun run = WholeRow(p, blockIdx.x);
-  RingPosition<SharedMemory<kHeadDim>::Ring::kStages> at;
+  RingPosition<Shared::Ring::kStages> at;
   if (threadIdx.x >= kConsumers * kGroupThreads) {
-    ProducePages<kRotates>(p, maps, run, shared.ring, at);
+    ProducePages<kPlacement>(p, maps, run, shared.ring, at);
     return;
   }
   const ThreadPlace me = MyPlace();
   const int64_t head_in_group = int64_t{blockIdx.y} * kConsumers + me.consumer;
   const bool exists = head_in_group < p.group;
   const int64_t head = run.row % p.kv.layout.num_kv_heads * p.group + head_in_group;
-  LoadQueries<kHeadDim, kRotates>(p, run, head, exists, me, shared.queries[me.consumer]);
+  LoadQueries<kHeadDim, kPlacement>(p, run, head, exists, me, shared);
   ThreadState<kHeadDim> state;
-  for (int64_t item = run.begin; item < run.end; ++item, at.Next()) {
+  // At grouped positions an item is one stage or two, and one without tokens is the end.
+  for (int64_t item = run.begin; kPlacement == Placement::kGrouped || item < run.end;
+       ++item, at.Next()) {
     hopper::BarrierWait(&shared.ring.full[at.stage], at.parity);
-    AttendToPage<kHeadDim, kRotates>(p, shared, run.block, me, at.stage, state);
+    if (kPlacement == Placement::kGrouped && shared.ring.masks[at.stage] == 0) break;
+    AttendToPage<kHeadDim, kPlacement>(p, shared, run.block, me, at.stage, state);
     ReleaseStage(shared.ring, at.stage);
   }
   if (exists) Store<kHeadDim>(p, run.block, head, me, state);
 }
 
-template <int kHeadDim, bool kRotates>
+template <int kHeadDim, Placement kPlacement>
 cudaError_t Launch(const AttendLaunch& p, const KvTensorMaps& maps, cudaStream_t stream) {
-  constexpr int kSharedBytes = static_cast<int>(sizeof(SharedMemory<kHeadDim>)) + 1024;
+  constexpr int kSharedBytes = static_cast<int>(sizeof(SharedMemory<kHeadDim, kPlacement>)) + 1024;
   static_assert(kSharedBytes <= 227 * 1024);
   if (const cudaError_t error =
-          cudaFuncSetAttribute(AttendPrefillKernel<kHeadDim, kRotates>,
+          cudaFuncSetAttribute(AttendPrefillKernel<kHeadDim, kPlacement>,
                                cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
       error != cudaSuccess) {
     return error;
   }
   const dim3 grid(static_cast<unsigned>(p.num_rows),
                   static_cast<unsigned>((p.group + kConsumers - 1) / kConsumers));
-  AttendPrefillKernel<kHeadDim, kRotates><<<grid, kThreads, kSharedBytes, stream>>>(p, maps);
+  AttendPrefillKernel<kHeadDim, kPlacement><<<grid, kThreads, kSharedBytes, stream>>>(p, maps);
   return cudaGetLastError();
 }
 
@@ -259,10 +306,12 @@ cudaError_t Launch(const AttendLaunch& p, const KvTensorMaps& maps, cudaStream_t
 cudaError_t LaunchAttendPrefill(const AttendLaunch& params, const KvTensorMaps& maps,
                                 cudaStream_t stream) {
   const bool is_wide = params.kv.layout.head_dim == 128;
-  if (params.rope.on()) {
-    return (is_wide ? Launch<128, true> : Launch<64, true>)(params, maps, stream);
-  }
-  return (is_wide ? Launch<128, false> : Launch<64, false>)(params, maps, stream);
+  using enum Placement;
+  auto* const launch = params.grouped.on()
+                           ? (is_wide ? Launch<128, kGrouped> : Launch<64, kGrouped>)
+                       : params.rope.on() ? (is_wide ? Launch<128, kCompact> : Launch<64, kCompact>)
+                                          : (is_wide ? Launch<128, kCached> : Launch<64, kCached>);
+  return launch(params, maps, stream);
 }
 
 }  // namespace kvasir::kernels

@@ -34,7 +34,7 @@ struct ThreadState {
 };
 
 // The group's queries; rows of absent heads are zero.
-template <int kHeadDim, bool kRotates>
+template <int kHeadDim, Placement kPlacement>
 __device__ void LoadQuery(const AttendLaunch& p, const PageRun& run, const ThreadPlace& me,
                           std::byte* to) {
   const int64_t kv_head = run.row % p.kv.layout.num_kv_heads;
@@ -44,8 +44,11 @@ __device__ void LoadQuery(const AttendLaunch& p, const PageRun& run, const Threa
     return head < p.group ? first + head * kHeadDim : nullptr;
   };
   LoadQueryTile<kHeadDim, kHeads>(me, query_of, to);
-  if constexpr (kRotates) {
-    const int64_t position = QueryPosition(p.headers[run.row], run.block.first_position);
+  if constexpr (kPlacement != Placement::kCached) {
+    const int64_t own = run.block.first_position;
+    const int64_t position = kPlacement == Placement::kGrouped
+                                 ? p.grouped.FarQuery(own)
+                                 : QueryPosition(p.headers[run.row], own);
     RotateTile<kHeadDim, kHeads>(
         p.rope, me.thread, kGroupThreads, [&](int) { return position; }, to);
     Synchronize(me);
@@ -110,12 +113,12 @@ __device__ void AddValues(const std::byte* values, const std::byte* weights,
 }
 
 // Adds the stage's page, in the ring whose stages the warpgroup reads alone.
-template <int kHeadDim, bool kRotates, typename Ring>
+template <int kHeadDim, Placement kPlacement, typename Ring>
 __device__ void AttendToPage(const AttendLaunch& p, Ring& ring, DecodeMemory<kHeadDim>& mine,
                              const ThreadPlace& me, int stage, ThreadState<kHeadDim>& state) {
   const uint64_t mask = ring.masks[stage];
   if (mask == 0) return;
-  if constexpr (kRotates) {
+  if constexpr (kPlacement != Placement::kCached) {
     RotateKeys(ring, stage, p.rope, me.thread, kGroupThreads);
     Synchronize(me);
   }

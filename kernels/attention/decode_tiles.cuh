@@ -22,9 +22,9 @@ inline constexpr int kProducerWarps = kGroupThreads / kWarpThreads;
 
 enum class TileKind : int { kPage, kTokens, kEnd };  // kEnd: of the unit, one for each consumer
 
-template <int kHeadDim, int kStageCount>
-struct alignas(1024) TileRing : PageRing<kHeadDim, kStageCount> {
-  using Pages = PageRing<kHeadDim, kStageCount>;
+template <int kHeadDim, int kStageCount, typename Positions>
+struct alignas(1024) TileRing : PageRing<kHeadDim, kStageCount, Positions> {
+  using Pages = PageRing<kHeadDim, kStageCount, Positions>;
 
   TileKind kinds[kStageCount];
   int places[kStageCount];  // the tile's number in its unit, mod kConsumers
@@ -41,8 +41,10 @@ struct alignas(1024) TileRing : PageRing<kHeadDim, kStageCount> {
   }
 };
 
-template <bool kRotates, typename Ring>
+template <Placement kPlacement, typename Ring>
 class TileProducer {
+  using Page = ResolvedPage<kPlacement>;
+
  public:
   __device__ TileProducer(const AttendLaunch& p, const KvTensorMaps& maps, Ring& ring)
       : p_(p),
@@ -56,8 +58,8 @@ class TileProducer {
     tile_ = 0;
     const int64_t stride = kWarpThreads * run.step;  // of items that the lanes take
     bool gathers = false;
-    ResolvedPage own;
-    ResolvedPage next = Resolve(run, run.begin);
+    Page own;
+    Page next = Resolve(run, run.begin);
     for (int64_t first = run.begin; first < run.end; first += stride) {
       own = next;
       next = Resolve(run, first + stride);
@@ -71,16 +73,17 @@ class TileProducer {
 
  private:
   using Shape = typename Ring::Shape;
+  static constexpr bool kRotates = kPlacement != Placement::kCached;
 
-  __device__ static bool IsGathered(const ResolvedPage& page) {
+  __device__ static bool IsGathered(const Page& page) {
     return page.mask != 0 && CountBits(page.mask) <= kMostGathered;
   }
 
   // The lane's of the items from `first` on. What is absent has no tokens.
-  __device__ ResolvedPage Resolve(const PageRun& run, int64_t first) const {
-    return ResolveItem<kRotates>(p_, maps_, run, first + lane_ * run.step);
+  __device__ Page Resolve(const PageRun& run, int64_t first) const {
+    return ResolveItem<kPlacement>(p_, maps_, run, first + lane_ * run.step);
   }
-  __device__ void Claim(const PageRun& run, ResolvedPage page) const {
+  __device__ void Claim(const PageRun& run, Page page) const {
     ClaimPage(p_, run, page, IsGathered(page) ? CountBits(page.mask) : CopiedTokens(page.mask));
   }
 
@@ -99,16 +102,16 @@ class TileProducer {
     ++tile_;
   }
 
-  __device__ void SendPages(const ResolvedPage& own) {
+  __device__ void SendPages(const Page& own) {
     const bool is_tile = own.mask != 0 && own.tier != PageTier::kAbsent && !IsGathered(own);
     for (unsigned rest = __ballot_sync(kAllLanes, is_tile); rest != 0; rest &= rest - 1) {
-      const ResolvedPage page = ShareResolved<kRotates>(own, __ffs(static_cast<int>(rest)) - 1);
+      const Page page = ShareResolved<kPlacement>(own, __ffs(static_cast<int>(rest)) - 1);
       Begin();
       if (lane_ == 0) hopper::BarrierArrive(&ring_.full[at_.stage], kWarpThreads);
       if (warp_ == 0 && lane_ == 0) {
         Describe(TileKind::kPage, page.mask);
         if constexpr (kRotates) ring_.key_positions[at_.stage] = page.positions;
-        ExpectPage(ring_, at_.stage, page);
+        ExpectPage(ring_, at_.stage, page.mask);
       }
       for (int box = warp_; lane_ == 0 && box < Shape::kBoxes; box += kProducerWarps) {
         CopyBoxOfPage(ring_, at_.stage, maps_, page, box);
@@ -130,7 +133,7 @@ class TileProducer {
   // --- gathered tiles ---
 
   // `last` are the lanes' items of the run's last ones, which are all where it has no more.
-  __device__ void GatherTokens(const PageRun& run, const ResolvedPage& last, int64_t stride) {
+  __device__ void GatherTokens(const PageRun& run, const Page& last, int64_t stride) {
     int rows = 0;  // of the open tile
     for (int64_t first = run.begin; first < run.end; first += stride) {
       const bool is_last = first + stride >= run.end;
@@ -141,7 +144,7 @@ class TileProducer {
 
   // Adds the tokens of the lanes' gathered pages to the open tile, which has `begin` rows, and to
   // others as these are full; returns the rows of the one that is open then.
-  __device__ int Gather(const ResolvedPage& own, int begin) {
+  __device__ int Gather(const Page& own, int begin) {
     const bool takes_part = own.tier != PageTier::kAbsent && IsGathered(own);
     uint64_t rest = takes_part ? own.mask : 0;
     const int tokens = CountBits(rest);
@@ -168,7 +171,7 @@ class TileProducer {
   }
 
   // The first token of `rest` becomes row `row` of the tile.
-  __device__ void Name(const ResolvedPage& own, uint64_t rest, int row) {
+  __device__ void Name(const Page& own, uint64_t rest, int row) {
     const int token = __ffsll(static_cast<long long>(rest)) - 1;
     const int32_t copy_row = own.copy_row + token;
     ring_.sources[warp_][row] = own.tier == PageTier::kHost ? ~copy_row : copy_row;

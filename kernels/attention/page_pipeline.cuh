@@ -7,8 +7,13 @@
 //   copy K, V -> pages[stage], full[stage]     compute on pages[stage]
 //                                              arrive at empty[stage], once a warp
 //
+// At grouped positions a block of queries sees far keys from other places than near ones: pages
+// that hold both go through the ring twice.
+//
 // Decode makes tiles of pages and of gathered tokens, by more warps (decode_tiles.cuh).
 #pragma once
+
+#include <type_traits>
 
 #include "kernels/attention/attend_launch.h"
 #include "kernels/attention/row_items.h"
@@ -20,6 +25,16 @@ namespace kvasir::kernels {
 inline constexpr int kGroupThreads = 128;  // a warpgroup
 inline constexpr float kLog2E = 1.4426950408889634f;
 inline constexpr float kMinusInfinity = -INFINITY;
+
+// Where queries and keys stand.
+enum class Placement {
+  kCached,   // at their own positions: rotated already
+  kCompact,  // compact_positions.h
+  kGrouped,  // grouped_positions.h
+};
+template <Placement kPlacement>
+using KeyPositions =
+    std::conditional_t<kPlacement == Placement::kGrouped, GroupedItemPositions, ItemPositions>;
 
 // A page in shared memory: K half 0, K half 1, V half 0, V half 1 (one of each with a head_dim of
 // 64), boxes of 64 tokens x 64 values, swizzled.
@@ -33,15 +48,15 @@ struct PageShape {
   static constexpr int kPageBytes = 2 * kSideBytes;
 };
 
-template <int kHeadDim, int kStageCount>
+template <int kHeadDim, int kStageCount, typename Positions = ItemPositions>
 struct alignas(1024) PageRing {
   static constexpr int kStages = kStageCount;
   using Shape = PageShape<kHeadDim>;
 
   std::byte pages[kStages][Shape::kPageBytes];
   uint64_t masks[kStages];
-  int64_t first_positions[kStages];      // of the page's first token
-  ItemPositions key_positions[kStages];  // where keys are rotated
+  int64_t first_positions[kStages];  // of the page's first token
+  Positions key_positions[kStages];  // where keys are rotated
   uint64_t full[kStages];
   uint64_t empty[kStages];
 
@@ -103,19 +118,20 @@ __device__ inline unsigned PiecesOf(uint64_t mask) {
   return __popc(pieces) > kMostPieces ? (1u << kPagePieces) - 1 : pieces;
 }
 
+template <Placement kPlacement>
 struct ResolvedPage {
   uint64_t mask = 0;  // 0: nothing to read
   int64_t page = 0;
   int64_t index = 0;     // of the store's tables
   int32_t copy_row = 0;  // of the tensor map
   PageTier tier = PageTier::kAbsent;
-  ItemPositions positions;  // where keys are rotated
+  KeyPositions<kPlacement> positions;  // where keys are rotated; grouped: for the first query
 };
 
-template <bool kRotates>
-__device__ ResolvedPage ResolveItem(const AttendLaunch& p, const KvTensorMaps& maps,
-                                    const PageRun& run, int64_t index) {
-  ResolvedPage resolved;
+template <Placement kPlacement>
+__device__ ResolvedPage<kPlacement> ResolveItem(const AttendLaunch& p, const KvTensorMaps& maps,
+                                                const PageRun& run, int64_t index) {
+  ResolvedPage<kPlacement> resolved;
   if (index >= run.end) return resolved;
   const RowItem item =
       FindItem(run.items, p.headers[run.row], p.entries + run.row * p.capacity, index);
@@ -130,9 +146,11 @@ __device__ ResolvedPage ResolveItem(const AttendLaunch& p, const KvTensorMaps& m
   resolved.tier = page.tier();
   const std::byte* base = (resolved.tier == PageTier::kHost ? maps.host : maps.device).base;
   resolved.copy_row = static_cast<int32_t>((page.page() - base) / layout.row_bytes());
-  if constexpr (kRotates) {
+  if constexpr (kPlacement == Placement::kCompact) {
     resolved.positions =
         FindPositions(run.items, p.headers[run.row], p.entries + run.row * p.capacity, index);
+  } else if constexpr (kPlacement == Placement::kGrouped) {
+    resolved.positions = FindGroupedPositions(p.grouped, item.page, run.block.first_position);
   }
   return resolved;
 }
@@ -144,8 +162,9 @@ __device__ inline int64_t CopiedTokens(uint64_t mask) {
 
 // Records that `tokens` of the page are read. One that is absent sets the slot's fault, and has
 // nothing to read.
-__device__ inline void ClaimPage(const AttendLaunch& p, const PageRun& run, ResolvedPage& page,
-                                 int64_t tokens) {
+template <Placement kPlacement>
+__device__ void ClaimPage(const AttendLaunch& p, const PageRun& run, ResolvedPage<kPlacement>& page,
+                          int64_t tokens) {
   if (page.mask == 0) return;
   if (page.tier == PageTier::kAbsent) {
     p.faults[run.block.slot] = 1;
@@ -162,16 +181,21 @@ __device__ inline void ClaimPage(const AttendLaunch& p, const PageRun& run, Reso
 }
 
 // Lane `from`'s, without its index.
-template <bool kRotates>
-__device__ ResolvedPage ShareResolved(const ResolvedPage& own, int from) {
-  ResolvedPage page;
+template <Placement kPlacement>
+__device__ ResolvedPage<kPlacement> ShareResolved(const ResolvedPage<kPlacement>& own, int from) {
+  ResolvedPage<kPlacement> page;
   page.mask = __shfl_sync(kAllLanes, own.mask, from);
   page.page = __shfl_sync(kAllLanes, own.page, from);
   page.copy_row = __shfl_sync(kAllLanes, own.copy_row, from);
   page.tier = static_cast<PageTier>(__shfl_sync(kAllLanes, static_cast<int>(own.tier), from));
-  if constexpr (kRotates) {
+  if constexpr (kPlacement == Placement::kCompact) {
     page.positions.first = __shfl_sync(kAllLanes, own.positions.first, from);
     page.positions.counted = __shfl_sync(kAllLanes, own.positions.counted, from);
+  } else if constexpr (kPlacement == Placement::kGrouped) {
+    page.positions.first_far = __shfl_sync(kAllLanes, own.positions.first_far, from);
+    page.positions.first_near = __shfl_sync(kAllLanes, own.positions.first_near, from);
+    page.positions.near_begin = __shfl_sync(kAllLanes, own.positions.near_begin, from);
+    page.positions.group_ends = __shfl_sync(kAllLanes, own.positions.group_ends, from);
   }
   return page;
 }
@@ -188,14 +212,14 @@ __device__ inline void PrefetchMaps(const KvTensorMaps& maps) {
 // The pieces that hold tokens of the mask are copied; what else is in the stage stays. One thread
 // says so, one or several copy the boxes 0 to kBoxes - 1, before or behind it.
 template <typename Ring>
-__device__ void ExpectPage(Ring& ring, int stage, const ResolvedPage& page) {
+__device__ void ExpectPage(Ring& ring, int stage, uint64_t mask) {
   constexpr int kPieceBytes = Ring::Shape::kPageBytes / static_cast<int>(kPagePieces);
   hopper::BarrierArriveExpecting(&ring.full[stage],
-                                 static_cast<uint32_t>(__popc(PiecesOf(page.mask)) * kPieceBytes));
+                                 static_cast<uint32_t>(__popc(PiecesOf(mask)) * kPieceBytes));
 }
-template <typename Ring>
+template <typename Ring, Placement kPlacement>
 __device__ void CopyBoxOfPage(Ring& ring, int stage, const KvTensorMaps& maps,
-                              const ResolvedPage& page, int box) {
+                              const ResolvedPage<kPlacement>& page, int box) {
   using Shape = typename Ring::Shape;
   const KvTensorMaps::Arena& arena = page.tier == PageTier::kHost ? maps.host : maps.device;
   const unsigned pieces = PiecesOf(page.mask);
@@ -213,44 +237,81 @@ __device__ void CopyBoxOfPage(Ring& ring, int stage, const KvTensorMaps& maps,
                     &ring.full[stage]);
   }
 }
-template <typename Ring>
+template <typename Ring, Placement kPlacement>
 __device__ void CopyPage(Ring& ring, int stage, const KvTensorMaps& maps,
-                         const ResolvedPage& page) {
-  ExpectPage(ring, stage, page);
+                         const ResolvedPage<kPlacement>& page) {
+  ExpectPage(ring, stage, page.mask);
   for (int box = 0; box < Ring::Shape::kBoxes; ++box) CopyBoxOfPage(ring, stage, maps, page, box);
 }
 
-// By the producer warp: sends the run's pages through the ring, one stage an item. REQUIRES: steps
+// Of a page at grouped positions, what queries of the block see from where they see far keys, and
+// from their own positions. Where neighbourhoods begin that is both, of some tokens for some
+// queries the one and for others the other.
+using GroupedPage = ResolvedPage<Placement::kGrouped>;
+__device__ inline GroupedPage FarSide(const AttendLaunch& p, const PageRun& run, GroupedPage page) {
+  page.mask &= p.grouped.FarMask(page.page, run.items.last_position);
+  page.positions.near_begin = static_cast<int32_t>(kPageTokens);
+  return page;
+}
+__device__ inline GroupedPage NearSide(const AttendLaunch& p, const PageRun& run,
+                                       GroupedPage page) {
+  page.mask &= ~p.grouped.FarMask(page.page, run.block.first_position);
+  page.positions.near_begin = 0;
+  page.positions.first_near = static_cast<int32_t>(page.page * kPageTokens);
+  return page;
+}
+
+// By the producer warp: sends the run's pages through the ring, one stage an item; at grouped
+// positions one for each side that has tokens, and one without tokens as the end. REQUIRES: steps
 // of 1.
-template <bool kRotates, typename Ring>
+template <Placement kPlacement, typename Ring>
 __device__ void ProducePages(const AttendLaunch& p, const KvTensorMaps& maps, const PageRun& run,
                              Ring& ring, RingPosition<Ring::kStages>& at) {
   const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
   // Each lane resolves one item of the next 32 while the current ones are copied.
   const auto resolve = [&](int64_t index) {
-    ResolvedPage page = ResolveItem<kRotates>(p, maps, run, index);
-    ClaimPage(p, run, page, CopiedTokens(page.mask));
+    ResolvedPage<kPlacement> page = ResolveItem<kPlacement>(p, maps, run, index);
+    if constexpr (kPlacement == Placement::kGrouped) {
+      ClaimPage(
+          p, run, page,
+          CopiedTokens(FarSide(p, run, page).mask) + CopiedTokens(NearSide(p, run, page).mask));
+    } else {
+      ClaimPage(p, run, page, CopiedTokens(page.mask));
+    }
     return page;
   };
-  ResolvedPage next = resolve(run.begin + lane);
-  for (int64_t begin = run.begin; begin < run.end; begin += kWarpThreads) {
-    const ResolvedPage current = next;
-    next = resolve(begin + kWarpThreads + lane);
-    const int count = static_cast<int>(min(int64_t{kWarpThreads}, run.end - begin));
-    for (int i = 0; i < count; ++i, at.Next()) {
-      const ResolvedPage page = ShareResolved<kRotates>(current, i);
-      if (lane != 0) continue;
+  const auto send = [&](const ResolvedPage<kPlacement>& page) {
+    if (lane == 0) {
       hopper::BarrierWait(&ring.empty[at.stage], at.parity ^ 1);
       ring.masks[at.stage] = page.mask;
       ring.first_positions[at.stage] = page.page * kPageTokens;
-      if constexpr (kRotates) ring.key_positions[at.stage] = page.positions;
+      if constexpr (kPlacement != Placement::kCached) ring.key_positions[at.stage] = page.positions;
       if (page.mask == 0) {
         hopper::BarrierArrive(&ring.full[at.stage]);
       } else {
         CopyPage(ring, at.stage, maps, page);
       }
     }
+    at.Next();
+  };
+  ResolvedPage<kPlacement> next = resolve(run.begin + lane);
+  for (int64_t begin = run.begin; begin < run.end; begin += kWarpThreads) {
+    const ResolvedPage<kPlacement> current = next;
+    next = resolve(begin + kWarpThreads + lane);
+    const int count = static_cast<int>(min(int64_t{kWarpThreads}, run.end - begin));
+    for (int i = 0; i < count; ++i) {
+      const ResolvedPage<kPlacement> page = ShareResolved<kPlacement>(current, i);
+      if constexpr (kPlacement == Placement::kGrouped) {
+        const GroupedPage far = FarSide(p, run, page);
+        const GroupedPage near = NearSide(p, run, page);
+        if (far.mask != 0) send(far);
+        if (near.mask != 0) send(near);
+      } else {
+        send(page);
+      }
+    }
   }
+  if constexpr (kPlacement == Placement::kGrouped) send({});
 }
 
 // Where a thread of the consumers stands: which warpgroup is its own, and which elements of a

@@ -12,6 +12,7 @@
 
 #include "kernels/base/host_device.h"
 #include "kernels/paged/compact_positions.h"
+#include "kernels/paged/grouped_positions.h"
 #include "kernels/paged/page_selection.h"
 
 namespace kvasir::kernels {
@@ -92,6 +93,37 @@ KVASIR_HOST_DEVICE inline ItemPositions FindPositions(const RowItems& items,
   const int64_t page = items.first_window_page + index - items.num_sink - items.num_list;
   return {.first = static_cast<int32_t>(QueryPosition(header, page * kPageTokens)),
           .counted = ~uint64_t{0}};
+}
+
+// Where a page's keys stand at grouped positions, for a query that stands where it sees far ones
+// from: near ones are moved as far as it is.
+struct GroupedItemPositions {
+  int32_t first_far = 0;    // of the page's first token
+  int32_t first_near = 0;   // of the same, were it near
+  int32_t near_begin = 0;   // tokens from here on are near
+  uint64_t group_ends = 0;  // the last tokens of groups
+
+  KVASIR_HOST_DEVICE int64_t of(int token) const {
+    if (token >= near_begin) return first_near + token;
+    return first_far + CountBits(group_ends & ((uint64_t{1} << token) - 1));
+  }
+};
+
+// For the query at `position`, as it stands at grouped.FarQuery(position).
+KVASIR_HOST_DEVICE inline GroupedItemPositions FindGroupedPositions(const GroupedPositions& grouped,
+                                                                    int64_t page,
+                                                                    int64_t position) {
+  const int64_t first = page * kPageTokens;
+  const int64_t first_far = grouped.FarKey(first);
+  const int64_t moved = position - grouped.FarQuery(position);
+  GroupedItemPositions positions = {.first_far = static_cast<int32_t>(first_far),
+                                    .first_near = static_cast<int32_t>(first - moved),
+                                    .near_begin = CountBits(grouped.FarMask(page, position))};
+  const int64_t next_group = (first_far + 1) * grouped.group_size - first;
+  for (int64_t begin = next_group; begin <= kPageTokens; begin += grouped.group_size) {
+    positions.group_ends |= uint64_t{1} << (begin - 1);
+  }
+  return positions;
 }
 
 // Whether no item before it has tokens of the item's page: to count pages. REQUIRES: the item has

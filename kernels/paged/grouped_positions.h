@@ -44,14 +44,13 @@ struct GroupedPositions {
   }
 };
 
-// Makes the positions of all tokens up to the blocks' last queries known to `rope`.
-inline void ReserveTokens(std::span<const QueryBlock> blocks, RopePositions& rope,
-                          Executor& executor) {
+// The first position that no query and no key of the blocks stands at.
+inline int64_t EndOfPositions(std::span<const QueryBlock> blocks) {
   int64_t end = 0;
   for (const QueryBlock& block : blocks) {
     end = std::max(end, block.first_position + block.num_rows);
   }
-  rope.Reserve(end, executor);
+  return end;
 }
 
 // The page's wanted keys as far, and as near queries see them (page_keys.h).

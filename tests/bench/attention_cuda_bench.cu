@@ -10,14 +10,18 @@
 //   --rows    only those whose name contains the text
 //   --budget  tokens that are selected (2048)
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <cuda_bf16.h>
+#include <optional>
 #include <random>
 #include <span>
 #include <string_view>
 #include <vector>
 
 #include "kernels/attention/attend_cuda.h"
+#include "kernels/dense/rope_positions_cuda.h"
+#include "kernels/paged/compact_positions_cuda.h"
 #include "kernels/sparse/infinitehip/infinitehip_cuda.h"
 #include "kernels/sparse/quest/quest_cuda.h"
 #include "kernels/sparse/selection_header.h"
@@ -32,6 +36,7 @@ constexpr int64_t kKvHeads = 8;
 constexpr int64_t kGroup = 4;
 constexpr int64_t kHeadDim = 128;
 constexpr int64_t kMaxSets = 4;
+constexpr GroupedPositions kGrouped = {.group_size = 8, .window = 1024};
 // The sink, window and budget of what is selected here. Constant once main has read its arguments.
 SelectionNumbers selection_numbers = {
     .sink_tokens = 128, .window_tokens = 1024, .budget_tokens = 2048, .top_p = 0.95f};
@@ -68,6 +73,7 @@ struct Set {
   InfiniteHipCuda hip = {.preset = Value(InfiniteHipSelector::FindPreset("3k")),
                          .max_budget_tokens = selection_numbers.budget_tokens};
   KvTensorMaps maps;
+  std::optional<CudaRopePositions> rope;
   AttendParams params;
   SelectParams select;
 
@@ -192,6 +198,19 @@ struct Set {
     staged_memories = Upload(std::vector{memory});
   }
 
+  // From now on keys count as cached un-rotated.
+  void Place(int64_t tokens, const GroupedPositions& grouped) {
+    std::vector<double> inv_freq;
+    for (int64_t i = 0; i < kHeadDim / 2; ++i) {
+      inv_freq.push_back(std::pow(5e5, -2.0 * static_cast<double>(i) / kHeadDim));
+    }
+    rope.emplace(Value(CudaRopePositions::Create(inv_freq, 1)));
+    Check(rope->Reserve(tokens, nullptr));
+    Check(AssignPositions(params.selection, nullptr));
+    params.device_rope = rope->view();
+    params.grouped = grouped;
+  }
+
   // Of one sequence that decodes: makes this step of a cycle the next one.
   void StandAt(int64_t step, const DeviceBuffer& memory) {
     const size_t count = params.blocks.size();
@@ -239,12 +258,14 @@ void ByInterval(Set& set, cudaStream_t stream) {
 }
 using Call = void (*)(Set& set, cudaStream_t stream);
 
+enum class Keys { kRotated, kCompact, kGrouped };
+
 // What a row's name has to contain.
 std::string_view wanted_rows;
 
 void Report(const char* name, Call call, int64_t tokens, int64_t num_queries,
             const SelectionHeader& header, const std::vector<SelectionEntry>& list,
-            int64_t attended_tokens, int64_t steps = 1) {
+            int64_t attended_tokens, int64_t steps = 1, Keys keys = Keys::kRotated) {
   if (std::string_view(name).find(wanted_rows) == std::string_view::npos) return;
   const int64_t set_bytes = tokens * kKvHeads * kHeadDim * 4;
   const int64_t num_sets = std::clamp<int64_t>(kSetBytes / set_bytes, 1, kMaxSets);
@@ -253,6 +274,8 @@ void Report(const char* name, Call call, int64_t tokens, int64_t num_queries,
   for (int64_t i = 0; i < num_sets; ++i) {
     sets.emplace_back(tokens, num_queries, block_queries, header, list,
                       static_cast<uint64_t>(i + 1));
+    if (keys == Keys::kRotated) continue;
+    sets.back().Place(tokens, keys == Keys::kGrouped ? kGrouped : GroupedPositions{});
   }
   const double microseconds = MedianMicroseconds([&](cudaStream_t stream) {
                                 for (Set& set : sets) call(set, stream);
@@ -298,11 +321,19 @@ void Bench(int64_t tokens) {
                            selection_numbers.window_tokens;
   for (const int64_t num_queries : {1, 512}) {
     Report("dense", Attend, tokens, num_queries, {}, {}, tokens);
+    Report("dense, compact positions", Attend, tokens, num_queries, {}, {}, tokens, 1,
+           Keys::kCompact);
+    Report("dense, grouped positions", Attend, tokens, num_queries, {}, {}, tokens, 1,
+           Keys::kGrouped);
     if (tokens < 8192) continue;
     const auto report = [&](const char* name, Call call, int64_t steps = 1) {
       Report(name, call, tokens, num_queries, header, list, attended, steps);
     };
     report("list", Attend);
+    Report("list, compact positions", Attend, tokens, num_queries, header, list, attended, 1,
+           Keys::kCompact);
+    Report("list, grouped positions", Attend, tokens, num_queries, header, list, attended, 1,
+           Keys::kGrouped);
     if (num_queries == 1) {
       const auto report_runs = [&](const char* name, const std::vector<SelectionEntry>& runs) {
         SelectionHeader of_runs = header;

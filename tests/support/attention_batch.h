@@ -140,7 +140,7 @@ class AttentionBatch {
     faults_.assign(faults_.size(), 0);
     const AttendParams params = Params();
     if (grouped_.on()) {
-      ReserveTokens(params.blocks, *rope(), executor);
+      rope()->Reserve(EndOfPositions(params.blocks), executor);
     } else if (rope() != nullptr) {
       ReservePositions(params.selection, blocks_, shape_.kv_heads, *rope(), executor);
     }

@@ -106,6 +106,17 @@ EngineOptions Options() {
   return options;
 }
 
+constexpr kernels::GroupedPositions kGrouped = {.group_size = 4, .window = 500};
+
+// Policies that estimate attention know no grouped positions.
+EngineOptions GroupedOptions() {
+  EngineOptions options = Options();
+  for (uint32_t policy = 0; policy < kNumPolicies; ++policy) {
+    if (Prunes(policy) || Ends(policy)) options.policies[policy] = MakePolicy("all", "all");
+  }
+  return options;
+}
+
 class CudaEngineTest : public testing::Test {
  protected:
   struct Run {
@@ -121,18 +132,22 @@ class CudaEngineTest : public testing::Test {
     for (const std::string device : {"cpu", "cuda"}) {
       models_.push_back(MakeModel(device, PositionExtension::kNone));
       extended_models_.push_back(MakeModel(device, PositionExtension::kStreaming));
+      grouped_models_.push_back(MakeModel(device, PositionExtension::kSelfExtend, kGrouped));
     }
   }
   static void TearDownTestSuite() {
     models_.clear();
     extended_models_.clear();
+    grouped_models_.clear();
   }
   static std::unique_ptr<TestModel> MakeModel(const std::string& device,
-                                              PositionExtension extension) {
+                                              PositionExtension extension,
+                                              const kernels::GroupedPositions& grouped = {}) {
     return std::make_unique<TestModel>(TestWorkerOptions{.folder = kModel,
                                                          .dtype = kernels::DType::kBFloat16,
                                                          .max_model_len = kContext,
                                                          .extension = extension,
+                                                         .grouped = grouped,
                                                          .num_threads = 4,
                                                          .device = device,
                                                          .edit_weights = {}});
@@ -188,9 +203,9 @@ class CudaEngineTest : public testing::Test {
   }
   static void ExpectAlike(const std::vector<std::unique_ptr<TestModel>>& models,
                           const std::vector<TestRequest>& requests, int64_t num_slots,
-                          float tolerance) {
-    const Run cpu = Serve(*models[0], requests, num_slots);
-    const Run gpu = Serve(*models[1], requests, num_slots);
+                          float tolerance, const EngineOptions& options = Options()) {
+    const Run cpu = Serve(*models[0], requests, num_slots, options);
+    const Run gpu = Serve(*models[1], requests, num_slots, options);
     int64_t compared = 0;
     for (size_t r = 0; r < requests.size(); ++r) {
       SCOPED_TRACE(testing::Message() << "request " << r);
@@ -258,10 +273,47 @@ class CudaEngineTest : public testing::Test {
                 0.05 * static_cast<double>(expected));
   }
 
+  // What is computed does not depend on where a page lies. Premises: pages were read in place from
+  // the host tier, gave way in device memory, and moved there where a step does not need all that
+  // is there.
+  static void ExpectSameBitsFromParts(TestModel& model, const std::vector<uint32_t>& policies,
+                                      EngineOptions options) {
+    constexpr int64_t kPrompt = 3000;
+    const int64_t blocks = 2 * (kPrompt + kAnswer) / kernels::kPageTokens + 2;
+    const int64_t block_bytes =
+        model.transformer().kv_layout(kernels::DType::kBFloat16).block_bytes();
+    for (const uint32_t policy : policies) {
+      const std::vector<TestRequest> requests = {MakeRequest(100, kPrompt, policy),
+                                                 MakeRequest(900, kPrompt - 70, policy)};
+      const auto serve = [&](int64_t device_blocks) {
+        options.kv_device_bytes = device_blocks * block_bytes;
+        return Serve(model, requests, /*num_slots=*/2, options);
+      };
+      const Run whole = serve(blocks);
+      EXPECT_EQ(whole.stats.device_misses, 0);
+      EXPECT_EQ(whole.stats.evictions, 0);
+      for (const int64_t part : {4, 10}) {
+        SCOPED_TRACE(testing::Message() << "policy " << policy << ", one part in " << part);
+        const Run parts = serve(blocks / part);
+        for (const TestResult& result : parts.results) ASSERT_TRUE(result.status.ok());
+        EXPECT_EQ(parts.logits, whole.logits);
+        EXPECT_GT(parts.stats.device_misses, 0);
+        EXPECT_EQ(parts.stats.promotions > 0, policy != 0);
+        EXPECT_GT(parts.stats.evictions, 0);
+        EXPECT_EQ(parts.stats.device_hits + parts.stats.device_misses, whole.stats.device_hits);
+        std::cout << "policy " << policy << ", " << blocks / part << " of " << blocks
+                  << " blocks in device memory: " << parts.stats.device_hits << " hits, "
+                  << parts.stats.device_misses << " misses, " << parts.stats.promotions
+                  << " promotions, " << parts.stats.evictions << " evictions" << std::endl;
+      }
+    }
+  }
+
   static inline std::vector<uint32_t> text_;
   // On the CPU, on the GPU.
   static inline std::vector<std::unique_ptr<TestModel>> models_;
   static inline std::vector<std::unique_ptr<TestModel>> extended_models_;
+  static inline std::vector<std::unique_ptr<TestModel>> grouped_models_;
 };
 
 // The device feeds what it samples to the step behind; what needs the host between waits for it.
@@ -430,40 +482,46 @@ TEST_F(CudaEngineTest, PoliciesThatTakeTurnsAnswerAsOnTheCpu) {
   ExpectAlike(requests, /*num_slots=*/1);
 }
 
-// What is computed does not depend on where a page lies. Premises: pages were read in place from
-// the host tier, gave way in device memory, and moved there where a step does not need all that is
-// there.
 TEST_F(CudaEngineTest, PartsOfTheKvInDeviceMemoryGiveTheSameBits) {
-  constexpr int64_t kPrompt = 3000;
-  const int64_t blocks = 2 * (kPrompt + kAnswer) / kernels::kPageTokens + 2;
-  const int64_t block_bytes =
-      models_[1]->transformer().kv_layout(kernels::DType::kBFloat16).block_bytes();
-  for (const uint32_t policy : {0u, 1u, 3u, 7u}) {
-    const std::vector<TestRequest> requests = {MakeRequest(100, kPrompt, policy),
-                                               MakeRequest(900, kPrompt - 70, policy)};
-    const auto serve = [&](int64_t device_blocks) {
-      EngineOptions options = Options();
-      options.kv_device_bytes = device_blocks * block_bytes;
-      return Serve(*models_[1], requests, /*num_slots=*/2, options);
-    };
-    const Run whole = serve(blocks);
-    EXPECT_EQ(whole.stats.device_misses, 0);
-    EXPECT_EQ(whole.stats.evictions, 0);
-    for (const int64_t part : {4, 10}) {
-      SCOPED_TRACE(testing::Message() << "policy " << policy << ", one part in " << part);
-      const Run parts = serve(blocks / part);
-      for (const TestResult& result : parts.results) ASSERT_TRUE(result.status.ok());
-      EXPECT_EQ(parts.logits, whole.logits);
-      EXPECT_GT(parts.stats.device_misses, 0);
-      EXPECT_EQ(parts.stats.promotions > 0, policy != 0);
-      EXPECT_GT(parts.stats.evictions, 0);
-      EXPECT_EQ(parts.stats.device_hits + parts.stats.device_misses, whole.stats.device_hits);
-      std::cout << "policy " << policy << ", " << blocks / part << " of " << blocks
-                << " blocks in device memory: " << parts.stats.device_hits << " hits, "
-                << parts.stats.device_misses << " misses, " << parts.stats.promotions
-                << " promotions, " << parts.stats.evictions << " evictions" << std::endl;
-    }
+  ExpectSameBitsFromParts(*models_[1], {0, 1, 3, 7}, Options());
+}
+
+// Far keys make most of these contexts, and are beyond what the model was trained for.
+TEST_F(CudaEngineTest, GroupedPositionsAnswerAsOnTheCpu) {
+  const auto& backend = static_cast<CudaBackend&>(grouped_models_[1]->transformer().backend());
+  // Of several requests in a step, shorter than a neighbourhood and longer, and chunks that lie
+  // inside of it.
+  std::vector<TestRequest> requests;
+  for (const uint32_t policy : {0u, 1u, 2u, 3u, 4u, 5u, 12u, 14u, 15u, 17u}) {
+    requests.push_back(MakeRequest(64 * policy, 200 + 190 * policy, policy));
+    requests.back().prefill.set_window_tokens(200);
   }
+  EXPECT_LT(std::ssize(requests.front().prompt) + kAnswer, kGrouped.window) << "a premise";
+  EXPECT_GT(std::ssize(requests.back().prompt), 4 * kGrouped.window) << "a premise";
+  ExpectAlike(grouped_models_, requests, kSlots, 2 * kTolerance, GroupedOptions());
+  const CudaGraphStats before = backend.graphs().stats();
+  ExpectAlike(grouped_models_, {MakeRequest(900, 700, 1)}, kSlots, 2 * kTolerance,
+              GroupedOptions());
+  EXPECT_GE(backend.graphs().stats().replayed - before.replayed, kAnswer - 6);
+}
+
+TEST_F(CudaEngineTest, GroupedPositionsBeyondTheTrainedWindowAnswerAsOnTheCpu) {
+  // Those with lists first: positions that dense attention has asked for stay known.
+  for (const uint32_t policy : {1u, 14u, 0u}) {
+    SCOPED_TRACE(testing::Message() << "policy " << policy);
+    TestRequest request = MakeRequest(0, 8000, policy);
+    request.prompt.insert(request.prompt.begin(), text_.begin(), text_.begin() + 2000);
+    EXPECT_GT(std::ssize(request.prompt), 8192) << "a premise";
+    request.prefill = MakeNumbers(128, 512, 1024);
+    request.decode = MakeNumbers(128, 512, 1024);
+    if (Reuses(policy)) request.decode.mutable_reuse()->set_interval(4);
+    ExpectAlike(grouped_models_, {request}, kSlots, (policy == 0 ? 1 : 4) * kTolerance,
+                GroupedOptions());
+  }
+}
+
+TEST_F(CudaEngineTest, GroupedPositionsGiveTheSameBitsFromPartsInDeviceMemory) {
+  ExpectSameBitsFromParts(*grouped_models_[1], {0, 1, 3}, GroupedOptions());
 }
 
 // Of all kinds in turn, and in steps together.

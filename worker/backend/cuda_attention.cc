@@ -80,8 +80,10 @@ absl::Status CudaAttention::ReservePositions(const StepInputs& inputs, const Cud
                                              const CudaStream& stream, WaitForDevice wait) {
   rope_ = {};
   if (step.positions == nullptr) return absl::OkStatus();
-  if (limits_.positions > step.positions->view().end) KVASIR_RETURN_IF_ERROR(wait());
-  KVASIR_RETURN_IF_ERROR(step.positions->Reserve(limits_.positions, stream.get()));
+  int64_t end = limits_.positions;
+  if (step.grouped.on()) end = std::max(end, kernels::EndOfPositions(inputs.batch.blocks));
+  if (end > step.positions->view().end) KVASIR_RETURN_IF_ERROR(wait());
+  KVASIR_RETURN_IF_ERROR(step.positions->Reserve(end, stream.get()));
   rope_ = step.positions->view();
   const kernels::KvLayout& layout = step.kv.layout;
   const int64_t elements =
@@ -143,7 +145,8 @@ absl::Status CudaAttention::Attend(const CudaStep& step, const LayerQueries& que
                                  .selection = selection_.Rows(begin * heads, (end - begin) * heads),
                                  .faults = step.results.faults,
                                  .device_rope = rope_,
-                                 .device_counts = Counts(step, queries.layer, begin, end)};
+                                 .device_counts = Counts(step, queries.layer, begin, end),
+                                 .grouped = step.grouped};
   };
   // Ranges of one query that nothing ends share a launch.
   int64_t begin = 0;

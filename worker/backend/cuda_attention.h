@@ -15,6 +15,7 @@
 #include "kernels/attention/attend.h"
 #include "kernels/base/device_buffer.h"
 #include "kernels/dense/rope_positions_cuda.h"
+#include "kernels/paged/grouped_positions.h"
 #include "kernels/paged/kv_tensor_maps.h"
 #include "kernels/paged/page_selection.h"
 #include "kernels/sparse/art/art_terminator.h"
@@ -34,6 +35,7 @@ struct CudaStep {
   kernels::PagedKv kv;
   StepResults results;
   kernels::CudaRopePositions* positions = nullptr;  // of un-rotated keys; null: they are rotated
+  kernels::GroupedPositions grouped;                // of un-rotated keys; off: compact ones
   kernels::QueryRotation rotation;                  // of queries, where keys are rotated
 };
 

@@ -56,6 +56,7 @@ class CudaBackend::GpuLinear final : public Linear {
 struct CudaBackend::CudaRope final : Rope {
   // Of keys that are cached un-rotated: the positions at which they are attended to.
   std::optional<kernels::CudaRopePositions> positions;
+  kernels::GroupedPositions grouped;
   // Of those that are cached rotated: for the step's own positions.
   DeviceBuffer inv_freq;  // [half_dim] float64
   int64_t half_dim = 0;
@@ -144,6 +145,7 @@ absl::StatusOr<std::unique_ptr<Rope>> CudaBackend::MakeRope(const RopeFrequencie
     KVASIR_ASSIGN_OR_RETURN(
         rope->positions,
         kernels::CudaRopePositions::Create(frequencies.inv_freq, frequencies.attention_factor));
+    rope->grouped = form.grouped;
     return rope;
   }
   rope->half_dim = std::ssize(frequencies.inv_freq);
@@ -202,6 +204,7 @@ absl::StatusOr<bool> CudaBackend::BeginStep(const StepInputs& inputs) {
                                                 step().results.faults, stream_.get()));
   auto& rope = static_cast<CudaRope&>(inputs.rope);
   step().positions = rope.positions.has_value() ? &*rope.positions : nullptr;
+  step().grouped = rope.grouped;
   step().rotation = {};
   const auto wait = [this] { return WaitForStepBefore(); };
   KVASIR_RETURN_IF_ERROR(attention_.BeginStep(inputs, step(), arenas_, stream_, wait));

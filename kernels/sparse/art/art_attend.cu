@@ -47,16 +47,16 @@ __device__ void CountPages(const ArtLaunch& p, const Reading& reading, int begin
 
 // --- the producer warp ---
 
-template <int kHeadDim, bool kRotates>
+template <int kHeadDim, Placement kPlacement>
 __device__ void Produce(const ArtLaunch& p, const KvTensorMaps& maps, const Reading& reading,
                         SharedMemory<kHeadDim>& shared) {
   const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
   RingPosition<kStages> at;
   for (int first = 0; first < reading.size();) {
     const int end = min(first + kWarpThreads, reading.size());
-    ResolvedPage own;
+    ResolvedPage<kPlacement> own;
     if (first + lane < end) {
-      own = ResolveItem<kRotates>(p, maps, reading.run, reading.ItemAt(first + lane));
+      own = ResolveItem<kPlacement>(p, maps, reading.run, reading.ItemAt(first + lane));
     }
     int next = end;
     for (int order = first; order < end; ++order) {
@@ -72,12 +72,13 @@ __device__ void Produce(const ArtLaunch& p, const KvTensorMaps& maps, const Read
         break;
       }
       if (lane == order - first) ClaimPage(p, reading.run, own, CopiedTokens(own.mask));
-      const ResolvedPage page = ShareResolved<kRotates>(own, order - first);
+      const ResolvedPage<kPlacement> page = ShareResolved<kPlacement>(own, order - first);
       if (page.mask == 0) continue;  // absent
       if (lane == 0) {
         shared.orders[at.stage] = order;
         shared.ring.masks[at.stage] = page.mask;
-        if constexpr (kRotates) shared.ring.key_positions[at.stage] = page.positions;
+        if constexpr (kPlacement != Placement::kCached)
+          shared.ring.key_positions[at.stage] = page.positions;
         CopyPage(shared.ring, at.stage, maps, page);
       }
       at.Next();
@@ -194,7 +195,7 @@ struct Guard {
   bool is_made = false;
 };
 
-template <int kHeadDim, bool kRotates>
+template <int kHeadDim, Placement kPlacement>
 __device__ void MakeGuard(const ArtLaunch& p, SharedMemory<kHeadDim>& shared,
                           const Reading& reading, const ThreadPlace& me, Guard& guard) {
   const int lane = me.thread % kWarpThreads;
@@ -202,7 +203,8 @@ __device__ void MakeGuard(const ArtLaunch& p, SharedMemory<kHeadDim>& shared,
   const auto group = static_cast<int>(p.group);
   for (int i = me.warp; i < pages; i += kGroupThreads / kWarpThreads) {
     const int64_t index = reading.ItemAt(reading.skip_begin + i);
-    BoundItem<kHeadDim, kRotates>(p, reading.run, index, guard.sums + int64_t{i} * group);
+    BoundItem<kHeadDim, kPlacement != Placement::kCached>(p, reading.run, index,
+                                                          guard.sums + int64_t{i} * group);
   }
   __threadfence_block();
   Synchronize(me);
@@ -224,12 +226,12 @@ __device__ void MakeGuard(const ArtLaunch& p, SharedMemory<kHeadDim>& shared,
 }
 
 // Whether what is left from `order` on is too little to matter, for all heads.
-template <int kHeadDim, bool kRotates>
+template <int kHeadDim, Placement kPlacement>
 __device__ bool RestIsSmall(const ArtLaunch& p, SharedMemory<kHeadDim>& shared,
                             const Reading& reading, const ThreadPlace& me, int order,
                             const Watch<kHeadDim>& watch, Guard& guard) {
   if (p.options.guard == ArtOptions::Guard::kNone) return true;
-  if (!guard.is_made) MakeGuard<kHeadDim, kRotates>(p, shared, reading, me, guard);
+  if (!guard.is_made) MakeGuard<kHeadDim, kPlacement>(p, shared, reading, me, guard);
   bool small = true;
   for (int j = 0; j < 2; ++j) {
     const int g = me.column + j;
@@ -265,12 +267,12 @@ __device__ void Store(const ArtLaunch& p, SharedMemory<kHeadDim>& shared, const 
   }
 }
 
-template <int kHeadDim, bool kRotates>
+template <int kHeadDim, Placement kPlacement>
 __device__ void Consume(const ArtLaunch& p, const Reading& reading, bool is_watched,
                         SharedMemory<kHeadDim>& shared) {
   const ThreadPlace me = MyPlace();
   const int64_t patience = p.numbers[reading.run.row / p.kv.layout.num_kv_heads].patience;
-  LoadQuery<kHeadDim, kRotates>(p, reading.run, me, shared.consumer.query);
+  LoadQuery<kHeadDim, kPlacement>(p, reading.run, me, shared.consumer.query);
   ThreadState<kHeadDim> state;
   Watch<kHeadDim> watch;
   Guard guard = {.sums = p.unread + reading.run.row * (p.kv.max_blocks_per_slot + 1) * p.group};
@@ -281,12 +283,12 @@ __device__ void Consume(const ArtLaunch& p, const Reading& reading, bool is_watc
     if (shared.ring.masks[at.stage] == 0) break;
     const int order = shared.orders[at.stage];
     if (order < stop || order >= reading.skip_end) {
-      AttendToPage<kHeadDim, kRotates>(p, shared.ring, shared.consumer, me, at.stage, state);
+      AttendToPage<kHeadDim, kPlacement>(p, shared.ring, shared.consumer, me, at.stage, state);
       const int next = order + 1;
       const bool is_page = order >= reading.first && order != reading.half;
       if (is_watched && is_page && next < reading.skip_end &&
           IsCalm<kHeadDim>(p, shared, me, patience, state, watch) && reading.MaySkip(next) &&
-          RestIsSmall<kHeadDim, kRotates>(p, shared, reading, me, next, watch, guard)) {
+          RestIsSmall<kHeadDim, kPlacement>(p, shared, reading, me, next, watch, guard)) {
         stop = next;
         if (me.thread == 0) *const_cast<volatile int*>(&shared.stop) = stop;
       }
@@ -302,7 +304,7 @@ __device__ void Consume(const ArtLaunch& p, const Reading& reading, bool is_watc
   }
 }
 
-template <int kHeadDim, bool kRotates>
+template <int kHeadDim, Placement kPlacement>
 __global__ void __launch_bounds__(kThreads, 1)
     AttendArtKernel(const __grid_constant__ ArtLaunch p,
                     const __grid_constant__ KvTensorMaps maps) {
@@ -326,25 +328,25 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int64_t patience = p.numbers[blockIdx.x / p.kv.layout.num_kv_heads].patience;
   const bool is_watched = reading.skip_begin < reading.skip_end && shared.steps >= patience + 3;
   if (thread >= kGroupThreads) {
-    Produce<kHeadDim, kRotates>(p, maps, reading, shared);
+    Produce<kHeadDim, kPlacement>(p, maps, reading, shared);
     const int64_t row = reading.run.row;
     CountRow(p.headers[row], p.entries + row * p.capacity, reading.run.block, p.counts[row]);
   } else {
-    Consume<kHeadDim, kRotates>(p, reading, is_watched, shared);
+    Consume<kHeadDim, kPlacement>(p, reading, is_watched, shared);
   }
 }
 
-template <int kHeadDim, bool kRotates>
+template <int kHeadDim, Placement kPlacement>
 cudaError_t Launch(const ArtLaunch& p, const KvTensorMaps& maps, cudaStream_t stream) {
   constexpr int kSharedBytes = static_cast<int>(sizeof(SharedMemory<kHeadDim>)) + 1024;
   static_assert(kSharedBytes <= 227 * 1024);
   if (const cudaError_t error =
-          cudaFuncSetAttribute(AttendArtKernel<kHeadDim, kRotates>,
+          cudaFuncSetAttribute(AttendArtKernel<kHeadDim, kPlacement>,
                                cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
       error != cudaSuccess) {
     return error;
   }
-  return LaunchOverlapped(AttendArtKernel<kHeadDim, kRotates>, static_cast<unsigned>(p.num_rows),
+  return LaunchOverlapped(AttendArtKernel<kHeadDim, kPlacement>, static_cast<unsigned>(p.num_rows),
                           kThreads, kSharedBytes, stream, p, maps);
 }
 
@@ -352,8 +354,9 @@ cudaError_t Launch(const ArtLaunch& p, const KvTensorMaps& maps, cudaStream_t st
 
 cudaError_t LaunchAttendArt(const ArtLaunch& p, const KvTensorMaps& maps, cudaStream_t stream) {
   const bool is_wide = p.kv.layout.head_dim == 128;
-  if (p.rope.on()) return (is_wide ? Launch<128, true> : Launch<64, true>)(p, maps, stream);
-  return (is_wide ? Launch<128, false> : Launch<64, false>)(p, maps, stream);
+  using enum Placement;
+  if (p.rope.on()) return (is_wide ? Launch<128, kCompact> : Launch<64, kCompact>)(p, maps, stream);
+  return (is_wide ? Launch<128, kCached> : Launch<64, kCached>)(p, maps, stream);
 }
 
 }  // namespace kvasir::kernels

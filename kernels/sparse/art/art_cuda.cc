@@ -31,6 +31,7 @@ absl::Status AttendArt(const AttendParams& params, const ArtCuda& art, const KvT
   KVASIR_ASSIGN_OR_RETURN(const AttendLaunch launch, MakeAttendLaunch(params));
   ShapeCheck check("art on the GPU");
   check.Require(art.numbers.size() == params.blocks.size(), "numbers must be one per query block")
+      .Require(!params.grouped.on(), "rows at grouped positions cannot be terminated")
       .Require(static_cast<int64_t>(params.device_counts.size()) == params.selection.num_rows,
                "device_counts must be one per row");
   KVASIR_RETURN_IF_ERROR(check.status());

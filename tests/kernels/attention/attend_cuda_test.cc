@@ -81,8 +81,9 @@ void ExpectMatchesReference(AttentionBatch& batch,
   }
   const std::vector<int64_t> shape = {batch.num_tokens(), batch.heads(), batch.shape().head_dim};
   EXPECT_TRUE(AllClose(Outputs(batch), expected, {.absolute = 1e-2, .relative = 1e-2}, shape));
-  // What is rotated is rounded, too: where angles differ in the last bit, to its neighbour.
-  const double lse_error = batch.rope() == nullptr ? 1e-4 : 1e-3;
+  // What is rotated is rounded, too: where angles differ in the last bit, to its neighbour. At
+  // grouped positions decode rotates near keys, and their query, to other places as far apart.
+  const double lse_error = batch.rope() == nullptr ? 1e-4 : batch.grouped().on() ? 1e-2 : 1e-3;
   EXPECT_TRUE(AllClose(lse, expected_lse, {.absolute = lse_error, .relative = 1e-5},
                        {batch.num_tokens(), batch.heads()}));
 }
@@ -347,6 +348,199 @@ TEST_P(AttendCudaTest, CompactPositionsOfSingleTokens) {
   ExpectMatchesReference(batch, Decode);
 }
 
+// Keys that queries of the batch attend to, on both sides of where neighbourhoods begin.
+struct Sides {
+  int64_t far = 0;
+  int64_t near = 0;
+};
+Sides CountSides(AttentionBatch& batch) {
+  Sides sides;
+  const AttendParams params = batch.Params();
+  const int64_t heads = batch.shape().kv_heads;
+  for (int64_t row = 0; row < params.selection.num_rows; ++row) {
+    const QueryBlock& block = params.blocks[static_cast<size_t>(row / heads)];
+    for (int64_t query = block.first_position; query < block.first_position + block.num_rows;
+         ++query) {
+      for (SelectedPages walk(params.selection.header(row), params.selection.list(row), query);
+           walk.valid(); walk.Next()) {
+        const uint64_t far = batch.grouped().FarMask(walk.page(), query);
+        sides.far += CountBits(walk.mask() & far);
+        sides.near += CountBits(walk.mask() & ~far);
+      }
+    }
+  }
+  return sides;
+}
+void ExpectMatchesReferenceOnBothSides(AttentionBatch& batch,
+                                       const DeviceAttentionBatch::Implementation& implementation) {
+  const GroupedPositions& grouped = batch.grouped();
+  SCOPED_TRACE(testing::Message() << "groups of " << grouped.group_size << " behind "
+                                  << grouped.window);
+  const Sides sides = CountSides(batch);
+  EXPECT_GT(sides.near, 0) << "a premise";
+  EXPECT_GT(sides.far, 0) << "a premise";
+  ExpectMatchesReference(batch, implementation);
+}
+
+// Neighbourhoods that begin inside pages and at their begin; groups that pages cut, and that are
+// longer than pages.
+constexpr GroupedPositions kGroupings[] = {{1, 100}, {4, 64}, {7, 100}, {4, 30}, {90, 333}};
+
+TEST_P(AttendCudaTest, GroupedPositionsAtEveryBeginOfTheNeighbourhood) {
+  for (const GroupedPositions& grouped : kGroupings) {
+    for (const int64_t begin : {1, 2, 63, 64, 65, 127, 128, 700}) {
+      const int64_t tokens = begin + grouped.window;
+      AttentionBatch batch(Shape(), 1, tokens, 51);
+      batch.UseGroupedPositions(grouped, 1.25);
+      batch.FillContext(0, tokens);
+      batch.AddBlock(0, tokens - 1, 1);
+      SCOPED_TRACE(tokens);
+      ExpectMatchesReferenceOnBothSides(batch, Decode);
+      ExpectMatchesReferenceOnBothSides(batch, Prefill);
+    }
+  }
+}
+
+TEST_P(AttendCudaTest, GroupedPositionsOfLists) {
+  for (const GroupedPositions& grouped : kGroupings) {
+    AttentionBatch batch(Shape(), 3, 3000, 52);
+    batch.UseGroupedPositions(grouped);
+    for (int64_t slot = 0; slot < 3; ++slot) {
+      batch.FillContext(slot, 3000);
+      const int64_t position = 2999 - slot * 31;
+      batch.AddBlock(slot, position, 1, [&](int64_t) { return RandomList(batch.rng(), position); });
+    }
+    ExpectMatchesReferenceOnBothSides(batch, Decode);
+  }
+}
+
+// Tiles that near and far tokens share.
+TEST_P(AttendCudaTest, GroupedPositionsOfTokensThatShareTiles) {
+  for (const GroupedPositions& grouped : {GroupedPositions{4, 1111}, GroupedPositions{7, 2048}}) {
+    AttentionBatch batch = MakePatternBatch(Shape(), 1, 53);
+    batch.UseGroupedPositions(grouped, 1.25);
+    for (const Pattern& pattern : kPatterns) AddPattern(batch, 0, pattern);
+    ExpectMatchesReferenceOnBothSides(batch, Decode);
+  }
+}
+
+TEST_P(AttendCudaTest, GroupedPositionsInPrefill) {
+  for (const GroupedPositions& grouped : kGroupings) {
+    AttentionBatch batch(Shape(), 1, 800, 54);
+    batch.UseGroupedPositions(grouped, 1.25);
+    batch.FillContext(0, 800);
+    batch.AddBlock(0, 384, 64);
+    batch.AddBlock(0, 0, 64);  // all near, but for small windows
+    batch.AddBlock(0, 64, 64);
+    batch.AddBlock(0, 451, 53);
+    batch.AddBlock(0, 700, 29, [&](int64_t) { return RandomList(batch.rng(), 700); });
+    batch.AddBlock(0, 736, 64, [&](int64_t) { return RandomList(batch.rng(), 736); });
+    ExpectMatchesReferenceOnBothSides(batch, Prefill);
+  }
+}
+
+// To the bit in prefill and decode alike: the positions are the same ones.
+TEST_P(AttendCudaTest, WithinTheNeighbourhoodPositionsAreTheTokensOwn) {
+  AttentionBatch grouped(Shape(), 1, 448, 55), own(Shape(), 1, 448, 55);
+  grouped.UseGroupedPositions({.group_size = 4, .window = 448});
+  own.UseCompactPositions();
+  for (AttentionBatch* batch : {&grouped, &own}) {
+    batch->FillContext(0, 448);
+    batch->AddBlock(0, 384, 64);
+  }
+  ASSERT_EQ(CountSides(grouped).far, 0);
+  for (AttentionBatch* batch : {&grouped, &own}) {
+    ASSERT_TRUE(DeviceAttentionBatch(*batch).Run(Prefill).ok());
+  }
+  EXPECT_EQ(Outputs(grouped), Outputs(own));
+  for (AttentionBatch* batch : {&grouped, &own}) {
+    for (int64_t row = 0; row < 64; row += 9) batch->AddBlock(0, 384 + row, 1);
+    ASSERT_TRUE(DeviceAttentionBatch(*batch)
+                    .Run([](AttendParams params, const KvTensorMaps& maps) {
+                      const int64_t heads = params.kv.layout.num_kv_heads;
+                      params.blocks = params.blocks.subspan(1);
+                      params.selection =
+                          params.selection.Rows(heads, std::ssize(params.blocks) * heads);
+                      return Decode(params, maps);
+                    })
+                    .ok());
+  }
+  const size_t prefilled = static_cast<size_t>(64 * own.heads() * own.shape().head_dim);
+  const std::vector<float> found = Outputs(grouped), expected = Outputs(own);
+  EXPECT_TRUE(std::equal(found.begin() + static_cast<std::ptrdiff_t>(prefilled), found.end(),
+                         expected.begin() + static_cast<std::ptrdiff_t>(prefilled)));
+}
+
+// Neighbourhoods begin elsewhere in each block.
+TEST_P(AttendCudaTest, AtGroupedPositionsARowHasItsBitsInAnyBlock) {
+  for (const GroupedPositions& grouped : kGroupings) {
+    AttentionBatch whole(Shape(), 1, 448, 56), cut(Shape(), 1, 448, 56);
+    for (AttentionBatch* batch : {&whole, &cut}) {
+      batch->UseGroupedPositions(grouped);
+      batch->FillContext(0, 448);
+    }
+    whole.AddBlock(0, 384, 64);
+    for (const int64_t row : {0, 7, 40})
+      cut.AddBlock(0, 384 + row, (row == 0 ? 7 : row == 7 ? 33 : 24));
+    for (int64_t row = 0; row < 64; ++row) {
+      for (int64_t head = 0; head < whole.heads(); ++head) {
+        std::copy_n(whole.q(row, head), Shape().head_dim, cut.q(row, head));
+      }
+    }
+    EXPECT_GT(CountSides(whole).far, 0);
+    for (AttentionBatch* batch : {&whole, &cut}) {
+      ASSERT_TRUE(DeviceAttentionBatch(*batch).Run(Prefill).ok());
+    }
+    EXPECT_EQ(Outputs(whole), Outputs(cut)) << "behind " << grouped.window;
+  }
+}
+
+// Where a neighbourhood begins, prefill reads a page of the host tier twice, each time what is
+// wanted; what no query attends to is NaN.
+TEST_P(AttendCudaTest, GroupedPositionsOfPagesInTheHostTier) {
+  const GroupedPositions grouped = {.group_size = 4, .window = 300};
+  constexpr int64_t kTokens = 1000;
+  AttentionBatch batch(Shape(), 1, kTokens, 57);
+  batch.UseGroupedPositions(grouped);
+  batch.FillContext(0, kTokens);
+  const int64_t first = kTokens - 40;
+  const int64_t page = (first - grouped.window) / kPageTokens;  // far for some, near for others
+  constexpr uint64_t kWanted = ~uint64_t{0xff00};
+  for (int64_t head = 0; head < batch.shape().kv_heads; ++head) {
+    for (const int64_t other : {page - 3, page, page + 1, page + 2}) {
+      batch.kv().SetTier(0, other, AttentionBatch::kLayer, head, PageTier::kHost);
+    }
+    for (int64_t t = 8; t < 16; ++t) {
+      for (const auto side : {FakePagedKv::Side::kKey, FakePagedKv::Side::kValue}) {
+        std::byte* token =
+            batch.kv().Token(side, 0, page * kPageTokens + t, AttentionBatch::kLayer, head);
+        batch.kv().Set(token, 5, std::numeric_limits<float>::quiet_NaN());
+      }
+    }
+  }
+  batch.AddBlock(0, first, 40, [&](int64_t) {
+    std::vector<SelectionEntry> entries;
+    for (int64_t listed = 0; listed < 14; ++listed) {
+      const uint64_t mask = listed == page ? kWanted : kWholePage;
+      entries.push_back({.page = listed, .chosen = mask, .live = mask});
+    }
+    return SelectList(0, 14 * kPageTokens, std::move(entries));
+  });
+  ExpectMatchesReferenceOnBothSides(batch, Prefill);
+  DeviceAttentionBatch device(batch);
+  ASSERT_TRUE(device.Run(Prefill).ok());
+  const PagedKv kv = batch.kv().View();
+  const auto missed = [&](int64_t of_page) {
+    const int64_t index = kv.row(0, of_page) * kv.layout.pages_per_block() +
+                          kv.layout.page_in_block(AttentionBatch::kLayer, 0);
+    return device.missed_bytes()[static_cast<size_t>(index)];
+  };
+  const auto times = static_cast<uint32_t>((Shape().group + 1) / 2);  // two heads at a time
+  EXPECT_EQ(missed(page - 3), times * kv.layout.page_bytes());
+  EXPECT_EQ(missed(page), 2 * times * kv.layout.page_bytes());
+  EXPECT_EQ(missed(page + 1), times * kv.layout.page_bytes());
+}
+
 TEST_P(AttendCudaTest, PagesMayLieInTheHostTierAndAreRecorded) {
   AttentionBatch batch(Shape(), 1, 1000, 12);
   batch.FillContext(0, 1000);
@@ -484,14 +678,18 @@ TEST(AttendCudaParams, ATerminatorIsRefused) {
   EXPECT_NE(status.message().find("no terminations"), absl::string_view::npos);
 }
 
-TEST(AttendCudaParams, GroupedPositionsAreRefused) {
+TEST(AttendCudaParams, GroupedPositionsNeedUnrotatedKeys) {
+  const AttentionShape shape = {.activation = DType::kBFloat16, .kv = DType::kBFloat16};
+  AttentionBatch batch(shape, 1, 64, 1);
+  batch.FillContext(0, 64);
+  batch.AddBlock(0, 63, 1);
   AttendParams params;
+  batch.Run([&](const AttendParams& of_batch, Executor&) { params = of_batch; });
   params.grouped = {.group_size = 8, .window = 1024};
   for (const absl::Status& status : {AttendDecode(params, KvTensorMaps{}, nullptr, {}, nullptr),
                                      AttendPrefill(params, KvTensorMaps{}, nullptr)}) {
-    EXPECT_EQ(status.code(), absl::StatusCode::kUnimplemented);
-    EXPECT_NE(status.message().find("serve without --position-extension=self_extend"),
-              absl::string_view::npos);
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_NE(status.message().find("grouped positions need device_rope"), absl::string_view::npos);
   }
 }
 

@@ -72,6 +72,32 @@ TEST(RowItems, NameTheTokensThatSelectedPagesWalks) {
   }
 }
 
+// From where the query sees far keys every key is as far as grouped positions say.
+TEST(RowItems, KeysStandWhereGroupedPositionsSay) {
+  constexpr GroupedPositions kGroupings[] = {{1, 64},  {2, 1},    {4, 128},  {7, 100},
+                                             {64, 70}, {65, 200}, {500, 90}, {4, 5000}};
+  for (const GroupedPositions& grouped : kGroupings) {
+    for (const int64_t query : {0, 1, 63, 64, 99, 100, 127, 128, 191, 192, 500, 1499}) {
+      int64_t far = 0, near = 0;
+      for (int64_t key = 0; key <= query; ++key) {
+        const int64_t page = key / kPageTokens;
+        const bool is_near = query - key < grouped.window;
+        ++(is_near ? near : far);
+        const int64_t expected =
+            is_near ? query - key : grouped.FarQuery(query) - grouped.FarKey(key);
+        const int64_t at =
+            FindGroupedPositions(grouped, page, query).of(static_cast<int>(key % kPageTokens));
+        ASSERT_GE(at, 0);
+        ASSERT_EQ(grouped.FarQuery(query) - at, expected)
+            << "groups of " << grouped.group_size << " behind " << grouped.window << ", query "
+            << query << ", key " << key;
+      }
+      EXPECT_GT(near, 0);
+      EXPECT_EQ(far > 0, query >= grouped.window);
+    }
+  }
+}
+
 TEST(RowItems, KeysStandWhereCompactPositionsSay) {
   std::mt19937_64 rng(6);
   for (int round = 0; round < 200; ++round) {

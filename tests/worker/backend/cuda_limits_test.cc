@@ -41,8 +41,10 @@ TEST(CudaLimits, ModelsItComputes) {
   TransformerOptions model = ServedModel();
   model.config.head_dim = 64;
   EXPECT_TRUE(CheckCudaModel(model, DType::kBFloat16).ok());
-  model.extension = PositionExtension::kStreaming;
-  EXPECT_TRUE(CheckCudaModel(model, DType::kBFloat16).ok());
+  for (const auto extension : {PositionExtension::kStreaming, PositionExtension::kSelfExtend}) {
+    model.extension = extension;
+    EXPECT_TRUE(CheckCudaModel(model, DType::kBFloat16).ok());
+  }
 }
 
 TEST(CudaLimits, ModelsItDoesNot) {
@@ -50,10 +52,6 @@ TEST(CudaLimits, ModelsItDoesNot) {
   model.dtype = DType::kFloat32;
   ExpectRefused(CheckCudaModel(model, DType::kBFloat16), "--dtype=bfloat16");
   ExpectRefused(CheckCudaModel(ServedModel(), DType::kFloat32), "--kv-cache-dtype=bfloat16");
-  model = ServedModel();
-  model.extension = PositionExtension::kSelfExtend;
-  ExpectRefused(CheckCudaModel(model, DType::kBFloat16), "--position-extension=streaming or none");
-  model = ServedModel();
   model = ServedModel();
   model.config.head_dim = 80;
   ExpectRefused(CheckCudaModel(model, DType::kBFloat16), "80 dimensions");
