@@ -3,6 +3,7 @@
 #include "kernels/attention/attend_launch.h"
 #include "kernels/attention/row_items.h"
 #include "kernels/base/cuda_status.h"
+#include "kernels/base/multiprocessors.h"
 #include "kernels/base/shape_check.h"
 
 namespace kvasir::kernels {
@@ -74,12 +75,9 @@ absl::Status AttendDecode(const AttendParams& params, const KvTensorMaps& maps,
   if (std::ssize(arrivals) < launch.num_rows) {
     return absl::InvalidArgumentError("attend on the GPU: arrivals must be one per row");
   }
-  int device = 0;
   int processors = 0;
-  KVASIR_RETURN_IF_ERROR(CudaStatus(cudaGetDevice(&device), "asking for the device"));
   KVASIR_RETURN_IF_ERROR(
-      CudaStatus(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device),
-                 "asking for the device's multiprocessors"));
+      CudaStatus(CountMultiprocessors(processors), "counting the device's multiprocessors"));
   return CudaStatus(LaunchAttendDecode(launch, maps,
                                        {.partials = reinterpret_cast<float*>(workspace),
                                         .arrivals = arrivals.data()},

@@ -9,6 +9,7 @@
 
 #include "kernels/base/buffer.h"
 #include "kernels/base/cuda_status.h"
+#include "kernels/base/multiprocessors.h"
 #include "kernels/base/shape_check.h"
 #include "kernels/base/status_macros.h"
 #include "kernels/dense/convert.h"
@@ -144,11 +145,8 @@ absl::StatusOr<CudaLinear> CudaLinear::Create(const CublasLt& lt,
   KVASIR_RETURN_IF_ERROR(parts[0].weight.device() == Device::kCuda ? linear.TakeDeviceParts(parts)
                                                                    : linear.TakeHostParts(parts));
   KVASIR_RETURN_IF_ERROR(linear.Describe());
-  int device = 0;
-  KVASIR_RETURN_IF_ERROR(CudaStatus(cudaGetDevice(&device), "looking for a GPU"));
-  KVASIR_RETURN_IF_ERROR(CudaStatus(
-      cudaDeviceGetAttribute(&linear.num_processors_, cudaDevAttrMultiProcessorCount, device),
-      "asking for the GPU's size"));
+  KVASIR_RETURN_IF_ERROR(CudaStatus(CountMultiprocessors(linear.num_processors_),
+                                    "counting the device's multiprocessors"));
   return linear;
 }
 

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kernels/base/multiprocessors.h"
 #include "kernels/base/overlapped_launch.h"
 
 namespace kvasir::kernels {
@@ -24,12 +25,8 @@ struct RowKernel {
 template <typename... Params>
 cudaError_t FindClusterBlocks(const RowKernel<Params...>& row_kernel, int64_t rows,
                               unsigned& blocks) {
-  int device = 0;
   int processors = 0;
-  if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
-  if (const cudaError_t error =
-          cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-      error != cudaSuccess) {
+  if (const cudaError_t error = CountMultiprocessors(processors); error != cudaSuccess) {
     return error;
   }
   if (const cudaError_t error = cudaFuncSetAttribute(

@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "kernels/base/hopper.cuh"
+#include "kernels/base/multiprocessors.h"
 #include "kernels/base/overlapped_launch.h"
 #include "kernels/sparse/quest/page_row.cuh"
 #include "kernels/sparse/quest/page_tile.cuh"
@@ -193,12 +194,8 @@ cudaError_t Launch(const PageScoreLaunch& p, int num_processors, cudaStream_t st
 }  // namespace
 
 cudaError_t LaunchPageProducts(const PageScoreLaunch& p, cudaStream_t stream) {
-  int device = 0;
   int processors = 0;
-  if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
-  if (const cudaError_t error =
-          cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-      error != cudaSuccess) {
+  if (const cudaError_t error = CountMultiprocessors(processors); error != cudaSuccess) {
     return error;
   }
   return p.select.kv.layout.head_dim == 128 ? Launch<128>(p, processors, stream)

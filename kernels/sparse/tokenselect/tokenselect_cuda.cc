@@ -5,6 +5,7 @@
 #include "absl/strings/str_cat.h"
 
 #include "kernels/base/cuda_status.h"
+#include "kernels/base/multiprocessors.h"
 #include "kernels/base/scratch.h"
 #include "kernels/base/status_macros.h"
 #include "kernels/sparse/tokenselect/tokenselect_launch.h"
@@ -27,12 +28,9 @@ int64_t LayOut(std::byte* workspace, const PagedKv& kv, int64_t group, int64_t r
 // Two on each multiprocessor where there is one sequence. Whatever the batch: how a row is cut
 // decides how its sums are rounded.
 absl::StatusOr<int64_t> BlocksOfRow(const PagedKv& kv) {
-  int device = 0;
   int processors = 0;
-  KVASIR_RETURN_IF_ERROR(CudaStatus(cudaGetDevice(&device), "finding the device"));
   KVASIR_RETURN_IF_ERROR(
-      CudaStatus(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device),
-                 "counting the device's multiprocessors"));
+      CudaStatus(CountMultiprocessors(processors), "counting the device's multiprocessors"));
   constexpr int64_t kPagesOfBlock = 4;  // at least
   const int64_t useful = (kv.max_blocks_per_slot + kPagesOfBlock - 1) / kPagesOfBlock;
   const int64_t share = 2 * processors / kv.layout.num_kv_heads;
