@@ -1,8 +1,7 @@
-// The form in which a token block leaves the process: an extent, the same bytes in the host tier,
-// on disk and on the wire (docs/page_format.md is the grammar). Everything in it is bound to the
-// place it belongs to, so that bytes that are intact but stale, misdirected or of another model
-// fail like damaged ones. Hidden: field offsets. Called by the tiers. Thread-safe: const functions
-// only.
+// The form in which a token block leaves the process: an extent, the same bytes in the host tier
+// and on disk (docs/page_format.md is the grammar). Everything in it is bound to the place it
+// belongs to, so that bytes that are intact but stale, misdirected or of another model fail like
+// damaged ones. Hidden: field offsets. Called by the tiers. Thread-safe: const functions only.
 //
 //   extent: [header 4 KiB][checksum of each page][key bounds of each page] 4 KiB-aligned [pages]
 //

@@ -1,8 +1,8 @@
-// A place for whole extents below the host tier: the disk, later the memory of peers. Asynchronous
-// and batched: requests are handed over, the memory they name stays as it is until their completion
-// has been polled. A tier may forget any block at any time and says so; it never gives back bytes
-// that are not those of the block. Called by the KV store; tests/support has a double.
-// Thread-compatible: the engine's thread only.
+// A place for whole extents below the host tier: the disk. Asynchronous and batched: requests are
+// handed over, the memory they name stays as it is until their completion has been polled. A tier
+// may forget any block at any time and says so; it never gives back bytes that are not those of the
+// block. Called by the KV store; tests/support has a double. Thread-compatible: the engine's thread
+// only.
 #pragma once
 
 #include <array>
