@@ -77,6 +77,7 @@ absl::StatusOr<std::unique_ptr<CudaBackend>> CudaBackend::Create(kernels::Execut
   KVASIR_RETURN_IF_ERROR(CudaStatus(cudaGetDevice(&device), "looking for a GPU"));
   KVASIR_RETURN_IF_ERROR(
       CudaStatus(cudaGetDeviceProperties(&properties, device), "asking what the GPU is"));
+  KVASIR_RETURN_IF_ERROR(CheckCudaDevice(properties.name, properties.major, properties.minor));
   KVASIR_ASSIGN_OR_RETURN(CudaStream stream, CudaStream::Create());
   KVASIR_ASSIGN_OR_RETURN(kernels::CublasLt lt, kernels::CublasLt::Create());
   KVASIR_ASSIGN_OR_RETURN(DeviceBuffer workspace,

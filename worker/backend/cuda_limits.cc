@@ -70,6 +70,12 @@ absl::Status CheckPart(const v1::AttentionPolicy& policy, int64_t num_ranks) {
 
 }  // namespace
 
+absl::Status CheckCudaDevice(absl::string_view name, int major, int minor) {
+  if (major == 9 && minor == 0) return absl::OkStatus();
+  return NotOnGpu(name, " has compute capability ", major, ".", minor,
+                  "; kernels are made for 9.0, which is Hopper");
+}
+
 absl::Status CheckCudaModel(const TransformerOptions& model, DType kv_dtype) {
   if (model.dtype != DType::kBFloat16) {
     return NotOnGpu("the model computes in ", DTypeName(model.dtype), "; use --dtype=bfloat16");

@@ -1,19 +1,23 @@
-// What a worker on a GPU cannot do yet, said at its start: before weights are read for a model, and
-// before memory is taken for an engine. Called by the CUDA backend; in every build, so that its
-// refusals are tested on machines without a GPU. Functions without state. All errors are
-// UNIMPLEMENTED and say what to change.
+// What a worker on a GPU cannot do yet, said at its start: of the GPU itself, before weights are
+// read for a model, and before memory is taken for an engine. Called by the CUDA backend; in every
+// build, so that its refusals are tested on machines without a GPU. Functions without state. All
+// errors are UNIMPLEMENTED and say what to change.
 #pragma once
 
 #include <cstdint>
 #include <span>
 
 #include "absl/status/status.h"
+#include "absl/strings/string_view.h"
 
 #include "proto/kvasir/v1/sparsity.pb.h"
 #include "worker/backend/backend.h"
 #include "worker/model/transformer.h"
 
 namespace kvasir::worker {
+
+// By its name and compute capability.
+absl::Status CheckCudaDevice(absl::string_view name, int major, int minor);
 
 absl::Status CheckCudaModel(const TransformerOptions& model, kernels::DType kv_dtype);
 

@@ -36,6 +36,12 @@ void ExpectRefused(const absl::Status& status, const std::string& hint) {
   EXPECT_THAT(std::string(status.message()), HasSubstr(hint));
 }
 
+TEST(CudaLimits, GpusItRunsOn) {
+  EXPECT_TRUE(CheckCudaDevice("NVIDIA H200", 9, 0).ok());
+  ExpectRefused(CheckCudaDevice("NVIDIA A100", 8, 0), "NVIDIA A100 has compute capability 8.0");
+  ExpectRefused(CheckCudaDevice("NVIDIA B200", 10, 0), "9.0");
+}
+
 TEST(CudaLimits, ModelsItComputes) {
   EXPECT_TRUE(CheckCudaModel(ServedModel(), DType::kBFloat16).ok());
   TransformerOptions model = ServedModel();
