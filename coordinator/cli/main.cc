@@ -92,9 +92,12 @@ int Main(int argc, char** argv) {
          .example = "kvasir bench --streams=8 --requests=64 --prompt-tokens=2000"},
         argc, argv, RunBench);
   }
-  const bool wants_help = std::strcmp(command, "--help") == 0 || std::strcmp(command, "-h") == 0;
-  (wants_help ? std::cout : std::cerr) << kUsage;
-  return wants_help ? 0 : kUsageError;
+  if (std::strcmp(command, "--help") == 0 || std::strcmp(command, "-h") == 0) {
+    std::cout << kUsage;
+    return 0;
+  }
+  std::cerr << "kvasir: there is no command '" << command << "'\n\n" << kUsage;
+  return kUsageError;
 }
 
 }  // namespace
