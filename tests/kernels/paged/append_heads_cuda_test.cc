@@ -16,6 +16,7 @@
 #include "tests/support/compare.h"
 #include "tests/support/device_paged_kv.h"
 #include "tests/support/fake_paged_kv.h"
+#include "tests/support/late_bytes.h"
 #include "tests/support/test_tensor.h"
 #include "tests/support/walked_counts.h"
 
@@ -134,6 +135,10 @@ class AppendHeadsCudaTest : public testing::TestWithParam<std::tuple<int64_t, DT
       };
       angles = {.cos = copy(given.rope->cos()), .sin = copy(given.rope->sin())};
     }
+    // The product is what the kernel ahead writes.
+    LateBytes late;
+    EXPECT_TRUE(late.Hold(heads.qkv.data(), static_cast<size_t>(heads.qkv.size_bytes())).ok());
+    EXPECT_TRUE(late.PutBack(/*stream=*/nullptr).ok());
     const absl::Status status = AppendHeads(
         {.heads = heads, .kv = *device_kv, .blocks = {device_blocks, given.blocks.size()}},
         given.rope == nullptr ? nullptr : &angles, {device_faults, faults.size()}, nullptr);
