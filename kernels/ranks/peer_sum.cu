@@ -50,7 +50,18 @@ class Patience {
   uint64_t begin_ns_ = 0;
 };
 
+// Of a thread's elements those that there are. Unrolled: else they are kept in local memory.
+template <typename Use>
+__device__ void ForEachElement(int count, const Use& use) {
+#pragma unroll
+  for (int i = 0; i < kElementsOfThread; ++i) {
+    if (i < count) use(i);
+  }
+}
+
 __global__ void PeerSumKernel(const __grid_constant__ PeerSumLaunch p) {
+  // Before the wait, so that the product behind begins with its weights where blocks of the one
+  // ahead have ended.
   cudaTriggerProgrammaticLaunchCompletion();
   cudaGridDependencySynchronize();
   const PeerSumEnd& end = p.end;
@@ -62,17 +73,17 @@ __global__ void PeerSumKernel(const __grid_constant__ PeerSumLaunch p) {
     return ((call & 1) * end.num_ranks + rank) * kPeerSumElements + first;
   };
   float own[kElementsOfThread] = {};
-  for (int i = 0; i < mine; ++i) own[i] = p.x[first + i * kThreads];
+  ForEachElement(mine, [&](int i) { own[i] = p.x[first + i * kThreads]; });
   // Every rank begins with another, so that none is written to by all at once.
   for (int step = 1; step < end.num_ranks; ++step) {
     const int peer = (end.rank + step) % end.num_ranks;
     uint64_t* const lines = end.inboxes[peer] + lines_of(end.rank);
-    for (int i = 0; i < mine; ++i) {
+    ForEachElement(mine, [&](int i) {
       SharedLine(lines[i * kThreads]).store(MakeLine(own[i], call), cuda::memory_order_relaxed);
-    }
+    });
   }
   float before[kElementsOfThread] = {};  // read while lines are on their way
-  for (int i = 0; i < mine; ++i) before[i] = static_cast<float>(p.y[first + i * kThreads]);
+  ForEachElement(mine, [&](int i) { before[i] = static_cast<float>(p.y[first + i * kThreads]); });
 
   uint64_t lines[kMaxPeers][kElementsOfThread];
   Patience patience(end);
@@ -82,19 +93,15 @@ __global__ void PeerSumKernel(const __grid_constant__ PeerSumLaunch p) {
 #pragma unroll
     for (int rank = 0; rank < kMaxPeers; ++rank) {
       if (rank >= end.num_ranks || rank == end.rank) continue;
-#pragma unroll
-      for (int i = 0; i < kElementsOfThread; ++i) {
-        if (i >= mine) continue;
+      ForEachElement(mine, [&](int i) {
         uint64_t& line = end.inboxes[end.rank][lines_of(rank) + i * kThreads];
         lines[rank][i] = SharedLine(line).load(cuda::memory_order_relaxed);
         all = all && CallOf(lines[rank][i]) == call;
-      }
+      });
     }
   }
 
-#pragma unroll
-  for (int i = 0; i < kElementsOfThread; ++i) {
-    if (i >= mine) continue;
+  ForEachElement(mine, [&](int i) {
     float sum = 0;
 #pragma unroll
     for (int rank = 0; rank < kMaxPeers; ++rank) {
@@ -103,7 +110,7 @@ __global__ void PeerSumKernel(const __grid_constant__ PeerSumLaunch p) {
     }
     if (over) sum = __uint_as_float(0x7fc00000);  // NaN
     p.y[first + i * kThreads] = BFloat16(before[i] + static_cast<float>(BFloat16(sum)));
-  }
+  });
   __syncthreads();  // all have read the count
   if (threadIdx.x == 0) end.calls[blockIdx.x] = call;
 }

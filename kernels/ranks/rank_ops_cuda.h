@@ -47,7 +47,9 @@ inline constexpr int64_t kPeerSumCounters = 64;
 // at most kPeerSumElements elements. Every rank calls it with the same shape, in the same order; by
 // launch or in a graph, as each likes.
 // INVALID_ARGUMENT on shapes; INTERNAL with CUDA's error when the launch fails. Cost: writes 8
-// bytes an element to each peer, and takes about the time of one write to reach them.
+// bytes an element to each peer, and takes about the time of one write to reach them. Calls behind
+// one another on a stream begin together and wait in place: ranks that share a GPU, as in tests,
+// must leave room for each other's.
 absl::Status PeerSum(const PeerSumEnd& end, const TensorView& x, const TensorView& y,
                      cudaStream_t stream);
 

@@ -231,8 +231,11 @@ TEST_F(PeerSumTest, TheLargestMessageIsSummed) {
 }
 
 // One rank replays a graph of calls, the other launches them; each call reads the call before it.
+// All calls of a rank begin at once and wait in their places, so that on one GPU there must be room
+// for a call of the other rank beside them (with 33, which fill an H200, now and then there was
+// none).
 TEST_F(PeerSumTest, GraphsAndLaunchesMatch) {
-  constexpr int kCalls = 33;  // odd: the halves of an inbox change places from replay to replay
+  constexpr int kCalls = 15;  // odd: the halves of an inbox change places from replay to replay
   constexpr int64_t kCount = 4096;
   MakeRanks(2);
   FillAll(kCount);
@@ -243,7 +246,7 @@ TEST_F(PeerSumTest, GraphsAndLaunchesMatch) {
   for (int call = 0; call < kCalls; ++call) ASSERT_TRUE(Launch(graphs, kCount).ok());
   ASSERT_EQ(cudaStreamEndCapture(graphs.stream, &graph), cudaSuccess);
   ASSERT_EQ(cudaGraphInstantiate(&executable, graph, 0), cudaSuccess);
-  for (int replay = 0; replay < 20; ++replay) {
+  for (int replay = 0; replay < 40; ++replay) {
     FillAll(kCount);
     ASSERT_EQ(cudaGraphLaunch(executable, graphs.stream), cudaSuccess);
     for (int call = 0; call < kCalls; ++call) ASSERT_TRUE(Launch(launches, kCount).ok());
