@@ -24,63 +24,73 @@
 
 namespace kvasir::kernels {
 
-// A lane's part of eight queries, as operands.
+// Eight queries in shared memory, as the lanes of a warp want them.
 template <int kHeadDim>
 class TokenQueries {
  public:
-  static constexpr int kWords = kHeadDim / 4 / static_cast<int>(kWordCodes);  // of a lane
+  static constexpr int kSteps = kHeadDim / 16;
+  static constexpr int kQueries = 8;
 
-  // pairs(i): elements 2 i and 2 i + 1 of the lane's share of query lane / 4. By all lanes.
-  template <typename Pairs>
-  __device__ explicit TokenQueries(const Pairs& pairs) {
-    constexpr int kPairs = kHeadDim / 8;
+  // The queries of the row's only token; behind the last, the last again: it changes no maximum. A
+  // warp takes one; by all threads of the block, which have eight warps at least.
+  __device__ void Load(const SelectLaunch& p, const DeviceRow& row) {
+    const int query = static_cast<int>(threadIdx.x) / kWarpThreads;
+    if (query >= kQueries) return;
+    const auto group = static_cast<int>(p.group);
+    const auto* const from =
+        static_cast<const __nv_bfloat162*>(p.q) +
+        ((row.block.first_row * p.kv.layout.num_kv_heads + row.kv_head) * group +
+         min(query, group - 1)) *
+            (kHeadDim / 2);
     const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
+    float2 own[kLanePairs];
     float greatest = 0;
     float sum = 0;
-    bool is_finite = true;
 #pragma unroll
-    for (int i = 0; i < kPairs; ++i) {
-      const float2 pair = pairs(i);
-      greatest = fmaxf(greatest, fmaxf(fabsf(pair.x), fabsf(pair.y)));
-      sum += pair.x + pair.y;
+    for (int i = 0; i < kLanePairs; ++i) {
+      own[i] = __bfloat1622float2(from[lane * kLanePairs + i]);
+      greatest = fmaxf(greatest, fmaxf(fabsf(own[i].x), fabsf(own[i].y)));
+      sum += own[i].x + own[i].y;
     }
+    greatest = __uint_as_float(__reduce_max_sync(kAllLanes, __float_as_uint(greatest)));
 #pragma unroll
-    for (int distance = 1; distance < 4; distance *= 2) {
-      greatest = fmaxf(greatest, __shfl_xor_sync(kAllLanes, greatest, distance));
+    for (int distance = 1; distance < kWarpThreads; distance *= 2) {
       sum += __shfl_xor_sync(kAllLanes, sum, distance);
     }
     // As float16 the greatest is in [2^14, 2^15).
     const int exponent = min(max(static_cast<int>(__float_as_uint(greatest) >> 23), 14), 244);
     const float scale = __uint_as_float(static_cast<uint32_t>(268 - exponent) << 23);
     const float back = __uint_as_float(static_cast<uint32_t>(exponent + 10) << 23);
-    is_finite = isfinite(sum);
 #pragma unroll
-    for (int i = 0; i < kPairs; ++i) {
-      const float2 pair = pairs(i);
+    for (int i = 0; i < kLanePairs; ++i) {
+      const int pair = lane * kLanePairs + i;
+      const int of_share = pair % kSharePairs;
       // Every other pair of codes counts 16 times.
-      const float own = i % 2 == 0 ? scale : scale / 16;
-      const __half2 rounded = __floats2half2_rn(pair.x * own, pair.y * own);
-      operands_[i / 2][i % 2] = reinterpret_cast<const uint32_t&>(rounded);
+      const float half = of_share % 2 == 0 ? scale : scale / 16;
+      const __half2 rounded = __floats2half2_rn(own[i].x * half, own[i].y * half);
+      operands_[of_share / 2][4 * query + pair / kSharePairs].parts[of_share % 2] =
+          reinterpret_cast<const uint32_t&>(rounded);
     }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int of_query = 4 * (2 * (lane % 4) + i);
-      scales_[i] = __shfl_sync(kAllLanes, is_finite ? back : NAN, of_query);
-      sums_[i] = __shfl_sync(kAllLanes, sum, of_query);
-    }
+    if (lane == 0) factors_[query] = {isfinite(sum) ? back : NAN, sum};
   }
 
-  using Operand = uint32_t[2];
-  __device__ const Operand& operand(int step) const { return operands_[step]; }
+  struct Operand {
+    uint32_t parts[2];
+  };
+  // The lane's part.
+  __device__ Operand operand(int step) const { return operands_[step][threadIdx.x % kWarpThreads]; }
   // The logit q . k~, not scaled, of query 2 t + i and a key, from the product of its codes.
   __device__ float Logit(int i, float product, float key_scale, float key_zero) const {
-    return key_scale * (scales_[i] * product) + key_zero * sums_[i];
+    const float2 factors = factors_[threadIdx.x % 4 * 2 + i];
+    return key_scale * (factors.x * product) + key_zero * factors.y;
   }
 
  private:
-  uint32_t operands_[kHeadDim / 16][2];
-  float scales_[2];  // of products; NaN where the query is not finite
-  float sums_[2];    // of elements
+  static constexpr int kLanePairs = kHeadDim / 2 / kWarpThreads;  // that a lane loads
+  static constexpr int kSharePairs = kHeadDim / 8;                // that a lane multiplies
+
+  alignas(8) Operand operands_[kSteps][kWarpThreads];
+  float2 factors_[kQueries];  // of products, NaN where the query is not finite; sum of elements
 };
 
 // A lane's part of 32 keys on their way through registers.
@@ -130,19 +140,18 @@ class TokenKeys {
 
   // The best logit of the lane's queries with its key i; NaN is left out. By all lanes.
   __device__ void BestLogits(const TokenQueries<kHeadDim>& queries, float (&best)[kKeys]) const {
-    constexpr int kWords = TokenQueries<kHeadDim>::kWords;
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
       const auto upper = std::bit_cast<Array>(words_[2 * tile]);
       const auto lower = std::bit_cast<Array>(words_[2 * tile + 1]);
       float products[4] = {};
 #pragma unroll
-      for (int step = 0; step < 2 * kWords; ++step) {
+      for (int step = 0; step < TokenQueries<kHeadDim>::kSteps; ++step) {
         const int shift = step % 2 * 8;
         const uint32_t rows[2] = {upper.of[step / 2] >> shift, lower.of[step / 2] >> shift};
         const uint32_t codes[4] = {rows[0] & 0x000f000fu, rows[1] & 0x000f000fu,
                                    rows[0] & 0x00f000f0u, rows[1] & 0x00f000f0u};
-        Mma16x8Float16(products, codes, queries.operand(step));
+        Mma16x8Float16(products, codes, queries.operand(step).parts);
       }
 #pragma unroll
       for (int i = 0; i < 2; ++i) {

@@ -30,7 +30,8 @@ constexpr int kLast = kStages - 1;
 // Shared memory of a block.
 template <int kHeadDim>
 struct DecodeMemory {
-  GroupQueries<kHeadDim> queries;
+  GroupQueries<kHeadDim> bound_queries;  // of the first stage
+  TokenQueries<kHeadDim> queries;        // of the others
   SelectMemory select;
 };
 
@@ -75,7 +76,7 @@ class DecodeStages {
   // The scores of the first stage, by the pages [pages.begin, pages.end) of the chunks `own`.
   __device__ void ScorePages(PageStream<kHeadDim>& stream, const PageRange& pages,
                              const ClusterShare& own) {
-    stream.Score(memory_.queries, page_scores_);
+    stream.Score(memory_.bound_queries, page_scores_);
     __syncthreads();
     for (uint32_t i = own.begin + threadIdx.x; i < own.end; i += kThreads) {
       const PageRange of_chunk = row_.PagesOf(i, i + 1);
@@ -141,16 +142,6 @@ class DecodeStages {
     return chunks_ + rooms_.first_chunks + array * rooms_.later_chunks;
   }
 
-  // Elements 2 i and 2 i + 1 of the lane's share of a query.
-  __device__ float2 QueryPair(int i) const {
-    const __nv_bfloat16* const own =
-        memory_.queries.at[lane() / 4] + lane() % 4 * (kHeadDim / 4) + 2 * i;
-    const float2 negative = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(own));
-    const float2 positive =
-        __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(own + kHeadDim));
-    return {negative.x + positive.x, negative.y + positive.y};
-  }
-
   // --- score ---
 
   // A run is 32 tokens of one chunk that was left; the blocks take turns. Finds the codes of those
@@ -176,7 +167,6 @@ class DecodeStages {
     const int all_runs = left_ << PartsLog2(kWarpThreads);
     const int num_runs = (all_runs - rank_ + num_blocks_ - 1) / num_blocks_;  // of this block
     FindRuns(num_runs);
-    const TokenQueries<kHeadDim> queries([&](int i) { return QueryPair(i); });
     const auto load = [&](int run, TokenKeys<kHeadDim>& keys) {
       keys.Load(p_.select.kv.layout, codes_[2 * run], codes_[2 * run + 1],
                 BeginOf(run * num_blocks_ + rank_, kWarpThreads));
@@ -190,7 +180,7 @@ class DecodeStages {
       const TokenKeys<kHeadDim> keys = next;
       if (run + kWarps < num_runs) load(run + kWarps, next);
       float best[4];  // of eight tokens each, then of the chunks
-      keys.BestLogits(queries, best);
+      keys.BestLogits(memory_.queries, best);
       if (parts <= 2) {
         best[0] = fmaxf(best[0], best[1]);
         best[1] = fmaxf(best[2], best[3]);
@@ -293,7 +283,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   cudaTriggerProgrammaticLaunchCompletion();
   const int first_stage = reuse.FirstStage(row.header);
   hopper::ClusterArrive();
-  if (first_stage < kStages) memory.queries.Load(p.select, row.at);
+  if (first_stage == 0) {
+    memory.bound_queries.Load(p.select, row.at);
+  } else if (first_stage < kStages) {
+    memory.queries.Load(p.select, row.at);
+  }
   __syncthreads();
   hopper::ClusterWait();  // all blocks are there, and know which stages run
   if (first_stage == kStages) {
@@ -304,6 +298,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (first_stage == 0) {
     stages.BeginAnew();
     if (row.chooses()) stages.ScorePages(stream, pages, own);
+    memory.queries.Load(p.select, row.at);  // only now: registers held bounds
   } else {
     stages.Recall(first_stage - 1);
   }
@@ -319,11 +314,10 @@ RowKernel<InfiniteHipLaunch, Rooms> KernelOf(const Rooms& rooms) {
 
 // Of a row, whatever it keeps.
 Rooms RoomsOf(const InfiniteHipLaunch& p) {
-  const int64_t pages = p.select.kv.max_blocks_per_slot;
-  return {.runs = static_cast<uint32_t>(
-              p.later_chunks),  // a chunk is no longer than a run
-                                // The last chunk may end behind the last page.
-          .pages = static_cast<uint32_t>(pages + CeilPages(p.pages.chunks.chunk_tokens)),
+  // The last chunk may end behind the last page; chunks of later stages are no longer than runs.
+  const int64_t pages = p.select.kv.max_blocks_per_slot + CeilPages(p.pages.chunks.chunk_tokens);
+  return {.runs = static_cast<uint32_t>(p.later_chunks),
+          .pages = static_cast<uint32_t>(pages),
           .first_chunks = static_cast<uint32_t>(p.max_chunks),
           .later_chunks = static_cast<uint32_t>(p.later_chunks)};
 }
