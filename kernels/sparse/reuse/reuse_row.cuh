@@ -25,30 +25,30 @@ class RowReuse {
     const auto heads = static_cast<uint32_t>(p.kv.layout.num_kv_heads);
     const DeviceSelectionMemory& memory = p.memories[static_cast<uint32_t>(row.index) / heads];
     if (memory.rows == nullptr) return;
-    memory_ = &memory;
+    memory_ = memory;  // before the kernel waits: it is of the step's begin
     at_ = p.layer * p.kv.layout.num_kv_heads + row.kv_head;
     remembered_ = memory.rows + at_;
   }
 
   __device__ bool remembers() const { return remembered_ != nullptr; }
   __device__ RememberedRow& remembered() const { return *remembered_; }
-  __device__ int num_stages() const { return memory_->num_stages; }
+  __device__ int num_stages() const { return memory_.num_stages; }
   __device__ float* anchor(int stage) const {
-    return memory_->anchors + (at_ * memory_->num_stages + stage) * memory_->query_floats;
+    return memory_.anchors + (at_ * memory_.num_stages + stage) * memory_.query_floats;
   }
   // What a stage before the last leaves; its count is in remembered().
   __device__ int32_t* items(int stage) const {
-    return memory_->stage_items + (at_ * (memory_->num_stages - 1) + stage) * memory_->max_items;
+    return memory_.stage_items + (at_ * (memory_.num_stages - 1) + stage) * memory_.max_items;
   }
 
   // The first stage to run; num_stages: the list serves as it is. `header` as of MakeHeader.
   __device__ int FirstStage(const SelectionHeader& header) const {
     if (remembered_ == nullptr || header.kind == SelectionHeader::Kind::kAll) return 0;
-    if (memory_->rule != DeviceReuseRule::kInterval) return remembered_->first_stage;
+    if (memory_.rule != DeviceReuseRule::kInterval) return remembered_->first_stage;
     return Judge([](int) { return 0.0f; });
   }
   __device__ bool Serves(const SelectionHeader& header) const {
-    return remembered_ != nullptr && FirstStage(header) == memory_->num_stages;
+    return remembered_ != nullptr && FirstStage(header) == memory_.num_stages;
   }
 
   // The same by the rule itself; cosines(stage) of this query and the one the stage ran with.
@@ -58,13 +58,13 @@ class RowReuse {
     if (StartsAnew(position, remembered_->position)) return 0;
 #pragma unroll
     for (int stage = 0; stage < static_cast<int>(kMaxStages); ++stage) {
-      if (stage == memory_->num_stages) return stage;
+      if (stage == memory_.num_stages) return stage;
       const StageAge age = {.steps = position - remembered_->ran_at[stage],
-                            .interval = memory_->intervals[stage],
+                            .interval = memory_.intervals[stage],
                             .cosine = cosines(stage)};
       if (Refreshes(age)) return stage;
     }
-    return memory_->num_stages;
+    return memory_.num_stages;
   }
 
   // --- by all threads of a block, or of several, if these have met since one of them has looked at
@@ -73,8 +73,8 @@ class RowReuse {
   // REQUIRES: Serves.
   __device__ void Recall(SelectionHeader header, const RowThreads& threads = {}) const {
     header.count = static_cast<int32_t>(remembered_->count);
-    header.made_at = remembered_->ran_at[memory_->num_stages - 1];
-    header.reused_stages = memory_->num_stages;
+    header.made_at = remembered_->ran_at[memory_.num_stages - 1];
+    header.reused_stages = memory_.num_stages;
     if (window_grows()) header.window_begin = remembered_->window_begin;
     __syncthreads();  // no thread reads the memory any more
     Copy(List(), Out(), header.count, threads);
@@ -111,7 +111,7 @@ class RowReuse {
     remembered_->position = is_all ? RememberedRow::kNothing : row_.block.first_position;
     if (is_all) return;
     remembered_->count = header.count;
-    for (int s = first; s < memory_->num_stages; ++s) {
+    for (int s = first; s < memory_.num_stages; ++s) {
       remembered_->ran_at[s] = row_.block.first_position;
     }
     if (first == 0) remembered_->window_begin = header.window_begin;
@@ -120,9 +120,9 @@ class RowReuse {
     p_.out.headers[row_.index] = header;
   }
 
-  __device__ bool window_grows() const { return memory_->rule == DeviceReuseRule::kCosine; }
+  __device__ bool window_grows() const { return memory_.rule == DeviceReuseRule::kCosine; }
   __device__ bool Refreshes(const StageAge& age) const {
-    switch (memory_->rule) {
+    switch (memory_.rule) {
       case DeviceReuseRule::kInterval:
         return IntervalRefreshes(age);
       case DeviceReuseRule::kCosine:
@@ -131,7 +131,7 @@ class RowReuse {
         return BothRefreshes(age, row_.numbers.reuse);
     }
   }
-  __device__ SelectionEntry* List() const { return memory_->lists + at_ * memory_->capacity; }
+  __device__ SelectionEntry* List() const { return memory_.lists + at_ * memory_.capacity; }
   __device__ SelectionEntry* Out() const { return p_.out.entries + row_.index * p_.out.capacity; }
   __device__ static void Copy(const SelectionEntry* from, SelectionEntry* to, int64_t count,
                               const RowThreads& threads) {
@@ -140,7 +140,7 @@ class RowReuse {
 
   const SelectLaunch& p_;
   const DeviceRow& row_;
-  const DeviceSelectionMemory* memory_ = nullptr;
+  DeviceSelectionMemory memory_;
   RememberedRow* remembered_ = nullptr;
   int64_t at_ = 0;  // of the memory's rows
 };
