@@ -2,9 +2,8 @@
 // kernel, a cluster of blocks of threads a row.
 //
 //   score   the first stage by bounds of pages, those behind it by key codes: a warp takes 32
-//   tokens
-//           of what the stage before left, and the best logit of a chunk is its score; the
-//           cluster's blocks are told all scores
+//           tokens of what was left, and the best logit of a chunk is its score; all blocks of the
+//           cluster are told
 //   keep    each block for itself, so that all have what the next stage begins with. Of the last
 //           stage the first block makes the list
 //
@@ -261,8 +260,9 @@ class DecodeStages {
   uint32_t* const chunks_;
   const int rank_;
   const int num_blocks_;
-  int num_chunks_ = 0;         // that the stage chooses from: the parts of
-  int32_t* begins_ = nullptr;  // what was left before, ascending: where its chunks begin
+  int num_chunks_ = 0;  // that the stage chooses from
+  // What the stage before left, ascending: where its chunks begin.
+  int32_t* begins_ = nullptr;
   int left_ = 0;
   int tokens_ = 0;  // of each
 };
