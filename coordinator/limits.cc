@@ -75,6 +75,7 @@ constexpr FieldLimit kLimits[] = {
     {"QualityPolicy", "min_mass", LimitKind::kNumber, 0, 1},
     {"QualityPolicy", "on_violation", LimitKind::kName, 0, 16},
     {"QualityPolicy", "max_budget_tokens", LimitKind::kNumber, 0, kContext},
+    {"QuestSelector", "score", LimitKind::kName, 0, 16},
     {"TokenSelectSelector", "scope", LimitKind::kName, 0, 16},
     {"InfiniteHipSelector", "preset", LimitKind::kName, 0, 16},
     {"InfiniteHipSelector", "probe", LimitKind::kName, 0, 16},

@@ -23,9 +23,9 @@ absl::StatusOr<std::unique_ptr<Selector>> Make(const MethodOptions& options) {
 }
 
 constexpr SelectorMethod kSelectors[] = {
-    {"all", Make<AllSelector>},     {"streaming", Make<StreamingSelector>},
-    {"quest", Make<QuestSelector>}, {"tokenselect", TokenSelectSelector::Create},
-    {"hip", Make<HipSelector>},     {"infinitehip", InfiniteHipSelector::Create},
+    {"all", Make<AllSelector>},       {"streaming", Make<StreamingSelector>},
+    {"quest", QuestSelector::Create}, {"tokenselect", TokenSelectSelector::Create},
+    {"hip", Make<HipSelector>},       {"infinitehip", InfiniteHipSelector::Create},
 };
 
 constexpr PrunerMethod kPruners[] = {

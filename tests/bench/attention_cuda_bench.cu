@@ -230,7 +230,8 @@ void Attend(Set& set, cudaStream_t stream) {
   }
 }
 void Quest(Set& set, cudaStream_t stream) {
-  Check(SelectQuest(set.select, set.params.selection, set.work.data(), stream));
+  Check(SelectQuest(QuestScore::kEstimate, set.select, set.params.selection, set.work.data(),
+                    stream));
 }
 template <Scope kScope>
 void TokenSelect(Set& set, cudaStream_t stream) {

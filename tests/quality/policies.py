@@ -69,6 +69,7 @@ POLICIES = {policy.name: policy for policy in (
     Policy("all", {"all": {}}),
     Policy("streaming", {"streaming": {}}),
     Policy("quest", {"quest": {}}),
+    Policy("quest bound", {"quest": {"score": "bound"}}),
     Policy("tokenselect", {"tokenselect": {}}),
     Policy("hip", {"hip": {}}),
     Policy("infinitehip", {"infinitehip": {}}),
@@ -101,8 +102,10 @@ POLICIES = {policy.name: policy for policy in (
     *(Policy(f"{name} extended", {name: {}}, {"streaming": {}}, EXTENDED)
       for name in ("streaming", "quest", "tokenselect", "hip", "infinitehip")),
     Policy("infinitehip 5k extended", {"infinitehip": {"preset": "5k"}}, {"streaming": {}}, EXTENDED),
+    Policy("quest bound extended", {"quest": {"score": "bound"}}, {"streaming": {}}, EXTENDED),
     *(Policy(f"{name}{ending} extended", {**selector, **stages}, {"streaming": {}}, EXTENDED)
-      for name, selector in (("quest", {"quest": {}}), ("tokenselect", {"tokenselect": {}}), ("infinitehip", {"infinitehip": {}}),
+      for name, selector in (("quest", {"quest": {}}), ("quest bound", {"quest": {"score": "bound"}}),
+                             ("tokenselect", {"tokenselect": {}}), ("infinitehip", {"infinitehip": {}}),
                              ("infinitehip 5k", {"infinitehip": {"preset": "5k"}}))
       for ending, stages in (("+top_p", {"top_p": 0.95}), ("+interval", EVERY_EIGHTH), ("+art", {"art": {}}),
                              ("+top_p+art", {"top_p": 0.95, "art": {}}), ("+interval+top_p", {"top_p": 0.95, **EVERY_EIGHTH}),

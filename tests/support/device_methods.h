@@ -34,7 +34,7 @@ inline DeviceMethod MakeDeviceMethod(const DeviceMethodOptions& options, const P
   if (options.selector == "quest") {
     return {QuestWorkspaceBytes(kv, options.blocks),
             [=](const auto& params, const auto& out, auto* memory) {
-              return SelectQuest(params, out, memory, stream);
+              return SelectQuest(QuestScore::kEstimate, params, out, memory, stream);
             }};
   }
   if (options.selector == "tokenselect") {

@@ -109,8 +109,8 @@ absl::Status Run(const ServedSelector& served, const SelectLimits& limits,
                  const SelectParams& params, const PageSelection& rows, std::byte* workspace,
                  cudaStream_t stream) {
   const kernels::Selector* const selector = served.selector.get();
-  if (dynamic_cast<const QuestSelector*>(selector) != nullptr) {
-    return kernels::SelectQuest(params, rows, workspace, stream);
+  if (const auto* quest = dynamic_cast<const QuestSelector*>(selector)) {
+    return kernels::SelectQuest(quest->score(), params, rows, workspace, stream);
   }
   if (dynamic_cast<const TokenSelectSelector*>(selector) != nullptr) {
     return kernels::SelectTokens(selector->scope(), params, rows, workspace, stream);

@@ -104,7 +104,8 @@ void ChunkScores::RotateMeans(int64_t distance, float* to) {
 void ChunkScores::ScorePagesBy(const float* queries, int64_t begin, int64_t end) {
   const int64_t num_queries = row_.group * num_means_;
   for (int64_t q = 0; q < num_queries; ++q) {
-    SplitBySign(queries + q * head_dim_, head_dim_, memory_.signed_q + q * 2 * head_dim_);
+    SplitBySign(queries + q * head_dim_, head_dim_, QuestScore::kBound,
+                memory_.signed_q + q * 2 * head_dim_);
   }
   ScorePages(row_, ChoosePageScoreKernel(row_.p.kv.layout, DType::kFloat32).scores,
              {.signed_q = memory_.signed_q,

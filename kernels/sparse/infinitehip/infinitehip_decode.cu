@@ -284,7 +284,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int first_stage = reuse.FirstStage(row.header);
   hopper::ClusterArrive();
   if (first_stage == 0) {
-    memory.bound_queries.Load(p.select, row.at);
+    memory.bound_queries.Load(p.select, row.at, p.pages.low_weight);
   } else if (first_stage < kStages) {
     memory.queries.Load(p.select, row.at);
   }

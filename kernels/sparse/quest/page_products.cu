@@ -61,11 +61,11 @@ __device__ void StorePair(Queries<kHeadDim, Tiling>& to, int at, int element, ui
       box + hopper::SwizzledOffset(at % kTileQueries, column % kBoxColumns * 2)) = pair;
 }
 
-// `count` queries of the row from `first` on: min(q, 0), then max(q, 0).
+// `count` queries of the row from `first` on: for min, then for max.
 // Behind the last query, the last again: it changes no maximum.
 template <int kHeadDim, typename Tiling>
 __device__ void LoadQueries(const SelectLaunch& p, const DeviceRow& row, int first, int count,
-                            int last, Queries<kHeadDim, Tiling>& to) {
+                            int last, float low_weight, Queries<kHeadDim, Tiling>& to) {
   const auto group = static_cast<int>(p.group);
   const int64_t heads = p.kv.layout.num_kv_heads * group;
   const auto* queries = static_cast<const __nv_bfloat162*>(p.q);
@@ -76,8 +76,8 @@ __device__ void LoadQueries(const SelectLaunch& p, const DeviceRow& row, int fir
     const int64_t q_row =
         (row.block.first_row + query / group) * heads + row.kv_head * group + query % group;
     const float2 x = __bfloat1622float2(queries[(q_row * kHeadDim + element) / 2]);
-    StorePair(to, at, element, NegativePair(x));
-    StorePair(to, at, kHeadDim + element, PositivePair(x));
+    StorePair(to, at, element, PairForMin(x, low_weight));
+    StorePair(to, at, kHeadDim + element, PairForMax(x, low_weight));
   }
   hopper::FenceAsyncProxy();
 }
@@ -162,7 +162,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     const int num_tiles =
         min(Tiling::kTiles, (count - first + Tiling::kTileQueries - 1) / Tiling::kTileQueries);
     __syncthreads();  // the pass before has been read
-    LoadQueries(p.select, row, first, num_tiles * Tiling::kTileQueries, count - 1, queries);
+    LoadQueries(p.select, row, first, num_tiles * Tiling::kTileQueries, count - 1, p.low_weight,
+                queries);
     __syncthreads();
     ScoreTiles(p, row, pages, queries, num_tiles, first == 0);
   }

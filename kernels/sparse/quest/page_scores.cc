@@ -48,9 +48,11 @@ void SplitQuery(const PageScoreKernel& kernel, const TensorView& q, int64_t q_ro
   const int64_t d = q.dim(2);
   const auto split = [&](const auto* from) {
     if (kernel.bf16_queries) {
-      SplitBySign(from + q_row * d, d, static_cast<BFloat16*>(signed_q) + row * 2 * d);
+      SplitBySign(from + q_row * d, d, QuestScore::kBound,
+                  static_cast<BFloat16*>(signed_q) + row * 2 * d);
     } else {
-      SplitBySign(from + q_row * d, d, static_cast<float*>(signed_q) + row * 2 * d);
+      SplitBySign(from + q_row * d, d, QuestScore::kBound,
+                  static_cast<float*>(signed_q) + row * 2 * d);
     }
   };
   if (q.dtype() == DType::kFloat32) return split(q.As<const float>());

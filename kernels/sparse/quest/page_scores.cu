@@ -6,6 +6,7 @@
 
 #include "kernels/base/overlapped_launch.h"
 #include "kernels/sparse/quest/page_row.cuh"
+#include "kernels/sparse/quest/quest_rule.h"
 #include "kernels/sparse/ranking.h"
 
 namespace kvasir::kernels {
@@ -18,7 +19,7 @@ constexpr int kTileQueries = 16;
 // Blocks of threads that score, all rows together: several for each multiprocessor of any GPU.
 constexpr int64_t kScoreBlocks = 2048;
 
-// Queries [first, first + count) of the row: min(q, 0), then max(q, 0). NaN goes to both halves.
+// Queries [first, first + count) of the row: for min, then for max.
 template <int kHeadDim>
 __device__ void LoadQueries(const PageScoreLaunch& p, const DeviceRow& row, int first, int count,
                             float (*to)[2 * kHeadDim]) {
@@ -29,8 +30,8 @@ __device__ void LoadQueries(const PageScoreLaunch& p, const DeviceRow& row, int 
     const int begin = query / group * stride;
     const int end = min(begin + stride, static_cast<int>(row.block.num_rows));
     const float x = MeanElement(p.select, row, begin, end, query % group, i % kHeadDim);
-    to[i / kHeadDim][i % kHeadDim] = x > 0 ? 0.0f : x;
-    to[i / kHeadDim][kHeadDim + i % kHeadDim] = x < 0 ? 0.0f : x;
+    to[i / kHeadDim][i % kHeadDim] = ForMin(x, p.low_weight);
+    to[i / kHeadDim][kHeadDim + i % kHeadDim] = ForMax(x, p.low_weight);
   }
 }
 

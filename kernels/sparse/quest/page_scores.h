@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "kernels/base/dtype.h"
+#include "kernels/sparse/quest/quest_rule.h"
 #include "kernels/sparse/quest/quest_score.h"
 #include "kernels/sparse/select_common.h"
 
@@ -18,17 +19,19 @@ struct PageScoreKernel {
 
 PageScoreKernel ChoosePageScoreKernel(const KvLayout& layout, DType queries);
 
-// min(q, 0), then max(q, 0): a row of QuestScoreParams::signed_q. NaN goes to both halves.
+// What meets min, then what meets max (quest_rule.h): a row of QuestScoreParams::signed_q.
 template <typename From, typename To>
-void SplitBySign(const From* q, int64_t head_dim, To* signed_q) {
+void SplitBySign(const From* q, int64_t head_dim, QuestScore score, To* signed_q) {
+  const float low_weight = LowWeight(score);
   for (int64_t i = 0; i < head_dim; ++i) {
     const float x = static_cast<float>(q[i]);
-    signed_q[i] = static_cast<To>(x > 0 ? 0.0f : x);
-    signed_q[head_dim + i] = static_cast<To>(x < 0 ? 0.0f : x);
+    signed_q[i] = static_cast<To>(ForMin(x, low_weight));
+    signed_q[head_dim + i] = static_cast<To>(ForMax(x, low_weight));
   }
 }
 
-// Query head `q_row` of q, as `kernel` takes it, to row `row` of QuestScoreParams::signed_q.
+// Query head `q_row` of q, as `kernel` takes it for bounds, to row `row` of
+// QuestScoreParams::signed_q.
 void SplitQuery(const PageScoreKernel& kernel, const TensorView& q, int64_t q_row, int64_t row,
                 void* signed_q);
 

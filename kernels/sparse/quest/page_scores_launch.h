@@ -20,6 +20,7 @@ struct PageScoreLaunch {
   int64_t query_stride = 1;       // so many queries of a block are averaged
   ChunkGrid chunks = {};          // the pages to score are theirs; without chunks, the candidates
   uint32_t* scores = nullptr;     // [rows, max_blocks_per_slot] of OrderedScore (ranking.h)
+  float low_weight = 0;           // quest_rule.h
   bool by_products = false;       // page_products.cu serves the call
   bool has_many_queries = false;  // a block of it may have several rows
   // Blocks are one token, all those of the step: kernels that choose by scores may make them

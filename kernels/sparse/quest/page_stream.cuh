@@ -20,7 +20,7 @@
 
 namespace kvasir::kernels {
 
-// The queries of a group, split by sign: min(q, 0), then max(q, 0), in shared memory. Behind the
+// The queries of a group, split by sign (quest_rule.h): for min, then for max. Behind the
 // last, the last again: it changes no maximum.
 template <int kHeadDim>
 struct GroupQueries {
@@ -30,7 +30,7 @@ struct GroupQueries {
   alignas(16) __nv_bfloat16 at[kQueries][kPitch];
 
   // Those of the row's only token, by all threads of the block.
-  __device__ void Load(const SelectLaunch& p, const DeviceRow& row) {
+  __device__ void Load(const SelectLaunch& p, const DeviceRow& row, float low_weight) {
     const auto group = static_cast<int>(p.group);
     const auto* from =
         static_cast<const __nv_bfloat162*>(p.q) +
@@ -40,8 +40,8 @@ struct GroupQueries {
       const int query = i / (kHeadDim / 2);
       const int pair = i % (kHeadDim / 2);
       const float2 q = __bfloat1622float2(from[min(query, group - 1) * (kHeadDim / 2) + pair]);
-      *reinterpret_cast<uint32_t*>(&at[query][2 * pair]) = NegativePair(q);
-      *reinterpret_cast<uint32_t*>(&at[query][kHeadDim + 2 * pair]) = PositivePair(q);
+      *reinterpret_cast<uint32_t*>(&at[query][2 * pair]) = PairForMin(q, low_weight);
+      *reinterpret_cast<uint32_t*>(&at[query][kHeadDim + 2 * pair]) = PairForMax(q, low_weight);
     }
   }
 };

@@ -6,18 +6,20 @@
 #include <cstdint>
 #include <cuda_bf16.h>
 
+#include "kernels/sparse/quest/quest_rule.h"
+
 namespace kvasir::kernels {
 
 __device__ inline uint32_t PairOf(float low, float high) {
   const __nv_bfloat162 pair = {__float2bfloat16_rn(low), __float2bfloat16_rn(high)};
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
-// min(q, 0) and max(q, 0) of two elements. NaN goes to both halves.
-__device__ inline uint32_t NegativePair(const float2& q) {
-  return PairOf(q.x > 0 ? 0.0f : q.x, q.y > 0 ? 0.0f : q.y);
+// Of two elements of a query.
+__device__ inline uint32_t PairForMin(const float2& q, float low_weight) {
+  return PairOf(ForMin(q.x, low_weight), ForMin(q.y, low_weight));
 }
-__device__ inline uint32_t PositivePair(const float2& q) {
-  return PairOf(q.x < 0 ? 0.0f : q.x, q.y < 0 ? 0.0f : q.y);
+__device__ inline uint32_t PairForMax(const float2& q, float low_weight) {
+  return PairOf(ForMax(q.x, low_weight), ForMax(q.y, low_weight));
 }
 
 // Bounds of two pages as the products want them: step i's are at[i]. A thread reads 8 neighbouring

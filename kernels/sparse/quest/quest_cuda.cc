@@ -12,8 +12,8 @@ int64_t QuestWorkspaceBytes(const PagedKv& kv, int64_t blocks) {
          static_cast<int64_t>(sizeof(uint32_t));
 }
 
-absl::Status SelectQuest(const SelectParams& params, const PageSelection& out, std::byte* workspace,
-                         cudaStream_t stream) {
+absl::Status SelectQuest(QuestScore score, const SelectParams& params, const PageSelection& out,
+                         std::byte* workspace, cudaStream_t stream) {
   KVASIR_ASSIGN_OR_RETURN(const SelectLaunch select,
                           MakeSelectLaunch("quest", params, out, workspace));
   KVASIR_RETURN_IF_ERROR(RequirePlacedQueries("quest", params));
@@ -21,10 +21,11 @@ absl::Status SelectQuest(const SelectParams& params, const PageSelection& out, s
   if (params.blocks.empty()) return absl::OkStatus();
   PageScoreLaunch launch = MakePageScoreLaunch(select, params);
   if (launch.of_one_token) {
-    return CudaStatus(LaunchQuestDecode(select, stream), "launching quest");
+    return CudaStatus(LaunchQuestDecode(select, LowWeight(score), stream), "launching quest");
   }
   auto* const scores = reinterpret_cast<uint32_t*>(workspace);
   launch.scores = scores;
+  launch.low_weight = LowWeight(score);
   KVASIR_RETURN_IF_ERROR(CudaStatus(LaunchPageScores(launch, stream), "launching quest's scores"));
   return CudaStatus(LaunchQuestBest(select, scores, stream), "launching quest");
 }

@@ -15,6 +15,7 @@
 
 #include "absl/status/status.h"
 
+#include "kernels/sparse/quest/quest_rule.h"
 #include "kernels/sparse/stages.h"
 
 namespace kvasir::kernels {
@@ -30,7 +31,7 @@ int64_t QuestWorkspaceBytes(const PagedKv& kv, int64_t blocks);
 // of the step are one token, in bfloat16; else two, with a score of 4 bytes a page between them.
 // Where nothing is remembered the first may read bounds before the kernel before it has ended
 // (page_stream.cuh says which, and why it may).
-absl::Status SelectQuest(const SelectParams& params, const PageSelection& out, std::byte* workspace,
-                         cudaStream_t stream);
+absl::Status SelectQuest(QuestScore score, const SelectParams& params, const PageSelection& out,
+                         std::byte* workspace, cudaStream_t stream);
 
 }  // namespace kvasir::kernels

@@ -13,7 +13,8 @@ namespace kvasir::kernels {
 cudaError_t LaunchQuestBest(const SelectLaunch& params, const uint32_t* scores,
                             cudaStream_t stream);
 
-// Scores and chooses at once. REQUIRES: PageScoreLaunch::of_one_token.
-cudaError_t LaunchQuestDecode(const SelectLaunch& params, cudaStream_t stream);
+// Scores, as `low_weight` of quest_rule.h says, and chooses at once. REQUIRES:
+// PageScoreLaunch::of_one_token.
+cudaError_t LaunchQuestDecode(const SelectLaunch& params, float low_weight, cudaStream_t stream);
 
 }  // namespace kvasir::kernels

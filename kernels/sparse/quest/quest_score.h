@@ -1,7 +1,8 @@
 // The scores behind QuestSelector, apart from it so that vector code and the plain reference can be
-// compared. With q split by sign, sum_d max(q_d min_d, q_d max_d) is one dot product
+// compared. With q split by sign, for Quest's bound into (min(q, 0), max(q, 0)), what quest_rule.h
+// defines is one dot product
 //
-//   score = (min(q, 0), max(q, 0)) . (min, max)
+//   score = (for min, for max) . (min, max)
 //
 // of 2 * head_dim terms, and (min, max) is how a page's bounds lie in memory.
 //
@@ -17,7 +18,7 @@ namespace kvasir::kernels {
 inline constexpr int64_t kQuestScorePages = 64;  // pages of a call
 
 struct QuestScoreParams {
-  // [num_queries, 2 * head_dim]: min(q, 0) then max(q, 0); of the function's query type.
+  // [num_queries, 2 * head_dim]: for min, then for max; of the function's query type.
   const void* signed_q = nullptr;
   int64_t num_queries = 0;
   int64_t head_dim = 0;

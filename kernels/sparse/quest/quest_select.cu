@@ -59,7 +59,7 @@ struct DecodeMemory {
 
 template <int kHeadDim>
 __global__ void __launch_bounds__(kDecodeThreads, 1)
-    DecodeKernel(const __grid_constant__ SelectLaunch p) {
+    DecodeKernel(const __grid_constant__ SelectLaunch p, const float low_weight) {
   extern __shared__ uint4 raw[];
   auto& memory = *reinterpret_cast<DecodeMemory<kHeadDim>*>(raw);
   auto* const scores = reinterpret_cast<uint32_t*>(&memory + 1);
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
   const bool serves = reuse.Serves(row.header);
   hopper::ClusterWait();  // the first block is there
   if (!serves) {
-    memory.queries.Load(p, row.at);
+    memory.queries.Load(p, row.at, low_weight);
     __syncthreads();
     stream.Score(memory.queries, hopper::OfBlock(scores, 0) + own.begin);
   }
@@ -124,7 +124,7 @@ cudaError_t LaunchQuestBest(const SelectLaunch& p, const uint32_t* scores, cudaS
                           copy_bytes, stream, p, scores);
 }
 
-cudaError_t LaunchQuestDecode(const SelectLaunch& p, cudaStream_t stream) {
+cudaError_t LaunchQuestDecode(const SelectLaunch& p, float low_weight, cudaStream_t stream) {
   const bool is_wide = p.kv.layout.head_dim == 128;
   const size_t scores_bytes = static_cast<size_t>(p.kv.max_blocks_per_slot) * sizeof(uint32_t);
   const RowKernel kernel = {
@@ -132,7 +132,7 @@ cudaError_t LaunchQuestDecode(const SelectLaunch& p, cudaStream_t stream) {
       .threads = kDecodeThreads,
       .shared_bytes =
           (is_wide ? sizeof(DecodeMemory<128>) : sizeof(DecodeMemory<64>)) + scores_bytes};
-  return LaunchRowClusters(kernel, p.out.num_rows, stream, p);
+  return LaunchRowClusters(kernel, p.out.num_rows, stream, p, low_weight);
 }
 
 }  // namespace kvasir::kernels

@@ -3,6 +3,9 @@
 #include <algorithm>
 #include <span>
 
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+
 #include "kernels/base/dtype.h"
 #include "kernels/base/status_macros.h"
 #include "kernels/sparse/key_logits.h"
@@ -40,8 +43,9 @@ struct ThreadMemory {
 // One (query block, KV head).
 class Row {
  public:
-  Row(const SelectRow& row, const PageScoreKernel& kernel, const ThreadMemory& memory)
-      : row_(row), kernel_(kernel), memory_(memory) {}
+  Row(const SelectRow& row, QuestScore score, const PageScoreKernel& kernel,
+      const ThreadMemory& memory)
+      : row_(row), score_(score), kernel_(kernel), memory_(memory) {}
 
   void Run() {
     row_.header = MakeHeader(row_.block, row_.numbers);
@@ -72,10 +76,10 @@ class Row {
       for (int64_t g = 0; g < row_.group; ++g) {
         To* signed_q = to + (r * row_.group + g) * 2 * d;
         if (row_.p.rope == nullptr) {
-          SplitBySign(row_.p.q.As<const From>() + row_.q_row(r, g) * d, d, signed_q);
+          SplitBySign(row_.p.q.As<const From>() + row_.q_row(r, g) * d, d, score_, signed_q);
         } else {
           LoadDistantQuery(row_, r, g, memory_.query);
-          SplitBySign(memory_.query, d, signed_q);
+          SplitBySign(memory_.query, d, score_, signed_q);
         }
       }
     }
@@ -95,6 +99,7 @@ class Row {
   }
 
   const SelectRow& row_;
+  const QuestScore score_;
   const PageScoreKernel& kernel_;
   const ThreadMemory& memory_;
 };
@@ -109,7 +114,26 @@ absl::Status CheckQuest(const SelectParams& p, const PageSelection& out,
   return CheckCapacity("quest", selector, p, out);
 }
 
+absl::StatusOr<QuestScore> ScoreNamed(absl::string_view name) {
+  if (name == "bound") return QuestScore::kBound;
+  if (name == "estimate") return QuestScore::kEstimate;
+  return absl::InvalidArgumentError(
+      absl::StrCat("quest has no score '", name, "'; there are bound and estimate"));
+}
+
 }  // namespace
+
+absl::StatusOr<std::unique_ptr<Selector>> QuestSelector::Create(const MethodOptions& options) {
+  QuestScore score = QuestScore::kEstimate;
+  for (const MethodOption& option : options) {
+    if (option.name != "score") {
+      return absl::InvalidArgumentError(
+          absl::StrCat("quest has no option '", option.name, "'; its option is score"));
+    }
+    KVASIR_ASSIGN_OR_RETURN(score, ScoreNamed(option.value));
+  }
+  return std::make_unique<QuestSelector>(score);
+}
 
 int64_t QuestSelector::MaxEntries(const SelectionNumbers& numbers, int64_t tokens) const {
   return std::min(CeilPages(numbers.budget_tokens), CeilPages(tokens));
@@ -124,7 +148,9 @@ absl::Status QuestSelector::Select(const SelectParams& p, PageSelection& out,
       ChoosePageScoreKernel(p.kv.layout, p.rope == nullptr ? p.q.dtype() : DType::kFloat32);
   return WithThreadMemory(
       p, out, executor, [&](ScratchPieces& pieces) { return ThreadMemory(pieces, p); },
-      [&](const SelectRow& row, const ThreadMemory& memory) { Row(row, kernel, memory).Run(); });
+      [&](const SelectRow& row, const ThreadMemory& memory) {
+        Row(row, score_, kernel, memory).Run();
+      });
 }
 
 }  // namespace kvasir::kernels

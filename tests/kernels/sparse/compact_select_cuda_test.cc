@@ -121,7 +121,7 @@ TEST_P(CompactSelectCudaTest, QuestSelectsWhatTheCpuSelects) {
   const HostLists expected = SelectOnCpu(QuestSelector(), batch, numbers);
   const DeviceSelect select = [](const SelectParams& params, const PageSelection& out,
                                  std::byte* workspace) {
-    return SelectQuest(params, out, workspace, nullptr);
+    return SelectQuest(QuestScore::kEstimate, params, out, workspace, nullptr);
   };
   ExpectAlike(RunSelectOnGpu(batch, numbers, HostLists(batch, kCapacity).View(),
                              QuestWorkspaceBytes(batch.kv().View(), std::ssize(numbers)),
@@ -258,8 +258,9 @@ TEST_P(CompactSelectCudaTest, KernelsThatRotateNothingRefuseQueriesThatAreNot) {
   SelectOnCpu(QuestSelector(), batch, numbers);  // angles are known
   RunSelectOnGpu(batch, numbers, HostLists(batch, kCapacity).View(), 1,
                  [](const SelectParams& params, const PageSelection& out, std::byte* workspace) {
-                   EXPECT_EQ(SelectQuest(params, out, workspace, nullptr).code(),
-                             absl::StatusCode::kInvalidArgument);
+                   EXPECT_EQ(
+                       SelectQuest(QuestScore::kEstimate, params, out, workspace, nullptr).code(),
+                       absl::StatusCode::kInvalidArgument);
                    EXPECT_EQ(SelectTokens(Scope::kKvGroup, params, out, workspace, nullptr).code(),
                              absl::StatusCode::kInvalidArgument);
                    return absl::OkStatus();

@@ -107,14 +107,19 @@ def best(scores, count, near=1e-6):
     return sorted(order[:count])
 
 
+def page_score(case, query, keys):
+    """What `quest` ranks a page with these keys by."""
+    products = np.sort([query * keys.min(axis=0), query * keys.max(axis=0)], axis=0)
+    return (products[1] + (0 if case.options.get("score") == "bound" else 0.5) * products[0]).sum()
+
+
 def quest(case, head, begin, end):
     keys, queries = case.keys(head), case.distant_queries(head).reshape(-1, case.dim)
     first, last = begin // PAGE, -(-end // PAGE)
     scores = []
     for page in range(first, last):
         chunk = keys[page * PAGE:(page + 1) * PAGE]
-        low, high = chunk.min(axis=0), chunk.max(axis=0)
-        scores.append(max(np.maximum(q * low, q * high).sum() for q in queries))
+        scores.append(max(page_score(case, q, chunk) for q in queries))
     pages = case.best(scores, min(-(-case.budget // PAGE), len(scores)))
     return {t for p in pages for t in range((first + p) * PAGE, (first + p + 1) * PAGE)}
 
@@ -322,6 +327,12 @@ def cases():
         yield Case("budget of all but one", selector, 400, 1, 20, 80, 300, seed=10)
         yield Case("short context", selector, 399, 1, 20, 80, 300, seed=10)
         yield Case("no candidates", selector, 300, 1, 200, 250, 1000, seed=11)
+    for score in ("bound", "estimate"):
+        by = dict(selector="quest", options=dict(score=score))
+        yield Case("many pages", first=1700, rows=1, sink=70, window=130, budget=300, seed=14, **by)
+        yield Case("many pages, a prompt's block", first=1664, rows=64, sink=33, window=90, budget=320, seed=15, group=4, **by)
+        yield Case("many pages, ties", first=1650, rows=1, sink=10, window=77, budget=500, seed=16, run=130, **by)
+        yield Case("many pages, un-rotated", first=1700, rows=1, sink=20, window=60, budget=300, seed=17, unrotated=True, **by)
     for selector in ("tokenselect", "hip"):
         yield Case("minus infinity and NaN", selector, 420, 1, 16, 64, 48, seed=12,
                    specials=[(100, "-inf"), (101, "-inf"), (200, "nan"), (300, "-inf")])
@@ -443,11 +454,10 @@ class Termination(Case):
 
 
 def page_scores(case, head, pages):
-    """The best logit bound of the group for each page: what `quest` orders pages by."""
+    """The best score of the group for each page."""
     keys = case.keys(head)
-    return {p: max(np.maximum(q * keys[p * PAGE:(p + 1) * PAGE].min(axis=0),
-                              q * keys[p * PAGE:(p + 1) * PAGE].max(axis=0)).sum()
-                   for q in case.queries(head)[0]) for p in pages}
+    return {p: max(page_score(case, q, keys[p * PAGE:(p + 1) * PAGE]) for q in case.queries(head)[0])
+            for p in pages}
 
 
 def clearly(value, limit):
@@ -573,7 +583,7 @@ def terminations():
     yield Termination("with hip", selector="hip", **lists)
     loose = dict(scale_tolerance=0.05, direction_tolerance=0.05, mass_tolerance=0.01, guard="none")
     yield Termination("with quest and top_p", selector="quest", art=loose,
-                      **dict(lists, peaks=[(2000, 4500, 12), (4500, 5001, 16)], top_p=0.9995))
+                      **dict(lists, peaks=[(2000, 4500, 12), (4500, 5001, 16)], top_p=0.9995, seed=42))
     yield Termination("short context", selector="quest", **dict(lists, budget=4900))
 
 

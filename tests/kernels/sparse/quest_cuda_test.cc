@@ -23,21 +23,21 @@ namespace {
 using Kind = SelectionHeader::Kind;
 
 Lists SelectOnGpu(AttentionBatch& batch, const std::vector<SelectionNumbers>& numbers,
-                  int64_t capacity) {
+                  int64_t capacity, QuestScore score = QuestScore::kEstimate) {
   return RunSelectOnGpu(
       batch, numbers, HostLists(batch, capacity).View(),
       QuestWorkspaceBytes(batch.kv().View(), std::ssize(numbers)),
-      [](const SelectParams& params, const PageSelection& out, std::byte* workspace) {
-        return SelectQuest(params, out, workspace, nullptr);
+      [&](const SelectParams& params, const PageSelection& out, std::byte* workspace) {
+        return SelectQuest(score, params, out, workspace, nullptr);
       });
 }
 
 PageSelection SelectOnCpu(AttentionBatch& batch, const std::vector<SelectionNumbers>& numbers,
-                          int64_t capacity) {
+                          int64_t capacity, QuestScore score = QuestScore::kEstimate) {
   PageSelection selection = batch.MakeSelection(capacity);
   SerialExecutor executor;
   const absl::Status status =
-      QuestSelector().Select(batch.ParamsForSelect(numbers), selection, executor);
+      QuestSelector(score).Select(batch.ParamsForSelect(numbers), selection, executor);
   EXPECT_TRUE(status.ok()) << status;
   return selection;
 }
@@ -68,9 +68,10 @@ bool SameList(const SelectionEntry* found, const SelectionEntry* expected, int32
 }
 
 // Both select over the batch; nine lists of ten must be the same.
-void ExpectSelectsAlike(AttentionBatch& batch, const std::vector<SelectionNumbers>& numbers) {
-  const PageSelection expected = SelectOnCpu(batch, numbers, 40);
-  const Lists found = SelectOnGpu(batch, numbers, 40);
+void ExpectSelectsAlikeBy(QuestScore score, AttentionBatch& batch,
+                          const std::vector<SelectionNumbers>& numbers) {
+  const PageSelection expected = SelectOnCpu(batch, numbers, 40, score);
+  const Lists found = SelectOnGpu(batch, numbers, 40, score);
   int64_t same = 0;
   for (int64_t row = 0; row < expected.num_rows; ++row) {
     SCOPED_TRACE(row);
@@ -87,6 +88,11 @@ void ExpectSelectsAlike(AttentionBatch& batch, const std::vector<SelectionNumber
     }
   }
   EXPECT_GE(same * 10, expected.num_rows * 9);
+}
+
+void ExpectSelectsAlike(AttentionBatch& batch, const std::vector<SelectionNumbers>& numbers) {
+  ExpectSelectsAlikeBy(QuestScore::kBound, batch, numbers);
+  ExpectSelectsAlikeBy(QuestScore::kEstimate, batch, numbers);
 }
 
 class QuestCudaTest : public SelectorCudaTest {};
@@ -180,8 +186,12 @@ class EqualScores {
   }
 
   void ExpectSameLists() {
-    const PageSelection expected = SelectOnCpu(batch_, numbers_, kPages);
-    const Lists found = SelectOnGpu(batch_, numbers_, kPages);
+    ExpectSameListsBy(QuestScore::kBound);
+    ExpectSameListsBy(QuestScore::kEstimate);
+  }
+  void ExpectSameListsBy(QuestScore score) {
+    const PageSelection expected = SelectOnCpu(batch_, numbers_, kPages, score);
+    const Lists found = SelectOnGpu(batch_, numbers_, kPages, score);
     for (int64_t row = 0; row < expected.num_rows; ++row) {
       SCOPED_TRACE(row);
       const auto r = static_cast<size_t>(row);
@@ -263,19 +273,20 @@ TEST_P(QuestCudaTest, RefusesWhatItCannotServe) {
   SelectParams p = batch.ParamsForSelect(numbers);
   PageSelection selection = batch.MakeSelection(1);
   std::byte workspace[1];
-  EXPECT_EQ(SelectQuest(p, selection, workspace, nullptr).code(),
+  EXPECT_EQ(SelectQuest(QuestScore::kEstimate, p, selection, workspace, nullptr).code(),
             absl::StatusCode::kInvalidArgument)
       << "host memory";
   DeviceMemory memory;
   p.q = memory.Copy(p.q).value();
   p.kv.bounds = nullptr;
-  EXPECT_EQ(SelectQuest(p, selection, workspace, nullptr).code(),
+  EXPECT_EQ(SelectQuest(QuestScore::kEstimate, p, selection, workspace, nullptr).code(),
             absl::StatusCode::kFailedPrecondition);
   p.blocks = {};
   p.numbers = {};
   p.kv = batch.kv().View();
   selection.num_rows = 0;
-  EXPECT_TRUE(SelectQuest(p, selection, nullptr, nullptr).ok()) << "an empty batch";
+  EXPECT_TRUE(SelectQuest(QuestScore::kEstimate, p, selection, nullptr, nullptr).ok())
+      << "an empty batch";
 }
 
 // Selected and attended to on the device, without the host between.
@@ -317,7 +328,8 @@ TEST_P(QuestCudaTest, AttentionReadsTheListsWhereTheyWereWritten) {
                                      .blocks = p.blocks,
                                      .numbers = {device_numbers, numbers.size()},
                                      .faults = p.faults};
-        KVASIR_RETURN_IF_ERROR(SelectQuest(select, p.selection, scores.data(), nullptr));
+        KVASIR_RETURN_IF_ERROR(
+            SelectQuest(QuestScore::kEstimate, select, p.selection, scores.data(), nullptr));
         const std::vector<uint32_t> none(static_cast<size_t>(p.selection.num_rows));
         KVASIR_ASSIGN_OR_RETURN(uint32_t * arrivals, memory.Copy(none.data(), none.size()));
         KVASIR_RETURN_IF_ERROR(

@@ -24,8 +24,9 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 constexpr int64_t kLayer = AttentionBatch::kLayer;
 
-// max over rows and heads of sum_d max(q min, q max), in double.
-double ScoreOracle(AttentionBatch& batch, int64_t block_index, int64_t kv_head, int64_t page) {
+// max over rows and heads of what quest_rule.h says, in double.
+double ScoreOracle(AttentionBatch& batch, QuestScore score, int64_t block_index, int64_t kv_head,
+                   int64_t page) {
   const QueryBlock& block = batch.blocks()[static_cast<size_t>(block_index)];
   const int64_t d = batch.shape().head_dim;
   const std::byte* bounds = batch.kv().View().Bounds(block.slot, page, kLayer, kv_head);
@@ -35,8 +36,10 @@ double ScoreOracle(AttentionBatch& batch, int64_t block_index, int64_t kv_head, 
       const float* q = batch.q(block.first_row + r, kv_head * batch.shape().group + g);
       double sum = 0;
       for (int64_t i = 0; i < d; ++i) {
-        sum += std::max(double{q[i]} * double{batch.kv().Get(bounds, i)},
-                        double{q[i]} * double{batch.kv().Get(bounds, d + i)});
+        const auto [low, high] =
+            std::minmax({double{q[i]} * double{batch.kv().Get(bounds, i)},
+                         double{q[i]} * double{batch.kv().Get(bounds, d + i)}});
+        sum += score == QuestScore::kBound ? high : high + low / 2;
       }
       best = std::max(best, sum);
     }
@@ -45,16 +48,16 @@ double ScoreOracle(AttentionBatch& batch, int64_t block_index, int64_t kv_head, 
 }
 
 PageSelection Select(AttentionBatch& batch, const std::vector<SelectionNumbers>& numbers,
-                     int64_t capacity) {
+                     int64_t capacity, QuestScore score = QuestScore::kEstimate) {
   PageSelection selection = batch.MakeSelection(capacity);
   SerialExecutor executor;
   const absl::Status status =
-      QuestSelector().Select(batch.ParamsForSelect(numbers), selection, executor);
+      QuestSelector(score).Select(batch.ParamsForSelect(numbers), selection, executor);
   EXPECT_TRUE(status.ok()) << status;
   return selection;
 }
 
-TEST(Quest, TheScoreBoundsEveryLogitOfThePage) {
+TEST(Quest, TheBoundBoundsEveryLogitOfThePage) {
   for (const DType kv : {DType::kFloat32, DType::kBFloat16}) {
     for (const int64_t rows : {1, 7}) {
       AttentionBatch batch({.kv = kv, .head_dim = 64, .kv_heads = 2, .group = 3}, 1, 1024, 61);
@@ -63,12 +66,13 @@ TEST(Quest, TheScoreBoundsEveryLogitOfThePage) {
       const PageSelection selection =
           Select(batch, {std::vector<SelectionNumbers>(1, {0, 1, 64 * 16})}, 16);
       ASSERT_EQ(selection.header(0).kind, Kind::kAll) << "R2";
-      const PageSelection scored = Select(batch, {{0, 1, 900}}, 16);
+      const PageSelection scored = Select(batch, {{0, 1, 900}}, 16, QuestScore::kBound);
       for (int64_t head = 0; head < 2; ++head) {
         ASSERT_EQ(scored.header(head).count, 15);
         for (int32_t i = 0; i < scored.header(head).count; ++i) {
           const SelectionEntry& entry = scored.list(head)[i];
-          EXPECT_NEAR(entry.score, ScoreOracle(batch, 0, head, entry.page), 1e-3);
+          EXPECT_NEAR(entry.score, ScoreOracle(batch, QuestScore::kBound, 0, head, entry.page),
+                      1e-3);
           for (int64_t t = entry.page * 64; t < std::min<int64_t>(entry.page * 64 + 64, 1000);
                ++t) {
             const std::byte* key = batch.kv().Token(Side::kKey, 0, t, kLayer, head);
@@ -97,7 +101,7 @@ struct ScoreVariant {
 
 // All score functions against the sum in double, with missing pages, NaN, and odd numbers of
 // queries.
-TEST(QuestScores, EveryVariantComputesTheBound) {
+TEST(QuestScores, EveryVariantComputesTheProduct) {
   const ScoreVariant variants[] = {
       {QuestScoresFloat32, DType::kFloat32, DType::kFloat32, true},
       {QuestScoresBFloat16, DType::kFloat32, DType::kBFloat16, true},
@@ -153,7 +157,7 @@ TEST(QuestScores, EveryVariantComputesTheBound) {
   }
 }
 
-TEST(Quest, KeepsThePagesOfTheLargestBounds) {
+void ExpectKeepsTheBest(QuestScore score) {
   for (const DType kv : {DType::kFloat32, DType::kBFloat16}) {
     for (const DType activation : {DType::kFloat32, DType::kBFloat16}) {
       AttentionBatch batch({.activation = activation, .kv = kv, .head_dim = 128}, 1, 4096, 62);
@@ -162,13 +166,13 @@ TEST(Quest, KeepsThePagesOfTheLargestBounds) {
       batch.AddBlock(0, 4032, 64);
       constexpr SelectionNumbers kNumbers = {
           .sink_tokens = 70, .window_tokens = 200, .budget_tokens = 600};
-      const PageSelection selection = Select(batch, {kNumbers, kNumbers}, 10);
+      const PageSelection selection = Select(batch, {kNumbers, kNumbers}, 10, score);
       for (int64_t row = 0; row < 4; ++row) {
         const int64_t first = row < 2 ? 4095 : 4032;
         const int64_t window_page = (first - 200 + 1) / kPageTokens;
         std::vector<std::pair<double, int64_t>> ranked;
         for (int64_t page = 1; page <= window_page; ++page) {
-          ranked.emplace_back(ScoreOracle(batch, row / 2, row % 2, page), page);
+          ranked.emplace_back(ScoreOracle(batch, score, row / 2, row % 2, page), page);
         }
         std::sort(ranked.rbegin(), ranked.rend());
         std::set<int64_t> expected;
@@ -180,6 +184,20 @@ TEST(Quest, KeepsThePagesOfTheLargestBounds) {
       }
     }
   }
+}
+
+TEST(Quest, KeepsThePagesOfTheLargestScores) {
+  for (const QuestScore score : {QuestScore::kBound, QuestScore::kEstimate}) {
+    SCOPED_TRACE(static_cast<int>(score));
+    ExpectKeepsTheBest(score);
+  }
+}
+
+TEST(Quest, NamesItsOptionsWhereOneIsUnknown) {
+  EXPECT_EQ(QuestSelector::Create({{"score", "mean"}}).status().message(),
+            "quest has no score 'mean'; there are bound and estimate");
+  EXPECT_EQ(QuestSelector::Create({{"probe", "digest"}}).status().message(),
+            "quest has no option 'probe'; its option is score");
 }
 
 TEST(Quest, CandidatesArePagesThatTouchTheSparseRange) {

@@ -247,7 +247,7 @@ TEST(MakeSelector, UnknownNamesListTheKnownOnes) {
 }
 
 TEST(MakeSelector, UnknownOptionsListTheKnownOnes) {
-  EXPECT_EQ(MakeSelector("quest", {{"preset", "3k"}}).status().message(),
+  EXPECT_EQ(MakeSelector("hip", {{"preset", "3k"}}).status().message(),
             "this selector has no option 'preset', nor any other");
   EXPECT_EQ(MakeSelector("infinitehip", {{"presets", "3k"}}).status().message(),
             "infinitehip has no option 'presets'; its options are preset, probe, scope");
