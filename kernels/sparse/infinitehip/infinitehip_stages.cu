@@ -65,7 +65,6 @@ __device__ inline int PartsLog2(int whole, int part) { return __ffs(whole) - __f
 // What a stage left, ascending: where its chunks begin.
 struct Parents {
   const int32_t* begins;
-  int room;
   int count;
   int tokens;  // of a chunk
 };
@@ -157,11 +156,9 @@ class LaterStages {
   }
   __device__ Parents LeftBy(int stage) const {
     if (first_stage_ == stage + 1) {
-      const int count = reuse_.remembered().kept[stage];
-      return {reuse_.items(stage), count, count, tokens_of(stage)};
+      return {reuse_.items(stage), reuse_.remembered().kept[stage], tokens_of(stage)};
     }
-    return {OfRow(p_.kept[stage].begins), static_cast<int>(p_.max_chunks),
-            p_.kept[stage].counts[row_.index], tokens_of(stage)};
+    return {OfRow(p_.kept[stage].begins), p_.kept[stage].counts[row_.index], tokens_of(stage)};
   }
 
   // --- score ---
@@ -218,15 +215,15 @@ class LaterStages {
   __device__ Runs FindRuns(int first, int stride, int num_runs) const {
     const int log2 = PartsLog2(parents_.tokens, kWarpThreads);
     const int run = first + lane() / 2 * stride;
-    const int parent = min(run >> log2, parents_.room - 1);  // waits for no count
-    const int begin = parents_.begins[parent] + (run - (run >> log2 << log2)) * kWarpThreads;
     Runs runs = {.first = first,
                  .stride = stride,
                  .count = min(kRunsFound, (num_runs - first + stride - 1) / stride),
-                 .begin = begin,
+                 .begin = 0,
                  .codes = nullptr};
     if (run >= num_runs) return runs;
-    const int64_t page = (begin + lane() % 2 * (kWarpThreads - 1)) / kPageTokens;
+    const int parent = run >> log2;
+    runs.begin = parents_.begins[parent] + (run - (parent << log2)) * kWarpThreads;
+    const int64_t page = (runs.begin + lane() % 2 * (kWarpThreads - 1)) / kPageTokens;
     if (p_.select.kv.row(row_.block.slot, page) >= 0) {
       runs.codes = p_.select.kv.KeyCodes(row_.block.slot, page, p_.select.layer, row_.kv_head);
     }
@@ -391,7 +388,7 @@ class LaterStages {
     });
     __syncthreads();  // all are written
     const int left = min(NumChunks(stage), NumKept(stage));
-    parents_ = {begins, left, left, tokens};
+    parents_ = {begins, left, tokens};
     if (stage == kLast) return WriteRow();
     if (leads) RememberKept(stage);
   }
