@@ -450,10 +450,10 @@ double Bench::BytesRead(const std::string& policy, int64_t context,
   double bytes = WeightBytes() +
                  per_step(measured.attended_tokens) * 2 * static_cast<double>(layout.row_bytes());
   if (absl::StartsWith(policy, "all")) return bytes;
-  const double digest = absl::StartsWith(policy, "tokenselect")
-                            ? codes
-                            : static_cast<double>(layout.page_bounds_bytes());
-  bytes += per_step(measured.selected) * pages * digest;
+  // Of infinitehip's stages the first: the codes that the others read are not counted.
+  const int64_t judged = absl::StartsWith(policy, "tokenselect") ? kPageTokens * layout.row_bytes()
+                                                                 : layout.page_bounds_bytes();
+  bytes += per_step(measured.selected) * pages * static_cast<double>(judged);
   if (absl::StrContains(policy, "+top_p")) {
     const double rows = static_cast<double>(flags_.batch * layout.pages_per_block());
     bytes += rows * static_cast<double>(flags_.budget) / kPageTokens * codes;
