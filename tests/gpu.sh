@@ -102,7 +102,7 @@ run_tests() {
   if command -v compute-sanitizer >/dev/null; then
     for program in "${programs[@]}"; do
       for tool in memcheck synccheck initcheck racecheck; do
-        # What racecheck reports of attention, also where other tests call it: docs/measurements.md.
+        # What racecheck reports of attention, also where other tests call it: docs/measurements/2026-11-22.md.
         [ "$program-$tool" = attention-racecheck ] && continue
         local without=
         # infinitehip at compact positions takes racecheck minutes.
