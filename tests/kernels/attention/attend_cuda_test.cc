@@ -291,15 +291,20 @@ RowSelection RandomList(std::mt19937_64& rng, int64_t position) {
                     position - 63 - static_cast<int64_t>(rng() % 300), std::move(entries));
 }
 
-// Keys that are cached un-rotated, each read at its place in the row.
-TEST_P(AttendCudaTest, CompactPositionsOfLists) {
-  AttentionBatch batch(Shape(), 3, 3000, 31);
-  batch.UseCompactPositions(1.25);
+// A token of each of three texts, with lists.
+void AddTokensWithLists(AttentionBatch& batch) {
   for (int64_t slot = 0; slot < 3; ++slot) {
     batch.FillContext(slot, 3000);
     const int64_t position = 2999 - slot * 31;
     batch.AddBlock(slot, position, 1, [&](int64_t) { return RandomList(batch.rng(), position); });
   }
+}
+
+// Keys that are cached un-rotated, each read at its place in the row.
+TEST_P(AttendCudaTest, CompactPositionsOfLists) {
+  AttentionBatch batch(Shape(), 3, 3000, 31);
+  batch.UseCompactPositions(1.25);
+  AddTokensWithLists(batch);
   ExpectMatchesReference(batch, Decode);
 }
 
@@ -405,11 +410,7 @@ TEST_P(AttendCudaTest, GroupedPositionsOfLists) {
   for (const GroupedPositions& grouped : kGroupings) {
     AttentionBatch batch(Shape(), 3, 3000, 52);
     batch.UseGroupedPositions(grouped);
-    for (int64_t slot = 0; slot < 3; ++slot) {
-      batch.FillContext(slot, 3000);
-      const int64_t position = 2999 - slot * 31;
-      batch.AddBlock(slot, position, 1, [&](int64_t) { return RandomList(batch.rng(), position); });
-    }
+    AddTokensWithLists(batch);
     ExpectMatchesReferenceOnBothSides(batch, Decode);
   }
 }
