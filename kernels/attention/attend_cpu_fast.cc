@@ -22,7 +22,7 @@
 #include "kernels/attention/attention_state.h"
 #include "kernels/attention/early_end.h"
 #include "kernels/attention/reading_order.h"
-#include "kernels/base/cpu_features.h"
+#include "kernels/base/cpu_isa.h"
 #include "kernels/base/dtype.h"
 #include "kernels/base/status_macros.h"
 #include "kernels/paged/compact_positions.h"
@@ -388,8 +388,8 @@ absl::Status AttendFast(const AttendParams& p, AttendIsa isa, Executor& executor
 
 std::optional<AttendIsa> BestAttendIsa(int64_t head_dim) {
   if (head_dim % kTileHeadDimStep != 0) return std::nullopt;
-  if (CpuHasAvx512Bf16()) return AttendIsa::kAvx512Bf16;
-  if (CpuHasAvx512()) return AttendIsa::kAvx512;
+  if (ChosenCpuIsa() >= CpuIsa::kAvx512Bf16) return AttendIsa::kAvx512Bf16;
+  if (ChosenCpuIsa() >= CpuIsa::kAvx512) return AttendIsa::kAvx512;
   return std::nullopt;
 }
 

@@ -6,7 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 
-#include "kernels/base/cpu_features.h"
+#include "kernels/base/cpu_isa.h"
 #include "kernels/base/shape_check.h"
 #include "kernels/base/status_macros.h"
 #include "kernels/dense/convert.h"
@@ -36,7 +36,8 @@ absl::StatusOr<std::unique_ptr<GemmEngine>> CreateEngine(const WeightSource& sou
     engine = CreateOneDnnGemm(source, DType::kFloat32, DType::kFloat32);
   }
   if (absl::IsUnimplemented(engine.status())) {
-    engine = CreatePanelGemm(source, CpuHasAvx2() ? PanelIsa::kAvx2 : PanelIsa::kPortable);
+    engine = CreatePanelGemm(
+        source, ChosenCpuIsa() >= CpuIsa::kAvx2 ? PanelIsa::kAvx2 : PanelIsa::kPortable);
   }
   return engine;
 }

@@ -1,6 +1,6 @@
 #include "kernels/dense/rms_norm.h"
 
-#include "kernels/base/cpu_features.h"
+#include "kernels/base/cpu_isa.h"
 #include "kernels/base/shape_check.h"
 #include "kernels/base/status_macros.h"
 #include "kernels/dense/device_check.h"
@@ -9,6 +9,14 @@
 #include "kernels/dense/parallel_rows.h"
 
 namespace kvasir::kernels {
+namespace {
+
+constexpr IsaForms<void(const NormRows&, int64_t, int64_t)> kForms = {
+    .portable = RunNormRows,
+    .avx2 = KVASIR_ON_X86(RunNormRowsAvx2),
+    .avx512 = KVASIR_ON_X86(RunNormRowsAvx512)};
+
+}  // namespace
 
 absl::Status CheckRmsNorm(const RmsNormParams& params) {
   const DType dtype = params.x.dtype();
@@ -36,7 +44,7 @@ absl::Status RmsNorm(const RmsNormParams& params, Executor& executor) {
   KVASIR_RETURN_IF_ERROR(RequireHostMemory("rms_norm", {params.x, params.weight, params.y}));
 
   const NormRows rows = RowsOf(params);
-  const auto run = ChooseByCpu(RunNormRows, RunNormRowsAvx2, RunNormRowsAvx512);
+  const auto run = ChooseForm(kForms);
   ForRowChunks(executor, params.x.dim(0), rows.dim,
                [&](int64_t begin, int64_t end) { run(rows, begin, end); });
   return absl::OkStatus();

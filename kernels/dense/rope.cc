@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "kernels/base/cpu_features.h"
+#include "kernels/base/cpu_isa.h"
 #include "kernels/base/shape_check.h"
 #include "kernels/base/status_macros.h"
 #include "kernels/dense/device_check.h"
@@ -11,6 +11,14 @@
 #include "kernels/dense/parallel_rows.h"
 
 namespace kvasir::kernels {
+namespace {
+
+constexpr IsaForms<void(const RopeTokens&, int64_t, int64_t)> kForms = {
+    .portable = RunRopeTokens,
+    .avx2 = KVASIR_ON_X86(RunRopeTokensAvx2),
+    .avx512 = KVASIR_ON_X86(RunRopeTokensAvx512)};
+
+}  // namespace
 namespace {
 
 // A sine and a cosine in float64 cost about as much as this many elements of the other ops.
@@ -74,7 +82,7 @@ void RopePositions::Rotate(void* x, DType dtype, int64_t num_tokens, int64_t fir
                              .dtype = dtype,
                              .heads = 1,
                              .half_dim = half};
-  ChooseByCpu(RunRopeTokens, RunRopeTokensAvx2, RunRopeTokensAvx512)(tokens, 0, num_tokens);
+  ChooseForm(kForms)(tokens, 0, num_tokens);
 }
 
 absl::Status ApplyRope(const RopeTable& table, const TensorView& x, Executor& executor) {
@@ -91,7 +99,7 @@ absl::Status ApplyRope(const RopeTable& table, const TensorView& x, Executor& ex
                              .dtype = x.dtype(),
                              .heads = x.dim(1),
                              .half_dim = table.half_dim()};
-  const auto run = ChooseByCpu(RunRopeTokens, RunRopeTokensAvx2, RunRopeTokensAvx512);
+  const auto run = ChooseForm(kForms);
   ForRowChunks(executor, x.dim(0), x.dim(1) * x.dim(2),
                [&](int64_t begin, int64_t end) { run(tokens, begin, end); });
   return absl::OkStatus();

@@ -1,6 +1,6 @@
 #include "kernels/dense/silu_mul.h"
 
-#include "kernels/base/cpu_features.h"
+#include "kernels/base/cpu_isa.h"
 #include "kernels/base/shape_check.h"
 #include "kernels/base/status_macros.h"
 #include "kernels/dense/device_check.h"
@@ -9,6 +9,14 @@
 #include "kernels/dense/parallel_rows.h"
 
 namespace kvasir::kernels {
+namespace {
+
+constexpr IsaForms<void(const SiluMulRows&, int64_t, int64_t)> kForms = {
+    .portable = RunSiluMulRows,
+    .avx2 = KVASIR_ON_X86(RunSiluMulRowsAvx2),
+    .avx512 = KVASIR_ON_X86(RunSiluMulRowsAvx512)};
+
+}  // namespace
 
 absl::Status CheckSiluMul(const SiluMulParams& params) {
   const DType dtype = params.gate_up.dtype();
@@ -32,7 +40,7 @@ absl::Status SiluMul(const SiluMulParams& params, Executor& executor) {
   KVASIR_RETURN_IF_ERROR(RequireHostMemory("silu_mul", {params.gate_up, params.y}));
 
   const SiluMulRows rows = RowsOf(params);
-  const auto run = ChooseByCpu(RunSiluMulRows, RunSiluMulRowsAvx2, RunSiluMulRowsAvx512);
+  const auto run = ChooseForm(kForms);
   ForRowChunks(executor, params.y.dim(0), 2 * rows.dim,
                [&](int64_t begin, int64_t end) { run(rows, begin, end); });
   return absl::OkStatus();

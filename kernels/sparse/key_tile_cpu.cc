@@ -2,7 +2,7 @@
 #include <cmath>
 #include <limits>
 
-#include "kernels/base/cpu_features.h"
+#include "kernels/base/cpu_isa.h"
 #include "kernels/base/dtype.h"
 #include "kernels/base/float16.h"
 #include "kernels/paged/key_code_math.h"
@@ -123,7 +123,9 @@ const KeyTileFunctions kKeyTilePlain = {.pack_float32 = PackKeys<float>,
                                         .add_weights = AddWeights};
 
 const KeyTileFunctions& ChosenKeyTile() {
-  return *ChooseByCpu(&kKeyTilePlain, &kKeyTileAvx2, &kKeyTileAvx512);
+  return *ChooseForm<const KeyTileFunctions>({.portable = &kKeyTilePlain,
+                                              .avx2 = KVASIR_ON_X86(&kKeyTileAvx2),
+                                              .avx512 = KVASIR_ON_X86(&kKeyTileAvx512)});
 }
 
 }  // namespace kvasir::kernels

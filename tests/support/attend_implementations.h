@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "kernels/attention/attend_cpu.h"
-#include "kernels/base/cpu_features.h"
+#include "kernels/base/cpu_isa.h"
 #include "tests/support/attention_batch.h"
 
 namespace kvasir::kernels {
@@ -27,8 +27,8 @@ inline std::vector<AttendImplementation> AttendImplementations() {
       ASSERT_TRUE(status.ok()) << status;
     };
   };
-  if (CpuHasAvx512()) all.push_back({"Avx512", fast(AttendIsa::kAvx512)});
-  if (CpuHasAvx512Bf16()) all.push_back({"Avx512Bf16", fast(AttendIsa::kAvx512Bf16)});
+  if (CpuHas(CpuIsa::kAvx512)) all.push_back({"Avx512", fast(AttendIsa::kAvx512)});
+  if (CpuHas(CpuIsa::kAvx512Bf16)) all.push_back({"Avx512Bf16", fast(AttendIsa::kAvx512Bf16)});
   return all;
 }
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <array>
 
-#include "kernels/base/cpu_features.h"
+#include "kernels/base/cpu_isa.h"
 
 namespace kvasir::kernels {
 namespace {
@@ -33,10 +33,10 @@ Bounds FindBounds(const SelectRow& row, int64_t begin, int64_t end) {
 PageScoreKernel ChoosePageScoreKernel(const KvLayout& layout, DType queries) {
   const bool bf16_kv = layout.dtype == DType::kBFloat16;
   if (layout.head_dim % kQuestScoreHeadDimStep == 0) {
-    if (bf16_kv && queries == DType::kBFloat16 && CpuHasAvx512Bf16()) {
+    if (bf16_kv && queries == DType::kBFloat16 && ChosenCpuIsa() >= CpuIsa::kAvx512Bf16) {
       return {.scores = QuestScoresAvx512Bf16Pairs, .bf16_queries = true};
     }
-    if (CpuHasAvx512()) {
+    if (ChosenCpuIsa() >= CpuIsa::kAvx512) {
       return {.scores = bf16_kv ? QuestScoresAvx512BFloat16 : QuestScoresAvx512Float32};
     }
   }

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "kernels/base/buffer.h"
-#include "kernels/base/cpu_features.h"
+#include "kernels/base/cpu_isa.h"
 #include "kernels/dense/gemm_engine.h"
 #include "tests/support/compare.h"
 #include "tests/support/test_tensor.h"
@@ -290,7 +290,7 @@ std::vector<double> RunTiles(GemmEngine& engine, const std::byte* x, int64_t row
 // The engine of machines without AVX-512, both forms of it, on whatever machine this is.
 TEST(PanelGemm, AgreesWithReferenceAndKeepsRowsIndependent) {
   for (PanelIsa isa : {PanelIsa::kPortable, PanelIsa::kAvx2}) {
-    if (isa == PanelIsa::kAvx2 && !CpuHasAvx2()) continue;
+    if (isa == PanelIsa::kAvx2 && !CpuHas(CpuIsa::kAvx2)) continue;
     for (const Case& c : kCases) {
       SCOPED_TRACE(testing::Message() << "m " << c.m << " k " << c.k << " n " << c.n);
       const int64_t m = std::min(c.m, GemmEngine::kMaxTileRows);

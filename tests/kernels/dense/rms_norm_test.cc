@@ -5,7 +5,7 @@
 #include <limits>
 #include <vector>
 
-#include "kernels/base/cpu_features.h"
+#include "kernels/base/cpu_isa.h"
 #include "kernels/dense/elementwise.h"
 #include "tests/support/compare.h"
 #include "tests/support/test_tensor.h"
@@ -144,12 +144,12 @@ void ExpectBitsOfPlainRows(void (*run)(const NormRows&, int64_t, int64_t)) {
 }
 
 TEST(RmsNorm, Avx2RowsEqualPlainRowsBitwise) {
-  if (!CpuHasAvx2()) GTEST_SKIP() << "this machine has no AVX2";
+  if (!CpuHas(CpuIsa::kAvx2)) GTEST_SKIP() << "this machine has no AVX2";
   ExpectBitsOfPlainRows(RunNormRowsAvx2);
 }
 
 TEST(RmsNorm, Avx512RowsEqualPlainRowsBitwise) {
-  if (!CpuHasAvx512()) GTEST_SKIP() << "this machine has no AVX-512";
+  if (!CpuHas(CpuIsa::kAvx512)) GTEST_SKIP() << "this machine has no AVX-512";
   ExpectBitsOfPlainRows(RunNormRowsAvx512);
 }
 

@@ -5,7 +5,7 @@
 #include <limits>
 #include <vector>
 
-#include "kernels/base/cpu_features.h"
+#include "kernels/base/cpu_isa.h"
 #include "kernels/dense/elementwise.h"
 #include "tests/support/compare.h"
 #include "tests/support/test_tensor.h"
@@ -165,12 +165,12 @@ void ExpectBitsOfPlainTokens(void (*run)(const RopeTokens&, int64_t, int64_t)) {
 }
 
 TEST(Rope, Avx2TokensEqualPlainTokensBitwise) {
-  if (!CpuHasAvx2()) GTEST_SKIP() << "this machine has no AVX2";
+  if (!CpuHas(CpuIsa::kAvx2)) GTEST_SKIP() << "this machine has no AVX2";
   ExpectBitsOfPlainTokens(RunRopeTokensAvx2);
 }
 
 TEST(Rope, Avx512TokensEqualPlainTokensBitwise) {
-  if (!CpuHasAvx512()) GTEST_SKIP() << "this machine has no AVX-512";
+  if (!CpuHas(CpuIsa::kAvx512)) GTEST_SKIP() << "this machine has no AVX-512";
   ExpectBitsOfPlainTokens(RunRopeTokensAvx512);
 }
 

@@ -6,7 +6,7 @@
 #include <limits>
 #include <vector>
 
-#include "kernels/base/cpu_features.h"
+#include "kernels/base/cpu_isa.h"
 #include "kernels/dense/elementwise.h"
 #include "tests/support/compare.h"
 #include "tests/support/test_tensor.h"
@@ -90,12 +90,12 @@ TEST(SiluMul, PlainRowsFollowTheFormulaForExtremeGates) {
 }
 
 TEST(SiluMul, Avx2RowsFollowTheFormulaForExtremeGates) {
-  if (!CpuHasAvx2()) GTEST_SKIP() << "this machine has no AVX2";
+  if (!CpuHas(CpuIsa::kAvx2)) GTEST_SKIP() << "this machine has no AVX2";
   ExpectReferenceForExtremeGates(RunSiluMulRowsAvx2);
 }
 
 TEST(SiluMul, Avx512RowsFollowTheFormulaForExtremeGates) {
-  if (!CpuHasAvx512()) GTEST_SKIP() << "this machine has no AVX-512";
+  if (!CpuHas(CpuIsa::kAvx512)) GTEST_SKIP() << "this machine has no AVX-512";
   ExpectReferenceForExtremeGates(RunSiluMulRowsAvx512);
 }
 

@@ -9,7 +9,7 @@
 #include <random>
 #include <vector>
 
-#include "kernels/base/cpu_features.h"
+#include "kernels/base/cpu_isa.h"
 #include "kernels/dense/rope.h"
 #include "kernels/paged/key_code_math.h"
 #include "kernels/paged/key_codes.h"
@@ -24,8 +24,8 @@ constexpr int64_t kHeadDims[] = {2, 7, 8, 16, 17, 34, 64, 80, 128, 256};
 // The forms beside the reference that this machine can run.
 std::vector<const KeyTileFunctions*> Forms() {
   std::vector<const KeyTileFunctions*> forms;
-  if (CpuHasAvx2()) forms.push_back(&kKeyTileAvx2);
-  if (CpuHasAvx512()) forms.push_back(&kKeyTileAvx512);
+  if (CpuHas(CpuIsa::kAvx2)) forms.push_back(&kKeyTileAvx2);
+  if (CpuHas(CpuIsa::kAvx512)) forms.push_back(&kKeyTileAvx512);
   return forms;
 }
 

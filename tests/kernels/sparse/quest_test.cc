@@ -6,7 +6,7 @@
 #include <set>
 #include <vector>
 
-#include "kernels/base/cpu_features.h"
+#include "kernels/base/cpu_isa.h"
 #include "kernels/sparse/quest/quest_score.h"
 #include "kernels/sparse/quest/quest_selector.h"
 #include "kernels/sparse/ranking.h"
@@ -105,9 +105,9 @@ TEST(QuestScores, EveryVariantComputesTheProduct) {
   const ScoreVariant variants[] = {
       {QuestScoresFloat32, DType::kFloat32, DType::kFloat32, true},
       {QuestScoresBFloat16, DType::kFloat32, DType::kBFloat16, true},
-      {QuestScoresAvx512Float32, DType::kFloat32, DType::kFloat32, CpuHasAvx512()},
-      {QuestScoresAvx512BFloat16, DType::kFloat32, DType::kBFloat16, CpuHasAvx512()},
-      {QuestScoresAvx512Bf16Pairs, DType::kBFloat16, DType::kBFloat16, CpuHasAvx512Bf16()},
+      {QuestScoresAvx512Float32, DType::kFloat32, DType::kFloat32, CpuHas(CpuIsa::kAvx512)},
+      {QuestScoresAvx512BFloat16, DType::kFloat32, DType::kBFloat16, CpuHas(CpuIsa::kAvx512)},
+      {QuestScoresAvx512Bf16Pairs, DType::kBFloat16, DType::kBFloat16, CpuHas(CpuIsa::kAvx512Bf16)},
   };
   std::mt19937_64 rng(67);
   std::normal_distribution<float> normal;
