@@ -18,6 +18,7 @@
 #include "prometheus/registry.h"
 #include "spdlog/spdlog.h"
 
+#include "kernels/base/cpu_isa.h"
 #include "kernels/base/mutex.h"
 #include "kernels/base/status_macros.h"
 #include "proto/kvasir/v1/config.pb.h"
@@ -113,6 +114,7 @@ absl::StatusOr<std::unique_ptr<grpc::Server>> StartServer(const std::string& lis
 }
 
 absl::Status RunWorker(const v1::WorkerConfig& config) {
+  KVASIR_RETURN_IF_ERROR(kernels::LimitCpuIsa(config.cpu_isa()));
   const sigset_t end_signals = BlockEndSignals();
   prometheus::Registry registry;
   WorkerMetrics metrics(registry);

@@ -115,6 +115,7 @@ class LocalWorkerProcesses : public LocalWorkers {
           {.argv = {options.program, absl::StrCat("--listen=", addresses_.back()),
                     absl::StrCat("--threads=", options.threads),
                     absl::StrCat("--device=", options.device),
+                    absl::StrCat("--cpu-isa=", options.cpu_isa),
                     absl::StrCat("--metrics-host=", options.metrics_host),
                     absl::StrCat("--metrics-port=", port)},
            .environment = EnvironmentWith(

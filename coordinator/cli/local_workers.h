@@ -19,6 +19,7 @@ struct LocalWorkersOptions {
   int64_t count = 1;    // ranks
   int64_t threads = 1;  // kernel threads of each
   std::string device;   // that they compute on: "cpu", "cuda"
+  std::string cpu_isa;  // of their CPU kernels: "auto", "avx2", ...
   // Of "cuda": the GPU of each, as CUDA_VISIBLE_DEVICES names it.
   std::vector<std::string> gpus = {};
   std::string metrics_host;

@@ -18,6 +18,7 @@
 #include "coordinator/cli/local_gpus.h"
 #include "coordinator/cli/local_workers.h"
 #include "coordinator/server.h"
+#include "kernels/base/cpu_isa.h"
 #include "kernels/base/status_macros.h"
 
 namespace kvasir::coordinator {
@@ -25,6 +26,8 @@ namespace {
 
 absl::StatusOr<std::unique_ptr<LocalWorkers>> StartLocalWorkers(const v1::ServeConfig& config) {
   KVASIR_ASSIGN_OR_RETURN(const std::string program, FindWorkerProgram());
+  // The workers run on this machine: one that refused its flag would only be started again.
+  KVASIR_RETURN_IF_ERROR(kernels::LimitCpuIsa(config.cpu_isa()));
   const int64_t count = config.tensor_parallel_size();
   const int64_t cores = std::max<int64_t>(1, std::thread::hardware_concurrency());
   const int64_t port = config.endpoint().metrics_port();
@@ -37,6 +40,7 @@ absl::StatusOr<std::unique_ptr<LocalWorkers>> StartLocalWorkers(const v1::ServeC
       .count = count,
       .threads = config.threads() != 0 ? config.threads() : std::max<int64_t>(1, cores / count),
       .device = config.device(),
+      .cpu_isa = config.cpu_isa(),
       .gpus = std::move(gpus),
       .metrics_host = config.endpoint().host(),
       .metrics_port = port == 0 ? 0 : port + 1,

@@ -1,7 +1,6 @@
 #include "kernels/attention/attend.h"
 
 #include <iterator>
-#include <optional>
 
 #include "absl/strings/str_cat.h"
 
@@ -51,6 +50,11 @@ absl::Status CheckAttendParams(const AttendParams& p) {
   return CheckQueryBlocks("attend", p.blocks, check.dim("tokens"), p.kv);
 }
 
+absl::string_view AttendPathName(int64_t head_dim) {
+  const CpuIsa isa = ChosenCpuIsa();
+  return CpuIsaName(HasFastAttend(isa, head_dim) ? isa : CpuIsa::kPortable);
+}
+
 absl::Status Attend(const AttendParams& p, Executor& executor) {
   KVASIR_RETURN_IF_ERROR(CheckAttendParams(p));
   if (p.grouped.on()) {
@@ -58,8 +62,8 @@ absl::Status Attend(const AttendParams& p, Executor& executor) {
   } else if (p.rope != nullptr) {
     ReservePositions(p.selection, p.blocks, p.kv.layout.num_kv_heads, *p.rope, executor);
   }
-  const std::optional<AttendIsa> isa = BestAttendIsa(p.kv.layout.head_dim);
-  if (isa.has_value()) return AttendFast(p, *isa, executor);
+  const CpuIsa isa = ChosenCpuIsa();
+  if (HasFastAttend(isa, p.kv.layout.head_dim)) return AttendFast(p, isa, executor);
   AttendReference(p, executor);
   return absl::OkStatus();
 }

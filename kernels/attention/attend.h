@@ -23,7 +23,7 @@
 // AttendParams::faults), and its out rows are unspecified.
 // Cost: reads 2 * head_dim * sizeof(dtype) bytes per attended token and KV head, once for all G
 // query heads of the group. Any head_dim and group; head dims that are multiples of 64 are fast on
-// machines with AVX-512. Scratch: per thread 12 * head_dim bytes per query row of the largest block
+// machines with AVX2, AVX-512 or NEON. Scratch: per thread 12 * head_dim bytes per query row of the largest block
 // and 772 * head_dim for tiles, 32 bytes per page of the longest row; 4 * head_dim per segment and
 // query head of long decode rows. With rope, each page's keys are rotated once for all queries of a
 // block and heads of a group; with grouped positions, twice where a page is near for some of them
@@ -34,6 +34,7 @@
 #include <span>
 
 #include "absl/status/status.h"
+#include "absl/strings/string_view.h"
 
 #include "kernels/attention/terminator.h"
 #include "kernels/base/executor.h"
@@ -71,5 +72,8 @@ struct AttendParams {
 };
 
 absl::Status Attend(const AttendParams& params, Executor& executor);
+
+// The instruction set that Attend uses on a CPU for this head_dim (base/cpu_isa.h), for logs.
+absl::string_view AttendPathName(int64_t head_dim);
 
 }  // namespace kvasir::kernels

@@ -4,11 +4,11 @@
 #pragma once
 
 #include <cstdint>
-#include <optional>
 
 #include "absl/status/status.h"
 
 #include "kernels/attention/attend.h"
+#include "kernels/base/cpu_isa.h"
 
 namespace kvasir::kernels {
 
@@ -16,11 +16,10 @@ namespace kvasir::kernels {
 void AttendReference(const AttendParams& params, Executor& executor);
 
 // The fast one: 64-token tiles in vector registers (attend_tile.h), for head dims that are
-// multiples of 64 and any group. `isa` must be one that the machine has.
-enum class AttendIsa { kAvx512, kAvx512Bf16 };
-absl::Status AttendFast(const AttendParams& params, AttendIsa isa, Executor& executor);
-// The best one the machine has for this head_dim; nullopt: AttendReference is the only one.
-std::optional<AttendIsa> BestAttendIsa(int64_t head_dim);
+// multiples of 64 and any group. REQUIRES: the machine has `isa`, and HasFastAttend.
+absl::Status AttendFast(const AttendParams& params, CpuIsa isa, Executor& executor);
+// Whether AttendFast has a form of this instruction set, for this head_dim.
+bool HasFastAttend(CpuIsa isa, int64_t head_dim);
 
 // INVALID_ARGUMENT unless `params` is what the implementations require.
 absl::Status CheckAttendParams(const AttendParams& params);

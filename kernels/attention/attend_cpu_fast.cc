@@ -32,6 +32,13 @@ namespace {
 
 static_assert(kTileTokens == kPageTokens);
 
+constexpr IsaForms<AddPageFn> kAddFloat32 = {.neon = KVASIR_ON_ARM(AddPageNeonFloat32),
+                                             .avx2 = KVASIR_ON_X86(AddPageAvx2Float32),
+                                             .avx512 = KVASIR_ON_X86(AddPageAvx512Float32)};
+constexpr IsaForms<AddPageFn> kAddBFloat16 = {.neon = KVASIR_ON_ARM(AddPageNeonBFloat16),
+                                              .avx2 = KVASIR_ON_X86(AddPageAvx2BFloat16),
+                                              .avx512 = KVASIR_ON_X86(AddPageAvx512BFloat16)};
+
 // Memory of one thread, for one item at a time.
 struct ThreadMemory {
   ThreadMemory(ScratchPieces& pieces, const ItemSize& largest, const AttendContext& c)
@@ -368,17 +375,16 @@ absl::Status Run(const AttendContext& c, Executor& executor) {
 
 }  // namespace
 
-absl::Status AttendFast(const AttendParams& p, AttendIsa isa, Executor& executor) {
+absl::Status AttendFast(const AttendParams& p, CpuIsa isa, Executor& executor) {
   if (p.blocks.empty()) return absl::OkStatus();
   std::fill(p.unread.begin(), p.unread.end(), UnreadPages{});
   const bool bf16_kv = p.kv.layout.dtype == DType::kBFloat16;
-  const bool pairs = isa == AttendIsa::kAvx512Bf16 && bf16_kv && p.q.dtype() == DType::kBFloat16;
-  AddPageFn* const add_page = pairs     ? AddPageAvx512Bf16Pairs
-                              : bf16_kv ? AddPageAvx512BFloat16
-                                        : AddPageAvx512Float32;
+  const bool pairs = isa == CpuIsa::kAvx512Bf16 && bf16_kv && p.q.dtype() == DType::kBFloat16;
   const int64_t heads = p.q.dim(1);
   const AttendContext context = {.p = p,
-                                 .add_page = add_page,
+                                 .add_page = pairs     ? KVASIR_ON_X86(AddPageAvx512Bf16Pairs)
+                                             : bf16_kv ? FormFor(isa, kAddBFloat16)
+                                                       : FormFor(isa, kAddFloat32),
                                  .bf16_queries = pairs,
                                  .heads = heads,
                                  .group = heads / p.kv.layout.num_kv_heads,
@@ -386,11 +392,8 @@ absl::Status AttendFast(const AttendParams& p, AttendIsa isa, Executor& executor
   return Run(context, executor);
 }
 
-std::optional<AttendIsa> BestAttendIsa(int64_t head_dim) {
-  if (head_dim % kTileHeadDimStep != 0) return std::nullopt;
-  if (ChosenCpuIsa() >= CpuIsa::kAvx512Bf16) return AttendIsa::kAvx512Bf16;
-  if (ChosenCpuIsa() >= CpuIsa::kAvx512) return AttendIsa::kAvx512;
-  return std::nullopt;
+bool HasFastAttend(CpuIsa isa, int64_t head_dim) {
+  return head_dim % kTileHeadDimStep == 0 && FormFor(isa, kAddFloat32) != nullptr;
 }
 
 }  // namespace kvasir::kernels

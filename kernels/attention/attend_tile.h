@@ -1,6 +1,7 @@
 // The inner kernel of CPU attention: one page of K and V against all query rows of one (query
 // block, KV head). attend_cpu_fast.cc walks pages and merges segments; these functions do the
-// arithmetic, compiled for AVX-512 and entered only where the machine has it.
+// arithmetic, compiled for each instruction set (attend_tile_simd.h) and entered only where the
+// machine has it.
 //
 // This header is included by files compiled with instructions that the machine may lack: it must
 // not bring in functions that the linker could share with the rest of the program, so it knows only
@@ -16,7 +17,7 @@
 namespace kvasir::kernels {
 
 inline constexpr int64_t kTileTokens = 64;  // a page
-inline constexpr int64_t kTileLanes = 16;   // floats of a vector
+inline constexpr int64_t kTileLanes = 16;   // in which a row's weights are summed
 
 // Rows are queries x group, group fastest: row r is query r / group.
 struct TileRows {
@@ -53,9 +54,14 @@ constexpr int64_t TileWorkspaceBytes(int64_t head_dim) {
 // Adds the page's tokens to the rows' states. exp is accurate to 2 units in the last place.
 using AddPageFn = void(const TileShape& shape, const TilePage& page, const TileRows& rows);
 
-// Float32 arithmetic throughout: float32 queries, keys and values converted to float32.
-AddPageFn AddPageAvx512Float32;   // float32 KV
-AddPageFn AddPageAvx512BFloat16;  // bfloat16 KV
+// Float32 arithmetic throughout: float32 queries, keys and values converted to float32. The same
+// bits for every instruction set.
+AddPageFn AddPageNeonFloat32;  // float32 KV
+AddPageFn AddPageAvx2Float32;
+AddPageFn AddPageAvx512Float32;
+AddPageFn AddPageNeonBFloat16;  // bfloat16 KV
+AddPageFn AddPageAvx2BFloat16;
+AddPageFn AddPageAvx512BFloat16;
 
 // Bfloat16 queries and KV: products of bfloat16 pairs summed in float32; the weights exp(l - max)
 // are rounded to bfloat16 for the product with V (their sum is not).

@@ -1,5 +1,10 @@
-// Compiled for AVX-512 with BF16; see the warning in attend_tile.h.
-#include "kernels/attention/attend_tile_avx512.h"
+// Compiled for AVX-512 with BF16; see the warning in attend_tile.h. The vectors come before the
+// functions over them.
+// clang-format off
+#include "kernels/dense/simd_avx512.h"
+#include "kernels/dense/simd_avx512_bf16.h"
+#include "kernels/attention/attend_tile_simd.h"
+// clang-format on
 
 namespace kvasir::kernels {
 namespace {
@@ -8,20 +13,22 @@ namespace {
 struct PairTile : PairUnit {
   static constexpr int64_t kKvBytes = 2;
 
-  static __m512i KeepFirstToken(__m512i pairs) {
-    return _mm512_and_si512(pairs, _mm512_set1_epi32(0xffff));
-  }
-  static void StoreWeights(const __m512 p[kColumnVectors], std::byte* to) {
-    _mm512_storeu_si512(to, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(p[1], p[0])));
-    _mm512_storeu_si512(to + 64, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(p[3], p[2])));
+  static Vec KeepFirstToken(Vec pairs) { return FromBits(Bits(pairs) & 0xffffu); }
+  static void StoreWeights(const float* p, std::byte* to) {
+    const __m512bh first = _mm512_cvtne2ps_pbh(Load(p + 16), Load(p));
+    const __m512bh second = _mm512_cvtne2ps_pbh(Load(p + 48), Load(p + 32));
+    _mm512_storeu_si512(to, reinterpret_cast<__m512i>(first));
+    _mm512_storeu_si512(to + 64, reinterpret_cast<__m512i>(second));
   }
   template <typename Use>
-  static void SplitKeys(int64_t index, __m512i keys, const Use& use) {
+  static void SplitKeys(int64_t index, Vec keys, const Use& use) {
     use(index, keys);
   }
   // Rows 2 unit and 2 unit + 1 of V interleaved.
+  template <int kVectors>
   static void LoadValues(const TileShape& shape, const TilePage& page, int64_t unit, int64_t column,
-                         __m512i line[kColumnVectors]) {
+                         Vec* line) {
+    static_assert(kVectors == 4);
     const int64_t row_bytes = shape.head_dim * kKvBytes;
     const std::byte* from = page.values + 2 * unit * row_bytes + column * kKvBytes;
     const __mmask32 first_attended = (page.mask >> (2 * unit) & 1) != 0 ? ~__mmask32{0} : 0;
@@ -35,8 +42,8 @@ struct PairTile : PairUnit {
       const __m512i second = _mm512_maskz_loadu_epi16(second_attended, here + row_bytes);
       PrefetchNext(page, here);
       PrefetchNext(page, here + row_bytes);
-      line[2 * j] = _mm512_permutex2var_epi16(first, low, second);
-      line[2 * j + 1] = _mm512_permutex2var_epi16(first, high, second);
+      line[2 * j] = _mm512_castsi512_ps(_mm512_permutex2var_epi16(first, low, second));
+      line[2 * j + 1] = _mm512_castsi512_ps(_mm512_permutex2var_epi16(first, high, second));
     }
   }
 

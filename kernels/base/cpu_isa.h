@@ -60,16 +60,30 @@ struct IsaForms {
   Function* avx512_bf16 = nullptr;
 };
 
-// The form for the instruction set in use, or the widest one below it.
+// The form for `isa`, or the widest one below it; null where there is none.
+template <typename Function>
+Function* FormFor(CpuIsa isa, const IsaForms<Function>& forms) {
+  switch (isa) {
+    case CpuIsa::kAvx512Bf16:
+      if (forms.avx512_bf16 != nullptr) return forms.avx512_bf16;
+      [[fallthrough]];
+    case CpuIsa::kAvx512:
+      if (forms.avx512 != nullptr) return forms.avx512;
+      [[fallthrough]];
+    case CpuIsa::kAvx2:
+      return forms.avx2 != nullptr ? forms.avx2 : forms.portable;
+    case CpuIsa::kNeon:
+      return forms.neon != nullptr ? forms.neon : forms.portable;
+    case CpuIsa::kPortable:
+      return forms.portable;
+  }
+  return forms.portable;
+}
+
+// The form for the instruction set in use.
 template <typename Function>
 Function* ChooseForm(const IsaForms<Function>& forms) {
-  const CpuIsa isa = ChosenCpuIsa();
-  Function* form = forms.portable;
-  if (isa >= CpuIsa::kNeon && CpuHas(CpuIsa::kNeon) && forms.neon != nullptr) form = forms.neon;
-  if (isa >= CpuIsa::kAvx2 && forms.avx2 != nullptr) form = forms.avx2;
-  if (isa >= CpuIsa::kAvx512 && forms.avx512 != nullptr) form = forms.avx512;
-  if (isa >= CpuIsa::kAvx512Bf16 && forms.avx512_bf16 != nullptr) form = forms.avx512_bf16;
-  return form;
+  return FormFor(ChosenCpuIsa(), forms);
 }
 
 }  // namespace kvasir::kernels

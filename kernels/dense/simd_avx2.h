@@ -13,6 +13,9 @@ namespace {
 
 using Vec = __m256;
 constexpr int64_t kSimdWidth = 8;
+// The block of a product that stays in registers: 12 of 16 are sums.
+constexpr int kProductRows = 6;
+constexpr int kProductVectors = 2;
 
 inline Vec Broadcast(float value) { return _mm256_set1_ps(value); }
 
@@ -72,7 +75,19 @@ inline Vec RoundToInteger(Vec v) {
   return _mm256_round_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 inline Vec Fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
-// v * 2^n for whole n in [-128, 129], in two factors since 2^129 is not a float.
+// The largest element; anything where one is NaN.
+inline float LargestElement(Vec v) {
+  const __m128 four = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+}
+// Element i of `v` where bit i is set, of `otherwise` where not.
+inline Vec KeepWhere(uint32_t bits, Vec v, Vec otherwise) {
+  const __m256i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  const __m256i set = _mm256_and_si256(_mm256_set1_epi32(static_cast<int>(bits)), bit);
+  return _mm256_blendv_ps(otherwise, v, _mm256_castsi256_ps(_mm256_cmpeq_epi32(set, bit)));
+}
+// v * 2^n for whole n in [-250, 250], in two factors since 2^129 is not a float.
 inline Vec ScaleByPowerOfTwo(Vec v, Vec n) {
   const __m256i exponent = _mm256_cvtps_epi32(n);
   const __m256i half = _mm256_srai_epi32(exponent, 1);
@@ -80,6 +95,30 @@ inline Vec ScaleByPowerOfTwo(Vec v, Vec n) {
   const __m256i bias = _mm256_set1_epi32(127);
   return v * _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(half, bias), 23)) *
          _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(rest, bias), 23));
+}
+
+// Rows and columns of a block of 8 x 8 floats change places.
+inline void TransposeVectors(Vec rows[8]) {
+  Vec t[8];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    t[2 * i] = _mm256_unpacklo_ps(rows[2 * i], rows[2 * i + 1]);
+    t[2 * i + 1] = _mm256_unpackhi_ps(rows[2 * i], rows[2 * i + 1]);
+  }
+  // Each 128-bit half is a block of 4 x 4 of its own.
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i) {
+    rows[4 * i] = _mm256_shuffle_ps(t[4 * i], t[4 * i + 2], 0x44);
+    rows[4 * i + 1] = _mm256_shuffle_ps(t[4 * i], t[4 * i + 2], 0xee);
+    rows[4 * i + 2] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0x44);
+    rows[4 * i + 3] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0xee);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    const Vec upper = rows[i], lower = rows[i + 4];
+    rows[i] = _mm256_permute2f128_ps(upper, lower, 0x20);
+    rows[i + 4] = _mm256_permute2f128_ps(upper, lower, 0x31);
+  }
 }
 
 }  // namespace

@@ -10,6 +10,8 @@ namespace {
 
 using Vec = __m512;
 constexpr int64_t kSimdWidth = 16;
+constexpr int kProductRows = 6;  // 24 of 32 registers are sums
+constexpr int kProductVectors = 4;
 
 inline Vec Broadcast(float value) { return _mm512_set1_ps(value); }
 
@@ -63,7 +65,49 @@ inline Vec RoundToInteger(Vec v) {
   return _mm512_roundscale_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 inline Vec Fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+inline float LargestElement(Vec v) { return _mm512_reduce_max_ps(v); }
+inline Vec KeepWhere(uint32_t bits, Vec v, Vec otherwise) {
+  return _mm512_mask_mov_ps(otherwise, static_cast<__mmask16>(bits), v);
+}
 inline Vec ScaleByPowerOfTwo(Vec v, Vec n) { return _mm512_scalef_ps(v, n); }
+
+// Rows and columns of a block of 16 x 16 floats change places.
+inline void TransposeVectors(Vec v[16]) {
+  __m512i rows[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) rows[i] = _mm512_castps_si512(v[i]);
+  __m512i t[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 8; ++i) {
+    t[2 * i] = _mm512_unpacklo_epi32(rows[2 * i], rows[2 * i + 1]);
+    t[2 * i + 1] = _mm512_unpackhi_epi32(rows[2 * i], rows[2 * i + 1]);
+  }
+  // Now in groups of four rows, each 128-bit lane to be transposed as 64-bit pairs.
+#pragma GCC unroll 16
+  for (int i = 0; i < 4; ++i) {
+    rows[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
+    rows[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
+    rows[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
+    rows[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
+  }
+  // rows[4 i + j], 128-bit lane l: column 4 l + j of rows 4 i .. 4 i + 3.
+#pragma GCC unroll 16
+  for (int j = 0; j < 4; ++j) {
+    t[j] = _mm512_shuffle_i32x4(rows[j], rows[4 + j], 0x88);           // lanes 0, 2 of i = 0, 1
+    t[4 + j] = _mm512_shuffle_i32x4(rows[j], rows[4 + j], 0xdd);       // lanes 1, 3
+    t[8 + j] = _mm512_shuffle_i32x4(rows[8 + j], rows[12 + j], 0x88);  // likewise of i = 2, 3
+    t[12 + j] = _mm512_shuffle_i32x4(rows[8 + j], rows[12 + j], 0xdd);
+  }
+#pragma GCC unroll 16
+  for (int j = 0; j < 4; ++j) {
+    rows[j] = _mm512_shuffle_i32x4(t[j], t[8 + j], 0x88);
+    rows[4 + j] = _mm512_shuffle_i32x4(t[4 + j], t[12 + j], 0x88);
+    rows[8 + j] = _mm512_shuffle_i32x4(t[j], t[8 + j], 0xdd);
+    rows[12 + j] = _mm512_shuffle_i32x4(t[4 + j], t[12 + j], 0xdd);
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) v[i] = _mm512_castsi512_ps(rows[i]);
+}
 
 }  // namespace
 }  // namespace kvasir::kernels

@@ -9,7 +9,7 @@
 // of a function give the same bits (of a NaN, that it is one).
 //
 // This header is included by files compiled with instructions that the machine may lack (see
-// base/avx512_tile.h): plain data only. Thread-safe.
+// base/simd_units.h): plain data only. Thread-safe.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,6 @@
 // The functions of key_tile.h over vectors, written once for all widths: key_tile_avx2.cc and
 // key_tile_avx512.cc include their simd_*.h, say how many registers a product may fill, and then
-// include this. Everything has internal linkage (see base/avx512_tile.h).
+// include this. Everything has internal linkage (see base/simd_units.h).
 //
 // Whatever is packed is taken as units of four bytes: a float, a pair of bfloat16 neighbours, or
 // eight codes. kSimdWidth units of kSimdWidth keys at a time change places in registers.
@@ -9,19 +9,16 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kernels/base/simd_units.h"
 #include "kernels/dense/simd_exp.h"
 #include "kernels/sparse/key_tile.h"
 
 namespace kvasir::kernels {
 namespace {
 
-using UintVec __attribute__((vector_size(sizeof(Vec)))) = uint32_t;
 using IntVec __attribute__((vector_size(sizeof(Vec)))) = int32_t;
 using ShortVec __attribute__((vector_size(sizeof(Vec)))) = int16_t;
 using FloatVec __attribute__((vector_size(sizeof(Vec)))) = float;
-
-inline UintVec Bits(Vec v) { return reinterpret_cast<UintVec>(v); }
-inline Vec FromBits(UintVec bits) { return reinterpret_cast<Vec>(bits); }
 
 // Of bytes without and with a sign: the sums of two products each.
 inline ShortVec MultiplyBytes(UintVec codes, uint32_t quad) {
@@ -73,8 +70,8 @@ void PackFloat32(const void* const* keys, int64_t head_dim, float* tile) {
 // An odd last element is a unit's first half, and lies alone.
 void PackBFloat16(const void* const* keys, int64_t head_dim, float* tile) {
   ForEachUnit(keys, head_dim / 2, [&](int64_t unit, int64_t key, Vec v) {
-    StoreElement(tile, 2 * unit, key, FromBits(Bits(v) << 16));
-    StoreElement(tile, 2 * unit + 1, key, FromBits(Bits(v) & 0xffff0000u));
+    StoreElement(tile, 2 * unit, key, FirstOfPairs(v));
+    StoreElement(tile, 2 * unit + 1, key, SecondOfPairs(v));
   });
   if (head_dim % 2 == 0) return;
   for (int64_t t = 0; t < kTileKeys; ++t) {
@@ -113,40 +110,20 @@ void Rotate(const float* cos, const float* sin, int64_t head_dim, float* tile) {
   }
 }
 
-// Logits of kRows queries and the kProductVectors vectors of keys from column `key` on.
-template <int kRows>
-using Product = Vec[static_cast<size_t>(kRows)][static_cast<size_t>(kProductVectors)];
-
-template <int kRows>
-inline void Multiply(const TileQueries& q, int64_t query, const float* tile, int64_t key,
-                     Product<kRows>& c) {
-#pragma GCC unroll 8
-  for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 4
-    for (int j = 0; j < kProductVectors; ++j) c[r][j] = Broadcast(0);
-  }
-  const float* row = q.queries + query * q.head_dim;
-  for (int64_t i = 0; i < q.head_dim; ++i) {
-    Vec line[static_cast<size_t>(kProductVectors)];
-#pragma GCC unroll 4
-    for (int j = 0; j < kProductVectors; ++j) {
-      line[j] = Load(tile + i * kTileKeys + key + j * kSimdWidth);
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) {
-      const Vec element = Broadcast(row[r * q.head_dim + i]);
-#pragma GCC unroll 4
-      for (int j = 0; j < kProductVectors; ++j) c[r][j] = Fma(element, line[j], c[r][j]);
-    }
-  }
-}
-
 // Calls use(query, key, vector) with the logits of query and the keys from that key on.
 template <int kRows, typename Use>
 inline void UseProducts(const TileQueries& q, int64_t query, const float* tile, const Use& use) {
+  const auto* rows = reinterpret_cast<const std::byte*>(q.queries + query * q.head_dim);
   for (int64_t key = 0; key < kTileKeys; key += kProductVectors * kSimdWidth) {
-    Product<kRows> c;
-    Multiply<kRows>(q, query, tile, key, c);
+    Sums<kRows, kProductVectors> c;
+    Clear<kRows, kProductVectors>(c);
+    const auto load = [&](int64_t element, Vec* line) {
+#pragma GCC unroll 4
+      for (int j = 0; j < kProductVectors; ++j) {
+        line[j] = Load(tile + element * kTileKeys + key + j * kSimdWidth);
+      }
+    };
+    AddProduct<FloatUnit, kRows, kProductVectors>(rows, q.head_dim * 4, q.head_dim, load, c);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4

@@ -20,15 +20,15 @@ struct AttendImplementation {
 
 inline std::vector<AttendImplementation> AttendImplementations() {
   std::vector<AttendImplementation> all = {{"Reference", AttendReference}};
-  const auto fast = [](AttendIsa isa) {
-    return [isa](const AttendParams& p, Executor& executor) {
-      if (p.kv.layout.head_dim % 64 != 0) return AttendReference(p, executor);
+  for (const CpuIsa isa : {CpuIsa::kNeon, CpuIsa::kAvx2, CpuIsa::kAvx512, CpuIsa::kAvx512Bf16}) {
+    if (!CpuHas(isa)) continue;
+    const auto fast = [isa](const AttendParams& p, Executor& executor) {
+      if (!HasFastAttend(isa, p.kv.layout.head_dim)) return AttendReference(p, executor);
       const absl::Status status = AttendFast(p, isa, executor);
       ASSERT_TRUE(status.ok()) << status;
     };
-  };
-  if (CpuHas(CpuIsa::kAvx512)) all.push_back({"Avx512", fast(AttendIsa::kAvx512)});
-  if (CpuHas(CpuIsa::kAvx512Bf16)) all.push_back({"Avx512Bf16", fast(AttendIsa::kAvx512Bf16)});
+    all.push_back({std::string(CpuIsaName(isa)), fast});
+  }
   return all;
 }
 

@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 
 #include "kernels/base/status_macros.h"
 #include "kernels/dense/add.h"
@@ -54,7 +56,10 @@ absl::Span<float> AsFloats(const TensorView& tensor) {
 class CpuBackend::CpuLinear final : public Linear {
  public:
   CpuLinear(PackedLinear packed, CpuBackend& backend)
-      : packed_(std::move(packed)), backend_(backend) {}
+      : packed_(std::move(packed)),
+        backend_(backend),
+        path_(backend.product_paths_.insert(packed_.engine_name())) {}
+  ~CpuLinear() override { backend_.product_paths_.erase(path_); }
 
   absl::Status Run(const LinearParams& p) override {
     kernels::Executor& executor = backend_.executor();
@@ -81,6 +86,7 @@ class CpuBackend::CpuLinear final : public Linear {
 
   PackedLinear packed_;
   CpuBackend& backend_;
+  const std::multiset<std::string>::iterator path_;
 };
 
 struct CpuBackend::CpuRope final : Rope {
@@ -95,7 +101,12 @@ struct CpuBackend::CpuRope final : Rope {
 };
 
 std::string CpuBackend::name() const {
-  return absl::StrCat("cpu, ", executor().num_threads(), " threads");
+  return absl::StrCat("cpu, ", executor().num_threads(), " threads, attention ", attention_path_,
+                      ", products ", absl::StrJoin(ProductPaths(), " and "));
+}
+
+std::set<std::string> CpuBackend::ProductPaths() const {
+  return {product_paths_.begin(), product_paths_.end()};
 }
 
 absl::StatusOr<Memory> CpuBackend::Allocate(int64_t bytes) {
@@ -116,6 +127,7 @@ absl::StatusOr<std::unique_ptr<Linear>> CpuBackend::MakeLinear(
 
 absl::StatusOr<std::unique_ptr<Rope>> CpuBackend::MakeRope(const RopeFrequencies& frequencies,
                                                            const KeyForm& form) {
+  attention_path_ = std::string(kernels::AttendPathName(2 * std::ssize(frequencies.inv_freq)));
   return std::make_unique<CpuRope>(frequencies, form);
 }
 

@@ -4,6 +4,7 @@
 
 #include <memory>
 #include <optional>
+#include <set>
 #include <span>
 #include <string>
 #include <vector>
@@ -20,6 +21,7 @@ class CpuBackend final : public Backend {
  public:
   explicit CpuBackend(kernels::Executor& executor) : Backend(executor) {}
 
+  // Names threads and the instruction sets in use by the model whose layers exist.
   std::string name() const override;
   absl::Status CheckModel(const TransformerOptions&, kernels::DType) const override {
     return absl::OkStatus();
@@ -67,9 +69,12 @@ class CpuBackend final : public Backend {
   class CpuLinear;
   struct CpuRope;
 
+  std::set<std::string> ProductPaths() const;
   CpuRope& rope() const;
   CpuRotation rotation() const;
 
+  std::string attention_path_ = "unused";     // as AttendPathName, of the last Rope made
+  std::multiset<std::string> product_paths_;  // engine names of the linear layers that exist
   kernels::Scratch linear_scratch_, sampling_scratch_;
   CpuAttention attention_;
   std::optional<StepInputs> step_;    // from BeginStep to Collect

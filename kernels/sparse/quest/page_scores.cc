@@ -8,6 +8,17 @@
 namespace kvasir::kernels {
 namespace {
 
+constexpr IsaForms<QuestScoreFn> kFloat32Forms = {
+    .portable = QuestScoresFloat32,
+    .neon = KVASIR_ON_ARM(QuestScoresNeonFloat32),
+    .avx2 = KVASIR_ON_X86(QuestScoresAvx2Float32),
+    .avx512 = KVASIR_ON_X86(QuestScoresAvx512Float32)};
+constexpr IsaForms<QuestScoreFn> kBFloat16Forms = {
+    .portable = QuestScoresBFloat16,
+    .neon = KVASIR_ON_ARM(QuestScoresNeonBFloat16),
+    .avx2 = KVASIR_ON_X86(QuestScoresAvx2BFloat16),
+    .avx512 = KVASIR_ON_X86(QuestScoresAvx512BFloat16)};
+
 constexpr int64_t kCacheLine = 64;
 
 using Bounds = std::array<const std::byte*, kQuestScorePages>;
@@ -32,15 +43,13 @@ Bounds FindBounds(const SelectRow& row, int64_t begin, int64_t end) {
 
 PageScoreKernel ChoosePageScoreKernel(const KvLayout& layout, DType queries) {
   const bool bf16_kv = layout.dtype == DType::kBFloat16;
-  if (layout.head_dim % kQuestScoreHeadDimStep == 0) {
-    if (bf16_kv && queries == DType::kBFloat16 && ChosenCpuIsa() >= CpuIsa::kAvx512Bf16) {
-      return {.scores = QuestScoresAvx512Bf16Pairs, .bf16_queries = true};
-    }
-    if (ChosenCpuIsa() >= CpuIsa::kAvx512) {
-      return {.scores = bf16_kv ? QuestScoresAvx512BFloat16 : QuestScoresAvx512Float32};
-    }
+  if (layout.head_dim % kQuestScoreHeadDimStep != 0) {
+    return {.scores = bf16_kv ? QuestScoresBFloat16 : QuestScoresFloat32};
   }
-  return {.scores = bf16_kv ? QuestScoresBFloat16 : QuestScoresFloat32};
+  if (bf16_kv && queries == DType::kBFloat16 && ChosenCpuIsa() == CpuIsa::kAvx512Bf16) {
+    return {.scores = KVASIR_ON_X86(QuestScoresAvx512Bf16Pairs), .bf16_queries = true};
+  }
+  return {.scores = ChooseForm(bf16_kv ? kBFloat16Forms : kFloat32Forms)};
 }
 
 void SplitQuery(const PageScoreKernel& kernel, const TensorView& q, int64_t q_row, int64_t row,

@@ -7,7 +7,7 @@
 // of 2 * head_dim terms, and (min, max) is how a page's bounds lie in memory.
 //
 // This header is included by files compiled with instructions that the machine may lack (see
-// base/avx512_tile.h): plain data only. Thread-safe.
+// base/simd_units.h): plain data only. Thread-safe.
 #pragma once
 
 #include <cstddef>
@@ -39,11 +39,15 @@ using QuestScoreFn = void(const QuestScoreParams& params,
 QuestScoreFn QuestScoresFloat32;   // float32 bounds
 QuestScoreFn QuestScoresBFloat16;  // bfloat16 bounds
 
-inline constexpr int64_t kQuestScoreHeadDimStep = 16;  // of the AVX-512 functions
+inline constexpr int64_t kQuestScoreHeadDimStep = 16;  // of the functions over vectors
 
-// Float32 queries.
-QuestScoreFn QuestScoresAvx512Float32;   // float32 bounds
-QuestScoreFn QuestScoresAvx512BFloat16;  // bfloat16 bounds
+// Float32 queries; the same bits for every instruction set.
+QuestScoreFn QuestScoresNeonFloat32;  // float32 bounds
+QuestScoreFn QuestScoresAvx2Float32;
+QuestScoreFn QuestScoresAvx512Float32;
+QuestScoreFn QuestScoresNeonBFloat16;  // bfloat16 bounds
+QuestScoreFn QuestScoresAvx2BFloat16;
+QuestScoreFn QuestScoresAvx512BFloat16;
 // Bfloat16 queries and bounds.
 QuestScoreFn QuestScoresAvx512Bf16Pairs;
 

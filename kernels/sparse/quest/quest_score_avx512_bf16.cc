@@ -1,14 +1,19 @@
-// Compiled for AVX-512 with BF16; see the warning in avx512_tile.h.
-#include "kernels/sparse/quest/quest_score_avx512.h"
+// Compiled for AVX-512 with BF16; see the warning in simd_units.h. The vectors come before the
+// functions over them.
+// clang-format off
+#include "kernels/dense/simd_avx512.h"
+#include "kernels/dense/simd_avx512_bf16.h"
+#include "kernels/sparse/quest/quest_score_simd.h"
+// clang-format on
 
 namespace kvasir::kernels {
 
 void QuestScoresAvx512Bf16Pairs(const QuestScoreParams& p, const std::byte* const* bounds,
                                 float* scores) {
-  TransposeBounds(bounds, 2 * p.head_dim * 2, [&](int64_t pair, int64_t page, __m512i values) {
-    _mm512_storeu_si512(p.workspace + (pair * kQuestScorePages + page) * 4, values);
+  TransposeBounds(bounds, 2 * p.head_dim * 2, [&](int64_t pair, int64_t page, Vec values) {
+    StoreUnits(PlaceOf(p, pair, page), values);
   });
-  ScoreTile<PairUnit>(p, p.workspace, bounds, scores);
+  ScoreTile<PairUnit>(p, bounds, scores);
 }
 
 }  // namespace kvasir::kernels

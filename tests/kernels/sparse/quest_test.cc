@@ -105,9 +105,20 @@ TEST(QuestScores, EveryVariantComputesTheProduct) {
   const ScoreVariant variants[] = {
       {QuestScoresFloat32, DType::kFloat32, DType::kFloat32, true},
       {QuestScoresBFloat16, DType::kFloat32, DType::kBFloat16, true},
-      {QuestScoresAvx512Float32, DType::kFloat32, DType::kFloat32, CpuHas(CpuIsa::kAvx512)},
-      {QuestScoresAvx512BFloat16, DType::kFloat32, DType::kBFloat16, CpuHas(CpuIsa::kAvx512)},
-      {QuestScoresAvx512Bf16Pairs, DType::kBFloat16, DType::kBFloat16, CpuHas(CpuIsa::kAvx512Bf16)},
+      {KVASIR_ON_ARM(QuestScoresNeonFloat32), DType::kFloat32, DType::kFloat32,
+       CpuHas(CpuIsa::kNeon)},
+      {KVASIR_ON_ARM(QuestScoresNeonBFloat16), DType::kFloat32, DType::kBFloat16,
+       CpuHas(CpuIsa::kNeon)},
+      {KVASIR_ON_X86(QuestScoresAvx2Float32), DType::kFloat32, DType::kFloat32,
+       CpuHas(CpuIsa::kAvx2)},
+      {KVASIR_ON_X86(QuestScoresAvx2BFloat16), DType::kFloat32, DType::kBFloat16,
+       CpuHas(CpuIsa::kAvx2)},
+      {KVASIR_ON_X86(QuestScoresAvx512Float32), DType::kFloat32, DType::kFloat32,
+       CpuHas(CpuIsa::kAvx512)},
+      {KVASIR_ON_X86(QuestScoresAvx512BFloat16), DType::kFloat32, DType::kBFloat16,
+       CpuHas(CpuIsa::kAvx512)},
+      {KVASIR_ON_X86(QuestScoresAvx512Bf16Pairs), DType::kBFloat16, DType::kBFloat16,
+       CpuHas(CpuIsa::kAvx512Bf16)},
   };
   std::mt19937_64 rng(67);
   std::normal_distribution<float> normal;

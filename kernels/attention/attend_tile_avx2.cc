@@ -1,0 +1,18 @@
+// Compiled for AVX2; see the warning in attend_tile.h. The vectors come before the functions over
+// them.
+// clang-format off
+#include "kernels/dense/simd_avx2.h"
+#include "kernels/attention/attend_tile_simd.h"
+// clang-format on
+
+namespace kvasir::kernels {
+
+void AddPageAvx2Float32(const TileShape& shape, const TilePage& page, const TileRows& rows) {
+  AddPage<Float32Kv>(shape, page, rows);
+}
+
+void AddPageAvx2BFloat16(const TileShape& shape, const TilePage& page, const TileRows& rows) {
+  AddPage<BFloat16Kv>(shape, page, rows);
+}
+
+}  // namespace kvasir::kernels

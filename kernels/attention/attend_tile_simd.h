@@ -1,0 +1,459 @@
+// The body of the tile functions (attend_tile.h), written once for all vectors: a template over how
+// queries, weights and packed tiles are laid out, in units of four bytes (base/simd_units.h). For
+// attend_tile_*.cc only, which include their simd_*.h before; everything has internal linkage.
+//
+// Both products are those of simd_units.h:
+//   logits: A = queries, units along head_dim, B = keys transposed, columns are tokens
+//   out:    A = weights, units along tokens,   B = values,          columns are those of head_dim
+//
+// Where many rows use a page, keys are transposed and values converted once, into tiles. Where few
+// do (decode), both happen in registers, just before use; the arithmetic is the same. It is also
+// the same for vectors of any width: sums are kept by kTileLanes lanes whatever the machine has.
+//
+// A policy `Tile` is a unit of simd_units.h with
+//   kKvBytes                    size of an element of K and V
+//   SplitKeys(i, keys, use)     calls use(unit, keys) for the units in the i-th four bytes of keys
+//   LoadValues<n>(page, ...)    n vectors of columns of V, of a unit's tokens; masked tokens are
+//   zero KeepFirstToken(values)      without the second token of each unit (where a unit holds two)
+//   StoreWeights(p, to)         kTileTokens float weights as units
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/attention/attend_tile.h"
+#include "kernels/base/simd_units.h"
+
+namespace kvasir::kernels {
+namespace {
+
+constexpr float kMinusInfinity = -__builtin_inff();
+constexpr int kTokenVectors = static_cast<int>(kTileTokens / kSimdWidth);
+constexpr int kLaneVectors = static_cast<int>(kTileLanes / kSimdWidth);
+constexpr int64_t kTokenRowBytes = kTileTokens * 4;
+
+// Vectors of columns in a product of so many rows: few rows leave registers for more.
+template <int kRows>
+constexpr int kColumnVectors =
+    kRows <= kProductRows / 2 && kProductVectors < 4 ? 4 : kProductVectors;
+// Vectors of tokens, of one group, whose keys are transposed in registers and multiplied at once.
+template <int kRows>
+constexpr int kDirectVectors = kLaneVectors > 1 && kRows <= kProductRows / 2 ? 2 : 1;
+
+// exp(x) for x <= 0, at most 2 ulp off; exp(0) = 1 exactly, exp(-inf) = 0, NaN stays NaN; 0 below
+// -104. x = n ln 2 + r, polynomial of degree 6 in r with the first two coefficients exact (minimax,
+// relative error 3e-9).
+inline Vec ExpOfNegative(Vec x) {
+  x = LargerOrSecond(Broadcast(-105.0f), x);
+  const Vec n = RoundToInteger(x * Broadcast(0x1.715476p+0f));
+  Vec r = Fma(n, Broadcast(-0x1.62e4p-1f), x);
+  r = Fma(n, Broadcast(-0x1.7f7d1cp-20f), r);
+  Vec p = Broadcast(0x1.6a2434p-10f);
+  p = Fma(p, r, Broadcast(0x1.1239e2p-7f));
+  p = Fma(p, r, Broadcast(0x1.5558f2p-5f));
+  p = Fma(p, r, Broadcast(0x1.555492p-3f));
+  p = Fma(p, r, Broadcast(0x1.fffffcp-2f));
+  p = Fma(p, r, Broadcast(1.0f));
+  p = Fma(p, r, Broadcast(1.0f));
+  return ScaleByPowerOfTwo(p, n);
+}
+
+// Fetches what lies at the same place of the page to come. Into the second-level cache: a page of K
+// and V fills the first, whose few miss buffers would also bound what is on its way from memory.
+inline void PrefetchNext(const TilePage& page, const std::byte* here) {
+  constexpr int kForReading = 0, kSecondLevel = 2;
+  if (page.next_page != nullptr) {
+    __builtin_prefetch(page.next_page + (here - page.keys), kForReading, kSecondLevel);
+  }
+}
+
+// Groups of kTileLanes tokens without an attended one are left out: their logits are unspecified.
+inline bool GroupIsMasked(uint64_t mask, int64_t group) {
+  return (mask >> (group * kTileLanes) & 0xffffu) == 0;
+}
+
+// Transposes the kSimdWidth tokens from `token` on, kSimdWidth four-byte columns at a time. Calls
+// use(unit, vector) for the units from byte `offset` of a key on: `vector` holds the tokens' units.
+template <typename Tile, typename Use>
+inline void TransposeKeys(const TileShape& shape, const TilePage& page, int64_t token,
+                          int64_t offset, const Use& use) {
+  const int64_t row_bytes = shape.head_dim * Tile::kKvBytes;
+  const std::byte* keys = page.keys + token * row_bytes;
+  Vec rows[static_cast<size_t>(kSimdWidth)];
+#pragma GCC unroll 16
+  for (int64_t i = 0; i < kSimdWidth; ++i) {
+    rows[i] = LoadUnits(keys + i * row_bytes + offset);
+    // A line of the page to come for each line of this one, in ascending order.
+    const int64_t line = offset * kSimdWidth + i * kVectorBytes;
+    if (line % 64 == 0) PrefetchNext(page, keys + line);
+  }
+  TransposeVectors(rows);
+#pragma GCC unroll 16
+  for (int64_t i = 0; i < kSimdWidth; ++i) Tile::SplitKeys(offset / 4 + i, rows[i], use);
+}
+
+template <typename Tile>
+void PackKeys(const TileShape& shape, const TilePage& page, std::byte* to) {
+  const int64_t row_bytes = shape.head_dim * Tile::kKvBytes;
+  for (int64_t token = 0; token < kTileTokens; token += kSimdWidth) {
+    if (GroupIsMasked(page.mask, token / kTileLanes)) continue;
+    for (int64_t offset = 0; offset < row_bytes; offset += kVectorBytes) {
+      TransposeKeys<Tile>(shape, page, token, offset, [&](int64_t unit, Vec keys) {
+        StoreUnits(to + unit * kTokenRowBytes + token * 4, keys);
+      });
+    }
+  }
+}
+
+template <typename Tile>
+void PackValues(const TileShape& shape, const TilePage& page, std::byte* to) {
+  constexpr int kVectors = kColumnVectors<kProductRows>;
+  const int64_t tokens = 64 - __builtin_clzll(page.mask);
+  for (int64_t unit = 0; unit * Tile::kElements < tokens; ++unit) {
+    for (int64_t column = 0; column < shape.head_dim; column += kVectors * kSimdWidth) {
+      Vec line[static_cast<size_t>(kVectors)];
+      Tile::template LoadValues<kVectors>(shape, page, unit, column, line);
+#pragma GCC unroll 4
+      for (int j = 0; j < kVectors; ++j) {
+        StoreUnits(to + (unit * shape.head_dim + column) * 4 + j * kVectorBytes, line[j]);
+      }
+    }
+  }
+}
+
+// The state of up to kProductRows rows that share a mask.
+struct RowBlock {
+  const std::byte* q;
+  float* max;
+  float* sums;
+  float* out;
+  uint64_t mask;
+};
+
+// Keys as units of kTileTokens tokens, in a tile or still in the page. Multiply writes the logits
+// [row][kTileTokens] of groups that are not masked.
+struct PackedKeys {
+  const std::byte* tile;
+
+  template <typename Tile, int kRows>
+  void Multiply(const TileShape& shape, const RowBlock& block, float* logits) const {
+    constexpr int kVectors = kColumnVectors<kRows>;
+    const int64_t units = shape.head_dim / Tile::kElements;
+    for (int64_t token = 0; token < kTileTokens; token += kVectors * kSimdWidth) {
+      if (IsMasked(block.mask, token, kVectors * kSimdWidth)) continue;
+      Sums<kRows, kVectors> c;
+      Clear<kRows, kVectors>(c);
+      const auto load = [&](int64_t u, Vec* line) {
+#pragma GCC unroll 4
+        for (int j = 0; j < kVectors; ++j) {
+          line[j] = LoadUnits(tile + u * kTokenRowBytes + token * 4 + j * kVectorBytes);
+        }
+      };
+      AddProduct<Tile, kRows, kVectors>(block.q, units * 4, units, load, c);
+#pragma GCC unroll 6
+      for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+        for (int j = 0; j < kVectors; ++j) {
+          Store(logits + r * kTileTokens + token + j * kSimdWidth, c[r][j]);
+        }
+      }
+    }
+  }
+
+ private:
+  static bool IsMasked(uint64_t mask, int64_t token, int64_t count) {
+    for (int64_t end = token + count; token < end; token += kTileLanes) {
+      if (!GroupIsMasked(mask, token / kTileLanes)) return false;
+    }
+    return true;
+  }
+};
+
+struct PageKeys {
+  const TilePage& page;
+
+  template <typename Tile, int kRows>
+  void Multiply(const TileShape& shape, const RowBlock& block, float* logits) const {
+    constexpr int kVectors = kDirectVectors<kRows>;
+    const int64_t row_bytes = shape.head_dim * Tile::kKvBytes;
+    const int64_t q_row_bytes = shape.head_dim / Tile::kElements * 4;
+    for (int64_t token = 0; token < kTileTokens; token += kVectors * kSimdWidth) {
+      if (GroupIsMasked(block.mask, token / kTileLanes)) continue;
+      Sums<kRows, kVectors> c;
+      Clear<kRows, kVectors>(c);
+      for (int64_t offset = 0; offset < row_bytes; offset += kVectorBytes) {
+#pragma GCC unroll 2
+        for (int j = 0; j < kVectors; ++j) {
+          const auto multiply = [&](int64_t unit, Vec keys) {
+#pragma GCC unroll 6
+            for (int r = 0; r < kRows; ++r) {
+              const Vec element = BroadcastUnit(block.q + r * q_row_bytes + unit * 4);
+              c[r][j] = Tile::MulAdd(c[r][j], element, keys);
+            }
+          };
+          TransposeKeys<Tile>(shape, page, token + j * kSimdWidth, offset, multiply);
+        }
+      }
+#pragma GCC unroll 6
+      for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+        for (int j = 0; j < kVectors; ++j) {
+          Store(logits + r * kTileTokens + token + j * kSimdWidth, c[r][j]);
+        }
+      }
+    }
+  }
+};
+
+// Values as units of columns, in a tile or still in the page.
+struct PackedValues {
+  const std::byte* tile;
+
+  template <typename Tile, int kVectors>
+  void Load(const TileShape& shape, int64_t unit, int64_t column, Vec* line) const {
+#pragma GCC unroll 4
+    for (int j = 0; j < kVectors; ++j) {
+      line[j] = LoadUnits(tile + (unit * shape.head_dim + column) * 4 + j * kVectorBytes);
+    }
+  }
+};
+
+struct PageValues {
+  const TilePage& page;
+
+  template <typename Tile, int kVectors>
+  void Load(const TileShape& shape, int64_t unit, int64_t column, Vec* line) const {
+    Tile::template LoadValues<kVectors>(shape, page, unit, column, line);
+  }
+};
+
+// Scaled logits, -inf where masked; returns the largest and `max`.
+inline float ScaleAndMask(const TileShape& shape, uint64_t mask, float max, float* logits) {
+  const Vec scale = Broadcast(shape.scale);
+  const Vec masked = Broadcast(kMinusInfinity);
+  Vec largest = Broadcast(max);
+#pragma GCC unroll 16
+  for (int j = 0; j < kTokenVectors; ++j) {
+    const auto bits = static_cast<uint32_t>(mask >> (j * kSimdWidth) & ((1u << kSimdWidth) - 1));
+    const Vec scaled = KeepWhere(bits, Load(logits + j * kSimdWidth) * scale, masked);
+    largest = LargerOrSecond(scaled, largest);  // NaN is left out here and shows in the sum
+    Store(logits + j * kSimdWidth, scaled);
+  }
+  return LargestElement(largest);
+}
+
+// The weights exp(logit - max) in place of the logits, and their sums by lanes.
+inline void TakeWeights(float max, float rescale, float* logits, float* sums) {
+  const Vec subtracted = Broadcast(max);
+  Vec p[kTokenVectors];
+#pragma GCC unroll 16
+  for (int j = 0; j < kTokenVectors; ++j) {
+    p[j] = ExpOfNegative(Load(logits + j * kSimdWidth) - subtracted);
+    Store(logits + j * kSimdWidth, p[j]);
+  }
+#pragma GCC unroll 4
+  for (int lane = 0; lane < kLaneVectors; ++lane) {
+    const Vec sum = (p[lane] + p[kLaneVectors + lane]) +
+                    (p[2 * kLaneVectors + lane] + p[3 * kLaneVectors + lane]);
+    float* const to = sums + lane * kSimdWidth;
+    Store(to, Fma(Load(to), Broadcast(rescale), sum));
+  }
+}
+
+// One step of the online softmax: logits of the rows become weights, as units; updates max and
+// sums, and tells by how much `out` is to be scaled.
+template <typename Tile, int kRows>
+inline void SoftmaxStep(const TileShape& shape, const RowBlock& block, std::byte* weights,
+                        float rescale[kTileLanes]) {
+  alignas(64) float change[kTileLanes] = {};
+  float new_max[static_cast<size_t>(kRows)];
+  const auto logits = [&](int r) { return reinterpret_cast<float*>(weights + r * kTokenRowBytes); };
+  for (int r = 0; r < kRows; ++r) {
+    const float largest = ScaleAndMask(shape, block.mask, block.max[r], logits(r));
+    new_max[r] = largest == kMinusInfinity ? 0 : largest;  // nothing but -inf and NaN so far
+    change[r] = block.max[r] - new_max[r];
+    block.max[r] = largest;
+  }
+  for (int64_t lane = 0; lane < kRows; lane += kSimdWidth) {
+    Store(rescale + lane, ExpOfNegative(Load(change + lane)));
+  }
+  for (int r = 0; r < kRows; ++r) {
+    TakeWeights(new_max[r], rescale[r], logits(r), block.sums + r * kTileLanes);
+    Tile::StoreWeights(logits(r), weights + r * kTokenRowBytes);
+  }
+}
+
+// out = rescale * out + weights . values, over the tokens up to the last of the mask.
+template <typename Tile, int kRows, typename Values>
+inline void AddValues(const TileShape& shape, const RowBlock& block, const std::byte* weights,
+                      const Values& values, const float rescale[kTileLanes]) {
+  constexpr int kVectors = kColumnVectors<kRows>;
+  const int64_t tokens = 64 - __builtin_clzll(block.mask);
+  const int64_t whole_units = tokens / Tile::kElements;
+  for (int64_t column = 0; column < shape.head_dim; column += kVectors * kSimdWidth) {
+    float* out = block.out + column;
+    Sums<kRows, kVectors> c;
+#pragma GCC unroll 6
+    for (int r = 0; r < kRows; ++r) {
+      const Vec factor = Broadcast(rescale[r]);
+#pragma GCC unroll 4
+      for (int j = 0; j < kVectors; ++j) {
+        c[r][j] = Load(out + r * shape.head_dim + j * kSimdWidth) * factor;
+      }
+    }
+    const auto load = [&](int64_t u, Vec* line) {
+      values.template Load<Tile, kVectors>(shape, u, column, line);
+    };
+    AddProduct<Tile, kRows, kVectors>(weights, kTokenRowBytes, whole_units, load, c);
+    if constexpr (Tile::kElements == 2) {
+      if (tokens % 2 != 0) {
+        // The second token of the last unit is not this row's: its weight is 0, but it may be NaN.
+        const auto load_first = [&](int64_t, Vec* line) {
+          load(whole_units, line);
+#pragma GCC unroll 4
+          for (int j = 0; j < kVectors; ++j) line[j] = Tile::KeepFirstToken(line[j]);
+        };
+        AddProduct<Tile, kRows, kVectors>(weights + whole_units * 4, kTokenRowBytes, 1, load_first,
+                                          c);
+      }
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+      for (int j = 0; j < kVectors; ++j) {
+        Store(out + r * shape.head_dim + j * kSimdWidth, c[r][j]);
+      }
+    }
+  }
+}
+
+template <typename Tile, int kRows, typename Keys, typename Values>
+void AddToRows(const TileShape& shape, const RowBlock& block, const Keys& keys,
+               const Values& values, std::byte* weights) {
+  alignas(64) float rescale[kTileLanes];
+  keys.template Multiply<Tile, kRows>(shape, block, reinterpret_cast<float*>(weights));
+  SoftmaxStep<Tile, kRows>(shape, block, weights, rescale);
+  AddValues<Tile, kRows>(shape, block, weights, values, rescale);
+}
+
+template <typename Tile, typename Keys, typename Values>
+void AddToRows(int64_t num_rows, const TileShape& shape, const RowBlock& block, const Keys& keys,
+               const Values& values, std::byte* weights) {
+  static_assert(kProductRows == 6);
+  switch (num_rows) {
+    case 1:
+      return AddToRows<Tile, 1>(shape, block, keys, values, weights);
+    case 2:
+      return AddToRows<Tile, 2>(shape, block, keys, values, weights);
+    case 3:
+      return AddToRows<Tile, 3>(shape, block, keys, values, weights);
+    case 4:
+      return AddToRows<Tile, 4>(shape, block, keys, values, weights);
+    case 5:
+      return AddToRows<Tile, 5>(shape, block, keys, values, weights);
+    default:
+      return AddToRows<Tile, 6>(shape, block, keys, values, weights);
+  }
+}
+
+// Tokens of the page that query i attends to.
+inline uint64_t MaskOfQuery(const TilePage& page, int64_t query) {
+  const int64_t last = page.first_query + query;
+  const uint64_t causal = last >= kTileTokens - 1 ? ~uint64_t{0} : (uint64_t{1} << (last + 1)) - 1;
+  return page.mask & causal;
+}
+
+// Calls use(num_rows, block) for runs of up to kProductRows rows with the same mask;
+// rows that attend to nothing of the page are left out.
+template <typename Use>
+inline void ForEachRowBlock(const TileShape& shape, const TilePage& page, const TileRows& rows,
+                            int64_t q_row_bytes, const Use& use) {
+  const int64_t num_rows = rows.num_queries * rows.group;
+  for (int64_t row = 0; row < num_rows;) {
+    const uint64_t mask = MaskOfQuery(page, row / rows.group);
+    int64_t end = row + 1;
+    while (end < num_rows && end < row + kProductRows &&
+           MaskOfQuery(page, end / rows.group) == mask) {
+      ++end;
+    }
+    if (mask != 0) {
+      use(end - row, RowBlock{.q = static_cast<const std::byte*>(rows.q) + row * q_row_bytes,
+                              .max = rows.max + row,
+                              .sums = rows.sums + row * kTileLanes,
+                              .out = rows.out + row * shape.head_dim,
+                              .mask = mask});
+    }
+    row = end;
+  }
+}
+
+template <typename Tile>
+void AddPage(const TileShape& shape, const TilePage& page, const TileRows& rows) {
+  const int64_t q_row_bytes = shape.head_dim / Tile::kElements * 4;
+  std::byte* weights = shape.workspace;
+  if (rows.num_queries == 1 && rows.group <= kProductRows) {
+    const auto add = [&](int64_t num_rows, const RowBlock& block) {
+      AddToRows<Tile>(num_rows, shape, block, PageKeys{page}, PageValues{page}, weights);
+    };
+    ForEachRowBlock(shape, page, rows, q_row_bytes, add);
+    return;
+  }
+  std::byte* keys = weights + kProductRows * kTokenRowBytes;
+  std::byte* values = keys + kTokenRowBytes * shape.head_dim;
+  PackKeys<Tile>(shape, page, keys);
+  PackValues<Tile>(shape, page, values);
+  const auto add = [&](int64_t num_rows, const RowBlock& block) {
+    AddToRows<Tile>(num_rows, shape, block, PackedKeys{keys}, PackedValues{values}, weights);
+  };
+  ForEachRowBlock(shape, page, rows, q_row_bytes, add);
+}
+
+// Float32 arithmetic: a unit is one float.
+struct FloatTile : FloatUnit {
+  static void StoreWeights(const float*, std::byte*) {}  // they lie there as they are
+};
+
+struct Float32Kv : FloatTile {
+  static constexpr int64_t kKvBytes = 4;
+
+  template <typename Use>
+  static void SplitKeys(int64_t index, Vec keys, const Use& use) {
+    use(index, keys);
+  }
+  template <int kVectors>
+  static void LoadValues(const TileShape& shape, const TilePage& page, int64_t token,
+                         int64_t column, Vec* line) {
+    const std::byte* from = page.values + (token * shape.head_dim + column) * kKvBytes;
+    const bool attended = (page.mask >> token & 1) != 0;
+#pragma GCC unroll 4
+    for (int j = 0; j < kVectors; ++j) {
+      line[j] = attended ? LoadUnits(from + j * kVectorBytes) : Broadcast(0);
+      PrefetchNext(page, from + j * kVectorBytes);
+    }
+  }
+};
+
+struct BFloat16Kv : FloatTile {
+  static constexpr int64_t kKvBytes = 2;
+
+  template <typename Use>
+  static void SplitKeys(int64_t index, Vec keys, const Use& use) {
+    use(2 * index, FirstOfPairs(keys));
+    use(2 * index + 1, SecondOfPairs(keys));
+  }
+  template <int kVectors>
+  static void LoadValues(const TileShape& shape, const TilePage& page, int64_t token,
+                         int64_t column, Vec* line) {
+    const std::byte* from = page.values + (token * shape.head_dim + column) * kKvBytes;
+    const auto* elements = reinterpret_cast<const uint16_t*>(from);
+    const bool attended = (page.mask >> token & 1) != 0;
+#pragma GCC unroll 4
+    for (int j = 0; j < kVectors; ++j) {
+      line[j] = attended ? Load(elements + j * kSimdWidth) : Broadcast(0);
+    }
+    for (int64_t at = 0; at < kVectors * kVectorBytes / 2; at += 64) PrefetchNext(page, from + at);
+  }
+};
+
+}  // namespace
+}  // namespace kvasir::kernels
