@@ -1,6 +1,6 @@
 // Internal to this folder: the row loops of the element-wise ops, plain (x_cpu.cc, the reference)
-// and over vectors (elementwise_avx2.cc, elementwise_avx512.cc). They trust their callers in x.cc.
-// All forms compute the same bits, except for the exponential inside silu.
+// and over vectors (elementwise_neon.cc, elementwise_avx2.cc, elementwise_avx512.cc). They trust
+// their callers in x.cc. All forms compute the same bits, except for the exponential inside silu.
 //
 // Plain pointers only: files compiled for AVX must not instantiate inline functions of other
 // headers, which the linker could then choose for machines without it.
@@ -23,6 +23,7 @@ struct NormRows {
 // Squares are summed in this many float lanes: element d in lane d mod 16, then lane by lane.
 constexpr int64_t kNormLanes = 16;
 void RunNormRows(const NormRows& rows, int64_t begin, int64_t end);
+void RunNormRowsNeon(const NormRows& rows, int64_t begin, int64_t end);
 void RunNormRowsAvx2(const NormRows& rows, int64_t begin, int64_t end);
 void RunNormRowsAvx512(const NormRows& rows, int64_t begin, int64_t end);
 
@@ -35,6 +36,7 @@ struct RopeTokens {
   int64_t half_dim;
 };
 void RunRopeTokens(const RopeTokens& tokens, int64_t begin, int64_t end);
+void RunRopeTokensNeon(const RopeTokens& tokens, int64_t begin, int64_t end);
 void RunRopeTokensAvx2(const RopeTokens& tokens, int64_t begin, int64_t end);
 void RunRopeTokensAvx512(const RopeTokens& tokens, int64_t begin, int64_t end);
 
@@ -45,6 +47,7 @@ struct SiluMulRows {
   int64_t dim;
 };
 void RunSiluMulRows(const SiluMulRows& rows, int64_t begin, int64_t end);
+void RunSiluMulRowsNeon(const SiluMulRows& rows, int64_t begin, int64_t end);
 void RunSiluMulRowsAvx2(const SiluMulRows& rows, int64_t begin, int64_t end);
 void RunSiluMulRowsAvx512(const SiluMulRows& rows, int64_t begin, int64_t end);
 

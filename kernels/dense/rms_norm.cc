@@ -13,6 +13,7 @@ namespace {
 
 constexpr IsaForms<void(const NormRows&, int64_t, int64_t)> kForms = {
     .portable = RunNormRows,
+    .neon = KVASIR_ON_ARM(RunNormRowsNeon),
     .avx2 = KVASIR_ON_X86(RunNormRowsAvx2),
     .avx512 = KVASIR_ON_X86(RunNormRowsAvx512)};
 

@@ -15,6 +15,7 @@ namespace {
 
 constexpr IsaForms<void(const RopeTokens&, int64_t, int64_t)> kForms = {
     .portable = RunRopeTokens,
+    .neon = KVASIR_ON_ARM(RunRopeTokensNeon),
     .avx2 = KVASIR_ON_X86(RunRopeTokensAvx2),
     .avx512 = KVASIR_ON_X86(RunRopeTokensAvx512)};
 

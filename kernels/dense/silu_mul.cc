@@ -13,6 +13,7 @@ namespace {
 
 constexpr IsaForms<void(const SiluMulRows&, int64_t, int64_t)> kForms = {
     .portable = RunSiluMulRows,
+    .neon = KVASIR_ON_ARM(RunSiluMulRowsNeon),
     .avx2 = KVASIR_ON_X86(RunSiluMulRowsAvx2),
     .avx512 = KVASIR_ON_X86(RunSiluMulRowsAvx512)};
 

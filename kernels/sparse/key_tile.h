@@ -86,6 +86,7 @@ struct KeyTileFunctions {
 const KeyTileFunctions& ChosenKeyTile();
 
 extern const KeyTileFunctions kKeyTilePlain;
+extern const KeyTileFunctions kKeyTileNeon;
 extern const KeyTileFunctions kKeyTileAvx2;
 extern const KeyTileFunctions kKeyTileAvx512;
 

@@ -124,6 +124,7 @@ const KeyTileFunctions kKeyTilePlain = {.pack_float32 = PackKeys<float>,
 
 const KeyTileFunctions& ChosenKeyTile() {
   return *ChooseForm<const KeyTileFunctions>({.portable = &kKeyTilePlain,
+                                              .neon = KVASIR_ON_ARM(&kKeyTileNeon),
                                               .avx2 = KVASIR_ON_X86(&kKeyTileAvx2),
                                               .avx512 = KVASIR_ON_X86(&kKeyTileAvx512)});
 }

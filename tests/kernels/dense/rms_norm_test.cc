@@ -5,9 +5,9 @@
 #include <limits>
 #include <vector>
 
-#include "kernels/base/cpu_isa.h"
 #include "kernels/dense/elementwise.h"
 #include "tests/support/compare.h"
+#include "tests/support/cpu_forms.h"
 #include "tests/support/test_tensor.h"
 #include "tests/support/thread_executor.h"
 
@@ -143,14 +143,12 @@ void ExpectBitsOfPlainRows(void (*run)(const NormRows&, int64_t, int64_t)) {
   }
 }
 
-TEST(RmsNorm, Avx2RowsEqualPlainRowsBitwise) {
-  if (!CpuHas(CpuIsa::kAvx2)) GTEST_SKIP() << "this machine has no AVX2";
-  ExpectBitsOfPlainRows(RunNormRowsAvx2);
-}
-
-TEST(RmsNorm, Avx512RowsEqualPlainRowsBitwise) {
-  if (!CpuHas(CpuIsa::kAvx512)) GTEST_SKIP() << "this machine has no AVX-512";
-  ExpectBitsOfPlainRows(RunNormRowsAvx512);
+TEST(RmsNorm, RowsOverVectorsEqualPlainRowsBitwise) {
+  tests::ForEachVectorForm<decltype(RunNormRows)>({.portable = RunNormRows,
+                                                   .neon = KVASIR_ON_ARM(RunNormRowsNeon),
+                                                   .avx2 = KVASIR_ON_X86(RunNormRowsAvx2),
+                                                   .avx512 = KVASIR_ON_X86(RunNormRowsAvx512)},
+                                                  ExpectBitsOfPlainRows);
 }
 
 TEST(RmsNorm, NoRowsAreNoWorkAndBadArgumentsAreErrors) {

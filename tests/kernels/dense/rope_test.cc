@@ -5,9 +5,9 @@
 #include <limits>
 #include <vector>
 
-#include "kernels/base/cpu_isa.h"
 #include "kernels/dense/elementwise.h"
 #include "tests/support/compare.h"
+#include "tests/support/cpu_forms.h"
 #include "tests/support/test_tensor.h"
 #include "tests/support/thread_executor.h"
 
@@ -164,14 +164,12 @@ void ExpectBitsOfPlainTokens(void (*run)(const RopeTokens&, int64_t, int64_t)) {
   }
 }
 
-TEST(Rope, Avx2TokensEqualPlainTokensBitwise) {
-  if (!CpuHas(CpuIsa::kAvx2)) GTEST_SKIP() << "this machine has no AVX2";
-  ExpectBitsOfPlainTokens(RunRopeTokensAvx2);
-}
-
-TEST(Rope, Avx512TokensEqualPlainTokensBitwise) {
-  if (!CpuHas(CpuIsa::kAvx512)) GTEST_SKIP() << "this machine has no AVX-512";
-  ExpectBitsOfPlainTokens(RunRopeTokensAvx512);
+TEST(Rope, TokensOverVectorsEqualPlainTokensBitwise) {
+  tests::ForEachVectorForm<decltype(RunRopeTokens)>({.portable = RunRopeTokens,
+                                                     .neon = KVASIR_ON_ARM(RunRopeTokensNeon),
+                                                     .avx2 = KVASIR_ON_X86(RunRopeTokensAvx2),
+                                                     .avx512 = KVASIR_ON_X86(RunRopeTokensAvx512)},
+                                                    ExpectBitsOfPlainTokens);
 }
 
 TEST(Rope, NoTokensAreNoWorkAndBadArgumentsAreErrors) {

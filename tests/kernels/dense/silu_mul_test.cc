@@ -6,9 +6,9 @@
 #include <limits>
 #include <vector>
 
-#include "kernels/base/cpu_isa.h"
 #include "kernels/dense/elementwise.h"
 #include "tests/support/compare.h"
+#include "tests/support/cpu_forms.h"
 #include "tests/support/test_tensor.h"
 #include "tests/support/thread_executor.h"
 
@@ -89,14 +89,13 @@ TEST(SiluMul, PlainRowsFollowTheFormulaForExtremeGates) {
   ExpectReferenceForExtremeGates(RunSiluMulRows);
 }
 
-TEST(SiluMul, Avx2RowsFollowTheFormulaForExtremeGates) {
-  if (!CpuHas(CpuIsa::kAvx2)) GTEST_SKIP() << "this machine has no AVX2";
-  ExpectReferenceForExtremeGates(RunSiluMulRowsAvx2);
-}
-
-TEST(SiluMul, Avx512RowsFollowTheFormulaForExtremeGates) {
-  if (!CpuHas(CpuIsa::kAvx512)) GTEST_SKIP() << "this machine has no AVX-512";
-  ExpectReferenceForExtremeGates(RunSiluMulRowsAvx512);
+TEST(SiluMul, RowsOverVectorsFollowTheFormulaForExtremeGates) {
+  tests::ForEachVectorForm<decltype(RunSiluMulRows)>(
+      {.portable = RunSiluMulRows,
+       .neon = KVASIR_ON_ARM(RunSiluMulRowsNeon),
+       .avx2 = KVASIR_ON_X86(RunSiluMulRowsAvx2),
+       .avx512 = KVASIR_ON_X86(RunSiluMulRowsAvx512)},
+      ExpectReferenceForExtremeGates);
 }
 
 TEST(SiluMul, NoTokensAreNoWorkAndBadArgumentsAreErrors) {

@@ -24,8 +24,9 @@ constexpr int64_t kHeadDims[] = {2, 7, 8, 16, 17, 34, 64, 80, 128, 256};
 // The forms beside the reference that this machine can run.
 std::vector<const KeyTileFunctions*> Forms() {
   std::vector<const KeyTileFunctions*> forms;
-  if (CpuHas(CpuIsa::kAvx2)) forms.push_back(&kKeyTileAvx2);
-  if (CpuHas(CpuIsa::kAvx512)) forms.push_back(&kKeyTileAvx512);
+  if (CpuHas(CpuIsa::kNeon)) forms.push_back(KVASIR_ON_ARM(&kKeyTileNeon));
+  if (CpuHas(CpuIsa::kAvx2)) forms.push_back(KVASIR_ON_X86(&kKeyTileAvx2));
+  if (CpuHas(CpuIsa::kAvx512)) forms.push_back(KVASIR_ON_X86(&kKeyTileAvx512));
   return forms;
 }
 

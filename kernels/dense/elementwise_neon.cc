@@ -1,0 +1,21 @@
+// For Arm; see the warning in elementwise.h. The vectors come before the loops over them.
+// clang-format off
+#include "kernels/dense/simd_neon.h"
+#include "kernels/dense/elementwise_simd.h"
+// clang-format on
+
+namespace kvasir::kernels {
+
+void RunNormRowsNeon(const NormRows& rows, int64_t begin, int64_t end) {
+  RunRows(NormRow<float>, NormRow<uint16_t>, rows, begin, end);
+}
+
+void RunRopeTokensNeon(const RopeTokens& tokens, int64_t begin, int64_t end) {
+  RunRows(RotateToken<float>, RotateToken<uint16_t>, tokens, begin, end);
+}
+
+void RunSiluMulRowsNeon(const SiluMulRows& rows, int64_t begin, int64_t end) {
+  RunRows(GateRow<float>, GateRow<uint16_t>, rows, begin, end);
+}
+
+}  // namespace kvasir::kernels
