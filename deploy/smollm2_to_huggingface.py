@@ -125,7 +125,7 @@ def make_tokenizer(fields):
 def make_tokenizer_config(fields):
     tokens = fields["tokenizer.ggml.tokens"]
     named = {name.removesuffix("_id"): tokens[i] for name, i in special_ids(fields).items()}
-    return {"tokenizer_class": "GPT2TokenizerFast", "add_prefix_space": False, "clean_up_tokenization_spaces": False,
+    return {"tokenizer_class": "PreTrainedTokenizerFast", "add_prefix_space": False, "clean_up_tokenization_spaces": False,
             "model_max_length": fields["llama.context_length"], "unk_token": tokens[fields["tokenizer.ggml.unknown_token_id"]],
             **named, "chat_template": fields["tokenizer.chat_template"]}
 
