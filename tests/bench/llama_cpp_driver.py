@@ -6,7 +6,7 @@
 BINDING: xllamacpp (its server in this process, no HTTP between) or llama_cpp (PyPI's llama-cpp-python: llama.cpp's C
 functions). STREAM_TOKENS: room of each stream, prompt and answer. FLASH: on or off. The first line of output is
 {"system": what llama.cpp says of the machine}. Then each line of input, {"prompts": [[id, ...], ...], "new_tokens": N},
-is answered by a line with one entry a prompt: {"times": seconds from the request to each token, "text" or "ids"}.
+is answered by a line with one entry a prompt: {"times": seconds from the request to each token, "text": the answer}.
 Prompts of one line are asked at once. Greedy, without an end, nothing kept from one line to the next.
 """
 
@@ -40,7 +40,7 @@ class XLlamaCpp:
         chunks = []
         self.server.handle_completions(
             {"prompt": prompt, "max_tokens": new_tokens, "temperature": 0, "samplers": ["top_k"], "top_k": 1,
-             "ignore_eos": True, "cache_prompt": False, "stream": True},
+             "ignore_eos": True, "cache_prompt": False, "stream": True, "timings_per_token": True},
             lambda chunk: chunks.append((time.perf_counter() - begin, chunk)))
         failed = [chunk for _, chunk in chunks if "choices" not in chunk]
         if failed:
@@ -48,8 +48,10 @@ class XLlamaCpp:
         cached = chunks[-1][1]["timings"]["cache_n"]
         if cached:
             raise RuntimeError(f"llama.cpp took {cached} tokens of the prompt from its cache")
-        tokens = [(at, chunk["choices"][0]["text"]) for at, chunk in chunks if not chunk["choices"][0]["finish_reason"]]
-        return {"times": [at for at, _ in tokens], "text": "".join(text for _, text in tokens)}
+        times = []
+        for at, chunk in chunks:  # the tokens of one character come together
+            times += [at] * (chunk["timings"]["predicted_n"] - len(times))
+        return {"times": times, "text": "".join(chunk["choices"][0]["text"] for _, chunk in chunks)}
 
     def run(self, prompts, new_tokens):
         begin = time.perf_counter()
@@ -77,7 +79,8 @@ class LlamaCpp:
         self.context = llama_cpp.llama_init_from_model(self.model, params)
         if not self.context:
             raise RuntimeError(f"llama.cpp could not make a context for {path}")
-        self.vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
+        self.vocab = llama_cpp.llama_model_get_vocab(self.model)
+        self.vocab_size = llama_cpp.llama_vocab_n_tokens(self.vocab)
         self.batch = llama_cpp.llama_batch_init(BATCH, 0, 1)
         self.run([[1] * 8], 2)  # warm-up
 
@@ -96,6 +99,14 @@ class LlamaCpp:
         logits = self.lib.llama_get_logits_ith(self.context, row)
         return int(self.np.ctypeslib.as_array(logits, (self.vocab_size,)).argmax())
 
+    def text_of(self, tokens):
+        pieces = b""
+        for token in tokens:
+            piece = ctypes.create_string_buffer(256)
+            size = self.lib.llama_token_to_piece(self.vocab, token, piece, len(piece), 0, False)
+            pieces += piece.raw[:max(0, size)]
+        return pieces.decode(errors="replace")
+
     def read(self, prompt, sequence):
         for begin in range(0, len(prompt), BATCH):
             end = min(begin + BATCH, len(prompt))
@@ -105,19 +116,19 @@ class LlamaCpp:
     def run(self, prompts, new_tokens):
         self.lib.llama_memory_clear(self.lib.llama_get_memory(self.context), False)
         begin = time.perf_counter()
-        answers = [{"times": [], "ids": []} for _ in prompts]
+        times, tokens = [[] for _ in prompts], [[] for _ in prompts]
 
         def add(sequence, token):
-            answers[sequence]["ids"].append(token)
-            answers[sequence]["times"].append(time.perf_counter() - begin)
+            tokens[sequence].append(token)
+            times[sequence].append(time.perf_counter() - begin)
 
         for sequence, prompt in enumerate(prompts):
             add(sequence, self.read(prompt, sequence))
         for step in range(new_tokens - 1):
-            self.decode([(answer["ids"][-1], len(prompts[i]) + step, i, True) for i, answer in enumerate(answers)])
+            self.decode([(tokens[i][-1], len(prompt) + step, i, True) for i, prompt in enumerate(prompts)])
             for i in range(len(prompts)):
                 add(i, self.choose(i))
-        return answers
+        return [{"times": times[i], "text": self.text_of(tokens[i])} for i in range(len(prompts))]
 
 
 def main():

@@ -159,7 +159,7 @@ class Peer:
         return json.loads(line)
 
     def run(self, prompts, new_tokens):
-        """The answers to prompts asked at once: [{"times", "text" or "ids"}]."""
+        """The answers to prompts asked at once: [{"times", "text"}]."""
         print(json.dumps({"prompts": prompts, "new_tokens": new_tokens}), file=self.process.stdin, flush=True)
         return self._reply()
 
@@ -210,7 +210,7 @@ class PeerSide:
         self.peer.close()
 
     def measure(self, prompts, policy, tenant):
-        return [(answer["times"], answer.get("text", "")) for answer in self.peer.run(prompts, self.arguments.new_tokens + 1)]
+        return [(answer["times"], answer["text"]) for answer in self.peer.run(prompts, self.arguments.new_tokens + 1)]
 
 
 class OurSide:
@@ -288,10 +288,6 @@ def together(answers):
     return all_read, made / (first_end - all_read) if first_end > all_read else float("nan")
 
 
-def common_start(texts):
-    return len(os.path.commonprefix([text for text in texts if text])) if len(texts) > 1 else 0
-
-
 def measure_length(sides, prompts, tokens, streams, arguments):
     """All runs at one length: {(side, policy): [Run or (seconds, tokens a second)]}."""
     results = {(side.name, policy): [] for side in sides for policy in side.policies}
@@ -310,7 +306,7 @@ def measure_length(sides, prompts, tokens, streams, arguments):
             say(f"{tokens} tokens, {streams} streams, run {number + 1}, {side.name} {policy}: {shown}")
         if streams == 1:
             texts = [results[side.name, "dense"][-1].text for side in sides]
-            say(f"the first {common_start(texts)} of {len(texts[0])} characters of the answers are the same")
+            say(f"the first {len(os.path.commonprefix(texts))} characters of all answers are the same")
     for side in sides:
         side.finish()
     return results
