@@ -288,6 +288,12 @@ def together(answers):
     return all_read, made / (first_end - all_read) if first_end > all_read else float("nan")
 
 
+def check_answers(side, answers, new_tokens):
+    counts = {len(times) for times, _ in answers}
+    if counts != {new_tokens + 1}:
+        sys.exit(f"{side.name} generated {sorted(counts)} tokens instead of {new_tokens + 1}")
+
+
 def measure_length(sides, prompts, tokens, streams, arguments):
     """All runs at one length: {(side, policy): [Run or (seconds, tokens a second)]}."""
     results = {(side.name, policy): [] for side in sides for policy in side.policies}
@@ -299,6 +305,7 @@ def measure_length(sides, prompts, tokens, streams, arguments):
         for side, policy in ((side, policy) for side in order for policy in side.policies):
             tenant = f"{side.name}-{tokens}-{streams}-{number}"
             answers = side.measure(pieces, policy, tenant)
+            check_answers(side, answers, arguments.new_tokens)
             result = Run.of(*answers[0]) if streams == 1 else together(answers)
             results[side.name, policy].append(result)
             shown = (f"{result.read:.3f} s, {1e3 * result.token:.2f} ms a token" if streams == 1
