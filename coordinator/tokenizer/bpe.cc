@@ -59,12 +59,15 @@ void BpeModel::Encode(absl::string_view piece, Workspace* workspace,
 void BpeModel::EncodeShort(absl::string_view piece, std::vector<int32_t>* ids) const {
   std::array<int32_t, kShortPiece> symbols;
   std::array<Merged, kShortPiece> pairs;  // pairs[i] merges symbols i and i + 1
-  size_t n = piece.size();
+  size_t n = 0;
   const auto look_up = [&](size_t i) {
     const Merged* merged = FindMerge(symbols[i], symbols[i + 1]);
     pairs[i] = merged != nullptr ? *merged : Merged{kNoRank, kNoSymbol};
   };
-  for (size_t i = 0; i < n; ++i) symbols[i] = byte_ids_[static_cast<uint8_t>(piece[i])];
+  for (const char c : piece) {
+    const int32_t id = byte_ids_[static_cast<uint8_t>(c)];
+    if (id >= 0) symbols[n++] = id;
+  }
   for (size_t i = 0; i + 1 < n; ++i) look_up(i);
   while (n > 1) {
     const auto best = std::min_element(
@@ -97,15 +100,15 @@ void BpeModel::EncodeLong(absl::string_view piece, Workspace* workspace,
                           std::vector<int32_t>* ids) const {
   auto& symbols = workspace->symbols_;
   auto& heap = workspace->heap_;
-  const auto n = static_cast<int32_t>(piece.size());
   symbols.clear();
   heap.clear();
-  for (int32_t i = 0; i < n; ++i) {
-    symbols.push_back({.id = byte_ids_[static_cast<uint8_t>(piece[static_cast<size_t>(i)])],
-                       .previous = i - 1,
-                       .next = i + 1 < n ? i + 1 : kNoSymbol,
-                       .rank = kNoRank});
+  for (const char c : piece) {
+    const int32_t id = byte_ids_[static_cast<uint8_t>(c)];
+    if (id < 0) continue;
+    const auto i = static_cast<int32_t>(symbols.size());
+    symbols.push_back({.id = id, .previous = i - 1, .next = i + 1, .rank = kNoRank});
   }
+  if (!symbols.empty()) symbols.back().next = kNoSymbol;
   for (size_t i = 0; i < symbols.size(); ++i) QueuePair(i, workspace);
   constexpr std::greater<> kSmallestFirst;
   std::make_heap(heap.begin(), heap.end(), kSmallestFirst);

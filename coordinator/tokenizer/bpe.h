@@ -47,7 +47,8 @@ class BpeModel {
 
   explicit BpeModel(Params params);
 
-  // Appends the ids of `piece`. REQUIRES: size < 2^31; every byte has a token.
+  // Appends the ids of `piece`. Bytes without a token are left out, and their neighbours may merge,
+  // as in Hugging Face's library. REQUIRES: size < 2^31.
   void Encode(absl::string_view piece, Workspace* workspace, std::vector<int32_t>* ids) const;
 
  private:

@@ -76,7 +76,7 @@ class Reader {
   absl::Status CheckModelKind(const JsonValue& model);
   absl::Status ReadPipeline();
   absl::Status ReadVocabulary(const JsonValue& model);
-  absl::Status FindByteTokens();
+  absl::Status FindByteTokens(const JsonValue& model);
   absl::Status ReadMerges(const JsonValue& model);
   absl::StatusOr<BpeModel::Merge> ReadMerge(const json& entry, const std::string& where) const;
   absl::Status ReadAddedTokens();
@@ -142,10 +142,18 @@ absl::Status Reader::ReadVocabulary(const JsonValue& model) {
     SetToken(id, content, bytes.has_value() ? *std::move(bytes) : content, false);
     vocab_.try_emplace(content, id);
   }
-  return FindByteTokens();
+  return FindByteTokens(model);
 }
 
-absl::Status Reader::FindByteTokens() {
+// A byte that the tokenizer's training text never had may lack a token and is left out of texts
+// (SmolLM2 has none for some control characters), unless the model names a token for what it does
+// not know. A printable ASCII character without a token means another kind of vocabulary.
+absl::Status Reader::FindByteTokens(const JsonValue& model) {
+  KVASIR_ASSIGN_OR_RETURN(const JsonValue unknown, model.OptionalMember("unk_token"));
+  const auto is_needed = [&](int byte) {
+    const bool in_utf8 = byte != 0xC0 && byte != 0xC1 && byte < 0xF5;
+    return in_utf8 && (!unknown.IsNull() || (byte >= 0x20 && byte < 0x7F));
+  };
   spec_.bpe.byte_ids.fill(-1);
   for (int byte = 0; byte < 256; ++byte) {
     std::string symbol;
@@ -153,7 +161,7 @@ absl::Status Reader::FindByteTokens() {
     const auto it = vocab_.find(symbol);
     if (it != vocab_.end()) {
       spec_.bpe.byte_ids[static_cast<size_t>(byte)] = it->second;
-    } else if (byte != 0xC0 && byte != 0xC1 && byte < 0xF5) {  // those are in no UTF-8
+    } else if (is_needed(byte)) {
       return Invalid(
           absl::StrCat("model.vocab has no token \"", symbol, "\" for byte ", byte, "; "),
           kSupported);

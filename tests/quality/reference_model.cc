@@ -1,6 +1,7 @@
 #include "tests/quality/reference_model.h"
 
 #include <algorithm>
+#include <cmath>
 #include <span>
 #include <utility>
 
@@ -17,6 +18,14 @@ namespace {
 
 constexpr int64_t kChunk = 512;         // tokens of the document in one step
 constexpr int64_t kAnswerTokens = 128;  // of a question with its answer, at most
+
+// Of `token`: minus the logarithm of its softmax.
+double NatsOf(std::span<const float> logits, int32_t token) {
+  const float largest = *std::max_element(logits.begin(), logits.end());
+  double sum = 0;
+  for (const float logit : logits) sum += std::exp(logit - largest);
+  return std::log(sum) + largest - logits[static_cast<size_t>(token)];
+}
 
 }  // namespace
 
@@ -36,12 +45,12 @@ class ReferenceModel::ObservingSelector final : public kernels::AllSelector {
   int64_t num_shown = 0;
 };
 
-absl::StatusOr<std::unique_ptr<ReferenceModel>> ReferenceModel::Load(const std::string& folder,
+absl::StatusOr<std::unique_ptr<ReferenceModel>> ReferenceModel::Load(const v1::ModelConfig& model,
                                                                      int64_t max_tokens,
                                                                      int num_threads) {
-  std::unique_ptr<ReferenceModel> model(new ReferenceModel(num_threads));
-  KVASIR_RETURN_IF_ERROR(model->Init(folder, max_tokens + kAnswerTokens));
-  return model;
+  std::unique_ptr<ReferenceModel> loaded(new ReferenceModel(num_threads));
+  KVASIR_RETURN_IF_ERROR(loaded->Init(model, max_tokens + kAnswerTokens));
+  return loaded;
 }
 
 ReferenceModel::ReferenceModel(int num_threads) : executor_(num_threads) {
@@ -55,18 +64,22 @@ ReferenceModel::ReferenceModel(int num_threads) : executor_(num_threads) {
   sequence_.decode = {.selector = 1, .numbers = {.window_tokens = 1}};
 }
 
-absl::Status ReferenceModel::Init(const std::string& folder, int64_t max_tokens) {
-  worker::LoadModelOptions options = {.model = {}, .kv = {}, .progress = [](auto, double) {}};
-  options.model.set_model(folder);
+absl::Status ReferenceModel::Init(const v1::ModelConfig& model, int64_t max_tokens) {
+  worker::LoadModelOptions options = {.model = model, .kv = {}, .progress = [](auto, double) {}};
   options.model.set_max_model_len(static_cast<uint32_t>(max_tokens));
   options.model.set_allow_long_max_model_len(true);
   KVASIR_ASSIGN_OR_RETURN(loaded_, worker::LoadModel(options, backend_));
-  kv_.emplace(loaded_.transformer->kv_layout(loaded_.kv_dtype), 1,
-              (max_tokens + kPageTokens - 1) / kPageTokens);
+  max_tokens_ = max_tokens;
+  ClearKv();
   KVASIR_ASSIGN_OR_RETURN(
       activations_, worker::Activations::Create(
                         backend_, loaded_.transformer->activation_sizes(kChunk, kAnswerTokens)));
   return absl::OkStatus();
+}
+
+void ReferenceModel::ClearKv() {
+  kv_.emplace(loaded_.transformer->kv_layout(loaded_.kv_dtype), 1,
+              (max_tokens_ + kPageTokens - 1) / kPageTokens);
 }
 
 worker::RowWork ReferenceModel::Row(int64_t begin, int64_t end) const {
@@ -122,6 +135,32 @@ absl::StatusOr<int64_t> ReferenceModel::Answer(const std::vector<int32_t>& token
              tokens[tokens.size() - static_cast<size_t>(num_answer - i)];
   }
   return right;
+}
+
+absl::StatusOr<double> ReferenceModel::Nats(const std::vector<int32_t>& tokens) {
+  ClearKv();
+  sequence_.tokens = tokens;
+  const int64_t last = std::ssize(tokens) - 1;
+  sequence_.decode_begin = last;
+  double nats = 0;
+  for (int64_t begin = 0; begin < last; begin += kAnswerTokens) {
+    const worker::RowWork row = Row(begin, std::min(begin + kAnswerTokens, last));
+    worker::StepBatch batch = worker::MakeStepBatch(std::span(&row, 1), selectors_);
+    batch.keeps_logits = true;
+    for (int64_t i = 0; i < batch.num_tokens(); ++i) {
+      batch.sampled_tokens.push_back(i);
+      batch.sampled_rows.push_back(0);
+      batch.sampling.push_back({.wants_logprob = false});
+    }
+    worker::StepResult result;
+    KVASIR_RETURN_IF_ERROR(Forward(batch, result));
+    const auto vocab = static_cast<size_t>(result.logits.dim(1));
+    for (int64_t i = 0; i < batch.num_tokens(); ++i) {
+      const float* logits = result.logits.As<float>() + i * result.logits.dim(1);
+      nats += NatsOf(std::span(logits, vocab), tokens[static_cast<size_t>(begin + i + 1)]);
+    }
+  }
+  return nats;
 }
 
 }  // namespace kvasir::quality

@@ -1,7 +1,7 @@
 // A reference model that reads a document once, dense, and is then led through answers to questions
 // about it, letting an observer see what attention works on: the worker's own transformer, with a
-// selector that selects everything and shows what it was asked. Used by the fidelity program.
-// Thread-compatible.
+// selector that selects everything and shows what it was asked; or that says how probable a text
+// is. Used by the fidelity and the perplexity program. Thread-compatible.
 #pragma once
 
 #include <cstdint>
@@ -30,8 +30,9 @@ using Observer = std::function<absl::Status(const kernels::SelectParams& params)
 
 class ReferenceModel {
  public:
-  // For sequences of up to `max_tokens`. Errors as of worker::LoadModel.
-  static absl::StatusOr<std::unique_ptr<ReferenceModel>> Load(const std::string& folder,
+  // For sequences of up to `max_tokens`, whatever `model` says of that. Errors as of
+  // worker::LoadModel.
+  static absl::StatusOr<std::unique_ptr<ReferenceModel>> Load(const v1::ModelConfig& model,
                                                               int64_t max_tokens, int num_threads);
 
   // REQUIRES: called once, before Answer.
@@ -43,13 +44,18 @@ class ReferenceModel {
   absl::StatusOr<int64_t> Answer(const std::vector<int32_t>& tokens, int64_t num_answer,
                                  const Observer& observer);
 
+  // Nats of every token but the first, each given those before it: minus the sum of the logarithms
+  // of their probabilities. What was read before is forgotten.
+  absl::StatusOr<double> Nats(const std::vector<int32_t>& tokens);
+
   kernels::Executor& executor() { return executor_; }
 
  private:
   class ObservingSelector;
 
   explicit ReferenceModel(int num_threads);
-  absl::Status Init(const std::string& folder, int64_t max_tokens);
+  absl::Status Init(const v1::ModelConfig& model, int64_t max_tokens);
+  void ClearKv();
   absl::Status Forward(worker::StepBatch& batch, worker::StepResult& result);
   worker::RowWork Row(int64_t begin, int64_t end) const;
 
@@ -59,6 +65,7 @@ class ReferenceModel {
   worker::SingleCollective collective_;
   worker::AttentionMeter meter_{0};
   worker::Activations activations_;
+  int64_t max_tokens_ = 0;
   std::optional<kernels::FakePagedKv> kv_;
   std::vector<worker::ServedSelector> selectors_;  // to read with, to answer with
   ObservingSelector* observing_ = nullptr;         // the second of them

@@ -41,7 +41,10 @@ std::vector<int32_t> Encode(const BpeModel& model, const std::string& piece) {
 // The definition: merge the leftmost pair of the lowest rank until there is none.
 std::vector<int32_t> EncodeByDefinition(const BpeModel::Params& params, const std::string& piece) {
   std::vector<int32_t> ids;
-  for (const char c : piece) ids.push_back(params.byte_ids[static_cast<uint8_t>(c)]);
+  for (const char c : piece) {
+    const int32_t id = params.byte_ids[static_cast<uint8_t>(c)];
+    if (id >= 0) ids.push_back(id);
+  }
   while (true) {
     size_t best_rank = params.merges.size();
     size_t best = 0;
@@ -85,6 +88,17 @@ TEST(BpeTest, WholeTokensAreTakenBeforeMerging) {
   EXPECT_EQ(Encode(bpe, "abxx"), std::vector<int32_t>({model.ids["ab"], 'x', 'x'}));
 }
 
+TEST(BpeTest, BytesWithoutATokenAreLeftOut) {
+  Model model(Merges{{"a", "b"}});
+  model.params.byte_ids[4] = -1;
+  const BpeModel bpe(model.params);
+  EXPECT_EQ(Encode(bpe, "x\4y"), std::vector<int32_t>({'x', 'y'}));
+  EXPECT_EQ(Encode(bpe, "\4a\4b\4"), std::vector<int32_t>({model.ids["ab"]}));
+  EXPECT_EQ(Encode(bpe, "\4"), std::vector<int32_t>());
+  EXPECT_EQ(Encode(bpe, std::string(100, '\4')), std::vector<int32_t>());
+  EXPECT_EQ(Encode(bpe, std::string(100, '\4') + "a\4b"), std::vector<int32_t>({model.ids["ab"]}));
+}
+
 TEST(BpeTest, AgreesWithTheDefinitionAtEveryLength) {
   std::mt19937 random(7);
   for (int round = 0; round < 40; ++round) {
@@ -98,7 +112,8 @@ TEST(BpeTest, AgreesWithTheDefinitionAtEveryLength) {
       merges.push_back(merge);
       tokens.push_back(merge.first + merge.second);
     }
-    const Model model(merges);
+    Model model(merges);
+    if (round % 4 == 0) model.params.byte_ids['b'] = -1;
     const BpeModel bpe(model.params);
     for (const size_t length : std::vector<size_t>{1, 2, 3, 7, 30, 47, 48, 49, 50, 90, 200}) {
       std::string piece(length, '\0');

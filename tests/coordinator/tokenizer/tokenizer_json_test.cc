@@ -31,6 +31,16 @@ TEST(TokenizerJsonTest, ReadsTheSmallestFile) {
   EXPECT_TRUE(spec->bpe.whole_tokens.empty());
 }
 
+TEST(TokenizerJsonTest, BytesThatTextsHardlyHaveMayLackATokenUnlessThereIsOneForTheUnknown) {
+  json document = MinimalJson();
+  document["model"]["vocab"].erase(Symbol(4));
+  const auto spec = Read(document);
+  ASSERT_TRUE(spec.ok()) << spec.status();
+  EXPECT_EQ(spec->bpe.byte_ids[4], -1);
+  document["model"]["unk_token"] = Symbol(0);
+  EXPECT_THAT(Read(document).status().message(), HasSubstr("for byte 4"));
+}
+
 TEST(TokenizerJsonTest, ReadsMergesInBothForms) {
   json document = MinimalJson();
   document["model"]["vocab"]["Ġa"] = 256;
