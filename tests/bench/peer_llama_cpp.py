@@ -25,7 +25,8 @@ named.
 Its batches are of 512 tokens, as ours; threads, mmap and the 16-bit KV cache are the same or its defaults.
 
 Instruction sets. --isa avx2: PyPI's xllamacpp, a wheel built for AVX2, FMA and F16C that has no other code; our kernels
-are held to AVX2 by KVASIR_CPU_ISA, which may be set to something else by hand. --isa native: PyPI's llama-cpp-python,
+are held to AVX2 by KVASIR_CPU_ISA, and oneDNN by ONEDNN_MAX_CPU_ISA; either may be set to something else by hand. A server
+that names a wider path all the same ends the run. --isa native: PyPI's llama-cpp-python,
 which pip builds from source for this machine (a compiler, CMake and some minutes are needed); ours choose by themselves.
 
 Needs the build (KVASIR_BUILD, default build/cpu), the packages of deploy/install_packages.sh, python3-venv and, the first
@@ -69,6 +70,7 @@ CALIBRATION_TOKENS = 16
 ONE_TRY_TOKENS = 2048  # beyond this a try takes minutes
 WARM_UP_TOKENS = 64
 SPARE_TOKENS = 64  # room of a stream beyond prompt and answer
+ISA_VARIABLES = ("KVASIR_CPU_ISA", "ONEDNN_MAX_CPU_ISA")
 
 
 def say(text):
@@ -227,8 +229,9 @@ class OurSide:
                  *arguments.flag]
         say(f"starting kvasir serve {' '.join(flags)}")
         self.service = stack.enter_context(Service(arguments.model.resolve(), flags))
-        self.paths = [line.split("] ", 2)[-1] for line in self.service.log().splitlines()
-                      if re.search(r"avx|neon|portable", line)]
+        self.paths = re.findall(r"attention \S+, products \S+", self.service.log())
+        if os.environ.get("KVASIR_CPU_ISA") == "avx2" and "avx512" in "".join(self.paths):
+            sys.exit(f"the server is to be held to AVX2, but names {'; '.join(self.paths)}")
 
     def prepare(self, tokens, streams, prompts):
         self.service.generate(prompts[0][:WARM_UP_TOKENS], max_tokens=2, ignore_eos=True, tenant_id="warm-up")
@@ -433,8 +436,9 @@ def print_head(arguments, python, sides):
     speed = subprocess.run([str(python), str(HERE / "read_speed.py"), str(arguments.threads)], capture_output=True, text=True,
                            check=True).stdout.strip()
     print(f"{machine(arguments.threads)}; reads {speed} GB/s from memory with as many threads.")
-    print(f"Kvasir {commit()}, KVASIR_CPU_ISA={os.environ.get('KVASIR_CPU_ISA', '')!r}"
-          + "".join(f"; {line}" for side in sides for line in getattr(side, "paths", [])))
+    forced = ", ".join(f"{name}={os.environ[name]}" for name in ISA_VARIABLES if name in os.environ) or "no instruction set forced"
+    print(f"Kvasir {commit()}, {forced}"
+          + "".join(f"; {side.name}: {', '.join(side.paths)}" for side in sides if getattr(side, "paths", [])))
     systems = {side.system for side in sides if getattr(side, "system", "")}
     print(f"llama.cpp of {PACKAGES[arguments.isa][0]}: {' '.join(systems)}")
     print(f"Weights of {arguments.model.name}; {arguments.new_tokens} tokens after the first, median of {arguments.runs}.\n")
@@ -445,6 +449,7 @@ def main():
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:arguments.threads])  # of all that is started, too
     if arguments.isa == "avx2":
         os.environ.setdefault("KVASIR_CPU_ISA", "avx2")
+        os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
     arguments.work.mkdir(parents=True, exist_ok=True)
     python = make_environment(arguments.work, arguments.isa)
     asked = served_sides(arguments.sides)
