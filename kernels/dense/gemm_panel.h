@@ -78,7 +78,7 @@ PanelKernels Avx512PanelKernels();
 
 namespace {
 
-constexpr int64_t kGroupColumns = 64;
+constexpr int64_t kGroupColumns = 32;
 constexpr int64_t kScaleGroup = 32;  // of k, with one scale a column
 constexpr int64_t kMaxFewRows = 8;
 // A panel of so many k as float32 is 12 KiB (AVX2) or 24 (AVX-512) of a core's nearest cache.

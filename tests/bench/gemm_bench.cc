@@ -228,6 +228,12 @@ void Measure(const Shape& shape, const Kind& kind, int64_t rows, Machine& machin
   std::fflush(stdout);
 }
 
+std::vector<int64_t> RowCounts() {
+  const char* r = std::getenv("ROWS");
+  if (r != nullptr) return {std::atoll(r)};
+  return {1, 4, 64, 512};
+}
+
 }  // namespace
 }  // namespace kvasir::kernels
 
@@ -240,7 +246,7 @@ int main(int argc, char** argv) {
   std::printf("%s, %d threads\n", std::string(CpuIsaName(ChosenCpuIsa())).c_str(), threads);
   for (const Kind& kind : kKinds) {
     if (std::find(wanted.begin(), wanted.end(), kind.name) == wanted.end()) continue;
-    for (const int64_t rows : {1, 4, 64, 512}) {
+    for (const int64_t rows : RowCounts()) {
       for (const Shape& shape : kShapes) Measure(shape, kind, rows, machine);
     }
   }
