@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <utility>
-#include <vector>
 
 #include "absl/strings/str_cat.h"
 
@@ -131,14 +130,5 @@ absl::Status PackedLinear::Run(const TensorView& x, const TensorView& y,
 }
 
 std::string PackedLinear::engine_name() const { return engine_->name(); }
-
-std::string LinearEngineName(const PackedLinear::Options& options) {
-  constexpr int64_t kSize = 64;
-  std::vector<float> zeros(kSize * kSize);
-  const PackedLinear::Part part = {.weight =
-                                       TensorView(zeros.data(), DType::kFloat32, {kSize, kSize})};
-  const auto linear = PackedLinear::Create(std::span(&part, 1), options);
-  return linear.ok() ? linear->engine_name() : std::string(linear.status().message());
-}
 
 }  // namespace kvasir::kernels

@@ -106,7 +106,4 @@ class PackedLinear {
   std::unique_ptr<GemmEngine> engine_;
 };
 
-// The kernel that layers of these options get on this machine, as engine_name() says it.
-std::string LinearEngineName(const PackedLinear::Options& options);
-
 }  // namespace kvasir::kernels

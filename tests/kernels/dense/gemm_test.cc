@@ -509,7 +509,10 @@ class CpuIsaTest : public testing::Test {
 };
 
 TEST_F(CpuIsaTest, ChoosesTheEngine) {
-  const auto name = [](const Kind& kind) { return LinearEngineName(kind.options); };
+  TestTensor w(kF32, {64, 64});
+  const auto name = [&](const Kind& kind) {
+    return Pack({{.weight = w.view()}}, kind.options).engine_name();
+  };
   for (const CpuIsa isa : MachineIsas()) {
     ASSERT_TRUE(LimitCpuIsa(CpuIsaName(isa)).ok());
     const std::string panel = "panel:" + std::string(CpuIsaName(isa));
