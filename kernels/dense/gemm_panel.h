@@ -3,8 +3,9 @@
 // (gemm_panel_cpu.cc).
 //
 // Columns stand in panels of 2 L, where L is the number of floats in a vector, and panels in groups
-// of 32 columns; the last panel is filled up with zeros, the last group may have fewer panels.
-// A group is read from its first byte to its last:
+// of 32 columns, or 64 of int8: one k of a group is a cache line or two. The last panel is filled
+// up with zeros, the last group may have fewer panels. A group is read from its first byte to its
+// last:
 //
 //   float32, bfloat16   [k][columns of the group]
 //   int8                for each 32 of k: [scales of the group's columns], then [k][columns]
@@ -78,9 +79,8 @@ PanelKernels Avx512PanelKernels();
 
 namespace {
 
-constexpr int64_t kGroupColumns = 32;
 constexpr int64_t kScaleGroup = 32;  // of k, with one scale a column
-constexpr int64_t kMaxFewRows = 8;
+constexpr int64_t kMaxFewRows = 24;
 // A panel of so many k as float32 is 12 KiB (AVX2) or 24 (AVX-512) of a core's nearest cache.
 constexpr int64_t kMaxKBlock = 192;
 
@@ -89,6 +89,8 @@ inline int64_t DivideUp(int64_t value, int64_t by) { return (value + by - 1) / b
 inline int64_t ElementBytes(PanelFormat format) {
   return format == PanelFormat::kFloat32 ? 4 : format == PanelFormat::kBFloat16 ? 2 : 1;
 }
+
+inline int64_t GroupColumns(PanelFormat format) { return format == PanelFormat::kInt8 ? 64 : 32; }
 
 // Bytes that one column takes for k weights.
 inline int64_t PanelColumnBytes(PanelFormat format, int64_t k) {
@@ -106,10 +108,11 @@ struct PanelPlace {
 // `k_begin` is a multiple of kScaleGroup.
 inline PanelPlace FindPanel(const PanelWeights& w, int64_t lanes, int64_t panel, int64_t k_begin) {
   const int64_t width = 2 * lanes;
-  const int64_t first = panel * width / kGroupColumns * kGroupColumns;  // column of the group
+  const int64_t group_columns = GroupColumns(w.format);
+  const int64_t first = panel * width / group_columns * group_columns;  // column of the group
   const int64_t in_group = panel * width - first;
   const int64_t left = DivideUp(w.n, width) * width - first;
-  const int64_t columns = left < kGroupColumns ? left : kGroupColumns;
+  const int64_t columns = left < group_columns ? left : group_columns;
   const std::byte* group = w.data + first * PanelColumnBytes(w.format, w.k) +
                            columns * PanelColumnBytes(w.format, k_begin);
   if (w.format == PanelFormat::kInt8) {

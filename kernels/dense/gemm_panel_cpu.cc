@@ -102,11 +102,11 @@ void ManyRows(const PanelJob& job, const PanelItem& item, float*) {
 }
 
 void FewRows(const PanelJob& job, int64_t group_begin, int64_t group_end) {
-  constexpr int64_t kGroupPanels = kGroupColumns / kWidth;
+  const int64_t panels = GroupColumns(job.weights.format) / kWidth;
   ManyRows(job,
            {.row_end = job.rows,
-            .panel_begin = group_begin * kGroupPanels,
-            .panel_end = std::min(group_end * kGroupPanels, DivideUp(job.weights.n, kWidth))},
+            .panel_begin = group_begin * panels,
+            .panel_end = std::min(group_end * panels, DivideUp(job.weights.n, kWidth))},
            nullptr);
 }
 

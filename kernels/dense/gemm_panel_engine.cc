@@ -106,7 +106,7 @@ class PanelGemm : public GemmEngine {
   const PanelKernels& kernels() const { return kernels_.kernels; }
   int64_t panel_columns() const { return 2 * kernels().lanes; }
   int64_t num_panels() const { return DivideUp(weights_.n, panel_columns()); }
-  int64_t num_groups() const { return DivideUp(weights_.n, kGroupColumns); }
+  int64_t num_groups() const { return DivideUp(weights_.n, GroupColumns(format_)); }
   int64_t num_k_blocks() const { return DivideUp(weights_.k, k_block_); }
 
   int64_t max_rows() const {
@@ -153,7 +153,7 @@ class PanelGemm : public GemmEngine {
   void RunFewRows(const PanelJob& job, Executor& executor) {
     kernels().pack_rows(job, 0, job.rows);
     if (!IsWorthThreads(job, executor)) return kernels().few_rows(job, 0, num_groups());
-    const int64_t group_bytes = kGroupColumns * PanelColumnBytes(format_, weights_.k);
+    const int64_t group_bytes = GroupColumns(format_) * PanelColumnBytes(format_, weights_.k);
     const int64_t item = std::max(DivideUp(kMinItemBytes, group_bytes),
                                   num_groups() / (executor.num_threads() * kItemsPerThread));
     executor.ParallelFor(DivideUp(num_groups(), item), [&](int64_t i, int) {

@@ -16,7 +16,9 @@ namespace kvasir::kernels {
 namespace {
 
 constexpr int64_t kPanelWidth = 2 * kSimdWidth;
-constexpr int kGroupPanels = static_cast<int>(kGroupColumns / kPanelWidth);
+// Of GroupColumns.
+template <typename T>
+constexpr int kGroupPanels = static_cast<int>((sizeof(T) == 1 ? 64 : 32) / kPanelWidth);
 constexpr int kTileRows = kSumVectors / 2;
 
 // The elements of a panel at one k, as two vectors.
@@ -29,6 +31,12 @@ inline void LoadPanel(const int8_t* p, Vec& first, Vec& second) {
   first = Load(p);
   second = Load(p + kSimdWidth);
 }
+
+// Memory to ask for while others are multiplied: one address for each k.
+struct Ahead {
+  const std::byte* next = nullptr;
+  int64_t step = 0;  // bytes
+};
 
 // sums[row][column] += x[row][k] * w[k][column]
 template <typename T>
@@ -44,6 +52,7 @@ struct Tile {
   const uint16_t* scales = nullptr;
   int64_t scale_stride = 0;
   int64_t gap = 0;
+  Ahead ahead = {};  // where weights come from memory
 };
 
 template <int kRows, int kPanels>
@@ -69,40 +78,47 @@ inline void StoreSums(const Sums<kRows, kPanels>& sums, float* to, int64_t strid
   }
 }
 
-template <typename T, int kRows, int kPanels>
-inline void AddProducts(const float* x, const T* weights, int64_t stride, int64_t k,
+template <bool kAhead, typename T, int kRows, int kPanels>
+inline void AddProducts(const float* x, const T* weights, int64_t stride, int64_t k, Ahead& ahead,
                         Sums<kRows, kPanels>& sums) {
   for (int64_t i = 0; i < k; ++i) {
-    Vec w[static_cast<size_t>(2 * kPanels)];
+    if (kAhead) {
+      __builtin_prefetch(ahead.next);
+      ahead.next += ahead.step;
+    }
 #pragma GCC unroll 4
     for (int p = 0; p < kPanels; ++p) {
-      LoadPanel(weights + p * kPanelWidth, w[2 * p], w[2 * p + 1]);
-    }
+      Vec first, second;
+      LoadPanel(weights + p * kPanelWidth, first, second);
 #pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) {
-      const Vec value = Broadcast(x[r * kMaxKBlock]);
-#pragma GCC unroll 8
-      for (int v = 0; v < 2 * kPanels; ++v) sums.v[r][v] = Fma(value, w[v], sums.v[r][v]);
+      for (int r = 0; r < kRows; ++r) {
+        const Vec value = Broadcast(x[r * kMaxKBlock]);
+        sums.v[r][2 * p] = Fma(value, first, sums.v[r][2 * p]);
+        sums.v[r][2 * p + 1] = Fma(value, second, sums.v[r][2 * p + 1]);
+      }
     }
     weights += stride;
     ++x;
   }
 }
 
-// One chain over all k.
-template <typename T, int kRows, int kPanels>
-void RunChain(const Tile<T>& t) {
+// One chain over all k. Not inlined, here and below: in a larger function the compiler keeps sums
+// in memory.
+template <bool kAhead, typename T, int kRows, int kPanels>
+__attribute__((noinline)) void RunChain(const Tile<T>& t) {
   Sums<kRows, kPanels> sums;
   LoadSums(t.sums, t.sum_stride, sums);
-  AddProducts(t.x, t.weights, t.stride, t.k, sums);
+  Ahead ahead = t.ahead;
+  AddProducts<kAhead>(t.x, t.weights, t.stride, t.k, ahead, sums);
   StoreSums(sums, t.sums, t.sum_stride);
 }
 
 // A chain for each scale.
-template <typename T, int kRows, int kPanels>
-void RunScaled(const Tile<T>& t) {
+template <bool kAhead, typename T, int kRows, int kPanels>
+__attribute__((noinline)) void RunScaled(const Tile<T>& t) {
   const T* weights = t.weights;
   const uint16_t* scales = t.scales;
+  Ahead ahead = t.ahead;
   for (int64_t begin = 0; begin < t.k; begin += kScaleGroup) {
     const int64_t k = t.k - begin < kScaleGroup ? t.k - begin : kScaleGroup;
     Sums<kRows, kPanels> sums;
@@ -111,7 +127,7 @@ void RunScaled(const Tile<T>& t) {
 #pragma GCC unroll 8
       for (int v = 0; v < 2 * kPanels; ++v) sums.v[r][v] = Broadcast(0);
     }
-    AddProducts(t.x + begin, weights, t.stride, k, sums);
+    AddProducts<kAhead>(t.x + begin, weights, t.stride, k, ahead, sums);
 #pragma GCC unroll 4
     for (int p = 0; p < kPanels; ++p) {
       Vec first, second;
@@ -128,12 +144,12 @@ void RunScaled(const Tile<T>& t) {
   }
 }
 
-template <typename T, bool kScaled, int kRows, int kPanels>
+template <bool kAhead, typename T, bool kScaled, int kRows, int kPanels>
 inline void RunTile(const Tile<T>& t) {
   if constexpr (kScaled) {
-    RunScaled<T, kRows, kPanels>(t);
+    RunScaled<kAhead, T, kRows, kPanels>(t);
   } else {
-    RunChain<T, kRows, kPanels>(t);
+    RunChain<kAhead, T, kRows, kPanels>(t);
   }
 }
 
@@ -143,13 +159,14 @@ inline void RunRows(int64_t rows, const Tile<T>& t) {
   if constexpr (kRows > 1) {
     if (rows < kRows) return RunRows<T, kScaled, kRows - 1>(rows, t);
   }
-  RunTile<T, kScaled, kRows, 1>(t);
+  RunTile</*kAhead=*/false, T, kScaled, kRows, 1>(t);
 }
 
 // Panels side by side that so many rows leave registers for: with few rows one panel has too few
 // chains to hide how long an addition takes.
+template <typename T>
 constexpr int PanelsAtOnce(int rows) {
-  int panels = kGroupPanels;
+  int panels = kGroupPanels<T>;
   while (panels > 1 && 2 * rows * panels > kSumVectors) panels /= 2;
   return panels;
 }
@@ -157,18 +174,21 @@ constexpr int PanelsAtOnce(int rows) {
 // kRows rows of `panels` panels that lie side by side in a group.
 template <typename T, bool kScaled, int kRows>
 void RunPanelsOfRows(int64_t panels, Tile<T> t) {
-  constexpr int kAtOnce = PanelsAtOnce(kRows);
+  constexpr int kAtOnce = PanelsAtOnce<T>(kRows);
+  // A single pass over a group goes through memory in order, which needs no help.
+  constexpr bool kAhead = kAtOnce < kGroupPanels<T>;
   const auto advance = [&t](int by) {
     t.weights += by * kPanelWidth;
     t.sums += by * kPanelWidth;
+    t.ahead.next += t.k * t.ahead.step;
     if (kScaled) t.scales += by * kPanelWidth;
   };
   for (; panels >= kAtOnce; panels -= kAtOnce) {
-    RunTile<T, kScaled, kRows, kAtOnce>(t);
+    RunTile<kAhead, T, kScaled, kRows, kAtOnce>(t);
     advance(kAtOnce);
   }
   for (; panels > 0; --panels) {
-    RunTile<T, kScaled, kRows, 1>(t);
+    RunTile<kAhead, T, kScaled, kRows, 1>(t);
     advance(1);
   }
 }
@@ -269,25 +289,46 @@ Tile<T> StoredTile(const PanelJob& job, int64_t panel, int64_t k_begin) {
           .gap = 2 * place.columns};
 }
 
+// Times that the weights of a block are gone through for so many rows of a tile.
+template <typename T>
+inline int64_t NumPasses(int64_t rows, int64_t panels) {
+  const int at_once = PanelsAtOnce<T>(static_cast<int>(rows));
+  return panels / at_once + panels % at_once;
+}
+
+// The block after that of `t`, asked for evenly while t's is gone through: the processor by itself
+// would ask for it only when the last pass over t's has ended.
+template <typename T>
+inline Ahead NextBlock(const PanelJob& job, const Tile<T>& t, int64_t panels) {
+  int64_t passes = 0;
+  ForEachTile(0, job.rows, [&](int64_t, int64_t rows) { passes += NumPasses<T>(rows, panels); });
+  const int64_t bytes = t.stride * PanelColumnBytes(job.weights.format, t.k);
+  const auto* weights = reinterpret_cast<const std::byte*>(t.weights);
+  return {weights + bytes, bytes / (t.k * passes)};
+}
+
 template <typename T, bool kScaled>
 void FewRowsOf(const PanelJob& job, int64_t group_begin, int64_t group_end) {
-  alignas(64) float sums[kMaxFewRows * kGroupColumns];
+  constexpr int64_t kPanels = kGroupPanels<T>;
+  constexpr int64_t kGroupWidth = kPanels * kPanelWidth;
+  alignas(64) float sums[static_cast<size_t>(kMaxFewRows * kGroupWidth)];
   const int64_t all_panels = DivideUp(job.weights.n, kPanelWidth);
   for (int64_t group = group_begin; group < group_end; ++group) {
-    const int64_t first = group * kGroupPanels;
-    const int64_t panels = all_panels - first < kGroupPanels ? all_panels - first : kGroupPanels;
-    for (int64_t i = 0; i < job.rows * kGroupColumns; i += kSimdWidth)
-      Store(sums + i, Broadcast(0));
+    const int64_t first = group * kPanels;
+    const int64_t panels = all_panels - first < kPanels ? all_panels - first : kPanels;
+    for (int64_t i = 0; i < job.rows * kGroupWidth; i += kSimdWidth) Store(sums + i, Broadcast(0));
     for (int64_t k_begin = 0; k_begin < job.weights.k; k_begin += job.k_block) {
       Tile<T> t = StoredTile<T>(job, first, k_begin);
-      t.sum_stride = kGroupColumns;
+      t.sum_stride = kGroupWidth;
+      t.ahead = NextBlock(job, t, panels);
       ForEachTile(0, job.rows, [&](int64_t row, int64_t rows) {
         t.x = BlockOfX(job, row, k_begin);
-        t.sums = sums + row * kGroupColumns;
+        t.sums = sums + row * kGroupWidth;
         RunPanels<T, kScaled>(rows, panels, t);
+        t.ahead.next += NumPasses<T>(rows, panels) * t.k * t.ahead.step;
       });
     }
-    Finish(job, sums, kGroupColumns,
+    Finish(job, sums, kGroupWidth,
            {.row_end = job.rows, .panel_begin = first, .panel_end = first + panels});
   }
 }

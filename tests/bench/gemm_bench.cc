@@ -211,6 +211,8 @@ class Layers {
 };
 
 void Measure(const Shape& shape, const Kind& kind, int64_t rows, Machine& machine) {
+  if (std::getenv("SHAPE") != nullptr && std::strstr(shape.name, std::getenv("SHAPE")) == nullptr)
+    return;
   Layers layers(shape, kind, rows, machine);
   double time = 1e9, read = 0, fma = 0;
   layers.Time();
