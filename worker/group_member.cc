@@ -76,8 +76,8 @@ std::string ModelKey(const v1::ShardPlan& plan) {
                       model.allow_long_max_model_len() ? " allowed" : "", "\n",
                       model.position_extension(), "/", model.self_extend_group_size(), "/",
                       model.self_extend_window(), "\n", model.load_format(), "\n",
-                      plan.kv().kv_cache_dtype(), "\n", plan.tensor_parallel_rank(), "/",
-                      plan.tensor_parallel_size());
+                      model.weights_dtype(), "\n", plan.kv().kv_cache_dtype(), "\n",
+                      plan.tensor_parallel_rank(), "/", plan.tensor_parallel_size());
 }
 
 int64_t GbToBytes(double gb) { return static_cast<int64_t>(gb * 1e9); }

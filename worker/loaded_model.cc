@@ -103,13 +103,20 @@ absl::StatusOr<bool> ParseIsDummy(const std::string& load_format) {
       absl::StrCat("load_format '", load_format, "'; it must be safetensors or dummy"));
 }
 
+absl::StatusOr<kernels::WeightForm> ParseWeightForm(const std::string& weights_dtype) {
+  if (weights_dtype.empty() || weights_dtype == "auto") return kernels::WeightForm::kAsInput;
+  if (weights_dtype == "int8") return kernels::WeightForm::kInt8;
+  return absl::InvalidArgumentError(
+      absl::StrCat("weights_dtype '", weights_dtype, "'; it must be auto or int8"));
+}
+
 absl::StatusOr<ModelWeights> ReadWeights(const LoadModelOptions& options,
                                          const TransformerOptions& model, ModelHash& hash) {
   options.progress("hashing the weights", 0);
   KVASIR_ASSIGN_OR_RETURN(const SafetensorsFolder tensors,
                           SafetensorsFolder::Open(options.model.model()));
-  KVASIR_ASSIGN_OR_RETURN(
-      hash, HashModel(tensors, model.config, model.longest_position_range(), model.dtype));
+  KVASIR_ASSIGN_OR_RETURN(hash, HashModel(tensors, model.config, model.longest_position_range(),
+                                          model.dtype, model.weights));
   const auto progress = [&](double fraction) { options.progress("loading weights", fraction); };
   return LoadWeights(tensors, model.config,
                      {.plan = model.shard, .dtype = model.dtype, .progress = progress});
@@ -130,6 +137,8 @@ absl::StatusOr<LoadedModel> LoadModel(const LoadModelOptions& options, Backend& 
                           ContextLength(options.model, config, extension, grouped));
   KVASIR_ASSIGN_OR_RETURN(const DType dtype,
                           ParseDType(options.model.dtype(), ComputeDType(config)));
+  KVASIR_ASSIGN_OR_RETURN(const kernels::WeightForm weight_form,
+                          ParseWeightForm(options.model.weights_dtype()));
   LoadedModel loaded;
   KVASIR_ASSIGN_OR_RETURN(loaded.kv_dtype, ParseDType(options.kv.kv_cache_dtype(), dtype));
   loaded.kv_form = absl::StrCat(FormOfKeys(extension, grouped), "/", DTypeName(loaded.kv_dtype));
@@ -137,6 +146,7 @@ absl::StatusOr<LoadedModel> LoadModel(const LoadModelOptions& options, Backend& 
   const TransformerOptions transformer = {.config = config,
                                           .shard = shard,
                                           .dtype = dtype,
+                                          .weights = weight_form,
                                           .max_model_len = context,
                                           .extension = extension,
                                           .grouped = grouped};
@@ -146,8 +156,8 @@ absl::StatusOr<LoadedModel> LoadModel(const LoadModelOptions& options, Backend& 
   ModelWeights weights;
   if (is_dummy) {
     options.progress("making random weights", 0);
-    loaded.weights_hash =
-        HashDummyModel(kDummySeed, config, transformer.longest_position_range(), dtype);
+    loaded.weights_hash = HashDummyModel(kDummySeed, config, transformer.longest_position_range(),
+                                         dtype, weight_form);
     KVASIR_ASSIGN_OR_RETURN(
         weights,
         MakeDummyWeights(config, {.plan = shard, .dtype = dtype, .seed = kDummySeed}, backend));

@@ -1,11 +1,11 @@
 // Linear layers: y[M, N] = x[M, K] * w[N, K]^T + bias[N].
 //
 // A PackedLinear owns its weights, re-ordered once into blocks that the machine's fastest kernel
-// reads in order, and hides which kernel that is: oneDNN's brgemm in bfloat16 or float32, or our
-// own panel kernel where oneDNN has none (no AVX-512). The model calls it, one object per weight.
+// reads in order, and hides which kernel that is: oneDNN's brgemm, or our own panel kernels where
+// oneDNN has none (no AVX-512, int8). The model calls it, one object per weight.
 //
-// Thread-compatible: one Run at a time; Run spreads tiles over the executor it is given. oneDNN is
-// told to use one OpenMP thread per tile, so there is no second thread pool in the process.
+// Thread-compatible: one Run at a time; Run spreads its work over the executor it is given. oneDNN
+// is told to use one OpenMP thread per tile, so there is no second thread pool in the process.
 #pragma once
 
 #include <cstddef>
@@ -23,6 +23,12 @@
 namespace kvasir::kernels {
 
 class GemmEngine;
+
+// How weights are kept.
+enum class WeightForm : uint8_t {
+  kAsInput,  // in the dtype of the layer's input
+  kInt8,     // 8 bits each, and a bfloat16 scale for each 32 inputs of each output
+};
 
 // A linear layer's product with what stands around it in a model:
 //
@@ -55,11 +61,15 @@ class PackedLinear {
   struct Options {
     DType input = DType::kFloat32;   // of x: float32 or bfloat16
     DType output = DType::kFloat32;  // of y: float32, or bfloat16 when the input is
+    WeightForm weights = WeightForm::kAsInput;
   };
 
   // Copies and packs the weights; the parts may be freed afterwards. They are rounded to bfloat16
-  // when the input is bfloat16, and kept in float32 otherwise.
-  // INVALID_ARGUMENT: shapes or dtypes. UNIMPLEMENTED: CUDA memory. RESOURCE_EXHAUSTED: no memory.
+  // when the input is bfloat16 and kept in float32 otherwise, or rounded to whole multiples of a
+  // scale, which is the bfloat16 at or above 1/127 of the largest of its 32 weights: an error of at
+  // most half a scale. Kernels are those of the instruction set in use now (cpu_isa.h).
+  // INVALID_ARGUMENT: shapes, dtypes, int8 of weights that are not finite. UNIMPLEMENTED: CUDA
+  // memory. RESOURCE_EXHAUSTED: no memory.
   static absl::StatusOr<PackedLinear> Create(std::span<const Part> parts, const Options& options);
 
   PackedLinear(PackedLinear&&) noexcept;
@@ -74,17 +84,17 @@ class PackedLinear {
   //   scratch  at least ScratchBytes(executor.num_threads()), aligned to 64 bytes
   //
   // Products and sums are float32. Infinities and NaNs spread within their row as in the formula
-  // and never into another row. In float32 a row of y depends only on its row of x: it is bitwise
-  // the same for every M, row index and number of threads, because each tile runs single-threaded
-  // and all tile heights sum over K in the same order. The same was seen to hold for bfloat16 with
-  // AVX-512, but is not promised there (AMX).
+  // and never into another row; in int8 a product x * q overflows where |x| > 2.6e36. A row of y
+  // depends only on its row of x: it is bitwise the same for every M, row index and number of
+  // threads, and with the panel kernels for every instruction set (gemm_panel.h has the order of
+  // sums). oneDNN's bfloat16 was seen to be so with AVX-512, but does not promise it (AMX).
   // INVALID_ARGUMENT: shapes, dtypes, scratch. UNIMPLEMENTED: CUDA memory. INTERNAL: oneDNN failed.
   absl::Status Run(const TensorView& x, const TensorView& y, std::span<std::byte> scratch,
                    Executor& executor);
 
   int64_t in_features() const { return in_features_; }
   int64_t out_features() const { return out_features_; }
-  // The kernel in use, for logs: "brgemm:avx512_core_bf16", "panel:avx2".
+  // The kernel in use, for logs: "brgemm:avx512_core_bf16", "panel:avx2:bf16".
   std::string engine_name() const;
 
  private:

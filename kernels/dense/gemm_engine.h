@@ -1,9 +1,7 @@
 // Internal to gemm: the packed weights of one PackedLinear together with the machine kernel that
-// multiplies by them. Columns are cut into slices that are packed one by one, so that a product
-// with few rows can still be spread over threads; a tile is some rows times one slice.
-//
-// The weights reach an engine through WeightSource, which hands out rows in the dtype asked for
-// whatever the checkpoint holds. Implementations: gemm_onednn.cc, gemm_cpu.cc.
+// multiplies by them. The weights reach an engine through WeightSource, which hands out rows in the
+// dtype asked for whatever the checkpoint holds. Implementations: gemm_onednn.cc,
+// gemm_panel_engine.cc.
 #pragma once
 
 #include <cstddef>
@@ -15,20 +13,12 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 
+#include "kernels/base/cpu_isa.h"
 #include "kernels/base/dtype.h"
 #include "kernels/dense/gemm.h"
+#include "kernels/dense/gemm_panel.h"
 
 namespace kvasir::kernels {
-
-// How [0, n) columns are cut: all slices are `width` wide except a narrower last one.
-struct GemmSlices {
-  int64_t n = 0;
-  int64_t width = 0;
-
-  int64_t count() const { return (n + width - 1) / width; }
-  int64_t begin(int64_t slice) const { return slice * width; }
-  int64_t width_of(int64_t slice) const { return slice + 1 < count() ? width : n - slice * width; }
-};
 
 // The stacked parts of a PackedLinear, read by row. Borrows them.
 class WeightSource {
@@ -60,42 +50,32 @@ struct LinearShape {
 absl::StatusOr<LinearShape> CheckLinearParts(std::span<const PackedLinear::Part> parts,
                                              const PackedLinear::Options& options);
 
-struct GemmTile {
-  int64_t slice = 0;
-  int64_t rows = 0;              // 1 .. GemmEngine::kMaxTileRows
-  const std::byte* x = nullptr;  // [rows, k] input()
-  std::byte* y = nullptr;        // [rows, width of the slice] output(), contiguous
-  int thread = 0;                // no two concurrent tiles share it
-  std::byte* scratch = nullptr;  // scratch_bytes(), 64-byte aligned
+struct GemmRun {
+  const std::byte* x = nullptr;  // [rows, k] of the options' input
+  std::byte* y = nullptr;        // [rows, n] of the options' output
+  int64_t rows = 0;              // > 0
+  std::byte* scratch = nullptr;  // ScratchBytes(executor.num_threads()), aligned to 64 bytes
 };
 
 class GemmEngine {
  public:
-  static constexpr int64_t kMaxTileRows = 64;
+  // Below this many operations, waking other threads costs more than they save.
+  static constexpr double kMinParallelFlops = 1e6;
 
   virtual ~GemmEngine() = default;
-  virtual const GemmSlices& slices() const = 0;
-  virtual DType input() const = 0;
-  virtual DType output() const = 0;
   virtual std::string name() const = 0;
-  // Per thread.
-  virtual int64_t scratch_bytes() const = 0;
-  // Called before tiles of `num_threads` threads, from one thread.
-  virtual absl::Status Prepare(int num_threads) = 0;
-  virtual absl::Status RunTile(const GemmTile& tile) = 0;
+  virtual int64_t ScratchBytes(int num_threads) const = 0;
+  virtual absl::Status Run(const GemmRun& run, Executor& executor) = 0;
 };
 
-// A brgemm of oneDNN for these dtypes, or UNIMPLEMENTED where this machine has none: other kernels
-// of oneDNN sum in an order that depends on the number of rows.
+// A brgemm of oneDNN with weights of the input's dtype, or UNIMPLEMENTED where the instruction set
+// in use has none: other kernels of oneDNN sum in an order that depends on the number of rows.
 absl::StatusOr<std::unique_ptr<GemmEngine>> CreateOneDnnGemm(const WeightSource& source,
-                                                             DType input, DType output);
+                                                             const PackedLinear::Options& options);
 
-// float32 only. kPortable is the plain reference.
-enum class PanelIsa { kPortable, kAvx2 };
+// Our own kernels for `isa` or the next lower one that has any (gemm_panel.h).
 absl::StatusOr<std::unique_ptr<GemmEngine>> CreatePanelGemm(const WeightSource& source,
-                                                            PanelIsa isa);
-
-// Slices of about 2 MiB of packed weights: the L2 cache of a core, and enough work for a thread.
-GemmSlices ChooseGemmSlices(int64_t n, int64_t k, DType dtype);
+                                                            const PackedLinear::Options& options,
+                                                            CpuIsa isa);
 
 }  // namespace kvasir::kernels

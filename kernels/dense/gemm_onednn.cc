@@ -4,6 +4,8 @@
 // splits K between them for some (rows, K, N), and rows change with the batch around them.
 #include <algorithm>
 #include <array>
+#include <atomic>
+#include <cstring>
 #include <iterator>
 #include <omp.h>
 #include <utility>
@@ -20,15 +22,47 @@
 namespace kvasir::kernels {
 namespace {
 
+constexpr int64_t kMaxTileRows = 64;
 // A primitive is compiled for one number of rows; other counts are composed of these. Batches of up
 // to 16 rows, whose time is that of reading the weights, read them once.
 constexpr std::array<int64_t, 19> kRowCounts = {64, 48, 32, 16, 15, 14, 13, 12, 11, 10,
                                                 9,  8,  7,  6,  5,  4,  3,  2,  1};
-static_assert(kRowCounts.front() == GemmEngine::kMaxTileRows && kRowCounts.back() == 1);
+static_assert(kRowCounts.front() == kMaxTileRows && kRowCounts.back() == 1);
 
-constexpr int64_t kAlignment = 64;
+constexpr int64_t kAlignment = 64;  // of memory; and oneDNN packs columns in blocks of 64
+constexpr int64_t kSliceBytes = int64_t{2} << 20;
 
-int64_t RoundUp(int64_t value) { return (value + kAlignment - 1) / kAlignment * kAlignment; }
+int64_t RoundUp(int64_t value, int64_t multiple = kAlignment) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
+// Columns are cut into slices that are packed one by one, so that a product with few rows can still
+// be spread over threads: all are `width` wide except a narrower last one.
+struct Slices {
+  int64_t n = 0;
+  int64_t width = 0;
+
+  int64_t count() const { return (n + width - 1) / width; }
+  int64_t begin(int64_t slice) const { return slice * width; }
+  int64_t width_of(int64_t slice) const { return slice + 1 < count() ? width : n - slice * width; }
+};
+
+// Slices of about 2 MiB of packed weights: the L2 cache of a core, and enough work for a thread.
+Slices ChooseSlices(int64_t n, int64_t k, DType dtype) {
+  const int64_t bytes = n * k * static_cast<int64_t>(DTypeSize(dtype));
+  const int64_t count = std::max<int64_t>(1, (bytes + kSliceBytes - 1) / kSliceBytes);
+  return {.n = n, .width = std::min(n, RoundUp((n + count - 1) / count))};
+}
+
+// Some rows times one slice.
+struct Tile {
+  int64_t slice = 0;
+  int64_t rows = 0;              // 1 .. kMaxTileRows
+  const std::byte* x = nullptr;  // [rows, k]
+  std::byte* y = nullptr;        // [rows, width of the slice], contiguous
+  int thread = 0;                // no two concurrent tiles share it
+  std::byte* scratch = nullptr;  // of oneDNN
+};
 
 dnnl::memory::data_type DnnlType(DType dtype) {
   return dtype == DType::kBFloat16 ? dnnl::memory::data_type::bf16 : dnnl::memory::data_type::f32;
@@ -99,11 +133,11 @@ absl::Status ToStatus(const dnnl::error& error) {
 
 class OneDnnGemm : public GemmEngine {
  public:
-  OneDnnGemm(const WeightSource& source, DType input, DType output)
+  OneDnnGemm(const WeightSource& source, const PackedLinear::Options& options)
       : k_(source.k()),
-        slices_(ChooseGemmSlices(source.n(), source.k(), input)),
-        input_(input),
-        output_(output),
+        slices_(ChooseSlices(source.n(), source.k(), options.input)),
+        input_(options.input),
+        output_(options.output),
         engine_(dnnl::engine::kind::cpu, 0) {}
 
   absl::Status Initialize(const WeightSource& source) {
@@ -129,13 +163,72 @@ class OneDnnGemm : public GemmEngine {
     return source.has_bias() ? CopyBias(source) : absl::OkStatus();
   }
 
-  const GemmSlices& slices() const override { return slices_; }
-  DType input() const override { return input_; }
-  DType output() const override { return output_; }
   std::string name() const override { return widths_[0].descs.front().impl_info_str(); }
-  int64_t scratch_bytes() const override { return scratch_bytes_; }
+  int64_t ScratchBytes(int num_threads) const override {
+    return num_threads * (y_offset() + tile_y_bytes());
+  }
 
-  absl::Status Prepare(int num_threads) override {
+  absl::Status Run(const GemmRun& run, Executor& executor) override {
+    const int num_threads = executor.num_threads();
+    KVASIR_RETURN_IF_ERROR(Prepare(num_threads));
+    const double flops = 2.0 * static_cast<double>(run.rows) * static_cast<double>(k_ * slices_.n);
+    const bool parallel = num_threads > 1 && (slices_.count() > 1 || flops >= kMinParallelFlops);
+    // Rows of a tile: at least 16, for the kernel's sake, and all threads' share of small batches.
+    const int64_t share =
+        parallel ? RoundUp((run.rows + num_threads - 1) / num_threads, 16) : run.rows;
+    Job job{.run = run, .tile_rows = std::min(share, kMaxTileRows)};
+    const int64_t num_tiles = slices_.count() * job.tiles_per_slice();
+    SerialExecutor serial;
+    (parallel ? executor : serial).ParallelFor(num_tiles, [&](int64_t i, int thread) {
+      RunItem(job, i, thread);
+    });
+    return job.status;
+  }
+
+ private:
+  struct Job {
+    const GemmRun& run;
+    int64_t tile_rows;
+    std::atomic<bool> failed = false;
+    absl::Status status = absl::OkStatus();  // written by the one tile that set `failed`
+
+    int64_t tiles_per_slice() const { return (run.rows + tile_rows - 1) / tile_rows; }
+  };
+
+  int64_t x_row() const { return k_ * static_cast<int64_t>(DTypeSize(input_)); }
+  int64_t y_element() const { return static_cast<int64_t>(DTypeSize(output_)); }
+  // A thread's scratch is [oneDNN's][y of a tile, where there are several slices].
+  int64_t y_offset() const { return RoundUp(scratch_bytes_); }
+  int64_t tile_y_bytes() const {
+    return slices_.count() == 1 ? 0 : RoundUp(kMaxTileRows * slices_.width * y_element());
+  }
+
+  void RunItem(Job& job, int64_t index, int thread) {
+    // Tiles of one slice come one after another, so that its weights stay in the thread's cache.
+    const int64_t slice = index / job.tiles_per_slice();
+    const int64_t row = index % job.tiles_per_slice() * job.tile_rows;
+    const int64_t rows = std::min(job.tile_rows, job.run.rows - row);
+    std::byte* scratch = job.run.scratch + thread * (y_offset() + tile_y_bytes());
+    const bool direct = slices_.count() == 1 || job.run.rows == 1;
+    std::byte* target = job.run.y + (row * slices_.n + slices_.begin(slice)) * y_element();
+    std::byte* y = direct ? target : scratch + y_offset();
+    absl::Status status = RunTile({.slice = slice,
+                                   .rows = rows,
+                                   .x = job.run.x + row * x_row(),
+                                   .y = y,
+                                   .thread = thread,
+                                   .scratch = scratch});
+    if (!status.ok()) {
+      if (!job.failed.exchange(true)) job.status = std::move(status);
+      return;
+    }
+    const int64_t bytes = slices_.width_of(slice) * y_element();
+    for (int64_t r = 0; !direct && r < rows; ++r) {
+      std::memcpy(target + r * slices_.n * y_element(), y + r * bytes, static_cast<size_t>(bytes));
+    }
+  }
+
+  absl::Status Prepare(int num_threads) {
     try {
       while (threads_.size() < static_cast<size_t>(num_threads)) {
         Thread& thread = threads_.emplace_back(dnnl::stream(engine_));
@@ -148,23 +241,21 @@ class OneDnnGemm : public GemmEngine {
     return absl::OkStatus();
   }
 
-  absl::Status RunTile(const GemmTile& tile) override {
+  absl::Status RunTile(const Tile& tile) {
     const OneOpenMpThread one_thread;
-    const int64_t x_row = k_ * static_cast<int64_t>(DTypeSize(input_));
-    const int64_t y_row = slices_.width_of(tile.slice) * static_cast<int64_t>(DTypeSize(output_));
-    GemmTile rest = tile;
+    const int64_t y_row = slices_.width_of(tile.slice) * y_element();
+    Tile rest = tile;
     for (size_t i = 0; i < kRowCounts.size() && rest.rows > 0; ++i) {
       while (rest.rows >= kRowCounts[i]) {
         KVASIR_RETURN_IF_ERROR(RunRows(i, rest));
         rest.rows -= kRowCounts[i];
-        rest.x += kRowCounts[i] * x_row;
+        rest.x += kRowCounts[i] * x_row();
         rest.y += kRowCounts[i] * y_row;
       }
     }
     return absl::OkStatus();
   }
 
- private:
   // Memory objects cost an allocation each, so every thread keeps its own and moves their pointers.
   struct Arguments {
     dnnl::memory x;
@@ -226,7 +317,7 @@ class OneDnnGemm : public GemmEngine {
 
   // The first kRowCounts[i] rows of the tile. Through the C interface, since the C++ one takes a
   // hash map, built for each call, and throws.
-  absl::Status RunRows(size_t i, const GemmTile& tile) {
+  absl::Status RunRows(size_t i, const Tile& tile) {
     const size_t w = width_index(tile.slice);
     const auto slice = static_cast<size_t>(tile.slice);
     Thread& thread = threads_[static_cast<size_t>(tile.thread)];
@@ -252,7 +343,7 @@ class OneDnnGemm : public GemmEngine {
 
   // Constant after Initialize.
   int64_t k_;
-  GemmSlices slices_;
+  Slices slices_;
   DType input_;
   DType output_;
   dnnl::engine engine_;
@@ -269,11 +360,15 @@ class OneDnnGemm : public GemmEngine {
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<GemmEngine>> CreateOneDnnGemm(const WeightSource& source,
-                                                             DType input, DType output) {
+                                                             const PackedLinear::Options& options) {
+  const CpuIsa needed = options.input == DType::kBFloat16 ? CpuIsa::kAvx512Bf16 : CpuIsa::kAvx512;
+  if (options.weights != WeightForm::kAsInput || ChosenCpuIsa() < needed) {
+    return absl::UnimplementedError("oneDNN is not used for these weights and instructions");
+  }
   // oneDNN's C++ interface throws; no exception leaves this file.
   try {
     const OneOpenMpThread one_thread;
-    auto engine = std::make_unique<OneDnnGemm>(source, input, output);
+    auto engine = std::make_unique<OneDnnGemm>(source, options);
     KVASIR_RETURN_IF_ERROR(engine->Initialize(source));
     return engine;
   } catch (const dnnl::error& error) {

@@ -1,31 +1,130 @@
-// Internal to gemm: the kernel behind the panel engine, plain and for AVX2.
+// Internal to gemm: how the panel engine stores weights, and its kernels, one set for each
+// instruction set. All sets are the same body (gemm_panel_simd.h) but for the plain one
+// (gemm_panel_cpu.cc).
 //
-// Weights are float32 in panels of 16 columns: panel p holds w[16 p + j, k] at [p][k][j], zeros
-// beyond the last column. Every element of y is one chain of additions over k = 0 .. K-1 followed
-// by the bias, so it does not depend on the rows beside it; the AVX2 kernel fuses each product with
-// its addition, the portable one rounds both.
+// Columns stand in panels of 2 L, where L is the number of floats in a vector, and panels in groups
+// of 32 columns, or 64 of int8: one k of a group is a cache line or two. The last panel is filled
+// up with zeros, the last group may have fewer panels. A group is read from its first byte to its
+// last:
 //
-// Plain pointers only: gemm_avx2.cc must not instantiate inline functions of other headers, which
-// the linker could then choose for machines without AVX2.
+//   float32, bfloat16   [k][columns of the group]
+//   int8                for each 32 of k: [scales of the group's columns], then [k][columns]
+//
+// bfloat16 columns of a panel, and scales, alternate: column 0, L, 1, L + 1, ..., so that a shift
+// and a mask make two vectors of one load. A scale is the bfloat16 above the largest |w| of its 32
+// weights / 127: half the bytes of a float32, a 17th of all that a decode step reads, and
+// scale * q is exact in float32.
+//
+// An element of y in float32 and bfloat16 is one chain of fused multiply-adds over k = 0 .. K-1;
+// in int8 the 32 products x * q of a scale are such a chain and the chains are added in order,
+// each by one fused multiply-add with its scale. Then the bias is added. So the bits are the same
+// for every number of rows, thread and instruction set.
+//
+// Plain structs only: files compiled for more than the plain machine must not instantiate inline
+// functions that the linker could share. What is inline here has internal linkage.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 namespace kvasir::kernels {
 
-constexpr int64_t kPanelColumns = 16;
+enum class PanelFormat : uint8_t { kFloat32, kBFloat16, kInt8 };
 
-struct PanelTile {
-  const float* x;       // [rows, k]
-  int64_t rows;         // > 0
-  int64_t k;            // > 0
-  const float* panels;  // [ceil(width / 16)][k][16]
-  const float* bias;    // [width], or null
-  float* y;             // [rows, width]
-  int64_t width;        // > 0
+struct PanelWeights {
+  PanelFormat format = PanelFormat::kFloat32;
+  int64_t n = 0;
+  int64_t k = 0;
+  const std::byte* data = nullptr;  // aligned to 64 bytes
+  const float* bias = nullptr;      // [n] and zeros up to the end of the last panel; or null
 };
 
-void RunPanelTile(const PanelTile& tile);
-void RunPanelTileAvx2(const PanelTile& tile);
+// One product of some rows.
+struct PanelJob {
+  PanelWeights weights;
+  const std::byte* x = nullptr;  // [rows, k]
+  std::byte* y = nullptr;        // [rows, n]
+  bool x_is_bfloat16 = false;
+  bool y_is_bfloat16 = false;
+  int64_t rows = 0;
+  // x as float32: [blocks of k][rows][kMaxKBlock], of which the first k_block are used.
+  float* x_blocks = nullptr;
+  int64_t k_block = 0;  // a multiple of 32, but for a last block; at most kMaxKBlock
+};
 
+// A part of y.
+struct PanelItem {
+  int64_t row_begin = 0;
+  int64_t row_end = 0;
+  int64_t panel_begin = 0;
+  int64_t panel_end = 0;
+};
+
+struct PanelKernels {
+  int64_t lanes = 0;      // L
+  int64_t tile_rows = 0;  // rows whose sums stay in registers
+  // Fills x_blocks for these rows.
+  void (*pack_rows)(const PanelJob& job, int64_t row_begin, int64_t row_end) = nullptr;
+  // All rows, at most kMaxFewRows, of the columns of some groups: reads each weight once.
+  void (*few_rows)(const PanelJob& job, int64_t group_begin, int64_t group_end) = nullptr;
+  // Decodes each panel once, block by block, and multiplies many rows by it.
+  // `scratch`: ManyRowsScratchFloats of the item, aligned to 64 bytes.
+  void (*many_rows)(const PanelJob& job, const PanelItem& item, float* scratch) = nullptr;
+};
+
+PanelKernels PortablePanelKernels();
+PanelKernels NeonPanelKernels();
+PanelKernels Avx2PanelKernels();
+PanelKernels Avx512PanelKernels();
+
+namespace {
+
+constexpr int64_t kScaleGroup = 32;  // of k, with one scale a column
+constexpr int64_t kMaxFewRows = 24;
+// A panel of so many k as float32 is 12 KiB (AVX2) or 24 (AVX-512) of a core's nearest cache.
+constexpr int64_t kMaxKBlock = 192;
+
+inline int64_t DivideUp(int64_t value, int64_t by) { return (value + by - 1) / by; }
+
+inline int64_t ElementBytes(PanelFormat format) {
+  return format == PanelFormat::kFloat32 ? 4 : format == PanelFormat::kBFloat16 ? 2 : 1;
+}
+
+inline int64_t GroupColumns(PanelFormat format) { return format == PanelFormat::kInt8 ? 64 : 32; }
+
+// Bytes that one column takes for k weights.
+inline int64_t PanelColumnBytes(PanelFormat format, int64_t k) {
+  const int64_t scales = format == PanelFormat::kInt8 ? DivideUp(k, kScaleGroup) : 0;
+  return k * ElementBytes(format) + 2 * scales;
+}
+
+// Where a part of a group's weights lies.
+struct PanelPlace {
+  const std::byte* weights;  // of the panel, at k_begin
+  const std::byte* scales;   // of the panel, of k_begin's 32; int8 only
+  int64_t columns;           // of the group: elements between one k and the next
+};
+
+// `k_begin` is a multiple of kScaleGroup.
+inline PanelPlace FindPanel(const PanelWeights& w, int64_t lanes, int64_t panel, int64_t k_begin) {
+  const int64_t width = 2 * lanes;
+  const int64_t group_columns = GroupColumns(w.format);
+  const int64_t first = panel * width / group_columns * group_columns;  // column of the group
+  const int64_t in_group = panel * width - first;
+  const int64_t left = DivideUp(w.n, width) * width - first;
+  const int64_t columns = left < group_columns ? left : group_columns;
+  const std::byte* group = w.data + first * PanelColumnBytes(w.format, w.k) +
+                           columns * PanelColumnBytes(w.format, k_begin);
+  if (w.format == PanelFormat::kInt8) {
+    return {group + 2 * columns + in_group, group + 2 * in_group, columns};
+  }
+  return {group + in_group * ElementBytes(w.format), nullptr, columns};
+}
+
+// Of a decoded panel, and of the sums of an item.
+inline int64_t ManyRowsScratchFloats(int64_t lanes, int64_t rows, int64_t panels) {
+  return 2 * lanes * (kMaxKBlock + rows * panels);
+}
+
+}  // namespace
 }  // namespace kvasir::kernels

@@ -25,6 +25,18 @@ inline Vec Load(const uint16_t* p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
 }
 
+inline Vec Load(const int8_t* p) {
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+}
+// 2 kSimdWidth bfloat16, of which `even` gets those at even places and `odd` the others.
+inline void LoadPairs(const uint16_t* p, Vec& even, Vec& odd) {
+  const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  even = _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
+  odd =
+      _mm256_castsi256_ps(_mm256_and_si256(bits, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
+}
+
 // Bits whose upper halves are v rounded to nearest even; NaN stays NaN. As BFloat16(float).
 inline __m256i RoundBits(Vec v) {
   const __m256i bits = _mm256_castps_si256(v);

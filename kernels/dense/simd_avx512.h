@@ -23,6 +23,17 @@ inline Vec Load(const uint16_t* p) {
   return FromBFloat16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
 
+inline Vec Load(const int8_t* p) {
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+}
+inline void LoadPairs(const uint16_t* p, Vec& even, Vec& odd) {
+  const __m512i bits = _mm512_loadu_si512(p);
+  even = _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
+  odd =
+      _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
+}
+
 // Not by the conversion instruction of AVX512_BF16, which would flush denormals to zero.
 inline __m512i RoundBits(Vec v) {
   const __m512i bits = _mm512_castps_si512(v);

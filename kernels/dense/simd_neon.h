@@ -19,6 +19,18 @@ inline Vec Broadcast(float value) { return vdupq_n_f32(value); }
 inline Vec Load(const float* p) { return vld1q_f32(p); }
 inline Vec Load(const uint16_t* p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16)); }
 
+inline Vec Load(const int8_t* p) {
+  int32_t bytes;
+  std::memcpy(&bytes, p, sizeof(bytes));
+  return vcvtq_f32_s32(
+      vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(bytes))))));
+}
+inline void LoadPairs(const uint16_t* p, Vec& even, Vec& odd) {
+  const uint32x4_t bits = vreinterpretq_u32_u16(vld1q_u16(p));
+  even = vreinterpretq_f32_u32(vshlq_n_u32(bits, 16));
+  odd = vreinterpretq_f32_u32(vandq_u32(bits, vdupq_n_u32(0xffff0000u)));
+}
+
 inline uint32x4_t RoundBits(Vec v) {
   const uint32x4_t bits = vreinterpretq_u32_f32(v);
   const uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));

@@ -83,6 +83,9 @@ absl::Status CheckCudaModel(const TransformerOptions& model, DType kv_dtype) {
   if (kv_dtype != DType::kBFloat16) {
     return NotOnGpu("the KV is ", DTypeName(kv_dtype), "; use --kv-cache-dtype=bfloat16");
   }
+  if (model.weights != kernels::WeightForm::kAsInput) {
+    return NotOnGpu("weights are kept in int8; use --weights-dtype=auto");
+  }
   const int64_t head_dim = model.config.head_dim;
   if (head_dim != 64 && head_dim != 128) {
     return NotOnGpu("heads of the model have ", head_dim, " dimensions; there are 64 and 128");

@@ -26,14 +26,14 @@ absl::StatusOr<AttentionLayer> AttentionLayer::Create(LayerWeights& weights,
                                                       const AttentionLayerOptions& options,
                                                       Backend& backend) {
   const DType dtype = options.dtype;
+  PackedLinear::Options linear = {.input = dtype, .output = dtype, .weights = options.weights};
   AttentionLayer layer(options);
-  KVASIR_ASSIGN_OR_RETURN(layer.qkv_, MakeLinear(weights.qkv, weights.qkv_bias,
-                                                 {.input = dtype, .output = dtype}, backend));
+  KVASIR_ASSIGN_OR_RETURN(layer.qkv_, MakeLinear(weights.qkv, weights.qkv_bias, linear, backend));
   weights.qkv = {};
   weights.qkv_bias = {};
+  linear.output = options.output_dtype;
   KVASIR_ASSIGN_OR_RETURN(layer.output_,
-                          MakeLinear(weights.output, weights.output_bias,
-                                     {.input = dtype, .output = options.output_dtype}, backend));
+                          MakeLinear(weights.output, weights.output_bias, linear, backend));
   weights.output = {};
   weights.output_bias = {};
   KVASIR_ASSIGN_OR_RETURN(layer.input_norm_, backend.Place(std::move(weights.input_norm)));

@@ -34,6 +34,7 @@ struct AttentionLayerOptions {
   kernels::DType dtype = kernels::DType::kFloat32;
   // Of the output projection: float32 when it is to be summed over ranks.
   kernels::DType output_dtype = kernels::DType::kFloat32;
+  kernels::WeightForm weights = kernels::WeightForm::kAsInput;
 };
 
 class AttentionLayer {

@@ -97,9 +97,10 @@ void AddRope(const ModelConfig& config, int64_t context_length, FieldHasher& has
 }
 
 void AddShape(absl::string_view kind, const ModelConfig& config, int64_t context_length,
-              kernels::DType dtype, FieldHasher& hasher) {
+              kernels::DType dtype, kernels::WeightForm weights, FieldHasher& hasher) {
   hasher.Add(kind);
   hasher.Add(kernels::DTypeName(dtype));
+  if (weights == kernels::WeightForm::kInt8) hasher.Add("int8 weights in groups of 32");
   AddConfig(config, hasher);
   AddRope(config, context_length, hasher);
 }
@@ -107,9 +108,10 @@ void AddShape(absl::string_view kind, const ModelConfig& config, int64_t context
 }  // namespace
 
 absl::StatusOr<ModelHash> HashModel(const SafetensorsFolder& folder, const ModelConfig& config,
-                                    int64_t context_length, kernels::DType dtype) {
+                                    int64_t context_length, kernels::DType dtype,
+                                    kernels::WeightForm weights) {
   FieldHasher hasher;
-  AddShape("kvasir model", config, context_length, dtype, hasher);
+  AddShape("kvasir model", config, context_length, dtype, weights, hasher);
   hasher.AddNumber(folder.files().size());
   for (const SafetensorsFile& file : folder.files()) {
     KVASIR_ASSIGN_OR_RETURN(const XXH128_hash_t data, HashData(file));
@@ -121,9 +123,9 @@ absl::StatusOr<ModelHash> HashModel(const SafetensorsFolder& folder, const Model
 }
 
 ModelHash HashDummyModel(uint64_t seed, const ModelConfig& config, int64_t context_length,
-                         kernels::DType dtype) {
+                         kernels::DType dtype, kernels::WeightForm weights) {
   FieldHasher hasher;
-  AddShape("kvasir dummy model", config, context_length, dtype, hasher);
+  AddShape("kvasir dummy model", config, context_length, dtype, weights, hasher);
   hasher.AddNumber(seed);
   return hasher.Finish();
 }

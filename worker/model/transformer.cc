@@ -14,10 +14,11 @@ using kernels::LinearParams;
 using kernels::PackedLinear;
 using kernels::TensorView;
 
-absl::StatusOr<std::unique_ptr<Linear>> MakeLinear(const Tensor& weight, DType input, DType output,
+absl::StatusOr<std::unique_ptr<Linear>> MakeLinear(const Tensor& weight,
+                                                   const PackedLinear::Options& options,
                                                    Backend& backend) {
   const PackedLinear::Part part = {.weight = weight.view, .bias = {}};
-  return backend.MakeLinear(std::span(&part, 1), {.input = input, .output = output});
+  return backend.MakeLinear(std::span(&part, 1), options);
 }
 
 }  // namespace
@@ -34,8 +35,11 @@ absl::StatusOr<std::unique_ptr<Transformer>> Transformer::Create(ModelWeights we
   for (size_t i = 0; i < weights.layers.size(); ++i) {
     KVASIR_RETURN_IF_ERROR(model->AddLayer(static_cast<int64_t>(i), std::move(weights.layers[i])));
   }
-  KVASIR_ASSIGN_OR_RETURN(model->head_,
-                          MakeLinear(weights.lm_head, options.dtype, DType::kFloat32, backend));
+  KVASIR_ASSIGN_OR_RETURN(
+      model->head_,
+      MakeLinear(weights.lm_head,
+                 {.input = options.dtype, .output = DType::kFloat32, .weights = options.weights},
+                 backend));
   KVASIR_ASSIGN_OR_RETURN(model->embedding_, backend.Place(std::move(weights.embedding)));
   KVASIR_ASSIGN_OR_RETURN(model->final_norm_, backend.Place(std::move(weights.final_norm)));
   return model;
@@ -51,11 +55,14 @@ absl::Status Transformer::AddLayer(int64_t index, LayerWeights weights) {
                                                   .head_dim = options_.config.head_dim,
                                                   .norm_epsilon = norm_epsilon(),
                                                   .dtype = dtype,
-                                                  .output_dtype = output_dtype},
+                                                  .output_dtype = output_dtype,
+                                                  .weights = options_.weights},
                                                  backend_));
-  KVASIR_ASSIGN_OR_RETURN(auto gate_up, MakeLinear(weights.gate_up, dtype, dtype, backend_));
+  PackedLinear::Options linear = {.input = dtype, .output = dtype, .weights = options_.weights};
+  KVASIR_ASSIGN_OR_RETURN(auto gate_up, MakeLinear(weights.gate_up, linear, backend_));
   weights.gate_up = {};
-  KVASIR_ASSIGN_OR_RETURN(auto down, MakeLinear(weights.down, dtype, output_dtype, backend_));
+  linear.output = output_dtype;
+  KVASIR_ASSIGN_OR_RETURN(auto down, MakeLinear(weights.down, linear, backend_));
   KVASIR_ASSIGN_OR_RETURN(Tensor post_attention_norm,
                           backend_.Place(std::move(weights.post_attention_norm)));
   layers_.push_back({.attention = std::move(attention),

@@ -38,7 +38,8 @@ enum class PositionExtension : uint8_t {
 struct TransformerOptions {
   ModelConfig config;
   ShardPlan shard;
-  kernels::DType dtype = kernels::DType::kFloat32;  // of weights and activations
+  kernels::DType dtype = kernels::DType::kFloat32;              // of weights and activations
+  kernels::WeightForm weights = kernels::WeightForm::kAsInput;  // of linear layers
   int64_t max_model_len = 0;
   PositionExtension extension = PositionExtension::kNone;
   kernels::GroupedPositions grouped = {};  // of kSelfExtend; else off

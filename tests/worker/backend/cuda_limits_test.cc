@@ -59,6 +59,9 @@ TEST(CudaLimits, ModelsItDoesNot) {
   ExpectRefused(CheckCudaModel(model, DType::kBFloat16), "--dtype=bfloat16");
   ExpectRefused(CheckCudaModel(ServedModel(), DType::kFloat32), "--kv-cache-dtype=bfloat16");
   model = ServedModel();
+  model.weights = kernels::WeightForm::kInt8;
+  ExpectRefused(CheckCudaModel(model, DType::kBFloat16), "--weights-dtype=auto");
+  model = ServedModel();
   model.config.head_dim = 80;
   ExpectRefused(CheckCudaModel(model, DType::kBFloat16), "80 dimensions");
   model = ServedModel();

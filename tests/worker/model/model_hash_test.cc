@@ -15,10 +15,11 @@ using kernels::DType;
 class HashModelTest : public testing::Test {
  protected:
   ModelHash Hash(const ModelConfig& config, int64_t context_length = 128,
-                 DType dtype = DType::kBFloat16) {
+                 DType dtype = DType::kBFloat16,
+                 kernels::WeightForm weights = kernels::WeightForm::kAsInput) {
     const auto folder = SafetensorsFolder::Open(folder_.path());
     EXPECT_TRUE(folder.ok()) << folder.status();
-    const auto hash = HashModel(*folder, config, context_length, dtype);
+    const auto hash = HashModel(*folder, config, context_length, dtype, weights);
     EXPECT_TRUE(hash.ok()) << hash.status();
     return *hash;
   }
@@ -84,6 +85,8 @@ TEST_F(HashModelTest, EverythingThatKvDependsOnCounts) {
   EXPECT_EQ(hashes.size(), configs.size());
   hashes.insert(Hash(base, 128, DType::kFloat32));
   EXPECT_EQ(hashes.size(), configs.size() + 1);
+  hashes.insert(Hash(base, 128, DType::kBFloat16, kernels::WeightForm::kInt8));
+  EXPECT_EQ(hashes.size(), configs.size() + 2);
 }
 
 TEST_F(HashModelTest, NothingElseCounts) {
@@ -97,7 +100,9 @@ TEST_F(HashModelTest, NothingElseCounts) {
   const TemporaryFolder copy;
   WriteFile(copy.File("model.safetensors"), bytes);
   const auto folder = SafetensorsFolder::Open(copy.path());
-  EXPECT_EQ(HashModel(*folder, config, 128, DType::kBFloat16).value(), hash);
+  EXPECT_EQ(
+      HashModel(*folder, config, 128, DType::kBFloat16, kernels::WeightForm::kAsInput).value(),
+      hash);
 }
 
 TEST_F(HashModelTest, TheContextCountsWhereFrequenciesDependOnIt) {
@@ -114,7 +119,9 @@ TEST_F(HashModelTest, AFileThatShrinksIsDataLoss) {
   ASSERT_TRUE(folder.ok());
   const std::string path = folder_.File("model.safetensors");
   std::filesystem::resize_file(path, std::filesystem::file_size(path) - 1);
-  EXPECT_EQ(HashModel(*folder, TinyModel(), 128, DType::kBFloat16).status().code(),
+  EXPECT_EQ(HashModel(*folder, TinyModel(), 128, DType::kBFloat16, kernels::WeightForm::kAsInput)
+                .status()
+                .code(),
             absl::StatusCode::kDataLoss);
 }
 
