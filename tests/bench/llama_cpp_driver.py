@@ -3,8 +3,7 @@
 
     llama_cpp_driver.py BINDING MODEL.gguf THREADS STREAMS STREAM_TOKENS FLASH
 
-BINDING: xllamacpp (its server in this process, no HTTP between) or llama_cpp (PyPI's llama-cpp-python: llama.cpp's C
-functions). STREAM_TOKENS: room of each stream, prompt and answer. FLASH: on or off. The first line of output is
+BINDING: llama-cpp-python (llama.cpp's C functions) or xllamacpp (its server in this process, no HTTP between). STREAM_TOKENS: room of each stream, prompt and answer. FLASH: on or off. The first line of output is
 {"system": what llama.cpp says of the machine}. Then each line of input, {"prompts": [[id, ...], ...], "new_tokens": N},
 is answered by a line with one entry a prompt: {"times": seconds from the request to each token, "text": the answer}.
 Prompts of one line are asked at once. Greedy, without an end, nothing kept from one line to the next.
@@ -135,7 +134,7 @@ def main():
     binding, path, threads, streams, stream_tokens, flash = sys.argv[1:]
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what llama.cpp prints is no reply
-    kind = {"xllamacpp": XLlamaCpp, "llama_cpp": LlamaCpp}[binding]
+    kind = {"xllamacpp": XLlamaCpp, "llama-cpp-python": LlamaCpp}[binding]
     peer = kind(path, int(threads), int(streams), int(stream_tokens), flash == "on")
     print(json.dumps({"system": peer.system.strip()}), file=replies, flush=True)
     for line in sys.stdin:

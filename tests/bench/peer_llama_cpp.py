@@ -21,13 +21,13 @@ that is one run, and the median of --runs counts. Each run has a prompt of its o
    that was run, int8 beside its Q8_0.
 
 llama.cpp gets its best settings: flash attention is tried on and off at each length, and the faster one is used and
-named.
-Its batches are of 512 tokens, as ours; threads, mmap and the 16-bit KV cache are the same or its defaults.
+named. Its batches are of 512 tokens and its threads as many as ours; the rest are its defaults (mmap, a 16-bit KV cache).
 
-Instruction sets. --isa avx2: PyPI's xllamacpp, a wheel built for AVX2, FMA and F16C that has no other code; our kernels
-are held to AVX2 by KVASIR_CPU_ISA, and oneDNN by ONEDNN_MAX_CPU_ISA; either may be set to something else by hand. A server
-that names a wider path all the same ends the run. --isa native: PyPI's llama-cpp-python,
-which pip builds from source for this machine (a compiler, CMake and some minutes are needed); ours choose by themselves.
+Instruction sets. llama.cpp is PyPI's llama-cpp-python, which pip builds from source: for AVX2, FMA and F16C alone with
+--isa avx2, for this machine with --isa native. That needs a C++ compiler, CMake and some minutes, once. Our kernels are held
+to AVX2 by KVASIR_CPU_ISA, and oneDNN by ONEDNN_MAX_CPU_ISA; either may be set to something else by hand. A server that names
+a wider path all the same ends the run. --peer xllamacpp takes PyPI's wheel of that name, which is for AVX2 and needs no
+compiler, but reads prompts more slowly than a build of one's own: no peer for a claim.
 
 Needs the build (KVASIR_BUILD, default build/cpu), the packages of deploy/install_packages.sh, python3-venv and, the first
 time, PyPI. The environments and the GGUF files are kept in --work.
@@ -53,9 +53,9 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 from support.service import KVASIR, ROOT, Service, generation_pb2  # noqa: E402
 
-PACKAGES = {"avx2": ("xllamacpp==2026.10.11549",), "native": ("llama-cpp-python==0.3.36",)}
+PACKAGES = {"llama-cpp-python": "llama-cpp-python==0.3.36", "xllamacpp": "xllamacpp==2026.10.11549"}
 TOOLS = ("numpy==2.4.6", "gguf==0.19.0")
-BINDINGS = {"avx2": "xllamacpp", "native": "llama_cpp"}
+BUILD_OPTIONS = {"avx2": "-DGGML_NATIVE=OFF", "native": "-DGGML_NATIVE=ON"}  # llama.cpp's: without native it is AVX2
 PEER_TYPES = {"llama-f16": "F16", "llama-bf16": "BF16", "llama-q8_0": "Q8_0"}
 OUR_FLAGS = {"kvasir-bf16": [], "kvasir-int8": ["--weights-dtype=int8"]}
 SIDES = (*PEER_TYPES, *OUR_FLAGS)
@@ -92,18 +92,19 @@ class Run:
 # --- Environment -----------------------------------------------------------------------------------------------------
 
 
-def make_environment(work, isa):
+def make_environment(work, peer, isa):
     """The Python of an environment that has llama.cpp and the tools."""
-    packages = (*PACKAGES[isa], *TOOLS)
-    venv = work / f"venv-{isa}"
+    packages = (PACKAGES[peer], *TOOLS)
+    venv = work / f"venv-{peer}-{isa}"
     done = venv / "installed"
     if not done.exists() or done.read_text() != " ".join(packages):
         say(f"installing {', '.join(packages)} into {venv}")
         subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True, stdout=sys.stderr)
-        built = subprocess.run([str(venv / "bin" / "pip"), "install", "--quiet", *packages], stdout=sys.stderr)
+        # Without the cache, in which pip would find what it built for another instruction set.
+        built = subprocess.run([str(venv / "bin" / "pip"), "install", "--quiet", "--no-cache-dir", *packages],
+                               stdout=sys.stderr, env={**os.environ, "CMAKE_ARGS": BUILD_OPTIONS[isa]})
         if built.returncode:
-            sys.exit(f"pip could not install {', '.join(packages)}: is PyPI reachable"
-                     + (", are a C++ compiler and CMake here?" if isa == "native" else "?"))
+            sys.exit(f"pip could not install {', '.join(packages)}: is PyPI reachable, is a C++ compiler here?")
         done.write_text(" ".join(packages))
     return venv / "bin" / "python"
 
@@ -182,7 +183,7 @@ class PeerSide:
 
     def start(self, tokens, streams, flash):
         room = tokens + self.arguments.new_tokens + SPARE_TOKENS
-        peer = Peer(self.python, BINDINGS[self.arguments.isa], self.path, self.arguments.threads, streams, room, flash)
+        peer = Peer(self.python, self.arguments.peer, self.path, self.arguments.threads, streams, room, flash)
         self.system = peer.system
         return peer
 
@@ -395,6 +396,7 @@ def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=pathlib.Path, required=True, help="Hugging Face folder of a Llama model")
     parser.add_argument("--isa", choices=("avx2", "native"), default="avx2", help="instruction set of both sides (default avx2)")
+    parser.add_argument("--peer", choices=tuple(PACKAGES), default="llama-cpp-python", help="PyPI's package of llama.cpp")
     parser.add_argument("--prompts", type=numbers, default=[64, 512, 2048, 6000], metavar="TOKENS,...",
                         help="lengths of prompts (default 64,512,2048,6000); empty: none")
     parser.add_argument("--stream-prompts", type=numbers, default=[512], metavar="TOKENS,...",
@@ -417,6 +419,8 @@ def parse_arguments():
     parser.add_argument("--raw", type=pathlib.Path, metavar="FILE", help="also writes every run as JSON")
     arguments = parser.parse_args()
     arguments.policies = ["dense", *(policy for policy in arguments.policies if policy != "dense")]
+    if (arguments.peer, arguments.isa) == ("xllamacpp", "native"):
+        parser.error("--peer xllamacpp is built for AVX2; --isa native takes --peer llama-cpp-python")
     if arguments.new_tokens < CALIBRATION_TOKENS or arguments.runs < 1:
         parser.error(f"--new-tokens is at least {CALIBRATION_TOKENS}, --runs at least 1")
     return arguments
@@ -440,7 +444,7 @@ def print_head(arguments, python, sides):
     print(f"Kvasir {commit()}, {forced}"
           + "".join(f"; {side.name}: {', '.join(side.paths)}" for side in sides if getattr(side, "paths", [])))
     systems = {side.system for side in sides if getattr(side, "system", "")}
-    print(f"llama.cpp of {PACKAGES[arguments.isa][0]}: {' '.join(systems)}")
+    print(f"llama.cpp of {PACKAGES[arguments.peer]}: {' '.join(systems)}")
     print(f"Weights of {arguments.model.name}; {arguments.new_tokens} tokens after the first, median of {arguments.runs}.\n")
 
 
@@ -451,7 +455,7 @@ def main():
         os.environ.setdefault("KVASIR_CPU_ISA", "avx2")
         os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
     arguments.work.mkdir(parents=True, exist_ok=True)
-    python = make_environment(arguments.work, arguments.isa)
+    python = make_environment(arguments.work, arguments.peer, arguments.isa)
     asked = served_sides(arguments.sides)
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvasir-peer-"))
