@@ -230,7 +230,7 @@ class OurSide:
                  *arguments.flag]
         say(f"starting kvasir serve {' '.join(flags)}")
         self.service = stack.enter_context(Service(arguments.model.resolve(), flags))
-        self.paths = re.findall(r"attention \S+, products \S+", self.service.log())
+        self.paths = re.findall(r"attention [^,\s]+, products [^,\s]+", self.service.log())
         if os.environ.get("KVASIR_CPU_ISA") == "avx2" and "avx512" in "".join(self.paths):
             sys.exit(f"the server is to be held to AVX2, but names {'; '.join(self.paths)}")
 
