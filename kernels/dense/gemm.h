@@ -17,6 +17,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 
+#include "kernels/base/buffer.h"
 #include "kernels/base/executor.h"
 #include "kernels/base/tensor.h"
 
@@ -70,6 +71,10 @@ class PackedLinear {
   // most half a scale. Kernels are those of the instruction set in use now (cpu_isa.h).
   // INVALID_ARGUMENT: shapes, dtypes, int8 of weights that are not finite. UNIMPLEMENTED: CUDA
   // memory. RESOURCE_EXHAUSTED: no memory.
+  // `memory`, which is needed no longer then, keeps the layers of a model close together.
+  static absl::StatusOr<PackedLinear> Create(std::span<const Part> parts, const Options& options,
+                                             HostArena& memory);
+  // The same in memory of its own.
   static absl::StatusOr<PackedLinear> Create(std::span<const Part> parts, const Options& options);
 
   PackedLinear(PackedLinear&&) noexcept;

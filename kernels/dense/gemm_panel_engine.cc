@@ -68,9 +68,9 @@ class PanelGemm : public GemmEngine {
     weights_ = {.format = format_, .n = source.n(), .k = source.k()};
   }
 
-  absl::Status Initialize(const WeightSource& source) {
-    KVASIR_ASSIGN_OR_RETURN(packed_, PackPanels(source, format_, kernels().lanes));
-    weights_.data = packed_.data.data();
+  absl::Status Initialize(const WeightSource& source, HostArena& memory) {
+    KVASIR_ASSIGN_OR_RETURN(packed_, PackPanels(source, format_, kernels().lanes, memory));
+    weights_.data = packed_.data.data;
     weights_.bias = packed_.bias.As<float>();
     return absl::OkStatus();
   }
@@ -200,9 +200,9 @@ class PanelGemm : public GemmEngine {
 
 absl::StatusOr<std::unique_ptr<GemmEngine>> CreatePanelGemm(const WeightSource& source,
                                                             const PackedLinear::Options& options,
-                                                            CpuIsa isa) {
+                                                            CpuIsa isa, HostArena& memory) {
   auto engine = std::make_unique<PanelGemm>(source, options, isa);
-  KVASIR_RETURN_IF_ERROR(engine->Initialize(source));
+  KVASIR_RETURN_IF_ERROR(engine->Initialize(source, memory));
   return engine;
 }
 

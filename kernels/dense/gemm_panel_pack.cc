@@ -106,16 +106,15 @@ int8_t QuantizeToInt8(float weight, float scale) {
 }
 
 absl::StatusOr<PackedPanels> PackPanels(const WeightSource& source, PanelFormat format,
-                                        int64_t lanes) {
+                                        int64_t lanes, HostArena& memory) {
   const int64_t panels = DivideUp(source.n(), 2 * lanes);
   const int64_t columns = panels * 2 * lanes;
   const auto float_size = static_cast<int64_t>(sizeof(float));
   PackedPanels packed;
-  KVASIR_ASSIGN_OR_RETURN(packed.data,
-                          HostBuffer::Allocate(columns * PanelColumnBytes(format, source.k())));
+  KVASIR_ASSIGN_OR_RETURN(packed.data, memory.Take(columns * PanelColumnBytes(format, source.k())));
   KVASIR_ASSIGN_OR_RETURN(const HostBuffer rows,
                           HostBuffer::Allocate(2 * lanes * source.k() * float_size));
-  PanelPacker packer(source, format, lanes, packed.data.data());
+  PanelPacker packer(source, format, lanes, packed.data.data);
   for (int64_t p = 0; p < panels; ++p) {
     KVASIR_RETURN_IF_ERROR(packer.Pack(p, rows.As<float>()));
   }

@@ -166,12 +166,13 @@ class Layers {
     weight.Fill(1);
     x_.Fill(2);
     const PackedLinear::Part part = {.weight = weight.view()};
+    HostArena memory(int64_t{32} << 20);  // as a worker's
     const auto copies =
         rows > 8 ? 1 : static_cast<int64_t>(static_cast<double>(kReadBytes) / bytes_) + 1;
     for (int64_t i = 0; i < copies; ++i) {
       layers_.push_back(OrDie(PackedLinear::Create(
-          std::span(&part, 1),
-          {.input = kind.dtype, .output = kind.dtype, .weights = kind.weights})));
+          std::span(&part, 1), {.input = kind.dtype, .output = kind.dtype, .weights = kind.weights},
+          memory)));
     }
     scratch_ =
         OrDie(HostBuffer::Allocate(layers_[0].ScratchBytes(machine.executor().num_threads())));

@@ -315,7 +315,8 @@ absl::StatusOr<std::unique_ptr<GemmEngine>> MakePanels(const std::vector<PackedL
                                                        const PackedLinear::Options& options,
                                                        CpuIsa isa) {
   const TensorView& w = parts[0].weight;
-  return CreatePanelGemm(WeightSource(parts, w.dim(0), w.dim(1)), options, isa);
+  HostArena memory(0);
+  return CreatePanelGemm(WeightSource(parts, w.dim(0), w.dim(1)), options, isa, memory);
 }
 
 // Rows [first, first + rows) of x.
