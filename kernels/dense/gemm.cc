@@ -22,11 +22,11 @@ int64_t Size(DType dtype) { return static_cast<int64_t>(DTypeSize(dtype)); }
 absl::StatusOr<std::unique_ptr<GemmEngine>> CreateEngine(const WeightSource& source,
                                                          const PackedLinear::Options& options,
                                                          HostArena& memory) {
-  auto engine = CreateOneDnnGemm(source, options, memory);
-  if (absl::IsUnimplemented(engine.status())) {
-    engine = CreatePanelGemm(source, options, ChosenCpuIsa(), memory);
+  if (OneDnnHasMatrixUnits()) {
+    auto engine = CreateOneDnnGemm(source, options, memory);
+    if (!absl::IsUnimplemented(engine.status())) return engine;
   }
-  return engine;
+  return CreatePanelGemm(source, options, ChosenCpuIsa(), memory);
 }
 
 }  // namespace

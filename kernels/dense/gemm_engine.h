@@ -69,6 +69,10 @@ class GemmEngine {
   virtual absl::Status Run(const GemmRun& run, Executor& executor) = 0;
 };
 
+// Whether this machine multiplies blocks of bfloat16 (AMX), which oneDNN makes use of and our own
+// kernels do not.
+bool OneDnnHasMatrixUnits();
+
 // A brgemm of oneDNN with weights of the input's dtype, or UNIMPLEMENTED where the instruction set
 // in use has none: other kernels of oneDNN sum in an order that depends on the number of rows.
 absl::StatusOr<std::unique_ptr<GemmEngine>> CreateOneDnnGemm(const WeightSource& source,

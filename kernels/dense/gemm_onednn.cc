@@ -359,6 +359,10 @@ class OneDnnGemm : public GemmEngine {
 
 }  // namespace
 
+bool OneDnnHasMatrixUnits() {
+  return dnnl::get_effective_cpu_isa() == dnnl::cpu_isa::avx512_core_amx;
+}
+
 absl::StatusOr<std::unique_ptr<GemmEngine>> CreateOneDnnGemm(const WeightSource& source,
                                                              const PackedLinear::Options& options,
                                                              HostArena& memory) {
