@@ -212,8 +212,6 @@ class Layers {
 };
 
 void Measure(const Shape& shape, const Kind& kind, int64_t rows, Machine& machine) {
-  if (std::getenv("SHAPE") != nullptr && std::strstr(shape.name, std::getenv("SHAPE")) == nullptr)
-    return;
   Layers layers(shape, kind, rows, machine);
   double time = 1e9, read = 0, fma = 0;
   layers.Time();
@@ -231,12 +229,6 @@ void Measure(const Shape& shape, const Kind& kind, int64_t rows, Machine& machin
   std::fflush(stdout);
 }
 
-std::vector<int64_t> RowCounts() {
-  const char* r = std::getenv("ROWS");
-  if (r != nullptr) return {std::atoll(r)};
-  return {1, 4, 64, 512};
-}
-
 }  // namespace
 }  // namespace kvasir::kernels
 
@@ -249,7 +241,7 @@ int main(int argc, char** argv) {
   std::printf("%s, %d threads\n", std::string(CpuIsaName(ChosenCpuIsa())).c_str(), threads);
   for (const Kind& kind : kKinds) {
     if (std::find(wanted.begin(), wanted.end(), kind.name) == wanted.end()) continue;
-    for (const int64_t rows : RowCounts()) {
+    for (const int64_t rows : {1, 4, 64, 512}) {
       for (const Shape& shape : kShapes) Measure(shape, kind, rows, machine);
     }
   }
