@@ -1,11 +1,14 @@
 #include "kernels/base/buffer.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <sys/mman.h>
 #include <utility>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+
+#include "kernels/base/status_macros.h"
 
 namespace kvasir::kernels {
 namespace {
@@ -62,5 +65,23 @@ HostBuffer& HostBuffer::operator=(HostBuffer&& other) noexcept {
 }
 
 void HostBuffer::Free::operator()(void* memory) const { std::free(memory); }
+
+absl::StatusOr<HostArena::Piece> HostArena::Take(int64_t bytes) {
+  if (bytes < 0 || bytes > buffer_bytes_ / 2) {
+    KVASIR_ASSIGN_OR_RETURN(HostBuffer own, HostBuffer::Allocate(bytes));
+    auto buffer = std::make_shared<const HostBuffer>(std::move(own));
+    return Piece{.buffer = buffer, .data = buffer->data()};
+  }
+  if (buffer_ == nullptr || bytes > buffer_->size_bytes() - used_) {
+    KVASIR_ASSIGN_OR_RETURN(HostBuffer next, HostBuffer::Allocate(buffer_bytes_));
+    buffer_ = std::make_shared<const HostBuffer>(std::move(next));
+    used_ = 0;
+  }
+  const Piece piece = {.buffer = buffer_, .data = buffer_->data() + used_};
+  constexpr int64_t kAlignment = HostBuffer::kAlignment;
+  used_ +=
+      std::min((bytes + kAlignment - 1) / kAlignment * kAlignment, buffer_->size_bytes() - used_);
+  return piece;
+}
 
 }  // namespace kvasir::kernels

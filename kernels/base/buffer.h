@@ -41,4 +41,31 @@ class HostBuffer {
   int64_t size_bytes_ = 0;
 };
 
+// Cuts large buffers into pieces, so that memory of less than a huge page lies in huge pages too: a
+// model has many weights of a megabyte, which are read once a step. A piece keeps its buffer alive,
+// and may outlive the arena.
+class HostArena {
+ public:
+  struct Piece {
+    std::shared_ptr<const HostBuffer> buffer;
+    std::byte* data = nullptr;  // zeroed, aligned as a HostBuffer
+
+    template <typename T>
+    T* As() const {
+      return reinterpret_cast<T*>(data);
+    }
+  };
+
+  // Buffers of so many bytes, larger ones for pieces of more than half of that. 0: one a piece.
+  explicit HostArena(int64_t buffer_bytes) : buffer_bytes_(buffer_bytes) {}
+
+  // Errors as of HostBuffer::Allocate.
+  absl::StatusOr<Piece> Take(int64_t bytes);
+
+ private:
+  const int64_t buffer_bytes_;
+  std::shared_ptr<const HostBuffer> buffer_;  // whose pieces are handed out
+  int64_t used_ = 0;
+};
+
 }  // namespace kvasir::kernels

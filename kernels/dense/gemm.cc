@@ -20,12 +20,13 @@ constexpr int64_t kScratchAlignment = 64;
 int64_t Size(DType dtype) { return static_cast<int64_t>(DTypeSize(dtype)); }
 
 absl::StatusOr<std::unique_ptr<GemmEngine>> CreateEngine(const WeightSource& source,
-                                                         const PackedLinear::Options& options) {
-  auto engine = CreateOneDnnGemm(source, options);
-  if (absl::IsUnimplemented(engine.status())) {
-    engine = CreatePanelGemm(source, options, ChosenCpuIsa());
+                                                         const PackedLinear::Options& options,
+                                                         HostArena& memory) {
+  if (OneDnnHasMatrixUnits()) {
+    auto engine = CreateOneDnnGemm(source, options, memory);
+    if (!absl::IsUnimplemented(engine.status())) return engine;
   }
-  return engine;
+  return CreatePanelGemm(source, options, ChosenCpuIsa(), memory);
 }
 
 }  // namespace
@@ -95,6 +96,12 @@ absl::StatusOr<LinearShape> CheckLinearParts(std::span<const PackedLinear::Part>
 
 absl::StatusOr<PackedLinear> PackedLinear::Create(std::span<const Part> parts,
                                                   const Options& options) {
+  HostArena memory(0);
+  return Create(parts, options, memory);
+}
+
+absl::StatusOr<PackedLinear> PackedLinear::Create(std::span<const Part> parts,
+                                                  const Options& options, HostArena& memory) {
   KVASIR_ASSIGN_OR_RETURN(const LinearShape shape, CheckLinearParts(parts, options));
   for (const Part& part : parts) {
     KVASIR_RETURN_IF_ERROR(RequireHostMemory("gemm", {part.weight, part.bias}));
@@ -104,7 +111,7 @@ absl::StatusOr<PackedLinear> PackedLinear::Create(std::span<const Part> parts,
   linear.out_features_ = shape.n;
   linear.options_ = options;
   const WeightSource source(parts, shape.n, shape.k);
-  KVASIR_ASSIGN_OR_RETURN(linear.engine_, CreateEngine(source, options));
+  KVASIR_ASSIGN_OR_RETURN(linear.engine_, CreateEngine(source, options, memory));
   return linear;
 }
 

@@ -1,8 +1,8 @@
 // Linear layers: y[M, N] = x[M, K] * w[N, K]^T + bias[N].
 //
 // A PackedLinear owns its weights, re-ordered once into blocks that the machine's fastest kernel
-// reads in order, and hides which kernel that is: oneDNN's brgemm, or our own panel kernels where
-// oneDNN has none (no AVX-512, int8). The model calls it, one object per weight.
+// reads in order, and hides which kernel that is: our own panel kernels, or oneDNN's brgemm for
+// bfloat16 on machines with AMX. The model calls it, one object per weight.
 //
 // Thread-compatible: one Run at a time; Run spreads its work over the executor it is given. oneDNN
 // is told to use one OpenMP thread per tile, so there is no second thread pool in the process.
@@ -17,6 +17,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 
+#include "kernels/base/buffer.h"
 #include "kernels/base/executor.h"
 #include "kernels/base/tensor.h"
 
@@ -70,6 +71,10 @@ class PackedLinear {
   // most half a scale. Kernels are those of the instruction set in use now (cpu_isa.h).
   // INVALID_ARGUMENT: shapes, dtypes, int8 of weights that are not finite. UNIMPLEMENTED: CUDA
   // memory. RESOURCE_EXHAUSTED: no memory.
+  // `memory`, which is needed no longer then, keeps the layers of a model close together.
+  static absl::StatusOr<PackedLinear> Create(std::span<const Part> parts, const Options& options,
+                                             HostArena& memory);
+  // The same in memory of its own.
   static absl::StatusOr<PackedLinear> Create(std::span<const Part> parts, const Options& options);
 
   PackedLinear(PackedLinear&&) noexcept;
@@ -84,17 +89,18 @@ class PackedLinear {
   //   scratch  at least ScratchBytes(executor.num_threads()), aligned to 64 bytes
   //
   // Products and sums are float32. Infinities and NaNs spread within their row as in the formula
-  // and never into another row; in int8 a product x * q overflows where |x| > 2.6e36. A row of y
-  // depends only on its row of x: it is bitwise the same for every M, row index and number of
-  // threads, and with the panel kernels for every instruction set (gemm_panel.h has the order of
-  // sums). oneDNN's bfloat16 was seen to be so with AVX-512, but does not promise it (AMX).
-  // INVALID_ARGUMENT: shapes, dtypes, scratch. UNIMPLEMENTED: CUDA memory. INTERNAL: oneDNN failed.
+  // and never into another row; in int8 a product x * q overflows where |x| > 2.6e36. With the
+  // panel kernels a row of y depends only on its row of x: it is bitwise the same for every M, row
+  // index and number of threads, and for every instruction set but AVX512_BF16, which has an order
+  // of sums of its own for bfloat16 (gemm_panel.h) and takes denormals for zeros. oneDNN promises
+  // none of this. INVALID_ARGUMENT: shapes, dtypes, scratch. UNIMPLEMENTED: CUDA memory. INTERNAL:
+  // oneDNN failed.
   absl::Status Run(const TensorView& x, const TensorView& y, std::span<std::byte> scratch,
                    Executor& executor);
 
   int64_t in_features() const { return in_features_; }
   int64_t out_features() const { return out_features_; }
-  // The kernel in use, for logs: "brgemm:avx512_core_bf16", "panel:avx2:bf16".
+  // The kernel in use, for logs: "panel:avx2:bf16", "panel:avx512:int8".
   std::string engine_name() const;
 
  private:

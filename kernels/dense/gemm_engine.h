@@ -13,6 +13,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 
+#include "kernels/base/buffer.h"
 #include "kernels/base/cpu_isa.h"
 #include "kernels/base/dtype.h"
 #include "kernels/dense/gemm.h"
@@ -68,14 +69,19 @@ class GemmEngine {
   virtual absl::Status Run(const GemmRun& run, Executor& executor) = 0;
 };
 
+// Whether this machine multiplies blocks of bfloat16 (AMX), which oneDNN makes use of and our own
+// kernels do not.
+bool OneDnnHasMatrixUnits();
+
 // A brgemm of oneDNN with weights of the input's dtype, or UNIMPLEMENTED where the instruction set
 // in use has none: other kernels of oneDNN sum in an order that depends on the number of rows.
 absl::StatusOr<std::unique_ptr<GemmEngine>> CreateOneDnnGemm(const WeightSource& source,
-                                                             const PackedLinear::Options& options);
+                                                             const PackedLinear::Options& options,
+                                                             HostArena& memory);
 
 // Our own kernels for `isa` or the next lower one that has any (gemm_panel.h).
 absl::StatusOr<std::unique_ptr<GemmEngine>> CreatePanelGemm(const WeightSource& source,
                                                             const PackedLinear::Options& options,
-                                                            CpuIsa isa);
+                                                            CpuIsa isa, HostArena& memory);
 
 }  // namespace kvasir::kernels

@@ -140,7 +140,7 @@ class OneDnnGemm : public GemmEngine {
         output_(options.output),
         engine_(dnnl::engine::kind::cpu, 0) {}
 
-  absl::Status Initialize(const WeightSource& source) {
+  absl::Status Initialize(const WeightSource& source, HostArena& memory) {
     Shape shape{.width = slices_.width,
                 .k = k_,
                 .input = input_,
@@ -159,7 +159,7 @@ class OneDnnGemm : public GemmEngine {
             std::max(scratch_bytes_, static_cast<int64_t>(desc.scratchpad_desc().get_size()));
       }
     }
-    KVASIR_RETURN_IF_ERROR(PackWeights(source));
+    KVASIR_RETURN_IF_ERROR(PackWeights(source, memory));
     return source.has_bias() ? CopyBias(source) : absl::OkStatus();
   }
 
@@ -286,16 +286,16 @@ class OneDnnGemm : public GemmEngine {
     return {{slices_.width_of(slice), k_}, DnnlType(input_), dnnl::memory::format_tag::ab};
   }
 
-  absl::Status PackWeights(const WeightSource& source) {
+  absl::Status PackWeights(const WeightSource& source, HostArena& memory) {
     const int64_t stride = RoundUp(static_cast<int64_t>(widths_[0].packed.get_size()));
-    KVASIR_ASSIGN_OR_RETURN(packed_, HostBuffer::Allocate(stride * slices_.count()));
+    KVASIR_ASSIGN_OR_RETURN(packed_, memory.Take(stride * slices_.count()));
     KVASIR_ASSIGN_OR_RETURN(const HostBuffer rows,
                             HostBuffer::Allocate(static_cast<int64_t>(PlainWeights(0).get_size())));
     dnnl::stream stream(engine_);
     for (int64_t s = 0; s < slices_.count(); ++s) {
       source.ReadRows(slices_.begin(s), slices_.width_of(s), input_, rows.data());
       dnnl::memory from(PlainWeights(s), engine_, rows.data());
-      dnnl::memory to(widths_[width_index(s)].packed, engine_, packed_.data() + s * stride);
+      dnnl::memory to(widths_[width_index(s)].packed, engine_, packed_.data + s * stride);
       dnnl::reorder(from, to).execute(stream, from, to);
       stream.wait();
       weights_.push_back(std::move(to));
@@ -349,7 +349,7 @@ class OneDnnGemm : public GemmEngine {
   dnnl::engine engine_;
   std::vector<Width> widths_;  // of all slices; where the last one is narrower, it has its own
   int64_t scratch_bytes_ = 0;
-  HostBuffer packed_;
+  HostArena::Piece packed_;
   HostBuffer bias_;
   std::vector<dnnl::memory> weights_;  // by slice, in packed_
   std::vector<dnnl::memory> biases_;   // by slice, in bias_; empty without a bias
@@ -359,8 +359,13 @@ class OneDnnGemm : public GemmEngine {
 
 }  // namespace
 
+bool OneDnnHasMatrixUnits() {
+  return dnnl::get_effective_cpu_isa() == dnnl::cpu_isa::avx512_core_amx;
+}
+
 absl::StatusOr<std::unique_ptr<GemmEngine>> CreateOneDnnGemm(const WeightSource& source,
-                                                             const PackedLinear::Options& options) {
+                                                             const PackedLinear::Options& options,
+                                                             HostArena& memory) {
   const CpuIsa needed = options.input == DType::kBFloat16 ? CpuIsa::kAvx512Bf16 : CpuIsa::kAvx512;
   if (options.weights != WeightForm::kAsInput || ChosenCpuIsa() < needed) {
     return absl::UnimplementedError("oneDNN is not used for these weights and instructions");
@@ -369,7 +374,7 @@ absl::StatusOr<std::unique_ptr<GemmEngine>> CreateOneDnnGemm(const WeightSource&
   try {
     const OneOpenMpThread one_thread;
     auto engine = std::make_unique<OneDnnGemm>(source, options);
-    KVASIR_RETURN_IF_ERROR(engine->Initialize(source));
+    KVASIR_RETURN_IF_ERROR(engine->Initialize(source, memory));
     return engine;
   } catch (const dnnl::error& error) {
     return ToStatus(error);

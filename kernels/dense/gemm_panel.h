@@ -8,6 +8,7 @@
 // last:
 //
 //   float32, bfloat16   [k][columns of the group]
+//   bfloat16 pairs      the same, a unit of two neighbours in k for each k
 //   int8                for each 32 of k: [scales of the group's columns], then [k][columns]
 //
 // bfloat16 columns of a panel, and scales, alternate: column 0, L, 1, L + 1, ..., so that a shift
@@ -18,7 +19,9 @@
 // An element of y in float32 and bfloat16 is one chain of fused multiply-adds over k = 0 .. K-1;
 // in int8 the 32 products x * q of a scale are such a chain and the chains are added in order,
 // each by one fused multiply-add with its scale. Then the bias is added. So the bits are the same
-// for every number of rows, thread and instruction set.
+// for every number of rows, thread and instruction set. Pairs are the exception: an instruction of
+// AVX512_BF16 adds two products at a time, so their bits are their own, but as independent of rows
+// and threads.
 //
 // Plain structs only: files compiled for more than the plain machine must not instantiate inline
 // functions that the linker could share. What is inline here has internal linkage.
@@ -29,7 +32,7 @@
 
 namespace kvasir::kernels {
 
-enum class PanelFormat : uint8_t { kFloat32, kBFloat16, kInt8 };
+enum class PanelFormat : uint8_t { kFloat32, kBFloat16, kBFloat16Pairs, kInt8 };
 
 struct PanelWeights {
   PanelFormat format = PanelFormat::kFloat32;
@@ -76,6 +79,9 @@ PanelKernels PortablePanelKernels();
 PanelKernels NeonPanelKernels();
 PanelKernels Avx2PanelKernels();
 PanelKernels Avx512PanelKernels();
+// For kBFloat16Pairs only, with x as it is: x_is_bfloat16 is false, for a pair moves as a float
+// does.
+PanelKernels Avx512Bf16PanelKernels();
 
 namespace {
 
@@ -87,10 +93,16 @@ constexpr int64_t kMaxKBlock = 192;
 inline int64_t DivideUp(int64_t value, int64_t by) { return (value + by - 1) / by; }
 
 inline int64_t ElementBytes(PanelFormat format) {
-  return format == PanelFormat::kFloat32 ? 4 : format == PanelFormat::kBFloat16 ? 2 : 1;
+  if (format == PanelFormat::kInt8) return 1;
+  return format == PanelFormat::kBFloat16 ? 2 : 4;
 }
 
 inline int64_t GroupColumns(PanelFormat format) { return format == PanelFormat::kInt8 ? 64 : 32; }
+
+// Of k weights; k is even for pairs.
+inline int64_t NumUnits(PanelFormat format, int64_t k) {
+  return format == PanelFormat::kBFloat16Pairs ? k / 2 : k;
+}
 
 // Bytes that one column takes for k weights.
 inline int64_t PanelColumnBytes(PanelFormat format, int64_t k) {

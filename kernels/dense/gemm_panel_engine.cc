@@ -27,9 +27,11 @@ constexpr int64_t kItemsPerThread = 8;
 // Of weights that few rows read: less than that is over before a next item is taken.
 constexpr int64_t kMinItemBytes = int64_t{32} << 10;
 
-PanelFormat FormatOf(const PackedLinear::Options& options) {
+PanelFormat FormatOf(const PackedLinear::Options& options, int64_t k, CpuIsa isa) {
   if (options.weights == WeightForm::kInt8) return PanelFormat::kInt8;
-  return options.input == DType::kBFloat16 ? PanelFormat::kBFloat16 : PanelFormat::kFloat32;
+  if (options.input == DType::kFloat32) return PanelFormat::kFloat32;
+  const bool pairs = isa >= CpuIsa::kAvx512Bf16 && k % 2 == 0;
+  return pairs ? PanelFormat::kBFloat16Pairs : PanelFormat::kBFloat16;
 }
 
 absl::string_view FormatName(PanelFormat format) {
@@ -37,6 +39,7 @@ absl::string_view FormatName(PanelFormat format) {
     case PanelFormat::kFloat32:
       return "f32";
     case PanelFormat::kBFloat16:
+    case PanelFormat::kBFloat16Pairs:
       return "bf16";
     case PanelFormat::kInt8:
       return "int8";
@@ -49,8 +52,11 @@ struct NamedKernels {
   absl::string_view name;
 };
 
-NamedKernels KernelsFor(CpuIsa isa) {
+NamedKernels KernelsFor(PanelFormat format, CpuIsa isa) {
 #if defined(__x86_64__)
+  if (format == PanelFormat::kBFloat16Pairs) {
+    return {Avx512Bf16PanelKernels(), CpuIsaName(CpuIsa::kAvx512Bf16)};
+  }
   if (isa >= CpuIsa::kAvx512) return {Avx512PanelKernels(), CpuIsaName(CpuIsa::kAvx512)};
   if (isa >= CpuIsa::kAvx2) return {Avx2PanelKernels(), CpuIsaName(CpuIsa::kAvx2)};
 #elif defined(__aarch64__)
@@ -62,15 +68,17 @@ NamedKernels KernelsFor(CpuIsa isa) {
 class PanelGemm : public GemmEngine {
  public:
   PanelGemm(const WeightSource& source, const PackedLinear::Options& options, CpuIsa isa)
-      : options_(options), format_(FormatOf(options)), kernels_(KernelsFor(isa)) {
-    const int64_t blocks = DivideUp(source.k(), kMaxKBlock);
-    k_block_ = DivideUp(DivideUp(source.k(), blocks), kScaleGroup) * kScaleGroup;
-    weights_ = {.format = format_, .n = source.n(), .k = source.k()};
+      : options_(options),
+        format_(FormatOf(options, source.k(), isa)),
+        kernels_(KernelsFor(format_, isa)) {
+    const int64_t k = NumUnits(format_, source.k());
+    k_block_ = DivideUp(DivideUp(k, DivideUp(k, kMaxKBlock)), kScaleGroup) * kScaleGroup;
+    weights_ = {.format = format_, .n = source.n(), .k = k};
   }
 
-  absl::Status Initialize(const WeightSource& source) {
-    KVASIR_ASSIGN_OR_RETURN(packed_, PackPanels(source, format_, kernels().lanes));
-    weights_.data = packed_.data.data();
+  absl::Status Initialize(const WeightSource& source, HostArena& memory) {
+    KVASIR_ASSIGN_OR_RETURN(packed_, PackPanels(source, format_, kernels().lanes, memory));
+    weights_.data = packed_.data.data;
     weights_.bias = packed_.bias.As<float>();
     return absl::OkStatus();
   }
@@ -129,13 +137,15 @@ class PanelGemm : public GemmEngine {
   // REQUIRES: no more rows than max_rows().
   void RunPart(const GemmRun& run, const Rows& rows, Executor& executor) {
     const Layout layout = LayOut(run.scratch, executor.num_threads());
+    const bool pairs = format_ == PanelFormat::kBFloat16Pairs;
     PanelJob job{.weights = weights_,
-                 .x_is_bfloat16 = options_.input == DType::kBFloat16,
+                 .x_is_bfloat16 = options_.input == DType::kBFloat16 && !pairs,
                  .y_is_bfloat16 = options_.output == DType::kBFloat16,
                  .rows = rows.end - rows.begin,
                  .x_blocks = layout.x_blocks,
                  .k_block = k_block_};
-    job.x = run.x + rows.begin * weights_.k * static_cast<int64_t>(DTypeSize(options_.input));
+    const int64_t x_element = pairs ? 4 : static_cast<int64_t>(DTypeSize(options_.input));
+    job.x = run.x + rows.begin * weights_.k * x_element;
     job.y = run.y + rows.begin * weights_.n * static_cast<int64_t>(DTypeSize(options_.output));
     if (job.rows <= kMaxFewRows) {
       RunFewRows(job, executor);
@@ -200,9 +210,9 @@ class PanelGemm : public GemmEngine {
 
 absl::StatusOr<std::unique_ptr<GemmEngine>> CreatePanelGemm(const WeightSource& source,
                                                             const PackedLinear::Options& options,
-                                                            CpuIsa isa) {
+                                                            CpuIsa isa, HostArena& memory) {
   auto engine = std::make_unique<PanelGemm>(source, options, isa);
-  KVASIR_RETURN_IF_ERROR(engine->Initialize(source));
+  KVASIR_RETURN_IF_ERROR(engine->Initialize(source, memory));
   return engine;
 }
 

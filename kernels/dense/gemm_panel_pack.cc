@@ -20,7 +20,8 @@ class PanelPacker {
   PanelPacker(const WeightSource& source, PanelFormat format, int64_t lanes, std::byte* data)
       : source_(source),
         lanes_(lanes),
-        weights_{.format = format, .n = source.n(), .k = source.k(), .data = data},
+        weights_{
+            .format = format, .n = source.n(), .k = NumUnits(format, source.k()), .data = data},
         data_(data) {}
 
   absl::Status Pack(int64_t panel, float* rows) {
@@ -50,7 +51,7 @@ class PanelPacker {
 
   // Part of column j, from k on. False: int8 cannot hold it.
   bool PackPart(int64_t panel, int64_t j, int64_t k, std::span<const float> part) const {
-    const PanelPlace place = FindPanel(weights_, lanes_, panel, k);
+    const PanelPlace place = FindPanel(weights_, lanes_, panel, NumUnits(weights_.format, k));
     float scale = 0;
     if (weights_.format == PanelFormat::kInt8) {
       if (!std::all_of(part.begin(), part.end(), [](float w) { return std::isfinite(w); })) {
@@ -62,9 +63,17 @@ class PanelPacker {
       reinterpret_cast<BFloat16*>(Mutable(place.scales))[Alternating(j)] = BFloat16(scale);
     }
     std::byte* row = Mutable(place.weights);
+    const int64_t step = place.columns * ElementBytes(weights_.format);
+    if (weights_.format == PanelFormat::kBFloat16Pairs) {
+      for (size_t i = 0; i < part.size(); i += 2, row += step) {
+        reinterpret_cast<BFloat16*>(row)[2 * j] = BFloat16(part[i]);
+        reinterpret_cast<BFloat16*>(row)[2 * j + 1] = BFloat16(part[i + 1]);
+      }
+      return true;
+    }
     for (const float w : part) {
       Write(row, j, w, scale);
-      row += place.columns * ElementBytes(weights_.format);
+      row += step;
     }
     return true;
   }
@@ -77,6 +86,8 @@ class PanelPacker {
       case PanelFormat::kBFloat16:
         reinterpret_cast<BFloat16*>(row)[Alternating(j)] = BFloat16(weight);
         return;
+      case PanelFormat::kBFloat16Pairs:
+        return;  // PackPart
       case PanelFormat::kInt8:
         reinterpret_cast<int8_t*>(row)[j] = QuantizeToInt8(weight, scale);
         return;
@@ -106,16 +117,16 @@ int8_t QuantizeToInt8(float weight, float scale) {
 }
 
 absl::StatusOr<PackedPanels> PackPanels(const WeightSource& source, PanelFormat format,
-                                        int64_t lanes) {
+                                        int64_t lanes, HostArena& memory) {
   const int64_t panels = DivideUp(source.n(), 2 * lanes);
   const int64_t columns = panels * 2 * lanes;
   const auto float_size = static_cast<int64_t>(sizeof(float));
   PackedPanels packed;
-  KVASIR_ASSIGN_OR_RETURN(packed.data,
-                          HostBuffer::Allocate(columns * PanelColumnBytes(format, source.k())));
+  KVASIR_ASSIGN_OR_RETURN(
+      packed.data, memory.Take(columns * PanelColumnBytes(format, NumUnits(format, source.k()))));
   KVASIR_ASSIGN_OR_RETURN(const HostBuffer rows,
                           HostBuffer::Allocate(2 * lanes * source.k() * float_size));
-  PanelPacker packer(source, format, lanes, packed.data.data());
+  PanelPacker packer(source, format, lanes, packed.data.data);
   for (int64_t p = 0; p < panels; ++p) {
     KVASIR_RETURN_IF_ERROR(packer.Pack(p, rows.As<float>()));
   }

@@ -20,13 +20,13 @@ float Int8Scale(float max);
 int8_t QuantizeToInt8(float weight, float scale);
 
 struct PackedPanels {
-  HostBuffer data;
+  HostArena::Piece data;
   HostBuffer bias;  // empty without a bias
 };
 
 // For kernels of `lanes` floats. INVALID_ARGUMENT: int8 of weights that are not finite;
 // RESOURCE_EXHAUSTED: no memory.
 absl::StatusOr<PackedPanels> PackPanels(const WeightSource& source, PanelFormat format,
-                                        int64_t lanes);
+                                        int64_t lanes, HostArena& memory);
 
 }  // namespace kvasir::kernels

@@ -32,6 +32,15 @@ inline void LoadPanel(const int8_t* p, Vec& first, Vec& second) {
   second = Load(p + kSimdWidth);
 }
 
+// T is the type of the weights.
+inline Vec MulAdd(const void*, Vec x, Vec w, Vec sum) { return Fma(x, w, sum); }
+
+// What a panel's weights are once it is decoded.
+template <typename T>
+struct DecodedOf {
+  using Type = float;
+};
+
 // Memory to ask for while others are multiplied: one address for each k.
 struct Ahead {
   const std::byte* next = nullptr;
@@ -93,8 +102,8 @@ inline void AddProducts(const float* x, const T* weights, int64_t stride, int64_
 #pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r) {
         const Vec value = Broadcast(x[r * kMaxKBlock]);
-        sums.v[r][2 * p] = Fma(value, first, sums.v[r][2 * p]);
-        sums.v[r][2 * p + 1] = Fma(value, second, sums.v[r][2 * p + 1]);
+        sums.v[r][2 * p] = MulAdd(weights, value, first, sums.v[r][2 * p]);
+        sums.v[r][2 * p + 1] = MulAdd(weights, value, second, sums.v[r][2 * p + 1]);
       }
     }
     weights += stride;
@@ -339,6 +348,8 @@ void FewRows(const PanelJob& job, int64_t group_begin, int64_t group_end) {
       return FewRowsOf<float, false>(job, group_begin, group_end);
     case PanelFormat::kBFloat16:
       return FewRowsOf<uint16_t, false>(job, group_begin, group_end);
+    case PanelFormat::kBFloat16Pairs:
+      return;  // gemm_panel_avx512_bf16.cc
     case PanelFormat::kInt8:
       return FewRowsOf<int8_t, true>(job, group_begin, group_end);
   }
@@ -360,6 +371,7 @@ void Decode(const Tile<T>& t, float* out) {
 
 template <typename T, bool kScaled>
 void ManyRowsOf(const PanelJob& job, const PanelItem& item, float* scratch) {
+  using Decoded = typename DecodedOf<T>::Type;
   float* const decoded = scratch;
   float* const sums = scratch + kMaxKBlock * kPanelWidth;
   const int64_t width = (item.panel_end - item.panel_begin) * kPanelWidth;
@@ -369,18 +381,18 @@ void ManyRowsOf(const PanelJob& job, const PanelItem& item, float* scratch) {
     for (int64_t panel = item.panel_begin; panel < item.panel_end; ++panel) {
       const Tile<T> stored = StoredTile<T>(job, panel, k_begin);
       Decode(stored, decoded);
-      Tile<float> t = {.x = nullptr,
-                       .weights = decoded,
-                       .stride = kPanelWidth,
-                       .k = stored.k,
-                       .sums = nullptr,
-                       .sum_stride = width,
-                       .scales = stored.scales,
-                       .scale_stride = stored.scale_stride};
+      Tile<Decoded> t = {.x = nullptr,
+                         .weights = reinterpret_cast<const Decoded*>(decoded),
+                         .stride = kPanelWidth,
+                         .k = stored.k,
+                         .sums = nullptr,
+                         .sum_stride = width,
+                         .scales = stored.scales,
+                         .scale_stride = stored.scale_stride};
       ForEachTile(item.row_begin, item.row_end, [&](int64_t row, int64_t rows) {
         t.x = BlockOfX(job, row, k_begin);
         t.sums = sums + (row - item.row_begin) * width + (panel - item.panel_begin) * kPanelWidth;
-        RunRows<float, kScaled>(rows, t);
+        RunRows<Decoded, kScaled>(rows, t);
       });
     }
   }
@@ -393,6 +405,8 @@ void ManyRows(const PanelJob& job, const PanelItem& item, float* scratch) {
       return ManyRowsOf<float, false>(job, item, scratch);
     case PanelFormat::kBFloat16:
       return ManyRowsOf<uint16_t, false>(job, item, scratch);
+    case PanelFormat::kBFloat16Pairs:
+      return;  // gemm_panel_avx512_bf16.cc
     case PanelFormat::kInt8:
       return ManyRowsOf<int8_t, true>(job, item, scratch);
   }

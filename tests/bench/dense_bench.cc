@@ -1,17 +1,14 @@
-// Speed of the dense ops at the shapes of the reference model (6 layers, hidden 256, MLP 768, 512
-// query and 256 key/value columns, vocabulary 2048) and of one 8B matrix. Arguments: rows, threads.
+// Speed of the dense ops but linear layers (gemm_bench) at the shapes of the reference model
+// (hidden 256, MLP 768, vocabulary 2048). Arguments: rows, threads.
 //
 //   build/release/tests/bench/dense_bench --benchmark_repetitions=3
 #include <benchmark/benchmark.h>
 #include <cstdint>
-#include <random>
-#include <string>
 #include <utility>
 #include <vector>
 
 #include "kernels/base/buffer.h"
 #include "kernels/base/status_macros.h"
-#include "kernels/dense/gemm.h"
 #include "kernels/dense/rms_norm.h"
 #include "kernels/dense/rope.h"
 #include "kernels/dense/sampling.h"
@@ -31,83 +28,8 @@ T OrDie(absl::StatusOr<T> value) {
   return *std::move(value);
 }
 
-struct LinearShape {
-  int64_t k, n;
-};
-
-// The matrices of a decode step in order, each with its own weights, as the model has them.
-std::vector<LinearShape> ReferenceModel() {
-  std::vector<LinearShape> shapes;
-  for (int layer = 0; layer < 6; ++layer) {
-    for (const LinearShape& shape :
-         {LinearShape{256, 512}, LinearShape{256, 256}, LinearShape{256, 256},
-          LinearShape{512, 256}, LinearShape{256, 1536}, LinearShape{768, 256}}) {
-      shapes.push_back(shape);
-    }
-  }
-  shapes.push_back({256, 2048});
-  return shapes;
-}
-
-class Linears {
- public:
-  Linears(DType dtype, const std::vector<LinearShape>& shapes, int64_t rows, int num_threads)
-      : executor_(num_threads) {
-    int64_t scratch_bytes = 0;
-    uint32_t seed = 1;
-    for (const LinearShape& shape : shapes) {
-      TestTensor weight(dtype, {shape.n, shape.k});
-      weight.Fill(seed++);
-      const std::vector<PackedLinear::Part> parts = {{.weight = weight.view()}};
-      linears_.push_back(OrDie(PackedLinear::Create(parts, {.input = dtype, .output = dtype})));
-      scratch_bytes = std::max(scratch_bytes, linears_.back().ScratchBytes(num_threads));
-      x_.emplace_back(dtype, std::vector<int64_t>{rows, shape.k}).Fill(seed);
-      y_.emplace_back(dtype, std::vector<int64_t>{rows, shape.n});
-      flops_ += 2 * rows * shape.k * shape.n;
-    }
-    scratch_ = OrDie(HostBuffer::Allocate(scratch_bytes));
-  }
-
-  void Run() {
-    for (size_t i = 0; i < linears_.size(); ++i) {
-      const absl::Status status =
-          linears_[i].Run(x_[i].view(), y_[i].view(),
-                          {scratch_.data(), static_cast<size_t>(scratch_.size_bytes())}, executor_);
-      KVASIR_CHECK(status.ok());
-    }
-  }
-  int64_t flops() const { return flops_; }
-  std::string engine() const { return linears_[0].engine_name(); }
-
- private:
-  ThreadExecutor executor_;
-  std::vector<PackedLinear> linears_;
-  std::vector<TestTensor> x_;
-  std::vector<TestTensor> y_;
-  HostBuffer scratch_;
-  int64_t flops_ = 0;
-};
-
-void RunLinears(benchmark::State& state, DType dtype, const std::vector<LinearShape>& shapes) {
-  Linears linears(dtype, shapes, state.range(0), static_cast<int>(state.range(1)));
-  for (auto _ : state) linears.Run();
-  state.SetLabel(linears.engine());
-  state.counters["flop/s"] = benchmark::Counter(static_cast<double>(linears.flops()),
-                                                benchmark::Counter::kIsIterationInvariantRate);
-}
-
-void BM_ReferenceModelLinears(benchmark::State& state, DType dtype) {
-  RunLinears(state, dtype, ReferenceModel());
-}
-void BM_Linear4096x14336(benchmark::State& state, DType dtype) {
-  RunLinears(state, dtype, {{4096, 14336}});
-}
-
 #define KVASIR_ROWS_AND_THREADS \
   ArgsProduct({{1, 4, 16, 64, 512}, {1, 2}})->UseRealTime()->Unit(benchmark::kMicrosecond)
-BENCHMARK_CAPTURE(BM_ReferenceModelLinears, bf16, DType::kBFloat16)->KVASIR_ROWS_AND_THREADS;
-BENCHMARK_CAPTURE(BM_ReferenceModelLinears, f32, DType::kFloat32)->KVASIR_ROWS_AND_THREADS;
-BENCHMARK_CAPTURE(BM_Linear4096x14336, bf16, DType::kBFloat16)->KVASIR_ROWS_AND_THREADS;
 
 // One layer's worth of each element-wise op.
 void BM_RmsNorm(benchmark::State& state, DType dtype) {

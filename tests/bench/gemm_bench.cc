@@ -166,12 +166,13 @@ class Layers {
     weight.Fill(1);
     x_.Fill(2);
     const PackedLinear::Part part = {.weight = weight.view()};
+    HostArena memory(int64_t{32} << 20);  // as a worker's
     const auto copies =
         rows > 8 ? 1 : static_cast<int64_t>(static_cast<double>(kReadBytes) / bytes_) + 1;
     for (int64_t i = 0; i < copies; ++i) {
       layers_.push_back(OrDie(PackedLinear::Create(
-          std::span(&part, 1),
-          {.input = kind.dtype, .output = kind.dtype, .weights = kind.weights})));
+          std::span(&part, 1), {.input = kind.dtype, .output = kind.dtype, .weights = kind.weights},
+          memory)));
     }
     scratch_ =
         OrDie(HostBuffer::Allocate(layers_[0].ScratchBytes(machine.executor().num_threads())));
@@ -211,8 +212,6 @@ class Layers {
 };
 
 void Measure(const Shape& shape, const Kind& kind, int64_t rows, Machine& machine) {
-  if (std::getenv("SHAPE") != nullptr && std::strstr(shape.name, std::getenv("SHAPE")) == nullptr)
-    return;
   Layers layers(shape, kind, rows, machine);
   double time = 1e9, read = 0, fma = 0;
   layers.Time();
@@ -230,12 +229,6 @@ void Measure(const Shape& shape, const Kind& kind, int64_t rows, Machine& machin
   std::fflush(stdout);
 }
 
-std::vector<int64_t> RowCounts() {
-  const char* r = std::getenv("ROWS");
-  if (r != nullptr) return {std::atoll(r)};
-  return {1, 4, 64, 512};
-}
-
 }  // namespace
 }  // namespace kvasir::kernels
 
@@ -248,7 +241,7 @@ int main(int argc, char** argv) {
   std::printf("%s, %d threads\n", std::string(CpuIsaName(ChosenCpuIsa())).c_str(), threads);
   for (const Kind& kind : kKinds) {
     if (std::find(wanted.begin(), wanted.end(), kind.name) == wanted.end()) continue;
-    for (const int64_t rows : RowCounts()) {
+    for (const int64_t rows : {1, 4, 64, 512}) {
       for (const Shape& shape : kShapes) Measure(shape, kind, rows, machine);
     }
   }

@@ -118,7 +118,7 @@ absl::StatusOr<Tensor> CpuBackend::Place(Tensor weight) { return weight; }
 
 absl::StatusOr<std::unique_ptr<Linear>> CpuBackend::MakeLinear(
     std::span<const PackedLinear::Part> parts, const PackedLinear::Options& options) {
-  KVASIR_ASSIGN_OR_RETURN(PackedLinear packed, PackedLinear::Create(parts, options));
+  KVASIR_ASSIGN_OR_RETURN(PackedLinear packed, PackedLinear::Create(parts, options, weights_));
   // Now, so that no step runs out of memory for it.
   KVASIR_RETURN_IF_ERROR(
       linear_scratch_.Reserve(packed.ScratchBytes(executor().num_threads())).status());

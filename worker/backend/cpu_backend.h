@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "kernels/base/buffer.h"
 #include "kernels/base/scratch.h"
 #include "kernels/dense/rope.h"
 #include "kvstore/tiers/arena_residency.h"
@@ -66,6 +67,9 @@ class CpuBackend final : public Backend {
   absl::Status Collect(StepResult& result) override;
 
  private:
+  // Sixteen huge pages: what a buffer leaves unused is little beside a model.
+  static constexpr int64_t kWeightBufferBytes = int64_t{32} << 20;
+
   class CpuLinear;
   struct CpuRope;
 
@@ -75,6 +79,7 @@ class CpuBackend final : public Backend {
 
   std::string attention_path_ = "unused";     // as AttendPathName, of the last Rope made
   std::multiset<std::string> product_paths_;  // engine names of the linear layers that exist
+  kernels::HostArena weights_{kWeightBufferBytes};
   kernels::Scratch linear_scratch_, sampling_scratch_;
   CpuAttention attention_;
   std::optional<StepInputs> step_;    // from BeginStep to Collect

@@ -1,8 +1,11 @@
 #include "kernels/base/buffer.h"
 
+#include <algorithm>
 #include <gtest/gtest.h>
 #include <limits>
+#include <memory>
 #include <utility>
+#include <vector>
 
 namespace kvasir::kernels {
 namespace {
@@ -45,6 +48,34 @@ TEST(HostBuffer, ImpossibleSizesAreErrors) {
   const auto empty = HostBuffer::Allocate(0);
   ASSERT_TRUE(empty.ok());
   EXPECT_EQ(empty->data(), nullptr);
+}
+
+TEST(HostArena, PiecesShareABufferThatTheyKeep) {
+  auto arena = std::make_unique<HostArena>(1 << 20);
+  std::vector<HostArena::Piece> pieces;
+  for (const int64_t bytes : {1000, 100, 1 << 19, 300'000, 400'000, 0}) {
+    auto piece = arena->Take(bytes);
+    ASSERT_TRUE(piece.ok()) << piece.status();
+    EXPECT_EQ(reinterpret_cast<uintptr_t>(piece->data) % HostBuffer::kAlignment, 0u);
+    for (int64_t i = 0; i < bytes; ++i) ASSERT_EQ(piece->data[i], std::byte{0}) << i;
+    std::fill_n(piece->data, bytes, std::byte{1});
+    pieces.push_back(*std::move(piece));
+  }
+  EXPECT_EQ(pieces[0].data + 1024, pieces[1].data);
+  EXPECT_EQ(pieces[2].buffer, pieces[0].buffer);
+  EXPECT_NE(pieces[4].buffer, pieces[0].buffer);  // the first was full
+  arena.reset();
+  EXPECT_EQ(pieces[3].data[299'999], std::byte{1});
+}
+
+TEST(HostArena, LargePiecesHaveBuffersOfTheirOwn) {
+  HostArena arena(1 << 20);
+  const auto small = arena.Take(10), large = arena.Take((1 << 19) + 1), next = arena.Take(10);
+  ASSERT_TRUE(small.ok() && large.ok() && next.ok());
+  EXPECT_NE(large->buffer, small->buffer);
+  EXPECT_EQ(next->buffer, small->buffer);
+  EXPECT_EQ(HostArena(0).Take(5)->buffer->size_bytes(), 5);
+  EXPECT_EQ(arena.Take(-1).status().code(), absl::StatusCode::kInvalidArgument);
 }
 
 }  // namespace

@@ -276,7 +276,8 @@ TEST(PackedLinear, BadArgumentsOfRunAreErrors) {
 // Every instruction set that the machine has.
 std::vector<CpuIsa> MachineIsas() {
   std::vector<CpuIsa> isas;
-  for (const CpuIsa isa : {CpuIsa::kPortable, CpuIsa::kNeon, CpuIsa::kAvx2, CpuIsa::kAvx512}) {
+  for (const CpuIsa isa :
+       {CpuIsa::kPortable, CpuIsa::kNeon, CpuIsa::kAvx2, CpuIsa::kAvx512, CpuIsa::kAvx512Bf16}) {
     if (CpuHas(isa)) isas.push_back(isa);
   }
   return isas;
@@ -315,11 +316,12 @@ absl::StatusOr<std::unique_ptr<GemmEngine>> MakePanels(const std::vector<PackedL
                                                        const PackedLinear::Options& options,
                                                        CpuIsa isa) {
   const TensorView& w = parts[0].weight;
-  return CreatePanelGemm(WeightSource(parts, w.dim(0), w.dim(1)), options, isa);
+  HostArena memory(0);
+  return CreatePanelGemm(WeightSource(parts, w.dim(0), w.dim(1)), options, isa, memory);
 }
 
 // Rows [first, first + rows) of x.
-void RunPanels(GemmEngine& engine, TestTensor& x, int64_t first, TestTensor& y,
+void RunEngine(GemmEngine& engine, TestTensor& x, int64_t first, TestTensor& y,
                Executor& executor) {
   auto scratch = HostBuffer::Allocate(engine.ScratchBytes(executor.num_threads()));
   KVASIR_CHECK(scratch.ok());
@@ -348,7 +350,7 @@ TEST(PanelGemm, EveryFormAgreesWithTheReference) {
         bias.Fill(3);
         auto engine = MakePanels({{.weight = w.view(), .bias = bias.view()}}, kind.options, isa);
         ASSERT_TRUE(engine.ok()) << engine.status();
-        RunPanels(**engine, x, 0, y, executor);
+        RunEngine(**engine, x, 0, y, executor);
         TestTensor kept(kF32, {c.n, c.k});
         for (int64_t i = 0; i < w.size(); ++i) kept.Set(i, w.Get(i));
         if (kind.options.weights == WeightForm::kInt8) RoundToInt8(kept);
@@ -402,14 +404,16 @@ TEST(PanelGemm, EveryFormAndRowCountGivesTheSameBits) {
       MakeHostile(x, w);
       bias.Fill(3);
       const std::vector<PackedLinear::Part> parts = {{.weight = w.view(), .bias = bias.view()}};
-      RunPanels(**MakePanels(parts, kind.options, CpuIsa::kPortable), x, 0, expected, serial);
+      RunEngine(**MakePanels(parts, kind.options, CpuIsa::kPortable), x, 0, expected, serial);
       for (const CpuIsa isa : MachineIsas()) {
         const auto engine = MakePanels(parts, kind.options, isa);
+        // Pairs of bfloat16 have bits of their own, the same for every number of rows.
+        if (isa == CpuIsa::kAvx512Bf16) RunEngine(**engine, x, 0, expected, serial);
         for (int64_t rows = 1; rows <= c.m; rows += rows < 30 ? 1 : c.m - rows + (rows == c.m)) {
           const int64_t first = 7 * rows % (c.m - rows + 1);
           Executor& executor = rows % 2 == 0 ? static_cast<Executor&>(serial) : threads;
           TestTensor y(kind.options.output, {rows, c.n});
-          RunPanels(**engine, x, first, y, executor);
+          RunEngine(**engine, x, first, y, executor);
           ASSERT_TRUE(SameBits(expected, y, first))
               << (*engine)->name() << ' ' << kind.name << ", " << rows << " rows from " << first
               << ", k " << c.k << " n " << c.n;
@@ -429,11 +433,11 @@ TEST(PanelGemm, ThreadsAndManyItemsDoNotChangeBits) {
       for (const int64_t rows : {5, 450}) {
         SerialExecutor serial;
         TestTensor expected(kind.options.output, {rows, 1000});
-        RunPanels(**engine, x, 0, expected, serial);
+        RunEngine(**engine, x, 0, expected, serial);
         for (const int num_threads : {2, 5}) {
           ThreadExecutor threads(num_threads);
           TestTensor y(kind.options.output, {rows, 1000});
-          RunPanels(**engine, x, 0, y, threads);
+          RunEngine(**engine, x, 0, y, threads);
           EXPECT_TRUE(SameBits(expected, y, 0)) << (*engine)->name() << ' ' << num_threads;
         }
       }
@@ -454,7 +458,7 @@ TEST(PanelGemm, NonFiniteInputStaysInItsRow) {
         w.Fill(2);
         x.Set(48 + 5, kNan);
         x.Set(2 * 48 + 47, kInf);
-        RunPanels(**MakePanels({{.weight = w.view()}}, options, isa), x, 0, y, serial);
+        RunEngine(**MakePanels({{.weight = w.view()}}, options, isa), x, 0, y, serial);
         for (int64_t i = 0; i < y.size(); ++i) {
           EXPECT_EQ(std::isfinite(y.Get(i)), i / 70 != 1 && i / 70 != 2) << kind.name << ' ' << i;
         }
@@ -515,16 +519,37 @@ TEST_F(CpuIsaTest, ChoosesTheEngine) {
   };
   for (const CpuIsa isa : MachineIsas()) {
     ASSERT_TRUE(LimitCpuIsa(CpuIsaName(isa)).ok());
-    const std::string panel = "panel:" + std::string(CpuIsaName(isa));
-    EXPECT_EQ(name(kKinds[1]), panel + ":bf16");
-    EXPECT_EQ(name(kKinds[3]), panel + ":int8");
-    if (isa < CpuIsa::kAvx512) {
-      EXPECT_EQ(name(kKinds[0]), panel + ":f32");
-    }
+    const bool pairs = isa == CpuIsa::kAvx512Bf16;
+    const std::string vectors(pairs ? "avx512" : CpuIsaName(isa));
+    EXPECT_EQ(name(kKinds[0]), "panel:" + vectors + ":f32");
+    EXPECT_EQ(name(kKinds[3]), "panel:" + vectors + ":int8");
+    if (pairs && OneDnnHasMatrixUnits()) continue;
+    EXPECT_EQ(name(kKinds[1]), pairs ? "panel:avx512_bf16:bf16" : "panel:" + vectors + ":bf16");
   }
 }
 
-// Layers packed under every limit, oneDNN's among them.
+// What machines with AMX use, as far as this one has it.
+TEST(OneDnnGemm, AgreesWithTheReference) {
+  ThreadExecutor executor(2);
+  for (const Case& c : kCases) {
+    TestTensor x(kBf16, {c.m, c.k}), w(kBf16, {c.n, c.k}), bias(kBf16, {c.n});
+    TestTensor y(kBf16, {c.m, c.n});
+    x.Fill(1);
+    w.Fill(2);
+    bias.Fill(3);
+    const std::vector<PackedLinear::Part> parts = {{.weight = w.view(), .bias = bias.view()}};
+    HostArena memory(0);
+    const auto engine =
+        CreateOneDnnGemm(WeightSource(parts, c.n, c.k), {.input = kBf16, .output = kBf16}, memory);
+    if (absl::IsUnimplemented(engine.status())) GTEST_SKIP() << engine.status();
+    ASSERT_TRUE(engine.ok()) << engine.status();
+    RunEngine(**engine, x, 0, y, executor);
+    EXPECT_TRUE(AllClose(y.Values(), Reference(x, w, &bias),
+                         {.absolute = 1e-6 * RoundingScale(x, w), .relative = 1.0 / 256},
+                         y.shape()));
+  }
+}
+
 TEST_F(CpuIsaTest, EveryLimitAgreesWithTheReference) {
   for (const CpuIsa isa : MachineIsas()) {
     ASSERT_TRUE(LimitCpuIsa(CpuIsaName(isa)).ok());
