@@ -22,8 +22,7 @@ inline Vec Load(const uint16_t* p) { return vreinterpretq_f32_u32(vshll_n_u16(vl
 inline Vec Load(const int8_t* p) {
   int32_t bytes;
   std::memcpy(&bytes, p, sizeof(bytes));
-  return vcvtq_f32_s32(
-      vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(bytes))))));
+  return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(bytes))))));
 }
 inline void LoadPairs(const uint16_t* p, Vec& even, Vec& odd) {
   const uint32x4_t bits = vreinterpretq_u32_u16(vld1q_u16(p));
