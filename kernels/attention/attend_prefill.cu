@@ -1,14 +1,22 @@
 // Prefill attention on Hopper: blocks of up to 64 queries over the pages of their selection.
 //
 // A thread block serves one selection row (query block, KV head) for two of its query heads, one
-// for each warpgroup; both read the same pages. For a page of 64 tokens a warpgroup computes
+// for each warpgroup that computes; both read the same pages. For a page of 64 tokens it computes
 //
 //   S[64 queries, 64 tokens] = Q K^T,  P = exp2(scale S - max),  O[64, d] += P V
 //
 // with P going from the one product to the other in registers. One pass over the row's pages in
-// ascending order of items: no partial results. At grouped positions queries lie in shared memory
-// as they see far keys and as they see near ones; a page where neighbourhoods begin is two stages,
-// of which each query masks what is on its other side.
+// ascending order of items: no partial results. The products of a warpgroup run while it softens:
+//
+//   products   ... | P V of page i - 1 | S of page i + 1 | P V of page i | S of page i + 2 ...
+//   softening  ...      | page i                      | page i + 1             ...
+//
+// A third warpgroup brings the pages; where keys are cached un-rotated a fourth rotates them, a
+// page or more ahead of the products. Registers go from those two to the others.
+//
+// At grouped positions queries lie in shared memory as they see far keys and as they see near ones;
+// a page where neighbourhoods begin is two stages, of which each query masks what is on its other
+// side.
 #include "kernels/attention/attend_launch.h"
 #include "kernels/attention/page_pipeline.cuh"
 
@@ -16,30 +24,61 @@ namespace kvasir::kernels {
 namespace {
 
 constexpr int kConsumers = 2;  // warpgroups, each with a query head of its own
-constexpr int kThreads = kConsumers * kGroupThreads + kWarpThreads;
-constexpr int kRingBytes = 160 * 1024;
 constexpr int kQueries = static_cast<int>(kPageTokens);  // rows of the products
 constexpr int kElements = 32;                            // of a 64 x 64 tile that a thread holds
+
+template <Placement kPlacement>
+inline constexpr bool kRotates = kPlacement != Placement::kCached;
+
+// Warpgroups, and registers of a thread in each: 64 K of a multiprocessor in all.
+template <Placement kPlacement>
+struct Roles {
+  static constexpr int kProducer = kConsumers;
+  static constexpr int kRotator = kConsumers + 1;  // where keys are to be rotated
+  static constexpr int kThreads = (kConsumers + (kRotates<kPlacement> ? 2 : 1)) * kGroupThreads;
+  static constexpr int kProducerRegisters = kPlacement == Placement::kCached    ? 40
+                                            : kPlacement == Placement::kCompact ? 48
+                                                                                : 56;
+  static constexpr int kRotatorRegisters = kPlacement == Placement::kCompact ? 64 : 72;
+  static constexpr int kConsumerRegisters = kPlacement == Placement::kCached    ? 232
+                                            : kPlacement == Placement::kCompact ? 200
+                                                                                : 192;
+};
 
 template <int kHeadDim, Placement kPlacement>
 struct alignas(1024) SharedMemory {
   using Shape = PageShape<kHeadDim>;
-  using Ring = PageRing<kHeadDim, kRingBytes / Shape::kPageBytes, KeyPositions<kPlacement>>;
   static constexpr int kPlaces = kPlacement == Placement::kGrouped ? 2 : 1;
+  static constexpr int kQueryBytes = kConsumers * kPlaces * Shape::kSideBytes;
+  static constexpr int kStages = (224 * 1024 - kQueryBytes) / Shape::kPageBytes;
+  using Ring = PageRing<kHeadDim, kStages, KeyPositions<kPlacement>>;
   Ring ring;
   // At grouped positions as they see near keys, and as they see far ones.
   alignas(1024) std::byte queries[kConsumers][kPlaces][Shape::kSideBytes];
+  uint64_t rotated[kStages];  // barriers: the stage's keys are
+
+  // By one thread, before a __syncthreads.
+  __device__ void Init() {
+    constexpr int kGroupWarps = kGroupThreads / kWarpThreads;
+    for (uint64_t& barrier : rotated) hopper::BarrierInit(&barrier, kGroupWarps);
+    ring.Init(kConsumers * kGroupWarps);
+  }
+  // Consumers wait for it.
+  __device__ uint64_t* Ready(int stage) {
+    return kRotates<kPlacement> ? &rotated[stage] : &ring.full[stage];
+  }
 };
 
-// Of a thread's 32 elements of a tile: row and column relative to its place.
+// Of a thread's elements of a tile: row and column relative to its place.
 __device__ constexpr int RowOf(int element) { return element / 2 % 2; }  // times 8
 __device__ constexpr int ColumnOf(int element) { return element / 4 * 8 + element % 2; }
 
+// Of the two rows that a thread has a part of.
 template <int kHeadDim>
 struct ThreadState {
   float max[2] = {kMinusInfinity, kMinusInfinity};  // of the scaled logits, times log2(e)
   float sum[2] = {0, 0};                            // of this thread's columns only
-  float out[PageShape<kHeadDim>::kHalves][kElements] = {};
+  float out[kHeadDim / 2] = {};
 };
 
 // Queries of one head, row r at position_of(r) unless they are as cached keys; rows of absent
@@ -77,42 +116,72 @@ __device__ void LoadQueries(const AttendLaunch& p, const PageRun& run, int64_t h
   load([&](int row) { return first + row; }, 0);
 }
 
-template <int kHeadDim>
-__device__ void Logits(const std::byte* queries, const std::byte* keys, float (&s)[kElements]) {
-  using Shape = PageShape<kHeadDim>;
-  hopper::WgmmaFence();
-#pragma unroll
-  for (int step = 0; step < kHeadDim / 16; ++step) {
-    const int box = step / 4 * Shape::kBoxBytes;
-    const int offset = step % 4 * 32;  // 16 values
-    hopper::Wgmma64x64<hopper::Major::kK>(
-        s, hopper::Advance(hopper::TileDescriptor(queries + box), offset),
-        hopper::Advance(hopper::TileDescriptor(keys + box), offset), step > 0);
-  }
-  hopper::WgmmaCommit();
-  hopper::WgmmaWait<0>();
-}
+// Queries as the products take them: where there is one place that they stand at in registers,
+// which leaves the bandwidth of shared memory to keys and values.
+template <int kHeadDim, Placement kPlacement>
+struct Queries {
+  static constexpr int kSteps = kHeadDim / 16;
+  static constexpr bool kInRegisters = !kRotates<kPlacement>;
 
-// Takes out what no query, or not the row's, attends to. `first_query`: up to where the first row
-// sees tokens.
-__device__ void Mask(uint64_t mask, int64_t first_token, int64_t first_query, const ThreadPlace& me,
-                     float (&s)[kElements]) {
+  const std::byte* tiles;  // of the warpgroup, one a place
+  uint32_t parts[kInRegisters ? kSteps : 1][4];
+
+  __device__ Queries(const std::byte* of_group, const ThreadPlace& me) : tiles(of_group) {
+    if constexpr (kInRegisters) {
+#pragma unroll
+      for (int i = 0; i < kSteps * 4; ++i) {
+        const int row = me.row + 8 * (i % 2);
+        const int column = 2 * (i / 4 * 16 + me.column + i / 2 % 2 * 8);  // bytes
+        const std::byte* const half =
+            tiles + column / hopper::kSwizzledRowBytes * PageShape<kHeadDim>::kBoxBytes;
+        parts[i / 4][i % 4] = *reinterpret_cast<const uint32_t*>(
+            half + hopper::SwizzledOffset(row, column % hopper::kSwizzledRowBytes));
+      }
+    }
+  }
+
+  // Begins s = queries times keys.
+  __device__ void BeginLogits(int place, const std::byte* keys, float (&s)[kElements]) const {
+    using Shape = PageShape<kHeadDim>;
+    uint64_t tile = hopper::TileDescriptor(tiles + place * Shape::kSideBytes);
+    asm volatile(
+        ""
+        : "+l"(tile));  // else those of all steps are kept, in more registers than there are
+    hopper::WgmmaFence();
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const int box = step / 4 * Shape::kBoxBytes;
+      const int offset = step % 4 * 32;  // 16 values
+      const uint64_t b = hopper::Advance(hopper::TileDescriptor(keys + box), offset);
+      if constexpr (kInRegisters) {
+        hopper::Wgmma64x64<hopper::Major::kK>(s, parts[step], b, step > 0);
+      } else {
+        const uint64_t a = hopper::Advance(tile, box + offset);
+        hopper::Wgmma64x64<hopper::Major::kK>(s, a, b, step > 0);
+      }
+    }
+    hopper::WgmmaCommit();
+  }
+};
+
+// Takes out tokens that are not in the mask, and those that a query does not see: row r of the
+// product sees the page's tokens up to number `last` + r.
+__device__ void Mask(uint64_t mask, int last, const ThreadPlace& me, float (&s)[kElements]) {
+  mask >>= me.column;
+  last += me.row - me.column;
 #pragma unroll
   for (int i = 0; i < kElements; ++i) {
-    const int token = me.column + ColumnOf(i);
-    const int64_t query = first_query + me.row + 8 * RowOf(i);
-    if ((mask >> token & 1) == 0 || first_token + token > query) s[i] = kMinusInfinity;
+    const bool is_seen = ColumnOf(i) <= last + 8 * RowOf(i);
+    if ((mask >> ColumnOf(i) & 1) == 0 || !is_seen) s[i] = kMinusInfinity;
   }
 }
 
-// Takes out what is far. `first_query`: up to where tokens are for the first row.
-__device__ void MaskFar(int64_t first_token, int64_t first_query, const ThreadPlace& me,
-                        float (&s)[kElements]) {
+// Takes out what is far: of row r the tokens up to number `last` + r.
+__device__ void MaskFar(int last, const ThreadPlace& me, float (&s)[kElements]) {
+  last += me.row - me.column;
 #pragma unroll
   for (int i = 0; i < kElements; ++i) {
-    const int token = me.column + ColumnOf(i);
-    const int64_t query = first_query + me.row + 8 * RowOf(i);
-    if (first_token + token <= query) s[i] = kMinusInfinity;
+    if (ColumnOf(i) <= last + 8 * RowOf(i)) s[i] = kMinusInfinity;
   }
 }
 
@@ -121,113 +190,176 @@ __device__ uint32_t Pack(float low, float high) {
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
-// Logits become weights; the state fades by what the maximum has grown.
+// Logits become weights. Returns by what the rows' sums and values fade, as their maximum has
+// grown.
 template <int kHeadDim>
-__device__ void Soften(float scale, float (&s)[kElements], ThreadState<kHeadDim>& state) {
-  float offset[2];
+__device__ float2 Soften(float scale, float (&s)[kElements], ThreadState<kHeadDim>& state) {
+  float offset[2], fade[2];
+#pragma unroll
   for (int i = 0; i < 2; ++i) {
-    float max = kMinusInfinity;
+    float halves[2] = {kMinusInfinity, kMinusInfinity};
 #pragma unroll
     for (int e = 0; e < kElements; ++e) {
-      if (RowOf(e) == i) max = fmaxf(max, s[e]);
+      if (RowOf(e) == i) halves[e % 2] = fmaxf(halves[e % 2], s[e]);
     }
+    float max = fmaxf(halves[0], halves[1]);
     max = fmaxf(max, __shfl_xor_sync(kAllLanes, max, 1));
     max = fmaxf(max, __shfl_xor_sync(kAllLanes, max, 2));
     max = fmaxf(state.max[i], max * scale);
     offset[i] = max == kMinusInfinity ? 0.0f : max;
-    const float fade = exp2f(state.max[i] - offset[i]);
+    fade[i] = hopper::Exp2(state.max[i] - offset[i]);
     state.max[i] = max;
-    state.sum[i] *= fade;
-#pragma unroll
-    for (int half = 0; half < PageShape<kHeadDim>::kHalves; ++half) {
-#pragma unroll
-      for (int e = 0; e < kElements; ++e) {
-        if (RowOf(e) == i) state.out[half][e] *= fade;
-      }
-    }
+    state.sum[i] *= fade[i];
   }
 #pragma unroll
   for (int e = 0; e < kElements; ++e) {
-    s[e] = exp2f(s[e] * scale - offset[RowOf(e)]);
+    s[e] = hopper::Exp2(s[e] * scale - offset[RowOf(e)]);
     state.sum[RowOf(e)] += s[e];
   }
+  return {fade[0], fade[1]};
 }
 
+// Maxima seldom grow: once in a while after the first pages.
 template <int kHeadDim>
-__device__ void AddValues(const std::byte* values, const float (&weights)[kElements],
-                          float (&out)[PageShape<kHeadDim>::kHalves][kElements]) {
-  using Shape = PageShape<kHeadDim>;
-  uint32_t a[kQueries / 16][4];
+__device__ void Fade(float2 fade, float (&out)[kHeadDim / 2]) {
+  if (__any_sync(kAllLanes, fade.x != 1 || fade.y != 1) == 0) return;
 #pragma unroll
-  for (int step = 0; step < kQueries / 16; ++step) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      a[step][i] = Pack(weights[8 * step + 2 * i], weights[8 * step + 2 * i + 1]);
-    }
-  }
+  for (int e = 0; e < kHeadDim / 2; ++e) out[e] *= RowOf(e) == 0 ? fade.x : fade.y;
+}
+
+// Begins out += weights times values.
+template <int kHeadDim>
+__device__ void BeginValues(const std::byte* values, const uint32_t (&weights)[kQueries / 16][4],
+                            float (&out)[kHeadDim / 2]) {
   hopper::WgmmaFence();
 #pragma unroll
-  for (int half = 0; half < Shape::kHalves; ++half) {
-#pragma unroll
-    for (int step = 0; step < kQueries / 16; ++step) {
+  for (int step = 0; step < kQueries / 16; ++step) {
+    const int offset = step * 16 * hopper::kSwizzledRowBytes;
+    if constexpr (kHeadDim == 128) {
+      constexpr int kBoxBytes = PageShape<kHeadDim>::kBoxBytes;
+      hopper::Wgmma64x128(out, weights[step],
+                          hopper::Advance(hopper::PairDescriptor<kBoxBytes>(values), offset));
+    } else {
       hopper::Wgmma64x64<hopper::Major::kMN>(
-          out[half], a[step],
-          hopper::Advance(hopper::TileDescriptor(values + half * Shape::kBoxBytes),
-                          step * 16 * hopper::kSwizzledRowBytes));
+          out, weights[step], hopper::Advance(hopper::TileDescriptor(values), offset));
     }
   }
   hopper::WgmmaCommit();
-  hopper::WgmmaWait<0>();
 }
 
-// The threads of both consumers wait for each other.
-__device__ void SynchronizeConsumers() {
-  hopper::NamedBarrier(1 + kConsumers, kConsumers * kGroupThreads);
-}
-
+// A warpgroup that computes, and the page of which it has begun the logits.
 template <int kHeadDim, Placement kPlacement>
-__device__ void AttendToPage(const AttendLaunch& p, SharedMemory<kHeadDim, kPlacement>& shared,
-                             const QueryBlock& block, const ThreadPlace& me, int stage,
-                             ThreadState<kHeadDim>& state) {
-  const uint64_t mask = shared.ring.masks[stage];
-  if (mask == 0) return;
-  const int64_t first_token = shared.ring.first_positions[stage];
-  if constexpr (kPlacement != Placement::kCached) {
-    RotateKeys(shared.ring, stage, p.rope, static_cast<int>(threadIdx.x),
-               kConsumers * kGroupThreads);
-    SynchronizeConsumers();
-  }
-  int64_t first_query = block.first_position;  // up to where it sees tokens
-  int place = 0;
-  if constexpr (kPlacement == Placement::kGrouped) {
-    if (shared.ring.key_positions[stage].near_begin > 0) {
-      first_query -= p.grouped.window;
-      place = 1;
+class Consumer {
+ public:
+  using Shared = SharedMemory<kHeadDim, kPlacement>;
+
+  __device__ Consumer(const AttendLaunch& p, Shared& shared, const PageRun& run,
+                      const ThreadPlace& me)
+      : p_(p),
+        shared_(shared),
+        first_position_(run.block.first_position),
+        me_(me),
+        queries_(shared.queries[me.consumer][0], me) {}
+
+  // All pages of the row.
+  __device__ void Run(ThreadState<kHeadDim>& state) {
+    float logits[2][kElements];
+    if (!Begin(logits[0])) return;
+    // Each way out waits by itself: where ways with products under way meet, the compiler gives up
+    // the pipeline (C7514).
+    for (;;) {
+      if (!Step(logits[0], logits[1], state)) {
+        hopper::WgmmaWait<0>();
+        return;
+      }
+      if (!Step(logits[1], logits[0], state)) {
+        hopper::WgmmaWait<0>();
+        return;
+      }
     }
   }
-  float s[kElements];
-  Logits<kHeadDim>(shared.queries[me.consumer][place], shared.ring.keys(stage), s);
-  const bool whole = mask == ~uint64_t{0};
-  if (!whole || first_token + kPageTokens > first_query) {
-    Mask(mask, first_token, first_query, me, s);
+
+ private:
+  // Waits for the page at at_. False: it is the end.
+  __device__ bool Await() {
+    hopper::BarrierWait(shared_.Ready(at_.stage), at_.parity);
+    mask_ = shared_.ring.masks[at_.stage];
+    return mask_ != 0;
   }
-  if constexpr (kPlacement == Placement::kGrouped) {
-    const int64_t far = first_query - p.grouped.window;
-    if (place == 0 && first_token < far + block.num_rows) MaskFar(first_token, far, me, s);
+  __device__ int PlaceOf(int stage) const {
+    if constexpr (kPlacement == Placement::kGrouped) {
+      return shared_.ring.key_positions[stage].near_begin > 0 ? 1 : 0;
+    }
+    return 0;
   }
-  if (!whole) {
+  __device__ bool Begin(float (&logits)[kElements]) {
+    if (!Await()) return false;
+    queries_.BeginLogits(PlaceOf(at_.stage), shared_.ring.keys(at_.stage), logits);
+    hopper::WgmmaWait<0>();
+    return true;
+  }
+
+  // Of the page at at_, whose logits are there: begins to add its values, once the next one's
+  // logits are in the making. False: there is no next page, and those logits are of anything.
+  __device__ bool Step(float (&logits)[kElements], float (&next)[kElements],
+                       ThreadState<kHeadDim>& state) {
+    const int stage = at_.stage;
+    const uint64_t mask = mask_;
+    at_.Next();
+    const bool goes_on = Await();
+    queries_.BeginLogits(PlaceOf(at_.stage), shared_.ring.keys(at_.stage), next);
+    MaskPage(stage, mask, logits);
+    const float2 fade = Soften<kHeadDim>(p_.scale * kLog2E, logits, state);
+    hopper::WgmmaWait<1>();  // the values of the page before
+    if (before_ >= 0) ReleaseStage(shared_.ring, before_);
+    before_ = stage;
+    Fade<kHeadDim>(fade, state.out);
+    uint32_t weights[kQueries / 16][4];
+#pragma unroll
+    for (int i = 0; i < kElements / 2; ++i) {
+      weights[i / 4][i % 4] = Pack(logits[2 * i], logits[2 * i + 1]);
+    }
+    BeginValues<kHeadDim>(shared_.ring.values(stage), weights, state.out);
+    hopper::WgmmaWait<1>();  // the next logits
+    return goes_on;
+  }
+
+  __device__ void MaskPage(int stage, uint64_t mask, float (&s)[kElements]) {
+    const int64_t first_token = shared_.ring.first_positions[stage];
+    int64_t last = first_position_ - first_token;  // of the page's tokens, that the first row sees
+    const int place = PlaceOf(stage);
+    if (place == 1) last -= p_.grouped.window;
+    const bool whole = mask == ~uint64_t{0};
+    if (!whole || last < kPageTokens - 1) {
+      Mask(mask, static_cast<int>(max(-kPageTokens, min(last, kPageTokens))), me_, s);
+    }
+    if constexpr (kPlacement == Placement::kGrouped) {
+      const int64_t far = last - p_.grouped.window;
+      if (place == 0 && far > -kPageTokens) {
+        MaskFar(static_cast<int>(min(far, kPageTokens)), me_, s);
+      }
+    }
+    if (whole) return;
     // Both warpgroups write the same zeros, and each waits for its own.
-    ZeroMaskedValues(shared.ring, stage, mask, me.thread, kGroupThreads);
-    Synchronize(me);
+    ZeroMaskedValues(shared_.ring, stage, mask, me_.thread, kGroupThreads);
+    Synchronize(me_);
   }
-  Soften<kHeadDim>(p.scale * kLog2E, s, state);
-  AddValues<kHeadDim>(shared.ring.values(stage), s, state.out);
-}
+
+  const AttendLaunch& p_;
+  Shared& shared_;
+  const int64_t first_position_;
+  const ThreadPlace me_;
+  const Queries<kHeadDim, kPlacement> queries_;
+  RingPosition<Shared::kStages> at_;
+  uint64_t mask_ = 0;
+  int before_ = -1;  // the stage of the page before
+};
 
 template <int kHeadDim>
 __device__ void Store(const AttendLaunch& p, const QueryBlock& block, int64_t head,
                       const ThreadPlace& me, ThreadState<kHeadDim>& state) {
   const int64_t heads = p.kv.layout.num_kv_heads * p.group;
+#pragma unroll
   for (int i = 0; i < 2; ++i) {
     float sum = state.sum[i];
     sum += __shfl_xor_sync(kAllLanes, sum, 1);
@@ -238,13 +370,10 @@ __device__ void Store(const AttendLaunch& p, const QueryBlock& block, int64_t he
     const float factor = sum == 0 ? 0.0f : 1.0f / sum;
     uint32_t* out = reinterpret_cast<uint32_t*>(p.out + index * kHeadDim);
 #pragma unroll
-    for (int half = 0; half < PageShape<kHeadDim>::kHalves; ++half) {
-#pragma unroll
-      for (int e = 0; e < kElements; e += 2) {
-        if (RowOf(e) != i) continue;
-        const int column = half * static_cast<int>(kBoxColumns) + me.column + ColumnOf(e);
-        out[column / 2] = Pack(state.out[half][e] * factor, state.out[half][e + 1] * factor);
-      }
+    for (int e = 0; e < kHeadDim / 2; e += 2) {
+      if (RowOf(e) != i) continue;
+      const int column = me.column + ColumnOf(e);
+      out[column / 2] = Pack(state.out[e] * factor, state.out[e + 1] * factor);
     }
     if (p.lse != nullptr && me.column == 0) {
       p.lse[index] = sum == 0 ? kMinusInfinity : state.max[i] / kLog2E + logf(sum);
@@ -252,37 +381,60 @@ __device__ void Store(const AttendLaunch& p, const QueryBlock& block, int64_t he
   }
 }
 
+// By the rotating warpgroup: the keys of all pages, to the end.
 template <int kHeadDim, Placement kPlacement>
-__global__ void __launch_bounds__(kThreads, 1)
-    AttendPrefillKernel(const __grid_constant__ AttendLaunch p,
-                        const __grid_constant__ KvTensorMaps maps) {
-  extern __shared__ std::byte raw[];
-  using Shared = SharedMemory<kHeadDim, kPlacement>;
-  auto& shared =
-      *reinterpret_cast<Shared*>((reinterpret_cast<uintptr_t>(raw) + 1023) / 1024 * 1024);
-  if (threadIdx.x == 0) shared.ring.Init(kConsumers * kGroupThreads / kWarpThreads);
-  __syncthreads();
-  const PageRun run = WholeRow(p, blockIdx.x);
-  RingPosition<Shared::Ring::kStages> at;
-  if (threadIdx.x >= kConsumers * kGroupThreads) {
-    ProducePages<kPlacement>(p, maps, run, shared.ring, at);
-    return;
+__device__ void RotatePages(const AttendLaunch& p, SharedMemory<kHeadDim, kPlacement>& shared) {
+  const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
+  RingPosition<SharedMemory<kHeadDim, kPlacement>::kStages> at;
+  for (bool is_end = false; !is_end; at.Next()) {
+    hopper::BarrierWait(&shared.ring.full[at.stage], at.parity);
+    is_end = shared.ring.masks[at.stage] == 0;
+    if (!is_end) RotateKeys(shared.ring, at.stage, p.rope, thread, kGroupThreads);
+    __syncwarp();
+    if (thread % kWarpThreads == 0) hopper::BarrierArrive(&shared.rotated[at.stage]);
   }
+}
+
+template <int kHeadDim, Placement kPlacement>
+__device__ void ComputeRow(const AttendLaunch& p, SharedMemory<kHeadDim, kPlacement>& shared,
+                           const PageRun& run) {
   const ThreadPlace me = MyPlace();
   const int64_t head_in_group = int64_t{blockIdx.y} * kConsumers + me.consumer;
   const bool exists = head_in_group < p.group;
   const int64_t head = run.row % p.kv.layout.num_kv_heads * p.group + head_in_group;
   LoadQueries<kHeadDim, kPlacement>(p, run, head, exists, me, shared);
   ThreadState<kHeadDim> state;
-  // At grouped positions an item is one stage or two, and one without tokens is the end.
-  for (int64_t item = run.begin; kPlacement == Placement::kGrouped || item < run.end;
-       ++item, at.Next()) {
-    hopper::BarrierWait(&shared.ring.full[at.stage], at.parity);
-    if (kPlacement == Placement::kGrouped && shared.ring.masks[at.stage] == 0) break;
-    AttendToPage<kHeadDim, kPlacement>(p, shared, run.block, me, at.stage, state);
-    ReleaseStage(shared.ring, at.stage);
-  }
+  Consumer<kHeadDim, kPlacement>(p, shared, run, me).Run(state);
   if (exists) Store<kHeadDim>(p, run.block, head, me, state);
+}
+
+template <int kHeadDim, Placement kPlacement>
+__global__ void __launch_bounds__(Roles<kPlacement>::kThreads, 1)
+    AttendPrefillKernel(const __grid_constant__ AttendLaunch p,
+                        const __grid_constant__ KvTensorMaps maps) {
+  extern __shared__ std::byte raw[];
+  using Shared = SharedMemory<kHeadDim, kPlacement>;
+  using Role = Roles<kPlacement>;
+  auto& shared =
+      *reinterpret_cast<Shared*>((reinterpret_cast<uintptr_t>(raw) + 1023) / 1024 * 1024);
+  if (threadIdx.x == 0) shared.Init();
+  __syncthreads();
+  // The longest rows, those of the last queries, begin first.
+  const PageRun run = WholeRow(p, gridDim.x - 1 - blockIdx.x);
+  const int group = static_cast<int>(threadIdx.x) / kGroupThreads;
+  if (group == Role::kProducer) {
+    hopper::FewerRegisters<Role::kProducerRegisters>();
+    RingPosition<Shared::kStages> at;
+    if (threadIdx.x % kGroupThreads < kWarpThreads) {
+      ProducePages<kPlacement>(p, maps, run, shared.ring, at);
+    }
+  } else if (kRotates<kPlacement> && group == Role::kRotator) {
+    hopper::FewerRegisters<Role::kRotatorRegisters>();
+    if constexpr (kRotates<kPlacement>) RotatePages<kHeadDim, kPlacement>(p, shared);
+  } else {
+    hopper::MoreRegisters<Role::kConsumerRegisters>();
+    ComputeRow<kHeadDim, kPlacement>(p, shared, run);
+  }
 }
 
 template <int kHeadDim, Placement kPlacement>
@@ -297,7 +449,8 @@ cudaError_t Launch(const AttendLaunch& p, const KvTensorMaps& maps, cudaStream_t
   }
   const dim3 grid(static_cast<unsigned>(p.num_rows),
                   static_cast<unsigned>((p.group + kConsumers - 1) / kConsumers));
-  AttendPrefillKernel<kHeadDim, kPlacement><<<grid, kThreads, kSharedBytes, stream>>>(p, maps);
+  AttendPrefillKernel<kHeadDim, kPlacement>
+      <<<grid, Roles<kPlacement>::kThreads, kSharedBytes, stream>>>(p, maps);
   return cudaGetLastError();
 }
 

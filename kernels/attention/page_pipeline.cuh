@@ -261,9 +261,9 @@ __device__ inline GroupedPage NearSide(const AttendLaunch& p, const PageRun& run
   return page;
 }
 
-// By the producer warp: sends the run's pages through the ring, one stage an item; at grouped
-// positions one for each side that has tokens, and one without tokens as the end. REQUIRES: steps
-// of 1.
+// By the producer warp: sends the run's pages through the ring, one stage for each item that has
+// tokens, at grouped positions one for each side of it that has, and one without tokens as the end.
+// REQUIRES: steps of 1.
 template <Placement kPlacement, typename Ring>
 __device__ void ProducePages(const AttendLaunch& p, const KvTensorMaps& maps, const PageRun& run,
                              Ring& ring, RingPosition<Ring::kStages>& at) {
@@ -306,12 +306,12 @@ __device__ void ProducePages(const AttendLaunch& p, const KvTensorMaps& maps, co
         const GroupedPage near = NearSide(p, run, page);
         if (far.mask != 0) send(far);
         if (near.mask != 0) send(near);
-      } else {
+      } else if (page.mask != 0) {
         send(page);
       }
     }
   }
-  if constexpr (kPlacement == Placement::kGrouped) send({});
+  send({});
 }
 
 // Where a thread of the consumers stands: which warpgroup is its own, and which elements of a

@@ -1,8 +1,9 @@
 // Attention on the GPU, decode and a prefill chunk of 512 queries, dense, over lists, and over the
 // lists that a method selects in the same call, for one sequence of the 8B shape (32 query and 8 KV
 // heads of 128). Random KV and digests, up to four sets in turn; medians of replays of a CUDA
-// graph. A method "by interval" is launched in every step and selects in some of them, as in the
-// engine: the mean over a refresh cycle.
+// graph. "append" is what writes a chunk's keys and values and turns its queries (append_heads.h),
+// under its bytes read and written. A method "by interval" is launched in every step and selects in
+// some of them, as in the engine: the mean over a refresh cycle.
 //
 //   attention_cuda_bench [--rows=TEXT] [--budget=TOKENS] [TOKENS ...]
 //                                                      default: 4096 32768 131072 1048576
@@ -21,6 +22,7 @@
 
 #include "kernels/attention/attend_cuda.h"
 #include "kernels/dense/rope_positions_cuda.h"
+#include "kernels/paged/append_heads_cuda.h"
 #include "kernels/paged/compact_positions_cuda.h"
 #include "kernels/sparse/infinitehip/infinitehip_cuda.h"
 #include "kernels/sparse/quest/quest_cuda.h"
@@ -293,6 +295,42 @@ void Report(const char* name, Call call, int64_t tokens, int64_t num_queries,
   std::fflush(stdout);
 }
 
+// A prompt's chunk at the begin of its sequence, heads rotated, with bounds.
+void BenchAppend(int64_t tokens) {
+  constexpr const char* kName = "append";
+  if (std::string_view(kName).find(wanted_rows) == std::string_view::npos) return;
+  constexpr int64_t kColumns = (kKvHeads * kGroup + 2 * kKvHeads) * kHeadDim;
+  std::vector<Set> sets;
+  std::vector<DeviceBuffer> qkv;
+  for (int64_t i = 0; i < kMaxSets; ++i) {
+    sets.emplace_back(tokens, tokens, kPageTokens, SelectionHeader{}, std::vector<SelectionEntry>{},
+                      static_cast<uint64_t>(i + 1));
+    qkv.push_back(Value(DeviceBuffer::Allocate(tokens * kColumns * 2)));
+    FillRandom<<<1024, 256>>>(qkv.back().As<__nv_bfloat16>(), tokens * kColumns,
+                              static_cast<uint64_t>(i));
+  }
+  const DeviceBuffer angles =
+      Upload(std::vector<float>(static_cast<size_t>(tokens * kHeadDim / 2), 0.6f));
+  const TensorView angle(angles.data(), DType::kFloat32, {tokens, kHeadDim / 2}, Device::kCuda);
+  const RopeAngles rope = {.cos = angle, .sin = angle};
+  const double microseconds =
+      MedianMicroseconds([&](cudaStream_t stream) {
+        for (size_t i = 0; i < sets.size(); ++i) {
+          LayerHeads heads;
+          heads.qkv =
+              TensorView(qkv[i].data(), DType::kBFloat16, {tokens, kColumns}, Device::kCuda);
+          heads.q = sets[i].params.q;
+          Check(AppendHeads(
+              {.heads = heads, .kv = sets[i].params.kv, .blocks = sets[i].params.blocks}, &rope,
+              sets[i].params.faults, stream));
+        }
+      }) /
+      static_cast<double>(sets.size());
+  const double bytes = static_cast<double>(2 * tokens * kColumns * 2);
+  std::printf("| %s | %lld | %lld | 0 | %.1f | %.2f | 0 |\n", kName, static_cast<long long>(tokens),
+              static_cast<long long>(tokens), microseconds, bytes / microseconds / 1e6);
+}
+
 // The budget in runs of `run_tokens` tokens, side by side or `stride` apart, of as many pages, far
 // from each other.
 std::vector<SelectionEntry> ListOfRuns(int64_t tokens, int64_t run_tokens, int64_t stride = 1) {
@@ -388,4 +426,5 @@ int main(int argc, char** argv) {
       "| attention | queries | tokens | attended | us | TB/s | TFLOP/s |\n"
       "|---|---|---|---|---|---|---|\n");
   for (const int64_t tokens : lengths) kvasir::kernels::Bench(tokens);
+  for (const int64_t tokens : {512, 8192}) kvasir::kernels::BenchAppend(tokens);
 }
