@@ -6,10 +6,11 @@
 //   S[64 queries, 64 tokens] = Q K^T,  P = exp2(scale S - max),  O[64, d] += P V
 //
 // with P going from the one product to the other in registers. One pass over the row's pages in
-// ascending order of items: no partial results. The products of a warpgroup run while it softens:
+// ascending order of items: no partial results. Two products are begun together, and the
+// warpgroups take turns at it, so that one softens while the other's are computed:
 //
-//   products   ... | P V of page i - 1 | S of page i + 1 | P V of page i | S of page i + 2 ...
-//   softening  ...      | page i                      | page i + 1             ...
+//   first   S of page i + 1, P V of page i | soften page i + 1 |      S, P V       | soften ...
+//   second     soften page i               | S, P V            | soften page i + 1 | S, P V ...
 //
 // A third warpgroup brings the pages; where keys are cached un-rotated a fourth rotates them, a
 // page or more ahead of the products. Registers go from those two to the others.
@@ -193,7 +194,7 @@ __device__ uint32_t Pack(float low, float high) {
 // Logits become weights. Returns by what the rows' sums and values fade, as their maximum has
 // grown.
 template <int kHeadDim>
-__device__ float2 Soften(float scale, float (&s)[kElements], ThreadState<kHeadDim>& state) {
+__device__ float2 SoftenRows(float scale, float (&s)[kElements], ThreadState<kHeadDim>& state) {
   float offset[2], fade[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -247,7 +248,7 @@ __device__ void BeginValues(const std::byte* values, const uint32_t (&weights)[k
   hopper::WgmmaCommit();
 }
 
-// A warpgroup that computes, and the page of which it has begun the logits.
+// A warpgroup that computes, and the page that it is at.
 template <int kHeadDim, Placement kPlacement>
 class Consumer {
  public:
@@ -263,23 +264,50 @@ class Consumer {
 
   // All pages of the row.
   __device__ void Run(ThreadState<kHeadDim>& state) {
-    float logits[2][kElements];
-    if (!Begin(logits[0])) return;
-    // Each way out waits by itself: where ways with products under way meet, the compiler gives up
-    // the pipeline (C7514).
+    if (!Await()) return;
+    float logits[kElements];
+    uint32_t weights[kQueries / 16][4];
+    queries_.BeginLogits(PlaceOf(at_.stage), shared_.ring.keys(at_.stage), logits);
+    hopper::WgmmaWait<0>();
+    Soften(at_.stage, mask_, logits, state);
+    PackWeights(logits, weights);
+    if (me_.consumer != 0) PassTurn();
     for (;;) {
-      if (!Step(logits[0], logits[1], state)) {
+      const int stage = at_.stage;
+      at_.Next();
+      const bool goes_on = Await();
+      AwaitTurn();
+      // Each way out waits by itself: where ways with products under way meet, the compiler gives
+      // up the pipeline (C7514).
+      if (!goes_on) {
+        BeginValues<kHeadDim>(shared_.ring.values(stage), weights, state.out);
+        if (me_.consumer == 0) PassTurn();
         hopper::WgmmaWait<0>();
         return;
       }
-      if (!Step(logits[1], logits[0], state)) {
-        hopper::WgmmaWait<0>();
-        return;
-      }
+      queries_.BeginLogits(PlaceOf(at_.stage), shared_.ring.keys(at_.stage), logits);
+      BeginValues<kHeadDim>(shared_.ring.values(stage), weights, state.out);
+      PassTurn();
+      hopper::WgmmaWait<1>();  // the logits
+      const float2 fade = Soften(at_.stage, mask_, logits, state);
+      hopper::WgmmaWait<0>();  // the values
+      ReleaseStage(shared_.ring, stage);
+      Fade<kHeadDim>(fade, state.out);
+      PackWeights(logits, weights);
     }
   }
 
  private:
+  // The warpgroups take turns at beginning products, the first one first, so that one has the
+  // tensor cores while the other softens. As many turns are passed as are waited for.
+  static constexpr int kFirstTurn = 1 + kConsumers;  // behind the barriers of Synchronize
+  __device__ void AwaitTurn() const {
+    hopper::NamedBarrier(kFirstTurn + me_.consumer, kConsumers * kGroupThreads);
+  }
+  __device__ void PassTurn() const {
+    hopper::NamedBarrierArrive(kFirstTurn + 1 - me_.consumer, kConsumers * kGroupThreads);
+  }
+
   // Waits for the page at at_. False: it is the end.
   __device__ bool Await() {
     hopper::BarrierWait(shared_.Ready(at_.stage), at_.parity);
@@ -292,36 +320,17 @@ class Consumer {
     }
     return 0;
   }
-  __device__ bool Begin(float (&logits)[kElements]) {
-    if (!Await()) return false;
-    queries_.BeginLogits(PlaceOf(at_.stage), shared_.ring.keys(at_.stage), logits);
-    hopper::WgmmaWait<0>();
-    return true;
-  }
-
-  // Of the page at at_, whose logits are there: begins to add its values, once the next one's
-  // logits are in the making. False: there is no next page, and those logits are of anything.
-  __device__ bool Step(float (&logits)[kElements], float (&next)[kElements],
-                       ThreadState<kHeadDim>& state) {
-    const int stage = at_.stage;
-    const uint64_t mask = mask_;
-    at_.Next();
-    const bool goes_on = Await();
-    queries_.BeginLogits(PlaceOf(at_.stage), shared_.ring.keys(at_.stage), next);
+  __device__ float2 Soften(int stage, uint64_t mask, float (&logits)[kElements],
+                           ThreadState<kHeadDim>& state) {
     MaskPage(stage, mask, logits);
-    const float2 fade = Soften<kHeadDim>(p_.scale * kLog2E, logits, state);
-    hopper::WgmmaWait<1>();  // the values of the page before
-    if (before_ >= 0) ReleaseStage(shared_.ring, before_);
-    before_ = stage;
-    Fade<kHeadDim>(fade, state.out);
-    uint32_t weights[kQueries / 16][4];
+    return SoftenRows<kHeadDim>(p_.scale * kLog2E, logits, state);
+  }
+  __device__ static void PackWeights(const float (&logits)[kElements],
+                                     uint32_t (&weights)[kQueries / 16][4]) {
 #pragma unroll
     for (int i = 0; i < kElements / 2; ++i) {
       weights[i / 4][i % 4] = Pack(logits[2 * i], logits[2 * i + 1]);
     }
-    BeginValues<kHeadDim>(shared_.ring.values(stage), weights, state.out);
-    hopper::WgmmaWait<1>();  // the next logits
-    return goes_on;
   }
 
   __device__ void MaskPage(int stage, uint64_t mask, float (&s)[kElements]) {
@@ -352,7 +361,6 @@ class Consumer {
   const Queries<kHeadDim, kPlacement> queries_;
   RingPosition<Shared::kStages> at_;
   uint64_t mask_ = 0;
-  int before_ = -1;  // the stage of the page before
 };
 
 template <int kHeadDim>

@@ -25,11 +25,15 @@ __device__ inline Number SumBefore(std::type_identity_t<Number> value, Number* s
   if (lane == kWarpThreads - 1) sums[warp] = sum;
   __syncthreads();
   Number before = sum - value;
+  Number earlier = lane < warp ? sums[lane] : 0;
   if constexpr (sizeof(Number) == sizeof(uint32_t)) {
-    before += __reduce_add_sync(kAllLanes, lane < warp ? sums[lane] : 0);
+    earlier = __reduce_add_sync(kAllLanes, earlier);
   } else {
-    for (unsigned i = 0; i < warp; ++i) before += sums[i];
+    for (int distance = kWarpThreads / 2; distance > 0; distance /= 2) {
+      earlier += __shfl_xor_sync(kAllLanes, earlier, distance);
+    }
   }
+  before += earlier;
   return before;
 }
 

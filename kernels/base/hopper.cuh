@@ -119,6 +119,11 @@ __device__ inline void NamedBarrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// One of the barrier's arrivals, without waiting: by whole warps.
+__device__ inline void NamedBarrierArrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 // 2^x to two units in the last place; results too small to be normal are 0.
 __device__ inline float Exp2(float x) {
   float y = 0;

@@ -265,13 +265,16 @@ __device__ Parts TakeParts(const AppendHeadsLaunch& p, int64_t token, const BFlo
     }
   }
   if (p.cos == nullptr) return parts;
-  const float* const cos = p.cos + token * kHalf + first;
-  const float* const sin = p.sin + token * kHalf + first;
+  struct alignas(16) Angles {
+    float of[kPartElements];
+  };
+  const Angles cos = *reinterpret_cast<const Angles*>(p.cos + token * kHalf + first);
+  const Angles sin = *reinterpret_cast<const Angles*>(p.sin + token * kHalf + first);
   for (int i = 0; i < kPartElements; ++i) {
     const auto low = static_cast<float>(parts.low.elements[i]);
     const auto high = static_cast<float>(parts.high.elements[i]);
-    parts.low.elements[i] = RoundTo<BFloat16>(low * cos[i] - high * sin[i]);
-    parts.high.elements[i] = RoundTo<BFloat16>(high * cos[i] + low * sin[i]);
+    parts.low.elements[i] = RoundTo<BFloat16>(low * cos.of[i] - high * sin.of[i]);
+    parts.high.elements[i] = RoundTo<BFloat16>(high * cos.of[i] + low * sin.of[i]);
   }
   return parts;
 }

@@ -305,6 +305,7 @@ void BenchAppend(int64_t tokens) {
   for (int64_t i = 0; i < kMaxSets; ++i) {
     sets.emplace_back(tokens, tokens, kPageTokens, SelectionHeader{}, std::vector<SelectionEntry>{},
                       static_cast<uint64_t>(i + 1));
+    sets.back().params.kv.key_codes = nullptr;  // as most policies have it
     qkv.push_back(Value(DeviceBuffer::Allocate(tokens * kColumns * 2)));
     FillRandom<<<1024, 256>>>(qkv.back().As<__nv_bfloat16>(), tokens * kColumns,
                               static_cast<uint64_t>(i));

@@ -1,0 +1,469 @@
+// Internal to sampling.cu: the logits of a row, spread over the blocks of a cluster, each of which
+// has a slice of the tokens; and the few questions that everything is made of, asked of all logits
+// at once by all threads of the cluster: their largest, a sum, the place in a running sum, the
+// threshold above which enough of a sum lies. Sums are of integers, so answers are the CPU's
+// whatever their order and however many blocks there are.
+#pragma once
+
+#include <cfloat>
+#include <cstdint>
+
+#include "kernels/base/block_sums.cuh"
+#include "kernels/base/hopper.cuh"
+#include "kernels/base/warp.cuh"
+
+namespace kvasir::kernels {
+
+inline constexpr int kSamplingThreads = 1024;  // of a block
+inline constexpr int kSamplingWarps = kSamplingThreads / kWarpThreads;
+static_assert(kSamplingWarps == kWarpThreads);
+inline constexpr unsigned kMaxRowBlocks = 8;  // as many as a cluster may have anywhere
+
+// Thresholds are found digit by digit of a key, from the highest on.
+inline constexpr int kDigits = 3;
+inline constexpr int kDigitBits = 11;
+inline constexpr int kBuckets = 1 << kDigitBits;
+static_assert(kDigits * kDigitBits >= 32 && kBuckets == 2 * kSamplingThreads);
+
+// Larger logits have larger keys, equal ones (0 and -0) the same. Not for NaN.
+__device__ inline uint32_t KeyOf(float logit) {
+  const uint32_t bits = __float_as_uint(logit + 0.0f);
+  return bits >> 31 == 0 ? bits | 0x80000000u : ~bits;
+}
+__device__ inline float LogitOf(uint32_t key) {
+  return __uint_as_float(key >> 31 == 0 ? ~key : key & 0x7fffffffu);
+}
+
+// For all lanes of a warp.
+__device__ inline uint64_t SumOfLanes(uint64_t value) {
+  for (int distance = kWarpThreads / 2; distance > 0; distance /= 2) {
+    value += __shfl_xor_sync(kAllLanes, value, distance);
+  }
+  return value;
+}
+__device__ inline uint64_t GreatestOfLanes(uint64_t value) {
+  for (int distance = kWarpThreads / 2; distance > 0; distance /= 2) {
+    value = max(value, __shfl_xor_sync(kAllLanes, value, distance));
+  }
+  return value;
+}
+
+// So many logits of one bucket are looked at by themselves.
+inline constexpr uint32_t kListed = 2048;
+
+// Of one block of the cluster.
+struct RowMemory {
+  uint64_t sums[kSamplingWarps];
+  // Sums of 64 bits: shared memory adds 32 at once.
+  uint32_t bucket_low[kBuckets], bucket_high[kBuckets];
+  alignas(16) float own_listed[kListed];  // of the block's slice
+  alignas(16) float listed[kListed];      // of all
+  uint64_t told[2][kMaxRowBlocks];        // by the blocks of the cluster, in turns
+  // What one thread tells the others.
+  uint64_t above;
+  uint32_t key;
+  int32_t place;
+  uint32_t count;
+};
+
+// The blocks of a row. What they ask each other all of them ask, in the same order.
+class RowBlocks {
+ public:
+  __device__ explicit RowBlocks(RowMemory& memory) : memory_(memory) {}
+
+  // Read anew each time: registers are scarce.
+  __device__ static unsigned rank() { return hopper::ClusterRank(); }
+  __device__ static unsigned count() { return hopper::ClusterBlocks(); }
+
+  __device__ uint64_t Greatest(uint64_t value) { return GreatestOfLanes(Exchange(value)); }
+  // The sum over all, and over the blocks before this one.
+  struct Sums {
+    uint64_t all = 0;
+    uint64_t before = 0;
+  };
+  __device__ Sums Sum(uint64_t value) {
+    const uint64_t told = Exchange(value);
+    const bool is_before = threadIdx.x % kWarpThreads < rank();
+    return {.all = SumOfLanes(told), .before = SumOfLanes(is_before ? told : 0)};
+  }
+
+ private:
+  // Tells all blocks what this one has found, the same in all its threads. A warp's lane gets what
+  // the block of its number tells, 0 where there is none.
+  __device__ uint64_t Exchange(uint64_t value) {
+    uint64_t* const told = memory_.told[turn_];
+    turn_ ^= 1;
+    if (threadIdx.x < count()) *hopper::OfBlock(told + rank(), threadIdx.x) = value;
+    hopper::ClusterSync();
+    const unsigned lane = threadIdx.x % kWarpThreads;
+    return lane < count() ? told[lane] : 0;
+  }
+
+  RowMemory& memory_;
+  uint32_t turn_ = 0;
+};
+
+// The buckets that logits fall into by their distance from the largest: no logit lies in a higher
+// one than a larger logit does. Even ones, where the digits of floats would heap most logits up.
+struct Nearness {
+  float max;
+  float buckets_per_unit;
+
+  __device__ uint32_t operator()(float logit) const {
+    const float far = fminf((max - logit) * buckets_per_unit, static_cast<float>(kBuckets - 1));
+    return kBuckets - 1 - static_cast<uint32_t>(far);
+  }
+};
+
+// A smallest key, and in order of id the last token, that belong to a prefix of the tokens in order
+// of (larger logit, smaller id).
+struct Prefix {
+  uint32_t key = 0;
+  int32_t last_id = INT32_MAX;  // among tokens with that key
+
+  __device__ bool Has(int32_t id, uint32_t token_key) const {
+    return token_key > key || (token_key == key && id <= last_id);
+  }
+};
+
+// Logits of consecutive tokens, asked by all threads of the block together.
+class BlockLogits {
+ public:
+  // Of the tokens [first, first + count).
+  __device__ BlockLogits(const float* logits, int32_t first, int32_t count, RowMemory& memory)
+      : memory_(memory), logits_(logits), first_(first), count_(count) {}
+
+  // Calls see(id, logit) for all tokens, each by one thread, which has 4 kReads on their way.
+  template <int kReads = 1, typename See>
+  __device__ void ForEach(const See& see) const {
+    Visit<kReads>(0, count_, threadIdx.x, kSamplingThreads, see);
+  }
+  template <typename Measure>
+  __device__ uint64_t Sum(const Measure& measure) const {
+    uint64_t sum = 0;
+    ForEach([&](int32_t id, float logit) { sum += measure(id, logit); });
+    return BlockTotal(sum);
+  }
+
+  // The same; each warp's sum is over a range of its own, and stays in the memory's sums.
+  template <typename Measure>
+  __device__ uint64_t SumByWarps(const Measure& measure) const {
+    const int32_t warp = threadIdx.x / kWarpThreads;
+    uint64_t sum = 0;
+    Visit<1>(RangeBegin(warp), RangeBegin(warp + 1), threadIdx.x % kWarpThreads, kWarpThreads,
+             [&](int32_t id, float logit) { sum += measure(id, logit); });
+    return BlockTotal(sum);
+  }
+  // After SumByWarps: the first token that makes the sum of measure(id, logit) over it and those
+  // before it exceed `target`. REQUIRES: the sum over all does.
+  template <typename Measure>
+  __device__ int32_t LocateByWarps(const Measure& measure, uint64_t target) const {
+    // Which warp's range it lies in, found by each warp: a lane has the sum up to one range's end.
+    const int32_t lane = threadIdx.x % kWarpThreads;
+    uint64_t up_to = memory_.sums[lane];
+    for (int distance = 1; distance < kWarpThreads; distance *= 2) {
+      const uint64_t left = __shfl_up_sync(kAllLanes, up_to, distance);
+      if (lane >= distance) up_to += left;
+    }
+    const int32_t chosen = __ffs(static_cast<int>(__ballot_sync(kAllLanes, up_to > target))) - 1;
+    target -= __shfl_sync(kAllLanes, up_to, chosen) - memory_.sums[chosen];
+    __syncthreads();
+    if (threadIdx.x == 0) memory_.place = -1;
+    const int32_t end = RangeBegin(chosen + 1);
+#pragma unroll 1
+    for (int32_t begin = RangeBegin(chosen); begin < end; begin += kRun * kSamplingThreads) {
+      const int32_t i = begin + kRun * static_cast<int32_t>(threadIdx.x);
+      uint64_t own[kRun], all = 0;
+#pragma unroll
+      for (int k = 0; k < kRun; ++k) {
+        own[k] = i + k < end ? measure(first_ + i + k, logits_[i + k]) : 0;
+        all += own[k];
+      }
+      uint64_t before = SumBefore(all, memory_.sums);
+      for (int k = 0; k < kRun; ++k) {
+        if (before <= target && target < before + own[k]) memory_.place = first_ + i + k;
+        before += own[k];
+      }
+      __syncthreads();
+      if (memory_.place >= 0) break;
+      target -= SumOfWarps();
+    }
+    return memory_.place;
+  }
+
+  // The largest key such that logits with keys from it on, and `above`, measure `needed` at least,
+  // which all do; adds what those above it measure to `above`.
+  template <typename Measure>
+  __device__ uint32_t FindKey(const Measure& measure, uint64_t needed, uint64_t* above) const {
+    return FindDigits(measure, [&] { ChooseBucket(needed, above); });
+  }
+
+ protected:
+  static constexpr int32_t kRun = 4;
+
+  // Key by digits: choose() is asked for the bucket of each, to the memory's key.
+  template <typename Measure, typename Choose>
+  __device__ uint32_t FindDigits(const Measure& measure, const Choose& choose) const {
+    uint32_t key = 0;
+    for (int digit = kDigits - 1; digit >= 0; --digit) {
+      const int shift = digit * kDigitBits;
+      ClearBuckets();
+      ForEach([&](int32_t, float logit) {
+        const uint32_t other = KeyOf(logit);
+        const uint64_t higher = uint64_t{other} >> (shift + kDigitBits);
+        if (higher != uint64_t{key} >> (shift + kDigitBits)) return;
+        AddToBucket(other >> shift & (kBuckets - 1), measure(logit));
+      });
+      __syncthreads();
+      choose();
+      key |= memory_.key << shift;
+    }
+    return key;
+  }
+
+  __device__ void ClearBuckets() const {
+    for (int i = threadIdx.x; i < kBuckets; i += kSamplingThreads) {
+      memory_.bucket_low[i] = memory_.bucket_high[i] = 0;
+    }
+    __syncthreads();
+  }
+  __device__ void AddToBucket(uint32_t bucket, uint64_t amount) const {
+    if (amount == 0) return;
+    const auto low = static_cast<uint32_t>(amount);
+    const uint32_t sum = atomicAdd(&memory_.bucket_low[bucket], low) + low;
+    const uint32_t high = static_cast<uint32_t>(amount >> 32) + (sum < low ? 1 : 0);
+    if (high != 0) atomicAdd(&memory_.bucket_high[bucket], high);
+  }
+  __device__ static uint64_t BucketOf(const RowMemory& memory, uint32_t bucket) {
+    return uint64_t{memory.bucket_high[bucket]} << 32 | memory.bucket_low[bucket];
+  }
+
+  // Of the buckets, from the last to the first, the one where `above` and their sum reach `needed`,
+  // as all do: to the memory's key, and what lies above it to `above`.
+  __device__ void ChooseBucket(uint64_t needed, uint64_t* above) const {
+    const uint32_t high = kBuckets - 1 - 2 * threadIdx.x;
+    const uint64_t sums[2] = {BucketOf(memory_, high), BucketOf(memory_, high - 1)};
+    uint64_t before = *above + SumBefore(sums[0] + sums[1], memory_.sums);
+    for (uint32_t i = 0; i < 2; ++i) {
+      if (before < needed && needed <= before + sums[i]) {
+        memory_.key = high - i;
+        memory_.above = before;
+      }
+      before += sums[i];
+    }
+    __syncthreads();
+    *above = memory_.above;
+  }
+
+  // Of the memory's sums, for all threads.
+  __device__ uint64_t SumOfWarps() const {
+    return SumOfLanes(memory_.sums[threadIdx.x % kWarpThreads]);
+  }
+  // What the threads' values add up to; those of each warp stay in the memory's sums.
+  __device__ uint64_t BlockTotal(uint64_t value) const {
+    value = SumOfLanes(value);
+    __syncthreads();
+    if (threadIdx.x % kWarpThreads == 0) memory_.sums[threadIdx.x / kWarpThreads] = value;
+    __syncthreads();
+    return SumOfWarps();
+  }
+
+  RowMemory& memory_;
+
+ private:
+  // Where a warp's range of the tokens begins.
+  __device__ int32_t RangeBegin(int32_t warp) const {
+    const int32_t range = (count_ + kRun * kSamplingWarps - 1) / (kRun * kSamplingWarps) * kRun;
+    return min(count_, warp * range);
+  }
+
+  // Calls see(id, logit) for the tokens of [begin, end), counted from the first one, by `count`
+  // threads of which this one is number `number`. `begin` is a multiple of 4.
+  template <int kReads, typename See>
+  __device__ void Visit(int32_t begin, int32_t end, uint32_t number, int32_t count,
+                        const See& see) const {
+    int32_t i = begin + static_cast<int32_t>(number);
+    if (reinterpret_cast<uintptr_t>(logits_) % sizeof(float4) == 0 && begin < end) {
+      const int32_t runs = (end - begin) / 4;
+      const auto* const run = reinterpret_cast<const float4*>(logits_ + begin);
+#pragma unroll kReads
+      for (int32_t r = static_cast<int32_t>(number); r < runs; r += count) {
+        const float4 values = run[r];
+        const int32_t id = first_ + begin + 4 * r;
+        see(id, values.x);
+        see(id + 1, values.y);
+        see(id + 2, values.z);
+        see(id + 3, values.w);
+      }
+      i += 4 * runs;
+    }
+#pragma unroll 1
+    for (; i < end; i += count) see(first_ + i, logits_[i]);
+  }
+
+  const float* const logits_;
+  const int32_t first_, count_;
+};
+
+// This block's slice of a row's logits; its questions are of the whole row.
+class Row : public BlockLogits {
+ public:
+  __device__ Row(const float* logits, int32_t vocab, RowMemory& memory, RowBlocks& blocks)
+      : Row(logits, memory, blocks, Slice(vocab, blocks)) {}
+
+  template <typename Measure>
+  __device__ uint64_t Sum(const Measure& measure) const {
+    return blocks_.Sum(BlockLogits::Sum(measure)).all;
+  }
+
+  // The first token that makes the sum of measure(id, logit) over it and those before it exceed
+  // target_of(the sum over all), which is below that.
+  template <typename Measure, typename Target>
+  __device__ int32_t Locate(const Measure& measure, const Target& target_of) const {
+    const uint64_t own = SumByWarps(measure);
+    const RowBlocks::Sums sums = blocks_.Sum(own);
+    const uint64_t target = target_of(sums.all);
+    int32_t place = -1;
+    if (sums.before <= target && target < sums.before + own) {
+      place = LocateByWarps(measure, target - sums.before);
+    }
+    return static_cast<int32_t>(blocks_.Greatest(static_cast<uint64_t>(place + 1))) - 1;
+  }
+
+  // The largest key such that tokens with keys from it on measure `needed` > 0 at least, what those
+  // above it measure, and how many tokens have that key; all tokens' key if all together do not.
+  struct Threshold {
+    uint32_t key = 0;
+    uint64_t needed = 0;
+    uint64_t above = 0;
+    uint64_t equals = 0;
+  };
+  // By measure(logit); `needed_of` is asked for what all measure.
+  template <typename Measure, typename Needed>
+  __device__ Threshold FindThreshold(const Measure& measure, const Needed& needed_of,
+                                     const Nearness& nearness) const {
+    ClearBuckets();
+    ForEach([&](int32_t, float logit) { AddToBucket(nearness(logit), measure(logit)); });
+    Threshold found;
+    if (!ChooseRowBucket(needed_of, &found.needed, &found.above)) return found;
+    const uint32_t bucket = memory_.key;
+    const uint64_t count = ListBucket(nearness, bucket);
+    const auto has_key = [&](int32_t, float logit) -> uint64_t {
+      return KeyOf(logit) == found.key;
+    };
+    if (count <= kListed) {
+      const BlockLogits listed(memory_.listed, 0, static_cast<int32_t>(count), memory_);
+      found.key = listed.FindKey(measure, found.needed, &found.above);
+      found.equals = listed.Sum(has_key);
+    } else {
+      const auto of_bucket = [&](float logit) {
+        return nearness(logit) == bucket ? measure(logit) : 0;
+      };
+      const auto needed = [&](uint64_t) { return found.needed; };
+      found.key =
+          FindDigits(of_bucket, [&] { ChooseRowBucket(needed, &found.needed, &found.above); });
+      found.equals = Sum(has_key);
+    }
+    return found;
+  }
+
+  // The shortest prefix that measures `needed_of` > 0 at least.
+  template <typename Measure, typename Needed>
+  __device__ Prefix ShortestPrefix(const Measure& measure, const Needed& needed_of,
+                                   const Nearness& nearness) const {
+    const Threshold threshold = FindThreshold(measure, needed_of, nearness);
+    const uint32_t key = threshold.key;
+    const uint64_t each = measure(LogitOf(key));
+    const uint64_t equals = (threshold.needed - threshold.above + each - 1) / each;
+    if (equals == threshold.equals) return {.key = key};
+    return {
+        .key = key,
+        .last_id = Locate([key](int32_t, float logit) -> uint64_t { return KeyOf(logit) == key; },
+                          [equals](uint64_t) { return equals - 1; })};
+  }
+
+ private:
+  struct Tokens {
+    int32_t first, count;
+  };
+  __device__ static Tokens Slice(int32_t vocab, const RowBlocks& blocks) {
+    const auto count = static_cast<int32_t>(blocks.count());
+    const int32_t size = (vocab + kRun * count - 1) / (kRun * count) * kRun;
+    const int32_t first = min(vocab, static_cast<int32_t>(blocks.rank()) * size);
+    return {.first = first, .count = min(size, vocab - first)};
+  }
+  __device__ Row(const float* logits, RowMemory& memory, RowBlocks& blocks, const Tokens& slice)
+      : BlockLogits(logits + slice.first, slice.first, slice.count, memory), blocks_(blocks) {}
+
+  // As ChooseBucket, of the sums of all blocks' buckets; `needed` is needed_of(what all measure).
+  // False: they do not reach it.
+  template <typename Needed>
+  __device__ bool ChooseRowBucket(const Needed& needed_of, uint64_t* needed,
+                                  uint64_t* above) const {
+    hopper::ClusterSync();  // buckets are full
+    // Each block adds up a segment of the buckets, the first one the highest; a thread has two sums
+    // of it: two blocks' of one bucket, or two buckets where there is one block.
+    const uint32_t blocks = blocks_.count();
+    const uint32_t threads = max(blocks / 2, 1u);  // of a bucket
+    const uint32_t stride = blocks == 1 ? 2 : 1;
+    const uint32_t segment = kBuckets / blocks;
+    const uint32_t high = kBuckets - 1 - blocks_.rank() * segment - threadIdx.x / threads * stride;
+    const uint32_t part = threadIdx.x % threads * 2;
+    const uint64_t first = BucketOf(*hopper::OfBlock(&memory_, part), high);
+    const uint64_t second = blocks == 1 ? BucketOf(memory_, high - 1)
+                                        : BucketOf(*hopper::OfBlock(&memory_, part + 1), high);
+    uint64_t own = first + second;
+    for (uint32_t distance = 1; distance < threads; distance *= 2) {
+      own += __shfl_xor_sync(kAllLanes, own, distance);
+    }
+    uint64_t before = SumBefore(part == 0 ? own : 0, memory_.sums);
+    __syncthreads();
+    const RowBlocks::Sums sums = blocks_.Sum(SumOfWarps());
+    *needed = needed_of(sums.all);
+    if (sums.all + *above < *needed) return false;
+    // One thread of one block finds it, and tells all.
+    before += *above + sums.before;
+    if (part == 0 && before < *needed && *needed <= before + own) {
+      const bool is_second = blocks == 1 && before + first < *needed;
+      const uint64_t above_it = is_second ? before + first : before;
+#pragma unroll 1
+      for (uint32_t i = 0; i < blocks; ++i) {
+        RowMemory* const to = hopper::OfBlock(&memory_, i);
+        to->key = is_second ? high - 1 : high;
+        to->above = above_it;
+      }
+    }
+    hopper::ClusterSync();
+    *above = memory_.above;
+    return true;
+  }
+
+  // To the memory's list, in any order, the logits of a bucket of all blocks, if they are no more
+  // than that holds. Returns how many they are.
+  __device__ uint64_t ListBucket(const Nearness& nearness, uint32_t bucket) const {
+    if (threadIdx.x == 0) memory_.count = 0;
+    __syncthreads();
+    ForEach([&](int32_t, float logit) {
+      if (nearness(logit) != bucket) return;
+      const uint32_t place = atomicAdd(&memory_.count, 1u);
+      if (place < kListed) memory_.own_listed[place] = logit;
+    });
+    __syncthreads();
+    const uint32_t own = memory_.count;
+    const RowBlocks::Sums sums = blocks_.Sum(own);
+    if (sums.all <= kListed) {
+      const uint32_t total = own * blocks_.count();
+#pragma unroll 1
+      for (uint32_t i = threadIdx.x; i < total; i += kSamplingThreads) {
+        float* const to = hopper::OfBlock(memory_.listed, i / own);
+        to[sums.before + i % own] = memory_.own_listed[i % own];
+      }
+    }
+    hopper::ClusterSync();
+    return sums.all;
+  }
+
+  RowBlocks& blocks_;
+};
+
+}  // namespace kvasir::kernels
