@@ -12,8 +12,8 @@
 //   first   S of page i + 1, P V of page i | soften page i + 1 |      S, P V       | soften ...
 //   second     soften page i               | S, P V            | soften page i + 1 | S, P V ...
 //
-// A third warpgroup brings the pages; where keys are cached un-rotated a fourth rotates them, a
-// page or more ahead of the products. Registers go from those two to the others.
+// A third warpgroup brings the pages; where keys are cached un-rotated two more rotate them, a page
+// or more ahead of the products. Registers go from these to the first two.
 //
 // At grouped positions queries lie in shared memory as they see far keys and as they see near ones;
 // a page where neighbourhoods begin is two stages, of which each query masks what is on its other
@@ -31,19 +31,15 @@ constexpr int kElements = 32;                            // of a 64 x 64 tile th
 template <Placement kPlacement>
 inline constexpr bool kRotates = kPlacement != Placement::kCached;
 
-// Warpgroups, and registers of a thread in each: 64 K of a multiprocessor in all.
+// Warpgroups, and registers of a thread in each: as many in all as the launch gives.
+constexpr int kRotatorRegisters = 56;
 template <Placement kPlacement>
 struct Roles {
   static constexpr int kProducer = kConsumers;
-  static constexpr int kRotator = kConsumers + 1;  // where keys are to be rotated
-  static constexpr int kThreads = (kConsumers + (kRotates<kPlacement> ? 2 : 1)) * kGroupThreads;
-  static constexpr int kProducerRegisters = kPlacement == Placement::kCached    ? 40
-                                            : kPlacement == Placement::kCompact ? 48
-                                                                                : 56;
-  static constexpr int kRotatorRegisters = kPlacement == Placement::kCompact ? 64 : 72;
-  static constexpr int kConsumerRegisters = kPlacement == Placement::kCached    ? 232
-                                            : kPlacement == Placement::kCompact ? 200
-                                                                                : 192;
+  static constexpr int kRotators = kRotates<kPlacement> ? 2 : 0;  // the last ones
+  static constexpr int kThreads = (kConsumers + 1 + kRotators) * kGroupThreads;
+  static constexpr int kConsumerRegisters = kRotates<kPlacement> ? 152 : 232;
+  static constexpr int kProducerRegisters = kRotates<kPlacement> ? 56 : 40;
 };
 
 template <int kHeadDim, Placement kPlacement>
@@ -61,7 +57,11 @@ struct alignas(1024) SharedMemory {
   // By one thread, before a __syncthreads.
   __device__ void Init() {
     constexpr int kGroupWarps = kGroupThreads / kWarpThreads;
-    for (uint64_t& barrier : rotated) hopper::BarrierInit(&barrier, kGroupWarps);
+    if constexpr (kRotates<kPlacement>) {
+      for (uint64_t& barrier : rotated) {
+        hopper::BarrierInit(&barrier, Roles<kPlacement>::kRotators * kGroupWarps);
+      }
+    }
     ring.Init(kConsumers * kGroupWarps);
   }
   // Consumers wait for it.
@@ -389,15 +389,17 @@ __device__ void Store(const AttendLaunch& p, const QueryBlock& block, int64_t he
   }
 }
 
-// By the rotating warpgroup: the keys of all pages, to the end.
+// By the rotating warpgroups: the keys of all pages, to the end.
 template <int kHeadDim, Placement kPlacement>
 __device__ void RotatePages(const AttendLaunch& p, SharedMemory<kHeadDim, kPlacement>& shared) {
-  const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
+  using Role = Roles<kPlacement>;
+  constexpr int kThreads = Role::kRotators * kGroupThreads;
+  const int thread = static_cast<int>(threadIdx.x) - (Role::kThreads - kThreads);
   RingPosition<SharedMemory<kHeadDim, kPlacement>::kStages> at;
   for (bool is_end = false; !is_end; at.Next()) {
     hopper::BarrierWait(&shared.ring.full[at.stage], at.parity);
     is_end = shared.ring.masks[at.stage] == 0;
-    if (!is_end) RotateKeys(shared.ring, at.stage, p.rope, thread, kGroupThreads);
+    if (!is_end) RotateKeys(shared.ring, at.stage, p.rope, thread, kThreads);
     __syncwarp();
     if (thread % kWarpThreads == 0) hopper::BarrierArrive(&shared.rotated[at.stage]);
   }
@@ -436,9 +438,11 @@ __global__ void __launch_bounds__(Roles<kPlacement>::kThreads, 1)
     if (threadIdx.x % kGroupThreads < kWarpThreads) {
       ProducePages<kPlacement>(p, maps, run, shared.ring, at);
     }
-  } else if (kRotates<kPlacement> && group == Role::kRotator) {
-    hopper::FewerRegisters<Role::kRotatorRegisters>();
-    if constexpr (kRotates<kPlacement>) RotatePages<kHeadDim, kPlacement>(p, shared);
+  } else if (group > Role::kProducer) {
+    if constexpr (kRotates<kPlacement>) {
+      hopper::FewerRegisters<kRotatorRegisters>();
+      RotatePages<kHeadDim, kPlacement>(p, shared);
+    }
   } else {
     hopper::MoreRegisters<Role::kConsumerRegisters>();
     ComputeRow<kHeadDim, kPlacement>(p, shared, run);

@@ -261,6 +261,17 @@ __device__ inline GroupedPage NearSide(const AttendLaunch& p, const PageRun& run
   return page;
 }
 
+// Sends for the angles of a page's keys, to the L2 cache: those of the tokens of its mask lie side
+// by side.
+__device__ inline void PrefetchAngles(const DeviceRopePositions& rope, int64_t half_dim,
+                                      const ResolvedPage<Placement::kCompact>& page) {
+  const int64_t first = page.positions.of(__ffsll(static_cast<long long>(page.mask)) - 1);
+  const int64_t last = page.positions.of(63 - __clzll(static_cast<long long>(page.mask)));
+  const auto bytes = static_cast<uint32_t>((last + 1 - first) * half_dim * sizeof(float));
+  hopper::PrefetchRange(rope.cos + first * half_dim, bytes);
+  hopper::PrefetchRange(rope.sin + first * half_dim, bytes);
+}
+
 // By the producer warp: sends the run's pages through the ring, one stage for each item that has
 // tokens, at grouped positions one for each side of it that has, and one without tokens as the end.
 // REQUIRES: steps of 1.
@@ -290,6 +301,10 @@ __device__ void ProducePages(const AttendLaunch& p, const KvTensorMaps& maps, co
         hopper::BarrierArrive(&ring.full[at.stage]);
       } else {
         CopyPage(ring, at.stage, maps, page);
+        // At grouped positions there are few of them: they stay in the cache.
+        if constexpr (kPlacement == Placement::kCompact) {
+          PrefetchAngles(p.rope, Ring::Shape::kDim / 2, page);
+        }
       }
     }
     at.Next();

@@ -99,6 +99,13 @@ __device__ inline void PrefetchLine(const void* from) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(from)));
 }
 
+// Sends for `bytes` that lie side by side, as do both a multiple of 16, to the L2 cache.
+__device__ inline void PrefetchRange(const void* from, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(from)),
+               "r"(bytes)
+               : "memory");
+}
+
 // Makes this thread's writes to shared memory visible to wgmma and to the copy engine, once a
 // barrier follows.
 __device__ inline void FenceAsyncProxy() {

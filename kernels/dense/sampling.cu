@@ -35,22 +35,27 @@ struct Largest {
   bool all_finite = true;
 };
 
-// kChecks: whether all are finite, where none is banned.
-template <bool kChecks>
-__device__ Largest FindLargest(const Row& row, RowMemory& memory, RowBlocks& blocks) {
+// Of the block's slice: the place of the largest in the low half, its key in the high one.
+// kNotFinite: there is such a logit; where some are banned that is not looked for.
+constexpr uint64_t kNotFinite = ~uint64_t{0};  // above what any logit gives
+template <bool kMayBeBanned>
+__device__ uint64_t LargestOfBlock(const Row& row, RowMemory& memory) {
   float largest = kBanned;
   int32_t first = INT32_MAX;  // this thread's ids ascend
   float poison = 0;           // NaN once a logit was not finite
   row.ForEach<2>([&](int32_t id, float logit) {
-    if constexpr (kChecks) poison = __fmaf_rn(logit, 0.0f, poison);
+    if constexpr (!kMayBeBanned) poison = __fmaf_rn(logit, 0.0f, poison);
     if (logit > largest) {
       largest = logit;
       first = id;
     }
   });
-  constexpr uint64_t kNotFinite = ~uint64_t{0};  // above what any logit gives
   const uint64_t own = uint64_t{KeyOf(largest)} << 32 | static_cast<uint32_t>(INT32_MAX - first);
-  const uint64_t best = blocks.Greatest(BlockMax(isnan(poison) ? kNotFinite : own, memory));
+  return BlockMax(isnan(poison) ? kNotFinite : own, memory);
+}
+
+// From the greatest of all blocks' values.
+__device__ Largest LargestOf(uint64_t best) {
   return {.id = INT32_MAX - static_cast<int32_t>(best & 0x7fffffff),
           .logit = LogitOf(static_cast<uint32_t>(best >> 32)),
           .all_finite = best != kNotFinite};
@@ -104,6 +109,7 @@ __device__ void FindLogprobs(const Context& c, const Row& row, FoundToken& found
   const Prefix top = row.ShortestPrefix([](float) -> uint64_t { return 1; },
                                         [&](uint64_t) -> uint64_t { return c.record.num_top; },
                                         NearnessForCounts(found.max));
+  hopper::ClusterSync();  // counts of lists have been read
   if (threadIdx.x == 0) c.memory.count = 0;
   hopper::ClusterSync();
   uint32_t* const count = hopper::OfBlock(&c.memory.count, 0);
@@ -114,7 +120,8 @@ __device__ void FindLogprobs(const Context& c, const Row& row, FoundToken& found
   hopper::ClusterSync();  // before the first block's memory is gone
 }
 
-// `max` is the largest of the row's logits, and not banned.
+// `max` is the largest of the row's logits, and not banned. Only one block learns the token, the
+// others get -1.
 __device__ int32_t DrawToken(const SamplingRecord& record, const Row& row, float max) {
   uint32_t least_key = 0;
   if (record.top_k > 0) {
@@ -132,38 +139,45 @@ __device__ int32_t DrawToken(const SamplingRecord& record, const Row& row, float
     const auto needed = [&](uint64_t all) { return NeededWeight(record.top_p, all); };
     kept = row.ShortestPrefix(weight_of, needed, NearnessForWeights(max, record.temperature));
   }
-  return row.Locate(
+  return row.LocateHere(
       [&](int32_t id, float logit) -> uint64_t {
         return kept.Has(id, KeyOf(logit)) ? weight_of(logit) : 0;
       },
       [&](uint64_t total) { return DrawTarget(record.uniform, total); });
 }
 
-// `given`: of the row's logits as they are, `largest` theirs.
-__device__ FoundToken FindToken(const Context& c, const SamplingLaunch& p, int64_t row_number,
-                                const Row& given, Largest largest) {
+// `given`: of the row's logits as they are, `largest` theirs. Writes what is found, by one block.
+__device__ void FindToken(const Context& c, const SamplingLaunch& p, int64_t row_number,
+                          const Row& given, Largest largest) {
   const float* logits = p.logits + row_number * p.vocab;
   FoundToken found;
+  bool is_here = c.blocks.rank() == 0;  // this block has found what there is to find
   if (!largest.all_finite) {
     found.bad_token = FirstThatIsNotFinite(given, c.memory, c.blocks);
     found.bad_logit = logits[found.bad_token];
-    return found;
+  } else {
+    found.max = largest.logit;
+    const auto vocab = static_cast<int32_t>(p.vocab);
+    const float* asked = logits;
+    if (c.record.changes_logits()) {
+      float* const changed = p.changed + row_number * p.vocab;
+      ChangeLogits(c, given, changed);
+      asked = changed;
+      const Row row(changed, vocab, c.memory, c.blocks);
+      largest = LargestOf(c.blocks.Greatest(LargestOfBlock<true>(row, c.memory)));
+    }
+    if (largest.logit != kBanned) {
+      found.token = largest.id;
+      if (c.record.temperature != 0) {
+        const Row row(asked, vocab, c.memory, c.blocks);
+        found.token = DrawToken(c.record, row, largest.logit);
+        is_here = found.token >= 0;
+      }
+      if (is_here) found.logit = logits[found.token];
+      if (c.record.wants_logprob != 0) FindLogprobs(c, given, found);
+    }
   }
-  found.max = largest.logit;
-  const auto vocab = static_cast<int32_t>(p.vocab);
-  const float* asked = logits;
-  if (c.record.changes_logits()) {
-    float* const changed = p.changed + row_number * p.vocab;
-    ChangeLogits(c, given, changed);
-    asked = changed;
-    largest = FindLargest<false>(Row(changed, vocab, c.memory, c.blocks), c.memory, c.blocks);
-  }
-  if (largest.logit == kBanned) return found;
-  const Row row(asked, vocab, c.memory, c.blocks);
-  found.token = c.record.temperature == 0 ? largest.id : DrawToken(c.record, row, largest.logit);
-  found.logit = logits[found.token];
-  if (c.record.wants_logprob != 0) FindLogprobs(c, given, found);
-  return found;
+  if (is_here && threadIdx.x == 0) p.found[row_number] = found;
 }
 
 __global__ void __launch_bounds__(kSamplingThreads) SamplingKernel(const SamplingLaunch p) {
@@ -177,15 +191,30 @@ __global__ void __launch_bounds__(kSamplingThreads) SamplingKernel(const Samplin
   const auto* const record_words = reinterpret_cast<const uint64_t*>(p.records + row_number);
   const uint64_t word = threadIdx.x < kWords ? record_words[threadIdx.x] : 0;
   const Row given(p.logits + row_number * p.vocab, static_cast<int32_t>(p.vocab), memory, blocks);
-  hopper::ClusterSync();  // all blocks run: they can be told something
-  const Largest largest = FindLargest<true>(given, memory, blocks);
+  blocks.Begin();
+  const uint64_t own_largest = LargestOfBlock<false>(given, memory);
+  blocks.AwaitBegin();
+  const Largest largest = LargestOf(blocks.Greatest(own_largest));
   if (threadIdx.x < kWords) words[threadIdx.x] = word;
   __syncthreads();
   const SamplingRecord& record = *reinterpret_cast<const SamplingRecord*>(words);
   if (record.is_valid == 0) return;
-  const Context context = {.record = record, .memory = memory, .blocks = blocks};
-  const FoundToken found = FindToken(context, p, row_number, given, largest);
-  if (blocks.rank() == 0 && threadIdx.x == 0) p.found[row_number] = found;
+  FindToken({.record = record, .memory = memory, .blocks = blocks}, p, row_number, given, largest);
+}
+
+// Of a row. The device may have no place for a cluster of as many as it allows.
+unsigned MostRowBlocks() {
+  if (cudaFuncSetAttribute(SamplingKernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) !=
+      cudaSuccess) {
+    return kPortableRowBlocks;
+  }
+  cudaLaunchAttribute attribute = {.id = cudaLaunchAttributeClusterDimension};
+  attribute.val.clusterDim = {.x = kMaxRowBlocks, .y = 1, .z = 1};
+  const cudaLaunchConfig_t config = {
+      .gridDim = kMaxRowBlocks, .blockDim = kSamplingThreads, .attrs = &attribute, .numAttrs = 1};
+  int clusters = 0;
+  const cudaError_t error = cudaOccupancyMaxActiveClusters(&clusters, SamplingKernel, &config);
+  return error == cudaSuccess && clusters > 0 ? kMaxRowBlocks : kPortableRowBlocks;
 }
 
 __global__ void FeedKernel(const FeedLaunch feed) {
@@ -204,7 +233,8 @@ cudaError_t LaunchFeed(const FeedLaunch& params, cudaStream_t stream) {
 }
 
 cudaError_t LaunchSampling(const SamplingLaunch& params, int64_t rows, cudaStream_t stream) {
-  unsigned blocks = kMaxRowBlocks;  // of a row
+  static const unsigned most_blocks = MostRowBlocks();
+  unsigned blocks = most_blocks;
   while (blocks > 1 && blocks * rows > kMostBlocks) blocks /= 2;
   cudaLaunchAttribute attribute = {.id = cudaLaunchAttributeClusterDimension};
   attribute.val.clusterDim = {.x = blocks, .y = 1, .z = 1};

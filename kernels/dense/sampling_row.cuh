@@ -17,7 +17,8 @@ namespace kvasir::kernels {
 inline constexpr int kSamplingThreads = 1024;  // of a block
 inline constexpr int kSamplingWarps = kSamplingThreads / kWarpThreads;
 static_assert(kSamplingWarps == kWarpThreads);
-inline constexpr unsigned kMaxRowBlocks = 8;  // as many as a cluster may have anywhere
+inline constexpr unsigned kMaxRowBlocks = 16;
+inline constexpr unsigned kPortableRowBlocks = 8;  // as many as a cluster may have anywhere
 
 // Thresholds are found digit by digit of a key, from the highest on.
 inline constexpr int kDigits = 3;
@@ -75,6 +76,10 @@ class RowBlocks {
   __device__ static unsigned rank() { return hopper::ClusterRank(); }
   __device__ static unsigned count() { return hopper::ClusterBlocks(); }
 
+  // Before they are told anything: all of them run.
+  __device__ void Begin() const { hopper::ClusterArrive(); }
+  __device__ void AwaitBegin() const { hopper::ClusterWait(); }
+
   __device__ uint64_t Greatest(uint64_t value) { return GreatestOfLanes(Exchange(value)); }
   // The sum over all, and over the blocks before this one.
   struct Sums {
@@ -85,6 +90,11 @@ class RowBlocks {
     const uint64_t told = Exchange(value);
     const bool is_before = threadIdx.x % kWarpThreads < rank();
     return {.all = SumOfLanes(told), .before = SumOfLanes(is_before ? told : 0)};
+  }
+  // Of what the last call of Sum was told, the sum over the blocks before number `block`.
+  __device__ uint64_t SumBefore(unsigned block) const {
+    const unsigned lane = threadIdx.x % kWarpThreads;
+    return SumOfLanes(lane < block ? memory_.told[turn_ ^ 1][lane] : 0);
   }
 
  private:
@@ -317,16 +327,19 @@ class Row : public BlockLogits {
   }
 
   // The first token that makes the sum of measure(id, logit) over it and those before it exceed
-  // target_of(the sum over all), which is below that.
+  // target_of(the sum over all), which is below that. Only one block finds it, the others -1.
   template <typename Measure, typename Target>
-  __device__ int32_t Locate(const Measure& measure, const Target& target_of) const {
+  __device__ int32_t LocateHere(const Measure& measure, const Target& target_of) const {
     const uint64_t own = SumByWarps(measure);
     const RowBlocks::Sums sums = blocks_.Sum(own);
     const uint64_t target = target_of(sums.all);
-    int32_t place = -1;
-    if (sums.before <= target && target < sums.before + own) {
-      place = LocateByWarps(measure, target - sums.before);
-    }
+    if (target < sums.before || target >= sums.before + own) return -1;
+    return LocateByWarps(measure, target - sums.before);
+  }
+  // The same, found by all blocks.
+  template <typename Measure, typename Target>
+  __device__ int32_t Locate(const Measure& measure, const Target& target_of) const {
+    const int32_t place = LocateHere(measure, target_of);
     return static_cast<int32_t>(blocks_.Greatest(static_cast<uint64_t>(place + 1))) - 1;
   }
 
@@ -449,17 +462,20 @@ class Row : public BlockLogits {
       if (place < kListed) memory_.own_listed[place] = logit;
     });
     __syncthreads();
-    const uint32_t own = memory_.count;
-    const RowBlocks::Sums sums = blocks_.Sum(own);
-    if (sums.all <= kListed) {
-      const uint32_t total = own * blocks_.count();
-#pragma unroll 1
-      for (uint32_t i = threadIdx.x; i < total; i += kSamplingThreads) {
-        float* const to = hopper::OfBlock(memory_.listed, i / own);
-        to[sums.before + i % own] = memory_.own_listed[i % own];
+    const RowBlocks::Sums sums = blocks_.Sum(memory_.count);
+    if (sums.all > kListed) return sums.all;
+    // A warp a block copies what that one has listed; blocks leave their lists as they are for as
+    // long as it takes, for before the next one all tell each other something.
+    const unsigned block = threadIdx.x / kWarpThreads;
+    if (block < RowBlocks::count()) {
+      const uint32_t count = hopper::OfBlock(&memory_, block)->count;
+      const auto first = static_cast<uint32_t>(blocks_.SumBefore(block));
+      const float* const from = hopper::OfBlock(memory_.own_listed, block);
+      for (uint32_t i = threadIdx.x % kWarpThreads; i < count; i += kWarpThreads) {
+        memory_.listed[first + i] = from[i];
       }
     }
-    hopper::ClusterSync();
+    __syncthreads();
     return sums.all;
   }
 
