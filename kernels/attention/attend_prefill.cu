@@ -6,11 +6,10 @@
 //   S[64 queries, 64 tokens] = Q K^T,  P = exp2(scale S - max),  O[64, d] += P V
 //
 // with P going from the one product to the other in registers. One pass over the row's pages in
-// ascending order of items: no partial results. Two products are begun together, and the
-// warpgroups take turns at it, so that one softens while the other's are computed:
-//
-//   first   S of page i + 1, P V of page i | soften page i + 1 |      S, P V       | soften ...
-//   second     soften page i               | S, P V            | soften page i + 1 | S, P V ...
+// ascending order of items: no partial results. S of the next page and P V of this one are begun
+// together; the next page is softened as soon as its S is there, while P V is computed, and the
+// other warpgroup's products. What a warpgroup does between its products is what takes the time, so
+// it reads no more than one word about a page that is attended to in whole.
 //
 // A third warpgroup brings the pages; where keys are cached un-rotated two more rotate them, a page
 // or more ahead of the products. Registers go from these to the first two.
@@ -42,13 +41,25 @@ struct Roles {
   static constexpr int kProducerRegisters = kRotates<kPlacement> ? 56 : 40;
 };
 
+// About the page in a stage, in one word.
+enum PageState : int32_t {
+  kEnd = 0,  // there is none, nor any after it
+  kWhole,    // all queries of the block see all its tokens, at the first place
+  kMasked,
+};
+
+template <int kHeadDim, int kStageCount, Placement kPlacement>
+struct PrefillRing : PageRing<kHeadDim, kStageCount, KeyPositions<kPlacement>> {
+  PageState states[kStageCount];
+};
+
 template <int kHeadDim, Placement kPlacement>
 struct alignas(1024) SharedMemory {
   using Shape = PageShape<kHeadDim>;
   static constexpr int kPlaces = kPlacement == Placement::kGrouped ? 2 : 1;
   static constexpr int kQueryBytes = kConsumers * kPlaces * Shape::kSideBytes;
   static constexpr int kStages = (224 * 1024 - kQueryBytes) / Shape::kPageBytes;
-  using Ring = PageRing<kHeadDim, kStages, KeyPositions<kPlacement>>;
+  using Ring = PrefillRing<kHeadDim, kStages, kPlacement>;
   Ring ring;
   // At grouped positions as they see near keys, and as they see far ones.
   alignas(1024) std::byte queries[kConsumers][kPlaces][Shape::kSideBytes];
@@ -69,6 +80,97 @@ struct alignas(1024) SharedMemory {
     return kRotates<kPlacement> ? &rotated[stage] : &ring.full[stage];
   }
 };
+
+// --- the producer ---
+
+// Of a page at grouped positions, what queries of the block see from where they see far keys, and
+// from their own positions. Where neighbourhoods begin that is both, of some tokens for some
+// queries the one and for others the other.
+using GroupedPage = ResolvedPage<Placement::kGrouped>;
+__device__ GroupedPage FarSide(const AttendLaunch& p, const PageRun& run, GroupedPage page) {
+  page.mask &= p.grouped.FarMask(page.page, run.items.last_position);
+  page.positions.near_begin = static_cast<int32_t>(kPageTokens);
+  return page;
+}
+__device__ GroupedPage NearSide(const AttendLaunch& p, const PageRun& run, GroupedPage page) {
+  page.mask &= ~p.grouped.FarMask(page.page, run.block.first_position);
+  page.positions.near_begin = 0;
+  page.positions.first_near = static_cast<int32_t>(page.page * kPageTokens);
+  return page;
+}
+
+// Sends for the angles of a page's keys, to the L2 cache: those of the tokens of its mask lie side
+// by side.
+__device__ void PrefetchAngles(const DeviceRopePositions& rope, int64_t half_dim,
+                               const ResolvedPage<Placement::kCompact>& page) {
+  const int64_t first = page.positions.of(__ffsll(static_cast<long long>(page.mask)) - 1);
+  const int64_t last = page.positions.of(63 - __clzll(static_cast<long long>(page.mask)));
+  const auto bytes = static_cast<uint32_t>((last + 1 - first) * half_dim * sizeof(float));
+  hopper::PrefetchRange(rope.cos + first * half_dim, bytes);
+  hopper::PrefetchRange(rope.sin + first * half_dim, bytes);
+}
+
+// By the producer warp: sends the run's pages through the ring, one stage for each item that has
+// tokens, at grouped positions one for each side of it that has, and one without tokens as the end.
+template <Placement kPlacement, typename Ring>
+__device__ void ProducePages(const AttendLaunch& p, const KvTensorMaps& maps, const PageRun& run,
+                             Ring& ring, RingPosition<Ring::kStages>& at) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
+  // Each lane resolves one item of the next 32 while the current ones are copied.
+  const auto resolve = [&](int64_t index) {
+    ResolvedPage<kPlacement> page = ResolveItem<kPlacement>(p, maps, run, index);
+    if constexpr (kPlacement == Placement::kGrouped) {
+      ClaimPage(
+          p, run, page,
+          CopiedTokens(FarSide(p, run, page).mask) + CopiedTokens(NearSide(p, run, page).mask));
+    } else {
+      ClaimPage(p, run, page, CopiedTokens(page.mask));
+    }
+    return page;
+  };
+  const auto send = [&](const ResolvedPage<kPlacement>& page) {
+    if (lane == 0) {
+      const int64_t last_token = page.page * kPageTokens + kPageTokens - 1;
+      const bool is_whole = kPlacement != Placement::kGrouped && page.mask == ~uint64_t{0} &&
+                            last_token <= run.block.first_position;
+      hopper::BarrierWait(&ring.empty[at.stage], at.parity ^ 1);
+      ring.states[at.stage] = page.mask == 0 ? kEnd : is_whole ? kWhole : kMasked;
+      ring.masks[at.stage] = page.mask;
+      ring.first_positions[at.stage] = page.page * kPageTokens;
+      if constexpr (kPlacement != Placement::kCached) ring.key_positions[at.stage] = page.positions;
+      if (page.mask == 0) {
+        hopper::BarrierArrive(&ring.full[at.stage]);
+      } else {
+        CopyPage(ring, at.stage, maps, page);
+        // At grouped positions there are few of them: they stay in the cache.
+        if constexpr (kPlacement == Placement::kCompact) {
+          PrefetchAngles(p.rope, Ring::Shape::kDim / 2, page);
+        }
+      }
+    }
+    at.Next();
+  };
+  ResolvedPage<kPlacement> next = resolve(run.begin + lane);
+  for (int64_t begin = run.begin; begin < run.end; begin += kWarpThreads) {
+    const ResolvedPage<kPlacement> current = next;
+    next = resolve(begin + kWarpThreads + lane);
+    const int count = static_cast<int>(min(int64_t{kWarpThreads}, run.end - begin));
+    for (int i = 0; i < count; ++i) {
+      const ResolvedPage<kPlacement> page = ShareResolved<kPlacement>(current, i);
+      if constexpr (kPlacement == Placement::kGrouped) {
+        const GroupedPage far = FarSide(p, run, page);
+        const GroupedPage near = NearSide(p, run, page);
+        if (far.mask != 0) send(far);
+        if (near.mask != 0) send(near);
+      } else if (page.mask != 0) {
+        send(page);
+      }
+    }
+  }
+  send({});
+}
+
+// --- the warpgroups that compute ---
 
 // Of a thread's elements of a tile: row and column relative to its place.
 __device__ constexpr int RowOf(int element) { return element / 2 % 2; }  // times 8
@@ -141,24 +243,20 @@ struct Queries {
     }
   }
 
-  // Begins s = queries times keys.
-  __device__ void BeginLogits(int place, const std::byte* keys, float (&s)[kElements]) const {
-    using Shape = PageShape<kHeadDim>;
-    uint64_t tile = hopper::TileDescriptor(tiles + place * Shape::kSideBytes);
-    asm volatile(
-        ""
-        : "+l"(tile));  // else those of all steps are kept, in more registers than there are
+  // Begins s = queries times keys, whose tile's descriptor is given.
+  __device__ void BeginLogits(int place, uint64_t keys, float (&s)[kElements]) const {
+    uint64_t tile = hopper::TileDescriptor(tiles + place * PageShape<kHeadDim>::kSideBytes);
+    // Else those of all steps are kept, in more registers than there are.
+    asm volatile("" : "+l"(tile));
     hopper::WgmmaFence();
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      const int box = step / 4 * Shape::kBoxBytes;
-      const int offset = step % 4 * 32;  // 16 values
-      const uint64_t b = hopper::Advance(hopper::TileDescriptor(keys + box), offset);
+      const int offset = step / 4 * PageShape<kHeadDim>::kBoxBytes + step % 4 * 32;  // 16 values
+      const uint64_t b = hopper::Advance(keys, offset);
       if constexpr (kInRegisters) {
         hopper::Wgmma64x64<hopper::Major::kK>(s, parts[step], b, step > 0);
       } else {
-        const uint64_t a = hopper::Advance(tile, box + offset);
-        hopper::Wgmma64x64<hopper::Major::kK>(s, a, b, step > 0);
+        hopper::Wgmma64x64<hopper::Major::kK>(s, hopper::Advance(tile, offset), b, step > 0);
       }
     }
     hopper::WgmmaCommit();
@@ -191,6 +289,13 @@ __device__ uint32_t Pack(float low, float high) {
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
+// As hopper::Exp2, but computed where it stands: before what is waited for next.
+__device__ float Exp2Here(float x) {
+  float y = 0;
+  asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // Logits become weights. Returns by what the rows' sums and values fade, as their maximum has
 // grown.
 template <int kHeadDim>
@@ -212,37 +317,40 @@ __device__ float2 SoftenRows(float scale, float (&s)[kElements], ThreadState<kHe
     state.max[i] = max;
     state.sum[i] *= fade[i];
   }
+  float sums[2][2] = {};  // two a row, to be added at the same time
 #pragma unroll
   for (int e = 0; e < kElements; ++e) {
-    s[e] = hopper::Exp2(s[e] * scale - offset[RowOf(e)]);
-    state.sum[RowOf(e)] += s[e];
+    s[e] = Exp2Here(s[e] * scale - offset[RowOf(e)]);
+    sums[RowOf(e)][e % 2] += s[e];
   }
+  for (int i = 0; i < 2; ++i) state.sum[i] += sums[i][0] + sums[i][1];
   return {fade[0], fade[1]};
 }
 
 // Maxima seldom grow: once in a while after the first pages.
 template <int kHeadDim>
+__device__ bool Fades(float2 fade, const ThreadState<kHeadDim>& state) {
+  const bool is_number = state.sum[0] >= 0 && state.sum[1] >= 0;
+  return __any_sync(kAllLanes, fade.x != 1 || fade.y != 1 || !is_number) != 0;
+}
+template <int kHeadDim>
 __device__ void Fade(float2 fade, float (&out)[kHeadDim / 2]) {
-  if (__any_sync(kAllLanes, fade.x != 1 || fade.y != 1) == 0) return;
 #pragma unroll
   for (int e = 0; e < kHeadDim / 2; ++e) out[e] *= RowOf(e) == 0 ? fade.x : fade.y;
 }
 
-// Begins out += weights times values.
+// Begins out += weights times values, whose descriptor is given.
 template <int kHeadDim>
-__device__ void BeginValues(const std::byte* values, const uint32_t (&weights)[kQueries / 16][4],
+__device__ void BeginValues(uint64_t values, const uint32_t (&weights)[kQueries / 16][4],
                             float (&out)[kHeadDim / 2]) {
   hopper::WgmmaFence();
 #pragma unroll
   for (int step = 0; step < kQueries / 16; ++step) {
-    const int offset = step * 16 * hopper::kSwizzledRowBytes;
+    const uint64_t b = hopper::Advance(values, step * 16 * hopper::kSwizzledRowBytes);
     if constexpr (kHeadDim == 128) {
-      constexpr int kBoxBytes = PageShape<kHeadDim>::kBoxBytes;
-      hopper::Wgmma64x128(out, weights[step],
-                          hopper::Advance(hopper::PairDescriptor<kBoxBytes>(values), offset));
+      hopper::Wgmma64x128(out, weights[step], b);
     } else {
-      hopper::Wgmma64x64<hopper::Major::kMN>(
-          out, weights[step], hopper::Advance(hopper::TileDescriptor(values), offset));
+      hopper::Wgmma64x64<hopper::Major::kMN>(out, weights[step], b);
     }
   }
   hopper::WgmmaCommit();
@@ -260,69 +368,69 @@ class Consumer {
         shared_(shared),
         first_position_(run.block.first_position),
         me_(me),
-        queries_(shared.queries[me.consumer][0], me) {}
+        queries_(shared.queries[me.consumer][0], me),
+        first_keys_(hopper::TileDescriptor(shared.ring.keys(0))),
+        first_values_(
+            hopper::PairDescriptor<PageShape<kHeadDim>::kBoxBytes>(shared.ring.values(0))) {}
 
   // All pages of the row.
   __device__ void Run(ThreadState<kHeadDim>& state) {
-    if (!Await()) return;
+    PageState page = Await();
+    if (page == kEnd) return;
     float logits[kElements];
     uint32_t weights[kQueries / 16][4];
-    queries_.BeginLogits(PlaceOf(at_.stage), shared_.ring.keys(at_.stage), logits);
+    BeginLogits(logits);
     hopper::WgmmaWait<0>();
-    Soften(at_.stage, mask_, logits, state);
+    Soften(page, logits, state);
     PackWeights(logits, weights);
-    if (me_.consumer != 0) PassTurn();
-    for (;;) {
-      const int stage = at_.stage;
-      at_.Next();
-      const bool goes_on = Await();
-      AwaitTurn();
-      // Each way out waits by itself: where ways with products under way meet, the compiler gives
-      // up the pipeline (C7514).
-      if (!goes_on) {
-        BeginValues<kHeadDim>(shared_.ring.values(stage), weights, state.out);
-        if (me_.consumer == 0) PassTurn();
-        hopper::WgmmaWait<0>();
-        return;
-      }
-      queries_.BeginLogits(PlaceOf(at_.stage), shared_.ring.keys(at_.stage), logits);
-      BeginValues<kHeadDim>(shared_.ring.values(stage), weights, state.out);
-      PassTurn();
+    int stage = at_.stage;  // of the page that the weights are of; at_ is at the next one
+    at_.Next();
+    page = Await();
+    while (page != kEnd) {
+      BeginLogits(logits);
+      BeginValues<kHeadDim>(InStage(first_values_, stage), weights, state.out);
       hopper::WgmmaWait<1>();  // the logits
-      const float2 fade = Soften(at_.stage, mask_, logits, state);
-      hopper::WgmmaWait<0>();  // the values
-      ReleaseStage(shared_.ring, stage);
-      Fade<kHeadDim>(fade, state.out);
+      const float2 fade = Soften(page, logits, state);
+      const int read_stage = stage;
+      stage = at_.stage;
+      at_.Next();
+      page = Await();
+      // The branch keeps the compiler from waiting for the values before it has softened: its
+      // condition is of what softening ends with.
+      if (Fades(fade, state)) {
+        hopper::WgmmaWait<0>();  // the values
+        Fade<kHeadDim>(fade, state.out);
+      } else {
+        hopper::WgmmaWait<0>();
+      }
+      ReleaseStage(shared_.ring, read_stage);
       PackWeights(logits, weights);
     }
+    BeginValues<kHeadDim>(InStage(first_values_, stage), weights, state.out);
+    hopper::WgmmaWait<0>();
   }
 
  private:
-  // The warpgroups take turns at beginning products, the first one first, so that one has the
-  // tensor cores while the other softens. As many turns are passed as are waited for.
-  static constexpr int kFirstTurn = 1 + kConsumers;  // behind the barriers of Synchronize
-  __device__ void AwaitTurn() const {
-    hopper::NamedBarrier(kFirstTurn + me_.consumer, kConsumers * kGroupThreads);
-  }
-  __device__ void PassTurn() const {
-    hopper::NamedBarrierArrive(kFirstTurn + 1 - me_.consumer, kConsumers * kGroupThreads);
-  }
-
-  // Waits for the page at at_. False: it is the end.
-  __device__ bool Await() {
+  // Waits for the page at at_.
+  __device__ PageState Await() {
     hopper::BarrierWait(shared_.Ready(at_.stage), at_.parity);
-    mask_ = shared_.ring.masks[at_.stage];
-    return mask_ != 0;
+    return shared_.ring.states[at_.stage];
   }
-  __device__ int PlaceOf(int stage) const {
+  __device__ static uint64_t InStage(uint64_t first, int stage) {
+    return hopper::Advance(first, stage * PageShape<kHeadDim>::kPageBytes);
+  }
+  __device__ int Place() const {
     if constexpr (kPlacement == Placement::kGrouped) {
-      return shared_.ring.key_positions[stage].near_begin > 0 ? 1 : 0;
+      return shared_.ring.key_positions[at_.stage].near_begin > 0 ? 1 : 0;
     }
     return 0;
   }
-  __device__ float2 Soften(int stage, uint64_t mask, float (&logits)[kElements],
+  __device__ void BeginLogits(float (&logits)[kElements]) {
+    queries_.BeginLogits(Place(), InStage(first_keys_, at_.stage), logits);
+  }
+  __device__ float2 Soften(PageState page, float (&logits)[kElements],
                            ThreadState<kHeadDim>& state) {
-    MaskPage(stage, mask, logits);
+    if (page == kMasked) MaskPage(logits);
     return SoftenRows<kHeadDim>(p_.scale * kLog2E, logits, state);
   }
   __device__ static void PackWeights(const float (&logits)[kElements],
@@ -333,10 +441,12 @@ class Consumer {
     }
   }
 
-  __device__ void MaskPage(int stage, uint64_t mask, float (&s)[kElements]) {
-    const int64_t first_token = shared_.ring.first_positions[stage];
-    int64_t last = first_position_ - first_token;  // of the page's tokens, that the first row sees
-    const int place = PlaceOf(stage);
+  __device__ void MaskPage(float (&s)[kElements]) {
+    const int stage = at_.stage;
+    const uint64_t mask = shared_.ring.masks[stage];
+    // Of the page's tokens, that the first row sees.
+    int64_t last = first_position_ - shared_.ring.first_positions[stage];
+    const int place = Place();
     if (place == 1) last -= p_.grouped.window;
     const bool whole = mask == ~uint64_t{0};
     if (!whole || last < kPageTokens - 1) {
@@ -359,8 +469,8 @@ class Consumer {
   const int64_t first_position_;
   const ThreadPlace me_;
   const Queries<kHeadDim, kPlacement> queries_;
+  const uint64_t first_keys_, first_values_;  // descriptors of the first stage's
   RingPosition<Shared::kStages> at_;
-  uint64_t mask_ = 0;
 };
 
 template <int kHeadDim>
@@ -388,6 +498,8 @@ __device__ void Store(const AttendLaunch& p, const QueryBlock& block, int64_t he
     }
   }
 }
+
+// --- the others ---
 
 // By the rotating warpgroups: the keys of all pages, to the end.
 template <int kHeadDim, Placement kPlacement>

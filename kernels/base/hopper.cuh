@@ -160,6 +160,10 @@ __device__ inline void ClusterSync() {
 __device__ inline void ClusterArrive() {
   asm volatile("barrier.cluster.arrive.aligned;" ::: "memory");
 }
+// As ClusterArrive, where nothing was written that the others are to see.
+__device__ inline void ClusterArriveBare() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
 __device__ inline void ClusterWait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 // The place in block `rank` that `place` is in this one.
 template <typename T>

@@ -21,10 +21,9 @@ inline constexpr unsigned kMaxRowBlocks = 16;
 inline constexpr unsigned kPortableRowBlocks = 8;  // as many as a cluster may have anywhere
 
 // Thresholds are found digit by digit of a key, from the highest on.
-inline constexpr int kDigits = 3;
 inline constexpr int kDigitBits = 11;
 inline constexpr int kBuckets = 1 << kDigitBits;
-static_assert(kDigits * kDigitBits >= 32 && kBuckets == 2 * kSamplingThreads);
+static_assert(kBuckets == 2 * kSamplingThreads);
 
 // Larger logits have larger keys, equal ones (0 and -0) the same. Not for NaN.
 __device__ inline uint32_t KeyOf(float logit) {
@@ -77,7 +76,7 @@ class RowBlocks {
   __device__ static unsigned count() { return hopper::ClusterBlocks(); }
 
   // Before they are told anything: all of them run.
-  __device__ void Begin() const { hopper::ClusterArrive(); }
+  __device__ void Begin() const { hopper::ClusterArriveBare(); }
   __device__ void AwaitBegin() const { hopper::ClusterWait(); }
 
   __device__ uint64_t Greatest(uint64_t value) { return GreatestOfLanes(Exchange(value)); }
@@ -202,33 +201,64 @@ class BlockLogits {
   }
 
   // The largest key such that logits with keys from it on, and `above`, measure `needed` at least,
-  // which all do; adds what those above it measure to `above`.
+  // which all do; adds what those above it measure to `above`. REQUIRES: there is a logit.
   template <typename Measure>
   __device__ uint32_t FindKey(const Measure& measure, uint64_t needed, uint64_t* above) const {
-    return FindDigits(measure, [&] { ChooseBucket(needed, above); });
+    return FindDigits(measure, FindKeys(), [&] { ChooseBucket(needed, above); });
   }
 
  protected:
   static constexpr int32_t kRun = 4;
 
-  // Key by digits: choose() is asked for the bucket of each, to the memory's key.
+  // Keys from `first` on, apart in so many of their lowest bits.
+  struct Keys {
+    uint32_t first = 0;
+    int bits = 32;
+  };
+  // Key by digits of its distance from the first one: choose() is asked for the bucket of each, to
+  // the memory's key.
   template <typename Measure, typename Choose>
-  __device__ uint32_t FindDigits(const Measure& measure, const Choose& choose) const {
-    uint32_t key = 0;
-    for (int digit = kDigits - 1; digit >= 0; --digit) {
-      const int shift = digit * kDigitBits;
+  __device__ uint32_t FindDigits(const Measure& measure, const Keys& keys,
+                                 const Choose& choose) const {
+    uint32_t found = 0;
+    for (int end = keys.bits; end > 0;) {
+      const int begin = max(0, end - kDigitBits);
       ClearBuckets();
       ForEach([&](int32_t, float logit) {
-        const uint32_t other = KeyOf(logit);
-        const uint64_t higher = uint64_t{other} >> (shift + kDigitBits);
-        if (higher != uint64_t{key} >> (shift + kDigitBits)) return;
-        AddToBucket(other >> shift & (kBuckets - 1), measure(logit));
+        const uint64_t distance = KeyOf(logit) - keys.first;
+        if (distance >> end != uint64_t{found} >> end) return;
+        AddToBucket(static_cast<uint32_t>(distance >> begin) & (kBuckets - 1), measure(logit));
       });
       __syncthreads();
       choose();
-      key |= memory_.key << shift;
+      found |= memory_.key << begin;
+      end = begin;
     }
-    return key;
+    return keys.first + found;
+  }
+
+  // Those of all logits.
+  __device__ Keys FindKeys() const {
+    uint32_t least = ~0u, greatest = 0;
+    ForEach([&](int32_t, float logit) {
+      least = min(least, KeyOf(logit));
+      greatest = max(greatest, KeyOf(logit));
+    });
+    const auto in_warp = [&] {
+      least = __reduce_min_sync(kAllLanes, least);
+      greatest = __reduce_max_sync(kAllLanes, greatest);
+    };
+    in_warp();
+    __syncthreads();
+    if (threadIdx.x % kWarpThreads == 0) {
+      memory_.sums[threadIdx.x / kWarpThreads] = uint64_t{least} << 32 | greatest;
+    }
+    __syncthreads();
+    const uint64_t of_warp = memory_.sums[threadIdx.x % kWarpThreads];
+    least = static_cast<uint32_t>(of_warp >> 32);
+    greatest = static_cast<uint32_t>(of_warp);
+    in_warp();
+    return {.first = least, .bits = max(1, 32 - __clz(static_cast<int>(greatest - least)))};
   }
 
   __device__ void ClearBuckets() const {
@@ -373,8 +403,8 @@ class Row : public BlockLogits {
         return nearness(logit) == bucket ? measure(logit) : 0;
       };
       const auto needed = [&](uint64_t) { return found.needed; };
-      found.key =
-          FindDigits(of_bucket, [&] { ChooseRowBucket(needed, &found.needed, &found.above); });
+      found.key = FindDigits(of_bucket, Keys{},
+                             [&] { ChooseRowBucket(needed, &found.needed, &found.above); });
       found.equals = Sum(has_key);
     }
     return found;

@@ -1,9 +1,10 @@
 // Attention on the GPU, decode and a prefill chunk of 512 queries, dense, over lists, and over the
 // lists that a method selects in the same call, for one sequence of the 8B shape (32 query and 8 KV
 // heads of 128). Random KV and digests, up to four sets in turn; medians of replays of a CUDA
-// graph. "append" is what writes a chunk's keys and values and turns its queries (append_heads.h),
-// under its bytes read and written. A method "by interval" is launched in every step and selects in
-// some of them, as in the engine: the mean over a refresh cycle.
+// graph. "batch of N" is decode of N sequences of so many tokens each. "append" is what writes a
+// chunk's keys and values and turns its queries (append_heads.h), under its bytes read and written.
+// A method "by interval" is launched in every step and selects in some of them, as in the engine:
+// the mean over a refresh cycle.
 //
 //   attention_cuda_bench [--rows=TEXT] [--budget=TOKENS] [TOKENS ...]
 //                                                      default: 4096 32768 131072 1048576
@@ -213,6 +214,24 @@ struct Set {
     params.grouped = grouped;
   }
 
+  // From now on it is of many sequences that decode, each with its share of the tokens.
+  void Split(int64_t streams) {
+    const int64_t blocks_each = params.kv.max_blocks_per_slot / streams;
+    std::vector<QueryBlock> last;
+    for (int64_t i = 0; i < streams; ++i) {
+      last.push_back({.slot = i,
+                      .first_row = i,
+                      .num_rows = 1,
+                      .first_position = blocks_each * kPageTokens - 1});
+    }
+    blocks = Upload(last);
+    faults = Upload(std::vector<uint8_t>(static_cast<size_t>(streams)));
+    params.kv.num_slots = streams;
+    params.kv.max_blocks_per_slot = blocks_each;
+    params.blocks = {blocks.As<QueryBlock>(), last.size()};
+    params.faults = {faults.As<uint8_t>(), last.size()};
+  }
+
   // Of one sequence that decodes: makes this step of a cycle the next one.
   void StandAt(int64_t step, const DeviceBuffer& memory) {
     const size_t count = params.blocks.size();
@@ -223,7 +242,7 @@ struct Set {
 };
 
 void Attend(Set& set, cudaStream_t stream) {
-  if (set.params.q.dim(0) == 1) {
+  if (set.params.q.dim(0) == std::ssize(set.params.blocks)) {  // of one query each
     Check(AttendDecode(
         set.params, set.maps, set.workspace.data(),
         {set.arrivals.As<uint32_t>(), static_cast<size_t>(set.params.selection.num_rows)}, stream));
@@ -292,6 +311,29 @@ void Report(const char* name, Call call, int64_t tokens, int64_t num_queries,
               static_cast<long long>(num_queries), static_cast<long long>(tokens),
               static_cast<long long>(attended_tokens), microseconds, bytes / microseconds / 1e6,
               products / microseconds / 1e6);
+  std::fflush(stdout);
+}
+
+// Decode of `streams` sequences of `tokens` tokens each.
+void BenchBatch(int64_t streams, int64_t tokens) {
+  constexpr const char* kName = "batch";
+  if (std::string_view(kName).find(wanted_rows) == std::string_view::npos) return;
+  std::vector<Set> sets;
+  const int64_t all_bytes = streams * tokens * kKvHeads * kHeadDim * 4;
+  const int64_t num_sets = std::clamp<int64_t>(kSetBytes / 4 / all_bytes, 1, kMaxSets);
+  for (int64_t i = 0; i < num_sets; ++i) {
+    sets.emplace_back(streams * tokens, streams, 1, SelectionHeader{},
+                      std::vector<SelectionEntry>{}, static_cast<uint64_t>(i + 1));
+    sets.back().Split(streams);
+  }
+  const double microseconds = MedianMicroseconds([&](cudaStream_t stream) {
+                                for (Set& set : sets) Attend(set, stream);
+                              }) /
+                              static_cast<double>(num_sets);
+  std::printf("| %s of %lld | 1 | %lld | %lld | %.1f | %.2f | 0 |\n", kName,
+              static_cast<long long>(streams), static_cast<long long>(tokens),
+              static_cast<long long>(tokens), microseconds,
+              static_cast<double>(all_bytes) / microseconds / 1e6);
   std::fflush(stdout);
 }
 
@@ -427,5 +469,8 @@ int main(int argc, char** argv) {
       "| attention | queries | tokens | attended | us | TB/s | TFLOP/s |\n"
       "|---|---|---|---|---|---|---|\n");
   for (const int64_t tokens : lengths) kvasir::kernels::Bench(tokens);
+  for (const int64_t tokens : {256, 1024, 8192}) {
+    for (const int64_t streams : {1, 8, 64}) kvasir::kernels::BenchBatch(streams, tokens);
+  }
   for (const int64_t tokens : {512, 8192}) kvasir::kernels::BenchAppend(tokens);
 }
