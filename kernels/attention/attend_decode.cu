@@ -58,14 +58,30 @@ __device__ void Count(const DecodeParams& p, const PageRun& run) {
   CountRow(p.headers[run.row], p.entries + run.row * p.capacity, run.block, counts);
 }
 
+// By whole warps: after `id`, which is no unit's, the block's next number that is, or one past the
+// last. Where rows are short most are none, so each lane looks at one.
+__device__ int64_t NextUnit(const DecodeParams& p, int64_t id) {
+  const int64_t stride = gridDim.x;
+  for (id += stride; id < NumUnits(p); id += kWarpThreads * stride) {
+    const int64_t own = id + threadIdx.x % kWarpThreads * stride;
+    const unsigned found = __ballot_sync(kAllLanes, own < NumUnits(p) && Exists(RunOfUnit(p, own)));
+    if (found != 0) return id + (__ffs(static_cast<int>(found)) - 1) * stride;
+  }
+  return id;
+}
+
 template <int kHeadDim, Placement kPlacement>
 __device__ void Produce(const DecodeParams& p, const KvTensorMaps& maps,
                         SharedMemory<kHeadDim, kPlacement>& shared) {
   TileProducer<kPlacement, typename SharedMemory<kHeadDim, kPlacement>::Ring> producer(p, maps,
                                                                                        shared.ring);
-  for (int64_t id = blockIdx.x; id < NumUnits(p); id += gridDim.x) {
+  for (int64_t id = blockIdx.x; id < NumUnits(p);) {
     const PageRun run = RunOfUnit(p, id);
-    if (!Exists(run)) continue;
+    if (!Exists(run)) {
+      id = NextUnit(p, id);
+      continue;
+    }
+    id += gridDim.x;
     producer.Produce(run);
     // Beside the consumers' last tiles.
     if (p.counts != nullptr && run.begin == 0 && threadIdx.x / kWarpThreads == kCountingWarp) {
@@ -231,9 +247,13 @@ template <int kHeadDim, Placement kPlacement>
 __device__ void Consume(const DecodeParams& p, SharedMemory<kHeadDim, kPlacement>& shared) {
   const ThreadPlace me = MyPlace();
   RingPosition<SharedMemory<kHeadDim, kPlacement>::Ring::kStages> at = {.stage = me.consumer};
-  for (int64_t id = blockIdx.x; id < NumUnits(p); id += gridDim.x) {
+  for (int64_t id = blockIdx.x; id < NumUnits(p);) {
     const PageRun run = RunOfUnit(p, id);
-    if (!Exists(run)) continue;
+    if (!Exists(run)) {
+      id = NextUnit(p, id);
+      continue;
+    }
+    id += gridDim.x;
     LoadQuery<kHeadDim, kPlacement>(p, run, me, shared.consumers[me.consumer].query);
     ThreadState<kHeadDim> state;
     const int place = AttendToTiles<kHeadDim, kPlacement>(p, shared, me, at, state);

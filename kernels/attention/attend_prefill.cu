@@ -18,159 +18,14 @@
 // a page where neighbourhoods begin is two stages, of which each query masks what is on its other
 // side.
 #include "kernels/attention/attend_launch.h"
-#include "kernels/attention/page_pipeline.cuh"
+#include "kernels/attention/prefill_pages.cuh"
 
 namespace kvasir::kernels {
 namespace {
 
-constexpr int kConsumers = 2;  // warpgroups, each with a query head of its own
+constexpr int kConsumers = kPrefillConsumers;
 constexpr int kQueries = static_cast<int>(kPageTokens);  // rows of the products
 constexpr int kElements = 32;                            // of a 64 x 64 tile that a thread holds
-
-template <Placement kPlacement>
-inline constexpr bool kRotates = kPlacement != Placement::kCached;
-
-// Warpgroups, and registers of a thread in each: as many in all as the launch gives.
-constexpr int kRotatorRegisters = 56;
-template <Placement kPlacement>
-struct Roles {
-  static constexpr int kProducer = kConsumers;
-  static constexpr int kRotators = kRotates<kPlacement> ? 2 : 0;  // the last ones
-  static constexpr int kThreads = (kConsumers + 1 + kRotators) * kGroupThreads;
-  static constexpr int kConsumerRegisters = kRotates<kPlacement> ? 152 : 232;
-  static constexpr int kProducerRegisters = kRotates<kPlacement> ? 56 : 40;
-};
-
-// About the page in a stage, in one word.
-enum PageState : int32_t {
-  kEnd = 0,  // there is none, nor any after it
-  kWhole,    // all queries of the block see all its tokens, at the first place
-  kMasked,
-};
-
-template <int kHeadDim, int kStageCount, Placement kPlacement>
-struct PrefillRing : PageRing<kHeadDim, kStageCount, KeyPositions<kPlacement>> {
-  PageState states[kStageCount];
-};
-
-template <int kHeadDim, Placement kPlacement>
-struct alignas(1024) SharedMemory {
-  using Shape = PageShape<kHeadDim>;
-  static constexpr int kPlaces = kPlacement == Placement::kGrouped ? 2 : 1;
-  static constexpr int kQueryBytes = kConsumers * kPlaces * Shape::kSideBytes;
-  static constexpr int kStages = (224 * 1024 - kQueryBytes) / Shape::kPageBytes;
-  using Ring = PrefillRing<kHeadDim, kStages, kPlacement>;
-  Ring ring;
-  // At grouped positions as they see near keys, and as they see far ones.
-  alignas(1024) std::byte queries[kConsumers][kPlaces][Shape::kSideBytes];
-  uint64_t rotated[kStages];  // barriers: the stage's keys are
-
-  // By one thread, before a __syncthreads.
-  __device__ void Init() {
-    constexpr int kGroupWarps = kGroupThreads / kWarpThreads;
-    if constexpr (kRotates<kPlacement>) {
-      for (uint64_t& barrier : rotated) {
-        hopper::BarrierInit(&barrier, Roles<kPlacement>::kRotators * kGroupWarps);
-      }
-    }
-    ring.Init(kConsumers * kGroupWarps);
-  }
-  // Consumers wait for it.
-  __device__ uint64_t* Ready(int stage) {
-    return kRotates<kPlacement> ? &rotated[stage] : &ring.full[stage];
-  }
-};
-
-// --- the producer ---
-
-// Of a page at grouped positions, what queries of the block see from where they see far keys, and
-// from their own positions. Where neighbourhoods begin that is both, of some tokens for some
-// queries the one and for others the other.
-using GroupedPage = ResolvedPage<Placement::kGrouped>;
-__device__ GroupedPage FarSide(const AttendLaunch& p, const PageRun& run, GroupedPage page) {
-  page.mask &= p.grouped.FarMask(page.page, run.items.last_position);
-  page.positions.near_begin = static_cast<int32_t>(kPageTokens);
-  return page;
-}
-__device__ GroupedPage NearSide(const AttendLaunch& p, const PageRun& run, GroupedPage page) {
-  page.mask &= ~p.grouped.FarMask(page.page, run.block.first_position);
-  page.positions.near_begin = 0;
-  page.positions.first_near = static_cast<int32_t>(page.page * kPageTokens);
-  return page;
-}
-
-// Sends for the angles of a page's keys, to the L2 cache: those of the tokens of its mask lie side
-// by side.
-__device__ void PrefetchAngles(const DeviceRopePositions& rope, int64_t half_dim,
-                               const ResolvedPage<Placement::kCompact>& page) {
-  const int64_t first = page.positions.of(__ffsll(static_cast<long long>(page.mask)) - 1);
-  const int64_t last = page.positions.of(63 - __clzll(static_cast<long long>(page.mask)));
-  const auto bytes = static_cast<uint32_t>((last + 1 - first) * half_dim * sizeof(float));
-  hopper::PrefetchRange(rope.cos + first * half_dim, bytes);
-  hopper::PrefetchRange(rope.sin + first * half_dim, bytes);
-}
-
-// By the producer warp: sends the run's pages through the ring, one stage for each item that has
-// tokens, at grouped positions one for each side of it that has, and one without tokens as the end.
-template <Placement kPlacement, typename Ring>
-__device__ void ProducePages(const AttendLaunch& p, const KvTensorMaps& maps, const PageRun& run,
-                             Ring& ring, RingPosition<Ring::kStages>& at) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
-  // Each lane resolves one item of the next 32 while the current ones are copied.
-  const auto resolve = [&](int64_t index) {
-    ResolvedPage<kPlacement> page = ResolveItem<kPlacement>(p, maps, run, index);
-    if constexpr (kPlacement == Placement::kGrouped) {
-      ClaimPage(
-          p, run, page,
-          CopiedTokens(FarSide(p, run, page).mask) + CopiedTokens(NearSide(p, run, page).mask));
-    } else {
-      ClaimPage(p, run, page, CopiedTokens(page.mask));
-    }
-    return page;
-  };
-  const auto send = [&](const ResolvedPage<kPlacement>& page) {
-    if (lane == 0) {
-      const int64_t last_token = page.page * kPageTokens + kPageTokens - 1;
-      const bool is_whole = kPlacement != Placement::kGrouped && page.mask == ~uint64_t{0} &&
-                            last_token <= run.block.first_position;
-      hopper::BarrierWait(&ring.empty[at.stage], at.parity ^ 1);
-      ring.states[at.stage] = page.mask == 0 ? kEnd : is_whole ? kWhole : kMasked;
-      ring.masks[at.stage] = page.mask;
-      ring.first_positions[at.stage] = page.page * kPageTokens;
-      if constexpr (kPlacement != Placement::kCached) ring.key_positions[at.stage] = page.positions;
-      if (page.mask == 0) {
-        hopper::BarrierArrive(&ring.full[at.stage]);
-      } else {
-        CopyPage(ring, at.stage, maps, page);
-        // At grouped positions there are few of them: they stay in the cache.
-        if constexpr (kPlacement == Placement::kCompact) {
-          PrefetchAngles(p.rope, Ring::Shape::kDim / 2, page);
-        }
-      }
-    }
-    at.Next();
-  };
-  ResolvedPage<kPlacement> next = resolve(run.begin + lane);
-  for (int64_t begin = run.begin; begin < run.end; begin += kWarpThreads) {
-    const ResolvedPage<kPlacement> current = next;
-    next = resolve(begin + kWarpThreads + lane);
-    const int count = static_cast<int>(min(int64_t{kWarpThreads}, run.end - begin));
-    for (int i = 0; i < count; ++i) {
-      const ResolvedPage<kPlacement> page = ShareResolved<kPlacement>(current, i);
-      if constexpr (kPlacement == Placement::kGrouped) {
-        const GroupedPage far = FarSide(p, run, page);
-        const GroupedPage near = NearSide(p, run, page);
-        if (far.mask != 0) send(far);
-        if (near.mask != 0) send(near);
-      } else if (page.mask != 0) {
-        send(page);
-      }
-    }
-  }
-  send({});
-}
-
-// --- the warpgroups that compute ---
 
 // Of a thread's elements of a tile: row and column relative to its place.
 __device__ constexpr int RowOf(int element) { return element / 2 % 2; }  // times 8
@@ -205,7 +60,7 @@ __device__ void LoadQueries(const AttendLaunch& p, const PageRun& run, int64_t h
 }
 template <int kHeadDim, Placement kPlacement>
 __device__ void LoadQueries(const AttendLaunch& p, const PageRun& run, int64_t head, bool exists,
-                            const ThreadPlace& me, SharedMemory<kHeadDim, kPlacement>& shared) {
+                            const ThreadPlace& me, PrefillMemory<kHeadDim, kPlacement>& shared) {
   const auto load = [&](const auto& position_of, int place) {
     LoadQueries<kHeadDim, kPlacement>(p, run, head, exists, me, position_of,
                                       shared.queries[me.consumer][place]);
@@ -289,13 +144,6 @@ __device__ uint32_t Pack(float low, float high) {
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
-// As hopper::Exp2, but computed where it stands: before what is waited for next.
-__device__ float Exp2Here(float x) {
-  float y = 0;
-  asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 // Logits become weights. Returns by what the rows' sums and values fade, as their maximum has
 // grown.
 template <int kHeadDim>
@@ -320,7 +168,7 @@ __device__ float2 SoftenRows(float scale, float (&s)[kElements], ThreadState<kHe
   float sums[2][2] = {};  // two a row, to be added at the same time
 #pragma unroll
   for (int e = 0; e < kElements; ++e) {
-    s[e] = Exp2Here(s[e] * scale - offset[RowOf(e)]);
+    s[e] = hopper::Exp2(s[e] * scale - offset[RowOf(e)]);
     sums[RowOf(e)][e % 2] += s[e];
   }
   for (int i = 0; i < 2; ++i) state.sum[i] += sums[i][0] + sums[i][1];
@@ -329,12 +177,8 @@ __device__ float2 SoftenRows(float scale, float (&s)[kElements], ThreadState<kHe
 
 // Maxima seldom grow: once in a while after the first pages.
 template <int kHeadDim>
-__device__ bool Fades(float2 fade, const ThreadState<kHeadDim>& state) {
-  const bool is_number = state.sum[0] >= 0 && state.sum[1] >= 0;
-  return __any_sync(kAllLanes, fade.x != 1 || fade.y != 1 || !is_number) != 0;
-}
-template <int kHeadDim>
 __device__ void Fade(float2 fade, float (&out)[kHeadDim / 2]) {
+  if (__any_sync(kAllLanes, fade.x != 1 || fade.y != 1) == 0) return;
 #pragma unroll
   for (int e = 0; e < kHeadDim / 2; ++e) out[e] *= RowOf(e) == 0 ? fade.x : fade.y;
 }
@@ -360,7 +204,7 @@ __device__ void BeginValues(uint64_t values, const uint32_t (&weights)[kQueries 
 template <int kHeadDim, Placement kPlacement>
 class Consumer {
  public:
-  using Shared = SharedMemory<kHeadDim, kPlacement>;
+  using Shared = PrefillMemory<kHeadDim, kPlacement>;
 
   __device__ Consumer(const AttendLaunch& p, Shared& shared, const PageRun& run,
                       const ThreadPlace& me)
@@ -395,15 +239,9 @@ class Consumer {
       stage = at_.stage;
       at_.Next();
       page = Await();
-      // The branch keeps the compiler from waiting for the values before it has softened: its
-      // condition is of what softening ends with.
-      if (Fades(fade, state)) {
-        hopper::WgmmaWait<0>();  // the values
-        Fade<kHeadDim>(fade, state.out);
-      } else {
-        hopper::WgmmaWait<0>();
-      }
+      hopper::WgmmaWait<0>();  // the values
       ReleaseStage(shared_.ring, read_stage);
+      Fade<kHeadDim>(fade, state.out);
       PackWeights(logits, weights);
     }
     BeginValues<kHeadDim>(InStage(first_values_, stage), weights, state.out);
@@ -498,27 +336,8 @@ __device__ void Store(const AttendLaunch& p, const QueryBlock& block, int64_t he
     }
   }
 }
-
-// --- the others ---
-
-// By the rotating warpgroups: the keys of all pages, to the end.
 template <int kHeadDim, Placement kPlacement>
-__device__ void RotatePages(const AttendLaunch& p, SharedMemory<kHeadDim, kPlacement>& shared) {
-  using Role = Roles<kPlacement>;
-  constexpr int kThreads = Role::kRotators * kGroupThreads;
-  const int thread = static_cast<int>(threadIdx.x) - (Role::kThreads - kThreads);
-  RingPosition<SharedMemory<kHeadDim, kPlacement>::kStages> at;
-  for (bool is_end = false; !is_end; at.Next()) {
-    hopper::BarrierWait(&shared.ring.full[at.stage], at.parity);
-    is_end = shared.ring.masks[at.stage] == 0;
-    if (!is_end) RotateKeys(shared.ring, at.stage, p.rope, thread, kThreads);
-    __syncwarp();
-    if (thread % kWarpThreads == 0) hopper::BarrierArrive(&shared.rotated[at.stage]);
-  }
-}
-
-template <int kHeadDim, Placement kPlacement>
-__device__ void ComputeRow(const AttendLaunch& p, SharedMemory<kHeadDim, kPlacement>& shared,
+__device__ void ComputeRow(const AttendLaunch& p, PrefillMemory<kHeadDim, kPlacement>& shared,
                            const PageRun& run) {
   const ThreadPlace me = MyPlace();
   const int64_t head_in_group = int64_t{blockIdx.y} * kConsumers + me.consumer;
@@ -531,12 +350,12 @@ __device__ void ComputeRow(const AttendLaunch& p, SharedMemory<kHeadDim, kPlacem
 }
 
 template <int kHeadDim, Placement kPlacement>
-__global__ void __launch_bounds__(Roles<kPlacement>::kThreads, 1)
+__global__ void __launch_bounds__(PrefillRoles<kPlacement>::kThreads, 1)
     AttendPrefillKernel(const __grid_constant__ AttendLaunch p,
                         const __grid_constant__ KvTensorMaps maps) {
   extern __shared__ std::byte raw[];
-  using Shared = SharedMemory<kHeadDim, kPlacement>;
-  using Role = Roles<kPlacement>;
+  using Shared = PrefillMemory<kHeadDim, kPlacement>;
+  using Role = PrefillRoles<kPlacement>;
   auto& shared =
       *reinterpret_cast<Shared*>((reinterpret_cast<uintptr_t>(raw) + 1023) / 1024 * 1024);
   if (threadIdx.x == 0) shared.Init();
@@ -563,7 +382,7 @@ __global__ void __launch_bounds__(Roles<kPlacement>::kThreads, 1)
 
 template <int kHeadDim, Placement kPlacement>
 cudaError_t Launch(const AttendLaunch& p, const KvTensorMaps& maps, cudaStream_t stream) {
-  constexpr int kSharedBytes = static_cast<int>(sizeof(SharedMemory<kHeadDim, kPlacement>)) + 1024;
+  constexpr int kSharedBytes = static_cast<int>(sizeof(PrefillMemory<kHeadDim, kPlacement>)) + 1024;
   static_assert(kSharedBytes <= 227 * 1024);
   if (const cudaError_t error =
           cudaFuncSetAttribute(AttendPrefillKernel<kHeadDim, kPlacement>,
@@ -574,7 +393,7 @@ cudaError_t Launch(const AttendLaunch& p, const KvTensorMaps& maps, cudaStream_t
   const dim3 grid(static_cast<unsigned>(p.num_rows),
                   static_cast<unsigned>((p.group + kConsumers - 1) / kConsumers));
   AttendPrefillKernel<kHeadDim, kPlacement>
-      <<<grid, Roles<kPlacement>::kThreads, kSharedBytes, stream>>>(p, maps);
+      <<<grid, PrefillRoles<kPlacement>::kThreads, kSharedBytes, stream>>>(p, maps);
   return cudaGetLastError();
 }
 

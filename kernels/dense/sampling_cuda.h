@@ -3,9 +3,10 @@
 // so nothing is copied; a step fills the block, launches, waits, and reads. Called by the backend.
 // Thread-safe. Only in builds with CUDA.
 //
-// Cost: a block of threads a row. Greedy rows read their logits once. Each of these reads them once
-// more, or as many times as is said: a copy where options change logits, logprobs, top logprobs
-// (4), top-k (2), top-p (3), the draw (1, and 1 without top-p).
+// Cost: a cluster of up to sixteen blocks of threads a row, fewer where rows are many. Greedy rows
+// read their logits once. Each of these reads them once more, mostly from the block's own cache, or
+// as many times as is said: a copy where options change logits, logprobs, top logprobs (3), top-k
+// (2), top-p (2), the draw.
 #pragma once
 
 #include <cstddef>

@@ -138,9 +138,15 @@ struct Prefix {
 // Logits of consecutive tokens, asked by all threads of the block together.
 class BlockLogits {
  public:
-  // Of the tokens [first, first + count).
-  __device__ BlockLogits(const float* logits, int32_t first, int32_t count, RowMemory& memory)
-      : memory_(memory), logits_(logits), first_(first), count_(count) {}
+  // Of the tokens [first, first + count). `are_many`: a thread takes four at once, where memory is
+  // aligned so; else few threads would have all the work.
+  __device__ BlockLogits(const float* logits, int32_t first, int32_t count, RowMemory& memory,
+                         bool are_many)
+      : memory_(memory),
+        logits_(logits),
+        first_(first),
+        count_(count),
+        by_fours_(are_many && reinterpret_cast<uintptr_t>(logits) % sizeof(float4) == 0) {}
 
   // Calls see(id, logit) for all tokens, each by one thread, which has 4 kReads on their way.
   template <int kReads = 1, typename See>
@@ -323,7 +329,7 @@ class BlockLogits {
   __device__ void Visit(int32_t begin, int32_t end, uint32_t number, int32_t count,
                         const See& see) const {
     int32_t i = begin + static_cast<int32_t>(number);
-    if (reinterpret_cast<uintptr_t>(logits_) % sizeof(float4) == 0 && begin < end) {
+    if (by_fours_ && begin < end) {
       const int32_t runs = (end - begin) / 4;
       const auto* const run = reinterpret_cast<const float4*>(logits_ + begin);
 #pragma unroll kReads
@@ -343,6 +349,7 @@ class BlockLogits {
 
   const float* const logits_;
   const int32_t first_, count_;
+  const bool by_fours_;
 };
 
 // This block's slice of a row's logits; its questions are of the whole row.
@@ -395,7 +402,7 @@ class Row : public BlockLogits {
       return KeyOf(logit) == found.key;
     };
     if (count <= kListed) {
-      const BlockLogits listed(memory_.listed, 0, static_cast<int32_t>(count), memory_);
+      const BlockLogits listed(memory_.listed, 0, static_cast<int32_t>(count), memory_, false);
       found.key = listed.FindKey(measure, found.needed, &found.above);
       found.equals = listed.Sum(has_key);
     } else {
@@ -436,7 +443,8 @@ class Row : public BlockLogits {
     return {.first = first, .count = min(size, vocab - first)};
   }
   __device__ Row(const float* logits, RowMemory& memory, RowBlocks& blocks, const Tokens& slice)
-      : BlockLogits(logits + slice.first, slice.first, slice.count, memory), blocks_(blocks) {}
+      : BlockLogits(logits + slice.first, slice.first, slice.count, memory, true),
+        blocks_(blocks) {}
 
   // As ChooseBucket, of the sums of all blocks' buckets; `needed` is needed_of(what all measure).
   // False: they do not reach it.

@@ -1,0 +1,174 @@
+// How pages reach prefill attention (attend_prefill.cu): what its warpgroups share, the one that
+// sends pages through the ring, and those that rotate keys.
+//
+//   producer                             rotators                     consumers
+//   wait empty[stage]                    wait full[stage]             wait full[stage], where keys
+//   copy K, V -> pages[stage],           rotate keys                  are rotated rotated[stage]
+//     full[stage]                        arrive at rotated[stage]     arrive at empty[stage]
+#pragma once
+
+#include "kernels/attention/page_pipeline.cuh"
+
+namespace kvasir::kernels {
+
+inline constexpr int kPrefillConsumers = 2;  // warpgroups, each with a query head of its own
+
+template <Placement kPlacement>
+inline constexpr bool kRotates = kPlacement != Placement::kCached;
+
+// Warpgroups, and registers of a thread in each: as many in all as the launch gives.
+inline constexpr int kRotatorRegisters = 56;
+template <Placement kPlacement>
+struct PrefillRoles {
+  static constexpr int kProducer = kPrefillConsumers;
+  static constexpr int kRotators = kRotates<kPlacement> ? 2 : 0;  // the last ones
+  static constexpr int kThreads = (kPrefillConsumers + 1 + kRotators) * kGroupThreads;
+  static constexpr int kConsumerRegisters = kRotates<kPlacement> ? 152 : 232;
+  static constexpr int kProducerRegisters = kRotates<kPlacement> ? 56 : 40;
+};
+
+// About the page in a stage, in one word.
+enum PageState : int32_t {
+  kEnd = 0,  // there is none, nor any after it
+  kWhole,    // all queries of the block see all its tokens, at the first place
+  kMasked,
+};
+
+template <int kHeadDim, int kStageCount, Placement kPlacement>
+struct PrefillRing : PageRing<kHeadDim, kStageCount, KeyPositions<kPlacement>> {
+  PageState states[kStageCount];
+};
+
+template <int kHeadDim, Placement kPlacement>
+struct alignas(1024) PrefillMemory {
+  using Shape = PageShape<kHeadDim>;
+  static constexpr int kPlaces = kPlacement == Placement::kGrouped ? 2 : 1;
+  static constexpr int kQueryBytes = kPrefillConsumers * kPlaces * Shape::kSideBytes;
+  static constexpr int kStages = (224 * 1024 - kQueryBytes) / Shape::kPageBytes;
+  using Ring = PrefillRing<kHeadDim, kStages, kPlacement>;
+  Ring ring;
+  // At grouped positions as they see near keys, and as they see far ones.
+  alignas(1024) std::byte queries[kPrefillConsumers][kPlaces][Shape::kSideBytes];
+  uint64_t rotated[kStages];  // barriers: the stage's keys are
+
+  // By one thread, before a __syncthreads.
+  __device__ void Init() {
+    constexpr int kGroupWarps = kGroupThreads / kWarpThreads;
+    if constexpr (kRotates<kPlacement>) {
+      for (uint64_t& barrier : rotated) {
+        hopper::BarrierInit(&barrier, PrefillRoles<kPlacement>::kRotators * kGroupWarps);
+      }
+    }
+    ring.Init(kPrefillConsumers * kGroupWarps);
+  }
+  // Consumers wait for it.
+  __device__ uint64_t* Ready(int stage) {
+    return kRotates<kPlacement> ? &rotated[stage] : &ring.full[stage];
+  }
+};
+
+// Of a page at grouped positions, what queries of the block see from where they see far keys, and
+// from their own positions. Where neighbourhoods begin that is both, of some tokens for some
+// queries the one and for others the other.
+using GroupedPage = ResolvedPage<Placement::kGrouped>;
+__device__ inline GroupedPage FarSide(const AttendLaunch& p, const PageRun& run, GroupedPage page) {
+  page.mask &= p.grouped.FarMask(page.page, run.items.last_position);
+  page.positions.near_begin = static_cast<int32_t>(kPageTokens);
+  return page;
+}
+__device__ inline GroupedPage NearSide(const AttendLaunch& p, const PageRun& run,
+                                       GroupedPage page) {
+  page.mask &= ~p.grouped.FarMask(page.page, run.block.first_position);
+  page.positions.near_begin = 0;
+  page.positions.first_near = static_cast<int32_t>(page.page * kPageTokens);
+  return page;
+}
+
+// Sends for the angles of a page's keys, to the L2 cache: those of the tokens of its mask lie side
+// by side.
+__device__ inline void PrefetchAngles(const DeviceRopePositions& rope, int64_t half_dim,
+                                      const ResolvedPage<Placement::kCompact>& page) {
+  const int64_t first = page.positions.of(__ffsll(static_cast<long long>(page.mask)) - 1);
+  const int64_t last = page.positions.of(63 - __clzll(static_cast<long long>(page.mask)));
+  const auto bytes = static_cast<uint32_t>((last + 1 - first) * half_dim * sizeof(float));
+  hopper::PrefetchRange(rope.cos + first * half_dim, bytes);
+  hopper::PrefetchRange(rope.sin + first * half_dim, bytes);
+}
+
+// By the producer warp: sends the run's pages through the ring, one stage for each item that has
+// tokens, at grouped positions one for each side of it that has, and one without tokens as the end.
+template <Placement kPlacement, typename Ring>
+__device__ void ProducePages(const AttendLaunch& p, const KvTensorMaps& maps, const PageRun& run,
+                             Ring& ring, RingPosition<Ring::kStages>& at) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
+  // Each lane resolves one item of the next 32 while the current ones are copied.
+  const auto resolve = [&](int64_t index) {
+    ResolvedPage<kPlacement> page = ResolveItem<kPlacement>(p, maps, run, index);
+    if constexpr (kPlacement == Placement::kGrouped) {
+      ClaimPage(
+          p, run, page,
+          CopiedTokens(FarSide(p, run, page).mask) + CopiedTokens(NearSide(p, run, page).mask));
+    } else {
+      ClaimPage(p, run, page, CopiedTokens(page.mask));
+    }
+    return page;
+  };
+  const auto send = [&](const ResolvedPage<kPlacement>& page) {
+    if (lane == 0) {
+      const int64_t last_token = page.page * kPageTokens + kPageTokens - 1;
+      const bool is_whole = kPlacement != Placement::kGrouped && page.mask == ~uint64_t{0} &&
+                            last_token <= run.block.first_position;
+      hopper::BarrierWait(&ring.empty[at.stage], at.parity ^ 1);
+      ring.states[at.stage] = page.mask == 0 ? kEnd : is_whole ? kWhole : kMasked;
+      ring.masks[at.stage] = page.mask;
+      ring.first_positions[at.stage] = page.page * kPageTokens;
+      if constexpr (kPlacement != Placement::kCached) ring.key_positions[at.stage] = page.positions;
+      if (page.mask == 0) {
+        hopper::BarrierArrive(&ring.full[at.stage]);
+      } else {
+        CopyPage(ring, at.stage, maps, page);
+        // At grouped positions there are few of them: they stay in the cache.
+        if constexpr (kPlacement == Placement::kCompact) {
+          PrefetchAngles(p.rope, Ring::Shape::kDim / 2, page);
+        }
+      }
+    }
+    at.Next();
+  };
+  ResolvedPage<kPlacement> next = resolve(run.begin + lane);
+  for (int64_t begin = run.begin; begin < run.end; begin += kWarpThreads) {
+    const ResolvedPage<kPlacement> current = next;
+    next = resolve(begin + kWarpThreads + lane);
+    const int count = static_cast<int>(min(int64_t{kWarpThreads}, run.end - begin));
+    for (int i = 0; i < count; ++i) {
+      const ResolvedPage<kPlacement> page = ShareResolved<kPlacement>(current, i);
+      if constexpr (kPlacement == Placement::kGrouped) {
+        const GroupedPage far = FarSide(p, run, page);
+        const GroupedPage near = NearSide(p, run, page);
+        if (far.mask != 0) send(far);
+        if (near.mask != 0) send(near);
+      } else if (page.mask != 0) {
+        send(page);
+      }
+    }
+  }
+  send({});
+}
+
+// By the rotating warpgroups: the keys of all pages, to the end.
+template <int kHeadDim, Placement kPlacement>
+__device__ void RotatePages(const AttendLaunch& p, PrefillMemory<kHeadDim, kPlacement>& shared) {
+  using Role = PrefillRoles<kPlacement>;
+  constexpr int kThreads = Role::kRotators * kGroupThreads;
+  const int thread = static_cast<int>(threadIdx.x) - (Role::kThreads - kThreads);
+  RingPosition<PrefillMemory<kHeadDim, kPlacement>::kStages> at;
+  for (bool is_end = false; !is_end; at.Next()) {
+    hopper::BarrierWait(&shared.ring.full[at.stage], at.parity);
+    is_end = shared.ring.masks[at.stage] == 0;
+    if (!is_end) RotateKeys(shared.ring, at.stage, p.rope, thread, kThreads);
+    __syncwarp();
+    if (thread % kWarpThreads == 0) hopper::BarrierArrive(&shared.rotated[at.stage]);
+  }
+}
+
+}  // namespace kvasir::kernels
