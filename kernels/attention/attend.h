@@ -23,11 +23,11 @@
 // AttendParams::faults), and its out rows are unspecified.
 // Cost: reads 2 * head_dim * sizeof(dtype) bytes per attended token and KV head, once for all G
 // query heads of the group. Any head_dim and group; head dims that are multiples of 64 are fast on
-// machines with AVX2, AVX-512 or NEON. Scratch: per thread 12 * head_dim bytes per query row of the largest block
-// and 772 * head_dim for tiles, 32 bytes per page of the longest row; 4 * head_dim per segment and
-// query head of long decode rows. With rope, each page's keys are rotated once for all queries of a
-// block and heads of a group; with grouped positions, twice where a page is near for some of them
-// and far for others, and its near keys are then multiplied query by query.
+// machines with AVX2, AVX-512 or NEON. Scratch: per thread 12 * head_dim bytes per query row of the
+// largest block and 772 * head_dim for tiles, 32 bytes per page of the longest row; 4 * head_dim
+// per segment and query head of long decode rows. With rope, each page's keys are rotated once for
+// all queries of a block and heads of a group; with grouped positions, twice where a page is near
+// for some of them and far for others, and its near keys are then multiplied query by query.
 // Source: online softmax (arXiv 1805.02867), R1 to R5 of docs/sparse_methods.md.
 #pragma once
 
