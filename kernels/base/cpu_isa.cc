@@ -30,7 +30,7 @@ absl::StatusOr<CpuIsa> ParseCpuIsa(absl::string_view name) {
       absl::StrCat("cpu-isa is '", name, "'; this machine takes ", absl::StrJoin(names, ", ")));
 }
 
-// What the environment asks for. A wrong value ends the process: nothing of it has begun.
+// The choice of KVASIR_CPU_ISA. A wrong value ends the process: nothing of it has begun.
 CpuIsa FromEnvironment() {
   const char* name = std::getenv("KVASIR_CPU_ISA");
   const absl::StatusOr<CpuIsa> isa = ParseCpuIsa(name == nullptr ? "auto" : name);

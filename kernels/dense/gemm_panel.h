@@ -99,7 +99,7 @@ inline int64_t ElementBytes(PanelFormat format) {
 
 inline int64_t GroupColumns(PanelFormat format) { return format == PanelFormat::kInt8 ? 64 : 32; }
 
-// Of k weights; k is even for pairs.
+// Bytes of k weights; k is even for pairs.
 inline int64_t NumUnits(PanelFormat format, int64_t k) {
   return format == PanelFormat::kBFloat16Pairs ? k / 2 : k;
 }
@@ -133,7 +133,7 @@ inline PanelPlace FindPanel(const PanelWeights& w, int64_t lanes, int64_t panel,
   return {group + in_group * ElementBytes(w.format), nullptr, columns};
 }
 
-// Of a decoded panel, and of the sums of an item.
+// Floats for a decoded panel and for the sums of an item.
 inline int64_t ManyRowsScratchFloats(int64_t lanes, int64_t rows, int64_t panels) {
   return 2 * lanes * (kMaxKBlock + rows * panels);
 }

@@ -19,12 +19,12 @@ namespace {
 // cache of a machine has room for.
 constexpr int64_t kMaxXBytes = int64_t{8} << 20;
 constexpr int64_t kMaxRows = 512;
-// Of an item of many rows: x and sums of one block of k lie in a core's own cache.
+// Rows of an item of many rows: x and sums of one block of k lie in a core's own cache.
 constexpr int64_t kMaxItemRows = 192;
 constexpr int64_t kMaxItemColumns = 256;
 // Items of a thread: more of them end together more closely.
 constexpr int64_t kItemsPerThread = 8;
-// Of weights that few rows read: less than that is over before a next item is taken.
+// Least weights of an item of few rows: fewer are read before a next item is taken.
 constexpr int64_t kMinItemBytes = int64_t{32} << 10;
 
 PanelFormat FormatOf(const PackedLinear::Options& options, int64_t k, CpuIsa isa) {

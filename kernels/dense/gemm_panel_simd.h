@@ -16,7 +16,7 @@ namespace kvasir::kernels {
 namespace {
 
 constexpr int64_t kPanelWidth = 2 * kSimdWidth;
-// Of GroupColumns.
+// Panels in a group of columns (GroupColumns).
 template <typename T>
 constexpr int kGroupPanels = static_cast<int>((sizeof(T) == 1 ? 64 : 32) / kPanelWidth);
 constexpr int kTileRows = kSumVectors / 2;
@@ -35,7 +35,7 @@ inline void LoadPanel(const int8_t* p, Vec& first, Vec& second) {
 // T is the type of the weights.
 inline Vec MulAdd(const void*, Vec x, Vec w, Vec sum) { return Fma(x, w, sum); }
 
-// What a panel's weights are once it is decoded.
+// The type of a panel's weights once it is decoded.
 template <typename T>
 struct DecodedOf {
   using Type = float;

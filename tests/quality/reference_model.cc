@@ -19,7 +19,7 @@ namespace {
 constexpr int64_t kChunk = 512;         // tokens of the document in one step
 constexpr int64_t kAnswerTokens = 128;  // of a question with its answer, at most
 
-// Of `token`: minus the logarithm of its softmax.
+// Surprise of `token`: minus the logarithm of its softmax.
 double NatsOf(std::span<const float> logits, int32_t token) {
   const float largest = *std::max_element(logits.begin(), logits.end());
   double sum = 0;

@@ -296,7 +296,7 @@ const Kind kKinds[] = {
     {"int8 of f32", {.input = kF32, .output = kF32, .weights = WeightForm::kInt8}},
 };
 
-// What int8 makes of w [n, k]: whole multiples of a scale for each 32 of k.
+// w [n, k] rounded as int8 rounds it: whole multiples of a scale for each 32 of k.
 void RoundToInt8(TestTensor& w) {
   const int64_t n = w.shape()[0], k = w.shape()[1];
   for (int64_t row = 0; row < n; ++row) {
@@ -528,7 +528,7 @@ TEST_F(CpuIsaTest, ChoosesTheEngine) {
   }
 }
 
-// What machines with AMX use, as far as this one has it.
+// The engine of machines with AMX, as far as this one has it.
 TEST(OneDnnGemm, AgreesWithTheReference) {
   ThreadExecutor executor(2);
   for (const Case& c : kCases) {
