@@ -27,11 +27,11 @@ constexpr int kConsumers = kPrefillConsumers;
 constexpr int kQueries = static_cast<int>(kPageTokens);  // rows of the products
 constexpr int kElements = 32;                            // of a 64 x 64 tile that a thread holds
 
-// Of a thread's elements of a tile: row and column relative to its place.
+// Row and column of a thread's element of a tile, relative to the thread's place.
 __device__ constexpr int RowOf(int element) { return element / 2 % 2; }  // times 8
 __device__ constexpr int ColumnOf(int element) { return element / 4 * 8 + element % 2; }
 
-// Of the two rows that a thread has a part of.
+// State of the two rows that a thread has a part of.
 template <int kHeadDim>
 struct ThreadState {
   float max[2] = {kMinusInfinity, kMinusInfinity};  // of the scaled logits, times log2(e)
@@ -282,7 +282,7 @@ class Consumer {
   __device__ void MaskPage(float (&s)[kElements]) {
     const int stage = at_.stage;
     const uint64_t mask = shared_.ring.masks[stage];
-    // Of the page's tokens, that the first row sees.
+    // The last of the page's tokens that the first row sees.
     int64_t last = first_position_ - shared_.ring.first_positions[stage];
     const int place = Place();
     if (place == 1) last -= p_.grouped.window;

@@ -67,7 +67,7 @@ struct alignas(1024) PrefillMemory {
   }
 };
 
-// Of a page at grouped positions, what queries of the block see from where they see far keys, and
+// For a page at grouped positions: what queries of the block see from where they see far keys, and
 // from their own positions. Where neighbourhoods begin that is both, of some tokens for some
 // queries the one and for others the other.
 using GroupedPage = ResolvedPage<Placement::kGrouped>;

@@ -192,7 +192,7 @@ __device__ inline uint64_t TileDescriptor(const void* tile) {
   constexpr uint64_t kUnusedStride = uint64_t{1} << 16;
   return kSwizzle128 | kGroupStride | kUnusedStride | ((SharedAddress(tile) & 0x3ffff) >> 4);
 }
-// Of an operand that is contiguous along its rows, two tiles side by side, kTileBytes apart.
+// For an operand that is contiguous along its rows, two tiles side by side, kTileBytes apart.
 template <int kTileBytes>
 __device__ inline uint64_t PairDescriptor(const void* tile) {
   constexpr uint64_t kUnusedStride = uint64_t{1} << 16;

@@ -22,7 +22,7 @@ int64_t Size(DType dtype) { return static_cast<int64_t>(DTypeSize(dtype)); }
 absl::StatusOr<std::unique_ptr<GemmEngine>> CreateEngine(const WeightSource& source,
                                                          const PackedLinear::Options& options,
                                                          HostArena& memory) {
-  if (OneDnnHasMatrixUnits()) {
+  if (options.input == DType::kBFloat16 && OneDnnHasMatrixUnits()) {
     auto engine = CreateOneDnnGemm(source, options, memory);
     if (!absl::IsUnimplemented(engine.status())) return engine;
   }

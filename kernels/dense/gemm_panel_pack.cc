@@ -105,7 +105,7 @@ class PanelPacker {
 float Int8Scale(float max) {
   const float exact = max / kMaxInt8;
   BFloat16 scale(exact);
-  // Of a denormal maximum the quotient may round to zero.
+  // The quotient of a denormal maximum may round to zero.
   if (static_cast<float>(scale) * kMaxInt8 < max) ++scale.bits;
   return static_cast<float>(scale);
 }

@@ -1,6 +1,5 @@
-// The panel kernels over vectors, written once for all widths: gemm_panel_avx2.cc and
-// gemm_panel_avx512.cc include their simd_*.h, say how many registers hold sums, and then include
-// this:
+// The panel kernels over vectors, written once for all widths: each gemm_panel_<instruction set>.cc
+// includes its simd_*.h, says how many registers hold sums, and then includes this:
 //
 //   kSumVectors   accumulators, so that weights and a broadcast x fit beside them
 //
@@ -56,7 +55,7 @@ struct Tile {
   int64_t k;
   float* sums;
   int64_t sum_stride;
-  // Of int8: the scales of the first kScaleGroup of k, those of the next so many elements on, and
+  // For int8: the scales of the first kScaleGroup of k, those of the next so many elements on, and
   // the elements that lie between the weights of the two besides.
   const uint16_t* scales = nullptr;
   int64_t scale_stride = 0;

@@ -22,7 +22,7 @@ __device__ uint64_t BlockMax(uint64_t value, RowMemory& memory) {
   return GreatestOfLanes(memory.sums[threadIdx.x % kWarpThreads]);
 }
 
-// What all threads of a row's blocks have at hand.
+// References that all threads of a row's blocks use.
 struct Context {
   const SamplingRecord& record;
   RowMemory& memory;
@@ -35,7 +35,7 @@ struct Largest {
   bool all_finite = true;
 };
 
-// Of the block's slice: the place of the largest in the low half, its key in the high one.
+// Largest of the block's slice: its place in the low half, its key in the high one.
 // kNotFinite: there is such a logit; where some are banned that is not looked for.
 constexpr uint64_t kNotFinite = ~uint64_t{0};  // above what any logit gives
 template <bool kMayBeBanned>
@@ -202,7 +202,7 @@ __global__ void __launch_bounds__(kSamplingThreads) SamplingKernel(const Samplin
   FindToken({.record = record, .memory = memory, .blocks = blocks}, p, row_number, given, largest);
 }
 
-// Of a row. The device may have no place for a cluster of as many as it allows.
+// Most blocks of a row. The device may have no place for a cluster of as many as it allows.
 unsigned MostRowBlocks() {
   if (cudaFuncSetAttribute(SamplingKernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) !=
       cudaSuccess) {

@@ -51,7 +51,7 @@ __device__ inline uint64_t GreatestOfLanes(uint64_t value) {
 // So many logits of one bucket are looked at by themselves.
 inline constexpr uint32_t kListed = 2048;
 
-// Of one block of the cluster.
+// Shared memory of one block of the cluster.
 struct RowMemory {
   uint64_t sums[kSamplingWarps];
   // Sums of 64 bits: shared memory adds 32 at once.
@@ -59,7 +59,7 @@ struct RowMemory {
   alignas(16) float own_listed[kListed];  // of the block's slice
   alignas(16) float listed[kListed];      // of all
   uint64_t told[2][kMaxRowBlocks];        // by the blocks of the cluster, in turns
-  // What one thread tells the others.
+  // Written by one thread for the others.
   uint64_t above;
   uint32_t key;
   int32_t place;
@@ -90,7 +90,7 @@ class RowBlocks {
     const bool is_before = threadIdx.x % kWarpThreads < rank();
     return {.all = SumOfLanes(told), .before = SumOfLanes(is_before ? told : 0)};
   }
-  // Of what the last call of Sum was told, the sum over the blocks before number `block`.
+  // The sum over the blocks before number `block`, for the values of the last call of Sum.
   __device__ uint64_t SumBefore(unsigned block) const {
     const unsigned lane = threadIdx.x % kWarpThreads;
     return SumOfLanes(lane < block ? memory_.told[turn_ ^ 1][lane] : 0);
@@ -138,7 +138,7 @@ struct Prefix {
 // Logits of consecutive tokens, asked by all threads of the block together.
 class BlockLogits {
  public:
-  // Of the tokens [first, first + count). `are_many`: a thread takes four at once, where memory is
+  // For the tokens [first, first + count). `are_many`: a thread takes four at once, where memory is
   // aligned so; else few threads would have all the work.
   __device__ BlockLogits(const float* logits, int32_t first, int32_t count, RowMemory& memory,
                          bool are_many)
@@ -284,8 +284,8 @@ class BlockLogits {
     return uint64_t{memory.bucket_high[bucket]} << 32 | memory.bucket_low[bucket];
   }
 
-  // Of the buckets, from the last to the first, the one where `above` and their sum reach `needed`,
-  // as all do: to the memory's key, and what lies above it to `above`.
+  // Among the buckets, from the last to the first, the one where `above` and their sum reach
+  // `needed`, as all do: to the memory's key, and what lies above it to `above`.
   __device__ void ChooseBucket(uint64_t needed, uint64_t* above) const {
     const uint32_t high = kBuckets - 1 - 2 * threadIdx.x;
     const uint64_t sums[2] = {BucketOf(memory_, high), BucketOf(memory_, high - 1)};
@@ -301,11 +301,11 @@ class BlockLogits {
     *above = memory_.above;
   }
 
-  // Of the memory's sums, for all threads.
+  // Total of the memory's sums, for all threads.
   __device__ uint64_t SumOfWarps() const {
     return SumOfLanes(memory_.sums[threadIdx.x % kWarpThreads]);
   }
-  // What the threads' values add up to; those of each warp stay in the memory's sums.
+  // Total of the threads' values; those of each warp stay in the memory's sums.
   __device__ uint64_t BlockTotal(uint64_t value) const {
     value = SumOfLanes(value);
     __syncthreads();

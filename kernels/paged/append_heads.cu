@@ -244,7 +244,7 @@ constexpr int kPartElements = 8;  // sixteen bytes
 struct alignas(16) Part {
   BFloat16 elements[kPartElements];
 };
-// Of either half of a head: what a rotation turns with each other.
+// Elements of either half of a head that a rotation turns with each other.
 struct Parts {
   Part low, high;
 };

@@ -25,8 +25,8 @@ named. Its batches are of 512 tokens and its threads as many as ours; the rest a
 
 Instruction sets. llama.cpp is PyPI's llama-cpp-python, which pip builds from source: for AVX2, FMA and F16C alone with
 --isa avx2, for this machine with --isa native. That needs a C++ compiler, CMake and some minutes, once. Our kernels are held
-to AVX2 by KVASIR_CPU_ISA, and oneDNN by ONEDNN_MAX_CPU_ISA; either may be set to something else by hand. A server that names
-a wider path all the same ends the run. --peer xllamacpp takes PyPI's wheel of that name, which is for AVX2 and needs no
+to AVX2 by KVASIR_CPU_ISA, which may be set to something else by hand. A server that names a wider path all the same ends
+the run. --peer xllamacpp takes PyPI's wheel of that name, which is for AVX2 and needs no
 compiler, but reads prompts more slowly than a build of one's own: no peer for a claim.
 
 Needs the build (KVASIR_BUILD, default build/cpu), the packages of deploy/install_packages.sh, python3-venv and, the first
@@ -70,7 +70,6 @@ CALIBRATION_TOKENS = 16
 ONE_TRY_TOKENS = 2048  # beyond this a try takes minutes
 WARM_UP_TOKENS = 64
 SPARE_TOKENS = 64  # room of a stream beyond prompt and answer
-ISA_VARIABLES = ("KVASIR_CPU_ISA", "ONEDNN_MAX_CPU_ISA")
 
 
 def say(text):
@@ -440,7 +439,8 @@ def print_head(arguments, python, sides):
     speed = subprocess.run([str(python), str(HERE / "read_speed.py"), str(arguments.threads)], capture_output=True, text=True,
                            check=True).stdout.strip()
     print(f"{machine(arguments.threads)}; reads {speed} GB/s from memory with as many threads.")
-    forced = ", ".join(f"{name}={os.environ[name]}" for name in ISA_VARIABLES if name in os.environ) or "no instruction set forced"
+    isa = os.environ.get("KVASIR_CPU_ISA")
+    forced = f"KVASIR_CPU_ISA={isa}" if isa else "no instruction set forced"
     print(f"Kvasir {commit()}, {forced}"
           + "".join(f"; {side.name}: {', '.join(side.paths)}" for side in sides if getattr(side, "paths", [])))
     systems = {side.system for side in sides if getattr(side, "system", "")}
@@ -453,7 +453,6 @@ def main():
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:arguments.threads])  # of all that is started, too
     if arguments.isa == "avx2":
         os.environ.setdefault("KVASIR_CPU_ISA", "avx2")
-        os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
     arguments.work.mkdir(parents=True, exist_ok=True)
     python = make_environment(arguments.work, arguments.peer, arguments.isa)
     asked = served_sides(arguments.sides)
