@@ -1,6 +1,7 @@
 #include "worker/thread_pool.h"
 
 #include <algorithm>
+#include <chrono>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -9,8 +10,14 @@
 namespace kvasir::worker {
 namespace {
 
-// Looks before a waiting thread goes to sleep: about 50 microseconds.
-constexpr int kSpins = 1000;
+using Clock = std::chrono::steady_clock;
+
+// How long a waiting thread looks before it goes to sleep: longer than what a step does between two
+// loops, since waking a thread takes as long as a small loop. A number of pauses would not do: one
+// takes 40 cycles on some machines and 140 on others.
+constexpr std::chrono::microseconds kSpinTime(100);
+// Looks between two looks at the clock.
+constexpr int kSpins = 32;
 // A loop number is 32 bits, so are its items; longer loops are run in pieces.
 constexpr int64_t kMaxItems = int64_t{1} << 31;
 
@@ -24,10 +31,13 @@ void Pause() {
 
 // Returns once `value` is no longer `old`.
 void WaitWhile(const std::atomic<uint32_t>& value, uint32_t old) {
-  for (int i = 0; i < kSpins; ++i) {
-    if (value.load(std::memory_order_acquire) != old) return;
-    Pause();
-  }
+  const Clock::time_point end = Clock::now() + kSpinTime;
+  do {
+    for (int i = 0; i < kSpins; ++i) {
+      if (value.load(std::memory_order_acquire) != old) return;
+      Pause();
+    }
+  } while (Clock::now() < end);
   while (value.load(std::memory_order_acquire) == old) value.wait(old, std::memory_order_acquire);
 }
 

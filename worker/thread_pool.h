@@ -1,7 +1,7 @@
 // The executor of a worker process: its own threads, which take the items of a loop one by one.
 // The caller takes part and waits only for items that somebody has begun: a thread that the system
 // does not run just now holds nobody up, where OpenMP's barrier waits for every thread. Between
-// loops, threads spin for some tens of microseconds (the loops of a step follow each other closely)
+// loops, threads spin for a hundred microseconds (the loops of a step follow each other closely)
 // and then sleep. oneDNN is called from these threads with one thread each, so the process has one
 // pool. Thread-compatible: one ParallelFor at a time.
 #pragma once

@@ -72,24 +72,32 @@ inline bool GroupIsMasked(uint64_t mask, int64_t group) {
   return (mask >> (group * kTileLanes) & 0xffffu) == 0;
 }
 
-// Transposes the kSimdWidth tokens from `token` on, kSimdWidth four-byte columns at a time. Calls
-// use(unit, vector) for the units from byte `offset` of a key on: `vector` holds the tokens' units.
+// Transposes kSimdWidth tokens, kSimdWidth four-byte columns at a time; load(i) gives those of the
+// i-th token. Calls use(unit, vector) for the units from byte `offset` of a key on: `vector` holds
+// the tokens' units.
+template <typename Tile, typename LoadColumns, typename Use>
+inline void TransposeColumns(int64_t offset, const LoadColumns& load, const Use& use) {
+  Vec rows[static_cast<size_t>(kSimdWidth)];
+#pragma GCC unroll 16
+  for (int64_t i = 0; i < kSimdWidth; ++i) rows[i] = load(i);
+  TransposeVectors(rows);
+#pragma GCC unroll 16
+  for (int64_t i = 0; i < kSimdWidth; ++i) Tile::SplitKeys(offset / 4 + i, rows[i], use);
+}
+
+// The same for the tokens from `token` on.
 template <typename Tile, typename Use>
 inline void TransposeKeys(const TileShape& shape, const TilePage& page, int64_t token,
                           int64_t offset, const Use& use) {
   const int64_t row_bytes = shape.head_dim * Tile::kKvBytes;
   const std::byte* keys = page.keys + token * row_bytes;
-  Vec rows[static_cast<size_t>(kSimdWidth)];
-#pragma GCC unroll 16
-  for (int64_t i = 0; i < kSimdWidth; ++i) {
-    rows[i] = LoadUnits(keys + i * row_bytes + offset);
+  const auto load = [&](int64_t i) {
     // A line of the page to come for each line of this one, in ascending order.
     const int64_t line = offset * kSimdWidth + i * kVectorBytes;
     if (line % 64 == 0) PrefetchNext(page, keys + line);
-  }
-  TransposeVectors(rows);
-#pragma GCC unroll 16
-  for (int64_t i = 0; i < kSimdWidth; ++i) Tile::SplitKeys(offset / 4 + i, rows[i], use);
+    return LoadUnits(keys + i * row_bytes + offset);
+  };
+  TransposeColumns<Tile>(offset, load, use);
 }
 
 template <typename Tile>
@@ -174,6 +182,54 @@ struct PageKeys {
 
   template <typename Tile, int kRows>
   void Multiply(const TileShape& shape, const RowBlock& block, float* logits) const {
+    if (__builtin_popcountll(block.mask) <= kFewTokens) {
+      MultiplyFewTokens<Tile, kRows>(shape, block, logits);
+    } else {
+      MultiplyGroups<Tile, kRows>(shape, block, logits);
+    }
+  }
+
+ private:
+  // Up to so many tokens are taken one by one, and nothing is read between them.
+  static constexpr int kFewTokens = 16;
+
+  template <typename Tile, int kRows>
+  void MultiplyFewTokens(const TileShape& shape, const RowBlock& block, float* logits) const {
+    const int64_t row_bytes = shape.head_dim * Tile::kKvBytes;
+    const int64_t q_row_bytes = shape.head_dim / Tile::kElements * 4;
+    for (uint64_t rest = block.mask; rest != 0;) {
+      int64_t tokens[static_cast<size_t>(kSimdWidth)];
+      int64_t count = 0;
+      for (; count < kSimdWidth && rest != 0; rest &= rest - 1) {
+        tokens[count++] = __builtin_ctzll(rest);
+      }
+      for (int64_t i = count; i < kSimdWidth; ++i) tokens[i] = tokens[count - 1];
+      Sums<kRows, 1> c;
+      Clear<kRows, 1>(c);
+      const auto multiply = [&](int64_t unit, Vec keys) {
+#pragma GCC unroll 6
+        for (int r = 0; r < kRows; ++r) {
+          c[r][0] =
+              Tile::MulAdd(c[r][0], BroadcastUnit(block.q + r * q_row_bytes + unit * 4), keys);
+        }
+      };
+      for (int64_t offset = 0; offset < row_bytes; offset += kVectorBytes) {
+        const auto load = [&](int64_t i) {
+          return LoadUnits(page.keys + tokens[i] * row_bytes + offset);
+        };
+        TransposeColumns<Tile>(offset, load, multiply);
+      }
+#pragma GCC unroll 6
+      for (int r = 0; r < kRows; ++r) {
+        float lanes[static_cast<size_t>(kSimdWidth)];
+        Store(lanes, c[r][0]);
+        for (int64_t i = 0; i < count; ++i) logits[r * kTileTokens + tokens[i]] = lanes[i];
+      }
+    }
+  }
+
+  template <typename Tile, int kRows>
+  void MultiplyGroups(const TileShape& shape, const RowBlock& block, float* logits) const {
     constexpr int kVectors = kDirectVectors<kRows>;
     const int64_t row_bytes = shape.head_dim * Tile::kKvBytes;
     const int64_t q_row_bytes = shape.head_dim / Tile::kElements * 4;
@@ -283,13 +339,32 @@ inline void SoftmaxStep(const TileShape& shape, const RowBlock& block, std::byte
   }
 }
 
-// out = rescale * out + weights . values, over the tokens up to the last of the mask.
+// Calls use(unit, count) for the runs of units of so many tokens that hold a token of the mask.
+template <int64_t kElements, typename Use>
+inline void ForEachUnitRun(uint64_t mask, const Use& use) {
+  if constexpr (kElements == 2) {
+    const uint64_t first = (mask | mask >> 1) & 0x5555555555555555u;
+    mask = first | first << 1;
+  }
+  while (mask != 0) {
+    const int begin = __builtin_ctzll(mask);
+    const uint64_t after = ~(mask >> begin);
+    const int count = after == 0 ? 64 : __builtin_ctzll(after);
+    use(begin / kElements, count / kElements);
+    mask = begin + count == 64 ? 0 : mask & ~uint64_t{0} << (begin + count);
+  }
+}
+
+// out = rescale * out + weights . values, over the tokens of the mask and others of their units.
 template <typename Tile, int kRows, typename Values>
 inline void AddValues(const TileShape& shape, const RowBlock& block, const std::byte* weights,
                       const Values& values, const float rescale[kTileLanes]) {
   constexpr int kVectors = kColumnVectors<kRows>;
   const int64_t tokens = 64 - __builtin_clzll(block.mask);
   const int64_t whole_units = tokens / Tile::kElements;
+  const int64_t whole_tokens = whole_units * Tile::kElements;
+  const uint64_t whole_mask =
+      whole_tokens == 64 ? block.mask : block.mask & ((uint64_t{1} << whole_tokens) - 1);
   for (int64_t column = 0; column < shape.head_dim; column += kVectors * kSimdWidth) {
     float* out = block.out + column;
     Sums<kRows, kVectors> c;
@@ -301,15 +376,17 @@ inline void AddValues(const TileShape& shape, const RowBlock& block, const std::
         c[r][j] = Load(out + r * shape.head_dim + j * kSimdWidth) * factor;
       }
     }
-    const auto load = [&](int64_t u, Vec* line) {
-      values.template Load<Tile, kVectors>(shape, u, column, line);
-    };
-    AddProduct<Tile, kRows, kVectors>(weights, kTokenRowBytes, whole_units, load, c);
+    ForEachUnitRun<Tile::kElements>(whole_mask, [&](int64_t begin, int64_t count) {
+      const auto load = [&](int64_t u, Vec* line) {
+        values.template Load<Tile, kVectors>(shape, begin + u, column, line);
+      };
+      AddProduct<Tile, kRows, kVectors>(weights + begin * 4, kTokenRowBytes, count, load, c);
+    });
     if constexpr (Tile::kElements == 2) {
       if (tokens % 2 != 0) {
         // The second token of the last unit is not this row's: its weight is 0, but it may be NaN.
         const auto load_first = [&](int64_t, Vec* line) {
-          load(whole_units, line);
+          values.template Load<Tile, kVectors>(shape, whole_units, column, line);
 #pragma GCC unroll 4
           for (int j = 0; j < kVectors; ++j) line[j] = Tile::KeepFirstToken(line[j]);
         };

@@ -61,7 +61,7 @@ struct GemmRun {
 class GemmEngine {
  public:
   // Below this many operations, waking other threads costs more than they save.
-  static constexpr double kMinParallelFlops = 1e6;
+  static constexpr double kMinParallelFlops = 2e5;
 
   virtual ~GemmEngine() = default;
   virtual std::string name() const = 0;

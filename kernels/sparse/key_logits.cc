@@ -40,6 +40,29 @@ void LoadDistantQuery(const SelectRow& row, int64_t r, int64_t g, float* to) {
   RotateToDistance(row, SelectionDistance(row.numbers, r), to);
 }
 
+std::byte* KeysOfPage(const SelectRow& row, int64_t page) {
+  const PageRef ref = row.p.kv.Peek(row.block.slot, page, row.p.layer, row.kv_head);
+  if (ref.tier() != PageTier::kAbsent) return ref.page();
+  std::atomic_ref<uint8_t>(row.p.faults[static_cast<size_t>(row.block.slot)])
+      .store(1, std::memory_order_relaxed);
+  return nullptr;
+}
+
+PageLogits::PageLogits(const SelectRow& row, const TileQueries& queries, float* logits)
+    : row_(row),
+      queries_(queries),
+      logits_(logits),
+      function_(row.p.kv.layout.dtype == DType::kFloat32 ? ChosenKeyTile().key_logits_float32
+                                                         : ChosenKeyTile().key_logits_bfloat16) {}
+
+void PageLogits::Multiply(const KeyPage& page) const {
+  if (page.keys != nullptr) {
+    function_(page, queries_, logits_);
+  } else {
+    std::fill_n(logits_, queries_.count * kTileKeys, -std::numeric_limits<float>::infinity());
+  }
+}
+
 KeyLogits::Memory::Memory(ScratchPieces& pieces, const SelectParams& p) {
   const int64_t d = p.kv.layout.head_dim;
   const int64_t angles = p.rope == nullptr ? 0 : d / 2;
@@ -66,13 +89,7 @@ void KeyLogits::FindPage(int64_t page) {
     page_memory_ = kv.KeyCodes(row_.block.slot, page, row_.p.layer, row_.kv_head);
     return;
   }
-  const PageRef ref = kv.Peek(row_.block.slot, page, row_.p.layer, row_.kv_head);
-  if (ref.tier() != PageTier::kAbsent) {
-    page_memory_ = ref.page();
-    return;
-  }
-  std::atomic_ref<uint8_t>(row_.p.faults[static_cast<size_t>(row_.block.slot)])
-      .store(1, std::memory_order_relaxed);
+  page_memory_ = KeysOfPage(row_, page);
 }
 
 void KeyLogits::Find(int64_t token, int64_t column, Found& found) {

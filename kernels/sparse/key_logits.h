@@ -25,9 +25,46 @@ void RotateToDistance(const SelectRow& row, int64_t distance, float* query);
 // LoadQuery, at SelectionDistance.
 void LoadDistantQuery(const SelectRow& row, int64_t r, int64_t g, float* to);
 
+// Keys of a page of the row's slot and KV head; null where the slot has no such block or, with its
+// fault set, an absent page.
+std::byte* KeysOfPage(const SelectRow& row, int64_t page);
+
 // What is read of a key: itself, or its codes (kernels/paged/key_codes.h), an estimate at an eighth
 // of the bytes. REQUIRES of kCodes: the KV has key codes.
 enum class KeyForm { kCached, kCodes };
+
+// Logits of one row's queries and all keys of runs of tokens: each key is read once, a page at a
+// time, and not made a tile first.
+class PageLogits {
+ public:
+  // REQUIRES: `logits` is memory [queries.count, kTileKeys].
+  PageLogits(const SelectRow& row, const TileQueries& queries, float* logits);
+
+  // Calls use(first, n, logits) for the pages of the tokens [begin, end), ascending: the logits of
+  // tokens first + [0, n) are at logits[q * kTileKeys] for each query q, -inf where KeysOfPage has
+  // none.
+  template <typename Use>
+  void ForEachPage(int64_t begin, int64_t end, const Use& use) {
+    if (begin >= end) return;
+    const std::byte* keys = KeysOfPage(row_, begin / kPageTokens);
+    for (int64_t page = begin / kPageTokens; page * kPageTokens < end; ++page) {
+      const int64_t page_end = (page + 1) * kPageTokens;
+      const std::byte* next_keys = page_end < end ? KeysOfPage(row_, page + 1) : nullptr;
+      Multiply({.keys = keys, .next_keys = next_keys});
+      const int64_t first = std::max(begin, page * kPageTokens);
+      use(first, std::min(end, page_end) - first, logits_ + first % kPageTokens);
+      keys = next_keys;
+    }
+  }
+
+ private:
+  void Multiply(const KeyPage& page) const;
+
+  const SelectRow& row_;
+  const TileQueries queries_;
+  float* const logits_;
+  void (*const function_)(const KeyPage&, const TileQueries&, float*);
+};
 
 // Logits of one row's queries and any keys of its slot, kTileKeys at a time. Memory of a tile is
 // lent, and one row's at a time.
@@ -45,8 +82,8 @@ class KeyLogits {
 
   // Calls use(first, n) for runs of up to kTileKeys of the keys [0, count), ascending: then the
   // tile's column i is the key of token token_at(first + i), until use returns. Its logits are -inf
-  // for kNoToken, and where the slot has no such block or, with its fault set, an absent page. Keys
-  // to come are fetched meanwhile: token_at is asked a run ahead.
+  // for kNoToken, and where KeysOfPage has none. Keys to come are fetched meanwhile: token_at is
+  // asked a run ahead.
   template <typename TokenAt, typename Use>
   void ForEachTile(int64_t count, const TokenAt& token_at, const Use& use) {
     const auto find = [&](int64_t first, Found& found) {

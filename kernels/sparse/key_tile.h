@@ -12,6 +12,7 @@
 // base/simd_units.h): plain data only. Thread-safe.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 namespace kvasir::kernels {
@@ -49,6 +50,12 @@ struct CodedPage {
   const uint16_t* zeros;
 };
 
+// The keys of a page, as they lie.
+struct KeyPage {
+  const std::byte* keys = nullptr;       // [kTileKeys, head_dim]
+  const std::byte* next_keys = nullptr;  // what is read after them, or null: a hint
+};
+
 // Weights exp(scale * logit - max) of kTileKeys keys. REQUIRES: max is not below scale * logit.
 struct TileWeights {
   const float* logits = nullptr;
@@ -69,6 +76,10 @@ struct KeyTileFunctions {
   void (*logits)(const TileQueries& queries, const float* tile, float* logits);
   // best [kTileKeys]: the largest logit of the queries, a NaN counting as -inf.
   void (*best)(const TileQueries& queries, const float* tile, float* best);
+  // logits [count, kTileKeys] of a page's tokens, with the bits of pack_* and `logits`, but without
+  // the tile: for few queries, each key is read once.
+  void (*key_logits_float32)(const KeyPage& page, const TileQueries& queries, float* logits);
+  void (*key_logits_bfloat16)(const KeyPage& page, const TileQueries& queries, float* logits);
   // logits [count, kTileKeys] of a page's tokens, by sums of integers: with codes c of a key and e
   // of a query
   //   scale * step / 2 * sum (2 c_i - 15) e_i + (zero + 7.5 scale) * sum q_i
@@ -80,6 +91,9 @@ struct KeyTileFunctions {
   // sums [kTileKeys] += weights, each within 2 units in the last place, or exp(-88) where it is
   // smaller. NaN stays.
   void (*add_weights)(const TileWeights& weights, float* sums);
+  // In place of kTileKeys logits x: exp(x - max) within 2 units in the last place where x - max is
+  // at least `least`, else 0, also for NaN. REQUIRES: max is finite; least >= -88.
+  void (*take_weights)(float max, float least, float* logits);
 };
 
 // The fastest form on this machine.

@@ -64,6 +64,21 @@ void Best(const TileQueries& q, const float* tile, float* best) {
   }
 }
 
+template <typename T>
+void KeyLogitsOfPage(const KeyPage& page, const TileQueries& q, float* logits) {
+  const T* keys = reinterpret_cast<const T*>(page.keys);
+  for (int64_t query = 0; query < q.count; ++query) {
+    for (int64_t t = 0; t < kTileKeys; ++t) {
+      float sum = 0;
+      for (int64_t i = 0; i < q.head_dim; ++i) {
+        const auto element = static_cast<float>(keys[t * q.head_dim + i]);
+        sum = std::fma(q.queries[query * q.head_dim + i], element, sum);
+      }
+      logits[query * kTileKeys + t] = sum;
+    }
+  }
+}
+
 void PageLogits(const CodedPage& page, const CodedQueries& q, uint32_t*, float* logits) {
   const auto half_float = [](uint16_t bits) {
     Float16 half;
@@ -110,6 +125,13 @@ void AddWeights(const TileWeights& w, float* sums) {
   for (int64_t t = 0; t < kTileKeys; ++t) sums[t] += Exp(w.scale * w.logits[t] - w.max);
 }
 
+void TakeWeights(float max, float least, float* logits) {
+  for (int64_t t = 0; t < kTileKeys; ++t) {
+    const float below = logits[t] - max;
+    logits[t] = below >= least ? Exp(below) : 0.0f;
+  }
+}
+
 }  // namespace
 
 const KeyTileFunctions kKeyTilePlain = {.pack_float32 = PackKeys<float>,
@@ -118,9 +140,12 @@ const KeyTileFunctions kKeyTilePlain = {.pack_float32 = PackKeys<float>,
                                         .rotate = Rotate,
                                         .logits = Logits,
                                         .best = Best,
+                                        .key_logits_float32 = KeyLogitsOfPage<float>,
+                                        .key_logits_bfloat16 = KeyLogitsOfPage<BFloat16>,
                                         .page_logits = PageLogits,
                                         .largest = Largest,
-                                        .add_weights = AddWeights};
+                                        .add_weights = AddWeights,
+                                        .take_weights = TakeWeights};
 
 const KeyTileFunctions& ChosenKeyTile() {
   return *ChooseForm<const KeyTileFunctions>({.portable = &kKeyTilePlain,

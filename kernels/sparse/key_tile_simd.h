@@ -155,6 +155,124 @@ void Best(const TileQueries& q, const float* tile, float* best) {
   });
 }
 
+// How a page's keys lie: units of four bytes with kElements each.
+struct FloatKeys {
+  static constexpr int64_t kElements = 1;
+  static constexpr int64_t kBytes = 4;
+  // Calls use(element, keys) for a unit's elements.
+  template <typename Use>
+  static void Split(int64_t unit, Vec keys, const Use& use) {
+    use(unit, keys);
+  }
+};
+struct BFloat16Keys {
+  static constexpr int64_t kElements = 2;
+  static constexpr int64_t kBytes = 2;
+  template <typename Use>
+  static void Split(int64_t unit, Vec pairs, const Use& use) {
+    use(2 * unit, FirstOfPairs(pairs));
+    use(2 * unit + 1, SecondOfPairs(pairs));
+  }
+};
+
+// Fetches what lies at the same place of the page that is read next, into the second-level cache.
+inline void PrefetchNext(const KeyPage& page, int64_t offset) {
+  constexpr int kForReading = 0, kSecondLevel = 2;
+  if (page.next_keys == nullptr) return;
+  __builtin_prefetch(page.next_keys + offset, kForReading, kSecondLevel);
+}
+
+// The last element of kSimdWidth keys, where it is half a unit.
+inline Vec LastElements(const std::byte* keys, int64_t head_dim) {
+  uint32_t bits[kSimdWidth];
+  for (int64_t i = 0; i < kSimdWidth; ++i) {
+    uint16_t last;
+    __builtin_memcpy(&last, keys + (i * head_dim + head_dim - 1) * 2, 2);
+    bits[i] = uint32_t{last} << 16;
+  }
+  return LoadUnits(reinterpret_cast<const std::byte*>(bits));
+}
+
+// Two vectors of keys at a time: with few queries, the chains of sums of one would wait for each
+// other.
+constexpr int kPageVectors = 2;
+
+// Calls use(element, keys) for all elements of the kSimdWidth keys from key t on in the units from
+// `begin` on, which change places in registers.
+template <typename Keys, typename Use>
+inline void ForEachElement(const KeyPage& page, int64_t head_dim, int64_t t, int64_t begin,
+                           const Use& use) {
+  const int64_t key_bytes = head_dim * Keys::kBytes, num_units = head_dim / Keys::kElements;
+  const int64_t count = num_units - begin < kSimdWidth ? num_units - begin : int64_t{kSimdWidth};
+  Vec rows[static_cast<size_t>(kSimdWidth)];
+#pragma GCC unroll 16
+  for (int64_t i = 0; i < kSimdWidth; ++i) {
+    const int64_t offset = (t + i) * key_bytes + begin * 4;
+    PrefetchNext(page, offset);
+    rows[i] = LoadUnits(reinterpret_cast<const float*>(page.keys + offset), count);
+  }
+  TransposeVectors(rows);
+  if (count == kSimdWidth) {
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < kSimdWidth; ++i) Keys::Split(begin + i, rows[i], use);
+  } else {
+    for (int64_t i = 0; i < count; ++i) Keys::Split(begin + i, rows[i], use);
+  }
+}
+
+// Logits of kRows queries and a page.
+template <typename Keys, int kRows>
+inline void StoreKeyLogits(const KeyPage& page, const TileQueries& q, int64_t query,
+                           float* logits) {
+  const int64_t num_units = q.head_dim / Keys::kElements;
+  const float* queries = q.queries + query * q.head_dim;
+  for (int64_t t = 0; t < kTileKeys; t += kPageVectors * kSimdWidth) {
+    Sums<kRows, kPageVectors> c;
+    Clear<kRows, kPageVectors>(c);
+    const auto add = [&](int j, int64_t element, Vec keys) {
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) {
+        c[r][j] = Fma(Broadcast(queries[r * q.head_dim + element]), keys, c[r][j]);
+      }
+    };
+    for (int64_t begin = 0; begin < num_units; begin += kSimdWidth) {
+#pragma GCC unroll 2
+      for (int j = 0; j < kPageVectors; ++j) {
+        ForEachElement<Keys>(page, q.head_dim, t + j * kSimdWidth, begin,
+                             [&](int64_t element, Vec keys) { add(j, element, keys); });
+      }
+    }
+    for (int j = 0; num_units * Keys::kElements < q.head_dim && j < kPageVectors; ++j) {
+      const std::byte* keys = page.keys + (t + j * kSimdWidth) * q.head_dim * Keys::kBytes;
+      add(j, q.head_dim - 1, LastElements(keys, q.head_dim));
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+      for (int j = 0; j < kPageVectors; ++j) {
+        Store(logits + (query + r) * kTileKeys + t + j * kSimdWidth, c[r][j]);
+      }
+    }
+  }
+}
+
+template <typename Keys>
+void KeyLogitsOfPage(const KeyPage& page, const TileQueries& q, float* logits) {
+  constexpr int64_t kMostRows = 4;
+  for (int64_t query = 0; query < q.count; query += kMostRows) {
+    switch (q.count - query) {
+      case 1:
+        return StoreKeyLogits<Keys, 1>(page, q, query, logits);
+      case 2:
+        return StoreKeyLogits<Keys, 2>(page, q, query, logits);
+      case 3:
+        return StoreKeyLogits<Keys, 3>(page, q, query, logits);
+      default:
+        StoreKeyLogits<Keys, 4>(page, q, query, logits);
+    }
+  }
+}
+
 // The products of kRows queries and the kSimdWidth keys from column `key` on. 16 bits hold the sums
 // of four words: 8 * 2 * 15 * 127 is below 2^15.
 template <int kRows>
@@ -233,15 +351,26 @@ void AddWeights(const TileWeights& w, float* sums) {
   }
 }
 
+void TakeWeights(float max, float least, float* logits) {
+  for (int64_t t = 0; t < kTileKeys; t += kSimdWidth) {
+    const Vec below = Load(logits + t) - Broadcast(max);
+    const auto counts = reinterpret_cast<UintVec>(below >= Broadcast(least));
+    Store(logits + t, FromBits(Bits(Exp(below)) & counts));
+  }
+}
+
 constexpr KeyTileFunctions kFunctions = {.pack_float32 = PackFloat32,
                                          .pack_bfloat16 = PackBFloat16,
                                          .pack_codes = PackCodes,
                                          .rotate = Rotate,
                                          .logits = Logits,
                                          .best = Best,
+                                         .key_logits_float32 = KeyLogitsOfPage<FloatKeys>,
+                                         .key_logits_bfloat16 = KeyLogitsOfPage<BFloat16Keys>,
                                          .page_logits = PageLogits,
                                          .largest = Largest,
-                                         .add_weights = AddWeights};
+                                         .add_weights = AddWeights,
+                                         .take_weights = TakeWeights};
 
 }  // namespace
 }  // namespace kvasir::kernels

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <bit>
+#include <cstddef>
 #include <cstdint>
 #include <limits>
 #include <span>
@@ -34,6 +35,10 @@ class Ranked {
   KVASIR_HOST_DEVICE int64_t item() const { return static_cast<int64_t>(bits_ & 0xffffffffu); }
   // -inf where it was NaN.
   float score() const { return ScoreOfOrdered(static_cast<uint32_t>(bits_ >> 32)); }
+  // Items of a higher one of `buckets` (a power of two) are better.
+  size_t Bucket(size_t buckets) const {
+    return static_cast<size_t>(bits_ >> (64 - std::countr_zero(buckets)));
+  }
   KVASIR_HOST_DEVICE friend bool operator<(Ranked a, Ranked b) { return a.bits_ < b.bits_; }
   KVASIR_HOST_DEVICE friend bool operator>(Ranked a, Ranked b) { return b < a; }
 

@@ -1,10 +1,13 @@
 #include "kernels/sparse/tokenselect/tokenselect_selector.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <functional>
 #include <limits>
+#include <numeric>
 #include <span>
+#include <type_traits>
 
 #include "absl/strings/str_cat.h"
 
@@ -16,27 +19,31 @@
 namespace kvasir::kernels {
 namespace {
 
+// Votes of a layer are integers in units of 2^-52: sums of up to 1024 heads are exact, whatever
+// their order and the ranks that make them.
+constexpr double kVoteUnits = 0x1p52;
 constexpr float kNoVote = -std::numeric_limits<float>::infinity();
 
 // Memory of one thread of a Select call.
 struct ThreadMemory {
-  ThreadMemory(ScratchPieces& pieces, const SelectParams& p) : tile(pieces, p) {
+  ThreadMemory(ScratchPieces& pieces, const SelectParams& p) {
     const int64_t group = p.q.dim(1) / p.kv.layout.num_kv_heads;
     int64_t context = 0;
     for (const QueryBlock& block : p.blocks) context = std::max(context, block.first_position);
     means = pieces.Take<float>(group * p.kv.layout.head_dim);
     query = pieces.Take<float>(p.kv.layout.head_dim);
-    tile_logits = pieces.Take<float>(group * kTileKeys);
-    logits = pieces.Take<float>(group * context);
+    page_logits = pieces.Take<float>(group * kTileKeys);
+    largest = pieces.Take<float>(group * kTileKeys);
+    logits = pieces.Take<float>(group * CeilPages(context) * kTileKeys);
     votes = pieces.Take<float>(context);
     ranked = pieces.Take<Ranked>(context);
   }
 
-  KeyLogits::Memory tile;
   float* means;  // [G, head_dim]
   float* query;
-  float* tile_logits;  // [G, kTileKeys]
-  float* logits;       // [G, candidates]
+  float* page_logits;  // [G, kTileKeys]
+  float* largest;      // [G, kTileKeys]: the largest of the page logits at each place
+  float* logits;       // [G, HeadWeights::Room(candidates)]
   float* votes;        // [candidates]
   Ranked* ranked;
 };
@@ -54,40 +61,96 @@ void AverageQueries(const SelectRow& row, const ThreadMemory& memory) {
   }
 }
 
-// Calls add(j, softmax(logits)[j]). An infinite maximum is shared by all that have it; where all
-// are -inf there are no votes. Changes the logits.
-template <typename Add>
-void ForEachVote(std::span<float> logits, const Add& add) {
-  float max = kNoVote;
-  for (const float x : logits) max = std::max(max, x);  // leaves out NaN
-  if (max == kNoVote) return;
-  double sum = 0;
-  for (float& x : logits) {
-    const float below = x == max ? 0.0f : x - max;
-    x = below >= kLeastVoteExponent ? std::exp(below) : 0.0f;  // NaN: 0
-    sum += x;
-  }
-  for (size_t j = 0; j < logits.size(); ++j) add(j, static_cast<double>(logits[j]) / sum);
-}
+// Logits of a head, which become the weights exp(logit - max) in place. The weights' sum is by
+// kSumLanes lanes, whatever the vectors of the machine.
+class HeadWeights {
+ public:
+  // Room for the logits of so many tokens.
+  static int64_t Room(int64_t count) { return CeilPages(count) * kTileKeys; }
 
-// Calls add(j, vote) with the votes of the row's heads for all candidates. REQUIRES: the row has
-// candidates.
-template <typename Add>
-void Vote(const SelectRow& row, const ThreadMemory& memory, const Add& add) {
-  const int64_t candidates = NumCandidates(row.header, row.numbers);
-  AverageQueries(row, memory);
-  KeyLogits keys(row, KeyForm::kCached, memory.tile);
-  const auto token_at = [&](int64_t j) { return row.header.sink_end + j; };
-  keys.ForEachTile(candidates, token_at, [&](int64_t first, int64_t n) {
-    keys.Logits(memory.means, row.group, memory.tile_logits);
-    for (int64_t g = 0; g < row.group; ++g) {
-      const float* from = memory.tile_logits + g * kTileKeys;
-      float* to = memory.logits + g * candidates + first;
-      for (int64_t j = 0; j < n; ++j) to[j] = row.p.scale * from[j];
+  // REQUIRES: logits [Room(count)], those from `count` on are free; `max` is the largest that is
+  // not NaN.
+  HeadWeights(float* logits, int64_t count, float max)
+      : logits_(logits), count_(count), end_(Room(count)), max_(max) {
+    std::fill(logits_ + count_, logits_ + end_, kNoVote);
+  }
+
+  // Adds to `votes` [count] the softmax of the logits: as floats, or in units of 1 / kVoteUnits. An
+  // infinite maximum is shared by all that have it; where all are -inf there are no votes.
+  template <typename T>
+  void AddVotes(T* votes) {
+    if (max_ == kNoVote) return;
+    std::isinf(max_) ? ShareInfinity() : TakeExponentials();
+    const double share = 1 / Sum();
+    const float* weights = logits_;
+    if constexpr (std::is_integral_v<T>) {
+      for (int64_t j = 0; j < count_; ++j) {
+        votes[j] += std::llrint(static_cast<double>(weights[j]) * share * kVoteUnits);
+      }
+    } else {
+      const auto rounded = static_cast<T>(share);
+      for (int64_t j = 0; j < count_; ++j) votes[j] += weights[j] * rounded;
     }
-  });
+  }
+
+ private:
+  static constexpr int64_t kSumLanes = 8;
+
+  void TakeExponentials() {
+    for (int64_t j = 0; j < end_; j += kTileKeys) {
+      functions_.take_weights(max_, kLeastVoteExponent, logits_ + j);
+    }
+  }
+  void ShareInfinity() {
+    for (int64_t j = 0; j < end_; ++j) {
+      logits_[j] = logits_[j] == std::numeric_limits<float>::infinity() ? 1.0f : 0.0f;
+    }
+  }
+  double Sum() const {
+    std::array<double, kSumLanes> sums = {};
+    for (int64_t j = 0; j < end_; j += kSumLanes) {
+      for (size_t lane = 0; lane < kSumLanes; ++lane) {
+        sums[lane] += static_cast<double>(logits_[j + static_cast<int64_t>(lane)]);
+      }
+    }
+    return std::accumulate(sums.begin(), sums.end(), 0.0);
+  }
+
+  const KeyTileFunctions& functions_ = ChosenKeyTile();
+  float* const logits_;
+  const int64_t count_;
+  const int64_t end_;
+  const float max_;
+};
+
+// Sets votes [candidates] to the sums of the row's heads. REQUIRES: the row has candidates.
+template <typename T>
+void Vote(const SelectRow& row, const ThreadMemory& memory, T* votes) {
+  const int64_t candidates = NumCandidates(row.header, row.numbers);
+  const int64_t room = HeadWeights::Room(candidates);
+  const int64_t begin = row.header.sink_end;
+  AverageQueries(row, memory);
+  const TileQueries queries = {
+      .queries = memory.means, .count = row.group, .head_dim = row.p.kv.layout.head_dim};
+  std::fill_n(votes, candidates, T{0});
+  std::fill_n(memory.largest, row.group * kTileKeys, kNoVote);
+  const auto take = [&, scale = row.p.scale](int64_t first, int64_t n, const float* logits) {
+    for (int64_t g = 0; g < row.group; ++g) {
+      const float* from = logits + g * kTileKeys;
+      float* to = memory.logits + g * room + first - begin;
+      float* largest = memory.largest + g * kTileKeys;
+      for (int64_t j = 0; j < n; ++j) {
+        const float logit = scale * from[j];
+        to[j] = logit;
+        largest[j] = logit > largest[j] ? logit : largest[j];  // leaves out NaN
+      }
+    }
+  };
+  PageLogits(row, queries, memory.page_logits).ForEachPage(begin, begin + candidates, take);
   for (int64_t g = 0; g < row.group; ++g) {
-    ForEachVote({memory.logits + g * candidates, static_cast<size_t>(candidates)}, add);
+    const float* largest = memory.largest + g * kTileKeys;
+    const float max = *std::max_element(largest, largest + kTileKeys);
+    HeadWeights(memory.logits + g * room, candidates, max).AddVotes(votes);
   }
 }
 
@@ -105,17 +168,12 @@ void SelectTokens(const SelectRow& row, const ThreadMemory& memory) {
   row.header = MakeHeader(row.block, row.numbers);
   const int64_t candidates = NumCandidates(row.header, row.numbers);
   if (candidates == 0) return;
-  std::fill_n(memory.votes, candidates, 0.0f);
-  Vote(row, memory, [&](size_t j, double vote) { memory.votes[j] += static_cast<float>(vote); });
+  Vote(row, memory, memory.votes);
   for (int64_t j = 0; j < candidates; ++j) {
     memory.ranked[j] = Ranked(memory.votes[j], row.header.sink_end + j);
   }
   ListBest(row, {memory.ranked, static_cast<size_t>(candidates)});
 }
-
-// Votes of a layer are integers in units of 2^-52: sums of up to 1024 heads are exact, whatever
-// their order and the ranks that make them.
-constexpr double kVoteUnits = 0x1p52;
 
 // Selection at layer scope, a query block at a time: its KV heads vote side by side.
 class LayerSelection {
@@ -159,10 +217,7 @@ class LayerSelection {
     const int64_t candidates = NumCandidates(first.header, first.numbers);
     if (candidates == 0) return absl::OkStatus();
     const auto vote = [&](int64_t head, int thread) {
-      int64_t* votes = votes_ + head * candidates;
-      std::fill_n(votes, candidates, int64_t{0});
-      Vote(SelectRow(p_, out_, first_row + head), MemoryOf(thread),
-           [&](size_t j, double share) { votes[j] += std::llrint(share * kVoteUnits); });
+      Vote(SelectRow(p_, out_, first_row + head), MemoryOf(thread), votes_ + head * candidates);
     };
     executor_.ParallelFor(heads_, std::ref(vote));
     for (int64_t head = 1; head < heads_; ++head) {

@@ -192,6 +192,43 @@ TEST(KeyTile, LogitsHaveTheSameBitsInAllFormsAndAmongAnyNumberOfQueries) {
   }
 }
 
+// A page as it lies, against its tile.
+TEST(KeyTile, LogitsOfAPageOfKeysHaveTheBitsOfATile) {
+  HostileRandom random;
+  for (const int64_t d : kHeadDims) {
+    const std::vector<float> floats = random.Many(d * kTileKeys);
+    std::vector<BFloat16> halves;
+    for (const float x : random.Many(d * kTileKeys)) halves.push_back(BFloat16(x));
+    std::vector<const void*> float_keys, half_keys;
+    for (int64_t t = 0; t < kTileKeys; ++t) {
+      float_keys.push_back(floats.data() + t * d);
+      half_keys.push_back(halves.data() + t * d);
+    }
+    std::vector<float> float_tile = EmptyTile(d), half_tile = EmptyTile(d);
+    kKeyTilePlain.pack_float32(float_keys.data(), d, float_tile.data());
+    kKeyTilePlain.pack_bfloat16(half_keys.data(), d, half_tile.data());
+    const auto* float_bytes = reinterpret_cast<const std::byte*>(floats.data());
+    const auto* half_bytes = reinterpret_cast<const std::byte*>(halves.data());
+    std::vector<const KeyTileFunctions*> forms = Forms();
+    forms.push_back(&kKeyTilePlain);
+    for (const int64_t queries : {1, 2, 3, 4, 5, 7, 8}) {
+      SCOPED_TRACE(testing::Message() << "head_dim " << d << ", queries " << queries);
+      const std::vector<float> q = random.Many(queries * d);
+      std::vector<float> expected(static_cast<size_t>(queries * kTileKeys)), found = expected;
+      const TileQueries params = {.queries = q.data(), .count = queries, .head_dim = d};
+      for (const KeyTileFunctions* form : forms) {
+        kKeyTilePlain.logits(params, float_tile.data(), expected.data());
+        form->key_logits_float32({.keys = float_bytes}, params, found.data());
+        ExpectSame(found, expected);
+        kKeyTilePlain.logits(params, half_tile.data(), expected.data());
+        form->key_logits_bfloat16({.keys = half_bytes, .next_keys = half_bytes}, params,
+                                  found.data());
+        ExpectSame(found, expected);
+      }
+    }
+  }
+}
+
 TEST(KeyTile, TheReferenceIsTheSumAndItsBestLeavesOutNan) {
   std::mt19937_64 rng(84);
   std::normal_distribution<float> normal;
@@ -323,6 +360,14 @@ TEST(KeyTile, WeightsHaveTheSameBitsInAllForms) {
       form->add_weights(params, found.data());
       ExpectSame(found, expected);
     }
+    if (std::isinf(largest)) continue;
+    expected = logits;
+    kKeyTilePlain.take_weights(largest, -5, expected.data());
+    for (const KeyTileFunctions* form : Forms()) {
+      std::vector<float> found = logits;
+      form->take_weights(largest, -5, found.data());
+      ExpectSame(found, expected);
+    }
   }
 }
 
@@ -341,6 +386,17 @@ TEST(KeyTile, TheReferenceWeighsByTheExponential) {
     }
     const double weight = std::exp(std::max(-88.0, 0.5 * double{logits[t]} - 25));
     EXPECT_NEAR(sums[t] / weight, 1, 4e-6) << t;
+  }
+  std::vector<float> weights = logits;
+  kKeyTilePlain.take_weights(50, -87, weights.data());
+  EXPECT_EQ(weights[0], 1.0f);
+  for (size_t t = 1; t < kTileKeys; ++t) {
+    const double below = double{logits[t]} - 50;
+    if (t == 40 || below < -87) {
+      EXPECT_EQ(weights[t], 0.0f) << t;
+    } else {
+      EXPECT_NEAR(weights[t] / std::exp(below), 1, 4e-6) << t;
+    }
   }
   const std::vector<float> nothing(kTileKeys, kNan);
   EXPECT_EQ(kKeyTilePlain.largest(nothing.data()), -kInfinity);
