@@ -67,14 +67,15 @@ absl::StatusOr<ModelWeights> MakeDummyWeights(const ModelConfig& config,
                                               const DummyWeightsOptions& options,
                                               Backend& backend) {
   ModelWeights weights;
-  const WeightsLayout layout(config, options.plan, !config.tie_word_embeddings, weights);
+  const bool is_tied = config.tie_word_embeddings.value_or(false);
+  const WeightsLayout layout(config, options.plan, {.has_lm_head = !is_tied}, weights);
   for (Tensor* const target : layout.targets()) {
     KVASIR_RETURN_IF_ERROR(AllocateTarget(*target, options.dtype, backend));
   }
   for (const WeightPart& part : layout.parts()) {
     KVASIR_RETURN_IF_ERROR(Fill(part, options.seed, backend));
   }
-  if (config.tie_word_embeddings) TieHead(config, options.plan, weights);
+  if (is_tied) TieHead(config, options.plan, weights);
   return weights;
 }
 

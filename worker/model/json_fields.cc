@@ -24,6 +24,12 @@ const json* JsonFields::Get(const char* key) const {
   return it == object_.end() || it->is_null() ? nullptr : &*it;
 }
 
+bool JsonFields::IsNull(const char* key) const {
+  if (!object_.is_object()) return false;
+  const auto it = object_.find(key);
+  return it != object_.end() && it->is_null();
+}
+
 std::optional<int64_t> JsonFields::WholeNumber(const json& value, IntRange range) {
   if (!value.is_number_integer()) return std::nullopt;
   // A number above 2^63 - 1 is kept as unsigned and would turn negative.

@@ -39,6 +39,8 @@ class JsonFields {
 
   // nullptr when absent.
   const nlohmann::json* Get(const char* key) const;
+  // Whether null is there, for the few fields where it says more than absence.
+  bool IsNull(const char* key) const;
 
   // Records "<what>: <key> is <value>, expected <expected>" unless there is a problem already.
   void Expect(const char* key, absl::string_view expected,

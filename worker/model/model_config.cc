@@ -60,8 +60,27 @@ constexpr RopeRow kRopeKinds[] = {
     {RopeKind::kLlama3, "llama3"},
 };
 
+constexpr char kServedFamilies[] =
+    "LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM (mixture of experts, sliding-window and "
+    "multi-modal models are not served)";
+
+const FamilyRow* FindFamily(const char* FamilyRow::*field, const std::string& name) {
+  const auto* row = std::find_if(std::begin(kFamilies), std::end(kFamilies),
+                                 [&](const FamilyRow& r) { return name == r.*field; });
+  return row == std::end(kFamilies) ? nullptr : row;
+}
+
+// Files written for the bare model say only model_type.
 ModelFamily ReadFamily(JsonFields& fields) {
   const json* list = fields.Get("architectures");
+  const std::optional<std::string> model_type = fields.OptionalString("model_type");
+  if (list == nullptr && model_type.has_value()) {
+    const FamilyRow* row = FindFamily(&FamilyRow::model_type, *model_type);
+    if (row != nullptr) return row->family;
+    fields.Expect("model_type", "one of llama, qwen2, qwen3, or architectures given",
+                  StatusCode::kUnimplemented);
+    return ModelFamily::kLlama;
+  }
   const bool is_one_name =
       list != nullptr && list->is_array() && list->size() == 1 && list->front().is_string();
   if (!is_one_name) {
@@ -69,17 +88,13 @@ ModelFamily ReadFamily(JsonFields& fields) {
     return ModelFamily::kLlama;
   }
   const std::string& name = list->front().get_ref<const std::string&>();
-  const auto* row = std::find_if(std::begin(kFamilies), std::end(kFamilies),
-                                 [&name](const FamilyRow& r) { return name == r.architecture; });
-  if (row == std::end(kFamilies)) {
-    fields.Expect(
-        "architectures",
-        "one of LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM (mixture of experts, "
-        "sliding-window and multi-modal models are not served)",
-        StatusCode::kUnimplemented);
+  const FamilyRow* row = FindFamily(&FamilyRow::architecture, name);
+  if (row == nullptr) {
+    fields.Expect("architectures", absl::StrCat("one of ", kServedFamilies),
+                  StatusCode::kUnimplemented);
     return ModelFamily::kLlama;
   }
-  if (fields.OptionalString("model_type").value_or(row->model_type) != row->model_type) {
+  if (model_type.value_or(row->model_type) != row->model_type) {
     fields.Expect("model_type", absl::StrCat(row->model_type, ", which goes with ", name));
   }
   return row->family;
@@ -102,13 +117,18 @@ void CheckServed(JsonFields& fields) {
   }
 }
 
-void CheckFullAttention(JsonFields& fields, ModelFamily family) {
-  // Llama has no switch: a window that is there is meant. Qwen states one also when it is off.
-  const bool is_on = fields.Bool("use_sliding_window", family == ModelFamily::kLlama);
-  if (is_on && fields.Get("sliding_window") != nullptr) {
+// The code of Llama knows no sliding window, whatever its files say. Qwen states one also when it
+// is off, and one that no context leaves is full attention.
+void CheckFullAttention(JsonFields& fields, const ModelConfig& config) {
+  if (config.family == ModelFamily::kLlama) return;
+  const std::optional<int64_t> window = fields.OptionalInt("sliding_window", kPositions);
+  if (window.has_value() && *window >= config.max_position_embeddings) return;
+  if (fields.Bool("use_sliding_window", false) && window.has_value()) {
     fields.Expect("sliding_window",
-                  "none: sliding-window attention is not served (if no layer uses it, set "
-                  "use_sliding_window to false)",
+                  absl::StrCat("none, or at least max_position_embeddings, which is ",
+                               config.max_position_embeddings,
+                               ": sliding-window attention is not served (if no layer uses it, set "
+                               "use_sliding_window to false)"),
                   StatusCode::kUnimplemented);
   }
   const json* types = fields.Get("layer_types");
@@ -218,9 +238,12 @@ RopeConfig ReadRope(JsonFields& top, int64_t max_positions) {
 }
 
 void ReadHeads(JsonFields& fields, ModelConfig& config) {
-  // Old Llama files leave num_key_value_heads out; the other families never do.
+  // Old Llama files leave num_key_value_heads out; the other families never do. Null stands for as
+  // many as there are query heads in all.
   std::optional<int64_t> default_kv_heads;
-  if (config.family == ModelFamily::kLlama) default_kv_heads = config.num_heads;
+  if (config.family == ModelFamily::kLlama || fields.IsNull("num_key_value_heads")) {
+    default_kv_heads = config.num_heads;
+  }
   config.num_kv_heads = fields.Int("num_key_value_heads", kHeads, default_kv_heads);
   if (config.num_heads % config.num_kv_heads != 0) {
     fields.Expect("num_key_value_heads",
@@ -258,6 +281,9 @@ std::optional<kernels::DType> ReadDType(JsonFields& fields) {
   return std::nullopt;
 }
 
+// Stands for no token where a file has to say one.
+constexpr int64_t kNoToken = -1;
+
 // A number, a list of numbers, or nothing.
 std::vector<int32_t> ReadEosTokens(JsonFields& fields, int64_t vocab_size) {
   const json* value = fields.Get("eos_token_id");
@@ -265,7 +291,8 @@ std::vector<int32_t> ReadEosTokens(JsonFields& fields, int64_t vocab_size) {
   const json list = value->is_array() ? *value : json::array({*value});
   std::vector<int32_t> ids;
   for (const json& item : list) {
-    const std::optional<int64_t> id = JsonFields::WholeNumber(item, {0, vocab_size - 1});
+    const std::optional<int64_t> id = JsonFields::WholeNumber(item, {kNoToken, vocab_size - 1});
+    if (id == kNoToken) continue;
     if (!id.has_value() || ids.size() == kMaxEosTokens) {
       fields.Expect("eos_token_id", absl::StrCat("at most ", kMaxEosTokens, " token ids from 0 to ",
                                                  vocab_size - 1));
@@ -304,17 +331,20 @@ absl::StatusOr<ModelConfig> ParseModelConfig(absl::string_view config_text,
   ModelConfig config;
   config.family = ReadFamily(fields);
   CheckServed(fields);
-  CheckFullAttention(fields, config.family);
   ReadShape(fields, config);
-  config.tie_word_embeddings = fields.Bool("tie_word_embeddings", false);
+  CheckFullAttention(fields, config);
+  if (fields.Get("tie_word_embeddings") != nullptr) {
+    config.tie_word_embeddings = fields.Bool("tie_word_embeddings", false);
+  }
   // Qwen2 has biases on q, k and v by definition and none on o; the others say so for all four.
   config.output_bias = config.family != ModelFamily::kQwen2 && fields.Bool("attention_bias", false);
   config.qkv_bias = config.family == ModelFamily::kQwen2 || config.output_bias;
   config.qk_norm = config.family == ModelFamily::kQwen3;
   config.rope = ReadRope(fields, config.max_position_embeddings);
   config.dtype = ReadDType(fields);
-  const std::optional<int64_t> bos = fields.OptionalInt("bos_token_id", {0, config.vocab_size - 1});
-  if (bos.has_value()) config.bos_token_id = static_cast<int32_t>(*bos);
+  const std::optional<int64_t> bos =
+      fields.OptionalInt("bos_token_id", {kNoToken, config.vocab_size - 1});
+  if (bos.value_or(kNoToken) != kNoToken) config.bos_token_id = static_cast<int32_t>(*bos);
   config.eos_token_ids = ReadEosTokens(fields, config.vocab_size);
   KVASIR_RETURN_IF_ERROR(fields.status());
 

@@ -47,10 +47,11 @@ struct ModelConfig {
   int64_t vocab_size = 0;               // 1 .. 2,097,152
   int64_t max_position_embeddings = 0;  // 1 .. 2^30
   double rms_norm_eps = 0;              // above 0, below 1
-  bool tie_word_embeddings = false;     // the output head is the embedding
-  bool qkv_bias = false;                // q_proj, k_proj and v_proj have a bias
-  bool output_bias = false;             // o_proj has a bias
-  bool qk_norm = false;                 // RMSNorm over head_dim of each query and key head
+  // Whether the output head is the embedding. Absent: the checkpoint tells by having a head or not.
+  std::optional<bool> tie_word_embeddings;
+  bool qkv_bias = false;     // q_proj, k_proj and v_proj have a bias
+  bool output_bias = false;  // o_proj has a bias
+  bool qk_norm = false;      // RMSNorm over head_dim of each query and key head
   RopeConfig rope;
   std::optional<kernels::DType> dtype;  // what the weights were saved in, if it is said
   std::optional<int32_t> bos_token_id;

@@ -20,6 +20,17 @@ IndexRange Part(int64_t count, int64_t part, int64_t num_parts) {
   return {.begin = count / num_parts * part, .end = count / num_parts * (part + 1)};
 }
 
+// Rank's part of the columns of the MLP: equal parts where the ranks divide them, else as nearly
+// equal as parts are that begin where vectors are aligned. REQUIRES: as many columns as ranks.
+IndexRange ColumnsPart(int64_t columns, int64_t rank, int64_t num_ranks) {
+  constexpr int64_t kAligned = 64;
+  if (columns % num_ranks == 0) return Part(columns, rank, num_ranks);
+  int64_t unit = std::min(kAligned, columns & -columns);  // a power of two that divides them
+  while (columns / unit < num_ranks) unit /= 2;
+  const int64_t units = columns / unit;
+  return {.begin = units * rank / num_ranks * unit, .end = units * (rank + 1) / num_ranks * unit};
+}
+
 absl::Status CheckHeadsDivide(const ModelConfig& config, int64_t num_ranks) {
   const int64_t heads = config.num_heads, kv_heads = config.num_kv_heads;
   if (num_ranks <= kv_heads) {
@@ -50,7 +61,7 @@ absl::StatusOr<ShardPlan> ShardPlan::Make(const ModelConfig& config, int64_t ran
                                                    "than their number"));
   }
   KVASIR_RETURN_IF_ERROR(CheckHeadsDivide(config, num_ranks));
-  if (config.intermediate_size % num_ranks != 0) {
+  if (config.intermediate_size < num_ranks) {
     return DoesNotDivide(num_ranks, "intermediate_size is ", config.intermediate_size);
   }
   const int64_t vocab_rows = (config.vocab_size + num_ranks - 1) / num_ranks;
@@ -65,7 +76,7 @@ absl::StatusOr<ShardPlan> ShardPlan::Make(const ModelConfig& config, int64_t ran
   plan.kv_heads = Part(config.num_kv_heads, rank / plan.kv_replicas, num_ranks / plan.kv_replicas);
   // The ranks of one KV head follow each other, so query heads lie in rank order in both cases.
   plan.query_heads = Part(config.num_heads, rank, num_ranks);
-  plan.intermediate = Part(config.intermediate_size, rank, num_ranks);
+  plan.intermediate = ColumnsPart(config.intermediate_size, rank, num_ranks);
   plan.vocab_rows_per_rank = vocab_rows;
   plan.vocab = {.begin = rank * vocab_rows,
                 .end = std::min((rank + 1) * vocab_rows, config.vocab_size)};

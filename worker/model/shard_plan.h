@@ -27,7 +27,7 @@ struct ShardPlan {
   int64_t num_ranks = 1;
   IndexRange kv_heads;              // global indices
   IndexRange query_heads;           // global indices
-  IndexRange intermediate;          // columns of the MLP
+  IndexRange intermediate;          // columns of the MLP; not the same number on every rank
   IndexRange vocab;                 // rows of the output head; the last rank may have fewer
   int64_t vocab_rows_per_rank = 0;  // of all ranks but the last: vocab.begin / rank
   int64_t kv_replicas = 1;          // ranks that hold this rank's KV head; 1 unless tp > Hkv

@@ -107,14 +107,21 @@ absl::Status ReadPart(const SafetensorsFolder& folder, const WeightPart& part,
   return absl::OkStatus();
 }
 
+// Checkpoints of the bare model name its tensors without "model.".
+std::string PrefixOf(const SafetensorsFolder& folder) {
+  return folder.Find("embed_tokens.weight") != nullptr ? "" : kModelPrefix;
+}
+
 }  // namespace
 
 absl::StatusOr<ModelWeights> LoadWeights(const SafetensorsFolder& folder, const ModelConfig& config,
                                          const LoadWeightsOptions& options) {
   // Where a tied checkpoint has a head all the same, the head is used, as in transformers.
-  const bool has_lm_head = !config.tie_word_embeddings || folder.Find("lm_head.weight") != nullptr;
+  const bool has_lm_head =
+      folder.Find("lm_head.weight") != nullptr || !config.tie_word_embeddings.value_or(true);
   ModelWeights weights;
-  const WeightsLayout layout(config, options.plan, has_lm_head, weights);
+  const WeightsLayout layout(config, options.plan,
+                             {.has_lm_head = has_lm_head, .prefix = PrefixOf(folder)}, weights);
   int64_t all_elements = 0;
   for (const WeightPart& part : layout.parts()) {
     KVASIR_RETURN_IF_ERROR(CheckPart(folder, part));

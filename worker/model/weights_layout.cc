@@ -9,19 +9,19 @@ namespace kvasir::worker {
 using kernels::DType;
 using kernels::TensorView;
 
-WeightsLayout::WeightsLayout(const ModelConfig& config, const ShardPlan& plan, bool has_lm_head,
-                             ModelWeights& weights)
+WeightsLayout::WeightsLayout(const ModelConfig& config, const ShardPlan& plan,
+                             const CheckpointForm& form, ModelWeights& weights)
     : config_(config), plan_(plan) {
   const int64_t hidden = config.hidden_size;
-  AddMatrix("model.embed_tokens.weight", config.vocab_size, hidden, weights.embedding);
+  AddMatrix(form.prefix + "embed_tokens.weight", config.vocab_size, hidden, weights.embedding);
   weights.layers.resize(static_cast<size_t>(config.num_layers));
   for (int64_t i = 0; i < config.num_layers; ++i) {
-    const std::string prefix = absl::StrCat("model.layers.", i, ".");
+    const std::string prefix = absl::StrCat(form.prefix, "layers.", i, ".");
     AddAttention(prefix, weights.layers[static_cast<size_t>(i)]);
     AddMlp(prefix, weights.layers[static_cast<size_t>(i)]);
   }
-  AddVector("model.norm.weight", hidden, weights.final_norm);
-  if (has_lm_head) {
+  AddVector(form.prefix + "norm.weight", hidden, weights.final_norm);
+  if (form.has_lm_head) {
     Declare(weights.lm_head, {plan.vocab.size(), hidden});
     AddRows("lm_head.weight", {config.vocab_size, hidden}, plan.vocab, weights.lm_head, 0);
   }

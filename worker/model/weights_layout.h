@@ -25,10 +25,18 @@ struct WeightPart {
   int64_t target_row = 0;    // where the slice begins in the target
 };
 
+inline constexpr char kModelPrefix[] = "model.";
+
+// How a checkpoint differs from others of its model.
+struct CheckpointForm {
+  bool has_lm_head = true;            // else the head is the embedding
+  std::string prefix = kModelPrefix;  // before the names of all tensors but the head's
+};
+
 class WeightsLayout {
  public:
   // Targets get their shapes here and their memory later. The references outlive the layout.
-  WeightsLayout(const ModelConfig& config, const ShardPlan& plan, bool has_lm_head,
+  WeightsLayout(const ModelConfig& config, const ShardPlan& plan, const CheckpointForm& form,
                 ModelWeights& weights);
 
   const std::vector<WeightPart>& parts() const { return parts_; }

@@ -27,7 +27,7 @@ TEST(ShapesTest, HaveTheParametersOfTheirModels) {
     const ModelConfig config = LoadModelConfig("tests/model/shapes/" + name).value();
     ModelWeights weights;
     const ShardPlan plan = ShardPlan::Make(config, 0, 1).value();
-    const WeightsLayout layout(config, plan, /*has_lm_head=*/true, weights);
+    const WeightsLayout layout(config, plan, {}, weights);
     int64_t found = 0;
     for (const WeightPart& part : layout.parts()) found += part.slice.rows() * part.slice.cols();
     EXPECT_EQ(found, parameters) << name;

@@ -89,7 +89,7 @@ TEST(ModelConfig, ReadsLlama) {
   EXPECT_EQ(config.max_position_embeddings, 8192);
   EXPECT_EQ(config.rms_norm_eps, 1e-5);
   EXPECT_EQ(config.rope.theta, 500000.0);
-  EXPECT_TRUE(config.tie_word_embeddings);
+  EXPECT_EQ(config.tie_word_embeddings, true);
   EXPECT_FALSE(config.qkv_bias || config.output_bias || config.qk_norm);
   EXPECT_EQ(config.dtype, kernels::DType::kBFloat16);
   EXPECT_EQ(config.bos_token_id, 0);
@@ -104,7 +104,7 @@ TEST(ModelConfig, DefaultsAreThoseOfTransformers) {
   EXPECT_EQ(llama.num_kv_heads, 4);
   EXPECT_EQ(llama.head_dim, 16);
   EXPECT_EQ(llama.rope.theta, 10000.0);
-  EXPECT_FALSE(llama.tie_word_embeddings);
+  EXPECT_EQ(llama.tie_word_embeddings, std::nullopt);
   EXPECT_EQ(llama.dtype, std::nullopt);
   EXPECT_EQ(llama.bos_token_id, std::nullopt);
   EXPECT_TRUE(llama.eos_token_ids.empty());
@@ -131,7 +131,7 @@ TEST(ModelConfig, EosTokensOfGenerationConfigWin) {
   EXPECT_THAT(Parse(config, R"({"eos_token_id": 5})").eos_token_ids, ElementsAre(5));
   EXPECT_THAT(Parse(config, R"({"eos_token_id": [6, 5]})").eos_token_ids, ElementsAre(5, 6));
   for (const char* bad :
-       {"[]", "{", R"({"eos_token_id": 256})", R"({"eos_token_id": [1, -1]})",
+       {"[]", "{", R"({"eos_token_id": 256})", R"({"eos_token_id": [1, -2]})",
         R"({"eos_token_id": "1"})", R"({"eos_token_id": 18446744073709551615})"}) {
     const auto parsed = ParseModelConfig(config.dump(), bad);
     EXPECT_THAT(std::string(parsed.status().message()), HasSubstr("generation_config.json: "));
@@ -169,9 +169,8 @@ TEST(ModelConfig, SoundModelsThatAreNotServed) {
       {{{"num_experts", 8}}, "num_experts is 8, expected none"},
       {{{"num_local_experts", 8}}, "num_local_experts is 8"},
       {{{"n_routed_experts", 8}}, "n_routed_experts is 8"},
-      {{{"sliding_window", 4096}}, "sliding_window is 4096, expected none"},
-      {{{"layer_types", {"full_attention", "sliding_attention"}}}, "expected a list of full_atte"},
-      {{{"layer_types", "full_attention"}}, "expected a list of full_attention only"},
+      {{{"architectures", "absent"}, {"model_type", "mixtral"}},
+       "expected one of llama, qwen2, qw"},
       {{{"torch_dtype", "float8_e4m3fn"}}, "torch_dtype is \"float8_e4m3fn\", expected float32"},
       {{{"partial_rotary_factor", 0.5}}, "partial_rotary_factor is 0.5, expected 1"},
       {{{"rope_scaling", {{"rope_type", "longrope"}}}}, "rope_type is \"longrope\", expected one"},
@@ -185,10 +184,36 @@ TEST(ModelConfig, SoundModelsThatAreNotServed) {
     refusal.code = absl::StatusCode::kUnimplemented;
     ExpectRefused(With(Llama(), refusal.fields), refusal);
   }
-  ExpectRefused(Qwen("2", {{"use_sliding_window", true}}),
-                {{},
-                 "sliding_window is 4096, expected none: sliding-window attention is not",
-                 absl::StatusCode::kUnimplemented});
+  const std::vector<Refusal> of_qwen = {
+      {{{"use_sliding_window", true}},
+       "sliding_window is 4096, expected none, or at least max_position_embeddings"},
+      {{{"layer_types", {"full_attention", "sliding_attention"}}}, "expected a list of full_atte"},
+      {{{"layer_types", "full_attention"}}, "expected a list of full_attention only"},
+  };
+  for (Refusal refusal : of_qwen) {
+    refusal.code = absl::StatusCode::kUnimplemented;
+    ExpectRefused(Qwen("2", refusal.fields), refusal);
+  }
+}
+
+// Config files as they are found, in which transformers sees nothing odd.
+TEST(ModelConfig, OddFilesOfServedModels) {
+  const json bare = {{"architectures", "absent"}};
+  EXPECT_EQ(Parse(With(With(Llama(), bare), {{"model_type", "llama"}})).family,
+            ModelFamily::kLlama);
+  EXPECT_EQ(Parse(With(Qwen("3", bare), {{"model_type", "qwen3"}})).family, ModelFamily::kQwen3);
+  EXPECT_EQ(Parse(Qwen("2", {{"num_key_value_heads", nullptr}})).num_kv_heads, 4);
+  EXPECT_EQ(Parse(With(Llama(), {{"num_key_value_heads", nullptr}})).num_kv_heads, 4);
+  const ModelConfig no_tokens =
+      Parse(With(Llama(), {{"bos_token_id", -1}, {"eos_token_id", {-1, 7}}}));
+  EXPECT_EQ(no_tokens.bos_token_id, std::nullopt);
+  EXPECT_THAT(no_tokens.eos_token_ids, ElementsAre(7));
+  // The code of Llama has no sliding window; of the others one that holds every context is none.
+  Parse(With(Llama(), {{"sliding_window", 16}, {"layer_types", {"sliding_attention"}}}));
+  Parse(Qwen("2", {{"use_sliding_window", true}, {"sliding_window", nullptr}}));
+  Parse(Qwen("2", {{"use_sliding_window", true},
+                   {"sliding_window", 8192},
+                   {"layer_types", {"sliding_attention"}}}));
 }
 
 TEST(ModelConfig, ContradictionsAndNonsense) {
@@ -198,7 +223,8 @@ TEST(ModelConfig, ContradictionsAndNonsense) {
                        {"low_freq_factor", 1.0},
                        {"high_freq_factor", 4.0}};
   const std::vector<Refusal> refusals = {
-      {{{"architectures", "absent"}}, "architectures is missing, expected a list of one name"},
+      {{{"architectures", "absent"}, {"model_type", "absent"}},
+       "architectures is missing, expected a list of one name"},
       {{{"architectures", json::array()}}, "architectures is [], expected a list of one name"},
       {{{"architectures", {"LlamaForCausalLM", "x"}}}, "expected a list of one name"},
       {{{"architectures", {1}}}, "architectures is [1], expected a list of one name"},
@@ -217,8 +243,8 @@ TEST(ModelConfig, ContradictionsAndNonsense) {
       {{{"rope_theta", -1}}, "rope_theta is -1, expected a number from 2 to 1e+15"},
       {{{"rope_theta", true}}, "rope_theta is true, expected a number"},
       {{{"tie_word_embeddings", 1}}, "tie_word_embeddings is 1, expected true or false"},
-      {{{"bos_token_id", 256}}, "bos_token_id is 256, expected a whole number from 0 to 255"},
-      {{{"eos_token_id", -1}}, "eos_token_id is -1, expected at most 64 token ids from 0 to 255"},
+      {{{"bos_token_id", 256}}, "bos_token_id is 256, expected a whole number from -1 to 255"},
+      {{{"eos_token_id", -2}}, "eos_token_id is -2, expected at most 64 token ids from 0 to 255"},
       {{{"eos_token_id", std::vector<int>(65, 1)}}, "expected at most 64 token ids"},
       {{{"rope_scaling", 4}}, "config.json: rope_scaling: is 4, expected an object"},
       {{{"rope_scaling", {{"rope_type", 1}}}}, "rope_type is 1, expected a text"},
@@ -398,7 +424,7 @@ TEST(ModelConfig, CorpusIsAcceptedOrRefusedAsItsNamesSay) {
 TEST(LoadModelConfig, ReadsAFolderOfTransformers) {
   const auto config = LoadModelConfig(std::string(kTestData) + "/llama-tied");
   ASSERT_TRUE(config.ok()) << config.status();
-  EXPECT_TRUE(config->tie_word_embeddings);
+  EXPECT_EQ(config->tie_word_embeddings, true);
   EXPECT_EQ(config->head_dim, 16);
   EXPECT_EQ(config->dtype, kernels::DType::kBFloat16);
   EXPECT_THAT(config->eos_token_ids, ElementsAre(1));

@@ -1,8 +1,10 @@
 #include "worker/model/shard_plan.h"
 
+#include <cstdlib>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <set>
+#include <utility>
 
 namespace kvasir::worker {
 namespace {
@@ -77,6 +79,22 @@ TEST(ShardPlan, MoreRanksThanKvHeadsReplicateThem) {
   EXPECT_EQ(plan.query_heads.end, 6);
 }
 
+// 8,960 columns are 140 times 64, 190 are 95 times 2.
+TEST(ShardPlan, ColumnsThatRanksDoNotDivideAreSharedUnevenly) {
+  for (const auto& [columns, unit] : {std::pair<int64_t, int64_t>{8960, 64}, {190, 2}, {7, 1}}) {
+    const ModelConfig config = ConfigOf(6, 3, columns, 1000);
+    int64_t next = 0;
+    for (int64_t rank = 0; rank < 3; ++rank) {
+      const IndexRange part = ShardPlan::Make(config, rank, 3).value().intermediate;
+      EXPECT_EQ(part.begin, next);
+      EXPECT_EQ(part.begin % unit, 0);
+      EXPECT_LE(std::abs(part.size() - columns / 3), unit);
+      next = part.end;
+    }
+    EXPECT_EQ(next, columns);
+  }
+}
+
 TEST(ShardPlan, APlanThatDoesNotDivideIsRefusedWithTheNumbers) {
   EXPECT_THAT(Refusal(ConfigOf(32, 8, 192, 1000), 0, 3),
               HasSubstr("cannot be split over 3 ranks: it has 8 KV heads"));
@@ -84,7 +102,7 @@ TEST(ShardPlan, APlanThatDoesNotDivideIsRefusedWithTheNumbers) {
               HasSubstr("over 12 ranks: more than its 8 KV heads, so expected a multiple of 8"));
   EXPECT_THAT(Refusal(ConfigOf(6, 2, 192, 1000), 0, 4),
               HasSubstr("each KV head would lie on 2 ranks, but its query heads are 3"));
-  EXPECT_THAT(Refusal(ConfigOf(32, 8, 190, 1000), 0, 4), HasSubstr("intermediate_size is 190"));
+  EXPECT_THAT(Refusal(ConfigOf(32, 8, 3, 1000), 0, 4), HasSubstr("intermediate_size is 3"));
   EXPECT_THAT(Refusal(ConfigOf(32, 8, 192, 5), 0, 4),
               HasSubstr("with 2 of its 5 tokens each, the last rank has none"));
   EXPECT_THAT(Refusal(ConfigOf(32, 8, 192, 1000), 4, 4), HasSubstr("rank 4 of 4 ranks"));

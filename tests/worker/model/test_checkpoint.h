@@ -60,7 +60,9 @@ class TestCheckpoint {
       AddWeight(layer + "mlp.down_proj.weight", {hidden, config.intermediate_size});
     }
     AddWeight("model.norm.weight", {hidden});
-    if (!config.tie_word_embeddings) AddWeight("lm_head.weight", {config.vocab_size, hidden});
+    if (!config.tie_word_embeddings.value_or(false)) {
+      AddWeight("lm_head.weight", {config.vocab_size, hidden});
+    }
   }
 
   const std::vector<TestTensor>& tensors() const { return tensors_; }
@@ -74,6 +76,12 @@ class TestCheckpoint {
   void Add(TestTensor tensor) { tensors_.push_back(std::move(tensor)); }
   void Remove(const std::string& name) {
     tensors_.erase(tensors_.begin() + static_cast<int64_t>(IndexOf(name)));
+  }
+  // The same tensors under shorter names.
+  void DropPrefix(const std::string& prefix) {
+    for (TestTensor& tensor : tensors_) {
+      if (tensor.name.starts_with(prefix)) tensor.name.erase(0, prefix.size());
+    }
   }
   // REQUIRES: an F32 checkpoint.
   void Set(const std::string& name, int64_t row, int64_t col, float value) {

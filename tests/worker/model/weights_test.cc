@@ -120,9 +120,10 @@ void ExpectModel(const TestCheckpoint& checkpoint, const ModelConfig& config, co
   }
   ExpectRows(checkpoint, weights.final_norm.view, 0, "model.norm.weight", {0, config.hidden_size});
   ASSERT_EQ(weights.lm_head.view.dim(0), plan.vocab.size());
-  ExpectRows(checkpoint, weights.lm_head.view, 0,
-             config.tie_word_embeddings ? "model.embed_tokens.weight" : "lm_head.weight",
-             plan.vocab);
+  ExpectRows(
+      checkpoint, weights.lm_head.view, 0,
+      config.tie_word_embeddings.value_or(false) ? "model.embed_tokens.weight" : "lm_head.weight",
+      plan.vocab);
 }
 
 // 8 query heads over 2 KV heads: 4 and 8 ranks replicate KV heads; the vocabulary divides by none.
@@ -217,6 +218,7 @@ TEST_F(LoadWeightsTest, LargeTensorsAreReadInChunks) {
 TEST_F(LoadWeightsTest, EveryTensorIsCheckedOnEveryRank) {
   ModelConfig config = TinyModel();
   config.num_layers = 1;
+  config.tie_word_embeddings = false;
   config.qkv_bias = config.output_bias = config.qk_norm = true;
   const TestCheckpoint whole(config, "BF16");
   for (const TestTensor& tensor : whole.tensors()) {
@@ -241,8 +243,35 @@ TEST_F(LoadWeightsTest, EveryTensorIsCheckedOnEveryRank) {
   }
 }
 
-TEST_F(LoadWeightsTest, AMissingHeadHintsAtTiedEmbeddings) {
+TEST_F(LoadWeightsTest, WithoutAWordAboutTyingTheCheckpointTells) {
   const ModelConfig config = TinyModel();
+  TestCheckpoint checkpoint(config, "BF16");
+  Write(checkpoint);
+  const auto own = Load(config, 0, 1);
+  ASSERT_TRUE(own.ok()) << own.status();
+  ExpectRows(checkpoint, own->lm_head.view, 0, "lm_head.weight", {0, config.vocab_size});
+  checkpoint.Remove("lm_head.weight");
+  Write(checkpoint);
+  const auto tied = Load(config, 0, 1);
+  ASSERT_TRUE(tied.ok()) << tied.status();
+  EXPECT_EQ(tied->lm_head.view.data(), tied->embedding.view.data());
+}
+
+TEST_F(LoadWeightsTest, ACheckpointOfTheBareModelHasShorterNames) {
+  ModelConfig config = TinyModel();
+  config.tie_word_embeddings = true;
+  const TestCheckpoint whole(config, "BF16");
+  TestCheckpoint bare = whole;
+  bare.DropPrefix("model.");
+  Write(bare);
+  const auto weights = Load(config, 1, 2);
+  ASSERT_TRUE(weights.ok()) << weights.status();
+  ExpectModel(whole, config, ShardPlan::Make(config, 1, 2).value(), *weights);
+}
+
+TEST_F(LoadWeightsTest, AMissingHeadHintsAtTiedEmbeddings) {
+  ModelConfig config = TinyModel();
+  config.tie_word_embeddings = false;
   TestCheckpoint checkpoint(config, "BF16");
   checkpoint.Remove("lm_head.weight");
   Write(checkpoint);
