@@ -23,13 +23,12 @@ absl::Status CheckTokenIds(absl::string_view field,
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::vector<int32_t>> Encode(const std::string& text, const ServedModel& model,
-                                            int64_t max_tokens) {
+absl::StatusOr<std::vector<int32_t>> Encode(const v1::GenerateRequest& request,
+                                            const ServedModel& model, int64_t max_tokens) {
+  const std::string& text = request.text();
   KVASIR_RETURN_IF_ERROR(CheckPromptLength(text.empty() ? 0 : 1, max_tokens, model.max_model_len));
   absl::StatusOr<std::vector<int32_t>> ids =
-      model.tokenizer.Encode(text, {.add_special_tokens = true,
-                                    .special_token_text = SpecialTokenText::kParse,
-                                    .max_tokens = model.max_model_len - max_tokens});
+      model.tokenizer.Encode(text, EncodingOf(request, model.max_model_len - max_tokens));
   if (!ids.ok()) {
     return absl::Status(
         ids.status().code(),
@@ -48,12 +47,22 @@ absl::StatusOr<std::vector<int32_t>> Encode(const std::string& text, const Serve
   return ids;
 }
 
+absl::Status CheckNothingOfText(const v1::GenerateRequest& request) {
+  if (!request.has_add_special_tokens() && !request.has_parse_special_tokens()) {
+    return absl::OkStatus();
+  }
+  return absl::InvalidArgumentError(absl::StrCat(
+      request.has_add_special_tokens() ? "add_special_tokens" : "parse_special_tokens",
+      " is set beside token_ids; it says how text becomes tokens: drop it, or send text"));
+}
+
 absl::StatusOr<std::vector<int32_t>> ParsePrompt(const v1::GenerateRequest& request,
                                                  const ServedModel& model, int64_t max_tokens) {
   switch (request.input_case()) {
     case v1::GenerateRequest::kText:
-      return Encode(request.text(), model, max_tokens);
+      return Encode(request, model, max_tokens);
     case v1::GenerateRequest::kTokenIds: {
+      KVASIR_RETURN_IF_ERROR(CheckNothingOfText(request));
       const auto& ids = request.token_ids().ids();
       KVASIR_RETURN_IF_ERROR(CheckPromptLength(ids.size(), max_tokens, model.max_model_len));
       KVASIR_RETURN_IF_ERROR(CheckTokenIds("token_ids.ids", ids, model.vocab_size));

@@ -40,6 +40,15 @@ struct ParsedRequest {
   SpecialTokens special_tokens = SpecialTokens::kSkip;
 };
 
+// How the text of a GenerateRequest or a TokenizeRequest becomes tokens.
+template <typename TextRequest>
+EncodeOptions EncodingOf(const TextRequest& request, int64_t max_tokens) {
+  const bool parses = !request.has_parse_special_tokens() || request.parse_special_tokens();
+  return {.add_special_tokens = !request.has_add_special_tokens() || request.add_special_tokens(),
+          .special_token_text = parses ? SpecialTokenText::kParse : SpecialTokenText::kPlainText,
+          .max_tokens = max_tokens};
+}
+
 // INVALID_ARGUMENT naming the field, what it is and what it may be. `seed` is used when the request
 // has none.
 absl::StatusOr<ParsedRequest> ParseRequest(const v1::GenerateRequest& request,

@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 
 #include "coordinator/limits.h"
+#include "coordinator/parse_request.h"
 #include "coordinator/server_info.h"
 #include "kernels/base/status_macros.h"
 #include "proto/grpc_status.h"
@@ -28,11 +29,8 @@ grpc::ServerUnaryReactor* Answer(grpc::CallbackServerContext* context, const abs
 absl::Status TokenizeText(const v1::TokenizeRequest& request, const Tokenizer& tokenizer,
                           v1::TokenizeResponse& response) {
   KVASIR_RETURN_IF_ERROR(CheckLimits("", request));
-  KVASIR_ASSIGN_OR_RETURN(
-      const std::vector<int32_t> ids,
-      tokenizer.Encode(request.text(), {.add_special_tokens = !request.has_add_special_tokens() ||
-                                                              request.add_special_tokens(),
-                                        .max_tokens = kMaxContextTokens}));
+  KVASIR_ASSIGN_OR_RETURN(const std::vector<int32_t> ids,
+                          tokenizer.Encode(request.text(), EncodingOf(request, kMaxContextTokens)));
   response.mutable_token_ids()->Assign(ids.begin(), ids.end());
   return absl::OkStatus();
 }

@@ -54,6 +54,20 @@ TEST_F(ParseRequestTest, UnsetFieldsHaveTheirDocumentedDefaults) {
   EXPECT_EQ(parsed->stop_text, StopMatcher::StopText::kExclude);
 }
 
+TEST_F(ParseRequestTest, SpecialTokensAreAddedAndParsedUnlessSwitchedOff) {
+  v1::GenerateRequest request = Text("a</s>");
+  EXPECT_THAT(Parse(request)->prompt, ElementsAre(256, 'a', 257, 257));
+  request.set_parse_special_tokens(false);
+  EXPECT_EQ(Parse(request)->prompt.size(), 3 + std::string("</s>").size());
+  request.set_add_special_tokens(false);
+  const std::vector<int32_t> plain = Parse(request)->prompt;
+  EXPECT_EQ(std::string(plain.begin(), plain.end()), "a</s>");
+  request.mutable_token_ids()->add_ids(1);
+  ExpectInvalid(request, "add_special_tokens is set beside token_ids");
+  request.clear_add_special_tokens();
+  ExpectInvalid(request, "parse_special_tokens is set beside token_ids");
+}
+
 TEST_F(ParseRequestTest, BeyondTheTrainedWindowOnlySparsePoliciesAreTaken) {
   model_.trained_window = 50;
   v1::GenerateRequest request = Text(std::string(40, 'a'));
