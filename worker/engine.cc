@@ -131,7 +131,7 @@ absl::Status Engine::Init(std::unique_ptr<kvstore::Tier> below) {
       activations_,
       Activations::Create(model_.backend(), model_.activation_sizes(options_.max_num_batched_tokens,
                                                                     options_.max_num_seqs)));
-  return absl::OkStatus();
+  return model_.WarmUp(activations_, options_.max_num_batched_tokens);
 }
 
 // One object per shape: policies that differ in numbers only share it, for numbers come with the

@@ -14,14 +14,14 @@
 #include <vector>
 
 #include "kernels/base/status_macros.h"
-#include "worker/backend/backend.h"
+#include "tests/support/forwarding_backend.h"
 
 namespace kvasir::worker {
 
-class SyntheticKvBackend final : public Backend {
+class SyntheticKvBackend final : public ForwardingBackend {
  public:
   // `inner` outlives it.
-  explicit SyntheticKvBackend(Backend& inner) : Backend(inner.executor()), inner_(inner) {}
+  explicit SyntheticKvBackend(Backend& inner) : ForwardingBackend(inner) {}
 
   // Between steps: whether the next ones are filled. They must be of prompts, and sample nothing.
   void set_filling(bool filling) { filling_ = filling; }
@@ -38,10 +38,9 @@ class SyntheticKvBackend final : public Backend {
   const kernels::PagedKv& kv() const { return *kv_; }
 
   bool RunsAhead() const override { return false; }
-  bool IsOver() const override { return inner_.IsOver(); }
   absl::StatusOr<bool> BeginStep(const StepInputs& step) override {
     kv_ = step.kv;
-    KVASIR_ASSIGN_OR_RETURN(const bool wants_ops, inner_.BeginStep(step));
+    KVASIR_ASSIGN_OR_RETURN(const bool wants_ops, inner().BeginStep(step));
     times_.begun = std::chrono::steady_clock::now();
     if (!filling_) return wants_ops;
     KVASIR_RETURN_IF_ERROR(Fill(step.batch, step.kv.layout));
@@ -49,70 +48,22 @@ class SyntheticKvBackend final : public Backend {
   }
   absl::Status EndStep(const StepOutputs& outputs) override {
     times_.ending = std::chrono::steady_clock::now();
-    return inner_.EndStep(outputs);
+    return inner().EndStep(outputs);
   }
   // What the step computed is nothing, but its KV is sound.
   absl::Status Collect(StepResult& result) override {
-    KVASIR_RETURN_IF_ERROR(inner_.Collect(result));
+    KVASIR_RETURN_IF_ERROR(inner().Collect(result));
     times_.ended = std::chrono::steady_clock::now();
     if (filling_) result.row_is_finite.assign(result.row_is_finite.size(), 1);
     return absl::OkStatus();
   }
 
-  std::string name() const override { return inner_.name(); }
-  absl::Status CheckModel(const TransformerOptions& model, kernels::DType dtype) const override {
-    return inner_.CheckModel(model, dtype);
-  }
-  absl::Status CheckPolicies(std::span<const v1::SparsityPolicy> policies,
-                             int64_t num_ranks) const override {
-    return inner_.CheckPolicies(policies, num_ranks);
-  }
-  absl::StatusOr<Memory> Allocate(int64_t bytes) override { return inner_.Allocate(bytes); }
-  absl::StatusOr<std::unique_ptr<kvstore::PageResidency>> MakeResidency(
-      const kvstore::ResidencyOptions& options) override {
-    return inner_.MakeResidency(options);
-  }
-  absl::Status FillRandom(const kernels::RandomFillParams& params) override {
-    return inner_.FillRandom(params);
-  }
-  absl::StatusOr<Tensor> Place(Tensor weight) override { return inner_.Place(std::move(weight)); }
-  absl::StatusOr<std::unique_ptr<Linear>> MakeLinear(
-      std::span<const kernels::PackedLinear::Part> parts,
-      const kernels::PackedLinear::Options& options) override {
-    return inner_.MakeLinear(parts, options);
-  }
-  absl::StatusOr<std::unique_ptr<Rope>> MakeRope(const RopeFrequencies& frequencies,
-                                                 const KeyForm& form) override {
-    return inner_.MakeRope(frequencies, form);
-  }
-  absl::Status JoinRanks(Collective& ranks) override { return inner_.JoinRanks(ranks); }
-  absl::StatusOr<std::unique_ptr<kernels::RememberedSelections>> Remember(
-      const kernels::MemoryNeeds& needs) override {
-    return inner_.Remember(needs);
-  }
-  absl::Status EmbedTokens(const kernels::TensorView& table,
-                           const kernels::TensorView& y) override {
-    return inner_.EmbedTokens(table, y);
-  }
-  absl::Status TakeSampled(const kernels::TensorView& x, const kernels::TensorView& y) override {
-    return inner_.TakeSampled(x, y);
-  }
-  absl::Status AppendHeads(const kernels::LayerHeads& heads) override {
-    return inner_.AppendHeads(heads);
-  }
   absl::Status Select(const LayerQueries& queries) override {
-    return inner_.Select(Replaced(queries));
+    return inner().Select(Replaced(queries));
   }
   absl::Status Attend(const LayerQueries& queries, const kernels::TensorView& out) override {
-    return inner_.Attend(Replaced(queries), out);
+    return inner().Attend(Replaced(queries), out);
   }
-  absl::Status AddOverRanks(const kernels::TensorView& x, const kernels::TensorView& y) override {
-    return inner_.AddOverRanks(x, y);
-  }
-  absl::Status GatherColumns(const RankColumns& columns) override {
-    return inner_.GatherColumns(columns);
-  }
-  absl::Status Sample(const kernels::TensorView& logits) override { return inner_.Sample(logits); }
 
  private:
   LayerQueries Replaced(LayerQueries queries) const {
@@ -128,8 +79,8 @@ class SyntheticKvBackend final : public Backend {
     const int64_t width = layout.num_kv_heads * layout.head_dim;
     const int64_t bytes = 2 * tokens * width * static_cast<int64_t>(DTypeSize(layout.dtype));
     if (bytes > heads_.size_bytes()) {
-      KVASIR_ASSIGN_OR_RETURN(heads_, inner_.Allocate(bytes));
-      KVASIR_ASSIGN_OR_RETURN(room_, inner_.Allocate(bytes));
+      KVASIR_ASSIGN_OR_RETURN(heads_, inner().Allocate(bytes));
+      KVASIR_ASSIGN_OR_RETURN(room_, inner().Allocate(bytes));
     }
     const auto view = [&](std::byte* data, int64_t num_heads) {
       return kernels::TensorView(data, layout.dtype, {tokens, num_heads, layout.head_dim},
@@ -138,19 +89,18 @@ class SyntheticKvBackend final : public Backend {
     for (int64_t layer = 0; layer < layout.num_layers; ++layer) {
       const kernels::TensorView kv(heads_.data(), layout.dtype, {tokens, 2 * width},
                                    heads_.device());
-      KVASIR_RETURN_IF_ERROR(inner_.FillRandom(
+      KVASIR_RETURN_IF_ERROR(inner().FillRandom(
           {.y = kv, .seed = ++fills_, .spread = std::sqrt(3.0), .width = 2 * width}));
       KVASIR_RETURN_IF_ERROR(
-          inner_.AppendHeads({.layer = layer,
-                              .qkv = kv,
-                              .q = view(room_.data(), 0),
-                              .k = view(room_.data(), layout.num_kv_heads),
-                              .v = view(room_.data() + bytes / 2, layout.num_kv_heads)}));
+          inner().AppendHeads({.layer = layer,
+                               .qkv = kv,
+                               .q = view(room_.data(), 0),
+                               .k = view(room_.data(), layout.num_kv_heads),
+                               .v = view(room_.data() + bytes / 2, layout.num_kv_heads)}));
     }
     return absl::OkStatus();
   }
 
-  Backend& inner_;
   bool filling_ = false;
   StepTimes times_;
   std::vector<kernels::TensorView> queries_;

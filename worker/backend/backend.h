@@ -157,6 +157,10 @@ class Backend {
 
   // --- a step: BeginStep, ops that depend on nothing but its shape, EndStep, Collect ---
 
+  // Whether ops take much longer when they are used for the first time, with so many tokens as
+  // never before: a worker then uses them before it serves.
+  virtual bool StartsSlowly() const = 0;
+
   // Whether a step may begin before the one before it is collected, one and no more. Then tokens of
   // its batch may be fed by that one (StepBatch::fed_by), wherever they are sampled.
   virtual bool RunsAhead() const = 0;

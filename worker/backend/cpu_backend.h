@@ -52,6 +52,7 @@ class CpuBackend final : public Backend {
     return kernels::MakeSelectionMemory(needs);
   }
 
+  bool StartsSlowly() const override { return false; }
   bool RunsAhead() const override { return false; }
   absl::StatusOr<bool> BeginStep(const StepInputs& step) override;
   absl::Status EmbedTokens(const kernels::TensorView& table, const kernels::TensorView& y) override;

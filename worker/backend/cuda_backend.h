@@ -51,6 +51,7 @@ class CudaBackend final : public Backend {
 
   // Not beside other ranks: behind kernels that wait for one that is gone, the queue of launches
   // may fill up, and a launch wait without bound.
+  bool StartsSlowly() const override { return true; }
   bool RunsAhead() const override { return ranks_ == nullptr; }
   absl::StatusOr<bool> BeginStep(const StepInputs& step) override;
   absl::Status EmbedTokens(const kernels::TensorView& table, const kernels::TensorView& y) override;

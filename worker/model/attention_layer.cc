@@ -54,14 +54,25 @@ absl::Status AttentionLayer::Run(const StepContext& step, LinearParams output) c
   return output_->Run(output);
 }
 
+absl::Status AttentionLayer::WarmUp(const Activations& a, int64_t tokens,
+                                    LinearParams output) const {
+  KVASIR_RETURN_IF_ERROR(Project(a, tokens));
+  output.x = a.attended.Rows(tokens);
+  return output_->Run(output);
+}
+
+absl::Status AttentionLayer::Project(const Activations& a, int64_t tokens) const {
+  return qkv_->Run({.x = a.residual.Rows(tokens),
+                    .norm = input_norm_.view,
+                    .epsilon = options_.norm_epsilon,
+                    .y = a.qkv.Rows(tokens),
+                    .normed = a.normed.Rows(tokens)});
+}
+
 absl::Status AttentionLayer::ProjectAndAppend(const StepContext& step) const {
   const Activations& a = step.activations;
   const int64_t tokens = step.batch.num_tokens();
-  KVASIR_RETURN_IF_ERROR(qkv_->Run({.x = a.residual.Rows(tokens),
-                                    .norm = input_norm_.view,
-                                    .epsilon = options_.norm_epsilon,
-                                    .y = a.qkv.Rows(tokens),
-                                    .normed = a.normed.Rows(tokens)}));
+  KVASIR_RETURN_IF_ERROR(Project(a, tokens));
   return step.backend.AppendHeads({.layer = options_.layer,
                                    .qkv = a.qkv.Rows(tokens),
                                    .q_norm = q_norm_.view,

@@ -44,12 +44,16 @@ class AttentionLayer {
                                                const AttentionLayerOptions& options,
                                                Backend& backend);
 
+  // The layer's products alone, of `tokens` rows: Transformer::WarmUp. `output` as for Run.
+  absl::Status WarmUp(const Activations& a, int64_t tokens, kernels::LinearParams output) const;
+
   // The output projection of attention(norm(residual)): `output` is all of its call but x.
   absl::Status Run(const StepContext& step, kernels::LinearParams output) const;
 
  private:
   explicit AttentionLayer(const AttentionLayerOptions& options) : options_(options) {}
 
+  absl::Status Project(const Activations& a, int64_t tokens) const;
   absl::Status ProjectAndAppend(const StepContext& step) const;
   // The query heads that selections of this step are made from.
   absl::StatusOr<kernels::TensorView> SelectionQueries(const StepContext& step) const;

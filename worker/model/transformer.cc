@@ -1,5 +1,6 @@
 #include "worker/model/transformer.h"
 
+#include <algorithm>
 #include <span>
 #include <utility>
 
@@ -94,6 +95,19 @@ ActivationSizes Transformer::activation_sizes(int64_t max_tokens, int64_t max_lo
           .max_logits_rows = max_logits_rows};
 }
 
+absl::Status Transformer::WarmUp(const Activations& activations, int64_t max_tokens) const {
+  constexpr int64_t kFewestTokens = 16;
+  if (!backend_.StartsSlowly() || layers_.empty()) return absl::OkStatus();
+  const Layer& layer = layers_.front();  // the others have the same shapes
+  for (int64_t tokens = std::min(kFewestTokens, max_tokens);; tokens *= 2) {
+    tokens = std::min(tokens, max_tokens);
+    KVASIR_RETURN_IF_ERROR(
+        layer.attention.WarmUp(activations, tokens, ToResidual(activations, tokens)));
+    KVASIR_RETURN_IF_ERROR(RunMlp(activations, tokens, layer));
+    if (tokens == max_tokens) return absl::OkStatus();
+  }
+}
+
 absl::Status Transformer::Forward(const ForwardParams& params) {
   const Activations& a = params.activations;
   const int64_t tokens = params.batch.num_tokens();
@@ -121,15 +135,14 @@ absl::Status Transformer::Compute(const ForwardParams& params, const TensorView&
 absl::Status Transformer::RunLayer(const ForwardParams& params, const Layer& layer) const {
   const StepContext step = {
       .batch = params.batch, .activations = params.activations, .backend = backend_};
-  KVASIR_RETURN_IF_ERROR(layer.attention.Run(step, ToResidual(params)));
+  KVASIR_RETURN_IF_ERROR(
+      layer.attention.Run(step, ToResidual(params.activations, params.batch.num_tokens())));
   KVASIR_RETURN_IF_ERROR(AddSummands(params));
-  KVASIR_RETURN_IF_ERROR(RunMlp(params, layer));
+  KVASIR_RETURN_IF_ERROR(RunMlp(params.activations, params.batch.num_tokens(), layer));
   return AddSummands(params);
 }
 
-absl::Status Transformer::RunMlp(const ForwardParams& params, const Layer& layer) const {
-  const Activations& a = params.activations;
-  const int64_t tokens = params.batch.num_tokens();
+absl::Status Transformer::RunMlp(const Activations& a, int64_t tokens, const Layer& layer) const {
   KVASIR_RETURN_IF_ERROR(layer.gate_up->Run({.x = a.residual.Rows(tokens),
                                              .norm = layer.post_attention_norm.view,
                                              .epsilon = norm_epsilon(),
@@ -137,14 +150,12 @@ absl::Status Transformer::RunMlp(const ForwardParams& params, const Layer& layer
                                              .y = a.gated.Rows(tokens),
                                              .normed = a.normed.Rows(tokens),
                                              .product = a.gate_up.Rows(tokens)}));
-  LinearParams down = ToResidual(params);
+  LinearParams down = ToResidual(a, tokens);
   down.x = a.gated.Rows(tokens);
   return layer.down->Run(down);
 }
 
-LinearParams Transformer::ToResidual(const ForwardParams& params) const {
-  const Activations& a = params.activations;
-  const int64_t tokens = params.batch.num_tokens();
+LinearParams Transformer::ToResidual(const Activations& a, int64_t tokens) const {
   if (is_parallel()) return {.x = {}, .y = a.partial.Rows(tokens)};
   return {.x = {},
           .after = LinearParams::After::kAdd,

@@ -67,6 +67,10 @@ class Transformer {
                                                              const TransformerOptions& options,
                                                              Backend& backend);
 
+  // Where the backend starts slowly, uses linear layers with row counts up to `max_tokens`, so that
+  // no request pays for it. The activations may hold anything, and are overwritten.
+  absl::Status WarmUp(const Activations& activations, int64_t max_tokens) const;
+
   // An error leaves the KV of the step undefined and the collective, perhaps, broken.
   absl::Status Forward(const ForwardParams& params);
 
@@ -91,10 +95,10 @@ class Transformer {
   // Embedding, layers and output head.
   absl::Status Compute(const ForwardParams& params, const kernels::TensorView& logits) const;
   absl::Status RunLayer(const ForwardParams& params, const Layer& layer) const;
-  absl::Status RunMlp(const ForwardParams& params, const Layer& layer) const;
+  absl::Status RunMlp(const Activations& a, int64_t tokens, const Layer& layer) const;
   // A product that is added to the residual, but for its x: at once, or as this rank's summand
-  // that AddSummands adds behind it.
-  kernels::LinearParams ToResidual(const ForwardParams& params) const;
+  // that AddSummands adds after it.
+  kernels::LinearParams ToResidual(const Activations& a, int64_t tokens) const;
   absl::Status AddSummands(const ForwardParams& params) const;
   float norm_epsilon() const { return static_cast<float>(options_.config.rms_norm_eps); }
   absl::Status ComputeLogits(const ForwardParams& params, const kernels::TensorView& logits) const;
