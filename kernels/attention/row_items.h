@@ -144,9 +144,11 @@ KVASIR_HOST_DEVICE inline bool IsAnotherPage(const RowItems& items, const Select
 
 // How a decode row is cut into units of parallel work: so that the rows of one sequence are about
 // as many units as a GPU has multiprocessors. Unit u of n takes the items u, u + n, u + 2n, ...:
-// where a list is dense here and thin there, every unit has its share of both. The cut depends on
-// nothing that differs from batch to batch.
+// where a list is dense here and thin there, every unit has its share of both. A unit costs as much
+// as a few items besides its own, so it has so many at least, but in a row's last share. The cut
+// depends on nothing that differs from batch to batch.
 inline constexpr int64_t kDecodeUnitsOfSequence = 128;
+inline constexpr int64_t kDecodeUnitItems = 4;
 
 KVASIR_HOST_DEVICE inline int64_t MaxDecodeUnits(int64_t num_kv_heads) {
   return num_kv_heads >= kDecodeUnitsOfSequence ? 1 : kDecodeUnitsOfSequence / num_kv_heads;
@@ -154,7 +156,8 @@ KVASIR_HOST_DEVICE inline int64_t MaxDecodeUnits(int64_t num_kv_heads) {
 KVASIR_HOST_DEVICE inline int64_t NumDecodeUnits(int64_t num_items, int64_t num_kv_heads) {
   const int64_t units = MaxDecodeUnits(num_kv_heads);
   if (num_items == 0) return 1;  // it has nothing to attend to, and its result is that
-  return num_items < units ? num_items : units;
+  const int64_t worth = (num_items + kDecodeUnitItems - 1) / kDecodeUnitItems;
+  return worth < units ? worth : units;
 }
 
 }  // namespace kvasir::kernels

@@ -1,5 +1,7 @@
 // The engine on a GPU against the engine on the CPU: the same requests over a reference model, the
-// logits that tokens are sampled from, the tokens, and what was attended to.
+// logits that tokens are sampled from, the tokens, and what was attended to. Where a selection
+// hangs on a near tie, one of its sides may be another than on the CPU: then the CPU's own logits
+// must move as far when attention is rounded otherwise.
 #include <algorithm>
 #include <cmath>
 #include <cuda_runtime_api.h>
@@ -31,6 +33,10 @@ constexpr int64_t kAnswer = 16;
 constexpr int64_t kSlots = 16;
 constexpr int64_t kChunk = 256;  // of a prompt in a step
 constexpr int64_t kContext = 16384;
+// How often the CPU rounds otherwise, and how far beyond the CPU's own differences the GPU's may
+// be.
+constexpr uint64_t kRoundings = 8;
+constexpr float kBeyondRounding = 1.5f;
 
 v1::SparsityPolicy MakeInfiniteHip() {
   v1::SparsityPolicy policy = MakePolicy("infinitehip", "infinitehip");
@@ -150,6 +156,7 @@ class CudaEngineTest : public testing::Test {
                                                          .grouped = grouped,
                                                          .num_threads = 4,
                                                          .device = device,
+                                                         .can_round = device == "cpu",
                                                          .edit_weights = {}});
   }
   void SetUp() override {
@@ -193,6 +200,31 @@ class CudaEngineTest : public testing::Test {
     return run;
   }
 
+  // For each token of the answer the largest difference of the CPU's logits when its attention is
+  // rounded otherwise, as far as the answers are the same.
+  static std::vector<float> DifferencesByRounding(TestModel& cpu, const TestRequest& request,
+                                                  const EngineOptions& options) {
+    const auto serve = [&](uint64_t seed) {
+      cpu.rounding().set_seed(seed);
+      return Serve(cpu, {request}, /*num_slots=*/1, options);
+    };
+    const Run exact = serve(0);
+    std::vector<float> largest(kAnswer);
+    for (uint64_t seed = 1; seed <= kRoundings; ++seed) {
+      const Run rounded = serve(seed);
+      for (size_t i = 0; i < largest.size(); ++i) {
+        const std::pair<int64_t, int64_t> place = {
+            0, std::ssize(request.prompt) - 1 + static_cast<int64_t>(i)};
+        LogitsDifference difference;
+        difference.Add(exact.logits.at(place), rounded.logits.at(place));
+        largest[i] = std::max(largest[i], difference.largest);
+        if (exact.results[0].tokens[i] != rounded.results[0].tokens[i]) break;
+      }
+    }
+    cpu.rounding().set_seed(0);
+    return largest;
+  }
+
   // Up to the first token that is another: from there on the two read different texts.
   static void ExpectAlike(const std::vector<TestRequest>& requests, int64_t num_slots = kSlots) {
     ExpectAlike(models_, requests, num_slots, kTolerance);
@@ -210,14 +242,23 @@ class CudaEngineTest : public testing::Test {
     for (size_t r = 0; r < requests.size(); ++r) {
       SCOPED_TRACE(testing::Message() << "request " << r);
       ASSERT_TRUE(gpu.results[r].status.ok()) << gpu.results[r].status;
+      std::vector<float> by_rounding;
       for (int64_t i = 0; i < kAnswer; ++i) {
         const std::pair<int64_t, int64_t> place = {static_cast<int64_t>(r) % num_slots,
                                                    std::ssize(requests[r].prompt) - 1 + i};
         LogitsDifference difference;
         difference.Add(cpu.logits.at(place), gpu.logits.at(place));
         // Where a list has another token than on the CPU, so it has in the steps that it serves.
-        const float allowed = tolerance * (Reuses(requests[r].policy) ? 2 : 1);
-        EXPECT_LE(difference.largest, allowed * difference.scale) << "token " << i;
+        const float allowed = difference.scale * tolerance * (Reuses(requests[r].policy) ? 2 : 1);
+        if (difference.largest > allowed) {
+          if (by_rounding.empty()) {
+            by_rounding = DifferencesByRounding(*models[0], requests[r], options);
+          }
+          const float own = by_rounding[static_cast<size_t>(i)];
+          std::cout << "request " << r << ", token " << i << ": " << difference.largest << " where "
+                    << allowed << " is allowed; the CPU rounded otherwise " << own << std::endl;
+          EXPECT_LE(difference.largest, kBeyondRounding * own) << "token " << i;
+        }
         ++compared;
         const size_t at = static_cast<size_t>(i);
         if (cpu.results[r].tokens[at] == gpu.results[r].tokens[at]) continue;

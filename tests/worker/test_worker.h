@@ -13,6 +13,7 @@
 #include "gtest/gtest.h"
 
 #include "proto/selector_field.h"
+#include "tests/support/rounding_backend.h"
 #include "tests/worker/test_coordinator.h"
 #include "worker/backend/make_backend.h"
 #include "worker/engine.h"
@@ -157,6 +158,8 @@ struct TestWorkerOptions {
   kernels::GroupedPositions grouped = {};
   int num_threads = 1;
   std::string device = "cpu";
+  // Attention can be rounded otherwise (TestModel::rounding): for bfloat16 on a CPU.
+  bool can_round = false;
   // Called on the weights before they are packed.
   std::function<void(ModelWeights&)> edit_weights;
 };
@@ -180,15 +183,17 @@ class TestModel {
                                         .max_model_len = options.max_model_len,
                                         .extension = options.extension,
                                         .grouped = options.grouped},
-                                       *backend_)
+                                       options.can_round ? rounding_ : *backend_)
                        .value();
   }
 
   Transformer& transformer() { return *transformer_; }
+  RoundingBackend& rounding() { return rounding_; }
 
  private:
   ThreadPool executor_;
   std::unique_ptr<Backend> backend_;
+  RoundingBackend rounding_{*backend_};
   std::unique_ptr<Transformer> transformer_;
 };
 

@@ -139,6 +139,12 @@ TEST(RowItems, EveryUnitHasAnItemAndTheyStayWithinTheLimit) {
       EXPECT_GE(units, 1) << items;
       EXPECT_LE(units, MaxDecodeUnits(kv_heads)) << items;
       EXPECT_LE(units, items);
+      if (units < MaxDecodeUnits(kv_heads)) {
+        EXPECT_LE(items, units * kDecodeUnitItems);
+      }
+      if (units > 1) {
+        EXPECT_GE(items, (units - 1) * kDecodeUnitItems);
+      }
     }
   }
 }
