@@ -2,8 +2,11 @@
 // CLOCK's hand stops) is done by one block of threads, a window of entries at a time: each thread
 // looks at one entry, a sum over the threads gives it its place, and what lies behind the last
 // wanted entry is left as it was. So the state is that of residency_cpu.cc, whatever runs when.
+#include <algorithm>
+
 #include "kernels/base/block_sums.cuh"
 #include "kernels/base/cuda_status.h"
+#include "kernels/base/status_macros.h"
 #include "kernels/base/warp.cuh"
 #include "kernels/paged/residency_cuda.h"
 
@@ -17,8 +20,9 @@ constexpr int kLaneLoads = 8;  // of 16 bytes, in flight
 constexpr int64_t kPieceBytes = kWarpThreads * kLaneLoads * 16;
 constexpr int kFillBlocks = 32;  // of kFillThreads: 512 KiB in flight, on few multiprocessors
 constexpr int kFillThreads = 128;
-constexpr int kToHostBlocks = 256;  // of kToHostThreads
-constexpr int kToHostThreads = 128;
+constexpr int kWideBlocks = 256;  // where all multiprocessors are to be had
+constexpr int kGatherThreads = 128;
+constexpr int kMostGathered = 16;  // rows
 
 struct OrderMemory {
   uint64_t sums[kThreads / kWarpThreads];
@@ -353,16 +357,23 @@ __global__ void __launch_bounds__(kFillThreads)
   }
 }
 
-__global__ void ToHostKernel(const __grid_constant__ ResidencyState s, const int32_t* rows,
-                             int64_t num_rows) {
+struct GatheredRows {
+  int32_t rows[kMostGathered];
+};
+
+// A page that is not in the device tier is the one that its extent has.
+__global__ void GatherKernel(const __grid_constant__ ResidencyState s,
+                             const __grid_constant__ GatheredRows from, int64_t num_rows,
+                             std::byte* to) {
   const int64_t pieces = NumPieces(s);
   const int64_t units = num_rows * s.shape.pages_per_row * pieces;
   for (int64_t unit = FirstUnit(); unit < units; unit += UnitStride()) {
     const int64_t i = unit / pieces;
     const int64_t page =
-        rows[i / s.shape.pages_per_row] * s.shape.pages_per_row + i % s.shape.pages_per_row;
-    if (s.pages[page].tier() != PageTier::kDevice) continue;
-    CopyPiece(s.pages[page].page(), s.shape.host_page(page), unit % pieces, s.shape.page_bytes);
+        from.rows[i / s.shape.pages_per_row] * s.shape.pages_per_row + i % s.shape.pages_per_row;
+    const bool is_here = s.pages[page].tier() == PageTier::kDevice;
+    CopyPiece(is_here ? s.pages[page].page() : s.shape.host_page(page), to + i * s.shape.page_bytes,
+              unit % pieces, s.shape.page_bytes);
   }
 }
 
@@ -393,7 +404,7 @@ absl::Status Launched(absl::string_view op) { return CudaStatus(cudaGetLastError
 }  // namespace
 
 absl::Status InitResidency(const ResidencyState& s, cudaStream_t stream) {
-  InitKernel<<<kToHostBlocks, kRowThreads, 0, stream>>>(s);
+  InitKernel<<<kWideBlocks, kRowThreads, 0, stream>>>(s);
   return Launched("launching init_residency");
 }
 
@@ -404,10 +415,27 @@ absl::Status OpenRows(const ResidencyState& s, std::span<const int32_t> rows, cu
 }
 
 absl::Status CopyRowsToHost(const ResidencyState& s, std::span<const int32_t> rows,
-                            cudaStream_t stream) {
-  if (rows.empty()) return absl::OkStatus();
-  ToHostKernel<<<kToHostBlocks, kToHostThreads, 0, stream>>>(s, rows.data(), std::ssize(rows));
-  return Launched("launching copy_rows_to_host");
+                            std::span<std::byte> gathered, cudaStream_t stream) {
+  const int64_t row_bytes = s.shape.pages_per_row * s.shape.page_bytes;
+  const auto most =
+      static_cast<size_t>(std::min<int64_t>(kMostGathered, std::ssize(gathered) / row_bytes));
+  KVASIR_CHECK(most > 0 || rows.empty());
+  for (; !rows.empty(); rows = rows.subspan(std::min(most, rows.size()))) {
+    const std::span<const int32_t> some = rows.first(std::min(most, rows.size()));
+    GatheredRows from = {};
+    std::copy(some.begin(), some.end(), from.rows);
+    GatherKernel<<<kWideBlocks, kGatherThreads, 0, stream>>>(s, from, std::ssize(some),
+                                                             gathered.data());
+    KVASIR_RETURN_IF_ERROR(Launched("launching copy_rows_to_host"));
+    for (size_t i = 0; i < some.size(); ++i) {
+      KVASIR_RETURN_IF_ERROR(CudaStatus(
+          cudaMemcpyAsync(s.shape.host_page(some[i] * s.shape.pages_per_row),
+                          gathered.data() + static_cast<int64_t>(i) * row_bytes,
+                          static_cast<size_t>(row_bytes), cudaMemcpyDeviceToHost, stream),
+          "copying rows to the host"));
+    }
+  }
+  return absl::OkStatus();
 }
 
 absl::Status SealRows(const ResidencyState& s, std::span<const int32_t> rows, cudaStream_t stream) {
@@ -455,7 +483,7 @@ absl::Status CopyFills(const ResidencyState& s, cudaStream_t stream) {
 
 absl::Status CountDevicePages(const ResidencyState& s, std::span<int32_t> counts,
                               cudaStream_t stream) {
-  CountKernel<<<kToHostBlocks, kToHostThreads, 0, stream>>>(s, counts.data());
+  CountKernel<<<kWideBlocks, kGatherThreads, 0, stream>>>(s, counts.data());
   return Launched("launching count_device_pages");
 }
 

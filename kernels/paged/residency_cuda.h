@@ -1,11 +1,13 @@
 // The residency protocol on the GPU: the ops of residency.h for state in device memory, put on a
 // stream. They leave the same state, entry by entry, but for CopyRowsToHost and CopyFills, which
-// leave none. Nothing is allocated or waited for; rows are device memory. Errors are the device's.
-// Cost: OpenRows, MapFills, and what PlanFills does behind its scan, are one block of threads each;
+// leave none. Nothing is allocated or waited for; rows are device memory but for CopyRowsToHost.
+// Errors are the device's.
+// Cost: OpenRows, MapFills, and what PlanFills does after its scan, are one block of threads each;
 // the scan reads 8 bytes a page. CopyFills is 32 blocks of four warps, small enough to run beside
 // attention.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <cuda_runtime_api.h>
 #include <span>
@@ -19,8 +21,12 @@ namespace kvasir::kernels {
 absl::Status InitResidency(const ResidencyState& state, cudaStream_t stream);
 absl::Status OpenRows(const ResidencyState& state, std::span<const int32_t> rows,
                       cudaStream_t stream);
+// `rows` is host memory and is read before the call returns. Pages go by way of `gathered`, device
+// memory of one row at least, a few rows at a time: the kernel that gathers them is short, and the
+// copy engine, which needs no multiprocessor, brings them to their extents. REQUIRES: nothing else
+// uses `gathered`.
 absl::Status CopyRowsToHost(const ResidencyState& state, std::span<const int32_t> rows,
-                            cudaStream_t stream);
+                            std::span<std::byte> gathered, cudaStream_t stream);
 absl::Status SealRows(const ResidencyState& state, std::span<const int32_t> rows,
                       cudaStream_t stream);
 absl::Status RestoreRows(const ResidencyState& state, std::span<const int32_t> rows,

@@ -1,6 +1,7 @@
 #include "worker/backend/cuda_residency.h"
 
 #include <algorithm>
+#include <set>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -27,6 +28,8 @@ namespace {
 constexpr int64_t kFilledBytesPerStep = int64_t{64} << 20;
 constexpr int64_t kSmallestFilledPart = 8;  // of the device tier, at most so much a step
 constexpr int64_t kExaminedPerFill = 16;
+// Gathered before they are copied to the host: a row at least.
+constexpr int64_t kGatheredBytes = int64_t{64} << 20;
 // Room for what decoding asks for at the least: taking more waits for the device.
 constexpr int64_t kLeastCommandBytes = int64_t{64} << 10;
 
@@ -107,7 +110,9 @@ CudaResidency::CudaResidency(const kvstore::ResidencyOptions& options, const Cud
 
 absl::Status CudaResidency::TakeMemory(const kvstore::ResidencyOptions& options) {
   KVASIR_ASSIGN_OR_RETURN(fill_stream_, CudaStream::Create());
-  for (CudaEvent* event : {&planned_, &filled_, &uploaded_, &copied_, &counted_[0], &counted_[1]}) {
+  KVASIR_ASSIGN_OR_RETURN(copy_stream_, CudaStream::Create());
+  for (CudaEvent* event :
+       {&planned_, &filled_, &uploaded_, &written_, &copied_, &counted_[0], &counted_[1]}) {
     KVASIR_ASSIGN_OR_RETURN(*event, CudaEvent::Create());
   }
   const auto take = [](int64_t bytes, DeviceBuffer& buffer) -> absl::Status {
@@ -115,6 +120,7 @@ absl::Status CudaResidency::TakeMemory(const kvstore::ResidencyOptions& options)
     return absl::OkStatus();
   };
   const int64_t rows = options.num_rows;
+  KVASIR_RETURN_IF_ERROR(take(std::max(kGatheredBytes, layout_.block_bytes()), gathered_));
   KVASIR_RETURN_IF_ERROR(take(options.device_pages * layout_.page_bytes(), arena_));
   KVASIR_RETURN_IF_ERROR(take(rows * layout_.block_bounds_bytes(), bounds_));
   if (options.key_codes) {
@@ -145,6 +151,7 @@ absl::Status CudaResidency::MakeTables() {
 CudaResidency::~CudaResidency() {
   // An error has been reported by whoever met it first.
   fill_stream_.Wait().IgnoreError();
+  copy_stream_.Wait().IgnoreError();
   stream_.Wait().IgnoreError();
 }
 
@@ -169,7 +176,7 @@ absl::Status CudaResidency::Seal(int64_t row, const kvstore::BlockSeal& seal) {
   state_of(row) = RowState::kSealed;
   --open_rows_;
   ++sealed_blocks_;
-  commands_.sealed.push_back(static_cast<int32_t>(row));
+  commands_.copied.push_back(static_cast<int32_t>(row));
   copies_[static_cast<size_t>(row)] = {.seal = seal, .number = begun_copies_ + 1};
   return absl::OkStatus();
 }
@@ -208,7 +215,9 @@ void CudaResidency::Free(int64_t row) {
   const bool is_new = std::erase(commands_.opened, static_cast<int32_t>(row)) +
                           std::erase(commands_.restored, static_cast<int32_t>(row)) >
                       0;
+  std::erase(commands_.copied, static_cast<int32_t>(row));
   std::erase(commands_.sealed, static_cast<int32_t>(row));
+  std::erase(being_copied_, static_cast<int32_t>(row));
   const int64_t copy = copies_[static_cast<size_t>(row)].number;
   if (copy > ended_copies_ && copy <= begun_copies_) copied_.Wait().IgnoreError();
   copies_[static_cast<size_t>(row)] = {};
@@ -269,14 +278,20 @@ absl::StatusOr<kernels::PagedKv> CudaResidency::BeginStep(uint32_t step) {
 
 absl::Status CudaResidency::CarryOut(uint32_t step) {
   const cudaStream_t stream = stream_.get();
+  KVASIR_RETURN_IF_ERROR(SealCopied());
+  KVASIR_RETURN_IF_ERROR(BeginCopies());
+  // Slots may be needed that are still copied from.
+  const int64_t most_pinned = state_.shape.num_slots - state_.shape.max_fills;
+  if (held_pages() > most_pinned && !commands_.opened.empty() && !being_copied_.empty()) {
+    KVASIR_RETURN_IF_ERROR(copied_.HoldBack(stream_));
+    TakeCopied();
+  }
   KVASIR_ASSIGN_OR_RETURN(const DeviceCommands device, Upload());
-  KVASIR_RETURN_IF_ERROR(CopyToHost(device.sealed));
   KVASIR_RETURN_IF_ERROR(SealRows(state_, device.sealed, stream));
   KVASIR_RETURN_IF_ERROR(FreeRows(state_, device.freed, stream));
   KVASIR_RETURN_IF_ERROR(TakeRestored(device.restored));
   // Slots that are being filled are nobody's. Where they may be needed, that must be over.
-  const bool is_tight = pinned_pages() > state_.shape.num_slots - state_.shape.max_fills;
-  if (is_tight && !device.opened.empty()) KVASIR_RETURN_IF_ERROR(EndFills());
+  if (held_pages() > most_pinned && !device.opened.empty()) KVASIR_RETURN_IF_ERROR(EndFills());
   KVASIR_RETURN_IF_ERROR(OpenRows(state_, device.opened, stream));
   KVASIR_RETURN_IF_ERROR(BeginResidencyStep(step, step_number_.As<uint32_t>(), device.bound,
                                             block_rows_table_.As<int32_t>(), stream));
@@ -286,16 +301,34 @@ absl::Status CudaResidency::CarryOut(uint32_t step) {
   return absl::OkStatus();
 }
 
-absl::Status CudaResidency::CopyToHost(std::span<int32_t> device_rows) {
-  if (device_rows.empty()) return absl::OkStatus();
-  KVASIR_RETURN_IF_ERROR(CopyRowsToHost(state_, device_rows, stream_.get()));
+absl::Status CudaResidency::BeginCopies() {
+  if (commands_.copied.empty()) return absl::OkStatus();
+  KVASIR_RETURN_IF_ERROR(written_.Record(stream_));
+  KVASIR_RETURN_IF_ERROR(written_.HoldBack(copy_stream_));
+  KVASIR_RETURN_IF_ERROR(CopyRowsToHost(
+      state_, commands_.copied, {gathered_.data(), static_cast<size_t>(gathered_.size_bytes())},
+      copy_stream_.get()));
   const int64_t bytes = layout_.block_bounds_bytes();
-  for (const int64_t row : commands_.sealed) {
+  for (const int64_t row : commands_.copied) {
     KVASIR_RETURN_IF_ERROR(
-        stream_.CopyToHost(host_.bounds(row), bounds_.data() + row * bytes, bytes));
+        copy_stream_.CopyToHost(host_.bounds(row), bounds_.data() + row * bytes, bytes));
   }
+  being_copied_.insert(being_copied_.end(), commands_.copied.begin(), commands_.copied.end());
+  commands_.copied.clear();
   ++begun_copies_;
-  return copied_.Record(stream_);
+  return copied_.Record(copy_stream_);
+}
+
+absl::Status CudaResidency::SealCopied() {
+  if (being_copied_.empty()) return absl::OkStatus();
+  KVASIR_ASSIGN_OR_RETURN(const bool is_over, copied_.IsOver());
+  if (is_over) TakeCopied();
+  return absl::OkStatus();
+}
+
+void CudaResidency::TakeCopied() {
+  commands_.sealed.insert(commands_.sealed.end(), being_copied_.begin(), being_copied_.end());
+  being_copied_.clear();
 }
 
 absl::Status CudaResidency::TakeRestored(std::span<int32_t> device_rows) {
@@ -393,6 +426,10 @@ absl::Status CudaResidency::CheckIntegrity() const {
 
 absl::Status CudaResidency::CheckRows(const ResidencyState& found) const {
   const ResidencyShape& shape = state_.shape;
+  const std::set<int64_t> being_copied(being_copied_.begin(), being_copied_.end());
+  const auto is_held = [&](int64_t page) {
+    return being_copied.contains(page / shape.pages_per_row);
+  };
   for (int64_t page = 0; page < shape.num_pages(); ++page) {
     const RowState row = rows_[static_cast<size_t>(page / shape.pages_per_row)];
     const PageRef ref = found.pages[page];
@@ -400,8 +437,9 @@ absl::Status CudaResidency::CheckRows(const ResidencyState& found) const {
     const bool is_well =
         row == RowState::kNone ? ref.tier() == PageTier::kAbsent
         : slot >= 0            ? found.slot_pages[slot] == page &&
-                          found.slot_states[slot] ==
-                              (row == RowState::kOpen ? SlotState::kPinned : SlotState::kCached)
+                          found.slot_states[slot] == (row == RowState::kOpen || is_held(page)
+                                                          ? SlotState::kPinned
+                                                          : SlotState::kCached)
                     : row == RowState::kSealed && ref.page() == shape.host_page(page);
     if (is_well) continue;
     return absl::InternalError(absl::StrCat("residency: page ", page % shape.pages_per_row,
@@ -420,7 +458,7 @@ absl::Status CudaResidency::CheckSlots(const ResidencyState& found) const {
   const ResidencyCounters& counters = *found.counters;
   if (count(SlotState::kFree) == counters.free_slots &&
       count(SlotState::kFilling) == counters.num_fills &&
-      count(SlotState::kPinned) == pinned_pages() && counters.without_room == 0) {
+      count(SlotState::kPinned) == held_pages() && counters.without_room == 0) {
     return absl::OkStatus();
   }
   return absl::InternalError(absl::StrCat(

@@ -74,6 +74,7 @@ class CudaResidency final : public kvstore::PageResidency {
   enum class RowState : uint8_t { kNone, kOpening, kOpen, kSealed };
   // Between two steps; in the order in which they are carried out.
   struct Commands {
+    std::vector<int32_t> copied;  // to their extents; they are sealed when that is over
     std::vector<int32_t> sealed, freed, restored, opened;
     std::vector<int64_t> bound;  // entries of block_rows_, each once
   };
@@ -96,7 +97,11 @@ class CudaResidency final : public kvstore::PageResidency {
   // Puts the commands on the stream, and the number of the step that they precede.
   absl::Status CarryOut(uint32_t step);
   absl::StatusOr<DeviceCommands> Upload();
-  absl::Status CopyToHost(std::span<int32_t> device_rows);
+  // Copies of sealed rows to their extents run beside the steps. Their pages stay where they are
+  // until the copies are known to be over, or until slots are scarce, and then the stream waits.
+  absl::Status BeginCopies();
+  absl::Status SealCopied();
+  void TakeCopied();
   absl::Status TakeRestored(std::span<int32_t> device_rows);
   // The copies are over, and the tables name what they copied.
   absl::Status EndFills();
@@ -105,9 +110,13 @@ class CudaResidency final : public kvstore::PageResidency {
   absl::Status CheckSlots(const kernels::ResidencyState& found) const;
 
   RowState& state_of(int64_t row) { return rows_[static_cast<size_t>(row)]; }
+  // Pages of rows that are open or being copied.
+  int64_t held_pages() const {
+    return (open_rows_ + std::ssize(being_copied_)) * state_.shape.pages_per_row;
+  }
   bool has_commands() const {
-    return !(commands_.sealed.empty() && commands_.freed.empty() && commands_.restored.empty() &&
-             commands_.opened.empty() && commands_.bound.empty());
+    return !(commands_.copied.empty() && commands_.sealed.empty() && commands_.freed.empty() &&
+             commands_.restored.empty() && commands_.opened.empty() && commands_.bound.empty());
   }
 
   // Constant after Make.
@@ -117,18 +126,20 @@ class CudaResidency final : public kvstore::PageResidency {
   const int64_t max_blocks_per_slot_;
   const CudaStream& stream_;
   kernels::Executor& executor_;
-  CudaStream fill_stream_;
-  CudaEvent planned_, filled_, uploaded_, copied_;
+  CudaStream fill_stream_, copy_stream_;
+  CudaEvent planned_, filled_, uploaded_, written_, copied_;
   std::array<CudaEvent, 2> counted_;  // of odd and of even steps
   PinnedRegion extents_;
   kvstore::HostSlab host_;
+  kernels::DeviceBuffer gathered_;  // on the way to extents
   kernels::DeviceBuffer arena_, bounds_, key_codes_, bounds_table_, key_codes_table_, state_memory_,
       block_rows_table_, step_number_;
   kernels::ResidencyState state_;  // in state_memory_
 
   // The host's own books.
   std::vector<RowState> rows_;
-  std::vector<RowCopy> copies_;  // [row]
+  std::vector<RowCopy> copies_;        // [row]
+  std::vector<int32_t> being_copied_;  // rows that the device does not know to be sealed
   int64_t begun_copies_ = 0;
   int64_t ended_copies_ = 0;         // as far as is known
   std::vector<int32_t> bindings_;    // [row], how many slots have it
