@@ -1,5 +1,6 @@
 #include "coordinator/server.h"
 
+#include <algorithm>
 #include <functional>
 #include <optional>
 #include <utility>
@@ -59,6 +60,16 @@ absl::StatusOr<PolicyTable> MakePolicies(const v1::ServeConfig& config) {
 absl::Duration CollectiveTimeout(const v1::ServeConfig& config) {
   if (config.collective_timeout() != 0) return absl::Seconds(config.collective_timeout());
   return absl::Seconds(config.device() == "cuda" ? 4 : 30);
+}
+
+// Whole blocks. On a GPU longer chunks pay, up to so many (docs/measurements.md).
+uint32_t TokensOfStep(const v1::ServeConfig& config) {
+  constexpr uint32_t kOnCpu = 512;
+  constexpr uint32_t kOnGpu = 2048;
+  const auto block = static_cast<uint32_t>(kvstore::kBlockTokens);
+  const uint32_t asked = config.scheduler().max_num_batched_tokens();
+  if (asked == 0) return config.device() == "cuda" ? kOnGpu : kOnCpu;
+  return std::max(asked / block, 1u) * block;
 }
 
 v1::ShardPlan MakeShardPlan(const v1::ServeConfig& config, const PolicyTable& policies) {
@@ -234,9 +245,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const v1::ServeConfig& con
 absl::StatusOr<std::unique_ptr<Server>> Server::Start(const v1::ServeConfig& config,
                                                       const WorkerGroupFactory& make_group) {
   v1::ServeConfig resolved = config;
-  const auto block = static_cast<uint32_t>(kvstore::kBlockTokens);
-  v1::SchedulerConfig& scheduler = *resolved.mutable_scheduler();
-  scheduler.set_max_num_batched_tokens(scheduler.max_num_batched_tokens() / block * block);
+  resolved.mutable_scheduler()->set_max_num_batched_tokens(TokensOfStep(config));
   resolved.set_served_model_name(ModelName(config));
   KVASIR_ASSIGN_OR_RETURN(PolicyTable policies, MakePolicies(config));
   KVASIR_ASSIGN_OR_RETURN(ModelFolder folder, LoadModelFolder(config.model().model()));

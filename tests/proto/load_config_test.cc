@@ -35,7 +35,7 @@ class LoadConfigTest : public ::testing::Test {
 
 TEST_F(LoadConfigTest, EveryDefaultOfTheSchemaIsValid) {
   ASSERT_TRUE(Load({"--model=m"}).ok());
-  EXPECT_EQ(config_.scheduler().max_num_batched_tokens(), 512u);
+  EXPECT_EQ(config_.scheduler().max_num_batched_tokens(), 0u);
   EXPECT_TRUE(config_.scheduler().enable_prefix_caching());
   v1::WorkerConfig worker;
   v1::GenerateCommandConfig generate;
