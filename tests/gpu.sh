@@ -18,7 +18,7 @@ bundle() {
   cmake --build --preset cuda --target \
     kernels_dense_cuda_test kernels_paged_cuda_test kernels_sparse_cuda_test kernels_attention_cuda_test \
     kernels_ranks_cuda_test worker_cuda_test worker_cuda_parallel_test attention_cuda_bench dense_cuda_bench paging_cuda_bench \
-    all_reduce_bench decode_step_bench kvasir kvasir-worker kvasir_python_proto
+    all_reduce_bench decode_step_bench prefill_step_bench kvasir kvasir-worker kvasir_python_proto
   rm -rf "$1"
   cmake --install build/cuda --component gpu --prefix "$1"
 }
@@ -127,6 +127,8 @@ run_benchmarks() {
   wait
   begin decode_step_bench 120 env --chdir="$here/.." "$here/decode_step_bench" --contexts=4096,131072
   wait
+  begin prefill_step_bench 120 env --chdir="$here/.." "$here/prefill_step_bench"
+  wait
   if [ "$gpus" -gt 1 ]; then
     begin all_reduce_bench 120 "$here/all_reduce_bench" "$gpus"
     wait
@@ -155,7 +157,7 @@ run() {
   find_libraries
   for phase in "${@:1:$#-1}"; do "$phase"; done
   collect
-  grep -h '^|' "$logs/dense_bench.log" "$logs/attention_bench.log" "$logs/paging_bench.log" "$logs/decode_step_bench.log" "$logs/all_reduce_bench.log" "$logs/peer_attention.log" 2>/dev/null
+  grep -h '^|' "$logs/dense_bench.log" "$logs/attention_bench.log" "$logs/paging_bench.log" "$logs/decode_step_bench.log" "$logs/prefill_step_bench.log" "$logs/all_reduce_bench.log" "$logs/peer_attention.log" 2>/dev/null
   for program in "${programs[@]}" engine ranks parallel; do
     compgen -G "$logs/$program*.log" >/dev/null || continue
     cat "$logs/$program"{,-[0-9]}.log 2>/dev/null |
