@@ -23,8 +23,9 @@ size_t Bytes(const v1::GenerateResponse& response) {
 
 }  // namespace
 
-std::shared_ptr<GenerateStream> GenerateStream::Create(grpc::CallbackServerContext* context) {
-  std::shared_ptr<GenerateStream> stream(new GenerateStream(context));
+std::shared_ptr<GenerateStream> GenerateStream::Create(
+    grpc::CallbackServerContext* context, std::unique_ptr<proto::GrpcListener::Call> call) {
+  std::shared_ptr<GenerateStream> stream(new GenerateStream(context, std::move(call)));
   stream->self_ = stream;
   return stream;
 }

@@ -15,6 +15,7 @@
 
 #include "coordinator/response_sink.h"
 #include "kernels/base/mutex.h"
+#include "proto/grpc_listener.h"
 #include "proto/kvasir/v1/generation.pb.h"
 
 namespace kvasir::coordinator {
@@ -25,7 +26,9 @@ class GenerateStream final : public grpc::ServerWriteReactor<v1::GenerateRespons
   static constexpr size_t kMaxWaitingBytes = size_t{1} << 20;
 
   // The stream keeps itself alive until gRPC is done with it; the caller may, too.
-  static std::shared_ptr<GenerateStream> Create(grpc::CallbackServerContext* context);
+  // `call`, which may be null, ends with the stream.
+  static std::shared_ptr<GenerateStream> Create(grpc::CallbackServerContext* context,
+                                                std::unique_ptr<proto::GrpcListener::Call> call);
 
   // Called when the client is gone, its deadline has passed, or it reads too slowly; on any thread.
   // Set before the stream is returned to gRPC.
@@ -38,17 +41,23 @@ class GenerateStream final : public grpc::ServerWriteReactor<v1::GenerateRespons
 
   void OnWriteDone(bool ok) override EXCLUDES(mu_);
   void OnCancel() override;
-  void OnDone() override { self_.reset(); }
+  void OnDone() override {
+    call_.reset();
+    self_.reset();
+  }
 
  private:
-  explicit GenerateStream(grpc::CallbackServerContext* context) : context_(context) {}
+  GenerateStream(grpc::CallbackServerContext* context,
+                 std::unique_ptr<proto::GrpcListener::Call> call)
+      : context_(context), call_(std::move(call)) {}
 
   // Starts the next write, or ends the call, if it is time to. No gRPC call is made under mu_.
   void Advance() EXCLUDES(mu_);
   // Joins the response with the last one that waits; false when they do not join.
   bool Join(v1::GenerateResponse& response) REQUIRES(mu_);
 
-  grpc::CallbackServerContext* const context_;  // valid until OnDone
+  grpc::CallbackServerContext* const context_;       // valid until OnDone
+  std::unique_ptr<proto::GrpcListener::Call> call_;  // until OnDone
   std::function<void(const absl::Status&)> on_cancel_;
   std::shared_ptr<GenerateStream> self_;  // until OnDone
 

@@ -178,7 +178,7 @@ Metrics::Metrics(const std::string& model_name) : series_(std::make_unique<Serie
 
 Metrics::~Metrics() = default;
 
-const prometheus::Registry& Metrics::registry() const { return series_->registry; }
+prometheus::Registry& Metrics::registry() { return series_->registry; }
 
 void Metrics::RequestRejected(const absl::Status& status) {
   const std::string reason = absl::AsciiStrToLower(absl::StatusCodeToString(status.code()));

@@ -48,7 +48,7 @@ class Metrics {
   explicit Metrics(const std::string& model_name);
   ~Metrics();
 
-  const prometheus::Registry& registry() const;
+  prometheus::Registry& registry();
 
   // `reason`: the status code's name, in lower case.
   void RequestRejected(const absl::Status& status);

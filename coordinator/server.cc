@@ -24,6 +24,7 @@
 #include "kernels/base/mutex.h"
 #include "kernels/base/status_macros.h"
 #include "kvstore/block.h"
+#include "proto/grpc_listener.h"
 #include "proto/metrics_endpoint.h"
 
 namespace kvasir::coordinator {
@@ -97,7 +98,7 @@ class ServerImpl final : public Server {
 
   absl::Status Init(const WorkerGroupFactory& make_group);
 
-  int port() const override { return port_; }
+  int port() const override { return listener_->port(); }
   int metrics_port() const override { return endpoint_->port(); }
   std::vector<std::string> worker_metrics_addresses() const override;
   absl::Status WaitUntilReady(absl::Duration timeout) override {
@@ -110,8 +111,10 @@ class ServerImpl final : public Server {
   void Shutdown() override EXCLUDES(mu_);
 
  private:
-  absl::Status Listen();
+  absl::Status BuildServer();
+  absl::Status Health() const;
   void OnReadiness(bool ready) EXCLUDES(mu_);
+  void OnAccepting(bool accepts) EXCLUDES(mu_);
   // Readiness is asked for by the service's name; "", the process's life, stays SERVING.
   void PublishReadiness() REQUIRES(mu_);
 
@@ -125,12 +128,13 @@ class ServerImpl final : public Server {
   std::unique_ptr<WorkerGroup> group_;
   std::unique_ptr<EngineLoop> engine_;
   std::unique_ptr<proto::MetricsEndpoint> endpoint_;
+  std::unique_ptr<proto::GrpcListener> listener_;
   std::unique_ptr<GenerationService> service_;
   std::unique_ptr<grpc::Server> server_;
-  int port_ = 0;
 
   kernels::Mutex mu_;
-  bool ready_ GUARDED_BY(mu_) = false;  // the group is formed
+  bool ready_ GUARDED_BY(mu_) = false;   // the group is formed
+  bool accepts_ GUARDED_BY(mu_) = true;  // new connections
   bool draining_ GUARDED_BY(mu_) = false;
   bool stopped_ GUARDED_BY(mu_) = false;
 };
@@ -149,6 +153,17 @@ absl::Status ServerImpl::Init(const WorkerGroupFactory& make_group) {
   options.scheduler = config_.scheduler();
   options.on_readiness = [this](bool ready) { OnReadiness(ready); };
   engine_ = std::make_unique<EngineLoop>(std::move(options), *group_, clock_, metrics_);
+  const std::string address =
+      absl::StrCat(config_.endpoint().host(), ":", config_.endpoint().port());
+  absl::StatusOr<std::unique_ptr<proto::GrpcListener>> listener = proto::GrpcListener::Listen(
+      {.address = address,
+       .registry = &metrics_.registry(),
+       .on_status = [this](const absl::Status& status) { OnAccepting(status.ok()); }});
+  if (!listener.ok()) {
+    return absl::UnavailableError(
+        absl::StrCat(listener.status().message(), "; --port 0 takes any free one"));
+  }
+  listener_ = *std::move(listener);
   service_ = std::make_unique<GenerationService>(ServiceContext{.config = config_,
                                                                 .folder = folder_,
                                                                 .tokenizer = *tokenizer_,
@@ -156,19 +171,26 @@ absl::Status ServerImpl::Init(const WorkerGroupFactory& make_group) {
                                                                 .engine = *engine_,
                                                                 .clock = clock_,
                                                                 .metrics = metrics_,
+                                                                .connections = *listener_,
                                                                 .started = clock_.Now()});
-  KVASIR_ASSIGN_OR_RETURN(endpoint_,
-                          proto::MetricsEndpoint::Start(
-                              {.host = config_.endpoint().host(),
-                               .port = static_cast<int>(config_.endpoint().metrics_port()),
-                               .registry = &metrics_.registry(),
-                               .health = [this] { return engine_->ServedGroup().status(); }}));
-  KVASIR_RETURN_IF_ERROR(Listen());
+  KVASIR_ASSIGN_OR_RETURN(
+      endpoint_,
+      proto::MetricsEndpoint::Start({.host = config_.endpoint().host(),
+                                     .port = static_cast<int>(config_.endpoint().metrics_port()),
+                                     .registry = &metrics_.registry(),
+                                     .health = [this] { return Health(); }}));
+  KVASIR_RETURN_IF_ERROR(BuildServer());
+  listener_->Start();
   engine_->Start();
   return absl::OkStatus();
 }
 
-absl::Status ServerImpl::Listen() {
+absl::Status ServerImpl::Health() const {
+  KVASIR_RETURN_IF_ERROR(engine_->ServedGroup().status());
+  return listener_->status();
+}
+
+absl::Status ServerImpl::BuildServer() {
   grpc::EnableDefaultHealthCheckService(true);
   grpc::reflection::InitProtoReflectionServerBuilderPlugin();
   grpc::ServerBuilder builder;
@@ -180,21 +202,15 @@ absl::Status ServerImpl::Listen() {
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, kPingIntervalMs);
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, kPingTimeoutMs);
   builder.AddChannelArgument(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
-  builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);  // a second server is an error
   // More streams than the server can hold wait at the client; some are left for other calls.
   builder.AddChannelArgument(
       GRPC_ARG_MAX_CONCURRENT_STREAMS,
       static_cast<int>(config_.scheduler().max_num_seqs() + config_.scheduler().max_queue_len()) +
           kOtherStreams);
-  const std::string address =
-      absl::StrCat(config_.endpoint().host(), ":", config_.endpoint().port());
-  builder.AddListeningPort(address, grpc::InsecureServerCredentials(), &port_);
+  listener_->AddTo(builder);
   builder.RegisterService(service_.get());
   server_ = builder.BuildAndStart();
-  if (server_ == nullptr || port_ == 0) {
-    return absl::UnavailableError(
-        absl::StrCat("cannot listen on ", address, "; is the port in use? --port 0 takes any"));
-  }
+  if (server_ == nullptr) return absl::InternalError("gRPC cannot start its server");
   OnReadiness(false);
   return absl::OkStatus();
 }
@@ -205,9 +221,16 @@ void ServerImpl::OnReadiness(bool ready) {
   PublishReadiness();
 }
 
+void ServerImpl::OnAccepting(bool accepts) {
+  kernels::MutexLock lock(mu_);
+  accepts_ = accepts;
+  PublishReadiness();
+}
+
 void ServerImpl::PublishReadiness() {
   if (server_ == nullptr) return;
-  server_->GetHealthCheckService()->SetServingStatus(kServiceName, ready_ && !draining_);
+  server_->GetHealthCheckService()->SetServingStatus(kServiceName,
+                                                     ready_ && accepts_ && !draining_);
 }
 
 void ServerImpl::Drain() {
@@ -224,6 +247,7 @@ void ServerImpl::Shutdown() {
     if (std::exchange(stopped_, true)) return;
   }
   if (engine_ != nullptr) engine_->Stop(absl::UnavailableError("the server is shutting down"));
+  if (listener_ != nullptr) listener_->Stop();
   if (server_ != nullptr) server_->Shutdown(std::chrono::system_clock::now() + kLastWrites);
 }
 

@@ -50,7 +50,9 @@ absl::Status DetokenizeIds(const v1::DetokenizeRequest& request, const Tokenizer
 
 grpc::ServerWriteReactor<v1::GenerateResponse>* GenerationService::Generate(
     grpc::CallbackServerContext* context, const v1::GenerateRequest* request) {
-  const std::shared_ptr<GenerateStream> stream = GenerateStream::Create(context);
+  context_.connections.OnMessage(context->peer(), request->ByteSizeLong());
+  const std::shared_ptr<GenerateStream> stream =
+      GenerateStream::Create(context, context_.connections.BeginCall(context->peer()));
   absl::StatusOr<std::unique_ptr<Request>> accepted = Accept(*request, stream);
   if (!accepted.ok()) {
     context_.metrics.RequestRejected(accepted.status());
@@ -93,18 +95,21 @@ absl::StatusOr<std::unique_ptr<Request>> GenerationService::Accept(
 grpc::ServerUnaryReactor* GenerationService::Tokenize(grpc::CallbackServerContext* context,
                                                       const v1::TokenizeRequest* request,
                                                       v1::TokenizeResponse* response) {
+  context_.connections.OnMessage(context->peer(), request->ByteSizeLong());
   return Answer(context, TokenizeText(*request, context_.tokenizer, *response));
 }
 
 grpc::ServerUnaryReactor* GenerationService::Detokenize(grpc::CallbackServerContext* context,
                                                         const v1::DetokenizeRequest* request,
                                                         v1::DetokenizeResponse* response) {
+  context_.connections.OnMessage(context->peer(), request->ByteSizeLong());
   return Answer(context, DetokenizeIds(*request, context_.tokenizer, *response));
 }
 
 grpc::ServerUnaryReactor* GenerationService::GetModelInfo(grpc::CallbackServerContext* context,
-                                                          const v1::GetModelInfoRequest*,
+                                                          const v1::GetModelInfoRequest* request,
                                                           v1::GetModelInfoResponse* response) {
+  context_.connections.OnMessage(context->peer(), request->ByteSizeLong());
   const EngineStatus engine = context_.engine.status();
   if (!engine.group.has_value()) return Answer(context, engine.serving);
   *response = ModelInfo(context_.config, context_.folder, context_.policies, *engine.group);
@@ -112,8 +117,9 @@ grpc::ServerUnaryReactor* GenerationService::GetModelInfo(grpc::CallbackServerCo
 }
 
 grpc::ServerUnaryReactor* GenerationService::GetServerInfo(grpc::CallbackServerContext* context,
-                                                           const v1::GetServerInfoRequest*,
+                                                           const v1::GetServerInfoRequest* request,
                                                            v1::GetServerInfoResponse* response) {
+  context_.connections.OnMessage(context->peer(), request->ByteSizeLong());
   *response = ServerInfo(context_.config, context_.engine.status(), context_.metrics.totals(),
                          Between(context_.started, context_.clock.Now()));
   return Answer(context, absl::OkStatus());

@@ -18,6 +18,7 @@
 #include "coordinator/policy.h"
 #include "coordinator/request.h"
 #include "coordinator/tokenizer/tokenizer.h"
+#include "proto/grpc_listener.h"
 #include "proto/kvasir/v1/config.pb.h"
 #include "proto/kvasir/v1/generation.grpc.pb.h"
 
@@ -32,6 +33,7 @@ struct ServiceContext {
   EngineLoop& engine;
   Clock& clock;
   Metrics& metrics;
+  proto::GrpcListener& connections;
   TimePoint started;
 };
 

@@ -10,7 +10,6 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "grpcpp/grpcpp.h"
@@ -21,9 +20,11 @@
 #include "kernels/base/cpu_isa.h"
 #include "kernels/base/mutex.h"
 #include "kernels/base/status_macros.h"
+#include "proto/grpc_listener.h"
 #include "proto/kvasir/v1/config.pb.h"
 #include "proto/load_config.h"
 #include "proto/metrics_endpoint.h"
+#include "proto/sockets.h"
 #include "proto/worker_protocol.h"
 #include "worker/backend/make_backend.h"
 #include "worker/group_member.h"
@@ -55,18 +56,25 @@ class Readiness {
     health_ = health;
     Publish();
   }
+  void SetAccepting(const absl::Status& accepting) {
+    kernels::MutexLock lock(mu_);
+    accepting_ = accepting;
+    Publish();
+  }
   absl::Status status() {
     kernels::MutexLock lock(mu_);
-    return ready_ ? absl::OkStatus() : absl::UnavailableError("in no group");
+    return ready_ ? accepting_ : absl::UnavailableError("in no group");
   }
 
  private:
   void Publish() REQUIRES(mu_) {
-    if (health_ != nullptr) health_->SetServingStatus(proto::kWorkerServiceName, ready_);
+    if (health_ == nullptr) return;
+    health_->SetServingStatus(proto::kWorkerServiceName, ready_ && accepting_.ok());
   }
 
   kernels::Mutex mu_;
   bool ready_ GUARDED_BY(mu_) = false;
+  absl::Status accepting_ GUARDED_BY(mu_);  // new connections
   grpc::HealthCheckServiceInterface* health_ GUARDED_BY(mu_) = nullptr;
 };
 
@@ -86,36 +94,45 @@ sigset_t BlockEndSignals() {
 
 // HOST:PORT of what was bound; unix: addresses as they are.
 std::string BoundAddress(const std::string& listen, int port) {
-  if (absl::StartsWith(listen, "unix:")) return listen;
+  if (proto::IsUnixAddress(listen)) return listen;
   return absl::StrCat(listen.substr(0, listen.rfind(':')), ":", port);
 }
 
 absl::StatusOr<std::unique_ptr<grpc::Server>> StartServer(const std::string& listen,
+                                                          proto::GrpcListener& listener,
                                                           WorkerService& service) {
   grpc::EnableDefaultHealthCheckService(true);
   grpc::ServerBuilder builder;
-  int port = 0;
-  builder.AddListeningPort(listen, grpc::InsecureServerCredentials(), &port);
+  listener.AddTo(builder);
   builder.SetMaxReceiveMessageSize(proto::kMaxWorkerMessageBytes);
   builder.SetMaxSendMessageSize(proto::kMaxWorkerMessageBytes);
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
   builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS,
                              proto::kWorkerMinPingIntervalMs);
-  // By default a second worker could listen on the same port, and streams would go to either.
-  builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
   builder.RegisterService(&service);
   std::unique_ptr<grpc::Server> server = builder.BuildAndStart();
-  if (server == nullptr || port == 0) {
-    return absl::UnavailableError(
-        absl::StrCat("cannot listen on ", listen, "; choose another --listen"));
-  }
-  spdlog::info("listening on {}", BoundAddress(listen, port));
+  if (server == nullptr) return absl::InternalError("gRPC cannot start its server");
+  listener.Start();
+  spdlog::info("listening on {}", BoundAddress(listen, listener.port()));
   return server;
+}
+
+absl::StatusOr<std::unique_ptr<proto::GrpcListener>> Listen(const std::string& address,
+                                                            prometheus::Registry& registry,
+                                                            Readiness& readiness) {
+  absl::StatusOr<std::unique_ptr<proto::GrpcListener>> listener = proto::GrpcListener::Listen(
+      {.address = address,
+       .registry = &registry,
+       .on_status = [&readiness](const absl::Status& status) { readiness.SetAccepting(status); }});
+  if (listener.ok()) return listener;
+  return absl::UnavailableError(
+      absl::StrCat(listener.status().message(), "; choose another --listen"));
 }
 
 absl::Status RunWorker(const v1::WorkerConfig& config) {
   KVASIR_RETURN_IF_ERROR(kernels::LimitCpuIsa(config.cpu_isa()));
   const sigset_t end_signals = BlockEndSignals();
+  proto::RaiseDescriptorLimit();
   prometheus::Registry registry;
   WorkerMetrics metrics(registry);
   ThreadPool executor(static_cast<int>(config.threads()));
@@ -133,8 +150,12 @@ absl::Status RunWorker(const v1::WorkerConfig& config) {
                       .metrics_address = absl::StrCat(config.metrics_host(), ":", endpoint->port()),
                       .on_ready = [&readiness](bool ready) { readiness.Set(ready); }},
                      *backend, metrics);
-  WorkerService service([&member](CoordinatorStream& stream) { return member.Serve(stream); });
-  absl::StatusOr<std::unique_ptr<grpc::Server>> server = StartServer(config.listen(), service);
+  KVASIR_ASSIGN_OR_RETURN(const std::unique_ptr<proto::GrpcListener> listener,
+                          Listen(config.listen(), registry, readiness));
+  WorkerService service([&member](CoordinatorStream& stream) { return member.Serve(stream); },
+                        *listener);
+  absl::StatusOr<std::unique_ptr<grpc::Server>> server =
+      StartServer(config.listen(), *listener, service);
   if (server.ok()) {
     readiness.Attach((*server)->GetHealthCheckService());
     int signal = 0;
@@ -142,6 +163,7 @@ absl::Status RunWorker(const v1::WorkerConfig& config) {
     spdlog::info("signal {}: finishing the step in flight", signal);
     service.Shutdown();
     readiness.Attach(nullptr);
+    listener->Stop();
     (*server)->Shutdown(std::chrono::system_clock::now() + kShutdownGrace);
     (*server)->Wait();
   } else {

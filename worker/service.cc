@@ -30,8 +30,11 @@ class WorkerService::Stream final
     : public grpc::ServerBidiReactor<v1::CoordinatorMessage, v1::WorkerMessage>,
       public CoordinatorStream {
  public:
-  Stream()
-      : rendezvous_([this](const std::string& key, const std::string& value) {
+  Stream(proto::GrpcListener& connections, std::string peer)
+      : connections_(connections),
+        peer_(std::move(peer)),
+        call_(connections.BeginCall(peer_)),
+        rendezvous_([this](const std::string& key, const std::string& value) {
           v1::WorkerMessage message;
           message.mutable_rendezvous()->set_key(key);
           message.mutable_rendezvous()->set_value(value);
@@ -118,6 +121,7 @@ class WorkerService::Stream final
       EndReads(absl::CancelledError("the coordinator ended the stream"));
       return;
     }
+    connections_.OnMessage(peer_, incoming_.ByteSizeLong());
     if (incoming_.has_rendezvous()) {
       rendezvous_.Deliver(incoming_.rendezvous().key(), incoming_.rendezvous().value());
     } else if (!Enqueue()) {
@@ -150,7 +154,10 @@ class WorkerService::Stream final
   }
 
   void OnCancel() override { EndReads(absl::CancelledError("the stream was cancelled")); }
-  void OnDone() override { self_.reset(); }
+  void OnDone() override {
+    call_.reset();
+    self_.reset();
+  }
 
  private:
   bool Enqueue() {
@@ -162,7 +169,10 @@ class WorkerService::Stream final
     return true;
   }
 
-  v1::CoordinatorMessage incoming_;  // of the read in flight
+  proto::GrpcListener& connections_;
+  const std::string peer_;
+  std::unique_ptr<proto::GrpcListener::Call> call_;  // until OnDone
+  v1::CoordinatorMessage incoming_;                  // of the read in flight
   Rendezvous rendezvous_;
   std::shared_ptr<Stream> self_;  // from Start to OnDone
 
@@ -184,14 +194,16 @@ class WorkerService::Refusal final
   void OnDone() override { delete this; }
 };
 
-WorkerService::WorkerService(Serve serve)
-    : serve_(std::move(serve)), engine_thread_([this] { RunEngineThread(); }) {}
+WorkerService::WorkerService(Serve serve, proto::GrpcListener& connections)
+    : serve_(std::move(serve)),
+      connections_(connections),
+      engine_thread_([this] { RunEngineThread(); }) {}
 
 WorkerService::~WorkerService() { KVASIR_CHECK(!engine_thread_.joinable()); }
 
 grpc::ServerBidiReactor<v1::CoordinatorMessage, v1::WorkerMessage>* WorkerService::Run(
     grpc::CallbackServerContext* context) {
-  auto stream = std::make_shared<Stream>();
+  auto stream = std::make_shared<Stream>(connections_, context->peer());
   {
     MutexLock lock(mu_);
     if (stopping_) return new Refusal(absl::UnavailableError("the worker is shutting down"));

@@ -12,6 +12,7 @@
 #include "grpcpp/support/server_callback.h"
 
 #include "kernels/base/mutex.h"
+#include "proto/grpc_listener.h"
 #include "proto/kvasir/v1/worker.grpc.pb.h"
 #include "worker/coordinator_stream.h"
 
@@ -22,7 +23,8 @@ class WorkerService final : public v1::Worker::CallbackService {
   // Takes part in one group until the stream ends; what it returns becomes the stream's status.
   using Serve = std::function<absl::Status(CoordinatorStream&)>;
 
-  explicit WorkerService(Serve serve);
+  // `connections` outlives the service.
+  WorkerService(Serve serve, proto::GrpcListener& connections);
   // REQUIRES: Shutdown, and the server is gone.
   ~WorkerService() override;
 
@@ -41,6 +43,7 @@ class WorkerService final : public v1::Worker::CallbackService {
   absl::Status ServeGuarded(CoordinatorStream& stream);
 
   const Serve serve_;
+  proto::GrpcListener& connections_;
   kernels::Mutex mu_;
   kernels::CondVar changed_;
   std::shared_ptr<Stream> current_ GUARDED_BY(mu_);  // open, or its end is being worked off

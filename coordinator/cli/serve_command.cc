@@ -20,6 +20,7 @@
 #include "coordinator/server.h"
 #include "kernels/base/cpu_isa.h"
 #include "kernels/base/status_macros.h"
+#include "proto/sockets.h"
 
 namespace kvasir::coordinator {
 namespace {
@@ -130,6 +131,7 @@ absl::Status RunServe(const v1::ServeConfig& config) {
   // Blocked before any thread starts, so that only the wait below receives them.
   const sigset_t signals = ShutdownSignals();
   pthread_sigmask(SIG_BLOCK, &signals, nullptr);
+  proto::RaiseDescriptorLimit();
 
   std::unique_ptr<LocalWorkers> local_workers;
   std::vector<std::string> addresses;

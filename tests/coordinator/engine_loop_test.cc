@@ -67,7 +67,7 @@ class EngineLoopTest : public ::testing::Test {
     loop_.Submit(*std::move(request));
     return submitted;
   }
-  std::string MetricsText() const {
+  std::string MetricsText() {
     return prometheus::TextSerializer().Serialize(metrics_.registry().Collect());
   }
 

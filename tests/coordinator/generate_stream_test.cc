@@ -25,7 +25,7 @@ class UnreadStreamTest : public ::testing::Test {
   }
   ~UnreadStreamTest() override { stream_->OnDone(); }
 
-  std::shared_ptr<GenerateStream> stream_ = GenerateStream::Create(nullptr);
+  std::shared_ptr<GenerateStream> stream_ = GenerateStream::Create(nullptr, nullptr);
   int cancelled_ = 0;
 };
 

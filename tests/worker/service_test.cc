@@ -13,6 +13,7 @@
 #include "prometheus/text_serializer.h"
 
 #include "kernels/base/executor.h"
+#include "proto/grpc_listener.h"
 #include "proto/worker_protocol.h"
 #include "tests/worker/model/test_files.h"
 #include "tests/worker/random_model.h"
@@ -33,14 +34,18 @@ class WorkerProcess {
   WorkerProcess()
       : metrics_(registry_),
         member_({.metrics_address = "127.0.0.1:1", .on_ready = [](bool) {}}, backend_, metrics_),
-        service_([this](CoordinatorStream& stream) { return member_.Serve(stream); }) {
+        listener_(
+            proto::GrpcListener::Listen({.address = address(), .registry = &registry_}).value()),
+        service_([this](CoordinatorStream& stream) { return member_.Serve(stream); }, *listener_) {
     grpc::ServerBuilder builder;
-    builder.AddListeningPort(address(), grpc::InsecureServerCredentials());
+    listener_->AddTo(builder);
     builder.RegisterService(&service_);
     server_ = builder.BuildAndStart();
+    listener_->Start();
   }
   ~WorkerProcess() {
     Shutdown();
+    listener_->Stop();
     server_->Shutdown();
   }
   void Shutdown() { service_.Shutdown(); }
@@ -59,6 +64,7 @@ class WorkerProcess {
   kernels::SerialExecutor executor_;
   CpuBackend backend_{executor_};
   GroupMember member_;
+  std::unique_ptr<proto::GrpcListener> listener_;
   WorkerService service_;
   std::unique_ptr<grpc::Server> server_;
 };
