@@ -101,10 +101,31 @@ absl::Status EngineLoop::CheckInbox(int64_t prompt_tokens) const {
 }
 
 void EngineLoop::Cancel(SequenceId id, const absl::Status& why) {
-  MutexLock lock(mu_);
-  if (!info_.has_value()) return;  // then every request has ended or is about to
-  commands_.cancelled.push_back({.id = id, .why = why});
-  changed_.NotifyAll();
+  std::unique_ptr<Request> request;
+  {
+    MutexLock lock(mu_);
+    if (!info_.has_value()) return;  // then every request has ended or is about to
+    request = TakeSubmitted(id);
+    if (request == nullptr) {
+      commands_.cancelled.push_back({.id = id, .why = why});
+      changed_.NotifyAll();
+      return;
+    }
+  }
+  request->Finish(why, v1::Finish(), clock_.Now());
+  RequestEnded();
+}
+
+std::unique_ptr<Request> EngineLoop::TakeSubmitted(SequenceId id) {
+  auto& submitted = commands_.submitted;
+  const auto found =
+      std::find_if(submitted.begin(), submitted.end(),
+                   [id](const std::unique_ptr<Request>& r) { return r->sequence() == id; });
+  if (found == submitted.end()) return nullptr;
+  std::unique_ptr<Request> request = std::move(*found);
+  submitted.erase(found);
+  commands_.submitted_tokens -= request->prompt_tokens();
+  return request;
 }
 
 absl::StatusOr<GroupInfo> EngineLoop::ServedGroup() const {
@@ -305,7 +326,13 @@ absl::Status EngineLoop::HearOfTiers(Scheduler& scheduler) {
   return absl::OkStatus();
 }
 
+// Those who leave make room for those who come.
 void EngineLoop::Apply(Commands commands, Scheduler& scheduler) {
+  for (const Cancellation& cancellation : commands.cancelled) {
+    std::optional<FinishEvent> finish =
+        scheduler.Cancel(cancellation.id, cancellation.why, clock_.Now());
+    if (finish.has_value()) OnFinish(*std::move(finish));
+  }
   for (std::unique_ptr<Request>& request : commands.submitted) {
     const absl::Status added = scheduler.Add(request->TakeSpec());
     if (added.ok()) {
@@ -315,11 +342,6 @@ void EngineLoop::Apply(Commands commands, Scheduler& scheduler) {
       request->Refuse(added);
       RequestEnded();
     }
-  }
-  for (const Cancellation& cancellation : commands.cancelled) {
-    std::optional<FinishEvent> finish =
-        scheduler.Cancel(cancellation.id, cancellation.why, clock_.Now());
-    if (finish.has_value()) OnFinish(*std::move(finish));
   }
 }
 

@@ -56,7 +56,8 @@ class EngineLoop {
   // Takes the request: it is answered by the loop from here on, with UNAVAILABLE at once when no
   // group is formed or the server drains.
   void Submit(std::unique_ptr<Request> request) EXCLUDES(mu_);
-  // Takes effect before the next plan; nothing when the request has ended.
+  // A request that no step has seen ends at once and leaves its place to another one; others end
+  // before the next plan. Nothing when the request has ended.
   void Cancel(SequenceId id, const absl::Status& why) EXCLUDES(mu_);
 
   // What is served now; UNAVAILABLE while no group is formed and when the server drains.
@@ -90,6 +91,8 @@ class EngineLoop {
     std::unique_ptr<Scheduler> scheduler;
   };
 
+  // A request that no step has seen; null when there is none of this id.
+  std::unique_ptr<Request> TakeSubmitted(SequenceId id) REQUIRES(mu_);
   void Run() EXCLUDES(mu_);
   absl::StatusOr<Formed> Form();
   absl::Status Serve(Formed formed);

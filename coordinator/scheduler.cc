@@ -159,6 +159,7 @@ Scheduler::Planned Scheduler::NextPlan(TimePoint now) {
   Budget budget = StepBudget();
   PlanDecodes(plan, budget);
   budget.device_blocks = device_share_ - UnsealedBlocks();
+  PlanPassing(now, plan, budget, planned.events);
   PlanPrompts(plan, budget);
   AdmitRestored(now, plan, budget, planned.events);
   AdmitWaiting(now, plan, budget, planned.events);
@@ -226,7 +227,7 @@ void Scheduler::PlanDecodes(v1::StepPlan& plan, Budget& budget) {
 
 void Scheduler::PlanPrompts(v1::StepPlan& plan, Budget& budget) {
   for (Sequence* sequence : running_) {
-    if (!sequence->reading()) continue;
+    if (!sequence->reading() || HasRow(*sequence)) continue;
     const int64_t num_tokens = ChunkTokens(*sequence, budget);
     if (num_tokens > 0) AddRow(*sequence, num_tokens, plan, budget);
   }
@@ -314,10 +315,8 @@ Scheduler::Reserved Scheduler::TryReserve(Sequence& sequence, TimePoint now, v1:
     return Reserved::kLater;
   }
   const int64_t needed = sequence.blocks_to_read() - static_cast<int64_t>(match.blocks.size());
-  const bool alone = running_.empty() && restoring_.empty();
-  const int64_t spare = alone ? 0 : 1 + index_->stats().capacity_blocks / kWatermark;
   // Matched blocks that were idle are no longer available.
-  if (needed + spare > index_->available_blocks() - reserved_blocks_) {
+  if (needed + SpareBlocks() > index_->available_blocks() - reserved_blocks_) {
     did_not_fit_ = sequence.spec.id;
     did_not_fit_blocks_ = unreserved;
     return Reserved::kNoRoom;
@@ -329,6 +328,12 @@ Scheduler::Reserved Scheduler::TryReserve(Sequence& sequence, TimePoint now, v1:
   if (stored.empty()) return Reserved::kReady;
   StartRestoring(sequence, stored, now, plan);
   return Reserved::kRestoring;
+}
+
+// Left free when a request is admitted.
+int64_t Scheduler::SpareBlocks() const {
+  const bool alone = running_.empty() && restoring_.empty();
+  return alone ? 0 : 1 + index_->stats().capacity_blocks / kWatermark;
 }
 
 Scheduler::Budget Scheduler::StepBudget() const {

@@ -2,13 +2,18 @@
 // replies come in as messages. One scheduler lives as long as one formation of the worker group.
 // Called by the engine loop, the only thread that touches it. Thread-compatible.
 //
-// Policy. First come, first served. Every sequence that is past its prompt decodes one token in
-// every step; the rest of the step's tokens goes to prompts in order of admission, in chunks that
-// end at multiples of 64 or at the prompt's end. Beside decoding sequences chunks shrink with the
-// context behind them, so that such a step takes no longer than a whole chunk behind 4,096 tokens
-// (but a chunk has at least 64 tokens): streams stutter alike however long the prompt. A request
-// is admitted when blocks for its prompt and a few more are to be had. Its cached prefix is looked
-// up then, not at arrival, so that requests which follow each other share more.
+// Policy. First come, first served, but short prompts pass a long one. Every sequence that is past
+// its prompt decodes one token in every step; the rest of the step's tokens goes to prompts in
+// order of admission, in chunks that end at multiples of 64 or at the prompt's end. While a prompt
+// is read, up to half of that rest goes to other prompts of which no more is left to read (cached
+// blocks need not be read), those that wait included: such a request waits for the step in flight
+// and is read in the next, as long as a slot and blocks are free. The oldest prompt has at least
+// the other half of every step, so that any number of short ones at most doubles the time that it
+// takes; the head of the queue keeps a slot and its blocks. Beside decoding sequences chunks shrink
+// with the context behind them, so that such a step takes no longer than a whole chunk behind 4,096
+// tokens (but a chunk has at least 64 tokens): streams stutter alike however long the prompt. A
+// request is admitted when blocks for its prompt and a few more are to be had. Its cached prefix is
+// looked up then, not at arrival, so that requests which follow each other share more.
 //
 // Preemption. Answers grow, so blocks may run out. Then the youngest request gives up its own and
 // goes back to the head of the queue with what it has generated; its full blocks stay findable in
@@ -205,6 +210,14 @@ class Scheduler {
   void Preempt(Sequence& sequence, v1::StepPlan& plan);
   void KeepFindable(Sequence& sequence, v1::StepPlan& plan);
   void CountResumed(const v1::RowAccounting& found);
+  // Gives short prompts up to half of the budget while a longer one is read.
+  void PlanPassing(TimePoint now, v1::StepPlan& plan, Budget& budget, std::vector<Event>& events);
+  void AdmitShort(TimePoint now, v1::StepPlan& plan, Budget& budget, std::vector<Event>& events);
+  // No more than so many of its tokens are left to read.
+  bool IsShort(Sequence& sequence, int64_t tokens) const;
+  bool LeavesRoomFor(const Sequence& head, const Sequence& passing) const;
+  bool HasRow(const Sequence& sequence) const;  // in the plan that is made
+  int64_t SpareBlocks() const;
   void PlanPrompts(v1::StepPlan& plan, Budget& budget);
   void AdmitRestored(TimePoint now, v1::StepPlan& plan, Budget& budget, std::vector<Event>& events);
   void AdmitWaiting(TimePoint now, v1::StepPlan& plan, Budget& budget, std::vector<Event>& events);
@@ -285,6 +298,7 @@ class Scheduler {
 
   std::deque<Unanswered> unanswered_;  // plans, by step; while one is made it is the last
   uint64_t step_ = 0;                  // of the last plan
+  int64_t prompts_read_ = 0;           // since the start
   int64_t reserved_blocks_ = 0;
   // The waiting request that last did not fit, and the unreserved blocks there were: it is tried
   // again when there are more.

@@ -192,7 +192,10 @@ void Scheduler::ApplyToken(Sequence& sequence, const v1::RowResult& result, Time
   const int64_t index = sequence.generated();
   sequence.tokens.push_back(token);
   sequence.last_token_at = now;
-  if (!sequence.first_token_at.has_value()) sequence.first_token_at = now;
+  if (!sequence.first_token_at.has_value()) {
+    sequence.first_token_at = now;
+    ++prompts_read_;
+  }
   TokenEvent event = {.id = sequence.spec.id, .index = index, .token = token};
   if (sequence.spec.sampling.has_logprobs()) event.logprobs = result.logprobs();
   if (index >= int64_t{sequence.spec.sampling.min_tokens()} && sequence.IsStopToken(token)) {

@@ -210,6 +210,46 @@ TEST_F(EngineLoopTest, ACancelledRequestEndsBeforeTheNextStep) {
   EXPECT_EQ(group_.steps_begun(), steps + 2);
 }
 
+// It kept its place until the step ended, so that a client that opened and reset requests locked
+// all others out.
+TEST_F(EngineLoopTest, ACancelledRequestThatNoStepHasSeenLeavesAtOnce) {
+  StartAndAwaitReady();
+  group_.HoldSteps();
+  const int64_t steps = group_.steps_begun();
+  Submitted running = Submit({1, 2, 3}, 1);
+  ASSERT_TRUE(group_.AwaitStepsBegun(steps + 1));
+  for (int i = 0; i < 100; ++i) {  // the queue takes four, and four may start
+    Submitted cancelled = Submit({4, 5, 6}, 1);
+    loop_.Cancel(cancelled.id, absl::CancelledError("the client is gone"));
+    EXPECT_EQ(cancelled.response->status(), absl::CancelledError("the client is gone"));
+  }
+  Submitted innocent = Submit({7, 8, 9}, 1);
+  group_.ReleaseSteps();
+  EXPECT_EQ(running.response->status(), absl::OkStatus());
+  EXPECT_EQ(innocent.response->status(), absl::OkStatus());
+}
+
+// Requests that a scheduler had seen made no room for those that came while its step ran.
+TEST_F(EngineLoopTest, CancelledRequestsMakeRoomForThoseThatCameMeanwhile) {
+  StartAndAwaitReady();
+  group_.HoldSteps();
+  const int64_t steps = group_.steps_begun();
+  std::vector<Submitted> cancelled = {Submit(std::vector<int32_t>(300, 1), 10)};
+  ASSERT_TRUE(group_.AwaitStepsBegun(steps + 1));
+  for (int i = 0; i < 7; ++i) cancelled.push_back(Submit({1, 2, 3}, 10));
+  group_.AllowSteps(1);
+  ASSERT_TRUE(group_.AwaitStepsBegun(steps + 2));
+  for (const Submitted& request : cancelled) {
+    loop_.Cancel(request.id, absl::CancelledError("the client is gone"));
+  }
+  std::vector<Submitted> innocent;
+  for (int i = 0; i < 8; ++i) innocent.push_back(Submit({7, 8, 9}, 1));
+  group_.ReleaseSteps();
+  for (const Submitted& request : innocent) {
+    EXPECT_EQ(request.response->status(), absl::OkStatus());
+  }
+}
+
 TEST_F(EngineLoopTest, AStopStringEndsTheAnswer) {
   StartAndAwaitReady();
   const std::vector<int32_t> prompt = {5, 6};

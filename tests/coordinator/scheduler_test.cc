@@ -210,6 +210,68 @@ TEST_F(SchedulerTest, SeveralPromptsShareAStepInOrderOfArrival) {
   EXPECT_EQ(plan_.rows(1).num_tokens(), 128u);
 }
 
+// They waited until it was read: 8 s at 2,000 tokens on a CPU.
+TEST_F(SchedulerTest, ShortPromptsPassALongOne) {
+  Make({.max_num_batched_tokens = 256});
+  const SequenceId longest = Add(Spec(Prompt(1024), 1));
+  ASSERT_TRUE(Step());
+  const SequenceId second_long = Add(Spec(Prompt(900, 2), 1));
+  const SequenceId first = Add(Spec(Prompt(30, 3), 1));
+  const SequenceId second = Add(Spec(Prompt(64, 4), 1));
+  const SequenceId third = Add(Spec(Prompt(100, 5), 1));
+  ASSERT_TRUE(Step());
+  EXPECT_TRUE(finished_.contains(first));
+  EXPECT_TRUE(finished_.contains(second));
+  ASSERT_TRUE(Step());
+  EXPECT_TRUE(finished_.contains(third));
+  EXPECT_FALSE(finished_.contains(longest));
+  EXPECT_FALSE(progress_.contains(second_long));  // long prompts are read one after another
+  RunUntilIdle();
+  EXPECT_THAT(finished_, SizeIs(5));
+}
+
+TEST_F(SchedulerTest, TheOldestPromptKeepsHalfOfEveryStep) {
+  Make({.max_num_batched_tokens = 256});
+  const SequenceId longest = Add(Spec(Prompt(1024), 1));
+  ASSERT_TRUE(Step());
+  int steps = 1;
+  for (; !finished_.contains(longest); ++steps) {
+    for (int i = 0; i < 5; ++i) Add(Spec(Prompt(50, 10 * steps + i), 1));
+    ASSERT_TRUE(Step());
+    ASSERT_LT(steps, 10);
+  }
+  EXPECT_EQ(steps, 7);  // 256 at first, then 128 a step: twice as long as alone
+  RunUntilIdle();
+}
+
+TEST_F(SchedulerTest, AQuestionOnADocumentThatIsCachedPassesALongPrompt) {
+  Make({.max_num_batched_tokens = 256});
+  std::vector<int32_t> document = Prompt(640);
+  Add(Spec(document, 1));
+  RunUntilIdle();
+  const SequenceId longest = Add(Spec(Prompt(1024, 2), 1));
+  ASSERT_TRUE(Step());
+  document.insert(document.end(), {1, 2, 3});
+  const SequenceId question = Add(Spec(document, 1));
+  ASSERT_TRUE(Step());
+  EXPECT_TRUE(finished_.contains(question));
+  EXPECT_FALSE(finished_.contains(longest));
+  RunUntilIdle();
+}
+
+TEST_F(SchedulerTest, PassingLeavesTheHeadOfTheQueueItsSlotAndItsBlocks) {
+  Make({.host_blocks = 24, .max_num_seqs = 3, .max_num_batched_tokens = 256});
+  const SequenceId longest = Add(Spec(Prompt(640), 1));
+  ASSERT_TRUE(Step());
+  Add(Spec(Prompt(640, 2), 1));
+  const SequenceId third = Add(Spec(Prompt(150, 3), 1));  // the head would not fit beside it
+  ASSERT_TRUE(Step());
+  EXPECT_FALSE(finished_.contains(third));
+  EXPECT_FALSE(finished_.contains(longest));
+  RunUntilIdle();
+  EXPECT_THAT(finished_, SizeIs(3));
+}
+
 TEST_F(SchedulerTest, AStopTokenEndsTheAnswer) {
   Make({});
   SequenceSpec spec = Spec(Prompt(20), 500);

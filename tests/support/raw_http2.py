@@ -78,6 +78,9 @@ class RawConnection:
             return False
         return True
 
+    def reset_stream(self, stream):
+        self.socket.sendall(self._frame(RST_STREAM, 0, stream, struct.pack(">I", 8)))  # CANCEL
+
     def read_some(self):
         """Takes in what the peer sent; waits for some."""
         read = self.socket.recv(1 << 16)
