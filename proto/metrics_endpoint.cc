@@ -1,63 +1,269 @@
 #include "proto/metrics_endpoint.h"
 
-#include <sstream>
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <list>
+#include <memory>
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "absl/strings/string_view.h"
 #include "prometheus/text_serializer.h"
 
-#include "httplib.h"
+#include "kernels/base/mutex.h"
+#include "kernels/base/status_macros.h"
+#include "proto/sockets.h"
 
 namespace kvasir::proto {
 namespace {
 
-class HttpMetricsEndpoint : public MetricsEndpoint {
+using SteadyClock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+
+constexpr size_t kMostConnections = 64;
+constexpr size_t kMostRequestBytes = 8192;
+constexpr seconds kRequestTime(5);
+constexpr seconds kResponseTime(10);
+// Without a free descriptor a waiting connection would wake the thread for ever.
+constexpr milliseconds kAcceptPause(100);
+
+std::string Response(absl::string_view status, absl::string_view type, absl::string_view body) {
+  return absl::StrCat("HTTP/1.1 ", status, "\r\nContent-Type: ", type,
+                      "\r\nContent-Length: ", body.size(), "\r\nConnection: close\r\n\r\n", body);
+}
+
+std::string TextResponse(absl::string_view status, absl::string_view body) {
+  return Response(status, "text/plain", body);
+}
+
+// Writes the text of a registry for all who asked since it began the last one. Thread-safe.
+class Renderer {
  public:
-  explicit HttpMetricsEndpoint(MetricsEndpointOptions options) : options_(std::move(options)) {}
-  ~HttpMetricsEndpoint() override {
-    server_.stop();
+  // `on_done` is called on the renderer's thread after each text.
+  Renderer(const prometheus::Registry& registry, std::function<void()> on_done)
+      : registry_(registry), on_done_(std::move(on_done)), thread_([this] { Run(); }) {}
+  ~Renderer() {
+    {
+      kernels::MutexLock lock(mu_);
+      stopping_ = true;
+    }
+    changed_.NotifyAll();
+    thread_.join();
+  }
+
+  // The number of the text that answers this request.
+  int64_t Ask() EXCLUDES(mu_) {
+    kernels::MutexLock lock(mu_);
+    asked_ = begun_ + 1;
+    changed_.NotifyAll();
+    return asked_;
+  }
+  // Null until it is written.
+  std::shared_ptr<const std::string> Get(int64_t number) EXCLUDES(mu_) {
+    kernels::MutexLock lock(mu_);
+    return written_ >= number ? text_ : nullptr;
+  }
+
+ private:
+  void Run() EXCLUDES(mu_) {
+    while (true) {
+      {
+        kernels::MutexLock lock(mu_);
+        while (asked_ == begun_ && !stopping_) changed_.Wait(mu_);
+        if (stopping_) return;
+        ++begun_;
+      }
+      auto text = std::make_shared<const std::string>(
+          Response("200 OK", "text/plain; version=0.0.4; charset=utf-8",
+                   prometheus::TextSerializer().Serialize(registry_.Collect())));
+      {
+        kernels::MutexLock lock(mu_);
+        text_ = std::move(text);
+        written_ = begun_;
+      }
+      on_done_();
+    }
+  }
+
+  const prometheus::Registry& registry_;
+  const std::function<void()> on_done_;
+  kernels::Mutex mu_;
+  kernels::CondVar changed_;
+  int64_t asked_ GUARDED_BY(mu_) = 0;    // texts are numbered from 1
+  int64_t begun_ GUARDED_BY(mu_) = 0;    // asked_, or one less
+  int64_t written_ GUARDED_BY(mu_) = 0;  // begun_, or one less
+  std::shared_ptr<const std::string> text_ GUARDED_BY(mu_);
+  bool stopping_ GUARDED_BY(mu_) = false;
+  std::thread thread_;  // last: it uses everything above
+};
+
+struct Connection {
+  Descriptor socket;
+  SteadyClock::time_point deadline;
+  std::string request = {};
+  int64_t awaited_text = 0;  // 0: none
+  std::shared_ptr<const std::string> response = nullptr;
+  size_t sent = 0;
+  bool answered = false;  // the response is sent; what the client still sends is thrown away
+
+  bool writes() const { return response != nullptr && !answered; }
+};
+
+class PollingEndpoint final : public MetricsEndpoint {
+ public:
+  explicit PollingEndpoint(MetricsEndpointOptions options)
+      : options_(std::move(options)),
+        wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+        renderer_(*options_.registry, [this] { eventfd_write(wake_.get(), 1); }) {}
+  ~PollingEndpoint() override {
+    stopping_ = true;
+    eventfd_write(wake_.get(), 1);
     if (thread_.joinable()) thread_.join();
   }
 
   absl::Status Listen() {
-    server_.new_task_queue = [] { return new httplib::ThreadPool(2); };
-    // The library's default is SO_REUSEPORT, with which a port in use would be shared silently.
-    server_.set_socket_options([](socket_t socket) {
-      const int on = 1;
-      setsockopt(socket, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
-    });
-    server_.set_payload_max_length(0);  // nothing is posted here
-    server_.Get("/metrics", [this](const httplib::Request&, httplib::Response& response) {
-      std::ostringstream text;
-      prometheus::TextSerializer().Serialize(text, options_.registry->Collect());
-      response.set_content(text.str(), "text/plain; version=0.0.4; charset=utf-8");
-    });
-    server_.Get("/health", [this](const httplib::Request&, httplib::Response& response) {
-      const absl::Status health = options_.health();
-      response.status = health.ok() ? 200 : 503;
-      response.set_content(health.ok() ? "ok\n" : absl::StrCat(health.message(), "\n"),
-                           "text/plain");
-    });
-    port_ = options_.port != 0 ? options_.port : server_.bind_to_any_port(options_.host.c_str());
-    const bool bound =
-        options_.port == 0 ? port_ > 0 : server_.bind_to_port(options_.host.c_str(), port_);
-    if (!bound) {
-      return absl::UnavailableError(absl::StrCat("metrics: cannot listen on ", options_.host, ":",
-                                                 options_.port, "; choose another --metrics-port"));
+    const std::string address = absl::StrCat(options_.host, ":", options_.port);
+    absl::StatusOr<ListeningSockets> listening = ListenOn(address);
+    if (!listening.ok()) {
+      return absl::UnavailableError(absl::StrCat("metrics: ", listening.status().message(),
+                                                 "; choose another --metrics-port"));
     }
-    thread_ = std::thread([this] { server_.listen_after_bind(); });
-    // stop() before the accept loop runs would be forgotten.
-    while (!server_.is_running()) std::this_thread::yield();
+    listening_ = *std::move(listening);
+    thread_ = std::thread([this] { Run(); });
     return absl::OkStatus();
   }
 
-  int port() const override { return port_; }
+  int port() const override { return listening_.port; }
 
  private:
+  void Run() {
+    while (!stopping_) {
+      const std::vector<pollfd> ready = Poll();
+      eventfd_t ignored;
+      eventfd_read(wake_.get(), &ignored);
+      const SteadyClock::time_point now = SteadyClock::now();
+      auto connection = connections_.begin();
+      for (size_t i = 1 + listening_.sockets.size(); i < ready.size(); ++i) {
+        const bool goes_on = Serve(*connection, ready[i].revents, now);
+        connection = goes_on ? std::next(connection) : connections_.erase(connection);
+      }
+      for (const Descriptor& socket : listening_.sockets) AcceptFrom(socket.get(), now);
+    }
+  }
+
+  // The wake-up, the listening sockets, the connections in their order.
+  std::vector<pollfd> Poll() {
+    std::vector<pollfd> waited = {{.fd = wake_.get(), .events = POLLIN, .revents = 0}};
+    const SteadyClock::time_point now = SteadyClock::now();
+    SteadyClock::time_point next = now + std::chrono::hours(1);
+    for (const Descriptor& socket : listening_.sockets) {
+      const bool paused = now < accepts_from_;
+      if (paused) next = std::min(next, accepts_from_);
+      waited.push_back({.fd = paused ? -1 : socket.get(), .events = POLLIN, .revents = 0});
+    }
+    for (const Connection& connection : connections_) {
+      const bool idle = connection.awaited_text != 0 && connection.response == nullptr;
+      const auto events = static_cast<short>(idle ? 0 : connection.writes() ? POLLOUT : POLLIN);
+      waited.push_back({.fd = connection.socket.get(), .events = events, .revents = 0});
+      next = std::min(next, connection.deadline);
+    }
+    const auto patience = std::chrono::ceil<milliseconds>(next - now).count();
+    poll(waited.data(), waited.size(), static_cast<int>(std::max<int64_t>(0, patience)));
+    return waited;
+  }
+
+  void AcceptFrom(int listening_socket, SteadyClock::time_point now) {
+    while (true) {
+      Descriptor socket(accept4(listening_socket, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+      if (socket.valid()) {
+        if (connections_.size() >= kMostConnections) connections_.pop_front();
+        connections_.push_back({.socket = std::move(socket), .deadline = now + kRequestTime});
+      } else if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) {
+        if (!connections_.empty()) connections_.pop_front();
+        accepts_from_ = now + kAcceptPause;
+        return;
+      } else if (errno != EINTR && errno != ECONNABORTED) {
+        return;
+      }
+    }
+  }
+
+  // False when the connection has ended.
+  bool Serve(Connection& connection, short events, SteadyClock::time_point now) {
+    if (now >= connection.deadline || (events & (POLLERR | POLLNVAL)) != 0) return false;
+    if (connection.awaited_text != 0 && connection.response == nullptr) {
+      connection.response = renderer_.Get(connection.awaited_text);
+    }
+    if (connection.writes()) return Write(connection);
+    if ((events & (POLLIN | POLLHUP)) != 0) return Read(connection, now);
+    return true;
+  }
+
+  bool Read(Connection& connection, SteadyClock::time_point now) {
+    char bytes[2048];
+    const ssize_t count = recv(connection.socket.get(), bytes, sizeof(bytes), 0);
+    if (count <= 0) return count < 0 && (errno == EAGAIN || errno == EINTR);
+    if (connection.answered || connection.awaited_text != 0) return true;
+    connection.request.append(bytes, static_cast<size_t>(count));
+    const bool complete = connection.request.find("\r\n\r\n") != std::string::npos;
+    if (!complete && connection.request.size() <= kMostRequestBytes) return true;
+    connection.deadline = now + kResponseTime;
+    Answer(connection, complete);
+    return !connection.writes() || Write(connection);
+  }
+
+  void Answer(Connection& connection, bool complete) {
+    const std::string line = connection.request.substr(0, connection.request.find("\r\n"));
+    const std::vector<absl::string_view> words = absl::StrSplit(line, ' ');
+    const auto say = [&](absl::string_view status, absl::string_view body) {
+      connection.response = std::make_shared<const std::string>(TextResponse(status, body));
+    };
+    if (!complete || words.size() != 3) return say("400 Bad Request", "not an HTTP request\n");
+    if (words[0] != "GET") return say("405 Method Not Allowed", "only GET is served here\n");
+    const absl::string_view path = words[1].substr(0, words[1].find('?'));
+    if (path == "/metrics") {
+      connection.awaited_text = renderer_.Ask();
+    } else if (path == "/health") {
+      const absl::Status health = options_.health();
+      say(health.ok() ? "200 OK" : "503 Service Unavailable",
+          health.ok() ? "ok\n" : absl::StrCat(health.message(), "\n"));
+    } else {
+      say("404 Not Found", "there are /metrics and /health\n");
+    }
+  }
+
+  static bool Write(Connection& connection) {
+    const std::string& response = *connection.response;
+    const ssize_t count = send(connection.socket.get(), response.data() + connection.sent,
+                               response.size() - connection.sent, MSG_NOSIGNAL);
+    if (count < 0) return errno == EAGAIN || errno == EINTR;
+    connection.sent += static_cast<size_t>(count);
+    if (connection.sent == response.size()) {
+      connection.answered = true;
+      shutdown(connection.socket.get(), SHUT_WR);  // closed once the client has, or at its deadline
+    }
+    return true;
+  }
+
   const MetricsEndpointOptions options_;
-  int port_ = 0;
-  httplib::Server server_;
+  ListeningSockets listening_;
+  const Descriptor wake_;
+  Renderer renderer_;
+  std::atomic<bool> stopping_ = false;
+
+  // The thread's.
+  std::list<Connection> connections_;  // the oldest first
+  SteadyClock::time_point accepts_from_ = {};
+
   std::thread thread_;
 };
 
@@ -65,8 +271,8 @@ class HttpMetricsEndpoint : public MetricsEndpoint {
 
 absl::StatusOr<std::unique_ptr<MetricsEndpoint>> MetricsEndpoint::Start(
     MetricsEndpointOptions options) {
-  auto endpoint = std::make_unique<HttpMetricsEndpoint>(std::move(options));
-  if (absl::Status status = endpoint->Listen(); !status.ok()) return status;
+  auto endpoint = std::make_unique<PollingEndpoint>(std::move(options));
+  KVASIR_RETURN_IF_ERROR(endpoint->Listen());
   return std::unique_ptr<MetricsEndpoint>(std::move(endpoint));
 }
 
