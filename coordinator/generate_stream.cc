@@ -3,6 +3,9 @@
 #include <chrono>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
+#include "grpc/grpc.h"
+#include "grpc/support/time.h"
 #include "grpcpp/server_context.h"
 
 #include "proto/grpc_status.h"
@@ -11,23 +14,69 @@ namespace kvasir::coordinator {
 namespace {
 
 using kernels::MutexLock;
+using SteadyClock = std::chrono::steady_clock;
 
+// As it lies in memory, joined to another one or not.
 size_t Bytes(const v1::GenerateResponse& response) {
   const v1::Tokens& tokens = response.tokens();
-  auto numbers = static_cast<size_t>(tokens.token_ids_size());
+  size_t bytes =
+      tokens.text().size() + sizeof(uint32_t) * static_cast<size_t>(tokens.token_ids_size());
   for (const v1::TokenLogprobs& logprobs : tokens.logprobs()) {
-    numbers += 1 + 2 * static_cast<size_t>(logprobs.top_size());
+    bytes += sizeof(void*) + logprobs.SpaceUsedLong();
   }
-  return tokens.text().size() + sizeof(uint32_t) * numbers;
+  return bytes;
 }
 
 }  // namespace
 
 std::shared_ptr<GenerateStream> GenerateStream::Create(
-    grpc::CallbackServerContext* context, std::unique_ptr<proto::GrpcListener::Call> call) {
-  std::shared_ptr<GenerateStream> stream(new GenerateStream(context, std::move(call)));
+    grpc::CallbackServerContext* context, std::unique_ptr<proto::GrpcListener::Call> call,
+    absl::Duration patience) {
+  std::shared_ptr<GenerateStream> stream(new GenerateStream(context, std::move(call), patience));
   stream->self_ = stream;
   return stream;
+}
+
+GenerateStream::GenerateStream(grpc::CallbackServerContext* context,
+                               std::unique_ptr<proto::GrpcListener::Call> call,
+                               absl::Duration patience)
+    : context_(context),
+      grpc_call_(context == nullptr ? nullptr : context->c_call()),
+      patience_(patience),
+      call_(std::move(call)) {
+  if (grpc_call_ != nullptr) grpc_call_ref(grpc_call_);
+}
+
+GenerateStream::~GenerateStream() {
+  if (grpc_call_ != nullptr) grpc_call_unref(grpc_call_);
+}
+
+void GenerateStream::set_on_cancel(std::function<void(const absl::Status&)> on_cancel) {
+  absl::Status cancelled;
+  std::function<void(const absl::Status&)> callback;
+  {
+    MutexLock lock(mu_);
+    on_cancel_ = std::move(on_cancel);
+    cancelled = cancelled_;
+    callback = on_cancel_;
+  }
+  if (!cancelled.ok()) callback(cancelled);
+}
+
+absl::Status GenerateStream::cancelled() {
+  MutexLock lock(mu_);
+  return cancelled_;
+}
+
+void GenerateStream::Cancel(const absl::Status& why) {
+  std::function<void(const absl::Status&)> on_cancel;
+  {
+    MutexLock lock(mu_);
+    if (!cancelled_.ok()) return;
+    cancelled_ = why;
+    on_cancel = on_cancel_;
+  }
+  if (on_cancel) on_cancel(why);
 }
 
 void GenerateStream::Write(v1::GenerateResponse response) {
@@ -38,9 +87,10 @@ void GenerateStream::Write(v1::GenerateResponse response) {
     waiting_bytes_ += Bytes(response);
     if (!Join(response)) waiting_.push_back(std::move(response));
     overflow = overflowed_ = waiting_bytes_ > kMaxWaitingBytes;
+    if (overflow) waiting_.clear();
   }
-  if (overflow && on_cancel_) {
-    on_cancel_(
+  if (overflow) {
+    Cancel(
         absl::ResourceExhaustedError("the client does not read: 1 MiB of the answer waits for it"));
   }
   Advance();
@@ -73,6 +123,7 @@ void GenerateStream::Close(const absl::Status& status) {
 
 void GenerateStream::Advance() {
   std::optional<absl::Status> end;
+  bool watch = false;
   {
     MutexLock lock(mu_);
     if (writing_ || finished_) return;
@@ -87,12 +138,44 @@ void GenerateStream::Advance() {
     } else {
       return;
     }
+    began_at_ = SteadyClock::now();
+    watch = !std::exchange(watching_, true);
   }
+  if (watch) WatchAgainAfter(patience_);
   if (end.has_value()) {
     Finish(proto::ToGrpcStatus(*end));
   } else {
     StartWrite(&writing_message_);
   }
+}
+
+// The stream may be gone by then. Replacing the alarm in its own callback is safe: gRPC holds it
+// until the callback returns.
+void GenerateStream::WatchAgainAfter(absl::Duration time) {
+  alarm_ = std::make_unique<grpc::Alarm>();
+  const gpr_timespec at =
+      gpr_time_add(gpr_now(GPR_CLOCK_MONOTONIC),
+                   gpr_time_from_millis(absl::ToInt64Milliseconds(time) + 1, GPR_TIMESPAN));
+  alarm_->Set(at, [weak = weak_from_this()](bool ok) {
+    const std::shared_ptr<GenerateStream> stream = weak.lock();
+    if (ok && stream != nullptr) stream->OnAlarm();
+  });
+}
+
+void GenerateStream::OnAlarm() {
+  absl::Duration left;
+  {
+    MutexLock lock(mu_);
+    if (!writing_ && !finished_) {
+      watching_ = false;  // the next write watches again
+      return;
+    }
+    left = patience_ - absl::FromChrono(SteadyClock::now() - began_at_);
+  }
+  if (left > absl::ZeroDuration()) return WatchAgainAfter(left);
+  Cancel(absl::UnavailableError(
+      absl::StrCat("the client took nothing of its answer for ", absl::FormatDuration(patience_))));
+  if (grpc_call_ != nullptr) grpc_call_cancel(grpc_call_, nullptr);
 }
 
 void GenerateStream::OnWriteDone(bool ok) {
@@ -109,10 +192,9 @@ void GenerateStream::OnWriteDone(bool ok) {
 }
 
 void GenerateStream::OnCancel() {
-  if (!on_cancel_) return;
   const bool late = std::chrono::system_clock::now() >= context_->deadline();
-  on_cancel_(late ? absl::DeadlineExceededError("the client's deadline has passed")
-                  : absl::CancelledError("the client is gone"));
+  Cancel(late ? absl::DeadlineExceededError("the client's deadline has passed")
+              : absl::CancelledError("the client is gone"));
 }
 
 }  // namespace kvasir::coordinator

@@ -1,9 +1,12 @@
 // The stream of one Generate call: takes messages as they come, writes them as fast as the client
 // reads. Behind a slow client messages are joined, so that it costs no more than its text: only the
 // newest progress is kept, and tokens that wait become one message. When more than kMaxWaitingBytes
-// wait, the request is cancelled. Hidden: gRPC's reactions. Thread-safe.
+// wait, as they lie in memory, what waits is dropped and the request is cancelled. When the client
+// takes nothing for a time the call ends, after its last token too. Hidden: gRPC's reactions.
+// Thread-safe.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <deque>
 #include <functional>
@@ -11,6 +14,8 @@
 #include <optional>
 
 #include "absl/status/status.h"
+#include "absl/time/time.h"
+#include "grpcpp/alarm.h"
 #include "grpcpp/support/server_callback.h"
 
 #include "coordinator/response_sink.h"
@@ -21,26 +26,30 @@
 namespace kvasir::coordinator {
 
 class GenerateStream final : public grpc::ServerWriteReactor<v1::GenerateResponse>,
-                             public ResponseSink {
+                             public ResponseSink,
+                             public std::enable_shared_from_this<GenerateStream> {
  public:
   static constexpr size_t kMaxWaitingBytes = size_t{1} << 20;
 
   // The stream keeps itself alive until gRPC is done with it; the caller may, too.
-  // `call`, which may be null, ends with the stream.
+  // `call`, which may be null, ends with the stream. A client that takes nothing for `patience` is
+  // taken for gone.
   static std::shared_ptr<GenerateStream> Create(grpc::CallbackServerContext* context,
-                                                std::unique_ptr<proto::GrpcListener::Call> call);
+                                                std::unique_ptr<proto::GrpcListener::Call> call,
+                                                absl::Duration patience);
+  ~GenerateStream() override;
 
-  // Called when the client is gone, its deadline has passed, or it reads too slowly; on any thread.
-  // Set before the stream is returned to gRPC.
-  void set_on_cancel(std::function<void(const absl::Status&)> on_cancel) {
-    on_cancel_ = std::move(on_cancel);
-  }
+  // Called once when the client is gone, its deadline has passed, or it reads too slowly, at once
+  // when that has happened already; on any thread.
+  void set_on_cancel(std::function<void(const absl::Status&)> on_cancel) EXCLUDES(mu_);
+  // What it was, or will be, called with; OK while the client waits.
+  absl::Status cancelled() EXCLUDES(mu_);
 
   void Write(v1::GenerateResponse response) override EXCLUDES(mu_);
   void Close(const absl::Status& status) override EXCLUDES(mu_);
 
   void OnWriteDone(bool ok) override EXCLUDES(mu_);
-  void OnCancel() override;
+  void OnCancel() override EXCLUDES(mu_);
   void OnDone() override {
     call_.reset();
     self_.reset();
@@ -48,28 +57,40 @@ class GenerateStream final : public grpc::ServerWriteReactor<v1::GenerateRespons
 
  private:
   GenerateStream(grpc::CallbackServerContext* context,
-                 std::unique_ptr<proto::GrpcListener::Call> call)
-      : context_(context), call_(std::move(call)) {}
+                 std::unique_ptr<proto::GrpcListener::Call> call, absl::Duration patience);
 
+  // Nobody waits for the answer any more. The first reason counts.
+  void Cancel(const absl::Status& why) EXCLUDES(mu_);
   // Starts the next write, or ends the call, if it is time to. No gRPC call is made under mu_.
   void Advance() EXCLUDES(mu_);
   // Joins the response with the last one that waits; false when they do not join.
   bool Join(v1::GenerateResponse& response) REQUIRES(mu_);
+  // Looks after `time` whether the client has taken something.
+  void WatchAgainAfter(absl::Duration time);
+  void OnAlarm() EXCLUDES(mu_);
 
-  grpc::CallbackServerContext* const context_;       // valid until OnDone
+  grpc::CallbackServerContext* const context_;  // valid until OnDone
+  // A reference of our own to gRPC's call, which may be cancelled at any time, unlike the context.
+  grpc_call* const grpc_call_;
+  const absl::Duration patience_;
   std::unique_ptr<proto::GrpcListener::Call> call_;  // until OnDone
-  std::function<void(const absl::Status&)> on_cancel_;
-  std::shared_ptr<GenerateStream> self_;  // until OnDone
+  std::shared_ptr<GenerateStream> self_;             // until OnDone
 
   kernels::Mutex mu_;
+  std::function<void(const absl::Status&)> on_cancel_ GUARDED_BY(mu_);
+  absl::Status cancelled_ GUARDED_BY(mu_);
   std::deque<v1::GenerateResponse> waiting_ GUARDED_BY(mu_);
-  size_t waiting_bytes_ GUARDED_BY(mu_) = 0;  // of text, token ids and logprobs
-  v1::GenerateResponse writing_message_;      // constant while writing_
+  size_t waiting_bytes_ GUARDED_BY(mu_) = 0;
+  v1::GenerateResponse writing_message_;  // constant while writing_
   bool writing_ GUARDED_BY(mu_) = false;
   bool overflowed_ GUARDED_BY(mu_) = false;
   bool broken_ GUARDED_BY(mu_) = false;  // the client is gone: nothing is written any more
   std::optional<absl::Status> closed_ GUARDED_BY(mu_);
   bool finished_ GUARDED_BY(mu_) = false;
+  // When the write or the end that is under way began.
+  std::chrono::steady_clock::time_point began_at_ GUARDED_BY(mu_);
+  bool watching_ GUARDED_BY(mu_) = false;  // an alarm is set
+  std::unique_ptr<grpc::Alarm> alarm_;     // belongs to who turned watching_ on
 };
 
 }  // namespace kvasir::coordinator

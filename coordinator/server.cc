@@ -20,6 +20,7 @@
 #include "coordinator/policy.h"
 #include "coordinator/policy_file.h"
 #include "coordinator/service.h"
+#include "coordinator/text_pool.h"
 #include "coordinator/tokenizer/tokenizer.h"
 #include "kernels/base/mutex.h"
 #include "kernels/base/status_macros.h"
@@ -129,6 +130,7 @@ class ServerImpl final : public Server {
   std::unique_ptr<EngineLoop> engine_;
   std::unique_ptr<proto::MetricsEndpoint> endpoint_;
   std::unique_ptr<proto::GrpcListener> listener_;
+  TextPool texts_;
   std::unique_ptr<GenerationService> service_;
   std::unique_ptr<grpc::Server> server_;
 
@@ -172,6 +174,7 @@ absl::Status ServerImpl::Init(const WorkerGroupFactory& make_group) {
                                                                 .clock = clock_,
                                                                 .metrics = metrics_,
                                                                 .connections = *listener_,
+                                                                .texts = texts_,
                                                                 .started = clock_.Now()});
   KVASIR_ASSIGN_OR_RETURN(
       endpoint_,

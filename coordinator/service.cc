@@ -50,26 +50,39 @@ absl::Status DetokenizeIds(const v1::DetokenizeRequest& request, const Tokenizer
 
 grpc::ServerWriteReactor<v1::GenerateResponse>* GenerationService::Generate(
     grpc::CallbackServerContext* context, const v1::GenerateRequest* request) {
-  context_.connections.OnMessage(context->peer(), request->ByteSizeLong());
+  const TimePoint arrival = context_.clock.Now();
+  const size_t bytes = request->ByteSizeLong();
+  context_.connections.OnMessage(context->peer(), bytes);
   const std::shared_ptr<GenerateStream> stream =
-      GenerateStream::Create(context, context_.connections.BeginCall(context->peer()));
-  absl::StatusOr<std::unique_ptr<Request>> accepted = Accept(*request, stream);
-  if (!accepted.ok()) {
-    context_.metrics.RequestRejected(accepted.status());
-    stream->Close(accepted.status());
-    return stream.get();
-  }
-  const SequenceId id = (*accepted)->sequence();
-  stream->set_on_cancel(
-      [&engine = context_.engine, id](const absl::Status& why) { engine.Cancel(id, why); });
-  // gRPC reports a cancellation only once it has the stream, that is behind Submit.
-  context_.engine.Submit(*std::move(accepted));
+      GenerateStream::Create(context, context_.connections.BeginCall(context->peer()),
+                             absl::Seconds(context_.config.client_timeout()));
+  // The request lives until the stream is closed.
+  const absl::Status taken = context_.texts.Run(
+      bytes, [this, request, stream, arrival] { Begin(*request, stream, arrival); });
+  if (!taken.ok()) Reject(*stream, taken);
   return stream.get();
 }
 
+void GenerationService::Begin(const v1::GenerateRequest& request,
+                              const std::shared_ptr<GenerateStream>& stream, TimePoint arrival) {
+  if (const absl::Status left = stream->cancelled(); !left.ok()) return stream->Close(left);
+  absl::StatusOr<std::unique_ptr<Request>> accepted = Accept(request, stream, arrival);
+  if (!accepted.ok()) return Reject(*stream, accepted.status());
+  const SequenceId id = (*accepted)->sequence();
+  context_.engine.Submit(*std::move(accepted));
+  // After Submit, for the engine forgets what it is told of requests that it does not know.
+  stream->set_on_cancel(
+      [&engine = context_.engine, id](const absl::Status& why) { engine.Cancel(id, why); });
+}
+
+void GenerationService::Reject(GenerateStream& stream, const absl::Status& why) {
+  context_.metrics.RequestRejected(why);
+  stream.Close(why);
+}
+
 absl::StatusOr<std::unique_ptr<Request>> GenerationService::Accept(
-    const v1::GenerateRequest& request, const std::shared_ptr<GenerateStream>& stream) {
-  const TimePoint arrival = context_.clock.Now();
+    const v1::GenerateRequest& request, const std::shared_ptr<GenerateStream>& stream,
+    TimePoint arrival) {
   KVASIR_ASSIGN_OR_RETURN(const GroupInfo group, context_.engine.ServedGroup());
   KVASIR_ASSIGN_OR_RETURN(ParsedRequest parsed,
                           ParseRequest(request,
@@ -92,18 +105,34 @@ absl::StatusOr<std::unique_ptr<Request>> GenerationService::Accept(
                                              .arrival = arrival});
 }
 
+grpc::ServerUnaryReactor* GenerationService::AnswerText(grpc::CallbackServerContext* context,
+                                                        size_t bytes,
+                                                        std::function<absl::Status()> work) {
+  context_.connections.OnMessage(context->peer(), bytes);
+  grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
+  const absl::Status taken = context_.texts.Run(bytes, [context, reactor, work = std::move(work)] {
+    const absl::Status done =
+        context->IsCancelled() ? absl::CancelledError("the client is gone") : work();
+    reactor->Finish(proto::ToGrpcStatus(done));
+  });
+  if (!taken.ok()) reactor->Finish(proto::ToGrpcStatus(taken));
+  return reactor;
+}
+
 grpc::ServerUnaryReactor* GenerationService::Tokenize(grpc::CallbackServerContext* context,
                                                       const v1::TokenizeRequest* request,
                                                       v1::TokenizeResponse* response) {
-  context_.connections.OnMessage(context->peer(), request->ByteSizeLong());
-  return Answer(context, TokenizeText(*request, context_.tokenizer, *response));
+  return AnswerText(context, request->ByteSizeLong(), [this, request, response] {
+    return TokenizeText(*request, context_.tokenizer, *response);
+  });
 }
 
 grpc::ServerUnaryReactor* GenerationService::Detokenize(grpc::CallbackServerContext* context,
                                                         const v1::DetokenizeRequest* request,
                                                         v1::DetokenizeResponse* response) {
-  context_.connections.OnMessage(context->peer(), request->ByteSizeLong());
-  return Answer(context, DetokenizeIds(*request, context_.tokenizer, *response));
+  return AnswerText(context, request->ByteSizeLong(), [this, request, response] {
+    return DetokenizeIds(*request, context_.tokenizer, *response);
+  });
 }
 
 grpc::ServerUnaryReactor* GenerationService::GetModelInfo(grpc::CallbackServerContext* context,

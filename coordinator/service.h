@@ -1,6 +1,7 @@
 // kvasir.v1.Generation over gRPC: parses, submits, and ties the client's cancellation to the
 // request; everything else of Generate happens in the engine loop and in the request. The other
-// calls are answered at once. Made by the server. Thread-safe.
+// calls are answered at once. Long texts are tokenized on threads of their own (text_pool.h). Made
+// by the server. Thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -17,6 +18,7 @@
 #include "coordinator/model_folder.h"
 #include "coordinator/policy.h"
 #include "coordinator/request.h"
+#include "coordinator/text_pool.h"
 #include "coordinator/tokenizer/tokenizer.h"
 #include "proto/grpc_listener.h"
 #include "proto/kvasir/v1/config.pb.h"
@@ -34,6 +36,7 @@ struct ServiceContext {
   Clock& clock;
   Metrics& metrics;
   proto::GrpcListener& connections;
+  TextPool& texts;
   TimePoint started;
 };
 
@@ -57,8 +60,16 @@ class GenerationService final : public v1::Generation::CallbackService {
                                           v1::GetServerInfoResponse* response) override;
 
  private:
+  // Tokenizes and submits the request of `stream`, or refuses it.
+  void Begin(const v1::GenerateRequest& request, const std::shared_ptr<GenerateStream>& stream,
+             TimePoint arrival);
+  void Reject(GenerateStream& stream, const absl::Status& why);
   absl::StatusOr<std::unique_ptr<Request>> Accept(const v1::GenerateRequest& request,
-                                                  const std::shared_ptr<GenerateStream>& stream);
+                                                  const std::shared_ptr<GenerateStream>& stream,
+                                                  TimePoint arrival);
+  // Answers a call with what `work` returns, on the pool where the request is long.
+  grpc::ServerUnaryReactor* AnswerText(grpc::CallbackServerContext* context, size_t bytes,
+                                       std::function<absl::Status()> work);
 
   const ServiceContext context_;
   RunningRequestIds ids_;

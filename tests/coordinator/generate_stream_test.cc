@@ -25,7 +25,8 @@ class UnreadStreamTest : public ::testing::Test {
   }
   ~UnreadStreamTest() override { stream_->OnDone(); }
 
-  std::shared_ptr<GenerateStream> stream_ = GenerateStream::Create(nullptr, nullptr);
+  std::shared_ptr<GenerateStream> stream_ =
+      GenerateStream::Create(nullptr, nullptr, absl::Hours(1));
   int cancelled_ = 0;
 };
 
@@ -37,6 +38,19 @@ TEST_F(UnreadStreamTest, AnAnswerOfLessThanTheCapWaits) {
 TEST_F(UnreadStreamTest, MoreThanTheCapCancelsTheRequestOnce) {
   for (int i = 0; i < 3000; ++i) stream_->Write(Tokens(std::string(1000, 'x')));
   EXPECT_EQ(cancelled_, 1);
+}
+
+// They were counted as a seventh of what they take.
+TEST_F(UnreadStreamTest, LogprobsCountAsTheyLieInMemory) {
+  v1::GenerateResponse response = Tokens("x");
+  v1::TokenLogprobs& logprobs = *response.mutable_tokens()->add_logprobs();
+  for (int i = 0; i < 20; ++i) logprobs.add_top()->set_logprob(-1.0f);
+  size_t in_memory = 0;
+  for (; cancelled_ == 0; in_memory += response.tokens().logprobs(0).SpaceUsedLong()) {
+    stream_->Write(response);
+    ASSERT_LT(in_memory, 2 * GenerateStream::kMaxWaitingBytes);
+  }
+  EXPECT_GT(in_memory, GenerateStream::kMaxWaitingBytes / 2);
 }
 
 TEST_F(UnreadStreamTest, ProgressCostsNothing) {

@@ -79,6 +79,7 @@ class ServiceTest : public ::testing::Test {
     config.mutable_scheduler()->set_max_queued_tokens(1000000);
     config.mutable_scheduler()->set_max_request_time(3600);
     config.mutable_scheduler()->set_enable_prefix_caching(true);
+    config.set_client_timeout(60);
     return config;
   }
   void Start(bool hold_forms = false, int64_t max_model_len = 10000) {

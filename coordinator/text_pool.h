@@ -1,0 +1,49 @@
+// Threads of their own for requests with long texts, so that tokenizing them holds up no stream:
+// the threads of gRPC serve all of them. Bounded in threads and in bytes; with less priority than
+// what serves streams. Made by the server, called by the service. Thread-safe.
+#pragma once
+
+#include <cstddef>
+#include <deque>
+#include <functional>
+#include <thread>
+#include <vector>
+
+#include "absl/status/status.h"
+
+#include "kernels/base/mutex.h"
+
+namespace kvasir::coordinator {
+
+class TextPool {
+ public:
+  // Requests of so many bytes are short: tokenizing takes about a millisecond.
+  static constexpr size_t kShortBytes = size_t{1} << 16;
+  static constexpr size_t kThreads = 2;
+  // Of requests that wait or are worked on.
+  static constexpr size_t kMostBytes = size_t{256} << 20;
+
+  TextPool();
+  ~TextPool();  // when all work is done
+
+  // Does `work` for a request of `bytes`: a short one at once, others on a thread of the pool.
+  // RESOURCE_EXHAUSTED with a time to try again after when too much waits; then `work` is not done.
+  absl::Status Run(size_t bytes, std::function<void()> work) EXCLUDES(mu_);
+
+ private:
+  struct Job {
+    size_t bytes;
+    std::function<void()> work;
+  };
+
+  void RunThread() EXCLUDES(mu_);
+
+  kernels::Mutex mu_;
+  kernels::CondVar changed_;
+  std::deque<Job> waiting_ GUARDED_BY(mu_);
+  size_t bytes_ GUARDED_BY(mu_) = 0;  // of all that wait or are worked on
+  bool stopping_ GUARDED_BY(mu_) = false;
+  std::vector<std::thread> threads_;
+};
+
+}  // namespace kvasir::coordinator
