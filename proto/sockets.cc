@@ -1,12 +1,10 @@
 #include "proto/sockets.h"
 
-#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
-#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
@@ -123,15 +121,6 @@ absl::StatusOr<ListeningSockets> ListenOn(const std::string& address) {
   freeaddrinfo(found);
   if (listening.sockets.empty()) return why;
   return listening;
-}
-
-int64_t RaiseDescriptorLimit() {
-  rlimit limit = {};
-  getrlimit(RLIMIT_NOFILE, &limit);
-  limit.rlim_cur = limit.rlim_max;
-  setrlimit(RLIMIT_NOFILE, &limit);
-  getrlimit(RLIMIT_NOFILE, &limit);
-  return static_cast<int64_t>(limit.rlim_cur);
 }
 
 }  // namespace kvasir::proto

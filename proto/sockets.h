@@ -45,8 +45,4 @@ absl::StatusOr<ListeningSockets> ListenOn(const std::string& address);
 
 bool IsUnixAddress(absl::string_view address);
 
-// Raises the soft limit of open descriptors to the hard one and returns it. Called by programs
-// before they start threads.
-int64_t RaiseDescriptorLimit();
-
 }  // namespace kvasir::proto

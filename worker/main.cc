@@ -3,6 +3,7 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <initializer_list>
 #include <memory>
 #include <pthread.h>
 #include <signal.h>
@@ -24,6 +25,7 @@
 #include "proto/kvasir/v1/config.pb.h"
 #include "proto/load_config.h"
 #include "proto/metrics_endpoint.h"
+#include "proto/process.h"
 #include "proto/sockets.h"
 #include "proto/worker_protocol.h"
 #include "worker/backend/make_backend.h"
@@ -86,8 +88,7 @@ constexpr std::chrono::milliseconds kShutdownGrace{500};
 sigset_t BlockEndSignals() {
   sigset_t signals;
   sigemptyset(&signals);
-  sigaddset(&signals, SIGTERM);
-  sigaddset(&signals, SIGINT);
+  for (const int signal_number : {SIGTERM, SIGINT, SIGHUP}) sigaddset(&signals, signal_number);
   pthread_sigmask(SIG_BLOCK, &signals, nullptr);
   return signals;
 }
@@ -132,6 +133,7 @@ absl::StatusOr<std::unique_ptr<proto::GrpcListener>> Listen(const std::string& a
 absl::Status RunWorker(const v1::WorkerConfig& config) {
   KVASIR_RETURN_IF_ERROR(kernels::LimitCpuIsa(config.cpu_isa()));
   const sigset_t end_signals = BlockEndSignals();
+  proto::IgnoreStraySignals();
   proto::RaiseDescriptorLimit();
   prometheus::Registry registry;
   WorkerMetrics metrics(registry);

@@ -8,6 +8,7 @@
 #include <filesystem>
 #include <signal.h>
 #include <sys/prctl.h>
+#include <sys/un.h>
 #include <sys/wait.h>
 #include <thread>
 #include <unistd.h>
@@ -18,6 +19,7 @@
 #include "absl/strings/string_view.h"
 #include "spdlog/spdlog.h"
 
+#include "coordinator/cli/oom_kills.h"
 #include "kernels/base/mutex.h"
 #include "kernels/base/status_macros.h"
 
@@ -87,6 +89,28 @@ absl::StatusOr<pid_t> Spawn(const Process& process) {
   return pid;
 }
 
+// A private folder whose sockets have addresses that fit: those of unix sockets are short.
+absl::StatusOr<std::string> MakeSocketFolder() {
+  constexpr size_t kLongest = sizeof(sockaddr_un::sun_path) - sizeof("/worker-1023.sock");
+  std::error_code error;
+  const fs::path temporary = fs::temp_directory_path(error);
+  std::string pattern = (temporary / "kvasir-XXXXXX").string();
+  if (error || pattern.size() > kLongest) {
+    const char* variable = getenv("TMPDIR");
+    return absl::InvalidArgumentError(absl::StrCat(
+        "no folder for the sockets of the workers: TMPDIR is '",
+        variable == nullptr ? "" : variable, "', ",
+        error ? error.message() : absl::StrCat("too long by ", pattern.size() - kLongest),
+        "; set it to a folder with a short path, such as /tmp"));
+  }
+  if (mkdtemp(pattern.data()) == nullptr) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "cannot make ", pattern, " for the sockets of the workers: ", std::strerror(errno),
+        "; set TMPDIR to a folder that can be written"));
+  }
+  return pattern;
+}
+
 class LocalWorkerProcesses : public LocalWorkers {
  public:
   ~LocalWorkerProcesses() override {
@@ -102,12 +126,7 @@ class LocalWorkerProcesses : public LocalWorkers {
   }
 
   absl::Status StartAll(const LocalWorkersOptions& options) {
-    std::string pattern = (fs::temp_directory_path() / "kvasir-XXXXXX").string();
-    if (mkdtemp(pattern.data()) == nullptr) {
-      return absl::InternalError(
-          absl::StrCat("cannot make a folder for sockets: ", std::strerror(errno)));
-    }
-    folder_ = pattern;
+    KVASIR_ASSIGN_OR_RETURN(folder_, MakeSocketFolder());
     for (int64_t rank = 0; rank < options.count; ++rank) {
       addresses_.push_back(absl::StrCat("unix:", folder_, "/worker-", rank, ".sock"));
       const int64_t port = options.metrics_port == 0 ? 0 : options.metrics_port + rank;
@@ -163,6 +182,11 @@ class LocalWorkerProcesses : public LocalWorkers {
                     WIFSIGNALED(status) ? "signal" : "exit code",
                     WIFSIGNALED(status) ? WTERMSIG(status) : WEXITSTATUS(status),
                     process.backoff.count());
+      if (WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL && oom_kills_.TakeNew()) {
+        spdlog::error(
+            "the kernel killed it for lack of memory: lower --kv-host-size-gb or "
+            "--kv-device-size-gb, or raise the limit of this container");
+      }
       process.backoff = std::min(process.backoff * 2, kLongestBackoff);
     }
     if (process.pid > 0 || now < process.restart_at) return;
@@ -188,6 +212,7 @@ class LocalWorkerProcesses : public LocalWorkers {
   std::string folder_;
   std::vector<std::string> addresses_;
   std::vector<Process> processes_;  // owned by the watcher thread while it runs
+  OomKills oom_kills_;              // the watcher thread's
   std::thread watcher_;
 
   kernels::Mutex mu_;

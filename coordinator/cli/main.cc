@@ -53,11 +53,11 @@ int Main(int argc, char** argv) {
   if (std::strcmp(command, "serve") == 0) {
     return RunCommand<v1::ServeConfig>(
         {.name = "kvasir serve",
-         .summary =
-             "Serves a model over gRPC. Without --workers it starts one worker process per "
-             "tensor-parallel rank on this machine; with it, the named workers are joined. "
-             "SIGTERM drains: running requests may finish, new ones are refused; a second one "
-             "stops at once.",
+         .summary = "Serves a model over gRPC. Without --workers it starts one worker process per "
+                    "tensor-parallel rank on this machine; with it, the named workers are joined. "
+                    "SIGTERM and SIGHUP drain: running requests may finish, new ones are refused; "
+                    "a second one "
+                    "stops at once.",
          .example = "kvasir serve --model tests/model/needle-8k --tensor-parallel-size 2"},
         argc, argv, RunServe);
   }

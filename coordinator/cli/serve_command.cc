@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <fstream>
+#include <initializer_list>
 #include <memory>
 #include <pthread.h>
 #include <signal.h>
@@ -20,7 +21,7 @@
 #include "coordinator/server.h"
 #include "kernels/base/cpu_isa.h"
 #include "kernels/base/status_macros.h"
-#include "proto/sockets.h"
+#include "proto/process.h"
 
 namespace kvasir::coordinator {
 namespace {
@@ -86,11 +87,11 @@ absl::Status WriteReadyFile(const v1::ServeConfig& config, const Server& server)
   return absl::OkStatus();
 }
 
+// A closed terminal drains the server as SIGTERM does.
 sigset_t ShutdownSignals() {
   sigset_t signals;
   sigemptyset(&signals);
-  sigaddset(&signals, SIGTERM);
-  sigaddset(&signals, SIGINT);
+  for (const int signal_number : {SIGTERM, SIGINT, SIGHUP}) sigaddset(&signals, signal_number);
   return signals;
 }
 
@@ -131,6 +132,7 @@ absl::Status RunServe(const v1::ServeConfig& config) {
   // Blocked before any thread starts, so that only the wait below receives them.
   const sigset_t signals = ShutdownSignals();
   pthread_sigmask(SIG_BLOCK, &signals, nullptr);
+  proto::IgnoreStraySignals();
   proto::RaiseDescriptorLimit();
 
   std::unique_ptr<LocalWorkers> local_workers;

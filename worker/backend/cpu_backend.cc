@@ -14,6 +14,7 @@
 #include "kernels/dense/rms_norm.h"
 #include "kernels/dense/silu_mul.h"
 #include "kernels/paged/digests.h"
+#include "worker/backend/memory_limit.h"
 
 namespace kvasir::worker {
 
@@ -112,6 +113,18 @@ std::set<std::string> CpuBackend::ProductPaths() const {
 absl::StatusOr<Memory> CpuBackend::Allocate(int64_t bytes) {
   KVASIR_ASSIGN_OR_RETURN(kernels::HostBuffer buffer, kernels::HostBuffer::Allocate(bytes));
   return Memory(std::move(buffer), kernels::Device::kCpu);
+}
+
+// The tiers are touched as they fill: too little memory would show under load, as a kill.
+absl::StatusOr<std::unique_ptr<kvstore::PageResidency>> CpuBackend::MakeResidency(
+    const kvstore::ResidencyOptions& options) {
+  const kernels::KvLayout& layout = options.format.shard().layout;
+  const int64_t codes = options.key_codes ? layout.block_key_codes_bytes() : 0;
+  KVASIR_RETURN_IF_ERROR(
+      CheckMemoryLimit(options.num_rows * (options.format.extent_bytes() + codes) +
+                           options.device_pages * layout.page_bytes(),
+                       "--kv-host-size-gb or --kv-device-size-gb"));
+  return kvstore::ArenaResidency::Make(options);
 }
 
 absl::StatusOr<Tensor> CpuBackend::Place(Tensor weight) { return weight; }

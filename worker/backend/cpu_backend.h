@@ -32,9 +32,7 @@ class CpuBackend final : public Backend {
   }
   absl::StatusOr<Memory> Allocate(int64_t bytes) override;
   absl::StatusOr<std::unique_ptr<kvstore::PageResidency>> MakeResidency(
-      const kvstore::ResidencyOptions& options) override {
-    return kvstore::ArenaResidency::Make(options);
-  }
+      const kvstore::ResidencyOptions& options) override;
   absl::Status FillRandom(const kernels::RandomFillParams& params) override {
     return kernels::FillRandom(params, executor());
   }

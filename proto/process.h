@@ -1,0 +1,14 @@
+// What a server's process asks of its system before it starts threads. Called by main functions.
+#pragma once
+
+#include <cstdint>
+
+namespace kvasir::proto {
+
+// Raises the soft limit of open descriptors to the hard one and returns it.
+int64_t RaiseDescriptorLimit();
+
+// SIGUSR1, SIGUSR2 and SIGALRM, which mean nothing to this process, would end it without a word.
+void IgnoreStraySignals();
+
+}  // namespace kvasir::proto
