@@ -397,6 +397,12 @@ void EngineLoop::PublishState(const Scheduler& scheduler) {
   const SchedulerStats stats = scheduler.stats();
   metrics_.SchedulerState(stats);
   MutexLock lock(mu_);
+  if (stats.disk_set_aside && !scheduler_stats_.disk_set_aside) {
+    spdlog::error(
+        "the disk tier does not answer: it is set aside and tried again from time to time");
+  } else if (!stats.disk_set_aside && scheduler_stats_.disk_set_aside) {
+    spdlog::info("the disk tier answers again");
+  }
   scheduler_stats_ = stats;
 }
 

@@ -80,6 +80,9 @@ struct Metrics::Series {
   Gauge& running = Gauges("kvasir_num_requests_running", "Requests being computed.").Add({});
   Gauge& waiting =
       Gauges("kvasir_num_requests_waiting", "Requests that wait to be admitted.").Add({});
+  Gauge& disk_set_aside = Gauges("kvasir_kv_disk_set_aside",
+                                 "1 while the disk tier is not read since it did not answer.")
+                              .Add({});
   Gauge& restoring =
       Gauges("kvasir_num_requests_restoring", "Of these, requests whose KV is read from disk.")
           .Add({});
@@ -236,6 +239,7 @@ void Metrics::SchedulerState(const SchedulerStats& stats) {
   s.running.Set(static_cast<double>(stats.running));
   s.waiting.Set(static_cast<double>(stats.waiting + stats.restoring));
   s.restoring.Set(static_cast<double>(stats.restoring));
+  s.disk_set_aside.Set(stats.disk_set_aside ? 1 : 0);
   s.waiting_tokens.Set(static_cast<double>(stats.waiting_tokens));
   const int64_t capacity = stats.index.capacity_blocks;
   s.cache_usage.Set(capacity == 0 ? 0

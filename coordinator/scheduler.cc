@@ -306,7 +306,7 @@ Scheduler::Reserved Scheduler::TryReserve(Sequence& sequence, TimePoint now, v1:
   if (options_.enable_prefix_caching) {
     match = index_->Match(sequence.scope, sequence.matchable(), sequence.decode_part);
   }
-  const std::vector<PrefixHash> stored = MatchStored(sequence, match);
+  const std::vector<PrefixHash> stored = MatchStored(sequence, match, now);
   const auto on_its_way =
       std::find_if(stored.begin(), stored.end(),
                    [this](const PrefixHash& hash) { return restoring_hashes_.contains(hash); });
@@ -481,6 +481,7 @@ SchedulerStats Scheduler::stats() const {
   stats.running = static_cast<int64_t>(running_.size());
   stats.waiting = static_cast<int64_t>(waiting_.size());
   stats.restoring = static_cast<int64_t>(restoring_.size());
+  stats.disk_set_aside = disk_pause_ > absl::ZeroDuration();
   stats.waiting_tokens = WaitingTokens();
   stats.index = index_->stats();
   stats.stored = stored_.stats();

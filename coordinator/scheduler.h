@@ -24,7 +24,9 @@
 // Disk. Where the prefix index ends, the chain goes on among the blocks that every rank has on
 // disk. Those are restored first: the request holds its blocks and waits, others run on. A block
 // that any rank cannot read, or not in time, is computed instead, with all behind it; a request
-// asks for its blocks once. When a request ends its shareable blocks are written behind the steps.
+// asks for its blocks once. A disk that brings nothing for a time is set aside at once: all who
+// wait for it compute their blocks, and only from time to time one request tries it again, for a
+// short while. When a request ends its shareable blocks are written behind the steps.
 //
 // Blocks. A block filled by a step is sealed by the next plan after its answer and, unless its KV
 // depends on where this prompt ended, published for others. Unsealed blocks live in the device tier
@@ -106,12 +108,18 @@ struct SchedulerOptions {
   // When none of a request's blocks came for so long, it computes the rest of them. A slow disk
   // still beats computing; a dead one must not hold requests up.
   absl::Duration restore_patience = absl::Seconds(10);
+  // A disk that is set aside is tried again after the first of these, then after twice the time,
+  // and so on to the second; the request that tries it waits for the third.
+  absl::Duration first_disk_pause = absl::Seconds(5);
+  absl::Duration longest_disk_pause = absl::Seconds(60);
+  absl::Duration disk_trial = absl::Seconds(1);
 };
 
 struct SchedulerStats {
   int64_t running = 0;
   int64_t waiting = 0;
-  int64_t restoring = 0;       // wait for blocks from disk
+  int64_t restoring = 0;  // wait for blocks from disk
+  bool disk_set_aside = false;
   int64_t waiting_tokens = 0;  // prompt tokens of those that wait
   int64_t prefix_queries = 0;  // prompt tokens of admitted requests, since the start
   int64_t prefix_hits = 0;     // of these, tokens found in the cache
@@ -239,11 +247,13 @@ class Scheduler {
   // Its first `num_blocks` blocks.
   void PersistBlocks(const Sequence& sequence, int64_t num_blocks, v1::StepPlan& plan) const;
   std::vector<kvstore::PrefixHash> MatchStored(const Sequence& sequence,
-                                               const kvstore::PrefixMatch& match);
+                                               const kvstore::PrefixMatch& match, TimePoint now);
   void StartRestoring(Sequence& sequence, const std::vector<kvstore::PrefixHash>& stored,
                       TimePoint now, v1::StepPlan& plan);
   void OnRestored(const v1::RestoredBlock& restored, TimePoint now);
   void GiveUpLateRestores(TimePoint now);
+  void SetDiskAside(TimePoint now);
+  void ComputeRest(Sequence& sequence);  // of the blocks that were to be restored
   void RestoreOnly(Sequence& sequence, int64_t num_blocks);
   void ForgetRestores(Sequence& sequence);
   void PublishRestored(Sequence& sequence);
@@ -288,6 +298,11 @@ class Scheduler {
   };
   absl::flat_hash_map<BlockId, Restore> restores_;             // of blocks on their way
   absl::flat_hash_set<kvstore::PrefixHash> restoring_hashes_;  // asked for and not yet published
+
+  // Zero while the disk answers; else how long it is left alone, and until when.
+  absl::Duration disk_pause_ = absl::ZeroDuration();
+  TimePoint disk_aside_until_;
+  TimePoint disk_answered_at_;
 
   // Sequences that ended; the next plan seals their full blocks and frees their slots.
   struct Retired {

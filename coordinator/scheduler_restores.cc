@@ -61,8 +61,8 @@ void Scheduler::PersistBlocks(const Sequence& sequence, int64_t num_blocks,
 }
 
 std::vector<PrefixHash> Scheduler::MatchStored(const Sequence& sequence,
-                                               const kvstore::PrefixMatch& match) {
-  if (!persists() || sequence.restore_tried) return {};
+                                               const kvstore::PrefixMatch& match, TimePoint now) {
+  if (!persists() || sequence.restore_tried || now < disk_aside_until_) return {};
   const size_t cached = match.blocks.size();
   return stored_.Match(match.hashes.empty() ? sequence.scope : match.hashes.back(),
                        sequence.matchable().subspan(cached * static_cast<size_t>(kBlockTokens)),
@@ -74,7 +74,10 @@ void Scheduler::StartRestoring(Sequence& sequence, const std::vector<PrefixHash>
   sequence.restore_tried = true;
   sequence.restores_begin = sequence.num_blocks();
   sequence.restores_pending = static_cast<int64_t>(stored.size());
-  sequence.restore_deadline = After(now, options_.restore_patience);
+  const bool on_trial = disk_pause_ > absl::ZeroDuration();
+  sequence.restore_deadline =
+      After(now, on_trial ? options_.disk_trial : options_.restore_patience);
+  if (on_trial) disk_aside_until_ = After(now, disk_pause_);  // one request is enough
   restoring_.push_back(&sequence);
   for (const PrefixHash& hash : stored) {
     const int64_t index = sequence.num_blocks();
@@ -97,6 +100,9 @@ void Scheduler::OnRestored(const v1::RestoredBlock& restored, TimePoint now) {
   if (restored.error_code() != 0) {
     RestoreOnly(sequence, restore.index);
   } else if (--restore.ranks_left == 0) {
+    disk_pause_ = absl::ZeroDuration();
+    disk_aside_until_ = TimePoint();
+    disk_answered_at_ = now;
     sequence.restore_deadline = After(now, options_.restore_patience);
     --sequence.restores_pending;
     restores_.erase(it);
@@ -105,15 +111,31 @@ void Scheduler::OnRestored(const v1::RestoredBlock& restored, TimePoint now) {
 }
 
 void Scheduler::GiveUpLateRestores(TimePoint now) {
+  bool late = false;
   for (Sequence* sequence : restoring_) {
     if (sequence->restores_pending == 0 || now < sequence->restore_deadline) continue;
-    int64_t first = sequence->num_blocks();
-    for (const auto& [id, restore] : restores_) {
-      if (restore.sequence == sequence) first = std::min(first, restore.index);
-    }
-    RestoreOnly(*sequence, first);
-    PublishRestored(*sequence);
+    late = true;
+    ComputeRest(*sequence);
   }
+  // A slow disk that serves others is still worth waiting for.
+  if (late && now >= After(disk_answered_at_, options_.restore_patience)) SetDiskAside(now);
+}
+
+void Scheduler::SetDiskAside(TimePoint now) {
+  disk_pause_ = std::clamp(2 * disk_pause_, options_.first_disk_pause, options_.longest_disk_pause);
+  disk_aside_until_ = After(now, disk_pause_);
+  for (Sequence* sequence : restoring_) {
+    if (sequence->restores_pending > 0) ComputeRest(*sequence);
+  }
+}
+
+void Scheduler::ComputeRest(Sequence& sequence) {
+  int64_t first = sequence.num_blocks();
+  for (const auto& [id, restore] : restores_) {
+    if (restore.sequence == &sequence) first = std::min(first, restore.index);
+  }
+  RestoreOnly(sequence, first);
+  PublishRestored(sequence);
 }
 
 std::optional<TimePoint> Scheduler::NextDeadline() const {

@@ -1,6 +1,7 @@
 // kvasir-worker: one tensor-parallel rank. Waits for a coordinator, loads the part of the model
 // that it is given, and carries out its plans until SIGTERM.
 #include <chrono>
+#include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <initializer_list>
@@ -8,6 +9,7 @@
 #include <pthread.h>
 #include <signal.h>
 #include <string>
+#include <unistd.h>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -83,6 +85,9 @@ class Readiness {
 // How long the server waits, once the engine has stopped, for clients to close their connections;
 // health watchers never do.
 constexpr std::chrono::milliseconds kShutdownGrace{500};
+
+// An end that takes longer is made by the system.
+constexpr unsigned kLongestEndSeconds = 60;
 
 // The signals that end the process, blocked in all threads and waited for by main.
 sigset_t BlockEndSignals() {
@@ -163,6 +168,9 @@ absl::Status RunWorker(const v1::WorkerConfig& config) {
     int signal = 0;
     sigwait(&end_signals, &signal);
     spdlog::info("signal {}: finishing the step in flight", signal);
+    // A disk that hangs may keep threads for ever.
+    std::signal(SIGALRM, SIG_DFL);
+    alarm(kLongestEndSeconds);
     service.Shutdown();
     readiness.Attach(nullptr);
     listener->Stop();

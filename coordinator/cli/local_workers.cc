@@ -33,8 +33,8 @@ using std::chrono::milliseconds;
 constexpr milliseconds kFirstBackoff(100);
 constexpr milliseconds kLongestBackoff(10'000);
 constexpr milliseconds kStableAfter(
-    60'000);                            // a worker that ran so long starts over with the back-off
-constexpr milliseconds kGrace(30'000);  // a worker writes to disk what it has accepted
+    60'000);  // a worker that ran so long starts over with the back-off
+constexpr milliseconds kKillGrace(5'000);  // a killed process whose disk hangs ends when it can
 constexpr milliseconds kPoll(50);
 
 struct Process {
@@ -127,6 +127,7 @@ class LocalWorkerProcesses : public LocalWorkers {
 
   absl::Status StartAll(const LocalWorkersOptions& options) {
     KVASIR_ASSIGN_OR_RETURN(folder_, MakeSocketFolder());
+    grace_ = absl::ToChronoMilliseconds(options.grace);
     for (int64_t rank = 0; rank < options.count; ++rank) {
       addresses_.push_back(absl::StrCat("unix:", folder_, "/worker-", rank, ".sock"));
       const int64_t port = options.metrics_port == 0 ? 0 : options.metrics_port + rank;
@@ -200,16 +201,23 @@ class LocalWorkerProcesses : public LocalWorkers {
     for (const Process& process : processes_) {
       if (process.pid > 0) kill(process.pid, SIGTERM);
     }
-    const Clock::time_point deadline = Clock::now() + kGrace;
+    // Meanwhile a worker writes to disk what it has accepted.
+    const Clock::time_point deadline = Clock::now() + grace_;
     for (Process& process : processes_) {
       while (process.pid > 0 && waitpid(process.pid, nullptr, WNOHANG) == 0) {
         if (Clock::now() > deadline) kill(process.pid, SIGKILL);
+        if (Clock::now() > deadline + kKillGrace) {
+          spdlog::error("worker process {} does not end though it was killed; left to the system",
+                        process.pid);
+          break;
+        }
         std::this_thread::sleep_for(milliseconds(10));
       }
     }
   }
 
   std::string folder_;
+  milliseconds grace_{0};
   std::vector<std::string> addresses_;
   std::vector<Process> processes_;  // owned by the watcher thread while it runs
   OomKills oom_kills_;              // the watcher thread's

@@ -11,6 +11,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/time/time.h"
 
 namespace kvasir::coordinator {
 
@@ -23,14 +24,16 @@ struct LocalWorkersOptions {
   // Of "cuda": the GPU of each, as CUDA_VISIBLE_DEVICES names it.
   std::vector<std::string> gpus = {};
   std::string metrics_host;
-  int64_t metrics_port = 0;  // of the first, the others follow; 0: any free ones
+  int64_t metrics_port = 0;                  // of the first, the others follow; 0: any free ones
+  absl::Duration grace = absl::Seconds(30);  // to end after SIGTERM
 };
 
 class LocalWorkers {
  public:
   // NOT_FOUND without the program, INTERNAL when a process cannot be started.
   static absl::StatusOr<std::unique_ptr<LocalWorkers>> Start(const LocalWorkersOptions& options);
-  virtual ~LocalWorkers() = default;  // SIGTERM, then SIGKILL after 5 s, and waits
+  virtual ~LocalWorkers() = default;  // SIGTERM, then SIGKILL after the grace
+  // and 5 s for that: one that waits for a hung disk is left to the system
   // "unix:/..." of each rank.
   virtual const std::vector<std::string>& addresses() const = 0;
 };

@@ -26,6 +26,10 @@
 namespace kvasir::coordinator {
 namespace {
 
+// For workers to end once nothing runs any more: they write to disk what they have accepted.
+constexpr absl::Duration kLeastWorkerGrace = absl::Seconds(2);
+constexpr absl::Duration kMostWorkerGrace = absl::Seconds(30);
+
 absl::StatusOr<std::unique_ptr<LocalWorkers>> StartLocalWorkers(const v1::ServeConfig& config) {
   KVASIR_ASSIGN_OR_RETURN(const std::string program, FindWorkerProgram());
   // The workers run on this machine: one that refused its flag would only be started again.
@@ -46,6 +50,8 @@ absl::StatusOr<std::unique_ptr<LocalWorkers>> StartLocalWorkers(const v1::ServeC
       .gpus = std::move(gpus),
       .metrics_host = config.endpoint().host(),
       .metrics_port = port == 0 ? 0 : port + 1,
+      .grace =
+          std::clamp(absl::Seconds(config.shutdown_timeout()), kLeastWorkerGrace, kMostWorkerGrace),
   });
 }
 

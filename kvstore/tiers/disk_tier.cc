@@ -26,6 +26,8 @@ using kernels::MutexLock;
 // Reads that one round takes: enough to keep a disk busy, few enough to verify soon.
 constexpr size_t kReadBatch = 8;
 
+std::string LockPath(const std::string& directory) { return directory + "/LOCK"; }
+
 class DiskTier : public Tier {
  public:
   DiskTier(DiskTierOptions options, const ExtentFormat& format, std::unique_ptr<File> lock)
@@ -285,6 +287,8 @@ absl::Status DiskTier::TryStore(absl::Span<const TierWrite> group) {
 }
 
 absl::Status DiskTier::Store(absl::Span<const TierWrite> group) {
+  // Bytes would go to files that nobody can open again.
+  KVASIR_RETURN_IF_ERROR(options_.io->CheckLock(*lock_, LockPath(options_.directory)));
   if (manifest_failed_) KVASIR_RETURN_IF_ERROR(ReopenManifest());
   KVASIR_RETURN_IF_ERROR(MakeRoom(static_cast<int64_t>(group.size()) * format_.extent_bytes()));
   std::vector<absl::Span<const std::byte>> extents;
@@ -316,8 +320,9 @@ absl::Status DiskTier::Store(absl::Span<const TierWrite> group) {
 
 absl::Status DiskTier::ReopenManifest() {
   manifest_.reset();
-  KVASIR_ASSIGN_OR_RETURN(
-      manifest_, options_.open_manifest(options_.directory + "/manifest", format_.Fingerprint()));
+  KVASIR_ASSIGN_OR_RETURN(OpenedManifest opened,
+                          OpenOrRebuildManifest(options_, format_, segments_));
+  manifest_ = std::move(opened.manifest);
   manifest_failed_ = false;
   return absl::OkStatus();
 }
@@ -479,7 +484,7 @@ absl::StatusOr<std::unique_ptr<Tier>> OpenDiskTier(DiskTierOptions options) {
         " bytes, the capacity is ", options.capacity_bytes, "; raise kv_disk_size_gb"));
   }
   KVASIR_RETURN_IF_ERROR(options.io->MakeDirectory(options.directory));
-  absl::StatusOr<std::unique_ptr<File>> lock = options.io->Lock(options.directory + "/LOCK");
+  absl::StatusOr<std::unique_ptr<File>> lock = options.io->Lock(LockPath(options.directory));
   if (!lock.ok()) {
     return absl::Status(lock.status().code(),
                         absl::StrCat("disk tier: ", lock.status().message(),

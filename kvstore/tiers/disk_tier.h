@@ -5,6 +5,7 @@
 //
 // A disk that is full or fails never stops the service: the tier turns read-only (writes complete
 // as UNAVAILABLE), says so in a log line and in stats, and tries again after `retry_after`. A
+// The same goes for a store that is removed while it is open, which is seen at the next write. A
 // segment with a failed write or sync is not written to again. A block whose bytes come back wrong
 // or not at all is forgotten.
 //

@@ -229,6 +229,14 @@ class PosixFileIo : public FileIo {
     }
     return file;
   }
+  absl::Status CheckLock(File& lock, const std::string& path) override {
+    struct stat locked = {}, found = {};
+    if (::fstat(Fd(&lock), &locked) == 0 && ::stat(path.c_str(), &found) == 0 &&
+        locked.st_dev == found.st_dev && locked.st_ino == found.st_ino) {
+      return absl::OkStatus();
+    }
+    return absl::UnavailableError(absl::StrCat(path, " was removed under this process"));
+  }
   absl::Status SyncDirectory(const std::string& directory) override {
     const int fd = ::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (fd < 0) return absl::ErrnoToStatus(errno, absl::StrCat("cannot open ", directory));

@@ -59,6 +59,8 @@ class FileIo {
   // Takes a lock that lasts as long as the file; FAILED_PRECONDITION, naming the owner, when
   // another process has it.
   virtual absl::StatusOr<std::unique_ptr<File>> Lock(const std::string& path) = 0;
+  // UNAVAILABLE when the file that is locked is not at the path any more: somebody removed it.
+  virtual absl::Status CheckLock(File& lock, const std::string& path) = 0;
   // Makes the creation of files in it survive a crash.
   virtual absl::Status SyncDirectory(const std::string& directory) = 0;
 };

@@ -15,11 +15,6 @@
 namespace kvasir::kvstore {
 namespace {
 
-struct OpenedManifest {
-  std::unique_ptr<Manifest> manifest;
-  std::vector<ManifestRecord> records;
-};
-
 absl::StatusOr<OpenedManifest> OpenAndLoad(const DiskTierOptions& options, const std::string& path,
                                            const ExtentFormat& format) {
   OpenedManifest opened;
@@ -27,6 +22,26 @@ absl::StatusOr<OpenedManifest> OpenAndLoad(const DiskTierOptions& options, const
   KVASIR_ASSIGN_OR_RETURN(opened.records, opened.manifest->Load());
   return opened;
 }
+
+// Those whose place is there, in the order of their last use.
+ExtentTable Adopt(const std::string& directory, std::vector<ManifestRecord> records,
+                  SegmentFiles& segments) {
+  std::sort(records.begin(), records.end(), [](const ManifestRecord& a, const ManifestRecord& b) {
+    return a.last_use < b.last_use;
+  });
+  ExtentTable table(records.empty() ? 1 : records.back().last_use + 1);
+  for (const ManifestRecord& record : records) {
+    if (!segments.Adopt({.segment = record.segment, .offset = record.offset})) {
+      spdlog::warn("disk tier {}: a block is recorded in segment {}, which does not hold it",
+                   directory, record.segment);
+      continue;
+    }
+    table.Add(record);
+  }
+  return table;
+}
+
+}  // namespace
 
 absl::StatusOr<OpenedManifest> OpenOrRebuildManifest(const DiskTierOptions& options,
                                                      const ExtentFormat& format,
@@ -49,26 +64,6 @@ absl::StatusOr<OpenedManifest> OpenOrRebuildManifest(const DiskTierOptions& opti
   KVASIR_RETURN_IF_ERROR(rebuilt.manifest->Commit(rebuilt.records, {}));
   return rebuilt;
 }
-
-// Those whose place is there, in the order of their last use.
-ExtentTable Adopt(const std::string& directory, std::vector<ManifestRecord> records,
-                  SegmentFiles& segments) {
-  std::sort(records.begin(), records.end(), [](const ManifestRecord& a, const ManifestRecord& b) {
-    return a.last_use < b.last_use;
-  });
-  ExtentTable table(records.empty() ? 1 : records.back().last_use + 1);
-  for (const ManifestRecord& record : records) {
-    if (!segments.Adopt({.segment = record.segment, .offset = record.offset})) {
-      spdlog::warn("disk tier {}: a block is recorded in segment {}, which does not hold it",
-                   directory, record.segment);
-      continue;
-    }
-    table.Add(record);
-  }
-  return table;
-}
-
-}  // namespace
 
 absl::StatusOr<RecoveredExtents> RecoverExtents(const DiskTierOptions& options,
                                                 const ExtentFormat& format,

@@ -1,11 +1,12 @@
 // Opening the disk tier: finds the extents that earlier processes left. Hides how a damaged
 // manifest is made anew from the headers of the extents, which records are good for nothing, and
 // how the order of use and the generations go on. Called by the disk tier at its start, before its
-// threads.
+// threads, and by the writing one when the manifest has failed.
 #pragma once
 
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 #include "absl/status/statusor.h"
 
@@ -16,6 +17,17 @@
 #include "kvstore/tiers/segment_files.h"
 
 namespace kvasir::kvstore {
+
+struct OpenedManifest {
+  std::unique_ptr<Manifest> manifest;
+  std::vector<ManifestRecord> records;
+};
+
+// A manifest that is damaged is made anew from the headers of the extents in `segments`, which are
+// open.
+absl::StatusOr<OpenedManifest> OpenOrRebuildManifest(const DiskTierOptions& options,
+                                                     const ExtentFormat& format,
+                                                     SegmentFiles& segments);
 
 struct RecoveredExtents {
   std::unique_ptr<Manifest> manifest;

@@ -1020,6 +1020,51 @@ TEST_F(SchedulerDiskTest, WhatComesTooLateIsComputed) {
   EXPECT_TRUE(scheduler_->Cancel(id, absl::CancelledError(""), now_).has_value());
 }
 
+// Every request with a stored prefix waited ten seconds anew.
+TEST_F(SchedulerDiskTest, ADiskThatDoesNotAnswerIsSetAsideAndTriedAgain) {
+  const auto prompt = [](int32_t seed) { return Prompt(300, 100 + seed); };
+  for (int32_t seed = 0; seed < 6; ++seed) {
+    Add(Spec(prompt(seed), 1));
+    RunUntilIdle();
+  }
+  Restart(kWithDisk);
+  const SequenceId first = Add(Spec(prompt(0), 1));
+  ASSERT_TRUE(Step());
+  EXPECT_THAT(plan_.restores(), SizeIs(4));
+  now_ += std::chrono::seconds(9);
+  const SequenceId second = Add(Spec(prompt(1), 1));
+  ASSERT_TRUE(Step());
+  EXPECT_THAT(plan_.restores(), SizeIs(4));
+  now_ += std::chrono::seconds(1);  // too late for the first; the second need not wait either
+  while (Step()) {
+  }
+  EXPECT_TRUE(finished_.contains(first) && finished_.contains(second));
+  EXPECT_TRUE(scheduler_->stats().disk_set_aside);
+  const SequenceId third = Add(Spec(prompt(2), 1));
+  ASSERT_TRUE(Step());
+  EXPECT_THAT(plan_.restores(), IsEmpty());
+  while (Step()) {
+  }
+  EXPECT_TRUE(finished_.contains(third));
+  now_ += std::chrono::seconds(5);
+  const SequenceId trial = Add(Spec(prompt(3), 1));
+  const SequenceId beside = Add(Spec(prompt(4), 1));
+  ASSERT_TRUE(Step());
+  EXPECT_THAT(plan_.restores(), SizeIs(4));
+  EXPECT_THAT(plan_.starts(), SizeIs(1));  // the one beside
+  now_ += std::chrono::seconds(1);
+  while (Step()) {
+  }
+  EXPECT_TRUE(finished_.contains(trial) && finished_.contains(beside));
+  now_ += std::chrono::seconds(10);
+  const SequenceId last = Add(Spec(prompt(5), 1));
+  ASSERT_TRUE(Step());
+  EXPECT_THAT(plan_.restores(), SizeIs(4));
+  RunUntilIdle();
+  EXPECT_FALSE(scheduler_->stats().disk_set_aside);
+  EXPECT_TRUE(finished_.contains(last));
+}
+
 TEST_F(SchedulerDiskTest, RequestsForTheSameDocumentRestoreItOnce) {
   const SequenceId first = Begin(5);
   std::vector<int32_t> longer = prompt_;

@@ -306,6 +306,8 @@ class Failure(DiskTest):
             self.assertEqual(self.ask(service), self.expected)
             for prompt in make_prompts(3, seed=6):
                 self.assertEqual(len(service.generate(prompt, **OPTIONS).token_ids), 6)
+            wait_until(lambda: self.read_only(service) == 1, "the tier is read-only")
+            self.assertIn("LOCK was removed under this process", service.log())
 
     def serve_failing(self, times):
         """A service over a copy of the store, of whose places the first reads are I/O errors."""

@@ -1,5 +1,6 @@
 // A disk that fails: preloaded into a process, it makes the first n reads of every place of a
-// segment of the disk tier EIO, n from the environment variable FAILING_PREAD_TIMES.
+// segment of the disk tier EIO, n from the environment variable FAILING_PREAD_TIMES. While the file
+// that FAILING_PREAD_HANG names exists, reads and writes of segments hang, as on a frozen disk.
 //
 //   cc -shared -fPIC -o failing_pread.so failing_pread.c
 #define _GNU_SOURCE
@@ -27,9 +28,26 @@ static int Fails(int file, off64_t offset) {
   return atomic_fetch_add(&reads[(offset >> 12) & 0xffff], 1) < atol(times);
 }
 
+static void HangWhileTold(int file) {
+  const char *path = getenv("FAILING_PREAD_HANG");
+  while (path != NULL && IsSegment(file) && access(path, F_OK) == 0) usleep(10000);
+}
+
+ssize_t pwrite64(int file, const void *from, size_t bytes, off64_t offset) {
+  static ssize_t (*real)(int, const void *, size_t, off64_t);
+  if (real == NULL) *(void **)&real = dlsym(RTLD_NEXT, "pwrite64");
+  HangWhileTold(file);
+  return real(file, from, bytes, offset);
+}
+
+ssize_t pwrite(int file, const void *from, size_t bytes, off_t offset) {
+  return pwrite64(file, from, bytes, offset);
+}
+
 ssize_t pread64(int file, void *to, size_t bytes, off64_t offset) {
   static ssize_t (*real)(int, void *, size_t, off64_t);
   if (real == NULL) *(void **)&real = dlsym(RTLD_NEXT, "pread64");
+  HangWhileTold(file);
   if (!Fails(file, offset)) return real(file, to, bytes, offset);
   errno = EIO;
   return -1;

@@ -197,6 +197,9 @@ class FaultyFileIo : public FileIo {
   absl::StatusOr<std::unique_ptr<File>> Lock(const std::string& path) override {
     return base_->Lock(path);
   }
+  absl::Status CheckLock(File& lock, const std::string& path) override {
+    return base_->CheckLock(lock, path);
+  }
   absl::Status SyncDirectory(const std::string& directory) override {
     return base_->SyncDirectory(directory);
   }
