@@ -42,7 +42,7 @@ class GenerateStream final : public grpc::ServerWriteReactor<v1::GenerateRespons
   // Called once when the client is gone, its deadline has passed, or it reads too slowly, at once
   // when that has happened already; on any thread.
   void set_on_cancel(std::function<void(const absl::Status&)> on_cancel) EXCLUDES(mu_);
-  // What it was, or will be, called with; OK while the client waits.
+  // The status that on_cancel was, or will be, called with; OK while the client waits.
   absl::Status cancelled() EXCLUDES(mu_);
 
   void Write(v1::GenerateResponse response) override EXCLUDES(mu_);

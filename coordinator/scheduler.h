@@ -221,7 +221,7 @@ class Scheduler {
   // Gives short prompts up to half of the budget while a longer one is read.
   void PlanPassing(TimePoint now, v1::StepPlan& plan, Budget& budget, std::vector<Event>& events);
   void AdmitShort(TimePoint now, v1::StepPlan& plan, Budget& budget, std::vector<Event>& events);
-  // No more than so many of its tokens are left to read.
+  // At most `tokens` of it are left to read.
   bool IsShort(Sequence& sequence, int64_t tokens) const;
   bool LeavesRoomFor(const Sequence& head, const Sequence& passing) const;
   bool HasRow(const Sequence& sequence) const;  // in the plan that is made

@@ -57,8 +57,8 @@ void Scheduler::AdmitShort(TimePoint now, v1::StepPlan& plan, Budget& budget,
   }
 }
 
-// A long prompt may be cached but for its end. That is looked up again when another prompt was
-// read, which may have been the same.
+// All of a long prompt except its end may be cached. That is looked up again after another prompt
+// was read, which may have been the same.
 bool Scheduler::IsShort(Sequence& sequence, int64_t tokens) const {
   if (sequence.given_tokens <= tokens) return true;
   if (!options_.enable_prefix_caching || sequence.long_since == prompts_read_) return false;

@@ -111,7 +111,7 @@ struct Sequence {
   bool restore_tried = false;  // once is enough: what fails is computed
   // Not looked at while another request restores this block.
   std::optional<kvstore::PrefixHash> waits_for;
-  // So many prompts had been read when it was last found too long to pass another one.
+  // Number of prompts that had been read when it was last found too long to pass another one.
   std::optional<int64_t> long_since;
 
   int64_t reported_tokens = 0;  // the furthest progress that the client has heard of

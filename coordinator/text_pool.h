@@ -17,10 +17,10 @@ namespace kvasir::coordinator {
 
 class TextPool {
  public:
-  // Requests of so many bytes are short: tokenizing takes about a millisecond.
+  // Size of a short request: tokenizing it takes about a millisecond.
   static constexpr size_t kShortBytes = size_t{1} << 16;
   static constexpr size_t kThreads = 2;
-  // Of requests that wait or are worked on.
+  // Bytes of requests that wait or are worked on.
   static constexpr size_t kMostBytes = size_t{256} << 20;
 
   TextPool();

@@ -66,8 +66,8 @@ int64_t ConnectionsFor(int64_t most) {
   return std::clamp<int64_t>(descriptors / kDescriptorsPerConnection, 1, kMostConnections);
 }
 
-// As gRPC writes it, but for the brackets of IPv6, which some releases write as %5B and %5D. Empty
-// for unix sockets, whose peers have no names.
+// The name that gRPC gives the peer, with the brackets of IPv6, which some releases write as %5B
+// and %5D. Empty for unix sockets, whose peers have no names.
 std::string PeerOf(int socket) {
   sockaddr_storage address = {};
   socklen_t length = sizeof(address);

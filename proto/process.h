@@ -1,4 +1,4 @@
-// What a server's process asks of its system before it starts threads. Called by main functions.
+// Limits and signals of a server's process, set before it starts threads. Called by main functions.
 #pragma once
 
 #include <cstdint>

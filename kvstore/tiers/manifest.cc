@@ -168,7 +168,7 @@ absl::StatusOr<std::unique_ptr<Manifest>> OpenManifest(const std::string& direct
   options.keep_log_file_num = 1;
   options.info_log_level = rocksdb::ERROR_LEVEL;
   // Otherwise what follows a damaged record of the log is lost without a word. A log that a crash
-  // of the machine cut is refused, too: the manifest is then made anew from the extents.
+  // of the machine cut is refused, too: the manifest is then rebuilt from the extents.
   options.wal_recovery_mode = rocksdb::WALRecoveryMode::kAbsoluteConsistency;
   // Not before everything was read once: a compaction that meets damage tries again for ever, a
   // second apart, and closing waits for it.

@@ -23,7 +23,7 @@ struct OpenedManifest {
   std::vector<ManifestRecord> records;
 };
 
-// A manifest that is damaged is made anew from the headers of the extents in `segments`, which are
+// A manifest that is damaged is rebuilt from the headers of the extents in `segments`, which are
 // open.
 absl::StatusOr<OpenedManifest> OpenOrRebuildManifest(const DiskTierOptions& options,
                                                      const ExtentFormat& format,

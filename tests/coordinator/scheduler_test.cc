@@ -1020,7 +1020,7 @@ TEST_F(SchedulerDiskTest, WhatComesTooLateIsComputed) {
   EXPECT_TRUE(scheduler_->Cancel(id, absl::CancelledError(""), now_).has_value());
 }
 
-// Every request with a stored prefix waited ten seconds anew.
+// Every request with a stored prefix waited ten seconds.
 TEST_F(SchedulerDiskTest, ADiskThatDoesNotAnswerIsSetAsideAndTriedAgain) {
   const auto prompt = [](int32_t seed) { return Prompt(300, 100 + seed); };
   for (int32_t seed = 0; seed < 6; ++seed) {

@@ -66,6 +66,43 @@ class HungDisk(disk_test.DiskTest):
             self.assertEqual(service.metric("kvasir_kv_disk_set_aside"), 0)
 
 
+class FrozenFileSystem(disk_test.DiskTest):
+    """A file system that is frozen: what waits for it cannot even be killed."""
+
+    def frozen_later(self):
+        image, mount = self.folder / "image", self.folder / "mount"
+        mount.mkdir()
+        with open(image, "wb") as file:
+            file.truncate(64 << 20)
+        for command in (["mkfs.ext4", "-q", image], ["mount", "-o", "loop", image, mount]):
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode != 0:
+                self.skipTest(f"needs the right to mount: {done.stderr}")
+        self.addCleanup(subprocess.run, ["umount", "-l", mount], check=False)
+        self.addCleanup(subprocess.run, ["fsfreeze", "-u", mount], check=False, stderr=subprocess.DEVNULL)
+        return mount
+
+    def test_streams_go_on_and_the_server_ends(self):
+        mount = self.frozen_later()
+        with self.serve(mount / "store", "--shutdown-timeout=1") as service:
+            self.assertEqual(self.ask(service, self.prompts[:3]), self.expected[:3])
+            self.check_stored(service, 6)
+            subprocess.run(["fsfreeze", "-f", mount], check=True)
+            with InnocentStream(service) as innocent:
+                began = time.monotonic()
+                self.assertEqual(self.ask(service), self.expected)  # half of them are new, and to be written
+                answered = time.monotonic() - began
+            innocent.check(self, longest_gap_s=2)
+            self.assertLess(answered, 12)
+            began = time.monotonic()
+            service.channel.close()
+            service.process.send_signal(signal.SIGTERM)
+            self.assertEqual(service.process.wait(40), 0)
+            took = time.monotonic() - began
+            print(f"on a frozen file system: 6 answers after {answered:.2f} s, SIGTERM ended the server after {took:.2f} s")
+            self.assertLess(took, 12)
+
+
 class DamagedLog(disk_test.DiskTest):
     def test_a_flipped_bit_of_the_manifests_log_loses_nothing(self):
         store = self.copy_of_store()
