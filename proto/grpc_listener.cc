@@ -194,7 +194,8 @@ class AcceptingListener final : public GrpcListener {
   void AcceptAll() EXCLUDES(mu_);
   // False when the rest must wait: too many connections are about to close.
   bool AcceptFrom(int listening_socket) EXCLUDES(mu_);
-  bool RefuseForDescriptors(int listening_socket) EXCLUDES(mu_);
+  enum class Refused { kOne, kNobodyWaits, kNoDescriptor };
+  Refused RefuseForDescriptors(int listening_socket) EXCLUDES(mu_);
   void Admit(Descriptor socket) EXCLUDES(mu_);
   // False when there is no room and none can be made.
   bool MakeRoom() REQUIRES(mu_);
@@ -350,20 +351,24 @@ bool AcceptingListener::AcceptFrom(int listening_socket) {
     if (socket.valid()) {
       Admit(std::move(socket));
     } else if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) {
-      if (!RefuseForDescriptors(listening_socket)) return false;
+      const Refused refused = RefuseForDescriptors(listening_socket);
+      if (refused != Refused::kOne) return refused == Refused::kNobodyWaits;
     } else if (errno != EINTR && errno != ECONNABORTED) {
       return true;  // there is no other one
     }
   }
 }
 
-// A client that was left in the queue would wait for nothing.
-bool AcceptingListener::RefuseForDescriptors(int listening_socket) {
+// A client that was left in the queue would wait for nothing. Where nobody waits accept says, too,
+// that there is no free descriptor.
+AcceptingListener::Refused AcceptingListener::RefuseForDescriptors(int listening_socket) {
   spare_.Close();
   const bool taken = Descriptor(accept4(listening_socket, nullptr, nullptr, SOCK_CLOEXEC)).valid();
+  const bool nobody_waits = !taken && (errno == EAGAIN || errno == EWOULDBLOCK);
   spare_ = Descriptor(open("/dev/null", O_RDONLY | O_CLOEXEC));
+  if (nobody_waits) return Refused::kNobodyWaits;
   Refuse(*series_.refused_descriptors, TooManyFiles());
-  return taken;
+  return taken ? Refused::kOne : Refused::kNoDescriptor;
 }
 
 void AcceptingListener::Admit(Descriptor socket) {

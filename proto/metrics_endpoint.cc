@@ -156,7 +156,9 @@ class PollingEndpoint final : public MetricsEndpoint {
         const bool goes_on = Serve(*connection, ready[i].revents, now);
         connection = goes_on ? std::next(connection) : connections_.erase(connection);
       }
-      for (const Descriptor& socket : listening_.sockets) AcceptFrom(socket.get(), now);
+      for (size_t i = 0; i < listening_.sockets.size(); ++i) {
+        if ((ready[1 + i].revents & POLLIN) != 0) AcceptOne(listening_.sockets[i].get(), now);
+      }
     }
   }
 
@@ -181,19 +183,15 @@ class PollingEndpoint final : public MetricsEndpoint {
     return waited;
   }
 
-  void AcceptFrom(int listening_socket, SteadyClock::time_point now) {
-    while (true) {
-      Descriptor socket(accept4(listening_socket, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
-      if (socket.valid()) {
-        if (connections_.size() >= kMostConnections) connections_.pop_front();
-        connections_.push_back({.socket = std::move(socket), .deadline = now + kRequestTime});
-      } else if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) {
-        if (!connections_.empty()) connections_.pop_front();
-        accepts_from_ = now + kAcceptPause;
-        return;
-      } else if (errno != EINTR && errno != ECONNABORTED) {
-        return;
-      }
+  // REQUIRES: a connection waits. Without one, too, accept says that there is no free descriptor.
+  void AcceptOne(int listening_socket, SteadyClock::time_point now) {
+    Descriptor socket(accept4(listening_socket, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+    if (socket.valid()) {
+      if (connections_.size() >= kMostConnections) connections_.pop_front();
+      connections_.push_back({.socket = std::move(socket), .deadline = now + kRequestTime});
+    } else if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) {
+      if (!connections_.empty()) connections_.pop_front();
+      accepts_from_ = now + kAcceptPause;
     }
   }
 
