@@ -27,7 +27,7 @@ class Queue(unittest.TestCase):
         self.service = self.enterContext(Service(flags=flags))
 
     def test_requests_that_are_reset_leave_their_place_at_once(self):
-        self.serve("--max-queue-len=32", "--max-num-batched-tokens=2048")
+        self.serve("--max-queue-len=32", "--max-num-batched-tokens=1024")
         prompt = make_request(DOCUMENT[:800], max_tokens=1).SerializeToString()
         ending = threading.Event()
         opened = [0]
@@ -69,7 +69,7 @@ class Queue(unittest.TestCase):
             channel.close()
         print(f"{opened[0]} requests opened and reset; {answers.count('answered')} of {INNOCENT_REQUESTS} innocent ones "
               f"answered in {took:.1f} s")
-        innocent.check(self, longest_gap_s=5)
+        innocent.check(self, longest_gap_s=10)  # a step of 1,024 tokens on a busy machine
         self.assertGreater(opened[0], 100)
         self.assertEqual(answers.count("answered"), INNOCENT_REQUESTS, answers)
 

@@ -13,7 +13,7 @@ from support.service import MESSAGE_BYTES, Service, make_request  # noqa: E402
 import grpc  # noqa: E402
 from kvasir.v1 import generation_pb2, generation_pb2_grpc  # noqa: E402
 
-TEXTS = 4
+TEXTS = 3
 TEXT = "word " * (36_000_000 // 5)
 
 
