@@ -3,13 +3,12 @@
 #pragma once
 
 #include "coordinator/worker_client.h"
-#include "proto/worker_protocol.h"
 
 namespace kvasir::coordinator {
 
 struct WorkerPings {
-  int interval_ms = proto::kWorkerPingIntervalMs;
-  int timeout_ms = proto::kWorkerPingTimeoutMs;
+  int interval_ms = 1250;
+  int timeout_ms = 3750;
 };
 
 // Addresses are HOST:PORT or unix:PATH.

@@ -12,6 +12,7 @@
 #include "coordinator/reuse_policy.h"
 #include "kernels/base/status_macros.h"
 #include "kvstore/block.h"
+#include "proto/policy_check.h"
 #include "proto/selector_field.h"
 
 namespace kvasir::coordinator {
@@ -21,93 +22,12 @@ constexpr size_t kMaxPolicies = 4;
 constexpr uint32_t kDefaultTailTokens = 64;
 constexpr uint32_t kDefaultPatience = 5;
 
-bool Terminates(const v1::AttentionPolicy& policy) {
-  return policy.terminator_case() != v1::AttentionPolicy::TERMINATOR_NOT_SET;
-}
-
 // What a budget is rounded up to: a selector chooses whole blocks of so many tokens.
 int64_t BlockTokens(const v1::AttentionPolicy& policy) {
   if (policy.has_quest()) return kvstore::kBlockTokens;
   if (policy.has_hip()) return 2;
   if (policy.has_infinitehip()) return policy.infinitehip().preset() == "5k" ? 16 : 8;
   return 1;
-}
-
-// The least window a selector works with: see its contract in kernels/sparse/.
-uint32_t MinWindowTokens(const v1::AttentionPolicy& policy) {
-  if (policy.has_infinitehip()) return policy.infinitehip().preset() == "5k" ? 128 : 512;
-  return 1;
-}
-
-absl::Status CheckTerminator(const std::string& where, const v1::AttentionPolicy& part) {
-  if (!Terminates(part)) {
-    if (part.patience() == 0) return absl::OkStatus();
-    return absl::InvalidArgumentError(
-        absl::StrCat(where, ".patience is set, but there is no terminator; set art"));
-  }
-  const std::string name = absl::StrCat(where, ".", v1::TerminatorName(part));
-  if (part.has_streaming()) {
-    return absl::InvalidArgumentError(
-        absl::StrCat(name, " is set; streaming leaves nothing between sink and window to stop at"));
-  }
-  if (part.quality().min_mass() != 0) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        name, " is set beside quality.min_mass; a contract is about what is selected, and ",
-        v1::TerminatorName(part), " leaves of that unread what it likes: drop one"));
-  }
-  if (part.window_tokens() == 0) {
-    return absl::InvalidArgumentError(
-        absl::StrCat(where, ".window_tokens is 0; ", v1::TerminatorName(part),
-                     " needs a window of at least 1 token, the query's own"));
-  }
-  if (part.art().order() == "importance" && !Selects(part)) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        name, ".order is importance; all gives no scores: use recency, or a selector that lists"));
-  }
-  return absl::OkStatus();
-}
-
-absl::Status CheckLayerBudgets(const std::string& where, const v1::AttentionPolicy& part) {
-  if (part.layer_budgets_size() > 0 && (!Selects(part) || part.has_streaming())) {
-    return absl::InvalidArgumentError(
-        absl::StrCat(where, ".layer_budgets are set; ",
-                     Selects(part) ? "streaming" : "a policy that attends to everything",
-                     " has no budget: drop them, or choose a selector that has one"));
-  }
-  int64_t next = 0;
-  for (int i = 0; i < part.layer_budgets_size(); ++i) {
-    const v1::LayerBudget& layers = part.layer_budgets(i);
-    if (layers.first_layer() < next || layers.last_layer() < layers.first_layer()) {
-      return absl::InvalidArgumentError(
-          absl::StrCat(where, ".layer_budgets[", i, "] are of layers ", layers.first_layer(),
-                       " to ", layers.last_layer(), ", where the first may be ", next,
-                       ", and the last is not before it: name layers in ascending order, once"));
-    }
-    next = int64_t{layers.last_layer()} + 1;
-  }
-  return absl::OkStatus();
-}
-
-absl::Status CheckPart(const std::string& where, const v1::AttentionPolicy& part) {
-  if (Selects(part) && !part.has_streaming() && part.token_budget() == 0) {
-    return absl::InvalidArgumentError(absl::StrCat(where, ".token_budget is not set; ",
-                                                   v1::SelectorName(part),
-                                                   " needs the tokens it may select"));
-  }
-  if (Selects(part) && part.window_tokens() < MinWindowTokens(part)) {
-    return absl::InvalidArgumentError(
-        absl::StrCat(where, ".window_tokens is ", part.window_tokens(), "; ",
-                     v1::SelectorName(part), " needs a window of at least ", MinWindowTokens(part),
-                     " tokens, the query's own included"));
-  }
-  if (part.top_p() != 0 && (!Selects(part) || part.has_streaming())) {
-    return absl::InvalidArgumentError(
-        absl::StrCat(where, ".top_p is set; only what a selector chose can be pruned"));
-  }
-  KVASIR_RETURN_IF_ERROR(CheckLayerBudgets(where, part));
-  KVASIR_RETURN_IF_ERROR(CheckQuality(where, part));
-  KVASIR_RETURN_IF_ERROR(CheckReuse(where, part));
-  return CheckTerminator(where, part);
 }
 
 absl::Status CheckNothingOfDecoding(const std::string& where, const v1::AttentionPolicy& part) {
@@ -187,22 +107,10 @@ absl::Status Override(const std::string& where, const v1::AttentionPolicy& overr
         absl::StrCat(where, " sets patience, but the policy declares no terminator"));
   }
   if (overrides.patience() != 0) policy.set_patience(overrides.patience());
-  return CheckPart(where, policy);
+  return v1::CheckPolicyPart(where, policy);
 }
 
 }  // namespace
-
-bool Selects(const v1::AttentionPolicy& policy) {
-  return policy.selector_case() != v1::AttentionPolicy::SELECTOR_NOT_SET && !policy.has_all();
-}
-
-uint32_t LargestLayerBudget(const v1::AttentionPolicy& policy) {
-  uint32_t largest = policy.token_budget();
-  for (const v1::LayerBudget& layers : policy.layer_budgets()) {
-    largest = std::max(largest, layers.token_budget());
-  }
-  return largest;
-}
 
 bool IsSparse(const v1::AttentionPolicy& policy) { return Selects(policy) || Terminates(policy); }
 
@@ -298,12 +206,12 @@ absl::StatusOr<PolicyTable> PolicyTable::Create(std::vector<v1::SparsityPolicy> 
     v1::SparsityPolicy& policy = declared[i];
     const std::string where = absl::StrCat("policy '", policy.name(), "'");
     KVASIR_RETURN_IF_ERROR(CheckLimits(where, policy));
-    KVASIR_RETURN_IF_ERROR(CheckPart(absl::StrCat(where, ".prefill"), policy.prefill()));
+    KVASIR_RETURN_IF_ERROR(v1::CheckPolicyPart(absl::StrCat(where, ".prefill"), policy.prefill()));
     KVASIR_RETURN_IF_ERROR(
         CheckNothingOfDecoding(absl::StrCat(where, ".prefill"), policy.prefill()));
     SetReuseDefaults(*policy.mutable_decode());
     SetQualityDefaults(*policy.mutable_decode());
-    KVASIR_RETURN_IF_ERROR(CheckPart(absl::StrCat(where, ".decode"), policy.decode()));
+    KVASIR_RETURN_IF_ERROR(v1::CheckPolicyPart(absl::StrCat(where, ".decode"), policy.decode()));
     if (!policy.has_tail_tokens()) policy.set_tail_tokens(kDefaultTailTokens);
     for (v1::AttentionPolicy* part : {policy.mutable_prefill(), policy.mutable_decode()}) {
       if (!Selects(*part)) part->mutable_all();

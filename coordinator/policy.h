@@ -24,14 +24,8 @@ struct ResolvedPolicy {
   uint32_t tail_tokens = 0;
 };
 
-// Whether a selector may leave anything out.
-bool Selects(const v1::AttentionPolicy& policy);
-
 // Whether anything may be left out: by a selector, or by a terminator.
 bool IsSparse(const v1::AttentionPolicy& policy);
-
-// Of all layers.
-uint32_t LargestLayerBudget(const v1::AttentionPolicy& policy);
 
 // Equal bytes if and only if attention under the policies is equal: the methods and those of their
 // numbers that they read, a budget in the blocks that are selected, and what a contract of quality

@@ -4,8 +4,7 @@
 
 #include "absl/strings/str_cat.h"
 
-#include "coordinator/policy.h"
-#include "proto/selector_field.h"
+#include "proto/policy_check.h"
 
 namespace kvasir::coordinator {
 namespace {
@@ -13,32 +12,6 @@ namespace {
 constexpr char kDense[] = "dense", kWiden[] = "widen", kReport[] = "report";
 
 bool HasWish(const v1::AttentionPolicy& policy) { return policy.quality().min_mass() != 0; }
-
-bool IsSet(const v1::QualityPolicy& quality) {
-  return quality.min_mass() != 0 || !quality.on_violation().empty() ||
-         quality.max_budget_tokens() != 0;
-}
-
-absl::Status CheckWidening(const std::string& where, const v1::AttentionPolicy& policy) {
-  const v1::QualityPolicy& quality = policy.quality();
-  if (quality.on_violation() != kWiden) {
-    if (quality.max_budget_tokens() == 0) return absl::OkStatus();
-    return absl::InvalidArgumentError(
-        absl::StrCat(where, ".quality.max_budget_tokens is set and on_violation is ",
-                     quality.on_violation(), "; only widen changes the budget"));
-  }
-  if (policy.has_streaming()) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        where, ".quality.on_violation is widen; streaming has no budget: choose dense or report"));
-  }
-  const uint32_t budget = LargestLayerBudget(policy);
-  if (quality.max_budget_tokens() == 0 || quality.max_budget_tokens() >= budget) {
-    return absl::OkStatus();
-  }
-  return absl::InvalidArgumentError(
-      absl::StrCat(where, ".quality.max_budget_tokens is ", quality.max_budget_tokens(),
-                   ", less than the token_budget of ", budget, " to begin with"));
-}
 
 }  // namespace
 
@@ -53,25 +26,6 @@ void SetQualityFromFlags(const v1::SparseConfig& config, v1::AttentionPolicy& po
 void SetQualityDefaults(v1::AttentionPolicy& policy) {
   if (!HasWish(policy) || !policy.quality().on_violation().empty()) return;
   policy.mutable_quality()->set_on_violation(kDense);
-}
-
-absl::Status CheckQuality(const std::string& where, const v1::AttentionPolicy& policy) {
-  const v1::QualityPolicy& quality = policy.quality();
-  if (!IsSet(quality)) return absl::OkStatus();
-  if (!HasWish(policy)) {
-    return absl::InvalidArgumentError(
-        absl::StrCat(where, ".quality has no min_mass; set what attention is to keep"));
-  }
-  if (!Selects(policy)) {
-    return absl::InvalidArgumentError(
-        absl::StrCat(where, ".quality is set; a policy that attends to everything keeps it all"));
-  }
-  const std::string& action = quality.on_violation();
-  if (action != kDense && action != kWiden && action != kReport) {
-    return absl::InvalidArgumentError(absl::StrCat(where, ".quality.on_violation is '", action,
-                                                   "'; there are dense, widen, report"));
-  }
-  return CheckWidening(where, policy);
 }
 
 absl::Status OverrideQuality(const std::string& where, const v1::QualityPolicy& overrides,

@@ -18,10 +18,6 @@ void SetQualityFromFlags(const v1::SparseConfig& config, v1::AttentionPolicy& po
 // Fills in the default of on_violation, where there is a wish.
 void SetQualityDefaults(v1::AttentionPolicy& policy);
 
-// INVALID_ARGUMENT for an unknown action, numbers without a wish, nothing that could fall short of
-// it, no budget to widen or none to widen to.
-absl::Status CheckQuality(const std::string& where, const v1::AttentionPolicy& policy);
-
 // Works a request's wish into the policy's. INVALID_ARGUMENT where the policy declares none.
 absl::Status OverrideQuality(const std::string& where, const v1::QualityPolicy& overrides,
                              v1::AttentionPolicy& policy);

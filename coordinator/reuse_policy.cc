@@ -5,9 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 
-#include "coordinator/policy.h"
-#include "kvstore/block.h"
-#include "proto/selector_field.h"
+#include "proto/policy_check.h"
 
 namespace kvasir::coordinator {
 namespace {
@@ -20,25 +18,9 @@ constexpr uint32_t kDefaultInterval = 8;
 constexpr float kDefaultTheta = 0.9f;
 constexpr float kDefaultThetaForce = 0.5f;
 constexpr uint32_t kDefaultMaxAge = 64;
-// Under the rule `both`, for how many intervals a selection serves at most.
-constexpr uint32_t kIntervalsUnderBoth = 4;
 
 bool ReadsInterval(const v1::ReusePolicy& reuse) { return reuse.rule() != kCosine; }
 bool ReadsTheta(const v1::ReusePolicy& reuse) { return reuse.rule() != kInterval; }
-
-bool HasNumbers(const v1::ReusePolicy& reuse) {
-  return reuse.interval() != 0 || reuse.theta() != 0 || reuse.theta_force() != 0 ||
-         reuse.max_age() != 0;
-}
-
-// Steps that a list serves: what leaves the window meanwhile must have been among its candidates.
-// infinitehip's least window holds more. Under `cosine` nothing leaves it.
-uint32_t ServedSteps(const v1::AttentionPolicy& policy) {
-  const v1::ReusePolicy& reuse = policy.reuse();
-  if (policy.has_infinitehip() || !ReadsInterval(reuse)) return 1;
-  const uint32_t intervals = reuse.rule() == kBoth ? kIntervalsUnderBoth : 1;
-  return std::min<uint32_t>(intervals * reuse.interval(), kvstore::kBlockTokens);
-}
 
 }  // namespace
 
@@ -57,28 +39,6 @@ void SetReuseDefaults(v1::AttentionPolicy& policy) {
   if (reuse.theta() == 0) reuse.set_theta(kDefaultTheta);
   if (reuse.theta_force() == 0) reuse.set_theta_force(kDefaultThetaForce);
   if (reuse.max_age() == 0) reuse.set_max_age(kDefaultMaxAge);
-}
-
-absl::Status CheckReuse(const std::string& where, const v1::AttentionPolicy& policy) {
-  const v1::ReusePolicy& reuse = policy.reuse();
-  if (reuse.rule().empty()) {
-    if (!HasNumbers(reuse)) return absl::OkStatus();
-    return absl::InvalidArgumentError(absl::StrCat(
-        where, ".reuse has numbers and no rule; the rules are interval, cosine, both"));
-  }
-  if (reuse.rule() != kInterval && reuse.rule() != kCosine && reuse.rule() != kBoth) {
-    return absl::InvalidArgumentError(absl::StrCat(where, ".reuse.rule is '", reuse.rule(),
-                                                   "'; the rules are interval, cosine, both"));
-  }
-  if (!Selects(policy) || policy.has_streaming()) {
-    return absl::InvalidArgumentError(
-        absl::StrCat(where, ".reuse is set; only what a selector chose can be used again"));
-  }
-  const uint32_t steps = ServedSteps(policy);
-  if (policy.window_tokens() >= steps) return absl::OkStatus();
-  return absl::InvalidArgumentError(absl::StrCat(
-      where, ".window_tokens is ", policy.window_tokens(), "; a selection that serves ", steps,
-      " steps needs a window of at least ", steps, " tokens; shorten reuse.interval"));
 }
 
 absl::Status OverrideReuse(const std::string& where, const v1::ReusePolicy& overrides,

@@ -17,10 +17,6 @@ void SetReuseFromFlags(const v1::SparseConfig& config, v1::AttentionPolicy& poli
 // Fills in the defaults of the numbers that the rule reads.
 void SetReuseDefaults(v1::AttentionPolicy& policy);
 
-// INVALID_ARGUMENT for an unknown rule, numbers without a rule, nothing that could be reused, and a
-// window that does not hold what leaves it while a selection serves.
-absl::Status CheckReuse(const std::string& where, const v1::AttentionPolicy& policy);
-
 // Works a request's numbers into the policy's. INVALID_ARGUMENT where they set a rule, or the
 // policy has none.
 absl::Status OverrideReuse(const std::string& where, const v1::ReusePolicy& overrides,

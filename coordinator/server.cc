@@ -27,6 +27,7 @@
 #include "kvstore/block.h"
 #include "proto/grpc_listener.h"
 #include "proto/metrics_endpoint.h"
+#include "proto/worker_protocol.h"
 
 namespace kvasir::coordinator {
 namespace {
@@ -58,10 +59,16 @@ absl::StatusOr<PolicyTable> MakePolicies(const v1::ServeConfig& config) {
   return PolicyTable::Create(std::move(declared));
 }
 
-// GPUs in one step differ by milliseconds; CPUs also do other things.
-absl::Duration CollectiveTimeout(const v1::ServeConfig& config) {
-  if (config.collective_timeout() != 0) return absl::Seconds(config.collective_timeout());
-  return absl::Seconds(config.device() == "cuda" ? 4 : 30);
+absl::Duration RankTimeout(const v1::ServeConfig& config) {
+  return absl::Seconds(config.rank_timeout());
+}
+
+// A silent rank has been pinged, and given up, when its time is over.
+WorkerPings PingsWithin(absl::Duration timeout) {
+  const int64_t interval =
+      std::max<int64_t>(absl::ToInt64Milliseconds(timeout) / 4, proto::kWorkerMinPingIntervalMs);
+  return {.interval_ms = static_cast<int>(interval),
+          .timeout_ms = static_cast<int>(absl::ToInt64Milliseconds(timeout) - interval)};
 }
 
 // Whole blocks. On a GPU longer chunks pay, up to so many (docs/measurements.md).
@@ -82,7 +89,7 @@ v1::ShardPlan MakeShardPlan(const v1::ServeConfig& config, const PolicyTable& po
   plan.set_max_num_batched_tokens(config.scheduler().max_num_batched_tokens());
   for (const v1::SparsityPolicy& policy : policies.declared()) *plan.add_policies() = policy;
   plan.set_mass_sample_rate(config.sparse().mass_sample_rate());
-  plan.set_collective_timeout_s(absl::ToDoubleSeconds(CollectiveTimeout(config)));
+  plan.set_collective_timeout_s(config.rank_timeout());
   return plan;
 }
 
@@ -261,11 +268,11 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const v1::ServeConfig& con
   if (addresses.empty()) {
     return absl::InvalidArgumentError("no worker addresses are given; a server needs at least one");
   }
-  const absl::Duration spread = CollectiveTimeout(config);
+  const absl::Duration timeout = RankTimeout(config);
   return Start(config, [&](const v1::ShardPlan& plan, Clock& clock) {
     return CreateWorkerGroup(
-        {.addresses = std::move(addresses), .shard_plan = plan, .reply_spread = spread},
-        GrpcWorkerDialer(), clock);
+        {.addresses = std::move(addresses), .shard_plan = plan, .reply_spread = timeout},
+        GrpcWorkerDialer(PingsWithin(timeout)), clock);
   });
 }
 

@@ -79,8 +79,8 @@ struct WorkerGroupOptions {
   // A step may take so long from when its answer is waited for: 1024 sequences or a chunk behind
   // millions of tokens on a slow machine.
   absl::Duration step_timeout = absl::Minutes(10);
-  // Ranks run in lockstep: behind the first reply the others have this long.
-  absl::Duration reply_spread = absl::Seconds(30);
+  // Ranks run in lockstep: after the first reply the others have this long.
+  absl::Duration reply_spread = absl::Seconds(5);
 };
 
 // The clock outlives the group.

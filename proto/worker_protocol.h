@@ -15,12 +15,11 @@ inline constexpr char kWorkerServiceName[] = "kvasir.v1.Worker";
 // A prompt travels in one plan: 16M token ids take 50 MB. Both ends send and receive so much.
 inline constexpr int kMaxWorkerMessageBytes = 64 << 20;
 
-// The coordinator pings every worker so often, whether it computes or idles, and takes one for dead
-// that does not answer in time. The worker's server must accept that many pings
-// (GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS
-// = 1): by default gRPC closes connections that ping more than once in five minutes.
-inline constexpr int kWorkerPingIntervalMs = 2000;
-inline constexpr int kWorkerPingTimeoutMs = 5000;
-inline constexpr int kWorkerMinPingIntervalMs = 500;
+// The coordinator pings every worker, whether it computes or idles, and takes one for dead that
+// does not answer in time (--rank-timeout). It pings no more often than this, and the worker's
+// server must accept that many pings (GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS,
+// GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS = 1): by default gRPC closes connections that ping more
+// than once in five minutes.
+inline constexpr int kWorkerMinPingIntervalMs = 250;
 
 }  // namespace kvasir::proto

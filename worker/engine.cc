@@ -109,7 +109,9 @@ absl::Status Engine::Init(std::unique_ptr<kvstore::Tier> below) {
   for (const v1::SparsityPolicy& policy : options_.policies) {
     KVASIR_ASSIGN_OR_RETURN(const int64_t prefill, ServeSelector(policy.prefill()));
     KVASIR_ASSIGN_OR_RETURN(const int64_t decode, ServeSelector(policy.decode()));
-    slots.policies.push_back({.prefill_selector = prefill,
+    slots.policies.push_back({.prefill = policy.prefill(),
+                              .decode = policy.decode(),
+                              .prefill_selector = prefill,
                               .decode_selector = decode,
                               .decode_is_dense = selectors_[static_cast<size_t>(decode)].dense});
   }
@@ -313,8 +315,7 @@ absl::Status Engine::PrepareRows(const v1::StepPlan& plan, EngineStep& step,
     }
     absl::StatusOr<RowWork> work = slots_->Prepare(plan_row, truncations);
     if (work.ok()) {
-      KVASIR_RETURN_IF_ERROR(
-          RememberSelections(slots_->at(row.slot), work->begin + work->num_tokens));
+      RememberSelections(slots_->at(row.slot), work->begin + work->num_tokens);
       row.computed = std::ssize(step.works);
       work->fed_by = FedBy(*work);
       step.works.push_back(*work);
@@ -346,10 +347,10 @@ bool Engine::Remembers(const Sequence& sequence) const {
   return selectors_[static_cast<size_t>(sequence.decode.selector)].reuse != nullptr;
 }
 
-absl::Status Engine::RememberSelections(Sequence& sequence, int64_t end) const {
-  if (!Remembers(sequence) || sequence.memory != nullptr || end <= sequence.prompt_size) {
-    return absl::OkStatus();
-  }
+// One rank may have no room where others do: then the sequence fails and is computed on without
+// memory.
+void Engine::RememberSelections(Sequence& sequence, int64_t end) const {
+  if (!Remembers(sequence) || sequence.memory != nullptr || end <= sequence.prompt_size) return;
   const ServedSelector& served = selectors_[static_cast<size_t>(sequence.decode.selector)];
   const ShardPlan& shard = model_.options().shard;
   const int64_t group = shard.query_heads.size() * shard.kv_replicas / shard.kv_heads.size();
@@ -357,14 +358,18 @@ absl::Status Engine::RememberSelections(Sequence& sequence, int64_t end) const {
   for (const LayerBudget& layers : sequence.decode.layer_budgets) {
     largest.budget_tokens = std::max(largest.budget_tokens, layers.budget_tokens);
   }
-  KVASIR_ASSIGN_OR_RETURN(sequence.memory,
-                          model_.backend().Remember({.selector = *served.selector,
-                                                     .rule = *served.reuse,
-                                                     .layout = layout_,
-                                                     .group = group,
-                                                     .numbers = largest,
-                                                     .tokens = model_.options().max_model_len}));
-  return absl::OkStatus();
+  absl::StatusOr<std::unique_ptr<kernels::RememberedSelections>> memory =
+      model_.backend().Remember({.selector = *served.selector,
+                                 .rule = *served.reuse,
+                                 .layout = layout_,
+                                 .group = group,
+                                 .numbers = largest,
+                                 .tokens = model_.options().max_model_len});
+  if (memory.ok()) {
+    sequence.memory = *std::move(memory);
+  } else if (sequence.failed.ok()) {
+    sequence.failed = memory.status();
+  }
 }
 
 absl::Status Engine::Compute(EngineStep& step) {

@@ -128,7 +128,7 @@ class Engine {
   // Whether its generated tokens reuse each other's selections.
   bool Remembers(const Sequence& sequence) const;
   // Gives the sequence memory for its selections if it is to generate and its policy reuses them.
-  absl::Status RememberSelections(Sequence& sequence, int64_t end) const;
+  void RememberSelections(Sequence& sequence, int64_t end) const;
   absl::Status Compute(EngineStep& step);
   absl::Status Collect(EngineStep& step);
   // How the batch's tokens are to be sampled; and what became of them.

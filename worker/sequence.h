@@ -51,7 +51,8 @@ struct Sequence {
   // planned before the coordinator heard of it are computed like others, so that ranks stay in step
   // though only one of them may have found the failure.
   absl::Status failed;
-  // It failed for want of room, on every rank: nothing of it is computed any more.
+  // It failed for want of room or for its numbers, on every rank: nothing of it is computed any
+  // more.
   bool is_left_out = false;
 };
 

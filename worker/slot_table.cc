@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 
 #include "kernels/base/status_macros.h"
+#include "proto/policy_check.h"
 
 namespace kvasir::worker {
 namespace {
@@ -43,6 +44,19 @@ kernels::OnViolation ToOnViolation(absl::string_view name) {
   if (name == "dense") return kernels::OnViolation::kDense;
   if (name == "widen") return kernels::OnViolation::kWiden;
   return kernels::OnViolation::kReport;
+}
+
+// `declared` with the numbers of one sequence.
+v1::AttentionPolicy WithNumbers(v1::AttentionPolicy declared, const v1::AttentionPolicy& numbers) {
+  declared.clear_layer_budgets();
+  declared.MergeFrom(numbers);
+  return declared;
+}
+
+absl::Status CheckNumbers(const PolicyShape& shape, const v1::SequenceStart& start) {
+  KVASIR_RETURN_IF_ERROR(
+      v1::CheckPolicyPart("prefill", WithNumbers(shape.prefill, start.prefill())));
+  return v1::CheckPolicyPart("decode", WithNumbers(shape.decode, start.decode()));
 }
 
 PhasePolicy MakePhase(int64_t selector, const v1::AttentionPolicy& policy) {
@@ -203,6 +217,8 @@ absl::StatusOr<CachedPrefix> SlotTable::Start(const v1::SequenceStart& start) {
   sequence.sampling = start.sampling();
   sequence.prefill = MakePhase(shape.prefill_selector, start.prefill());
   sequence.decode = MakePhase(shape.decode_selector, start.decode());
+  sequence.failed = CheckNumbers(shape, start);
+  sequence.is_left_out = !sequence.failed.ok();
   sequence.decode_begin = shape.decode_is_dense
                               ? prompt_size
                               : std::max<int64_t>(0, prompt_size - int64_t{start.tail_tokens()});

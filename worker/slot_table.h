@@ -5,7 +5,8 @@
 // Thread-compatible.
 //
 // Errors: INTERNAL, naming the field, for a plan that contradicts what the worker knows; the group
-// cannot go on after it. RESOURCE_EXHAUSTED from Prepare concerns its row only.
+// cannot go on after it. RESOURCE_EXHAUSTED from Prepare concerns its row only. A sequence whose
+// numbers no selector can work with starts as one that has failed.
 #pragma once
 
 #include <cstdint>
@@ -26,8 +27,9 @@ namespace kvasir::worker {
 // What a part of a policy says in numbers.
 kernels::SelectionNumbers NumbersOf(const v1::AttentionPolicy& policy);
 
-// The selectors of a policy that the server declared.
+// A policy that the server declared, and its selectors.
 struct PolicyShape {
+  v1::AttentionPolicy prefill, decode;
   int64_t prefill_selector = 0;  // index into the engine's selectors
   int64_t decode_selector = 0;
   bool decode_is_dense = true;  // then a prompt has no tail
@@ -67,7 +69,8 @@ class SlotTable {
   // `truncations` is appended to.
   absl::StatusOr<RowWork> Prepare(const v1::StepRow& row, std::vector<Truncation>& truncations);
 
-  // Whether a row of the slot is not to be prepared, for one before it found no room.
+  // Whether a row of the slot is not to be prepared: its numbers are wrong, or one before it found
+  // no room.
   bool IsLeftOut(uint32_t slot) const;
 
   // REQUIRES: the slot is taken.

@@ -112,8 +112,10 @@ kernels::SelectionNumbers NumbersInLayer(const StepBatch& batch, int64_t b, int6
   for (const LayerBudget& layers : info.layer_budgets) {
     if (layer >= layers.begin && layer < layers.end) numbers.budget_tokens = layers.budget_tokens;
   }
+  // The window is never less than the policy's: what a selection reaches into must fit in it, and
+  // selectors have a least one.
   if (layer < info.dense_layers) {
-    numbers.window_tokens = block.first_position + block.num_rows;
+    numbers.window_tokens = std::max(numbers.window_tokens, block.first_position + block.num_rows);
   }
   return numbers;
 }

@@ -249,7 +249,7 @@ class Quest(unittest.TestCase):
 
 class TwoWorkers(unittest.TestCase):
     def test_tensor_parallel_answers_and_survives_a_killed_worker(self):
-        with Service(flags=["--tensor-parallel-size=2", "--collective-timeout=3"]) as service:
+        with Service(flags=["--tensor-parallel-size=2", "--rank-timeout=3"]) as service:
             exact, _ = exact_answers(service)
             self.assertGreaterEqual(exact, 7)
             stream = service.stream(DOCUMENT.text[:3000], max_tokens=4000, ignore_eos=True)

@@ -295,6 +295,44 @@ TEST_F(EngineTest, LayersThatStayDenseAreReadWhole) {
   for (const auto& [place, logits] : RunAlone(dense)) EXPECT_EQ(found.at(place), logits);
 }
 
+// Bug: a dense layer's window was the context, shorter than what a reused selection reaches into
+// and than infinitehip's least window, and the whole group ended.
+TEST_F(EngineTest, ShortContextsOfReusingPoliciesWithDenseLayersAreReadWhole) {
+  for (const uint32_t policy : {kHipByInterval, kTokenSelectByCosine, kInfiniteHipByBoth}) {
+    for (const int64_t prompt_size : {1, 2, 20, 130}) {
+      SCOPED_TRACE(testing::Message() << "policy " << policy << ", prompt " << prompt_size);
+      TestRequest request = MakeRequest(prompt_size, policy);
+      request.decode.set_dense_layers(2);
+      TestRequest dense = request;
+      dense.policy = kAll;
+      const AllLogits found = RunAlone(request);
+      ASSERT_EQ(found.size(), 8u);
+      if (prompt_size > 20) continue;
+      for (const auto& [place, logits] : RunAlone(dense)) EXPECT_EQ(found.at(place), logits);
+    }
+  }
+}
+
+TEST_F(EngineTest, NumbersThatASelectorCannotWorkWithFailTheirSequenceOnly) {
+  TestRequest narrow = MakeRequest(300, kInfiniteHip);
+  narrow.decode.set_window_tokens(100);
+  TestRequest budgetless = MakeRequest(300, kHip);
+  budgetless.prefill.set_token_budget(0);
+  const TestRequest innocent = MakeRequest(300, kInfiniteHip, 3);
+  TestWorker worker(*model_);
+  TestCoordinator coordinator({.chunk = 128});
+  const size_t a = coordinator.Add(narrow), b = coordinator.Add(budgetless),
+               c = coordinator.Add(innocent);
+  worker.Run(coordinator);
+  for (const size_t refused : {a, b}) {
+    EXPECT_EQ(coordinator.result(refused).status.code(), absl::StatusCode::kInvalidArgument);
+  }
+  EXPECT_THAT(coordinator.result(a).status.message(), HasSubstr("window_tokens is 100"));
+  EXPECT_THAT(coordinator.result(b).status.message(), HasSubstr("token_budget is not set"));
+  EXPECT_TRUE(coordinator.result(c).status.ok());
+  EXPECT_EQ(coordinator.result(c).tokens.size(), 8u);
+}
+
 TEST_F(EngineTest, OptionsMakeShapesOfTheirOwn) {
   const auto run = [&](const std::string& probe) {
     EngineOptions options = TestWorker::DefaultOptions();

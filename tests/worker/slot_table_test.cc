@@ -23,12 +23,15 @@ class SlotTableTest : public testing::Test {
                                          .num_slots = 2,
                                          .max_blocks_per_slot = 16})
                    .value()),
-        table_({.num_slots = 2,
-                .max_model_len = 1000,
-                .vocab_size = 10,
-                .pages_per_block = 1,
-                .policies = {{}, {.decode_selector = 1, .decode_is_dense = false}}},
-               *store_) {}
+        table_(
+            {.num_slots = 2,
+             .max_model_len = 1000,
+             .vocab_size = 10,
+             .pages_per_block = 1,
+             .policies =
+                 {{},
+                  {.prefill = {}, .decode = {}, .decode_selector = 1, .decode_is_dense = false}}},
+            *store_) {}
 
   v1::SequenceStart MakeStart(int prompt_size, uint32_t policy) const {
     v1::SequenceStart start;
