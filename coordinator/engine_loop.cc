@@ -28,7 +28,8 @@ constexpr absl::Duration kInboxRetry = absl::Seconds(1);
 // Trying again will not mend it.
 bool IsPermanent(const absl::Status& status) {
   return absl::IsInvalidArgument(status) || absl::IsFailedPrecondition(status) ||
-         absl::IsNotFound(status) || absl::IsResourceExhausted(status);
+         absl::IsNotFound(status) || absl::IsResourceExhausted(status) ||
+         absl::IsUnimplemented(status);
 }
 
 }  // namespace
@@ -45,6 +46,11 @@ EngineLoop::EngineLoop(EngineLoopOptions options, WorkerGroup& group, Clock& clo
     lost_ = why;
     changed_.NotifyAll();
   });
+  group_.SetProgressCallback([this](const std::string& what) {
+    MutexLock lock(mu_);
+    if (is_retrying_) return;  // why it had to is worth more
+    not_ready_because_ = absl::UnavailableError(what);
+  });
   group_.SetTierReportCallback([this] {
     MutexLock lock(mu_);
     tier_reports_ = true;
@@ -55,6 +61,7 @@ EngineLoop::EngineLoop(EngineLoopOptions options, WorkerGroup& group, Clock& clo
 EngineLoop::~EngineLoop() { Stop(absl::UnavailableError("the server is shutting down")); }
 
 void EngineLoop::Start() {
+  started_ = clock_.Now();
   thread_ = std::thread([this] { Run(); });
 }
 
@@ -148,7 +155,13 @@ absl::Status EngineLoop::WaitUntilReady(TimePoint deadline) {
   while (!info_.has_value()) {
     if (stop_.has_value()) return *stop_;
     if (IsPermanent(not_ready_because_)) return not_ready_because_;
-    if (clock_.Now() >= deadline) {
+    const TimePoint now = clock_.Now();
+    if (!has_served_ && is_retrying_ && now >= After(started_, options_.startup_timeout)) {
+      return absl::UnavailableError(absl::StrCat(
+          "no worker group was formed within ", absl::FormatDuration(options_.startup_timeout),
+          " (--startup-timeout): ", not_ready_because_.message()));
+    }
+    if (now >= deadline) {
       return absl::DeadlineExceededError(absl::StrCat("not ready: ", not_ready_because_.message()));
     }
     clock_.Wait(mu_, state_changed_, deadline);
@@ -206,6 +219,7 @@ void EngineLoop::Run() {
 absl::StatusOr<EngineLoop::Formed> EngineLoop::Form() {
   Formed formed;
   KVASIR_ASSIGN_OR_RETURN(formed.info, group_.Form());
+  if (options_.check_group) KVASIR_RETURN_IF_ERROR(options_.check_group(formed.info));
   const v1::SchedulerConfig& config = options_.scheduler;
   KVASIR_ASSIGN_OR_RETURN(
       formed.scheduler,
@@ -249,9 +263,12 @@ absl::Status EngineLoop::Serve(Formed formed) {
 bool EngineLoop::PauseBeforeRetry(absl::Duration retry, const absl::Status& why) {
   MutexLock lock(mu_);
   if (stop_.has_value()) return false;
-  spdlog::warn("no worker group, forming it again in {}: {}", absl::FormatDuration(retry),
-               why.ToString());
+  // A reason is told once: here, or where the server ends with it before it has served.
+  const bool is_told = is_retrying_ && why == not_ready_because_;
+  const bool is_last = IsPermanent(why) && !has_served_;
+  if (!is_told && !is_last) spdlog::warn("no worker group, trying again: {}", why.ToString());
   not_ready_because_ = why;
+  is_retrying_ = true;
   state_changed_.NotifyAll();
   const TimePoint until = After(clock_.Now(), retry);
   while (!stop_.has_value() && clock_.Now() < until) clock_.Wait(mu_, changed_, until);
@@ -422,6 +439,8 @@ void EngineLoop::SetReady(const GroupInfo& info) {
     info_ = info;
     tiers_.Clear();
     not_ready_because_ = absl::OkStatus();
+    is_retrying_ = false;
+    has_served_ = true;
     state_changed_.NotifyAll();
   }
   if (options_.on_readiness) options_.on_readiness(true);

@@ -31,6 +31,10 @@ struct EngineLoopOptions {
   // Between attempts to form the group; doubles from the first to the second.
   absl::Duration first_retry = absl::Milliseconds(100);
   absl::Duration longest_retry = absl::Seconds(10);
+  // Since Start: a first group that fails to form after it is not worth waiting for.
+  absl::Duration startup_timeout = absl::Seconds(30);
+  // Whether a group that has formed can serve what the server promises; an error is permanent.
+  std::function<absl::Status(const GroupInfo&)> check_group;
   // Told with every change whether requests are served; on the loop's thread.
   std::function<void(bool ready)> on_readiness;
 };
@@ -63,8 +67,9 @@ class EngineLoop {
   // What is served now; UNAVAILABLE while no group is formed and when the server drains.
   absl::StatusOr<GroupInfo> ServedGroup() const EXCLUDES(mu_);
   EngineStatus status() const EXCLUDES(mu_);
-  // OK once a group is formed; before that, an error of the last attempt that trying again will not
-  // mend, or DEADLINE_EXCEEDED with the last error.
+  // OK once a group is formed. Before that, why the last attempt failed, if trying again will not
+  // mend it or has not within the startup timeout; else DEADLINE_EXCEEDED with the last error, and
+  // no other error has this code.
   absl::Status WaitUntilReady(TimePoint deadline) EXCLUDES(mu_);
 
   // No new requests from here on.
@@ -122,6 +127,7 @@ class EngineLoop {
   Clock& clock_;
   Metrics& metrics_;
   std::atomic<int64_t> next_sequence_ = 0;
+  TimePoint started_ = {};  // constant after Start
 
   // The loop's thread.
   absl::flat_hash_map<SequenceId, std::unique_ptr<Request>> requests_;
@@ -134,6 +140,8 @@ class EngineLoop {
   SchedulerStats scheduler_stats_ GUARDED_BY(mu_);
   v1::TierUsage tiers_ GUARDED_BY(mu_);
   absl::Status not_ready_because_ GUARDED_BY(mu_);
+  bool is_retrying_ GUARDED_BY(mu_) = false;  // not_ready_because_ is why an attempt failed
+  bool has_served_ GUARDED_BY(mu_) = false;   // a group was formed once
   absl::Status lost_ GUARDED_BY(mu_);
   bool tier_reports_ GUARDED_BY(mu_) = false;  // there are some to take
   bool resting_ GUARDED_BY(mu_) = true;        // nothing is left to tell the ranks

@@ -160,6 +160,7 @@ absl::Status ServerImpl::Init(const WorkerGroupFactory& make_group) {
   group_ = make_group(MakeShardPlan(config_, policies_), clock_);
   EngineLoopOptions options;
   options.scheduler = config_.scheduler();
+  options.startup_timeout = absl::Seconds(config_.startup_timeout());
   options.on_readiness = [this](bool ready) { OnReadiness(ready); };
   engine_ = std::make_unique<EngineLoop>(std::move(options), *group_, clock_, metrics_);
   const std::string address =
@@ -270,9 +271,11 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const v1::ServeConfig& con
   }
   const absl::Duration timeout = RankTimeout(config);
   return Start(config, [&](const v1::ShardPlan& plan, Clock& clock) {
-    return CreateWorkerGroup(
-        {.addresses = std::move(addresses), .shard_plan = plan, .reply_spread = timeout},
-        GrpcWorkerDialer(PingsWithin(timeout)), clock);
+    return CreateWorkerGroup({.addresses = std::move(addresses),
+                              .shard_plan = plan,
+                              .answer_timeout = absl::Seconds(config.startup_timeout()),
+                              .reply_spread = timeout},
+                             GrpcWorkerDialer(PingsWithin(timeout)), clock);
   });
 }
 

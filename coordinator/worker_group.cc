@@ -2,11 +2,13 @@
 
 #include <algorithm>
 #include <deque>
+#include <functional>
 #include <optional>
 #include <utility>
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "spdlog/spdlog.h"
 
@@ -39,6 +41,9 @@ class WorkerGroupImpl final : public WorkerGroup {
   void Interrupt() override EXCLUDES(mu_);
   void SetLossCallback(std::function<void(const absl::Status&)> on_loss) override {
     on_loss_ = std::move(on_loss);
+  }
+  void SetProgressCallback(std::function<void(const std::string&)> on_progress) override {
+    on_progress_ = std::move(on_progress);
   }
   void SetTierReportCallback(std::function<void()> on_report) override {
     on_tier_report_ = std::move(on_report);
@@ -73,6 +78,12 @@ class WorkerGroupImpl final : public WorkerGroup {
   // The next message of any rank; the reason when the group is gone; DEADLINE_EXCEEDED.
   absl::StatusOr<Received> Receive(TimePoint deadline) EXCLUDES(mu_);
   absl::Status Handshake(std::vector<std::optional<v1::Ready>>& ready);
+  // One message of the handshake; the first from a rank that had not answered before.
+  absl::StatusOr<Received> ReceiveInHandshake(std::vector<bool>& answered, TimePoint answer_by,
+                                              const std::vector<std::optional<v1::Ready>>& ready);
+  void ReportProgress(const std::string& what) const {
+    if (on_progress_) on_progress_(what);
+  }
   void Relay(size_t from, const v1::RendezvousEntry& entry);
   absl::StatusOr<GroupInfo> Agree(const std::vector<std::optional<v1::Ready>>& ready) const;
   absl::StatusOr<std::vector<v1::StepReply>> Gather();
@@ -86,6 +97,7 @@ class WorkerGroupImpl final : public WorkerGroup {
   // Constant while streams are open.
   std::function<void(const absl::Status&)> on_loss_;
   std::function<void()> on_tier_report_;
+  std::function<void(const std::string&)> on_progress_;
 
   // The engine loop's thread.
   uint64_t epoch_ = 0;
@@ -204,21 +216,40 @@ void WorkerGroupImpl::Dial() {
   }
 }
 
+absl::StatusOr<WorkerGroupImpl::Received> WorkerGroupImpl::ReceiveInHandshake(
+    std::vector<bool>& answered, TimePoint answer_by,
+    const std::vector<std::optional<v1::Ready>>& ready) {
+  const bool all_answered = std::all_of(answered.begin(), answered.end(), std::identity());
+  const TimePoint silent_by = After(clock_.Now(), options_.form_silence);
+  absl::StatusOr<Received> received =
+      Receive(all_answered ? silent_by : std::min(answer_by, silent_by));
+  if (received.ok()) answered[received->rank] = true;
+  if (!absl::IsDeadlineExceeded(received.status())) return received;
+  if (!all_answered) {
+    return absl::NotFoundError(
+        absl::StrCat("no answer within ", absl::FormatDuration(options_.answer_timeout), " from ",
+                     Missing([&](size_t rank) { return answered[rank]; }),
+                     "; see that it runs and that --workers names it, or raise --startup-timeout"));
+  }
+  return absl::UnavailableError(absl::StrCat(
+      "silent for ", absl::FormatDuration(options_.form_silence), " while the group forms: ",
+      Missing([&](size_t rank) { return ready[rank].has_value(); }), "; see the workers' logs"));
+}
+
 absl::Status WorkerGroupImpl::Handshake(std::vector<std::optional<v1::Ready>>& ready) {
+  const TimePoint answer_by = After(clock_.Now(), options_.answer_timeout);
+  std::vector<bool> answered(ranks_.size());
   while (std::any_of(ready.begin(), ready.end(), [](const auto& r) { return !r.has_value(); })) {
-    absl::StatusOr<Received> received = Receive(After(clock_.Now(), options_.form_silence));
-    if (absl::IsDeadlineExceeded(received.status())) {
-      return absl::UnavailableError(absl::StrCat(
-          "silent for ", absl::FormatDuration(options_.form_silence),
-          " while the group forms: ", Missing([&](size_t rank) { return ready[rank].has_value(); }),
-          "; see the workers' logs"));
-    }
+    const std::string silent = Missing([&](size_t rank) { return answered[rank]; });
+    if (!silent.empty()) ReportProgress(absl::StrCat("no answer yet from ", silent));
+    absl::StatusOr<Received> received = ReceiveInHandshake(answered, answer_by, ready);
     KVASIR_RETURN_IF_ERROR(received.status());
     const v1::WorkerMessage& message = received->message;
     switch (message.message_case()) {
       case v1::WorkerMessage::kLoadProgress:
-        spdlog::debug("{}: {} {:.0f} %", Name(received->rank), message.load_progress().stage(),
-                      100 * message.load_progress().fraction());
+        ReportProgress(absl::StrFormat("%s: %s, %.0f %%", Name(received->rank),
+                                       message.load_progress().stage(),
+                                       100 * message.load_progress().fraction()));
         break;
       case v1::WorkerMessage::kRendezvous:
         Relay(received->rank, message.rendezvous());

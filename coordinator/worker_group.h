@@ -47,7 +47,8 @@ class WorkerGroup {
   virtual ~WorkerGroup() = default;
 
   // Forms the group anew under the next epoch; blocks until every rank is ready. The error of the
-  // rank that failed, naming it; INTERNAL when the ranks do not fit each other.
+  // rank that failed, naming it; NOT_FOUND, naming them, for ranks that do not answer; INTERNAL
+  // when the ranks do not fit each other.
   virtual absl::StatusOr<GroupInfo> Form() = 0;
   // All ranks carry out the plan, behind those sent before. An error as of AwaitReply.
   virtual absl::Status Send(const v1::StepPlan& plan) = 0;
@@ -65,6 +66,8 @@ class WorkerGroup {
   virtual void Interrupt() = 0;
   // Before Form. Called on any thread, once per formed group, when a rank is lost between steps.
   virtual void SetLossCallback(std::function<void(const absl::Status&)> on_loss) = 0;
+  // Before Form. Called by Form, on its thread, with what it waits for, for people.
+  virtual void SetProgressCallback(std::function<void(const std::string&)> on_progress) = 0;
   // Before Form. Called on any thread when there are tier reports to take.
   virtual void SetTierReportCallback(std::function<void()> on_report) = 0;
 };
@@ -73,8 +76,10 @@ struct WorkerGroupOptions {
   std::vector<std::string> addresses;  // by rank
   // Without epoch and rank, which the group fills in.
   v1::ShardPlan shard_plan;
-  // A rank silent for so long while the group forms has failed: loading reports its progress, but
-  // hashing one large file may take minutes.
+  // So long every rank may take to answer at all while the group forms.
+  absl::Duration answer_timeout = absl::Seconds(30);
+  // A rank that has answered and is silent for so long while the group forms has failed: loading
+  // reports its progress, but hashing one large file may take minutes.
   absl::Duration form_silence = absl::Minutes(10);
   // A step may take so long from when its answer is waited for: 1024 sequences or a chunk behind
   // millions of tokens on a slow machine.

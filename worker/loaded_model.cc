@@ -60,6 +60,8 @@ absl::StatusOr<kernels::GroupedPositions> Grouped(const v1::ModelConfig& model,
       config.max_position_embeddings, " positions of the model"));
 }
 
+constexpr int64_t kLeastContext = 2;  // tokens
+
 absl::StatusOr<int64_t> ContextLength(const v1::ModelConfig& model, const ModelConfig& config,
                                       PositionExtension extension,
                                       const kernels::GroupedPositions& grouped) {
@@ -135,6 +137,11 @@ absl::StatusOr<LoadedModel> LoadModel(const LoadModelOptions& options, Backend& 
                           Grouped(options.model, config, extension));
   KVASIR_ASSIGN_OR_RETURN(const int64_t context,
                           ContextLength(options.model, config, extension, grouped));
+  if (context < kLeastContext) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "the context has ", context, " tokens; a prompt and an answer need ", kLeastContext,
+        ": see --max-model-len and max_position_embeddings in config.json"));
+  }
   KVASIR_ASSIGN_OR_RETURN(const DType dtype,
                           ParseDType(options.model.dtype(), ComputeDType(config)));
   KVASIR_ASSIGN_OR_RETURN(const kernels::WeightForm weight_form,

@@ -4,6 +4,7 @@
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
+#include <fstream>
 #include <initializer_list>
 #include <memory>
 #include <pthread.h>
@@ -182,12 +183,20 @@ absl::Status RunWorker(const v1::WorkerConfig& config) {
   return server.status();
 }
 
+// For whoever started this process; there is nobody to tell when it cannot be written.
+void WriteFailure(const std::string& path, const absl::Status& status) {
+  if (path.empty() || status.ok()) return;
+  std::ofstream(path) << absl::StatusCodeToString(status.code()) << ": " << status.message();
+}
+
 absl::Status Main(int argc, char** argv) {
   v1::WorkerConfig config;
   KVASIR_ASSIGN_OR_RETURN(const proto::NextStep next,
                           proto::Configure(kCommand, argc, argv, 1, config));
   if (next == proto::NextStep::kExit) return absl::OkStatus();
-  return RunWorker(config);
+  const absl::Status status = RunWorker(config);
+  WriteFailure(config.failure_file(), status);
+  return status;
 }
 
 }  // namespace

@@ -45,6 +45,9 @@ class WorkerService::Stream final
   void Start(std::shared_ptr<Stream> self) {
     self_ = std::move(self);
     StartRead(&incoming_);
+    v1::WorkerMessage here;  // the coordinator waits for less long for a worker that is not
+    here.mutable_load_progress()->set_stage("accepted");
+    Write(std::move(here));
   }
 
   // --- engine thread ---

@@ -6,6 +6,8 @@
 #include <cstring>
 #include <fcntl.h>
 #include <filesystem>
+#include <fstream>
+#include <iterator>
 #include <signal.h>
 #include <sys/prctl.h>
 #include <sys/un.h>
@@ -38,6 +40,8 @@ constexpr milliseconds kKillGrace(5'000);  // a killed process whose disk hangs 
 constexpr milliseconds kPoll(50);
 
 struct Process {
+  int64_t rank = 0;
+  std::string failure_file;  // what it leaves when it ends with an error
   std::vector<std::string> argv;
   std::vector<std::string> environment;
   pid_t pid = -1;
@@ -45,6 +49,19 @@ struct Process {
   Clock::time_point restart_at = {};
   milliseconds backoff = kFirstBackoff;
 };
+
+// Why a process ended: in its own words where it left some.
+absl::Status EndOf(const Process& process, int wait_status) {
+  std::ifstream file(process.failure_file);
+  std::string words((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+  if (words.empty()) {
+    words =
+        absl::StrCat(WIFSIGNALED(wait_status) ? "signal " : "exit code ",
+                     WIFSIGNALED(wait_status) ? WTERMSIG(wait_status) : WEXITSTATUS(wait_status),
+                     "; see its log");
+  }
+  return absl::FailedPreconditionError(absl::StrCat("worker ", process.rank, " ended: ", words));
+}
 
 // This process's, with one GPU to be seen if `gpu` is not empty.
 std::vector<std::string> EnvironmentWith(const std::string& gpu) {
@@ -131,13 +148,17 @@ class LocalWorkerProcesses : public LocalWorkers {
     for (int64_t rank = 0; rank < options.count; ++rank) {
       addresses_.push_back(absl::StrCat("unix:", folder_, "/worker-", rank, ".sock"));
       const int64_t port = options.metrics_port == 0 ? 0 : options.metrics_port + rank;
+      const std::string failure_file = absl::StrCat(folder_, "/worker-", rank, ".failure");
       processes_.push_back(
-          {.argv = {options.program, absl::StrCat("--listen=", addresses_.back()),
+          {.rank = rank,
+           .failure_file = failure_file,
+           .argv = {options.program, absl::StrCat("--listen=", addresses_.back()),
                     absl::StrCat("--threads=", options.threads),
                     absl::StrCat("--device=", options.device),
                     absl::StrCat("--cpu-isa=", options.cpu_isa),
                     absl::StrCat("--metrics-host=", options.metrics_host),
-                    absl::StrCat("--metrics-port=", port)},
+                    absl::StrCat("--metrics-port=", port),
+                    absl::StrCat("--failure-file=", failure_file)},
            .environment = EnvironmentWith(
                options.gpus.empty() ? "" : options.gpus[static_cast<size_t>(rank)])});
     }
@@ -150,6 +171,10 @@ class LocalWorkerProcesses : public LocalWorkers {
   }
 
   const std::vector<std::string>& addresses() const override { return addresses_; }
+  absl::Status first_end() const override EXCLUDES(mu_) {
+    kernels::MutexLock lock(mu_);
+    return first_end_;
+  }
 
  private:
   void Watch() {
@@ -172,16 +197,16 @@ class LocalWorkerProcesses : public LocalWorkers {
   }
 
   // Notices a dead worker, and starts it again when its back-off is over.
-  void Revive(Process& process) {
+  void Revive(Process& process) REQUIRES(mu_) {
     const Clock::time_point now = Clock::now();
     int status = 0;
     if (process.pid > 0 && waitpid(process.pid, &status, WNOHANG) == process.pid) {
       process.pid = -1;
       if (now - process.started > kStableAfter) process.backoff = kFirstBackoff;
       process.restart_at = now + process.backoff;
-      spdlog::error("worker {} ended ({} {}); starting it again in {} ms", process.argv[1],
-                    WIFSIGNALED(status) ? "signal" : "exit code",
-                    WIFSIGNALED(status) ? WTERMSIG(status) : WEXITSTATUS(status),
+      const absl::Status end = EndOf(process, status);
+      first_end_.Update(end);
+      spdlog::error("{}; starting it again in {} ms", std::string(end.message()),
                     process.backoff.count());
       if (WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL && oom_kills_.TakeNew()) {
         spdlog::error(
@@ -223,11 +248,12 @@ class LocalWorkerProcesses : public LocalWorkers {
   OomKills oom_kills_;              // the watcher thread's
   std::thread watcher_;
 
-  kernels::Mutex mu_;
+  mutable kernels::Mutex mu_;
   kernels::CondVar changed_;
   bool stopping_ GUARDED_BY(mu_) = false;
   bool first_round_done_ GUARDED_BY(mu_) = false;
   absl::Status start_status_ GUARDED_BY(mu_);
+  absl::Status first_end_ GUARDED_BY(mu_);
 };
 
 }  // namespace

@@ -36,6 +36,9 @@ class LocalWorkers {
   // and 5 s for that: one that waits for a hung disk is left to the system
   // "unix:/..." of each rank.
   virtual const std::vector<std::string>& addresses() const = 0;
+  // OK as long as all have run since the start; then why the first one ended, which is started
+  // again all the same: FAILED_PRECONDITION with what it said, or with its exit code or signal.
+  virtual absl::Status first_end() const = 0;
 };
 
 // Path of kvasir-worker beside the running program.

@@ -101,10 +101,13 @@ sigset_t ShutdownSignals() {
   return signals;
 }
 
-// Waits for the server or for a signal; returns the signal's number, 0 when the server is ready.
-absl::StatusOr<int> WaitUntilReady(Server& server, const sigset_t& signals) {
+// Waits for the server or for a signal; returns the signal's number, 0 when the server is ready. A
+// worker of ours that ends before is no worker that would do better when it is started again.
+absl::StatusOr<int> WaitUntilReady(Server& server, const LocalWorkers* workers,
+                                   const sigset_t& signals) {
   constexpr timespec kNoWait = {};
   while (true) {
+    if (workers != nullptr) KVASIR_RETURN_IF_ERROR(workers->first_end());
     const absl::Status ready = server.WaitUntilReady(absl::Milliseconds(100));
     if (ready.ok()) return 0;
     if (!absl::IsDeadlineExceeded(ready)) return ready;
@@ -150,7 +153,7 @@ absl::Status RunServe(const v1::ServeConfig& config) {
     KVASIR_ASSIGN_OR_RETURN(addresses, ParseWorkers(config));
   }
   KVASIR_ASSIGN_OR_RETURN(const std::unique_ptr<Server> server, Server::Start(config, addresses));
-  KVASIR_ASSIGN_OR_RETURN(int signal_number, WaitUntilReady(*server, signals));
+  KVASIR_ASSIGN_OR_RETURN(int signal_number, WaitUntilReady(*server, local_workers.get(), signals));
   if (signal_number == 0) {
     KVASIR_RETURN_IF_ERROR(WriteReadyFile(config, *server));
     spdlog::info("serving {} on {}, metrics on {}", config.model().model(),

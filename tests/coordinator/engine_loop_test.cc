@@ -137,6 +137,28 @@ TEST_F(EngineLoopTest, AnErrorThatRetryingWillNotMendIsToldAtOnce) {
             absl::InvalidArgumentError("7 workers, 8 heads"));
 }
 
+// Bug: UNIMPLEMENTED was tried again for ever.
+TEST_F(EngineLoopTest, WhatIsNotImplementedIsToldAtOnce) {
+  group_.FailForm(absl::UnimplementedError("Mixtral"));
+  loop_.Start();
+  EXPECT_EQ(loop_.WaitUntilReady(clock_.Now() + std::chrono::hours(1)),
+            absl::UnimplementedError("Mixtral"));
+}
+
+// Bug: so was a group that failed in a way that might have mended.
+TEST_F(EngineLoopTest, AFirstGroupIsTriedForAsLongAsTheStartMayTake) {
+  for (int i = 0; i < 50; ++i) group_.FailForm(absl::UnavailableError("no route"));
+  loop_.Start();
+  ASSERT_TRUE(group_.AwaitForms(1));
+  clock_.AwaitWaiter();
+  EXPECT_EQ(loop_.WaitUntilReady(clock_.Now()).code(), absl::StatusCode::kDeadlineExceeded);
+  EXPECT_THAT(std::string(loop_.ServedGroup().status().message()), HasSubstr("no route"));
+  clock_.Advance(absl::Seconds(31));
+  const absl::Status end = loop_.WaitUntilReady(clock_.Now() + std::chrono::hours(1));
+  EXPECT_EQ(end.code(), absl::StatusCode::kUnavailable);
+  EXPECT_THAT(std::string(end.message()), HasSubstr("within 30s (--startup-timeout): no route"));
+}
+
 TEST_F(EngineLoopTest, WhenAStepFailsEveryRequestEndsAndTheGroupIsFormedAgain) {
   StartAndAwaitReady();
   group_.HoldSteps();

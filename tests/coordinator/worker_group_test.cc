@@ -196,6 +196,22 @@ TEST_F(WorkerGroupTest, ARankThatNeverGetsReadyIsNamed) {
   EXPECT_THAT(std::string(status.message()), HasSubstr("worker 1 (b)"));
 }
 
+TEST_F(WorkerGroupTest, ARankThatDoesNotAnswerIsNamedWithinSeconds) {
+  network_.workers["b"] = {.tweak = [](v1::WorkerMessage&) { return false; }};
+  std::unique_ptr<WorkerGroup> group = Make({"a", "b"});
+  std::string progress;
+  group->SetProgressCallback([&progress](const std::string& what) { progress = what; });
+  std::thread time([&] {
+    clock_.AwaitWaiter();
+    clock_.Advance(absl::Seconds(31));
+  });
+  const absl::Status status = group->Form().status();
+  time.join();
+  EXPECT_EQ(status.code(), absl::StatusCode::kNotFound);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("no answer within 30s from worker 1 (b);"));
+  EXPECT_EQ(progress, "no answer yet from worker 1 (b)");
+}
+
 TEST_F(WorkerGroupTest, ASlowRankIsTakenForDeadSoonBehindTheOthers) {
   network_.workers["b"] = {.tweak = [](v1::WorkerMessage& m) { return !m.has_step_reply(); }};
   std::unique_ptr<WorkerGroup> group = Make({"a", "b"});

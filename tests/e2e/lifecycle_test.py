@@ -99,7 +99,7 @@ class BadModel(unittest.TestCase):
             run = self.serve(edit)
             self.assertEqual(run.returncode, 1, run.stdout)
             last = run.stdout.strip().splitlines()[-1]
-            self.assertRegex(last, r"^kvasir: (INVALID_ARGUMENT|FAILED_PRECONDITION|NOT_FOUND|RESOURCE_EXHAUSTED): ")
+            self.assertRegex(last, r"^kvasir: (INVALID_ARGUMENT|FAILED_PRECONDITION|NOT_FOUND|RESOURCE_EXHAUSTED|UNIMPLEMENTED): ")
             self.assertIn(what, last)
             self.assertNotIn("ended (signal", run.stdout, "a worker crashed")
 
@@ -108,6 +108,7 @@ class BadModel(unittest.TestCase):
             ("num_hidden_layers", {"num_hidden_layers": 2**31}),
             ("num_hidden_layers", {"num_hidden_layers": -1}),
             ("head_dim", {"head_dim": 0}),
+            ("max_position_embeddings", {"max_position_embeddings": 1}),
             ("num_key_value_heads", {"num_key_value_heads": 3}),
             ("rope_theta", {"rope_theta": -1}),
             ("hidden_size", {"hidden_size": 2**40}),

@@ -31,6 +31,7 @@ REQUESTS = int(os.environ.get("KVASIR_FUZZ_REQUESTS", "300"))
 SEED = int(os.environ.get("KVASIR_FUZZ_SEED", "1"))
 REQUESTS_PER_SERVER = 100
 CLIENTS = 8
+TRAINED_TOKENS = 1024
 REFUSALS = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.ALREADY_EXISTS, grpc.StatusCode.RESOURCE_EXHAUSTED}
 SELECTORS = ("all", "streaming", "quest", "tokenselect", "hip", "infinitehip")
 LEAST_WINDOW = {"3k": 512, "3k-fast": 512, "3k-flash": 512, "5k": 128}
@@ -153,7 +154,8 @@ def random_request(rng, declared):
     if rng.random() < 0.3:
         request.text = random_text(rng)
     else:
-        length = some(rng, 1, 2, 3, rng.randint(1, 20), 63, 64, 65, rng.randint(100, 700), rng.randint(700, 2000))
+        length = some(rng, 1, 2, 3, rng.randint(1, 20), 63, 64, 65, rng.randint(100, 700), rng.randint(700, 1000),
+                      rng.randint(1000, 2000))
         # Some share their beginning, and find it in the cache.
         first = random.Random(7) if rng.random() < 0.3 else rng
         request.token_ids.ids.extend(first.randrange(VOCAB) for _ in range(length))
@@ -213,17 +215,24 @@ class RandomRequests(unittest.TestCase):
         extension = some(rng, "none", "none", "streaming", "self_extend")
         path = pathlib.Path(folder) / "policies.yaml"
         declared = policies(rng, extension)
+        beyond = extension == "streaming" and rng.random() < 0.7
+        if beyond:  # one policy at least must serve contexts longer than the model was trained for
+            part = {"streaming": {}, "sink_tokens": 64, "window_tokens": 256}
+            declared[-1].update(prefill=part, decode=part)
         path.write_text(json.dumps(declared))
         flags, default = default_policy(rng)
         flags += ["--tensor-parallel-size=2", "--dtype=float32", "--threads=1", f"--policies={path}",
                   f"--position-extension={extension}", f"--max-num-seqs={some(rng, 4, 16)}", "--mass-sample-rate=0.05",
-                  f"--kv-host-size-gb={some(rng, 2, 0.005)}"]  # of 9,700 tokens: sequences are preempted
+                  f"--kv-host-size-gb={some(rng, 2, 0.0015)}"]  # 0.0015: 2,900 tokens, sequences are preempted
+        flags.append(f"--max-model-len={2048 if beyond else TRAINED_TOKENS}")
         return flags, {"": default, "default": default, **{policy["name"]: policy for policy in declared}}
 
     def run_server(self, seed, count):
         rng = random.Random(seed)
         with tempfile.TemporaryDirectory(prefix="kvasir-fuzz-") as name:
             model = make_tiny_model(pathlib.Path(name) / "model", seed=1)
+            config = model / "config.json"
+            config.write_text(json.dumps({**json.loads(config.read_text()), "max_position_embeddings": TRAINED_TOKENS}))
             flags, declared = self.configure(rng, name)
             with Service(model=model, flags=flags) as service:
                 innocent = Innocent(service)

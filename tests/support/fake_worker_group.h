@@ -95,6 +95,7 @@ class FakeWorkerGroup : public coordinator::WorkerGroup {
   void SetLossCallback(std::function<void(const absl::Status&)> on_loss) override {
     on_loss_ = std::move(on_loss);
   }
+  void SetProgressCallback(std::function<void(const std::string&)>) override {}
   void SetTierReportCallback(std::function<void()> on_report) override {
     on_tier_report_ = std::move(on_report);
   }

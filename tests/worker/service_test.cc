@@ -249,7 +249,7 @@ TEST_F(WorkerServiceTest, BrokenStreamFreesTheWorkerAndKeepsTheWeights) {
     Stream first(process_.address());
     first.Send(GoodPlan());
     ASSERT_TRUE(first.Receive()->has_ready());
-    EXPECT_GT(first.progress_messages(), 0);
+    EXPECT_GT(first.progress_messages(), 1);
     first.Cancel();
     EXPECT_EQ(first.Finish().error_code(), grpc::StatusCode::CANCELLED);
   }
@@ -263,7 +263,7 @@ TEST_F(WorkerServiceTest, BrokenStreamFreesTheWorkerAndKeepsTheWeights) {
       continue;
     }
     ASSERT_TRUE(ready->has_ready());
-    EXPECT_EQ(second.progress_messages(), 0);
+    EXPECT_EQ(second.progress_messages(), 1);  // that it is there, and no loading
     TestCoordinator coordinator({.group_epoch = 2});
     second.Send(coordinator.NextPlan());
     EXPECT_TRUE(second.Receive()->has_step_reply());
