@@ -212,6 +212,12 @@ absl::Status CheckPromptLength(int64_t prompt_tokens, int64_t max_tokens, int64_
     return absl::InvalidArgumentError("the prompt is empty; it needs at least one token");
   }
   if (prompt_tokens + max_tokens <= max_model_len) return absl::OkStatus();
+  if (max_tokens >= max_model_len) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("sampling.max_tokens is ", max_tokens,
+                     ", which leaves no room for a prompt in the context of ", max_model_len,
+                     " tokens; lower it to ", max_model_len - 1, " at most"));
+  }
   return absl::InvalidArgumentError(
       absl::StrCat("the prompt has ", prompt_tokens, " tokens and sampling.max_tokens is ",
                    max_tokens, ", together more than the context of ", max_model_len,

@@ -4,8 +4,10 @@
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
+#include <exception>
 #include <iostream>
 #include <limits>
+#include <unistd.h>
 #include <utility>
 
 #include "absl/strings/ascii.h"
@@ -14,6 +16,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_replace.h"
 #include "absl/strings/str_split.h"
+#include "google/protobuf/descriptor.h"
 #include "yaml-cpp/yaml.h"
 
 #include "kernels/base/status_macros.h"
@@ -58,8 +61,8 @@ std::vector<Flag> FlagsOf(Message& message) {
   return flags;
 }
 
-std::string VariableName(const Flag& flag) {
-  return absl::StrCat("KVASIR_", absl::AsciiStrToUpper(flag.field->name()));
+std::string VariableName(const FieldDescriptor& field) {
+  return absl::StrCat("KVASIR_", absl::AsciiStrToUpper(field.name()));
 }
 
 bool IsBool(const Flag& flag) { return flag.field->cpp_type() == FieldDescriptor::CPPTYPE_BOOL; }
@@ -133,13 +136,19 @@ absl::Status SetBool(const Flag& flag, absl::string_view value) {
   return absl::OkStatus();
 }
 
+// A repeated flag takes one value each time it is given.
 absl::Status SetString(const Flag& flag, absl::string_view value) {
   const std::vector<std::string> choices = Choices(flag.options());
   const std::string text(value);
   if (!choices.empty() && std::find(choices.begin(), choices.end(), text) == choices.end()) {
     return BadValue(flag, value, absl::StrCat("one of ", absl::StrJoin(choices, ", ")));
   }
-  flag.holder->GetReflection()->SetString(flag.holder, flag.field, text);
+  const auto* reflection = flag.holder->GetReflection();
+  if (flag.field->is_repeated()) {
+    reflection->AddString(flag.holder, flag.field, text);
+  } else {
+    reflection->SetString(flag.holder, flag.field, text);
+  }
   return absl::OkStatus();
 }
 
@@ -160,6 +169,23 @@ absl::Status SetValue(const Flag& flag, absl::string_view value) {
   }
 }
 
+// Flags that are not set and have no default have no text.
+bool HasText(const Flag& flag) {
+  const auto* reflection = flag.holder->GetReflection();
+  if (flag.field->is_repeated()) return reflection->FieldSize(*flag.holder, flag.field) > 0;
+  return !flag.field->has_presence() || reflection->HasField(*flag.holder, flag.field);
+}
+
+std::vector<std::string> RepeatedStrings(const Flag& flag) {
+  const auto* reflection = flag.holder->GetReflection();
+  std::vector<std::string> values;
+  for (int i = 0; i < reflection->FieldSize(*flag.holder, flag.field); ++i) {
+    values.push_back(reflection->GetRepeatedString(*flag.holder, flag.field, i));
+  }
+  return values;
+}
+
+// REQUIRES: HasText, and the flag is not repeated.
 std::string ValueText(const Flag& flag) {
   const auto* reflection = flag.holder->GetReflection();
   switch (flag.field->cpp_type()) {
@@ -174,6 +200,29 @@ std::string ValueText(const Flag& flag) {
     default:
       return reflection->GetString(*flag.holder, flag.field);
   }
+}
+
+// Whether some command of this program has a flag with this variable.
+bool IsVariable(const google::protobuf::FileDescriptor& schema, absl::string_view variable) {
+  for (int i = 0; i < schema.message_type_count(); ++i) {
+    const Descriptor& message = *schema.message_type(i);
+    for (int j = 0; j < message.field_count(); ++j) {
+      if (VariableName(*message.field(j)) == variable) return true;
+    }
+  }
+  return false;
+}
+
+std::vector<std::string> UnreadVariables(const ConfigSources& sources, const Message& config) {
+  std::vector<std::string> warnings;
+  for (const std::string& name : sources.variables) {
+    if (name.rfind("KVASIR_", 0) != 0) continue;
+    if (IsVariable(*config.GetDescriptor()->file(), name)) continue;
+    warnings.push_back(absl::StrCat("the environment has ", name,
+                                    ", which is no flag of any command and is not read; --help "
+                                    "lists the flags"));
+  }
+  return warnings;
 }
 
 const Flag* FindFlag(const std::vector<Flag>& flags, absl::string_view name) {
@@ -211,12 +260,25 @@ absl::Status UnknownName(const std::vector<Flag>& flags, absl::string_view sourc
                                                  nearest->name, "'? --help lists them all"));
 }
 
+// One value, or a list of them for a flag that may be given several times.
+absl::Status ApplyNode(const Flag& flag, const YAML::Node& node) {
+  if (node.IsScalar()) return SetValue(flag, node.Scalar());
+  if (!flag.field->is_repeated() || !node.IsSequence()) {
+    return BadValue(flag, "(not a scalar)", "one value");
+  }
+  for (const YAML::Node& element : node) {
+    if (!element.IsScalar()) return BadValue(flag, "(not a scalar)", "a list of values");
+    KVASIR_RETURN_IF_ERROR(SetValue(flag, element.Scalar()));
+  }
+  return absl::OkStatus();
+}
+
 absl::Status ApplyFile(const std::vector<Flag>& flags, const std::string& path,
                        LoadedConfig& loaded) {
   YAML::Node root;
   try {
     root = YAML::LoadFile(path);
-  } catch (const YAML::Exception& e) {
+  } catch (const std::exception& e) {  // YAML's, and the stream's for what is no file
     return absl::InvalidArgumentError(absl::StrCat("--config ", path, ": ", e.what()));
   }
   if (root.IsNull()) return absl::OkStatus();
@@ -231,10 +293,7 @@ absl::Status ApplyFile(const std::vector<Flag>& flags, const std::string& path,
       return UnknownName(flags, absl::StrCat("--config ", path, ": key"),
                          entry.first.IsScalar() ? entry.first.Scalar() : "(not a scalar)");
     }
-    if (!entry.second.IsScalar()) {
-      return BadValue(*flag, "(not a scalar)", "one value");
-    }
-    KVASIR_RETURN_IF_ERROR(SetValue(*flag, entry.second.Scalar()));
+    KVASIR_RETURN_IF_ERROR(ApplyNode(*flag, entry.second));
     loaded.origins[flag->name] = "file";
   }
   return absl::OkStatus();
@@ -324,9 +383,11 @@ absl::StatusOr<LoadedConfig> LoadConfig(const ConfigSources& sources, Message& c
       KVASIR_RETURN_IF_ERROR(SetValue(flag, flag.options().default_value()));
     }
   }
+  loaded.warnings = UnreadVariables(sources, config);
   if (!file.empty()) KVASIR_RETURN_IF_ERROR(ApplyFile(flags, file, loaded));
   for (const Flag& flag : flags) {
-    if (const char* value = sources.getenv(VariableName(flag).c_str()); value != nullptr) {
+    if (const char* value = sources.getenv(VariableName(*flag.field).c_str()); value != nullptr) {
+      flag.holder->GetReflection()->ClearField(flag.holder, flag.field);  // they win over the file
       KVASIR_RETURN_IF_ERROR(SetValue(flag, value));
       loaded.origins[flag.name] = "environment";
     }
@@ -335,8 +396,15 @@ absl::StatusOr<LoadedConfig> LoadConfig(const ConfigSources& sources, Message& c
     if (name == "help" || name == "print-config" || name == "config") continue;
     const Flag* flag = FindFlag(flags, name);
     if (flag == nullptr) return UnknownName(flags, "flag", name);
+    std::string& origin = loaded.origins[flag->name];
+    if (origin != "flag") {
+      flag->holder->GetReflection()->ClearField(flag->holder, flag->field);  // flags win
+    } else if (flag->options().once()) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "--", flag->name, " is given twice, the second time as '", value, "'; give it once"));
+    }
     KVASIR_RETURN_IF_ERROR(SetValue(*flag, value));
-    loaded.origins[flag->name] = "flag";
+    origin = "flag";
   }
   if (!loaded.print_config) KVASIR_RETURN_IF_ERROR(CheckRequired(flags));
   return loaded;
@@ -374,7 +442,7 @@ std::string HelpText(const CommandInfo& info, const Message& config) {
                   "\n  --config FILE   YAML with flag names as keys\n"
                   "  --print-config  show the effective configuration with origins, and exit\n"
                   "\nEvery flag is also an environment variable: --",
-                  example.name, " is ", VariableName(example),
+                  example.name, " is ", VariableName(*example.field),
                   ".\nFlags win over variables, variables over the file.\n");
   return text;
 }
@@ -384,8 +452,13 @@ std::string ConfigText(const Message& config, const LoadedConfig& loaded) {
   copy->CopyFrom(config);
   std::string text;
   for (const Flag& flag : FlagsOf(*copy)) {
+    if (!HasText(flag)) continue;
     YAML::Emitter value;
-    value << ValueText(flag);
+    if (flag.field->is_repeated()) {
+      value << YAML::Flow << RepeatedStrings(flag);
+    } else {
+      value << ValueText(flag);
+    }
     const auto origin = loaded.origins.find(flag.name);
     absl::StrAppend(&text, flag.name, ": ", value.c_str(), "  # ",
                     origin == loaded.origins.end() ? "default" : origin->second, "\n");
@@ -397,8 +470,15 @@ absl::StatusOr<NextStep> Configure(const CommandInfo& info, int argc, const char
                                    int first_arg, Message& config) {
   ConfigSources sources;
   for (int i = first_arg; i < argc; ++i) sources.args.emplace_back(argv[i]);
+  for (char** variable = environ; *variable != nullptr; ++variable) {
+    const absl::string_view entry = *variable;
+    sources.variables.emplace_back(entry.substr(0, entry.find('=')));
+  }
   sources.getenv = [](const char* name) -> const char* { return std::getenv(name); };
   KVASIR_ASSIGN_OR_RETURN(const LoadedConfig loaded, LoadConfig(sources, config));
+  for (const std::string& warning : loaded.warnings) {
+    std::cerr << info.name << ": " << warning << "\n";
+  }
   if (loaded.help) std::cout << HelpText(info, config);
   if (loaded.print_config) std::cout << ConfigText(config, loaded);
   return loaded.help || loaded.print_config ? NextStep::kExit : NextStep::kRun;

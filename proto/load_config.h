@@ -2,7 +2,9 @@
 // environment variables are read into the message by reflection, checked against the ranges and
 // choices that stand at each field, and can be explained (--help) and shown with their origin
 // (--print-config). Precedence: flag > environment variable > --config file > default. Unknown
-// names are errors. Called by each program's main. Thread-compatible.
+// names are errors. Of a flag that is given twice the last value counts, but where the schema says
+// that it may be given once. Called by each program's main.
+// Thread-compatible.
 #pragma once
 
 #include <functional>
@@ -28,6 +30,7 @@ struct ConfigSources {
   std::vector<std::string> args;  // without the program's name
   // Returns the value of an environment variable, or null.
   std::function<const char*(const char*)> getenv;
+  std::vector<std::string> variables = {};  // names of all that are set
 };
 
 struct LoadedConfig {
@@ -35,6 +38,9 @@ struct LoadedConfig {
   bool print_config = false;  // --print-config was given
   // Flag name -> "default", "file", "environment" or "flag".
   std::map<std::string, std::string> origins;
+  // For people: variables named like ours that no command reads. They may be someone else's, as
+  // those that Kubernetes sets for a service of this name, and are no error.
+  std::vector<std::string> warnings;
 };
 
 // Fills `config`, whose former content is forgotten. INVALID_ARGUMENT with the flag's name, what

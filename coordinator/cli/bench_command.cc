@@ -1,5 +1,6 @@
 #include "coordinator/cli/bench_command.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <iostream>
 #include <map>
@@ -88,6 +89,10 @@ absl::Status RunLoadBench(const v1::BenchCommandConfig& config, v1::Generation::
               });
   const absl::Duration wall = Between(begin, clock.Now());
   bar.Clear();
+  const bool none_succeeded =
+      std::all_of(streams.begin(), streams.end(),
+                  [](const TimedStream& stream) { return !stream.status.ok(); });
+  if (none_succeeded) return streams.front().status;  // there is nothing to measure
   std::cout << BenchTable(streams, wall);
   return absl::OkStatus();
 }

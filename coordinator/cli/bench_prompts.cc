@@ -1,7 +1,5 @@
 #include "coordinator/cli/bench_prompts.h"
 
-#include <fstream>
-#include <iterator>
 #include <random>
 
 #include "absl/strings/str_cat.h"
@@ -9,6 +7,7 @@
 #include "nlohmann/json.hpp"
 
 #include "coordinator/cli/connect.h"
+#include "coordinator/cli/read_text.h"
 #include "kernels/base/status_macros.h"
 #include "proto/grpc_status.h"
 
@@ -78,11 +77,7 @@ absl::StatusOr<std::vector<uint32_t>> RandomTokens(v1::Generation::Stub& stub, i
 }
 
 absl::StatusOr<std::vector<std::string>> DocumentPrompts(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  if (!file) {
-    return absl::NotFoundError(absl::StrCat("--documents ", path, " cannot be opened"));
-  }
-  const std::string text(std::istreambuf_iterator<char>(file), {});
+  KVASIR_ASSIGN_OR_RETURN(const std::string text, ReadFile("--documents", path));
   const json parsed = json::parse(text, nullptr, /*allow_exceptions=*/false);
   if (!parsed.is_object() && !parsed.is_array()) return NotDocuments(path, "is not JSON");
   const json documents = parsed.is_array() ? parsed : json::array({parsed});

@@ -1,9 +1,7 @@
 #include "coordinator/cli/generate_command.h"
 
 #include <cstdio>
-#include <fstream>
 #include <iostream>
-#include <iterator>
 #include <memory>
 #include <string>
 
@@ -13,6 +11,7 @@
 
 #include "coordinator/cli/connect.h"
 #include "coordinator/cli/progress_bar.h"
+#include "coordinator/cli/read_text.h"
 #include "kernels/base/status_macros.h"
 #include "proto/grpc_status.h"
 #include "proto/kvasir/v1/generation.grpc.pb.h"
@@ -21,23 +20,20 @@ namespace kvasir::coordinator {
 namespace {
 
 absl::StatusOr<std::string> ReadPrompt(const v1::GenerateCommandConfig& config) {
+  const std::string& path = config.prompt_file();
+  if (config.prompt().empty() == path.empty()) {
+    return absl::InvalidArgumentError(
+        "give the prompt by one of --prompt and --prompt-file ('-': stdin)");
+  }
   if (!config.prompt().empty()) return config.prompt();
-  if (config.prompt_file().empty()) {
-    return absl::InvalidArgumentError("give the prompt by --prompt or --prompt-file ('-': stdin)");
-  }
-  std::ifstream file;
-  if (config.prompt_file() != "-") {
-    file.open(config.prompt_file(), std::ios::binary);
-    if (!file) {
-      return absl::NotFoundError(
-          absl::StrCat("--prompt-file ", config.prompt_file(), " cannot be opened for reading"));
-    }
-  }
-  std::istream& in = config.prompt_file() == "-" ? std::cin : file;
-  return std::string(std::istreambuf_iterator<char>(in), {});
+  return path == "-" ? ReadStandardInput() : ReadFile("--prompt-file", path);
 }
 
-v1::GenerateRequest MakeRequest(const v1::GenerateCommandConfig& config, std::string prompt) {
+absl::StatusOr<v1::GenerateRequest> MakeRequest(const v1::GenerateCommandConfig& config,
+                                                std::string prompt) {
+  KVASIR_RETURN_IF_ERROR(CheckUtf8("the prompt", prompt));
+  KVASIR_RETURN_IF_ERROR(CheckUtf8("--tenant", config.tenant()));
+  KVASIR_RETURN_IF_ERROR(CheckUtf8("--policy", config.policy()));
   v1::GenerateRequest request;
   request.set_text(std::move(prompt));
   request.set_tenant_id(config.tenant());
@@ -46,10 +42,14 @@ v1::GenerateRequest MakeRequest(const v1::GenerateCommandConfig& config, std::st
   sampling.set_temperature(static_cast<float>(config.temperature()));
   sampling.set_top_p(static_cast<float>(config.top_p()));
   sampling.set_top_k(config.top_k());
-  sampling.set_seed(config.seed());
+  if (config.has_seed()) sampling.set_seed(config.seed());
   sampling.set_max_tokens(config.max_tokens());
   sampling.set_ignore_eos(config.ignore_eos());
-  if (!config.stop().empty()) sampling.add_stop(config.stop());
+  for (const std::string& stop : config.stop()) {
+    KVASIR_RETURN_IF_ERROR(CheckUtf8("--stop", stop));
+    sampling.add_stop(stop);
+  }
+  KVASIR_RETURN_IF_ERROR(CheckSize(request));
   return request;
 }
 
@@ -151,10 +151,12 @@ absl::StatusOr<v1::Finish> ReadStream(grpc::ClientReader<v1::GenerateResponse>& 
 
 absl::Status RunGenerate(const v1::GenerateCommandConfig& config) {
   KVASIR_ASSIGN_OR_RETURN(std::string prompt, ReadPrompt(config));
+  KVASIR_ASSIGN_OR_RETURN(const v1::GenerateRequest request,
+                          MakeRequest(config, std::move(prompt)));
   const auto stub = v1::Generation::NewStub(Connect(config.server()));
   grpc::ClientContext context;
   SetTimeout(absl::Seconds(config.timeout()), context);
-  const auto reader = stub->Generate(&context, MakeRequest(config, std::move(prompt)));
+  const auto reader = stub->Generate(&context, request);
   KVASIR_ASSIGN_OR_RETURN(const v1::Finish finish, ReadStream(*reader, config.quiet()));
   std::cout << std::endl;
   if (!config.quiet()) std::cerr << "\n" << Summary(finish);

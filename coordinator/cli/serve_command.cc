@@ -93,6 +93,21 @@ absl::Status WriteReadyFile(const v1::ServeConfig& config, const Server& server)
   return absl::OkStatus();
 }
 
+// The file of a server that is no more, or not yet ready, tells its readers something wrong.
+class ReadyFile {
+ public:
+  explicit ReadyFile(std::string path) : path_(std::move(path)) { Remove(); }
+  ~ReadyFile() { Remove(); }
+  ReadyFile(const ReadyFile&) = delete;
+  ReadyFile& operator=(const ReadyFile&) = delete;
+
+ private:
+  void Remove() {
+    if (!path_.empty()) std::remove(path_.c_str());
+  }
+  const std::string path_;
+};
+
 // A closed terminal drains the server as SIGTERM does.
 sigset_t ShutdownSignals() {
   sigset_t signals;
@@ -144,6 +159,7 @@ absl::Status RunServe(const v1::ServeConfig& config) {
   proto::IgnoreStraySignals();
   proto::RaiseDescriptorLimit();
 
+  const ReadyFile ready_file(config.ready_file());
   std::unique_ptr<LocalWorkers> local_workers;
   std::vector<std::string> addresses;
   if (config.workers().empty()) {

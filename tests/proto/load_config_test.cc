@@ -140,5 +140,78 @@ TEST_F(LoadConfigTest, HelpNamesEveryFlagWithDefaultAndReason) {
       HasSubstr("--metrics-host is KVASIR_METRICS_HOST."));
 }
 
+// Bug: it aborted.
+TEST_F(LoadConfigTest, AFolderIsNoFile) {
+  const absl::Status status = Load({"--model=m", "--config=" + ::testing::TempDir()}).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+}
+
+// Bug: the second one was dropped, or the first, without a word.
+TEST_F(LoadConfigTest, TextThatIsGivenTwiceIsAnError) {
+  const absl::Status status = Load({"--model=m", "--model=n"}).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("--model is given twice"));
+}
+
+TEST_F(LoadConfigTest, ALaterFlagOverridesANumber) {
+  ASSERT_TRUE(Load({"--model=m", "--tp-size=1", "--tensor-parallel-size=2"}).ok());
+  EXPECT_EQ(config_.tensor_parallel_size(), 2u);
+}
+
+TEST_F(LoadConfigTest, ARepeatedFlagTakesEveryValue) {
+  v1::GenerateCommandConfig generate;
+  const auto load = [&](std::vector<std::string> args) {
+    return LoadConfig({.args = std::move(args),
+                       .getenv = [this](const char* name) -> const char* {
+                         const auto it = environment_.find(name);
+                         return it == environment_.end() ? nullptr : it->second.c_str();
+                       }},
+                      generate);
+  };
+  ASSERT_TRUE(load({"--stop=a", "--stop", "b, c"}).ok());
+  EXPECT_THAT(generate.stop(), ::testing::ElementsAre("a", "b, c"));
+  ASSERT_TRUE(load({}).ok());
+  EXPECT_EQ(generate.stop_size(), 0);
+  const std::string path = WriteFile("stop: [x, y]\n");
+  const auto from_file = load({"--config=" + path});
+  ASSERT_TRUE(from_file.ok()) << from_file.status();
+  EXPECT_THAT(generate.stop(), ::testing::ElementsAre("x", "y"));
+  EXPECT_THAT(ConfigText(generate, *from_file), HasSubstr("stop: [x, y]  # file"));
+  environment_["KVASIR_STOP"] = "e";
+  ASSERT_TRUE(load({"--config=" + path}).ok());
+  EXPECT_THAT(generate.stop(), ::testing::ElementsAre("e"));
+  ASSERT_TRUE(load({"--config=" + path, "--stop=f"}).ok());
+  EXPECT_THAT(generate.stop(), ::testing::ElementsAre("f"));
+}
+
+// Bug: the command line always sent seed 0.
+TEST_F(LoadConfigTest, WhatIsNotGivenAndHasNoDefaultIsNotSet) {
+  v1::GenerateCommandConfig generate;
+  const auto load = [&](std::vector<std::string> args) {
+    return LoadConfig(
+        {.args = std::move(args), .getenv = [](const char*) -> const char* { return nullptr; }},
+        generate);
+  };
+  const auto without = load({});
+  ASSERT_TRUE(without.ok());
+  EXPECT_FALSE(generate.has_seed());
+  EXPECT_THAT(ConfigText(generate, *without), ::testing::Not(HasSubstr("seed")));
+  ASSERT_TRUE(load({"--seed=0"}).ok());
+  EXPECT_TRUE(generate.has_seed());
+}
+
+// Bug: a misspelt variable was ignored without a word.
+TEST_F(LoadConfigTest, VariablesThatNoCommandReadsAreTold) {
+  const auto loaded =
+      LoadConfig({.args = {"--model=m"},
+                  .getenv = [](const char*) -> const char* { return nullptr; },
+                  .variables = {"PATH", "KVASIR_MAX_MODEL_LNE", "KVASIR_MAX_MODEL_LEN",
+                                "KVASIR_PROMPT_FILE", "KVASIR_LISTEN"}},
+                 config_);
+  ASSERT_TRUE(loaded.ok()) << loaded.status();
+  ASSERT_EQ(loaded->warnings.size(), 1u);
+  EXPECT_THAT(loaded->warnings[0], HasSubstr("KVASIR_MAX_MODEL_LNE"));
+}
+
 }  // namespace
 }  // namespace kvasir::proto
