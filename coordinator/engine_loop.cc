@@ -434,6 +434,9 @@ void EngineLoop::SetReady(const GroupInfo& info) {
   }
   spdlog::info("serving: epoch {}, {} workers, context of {} tokens", info.epoch,
                info.addresses.size(), info.max_model_len);
+  const auto tokens = [](int64_t blocks) { return blocks * kvstore::kBlockTokens; };
+  spdlog::info("KV fits {} tokens: device {}, host {}, disk {}", tokens(info.host_blocks),
+               tokens(info.device_blocks), tokens(info.host_blocks), tokens(info.disk_blocks));
   {
     MutexLock lock(mu_);
     info_ = info;

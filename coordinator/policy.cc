@@ -250,4 +250,21 @@ absl::StatusOr<ResolvedPolicy> PolicyTable::Resolve(const v1::PolicyChoice& choi
   return resolved;
 }
 
+absl::Status PolicyTable::CheckContext(int64_t tokens, int64_t trained_window) const {
+  absl::Status first;
+  for (const v1::SparsityPolicy& policy : declared_) {
+    v1::PolicyChoice choice;
+    choice.set_name(policy.name());
+    KVASIR_ASSIGN_OR_RETURN(const ResolvedPolicy resolved, Resolve(choice));
+    const absl::Status fits = CheckTrainedWindow(resolved, tokens, trained_window);
+    if (fits.ok()) return fits;
+    if (first.ok()) first = fits;
+  }
+  return absl::FailedPreconditionError(absl::StrCat(
+      "no policy can serve the context of ", tokens, " tokens: ", first.message(),
+      " (--sparse-selector and --sparse-prefill-selector, their numbers, or --policies), or lower "
+      "--max-model-len to ",
+      trained_window));
+}
+
 }  // namespace kvasir::coordinator

@@ -59,6 +59,10 @@ class PolicyTable {
   // passed CheckLimits.
   absl::StatusOr<ResolvedPolicy> Resolve(const v1::PolicyChoice& choice) const;
 
+  // FAILED_PRECONDITION, with the flags that would help, where positions are compact and no policy
+  // can serve a context of `tokens`. As of CheckTrainedWindow.
+  absl::Status CheckContext(int64_t tokens, int64_t trained_window) const;
+
   const std::vector<v1::SparsityPolicy>& declared() const { return declared_; }
 
  private:

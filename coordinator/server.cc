@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "absl/strings/strip.h"
 #include "grpcpp/ext/proto_server_reflection_plugin.h"
 #include "grpcpp/health_check_service_interface.h"
@@ -42,6 +43,9 @@ constexpr int kPingTimeoutMs = 10'000;
 constexpr int kOtherStreams = 64;
 // For answers that are on their way when the server stops.
 constexpr std::chrono::seconds kLastWrites(2);
+
+// Blocks that a host tier has besides those that sequences fill: for its way to a disk.
+constexpr int64_t kSpareBlocks = 64;
 
 std::string ModelName(const v1::ServeConfig& config) {
   if (!config.served_model_name().empty()) return config.served_model_name();
@@ -93,6 +97,20 @@ v1::ShardPlan MakeShardPlan(const v1::ServeConfig& config, const PolicyTable& po
   return plan;
 }
 
+absl::Status CheckKvHoldsContext(const GroupInfo& group) {
+  const int64_t most = group.host_blocks * kvstore::kBlockTokens;
+  if (group.max_model_len <= most) return absl::OkStatus();
+  double bytes = 0;  // of a block of the rank whose blocks are largest
+  for (const v1::Ready& rank : group.ranks) {
+    bytes = std::max(bytes, static_cast<double>(rank.block_bytes()));
+  }
+  const int64_t blocks = (group.max_model_len - 1) / kvstore::kBlockTokens + 1;
+  return absl::FailedPreconditionError(absl::StrFormat(
+      "the context has %d tokens, of which KV holds %d; lower --max-model-len to %d, or give each "
+      "worker %.3f GB by --kv-host-size-gb",
+      group.max_model_len, most, most, 1e-9 * bytes * static_cast<double>(blocks + kSpareBlocks)));
+}
+
 class ServerImpl final : public Server {
  public:
   ServerImpl(const v1::ServeConfig& config, std::unique_ptr<const Tokenizer> tokenizer,
@@ -121,6 +139,9 @@ class ServerImpl final : public Server {
  private:
   absl::Status BuildServer();
   absl::Status Health() const;
+  // FAILED_PRECONDITION, with the flags that would help, for a context that the group cannot hold
+  // or that no policy can serve.
+  absl::Status CheckGroup(const GroupInfo& group) const;
   void OnReadiness(bool ready) EXCLUDES(mu_);
   void OnAccepting(bool accepts) EXCLUDES(mu_);
   // Readiness is asked for by the service's name; "", the process's life, stays SERVING.
@@ -161,6 +182,7 @@ absl::Status ServerImpl::Init(const WorkerGroupFactory& make_group) {
   EngineLoopOptions options;
   options.scheduler = config_.scheduler();
   options.startup_timeout = absl::Seconds(config_.startup_timeout());
+  options.check_group = [this](const GroupInfo& group) { return CheckGroup(group); };
   options.on_readiness = [this](bool ready) { OnReadiness(ready); };
   engine_ = std::make_unique<EngineLoop>(std::move(options), *group_, clock_, metrics_);
   const std::string address =
@@ -199,6 +221,11 @@ absl::Status ServerImpl::Init(const WorkerGroupFactory& make_group) {
 absl::Status ServerImpl::Health() const {
   KVASIR_RETURN_IF_ERROR(engine_->ServedGroup().status());
   return listener_->status();
+}
+
+absl::Status ServerImpl::CheckGroup(const GroupInfo& group) const {
+  KVASIR_RETURN_IF_ERROR(CheckKvHoldsContext(group));
+  return policies_.CheckContext(group.max_model_len, group.trained_window);
 }
 
 absl::Status ServerImpl::BuildServer() {

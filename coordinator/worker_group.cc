@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "absl/strings/escaping.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
@@ -23,6 +24,11 @@ namespace {
 using kernels::CondVar;
 using kernels::Mutex;
 using kernels::MutexLock;
+
+// HOST of HOST:PORT; "unix" for sockets of this machine.
+absl::string_view MachineOf(absl::string_view address) {
+  return absl::StartsWith(address, "unix:") ? "unix" : address.substr(0, address.rfind(':'));
+}
 
 class WorkerGroupImpl final : public WorkerGroup {
  public:
@@ -74,6 +80,8 @@ class WorkerGroupImpl final : public WorkerGroup {
   std::string Name(size_t rank) const {
     return absl::StrCat("worker ", rank, " (", options_.addresses[rank], ")");
   }
+  // Ranks on the machine of this address, its own included.
+  uint32_t RanksBeside(const std::string& address) const;
   void Dial();
   // The next message of any rank; the reason when the group is gone; DEADLINE_EXCEEDED.
   absl::StatusOr<Received> Receive(TimePoint deadline) EXCLUDES(mu_);
@@ -134,7 +142,10 @@ void WorkerGroupImpl::OnClosed(size_t rank, const absl::Status& status) {
   {
     MutexLock lock(mu_);
     if (!lost_.ok()) return;  // the others follow the first
-    lost_ = absl::Status(status.code(), absl::StrCat(Name(rank), ": ", status.message()));
+    // Only our own waits end with DEADLINE_EXCEEDED.
+    const absl::StatusCode code =
+        absl::IsDeadlineExceeded(status) ? absl::StatusCode::kUnavailable : status.code();
+    lost_ = absl::Status(code, absl::StrCat(Name(rank), ": ", status.message()));
     lost = lost_;
     tell = std::exchange(between_steps_, false);
     changed_.NotifyAll();
@@ -200,6 +211,13 @@ absl::StatusOr<GroupInfo> WorkerGroupImpl::Form() {
   return info;
 }
 
+uint32_t WorkerGroupImpl::RanksBeside(const std::string& address) const {
+  const auto& all = options_.addresses;
+  return static_cast<uint32_t>(std::count_if(all.begin(), all.end(), [&](const std::string& other) {
+    return MachineOf(other) == MachineOf(address);
+  }));
+}
+
 void WorkerGroupImpl::Dial() {
   for (size_t i = 0; i < options_.addresses.size(); ++i) {
     ranks_.push_back(std::make_unique<Rank>(*this, i));
@@ -212,6 +230,7 @@ void WorkerGroupImpl::Dial() {
     plan.set_group_epoch(epoch_);
     plan.set_tensor_parallel_rank(static_cast<uint32_t>(i));
     plan.set_tensor_parallel_size(static_cast<uint32_t>(options_.addresses.size()));
+    plan.set_ranks_on_machine(RanksBeside(options_.addresses[i]));
     rank.client->Send(std::move(message));
   }
 }

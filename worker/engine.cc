@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <chrono>
+#include <iterator>
 #include <limits>
+#include <optional>
 #include <set>
 #include <string>
 #include <utility>
@@ -12,6 +14,7 @@
 #include "kernels/base/status_macros.h"
 #include "kernels/sparse/policy.h"
 #include "proto/selector_field.h"
+#include "worker/backend/memory_limit.h"
 
 namespace kvasir::worker {
 namespace {
@@ -22,6 +25,10 @@ using kernels::TensorView;
 
 // With token ids of three bytes a report of so many blocks has less than 4 MB.
 constexpr int kStoredBlocksPerReport = 16384;
+
+// Contexts of the longest kind that tiers sized by the machine hold for each sequence that may run:
+// more prefixes than that are not worth their bookkeeping.
+constexpr int64_t kUsefulContexts = 16;
 
 // What a sequence goes on with that has failed to sample, until the coordinator takes it away.
 constexpr int32_t kTokenOfFailure = 0;
@@ -118,10 +125,16 @@ absl::Status Engine::Init(std::unique_ptr<kvstore::Tier> below) {
   KVASIR_RETURN_IF_ERROR(
       model_.backend().CheckPolicies(options_.policies, model_.options().shard.num_ranks));
   KVASIR_ASSIGN_OR_RETURN(
+      activations_,
+      Activations::Create(model_.backend(), model_.activation_sizes(options_.max_num_batched_tokens,
+                                                                    options_.max_num_seqs)));
+  KVASIR_RETURN_IF_ERROR(model_.WarmUp(activations_, options_.max_num_batched_tokens));
+  KVASIR_ASSIGN_OR_RETURN(const KvSizes sizes, SizeTiers());
+  KVASIR_ASSIGN_OR_RETURN(
       store_, kvstore::KvStore::Create(
                   {.shard = KvShardOf(options_, model_),
-                   .device_bytes = options_.kv_device_bytes,
-                   .host_bytes = options_.kv_host_bytes,
+                   .device_bytes = sizes.device,
+                   .host_bytes = sizes.host,
                    .num_slots = options_.max_num_seqs,
                    .max_blocks_per_slot = (max_model_len + kPageTokens - 1) / kPageTokens,
                    .key_codes = AnyNeedsKeyCodes()},
@@ -129,11 +142,33 @@ absl::Status Engine::Init(std::unique_ptr<kvstore::Tier> below) {
                     return model_.backend().MakeResidency(options);
                   }));
   slots_ = std::make_unique<SlotTable>(std::move(slots), *store_);
-  KVASIR_ASSIGN_OR_RETURN(
-      activations_,
-      Activations::Create(model_.backend(), model_.activation_sizes(options_.max_num_batched_tokens,
-                                                                    options_.max_num_seqs)));
-  return model_.WarmUp(activations_, options_.max_num_batched_tokens);
+  return absl::OkStatus();
+}
+
+// Memory is measured when all else has its share of it, and the least of any rank counts.
+absl::StatusOr<KvSizes> Engine::SizeTiers() {
+  if (options_.kv.device != 0 && options_.kv.host != 0) return options_.kv;
+  constexpr double kMiB = 1 << 20;
+  KVASIR_ASSIGN_OR_RETURN(const std::optional<int64_t> device,
+                          model_.backend().DeviceMemoryLeft(options_.gpu_memory_utilization));
+  const float mine[] = {static_cast<float>(static_cast<double>(HostMemoryLeft()) / kMiB),
+                        static_cast<float>(static_cast<double>(device.value_or(0)) / kMiB)};
+  std::vector<float> all(std::size(mine) * static_cast<size_t>(collective_.size()));
+  KVASIR_RETURN_IF_ERROR(collective_.AllGather(mine, absl::MakeSpan(all)));
+  MemoryLeft left = {.host = std::numeric_limits<int64_t>::max(), .device = device};
+  for (size_t i = 0; i < all.size(); i += std::size(mine)) {
+    const auto bytes = [&](size_t j) {
+      return static_cast<int64_t>(static_cast<double>(all[i + j]) * kMiB);
+    };
+    left.host = std::min(left.host, bytes(0));
+    if (left.device.has_value()) left.device = std::min(*left.device, bytes(1));
+  }
+  const int64_t max_blocks = (model_.options().max_model_len + kPageTokens - 1) / kPageTokens;
+  return ChooseKvSizes(
+      {.given = options_.kv,
+       .ranks_on_machine = options_.ranks_on_machine,
+       .most = kUsefulContexts * options_.max_num_seqs * max_blocks * layout_.block_bytes()},
+      left);
 }
 
 // One object per shape: policies that differ in numbers only share it, for numbers come with the

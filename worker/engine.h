@@ -27,6 +27,7 @@
 #include "kvstore/kv_store.h"
 #include "proto/kvasir/v1/worker.pb.h"
 #include "worker/engine_step.h"
+#include "worker/kv_sizes.h"
 #include "worker/model/activations.h"
 #include "worker/model/transformer.h"
 #include "worker/parallel/collective.h"
@@ -40,8 +41,9 @@ struct EngineOptions {
   int64_t max_num_seqs = 0;
   int64_t max_num_batched_tokens = 0;
   kernels::DType kv_dtype = kernels::DType::kFloat32;
-  int64_t kv_device_bytes = 0;
-  int64_t kv_host_bytes = 0;
+  KvSizes kv = {};  // what is 0 is chosen by what the machine has left
+  int64_t ranks_on_machine = 1;
+  double gpu_memory_utilization = 0.9;
   // Whose KV it is; what is not empty tells stored blocks of different models apart.
   std::string weights_hash = {};
   std::string kv_form = {};
@@ -58,9 +60,10 @@ using LogitsTap =
 
 class Engine {
  public:
-  // Takes all memory that steps within the options' limits need. INVALID_ARGUMENT for policies that
-  // cannot be served, RESOURCE_EXHAUSTED for memory. The references outlive the engine. `below` is
-  // the tier below the host tier, if any, for KvShardOf the options.
+  // Takes all memory that steps within the options' limits need; ranks do it together.
+  // INVALID_ARGUMENT for policies that cannot be served, RESOURCE_EXHAUSTED for memory. The
+  // references outlive the engine. `below` is the tier below the host tier, if any, for KvShardOf
+  // the options.
   static absl::StatusOr<std::unique_ptr<Engine>> Create(
       const EngineOptions& options, Transformer& model, Collective& collective,
       std::unique_ptr<kvstore::Tier> below = nullptr);
@@ -113,6 +116,7 @@ class Engine {
 
   Engine(const EngineOptions& options, Transformer& model, Collective& collective);
 
+  absl::StatusOr<KvSizes> SizeTiers();
   absl::Status Init(std::unique_ptr<kvstore::Tier> below);
   absl::StatusOr<int64_t> ServeSelector(const v1::AttentionPolicy& policy);
   bool AnyNeedsKeyCodes() const;

@@ -33,7 +33,7 @@ absl::Status CheckShardPlan(const v1::ShardPlan& plan) {
   const auto bad = [](const auto&... what) {
     return absl::InvalidArgumentError(absl::StrCat("shard plan: ", what...));
   };
-  const auto gb_in_range = [](double gb) { return gb > 0 && gb <= kMaxGb; };
+  const auto gb_in_range = [](double gb) { return gb >= 0 && gb <= kMaxGb; };
   if (plan.protocol_version() != proto::kWorkerProtocolVersion) {
     return absl::FailedPreconditionError(absl::StrCat(
         "the coordinator speaks version ", plan.protocol_version(), " of the worker protocol, ",
@@ -63,6 +63,11 @@ absl::Status CheckShardPlan(const v1::ShardPlan& plan) {
   if (!(plan.mass_sample_rate() >= 0 && plan.mass_sample_rate() <= 1)) {
     return bad("mass_sample_rate ", plan.mass_sample_rate());
   }
+  if (plan.ranks_on_machine() == 0 || plan.ranks_on_machine() > plan.tensor_parallel_size()) {
+    return bad("ranks_on_machine ", plan.ranks_on_machine(), " of ", plan.tensor_parallel_size());
+  }
+  const double utilization = plan.kv().gpu_memory_utilization();
+  if (!(utilization > 0 && utilization <= 1)) return bad("gpu_memory_utilization ", utilization);
   if (!(plan.collective_timeout_s() > 0 && plan.collective_timeout_s() < 1e6)) {
     return bad("collective_timeout_s ", plan.collective_timeout_s());
   }
@@ -158,8 +163,10 @@ absl::StatusOr<std::unique_ptr<Engine>> GroupMember::MakeEngine(const v1::ShardP
                                  .max_num_seqs = plan.max_num_seqs(),
                                  .max_num_batched_tokens = plan.max_num_batched_tokens(),
                                  .kv_dtype = model_->kv_dtype,
-                                 .kv_device_bytes = GbToBytes(plan.kv().kv_device_size_gb()),
-                                 .kv_host_bytes = GbToBytes(plan.kv().kv_host_size_gb()),
+                                 .kv = {.device = GbToBytes(plan.kv().kv_device_size_gb()),
+                                        .host = GbToBytes(plan.kv().kv_host_size_gb())},
+                                 .ranks_on_machine = plan.ranks_on_machine(),
+                                 .gpu_memory_utilization = plan.kv().gpu_memory_utilization(),
                                  .weights_hash = std::string(hash),
                                  .kv_form = model_->kv_form,
                                  .policies = {plan.policies().begin(), plan.policies().end()},

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <cstdio>
 #include <cstring>
 #include <fcntl.h>
 #include <filesystem>
@@ -191,6 +192,7 @@ class LocalWorkerProcesses : public LocalWorkers {
   }
 
   absl::Status Launch(Process& process) {
+    std::remove(process.failure_file.c_str());
     KVASIR_ASSIGN_OR_RETURN(process.pid, Spawn(process));
     process.started = Clock::now();
     return absl::OkStatus();

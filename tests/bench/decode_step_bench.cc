@@ -281,9 +281,9 @@ Bench::Bench(const Flags& flags, int rank, Rendezvous* rendezvous)
   // Extents of the host tier have bounds, codes and checksums beside the pages.
   const int64_t host_block = layout.block_bytes() + layout.block_bounds_bytes() +
                              layout.block_key_codes_bytes() + 16 * layout.pages_per_block() + 8192;
-  options.kv_host_bytes = flags.batch * blocks_a_row * host_block;
+  options.kv.host = flags.batch * blocks_a_row * host_block;
   const int64_t blocks = flags.batch * blocks_a_row + 32;
-  options.kv_device_bytes =
+  options.kv.device =
       std::max(static_cast<int64_t>(flags.device_share * static_cast<double>(blocks)),
                kLeastDeviceBlocks) *
       layout.block_bytes();

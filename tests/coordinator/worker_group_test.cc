@@ -58,6 +58,7 @@ class FakeNetwork {
  public:
   std::map<std::string, FakeRankOptions> workers;
   std::map<std::string, WorkerClient::Listener*> streams;  // open ones
+  std::map<std::string, v1::ShardPlan> plans;              // the last ones
 
   WorkerDialer dialer() {
     return [this](const std::string& address, WorkerClient::Listener& listener) {
@@ -77,6 +78,7 @@ class FakeNetwork {
     ~Client() override { network_.streams.erase(address_); }
     void Send(v1::CoordinatorMessage message) override {
       if (closed_) return;
+      if (message.has_shard_plan()) network_.plans[address_] = message.shard_plan();
       absl::StatusOr<std::vector<v1::WorkerMessage>> answers = rank_.Answer(message);
       if (!answers.ok()) {
         closed_ = true;
@@ -181,6 +183,22 @@ TEST_F(WorkerGroupTest, TheErrorOfARankThatCannotLoadComesThrough) {
   const absl::Status status = group->Form().status();
   EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(std::string(status.message()), "worker 1 (b): 3 ranks, 4 heads");
+}
+
+// Bug: it was taken for our own wait that is over, and the reason was lost.
+TEST_F(WorkerGroupTest, ARankThatWaitedTooLongForAnotherSaysSo) {
+  network_.workers["b"] = {.load_error = absl::DeadlineExceededError("connecting to rank 0")};
+  std::unique_ptr<WorkerGroup> group = Make({"a", "b"});
+  EXPECT_EQ(group->Form().status(), absl::UnavailableError("worker 1 (b): connecting to rank 0"));
+}
+
+TEST_F(WorkerGroupTest, RanksOfOneMachineKnowHowManyTheyAre) {
+  std::unique_ptr<WorkerGroup> group = Make({"unix:/a", "h1:50061", "h1:50062", "h2:50061"});
+  ASSERT_TRUE(group->Form().ok());
+  for (const auto& [address, ranks] : std::map<std::string, uint32_t>{
+           {"unix:/a", 1}, {"h1:50061", 2}, {"h1:50062", 2}, {"h2:50061", 1}}) {
+    EXPECT_EQ(network_.plans[address].ranks_on_machine(), ranks) << address;
+  }
 }
 
 TEST_F(WorkerGroupTest, ARankThatNeverGetsReadyIsNamed) {

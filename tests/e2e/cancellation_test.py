@@ -32,7 +32,8 @@ class Cancellations(unittest.TestCase):
     def setUpClass(cls):
         # The tiers are small, so that they are full, and their memory taken, before the 100th request.
         cls.service = cls.enterClassContext(Service(flags=[
-            "--kv-device-size-gb=0.02", "--kv-host-size-gb=0.05", "--max-num-seqs=4", "--max-queue-len=64"]))
+            "--kv-device-size-gb=0.02", "--kv-host-size-gb=0.05", "--max-model-len=7872", "--max-num-seqs=4",
+            "--max-queue-len=64"]))
         workers = subprocess.run(["pgrep", "-P", str(cls.service.process.pid)], capture_output=True, text=True,
                                  check=True).stdout.split()
         cls.processes = {"coordinator": cls.service.process.pid, "worker": int(workers[0])}

@@ -126,7 +126,7 @@ class Restart(DiskTest):
         [prompt] = make_prompts(1, tokens=60 * BLOCK_TOKENS + 1, seed=7)
         store = self.folder / "last"
         for stored in (0, 60 * BLOCK_TOKENS):
-            with self.serve(store, "--kv-host-size-gb=0.006") as service:
+            with self.serve(store, "--kv-host-size-gb=0.006", "--max-model-len=4096") as service:
                 answer = service.generate(prompt, max_tokens=1)
                 self.assertEqual(answer.finish.usage.cached_tokens.disk, stored)
 
@@ -288,7 +288,7 @@ class Failure(DiskTest):
         with self.serve(self.folder / "none", "--kv-disk-path=") as service:
             expected = self.ask(service, prompts)
         store = self.folder / "cut"
-        with self.serve(store, "--kv-host-size-gb=0.001") as service:
+        with self.serve(store, "--kv-host-size-gb=0.001", "--max-model-len=1024") as service:
             self.assertEqual(self.ask(service, prompts), expected)
             self.assertEqual(self.ask(service, prompts[:3]), expected[:3])
             self.assertGreater(read_bytes(service), 0)

@@ -31,7 +31,7 @@ AT_A_TIME = 2
 VALUES = (None, True, False, 0, 1, -1, 2, 3, 7, 64, 2**31, 2**63, 2**64, -2**63, 1e308, -0.5, 1e-30, float("nan"), "",
           "x", "mixtral", "yarn", "fp8", "bfloat16", "float64", [], [1], [[]], {}, {"type": "linear", "factor": 2.0},
           {"rope_type": "longrope"}, {"quant_method": "fp8"}, [None] * 100)
-# What configurations of other models have, and ours lack.
+# Keys of other models' configurations.
 OTHER_KEYS = ("rope_scaling", "sliding_window", "use_sliding_window", "partial_rotary_factor", "quantization_config",
               "attention_bias", "mlp_bias", "layer_types", "num_local_experts", "rope_parameters", "torch_dtype",
               "dtype", "tie_word_embeddings", "max_window_layers", "original_max_position_embeddings")

@@ -13,7 +13,7 @@ from support.tiny_model import make_tiny_model  # noqa: E402
 
 STREAMS = 8
 FLAGS = ["--mass-sample-rate=0", "--max-num-batched-tokens=256", "--threads=1", "--kv-device-size-gb=0.01"]
-SCARCE = "--kv-host-size-gb=0.001"  # some 23 blocks, the streams need 5 each
+SCARCE = ["--kv-host-size-gb=0.001", "--max-model-len=1024"]  # some 23 blocks, the streams need 5 each
 QUEST = ["--sparse-selector=quest", "--sparse-token-budget=64", "--sparse-window-tokens=64", "--sparse-sink-tokens=64"]
 
 
@@ -45,12 +45,12 @@ class Preemption(unittest.TestCase):
     def check(self, *flags):
         expected, metrics = self.run_streams(*flags)
         self.assertEqual(self.count(metrics, "kvasir_num_preemptions_total", "kind"), 0)
-        recomputed, metrics = self.run_streams(*flags, SCARCE)
+        recomputed, metrics = self.run_streams(*flags, *SCARCE)
         self.assertEqual(recomputed, expected)
         self.assertGreater(self.count(metrics, "kvasir_num_preemptions_total", 'kind="recompute"'), 0)
         self.assertGreater(self.count(metrics, "kvasir_requests_resumed_total", "from"), 0)
         with tempfile.TemporaryDirectory(dir=self.folder) as store:
-            swapped, metrics = self.run_streams(*flags, SCARCE, f"--kv-disk-path={store}", "--kv-disk-size-gb=1")
+            swapped, metrics = self.run_streams(*flags, *SCARCE, f"--kv-disk-path={store}", "--kv-disk-size-gb=1")
         self.assertEqual(swapped, expected)
         self.assertGreater(self.count(metrics, "kvasir_num_preemptions_total", 'kind="swap"'), 0)
         self.assertGreater(self.count(metrics, "kvasir_requests_resumed_total", 'from="disk"'), 0)

@@ -1,10 +1,11 @@
-"""A server that cannot start says why, once, and exits with code 1 within 30 s.
+"""A server that cannot start, or not serve what it promises, says why, once, and exits with code 1 within 30 s.
 
 Bug: what is not implemented was tried again for ever, and so were workers that did not answer.
 """
 
 import json
 import pathlib
+import re
 import shutil
 import socket
 import subprocess
@@ -16,7 +17,7 @@ import urllib.error
 import urllib.request
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-from support.service import KVASIR  # noqa: E402
+from support.service import KVASIR, Service  # noqa: E402
 from support.tiny_model import make_tiny_model  # noqa: E402
 
 LONGEST_S = 30
@@ -38,8 +39,9 @@ class Startup(unittest.TestCase):
     def tearDownClass(cls):
         cls.folder.cleanup()
 
-    def serve(self, *flags, model=None):
-        command = [str(KVASIR), "serve", f"--model={model or self.model}", "--port=0", "--metrics-port=0", *flags]
+    def serve(self, *flags, model=None, metrics_port=0):
+        command = [str(KVASIR), "serve", f"--model={model or self.model}", "--port=0", f"--metrics-port={metrics_port}",
+                   *flags]
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
     def expect_end(self, server, *words, code=1):
@@ -88,6 +90,44 @@ class Startup(unittest.TestCase):
         path.write_bytes(data.replace(name, other, 1))
         self.expect_end(self.serve(model=model), "model.norm.weight")
 
+    def expect_ready(self, *flags, model=None):
+        with Service(model=model or self.model, flags=list(flags)) as service:
+            service.generate("hello", max_tokens=1)
+            return service.log()
+
+    def test_the_machine_says_how_much_kv_there_is(self):
+        log = self.expect_ready()
+        fits = [int(number) for number in re.search(
+            r"KV fits (\d+) tokens: device (\d+), host (\d+), disk (\d+)", log).groups()]
+        # At most 16 contexts of 8,192 tokens for each of 16 sequences; and far more than one of them.
+        self.assertLessEqual(fits[0], 16 * 16 * 8192)
+        self.assertGreater(fits[0], 8192)
+        self.assertEqual(fits[3], 0)
+
+    # Bug: 131,072 tokens were advertised where KV held 14,976.
+    def test_a_context_that_kv_does_not_hold_is_refused_with_flags_that_help(self):
+        output, _ = self.expect_end(self.serve("--kv-host-size-gb=0.002"), "the context has 8192 tokens")
+        match = re.search(r"KV holds (\d+); lower --max-model-len to (\d+), or give each worker ([0-9.]+) GB by "
+                          r"--kv-host-size-gb", output)
+        self.assertTrue(match, output)
+        self.expect_ready("--kv-host-size-gb=0.002", f"--max-model-len={match.group(2)}")
+        self.expect_ready(f"--kv-host-size-gb={match.group(3)}")
+
+    # Bug: it started, and refused every request beyond 8,192 tokens.
+    def test_a_context_that_no_policy_can_serve_is_refused_with_flags_that_help(self):
+        longer = ["--position-extension=streaming", "--max-model-len=32768"]
+        self.expect_end(self.serve(*longer), "no policy can serve the context of 32768 tokens", "--sparse-selector",
+                        "--sparse-prefill-selector", "lower --max-model-len to 8192")
+        # Decoding alone does not help, nor does a window that is too large.
+        self.expect_end(self.serve(*longer, "--sparse-selector=quest"), "no policy can serve", "prefill")
+        sparse = [*longer, "--sparse-selector=quest", "--sparse-prefill-selector=streaming"]
+        self.expect_end(self.serve(*sparse, "--sparse-window-tokens=9000"), "no policy can serve", "window")
+        self.expect_ready(*sparse)
+        policies = pathlib.Path(self.folder.name) / "policies.yaml"
+        part = "{streaming: {}, sink_tokens: 64, window_tokens: 512}"
+        policies.write_text(f"- name: long\n  prefill: {part}\n  decode: {part}\n")
+        self.expect_ready(*longer, f"--policies={policies}")
+
     def test_a_device_that_is_not_there(self):
         self.expect_end(self.serve("--device=cuda"), "cuda")
 
@@ -97,14 +137,11 @@ class Startup(unittest.TestCase):
         taken.listen()
         with taken:
             port = taken.getsockname()[1]
-            server = subprocess.Popen(
-                [str(KVASIR), "serve", f"--model={self.model}", "--port=0", f"--metrics-port={port - 1}"],
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-            self.expect_end(server, f"cannot listen on 127.0.0.1:{port}")
+            self.expect_end(self.serve(metrics_port=port - 1), f"cannot listen on 127.0.0.1:{port}")
 
     def test_workers_that_nobody_has_started(self):
         port, metrics_port = unused_port(), unused_port()
-        server = self.serve(f"--workers=127.0.0.1:{port}", "--startup-timeout=3", f"--metrics-port={metrics_port}")
+        server = self.serve(f"--workers=127.0.0.1:{port}", "--startup-timeout=3", metrics_port=metrics_port)
         health = ""
         deadline = time.monotonic() + 3
         while "no answer yet" not in health and time.monotonic() < deadline:

@@ -174,8 +174,8 @@ class Server {
     const int64_t bytes =
         requests * (blocks + (way == Way::kCached ? blocks : 0)) * layout.block_bytes();
     options.engine.max_num_seqs = std::ssize(Cases());
-    options.engine.kv_device_bytes = way == Way::kTenPercent ? bytes / 10 : bytes;
-    options.engine.kv_host_bytes = 2 * bytes;
+    options.engine.kv.device = way == Way::kTenPercent ? bytes / 10 : bytes;
+    options.engine.kv.host = 2 * bytes;
     options.engine.policies.clear();
     for (const SparseMethod& method : AllSparseMethods())
       options.engine.policies.push_back(PolicyOf(method));

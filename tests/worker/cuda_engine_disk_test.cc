@@ -54,8 +54,8 @@ class CudaEngineDiskTest : public ::testing::TestWithParam<DiskCase> {
     options.policies = {MakePolicy("all", GetParam().selector)};
     if (GetParam().top_p > 0) options.policies[0].mutable_decode()->set_top_p(1);
     options.kv_dtype = kernels::DType::kBFloat16;
-    options.kv_device_bytes = 128 << 20;
-    options.kv_host_bytes = 256 << 20;
+    options.kv.device = 128 << 20;
+    options.kv.host = 256 << 20;
     options.max_num_batched_tokens = kChunk;
     options.weights_hash = std::string(32, 'w');
     options.kv_form = "rotated/bfloat16";

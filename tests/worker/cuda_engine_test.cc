@@ -106,8 +106,8 @@ EngineOptions Options() {
                       MakeLayerPolicy("tokenselect", "cosine"),
                       MakeEndingByImportance()};
   options.kv_dtype = kernels::DType::kBFloat16;
-  options.kv_device_bytes = 512 << 20;
-  options.kv_host_bytes = 512 << 20;
+  options.kv.device = 512 << 20;
+  options.kv.host = 512 << 20;
   options.max_num_batched_tokens = kSlots * kChunk;
   return options;
 }
@@ -327,7 +327,7 @@ class CudaEngineTest : public testing::Test {
       const std::vector<TestRequest> requests = {MakeRequest(100, kPrompt, policy),
                                                  MakeRequest(900, kPrompt - 70, policy)};
       const auto serve = [&](int64_t device_blocks) {
-        options.kv_device_bytes = device_blocks * block_bytes;
+        options.kv.device = device_blocks * block_bytes;
         return Serve(model, requests, /*num_slots=*/2, options);
       };
       const Run whole = serve(blocks);

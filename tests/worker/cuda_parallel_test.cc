@@ -41,8 +41,8 @@ EngineOptions Options() {
   options.policies = {MakePolicy("all", "all"), MakePolicy("quest", "quest"),
                       MakePolicy("tokenselect", "tokenselect"), infinitehip};
   options.kv_dtype = kernels::DType::kBFloat16;
-  options.kv_device_bytes = 256 << 20;
-  options.kv_host_bytes = 128 << 20;
+  options.kv.device = 256 << 20;
+  options.kv.host = 128 << 20;
   options.max_num_batched_tokens = kSlots * kChunk;
   return options;
 }

@@ -733,8 +733,7 @@ TEST_F(EngineTest, NanFailsTheChunkThatReadsIt) {
 // The second time with plans that were made before the coordinator heard of the failure.
 TEST_F(EngineTest, RowWithoutRoomFailsAlone) {
   EngineOptions options = TestWorker::DefaultOptions();
-  options.kv_device_bytes =
-      5 * model_->transformer().kv_layout(kernels::DType::kFloat32).block_bytes();
+  options.kv.device = 5 * model_->transformer().kv_layout(kernels::DType::kFloat32).block_bytes();
   for (const bool ahead : {false, true}) {
     TestWorker worker(*model_, options);
     TestCoordinator coordinator({.chunk = 256});

@@ -198,9 +198,8 @@ RankGroupOptions GroupOptions(const Way& way, DType dtype, int64_t blocks) {
     options.engine.policies.resize(kPruned);              // they are
   }
   options.engine.kv_dtype = dtype;
-  options.engine.kv_device_bytes =
-      static_cast<int64_t>(way.device_part * static_cast<double>(bytes));
-  options.engine.kv_host_bytes = 2 * bytes;
+  options.engine.kv.device = static_cast<int64_t>(way.device_part * static_cast<double>(bytes));
+  options.engine.kv.host = 2 * bytes;
   options.engine.weights_hash = std::string(32, 'w');
   options.engine.kv_form = "rotated";
   return options;

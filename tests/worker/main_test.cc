@@ -110,6 +110,8 @@ TEST_F(WorkerMainTest, IsLiveAtOnceReadyInAGroupAndExitsCleanlyOnSigterm) {
   plan.set_max_num_batched_tokens(64);
   *plan.add_policies() = MakePolicy("all", "all");
   plan.set_collective_timeout_s(5);
+  plan.set_ranks_on_machine(1);
+  plan.mutable_kv()->set_gpu_memory_utilization(0.9);
   stream->Write(message);
   v1::WorkerMessage answer;
   while (stream->Read(&answer) && !answer.has_ready()) {

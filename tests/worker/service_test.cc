@@ -130,6 +130,8 @@ class WorkerServiceTest : public testing::Test {
     *plan.add_policies() = MakePolicy("all", "quest");
     plan.set_mass_sample_rate(1);
     plan.set_collective_timeout_s(5);
+    plan.set_ranks_on_machine(1);
+    plan.mutable_kv()->set_gpu_memory_utilization(0.9);
     return plan;
   }
   static TestRequest MakeRequest() {
@@ -314,6 +316,10 @@ TEST_F(WorkerServiceTest, WrongShardPlansAreRefused) {
        grpc::StatusCode::INVALID_ARGUMENT},
       {[](auto& p) { p.mutable_kv()->set_kv_device_size_gb(1e-6); },
        grpc::StatusCode::RESOURCE_EXHAUSTED},
+      {[](auto& p) { p.mutable_kv()->set_gpu_memory_utilization(0); },
+       grpc::StatusCode::INVALID_ARGUMENT},
+      {[](auto& p) { p.set_ranks_on_machine(0); }, grpc::StatusCode::INVALID_ARGUMENT},
+      {[](auto& p) { p.set_ranks_on_machine(2); }, grpc::StatusCode::INVALID_ARGUMENT},
       {[](auto& p) { p.set_max_num_seqs(0); }, grpc::StatusCode::INVALID_ARGUMENT},
       {[](auto& p) { p.set_max_num_batched_tokens(0xffffffffu); },
        grpc::StatusCode::INVALID_ARGUMENT},

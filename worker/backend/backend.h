@@ -127,6 +127,12 @@ class Backend {
   virtual absl::Status CheckPolicies(std::span<const v1::SparsityPolicy> policies,
                                      int64_t num_ranks) const = 0;
 
+  // Bytes that are left of `utilization`, a share, of the device's own memory; none where it
+  // computes in host memory.
+  virtual absl::StatusOr<std::optional<int64_t>> DeviceMemoryLeft(double /*utilization*/) const {
+    return std::nullopt;
+  }
+
   // RESOURCE_EXHAUSTED when there is no memory.
   virtual absl::StatusOr<Memory> Allocate(int64_t bytes) = 0;
   // Of a KV store: memory of its tiers, and what moves pages between them. The backend outlives it.

@@ -98,6 +98,14 @@ absl::Status CudaBackend::CheckModel(const TransformerOptions& model, DType kv_d
   return CheckCudaModel(model, kv_dtype);
 }
 
+absl::StatusOr<std::optional<int64_t>> CudaBackend::DeviceMemoryLeft(double utilization) const {
+  size_t free = 0, total = 0;
+  KVASIR_RETURN_IF_ERROR(
+      CudaStatus(cudaMemGetInfo(&free, &total), "asking for the memory of the device"));
+  const auto usable = static_cast<int64_t>(utilization * static_cast<double>(total));
+  return std::max<int64_t>(0, usable - static_cast<int64_t>(total - free));
+}
+
 absl::Status CudaBackend::CheckPolicies(std::span<const v1::SparsityPolicy> policies,
                                         int64_t num_ranks) const {
   return CheckCudaPolicies(policies, num_ranks);

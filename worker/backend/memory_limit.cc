@@ -1,5 +1,6 @@
 #include "worker/backend/memory_limit.h"
 
+#include <algorithm>
 #include <fstream>
 #include <optional>
 #include <vector>
@@ -9,8 +10,6 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
-
-#include "kernels/base/status_macros.h"
 
 namespace kvasir::worker {
 namespace {
@@ -24,47 +23,70 @@ struct Version {
 constexpr Version kFirst = {"/sys/fs/cgroup/memory", "memory.limit_in_bytes", "total_rss"};
 constexpr Version kSecond = {"/sys/fs/cgroup", "memory.max", "anon"};
 
-// The number alone in a file, or behind `name` in one of its lines.
+// The number alone in a file, or after `name` in one of its lines, without its unit.
 std::optional<int64_t> ReadNumber(const std::string& path, absl::string_view name) {
   std::ifstream file(path);
   for (std::string line; std::getline(file, line);) {
     absl::string_view rest = line;
     if (!absl::ConsumePrefix(&rest, name)) continue;
+    absl::ConsumeSuffix(&rest, " kB");
     int64_t number = 0;
     if (absl::SimpleAtoi(rest, &number)) return number;  // not "max"
   }
   return std::nullopt;
 }
 
-absl::Status CheckGroup(const std::string& folder, const Version& version, int64_t bytes,
-                        absl::string_view flag) {
-  const auto limit = ReadNumber(absl::StrCat(folder, "/", version.limit), "");
-  if (!limit.has_value()) return absl::OkStatus();
-  const int64_t used =
-      ReadNumber(absl::StrCat(folder, "/memory.stat"), absl::StrCat(version.used, " ")).value_or(0);
-  if (bytes <= *limit - used) return absl::OkStatus();
-  return absl::ResourceExhaustedError(
-      absl::StrCat("need ", bytes, " bytes of host memory; ", folder, " allows ", *limit, ", ",
-                   used, " of them taken; lower ", flag, " or raise the limit of this container"));
-}
+struct Group {
+  std::string folder;
+  int64_t limit = 0;
+  int64_t used = 0;  // what cannot be given back
+};
 
-}  // namespace
-
-absl::Status CheckMemoryLimit(int64_t bytes, absl::string_view flag, const std::string& root) {
+// The groups of this process that have a limit, those above its own included.
+std::vector<Group> LimitedGroups(const std::string& root) {
+  std::vector<Group> limited;
   std::ifstream groups(absl::StrCat(root, "/proc/self/cgroup"));
   for (std::string line; std::getline(groups, line);) {
     const std::vector<std::string> parts = absl::StrSplit(line, absl::MaxSplits(':', 2));
     if (parts.size() != 3 || (!parts[1].empty() && parts[1] != "memory")) continue;
     const Version& version = parts[1].empty() ? kSecond : kFirst;
-    // The group's own limit and those of all above it.
     for (std::string path = parts[2];; path.resize(path.rfind('/'))) {
       if (absl::EndsWith(path, "/")) path.pop_back();
-      KVASIR_RETURN_IF_ERROR(
-          CheckGroup(absl::StrCat(root, version.folder, path), version, bytes, flag));
+      const std::string folder = absl::StrCat(root, version.folder, path);
+      if (const auto limit = ReadNumber(absl::StrCat(folder, "/", version.limit), "")) {
+        const auto used =
+            ReadNumber(absl::StrCat(folder, "/memory.stat"), absl::StrCat(version.used, " "));
+        limited.push_back({.folder = folder, .limit = *limit, .used = used.value_or(0)});
+      }
       if (path.empty()) break;
     }
   }
+  return limited;
+}
+
+}  // namespace
+
+absl::Status CheckMemoryLimit(int64_t bytes, absl::string_view flag, const std::string& root) {
+  for (const Group& group : LimitedGroups(root)) {
+    if (bytes <= group.limit - group.used) continue;
+    return absl::ResourceExhaustedError(absl::StrCat(
+        "need ", bytes, " bytes of host memory; ", group.folder, " allows ", group.limit, ", ",
+        group.used, " of them taken; lower ", flag, " or raise the limit of this container"));
+  }
   return absl::OkStatus();
+}
+
+int64_t HostMemoryLeft(const std::string& root) {
+  constexpr int64_t kKiB = 1024;
+  // A group of version 1 without a limit says a number that no machine has.
+  const auto free = ReadNumber(absl::StrCat(root, "/proc/meminfo"), "MemAvailable:");
+  constexpr int64_t kNoLimit = int64_t{1} << 56;
+  std::optional<int64_t> left;
+  for (const Group& group : LimitedGroups(root)) {
+    if (group.limit >= kNoLimit) continue;
+    left = std::min(left.value_or(kNoLimit), std::max<int64_t>(0, group.limit - group.used));
+  }
+  return left.value_or(free.value_or(0) * kKiB);
 }
 
 }  // namespace kvasir::worker

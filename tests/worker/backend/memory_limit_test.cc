@@ -60,5 +60,19 @@ TEST_F(MemoryLimitTest, GroupsOfTheFirstVersionCountToo) {
   EXPECT_FALSE(Check(61).ok());
 }
 
+TEST_F(MemoryLimitTest, WhatIsLeftIsThatOfTheTightestGroup) {
+  Write("/proc/self/cgroup", "0::/pod/container\n");
+  Write("/proc/meminfo", "MemTotal: 9000 kB\nMemAvailable:    8000 kB\n");
+  EXPECT_EQ(HostMemoryLeft(root_.path()), 8000 * 1024);
+  Write("/sys/fs/cgroup/pod/container/memory.max", "max\n");
+  EXPECT_EQ(HostMemoryLeft(root_.path()), 8000 * 1024);
+  Write("/sys/fs/cgroup/memory.max", "1000\n");
+  Write("/sys/fs/cgroup/pod/memory.max", "500\n");
+  Write("/sys/fs/cgroup/pod/memory.stat", "file 400\nanon 300\n");
+  EXPECT_EQ(HostMemoryLeft(root_.path()), 200);
+  Write("/sys/fs/cgroup/pod/memory.stat", "anon 600\n");
+  EXPECT_EQ(HostMemoryLeft(root_.path()), 0);
+}
+
 }  // namespace
 }  // namespace kvasir::worker

@@ -56,7 +56,7 @@ class TransformerGoldenTest : public testing::TestWithParam<GoldenCase> {
     options.engine.kv_dtype = dtype;
     options.engine.max_num_seqs = 1;
     options.engine.max_num_batched_tokens = kChunk;
-    options.engine.kv_device_bytes = options.engine.kv_host_bytes = 256 << 20;
+    options.engine.kv.device = options.engine.kv.host = 256 << 20;
     return options;
   }
 };

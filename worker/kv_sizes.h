@@ -1,0 +1,32 @@
+// Sizes of the KV tiers where the flags leave them open: from what the machine has left once the
+// model is loaded, shared among the ranks of the machine. Functions without state.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+namespace kvasir::worker {
+
+// Bytes; 0 in what is given: open.
+struct KvSizes {
+  int64_t device = 0;
+  int64_t host = 0;
+};
+
+// Bytes that are left.
+struct MemoryLeft {
+  int64_t host = 0;               // shared by the ranks of the machine (backend/memory_limit.h)
+  std::optional<int64_t> device;  // of this rank's own device; none: both tiers lie in host memory
+};
+
+struct KvSizeOptions {
+  KvSizes given;
+  int64_t ranks_on_machine = 1;
+  int64_t most = 0;  // of either tier: more would never be used
+};
+
+// A device's own memory goes to the device tier. Of the host's half goes to the tiers that lie
+// there, a fifth of that to the device tier where it is one of them.
+KvSizes ChooseKvSizes(const KvSizeOptions& options, const MemoryLeft& left);
+
+}  // namespace kvasir::worker
