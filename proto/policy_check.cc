@@ -97,11 +97,7 @@ absl::Status CheckReuse(const std::string& where, const AttentionPolicy& policy)
     return absl::InvalidArgumentError(
         absl::StrCat(where, ".reuse is set; only what a selector chose can be used again"));
   }
-  const uint32_t steps = ServedSteps(policy);
-  if (policy.window_tokens() >= steps) return absl::OkStatus();
-  return absl::InvalidArgumentError(absl::StrCat(
-      where, ".window_tokens is ", policy.window_tokens(), "; a selection that serves ", steps,
-      " steps needs a window of at least ", steps, " tokens; shorten reuse.interval"));
+  return absl::OkStatus();
 }
 
 absl::Status CheckWidening(const std::string& where, const AttentionPolicy& policy) {
@@ -172,17 +168,27 @@ uint32_t LargestLayerBudget(const AttentionPolicy& policy) {
   return largest;
 }
 
+absl::Status CheckWindow(const std::string& where, const AttentionPolicy& policy) {
+  if (!Selects(policy)) return absl::OkStatus();
+  const uint32_t least = MinWindowTokens(policy);
+  if (policy.window_tokens() < least) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        where, ".window_tokens is ", policy.window_tokens(), "; ", SelectorName(policy),
+        " needs a window of at least ", least, " tokens, the query's own included"));
+  }
+  if (policy.reuse().rule().empty()) return absl::OkStatus();
+  const uint32_t steps = ServedSteps(policy);
+  if (policy.window_tokens() >= steps) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat(
+      where, ".window_tokens is ", policy.window_tokens(), "; a selection that serves ", steps,
+      " steps needs a window of at least ", steps, " tokens; shorten reuse.interval"));
+}
+
 absl::Status CheckPolicyPart(const std::string& where, const AttentionPolicy& part) {
   if (Selects(part) && !part.has_streaming() && part.token_budget() == 0) {
     return absl::InvalidArgumentError(absl::StrCat(where, ".token_budget is not set; ",
                                                    SelectorName(part),
                                                    " needs the tokens it may select"));
-  }
-  if (Selects(part) && part.window_tokens() < MinWindowTokens(part)) {
-    return absl::InvalidArgumentError(
-        absl::StrCat(where, ".window_tokens is ", part.window_tokens(), "; ", SelectorName(part),
-                     " needs a window of at least ", MinWindowTokens(part),
-                     " tokens, the query's own included"));
   }
   if (part.top_p() != 0 && (!Selects(part) || part.has_streaming())) {
     return absl::InvalidArgumentError(
@@ -191,6 +197,7 @@ absl::Status CheckPolicyPart(const std::string& where, const AttentionPolicy& pa
   KVASIR_RETURN_IF_ERROR(CheckLayerBudgets(where, part));
   KVASIR_RETURN_IF_ERROR(CheckQuality(where, part));
   KVASIR_RETURN_IF_ERROR(CheckReuse(where, part));
+  KVASIR_RETURN_IF_ERROR(CheckWindow(where, part));
   return CheckTerminator(where, part);
 }
 

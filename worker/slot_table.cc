@@ -53,10 +53,15 @@ v1::AttentionPolicy WithNumbers(v1::AttentionPolicy declared, const v1::Attentio
   return declared;
 }
 
+// Numbers that kernels would refuse.
 absl::Status CheckNumbers(const PolicyShape& shape, const v1::SequenceStart& start) {
-  KVASIR_RETURN_IF_ERROR(
-      v1::CheckPolicyPart("prefill", WithNumbers(shape.prefill, start.prefill())));
-  return v1::CheckPolicyPart("decode", WithNumbers(shape.decode, start.decode()));
+  if (start.decode().quality().min_mass() != 0 && shape.decode.quality().min_mass() == 0) {
+    return absl::InvalidArgumentError(
+        "decode.quality.min_mass is set; the declared policy has none, so that the KV may keep no "
+        "key codes to estimate it by");
+  }
+  KVASIR_RETURN_IF_ERROR(v1::CheckWindow("prefill", WithNumbers(shape.prefill, start.prefill())));
+  return v1::CheckWindow("decode", WithNumbers(shape.decode, start.decode()));
 }
 
 PhasePolicy MakePhase(int64_t selector, const v1::AttentionPolicy& policy) {

@@ -308,7 +308,9 @@ TEST_F(EngineTest, ShortContextsOfReusingPoliciesWithDenseLayersAreReadWhole) {
       const AllLogits found = RunAlone(request);
       ASSERT_EQ(found.size(), 8u);
       if (prompt_size > 20) continue;
-      for (const auto& [place, logits] : RunAlone(dense)) EXPECT_EQ(found.at(place), logits);
+      const AllLogits read = RunAlone(dense);
+      ASSERT_EQ(read.size(), 8u);
+      for (const auto& [place, logits] : read) EXPECT_EQ(found.at(place), logits);
     }
   }
 }
@@ -316,21 +318,27 @@ TEST_F(EngineTest, ShortContextsOfReusingPoliciesWithDenseLayersAreReadWhole) {
 TEST_F(EngineTest, NumbersThatASelectorCannotWorkWithFailTheirSequenceOnly) {
   TestRequest narrow = MakeRequest(300, kInfiniteHip);
   narrow.decode.set_window_tokens(100);
-  TestRequest budgetless = MakeRequest(300, kHip);
-  budgetless.prefill.set_token_budget(0);
+  TestRequest reaching = MakeRequest(300, kHipByInterval);
+  reaching.decode.set_window_tokens(7);
+  reaching.decode.mutable_reuse()->set_interval(8);
+  TestRequest wishing = MakeRequest(300, kHip);
+  wishing.decode.mutable_quality()->set_min_mass(0.9f);
   const TestRequest innocent = MakeRequest(300, kInfiniteHip, 3);
   TestWorker worker(*model_);
   TestCoordinator coordinator({.chunk = 128});
-  const size_t a = coordinator.Add(narrow), b = coordinator.Add(budgetless),
-               c = coordinator.Add(innocent);
+  std::vector<std::pair<size_t, const char*>> refused;
+  refused.emplace_back(coordinator.Add(narrow), "window_tokens is 100");
+  refused.emplace_back(coordinator.Add(reaching), "serves 8 steps");
+  const size_t served = coordinator.Add(innocent);
+  refused.emplace_back(coordinator.Add(wishing), "min_mass is set");
   worker.Run(coordinator);
-  for (const size_t refused : {a, b}) {
-    EXPECT_EQ(coordinator.result(refused).status.code(), absl::StatusCode::kInvalidArgument);
+  for (const auto& [request, why] : refused) {
+    const absl::Status& status = coordinator.result(request).status;
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_THAT(std::string(status.message()), HasSubstr(why));
   }
-  EXPECT_THAT(coordinator.result(a).status.message(), HasSubstr("window_tokens is 100"));
-  EXPECT_THAT(coordinator.result(b).status.message(), HasSubstr("token_budget is not set"));
-  EXPECT_TRUE(coordinator.result(c).status.ok());
-  EXPECT_EQ(coordinator.result(c).tokens.size(), 8u);
+  EXPECT_TRUE(coordinator.result(served).status.ok());
+  EXPECT_EQ(coordinator.result(served).tokens.size(), 8u);
 }
 
 TEST_F(EngineTest, OptionsMakeShapesOfTheirOwn) {
