@@ -10,7 +10,7 @@ namespace kvasir::kernels {
 
 namespace {
 
-// Of many items, most are far below the best: a histogram of the leading bits of their scores tells
+// Most of many items are far below the best: a histogram of the leading bits of their scores tells
 // which, and only the others are compared.
 constexpr size_t kManyItems = 4096;
 constexpr size_t kBuckets = 2048;
