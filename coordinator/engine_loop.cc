@@ -152,7 +152,7 @@ EngineStatus EngineLoop::status() const {
 
 absl::Status EngineLoop::WaitUntilReady(TimePoint deadline) {
   MutexLock lock(mu_);
-  while (!info_.has_value()) {
+  while (!is_announced_) {
     if (stop_.has_value()) return *stop_;
     if (IsPermanent(not_ready_because_)) return not_ready_because_;
     const TimePoint now = clock_.Now();
@@ -444,15 +444,18 @@ void EngineLoop::SetReady(const GroupInfo& info) {
     not_ready_because_ = absl::OkStatus();
     is_retrying_ = false;
     has_served_ = true;
-    state_changed_.NotifyAll();
   }
   if (options_.on_readiness) options_.on_readiness(true);
+  MutexLock lock(mu_);
+  is_announced_ = true;
+  state_changed_.NotifyAll();
 }
 
 void EngineLoop::SetNotReady(const GroupInfo& info, const absl::Status& why) {
   {
     MutexLock lock(mu_);
     info_.reset();
+    is_announced_ = false;
     not_ready_because_ = why;
     if (!stop_.has_value()) metrics_.GroupLost();
   }

@@ -137,6 +137,7 @@ class EngineLoop {
   kernels::CondVar state_changed_;  // readiness, the number of requests
   Commands commands_ GUARDED_BY(mu_);
   std::optional<GroupInfo> info_ GUARDED_BY(mu_);
+  bool is_announced_ GUARDED_BY(mu_) = false;  // there is info_, and on_readiness has heard of it
   SchedulerStats scheduler_stats_ GUARDED_BY(mu_);
   v1::TierUsage tiers_ GUARDED_BY(mu_);
   absl::Status not_ready_because_ GUARDED_BY(mu_);
