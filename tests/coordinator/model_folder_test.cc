@@ -57,8 +57,13 @@ TEST_F(ModelFolderTest, AFolderWithoutConfigIsNoModel) {
   EXPECT_EQ(LoadModelFolder(folder_).status().code(), absl::StatusCode::kNotFound);
 }
 
+TEST_F(ModelFolderTest, MinusOneStandsForNoToken) {
+  Write("config.json", R"({"eos_token_id": [-1, 7]})");
+  EXPECT_THAT(LoadModelFolder(folder_)->eos_token_ids, testing::ElementsAre(7));
+}
+
 TEST_F(ModelFolderTest, AnythingElseIsRefused) {
-  for (const char* text : {"", "[]", "{", R"({"eos_token_id": "x"})", R"({"eos_token_id": -1})",
+  for (const char* text : {"", "[]", "{", R"({"eos_token_id": "x"})", R"({"eos_token_id": -2})",
                            R"({"eos_token_id": 1.5})", R"({"eos_token_id": [[1]]})",
                            R"({"eos_token_id": 2147483648})"}) {
     Write("config.json", text);
