@@ -50,7 +50,7 @@ absl::StatusOr<std::vector<int32_t>> TokenIds(const json& value, const std::stri
   std::vector<int32_t> ids;
   const json list = value.is_array() ? value : json::array({value});
   for (const json& element : list) {
-    if (element.is_number_integer() && element.dump() == "-1") continue;  // stands for no token
+    if (element.type() == json::value_t::number_integer && element == -1) continue;  // no token
     KVASIR_ASSIGN_OR_RETURN(ids.emplace_back(), TokenId(element, path));
   }
   return ids;

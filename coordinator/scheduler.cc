@@ -253,20 +253,31 @@ void Scheduler::AdmitWaiting(TimePoint now, v1::StepPlan& plan, Budget& budget,
   for (size_t i = 0; i < waiting_.size();) {
     Sequence& sequence = *waiting_[i];
     if (static_cast<int64_t>(running_.size() + restoring_.size()) >= max_running_) return;
-    if (sequence.waits_for.has_value() && restoring_hashes_.contains(*sequence.waits_for)) {
+    if (IsOnItsWay(sequence)) {
       ++i;
       continue;
     }
     if (!HasRoom(sequence, budget)) return;
-    const Reserved reserved = TryReserve(sequence, now, plan);
-    if (reserved == Reserved::kNoRoom) return;
-    if (reserved == Reserved::kLater) {
-      ++i;
-      continue;
-    }
-    waiting_.erase(waiting_.begin() + static_cast<int64_t>(i));
-    if (reserved == Reserved::kReady) Admit(sequence, now, plan, budget, events);
+    if (!AdmitOrSkip(i, now, plan, budget, events)) return;
   }
+}
+
+bool Scheduler::IsOnItsWay(const Sequence& sequence) const {
+  return sequence.waits_for.has_value() && restoring_hashes_.contains(*sequence.waits_for);
+}
+
+bool Scheduler::AdmitOrSkip(size_t& i, TimePoint now, v1::StepPlan& plan, Budget& budget,
+                            std::vector<Event>& events) {
+  Sequence& sequence = *waiting_[i];
+  const Reserved reserved = TryReserve(sequence, now, plan);
+  if (reserved == Reserved::kNoRoom) return false;
+  if (reserved == Reserved::kLater) {
+    ++i;
+    return true;
+  }
+  waiting_.erase(waiting_.begin() + static_cast<int64_t>(i));
+  if (reserved == Reserved::kReady) Admit(sequence, now, plan, budget, events);
+  return true;
 }
 
 // With so much left its first chunk is not empty, however much of it is cached.

@@ -229,6 +229,12 @@ class Scheduler {
   void PlanPrompts(v1::StepPlan& plan, Budget& budget);
   void AdmitRestored(TimePoint now, v1::StepPlan& plan, Budget& budget, std::vector<Event>& events);
   void AdmitWaiting(TimePoint now, v1::StepPlan& plan, Budget& budget, std::vector<Event>& events);
+  // Another request is being restored whose blocks it waits for.
+  bool IsOnItsWay(const Sequence& sequence) const;
+  // Takes the i-th of the queue out and admits it, or steps over one that is to wait for blocks;
+  // false: there is no room for it.
+  bool AdmitOrSkip(size_t& i, TimePoint now, v1::StepPlan& plan, Budget& budget,
+                   std::vector<Event>& events);
   void Admit(Sequence& sequence, TimePoint now, v1::StepPlan& plan, Budget& budget,
              std::vector<Event>& events);
   static bool HasRoom(const Sequence& sequence, const Budget& budget);

@@ -39,21 +39,12 @@ void Scheduler::AdmitShort(TimePoint now, v1::StepPlan& plan, Budget& budget,
     // One slot is left to the head of the queue.
     if (static_cast<int64_t>(running_.size() + restoring_.size()) + 1 >= max_running_) return;
     Sequence& sequence = *waiting_[i];
-    const bool on_its_way =
-        sequence.waits_for.has_value() && restoring_hashes_.contains(*sequence.waits_for);
-    if (on_its_way || !HasRoom(sequence, budget) || !IsShort(sequence, budget.tokens) ||
+    if (IsOnItsWay(sequence) || !HasRoom(sequence, budget) || !IsShort(sequence, budget.tokens) ||
         (i > 0 && !LeavesRoomFor(*waiting_.front(), sequence))) {
       ++i;
       continue;
     }
-    const Reserved reserved = TryReserve(sequence, now, plan);
-    if (reserved == Reserved::kNoRoom) return;
-    if (reserved == Reserved::kLater) {
-      ++i;
-      continue;
-    }
-    waiting_.erase(waiting_.begin() + static_cast<int64_t>(i));
-    if (reserved == Reserved::kReady) Admit(sequence, now, plan, budget, events);
+    if (!AdmitOrSkip(i, now, plan, budget, events)) return;
   }
 }
 

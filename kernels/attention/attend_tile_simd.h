@@ -58,13 +58,9 @@ inline Vec ExpOfNegative(Vec x) {
   return ScaleByPowerOfTwo(p, n);
 }
 
-// Fetches what lies at the same place of the page to come. Into the second-level cache: a page of K
-// and V fills the first, whose few miss buffers would also bound what is on its way from memory.
+// Fetches what lies at the same place of the page to come.
 inline void PrefetchNext(const TilePage& page, const std::byte* here) {
-  constexpr int kForReading = 0, kSecondLevel = 2;
-  if (page.next_page != nullptr) {
-    __builtin_prefetch(page.next_page + (here - page.keys), kForReading, kSecondLevel);
-  }
+  PrefetchNext(page.next_page, here - page.keys);
 }
 
 // Groups of kTileLanes tokens without an attended one are left out: their logits are unspecified.

@@ -34,6 +34,14 @@ inline Vec BroadcastUnit(const std::byte* p) {
   return Broadcast(unit);
 }
 
+// Fetches what is read at this offset of the memory to come, or nothing where that is null. Into
+// the second-level cache: a page of K and V fills the first, whose few miss buffers would also
+// bound what is on its way from memory.
+inline void PrefetchNext(const std::byte* next, int64_t offset) {
+  constexpr int kForReading = 0, kSecondLevel = 2;
+  if (next != nullptr) __builtin_prefetch(next + offset, kForReading, kSecondLevel);
+}
+
 // Bfloat16 pairs become floats by shifting: the first of a pair is the low half.
 inline Vec FirstOfPairs(Vec pairs) { return FromBits(Bits(pairs) << 16); }
 inline Vec SecondOfPairs(Vec pairs) { return FromBits(Bits(pairs) & 0xffff0000u); }

@@ -99,7 +99,7 @@ inline int64_t ElementBytes(PanelFormat format) {
 
 inline int64_t GroupColumns(PanelFormat format) { return format == PanelFormat::kInt8 ? 64 : 32; }
 
-// Bytes of k weights; k is even for pairs.
+// Units of k weights; k is even for pairs.
 inline int64_t NumUnits(PanelFormat format, int64_t k) {
   return format == PanelFormat::kBFloat16Pairs ? k / 2 : k;
 }

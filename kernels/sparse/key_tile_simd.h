@@ -29,6 +29,22 @@ inline IntVec AddPairs(ShortVec v) {
   return reinterpret_cast<IntVec>(AddShorts(reinterpret_cast<Vec>(v)));
 }
 
+// kSimdWidth keys' units, of which load(i) gives the i-th key's, change places. Calls use(i, keys)
+// for the first `count` units.
+template <typename LoadKey, typename Use>
+inline void TransposeUnits(int64_t count, const LoadKey& load, const Use& use) {
+  Vec rows[static_cast<size_t>(kSimdWidth)];
+#pragma GCC unroll 16
+  for (int64_t i = 0; i < kSimdWidth; ++i) rows[i] = load(i);
+  TransposeVectors(rows);
+  if (count == kSimdWidth) {
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < kSimdWidth; ++i) use(i, rows[i]);
+  } else {
+    for (int64_t i = 0; i < count; ++i) use(i, rows[i]);
+  }
+}
+
 // Calls use(unit, first key, the unit of kSimdWidth keys from that key on) for all units;
 // load(key, unit, count) gives the units from that one on, at most kSimdWidth.
 template <typename LoadUnits, typename Use>
@@ -37,11 +53,9 @@ inline void ForEachUnit(int64_t num_units, const LoadUnits& load, const Use& use
     for (int64_t begin = 0; begin < num_units; begin += kSimdWidth) {
       const int64_t count =
           num_units - begin < kSimdWidth ? num_units - begin : int64_t{kSimdWidth};
-      Vec rows[static_cast<size_t>(kSimdWidth)];
-#pragma GCC unroll 16
-      for (int64_t i = 0; i < kSimdWidth; ++i) rows[i] = load(t + i, begin, count);
-      TransposeVectors(rows);
-      for (int64_t i = 0; i < count; ++i) use(begin + i, t, rows[i]);
+      TransposeUnits(
+          count, [&](int64_t i) { return load(t + i, begin, count); },
+          [&](int64_t i, Vec keys) { use(begin + i, t, keys); });
     }
   }
 }
@@ -62,6 +76,26 @@ inline void StoreElement(float* tile, int64_t element, int64_t key, Vec v) {
   Store(tile + element * kTileKeys + key, v);
 }
 
+// How keys lie: units of four bytes with kElements each.
+struct FloatKeys {
+  static constexpr int64_t kElements = 1;
+  static constexpr int64_t kBytes = 4;
+  // Calls use(element, keys) for a unit's elements.
+  template <typename Use>
+  static void Split(int64_t unit, Vec keys, const Use& use) {
+    use(unit, keys);
+  }
+};
+struct BFloat16Keys {
+  static constexpr int64_t kElements = 2;
+  static constexpr int64_t kBytes = 2;
+  template <typename Use>
+  static void Split(int64_t unit, Vec pairs, const Use& use) {
+    use(2 * unit, FirstOfPairs(pairs));
+    use(2 * unit + 1, SecondOfPairs(pairs));
+  }
+};
+
 void PackFloat32(const void* const* keys, int64_t head_dim, float* tile) {
   ForEachUnit(keys, head_dim,
               [&](int64_t unit, int64_t key, Vec v) { StoreElement(tile, unit, key, v); });
@@ -69,9 +103,9 @@ void PackFloat32(const void* const* keys, int64_t head_dim, float* tile) {
 
 // An odd last element is a unit's first half, and lies alone.
 void PackBFloat16(const void* const* keys, int64_t head_dim, float* tile) {
-  ForEachUnit(keys, head_dim / 2, [&](int64_t unit, int64_t key, Vec v) {
-    StoreElement(tile, 2 * unit, key, FirstOfPairs(v));
-    StoreElement(tile, 2 * unit + 1, key, SecondOfPairs(v));
+  ForEachUnit(keys, head_dim / 2, [&](int64_t unit, int64_t key, Vec pairs) {
+    BFloat16Keys::Split(unit, pairs,
+                        [&](int64_t element, Vec v) { StoreElement(tile, element, key, v); });
   });
   if (head_dim % 2 == 0) return;
   for (int64_t t = 0; t < kTileKeys; ++t) {
@@ -155,33 +189,6 @@ void Best(const TileQueries& q, const float* tile, float* best) {
   });
 }
 
-// How a page's keys lie: units of four bytes with kElements each.
-struct FloatKeys {
-  static constexpr int64_t kElements = 1;
-  static constexpr int64_t kBytes = 4;
-  // Calls use(element, keys) for a unit's elements.
-  template <typename Use>
-  static void Split(int64_t unit, Vec keys, const Use& use) {
-    use(unit, keys);
-  }
-};
-struct BFloat16Keys {
-  static constexpr int64_t kElements = 2;
-  static constexpr int64_t kBytes = 2;
-  template <typename Use>
-  static void Split(int64_t unit, Vec pairs, const Use& use) {
-    use(2 * unit, FirstOfPairs(pairs));
-    use(2 * unit + 1, SecondOfPairs(pairs));
-  }
-};
-
-// Fetches what lies at the same place of the page that is read next, into the second-level cache.
-inline void PrefetchNext(const KeyPage& page, int64_t offset) {
-  constexpr int kForReading = 0, kSecondLevel = 2;
-  if (page.next_keys == nullptr) return;
-  __builtin_prefetch(page.next_keys + offset, kForReading, kSecondLevel);
-}
-
 // The last element of kSimdWidth keys, where it is half a unit.
 inline Vec LastElements(const std::byte* keys, int64_t head_dim) {
   uint32_t bits[kSimdWidth];
@@ -204,20 +211,12 @@ inline void ForEachElement(const KeyPage& page, int64_t head_dim, int64_t t, int
                            const Use& use) {
   const int64_t key_bytes = head_dim * Keys::kBytes, num_units = head_dim / Keys::kElements;
   const int64_t count = num_units - begin < kSimdWidth ? num_units - begin : int64_t{kSimdWidth};
-  Vec rows[static_cast<size_t>(kSimdWidth)];
-#pragma GCC unroll 16
-  for (int64_t i = 0; i < kSimdWidth; ++i) {
+  const auto load = [&](int64_t i) {
     const int64_t offset = (t + i) * key_bytes + begin * 4;
-    PrefetchNext(page, offset);
-    rows[i] = LoadUnits(reinterpret_cast<const float*>(page.keys + offset), count);
-  }
-  TransposeVectors(rows);
-  if (count == kSimdWidth) {
-#pragma GCC unroll 16
-    for (int64_t i = 0; i < kSimdWidth; ++i) Keys::Split(begin + i, rows[i], use);
-  } else {
-    for (int64_t i = 0; i < count; ++i) Keys::Split(begin + i, rows[i], use);
-  }
+    PrefetchNext(page.next_keys, offset);
+    return LoadUnits(reinterpret_cast<const float*>(page.keys + offset), count);
+  };
+  TransposeUnits(count, load, [&](int64_t i, Vec units) { Keys::Split(begin + i, units, use); });
 }
 
 // Logits of kRows queries and a page.
