@@ -185,9 +185,9 @@ Bench::Bench(const Flags& flags)
   const kernels::KvLayout layout = model_.transformer->kv_layout(options.kv_dtype);
   const int64_t blocks =
       *std::max_element(flags.tokens.begin(), flags.tokens.end()) / kPageTokens + 64;
-  options.kv_device_bytes = blocks * layout.block_bytes();
+  options.kv.device = blocks * layout.block_bytes();
   // Extents of the host tier have bounds, codes and checksums beside the pages.
-  options.kv_host_bytes =
+  options.kv.host =
       blocks * (layout.block_bytes() + layout.block_bounds_bytes() +
                 layout.block_key_codes_bytes() + 16 * layout.pages_per_block() + 8192);
   engine_ = Value(Engine::Create(options, *model_.transformer, collective_));
