@@ -124,11 +124,16 @@ absl::Status Engine::Init(std::unique_ptr<kvstore::Tier> below) {
   }
   KVASIR_RETURN_IF_ERROR(
       model_.backend().CheckPolicies(options_.policies, model_.options().shard.num_ranks));
+  const auto enter = [this](absl::string_view stage) {
+    if (options_.on_stage) options_.on_stage(stage);
+  };
+  enter("warming up");
   KVASIR_ASSIGN_OR_RETURN(
       activations_,
       Activations::Create(model_.backend(), model_.activation_sizes(options_.max_num_batched_tokens,
                                                                     options_.max_num_seqs)));
   KVASIR_RETURN_IF_ERROR(model_.WarmUp(activations_, options_.max_num_batched_tokens));
+  enter("taking memory for KV");
   KVASIR_ASSIGN_OR_RETURN(const KvSizes sizes, SizeTiers());
   KVASIR_ASSIGN_OR_RETURN(
       store_, kvstore::KvStore::Create(

@@ -22,6 +22,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 
 #include "kernels/base/buffer.h"
 #include "kvstore/kv_store.h"
@@ -49,6 +50,8 @@ struct EngineOptions {
   std::string kv_form = {};
   std::vector<v1::SparsityPolicy> policies;
   double mass_sample_rate = 0;
+  // Called by Create with what is being done. May be empty.
+  std::function<void(absl::string_view stage)> on_stage = {};
 };
 
 // What of the model's KV this rank holds: of the store, and of a tier below it.

@@ -90,7 +90,13 @@ int64_t GbToBytes(double gb) { return static_cast<int64_t>(gb * 1e9); }
 }  // namespace
 
 GroupMember::GroupMember(GroupMemberOptions options, Backend& backend, WorkerMetrics& metrics)
-    : options_(std::move(options)), backend_(backend), metrics_(metrics) {}
+    : options_(std::move(options)),
+      backend_(backend),
+      metrics_(metrics),
+      process_times_(options_.process_started) {
+  process_times_->Enter("starting the process", options_.process_started);
+  process_times_->Enter("waiting for a coordinator");
+}
 
 absl::Status GroupMember::Serve(CoordinatorStream& stream) {
   const std::optional<v1::CoordinatorMessage> first = stream.Read();
@@ -100,11 +106,23 @@ absl::Status GroupMember::Serve(CoordinatorStream& stream) {
   }
   const v1::ShardPlan& plan = first->shard_plan();
   KVASIR_RETURN_IF_ERROR(CheckShardPlan(plan));
-  KVASIR_RETURN_IF_ERROR(Load(plan, stream));
+  StartTimes times =
+      std::exchange(process_times_, std::nullopt).value_or(StartTimes(StartTimes::Clock::now()));
+  const Progress progress = [&](absl::string_view stage, double fraction) {
+    times.Enter(stage);
+    v1::WorkerMessage message;
+    message.mutable_load_progress()->set_stage(std::string(stage));
+    message.mutable_load_progress()->set_fraction(fraction);
+    stream.Write(std::move(message));
+  };
+  KVASIR_RETURN_IF_ERROR(Load(plan, progress));
+  times.SetBytes("loading weights", model_->weight_bytes);
+  progress("joining the other ranks", 0);
   KVASIR_ASSIGN_OR_RETURN(const std::unique_ptr<Collective> collective, Connect(plan, stream));
   // Now, while all are here at the same time: what an engine takes memory for takes its time.
   KVASIR_RETURN_IF_ERROR(backend_.JoinRanks(*collective));
-  KVASIR_ASSIGN_OR_RETURN(const std::unique_ptr<Engine> engine, MakeEngine(plan, *collective));
+  KVASIR_ASSIGN_OR_RETURN(const std::unique_ptr<Engine> engine,
+                          MakeEngine(plan, *collective, progress));
   metrics_.JoinGroup({.model = plan.model().model(),
                       .rank = plan.tensor_parallel_rank(),
                       .disk_tier = !plan.kv().kv_disk_path().empty()});
@@ -115,8 +133,8 @@ absl::Status GroupMember::Serve(CoordinatorStream& stream) {
     stream.Write(std::move(message));
   }
   stream.Write(MakeReady(*engine));
-  spdlog::info("ready: rank {} of {}, epoch {}", plan.tensor_parallel_rank(),
-               plan.tensor_parallel_size(), plan.group_epoch());
+  spdlog::info("rank {} of {}, epoch {}: ready after {}", plan.tensor_parallel_rank(),
+               plan.tensor_parallel_size(), plan.group_epoch(), times.Summary());
   options_.on_ready(true);
   const absl::Status status = RunPlans(*engine, stream);
   options_.on_ready(false);
@@ -125,16 +143,10 @@ absl::Status GroupMember::Serve(CoordinatorStream& stream) {
   return status;
 }
 
-absl::Status GroupMember::Load(const v1::ShardPlan& plan, CoordinatorStream& stream) {
+absl::Status GroupMember::Load(const v1::ShardPlan& plan, const Progress& progress) {
   const std::string key = ModelKey(plan);
   if (model_ && key == model_key_) return absl::OkStatus();
   model_.reset();  // before the next one is read: there may not be room for both
-  const auto progress = [&stream](absl::string_view stage, double fraction) {
-    v1::WorkerMessage message;
-    message.mutable_load_progress()->set_stage(std::string(stage));
-    message.mutable_load_progress()->set_fraction(fraction);
-    stream.Write(std::move(message));
-  };
   KVASIR_ASSIGN_OR_RETURN(model_, LoadModel({.model = plan.model(),
                                              .kv = plan.kv(),
                                              .rank = plan.tensor_parallel_rank(),
@@ -156,7 +168,8 @@ absl::StatusOr<std::unique_ptr<Collective>> GroupMember::Connect(const v1::Shard
 }
 
 absl::StatusOr<std::unique_ptr<Engine>> GroupMember::MakeEngine(const v1::ShardPlan& plan,
-                                                                Collective& collective) {
+                                                                Collective& collective,
+                                                                const Progress& progress) {
   const absl::string_view hash(reinterpret_cast<const char*>(model_->weights_hash.data()),
                                model_->weights_hash.size());
   const EngineOptions options = {.group_epoch = plan.group_epoch(),
@@ -170,7 +183,8 @@ absl::StatusOr<std::unique_ptr<Engine>> GroupMember::MakeEngine(const v1::ShardP
                                  .weights_hash = std::string(hash),
                                  .kv_form = model_->kv_form,
                                  .policies = {plan.policies().begin(), plan.policies().end()},
-                                 .mass_sample_rate = plan.mass_sample_rate()};
+                                 .mass_sample_rate = plan.mass_sample_rate(),
+                                 .on_stage = [&](absl::string_view stage) { progress(stage, 0); }};
   KVASIR_ASSIGN_OR_RETURN(std::unique_ptr<kvstore::Tier> disk,
                           OpenDisk({.config = plan.kv(),
                                     .shard = KvShardOf(options, *model_->transformer),

@@ -19,12 +19,14 @@
 #include "worker/loaded_model.h"
 #include "worker/metrics.h"
 #include "worker/parallel/collective.h"
+#include "worker/start_times.h"
 
 namespace kvasir::worker {
 
 struct GroupMemberOptions {
   std::string collective_host = "127.0.0.1";
   std::string metrics_address;  // for Ready
+  StartTimes::Clock::time_point process_started = StartTimes::Clock::now();
   // Called when this worker becomes able to carry out plans, and when it no longer is.
   std::function<void(bool ready)> on_ready;
 };
@@ -38,11 +40,15 @@ class GroupMember {
   absl::Status Serve(CoordinatorStream& stream);
 
  private:
-  absl::Status Load(const v1::ShardPlan& plan, CoordinatorStream& stream);
+  // Tells what is being done and the part of it done.
+  using Progress = std::function<void(absl::string_view stage, double fraction)>;
+
+  absl::Status Load(const v1::ShardPlan& plan, const Progress& progress);
   absl::StatusOr<std::unique_ptr<Collective>> Connect(const v1::ShardPlan& plan,
                                                       CoordinatorStream& stream);
   absl::StatusOr<std::unique_ptr<Engine>> MakeEngine(const v1::ShardPlan& plan,
-                                                     Collective& collective);
+                                                     Collective& collective,
+                                                     const Progress& progress);
   v1::WorkerMessage MakeReady(const Engine& engine) const;
   // A plan begins when it comes, also while the one before is under way, if the engine may.
   absl::Status RunPlans(Engine& engine, CoordinatorStream& stream);
@@ -52,6 +58,7 @@ class GroupMember {
   const GroupMemberOptions options_;
   Backend& backend_;
   WorkerMetrics& metrics_;
+  std::optional<StartTimes> process_times_;  // until the first stream begins
   std::optional<LoadedModel> model_;
   std::string model_key_;  // what of a ShardPlan model_ was loaded for
 };

@@ -112,16 +112,35 @@ absl::StatusOr<kernels::WeightForm> ParseWeightForm(const std::string& weights_d
       absl::StrCat("weights_dtype '", weights_dtype, "'; it must be auto or int8"));
 }
 
+ModelIdentity IdentityOf(const TransformerOptions& model) {
+  return {.config = model.config,
+          .context_length = model.longest_position_range(),
+          .dtype = model.dtype,
+          .weights = model.weights};
+}
+
 absl::StatusOr<ModelWeights> ReadWeights(const LoadModelOptions& options,
-                                         const TransformerOptions& model, ModelHash& hash) {
+                                         const TransformerOptions& model, Backend& backend,
+                                         ModelHash& hash) {
   options.progress("hashing the weights", 0);
   KVASIR_ASSIGN_OR_RETURN(const SafetensorsFolder tensors,
                           SafetensorsFolder::Open(options.model.model()));
-  KVASIR_ASSIGN_OR_RETURN(hash, HashModel(tensors, model.config, model.longest_position_range(),
-                                          model.dtype, model.weights));
+  KVASIR_ASSIGN_OR_RETURN(hash, HashModel(tensors, IdentityOf(model), backend.executor()));
   const auto progress = [&](double fraction) { options.progress("loading weights", fraction); };
+  progress(0);
   return LoadWeights(tensors, model.config,
-                     {.plan = model.shard, .dtype = model.dtype, .progress = progress});
+                     {.plan = model.shard, .dtype = model.dtype, .progress = progress}, backend);
+}
+
+int64_t BytesOf(const ModelWeights& weights) {
+  int64_t bytes = 0;
+  const auto add = [&](const auto&... tensors) { ((bytes += tensors.memory.size_bytes()), ...); };
+  add(weights.embedding, weights.final_norm, weights.lm_head);
+  for (const LayerWeights& layer : weights.layers) {
+    add(layer.input_norm, layer.qkv, layer.qkv_bias, layer.q_norm, layer.k_norm, layer.output,
+        layer.output_bias, layer.post_attention_norm, layer.gate_up, layer.down);
+  }
+  return bytes;
 }
 
 }  // namespace
@@ -163,14 +182,15 @@ absl::StatusOr<LoadedModel> LoadModel(const LoadModelOptions& options, Backend& 
   ModelWeights weights;
   if (is_dummy) {
     options.progress("making random weights", 0);
-    loaded.weights_hash = HashDummyModel(kDummySeed, config, transformer.longest_position_range(),
-                                         dtype, weight_form);
+    loaded.weights_hash = HashDummyModel(kDummySeed, IdentityOf(transformer));
     KVASIR_ASSIGN_OR_RETURN(
         weights,
         MakeDummyWeights(config, {.plan = shard, .dtype = dtype, .seed = kDummySeed}, backend));
   } else {
-    KVASIR_ASSIGN_OR_RETURN(weights, ReadWeights(options, transformer, loaded.weights_hash));
+    KVASIR_ASSIGN_OR_RETURN(weights,
+                            ReadWeights(options, transformer, backend, loaded.weights_hash));
   }
+  loaded.weight_bytes = BytesOf(weights);
   options.progress("packing weights", 1);
   KVASIR_ASSIGN_OR_RETURN(loaded.transformer,
                           Transformer::Create(std::move(weights), transformer, backend));

@@ -22,7 +22,8 @@ struct LoadedModel {
   std::unique_ptr<Transformer> transformer;
   ModelHash weights_hash = {};
   kernels::DType kv_dtype = kernels::DType::kFloat32;
-  std::string kv_form;  // as in v1::Ready
+  std::string kv_form;       // as in v1::Ready
+  int64_t weight_bytes = 0;  // of this rank, as they were loaded
 };
 
 struct LoadModelOptions {
@@ -30,7 +31,7 @@ struct LoadModelOptions {
   v1::KvConfig kv;
   int64_t rank = 0;
   int64_t num_ranks = 1;
-  // Called now and then with what is being done and the part of it done.
+  // Called now and then, by one thread at a time, with what is being done and the part of it done.
   std::function<void(absl::string_view stage, double fraction)> progress;
 };
 

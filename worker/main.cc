@@ -136,7 +136,7 @@ absl::StatusOr<std::unique_ptr<proto::GrpcListener>> Listen(const std::string& a
       absl::StrCat(listener.status().message(), "; choose another --listen"));
 }
 
-absl::Status RunWorker(const v1::WorkerConfig& config) {
+absl::Status RunWorker(const v1::WorkerConfig& config, StartTimes::Clock::time_point started) {
   KVASIR_RETURN_IF_ERROR(kernels::LimitCpuIsa(config.cpu_isa()));
   const sigset_t end_signals = BlockEndSignals();
   proto::IgnoreStraySignals();
@@ -156,6 +156,7 @@ absl::Status RunWorker(const v1::WorkerConfig& config) {
   spdlog::info("metrics on {}:{}", config.metrics_host(), endpoint->port());
   GroupMember member({.collective_host = config.collective_host(),
                       .metrics_address = absl::StrCat(config.metrics_host(), ":", endpoint->port()),
+                      .process_started = started,
                       .on_ready = [&readiness](bool ready) { readiness.Set(ready); }},
                      *backend, metrics);
   KVASIR_ASSIGN_OR_RETURN(const std::unique_ptr<proto::GrpcListener> listener,
@@ -190,11 +191,12 @@ void WriteFailure(const std::string& path, const absl::Status& status) {
 }
 
 absl::Status Main(int argc, char** argv) {
+  const StartTimes::Clock::time_point started = StartTimes::Clock::now();
   v1::WorkerConfig config;
   KVASIR_ASSIGN_OR_RETURN(const proto::NextStep next,
                           proto::Configure(kCommand, argc, argv, 1, config));
   if (next == proto::NextStep::kExit) return absl::OkStatus();
-  const absl::Status status = RunWorker(config);
+  const absl::Status status = RunWorker(config, started);
   WriteFailure(config.failure_file(), status);
   return status;
 }

@@ -109,6 +109,26 @@ absl::StatusOr<DeviceBuffer> Stack(std::span<const TensorView> tensors, DType dt
   return stacked;
 }
 
+// The biases of parts in device memory, in another dtype maybe: by way of the host, as they are
+// small.
+absl::StatusOr<DeviceBuffer> ConvertBiases(std::span<const PackedLinear::Part> parts, DType dtype) {
+  std::vector<PackedLinear::Part> on_host(parts.begin(), parts.end());
+  std::vector<std::vector<std::byte>> memory(parts.size());
+  int64_t n = 0;
+  for (size_t i = 0; i < parts.size(); ++i) {
+    n += parts[i].weight.dim(0);
+    const TensorView& bias = parts[i].bias;
+    if (bias.empty()) continue;
+    KVASIR_RETURN_IF_ERROR(RequireDeviceMemory("gemm", {bias}));
+    memory[i].resize(static_cast<size_t>(bias.size_bytes()));
+    KVASIR_RETURN_IF_ERROR(CudaStatus(
+        cudaMemcpy(memory[i].data(), bias.data(), memory[i].size(), cudaMemcpyDeviceToHost),
+        "fetching a layer's bias"));
+    on_host[i].bias = TensorView(memory[i].data(), bias.dtype(), {bias.dim(0)});
+  }
+  return CopyBias(WeightSource(on_host, n, parts[0].weight.dim(1)), dtype);
+}
+
 template <typename T>
 absl::Status Set(cublasLtMatmulDesc_t description, cublasLtMatmulDescAttributes_t attribute,
                  const T& value) {
@@ -162,20 +182,11 @@ absl::Status CudaLinear::TakeHostParts(std::span<const PackedLinear::Part> parts
 
 // What made the parts was put on streams that do not wait for each other.
 absl::Status CudaLinear::TakeDeviceParts(std::span<const PackedLinear::Part> parts) {
-  std::vector<TensorView> weights, biases;
-  for (const PackedLinear::Part& part : parts) {
-    weights.push_back(part.weight);
-    if (!part.bias.empty()) biases.push_back(part.bias);
-  }
-  ShapeCheck check("gemm");
-  check.Require(biases.empty() || biases.size() == parts.size(),
-                "of parts in device memory some have a bias and some have none");
-  KVASIR_RETURN_IF_ERROR(check.status());
+  std::vector<TensorView> weights;
+  for (const PackedLinear::Part& part : parts) weights.push_back(part.weight);
   KVASIR_RETURN_IF_ERROR(CudaStatus(cudaDeviceSynchronize(), "waiting for a layer's weights"));
   KVASIR_ASSIGN_OR_RETURN(weights_, Stack(weights, options_.input));
-  if (!biases.empty()) {
-    KVASIR_ASSIGN_OR_RETURN(bias_, Stack(biases, options_.output));
-  }
+  KVASIR_ASSIGN_OR_RETURN(bias_, ConvertBiases(parts, options_.output));
   return CudaStatus(cudaDeviceSynchronize(), "copying a layer's weights on the device");
 }
 

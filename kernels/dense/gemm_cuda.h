@@ -45,9 +45,10 @@ class CudaLinear {
   static constexpr int64_t kWorkspaceBytes = int64_t{32} << 20;
 
   // Parts and options as of PackedLinear::Create: the weights are rounded to bfloat16 when the
-  // input is bfloat16, biases to the output's dtype. Parts in device memory have these dtypes; all
-  // lie there, or none. Waits for what the device does and for the copies. `lt` outlives the
-  // object. INVALID_ARGUMENT: shapes or dtypes. RESOURCE_EXHAUSTED: no memory.
+  // input is bfloat16, biases to the output's dtype. Weights in device memory have the input's
+  // dtype; all lie there with their biases, or none. Waits for what the device does and for the
+  // copies. `lt` outlives the object. INVALID_ARGUMENT: shapes or dtypes. RESOURCE_EXHAUSTED: no
+  // memory.
   static absl::StatusOr<CudaLinear> Create(const CublasLt& lt,
                                            std::span<const PackedLinear::Part> parts,
                                            const PackedLinear::Options& options);

@@ -29,6 +29,9 @@ class ForwardingBackend : public Backend {
       const kvstore::ResidencyOptions& options) override {
     return inner_.MakeResidency(options);
   }
+  absl::Status FillPieces(std::span<const MemoryPiece> pieces, const WritePiece& write) override {
+    return inner_.FillPieces(pieces, write);
+  }
   absl::Status FillRandom(const kernels::RandomFillParams& params) override {
     return inner_.FillRandom(params);
   }

@@ -15,6 +15,7 @@
 #include "proto/selector_field.h"
 #include "tests/support/rounding_backend.h"
 #include "tests/worker/test_coordinator.h"
+#include "worker/backend/cpu_backend.h"
 #include "worker/backend/make_backend.h"
 #include "worker/engine.h"
 #include "worker/model/weights.h"
@@ -160,7 +161,7 @@ struct TestWorkerOptions {
   std::string device = "cpu";
   // Attention can be rounded otherwise (TestModel::rounding): for bfloat16 on a CPU.
   bool can_round = false;
-  // Called on the weights before they are packed.
+  // Called on the weights before they are packed, in host memory.
   std::function<void(ModelWeights&)> edit_weights;
 };
 
@@ -172,8 +173,10 @@ class TestModel {
     const ModelConfig config = LoadModelConfig(options.folder).value();
     const ShardPlan shard = ShardPlan::Make(config, options.rank, options.num_ranks).value();
     const SafetensorsFolder tensors = SafetensorsFolder::Open(options.folder).value();
+    CpuBackend host(executor_);
     ModelWeights weights =
-        LoadWeights(tensors, config, {.plan = shard, .dtype = options.dtype, .progress = {}})
+        LoadWeights(tensors, config, {.plan = shard, .dtype = options.dtype, .progress = {}},
+                    options.edit_weights ? host : *backend_)
             .value();
     if (options.edit_weights) options.edit_weights(weights);
     transformer_ = Transformer::Create(std::move(weights),

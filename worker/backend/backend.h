@@ -11,7 +11,9 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <utility>
@@ -63,6 +65,9 @@ class Rope {
  public:
   virtual ~Rope() = default;
 };
+
+// Writes the bytes of a piece, by its index, to host memory; `thread` as of Executor::ParallelFor.
+using WritePiece = std::function<absl::Status(int64_t piece, int thread, std::byte* out)>;
 
 // What the ops of one step share. Borrowed from BeginStep to its Collect.
 struct StepInputs {
@@ -139,12 +144,17 @@ class Backend {
   // One at a time is in use.
   virtual absl::StatusOr<std::unique_ptr<kvstore::PageResidency>> MakeResidency(
       const kvstore::ResidencyOptions& options) = 0;
+  // Fills pieces of memory of Allocate, of a few MiB each: `write` is called for every one, on the
+  // executor's threads, and what it writes is on its way to the piece while others are written.
+  // Returns when all are there. The error of the first piece that fails; no memory then has
+  // specified contents.
+  virtual absl::Status FillPieces(std::span<const MemoryPiece> pieces, const WritePiece& write) = 0;
   // Numbers as of kernels/dense/random_fill.h, in memory of Allocate.
   virtual absl::Status FillRandom(const kernels::RandomFillParams& params) = 0;
   // A weight that ops read as it is; what is empty, or lies in memory of Allocate, stays as it is.
   virtual absl::StatusOr<Tensor> Place(Tensor weight) = 0;
   // Parts and options as of kernels::PackedLinear::Create; copied. The parts lie in host memory, or
-  // in memory of Allocate and then have the dtypes of the options.
+  // in memory of Allocate, and weights then have the dtype of the options' input.
   virtual absl::StatusOr<std::unique_ptr<Linear>> MakeLinear(
       std::span<const kernels::PackedLinear::Part> parts,
       const kernels::PackedLinear::Options& options) = 0;

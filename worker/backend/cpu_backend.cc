@@ -9,6 +9,7 @@
 #include "absl/strings/str_join.h"
 
 #include "kernels/base/status_macros.h"
+#include "kernels/base/try_parallel_for.h"
 #include "kernels/dense/add.h"
 #include "kernels/dense/embedding.h"
 #include "kernels/dense/rms_norm.h"
@@ -113,6 +114,12 @@ std::set<std::string> CpuBackend::ProductPaths() const {
 absl::StatusOr<Memory> CpuBackend::Allocate(int64_t bytes) {
   KVASIR_ASSIGN_OR_RETURN(kernels::HostBuffer buffer, kernels::HostBuffer::Allocate(bytes));
   return Memory(std::move(buffer), kernels::Device::kCpu);
+}
+
+absl::Status CpuBackend::FillPieces(std::span<const MemoryPiece> pieces, const WritePiece& write) {
+  return kernels::TryParallelFor(executor(), std::ssize(pieces), [&](int64_t piece, int thread) {
+    return write(piece, thread, pieces[static_cast<size_t>(piece)].begin);
+  });
 }
 
 // The tiers are touched as they fill: too little memory would show under load, as a kill.

@@ -33,6 +33,8 @@ class CpuBackend final : public Backend {
   absl::StatusOr<Memory> Allocate(int64_t bytes) override;
   absl::StatusOr<std::unique_ptr<kvstore::PageResidency>> MakeResidency(
       const kvstore::ResidencyOptions& options) override;
+  // Written where they lie.
+  absl::Status FillPieces(std::span<const MemoryPiece> pieces, const WritePiece& write) override;
   absl::Status FillRandom(const kernels::RandomFillParams& params) override {
     return kernels::FillRandom(params, executor());
   }

@@ -12,6 +12,7 @@
 #include "kernels/paged/digests_cuda.h"
 #include "kernels/sparse/reuse/selection_memory_cuda.h"
 #include "worker/backend/cuda_limits.h"
+#include "worker/backend/cuda_upload.h"
 #include "worker/backend/make_backend.h"
 
 namespace kvasir::worker {
@@ -125,6 +126,10 @@ absl::StatusOr<std::unique_ptr<kvstore::PageResidency>> CudaBackend::MakeResiden
                           CudaResidency::Make(options, stream_, executor()));
   arenas_ = residency->arenas();
   return residency;
+}
+
+absl::Status CudaBackend::FillPieces(std::span<const MemoryPiece> pieces, const WritePiece& write) {
+  return UploadPieces(pieces, write, stream_, executor());
 }
 
 absl::Status CudaBackend::FillRandom(const kernels::RandomFillParams& params) {

@@ -38,6 +38,8 @@ class CudaBackend final : public Backend {
   absl::StatusOr<Memory> Allocate(int64_t bytes) override;
   absl::StatusOr<std::unique_ptr<kvstore::PageResidency>> MakeResidency(
       const kvstore::ResidencyOptions& options) override;
+  // Written to pinned memory of each thread, and copied from there.
+  absl::Status FillPieces(std::span<const MemoryPiece> pieces, const WritePiece& write) override;
   absl::Status FillRandom(const kernels::RandomFillParams& params) override;
   absl::StatusOr<Tensor> Place(Tensor weight) override;
   absl::StatusOr<std::unique_ptr<Linear>> MakeLinear(

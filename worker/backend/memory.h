@@ -49,4 +49,10 @@ struct Tensor {
   kernels::TensorView view;
 };
 
+// A part of a backend's memory that is written by the host.
+struct MemoryPiece {
+  std::byte* begin = nullptr;
+  int64_t size_bytes = 0;
+};
+
 }  // namespace kvasir::worker

@@ -28,9 +28,7 @@ float ToFloat(Float16 value) {
 
 template <typename To, typename From>
 To ConvertOne(From value) {
-  if constexpr (std::is_same_v<To, From>) {
-    return value;
-  } else if constexpr (std::is_same_v<From, float>) {
+  if constexpr (std::is_same_v<From, float>) {
     return To(value);
   } else {
     return To(ToFloat(value));
@@ -40,24 +38,37 @@ To ConvertOne(From value) {
 bool IsFinite(float value) { return (std::bit_cast<uint32_t>(value) & 0x7f800000u) != 0x7f800000u; }
 bool IsFinite(BFloat16 value) { return (value.bits & 0x7f80u) != 0x7f80u; }
 
+// The index of the first element that is not finite, -1: there is none.
+template <typename T>
+int64_t FirstBad(std::span<const std::byte> elements) {
+  const size_t count = elements.size() / sizeof(T);
+  const auto at = [&](size_t i) {
+    T value;
+    std::memcpy(&value, elements.data() + i * sizeof(T), sizeof(T));
+    return value;
+  };
+  bool all_finite = true;  // without a branch, so that the loop becomes SIMD code
+  for (size_t i = 0; i < count; ++i) all_finite &= IsFinite(at(i));
+  for (size_t i = 0; !all_finite; ++i) {
+    if (!IsFinite(at(i))) return static_cast<int64_t>(i);
+  }
+  return -1;
+}
+
 template <typename From, typename To>
 int64_t Convert(std::span<const std::byte> in, std::byte* out) {
   const size_t count = in.size() / sizeof(From);
-  bool all_finite = true;  // without a branch, so that the loop becomes SIMD code
-  for (size_t i = 0; i < count; ++i) {
-    From value;
-    std::memcpy(&value, in.data() + i * sizeof(From), sizeof(From));
-    const To converted = ConvertOne<To>(value);
-    all_finite &= IsFinite(converted);
-    std::memcpy(out + i * sizeof(To), &converted, sizeof(To));
+  if constexpr (std::is_same_v<From, To>) {
+    if (out != in.data()) std::memcpy(out, in.data(), in.size());
+  } else {
+    for (size_t i = 0; i < count; ++i) {
+      From value;
+      std::memcpy(&value, in.data() + i * sizeof(From), sizeof(From));
+      const To converted = ConvertOne<To>(value);
+      std::memcpy(out + i * sizeof(To), &converted, sizeof(To));
+    }
   }
-  if (all_finite) return -1;
-  for (size_t i = 0; i < count; ++i) {
-    To value;
-    std::memcpy(&value, out + i * sizeof(To), sizeof(To));
-    if (!IsFinite(value)) return static_cast<int64_t>(i);
-  }
-  return -1;
+  return FirstBad<To>({out, count * sizeof(To)});
 }
 
 template <typename From>

@@ -5,15 +5,18 @@
 #include <cstddef>
 #include <memory>
 #include <openssl/evp.h>
+#include <span>
 #include <vector>
 #include <xxhash.h>
 
 #include "kernels/base/status_macros.h"
+#include "kernels/base/try_parallel_for.h"
 
 namespace kvasir::worker {
 namespace {
 
 constexpr int64_t kChunkBytes = int64_t{4} << 20;
+constexpr int64_t kReadBytes = int64_t{512} << 10;  // hashed while in a core's cache
 
 // SHA-256 of a sequence of fields, each with its length, so that no two sequences look alike.
 class FieldHasher {
@@ -51,18 +54,53 @@ class FieldHasher {
   std::unique_ptr<EVP_MD_CTX, decltype(&EVP_MD_CTX_free)> context_;
 };
 
-absl::StatusOr<XXH128_hash_t> HashData(const SafetensorsFile& file) {
+// One chunk of a file's data.
+struct Chunk {
+  const SafetensorsFile* file = nullptr;
+  int64_t offset = 0;
+  int64_t size_bytes = 0;
+};
+
+// Reads into `memory`, a part after the other.
+absl::Status HashChunk(const Chunk& chunk, std::span<std::byte> memory, XXH128_hash_t& hash) {
   const std::unique_ptr<XXH3_state_t, decltype(&XXH3_freeState)> state(XXH3_createState(),
                                                                        XXH3_freeState);
   KVASIR_CHECK(state != nullptr && XXH3_128bits_reset(state.get()) == XXH_OK);
-  std::vector<std::byte> chunk;
-  for (int64_t offset = 0; offset < file.data_size_bytes(); offset += kChunkBytes) {
-    const int64_t size = std::min(kChunkBytes, file.data_size_bytes() - offset);
-    chunk.resize(static_cast<size_t>(size));
-    KVASIR_RETURN_IF_ERROR(file.ReadData(offset, size, chunk.data()));
-    KVASIR_CHECK(XXH3_128bits_update(state.get(), chunk.data(), chunk.size()) == XXH_OK);
+  const auto most = static_cast<int64_t>(memory.size());
+  for (int64_t done = 0; done < chunk.size_bytes; done += most) {
+    const int64_t size = std::min(most, chunk.size_bytes - done);
+    KVASIR_RETURN_IF_ERROR(chunk.file->ReadData(chunk.offset + done, size, memory.data()));
+    KVASIR_CHECK(XXH3_128bits_update(state.get(), memory.data(), static_cast<size_t>(size)) ==
+                 XXH_OK);
   }
-  return XXH3_128bits_digest(state.get());
+  hash = XXH3_128bits_digest(state.get());
+  return absl::OkStatus();
+}
+
+std::vector<Chunk> ChunksOf(const SafetensorsFolder& folder) {
+  std::vector<Chunk> chunks;
+  for (const SafetensorsFile& file : folder.files()) {
+    const int64_t bytes = file.data_size_bytes();
+    for (int64_t offset = 0; offset < bytes; offset += kChunkBytes) {
+      chunks.push_back(
+          {.file = &file, .offset = offset, .size_bytes = std::min(kChunkBytes, bytes - offset)});
+    }
+  }
+  return chunks;
+}
+
+absl::StatusOr<std::vector<XXH128_hash_t>> HashChunks(const std::vector<Chunk>& chunks,
+                                                      kernels::Executor& executor) {
+  std::vector<XXH128_hash_t> hashes(chunks.size());
+  std::vector<std::vector<std::byte>> memory(static_cast<size_t>(executor.num_threads()));
+  KVASIR_RETURN_IF_ERROR(kernels::TryParallelFor(
+      executor, std::ssize(chunks), [&](int64_t i, int thread) -> absl::Status {
+        const Chunk& chunk = chunks[static_cast<size_t>(i)];
+        std::vector<std::byte>& data = memory[static_cast<size_t>(thread)];
+        data.resize(static_cast<size_t>(kReadBytes));
+        return HashChunk(chunk, data, hashes[static_cast<size_t>(i)]);
+      }));
+  return hashes;
 }
 
 void AddConfig(const ModelConfig& config, FieldHasher& hasher) {
@@ -96,36 +134,37 @@ void AddRope(const ModelConfig& config, int64_t context_length, FieldHasher& has
   }
 }
 
-void AddShape(absl::string_view kind, const ModelConfig& config, int64_t context_length,
-              kernels::DType dtype, kernels::WeightForm weights, FieldHasher& hasher) {
+void AddIdentity(absl::string_view kind, const ModelIdentity& identity, FieldHasher& hasher) {
   hasher.Add(kind);
-  hasher.Add(kernels::DTypeName(dtype));
-  if (weights == kernels::WeightForm::kInt8) hasher.Add("int8 weights in groups of 32");
-  AddConfig(config, hasher);
-  AddRope(config, context_length, hasher);
+  hasher.Add(kernels::DTypeName(identity.dtype));
+  if (identity.weights == kernels::WeightForm::kInt8) hasher.Add("int8 weights in groups of 32");
+  AddConfig(identity.config, hasher);
+  AddRope(identity.config, identity.context_length, hasher);
 }
 
 }  // namespace
 
-absl::StatusOr<ModelHash> HashModel(const SafetensorsFolder& folder, const ModelConfig& config,
-                                    int64_t context_length, kernels::DType dtype,
-                                    kernels::WeightForm weights) {
+absl::StatusOr<ModelHash> HashModel(const SafetensorsFolder& folder, const ModelIdentity& identity,
+                                    kernels::Executor& executor) {
+  const std::vector<Chunk> chunks = ChunksOf(folder);
+  KVASIR_ASSIGN_OR_RETURN(const std::vector<XXH128_hash_t> hashes, HashChunks(chunks, executor));
   FieldHasher hasher;
-  AddShape("kvasir model", config, context_length, dtype, weights, hasher);
+  AddIdentity("kvasir model, by chunks", identity, hasher);
   hasher.AddNumber(folder.files().size());
   for (const SafetensorsFile& file : folder.files()) {
-    KVASIR_ASSIGN_OR_RETURN(const XXH128_hash_t data, HashData(file));
     hasher.Add({file.header().data(), file.header().size()});
-    hasher.AddNumber(data.high64);
-    hasher.AddNumber(data.low64);
+    hasher.AddInt(file.data_size_bytes());
+  }
+  for (const XXH128_hash_t& hash : hashes) {
+    hasher.AddNumber(hash.high64);
+    hasher.AddNumber(hash.low64);
   }
   return hasher.Finish();
 }
 
-ModelHash HashDummyModel(uint64_t seed, const ModelConfig& config, int64_t context_length,
-                         kernels::DType dtype, kernels::WeightForm weights) {
+ModelHash HashDummyModel(uint64_t seed, const ModelIdentity& identity) {
   FieldHasher hasher;
-  AddShape("kvasir dummy model", config, context_length, dtype, weights, hasher);
+  AddIdentity("kvasir dummy model", identity, hasher);
   hasher.AddNumber(seed);
   return hasher.Finish();
 }

@@ -9,6 +9,7 @@
 #include "absl/status/statusor.h"
 
 #include "kernels/base/dtype.h"
+#include "kernels/base/executor.h"
 #include "kernels/dense/gemm.h"
 #include "worker/model/model_config.h"
 #include "worker/model/safetensors.h"
@@ -17,18 +18,23 @@ namespace kvasir::worker {
 
 using ModelHash = std::array<uint8_t, 32>;
 
+// The parts of a model that its KV depends on, besides its files.
+struct ModelIdentity {
+  const ModelConfig& config;
+  int64_t context_length = 0;                        // as for ComputeRopeFrequencies
+  kernels::DType dtype = kernels::DType::kBFloat16;  // of computation
+  kernels::WeightForm weights = kernels::WeightForm::kAsInput;
+};
+
 // SHA-256 over the configuration that KV depends on, the dtype of computation, how weights are kept
-// and, for each weight file, its header and an XXH3-128 of its data. The same on every rank, for
-// any number of ranks. Against accident, not forgery: who can write the model folder owns the
-// model. `context_length` as for ComputeRopeFrequencies. Reads every byte of every file, at about
-// the speed of the disk or the page cache: ranks of one host may take it from one of them.
-// DATA_LOSS when a file shrinks while it is read.
-absl::StatusOr<ModelHash> HashModel(const SafetensorsFolder& folder, const ModelConfig& config,
-                                    int64_t context_length, kernels::DType dtype,
-                                    kernels::WeightForm weights);
+// and, for each weight file, its header and the XXH3-128 of every 4 MiB of its data. The same on
+// every rank, for any number of ranks and threads. Against accident, not forgery: who can write the
+// model folder owns the model. Reads every byte of every file, on all threads of the executor, at
+// about the speed of the disk or the page cache. DATA_LOSS when a file shrinks while it is read.
+absl::StatusOr<ModelHash> HashModel(const SafetensorsFolder& folder, const ModelIdentity& identity,
+                                    kernels::Executor& executor);
 
 // The same of weights that are made from a seed (dummy_weights.h).
-ModelHash HashDummyModel(uint64_t seed, const ModelConfig& config, int64_t context_length,
-                         kernels::DType dtype, kernels::WeightForm weights);
+ModelHash HashDummyModel(uint64_t seed, const ModelIdentity& identity);
 
 }  // namespace kvasir::worker

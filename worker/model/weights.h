@@ -1,7 +1,7 @@
-// One rank's weights: its slices of the checkpoint's tensors, converted to the dtype that the
-// worker computes in, in host memory; or random ones in a backend's memory (dummy_weights.h).
-// Loaded once by the worker, and handed to the transformer. Reads only the rank's slices: peak
-// memory is the result and at most a few MiB. Thread-compatible.
+// One rank's weights, in the memory of a backend: its slices of the checkpoint's tensors, converted
+// to the dtype that the worker computes in; or random ones (dummy_weights.h). Loaded once by the
+// worker, and handed to the transformer. Reads only the rank's slices, on all threads of the
+// backend's executor: peak memory is the result and a few MiB a thread. Thread-compatible.
 //
 // Matrices are [out_features, in_features], row-major, as in the checkpoint. Sizes below are the
 // rank's own (ShardPlan): Hq query heads and Hkv KV heads of D dimensions, I columns of the MLP.
@@ -20,6 +20,8 @@
 #include "worker/model/shard_plan.h"
 
 namespace kvasir::worker {
+
+class Backend;  // worker/backend/backend.h
 
 // Where a model has no such weight, both memory and view are empty.
 struct LayerWeights {
@@ -45,7 +47,7 @@ struct ModelWeights {
 struct LoadWeightsOptions {
   ShardPlan plan;
   kernels::DType dtype = kernels::DType::kBFloat16;  // float32 or bfloat16
-  // Called now and then with the part done, in [0, 1]. May be empty.
+  // Called now and then with the part done, in [0, 1], by one thread at a time. May be empty.
   std::function<void(double fraction)> progress;
 };
 
@@ -54,6 +56,6 @@ struct LoadWeightsOptions {
 // float16; DATA_LOSS when a weight is not finite or a file shrinks while it is read;
 // RESOURCE_EXHAUSTED when memory runs out. Tensors that the model does not have are logged.
 absl::StatusOr<ModelWeights> LoadWeights(const SafetensorsFolder& folder, const ModelConfig& config,
-                                         const LoadWeightsOptions& options);
+                                         const LoadWeightsOptions& options, Backend& backend);
 
 }  // namespace kvasir::worker

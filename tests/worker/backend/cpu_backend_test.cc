@@ -78,6 +78,17 @@ class CpuBackendTest : public testing::Test {
   SingleCollective collective_;
 };
 
+TEST_F(CpuBackendTest, PiecesAreWrittenWhereTheyLie) {
+  const Memory memory = backend_.Allocate(300).value();
+  std::vector<MemoryPiece> pieces;
+  for (int64_t i = 0; i < 3; ++i) pieces.push_back({memory.data() + 100 * i, 100});
+  const absl::Status filled = backend_.FillPieces(pieces, [&](int64_t piece, int, std::byte* out) {
+    EXPECT_EQ(out, pieces[static_cast<size_t>(piece)].begin);
+    return piece == 0 ? absl::OkStatus() : absl::DataLossError("after the first");
+  });
+  EXPECT_EQ(filled, absl::DataLossError("after the first"));
+}
+
 TEST_F(CpuBackendTest, AnyTokenOfARowFailsItAndNoOther) {
   const std::unique_ptr<Rope> rope = MakeRope({});
   std::vector<float> residual, logits;

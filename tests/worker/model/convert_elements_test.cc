@@ -85,6 +85,16 @@ TEST(ConvertElements, FindsTheFirstNumberThatIsNotFinite) {
   }
 }
 
+TEST(ConvertElements, ElementsOfTheSameDtypeMayStayWhereTheyAre) {
+  std::vector<BFloat16> values(1000, BFloat16(1.5f));
+  values[700] = BFloat16(std::nanf(""));
+  const std::vector<BFloat16> before = values;
+  EXPECT_EQ(ConvertElements(DType::kBFloat16, BytesOf(values), DType::kBFloat16,
+                            reinterpret_cast<std::byte*>(values.data())),
+            700);
+  EXPECT_EQ(std::memcmp(values.data(), before.data(), 2000), 0);
+}
+
 TEST(ConvertElements, ANumberTooLargeForBFloat16IsFound) {
   const std::vector<float> values = {3.3e38f, std::numeric_limits<float>::max()};
   std::vector<std::byte> out(8);

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <set>
 
+#include "tests/support/thread_executor.h"
 #include "tests/worker/model/test_checkpoint.h"
 #include "tests/worker/model/test_files.h"
 
@@ -19,13 +20,17 @@ class HashModelTest : public testing::Test {
                  kernels::WeightForm weights = kernels::WeightForm::kAsInput) {
     const auto folder = SafetensorsFolder::Open(folder_.path());
     EXPECT_TRUE(folder.ok()) << folder.status();
-    const auto hash = HashModel(*folder, config, context_length, dtype, weights);
+    const auto hash = HashModel(
+        *folder,
+        {.config = config, .context_length = context_length, .dtype = dtype, .weights = weights},
+        executor_);
     EXPECT_TRUE(hash.ok()) << hash.status();
     return *hash;
   }
   void Write(const std::string& bytes) { WriteFile(folder_.File("model.safetensors"), bytes); }
 
   TemporaryFolder folder_;
+  tests::ThreadExecutor executor_{3};
 };
 
 TEST_F(HashModelTest, EveryByteOfTheFileCounts) {
@@ -58,6 +63,16 @@ TEST_F(HashModelTest, TheLastByteOfALargeFileCounts) {
   large.data.back() = 'y';
   Write(SafetensorsBytes({large}));
   EXPECT_NE(Hash(TinyModel()), hash);
+}
+
+TEST_F(HashModelTest, ThreadsDoNotCount) {
+  const TestTensor large{"large", "U8", {30'000'001}, std::string(30'000'001, 'x')};
+  Write(SafetensorsBytes({large}));
+  const ModelConfig config = TinyModel();
+  const auto folder = SafetensorsFolder::Open(folder_.path());
+  kernels::SerialExecutor one;
+  EXPECT_EQ(HashModel(*folder, {.config = config, .context_length = 128}, one).value(),
+            Hash(config));
 }
 
 TEST_F(HashModelTest, EverythingThatKvDependsOnCounts) {
@@ -100,9 +115,7 @@ TEST_F(HashModelTest, NothingElseCounts) {
   const TemporaryFolder copy;
   WriteFile(copy.File("model.safetensors"), bytes);
   const auto folder = SafetensorsFolder::Open(copy.path());
-  EXPECT_EQ(
-      HashModel(*folder, config, 128, DType::kBFloat16, kernels::WeightForm::kAsInput).value(),
-      hash);
+  EXPECT_EQ(HashModel(*folder, {.config = config, .context_length = 128}, executor_).value(), hash);
 }
 
 TEST_F(HashModelTest, TheContextCountsWhereFrequenciesDependOnIt) {
@@ -119,10 +132,9 @@ TEST_F(HashModelTest, AFileThatShrinksIsDataLoss) {
   ASSERT_TRUE(folder.ok());
   const std::string path = folder_.File("model.safetensors");
   std::filesystem::resize_file(path, std::filesystem::file_size(path) - 1);
-  EXPECT_EQ(HashModel(*folder, TinyModel(), 128, DType::kBFloat16, kernels::WeightForm::kAsInput)
-                .status()
-                .code(),
-            absl::StatusCode::kDataLoss);
+  EXPECT_EQ(
+      HashModel(*folder, {.config = TinyModel(), .context_length = 128}, executor_).status().code(),
+      absl::StatusCode::kDataLoss);
 }
 
 }  // namespace

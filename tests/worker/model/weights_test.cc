@@ -1,5 +1,7 @@
 #include "worker/model/weights.h"
 
+#include <cstring>
+#include <filesystem>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <limits>
@@ -9,8 +11,11 @@
 
 #include "absl/strings/str_cat.h"
 
+#include "kernels/base/executor.h"
+#include "tests/support/thread_executor.h"
 #include "tests/worker/model/test_checkpoint.h"
 #include "tests/worker/model/test_files.h"
+#include "worker/backend/cpu_backend.h"
 
 namespace kvasir::worker {
 namespace {
@@ -40,7 +45,7 @@ class LoadWeightsTest : public testing::Test {
                             SafetensorsFolder::Open(folder_.path()));
     LoadWeightsOptions options{.plan = {}, .dtype = dtype, .progress = {}};
     KVASIR_ASSIGN_OR_RETURN(options.plan, ShardPlan::Make(config, rank, num_ranks));
-    return LoadWeights(folder, config, options);
+    return LoadWeights(folder, config, options, backend_);
   }
   std::string LoadError(const ModelConfig& config, absl::StatusCode code, int64_t rank = 0,
                         int64_t num_ranks = 1, DType dtype = DType::kFloat32) {
@@ -50,6 +55,8 @@ class LoadWeightsTest : public testing::Test {
   }
 
   TemporaryFolder folder_;
+  tests::ThreadExecutor executor_{3};
+  CpuBackend backend_{executor_};
 };
 
 // Rows [row, row + size) of `view` are rows `rows`, columns [col_begin, ...) of the checkpoint's.
@@ -63,6 +70,11 @@ void ExpectRows(const TestCheckpoint& checkpoint, const TensorView& view, int64_
           << name << " at " << r << ", " << c;
     }
   }
+}
+
+void ExpectSameBytes(const Tensor& a, const Tensor& b) {
+  ASSERT_EQ(a.view.size_bytes(), b.view.size_bytes());
+  EXPECT_EQ(std::memcmp(a.view.data(), b.view.data(), static_cast<size_t>(a.view.size_bytes())), 0);
 }
 
 void ExpectLayer(const TestCheckpoint& checkpoint, const ModelConfig& config, const ShardPlan& plan,
@@ -206,12 +218,71 @@ TEST_F(LoadWeightsTest, ATiedCheckpointThatHasAHeadUsesIt) {
 TEST_F(LoadWeightsTest, LargeTensorsAreReadInChunks) {
   ModelConfig config = TinyModel();
   config.num_layers = 1;
-  config.vocab_size = 20'000;  // rows of 64 bytes: more than two chunks of 512 KiB
+  config.vocab_size = 80'000;  // rows of 64 bytes: more than two chunks of 2 MiB
   const TestCheckpoint checkpoint(config, "F32");
   Write(checkpoint);
   const auto weights = Load(config, 1, 2);
   ASSERT_TRUE(weights.ok()) << weights.status();
   ExpectModel(checkpoint, config, ShardPlan::Make(config, 1, 2).value(), *weights);
+}
+
+// Shards of one tensor each, on one thread and on several.
+TEST_F(LoadWeightsTest, ShardsAndThreadsGiveTheSameBits) {
+  ModelConfig config = TinyModel();
+  config.qkv_bias = config.output_bias = config.qk_norm = true;
+  const TestCheckpoint checkpoint(config, "F16");
+  Write(checkpoint);
+  const ModelWeights whole = Load(config, 1, 4, DType::kBFloat16).value();
+  const TemporaryFolder shards;
+  nlohmann::json index;
+  for (const TestTensor& tensor : checkpoint.tensors()) {
+    const std::string name = absl::StrCat(tensor.name, ".safetensors");
+    WriteFile(shards.File(name), SafetensorsBytes({tensor}));
+    index["weight_map"][tensor.name] = name;
+  }
+  WriteFile(shards.File("model.safetensors.index.json"), index.dump());
+  const SafetensorsFolder folder = SafetensorsFolder::Open(shards.path()).value();
+  const LoadWeightsOptions options{
+      .plan = ShardPlan::Make(config, 1, 4).value(), .dtype = DType::kBFloat16, .progress = {}};
+  kernels::SerialExecutor serial;
+  CpuBackend backend(serial);
+  const ModelWeights sharded = LoadWeights(folder, config, options, backend).value();
+  for (size_t i = 0; i < whole.layers.size(); ++i) {
+    const LayerWeights &a = whole.layers[i], &b = sharded.layers[i];
+    ExpectSameBytes(a.qkv, b.qkv);
+    ExpectSameBytes(a.qkv_bias, b.qkv_bias);
+    ExpectSameBytes(a.output, b.output);
+    ExpectSameBytes(a.gate_up, b.gate_up);
+    ExpectSameBytes(a.down, b.down);
+  }
+  ExpectSameBytes(whole.embedding, sharded.embedding);
+  ExpectSameBytes(whole.lm_head, sharded.lm_head);
+}
+
+TEST_F(LoadWeightsTest, AFileThatShrinksWhileItIsReadIsDataLoss) {
+  const ModelConfig config = TinyModel();
+  Write(TestCheckpoint(config, "BF16"));
+  const SafetensorsFolder folder = SafetensorsFolder::Open(folder_.path()).value();
+  const std::string path = folder_.File("model.safetensors");
+  std::filesystem::resize_file(path, std::filesystem::file_size(path) / 2);
+  const LoadWeightsOptions options{.plan = ShardPlan::Make(config, 0, 1).value(), .progress = {}};
+  const absl::Status status = LoadWeights(folder, config, options, backend_).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss);
+  EXPECT_THAT(std::string(status.message()), HasSubstr(absl::StrCat(path, " ends at byte ")));
+}
+
+TEST_F(LoadWeightsTest, OfSeveralBadWeightsTheFirstIsNamed) {
+  const ModelConfig config = TinyModel();
+  TestCheckpoint checkpoint(config, "F32");
+  for (const char* name : {"lm_head.weight", "model.layers.1.mlp.up_proj.weight",
+                           "model.layers.0.mlp.down_proj.weight", "model.norm.weight"}) {
+    checkpoint.Set(name, 1, 0, std::numeric_limits<float>::quiet_NaN());
+  }
+  Write(checkpoint);
+  for (int round = 0; round < 20; ++round) {
+    ASSERT_THAT(LoadError(config, absl::StatusCode::kDataLoss),
+                HasSubstr("\"model.layers.0.mlp.down_proj.weight\" at [1, 0]"));
+  }
 }
 
 // Each tensor in turn is left out, of a wrong shape, of an unreadable dtype.
@@ -320,12 +391,14 @@ TEST_F(LoadWeightsTest, ProgressRisesToOne) {
   LoadWeightsOptions options{.plan = ShardPlan::Make(config, 0, 2).value(),
                              .dtype = DType::kFloat32,
                              .progress = [&seen](double part) { seen.push_back(part); }};
-  ASSERT_TRUE(LoadWeights(*folder, config, options).ok());
+  ASSERT_TRUE(LoadWeights(*folder, config, options, backend_).ok());
   EXPECT_TRUE(std::is_sorted(seen.begin(), seen.end()));
   EXPECT_EQ(seen.back(), 1.0);
 }
 
 TEST(LoadWeights, ReadsFoldersOfTransformers) {
+  kernels::SerialExecutor executor;
+  CpuBackend backend(executor);
   for (const char* name : {"/llama", "/llama-tied", "/llama-float16-sharded"}) {
     const std::string path = std::string(kTestData) + name;
     const auto config = LoadModelConfig(path);
@@ -334,7 +407,7 @@ TEST(LoadWeights, ReadsFoldersOfTransformers) {
     ASSERT_TRUE(folder.ok()) << folder.status();
     LoadWeightsOptions options{
         .plan = ShardPlan::Make(*config, 0, 1).value(), .dtype = DType::kBFloat16, .progress = {}};
-    const auto weights = LoadWeights(*folder, *config, options);
+    const auto weights = LoadWeights(*folder, *config, options, backend);
     ASSERT_TRUE(weights.ok()) << weights.status();
     EXPECT_EQ(weights->lm_head.memory.data() == nullptr, config->tie_word_embeddings);
     EXPECT_EQ(weights->layers.size(), 2u);

@@ -1,0 +1,35 @@
+// A loop on an executor whose items may fail.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <utility>
+
+#include "absl/status/status.h"
+
+#include "kernels/base/executor.h"
+#include "kernels/base/mutex.h"
+
+namespace kvasir::kernels {
+
+// Calls body(i, thread), which returns a status, as Executor::ParallelFor does. Once an item has
+// failed, those with larger indices are left out. Returns the error of the first item that fails,
+// the same one on any number of threads.
+template <typename Body>
+absl::Status TryParallelFor(Executor& executor, int64_t n, const Body& body) {
+  std::atomic<int64_t> first_failed = n;
+  Mutex mu;
+  absl::Status error;  // of first_failed
+  executor.ParallelFor(n, [&](int64_t i, int thread) {
+    if (i > first_failed.load(std::memory_order_relaxed)) return;
+    absl::Status status = body(i, thread);
+    if (status.ok()) return;
+    MutexLock lock(mu);
+    if (i >= first_failed.load(std::memory_order_relaxed)) return;
+    first_failed.store(i, std::memory_order_relaxed);
+    error = std::move(status);
+  });
+  return error;
+}
+
+}  // namespace kvasir::kernels

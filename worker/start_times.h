@@ -1,0 +1,37 @@
+// How long each stage of a start took, for one line of the log. Thread-compatible.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/strings/string_view.h"
+
+namespace kvasir::worker {
+
+class StartTimes {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  explicit StartTimes(Clock::time_point begin) : begin_(begin) {}
+
+  // From here on this is being done, in place of what was done before. No news if it was this.
+  void Enter(absl::string_view stage, Clock::time_point now = Clock::now());
+  // Bytes that a stage moved.
+  void SetBytes(absl::string_view stage, int64_t bytes);
+  // "5.3 s: weights 3.1 (16.1 GB at 5.2 GB/s), KV 0.9": all, then the stages in their order.
+  std::string Summary(Clock::time_point now = Clock::now()) const;
+
+ private:
+  struct Stage {
+    std::string name;
+    Clock::time_point begin;
+    int64_t bytes = 0;
+  };
+
+  const Clock::time_point begin_;
+  std::vector<Stage> stages_;
+};
+
+}  // namespace kvasir::worker
