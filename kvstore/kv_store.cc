@@ -88,6 +88,10 @@ absl::StatusOr<int64_t> KvStoreImpl::TakeHostExtent(BlockId id) {
   }
   if (host_.num_free() == 0) CancelOneUnusedWrite();
   const int64_t row = host_.Take();
+  if (const absl::Status there = pages_->AwaitExtent(row); !there.ok()) {
+    host_.Free(row);
+    return there;
+  }
   row_blocks_[static_cast<size_t>(row)] = id;
   blocks_[id].row = row;
   return row;

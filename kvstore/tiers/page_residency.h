@@ -71,11 +71,15 @@ class PageResidency {
 
   // --- rows, between steps
 
+  // Waits until the extent of a row that was taken may be touched: memory of the host tier may
+  // still be on its way when the store serves already. RESOURCE_EXHAUSTED when it does not come.
+  virtual absl::Status AwaitExtent(int64_t /*row*/) { return absl::OkStatus(); }
+
   // REQUIRES: device_pages() - pinned_pages() is at least a block's.
   virtual absl::Status Open(int64_t row) = 0;
   virtual absl::Status Seal(int64_t row, const BlockSeal& seal) = 0;
-  // Whether the extent of a sealed row lies whole in host memory, checksums and bounds included, but
-  // for its header; it is on its way otherwise.
+  // Whether the extent of a sealed row lies whole in host memory, checksums and bounds included,
+  // but for its header; it is on its way otherwise.
   virtual absl::StatusOr<bool> IsExtentWhole(int64_t row) = 0;
   // The row's extent has come whole from the tier below.
   virtual void Restore(int64_t row, const BlockSeal& seal) = 0;

@@ -77,9 +77,9 @@ absl::StatusOr<std::unique_ptr<CudaResidency>> CudaResidency::Make(
     const kvstore::ResidencyOptions& options, const CudaStream& stream,
     kernels::Executor& executor) {
   KVASIR_RETURN_IF_ERROR(CheckResidencyShape(ShapeOf(options)));
-  KVASIR_ASSIGN_OR_RETURN(PinnedRegion extents,
-                          PinnedRegion::Take(options.format.extent_bytes(), options.num_rows,
-                                             "--kv-host-size-gb", executor));
+  KVASIR_ASSIGN_OR_RETURN(
+      std::unique_ptr<PinnedRegion> extents,
+      PinnedRegion::Take(options.format.extent_bytes(), options.num_rows, "--kv-host-size-gb"));
   std::unique_ptr<CudaResidency> residency(
       new CudaResidency(options, stream, executor, std::move(extents)));
   KVASIR_RETURN_IF_ERROR(residency->TakeMemory(options));
@@ -88,7 +88,7 @@ absl::StatusOr<std::unique_ptr<CudaResidency>> CudaResidency::Make(
 }
 
 CudaResidency::CudaResidency(const kvstore::ResidencyOptions& options, const CudaStream& stream,
-                             kernels::Executor& executor, PinnedRegion extents)
+                             kernels::Executor& executor, std::unique_ptr<PinnedRegion> extents)
     : format_(options.format),
       layout_(format_.shard().layout),
       num_slots_(options.num_slots),
@@ -97,14 +97,14 @@ CudaResidency::CudaResidency(const kvstore::ResidencyOptions& options, const Cud
       executor_(executor),
       extents_(std::move(extents)),
       host_(kvstore::HostSlab::Over(options.format, options.num_rows, options.freed_memory,
-                                    extents_.data())),
+                                    extents_->data())),
       rows_(static_cast<size_t>(options.num_rows), RowState::kNone),
       copies_(rows_.size()),
       bindings_(rows_.size()),
       block_rows_(static_cast<size_t>(num_slots_ * max_blocks_per_slot_), -1),
       is_rebound_(block_rows_.size()) {
   state_.shape = ShapeOf(options);
-  state_.shape.extents = extents_.data() + options.format.pages_offset();
+  state_.shape.extents = extents_->data() + options.format.pages_offset();
   seen_.free_slots = state_.shape.num_slots;
 }
 
@@ -157,7 +157,7 @@ CudaResidency::~CudaResidency() {
 
 KvArenas CudaResidency::arenas() const {
   return {.device = {.base = arena_.data(), .bytes = arena_.size_bytes()},
-          .host = {.base = extents_.data(), .bytes = extents_.size_bytes()}};
+          .host = {.base = extents_->data(), .bytes = extents_->size_bytes()}};
 }
 
 // ---- rows: the host's books, and what the device is to be told

@@ -50,6 +50,8 @@ class CudaResidency final : public kvstore::PageResidency {
   KvArenas arenas() const;
 
   kvstore::HostSlab& host() override { return host_; }
+  // Extents are pinned in the order of rows while the first of them are used.
+  absl::Status AwaitExtent(int64_t row) override { return extents_->Await(row); }
   absl::Status Open(int64_t row) override;
   absl::Status Seal(int64_t row, const kvstore::BlockSeal& seal) override;
   // Computes the checksums when the copy is over; the device makes none.
@@ -89,7 +91,7 @@ class CudaResidency final : public kvstore::PageResidency {
     bool is_whole = false;
   };
   CudaResidency(const kvstore::ResidencyOptions& options, const CudaStream& stream,
-                kernels::Executor& executor, PinnedRegion extents);
+                kernels::Executor& executor, std::unique_ptr<PinnedRegion> extents);
 
   absl::Status TakeMemory(const kvstore::ResidencyOptions& options);
   absl::Status MakeTables();
@@ -129,7 +131,7 @@ class CudaResidency final : public kvstore::PageResidency {
   CudaStream fill_stream_, copy_stream_;
   CudaEvent planned_, filled_, uploaded_, written_, copied_;
   std::array<CudaEvent, 2> counted_;  // of odd and of even steps
-  PinnedRegion extents_;
+  const std::unique_ptr<PinnedRegion> extents_;
   kvstore::HostSlab host_;
   kernels::DeviceBuffer gathered_;  // on the way to extents
   kernels::DeviceBuffer arena_, bounds_, key_codes_, bounds_table_, key_codes_table_, state_memory_,

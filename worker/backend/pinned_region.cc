@@ -1,10 +1,8 @@
 #include "worker/backend/pinned_region.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cuda_runtime_api.h>
 #include <sys/mman.h>
-#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "spdlog/spdlog.h"
@@ -16,85 +14,114 @@
 namespace kvasir::worker {
 namespace {
 
-constexpr int64_t kPieceBytes = int64_t{1} << 28;  // about
+using kernels::MutexLock;
+
+// About so many: the driver holds a lock while it pins one, which a step's launches wait for.
+constexpr int64_t kPieceBytes = int64_t{1} << 27;
 constexpr int64_t kMemoryPageBytes = 4096;
-constexpr int64_t kReportedPart = 10;  // of a region of many pieces
+constexpr int64_t kReportedParts = 10;  // of a region of many pieces
+// Zeroing pages takes one core longer than the driver takes to pin them, which it does one piece at
+// a time.
+constexpr int64_t kMostThreads = 4;
 
 }  // namespace
 
-absl::StatusOr<PinnedRegion> PinnedRegion::Take(int64_t part_bytes, int64_t num_parts,
-                                                absl::string_view flag,
-                                                kernels::Executor& executor) {
-  KVASIR_CHECK(part_bytes > 0 && part_bytes % kMemoryPageBytes == 0);
+absl::StatusOr<std::unique_ptr<PinnedRegion>> PinnedRegion::Take(int64_t part_bytes,
+                                                                 int64_t num_parts,
+                                                                 absl::string_view flag) {
+  KVASIR_CHECK(part_bytes > 0 && part_bytes % kMemoryPageBytes == 0 && num_parts > 0);
   const int64_t bytes = num_parts * part_bytes;
   KVASIR_RETURN_IF_ERROR(CheckMemoryLimit(bytes, flag));
+  int device = 0;
+  KVASIR_RETURN_IF_ERROR(kernels::CudaStatus(cudaGetDevice(&device), "asking for the device"));
   void* const memory = mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE,
                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory == MAP_FAILED) {
     return absl::ResourceExhaustedError(
         absl::StrCat("no address space for ", bytes, " bytes of host memory; lower ", flag));
   }
-  PinnedRegion region;
-  region.data_ = static_cast<std::byte*>(memory);
-  region.size_bytes_ = bytes;
-  // The driver copies nothing from one piece to the next.
-  region.piece_bytes_ = std::max<int64_t>(1, kPieceBytes / part_bytes) * part_bytes;
   madvise(memory, static_cast<size_t>(bytes), MADV_HUGEPAGE);  // a wish
-  KVASIR_RETURN_IF_ERROR(region.Pin(executor));
+  std::unique_ptr<PinnedRegion> region(
+      new PinnedRegion(static_cast<std::byte*>(memory), part_bytes, num_parts));
+  region->StartThreads(device);
+  KVASIR_RETURN_IF_ERROR(region->Await(0));
   return region;
 }
 
-absl::Status PinnedRegion::Pin(kernels::Executor& executor) {
-  const int64_t pieces = (size_bytes_ + piece_bytes_ - 1) / piece_bytes_;
-  pinned_.resize(static_cast<size_t>(pieces));
-  std::vector<absl::Status> failed(static_cast<size_t>(executor.num_threads()));
-  std::atomic<int64_t> done = 0;
-  int device = 0;
-  KVASIR_RETURN_IF_ERROR(kernels::CudaStatus(cudaGetDevice(&device), "asking for the device"));
-  executor.ParallelFor(pieces, [&](int64_t piece, int thread) {
-    absl::Status& status = failed[static_cast<size_t>(thread)];
-    if (!status.ok()) return;
-    std::byte* const begin = data_ + piece * piece_bytes_;
-    const int64_t bytes = std::min(piece_bytes_, size_bytes_ - piece * piece_bytes_);
-    for (int64_t at = 0; at < bytes; at += kMemoryPageBytes) begin[at] = std::byte{0};
-    cudaSetDevice(device);  // of this thread
-    status =
-        kernels::CudaStatus(cudaHostRegister(begin, static_cast<size_t>(bytes),
-                                             cudaHostRegisterPortable | cudaHostRegisterMapped),
-                            absl::StrCat("pinning ", bytes, " bytes of host memory"));
-    if (!status.ok()) return;
-    pinned_[static_cast<size_t>(piece)] = 1;
-    const int64_t now = ++done;
-    if (now * kReportedPart / pieces != (now - 1) * kReportedPart / pieces &&
-        pieces > kReportedPart) {
-      spdlog::info("host tier: {} of {} MiB pinned", now * piece_bytes_ >> 20, size_bytes_ >> 20);
-    }
-  });
-  const auto error =
-      std::find_if(failed.begin(), failed.end(), [](const auto& status) { return !status.ok(); });
-  return error == failed.end() ? absl::OkStatus() : *error;
+// Pieces are whole parts: the driver copies nothing from one piece to the next.
+PinnedRegion::PinnedRegion(std::byte* data, int64_t part_bytes, int64_t num_parts)
+    : data_(data),
+      size_bytes_(num_parts * part_bytes),
+      parts_per_piece_(std::max<int64_t>(1, kPieceBytes / part_bytes)),
+      piece_bytes_(parts_per_piece_ * part_bytes),
+      pieces_(static_cast<size_t>((num_parts - 1) / parts_per_piece_ + 1), Piece::kWaits) {}
+
+void PinnedRegion::StartThreads(int device) {
+  const auto cores = static_cast<int64_t>(std::thread::hardware_concurrency());
+  const int64_t count = std::clamp<int64_t>(cores / 2, 1, kMostThreads);
+  for (int64_t i = 0; i < count; ++i) threads_.emplace_back([this, device] { PinPieces(device); });
 }
 
-PinnedRegion::PinnedRegion(PinnedRegion&& other) noexcept
-    : data_(std::exchange(other.data_, nullptr)),
-      size_bytes_(std::exchange(other.size_bytes_, 0)),
-      piece_bytes_(std::exchange(other.piece_bytes_, 0)),
-      pinned_(std::move(other.pinned_)) {}
+void PinnedRegion::PinPieces(int device) {
+  cudaSetDevice(device);  // of this thread
+  for (;;) {
+    int64_t piece = 0;
+    {
+      MutexLock lock(mu_);
+      if (stopping_ || !failed_.ok() || next_ == std::ssize(pieces_)) return;
+      piece = next_++;
+    }
+    EndPiece(piece, PinPiece(piece));
+  }
+}
 
-PinnedRegion& PinnedRegion::operator=(PinnedRegion&& other) noexcept {
-  std::swap(data_, other.data_);
-  std::swap(size_bytes_, other.size_bytes_);
-  std::swap(piece_bytes_, other.piece_bytes_);
-  std::swap(pinned_, other.pinned_);
-  return *this;
+absl::Status PinnedRegion::PinPiece(int64_t piece) const {
+  std::byte* const begin = begin_of(piece);
+  const int64_t bytes = std::min(piece_bytes_, size_bytes_ - piece * piece_bytes_);
+  for (int64_t at = 0; at < bytes; at += kMemoryPageBytes) begin[at] = std::byte{0};
+  return kernels::CudaStatus(cudaHostRegister(begin, static_cast<size_t>(bytes),
+                                              cudaHostRegisterPortable | cudaHostRegisterMapped),
+                             absl::StrCat("pinning ", bytes, " bytes of host memory"));
+}
+
+void PinnedRegion::EndPiece(int64_t piece, const absl::Status& status) {
+  MutexLock lock(mu_);
+  pieces_[static_cast<size_t>(piece)] = status.ok() ? Piece::kPinned : Piece::kFailed;
+  if (!status.ok()) {
+    spdlog::error("host tier: {}", std::string(status.message()));
+    if (failed_.ok()) failed_ = status;
+  }
+  const int64_t all = std::ssize(pieces_);
+  num_pinned_ += status.ok() ? 1 : 0;
+  if (num_pinned_ * kReportedParts / all != (num_pinned_ - 1) * kReportedParts / all &&
+      all > kReportedParts && status.ok()) {
+    spdlog::info("host tier: {} of {} MiB pinned",
+                 std::min(num_pinned_ * piece_bytes_, size_bytes_) >> 20, size_bytes_ >> 20);
+  }
+  changed_.NotifyAll();
+}
+
+absl::Status PinnedRegion::Await(int64_t part) {
+  const auto piece = static_cast<size_t>(part / parts_per_piece_);
+  MutexLock lock(mu_);
+  // A piece that somebody has begun ends as it does; one that nobody has ends with the first error.
+  while (pieces_[piece] == Piece::kWaits && (failed_.ok() || static_cast<int64_t>(piece) < next_)) {
+    changed_.Wait(mu_);
+  }
+  return pieces_[piece] == Piece::kPinned ? absl::OkStatus() : failed_;
 }
 
 PinnedRegion::~PinnedRegion() {
-  for (size_t piece = 0; piece < pinned_.size(); ++piece) {
-    if (pinned_[piece] == 0) continue;
-    cudaHostUnregister(data_ + static_cast<int64_t>(piece) * piece_bytes_);
+  {
+    MutexLock lock(mu_);
+    stopping_ = true;
   }
-  if (data_ != nullptr) munmap(data_, static_cast<size_t>(size_bytes_));
+  for (std::thread& thread : threads_) thread.join();
+  MutexLock lock(mu_);
+  for (size_t piece = 0; piece < pieces_.size(); ++piece) {
+    if (pieces_[piece] == Piece::kPinned) cudaHostUnregister(begin_of(static_cast<int64_t>(piece)));
+  }
+  munmap(data_, static_cast<size_t>(size_bytes_));
 }
 
 }  // namespace kvasir::worker

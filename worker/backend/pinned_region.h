@@ -1,42 +1,72 @@
 // A large piece of host memory that the device reads and writes in place, at the host's address:
-// the host tier of the KV. Touched and pinned in pieces, several at a time, for the system hands
-// out and zeroes every page first: some seconds for tens of gigabytes, with progress in the log.
-// Zeroed; movable; freed by the destructor. Only in builds with CUDA. Thread-compatible.
+// the host tier of the KV. It is pinned in pieces, from the first to the last, by threads of its
+// own: the system hands out and zeroes every page first, which takes seconds for tens of gigabytes,
+// and a worker serves from the first pieces while the others are still on their way. Zeroed; freed
+// by the destructor. Only in builds with CUDA. Await may be called on any thread.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <thread>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 
-#include "kernels/base/executor.h"
+#include "kernels/base/mutex.h"
 
 namespace kvasir::worker {
 
 class PinnedRegion {
  public:
-  PinnedRegion() = default;
   // `num_parts` parts, one behind the other, aligned to a page of memory as their size must be.
-  // What the driver copies may lie in one part, not in several. RESOURCE_EXHAUSTED when there is no
-  // room: the limits of the process's control groups are looked at before anything is taken; `flag`
-  // is the one to lower.
-  static absl::StatusOr<PinnedRegion> Take(int64_t part_bytes, int64_t num_parts,
-                                           absl::string_view flag, kernels::Executor& executor);
-  PinnedRegion(PinnedRegion&& other) noexcept;
-  PinnedRegion& operator=(PinnedRegion&& other) noexcept;
+  // What the driver copies may lie in one part, not in several. Returns when the first piece is
+  // pinned. RESOURCE_EXHAUSTED when there is no room: the limits of the process's control groups
+  // are looked at before anything is taken; `flag` is the one to lower.
+  static absl::StatusOr<std::unique_ptr<PinnedRegion>> Take(int64_t part_bytes, int64_t num_parts,
+                                                            absl::string_view flag);
+  PinnedRegion(const PinnedRegion&) = delete;
+  PinnedRegion& operator=(const PinnedRegion&) = delete;
+  // Does not wait for pieces that no thread has begun.
   ~PinnedRegion();
 
   std::byte* data() const { return data_; }
   int64_t size_bytes() const { return size_bytes_; }
 
- private:
-  absl::Status Pin(kernels::Executor& executor);
+  // Waits until the part is pinned: before it is touched by anyone. RESOURCE_EXHAUSTED or INTERNAL
+  // when it cannot be.
+  absl::Status Await(int64_t part) EXCLUDES(mu_);
 
-  std::byte* data_ = nullptr;
-  int64_t size_bytes_ = 0;
-  int64_t piece_bytes_ = 0;      // of all pieces but the last; of whole parts
-  std::vector<uint8_t> pinned_;  // by piece
+ private:
+  enum class Piece : uint8_t { kWaits, kPinned, kFailed };
+
+  PinnedRegion(std::byte* data, int64_t part_bytes, int64_t num_parts);
+
+  std::byte* begin_of(int64_t piece) const { return data_ + piece * piece_bytes_; }
+  void StartThreads(int device);
+  // Pins pieces until none is left that nobody has begun.
+  void PinPieces(int device) EXCLUDES(mu_);
+  absl::Status PinPiece(int64_t piece) const;
+  // Records how a piece ended; says now and then how many there are.
+  void EndPiece(int64_t piece, const absl::Status& status) EXCLUDES(mu_);
+
+  // Constant after construction.
+  std::byte* const data_;
+  const int64_t size_bytes_;
+  const int64_t parts_per_piece_;
+  const int64_t piece_bytes_;  // of all pieces but the last
+
+  kernels::Mutex mu_;
+  kernels::CondVar changed_;
+  std::vector<Piece> pieces_ GUARDED_BY(mu_);
+  int64_t next_ GUARDED_BY(mu_) = 0;  // piece that nobody has begun
+  int64_t num_pinned_ GUARDED_BY(mu_) = 0;
+  bool stopping_ GUARDED_BY(mu_) = false;
+  absl::Status failed_ GUARDED_BY(mu_);  // the first error; no piece is begun after it
+
+  std::vector<std::thread> threads_;  // last: they use everything above
 };
 
 }  // namespace kvasir::worker

@@ -1,0 +1,88 @@
+// Bytes that go to the device in pieces, and host memory that is pinned in pieces.
+#include <atomic>
+#include <cstring>
+#include <cuda_runtime_api.h>
+#include <gtest/gtest.h>
+#include <numeric>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+
+#include "worker/backend/make_backend.h"
+#include "worker/backend/pinned_region.h"
+#include "worker/thread_pool.h"
+
+namespace kvasir::worker {
+namespace {
+
+constexpr int64_t kPartBytes = int64_t{1} << 20;
+
+class CudaUploadTest : public testing::Test {
+ protected:
+  // Pieces of 0, 1000, ..., 9000 bytes, again and again, one behind the other.
+  void MakePieces(int64_t count) {
+    int64_t bytes = 0;
+    for (int64_t i = 0; i < count; ++i) bytes += SizeOf(i);
+    memory_ = backend_->Allocate(bytes).value();
+    std::byte* next = memory_.data();
+    for (int64_t i = 0; i < count; ++i) {
+      pieces_.push_back({.begin = next, .size_bytes = SizeOf(i)});
+      next += SizeOf(i);
+    }
+  }
+  static int64_t SizeOf(int64_t piece) { return piece % 10 * 1000; }
+  static std::byte ByteOf(int64_t piece) { return static_cast<std::byte>(piece * 37 % 251 + 1); }
+
+  ThreadPool executor_{7};
+  std::unique_ptr<Backend> backend_ = MakeBackend("cuda", executor_).value();
+  Memory memory_;
+  std::vector<MemoryPiece> pieces_;
+};
+
+TEST_F(CudaUploadTest, EveryPieceComesToItsPlace) {
+  MakePieces(3000);
+  const absl::Status filled = backend_->FillPieces(pieces_, [](int64_t piece, int, std::byte* out) {
+    std::memset(out, static_cast<int>(ByteOf(piece)), static_cast<size_t>(SizeOf(piece)));
+    return absl::OkStatus();
+  });
+  ASSERT_TRUE(filled.ok()) << filled;
+  std::vector<std::byte> found(static_cast<size_t>(memory_.size_bytes()));
+  ASSERT_EQ(cudaMemcpy(found.data(), memory_.data(), found.size(), cudaMemcpyDeviceToHost),
+            cudaSuccess);
+  size_t at = 0;
+  for (int64_t i = 0; i < std::ssize(pieces_); ++i) {
+    for (int64_t byte = 0; byte < SizeOf(i); ++byte) ASSERT_EQ(found[at++], ByteOf(i)) << i;
+  }
+}
+
+TEST_F(CudaUploadTest, TheFirstErrorIsTold) {
+  MakePieces(300);
+  const absl::Status filled = backend_->FillPieces(pieces_, [](int64_t piece, int, std::byte*) {
+    return piece < 100 ? absl::OkStatus() : absl::DataLossError(absl::StrCat("piece ", piece));
+  });
+  EXPECT_EQ(filled, absl::DataLossError("piece 100"));
+}
+
+TEST_F(CudaUploadTest, NoPiecesAreNoError) {
+  EXPECT_TRUE(backend_->FillPieces({}, WritePiece()).ok());
+}
+
+TEST_F(CudaUploadTest, EveryPartOfAPinnedRegionComes) {
+  const auto region = PinnedRegion::Take(kPartBytes, 700, "--flag").value();
+  for (int64_t part = 0; part < 700; ++part) {
+    ASSERT_TRUE(region->Await(part).ok());
+    std::byte* const host = region->data() + part * kPartBytes;
+    void* device = nullptr;
+    ASSERT_EQ(cudaHostGetDevicePointer(&device, host, 0), cudaSuccess);
+    EXPECT_EQ(device, host);
+    EXPECT_EQ(host[kPartBytes - 1], std::byte{0});
+  }
+}
+
+TEST_F(CudaUploadTest, ARegionMayGoWhileItIsPinned) {
+  const auto region = PinnedRegion::Take(kPartBytes, 4000, "--flag").value();
+  EXPECT_TRUE(region->Await(0).ok());
+}
+
+}  // namespace
+}  // namespace kvasir::worker
