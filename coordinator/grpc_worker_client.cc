@@ -29,7 +29,7 @@ grpc::ChannelArguments WorkerChannelArguments(const WorkerPings& pings) {
   arguments.SetMaxSendMessageSize(proto::kMaxWorkerMessageBytes);
   // A worker that comes back is found soon; streams of one worker share nothing.
   arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 100);
-  arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 1000);
+  arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 200);
   arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
   arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
   return arguments;

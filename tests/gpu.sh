@@ -5,6 +5,7 @@
 #   FOLDER/bin/gpu.sh run [LOGS]   on the GPU machine: kernel tests, compute-sanitizer, benchmarks beside PyTorch
 #   FOLDER/bin/gpu.sh test [LOGS]  of these the tests, with compute-sanitizer
 #   FOLDER/bin/gpu.sh bench [LOGS] of these the benchmarks
+#   FOLDER/bin/gpu.sh start [LOGS] how long the service takes to start; writes 16 GB to /tmp
 #
 # They need a driver, and cuBLASLt and NCCL of CUDA 13; compute-sanitizer and PyTorch where they are to be used, and say when
 # they are not there. Whole outputs go to LOGS (default FOLDER/logs), a short table comes last. Exit status 1 if anything failed.
@@ -143,6 +144,11 @@ run_benchmarks() {
   fi
 }
 
+run_starts() {
+  begin start_bench 580 python3 "$here/../tests/bench/start_bench.py"
+  wait
+}
+
 # run PHASE ... LOGS
 run() {
   logs=${*: -1}
@@ -158,6 +164,7 @@ run() {
   for phase in "${@:1:$#-1}"; do "$phase"; done
   collect
   grep -h '^|' "$logs/dense_bench.log" "$logs/attention_bench.log" "$logs/paging_bench.log" "$logs/decode_step_bench.log" "$logs/prefill_step_bench.log" "$logs/all_reduce_bench.log" "$logs/peer_attention.log" 2>/dev/null
+  grep -hE '^(\||ready after)' "$logs/start_bench.log" 2>/dev/null
   for program in "${programs[@]}" engine ranks parallel; do
     compgen -G "$logs/$program*.log" >/dev/null || continue
     cat "$logs/$program"{,-[0-9]}.log 2>/dev/null |
@@ -174,5 +181,6 @@ case "${1:-}" in
   run) run run_tests run_benchmarks "${2:-$here/../logs}" ;;
   test) run run_tests "${2:-$here/../logs}" ;;
   bench) run run_benchmarks "${2:-$here/../logs}" ;;
+  start) run run_starts "${2:-$here/../logs}" ;;
   *) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"; exit 2 ;;
 esac
