@@ -75,6 +75,59 @@ class KvStoreTest : public ::testing::Test {
   uint32_t step_ = 0;
 };
 
+// An arena whose host memory comes for some rows only.
+class ScarceMemory final : public PageResidency {
+ public:
+  ScarceMemory(std::unique_ptr<PageResidency> inner, int64_t rows)
+      : inner_(std::move(inner)), rows_(rows) {}
+
+  HostSlab& host() override { return inner_->host(); }
+  absl::Status AwaitExtent(int64_t row) override {
+    return row < rows_ ? absl::OkStatus() : absl::ResourceExhaustedError("it did not come");
+  }
+  absl::Status Open(int64_t row) override { return inner_->Open(row); }
+  absl::Status Seal(int64_t row, const BlockSeal& seal) override { return inner_->Seal(row, seal); }
+  absl::StatusOr<bool> IsExtentWhole(int64_t row) override { return inner_->IsExtentWhole(row); }
+  void Restore(int64_t row, const BlockSeal& seal) override { inner_->Restore(row, seal); }
+  void Free(int64_t row) override { inner_->Free(row); }
+  void Bind(int64_t slot, int64_t index, int64_t row) override { inner_->Bind(slot, index, row); }
+  int64_t BoundRow(int64_t slot, int64_t index) const override {
+    return inner_->BoundRow(slot, index);
+  }
+  int64_t PagesInDevice(int64_t row) const override { return inner_->PagesInDevice(row); }
+  absl::StatusOr<PagedKv> BeginStep(uint32_t step) override { return inner_->BeginStep(step); }
+  absl::StatusOr<std::vector<CorruptRow>> EndStep() override { return inner_->EndStep(); }
+  int64_t device_pages() const override { return inner_->device_pages(); }
+  int64_t pinned_pages() const override { return inner_->pinned_pages(); }
+  ResidencyStats stats() const override { return inner_->stats(); }
+  absl::Status CheckIntegrity() const override { return inner_->CheckIntegrity(); }
+
+ private:
+  const std::unique_ptr<PageResidency> inner_;
+  const int64_t rows_;
+};
+
+TEST_F(KvStoreTest, ABlockWhoseHostMemoryDoesNotComeIsRefused) {
+  const auto make = [](const ResidencyOptions& options) {
+    return absl::StatusOr<std::unique_ptr<PageResidency>>(
+        std::make_unique<ScarceMemory>(ArenaResidency::Make(options).value(), 2));
+  };
+  store_ = KvStore::Create({.shard = {.layout = kLayout},
+                            .device_bytes = 3 * kLayout.block_bytes(),
+                            .host_bytes = 6 * 12288,
+                            .num_slots = 2,
+                            .max_blocks_per_slot = 8},
+                           nullptr, make)
+               .value();
+  const Block first = store_->Open(BlockId(1)).value();
+  {
+    const Block second = store_->Open(BlockId(2)).value();
+    EXPECT_EQ(store_->Open(BlockId(3)).status(), absl::ResourceExhaustedError("it did not come"));
+    EXPECT_TRUE(store_->CheckIntegrity().ok());
+  }
+  EXPECT_TRUE(store_->Open(BlockId(3)).ok());
+}
+
 TEST_F(KvStoreTest, RefusesSizesTooSmallForTwoBlocksAndNamesTheNeed) {
   KvStoreOptions options = {.shard = {.layout = kLayout},
                             .device_bytes = kLayout.block_bytes(),

@@ -38,19 +38,32 @@ To ConvertOne(From value) {
 bool IsFinite(float value) { return (std::bit_cast<uint32_t>(value) & 0x7f800000u) != 0x7f800000u; }
 bool IsFinite(BFloat16 value) { return (value.bits & 0x7f80u) != 0x7f80u; }
 
+// Several elements at once: added to an exponent of ones, its lowest bit carries into the sign.
+template <typename T>
+bool AllFinite(std::span<const std::byte> words) {
+  constexpr bool is_narrow = sizeof(T) == 2;
+  constexpr uint64_t kEach = is_narrow ? 0x0001'0001'0001'0001u : 0x0000'0001'0000'0001u;
+  constexpr uint64_t kExponents = kEach * (is_narrow ? 0x7f80u : 0x7f80'0000u);
+  constexpr uint64_t kLowest = kEach * (is_narrow ? 0x0080u : 0x0080'0000u);
+  constexpr uint64_t kSigns = kEach * (is_narrow ? 0x8000u : 0x8000'0000u);
+  uint64_t carried = 0;
+  for (size_t at = 0; at < words.size(); at += sizeof(uint64_t)) {
+    uint64_t word = 0;
+    std::memcpy(&word, words.data() + at, sizeof(word));
+    carried |= (word & kExponents) + kLowest;
+  }
+  return (carried & kSigns) == 0;
+}
+
 // The index of the first element that is not finite, -1: there is none.
 template <typename T>
 int64_t FirstBad(std::span<const std::byte> elements) {
-  const size_t count = elements.size() / sizeof(T);
-  const auto at = [&](size_t i) {
+  const size_t words = elements.size() / sizeof(uint64_t) * sizeof(uint64_t);
+  const size_t first = AllFinite<T>(elements.first(words)) ? words / sizeof(T) : 0;
+  for (size_t i = first; i < elements.size() / sizeof(T); ++i) {
     T value;
     std::memcpy(&value, elements.data() + i * sizeof(T), sizeof(T));
-    return value;
-  };
-  bool all_finite = true;  // without a branch, so that the loop becomes SIMD code
-  for (size_t i = 0; i < count; ++i) all_finite &= IsFinite(at(i));
-  for (size_t i = 0; !all_finite; ++i) {
-    if (!IsFinite(at(i))) return static_cast<int64_t>(i);
+    if (!IsFinite(value)) return static_cast<int64_t>(i);
   }
   return -1;
 }

@@ -95,6 +95,30 @@ TEST(ConvertElements, ElementsOfTheSameDtypeMayStayWhereTheyAre) {
   EXPECT_EQ(std::memcmp(values.data(), before.data(), 2000), 0);
 }
 
+// Wherever it lies among the elements that are looked at together, and beside any neighbour.
+TEST(ConvertElements, OneThatIsNotFiniteIsFoundAnywhere) {
+  for (const size_t count : {1u, 4u, 7u, 64u}) {
+    for (size_t bad = 0; bad < count; ++bad) {
+      for (const uint32_t neighbour : {0x0000u, 0x7f7fu, 0xff7fu, 0x8000u}) {
+        std::vector<uint16_t> values(count, static_cast<uint16_t>(neighbour));
+        std::vector<uint16_t> out(count);
+        auto* const to = reinterpret_cast<std::byte*>(out.data());
+        EXPECT_EQ(ConvertElements(DType::kBFloat16, BytesOf(values), DType::kBFloat16, to), -1);
+        values[bad] = 0xff80;
+        EXPECT_EQ(ConvertElements(DType::kBFloat16, BytesOf(values), DType::kBFloat16, to),
+                  static_cast<int64_t>(bad));
+        std::vector<float> wide(count, std::bit_cast<float>(neighbour << 16 | 0xffffu));
+        std::vector<float> same(count);
+        auto* const wide_to = reinterpret_cast<std::byte*>(same.data());
+        EXPECT_EQ(ConvertElements(DType::kFloat32, BytesOf(wide), DType::kFloat32, wide_to), -1);
+        wide[bad] = std::numeric_limits<float>::infinity();
+        EXPECT_EQ(ConvertElements(DType::kFloat32, BytesOf(wide), DType::kFloat32, wide_to),
+                  static_cast<int64_t>(bad));
+      }
+    }
+  }
+}
+
 TEST(ConvertElements, ANumberTooLargeForBFloat16IsFound) {
   const std::vector<float> values = {3.3e38f, std::numeric_limits<float>::max()};
   std::vector<std::byte> out(8);
