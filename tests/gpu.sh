@@ -145,7 +145,7 @@ run_benchmarks() {
 }
 
 run_starts() {
-  begin start_bench 580 python3 "$here/../tests/bench/start_bench.py"
+  begin start_bench 580 python3 "$here/../tests/bench/start_bench.py" --flags=--kv-host-size-gb=40
   wait
 }
 
