@@ -48,17 +48,28 @@ __device__ inline uint64_t GreatestOfLanes(uint64_t value) {
   return value;
 }
 
-// So many logits of one bucket are looked at by themselves.
+// A warp's lanes look at the buckets of one group.
+inline constexpr int kGroupBuckets = kWarpThreads;
+inline constexpr int kGroups = kBuckets / kGroupBuckets;
+static_assert(kGroups * kMaxRowBlocks == kSamplingThreads);
+
+// So many logits of one bucket are looked at by themselves; and so many of a bucket of these, one
+// by each lane of a warp.
 inline constexpr uint32_t kListed = 2048;
+inline constexpr uint32_t kNear = kWarpThreads;
 
 // Shared memory of one block of the cluster.
 struct RowMemory {
   uint64_t sums[kSamplingWarps];
   // Sums of 64 bits: shared memory adds 32 at once.
   uint32_t bucket_low[kBuckets], bucket_high[kBuckets];
-  alignas(16) float own_listed[kListed];  // of the block's slice
-  alignas(16) float listed[kListed];      // of all
-  uint64_t told[2][kMaxRowBlocks];        // by the blocks of the cluster, in turns
+  alignas(16) float own_listed[kListed];         // of the block's slice
+  alignas(16) float listed[kListed];             // of all
+  uint64_t told[2][kMaxRowBlocks];               // by the blocks of the cluster, in turns
+  uint64_t groups[kMaxRowBlocks][kGroups];       // by the blocks: sums of their groups of buckets
+  uint64_t parts[kMaxRowBlocks][kGroupBuckets];  // their sums of the buckets of one group
+  float near[kNear];
+  uint32_t num_near;
   // Written by one thread for the others.
   uint64_t above;
   uint32_t key;
@@ -119,8 +130,18 @@ struct Nearness {
   float buckets_per_unit;
 
   __device__ uint32_t operator()(float logit) const {
-    const float far = fminf((max - logit) * buckets_per_unit, static_cast<float>(kBuckets - 1));
-    return kBuckets - 1 - static_cast<uint32_t>(far);
+    return kBuckets - 1 - static_cast<uint32_t>(Distance(logit));
+  }
+  // The same within a logit's bucket; the lowest bucket, which holds all that is far, is one.
+  __device__ uint32_t Within(float logit) const {
+    const float far = Distance(logit);
+    // The difference and the product are exact.
+    return kBuckets - 1 - static_cast<uint32_t>((far - floorf(far)) * kBuckets);
+  }
+
+ private:
+  __device__ float Distance(float logit) const {
+    return fminf((max - logit) * buckets_per_unit, static_cast<float>(kBuckets - 1));
   }
 };
 
@@ -133,6 +154,15 @@ struct Prefix {
   __device__ bool Has(int32_t id, uint32_t token_key) const {
     return token_key > key || (token_key == key && id <= last_id);
   }
+};
+
+// The largest key such that tokens with keys from it on measure `needed` > 0 at least, what those
+// above it measure, and how many tokens have that key; all tokens' key if all together do not.
+struct Threshold {
+  uint32_t key = 0;
+  uint64_t needed = 0;
+  uint64_t above = 0;
+  uint64_t equals = 0;
 };
 
 // Logits of consecutive tokens, asked by all threads of the block together.
@@ -210,7 +240,47 @@ class BlockLogits {
   // which all do; adds what those above it measure to `above`. REQUIRES: there is a logit.
   template <typename Measure>
   __device__ uint32_t FindKey(const Measure& measure, uint64_t needed, uint64_t* above) const {
-    return FindDigits(measure, FindKeys(), [&] { ChooseBucket(needed, above); });
+    return FindDigits(measure, FindKeys(), [&] { return ChooseBucket(needed, above); });
+  }
+
+  // From what is needed, and measured above all of these logits, the rest of the threshold among
+  // them. REQUIRES: they lie in one bucket of `nearness` and reach what is needed; the block's
+  // buckets are cleared. False, and nothing is found: too many are next to the threshold.
+  template <typename Measure>
+  __device__ bool FindNear(const Measure& measure, const Nearness& nearness,
+                           Threshold* found) const {
+    ForEach([&](int32_t, float logit) { AddToBucket(nearness.Within(logit), measure(logit)); });
+    if (threadIdx.x == 0) memory_.num_near = 0;
+    __syncthreads();
+    uint64_t above = found->above;
+    const uint32_t bucket = ChooseBucket(found->needed, &above);
+    ForEach([&](int32_t, float logit) {
+      if (nearness.Within(logit) != bucket) return;
+      const uint32_t place = atomicAdd(&memory_.num_near, 1u);
+      if (place < kNear) memory_.near[place] = logit;
+    });
+    __syncthreads();
+    const uint32_t count = memory_.num_near;
+    if (count > kNear) return false;
+    // Each warp by itself: a lane's logit, and what those measure that are larger.
+    const uint32_t lane = threadIdx.x % kWarpThreads;
+    const float logit = lane < count ? memory_.near[lane] : 0;
+    const uint32_t key = lane < count ? KeyOf(logit) : 0;
+    const uint64_t own = lane < count ? measure(logit) : 0;
+    uint64_t equals = 0;
+    for (uint32_t i = 0; i < count; ++i) {
+      const uint32_t other = __shfl_sync(kAllLanes, key, i);
+      const uint64_t amount = __shfl_sync(kAllLanes, own, i);
+      above += other > key ? amount : 0;
+      equals += other == key ? 1 : 0;
+    }
+    const bool is_it =
+        lane < count && above < found->needed && found->needed <= above + equals * own;
+    const int32_t chosen = __ffs(static_cast<int>(__ballot_sync(kAllLanes, is_it))) - 1;
+    found->key = __shfl_sync(kAllLanes, key, chosen);
+    found->above = __shfl_sync(kAllLanes, above, chosen);
+    found->equals = __shfl_sync(kAllLanes, equals, chosen);
+    return true;
   }
 
  protected:
@@ -221,8 +291,7 @@ class BlockLogits {
     uint32_t first = 0;
     int bits = 32;
   };
-  // Key by digits of its distance from the first one: choose() is asked for the bucket of each, to
-  // the memory's key.
+  // Key by digits of its distance from the first one: choose() is asked for the bucket of each.
   template <typename Measure, typename Choose>
   __device__ uint32_t FindDigits(const Measure& measure, const Keys& keys,
                                  const Choose& choose) const {
@@ -236,8 +305,7 @@ class BlockLogits {
         AddToBucket(static_cast<uint32_t>(distance >> begin) & (kBuckets - 1), measure(logit));
       });
       __syncthreads();
-      choose();
-      found |= memory_.key << begin;
+      found |= choose() << begin;
       end = begin;
     }
     return keys.first + found;
@@ -267,10 +335,14 @@ class BlockLogits {
     return {.first = least, .bits = max(1, 32 - __clz(static_cast<int>(greatest - least)))};
   }
 
-  __device__ void ClearBuckets() const {
+  // Ends before the next __syncthreads.
+  __device__ void BeginToClearBuckets() const {
     for (int i = threadIdx.x; i < kBuckets; i += kSamplingThreads) {
       memory_.bucket_low[i] = memory_.bucket_high[i] = 0;
     }
+  }
+  __device__ void ClearBuckets() const {
+    BeginToClearBuckets();
     __syncthreads();
   }
   __device__ void AddToBucket(uint32_t bucket, uint64_t amount) const {
@@ -285,8 +357,8 @@ class BlockLogits {
   }
 
   // Among the buckets, from the last to the first, the one where `above` and their sum reach
-  // `needed`, as all do: to the memory's key, and what lies above it to `above`.
-  __device__ void ChooseBucket(uint64_t needed, uint64_t* above) const {
+  // `needed`, as all do; what lies above it goes to `above`.
+  __device__ uint32_t ChooseBucket(uint64_t needed, uint64_t* above) const {
     const uint32_t high = kBuckets - 1 - 2 * threadIdx.x;
     const uint64_t sums[2] = {BucketOf(memory_, high), BucketOf(memory_, high - 1)};
     uint64_t before = *above + SumBefore(sums[0] + sums[1], memory_.sums);
@@ -299,6 +371,7 @@ class BlockLogits {
     }
     __syncthreads();
     *above = memory_.above;
+    return memory_.key;
   }
 
   // Total of the memory's sums, for all threads.
@@ -380,14 +453,6 @@ class Row : public BlockLogits {
     return static_cast<int32_t>(blocks_.Greatest(static_cast<uint64_t>(place + 1))) - 1;
   }
 
-  // The largest key such that tokens with keys from it on measure `needed` > 0 at least, what those
-  // above it measure, and how many tokens have that key; all tokens' key if all together do not.
-  struct Threshold {
-    uint32_t key = 0;
-    uint64_t needed = 0;
-    uint64_t above = 0;
-    uint64_t equals = 0;
-  };
   // By measure(logit); `needed_of` is asked for what all measure.
   template <typename Measure, typename Needed>
   __device__ Threshold FindThreshold(const Measure& measure, const Needed& needed_of,
@@ -395,14 +460,15 @@ class Row : public BlockLogits {
     ClearBuckets();
     ForEach([&](int32_t, float logit) { AddToBucket(nearness(logit), measure(logit)); });
     Threshold found;
-    if (!ChooseRowBucket(needed_of, &found.needed, &found.above)) return found;
-    const uint32_t bucket = memory_.key;
+    uint32_t bucket = 0;
+    if (!ChooseRowBucket(needed_of, &bucket, &found.needed, &found.above)) return found;
     const uint64_t count = ListBucket(nearness, bucket);
     const auto has_key = [&](int32_t, float logit) -> uint64_t {
       return KeyOf(logit) == found.key;
     };
     if (count <= kListed) {
       const BlockLogits listed(memory_.listed, 0, static_cast<int32_t>(count), memory_, false);
+      if (listed.FindNear(measure, nearness, &found)) return found;
       found.key = listed.FindKey(measure, found.needed, &found.above);
       found.equals = listed.Sum(has_key);
     } else {
@@ -410,8 +476,12 @@ class Row : public BlockLogits {
         return nearness(logit) == bucket ? measure(logit) : 0;
       };
       const auto needed = [&](uint64_t) { return found.needed; };
-      found.key = FindDigits(of_bucket, Keys{},
-                             [&] { ChooseRowBucket(needed, &found.needed, &found.above); });
+      found.key = FindDigits(of_bucket, Keys{}, [&] {
+        uint32_t digit = 0;
+        ChooseRowBucket(needed, &digit, &found.needed, &found.above);
+        hopper::ClusterSync();  // other blocks have read this one's buckets
+        return digit;
+      });
       found.equals = Sum(has_key);
     }
     return found;
@@ -446,51 +516,67 @@ class Row : public BlockLogits {
       : BlockLogits(logits + slice.first, slice.first, slice.count, memory, true),
         blocks_(blocks) {}
 
-  // As ChooseBucket, of the sums of all blocks' buckets; `needed` is needed_of(what all measure).
-  // False: they do not reach it.
-  template <typename Needed>
-  __device__ bool ChooseRowBucket(const Needed& needed_of, uint64_t* needed,
-                                  uint64_t* above) const {
-    hopper::ClusterSync();  // buckets are full
-    // Each block adds up a segment of the buckets, the first one the highest; a thread has two sums
-    // of it: two blocks' of one bucket, or two buckets where there is one block.
-    const uint32_t blocks = blocks_.count();
-    const uint32_t threads = max(blocks / 2, 1u);  // of a bucket
-    const uint32_t stride = blocks == 1 ? 2 : 1;
-    const uint32_t segment = kBuckets / blocks;
-    const uint32_t high = kBuckets - 1 - blocks_.rank() * segment - threadIdx.x / threads * stride;
-    const uint32_t part = threadIdx.x % threads * 2;
-    const uint64_t first = BucketOf(*hopper::OfBlock(&memory_, part), high);
-    const uint64_t second = blocks == 1 ? BucketOf(memory_, high - 1)
-                                        : BucketOf(*hopper::OfBlock(&memory_, part + 1), high);
-    uint64_t own = first + second;
-    for (uint32_t distance = 1; distance < threads; distance *= 2) {
-      own += __shfl_xor_sync(kAllLanes, own, distance);
-    }
-    uint64_t before = SumBefore(part == 0 ? own : 0, memory_.sums);
-    __syncthreads();
-    const RowBlocks::Sums sums = blocks_.Sum(SumOfWarps());
-    *needed = needed_of(sums.all);
-    if (sums.all + *above < *needed) return false;
-    // One thread of one block finds it, and tells all.
-    before += *above + sums.before;
-    if (part == 0 && before < *needed && *needed <= before + own) {
-      const bool is_second = blocks == 1 && before + first < *needed;
-      const uint64_t above_it = is_second ? before + first : before;
-#pragma unroll 1
-      for (uint32_t i = 0; i < blocks; ++i) {
-        RowMemory* const to = hopper::OfBlock(&memory_, i);
-        to->key = is_second ? high - 1 : high;
-        to->above = above_it;
+  // Tells all blocks the sums of this one's groups of buckets.
+  __device__ void TellGroups() const {
+    const uint32_t warp = threadIdx.x / kWarpThreads, lane = threadIdx.x % kWarpThreads;
+    for (uint32_t group = warp; group < kGroups; group += kSamplingWarps) {
+      const uint64_t sum = SumOfLanes(BucketOf(memory_, group * kGroupBuckets + lane));
+      if (lane < RowBlocks::count()) {
+        *hopper::OfBlock(&memory_.groups[RowBlocks::rank()][group], lane) = sum;
       }
     }
+  }
+
+  // As ChooseBucket, of the sums of all blocks' buckets, to `bucket`; `needed` is needed_of(what
+  // all measure). False: they do not reach it. Each block finds it by itself, first its group.
+  // Buckets may change when all blocks have told each other something.
+  template <typename Needed>
+  __device__ bool ChooseRowBucket(const Needed& needed_of, uint32_t* bucket, uint64_t* needed,
+                                  uint64_t* above) const {
+    __syncthreads();  // buckets are full
+    TellGroups();
     hopper::ClusterSync();
+    // A thread has a block's sum of a group, the highest group first.
+    const uint32_t lane = threadIdx.x % kWarpThreads, warp = threadIdx.x / kWarpThreads;
+    const uint32_t block = threadIdx.x % kMaxRowBlocks;
+    const uint32_t own_group = kGroups - 1 - threadIdx.x / kMaxRowBlocks;
+    const uint64_t sum = block < RowBlocks::count() ? memory_.groups[block][own_group] : 0;
+    const uint64_t before = *above + SumBefore(sum, memory_.sums);
+    const uint64_t all = SumOfWarps();
+    *needed = needed_of(all);
+    if (all + *above < *needed) {
+      hopper::ClusterSync();  // sums of groups have been read
+      return false;
+    }
+    const uint64_t above_group =
+        __shfl_sync(kAllLanes, before, lane / kMaxRowBlocks * kMaxRowBlocks);
+    if (before < *needed && *needed <= before + sum) {
+      memory_.key = own_group;
+      memory_.above = above_group;
+    }
+    __syncthreads();
+    // A warp reads a block's buckets of that group, the highest first, and then all of them add up.
+    const uint32_t high = memory_.key * kGroupBuckets + kGroupBuckets - 1;
     *above = memory_.above;
+    if (warp < RowBlocks::count()) {
+      memory_.parts[warp][lane] = BucketOf(*hopper::OfBlock(&memory_, warp), high - lane);
+    }
+    __syncthreads();
+    uint64_t own = 0;
+    for (uint32_t i = 0; i < RowBlocks::count(); ++i) own += memory_.parts[i][lane];
+    uint64_t up_to = *above + own;
+    for (uint32_t distance = 1; distance < kWarpThreads; distance *= 2) {
+      const uint64_t left = __shfl_up_sync(kAllLanes, up_to - *above, distance);
+      if (lane >= distance) up_to += left;
+    }
+    const int32_t chosen = __ffs(static_cast<int>(__ballot_sync(kAllLanes, *needed <= up_to))) - 1;
+    *bucket = high - static_cast<uint32_t>(chosen);
+    *above = __shfl_sync(kAllLanes, up_to - own, chosen);
     return true;
   }
 
   // To the memory's list, in any order, the logits of a bucket of all blocks, if they are no more
-  // than that holds. Returns how many they are.
+  // than that holds; clears the buckets then. Returns how many they are.
   __device__ uint64_t ListBucket(const Nearness& nearness, uint32_t bucket) const {
     if (threadIdx.x == 0) memory_.count = 0;
     __syncthreads();
@@ -502,6 +588,7 @@ class Row : public BlockLogits {
     __syncthreads();
     const RowBlocks::Sums sums = blocks_.Sum(memory_.count);
     if (sums.all > kListed) return sums.all;
+    BeginToClearBuckets();
     // A warp a block copies what that one has listed; blocks leave their lists as they are for as
     // long as it takes, for before the next one all tell each other something.
     const unsigned block = threadIdx.x / kWarpThreads;
