@@ -430,7 +430,7 @@ void EngineLoop::SetReady(const GroupInfo& info) {
                         .kv_cache_dtype = info.kv_form.substr(info.kv_form.find('/') + 1),
                         .tensor_parallel_size = static_cast<int64_t>(info.addresses.size())});
   for (size_t i = 0; i < info.addresses.size(); ++i) {
-    metrics_.WorkerUp(static_cast<int64_t>(i), info.addresses[i], true);
+    metrics_.WorkerUp(static_cast<int64_t>(i), true);
   }
   spdlog::info("serving: epoch {}, {} workers, context of {} tokens", info.epoch,
                info.addresses.size(), info.max_model_len);
@@ -460,7 +460,7 @@ void EngineLoop::SetNotReady(const GroupInfo& info, const absl::Status& why) {
     if (!stop_.has_value()) metrics_.GroupLost();
   }
   for (size_t i = 0; i < info.addresses.size(); ++i) {
-    metrics_.WorkerUp(static_cast<int64_t>(i), info.addresses[i], false);
+    metrics_.WorkerUp(static_cast<int64_t>(i), false);
   }
   if (options_.on_readiness) options_.on_readiness(false);
 }

@@ -93,7 +93,9 @@ struct Metrics::Series {
              "Part of the token blocks of the host tier that running requests hold, 0 to 1.")
           .Add({});
   Family<Gauge>& cache_config =
-      Gauges("kvasir_cache_config_info", "Constant 1; the labels are the KV tiers' sizes.");
+      Gauges("kvasir_cache_config_info",
+             "Constant 1; the labels are the tokens of a block and the blocks that each tier of a "
+             "worker holds. A block is a page for each layer and KV head of the worker.");
   Counter& prefix_queries =
       Counters("kvasir_prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.")
           .Add({});
@@ -267,10 +269,10 @@ void Metrics::GroupFormed(const CacheConfigInfo& info) {
   kernels::MutexLock lock(s.mu);
   if (s.config != nullptr) s.cache_config.Remove(s.config);
   s.config =
-      &s.cache_config.Add({{"page_size", absl::StrCat(kvstore::kBlockTokens)},
-                           {"num_hbm_pages", absl::StrCat(info.num_device_blocks)},
-                           {"num_host_pages", absl::StrCat(info.num_host_blocks)},
-                           {"num_disk_pages", absl::StrCat(info.num_disk_blocks)},
+      &s.cache_config.Add({{"block_size", absl::StrCat(kvstore::kBlockTokens)},
+                           {"num_device_blocks", absl::StrCat(info.num_device_blocks)},
+                           {"num_host_blocks", absl::StrCat(info.num_host_blocks)},
+                           {"num_disk_blocks", absl::StrCat(info.num_disk_blocks)},
                            {"kv_cache_dtype", info.kv_cache_dtype},
                            {"tensor_parallel_size", absl::StrCat(info.tensor_parallel_size)}});
   s.config->Set(1);
@@ -278,8 +280,8 @@ void Metrics::GroupFormed(const CacheConfigInfo& info) {
 
 void Metrics::GroupLost() { series_->groups_lost.Increment(); }
 
-void Metrics::WorkerUp(int64_t rank, const std::string& address, bool up) {
-  series_->worker_up.Add({{"worker", address}, {"rank", absl::StrCat(rank)}}).Set(up ? 1 : 0);
+void Metrics::WorkerUp(int64_t rank, bool up) {
+  series_->worker_up.Add({{"tp_rank", absl::StrCat(rank)}}).Set(up ? 1 : 0);
 }
 
 }  // namespace kvasir::coordinator

@@ -21,7 +21,7 @@ namespace kvasir::coordinator {
 
 struct SchedulerStats;
 
-// What is known of the group once it is formed.
+// Sizes of a formed group. Token blocks are those that every rank holds.
 struct CacheConfigInfo {
   int64_t num_device_blocks = 0;
   int64_t num_host_blocks = 0;
@@ -62,8 +62,8 @@ class Metrics {
   void SchedulerState(const SchedulerStats& stats);
   void GroupFormed(const CacheConfigInfo& info);
   void GroupLost();
-  // One series per rank; `address` is the worker's.
-  void WorkerUp(int64_t rank, const std::string& address, bool up);
+  // One series per rank, with the labels that the rank's own series carry.
+  void WorkerUp(int64_t rank, bool up);
 
  private:
   struct Series;

@@ -94,6 +94,7 @@ v1::ShardPlan MakeShardPlan(const v1::ServeConfig& config, const PolicyTable& po
   for (const v1::SparsityPolicy& policy : policies.declared()) *plan.add_policies() = policy;
   plan.set_mass_sample_rate(config.sparse().mass_sample_rate());
   plan.set_collective_timeout_s(config.rank_timeout());
+  plan.set_served_model_name(config.served_model_name());
   return plan;
 }
 

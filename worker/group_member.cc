@@ -123,7 +123,7 @@ absl::Status GroupMember::Serve(CoordinatorStream& stream) {
   KVASIR_RETURN_IF_ERROR(backend_.JoinRanks(*collective));
   KVASIR_ASSIGN_OR_RETURN(const std::unique_ptr<Engine> engine,
                           MakeEngine(plan, *collective, progress));
-  metrics_.JoinGroup({.model = plan.model().model(),
+  metrics_.JoinGroup({.model_name = plan.served_model_name(),
                       .rank = plan.tensor_parallel_rank(),
                       .disk_tier = !plan.kv().kv_disk_path().empty()});
   metrics_.RecordTiers(*engine);

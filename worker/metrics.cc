@@ -5,8 +5,6 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_split.h"
-#include "absl/strings/string_view.h"
 #include "prometheus/counter.h"
 #include "prometheus/gauge.h"
 #include "prometheus/histogram.h"
@@ -73,7 +71,8 @@ struct WorkerMetrics::Families {
         evictions(AddCounter(r, "kvasir_kv_page_evictions_total",
                              "Pages that lost their place in a tier.")),
         checksum_failures(AddCounter(r, "kvasir_kv_page_checksum_failures_total",
-                                     "Pages whose bytes were not those that were stored.")),
+                                     "Checks that found other bytes than were stored: of a page in "
+                                     "host memory, of a whole block on disk.")),
         read_errors(AddCounter(r, "kvasir_kv_read_errors_total",
                                "Reads that a device failed at first; each is tried once more.")),
         blocks(AddCounter(r, "kvasir_attention_blocks_total",
@@ -240,11 +239,8 @@ WorkerMetrics::WorkerMetrics(prometheus::Registry& registry)
 WorkerMetrics::~WorkerMetrics() = default;
 
 void WorkerMetrics::JoinGroup(const GroupLabels& labels) {
-  const std::vector<absl::string_view> parts = absl::StrSplit(labels.model, '/', absl::SkipEmpty());
   series_ = std::make_unique<Series>(
-      *families_,
-      Labels{{"model_name", parts.empty() ? "" : std::string(parts.back())},
-             {"tp_rank", absl::StrCat(labels.rank)}},
+      *families_, Labels{{"model_name", labels.model_name}, {"tp_rank", absl::StrCat(labels.rank)}},
       labels.disk_tier);
 }
 

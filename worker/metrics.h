@@ -15,7 +15,7 @@
 namespace kvasir::worker {
 
 struct GroupLabels {
-  std::string model;  // folder of the model; its last part becomes the label model_name
+  std::string model_name;  // as the coordinator calls it
   int64_t rank = 0;
   bool disk_tier = false;  // that there should be one
 };

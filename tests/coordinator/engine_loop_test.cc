@@ -425,6 +425,8 @@ TEST_F(EngineLoopTest, MetricsCountWhatHappened) {
         "kvasir_time_to_first_token_seconds_count{model_name=\"test\"} 2",
         "kvasir_inter_token_latency_seconds_count{model_name=\"test\"} 4",
         "kvasir_plans_ahead_total{model_name=\"test\"} 3",
+        "kvasir_worker_up{model_name=\"test\",tp_rank=\"0\"} 0",
+        "kvasir_cache_config_info{model_name=\"test\",block_size=\"64\",kv_cache_dtype=\"float32\"",
         "kvasir_rows_in_vain_total{model_name=\"test\"} 0",
         "kvasir_num_requests_running{model_name=\"test\"} 0"}) {
     EXPECT_THAT(text, HasSubstr(line));

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 import socket
 import subprocess
 import sys
@@ -20,7 +21,39 @@ def free_port():
         return listener.getsockname()[1]
 
 
+LAYERS, KV_HEADS_OF_RANK = 6, 2  # of the reference model on two workers
+PROCESSES = ("unix:", "/tmp", "worker-")  # what no label says: it would be another series after every start
+
+
+def labels(service, address, name):
+    """The labels of every series of one metric."""
+    found = re.findall(rf"^{name}\{{(.*)\}} ", service.metrics_text(address), re.MULTILINE)
+    return [dict(re.findall(r'(\w+)="([^"]*)"', series)) for series in found]
+
+
 class Prometheus(unittest.TestCase):
+    # Bugs: workers called the model by its folder; ranks were `rank` here and `tp_rank` there.
+    def test_series_of_coordinator_and_workers_join(self):
+        with Service(flags=["--tensor-parallel-size=2", "--served-model-name=needle"]) as service:
+            workers = [series for address in service.worker_metrics
+                       for series in labels(service, address, "kvasir_selection_memory_bytes")]
+            self.assertEqual(workers, [{"model_name": "needle", "tp_rank": str(rank)} for rank in range(2)])
+            self.assertEqual(labels(service, None, "kvasir_worker_up"), workers)
+            for address in (None, *service.worker_metrics):
+                for word in PROCESSES:
+                    self.assertNotIn(word, service.metrics_text(address))
+
+    # Bug: they were called pages.
+    def test_the_sizes_of_tiers_are_blocks(self):
+        with Service(flags=["--tensor-parallel-size=2"]) as service:
+            [config] = labels(service, None, "kvasir_cache_config_info")
+            self.assertEqual([name for name in config if "page" in name], [])
+            for tier in ("device", "host"):
+                for address in service.worker_metrics:
+                    pages = sum(value for series, value in service.metrics(address).items()
+                                if series.startswith("kvasir_kv_tier_pages{") and f'tier="{tier}"' in series)
+                    self.assertEqual(pages, int(config[f"num_{tier}_blocks"]) * LAYERS * KV_HEADS_OF_RANK)
+
     def test_scrapes_coordinator_and_workers(self):
         with Service(flags=["--tensor-parallel-size=2"]) as service, tempfile.TemporaryDirectory() as folder:
             generated = len(service.generate("hello", max_tokens=5, ignore_eos=True).token_ids)

@@ -19,7 +19,7 @@ namespace {
 
 class MetricsTest : public RandomModelFixture {
  protected:
-  MetricsTest() { metrics_.JoinGroup({.model = "models/random"}); }
+  MetricsTest() { metrics_.JoinGroup({.model_name = "random"}); }
 
   // A step that starts sequences in some slots, and has rows of some that fail.
   void Record(const std::vector<uint32_t>& starting, const std::vector<uint32_t>& failing) {
