@@ -228,6 +228,7 @@ absl::StatusOr<EngineLoop::Formed> EngineLoop::Form() {
                          .device_blocks = formed.info.device_blocks,
                          .disk_blocks = formed.info.disk_blocks,
                          .attention_parity_tokens = formed.info.attention_parity_tokens,
+                         .mass_unmeasured = formed.info.mass_unmeasured,
                          .vocab_size = formed.info.vocab_size,
                          .weights_hash = formed.info.weights_hash,
                          .kv_form = formed.info.kv_form,

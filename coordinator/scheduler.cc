@@ -450,8 +450,9 @@ void Scheduler::AddStart(const Sequence& sequence, v1::StepPlan& plan) const {
 
 FinishEvent Scheduler::End(Sequence& sequence, const absl::Status& status, v1::FinishReason reason,
                            Blocks blocks, TimePoint now) {
-  FinishEvent event = {
-      .id = sequence.spec.id, .status = status, .summary = sequence.Summary(reason, now)};
+  FinishEvent event = {.id = sequence.spec.id,
+                       .status = status,
+                       .summary = sequence.Summary(reason, options_.mass_unmeasured, now)};
   reserved_blocks_ -= std::exchange(sequence.reserved_blocks, 0);
   auto owned = std::move(sequences_.extract(sequence.spec.id).mapped());
   if (sequence.admitted()) {

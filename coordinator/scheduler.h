@@ -96,6 +96,8 @@ struct SchedulerOptions {
   int64_t disk_blocks = 0;    // the same of the disk tier; 0: some rank has none
   // Attending to so many tokens is as much work as the rest of a token's layers.
   int64_t attention_parity_tokens = 0;
+  // Why the ranks measure no attention mass; unspecified: they do.
+  v1::MassUnmeasured mass_unmeasured = v1::MASS_UNMEASURED_UNSPECIFIED;
   int64_t vocab_size = 0;
   std::string weights_hash;
   std::string kv_form;

@@ -180,7 +180,7 @@ void Scheduler::ApplyRow(const PlannedRow& row, const v1::RowResult& result, Tim
   }
   if (row.starts && sequence->preemptions > 0) CountResumed(result.accounting());
   const bool prefill = sequence->in_prefill();
-  sequence->Account(result.accounting(), prefill, row.starts && sequence->preemptions == 0);
+  sequence->Account(result.accounting(), row.starts && sequence->preemptions == 0);
   sequence->computed += row.num_tokens;
   if (prefill) ReportProgress(*sequence, events);
   if (row.sample) ApplyToken(*sequence, result, now, events);

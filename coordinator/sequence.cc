@@ -6,7 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "google/protobuf/duration.pb.h"
 
-#include "coordinator/mass_samples.h"
+#include "coordinator/attention_sums.h"
 
 namespace kvasir::coordinator {
 namespace {
@@ -17,6 +17,23 @@ google::protobuf::Duration ToProto(TimePoint from, TimePoint to) {
   duration.set_seconds(nanos / 1'000'000'000);
   duration.set_nanos(static_cast<int32_t>(nanos % 1'000'000'000));
   return duration;
+}
+
+v1::BlocksSkipped Skipped(const v1::PhaseAccounting& phase) {
+  v1::BlocksSkipped skipped;
+  skipped.set_selected_out(phase.skipped_selected_out());
+  skipped.set_window(phase.skipped_window());
+  skipped.set_pruned(phase.skipped_pruned());
+  skipped.set_terminated(phase.skipped_terminated());
+  return skipped;
+}
+
+// The phase has no samples. `ranks`: why the ranks measure nothing, if they do not.
+v1::MassUnmeasured WhyUnmeasured(const v1::PhaseAccounting& phase,
+                                 const v1::AttentionPolicy& policy, v1::MassUnmeasured ranks) {
+  if (phase.blocks_total() == 0) return v1::MASS_UNMEASURED_NOTHING_COMPUTED;
+  if (!IsSparse(policy)) return v1::MASS_UNMEASURED_DENSE;
+  return ranks == v1::MASS_UNMEASURED_UNSPECIFIED ? v1::MASS_UNMEASURED_NOT_DRAWN : ranks;
 }
 
 kvstore::DecodePart MakeDecodePart(const ResolvedPolicy& policy, int64_t begin) {
@@ -47,45 +64,49 @@ bool Sequence::IsStopToken(int32_t token) const {
   return std::find(stops.begin(), stops.end(), static_cast<uint32_t>(token)) != stops.end();
 }
 
-void Sequence::Account(const v1::RowAccounting& row, bool prefill, bool first) {
+void Sequence::Account(const v1::RowAccounting& row, bool first) {
   if (first) {
     cached_by_tier.set_device(row.cached_device_tokens());
     cached_by_tier.set_host(row.cached_host_tokens());
     cached_by_tier.set_disk(row.cached_disk_tokens());
   }
-  if (prefill) {
-    attention.set_prefill_blocks_total(attention.prefill_blocks_total() + row.blocks_total());
-  } else {
-    attention.set_decode_blocks_total(attention.decode_blocks_total() + row.blocks_total());
-  }
-  v1::BlocksSkipped& skipped = prefill ? *attention.mutable_prefill_blocks_skipped()
-                                       : *attention.mutable_decode_blocks_skipped();
-  skipped.set_selected_out(skipped.selected_out() + row.skipped_selected_out());
-  skipped.set_window(skipped.window() + row.skipped_window());
-  skipped.set_pruned(skipped.pruned() + row.skipped_pruned());
-  skipped.set_terminated(skipped.terminated() + row.skipped_terminated());
-  attention.set_device_page_hits(attention.device_page_hits() + row.page_hits());
-  attention.set_device_page_misses(attention.device_page_misses() + row.page_misses());
+  AddPhase(row.prefill(), prefill);
+  AddPhase(row.decode(), decode);
   attended_tokens += row.attended_tokens();
   attending_rows += row.attending_rows();
-  AddMassSamples(row.measured_mass(), measured_mass);
   AddMassSamples(row.estimated_mass(), estimated_mass);
   AddContract(row.contract(), contract);
 }
 
-v1::AttentionReport Sequence::Report() const {
-  v1::AttentionReport report = attention;
+v1::AttentionReport Sequence::Report(v1::MassUnmeasured unmeasured) const {
+  v1::AttentionReport report;
+  report.set_prefill_blocks_total(prefill.blocks_total());
+  report.set_decode_blocks_total(decode.blocks_total());
+  *report.mutable_prefill_blocks_skipped() = Skipped(prefill);
+  *report.mutable_decode_blocks_skipped() = Skipped(decode);
+  report.set_device_page_hits(prefill.page_hits() + decode.page_hits());
+  report.set_device_page_misses(prefill.page_misses() + decode.page_misses());
+  if (prefill.measured_mass().samples() > 0) {
+    *report.mutable_prefill_measured_mass() = Summarize(prefill.measured_mass());
+  } else {
+    report.set_prefill_mass_unmeasured(WhyUnmeasured(prefill, spec.policy.prefill, unmeasured));
+  }
+  if (decode.measured_mass().samples() > 0) {
+    *report.mutable_decode_measured_mass() = Summarize(decode.measured_mass());
+  } else {
+    report.set_decode_mass_unmeasured(WhyUnmeasured(decode, spec.policy.decode, unmeasured));
+  }
   if (attending_rows > 0) {
     report.set_decode_budget_tokens(static_cast<double>(attended_tokens) /
                                     static_cast<double>(attending_rows));
   }
-  if (measured_mass.samples() > 0) *report.mutable_measured_mass() = Summarize(measured_mass);
   if (estimated_mass.samples() > 0) *report.mutable_estimated_mass() = Summarize(estimated_mass);
   if (contract.selections() > 0) *report.mutable_contract() = contract;
   return report;
 }
 
-v1::Finish Sequence::Summary(v1::FinishReason reason, TimePoint now) const {
+v1::Finish Sequence::Summary(v1::FinishReason reason, v1::MassUnmeasured unmeasured,
+                             TimePoint now) const {
   v1::Finish finish;
   finish.set_reason(reason);
   if (matched_stop_token.has_value()) finish.set_matched_token_id(*matched_stop_token);
@@ -93,7 +114,7 @@ v1::Finish Sequence::Summary(v1::FinishReason reason, TimePoint now) const {
   usage.set_prompt_tokens(static_cast<uint32_t>(prompt_tokens));
   usage.set_completion_tokens(static_cast<uint32_t>(generated()));
   *usage.mutable_cached_tokens() = cached_by_tier;
-  *finish.mutable_attention() = Report();
+  *finish.mutable_attention() = Report(unmeasured);
   v1::Timing& timing = *finish.mutable_timing();
   *timing.mutable_queue() = ToProto(spec.arrival, admitted_at.value_or(now));
   if (first_token_at.has_value()) {

@@ -82,10 +82,11 @@ struct Sequence {
   absl::Span<const int32_t> matchable() const;
   bool IsStopToken(int32_t token) const;
   // Adds what the ranks report of one row.
-  void Account(const v1::RowAccounting& row, bool prefill, bool first);
-  v1::AttentionReport Report() const;
+  void Account(const v1::RowAccounting& row, bool first);
+  // `unmeasured`: why the ranks measure no attention mass, as in v1::Ready.
+  v1::AttentionReport Report(v1::MassUnmeasured unmeasured) const;
   // The reply's summary; `now` is the end.
-  v1::Finish Summary(v1::FinishReason reason, TimePoint now) const;
+  v1::Finish Summary(v1::FinishReason reason, v1::MassUnmeasured unmeasured, TimePoint now) const;
 
   SequenceSpec spec;  // without the prompt: it is the start of tokens
   const int64_t prompt_tokens;
@@ -117,8 +118,8 @@ struct Sequence {
   int64_t reported_tokens = 0;  // the furthest progress that the client has heard of
   int64_t cached_tokens = 0;    // prompt tokens that were not computed
   v1::CachedTokens cached_by_tier;
-  v1::AttentionReport attention;  // what is counted of it
-  v1::MassSamples measured_mass, estimated_mass;
+  v1::PhaseAccounting prefill, decode;  // by the parts of the policy
+  v1::MassSamples estimated_mass;
   v1::ContractReport contract;
   uint64_t attended_tokens = 0;  // of decoding, summed over attending_rows
   uint64_t attending_rows = 0;

@@ -7,7 +7,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 
-#include "coordinator/mass_samples.h"
+#include "coordinator/attention_sums.h"
 #include "kernels/base/status_macros.h"
 
 namespace kvasir::coordinator {
@@ -29,18 +29,12 @@ void AddCounts(const Counts& from, Counts& to) {
 }
 
 void AddAccounting(const v1::RowAccounting& from, v1::RowAccounting& to) {
-  to.set_blocks_total(to.blocks_total() + from.blocks_total());
-  to.set_skipped_selected_out(to.skipped_selected_out() + from.skipped_selected_out());
-  to.set_skipped_window(to.skipped_window() + from.skipped_window());
-  to.set_skipped_pruned(to.skipped_pruned() + from.skipped_pruned());
-  to.set_skipped_terminated(to.skipped_terminated() + from.skipped_terminated());
-  AddMassSamples(from.measured_mass(), *to.mutable_measured_mass());
+  AddPhase(from.prefill(), *to.mutable_prefill());
+  AddPhase(from.decode(), *to.mutable_decode());
   AddMassSamples(from.estimated_mass(), *to.mutable_estimated_mass());
   AddContract(from.contract(), *to.mutable_contract());
   to.set_attended_tokens(to.attended_tokens() + from.attended_tokens());
   to.set_attending_rows(to.attending_rows() + from.attending_rows());
-  to.set_page_hits(to.page_hits() + from.page_hits());
-  to.set_page_misses(to.page_misses() + from.page_misses());
   AddCounts(from.stages_run(), *to.mutable_stages_run());
   AddCounts(from.stages_reused(), *to.mutable_stages_reused());
   if (from.cached_device_tokens() < to.cached_device_tokens()) {

@@ -312,6 +312,7 @@ absl::StatusOr<GroupInfo> WorkerGroupImpl::Agree(
       .vocab_size = ready[0]->vocab_size(),
       .max_model_len = ready[0]->max_model_len(),
       .trained_window = ready[0]->trained_window(),
+      .mass_unmeasured = ready[0]->mass_unmeasured(),
       .addresses = options_.addresses,
       .ranks = {}};
   for (size_t i = 0; i < ready.size(); ++i) {

@@ -30,7 +30,8 @@ struct GroupInfo {
   int64_t attention_parity_tokens = 0;
   int64_t vocab_size = 0;
   int64_t max_model_len = 0;
-  int64_t trained_window = 0;          // as in v1::Ready
+  int64_t trained_window = 0;  // as in v1::Ready, like the following
+  v1::MassUnmeasured mass_unmeasured = v1::MASS_UNMEASURED_UNSPECIFIED;
   std::vector<std::string> addresses;  // by rank
   std::vector<v1::Ready> ranks;        // by rank
 };

@@ -217,8 +217,9 @@ void AttentionMeter::Compare(int64_t block_index, const TensorView& sparse_lse,
   const QueryBlock& block = batch_->blocks[static_cast<size_t>(block_index)];
   // An absent page leaves no lse to compare; the row fails anyway.
   if (dense_faults_[static_cast<size_t>(block.slot)] != 0) return;
-  const int64_t row = batch_->infos[static_cast<size_t>(block_index)].row;
-  std::vector<float>& masses = rows_[static_cast<size_t>(row)].masses;
+  const BlockInfo& info = batch_->infos[static_cast<size_t>(block_index)];
+  std::vector<float>& masses =
+      rows_[static_cast<size_t>(info.row)].masses[static_cast<size_t>(info.phase)];
   const int64_t num_heads = sparse_lse.dim(1);
   for (int64_t i = block.first_row * num_heads; i < (block.first_row + block.num_rows) * num_heads;
        ++i) {

@@ -46,7 +46,8 @@ struct ContractCounts {
 
 struct RowAttention {
   std::array<AttentionCounts, 2> counts;  // by Phase
-  std::vector<float> masses;              // measured, one per sampled (layer, query, query head)
+  // Measured, one per sampled (layer, query, query head); by Phase.
+  std::array<std::vector<float>, 2> masses;
   ContractCounts contract;
   std::vector<float> estimates;  // of mass, one per (layer, query, query head) under a contract
   std::vector<int64_t> budgets;  // of decoding: tokens attended to, one per (layer, query, KV head)
@@ -69,7 +70,8 @@ class AttentionMeter {
   void CountContract(const SelectorGroup& group, const kernels::ContractKeeper& keeper);
   // Whether mass is measured in this layer: then the attention op must deliver lse.
   bool Measures(int64_t layer);
-  // Attends densely to the sampled blocks and compares. `sparse` is what was run, with its lse.
+  // Attends densely to the sampled blocks and compares (kernels/attention/attention_mass.h).
+  // `sparse` is what was run, with its lse.
   absl::Status Measure(const kernels::AttendParams& sparse, kernels::Executor& executor);
 
   const RowAttention& row(int64_t r) const { return rows_[static_cast<size_t>(r)]; }

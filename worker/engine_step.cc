@@ -22,15 +22,8 @@ void AddMasses(std::span<const float> masses, v1::MassSamples& samples) {
   samples.set_sum(sum);
 }
 
-void FillAccounting(const EngineRow& row, const AttentionMeter& meter,
-                    v1::RowAccounting& accounting) {
-  accounting.set_cached_device_tokens(static_cast<uint32_t>(row.cached.device_tokens));
-  accounting.set_cached_host_tokens(static_cast<uint32_t>(row.cached.host_tokens));
-  accounting.set_cached_disk_tokens(static_cast<uint32_t>(row.cached.disk_tokens));
-  if (row.computed < 0) return;
-  const RowAttention& attention = meter.row(row.computed);
-  AttentionCounts counts;
-  for (const AttentionCounts& phase : attention.counts) counts += phase;
+void FillPhase(const RowAttention& attention, Phase phase, v1::PhaseAccounting& accounting) {
+  const AttentionCounts& counts = attention.counts[static_cast<size_t>(phase)];
   accounting.set_blocks_total(static_cast<uint64_t>(counts.total));
   accounting.set_skipped_selected_out(static_cast<uint64_t>(counts.selected_out));
   accounting.set_skipped_window(static_cast<uint64_t>(counts.window));
@@ -38,6 +31,20 @@ void FillAccounting(const EngineRow& row, const AttentionMeter& meter,
   accounting.set_skipped_terminated(static_cast<uint64_t>(counts.terminated));
   accounting.set_page_hits(static_cast<uint64_t>(counts.device_reads));
   accounting.set_page_misses(static_cast<uint64_t>(counts.host_reads));
+  AddMasses(attention.masses[static_cast<size_t>(phase)], *accounting.mutable_measured_mass());
+}
+
+void FillAccounting(const EngineRow& row, const AttentionMeter& meter,
+                    v1::RowAccounting& accounting) {
+  accounting.set_cached_device_tokens(static_cast<uint32_t>(row.cached.device_tokens));
+  accounting.set_cached_host_tokens(static_cast<uint32_t>(row.cached.host_tokens));
+  accounting.set_cached_disk_tokens(static_cast<uint32_t>(row.cached.disk_tokens));
+  if (row.computed < 0) return;
+  const RowAttention& attention = meter.row(row.computed);
+  FillPhase(attention, Phase::kPrefill, *accounting.mutable_prefill());
+  FillPhase(attention, Phase::kDecode, *accounting.mutable_decode());
+  // Generated tokens only: a prompt remembers nothing.
+  const AttentionCounts& counts = attention.counts[static_cast<size_t>(Phase::kDecode)];
   if (counts.stages_run[0] + counts.stages_reused[0] > 0) {
     accounting.mutable_stages_run()->Add(counts.stages_run.begin(), counts.stages_run.end());
     accounting.mutable_stages_reused()->Add(counts.stages_reused.begin(),
@@ -46,7 +53,6 @@ void FillAccounting(const EngineRow& row, const AttentionMeter& meter,
   accounting.set_attended_tokens(static_cast<uint64_t>(
       std::accumulate(attention.budgets.begin(), attention.budgets.end(), int64_t{0})));
   accounting.set_attending_rows(attention.budgets.size());
-  AddMasses(attention.masses, *accounting.mutable_measured_mass());
   AddMasses(attention.estimates, *accounting.mutable_estimated_mass());
   if (attention.contract.rows == 0) return;
   v1::ContractReport& contract = *accounting.mutable_contract();

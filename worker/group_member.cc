@@ -85,6 +85,15 @@ std::string ModelKey(const v1::ShardPlan& plan) {
                       plan.tensor_parallel_rank(), "/", plan.tensor_parallel_size());
 }
 
+// Reasons that a higher rate would not remove come first.
+v1::MassUnmeasured WhyUnmeasured(const v1::ShardPlan& plan, const Transformer& model) {
+  if (!model.backend().MeasuresMass()) return v1::MASS_UNMEASURED_GPU;
+  if (model.options().extension == PositionExtension::kStreaming) {
+    return v1::MASS_UNMEASURED_COMPACT_POSITIONS;
+  }
+  return plan.mass_sample_rate() > 0 ? v1::MASS_UNMEASURED_UNSPECIFIED : v1::MASS_UNMEASURED_OFF;
+}
+
 int64_t GbToBytes(double gb) { return static_cast<int64_t>(gb * 1e9); }
 
 }  // namespace
@@ -132,7 +141,7 @@ absl::Status GroupMember::Serve(CoordinatorStream& stream) {
     *message.mutable_tier_report() = std::move(report);
     stream.Write(std::move(message));
   }
-  stream.Write(MakeReady(*engine));
+  stream.Write(MakeReady(plan, *engine));
   spdlog::info("rank {} of {}, epoch {}: ready after {}", plan.tensor_parallel_rank(),
                plan.tensor_parallel_size(), plan.group_epoch(), times.Summary());
   options_.on_ready(true);
@@ -193,7 +202,7 @@ absl::StatusOr<std::unique_ptr<Engine>> GroupMember::MakeEngine(const v1::ShardP
   return Engine::Create(options, *model_->transformer, collective, std::move(disk));
 }
 
-v1::WorkerMessage GroupMember::MakeReady(const Engine& engine) const {
+v1::WorkerMessage GroupMember::MakeReady(const v1::ShardPlan& plan, const Engine& engine) const {
   const TransformerOptions& model = model_->transformer->options();
   v1::WorkerMessage message;
   v1::Ready& ready = *message.mutable_ready();
@@ -210,6 +219,7 @@ v1::WorkerMessage GroupMember::MakeReady(const Engine& engine) const {
   ready.set_device_name(backend_.name());
   ready.set_metrics_address(options_.metrics_address);
   ready.set_attention_parity_tokens(static_cast<uint64_t>(model.config.attention_parity_tokens()));
+  ready.set_mass_unmeasured(WhyUnmeasured(plan, *model_->transformer));
   ready.set_disk_blocks(static_cast<uint64_t>(engine.store().stats().tier.capacity_blocks));
   return message;
 }

@@ -49,7 +49,7 @@ class GroupMember {
   absl::StatusOr<std::unique_ptr<Engine>> MakeEngine(const v1::ShardPlan& plan,
                                                      Collective& collective,
                                                      const Progress& progress);
-  v1::WorkerMessage MakeReady(const Engine& engine) const;
+  v1::WorkerMessage MakeReady(const v1::ShardPlan& plan, const Engine& engine) const;
   // A plan begins when it comes, also while the one before is under way, if the engine may.
   absl::Status RunPlans(Engine& engine, CoordinatorStream& stream);
   absl::Status Answer(const v1::StepPlan& plan, Engine& engine, CoordinatorStream& stream);

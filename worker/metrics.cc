@@ -166,7 +166,6 @@ struct WorkerMetrics::Series {
         disk_checksum_failures{&f.checksum_failures.Add(With({{"tier", "disk"}}))},
         disk_read_errors{&f.read_errors.Add(With({{"tier", "disk"}}))},
         selection_memory(f.selection_memory.Add(labels)),
-        mass_kept(f.mass_kept.Add(labels, kMassKept)),
         mass_estimated(f.mass_estimated.Add(labels, kMassKept)),
         contracts_kept(f.contracts.Add(With({{"outcome", "kept"}}))),
         contracts_dense(f.contracts.Add(With({{"outcome", "dense"}}))),
@@ -184,6 +183,7 @@ struct WorkerMetrics::Series {
       window[phase] = &f.blocks_skipped.Add(With({{"phase", name}, {"reason", "window"}}));
       pruned[phase] = &f.blocks_skipped.Add(With({{"phase", name}, {"reason", "pruned"}}));
       terminated[phase] = &f.blocks_skipped.Add(With({{"phase", name}, {"reason", "terminated"}}));
+      mass_kept[phase] = &f.mass_kept.Add(With({{"phase", name}}), kMassKept);
     }
     for (size_t s = 0; s < kernels::kMaxStages; ++s) {
       const std::string stage = absl::StrCat(s + 1);
@@ -215,7 +215,6 @@ struct WorkerMetrics::Series {
   Following dropped_busy, dropped_read_only, dropped_error, restored, not_restored;
   Following disk_evictions, disk_checksum_failures, disk_read_errors;
   Gauge& selection_memory;
-  Histogram& mass_kept;
   Histogram& mass_estimated;
   Counter& contracts_kept;
   Counter& contracts_dense;
@@ -231,6 +230,7 @@ struct WorkerMetrics::Series {
   std::set<uint32_t> failed_slots;
   // By Phase.
   std::array<Counter*, 2> blocks = {}, selected_out = {}, window = {}, pruned = {}, terminated = {};
+  std::array<Histogram*, 2> mass_kept = {};
 };
 
 WorkerMetrics::WorkerMetrics(prometheus::Registry& registry)
@@ -331,8 +331,8 @@ void WorkerMetrics::RecordAttention(const AttentionMeter& meter) {
             static_cast<double>(row.counts[phase].stages_reused[s]));
       }
       series_->terminated[phase]->Increment(static_cast<double>(row.counts[phase].terminated));
+      for (const float mass : row.masses[phase]) series_->mass_kept[phase]->Observe(mass);
     }
-    for (const float mass : row.masses) series_->mass_kept.Observe(mass);
     for (const float mass : row.estimates) series_->mass_estimated.Observe(mass);
     RecordContract(row.contract);
     for (const int64_t tokens : row.budgets) {

@@ -68,54 +68,48 @@ std::string SkippedLine(absl::string_view phase, uint64_t total, const v1::Block
                          WithCommas(total), Percent(sum, total));
 }
 
-std::string MassLine(absl::string_view how, const v1::MassSummary& mass) {
-  return absl::StrFormat(
-      "  attention mass kept      mean %.4f, p1 %.3f, min %.4f (%s samples, %s)\n", mass.mean(),
-      mass.p1(), mass.minimum(), WithCommas(mass.samples()), how);
+const char* WhyUnmeasured(v1::MassUnmeasured why) {
+  switch (why) {
+    case v1::MASS_UNMEASURED_NOTHING_COMPUTED:
+      return "none to measure: no token was computed in this phase";
+    case v1::MASS_UNMEASURED_DENSE:
+      return "all: this part of the policy attends to everything";
+    case v1::MASS_UNMEASURED_OFF:
+      return "unknown: the server measures none, its --mass-sample-rate is 0";
+    case v1::MASS_UNMEASURED_GPU:
+      return "unknown: a worker on a GPU does not measure it";
+    case v1::MASS_UNMEASURED_COMPACT_POSITIONS:
+      return "unknown: it is not measured under --position-extension=streaming";
+    case v1::MASS_UNMEASURED_NOT_DRAWN:
+      return "unknown: no layer and step of this phase was drawn for the sample";
+    default:
+      return "unknown";
+  }
 }
 
-std::string Summary(const v1::Finish& finish) {
-  const v1::Usage& usage = finish.usage();
-  const v1::AttentionReport& attention = finish.attention();
-  const v1::CachedTokens& cached = usage.cached_tokens();
-  const double decode_s = ToSeconds(finish.timing().decode());
-  std::string text = absl::StrFormat(
-      "  prompt                   %s tokens; cached: %s device, %s host, %s disk\n"
-      "  time to first token      %.3f s\n"
-      "  answer                   %s tokens",
-      WithCommas(usage.prompt_tokens()), WithCommas(cached.device()), WithCommas(cached.host()),
-      WithCommas(cached.disk()), ToSeconds(finish.timing().time_to_first_token()),
-      WithCommas(usage.completion_tokens()));
-  if (usage.completion_tokens() > 1 && decode_s > 0) {
-    absl::StrAppendFormat(&text, ", %.1f tokens/s", (usage.completion_tokens() - 1) / decode_s);
-  }
-  const uint64_t reads = attention.device_page_hits() + attention.device_page_misses();
-  absl::StrAppend(
-      &text,
-      absl::StrFormat("\n  page reads               device %.1f%%, host %.1f%% of %s\n",
-                      Percent(attention.device_page_hits(), reads),
-                      Percent(attention.device_page_misses(), reads), WithCommas(reads)),
-      SkippedLine("prefill:", attention.prefill_blocks_total(), attention.prefill_blocks_skipped()),
-      SkippedLine("decode:", attention.decode_blocks_total(), attention.decode_blocks_skipped()),
-      absl::StrFormat("  tokens attended to       %.0f per decoded token, layer and KV head\n",
-                      attention.decode_budget_tokens()));
-  if (attention.has_measured_mass()) {
-    absl::StrAppend(&text, MassLine("measured", attention.measured_mass()));
+std::string Masses(const v1::MassSummary& mass, absl::string_view how) {
+  return absl::StrFormat("mean %.4f, p1 %.3f, min %.4f (%s samples, %s)", mass.mean(), mass.p1(),
+                         mass.minimum(), WithCommas(mass.samples()), how);
+}
+
+std::string MassLines(const v1::AttentionReport& attention) {
+  std::string text = "  attention mass kept      prefill: ";
+  if (attention.has_prefill_measured_mass()) {
+    text += Masses(attention.prefill_measured_mass(), "measured");
   } else {
-    absl::StrAppend(&text, "  attention mass kept      unknown (not sampled)\n");
+    text += WhyUnmeasured(attention.prefill_mass_unmeasured());
+  }
+  text += "\n                           decode: ";
+  if (attention.has_decode_measured_mass()) {
+    text += Masses(attention.decode_measured_mass(), "measured");
+  } else {
+    text += WhyUnmeasured(attention.decode_mass_unmeasured());
   }
   if (attention.has_estimated_mass()) {
-    absl::StrAppend(&text, MassLine("estimated", attention.estimated_mass()));
+    text += "\n                           decode: ";
+    text += Masses(attention.estimated_mass(), "estimated");
   }
-  if (attention.has_contract()) {
-    const v1::ContractReport& contract = attention.contract();
-    absl::StrAppendFormat(
-        &text, "  selections under min_mass %s: %.1f%% made dense, %.1f%% widened, %.1f%% missed\n",
-        WithCommas(contract.selections()), Percent(contract.dense(), contract.selections()),
-        Percent(contract.widened(), contract.selections()),
-        Percent(contract.missed(), contract.selections()));
-  }
-  return text;
+  return text + "\n";
 }
 
 // Reads the stream to its end; the answer goes to standard output as it arrives.
@@ -149,6 +143,43 @@ absl::StatusOr<v1::Finish> ReadStream(grpc::ClientReader<v1::GenerateResponse>& 
 
 }  // namespace
 
+std::string FinishSummary(const v1::Finish& finish) {
+  const v1::Usage& usage = finish.usage();
+  const v1::AttentionReport& attention = finish.attention();
+  const v1::CachedTokens& cached = usage.cached_tokens();
+  const double decode_s = ToSeconds(finish.timing().decode());
+  std::string text = absl::StrFormat(
+      "  prompt                   %s tokens; cached: %s device, %s host, %s disk\n"
+      "  time to first token      %.3f s\n"
+      "  answer                   %s tokens",
+      WithCommas(usage.prompt_tokens()), WithCommas(cached.device()), WithCommas(cached.host()),
+      WithCommas(cached.disk()), ToSeconds(finish.timing().time_to_first_token()),
+      WithCommas(usage.completion_tokens()));
+  if (usage.completion_tokens() > 1 && decode_s > 0) {
+    absl::StrAppendFormat(&text, ", %.1f tokens/s", (usage.completion_tokens() - 1) / decode_s);
+  }
+  const uint64_t reads = attention.device_page_hits() + attention.device_page_misses();
+  absl::StrAppend(
+      &text,
+      absl::StrFormat("\n  page reads               device %.1f%%, host %.1f%% of %s\n",
+                      Percent(attention.device_page_hits(), reads),
+                      Percent(attention.device_page_misses(), reads), WithCommas(reads)),
+      SkippedLine("prefill:", attention.prefill_blocks_total(), attention.prefill_blocks_skipped()),
+      SkippedLine("decode:", attention.decode_blocks_total(), attention.decode_blocks_skipped()),
+      absl::StrFormat("  tokens attended to       %.0f per decoded token, layer and KV head\n",
+                      attention.decode_budget_tokens()),
+      MassLines(attention));
+  if (attention.has_contract()) {
+    const v1::ContractReport& contract = attention.contract();
+    absl::StrAppendFormat(
+        &text, "  selections under min_mass %s: %.1f%% made dense, %.1f%% widened, %.1f%% missed\n",
+        WithCommas(contract.selections()), Percent(contract.dense(), contract.selections()),
+        Percent(contract.widened(), contract.selections()),
+        Percent(contract.missed(), contract.selections()));
+  }
+  return text;
+}
+
 absl::Status RunGenerate(const v1::GenerateCommandConfig& config) {
   KVASIR_ASSIGN_OR_RETURN(std::string prompt, ReadPrompt(config));
   KVASIR_ASSIGN_OR_RETURN(const v1::GenerateRequest request,
@@ -159,7 +190,7 @@ absl::Status RunGenerate(const v1::GenerateCommandConfig& config) {
   const auto reader = stub->Generate(&context, request);
   KVASIR_ASSIGN_OR_RETURN(const v1::Finish finish, ReadStream(*reader, config.quiet()));
   std::cout << std::endl;
-  if (!config.quiet()) std::cerr << "\n" << Summary(finish);
+  if (!config.quiet()) std::cerr << "\n" << FinishSummary(finish);
   return absl::OkStatus();
 }
 

@@ -2,12 +2,18 @@
 // streams the answer to standard output and sums up at the end on standard error.
 #pragma once
 
+#include <string>
+
 #include "absl/status/status.h"
 
 #include "proto/kvasir/v1/config.pb.h"
+#include "proto/kvasir/v1/generation.pb.h"
 
 namespace kvasir::coordinator {
 
 absl::Status RunGenerate(const v1::GenerateCommandConfig& config);
+
+// The text that is printed at the end.
+std::string FinishSummary(const v1::Finish& finish);
 
 }  // namespace kvasir::coordinator

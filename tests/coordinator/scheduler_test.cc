@@ -888,42 +888,68 @@ TEST_F(SchedulerTest, TimingIsMeasuredFromArrival) {
   EXPECT_EQ(timing.decode().nanos(), 200'000'000);
 }
 
+// Half of the pages skipped, and so much mass kept by each sample.
+v1::PhaseAccounting Phase(uint64_t pages, uint64_t samples, float kept) {
+  v1::PhaseAccounting phase;
+  phase.set_blocks_total(pages);
+  phase.set_skipped_selected_out(pages / 2);
+  phase.set_page_hits(pages / 2);
+  v1::MassSamples& mass = *phase.mutable_measured_mass();
+  mass.set_samples(samples);
+  mass.set_sum(static_cast<double>(samples) * kept);
+  mass.set_minimum(kept);
+  (*mass.mutable_by_permille())[static_cast<uint32_t>(1000 * kept)] = samples;
+  return phase;
+}
+
+// Bug: what the prompt's tail did with the decode part was told as prefill's.
 TEST_F(SchedulerTest, AccountingIsSummedByPhase) {
   Make({});
   const SequenceId id = Add(Spec(Prompt(10), 2));
-  for (int step = 0; step < 2; ++step) {
+  for (int step = 0; step < 2; ++step) {  // the first one ends the prompt, and has both phases
     Scheduler::Planned planned = scheduler_->NextPlan(now_);
     v1::StepReply reply = *worker_->Execute(*planned.plan);
     v1::RowAccounting& row = *reply.mutable_results(0)->mutable_accounting();
-    row.set_blocks_total(10);
-    row.set_skipped_selected_out(3);
-    row.set_skipped_window(2);
-    v1::MassSamples& mass = *row.mutable_measured_mass();
-    mass.set_samples(step == 0 ? 1 : 99);
-    mass.set_sum(step == 0 ? 0.25 : 79.75);
-    mass.set_minimum(step == 0 ? 0.25f : 0.75f);
-    (*mass.mutable_by_permille())[step == 0 ? 250 : 750] = mass.samples();
+    if (step == 0) *row.mutable_prefill() = Phase(20, /*samples=*/9, /*kept=*/1);
+    *row.mutable_decode() = step == 0 ? Phase(4, 1, 0.25f) : Phase(6, 99, 0.75f);
     row.set_attended_tokens(step == 0 ? 0 : 900);
     row.set_attending_rows(step == 0 ? 0 : 6);
     Collect(*scheduler_->OnReply(reply, now_));
   }
   const v1::AttentionReport& report = finished_.at(id).summary.attention();
-  EXPECT_EQ(report.prefill_blocks_total(), 10u);
+  EXPECT_EQ(report.prefill_blocks_total(), 20u);
+  EXPECT_EQ(report.prefill_blocks_skipped().selected_out(), 10u);
   EXPECT_EQ(report.decode_blocks_total(), 10u);
-  EXPECT_EQ(report.decode_blocks_skipped().selected_out(), 3u);
-  EXPECT_EQ(report.prefill_blocks_skipped().window(), 2u);
-  EXPECT_EQ(report.measured_mass().samples(), 100u);
-  EXPECT_FLOAT_EQ(report.measured_mass().mean(), 0.8f);
-  EXPECT_FLOAT_EQ(report.measured_mass().minimum(), 0.25f);
-  EXPECT_FLOAT_EQ(report.measured_mass().p1(), 0.75f);
+  EXPECT_EQ(report.decode_blocks_skipped().selected_out(), 5u);
+  EXPECT_EQ(report.device_page_hits(), 15u);
+  EXPECT_EQ(report.prefill_measured_mass().samples(), 9u);
+  EXPECT_FLOAT_EQ(report.prefill_measured_mass().mean(), 1);
+  EXPECT_EQ(report.decode_measured_mass().samples(), 100u);
+  EXPECT_FLOAT_EQ(report.decode_measured_mass().mean(), 0.745f);
+  EXPECT_FLOAT_EQ(report.decode_measured_mass().minimum(), 0.25f);
+  EXPECT_FLOAT_EQ(report.decode_measured_mass().p1(), 0.75f);
   EXPECT_DOUBLE_EQ(report.decode_budget_tokens(), 150);
 }
 
-TEST_F(SchedulerTest, MassIsUnknownWhenNothingWasMeasured) {
-  Make({});
-  const SequenceId id = Add(Spec(Prompt(10), 2));
-  RunUntilIdle();
-  EXPECT_FALSE(finished_.at(id).summary.attention().has_measured_mass());
+// Bug: one word, "not sampled", for all of these.
+TEST_F(SchedulerTest, WhyMassWasNotMeasured) {
+  const auto why = [&](v1::MassUnmeasured ranks, bool sparse) {
+    SchedulerOptions options = Options({});
+    options.mass_unmeasured = ranks;
+    Make({}, options);
+    SequenceSpec spec = Spec(Prompt(10), 2);
+    if (sparse) spec.policy = SparsePolicy(/*tail_tokens=*/10);
+    const SequenceId id = Add(std::move(spec));
+    RunUntilIdle();
+    const v1::AttentionReport& report = finished_.at(id).summary.attention();
+    EXPECT_EQ(report.prefill_mass_unmeasured(), v1::MASS_UNMEASURED_NOTHING_COMPUTED);
+    EXPECT_EQ(report.decode_mass_case(), v1::AttentionReport::kDecodeMassUnmeasured);
+    return report.decode_mass_unmeasured();
+  };
+  EXPECT_EQ(why(v1::MASS_UNMEASURED_UNSPECIFIED, true), v1::MASS_UNMEASURED_NOT_DRAWN);
+  EXPECT_EQ(why(v1::MASS_UNMEASURED_OFF, true), v1::MASS_UNMEASURED_OFF);
+  EXPECT_EQ(why(v1::MASS_UNMEASURED_GPU, true), v1::MASS_UNMEASURED_GPU);
+  EXPECT_EQ(why(v1::MASS_UNMEASURED_GPU, false), v1::MASS_UNMEASURED_DENSE);
 }
 
 // --- the disk tier ------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ v1::StepReply Reply() {
   v1::RowResult& row = *reply.add_results();
   row.set_slot(3);
   row.set_token_id(11);
-  row.mutable_accounting()->set_blocks_total(10);
+  row.mutable_accounting()->mutable_decode()->set_blocks_total(10);
   row.mutable_accounting()->set_cached_device_tokens(128);
   reply.mutable_tiers()->set_host_blocks_used(4);
   reply.set_step_s(0.25);
@@ -29,8 +29,10 @@ v1::StepReply Reply() {
 TEST(MergeRepliesTest, SumsAccountingAndTakesTheLongestDuration) {
   v1::StepReply other = Reply();
   v1::RowAccounting& accounting = *other.mutable_results(0)->mutable_accounting();
-  accounting.mutable_measured_mass()->set_samples(2);
-  accounting.mutable_measured_mass()->set_minimum(0.5f);
+  v1::MassSamples& mass = *accounting.mutable_decode()->mutable_measured_mass();
+  mass.set_samples(2);
+  mass.set_minimum(0.5f);
+  accounting.mutable_prefill()->set_page_hits(3);
   accounting.set_attended_tokens(100);
   accounting.set_attending_rows(3);
   accounting.set_cached_device_tokens(64);
@@ -39,9 +41,11 @@ TEST(MergeRepliesTest, SumsAccountingAndTakesTheLongestDuration) {
   absl::StatusOr<v1::StepReply> merged = MergeReplies({Reply(), other});
   ASSERT_TRUE(merged.ok()) << merged.status();
   const v1::RowAccounting& row = merged->results(0).accounting();
-  EXPECT_EQ(row.blocks_total(), 20u);
-  EXPECT_EQ(row.measured_mass().samples(), 2u);
-  EXPECT_FLOAT_EQ(row.measured_mass().minimum(), 0.5f);  // a rank without samples has none
+  EXPECT_EQ(row.decode().blocks_total(), 20u);
+  EXPECT_EQ(row.prefill().page_hits(), 3u);
+  EXPECT_EQ(row.prefill().measured_mass().samples(), 0u);
+  EXPECT_EQ(row.decode().measured_mass().samples(), 2u);
+  EXPECT_FLOAT_EQ(row.decode().measured_mass().minimum(), 0.5f);  // a rank without samples has none
   EXPECT_EQ(row.attended_tokens(), 100u);
   EXPECT_EQ(row.attending_rows(), 3u);
   EXPECT_EQ(row.cached_device_tokens(), 64u);

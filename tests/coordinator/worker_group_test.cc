@@ -377,7 +377,7 @@ TEST_F(GrpcWorkerGroupTest, FormsAndStepsOverSockets) {
   absl::StatusOr<v1::StepReply> reply = Step(*group, OneTokenPlan(info->epoch));
   ASSERT_TRUE(reply.ok()) << reply.status();
   EXPECT_TRUE(reply->results(0).has_token_id());
-  EXPECT_EQ(reply->results(0).accounting().blocks_total(), 2u);
+  EXPECT_EQ(reply->results(0).accounting().decode().blocks_total(), 2u);
 }
 
 TEST_F(GrpcWorkerGroupTest, WaitsForAWorkerThatComesUpLater) {

@@ -105,7 +105,7 @@ class GroupedPositions(Served):
                 report = answer.finish.attention
                 if policy == "default":
                     self.assertGreater(report.decode_blocks_skipped.selected_out, report.decode_blocks_total / 2)
-                    self.assertGreater(report.measured_mass.samples, 0)
+                    self.assertGreater(report.decode_measured_mass.samples, 0)
                 else:
                     self.assertEqual(report.decode_blocks_skipped.selected_out, 0)
 

@@ -236,9 +236,9 @@ class Quest(unittest.TestCase):
             skipped = report.decode_blocks_skipped.selected_out
             self.assertGreater(skipped, 0.5 * report.decode_blocks_total)
             self.assertGreaterEqual(exact, 7)
-            self.assertGreater(report.measured_mass.samples, 0)
-            self.assertGreater(report.measured_mass.mean, 0.3)
-            self.assertLess(report.measured_mass.minimum, 1.0)
+            self.assertGreater(report.decode_measured_mass.samples, 0)
+            self.assertGreater(report.decode_measured_mass.mean, 0.3)
+            self.assertLess(report.decode_measured_mass.minimum, 1.0)
 
     def test_streaming_forgets_the_document(self):
         with Service(flags=["--sparse-selector=streaming"]) as service:

@@ -37,8 +37,8 @@ def count_attention(answers):
         counts["blocks_total"] += attention.decode_blocks_total
         for field, value in attention.decode_blocks_skipped.ListFields():
             counts[field.name] = counts.get(field.name, 0) + value
-        if attention.HasField("measured_mass"):
-            mass = attention.measured_mass
+        if attention.HasField("decode_measured_mass"):
+            mass = attention.decode_measured_mass
             counts["mass_samples"] += mass.samples
             counts["mass_sum"] += mass.mean * mass.samples
             counts["mass_minimum"] = min(counts["mass_minimum"], mass.minimum)

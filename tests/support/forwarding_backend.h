@@ -73,6 +73,7 @@ class ForwardingBackend : public Backend {
   absl::Status Sample(const kernels::TensorView& logits) override { return inner_.Sample(logits); }
   bool StartsSlowly() const override { return inner_.StartsSlowly(); }
   bool RunsAhead() const override { return inner_.RunsAhead(); }
+  bool MeasuresMass() const override { return inner_.MeasuresMass(); }
   bool IsOver() const override { return inner_.IsOver(); }
   absl::StatusOr<bool> BeginStep(const StepInputs& step) override { return inner_.BeginStep(step); }
   absl::Status EndStep(const StepOutputs& outputs) override { return inner_.EndStep(outputs); }

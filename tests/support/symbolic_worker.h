@@ -371,7 +371,7 @@ inline absl::Status SymbolicWorker::RunRow(const v1::StepRow& row, v1::StepReply
   v1::RowResult& result = *reply.add_results();
   result.set_slot(row.slot());
   v1::RowAccounting& accounting = *result.mutable_accounting();
-  accounting.set_blocks_total(slot.blocks.size());
+  accounting.mutable_decode()->set_blocks_total(slot.blocks.size());
   accounting.set_cached_device_tokens(
       static_cast<uint32_t>((slot.start.cached_blocks_size() - slot.from_disk) * kTokens));
   accounting.set_cached_disk_tokens(static_cast<uint32_t>(slot.from_disk * kTokens));

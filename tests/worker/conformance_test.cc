@@ -259,12 +259,13 @@ TEST_P(ConformanceTest, EveryStageOfEveryCaseIsAtWork) {
     ASSERT_TRUE(served.result.status.ok()) << served.result.status;
     ASSERT_EQ(std::ssize(served.logits), kAnswerTokens);
     const v1::RowAccounting& a = served.result.accounting;
+    const v1::PhaseAccounting pages = BothPhases(a);
     const bool sparse = !c.whole;
-    EXPECT_EQ(a.skipped_selected_out() > 0, sparse && c.method.lists());
-    EXPECT_EQ(a.skipped_window() > 0, sparse && c.method.selector == "streaming");
-    EXPECT_EQ(a.skipped_pruned() > 0,
+    EXPECT_EQ(pages.skipped_selected_out() > 0, sparse && c.method.lists());
+    EXPECT_EQ(pages.skipped_window() > 0, sparse && c.method.selector == "streaming");
+    EXPECT_EQ(pages.skipped_pruned() > 0,
               sparse && !c.method.pruner.empty() && c.off != c.method.pruner);
-    EXPECT_EQ(a.skipped_terminated() > 0,
+    EXPECT_EQ(pages.skipped_terminated() > 0,
               sparse && !c.method.terminator.empty() && c.off != c.method.terminator);
     ASSERT_EQ(a.stages_run_size() > 0, sparse && !c.method.rule.empty());
     if (a.stages_run_size() > 0) {
@@ -274,7 +275,7 @@ TEST_P(ConformanceTest, EveryStageOfEveryCaseIsAtWork) {
     EXPECT_EQ(a.cached_device_tokens() + a.cached_host_tokens() > 0, way() == Way::kCached);
     // Sink and window, all that streaming reads, stay in the device tier.
     if (c.method.selector != "streaming") {
-      EXPECT_EQ(a.page_misses() > 0, way() == Way::kTenPercent);
+      EXPECT_EQ(pages.page_misses() > 0, way() == Way::kTenPercent);
     }
   }
 }
@@ -316,7 +317,8 @@ TEST(ConformanceOfRanksTest, WhatIsSelectedDoesNotDependOnTheirNumber) {
     const TestResult& one = ServedBy(Way::kAtOnce, c).result;
     const TestResult& two = ServedBy(Way::kTwoRanks, c).result;
     EXPECT_EQ(one.tokens, two.tokens);
-    const auto counts = [](const v1::RowAccounting& a) {
+    const auto counts = [](const v1::RowAccounting& row) {
+      const v1::PhaseAccounting a = BothPhases(row);
       return std::tuple(a.blocks_total(), a.skipped_selected_out(), a.skipped_window(),
                         a.skipped_pruned(), a.skipped_terminated(), a.page_hits());
     };

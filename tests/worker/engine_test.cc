@@ -160,7 +160,7 @@ TEST_P(EnginePolicyTest, AccountsForEveryPage) {
   request.decode.set_token_budget(3);  // in fewer pages than there are, token by token too
   const size_t r = coordinator.Add(request);
   worker.Run(coordinator);
-  const v1::RowAccounting& a = coordinator.result(r).accounting;
+  const v1::PhaseAccounting a = BothPhases(coordinator.result(r).accounting);
   EXPECT_GT(a.blocks_total(), 0u);
   EXPECT_EQ(a.page_hits() + a.page_misses() + a.skipped_selected_out() + a.skipped_window() +
                 a.skipped_pruned() + a.skipped_terminated(),
@@ -269,10 +269,10 @@ TEST_F(EngineTest, EverySelectorAndPrunerMayBeTerminated) {
         const size_t r = coordinator.Add(request);
         worker.Run(coordinator);
         logits = worker.logits();
-        return coordinator.result(r).accounting;
+        return BothPhases(coordinator.result(r).accounting);
       };
       AllLogits ended, never, without;
-      const v1::RowAccounting a = run(1, ended);
+      const v1::PhaseAccounting a = run(1, ended);
       EXPECT_GT(a.skipped_terminated(), 0u);
       const v1::MassSamples& kept = a.measured_mass();
       EXPECT_GT(kept.samples(), 0u);
@@ -458,10 +458,10 @@ TEST_F(EngineTest, MeasuresMassWithoutUsingPages) {
     const size_t r = coordinator.Add(MakeRequest(500, policy));
     worker.Run(coordinator);
     stats = worker.engine().store().stats();
-    return coordinator.result(r).accounting;
+    return coordinator.result(r).accounting.decode();
   };
   kvstore::KvStoreStats measured, unmeasured;
-  const v1::RowAccounting quest = run(1.0, kAllThenQuest, measured);
+  const v1::PhaseAccounting quest = run(1.0, kAllThenQuest, measured);
   // Tail and generated tokens, 3 layers, 8 query heads.
   EXPECT_EQ(quest.measured_mass().samples(), (20u + 7u) * 3u * 8u);
   const auto samples = static_cast<double>(quest.measured_mass().samples());
@@ -480,6 +480,27 @@ TEST_F(EngineTest, MeasuresMassWithoutUsingPages) {
   const uint64_t sampled = run(0.25, kAllThenQuest, measured).measured_mass().samples();
   EXPECT_GT(sampled, quest.measured_mass().samples() / 8);
   EXPECT_LT(sampled, quest.measured_mass().samples() / 2);
+}
+
+// Bug: where a prompt was read with a sparse policy, its queries, which are many, hid the answer's.
+TEST_F(EngineTest, MassOfReadingIsToldApartFromThatOfDecoding) {
+  EngineOptions options = TestWorker::DefaultOptions();
+  options.mass_sample_rate = 1;
+  TestWorker worker(*model_, options);
+  TestCoordinator coordinator({.chunk = 128});
+  TestRequest request = MakeRequest(500, kQuest);
+  request.prefill = MakeNumbers(64, 64, 4096);  // everything
+  request.decode = MakeNumbers(0, 1, 1);
+  const size_t r = coordinator.Add(request);
+  worker.Run(coordinator);
+  const v1::RowAccounting& a = coordinator.result(r).accounting;
+  // 3 layers, 8 query heads; the tail is decoding.
+  EXPECT_EQ(a.prefill().measured_mass().samples(), 480u * 3u * 8u);
+  EXPECT_DOUBLE_EQ(a.prefill().measured_mass().sum(), 480 * 3 * 8);
+  EXPECT_EQ(a.prefill().skipped_selected_out(), 0u);
+  EXPECT_EQ(a.decode().measured_mass().samples(), (20u + 7u) * 3u * 8u);
+  EXPECT_LT(a.decode().measured_mass().sum(), 0.5 * (20 + 7) * 3 * 8);
+  EXPECT_GT(a.decode().skipped_selected_out(), a.decode().blocks_total() / 2);
 }
 
 TEST_F(EngineTest, BudgetsAreTheTokensThatDecodingAttendsTo) {
@@ -543,7 +564,7 @@ TEST_F(EngineTest, WholeBudgetKeepsAllMass) {
       request.decode = MakeNumbers(64, 64, budget);
       const size_t r = coordinator.Add(request);
       worker.Run(coordinator);
-      const v1::MassSamples& mass = coordinator.result(r).accounting.measured_mass();
+      const v1::MassSamples& mass = coordinator.result(r).accounting.decode().measured_mass();
       const auto all = static_cast<double>(mass.samples());
       EXPECT_GT(mass.samples(), 0u);
       if (budget == 4096) {

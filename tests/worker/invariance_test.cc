@@ -328,10 +328,11 @@ Served Serve(TestRequest request, const Way& way, DType dtype) {
 // That the way was gone, and the policy followed.
 void CheckPremises(const Way& way, uint32_t policy, const Served& served) {
   const v1::RowAccounting& a = served.accounting;
-  EXPECT_EQ(a.skipped_selected_out() + a.skipped_window() > 0,
+  const v1::PhaseAccounting pages = BothPhases(a);
+  EXPECT_EQ(pages.skipped_selected_out() + pages.skipped_window() > 0,
             policy != kAll && policy != kTerminated);
-  EXPECT_EQ(a.skipped_terminated() > 0, policy == kTerminated || policy == kTerminatedQuest);
-  EXPECT_EQ(a.skipped_pruned() > 0, policy == kPruned);
+  EXPECT_EQ(pages.skipped_terminated() > 0, policy == kTerminated || policy == kTerminatedQuest);
+  EXPECT_EQ(pages.skipped_pruned() > 0, policy == kPruned);
   const bool reuses =
       (policy >= kHipByInterval && policy <= kInfiniteHipOfLayer) || policy == kKeptWidened;
   EXPECT_EQ(a.contract().dense() > 0, policy == kKeptDense);
@@ -351,7 +352,7 @@ void CheckPremises(const Way& way, uint32_t policy, const Served& served) {
   // What comes from disk lies in the host tier until it is read there.
   const bool misses = way.device_part < 1 || way.disk;
   EXPECT_EQ(served.stats.device_misses > 0, misses);
-  EXPECT_EQ(a.page_misses() > 0, misses);
+  EXPECT_EQ(pages.page_misses() > 0, misses);
   // Dense attention needs every page in every step, so none gives way to another.
   // infinitehip, in blocks of 16 tokens, and both heads of tokenselect of layer scope read other
   // tokens of a page after each selection: hardly ever a page's worth.

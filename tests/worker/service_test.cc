@@ -133,6 +133,7 @@ class WorkerServiceTest : public testing::Test {
     plan.set_mass_sample_rate(1);
     plan.set_collective_timeout_s(5);
     plan.set_ranks_on_machine(1);
+    plan.set_served_model_name("served");
     plan.mutable_kv()->set_gpu_memory_utilization(0.9);
     return plan;
   }
@@ -165,6 +166,7 @@ TEST_F(WorkerServiceTest, HandshakeThenPlansInOrder) {
   EXPECT_EQ(ready->ready().vocab_size(), 101u);
   EXPECT_EQ(ready->ready().max_model_len(), 4096u);
   EXPECT_EQ(ready->ready().trained_window(), 0u);
+  EXPECT_EQ(ready->ready().mass_unmeasured(), v1::MASS_UNMEASURED_UNSPECIFIED);
   EXPECT_GT(ready->ready().attention_parity_tokens(), 0u);
   EXPECT_EQ(ready->ready().metrics_address(), "127.0.0.1:1");
   // K and V of 64 tokens in 3 layers and 4 heads of 16 floats.
@@ -187,8 +189,8 @@ TEST_F(WorkerServiceTest, HandshakeThenPlansInOrder) {
 
   const std::string metrics = process_.metrics();
   EXPECT_THAT(metrics, HasSubstr("kvasir_attention_blocks_total{"));
-  EXPECT_THAT(metrics, HasSubstr("kvasir_attention_mass_kept_ratio_count{"));
-  EXPECT_THAT(metrics, HasSubstr("tp_rank=\"0\""));
+  EXPECT_THAT(metrics, HasSubstr("kvasir_attention_mass_kept_ratio_count{model_name=\"served\","
+                                 "phase=\"decode\",tp_rank=\"0\"}"));
 }
 
 TEST_F(WorkerServiceTest, ExtendedPositionsLengthenTheContextAndNameTheKvForm) {
@@ -204,6 +206,7 @@ TEST_F(WorkerServiceTest, ExtendedPositionsLengthenTheContextAndNameTheKvForm) {
   EXPECT_EQ(ready->ready().kv_form(), "unrotated/float32");
   EXPECT_EQ(ready->ready().max_model_len(), 10'000u);
   EXPECT_EQ(ready->ready().trained_window(), 4096u);
+  EXPECT_EQ(ready->ready().mass_unmeasured(), v1::MASS_UNMEASURED_COMPACT_POSITIONS);
   stream.Leave();
   plan.mutable_model()->set_position_extension("other");
   EXPECT_EQ(StatusOf(process_.address(), plan).error_code(), grpc::StatusCode::INVALID_ARGUMENT);
@@ -212,6 +215,7 @@ TEST_F(WorkerServiceTest, ExtendedPositionsLengthenTheContextAndNameTheKvForm) {
 TEST_F(WorkerServiceTest, GroupedPositionsLengthenTheContextByTheirSize) {
   v1::ShardPlan plan = GoodPlan();
   plan.mutable_model()->set_position_extension("self_extend");
+  plan.set_mass_sample_rate(0);
   plan.mutable_model()->set_self_extend_group_size(8);
   plan.mutable_model()->set_self_extend_window(1024);
   constexpr uint32_t kLongest = (4096 - 1024) * 8 + 1024;
@@ -222,6 +226,7 @@ TEST_F(WorkerServiceTest, GroupedPositionsLengthenTheContextByTheirSize) {
   ASSERT_TRUE(ready && ready->has_ready());
   EXPECT_EQ(ready->ready().kv_form(), "unrotated, groups of 8 behind 1024/float32");
   EXPECT_EQ(ready->ready().max_model_len(), kLongest);
+  EXPECT_EQ(ready->ready().mass_unmeasured(), v1::MASS_UNMEASURED_OFF);
   EXPECT_EQ(ready->ready().trained_window(), 0u) << "dense attention is no worse than another";
   stream.Leave();
   const auto expect_refused = [&](const auto& edit, const char* message) {

@@ -51,22 +51,26 @@ class TensorParallelTest : public testing::TestWithParam<Split> {
 };
 
 // What is counted per KV head or query head is counted once, on however many ranks the head lies.
-void ExpectSameAccounting(const v1::RowAccounting& one, const v1::RowAccounting& many) {
-  EXPECT_GT(one.blocks_total(), 0u);
+void ExpectSamePages(const v1::PhaseAccounting& one, const v1::PhaseAccounting& many) {
   EXPECT_EQ(one.blocks_total(), many.blocks_total());
   EXPECT_EQ(one.skipped_selected_out(), many.skipped_selected_out());
   EXPECT_EQ(one.skipped_pruned(), many.skipped_pruned());
   EXPECT_EQ(one.skipped_terminated(), many.skipped_terminated());
+  EXPECT_EQ(one.page_hits() + one.page_misses(), many.page_hits() + many.page_misses());
+  EXPECT_EQ(one.measured_mass().samples(), many.measured_mass().samples());
+  EXPECT_NEAR(one.measured_mass().sum(), many.measured_mass().sum(),
+              1e-4 * one.measured_mass().sum());
+}
+void ExpectSameAccounting(const v1::RowAccounting& one, const v1::RowAccounting& many) {
+  EXPECT_GT(BothPhases(one).blocks_total(), 0u);
+  ExpectSamePages(one.prefill(), many.prefill());
+  ExpectSamePages(one.decode(), many.decode());
   EXPECT_TRUE(std::ranges::equal(one.stages_run(), many.stages_run()));
   EXPECT_TRUE(std::ranges::equal(one.stages_reused(), many.stages_reused()));
-  EXPECT_EQ(one.page_hits() + one.page_misses(), many.page_hits() + many.page_misses());
   EXPECT_EQ(one.attended_tokens(), many.attended_tokens());
   EXPECT_EQ(one.attending_rows(), many.attending_rows());
   EXPECT_EQ(one.contract().SerializeAsString(), many.contract().SerializeAsString());
   EXPECT_EQ(one.estimated_mass().samples(), many.estimated_mass().samples());
-  EXPECT_EQ(one.measured_mass().samples(), many.measured_mass().samples());
-  EXPECT_NEAR(one.measured_mass().sum(), many.measured_mass().sum(),
-              1e-4 * one.measured_mass().sum());
 }
 
 TEST_P(TensorParallelTest, AnswersAsOneRankDoes) {
@@ -93,8 +97,9 @@ TEST_P(TensorParallelTest, AnswersAsOneRankDoes) {
     SCOPED_TRACE(testing::Message() << "request " << r);
     EXPECT_EQ(one.result(r).tokens, many.result(r).tokens);
     ExpectSameAccounting(one.result(r).accounting, many.result(r).accounting);
-    skipped += one.result(r).accounting.skipped_selected_out();
-    terminated += one.result(r).accounting.skipped_terminated();
+    const v1::PhaseAccounting pages = BothPhases(one.result(r).accounting);
+    skipped += pages.skipped_selected_out();
+    terminated += pages.skipped_terminated();
     const v1::ContractReport& contract = one.result(r).accounting.contract();
     mended += contract.dense() + contract.widened();
     if (one.result(r).accounting.stages_reused_size() > 0) {

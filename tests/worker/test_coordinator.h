@@ -131,7 +131,7 @@ class TestCoordinator {
   }
 
   // Adds what is counted; not minimal masses.
-  static void AddAccounting(const v1::RowAccounting& row, v1::RowAccounting& sum) {
+  static void AddPhase(const v1::PhaseAccounting& row, v1::PhaseAccounting& sum) {
     sum.set_blocks_total(sum.blocks_total() + row.blocks_total());
     sum.set_skipped_selected_out(sum.skipped_selected_out() + row.skipped_selected_out());
     sum.set_skipped_window(sum.skipped_window() + row.skipped_window());
@@ -139,9 +139,14 @@ class TestCoordinator {
     sum.set_skipped_terminated(sum.skipped_terminated() + row.skipped_terminated());
     sum.set_page_hits(sum.page_hits() + row.page_hits());
     sum.set_page_misses(sum.page_misses() + row.page_misses());
+    AddMasses(row.measured_mass(), *sum.mutable_measured_mass());
+  }
+
+  static void AddAccounting(const v1::RowAccounting& row, v1::RowAccounting& sum) {
+    AddPhase(row.prefill(), *sum.mutable_prefill());
+    AddPhase(row.decode(), *sum.mutable_decode());
     AddCounts(row.stages_run(), *sum.mutable_stages_run());
     AddCounts(row.stages_reused(), *sum.mutable_stages_reused());
-    AddMasses(row.measured_mass(), *sum.mutable_measured_mass());
     AddMasses(row.estimated_mass(), *sum.mutable_estimated_mass());
     if (row.has_contract()) AddContract(row.contract(), *sum.mutable_contract());
     sum.set_attended_tokens(sum.attended_tokens() + row.attended_tokens());
@@ -255,5 +260,13 @@ class TestCoordinator {
   uint64_t step_ = 0;
   uint64_t next_block_ = 1;
 };
+
+// The sum over both parts of a policy.
+inline v1::PhaseAccounting BothPhases(const v1::RowAccounting& row) {
+  v1::PhaseAccounting sum;
+  TestCoordinator::AddPhase(row.prefill(), sum);
+  TestCoordinator::AddPhase(row.decode(), sum);
+  return sum;
+}
 
 }  // namespace kvasir::worker

@@ -181,6 +181,9 @@ class Backend {
   // its batch may be fed by that one (StepBatch::fed_by), wherever they are sampled.
   virtual bool RunsAhead() const = 0;
 
+  // Whether Attend tells the meter how much attention mass selections kept.
+  virtual bool MeasuresMass() const = 0;
+
   // Makes the bounds of truncated blocks anew. False: the ops are not to be called, for they are
   // known from an earlier step that had the same ones.
   virtual absl::StatusOr<bool> BeginStep(const StepInputs& step) = 0;

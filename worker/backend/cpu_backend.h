@@ -54,6 +54,7 @@ class CpuBackend final : public Backend {
 
   bool StartsSlowly() const override { return false; }
   bool RunsAhead() const override { return false; }
+  bool MeasuresMass() const override { return true; }
   absl::StatusOr<bool> BeginStep(const StepInputs& step) override;
   absl::Status EmbedTokens(const kernels::TensorView& table, const kernels::TensorView& y) override;
   absl::Status TakeSampled(const kernels::TensorView& x, const kernels::TensorView& y) override;

@@ -56,6 +56,7 @@ class CudaBackend final : public Backend {
   // may fill up, and a launch wait without bound.
   bool StartsSlowly() const override { return true; }
   bool RunsAhead() const override { return ranks_ == nullptr; }
+  bool MeasuresMass() const override { return false; }
   absl::StatusOr<bool> BeginStep(const StepInputs& step) override;
   absl::Status EmbedTokens(const kernels::TensorView& table, const kernels::TensorView& y) override;
   absl::Status TakeSampled(const kernels::TensorView& x, const kernels::TensorView& y) override;

@@ -1,4 +1,4 @@
-#include "coordinator/mass_samples.h"
+#include "coordinator/attention_sums.h"
 
 #include <algorithm>
 #include <utility>

@@ -1,4 +1,4 @@
-#include "coordinator/mass_samples.h"
+#include "coordinator/attention_sums.h"
 
 #include <algorithm>
 #include <map>
@@ -28,6 +28,17 @@ void AddMassSamples(const v1::MassSamples& from, v1::MassSamples& to) {
   for (const auto& [permille, samples] : from.by_permille()) {
     (*to.mutable_by_permille())[permille] += samples;
   }
+}
+
+void AddPhase(const v1::PhaseAccounting& from, v1::PhaseAccounting& to) {
+  to.set_blocks_total(to.blocks_total() + from.blocks_total());
+  to.set_skipped_selected_out(to.skipped_selected_out() + from.skipped_selected_out());
+  to.set_skipped_window(to.skipped_window() + from.skipped_window());
+  to.set_skipped_pruned(to.skipped_pruned() + from.skipped_pruned());
+  to.set_skipped_terminated(to.skipped_terminated() + from.skipped_terminated());
+  to.set_page_hits(to.page_hits() + from.page_hits());
+  to.set_page_misses(to.page_misses() + from.page_misses());
+  AddMassSamples(from.measured_mass(), *to.mutable_measured_mass());
 }
 
 void AddContract(const v1::ContractReport& from, v1::ContractReport& to) {

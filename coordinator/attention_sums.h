@@ -1,4 +1,4 @@
-// What ranks and steps report of attention mass, added up and summarized for the client.
+// Sums and summaries of the attention that ranks and steps report, for the client.
 // Called where replies are merged and where a request is accounted for. Thread-safe.
 #pragma once
 
@@ -8,6 +8,9 @@
 namespace kvasir::coordinator {
 
 void AddMassSamples(const v1::MassSamples& from, v1::MassSamples& to);
+
+// Adds pages and measured mass of one phase.
+void AddPhase(const v1::PhaseAccounting& from, v1::PhaseAccounting& to);
 
 void AddContract(const v1::ContractReport& from, v1::ContractReport& to);
 
