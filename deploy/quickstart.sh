@@ -89,14 +89,25 @@ for i in 0 1 2 3 4 5 6 7; do
   fi
 done
 
+# Each process serves its own: requests and the prefix cache are the coordinator's, attention and
+# tiers the workers'.
+coordinator_metrics=(
+  kvasir_prompt_tokens_cached_by_source_total
+  kvasir_prefix_cache_queries_total
+  kvasir_prefix_cache_hits_total
+  kvasir_generation_tokens_total
+)
+worker_metrics=(
+  kvasir_attention_blocks_total
+  kvasir_attention_blocks_skipped_total
+  kvasir_kv_page_lookups_total
+)
 say "metrics of the coordinator ($metrics)"
-python3 - "$metrics" <<'PY'
-import sys, urllib.request
-text = urllib.request.urlopen("http://" + sys.argv[1] + "/metrics").read().decode()
-wanted = ("kvasir_prompt_tokens_cached_by_source_total", "kvasir_prefix_cache_",
-          "kvasir_generation_tokens_total", "kvasir_attention_blocks_skipped_total")
-print("\n".join(l for l in text.splitlines() if l.startswith(wanted)))
-PY
+deploy/print_metrics.py "$metrics" "${coordinator_metrics[@]}"
+for worker in $(sed -n 's/^worker-[0-9]*: //p' "$work/ready"); do
+  say "metrics of a worker ($worker)"
+  deploy/print_metrics.py "$worker" "${worker_metrics[@]}"
+done
 
 say "shutting down"
 stop_server

@@ -12,7 +12,7 @@ import unittest
 import urllib.request
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-from support.service import Service  # noqa: E402
+from support.service import ROOT, Service  # noqa: E402
 
 
 def free_port():
@@ -77,6 +77,23 @@ class Prometheus(unittest.TestCase):
                 self.assertAlmostEqual(mass.mean * mass.samples, sums("kvasir_attention_mass_kept_ratio_sum", phase),
                                        delta=1e-4 * mass.samples)
                 self.assertNotEqual(mass.samples, 0)
+
+    # Bug: it asked the coordinator for what the workers serve, and printed nothing of it.
+    def test_the_quick_start_asks_each_process_for_its_own_metrics(self):
+        script = (ROOT / "deploy" / "quickstart.sh").read_text()
+        with Service(flags=["--tensor-parallel-size=2"]) as service:
+            for role, addresses in (("coordinator", [service.metrics_address]), ("worker", service.worker_metrics)):
+                names = re.search(rf"^{role}_metrics=\(([^)]*)\)", script, re.MULTILINE).group(1).split()
+                for address in addresses:
+                    self.assertEqual(self.print_metrics(address, *names).returncode, 0)
+            missing = self.print_metrics(service.metrics_address, "kvasir_attention_blocks_total")
+            self.assertEqual(missing.returncode, 1)
+            self.assertIn("does not serve kvasir_attention_blocks_total", missing.stderr)
+
+    @staticmethod
+    def print_metrics(*arguments):
+        return subprocess.run([sys.executable, ROOT / "deploy" / "print_metrics.py", *arguments], capture_output=True,
+                              text=True, timeout=60, check=False)
 
     def test_scrapes_coordinator_and_workers(self):
         with Service(flags=["--tensor-parallel-size=2"]) as service, tempfile.TemporaryDirectory() as folder:
