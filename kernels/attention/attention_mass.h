@@ -3,8 +3,11 @@
 //
 //   mass = sum_{j in sparse} exp(l_j) / sum_{j in dense} exp(l_j) = exp(lse_sparse - lse_dense)
 //
-// with lse of Attend over the same query and the same KV. Its error is that of the two lse (about
-// 1e-6 relative in float32), by which it may exceed 1 before it is clamped. Thread-safe.
+// with lse of Attend over the same query and the same KV. l_j is the logit of token j where
+// attention reads it: at positions of its own, or at grouped ones, by j's own side of the
+// neighbourhood whether or not j was selected. At compact positions a token that was not selected
+// stands nowhere, and there is no such mass. Its error is that of the two lse (about 1e-6 relative
+// in float32), by which it may exceed 1 before it is clamped. Thread-safe.
 #pragma once
 
 #include <algorithm>

@@ -5,6 +5,7 @@ The reference model has a trained window of 8,192 tokens: without the extension 
 (tests/model/README.md).
 """
 
+import json
 import math
 import pathlib
 import sys
@@ -12,7 +13,7 @@ import tempfile
 import unittest
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-from support.service import Service  # noqa: E402
+from support.service import ROOT, Service  # noqa: E402
 
 import grpc  # noqa: E402
 from documents import make_document  # noqa: E402
@@ -117,6 +118,38 @@ class GroupedPositions(Served):
         info = self.model_info()
         self.assertEqual(info.trained_window, 0)
         self.assertEqual(info.kv_form, "unrotated, groups of 4 behind 1024/bfloat16")
+
+
+class KeptMass(unittest.TestCase):
+    """The mass that the service measures, against an independent definition (tests/model/make_golden_masses.py)."""
+
+    def test_mass_is_the_share_of_dense_attention_at_the_same_positions(self):
+        golden = json.loads((ROOT / "tests" / "model" / "golden" / "masses.json").read_text())
+        numbers = f"sink_tokens: {golden['sink']}, window_tokens: {golden['window']}, token_budget: {golden['budget']}"
+        policies = "".join(f"- name: {selector}\n  decode: {{{selector}: {{}}, {numbers}}}\n  tail_tokens: 0\n"
+                           for selector in {case["selector"] for case in golden["cases"]})
+        for grouped in (False, True):
+            flags = ["--dtype=float32", "--mass-sample-rate=1"]
+            if grouped:
+                flags += ["--position-extension=self_extend", f"--self-extend-group-size={golden['group_size']}",
+                          f"--self-extend-window={golden['near']}"]
+            with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+                file.write(policies)
+                file.flush()
+                with Service(flags=[*flags, f"--policies={file.name}"]) as service:
+                    for case in [case for case in golden["cases"] if case["grouped"] == grouped]:
+                        with self.subTest(grouped=grouped, selector=case["selector"]):
+                            self.check(service, golden, case)
+
+    def check(self, service, golden, case):
+        steps, token = golden["steps"], golden["token"]
+        answer = service.generate(golden["prompt"], policy=case["selector"], max_tokens=steps + 1, ignore_eos=True,
+                                  logit_bias={token: 100})
+        self.assertEqual(answer.token_ids, [token] * (steps + 1))
+        mass = answer.finish.attention.decode_measured_mass
+        self.assertEqual(mass.samples, case["samples"])
+        self.assertAlmostEqual(mass.mean, case["mean"], delta=1e-4)
+        self.assertAlmostEqual(mass.minimum, case["minimum"], delta=1e-4)
 
 
 if __name__ == "__main__":
