@@ -21,7 +21,8 @@
 //   overlap    pages that a step selects in common with the one before, where queries turn
 //   misses     of the pages read, those in the host tier; promoted: copied from there, a step
 //   read       what a step must read: weights, attended keys and values, digests where it selects
-//   roofline   read / 4.54 TB/s (an H200's measured read bandwidth) as a share of the GPU's time
+//   roofline   the time in which the GPU reads as much (device_read_speed.h, measured at the start
+//              and printed in the first line) as a share of the GPU's time; none on a CPU
 //   nodes      of the graph, and of them for each layer
 #include <algorithm>
 #include <chrono>
@@ -42,6 +43,7 @@
 #include "absl/strings/str_split.h"
 
 #include "proto/selector_field.h"
+#include "tests/bench/device_read_speed.h"
 #include "tests/bench/synthetic_kv.h"
 #include "tests/bench/turning_queries.h"
 #include "tests/worker/parallel/rank_processes.h"
@@ -59,7 +61,6 @@ namespace {
 using kernels::kPageTokens;
 using Clock = std::chrono::steady_clock;
 
-constexpr double kBytesPerSecond = 4.54e12;
 constexpr int64_t kWarmUps = 10;
 constexpr int64_t kFillTokens = 8192;                                  // of a step
 constexpr int64_t kLeastDeviceBlocks = 2 * kFillTokens / kPageTokens;  // of two steps that fill
@@ -224,6 +225,7 @@ class Bench {
 
   const Flags flags_;
   const int rank_;
+  const double read_speed_;  // of the GPU, bytes a second; 0 on a CPU
   ThreadPool executor_;
   std::unique_ptr<Backend> backend_;
   SyntheticKvBackend filler_;
@@ -262,6 +264,7 @@ std::unique_ptr<Collective> Connect(const Flags& flags, int rank, Rendezvous* re
 Bench::Bench(const Flags& flags, int rank, Rendezvous* rendezvous)
     : flags_(flags),
       rank_(rank),
+      read_speed_(flags.device == "cuda" ? kernels::DeviceReadBytesPerSecond() : 0),
       executor_(8),
       backend_(Value(MakeBackend(flags.device, executor_))),
       filler_(*backend_),
@@ -482,7 +485,8 @@ void Bench::Print(int64_t context, const std::string& policy, const Measured& me
       static_cast<double>(measured.promoted_bytes) / static_cast<double>(flags_.steps) / 1e6,
       Median(measured.wall_ms), wall, measured.gpu_ms.empty() ? 0 : Median(measured.gpu_ms),
       measured.gpu_ms.empty() ? 0 : gpu, Median(measured.before_us), Median(measured.around_us),
-      Median(measured.behind_us), bytes / 1e9, bytes / kBytesPerSecond * 1000 / gpu,
+      Median(measured.behind_us), bytes / 1e9,
+      read_speed_ > 0 ? bytes / read_speed_ * 1000 / gpu : 0,
       static_cast<long long>(measured.nodes),
       static_cast<double>(measured.nodes) / static_cast<double>(layers), dense_ms / gpu);
   std::fflush(stdout);
@@ -505,10 +509,12 @@ void Bench::Run() {
 }
 
 void Bench::PrintHead(double fill_s) const {
-  std::printf("%s on %s, %lld ranks, %lld sequences; contexts of %lld tokens filled in %.1f s\n\n",
+  std::printf("%s on %s, %lld ranks, %lld sequences; contexts of %lld tokens filled in %.1f s",
               flags_.model.c_str(), backend_->name().c_str(), static_cast<long long>(flags_.ranks),
               static_cast<long long>(flags_.batch), static_cast<long long>(flags_.contexts.back()),
               fill_s);
+  if (read_speed_ > 0) std::printf("; the GPU reads %.2f TB/s", read_speed_ / 1e12);
+  std::printf("\n\n");
   std::printf(
       "| context | policy | tokens a row | selects | overlap | misses | promoted, MB | wall, ms | "
       "mean | GPU, ms | mean | host, us | read, GB | roofline | nodes | a layer | times as fast as "
