@@ -80,7 +80,7 @@ struct WorkerGroupOptions {
   // So long every rank may take to answer at all while the group forms.
   absl::Duration answer_timeout = absl::Seconds(30);
   // A rank that has answered and is silent for so long while the group forms has failed: loading
-  // reports its progress, but hashing one large file may take minutes.
+  // reports its progress, but hashing a large model from a slow disk may take minutes.
   absl::Duration form_silence = absl::Minutes(10);
   // A step may take so long from when its answer is waited for: 1024 sequences or a chunk behind
   // millions of tokens on a slow machine.

@@ -84,6 +84,7 @@ absl::StatusOr<std::unique_ptr<CudaResidency>> CudaResidency::Make(
       new CudaResidency(options, stream, executor, std::move(extents)));
   KVASIR_RETURN_IF_ERROR(residency->TakeMemory(options));
   KVASIR_RETURN_IF_ERROR(residency->MakeTables());
+  KVASIR_RETURN_IF_ERROR(residency->extents_->Start());  // last, as others wait for the driver then
   return residency;
 }
 

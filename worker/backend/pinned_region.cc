@@ -16,12 +16,11 @@ namespace {
 
 using kernels::MutexLock;
 
-// About so many: the driver holds a lock while it pins one, which a step's launches wait for.
-constexpr int64_t kPieceBytes = int64_t{1} << 27;
+// About so many: the driver holds locks while it pins one, which a step's launches wait for.
+constexpr int64_t kPieceBytes = int64_t{1} << 25;
 constexpr int64_t kMemoryPageBytes = 4096;
 constexpr int64_t kReportedParts = 10;  // of a region of many pieces
-// Zeroing pages takes one core longer than the driver takes to pin them, which it does one piece at
-// a time.
+// They zero pages, which takes a core longer than it takes the driver to pin them.
 constexpr int64_t kMostThreads = 4;
 
 }  // namespace
@@ -32,8 +31,6 @@ absl::StatusOr<std::unique_ptr<PinnedRegion>> PinnedRegion::Take(int64_t part_by
   KVASIR_CHECK(part_bytes > 0 && part_bytes % kMemoryPageBytes == 0 && num_parts > 0);
   const int64_t bytes = num_parts * part_bytes;
   KVASIR_RETURN_IF_ERROR(CheckMemoryLimit(bytes, flag));
-  int device = 0;
-  KVASIR_RETURN_IF_ERROR(kernels::CudaStatus(cudaGetDevice(&device), "asking for the device"));
   void* const memory = mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE,
                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory == MAP_FAILED) {
@@ -41,11 +38,8 @@ absl::StatusOr<std::unique_ptr<PinnedRegion>> PinnedRegion::Take(int64_t part_by
         absl::StrCat("no address space for ", bytes, " bytes of host memory; lower ", flag));
   }
   madvise(memory, static_cast<size_t>(bytes), MADV_HUGEPAGE);  // a wish
-  std::unique_ptr<PinnedRegion> region(
+  return std::unique_ptr<PinnedRegion>(
       new PinnedRegion(static_cast<std::byte*>(memory), part_bytes, num_parts));
-  region->StartThreads(device);
-  KVASIR_RETURN_IF_ERROR(region->Await(0));
-  return region;
 }
 
 // Pieces are whole parts: the driver copies nothing from one piece to the next.
@@ -56,10 +50,13 @@ PinnedRegion::PinnedRegion(std::byte* data, int64_t part_bytes, int64_t num_part
       piece_bytes_(parts_per_piece_ * part_bytes),
       pieces_(static_cast<size_t>((num_parts - 1) / parts_per_piece_ + 1), Piece::kWaits) {}
 
-void PinnedRegion::StartThreads(int device) {
+absl::Status PinnedRegion::Start() {
+  int device = 0;
+  KVASIR_RETURN_IF_ERROR(kernels::CudaStatus(cudaGetDevice(&device), "asking for the device"));
   const auto cores = static_cast<int64_t>(std::thread::hardware_concurrency());
   const int64_t count = std::clamp<int64_t>(cores / 2, 1, kMostThreads);
   for (int64_t i = 0; i < count; ++i) threads_.emplace_back([this, device] { PinPieces(device); });
+  return Await(0);
 }
 
 void PinnedRegion::PinPieces(int device) {
@@ -75,10 +72,11 @@ void PinnedRegion::PinPieces(int device) {
   }
 }
 
-absl::Status PinnedRegion::PinPiece(int64_t piece) const {
+absl::Status PinnedRegion::PinPiece(int64_t piece) {
   std::byte* const begin = begin_of(piece);
   const int64_t bytes = std::min(piece_bytes_, size_bytes_ - piece * piece_bytes_);
   for (int64_t at = 0; at < bytes; at += kMemoryPageBytes) begin[at] = std::byte{0};
+  MutexLock lock(driver_mu_);
   return kernels::CudaStatus(cudaHostRegister(begin, static_cast<size_t>(bytes),
                                               cudaHostRegisterPortable | cudaHostRegisterMapped),
                              absl::StrCat("pinning ", bytes, " bytes of host memory"));

@@ -22,9 +22,9 @@ namespace kvasir::worker {
 class PinnedRegion {
  public:
   // `num_parts` parts, one behind the other, aligned to a page of memory as their size must be.
-  // What the driver copies may lie in one part, not in several. Returns when the first piece is
-  // pinned. RESOURCE_EXHAUSTED when there is no room: the limits of the process's control groups
-  // are looked at before anything is taken; `flag` is the one to lower.
+  // A copy by the driver may lie in one part, not in several. Nothing is pinned yet.
+  // RESOURCE_EXHAUSTED when there is no room: the limits of the process's control groups are looked
+  // at before anything is taken; `flag` is the one to lower.
   static absl::StatusOr<std::unique_ptr<PinnedRegion>> Take(int64_t part_bytes, int64_t num_parts,
                                                             absl::string_view flag);
   PinnedRegion(const PinnedRegion&) = delete;
@@ -35,8 +35,11 @@ class PinnedRegion {
   std::byte* data() const { return data_; }
   int64_t size_bytes() const { return size_bytes_; }
 
-  // Waits until the part is pinned: before it is touched by anyone. RESOURCE_EXHAUSTED or INTERNAL
-  // when it cannot be.
+  // Begins to pin; returns when the first piece is. Other calls of the driver may wait for one
+  // piece each from here on. Errors as of Await. Called once.
+  absl::Status Start();
+  // After Start: waits until the part is pinned, before it is touched by anyone. RESOURCE_EXHAUSTED
+  // or INTERNAL when it cannot be.
   absl::Status Await(int64_t part) EXCLUDES(mu_);
 
  private:
@@ -45,10 +48,9 @@ class PinnedRegion {
   PinnedRegion(std::byte* data, int64_t part_bytes, int64_t num_parts);
 
   std::byte* begin_of(int64_t piece) const { return data_ + piece * piece_bytes_; }
-  void StartThreads(int device);
   // Pins pieces until none is left that nobody has begun.
   void PinPieces(int device) EXCLUDES(mu_);
-  absl::Status PinPiece(int64_t piece) const;
+  absl::Status PinPiece(int64_t piece) EXCLUDES(driver_mu_);
   // Records how a piece ended; says now and then how many there are.
   void EndPiece(int64_t piece, const absl::Status& status) EXCLUDES(mu_);
 
@@ -65,6 +67,8 @@ class PinnedRegion {
   int64_t num_pinned_ GUARDED_BY(mu_) = 0;
   bool stopping_ GUARDED_BY(mu_) = false;
   absl::Status failed_ GUARDED_BY(mu_);  // the first error; no piece is begun after it
+
+  kernels::Mutex driver_mu_;  // one thread at a time is in the driver
 
   std::vector<std::thread> threads_;  // last: they use everything above
 };
