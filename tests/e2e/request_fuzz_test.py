@@ -225,6 +225,8 @@ class RandomRequests(unittest.TestCase):
                   f"--position-extension={extension}", f"--max-num-seqs={some(rng, 4, 16)}", "--mass-sample-rate=0.05",
                   f"--kv-host-size-gb={some(rng, 2, 0.0015)}"]  # 0.0015: 2,900 tokens, sequences are preempted
         flags.append(f"--max-model-len={2048 if beyond else TRAINED_TOKENS}")
+        if extension == "self_extend":
+            flags.append("--self-extend-window=256")  # it must be shorter than what the model was trained for
         return flags, {"": default, "default": default, **{policy["name"]: policy for policy in declared}}
 
     def run_server(self, seed, count):
