@@ -51,8 +51,9 @@ constexpr uint64_t kBytesAroundMessage = 1024;
 constexpr milliseconds kTick(20);
 // While new connections are refused, how often it is seen whether that is over.
 constexpr seconds kRefusalCheck(1);
-// gRPC has let go of a closed connection's memory by then.
-constexpr seconds kTrimDelay(1);
+// gRPC lets go of a closed connection's memory in its own time, later on a busy machine.
+constexpr seconds kTrimInterval(1);
+constexpr int kTrims = 5;
 constexpr uint64_t kWorthTrimming = 32u << 20;
 constexpr seconds kLogInterval(10);
 // Unacknowledged bytes end a connection after this time.
@@ -204,6 +205,7 @@ class AcceptingListener final : public GrpcListener {
   void SetStatus(const absl::Status& status) EXCLUDES(mu_);
   void OnEvent(uint64_t id, uint32_t events) EXCLUDES(mu_);
   void CountBytes() EXCLUDES(mu_);
+  void LookWhetherABurstIsOver() EXCLUDES(mu_);
   void Sample(Connection& connection, SteadyClock::time_point now) REQUIRES(mu_);
   void CloseTheLargest() REQUIRES(mu_);
   void GiveBackMemory();
@@ -228,8 +230,9 @@ class AcceptingListener final : public GrpcListener {
   std::vector<uint64_t> busy_;  // connections that sent bytes since the last look
   bool stopping_ = false;
   bool backlog_ = false;          // connections may wait to be accepted
-  uint64_t most_unfinished_ = 0;  // since memory was given back
+  uint64_t most_unfinished_ = 0;  // since the last burst was over
   std::optional<SteadyClock::time_point> trim_at_;
+  int trims_left_ = 0;
   std::optional<SteadyClock::time_point> refused_at_;  // the last connection, since status_ is bad
   SteadyClock::time_point logged_at_ = {};
 
@@ -301,6 +304,7 @@ void AcceptingListener::Run() {
     for (int i = 0; i < count; ++i) OnEvent(events[i].data.u64, events[i].events);
     if (backlog_) AcceptAll();
     if (!busy_.empty()) CountBytes();
+    LookWhetherABurstIsOver();
     GiveBackMemory();
     if (refused_at_.has_value() && SteadyClock::now() - *refused_at_ >= kRefusalCheck) {
       LookWhetherRefusing();
@@ -310,7 +314,7 @@ void AcceptingListener::Run() {
 
 int AcceptingListener::WaitMs() const {
   if (backlog_ || !busy_.empty()) return static_cast<int>(kTick.count());
-  if (trim_at_.has_value() || refused_at_.has_value()) {
+  if (trim_at_.has_value() || refused_at_.has_value() || most_unfinished_ > kWorthTrimming) {
     return static_cast<int>(milliseconds(kRefusalCheck).count());
   }
   return -1;
@@ -474,12 +478,19 @@ void AcceptingListener::CountBytes() {
     }
   }
   busy_ = std::move(still_busy);
-  while (unfinished_ > static_cast<uint64_t>(options_.most_unfinished_bytes)) CloseTheLargest();
-  series_.unfinished_bytes->Set(static_cast<double>(unfinished_));
+  // Before the limit acts, or a burst that comes between two looks would not be seen as one.
   most_unfinished_ = std::max(most_unfinished_, unfinished_);
-  if (most_unfinished_ > kWorthTrimming && unfinished_ < most_unfinished_ / 2) {
-    trim_at_ = now + kTrimDelay;
-  }
+  while (unfinished_ > static_cast<uint64_t>(options_.most_unfinished_bytes)) CloseTheLargest();
+}
+
+// Bytes become fewer not only while others come: connections end, messages are complete.
+void AcceptingListener::LookWhetherABurstIsOver() {
+  MutexLock lock(mu_);
+  series_.unfinished_bytes->Set(static_cast<double>(unfinished_));
+  if (most_unfinished_ <= kWorthTrimming || unfinished_ >= most_unfinished_ / 2) return;
+  most_unfinished_ = unfinished_;
+  trim_at_ = SteadyClock::now() + kTrimInterval;
+  trims_left_ = kTrims;
 }
 
 void AcceptingListener::Sample(Connection& connection, SteadyClock::time_point now) {
@@ -508,10 +519,9 @@ void AcceptingListener::CloseTheLargest() {
 // better return it.
 void AcceptingListener::GiveBackMemory() {
   if (!trim_at_.has_value() || SteadyClock::now() < *trim_at_) return;
-  trim_at_.reset();
   malloc_trim(0);
-  MutexLock lock(mu_);
-  most_unfinished_ = unfinished_;
+  trim_at_.reset();
+  if (--trims_left_ > 0) trim_at_ = SteadyClock::now() + kTrimInterval;
 }
 
 // --- connections --------------------------------------------------------------------------------
