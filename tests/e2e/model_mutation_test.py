@@ -35,6 +35,8 @@ VALUES = (None, True, False, 0, 1, -1, 2, 3, 7, 64, 2**31, 2**63, 2**64, -2**63,
 OTHER_KEYS = ("rope_scaling", "sliding_window", "use_sliding_window", "partial_rotary_factor", "quantization_config",
               "attention_bias", "mlp_bias", "layer_types", "num_local_experts", "rope_parameters", "torch_dtype",
               "dtype", "tie_word_embeddings", "max_window_layers", "original_max_position_embeddings")
+# Types of safetensors that the loader does not read, and one that no file has.
+OTHER_DTYPES = ("F64", "F8_E4M3", "F8_E5M2", "I8", "U8", "I32", "I64", "BOOL", "F4")
 
 
 def places(value, path=()):
@@ -104,7 +106,12 @@ def mutate_header(rng, path):
         size = rng.choice((0, 1, size - 1, size + 1, 2**31, 2**63, 2**64 - 1))
         path.write_bytes(struct.pack("<Q", size) + data[8:])
         return
-    header = mutate_json(rng, data[8:8 + size])
+    if rng.random() < 0.1:
+        tree = json.loads(data[8:8 + size])
+        tree[rng.choice([name for name in tree if name != "__metadata__"])]["dtype"] = rng.choice(OTHER_DTYPES)
+        header = json.dumps(tree).encode()
+    else:
+        header = mutate_json(rng, data[8:8 + size])
     path.write_bytes(struct.pack("<Q", len(header)) + header + data[8 + size:])
 
 
