@@ -101,9 +101,10 @@ absl::Status Transformer::WarmUp(const Activations& activations, int64_t max_tok
   const Layer& layer = layers_.front();  // the others have the same shapes
   for (int64_t tokens = std::min(kFewestTokens, max_tokens);; tokens *= 2) {
     tokens = std::min(tokens, max_tokens);
+    const TensorView residual = activations.residual.Rows(tokens);
     KVASIR_RETURN_IF_ERROR(
-        layer.attention.WarmUp(activations, tokens, ToResidual(activations, tokens)));
-    KVASIR_RETURN_IF_ERROR(RunMlp(activations, tokens, layer));
+        layer.attention.WarmUp(activations, tokens, AddTo(residual, activations)));
+    KVASIR_RETURN_IF_ERROR(RunMlp(residual, activations, layer));
     if (tokens == max_tokens) return absl::OkStatus();
   }
 }
@@ -125,66 +126,82 @@ absl::Status Transformer::Forward(const ForwardParams& params) {
 }
 
 absl::Status Transformer::Compute(const ForwardParams& params, const TensorView& logits) const {
-  const TensorView residual = params.activations.residual.Rows(params.batch.num_tokens());
+  const Activations& a = params.activations;
+  const TensorView residual = a.residual.Rows(params.batch.num_tokens());
   KVASIR_RETURN_IF_ERROR(backend_.EmbedTokens(embedding_.view, residual));
-  for (const Layer& layer : layers_) KVASIR_RETURN_IF_ERROR(RunLayer(params, layer));
-  KVASIR_RETURN_IF_ERROR(ComputeLogits(params, logits));
+  for (size_t i = 0; i < layers_.size(); ++i) {
+    KVASIR_RETURN_IF_ERROR(RunAttention(params, residual, layers_[i]));
+    if (i + 1 == layers_.size()) break;
+    KVASIR_RETURN_IF_ERROR(RunMlp(residual, a, layers_[i]));
+    KVASIR_RETURN_IF_ERROR(AddSummands(residual, a));
+  }
+  if (logits.dim(0) > 0) {
+    KVASIR_RETURN_IF_ERROR(FinishSampled(residual, a, logits));
+  }
   return backend_.Sample(logits);
 }
 
-absl::Status Transformer::RunLayer(const ForwardParams& params, const Layer& layer) const {
+absl::Status Transformer::RunAttention(const ForwardParams& params, const TensorView& residual,
+                                       const Layer& layer) const {
   const StepContext step = {
       .batch = params.batch, .activations = params.activations, .backend = backend_};
-  KVASIR_RETURN_IF_ERROR(
-      layer.attention.Run(step, ToResidual(params.activations, params.batch.num_tokens())));
-  KVASIR_RETURN_IF_ERROR(AddSummands(params));
-  KVASIR_RETURN_IF_ERROR(RunMlp(params.activations, params.batch.num_tokens(), layer));
-  return AddSummands(params);
+  KVASIR_RETURN_IF_ERROR(layer.attention.Run(step, AddTo(residual, params.activations)));
+  return AddSummands(residual, params.activations);
 }
 
-absl::Status Transformer::RunMlp(const Activations& a, int64_t tokens, const Layer& layer) const {
-  KVASIR_RETURN_IF_ERROR(layer.gate_up->Run({.x = a.residual.Rows(tokens),
+absl::Status Transformer::RunMlp(const TensorView& residual, const Activations& a,
+                                 const Layer& layer) const {
+  const int64_t rows = residual.dim(0);
+  KVASIR_RETURN_IF_ERROR(layer.gate_up->Run({.x = residual,
                                              .norm = layer.post_attention_norm.view,
                                              .epsilon = norm_epsilon(),
                                              .after = LinearParams::After::kSiluMul,
-                                             .y = a.gated.Rows(tokens),
-                                             .normed = a.normed.Rows(tokens),
-                                             .product = a.gate_up.Rows(tokens)}));
-  LinearParams down = ToResidual(a, tokens);
-  down.x = a.gated.Rows(tokens);
+                                             .y = a.gated.Rows(rows),
+                                             .normed = a.normed.Rows(rows),
+                                             .product = a.gate_up.Rows(rows)}));
+  LinearParams down = AddTo(residual, a);
+  down.x = a.gated.Rows(rows);
   return layer.down->Run(down);
 }
 
-LinearParams Transformer::ToResidual(const Activations& a, int64_t tokens) const {
-  if (is_parallel()) return {.x = {}, .y = a.partial.Rows(tokens)};
+LinearParams Transformer::AddTo(const TensorView& residual, const Activations& a) const {
+  const int64_t rows = residual.dim(0);
+  if (is_parallel()) return {.x = {}, .y = a.partial.Rows(rows)};
   return {.x = {},
           .after = LinearParams::After::kAdd,
-          .y = a.residual.Rows(tokens),
-          .product = a.summand.Rows(tokens)};
+          .y = residual,
+          .product = a.summand.Rows(rows)};
 }
 
-absl::Status Transformer::AddSummands(const ForwardParams& params) const {
+absl::Status Transformer::AddSummands(const TensorView& residual, const Activations& a) const {
   if (!is_parallel()) return absl::OkStatus();
-  const Activations& a = params.activations;
-  const int64_t tokens = params.batch.num_tokens();
-  return backend_.AddOverRanks(a.partial.Rows(tokens), a.residual.Rows(tokens));
+  return backend_.AddOverRanks(a.partial.Rows(residual.dim(0)), residual);
 }
 
-absl::Status Transformer::ComputeLogits(const ForwardParams& params,
+absl::Status Transformer::FinishSampled(const TensorView& residual, const Activations& a,
                                         const TensorView& logits) const {
-  const Activations& a = params.activations;
-  const int64_t tokens = params.batch.num_tokens();
+  const TensorView sampled = a.last_residual.Rows(logits.dim(0));
+  KVASIR_RETURN_IF_ERROR(backend_.TakeSampled(residual, sampled));
+  if (!layers_.empty()) {
+    KVASIR_RETURN_IF_ERROR(RunMlp(sampled, a, layers_.back()));
+    KVASIR_RETURN_IF_ERROR(AddSummands(sampled, a));
+  }
+  return ComputeLogits(sampled, a, logits);
+}
+
+absl::Status Transformer::ComputeLogits(const TensorView& sampled, const Activations& a,
+                                        const TensorView& logits) const {
   const int64_t rows = logits.dim(0);
-  if (rows == 0) return absl::OkStatus();
-  const TensorView x = a.last_residual.Rows(rows);
-  KVASIR_RETURN_IF_ERROR(backend_.TakeSampled(a.residual.Rows(tokens), x));
   // Ranks own ranges of the vocabulary; the last may be narrower.
   const TensorView local = a.local_logits.Rows(is_parallel() ? rows : 0);
   const TensorView own = is_parallel() ? TensorView(local.data(), DType::kFloat32,
                                                     {rows, head_->out_features()}, local.device())
                                        : logits;
-  KVASIR_RETURN_IF_ERROR(head_->Run(
-      {.x = x, .norm = final_norm_.view, .epsilon = norm_epsilon(), .y = own, .normed = x}));
+  KVASIR_RETURN_IF_ERROR(head_->Run({.x = sampled,
+                                     .norm = final_norm_.view,
+                                     .epsilon = norm_epsilon(),
+                                     .y = own,
+                                     .normed = sampled}));
   if (!is_parallel()) return absl::OkStatus();
   return backend_.GatherColumns(
       {.own = local,

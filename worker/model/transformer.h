@@ -94,14 +94,24 @@ class Transformer {
   absl::Status AddLayer(int64_t index, LayerWeights weights);
   // Embedding, layers and output head.
   absl::Status Compute(const ForwardParams& params, const kernels::TensorView& logits) const;
-  absl::Status RunLayer(const ForwardParams& params, const Layer& layer) const;
-  absl::Status RunMlp(const Activations& a, int64_t tokens, const Layer& layer) const;
-  // A product that is added to the residual, but for its x: at once, or as this rank's summand
-  // that AddSummands adds after it.
-  kernels::LinearParams ToResidual(const Activations& a, int64_t tokens) const;
-  absl::Status AddSummands(const ForwardParams& params) const;
+  // The first half of a layer: residual [tokens, hidden] += attention.
+  absl::Status RunAttention(const ForwardParams& params, const kernels::TensorView& residual,
+                            const Layer& layer) const;
+  // The second half, of any rows of the residual. Ranks add their summands after it.
+  absl::Status RunMlp(const kernels::TensorView& residual, const Activations& a,
+                      const Layer& layer) const;
+  // A product, without its x, that is added to rows of the residual: at once, or as this rank's
+  // summand, which AddSummands adds.
+  kernels::LinearParams AddTo(const kernels::TensorView& residual, const Activations& a) const;
+  absl::Status AddSummands(const kernels::TensorView& residual, const Activations& a) const;
+  // The last layer's MLP and the output head, for the rows that sample alone: nothing else reads
+  // what follows the last layer's keys and values.
+  absl::Status FinishSampled(const kernels::TensorView& residual, const Activations& a,
+                             const kernels::TensorView& logits) const;
+  // `sampled` [sampled rows, hidden] is overwritten.
+  absl::Status ComputeLogits(const kernels::TensorView& sampled, const Activations& a,
+                             const kernels::TensorView& logits) const;
   float norm_epsilon() const { return static_cast<float>(options_.config.rms_norm_eps); }
-  absl::Status ComputeLogits(const ForwardParams& params, const kernels::TensorView& logits) const;
   bool is_parallel() const { return options_.shard.num_ranks > 1; }
 
   const TransformerOptions options_;
