@@ -1,6 +1,6 @@
 // Internal to this folder: the row loops of the element-wise ops, plain (x_cpu.cc, the reference)
 // and over vectors (elementwise_neon.cc, elementwise_avx2.cc, elementwise_avx512.cc). They trust
-// their callers in x.cc. All forms compute the same bits, except for the exponential inside silu.
+// their callers in x.cc. All forms compute the same bits, except for the exponential in silu.
 //
 // Plain pointers only: files compiled for AVX must not instantiate inline functions of other
 // headers, which the linker could then choose for machines without it.

@@ -1,5 +1,5 @@
-// Compiled for AVX-512; see the warning in elementwise.h. The vectors come before the loops over
-// them.
+// Compiled for AVX-512; see the warning in elementwise.h. The vectors are included before the loops
+// that use them.
 // clang-format off
 #include "kernels/dense/simd_avx512.h"
 #include "kernels/dense/elementwise_simd.h"

@@ -1,4 +1,5 @@
-// For Arm; see the warning in elementwise.h. The vectors come before the loops over them.
+// Compiled for Arm; see the warning in elementwise.h. The vectors are included before the loops
+// that use them.
 // clang-format off
 #include "kernels/dense/simd_neon.h"
 #include "kernels/dense/elementwise_simd.h"
