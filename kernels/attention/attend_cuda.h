@@ -23,17 +23,19 @@ int64_t AttendDecodeWorkspaceBytes(const KvLayout& layout, int64_t blocks, int64
 // separate ones. Allocates nothing and waits for nothing; may be captured. INVALID_ARGUMENT on
 // shapes, UNIMPLEMENTED with terminations. A selected page that is absent sets the slot's fault,
 // and its out rows are unspecified. With grouped positions the query is read at its far position,
-// and near keys are shifted by the same distance. Cost: reads each attended token once for all
-// query heads of the group (of a page with more than half of its tokens attended to, each attended
-// piece of 8), in products of 64 tokens from any number of pages. Writes and reads back 4 *
-// (head_dim + 2) bytes for each of at most 128 partial results a query head.
+// and near keys are shifted by the same distance.
+// Cost: reads each attended token once for all query heads of the group (of a page with more than
+// half of its tokens attended to, each attended piece of 8), in products of 64 tokens from any
+// number of pages. Writes and reads back 4 * (head_dim + 2) bytes for each of at most 128 partial
+// results a query head.
 absl::Status AttendDecode(const AttendParams& params, const KvTensorMaps& maps,
                           std::byte* workspace, std::span<uint32_t> arrivals, cudaStream_t stream);
 
 // Attention of tiles of up to 64 queries, in one pass over the pages of each selection row.
-// Otherwise as AttendDecode. Cost: reads each attended piece of 8 tokens once for every two query
-// heads of the group. With grouped positions it is read twice where it is far for some queries of
-// the tile and near for others.
+// Otherwise as AttendDecode.
+// Cost: reads each attended piece of 8 tokens once for every two query heads of the group. With
+// grouped positions it is read twice where it is far for some queries of the tile and near for
+// others.
 absl::Status AttendPrefill(const AttendParams& params, const KvTensorMaps& maps,
                            cudaStream_t stream);
 

@@ -64,8 +64,7 @@ struct AttendContext {
   SelectedPages Walk(int64_t row) const {
     return SelectedPages(p.selection.header(row), p.selection.list(row), last_position(row));
   }
-  // Row of the first query head in q, out and lse. Query i, head g of the group is at + i * heads +
-  // g.
+  // Row of the first query head in q, out and lse. Query i, head g is i * heads + g rows further.
   int64_t first_q_row(int64_t row) const {
     return block(row).first_row * heads + row % kv_heads() * group;
   }

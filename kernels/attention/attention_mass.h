@@ -4,10 +4,10 @@
 //   mass = sum_{j in sparse} exp(l_j) / sum_{j in dense} exp(l_j) = exp(lse_sparse - lse_dense)
 //
 // with lse of Attend over the same query and the same KV. l_j is the logit of token j at the
-// position where attention reads it: its own position, or its grouped one (near or far by j alone,
-// whether or not j was selected). At compact positions an unselected token has no position, so this
-// mass is undefined. The error is that of both lse (about 1e-6 relative in float32), so the mass
-// may exceed 1 before it is clamped. Thread-safe.
+// position where attention reads it: its own position, or its grouped one on j's own side of the
+// neighbourhood, whether or not j was selected. At compact positions an unselected token has no
+// position, so this mass is undefined. The error is that of both lse (about 1e-6 relative in
+// float32), so the mass may exceed 1 before it is clamped. Thread-safe.
 #pragma once
 
 #include <algorithm>

@@ -81,7 +81,8 @@ __device__ inline void PrefetchTensorMap(const CUtensorMap* map) {
 }
 
 // Copies `bytes` contiguous bytes and announces their end to the barrier. The size and both
-// addresses are multiples of 16. Bytes read once are the first to leave the L2 cache.
+// addresses are multiples of 16. The bytes are read once, so they are marked to leave the L2 cache
+// first.
 __device__ inline void CopyOnce(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
   asm volatile(
       "{\n"

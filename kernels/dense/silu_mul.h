@@ -2,7 +2,8 @@
 //
 // Inner arithmetic is float32. silu(gate) is rounded to the dtype before the product, as in Hugging
 // Face's Llama MLP. Every element depends bitwise on its two inputs alone. By the formula large
-// negative gates give -0, +inf gives +inf, and -inf gives NaN. Source: arXiv 2002.05202.
+// negative gates give -0, +inf gives +inf, and -inf gives NaN.
+// Source: arXiv 2002.05202.
 #pragma once
 
 #include "absl/status/status.h"

@@ -8,9 +8,9 @@
 //   bounds.min = min(bounds.min, cached k), bounds.max likewise, element by element
 //
 // A token at offset 0 of its page restarts the page's bounds. After a truncation inside a page the
-// caller rebuilds the page's bounds (digests.h) before it appends again. Errors: INVALID_ARGUMENT
-// on shapes. FAILED_PRECONDITION, naming the page, when a page is not in the device tier; nothing
-// is written then.
+// caller rebuilds the page's bounds (digests.h) before it appends again.
+// Errors: INVALID_ARGUMENT on shapes. FAILED_PRECONDITION, naming the page, when a page is not in
+// the device tier; nothing is written then.
 #pragma once
 
 #include <cstdint>

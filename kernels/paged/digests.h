@@ -22,7 +22,7 @@ struct BlockKeys {
   int64_t num_tokens = 0;  // 0 to 64
 };
 
-// Makes the bounds those of no key.
+// Sets the bounds to those over no key.
 void ClearBounds(const KvLayout& layout, std::byte* bounds);
 
 // Extends the bounds by `num_rows` keys [num_rows, head_dim] in the KV dtype.

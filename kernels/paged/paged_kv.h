@@ -87,8 +87,7 @@ inline constexpr uint32_t kNeverTouched = 0xffffffff;
 struct AccessRecord {
   const uint32_t* step = nullptr;    // number of the step that kernels run in
   uint32_t* last_touched = nullptr;  // step of the last read
-  uint32_t* missed_bytes = nullptr;  // bytes read from the host tier since the store last collected
-                                     // them
+  uint32_t* missed_bytes = nullptr;  // bytes read from the host tier since the last collection
 };
 
 struct PagedKv {

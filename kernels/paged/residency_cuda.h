@@ -1,9 +1,9 @@
 // The residency protocol on the GPU: the ops of residency.h for state in device memory, put on a
 // stream. They leave the same state, entry by entry; CopyRowsToHost and CopyFills change no state.
 // They allocate nothing and wait for nothing. Rows are device memory, except for CopyRowsToHost.
-// Errors are the device's. Cost: OpenRows, MapFills and the part of PlanFills after its scan are
-// one CTA each. The scan reads 8 bytes a page. CopyFills is 32 CTAs of four warps, small enough to
-// run beside attention.
+// Errors are the device's.
+// Cost: OpenRows, MapFills and the part of PlanFills after its scan are one CTA each. The scan
+// reads 8 bytes a page. CopyFills is 32 CTAs of four warps, small enough to run beside attention.
 #pragma once
 
 #include <cstddef>
