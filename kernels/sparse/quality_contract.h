@@ -68,8 +68,8 @@ class ContractKeeper {
   int64_t group_ = 0;
   std::vector<ContractOutcome> outcomes_;
   std::vector<float> masses_;
-  std::vector<uint8_t> wanted_;            // rows in work
-  std::vector<float> violated_;            // per query tile: 1 if a row of it must be widened
+  std::vector<uint8_t> wanted_;            // rows that the coming Select and Estimate work on
+  std::vector<float> violated_;            // per query tile: 1 if it has a row to widen
   std::vector<SelectionNumbers> numbers_;  // with widened budgets
 };
 

@@ -1,8 +1,8 @@
 // Reuse of earlier selections inside the kernels of selectors on the GPU, row by row: the
 // counterpart of reusing_select.cc on the CPU. The author of a selector must make sure of this:
 //
-//   every kernel      asks RowReuse::FirstStage (or Serves, or Runs) which stage of a row is the first
-//                     to run, and skips all stages before it
+//   every kernel      asks RowReuse::FirstStage (or Serves, or Runs) which stage of a row must run
+//                     first, and skips all stages before it
 //   the last kernel   calls Recall for a row if its list serves unchanged, and otherwise Remember
 //                     after the list is in `out` (or writes with WriteEntry and WriteHeader)
 //
