@@ -22,7 +22,7 @@ namespace kvasir::kernels {
 
 inline constexpr int kProductQueries = 8;
 inline constexpr int kProductKeys = 8;
-inline constexpr int kKeyTiles = kWarpThreads / kProductKeys;  // that a warp takes at once
+inline constexpr int kKeyTiles = kWarpThreads / kProductKeys;  // of keys that a warp takes at once
 
 // The elements of a lane: those of kLaneWords words of codes, adjacent in the first half of a head
 // and in the second, so that a lane has both elements of a pair that is rotated. Step s of a
@@ -53,7 +53,7 @@ struct LaneElements {
 // Eight queries as operands, with the `sums` of their elements.
 template <int kHeadDim>
 struct alignas(16) QueryTile {
-  uint4 operands[LaneElements<kHeadDim>::kSteps][kWarpThreads];  // a product's, of each lane
+  uint4 operands[LaneElements<kHeadDim>::kSteps][kWarpThreads];  // of a product, for each lane
   float sums[kProductQueries];
 };
 

@@ -9,11 +9,14 @@
 // of the weight known so far: that of A and of the others already added. Its logit is then computed
 // exactly. The others are visited by pages, ascending; heavy ones are added when 64 are collected,
 // or at the end. The remaining error is that of the codes of many light tokens, which averages out.
-// It is calibrated in docs/quality.md. Where keys are cached un-rotated there is no dense attention
-// whose mass could be kept. Then all tokens between sink and window, attended to or not, are placed
-// at the distance at which selectors see them (SelectionDistance), and sink and window at their
-// compact positions. An estimate depends on its row alone. Cost: reads the attended and the heavy
-// keys, and head_dim / 2 + 4 bytes of every other token. Thread-safe.
+// It is calibrated in docs/quality.md.
+//
+// Where keys are cached un-rotated there is no dense attention whose mass could be kept. Then all
+// tokens between sink and window, attended to or not, are placed at the distance at which selectors
+// see them (SelectionDistance), and sink and window at their compact positions.
+//
+// An estimate depends on its row alone. Cost: reads the attended and the heavy keys, and head_dim /
+// 2 + 4 bytes of every other token. Thread-safe.
 #pragma once
 
 #include <span>

@@ -87,8 +87,8 @@ class TokenQueries {
   }
 
  private:
-  static constexpr int kLanePairs = kHeadDim / 2 / kWarpThreads;  // that a lane loads
-  static constexpr int kSharePairs = kHeadDim / 8;                // that a lane multiplies
+  static constexpr int kLanePairs = kHeadDim / 2 / kWarpThreads;  // pairs that a lane loads
+  static constexpr int kSharePairs = kHeadDim / 8;                // pairs that a lane multiplies
 
   alignas(8) Operand operands_[kSteps][kWarpThreads];
   float2 factors_[kQueries];  // factor of products (NaN: query not finite), sum of elements

@@ -181,7 +181,7 @@ __device__ void ScoreHalves(const HipLaunch& p, const SearchRow& row, bool& has_
     for (int tile = 0; tile < num_queries; tile += kTileQueries) {
       const int in_tile = min(kTileQueries, num_queries - tile);
       if (!has_queries) {
-        __syncthreads();  // the tile before has been read
+        __syncthreads();  // the previous tile has been read
         LoadTile(p, row.at, tile, in_tile, shared.queries);
         __syncthreads();
         has_queries = num_queries <= kTileQueries;

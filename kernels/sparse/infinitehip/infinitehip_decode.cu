@@ -261,7 +261,7 @@ class DecodeStages {
   uint32_t* const chunks_;
   const int rank_;
   const int num_blocks_;
-  int num_chunks_ = 0;  // that the stage chooses from
+  int num_chunks_ = 0;  // chunks that the stage chooses from
   // Begins of the chunks that the stage before left, ascending.
   int32_t* begins_ = nullptr;
   int left_ = 0;

@@ -75,7 +75,7 @@ template <int kHeadDim, bool kPlaced>
 class LaterStages {
  public:
   using Tile = QueryTile<kHeadDim>;
-  static constexpr int kTilesOfKeys = kPlaced ? 1 : 2;  // multiplied at once, as registers allow
+  static constexpr int kTilesOfKeys = kPlaced ? 1 : 2;  // multiplied at once; limited by registers
 
   __device__ LaterStages(const InfiniteHipLaunch& p, const Cut& cut, const DeviceRow& row,
                          std::byte* memory)

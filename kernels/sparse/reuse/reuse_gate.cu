@@ -26,7 +26,8 @@ class RowQuery {
   __device__ RowQuery(const ReuseGateLaunch& p, const DeviceRow& row)
       : p_(p), row_(row), half_(static_cast<int>(p.select.kv.layout.head_dim) / 2) {}
 
-  // Calls use(i, x, j, y) for elements i and j of the group's heads side by side.
+  // Calls use(i, x, j, y) for pairs of elements i and j of the group's heads, which are
+  // concatenated.
   template <typename Use>
   __device__ void ForEachPair(const Use& use) const {
     const int pairs = static_cast<int>(p_.select.group) * half_;

@@ -34,7 +34,7 @@ class RowReuse {
     const auto heads = static_cast<uint32_t>(p.kv.layout.num_kv_heads);
     const DeviceSelectionMemory& memory = p.memories[static_cast<uint32_t>(row.index) / heads];
     if (memory.rows == nullptr) return;
-    memory_ = memory;  // read before the kernel waits: it was written when the step began
+    memory_ = memory;  // may be read before the kernel waits: written when the step began
     at_ = p.layer * p.kv.layout.num_kv_heads + row.kv_head;
     remembered_ = memory.rows + at_;
   }
@@ -87,7 +87,7 @@ class RowReuse {
     header.made_at = remembered_->ran_at[memory_.num_stages - 1];
     header.reused_stages = memory_.num_stages;
     if (window_grows()) header.window_begin = remembered_->window_begin;
-    __syncthreads();  // after this no thread reads the memory
+    __syncthreads();  // all threads have read the remembered row
     Copy(List(), Out(), header.count, threads);
     if (threads.index != 0) return;
     p_.out.headers[row_.index] = header;
@@ -98,7 +98,7 @@ class RowReuse {
   __device__ void Remember(const RowThreads& threads = {}) const {
     if (remembered_ == nullptr) return;
     const int first = FirstStage(MakeHeader(row_.block, row_.numbers));
-    __syncthreads();  // the row is written, and no thread reads the memory after this
+    __syncthreads();  // `out` is written, and all threads have read the remembered row
     const SelectionHeader& header = p_.out.headers[row_.index];
     if (header.kind != SelectionHeader::Kind::kAll) Copy(Out(), List(), header.count, threads);
     if (threads.index == 0) RememberHeader(header, first);

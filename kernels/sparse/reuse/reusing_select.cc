@@ -27,7 +27,7 @@ void Unrotate(const QueryRotation& rotation, int64_t token, int64_t head_dim, fl
   }
 }
 
-// The parts of a cosine. For several heads side by side they are the sums of the heads' parts.
+// The parts of a cosine. For several concatenated heads they are the sums of the heads' parts.
 struct Products {
   double ab = 0, aa = 0, bb = 0;
 

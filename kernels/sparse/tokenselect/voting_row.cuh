@@ -28,7 +28,7 @@ struct VotingRow {
   int64_t begin;  // candidates are the tokens [begin, end)
   int64_t end;
   bool serves;     // a list of an earlier step serves
-  int64_t wanted;  // tokens to choose; 0: nothing is to be done
+  int64_t wanted;  // tokens to choose; 0: there is nothing to do
 };
 
 }  // namespace kvasir::kernels

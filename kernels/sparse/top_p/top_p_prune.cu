@@ -59,7 +59,7 @@ struct TopPMemory {
   float* others[kMaxCudaGroup];     // in device memory: those of slots from shared_tokens on
   float thresholds[kMaxCudaGroup];  // from the heads' CTAs
   uint32_t num_competing;           // of the row: in the cluster's first CTA
-  uint32_t num_tokens;              // that are estimated at once
+  uint32_t num_tokens;              // tokens that are estimated at once
 };
 
 // Number of words with one bit per slot.
@@ -460,7 +460,7 @@ cudaError_t Launch(TopPLaunch p, cudaStream_t stream) {
   p.shared_tokens =
       static_cast<uint32_t>(std::min(p.max_tokens, kSharedWeights / p.heads_of_block) / 4 * 4);
   const int64_t most_items =
-      p.select.out.capacity + CeilPages(p.max_tokens) + 2;  // sink and window may begin in a page
+      p.select.out.capacity + CeilPages(p.max_tokens) + 2;  // sink and window may begin within a page
   const int64_t of_block = (most_items + p.blocks_of_row - 1) / p.blocks_of_row;
   p.items_at_once =
       std::min(kMostItems, (of_block + kWarpThreads - 1) / kWarpThreads * kWarpThreads);
