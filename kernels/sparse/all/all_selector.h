@@ -12,7 +12,7 @@ class AllSelector : public Selector {
                       Executor& executor) const override;
   int64_t MaxEntries(const SelectionNumbers&, int64_t) const override { return 0; }
   bool ReadsQueries() const override { return false; }
-  SkipReason skip_reason() const override { return SkipReason::kSelectedOut; }  // never used: it skips nothing
+  SkipReason skip_reason() const override { return SkipReason::kSelectedOut; }  // skips nothing
 };
 
 }  // namespace kvasir::kernels

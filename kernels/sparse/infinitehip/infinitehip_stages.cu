@@ -4,8 +4,7 @@
 //   score   a warp takes 32 tokens of the chunks that the stage before left, and the best logit of
 //           a chunk is its score; a CTA sends the others the scores of its chunks
 //   keep    each CTA finds for itself, by counting, the score of the last chunk that is kept, so
-//           that all have the chunks of the next stage. After the last stage the first CTA makes
-//           the list
+//           all have the chunks of the next stage; after the last stage the first CTA lists them
 //
 // Where a row chooses for itself, one launch does it all. Where the rows of a layer choose
 // together, each step is a launch, so that scores of all rows are in device memory when they are

@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(kThreads)
 cudaError_t LaunchLayerVotes(const TokenSelectLaunch& p, cudaStream_t stream) {
   const int64_t kv_heads = p.select.kv.layout.num_kv_heads;
   const int64_t tiles = (p.max_tokens + kTileTokens - 1) / kTileTokens;
-  // Four times the CTAs that compute logits, whose blocks are larger.
+  // Four times as many as the CTAs that compute logits, because those are larger.
   const dim3 blocks(static_cast<unsigned>(p.select.out.num_rows / kv_heads),
                     static_cast<unsigned>(std::min(tiles, 4 * p.blocks_of_row * kv_heads)));
   const auto kernel = p.select.group <= 4 ? LayerVotesKernel<4> : LayerVotesKernel<8>;

@@ -460,7 +460,7 @@ cudaError_t Launch(TopPLaunch p, cudaStream_t stream) {
   p.shared_tokens =
       static_cast<uint32_t>(std::min(p.max_tokens, kSharedWeights / p.heads_of_block) / 4 * 4);
   const int64_t most_items =
-      p.select.out.capacity + CeilPages(p.max_tokens) + 2;  // sink and window may begin within a page
+      p.select.out.capacity + CeilPages(p.max_tokens) + 2;  // sink and window may begin in a page
   const int64_t of_block = (most_items + p.blocks_of_row - 1) / p.blocks_of_row;
   p.items_at_once =
       std::min(kMostItems, (of_block + kWarpThreads - 1) / kWarpThreads * kWarpThreads);
