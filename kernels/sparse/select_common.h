@@ -124,7 +124,8 @@ class ListWriter {
 // KV heads.
 void ShareWithinBlock(const PageSelection& block_rows);
 
-// Returns which pages of a query tile `terminator` may leave unread: none where rule R2 holds.
+// Returns how `terminator` may end a query tile's rows early, and outside which sink and window.
+// Empty where rule R2 holds or there is no terminator.
 Termination MakeTermination(const Terminator* terminator, const QueryBlock& block,
                             const SelectionNumbers& numbers);
 

@@ -406,7 +406,7 @@ TEST_P(TokenListsCudaTest, InDecodeInfiniteHipChoosesWhatTheCpuChooses) {
   ExpectInfiniteHipAlikeInLongTexts(Shape(), 60, 1);
 }
 
-// There are so many rows that each has few CTAs. Some tiles have `rows` queries, the others one.
+// The rows are so numerous that each has few CTAs. Some tiles have `rows` queries, the others one.
 void ExpectInfiniteHipAlikeInManyRows(const AttentionShape& shape, int64_t rows) {
   constexpr int64_t kTokens = 9'001;
   AttentionBatch batch(shape, 1, kTokens, 62);
