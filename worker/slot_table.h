@@ -43,7 +43,7 @@ struct SlotTableOptions {
   std::vector<PolicyShape> policies = {};
 };
 
-// Tier that held the reused prefix of a sequence at its start. Tokens.
+// Tokens of a sequence's reused prefix, by the tier that held them at its start.
 struct CachedPrefix {
   int64_t device_tokens = 0;
   int64_t host_tokens = 0;
