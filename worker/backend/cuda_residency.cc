@@ -30,7 +30,7 @@ constexpr int64_t kSmallestFilledPart = 8;  // at most this part of the device t
 constexpr int64_t kExaminedPerFill = 16;
 // Bytes gathered before they are copied to the host, at least one row.
 constexpr int64_t kGatheredBytes = int64_t{64} << 20;
-// Room for the commands of decoding at least: taking more waits for the device.
+// Least size of the command buffers, enough for decoding: growing them waits for the device.
 constexpr int64_t kLeastCommandBytes = int64_t{64} << 10;
 
 ResidencyShape ShapeOf(const kvstore::ResidencyOptions& options) {
