@@ -16,11 +16,10 @@
 // from the host tier is a miss. It is promoted when the bytes missed in it over the last steps
 // exceed its size. Pages of open blocks are pinned in the device tier. The host tier includes every
 // sealed block, so eviction writes nothing back.
-// sealed block, so eviction writes nothing back.
+//
 // A PageResidency decides how pages move, and whether they are verified on their way into the
 // device tier: a page that fails quarantines its block (see TakeCorrupt). Thread-compatible: used
 // only by the engine's thread, which also destroys the handles; the store outlives them.
-// them.
 #pragma once
 
 #include <array>

@@ -10,7 +10,6 @@
 //               send 4 KiB a second that belong to no message (headers, pings, cancelled calls).
 //   packing     compressed messages are refused (UNIMPLEMENTED): gRPC unpacks them before it checks
 //               their length.
-//               length is looked at.
 //
 // It hides sockets, the thread that accepts, how gRPC takes a connection. Made by coordinator and
 // worker, beside their grpc::Server. Thread-safe; AddTo, Start and Stop are called by one thread.

@@ -20,8 +20,8 @@ namespace kvasir::proto {
 
 // How a program presents itself in --help.
 struct CommandInfo {
-  std::string name;     // what the program does, one paragraph
-  std::string summary;  // what it does, one paragraph
+  std::string name;     // "kvasir serve"
+  std::string summary;  // what the program does, one paragraph
   std::string example;  // a command line to copy
 };
 

@@ -52,9 +52,9 @@ class CudaBackend final : public Backend {
   absl::StatusOr<std::unique_ptr<kernels::RememberedSelections>> Remember(
       const kernels::MemoryNeeds& needs) override;
 
-  // Not beside other ranks: behind kernels that wait for one that is gone, the queue of launches
-  // may fill up, and a launch wait without bound.
   bool StartsSlowly() const override { return true; }
+  // Not with other ranks: after kernels that wait for a missing rank, the queue of launches may
+  // fill up, and a launch may wait without bound.
   bool RunsAhead() const override { return ranks_ == nullptr; }
   bool MeasuresMass() const override { return false; }
   absl::StatusOr<bool> BeginStep(const StepInputs& step) override;
