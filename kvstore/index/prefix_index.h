@@ -49,7 +49,7 @@ PrefixHash HashBlock(const PrefixHash& parent, absl::Span<const int32_t> tokens,
 using BlockHasher = std::function<PrefixHash(
     const PrefixHash& parent, absl::Span<const int32_t> tokens, absl::string_view decode_policy)>;
 
-// The positions of a sequence whose KV its decode part influenced. Blocks that reach past `begin`
+// Positions of a sequence whose KV depends on its decode part. Blocks that reach past `begin`
 // have `key` in their hash, which names the decode part and the position. Such a block is what any
 // sequence with the same tokens and the same key would compute, and no other.
 struct DecodePart {

@@ -17,7 +17,7 @@
 
 namespace kvasir::worker {
 
-// Checks its compute capability; `name` is for the message.
+// Checks the compute capability of the GPU called `name`.
 absl::Status CheckCudaDevice(absl::string_view name, int major, int minor);
 
 absl::Status CheckCudaModel(const TransformerOptions& model, kernels::DType kv_dtype);
