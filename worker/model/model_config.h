@@ -47,7 +47,7 @@ struct ModelConfig {
   int64_t vocab_size = 0;               // 1 .. 2,097,152
   int64_t max_position_embeddings = 0;  // 1 .. 2^30
   double rms_norm_eps = 0;              // above 0, below 1
-  // Whether the output head is the embedding. Unset: a checkpoint that has no head shows it.
+  // Whether the output head is the embedding. Unset: it is if the checkpoint has no head.
   std::optional<bool> tie_word_embeddings;
   bool qkv_bias = false;     // q_proj, k_proj and v_proj have a bias
   bool output_bias = false;  // o_proj has a bias
