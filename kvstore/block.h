@@ -1,9 +1,9 @@
 // A counted handle to one token block: 64 tokens over all layers and the rank's KV heads. Copying a
-// handle shares the block, destroying the last one releases it to its owner: there is no Free call
-// to forget. The coordinator's index owns the ids and decides which blocks are kept; a worker's
-// store owns the bytes and decides where they lie; both hand out these handles. Thread-safety:
-// handles are values like shared_ptr: different handles to one block may be used and destroyed on
-// different threads.
+// handle shares the block, and destroying the last one releases the block to its owner: there is no
+// Free call to forget. The coordinator's index owns the ids and decides which blocks are kept. A
+// worker's store owns the bytes and decides where they lie. Both hand out these handles.
+// Thread-safety: handles are values like shared_ptr: different handles to one block may be used and
+// destroyed on different threads.
 #pragma once
 
 #include <array>
@@ -20,10 +20,10 @@ using kernels::BlockId;
 // Tokens of a block: block i of a sequence holds positions [64 i, 64 i + 64).
 inline constexpr int64_t kBlockTokens = 64;
 
-// Identity of a full block: the value of the SHA-256 chain behind its tokens (kvstore/index).
+// Identity of a full block: the value of the SHA-256 chain after its tokens (kvstore/index).
 using PrefixHash = std::array<uint8_t, 32>;
 
-// Told once when the last handle to a block is gone. Outlives every handle.
+// Notified once, when the last handle to a block is gone. Outlives every handle.
 class BlockOwner {
  public:
   virtual ~BlockOwner() = default;

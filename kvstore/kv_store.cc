@@ -19,7 +19,7 @@ using kernels::PagedKv;
 
 static_assert(kBlockTokens == kernels::kPageTokens);
 
-// Blocks on their way to or from the tier below: enough to keep a disk busy.
+// Blocks in transfer to or from the tier below: enough to keep a disk busy.
 constexpr int64_t kMaxTransfers = 64;
 
 absl::Status CheckOptions(const KvStoreOptions& o) {

@@ -2,7 +2,7 @@
 // rank and decides where each lies: in the device tier (HBM, or a bounded arena on the CPU), in the
 // host tier, or in a tier below it (the disk). The engine opens, seals and drops blocks as the
 // coordinator's plans say, binds them to sequence slots, and gives kernels the tables of a step; it
-// never sees an address. Hidden behind it: arenas, page tables, eviction, promotion, checksums,
+// never sees an address. The store hides arenas, page tables, eviction, promotion, checksums,
 // write-behind.
 //
 // Life of a block:  Open -> (pages written in the device tier over some steps) -> Seal ->
@@ -12,15 +12,14 @@
 // ids, Drop and the process; Restore makes it a sealed, kept block again.
 //
 // Residency changes only at step boundaries: tables are constant between BeginStep and EndStep, and
-// nothing else may be called between them but const functions; handles may go. A page read in place
-// from the host tier is a miss; it is promoted when the bytes missed in it over the last steps
-// exceed its size. Pages of open blocks are pinned in the device tier; the host tier includes every
+// only const functions may be called between them; handles may be destroyed. A page read in place
+// from the host tier is a miss. It is promoted when the bytes missed in it over the last steps
+// exceed its size. Pages of open blocks are pinned in the device tier. The host tier includes every
 // sealed block, so eviction writes nothing back.
 //
-// How pages move is a PageResidency's matter, and so is whether they are verified on their way into
-// the device tier: one that is and fails quarantines its block (see TakeCorrupt).
-// Thread-compatible: the engine's thread only, which also destroys the handles; the store outlives
-// them.
+// A PageResidency decides how pages move, and whether they are verified on their way into the
+// device tier: a page that fails quarantines its block (see TakeCorrupt). Thread-compatible: used
+// only by the engine's thread, which also destroys the handles; the store outlives them.
 #pragma once
 
 #include <array>
@@ -43,7 +42,7 @@
 namespace kvasir::kvstore {
 
 struct KvStoreOptions {
-  // Whose KV it is. Without a tier below, the layout is enough.
+  // Identity of the KV. Without a tier below, the layout is enough.
   KvShard shard;
   int64_t device_bytes = 0;  // rounded down to whole pages; at least two blocks
   // Rounded down to whole extents (page_format.h) with their key codes; at least two, and one more
@@ -51,38 +50,39 @@ struct KvStoreOptions {
   int64_t host_bytes = 0;
   int64_t num_slots = 0;
   int64_t max_blocks_per_slot = 0;
-  // Keep key codes (kernels/paged/key_codes.h) beside the host tier, out of host_bytes.
+  // Whether to keep key codes (kernels/paged/key_codes.h) beside the host tier, within host_bytes.
   bool key_codes = false;
   // kPoisoned in tests: stale reads show as NaN.
   FreedMemory freed_memory = FreedMemory::kAsIs;
 };
 
-// With a tier below, one extent of the host tier in so many is set aside for blocks that are being
-// written or read there and no longer kept. They are not part of host_blocks().
+// With a tier below, one extent of the host tier in this many is set aside for blocks that are
+// being written or read there and are no longer kept. host_blocks() does not count them.
 inline constexpr int64_t kBlocksPerTransfer = 16;
 
-// A block whose bytes are not what was sealed: whatever was computed from it may be wrong.
+// A block whose bytes differ from those sealed: everything computed from it may be wrong.
 struct CorruptBlock {
   BlockId id;
-  std::vector<int64_t> slots;  // that were bound to it: their sequences must fail
+  std::vector<int64_t> slots;  // slots bound to it: their sequences must fail
   absl::Status status;         // DATA_LOSS: which page, what was expected and found
 };
 
 struct BlockResidency {
   int64_t device_pages = 0;  // of layout.pages_per_block()
   bool stored = false;       // in the tier below
-  // Restored from the tier below and not bound to a slot since: its first user owes it to that
-  // tier.
+  // Restored from the tier below and not bound to a slot since. Its first user counts it as a hit
+  // of that tier.
   bool restored = false;
 };
 
 struct RestoredBlock {
   BlockId id;
-  // OK: the block is sealed and kept. Else it is gone: NOT_FOUND or DATA_LOSS of the tier below.
+  // OK: the block is sealed and kept. Otherwise it is gone: NOT_FOUND or DATA_LOSS of the tier
+  // below.
   absl::Status status;
 };
 
-// What is stored in the tier below, and is not any more, since the last report.
+// Changes of what is stored in the tier below since the last report.
 struct StoredChanges {
   std::vector<StoredBlock> stored;
   std::vector<PrefixHash> forgotten;
@@ -96,7 +96,7 @@ struct KvStoreStats : ResidencyStats {
   int64_t host_blocks_used = 0;
   // The tier below, all zero without one.
   int64_t queued_writes = 0;   // blocks that wait or are being written, now
-  int64_t dropped_writes = 0;  // blocks not written, for too many waited or room was needed
+  int64_t dropped_writes = 0;  // blocks not written, because too many waited or room was needed
   int64_t restored_blocks = 0;
   int64_t failed_restores = 0;
   TierStats tier;
@@ -105,8 +105,9 @@ struct KvStoreStats : ResidencyStats {
 class KvStore {
  public:
   // Takes all memory at once. RESOURCE_EXHAUSTED, naming what is needed, when the sizes are too
-  // small or memory is not to be had; INVALID_ARGUMENT for an impossible layout, or a tier `below`
-  // (null: none) of another shard. `make_pages` makes both tiers' memory and what moves pages.
+  // small or there is not enough memory; INVALID_ARGUMENT for an impossible layout, or a tier
+  // `below` (null: none) of another shard. `make_pages` makes both tiers' memory and the mechanism
+  // that moves pages.
   static absl::StatusOr<std::unique_ptr<KvStore>> Create(
       const KvStoreOptions& options, std::unique_ptr<Tier> below = nullptr,
       const ResidencyMaker& make_pages = ArenaResidency::Make);
@@ -114,64 +115,65 @@ class KvStore {
 
   // --- blocks, at plan boundaries ---
 
-  // A new empty block; RESOURCE_EXHAUSTED without room in the device tier for all its pages (after
-  // eviction) or in the host tier; ALREADY_EXISTS for an id in use.
+  // Returns a new empty block. RESOURCE_EXHAUSTED without room in the device tier for all its pages
+  // (after eviction) or in the host tier; ALREADY_EXISTS for an id in use.
   virtual absl::StatusOr<Block> Open(BlockId id) = 0;
-  // Another handle to a block that is kept or held; NOT_FOUND otherwise.
+  // Returns another handle to a block that is kept or held; NOT_FOUND otherwise.
   virtual absl::StatusOr<Block> Get(BlockId id) = 0;
-  // The block is full: copies it to the host tier with checksums. It is kept from now on, handles
-  // or not. NOT_FOUND for an unknown block, FAILED_PRECONDITION when it is sealed already.
+  // Copies a full block to the host tier, with checksums. It is kept from then on, with or without
+  // handles. NOT_FOUND for an unknown block, FAILED_PRECONDITION when it is sealed already.
   virtual absl::Status Seal(BlockId id, const PrefixHash& hash) = 0;
-  // The block is no longer kept. Unknown ids are ignored: the coordinator may drop what a rank
+  // Stops keeping the block. Unknown ids are ignored: the coordinator may drop blocks that a rank
   // lost.
   virtual void Drop(BlockId id) = 0;
-  // A plan may name it: Get would succeed.
+  // Whether a plan may name the block: Get would succeed.
   virtual bool Holds(BlockId id) const = 0;
   virtual BlockResidency Where(BlockId id) const = 0;
 
   // --- slots: block tables of running sequences ---
 
-  // Makes `block` the index-th block of the slot, instead of what was there. The slot keeps a
+  // Makes `block` the index-th block of the slot, replacing any earlier one. The slot keeps a
   // handle until Unbind. REQUIRES: slot and index are in range.
   virtual void Bind(int64_t slot, int64_t index, Block block) = 0;
-  // Removes the slot's blocks from `first_index` on (a truncation), all with 0 (the sequence left).
+  // Removes the slot's blocks from `first_index` on: for a truncation, or all (0) when the sequence
+  // leaves.
   virtual void Unbind(int64_t slot, int64_t first_index) = 0;
 
   // --- steps ---
 
-  // Tables for the kernels of one step, valid until EndStep. REQUIRES: step numbers ascend, the
-  // first is at least 1. Errors are the device's.
+  // Returns tables for the kernels of one step, valid until EndStep. REQUIRES: step numbers ascend,
+  // and the first is at least 1. Errors are the device's.
   virtual absl::StatusOr<kernels::PagedKv> BeginStep(uint32_t step) = 0;
   // Collects accesses and misses, promotes, evicts. FAILED_PRECONDITION outside of a step.
   virtual absl::Status EndStep() = 0;
-  // Blocks found corrupt since the last call, each once. They are not held any more (the engine
-  // reports them as lost) and freed when their slots are unbound. To be asked after EndStep and
-  // before the step's results leave: rows of these slots fail with the block's status.
+  // Returns blocks found corrupt since the last call, each once. They are not held any more (the
+  // engine reports them as lost) and are freed when their slots are unbound. Call it after EndStep
+  // and before the step's results leave: rows of these slots fail with the block's status.
   virtual std::vector<CorruptBlock> TakeCorrupt() = 0;
 
   // --- the tier below, at plan boundaries; without one nothing is ever stored ---
 
-  // Writes the block there behind the steps. REQUIRES: kBlockTokens tokens, those of the block.
-  // Nothing when it is stored already, unknown or not sealed. Dropped, and counted, when too many
-  // wait or the tier takes no writes; TakeStoredChanges tells what got there.
+  // Queues the block to be written there after the steps. REQUIRES: `tokens` are the block's
+  // kBlockTokens tokens. Does nothing when the block is stored already, unknown or not sealed. The
+  // write is dropped, and counted, when too many wait or the tier takes no writes.
+  // TakeStoredChanges reports what was stored.
   virtual void Persist(BlockId id, absl::Span<const int32_t> tokens) = 0;
-  // Starts to read a stored block as block `id`. Until TakeRestored names it, it cannot be used,
-  // but dropped. NOT_FOUND when it is not stored, ALREADY_EXISTS for an id in use,
-  // RESOURCE_EXHAUSTED without room in the host tier.
+  // Starts to read a stored block as block `id`. Until TakeRestored names it, it can be dropped but
+  // not used. NOT_FOUND when it is not stored, ALREADY_EXISTS for an id in use, RESOURCE_EXHAUSTED
+  // without room in the host tier.
   virtual absl::Status Restore(BlockId id, const PrefixHash& hash) = 0;
-  // Sees what the tier below has done and gives it what waits. EndStep does so too; an engine
-  // without work calls it from time to time while the tier is busy: blocks wait or are on their
-  // way.
+  // Takes the results of the tier below and hands it what waits. EndStep does so too. An engine
+  // without work calls it from time to time while the tier is busy: blocks wait or are in transfer.
   virtual void PollTier() = 0;
   virtual bool TierIsBusy() const = 0;
   virtual std::vector<RestoredBlock> TakeRestored() = 0;
   virtual StoredChanges TakeStoredChanges() = 0;
-  // Everything that is stored: at the start, before any change is taken.
+  // Returns everything that is stored. Called at the start, before any change is taken.
   virtual std::vector<StoredBlock> Inventory() const = 0;
-  // Waits until every accepted write has ended: before the process does.
+  // Waits until every accepted write has ended. Called before the process ends.
   virtual void Flush() = 0;
 
-  // Capacity in whole blocks, as the coordinator plans with it.
+  // Capacity in whole blocks, with which the coordinator plans.
   virtual int64_t device_blocks() const = 0;
   virtual int64_t host_blocks() const = 0;
   virtual KvStoreStats stats() const = 0;

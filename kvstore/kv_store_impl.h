@@ -1,6 +1,6 @@
 // The implementation of kv_store.h, for its own files only: kv_store.cc (blocks, slots, steps),
-// kv_store_tier.cc (the tier below), kv_store_check.cc (the bookkeeping checked). Where pages lie
-// is another's matter (tiers/page_residency.h).
+// kv_store_tier.cc (the tier below), kv_store_check.cc (checks of the bookkeeping). A PageResidency
+// knows where pages lie (tiers/page_residency.h).
 #pragma once
 
 #include <array>
@@ -35,8 +35,8 @@ class KvStoreImpl : public KvStore, private BlockOwner {
   };
 
   KvStoreImpl(const KvStoreOptions& options, Parts parts);
-  // Whatever is bound is let go of first, in the middle of a step too: the handles in the slots are
-  // the store's own.
+  // Releases all bound blocks first, also in the middle of a step: the handles in the slots are the
+  // store's own.
   ~KvStoreImpl() override {
     in_step_ = false;
     for (int64_t slot = 0; slot < num_slots_; ++slot) Unbind(slot, 0);
@@ -69,13 +69,13 @@ class KvStoreImpl : public KvStore, private BlockOwner {
  private:
   enum class Transfer : uint8_t { kNone, kWriteQueued, kReadQueued, kWriting, kReading };
   struct BlockState {
-    int64_t row = 0;  // of the residency's tables, and the extent of the host tier
+    int64_t row = 0;  // of the residency's tables, and the extent in the host tier
     int64_t handles = 0;
     bool sealed = false;
     bool kept = false;
     bool corrupt = false;
     bool restored = false;  // and not bound since
-    // The block is neither kept nor has it handles: only a transfer holds its extent.
+    // The block is not kept and has no handles: only a transfer holds its extent.
     bool unused = false;
     Transfer transfer = Transfer::kNone;
     PrefixHash hash{};
@@ -92,7 +92,8 @@ class KvStoreImpl : public KvStore, private BlockOwner {
 
   void Release(BlockId id) override;
   void FreeIfUnused(BlockId id);
-  // An extent of the host tier for block `id`, and its row; RESOURCE_EXHAUSTED when there is none.
+  // Takes an extent of the host tier for block `id`, and returns its row. RESOURCE_EXHAUSTED when
+  // there is none.
   absl::StatusOr<int64_t> TakeHostExtent(BlockId id);
 
   void Quarantine(CorruptRow corrupt);
@@ -125,16 +126,16 @@ class KvStoreImpl : public KvStore, private BlockOwner {
   uint64_t next_generation_ = 1;
   std::vector<BlockId> released_in_step_;
   std::vector<CorruptBlock> corrupt_;
-  KvStoreStats stats_;  // what is not of pages_
+  KvStoreStats stats_;  // except those that pages_ counts
 
-  // Transfers: each under way holds its block's extent, and at most spare_extents_ are under way.
+  // Transfers in flight: each holds its block's extent; there are at most spare_extents_.
   std::deque<QueuedWrite> queued_writes_;
   std::deque<BlockId> queued_reads_;
   uint64_t next_ticket_ = 0;
-  absl::flat_hash_map<uint64_t, QueuedWrite> writes_;  // under way, by ticket
+  absl::flat_hash_map<uint64_t, QueuedWrite> writes_;  // in flight, by ticket
   absl::flat_hash_map<uint64_t, BlockId> reads_;
   std::vector<RestoredBlock> restored_;
-  // Since the last report; without tokens: forgotten.
+  // Changes since the last report. Without tokens: forgotten.
   absl::flat_hash_map<PrefixHash, std::optional<std::array<int32_t, kBlockTokens>>> changed_;
 
   const std::unique_ptr<Tier> below_;      // null: none. Destroyed before the memory it works on

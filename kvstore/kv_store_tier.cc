@@ -1,4 +1,4 @@
-// The KV store and the tier below it: write-behind and restoring.
+// The KV store and the tier below it: write-behind and restores.
 #include <algorithm>
 #include <utility>
 
@@ -18,7 +18,8 @@ void KvStoreImpl::Persist(BlockId id, absl::Span<const int32_t> tokens) {
       below_->Holds(block.hash)) {
     return;
   }
-  // Half of the host tier: what waits longer is likely to be evicted before its turn comes.
+  // Limit: half of the host tier. A block that waits longer is likely to be evicted before its
+  // turn.
   if (static_cast<int64_t>(queued_writes_.size()) >= std::max<int64_t>(1, host_blocks() / 2)) {
     ++stats_.dropped_writes;
     return;
@@ -69,7 +70,7 @@ void KvStoreImpl::CollectCompletions() {
       OnWritten(writes_.extract(completion.ticket).mapped(), completion.status);
     }
   }
-  // A block that was stored again since reports that with its completion.
+  // A block that has been stored again since is reported by that write's completion.
   for (const PrefixHash& hash : events.forgotten) {
     if (!below_->Holds(hash)) changed_[hash] = std::nullopt;
   }
@@ -77,7 +78,7 @@ void KvStoreImpl::CollectCompletions() {
 
 void KvStoreImpl::OnWritten(const QueuedWrite& write, const absl::Status& status) {
   blocks_.at(write.id).transfer = Transfer::kNone;
-  // A block that was forgotten since is reported as such.
+  // A block that has been forgotten since is reported as forgotten.
   if (status.ok() && below_->Holds(write.block.hash)) {
     changed_[write.block.hash] = write.block.tokens;
   }
@@ -104,7 +105,7 @@ void KvStoreImpl::StartTransfers() {
   const auto has_room = [&] {
     return static_cast<int64_t>(reads_.size() + writes_.size()) < spare_extents_;
   };
-  std::vector<TierRead> reads;  // first: somebody waits for them
+  std::vector<TierRead> reads;  // reads go first: a sequence waits for them
   for (; has_room() && !queued_reads_.empty(); queued_reads_.pop_front()) {
     const BlockId id = queued_reads_.front();
     const auto it = blocks_.find(id);
@@ -120,7 +121,7 @@ void KvStoreImpl::StartTransfers() {
     const QueuedWrite& write = queued_writes_.front();
     BlockState& block = blocks_.at(write.id);
     const absl::StatusOr<bool> is_whole = pages_->IsExtentWhole(block.row);
-    if (is_whole.ok() && !*is_whole) break;  // it is on its way, and so are those behind it
+    if (is_whole.ok() && !*is_whole) break;  // still being copied, and so are the later ones
     block.transfer = Transfer::kNone;
     if (block.corrupt || !is_whole.ok()) {
       stats_.dropped_writes += is_whole.ok() ? 0 : 1;
@@ -141,7 +142,7 @@ void KvStoreImpl::CancelOneUnusedWrite() {
       std::find_if(queued_writes_.begin(), queued_writes_.end(),
                    [&](const QueuedWrite& queued) { return blocks_.at(queued.id).unused; });
   // Fewer blocks are used than there are extents without the spare ones, and no more transfers are
-  // under way than there are spare ones.
+  // in flight than there are spare ones.
   KVASIR_CHECK(write != queued_writes_.end());
   const BlockId id = write->id;
   queued_writes_.erase(write);

@@ -22,7 +22,7 @@ constexpr uint64_t kMagic = 0x544e45545845564b;  // "KVEXTENT"
 constexpr uint32_t kVersion = 1;
 constexpr uint32_t kByteOrder = 0x01020304;
 
-// Digests, derived data, have kinds from 16 on.
+// Kinds of digests, which are derived data, begin at 16.
 enum class SectionKind : uint32_t { kPageChecksums = 1, kPages = 2, kKeyBounds = 16 };
 constexpr uint32_t kNumSections = 3;
 constexpr size_t kMaxSections = 16;
@@ -56,7 +56,7 @@ struct Header {
   int32_t tokens[kBlockTokens];
   Section sections[kMaxSections];
   uint8_t zeros[3128];
-  uint64_t checksum;  // XXH3_64bits of all before it
+  uint64_t checksum;  // XXH3_64bits of everything before it
 };
 static_assert(sizeof(Header) == kExtentHeaderBytes);
 static_assert(offsetof(Header, checksum) == kExtentHeaderBytes - 8);
@@ -86,7 +86,7 @@ PrefixHash BlockHash(const Header& header) {
   return hash;
 }
 
-// The header of a block, but for its checksums.
+// Returns the header of a block without its checksums.
 Header MakeHeader(const ExtentFormat& format, const BlockIdentity& block) {
   const KvShard& shard = format.shard();
   const kernels::KvLayout& layout = shard.layout;

@@ -1,7 +1,7 @@
 // The form in which a token block leaves the process: an extent, the same bytes in the host tier
-// and on disk (docs/page_format.md is the grammar). Everything in it is bound to the place it
-// belongs to, so that bytes that are intact but stale, misdirected or of another model fail like
-// damaged ones. Hidden: field offsets. Called by the tiers. Thread-safe: const functions only.
+// and on disk (docs/page_format.md is the grammar). Its contents are bound to the place that they
+// belong to, so that bytes that are intact but stale, misdirected or of another model fail like
+// damaged ones. It hides field offsets. Called by the tiers. Thread-safe: const functions only.
 //
 //   extent: [header 4 KiB][checksum of each page][key bounds of each page] 4 KiB-aligned [pages]
 //
@@ -28,7 +28,7 @@ namespace kvasir::kvstore {
 inline constexpr int64_t kExtentAlignment = 4096;
 inline constexpr int64_t kExtentHeaderBytes = 4096;
 
-// What the KV of one rank is: blocks of different shards never mix.
+// Identity of one rank's KV: blocks of different shards never mix.
 struct KvShard {
   kernels::KvLayout layout;
   std::string weights_hash = {};  // at most 32 bytes
@@ -40,7 +40,7 @@ struct KvShard {
 // Identity of a full block.
 struct BlockIdentity {
   PrefixHash hash{};
-  uint64_t generation = 0;  // which time it was sealed; no two sealings of a store are equal
+  uint64_t generation = 0;  // number of this sealing; no two sealings of a store are equal
   std::array<int32_t, kBlockTokens> tokens{};
 };
 
@@ -71,14 +71,15 @@ class ExtentFormat {
   // Completes an extent whose page checksums, bounds and pages are in place.
   // REQUIRES: extent.size() == extent_bytes().
   void WriteHeader(const BlockIdentity& block, absl::Span<std::byte> extent) const;
-  // What the first 4 KiB of an extent say. DATA_LOSS when they are damaged or no header,
+  // Reads the first 4 KiB of an extent. DATA_LOSS when they are damaged or no header,
   // FAILED_PRECONDITION when they belong to another version, byte order, model, shard or shape.
   absl::StatusOr<BlockIdentity> ReadHeader(absl::Span<const std::byte> header) const;
-  // OK when the extent is the block's and every byte that can be read from it is as it was written;
-  // else as ReadHeader, DATA_LOSS for another block or generation too.
+  // OK when the extent is the block's and every byte that can be read from it is as written. Errors
+  // are those of ReadHeader, and DATA_LOSS for another block or generation.
   absl::Status Verify(const BlockIdentity& expected, absl::Span<const std::byte> extent) const;
 
-  // Names version, model, shard and shape; equal for stores that can read each other's extents.
+  // Names version, model, shard and shape. Stores with equal fingerprints can read each other's
+  // extents.
   std::string Fingerprint() const;
 
  private:

@@ -41,22 +41,22 @@ using std::chrono::milliseconds;
 using std::chrono::seconds;
 
 constexpr int64_t kMostConnections = 4096;
-constexpr int64_t kDescriptorsPerConnection = 4;  // two, and as many for everything else
+constexpr int64_t kDescriptorsPerConnection = 4;  // two, and as many for other uses
 constexpr int kHandshakeMs = 10'000;
 constexpr int kIdleMs = 300'000;
 constexpr uint64_t kFreeBytesPerSecond = 4096;
-// Headers and frames around a message.
+// Bytes of headers and frames around a message.
 constexpr uint64_t kBytesAroundMessage = 1024;
-// While bytes come their number is looked at so often: a burst of 1 GB/s is off by 20 MB.
+// Interval of counting while bytes come: at 1 GB/s the count is off by at most 20 MB.
 constexpr milliseconds kTick(20);
-// While new connections are refused, how often it is seen whether that is over.
+// Interval of checking, while new connections are refused, whether that is over.
 constexpr seconds kRefusalCheck(1);
-// gRPC lets go of a closed connection's memory in its own time, later on a busy machine.
+// gRPC releases a closed connection's memory in its own time, later on a busy machine.
 constexpr seconds kTrimInterval(1);
 constexpr int kTrims = 5;
 constexpr uint64_t kWorthTrimming = 32u << 20;
 constexpr seconds kLogInterval(10);
-// Unacknowledged bytes end a connection after this time.
+// Unacknowledged bytes end a connection after this time. Milliseconds.
 constexpr int kUserTimeoutMs = 20'000;
 
 int64_t ConnectionsFor(int64_t most) {
@@ -67,8 +67,8 @@ int64_t ConnectionsFor(int64_t most) {
   return std::clamp<int64_t>(descriptors / kDescriptorsPerConnection, 1, kMostConnections);
 }
 
-// The name that gRPC gives the peer, with the brackets of IPv6, which some releases write as %5B
-// and %5D. Empty for unix sockets, whose peers have no names.
+// Returns the name that gRPC gives the peer, with the brackets of IPv6, which some releases write
+// as %5B and %5D. Empty for unix sockets, whose peers have no names.
 std::string PeerOf(int socket) {
   sockaddr_storage address = {};
   socklen_t length = sizeof(address);
@@ -104,15 +104,16 @@ uint64_t BytesReceived(int socket) {
   return info.tcpi_bytes_received;
 }
 
-// A connection as it is seen here. Its socket is a second descriptor of gRPC's, so that closing it
-// can never close another one that took the number.
+// A connection as the listener sees it. Its socket is a second descriptor for gRPC's socket, so
+// that closing it can never close another connection that took the number.
 struct Connection {
   Descriptor socket;
   std::string peer;
   int64_t calls = 0;
-  bool closing = false;  // told to; gRPC has not let go of it yet
+  bool closing = false;  // told to close; gRPC has not released it yet
   uint64_t received = 0;
-  uint64_t accounted = 0;  // of these, for messages and for what may come besides
+  uint64_t accounted = 0;  // part of `received` that messages and the allowance for other bytes
+                           // account for
   SteadyClock::time_point sampled_at = SteadyClock::now();
 
   uint64_t unfinished() const { return received - accounted; }
@@ -193,12 +194,12 @@ class AcceptingListener final : public GrpcListener {
   void Run() EXCLUDES(mu_);
   int WaitMs() const;
   void AcceptAll() EXCLUDES(mu_);
-  // False when the rest must wait: too many connections are about to close.
+  // Returns false when the rest must wait: too many connections are about to close.
   bool AcceptFrom(int listening_socket) EXCLUDES(mu_);
   enum class Refused { kOne, kNobodyWaits, kNoDescriptor };
   Refused RefuseForDescriptors(int listening_socket) EXCLUDES(mu_);
   void Admit(Descriptor socket) EXCLUDES(mu_);
-  // False when there is no room and none can be made.
+  // Returns false when there is no room and none can be made.
   bool MakeRoom() REQUIRES(mu_);
   void Refuse(prometheus::Counter& counter, const absl::Status& why) EXCLUDES(mu_);
   void LookWhetherRefusing() EXCLUDES(mu_);
@@ -215,7 +216,7 @@ class AcceptingListener final : public GrpcListener {
   void Remove(Connections::iterator connection) REQUIRES(mu_);
   Connection* Find(const std::string& peer) REQUIRES(mu_);
   void EndCall(uint64_t connection) EXCLUDES(mu_);
-  // At most one line in an interval, since whoever causes it may cause many.
+  // Logs at most one line per interval, because its cause may come often.
   void Warn(const std::string& text);
 
   const GrpcListenerOptions options_;
@@ -223,7 +224,7 @@ class AcceptingListener final : public GrpcListener {
   Series series_;
   ListeningSockets listening_;
   Descriptor epoll_, wake_;
-  Descriptor spare_;  // closed for a moment to take, and refuse, a connection when none is free
+  Descriptor spare_;  // closed for a moment to accept, and refuse, a connection when none is free
   std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor> grpc_;
 
   // The listener's thread.
@@ -233,7 +234,7 @@ class AcceptingListener final : public GrpcListener {
   uint64_t most_unfinished_ = 0;  // since the last burst was over
   std::optional<SteadyClock::time_point> trim_at_;
   int trims_left_ = 0;
-  std::optional<SteadyClock::time_point> refused_at_;  // the last connection, since status_ is bad
+  std::optional<SteadyClock::time_point> refused_at_;  // last refusal; set while status_ is bad
   SteadyClock::time_point logged_at_ = {};
 
   mutable kernels::Mutex mu_;
@@ -241,13 +242,13 @@ class AcceptingListener final : public GrpcListener {
   Connections connections_ GUARDED_BY(mu_);
   absl::flat_hash_map<std::string, uint64_t> by_peer_ GUARDED_BY(mu_);
   int64_t closing_ GUARDED_BY(mu_) = 0;
-  uint64_t unfinished_ GUARDED_BY(mu_) = 0;  // of all connections
+  uint64_t unfinished_ GUARDED_BY(mu_) = 0;  // over all connections
   uint64_t next_id_ GUARDED_BY(mu_) = 0;
 
   std::thread thread_;  // last: it uses everything above
 };
 
-// Ids of what epoll reports besides connections; these count up from 0.
+// Ids for epoll events of other descriptors than connections; connection ids count up from 0.
 constexpr uint64_t kWakeId = ~uint64_t{0};
 constexpr uint64_t kFirstListeningId = kWakeId - 64;
 
@@ -281,7 +282,8 @@ void AcceptingListener::AddTo(grpc::ServerBuilder& builder) {
       Experimental::ExternalConnectionType::FROM_FD, grpc::InsecureServerCredentials());
   builder.SetCompressionAlgorithmSupportStatus(GRPC_COMPRESS_DEFLATE, false);
   builder.SetCompressionAlgorithmSupportStatus(GRPC_COMPRESS_GZIP, false);
-  // A message that claims to be packed in a call that does not say how is not unpacked either.
+  // A message that claims to be compressed, in a call that names no algorithm, is not unpacked
+  // either.
   builder.AddChannelArgument(GRPC_ARG_ENABLE_PER_MESSAGE_DECOMPRESSION, 0);
   builder.AddChannelArgument(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS, kHandshakeMs);
   builder.AddChannelArgument(GRPC_ARG_MAX_CONNECTION_IDLE_MS, kIdleMs);
@@ -358,13 +360,13 @@ bool AcceptingListener::AcceptFrom(int listening_socket) {
       const Refused refused = RefuseForDescriptors(listening_socket);
       if (refused != Refused::kOne) return refused == Refused::kNobodyWaits;
     } else if (errno != EINTR && errno != ECONNABORTED) {
-      return true;  // there is no other one
+      return true;  // there is no other connection
     }
   }
 }
 
-// A client that was left in the queue would wait for nothing. Where nobody waits accept says, too,
-// that there is no free descriptor.
+// Refuses a waiting client, which would otherwise stay in the queue for nothing. accept also
+// reports a lack of descriptors where nobody waits.
 AcceptingListener::Refused AcceptingListener::RefuseForDescriptors(int listening_socket) {
   spare_.Close();
   const bool taken = Descriptor(accept4(listening_socket, nullptr, nullptr, SOCK_CLOEXEC)).valid();
@@ -460,7 +462,7 @@ void AcceptingListener::SetStatus(const absl::Status& status) {
 
 // --- bytes --------------------------------------------------------------------------------------
 
-// Every busy connection is counted; one that sent nothing since the last look is watched again.
+// Counts every busy connection. One that sent nothing since the last count is watched again.
 void AcceptingListener::CountBytes() {
   const SteadyClock::time_point now = SteadyClock::now();
   MutexLock lock(mu_);
@@ -478,12 +480,12 @@ void AcceptingListener::CountBytes() {
     }
   }
   busy_ = std::move(still_busy);
-  // Before the limit acts, or a burst that comes between two looks would not be seen as one.
+  // Updated before the limit acts, so that a burst between two counts is seen as one.
   most_unfinished_ = std::max(most_unfinished_, unfinished_);
   while (unfinished_ > static_cast<uint64_t>(options_.most_unfinished_bytes)) CloseTheLargest();
 }
 
-// Bytes become fewer not only while others come: connections end, messages are complete.
+// The number of unfinished bytes also falls without new ones: connections end, messages complete.
 void AcceptingListener::LookWhetherABurstIsOver() {
   MutexLock lock(mu_);
   series_.unfinished_bytes->Set(static_cast<double>(unfinished_));
@@ -515,8 +517,8 @@ void AcceptingListener::CloseTheLargest() {
   series_.dropped_unfinished->Increment();
 }
 
-// The allocator keeps what was freed, for the next burst; a server that shares its machine had
-// better return it.
+// The allocator keeps freed memory for the next burst. A server that shares its machine should
+// return it.
 void AcceptingListener::GiveBackMemory() {
   if (!trim_at_.has_value() || SteadyClock::now() < *trim_at_) return;
   malloc_trim(0);
@@ -526,8 +528,8 @@ void AcceptingListener::GiveBackMemory() {
 
 // --- connections --------------------------------------------------------------------------------
 
-// The end of a connection is always reported. Bytes are not while it is busy: this thread would be
-// woken for every packet.
+// The end of a connection is always reported. Bytes of a busy one are not, because this thread
+// would be woken for every packet.
 void AcceptingListener::Watch(uint64_t id, const Connection& connection, Interest interest,
                               int operation) {
   epoll_event event = {.events = EPOLLET, .data = {.u64 = id}};

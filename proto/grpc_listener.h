@@ -1,17 +1,17 @@
-// The connections of a gRPC server, accepted here and handed to it. gRPC bounds neither their
-// number nor the memory that messages take which never end; this does, and says so:
+// Accepts the connections of a gRPC server and hands them to it. gRPC limits neither their number
+// nor the memory taken by messages that never end. The listener does, by these limits:
 //
 //   number      at most a quarter of the descriptors that the process may open (each takes two) and
-//               at most 4,096. Where there are as many, the oldest one that carries no call gives
-//               way to a new one; where all carry calls the new one is refused.
+//               at most 4,096. When that number is reached, the oldest connection that carries no
+//               call gives way to a new one; when all carry calls, the new one is refused.
 //   time        10 s to begin to speak HTTP/2; 5 minutes without a call.
-//   memory      256 MiB of what all of them sent and no finished message accounts for. When there
-//               is more, the connection with the most of it is closed. A connection may send 4 KiB
-//               a second that belong to no message (headers, pings, cancelled calls).
-//   packing     compressed messages are refused (UNIMPLEMENTED): they are unpacked before their
-//               length is looked at.
+//   memory      256 MiB of received bytes, over all connections, that no finished message accounts
+//               for. Above that, the connection with the most of them is closed. A connection may
+//               send 4 KiB a second that belong to no message (headers, pings, cancelled calls).
+//   packing     compressed messages are refused (UNIMPLEMENTED): gRPC unpacks them before it checks
+//               their length.
 //
-// Hidden: sockets, the thread that accepts, how gRPC takes a connection. Made by coordinator and
+// It hides sockets, the thread that accepts, how gRPC takes a connection. Made by coordinator and
 // worker, beside their grpc::Server. Thread-safe; AddTo, Start and Stop are called by one thread.
 #pragma once
 
@@ -33,13 +33,13 @@ struct GrpcListenerOptions {
   prometheus::Registry* registry = nullptr;  // outlives the listener
   // Called on the listener's thread when status() has changed. It must not call the listener.
   std::function<void(const absl::Status&)> on_status = {};
-  int64_t most_connections = 0;  // 0: as the process's limit of descriptors says
+  int64_t most_connections = 0;  // 0: derived from the process's limit of descriptors
   int64_t most_unfinished_bytes = 256ll << 20;
 };
 
 class GrpcListener {
  public:
-  // A call that lives: its connection does not give way to another one. Ends with this object.
+  // A live call: its connection does not give way to another one. The call ends with this object.
   class Call {
    public:
     virtual ~Call() = default;
@@ -52,17 +52,18 @@ class GrpcListener {
   virtual int port() const = 0;
   // Gives the server its connections and their limits; it needs no other port.
   virtual void AddTo(grpc::ServerBuilder& builder) = 0;
-  // Accepts from here on. REQUIRES: the server of AddTo runs.
+  // Accepts from now on. REQUIRES: the server of AddTo runs.
   virtual void Start() = 0;
-  // Accepts nothing any more. Before the server is shut down.
+  // Stops accepting. Called before the server is shut down.
   virtual void Stop() = 0;
 
-  // UNAVAILABLE while new connections are refused, with the reason.
+  // UNAVAILABLE, with the reason, while new connections are refused.
   virtual absl::Status status() const = 0;
 
-  // `peer` is what grpc::ServerContext::peer says. Outlived by the listener.
+  // `peer` is the result of grpc::ServerContext::peer. The listener outlives the call.
   virtual std::unique_ptr<Call> BeginCall(const std::string& peer) = 0;
-  // A message of `bytes` from `peer` is complete: whoever takes it bounds its memory from here on.
+  // Records that a message of `bytes` from `peer` is complete: its receiver accounts for its memory
+  // from now on.
   virtual void OnMessage(const std::string& peer, size_t bytes) = 0;
 };
 

@@ -38,7 +38,7 @@ absl::Status FromGrpcStatus(const grpc::Status& status) {
   absl::Status converted(static_cast<absl::StatusCode>(static_cast<int>(status.error_code())),
                          status.error_message());
   v1::StatusDetails details;
-  if (!details.ParseFromString(status.error_details())) return converted;  // not ours to judge
+  if (!details.ParseFromString(status.error_details())) return converted;  // foreign details
   for (const google::protobuf::Any& any : details.details()) {
     converted.SetPayload(any.type_url(), absl::Cord(any.value()));
   }

@@ -1,5 +1,5 @@
-// absl::Status <-> grpc::Status: the codes are the same numbers, so the one table is the identity.
-// Payloads of an absl::Status travel as the details of the grpc::Status, by their type URL.
+// Converts absl::Status to grpc::Status and back. The codes are the same numbers, so no table is
+// needed. Payloads of an absl::Status travel as the details of the grpc::Status, by their type URL.
 // Thread-safe.
 #pragma once
 
@@ -14,9 +14,9 @@ namespace kvasir::proto {
 grpc::Status ToGrpcStatus(const absl::Status& status);
 absl::Status FromGrpcStatus(const grpc::Status& status);
 
-// The same error, with a google.rpc.RetryInfo: the client may try again after `delay`.
+// Returns the same error with a google.rpc.RetryInfo: the client may try again after `delay`.
 absl::Status WithRetryDelay(absl::Status status, absl::Duration delay);
-// Nothing when the status says nothing about it.
+// Returns the delay, or nothing when the status has none.
 std::optional<absl::Duration> RetryDelay(const absl::Status& status);
 
 }  // namespace kvasir::proto

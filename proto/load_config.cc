@@ -67,7 +67,7 @@ std::string VariableName(const FieldDescriptor& field) {
 
 bool IsBool(const Flag& flag) { return flag.field->cpp_type() == FieldDescriptor::CPPTYPE_BOOL; }
 
-// What a string may be; empty: anything.
+// Returns the accepted values of a string; empty: any.
 std::vector<std::string> Choices(const v1::FlagOptions& options) {
   std::vector<std::string> choices(options.choices().begin(), options.choices().end());
   const auto* methods = v1::AttentionPolicy::descriptor()->FindOneofByName(options.methods());
@@ -77,7 +77,7 @@ std::vector<std::string> Choices(const v1::FlagOptions& options) {
   return choices;
 }
 
-// "[64, 1048576] tokens"; empty when nothing is limited.
+// Returns "[64, 1048576] tokens"; empty when there is no limit.
 std::string RangeText(const v1::FlagOptions& options) {
   std::string text;
   if (options.has_min() || options.has_max()) {
@@ -169,7 +169,7 @@ absl::Status SetValue(const Flag& flag, absl::string_view value) {
   }
 }
 
-// Flags that are not set and have no default have no text.
+// A flag that is not set and has no default has no text.
 bool HasText(const Flag& flag) {
   const auto* reflection = flag.holder->GetReflection();
   if (flag.field->is_repeated()) return reflection->FieldSize(*flag.holder, flag.field) > 0;
@@ -260,7 +260,7 @@ absl::Status UnknownName(const std::vector<Flag>& flags, absl::string_view sourc
                                                  nearest->name, "'? --help lists them all"));
 }
 
-// One value, or a list of them for a flag that may be given several times.
+// Applies one value, or a list of them for a flag that may be given several times.
 absl::Status ApplyNode(const Flag& flag, const YAML::Node& node) {
   if (node.IsScalar()) return SetValue(flag, node.Scalar());
   if (!flag.field->is_repeated() || !node.IsSequence()) {
@@ -278,7 +278,8 @@ absl::Status ApplyFile(const std::vector<Flag>& flags, const std::string& path,
   YAML::Node root;
   try {
     root = YAML::LoadFile(path);
-  } catch (const std::exception& e) {  // YAML's, and the stream's for what is no file
+  } catch (const std::exception& e) {  // thrown by YAML, or by the stream for something that is no
+                                       // file
     return absl::InvalidArgumentError(absl::StrCat("--config ", path, ": ", e.what()));
   }
   if (root.IsNull()) return absl::OkStatus();
@@ -299,7 +300,8 @@ absl::Status ApplyFile(const std::vector<Flag>& flags, const std::string& path,
   return absl::OkStatus();
 }
 
-// The arguments as (name, value) pairs: "--name=value", "--name value", "--switch", "--no-switch".
+// Returns the arguments as (name, value) pairs: "--name=value", "--name value", "--switch",
+// "--no-switch".
 absl::StatusOr<std::vector<std::pair<std::string, std::string>>> ParseArgs(
     const std::vector<Flag>& flags, const std::vector<std::string>& args) {
   std::vector<std::pair<std::string, std::string>> pairs;
@@ -387,7 +389,7 @@ absl::StatusOr<LoadedConfig> LoadConfig(const ConfigSources& sources, Message& c
   if (!file.empty()) KVASIR_RETURN_IF_ERROR(ApplyFile(flags, file, loaded));
   for (const Flag& flag : flags) {
     if (const char* value = sources.getenv(VariableName(*flag.field).c_str()); value != nullptr) {
-      flag.holder->GetReflection()->ClearField(flag.holder, flag.field);  // they win over the file
+      flag.holder->GetReflection()->ClearField(flag.holder, flag.field);  // overrides the file
       KVASIR_RETURN_IF_ERROR(SetValue(flag, value));
       loaded.origins[flag.name] = "environment";
     }
@@ -398,7 +400,8 @@ absl::StatusOr<LoadedConfig> LoadConfig(const ConfigSources& sources, Message& c
     if (flag == nullptr) return UnknownName(flags, "flag", name);
     std::string& origin = loaded.origins[flag->name];
     if (origin != "flag") {
-      flag->holder->GetReflection()->ClearField(flag->holder, flag->field);  // flags win
+      flag->holder->GetReflection()->ClearField(flag->holder, flag->field);  // flags override the
+                                                                             // rest
     } else if (flag->options().once()) {
       return absl::InvalidArgumentError(absl::StrCat(
           "--", flag->name, " is given twice, the second time as '", value, "'; give it once"));
@@ -433,7 +436,7 @@ std::string HelpText(const CommandInfo& info, const Message& config) {
       absl::StrAppend(&text, "      also: --", absl::StrJoin(options.aliases(), ", --"), "\n");
     }
   }
-  // One that shows what becomes of dashes.
+  // Picks a flag that shows how dashes are written.
   const auto dashed = std::find_if(flags.begin(), flags.end(), [](const Flag& flag) {
     return flag.name.find('-') != std::string::npos;
   });

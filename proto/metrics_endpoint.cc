@@ -33,7 +33,8 @@ constexpr size_t kMostConnections = 64;
 constexpr size_t kMostRequestBytes = 8192;
 constexpr seconds kRequestTime(5);
 constexpr seconds kResponseTime(10);
-// Without a free descriptor a waiting connection would wake the thread for ever.
+// Pause of accepting: without a free descriptor a waiting connection would wake the thread for
+// ever.
 constexpr milliseconds kAcceptPause(100);
 
 std::string Response(absl::string_view status, absl::string_view type, absl::string_view body) {
@@ -45,7 +46,8 @@ std::string TextResponse(absl::string_view status, absl::string_view body) {
   return Response(status, "text/plain", body);
 }
 
-// Writes the text of a registry for all who asked since it began the last one. Thread-safe.
+// Writes the text of a registry for everyone who asked since it began the previous one.
+// Thread-safe.
 class Renderer {
  public:
   // `on_done` is called on the renderer's thread after each text.
@@ -60,7 +62,7 @@ class Renderer {
     thread_.join();
   }
 
-  // The number of the text that answers this request.
+  // Returns the number of the text that answers this request.
   int64_t Ask() EXCLUDES(mu_) {
     kernels::MutexLock lock(mu_);
     asked_ = begun_ + 1;
@@ -113,7 +115,7 @@ struct Connection {
   int64_t awaited_text = 0;  // 0: none
   std::shared_ptr<const std::string> response = nullptr;
   size_t sent = 0;
-  bool answered = false;  // the response is sent; what the client still sends is thrown away
+  bool answered = false;  // the response is sent; anything the client still sends is discarded
 
   bool writes() const { return response != nullptr && !answered; }
 };
@@ -162,7 +164,7 @@ class PollingEndpoint final : public MetricsEndpoint {
     }
   }
 
-  // The wake-up, the listening sockets, the connections in their order.
+  // Polls the wake-up, the listening sockets and the connections, in this order.
   std::vector<pollfd> Poll() {
     std::vector<pollfd> waited = {{.fd = wake_.get(), .events = POLLIN, .revents = 0}};
     const SteadyClock::time_point now = SteadyClock::now();
@@ -183,7 +185,7 @@ class PollingEndpoint final : public MetricsEndpoint {
     return waited;
   }
 
-  // REQUIRES: a connection waits. Without one, too, accept says that there is no free descriptor.
+  // REQUIRES: a connection waits. Without one accept would report a lack of descriptors too.
   void AcceptOne(int listening_socket, SteadyClock::time_point now) {
     Descriptor socket(accept4(listening_socket, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
     if (socket.valid()) {
@@ -195,7 +197,7 @@ class PollingEndpoint final : public MetricsEndpoint {
     }
   }
 
-  // False when the connection has ended.
+  // Returns false when the connection has ended.
   bool Serve(Connection& connection, short events, SteadyClock::time_point now) {
     if (now >= connection.deadline || (events & (POLLERR | POLLNVAL)) != 0) return false;
     if (connection.awaited_text != 0 && connection.response == nullptr) {
@@ -258,8 +260,8 @@ class PollingEndpoint final : public MetricsEndpoint {
   Renderer renderer_;
   std::atomic<bool> stopping_ = false;
 
-  // The thread's.
-  std::list<Connection> connections_;  // the oldest first
+  // Used only by the thread.
+  std::list<Connection> connections_;  // oldest first
   SteadyClock::time_point accepts_from_ = {};
 
   std::thread thread_;

@@ -1,14 +1,14 @@
-// The HTTP side door of every process: GET /metrics (Prometheus text) and GET /health (200 when
-// ready, 503 with the reason when not). prometheus-cpp keeps the registry; its own server cannot
-// run beside cuBLASLt (docs/architecture.md).
+// HTTP server for the metrics and health of every process: GET /metrics (Prometheus text) and GET
+// /health (200 when ready, 503 with the reason when not). prometheus-cpp keeps the registry; its
+// own server cannot run beside cuBLASLt (docs/architecture.md).
 //
-// Probes never wait for scrapers, nor for clients that are slow: one thread talks to all of them
-// and never blocks, another one writes the text of the metrics, once for all who wait for it. A
-// request that is not complete after 5 s and a client that does not take its answer within 10 s are
-// cut; of 64 connections the oldest gives way to a new one. A connection serves one request.
+// Probes never wait for scrapers or slow clients: one thread talks to all of them and never blocks,
+// another writes the text of the metrics, once for all who wait for it. A request that is not
+// complete after 5 s and a client that does not take its answer within 10 s are cut off. When there
+// are 64 connections the oldest gives way to a new one. A connection serves one request.
 //
-// Thread-safe after Start; the registry and the health function must outlive the endpoint. The
-// health function is called on the thread that serves everybody: it must not block.
+// Thread-safe after Start. The registry and the health function must outlive the endpoint. The
+// health function must not block: the thread that serves everybody calls it.
 #pragma once
 
 #include <functional>
@@ -23,7 +23,7 @@ namespace kvasir::proto {
 
 struct MetricsEndpointOptions {
   std::string host = "127.0.0.1";
-  int port = 0;  // 0: any free one
+  int port = 0;  // 0: any free port
   const prometheus::Registry* registry = nullptr;
   std::function<absl::Status()> health;  // OK: ready
 };

@@ -13,19 +13,21 @@ namespace {
 constexpr char kInterval[] = "interval", kCosine[] = "cosine", kBoth[] = "both";
 constexpr char kDense[] = "dense", kWiden[] = "widen", kReport[] = "report";
 
-// As in kernels/, which this layer does not see; tests/worker/policy_check_test.cc compares them.
+// Same values as in kernels/, which this layer does not see; tests/worker/policy_check_test.cc
+// compares them.
 constexpr uint32_t kPageTokens = 64;
-// For how many intervals a selection serves at most under the rule `both`.
+// Most intervals that a selection serves under the rule `both`.
 constexpr uint32_t kIntervalsUnderBoth = 4;
 
-// The least window that the selector works with: Selector::MinWindowTokens.
+// Returns the least window that the selector works with: Selector::MinWindowTokens.
 uint32_t MinWindowTokens(const AttentionPolicy& policy) {
   if (policy.has_infinitehip()) return policy.infinitehip().preset() == "5k" ? 128 : 512;
   return 1;
 }
 
-// Steps that a list serves: what leaves the window meanwhile must have been among its candidates.
-// infinitehip's least window holds more. Under `cosine` nothing leaves it.
+// Returns the number of steps that a list serves: tokens that leave the window meanwhile must have
+// been among its candidates. infinitehip's least window holds more. Under `cosine` nothing leaves
+// it.
 uint32_t ServedSteps(const AttentionPolicy& policy) {
   const ReusePolicy& reuse = policy.reuse();
   if (policy.has_infinitehip() || reuse.rule() == kCosine) return 1;

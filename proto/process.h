@@ -8,7 +8,8 @@ namespace kvasir::proto {
 // Raises the soft limit of open descriptors to the hard one and returns it.
 int64_t RaiseDescriptorLimit();
 
-// SIGUSR1, SIGUSR2 and SIGALRM, which mean nothing to this process, would end it without a word.
+// Ignores SIGUSR1, SIGUSR2 and SIGALRM. They mean nothing to this process and would end it
+// silently.
 void IgnoreStraySignals();
 
 }  // namespace kvasir::proto

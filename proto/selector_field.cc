@@ -19,7 +19,7 @@ const OneofDescriptor& Terminators() {
   return *AttentionPolicy::descriptor()->FindOneofByName("terminator");
 }
 
-// Null when none is set.
+// Returns null when none is set.
 const FieldDescriptor* MethodOf(const AttentionPolicy& policy, const OneofDescriptor& methods) {
   return AttentionPolicy::GetReflection()->GetOneofFieldDescriptor(policy, &methods);
 }
@@ -38,7 +38,7 @@ void Set(absl::string_view name, const OneofDescriptor& methods, AttentionPolicy
   }
 }
 
-// Empty where the field has its default.
+// Returns an empty string where the field has its default.
 std::string Value(const Message& message, const FieldDescriptor* field) {
   const Reflection& reflection = *message.GetReflection();
   if (field->cpp_type() == FieldDescriptor::CPPTYPE_STRING) {

@@ -1,7 +1,7 @@
-// The selector and the terminator of an AttentionPolicy by name: that of its field in
-// sparsity.proto, by which flags, messages and kernels/sparse/methods.cc know it too. With these
-// functions a new method needs no code where policies are only handed on. Called by coordinator and
-// worker. Thread-safe.
+// The selector and the terminator of an AttentionPolicy by name. The name is that of its field in
+// sparsity.proto, which flags, messages and kernels/sparse/methods.cc use too. With these functions
+// a new method needs no code where policies are only passed on. Called by coordinator and worker.
+// Thread-safe.
 #pragma once
 
 #include <string>
@@ -17,14 +17,14 @@ namespace kvasir::v1 {
 // Empty when none is set.
 std::string SelectorName(const AttentionPolicy& policy);
 
-// Sets the selector of that name, with its defaults, if there is one; else clears it.
+// Sets the selector of that name, with its defaults, if there is one. Otherwise clears it.
 void SetSelector(absl::string_view name, AttentionPolicy& policy);
 
-// The options of the selector that are set: names and values of its message's fields, strings and
-// floats; a float is written with all its bits.
+// Returns the selector's options that are set: names and values of its message's fields, strings
+// and floats. A float is written with all its bits.
 std::vector<std::pair<std::string, std::string>> SelectorFields(const AttentionPolicy& policy);
 
-// The same of the terminator.
+// The same for the terminator.
 std::string TerminatorName(const AttentionPolicy& policy);
 void SetTerminator(absl::string_view name, AttentionPolicy& policy);
 std::vector<std::pair<std::string, std::string>> TerminatorFields(const AttentionPolicy& policy);

@@ -110,7 +110,7 @@ absl::StatusOr<ListeningSockets> ListenOn(const std::string& address) {
   ListeningSockets listening;
   absl::Status why;
   for (const addrinfo* at = found; at != nullptr; at = at->ai_next) {
-    // Port 0 was any free one for the first address; the others take the same.
+    // Port 0 took any free port for the first address; the other addresses take the same one.
     if (listening.port != 0) SetPort(at->ai_addr, listening.port);
     absl::StatusOr<Descriptor> socket = ListenOnTcp(address, *at);
     why.Update(socket.status());

@@ -1,5 +1,5 @@
-// Listening sockets, for the servers that accept their connections themselves (grpc_listener.h,
-// metrics_endpoint.h). Hidden: addresses, and options of sockets. Thread-compatible.
+// Listening sockets for the servers that accept their connections themselves (grpc_listener.h,
+// metrics_endpoint.h). It hides addresses and socket options. Thread-compatible.
 #pragma once
 
 #include <string>
@@ -34,13 +34,13 @@ class Descriptor {
 };
 
 struct ListeningSockets {
-  std::vector<Descriptor> sockets;  // one for each address of the host; they do not block
+  std::vector<Descriptor> sockets;  // one for each address of the host; non-blocking
   int port = 0;                     // of all of them; 0 for unix:
 };
 
-// `address` is HOST:PORT (an IPv6 address in brackets or not; port 0: any free one) or unix:PATH,
-// where a socket that lies at PATH is replaced. UNAVAILABLE when it cannot be listened on: a port
-// in use is never shared.
+// `address` is HOST:PORT (an IPv6 address with or without brackets; port 0: any free one) or
+// unix:PATH, where an existing socket at PATH is replaced. UNAVAILABLE when it cannot be listened
+// on: a port in use is never shared.
 absl::StatusOr<ListeningSockets> ListenOn(const std::string& address);
 
 bool IsUnixAddress(absl::string_view address);

@@ -1,4 +1,4 @@
-// What both ends of worker.proto must agree on besides its messages.
+// Facts that both ends of worker.proto must agree on besides its messages.
 #pragma once
 
 #include <cstdint>
@@ -6,13 +6,13 @@
 namespace kvasir::proto {
 
 // ShardPlan.protocol_version: raised with every change of worker.proto that an older end would
-// misunderstand. Coordinator and workers are of one release, so there is no range of versions.
+// misunderstand. Coordinator and workers have the same release, so there is no range of versions.
 inline constexpr uint32_t kWorkerProtocolVersion = 6;
 
-// The name under which a worker's readiness is found in grpc.health.v1; "" is its liveness.
+// Name of a worker's readiness in grpc.health.v1; "" is its liveness.
 inline constexpr char kWorkerServiceName[] = "kvasir.v1.Worker";
 
-// A prompt travels in one plan: 16M token ids take 50 MB. Both ends send and receive so much.
+// Limit for messages in both directions. A prompt travels in one plan: 16M token ids take 50 MB.
 inline constexpr int kMaxWorkerMessageBytes = 64 << 20;
 
 // The coordinator pings every worker, whether it computes or idles, and takes one for dead that

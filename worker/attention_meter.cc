@@ -29,7 +29,7 @@ uint64_t Mix(uint64_t x) {
   return x ^ (x >> 33);
 }
 
-// Of one row that has a list, and reuses selections.
+// Counts stages for one row that has a list and reuses selections.
 void CountStages(int32_t reused_stages, int64_t num_stages, AttentionCounts& counts) {
   for (int64_t s = 0; s < num_stages; ++s) {
     ++(s < reused_stages ? counts.stages_reused : counts.stages_run)[static_cast<size_t>(s)];
@@ -162,8 +162,8 @@ bool AttentionMeter::IsSampled(const BlockInfo& info, int64_t position, int64_t 
   return static_cast<double>(hash >> 11) * 0x1.0p-53 < sample_rate_;
 }
 
-// Blocks of a dense selector, and of layers that stay dense, keep everything by definition: they
-// would only hide what the others keep.
+// Tiles of a dense selector, and of layers that stay dense, are left out: they keep everything by
+// definition and would only hide the loss of the others.
 bool AttentionMeter::Measures(int64_t layer) {
   sampled_.clear();
   if (sample_rate_ <= 0) return false;
@@ -201,7 +201,7 @@ absl::Status AttentionMeter::Measure(const kernels::AttendParams& sparse,
                          {sparse.out.dim(0), sparse.out.dim(1), sparse.out.dim(2)});
   dense.lse =
       TensorView(dense_lse_.data(), sparse.lse.dtype(), {sparse.lse.dim(0), sparse.lse.dim(1)});
-  dense.kv.accesses = {};  // a measurement is no use of the pages: it must not move them
+  dense.kv.accesses = {};  // a measurement is not a use of the pages: it must not move them
   dense.blocks = dense_blocks_;
   dense.selection = {.headers = dense_headers_.data(), .num_rows = std::ssize(dense_headers_)};
   dense.faults = std::span(dense_faults_);

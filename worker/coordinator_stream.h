@@ -19,12 +19,12 @@ class CoordinatorStream {
   virtual ~CoordinatorStream() = default;
   // Blocks for the next message; nothing once the stream has ended or the worker stops.
   virtual std::optional<v1::CoordinatorMessage> Read() = 0;
-  // True when Read would return at once; false when that did not come true for so long.
+  // Returns true when Read would return at once, false when that did not happen within `patience`.
   virtual bool WaitReadable(absl::Duration patience) = 0;
   // Queues a message and returns; dropped when the stream has ended.
   virtual void Write(v1::WorkerMessage message) = 0;
-  // Ends the stream for a failure, behind what was written: the coordinator hears of it now, while
-  // giving memory back may take the worker seconds.
+  // Ends the stream with a failure, after the messages already written. The coordinator hears of it
+  // at once, while giving memory back may take the worker seconds.
   virtual void Fail(const absl::Status& why) = 0;
   virtual Rendezvous& rendezvous() = 0;
 };

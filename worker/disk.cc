@@ -12,7 +12,7 @@
 namespace kvasir::worker {
 namespace {
 
-// The disk's failure, not the configuration's.
+// Whether the error is a failure of the disk, not of the configuration.
 bool IsPassing(const absl::Status& status) {
   return absl::IsResourceExhausted(status) || absl::IsUnavailable(status) ||
          absl::IsUnknown(status) || absl::IsDataLoss(status);
@@ -22,7 +22,7 @@ bool IsPassing(const absl::Status& status) {
 
 absl::StatusOr<std::unique_ptr<kvstore::Tier>> OpenDisk(const DiskOptions& options) {
   if (options.config.kv_disk_path().empty()) return std::unique_ptr<kvstore::Tier>();
-  // Ranks of different degrees hold different heads.
+  // Ranks of groups of different sizes hold different heads.
   const std::string directory =
       absl::StrCat(options.config.kv_disk_path(), "/tp", options.num_ranks, "-rank", options.rank);
   kvstore::DiskTierOptions disk;

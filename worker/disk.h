@@ -1,5 +1,5 @@
-// The disk tier that a worker's configuration asks for. It hides where in the folder each rank's
-// store lies, and which failures the service can do without a disk tier. Called by the group
+// Opens the disk tier that a worker's configuration asks for. It hides where in the folder each
+// rank's store lies, and which failures the service can do without a disk tier. Called by the group
 // member when a group forms.
 #pragma once
 
@@ -21,10 +21,10 @@ struct DiskOptions {
   int64_t num_ranks = 1;
 };
 
-// Null when none is configured, and when the disk is full or fails: that is logged, and the service
-// goes on without it. An error for what somebody must change: FAILED_PRECONDITION for a store that
-// another process has open or that is of another model, INVALID_ARGUMENT for a capacity below one
-// block, PERMISSION_DENIED and the like for a folder that cannot be used.
+// Returns null when none is configured, and when the disk is full or fails: that is logged, and the
+// service goes on without it. Errors are those that somebody must correct: FAILED_PRECONDITION for
+// a store that another process has open or that belongs to another model, INVALID_ARGUMENT for a
+// capacity below one block, PERMISSION_DENIED and the like for a folder that cannot be used.
 absl::StatusOr<std::unique_ptr<kvstore::Tier>> OpenDisk(const DiskOptions& options);
 
 }  // namespace kvasir::worker

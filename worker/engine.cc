@@ -23,14 +23,15 @@ using kernels::DType;
 using kernels::kPageTokens;
 using kernels::TensorView;
 
-// With token ids of three bytes a report of so many blocks has less than 4 MB.
+// With token ids of three bytes a report of this many blocks has less than 4 MB.
 constexpr int kStoredBlocksPerReport = 16384;
 
-// Contexts of the longest kind that tiers sized by the machine hold for each sequence that may run:
-// more prefixes than that are not worth their bookkeeping.
+// Tiers sized by the machine hold at most this many contexts of the longest kind for each sequence
+// that may run: more prefixes are not worth their bookkeeping.
 constexpr int64_t kUsefulContexts = 16;
 
-// What a sequence goes on with that has failed to sample, until the coordinator takes it away.
+// Token with which a sequence continues that has failed to sample, until the coordinator removes
+// it.
 constexpr int32_t kTokenOfFailure = 0;
 
 void AddStored(const kvstore::StoredBlock& block, v1::TierReport& report) {
@@ -46,7 +47,8 @@ void AddRestored(kernels::BlockId id, const absl::Status& status, v1::TierReport
   restored.set_error_message(std::string(status.message()));
 }
 
-// Options of a method as its message names them; added to the `shape` that tells policies apart.
+// Returns options of a method as its message names them, and appends them to the `shape` that
+// distinguishes policies.
 kernels::MethodOptions OptionsOf(const std::vector<std::pair<std::string, std::string>>& fields,
                                  std::string& shape) {
   kernels::MethodOptions options;
@@ -57,7 +59,7 @@ kernels::MethodOptions OptionsOf(const std::vector<std::pair<std::string, std::s
   return options;
 }
 
-// The heads of a group decide together where their row ends.
+// Refused where ranks share a KV head: the heads of a group decide together where their row ends.
 absl::Status CheckMayEndEarly(const std::string& terminator, const ShardPlan& shard) {
   if (shard.kv_replicas == 1) return absl::OkStatus();
   return absl::InvalidArgumentError(absl::StrCat(
@@ -66,7 +68,7 @@ absl::Status CheckMayEndEarly(const std::string& terminator, const ShardPlan& sh
       shard.num_ranks / shard.kv_replicas));
 }
 
-// What estimates attention does so at native or compact positions.
+// Methods that estimate attention do so at native or compact positions only.
 absl::Status CheckPositions(const v1::AttentionPolicy& policy, PositionExtension extension) {
   if (extension != PositionExtension::kSelfExtend) return absl::OkStatus();
   const std::string terminator = v1::TerminatorName(policy);
@@ -150,7 +152,7 @@ absl::Status Engine::Init(std::unique_ptr<kvstore::Tier> below) {
   return absl::OkStatus();
 }
 
-// Memory is measured when all else has its share of it, and the least of any rank counts.
+// Memory is measured after everything else has been taken, and the least of any rank counts.
 absl::StatusOr<KvSizes> Engine::SizeTiers() {
   if (options_.kv.device != 0 && options_.kv.host != 0) return options_.kv;
   constexpr double kMiB = 1 << 20;
@@ -176,8 +178,8 @@ absl::StatusOr<KvSizes> Engine::SizeTiers() {
       left);
 }
 
-// One object per shape: policies that differ in numbers only share it, for numbers come with the
-// rows.
+// One object per shape. Policies that differ only in numbers share it, because numbers come with
+// the rows.
 absl::StatusOr<int64_t> Engine::ServeSelector(const v1::AttentionPolicy& policy) {
   const std::string name = v1::SelectorName(policy);
   if (name.empty()) return absl::InvalidArgumentError("a policy names no selector");
@@ -223,8 +225,8 @@ absl::StatusOr<v1::StepReply> Engine::Step(const v1::StepPlan& plan) {
   return Finish();
 }
 
-// Whatever changes more than the rows' own tokens and blocks waits: sequences come and go, and
-// memory is taken and given back, with nothing under way.
+// Plans that change more than the rows' own tokens and blocks wait: sequences start and leave, and
+// memory is taken and given back, only with nothing in flight.
 bool Engine::MayBegin(const v1::StepPlan& plan) const {
   if (begun_ == finished_) return true;
   if (begun_ - finished_ == kMostSteps || !model_.backend().RunsAhead()) return false;
@@ -258,7 +260,7 @@ absl::StatusOr<v1::StepReply> Engine::Finish() {
   KVASIR_RETURN_IF_ERROR(broken_);
   v1::StepReply reply = std::move(step.reply);
   FillReply(step, reply);
-  // One that began while another was under way has the time since that one's end.
+  // A step that began while another was in flight is timed from the end of that one.
   const auto now = std::chrono::steady_clock::now();
   const auto begun = std::max(step.begun, std::exchange(last_finish_, now));
   reply.set_step_s(std::chrono::duration<double>(now - begun).count());
@@ -328,7 +330,7 @@ absl::StatusOr<bool> Engine::AnyRankMisses(const v1::StepPlan& plan, v1::StepRep
   return misses > 0;
 }
 
-// A block that is not stored any more is answered like one that cannot be read.
+// A block that is no longer stored is answered like one that cannot be read.
 absl::Status Engine::Restore(const v1::BlockRestore& restore) {
   const absl::Status started = slots_->Restore(restore);
   if (absl::IsInternal(started)) return started;
@@ -360,7 +362,7 @@ absl::Status Engine::PrepareRows(const v1::StepPlan& plan, EngineStep& step,
       work->fed_by = FedBy(*work);
       step.works.push_back(*work);
     } else if (absl::IsResourceExhausted(work.status())) {
-      // Stores of equal size fill up equally, so all ranks leave the row out, and those behind it.
+      // Stores of equal size fill up equally, so all ranks leave out this row and later ones.
       slots_->at(row.slot).failed = work.status();
       slots_->at(row.slot).is_left_out = true;
     } else {
@@ -371,7 +373,7 @@ absl::Status Engine::PrepareRows(const v1::StepPlan& plan, EngineStep& step,
   return absl::OkStatus();
 }
 
-// A token that is not known is the last of those that the step under way samples for its slot.
+// An unknown token is the last of those that the step in flight samples for its slot.
 int64_t Engine::FedBy(const RowWork& work) const {
   if (work.sequence->tokens[static_cast<size_t>(work.begin)] != kTokenToCome) return -1;
   const EngineStep& before = steps_[finished_ % kMostSteps];
@@ -387,7 +389,7 @@ bool Engine::Remembers(const Sequence& sequence) const {
   return selectors_[static_cast<size_t>(sequence.decode.selector)].reuse != nullptr;
 }
 
-// One rank may have no room where others do: then the sequence fails and is computed on without
+// One rank may have no room where others do. Then the sequence fails, and is still computed without
 // memory.
 void Engine::RememberSelections(Sequence& sequence, int64_t end) const {
   if (!Remembers(sequence) || sequence.memory != nullptr || end <= sequence.prompt_size) return;
@@ -413,7 +415,7 @@ void Engine::RememberSelections(Sequence& sequence, int64_t end) const {
 }
 
 absl::Status Engine::Compute(EngineStep& step) {
-  // Before options refer to the tokens, which may move.
+  // Before options refer to the tokens, because this may move them.
   for (const RowWork& work : step.works) {
     if (work.sample) slots_->at(work.slot).tokens.push_back(kTokenToCome);
   }
@@ -490,8 +492,8 @@ void Engine::TakeTokens(EngineStep& step, const StepResult& result) {
   }
 }
 
-// Corruption is found by one rank only. Its sequences fail here and are computed on with the
-// others, so that the ranks stay in step until the coordinator takes them away.
+// Only one rank finds a corruption. Its sequences fail here and are still computed with the others,
+// so that the ranks stay in step until the coordinator removes them.
 void Engine::FailCorruptSequences() {
   for (const kvstore::CorruptBlock& corrupt : store_->TakeCorrupt()) {
     for (const int64_t slot : corrupt.slots) {

@@ -1,12 +1,12 @@
 // The worker's engine: carries out one plan after another on one rank. It owns the KV store, the
-// slots and the working memory; the model and the collective are lent. Hidden behind
-// Step: everything between a plan and its reply. Called by the group member, on the engine thread.
+// slots and the working memory, and borrows the model and the collective. Step hides everything
+// between a plan and its reply. Called by the group member, on the engine thread.
 // Thread-compatible.
 //
-// An error of Step ends the group: what the ranks know of their sequences may differ from then on,
-// and every later Step returns the same error. An error of one row (NaN, corrupt or absent KV, no
-// room) stands in its result, and in those of every later row of that sequence; there may be one
-// that was planned before the coordinator heard of the error.
+// An error of Step ends the group: from then on the ranks may differ in what they know of their
+// sequences, and every later Step returns the same error. An error of one row (NaN, corrupt or
+// absent KV, no room) is reported in its result and in those of every later row of that sequence.
+// There may be one later row, planned before the coordinator heard of the error.
 #pragma once
 
 #include <array>
@@ -42,19 +42,19 @@ struct EngineOptions {
   int64_t max_num_seqs = 0;
   int64_t max_num_batched_tokens = 0;
   kernels::DType kv_dtype = kernels::DType::kFloat32;
-  KvSizes kv = {};  // what is 0 is chosen by what the machine has left
+  KvSizes kv = {};  // a size of 0 is chosen from the memory that the machine has left
   int64_t ranks_on_machine = 1;
   double gpu_memory_utilization = 0.9;
-  // Whose KV it is; what is not empty tells stored blocks of different models apart.
+  // Identity of the KV: stored blocks of different models differ in these two. May be empty.
   std::string weights_hash = {};
   std::string kv_form = {};
   std::vector<v1::SparsityPolicy> policies;
   double mass_sample_rate = 0;
-  // Called by Create with what is being done. May be empty.
+  // Called by Create with the name of the stage that begins. May be empty.
   std::function<void(absl::string_view stage)> on_stage = {};
 };
 
-// What of the model's KV this rank holds: of the store, and of a tier below it.
+// Returns this rank's part of the model's KV, as the store and the tier below it hold it.
 kvstore::KvShard KvShardOf(const EngineOptions& options, const Transformer& model);
 
 // Sees the logits of every row that samples, before sampling.
@@ -63,59 +63,59 @@ using LogitsTap =
 
 class Engine {
  public:
-  // Takes all memory that steps within the options' limits need; ranks do it together.
+  // Takes all memory that steps within the options' limits need. All ranks call it together.
   // INVALID_ARGUMENT for policies that cannot be served, RESOURCE_EXHAUSTED for memory. The
-  // references outlive the engine. `below` is the tier below the host tier, if any, for KvShardOf
-  // the options.
+  // references outlive the engine. `below` is the tier below the host tier, if any, made for
+  // KvShardOf the options.
   static absl::StatusOr<std::unique_ptr<Engine>> Create(
       const EngineOptions& options, Transformer& model, Collective& collective,
       std::unique_ptr<kvstore::Tier> below = nullptr);
 
   // Carries out the plan in the order of its fields. FAILED_PRECONDITION for a plan of another
-  // epoch or an old step, INTERNAL for one that contradicts itself or what went before.
+  // epoch or an old step, INTERNAL for one that contradicts itself or earlier plans.
   absl::StatusOr<v1::StepReply> Step(const v1::StepPlan& plan);
 
-  // The same in two parts: replies come in the order of plans, and where the backend runs ahead the
-  // next plan may begin before the last one's reply is made. Then the device has what follows when
-  // it is done: tokens are fed there, from one step to the next.
-  // REQUIRES: MayBegin; something has begun.
+  // Step in two parts. Replies come in the order of plans. Where the backend runs ahead, the next
+  // plan may begin before the last one's reply is made, so that the device always has work: it
+  // feeds sampled tokens from one step to the next itself. REQUIRES: for Begin, MayBegin; for
+  // Finish, a step has begun.
   bool MayBegin(const v1::StepPlan& plan) const;
   absl::Status Begin(const v1::StepPlan& plan);
   absl::StatusOr<v1::StepReply> Finish();
-  // Whether Finish would not wait. REQUIRES: something has begun.
+  // Whether Finish would not wait. REQUIRES: a step has begun.
   bool IsOver() const {
     return steps_[finished_ % kMostSteps].works.empty() || model_.backend().IsOver();
   }
 
   // --- the tier below, between steps ---
 
-  // All that is stored there, in reports of bounded size: before the first step.
+  // Returns everything stored there, in reports of bounded size. Called before the first step.
   std::vector<v1::TierReport> Inventory() const;
-  // What became of it since the last call; empty when nothing did.
+  // Returns what happened to stored blocks since the last call; empty when nothing did.
   v1::TierReport TakeTierReport();
-  // Blocks are on their way to or from it: poll it, also when there are no steps.
+  // Whether blocks are on their way to or from it. Then poll it, also when there are no steps.
   bool TierIsBusy() const { return store_->TierIsBusy(); }
   void PollTier() { store_->PollTier(); }
-  // Waits until every accepted write has ended; not behind a step that failed, which has left the
-  // store within it: what is not written then is computed again.
+  // Waits until every accepted write has ended. Does nothing after a step that failed, because the
+  // store may be in the middle of it; blocks not written then are computed again.
   void FlushTier() {
     if (broken_.ok()) store_->Flush();
   }
 
-  // What attention did in the step that was finished last. REQUIRES: one was, and at most one has
-  // begun behind it.
+  // Meter of the step that was finished last. REQUIRES: a step was finished, and at most one has
+  // begun after it.
   const AttentionMeter& meter() const { return steps_[(finished_ - 1) % kMostSteps].meter; }
-  // Steps with tokens that were not known when they began.
+  // Number of steps that began before all of their tokens were known.
   int64_t fed_steps() const { return fed_steps_; }
   const kvstore::KvStore& store() const { return *store_; }
-  // Reserved for selections that serve later steps.
+  // Bytes reserved for selections that serve later steps.
   int64_t selection_memory_bytes() const { return slots_->selection_memory_bytes(); }
   int64_t block_bytes() const { return layout_.block_bytes(); }
   int64_t pages_per_block() const { return layout_.pages_per_block(); }
   void set_logits_tap(LogitsTap tap) { logits_tap_ = std::move(tap); }
 
  private:
-  static constexpr uint64_t kMostSteps = 2;  // under way
+  static constexpr uint64_t kMostSteps = 2;  // steps in flight
 
   Engine(const EngineOptions& options, Transformer& model, Collective& collective);
 
@@ -125,20 +125,21 @@ class Engine {
   bool AnyNeedsKeyCodes() const;
   absl::Status CheckPlan(const v1::StepPlan& plan) const;
   absl::Status CarryOut(const v1::StepPlan& plan, EngineStep& step);
-  // Fills the reply's missing_blocks. True: some rank misses something, and nothing is computed.
+  // Fills the reply's missing_blocks. Returns true when some rank misses a block: nothing is
+  // computed then.
   absl::StatusOr<bool> AnyRankMisses(const v1::StepPlan& plan, v1::StepReply& reply);
   absl::Status Restore(const v1::BlockRestore& restore);
   absl::Status StartSequences(const v1::StepPlan& plan);
   absl::Status PrepareRows(const v1::StepPlan& plan, EngineStep& step,
                            std::vector<Truncation>& truncations);
   int64_t FedBy(const RowWork& work) const;
-  // Whether its generated tokens reuse each other's selections.
+  // Whether the sequence's generated tokens reuse each other's selections.
   bool Remembers(const Sequence& sequence) const;
-  // Gives the sequence memory for its selections if it is to generate and its policy reuses them.
+  // Gives the sequence memory for its selections if it will generate and its policy reuses them.
   void RememberSelections(Sequence& sequence, int64_t end) const;
   absl::Status Compute(EngineStep& step);
   absl::Status Collect(EngineStep& step);
-  // How the batch's tokens are to be sampled; and what became of them.
+  // Tells the batch how its tokens are sampled (AskForTokens) and stores the result (TakeTokens).
   void AskForTokens(EngineStep& step);
   void TakeTokens(EngineStep& step, const StepResult& result);
   void FailCorruptSequences();
@@ -160,9 +161,9 @@ class Engine {
 
   absl::Status broken_;
   uint64_t last_plan_ = 0;                   // step number of the last plan
-  uint32_t kv_step_ = 0;                     // steps of the store
+  uint32_t kv_step_ = 0;                     // number of steps that the store has begun
   std::map<int64_t, CachedPrefix> started_;  // by slot, until the first row is answered
-  v1::TierReport tier_report_;               // what the store does not know to report
+  v1::TierReport tier_report_;               // reports that the store does not make itself
 
   // Plan n is in steps_[n % kMostSteps], counted from 0.
   std::array<EngineStep, kMostSteps> steps_;

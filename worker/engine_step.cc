@@ -43,7 +43,7 @@ void FillAccounting(const EngineRow& row, const AttentionMeter& meter,
   const RowAttention& attention = meter.row(row.computed);
   FillPhase(attention, Phase::kPrefill, *accounting.mutable_prefill());
   FillPhase(attention, Phase::kDecode, *accounting.mutable_decode());
-  // Generated tokens only: a prompt remembers nothing.
+  // Generated tokens only: a prompt does not reuse selections.
   const AttentionCounts& counts = attention.counts[static_cast<size_t>(Phase::kDecode)];
   if (counts.stages_run[0] + counts.stages_reused[0] > 0) {
     accounting.mutable_stages_run()->Add(counts.stages_run.begin(), counts.stages_run.end());
@@ -65,7 +65,7 @@ void FillAccounting(const EngineRow& row, const AttentionMeter& meter,
 }  // namespace
 
 void FillResults(const EngineStep& step, SlotTable& slots, v1::StepReply& reply) {
-  std::vector<int64_t> sampled;  // what the ranks must agree on
+  std::vector<int64_t> sampled;  // the ranks must agree on these
   for (const EngineRow& row : step.rows) {
     const Sequence& sequence = slots.at(row.slot);
     v1::RowResult& result = *reply.add_results();

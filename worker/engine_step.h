@@ -1,6 +1,6 @@
-// A plan from its beginning to its reply: what the engine must still know of it when the device is
-// done, while the next one may have begun. Part of the engine; nobody else sees one. Plain data and
-// a function without state.
+// State of a plan from its beginning to its reply: what the engine must still know when the device
+// is done, while the next plan may have begun. Private to the engine. Plain data and a function
+// without state.
 #pragma once
 
 #include <chrono>
@@ -29,7 +29,7 @@ struct EngineStep {
   explicit EngineStep(double mass_sample_rate) : meter(mass_sample_rate) {}
 
   std::chrono::steady_clock::time_point begun;
-  v1::StepReply reply;  // what is known of it
+  v1::StepReply reply;  // the part that is known so far
   std::vector<EngineRow> rows;
   std::vector<RowWork> works;                        // of the rows that are computed
   StepBatch batch;                                   // of works
@@ -37,7 +37,7 @@ struct EngineStep {
   AttentionMeter meter;
 };
 
-// Adds the results of the rows, and the hash of what was sampled. REQUIRES: the slots are taken.
+// Adds the results of the rows and the hash of the sampled tokens. REQUIRES: the slots are taken.
 void FillResults(const EngineStep& step, SlotTable& slots, v1::StepReply& reply);
 
 }  // namespace kvasir::worker

@@ -16,16 +16,16 @@
 namespace kvasir::worker {
 namespace {
 
-// Bounds of what a plan may ask memory for; config.proto gives the same to the user's flags.
+// Limits of the memory that a plan may ask for; config.proto gives the same to the user's flags.
 constexpr uint32_t kMaxSeqs = 1024;
 constexpr uint32_t kMaxBatchedTokens = 1 << 20;
 constexpr int kMaxPolicies = 4;
 constexpr double kMaxGb = 100'000;
 constexpr double kMaxDiskGb = 1'000'000;
-// Between two looks at a busy tier while there are no plans.
+// Time between two polls of a busy tier while there are no plans.
 constexpr absl::Duration kTierPoll = absl::Milliseconds(1);
-// Between two looks at a device that is at a step, while there is no plan to follow it; and how
-// long one is looked for: what follows is sent at once.
+// Time between two polls of a device that is in a step, while no plan follows it, and the most
+// polls: the next plan is usually sent at once.
 constexpr absl::Duration kDevicePoll = absl::Microseconds(50);
 constexpr int64_t kMostDevicePolls = 200;
 
@@ -74,7 +74,7 @@ absl::Status CheckShardPlan(const v1::ShardPlan& plan) {
   return absl::OkStatus();
 }
 
-// Everything of a plan that the loaded model depends on.
+// Returns everything in a plan that the loaded model depends on.
 std::string ModelKey(const v1::ShardPlan& plan) {
   const v1::ModelConfig& model = plan.model();
   return absl::StrCat(model.model(), "\n", model.dtype(), "\n", model.max_model_len(),
@@ -128,7 +128,7 @@ absl::Status GroupMember::Serve(CoordinatorStream& stream) {
   times.SetBytes("loading weights", model_->weight_bytes);
   progress("joining the other ranks", 0);
   KVASIR_ASSIGN_OR_RETURN(const std::unique_ptr<Collective> collective, Connect(plan, stream));
-  // Now, while all are here at the same time: what an engine takes memory for takes its time.
+  // Done now, while all ranks are here: the time until an engine has taken its memory differs.
   KVASIR_RETURN_IF_ERROR(backend_.JoinRanks(*collective));
   KVASIR_ASSIGN_OR_RETURN(const std::unique_ptr<Engine> engine,
                           MakeEngine(plan, *collective, progress));
@@ -225,14 +225,14 @@ v1::WorkerMessage GroupMember::MakeReady(const v1::ShardPlan& plan, const Engine
 }
 
 absl::Status GroupMember::RunPlans(Engine& engine, CoordinatorStream& stream) {
-  std::deque<v1::StepPlan> under_way;  // in the engine
+  std::deque<v1::StepPlan> under_way;  // begun in the engine
   const auto answer = [&]() -> absl::Status {
     KVASIR_RETURN_IF_ERROR(Answer(under_way.front(), engine, stream));
     under_way.pop_front();
     return absl::OkStatus();
   };
   for (;;) {
-    // Until there is a plan; a step that is over before is answered.
+    // Waits for a plan. A step that is over before it comes is answered.
     for (int64_t polls = 0; !under_way.empty(); ++polls) {
       if (engine.IsOver() || polls >= kMostDevicePolls) {
         KVASIR_RETURN_IF_ERROR(answer());
@@ -245,7 +245,7 @@ absl::Status GroupMember::RunPlans(Engine& engine, CoordinatorStream& stream) {
       ReportTier(engine, stream);
     }
     std::optional<v1::CoordinatorMessage> message = stream.Read();
-    // Nobody hears of what is under way, but the device must be done with the engine's memory.
+    // Nobody receives these replies, but the device must be done with the engine's memory.
     while (!message && !under_way.empty()) KVASIR_RETURN_IF_ERROR(answer());
     if (!message) return absl::OkStatus();
     if (!message->has_step_plan()) {

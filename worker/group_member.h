@@ -1,8 +1,8 @@
-// One worker's part in tensor-parallel groups, one after another: from the ShardPlan of a stream
-// over loading, meeting the other ranks and Ready to its plans, until the stream ends. It hides the
-// order of the handshake and keeps the weights between groups of the same model. It sees the
-// coordinator as a CoordinatorStream, so tests need no gRPC. Thread-compatible: the engine
-// thread's.
+// One worker's part in tensor-parallel groups, one after another. For each it goes from the
+// stream's ShardPlan through loading, meeting the other ranks and Ready to its plans, until the
+// stream ends. It hides the order of the handshake and keeps the weights between groups of the same
+// model. It sees the coordinator as a CoordinatorStream, so tests need no gRPC. Thread-compatible:
+// used by the engine thread.
 #pragma once
 
 #include <functional>
@@ -36,11 +36,11 @@ class GroupMember {
   // The references outlive the member.
   GroupMember(GroupMemberOptions options, Backend& backend, WorkerMetrics& metrics);
 
-  // Serves one stream. OK when the coordinator ended it; else why the group ended.
+  // Serves one stream. OK when the coordinator ended it, otherwise the reason why the group ended.
   absl::Status Serve(CoordinatorStream& stream);
 
  private:
-  // Tells what is being done and the part of it done.
+  // Reports the current stage and the fraction of it that is done.
   using Progress = std::function<void(absl::string_view stage, double fraction)>;
 
   absl::Status Load(const v1::ShardPlan& plan, const Progress& progress);
@@ -50,7 +50,7 @@ class GroupMember {
                                                      Collective& collective,
                                                      const Progress& progress);
   v1::WorkerMessage MakeReady(const v1::ShardPlan& plan, const Engine& engine) const;
-  // A plan begins when it comes, also while the one before is under way, if the engine may.
+  // Begins a plan when it arrives, also while the one before is in flight, if the engine may.
   absl::Status RunPlans(Engine& engine, CoordinatorStream& stream);
   absl::Status Answer(const v1::StepPlan& plan, Engine& engine, CoordinatorStream& stream);
   void ReportTier(Engine& engine, CoordinatorStream& stream);
@@ -60,7 +60,7 @@ class GroupMember {
   WorkerMetrics& metrics_;
   std::optional<StartTimes> process_times_;  // until the first stream begins
   std::optional<LoadedModel> model_;
-  std::string model_key_;  // what of a ShardPlan model_ was loaded for
+  std::string model_key_;  // the ShardPlan fields that model_ was loaded for
 };
 
 }  // namespace kvasir::worker

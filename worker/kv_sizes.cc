@@ -5,8 +5,8 @@
 namespace kvasir::worker {
 namespace {
 
-// Parts of the host's memory: the other half is for whatever else runs there. A device tier in host
-// memory is a second copy of pages in use, and need not be large.
+// Divisors of the host's memory: one half is left to other programs. A device tier in host memory
+// is a second copy of pages in use, and need not be large.
 constexpr int64_t kHostParts = 2;
 constexpr int64_t kDeviceParts = 5;
 

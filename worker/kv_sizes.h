@@ -1,5 +1,5 @@
-// Sizes of the KV tiers where the flags leave them open: from what the machine has left once the
-// model is loaded, shared among the ranks of the machine. Functions without state.
+// Chooses sizes of the KV tiers that the flags leave open, from the memory that the machine has
+// left once the model is loaded, shared among the ranks of the machine. Functions without state.
 #pragma once
 
 #include <cstdint>
@@ -7,13 +7,13 @@
 
 namespace kvasir::worker {
 
-// Bytes; 0 in what is given: open.
+// Bytes. 0 in an argument: open.
 struct KvSizes {
   int64_t device = 0;
   int64_t host = 0;
 };
 
-// Bytes that are left.
+// Bytes that are free.
 struct MemoryLeft {
   int64_t host = 0;               // shared by the ranks of the machine (backend/memory_limit.h)
   std::optional<int64_t> device;  // of this rank's own device; none: both tiers lie in host memory
@@ -25,8 +25,8 @@ struct KvSizeOptions {
   int64_t most = 0;  // of either tier: more would never be used
 };
 
-// A device's own memory goes to the device tier. Of the host's half goes to the tiers that lie
-// there, a fifth of that to the device tier where it is one of them.
+// The device tier takes all of a device's own memory. Half of the host's memory goes to the tiers
+// that lie there; a fifth of that half to the device tier if it is one of them.
 KvSizes ChooseKvSizes(const KvSizeOptions& options, const MemoryLeft& left);
 
 }  // namespace kvasir::worker

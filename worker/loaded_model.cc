@@ -19,7 +19,7 @@ using kernels::DType;
 
 constexpr uint64_t kDummySeed = 0;
 
-// What "auto" stands for is the caller's.
+// The caller says what "auto" means.
 absl::StatusOr<DType> ParseDType(const std::string& name, DType automatic) {
   if (name.empty() || name == "auto") return automatic;
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
@@ -43,7 +43,7 @@ absl::StatusOr<PositionExtension> ParseExtension(const std::string& name) {
       absl::StrCat("position_extension '", name, "'; it must be none, streaming or self_extend"));
 }
 
-// Those of self_extend; off with the others.
+// Returns the groups of self_extend; off for other extensions.
 absl::StatusOr<kernels::GroupedPositions> Grouped(const v1::ModelConfig& model,
                                                   const ModelConfig& config,
                                                   PositionExtension extension) {
@@ -66,7 +66,7 @@ absl::StatusOr<int64_t> ContextLength(const v1::ModelConfig& model, const ModelC
                                       PositionExtension extension,
                                       const kernels::GroupedPositions& grouped) {
   if (model.max_model_len() == 0) return config.max_position_embeddings;
-  // Dynamic scaling is made to go beyond what config.json says, by its factor.
+  // Dynamic scaling is meant to go beyond the length in config.json, by its factor.
   const double stretch = config.rope.kind == RopeKind::kDynamicNtk ? config.rope.factor : 1;
   const double longest = stretch * static_cast<double>(config.max_position_embeddings);
   const bool allowed =
@@ -91,7 +91,7 @@ absl::StatusOr<int64_t> ContextLength(const v1::ModelConfig& model, const ModelC
   return model.max_model_len();
 }
 
-// As part of the KV's: deeper layers depend on how the ones below were attended to.
+// Part of the KV's form: the KV of deeper layers depends on how the layers below attended.
 std::string FormOfKeys(PositionExtension extension, const kernels::GroupedPositions& grouped) {
   if (extension == PositionExtension::kNone) return "rotated";
   if (!grouped.on()) return "unrotated";

@@ -1,6 +1,7 @@
 // A model in a worker's memory: found, checked, hashed, cut to this rank's part and packed. It
-// hides the order of these things and who asks for which dtype. Loaded by the group member when a
-// group forms, and kept while groups of the same model and rank come and go. Thread-compatible.
+// hides the order of these steps and which of them uses which dtype. Loaded by the group member
+// when a group forms, and kept while groups of the same model and rank come and go.
+// Thread-compatible.
 #pragma once
 
 #include <functional>
@@ -23,7 +24,7 @@ struct LoadedModel {
   ModelHash weights_hash = {};
   kernels::DType kv_dtype = kernels::DType::kFloat32;
   std::string kv_form;       // as in v1::Ready
-  int64_t weight_bytes = 0;  // of this rank, as they were loaded
+  int64_t weight_bytes = 0;  // of this rank, as loaded
 };
 
 struct LoadModelOptions {
@@ -31,13 +32,14 @@ struct LoadModelOptions {
   v1::KvConfig kv;
   int64_t rank = 0;
   int64_t num_ranks = 1;
-  // Called now and then, by one thread at a time, with what is being done and the part of it done.
+  // Called now and then, by one thread at a time, with the current stage and the fraction done.
   std::function<void(absl::string_view stage, double fraction)> progress;
 };
 
 // INVALID_ARGUMENT for a model that does not divide over the ranks, a context beyond the model's,
-// an unknown dtype; otherwise as LoadModelConfig, LoadWeights (of a dummy MakeDummyWeights, which
-// reads no file but the configuration) and the backend, which outlives the model.
+// an unknown dtype. Other errors are those of LoadModelConfig, LoadWeights (for a dummy model
+// MakeDummyWeights, which reads no file except the configuration) and the backend. The backend
+// outlives the model.
 absl::StatusOr<LoadedModel> LoadModel(const LoadModelOptions& options, Backend& backend);
 
 }  // namespace kvasir::worker

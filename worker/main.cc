@@ -47,7 +47,7 @@ const proto::CommandInfo kCommand = {
         "and the coordinator says which model, which rank and how much memory.",
     .example = "kvasir-worker --listen 127.0.0.1:50061 --threads 8"};
 
-// Whether this worker can carry out plans, for whoever asks: gRPC health and /health. Thread-safe.
+// Whether this worker can carry out plans, reported by gRPC health and /health. Thread-safe.
 class Readiness {
  public:
   void Set(bool ready) {
@@ -55,7 +55,7 @@ class Readiness {
     ready_ = ready;
     Publish();
   }
-  // From here on gRPC's health service is told; null: not any more.
+  // Reports changes to gRPC's health service from now on; null: no longer.
   void Attach(grpc::HealthCheckServiceInterface* health) {
     kernels::MutexLock lock(mu_);
     health_ = health;
@@ -79,18 +79,18 @@ class Readiness {
 
   kernels::Mutex mu_;
   bool ready_ GUARDED_BY(mu_) = false;
-  absl::Status accepting_ GUARDED_BY(mu_);  // new connections
+  absl::Status accepting_ GUARDED_BY(mu_);  // status of new connections
   grpc::HealthCheckServiceInterface* health_ GUARDED_BY(mu_) = nullptr;
 };
 
-// How long the server waits, once the engine has stopped, for clients to close their connections;
-// health watchers never do.
+// Time for which the server waits, once the engine has stopped, for clients to close their
+// connections. Health watchers never do.
 constexpr std::chrono::milliseconds kShutdownGrace{500};
 
-// An end that takes longer is made by the system.
+// A shutdown that takes longer is ended by the system.
 constexpr unsigned kLongestEndSeconds = 60;
 
-// The signals that end the process, blocked in all threads and waited for by main.
+// Blocks the signals that end the process in all threads; main waits for them.
 sigset_t BlockEndSignals() {
   sigset_t signals;
   sigemptyset(&signals);
@@ -99,7 +99,7 @@ sigset_t BlockEndSignals() {
   return signals;
 }
 
-// HOST:PORT of what was bound; unix: addresses as they are.
+// Returns HOST:PORT with the bound port; unix: addresses unchanged.
 std::string BoundAddress(const std::string& listen, int port) {
   if (proto::IsUnixAddress(listen)) return listen;
   return absl::StrCat(listen.substr(0, listen.rfind(':')), ":", port);
@@ -170,7 +170,7 @@ absl::Status RunWorker(const v1::WorkerConfig& config, StartTimes::Clock::time_p
     int signal = 0;
     sigwait(&end_signals, &signal);
     spdlog::info("signal {}: finishing the step in flight", signal);
-    // A disk that hangs may keep threads for ever.
+    // A hanging disk may keep threads for ever.
     std::signal(SIGALRM, SIG_DFL);
     alarm(kLongestEndSeconds);
     service.Shutdown();
@@ -184,7 +184,7 @@ absl::Status RunWorker(const v1::WorkerConfig& config, StartTimes::Clock::time_p
   return server.status();
 }
 
-// For whoever started this process; there is nobody to tell when it cannot be written.
+// Tells whoever started this process. If the file cannot be written, nobody can be told.
 void WriteFailure(const std::string& path, const absl::Status& status) {
   if (path.empty() || status.ok()) return;
   std::ofstream(path) << absl::StatusCodeToString(status.code()) << ": " << status.message();

@@ -225,8 +225,8 @@ struct WorkerMetrics::Series {
   Histogram& step_seconds;
   Histogram& step_tokens;
   std::array<Counter*, kernels::kMaxStages> stages_run = {}, stages_reused = {};
-  // Whose sequences have failed: rows that were planned before the coordinator heard of it come
-  // back with the same error.
+  // Slots of failed sequences: rows that were planned before the coordinator heard of the failure
+  // come back with the same error.
   std::set<uint32_t> failed_slots;
   // By Phase.
   std::array<Counter*, 2> blocks = {}, selected_out = {}, window = {}, pruned = {}, terminated = {};

@@ -1,6 +1,6 @@
-// What a worker shows on /metrics. It hides prometheus-cpp's families and the turning of totals
-// into increments. Counters are of the process: they go on when a group is formed anew. The engine
-// thread records; the registry may be read by any thread.
+// A worker's metrics for /metrics. It hides prometheus-cpp's families and turns totals into
+// increments. Counters belong to the process: they go on when a group is formed again. The engine
+// thread records; any thread may read the registry.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ namespace kvasir::worker {
 struct GroupLabels {
   std::string model_name;  // as the coordinator calls it
   int64_t rank = 0;
-  bool disk_tier = false;  // that there should be one
+  bool disk_tier = false;  // whether a disk tier is configured
 };
 
 class WorkerMetrics {
@@ -26,16 +26,16 @@ class WorkerMetrics {
   explicit WorkerMetrics(prometheus::Registry& registry);
   ~WorkerMetrics();
 
-  // From here on series carry these labels, and the engine's totals start at 0.
+  // From this call on series carry these labels, and the engine's totals start at 0.
   void JoinGroup(const GroupLabels& labels);
   // REQUIRES: JoinGroup.
   void RecordStep(const Engine& engine, const v1::StepPlan& plan, const v1::StepReply& reply);
-  // What the tiers hold and have done; part of RecordStep. REQUIRES: JoinGroup.
+  // Records what the tiers hold and have done; RecordStep calls it too. REQUIRES: JoinGroup.
   void RecordTiers(const Engine& engine);
 
  private:
   struct Families;
-  struct Series;  // of one group
+  struct Series;  // series of one group
 
   void RecordFailures(const v1::StepPlan& plan, const v1::StepReply& reply);
   void RecordDisk(const Engine& engine);

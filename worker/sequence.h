@@ -23,7 +23,8 @@ struct LayerBudget {
   int64_t budget_tokens = 0;
 };
 
-// What a sequence attends to in one phase: a selector of the engine's, and this sequence's numbers.
+// The attention of a sequence in one phase: one of the engine's selectors, and this sequence's
+// numbers.
 struct PhasePolicy {
   int64_t selector = 0;  // index into the engine's selectors
   kernels::SelectionNumbers numbers;
@@ -36,23 +37,23 @@ struct Sequence {
   std::vector<int32_t> tokens;  // the prompt, then what was sampled, or kTokenToCome
   int64_t prompt_size = 0;
   int64_t given_size = 0;    // tokens known at the start: more than the prompt if resumed
-  int64_t kv_length = 0;     // positions [0, kv_length) have their KV in `blocks`, or will soon
-  int64_t sound_length = 0;  // of these, computed before anything failed
+  int64_t kv_length = 0;     // positions [0, kv_length) have their KV in `blocks`, or are in flight
+  int64_t sound_length = 0;  // leading part of kv_length, computed before anything failed
   std::vector<kernels::BlockId> blocks;  // bound to the slot, in order
   v1::RowSampling sampling;
   PhasePolicy prefill, decode;
   // Positions from here on are computed one by one with the decode part: the prompt's tail and
-  // what is generated. Positions before it go in query blocks with the prefill part.
+  // generated tokens. Positions before it go in query tiles with the prefill part.
   int64_t decode_begin = 0;
-  // What its generated tokens remember of each other's selections; null where they remember
-  // nothing. The prompt's tail does not: it is read before there is anything to remember.
+  // Memory of selections that the sequence's generated tokens share; null if they share none. The
+  // prompt's tail does not use it: there is nothing to remember yet.
   std::unique_ptr<kernels::RememberedSelections> memory;
-  // Not OK once a row of it failed: KV from sound_length on is not to be trusted. Rows that were
-  // planned before the coordinator heard of it are computed like others, so that ranks stay in step
-  // though only one of them may have found the failure.
+  // Not OK once a row of the sequence failed: KV from sound_length on must not be trusted. Rows
+  // planned before the coordinator heard of the failure are computed like others, so that ranks
+  // stay in step although only one of them may have found it.
   absl::Status failed;
-  // It failed for want of room or for its numbers, on every rank: nothing of it is computed any
-  // more.
+  // The sequence failed for lack of room or for its numbers, on every rank. None of its later rows
+  // is computed.
   bool is_left_out = false;
 };
 
@@ -63,15 +64,15 @@ struct RowWork {
   int64_t num_tokens = 0;
   bool sample = false;
   const Sequence* sequence = nullptr;
-  // Its one token is what the step before samples, which is under way: the index among what that
-  // step samples. -1: its tokens are known.
+  // Index among the tokens sampled by the step before, still in flight, of the one that becomes
+  // this row's single token. -1: the row's tokens are known.
   int64_t fed_by = -1;
 };
 
-// Stands in Sequence::tokens for a token that is being sampled.
+// Placeholder in Sequence::tokens for a token that is being sampled.
 inline constexpr int32_t kTokenToCome = -1;
 
-// A block whose page bounds must be made anew from its first tokens before it is appended to.
+// A block whose page bounds must be computed again from its first tokens before it is appended to.
 using Truncation = kernels::BlockKeys;
 
 }  // namespace kvasir::worker

@@ -19,7 +19,7 @@ namespace {
 using kernels::Mutex;
 using kernels::MutexLock;
 
-// A coordinator is at most one step ahead; more than this is no coordinator.
+// A coordinator is at most one step ahead; a peer with more queued messages is not a coordinator.
 constexpr size_t kMaxQueuedMessages = 64;
 
 }  // namespace
@@ -45,7 +45,7 @@ class WorkerService::Stream final
   void Start(std::shared_ptr<Stream> self) {
     self_ = std::move(self);
     StartRead(&incoming_);
-    v1::WorkerMessage here;  // the coordinator waits for less long for a worker that is not
+    v1::WorkerMessage here;  // without this the coordinator gives up sooner
     here.mutable_load_progress()->set_stage("accepted");
     Write(std::move(here));
   }
@@ -56,7 +56,7 @@ class WorkerService::Stream final
     MutexLock lock(mu_);
     while (inbox_.empty() && end_status_.ok()) readable_.Wait(mu_);
     if (!end_status_.ok())
-      return std::nullopt;  // what is still queued would have no one to answer to
+      return std::nullopt;  // nobody would receive the answers to what is still queued
     v1::CoordinatorMessage message = std::move(inbox_.front());
     inbox_.pop_front();
     return message;
@@ -91,7 +91,7 @@ class WorkerService::Stream final
 
   Rendezvous& rendezvous() override { return rendezvous_; }
 
-  // Ends the call once everything queued has been written. The first status stays.
+  // Ends the call once everything queued has been written. The first status is kept.
   void Close(const absl::Status& status) {
     {
       MutexLock lock(mu_);
@@ -104,14 +104,14 @@ class WorkerService::Stream final
 
   // --- any thread ---
 
-  // No further message is read. The first reason stays.
+  // Stops reading messages. The first reason is kept.
   void EndReads(const absl::Status& why) {
     rendezvous_.Fail(why);
     MutexLock lock(mu_);
     if (end_status_.ok()) end_status_ = why;
     readable_.NotifyAll();
   }
-  // Why reading ended; OK while it has not.
+  // Returns why reading ended; OK while it has not.
   absl::Status end_status() {
     MutexLock lock(mu_);
     return end_status_;
@@ -175,21 +175,21 @@ class WorkerService::Stream final
   proto::GrpcListener& connections_;
   const std::string peer_;
   std::unique_ptr<proto::GrpcListener::Call> call_;  // until OnDone
-  v1::CoordinatorMessage incoming_;                  // of the read in flight
+  v1::CoordinatorMessage incoming_;                  // target of the read in flight
   Rendezvous rendezvous_;
   std::shared_ptr<Stream> self_;  // from Start to OnDone
 
   Mutex mu_;
   kernels::CondVar readable_;
   std::deque<v1::CoordinatorMessage> inbox_ GUARDED_BY(mu_);
-  absl::Status end_status_ GUARDED_BY(mu_);               // not OK: nothing is read any more
+  absl::Status end_status_ GUARDED_BY(mu_);               // not OK: nothing more is read
   std::deque<v1::WorkerMessage> outbox_ GUARDED_BY(mu_);  // the front is being written
   bool writing_ GUARDED_BY(mu_) = false;
   bool write_failed_ GUARDED_BY(mu_) = false;
   std::optional<absl::Status> close_status_ GUARDED_BY(mu_);
 };
 
-// The answer to a stream that is not wanted.
+// The answer to a stream that is refused.
 class WorkerService::Refusal final
     : public grpc::ServerBidiReactor<v1::CoordinatorMessage, v1::WorkerMessage> {
  public:
@@ -213,7 +213,7 @@ grpc::ServerBidiReactor<v1::CoordinatorMessage, v1::WorkerMessage>* WorkerServic
     if (current_ == nullptr) {
       current_ = stream;
     } else if (next_ == nullptr && !current_->end_status().ok()) {
-      next_ = stream;  // a new group, while the end of the old one is still being worked off
+      next_ = stream;  // a new group, while the end of the old one is still being handled
     } else {
       return new Refusal(absl::AlreadyExistsError(
           "this worker has a coordinator; stop that one or let it leave first"));
@@ -245,7 +245,7 @@ void WorkerService::RunEngineThread() {
   }
 }
 
-// Memory that runs out in the middle of a plan ends the group and not the process.
+// Running out of memory in the middle of a plan ends the group and not the process.
 absl::Status WorkerService::ServeGuarded(CoordinatorStream& stream) {
   try {
     return serve_(stream);

@@ -34,7 +34,8 @@ absl::Status ParseHash(uint64_t block_id, const std::string& bytes, kvstore::Pre
   return absl::OkStatus();
 }
 
-// A store's refusal of what a plan asked for means that the plan is wrong, except for memory.
+// Converts the store's errors: its refusal of a plan's request means that the plan is wrong, except
+// for lack of memory.
 absl::Status FromStore(const absl::Status& status) {
   if (status.ok() || absl::IsResourceExhausted(status)) return status;
   return BadPlan(status.ToString());
@@ -46,14 +47,14 @@ kernels::OnViolation ToOnViolation(absl::string_view name) {
   return kernels::OnViolation::kReport;
 }
 
-// `declared` with the numbers of one sequence.
+// Returns `declared` with the numbers of one sequence.
 v1::AttentionPolicy WithNumbers(v1::AttentionPolicy declared, const v1::AttentionPolicy& numbers) {
   declared.clear_layer_budgets();
   declared.MergeFrom(numbers);
   return declared;
 }
 
-// Numbers that kernels would refuse.
+// Finds numbers that kernels would refuse.
 absl::Status CheckNumbers(const PolicyShape& shape, const v1::SequenceStart& start) {
   if (start.decode().quality().min_mass() != 0 && shape.decode.quality().min_mass() == 0) {
     return absl::InvalidArgumentError(
@@ -84,7 +85,7 @@ kernels::SelectionNumbers NumbersOf(const v1::AttentionPolicy& policy) {
   const v1::QualityPolicy& quality = policy.quality();
   return {.sink_tokens = policy.sink_tokens(),
           .window_tokens = std::max<int64_t>(1, policy.window_tokens()),
-          // `all` has none: it chooses nothing besides sink and window.
+          // `all` has no budget: it chooses nothing besides sink and window.
           .budget_tokens = policy.has_all() ? 0 : policy.token_budget(),
           .top_p = policy.top_p() == 0 ? 1 : policy.top_p(),
           .patience = policy.patience(),
@@ -260,7 +261,7 @@ absl::Status SlotTable::CheckRow(const v1::StepRow& row, const Sequence& sequenc
   if (row.sample() && end < sequence.given_size) {
     return bad("sampling inside the ", sequence.given_size, " tokens that are known");
   }
-  // The cut into query blocks must not depend on the chunks.
+  // The cut into query tiles must not depend on the chunks.
   if (begin < sequence.decode_begin && begin % kPageTokens != 0) {
     return bad("a prefill chunk must begin at a multiple of ", kPageTokens);
   }

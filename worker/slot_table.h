@@ -1,12 +1,12 @@
 // The sequences of a worker by slot, and their blocks in the KV store. It carries out the
-// bookkeeping parts of a plan and checks every field of it first: a plan comes from our own
-// coordinator, but a wrong one must end as an error and never as corrupted KV. It hides how slots,
-// blocks and tokens refer to each other. Called by the engine, in the order of a plan's fields.
+// bookkeeping parts of a plan and checks every field first: plans come from our own coordinator,
+// but a wrong one must end as an error and never as corrupted KV. It hides how slots, blocks and
+// tokens refer to each other. Called by the engine, in the order of a plan's fields.
 // Thread-compatible.
 //
-// Errors: INTERNAL, naming the field, for a plan that contradicts what the worker knows; the group
+// Errors: INTERNAL, naming the field, for a plan that contradicts the worker's state; the group
 // cannot go on after it. RESOURCE_EXHAUSTED from Prepare concerns its row only. A sequence whose
-// numbers no selector can work with starts as one that has failed.
+// numbers no selector can work with starts as failed.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +24,7 @@
 
 namespace kvasir::worker {
 
-// What a part of a policy says in numbers.
+// Returns the numbers of one part of a policy.
 kernels::SelectionNumbers NumbersOf(const v1::AttentionPolicy& policy);
 
 // A policy that the server declared, and its selectors.
@@ -43,7 +43,7 @@ struct SlotTableOptions {
   std::vector<PolicyShape> policies = {};
 };
 
-// Where the reused prefix of a sequence lay when it started. Tokens.
+// Tokens of a sequence's reused prefix, by the tier that held them at its start.
 struct CachedPrefix {
   int64_t device_tokens = 0;
   int64_t host_tokens = 0;
@@ -59,25 +59,25 @@ class SlotTable {
   absl::Status Free(uint32_t slot);
   absl::Status Persist(const v1::BlockPersist& persist);
   void Drop(kernels::BlockId block) { store_.Drop(block); }
-  // What the store says, unless the plan is wrong.
+  // Returns the store's status, or an error if the plan is wrong.
   absl::Status Restore(const v1::BlockRestore& restore);
-  // Blocks that the plan's starts name and this rank does not hold.
+  // Returns the blocks that the plan's starts name and this rank does not hold.
   std::vector<kernels::BlockId> FindMissing(const v1::StepPlan& plan) const;
   absl::StatusOr<CachedPrefix> Start(const v1::SequenceStart& start);
 
-  // Truncates the sequence to the row's begin, opens its new blocks, and returns the work.
-  // `truncations` is appended to.
+  // Truncates the sequence to the row's begin, opens its new blocks, and returns the work. Appends
+  // to `truncations`.
   absl::StatusOr<RowWork> Prepare(const v1::StepRow& row, std::vector<Truncation>& truncations);
 
-  // Whether a row of the slot is not to be prepared: its numbers are wrong, or one before it found
-  // no room.
+  // Whether no row of the slot may be prepared: its numbers are wrong, or an earlier row found no
+  // room.
   bool IsLeftOut(uint32_t slot) const;
 
   // REQUIRES: the slot is taken.
   Sequence& at(int64_t slot);
   // Null when the slot is not taken (or does not exist).
   const Sequence* Find(uint32_t slot) const;
-  // Of all sequences.
+  // Sum over all sequences. Bytes.
   int64_t selection_memory_bytes() const;
 
  private:

@@ -16,11 +16,12 @@ class StartTimes {
 
   explicit StartTimes(Clock::time_point begin) : begin_(begin) {}
 
-  // From here on this is being done, in place of what was done before. No news if it was this.
+  // Ends the current stage and begins this one. Does nothing if this is the current stage.
   void Enter(absl::string_view stage, Clock::time_point now = Clock::now());
-  // Bytes that a stage moved.
+  // Sets the number of bytes that a stage moved.
   void SetBytes(absl::string_view stage, int64_t bytes);
-  // "5.3 s: weights 3.1 (16.1 GB at 5.2 GB/s), KV 0.9": all, then the stages in their order.
+  // Returns "5.3 s: weights 3.1 (16.1 GB at 5.2 GB/s), KV 0.9": the total, then the stages in
+  // order.
   std::string Summary(Clock::time_point now = Clock::now()) const;
 
  private:

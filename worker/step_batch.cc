@@ -12,14 +12,14 @@ namespace {
 using kernels::kPageTokens;
 using kernels::QueryBlock;
 
-// One query block before it is sorted to its selector.
+// One query tile before tiles are sorted by selector.
 struct Piece {
   QueryBlock block;
   BlockInfo info;
   const PhasePolicy* policy = nullptr;
 };
 
-// Appends the query blocks of one row, whose tokens start at `first_row` of the batch.
+// Appends the query tiles of one row, whose tokens start at `first_row` of the batch.
 void CutRow(const RowWork& work, int64_t row, int64_t first_row, std::vector<Piece>& pieces) {
   const Sequence& sequence = *work.sequence;
   const int64_t end = work.begin + work.num_tokens;
@@ -112,8 +112,8 @@ kernels::SelectionNumbers NumbersInLayer(const StepBatch& batch, int64_t b, int6
   for (const LayerBudget& layers : info.layer_budgets) {
     if (layer >= layers.begin && layer < layers.end) numbers.budget_tokens = layers.budget_tokens;
   }
-  // The window is never less than the policy's: what a selection reaches into must fit in it, and
-  // selectors have a least one.
+  // The window is never less than the policy's: selectors have a minimum, and it must hold
+  // everything that a selection reaches into.
   if (layer < info.dense_layers) {
     numbers.window_tokens = std::max(numbers.window_tokens, block.first_position + block.num_rows);
   }

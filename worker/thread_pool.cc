@@ -12,13 +12,13 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// How long a waiting thread looks before it goes to sleep: longer than what a step does between two
-// loops, since waking a thread takes as long as a small loop. A number of pauses would not do: one
-// takes 40 cycles on some machines and 140 on others.
+// Time for which a waiting thread spins before it sleeps. It is longer than the work of a step
+// between two loops, since waking a thread takes as long as a small loop. A number of pauses would
+// not do: one takes 40 cycles on some machines and 140 on others.
 constexpr std::chrono::microseconds kSpinTime(100);
-// Looks between two looks at the clock.
+// Spins between two readings of the clock.
 constexpr int kSpins = 32;
-// A loop number is 32 bits, so are its items; longer loops are run in pieces.
+// A loop number has 32 bits, and so does an item number; longer loops are run in pieces.
 constexpr int64_t kMaxItems = int64_t{1} << 31;
 
 void Pause() {
@@ -92,8 +92,8 @@ void ThreadPool::TakeItems(uint32_t loop, int thread) {
   Loop& slot = loops_[loop % 2];
   uint64_t next = next_.load(std::memory_order_acquire);
   for (;;) {
-    // Of the loop `loop` for certain only if the exchange below succeeds: the slot is written again
-    // after `next_` has left this loop.
+    // Belongs to loop `loop` for certain only if the exchange below succeeds: the slot is written
+    // again after `next_` has left this loop.
     const auto* body = slot.body.load(std::memory_order_relaxed);
     const uint32_t size = slot.size.load(std::memory_order_relaxed);
     const uint32_t item = static_cast<uint32_t>(next);

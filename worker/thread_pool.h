@@ -1,9 +1,9 @@
-// The executor of a worker process: its own threads, which take the items of a loop one by one.
-// The caller takes part and waits only for items that somebody has begun: a thread that the system
-// does not run just now holds nobody up, where OpenMP's barrier waits for every thread. Between
-// loops, threads spin for a hundred microseconds (the loops of a step follow each other closely)
-// and then sleep. oneDNN is called from these threads with one thread each, so the process has one
-// pool. Thread-compatible: one ParallelFor at a time.
+// The executor of a worker process: its own threads, which take the items of a loop one by one. The
+// caller takes part and waits only for items that a thread has begun: a thread that the system is
+// not running delays nobody, unlike OpenMP's barrier, which waits for every thread. Between loops,
+// threads spin for a hundred microseconds (the loops of a step follow each other closely) and then
+// sleep. oneDNN is called from these threads with one thread each, so the process has one pool.
+// Thread-compatible: one ParallelFor at a time.
 #pragma once
 
 #include <array>
@@ -19,7 +19,7 @@ namespace kvasir::worker {
 
 class ThreadPool final : public kernels::Executor {
  public:
-  // num_threads counts the caller; 0: as many as there are cores.
+  // num_threads counts the caller. 0: as many as there are cores.
   explicit ThreadPool(int num_threads);
   ~ThreadPool() override;
   ThreadPool(const ThreadPool&) = delete;
@@ -29,7 +29,7 @@ class ThreadPool final : public kernels::Executor {
   int num_threads() const override { return num_threads_; }
 
  private:
-  // One loop. Two alternate, so that a thread that wakes up late and still looks at the loop before
+  // One loop. Two alternate, so that a thread that wakes up late and still reads the previous loop
   // cannot see a mixture of two.
   struct Loop {
     std::atomic<const std::function<void(int64_t, int)>*> body = nullptr;
@@ -47,7 +47,7 @@ class ThreadPool final : public kernels::Executor {
   // at once.
   std::atomic<uint64_t> next_ = 0;
   std::atomic<uint32_t> unfinished_ = 0;  // items of the current loop
-  std::atomic<uint32_t> loop_ = 0;        // number of the current loop; what sleeping threads watch
+  std::atomic<uint32_t> loop_ = 0;        // number of the current loop; sleeping threads watch it
   std::atomic<bool> stopping_ = false;
   std::vector<std::thread> threads_;  // last: they use everything above
 };

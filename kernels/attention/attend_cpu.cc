@@ -19,10 +19,10 @@ namespace {
 
 constexpr float kNoKey = -std::numeric_limits<float>::infinity();
 
-// One query of one head, and what it has seen.
+// One query of one head, with its partial result.
 struct Query {
   std::vector<float> q;
-  std::vector<float> far_q;  // of grouped positions: as far keys see it
+  std::vector<float> far_q;  // with grouped positions: as far keys see it
   AttentionState state;
   std::vector<float> out;
 
@@ -55,9 +55,9 @@ void AddPage(int64_t head_dim, const std::byte* key_bytes, const std::byte* valu
   for (uint64_t rest = mask; rest != 0; rest &= rest - 1) {
     const int t = std::countr_zero(rest);
     logits[t] = scale * Dot(q, keys + t * d);
-    max = std::max(max, logits[t]);  // NaN is left out here and shows in the sum
+    max = std::max(max, logits[t]);  // a NaN is dropped here and shows in the sum
   }
-  // Before the first key max is -inf, and after NaN or -inf logits only it still is.
+  // max is -inf before the first key, and as long as all logits are NaN or -inf.
   const float subtract = max == kNoKey ? 0 : max;
   const float keep = std::exp(query.state.max - subtract);
   query.state.max = max;
@@ -80,7 +80,7 @@ void Merge(Query& left, const Query& right) {
   }
 }
 
-// One (query block, KV head).
+// One (query tile, KV head).
 template <typename Activation, typename Kv>
 class Row {
  public:
@@ -138,10 +138,10 @@ class Row {
   }
 
   struct Page {
-    const std::byte* cached_keys = nullptr;  // null, as values, where the page is absent
+    const std::byte* cached_keys = nullptr;  // null, like `values`, when the page is absent
     const std::byte* values = nullptr;
-    std::vector<std::byte> rotated_keys = {};  // empty: the cached ones are
-    std::vector<std::byte> far_keys = {};      // of grouped positions
+    std::vector<std::byte> rotated_keys = {};  // empty: the cached keys are used
+    std::vector<std::byte> far_keys = {};      // with grouped positions
 
     const std::byte* keys() const {
       return rotated_keys.empty() ? cached_keys : rotated_keys.data();
@@ -153,7 +153,7 @@ class Row {
     AddPage<Kv>(p_.kv.layout.head_dim, keys, page.values, mask, p_.scale, q, query);
   }
 
-  // Adds up what query r of the block sees, for all heads of the group.
+  // Adds what query r of the tile sees, for all heads of the group.
   void AddPages(int64_t r, EarlyEnd& end) {
     int64_t segment = -1;
     for (int64_t i = 0; i < std::ssize(steps_);) {

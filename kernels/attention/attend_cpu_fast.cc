@@ -1,11 +1,11 @@
 // Walks the selections, hands pages to the tile functions, and merges segments in order. One item
-// of work is a (query block, KV head) or, where rows are few and contexts long, one segment of it:
+// of work is a (query tile, KV head), or one segment of it where rows are few and contexts long:
 //
-//   plan (calling thread) -> items (all threads) -> merge of the rows that were split (all threads)
+//   plan (calling thread) -> items (all threads) -> merge of split rows (all threads)
 //
-// A row has the same bits either way: a segment's state comes from its pages alone, and segments
-// are merged in reading order by the same function. Scratch holds per-thread memory, then the plan,
-// then the states of split segments.
+// A row has the same bits either way: a segment's state comes from its pages alone, and the same
+// function merges segments in reading order. Scratch holds per-thread memory, then the plan, then
+// the states of split segments.
 #include <algorithm>
 #include <atomic>
 #include <bit>
@@ -61,21 +61,21 @@ struct ThreadMemory {
         ending(pieces.Take<std::byte>(largest.ending_bytes)) {}
 
   PageStep* steps;   // of the item
-  float* q;          // or bfloat16
-  float* far_q;      // of grouped positions: the queries as far keys see them
-  std::byte* query;  // one, to be rotated
+  float* q;          // float or bfloat16
+  float* far_q;      // with grouped positions: the queries as far keys see them
+  std::byte* query;  // one query, to be rotated
   std::byte* rotated_keys;
-  // The running segment.
+  // The open segment.
   float* max;
   float* sums;
   float* out;
   // The segments before it.
   RowStates total;
   std::byte* workspace;
-  // For the terminator of a row, which reads them.
-  PartialOutput* closed;  // [group], `total`
-  PartialOutput* open;    // [group], the running segment
-  std::byte* ending;      // and writes this
+  // For the row's terminator, which reads `closed` and `open` and writes `ending`.
+  PartialOutput* closed;  // [group], of `total`
+  PartialOutput* open;    // [group], of the open segment
+  std::byte* ending;
 };
 
 void ClearStates(const RowStates& to, int64_t rows, int64_t head_dim) {
@@ -149,7 +149,7 @@ class ItemRun {
   }
 
  private:
-  // position_of(the query's own).
+  // position_of maps a query's own position to the one it is read at.
   template <typename Activation, typename To, typename PositionOf>
   void CopyQueries(const PositionOf& position_of, To* to) {
     for (int64_t r = 0; r < num_rows_; ++r) {
@@ -186,7 +186,7 @@ class ItemRun {
     LoadQueries([&](int64_t position) { return grouped.FarQuery(position); }, memory_.far_q);
   }
 
-  // Null where the page is absent.
+  // Returns null when the page is absent.
   const std::byte* Read(const PageStep& step) const {
     const QueryBlock& block = c_.block(item_.row);
     const int64_t bytes = std::popcount(step.mask) * 2 * c_.p.kv.layout.row_bytes();
@@ -197,8 +197,8 @@ class ItemRun {
         .store(1, std::memory_order_relaxed);
     return nullptr;
   }
-  // The page to come, across segments too: it is fetched from memory while the one before is
-  // computed. Null at the item's end, and where the row may end: what is skipped is not fetched.
+  // Returns the next page, across segments too, so that it is prefetched while the current one is
+  // computed. Null at the item's end, and where the row may end: skipped pages are not prefetched.
   const std::byte* PageToCome() const {
     if (next_ == num_steps_) return nullptr;
     if (early_end_.has_value() && early_end_->MaySkip(next_)) return nullptr;
@@ -246,12 +246,12 @@ class ItemRun {
                  {.keys = page, .page = step.page, .mask = step.mask, .entry = step.entry},
                  memory_.rotated_keys);
       tile.keys = memory_.rotated_keys;
-      tile.next_page = nullptr;  // the tile functions fetch it as it lies behind keys and values
+      tile.next_page = nullptr;  // tile functions assume that its keys and values follow these
     }
     Add(tile, memory_.q, 0, block.num_rows);
   }
 
-  // Far keys first, then near ones: each query sees those on its own side.
+  // Adds far keys first, then near ones: each query sees the keys of its own side.
   void AddGroupedPage(const PageStep& step, TilePage tile) {
     const GroupedPositions& grouped = c_.p.grouped;
     const QueryBlock& block = c_.block(item_.row);
@@ -268,8 +268,8 @@ class ItemRun {
       RotateFarKeys(*c_.p.rope, c_.p.kv.layout, grouped, cached(far_of_some), memory_.rotated_keys);
       TilePage far = tile;
       far.mask = far_of_some;
-      far.first_query -= grouped.window;  // up to where the neighbourhood begins
-      const int64_t first = std::max<int64_t>(0, -far.first_query);  // that sees one of them
+      far.first_query -= grouped.window;  // sees keys up to the start of the neighbourhood
+      const int64_t first = std::max<int64_t>(0, -far.first_query);  // first query with a far key
       far.first_query += first;
       Add(far, memory_.far_q, first, block.num_rows - first);
     }
@@ -281,7 +281,7 @@ class ItemRun {
       Add(tile, memory_.q, 0, block.num_rows);
       return;
     }
-    // Where neighbourhoods begin differs from query to query.
+    // The start of the neighbourhood differs from query to query.
     for (int64_t query = 0; query < block.num_rows; ++query) {
       TilePage near = tile;
       near.mask &= ~far_of(query);
@@ -290,7 +290,7 @@ class ItemRun {
     }
   }
 
-  // Adds what the queries [begin, begin + count) of `q`, the item's, see of a page.
+  // Adds what queries [begin, begin + count) of the item's queries `q` see of a page.
   void Add(const TilePage& page, float* q, int64_t begin, int64_t count) {
     const int64_t row = begin * c_.group;
     const int64_t query_bytes = c_.head_dim * (c_.bf16_queries ? 2 : 4);
@@ -360,7 +360,7 @@ absl::Status Run(const AttendContext& c, Executor& executor) {
     ScratchPieces pieces(memory + counted_thread.bytes() * thread);
     return ThreadMemory(pieces, size.largest, c);
   };
-  // std::ref: a std::function of a larger closure would allocate.
+  // std::ref, because a std::function of a larger closure would allocate.
   const auto run_item = [&](int64_t i, int thread) {
     ItemRun(c, plan.items[i], memory_of(thread)).Run();
   };

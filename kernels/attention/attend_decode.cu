@@ -1,11 +1,11 @@
 // Decode attention on Hopper: one query a row, the heads of a KV group together.
 //
-// A unit is a share of a row's items (row_items.h). Blocks stay on the GPU and take units in turn.
-// In a block, the producer warpgroup makes tiles of what the items attend to, several stages ahead
-// (decode_tiles.cuh); three warpgroups take the tiles in turn (decode_page.cuh). The block merges
-// the states of its warpgroups, and whoever ends the last of a row's units those of them all, both
-// in an order that is the unit's own: what else a block has done, or which is the last, does not
-// matter.
+// A unit is a share of a row's items (row_items.h). CTAs stay on the GPU and take units in turn. In
+// a CTA, the producer warpgroup makes tiles of what the items attend to, several stages ahead
+// (decode_tiles.cuh), and three warpgroups take the tiles in turn (decode_page.cuh). The CTA merges
+// the states of its warpgroups. The CTA that ends a row's last unit merges the states of all the
+// row's units. Both merges use an order fixed by the unit, so neither a CTA's other work nor the
+// choice of the last unit matters.
 #include "kernels/attention/decode_page.cuh"
 #include "kernels/attention/decode_tiles.cuh"
 #include "kernels/base/overlapped_launch.h"
@@ -16,8 +16,8 @@ namespace {
 
 constexpr int kThreads = (kConsumers + 1) * kGroupThreads;
 constexpr int kRingBytes = 192 * 1024;
-constexpr int kPartialsAtOnce = 16;  // a row's units, where there are eight KV heads
-constexpr int kCountingWarp = kThreads / kWarpThreads - 1;  // a producer that brings no pages
+constexpr int kPartialsAtOnce = 16;  // the number of a row's units with eight KV heads
+constexpr int kCountingWarp = kThreads / kWarpThreads - 1;  // a producer warp that copies no pages
 
 struct DecodeParams : AttendLaunch {
   DecodeScratch memory;
@@ -27,18 +27,18 @@ template <int kHeadDim, Placement kPlacement>
 struct alignas(1024) SharedMemory {
   using Shape = PageShape<kHeadDim>;
   using Ring = TileRing<kHeadDim, kRingBytes / Shape::kPageBytes, KeyPositions<kPlacement>>;
-  // A stage always has the same reader: barriers tell one use of a stage from the next, not from
-  // the one after, which another reader could be waiting for already.
+  // A stage always has the same reader. A barrier tells one use of a stage from the next one, but
+  // not from the one after, for which another reader could already wait.
   static_assert(Ring::kStages % kConsumers == 0);
   Ring ring;
   DecodeMemory<kHeadDim> consumers[kConsumers];
   // By the place of the consumer's tiles in the unit: maximum, sum, values.
   float partials[kConsumers][kHeads][2 + kHeadDim];
-  bool ends_row;  // the unit is the last of its row
+  bool ends_row;  // the unit is the last of its row to end
 };
 
-// The part of a row that unit `id` is. Units of all rows lie side by side, so that the first units
-// of every row are spread over the GPU. The step is how many units the row has.
+// Returns the part of a row that is unit `id`. The first units of all rows have consecutive
+// numbers, so they are spread over the GPU. The step is the row's number of units.
 __device__ PageRun RunOfUnit(const DecodeParams& p, int64_t id) {
   PageRun run = WholeRow(p, id % p.num_rows);
   run.begin = id / p.num_rows;
@@ -51,15 +51,15 @@ __device__ int64_t NumUnits(const DecodeParams& p) {
   return p.num_rows * MaxDecodeUnits(p.kv.layout.num_kv_heads);
 }
 
-// What the unit's row attends to, by a warp.
+// Counts what the unit's row attends to, by a warp.
 __device__ void Count(const DecodeParams& p, const PageRun& run) {
   SelectedCounts& counts = p.counts[run.row];
   if (threadIdx.x % kWarpThreads == 0) counts.unread_pages = 0;
   CountRow(p.headers[run.row], p.entries + run.row * p.capacity, run.block, counts);
 }
 
-// By whole warps: after `id`, which is no unit's, the block's next number that is, or one past the
-// last. Where rows are short most are none, so each lane looks at one.
+// Returns the CTA's next number after `id` that is a unit, or one past the last number. Called by
+// whole warps. With short rows most numbers are no unit, so each lane tests one.
 __device__ int64_t NextUnit(const DecodeParams& p, int64_t id) {
   const int64_t stride = gridDim.x;
   for (id += stride; id < NumUnits(p); id += kWarpThreads * stride) {
@@ -83,7 +83,7 @@ __device__ void Produce(const DecodeParams& p, const KvTensorMaps& maps,
     }
     id += gridDim.x;
     producer.Produce(run);
-    // Beside the consumers' last tiles.
+    // Overlaps with the consumers' last tiles.
     if (p.counts != nullptr && run.begin == 0 && threadIdx.x / kWarpThreads == kCountingWarp) {
       Count(p, run);
     }
@@ -92,7 +92,8 @@ __device__ void Produce(const DecodeParams& p, const KvTensorMaps& maps,
 
 // --- the consumer warpgroups ---
 
-// Leaves the warpgroup's state, whose sums lie spread over its threads, where the block merges it.
+// Writes the warpgroup's state, whose sums are spread over its threads, to the place where the CTA
+// merges it.
 template <int kHeadDim, Placement kPlacement>
 __device__ void LeavePartial(SharedMemory<kHeadDim, kPlacement>& shared, const ThreadPlace& me,
                              int place, ThreadState<kHeadDim>& state) {
@@ -122,14 +123,14 @@ __device__ void LeavePartial(SharedMemory<kHeadDim, kPlacement>& shared, const T
   }
 }
 
-// A state of one (row, query head); of its values two, side by side.
+// A state of one (row, query head), with two neighbours of its values.
 struct PartialState {
   float max = kMinusInfinity;
   float sum = 0;
   float2 values = {0, 0};
 };
-// All partials of one (row, query head) together; the values are those of dimensions `d` and
-// d + 1. So many partials are read side by side, as each read takes long.
+// Merges all partials of one (row, query head), for the values of dimensions `d` and `d` + 1. Reads
+// kAtOnce partials side by side, because each read takes long.
 template <int kAtOnce>
 __device__ PartialState MergePartials(const float* partials, int64_t count, int64_t stride, int d) {
   PartialState merged;
@@ -159,7 +160,7 @@ __device__ PartialState MergePartials(const float* partials, int64_t count, int6
   }
   return merged;
 }
-// Calls use(head, d) for every other d of all heads of the group.
+// Calls use(head, d) for every even d of all heads of the group.
 template <int kHeadDim, typename Use>
 __device__ void ForEachPair(int64_t group, const Use& use) {
   constexpr int kPairs = kHeadDim / 2;
@@ -168,7 +169,7 @@ __device__ void ForEachPair(int64_t group, const Use& use) {
   }
 }
 
-// The threads of all consumers wait for each other.
+// Waits for the threads of all consumers.
 __device__ void SynchronizeConsumers() {
   hopper::NamedBarrier(1 + kConsumers, kConsumers * kGroupThreads);
 }
@@ -187,15 +188,16 @@ __device__ void StorePartial(const DecodeParams& p,
     *reinterpret_cast<float2*>(to + head * kStride + 2 + d) = merged.values;
     if (d == 0) *reinterpret_cast<float2*>(to + head * kStride) = {merged.max, merged.sum};
   });
-  SynchronizeConsumers();  // before the next unit's partials come
+  SynchronizeConsumers();  // before the next unit's partials are written
 }
 
-// A unit's partial is stored: whether it is the last of its row. Then all of them can be read.
+// Called when the unit's partial is stored. Returns whether it is the last of its row to end; then
+// all partials of the row can be read.
 template <int kHeadDim, Placement kPlacement>
 __device__ bool EndsRow(const DecodeParams& p, SharedMemory<kHeadDim, kPlacement>& shared,
                         const PageRun& run) {
   if (threadIdx.x == 0) {
-    // Of all threads' values, which a barrier brought here.
+    // Also publishes the values of all threads, which passed a barrier.
     shared.ends_row = hopper::AddAndSee(&p.memory.arrivals[run.row], 1) + 1 == run.step;
     if (shared.ends_row) p.memory.arrivals[run.row] = 0;
   }
@@ -222,7 +224,7 @@ __device__ void MergeRow(const DecodeParams& p, const PageRun& run) {
   });
 }
 
-// Attends to the consumer's tiles of the unit; returns their place.
+// Attends to the consumer's tiles of the unit. Returns their place.
 template <int kHeadDim, Placement kPlacement>
 __device__ int AttendToTiles(const DecodeParams& p, SharedMemory<kHeadDim, kPlacement>& shared,
                              const ThreadPlace& me,

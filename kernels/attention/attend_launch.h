@@ -1,5 +1,5 @@
-// The kernels behind attend_cuda.h: parameters as the device reads them, and the launches. Outside
-// of the kernels only attend_cuda.cc includes it, and kernels/sparse/art.
+// Kernels of attend_cuda.h: parameters in the device's form, and the launches. Besides the kernels,
+// only attend_cuda.cc and kernels/sparse/art include this header.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ namespace kvasir::kernels {
 struct AttendLaunch {
   const __nv_bfloat16* q = nullptr;  // [tokens, KV heads x group, head_dim]
   __nv_bfloat16* out = nullptr;      // like q
-  float* lse = nullptr;              // [tokens, KV heads x group], may be null
+  float* lse = nullptr;              // [tokens, KV heads x group]; null: not written
   PagedKv kv;
   int64_t layer = 0;
   float scale = 0;
@@ -26,12 +26,12 @@ struct AttendLaunch {
   const SelectionHeader* headers = nullptr;
   const SelectionEntry* entries = nullptr;
   int64_t capacity = 0;  // entries of a row
-  int64_t num_rows = 0;  // blocks x KV heads
+  int64_t num_rows = 0;  // tiles x KV heads
   int64_t group = 0;     // query heads of a KV head, at most 8
   uint8_t* faults = nullptr;
-  SelectedCounts* counts = nullptr;  // [num_rows], may be null
-  DeviceRopePositions rope = {};     // on: q and keys are rotated to their compact positions, or
-  GroupedPositions grouped = {};     // on: to their grouped ones
+  SelectedCounts* counts = nullptr;  // [num_rows]; null: not counted
+  DeviceRopePositions rope = {};     // on: q and keys are rotated to their compact positions,
+  GroupedPositions grouped = {};     // or, when this is on, to their grouped ones
 };
 
 // INVALID_ARGUMENT and UNIMPLEMENTED as in attend_cuda.h.
@@ -39,14 +39,14 @@ absl::StatusOr<AttendLaunch> MakeAttendLaunch(const AttendParams& params);
 
 struct DecodeScratch {
   float* partials = nullptr;  // [rows, MaxDecodeUnits, group, 2 + head_dim]: maximum, sum, values
-  uint32_t* arrivals = nullptr;  // [rows]: units that have ended; 0 before and after
+  uint32_t* arrivals = nullptr;  // [rows]: number of ended units; 0 before and after a call
 };
 
-// Blocks of one query.
+// For tiles of one query.
 cudaError_t LaunchAttendDecode(const AttendLaunch& params, const KvTensorMaps& maps,
                                const DecodeScratch& memory, int num_processors,
                                cudaStream_t stream);
-// Blocks of up to 64 queries.
+// For tiles of up to 64 queries.
 cudaError_t LaunchAttendPrefill(const AttendLaunch& params, const KvTensorMaps& maps,
                                 cudaStream_t stream);
 

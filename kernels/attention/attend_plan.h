@@ -1,5 +1,5 @@
-// How a call of AttendFast is cut into items of work: a (query block, KV head), or where rows are
-// few and contexts long, one segment of it. For attend_cpu_fast.cc. Thread-compatible.
+// Cuts a call of AttendFast into items of work: a (query tile, KV head), or one segment of it where
+// rows are few and contexts long. For attend_cpu_fast.cc. Thread-compatible.
 #pragma once
 
 #include <algorithm>
@@ -18,33 +18,33 @@ namespace kvasir::kernels {
 inline constexpr int64_t kWholeRow = -1;
 // Work is cut into about this many items a thread, so that threads finish together.
 inline constexpr int64_t kItemsPerThread = 4;
-// Rows with fewer pages are not worth cutting.
+// Rows with fewer pages are not cut.
 inline constexpr int64_t kMinPagesToSplit = 2 * kSegmentPages;
 
-// The state of all query rows of a (query block, KV head) over some segments.
+// The state of all query rows of a (query tile, KV head) over some segments.
 struct RowStates {
   AttentionState* states = nullptr;  // [rows]
   float* out = nullptr;              // [rows, head_dim], un-normalised
 };
 
 struct AttendItem {
-  int64_t row = 0;              // of the selection
-  int64_t segment = kWholeRow;  // or the only segment to compute
-  RowStates partial;            // where to leave the segment's state
+  int64_t row = 0;              // row of the selection
+  int64_t segment = kWholeRow;  // the only segment to compute, or kWholeRow
+  RowStates partial;            // destination of the segment's state
 };
 
-// A row that was cut: its segments' states lie side by side.
+// A row that was cut. The states of its segments are contiguous.
 struct SplitRow {
   int64_t row = 0;
   int64_t first_item = 0;
   int64_t num_items = 0;
 };
 
-// What every item needs to know.
+// Values shared by all items.
 struct AttendContext {
   const AttendParams& p;
   AddPageFn* add_page;
-  bool bf16_queries;  // the tile function takes queries as they are
+  bool bf16_queries;  // the tile function takes bfloat16 queries
   int64_t heads;
   int64_t group;
   int64_t head_dim;
@@ -64,7 +64,7 @@ struct AttendContext {
   SelectedPages Walk(int64_t row) const {
     return SelectedPages(p.selection.header(row), p.selection.list(row), last_position(row));
   }
-  // Row of the first query head in q, out and lse; query i, head g of the group: + i * heads + g.
+  // Row of the first query head in q, out and lse. Query i, head g is i * heads + g rows further.
   int64_t first_q_row(int64_t row) const {
     return block(row).first_row * heads + row % kv_heads() * group;
   }
@@ -74,10 +74,10 @@ struct AttendContext {
 struct ItemSize {
   int64_t rows = 0;  // query rows
   int64_t pages = 0;
-  int64_t ending_bytes = 0;  // for terminators
+  int64_t ending_bytes = 0;  // memory of terminators
 };
 
-// Upper bound of the pages a row attends to, without walking them.
+// Upper bound of the number of pages that a row attends to, without a walk over them.
 inline int64_t PageBound(const AttendContext& c, int64_t row) {
   const int64_t context_pages = c.last_position(row) / kPageTokens + 1;
   const SelectionHeader& header = c.p.selection.header(row);
@@ -162,8 +162,8 @@ class AttendPlanner {
   }
 
  private:
-  // Blocks of many queries are items enough, and their states are large. Where a row ends early is
-  // known to who reads it from its begin.
+  // Tiles of many queries give enough items, and their states are large. A row that may end early
+  // must be read from its start.
   bool IsSplit(int64_t row) const {
     return c_.block(row).num_rows == 1 && !c_.MayEndEarly(row) &&
            PageBound(c_, row) >= min_pages_to_split_;

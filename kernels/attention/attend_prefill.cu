@@ -1,21 +1,22 @@
-// Prefill attention on Hopper: blocks of up to 64 queries over the pages of their selection.
+// Prefill attention on Hopper: tiles of up to 64 queries over the pages of their selection.
 //
-// A thread block serves one selection row (query block, KV head) for two of its query heads, one
-// for each warpgroup that computes; both read the same pages. For a page of 64 tokens it computes
+// A CTA serves one selection row (query tile, KV head) for two of its query heads, one for each
+// warpgroup that computes. Both read the same pages. For a page of 64 tokens it computes
 //
 //   S[64 queries, 64 tokens] = Q K^T,  P = exp2(scale S - max),  O[64, d] += P V
 //
-// with P going from the one product to the other in registers. One pass over the row's pages in
-// ascending order of items: no partial results. S of the next page and P V of this one are begun
-// together; the next page is softened as soon as its S is there, while P V is computed, and the
-// other warpgroup's products. What a warpgroup does between its products is what takes the time, so
-// it reads no more than one word about a page that is attended to in whole.
+// and keeps P in registers between the two products. It makes one pass over the row's pages in
+// ascending order of items, without partial results. S of the next page and P V of this one begin
+// together. The softmax of the next page starts as soon as its S is there, during P V and the other
+// warpgroup's products. The time goes into a warpgroup's work between its products, so it reads
+// only one word about a page that is attended to in whole.
 //
-// A third warpgroup brings the pages; where keys are cached un-rotated two more rotate them, a page
-// or more ahead of the products. Registers go from these to the first two.
+// A third warpgroup brings the pages. Where keys are cached un-rotated, two more rotate them, a
+// page or more ahead of the products. These warpgroups give registers to the first two.
 //
-// At grouped positions queries lie in shared memory as they see far keys and as they see near ones;
-// a page where neighbourhoods begin is two stages, of which each query masks what is on its other
+// With grouped positions shared memory holds the queries twice: as far keys and as near keys see
+// them. A page where neighbourhoods begin takes two stages, and in each of them every query masks
+// the keys of its other side.
 // side.
 #include "kernels/attention/attend_launch.h"
 #include "kernels/attention/prefill_pages.cuh"
@@ -25,13 +26,13 @@ namespace {
 
 constexpr int kConsumers = kPrefillConsumers;
 constexpr int kQueries = static_cast<int>(kPageTokens);  // rows of the products
-constexpr int kElements = 32;                            // of a 64 x 64 tile that a thread holds
+constexpr int kElements = 32;                            // of a thread, in a 64 x 64 tile
 
 // Row and column of a thread's element of a tile, relative to the thread's place.
 __device__ constexpr int RowOf(int element) { return element / 2 % 2; }  // times 8
 __device__ constexpr int ColumnOf(int element) { return element / 4 * 8 + element % 2; }
 
-// State of the two rows that a thread has a part of.
+// State of the two rows of which a thread has a part.
 template <int kHeadDim>
 struct ThreadState {
   float max[2] = {kMinusInfinity, kMinusInfinity};  // of the scaled logits, times log2(e)
@@ -39,8 +40,8 @@ struct ThreadState {
   float out[kHeadDim / 2] = {};
 };
 
-// Queries of one head, row r at position_of(r) unless they are as cached keys; rows of absent
-// queries and heads are zero.
+// Loads the queries of one head. Row r is rotated to position_of(r), unless keys are cached
+// rotated. Rows of absent queries and heads are zero.
 template <int kHeadDim, Placement kPlacement, typename PositionOf>
 __device__ void LoadQueries(const AttendLaunch& p, const PageRun& run, int64_t head, bool exists,
                             const ThreadPlace& me, const PositionOf& position_of, std::byte* to) {
@@ -74,14 +75,14 @@ __device__ void LoadQueries(const AttendLaunch& p, const PageRun& run, int64_t h
   load([&](int row) { return first + row; }, 0);
 }
 
-// Queries as the products take them: where there is one place that they stand at in registers,
+// Queries in the form of the products. If all keys see them at one position they lie in registers,
 // which leaves the bandwidth of shared memory to keys and values.
 template <int kHeadDim, Placement kPlacement>
 struct Queries {
   static constexpr int kSteps = kHeadDim / 16;
   static constexpr bool kInRegisters = !kRotates<kPlacement>;
 
-  const std::byte* tiles;  // of the warpgroup, one a place
+  const std::byte* tiles;  // of the warpgroup, one for each position
   uint32_t parts[kInRegisters ? kSteps : 1][4];
 
   __device__ Queries(const std::byte* of_group, const ThreadPlace& me) : tiles(of_group) {
@@ -98,10 +99,10 @@ struct Queries {
     }
   }
 
-  // Begins s = queries times keys, whose tile's descriptor is given.
+  // Begins s = queries times keys, given the descriptor of the keys' tile.
   __device__ void BeginLogits(int place, uint64_t keys, float (&s)[kElements]) const {
     uint64_t tile = hopper::TileDescriptor(tiles + place * PageShape<kHeadDim>::kSideBytes);
-    // Else those of all steps are kept, in more registers than there are.
+    // Without this the descriptors of all steps would be kept, in more registers than there are.
     asm volatile("" : "+l"(tile));
     hopper::WgmmaFence();
 #pragma unroll
@@ -118,8 +119,8 @@ struct Queries {
   }
 };
 
-// Takes out tokens that are not in the mask, and those that a query does not see: row r of the
-// product sees the page's tokens up to number `last` + r.
+// Masks tokens outside the mask, and those that a query does not see: row r of the product sees the
+// page's tokens up to number `last` + r.
 __device__ void Mask(uint64_t mask, int last, const ThreadPlace& me, float (&s)[kElements]) {
   mask >>= me.column;
   last += me.row - me.column;
@@ -130,7 +131,7 @@ __device__ void Mask(uint64_t mask, int last, const ThreadPlace& me, float (&s)[
   }
 }
 
-// Takes out what is far: of row r the tokens up to number `last` + r.
+// Masks far tokens: in row r the tokens up to number `last` + r.
 __device__ void MaskFar(int last, const ThreadPlace& me, float (&s)[kElements]) {
   last += me.row - me.column;
 #pragma unroll
@@ -144,8 +145,8 @@ __device__ uint32_t Pack(float low, float high) {
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
-// Logits become weights. Returns by what the rows' sums and values fade, as their maximum has
-// grown.
+// Turns logits into weights. Returns the factors for the rows' sums and values, which are below 1
+// where the maximum has grown.
 template <int kHeadDim>
 __device__ float2 SoftenRows(float scale, float (&s)[kElements], ThreadState<kHeadDim>& state) {
   float offset[2], fade[2];
@@ -165,7 +166,7 @@ __device__ float2 SoftenRows(float scale, float (&s)[kElements], ThreadState<kHe
     state.max[i] = max;
     state.sum[i] *= fade[i];
   }
-  float sums[2][2] = {};  // two a row, to be added at the same time
+  float sums[2][2] = {};  // two for each row, added in parallel
 #pragma unroll
   for (int e = 0; e < kElements; ++e) {
     s[e] = hopper::Exp2(s[e] * scale - offset[RowOf(e)]);
@@ -175,7 +176,7 @@ __device__ float2 SoftenRows(float scale, float (&s)[kElements], ThreadState<kHe
   return {fade[0], fade[1]};
 }
 
-// Maxima seldom grow: once in a while after the first pages.
+// Maxima seldom grow after the first pages.
 template <int kHeadDim>
 __device__ void Fade(float2 fade, float (&out)[kHeadDim / 2]) {
   if (__any_sync(kAllLanes, fade.x != 1 || fade.y != 1) == 0) return;
@@ -183,7 +184,7 @@ __device__ void Fade(float2 fade, float (&out)[kHeadDim / 2]) {
   for (int e = 0; e < kHeadDim / 2; ++e) out[e] *= RowOf(e) == 0 ? fade.x : fade.y;
 }
 
-// Begins out += weights times values, whose descriptor is given.
+// Begins out += weights times values, given the descriptor of the values.
 template <int kHeadDim>
 __device__ void BeginValues(uint64_t values, const uint32_t (&weights)[kQueries / 16][4],
                             float (&out)[kHeadDim / 2]) {
@@ -200,7 +201,7 @@ __device__ void BeginValues(uint64_t values, const uint32_t (&weights)[kQueries 
   hopper::WgmmaCommit();
 }
 
-// A warpgroup that computes, and the page that it is at.
+// A warpgroup that computes, and its current page.
 template <int kHeadDim, Placement kPlacement>
 class Consumer {
  public:
@@ -217,7 +218,7 @@ class Consumer {
         first_values_(
             hopper::PairDescriptor<PageShape<kHeadDim>::kBoxBytes>(shared.ring.values(0))) {}
 
-  // All pages of the row.
+  // Attends to all pages of the row.
   __device__ void Run(ThreadState<kHeadDim>& state) {
     PageState page = Await();
     if (page == kEnd) return;
@@ -227,7 +228,7 @@ class Consumer {
     hopper::WgmmaWait<0>();
     Soften(page, logits, state);
     PackWeights(logits, weights);
-    int stage = at_.stage;  // of the page that the weights are of; at_ is at the next one
+    int stage = at_.stage;  // of the page of the weights; at_ is at the next page
     at_.Next();
     page = Await();
     while (page != kEnd) {
@@ -307,7 +308,7 @@ class Consumer {
   const int64_t first_position_;
   const ThreadPlace me_;
   const Queries<kHeadDim, kPlacement> queries_;
-  const uint64_t first_keys_, first_values_;  // descriptors of the first stage's
+  const uint64_t first_keys_, first_values_;  // descriptors of the first stage
   RingPosition<Shared::kStages> at_;
 };
 
@@ -360,7 +361,7 @@ __global__ void __launch_bounds__(PrefillRoles<kPlacement>::kThreads, 1)
       *reinterpret_cast<Shared*>((reinterpret_cast<uintptr_t>(raw) + 1023) / 1024 * 1024);
   if (threadIdx.x == 0) shared.Init();
   __syncthreads();
-  // The longest rows, those of the last queries, begin first.
+  // The longest rows, those of the last queries, start first.
   const PageRun run = WholeRow(p, gridDim.x - 1 - blockIdx.x);
   const int group = static_cast<int>(threadIdx.x) / kGroupThreads;
   if (group == Role::kProducer) {

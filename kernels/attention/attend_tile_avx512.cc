@@ -1,5 +1,5 @@
-// Compiled for AVX-512; see the warning in attend_tile.h. The vectors come before the functions
-// over them.
+// Compiled for AVX-512; see the warning in attend_tile.h. The vectors are included before the
+// functions that use them.
 // clang-format off
 #include "kernels/dense/simd_avx512.h"
 #include "kernels/attention/attend_tile_simd.h"

@@ -1,5 +1,5 @@
-// Compiled for AVX-512 with BF16; see the warning in attend_tile.h. The vectors come before the
-// functions over them.
+// Compiled for AVX-512 with BF16; see the warning in attend_tile.h. The vectors are included before
+// the functions that use them.
 // clang-format off
 #include "kernels/dense/simd_avx512.h"
 #include "kernels/dense/simd_avx512_bf16.h"
@@ -9,7 +9,8 @@
 namespace kvasir::kernels {
 namespace {
 
-// Neighbours along head_dim in queries and keys, neighbouring tokens in weights and values.
+// Pairs are neighbours along head_dim in queries and keys, and neighbouring tokens in weights and
+// values.
 struct PairTile : PairUnit {
   static constexpr int64_t kKvBytes = 2;
 
@@ -48,7 +49,7 @@ struct PairTile : PairUnit {
   }
 
  private:
-  // For permutex2var: elements first, first + 1, ... of two vectors of 32, by turns.
+  // For permutex2var: elements first, first + 1, ... of two vectors of 32, alternately.
   static __m512i InterleaveIndex(int first) {
     const __m512i counter = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     const __m512i index = _mm512_add_epi32(counter, _mm512_set1_epi32(first));

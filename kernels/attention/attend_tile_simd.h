@@ -1,21 +1,22 @@
-// The body of the tile functions (attend_tile.h), written once for all vectors: a template over how
-// queries, weights and packed tiles are laid out, in units of four bytes (base/simd_units.h). For
-// attend_tile_*.cc only, which include their simd_*.h before; everything has internal linkage.
+// The body of the tile functions (attend_tile.h), written once for all vectors: a template over the
+// layout of queries, weights and packed tiles, in units of four bytes (base/simd_units.h). For
+// attend_tile_*.cc only, which include their simd_*.h before it. Everything has internal linkage.
 //
-// Both products are those of simd_units.h:
+// Both products are products of simd_units.h:
 //   logits: A = queries, units along head_dim, B = keys transposed, columns are tokens
-//   out:    A = weights, units along tokens,   B = values,          columns are those of head_dim
+//   out:    A = weights, units along tokens,   B = values,          columns along head_dim
 //
-// Where many rows use a page, keys are transposed and values converted once, into tiles. Where few
-// do (decode), both happen in registers, just before use; the arithmetic is the same. It is also
-// the same for vectors of any width: sums are kept by kTileLanes lanes whatever the machine has.
+// When many rows use a page, keys are transposed and values converted once, into tiles. When few
+// rows do (decode), both happen in registers, just before use, with the same arithmetic. The
+// arithmetic is also the same for vectors of any width: sums are kept in kTileLanes lanes on every
+// machine.
 //
 // A policy `Tile` is a unit of simd_units.h with
-//   kKvBytes                    size of an element of K and V
-//   SplitKeys(i, keys, use)     calls use(unit, keys) for the units in the i-th four bytes of keys
-//   LoadValues<n>(page, ...)    n vectors of columns of V, of a unit's tokens; masked tokens are
-//   zero KeepFirstToken(values)      without the second token of each unit (where a unit holds two)
-//   StoreWeights(p, to)         kTileTokens float weights as units
+//   kKvBytes                  size of an element of K and V
+//   SplitKeys(i, keys, use)   calls use(unit, keys) for the units in the i-th four bytes of keys
+//   LoadValues<n>(page, ...)  n vectors of columns of V, for a unit's tokens; masked tokens give 0
+//   KeepFirstToken(values)    drops the second token of each unit (where a unit holds two)
+//   StoreWeights(p, to)       kTileTokens float weights as units
 #pragma once
 
 #include <cstddef>
@@ -32,17 +33,17 @@ constexpr int kTokenVectors = static_cast<int>(kTileTokens / kSimdWidth);
 constexpr int kLaneVectors = static_cast<int>(kTileLanes / kSimdWidth);
 constexpr int64_t kTokenRowBytes = kTileTokens * 4;
 
-// Vectors of columns in a product of so many rows: few rows leave registers for more.
+// Vectors of columns in a product of kRows rows: few rows leave registers for more vectors.
 template <int kRows>
 constexpr int kColumnVectors =
     kRows <= kProductRows / 2 && kProductVectors < 4 ? 4 : kProductVectors;
-// Vectors of tokens, of one group, whose keys are transposed in registers and multiplied at once.
+// Vectors of tokens, in one group, whose keys are transposed in registers and multiplied at once.
 template <int kRows>
 constexpr int kDirectVectors = kLaneVectors > 1 && kRows <= kProductRows / 2 ? 2 : 1;
 
-// exp(x) for x <= 0, at most 2 ulp off; exp(0) = 1 exactly, exp(-inf) = 0, NaN stays NaN; 0 below
-// -104. x = n ln 2 + r, polynomial of degree 6 in r with the first two coefficients exact (minimax,
-// relative error 3e-9).
+// exp(x) for x <= 0, at most 2 ulp off: exp(0) = 1 exactly, exp(-inf) = 0, NaN stays NaN, and 0
+// below -104. x = n ln 2 + r, with a polynomial of degree 6 in r whose first two coefficients are
+// exact (minimax, relative error 3e-9).
 inline Vec ExpOfNegative(Vec x) {
   x = LargerOrSecond(Broadcast(-105.0f), x);
   const Vec n = RoundToInteger(x * Broadcast(0x1.715476p+0f));
@@ -58,19 +59,20 @@ inline Vec ExpOfNegative(Vec x) {
   return ScaleByPowerOfTwo(p, n);
 }
 
-// Fetches what lies at the same place of the page to come.
+// Prefetches the same place of the next page.
 inline void PrefetchNext(const TilePage& page, const std::byte* here) {
   PrefetchNext(page.next_page, here - page.keys);
 }
 
-// Groups of kTileLanes tokens without an attended one are left out: their logits are unspecified.
+// Whether the group of kTileLanes tokens has no attended one. Such groups are skipped: their logits
+// are unspecified.
 inline bool GroupIsMasked(uint64_t mask, int64_t group) {
   return (mask >> (group * kTileLanes) & 0xffffu) == 0;
 }
 
-// Transposes kSimdWidth tokens, kSimdWidth four-byte columns at a time; load(i) gives those of the
-// i-th token. Calls use(unit, vector) for the units from byte `offset` of a key on: `vector` holds
-// the tokens' units.
+// Transposes kSimdWidth tokens, kSimdWidth four-byte columns at a time; load(i) gives the columns
+// of the i-th token. Calls use(unit, vector) for the units from byte `offset` of a key on: `vector`
+// holds the tokens' units.
 template <typename Tile, typename LoadColumns, typename Use>
 inline void TransposeColumns(int64_t offset, const LoadColumns& load, const Use& use) {
   Vec rows[static_cast<size_t>(kSimdWidth)];
@@ -81,14 +83,14 @@ inline void TransposeColumns(int64_t offset, const LoadColumns& load, const Use&
   for (int64_t i = 0; i < kSimdWidth; ++i) Tile::SplitKeys(offset / 4 + i, rows[i], use);
 }
 
-// The same for the tokens from `token` on.
+// The same for consecutive tokens from `token` on.
 template <typename Tile, typename Use>
 inline void TransposeKeys(const TileShape& shape, const TilePage& page, int64_t token,
                           int64_t offset, const Use& use) {
   const int64_t row_bytes = shape.head_dim * Tile::kKvBytes;
   const std::byte* keys = page.keys + token * row_bytes;
   const auto load = [&](int64_t i) {
-    // A line of the page to come for each line of this one, in ascending order.
+    // Prefetches a line of the next page for each line of this one, in ascending order.
     const int64_t line = offset * kSimdWidth + i * kVectorBytes;
     if (line % 64 == 0) PrefetchNext(page, keys + line);
     return LoadUnits(keys + i * row_bytes + offset);
@@ -135,7 +137,7 @@ struct RowBlock {
 };
 
 // Keys as units of kTileTokens tokens, in a tile or still in the page. Multiply writes the logits
-// [row][kTileTokens] of groups that are not masked.
+// [row][kTileTokens] of the groups that are not masked.
 struct PackedKeys {
   const std::byte* tile;
 
@@ -186,7 +188,7 @@ struct PageKeys {
   }
 
  private:
-  // Up to so many tokens are taken one by one, and nothing is read between them.
+  // Up to this many tokens are read one by one, with nothing between them.
   static constexpr int kFewTokens = 16;
 
   template <typename Tile, int kRows>
@@ -279,7 +281,7 @@ struct PageValues {
   }
 };
 
-// Scaled logits, -inf where masked; returns the largest and `max`.
+// Scales and masks the logits (-inf where masked). Returns the largest of them and `max`.
 inline float ScaleAndMask(const TileShape& shape, uint64_t mask, float max, float* logits) {
   const Vec scale = Broadcast(shape.scale);
   const Vec masked = Broadcast(kMinusInfinity);
@@ -288,13 +290,13 @@ inline float ScaleAndMask(const TileShape& shape, uint64_t mask, float max, floa
   for (int j = 0; j < kTokenVectors; ++j) {
     const auto bits = static_cast<uint32_t>(mask >> (j * kSimdWidth) & ((1u << kSimdWidth) - 1));
     const Vec scaled = KeepWhere(bits, Load(logits + j * kSimdWidth) * scale, masked);
-    largest = LargerOrSecond(scaled, largest);  // NaN is left out here and shows in the sum
+    largest = LargerOrSecond(scaled, largest);  // a NaN is dropped here and shows in the sum
     Store(logits + j * kSimdWidth, scaled);
   }
   return LargestElement(largest);
 }
 
-// The weights exp(logit - max) in place of the logits, and their sums by lanes.
+// Replaces the logits by the weights exp(logit - max), and adds these to the sums by lanes.
 inline void TakeWeights(float max, float rescale, float* logits, float* sums) {
   const Vec subtracted = Broadcast(max);
   Vec p[kTokenVectors];
@@ -312,8 +314,8 @@ inline void TakeWeights(float max, float rescale, float* logits, float* sums) {
   }
 }
 
-// One step of the online softmax: logits of the rows become weights, as units; updates max and
-// sums, and tells by how much `out` is to be scaled.
+// One step of the online softmax: the rows' logits become weights, as units. Updates max and sums,
+// and writes the factors for `out` to `rescale`.
 template <typename Tile, int kRows>
 inline void SoftmaxStep(const TileShape& shape, const RowBlock& block, std::byte* weights,
                         float rescale[kTileLanes]) {
@@ -322,7 +324,7 @@ inline void SoftmaxStep(const TileShape& shape, const RowBlock& block, std::byte
   const auto logits = [&](int r) { return reinterpret_cast<float*>(weights + r * kTokenRowBytes); };
   for (int r = 0; r < kRows; ++r) {
     const float largest = ScaleAndMask(shape, block.mask, block.max[r], logits(r));
-    new_max[r] = largest == kMinusInfinity ? 0 : largest;  // nothing but -inf and NaN so far
+    new_max[r] = largest == kMinusInfinity ? 0 : largest;  // only -inf and NaN so far
     change[r] = block.max[r] - new_max[r];
     block.max[r] = largest;
   }
@@ -335,7 +337,7 @@ inline void SoftmaxStep(const TileShape& shape, const RowBlock& block, std::byte
   }
 }
 
-// Calls use(unit, count) for the runs of units of so many tokens that hold a token of the mask.
+// Calls use(unit, count) for the runs of units of kElements tokens that hold a token of the mask.
 template <int64_t kElements, typename Use>
 inline void ForEachUnitRun(uint64_t mask, const Use& use) {
   if constexpr (kElements == 2) {
@@ -351,7 +353,7 @@ inline void ForEachUnitRun(uint64_t mask, const Use& use) {
   }
 }
 
-// out = rescale * out + weights . values, over the tokens of the mask and others of their units.
+// out = rescale * out + weights . values, over the tokens of the mask and others in their units.
 template <typename Tile, int kRows, typename Values>
 inline void AddValues(const TileShape& shape, const RowBlock& block, const std::byte* weights,
                       const Values& values, const float rescale[kTileLanes]) {
@@ -380,7 +382,8 @@ inline void AddValues(const TileShape& shape, const RowBlock& block, const std::
     });
     if constexpr (Tile::kElements == 2) {
       if (tokens % 2 != 0) {
-        // The second token of the last unit is not this row's: its weight is 0, but it may be NaN.
+        // The row does not attend to the last unit's second token. Its weight is 0, but its value
+        // may be NaN.
         const auto load_first = [&](int64_t, Vec* line) {
           values.template Load<Tile, kVectors>(shape, whole_units, column, line);
 #pragma GCC unroll 4
@@ -429,15 +432,15 @@ void AddToRows(int64_t num_rows, const TileShape& shape, const RowBlock& block, 
   }
 }
 
-// Tokens of the page that query i attends to.
+// Returns the tokens of the page that query i attends to.
 inline uint64_t MaskOfQuery(const TilePage& page, int64_t query) {
   const int64_t last = page.first_query + query;
   const uint64_t causal = last >= kTileTokens - 1 ? ~uint64_t{0} : (uint64_t{1} << (last + 1)) - 1;
   return page.mask & causal;
 }
 
-// Calls use(num_rows, block) for runs of up to kProductRows rows with the same mask;
-// rows that attend to nothing of the page are left out.
+// Calls use(num_rows, block) for runs of up to kProductRows rows with the same mask. Skips rows
+// that attend to nothing of the page.
 template <typename Use>
 inline void ForEachRowBlock(const TileShape& shape, const TilePage& page, const TileRows& rows,
                             int64_t q_row_bytes, const Use& use) {
@@ -483,7 +486,7 @@ void AddPage(const TileShape& shape, const TilePage& page, const TileRows& rows)
 
 // Float32 arithmetic: a unit is one float.
 struct FloatTile : FloatUnit {
-  static void StoreWeights(const float*, std::byte*) {}  // they lie there as they are
+  static void StoreWeights(const float*, std::byte*) {}  // they already have this form
 };
 
 struct Float32Kv : FloatTile {

@@ -1,7 +1,7 @@
 // The algebra of partial attention results: (max, sum, weighted values) over a set of keys, and the
-// merge of two disjoint sets. Written once for tiles, splits, ranks and the terminator.
-// A state over no keys has max = -inf, sum = 0, and merges as the neutral element without NaN. A
-// NaN logit never raises max but makes sum NaN, and stays visible through every merge.
+// merge of two disjoint sets. Written once for tiles, splits, ranks and the terminator. A state
+// over no keys has max = -inf, sum = 0, and is the neutral element of a merge, without NaN. A NaN
+// logit never raises max but makes sum NaN, and every merge keeps it.
 #pragma once
 
 #include <cmath>
@@ -10,13 +10,13 @@
 
 namespace kvasir::kernels {
 
-// One query's partial result. `out` (head_dim floats, un-normalised) lies with the caller.
+// One query's partial result. The caller holds `out` (head_dim floats, un-normalised).
 struct AttentionState {
   float max = -std::numeric_limits<float>::infinity();  // of the scaled logits
   float sum = 0;                                        // of exp(logit - max)
 };
 
-// The weights by which the two sides' `sum` and `out` are multiplied in a merge.
+// The factors of both sides' `sum` and `out` in a merge.
 struct MergeWeights {
   float left = 0;
   float right = 0;
@@ -28,7 +28,7 @@ struct MergeWeights {
 inline MergeWeights MergeInto(AttentionState& left, const AttentionState& right) {
   const float max = left.max > right.max ? left.max : right.max;
   if (max == -std::numeric_limits<float>::infinity()) {
-    // No key on either side, or NaN logits only: adding keeps 0 and NaN what they are.
+    // No key on either side, or only NaN logits: adding keeps 0 and NaN as they are.
     left.sum += right.sum;
     return {.left = 1, .right = 1};
   }
@@ -39,7 +39,7 @@ inline MergeWeights MergeInto(AttentionState& left, const AttentionState& right)
   return weights;
 }
 
-// log(sum over the keys of exp(logit)); -inf over no keys, NaN after a NaN logit.
+// Returns log(sum over the keys of exp(logit)): -inf over no keys, NaN after a NaN logit.
 inline float LogSumExp(const AttentionState& state) {
   return state.sum == 0 ? -std::numeric_limits<float>::infinity() : state.max + std::log(state.sum);
 }

@@ -1,11 +1,11 @@
 // One page of decode attention, by a warpgroup: one query a row, the heads of a KV group together.
 // For a page of 64 tokens it computes
 //
-//   S[64 tokens, 8 heads] = K[64, d] q^T            M = tokens: nothing is wasted on padding but
-//   P = exp2(scale S - max)                         heads up to 8
+//   S[64 tokens, 8 heads] = K[64, d] q^T            M = tokens: only the heads, up to 8, are
+//   P = exp2(scale S - max)                         padded
 //   O[d, 8 heads] += V^T[d, 64] P                   M = head dimension
 //
-// and keeps (max, sum, O) of the pages it took. For the kernels of decode attention.
+// and keeps (max, sum, O) of its pages. For the kernels of decode attention.
 #pragma once
 
 #include "kernels/attention/attend_launch.h"
@@ -13,27 +13,27 @@
 
 namespace kvasir::kernels {
 
-constexpr int kHeads = 8;  // columns of the products; a KV head has up to so many query heads
+constexpr int kHeads = 8;  // columns of the products; a KV head has at most this many query heads
 
-// What a warpgroup works in.
+// Working memory of a warpgroup.
 template <int kHeadDim>
 struct alignas(1024) DecodeMemory {
   std::byte query[PageShape<kHeadDim>::kHalves * hopper::kSwizzledGroupBytes];  // [8 heads][64]
                                                                                 // halves
   std::byte weights[hopper::kSwizzledGroupBytes];  // P: [8 heads][64 tokens]
-  float exchange[4][kHeads];                       // between its warps
+  float exchange[4][kHeads];                       // exchange between the warpgroup's warps
 };
 
-// What a thread holds of a warpgroup's state: two heads (columns), and of O the rows that wgmma
-// gives it.
+// A thread's part of a warpgroup's state: two heads (columns), and the rows of O that wgmma gives
+// it.
 template <int kHeadDim>
 struct ThreadState {
   float max[2] = {kMinusInfinity, kMinusInfinity};  // of the scaled logits, times log2(e)
-  float sum[2] = {0, 0};                            // of this thread's tokens only
+  float sum[2] = {0, 0};                            // over this thread's tokens only
   float out[PageShape<kHeadDim>::kHalves][4] = {};
 };
 
-// The group's queries; rows of absent heads are zero.
+// Loads the group's queries. Rows of absent heads are zero.
 template <int kHeadDim, Placement kPlacement>
 __device__ void LoadQuery(const AttendLaunch& p, const PageRun& run, const ThreadPlace& me,
                           std::byte* to) {
@@ -72,7 +72,7 @@ __device__ void Logits(const std::byte* keys, const std::byte* query, float (&s)
   hopper::WgmmaWait<0>();
 }
 
-// Maximum of each column over all 64 rows, for the thread's two columns.
+// Writes the maximum of each of the thread's two columns over all 64 rows to `max`.
 __device__ inline void ColumnMax(const ThreadPlace& me, float (*warp_max)[kHeads],
                                  const float (&s)[4], float (&max)[2]) {
   for (int j = 0; j < 2; ++j) {
@@ -112,7 +112,7 @@ __device__ void AddValues(const std::byte* values, const std::byte* weights,
   hopper::WgmmaWait<0>();
 }
 
-// Adds the stage's page, in the ring whose stages the warpgroup reads alone.
+// Adds the stage's page. Only this warpgroup reads the stage.
 template <int kHeadDim, Placement kPlacement, typename Ring>
 __device__ void AttendToPage(const AttendLaunch& p, Ring& ring, DecodeMemory<kHeadDim>& mine,
                              const ThreadPlace& me, int stage, ThreadState<kHeadDim>& state) {
@@ -129,7 +129,7 @@ __device__ void AttendToPage(const AttendLaunch& p, Ring& ring, DecodeMemory<kHe
   float page_max[2];
   ColumnMax(me, mine.exchange, s, page_max);
   if (mask != ~uint64_t{0}) ZeroMaskedValues(ring, stage, mask, me.thread, kGroupThreads);
-  float offset[2];  // what the exponent is relative to: a maximum, or 0 as long as there is no key
+  float offset[2];  // base of the exponent: a maximum, or 0 while there is no key
   for (int j = 0; j < 2; ++j) {
     const float max = fmaxf(state.max[j], page_max[j]);
     offset[j] = max == kMinusInfinity ? 0.0f : max;

@@ -1,26 +1,26 @@
-// How the items of a unit of decode attention become tiles of 64 tokens. A page of which more than
-// half is attended to is a tile of its own, brought by the copy engine. Of the other pages the
-// attended tokens stand side by side, in tiles that many pages share and threads gather token by
-// token: work follows the tokens that are attended to, not the pages they lie in.
+// Turns the items of a unit of decode attention into tiles of 64 tokens. A page with more than half
+// of its tokens attended to is a tile of its own, copied by the copy engine. The attended tokens of
+// the other pages are put side by side into tiles that many pages share; threads gather them token
+// by token. So the work follows the number of attended tokens, not of their pages.
 //
 //   items    page, 8 tokens, 1 token, page, 2 tokens, 50 tokens, ...
 //   tiles    page | page | 50 tokens | 8 + 1 + 2 + ... | end | end | end
 //
-// For the producer warpgroup of attend_decode.cu. Its warps go through a unit side by side: each
-// resolves all items, and copies its share of a page's boxes and of the rows of a gathered tile.
+// For the producer warpgroup of attend_decode.cu. Its warps go through a unit in parallel: each
+// resolves all items, and copies its share of a page's boxes and of a gathered tile's rows.
 #pragma once
 
 #include "kernels/attention/page_pipeline.cuh"
 
 namespace kvasir::kernels {
 
-inline constexpr int kConsumers = 3;  // warpgroups, which take the tiles of a unit in turn
+inline constexpr int kConsumers = 3;  // warpgroups that take the tiles of a unit in turn
 inline constexpr int kTileTokens = static_cast<int>(kPageTokens);
-// Pages with at most so many attended tokens are gathered.
+// Pages with at most this many attended tokens are gathered.
 inline constexpr int kMostGathered = kTileTokens / 2;
 inline constexpr int kProducerWarps = kGroupThreads / kWarpThreads;
 
-enum class TileKind : int { kPage, kTokens, kEnd };  // kEnd: of the unit, one for each consumer
+enum class TileKind : int { kPage, kTokens, kEnd };  // kEnd ends a unit for one consumer
 
 template <int kHeadDim, int kStageCount, typename Positions>
 struct alignas(1024) TileRing : PageRing<kHeadDim, kStageCount, Positions> {
@@ -29,14 +29,15 @@ struct alignas(1024) TileRing : PageRing<kHeadDim, kStageCount, Positions> {
   TileKind kinds[kStageCount];
   int places[kStageCount];  // the tile's number in its unit, mod kConsumers
   int32_t gathered_positions[kStageCount][kTileTokens];  // where keys are rotated
-  int32_t sources[kProducerWarps][kTileTokens];          // of a gathered tile: SourceOf
+  int32_t sources[kProducerWarps][kTileTokens];          // copy rows of a gathered tile, ~row in
+                                                         // the host tier
 
   __device__ int64_t PositionOf(int stage, int row) const {
     return kinds[stage] == TileKind::kTokens ? gathered_positions[stage][row]
                                              : Pages::PositionOf(stage, row);
   }
   __device__ void Init() {
-    // At full arrive the producers' threads, and one of them once more when all is written.
+    // The producers' threads arrive at `full`, and one of them again when all is written.
     Pages::Init(kGroupThreads / kWarpThreads, kGroupThreads + 1);
   }
 };
@@ -53,10 +54,10 @@ class TileProducer {
         warp_(static_cast<int>(threadIdx.x) % kGroupThreads / kWarpThreads),
         lane_(static_cast<int>(threadIdx.x) % kWarpThreads) {}
 
-  // Sends the unit's tiles and its ends through the ring. By all threads.
+  // Sends the unit's tiles and ends through the ring. Called by all threads.
   __device__ void Produce(const PageRun& run) {
     tile_ = 0;
-    const int64_t stride = kWarpThreads * run.step;  // of items that the lanes take
+    const int64_t stride = kWarpThreads * run.step;  // of the items of the lanes
     bool gathers = false;
     Page own;
     Page next = Resolve(run, run.begin);
@@ -79,7 +80,7 @@ class TileProducer {
     return page.mask != 0 && CountBits(page.mask) <= kMostGathered;
   }
 
-  // The lane's of the items from `first` on. What is absent has no tokens.
+  // Resolves the lane's item among those from `first` on. An absent page has no tokens.
   __device__ Page Resolve(const PageRun& run, int64_t first) const {
     return ResolveItem<kPlacement>(p_, maps_, run, first + lane_ * run.step);
   }
@@ -89,9 +90,10 @@ class TileProducer {
 
   // --- a tile: Begin, copies, End ---
 
-  // Every warp waits and arrives at each use of a stage, or it could take one for another.
+  // Every warp waits and arrives at each use of a stage. Otherwise it could mistake one use for
+  // another.
   __device__ void Begin() { hopper::BarrierWait(&ring_.empty[at_.stage], at_.parity ^ 1); }
-  // By one thread, before its arrival.
+  // Called by one thread, before its arrival.
   __device__ void Describe(TileKind kind, uint64_t mask) {
     ring_.kinds[at_.stage] = kind;
     ring_.masks[at_.stage] = mask;
@@ -132,9 +134,9 @@ class TileProducer {
 
   // --- gathered tiles ---
 
-  // `last` are the lanes' items of the run's last ones, which are all where it has no more.
+  // `last` holds the lanes' last items of the run: all items, when the run has no more.
   __device__ void GatherTokens(const PageRun& run, const Page& last, int64_t stride) {
-    int rows = 0;  // of the open tile
+    int rows = 0;  // rows of the open tile
     for (int64_t first = run.begin; first < run.end; first += stride) {
       const bool is_last = first + stride >= run.end;
       rows = Gather(is_last ? last : Resolve(run, first), rows);
@@ -143,12 +145,12 @@ class TileProducer {
   }
 
   // Adds the tokens of the lanes' gathered pages to the open tile, which has `begin` rows, and to
-  // others as these are full; returns the rows of the one that is open then.
+  // further tiles as these fill up. Returns the number of rows of the tile that is then open.
   __device__ int Gather(const Page& own, int begin) {
     const bool takes_part = own.tier != PageTier::kAbsent && IsGathered(own);
     uint64_t rest = takes_part ? own.mask : 0;
     const int tokens = CountBits(rest);
-    int end = tokens;  // of the lane's rows, and those of lanes before it
+    int end = tokens;  // of the rows of the lane and of the lanes before it
     for (int distance = 1; distance < kWarpThreads; distance *= 2) {
       const int before = __shfl_up_sync(kAllLanes, end, distance);
       if (lane_ >= distance) end += before;
@@ -160,7 +162,7 @@ class TileProducer {
       for (; rest != 0 && row < kTileTokens; rest &= rest - 1, ++row) Name(own, rest, row);
       __syncwarp();
       CopyRows(begin, min(rows, kTileTokens));
-      __syncwarp();  // before others are named
+      __syncwarp();  // before the next rows are named
       if (rows < kTileTokens) return rows;
       Close(kTileTokens);
       begin = 0;
@@ -170,7 +172,7 @@ class TileProducer {
     return begin;
   }
 
-  // The first token of `rest` becomes row `row` of the tile.
+  // Makes the first token of `rest` row `row` of the tile.
   __device__ void Name(const Page& own, uint64_t rest, int row) {
     const int token = __ffsll(static_cast<long long>(rest)) - 1;
     const int32_t copy_row = own.copy_row + token;
@@ -182,7 +184,7 @@ class TileProducer {
     }
   }
 
-  // Begins to copy the warp's share of the rows [begin, end).
+  // Begins to copy the warp's share of rows [begin, end).
   __device__ void CopyRows(int begin, int end) {
     constexpr int kRowParts = Shape::kDim * 2 / 16;
     constexpr int kRowsAtOnce = kWarpThreads / kRowParts;

@@ -7,7 +7,7 @@
 namespace kvasir::kernels {
 namespace {
 
-// Behind every segment of absolute pages.
+// Larger than every segment of absolute pages.
 constexpr int64_t kFirstSortedSegment = int64_t{1} << 40;
 
 float ScoreOf(const PageStep& step) {
@@ -16,7 +16,7 @@ float ScoreOf(const PageStep& step) {
              : step.entry->score;
 }
 
-// Best score first, the later page among equals.
+// Sorts by descending score, and equal scores by descending page.
 void SortByScore(std::span<PageStep> steps) {
   std::sort(steps.begin(), steps.end(), [](const PageStep& a, const PageStep& b) {
     const float x = ScoreOf(a), y = ScoreOf(b);

@@ -1,6 +1,6 @@
-// The early end of one row: finds the pages that its terminator may leave unread, orders them as it
-// wants, asks it after each page, and counts what was left. For the CPU implementations of Attend.
-// Thread-compatible.
+// The early end of one row: finds the pages that its terminator may leave unread, orders them as
+// the terminator wants, asks it after each page, and counts the unread ones. For the CPU
+// implementations of Attend. Thread-compatible.
 #pragma once
 
 #include <cstddef>
@@ -13,21 +13,21 @@ namespace kvasir::kernels {
 
 class EarlyEnd {
  public:
-  // Bytes of `memory` for rows of up to `pages` pages.
+  // Returns the bytes of `memory` for rows of up to `pages` pages.
   static int64_t MemoryBytes(const AttendParams& params, int64_t pages);
 
-  // `steps` are those of the row, in the order of ListSteps, and may be put in another. They and
-  // `memory` (64-byte aligned) outlive this object.
+  // `steps` are the row's steps in the order of ListSteps, and may be reordered. They and `memory`
+  // (64-byte aligned) outlive this object.
   EarlyEnd(const AttendParams& params, int64_t row, std::span<PageStep> steps, std::byte* memory);
   EarlyEnd(const EarlyEnd&) = delete;
   EarlyEnd& operator=(const EarlyEnd&) = delete;
 
-  // Every step is taken, and no other function need be called.
+  // True when every step is taken. Then no other function need be called.
   bool never() const { return terminator_ == nullptr; }
-  // Before a step is added that is followed by steps[next]: whether that may turn out unneeded.
+  // Returns whether steps[next] may turn out unneeded once the step before it has been added.
   bool MaySkip(int64_t next) const;
-  // After a step was added: the step to go on with, steps[next] or the one behind all that are
-  // skipped.
+  // Called after a step was added. Returns the step to continue with: `next`, or the one after all
+  // skipped steps.
   int64_t After(const RowProgress& progress, int64_t next);
 
  private:

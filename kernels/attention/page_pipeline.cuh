@@ -1,5 +1,5 @@
-// How pages reach the attention kernels: one producer warp resolves them, several stages ahead of
-// the warpgroups that compute, and has the copy engine bring them into a ring in shared memory.
+// Brings pages to the attention kernels. One producer warp resolves them, several stages ahead of
+// the warpgroups that compute, and has the copy engine write them into a ring in shared memory.
 //
 //   producer                                   consumers
 //   wait empty[stage]                          wait full[stage]
@@ -7,10 +7,10 @@
 //   copy K, V -> pages[stage], full[stage]     compute on pages[stage]
 //                                              arrive at empty[stage], once a warp
 //
-// At grouped positions a block of queries sees far keys from other places than near ones: pages
+// With grouped positions a query tile sees far keys from other positions than near keys, so pages
 // that hold both go through the ring twice.
 //
-// Decode makes tiles of pages and of gathered tokens, by more warps (decode_tiles.cuh).
+// Decode makes tiles of pages and of gathered tokens, with more warps (decode_tiles.cuh).
 #pragma once
 
 #include <type_traits>
@@ -26,9 +26,9 @@ inline constexpr int kGroupThreads = 128;  // a warpgroup
 inline constexpr float kLog2E = 1.4426950408889634f;
 inline constexpr float kMinusInfinity = -INFINITY;
 
-// Where queries and keys stand.
+// The positions of queries and keys.
 enum class Placement {
-  kCached,   // at their own positions: rotated already
+  kCached,   // their own positions: keys are cached rotated
   kCompact,  // compact_positions.h
   kGrouped,  // grouped_positions.h
 };
@@ -62,10 +62,10 @@ struct alignas(1024) PageRing {
 
   __device__ std::byte* keys(int stage) { return pages[stage]; }
   __device__ std::byte* values(int stage) { return pages[stage] + Shape::kSideBytes; }
-  // Where the key in row `row` of the stage stands, of those that are attended to.
+  // Returns the position of the key in row `row` of the stage, if the key is attended to.
   __device__ int64_t PositionOf(int stage, int row) const { return key_positions[stage].of(row); }
-  // By one thread, before a __syncthreads. `readers`: warps that arrive at empty; `writers`:
-  // arrivals at full.
+  // Called by one thread, before a __syncthreads. `readers` is the number of warps that arrive at
+  // `empty`, `writers` the number of arrivals at `full`.
   __device__ void Init(uint32_t readers, uint32_t writers = 1) {
     for (int stage = 0; stage < kStages; ++stage) {
       hopper::BarrierInit(&full[stage], writers);
@@ -75,7 +75,7 @@ struct alignas(1024) PageRing {
   }
 };
 
-// Where producer or consumer stands in the ring: the stage, and the parity of its use.
+// The place of a producer or consumer in the ring: the stage, and the parity of its use.
 template <int kStages>
 struct RingPosition {
   int stage = 0;
@@ -89,7 +89,7 @@ struct RingPosition {
   }
 };
 
-// Items begin, begin + step, ... before `end` of a selection row.
+// Items begin, begin + step, ... below `end` of a selection row.
 struct PageRun {
   int64_t row = 0;
   int64_t begin = 0;
@@ -107,8 +107,8 @@ __device__ inline PageRun WholeRow(const AttendLaunch& p, int64_t row) {
   return run;
 }
 
-// Of the pieces of a page (kv_tensor_maps.h), bit i: it holds a token of the mask. All of them
-// where so many do that the whole page is read in as good a time.
+// Returns the pieces of a page (kv_tensor_maps.h) that hold a token of the mask, as bits. Returns
+// all pieces when so many do that reading the whole page is as fast.
 __device__ inline unsigned PiecesOf(uint64_t mask) {
   constexpr int kMostPieces = 5;
   unsigned pieces = 0;
@@ -122,8 +122,8 @@ template <Placement kPlacement>
 struct ResolvedPage {
   uint64_t mask = 0;  // 0: nothing to read
   int64_t page = 0;
-  int64_t index = 0;     // of the store's tables
-  int32_t copy_row = 0;  // of the tensor map
+  int64_t index = 0;     // in the store's tables
+  int32_t copy_row = 0;  // in the tensor map
   PageTier tier = PageTier::kAbsent;
   KeyPositions<kPlacement> positions;  // where keys are rotated; grouped: for the first query
 };
@@ -155,13 +155,13 @@ __device__ ResolvedPage<kPlacement> ResolveItem(const AttendLaunch& p, const KvT
   return resolved;
 }
 
-// Tokens that CopyPage reads.
+// Returns the number of tokens that CopyPage reads.
 __device__ inline int64_t CopiedTokens(uint64_t mask) {
   return __popc(PiecesOf(mask)) * kPieceTokens;
 }
 
-// Records that `tokens` of the page are read. One that is absent sets the slot's fault, and has
-// nothing to read.
+// Records that `tokens` tokens of the page are read. An absent page sets the slot's fault and gets
+// an empty mask.
 template <Placement kPlacement>
 __device__ void ClaimPage(const AttendLaunch& p, const PageRun& run, ResolvedPage<kPlacement>& page,
                           int64_t tokens) {
@@ -180,7 +180,7 @@ __device__ void ClaimPage(const AttendLaunch& p, const PageRun& run, ResolvedPag
   }
 }
 
-// Lane `from`'s, without its index.
+// Returns lane `from`'s page, without its index.
 template <Placement kPlacement>
 __device__ ResolvedPage<kPlacement> ShareResolved(const ResolvedPage<kPlacement>& own, int from) {
   ResolvedPage<kPlacement> page;
@@ -200,7 +200,7 @@ __device__ ResolvedPage<kPlacement> ShareResolved(const ResolvedPage<kPlacement>
   return page;
 }
 
-// Before the first copies: the maps lie in the kernel's parameters.
+// Called before the first copies: the maps lie in the kernel's parameters.
 __device__ inline void PrefetchMaps(const KvTensorMaps& maps) {
   for (const KvTensorMaps::Arena* arena : {&maps.device, &maps.host}) {
     if (arena->base == nullptr) continue;
@@ -209,8 +209,9 @@ __device__ inline void PrefetchMaps(const KvTensorMaps& maps) {
   }
 }
 
-// The pieces that hold tokens of the mask are copied; what else is in the stage stays. One thread
-// says so, one or several copy the boxes 0 to kBoxes - 1, before or behind it.
+// Copies the pieces that hold tokens of the mask; the rest of the stage stays unchanged. One thread
+// announces the bytes (ExpectPage). One or more threads copy boxes 0 to kBoxes - 1, before or after
+// that.
 template <typename Ring>
 __device__ void ExpectPage(Ring& ring, int stage, uint64_t mask) {
   constexpr int kPieceBytes = Ring::Shape::kPageBytes / static_cast<int>(kPagePieces);
@@ -223,7 +224,7 @@ __device__ void CopyBoxOfPage(Ring& ring, int stage, const KvTensorMaps& maps,
   using Shape = typename Ring::Shape;
   const KvTensorMaps::Arena& arena = page.tier == PageTier::kHost ? maps.host : maps.device;
   const unsigned pieces = PiecesOf(page.mask);
-  // Rows of one side: K, then V.
+  // K first, then V.
   const int row = page.copy_row + box / Shape::kHalves * static_cast<int>(kPageTokens);
   const int column = box % Shape::kHalves * static_cast<int>(kBoxColumns);
   std::byte* const to = ring.pages[stage] + box * Shape::kBoxBytes;
@@ -244,8 +245,8 @@ __device__ void CopyPage(Ring& ring, int stage, const KvTensorMaps& maps,
   for (int box = 0; box < Ring::Shape::kBoxes; ++box) CopyBoxOfPage(ring, stage, maps, page, box);
 }
 
-// Where a thread of the consumers stands: which warpgroup is its own, and which elements of a
-// product of 64 rows wgmma gives it.
+// A consumer thread's place: its warpgroup, and the elements that wgmma gives it of a product of 64
+// rows.
 struct ThreadPlace {
   int consumer;
   int thread;  // in the warpgroup
@@ -265,13 +266,13 @@ __device__ inline ThreadPlace MyPlace() {
           .column = lane % 4 * 2};
 }
 
-// The threads of one warpgroup wait for each other.
+// Waits for the threads of one warpgroup.
 __device__ inline void Synchronize(const ThreadPlace& me) {
   hopper::NamedBarrier(1 + me.consumer, kGroupThreads);
 }
 
-// Sixteen bytes of a swizzled tile of kRows rows: those of row `row` from element `element` on. The
-// tile's halves lie kRows swizzled rows apart.
+// Returns the sixteen bytes of row `row` from element `element` on, in a swizzled tile of kRows
+// rows. The tile's halves lie kRows swizzled rows apart.
 template <int kRows>
 __device__ uint4* TilePart(std::byte* tile, int row, int element) {
   const int column = element * 2;  // bytes
@@ -280,8 +281,8 @@ __device__ uint4* TilePart(std::byte* tile, int row, int element) {
                                   hopper::SwizzledOffset(row, column % hopper::kSwizzledRowBytes));
 }
 
-// Queries as wgmma wants them, by a warpgroup: row r of the tile is query_of(r), [head_dim], or
-// zero where that is null. The tile's halves lie kRows swizzled rows apart.
+// Loads queries in the layout of wgmma, by a warpgroup. Row r of the tile is query_of(r),
+// [head_dim], or zero where that is null. The tile's halves lie kRows swizzled rows apart.
 template <int kHeadDim, int kRows, typename QueryOf>
 __device__ void LoadQueryTile(const ThreadPlace& me, const QueryOf& query_of, std::byte* to) {
   constexpr int kRowChunks = kHeadDim * 2 / 16;
@@ -298,13 +299,13 @@ __device__ void LoadQueryTile(const ThreadPlace& me, const QueryOf& query_of, st
   Synchronize(me);
 }
 
-// With the bits of the CPU's ApplyRope: x cos - y sin, x sin + y cos.
+// Same bits as the CPU's ApplyRope: x cos - y sin, x sin + y cos.
 __device__ inline float2 Turn(float x, float y, float cos, float sin) {
   return {__fsub_rn(__fmul_rn(x, cos), __fmul_rn(y, sin)),
           __fadd_rn(__fmul_rn(y, cos), __fmul_rn(x, sin))};
 }
 
-// Pairs of elements that lie half a head apart, turned: two neighbours.
+// Rotates two neighbouring pairs of elements that lie half a head apart.
 __device__ inline void RotatePairs(uint32_t& low, uint32_t& high, float2 cos, float2 sin) {
   const float2 x = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&low));
   const float2 y = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&high));
@@ -317,11 +318,11 @@ __device__ inline void RotatePairs(uint32_t& low, uint32_t& high, float2 cos, fl
 }
 
 // Rotates rows of a swizzled tile in place, in float32: row r to position_of(r), unless that is
-// negative. By the `threads` threads of which this is number `thread`; a barrier must follow.
+// negative. Called by `threads` threads, of which this is number `thread`. A barrier must follow.
 template <int kHeadDim, int kRows, typename PositionOf>
 __device__ void RotateTile(const DeviceRopePositions& rope, int thread, int threads,
                            const PositionOf& position_of, std::byte* tile) {
-  constexpr int kElements = 8;  // of a part
+  constexpr int kElements = 8;  // in a part
   constexpr int kParts = kHeadDim / 2 / kElements;
 #pragma unroll 2
   for (int i = thread; i < kRows * kParts; i += threads) {
@@ -348,7 +349,7 @@ __device__ void RotateTile(const DeviceRopePositions& rope, int thread, int thre
   hopper::FenceAsyncProxy();
 }
 
-// The stage's keys that are attended to, each to its position. As RotateTile.
+// Rotates the stage's attended keys, each to its position. Called like RotateTile.
 template <typename Ring>
 __device__ void RotateKeys(Ring& ring, int stage, const DeviceRopePositions& rope, int thread,
                            int threads) {
@@ -360,15 +361,15 @@ __device__ void RotateKeys(Ring& ring, int stage, const DeviceRopePositions& rop
                                                                ring.keys(stage));
 }
 
-// By a reader, when its whole warp is done with the stage.
+// Called by a reader when its whole warp is done with the stage.
 template <typename Ring>
 __device__ void ReleaseStage(Ring& ring, int stage) {
   __syncwarp();
   if (threadIdx.x % kWarpThreads == 0) hopper::BarrierArrive(&ring.empty[stage]);
 }
 
-// Values of tokens that no query attends to may be anything, NaN too, and 0 times NaN is NaN. By
-// the `threads` threads of which this is number `thread`; a barrier must follow.
+// Zeroes the values of tokens that no query attends to: they may be anything, even NaN, and 0 times
+// NaN is NaN. Called by `threads` threads, of which this is number `thread`. A barrier must follow.
 template <typename Ring>
 __device__ void ZeroMaskedValues(Ring& ring, int stage, uint64_t mask, int thread, int threads) {
   constexpr int kRowChunks = hopper::kSwizzledRowBytes / 16;

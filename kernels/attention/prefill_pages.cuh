@@ -1,5 +1,5 @@
-// How pages reach prefill attention (attend_prefill.cu): what its warpgroups share, the one that
-// sends pages through the ring, and those that rotate keys.
+// Brings pages to prefill attention (attend_prefill.cu): the memory that its warpgroups share, the
+// warpgroup that sends pages through the ring, and the warpgroups that rotate keys.
 //
 //   producer                             rotators                     consumers
 //   wait empty[stage]                    wait full[stage]             wait full[stage], where keys
@@ -11,26 +11,26 @@
 
 namespace kvasir::kernels {
 
-inline constexpr int kPrefillConsumers = 2;  // warpgroups, each with a query head of its own
+inline constexpr int kPrefillConsumers = 2;  // warpgroups, each with its own query head
 
 template <Placement kPlacement>
 inline constexpr bool kRotates = kPlacement != Placement::kCached;
 
-// Warpgroups, and registers of a thread in each: as many in all as the launch gives.
+// Warpgroups, and registers of a thread in each. The registers add up to those of the launch.
 inline constexpr int kRotatorRegisters = 56;
 template <Placement kPlacement>
 struct PrefillRoles {
   static constexpr int kProducer = kPrefillConsumers;
-  static constexpr int kRotators = kRotates<kPlacement> ? 2 : 0;  // the last ones
+  static constexpr int kRotators = kRotates<kPlacement> ? 2 : 0;  // the last warpgroups
   static constexpr int kThreads = (kPrefillConsumers + 1 + kRotators) * kGroupThreads;
   static constexpr int kConsumerRegisters = kRotates<kPlacement> ? 152 : 232;
   static constexpr int kProducerRegisters = kRotates<kPlacement> ? 56 : 40;
 };
 
-// About the page in a stage, in one word.
+// What consumers must know about the page in a stage, in one word.
 enum PageState : int32_t {
-  kEnd = 0,  // there is none, nor any after it
-  kWhole,    // all queries of the block see all its tokens, at the first place
+  kEnd = 0,  // there is no page, nor any after it
+  kWhole,    // all queries of the tile see all its tokens, at the first position
   kMasked,
 };
 
@@ -47,11 +47,11 @@ struct alignas(1024) PrefillMemory {
   static constexpr int kStages = (224 * 1024 - kQueryBytes) / Shape::kPageBytes;
   using Ring = PrefillRing<kHeadDim, kStages, kPlacement>;
   Ring ring;
-  // At grouped positions as they see near keys, and as they see far ones.
+  // With grouped positions: as near keys see them, then as far keys see them.
   alignas(1024) std::byte queries[kPrefillConsumers][kPlaces][Shape::kSideBytes];
-  uint64_t rotated[kStages];  // barriers: the stage's keys are
+  uint64_t rotated[kStages];  // barriers: the stage's keys are rotated
 
-  // By one thread, before a __syncthreads.
+  // Called by one thread, before a __syncthreads.
   __device__ void Init() {
     constexpr int kGroupWarps = kGroupThreads / kWarpThreads;
     if constexpr (kRotates<kPlacement>) {
@@ -61,15 +61,15 @@ struct alignas(1024) PrefillMemory {
     }
     ring.Init(kPrefillConsumers * kGroupWarps);
   }
-  // Consumers wait for it.
+  // Returns the barrier that consumers wait for.
   __device__ uint64_t* Ready(int stage) {
     return kRotates<kPlacement> ? &rotated[stage] : &ring.full[stage];
   }
 };
 
-// For a page at grouped positions: what queries of the block see from where they see far keys, and
-// from their own positions. Where neighbourhoods begin that is both, of some tokens for some
-// queries the one and for others the other.
+// The two sides of a page with grouped positions: the tokens that queries of the tile see from
+// their far position, and those that they see from their own. A page where neighbourhoods begin has
+// both sides, and a token may be far for some queries and near for others.
 using GroupedPage = ResolvedPage<Placement::kGrouped>;
 __device__ inline GroupedPage FarSide(const AttendLaunch& p, const PageRun& run, GroupedPage page) {
   page.mask &= p.grouped.FarMask(page.page, run.items.last_position);
@@ -84,8 +84,8 @@ __device__ inline GroupedPage NearSide(const AttendLaunch& p, const PageRun& run
   return page;
 }
 
-// Sends for the angles of a page's keys, to the L2 cache: those of the tokens of its mask lie side
-// by side.
+// Prefetches the angles of a page's keys into the L2 cache. The angles of the tokens of its mask
+// are contiguous.
 __device__ inline void PrefetchAngles(const DeviceRopePositions& rope, int64_t half_dim,
                                       const ResolvedPage<Placement::kCompact>& page) {
   const int64_t first = page.positions.of(__ffsll(static_cast<long long>(page.mask)) - 1);
@@ -95,8 +95,8 @@ __device__ inline void PrefetchAngles(const DeviceRopePositions& rope, int64_t h
   hopper::PrefetchRange(rope.sin + first * half_dim, bytes);
 }
 
-// By the producer warp: sends the run's pages through the ring, one stage for each item that has
-// tokens, at grouped positions one for each side of it that has, and one without tokens as the end.
+// Sends the run's pages through the ring, by the producer warp: one stage for each item with tokens
+// (with grouped positions one for each side with tokens), and at the end one stage without tokens.
 template <Placement kPlacement, typename Ring>
 __device__ void ProducePages(const AttendLaunch& p, const KvTensorMaps& maps, const PageRun& run,
                              Ring& ring, RingPosition<Ring::kStages>& at) {
@@ -127,7 +127,7 @@ __device__ void ProducePages(const AttendLaunch& p, const KvTensorMaps& maps, co
         hopper::BarrierArrive(&ring.full[at.stage]);
       } else {
         CopyPage(ring, at.stage, maps, page);
-        // At grouped positions there are few of them: they stay in the cache.
+        // With grouped positions there are few angles, and they stay in the cache.
         if constexpr (kPlacement == Placement::kCompact) {
           PrefetchAngles(p.rope, Ring::Shape::kDim / 2, page);
         }
@@ -155,7 +155,7 @@ __device__ void ProducePages(const AttendLaunch& p, const KvTensorMaps& maps, co
   send({});
 }
 
-// By the rotating warpgroups: the keys of all pages, to the end.
+// Rotates the keys of all pages to the end. Called by the rotating warpgroups.
 template <int kHeadDim, Placement kPlacement>
 __device__ void RotatePages(const AttendLaunch& p, PrefillMemory<kHeadDim, kPlacement>& shared) {
   using Role = PrefillRoles<kPlacement>;

@@ -1,14 +1,14 @@
-// The order in which attention takes the pages of a row, and the segments in which it adds them up:
+// The order in which attention reads the pages of a row, and the segments in which it sums them:
 // page 0 first, then the others from the newest to the oldest.
 //
 //   pages    0 | 1 ........ 31 | 32 ....... 63 | 64 ... newest
 //   segment  0 |       1       |       2       |       3
 //   read    1st       4th             3rd             2nd
 //
-// Newest first, because what ends a row early (terminator.h) then ends it in the middle of what
-// every row does, and not on another path; page 0 before them, because the first tokens draw much
-// of the attention, so that whatever follows can be weighed against it. Segments are cut by
-// absolute page numbers. Used by the CPU implementations of Attend. Thread-safe.
+// Newest first, so that a row that ends early (terminator.h) stops in the middle of the path that
+// every row takes. Page 0 comes before them, because the first tokens draw much of the attention,
+// and later pages can be weighed against it. Segments are cut by absolute page numbers. Used by the
+// CPU implementations of Attend. Thread-safe.
 #pragma once
 
 #include <algorithm>
@@ -30,13 +30,13 @@ constexpr int64_t FirstPageOf(int64_t segment) {
 // A page of a row.
 struct PageStep {
   int64_t page = 0;
-  uint64_t mask = 0;  // tokens that the block's last query attends to
+  uint64_t mask = 0;  // tokens that the tile's last query attends to
   int64_t segment = 0;
-  const SelectionEntry* entry = nullptr;  // the list's; null where there is none
+  const SelectionEntry* entry = nullptr;  // in the row's list, or null
 };
 
-// Fills `steps` with the pages from where `walk` stands up to `end_page`, in reading order, and
-// returns how many they are. REQUIRES: room for them.
+// Fills `steps` with the pages from the position of `walk` up to `end_page`, in reading order.
+// Returns their number. REQUIRES: room for them.
 inline int64_t ListSteps(SelectedPages walk, int64_t end_page, PageStep* steps) {
   int64_t count = 0;
   for (; walk.valid() && walk.page() < end_page; walk.Next()) {

@@ -1,11 +1,11 @@
 // The pages that one selection row attends to, by number, so that parallel work can start anywhere
-// in a row: pure arithmetic on the selection's header, shared by the GPU's kernels and their tests.
+// in a row. Pure arithmetic on the selection's header, shared by the GPU's kernels and their tests.
 //
 //   item   0 ..            num_sink ..            num_sink + num_list ..         num_items
 //          pages of sink   list entries           pages of the window
 //
-// A page may be two items (sink and list, list and window), with disjoint masks. The same tokens as
-// SelectedPages walks, in page_selection.h.
+// A page may be two items (sink and list, list and window) with disjoint masks. The items hold the
+// same tokens as a walk of SelectedPages (page_selection.h).
 #pragma once
 
 #include <cstdint>
@@ -27,10 +27,10 @@ struct RowItems {
 
 struct RowItem {
   int64_t page = 0;
-  uint64_t mask = 0;  // tokens attended to by the block's last query
+  uint64_t mask = 0;  // tokens that the tile's last query attends to
 };
 
-// For a block whose last query is at `last_position`.
+// Numbers the items for a tile whose last query is at `last_position`.
 KVASIR_HOST_DEVICE inline RowItems NumberItems(const SelectionHeader& header,
                                                int64_t last_position) {
   RowItems items;
@@ -47,7 +47,7 @@ KVASIR_HOST_DEVICE inline RowItems NumberItems(const SelectionHeader& header,
   return items;
 }
 
-// REQUIRES: 0 <= index < num_items.
+// Returns item `index`. REQUIRES: 0 <= index < num_items.
 KVASIR_HOST_DEVICE inline RowItem FindItem(const RowItems& items, const SelectionHeader& header,
                                            const SelectionEntry* list, int64_t index) {
   RowItem item;
@@ -68,8 +68,8 @@ KVASIR_HOST_DEVICE inline RowItem FindItem(const RowItems& items, const Selectio
   return item;
 }
 
-// Where an item's keys stand (compact_positions.h): the token t of its page at `first` + the tokens
-// of `counted` before it.
+// Positions of an item's keys (compact_positions.h): token t of its page is at `first` + the number
+// of tokens of `counted` before t.
 struct ItemPositions {
   int32_t first = 0;
   uint64_t counted = 0;
@@ -79,7 +79,7 @@ struct ItemPositions {
   }
 };
 
-// REQUIRES: 0 <= index < num_items.
+// Returns the positions of item `index`. REQUIRES: 0 <= index < num_items.
 KVASIR_HOST_DEVICE inline ItemPositions FindPositions(const RowItems& items,
                                                       const SelectionHeader& header,
                                                       const SelectionEntry* list, int64_t index) {
@@ -95,13 +95,13 @@ KVASIR_HOST_DEVICE inline ItemPositions FindPositions(const RowItems& items,
           .counted = ~uint64_t{0}};
 }
 
-// Where a page's keys stand at grouped positions, for a query that stands where it sees far ones
-// from: near ones are moved as far as it is.
+// Grouped positions of a page's keys, for a query at its far position. Near keys are shifted by the
+// same distance as the query.
 struct GroupedItemPositions {
-  int32_t first_far = 0;    // of the page's first token
-  int32_t first_near = 0;   // of the same, were it near
-  int32_t near_begin = 0;   // tokens from here on are near
-  uint64_t group_ends = 0;  // the last tokens of groups
+  int32_t first_far = 0;    // position of the page's first token as a far key
+  int32_t first_near = 0;   // the same as a near key
+  int32_t near_begin = 0;   // first near token
+  uint64_t group_ends = 0;  // last tokens of groups
 
   KVASIR_HOST_DEVICE int64_t of(int token) const {
     if (token >= near_begin) return first_near + token;
@@ -109,7 +109,7 @@ struct GroupedItemPositions {
   }
 };
 
-// For the query at `position`, as it stands at grouped.FarQuery(position).
+// Returns the positions for the query at `position`, which is read at grouped.FarQuery(position).
 KVASIR_HOST_DEVICE inline GroupedItemPositions FindGroupedPositions(const GroupedPositions& grouped,
                                                                     int64_t page,
                                                                     int64_t position) {
@@ -126,8 +126,8 @@ KVASIR_HOST_DEVICE inline GroupedItemPositions FindGroupedPositions(const Groupe
   return positions;
 }
 
-// Whether no item before it has tokens of the item's page: to count pages. REQUIRES: the item has
-// tokens.
+// Returns whether no earlier item has tokens of the item's page, for counting pages. REQUIRES: the
+// item has tokens.
 KVASIR_HOST_DEVICE inline bool IsAnotherPage(const RowItems& items, const SelectionHeader& header,
                                              const SelectionEntry* list, int64_t index) {
   if (header.kind == SelectionHeader::Kind::kAll || index < items.num_sink) return true;
@@ -142,10 +142,10 @@ KVASIR_HOST_DEVICE inline bool IsAnotherPage(const RowItems& items, const Select
   return true;
 }
 
-// How a decode row is cut into units of parallel work: so that the rows of one sequence are about
-// as many units as a GPU has multiprocessors. Unit u of n takes the items u, u + n, u + 2n, ...:
-// where a list is dense here and thin there, every unit has its share of both. A unit costs as much
-// as a few items besides its own, so it has so many at least, but in a row's last share. The cut
+// Cuts a decode row into units of parallel work. The rows of one sequence together make about as
+// many units as a GPU has multiprocessors. Unit u of n takes items u, u + n, u + 2n, ..., so that
+// every unit has a share of the dense and of the thin parts of a list. A unit has a fixed cost of a
+// few items, so it has at least kDecodeUnitItems of them, except in a row's last share. The cut
 // depends on nothing that differs from batch to batch.
 inline constexpr int64_t kDecodeUnitsOfSequence = 128;
 inline constexpr int64_t kDecodeUnitItems = 4;
@@ -155,7 +155,7 @@ KVASIR_HOST_DEVICE inline int64_t MaxDecodeUnits(int64_t num_kv_heads) {
 }
 KVASIR_HOST_DEVICE inline int64_t NumDecodeUnits(int64_t num_items, int64_t num_kv_heads) {
   const int64_t units = MaxDecodeUnits(num_kv_heads);
-  if (num_items == 0) return 1;  // it has nothing to attend to, and its result is that
+  if (num_items == 0) return 1;  // the unit that writes the result of an empty row
   const int64_t worth = (num_items + kDecodeUnitItems - 1) / kDecodeUnitItems;
   return worth < units ? worth : units;
 }

@@ -1,6 +1,5 @@
-// Copies that a thread does not wait for, and the warp's matrix product: one function an
-// instruction, as in the PTX ISA
-// (sections "cp.async", "mma"). From sm_80 on.
+// Asynchronous copies and the warp's matrix product: one function an instruction, as in the PTX ISA
+// (sections "cp.async", "mma"). Needs sm_80 or later.
 #pragma once
 
 #include <cstdint>
@@ -8,26 +7,26 @@
 
 namespace kvasir::kernels {
 
-// --- asynchronous copies, of this thread ---
+// --- asynchronous copies of the calling thread ---
 
-// 16 bytes of global memory, aligned as such; zeros where `is_there` is false. What is read once is
-// not kept near.
+// Copies 16 bytes of global memory, aligned to 16; writes zeros where `is_there` is false. Bypasses
+// the L1 cache, because the bytes are read once.
 __device__ inline void CopyAsync16(void* to, const void* from, bool is_there) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
                    static_cast<uint32_t>(__cvta_generic_to_shared(to))),
                "l"(from), "r"(is_there ? 16 : 0)
                : "memory");
 }
-// 4 bytes, aligned as such.
+// Copies 4 bytes, aligned to 4.
 __device__ inline void CopyAsync4(void* to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(
                    static_cast<uint32_t>(__cvta_generic_to_shared(to))),
                "l"(from)
                : "memory");
 }
-// What was copied since the last call is a group.
+// Makes one group of the copies begun since the last call.
 __device__ inline void CommitCopies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Until at most `kPending` groups, the youngest ones, are on their way.
+// Waits until at most the `kPending` youngest groups are under way.
 template <int kPending>
 __device__ inline void WaitForCopies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
@@ -35,10 +34,10 @@ __device__ inline void WaitForCopies() {
 
 // --- matrix products of a warp ---
 
-// d[16, 8] += a[16, 16] b[16, 8]: bfloat16 operands, two in a register, float sums. Lane 4 g + t
-// holds a's elements (g, 2 t), (g + 8, 2 t), (g, 2 t + 8), (g + 8, 2 t + 8) and the ones to their
-// right, b's (2 t, g), (2 t + 8, g) and the ones below, d's (g, 2 t), (g + 8, 2 t) and the ones to
-// their right.
+// d[16, 8] += a[16, 16] b[16, 8], with bfloat16 operands, two in a register, and float sums. Lane 4
+// g + t holds these elements: of a (g, 2 t), (g + 8, 2 t), (g, 2 t + 8), (g + 8, 2 t + 8) and the
+// right neighbour of each; of b (2 t, g), (2 t + 8, g) and the one below each; of d (g, 2 t), (g +
+// 8, 2 t) and the right neighbour of each.
 __device__ inline void Mma16x8(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
@@ -46,7 +45,7 @@ __device__ inline void Mma16x8(float (&d)[4], const uint32_t (&a)[4], const uint
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
-// The same of float16 operands. Subnormal numbers count as what they are.
+// The same with float16 operands. Subnormal numbers keep their value.
 __device__ inline void Mma16x8Float16(float (&d)[4], const uint32_t (&a)[4],
                                       const uint32_t (&b)[2]) {
   asm volatile(

@@ -1,4 +1,4 @@
-// Sums over the threads of a block, for kernels.
+// Sums over the threads of a CTA.
 #pragma once
 
 #include <cstdint>
@@ -8,9 +8,9 @@
 
 namespace kvasir::kernels {
 
-// The sum of `value` over the threads before this one, by all threads of the block; all sums are
-// below 2^32 or 2^64, as Number is uint32_t or uint64_t. `sums` is shared memory, one for each
-// warp; behind the next __syncthreads it holds what a warp adds.
+// Returns the sum of `value` over the threads before this one. All threads of the CTA call it. All
+// sums stay below 2^32 or 2^64, for a Number of uint32_t or uint64_t. `sums` is shared memory, one
+// number for each warp. After the next __syncthreads it holds each warp's own sum.
 template <typename Number>
 __device__ inline Number SumBefore(std::type_identity_t<Number> value, Number* sums) {
   const unsigned lane = threadIdx.x % kWarpThreads;
@@ -21,7 +21,7 @@ __device__ inline Number SumBefore(std::type_identity_t<Number> value, Number* s
     const Number left = __shfl_up_sync(kAllLanes, sum, distance);
     if (lane >= distance) sum += left;
   }
-  __syncthreads();  // the sums of an earlier call have been read
+  __syncthreads();  // the sums of the previous call have been read
   if (lane == kWarpThreads - 1) sums[warp] = sum;
   __syncthreads();
   Number before = sum - value;

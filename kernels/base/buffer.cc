@@ -13,12 +13,12 @@
 namespace kvasir::kernels {
 namespace {
 
-// No host has more; asking the allocator would abort under AddressSanitizer.
+// More than any host has. A request above it would abort under AddressSanitizer.
 constexpr int64_t kMaxBytes = int64_t{1} << 46;
 constexpr uintptr_t kHugePageBytes = uintptr_t{2} << 20;
 
-// KV is read a page here and a page there: with huge pages the processor seldom walks page tables.
-// A wish only; where the kernel has none, nothing changes.
+// KV is read in scattered pages, and with huge pages the processor seldom walks page tables. This
+// is advice only: a kernel without huge pages ignores it.
 void AskForHugePages(std::byte* data, int64_t bytes) {
   const auto address = reinterpret_cast<uintptr_t>(data);
   const uintptr_t begin = (address + kHugePageBytes - 1) / kHugePageBytes * kHugePageBytes;

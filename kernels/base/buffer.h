@@ -1,7 +1,7 @@
-// Owned host memory: zeroed, aligned to 64 bytes (a cache line and an AVX-512 register), movable,
-// freed by the destructor. Whoever owns weights, scratch or activations holds one and hands out
-// TensorViews into it. Large buffers are zeroed lazily by the operating system, so allocating does
-// not touch the pages; they may be huge ones, of 2 MiB. Thread-compatible.
+// Host memory with an owner: zeroed, aligned to 64 bytes (a cache line and an AVX-512 register),
+// movable, freed by the destructor. The owner of weights, scratch or activations holds a buffer and
+// hands out TensorViews into it. The operating system zeroes large buffers lazily, so allocating
+// does not touch the pages. The pages may be huge ones of 2 MiB. Thread-compatible.
 #pragma once
 
 #include <cstddef>
@@ -42,7 +42,7 @@ class HostBuffer {
 };
 
 // Cuts large buffers into pieces, so that memory of less than a huge page lies in huge pages too: a
-// model has many weights of a megabyte, which are read once a step. A piece keeps its buffer alive,
+// model has many weights of about a megabyte, each read once a step. A piece keeps its buffer alive
 // and may outlive the arena.
 class HostArena {
  public:
@@ -56,15 +56,16 @@ class HostArena {
     }
   };
 
-  // Buffers of so many bytes, larger ones for pieces of more than half of that. 0: one a piece.
+  // Allocates buffers of `buffer_bytes` bytes. A piece of more than half of that gets its own
+  // buffer, as does every piece when `buffer_bytes` is 0.
   explicit HostArena(int64_t buffer_bytes) : buffer_bytes_(buffer_bytes) {}
 
-  // Errors as of HostBuffer::Allocate.
+  // Returns the errors of HostBuffer::Allocate.
   absl::StatusOr<Piece> Take(int64_t bytes);
 
  private:
   const int64_t buffer_bytes_;
-  std::shared_ptr<const HostBuffer> buffer_;  // whose pieces are handed out
+  std::shared_ptr<const HostBuffer> buffer_;  // the buffer that pieces are cut from
   int64_t used_ = 0;
 };
 

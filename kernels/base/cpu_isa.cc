@@ -30,7 +30,8 @@ absl::StatusOr<CpuIsa> ParseCpuIsa(absl::string_view name) {
       absl::StrCat("cpu-isa is '", name, "'; this machine takes ", absl::StrJoin(names, ", ")));
 }
 
-// The choice of KVASIR_CPU_ISA. A wrong value ends the process: nothing of it has begun.
+// Returns the choice of KVASIR_CPU_ISA. A wrong value ends the process, which has started nothing
+// yet.
 CpuIsa FromEnvironment() {
   const char* name = std::getenv("KVASIR_CPU_ISA");
   const absl::StatusOr<CpuIsa> isa = ParseCpuIsa(name == nullptr ? "auto" : name);
@@ -73,7 +74,7 @@ bool CpuHas(CpuIsa isa) {
       return true;
     case CpuIsa::kNeon:
       return false;
-    case CpuIsa::kAvx2:  // with them comes F16C, which not every compiler can ask for
+    case CpuIsa::kAvx2:  // F16C comes with them; not every compiler can ask for it
       return __builtin_cpu_supports("avx2") != 0 && __builtin_cpu_supports("fma") != 0;
     case CpuIsa::kAvx512:
       return has_avx512();

@@ -1,9 +1,9 @@
-// The instruction sets that CPU kernels come in, and the one they use. Binaries are built for the
-// plain machine (x86-64, or Arm with NEON); files that are compiled for more are entered only where
-// this says so.
+// The instruction sets that CPU kernels are compiled for, and the one in use. Binaries are built
+// for the plain machine (x86-64, or Arm with NEON). Files compiled for a wider set are entered only
+// where this header allows it.
 //
-// All kernels use one instruction set: the widest that the machine has, or the lower one that
-// --cpu-isa or KVASIR_CPU_ISA asked for. Thread-safe.
+// All kernels use one instruction set: the widest of the machine, or the lower one that --cpu-isa
+// or KVASIR_CPU_ISA asked for. Thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
 
-// A function that exists in builds for that family of machines only; elsewhere a null pointer.
+// A function that exists only in builds for this family of machines, a null pointer elsewhere.
 #if defined(__x86_64__)
 #define KVASIR_ON_X86(function) (function)
 #define KVASIR_ON_ARM(function) nullptr
@@ -25,32 +25,33 @@
 
 namespace kvasir::kernels {
 
-// In ascending order on one machine; a machine that has one has those of its family before it.
+// Ascending on one machine: a machine that has a set has all earlier ones of its family.
 enum class CpuIsa : uint8_t {
   kPortable,    // plain C++
-  kNeon,        // Arm: every 64-bit one
+  kNeon,        // Arm: every 64-bit machine
   kAvx2,        // x86: AVX2, FMA and F16C
   kAvx512,      // x86: AVX-512 F, BW, DQ and VL
-  kAvx512Bf16,  // x86: products of bfloat16 pairs as well
+  kAvx512Bf16,  // x86: also products of bfloat16 pairs
 };
 
 // "portable", "neon", "avx2", "avx512", "avx512_bf16".
 absl::string_view CpuIsaName(CpuIsa isa);
 
 bool CpuHas(CpuIsa isa);
-// The widest that the machine has.
+// Returns the widest set of the machine.
 CpuIsa MachineCpuIsa();
 
-// The one in use: MachineCpuIsa() unless LimitCpuIsa or the environment variable KVASIR_CPU_ISA
-// said less. Kernels that have no form for it use the next lower one.
+// Returns the set in use: MachineCpuIsa(), or the lower one given by LimitCpuIsa or the environment
+// variable KVASIR_CPU_ISA. A kernel without a form for it uses its next lower form.
 CpuIsa ChosenCpuIsa();
 
-// Makes kernels use `name`, or the widest again for "auto". For the start of a process and for
-// tests, while no kernel runs: weights that were packed before stay as they are.
-// INVALID_ARGUMENT: no such name, or the machine lacks it; the message lists those it has.
+// Makes kernels use `name`, or the widest set again for "auto". Called at the start of a process
+// and in tests, while no kernel runs. Weights that are already packed keep their form.
+// INVALID_ARGUMENT when the name is unknown or the machine lacks the set; the message lists the
+// sets it has.
 absl::Status LimitCpuIsa(absl::string_view name);
 
-// The forms of one function; null: there is none.
+// The forms of one function, null where it has none.
 template <typename Function>
 struct IsaForms {
   Function* portable = nullptr;
@@ -60,7 +61,7 @@ struct IsaForms {
   Function* avx512_bf16 = nullptr;
 };
 
-// The form for `isa`, or the widest one below it; null where there is none.
+// Returns the form for `isa`, or else the widest form below it, or null.
 template <typename Function>
 Function* FormFor(CpuIsa isa, const IsaForms<Function>& forms) {
   switch (isa) {
@@ -80,7 +81,7 @@ Function* FormFor(CpuIsa isa, const IsaForms<Function>& forms) {
   return forms.portable;
 }
 
-// The form for the instruction set in use.
+// Returns the form for the instruction set in use.
 template <typename Function>
 Function* ChooseForm(const IsaForms<Function>& forms) {
   return FormFor(ChosenCpuIsa(), forms);

@@ -11,8 +11,8 @@
 
 namespace kvasir::kernels {
 
-// `doing` names the call for people: "allocating 12 bytes of device memory". RESOURCE_EXHAUSTED
-// when memory ran out, UNAVAILABLE without a usable device, INTERNAL otherwise.
+// `doing` describes the call: "allocating 12 bytes of device memory". RESOURCE_EXHAUSTED when
+// memory ran out, UNAVAILABLE without a usable device, INTERNAL otherwise.
 inline absl::Status CudaStatus(cudaError_t error, absl::string_view doing) {
   if (error == cudaSuccess) return absl::OkStatus();
   const std::string message =

@@ -26,8 +26,8 @@ template <typename Free>
 class CudaBuffer {
  public:
   CudaBuffer() = default;
-  // INVALID_ARGUMENT for a negative size, RESOURCE_EXHAUSTED when there is no room, or the memory
-  // cannot be pinned. Zero bytes give an empty buffer.
+  // INVALID_ARGUMENT for a negative size. RESOURCE_EXHAUSTED when memory ran out or cannot be
+  // pinned. Zero bytes give an empty buffer.
   static absl::StatusOr<CudaBuffer> Allocate(int64_t bytes);
 
   std::byte* data() const { return memory_.get(); }
@@ -43,7 +43,7 @@ class CudaBuffer {
 };
 
 using DeviceBuffer = CudaBuffer<internal::FreeDevice>;
-// The device reads it at the same address as the host.
+// The device reads this memory at the host's address.
 using PinnedBuffer = CudaBuffer<internal::FreePinned>;
 
 }  // namespace kvasir::kernels

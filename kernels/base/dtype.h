@@ -37,7 +37,7 @@ constexpr absl::string_view DTypeName(DType dtype) {
   return "unknown";
 }
 
-// What the activations and the KV of every kernel may be.
+// Whether `dtype` is one that every kernel accepts for activations and KV.
 constexpr bool IsFloat32OrBFloat16(DType dtype) {
   return dtype == DType::kFloat32 || dtype == DType::kBFloat16;
 }

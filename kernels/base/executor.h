@@ -1,4 +1,4 @@
-// Where CPU ops get their parallelism: ops own no threads, the process that calls them passes an
+// The source of parallelism for CPU ops. Ops own no threads: the process that calls them passes an
 // Executor. CUDA ops take a stream instead. Implementations are thread-compatible: one ParallelFor
 // at a time.
 #pragma once

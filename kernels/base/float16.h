@@ -21,7 +21,7 @@ struct Float16 {
     uint32_t rounded = 0;
     if (magnitude > 0x7f800000u) {
       rounded = 0x7e00u;
-    } else if (magnitude >= 0x477ff000u) {  // from halfway behind the largest number on
+    } else if (magnitude >= 0x477ff000u) {  // from halfway past the largest number on
       rounded = 0x7c00u;
     } else if (magnitude < 0x38800000u) {
       // Denormal: adding 1/2 leaves the wanted bits, rounded, at the end of the mantissa.
@@ -46,7 +46,7 @@ struct Float16 {
   }
 };
 
-// The smallest number that is not below `value`. REQUIRES: 0 <= value <= kFloat16Max.
+// Returns the smallest number that is not below `value`. REQUIRES: 0 <= value <= kFloat16Max.
 constexpr Float16 RoundUpToFloat16(float value) {
   Float16 rounded(value);
   if (static_cast<float>(rounded) < value) ++rounded.bits;

@@ -1,6 +1,6 @@
-// What Hopper's kernels need of PTX, one function an instruction: barriers on shared memory, the
-// bulk copies, clusters, warpgroup matrix products and their shared-memory descriptors. Names
-// follow the PTX ISA (sections "mbarrier", "cp.async.bulk", "barrier.cluster", "wgmma"). sm_90a.
+// The PTX that Hopper's kernels use, one function an instruction: barriers on shared memory, bulk
+// copies, clusters, warpgroup matrix products and their shared-memory descriptors. Names follow the
+// PTX ISA (sections "mbarrier", "cp.async.bulk", "barrier.cluster", "wgmma"). sm_90a.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ __device__ inline uint32_t SharedAddress(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// --- mbarrier: a phase ends when all arrivals and all announced bytes are there ---
+// --- mbarrier: a phase ends once all arrivals and all announced bytes have come ---
 
 __device__ inline void BarrierInit(uint64_t* barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(SharedAddress(barrier)),
@@ -26,7 +26,7 @@ __device__ inline void FenceBarrierInit() {
 __device__ inline void BarrierArrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(SharedAddress(barrier)) : "memory");
 }
-// `count` arrivals at once.
+// Makes `count` arrivals at once.
 __device__ inline void BarrierArrive(uint64_t* barrier, uint32_t count) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(SharedAddress(barrier)),
                "r"(count)
@@ -38,7 +38,7 @@ __device__ inline void BarrierArriveExpecting(uint64_t* barrier, uint32_t bytes)
       "r"(bytes)
       : "memory");
 }
-// Waits until the phase of `parity` has ended.
+// Waits until the phase of parity `parity` has ended.
 __device__ inline void BarrierWait(uint64_t* barrier, uint32_t parity) {
   asm volatile(
       "{\n"
@@ -51,15 +51,15 @@ __device__ inline void BarrierWait(uint64_t* barrier, uint32_t parity) {
       : "memory");
 }
 
-// --- the copy of 16 bytes, global to shared memory; both addresses are multiples of 16 ---
+// --- a copy of 16 bytes, global to shared memory; both addresses are multiples of 16 ---
 
 __device__ inline void CopyPart(void* to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(SharedAddress(to)),
                "l"(__cvta_generic_to_global(from))
                : "memory");
 }
-// One of the barrier's arrivals, once all copies that this thread has begun are there. wgmma sees
-// them when whoever waited for the barrier has passed FenceAsyncProxy.
+// Makes one of the barrier's arrivals once all copies begun by this thread have ended. wgmma sees
+// the copies after a thread that waited for the barrier calls FenceAsyncProxy.
 __device__ inline void BarrierArriveOnCopies(uint64_t* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(SharedAddress(barrier))
                : "memory");
@@ -67,7 +67,7 @@ __device__ inline void BarrierArriveOnCopies(uint64_t* barrier) {
 
 // --- the bulk tensor copy, global to shared memory ---
 
-// Copies the map's box whose first element is (column, row); announces its end to the barrier.
+// Copies the map's box whose first element is (column, row) and announces its end to the barrier.
 __device__ inline void CopyBox(void* to, const CUtensorMap* map, int32_t column, int32_t row,
                                uint64_t* barrier) {
   asm volatile(
@@ -80,8 +80,9 @@ __device__ inline void PrefetchTensorMap(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// Copies `bytes` that lie side by side, as do both addresses a multiple of 16, and announces their
-// end to the barrier. What is read once is the first to leave the L2 cache.
+// Copies `bytes` contiguous bytes and announces their end to the barrier. The size and both
+// addresses are multiples of 16. The bytes are read once, so they are marked to leave the L2 cache
+// first.
 __device__ inline void CopyOnce(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
   asm volatile(
       "{\n"
@@ -94,12 +95,13 @@ __device__ inline void CopyOnce(void* to, const void* from, uint32_t bytes, uint
       : "memory");
 }
 
-// Sends for the 128 bytes around `from`, to the L2 cache.
+// Prefetches the 128 bytes around `from` into the L2 cache.
 __device__ inline void PrefetchLine(const void* from) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(from)));
 }
 
-// Sends for `bytes` that lie side by side, as do both a multiple of 16, to the L2 cache.
+// Prefetches `bytes` contiguous bytes into the L2 cache. The size and the address are multiples of
+// 16.
 __device__ inline void PrefetchRange(const void* from, uint32_t bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(from)),
                "r"(bytes)
@@ -111,8 +113,8 @@ __device__ inline void PrefetchRange(const void* from, uint32_t bytes) {
 __device__ inline void FenceAsyncProxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
-// Adds to a word of device memory and returns what it was. What blocks wrote that added before is
-// seen then, and what this one wrote by those that add later.
+// Adds to a word of device memory and returns its old value. The caller then sees the writes of
+// every CTA that added before, and every CTA that adds later sees the caller's.
 __device__ inline uint32_t AddAndSee(uint32_t* word, uint32_t value) {
   uint32_t before = 0;
   asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;"
@@ -121,51 +123,51 @@ __device__ inline uint32_t AddAndSee(uint32_t* word, uint32_t value) {
                : "memory");
   return before;
 }
-// Of `threads` threads, on the hardware barrier `id` (0 is __syncthreads).
+// Synchronises `threads` threads on the hardware barrier `id` (0 is __syncthreads).
 __device__ inline void NamedBarrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// One of the barrier's arrivals, without waiting: by whole warps.
+// Arrives at the barrier without waiting. Called by whole warps.
 __device__ inline void NamedBarrierArrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// 2^x to two units in the last place; results too small to be normal are 0.
+// Returns 2^x to two units in the last place, and 0 for subnormal results.
 __device__ inline float Exp2(float x) {
   float y = 0;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-// --- clusters: blocks that run side by side, and reach each other's shared memory ---
+// --- clusters: CTAs that run side by side and reach each other's shared memory ---
 
-// Which block of its cluster this is.
+// Returns this CTA's index in its cluster.
 __device__ inline unsigned ClusterRank() {
   unsigned rank = 0;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
-// How many it has.
+// Returns the number of CTAs of the cluster.
 __device__ inline unsigned ClusterBlocks() {
   unsigned blocks = 0;
   asm volatile("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(blocks));
   return blocks;
 }
-// All threads of the cluster wait for each other, and see what was written before.
+// Waits for all threads of the cluster, and makes their earlier writes visible.
 __device__ inline void ClusterSync() {
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
-// The same in two steps, with work between that needs nobody.
+// ClusterSync in two steps, with independent work between them.
 __device__ inline void ClusterArrive() {
   asm volatile("barrier.cluster.arrive.aligned;" ::: "memory");
 }
-// As ClusterArrive, where nothing was written that the others are to see.
+// ClusterArrive without making this thread's writes visible to the others.
 __device__ inline void ClusterArriveBare() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 __device__ inline void ClusterWait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
-// The place in block `rank` that `place` is in this one.
+// Returns the address in CTA `rank` that corresponds to `place` in this one.
 template <typename T>
 __device__ T* OfBlock(T* place, unsigned rank) {
   uint64_t there = 0;
@@ -177,29 +179,30 @@ __device__ T* OfBlock(T* place, unsigned rank) {
 
 // --- wgmma: products of a warpgroup, operands in shared memory ---
 
-// Tiles lie in rows of 128 bytes, swizzled: the 16-byte chunk c of row r is stored as chunk
-// c ^ (r % 8). Groups of 8 rows are 1,024 bytes apart; tiles are aligned to 1,024 bytes.
+// Tiles have rows of 128 bytes, swizzled: the 16-byte piece c of row r is stored as piece c ^ (r %
+// 8). Groups of 8 rows are 1,024 bytes apart, and tiles are aligned to 1,024 bytes.
 inline constexpr int kSwizzledRowBytes = 128;
 inline constexpr int kSwizzledGroupBytes = 1024;
 
 __device__ inline int SwizzledOffset(int row, int column_bytes) {
   return row * kSwizzledRowBytes + (column_bytes ^ ((row & 7) << 4));
 }
-// Descriptor of a swizzled tile that starts at `tile`, for either operand and either major order.
+// Returns the descriptor of a swizzled tile at `tile`, for either operand and either major order.
 __device__ inline uint64_t TileDescriptor(const void* tile) {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
   constexpr uint64_t kGroupStride = uint64_t{kSwizzledGroupBytes >> 4} << 32;
   constexpr uint64_t kUnusedStride = uint64_t{1} << 16;
   return kSwizzle128 | kGroupStride | kUnusedStride | ((SharedAddress(tile) & 0x3ffff) >> 4);
 }
-// For an operand that is contiguous along its rows, two tiles side by side, kTileBytes apart.
+// Returns the descriptor of an operand that is contiguous along its rows: two tiles kTileBytes
+// apart.
 template <int kTileBytes>
 __device__ inline uint64_t PairDescriptor(const void* tile) {
   constexpr uint64_t kUnusedStride = uint64_t{1} << 16;
   constexpr uint64_t kTileStride = uint64_t{kTileBytes >> 4} << 16;
   return TileDescriptor(tile) - kUnusedStride + kTileStride;
 }
-// The descriptor `bytes` further on (a multiple of 16).
+// Moves the descriptor by `bytes` (a multiple of 16).
 __device__ inline uint64_t Advance(uint64_t descriptor, int bytes) {
   return descriptor + static_cast<uint64_t>(bytes >> 4);
 }
@@ -213,8 +216,8 @@ __device__ inline void WgmmaWait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Registers of the threads of this warpgroup, by all of them: fewer than the launch gave, or more,
-// once others have given them up. Multiples of 8.
+// Sets the number of registers of each thread of this warpgroup, by all of its threads: fewer than
+// the launch gave, or more once other warpgroups have given them up. Multiples of 8.
 template <int kRegisters>
 __device__ inline void FewerRegisters() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
@@ -226,9 +229,9 @@ __device__ inline void MoreRegisters() {
 
 enum class Major { kK = 0, kMN = 1 };  // which index of an operand is contiguous
 
-// d[64, 8] (+)= a[64, 16] b[16, 8], bfloat16 operands, float sums; b is K-major.
-// Thread t of the warpgroup holds rows 16 (t / 32) + t % 32 / 4 (+ 8 for d[2], d[3]) and columns
-// 2 (t % 4) + {0, 1}.
+// d[64, 8] (+)= a[64, 16] b[16, 8], with bfloat16 operands and float sums; b is K-major. Thread t
+// of the warpgroup holds rows 16 (t / 32) + t % 32 / 4 (+ 8 for d[2], d[3]) and columns 2 (t % 4) +
+// {0, 1}.
 template <Major kMajorA>
 __device__ inline void Wgmma64x8(float (&d)[4], uint64_t a, uint64_t b, bool accumulate) {
   asm volatile(
@@ -242,7 +245,7 @@ __device__ inline void Wgmma64x8(float (&d)[4], uint64_t a, uint64_t b, bool acc
       : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(kMajorA)));
 }
 
-// The same with a in registers, as of Wgmma64x64 below. Adds to d.
+// The same with a in registers, laid out as for Wgmma64x64 below. Adds to d.
 __device__ inline void Wgmma64x8(float (&d)[4], const uint32_t (&a)[4], uint64_t b) {
   asm volatile(
       "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16"
@@ -297,8 +300,8 @@ __device__ inline void Wgmma64x64(float (&d)[32], const uint32_t (&a)[4], uint64
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)),
         "n"(static_cast<int>(kMajorB)));
 }
-// d[64, 128] += a[64, 16] b[16, 128], a in registers, b as PairDescriptor says. d as of Wgmma64x64,
-// with j up to 15.
+// d[64, 128] += a[64, 16] b[16, 128], with a in registers and b of a PairDescriptor. d is laid out
+// as for Wgmma64x64, with j up to 15.
 __device__ inline void Wgmma64x128(float (&d)[64], const uint32_t (&a)[4], uint64_t b) {
   asm volatile(
       "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"

@@ -1,4 +1,4 @@
-// Marks functions that run on both sides: layout arithmetic, state merges.
+// Marks functions that run on host and device: layout arithmetic, state merges.
 #pragma once
 
 #include <bit>

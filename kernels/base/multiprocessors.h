@@ -1,13 +1,13 @@
-// How many multiprocessors the GPU has, which decides how many blocks of threads a kernel is given.
-// Only in builds with CUDA.
+// Number of multiprocessors of the GPU, which sets the number of CTAs of a launch. Only in builds
+// with CUDA.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 namespace kvasir::kernels {
 
-// To `count`: those of the calling thread's current device. Cheap, and allowed while a stream is
-// being captured.
+// Sets `count` to the number on the calling thread's current device. Cheap, and allowed while a
+// stream is being captured.
 inline cudaError_t CountMultiprocessors(int& count) {
   int device = 0;
   if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;

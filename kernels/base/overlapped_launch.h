@@ -1,8 +1,8 @@
-// Launches of kernels whose blocks may begin while the kernel before them on the stream still
-// runs: so they read what no kernel writes, such as weights, and wait
-// (cudaGridDependencySynchronize, all threads of all blocks) before anything else. The kernel
-// before lets them begin early with cudaTriggerProgrammaticLaunchCompletion, else when it ends. In
-// a graph as on a stream. Only in .cu files.
+// Launches kernels whose CTAs may begin while the previous kernel on the stream still runs. Such a
+// kernel first reads only memory that no kernel writes, such as weights. Then all threads of all
+// CTAs wait (cudaGridDependencySynchronize) before anything else. They begin when the previous
+// kernel calls cudaTriggerProgrammaticLaunchCompletion, or else when it ends. Works in graphs and
+// on streams. Only in .cu files.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,7 @@
 
 namespace kvasir::kernels {
 
-// In clusters of so many blocks, side by side in x.
+// Launches clusters of `cluster_blocks` CTAs, side by side in x.
 template <typename... Params, typename... Arguments>
 cudaError_t LaunchOverlappedClusters(void (*kernel)(Params...), unsigned cluster_blocks,
                                      dim3 blocks, dim3 threads, size_t shared_bytes,

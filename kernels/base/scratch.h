@@ -1,6 +1,6 @@
-// Working memory of ops: the caller owns one Scratch for each thread that calls ops and passes it
-// in, so that an op allocates only when its largest call so far is exceeded. The contents do not
-// outlive the op that reserved them. Thread-compatible: one op at a time.
+// Working memory of ops. The caller owns one Scratch for each thread that calls ops and passes it
+// in, so that an op allocates only when it needs more than every call before it. The contents do
+// not outlive the op that reserved them. Thread-compatible: one op at a time.
 #pragma once
 
 #include <algorithm>
@@ -16,9 +16,9 @@ namespace kvasir::kernels {
 
 class Scratch {
  public:
-  // At least `bytes` bytes, 64-byte aligned, with unspecified contents; what was reserved before is
-  // gone. Grows by half at least, so that a context which grows by a token a step does not allocate
-  // in each of them. RESOURCE_EXHAUSTED when there is no memory.
+  // Returns at least `bytes` bytes, 64-byte aligned, with unspecified contents. Earlier
+  // reservations become invalid. The buffer grows by at least half, so that a context that grows by
+  // one token a step does not allocate in every step. RESOURCE_EXHAUSTED when there is no memory.
   absl::StatusOr<std::byte*> Reserve(int64_t bytes) {
     if (bytes > buffer_.size_bytes()) {
       const int64_t grown = buffer_.size_bytes() + buffer_.size_bytes() / 2;
@@ -32,8 +32,8 @@ class Scratch {
   HostBuffer buffer_;
 };
 
-// Cuts reserved memory into arrays, each on a cache line of its own. Over null memory it hands out
-// null and only counts, so that one function both sizes a layout and lays it out.
+// Cuts reserved memory into arrays, each starting on its own cache line. Over null memory it
+// returns null and only counts, so that one function both sizes a layout and lays it out.
 class ScratchPieces {
  public:
   explicit ScratchPieces(std::byte* memory) : memory_(memory) {}

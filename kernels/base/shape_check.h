@@ -5,8 +5,8 @@
 //        .Match("weight", p.weight, {"hidden"}, DType::kFloat32);
 //   KVASIR_RETURN_IF_ERROR(check.status());
 //
-// The first use of a dimension name binds its size, later uses must agree; a number must be equal.
-// The first mismatch becomes INVALID_ARGUMENT: "rms_norm: weight is float32[5], expected
+// The first use of a dimension name binds its size, and later uses must agree. A number must be
+// equal. The first mismatch becomes INVALID_ARGUMENT: "rms_norm: weight is float32[5], expected
 // [hidden=4]".
 #pragma once
 

@@ -25,7 +25,7 @@ constexpr int64_t kVectorBytes = sizeof(Vec);
 inline UintVec Bits(Vec v) { return reinterpret_cast<UintVec>(v); }
 inline Vec FromBits(UintVec bits) { return reinterpret_cast<Vec>(bits); }
 
-// Units as they lie in memory, whatever they are.
+// Units as they lie in memory, of either type.
 inline Vec LoadUnits(const std::byte* p) { return Load(reinterpret_cast<const float*>(p)); }
 inline void StoreUnits(std::byte* p, Vec v) { Store(reinterpret_cast<float*>(p), v); }
 inline Vec BroadcastUnit(const std::byte* p) {
@@ -34,9 +34,9 @@ inline Vec BroadcastUnit(const std::byte* p) {
   return Broadcast(unit);
 }
 
-// Fetches what is read at this offset of the memory to come, or nothing where that is null. Into
-// the second-level cache: a page of K and V fills the first, whose few miss buffers would also
-// bound what is on its way from memory.
+// Prefetches the memory at `offset` of `next`, or nothing when `next` is null. It goes to the
+// second-level cache: a page of K and V fills the first level, whose few miss buffers would also
+// limit the number of loads under way.
 inline void PrefetchNext(const std::byte* next, int64_t offset) {
   constexpr int kForReading = 0, kSecondLevel = 2;
   if (next != nullptr) __builtin_prefetch(next + offset, kForReading, kSecondLevel);

@@ -25,8 +25,8 @@
   if (!var.ok()) return std::move(var).status();      \
   lhs = std::move(var).value()
 
-// Aborts with the condition and the place: for broken invariants that would corrupt KV, never for
-// input, configuration, peers or memory (those are absl::Status).
+// Aborts with the condition and its place. For broken invariants that would corrupt KV, never for
+// input, configuration, peers or memory (those give an absl::Status).
 #define KVASIR_CHECK(condition)                                                              \
   do {                                                                                       \
     if (!(condition)) [[unlikely]] {                                                         \

@@ -12,14 +12,14 @@
 
 namespace kvasir::kernels {
 
-// Calls body(i, thread), which returns a status, as Executor::ParallelFor does. Once an item has
-// failed, those with larger indices are left out. Returns the error of the first item that fails,
-// the same one on any number of threads.
+// Calls body(i, thread), which returns a status, as Executor::ParallelFor does. After an item has
+// failed, items with larger indices are skipped. Returns the error of the first item that fails,
+// the same one for any number of threads.
 template <typename Body>
 absl::Status TryParallelFor(Executor& executor, int64_t n, const Body& body) {
   std::atomic<int64_t> first_failed = n;
   Mutex mu;
-  absl::Status error;  // of first_failed
+  absl::Status error;  // of item first_failed
   executor.ParallelFor(n, [&](int64_t i, int thread) {
     if (i > first_failed.load(std::memory_order_relaxed)) return;
     absl::Status status = body(i, thread);

@@ -1,4 +1,4 @@
-// What every kernel knows of a warp.
+// Constants of a warp.
 #pragma once
 
 namespace kvasir::kernels {

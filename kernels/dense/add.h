@@ -1,6 +1,6 @@
-// The residual addition, on the CPU: y[r, i] = round(y[r, i] + round(x[r, i])), where round() is to
-// y's dtype and sums are float32. Every element depends on its two inputs only. On the GPU it is
-// part of what computes x (gemm_cuda.h, ranks/rank_ops_cuda.h).
+// The residual addition on the CPU: y[r, i] = round(y[r, i] + round(x[r, i])), where round() is to
+// y's dtype and sums are float32. Every element depends only on its two inputs. On the GPU the op
+// that computes x also adds it (gemm_cuda.h, ranks/rank_ops_cuda.h).
 #pragma once
 
 #include "absl/status/status.h"
@@ -10,7 +10,7 @@
 
 namespace kvasir::kernels {
 
-// x [rows, width] float32 or bfloat16, y [rows, width] float32 or bfloat16; rows may be 0. They
+// x [rows, width] float32 or bfloat16, y [rows, width] float32 or bfloat16. rows may be 0. x and y
 // must not overlap. INVALID_ARGUMENT: shapes, dtypes. UNIMPLEMENTED: CUDA memory.
 absl::Status AddTo(const TensorView& x, const TensorView& y, Executor& executor);
 

@@ -8,7 +8,7 @@
 
 namespace kvasir::kernels {
 
-// `from` and `to` are float32 or bfloat16; the memories do not overlap.
+// Converts n elements. `from` and `to` are float32 or bfloat16. The memories must not overlap.
 inline void ConvertElements(const void* source, DType from, void* target, DType to, int64_t n) {
   if (from == to) {
     std::memcpy(target, source, static_cast<size_t>(n) * DTypeSize(from));

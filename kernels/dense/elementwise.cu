@@ -1,6 +1,6 @@
-// The element-wise ops on the GPU. Memory is all they cost: rows are read and written in runs of 16
-// bytes where they are aligned. Compiled without fused multiply-add, so that what has no sum in it
-// has the bits of the CPU's form.
+// The element-wise ops on the GPU. They are limited by memory, so rows are read and written in runs
+// of 16 bytes where they are aligned. Compiled without fused multiply-add, so that results without
+// sums have the CPU's bits.
 #include <algorithm>
 #include <initializer_list>
 
@@ -15,7 +15,7 @@ constexpr int kMaxThreads = 1024;
 constexpr int kThreads = 256;
 constexpr int kRunBytes = 16;
 
-// Elements that are read and written at once.
+// Elements that are read and written together.
 template <typename T, int kCount>
 struct alignas(sizeof(T) * kCount) Run {
   T values[kCount];
@@ -28,7 +28,8 @@ bool IsAligned(std::initializer_list<const void*> pointers) {
   return true;
 }
 
-// Threads for so many items of a row: whole warps, one item a thread as far as a block goes.
+// Returns the number of threads for `items` items of a row: whole warps, one item a thread up to
+// the limit.
 unsigned ThreadsFor(int64_t items) {
   const int64_t threads = (items + kWarpThreads - 1) / kWarpThreads * kWarpThreads;
   return static_cast<unsigned>(threads < kMaxThreads ? threads : kMaxThreads);
@@ -46,7 +47,7 @@ cudaError_t ForRuns(DType dtype, int64_t dim, bool aligned, const Launch& launch
   return cudaGetLastError();
 }
 
-// One block a row.
+// One CTA a row.
 template <typename T, int kCount>
 __global__ void NormKernel(const NormRows rows) {
   __shared__ float sums[kMaxNormThreads / kWarpThreads];
@@ -95,7 +96,7 @@ __global__ void SiluMulKernel(const SiluMulRows rows) {
   static_cast<Elements*>(rows.y)[row * runs + i] = y;
 }
 
-// One block a token.
+// One CTA a token.
 __global__ void RopeAnglesKernel(const AnglesLaunch p) {
   const int64_t token = blockIdx.x;
   const auto position = static_cast<double>(p.positions[token]);
@@ -108,7 +109,7 @@ __global__ void RopeAnglesKernel(const AnglesLaunch p) {
   }
 }
 
-// One block a row.
+// One CTA a row.
 template <typename Unit>
 __global__ void GatherKernel(const GatherLaunch p) {
   const int64_t units = p.row_bytes / static_cast<int64_t>(sizeof(Unit));
@@ -123,7 +124,7 @@ __global__ void GatherKernel(const GatherLaunch p) {
   for (int64_t i = threadIdx.x; i < units; i += blockDim.x) y[i] = row[i];
 }
 
-// One block a token; a thread looks at every blockDim.x-th element.
+// One CTA a token. A thread tests every blockDim.x-th element.
 template <typename T>
 __global__ void FiniteKernel(FiniteLaunch p) {
   const int64_t first = static_cast<int64_t>(blockIdx.x) * p.dim;

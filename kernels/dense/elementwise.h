@@ -1,6 +1,6 @@
 // Internal to this folder: the row loops of the element-wise ops, plain (x_cpu.cc, the reference)
 // and over vectors (elementwise_neon.cc, elementwise_avx2.cc, elementwise_avx512.cc). They trust
-// their callers in x.cc. All forms compute the same bits, except for the exponential inside silu.
+// their callers in x.cc. All forms compute the same bits, except for the exponential in silu.
 //
 // Plain pointers only: files compiled for AVX must not instantiate inline functions of other
 // headers, which the linker could then choose for machines without it.
@@ -50,5 +50,17 @@ void RunSiluMulRows(const SiluMulRows& rows, int64_t begin, int64_t end);
 void RunSiluMulRowsNeon(const SiluMulRows& rows, int64_t begin, int64_t end);
 void RunSiluMulRowsAvx2(const SiluMulRows& rows, int64_t begin, int64_t end);
 void RunSiluMulRowsAvx512(const SiluMulRows& rows, int64_t begin, int64_t end);
+
+struct AddRows {
+  const void* x;  // [rows][dim]
+  void* y;        // [rows][dim]
+  DType x_dtype;  // float32 or bfloat16, as y_dtype
+  DType y_dtype;
+  int64_t dim;
+};
+void RunAddRows(const AddRows& rows, int64_t begin, int64_t end);
+void RunAddRowsNeon(const AddRows& rows, int64_t begin, int64_t end);
+void RunAddRowsAvx2(const AddRows& rows, int64_t begin, int64_t end);
+void RunAddRowsAvx512(const AddRows& rows, int64_t begin, int64_t end);
 
 }  // namespace kvasir::kernels

@@ -1,4 +1,5 @@
-// Compiled for AVX2; see the warning in elementwise.h. The vectors come before the loops over them.
+// Compiled for AVX2; see the warning in elementwise.h. The vectors are included before the loops
+// that use them.
 // clang-format off
 #include "kernels/dense/simd_avx2.h"
 #include "kernels/dense/elementwise_simd.h"
@@ -16,6 +17,10 @@ void RunRopeTokensAvx2(const RopeTokens& tokens, int64_t begin, int64_t end) {
 
 void RunSiluMulRowsAvx2(const SiluMulRows& rows, int64_t begin, int64_t end) {
   RunRows(GateRow<float>, GateRow<uint16_t>, rows, begin, end);
+}
+
+void RunAddRowsAvx2(const AddRows& rows, int64_t begin, int64_t end) {
+  RunAddRowsOfAny(rows, begin, end);
 }
 
 }  // namespace kvasir::kernels

@@ -1,5 +1,5 @@
-// Compiled for AVX-512; see the warning in elementwise.h. The vectors come before the loops over
-// them.
+// Compiled for AVX-512; see the warning in elementwise.h. The vectors are included before the loops
+// that use them.
 // clang-format off
 #include "kernels/dense/simd_avx512.h"
 #include "kernels/dense/elementwise_simd.h"
@@ -17,6 +17,10 @@ void RunRopeTokensAvx512(const RopeTokens& tokens, int64_t begin, int64_t end) {
 
 void RunSiluMulRowsAvx512(const SiluMulRows& rows, int64_t begin, int64_t end) {
   RunRows(GateRow<float>, GateRow<uint16_t>, rows, begin, end);
+}
+
+void RunAddRowsAvx512(const AddRows& rows, int64_t begin, int64_t end) {
+  RunAddRowsOfAny(rows, begin, end);
 }
 
 }  // namespace kvasir::kernels

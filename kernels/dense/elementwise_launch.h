@@ -1,5 +1,5 @@
-// The kernels behind dense_cuda.h: parameters as the device reads them, and the launches. Only
-// dense_cuda.cc includes it, after it has checked the shapes. All pointers are device memory.
+// Kernels of dense_cuda.h: parameters in the device's form, and the launches. Only dense_cuda.cc
+// includes this header, after it has checked the shapes. All pointers are device memory.
 #pragma once
 
 #include <cstdint>
@@ -34,13 +34,13 @@ struct FiniteLaunch {
   uint8_t* finite;  // [tokens]
 };
 
-// `count` rows or tokens, at least one, of at least one element.
+// `count` is the number of rows or tokens, at least one; each has at least one element.
 cudaError_t LaunchNorm(const NormRows& rows, int64_t count, cudaStream_t stream);
 cudaError_t LaunchSiluMul(const SiluMulRows& rows, int64_t count, cudaStream_t stream);
 cudaError_t LaunchRopeAngles(const AnglesLaunch& params, int64_t count, cudaStream_t stream);
 cudaError_t LaunchGather(const GatherLaunch& params, int64_t count, cudaStream_t stream);
 cudaError_t LaunchFinite(const FiniteLaunch& params, int64_t count, cudaStream_t stream);
-// `count` elements.
+// `count` is the number of elements.
 cudaError_t LaunchRandomFill(const RandomRows& rows, int64_t count, cudaStream_t stream);
 
 }  // namespace kvasir::kernels

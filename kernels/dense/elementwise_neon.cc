@@ -1,4 +1,5 @@
-// For Arm; see the warning in elementwise.h. The vectors come before the loops over them.
+// Compiled for Arm; see the warning in elementwise.h. The vectors are included before the loops
+// that use them.
 // clang-format off
 #include "kernels/dense/simd_neon.h"
 #include "kernels/dense/elementwise_simd.h"
@@ -16,6 +17,10 @@ void RunRopeTokensNeon(const RopeTokens& tokens, int64_t begin, int64_t end) {
 
 void RunSiluMulRowsNeon(const SiluMulRows& rows, int64_t begin, int64_t end) {
   RunRows(GateRow<float>, GateRow<uint16_t>, rows, begin, end);
+}
+
+void RunAddRowsNeon(const AddRows& rows, int64_t begin, int64_t end) {
+  RunAddRowsOfAny(rows, begin, end);
 }
 
 }  // namespace kvasir::kernels

@@ -1,8 +1,9 @@
-// The loops of elementwise.h over vectors, written once for all widths: elementwise_avx2.cc and
-// elementwise_avx512.cc include their simd_*.h and then this. T is float, or uint16_t for bfloat16.
+// The loops of elementwise.h over vectors, written once for all widths. elementwise_avx2.cc,
+// elementwise_avx512.cc and elementwise_neon.cc include their simd_*.h and then this header. T is
+// float, or uint16_t for bfloat16.
 //
-// Products and sums are not fused (-ffp-contract=off), so that the bits are those of the plain
-// loops; only the exponential inside silu differs from the C library's.
+// Products and sums are not fused (-ffp-contract=off), so that the bits equal those of the plain
+// loops. Only the exponential in silu differs from the C library's.
 #pragma once
 
 #include <cmath>
@@ -14,7 +15,7 @@
 namespace kvasir::kernels {
 namespace {
 
-// Elements [i, i + n) of a row: a whole vector in the main loop, a part of one at the end.
+// Elements [i, i + n) of a row: a whole vector in the main loop, part of a vector at the end.
 template <bool kWhole>
 struct Chunk {
   int64_t i;
@@ -101,6 +102,24 @@ void GateRow(const SiluMulRows& rows, int64_t row) {
     const Vec silu = RoundTo(gate, g / (Broadcast(1) + Exp(Negate(g))));
     c.Write(y, silu * c.Read(up));
   });
+}
+
+template <typename X, typename Y>
+void AddRow(const AddRows& rows, int64_t row) {
+  const X* x = static_cast<const X*>(rows.x) + row * rows.dim;
+  Y* y = static_cast<Y*>(rows.y) + row * rows.dim;
+  ForEachChunk(rows.dim, [&](auto c) { c.Write(y, c.Read(y) + RoundTo(y, c.Read(x))); });
+}
+
+template <typename X>
+void RunAddRowsOf(const AddRows& rows, int64_t begin, int64_t end) {
+  const auto run = rows.y_dtype == DType::kFloat32 ? AddRow<X, float> : AddRow<X, uint16_t>;
+  for (int64_t row = begin; row < end; ++row) run(rows, row);
+}
+
+inline void RunAddRowsOfAny(const AddRows& rows, int64_t begin, int64_t end) {
+  const bool wide = rows.x_dtype == DType::kFloat32;
+  wide ? RunAddRowsOf<float>(rows, begin, end) : RunAddRowsOf<uint16_t>(rows, begin, end);
 }
 
 template <typename Rows>

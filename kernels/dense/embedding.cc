@@ -9,7 +9,7 @@
 #include "kernels/dense/device_check.h"
 #include "kernels/dense/op_checks.h"
 
-// The CPU code is three lines, so it stands here and not in a file of its own.
+// The CPU code is three lines, so it has no file of its own.
 namespace kvasir::kernels {
 
 absl::Status CheckEmbedding(const EmbeddingParams& params) {

@@ -14,7 +14,7 @@ struct EmbeddingParams {
   TensorView y;      // [tokens, dim] as table; must not overlap it
 };
 
-// OUT_OF_RANGE: an id outside [0, num_rows); then nothing was written. INVALID_ARGUMENT: shapes,
+// OUT_OF_RANGE: an id outside [0, num_rows); nothing is written then. INVALID_ARGUMENT: shapes,
 // dtypes. UNIMPLEMENTED: CUDA memory.
 absl::Status Embedding(const EmbeddingParams& params);
 

@@ -1,5 +1,5 @@
-// Internal to this folder: what an op's forms for the CPU and for the GPU share: the shape check,
-// and the params as row loops take them. Stateless.
+// Internal to this folder: code shared by an op's CPU and GPU forms: the shape check, and the
+// params in the form of the row loops. Stateless.
 #pragma once
 
 #include "absl/status/status.h"
@@ -18,7 +18,7 @@ absl::Status CheckSiluMul(const SiluMulParams& params);
 absl::Status CheckEmbedding(const EmbeddingParams& params);
 absl::Status CheckRandomFill(const RandomFillParams& params);
 
-// REQUIRES: the params were checked.
+// REQUIRES: the params have been checked.
 NormRows RowsOf(const RmsNormParams& params);
 SiluMulRows RowsOf(const SiluMulParams& params);
 RandomRows RowsOf(const RandomFillParams& params);

@@ -8,8 +8,8 @@
 
 namespace kvasir::kernels {
 
-// Calls body(begin, end) for disjoint ranges that cover [0, rows); on the calling thread alone when
-// there is too little work to wake others for (some 10 us a chunk).
+// Calls body(begin, end) for disjoint ranges that cover [0, rows). Uses the calling thread alone
+// when there is too little work to wake others for (about 10 us a chunk).
 template <typename Body>
 void ForRowChunks(Executor& executor, int64_t rows, int64_t elements_per_row, const Body& body) {
   constexpr int64_t kMinChunkElements = 16384;

@@ -1,6 +1,6 @@
-// Philox4x32-10: a random function of a counter and a key, without state. Sampling uses it with the
-// request's seed as the key and the token's position as the counter, so a request's random numbers
-// depend on nothing else: not on its batch, rank, or whether it was preempted.
+// Philox4x32-10: a random function of a counter and a key, without state. Sampling uses the
+// request's seed as the key and the token's position as the counter. So a request's random numbers
+// depend on nothing else: not on its batch, its rank, or a preemption.
 // Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, section 3.3.
 #pragma once
 
@@ -31,7 +31,8 @@ constexpr PhiloxCounter Philox4x32(PhiloxCounter counter, PhiloxKey key) {
   return counter;
 }
 
-// Uniform in [0, 1), a multiple of 2^-53, for the token at `position` of a request.
+// Returns a number uniform in [0, 1), a multiple of 2^-53, for the token at `position` of a
+// request.
 constexpr double UniformAt(uint64_t seed, uint64_t position) {
   const PhiloxCounter bits =
       Philox4x32({static_cast<uint32_t>(position), static_cast<uint32_t>(position >> 32), 0, 0},

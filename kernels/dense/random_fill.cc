@@ -6,8 +6,7 @@
 #include "kernels/dense/op_checks.h"
 #include "kernels/dense/parallel_rows.h"
 
-// The CPU code is a loop over what random_rows.h says, so it stands here and not in a file of
-// its own.
+// The CPU code is a loop over random_rows.h, so it has no file of its own.
 namespace kvasir::kernels {
 
 absl::Status CheckRandomFill(const RandomFillParams& params) {

@@ -1,4 +1,4 @@
-// Internal to this folder: an element of a random tensor, for the CPU and the GPU. Called by
+// Internal to this folder: one element of a random tensor, for the CPU and the GPU. Called by
 // random_fill.cc and elementwise.cu.
 #pragma once
 
@@ -9,8 +9,8 @@
 
 namespace kvasir::kernels {
 
-// Uniform in [0, 1), a multiple of 2^-53: the finalizer of SplitMix64 over a counter. Source:
-// Steele et al., "Fast splittable pseudorandom number generators", OOPSLA 2014.
+// Returns a number uniform in [0, 1), a multiple of 2^-53: the finalizer of SplitMix64 over a
+// counter. Source: Steele et al., "Fast splittable pseudorandom number generators", OOPSLA 2014.
 KVASIR_HOST_DEVICE inline double UniformOf(uint64_t seed, uint64_t counter) {
   uint64_t x = seed + (counter + 1) * 0x9e3779b97f4a7c15u;
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
@@ -23,8 +23,8 @@ struct RandomRows {
   void* y;  // [rows][cols]
   DType dtype;
   int64_t cols;
-  int64_t first;  // element of the whole that is y's first
-  int64_t width;  // columns of the whole
+  int64_t first;  // index of y's first element in the whole tensor
+  int64_t width;  // columns of the whole tensor
   uint64_t seed;
   double mean;
   double spread;

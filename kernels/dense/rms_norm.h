@@ -1,12 +1,11 @@
-// RMSNorm. The model calls it before attention, before the
-// MLP and before the output head, and on the heads of q and k (Qwen3): a [tokens, heads, head_dim]
-// tensor is [tokens * heads, head_dim] rows.
+// RMSNorm. The model calls it before attention, before the MLP, before the output head, and on the
+// heads of q and k (Qwen3). A [tokens, heads, head_dim] tensor is [tokens * heads, head_dim] rows.
 //
 //   y[r, d] = round(weight[d] * round(x[r, d] / sqrt(mean_d(x[r, d]^2) + epsilon)))
 //
-// Inner arithmetic is float32; round() is to the dtype of the tensors, at the places where Hugging
-// Face's LlamaRMSNorm rounds. A row depends on nothing but itself, bitwise. A row with a NaN or an
-// infinity (or whose squares overflow) follows the formula: NaNs, or zeros beside them.
+// Inner arithmetic is float32. round() is to the dtype of the tensors, in the places where Hugging
+// Face's LlamaRMSNorm rounds. A row depends bitwise on itself alone. A row with a NaN or an
+// infinity (or whose squares overflow) follows the formula: it gives NaNs, or zeros beside them.
 // Source: arXiv 1910.07467, equation 4.
 #pragma once
 

@@ -24,10 +24,10 @@ namespace {
 
 // A sine and a cosine in float64 cost about as much as this many elements of the other ops.
 constexpr int64_t kAngleCost = 40;
-// Positions that RopePositions learns at a time: a context grows by one.
+// Number of positions that RopePositions adds at a time, because a context grows by one.
 constexpr int64_t kPositionsStep = 1024;
 
-// Cosines and sines of one position.
+// Writes the cosines and sines of one position.
 void FillAngles(std::span<const double> inv_freq, double scaling, int64_t position, float* cos,
                 float* sin) {
   for (size_t i = 0; i < inv_freq.size(); ++i) {

@@ -2,11 +2,11 @@
 // element i + D/2. The angles of a step are computed once, in a RopeTable, and used by all layers:
 //
 //   angle[t, i]  = positions[t] * inv_freq[i]                     float64
-//   cos[t, i]    = float32(cos(angle) * attention_scaling), sin likewise
-//   x[t, h, i]        = x_i * cos - x_{i+D/2} * sin               float32, rounded to the dtype of
-//   x x[t, h, i + D/2]  = x_{i+D/2} * cos + x_i * sin
+//   cos[t, i]    = float32(cos(angle) * attention_scaling), and the same for sin
+//   x[t, h, i]        = x_i * cos - x_{i+D/2} * sin               float32, rounded to x's dtype
+//   x[t, h, i + D/2]  = x_{i+D/2} * cos + x_i * sin
 //
-// Scaled variants (linear, NTK, YaRN, llama3) differ in inv_freq and attention_scaling only, which
+// Scaled variants (linear, NTK, YaRN, llama3) differ only in inv_freq and attention_scaling, which
 // the model computes. Source: arXiv 2104.09864, in Hugging Face's layout.
 #pragma once
 
@@ -28,8 +28,8 @@ class RopeTable {
   // `inv_freq` has head_dim / 2 values.
   RopeTable(std::span<const double> inv_freq, double attention_scaling);
 
-  // Replaces the table by that of these positions; any int64 value is allowed. Memory grows to the
-  // largest step seen and stays.
+  // Computes the table for these positions; any int64 value is allowed. Memory grows to the largest
+  // step seen and is kept.
   void SetPositions(std::span<const int64_t> positions, Executor& executor);
 
   int64_t num_tokens() const { return num_tokens_; }
@@ -47,27 +47,27 @@ class RopeTable {
   std::vector<float> sin_;
 };
 
-// The angles of all positions from 0 on, kept from step to step: for keys that are cached
-// un-rotated and take the positions that a selection gives them (paged/compact_positions.h). What
-// Rotate does has the bits of ApplyRope. Thread-compatible: Reserve, then only read.
+// The angles of all positions from 0 on, kept from step to step, for keys that are cached
+// un-rotated and get their positions from a selection (paged/compact_positions.h). Rotate gives the
+// bits of ApplyRope. Thread-compatible: Reserve, then only read.
 class RopePositions {
  public:
-  // As of RopeTable.
+  // Parameters as for RopeTable.
   RopePositions(std::span<const double> inv_freq, double attention_scaling);
 
-  // Makes the positions below `end` known: 4 * head_dim bytes each, which stay.
+  // Computes the positions below `end`. Each takes 4 * head_dim bytes, which are kept.
   void Reserve(int64_t end, Executor& executor);
 
   int64_t end() const { return end_; }
   int64_t head_dim() const { return 2 * static_cast<int64_t>(inv_freq_.size()); }
-  // Of one position, [head_dim / 2]. REQUIRES: 0 <= position < end().
+  // Angles of one position, [head_dim / 2]. REQUIRES: 0 <= position < end().
   const float* cos(int64_t position) const { return cos_.data() + position * head_dim() / 2; }
   const float* sin(int64_t position) const { return sin_.data() + position * head_dim() / 2; }
   std::span<const double> inv_freq() const { return inv_freq_; }  // [head_dim / 2]
-  // By which position 0, too, multiplies.
+  // Factor of every rotation, even at position 0.
   double attention_scaling() const { return attention_scaling_; }
-  // Rotates x [num_tokens, head_dim], float32 or bfloat16, in place; token t is at first + t.
-  // REQUIRES: 0 <= first, first + num_tokens <= end().
+  // Rotates x [num_tokens, head_dim], float32 or bfloat16, in place. Token t is at position first +
+  // t. REQUIRES: 0 <= first, first + num_tokens <= end().
   void Rotate(void* x, DType dtype, int64_t num_tokens, int64_t first) const;
 
  private:
@@ -90,8 +90,8 @@ struct DeviceRopePositions {
   constexpr bool on() const { return cos != nullptr; }
 };
 
-// Rotates x [tokens, heads, head_dim], float32 or bfloat16, in place; tokens = table.num_tokens(),
-// head_dim = 2 * table.half_dim(). Infinities and NaNs spread within their pair.
+// Rotates x [tokens, heads, head_dim], float32 or bfloat16, in place. tokens = table.num_tokens(),
+// head_dim = 2 * table.half_dim(). Infinities and NaNs spread only within their pair.
 // INVALID_ARGUMENT: shapes, dtypes. UNIMPLEMENTED: CUDA memory.
 absl::Status ApplyRope(const RopeTable& table, const TensorView& x, Executor& executor);
 

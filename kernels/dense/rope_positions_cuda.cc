@@ -11,7 +11,7 @@
 namespace kvasir::kernels {
 namespace {
 
-// Grows by doubling, from here on.
+// Smallest size. It grows by doubling.
 constexpr int64_t kFewestPositions = 1024;
 
 template <typename T>

@@ -16,15 +16,15 @@ namespace kvasir::kernels {
 
 class CudaRopePositions {
  public:
-  // As of RopeTable; `inv_freq` lies in host memory.
+  // Parameters as for RopeTable; `inv_freq` lies in host memory.
   static absl::StatusOr<CudaRopePositions> Create(std::span<const double> inv_freq,
                                                   double attention_scaling);
 
-  // Makes the positions below `end` known: 4 * head_dim bytes each, which stay. Those of a larger
-  // end are computed anew, which waits for the device: nothing it still does may use the view.
-  // RESOURCE_EXHAUSTED when there is no room.
+  // Computes the positions below `end`. Each takes 4 * head_dim bytes, which are kept. A larger
+  // `end` recomputes all angles and waits for the device, whose remaining work must not use the
+  // view. RESOURCE_EXHAUSTED when there is no room.
   absl::Status Reserve(int64_t end, cudaStream_t stream);
-  // Of what is known. Valid until the next Reserve that makes more known.
+  // Returns a view of the computed positions, valid until the next Reserve that computes more.
   const DeviceRopePositions& view() const { return view_; }
 
  private:

@@ -15,7 +15,7 @@ constexpr int64_t kAlignment = 64;
 // Below this many logits, waking other threads costs more than it saves.
 constexpr int64_t kMinParallelLogits = 16384;
 
-// The arrays of one thread, from what `pieces` has left.
+// Takes the arrays of one thread from `pieces`.
 SamplingScratch TakeScratch(ScratchPieces& pieces, int64_t vocab) {
   const auto size = static_cast<size_t>(vocab);
   return {.logits = {pieces.Take<float>(vocab), size},

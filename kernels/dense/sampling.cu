@@ -1,5 +1,5 @@
-// Sampling on the GPU, a cluster of blocks a row: fewer blocks where rows are many
-// (sampling_row.cuh). Compiled without fused multiply-add, as sampling_weights.h wants it.
+// Sampling on the GPU, with a cluster of CTAs a row, fewer when there are many rows
+// (sampling_row.cuh). Compiled without fused multiply-add, as sampling_weights.h requires.
 #include <cfloat>
 
 #include "kernels/dense/sampling_launch.h"
@@ -9,11 +9,11 @@ namespace kvasir::kernels {
 namespace {
 
 constexpr float kBanned = -INFINITY;
-// Blocks are as many as this for all rows together, as long as a row has more than one: clusters
-// cannot use all multiprocessors.
+// Number of CTAs for all rows together, as long as a row has more than one: clusters cannot use all
+// multiprocessors.
 constexpr int64_t kMostBlocks = 64;
 
-// By all threads of the block: the largest value, for all of them.
+// Returns the largest value to all threads of the CTA, which all call it.
 __device__ uint64_t BlockMax(uint64_t value, RowMemory& memory) {
   value = GreatestOfLanes(value);
   __syncthreads();
@@ -22,7 +22,7 @@ __device__ uint64_t BlockMax(uint64_t value, RowMemory& memory) {
   return GreatestOfLanes(memory.sums[threadIdx.x % kWarpThreads]);
 }
 
-// References that all threads of a row's blocks use.
+// References shared by all threads of a row's CTAs.
 struct Context {
   const SamplingRecord& record;
   RowMemory& memory;
@@ -35,9 +35,9 @@ struct Largest {
   bool all_finite = true;
 };
 
-// Largest of the block's slice: its place in the low half, its key in the high one.
-// kNotFinite: there is such a logit; where some are banned that is not looked for.
-constexpr uint64_t kNotFinite = ~uint64_t{0};  // above what any logit gives
+// Returns the largest logit of the CTA's slice: its place in the low half, its key in the high one.
+// Returns kNotFinite if a logit is not finite, which is not tested when some are banned.
+constexpr uint64_t kNotFinite = ~uint64_t{0};  // above the value of any logit
 template <bool kMayBeBanned>
 __device__ uint64_t LargestOfBlock(const Row& row, RowMemory& memory) {
   float largest = kBanned;
@@ -54,14 +54,14 @@ __device__ uint64_t LargestOfBlock(const Row& row, RowMemory& memory) {
   return BlockMax(isnan(poison) ? kNotFinite : own, memory);
 }
 
-// From the greatest of all blocks' values.
+// Makes a Largest from the greatest of all CTAs' values.
 __device__ Largest LargestOf(uint64_t best) {
   return {.id = INT32_MAX - static_cast<int32_t>(best & 0x7fffffff),
           .logit = LogitOf(static_cast<uint32_t>(best >> 32)),
           .all_finite = best != kNotFinite};
 }
 
-// REQUIRES: there is one.
+// Returns the first token with a logit that is not finite. REQUIRES: there is one.
 __device__ int32_t FirstThatIsNotFinite(const Row& row, RowMemory& memory, RowBlocks& blocks) {
   uint64_t from_last = 0;
   row.ForEach([&](int32_t id, float logit) {
@@ -71,13 +71,13 @@ __device__ int32_t FirstThatIsNotFinite(const Row& row, RowMemory& memory, RowBl
   return INT32_MAX - static_cast<int32_t>(blocks.Greatest(BlockMax(from_last, memory)));
 }
 
-// Writes to `to` [vocab] what the record makes of the logits. A change is made by any block.
+// Writes the logits with the record's changes to `to` [vocab]. Any CTA may make a change.
 __device__ void ChangeLogits(const Context& c, const Row& row, float* to) {
   row.ForEach([&](int32_t id, float logit) { to[id] = logit; });
   const TokenChange* changes = c.record.changes;
   const auto change = [&](int32_t count, const auto& changed) {
     if (count == 0) return;
-    hopper::ClusterSync();  // earlier ones are made
+    hopper::ClusterSync();  // earlier changes are made
     const auto stride = static_cast<int32_t>(c.blocks.count() * kSamplingThreads);
     for (auto i = static_cast<int32_t>(c.blocks.rank() * kSamplingThreads + threadIdx.x); i < count;
          i += stride) {
@@ -94,14 +94,14 @@ __device__ void ChangeLogits(const Context& c, const Row& row, float* to) {
   hopper::ClusterSync();
 }
 
-// Logits of models lie within a few tens of the largest; the rest is one bucket.
+// Logits of models lie within a few tens of the largest. All others share one bucket.
 __device__ Nearness NearnessForCounts(float max) { return {.max = max, .buckets_per_unit = 64}; }
-// What lies further away weighs nothing.
+// Logits further away weigh nothing.
 __device__ Nearness NearnessForWeights(float max, float temperature) {
   return {.max = max, .buckets_per_unit = fminf(kBuckets / 28.5f / temperature, FLT_MAX)};
 }
 
-// What of the most probable tokens is wanted, and the weight of all.
+// Finds the weight of all tokens, and the wanted number of most probable ones.
 __device__ void FindLogprobs(const Context& c, const Row& row, FoundToken& found) {
   found.total =
       row.Sum([max = found.max](int32_t, float logit) { return WeightOf(logit, max, 1); });
@@ -117,11 +117,11 @@ __device__ void FindLogprobs(const Context& c, const Row& row, FoundToken& found
     if (!top.Has(id, KeyOf(logit))) return;
     c.record.top[atomicAdd(count, 1u)] = {.token = id, .logit = logit};
   });
-  hopper::ClusterSync();  // before the first block's memory is gone
+  hopper::ClusterSync();  // before the first CTA's memory is gone
 }
 
-// `max` is the largest of the row's logits, and not banned. Only one block learns the token, the
-// others get -1.
+// Returns the drawn token in one CTA and -1 in the others. `max` is the largest of the row's
+// logits, and is not banned.
 __device__ int32_t DrawToken(const SamplingRecord& record, const Row& row, float max) {
   uint32_t least_key = 0;
   if (record.top_k > 0) {
@@ -146,12 +146,13 @@ __device__ int32_t DrawToken(const SamplingRecord& record, const Row& row, float
       [&](uint64_t total) { return DrawTarget(record.uniform, total); });
 }
 
-// `given`: of the row's logits as they are, `largest` theirs. Writes what is found, by one block.
+// Finds a row's token; one CTA writes the result. `given` has the logits as given, and `largest` is
+// their largest.
 __device__ void FindToken(const Context& c, const SamplingLaunch& p, int64_t row_number,
                           const Row& given, Largest largest) {
   const float* logits = p.logits + row_number * p.vocab;
   FoundToken found;
-  bool is_here = c.blocks.rank() == 0;  // this block has found what there is to find
+  bool is_here = c.blocks.rank() == 0;  // this CTA has found the result
   if (!largest.all_finite) {
     found.bad_token = FirstThatIsNotFinite(given, c.memory, c.blocks);
     found.bad_logit = logits[found.bad_token];
@@ -184,7 +185,7 @@ __global__ void __launch_bounds__(kSamplingThreads) SamplingKernel(const Samplin
   __shared__ RowMemory memory;
   RowBlocks blocks(memory);
   const int64_t row_number = blockIdx.x / blocks.count();
-  // Read at once, for it lies behind the bus; the largest logit is found meanwhile.
+  // Read first, because it lies across the bus. The largest logit is found meanwhile.
   constexpr unsigned kWords = sizeof(SamplingRecord) / sizeof(uint64_t);
   static_assert(sizeof(SamplingRecord) % sizeof(uint64_t) == 0);
   __shared__ uint64_t words[kWords];
@@ -202,7 +203,8 @@ __global__ void __launch_bounds__(kSamplingThreads) SamplingKernel(const Samplin
   FindToken({.record = record, .memory = memory, .blocks = blocks}, p, row_number, given, largest);
 }
 
-// Most blocks of a row. The device may have no place for a cluster of as many as it allows.
+// Returns the most CTAs of a row. The device may have no room for the largest cluster that it
+// allows.
 unsigned MostRowBlocks() {
   if (cudaFuncSetAttribute(SamplingKernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) !=
       cudaSuccess) {

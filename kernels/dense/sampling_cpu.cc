@@ -11,12 +11,12 @@
 namespace kvasir::kernels {
 namespace {
 
-// Marks a banned token in the copy of the logits; the given ones are all finite.
+// Marks a banned token in the copy of the logits. All given logits are finite.
 constexpr float kBanned = -std::numeric_limits<float>::infinity();
 
 bool IsBad(float logit) { return !std::isfinite(logit); }
 
-// The smallest id among the largest logits.
+// Returns the smallest id among the largest logits.
 int32_t ArgMax(std::span<const float> logits) {
   return static_cast<int32_t>(std::max_element(logits.begin(), logits.end()) - logits.begin());
 }
@@ -48,7 +48,7 @@ void ApplyPenalties(const SamplingOptions& options, std::span<float> logits,
   }
 }
 
-// Keeps the k largest candidates and all that equal the k-th; the order of ids stays.
+// Keeps the k largest candidates and all that equal the k-th. Keeps the order of ids.
 std::span<int32_t> KeepTopK(std::span<int32_t> candidates, std::span<const float> logits, int64_t k,
                             std::span<float> buffer) {
   if (k <= 0 || k >= static_cast<int64_t>(candidates.size())) return candidates;
@@ -64,7 +64,7 @@ std::span<int32_t> KeepTopK(std::span<int32_t> candidates, std::span<const float
   return candidates.first(static_cast<size_t>(end - candidates.begin()));
 }
 
-// The candidates' weights, at [id].
+// Writes the candidates' weights, at [id].
 void ComputeWeights(std::span<const int32_t> candidates, std::span<const float> logits,
                     float temperature, std::span<uint64_t> weights) {
   float max = kBanned;
@@ -76,7 +76,7 @@ void ComputeWeights(std::span<const int32_t> candidates, std::span<const float> 
 }
 
 // Keeps the shortest prefix in the order of Before that weighs at least `needed`. Restores the
-// order of ids. A heap, because the prefix is short where the vocabulary is long.
+// order of ids. Uses a heap, because the prefix is short when the vocabulary is long.
 std::span<int32_t> KeepTopP(std::span<int32_t> candidates, std::span<const float> logits,
                             std::span<const uint64_t> weights, uint64_t needed) {
   const Before before{logits};
@@ -93,7 +93,7 @@ std::span<int32_t> KeepTopP(std::span<int32_t> candidates, std::span<const float
   return candidates.last(static_cast<size_t>(candidates.end() - kept));
 }
 
-// Drops what weighs less than `least`; the order of ids stays.
+// Drops candidates that weigh less than `least`. Keeps the order of ids.
 std::span<int32_t> KeepMinP(std::span<int32_t> candidates, std::span<const uint64_t> weights,
                             uint64_t least) {
   const auto end = std::remove_if(candidates.begin(), candidates.end(), [&](int32_t id) {
@@ -137,7 +137,7 @@ int32_t DrawToken(const SamplingOptions& options, const SamplingScratch& scratch
               UniformAt(options.seed, static_cast<uint64_t>(options.position)));
 }
 
-// The logits as sampling sees them: a copy with what the options make of it.
+// Copies the logits and applies the options' changes.
 void AdjustLogits(std::span<const float> logits, const SamplingOptions& options,
                   const SamplingScratch& scratch) {
   std::copy(logits.begin(), logits.end(), scratch.logits.begin());
@@ -149,7 +149,8 @@ void AdjustLogits(std::span<const float> logits, const SamplingOptions& options,
   for (int32_t id : options.banned) scratch.logits[static_cast<size_t>(id)] = kBanned;
 }
 
-// The first of the order of Before, as many as `top` has room for. `ids` is scratch of [vocab].
+// Writes the first tokens in the order of Before, as many as `top` has room for. `ids` is scratch
+// of [vocab].
 void FindTop(std::span<const float> logits, std::span<TokenLogit> top, std::span<int32_t> ids) {
   std::iota(ids.begin(), ids.end(), 0);
   std::partial_sort(ids.begin(), ids.begin() + std::ssize(top), ids.end(), Before{logits});

@@ -19,14 +19,14 @@ int64_t NumTop(const SamplingOptions& options, int64_t vocab) {
   return std::min<int64_t>(std::ssize(options.top), vocab);
 }
 
-// Of one row, at most.
+// Returns the most changes that one row can have.
 int64_t MostChanges(const SamplingOptions& options, int64_t vocab) {
   const int64_t seen = std::ssize(options.prompt) + std::ssize(options.output);
   return std::ssize(options.biases) + std::ssize(options.banned) +
          (HasPenalties(options) ? std::min(seen, vocab) : 0);
 }
 
-// Where records and results lie depends on the number of rows only, so that a launch does, too.
+// Places of records and results. They depend only on the number of rows, and so does a launch.
 struct RowPieces {
   SamplingRecord* records;
   FoundToken* found;
@@ -38,7 +38,7 @@ RowPieces PiecesOf(std::byte* block, int64_t rows) {
   return {.records = records, .found = pieces.Take<FoundToken>(rows)};
 }
 
-// What a block holds, in this order.
+// The parts of a block, in this order.
 struct Block {
   SamplingRecord* records;
   FoundToken* found;

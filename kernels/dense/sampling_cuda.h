@@ -1,12 +1,12 @@
-// The op of sampling.h on the GPU: the same results, bit for bit, errors included. What rows ask
-// for and what is found lie in one block of pinned memory that the GPU reads and writes in place,
-// so nothing is copied; a step fills the block, launches, waits, and reads. Called by the backend.
+// The op of sampling.h on the GPU, with the same results bit for bit, errors included. The rows'
+// requests and results lie in one block of pinned memory that the GPU reads and writes in place, so
+// nothing is copied. A step fills the block, launches, waits, and reads. Called by the backend.
 // Thread-safe. Only in builds with CUDA.
 //
-// Cost: a cluster of up to sixteen blocks of threads a row, fewer where rows are many. Greedy rows
-// read their logits once. Each of these reads them once more, mostly from the block's own cache, or
-// as many times as is said: a copy where options change logits, logprobs, top logprobs (3), top-k
-// (2), top-p (2), the draw.
+// Cost: a cluster of up to sixteen CTAs a row, fewer when there are many rows. Greedy rows read
+// their logits once. Each of the following reads them again, mostly from the CTA's own cache, once
+// or the given number of times: a copy when options change logits, logprobs, top logprobs (3),
+// top-k (2), top-p (2), the draw.
 #pragma once
 
 #include <cstddef>
@@ -20,38 +20,39 @@
 
 namespace kvasir::kernels {
 
-// Of the block for these rows; fewer bytes do for fewer or simpler rows.
+// Returns the bytes of the block for these rows. Fewer or simpler rows need no more.
 int64_t SamplingBlockBytes(std::span<const SamplingOptions> options, int64_t vocab);
-// Whether any row changes logits, and thus needs memory for the changed ones.
+// Returns whether any row changes logits, and so needs memory for the changed ones.
 bool ChangesLogits(std::span<const SamplingOptions> options);
 
-// `block` has SamplingBlockBytes bytes, aligned to 64. Rows with options out of range are left out
-// of what follows.
+// `block` has SamplingBlockBytes bytes, aligned to 64. Rows with options out of range are skipped
+// by the ops below.
 void FillSamplingBlock(std::span<const SamplingOptions> options, int64_t vocab, std::byte* block);
 
 struct DeviceSamplingParams {
   TensorView logits;         // [rows, vocab] float32; rows may be 0, vocab up to kMaxVocab
-  std::byte* block;          // as filled when the stream comes to it, rows as of logits; pinned
-  float* changed = nullptr;  // working memory [rows, vocab]; null: ChangesLogits is false
+  std::byte* block;          // pinned, filled before the stream reaches the op; same rows as logits
+  float* changed = nullptr;  // working memory [rows, vocab]; null if ChangesLogits is false
 };
 
 // INVALID_ARGUMENT: shapes, dtypes, host memory. INTERNAL with CUDA's error when the launch fails.
-// May be captured in a graph: it depends on the params alone, not on what the block says.
+// May be captured in a graph: the launch depends only on the params, not on the block's contents.
 absl::Status Sample(const DeviceSamplingParams& params, cudaStream_t stream);
 
 struct FeedParams {
-  std::byte* block = nullptr;  // of a Sample before on the stream, of `rows` rows
+  std::byte* block = nullptr;  // of an earlier Sample on the stream, with `rows` rows
   int64_t rows = 0;
-  std::span<const int32_t> fed_by;  // [tokens] a row of the block, or -1: that token stays
-  std::span<int32_t> tokens;        // [tokens] written where they are fed
+  std::span<const int32_t> fed_by;  // [tokens] a row of the block, or -1: the token stays unchanged
+  std::span<int32_t> tokens;        // [tokens] written where fed_by is a row
 };
 
-// Tokens of a step that the step before samples, without the host. Spans are device memory. A row
-// that failed feeds -1, which no table of embeddings has. INTERNAL when the launch fails.
+// Feeds the tokens that the previous step samples into the next step, without the host. Spans are
+// device memory. A failed row feeds -1, which is in no embedding table. INTERNAL when the launch
+// fails.
 absl::Status FeedTokens(const FeedParams& params, cudaStream_t stream);
 
-// Of the options that the block was filled from, when the device is done with it: writes their
-// `top`, and `tokens` [rows].
+// Called when the device is done with the block. `options` are those that it was filled from.
+// Writes their `top`, and `tokens` [rows].
 void ReadSamplingBlock(std::span<const SamplingOptions> options, int64_t vocab, std::byte* block,
                        std::span<SampledToken> tokens);
 

@@ -1,4 +1,4 @@
-// The kernel behind sampling_cuda.h. Only sampling_cuda.cc includes it.
+// Kernels of sampling_cuda.h. Only sampling_cuda.cc includes this header.
 #pragma once
 
 #include <cstdint>
@@ -8,12 +8,12 @@
 
 namespace kvasir::kernels {
 
-// All pointers are the device's.
+// All pointers are device addresses.
 struct SamplingLaunch {
   const float* logits;  // [rows][vocab]
   int64_t vocab;        // 1 to kMaxVocab
   float* changed;       // [rows][vocab], or null
-  // Pinned host memory, like what the records say lies behind it.
+  // Pinned host memory, like the arrays that the records point to.
   const SamplingRecord* records;  // [rows]
   FoundToken* found;              // [rows], written
 };

@@ -1,8 +1,8 @@
-// Internal to sampling.cu: the logits of a row, spread over the blocks of a cluster, each of which
-// has a slice of the tokens; and the few questions that everything is made of, asked of all logits
-// at once by all threads of the cluster: their largest, a sum, the place in a running sum, the
-// threshold above which enough of a sum lies. Sums are of integers, so answers are the CPU's
-// whatever their order and however many blocks there are.
+// Internal to sampling.cu: the logits of a row, spread over the CTAs of a cluster, each of which
+// has a slice of the tokens. All of sampling is made of a few questions that all threads of the
+// cluster ask of all logits at once: the largest, a sum, the place in a running sum, and the
+// threshold above which enough of a sum lies. Sums are of integers, so the answers equal the CPU's,
+// whatever the order and the number of CTAs.
 #pragma once
 
 #include <cfloat>
@@ -14,18 +14,18 @@
 
 namespace kvasir::kernels {
 
-inline constexpr int kSamplingThreads = 1024;  // of a block
+inline constexpr int kSamplingThreads = 1024;  // of a CTA
 inline constexpr int kSamplingWarps = kSamplingThreads / kWarpThreads;
 static_assert(kSamplingWarps == kWarpThreads);
 inline constexpr unsigned kMaxRowBlocks = 16;
-inline constexpr unsigned kPortableRowBlocks = 8;  // as many as a cluster may have anywhere
+inline constexpr unsigned kPortableRowBlocks = 8;  // largest cluster that every GPU allows
 
-// Thresholds are found digit by digit of a key, from the highest on.
+// Thresholds are found digit by digit of a key, from the highest digit on.
 inline constexpr int kDigitBits = 11;
 inline constexpr int kBuckets = 1 << kDigitBits;
 static_assert(kBuckets == 2 * kSamplingThreads);
 
-// Larger logits have larger keys, equal ones (0 and -0) the same. Not for NaN.
+// Larger logits have larger keys, and equal ones (0 and -0) equal keys. Not for NaN.
 __device__ inline uint32_t KeyOf(float logit) {
   const uint32_t bits = __float_as_uint(logit + 0.0f);
   return bits >> 31 == 0 ? bits | 0x80000000u : ~bits;
@@ -34,7 +34,7 @@ __device__ inline float LogitOf(uint32_t key) {
   return __uint_as_float(key >> 31 == 0 ? ~key : key & 0x7fffffffu);
 }
 
-// For all lanes of a warp.
+// Returns the sum to all lanes of a warp.
 __device__ inline uint64_t SumOfLanes(uint64_t value) {
   for (int distance = kWarpThreads / 2; distance > 0; distance /= 2) {
     value += __shfl_xor_sync(kAllLanes, value, distance);
@@ -48,26 +48,26 @@ __device__ inline uint64_t GreatestOfLanes(uint64_t value) {
   return value;
 }
 
-// A warp's lanes look at the buckets of one group.
+// The lanes of a warp examine the buckets of one group.
 inline constexpr int kGroupBuckets = kWarpThreads;
 inline constexpr int kGroups = kBuckets / kGroupBuckets;
 static_assert(kGroups * kMaxRowBlocks == kSamplingThreads);
 
-// So many logits of one bucket are looked at by themselves; and so many of a bucket of these, one
-// by each lane of a warp.
+// Most logits of one bucket that are examined separately, and most of a bucket of these, one by
+// each lane of a warp.
 inline constexpr uint32_t kListed = 2048;
 inline constexpr uint32_t kNear = kWarpThreads;
 
-// Shared memory of one block of the cluster.
+// Shared memory of one CTA of the cluster.
 struct RowMemory {
   uint64_t sums[kSamplingWarps];
-  // Sums of 64 bits: shared memory adds 32 at once.
+  // Sums of 64 bits in two words, because shared memory adds 32 bits at a time.
   uint32_t bucket_low[kBuckets], bucket_high[kBuckets];
-  alignas(16) float own_listed[kListed];         // of the block's slice
-  alignas(16) float listed[kListed];             // of all
-  uint64_t told[2][kMaxRowBlocks];               // by the blocks of the cluster, in turns
-  uint64_t groups[kMaxRowBlocks][kGroups];       // by the blocks: sums of their groups of buckets
-  uint64_t parts[kMaxRowBlocks][kGroupBuckets];  // their sums of the buckets of one group
+  alignas(16) float own_listed[kListed];         // of the CTA's slice
+  alignas(16) float listed[kListed];             // of all slices
+  uint64_t told[2][kMaxRowBlocks];               // values of the cluster's CTAs, in two turns
+  uint64_t groups[kMaxRowBlocks][kGroups];       // by CTA: sums of its groups of buckets
+  uint64_t parts[kMaxRowBlocks][kGroupBuckets];  // by CTA: its buckets of one group
   float near[kNear];
   uint32_t num_near;
   // Written by one thread for the others.
@@ -77,21 +77,21 @@ struct RowMemory {
   uint32_t count;
 };
 
-// The blocks of a row. What they ask each other all of them ask, in the same order.
+// The CTAs of a row. All of them make the same calls in the same order.
 class RowBlocks {
  public:
   __device__ explicit RowBlocks(RowMemory& memory) : memory_(memory) {}
 
-  // Read anew each time: registers are scarce.
+  // Read each time, because registers are scarce.
   __device__ static unsigned rank() { return hopper::ClusterRank(); }
   __device__ static unsigned count() { return hopper::ClusterBlocks(); }
 
-  // Before they are told anything: all of them run.
+  // Begin and AwaitBegin make sure that all CTAs run before any of them writes to another.
   __device__ void Begin() const { hopper::ClusterArriveBare(); }
   __device__ void AwaitBegin() const { hopper::ClusterWait(); }
 
   __device__ uint64_t Greatest(uint64_t value) { return GreatestOfLanes(Exchange(value)); }
-  // The sum over all, and over the blocks before this one.
+  // The sum over all CTAs, and over the CTAs before this one.
   struct Sums {
     uint64_t all = 0;
     uint64_t before = 0;
@@ -101,15 +101,15 @@ class RowBlocks {
     const bool is_before = threadIdx.x % kWarpThreads < rank();
     return {.all = SumOfLanes(told), .before = SumOfLanes(is_before ? told : 0)};
   }
-  // The sum over the blocks before number `block`, for the values of the last call of Sum.
+  // Returns the sum over the CTAs before number `block`, for the values of the last call of Sum.
   __device__ uint64_t SumBefore(unsigned block) const {
     const unsigned lane = threadIdx.x % kWarpThreads;
     return SumOfLanes(lane < block ? memory_.told[turn_ ^ 1][lane] : 0);
   }
 
  private:
-  // Tells all blocks what this one has found, the same in all its threads. A warp's lane gets what
-  // the block of its number tells, 0 where there is none.
+  // Sends this CTA's value, the same in all its threads, to all CTAs. Lane i of a warp gets the
+  // value of CTA i, or 0 where there is none.
   __device__ uint64_t Exchange(uint64_t value) {
     uint64_t* const told = memory_.told[turn_];
     turn_ ^= 1;
@@ -123,8 +123,8 @@ class RowBlocks {
   uint32_t turn_ = 0;
 };
 
-// The buckets that logits fall into by their distance from the largest: no logit lies in a higher
-// one than a larger logit does. Even ones, where the digits of floats would heap most logits up.
+// The buckets of logits by their distance from the largest: a smaller logit never lies in a higher
+// bucket. Buckets are of equal width; by the digits of floats most logits would share a few.
 struct Nearness {
   float max;
   float buckets_per_unit;
@@ -132,7 +132,7 @@ struct Nearness {
   __device__ uint32_t operator()(float logit) const {
     return kBuckets - 1 - static_cast<uint32_t>(Distance(logit));
   }
-  // The same within a logit's bucket; the lowest bucket, which holds all that is far, is one.
+  // The same within a logit's bucket. The lowest bucket, which holds all far logits, is one bucket.
   __device__ uint32_t Within(float logit) const {
     const float far = Distance(logit);
     // The difference and the product are exact.
@@ -145,8 +145,8 @@ struct Nearness {
   }
 };
 
-// A smallest key, and in order of id the last token, that belong to a prefix of the tokens in order
-// of (larger logit, smaller id).
+// A prefix of the tokens in order of (larger logit, smaller id): its smallest key, and the last id
+// of a token with that key.
 struct Prefix {
   uint32_t key = 0;
   int32_t last_id = INT32_MAX;  // among tokens with that key
@@ -156,8 +156,9 @@ struct Prefix {
   }
 };
 
-// The largest key such that tokens with keys from it on measure `needed` > 0 at least, what those
-// above it measure, and how many tokens have that key; all tokens' key if all together do not.
+// The largest key such that the tokens with at least that key measure at least `needed` > 0, the
+// measure of those above it, and the number of tokens with that key. Key 0, which all tokens reach,
+// if all together measure less.
 struct Threshold {
   uint32_t key = 0;
   uint64_t needed = 0;
@@ -165,11 +166,11 @@ struct Threshold {
   uint64_t equals = 0;
 };
 
-// Logits of consecutive tokens, asked by all threads of the block together.
+// Logits of consecutive tokens. All threads of the CTA call the members together.
 class BlockLogits {
  public:
-  // For the tokens [first, first + count). `are_many`: a thread takes four at once, where memory is
-  // aligned so; else few threads would have all the work.
+  // For tokens [first, first + count). `are_many`: a thread reads four at once where memory is
+  // aligned to that. With few tokens that would leave all work to few threads.
   __device__ BlockLogits(const float* logits, int32_t first, int32_t count, RowMemory& memory,
                          bool are_many)
       : memory_(memory),
@@ -178,7 +179,7 @@ class BlockLogits {
         count_(count),
         by_fours_(are_many && reinterpret_cast<uintptr_t>(logits) % sizeof(float4) == 0) {}
 
-  // Calls see(id, logit) for all tokens, each by one thread, which has 4 kReads on their way.
+  // Calls see(id, logit) for all tokens, each by one thread. A thread has 4 kReads loads under way.
   template <int kReads = 1, typename See>
   __device__ void ForEach(const See& see) const {
     Visit<kReads>(0, count_, threadIdx.x, kSamplingThreads, see);
@@ -190,7 +191,7 @@ class BlockLogits {
     return BlockTotal(sum);
   }
 
-  // The same; each warp's sum is over a range of its own, and stays in the memory's sums.
+  // The same, where each warp sums a range of its own. The warps' sums stay in memory_.sums.
   template <typename Measure>
   __device__ uint64_t SumByWarps(const Measure& measure) const {
     const int32_t warp = threadIdx.x / kWarpThreads;
@@ -199,11 +200,12 @@ class BlockLogits {
              [&](int32_t id, float logit) { sum += measure(id, logit); });
     return BlockTotal(sum);
   }
-  // After SumByWarps: the first token that makes the sum of measure(id, logit) over it and those
-  // before it exceed `target`. REQUIRES: the sum over all does.
+  // Called after SumByWarps. Returns the first token for which the sum of measure(id, logit) up to
+  // and including it exceeds `target`. REQUIRES: the sum over all tokens does.
   template <typename Measure>
   __device__ int32_t LocateByWarps(const Measure& measure, uint64_t target) const {
-    // Which warp's range it lies in, found by each warp: a lane has the sum up to one range's end.
+    // Each warp finds the warp whose range holds the token: a lane has the sum up to one range's
+    // end.
     const int32_t lane = threadIdx.x % kWarpThreads;
     uint64_t up_to = memory_.sums[lane];
     for (int distance = 1; distance < kWarpThreads; distance *= 2) {
@@ -236,16 +238,17 @@ class BlockLogits {
     return memory_.place;
   }
 
-  // The largest key such that logits with keys from it on, and `above`, measure `needed` at least,
-  // which all do; adds what those above it measure to `above`. REQUIRES: there is a logit.
+  // Returns the largest key such that the logits with at least that key, and `above`, measure at
+  // least `needed`. All logits together do. Adds the measure of the logits above the key to
+  // `above`. REQUIRES: there is a logit.
   template <typename Measure>
   __device__ uint32_t FindKey(const Measure& measure, uint64_t needed, uint64_t* above) const {
     return FindDigits(measure, FindKeys(), [&] { return ChooseBucket(needed, above); });
   }
 
-  // From what is needed, and measured above all of these logits, the rest of the threshold among
-  // them. REQUIRES: they lie in one bucket of `nearness` and reach what is needed; the block's
-  // buckets are cleared. False, and nothing is found: too many are next to the threshold.
+  // Completes a threshold, given `needed` and the measure `above` all of these logits. REQUIRES:
+  // the logits lie in one bucket of `nearness` and reach `needed`; the CTA's buckets are cleared.
+  // Returns false, with nothing found, when too many logits are next to the threshold.
   template <typename Measure>
   __device__ bool FindNear(const Measure& measure, const Nearness& nearness,
                            Threshold* found) const {
@@ -262,7 +265,7 @@ class BlockLogits {
     __syncthreads();
     const uint32_t count = memory_.num_near;
     if (count > kNear) return false;
-    // Each warp by itself: a lane's logit, and what those measure that are larger.
+    // Each warp by itself: a lane has a logit, and sums the measures of the larger ones.
     const uint32_t lane = threadIdx.x % kWarpThreads;
     const float logit = lane < count ? memory_.near[lane] : 0;
     const uint32_t key = lane < count ? KeyOf(logit) : 0;
@@ -286,12 +289,13 @@ class BlockLogits {
  protected:
   static constexpr int32_t kRun = 4;
 
-  // Keys from `first` on, apart in so many of their lowest bits.
+  // Keys from `first` on that differ in their lowest `bits` bits.
   struct Keys {
     uint32_t first = 0;
     int bits = 32;
   };
-  // Key by digits of its distance from the first one: choose() is asked for the bucket of each.
+  // Finds the key by digits of its distance from the first one. Calls choose() for the bucket of
+  // each digit.
   template <typename Measure, typename Choose>
   __device__ uint32_t FindDigits(const Measure& measure, const Keys& keys,
                                  const Choose& choose) const {
@@ -311,7 +315,7 @@ class BlockLogits {
     return keys.first + found;
   }
 
-  // Those of all logits.
+  // Returns the range of all logits' keys.
   __device__ Keys FindKeys() const {
     uint32_t least = ~0u, greatest = 0;
     ForEach([&](int32_t, float logit) {
@@ -356,8 +360,8 @@ class BlockLogits {
     return uint64_t{memory.bucket_high[bucket]} << 32 | memory.bucket_low[bucket];
   }
 
-  // Among the buckets, from the last to the first, the one where `above` and their sum reach
-  // `needed`, as all do; what lies above it goes to `above`.
+  // Returns the first bucket, from the last to the first, at which `above` and the sum reach
+  // `needed`, as all together do. Sets `above` to the sum above that bucket.
   __device__ uint32_t ChooseBucket(uint64_t needed, uint64_t* above) const {
     const uint32_t high = kBuckets - 1 - 2 * threadIdx.x;
     const uint64_t sums[2] = {BucketOf(memory_, high), BucketOf(memory_, high - 1)};
@@ -374,11 +378,11 @@ class BlockLogits {
     return memory_.key;
   }
 
-  // Total of the memory's sums, for all threads.
+  // Returns the total of memory_.sums to all threads.
   __device__ uint64_t SumOfWarps() const {
     return SumOfLanes(memory_.sums[threadIdx.x % kWarpThreads]);
   }
-  // Total of the threads' values; those of each warp stay in the memory's sums.
+  // Returns the total of the threads' values. Each warp's total stays in memory_.sums.
   __device__ uint64_t BlockTotal(uint64_t value) const {
     value = SumOfLanes(value);
     __syncthreads();
@@ -390,14 +394,14 @@ class BlockLogits {
   RowMemory& memory_;
 
  private:
-  // Where a warp's range of the tokens begins.
+  // Returns the start of a warp's range of the tokens.
   __device__ int32_t RangeBegin(int32_t warp) const {
     const int32_t range = (count_ + kRun * kSamplingWarps - 1) / (kRun * kSamplingWarps) * kRun;
     return min(count_, warp * range);
   }
 
-  // Calls see(id, logit) for the tokens of [begin, end), counted from the first one, by `count`
-  // threads of which this one is number `number`. `begin` is a multiple of 4.
+  // Calls see(id, logit) for tokens [begin, end), relative to the first one, by `count` threads, of
+  // which this is number `number`. `begin` is a multiple of 4.
   template <int kReads, typename See>
   __device__ void Visit(int32_t begin, int32_t end, uint32_t number, int32_t count,
                         const See& see) const {
@@ -425,7 +429,7 @@ class BlockLogits {
   const bool by_fours_;
 };
 
-// This block's slice of a row's logits; its questions are of the whole row.
+// This CTA's slice of a row's logits. Its members answer for the whole row.
 class Row : public BlockLogits {
  public:
   __device__ Row(const float* logits, int32_t vocab, RowMemory& memory, RowBlocks& blocks)
@@ -436,8 +440,9 @@ class Row : public BlockLogits {
     return blocks_.Sum(BlockLogits::Sum(measure)).all;
   }
 
-  // The first token that makes the sum of measure(id, logit) over it and those before it exceed
-  // target_of(the sum over all), which is below that. Only one block finds it, the others -1.
+  // Returns the first token for which the sum of measure(id, logit) up to and including it exceeds
+  // target_of(the sum over all), which is below that sum. Only one CTA finds it; the others return
+  // -1.
   template <typename Measure, typename Target>
   __device__ int32_t LocateHere(const Measure& measure, const Target& target_of) const {
     const uint64_t own = SumByWarps(measure);
@@ -446,14 +451,15 @@ class Row : public BlockLogits {
     if (target < sums.before || target >= sums.before + own) return -1;
     return LocateByWarps(measure, target - sums.before);
   }
-  // The same, found by all blocks.
+  // LocateHere with the result in all CTAs.
   template <typename Measure, typename Target>
   __device__ int32_t Locate(const Measure& measure, const Target& target_of) const {
     const int32_t place = LocateHere(measure, target_of);
     return static_cast<int32_t>(blocks_.Greatest(static_cast<uint64_t>(place + 1))) - 1;
   }
 
-  // By measure(logit); `needed_of` is asked for what all measure.
+  // Finds the threshold of measure(logit). `needed_of` maps the measure of all logits to the needed
+  // one.
   template <typename Measure, typename Needed>
   __device__ Threshold FindThreshold(const Measure& measure, const Needed& needed_of,
                                      const Nearness& nearness) const {
@@ -479,7 +485,7 @@ class Row : public BlockLogits {
       found.key = FindDigits(of_bucket, Keys{}, [&] {
         uint32_t digit = 0;
         ChooseRowBucket(needed, &digit, &found.needed, &found.above);
-        hopper::ClusterSync();  // other blocks have read this one's buckets
+        hopper::ClusterSync();  // other CTAs have read this one's buckets
         return digit;
       });
       found.equals = Sum(has_key);
@@ -487,7 +493,7 @@ class Row : public BlockLogits {
     return found;
   }
 
-  // The shortest prefix that measures `needed_of` > 0 at least.
+  // Returns the shortest prefix that measures at least `needed_of` > 0.
   template <typename Measure, typename Needed>
   __device__ Prefix ShortestPrefix(const Measure& measure, const Needed& needed_of,
                                    const Nearness& nearness) const {
@@ -516,7 +522,7 @@ class Row : public BlockLogits {
       : BlockLogits(logits + slice.first, slice.first, slice.count, memory, true),
         blocks_(blocks) {}
 
-  // Tells all blocks the sums of this one's groups of buckets.
+  // Sends the sums of this CTA's groups of buckets to all CTAs.
   __device__ void TellGroups() const {
     const uint32_t warp = threadIdx.x / kWarpThreads, lane = threadIdx.x % kWarpThreads;
     for (uint32_t group = warp; group < kGroups; group += kSamplingWarps) {
@@ -527,16 +533,17 @@ class Row : public BlockLogits {
     }
   }
 
-  // As ChooseBucket, of the sums of all blocks' buckets, to `bucket`; `needed` is needed_of(what
-  // all measure). False: they do not reach it. Each block finds it by itself, first its group.
-  // Buckets may change when all blocks have told each other something.
+  // ChooseBucket for the sums of all CTAs' buckets. Writes the result to `bucket`, and
+  // needed_of(the measure of all) to `needed`. Returns false when the sums do not reach it. Each
+  // CTA finds the bucket by itself, first its group. Buckets may change after the next exchange
+  // among all CTAs.
   template <typename Needed>
   __device__ bool ChooseRowBucket(const Needed& needed_of, uint32_t* bucket, uint64_t* needed,
                                   uint64_t* above) const {
     __syncthreads();  // buckets are full
     TellGroups();
     hopper::ClusterSync();
-    // A thread has a block's sum of a group, the highest group first.
+    // A thread has one CTA's sum of a group, the highest group first.
     const uint32_t lane = threadIdx.x % kWarpThreads, warp = threadIdx.x / kWarpThreads;
     const uint32_t block = threadIdx.x % kMaxRowBlocks;
     const uint32_t own_group = kGroups - 1 - threadIdx.x / kMaxRowBlocks;
@@ -555,7 +562,7 @@ class Row : public BlockLogits {
       memory_.above = above_group;
     }
     __syncthreads();
-    // A warp reads a block's buckets of that group, the highest first, and then all of them add up.
+    // Each warp reads one CTA's buckets of that group, the highest first. Then all warps add them.
     const uint32_t high = memory_.key * kGroupBuckets + kGroupBuckets - 1;
     *above = memory_.above;
     if (warp < RowBlocks::count()) {
@@ -575,8 +582,8 @@ class Row : public BlockLogits {
     return true;
   }
 
-  // To the memory's list, in any order, the logits of a bucket of all blocks, if they are no more
-  // than that holds; clears the buckets then. Returns how many they are.
+  // Lists the logits of a bucket from all CTAs in memory_.listed, in any order, and clears the
+  // buckets, unless there are more logits than fit. Returns their number.
   __device__ uint64_t ListBucket(const Nearness& nearness, uint32_t bucket) const {
     if (threadIdx.x == 0) memory_.count = 0;
     __syncthreads();
@@ -589,8 +596,8 @@ class Row : public BlockLogits {
     const RowBlocks::Sums sums = blocks_.Sum(memory_.count);
     if (sums.all > kListed) return sums.all;
     BeginToClearBuckets();
-    // A warp a block copies what that one has listed; blocks leave their lists as they are for as
-    // long as it takes, for before the next one all tell each other something.
+    // Each warp copies the list of one CTA. A CTA does not change its list while others read it:
+    // the next list follows an exchange among all CTAs.
     const unsigned block = threadIdx.x / kWarpThreads;
     if (block < RowBlocks::count()) {
       const uint32_t count = hopper::OfBlock(&memory_, block)->count;

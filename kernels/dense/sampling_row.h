@@ -1,4 +1,4 @@
-// Internal to sampling: one row, what is asked of it and what was found, wherever it was computed.
+// Internal to sampling: one row's options and its result, whichever device computed it.
 #pragma once
 
 #include <cstdint>
@@ -25,16 +25,16 @@ inline bool WantsLogprobs(const SamplingOptions& options) {
   return options.wants_logprob || !options.top.empty();
 }
 
-// Writes to `occurrences` [vocab] how often each token is in the output, and -1 for one that is not
-// in the prompt either. REQUIRES: checked options.
+// Writes to `occurrences` [vocab] how often each token is in the output, and -1 for a token that is
+// not in the prompt either. REQUIRES: checked options.
 void CountOccurrences(const SamplingOptions& options, std::span<int32_t> occurrences);
 
-// What a row's result says of what was found. `top`, in any order, has the tokens that are to go to
-// the options' top.
+// Makes a row's result from what was found. `top`, in any order, has the tokens for the options'
+// top.
 SampledToken FinishRow(const FoundToken& found, const SamplingOptions& options,
                        std::span<TokenLogit> top);
 
-// All of [vocab], contents ignored and overwritten.
+// All are [vocab]. Their contents are ignored and overwritten.
 struct SamplingScratch {
   std::span<float> logits;
   std::span<float> values;

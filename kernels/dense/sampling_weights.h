@@ -1,7 +1,7 @@
 // The numbers of sampling, the same on every device: a token's share of probability as an integer,
-// so that sums over a vocabulary do not depend on their order, and what penalties make of a logit.
-// Internal to sampling. Nothing in here may be fused to a multiply-add: host code is compiled
-// without (CMakeLists.txt), sampling.cu, too.
+// so that sums over a vocabulary do not depend on their order, and the effect of penalties on a
+// logit. Internal to sampling. Nothing here may be fused to a multiply-add: host code is compiled
+// without (CMakeLists.txt), and so is sampling.cu.
 #pragma once
 
 #include <bit>
@@ -13,7 +13,7 @@
 
 namespace kvasir::kernels {
 
-// Of the most probable token. Sums over kMaxVocab tokens stay below 2^63.
+// Weight of the most probable token. Sums over kMaxVocab tokens stay below 2^63.
 inline constexpr int kWeightBits = 40;
 inline constexpr uint64_t kLargestWeight = uint64_t{1} << kWeightBits;
 inline constexpr int64_t kMaxVocab = int64_t{1} << 22;
@@ -26,14 +26,14 @@ KVASIR_HOST_DEVICE inline float FloatOfBits(uint32_t bits) {
 #endif
 }
 
-// exp((logit - max) / temperature) in units of 2^-40, rounded down, within 1e-6 of its size: tokens
-// less probable than 2^-40 of the most probable one are never drawn. `max` >= logit is finite,
-// logit may be -infinity, temperature > 0. exp(x) = 2^n exp(r) with |r| <= ln2 / 2, and exp(r) by
-// its Taylor polynomial of degree 7.
+// Returns exp((logit - max) / temperature) in units of 2^-40, rounded down, within 1e-6 of its
+// size. Tokens less probable than 2^-40 of the most probable one are never drawn. `max` >= logit is
+// finite, logit may be -infinity, temperature > 0. exp(x) = 2^n exp(r) with |r| <= ln2 / 2, and
+// exp(r) by its Taylor polynomial of degree 7.
 KVASIR_HOST_DEVICE inline uint64_t WeightOf(float logit, float max, float temperature) {
   const float x = temperature == 1 ? logit - max : (logit - max) / temperature;
   if (!(x > -28.0f)) return 0;            // 2^-40 is exp(-27.7)
-  constexpr float kRounds = 12582912.0f;  // 1.5 * 2^23: floats from here on are integers
+  constexpr float kRounds = 12582912.0f;  // 1.5 * 2^23: floats of this size are integers
   const float n = (x * 1.44269504f + kRounds) - kRounds;
   const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
   float p = 1.0f / 5040;
@@ -48,21 +48,21 @@ KVASIR_HOST_DEVICE inline uint64_t WeightOf(float logit, float max, float temper
   return static_cast<uint64_t>(static_cast<int64_t>(p * FloatOfBits(exponent << 23)));
 }
 
-// The least weight that min-p keeps.
+// Returns the least weight that min-p keeps.
 inline uint64_t MinWeight(float min_p) {
   return static_cast<uint64_t>(
       std::ceil(static_cast<double>(min_p) * static_cast<double>(kLargestWeight)));
 }
 
-// What the prefix of top-p weighs at least, of `total` > 0.
+// Returns the least weight of top-p's prefix. `total` > 0.
 KVASIR_HOST_DEVICE inline uint64_t NeededWeight(float top_p, uint64_t total) {
   const double needed = ceil(static_cast<double>(top_p) * static_cast<double>(total));
   const auto rounded = static_cast<uint64_t>(needed);
   return rounded < total ? rounded : total;
 }
 
-// The token whose weight is the first to make the sum of weights, in order of id, exceed this is
-// drawn. `uniform` in [0, 1), `total` > 0.
+// Returns the target of the draw: it takes the first token, in order of id, for which the running
+// sum of weights exceeds the target. `uniform` in [0, 1), `total` > 0.
 KVASIR_HOST_DEVICE inline uint64_t DrawTarget(double uniform, uint64_t total) {
   const auto target = static_cast<uint64_t>(uniform * static_cast<double>(total));
   return target < total ? target : total - 1;
@@ -76,7 +76,7 @@ struct Penalties {
   float repetition = 1, frequency = 0, presence = 0;
 };
 
-// Of a token that is in the prompt or, `occurrences` times, in the output.
+// Returns the logit of a token that is in the prompt or, `occurrences` times, in the output.
 KVASIR_HOST_DEVICE inline float Penalized(float logit, float occurrences,
                                           const Penalties& penalties) {
   logit = CutOff(logit > 0 ? logit / penalties.repetition : logit * penalties.repetition);

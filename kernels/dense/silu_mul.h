@@ -1,8 +1,8 @@
 // The gate of a SwiGLU MLP: y = silu(gate) * up, silu(g) = g / (1 + exp(-g)).
 //
-// Inner arithmetic is float32; silu(gate) is rounded to the dtype before the product, as Hugging
-// Face's Llama MLP does. Every element depends on its two inputs only, bitwise, whatever is beside
-// it. Large negative gates give -0, +inf gives +inf, and -inf gives NaN, as the formula says.
+// Inner arithmetic is float32. silu(gate) is rounded to the dtype before the product, as in Hugging
+// Face's Llama MLP. Every element depends bitwise on its two inputs alone. By the formula large
+// negative gates give -0, +inf gives +inf, and -inf gives NaN.
 // Source: arXiv 2002.05202.
 #pragma once
 

@@ -1,6 +1,6 @@
-// Vectors of eight floats, for files compiled with -mavx2 -mfma only; simd_avx512.h is its twin.
-// bfloat16 in memory is uint16_t. Arithmetic is by the compiler's operators on Vec. Everything is
-// in an unnamed namespace, so that the linker cannot give this code to files of other machines.
+// Vectors of eight floats, only for files compiled with -mavx2 -mfma; simd_avx512.h is its twin.
+// bfloat16 in memory is uint16_t. Arithmetic uses the compiler's operators on Vec. Everything is in
+// an unnamed namespace, so that the linker cannot give this code to files for other machines.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,7 @@ namespace {
 
 using Vec = __m256;
 constexpr int64_t kSimdWidth = 8;
-// The block of a product that stays in registers: 12 of 16 are sums.
+// Size of a product that stays in registers: 12 of 16 registers are sums.
 constexpr int kProductRows = 6;
 constexpr int kProductVectors = 2;
 
@@ -29,7 +29,7 @@ inline Vec Load(const int8_t* p) {
   const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
   return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
 }
-// 2 kSimdWidth bfloat16, of which `even` gets those at even places and `odd` the others.
+// Loads 2 kSimdWidth bfloat16: those at even places to `even`, the others to `odd`.
 inline void LoadPairs(const uint16_t* p, Vec& even, Vec& odd) {
   const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   even = _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
@@ -37,7 +37,7 @@ inline void LoadPairs(const uint16_t* p, Vec& even, Vec& odd) {
       _mm256_castsi256_ps(_mm256_and_si256(bits, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
 }
 
-// Bits whose upper halves are v rounded to nearest even; NaN stays NaN. As BFloat16(float).
+// Returns bits whose upper halves are v rounded to nearest even, as BFloat16(float). NaN stays NaN.
 inline __m256i RoundBits(Vec v) {
   const __m256i bits = _mm256_castps_si256(v);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
@@ -55,7 +55,7 @@ inline void Store(uint16_t* p, Vec v) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(ordered));
 }
 
-// The first n of the elements, n in [0, kSimdWidth]; the others load as zero and are not stored.
+// Loads the first n elements, n in [0, kSimdWidth], and zeros for the others, which are not stored.
 template <typename T>
 inline Vec LoadPart(const T* p, int64_t n) {
   T padded[kSimdWidth] = {};
@@ -69,7 +69,7 @@ inline void StorePart(T* p, Vec v, int64_t n) {
   std::memcpy(p, padded, static_cast<size_t>(n) * sizeof(T));
 }
 
-// v as it would be after a Store and a Load.
+// Returns v as it is after a Store and a Load.
 inline Vec RoundTo(const float*, Vec v) { return v; }
 inline Vec RoundTo(const uint16_t*, Vec v) {
   return _mm256_castsi256_ps(
@@ -77,29 +77,29 @@ inline Vec RoundTo(const uint16_t*, Vec v) {
 }
 
 inline Vec Negate(Vec v) { return _mm256_xor_ps(v, _mm256_set1_ps(-0.0f)); }
-// NaN in v stays: these instructions return the second operand when one is NaN.
+// Keeps NaN in v: these instructions return the second operand when one is NaN.
 inline Vec Clamp(Vec v, float low, float high) {
   return _mm256_max_ps(_mm256_set1_ps(low), _mm256_min_ps(_mm256_set1_ps(high), v));
 }
-// The larger of the two; the second where one is NaN.
+// Returns the larger of the two, and the second where either is NaN.
 inline Vec LargerOrSecond(Vec a, Vec b) { return _mm256_max_ps(a, b); }
 inline Vec RoundToInteger(Vec v) {
   return _mm256_round_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 inline Vec Fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
-// The largest element; anything where one is NaN.
+// Returns the largest element, or any value if one is NaN.
 inline float LargestElement(Vec v) {
   const __m128 four = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
   const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
 }
-// Element i of `v` where bit i is set, of `otherwise` where not.
+// Returns element i of `v` where bit i is set, and of `otherwise` elsewhere.
 inline Vec KeepWhere(uint32_t bits, Vec v, Vec otherwise) {
   const __m256i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
   const __m256i set = _mm256_and_si256(_mm256_set1_epi32(static_cast<int>(bits)), bit);
   return _mm256_blendv_ps(otherwise, v, _mm256_castsi256_ps(_mm256_cmpeq_epi32(set, bit)));
 }
-// v * 2^n for whole n in [-250, 250], in two factors since 2^129 is not a float.
+// Returns v * 2^n for whole n in [-250, 250], in two factors since 2^129 is not a float.
 inline Vec ScaleByPowerOfTwo(Vec v, Vec n) {
   const __m256i exponent = _mm256_cvtps_epi32(n);
   const __m256i half = _mm256_srai_epi32(exponent, 1);
@@ -109,7 +109,7 @@ inline Vec ScaleByPowerOfTwo(Vec v, Vec n) {
          _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(rest, bias), 23));
 }
 
-// Rows and columns of a block of 8 x 8 floats change places.
+// Transposes 8 x 8 floats.
 inline void TransposeVectors(Vec rows[8]) {
   Vec t[8];
 #pragma GCC unroll 4
@@ -117,7 +117,7 @@ inline void TransposeVectors(Vec rows[8]) {
     t[2 * i] = _mm256_unpacklo_ps(rows[2 * i], rows[2 * i + 1]);
     t[2 * i + 1] = _mm256_unpackhi_ps(rows[2 * i], rows[2 * i + 1]);
   }
-  // Each 128-bit half is a block of 4 x 4 of its own.
+  // Each 128-bit half is a separate 4 x 4 transpose.
 #pragma GCC unroll 2
   for (int i = 0; i < 2; ++i) {
     rows[4 * i] = _mm256_shuffle_ps(t[4 * i], t[4 * i + 2], 0x44);

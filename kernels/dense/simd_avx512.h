@@ -1,5 +1,5 @@
-// Vectors of sixteen floats, for files compiled with -mavx512f -mavx512bw -mavx512dq -mavx512vl
-// only; the twin of simd_avx2.h, which explains.
+// Vectors of sixteen floats, only for files compiled with -mavx512f -mavx512bw -mavx512dq
+// -mavx512vl. The twin of simd_avx2.h, which has the comments.
 #pragma once
 
 #include <cstdint>
@@ -34,7 +34,7 @@ inline void LoadPairs(const uint16_t* p, Vec& even, Vec& odd) {
       _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
 }
 
-// Not by the conversion instruction of AVX512_BF16, which would flush denormals to zero.
+// Avoids the conversion instruction of AVX512_BF16, which flushes denormals to zero.
 inline __m512i RoundBits(Vec v) {
   const __m512i bits = _mm512_castps_si512(v);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
@@ -82,7 +82,7 @@ inline Vec KeepWhere(uint32_t bits, Vec v, Vec otherwise) {
 }
 inline Vec ScaleByPowerOfTwo(Vec v, Vec n) { return _mm512_scalef_ps(v, n); }
 
-// Rows and columns of a block of 16 x 16 floats change places.
+// Transposes 16 x 16 floats.
 inline void TransposeVectors(Vec v[16]) {
   __m512i rows[16];
 #pragma GCC unroll 16
@@ -93,7 +93,7 @@ inline void TransposeVectors(Vec v[16]) {
     t[2 * i] = _mm512_unpacklo_epi32(rows[2 * i], rows[2 * i + 1]);
     t[2 * i + 1] = _mm512_unpackhi_epi32(rows[2 * i], rows[2 * i + 1]);
   }
-  // Now in groups of four rows, each 128-bit lane to be transposed as 64-bit pairs.
+  // Now in groups of four rows. Each 128-bit lane is transposed as 64-bit pairs.
 #pragma GCC unroll 16
   for (int i = 0; i < 4; ++i) {
     rows[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
@@ -106,7 +106,7 @@ inline void TransposeVectors(Vec v[16]) {
   for (int j = 0; j < 4; ++j) {
     t[j] = _mm512_shuffle_i32x4(rows[j], rows[4 + j], 0x88);           // lanes 0, 2 of i = 0, 1
     t[4 + j] = _mm512_shuffle_i32x4(rows[j], rows[4 + j], 0xdd);       // lanes 1, 3
-    t[8 + j] = _mm512_shuffle_i32x4(rows[8 + j], rows[12 + j], 0x88);  // likewise of i = 2, 3
+    t[8 + j] = _mm512_shuffle_i32x4(rows[8 + j], rows[12 + j], 0x88);  // the same for i = 2, 3
     t[12 + j] = _mm512_shuffle_i32x4(rows[8 + j], rows[12 + j], 0xdd);
   }
 #pragma GCC unroll 16

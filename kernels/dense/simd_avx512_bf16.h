@@ -1,5 +1,5 @@
 // A unit (base/simd_units.h) that is a pair of bfloat16, for files compiled for AVX-512 with
-// -mavx512bf16, after simd_avx512.h.
+// -mavx512bf16. Included after simd_avx512.h.
 #pragma once
 
 #include "kernels/dense/simd_avx512.h"

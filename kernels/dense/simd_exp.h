@@ -1,12 +1,13 @@
-// The exponential over vectors, for files that have included their simd_*.h before.
+// The exponential over vectors, for files that include their simd_*.h before this header.
 #pragma once
 
 namespace kvasir::kernels {
 namespace {
 
-// exp(x) within 2 units in the last place; below -88 that of -88 (6e-39), +inf above 88.8, NaN for
-// NaN. x = n ln2 + r with |r| <= ln2 / 2, and exp(r) by its Taylor polynomial of degree 7, whose
-// error there is below 6e-9. ln2 is cut in two so that n ln2 is exact to twice the precision.
+// Returns exp(x) within 2 units in the last place: exp(-88) (6e-39) below -88, +inf above 88.8, NaN
+// for NaN. x = n ln2 + r with |r| <= ln2 / 2, and exp(r) by its Taylor polynomial of degree 7,
+// whose error there is below 6e-9. ln2 is split in two so that n ln2 is exact to twice the
+// precision.
 inline Vec Exp(Vec x) {
   x = Clamp(x, -88.0f, 89.0f);
   const Vec n = RoundToInteger(x * Broadcast(1.44269504f));

@@ -1,4 +1,4 @@
-// Vectors of four floats on 64-bit Arm; the twin of simd_avx2.h, which explains.
+// Vectors of four floats on 64-bit Arm; the twin of simd_avx2.h, which has the comments.
 #pragma once
 
 #include <arm_neon.h>
@@ -80,7 +80,7 @@ inline Vec ScaleByPowerOfTwo(Vec v, Vec n) {
          vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(rest, bias), 23));
 }
 
-// Rows and columns of a block of 4 x 4 floats change places.
+// Transposes 4 x 4 floats.
 inline void TransposeVectors(Vec rows[4]) {
   const Vec t0 = vtrn1q_f32(rows[0], rows[1]);
   const Vec t1 = vtrn2q_f32(rows[0], rows[1]);

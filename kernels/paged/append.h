@@ -1,16 +1,16 @@
 // Writes the keys and values of a batch into the open pages of one layer, extends the pages' bounds
-// by the keys as they are cached, and codes them where key codes are kept (key_codes.h). Called by
-// the attention layer before select and attend. Thread-compatible; pages of different layers may be
+// by the keys as cached, and codes the keys where key codes are kept (key_codes.h). Called by the
+// attention layer before select and attend. Thread-compatible. Pages of different layers may be
 // written concurrently.
 //
 //   page(slot, position / 64, layer, h).K[position % 64] = k[t, h]     (converted to the KV dtype)
 //   page(slot, position / 64, layer, h).V[position % 64] = v[t, h]
 //   bounds.min = min(bounds.min, cached k), bounds.max likewise, element by element
 //
-// A token at offset 0 of its page starts the bounds anew. After a truncation inside a page the
+// A token at offset 0 of its page restarts the page's bounds. After a truncation inside a page the
 // caller rebuilds the page's bounds (digests.h) before it appends again.
-// Errors: INVALID_ARGUMENT on shapes; FAILED_PRECONDITION, naming the page, when a page is not in
-// the device tier: then nothing was written.
+// Errors: INVALID_ARGUMENT on shapes. FAILED_PRECONDITION, naming the page, when a page is not in
+// the device tier; nothing is written then.
 #pragma once
 
 #include <cstdint>
@@ -29,8 +29,8 @@ struct AppendParams {
   TensorView v;  // [tokens, num_kv_heads, head_dim], dtype of k
   PagedKv kv;
   int64_t layer = 0;
-  // Which token goes where: row first_row + r to position first_position + r of the slot. Blocks of
-  // one slot are in ascending position.
+  // Places of the tokens: row first_row + r goes to position first_position + r of the slot. Tiles
+  // of one slot are in ascending position.
   std::span<const QueryBlock> blocks;
 };
 

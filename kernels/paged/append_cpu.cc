@@ -19,7 +19,7 @@ void ConvertRow(const From* from, int64_t n, To* to) {
   }
 }
 
-// The rows of one block into the page of one head.
+// Writes the rows of one tile into the page of one head.
 template <typename Activation, typename Kv>
 void AppendToPage(const AppendParams& p, const QueryBlock& block, int64_t head) {
   const KvLayout& layout = p.kv.layout;
@@ -45,7 +45,7 @@ void AppendToPage(const AppendParams& p, const QueryBlock& block, int64_t head) 
   ExtendBounds(layout, cached, block.num_rows, bounds);
 }
 
-// One item a head: blocks of one head may share a page and its bounds, so they go in order.
+// One item a head: tiles of one head may share a page and its bounds, so they run in order.
 template <typename Activation, typename Kv>
 void Append(const AppendParams& p, Executor& executor) {
   executor.ParallelFor(p.kv.layout.num_kv_heads, [&](int64_t head, int) {

@@ -1,4 +1,4 @@
-// Internal to AppendKv: what does it, once all is checked. Thread-compatible.
+// Internal to AppendKv: does the work after all checks. Thread-compatible.
 #pragma once
 
 #include "kernels/base/executor.h"
@@ -6,7 +6,7 @@
 
 namespace kvasir::kernels {
 
-// REQUIRES: what append.cc checks.
+// REQUIRES: the conditions that append.cc checks.
 void AppendKvCpu(const AppendParams& params, Executor& executor);
 
 }  // namespace kvasir::kernels

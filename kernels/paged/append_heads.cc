@@ -10,7 +10,7 @@
 namespace kvasir::kernels {
 namespace {
 
-// Columns from `begin` on of each row.
+// Copies columns of `from`, from column `begin` on, to fill each row of `to`.
 void CopyColumns(const TensorView& from, int64_t begin, const TensorView& to, Executor& executor) {
   const auto element = static_cast<int64_t>(DTypeSize(from.dtype()));
   const int64_t bytes = to.dim(1) * to.dim(2) * element;

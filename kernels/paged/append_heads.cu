@@ -1,13 +1,13 @@
-// Heads on their way into attention, on the GPU. Some blocks of threads write a page of one KV head
-// each: the first query block of the page, and behind it, in order, the others that have tokens for
-// it (decode rows of one sequence). One thread has one element of the head: it takes, stores and
-// bounds it, token by token, as the CPU does. Codes are made by a warp a token from what was
-// cached. The other blocks take query heads, one a warp.
+// Prepares heads for attention on the GPU. Some CTAs write one page of one KV head each: a CTA
+// takes the page's first query tile, and after it, in order, the other tiles with tokens for that
+// page (decode rows of one sequence). Each thread has one element of the head. It reads, stores and
+// bounds the element token by token, as the CPU does. Warps then make the codes from the cached
+// keys, one token each. The other CTAs prepare query heads, one a warp.
 //
-// That is made for a token a block. Of prompts in bfloat16 a thread has sixteen bytes of either
-// half of a head, all threads of a block different tokens at once; the bounds of their parts are
-// merged in the order of tokens. Compiled without fused multiply-add, so that all bytes are the
-// CPU's.
+// That form suits one token a tile. For prompts in bfloat16, a thread has sixteen bytes of each
+// half of a head, and the threads of a CTA work on different tokens at once. The bounds of their
+// parts are merged in the order of tokens. Compiled without fused multiply-add, so that all bytes
+// equal the CPU's.
 #include <type_traits>
 
 #include "kernels/base/overlapped_launch.h"
@@ -19,13 +19,13 @@
 namespace kvasir::kernels {
 namespace {
 
-// One head of a token, as attention takes it.
+// One head of a token, normalized and rotated as attention reads it.
 template <typename Activation>
 struct Head {
   const Activation* x;     // [head_dim]
-  const Activation* norm;  // null: as it is
+  const Activation* norm;  // null: not normalized
   float scale;             // of the norm
-  const float* cos;        // [head_dim / 2]; null: un-rotated
+  const float* cos;        // [head_dim / 2]; null: not rotated
   const float* sin;
   int64_t half_dim;
 
@@ -49,7 +49,7 @@ __device__ const Activation* HeadOf(const AppendHeadsLaunch& p, int64_t token, i
   return static_cast<const Activation*>(p.qkv) + (token * heads + head) * p.kv.layout.head_dim;
 }
 
-// By one warp, for all its lanes.
+// Returns the norm's scale of the head `x` to all lanes. Called by one warp.
 template <typename Activation>
 __device__ float ScaleOf(const AppendHeadsLaunch& p, const Activation* x) {
   float sum = 0;
@@ -73,13 +73,13 @@ __device__ Head<Activation> MakeHead(const AppendHeadsLaunch& p, int64_t token, 
           .half_dim = half_dim};
 }
 
-// Where the tokens of one query block go.
+// Destination of the tokens of one query tile.
 template <typename Kv>
 struct Target {
-  Kv* keys;        // of its first token
+  Kv* keys;        // of the tile's first token
   Kv* values;      // likewise
   Kv* bounds;      // of the page; null: not kept
-  int64_t offset;  // of its first token in the page
+  int64_t offset;  // of the tile's first token in the page
 };
 
 template <typename Activation, typename Kv>
@@ -91,7 +91,7 @@ __device__ Kv Cached(Activation value) {
   }
 }
 
-// Element threadIdx.x of all tokens of the block; `scales` are of their norms.
+// Stores element threadIdx.x of all tokens of the tile. `scales` are those of the tokens' norms.
 template <typename Activation, typename Kv>
 __device__ void StoreElement(const AppendHeadsLaunch& p, const QueryBlock& block, int64_t head,
                              const float* scales, const Target<Kv>& to) {
@@ -136,14 +136,14 @@ __device__ Target<Kv> TargetOf(const AppendHeadsLaunch& p, const QueryBlock& blo
           .offset = offset};
 }
 
-// By all threads of the block: of the norms of its keys, to shared memory; not where keys are not
-// normalized.
+// Writes the scales of the norms of the tile's keys to shared memory, or nothing when keys are not
+// normalized. Called by all threads of the CTA.
 template <typename Activation>
 __device__ void FindScales(const AppendHeadsLaunch& p, const QueryBlock& block, int64_t head,
                            float* scales) {
   if (p.k_norm == nullptr) return;
   const int64_t num_warps = blockDim.x / kWarpThreads;
-  __syncthreads();  // those of an earlier block have been read
+  __syncthreads();  // the previous tile's scales have been read
   for (int64_t r = threadIdx.x / kWarpThreads; r < block.num_rows; r += num_warps) {
     const float scale = ScaleOf(p, HeadOf<Activation>(p, block.first_row + r, p.num_heads + head));
     if (threadIdx.x % kWarpThreads == 0) scales[r] = scale;
@@ -151,14 +151,14 @@ __device__ void FindScales(const AppendHeadsLaunch& p, const QueryBlock& block, 
   __syncthreads();
 }
 
-// By all threads of the block, of the keys that they have stored.
+// Makes the codes of the keys just stored. Called by all threads of the CTA.
 template <typename Kv>
 __device__ void EncodeKeys(const AppendHeadsLaunch& p, const QueryBlock& block, int64_t head,
                            const Target<Kv>& to) {
   if (p.kv.key_codes == nullptr) return;
   const KvLayout& layout = p.kv.layout;
   const int64_t num_warps = blockDim.x / kWarpThreads;
-  __syncthreads();  // a warp codes what all have written
+  __syncthreads();  // a warp codes keys that all warps have written
   const std::byte* codes =
       p.kv.KeyCodes(block.slot, block.first_position / kPageTokens, p.layer, head);
   for (int64_t r = threadIdx.x / kWarpThreads; r < block.num_rows; r += num_warps) {
@@ -166,7 +166,7 @@ __device__ void EncodeKeys(const AppendHeadsLaunch& p, const QueryBlock& block, 
   }
 }
 
-// All threads of the block. REQUIRES: the page is in the device tier.
+// Appends one tile, by all threads of the CTA. REQUIRES: the page is in the device tier.
 template <typename Activation, typename Kv>
 __device__ void AppendBlock(const AppendHeadsLaunch& p, const QueryBlock& block, int64_t head) {
   const Target<Kv> to = TargetOf<Kv>(p, block, head);
@@ -180,8 +180,8 @@ __device__ bool SharePage(const QueryBlock& a, const QueryBlock& b) {
   return a.slot == b.slot && a.first_position / kPageTokens == b.first_position / kPageTokens;
 }
 
-// By all threads of a block: append(block) for the blocks of the page, in order, if `first` is the
-// first of them.
+// Calls append(tile) for all tiles of the page, in order, if `first` is the page's first tile.
+// Called by all threads of the CTA.
 template <typename Append>
 __device__ void ForBlocksOfPage(const AppendHeadsLaunch& p, int64_t first, int64_t head,
                                 const Append& append) {
@@ -206,7 +206,7 @@ __device__ void ForBlocksOfPage(const AppendHeadsLaunch& p, int64_t first, int64
   }
 }
 
-// By one warp.
+// Prepares one query head, by one warp.
 template <typename Activation>
 __device__ void TakeQueryHead(const AppendHeadsLaunch& p, int64_t token, int64_t head) {
   const int64_t d = p.kv.layout.head_dim;
@@ -238,18 +238,18 @@ __global__ void AppendHeadsKernel(const __grid_constant__ AppendHeadsLaunch p) {
 // --- prompts, in bfloat16 ---
 
 constexpr int kPromptThreads = 256;
-constexpr int kPromptBlocks = 3;  // of a multiprocessor at once: reads under way
+constexpr int kPromptBlocks = 3;  // CTAs of a multiprocessor at once, to keep more reads under way
 constexpr int kPartElements = 8;  // sixteen bytes
 
 struct alignas(16) Part {
   BFloat16 elements[kPartElements];
 };
-// Elements of either half of a head that a rotation turns with each other.
+// Elements of both halves of a head that a rotation combines.
 struct Parts {
   Part low, high;
 };
 
-// Number `number` of the parts of a head, as attention takes them.
+// Returns part `number` of both halves of a head, normalized and rotated.
 template <int kHeadDim>
 __device__ Parts TakeParts(const AppendHeadsLaunch& p, int64_t token, const BFloat16* x,
                            const void* norm, float scale, int number) {
@@ -284,7 +284,7 @@ __device__ void StoreParts(const Parts& parts, BFloat16* low, BFloat16* high) {
   *reinterpret_cast<Part*>(high) = parts.high;
 }
 
-// Least and greatest of keys, of equal ones (0 and -0) the first. NaN changes nothing.
+// Least and greatest of keys. Among equal ones (0 and -0) the first is kept. NaN changes nothing.
 struct Bounds {
   Part least, greatest;
 
@@ -299,7 +299,7 @@ struct Bounds {
     }
   }
 };
-__device__ Bounds NoBounds() {  // of no key
+__device__ Bounds NoBounds() {  // bounds over no key
   Bounds bounds;
   for (int i = 0; i < kPartElements; ++i) {
     bounds.least.elements[i] = BFloat16(INFINITY);
@@ -308,7 +308,7 @@ __device__ Bounds NoBounds() {  // of no key
   return bounds;
 }
 
-// Lane + `distance`'s.
+// Returns the part of lane + `distance`.
 __device__ Part ShuffleDown(const Part& own, int distance) {
   Part other;
   for (int i = 0; i < kPartElements; i += 2) {
@@ -323,7 +323,8 @@ struct PromptShape {
   static constexpr int kHeadThreads = kHeadDim / 2 / kPartElements;
   static constexpr int kWarpHeads = kWarpThreads / kHeadThreads;
   static constexpr int kGroups = kPromptThreads / kHeadThreads;
-  static constexpr int kRows = static_cast<int>(kPageTokens) / kGroups;  // of a group of threads
+  static constexpr int kRows = static_cast<int>(kPageTokens) / kGroups;  // rows of a group of
+                                                                         // threads
   static constexpr int kWarps = kPromptThreads / kWarpThreads;
   struct Shared {
     float scales[kPageTokens];
@@ -332,8 +333,8 @@ struct PromptShape {
   };
 };
 
-// Stores the block's keys. A thread's are one after the other, and those of the threads behind it
-// come after them.
+// Stores the tile's keys. A thread has consecutive keys, and the next group of threads has the keys
+// after them.
 template <int kHeadDim>
 __device__ void StoreKeys(const AppendHeadsLaunch& p, const QueryBlock& block, int64_t head,
                           const Target<BFloat16>& to,
@@ -368,12 +369,12 @@ __device__ void StoreKeys(const AppendHeadsLaunch& p, const QueryBlock& block, i
   StoreParts({low.greatest, high.greatest}, greatest, greatest + kHeadDim / 2);
 }
 
-// Extends those of the page by those of the block's keys, an element a thread.
+// Extends the page's bounds by those of the tile's keys, one element a thread.
 template <int kHeadDim>
 __device__ void ExtendBounds(const Target<BFloat16>& to,
                              const typename PromptShape<kHeadDim>::Shared& shared) {
   if (to.bounds == nullptr) return;
-  __syncthreads();  // they are there
+  __syncthreads();  // all warps have written their bounds
   const int i = static_cast<int>(threadIdx.x);
   if (i < kHeadDim) {
     BFloat16 least(INFINITY), greatest(-INFINITY);
@@ -389,7 +390,7 @@ __device__ void ExtendBounds(const Target<BFloat16>& to,
     to.bounds[i] = least;
     to.bounds[kHeadDim + i] = greatest;
   }
-  __syncthreads();  // before they are written again
+  __syncthreads();  // before shared memory is written again
 }
 
 template <int kHeadDim>
@@ -408,7 +409,8 @@ __device__ void StoreValues(const AppendHeadsLaunch& p, const QueryBlock& block,
   }
 }
 
-// By one warp: heads `first` and so many as follow it, counted over all tokens.
+// Prepares up to kWarpHeads query heads from `first` on, counted over all tokens. Called by one
+// warp.
 template <int kHeadDim>
 __device__ void TakeQueryHeads(const AppendHeadsLaunch& p, uint32_t first) {
   using Shape = PromptShape<kHeadDim>;

@@ -1,4 +1,4 @@
-// The kernel behind append_heads_cuda.h. Only append_heads_cuda.cc includes it, after it has
+// Kernel of append_heads_cuda.h. Only append_heads_cuda.cc includes this header, after it has
 // checked the shapes.
 #pragma once
 
@@ -12,7 +12,7 @@ namespace kvasir::kernels {
 // All pointers are device memory.
 struct AppendHeadsLaunch {
   const void* qkv = nullptr;      // [tokens, heads + 2 KV heads, head_dim]
-  DType dtype = DType::kFloat32;  // of all but the KV: float32 or bfloat16
+  DType dtype = DType::kFloat32;  // of everything except the KV: float32 or bfloat16
   int64_t num_tokens = 0;
   int64_t num_heads = 0;         // of q
   const void* q_norm = nullptr;  // [head_dim]; null: heads are not normalized

@@ -1,5 +1,5 @@
-// One block of threads a row, each thread some entries side by side: their tokens are counted, the
-// counts summed over the threads before, and the entries told.
+// One CTA a row. Each thread has some consecutive entries: it counts their tokens, the counts are
+// summed over the threads before it, and it writes its entries' positions.
 #include "kernels/base/overlapped_launch.h"
 #include "kernels/paged/compact_positions_launch.h"
 #include "kernels/sparse/block_select.cuh"

@@ -1,15 +1,15 @@
-// Compact positions: where keys are cached un-rotated, what a selection row attends to is read as
-// if it stood side by side, so that contexts longer than the model was trained for never show it a
-// distance it does not know (InfiniteHiP, arXiv 2502.08910, streaming RoPE; TokenSelect, arXiv
-// 2411.02886). Positions are given once, when it is known what a selector chose:
+// Compact positions, for keys that are cached un-rotated: the tokens that a selection row attends
+// to get consecutive positions. A context longer than the trained one then never shows the model an
+// unknown distance (InfiniteHiP, arXiv 2502.08910, streaming RoPE; TokenSelect, arXiv 2411.02886).
+// Positions are assigned once, when the selector has chosen:
 //
-//   kind all :  a token's own
+//   kind all :  a token keeps its own
 //   kind list:  sink token j    j
-//               list token      pos0 of its entry + chosen tokens of the entry before it
-//               window token j  compact_length + j - window_begin, and so the query at p
+//               list token      pos0 of its entry + number of earlier chosen tokens of the entry
+//               window token j  compact_length + j - window_begin, also for the query at p
 //
-// What pruners clear in `live` leaves its gap, and so does what a list holds of sink and window: a
-// list keeps its positions while the window slides over it. Thread-safe.
+// Tokens that pruners clear in `live` leave gaps, and so do listed tokens that lie in sink or
+// window: a list keeps its positions while the window slides over it. Thread-safe.
 #pragma once
 
 #include <bit>
@@ -24,7 +24,7 @@
 
 namespace kvasir::kernels {
 
-// Gives all rows their positions: behind the selector, before pruners.
+// Assigns the positions of all rows. Runs after the selector and before pruners.
 inline void AssignPositions(const PageSelection& selection) {
   for (int64_t row = 0; row < selection.num_rows; ++row) {
     SelectionHeader& header = selection.header(row);
@@ -37,13 +37,14 @@ inline void AssignPositions(const PageSelection& selection) {
   }
 }
 
-// Of a query, which is a token of the window.
+// Returns the position of a query, which is a token of the window.
 constexpr int64_t QueryPosition(const SelectionHeader& header, int64_t position) {
   if (header.kind == SelectionHeader::Kind::kAll) return position;
   return header.compact_length + position - header.window_begin;
 }
 
-// Of a token that the row attends to; `entry` is the list's of its page, null where there is none.
+// Returns the position of a token that the row attends to. `entry` is the list's entry of its page,
+// or null.
 constexpr int64_t TokenPosition(const SelectionHeader& header, const SelectionEntry* entry,
                                 int64_t token) {
   if (header.kind == SelectionHeader::Kind::kAll || token < header.sink_end) return token;
@@ -51,20 +52,20 @@ constexpr int64_t TokenPosition(const SelectionHeader& header, const SelectionEn
   return entry->pos0 + std::popcount(entry->chosen & TokenMask(0, token % kPageTokens));
 }
 
-// Makes all positions of the rows known to `rope`. REQUIRES: rows = blocks x num_kv_heads.
+// Prepares `rope` for all positions of the rows. REQUIRES: rows = tiles x num_kv_heads.
 void ReservePositions(const PageSelection& selection, std::span<const QueryBlock> blocks,
                       int64_t num_kv_heads, RopePositions& rope, Executor& executor);
 
-// A page as a row attends to it.
+// A page that a row attends to.
 struct AttendedPage {
   const std::byte* keys = nullptr;  // [kPageTokens, head_dim], as cached
   int64_t page = 0;
-  uint64_t mask = 0;                      // tokens that are attended to
-  const SelectionEntry* entry = nullptr;  // of the row's list; null: none
+  uint64_t mask = 0;                      // attended tokens
+  const SelectionEntry* entry = nullptr;  // in the row's list, or null
 };
 
-// Writes the page's attended keys, rotated to their positions, to their places in
-// `to` [kPageTokens, head_dim]; the others stay as they are.
+// Rotates the page's attended keys to their positions and writes them to their places in `to`
+// [kPageTokens, head_dim]. Leaves the other places unchanged.
 void RotateKeys(const RopePositions& rope, const KvLayout& layout, const SelectionHeader& header,
                 const AttendedPage& page, std::byte* to);
 

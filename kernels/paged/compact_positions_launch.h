@@ -1,4 +1,4 @@
-// The kernel behind compact_positions_cuda.h. Only compact_positions_cuda.cc includes it.
+// Kernel of compact_positions_cuda.h. Only compact_positions_cuda.cc includes this header.
 #pragma once
 
 #include <cuda_runtime_api.h>

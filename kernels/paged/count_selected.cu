@@ -1,4 +1,4 @@
-// Counting what selections name. A warp takes a row, its lanes the items of the row in turn.
+// Counts what selections name. A warp has a row, and its lanes take the row's items in turn.
 #include "kernels/paged/count_selected.cuh"
 #include "kernels/paged/count_selected_launch.h"
 

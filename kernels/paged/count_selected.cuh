@@ -1,5 +1,5 @@
-// Counting what a selection row attends to (SelectedCounts), in kernels: the threads that count a
-// row take its items in turn.
+// Counts in kernels what a selection row attends to (SelectedCounts). The threads that count a row
+// take its items in turn.
 #pragma once
 
 #include "kernels/attention/row_items.h"
@@ -7,7 +7,7 @@
 
 namespace kvasir::kernels {
 
-// Pages and tokens of the row's share that is thread `thread`'s of `threads`.
+// Counts pages and tokens of the items that are thread `thread`'s share among `threads`.
 __device__ inline SelectedCounts CountShare(const SelectionHeader& header,
                                             const SelectionEntry* list, const QueryBlock& block,
                                             int thread, int threads) {
@@ -30,7 +30,7 @@ __device__ inline SelectedCounts CountShare(const SelectionHeader& header,
   return counts;
 }
 
-// Shares of the lanes of a warp together, for all of them.
+// Adds the counts of a warp's lanes and returns the sum to all of them.
 __device__ inline SelectedCounts SumOfCounts(SelectedCounts counts) {
   for (int distance = kWarpThreads / 2; distance > 0; distance /= 2) {
     counts.pages += __shfl_xor_sync(kAllLanes, counts.pages, distance);
@@ -40,7 +40,7 @@ __device__ inline SelectedCounts SumOfCounts(SelectedCounts counts) {
   return counts;
 }
 
-// By a warp; all that is counted but unread_pages, which stay as they are.
+// Counts a row, by one warp: all counts except unread_pages, which it leaves unchanged.
 __device__ inline void CountRow(const SelectionHeader& header, const SelectionEntry* list,
                                 const QueryBlock& block, SelectedCounts& to) {
   const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;

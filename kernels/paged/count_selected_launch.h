@@ -1,5 +1,5 @@
-// The kernel behind count_selected_cuda.h. Only count_selected_cuda.cc includes it, after it has
-// checked.
+// Kernel of count_selected_cuda.h. Only count_selected_cuda.cc includes this header, after its
+// checks.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Bounds of pages on the GPU. One block of threads makes those of a page, one thread those of an
+// Bounds of pages on the GPU. One CTA makes the bounds of a page, and one thread those of one
 // element of the head, token by token, as append does.
 #include "kernels/base/warp.cuh"
 #include "kernels/paged/digests_launch.h"

@@ -1,4 +1,4 @@
-// The kernel behind digests_cuda.h. Only digests_cuda.cc includes it, after it has checked.
+// Kernel of digests_cuda.h. Only digests_cuda.cc includes this header, after its checks.
 #pragma once
 
 #include <cstdint>

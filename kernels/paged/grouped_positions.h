@@ -1,13 +1,13 @@
-// Grouped positions (SelfExtend, arXiv 2401.01325): another way than compact positions to read,
-// where keys are cached un-rotated, contexts longer than the model was trained for. With groups of
-// g tokens and a neighbourhood of w, the query at p sees the key at j
+// Grouped positions (SelfExtend, arXiv 2401.01325): like compact positions, a way to read contexts
+// longer than the trained one with keys cached un-rotated. With groups of g tokens and a
+// neighbourhood of w, the query at p sees the key at j
 //
-//   near, p - j < w:  both at positions of their own             distance p - j
-//   far:              the key at floor(j / g), itself at         distance of their groups
+//   near, p - j < w:  both at their own positions               distance p - j
+//   far:              the key at floor(j / g), the query at      distance of their groups
 //                     floor(p / g) + w - floor(w / g)
 //
-// so that distances go on growing behind the neighbourhood, g times slower. Near and far keys share
-// one softmax. What a selection holds has no say in it. Thread-safe.
+// so that past the neighbourhood distances keep growing, g times slower. Near and far keys share
+// one softmax. Positions do not depend on the selection. Thread-safe.
 #pragma once
 
 #include <algorithm>
@@ -29,22 +29,22 @@ struct GroupedPositions {
 
   constexpr bool on() const { return group_size > 0; }
   constexpr int64_t FarKey(int64_t token) const { return token / group_size; }
-  // At most `position`: where it would be more, no key is far.
+  // At most `position`. Where the formula gives more, no key is far.
   constexpr int64_t FarQuery(int64_t position) const {
     return std::min(position, position / group_size + window - window / group_size);
   }
-  // Of a page's tokens, those that are far for the query at `position`.
+  // Returns the tokens of a page that are far for the query at `position`.
   constexpr uint64_t FarMask(int64_t page, int64_t position) const {
     return TokenMask(0, position - window + 1 - page * kPageTokens);
   }
-  // Tokens that a context may have whose distances are all less than `trained_window`:
-  // (trained_window - w) g + w, in whole groups.
+  // Returns the longest context whose distances are all less than `trained_window`: (trained_window
+  // - w) g + w tokens, in whole groups.
   constexpr int64_t LongestContext(int64_t trained_window) const {
     return (trained_window - window + window / group_size) * group_size;
   }
 };
 
-// The first position that no query and no key of the blocks stands at.
+// Returns the first position after all queries and keys of the tiles.
 inline int64_t EndOfPositions(std::span<const QueryBlock> blocks) {
   int64_t end = 0;
   for (const QueryBlock& block : blocks) {
@@ -53,7 +53,7 @@ inline int64_t EndOfPositions(std::span<const QueryBlock> blocks) {
   return end;
 }
 
-// The page's wanted keys as far, and as near queries see them (page_keys.h).
+// Rotate the page's wanted keys (page_keys.h) as far queries and as near queries see them.
 inline void RotateFarKeys(const RopePositions& rope, const KvLayout& layout,
                           const GroupedPositions& grouped, const PageKeys& page, std::byte* to) {
   RotatePageKeys(

@@ -1,4 +1,4 @@
-// Where a token's key codes lie and what they are (key_codes.h), for CPU and GPU alike.
+// Layout and values of a token's key codes (key_codes.h), for CPU and GPU.
 #pragma once
 
 #include <algorithm>
@@ -16,18 +16,18 @@ namespace kvasir::kernels {
 inline constexpr int64_t kWordCodes = 8;
 inline constexpr float kMaxCode = 15;
 
-// Where element i stands in its word.
+// Returns the nibble of element i within its word.
 KVASIR_HOST_DEVICE constexpr int64_t Nibble(int64_t i) {
   const int64_t in_word = i % kWordCodes;
   return in_word / 2 + in_word % 2 * 4;
 }
 
-// The code of element i of a key.
+// Returns the code of element i of a key.
 KVASIR_HOST_DEVICE constexpr uint32_t KeyCode(const uint32_t* words, int64_t i) {
   return words[i / kWordCodes] >> (4 * Nibble(i)) & 15u;
 }
 
-// A token's part of its page's codes.
+// One token's part of its page's codes.
 struct TokenCodes {
   KVASIR_HOST_DEVICE TokenCodes(const KvLayout& layout, const std::byte* page, int64_t token) {
     std::byte* codes = const_cast<std::byte*>(page);
@@ -41,7 +41,7 @@ struct TokenCodes {
   Float16* zero;
 };
 
-// An element as it is coded; NaN stays NaN.
+// Returns the element's value before coding. NaN stays NaN.
 KVASIR_HOST_DEVICE constexpr float CodedElement(float element) {
   return std::clamp(element, -kFloat16Max, float{kFloat16Max});
 }
@@ -51,7 +51,8 @@ struct KeyGrid {
   Float16 zero;
 };
 
-// Of the coded elements of a key: their first least and greatest, and whether there is a NaN.
+// Makes the grid from a key's coded elements: the first least one, the first greatest one, and
+// whether one is NaN.
 KVASIR_HOST_DEVICE inline KeyGrid MakeKeyGrid(float min, float max, bool is_nan) {
   KeyGrid grid;
   grid.zero = Float16(is_nan ? std::numeric_limits<float>::quiet_NaN() : min);
@@ -60,7 +61,7 @@ KVASIR_HOST_DEVICE inline KeyGrid MakeKeyGrid(float min, float max, bool is_nan)
   return grid;
 }
 
-// The element's nibble, in its place in the word. REQUIRES: scale > 0.
+// Returns the element's code shifted to its place in the word. REQUIRES: scale > 0.
 KVASIR_HOST_DEVICE inline uint32_t EncodeElement(float element, int64_t i, float scale,
                                                  float zero) {
   const float code =

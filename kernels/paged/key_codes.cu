@@ -1,4 +1,4 @@
-// Key codes of whole blocks on the GPU: a block of threads a page, a warp a token.
+// Key codes of whole blocks on the GPU: one CTA a page, one warp a token.
 #include "kernels/base/cuda_status.h"
 #include "kernels/paged/key_codes.cuh"
 #include "kernels/paged/key_codes_cuda.h"

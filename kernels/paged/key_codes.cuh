@@ -1,5 +1,5 @@
-// Internal to this folder: the codes of a key, by a warp, as EncodeKeys of key_codes.h makes them.
-// Compiled without fused multiply-add, so that all bytes are the CPU's. Called by append and by
+// Internal to this folder: makes the codes of a key as EncodeKeys of key_codes.h does, by one warp.
+// Compiled without fused multiply-add, so that all bytes equal the CPU's. Called by append and by
 // EncodePages.
 #pragma once
 
@@ -8,8 +8,8 @@
 
 namespace kvasir::kernels {
 
-// By one warp; lane w has the elements of word w. The least element is the first of equals, as
-// zeros differ in sign: neighbours are compared first, the left one kept.
+// Called by one warp. Lane w has the elements of word w. Among equal elements the first is the
+// least, because zeros differ in sign: neighbours are compared first and the left one is kept.
 template <typename Kv>
 __device__ void EncodeKey(const KvLayout& layout, const Kv* key, const TokenCodes& to) {
   const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;

@@ -1,4 +1,4 @@
-// Key codes (key_codes.h) of blocks whose keys came from elsewhere than append, on the GPU: the same
+// Makes the key codes (key_codes.h) of blocks that append did not write, on the GPU, with the same
 // bytes. Called when blocks are restored. Thread-safe. Only in builds with CUDA.
 #pragma once
 
@@ -13,9 +13,9 @@
 
 namespace kvasir::kernels {
 
-// Of all 64 tokens of all pages of the rows. `pages` and `key_codes` as PagedKv has them; all
-// pointers, the span included, are device memory, pages of any tier that is not absent. Nothing is
-// allocated or waited for; errors are the device's.
+// Encodes all 64 tokens of all pages of the rows. `pages` and `key_codes` are as in PagedKv. All
+// pointers, the span included, are device memory; pages lie in any tier except absent. Allocates
+// nothing and waits for nothing. Errors are the device's.
 absl::Status EncodePages(const KvLayout& layout, const PageRef* pages, std::byte* const* key_codes,
                          std::span<const int32_t> rows, cudaStream_t stream);
 

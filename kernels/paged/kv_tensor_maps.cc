@@ -11,7 +11,7 @@ namespace {
 
 constexpr int64_t kArenaAlignment = 1024;
 
-// The driver's function, found through the runtime: the driver library is not linked.
+// Finds the driver's function through the runtime, because the driver library is not linked.
 absl::StatusOr<PFN_cuTensorMapEncodeTiled_v12000> FindEncodeTiled() {
   void* function = nullptr;
   cudaDriverEntryPointQueryResult result;

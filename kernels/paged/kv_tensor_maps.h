@@ -1,7 +1,7 @@
-// How the GPU's copy engine addresses pages: two tensor maps for each arena that holds pages, with
-// rows of head_dim values. A page is 64 rows of K and 64 rows of V at any multiple of a row from
-// the arena's start; of one that is read in part, pieces of 8 rows are. Made once for each KV
-// store; passed to kernels by value. Only in builds with CUDA.
+// Tensor maps by which the GPU's copy engine addresses pages: two for each arena that holds pages,
+// with rows of head_dim values. A page is 64 rows of K and 64 rows of V, at any multiple of a row
+// from the arena's start. A page that is read in part is copied in pieces of 8 rows. Made once for
+// each KV store; passed to kernels by value. Only in builds with CUDA.
 #pragma once
 
 #include <cstddef>
@@ -15,10 +15,11 @@
 
 namespace kvasir::kernels {
 
-// Columns of a copied box: a swizzled row of shared memory, 128 bytes.
+// Columns of a copied box: a swizzled row of shared memory (128 bytes).
 inline constexpr int64_t kBoxColumns = 64;
 
-// Rows of a piece: the swizzle's period, so that pieces lie in shared memory as in a whole page.
+// Rows of a piece: the swizzle's period, so that a piece has the same layout in shared memory as in
+// a whole page.
 inline constexpr int64_t kPieceTokens = 8;
 inline constexpr int64_t kPagePieces = kPageTokens / kPieceTokens;
 
@@ -38,7 +39,7 @@ struct KvArena {
 };
 
 // INVALID_ARGUMENT unless the layout is bfloat16 with a head_dim of 64 or 128, and for an arena
-// that is empty or misaligned. `host` may be empty: then no page may lie there.
+// that is empty or misaligned. `host` may be empty: then no page may lie in the host tier.
 absl::StatusOr<KvTensorMaps> MakeKvTensorMaps(const KvLayout& layout, const KvArena& device,
                                               const KvArena& host);
 

@@ -1,5 +1,5 @@
-// A page's keys, cached un-rotated, rotated to the positions at which attention sees them: what
-// compact_positions.h and grouped_positions.h share. Thread-safe.
+// Rotates a page's keys, cached un-rotated, to the positions at which attention sees them. Shared
+// by compact_positions.h and grouped_positions.h. Thread-safe.
 #pragma once
 
 #include <bit>
@@ -16,12 +16,12 @@ namespace kvasir::kernels {
 struct PageKeys {
   const std::byte* keys = nullptr;  // [kPageTokens, head_dim], as cached
   int64_t page = 0;
-  uint64_t mask = 0;  // the tokens that are wanted
+  uint64_t mask = 0;  // the wanted tokens
 };
 
-// Writes the wanted keys, each rotated to position_of(token), to their places in
-// `to` [kPageTokens, head_dim]; the others stay as they are. Neighbours are rotated together as far
-// as their positions are neighbours, too.
+// Writes the wanted keys, each rotated to position_of(token), to their places in `to` [kPageTokens,
+// head_dim]. Leaves the other places unchanged. Rotates neighbours together as long as their
+// positions are consecutive.
 template <typename PositionOf>
 void RotatePageKeys(const RopePositions& rope, const KvLayout& layout, const PageKeys& page,
                     const PositionOf& position_of, std::byte* to) {

@@ -1,14 +1,14 @@
-// PageSelection: the one type between all sparse methods. Row (query block q, KV head h) says which
+// PageSelection: the one type between all sparse methods. Row (query tile q, KV head h) says which
 // tokens the queries of q attend to in the KV of h:
 //
 //   kind all :  [0, p]                                                          (dense)
 //   kind list:  [0, sink_end)  +  entries inside [sink_end, window_begin)  +  [window_begin, p]
 //
-// for the query at position p (causality is applied per query by the attention op). Sink and window
-// are ranges and never appear in the list; an entry may hold any token: the attention op masks what
-// lies outside [sink_end, window_begin), so a list stays right while the window slides over it.
-// Pages are logical (block number in the sequence): moving one between tiers changes nothing here.
-// Entries are ascending by page and unique. A view: it owns nothing. Thread-compatible.
+// for the query at position p. The attention op applies causality to each query. Sink and window
+// are ranges and never appear in the list. An entry may hold any token: the attention op masks
+// those outside [sink_end, window_begin), so a list stays right while the window slides over it.
+// Pages are logical (block number in the sequence), so moving a page between tiers changes nothing
+// here. Entries are unique and ascending by page. A view that owns nothing. Thread-compatible.
 #pragma once
 
 #include <algorithm>
@@ -24,28 +24,28 @@ struct SelectionHeader {
 
   Kind kind = Kind::kAll;
   int32_t count = 0;           // entries in the list
-  int64_t sink_end = 0;        // first position behind the sink
-  int64_t window_begin = 0;    // first position of the window of the block's first query
-  int64_t query_position = 0;  // position of the block's first query
+  int64_t sink_end = 0;        // first position after the sink
+  int64_t window_begin = 0;    // first position of the window of the tile's first query
+  int64_t query_position = 0;  // position of the tile's first query
   int64_t made_at = 0;         // query_position at which the list was made (differs under reuse)
-  int64_t compact_length = 0;  // positions of sink and list: compact_positions.h
-  int32_t reused_stages = 0;   // of the selector, from the first on: these did not run
+  int64_t compact_length = 0;  // positions of sink and list (compact_positions.h)
+  int32_t reused_stages = 0;   // number of the selector's first stages that did not run
 };
 
 struct SelectionEntry {
   int64_t page = 0;     // block number in the sequence
   uint64_t chosen = 0;  // bit t: the selector chose token 64 page + t
-  uint64_t live = 0;    // subset of chosen that pruners left
+  uint64_t live = 0;    // subset of `chosen` that pruners kept
   float score = 0;      // the selector's score, larger is better
-  int32_t pos0 = 0;     // position of the first chosen token: compact_positions.h
+  int32_t pos0 = 0;     // position of the first chosen token (compact_positions.h)
 };
 
-// What a row attends to, for its block's last query.
+// What a row attends to, counted for its tile's last query.
 struct SelectedCounts {
   int32_t pages = 0;
   int32_t tokens = 0;
-  int32_t pruned_pages = 0;  // of the list: pruners left none of their tokens
-  int32_t unread_pages = 0;  // of `pages`: attention ended before them
+  int32_t pruned_pages = 0;  // listed pages whose tokens were all pruned
+  int32_t unread_pages = 0;  // part of `pages`: attention ended before them
   int32_t is_list = 0;       // 1: the row's kind is kList
   int32_t reused_stages = 0;
 };
@@ -53,7 +53,7 @@ struct SelectedCounts {
 struct PageSelection {
   SelectionHeader* headers = nullptr;  // [num_rows]
   SelectionEntry* entries = nullptr;   // [num_rows, capacity]
-  int64_t num_rows = 0;                // query blocks x KV heads, head fastest
+  int64_t num_rows = 0;                // query tiles x KV heads, head fastest
   int64_t capacity = 0;                // entries a row can hold
 
   SelectionHeader& header(int64_t row) const { return headers[row]; }
@@ -66,7 +66,7 @@ struct PageSelection {
   }
 };
 
-// Bits [begin, end) of a page's 64, clamped to the page; begin and end are offsets from its start.
+// Bits [begin, end) of a page's 64, clamped to the page. `begin` and `end` are offsets in the page.
 constexpr uint64_t TokenMask(int64_t begin, int64_t end) {
   // Copies: std::clamp takes references, and on the GPU there is no kPageTokens to refer to.
   begin = std::clamp<int64_t>(begin, 0, int64_t{kPageTokens});
@@ -76,7 +76,7 @@ constexpr uint64_t TokenMask(int64_t begin, int64_t end) {
   return below_end & (~uint64_t{0} << begin);
 }
 
-// Whether pruning left nothing of a listed page. What sink or window touch is attended to anyway.
+// Whether pruning left nothing of a listed page. Pages that touch sink or window stay attended to.
 KVASIR_HOST_DEVICE inline bool IsPrunedPage(const SelectionHeader& header,
                                             const SelectionEntry& entry) {
   const int64_t start = entry.page * kPageTokens;
@@ -84,9 +84,10 @@ KVASIR_HOST_DEVICE inline bool IsPrunedPage(const SelectionHeader& header,
   return entry.live == 0 && !in_ranges;
 }
 
-// Walks the pages a selection row attends to, ascending, each once, with the mask of its tokens:
-// the one definition of "what is attended", used by attention, by accounting and by tests. Tokens
-// behind `last_position` (the block's last query) are masked; per-query causality is the caller's.
+// Walks the pages that a selection row attends to, ascending, each once, with the mask of its
+// tokens. This is the one definition of "attended to", used by attention, accounting and tests.
+// Tokens after `last_position` (the tile's last query) are masked. The caller applies causality to
+// each query.
 //
 //   for (SelectedPages walk(header, list, last_position); walk.valid(); walk.Next())
 //     use(walk.page(), walk.mask());
@@ -100,12 +101,12 @@ class SelectedPages {
   bool valid() const { return page_ * kPageTokens < end_; }
   int64_t page() const { return page_; }
   uint64_t mask() const { return mask_; }
-  // The list's entry of the page; null where there is none.
+  // Returns the list's entry of the page, or null.
   const SelectionEntry* entry() const {
     return next_ < header_.count && list_[next_].page == page_ ? list_ + next_ : nullptr;
   }
   void Next() { MoveTo(page_ + 1); }
-  // Moves on to the first page that is not before `page`; never back.
+  // Moves forward to the first page that is not before `page`.
   void SkipTo(int64_t page) {
     if (page > page_) MoveTo(page);
   }
@@ -118,7 +119,7 @@ class SelectedPages {
       page = page_ + 1;
     } while (valid() && mask_ == 0);
   }
-  // The first page >= page that can hold attended tokens.
+  // Returns the first page >= `page` that can hold attended tokens.
   int64_t Follow(int64_t page) {
     if (header_.kind == SelectionHeader::Kind::kAll) return page;
     const int64_t start = page * kPageTokens;
@@ -145,7 +146,7 @@ class SelectedPages {
   int64_t end_;
   int64_t page_;
   uint64_t mask_ = 0;
-  int32_t next_ = 0;  // first entry not behind page_
+  int32_t next_ = 0;  // first entry whose page is not below page_
 };
 
 }  // namespace kvasir::kernels

@@ -1,8 +1,8 @@
-// The one place that knows where a byte of K or V lies. Kernels ask PagedKv for the page of
-// (slot, block, layer, head) and get its address and tier; everything else (who filled the page,
-// when it moves) is the KV store's business. PagedKv is a view of tables that the store owns and
-// keeps unchanged from BeginStep to EndStep. Thread-safe: reads only, but for the access record,
-// whose entries are written with relaxed atomics.
+// The one place that knows where a byte of K or V lies. Kernels ask PagedKv for the page of (slot,
+// block, layer, head) and get its address and tier. Who filled the page and when it moves is the KV
+// store's business. PagedKv is a view of tables that the store owns and keeps unchanged from
+// BeginStep to EndStep. Thread-safe: it only reads, except for the access record, whose entries are
+// written with relaxed atomics.
 //
 //   slot --block_rows--> row --pages--> page of (layer, head): K[64][d] then V[64][d], contiguous
 //                          |--bounds--> min and max of K per page (Quest's digest)
@@ -19,7 +19,7 @@
 
 namespace kvasir::kernels {
 
-// Tokens of a page and of a block. Block i of a sequence holds positions [64 i, 64 i + 64).
+// Tokens of a page and of a block: block i of a sequence holds positions [64 i, 64 i + 64).
 inline constexpr int64_t kPageTokens = 64;
 
 // Shape of the KV of one rank. A block holds pages_per_block() pages, ordered by layer, then head.
@@ -40,10 +40,11 @@ struct KvLayout {
   int64_t block_bytes() const { return pages_per_block() * page_bytes(); }
   // Offset of V inside a page.
   KVASIR_HOST_DEVICE int64_t v_offset() const { return kPageTokens * row_bytes(); }
-  // Bounds of one page: min[d] then max[d], in the KV dtype; of a block: pages_per_block() of them.
+  // Bounds of a page are min[d] then max[d], in the KV dtype. A block has pages_per_block() of
+  // them.
   KVASIR_HOST_DEVICE int64_t page_bounds_bytes() const { return 2 * row_bytes(); }
   int64_t block_bounds_bytes() const { return pages_per_block() * page_bounds_bytes(); }
-  // Key codes (key_codes.h) of one page: words of eight codes, a scale and a zero per token.
+  // Key codes (key_codes.h) of a page: for each token, words of eight codes, a scale and a zero.
   KVASIR_HOST_DEVICE int64_t key_code_words() const { return (head_dim + 7) / 8; }
   KVASIR_HOST_DEVICE int64_t page_key_codes_bytes() const {
     return kPageTokens * (4 * key_code_words() + 2 * 2);
@@ -53,8 +54,8 @@ struct KvLayout {
 
 enum class PageTier : uint8_t { kAbsent = 0, kDevice = 1, kHost = 2 };
 
-// Address and tier of a page in one word, as the device table holds it. Pages are 64-byte aligned,
-// so the low bits carry the tier.
+// Address and tier of a page in one word, as in the device table. Pages are 64-byte aligned, so the
+// low bits carry the tier.
 class PageRef {
  public:
   PageRef() = default;
@@ -62,7 +63,7 @@ class PageRef {
       : bits_(reinterpret_cast<uint64_t>(page) | static_cast<uint64_t>(tier)) {
     KVASIR_CHECK((reinterpret_cast<uint64_t>(page) & kTierMask) == 0);
   }
-  // For kernels, which cannot check. REQUIRES: a multiple of 64 bytes.
+  // For kernels, which cannot check. REQUIRES: `page` is a multiple of 64 bytes.
   KVASIR_HOST_DEVICE static PageRef OfAligned(std::byte* page, PageTier tier) {
     PageRef ref;
     ref.bits_ = reinterpret_cast<uint64_t>(page) | static_cast<uint64_t>(tier);
@@ -78,15 +79,15 @@ class PageRef {
   uint64_t bits_ = 0;
 };
 
-// The step of a page that was never read; no step has this number.
+// Stands for the step of a page that was never read. No step has this number.
 inline constexpr uint32_t kNeverTouched = 0xffffffff;
 
-// What kernels record while they read, one entry a page: [num_rows * pages_per_block]. Null where
-// nothing is to be recorded: measurements read pages without being a use of them.
+// Written by kernels as they read, one entry a page: [num_rows * pages_per_block]. Null where
+// nothing is recorded: a measurement reads pages without counting as a use of them.
 struct AccessRecord {
-  const uint32_t* step = nullptr;    // that kernels run in
+  const uint32_t* step = nullptr;    // number of the step that kernels run in
   uint32_t* last_touched = nullptr;  // step of the last read
-  uint32_t* missed_bytes = nullptr;  // bytes read from the host tier since the store last looked
+  uint32_t* missed_bytes = nullptr;  // bytes read from the host tier since the last collection
 };
 
 struct PagedKv {
@@ -94,23 +95,23 @@ struct PagedKv {
   const int32_t* block_rows = nullptr;  // [num_slots, max_blocks_per_slot], -1 = no block
   int64_t num_slots = 0;
   int64_t max_blocks_per_slot = 0;
-  int64_t num_rows = 0;                // of the tables below
+  int64_t num_rows = 0;                // rows of the tables below
   const PageRef* pages = nullptr;      // [num_rows, pages_per_block]
   std::byte* const* bounds = nullptr;  // [num_rows] -> [pages_per_block][2][head_dim]
-  // [num_rows] -> [pages_per_block] codes of a page (key_codes.h); null: not kept.
+  // [num_rows] -> [pages_per_block] key codes of a page (key_codes.h). Null when they are not kept.
   std::byte* const* key_codes = nullptr;
   AccessRecord accesses;
 
   KVASIR_HOST_DEVICE int64_t row(int64_t slot, int64_t block) const {
     return block_rows[slot * max_blocks_per_slot + block];
   }
-  // Resolves without recording: for writers and tests. Absent where the slot has no such block.
+  // Resolves without recording, for writers and tests. Absent when the slot has no such block.
   KVASIR_HOST_DEVICE PageRef Peek(int64_t slot, int64_t block, int64_t layer, int64_t head) const {
     if (row(slot, block) < 0) return PageRef();
     return pages[PageIndex(slot, block, layer, head)];
   }
-  // Resolves for reading `bytes` of the page, and records the access (and the miss, when the page
-  // is read in place from the host tier). Absent where the slot has no such block.
+  // Resolves for reading `bytes` of the page. Records the access, and the miss when the page is
+  // read in place from the host tier. Absent when the slot has no such block.
   PageRef Read(int64_t slot, int64_t block, int64_t layer, int64_t head, int64_t bytes) const {
     if (row(slot, block) < 0) return PageRef();
     const int64_t index = PageIndex(slot, block, layer, head);
@@ -124,7 +125,7 @@ struct PagedKv {
     }
     return ref;
   }
-  // min[head_dim] then max[head_dim] of the keys of a page, in the KV dtype.
+  // Returns min[head_dim] then max[head_dim] of the keys of a page, in the KV dtype.
   KVASIR_HOST_DEVICE std::byte* Bounds(int64_t slot, int64_t block, int64_t layer,
                                        int64_t head) const {
     return bounds[row(slot, block)] +
@@ -145,7 +146,7 @@ struct PagedKv {
 };
 
 // Consecutive queries of one sequence that share a selection: one token in decode and in a prompt's
-// tail, up to 64 in prefill (then they lie inside one block of positions [64 i, 64 i + 64)).
+// tail, up to 64 in prefill, all inside one block of positions [64 i, 64 i + 64).
 struct QueryBlock {
   int64_t slot = 0;
   int64_t first_row = 0;       // row of the first query in the batch's q and out tensors

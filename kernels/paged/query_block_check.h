@@ -1,5 +1,5 @@
-// The check that every op over query blocks opens with: what AppendKv, Attend and selectors may
-// take for granted about QueryBlocks. Thread-safe.
+// The check that opens every op over query tiles. AppendKv, Attend and selectors rely on it.
+// Thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -12,9 +12,8 @@
 
 namespace kvasir::kernels {
 
-// INVALID_ARGUMENT, naming the op and the block, unless every block has 1..64 rows inside
-// [0, num_tokens), a slot of `kv`, and positions inside one token block that the slot's table can
-// hold.
+// INVALID_ARGUMENT, naming the op and the tile, unless every tile has 1..64 rows inside [0,
+// num_tokens), a slot of `kv`, and positions inside one block that the slot's table can hold.
 absl::Status CheckQueryBlocks(absl::string_view op, std::span<const QueryBlock> blocks,
                               int64_t num_tokens, const PagedKv& kv);
 

@@ -1,7 +1,7 @@
-// The residency protocol on the GPU. What must follow an order (which slots are taken, where
-// CLOCK's hand stops) is done by one block of threads, a window of entries at a time: each thread
-// looks at one entry, a sum over the threads gives it its place, and what lies behind the last
-// wanted entry is left as it was. So the state is that of residency_cpu.cc, whatever runs when.
+// The residency protocol on the GPU. Work that must follow an order (which slots are taken, where
+// CLOCK's hand stops) is done by one CTA, a window of entries at a time: each thread examines one
+// entry, a sum over the threads gives the entry its place, and entries after the last wanted one
+// stay unchanged. So the state equals that of residency_cpu.cc, whatever the timing.
 #include <algorithm>
 
 #include "kernels/base/block_sums.cuh"
@@ -13,14 +13,14 @@
 namespace kvasir::kernels {
 namespace {
 
-constexpr int kThreads = 1024;  // of a block that keeps an order
+constexpr int kThreads = 1024;  // of a CTA that keeps an order
 constexpr int kRowThreads = 256;
 constexpr int kScanThreads = 256;
 constexpr int kLaneLoads = 8;  // of 16 bytes, in flight
 constexpr int64_t kPieceBytes = kWarpThreads * kLaneLoads * 16;
-constexpr int kFillBlocks = 32;  // of kFillThreads: 512 KiB in flight, on few multiprocessors
+constexpr int kFillBlocks = 32;  // CTAs of kFillThreads: 512 KiB in flight, on few multiprocessors
 constexpr int kFillThreads = 128;
-constexpr int kWideBlocks = 256;  // where all multiprocessors are to be had
+constexpr int kWideBlocks = 256;  // CTAs where all multiprocessors are free to use
 constexpr int kGatherThreads = 128;
 constexpr int kMostGathered = 16;  // rows
 
@@ -37,8 +37,8 @@ __device__ void AddTo(int64_t* counter, int64_t value) {
 __device__ int64_t Thread() { return static_cast<int64_t>(threadIdx.x); }
 __device__ int64_t NumThreads() { return static_cast<int64_t>(blockDim.x); }
 
-// The place of this thread's `count` things behind those of the threads before it; their sum over
-// all threads goes to memory.total.
+// Returns the number of things of all threads before this one, which has `count`. Sets memory.total
+// to the sum over all threads.
 __device__ int64_t PlaceOf(int64_t count, OrderMemory& memory) {
   const auto before = static_cast<int64_t>(SumBefore(static_cast<uint64_t>(count), memory.sums));
   if (Thread() == NumThreads() - 1) memory.total = before + count;
@@ -48,7 +48,7 @@ __device__ int64_t PlaceOf(int64_t count, OrderMemory& memory) {
 
 // ---- slots
 
-// The first free slots, up to `wanted`, to `taken`.
+// Puts up to `wanted` slots into `taken`: the first free ones.
 __device__ int64_t TakeFree(const ResidencyState& s, int64_t wanted, OrderMemory& memory) {
   const int64_t most = min(wanted, s.counters->free_slots);
   int64_t count = 0;
@@ -86,8 +86,8 @@ __device__ void Evict(const ResidencyState& s, int64_t slot) {
   s.slot_states[slot] = SlotState::kFree;
 }
 
-// Behind the `count` that there are, slots of victims among the next `most_examined`; returns how
-// many there are then.
+// Appends victims among the next `most_examined` slots to the `count` slots already taken. Returns
+// the new count.
 __device__ int64_t TakeVictims(const ResidencyState& s, int64_t count, int64_t wanted,
                                uint32_t spared, int64_t most_examined, OrderMemory& memory) {
   const int64_t had = count;
@@ -129,7 +129,7 @@ __device__ int64_t TakeSlots(const ResidencyState& s, int64_t wanted, uint32_t s
   return taken;
 }
 
-// Not counted as free: that is the caller's.
+// Does not count the slot as free; the caller does.
 __device__ void FreeSlot(const ResidencyState& s, int64_t slot) {
   s.slot_pages[slot] = -1;
   s.slot_states[slot] = SlotState::kFree;
@@ -239,7 +239,7 @@ __global__ void MapKernel(const __grid_constant__ ResidencyState s) {
   s.counters->num_fills = 0;
 }
 
-// A block has a chunk.
+// One CTA a chunk.
 __global__ void ScanKernel(const __grid_constant__ ResidencyState s, uint32_t step) {
   __shared__ int found;
   __shared__ int hits;
@@ -275,7 +275,7 @@ __global__ void ScanKernel(const __grid_constant__ ResidencyState s, uint32_t st
   if (misses != 0) AddTo(&s.counters->misses, misses);
 }
 
-// By one thread: the candidates of a chunk to places from `place` on.
+// Lists the candidates of a chunk in places from `place` on. Called by one thread.
 __device__ void ListChunk(const ResidencyState& s, int64_t chunk, int64_t place) {
   for (int64_t word = chunk * kChunkWords; word < (chunk + 1) * kChunkWords; ++word) {
     for (uint32_t bits = s.candidate_bits[word]; bits != 0; bits &= bits - 1, ++place) {
@@ -318,7 +318,7 @@ __global__ void ChooseKernel(const __grid_constant__ ResidencyState s, uint32_t 
 
 // ---- copies
 
-// By a warp: piece `piece` of a page. All loads are in flight together.
+// Copies piece `piece` of a page, by one warp. All loads are in flight together.
 __device__ void CopyPiece(const std::byte* from, std::byte* to, int64_t piece, int64_t page_bytes) {
   const int64_t begin = piece * kPieceBytes / 16 + Thread() % kWarpThreads;
   const auto* source = reinterpret_cast<const uint4*>(from);
@@ -361,7 +361,7 @@ struct GatheredRows {
   int32_t rows[kMostGathered];
 };
 
-// A page that is not in the device tier is the one that its extent has.
+// A page that is not in the device tier is read from its extent.
 __global__ void GatherKernel(const __grid_constant__ ResidencyState s,
                              const __grid_constant__ GatheredRows from, int64_t num_rows,
                              std::byte* to) {
@@ -377,7 +377,7 @@ __global__ void GatherKernel(const __grid_constant__ ResidencyState s,
   }
 }
 
-// A warp has a row.
+// One warp a row.
 __global__ void CountKernel(const __grid_constant__ ResidencyState s, int32_t* counts) {
   for (int64_t row = FirstUnit(); row < s.shape.num_rows; row += UnitStride()) {
     const PageRef* const pages = s.pages + row * s.shape.pages_per_row;
@@ -471,8 +471,8 @@ absl::Status PlanFills(const ResidencyState& s, uint32_t step, cudaStream_t stre
 }
 
 absl::Status CopyFills(const ResidencyState& s, cudaStream_t stream) {
-  // A multiprocessor divides its memory into cache and shared memory while it is idle. As the other
-  // kernels of a step want it: else they would wait on it until the copies are over.
+  // A multiprocessor divides its memory into cache and shared memory only while it is idle. Use the
+  // division that a step's other kernels want. Otherwise they would wait until the copies end.
   KVASIR_RETURN_IF_ERROR(
       CudaStatus(cudaFuncSetAttribute(FillKernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                                       cudaSharedmemCarveoutMaxShared),

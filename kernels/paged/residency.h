@@ -1,24 +1,24 @@
-// The residency protocol: the device tier is a cache of pages over the host tier, and everything
-// about it lies in the memory of the device: page table, slots, what moves next. The host says
-// which rows (blocks) were opened, sealed and freed, and counts what it gave out; in the steady
-// decode loop it says nothing and is asked nothing. The reference of all ops, for state in host
-// memory, is residency_cpu.cc; the ops on the GPU (residency_cuda.h) leave the same state, entry by
-// entry.
+// The residency protocol: the device tier is a cache of pages over the host tier. All its state
+// lies in device memory: page table, slots, planned moves. The host names the rows (blocks) that
+// were opened, sealed and freed, and counts the rows it gave out. In the steady decode loop it
+// neither sends nor asks anything. residency_cpu.cc is the reference of all ops, for state in host
+// memory. The ops on the GPU (residency_cuda.h) leave the same state, entry by entry.
 //
 //   row:   none --OpenRows--> open --SealRows--> sealed, none --RestoreRows--> sealed,
 //          any --FreeRows--> none
 //   slot:  free --OpenRows--> pinned --SealRows--> cached --evicted, FreeRows--> free
 //          free, or cached and evicted --PlanFills--> filling --MapFills--> cached
 //
-// A step reads tables that nothing changes while it runs. Behind it:
-//   MapFills   the pages that were filled meanwhile get into the tables
-//   PlanFills  pages that missed more than their size are chosen, and slots for them: free ones,
-//              then those of pages that the step did not read, by CLOCK. Victims leave the tables.
-//   CopyFills  beside the next step: into slots that no table names
-// So no slot is named by a table and written at once, and one table is enough.
+// Nothing changes the tables while a step reads them. After the step:
+//   MapFills   enters the pages that were filled meanwhile into the tables
+//   PlanFills  chooses pages that missed more than their size, and slots for them: free slots
+//              first, then those of pages that the step did not read, by CLOCK. Victims leave
+//              the tables.
+//   CopyFills  copies beside the next step, into slots that no table names
+// So no slot is both named by a table and written, and one table is enough.
 //
-// Ops run one after another, but for CopyFills, which may run beside anything but MapFills and
-// PlanFills. Functions without state; the state is the caller's.
+// Ops run one after another, except that CopyFills may run beside all ops other than MapFills and
+// PlanFills. The functions are stateless: the caller owns the state.
 #pragma once
 
 #include <cstddef>
@@ -32,24 +32,24 @@
 
 namespace kvasir::kernels {
 
-// Of PlanFills' scan.
+// Units of PlanFills' scan.
 inline constexpr int64_t kChunkPages = 4096;
 inline constexpr int64_t kWordBits = 32;
 inline constexpr int64_t kChunkWords = kChunkPages / kWordBits;
-// What is left of a page's missed bytes after each step: 7/8, so misses of some ten steps add up.
+// Each step leaves 7/8 of a page's missed bytes, so the misses of about ten steps add up.
 inline constexpr uint32_t kMissDecayShift = 3;
 
 struct ResidencyShape {
   int64_t num_rows = 0;
   int64_t pages_per_row = 0;
-  int64_t num_slots = 0;  // at least two rows' pages
+  int64_t num_slots = 0;  // at least the pages of two rows
   int64_t page_bytes = 0;
   std::byte* arena = nullptr;  // [num_slots] pages
-  // Pages of row r, in order, begin at extents + r * extent_stride; readable by the device.
+  // Pages of row r, in order, begin at extents + r * extent_stride. Readable by the device.
   std::byte* extents = nullptr;
   int64_t extent_stride = 0;
-  int64_t max_fills = 0;     // of one step
-  int64_t max_examined = 0;  // slots that a step looks at in search of victims
+  int64_t max_fills = 0;     // in one step
+  int64_t max_examined = 0;  // slots that one step examines for victims
 
   KVASIR_HOST_DEVICE int64_t num_pages() const { return num_rows * pages_per_row; }
   KVASIR_HOST_DEVICE int64_t num_chunks() const {
@@ -74,68 +74,69 @@ enum class SlotState : uint8_t { kFree, kPinned, kCached, kFilling };
 struct PageFill {
   int32_t page = 0;
   int32_t slot = 0;
-  int32_t given_up = 0;  // its row was freed: the slot becomes free when the copy is over
+  int32_t given_up = 0;  // its row was freed: the slot becomes free when the copy ends
 };
 
-// Of all steps, but for what is said to be of now. Pages.
+// Page counts since the start, unless marked "now".
 struct ResidencyCounters {
-  int64_t hits = 0;    // read in the device tier; once a step
+  int64_t hits = 0;    // read in the device tier, counted once a step
   int64_t misses = 0;  // read in place from the host tier
   int64_t promotions = 0;
   int64_t evictions = 0;
   int64_t given_up = 0;      // fills whose row was freed
-  int64_t without_room = 0;  // of opened rows: the caller gave out more than there is
+  int64_t without_room = 0;  // pages of opened rows that got no slot: the caller gave out too many
   int64_t free_slots = 0;    // now
   int64_t num_fills = 0;     // now
-  int64_t hand = 0;          // the slot that CLOCK looks at next
+  int64_t hand = 0;          // the slot that CLOCK examines next
   int64_t cursor = 0;        // the chunk where PlanFills begins
 };
 
-// All in one block of memory on the side of the ops that are called.
+// All arrays lie in one allocation, in the memory of the ops that use it.
 struct ResidencyState {
   ResidencyShape shape;
   PageRef* pages = nullptr;            // [num_pages], as PagedKv has it
   uint32_t* last_touched = nullptr;    // [num_pages], of the access record
   uint32_t* missed_bytes = nullptr;    // [num_pages], likewise
-  int32_t* slot_pages = nullptr;       // [num_slots] the page in it, -1 unless pinned or cached
+  int32_t* slot_pages = nullptr;       // [num_slots] the slot's page, or -1 unless pinned or cached
   SlotState* slot_states = nullptr;    // [num_slots]
-  uint32_t* slot_seen = nullptr;       // [num_slots] last read that CLOCK's hand knows of
+  uint32_t* slot_seen = nullptr;       // [num_slots] last read that CLOCK's hand has seen
   uint32_t* free_bits = nullptr;       // [num_free_words] bit s % 32 of word s / 32: free
   PageFill* fills = nullptr;           // [max_fills]
   int32_t* taken = nullptr;            // [num_slots] working memory
-  int32_t* candidates = nullptr;       // [max_fills] likewise
-  uint32_t* candidate_bits = nullptr;  // [num_chunks * kChunkPages / 32] likewise
-  int32_t* chunk_counts = nullptr;     // [num_chunks] likewise
+  int32_t* candidates = nullptr;       // [max_fills] working memory
+  uint32_t* candidate_bits = nullptr;  // [num_chunks * kChunkPages / 32] working memory
+  int32_t* chunk_counts = nullptr;     // [num_chunks] working memory
   ResidencyCounters* counters = nullptr;
   int64_t bytes = 0;
 };
 
-// INVALID_ARGUMENT for shapes whose numbers do not fit the tables.
+// INVALID_ARGUMENT for a shape whose numbers do not fit the tables.
 absl::Status CheckResidencyShape(const ResidencyShape& shape);
 
-// The state in `memory`, with unspecified contents; null: only `bytes` is of use.
+// Returns the state in `memory`, with unspecified contents. With null memory only `bytes` is valid.
 ResidencyState LayOutResidency(const ResidencyShape& shape, std::byte* memory);
 
-// Nothing is open, all slots are free. What each op does to state in host memory:
+// The ops on state in host memory. InitResidency opens no row and frees all slots.
 void InitResidency(const ResidencyState& state);
-// Each row gets slots for all its pages, pinned: the first free ones, then by eviction. REQUIRES:
-// the rows are free, and no more than num_slots slots are pinned or filling then; pages without a
-// slot stay absent and are counted.
+// Gives each row pinned slots for all its pages, in order: first the free slots, then evicted ones.
+// REQUIRES: the rows are free, and at most num_slots slots are then pinned or filling. Pages
+// without a slot stay absent and are counted.
 void OpenRows(const ResidencyState& state, std::span<const int32_t> rows);
-// Copies the rows' pages to the host tier. REQUIRES: they are open.
+// Copies the rows' pages to the host tier. REQUIRES: the rows are open.
 void CopyRowsToHost(const ResidencyState& state, std::span<const int32_t> rows);
-// Their pages may be evicted from now on.
+// Allows eviction of the rows' pages.
 void SealRows(const ResidencyState& state, std::span<const int32_t> rows);
-// Their pages lie in the host tier and were never read. REQUIRES: the rows are free.
+// Makes sealed rows of pages that lie in the host tier and were never read. REQUIRES: the rows are
+// free.
 void RestoreRows(const ResidencyState& state, std::span<const int32_t> rows);
-// REQUIRES: the rows are open or sealed, and none is named twice.
+// REQUIRES: the rows are open or sealed, and no row is named twice.
 void FreeRows(const ResidencyState& state, std::span<const int32_t> rows);
-// REQUIRES: CopyFills is over.
+// REQUIRES: CopyFills has ended.
 void MapFills(const ResidencyState& state);
-// Behind step `step`; counts its hits and misses. REQUIRES: MapFills.
+// Runs after step `step` and counts its hits and misses. REQUIRES: MapFills has run.
 void PlanFills(const ResidencyState& state, uint32_t step);
 void CopyFills(const ResidencyState& state);
-// How many pages of each row are in the device tier, to `counts`: [num_rows].
+// Writes the number of each row's pages in the device tier to `counts`: [num_rows].
 void CountDevicePages(const ResidencyState& state, std::span<int32_t> counts);
 
 }  // namespace kvasir::kernels

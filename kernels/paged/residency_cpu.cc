@@ -1,4 +1,4 @@
-// The residency protocol, plainly: what the GPU's kernels must leave, entry by entry.
+// The reference of the residency protocol. The GPU's kernels leave the same state, entry by entry.
 #include <algorithm>
 #include <bit>
 #include <cstring>
@@ -8,8 +8,8 @@
 namespace kvasir::kernels {
 namespace {
 
-// CLOCK: whether the page in the slot is to leave. It stays when it is read in step `spared`, and
-// once more when it was read since the hand passed.
+// CLOCK: returns whether the slot's page leaves. A page that is read in step `spared` stays. A page
+// that was read since the hand last passed stays once more.
 bool IsVictim(const ResidencyState& s, int64_t slot, uint32_t spared) {
   if (s.slot_states[slot] != SlotState::kCached) return false;
   const uint32_t touched = s.last_touched[s.slot_pages[slot]];
@@ -27,8 +27,8 @@ void Evict(const ResidencyState& s, int64_t slot) {
   ++s.counters->evictions;
 }
 
-// Up to `wanted` slots to `taken`: the first free ones, then those of victims among the next
-// `most_examined` slots. Returns how many there were.
+// Puts up to `wanted` slots into `taken`: first the free ones, then victims among the next
+// `most_examined` slots. Returns their number.
 int64_t TakeSlots(const ResidencyState& s, int64_t wanted, uint32_t spared, int64_t most_examined) {
   ResidencyCounters& counters = *s.counters;
   int64_t count = 0;
@@ -45,7 +45,8 @@ int64_t TakeSlots(const ResidencyState& s, int64_t wanted, uint32_t spared, int6
     counters.hand = (slot + 1) % s.shape.num_slots;
     if (!IsVictim(s, slot, spared)) continue;
     Evict(s, slot);
-    s.slot_states[slot] = SlotState::kFree;  // the caller's to set, and not the hand's again
+    s.slot_states[slot] = SlotState::kFree;  // set by the caller later; the hand must not take it
+                                             // again
     s.taken[count++] = static_cast<int32_t>(slot);
   }
   return count;
@@ -58,7 +59,7 @@ void FreeSlot(const ResidencyState& s, int64_t slot) {
   ++s.counters->free_slots;
 }
 
-// Sees the accesses of the step, marks candidates.
+// Counts the step's accesses and marks candidates.
 void ScanPages(const ResidencyState& s, uint32_t step) {
   std::fill_n(s.candidate_bits, s.shape.num_chunks() * kChunkWords, 0);
   std::fill_n(s.chunk_counts, s.shape.num_chunks(), 0);
@@ -76,7 +77,7 @@ void ScanPages(const ResidencyState& s, uint32_t step) {
   }
 }
 
-// The first candidates from the cursor's chunk on; returns their number.
+// Lists the first candidates, from the cursor's chunk on. Returns their number.
 int64_t ListCandidates(const ResidencyState& s) {
   const int64_t words = s.shape.num_chunks() * kChunkWords;
   int64_t count = 0;
@@ -110,7 +111,7 @@ void InitResidency(const ResidencyState& s) {
 
 void OpenRows(const ResidencyState& s, std::span<const int32_t> rows) {
   const int64_t wanted = std::ssize(rows) * s.shape.pages_per_row;
-  // Two rounds: the first takes notice of reads, the second finds what was not read since.
+  // Two rounds: the first records reads, the second finds pages not read since.
   const int64_t taken = TakeSlots(s, wanted, kNeverTouched, 2 * s.shape.num_slots);
   for (int64_t i = 0; i < wanted; ++i) {
     const int64_t page =
@@ -202,7 +203,7 @@ void PlanFills(const ResidencyState& s, uint32_t step) {
     s.slot_states[s.taken[i]] = SlotState::kFilling;
   }
   s.counters->num_fills = taken;
-  // Where room or the step's fills ended, the next step goes on behind that chunk.
+  // If room or the step's fills ran out, the next step continues after that chunk.
   if (taken > 0 && (taken == s.shape.max_fills || taken < wanted)) {
     s.counters->cursor = (s.candidates[taken - 1] / kChunkPages + 1) % s.shape.num_chunks();
   }

@@ -1,10 +1,9 @@
 // The residency protocol on the GPU: the ops of residency.h for state in device memory, put on a
-// stream. They leave the same state, entry by entry, but for CopyRowsToHost and CopyFills, which
-// leave none. Nothing is allocated or waited for; rows are device memory but for CopyRowsToHost.
+// stream. They leave the same state, entry by entry; CopyRowsToHost and CopyFills change no state.
+// They allocate nothing and wait for nothing. Rows are device memory, except for CopyRowsToHost.
 // Errors are the device's.
-// Cost: OpenRows, MapFills, and what PlanFills does after its scan, are one block of threads each;
-// the scan reads 8 bytes a page. CopyFills is 32 blocks of four warps, small enough to run beside
-// attention.
+// Cost: OpenRows, MapFills and the part of PlanFills after its scan are one CTA each. The scan
+// reads 8 bytes a page. CopyFills is 32 CTAs of four warps, small enough to run beside attention.
 #pragma once
 
 #include <cstddef>
@@ -21,10 +20,9 @@ namespace kvasir::kernels {
 absl::Status InitResidency(const ResidencyState& state, cudaStream_t stream);
 absl::Status OpenRows(const ResidencyState& state, std::span<const int32_t> rows,
                       cudaStream_t stream);
-// `rows` is host memory and is read before the call returns. Pages go by way of `gathered`, device
-// memory of one row at least, a few rows at a time: the kernel that gathers them is short, and the
-// copy engine, which needs no multiprocessor, brings them to their extents. REQUIRES: nothing else
-// uses `gathered`.
+// `rows` is host memory and is read before the call returns. A few rows at a time, a short kernel
+// gathers the pages into `gathered` (device memory of at least one row), and the copy engine, which
+// needs no multiprocessor, copies them to their extents. REQUIRES: nothing else uses `gathered`.
 absl::Status CopyRowsToHost(const ResidencyState& state, std::span<const int32_t> rows,
                             std::span<std::byte> gathered, cudaStream_t stream);
 absl::Status SealRows(const ResidencyState& state, std::span<const int32_t> rows,
@@ -39,7 +37,7 @@ absl::Status CopyFills(const ResidencyState& state, cudaStream_t stream);
 absl::Status CountDevicePages(const ResidencyState& state, std::span<int32_t> counts,
                               cudaStream_t stream);
 
-// An entry of a table of block rows (PagedKv) that is another from now on.
+// A changed entry of a table of block rows (PagedKv).
 struct BlockRowChange {
   int64_t entry = 0;
   int32_t row = 0;

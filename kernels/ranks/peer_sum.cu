@@ -1,5 +1,5 @@
-// The sum of small messages among peers. Each thread has two elements: it writes them to all peers,
-// waits until the same elements of all peers have come, and adds up.
+// The sum of small messages among peers. Each thread has two elements. It writes them to all peers,
+// waits until the same elements of all peers have come, and adds them.
 #include "kernels/base/overlapped_launch.h"
 #include "kernels/ranks/rank_ops_launch.h"
 #include <cuda/atomic>
@@ -27,7 +27,7 @@ __device__ uint64_t NowNs() {
   return now;
 }
 
-// The end of waiting, also for all sums that follow.
+// Ends the wait, and that of all later sums, when a peer does not come.
 class Patience {
  public:
   __device__ explicit Patience(const PeerSumEnd& end) : end_(end) {}
@@ -50,7 +50,8 @@ class Patience {
   uint64_t begin_ns_ = 0;
 };
 
-// Of a thread's elements those that there are. Unrolled: else they are kept in local memory.
+// Calls use(i) for the thread's elements that exist. Unrolled, because a loop would keep them in
+// local memory.
 template <typename Use>
 __device__ void ForEachElement(int count, const Use& use) {
 #pragma unroll
@@ -60,21 +61,21 @@ __device__ void ForEachElement(int count, const Use& use) {
 }
 
 __global__ void PeerSumKernel(const __grid_constant__ PeerSumLaunch p) {
-  // Before the wait, so that the product behind begins with its weights where blocks of the one
-  // ahead have ended.
+  // Before the wait, so that the next product starts with its weights where CTAs of the previous
+  // kernel have ended.
   cudaTriggerProgrammaticLaunchCompletion();
   cudaGridDependencySynchronize();
   const PeerSumEnd& end = p.end;
   const uint32_t call = end.calls[blockIdx.x] + 1;
   const int64_t first = blockIdx.x * kElementsOfBlock + threadIdx.x;
   const int mine = first + kThreads < p.count ? 2 : first < p.count ? 1 : 0;
-  // Where in an inbox the lines of a rank begin.
+  // Offset of a rank's lines in an inbox.
   const auto lines_of = [&](int rank) {
     return ((call & 1) * end.num_ranks + rank) * kPeerSumElements + first;
   };
   float own[kElementsOfThread] = {};
   ForEachElement(mine, [&](int i) { own[i] = p.x[first + i * kThreads]; });
-  // Every rank begins with another, so that none is written to by all at once.
+  // Every rank starts with a different peer, so that no peer is written by all at once.
   for (int step = 1; step < end.num_ranks; ++step) {
     const int peer = (end.rank + step) % end.num_ranks;
     uint64_t* const lines = end.inboxes[peer] + lines_of(end.rank);
@@ -82,7 +83,7 @@ __global__ void PeerSumKernel(const __grid_constant__ PeerSumLaunch p) {
       SharedLine(lines[i * kThreads]).store(MakeLine(own[i], call), cuda::memory_order_relaxed);
     });
   }
-  float before[kElementsOfThread] = {};  // read while lines are on their way
+  float before[kElementsOfThread] = {};  // read while lines are under way
   ForEachElement(mine, [&](int i) { before[i] = static_cast<float>(p.y[first + i * kThreads]); });
 
   uint64_t lines[kMaxPeers][kElementsOfThread];
@@ -111,7 +112,7 @@ __global__ void PeerSumKernel(const __grid_constant__ PeerSumLaunch p) {
     if (over) sum = __uint_as_float(0x7fc00000);  // NaN
     p.y[first + i * kThreads] = BFloat16(before[i] + static_cast<float>(BFloat16(sum)));
   });
-  __syncthreads();  // all have read the count
+  __syncthreads();  // all threads have read the count
   if (threadIdx.x == 0) end.calls[blockIdx.x] = call;
 }
 

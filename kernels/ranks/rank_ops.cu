@@ -1,11 +1,11 @@
-// Adding sums that a library made, and putting what it gathered side by side.
+// Adds sums that a library made, and places what it gathered side by side.
 #include "kernels/ranks/rank_ops_launch.h"
 
 namespace kvasir::kernels {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int64_t kMostBlocks = 1024;  // each takes further elements in turn
+constexpr int64_t kMostBlocks = 1024;  // CTAs; each takes further elements in turn
 
 __device__ void CountUp(uint32_t* progress) {
   volatile uint32_t* const count = progress;

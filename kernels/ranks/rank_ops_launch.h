@@ -1,4 +1,4 @@
-// The kernels behind rank_ops_cuda.h. Only rank_ops_cuda.cc includes it, after it has checked.
+// Kernels of rank_ops_cuda.h. Only rank_ops_cuda.cc includes this header, after its checks.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +24,7 @@ struct AddLaunch {
 };
 
 struct PlaceLaunch {
-  const void* gathered;  // [num_ranks][rows][width], the last rank's rows [width or fewer]
+  const void* gathered;  // [num_ranks][rows][width]; the last rank's rows are [width or fewer]
   void* y;               // [rows][columns]
   int64_t rows, width, columns, first_rank;
   int64_t element_bytes;  // 2 or 4

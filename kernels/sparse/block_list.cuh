@@ -1,5 +1,5 @@
-// Lists made of blocks of tokens, by the block of threads that has chosen them (block_select.cuh).
-// For kernels of selectors.
+// Lists made of runs of adjacent tokens (here: blocks), written by the CTA that has chosen them
+// (block_select.cuh). For kernels of selectors.
 #pragma once
 
 #include "kernels/sparse/block_select.cuh"
@@ -7,21 +7,22 @@
 
 namespace kvasir::kernels {
 
-// Blocks of tokens that a list is made of, ascending; one may lie across two pages.
+// The blocks of tokens that a list is made of, ascending. A block may cross into a second page.
 struct BlockList {
   const int32_t* begins;
   const uint32_t* scores;
   int64_t count;
-  int64_t tokens;                  // of each, at most a page
+  int64_t tokens;                  // of each block, at most a page
   int64_t end = int64_t{1} << 40;  // the last block ends here at the latest
 
   __device__ int64_t EndOf(int64_t i) const { return min(begins[i] + tokens, end); }
   __device__ int64_t FirstPage(int64_t i) const { return begins[i] / kPageTokens; }
   __device__ int64_t LastPage(int64_t i) const { return (EndOf(i) - 1) / kPageTokens; }
-  // Whether block i is the first in its first page, and in its last where that is another.
+  // Whether block i is the first one in its first page; and in its last page, where that is
+  // another.
   __device__ bool OpensFirst(int64_t i) const { return i == 0 || LastPage(i - 1) != FirstPage(i); }
   __device__ bool OpensLast(int64_t i) const { return LastPage(i) != FirstPage(i); }
-  // The entry of a page whose first block is i.
+  // Returns the entry of a page whose first block is i.
   __device__ SelectionEntry Entry(int64_t page, int64_t i) const {
     const int64_t start = page * kPageTokens;
     uint64_t chosen = 0;
@@ -34,8 +35,8 @@ struct BlockList {
   }
 };
 
-// Calls store(place, entry) for the entries of the blocks, as many as there is room for; returns
-// how many. By all threads.
+// Calls store(place, entry) for the entries of the blocks, up to `capacity`. Returns the number
+// stored. By all threads.
 template <int kThreads = kSelectThreads, typename Store>
 __device__ int64_t WriteList(const BlockList& blocks, int64_t capacity, SelectMemory& memory,
                              const Store& store) {
@@ -51,7 +52,7 @@ __device__ int64_t WriteList(const BlockList& blocks, int64_t capacity, SelectMe
   int64_t place = before;
 #pragma unroll 1
   for (uint32_t i = begin; i < end; ++i) {
-    // In its first page, and in its last where that is another.
+    // The entry of the block's first page, then that of its last where that is another.
 #pragma unroll 1
     for (int64_t page = blocks.FirstPage(i); page <= blocks.LastPage(i); ++page) {
       if (page == blocks.FirstPage(i) && !blocks.OpensFirst(i)) continue;

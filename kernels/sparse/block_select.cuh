@@ -1,6 +1,6 @@
-// Choosing the best of a row by a block of threads, without a sort: the k-th score is found by
-// counting, and what is not below it is written in order. The order of ranking.h (rule R6): larger
-// score first, then the larger number. For selectors' kernels.
+// Chooses the best items of a row by a CTA, without a sort: counting finds the k-th score, and all
+// items not below it are written in order. The order is that of ranking.h (rule R6): larger score
+// first, then larger number. For selectors' kernels.
 #pragma once
 
 #include <cstdint>
@@ -11,20 +11,20 @@
 
 namespace kvasir::kernels {
 
-// Of a block that does nothing else; others have fewer, a power of two.
+// Threads of a CTA that does nothing else. Other CTAs have fewer, a power of two.
 inline constexpr int kSelectThreads = 1024;
 inline constexpr int kSelectBins = 2 * kSelectThreads;
 
-// Items that are few enough to be compared with each other by a warp.
+// Most items that a warp compares with each other.
 inline constexpr uint32_t kFewItems = kWarpThreads;
 
-// Shared memory of a block.
+// Shared memory of a CTA.
 struct SelectMemory {
   uint32_t bins[kSelectBins];
   uint64_t few[kFewItems];  // score, then item: integers that order as selections must
   uint64_t sums[kSelectThreads / kWarpThreads];
   uint32_t counts[kWarpThreads];
-  uint32_t least[kWarpThreads];  // of a warp
+  uint32_t least[kWarpThreads];  // of each warp
   uint32_t greatest[kWarpThreads];
   uint32_t bin;
   uint32_t above;  // items in the bins above `bin`
@@ -32,21 +32,21 @@ struct SelectMemory {
   uint32_t item;
 };
 
-// The sum of `value` over the threads before this one.
+// Returns the sum of `value` over the threads before this one.
 __device__ inline uint64_t SumBefore(uint64_t value, SelectMemory& memory) {
   return SumBefore(value, memory.sums);
 }
 
-// Finds the `count`-th best of scores[n]. By all threads of a block.
+// Finds the `count`-th best of scores[n]. By all threads of a CTA.
 template <int kThreads>
 class CutFinder {
  public:
   __device__ CutFinder(const uint32_t* scores, uint32_t n, SelectMemory& memory)
       : scores_(scores), n_(n), memory_(memory) {}
 
-  // Score, then item: what is below is not wanted. Cuts the range that holds the wanted score into
-  // 2,048 bins until few items are left, which mostly they are at once.
-  // REQUIRES: 1 <= count <= n.
+  // Returns the cut as score, then item: items below it are not among the `count` best. Cuts the
+  // range that holds the wanted score into 2,048 bins until few items are left, in most calls at
+  // once. REQUIRES: 1 <= count <= n.
   __device__ uint64_t Find(uint32_t count) {
     Begin();
 #pragma unroll 1
@@ -97,14 +97,14 @@ class CutFinder {
 
   __device__ bool IsIn(uint32_t score) const { return score >= low_ && score <= high_; }
 
-  // Counts scores by bins of 2^shift, and finds that of the `count`-th best.
+  // Counts scores in bins of 2^shift and finds the bin of the `count`-th best.
   __device__ void FindBin(int shift, uint32_t count) {
 #pragma unroll kUnroll
     for (uint32_t i = threadIdx.x; i < n_; i += kThreads) {
       if (IsIn(scores_[i])) atomicAdd(&memory_.bins[(scores_[i] - low_) >> shift], 1u);
     }
     __syncthreads();
-    // A thread has some bins side by side, from the greatest on.
+    // A thread has some adjacent bins, from the greatest on.
     constexpr unsigned kShare = kSelectBins / kThreads;
     const uint32_t* const last = memory_.bins + kSelectBins - 1 - kShare * threadIdx.x;
     uint32_t own = 0;
@@ -121,7 +121,7 @@ class CutFinder {
     __syncthreads();
   }
 
-  // Of the few items in the range.
+  // Returns the cut among the few items in the range.
   __device__ uint64_t Compare(uint32_t num_few, uint32_t count) {
 #pragma unroll kUnroll
     for (uint32_t i = threadIdx.x; i < n_; i += kThreads) {
@@ -138,7 +138,7 @@ class CutFinder {
     return __shfl_sync(kAllLanes, own, __ffs(static_cast<int>(is_last)) - 1);
   }
 
-  // Of items with the same score, the last `count` ones.
+  // Returns the cut among items that all have the score low_: the last `count` of them are chosen.
   __device__ uint64_t OfEqual(uint32_t count) {
     const uint32_t share = (n_ + kThreads - 1) / kThreads;
     const uint32_t end = n_ - min(n_, threadIdx.x * share);
@@ -168,7 +168,7 @@ class CutFinder {
 };
 
 // Calls use(place, item, score) for the items of scores[n] that are not below a cut, ascending by
-// item; places are from 0 on.
+// item. Places count from 0.
 template <int kThreads, typename Use>
 __device__ void ForEachFrom(uint64_t cut, const uint32_t* scores, uint32_t n, SelectMemory& memory,
                             const Use& use) {
@@ -187,8 +187,8 @@ __device__ void ForEachFrom(uint64_t cut, const uint32_t* scores, uint32_t n, Se
   }
 }
 
-// The same for the `count` best. By all threads of a block; scores are OrderedScore's.
-// REQUIRES: 1 <= count <= n < 2^32.
+// The same for the `count` best. By all threads of a CTA; scores are OrderedScore's. REQUIRES: 1 <=
+// count <= n < 2^32.
 template <int kThreads = kSelectThreads, typename Use>
 __device__ void ForEachBest(const uint32_t* scores, int64_t n, int64_t count, SelectMemory& memory,
                             const Use& use) {

@@ -1,5 +1,5 @@
-// The chunks that a selector by stages begins with (infinitehip_selector.h): of equal length, from
-// the end of the sink on. Pure arithmetic, for CPU and GPU alike. Thread-safe.
+// The chunks that a selector by stages begins with (infinitehip_selector.h): of equal length,
+// starting at the end of the sink. Pure arithmetic, shared by CPU and GPU. Thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +9,8 @@
 
 namespace kvasir::kernels {
 
-// Chunks of so many tokens that are kept: those of `keep_tokens`, or of the budget where that is
-// more.
+// Number of chunks of `chunk_tokens` that a stage keeps: enough for the larger of `keep_tokens` and
+// the budget.
 KVASIR_HOST_DEVICE constexpr int64_t KeptChunks(int64_t chunk_tokens, int64_t keep_tokens,
                                                 int64_t budget_tokens) {
   const int64_t tokens = keep_tokens > budget_tokens ? keep_tokens : budget_tokens;
@@ -20,10 +20,10 @@ KVASIR_HOST_DEVICE constexpr int64_t KeptChunks(int64_t chunk_tokens, int64_t ke
 
 struct ChunkGrid {
   int64_t chunk_tokens = 0;
-  int64_t overlap = 0;  // the last chunk begins at most so many tokens into the window
+  int64_t overlap = 0;  // the last chunk begins at most this many tokens into the window
   int64_t keep_tokens = 0;
 
-  // Chunks of a row; 0: there is nothing to choose from.
+  // Number of chunks of a row. 0: there is nothing to choose from.
   KVASIR_HOST_DEVICE int64_t Count(const SelectionHeader& header,
                                    const SelectionNumbers& numbers) const {
     const bool can_choose = header.kind == SelectionHeader::Kind::kList &&

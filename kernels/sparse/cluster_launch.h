@@ -1,5 +1,5 @@
-// Launches of kernels that have a cluster of blocks of threads for each row (cluster_select.cuh),
-// as large as all rows' run at once. Only in .cu files.
+// Launches kernels that run a cluster of CTAs for each row (cluster_select.cuh), with the largest
+// cluster at which all rows run at once. Only for .cu files.
 #pragma once
 
 #include <algorithm>
@@ -20,8 +20,8 @@ struct RowKernel {
   size_t shared_bytes = 0;  // dynamic
 };
 
-// To `blocks`; makes the kernel ready for them. Multiprocessors lie in groups that a cluster cannot
-// reach beyond, and not all groups are as large.
+// Writes the number of CTAs in a row's cluster to `blocks` and prepares the kernel for it.
+// Multiprocessors lie in groups that a cluster cannot span, and the groups differ in size.
 template <typename... Params>
 cudaError_t FindClusterBlocks(const RowKernel<Params...>& row_kernel, int64_t rows,
                               unsigned& blocks) {

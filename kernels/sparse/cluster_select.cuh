@@ -1,5 +1,5 @@
-// Choosing the best of a row whose scores a cluster of blocks of threads makes: each block writes
-// those of its items to the shared memory of the first, which chooses. For selectors' kernels.
+// Chooses the best items of a row whose scores come from a cluster of CTAs. Each CTA writes the
+// scores of its items to the shared memory of the first CTA, which chooses. For selectors' kernels.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace kvasir::kernels {
 
-// The items [begin, end) of n that this block of the cluster has.
+// The items [begin, end) of n that belong to this CTA of the cluster.
 struct ClusterShare {
   __device__ explicit ClusterShare(uint32_t n) {
     const uint32_t share = (n + hopper::ClusterBlocks() - 1) / hopper::ClusterBlocks();
@@ -26,7 +26,7 @@ union ChooseMemory {
   SelectMemory many;
 };
 
-// A call: what finds the few takes all registers.
+// Not inlined, because FewBest takes all registers.
 template <int kThreads>
 __noinline__ __device__ uint64_t FindCut(const uint32_t* scores, uint32_t n, uint32_t count,
                                          SelectMemory& memory) {
@@ -34,8 +34,8 @@ __noinline__ __device__ uint64_t FindCut(const uint32_t* scores, uint32_t n, uin
 }
 
 // Calls use(place, item, score) for the `count` best of scores[n] in shared memory, ascending by
-// item; for all, where there are no more. By the kThreads threads of a block. Returns how many they
-// are.
+// item, or for all items if there are no more than `count`. By the kThreads threads of a CTA.
+// Returns the number of items.
 template <int kThreads, typename Use>
 __device__ uint32_t ChooseBest(const uint32_t* scores, uint32_t n, uint32_t count,
                                ChooseMemory& memory, const Use& use) {

@@ -12,7 +12,7 @@ namespace {
 constexpr float kMaxQueryCode = 127;
 constexpr int64_t kCacheLine = 64;
 
-// 0 where the quotient is NaN: the element is, or all are 0 or one is infinite.
+// 0 where the quotient is NaN: the element is NaN, or all elements are 0, or one is infinite.
 int32_t CodeOf(float element, float step) {
   const float code = std::rint(element / step);
   return std::abs(code) <= kMaxQueryCode ? static_cast<int32_t>(code) : 0;

@@ -1,4 +1,4 @@
-// A block of threads takes one query of a query block, all heads.
+// A CTA takes one query of a query tile, with all its heads.
 #include "kernels/base/overlapped_launch.h"
 #include "kernels/sparse/distant_queries_launch.h"
 #include "kernels/sparse/select_row.cuh"

@@ -1,4 +1,4 @@
-// The kernel behind distant_queries_cuda.h. Only distant_queries_cuda.cc includes it, after it has
+// The kernel of distant_queries_cuda.h. Only distant_queries_cuda.cc includes it, after it has
 // checked the shapes.
 #pragma once
 
@@ -12,9 +12,9 @@ namespace kvasir::kernels {
 struct DistantQueriesLaunch {
   SelectLaunch select = {};
   int64_t num_blocks = 0;
-  int64_t most_rows = 0;  // of a block
+  int64_t most_rows = 0;  // queries of a query tile
   QueryDistance distance = {};
-  void* to = nullptr;  // as select.q
+  void* to = nullptr;  // of the shape and dtype of select.q
 };
 
 cudaError_t LaunchDistantQueries(const DistantQueriesLaunch& params, cudaStream_t stream);

@@ -1,9 +1,9 @@
-// Choosing few of many by a block of threads (block_select.cuh says what is best): nothing is
-// counted that cannot be among them.
+// Chooses few of many items by a CTA (block_select.cuh defines the order). It counts only items
+// that may be among the best.
 //
-//   bound    a thread has some items side by side, and the best of them; what as many threads have
-//            as items are wanted, or hardly more, is a score below which nothing is chosen
-//   compare  the items that are not below it, one by one
+//   bound    each thread has some adjacent items and their best. A score that about as many threads
+//            reach as items are wanted, or slightly more, is one below which nothing is chosen
+//   compare  the items at or above the bound, one by one
 #pragma once
 
 #include <cstdint>
@@ -15,16 +15,16 @@
 namespace kvasir::kernels {
 
 inline constexpr uint32_t kMostFew = 512;
-// As it is as well to compare so many more as to look for a better bound.
+// Comparing this many more items costs as much as looking for a better bound.
 inline constexpr uint32_t kSpare = 32;
 
-// Shared memory of a block.
+// Shared memory of a CTA.
 struct FewMemory {
   uint64_t keys[kMostFew];  // score, then item: integers that order as selections must
   uint64_t sums[kWarpThreads];
-  uint32_t least[kWarpThreads];  // of a warp
+  uint32_t least[kWarpThreads];  // of each warp
   uint32_t greatest[kWarpThreads];
-  uint32_t chosen[kMostFew / 32];  // bit i % 32 of word i / 32: keys[i] is
+  uint32_t chosen[kMostFew / 32];  // bit i % 32 of word i / 32: keys[i] is chosen
   uint32_t num_few;
 };
 
@@ -41,8 +41,8 @@ class FewBest {
         begin_(min(n, threadIdx.x * share_)),
         end_(min(n, begin_ + share_)) {}
 
-  // Calls use(place, item, score) for the `count` best, ascending by item; or returns false where
-  // they are no few, or many are equal to the last. By all threads of the block.
+  // Calls use(place, item, score) for the `count` best, ascending by item. Returns false, calling
+  // nothing, if `count` is too large or many items equal the last. By all threads of the CTA.
   // REQUIRES: 1 <= count < n < 2^32.
   template <typename Use>
   __device__ bool ForEach(uint32_t count, const Use& use) {
@@ -60,7 +60,7 @@ class FewBest {
   }
 
  private:
-  // A score that `count` threads at least have among their items, and not many more.
+  // Returns a score that at least `count` threads, and not many more, have among their items.
   __device__ uint32_t Bound(uint32_t count) {
 #pragma unroll 4
     for (uint32_t i = begin_; i < end_; ++i) best_ = max(best_, scores_[i]);
@@ -87,8 +87,8 @@ class FewBest {
     }
     return low;
   }
-  // In (low, high]: halfway between the scores for some steps, as they are close together there,
-  // then between the integers, of which there are only so many.
+  // Returns a value in (low, high]. For some steps it is halfway between the scores, which lie
+  // close together; then halfway between the integers, of which there are finitely many.
   __device__ static uint32_t Middle(uint32_t low, uint32_t high, int step) {
     constexpr int kStepsByScore = 12;
     const uint32_t by_score =
@@ -97,7 +97,7 @@ class FewBest {
     return low + (high - low) / 2 + 1;
   }
 
-  // The items not below `least`, to keys, ascending by item; returns how many there are.
+  // Stores the items not below `least` in keys, ascending by item, and returns their number.
   __device__ uint32_t Gather(uint32_t least) {
     uint32_t own = 0;
     const uint32_t end = best_ >= least ? end_ : begin_;
@@ -135,7 +135,7 @@ class FewBest {
   const unsigned warp_;
   const uint32_t share_;
   const uint32_t having_;  // threads that have items
-  const uint32_t begin_;   // this one's
+  const uint32_t begin_;   // of this thread's items
   const uint32_t end_;
   uint32_t best_ = 0;
 };

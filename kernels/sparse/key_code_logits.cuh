@@ -1,8 +1,8 @@
-// Logits of coded keys (kernels/paged/key_codes.h) on the GPU, by the warp's matrix product: a warp
-// takes 32 keys, tile after tile of eight queries. Codes are exact in bfloat16; queries are two
-// numbers each, what bfloat16 holds of them and what it holds of the rest, so that logits are as
-// good as those of float sums. Keys are multiplied as they are coded, or decoded and rotated to
-// places of their own. For kernels of selectors and pruners.
+// Logits of coded keys (kernels/paged/key_codes.h) on the GPU, by the warp's matrix product. A warp
+// takes 32 keys, tile after tile of eight queries. Codes are exact in bfloat16. Each query is two
+// bfloat16 numbers, its rounded value and the rest, so logits are as exact as those of float sums.
+// Keys are multiplied as they are coded, or decoded and rotated to positions of their own. For
+// kernels of selectors and pruners.
 //
 //   a product   rows     eight queries, then the rests of the same
 //               columns  eight keys
@@ -22,11 +22,11 @@ namespace kvasir::kernels {
 
 inline constexpr int kProductQueries = 8;
 inline constexpr int kProductKeys = 8;
-inline constexpr int kKeyTiles = kWarpThreads / kProductKeys;  // that a warp takes at once
+inline constexpr int kKeyTiles = kWarpThreads / kProductKeys;  // of keys that a warp takes at once
 
-// Which elements are a lane's: those of kLaneWords words of codes, side by side in the first half
-// of a head and in the second, so that a lane has both elements of a pair that is rotated. Step s
-// of a product takes the first or the last four codes of its word s / 2.
+// The elements of a lane: those of kLaneWords words of codes, adjacent in the first half of a head
+// and in the second, so that a lane has both elements of a pair that is rotated. Step s of a
+// product takes the first or the last four codes of its word s / 2.
 template <int kHeadDim>
 struct LaneElements {
   static constexpr int kWords = kHeadDim / static_cast<int>(kWordCodes);
@@ -34,10 +34,10 @@ struct LaneElements {
   static constexpr int kHalfWords = kLaneWords / 2;  // of each half of the head
   static constexpr int kSteps = kHeadDim / 16;
 
-  // The first of the words that lane 4 g + t has in a half of the head.
+  // The first word that lane 4 g + t has in a half of the head.
   __device__ static int FirstWord(int t, int half) { return half * (kWords / 2) + t * kHalfWords; }
 
-  // Where elements 4 i to 4 i + 3 go: to lane 4 g + t, in a step.
+  // The place of elements 4 i to 4 i + 3: lane 4 g + t, in a step.
   struct Place {
     int t;
     int step;
@@ -50,14 +50,14 @@ struct LaneElements {
   }
 };
 
-// Eight queries as operands; `sums` of their elements.
+// Eight queries as operands, with the `sums` of their elements.
 template <int kHeadDim>
 struct alignas(16) QueryTile {
-  uint4 operands[LaneElements<kHeadDim>::kSteps][kWarpThreads];  // a product's, of each lane
+  uint4 operands[LaneElements<kHeadDim>::kSteps][kWarpThreads];  // of a product, for each lane
   float sums[kProductQueries];
 };
 
-// Two floats, the first one in the lower half, as bfloat16 and what that leaves of them.
+// Two floats as bfloat16, and the rests that bfloat16 loses. The first float is in the lower half.
 struct SplitPair {
   __device__ SplitPair(float x, float y) {
     high = Rounded(x, y);
@@ -71,8 +71,8 @@ struct SplitPair {
   uint32_t low;
 };
 
-// Queries [0, 8 num_tiles): four(query, i) gives their elements from 4 i on. By all threads of the
-// block; a barrier before the use is the caller's.
+// Stores the queries [0, 8 num_tiles): four(query, i) returns their elements from 4 i on. By all
+// threads of the CTA; the caller meets them before the tiles are used.
 template <int kHeadDim, typename Four>
 __device__ void StoreQueryTiles(QueryTile<kHeadDim>* tiles, int num_tiles, const Four& four) {
   constexpr int kLanes = kHeadDim / 4;  // a query's
@@ -97,12 +97,12 @@ __device__ void StoreQueryTiles(QueryTile<kHeadDim>* tiles, int num_tiles, const
   }
 }
 
-// Codes are multiplied as (code - kMiddleCode) / 16: logits are sums of numbers of both signs, as
-// exact as those of the keys. Then 16 scale and middle are what an element is made with.
+// Codes are multiplied as (code - kMiddleCode) / 16, so logits are sums of numbers of both signs,
+// as exact as those of the keys. An element is then 16 scale times that number, plus `middle`.
 inline constexpr float kMiddleCode = 7.5f;
 struct CodeGrid {
   CodeGrid() = default;
-  // Of float16 numbers.
+  // `scale` and `zero` are the bits of float16 numbers.
   __device__ CodeGrid(uint32_t scale, uint32_t zero)
       : step(16 * FloatOf(scale)), middle(FloatOf(zero) + kMiddleCode * FloatOf(scale)) {}
 
@@ -115,16 +115,16 @@ struct CodeGrid {
   }
 };
 
-// 32 keys of a warp in shared memory, as they lie in memory: a warp may ask for several times 32
-// at once.
+// 32 keys of a warp in shared memory, as they lie in memory. A warp may request several times 32 at
+// once.
 template <int kHeadDim>
 class StagedKeys {
  public:
   using Elements = LaneElements<kHeadDim>;
 
-  // Begins to copy them; CommitCopies, WaitForCopies and Finish are to follow. A lane says which
-  // its key is: `page` is the page's codes, `token` counts from its start. All logits of a lane
-  // without one (null) are NaN. By all lanes.
+  // Begins to copy the keys; CommitCopies, WaitForCopies and Finish must follow. Each lane names
+  // its key: `page` is the page's codes, `token` counts from its start. All logits of a lane
+  // without a key (null) are NaN. By all lanes.
   __device__ void Begin(const KvLayout& layout, const std::byte* page, int token) {
     const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
     uint64_t own = 0;
@@ -135,7 +135,7 @@ class StagedKeys {
       CopyAsync4(&grids_[lane].copied.y, codes.zero - token % 2);
     }
     halves_[lane] = page == nullptr ? kNone : token % 2;
-    constexpr int kParts = kHeadDim / 32;  // of 16 bytes, of a key
+    constexpr int kParts = kHeadDim / 32;  // of a key, 16 bytes each
 #pragma unroll
     for (int pass = 0; pass < kParts; ++pass) {
       const int key = (pass * kWarpThreads + lane) / kParts;
@@ -145,7 +145,7 @@ class StagedKeys {
     }
   }
 
-  // By all lanes, which then have to meet.
+  // Finishes the copy. By all lanes, which must meet afterwards.
   __device__ void Finish() {
     const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
     const int half = halves_[lane];
@@ -154,7 +154,7 @@ class StagedKeys {
                                       : CodeGrid(copied.x >> (16 * half), copied.y >> (16 * half));
   }
 
-  // Lane 4 g + t's word i of key g of a tile.
+  // Returns word i of lane 4 g + t, of key g of a tile.
   __device__ uint32_t word(int tile, int i) const {
     const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
     constexpr int kHalf = Elements::kHalfWords;
@@ -173,7 +173,7 @@ class StagedKeys {
 
   alignas(16) uint32_t words_[kWarpThreads][Elements::kWords];
   Grid grids_[kWarpThreads];
-  int halves_[kWarpThreads];  // which of the two is the key's; kNone: there is no key
+  int halves_[kWarpThreads];  // which of the two numbers is the key's; kNone: no key
 };
 
 // Codes (2 i, 2 i + 1) of a word as bfloat16 numbers.
@@ -186,22 +186,22 @@ __device__ inline uint32_t CodePair(uint32_t word, int i) {
                                       reinterpret_cast<const __nv_bfloat162&>(kMiddles));
   return reinterpret_cast<const uint32_t&>(code);
 }
-// What is multiplied of the code of element 8 w + i of word w: multiples of 2^-8 are the low bits
-// of 2^15 + n.
+// The centred code of element 8 w + i of word w, as CodeGrid multiplies it. Multiples of 2^-8 are
+// the low bits of 2^15 + n.
 __device__ inline float CentredCode(uint32_t word, int i) {
   const int nibble = i / 2 + i % 2 * 4;
   const uint32_t code = nibble == 0 ? word << 4 : word >> (4 * nibble - 4);
   return __uint_as_float((code & 0xf0u) | 0x47000000u) - (32768 + kMiddleCode / 16);
 }
 
-// What Mma16x8 takes of queries.
+// The query operand of Mma16x8.
 struct QueryOperand {
   uint32_t parts[4];
 };
 
 // Calls use(query_tile, key_tile, logits) for the queries of the tiles and kCount tiles of keys
-// from `first` on: lane 4 g + t gets the logits q . k~, not scaled, of query g of that tile with
-// the keys 2 t and 2 t + 1 of that one. By all lanes.
+// from `first` on. Lane 4 g + t gets the unscaled logits q . k~ of query g of the query tile with
+// the keys 2 t and 2 t + 1 of the key tile. By all lanes.
 template <int kCount = kKeyTiles, int kHeadDim, typename Use>
 __device__ void ForEachLogit(const StagedKeys<kHeadDim>& keys, const QueryTile<kHeadDim>* tiles,
                              int num_tiles, const Use& use, int first = 0) {
@@ -244,7 +244,8 @@ class PlacedKeys {
  public:
   using Elements = LaneElements<kHeadDim>;
 
-  // Those of one tile. A lane says where key g of it goes. By all lanes.
+  // Decodes the keys of one tile and rotates them. Each lane gives the rotation of key g. By all
+  // lanes.
   __device__ PlacedKeys(const StagedKeys<kHeadDim>& keys, int tile, const RotationAt& at) {
     const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
     const CodeGrid grid = keys.GridOf(tile * kProductKeys + lane / 4);
@@ -294,7 +295,7 @@ class PlacedKeys {
   }
 };
 
-// The same of keys that are rotated: key i of the warp's to position_of(i), for all i.
+// The same for rotated keys: key i of the warp's is rotated to position_of(i), for all i.
 template <int kCount = kKeyTiles, int kHeadDim, typename PositionOf, typename Use>
 __device__ void ForEachPlacedLogit(const StagedKeys<kHeadDim>& keys,
                                    const DeviceRopePositions& rope, const PositionOf& position_of,

@@ -30,7 +30,7 @@ void RotateToDistance(const SelectRow& row, int64_t distance, float* query) {
   const RopePositions* rope = row.p.rope;
   if (rope == nullptr) return;
   rope->Rotate(query, DType::kFloat32, 1, distance);
-  // What rotating a key to position 0 would do.
+  // Scales as a rotation to position 0 would.
   const auto scaling = static_cast<float>(rope->attention_scaling());
   for (int64_t i = 0; i < rope->head_dim(); ++i) query[i] *= scaling;
 }

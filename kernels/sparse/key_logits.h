@@ -1,6 +1,6 @@
-// Logits of single cached keys, for selectors and pruners that read keys or their codes: q . k in
-// float32, not scaled, summed in one order on every machine (key_tile.h). Keys are read where they
-// lie, without an access record (see Selector::Select). Thread-compatible.
+// Logits of single cached keys, for selectors and pruners that read keys or key codes: q . k in
+// float32, unscaled, summed in one order on every machine (key_tile.h). Keys are read where they
+// lie and leave no access record (see Selector::Select). Thread-compatible.
 #pragma once
 
 #include <algorithm>
@@ -18,31 +18,31 @@ namespace kvasir::kernels {
 // Copies query r of the row's block and head g of its group to `to` [head_dim].
 void LoadQuery(const SelectRow& row, int64_t r, int64_t g, float* to);
 
-// Where keys are cached un-rotated: rotates a query [head_dim] so that its products with them are
-// logits at `distance`. Else leaves it as it is. REQUIRES: the distance is reserved.
+// Where keys are cached un-rotated, rotates a query [head_dim] so that its products with them are
+// logits at `distance`; else leaves the query unchanged. REQUIRES: the distance is reserved.
 void RotateToDistance(const SelectRow& row, int64_t distance, float* query);
 
-// LoadQuery, at SelectionDistance.
+// LoadQuery, then RotateToDistance to SelectionDistance.
 void LoadDistantQuery(const SelectRow& row, int64_t r, int64_t g, float* to);
 
-// Keys of a page of the row's slot and KV head; null where the slot has no such block or, with its
-// fault set, an absent page.
+// Keys of a page of the row's slot and KV head. Null where the slot has no such block, or where the
+// page is absent, which also sets the slot's fault.
 std::byte* KeysOfPage(const SelectRow& row, int64_t page);
 
-// What is read of a key: itself, or its codes (kernels/paged/key_codes.h), an estimate at an eighth
-// of the bytes. REQUIRES of kCodes: the KV has key codes.
+// The form in which keys are read: the cached keys, or their codes (kernels/paged/key_codes.h), an
+// estimate at an eighth of the bytes. REQUIRES for kCodes: the KV has key codes.
 enum class KeyForm { kCached, kCodes };
 
-// Logits of one row's queries and all keys of runs of tokens: each key is read once, a page at a
-// time, and not made a tile first.
+// Logits of one row's queries and all keys of runs of tokens. Each key is read once, a page at a
+// time, without first making a tile.
 class PageLogits {
  public:
   // REQUIRES: `logits` is memory [queries.count, kTileKeys].
   PageLogits(const SelectRow& row, const TileQueries& queries, float* logits);
 
-  // Calls use(first, n, logits) for the pages of the tokens [begin, end), ascending: the logits of
-  // tokens first + [0, n) are at logits[q * kTileKeys] for each query q, -inf where KeysOfPage has
-  // none.
+  // Calls use(first, n, logits) for the pages of the tokens [begin, end), ascending. The logits of
+  // tokens first + [0, n) are at logits[q * kTileKeys] for each query q, -inf where KeysOfPage is
+  // null.
   template <typename Use>
   void ForEachPage(int64_t begin, int64_t end, const Use& use) {
     if (begin >= end) return;
@@ -66,8 +66,8 @@ class PageLogits {
   void (*const function_)(const KeyPage&, const TileQueries&, float*);
 };
 
-// Logits of one row's queries and any keys of its slot, kTileKeys at a time. Memory of a tile is
-// lent, and one row's at a time.
+// Logits of one row's queries and any keys of its slot, kTileKeys at a time. The tile's memory is
+// borrowed and serves one row at a time.
 class KeyLogits {
  public:
   struct Memory {
@@ -80,10 +80,10 @@ class KeyLogits {
 
   KeyLogits(const SelectRow& row, KeyForm form, const Memory& memory);
 
-  // Calls use(first, n) for runs of up to kTileKeys of the keys [0, count), ascending: then the
-  // tile's column i is the key of token token_at(first + i), until use returns. Its logits are -inf
-  // for kNoToken, and where KeysOfPage has none. Keys to come are fetched meanwhile: token_at is
-  // asked a run ahead.
+  // Calls use(first, n) for runs of up to kTileKeys of the keys [0, count), ascending. Until use
+  // returns, the tile's column i is the key of token token_at(first + i). Its logits are -inf for
+  // kNoToken and where KeysOfPage is null. Coming keys are prefetched: token_at is called one run
+  // ahead.
   template <typename TokenAt, typename Use>
   void ForEachTile(int64_t count, const TokenAt& token_at, const Use& use) {
     const auto find = [&](int64_t first, Found& found) {
@@ -101,7 +101,7 @@ class KeyLogits {
     }
   }
 
-  // Of a tile: rotates the key in column i to position_at(i), for i in [0, n). REQUIRES: keys are
+  // Rotates the key in column i of the tile to position_at(i), for i in [0, n). REQUIRES: keys are
   // cached un-rotated.
   template <typename PositionAt>
   void Rotate(int64_t n, const PositionAt& position_at) {
@@ -109,16 +109,16 @@ class KeyLogits {
     for (int64_t i = 0; i < n; ++i) positions[static_cast<size_t>(i)] = position_at(i);
     RotateTo(positions);
   }
-  // Of a tile: logits [num_queries, kTileKeys]. NaN stays NaN.
+  // Writes the tile's logits [num_queries, kTileKeys]. NaN stays NaN.
   void Logits(const float* queries, int64_t num_queries, float* logits) const;
-  // Of a tile: the largest logit of the queries, for each key; a NaN counts as -inf.
+  // Writes for each key of the tile the largest logit over the queries. A NaN counts as -inf.
   void Best(const float* queries, int64_t num_queries, float best[kTileKeys]) const;
 
  private:
-  // Keys where they lie; null: none.
+  // Addresses of the keys; null: no key.
   struct Found {
     std::array<const std::byte*, kTileKeys> keys;
-    std::array<const Float16*, kTileKeys> scales, zeros;  // of codes
+    std::array<const Float16*, kTileKeys> scales, zeros;  // for KeyForm::kCodes
   };
   void Find(int64_t token, int64_t column, Found& found);
   void FindPage(int64_t page);

@@ -1,15 +1,15 @@
-// The arithmetic behind KeyLogits (key_logits.h), apart from it so that vector code and the plain
-// reference can be compared: 64 keys are made a tile, float32 and transposed, and many queries
-// multiply with it.
+// The arithmetic of KeyLogits (key_logits.h), in its own header so that vector code and the plain
+// reference can be compared. 64 keys are made a tile, in float32 and transposed, which is
+// multiplied with many queries:
 //
 //   tile   [head_dim][kTileKeys]   element i of key t at tile[i * kTileKeys + t]
 //   logit  = fma(q_d-1, k_d-1, ... fma(q_1, k_1, fma(q_0, k_0, 0)))
 //
-// A chain of fused operations is the same on every machine and for any number of queries: all forms
-// of a function give the same bits (of a NaN, that it is one).
+// A chain of fused operations is the same on every machine and for any number of queries, so all
+// forms of a function give the same bits (a NaN stays some NaN).
 //
 // This header is included by files compiled with instructions that the machine may lack (see
-// base/simd_units.h): plain data only. Thread-safe.
+// base/simd_units.h), so it holds plain data only. Thread-safe.
 #pragma once
 
 #include <cstddef>
@@ -19,9 +19,9 @@ namespace kvasir::kernels {
 
 inline constexpr int64_t kTileKeys = 64;
 
-// Where the codes of keys lie (paged/key_codes.h), with their scales and zeros.
+// Addresses of key codes (paged/key_codes.h), with their scales and zeros.
 struct CodedKeys {
-  const uint32_t* words[kTileKeys];  // null: a key of its zero throughout
+  const uint32_t* words[kTileKeys];  // null: a key whose elements all are its zero
   float scales[kTileKeys];
   float zeros[kTileKeys];
 };
@@ -32,7 +32,7 @@ struct TileQueries {
   int64_t head_dim = 0;
 };
 
-// Queries of 8 bits for keys of 4: q_i ~ step * code_i, all codes in [-127, 127].
+// Queries in 8 bits for keys in 4: q_i ~ step * code_i, all codes in [-127, 127].
 struct CodedQueries {
   const uint32_t* quads = nullptr;     // [count, 2 * num_words], four codes each: those of the
                                        // elements in a word's even nibbles, then in its odd ones
@@ -43,17 +43,17 @@ struct CodedQueries {
   int64_t num_words = 0;  // of a key
 };
 
-// The codes of a page, as they lie.
+// The codes of a page as stored.
 struct CodedPage {
   const uint32_t* words;   // [kTileKeys, num_words]
   const uint16_t* scales;  // [kTileKeys] float16
   const uint16_t* zeros;
 };
 
-// The keys of a page, as they lie.
+// The keys of a page as stored.
 struct KeyPage {
   const std::byte* keys = nullptr;       // [kTileKeys, head_dim]
-  const std::byte* next_keys = nullptr;  // what is read after them, or null: a hint
+  const std::byte* next_keys = nullptr;  // keys read next, or null; a prefetch hint
 };
 
 // Weights exp(scale * logit - max) of kTileKeys keys. REQUIRES: max is not below scale * logit.
@@ -63,9 +63,9 @@ struct TileWeights {
   float max = 0;
 };
 
-// One form of the functions; any head_dim.
+// One implementation of the functions, for any head_dim.
 struct KeyTileFunctions {
-  // Rows of head_dim elements; null: zeros.
+  // Make a tile of rows of head_dim elements. A null row becomes zeros.
   void (*pack_float32)(const void* const keys[kTileKeys], int64_t head_dim, float* tile);
   void (*pack_bfloat16)(const void* const keys[kTileKeys], int64_t head_dim, float* tile);
   void (*pack_codes)(const CodedKeys& keys, int64_t head_dim, float* tile);
@@ -86,17 +86,17 @@ struct KeyTileFunctions {
   // `transposed` is memory of [num_words, kTileKeys].
   void (*page_logits)(const CodedPage& page, const CodedQueries& queries, uint32_t* transposed,
                       float* logits);
-  // Of kTileKeys logits the largest that is not NaN; -inf where there is none.
+  // Returns the largest of kTileKeys logits that is not NaN; -inf if there is none.
   float (*largest)(const float* logits);
   // sums [kTileKeys] += weights, each within 2 units in the last place, or exp(-88) where it is
   // smaller. NaN stays.
   void (*add_weights)(const TileWeights& weights, float* sums);
-  // In place of kTileKeys logits x: exp(x - max) within 2 units in the last place where x - max is
-  // at least `least`, else 0, also for NaN. REQUIRES: max is finite; least >= -88.
+  // Replaces kTileKeys logits x by exp(x - max), within 2 units in the last place, where x - max is
+  // at least `least`; else, and for NaN, by 0. REQUIRES: max is finite and least >= -88.
   void (*take_weights)(float max, float least, float* logits);
 };
 
-// The fastest form on this machine.
+// The fastest implementation for this machine.
 const KeyTileFunctions& ChosenKeyTile();
 
 extern const KeyTileFunctions kKeyTilePlain;

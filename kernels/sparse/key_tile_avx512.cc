@@ -1,5 +1,5 @@
-// Compiled for AVX-512; see the warning in base/simd_units.h. The vectors come before the
-// functions over them.
+// Compiled for AVX-512; see the warning in base/simd_units.h. The vectors are included before the
+// functions that use them.
 // clang-format off
 #include "kernels/dense/simd_avx512.h"
 // clang-format on

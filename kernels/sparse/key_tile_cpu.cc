@@ -108,7 +108,7 @@ float Largest(const float* logits) {
   return largest;
 }
 
-// As in dense/simd_exp.h, operation by operation.
+// The same operations in the same order as dense/simd_exp.h.
 float Exp(float x) {
   if (std::isnan(x)) return x;
   x = std::clamp(x, -88.0f, 89.0f);

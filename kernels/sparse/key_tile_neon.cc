@@ -1,4 +1,5 @@
-// For Arm; see the warning in base/simd_units.h. The vectors come before the functions over them.
+// For Arm; see the warning in base/simd_units.h. The vectors are included before the functions that
+// use them.
 // clang-format off
 #include "kernels/dense/simd_neon.h"
 // clang-format on
@@ -6,7 +7,7 @@
 namespace kvasir::kernels {
 namespace {
 
-// Codes are below 16, so their bytes have no sign either way.
+// Codes are below 16, so their bytes are the same signed and unsigned.
 inline Vec MultiplyAddBytes(Vec codes, uint32_t quad) {
   const int8x16_t a = vreinterpretq_s8_f32(codes);
   const int8x16_t b = vreinterpretq_s8_u32(vdupq_n_u32(quad));

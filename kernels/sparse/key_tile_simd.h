@@ -1,9 +1,9 @@
-// The functions of key_tile.h over vectors, written once for all widths: key_tile_avx2.cc and
-// key_tile_avx512.cc include their simd_*.h, say how many registers a product may fill, and then
-// include this. Everything has internal linkage (see base/simd_units.h).
+// The functions of key_tile.h over vectors, written once for all widths. key_tile_avx2.cc,
+// key_tile_avx512.cc and key_tile_neon.cc include their simd_*.h, set how many registers a product
+// may fill, and then include this header. Everything has internal linkage (see base/simd_units.h).
 //
-// Whatever is packed is taken as units of four bytes: a float, a pair of bfloat16 neighbours, or
-// eight codes. kSimdWidth units of kSimdWidth keys at a time change places in registers.
+// Packed data is read in units of four bytes: a float, a pair of adjacent bfloat16, or eight codes.
+// kSimdWidth units of kSimdWidth keys at a time are transposed in registers.
 #pragma once
 
 #include <cstddef>
@@ -20,17 +20,17 @@ using IntVec __attribute__((vector_size(sizeof(Vec)))) = int32_t;
 using ShortVec __attribute__((vector_size(sizeof(Vec)))) = int16_t;
 using FloatVec __attribute__((vector_size(sizeof(Vec)))) = float;
 
-// Of bytes without and with a sign: the sums of two products each.
+// Multiplies unsigned codes by the signed bytes of `quad` and sums pairs of adjacent products.
 inline ShortVec MultiplyBytes(UintVec codes, uint32_t quad) {
   return reinterpret_cast<ShortVec>(MultiplyAddBytes(FromBits(codes), quad));
 }
-// Sums of two neighbours each.
+// Sums pairs of adjacent numbers.
 inline IntVec AddPairs(ShortVec v) {
   return reinterpret_cast<IntVec>(AddShorts(reinterpret_cast<Vec>(v)));
 }
 
-// kSimdWidth keys' units, of which load(i) gives the i-th key's, change places. Calls use(i, keys)
-// for the first `count` units.
+// Transposes kSimdWidth keys' units, where load(i) returns those of the i-th key. Calls use(i,
+// keys) for the first `count` units.
 template <typename LoadKey, typename Use>
 inline void TransposeUnits(int64_t count, const LoadKey& load, const Use& use) {
   Vec rows[static_cast<size_t>(kSimdWidth)];
@@ -45,8 +45,8 @@ inline void TransposeUnits(int64_t count, const LoadKey& load, const Use& use) {
   }
 }
 
-// Calls use(unit, first key, the unit of kSimdWidth keys from that key on) for all units;
-// load(key, unit, count) gives the units from that one on, at most kSimdWidth.
+// Calls use(unit, first key, that unit of the kSimdWidth keys from the first on) for all units.
+// load(key, unit, count) returns the key's units from that one on, at most kSimdWidth.
 template <typename LoadUnits, typename Use>
 inline void ForEachUnit(int64_t num_units, const LoadUnits& load, const Use& use) {
   for (int64_t t = 0; t < kTileKeys; t += kSimdWidth) {
@@ -62,7 +62,7 @@ inline void ForEachUnit(int64_t num_units, const LoadUnits& load, const Use& use
 inline Vec LoadUnits(const float* units, int64_t count) {
   return count == kSimdWidth ? Load(units) : LoadPart(units, count);
 }
-// Of keys that lie anywhere, or are missing: zeros.
+// The same for keys at any addresses. A missing key (null) is zeros.
 template <typename Use>
 inline void ForEachUnit(const void* const* keys, int64_t num_units, const Use& use) {
   const auto load = [&](int64_t key, int64_t begin, int64_t count) {
@@ -76,7 +76,7 @@ inline void StoreElement(float* tile, int64_t element, int64_t key, Vec v) {
   Store(tile + element * kTileKeys + key, v);
 }
 
-// How keys lie: units of four bytes with kElements each.
+// The layout of keys: units of four bytes with kElements each.
 struct FloatKeys {
   static constexpr int64_t kElements = 1;
   static constexpr int64_t kBytes = 4;
@@ -101,7 +101,7 @@ void PackFloat32(const void* const* keys, int64_t head_dim, float* tile) {
               [&](int64_t unit, int64_t key, Vec v) { StoreElement(tile, unit, key, v); });
 }
 
-// An odd last element is a unit's first half, and lies alone.
+// An odd last element is half a unit and is packed alone.
 void PackBFloat16(const void* const* keys, int64_t head_dim, float* tile) {
   ForEachUnit(keys, head_dim / 2, [&](int64_t unit, int64_t key, Vec pairs) {
     BFloat16Keys::Split(unit, pairs,
@@ -144,7 +144,7 @@ void Rotate(const float* cos, const float* sin, int64_t head_dim, float* tile) {
   }
 }
 
-// Calls use(query, key, vector) with the logits of query and the keys from that key on.
+// Calls use(query, key, vector) with the logits of the query and the keys from `key` on.
 template <int kRows, typename Use>
 inline void UseProducts(const TileQueries& q, int64_t query, const float* tile, const Use& use) {
   const auto* rows = reinterpret_cast<const std::byte*>(q.queries + query * q.head_dim);
@@ -189,7 +189,7 @@ void Best(const TileQueries& q, const float* tile, float* best) {
   });
 }
 
-// The last element of kSimdWidth keys, where it is half a unit.
+// The last element of kSimdWidth keys where it is half a unit.
 inline Vec LastElements(const std::byte* keys, int64_t head_dim) {
   uint32_t bits[kSimdWidth];
   for (int64_t i = 0; i < kSimdWidth; ++i) {
@@ -200,12 +200,12 @@ inline Vec LastElements(const std::byte* keys, int64_t head_dim) {
   return LoadUnits(reinterpret_cast<const std::byte*>(bits));
 }
 
-// Two vectors of keys at a time: with few queries, the chains of sums of one would wait for each
+// Two vectors of keys at a time: with few queries, the sums of one vector would wait for each
 // other.
 constexpr int kPageVectors = 2;
 
-// Calls use(element, keys) for all elements of the kSimdWidth keys from key t on in the units from
-// `begin` on, which change places in registers.
+// Calls use(element, keys) for all elements of the kSimdWidth keys from key t on, in the units from
+// `begin` on, which are transposed in registers.
 template <typename Keys, typename Use>
 inline void ForEachElement(const KeyPage& page, int64_t head_dim, int64_t t, int64_t begin,
                            const Use& use) {
@@ -219,7 +219,7 @@ inline void ForEachElement(const KeyPage& page, int64_t head_dim, int64_t t, int
   TransposeUnits(count, load, [&](int64_t i, Vec units) { Keys::Split(begin + i, units, use); });
 }
 
-// Logits of kRows queries and a page.
+// Stores the logits of kRows queries and a page.
 template <typename Keys, int kRows>
 inline void StoreKeyLogits(const KeyPage& page, const TileQueries& q, int64_t query,
                            float* logits) {

@@ -18,14 +18,14 @@ namespace {
 
 constexpr float kUnknown = std::numeric_limits<float>::quiet_NaN();
 
-// A code is good enough for a token that has at most this share of the weight that is known: the
-// errors of so many others average out.
+// The code of a token suffices if the token has at most this share of the weight known so far: the
+// errors of that many tokens average out.
 constexpr double kHeavyShare = 1.0 / 256;
 
-// A sum of weights exp(logit), in a float32 for each column of a tile.
+// A sum of weights exp(logit), kept as one float32 per column of a tile.
 class WeightSum {
  public:
-  // The logits [kTileKeys] of a tile, before they are scaled.
+  // Adds the weights of a tile's unscaled logits [kTileKeys].
   void Add(const KeyTileFunctions& functions, const float* logits, float scale) {
     const float max = scale * functions.largest(logits);
     if (max > max_) {
@@ -35,7 +35,7 @@ class WeightSum {
     }
     functions.add_weights({.logits = logits, .scale = scale, .max = max_}, sums_.data());
   }
-  // Where the largest logit is `max`.
+  // Returns the sum relative to exp(max).
   double SumAt(float max) const {
     const double sum = std::accumulate(sums_.begin(), sums_.end(), 0.0);
     return sum * std::exp(static_cast<double>(max_ - max));
@@ -43,30 +43,30 @@ class WeightSum {
   float max() const { return max_; }
 
  private:
-  float max_ = std::numeric_limits<float>::lowest();  // finite: -inf weighs nothing beside it
+  float max_ = std::numeric_limits<float>::lowest();  // finite, so that -inf has weight 0
   std::array<float, kTileKeys> sums_ = {};
 };
 
-// What is known of a query head.
+// The weights of one query head so far.
 struct HeadSums {
   WeightSum kept;
   WeightSum rest;
-  float heavy = -std::numeric_limits<float>::infinity();  // logits above may be of heavy tokens
+  float heavy = -std::numeric_limits<float>::infinity();  // only logits above it may be heavy
 
-  // NaN where there is no weight.
+  // NaN if there is no weight.
   double Share() const {
     const float max = std::max(kept.max(), rest.max());
     const double own = kept.SumAt(max);
     return max == WeightSum().max() ? kUnknown : own / (own + rest.SumAt(max));
   }
-  // The total only grows, so that an old limit is a lower one.
+  // The total only grows, so an old limit is too low but never too high.
   void RaiseHeavy() {
     const float max = std::max(kept.max(), rest.max());
     heavy = max + static_cast<float>(std::log(kHeavyShare * (kept.SumAt(max) + rest.SumAt(max))));
   }
 };
 
-// Memory of one thread.
+// Working memory of one thread.
 struct ThreadMemory {
   ThreadMemory(ScratchPieces& pieces, const SelectParams& p) : tile(pieces, p), codes(pieces, p) {
     const int64_t group = p.q.dim(1) / p.kv.layout.num_kv_heads;
@@ -81,14 +81,14 @@ struct ThreadMemory {
 
   KeyLogits::Memory tile;
   CodeLogits::Memory codes;
-  float* distant;   // [G, head_dim]: queries as keys between sink and window meet them
-  float* placed;    // [G, head_dim]: as sink and window do
+  float* distant;   // [G, head_dim]: queries for keys between sink and window
+  float* placed;    // [G, head_dim]: queries for keys of sink and window
   float* logits;    // [G, kTileKeys]
   int32_t* tokens;  // [context]
   HeadSums* heads;  // [G]
 };
 
-// One row of kind list.
+// The estimate of one row of kind kList.
 class RowEstimate {
  public:
   RowEstimate(const SelectRow& row, const ThreadMemory& memory)
@@ -112,7 +112,7 @@ class RowEstimate {
   }
 
  private:
-  // Returns the distant ones.
+  // Fills `placed` and `distant`, and returns `distant`.
   static const float* LoadQueries(const SelectRow& row, const ThreadMemory& memory) {
     for (int64_t g = 0; g < row.group; ++g) {
       float* const placed = memory.placed + g * row.p.kv.layout.head_dim;
@@ -125,7 +125,7 @@ class RowEstimate {
     return memory.distant;
   }
 
-  // Tokens of [begin, end) that are attended to.
+  // Adds the tokens of [begin, end) that are attended to.
   void AddKept(int64_t begin, int64_t end, const float* queries) {
     int64_t count = 0;
     SelectedPages walk(row_.header, row_.list, row_.block.first_position);
@@ -150,7 +150,7 @@ class RowEstimate {
     });
   }
 
-  // What is not attended to lies between sink and window.
+  // Adds the tokens that are not attended to, all of which lie between sink and window.
   void AddRest() {
     const int64_t begin = row_.header.sink_end, end = row_.header.window_begin;
     SelectedPages walk(row_.header, row_.list, row_.block.first_position);
@@ -174,7 +174,7 @@ class RowEstimate {
     if (num_heavy_ >= kTileKeys) AddHeavy();
   }
 
-  // Puts aside what is heavy for some head.
+  // Puts aside the tokens that are heavy for some head.
   void TakeHeavy(int64_t page) {
     uint64_t heavy = 0;
     for (int64_t g = 0; g < row_.group; ++g) {
@@ -191,7 +191,7 @@ class RowEstimate {
       heavy_[static_cast<size_t>(num_heavy_++)] = page * kPageTokens + std::countr_zero(heavy);
     }
   }
-  // From the logits of a page: these tokens weigh nothing.
+  // Sets these tokens' logits in the page to -inf, so that they have weight 0.
   void TakeOut(uint64_t tokens) {
     for (; tokens != 0; tokens &= tokens - 1) {
       for (int64_t g = 0; g < row_.group; ++g) {

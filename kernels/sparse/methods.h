@@ -1,5 +1,6 @@
-// The list of sparse methods. A new one is a folder, its header and its name in methods.cc, and a
-// field in sparsity.proto for policies (docs/sparse_methods.md, "Adding a method"). Thread-safe.
+// The list of sparse methods. A new method needs a folder, its header and its name in methods.cc,
+// and a field in sparsity.proto for policies (docs/sparse_methods.md, "Adding a method").
+// Thread-safe.
 #pragma once
 
 #include <memory>
@@ -15,8 +16,8 @@
 
 namespace kvasir::kernels {
 
-// What a policy fixes of a method beside its name: fields of its message in sparsity.proto that
-// are set.
+// An option that a policy fixes for a method besides its name: a field that is set in the method's
+// message in sparsity.proto.
 struct MethodOption {
   std::string name;
   std::string value;
@@ -25,7 +26,8 @@ using MethodOptions = std::vector<MethodOption>;
 
 struct SelectorMethod {
   absl::string_view name;  // as in sparsity.proto and the --sparse-selector flag
-  // INVALID_ARGUMENT, saying what there is, for an option or a value that the method does not have.
+  // INVALID_ARGUMENT, listing what is valid, for an option or a value that the method does not
+  // have.
   absl::StatusOr<std::unique_ptr<Selector>> (*make)(const MethodOptions& options);
 };
 
@@ -41,7 +43,7 @@ struct ReuseMethod {
 
 struct TerminatorMethod {
   absl::string_view name;  // as in sparsity.proto and the --sparse-terminate flag
-  // As of SelectorMethod.
+  // The same contract as SelectorMethod::make.
   absl::StatusOr<std::unique_ptr<Terminator>> (*make)(const MethodOptions& options);
 };
 

@@ -1,6 +1,6 @@
-// The stages of policies by their names (methods.cc). Built once from the server's configuration
-// and shared by all rows that name them; a row's numbers come with the row (SelectionNumbers).
-// Thread-safe.
+// Builds the stages of policies from their names (methods.cc). Stages are built once from the
+// server's configuration and shared by all rows that name them. A row brings its own numbers
+// (SelectionNumbers). Thread-safe.
 #pragma once
 
 #include <memory>
@@ -13,8 +13,8 @@
 
 namespace kvasir::kernels {
 
-// INVALID_ARGUMENT, listing the names there are, for an unknown name, and for options that the
-// method does not have.
+// INVALID_ARGUMENT for an unknown name, listing the known ones, and for options that the method
+// does not have.
 absl::StatusOr<std::unique_ptr<Selector>> MakeSelector(absl::string_view name,
                                                        const MethodOptions& options = {});
 

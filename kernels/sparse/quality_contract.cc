@@ -23,7 +23,7 @@ absl::Status ContractKeeper::Keep(const Stages& stages, const SelectParams& para
                                   PageSelection& selection, Executor& executor) {
   if (!Begin(params, selection)) return absl::OkStatus();
   SelectParams p = params;
-  p.memories = {};  // what is remembered are selections with the policy's own budget
+  p.memories = {};  // only selections with the policy's own budget are remembered
   p.numbers = numbers_;
   p.wanted = wanted_;
   KVASIR_RETURN_IF_ERROR(Estimate(p, selection, executor));
@@ -40,7 +40,7 @@ absl::Status ContractKeeper::Keep(const Stages& stages, const SelectParams& para
   }
 }
 
-// False: no row has a contract.
+// Returns false if no row has a contract.
 bool ContractKeeper::Begin(const SelectParams& params, const PageSelection& selection) {
   const auto rows = static_cast<size_t>(selection.num_rows);
   group_ = params.q.dim(1) / params.kv.layout.num_kv_heads;
@@ -58,7 +58,7 @@ bool ContractKeeper::Begin(const SelectParams& params, const PageSelection& sele
   return any;
 }
 
-// Of the wanted rows, and whether they are in violation: kMissed, for now.
+// Estimates the wanted rows and judges them. A violation is kMissed until it is repaired.
 absl::Status ContractKeeper::Estimate(const SelectParams& params, const PageSelection& selection,
                                       Executor& executor) {
   KVASIR_RETURN_IF_ERROR(EstimateMass(params, selection, masses_, executor));
@@ -72,7 +72,7 @@ absl::Status ContractKeeper::Estimate(const SelectParams& params, const PageSele
   return absl::OkStatus();
 }
 
-// An unknown mass, of a row that fails, is no violation.
+// An unknown (NaN) mass, which a row with a fault has, is no violation.
 bool ContractKeeper::IsViolated(int64_t row, const SelectionNumbers& numbers) const {
   const auto begin = masses_.begin() + row * group_;
   return std::any_of(begin, begin + group_, [&](float mass) {
@@ -93,9 +93,9 @@ void ContractKeeper::MakeDense(const SelectParams& params, const PageSelection& 
   }
 }
 
-// Doubles the budgets of blocks with rows in violation, which are wanted from now on; at layer
-// scope all rows of a block are, on all ranks, where one is in violation. False: there is nothing
-// left to widen.
+// Doubles the budgets of query tiles with rows in violation and makes these rows the wanted ones.
+// At layer scope all rows of such a tile are wanted, on all ranks. Returns false if nothing is left
+// to widen.
 absl::StatusOr<bool> ContractKeeper::Widen(const SelectParams& params, Scope scope) {
   const auto heads = static_cast<size_t>(params.kv.layout.num_kv_heads);
   const bool of_layer = scope == Scope::kLayer;

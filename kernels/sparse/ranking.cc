@@ -10,12 +10,12 @@ namespace kvasir::kernels {
 
 namespace {
 
-// Most of many items are far below the best: a histogram of the leading bits of their scores tells
-// which, and only the others are compared.
+// If items are many, most are far below the best. A histogram of the leading bits of their scores
+// finds the others, and only these are compared.
 constexpr size_t kManyItems = 4096;
 constexpr size_t kBuckets = 2048;
 
-// Moves the items of the `count` best's buckets to the front, and returns how many they are.
+// Moves the items in the buckets of the `count` best to the front and returns their number.
 size_t KeepBestBuckets(std::span<Ranked> items, size_t count) {
   std::array<uint32_t, kBuckets> sizes = {};
   for (const Ranked item : items) ++sizes[item.Bucket(kBuckets)];

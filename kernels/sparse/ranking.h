@@ -1,4 +1,4 @@
-// Choosing the best by score, deterministically (rule R6). Called by selectors. Thread-safe.
+// Chooses the best items by score, deterministically (rule R6). Called by selectors. Thread-safe.
 #pragma once
 
 #include <bit>
@@ -11,7 +11,7 @@
 
 namespace kvasir::kernels {
 
-// Maps scores to integers of the same order; NaN counts as -inf, -0 as 0.
+// Maps scores to integers of the same order. NaN counts as -inf, -0 as 0.
 KVASIR_HOST_DEVICE constexpr uint32_t OrderedScore(float score) {
   constexpr uint32_t kSign = 0x80000000u;
   if (score != score) score = -std::numeric_limits<float>::infinity();
@@ -23,9 +23,9 @@ KVASIR_HOST_DEVICE constexpr float ScoreOfOrdered(uint32_t ordered) {
   return std::bit_cast<float>((ordered & kSign) != 0 ? ordered ^ kSign : ~ordered);
 }
 
-// A score and the number of what it belongs to (a page, a token, a chunk) as one integer that
-// orders as selections must: larger score first, then the larger number (recency); NaN orders as
-// -inf. Numbers are below 2^32.
+// A score and the number of its item (a page, token or chunk) as one integer that orders as
+// selections must: larger score first, then larger number (recency). NaN orders as -inf. Item
+// numbers are below 2^32.
 class Ranked {
  public:
   Ranked() = default;
@@ -33,9 +33,9 @@ class Ranked {
       : bits_(static_cast<uint64_t>(OrderedScore(score)) << 32 | static_cast<uint64_t>(item)) {}
 
   KVASIR_HOST_DEVICE int64_t item() const { return static_cast<int64_t>(bits_ & 0xffffffffu); }
-  // -inf where it was NaN.
+  // -inf if the score was NaN.
   float score() const { return ScoreOfOrdered(static_cast<uint32_t>(bits_ >> 32)); }
-  // Items of a higher one of `buckets` (a power of two) are better.
+  // Bucket of the item, of `buckets` (a power of two). Items in a higher bucket are better.
   size_t Bucket(size_t buckets) const {
     return static_cast<size_t>(bits_ >> (64 - std::countr_zero(buckets)));
   }

@@ -1,5 +1,6 @@
-// What every selector does the same way: the checks of Select and, in selection_header.h, the row's
-// header. Called by the selectors, and by who sets up attention. Thread-safe.
+// The parts that all CPU selectors share: the checks of Select, iteration over rows, and writing of
+// lists (selection_header.h has the row's header). Called by selectors and by the code that sets up
+// attention. Thread-safe.
 #pragma once
 
 #include <cstddef>
@@ -21,27 +22,27 @@
 
 namespace kvasir::kernels {
 
-// "group" or "layer"; INVALID_ARGUMENT for anything else.
+// Parses "group" or "layer". INVALID_ARGUMENT for anything else.
 absl::StatusOr<Scope> ScopeNamed(absl::string_view selector, absl::string_view name);
 
-// Shapes, query blocks and numbers of a Select call; `selector` opens the message.
+// Checks shapes, query tiles and numbers of a Select call. `selector` opens the message.
 absl::Status CheckSelect(absl::string_view selector, const SelectParams& params,
                          const PageSelection& out);
 
-// INVALID_ARGUMENT unless a row of `out` has room for what `selector` may choose.
+// INVALID_ARGUMENT unless a row of `out` has room for all that `selector` may choose.
 absl::Status CheckCapacity(absl::string_view name, const Selector& selector,
                            const SelectParams& params, const PageSelection& out);
 
-// Where keys are cached un-rotated, selectors see all candidates at one distance from query r of a
-// block, so that it is their content that counts: the distance of the newest list token in compact
-// positions, which is right behind the query's window.
+// Distance from query r of a tile at which selectors see all candidates where keys are cached
+// un-rotated, so that only their content counts. It is the distance of the newest list token in
+// compact positions: the one just before the query's window.
 constexpr int64_t SelectionDistance(const SelectionNumbers& numbers, int64_t r) {
   return numbers.window_tokens + r;
 }
-// Makes these distances known to params.rope, if there is one.
+// Adds these distances to params.rope, if it is set.
 void ReserveDistances(const SelectParams& params, Executor& executor);
 
-// One row of a Select call: (query block, KV head). Borrowed from the call.
+// One row of a Select call: (query tile, KV head). Borrows from the call.
 struct SelectRow {
   SelectRow(const SelectParams& params, const PageSelection& out, int64_t row)
       : p(params),
@@ -54,7 +55,7 @@ struct SelectRow {
         header(out.header(row)),
         list(out.list(row)) {}
 
-  // Of query r of the block and head g of the group, in the batch's q.
+  // Row of query r of the tile and head g of the group in the batch's q.
   int64_t q_row(int64_t r, int64_t g) const {
     return (block.first_row + r) * p.q.dim(1) + kv_head * group + g;
   }
@@ -62,7 +63,7 @@ struct SelectRow {
   int64_t candidates_end() const { return header.window_begin + numbers.reach_tokens; }
 
   const SelectParams& p;
-  const int64_t index;  // of the row
+  const int64_t index;  // of the row in the selection
   const QueryBlock& block;
   const SelectionNumbers& numbers;
   const int64_t kv_head;
@@ -72,15 +73,14 @@ struct SelectRow {
   SelectionEntry* list;
 };
 
-// Whether the row is wanted, and a stage of it is to run.
+// Whether the row is wanted and at least one of its stages must run.
 inline bool IsToRun(const SelectRow& row) {
   const SelectParams& p = row.p;
   if (!p.wanted.empty() && p.wanted[static_cast<size_t>(row.index)] == 0) return false;
   return row.memory == nullptr || !row.memory->serves();
 }
 
-// Calls select(SelectRow, thread) for every wanted row of which a stage is to run, on the
-// executor's threads.
+// Calls select(SelectRow, thread), on the executor's threads, for every row where IsToRun.
 template <typename Select>
 void ForEachRow(const SelectParams& params, const PageSelection& out, Executor& executor,
                 const Select& select) {
@@ -91,8 +91,8 @@ void ForEachRow(const SelectParams& params, const PageSelection& out, Executor& 
   executor.ParallelFor(out.num_rows, std::ref(run));  // a larger closure would be allocated
 }
 
-// The same, with what lay_out(ScratchPieces&) gives for each thread in the call's scratch:
-// select(SelectRow, memory&).
+// The same, with select(SelectRow, memory&). `memory` is the result of lay_out(ScratchPieces&),
+// laid out for each thread in the call's scratch.
 template <typename LayOut, typename Select>
 absl::Status WithThreadMemory(const SelectParams& params, const PageSelection& out,
                               Executor& executor, const LayOut& lay_out, const Select& select) {
@@ -108,11 +108,11 @@ absl::Status WithThreadMemory(const SelectParams& params, const PageSelection& o
   return absl::OkStatus();
 }
 
-// Appends chosen tokens to a row's list. An entry's score is the best of its tokens'.
+// Appends chosen tokens to a row's list. An entry's score is the best score of its tokens.
 class ListWriter {
  public:
   ListWriter(SelectionHeader& header, SelectionEntry* list) : header_(header), list_(list) {}
-  // REQUIRES: ascending; the list has room (CheckCapacity).
+  // REQUIRES: calls are ascending, and the list has room (CheckCapacity).
   void Add(int64_t begin, int64_t end, float score);
 
  private:
@@ -120,11 +120,12 @@ class ListWriter {
   SelectionEntry* list_;
 };
 
-// Gives the first row's header and list to the other rows of a query block: one selection for all
+// Copies the first row's header and list to the other rows of a query tile: one selection for all
 // KV heads.
 void ShareWithinBlock(const PageSelection& block_rows);
 
-// What `terminator` may leave unread of a block: nothing where rule R2 says so.
+// Returns how `terminator` may end a query tile's rows early, and outside which sink and window.
+// Empty where rule R2 holds or there is no terminator.
 Termination MakeTermination(const Terminator* terminator, const QueryBlock& block,
                             const SelectionNumbers& numbers);
 

@@ -1,5 +1,5 @@
-// What selectors and pruners on the GPU do the same way before their kernels start: the checks of a
-// call, and the params as kernels take them. Called by quest_cuda.cc and its like. Thread-safe.
+// The parts that selectors and pruners on the GPU share before their kernels start: the checks of a
+// call and the params that kernels take. Called by quest_cuda.cc and its siblings. Thread-safe.
 // Only in builds with CUDA.
 #pragma once
 
@@ -15,10 +15,10 @@
 
 namespace kvasir::kernels {
 
-// Query heads of a KV head at most, where a kernel holds something of each in registers.
+// Most query heads of a KV head, for kernels that hold something of each in registers.
 inline constexpr int64_t kMaxCudaGroup = 8;
 
-// A Select or Prune call as its kernels see it. All pointers are device memory.
+// A Select or Prune call as kernels take it. All pointers are device memory.
 struct SelectLaunch {
   const void* q = nullptr;  // [tokens, KV heads x group, head_dim]
   DType q_dtype = DType::kFloat32;
@@ -27,22 +27,22 @@ struct SelectLaunch {
   int64_t layer = 0;
   float scale = 0;
   const QueryBlock* blocks = nullptr;
-  const SelectionNumbers* numbers = nullptr;        // one per block
-  const DeviceSelectionMemory* memories = nullptr;  // one per block; null: no row remembers
+  const SelectionNumbers* numbers = nullptr;        // one per query tile
+  const DeviceSelectionMemory* memories = nullptr;  // one per query tile; null: no row remembers
   PageSelection out = {};
   DeviceRopePositions rope = {};
 };
 
-// INVALID_ARGUMENT, opened by `name`, on shapes, or on what no kernel here serves: head_dim other
-// than 64 and 128, q or KV other than float32 and bfloat16, rows with a memory on the CPU.
+// INVALID_ARGUMENT, opened by `name`, on shapes and on calls that no kernel here serves: head_dim
+// other than 64 and 128, q or KV other than float32 and bfloat16, rows with a memory on the CPU.
 absl::StatusOr<SelectLaunch> MakeSelectLaunch(absl::string_view name, const SelectParams& params,
                                               const PageSelection& out, const std::byte* workspace);
 
-// INVALID_ARGUMENT where keys are cached un-rotated and queries are, too: of a selector whose
-// kernels rotate nothing (distant_queries_cuda.h).
+// INVALID_ARGUMENT where both keys and queries are un-rotated. For selectors whose kernels rotate
+// nothing (distant_queries_cuda.h).
 absl::Status RequirePlacedQueries(absl::string_view name, const SelectParams& params);
 
-// FAILED_PRECONDITION unless the KV keeps bounds, or key codes.
+// FAILED_PRECONDITION unless the KV keeps bounds, or key codes respectively.
 absl::Status RequireBounds(absl::string_view name, const PagedKv& kv);
 absl::Status RequireKeyCodes(absl::string_view name, const PagedKv& kv);
 

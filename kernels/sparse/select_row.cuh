@@ -1,4 +1,4 @@
-// One row of a Select or Prune call in a kernel: (query block, KV head), and its queries. For
+// One row of a Select or Prune call in a kernel: (query tile, KV head), and its queries. For
 // kernels of selectors and pruners.
 #pragma once
 
@@ -24,12 +24,12 @@ struct DeviceRow {
   SelectionNumbers numbers;
 };
 
-// What turns a head's pairs of elements to one position.
+// The rotation of a head's pairs of elements to one position.
 struct RotationAt {
   __device__ RotationAt(const DeviceRopePositions& rope, int64_t half_dim, int64_t position)
       : cos(rope.cos + position * half_dim), sin(rope.sin + position * half_dim) {}
 
-  // Element i and that half a head further on.
+  // Rotates element i and the element half a head after it.
   __device__ float2 Rotate(int i, float x, float y) const {
     return {x * cos[i] - y * sin[i], y * cos[i] + x * sin[i]};
   }
@@ -50,7 +50,7 @@ struct alignas(16) KeyVector {
   Kv values[kElements];
 };
 
-// Where the page's keys are; null, and the slot's fault set, where they are not.
+// Returns the page's keys. Null, with the slot's fault set, if the page is absent.
 __device__ inline const std::byte* FindKeys(const SelectLaunch& p, const DeviceRow& row,
                                             int64_t page, uint8_t* faults) {
   const PageRef ref = p.kv.Peek(row.block.slot, page, p.layer, row.kv_head);
@@ -59,7 +59,7 @@ __device__ inline const std::byte* FindKeys(const SelectLaunch& p, const DeviceR
   return nullptr;
 }
 
-// Element `element` of query r of the row's block, for head g of its group.
+// Element `element` of query r of the row's tile, for head g of its group.
 __device__ inline float QueryElement(const SelectLaunch& p, const DeviceRow& row, int64_t r,
                                      int64_t g, int64_t element) {
   const int64_t q_row =
@@ -78,7 +78,7 @@ __device__ inline float MeanElement(const SelectLaunch& p, const DeviceRow& row,
   return sum / static_cast<float>(end - begin);
 }
 
-// Elements 4 i to 4 i + 3.
+// Elements 4 i to 4 i + 3 of query r of the row's tile, for head g of its group.
 __device__ inline float4 QueryFour(const SelectLaunch& p, const DeviceRow& row, int64_t r,
                                    int64_t g, int64_t i) {
   const int64_t q_row =

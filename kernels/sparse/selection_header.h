@@ -1,5 +1,5 @@
-// What a selector draws before it looks at a key: the row's header (stages.h), and the pages that
-// its candidates lie in. For CPU and GPU alike. Thread-safe.
+// The part of a selection that needs no key: the row's header (stages.h) and the pages that hold
+// its candidates. Shared by CPU and GPU. Thread-safe.
 #pragma once
 
 #include <algorithm>
@@ -11,20 +11,20 @@
 
 namespace kvasir::kernels {
 
-// Pages, or blocks, that cover `tokens`.
+// Number of pages, or token blocks, that cover `tokens`.
 KVASIR_HOST_DEVICE constexpr int64_t CeilPages(int64_t tokens) {
   return (tokens + kPageTokens - 1) / kPageTokens;
 }
 
-// The header of a row that attends to everything.
+// Returns the header of a row that attends to everything.
 KVASIR_HOST_DEVICE inline SelectionHeader MakeAllHeader(const QueryBlock& block) {
   return {.kind = SelectionHeader::Kind::kAll,
           .query_position = block.first_position,
           .made_at = block.first_position};
 }
 
-// The header of a list without entries: sink and window as stages.h draws them; kAll where rule R2
-// says so.
+// Returns the header of a list without entries, with sink and window as stages.h defines them; kAll
+// where rule R2 holds.
 KVASIR_HOST_DEVICE inline SelectionHeader MakeHeader(const QueryBlock& block,
                                                      const SelectionNumbers& numbers) {
   const int64_t context = block.first_position + block.num_rows;
@@ -41,7 +41,7 @@ KVASIR_HOST_DEVICE inline SelectionHeader MakeHeader(const QueryBlock& block,
           .made_at = block.first_position};
 }
 
-// Candidates are the tokens [sink_end, window_begin + reach), so many. None for kAll.
+// Number of candidates: the tokens [sink_end, window_begin + reach). 0 for kAll.
 KVASIR_HOST_DEVICE inline int64_t NumCandidates(const SelectionHeader& header,
                                                 const SelectionNumbers& numbers) {
   if (header.kind == SelectionHeader::Kind::kAll) return 0;
@@ -54,7 +54,7 @@ struct PageRange {
   KVASIR_HOST_DEVICE int64_t size() const { return end - begin; }
 };
 
-// Pages that hold candidates.
+// Returns the pages that hold candidates.
 KVASIR_HOST_DEVICE inline PageRange CandidatePages(const SelectionHeader& header,
                                                    const SelectionNumbers& numbers) {
   const int64_t count = NumCandidates(header, numbers);

@@ -1,14 +1,14 @@
 // Logits of coded keys (kernels/paged/key_codes.h) for the bfloat16 queries of one token, by the
-// warp's matrix product: a warp takes 32 keys at a time, straight from memory into registers. Codes
-// are operands as they lie in their words: float16 numbers of so few bits are subnormal, a code x
-// 2^-24, or 16 times that. Queries are float16 numbers, too, scaled by powers of two so that
-// nothing is lost. For kernels of decode; key_code_logits.cuh serves any queries.
+// warp's matrix product. A warp takes 32 keys at a time, straight from memory into registers. Codes
+// are operands as they lie in their words: as float16 numbers with so few bits they are subnormal,
+// a code x 2^-24, or 16 times that. Queries are float16 numbers, too, scaled by powers of two so
+// that no bit is lost. For kernels of decode; key_code_logits.cuh serves any queries.
 //
 //   a product   rows     sixteen keys, of which lane 4 g + t has g and g + 8
-//               columns  eight queries, of which it gives elements of query g, and gets the
-//                        products with queries 2 t and 2 t + 1
-//               depth    16 elements, of which the lane has four: t's share of a head are
-//                        kHeadDim / 4 elements side by side
+//               columns  eight queries; the lane gives elements of query g and gets the products
+//                        with queries 2 t and 2 t + 1
+//               depth    16 elements, of which the lane has four: t's share of a head is
+//                        kHeadDim / 4 adjacent elements
 #pragma once
 
 #include <bit>
@@ -24,15 +24,16 @@
 
 namespace kvasir::kernels {
 
-// Eight queries in shared memory, as the lanes of a warp want them.
+// Eight queries in shared memory, laid out for the lanes of a warp.
 template <int kHeadDim>
 class TokenQueries {
  public:
   static constexpr int kSteps = kHeadDim / 16;
   static constexpr int kQueries = 8;
 
-  // The queries of the row's only token; behind the last, the last again: it changes no maximum. A
-  // warp takes one; by all threads of the block, which have eight warps at least.
+  // Loads the queries of the row's only token. Places after the last query repeat it, which changes
+  // no maximum. Each warp takes one query. By all threads of the CTA, which has at least eight
+  // warps.
   __device__ void Load(const SelectLaunch& p, const DeviceRow& row) {
     const int query = static_cast<int>(threadIdx.x) / kWarpThreads;
     if (query >= kQueries) return;
@@ -57,7 +58,7 @@ class TokenQueries {
     for (int distance = 1; distance < kWarpThreads; distance *= 2) {
       sum += __shfl_xor_sync(kAllLanes, sum, distance);
     }
-    // As float16 the greatest is in [2^14, 2^15).
+    // As float16 the largest element is in [2^14, 2^15).
     const int exponent = min(max(static_cast<int>(__float_as_uint(greatest) >> 23), 14), 244);
     const float scale = __uint_as_float(static_cast<uint32_t>(268 - exponent) << 23);
     const float back = __uint_as_float(static_cast<uint32_t>(exponent + 10) << 23);
@@ -77,30 +78,30 @@ class TokenQueries {
   struct Operand {
     uint32_t parts[2];
   };
-  // The lane's part.
+  // The lane's part of the operand of a step.
   __device__ Operand operand(int step) const { return operands_[step][threadIdx.x % kWarpThreads]; }
-  // The logit q . k~, not scaled, of query 2 t + i and a key, from the product of its codes.
+  // The unscaled logit q . k~ of query 2 t + i and a key, from the product of its codes.
   __device__ float Logit(int i, float product, float key_scale, float key_zero) const {
     const float2 factors = factors_[threadIdx.x % 4 * 2 + i];
     return key_scale * (factors.x * product) + key_zero * factors.y;
   }
 
  private:
-  static constexpr int kLanePairs = kHeadDim / 2 / kWarpThreads;  // that a lane loads
-  static constexpr int kSharePairs = kHeadDim / 8;                // that a lane multiplies
+  static constexpr int kLanePairs = kHeadDim / 2 / kWarpThreads;  // pairs that a lane loads
+  static constexpr int kSharePairs = kHeadDim / 8;                // pairs that a lane multiplies
 
   alignas(8) Operand operands_[kSteps][kWarpThreads];
-  float2 factors_[kQueries];  // of products, NaN where the query is not finite; sum of elements
+  float2 factors_[kQueries];  // factor of products (NaN: query not finite), sum of elements
 };
 
-// A lane's part of 32 keys on their way through registers.
+// A lane's part of 32 keys, in registers.
 template <int kHeadDim>
 class TokenKeys {
  public:
-  static constexpr int kKeys = 4;  // of a lane: lane / 4 and each eighth behind it
+  static constexpr int kKeys = 4;  // of a lane: key lane / 4 and every eighth key after it
 
-  // Sends for half of 32 keys that lie side by side, to the L2 cache: from this token of a page on,
-  // or up to it. Others may come, too.
+  // Prefetches half of 32 adjacent keys to the L2 cache: those from this token of a page on, or
+  // those up to it. May fetch others, too.
   __device__ static void Prefetch(const KvLayout& pages, const std::byte* page, int64_t token,
                                   bool is_last) {
     constexpr int kLineBytes = 128;
@@ -115,13 +116,13 @@ class TokenKeys {
     hopper::PrefetchLine(codes.zero);
   }
 
-  // Those side by side from token `begin` on, in the pages `first` and `last` (codes; null: there
-  // are none, and their logits are NaN).
+  // Loads the adjacent keys from token `begin` on, in the pages `first` and `last` (codes; null:
+  // there are none, and their logits are NaN).
   __device__ void Load(const KvLayout& pages, const std::byte* first, const std::byte* last,
                        int begin) {
     constexpr int kPage = static_cast<int>(kPageTokens);
     KvLayout layout = pages;
-    layout.head_dim = kHeadDim;  // a constant, so that what follows from it is one
+    layout.head_dim = kHeadDim;  // a constant, so that offsets made from it are constants
     const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
 #pragma unroll
     for (int i = 0; i < kKeys; ++i) {
@@ -138,7 +139,7 @@ class TokenKeys {
     }
   }
 
-  // The best logit of the lane's queries with its key i; NaN is left out. By all lanes.
+  // Writes the best logit of the lane's queries with its key i, ignoring NaN. By all lanes.
   __device__ void BestLogits(const TokenQueries<kHeadDim>& queries, float (&best)[kKeys]) const {
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {

@@ -9,8 +9,9 @@
 namespace kvasir::kvstore {
 namespace {
 
-// What is hashed: fields [tag: 1 byte][length: 8 bytes, little-endian][bytes]. Each message starts
-// with a kDomain field, so a scope is never a block, and no two lists of fields encode alike.
+// The hash input is a list of fields [tag: 1 byte][length: 8 bytes, little-endian][bytes]. Each
+// message starts with a kDomain field, so a scope is never a block, and no two lists of fields
+// encode alike.
 enum class Tag : uint8_t {
   kDomain = 1,
   kTenant = 2,

@@ -1,15 +1,16 @@
-// Which token blocks exist and which prefixes they hold: the coordinator's half of the KV store. It
-// hands out block ids (never the same twice), finds the longest cached prefix of a prompt, and
-// decides which idle block goes when room is needed. It holds no KV bytes. Hidden: the hash chain,
-// the LRU order, the tree of prefixes. Called by the scheduler. Thread-compatible: the scheduler's
-// thread only, which also destroys the handles; the index outlives them.
+// Index of the token blocks that exist and the prefixes they hold: the coordinator's half of the KV
+// store. It hands out block ids (never the same twice), finds the longest cached prefix of a
+// prompt, and decides which idle block leaves when room is needed. It holds no KV bytes. It hides
+// the hash chain, the LRU order, the tree of prefixes. Called by the scheduler. Thread-compatible:
+// used only by the scheduler's thread, which also destroys the handles; the index outlives them.
 //
 // Every block is in exactly one state:
 //   free    not allocated
-//   held    somebody has a handle to it or to a cached block that continues it
-//   idle    cached, and neither it nor anything that continues it is held: evictable
-// A held block keeps its whole prefix held, so a parent always becomes idle behind its children:
-// evicting the longest idle block takes leaves first and never makes a cached block unreachable.
+//   held    there is a handle to it or to a cached block that continues it
+//   idle    cached, and neither it nor any block that continues it is held: evictable
+// A held block keeps its whole prefix held, so a parent always becomes idle after its children:
+// evicting the block that has been idle longest takes leaves first and never makes a cached block
+// unreachable.
 #pragma once
 
 #include <array>
@@ -29,7 +30,7 @@
 
 namespace kvasir::kvstore {
 
-// Everything besides tokens that decides what the KV of a prefix is. Fields are tagged and
+// Everything besides tokens that determines the KV of a prefix. Fields are tagged and
 // length-prefixed in the hash, so no two different scopes collide.
 struct PrefixScope {
   std::string tenant;
@@ -38,18 +39,18 @@ struct PrefixScope {
   std::string prefill_policy;  // canonical bytes of the prefill part of the policy
 };
 
-// The first link of a chain.
+// Returns the first link of a chain.
 PrefixHash HashScope(const PrefixScope& scope);
-// The link of a full block of tokens behind `parent`. `decode_policy` is empty but for blocks
-// written during a sparse decode. SHA-256.
+// Returns the link of a full block of tokens after `parent`. `decode_policy` is empty except for
+// blocks written during a sparse decode. SHA-256.
 PrefixHash HashBlock(const PrefixHash& parent, absl::Span<const int32_t> tokens,
                      absl::string_view decode_policy);
-// HashBlock, but for tests that play a weak hash.
+// HashBlock, except in tests that play a weak hash.
 using BlockHasher = std::function<PrefixHash(
     const PrefixHash& parent, absl::Span<const int32_t> tokens, absl::string_view decode_policy)>;
 
-// The positions of a sequence in whose KV its decode part had a hand. Blocks that reach behind
-// `begin` have `key` in their hash, which names the decode part and the position: they are what any
+// Positions of a sequence whose KV depends on its decode part. Blocks that reach past `begin`
+// have `key` in their hash, which names the decode part and the position. Such a block is what any
 // sequence with the same tokens and the same key would compute, and no other.
 struct DecodePart {
   int64_t begin = std::numeric_limits<int64_t>::max();
@@ -63,7 +64,7 @@ struct DecodePart {
 
 struct PrefixMatch {
   std::vector<Block> blocks;       // from position 0 on, held by these handles
-  std::vector<PrefixHash> hashes;  // chain value behind each
+  std::vector<PrefixHash> hashes;  // chain value after each
 };
 
 // A full block and the place of its tokens.
@@ -71,7 +72,7 @@ struct FullBlock {
   const Block& block;
   const Block& before;               // the sequence's block before it; no block: it is the first
   const PrefixHash& parent;          // chain value before it; of the first block, the scope's
-  const PrefixHash& hash;            // chain value behind it
+  const PrefixHash& hash;            // chain value after it
   absl::Span<const int32_t> tokens;  // kBlockTokens of them
 };
 
@@ -79,7 +80,7 @@ struct PrefixIndexStats {
   int64_t capacity_blocks = 0;
   int64_t held_blocks = 0;
   int64_t idle_blocks = 0;
-  int64_t cached_blocks = 0;  // that Match can find, held or idle
+  int64_t cached_blocks = 0;  // blocks that Match can find, held or idle
   int64_t evictions = 0;
   int64_t hash_collisions = 0;  // equal hash values, different tokens: none in a lifetime
 };
@@ -91,32 +92,34 @@ class PrefixIndex {
                                              BlockHasher hasher = HashBlock);
   virtual ~PrefixIndex() = default;
 
-  // The longest run of cached full blocks at the start of `tokens`, at most floor((N-1)/64): at
-  // least one token is left to compute. Tokens of the whole prefix are compared, not only hashes.
+  // Returns the longest run of cached full blocks at the start of `tokens`, at most
+  // floor((N-1)/64), so that at least one token is left to compute. Compares the tokens of the
+  // whole prefix, not only hashes.
   virtual PrefixMatch Match(const PrefixHash& scope, absl::Span<const int32_t> tokens,
                             const DecodePart& decode = {}) = 0;
-  // A fresh id with a handle; evicts the least recently used idle block when none is free;
+  // Returns a handle to a new id. Evicts the least recently used idle block when none is free.
   // RESOURCE_EXHAUSTED ("need 1 block, 128 of 128 are held") when all are held.
   virtual absl::StatusOr<Block> Allocate() = 0;
-  // Blocks that Allocate can still give: free and idle ones. Falls by Allocate and Match only.
+  // Number of blocks that Allocate can still give: free and idle ones. Only Allocate and Match
+  // lower it.
   virtual int64_t available_blocks() const = 0;
-  // The block is full and may be found from now on; again is nothing new. False when it stays
-  // private to its holders: an equal prefix is cached already (two sequences computed the same), or
-  // the prefix before it is not cached or only idle (publishing must not take away available
-  // blocks). Private blocks are sealed on the ranks like others; TakeDropped names them when their
-  // holders are gone.
+  // Makes a full block findable from now on; publishing it again changes nothing. Returns false
+  // when the block stays private to its holders: an equal prefix is cached already (two sequences
+  // computed the same), or the prefix before it is not cached or only idle (publishing must not
+  // take away available blocks). Private blocks are sealed on the ranks like others; TakeDropped
+  // names them when their holders are gone.
   virtual bool Publish(const FullBlock& full) = 0;
-  // Ids released since the last call: no rank need keep them.
+  // Returns the ids released since the last call: ranks need not keep them.
   virtual std::vector<BlockId> TakeDropped() = 0;
-  // A rank lost the block (or never had it): neither it nor what continues it is a hit any more.
-  // Unknown ids are ignored.
+  // Records that a rank lost the block (or never had it): neither it nor the blocks that continue
+  // it are hits any more. Unknown ids are ignored.
   virtual void Lost(BlockId id) = 0;
-  // Forgets every cached block (the group was formed anew). REQUIRES: no handles are out.
+  // Forgets every cached block (the group was formed again). REQUIRES: there are no handles.
   virtual void Clear() = 0;
 
   virtual PrefixIndexStats stats() const = 0;
-  // Every block is in exactly one of free, held, idle, and the tree and the LRU order keep their
-  // rules; INTERNAL with the discrepancy. For tests.
+  // Checks that every block is in exactly one of free, held, idle, and that the tree and the LRU
+  // order keep their rules. INTERNAL with the discrepancy. For tests.
   virtual absl::Status CheckIntegrity() const = 0;
 };
 

@@ -1,8 +1,8 @@
-// Which token blocks are stored in the ranks' disk tiers, by prefix hash: where the prefix index
-// ends, the coordinator follows a prompt's chain on here. A block counts only when every rank holds
-// it, since all ranks run the same plan. It holds what the ranks have reported and nothing else: no
-// order of use, no capacity; each rank evicts by itself and says so. Called by the scheduler.
-// Thread-compatible.
+// Index, by prefix hash, of the token blocks stored in the ranks' disk tiers: where the prefix
+// index ends, the coordinator continues a prompt's chain here. A block counts only when every rank
+// holds it, since all ranks run the same plan. It holds what the ranks have reported and nothing
+// else, neither order of use nor capacity: each rank evicts by itself and reports it. Called by the
+// scheduler. Thread-compatible.
 #pragma once
 
 #include <array>
@@ -18,7 +18,7 @@
 namespace kvasir::kvstore {
 
 struct StoredIndexStats {
-  int64_t blocks = 0;  // that every rank holds
+  int64_t blocks = 0;  // held by every rank
   int64_t partly_held = 0;
   int64_t hash_collisions = 0;  // equal hash values, different tokens
 };
@@ -28,15 +28,15 @@ class StoredIndex {
   explicit StoredIndex(int64_t num_ranks, BlockHasher hasher = HashBlock)
       : num_ranks_(num_ranks), hasher_(std::move(hasher)) {}
 
-  // `rank` holds the block; again is nothing new. When it names other tokens than another rank did,
-  // they do not hold the same block: the later word replaces the earlier ones.
-  // REQUIRES: rank < num_ranks, kBlockTokens tokens.
+  // Records that `rank` holds the block; a repetition changes nothing. Ranks that name different
+  // tokens do not hold the same block: the later report replaces the earlier ones. REQUIRES: rank <
+  // num_ranks, kBlockTokens tokens.
   void Stored(int64_t rank, const PrefixHash& hash, absl::Span<const int32_t> tokens);
   void Forgotten(int64_t rank, const PrefixHash& hash);
 
-  // The blocks from the `first`-th of a sequence on, behind `parent`, that hold `tokens`, as long
-  // as every rank holds them, at most floor((N-1)/64): at least one token is left to compute.
-  // Tokens are compared.
+  // Returns the blocks of a sequence from the `first`-th on, after `parent`, that hold `tokens`, up
+  // to the first that some rank does not hold; at most floor((N-1)/64), so that at least one token
+  // is left to compute. Compares tokens.
   std::vector<PrefixHash> Match(const PrefixHash& parent, absl::Span<const int32_t> tokens,
                                 int64_t first = 0, const DecodePart& decode = {});
   bool HeldByAll(const PrefixHash& hash) const;

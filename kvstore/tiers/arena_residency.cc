@@ -17,10 +17,10 @@ using kernels::PageTier;
 
 namespace {
 
-// Promotions of one step end here: with its checksum a page of 32 KiB takes some 6 us on a core, so
-// that a step waits at most some 3 ms for them.
+// Limit of the bytes promoted in one step: a page of 32 KiB with its checksum takes some 6 us on a
+// core, so a step waits at most some 3 ms for promotions.
 constexpr int64_t kPromotedBytesPerStep = int64_t{16} << 20;
-// What is left of a page's missed bytes after each step: 7/8, so misses of some ten steps add up.
+// Decay of a page's missed bytes after each step: 7/8 remain, so misses of some ten steps add up.
 constexpr uint32_t kDecayShift = 3;
 
 }  // namespace
@@ -159,7 +159,7 @@ absl::StatusOr<std::vector<CorruptRow>> ArenaResidency::EndStep() {
   return corrupt;
 }
 
-// Counts hits and misses of the step; returns the pages that missed more than their size.
+// Counts hits and misses of the step. Returns the pages that missed more than their size.
 std::vector<ArenaResidency::Candidate> ArenaResidency::CollectAccesses() {
   std::vector<Candidate> candidates;
   const uint32_t page_bytes = static_cast<uint32_t>(layout_.page_bytes());
@@ -191,7 +191,7 @@ void ArenaResidency::Promote(std::vector<Candidate> candidates, std::vector<Corr
     const int64_t page = candidate.page;
     if (!VerifyInHost(page, corrupt)) continue;
     const std::optional<int64_t> slot = TakeDeviceSlot(page, step_);
-    // Every page was needed in this step: nothing better to do.
+    // Every page was needed in this step: nothing can be improved.
     if (!slot.has_value()) return;
     device_.Unpin(*slot);
     std::byte* const to = device_.page_memory(*slot);

@@ -1,7 +1,7 @@
-// Residency decided on the host: tables in host memory, the device tier a bounded arena there.
-// A page moves when a step ends, and every page that enters the device tier is verified against the
-// checksum that was made when its block was sealed. Pages that are read in place rely on the
-// memory's own error correction between two promotions. Thread-compatible.
+// Residency decided on the host: tables in host memory, the device tier a bounded arena there. A
+// page moves when a step ends. Every page that enters the device tier is verified against the
+// checksum made when its block was sealed. Pages that are read in place rely on the memory's own
+// error correction between two promotions. Thread-compatible.
 #pragma once
 
 #include <cstdint>
@@ -43,7 +43,7 @@ class ArenaResidency final : public PageResidency {
     RowState state = RowState::kNone;
     bool corrupt = false;
     BlockSeal seal;
-    int64_t bindings = 0;  // how many slots have it
+    int64_t bindings = 0;  // number of slots bound to it
   };
   // A page read in place, as a candidate for the device tier.
   struct Candidate {
@@ -58,7 +58,7 @@ class ArenaResidency final : public PageResidency {
   std::vector<Candidate> CollectAccesses();
   void Promote(std::vector<Candidate> candidates, std::vector<CorruptRow>& corrupt);
   bool VerifyInHost(int64_t page, std::vector<CorruptRow>& corrupt);
-  // A free device slot, by eviction if need be; pages read in step `spared` stay.
+  // Returns a free device slot, evicting a page if needed; pages read in step `spared` stay.
   std::optional<int64_t> TakeDeviceSlot(int64_t page, std::optional<uint32_t> spared);
 
   absl::Status CheckRow(int64_t row, int64_t& in_device) const;

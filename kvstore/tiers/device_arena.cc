@@ -46,7 +46,7 @@ void DeviceArena::Free(int64_t slot) {
 
 std::optional<int64_t> DeviceArena::FindVictim(const uint32_t* last_touched,
                                                std::optional<uint32_t> spared) {
-  // Two rounds: the first takes notice of the reads, the second finds what was not read since.
+  // Two rounds: the first records the reads, the second finds a page that was not read since.
   for (size_t i = 0; i < 2 * slots_.size(); ++i) {
     const size_t at = hand_;
     hand_ = (hand_ + 1) % slots_.size();

@@ -1,6 +1,6 @@
-// The device tier: a bounded arena of page slots with a free list, and the CLOCK that picks which
-// page leaves. It knows pages by their number in the store's page table and nothing else about
-// them; the store maps and unmaps. Thread-compatible.
+// The device tier: a bounded arena of page slots with a free list, and the CLOCK that picks the
+// page that leaves. It knows pages only by their number in the store's page table; the store maps
+// and unmaps. Thread-compatible.
 #pragma once
 
 #include <cstdint>
@@ -20,21 +20,22 @@ using kernels::kNeverTouched;
 
 class DeviceArena {
  public:
-  // Over memory for `num_slots` pages.
+  // Uses memory for `num_slots` pages.
   DeviceArena(kernels::HostBuffer memory, int64_t num_slots, int64_t page_bytes, FreedMemory freed);
 
-  // A slot for the page, pinned. REQUIRES: num_free() > 0.
+  // Takes a slot for the page, pinned. REQUIRES: num_free() > 0.
   int64_t Take(int64_t page);
   void Unpin(int64_t slot);
   void Free(int64_t slot);
 
-  // The slot whose page should leave: not pinned, and not read since the hand last passed it.
-  // `last_touched` is by page. Pages read in step `spared` stay. Nothing when none may leave.
+  // Returns the slot whose page should leave: not pinned, and not read since the hand last passed
+  // it. `last_touched` is by page. Pages read in step `spared` stay. Returns nothing when none may
+  // leave.
   std::optional<int64_t> FindVictim(const uint32_t* last_touched, std::optional<uint32_t> spared);
 
   std::byte* page_memory(int64_t slot) const { return memory_.data() + slot * page_bytes_; }
   int64_t slot_of(const std::byte* page) const { return (page - memory_.data()) / page_bytes_; }
-  // The page in the slot, or -1.
+  // Returns the page in the slot, or -1.
   int64_t page(int64_t slot) const { return slots_[static_cast<size_t>(slot)].page; }
   int64_t num_slots() const { return static_cast<int64_t>(slots_.size()); }
   int64_t num_free() const { return static_cast<int64_t>(free_.size()); }
@@ -47,7 +48,7 @@ class DeviceArena {
   struct Slot {
     int64_t page = -1;
     bool pinned = false;
-    uint32_t seen = 0;  // last read that the hand knows of
+    uint32_t seen = 0;  // last read that the hand has seen
   };
 
   kernels::HostBuffer memory_;

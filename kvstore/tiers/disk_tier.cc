@@ -23,7 +23,7 @@ namespace {
 
 using kernels::MutexLock;
 
-// Reads that one round takes: enough to keep a disk busy, few enough to verify soon.
+// Reads of one round: enough to keep a disk busy, few enough to verify soon.
 constexpr size_t kReadBatch = 8;
 
 std::string LockPath(const std::string& directory) { return directory + "/LOCK"; }
@@ -38,7 +38,7 @@ class DiskTier : public Tier {
                   options_.segment_bytes) {}
   ~DiskTier() override;
 
-  // Finds what is there, and starts the threads.
+  // Finds the existing extents, and starts the threads.
   absl::Status Start();
 
   void Write(std::vector<TierWrite> writes) override;
@@ -60,7 +60,7 @@ class DiskTier : public Tier {
   absl::Status Store(absl::Span<const TierWrite> group);
   absl::Status ReopenManifest();
   absl::Status MakeRoom(int64_t bytes);
-  // Returns how many blocks went.
+  // Returns the number of blocks evicted.
   int64_t EvictOldest(int64_t bytes);
   void Remove(absl::Span<const ExtentTable::Removal> removals);
   void TurnReadOnly(const absl::Status& why);
@@ -77,7 +77,7 @@ class DiskTier : public Tier {
   double SecondsSince(std::chrono::steady_clock::time_point begin) const {
     return std::chrono::duration<double>(options_.now() - begin).count();
   }
-  // The block is not here any more; its record and its space go soon.
+  // Forgets the block at once; its record and its space are freed soon after.
   void Forget(const PrefixHash& hash) REQUIRES(mu_);
   void Complete(TierCompletion completion) REQUIRES(mu_);
 
@@ -90,7 +90,7 @@ class DiskTier : public Tier {
   // Owned by the writing thread.
   std::unique_ptr<Manifest> manifest_;
   bool manifest_failed_ = false;
-  std::vector<PrefixHash> unrecorded_removals_;  // blocks that are gone and still have a record
+  std::vector<PrefixHash> unrecorded_removals_;  // blocks that are gone but still have a record
   std::unique_ptr<IoQueue> write_queue_;
   // Owned by the reading thread.
   std::unique_ptr<IoQueue> read_queue_;
@@ -238,7 +238,7 @@ std::vector<TierWrite> DiskTier::TakeGroup() {
 
 void DiskTier::WriteGroup(std::vector<TierWrite> group) {
   std::vector<TierWrite> wanted;
-  std::vector<TierWrite> held;  // here already, or twice in the group
+  std::vector<TierWrite> held;  // stored already, or twice in the group
   absl::Status status;
   {
     MutexLock lock(mu_);
@@ -278,7 +278,7 @@ absl::Status DiskTier::TryStore(absl::Span<const TierWrite> group) {
     return status;
   }
   TurnReadOnly(status);
-  // A disk that others fill: what was not read for longest makes room for the next try.
+  // The disk is filled by others: the blocks unused for longest make room for the next try.
   const int64_t bytes = static_cast<int64_t>(group.size()) * format_.extent_bytes();
   if (absl::IsResourceExhausted(status)) EvictOldest(2 * bytes);
   MutexLock lock(mu_);
@@ -287,7 +287,7 @@ absl::Status DiskTier::TryStore(absl::Span<const TierWrite> group) {
 }
 
 absl::Status DiskTier::Store(absl::Span<const TierWrite> group) {
-  // Bytes would go to files that nobody can open again.
+  // Without this check bytes would go to files that nobody can open again.
   KVASIR_RETURN_IF_ERROR(options_.io->CheckLock(*lock_, LockPath(options_.directory)));
   if (manifest_failed_) KVASIR_RETURN_IF_ERROR(ReopenManifest());
   KVASIR_RETURN_IF_ERROR(MakeRoom(static_cast<int64_t>(group.size()) * format_.extent_bytes()));
@@ -358,8 +358,8 @@ int64_t DiskTier::EvictOldest(int64_t bytes) {
 void DiskTier::Remove(absl::Span<const ExtentTable::Removal> removals) {
   if (removals.empty()) return;
   for (const ExtentTable::Removal& removal : removals) unrecorded_removals_.push_back(removal.hash);
-  // Records go first, so that none is left of a place that is not in use. Should that fail, the
-  // header of the place says later that it is nobody's.
+  // Records are removed first, so that none is left of a place that is not in use. If that fails,
+  // the header of the place shows later that it belongs to no block.
   if (!manifest_failed_) {
     const absl::Status committed = manifest_->Commit({}, unrecorded_removals_);
     if (committed.ok()) {
@@ -444,7 +444,7 @@ void DiskTier::FinishRead(const TierRead& read, const ExtentTable::Extent& found
                           absl::Status status) {
   status = ReadOne(found.block, read.extent, request, std::move(status));
   MutexLock lock(mu_);
-  // Another read of it may have found it damaged.
+  // Another read of the block may have found it damaged.
   const bool is_here = table_.EndRead(found.block);
   if (status.ok()) {
     if (is_here) table_.Touch(read.hash);
@@ -459,7 +459,7 @@ void DiskTier::FinishRead(const TierRead& read, const ExtentTable::Extent& found
 
 absl::Status DiskTier::ReadOne(const BlockIdentity& block, absl::Span<std::byte> extent,
                                IoRequest request, absl::Status status) {
-  if (!status.ok()) {  // once more: some errors pass
+  if (!status.ok()) {  // try again: some errors are temporary
     status = RunFully(*read_queue_, absl::MakeSpan(&request, 1))[0];
     MutexLock lock(mu_);
     ++stats_.failed_reads;

@@ -1,7 +1,7 @@
-// Which blocks lie in the disk tier and where: the table in memory that its reads and writes go by,
-// and the order in which blocks leave, least recently used first. Hides that order, which uses are
-// not recorded in the manifest yet, and how many read a block. Called by the disk tier, under its
-// mutex. Thread-compatible.
+// Table in memory of the disk tier's blocks and their places, by which its reads and writes work,
+// and the order in which blocks leave, least recently used first. It hides that order, which uses
+// are not yet recorded in the manifest, and how many readers a block has. Called by the disk tier,
+// under its mutex. Thread-compatible.
 #pragma once
 
 #include <cstdint>
@@ -29,30 +29,30 @@ class ExtentTable {
     Place place;
   };
 
-  // Uses are numbered from `next_use`: above those of all records there are.
+  // Numbers uses from `next_use`, which is above those of all existing records.
   explicit ExtentTable(uint64_t next_use = 1) : next_use_(next_use) {}
 
-  // The block is here from now on, as the most recently used one. REQUIRES: it was not.
+  // Adds a block, as the most recently used one. REQUIRES: it is not in the table.
   void Add(const ManifestRecord& record);
-  // What is to be given back; nothing when it is not here.
+  // Returns what must be given back; nothing when the block is not in the table.
   std::optional<Removal> Remove(const PrefixHash& hash);
 
   bool Contains(const PrefixHash& hash) const { return entries_.contains(hash); }
   int64_t size() const { return static_cast<int64_t>(entries_.size()); }
   std::vector<StoredBlock> Inventory() const;
 
-  // Of a block that is to be added when the record is durable.
+  // Returns the record of a block that will be added when the record is durable.
   ManifestRecord NewRecord(const BlockIdentity& block, Place place);
-  // The block was used just now. False when it is not here.
+  // Records a use of the block now. False when it is not in the table.
   bool Touch(const PrefixHash& hash);
-  // Records of the blocks that were used since theirs were written.
+  // Returns records of the blocks that were used since theirs were written.
   std::vector<ManifestRecord> TakeTouched();
 
-  // Until EndRead it is not among those to evict. Nothing when it is not here.
+  // Protects the block from eviction until EndRead. Returns nothing when it is not in the table.
   std::optional<Extent> BeginRead(const PrefixHash& hash);
-  // False when the block that BeginRead found is gone.
+  // Returns false when the block that BeginRead found is gone.
   bool EndRead(const BlockIdentity& block);
-  // The least recently used ones that nobody reads, at most so many.
+  // Returns the least recently used blocks that have no reader, at most `count`.
   std::vector<PrefixHash> ToEvict(int64_t count) const;
 
  private:
@@ -60,7 +60,7 @@ class ExtentTable {
     Extent extent;
     uint64_t last_use = 0;
     bool touched = false;  // used since its record was written
-    int64_t readers = 0;   // reads under way
+    int64_t readers = 0;   // reads in flight
     std::list<PrefixHash>::iterator lru;
   };
 

@@ -24,7 +24,7 @@ namespace {
 
 constexpr unsigned kRingEntries = 64;
 constexpr int kThreads = 4;
-// A request that still is not done after so many tries will not be.
+// A request that is still not done after this many tries never will be.
 constexpr int kMaxTries = 64;
 
 class PosixFile : public File {
@@ -45,7 +45,7 @@ absl::Status Result(int returned, absl::string_view what) {
 
 class UringQueue : public IoQueue {
  public:
-  // Null where the kernel does not grant a ring.
+  // Null where the kernel does not allow a ring.
   static std::unique_ptr<UringQueue> Create() {
     auto queue = std::make_unique<UringQueue>();
     if (io_uring_queue_init(kRingEntries, &queue->ring_, 0) != 0) return nullptr;
@@ -72,7 +72,7 @@ class UringQueue : public IoQueue {
       vectors[i] = {request.memory.data(), request.memory.size()};
       io_uring_sqe* sqe = io_uring_get_sqe(&ring_);
       const uint64_t offset = static_cast<uint64_t>(request.offset);
-      // The vectored forms are those of the first kernels with io_uring.
+      // The first kernels with io_uring have only the vectored forms.
       if (request.op == IoRequest::Op::kRead) {
         io_uring_prep_readv(sqe, Fd(request.file), &vectors[i], 1, offset);
       } else {
@@ -80,7 +80,8 @@ class UringQueue : public IoQueue {
       }
       io_uring_sqe_set_data(sqe, &request);
     }
-    // Until each has been answered the kernel may write to the memory, so nothing ends this early.
+    // The kernel may write to the memory until each request has been answered, so nothing ends this
+    // early.
     for (size_t done = 0; done < wave.size();) {
       const int submitted = io_uring_submit_and_wait(&ring_, 1);
       KVASIR_CHECK(submitted >= 0 || submitted == -EINTR || submitted == -EAGAIN ||
@@ -161,7 +162,7 @@ class PosixFileIo : public FileIo {
     const int flags =
         O_RDWR | O_CLOEXEC | O_NOFOLLOW | (mode == Mode::kCreate ? O_CREAT | O_EXCL : 0);
     int fd = ::open(path.c_str(), flags | O_DIRECT, 0600);
-    // Some file systems know no O_DIRECT; a failed open may have created the file.
+    // Some file systems do not support O_DIRECT; a failed open may have created the file.
     if (fd < 0 && errno == EINVAL) fd = ::open(path.c_str(), flags & ~O_EXCL, 0600);
     if (fd < 0) return absl::ErrnoToStatus(errno, absl::StrCat("cannot open ", path));
     return std::make_unique<PosixFile>(fd);
@@ -286,7 +287,7 @@ std::vector<absl::Status> RunFully(IoQueue& queue, absl::Span<IoRequest> batch) 
             absl::StrCat(size, " bytes at offset ", request.offset, ": the file ends before them"));
         continue;
       }
-      // What is left, from an aligned place: moving some bytes twice does no harm.
+      // Continues from an aligned place: moving some bytes twice does no harm.
       const int64_t moved =
           std::max<int64_t>(request.result, 0) / kExtentAlignment * kExtentAlignment;
       request.offset += moved;

@@ -1,5 +1,5 @@
-// What happens to memory that a tier takes back. Under AddressSanitizer freed pages and extents
-// always cannot be touched; with kPoisoned they also read as NaN in every build. Thread-safe.
+// Treatment of memory that a tier takes back. Under AddressSanitizer freed pages and extents can
+// never be touched; with kPoisoned they also read as NaN in every build. Thread-safe.
 #pragma once
 
 #include <cstddef>

@@ -1,5 +1,5 @@
-// The host tier: a slab of extents, one a block, with a free list. An extent lies here as it lies
-// on disk (kvstore/page_format.h), so that I/O needs no copy. Thread-compatible.
+// The host tier: a slab of extents, one per block, with a free list. An extent has the same bytes
+// here as on disk (kvstore/page_format.h), so that I/O needs no copy. Thread-compatible.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ class HostSlab {
   // RESOURCE_EXHAUSTED when there is no memory.
   static absl::StatusOr<HostSlab> Create(const ExtentFormat& format, int64_t num_extents,
                                          FreedMemory freed);
-  // Over memory for the extents, aligned to kExtentAlignment, that outlives the slab.
+  // Uses memory for the extents that is aligned to kExtentAlignment and outlives the slab.
   static HostSlab Over(const ExtentFormat& format, int64_t num_extents, FreedMemory freed,
                        std::byte* memory);
 
@@ -52,7 +52,7 @@ class HostSlab {
 
   ExtentFormat format_;
   kernels::HostBuffer buffer_;
-  std::byte* base_ = nullptr;  // aligned; in buffer_, unless the memory is another's
+  std::byte* base_ = nullptr;  // aligned; in buffer_, unless the memory is borrowed
   FreedMemory freed_ = FreedMemory::kAsIs;
   std::vector<bool> taken_;
   std::vector<int64_t> free_;

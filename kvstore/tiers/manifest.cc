@@ -18,7 +18,7 @@ namespace {
 
 constexpr char kFingerprintKey[] = "meta/fingerprint";
 constexpr char kEpochKey[] = "meta/epoch";
-constexpr char kBlockPrefix = 'b';  // and the block's hash
+constexpr char kBlockPrefix = 'b';  // followed by the block's hash
 
 // The value of a block's record.
 struct Value {
@@ -27,7 +27,7 @@ struct Value {
   int64_t offset;
   uint64_t last_use;
   int32_t tokens[kBlockTokens];
-  uint64_t checksum;  // XXH3_64bits of key and all before it
+  uint64_t checksum;  // XXH3_64bits of the key and everything before it
 };
 static_assert(sizeof(Value) == 296, "written as bytes: no padding");
 
@@ -53,7 +53,7 @@ std::string Encode(const std::string& key, const ManifestRecord& record) {
   return std::string(reinterpret_cast<const char*>(&value), sizeof(value));
 }
 
-// False when the record is damaged.
+// Returns false when the record is damaged.
 bool Decode(absl::string_view key, absl::string_view bytes, ManifestRecord& record) {
   Value value;
   if (key.size() != 1 + record.block.hash.size() || bytes.size() != sizeof(value)) return false;
@@ -105,7 +105,7 @@ absl::Status RocksManifest::Start(absl::string_view fingerprint) {
   std::string found;
   const rocksdb::Status read = db_->Get(rocksdb::ReadOptions(), kFingerprintKey, &found);
   if (read.IsNotFound()) {
-    // Nothing but a new database lacks it.
+    // Only a new database lacks it.
     const std::unique_ptr<rocksdb::Iterator> any(db_->NewIterator(rocksdb::ReadOptions()));
     any->SeekToFirst();
     if (any->Valid() || !any->status().ok()) {
@@ -164,14 +164,14 @@ absl::StatusOr<std::unique_ptr<Manifest>> OpenManifest(const std::string& direct
   options.compression = rocksdb::kNoCompression;
   options.write_buffer_size = size_t{4} << 20;
   options.max_open_files = 64;
-  options.max_file_opening_threads = 1;  // the tables are few and small; 16 unless told
+  options.max_file_opening_threads = 1;  // the tables are few and small; the default is 16
   options.keep_log_file_num = 1;
   options.info_log_level = rocksdb::ERROR_LEVEL;
-  // Otherwise what follows a damaged record of the log is lost without a word. A log that a crash
-  // of the machine cut is refused, too: the manifest is then rebuilt from the extents.
+  // Otherwise everything after a damaged record of the log is lost silently. A log that a crash of
+  // the machine cut short is refused too: the manifest is then rebuilt from the extents.
   options.wal_recovery_mode = rocksdb::WALRecoveryMode::kAbsoluteConsistency;
-  // Not before everything was read once: a compaction that meets damage tries again for ever, a
-  // second apart, and closing waits for it.
+  // Compactions start only after everything was read once: one that meets damage retries for ever,
+  // once a second, and closing waits for it.
   options.disable_auto_compactions = true;
   rocksdb::DB* raw = nullptr;
   const rocksdb::Status opened = rocksdb::DB::Open(options, directory, &raw);

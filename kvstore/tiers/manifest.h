@@ -1,5 +1,5 @@
-// Which blocks lie where on disk: the durable table of the disk tier, in RocksDB. Records carry
-// their own checksum, a damaged one is left out. Called by the disk tier. Thread-safe.
+// The durable table of the disk tier's blocks and their places, in RocksDB. Records carry their own
+// checksum; damaged ones are left out. Called by the disk tier. Thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -26,17 +26,17 @@ struct ManifestRecord {
 class Manifest {
  public:
   virtual ~Manifest() = default;
-  // One group: all of it or nothing survives a crash; it does when this returns OK. After an error
-  // the manifest may refuse everything until it is opened anew.
+  // Commits one group: all of it or nothing survives a crash, and all of it once this returns OK.
+  // After an error the manifest may refuse everything until it is opened again.
   virtual absl::Status Commit(absl::Span<const ManifestRecord> put,
                               absl::Span<const PrefixHash> removed) = 0;
-  // All records that are intact.
+  // Returns all records that are intact.
   virtual absl::StatusOr<std::vector<ManifestRecord>> Load() = 0;
-  // How often the store was opened before and now: no two owners have the same.
+  // Number of times the store has been opened, this time included: no two owners have the same.
   virtual uint64_t epoch() const = 0;
 };
 
-// Opens or makes the manifest in `directory`. FAILED_PRECONDITION when it is of another
+// Opens or creates the manifest in `directory`. FAILED_PRECONDITION when it has another
 // `fingerprint` (ExtentFormat::Fingerprint), DATA_LOSS when it is damaged.
 absl::StatusOr<std::unique_ptr<Manifest>> OpenManifest(const std::string& directory,
                                                        absl::string_view fingerprint);

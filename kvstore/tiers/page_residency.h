@@ -1,15 +1,16 @@
-// Where the pages of blocks lie: in slots of the device tier, or in place in the host tier. The
-// store knows blocks, their ids and handles, and the tier below; it says here which of its rows
-// hold open blocks, sealed ones or none, and which row is which block of a sequence slot. It asks
-// for the tables of a step. Hidden behind it: memory of both tiers, page tables, promotion,
-// eviction, checksums between the two. A row is a block's place in the tables, and its extent of
-// the host tier. On the CPU it is an ArenaResidency; a backend with a device brings its own.
+// Places of the pages of blocks: in slots of the device tier, or in place in the host tier. The
+// store knows blocks, their ids and handles, and the tier below. It tells the residency which of
+// its rows hold open blocks, sealed ones or none, and which row is which block of a sequence slot,
+// and asks it for the tables of a step. The residency hides memory of both tiers, page tables,
+// promotion, eviction, checksums between the two. A row is a block's place in the tables, and its
+// extent in the host tier. On the CPU it is an ArenaResidency; a backend with a device brings its
+// own.
 //
 //   none --Open--> open: all pages in the device tier, pinned --Seal--> sealed: in the host tier,
 //   none --Restore--> sealed                                            single pages cached
 //   any  --Free--> none
 //
-// Nothing but const functions is called between BeginStep and EndStep. Thread-compatible.
+// Only const functions may be called between BeginStep and EndStep. Thread-compatible.
 #pragma once
 
 #include <cstdint>
@@ -38,19 +39,19 @@ struct ResidencyOptions {
   FreedMemory freed_memory = FreedMemory::kAsIs;
 };
 
-// What the checksums of a full block's pages begin with.
+// Identity with which the checksums of a full block's pages are seeded.
 struct BlockSeal {
   PrefixHash hash{};
   uint64_t generation = 0;
 };
 
-// A row with a page whose bytes are not those that were sealed.
+// A row with a page whose bytes differ from those sealed.
 struct CorruptRow {
   int64_t row = 0;
   absl::Status status;  // DATA_LOSS: which page, what was expected and found
 };
 
-// Counters since the start, but for the first. Pages unless said otherwise.
+// Counters since the start, except the first. Pages unless said otherwise.
 struct ResidencyStats {
   int64_t device_pages_used = 0;  // now
   int64_t promotions = 0;
@@ -66,43 +67,43 @@ class PageResidency {
  public:
   virtual ~PageResidency() = default;
 
-  // Its extents are the store's to take and free.
+  // The store takes and frees its extents.
   virtual HostSlab& host() = 0;
 
   // --- rows, between steps
 
-  // Waits until the extent of a row that was taken may be touched: memory of the host tier may
-  // still be on its way when the store serves already. RESOURCE_EXHAUSTED when it does not come.
+  // Waits until the extent of a taken row may be touched: the store may serve while memory of the
+  // host tier is still being prepared. RESOURCE_EXHAUSTED if that fails.
   virtual absl::Status AwaitExtent(int64_t /*row*/) { return absl::OkStatus(); }
 
-  // REQUIRES: device_pages() - pinned_pages() is at least a block's.
+  // REQUIRES: device_pages() - pinned_pages() is at least one block's pages.
   virtual absl::Status Open(int64_t row) = 0;
   virtual absl::Status Seal(int64_t row, const BlockSeal& seal) = 0;
-  // Whether the extent of a sealed row lies whole in host memory, checksums and bounds included,
-  // but for its header; it is on its way otherwise.
+  // Whether the extent of a sealed row is complete in host memory, checksums and bounds included,
+  // except its header. Otherwise it is still being copied.
   virtual absl::StatusOr<bool> IsExtentWhole(int64_t row) = 0;
-  // The row's extent has come whole from the tier below.
+  // Called when the row's extent has come whole from the tier below.
   virtual void Restore(int64_t row, const BlockSeal& seal) = 0;
   // REQUIRES: the row is bound nowhere.
   virtual void Free(int64_t row) = 0;
   // Makes `row` block `index` of the slot; -1: there is none.
   virtual void Bind(int64_t slot, int64_t index, int64_t row) = 0;
   virtual int64_t BoundRow(int64_t slot, int64_t index) const = 0;
-  // Of the row, in the device tier.
+  // Number of the row's pages in the device tier.
   virtual int64_t PagesInDevice(int64_t row) const = 0;
 
   // --- steps
 
-  // Tables for the kernels of one step, valid until EndStep.
+  // Returns tables for the kernels of one step, valid until EndStep.
   virtual absl::StatusOr<kernels::PagedKv> BeginStep(uint32_t step) = 0;
-  // Collects accesses and misses, promotes, evicts; returns what was found corrupt, a row once.
+  // Collects accesses and misses, promotes, evicts. Returns the rows found corrupt, each once.
   virtual absl::StatusOr<std::vector<CorruptRow>> EndStep() = 0;
 
   virtual int64_t device_pages() const = 0;
   virtual int64_t pinned_pages() const = 0;  // of open rows
   virtual ResidencyStats stats() const = 0;
-  // Free, used and pinned must add up, and every page be where its row's state says; INTERNAL with
-  // the discrepancy.
+  // Checks that free, used and pinned add up, and that every page is where its row's state says.
+  // INTERNAL with the discrepancy.
   virtual absl::Status CheckIntegrity() const = 0;
 };
 

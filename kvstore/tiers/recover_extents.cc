@@ -23,7 +23,7 @@ absl::StatusOr<OpenedManifest> OpenAndLoad(const DiskTierOptions& options, const
   return opened;
 }
 
-// Those whose place is there, in the order of their last use.
+// Returns the records whose place exists, in the order of their last use.
 ExtentTable Adopt(const std::string& directory, std::vector<ManifestRecord> records,
                   SegmentFiles& segments) {
   std::sort(records.begin(), records.end(), [](const ManifestRecord& a, const ManifestRecord& b) {
@@ -58,7 +58,7 @@ absl::StatusOr<OpenedManifest> OpenOrRebuildManifest(const DiskTierOptions& opti
                status.ToString());
   OpenedManifest rebuilt;
   KVASIR_ASSIGN_OR_RETURN(rebuilt.records, segments.Scan(format));
-  std::error_code ignored;  // if anything is left, opening says so
+  std::error_code ignored;  // opening reports what is left
   std::filesystem::remove_all(path, ignored);
   KVASIR_ASSIGN_OR_RETURN(rebuilt.manifest, options.open_manifest(path, format.Fingerprint()));
   KVASIR_RETURN_IF_ERROR(rebuilt.manifest->Commit(rebuilt.records, {}));

@@ -1,7 +1,7 @@
-// Opening the disk tier: finds the extents that earlier processes left. Hides how a damaged
-// manifest is made anew from the headers of the extents, which records are good for nothing, and
-// how the order of use and the generations go on. Called by the disk tier at its start, before its
-// threads, and by the writing one when the manifest has failed.
+// Opens the disk tier: finds the extents that earlier processes left. It hides how a damaged
+// manifest is rebuilt from the headers of the extents, which records are unusable, and how the
+// order of use and the generations continue. Called by the disk tier at its start, before its
+// threads run, and by its writing thread when the manifest has failed.
 #pragma once
 
 #include <cstdint>
@@ -23,8 +23,7 @@ struct OpenedManifest {
   std::vector<ManifestRecord> records;
 };
 
-// A manifest that is damaged is rebuilt from the headers of the extents in `segments`, which are
-// open.
+// Rebuilds a damaged manifest from the headers of the extents in `segments`, which are open.
 absl::StatusOr<OpenedManifest> OpenOrRebuildManifest(const DiskTierOptions& options,
                                                      const ExtentFormat& format,
                                                      SegmentFiles& segments);
@@ -35,7 +34,8 @@ struct RecoveredExtents {
   uint64_t first_generation = 0;  // above all that were given before
 };
 
-// Opens `segments`, too, and removes those that hold nothing. FAILED_PRECONDITION as OpenDiskTier.
+// Also opens `segments`, and removes those that hold nothing. FAILED_PRECONDITION as in
+// OpenDiskTier.
 absl::StatusOr<RecoveredExtents> RecoverExtents(const DiskTierOptions& options,
                                                 const ExtentFormat& format, SegmentFiles& segments);
 

@@ -75,7 +75,7 @@ absl::StatusOr<std::vector<ManifestRecord>> SegmentFiles::Scan(const ExtentForma
   absl::flat_hash_map<PrefixHash, ManifestRecord> latest;
   MutexLock lock(mu_);
   for (const auto& [id, segment] : segments_) {
-    // Another shard's extents may be larger than its file seems to hold of ours.
+    // Extents of another shard may be larger than our extents in its file.
     for (int64_t offset = 0; offset < std::max(segment.end, extent_bytes_);
          offset += extent_bytes_) {
       IoRequest request = {.op = IoRequest::Op::kRead,
@@ -127,7 +127,8 @@ absl::StatusOr<std::vector<Place>> SegmentFiles::Append(
   KVASIR_ASSIGN_OR_RETURN(std::vector<Place> places, GivePlaces(extents.size()));
   const absl::Status written = WriteDurably(queue, places, extents);
   if (written.ok()) return places;
-  // What a failed write or sync left behind is unknown, and asking again may get a wrong answer.
+  // The result of a failed write or sync is unknown, and repeating the sync may return a wrong
+  // answer.
   for (const Place& place : places) StopWritingTo(place.segment);
   for (const Place& place : places) Free(place);
   return written;
@@ -172,7 +173,7 @@ absl::Status SegmentFiles::WriteDurably(IoQueue& queue, absl::Span<const Place> 
   for (size_t i = 0; i < places.size(); ++i) {
     const std::shared_ptr<File> segment = file(places[i].segment);
     files.insert(segment);
-    // Requests have one kind of memory; that of a write is only read.
+    // Requests have one kind of memory; a write only reads it.
     auto* const memory = const_cast<std::byte*>(extents[i].data());
     requests.push_back({.op = IoRequest::Op::kWrite,
                         .file = segment.get(),
@@ -201,7 +202,7 @@ void SegmentFiles::Free(Place place) {
     segment_file = segment.file;
     --segment.live;
     used_bytes_ -= extent_bytes_;
-    // The open segment goes only when it holds space back.
+    // The open segment is removed only when it holds space back.
     unused = segment.live == 0 && (place.segment != open_segment_ || segment.dead_bytes > 0);
     if (unused) {
       if (open_segment_ == place.segment) open_segment_ = 0;

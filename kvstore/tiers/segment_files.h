@@ -1,6 +1,6 @@
 // The segment files of the disk tier: places for extents of one size, given out in the order of
 // writing and never written twice. Counts the space in use and gives it back. Called by the disk
-// tier: Append by its writing thread only, the rest from any. Thread-safe.
+// tier: Append only by its writing thread, the rest by any. Thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -31,31 +31,32 @@ class SegmentFiles {
 
   // --- while the store is opened
 
-  // Finds the segments that are there. One that cannot be opened is left alone.
+  // Opens the existing segments. One that cannot be opened is left alone.
   absl::Status Open();
-  // What the headers of all extents say, the latest generation of each block: for want of a
-  // manifest. FAILED_PRECONDITION when an extent is of another shard or version.
+  // Returns records made from the headers of all extents, with the latest generation of each block.
+  // Used when there is no manifest. FAILED_PRECONDITION when an extent is of another shard or
+  // version.
   absl::StatusOr<std::vector<ManifestRecord>> Scan(const ExtentFormat& format);
-  // The place is in use. False when there is no such place.
+  // Marks the place as used. False when there is no such place.
   bool Adopt(Place place);
   void RemoveUnused();
 
   // --- later
 
-  // Writes the extents behind each other and makes them durable. After an error nothing of them
-  // is in use, and the segment takes no more.
+  // Writes the extents one after the other and makes them durable. After an error none of them is
+  // in use, and the segment takes no more.
   absl::StatusOr<std::vector<Place>> Append(IoQueue& queue,
                                             absl::Span<const absl::Span<const std::byte>> extents);
   void Free(Place place);
   // Null when the segment is gone.
   std::shared_ptr<File> file(uint64_t segment) const;
-  // Space that cannot be given to others.
+  // Bytes that cannot be given to others.
   int64_t used_bytes() const;
 
  private:
   struct Segment {
     std::shared_ptr<File> file;
-    int64_t end = 0;         // behind the last place given out
+    int64_t end = 0;         // after the last place given out
     int64_t live = 0;        // places in use
     int64_t dead_bytes = 0;  // of places not in use whose space could not be given back
   };
@@ -74,7 +75,7 @@ class SegmentFiles {
 
   mutable kernels::Mutex mu_;
   std::map<uint64_t, Segment> segments_ GUARDED_BY(mu_);
-  uint64_t open_segment_ GUARDED_BY(mu_) = 0;  // that Append goes on with; 0: none
+  uint64_t open_segment_ GUARDED_BY(mu_) = 0;  // segment that Append continues; 0: none
   uint64_t next_segment_ GUARDED_BY(mu_) = 1;
   int64_t used_bytes_ GUARDED_BY(mu_) = 0;
 };

@@ -1,8 +1,7 @@
-// A place for whole extents below the host tier: the disk. Asynchronous and batched: requests are
-// handed over, the memory they name stays as it is until their completion has been polled. A tier
-// may forget any block at any time and says so; it never gives back bytes that are not those of the
-// block. Called by the KV store; tests/support has a double. Thread-compatible: the engine's thread
-// only.
+// A tier for whole extents below the host tier: the disk. Asynchronous and batched: the memory that
+// a request names must not change until its completion has been polled. A tier may forget any block
+// at any time and reports it; it never returns bytes that are not the block's. Called by the KV
+// store; tests/support has a double. Thread-compatible: used only by the engine's thread.
 #pragma once
 
 #include <array>
@@ -18,7 +17,7 @@
 namespace kvasir::kvstore {
 
 struct TierWrite {
-  uint64_t ticket = 0;  // names the completion; the caller's choice
+  uint64_t ticket = 0;  // names the completion; chosen by the caller
   BlockIdentity block;
   absl::Span<const std::byte> extent;  // with its header, aligned to kExtentAlignment
 };
@@ -31,16 +30,16 @@ struct TierRead {
 
 struct TierCompletion {
   uint64_t ticket = 0;
-  // Of a write: the block survives a restart; UNAVAILABLE when the tier takes no writes now.
-  // Of a read: every byte is verified; NOT_FOUND for a block that is not here, DATA_LOSS when it is
-  // damaged (then it is forgotten).
+  // Write: OK means that the block survives a restart; UNAVAILABLE when the tier takes no writes
+  // now. Read: OK means that every byte was verified; NOT_FOUND for a block that is not stored,
+  // DATA_LOSS when it is damaged (then it is forgotten).
   absl::Status status;
-  BlockIdentity block;  // of a read
+  BlockIdentity block;  // for a read
 };
 
 struct TierEvents {
   std::vector<TierCompletion> completions;
-  std::vector<PrefixHash> forgotten;  // evicted or damaged, since the last call
+  std::vector<PrefixHash> forgotten;  // evicted or damaged since the last call
 };
 
 struct StoredBlock {
@@ -55,12 +54,12 @@ struct TierStats {
   bool writable = false;  // now
   int64_t written_blocks = 0;
   int64_t written_bytes = 0;
-  double write_seconds = 0;    // spent in writing
+  double write_seconds = 0;    // time spent in writing
   int64_t refused_writes = 0;  // while not writable
   int64_t failed_writes = 0;
   int64_t read_blocks = 0;
   int64_t read_bytes = 0;
-  double read_seconds = 0;   // spent in reading and verifying
+  double read_seconds = 0;   // time spent in reading and verifying
   int64_t failed_reads = 0;  // by the device
   int64_t checksum_failures = 0;
   int64_t evictions = 0;
@@ -70,18 +69,18 @@ class Tier {
  public:
   virtual ~Tier() = default;
 
-  // A block that is here already completes as OK.
+  // The write of a block that is stored already completes as OK.
   virtual void Write(std::vector<TierWrite> writes) = 0;
   virtual void Read(std::vector<TierRead> reads) = 0;
-  // What happened since the last call; does not wait.
+  // Returns the events since the last call. Does not wait.
   virtual TierEvents Poll() = 0;
-  // Waits until there is something to poll, or nothing is under way.
+  // Waits until there is something to poll, or nothing is in flight.
   virtual void Wait() = 0;
 
   virtual const ExtentFormat& format() const = 0;
   virtual bool Holds(const PrefixHash& hash) const = 0;
   virtual std::vector<StoredBlock> Inventory() const = 0;
-  // Generations of blocks sealed by this process start here: above all those of its predecessors.
+  // First generation of blocks sealed by this process: above all those of its predecessors.
   virtual uint64_t first_generation() const = 0;
   virtual TierStats stats() const = 0;
 };

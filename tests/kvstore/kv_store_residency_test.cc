@@ -1,5 +1,5 @@
-// The residency protocol against a naive model: random plans, and every byte that a kernel can
-// reach must be what was written, whatever tier it lies in (KVASIR_TEST_SCALE=100 for 1e7 plans).
+// The residency protocol against a naive model: after random plans, every byte that a kernel can
+// reach must be what was written, whatever tier holds it (KVASIR_TEST_SCALE=100 for 1e7 plans).
 #include <array>
 #include <cstring>
 #include <gtest/gtest.h>
@@ -26,7 +26,7 @@ constexpr KvLayout kLayout = {
 constexpr int64_t kSlots = 3;
 constexpr int64_t kBlocksPerSlot = 6;
 
-// What token row `row` (K rows, then V rows) of a page of the block holds.
+// Returns the content of token row `row` (K rows, then V rows) of a page of the block.
 uint32_t Pattern(int64_t id, int64_t layer, int64_t head, int64_t row) {
   return static_cast<uint32_t>(id * 2654435761 + layer * 65537 + head * 257 + row * 3 + 1);
 }
@@ -110,7 +110,7 @@ class RandomPlans {
     CollectFromTier();
     Compare();
   }
-  // Whatever happened, everything can be given back.
+  // Whatever happened, everything can be freed.
   void LetGoOfEverything() {
     for (int64_t slot = 0; slot < kSlots; ++slot) UnbindFrom(slot, 0);
     while (!handles_.empty()) ForgetHandle();
@@ -136,7 +136,7 @@ class RandomPlans {
     model_[next_id_] = {.content = next_id_, .handles = 1};
     Place(next_id_++, *std::move(block));
   }
-  // Appends the block to a slot, puts it in the place of another, or keeps it outside.
+  // Appends the block to a slot, replaces another with it, or keeps it outside.
   void Place(int64_t id, Block block) {
     const size_t slot = rng_() % kSlots;
     if (!bound_[slot].empty() && rng_() % 8 == 0) {
@@ -155,7 +155,7 @@ class RandomPlans {
                  std::move(block));
     bound_[slot].push_back(id);
   }
-  // Mostly of a block that there is.
+  // Mostly a block that exists.
   int64_t PickId() {
     if (model_.empty() || rng_() % 8 == 0) {
       return static_cast<int64_t>(rng_() % static_cast<uint64_t>(next_id_ + 1));
@@ -177,7 +177,7 @@ class RandomPlans {
     store_->Persist(BlockId(id), tokens);
   }
   void Restore() {
-    // Mostly of a block that was stored once.
+    // Mostly a block that was stored once.
     const int64_t content =
         persisted_.empty() || rng_() % 8 == 0
             ? static_cast<int64_t>(rng_() % static_cast<uint64_t>(next_id_ + 1))
@@ -253,7 +253,7 @@ class RandomPlans {
     const PagedKv kv = store_->BeginStep(++step_).value();
     std::optional<std::pair<int64_t, Block>> gone;
     if (!handles_.empty() && rng_() % 4 == 0) {
-      gone = std::move(handles_.back());  // a handle that goes while the step runs
+      gone = std::move(handles_.back());  // a handle that is destroyed while the step runs
       handles_.pop_back();
       gone->second = Block();
     }

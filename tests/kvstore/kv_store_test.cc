@@ -26,7 +26,7 @@ PrefixHash Hash(int64_t id) {
   return hash;
 }
 
-// A store of three blocks of device tier and six of host tier, and the steps of an engine.
+// A store with three blocks of device tier and six of host tier, and the steps of an engine.
 class KvStoreTest : public ::testing::Test {
  protected:
   void SetUp() override {
@@ -57,7 +57,7 @@ class KvStoreTest : public ::testing::Test {
     EXPECT_TRUE(store_->Seal(BlockId(id), Hash(id)).ok());
     return block;
   }
-  // One step that reads `bytes` of every page of the block; returns its first byte.
+  // Runs one step that reads `bytes` of every page of the block. Returns its first byte.
   int Read(int64_t slot, int64_t index, int64_t bytes = kLayout.page_bytes()) {
     const PagedKv kv = store_->BeginStep(++step_).value();
     int first = -1;
@@ -75,7 +75,7 @@ class KvStoreTest : public ::testing::Test {
   uint32_t step_ = 0;
 };
 
-// An arena whose host memory comes for some rows only.
+// An arena whose host memory is available only for some rows.
 class ScarceMemory final : public PageResidency {
  public:
   ScarceMemory(std::unique_ptr<PageResidency> inner, int64_t rows)
@@ -240,7 +240,7 @@ TEST_F(KvStoreTest, MissesOfLongAgoAreForgotten) {
 TEST_F(KvStoreTest, PagesReadInThisStepAreNotVictimsOfItsPromotions) {
   for (int64_t id = 1; id <= 6; ++id) MakeSealed(id, 0, id - 1);
   const int64_t promotions = store_->stats().promotions;
-  // Everything is read in full in each step: there is nothing worth evicting.
+  // Everything is read in full in each step: no eviction would help.
   for (int i = 0; i < 20; ++i) {
     const PagedKv kv = store_->BeginStep(++step_).value();
     for (int64_t index = 0; index < 6; ++index) {
@@ -337,7 +337,7 @@ TEST_F(KvStoreTest, AForkSharesFullBlocks) {
   EXPECT_EQ(store_->stats().host_blocks_used, 1);
 }
 
-// For ThreadSanitizer: kernels read on many threads, the engine looks between steps.
+// For ThreadSanitizer: kernels read on many threads, and the engine reads between steps.
 TEST_F(KvStoreTest, ConcurrentReadersWithinAStepAreCountedInFull) {
   for (int64_t id = 1; id <= 6; ++id) MakeSealed(id, 0, id - 1);
   for (int i = 0; i < 50; ++i) {

@@ -57,7 +57,8 @@ class KvStoreTierTest : public ::testing::Test {
                  .value();
     ASSERT_EQ(store_->host_blocks(), 8);
   }
-  // Writes a block of name `name` with pages, bounds and tokens that follow from it, and seals it.
+  // Writes a block called `name`, whose pages, bounds and tokens follow from the name, and seals
+  // it.
   void MakeSealed(int64_t id, uint32_t name) {
     const Block block = store_->Open(BlockId(id)).value();
     store_->Bind(0, 0, block);
@@ -147,7 +148,7 @@ TEST_F(KvStoreTierTest, ABlockOutlivesItsIdAndTheProcess) {
   EXPECT_EQ(store_->stats().restored_blocks, 2);
 }
 
-// They are not stored: they follow from the keys.
+// Key codes are not stored: they follow from the keys.
 TEST_F(KvStoreTierTest, ARestoredBlockHasTheCodesOfItsKeys) {
   Start(100, /*key_codes=*/true);
   MakeSealed(1, 100);
@@ -198,7 +199,7 @@ TEST_F(KvStoreTierTest, ABlockThatIsBeingRestoredCannotBeUsedButDropped) {
   EXPECT_EQ(store_->Restore(BlockId(3), HashOf(7)).code(), absl::StatusCode::kNotFound);
   store_->Drop(BlockId(2));
   EXPECT_EQ(store_->stats().host_blocks_used, 1);
-  ASSERT_TRUE(Restore(4, 100).ok());  // its end comes behind that of the dropped one
+  ASSERT_TRUE(Restore(4, 100).ok());  // it ends after the dropped one
   ExpectHolds(4, 100);
 }
 
@@ -221,7 +222,7 @@ TEST_F(KvStoreTierTest, BlocksThatGoWhileTheirWriteWaitsAreWrittenUnlessTheirRoo
   for (uint32_t name = 0; name < 8; ++name) store_->Persist(BlockId(name), TokensOf(name));
   EXPECT_GT(store_->stats().dropped_writes, 0) << "half of the host tier may wait";
   for (uint32_t name = 0; name < 8; ++name) store_->Drop(BlockId(name));
-  // All of the host tier is to be had at once, whatever the disk does.
+  // All of the host tier is available at once, whatever the disk does.
   for (int64_t id = 10; id < 18; ++id) MakeSealed(id, static_cast<uint32_t>(id));
   ASSERT_TRUE(store_->CheckIntegrity().ok());
   store_->Flush();
@@ -308,7 +309,7 @@ TEST_F(KvStoreTierTest, ANeededExtentForTransfersIsPartOfTheLeastSize) {
   EXPECT_THAT(std::string(status.message()), HasSubstr("at least 3 blocks"));
 }
 
-// Blocks come and go, the disk fails now and then, the process restarts: what is held is right.
+// Blocks come and go, the disk fails now and then, the process restarts: held blocks stay right.
 TEST_F(KvStoreTierTest, RandomRestartsAndFaultsNeverGiveWrongBytes) {
   std::mt19937 rng(11);
   std::map<int64_t, uint32_t> held;

@@ -101,7 +101,7 @@ TEST(ExtentFormat, ReadsBackWhatWasWritten) {
   EXPECT_EQ(found.tokens, block.tokens);
 }
 
-// Silent corruption (one bit, anywhere) is found, but in the padding that nobody reads.
+// Silent corruption (one bit, anywhere) is found, except in the padding that nobody reads.
 TEST(ExtentFormat, FindsEverySingleBitFlip) {
   const ExtentFormat format = ExtentFormat::Create(Shard()).value();
   const BlockIdentity block = MakeBlock(3, 77);

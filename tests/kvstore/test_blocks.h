@@ -30,7 +30,7 @@ inline KvShard SmallShard() {
           .first_head = 0};
 }
 
-// A block called `name`: everything in it follows from name and generation.
+// A block called `name`: its whole content follows from name and generation.
 struct TestBlock {
   TestBlock(const ExtentFormat& format, uint32_t name, uint64_t generation)
       : buffer(kernels::HostBuffer::Allocate(format.extent_bytes() + kExtentAlignment).value()) {
@@ -99,7 +99,7 @@ class TestStore {
     tier->Write({{.ticket = ++ticket_, .block = block.identity, .extent = block.extent}});
     return Await(ticket_).status;
   }
-  // OK only when the bytes are those of the block that was written last.
+  // Returns OK only when the bytes are those of the block that was written last.
   absl::Status Read(uint32_t name) {
     TestBlock found(format, name, 0);
     tier->Read({{.ticket = ++ticket_, .hash = HashOf(name), .extent = found.extent}});
@@ -121,7 +121,7 @@ class TestStore {
       }
     }
   }
-  // Names of the blocks that it says it holds.
+  // Returns the names of the blocks that the tier reports to hold.
   std::vector<uint32_t> Names() const {
     std::vector<uint32_t> names;
     for (const StoredBlock& block : tier->Inventory()) {

@@ -27,7 +27,7 @@ namespace {
 using kvasir::testing::CheckHealth;
 using kvasir::testing::Health;
 
-// A server with the health service only, of at most two connections.
+// A server with only the health service, and at most two connections.
 class GrpcListenerTest : public ::testing::Test {
  protected:
   void Serve(const std::string& address) {
@@ -69,7 +69,7 @@ class GrpcListenerTest : public ::testing::Test {
     return {client, absl::StrCat("ipv4:127.0.0.1:", ntohs(where.sin_port))};
   }
   std::string metrics() { return prometheus::TextSerializer().Serialize(registry_.Collect()); }
-  // Until it holds, for a generous time.
+  // Waits until it holds, for a generous time.
   template <typename Condition>
   bool Eventually(Condition condition) {
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(10);
@@ -82,7 +82,7 @@ class GrpcListenerTest : public ::testing::Test {
 
   prometheus::Registry registry_;
   std::unique_ptr<GrpcListener> listener_;
-  grpc::CallbackGenericService others_;  // a server without a service of callbacks does not start
+  grpc::CallbackGenericService others_;  // a server without a callback service does not start
   std::unique_ptr<grpc::Server> server_;
 };
 
@@ -98,7 +98,7 @@ TEST_F(GrpcListenerTest, TheOldestConnectionWithoutACallGivesWay) {
   EXPECT_EQ(listener_->status(), absl::OkStatus());
 }
 
-// A health watcher's calls are not the listener's to know; these are.
+// The listener does not see the calls of a health watcher; it sees these.
 TEST_F(GrpcListenerTest, WhereAllConnectionsCarryCallsANewOneIsRefused) {
   Serve("127.0.0.1:0");
   std::vector<int> sockets;

@@ -48,7 +48,7 @@ TEST_F(LoadConfigTest, EveryDefaultOfTheSchemaIsValid) {
   }
 }
 
-// A method that sparsity.proto has a field for is known to the flags.
+// The flags accept every method that has a field in sparsity.proto.
 TEST_F(LoadConfigTest, FlagsOfMethodsTakeEveryMethod) {
   const std::vector<std::pair<std::string, std::string>> flags = {
       {"--sparse-selector", "selector"},
@@ -147,7 +147,7 @@ TEST_F(LoadConfigTest, AFolderIsNoFile) {
   EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
 }
 
-// Bug: the second one was dropped, or the first, without a word.
+// Bug: the second or the first one was dropped silently.
 TEST_F(LoadConfigTest, TextThatIsGivenTwiceIsAnError) {
   const absl::Status status = Load({"--model=m", "--model=n"}).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
@@ -201,7 +201,7 @@ TEST_F(LoadConfigTest, WhatIsNotGivenAndHasNoDefaultIsNotSet) {
   EXPECT_TRUE(generate.has_seed());
 }
 
-// Bug: a misspelt variable was ignored without a word.
+// Bug: a misspelt variable was ignored silently.
 TEST_F(LoadConfigTest, VariablesThatNoCommandReadsAreTold) {
   const auto loaded =
       LoadConfig({.args = {"--model=m"},

@@ -14,7 +14,7 @@ TEST(SelectorFieldTest, ASelectorIsSetAndFoundByName) {
   SetSelector("hip", policy);
   EXPECT_TRUE(policy.has_hip());
   EXPECT_EQ(SelectorName(policy), "hip");
-  SetSelector("sink_tokens", policy);  // a field, but no selector
+  SetSelector("sink_tokens", policy);  // a field, but not of a selector
   EXPECT_EQ(SelectorName(policy), "");
 }
 

@@ -1,9 +1,9 @@
 // Every sparse method and every pair of them as the engine serves it: each selector alone, with
 // each pruner, reuse rule and terminator, and with a pruner and a terminator, found in the list of
-// methods (kernels/sparse/methods.h). All of them are policies of one server, for prompts as for
-// answers, and are served alone, at once, with a device tier of 10 %, on cached prefixes, at
-// compact positions and by two ranks. What holds of selections is in
-// tests/kernels/sparse/conformance_test.cc.
+// methods (kernels/sparse/methods.h). All of them are policies of one server, for prompts and for
+// answers. They are served alone, at once, with a device tier of 10 %, on cached prefixes, at
+// compact positions and by two ranks. tests/kernels/sparse/conformance_test.cc has the properties
+// of selections.
 #include <algorithm>
 #include <cstring>
 #include <map>
@@ -30,7 +30,7 @@ using kernels::SparseMethod;
 constexpr uint32_t kPromptTokens = 720;
 constexpr int64_t kAnswerTokens = 8;
 constexpr int64_t kCachedBlocks = 10;
-// In a number of a stage: it lets everything through.
+// As the number of a stage: it lets everything through.
 constexpr uint32_t kEveryStep = 1, kNeverPatient = 1 << 20;
 constexpr float kNothingIsAlike = 1, kAllMass = 1;
 
@@ -39,7 +39,7 @@ v1::SparsityPolicy PolicyOf(const SparseMethod& method) {
   if (!method.terminator.empty()) {
     *policy.mutable_decode() = MakeTerminatingPolicy(method.selector, "recency").decode();
   }
-  if (method.selector == "infinitehip") {  // in chunks that fit the prompt
+  if (method.selector == "infinitehip") {  // chunks that fit the prompt
     policy.mutable_prefill()->mutable_infinitehip()->set_preset("5k");
     policy.mutable_decode()->mutable_infinitehip()->set_preset("5k");
   }
@@ -48,8 +48,8 @@ v1::SparsityPolicy PolicyOf(const SparseMethod& method) {
   return policy;
 }
 
-// A request under a method. `off` names a stage that is there and lets everything through. `whole`:
-// sink, window and budget are all there is.
+// A request under a method. `off` names a stage that is present and lets everything through.
+// `whole`: sink, window and budget cover all there is.
 struct Case {
   SparseMethod method;
   std::string off = "";
@@ -60,7 +60,7 @@ struct Case {
   }
 };
 
-// The method without the stage that is off.
+// Returns the method without the stage that is off.
 Case Without(const Case& c) {
   Case without = {c.method};
   for (std::string SparseMethod::*stage :
@@ -86,7 +86,8 @@ const std::vector<Case>& Cases() {
 }
 
 v1::AttentionPolicy DecodeNumbers(const Case& c) {
-  // So few single tokens that pages stay without; so many pages that rows may end among them.
+  // So few single tokens that pages stay without any, and so many pages that rows may end among
+  // them.
   const bool small_blocks = c.method.selector == "tokenselect" || c.method.selector == "hip";
   v1::AttentionPolicy numbers = c.whole ? MakeNumbers(16, kPromptTokens, kPromptTokens)
                                         : MakeNumbers(16, 130, small_blocks ? 24 : 384);
@@ -98,7 +99,7 @@ v1::AttentionPolicy DecodeNumbers(const Case& c) {
     const bool off = c.off == c.method.rule;
     v1::ReusePolicy& reuse = *numbers.mutable_reuse();
     reuse.set_interval(off ? kEveryStep : 3);
-    reuse.set_theta(off ? kNothingIsAlike : 0.05f);  // queries are alike now and then
+    reuse.set_theta(off ? kNothingIsAlike : 0.05f);  // queries are sometimes alike
     reuse.set_theta_force(off ? kNothingIsAlike : -0.1f);
     reuse.set_max_age(20);
   }
@@ -182,7 +183,7 @@ class Server {
     return options;
   }
 
-  // What shares the document with the request, and asks something else.
+  // A request that shares the document and asks something else.
   static TestRequest FirstQuestion(TestRequest request) {
     request.prompt.resize(kCachedBlocks * kernels::kPageTokens);
     request.prompt.insert(request.prompt.end(), 60, 5);
@@ -251,7 +252,7 @@ constexpr std::pair<const char*, Way> kWays[] = {
 INSTANTIATE_TEST_SUITE_P(Ways, ConformanceTest, testing::ValuesIn(kWays),
                          [](const auto& test) { return test.param.first; });
 
-// That the way was gone, and that every stage had something to do.
+// Checks that the way was followed, and that every stage had something to do.
 TEST_P(ConformanceTest, EveryStageOfEveryCaseIsAtWork) {
   for (const Case& c : Cases()) {
     SCOPED_TRACE(c.Name());
@@ -273,7 +274,7 @@ TEST_P(ConformanceTest, EveryStageOfEveryCaseIsAtWork) {
       EXPECT_EQ(a.stages_reused(0) > 0, c.off != c.method.rule);
     }
     EXPECT_EQ(a.cached_device_tokens() + a.cached_host_tokens() > 0, way() == Way::kCached);
-    // Sink and window, all that streaming reads, stay in the device tier.
+    // Sink and window, the only pages that streaming reads, stay in the device tier.
     if (c.method.selector != "streaming") {
       EXPECT_EQ(pages.page_misses() > 0, way() == Way::kTenPercent);
     }
@@ -303,7 +304,7 @@ TEST_P(ConformanceTest, TheWholeBudgetIsDense) {
 }
 
 TEST_P(ConformanceTest, TheAnswerIsTheOneThatIsGivenAlone) {
-  // Sums over ranks have another order; at compact positions lists have other answers.
+  // Sums over ranks have another order; at compact positions lists give other answers.
   if (way() == Way::kTwoRanks || way() == Way::kExtended) return;
   for (const Case& c : Cases()) {
     EXPECT_TRUE(SameBits(ServedBy(way(), c), ServedBy(Way::kAlone, c))) << c.Name();

@@ -1,5 +1,5 @@
-// An engine on a GPU over a real disk tier, after a restart: the KV that comes back gives the bits
-// that the computed one gave, through bounds and key codes too.
+// An engine on a GPU over a real disk tier, after a restart: the restored KV gives the bits that
+// the computed KV gave, through bounds and key codes too.
 #include <cstring>
 #include <cuda_runtime_api.h>
 #include <iostream>
@@ -26,7 +26,7 @@ using ::testing::SizeIs;
 constexpr char kModel[] = "tests/model/needle-8k";
 constexpr char kText[] = "tests/model/golden/needle-8k.safetensors";
 constexpr int64_t kChunk = 256;
-// Whole chunks, so that what is left of the prompt is computed in the same steps.
+// Whole chunks, so that the rest of the prompt is computed in the same steps.
 constexpr size_t kStoredBlocks = 10 * kChunk / kernels::kPageTokens;
 constexpr uint64_t kRestoredIds = 100000;
 
@@ -71,7 +71,7 @@ class CudaEngineDiskTest : public ::testing::TestWithParam<DiskCase> {
                           .num_ranks = 1});
     return std::make_unique<TestWorker>(*model_, Options(), std::move(disk).value());
   }
-  // Of the text from `begin` on.
+  // Returns the part of the text from `begin` on.
   static TestRequest Request(int64_t begin) {
     const std::vector<uint32_t> text = GoldenFile(kText).Run(8000).tokens;
     TestRequest request = {.prompt = {text.begin() + begin, text.begin() + begin + 3000},
@@ -103,7 +103,7 @@ TEST_P(CudaEngineDiskTest, ARoundTripOverTheDiskDoesNotChangeLogits) {
   }
   const std::unique_ptr<TestWorker> worker = Start();  // after a restart
   TestCoordinator coordinator({.chunk = kChunk});
-  // Digests in this memory are another text's when blocks come back into it.
+  // When blocks come back into this memory, it holds digests of another text.
   coordinator.Add(Request(4000));
   worker->Run(coordinator);
   const v1::TierReport report = RestoreBlocks(*worker, coordinator, stored_, kRestoredIds);

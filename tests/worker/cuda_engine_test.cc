@@ -1,7 +1,7 @@
 // The engine on a GPU against the engine on the CPU: the same requests over a reference model, the
-// logits that tokens are sampled from, the tokens, and what was attended to. Where a selection
-// hangs on a near tie, one of its sides may be another than on the CPU: then the CPU's own logits
-// must move as far when attention is rounded otherwise.
+// logits that tokens are sampled from, the tokens, and the attended pages. Where a selection
+// depends on a near tie, the GPU may decide it differently: then the CPU's own logits must move as
+// far when its attention is rounded differently.
 #include <algorithm>
 #include <cmath>
 #include <cuda_runtime_api.h>
@@ -26,15 +26,14 @@ namespace {
 
 constexpr char kModel[] = "tests/model/needle-8k";
 constexpr char kText[] = "tests/model/golden/needle-8k.safetensors";
-// Of the largest logit: sums of bfloat16 products in another order, through six layers.
+// Share of the largest logit: sums of bfloat16 products in another order, through six layers.
 constexpr float kTolerance = 0.05f;
 constexpr int64_t kLayers = 6;  // of the model
 constexpr int64_t kAnswer = 16;
 constexpr int64_t kSlots = 16;
 constexpr int64_t kChunk = 256;  // of a prompt in a step
 constexpr int64_t kContext = 16384;
-// How often the CPU rounds otherwise, and how far beyond the CPU's own differences the GPU's may
-// be.
+// How often the CPU rounds differently, and how far the GPU's differences may exceed the CPU's own.
 constexpr uint64_t kRoundings = 8;
 constexpr float kBeyondRounding = 1.5f;
 
@@ -46,7 +45,7 @@ v1::SparsityPolicy MakeInfiniteHip() {
 }
 
 v1::SparsityPolicy MakeEnding(v1::SparsityPolicy policy) {
-  policy.mutable_decode()->mutable_art()->set_guard("none");  // which seldom lets go so soon
+  policy.mutable_decode()->mutable_art()->set_guard("none");  // bounds seldom let a row end so soon
   return policy;
 }
 
@@ -57,16 +56,16 @@ v1::SparsityPolicy MakeEndingByImportance() {
 }
 
 v1::SparsityPolicy MakePruning(v1::SparsityPolicy policy) {
-  policy.mutable_decode()->set_top_p(1);  // how much it keeps is a number of each request
+  policy.mutable_decode()->set_top_p(1);  // each request says how much to keep
   return policy;
 }
 
 constexpr uint32_t kNumPolicies = 21;
 constexpr uint32_t kFirstPruning = 6;
-constexpr uint32_t kFirstEnding = 9;  // the first of these prunes, too
+constexpr uint32_t kFirstEnding = 9;  // the first of these also prunes
 constexpr uint32_t kAllEnding = 10;
-constexpr uint32_t kFirstReusing = 11;    // the first of these prunes, too
-constexpr uint32_t kFirstComparing = 17;  // of those that reuse, by what queries are like
+constexpr uint32_t kFirstReusing = 11;    // the first of these also prunes
+constexpr uint32_t kFirstComparing = 17;  // the first of those that compare queries for reuse
 constexpr uint32_t kEndingByImportance = 20;
 
 constexpr bool Prunes(uint32_t policy) {
@@ -114,7 +113,7 @@ EngineOptions Options() {
 
 constexpr kernels::GroupedPositions kGrouped = {.group_size = 4, .window = 500};
 
-// Policies that estimate attention know no grouped positions.
+// Policies that estimate attention do not support grouped positions.
 EngineOptions GroupedOptions() {
   EngineOptions options = Options();
   for (uint32_t policy = 0; policy < kNumPolicies; ++policy) {
@@ -163,7 +162,7 @@ class CudaEngineTest : public testing::Test {
     if (models_.empty()) GTEST_SKIP() << "no GPU on this machine";
   }
 
-  // With budgets so small that most of the text is skipped.
+  // Budgets are so small that most of the text is skipped.
   static TestRequest MakeRequest(int64_t begin, int64_t size, uint32_t policy) {
     KVASIR_CHECK(begin + size <= std::ssize(text_));
     TestRequest request = {.prompt = {text_.begin() + begin, text_.begin() + begin + size},
@@ -176,10 +175,10 @@ class CudaEngineTest : public testing::Test {
                            .cached_blocks = {}};
     if (Prunes(policy)) request.decode.set_top_p(0.9f);
     if (Ends(policy)) request.decode.set_patience(3);
-    if (policy == kEndingByImportance) request.decode.set_token_budget(2048);  // pages to end among
+    if (policy == kEndingByImportance) request.decode.set_token_budget(2048);  // many pages
     if (Reuses(policy)) {
       v1::ReusePolicy& reuse = *request.decode.mutable_reuse();
-      // infinitehip's stages have 8, 8 and 4.
+      // infinitehip's stages have intervals 8, 8 and 4.
       reuse.set_interval(policy >= kFirstReusing + 4 ? 8 : 3);
       reuse.set_theta(0.8f);
       reuse.set_theta_force(0.5f);
@@ -188,7 +187,7 @@ class CudaEngineTest : public testing::Test {
     return request;
   }
 
-  // So many requests at a time, request r in slot r % num_slots.
+  // At most num_slots requests at a time, request r in slot r % num_slots.
   static Run Serve(TestModel& model, const std::vector<TestRequest>& requests,
                    int64_t num_slots = kSlots, const EngineOptions& options = Options()) {
     TestWorker worker(model, options);
@@ -200,8 +199,8 @@ class CudaEngineTest : public testing::Test {
     return run;
   }
 
-  // For each token of the answer the largest difference of the CPU's logits when its attention is
-  // rounded otherwise, as far as the answers are the same.
+  // Returns, for each token of the answer, the largest difference of the CPU's logits when its
+  // attention is rounded differently, as far as the answers are the same.
   static std::vector<float> DifferencesByRounding(TestModel& cpu, const TestRequest& request,
                                                   const EngineOptions& options) {
     const auto serve = [&](uint64_t seed) {
@@ -225,11 +224,11 @@ class CudaEngineTest : public testing::Test {
     return largest;
   }
 
-  // Up to the first token that is another: from there on the two read different texts.
+  // Compares up to the first token that differs: after it the two read different texts.
   static void ExpectAlike(const std::vector<TestRequest>& requests, int64_t num_slots = kSlots) {
     ExpectAlike(models_, requests, num_slots, kTolerance);
   }
-  // Selectors round the queries that they rotate, so that they choose other tokens more often.
+  // Selectors round the queries that they rotate, so their choices differ more often.
   static void ExpectAlikeExtended(const TestRequest& request, float tolerance) {
     ExpectAlike(extended_models_, {request}, kSlots, tolerance);
   }
@@ -248,7 +247,7 @@ class CudaEngineTest : public testing::Test {
                                                    std::ssize(requests[r].prompt) - 1 + i};
         LogitsDifference difference;
         difference.Add(cpu.logits.at(place), gpu.logits.at(place));
-        // Where a list has another token than on the CPU, so it has in the steps that it serves.
+        // A list that differs from the CPU's in one token differs in all steps that it serves.
         const float allowed = difference.scale * tolerance * (Reuses(requests[r].policy) ? 2 : 1);
         if (difference.largest > allowed) {
           if (by_rounding.empty()) {
@@ -274,10 +273,10 @@ class CudaEngineTest : public testing::Test {
       const v1::PhaseAccounting expected_pages = BothPhases(expected);
       EXPECT_GT(found.attended_tokens(), 0u);
       EXPECT_EQ(found_pages.blocks_total(), expected_pages.blocks_total());
-      // Another text is attended to otherwise where a threshold decides how much, or when.
+      // Attention differs in another text where a threshold decides how much is read, or when.
       const bool same_text = cpu.results[r].tokens == gpu.results[r].tokens;
       if (same_text || !Prunes(requests[r].policy)) {
-        // Pages that rows leave unread are up to three fewer.
+        // Rows may leave up to three fewer pages unread.
         ExpectClose(found_pages.page_hits() + found_pages.skipped_terminated(),
                     expected_pages.page_hits() + expected_pages.skipped_terminated());
         ExpectClose(found.attended_tokens(), expected.attended_tokens());
@@ -286,14 +285,14 @@ class CudaEngineTest : public testing::Test {
       const bool compares_queries = ComparesQueries(requests[r].policy);
       if (same_text || !compares_queries) ExpectSameStages(found, expected, compares_queries);
     }
-    // One that is undecided between two tokens may differ at once; not most.
+    // A request that is undecided between two tokens may differ at once; most may not.
     if (requests.size() > 1) {
       EXPECT_GT(compared, 4 * std::ssize(requests)) << "answers differ at once";
     }
   }
 
-  // Which steps select depends on positions alone, unless queries are compared, which are a little
-  // others than on the CPU.
+  // Which steps select depends on positions alone, unless queries are compared, which differ
+  // slightly from the CPU's.
   static void ExpectSameStages(const v1::RowAccounting& found, const v1::RowAccounting& expected,
                                bool compares_queries) {
     if (!compares_queries) {
@@ -316,9 +315,8 @@ class CudaEngineTest : public testing::Test {
                 0.05 * static_cast<double>(expected));
   }
 
-  // What is computed does not depend on where a page lies. Premises: pages were read in place from
-  // the host tier, gave way in device memory, and moved there where a step does not need all that
-  // is there.
+  // Results do not depend on where a page lies. Premises: pages were read in place from the host
+  // tier, left device memory, and moved there where a step does not need all pages.
   static void ExpectSameBitsFromParts(TestModel& model, const std::vector<uint32_t>& policies,
                                       EngineOptions options) {
     constexpr int64_t kPrompt = 3000;
@@ -353,13 +351,14 @@ class CudaEngineTest : public testing::Test {
   }
 
   static inline std::vector<uint32_t> text_;
-  // On the CPU, on the GPU.
+  // First on the CPU, then on the GPU.
   static inline std::vector<std::unique_ptr<TestModel>> models_;
   static inline std::vector<std::unique_ptr<TestModel>> extended_models_;
   static inline std::vector<std::unique_ptr<TestModel>> grouped_models_;
 };
 
-// The device feeds what it samples to the step behind; what needs the host between waits for it.
+// The device feeds sampled tokens to the next step; anything that needs the host in between waits
+// for it.
 TEST_F(CudaEngineTest, StepsThatBeginAheadChangeNoBit) {
   std::vector<TestRequest> requests;
   for (const uint32_t policy : {0u, 1u, 2u, 12u}) {
@@ -408,7 +407,7 @@ TEST_F(CudaEngineTest, StepsThatBeginAheadChangeNoBit) {
   };
   const Served whole = expect_alike();
   EXPECT_GT(whole.fed_steps, 50);
-  // One ends where nobody foresaw it, and the others go on.
+  // One request ends unforeseen, and the others go on.
   requests[2].last_token = whole.results[2].tokens[20];
   EXPECT_EQ(expect_alike().rows_in_vain, 1);
   // Penalties count tokens on the host.
@@ -425,9 +424,9 @@ TEST_F(CudaEngineTest, EveryPolicyAloneAnswersAsOnTheCpu) {
   }
 }
 
-// Keys that are cached un-rotated, at compact positions. A list that serves several steps makes
-// more of a block that was chosen otherwise: with infinitehip by interval the CPU's logits in
-// float32 and in bfloat16 are 0.23 of the largest one apart at one token of these.
+// Keys are cached un-rotated, at compact positions. A list that serves several steps enlarges the
+// effect of a different choice: with infinitehip by interval the CPU's logits in float32 and in
+// bfloat16 differ by 0.23 of the largest one at one token of these.
 TEST_F(CudaEngineTest, EveryPolicyAnswersAsOnTheCpuWherePositionsAreExtended) {
   for (uint32_t policy = 0; policy < kNumPolicies; ++policy) {
     for (const int64_t size : {63, 700, 3000}) {
@@ -437,8 +436,8 @@ TEST_F(CudaEngineTest, EveryPolicyAnswersAsOnTheCpuWherePositionsAreExtended) {
   }
 }
 
-// Behind what the model was trained for: only compact positions are such as it knows. With budgets
-// like these the CPU's answers in float32 and bfloat16 differ by 0.14 of the largest logit.
+// Beyond the trained length only compact positions are ones that the model knows. With budgets like
+// these the CPU's answers in float32 and bfloat16 differ by 0.14 of the largest logit.
 TEST_F(CudaEngineTest, ContextsBeyondTheTrainedWindowAnswerAsOnTheCpu) {
   for (const uint32_t policy : {1u, 3u, 4u, kFirstPruning + 1, kFirstEnding}) {
     SCOPED_TRACE(testing::Message() << "policy " << policy);
@@ -463,8 +462,8 @@ TEST_F(CudaEngineTest, ABatchOfAllPoliciesAnswersAsOnTheCpu) {
   ExpectAlike(requests);
 }
 
-// Premise of the comparison: the sparse policies skip pages and prune, and about as many as on the
-// CPU, whose keys are a little different.
+// Premise of the comparison: the sparse policies skip pages and prune, about as many as on the CPU,
+// whose keys differ slightly.
 TEST_F(CudaEngineTest, SkipsAsManyPagesAsTheCpu) {
   for (uint32_t policy = 1; policy < kNumPolicies; ++policy) {
     SCOPED_TRACE(testing::Message() << "policy " << policy);
@@ -501,15 +500,16 @@ TEST_F(CudaEngineTest, SkipsAsManyPagesAsTheCpu) {
   }
 }
 
-// Once a shape of step has come twice. Answers of several requests, which end one by one, are held
-// against the CPU's above; here that their steps were graphs, and how many launches they have.
+// A shape of step is recorded when it comes for the second time. Answers of several requests, which
+// end one by one, are compared with the CPU's above; this checks that their steps were graphs, and
+// how many launches they have.
 TEST_F(CudaEngineTest, StepsOfOneTokenARowAreGraphs) {
   const auto& backend = static_cast<CudaBackend&>(models_[1]->transformer().backend());
   for (uint32_t policy = 0; policy < kNumPolicies; ++policy) {
     const CudaGraphStats before = backend.graphs().stats();
-    // With two pages of a handful an answer may hang on which of two like ones is the second. In
-    // this text none does: the CPU's logits in float32 and in bfloat16 differ by less than half of
-    // kTolerance under every policy.
+    // With two pages of a handful an answer may depend on which of two similar ones is the second.
+    // In this text none does: the CPU's logits in float32 and in bfloat16 differ by less than half
+    // of kTolerance under every policy.
     ExpectAlike({MakeRequest(1200, 700, policy)});
     const CudaGraphStats after = backend.graphs().stats();
     EXPECT_GE(after.replayed - before.replayed, kAnswer - 6) << "policy " << policy;
@@ -520,12 +520,12 @@ TEST_F(CudaEngineTest, StepsOfOneTokenARowAreGraphs) {
   }
 }
 
-// Steps that differ in nothing but the policy are other graphs; in the second round, when no buffer
-// grows any more, they do.
+// Steps that differ only in the policy are different graphs. In the second round, when no buffer
+// grows any more, they differ only in that.
 TEST_F(CudaEngineTest, PoliciesThatTakeTurnsAnswerAsOnTheCpu) {
   std::vector<TestRequest> requests;
   for (int64_t i = 0; i < 2 * kNumPolicies; ++i) {
-    // Of lengths so far apart that no two sample at the same position.
+    // Lengths so far apart that no two requests sample at the same position.
     requests.push_back(
         MakeRequest(64 * i, 500 + 2 * kAnswer * i, static_cast<uint32_t>(i % kNumPolicies)));
   }
@@ -536,11 +536,11 @@ TEST_F(CudaEngineTest, PartsOfTheKvInDeviceMemoryGiveTheSameBits) {
   ExpectSameBitsFromParts(*models_[1], {0, 1, 3, 7}, Options());
 }
 
-// Far keys make most of these contexts, and are beyond what the model was trained for.
+// Far keys make up most of these contexts, which exceed the trained length.
 TEST_F(CudaEngineTest, GroupedPositionsAnswerAsOnTheCpu) {
   const auto& backend = static_cast<CudaBackend&>(grouped_models_[1]->transformer().backend());
-  // Of several requests in a step, shorter than a neighbourhood and longer, and chunks that lie
-  // inside of it.
+  // Several requests in a step, shorter than a neighbourhood and longer, and chunks that lie inside
+  // one.
   std::vector<TestRequest> requests;
   for (const uint32_t policy : {0u, 1u, 2u, 3u, 4u, 5u, 12u, 14u, 15u, 17u}) {
     requests.push_back(MakeRequest(64 * policy, 200 + 190 * policy, policy));
@@ -556,7 +556,7 @@ TEST_F(CudaEngineTest, GroupedPositionsAnswerAsOnTheCpu) {
 }
 
 TEST_F(CudaEngineTest, GroupedPositionsBeyondTheTrainedWindowAnswerAsOnTheCpu) {
-  // Those with lists first: positions that dense attention has asked for stay known.
+  // Policies with lists come first: positions that dense attention has asked for stay known.
   for (const uint32_t policy : {1u, 14u, 0u}) {
     SCOPED_TRACE(testing::Message() << "policy " << policy);
     TestRequest request = MakeRequest(0, 8000, policy);
@@ -574,7 +574,7 @@ TEST_F(CudaEngineTest, GroupedPositionsGiveTheSameBitsFromPartsInDeviceMemory) {
   ExpectSameBitsFromParts(*grouped_models_[1], {0, 1, 3}, GroupedOptions());
 }
 
-// Of all kinds in turn, and in steps together.
+// Requests of all kinds in turn, and in steps together.
 std::vector<v1::RowSampling> Samplings() {
   std::vector<v1::RowSampling> samplings(6, Greedy());
   samplings[1].set_logprobs(5);
@@ -601,7 +601,7 @@ std::vector<v1::RowSampling> Samplings() {
   return samplings;
 }
 
-// What the CPU's op makes of the logits that the GPU computed.
+// Returns what the CPU's op makes of the logits that the GPU computed.
 kernels::SampledToken SampleOnCpu(const Sequence& sequence, int64_t position,
                                   TestWorker::Logits logits, RowSamplingBuffers& buffers) {
   const int64_t vocab = std::ssize(logits);
@@ -621,7 +621,7 @@ kernels::SampledToken SampleOnCpu(const Sequence& sequence, int64_t position,
   return token;
 }
 
-// On the device, within the step's graph; and no other ones where nobody looks at the logits.
+// Sampled on the device, within the step's graph; the same tokens as where nobody reads the logits.
 TEST_F(CudaEngineTest, TokensAndLogprobsAreThoseThatTheCpuSamplesFromTheSameLogits) {
   std::vector<TestRequest> requests;
   const std::vector<v1::RowSampling> samplings = Samplings();

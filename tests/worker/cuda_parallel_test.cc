@@ -1,6 +1,6 @@
-// A group of GPUs against one: a process a rank, as they are served. The same requests over a
-// reference model, the logits that tokens are sampled from, and the tokens; and what the others do
-// when one is gone.
+// A group of GPUs against one: one process per rank, as they are served. Compares the same requests
+// over a reference model, the logits that tokens are sampled from, and the tokens; and checks the
+// reaction of the other ranks when one is gone.
 #include <algorithm>
 #include <chrono>
 #include <cuda_runtime_api.h>
@@ -24,7 +24,8 @@ namespace {
 
 constexpr char kModel[] = "tests/model/needle-8k";
 constexpr char kText[] = "tests/model/golden/needle-8k.safetensors";
-// Of the largest logit: sums in another order through six layers, and pages that are chosen or not.
+// Share of the largest logit: sums in another order through six layers, and pages that are chosen
+// or not.
 constexpr float kTolerance = 0.1f;
 constexpr int64_t kAnswer = 16;
 constexpr int64_t kSlots = 8;
@@ -47,8 +48,8 @@ EngineOptions Options() {
   return options;
 }
 
-// One to eight at a time. Of few pages one more or less is another answer; where ranks stand a
-// little apart they may choose another.
+// One to eight at a time. With few pages one more or less changes the answer, and ranks that differ
+// slightly may choose another.
 std::vector<TestRequest> Requests() {
   const std::vector<uint32_t> text = GoldenFile(kText).Run(8000).tokens;
   std::vector<TestRequest> requests;
@@ -86,7 +87,7 @@ Answers Serve(TestModel& model, Collective& ranks) {
   return answers;
 }
 
-// Up to the first token that is another: from there on the two read different texts.
+// Compares up to the first token that differs: after it the two read different texts.
 void ExpectAlike(const Answers& one, const Answers& many) {
   const std::vector<TestRequest> requests = Requests();
   int64_t compared = 0;
@@ -129,7 +130,7 @@ TestWorkerOptions ModelOptions(int rank, int size) {
           .edit_weights = {}};
 }
 
-// Waits for the other ranks, from where on they may be silent for a few seconds only; null: failed.
+// Waits for the other ranks. From then on they may be silent for only a few seconds; null: failed.
 using Meet = std::function<std::unique_ptr<Collective>()>;
 
 // Runs `body` where there is a GPU for each rank.
@@ -154,7 +155,7 @@ bool TooFew(const std::vector<int>& statuses) {
 
 class CudaParallelTest : public testing::TestWithParam<int> {};
 
-// Twice, as groups come and go while a worker keeps its model.
+// Runs twice, as groups come and go while a worker keeps its model.
 TEST_P(CudaParallelTest, RanksAnswerAsOneDoes) {
   const int size = GetParam();
   const std::vector<int> statuses = RunRankProcesses(size, [&](int rank, Rendezvous& rendezvous) {
@@ -213,7 +214,7 @@ void ExpectErrorInTime(int signal) {
       std::cout << "after " << took.count() << " s: " << status << std::endl;
       EXPECT_TRUE(absl::IsDeadlineExceeded(status) || absl::IsUnavailable(status)) << status;
       EXPECT_LT(took.count(), 5);
-      // What is left of the group is no hindrance.
+      // The remains of the group do not disturb the next.
       SingleCollective nobody;
       EXPECT_TRUE(model.transformer().backend().JoinRanks(nobody).ok());
       EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);

@@ -1,5 +1,5 @@
-// Blocks of an engine's KV over a disk tier and back, for tests: what the coordinator would ask
-// for.
+// Moves blocks of an engine's KV to a disk tier and back, for tests: the requests that the
+// coordinator would make.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +12,8 @@
 
 namespace kvasir::worker {
 
-// Computes the request, in chunks of so many tokens, and stores the first `count` blocks of its
-// prompt; `hashes` gets their prefix hashes.
+// Computes the request in chunks of `chunk` tokens, and stores the first `count` blocks of its
+// prompt. `hashes` gets their prefix hashes.
 inline void ComputeAndStore(TestWorker& worker, const TestRequest& request, int64_t chunk,
                             size_t count, std::vector<std::string>& hashes) {
   TestCoordinator coordinator({.chunk = chunk, .keep_blocks = true});
@@ -31,7 +31,7 @@ inline void ComputeAndStore(TestWorker& worker, const TestRequest& request, int6
   worker.engine().FlushTier();
 }
 
-// Reads them as blocks `first_id` and following; what the engine reports.
+// Reads them as blocks `first_id` and following. Returns what the engine reports.
 inline v1::TierReport RestoreBlocks(TestWorker& worker, TestCoordinator& coordinator,
                                     const std::vector<std::string>& hashes, uint64_t first_id) {
   v1::StepPlan plan = coordinator.NextPlan();

@@ -1,4 +1,4 @@
-// An engine over a real disk tier: what comes back is what was written, to the last bit.
+// An engine over a real disk tier: restored blocks equal what was written, to the last bit.
 #include <cstring>
 #include <filesystem>
 #include <fstream>
@@ -55,7 +55,7 @@ class EngineDiskTest : public RandomModelFixture {
     return MakeSparseRequest(std::move(prompt), policy);
   }
 
-  // Its first seven blocks, those of 448 tokens.
+  // Returns its first seven blocks, with 448 tokens.
   void Store(TestWorker& worker, const TestRequest& request) {
     ComputeAndStore(worker, request, /*chunk=*/128, 7, stored_);
   }

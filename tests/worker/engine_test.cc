@@ -58,7 +58,7 @@ void ExpectSameBits(const AllLogits& expected, const AllLogits& actual) {
 
 class EngineTest : public RandomModelFixture {
  protected:
-  // The logits of one request in an engine of its own.
+  // Returns the logits of one request in an engine of its own.
   static AllLogits RunAlone(const TestRequest& request, int64_t chunk = 128,
                             const EngineOptions& options = TestWorker::DefaultOptions()) {
     TestWorker worker(*model_, options);
@@ -84,7 +84,8 @@ TEST_P(EnginePolicyTest, ChunksDoNotChangeLogits) {
   }
 }
 
-// Prompt in chunks, what was generated as rows of their own, and then on as if nothing had been.
+// The prompt in chunks, then tokens already generated as rows of their own, and then on as if there
+// had been no pause.
 TEST_P(EnginePolicyTest, PreemptionDoesNotChangeLogits) {
   TestRequest request = MakeRequest(100, GetParam());
   request.max_tokens = 150;
@@ -113,7 +114,7 @@ TEST_P(EnginePolicyTest, PreemptionDoesNotChangeLogits) {
       ExpectSameBits(from(whole.logits(), had), RunAlone(resume(had), chunk));
     }
   }
-  // With blocks that it filled itself, up to the middle of what it had generated.
+  // The blocks that it filled itself are cached, up to the middle of the generated tokens.
   TestRequest resumed = resume(120);
   resumed.cached_blocks.assign(blocks.begin(), blocks.begin() + 3);
   const AllLogits before = whole.logits();
@@ -137,7 +138,8 @@ TEST_P(EnginePolicyTest, TruncatedSequenceGoesOnAsIfItHadNotBeenThere) {
     ASSERT_TRUE(reply.ok()) << reply.status();
     coordinator.Apply(plan, *reply);
   }
-  // The same row again, as after a rejected provisional token: bounds and KV of the two are gone.
+  // The same row again, as after a rejected provisional token: bounds and KV of the two are
+  // discarded.
   v1::StepPlan again;
   again.set_group_epoch(1);
   again.set_step(100);
@@ -157,7 +159,7 @@ TEST_P(EnginePolicyTest, AccountsForEveryPage) {
   TestWorker worker(*model_);
   TestCoordinator coordinator({.chunk = 128});
   TestRequest request = MakeRequest(500, GetParam());
-  request.decode.set_token_budget(3);  // in fewer pages than there are, token by token too
+  request.decode.set_token_budget(3);  // in fewer pages than there are, also token by token
   const size_t r = coordinator.Add(request);
   worker.Run(coordinator);
   const v1::PhaseAccounting a = BothPhases(coordinator.result(r).accounting);
@@ -220,7 +222,7 @@ TEST_F(EngineTest, StagesThatRunAndStagesThatServeAreCounted) {
   EXPECT_GT(worker.engine().selection_memory_bytes(), 0);
   worker.Run(coordinator);
   const v1::RowAccounting& a = coordinator.result(r).accounting;
-  // Of positions 500 to 518 these: 500, 505, 510, 512 (a multiple of 64), 517.
+  // The stage runs at these of positions 500 to 518: 500, 505, 510, 512 (a multiple of 64), 517.
   const uint64_t rows = static_cast<uint64_t>(worker.engine().pages_per_block());
   EXPECT_THAT(a.stages_run(), ElementsAre(5 * rows, 0, 0));
   EXPECT_THAT(a.stages_reused(), ElementsAre(14 * rows, 0, 0));
@@ -238,7 +240,7 @@ TEST_F(EngineTest, AnUnknownReuseRuleListsTheKnownOnes) {
       HasSubstr("the reuse rules are interval, cosine, both"));
 }
 
-// A decode part with a terminator behind any selector, and a pruner.
+// A decode part with a terminator after any selector, and a pruner.
 v1::AttentionPolicy Terminating(const std::string& selector, float top_p) {
   v1::AttentionPolicy decode = MakeTerminatingPolicy(selector, "recency").decode();
   if (selector == "infinitehip") decode.mutable_infinitehip()->set_preset("5k");
@@ -288,15 +290,15 @@ TEST_F(EngineTest, EverySelectorAndPrunerMayBeTerminated) {
 
 TEST_F(EngineTest, LayersThatStayDenseAreReadWhole) {
   TestRequest request = MakeRequest(500, kTerminated);
-  request.decode.set_dense_layers(3);  // all there are
+  request.decode.set_dense_layers(3);  // every layer
   TestRequest dense = request;
   dense.policy = kAll;
   const AllLogits found = RunAlone(request);
   for (const auto& [place, logits] : RunAlone(dense)) EXPECT_EQ(found.at(place), logits);
 }
 
-// Bug: a dense layer's window was the context, shorter than what a reused selection reaches into
-// and than infinitehip's least window, and the whole group ended.
+// Bug: a dense layer's window was the context. It was shorter than what a reused selection reaches
+// into and than infinitehip's least window, and the whole group ended.
 TEST_F(EngineTest, ShortContextsOfReusingPoliciesWithDenseLayersAreReadWhole) {
   for (const uint32_t policy : {kHipByInterval, kTokenSelectByCosine, kInfiniteHipByBoth}) {
     for (const int64_t prompt_size : {1, 2, 20, 130}) {
@@ -431,8 +433,8 @@ TEST_F(EngineTest, LayersAttendWithBudgetsOfTheirOwn) {
     ExpectSameBits(of_small, run({{0, 2, 64}}, 256, policy, mixed));
     EXPECT_NE(of_small, run({{1, 1, 256}}, 64, policy, mixed));
     EXPECT_EQ(mixed.attending_rows(), small.attending_rows());
-    if (policy == kPruned) continue;  // what is left is another number in every layer
-    // But for what lists and windows have in common.
+    if (policy == kPruned) continue;  // the pruned number differs in every layer
+    // Except tokens that lists and windows share.
     const auto expected =
         static_cast<double>(2 * small.attended_tokens() + large.attended_tokens());
     EXPECT_NEAR(3 * static_cast<double>(mixed.attended_tokens()), expected, 0.01 * expected);
@@ -482,7 +484,7 @@ TEST_F(EngineTest, MeasuresMassWithoutUsingPages) {
   EXPECT_LT(sampled, quest.measured_mass().samples() / 2);
 }
 
-// Bug: where a prompt was read with a sparse policy, its queries, which are many, hid the answer's.
+// Bug: where a prompt was read with a sparse policy, its many queries hid the answer's.
 TEST_F(EngineTest, MassOfReadingIsToldApartFromThatOfDecoding) {
   EngineOptions options = TestWorker::DefaultOptions();
   options.mass_sample_rate = 1;
@@ -521,8 +523,8 @@ TEST_F(EngineTest, BudgetsAreTheTokensThatDecodingAttendsTo) {
   EXPECT_EQ(run(kStreaming).attended_tokens(), rows * (16 + 70));
 }
 
-// Rule R2: a context that budgets cover stands where it stands, also when keys are cached
-// un-rotated. A single token more and positions are compact ones.
+// Rule R2: a context that budgets cover keeps its positions, also when keys are cached un-rotated.
+// With a single token more, positions are compact.
 TEST_F(EngineTest, ExtendedPositionsOfShortContextsAreTheModelsOwn) {
   TestModel extended({.folder = folder_->folder(),
                       .extension = PositionExtension::kStreaming,
@@ -610,7 +612,7 @@ TestRequest PenalisedRequest() {
   return request;
 }
 
-// The definition, from the raw logits and the tokens so far.
+// The definition, computed from the raw logits and the tokens so far.
 uint32_t DefinedToken(TestWorker::Logits logits, const TestRequest& request,
                       const std::vector<uint32_t>& output) {
   const v1::RowSampling& sampling = request.sampling;
@@ -686,7 +688,7 @@ TEST_F(EngineTest, PenaltiesAndLogprobsDoNotDependOnNeighboursChunksOrPreemption
   EXPECT_EQ(alone.size(), 24u);
   EXPECT_EQ(alone, run(penalised, 0, 64));
   EXPECT_EQ(alone, run(penalised, 6, 128));
-  // Preempted behind its tenth token: what it generated before still counts as output.
+  // Preempted after its tenth token: tokens generated before still count as output.
   TestRequest resumed = penalised;
   for (size_t i = 0; i < 10; ++i) {
     resumed.generated.push_back(static_cast<uint32_t>(std::stoul(alone[i])));
@@ -717,7 +719,7 @@ TEST_F(EngineTest, StopTokensWaitForMinTokens) {
 }
 
 TEST_F(EngineTest, NanRowFailsAloneWithDataLoss) {
-  // Token 100 is poison, and kept from being generated.
+  // Token 100 is poison, and is kept from being generated.
   TestModel model({.folder = folder_->folder(), .edit_weights = [](ModelWeights& weights) {
                      const kernels::TensorView table = weights.embedding.view;
                      table.As<float>()[100 * table.dim(1)] =
@@ -741,7 +743,7 @@ TEST_F(EngineTest, NanRowFailsAloneWithDataLoss) {
   ExpectSameBits(RunAlone(healthy), worker.logits());
 }
 
-// Else its KV would be sealed, and found by others.
+// Otherwise its KV would be sealed, and found by others.
 TEST_F(EngineTest, NanFailsTheChunkThatReadsIt) {
   TestModel model({.folder = folder_->folder(), .edit_weights = [](ModelWeights& weights) {
                      const kernels::TensorView table = weights.embedding.view;
@@ -790,7 +792,7 @@ TEST_F(EngineTest, BlocksFilledBeforeAFailureMayStillBeSealed) {
   worker.RunAhead(coordinator);
   EXPECT_EQ(coordinator.result(r).status.code(), absl::StatusCode::kDataLoss);
   EXPECT_THAT(coordinator.result(r).blocks,
-              testing::SizeIs(1));  // sealed; the poison is in the next
+              testing::SizeIs(1));  // sealed; the poison is in the next block
   EXPECT_EQ(coordinator.rows_in_vain(), 1);
 }
 
@@ -821,7 +823,7 @@ TEST_F(EngineTest, MissingBlocksAreNamedAndNothingIsComputed) {
   ASSERT_TRUE(reply.ok()) << reply.status();
   EXPECT_THAT(reply->missing_blocks(), testing::ElementsAre(900, 901));
   EXPECT_EQ(reply->results_size(), 0);
-  // The slot is still free: the same start without the blocks is taken.
+  // The slot is still free: the same start without the blocks is accepted.
   plan.set_step(plan.step() + 1);
   plan.mutable_starts(0)->clear_cached_blocks();
   plan.mutable_rows(0)->set_begin(0);
@@ -848,7 +850,7 @@ TEST_F(EngineTest, RepeatedPlanIsRefused) {
   EXPECT_EQ(worker.engine().Step(plan).status().code(), absl::StatusCode::kFailedPrecondition);
 }
 
-// What a wrong plan may look like: each changes a good one.
+// Examples of wrong plans: each changes a good one.
 struct WrongPlan {
   std::string name;
   std::function<void(v1::StepPlan&)> spoil;

@@ -1,10 +1,10 @@
-// What a request is answered must not depend on how it is served. In float32 every logit has the
-// same bits along every way of kWays; in bfloat16, and over several ranks, where sums are taken in
-// another order, the same token is the best wherever it stands out by four times the largest
-// difference. Ranks may choose otherwise between two pages or tokens that score the same up to
-// rounding, so that difference is small for `all` only. Texts are the reference model's own,
-// sampled freely behind a document, so that many tokens hang by little. KVASIR_TEST_SCALE=96 makes
-// them 3,072 tokens long: then threads share rows.
+// The answer to a request must not depend on how it is served. In float32 every logit has the same
+// bits along every way of kWays. In bfloat16, and over several ranks, where sums are taken in
+// another order, the best token is the same wherever it exceeds the second by four times the
+// largest difference. Ranks may choose differently between two pages or tokens that score the same
+// up to rounding, so that difference is small only for `all`. Texts are the reference model's own,
+// sampled freely after a document, so that many tokens have a small margin. KVASIR_TEST_SCALE=96
+// makes them 3,072 tokens long: then threads share rows.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -64,7 +64,7 @@ struct Way {
   int64_t chunk = 128;     // tokens of the prompt in one step
   double device_part = 1;  // of the KV, that the device tier holds
   bool cached = false;     // another request left the document's blocks
-  bool disk = false;       // which were written to disk, let go of and read again
+  bool disk = false;       // whose blocks were written to disk, dropped and read again
   bool restart = false;    // by another process
   bool preempted = false;  // half of the answer later, and resumed
   int others = 0;          // requests that run at the same time, with policies of their own
@@ -105,7 +105,7 @@ constexpr Way kExtendedWays[] = {
      .num_threads = 2,
      .extension = PositionExtension::kStreaming},
 };
-// The same at grouped positions, which begin behind a neighbourhood of a part of the prompt.
+// The same at grouped positions, which begin after a neighbourhood of a part of the prompt.
 constexpr kernels::GroupedPositions kGrouped = {.group_size = 4, .window = 300};
 constexpr Way kGroupedWays[] = {
     {.name = "GroupedChunks512", .chunk = 512, .extension = PositionExtension::kSelfExtend},
@@ -136,7 +136,7 @@ const std::vector<uint32_t>& Text() {
   return *text;
 }
 
-// Small enough budgets that most of the document is skipped.
+// Budgets are so small that most of the document is skipped.
 TestRequest MakeRequest(int64_t begin, int64_t size, uint32_t policy, int64_t num_tokens) {
   TestRequest request = {.prompt = {Text().begin() + begin, Text().begin() + begin + size},
                          .max_tokens = num_tokens,
@@ -156,7 +156,7 @@ int64_t BlocksOf(const TestRequest& request) {
   return (std::ssize(request.prompt) + request.max_tokens) / kernels::kPageTokens + 1;
 }
 
-// Requests beside `request`, of all policies and many lengths, that last as long.
+// Requests beside `request`, of all policies and many lengths, that last as long as it does.
 std::vector<TestRequest> Others(const TestRequest& request, int count) {
   std::vector<TestRequest> others;
   for (int i = 0; i < count; ++i) {
@@ -166,7 +166,8 @@ std::vector<TestRequest> Others(const TestRequest& request, int count) {
   return others;
 }
 
-// The same document with another question. What it reads one by one lies behind the document.
+// The same document with another question. The tokens that it reads one by one lie after the
+// document.
 TestRequest FirstQuestion(const TestRequest& request) {
   TestRequest first = request;
   first.prompt.resize(kPromptTokens - 100);
@@ -194,8 +195,8 @@ RankGroupOptions GroupOptions(const Way& way, DType dtype, int64_t blocks) {
                                     .head_dim = config.head_dim,
                                     .dtype = dtype};
   const int64_t bytes = blocks * layout.block_bytes();
-  if (way.extension == PositionExtension::kSelfExtend) {  // what it serves; the first stay what
-    options.engine.policies.resize(kPruned);              // they are
+  if (way.extension == PositionExtension::kSelfExtend) {  // policies that it serves;
+    options.engine.policies.resize(kPruned);              // the first keep their indices
   }
   options.engine.kv_dtype = dtype;
   options.engine.kv.device = static_cast<int64_t>(way.device_part * static_cast<double>(bytes));
@@ -205,7 +206,7 @@ RankGroupOptions GroupOptions(const Way& way, DType dtype, int64_t blocks) {
   return options;
 }
 
-// One request on its way through one group of ranks, and where the way says so, through another.
+// Serves one request through one group of ranks, and where the way says so, through another.
 class Journey {
  public:
   Journey(const Way& way, DType dtype, int64_t blocks)
@@ -214,7 +215,7 @@ class Journey {
     Start();
   }
 
-  // Serves the request and lets its full blocks stay; adds to what was served.
+  // Serves the request and keeps its full blocks. Adds to the served tokens.
   const TestResult& Run(const TestRequest& request, const std::vector<TestRequest>& others,
                         Served& served) {
     const size_t r = coordinator_->Add(request);  // in slot 0
@@ -232,7 +233,7 @@ class Journey {
     return result;
   }
 
-  // The blocks of the document that both questions share, once the first was asked.
+  // Returns the blocks of the document that both questions share, once the first was asked.
   std::vector<uint64_t> ReadDocument(const TestRequest& first) {
     Served unused;
     std::vector<uint64_t> blocks = Run(first, {}, unused).blocks;
@@ -325,7 +326,7 @@ Served Serve(TestRequest request, const Way& way, DType dtype) {
   return served;
 }
 
-// That the way was gone, and the policy followed.
+// Checks that the way was followed, and the policy too.
 void CheckPremises(const Way& way, uint32_t policy, const Served& served) {
   const v1::RowAccounting& a = served.accounting;
   const v1::PhaseAccounting pages = BothPhases(a);
@@ -347,9 +348,9 @@ void CheckPremises(const Way& way, uint32_t policy, const Served& served) {
   EXPECT_EQ(a.cached_disk_tokens() > 0, way.disk);
   EXPECT_EQ(served.stats.tier.read_blocks > 0, way.disk);
   EXPECT_EQ(served.stats.evictions > 0, way.device_part < 1);
-  // Sink and window, all that streaming reads, stay in the device tier.
+  // Sink and window, the only pages that streaming reads, stay in the device tier.
   if (policy == kStreaming) return;
-  // What comes from disk lies in the host tier until it is read there.
+  // Blocks from disk lie in the host tier until they are read there.
   const bool misses = way.device_part < 1 || way.disk;
   EXPECT_EQ(served.stats.device_misses > 0, misses);
   EXPECT_EQ(pages.page_misses() > 0, misses);
@@ -359,8 +360,7 @@ void CheckPremises(const Way& way, uint32_t policy, const Served& served) {
   if (policy == kAll || policy == kInfiniteHip || policy == kInfiniteHipByBoth ||
       policy == kTokenSelectOfLayer || policy == kInfiniteHipOfLayer)
     return;
-  if (policy == kKeptDense || policy == kKeptWidened)
-    return;  // what was made dense needs them, too
+  if (policy == kKeptDense || policy == kKeptWidened) return;  // rows made dense need them too
   EXPECT_EQ(served.stats.promotions > 0, misses);
 }
 
@@ -385,8 +385,8 @@ class Comparison {
     choices_.push_back({TopTwoMargin(expected), ArgMax(expected) == ArgMax(actual)});
   }
 
-  // Of `num_tokens` at least nine tenths must have been compared; `tolerance` is of the largest
-  // logit.
+  // At least nine tenths of `num_tokens` must have been compared. `tolerance` is a share of the
+  // largest logit.
   void Check(int64_t num_tokens, float tolerance) const {
     int64_t clear = 0;
     for (const Choice& choice : choices_) {
@@ -411,7 +411,7 @@ class Comparison {
 };
 
 // Compares the text of `expected`, a few tokens at a time: where sampling drew another token, the
-// rest of the piece says nothing.
+// rest of the piece is not comparable.
 Comparison CompareByPieces(const TestRequest& request, const Served& expected,
                            const std::function<Served(const TestRequest&)>& serve) {
   const int64_t piece = std::max<int64_t>(32, request.max_tokens / 16);
@@ -420,7 +420,7 @@ Comparison CompareByPieces(const TestRequest& request, const Served& expected,
     TestRequest part = request;
     part.prompt.insert(part.prompt.end(), expected.tokens.begin(), expected.tokens.begin() + begin);
     part.max_tokens = std::min(piece, request.max_tokens - begin);
-    // What was generated is read again as it was: one by one.
+    // Generated tokens are read again as they were first: one by one.
     part.tail_tokens += static_cast<uint32_t>(begin);
     const Served served = serve(part);
     for (int64_t i = 0; i < part.max_tokens; ++i) {
@@ -435,7 +435,7 @@ Comparison CompareByPieces(const TestRequest& request, const Served& expected,
 
 std::string NameOf(const ::testing::TestParamInfo<std::tuple<uint32_t, Way>>& test) {
   const auto& [policy, way] = test.param;
-  // Of DefaultOptions.
+  // Names of the policies of DefaultOptions.
   constexpr const char* kNames[] = {"All",
                                     "Streaming",
                                     "Quest",
@@ -464,7 +464,7 @@ const Served& Alone(const TestRequest& request, DType dtype, PositionExtension e
   const Way alone = {.name = "Alone", .extension = extension};
   served = Serve(request, alone, dtype);
   CheckPremises(alone, request.policy, served);
-  // Text of little margins, not only answers.
+  // Includes text with small margins, not only answers.
   const int64_t close = std::count_if(served.logits.begin(), served.logits.end(),
                                       [](const auto& l) { return TopTwoMargin(l.second) < 1; });
   EXPECT_GT(close * 10, request.max_tokens);

@@ -33,7 +33,8 @@ class LoadedModelTest : public testing::Test {
     return LoadModel(options, backend_);
   }
 
-  // The logits of the first token after a prompt that is read in chunks of so many.
+  // Returns the logits of the first token after a prompt that is read in chunks of this many
+  // tokens.
   std::vector<float> FirstLogits(const std::string& dtype, const std::string& weights_dtype,
                                  int64_t chunk = 512) {
     const LoadedModel loaded = Load(dtype, weights_dtype).value();
@@ -61,7 +62,7 @@ class LoadedModelTest : public testing::Test {
   CpuBackend backend_{executor_};
 };
 
-// The root of the sum of squared differences, as a part of that of `expected`.
+// Returns the root of the sum of squared differences, as a share of that of `expected`.
 double Distance(const std::vector<float>& actual, const std::vector<float>& expected) {
   double difference = 0, all = 0;
   for (size_t i = 0; i < expected.size(); ++i) {

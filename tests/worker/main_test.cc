@@ -41,7 +41,7 @@ class Process {
     }
   }
   void Signal(int signal) { kill(pid_, signal); }
-  // Exit code, or minus the signal that ended it.
+  // Returns the exit code, or minus the signal that ended it.
   int Wait() {
     int status = 0;
     waitpid(pid_, &status, 0);
@@ -117,7 +117,7 @@ TEST_F(WorkerMainTest, IsLiveAtOnceReadyInAGroupAndExitsCleanlyOnSigterm) {
   while (stream->Read(&answer) && !answer.has_ready()) {
   }
   ASSERT_TRUE(answer.has_ready());
-  // Ready is sent a moment before health is told.
+  // Ready is sent a moment before health is reported.
   while (CheckHealth(*channel, proto::kWorkerServiceName) != Health::kServing) {
   }
 

@@ -1,4 +1,4 @@
-// What a worker shows of steps on /metrics.
+// A worker's metrics of steps on /metrics.
 #include "worker/metrics.h"
 
 #include <algorithm>
@@ -21,7 +21,7 @@ class MetricsTest : public RandomModelFixture {
  protected:
   MetricsTest() { metrics_.JoinGroup({.model_name = "random"}); }
 
-  // A step that starts sequences in some slots, and has rows of some that fail.
+  // Makes a step that starts sequences in some slots, and has rows of some that fail.
   void Record(const std::vector<uint32_t>& starting, const std::vector<uint32_t>& failing) {
     v1::StepPlan plan;
     for (const uint32_t slot : starting) plan.add_starts()->set_slot(slot);
@@ -53,7 +53,7 @@ class MetricsTest : public RandomModelFixture {
   WorkerMetrics metrics_{registry_};
 };
 
-// Its row in the step that was planned before the failure was answered failed nothing itself.
+// The row that was planned before the failure was answered must not count as another failure.
 TEST_F(MetricsTest, ASequenceThatFailedCountsOnce) {
   Record({0, 1, 2, 3}, {1});
   EXPECT_TRUE(HasFailedRows(1));

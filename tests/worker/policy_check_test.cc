@@ -1,4 +1,4 @@
-// The rules that coordinator and worker check a policy by, against the kernels that they speak for.
+// The rules by which coordinator and worker check a policy, compared with the kernels' own limits.
 #include "proto/policy_check.h"
 
 #include <algorithm>
@@ -30,8 +30,8 @@ uint32_t LeastWindow(v1::AttentionPolicy part) {
   return 0;
 }
 
-// The least window by the kernels: what a selector asks for, and more than its selections reach
-// into while they serve.
+// Returns the least window according to the kernels: the selector's minimum, and more than its
+// selections reach into while they serve.
 int64_t LeastWindowOfKernels(const kernels::Selector& selector, const v1::AttentionPolicy& part) {
   int64_t least = selector.MinWindowTokens();
   if (part.reuse().rule().empty()) return least;

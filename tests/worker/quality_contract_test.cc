@@ -1,4 +1,4 @@
-// What an engine does under policies with min_mass, and what it reports of it.
+// Behaviour and reports of an engine under policies with min_mass.
 #include <cmath>
 #include <cstring>
 #include <map>
@@ -17,7 +17,7 @@
 namespace kvasir::worker {
 namespace {
 
-// 7 generated tokens and 20 of the tail, 3 layers, 4 KV heads of 2 query heads.
+// 7 generated tokens and 20 of the tail, 3 layers, 4 KV heads of 2 query heads each.
 constexpr int64_t kPromptTokens = 900;
 constexpr uint32_t kContract = 1, kSameWithout = 2;  // policies
 
@@ -116,7 +116,7 @@ TEST_F(QualityContractTest, LayersThatStayDenseHaveNoContract) {
   EXPECT_EQ(ran.accounting.contract().selections(), (20u + 7u) * 1u * 4u);
 }
 
-// A bug once: the pruner left out what served again.
+// Bug: the pruner left out the reused selections.
 TEST_F(QualityContractTest, SelectionsThatServeAgainArePruned) {
   v1::SparsityPolicy policy = MakeReusingPolicy("tokenselect", "interval");
   policy.mutable_decode()->set_top_p(1);

@@ -1,6 +1,6 @@
-// A Llama with random weights in a temporary folder, for tests of everything that needs a model but
+// A Llama with random weights in a temporary folder, for tests that need a model whose output has
 // no meaning. Weights are scaled so that attention is far from uniform and the greedy choice has a
-// margin; they are the same for the same seed.
+// margin. The same seed gives the same weights.
 #pragma once
 
 #include <cmath>
@@ -24,7 +24,7 @@ inline ModelConfig RandomModelShape() {
   config.num_heads = 8;
   config.num_kv_heads = 4;
   config.head_dim = 16;
-  config.vocab_size = 101;  // no multiple of the ranks
+  config.vocab_size = 101;  // not a multiple of the ranks
   config.max_position_embeddings = 4096;
   config.rms_norm_eps = 1e-5;
   return config;
@@ -79,7 +79,7 @@ class RandomModel {
   }
   void AddNorm(const std::string& name, int64_t size) { Add(name, {size}, 1.0, 0.2); }
   void Add(const std::string& name, const std::vector<int64_t>& shape, double mean, double scale) {
-    // Sums of uniform numbers are near enough to normal, and the same with every library.
+    // Sums of uniform numbers are close enough to normal, and equal with every library.
     const auto uniform = [this] { return static_cast<double>(random_()) / 4294967296.0 - 0.5; };
     int64_t count = 1;
     for (const int64_t dim : shape) count *= dim;

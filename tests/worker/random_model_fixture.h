@@ -1,5 +1,5 @@
-// A fixture whose suites load a random model once: tests of one suite share it, and make engines of
-// their own over it.
+// A fixture whose suites load a random model once: tests of one suite share it, and make their own
+// engines over it.
 #pragma once
 
 #include <memory>

@@ -1,5 +1,5 @@
 // Engines of all ranks of a group, each on its own thread, over real sockets. For tests of what
-// ranks do together, and of one rank as the group that it is then.
+// ranks do together, and of one rank as a group of one.
 #pragma once
 
 #include <functional>
@@ -19,7 +19,7 @@
 namespace kvasir::worker {
 
 struct RankGroupOptions {
-  TestWorkerOptions model;  // but for the rank
+  TestWorkerOptions model;  // without the rank
   int size = 1;
   EngineOptions engine = TestWorker::DefaultOptions();
   std::string disk_path = "";  // empty: no disk tier
@@ -45,7 +45,7 @@ class RankGroup {
 
   int size() const { return static_cast<int>(ranks_.size()); }
   TestWorker& worker(int rank) { return *ranks_[static_cast<size_t>(rank)].worker; }
-  // As if the process were killed: its sockets close.
+  // Ends the rank as if its process were killed: its sockets close.
   void Kill(int rank) { ranks_[static_cast<size_t>(rank)].collective.reset(); }
 
   std::vector<absl::StatusOr<v1::StepReply>> Step(const v1::StepPlan& plan) {

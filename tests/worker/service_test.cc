@@ -89,7 +89,7 @@ class Stream {
     *message.mutable_step_plan() = plan;
     stream_->Write(message);
   }
-  // The next message that is not about loading; nothing when the stream has ended.
+  // Returns the next message that is not about loading; nothing when the stream has ended.
   std::optional<v1::WorkerMessage> Receive() {
     v1::WorkerMessage message;
     while (stream_->Read(&message)) {
@@ -100,7 +100,7 @@ class Stream {
   }
   const std::vector<std::string>& stages() const { return stages_; }  // in its progress
   grpc::Status Finish() { return stream_->Finish(); }
-  // Says that nothing more will come, and waits for the end.
+  // Ends the sending side, and waits for the end of the stream.
   grpc::Status Leave() {
     stream_->WritesDone();
     while (Receive()) {
@@ -262,7 +262,7 @@ TEST_F(WorkerServiceTest, BrokenStreamFreesTheWorkerAndKeepsTheWeights) {
     first.Cancel();
     EXPECT_EQ(first.Finish().error_code(), grpc::StatusCode::CANCELLED);
   }
-  // The worker hears of the end a little after the coordinator.
+  // The worker notices the end a little after the coordinator.
   for (;;) {
     Stream second(process_.address());
     second.Send(GoodPlan(/*epoch=*/2));

@@ -1,4 +1,4 @@
-// What a wrong plan does is tested through the engine (engine_test.cc).
+// Wrong plans are tested through the engine (engine_test.cc).
 #include "worker/slot_table.h"
 
 #include <memory>
@@ -40,7 +40,7 @@ class SlotTableTest : public testing::Test {
     start.set_tail_tokens(30);
     return start;
   }
-  // A row of slot 0 with as many new blocks as it needs, counted up from `first_block`.
+  // Returns a row of slot 0 with as many new blocks as it needs, counted up from `first_block`.
   absl::StatusOr<RowWork> Prepare(uint32_t begin, uint32_t num_tokens, uint64_t first_block,
                                   int num_blocks) {
     v1::StepRow row;
@@ -81,7 +81,7 @@ TEST_F(SlotTableTest, TruncationInsideAnOpenBlockAsksForItsBounds) {
   }
   EXPECT_TRUE(truncations_.empty());
   ASSERT_TRUE(store_->Holds(kernels::BlockId(3)));
-  // Back to 110 tokens: block 3 goes, block 2 keeps 46 tokens.
+  // Back to 110 tokens: block 3 is dropped, block 2 keeps 46 tokens.
   ASSERT_TRUE(Prepare(110, 1, 0, 0).ok());
   ASSERT_EQ(truncations_.size(), 1u);
   EXPECT_EQ(truncations_[0].block, 1);

@@ -1,4 +1,4 @@
-// What a group of ranks answers, beside what one rank does.
+// Answers of a group of ranks, compared with those of one rank.
 #include <algorithm>
 #include <cmath>
 #include <map>
@@ -22,7 +22,7 @@ TestRequest MakeRequest(uint32_t size, uint32_t policy) {
   return MakeSparseRequest(std::move(prompt), policy, 12);
 }
 
-// How many KV heads over how many ranks.
+// Numbers of KV heads and of ranks.
 struct Split {
   int64_t kv_heads;
   int ranks;
@@ -50,7 +50,7 @@ class TensorParallelTest : public testing::TestWithParam<Split> {
   RandomModel model_{Shape()};
 };
 
-// What is counted per KV head or query head is counted once, on however many ranks the head lies.
+// Anything counted per KV head or query head is counted once, on however many ranks the head lies.
 void ExpectSamePages(const v1::PhaseAccounting& one, const v1::PhaseAccounting& many) {
   EXPECT_EQ(one.blocks_total(), many.blocks_total());
   EXPECT_EQ(one.skipped_selected_out(), many.skipped_selected_out());
@@ -81,7 +81,7 @@ TEST_P(TensorParallelTest, AnswersAsOneRankDoes) {
   for (const uint32_t size : {1u, 70u, 300u}) {
     for (const uint32_t policy : policies) {
       TestRequest request = MakeRequest(size, policy);
-      if (size == 70) {  // what a penalty counts is the same on every rank
+      if (size == 70) {  // penalties count the same on every rank
         request.sampling.set_repetition_penalty(1.3f);
         request.sampling.set_presence_penalty(0.5f);
         request.sampling.set_logprobs(3);
@@ -166,7 +166,7 @@ TEST_F(TensorParallelFailureTest, BlockMissingOnOneRankStopsAll) {
   TestCoordinator coordinator({.chunk = 128, .keep_blocks = true});
   const size_t r = coordinator.Add(MakeRequest(200, 0));
   group.Run(coordinator);
-  // The plan that lets go of the slot also makes rank 1 alone forget a block.
+  // The plan that frees the slot also makes rank 1 alone forget a block.
   v1::StepPlan plan = coordinator.NextPlan();
   ASSERT_TRUE(group.Step(plan)[0].ok());
   TestRequest again = MakeRequest(200, 0);

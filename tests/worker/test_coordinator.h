@@ -1,6 +1,6 @@
 // The smallest coordinator that can drive an engine: starts requests, cuts prompts into chunks,
-// names and seals blocks, reuses prefixes that it is told to, and collects tokens. It knows nothing
-// of fairness, time or memory. NextPlan, then Apply its reply; the next plan may be made before.
+// names and seals blocks, reuses given prefixes, and collects tokens. It ignores fairness, time and
+// memory. Call NextPlan, then Apply its reply; the next plan may be made before.
 #pragma once
 
 #include <algorithm>
@@ -27,15 +27,15 @@ struct TestRequest {
   v1::RowSampling sampling;
   std::vector<uint64_t> cached_blocks;
   std::vector<uint32_t> generated = {};     // before it was preempted
-  std::optional<uint32_t> last_token = {};  // ends it where it is sampled
+  std::optional<uint32_t> last_token = {};  // ends the request where it is sampled
 };
 
 struct TestResult {
   std::vector<uint32_t> tokens;
-  std::vector<v1::TokenLogprobs> logprobs;  // of tokens, when they were asked for
+  std::vector<v1::TokenLogprobs> logprobs;  // of tokens, when they were requested
   absl::Status status;
-  v1::RowAccounting accounting;  // summed, but for minimal masses
-  std::vector<uint64_t> blocks;  // all that the request had, from position 0 on
+  v1::RowAccounting accounting;  // summed, except minimal masses
+  std::vector<uint64_t> blocks;  // all blocks of the request, from position 0 on
 };
 
 class TestCoordinator {
@@ -61,7 +61,7 @@ class TestCoordinator {
   const TestResult& result(size_t i) const { return results_[i]; }
 
   v1::StepPlan NextPlan() {
-    v1::StepPlan plan = std::move(pending_);  // seals, frees and drops of what ended
+    v1::StepPlan plan = std::move(pending_);  // seals, frees and drops of ended sequences
     pending_ = {};
     plan.set_group_epoch(options_.group_epoch);
     plan.set_step(++step_);
@@ -81,7 +81,7 @@ class TestCoordinator {
       const auto running = std::find_if(running_.begin(), running_.end(), [&](const Running& r) {
         return r.result == planned[static_cast<size_t>(i)];
       });
-      if (running == running_.end()) {  // ended by the answer before
+      if (running == running_.end()) {  // ended by an earlier answer
         ++rows_in_vain_;
         continue;
       }
@@ -97,14 +97,14 @@ class TestCoordinator {
     }
   }
 
-  // What it seals a block with.
+  // Returns the hash with which it seals a block.
   static std::string HashOfBlock(uint64_t id) {
     std::string hash(32, 'h');
     std::memcpy(hash.data(), &id, sizeof(id));
     return hash;
   }
 
-  // Lets go of the blocks that a result kept.
+  // Drops the blocks that a result kept.
   void Drop(const TestResult& result) {
     for (const uint64_t block : result.blocks) pending_.add_drop_blocks(block);
   }
@@ -130,7 +130,7 @@ class TestCoordinator {
     sum.set_missed(sum.missed() + row.missed());
   }
 
-  // Adds what is counted; not minimal masses.
+  // Adds counts; minimal masses are left out.
   static void AddPhase(const v1::PhaseAccounting& row, v1::PhaseAccounting& sum) {
     sum.set_blocks_total(sum.blocks_total() + row.blocks_total());
     sum.set_skipped_selected_out(sum.skipped_selected_out() + row.skipped_selected_out());
@@ -163,9 +163,9 @@ class TestCoordinator {
     TestRequest request;
     size_t result = 0;
     int64_t slot = -1;
-    int64_t length = 0;   // positions with KV, behind all plans made
-    int64_t known = 0;    // tokens that the worker knows then
-    int64_t sampled = 0;  // of these
+    int64_t length = 0;   // positions with KV after all plans made
+    int64_t known = 0;    // tokens that the worker will then know
+    int64_t sampled = 0;  // of these, sampled
     int64_t sealed = 0;   // blocks
   };
 
@@ -261,7 +261,7 @@ class TestCoordinator {
   uint64_t next_block_ = 1;
 };
 
-// The sum over both parts of a policy.
+// Returns the sum over both parts of a policy.
 inline v1::PhaseAccounting BothPhases(const v1::RowAccounting& row) {
   v1::PhaseAccounting sum;
   TestCoordinator::AddPhase(row.prefill(), sum);

@@ -1,5 +1,5 @@
-// An engine with all it borrows, for tests: a model loaded from a folder with what it computes on,
-// and the logits of every sampled row.
+// An engine with everything it borrows, for tests: a model loaded from a folder, the backend that
+// computes it, and the logits of every sampled row.
 #pragma once
 
 #include <deque>
@@ -31,14 +31,14 @@ inline v1::SparsityPolicy MakePolicy(const std::string& prefill, const std::stri
   return policy;
 }
 
-// Decodes with quest and a pruner; how much it keeps is a number of each request.
+// A policy that decodes with quest and a pruner; each request says how much mass to keep.
 inline v1::SparsityPolicy MakePruningPolicy() {
   v1::SparsityPolicy policy = MakePolicy("all", "quest");
   policy.mutable_decode()->set_top_p(1);
   return policy;
 }
 
-// A policy whose decoding reuses what it selected.
+// A policy whose decoding reuses its selections.
 inline v1::SparsityPolicy MakeReusingPolicy(const std::string& selector, const std::string& rule) {
   v1::SparsityPolicy policy = MakePolicy("all", selector);
   policy.mutable_decode()->mutable_reuse()->set_rule(rule);
@@ -59,8 +59,8 @@ inline v1::SparsityPolicy MakeLayerPolicy(const std::string& selector, const std
   return policy;
 }
 
-// Decodes with a terminator that ends rows of few pages, and of models that attend to everything
-// alike: what it leaves unread matters. How patient it is is a number of each request.
+// A policy that decodes with a terminator that ends rows of few pages, also in models that attend
+// to everything alike: the pages left unread matter. Each request gives its own patience.
 inline v1::SparsityPolicy MakeTerminatingPolicy(const std::string& decode,
                                                 const std::string& order) {
   v1::SparsityPolicy policy = MakePolicy("all", decode);
@@ -73,13 +73,13 @@ inline v1::SparsityPolicy MakeTerminatingPolicy(const std::string& decode,
   return policy;
 }
 
-// A policy under a contract of quality; what a request wishes is its own.
+// A policy under a contract of quality; each request gives its own minimum mass.
 inline v1::SparsityPolicy MakeContractPolicy(v1::SparsityPolicy policy) {
   policy.mutable_decode()->mutable_quality()->set_min_mass(0.5f);
   return policy;
 }
 
-// In chunks that fit the short prompts of tests.
+// A policy with chunks that fit the short prompts of tests.
 inline v1::SparsityPolicy MakeInfiniteHipPolicy() {
   v1::SparsityPolicy policy = MakePolicy("infinitehip", "infinitehip");
   policy.mutable_prefill()->mutable_infinitehip()->set_preset("5k");
@@ -98,7 +98,7 @@ inline v1::AttentionPolicy MakeNumbers(uint32_t sink, uint32_t window, uint32_t 
   return numbers;
 }
 
-// Numbers that the policies of TestWorker::DefaultOptions ask for beside those of MakeNumbers.
+// Sets numbers that the policies of TestWorker::DefaultOptions need beside those of MakeNumbers.
 inline void SetWhatThePolicyNeeds(TestRequest& request) {
   if (request.policy == 6 || request.policy == 10 ||
       request.policy == 12) {  // infinitehip's least window with preset 5k
@@ -107,7 +107,7 @@ inline void SetWhatThePolicyNeeds(TestRequest& request) {
   }
   if (request.policy == 7) request.decode.set_top_p(0.5f);
   const bool reuses = request.policy >= 8 && request.policy <= 12;
-  if (reuses || request.policy == 16) {  // queries of tests are alike now and then
+  if (reuses || request.policy == 16) {  // queries of tests are sometimes alike
     v1::ReusePolicy& reuse = *request.decode.mutable_reuse();
     reuse.set_interval(3);
     reuse.set_theta(0.05f);
@@ -115,7 +115,7 @@ inline void SetWhatThePolicyNeeds(TestRequest& request) {
     reuse.set_max_age(20);
   }
   if (request.policy == 13 || request.policy == 14) request.decode.set_patience(1);
-  if (request.policy == 14) request.decode.set_token_budget(640);  // pages enough to end among
+  if (request.policy == 14) request.decode.set_token_budget(640);  // enough pages to end among
   if (request.policy >= 15) {
     v1::QualityPolicy& quality = *request.decode.mutable_quality();
     quality.set_min_mass(0.7f);
@@ -134,7 +134,7 @@ inline v1::RowSampling Greedy() {
   return sampling;
 }
 
-// With numbers so small that contexts of a few hundred tokens are sparse.
+// A request with numbers so small that contexts of a few hundred tokens are sparse.
 inline TestRequest MakeSparseRequest(std::vector<uint32_t> prompt, uint32_t policy,
                                      int64_t max_tokens = 8) {
   TestRequest request = {.prompt = std::move(prompt),
@@ -159,13 +159,13 @@ struct TestWorkerOptions {
   kernels::GroupedPositions grouped = {};
   int num_threads = 1;
   std::string device = "cpu";
-  // Attention can be rounded otherwise (TestModel::rounding): for bfloat16 on a CPU.
+  // Whether attention can be rounded differently (TestModel::rounding): for bfloat16 on a CPU.
   bool can_round = false;
   // Called on the weights before they are packed, in host memory.
   std::function<void(ModelWeights&)> edit_weights;
 };
 
-// A transformer with what it computes on.
+// A transformer with the backend that computes it.
 class TestModel {
  public:
   explicit TestModel(const TestWorkerOptions& options)
@@ -240,7 +240,7 @@ class TestWorker {
       : TestWorker(model, single_, options, std::move(below)) {}
 
   Engine& engine() { return *engine_; }
-  // By (slot, position of the last token before the sampled one).
+  // Keyed by (slot, position of the last token before the sampled one).
   const std::map<std::pair<int64_t, int64_t>, Logits>& logits() const { return logits_; }
 
   // Carries out plans until every request is done.
@@ -254,7 +254,7 @@ class TestWorker {
     }
   }
 
-  // The same where every plan is made before the one before it is answered, and begins if it may.
+  // Like Run, but every plan is made before the one before it is answered, and begins if it may.
   void RunAhead(TestCoordinator& coordinator) {
     std::deque<v1::StepPlan> unanswered;
     const auto answer = [&] {

@@ -25,7 +25,7 @@ TEST(ThreadPoolTest, CallsEachIndexOnceAndSharesNoThreadNumber) {
   }
 }
 
-// Loops of different sizes follow each other closely, so that threads are late for most of them.
+// Loops of different sizes closely follow each other, so that threads are late for most of them.
 // The sums are plain: a loop that returns before its last item is done is also a data race.
 TEST(ThreadPoolTest, ReturnsWhenAllItemsAreDoneLoopAfterLoop) {
   ThreadPool pool(4);

@@ -1,12 +1,12 @@
 // Where a worker computes: the memory that ops read and write, and one method for each op that the
-// model calls. The transformer and the attention layer are written once over it; hidden behind it
-// is whether an op takes an executor or a stream, its scratch, and everything between a layer's
-// queries and what they attended to: tables of the step, selections, where those lie. One for each
-// worker, chosen at start. Linear layers, rotary embeddings and placed weights are made by it when
-// a model is loaded, and go back to it only.
+// model calls. The transformer and the attention layer are written once over it. It hides whether
+// an op takes an executor or a stream, its scratch, and everything between a layer's queries and
+// the attention's output: tables of the step, selections, where those lie. Each worker has one,
+// chosen at start. It makes linear layers, rotary embeddings and placed weights when a model is
+// loaded, and they are passed back to it only.
 //
 // A step is wholly on one side: tensors that ops take lie in memory of Allocate or Place, and no op
-// asks. Thread-compatible: the engine's thread.
+// asks. Thread-compatible: used by the engine's thread.
 #pragma once
 
 #include <cstddef>
@@ -44,32 +44,33 @@ namespace kvasir::worker {
 
 struct TransformerOptions;  // worker/model/transformer.h
 
-// y = x * w^T + bias, and what stands around it. The backend that made it outlives it.
+// y = x * w^T + bias, with the epilogue of the call. Outlived by the backend that made it.
 class Linear {
  public:
   virtual ~Linear() = default;
-  // Errors as of kernels::PackedLinear::Run.
+  // Errors are those of kernels::PackedLinear::Run.
   virtual absl::Status Run(const kernels::LinearParams& params) = 0;
   virtual int64_t out_features() const = 0;
 };
 
-// How keys are cached, and with them queries are.
+// How keys are cached. Queries are rotated likewise.
 struct KeyForm {
-  bool rotated = true;  // by their own positions; else attention rotates them
-  // Of un-rotated keys; off: to the compact positions that selections give.
+  bool rotated = true;  // by their own positions; false: attention rotates them
+  // For un-rotated keys; off: they are rotated to the compact positions that selections give.
   kernels::GroupedPositions grouped = {};
 };
 
-// What a backend keeps of a model's rotary embedding.
+// A backend's form of a model's rotary embedding.
 class Rope {
  public:
   virtual ~Rope() = default;
 };
 
-// Writes the bytes of a piece, by its index, to host memory; `thread` as of Executor::ParallelFor.
+// Writes the bytes of the piece with that index to host memory; `thread` is that of
+// Executor::ParallelFor.
 using WritePiece = std::function<absl::Status(int64_t piece, int thread, std::byte* out)>;
 
-// What the ops of one step share. Borrowed from BeginStep to its Collect.
+// Arguments that all ops of one step share. Borrowed from BeginStep to the step's Collect.
 struct StepInputs {
   const StepBatch& batch;
   const kernels::PagedKv& kv;
@@ -87,29 +88,29 @@ struct LayerQueries {
   kernels::TensorView q;  // [tokens, heads, head_dim]
 };
 
-// What the layers left behind.
+// Results of the layers.
 struct StepOutputs {
-  // [tokens, hidden]: every token of a row counts, also where nothing is sampled, for its KV would
-  // poison what follows.
+  // [tokens, hidden]. Every token of a row is checked, also where nothing is sampled, because its
+  // KV would corrupt what follows.
   kernels::TensorView residual;
   kernels::TensorView logits;  // [sampled rows, vocab] float32
 };
 
-// Columns of a matrix that ranks hold parts of. Each has as many as `own` is wide, but for the
-// last, which has what is left of `y`: its rows lie close together at the beginning of its `own`.
+// A matrix whose columns are divided among ranks. Rank r holds columns [r * width, (r + 1) * width)
+// in its `own`. The last rank may hold fewer: then its rows are packed at the beginning of `own`.
 struct RankColumns {
   kernels::TensorView own;       // [rows, width]
-  kernels::TensorView gathered;  // [num_ranks * rows, width]: working memory
+  kernels::TensorView gathered;  // [num_ranks * rows, width]: scratch
   kernels::TensorView y;         // [rows, columns]
-  int64_t first_rank = 0;        // whose columns are y's first
+  int64_t first_rank = 0;        // the rank whose columns are the first of y
 };
 
 struct StepResult {
   std::vector<kernels::SampledToken> tokens;  // of the sampled rows
-  // [sampled rows, vocab] float32, in host memory until the next step; empty unless the batch keeps
+  // [sampled rows, vocab] float32, in host memory until the next step. Empty unless the batch keeps
   // them.
   kernels::TensorView logits;
-  std::vector<uint8_t> row_is_finite;  // per row of the batch; 0: NaN or infinity reached it
+  std::vector<uint8_t> row_is_finite;  // per row of the batch; 0: it has a NaN or infinity
 };
 
 class Backend {
@@ -120,107 +121,108 @@ class Backend {
 
   // "cpu, 8 threads"
   virtual std::string name() const = 0;
-  // For what is done in host memory wherever the model runs.
+  // For work in host memory, wherever the model runs.
   kernels::Executor& executor() const { return executor_; }
 
   // --- when a model is loaded, or an engine made ---
 
-  // UNIMPLEMENTED, naming the flag, for what the backend cannot do: before weights are read, and
-  // before memory is taken for an engine.
+  // UNIMPLEMENTED, naming the flag, for what the backend cannot do. CheckModel is called before
+  // weights are read, CheckPolicies before memory is taken for an engine.
   virtual absl::Status CheckModel(const TransformerOptions& model,
                                   kernels::DType kv_dtype) const = 0;
   virtual absl::Status CheckPolicies(std::span<const v1::SparsityPolicy> policies,
                                      int64_t num_ranks) const = 0;
 
-  // Bytes that are left of `utilization`, a share, of the device's own memory; none where it
-  // computes in host memory.
+  // Returns the bytes of the device's own memory that are left within its share `utilization`; none
+  // where the backend computes in host memory.
   virtual absl::StatusOr<std::optional<int64_t>> DeviceMemoryLeft(double /*utilization*/) const {
     return std::nullopt;
   }
 
   // RESOURCE_EXHAUSTED when there is no memory.
   virtual absl::StatusOr<Memory> Allocate(int64_t bytes) = 0;
-  // Of a KV store: memory of its tiers, and what moves pages between them. The backend outlives it.
-  // One at a time is in use.
+  // Makes the memory of a KV store's tiers, with the mechanism that moves pages between them. The
+  // backend outlives it. One at a time is in use.
   virtual absl::StatusOr<std::unique_ptr<kvstore::PageResidency>> MakeResidency(
       const kvstore::ResidencyOptions& options) = 0;
-  // Fills pieces of memory of Allocate, of a few MiB each: `write` is called for every one, on the
-  // executor's threads, and what it writes is on its way to the piece while others are written.
-  // Returns when all are there. The error of the first piece that fails; no memory then has
-  // specified contents.
+  // Fills pieces of memory of Allocate, each of a few MiB: calls `write` for every one, on the
+  // executor's threads, and moves a written piece to its place while others are written. Returns
+  // when all are in place. Returns the error of the first piece that fails; then the contents of
+  // the memory are unspecified.
   virtual absl::Status FillPieces(std::span<const MemoryPiece> pieces, const WritePiece& write) = 0;
-  // Numbers as of kernels/dense/random_fill.h, in memory of Allocate.
+  // Fills memory of Allocate with the numbers of kernels/dense/random_fill.h.
   virtual absl::Status FillRandom(const kernels::RandomFillParams& params) = 0;
-  // A weight that ops read as it is; what is empty, or lies in memory of Allocate, stays as it is.
+  // Places a weight that ops read directly. One that is empty, or lies in memory of Allocate, is
+  // returned unchanged.
   virtual absl::StatusOr<Tensor> Place(Tensor weight) = 0;
-  // Parts and options as of kernels::PackedLinear::Create; copied. The parts lie in host memory, or
-  // in memory of Allocate, and weights then have the dtype of the options' input.
+  // Parts and options are those of kernels::PackedLinear::Create; parts are copied. They lie in
+  // host memory, or in memory of Allocate; in the latter, weights have the dtype of the options'
+  // input.
   virtual absl::StatusOr<std::unique_ptr<Linear>> MakeLinear(
       std::span<const kernels::PackedLinear::Part> parts,
       const kernels::PackedLinear::Options& options) = 0;
   virtual absl::StatusOr<std::unique_ptr<Rope>> MakeRope(const RopeFrequencies& frequencies,
                                                          const KeyForm& form) = 0;
 
-  // Memory for the selections of one sequence; step batches name it (BlockInfo::memory).
-  // RESOURCE_EXHAUSTED when there is none.
+  // Returns memory for the selections of one sequence; step batches refer to it
+  // (BlockInfo::memory). RESOURCE_EXHAUSTED when there is none left.
   virtual absl::StatusOr<std::unique_ptr<kernels::RememberedSelections>> Remember(
       const kernels::MemoryNeeds& needs) = 0;
 
-  // Who the other ranks are from now on, in place of those before; all of them call it at the same
-  // time. Not needed where a rank is alone. UNAVAILABLE or DEADLINE_EXCEEDED when they do not come
-  // together.
+  // Sets the other ranks, replacing earlier ones; all ranks call it at the same time. Not needed
+  // where a rank is alone. UNAVAILABLE or DEADLINE_EXCEEDED when they do not come together.
   virtual absl::Status JoinRanks(Collective& ranks) = 0;
 
   // --- a step: BeginStep, ops that depend on nothing but its shape, EndStep, Collect ---
 
-  // Whether ops take much longer when they are used for the first time, with so many tokens as
-  // never before: a worker then uses them before it serves.
+  // Whether ops take much longer at first use, and at the first use with a given number of tokens.
+  // Then a worker uses them before it serves.
   virtual bool StartsSlowly() const = 0;
 
-  // Whether a step may begin before the one before it is collected, one and no more. Then tokens of
-  // its batch may be fed by that one (StepBatch::fed_by), wherever they are sampled.
+  // Whether a step may begin before the one before it is collected (one step and no more). Then the
+  // earlier step may feed tokens of the batch (StepBatch::fed_by), wherever they are sampled.
   virtual bool RunsAhead() const = 0;
 
-  // Whether Attend tells the meter how much attention mass selections kept.
+  // Whether Attend tells the meter how much attention mass the selections kept.
   virtual bool MeasuresMass() const = 0;
 
-  // Makes the bounds of truncated blocks anew. False: the ops are not to be called, for they are
-  // known from an earlier step that had the same ones.
+  // Computes the bounds of truncated blocks again. Returns false if the ops must not be called,
+  // because they were recorded in an earlier step with the same ones.
   virtual absl::StatusOr<bool> BeginStep(const StepInputs& step) = 0;
 
-  // y [tokens, hidden] = rows of `table` that the step's tokens name.
+  // y [tokens, hidden] = rows of `table` named by the step's tokens.
   virtual absl::Status EmbedTokens(const kernels::TensorView& table,
                                    const kernels::TensorView& y) = 0;
-  // y [sampled rows, hidden] = rows of x [tokens, hidden] whose logits are wanted.
+  // y [sampled rows, hidden] = rows of x [tokens, hidden] whose logits are used.
   virtual absl::Status TakeSampled(const kernels::TensorView& x, const kernels::TensorView& y) = 0;
-  // From a layer's projected heads to rotated queries, and to keys and values in the step's pages
-  // (kernels/paged/append_heads.h).
+  // Turns a layer's projected heads into rotated queries, and into keys and values in the step's
+  // pages (kernels/paged/append_heads.h).
   virtual absl::Status AppendHeads(const kernels::LayerHeads& heads) = 0;
   // Chooses what the queries of each row attend to, by the row's policy: reuse gate, selector,
   // positions, pruner, contract of quality. `queries` has all query heads of the rank's KV heads,
-  // also those that other ranks attend with. Holds until Attend of the same layer.
+  // also those that other ranks attend with. Valid until Attend of the same layer.
   virtual absl::Status Select(const LayerQueries& queries) = 0;
-  // out [tokens, heads, head_dim] = attention of this rank's heads to what was selected; tells the
-  // meter. Rows that need an absent page become NaN, and no others.
+  // out [tokens, heads, head_dim] = attention of this rank's heads to the selected tokens. Reports
+  // to the meter. Rows that need an absent page become NaN, and no others.
   virtual absl::Status Attend(const LayerQueries& queries, const kernels::TensorView& out) = 0;
 
-  // --- of a step, what all ranks do in the same order; not called where a rank is alone ---
+  // --- ops that all ranks call in the same order; not called where a rank is alone ---
 
-  // y += sum over ranks of their x, which is rounded first, in the same bits on every rank; x
-  // [tokens, hidden] float32 is overwritten.
+  // y += sum over ranks of their x, rounded first, in the same bits on every rank. x [tokens,
+  // hidden] float32 is overwritten.
   virtual absl::Status AddOverRanks(const kernels::TensorView& x, const kernels::TensorView& y) = 0;
-  // y = columns of the ranks from first_rank on, side by side, as many as it has room for.
+  // y = columns of the ranks from first_rank on, side by side, as many as fit.
   virtual absl::Status GatherColumns(const RankColumns& columns) = 0;
 
   // Chooses the tokens of the step's result from logits [sampled rows, vocab] float32, as the batch
-  // says: the same ones on every backend for the same logits (kernels/dense/sampling.h).
+  // says. Every backend chooses the same ones for the same logits (kernels/dense/sampling.h).
   virtual absl::Status Sample(const kernels::TensorView& logits) = 0;
 
-  // A device may be at work still: the host has time for what does not need the result.
+  // A device may still be at work: the host has time for what does not need the result.
   virtual absl::Status EndStep(const StepOutputs& outputs) = 0;
-  // Whether Collect would find the oldest step over; an error is left to it.
+  // Whether Collect would find the oldest step over. Errors are left to Collect.
   virtual bool IsOver() const = 0;
-  // Waits for the oldest step that is not collected; what came of it.
+  // Waits for the oldest step that is not collected, and returns its result.
   virtual absl::Status Collect(StepResult& result) = 0;
 
  protected:

@@ -108,7 +108,7 @@ absl::Status CpuAttention::KeepContract(const StepInputs& step, const SelectorGr
   KVASIR_RETURN_IF_ERROR(contract_keeper_.Keep(
       {.selector = *group.served->selector, .pruner = group.served->pruner.get()}, params, rows,
       executor));
-  // Ranks that share a KV head find the same.
+  // Ranks that share a KV head count the same.
   if (step.shard.replica() == 0) step.meter.CountContract(group, contract_keeper_);
   return absl::OkStatus();
 }
@@ -151,8 +151,8 @@ absl::Status CpuAttention::Attend(const StepInputs& step, const CpuRotation& rot
                                   Executor& executor) {
   const int64_t tokens = queries.q.dim(0);
   const int64_t num_heads = queries.q.dim(1);
-  // Densely attended to at compact positions, a context beyond the trained window is no measure of
-  // anything.
+  // At compact positions, dense attention to a context beyond the trained window is meaningless as
+  // a reference.
   const bool compact = rotation.positions != nullptr && !rotation.grouped.on();
   const bool measures = !compact && step.meter.Measures(queries.layer);
   const int64_t lse_bytes = tokens * num_heads * static_cast<int64_t>(sizeof(float));
@@ -177,7 +177,7 @@ absl::Status CpuAttention::Attend(const StepInputs& step, const CpuRotation& rot
   for (const QueryBlock& block : step.batch.blocks) {
     if (faults_[static_cast<size_t>(block.slot)] != 0) PoisonRows(out, block);
   }
-  // Ranks that share a KV head select alike: its pages are counted once.
+  // Ranks that share a KV head select alike, so its pages are counted once.
   if (step.shard.replica() == 0) {
     step.meter.Count(selection_, unread_, step.kv, queries.layer);
   }

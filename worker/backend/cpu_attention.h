@@ -1,7 +1,7 @@
-// What lies between a layer's queries and what they attended to, on the CPU: the stages of each
-// row's policy in their order, then attention over pages. One path for dense and sparse, for
-// prefill and decode. It holds the memory of a layer's selection; layers take turns. Called by the
-// CPU backend. Thread-compatible.
+// Attention of a layer on the CPU, from its queries to their outputs: the stages of each row's
+// policy in order, then attention over pages. One path for dense and sparse, for prefill and
+// decode. It holds the memory of a layer's selection; layers take turns. Called by the CPU backend.
+// Thread-compatible.
 #pragma once
 
 #include <cstdint>
@@ -23,10 +23,10 @@
 
 namespace kvasir::worker {
 
-// Where the tokens of a step are, as attention needs it.
+// Positions of a step's tokens, as attention needs them.
 struct CpuRotation {
-  kernels::QueryRotation queries = {};          // by which they were rotated
-  kernels::RopePositions* positions = nullptr;  // of un-rotated keys; null: they are rotated
+  kernels::QueryRotation queries = {};          // by which queries were rotated
+  kernels::RopePositions* positions = nullptr;  // of un-rotated keys; null: keys are rotated
   kernels::GroupedPositions grouped = {};       // off: un-rotated keys are at compact positions
 };
 
@@ -34,23 +34,23 @@ class CpuAttention {
  public:
   absl::Status Select(const StepInputs& step, const CpuRotation& rotation,
                       const LayerQueries& queries, kernels::Executor& executor);
-  // To what Select selected.
+  // Attends to what Select selected.
   absl::Status Attend(const StepInputs& step, const CpuRotation& rotation,
                       const LayerQueries& queries, const kernels::TensorView& out,
                       kernels::Executor& executor);
 
  private:
   void SetNumbers(const StepBatch& batch, int64_t layer);
-  // Makes selection_, with a row for each (block, KV head) and room for what the selectors may
+  // Makes selection_, with a row for each (query tile, KV head) and room for what the selectors may
   // need in the layer.
   absl::Status MakeSelection(const StepInputs& step, int64_t layer);
   absl::Status SelectGroup(const SelectorGroup& group, const kernels::SelectParams& params,
                            kernels::PageSelection& rows, const StepInputs& step,
                            kernels::Executor& executor);
-  // What the rows of a group remember of earlier steps.
+  // Returns the memories of earlier steps for the rows of a group.
   std::span<kernels::RowMemory* const> MemoriesOf(const StepInputs& step,
                                                   const SelectorGroup& group, int64_t layer);
-  // Makes good what falls short of a policy's min_mass.
+  // Corrects selections that fall short of a policy's min_mass.
   absl::Status KeepContract(const StepInputs& step, const SelectorGroup& group,
                             const kernels::SelectParams& params, kernels::PageSelection& rows,
                             kernels::Executor& executor);
@@ -63,7 +63,7 @@ class CpuAttention {
   kernels::ContractKeeper contract_keeper_;
   kernels::Scratch scratch_;
   kernels::Scratch lse_;
-  // Of the layer at hand; budgets and dense layers are worked in.
+  // The current layer's numbers, with its budgets and dense layers applied.
   std::vector<kernels::SelectionNumbers> numbers_;
   std::vector<kernels::RowMemory*> memories_;  // of the rows of a group
   std::vector<uint8_t> faults_;                // [num_slots]

@@ -26,7 +26,7 @@ using kernels::TensorView;
 
 namespace {
 
-// All exponent bits set: NaN or infinity. Without branches, so that it runs at memory speed.
+// All exponent bits set means NaN or infinity. Branch-free, so that it runs at memory speed.
 bool AllFinite(const TensorView& tensor, int64_t begin_row, int64_t end_row) {
   const int64_t width = tensor.dim(1);
   uint32_t bad = 0;
@@ -47,8 +47,8 @@ absl::Status GatherRows(const TensorView& from, std::vector<int32_t>& rows, cons
       {.table = from, .ids = TensorView(rows.data(), DType::kInt32, {std::ssize(rows)}), .y = to});
 }
 
-// As a gather takes it, which moves bits: two bfloat16 go as one float. REQUIRES: a multiple of
-// four bytes.
+// Returns the tensor as a gather takes it. A gather moves bits: two bfloat16 go as one float.
+// REQUIRES: the size is a multiple of four bytes.
 absl::Span<float> AsFloats(const TensorView& tensor) {
   return {tensor.As<float>(), static_cast<size_t>(tensor.size_bytes()) / sizeof(float)};
 }
@@ -98,8 +98,8 @@ struct CpuBackend::CpuRope final : Rope {
         positions(f.inv_freq, f.attention_factor) {}
 
   const KeyForm form;
-  kernels::RopeTable own;            // of the step's own positions
-  kernels::RopePositions positions;  // of those at which un-rotated keys are attended to
+  kernels::RopeTable own;            // for the step's own positions
+  kernels::RopePositions positions;  // at which un-rotated keys are attended to
 };
 
 std::string CpuBackend::name() const {
@@ -122,7 +122,8 @@ absl::Status CpuBackend::FillPieces(std::span<const MemoryPiece> pieces, const W
   });
 }
 
-// The tiers are touched as they fill: too little memory would show under load, as a kill.
+// The tiers are first touched as they fill, so too little memory would show only under load, as a
+// kill.
 absl::StatusOr<std::unique_ptr<kvstore::PageResidency>> CpuBackend::MakeResidency(
     const kvstore::ResidencyOptions& options) {
   const kernels::KvLayout& layout = options.format.shard().layout;
@@ -139,7 +140,7 @@ absl::StatusOr<Tensor> CpuBackend::Place(Tensor weight) { return weight; }
 absl::StatusOr<std::unique_ptr<Linear>> CpuBackend::MakeLinear(
     std::span<const PackedLinear::Part> parts, const PackedLinear::Options& options) {
   KVASIR_ASSIGN_OR_RETURN(PackedLinear packed, PackedLinear::Create(parts, options, weights_));
-  // Now, so that no step runs out of memory for it.
+  // Reserved now, so that no step runs out of memory for it.
   KVASIR_RETURN_IF_ERROR(
       linear_scratch_.Reserve(packed.ScratchBytes(executor().num_threads())).status());
   return std::make_unique<CpuLinear>(std::move(packed), *this);

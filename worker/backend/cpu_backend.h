@@ -33,7 +33,7 @@ class CpuBackend final : public Backend {
   absl::StatusOr<Memory> Allocate(int64_t bytes) override;
   absl::StatusOr<std::unique_ptr<kvstore::PageResidency>> MakeResidency(
       const kvstore::ResidencyOptions& options) override;
-  // Written where they lie.
+  // Writes pieces in place.
   absl::Status FillPieces(std::span<const MemoryPiece> pieces, const WritePiece& write) override;
   absl::Status FillRandom(const kernels::RandomFillParams& params) override {
     return kernels::FillRandom(params, executor());
@@ -44,7 +44,7 @@ class CpuBackend final : public Backend {
       const kernels::PackedLinear::Options& options) override;
   absl::StatusOr<std::unique_ptr<Rope>> MakeRope(const RopeFrequencies& frequencies,
                                                  const KeyForm& form) override;
-  // A step brings its Collective along.
+  // Each step brings its Collective.
   absl::Status JoinRanks(Collective&) override { return absl::OkStatus(); }
 
   absl::StatusOr<std::unique_ptr<kernels::RememberedSelections>> Remember(
@@ -69,7 +69,7 @@ class CpuBackend final : public Backend {
   absl::Status Collect(StepResult& result) override;
 
  private:
-  // Sixteen huge pages: what a buffer leaves unused is little beside a model.
+  // Sixteen huge pages: the unused end of a buffer is small beside a model.
   static constexpr int64_t kWeightBufferBytes = int64_t{32} << 20;
 
   class CpuLinear;
@@ -79,14 +79,14 @@ class CpuBackend final : public Backend {
   CpuRope& rope() const;
   CpuRotation rotation() const;
 
-  std::string attention_path_ = "unused";     // as AttendPathName, of the last Rope made
+  std::string attention_path_ = "unused";     // AttendPathName of the last Rope made
   std::multiset<std::string> product_paths_;  // engine names of the linear layers that exist
   kernels::HostArena weights_{kWeightBufferBytes};
   kernels::Scratch linear_scratch_, sampling_scratch_;
   CpuAttention attention_;
-  std::optional<StepInputs> step_;    // from BeginStep to Collect
+  std::optional<StepInputs> step_;    // set from BeginStep to Collect
   StepResult result_;                 // of the step
-  std::vector<int32_t> row_indices_;  // of the step, as the op that gathers rows takes them
+  std::vector<int32_t> row_indices_;  // of the step, in the type that the gather op takes
 };
 
 }  // namespace kvasir::worker

@@ -22,7 +22,7 @@ std::span<const QueryBlock> Blocks(const CudaStep& step, int64_t begin, int64_t 
   return step.table.blocks.subspan(static_cast<size_t>(begin), static_cast<size_t>(end - begin));
 }
 
-// What may end the rows of a range early; null: nothing.
+// Returns the terminator that may end the rows of a range early; null: none.
 const ArtTerminator* ArtOf(const SelectorRange& range) {
   return dynamic_cast<const ArtTerminator*>(range.served->terminator.get());
 }
@@ -51,7 +51,7 @@ absl::Status CudaAttention::BeginStep(const StepInputs& inputs, const CudaStep& 
   const int64_t blocks = step.shape.num_blocks();
   const int64_t rows = blocks * layout.num_kv_heads;
   const int64_t group = inputs.shard.query_heads.size() / layout.num_kv_heads;
-  // Of all ranks that share the KV head.
+  // Query heads of all ranks that share the KV head.
   const int64_t selecting = group * inputs.shard.kv_replicas;
   KVASIR_ASSIGN_OR_RETURN(limits_, LimitsOf(inputs.batch, step.shape, selecting, step.kv));
   KVASIR_RETURN_IF_ERROR(ReservePositions(inputs, step, stream, wait));
@@ -91,7 +91,7 @@ absl::Status CudaAttention::ReservePositions(const StepInputs& inputs, const Cud
   return Reserve<kernels::BFloat16>(elements, placed_queries_, wait).status();
 }
 
-// Rows of `all` were filled in with the step's table.
+// Rows of `all` were already written with the step's table.
 absl::Status CudaAttention::Select(const CudaStep& step, const LayerQueries& queries,
                                    cudaStream_t stream) {
   const int64_t heads = step.kv.layout.num_kv_heads;
@@ -148,7 +148,7 @@ absl::Status CudaAttention::Attend(const CudaStep& step, const LayerQueries& que
                                  .device_counts = Counts(step, queries.layer, begin, end),
                                  .grouped = step.grouped};
   };
-  // Ranges of one query that nothing ends share a launch.
+  // Consecutive ranges of one query without a terminator share a launch.
   int64_t begin = 0;
   for (const SelectorRange& range : step.shape.ranges) {
     const ArtTerminator* const art = ArtOf(range);

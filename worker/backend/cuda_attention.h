@@ -1,7 +1,6 @@
-// What lies between a layer's queries and what they attended to, on the GPU: selection, attention
-// over pages of both tiers, and the counts that accounting takes. It holds the step's
-// selection and the working memory of all. Called by the CUDA backend, with a stream that all of it
-// is put on. Thread-compatible.
+// Attention of a layer on the GPU, from its queries to their outputs: selection, attention over
+// pages of both tiers, and the counts for accounting. It holds the step's selection and all working
+// memory. Called by the CUDA backend, with the stream that everything is put on. Thread-compatible.
 #pragma once
 
 #include <cstddef>
@@ -28,43 +27,43 @@
 
 namespace kvasir::worker {
 
-// A step as kernels see it; what it points to is device memory. Lives as long as the step.
+// A step as kernels see it. It points to device memory. Lives as long as the step.
 struct CudaStep {
   StepShape shape;
   StepTable table;
   kernels::PagedKv kv;
   StepResults results;
-  kernels::CudaRopePositions* positions = nullptr;  // of un-rotated keys; null: they are rotated
+  kernels::CudaRopePositions* positions = nullptr;  // of un-rotated keys; null: keys are rotated
   kernels::GroupedPositions grouped;                // of un-rotated keys; off: compact ones
   kernels::QueryRotation rotation;                  // of queries, where keys are rotated
 };
 
 class CudaAttention {
  public:
-  // Takes the memory that the step needs. `arenas` hold all pages, the same ones in all steps.
+  // Takes the memory that the step needs. `arenas` hold all pages, the same ones in every step.
   absl::Status BeginStep(const StepInputs& inputs, const CudaStep& step, const KvArenas& arenas,
                          const CudaStream& stream, WaitForDevice wait);
   absl::Status Select(const CudaStep& step, const LayerQueries& queries, cudaStream_t stream);
   absl::Status Attend(const CudaStep& step, const LayerQueries& queries,
                       const kernels::TensorView& out, cudaStream_t stream);
-  // Of the step that has begun: what the launches of Select and Attend depend on besides its
-  // StepShape.
+  // Appends to the graph key every host value of the begun step, besides its StepShape, that
+  // launches of Select and Attend depend on.
   void AddToShape(CudaGraphs::Shape& shape) const;
-  // `counts`: the step's, in host memory.
+  // `counts` are the step's, in host memory.
   static void Report(const CudaStep& step, std::span<const kernels::SelectedCounts> counts,
                      AttentionMeter& meter);
 
  private:
-  // Zeros, where they are new.
+  // New memory is zeroed.
   absl::Status ReserveArrivals(int64_t rows, const CudaStream& stream, WaitForDevice wait);
-  // Of un-rotated keys, those that the step reads at.
+  // Reserves angles for the positions at which the step reads un-rotated keys.
   absl::Status ReservePositions(const StepInputs& inputs, const CudaStep& step,
                                 const CudaStream& stream, WaitForDevice wait);
-  // Where the counts of blocks [begin, end) go.
+  // Returns the place for the counts of query tiles [begin, end).
   std::span<kernels::SelectedCounts> Counts(const CudaStep& step, int64_t layer, int64_t begin,
                                             int64_t end) const;
   absl::Status AttendDecode(const kernels::AttendParams& params, cudaStream_t stream);
-  // Of rows that `art` may end early: blocks from `first_block` on.
+  // Attends for rows that `art` may end early: query tiles from `first_block` on.
   absl::Status AttendArt(const CudaStep& step, const kernels::ArtTerminator& art,
                          const kernels::AttendParams& params, int64_t first_block,
                          cudaStream_t stream);
@@ -74,7 +73,7 @@ class CudaAttention {
   kernels::PageSelection selection_;  // headers lie in the step's table
   kernels::DeviceBuffer entries_;
   kernels::DeviceBuffer workspace_;
-  kernels::DeviceBuffer arrivals_;  // of AttendDecode
+  kernels::DeviceBuffer arrivals_;  // for AttendDecode
   kernels::DeviceBuffer placed_queries_;
   kernels::DeviceRopePositions rope_;  // of the step; off: keys are cached rotated
 };

@@ -27,7 +27,7 @@ using kernels::TensorView;
 
 namespace {
 
-// The same elements at another address.
+// Returns the same view at another address.
 TensorView MovedTo(std::byte* memory, const TensorView& view) {
   switch (view.rank()) {
     case 1:
@@ -55,10 +55,10 @@ class CudaBackend::GpuLinear final : public Linear {
 };
 
 struct CudaBackend::CudaRope final : Rope {
-  // Of keys that are cached un-rotated: the positions at which they are attended to.
+  // For keys that are cached un-rotated: the positions at which they are attended to.
   std::optional<kernels::CudaRopePositions> positions;
   kernels::GroupedPositions grouped;
-  // Of those that are cached rotated: for the step's own positions.
+  // For keys that are cached rotated: the step's own positions.
   DeviceBuffer inv_freq;  // [half_dim] float64
   int64_t half_dim = 0;
   double attention_factor = 1;
@@ -119,9 +119,9 @@ absl::StatusOr<Memory> CudaBackend::Allocate(int64_t bytes) {
 
 absl::StatusOr<std::unique_ptr<kvstore::PageResidency>> CudaBackend::MakeResidency(
     const kvstore::ResidencyOptions& options) {
-  attention_ = {};  // its maps are of other arenas
+  attention_ = {};  // it holds maps of other arenas
   graphs_.Clear(stream_);
-  for (OwnOfStep& own : own_) own.inputs.reset();  // what an engine before has left
+  for (OwnOfStep& own : own_) own.inputs.reset();  // steps that an earlier engine has left
   KVASIR_ASSIGN_OR_RETURN(std::unique_ptr<CudaResidency> residency,
                           CudaResidency::Make(options, stream_, executor()));
   arenas_ = residency->arenas();
@@ -187,7 +187,7 @@ absl::Status CudaBackend::JoinRanks(Collective& ranks) {
 void CudaBackend::LeaveRanks() {
   if (ranks_ != nullptr) ranks_->Abandon(stream_);
   graphs_.Clear(stream_);
-  ranks_.reset();  // which waits for graphs with its calls
+  ranks_.reset();  // it waits for graphs that contain its calls
 }
 
 absl::Status CudaBackend::Wait(const OwnOfStep& own) {
@@ -224,7 +224,7 @@ absl::StatusOr<bool> CudaBackend::BeginStep(const StepInputs& inputs) {
   KVASIR_RETURN_IF_ERROR(attention_.BeginStep(inputs, step(), arenas_, stream_, wait));
   if (step().positions == nullptr) KVASIR_RETURN_IF_ERROR(ReserveAngles(rope));
   wants_ops_ = true;
-  // Steps with chunks of prompts differ from one another.
+  // Steps with chunks of prompts differ from each other, so they are not recorded.
   if (step().shape.num_single == inputs.batch.num_tokens()) {
     KVASIR_ASSIGN_OR_RETURN(const bool recorded, graphs_.Begin(GraphShape(), stream_, wait));
     wants_ops_ = !recorded;
@@ -249,8 +249,8 @@ absl::Status CudaBackend::PrepareResults(const StepInputs& inputs) {
   return stream_.Clear(step().results.faults.data(), inputs.kv.num_slots);
 }
 
-// What rows ask for grows with the tokens that penalties count; room for the next steps, too, so
-// that these are the ones that a graph knows.
+// The rows' requests grow with the tokens that penalties count. Room is taken for later steps too,
+// so that the address in a graph's key stays the same.
 absl::Status CudaBackend::PrepareSampling(const StepInputs& inputs) {
   const auto& options = inputs.batch.sampling;
   const int64_t vocab = inputs.vocab_size;
@@ -417,7 +417,7 @@ absl::Status CudaBackend::FetchResults(const StepOutputs& outputs) {
                             outputs.logits.size_bytes());
 }
 
-// A row whose slot has a fault read or wrote a page that is not there: its result is nothing.
+// A row whose slot has a fault read or wrote an absent page: its result is invalid.
 void CudaBackend::ReadResults(const OwnOfStep& own, StepResult& result) const {
   const CudaStep& step = own.step;
   const StepBatch& batch = own.inputs->batch;
@@ -443,7 +443,7 @@ void CudaBackend::ReadResults(const OwnOfStep& own, StepResult& result) const {
     result.logits = TensorView(own.logits.data(), DType::kFloat32,
                                {std::ssize(batch.sampling), own.inputs->vocab_size});
   }
-  // Ranks that share a KV head select alike: its pages are counted once.
+  // Ranks that share a KV head select alike, so its pages are counted once.
   if (own.inputs->shard.replica() == 0) {
     CudaAttention::Report(step, host.counts, own.inputs->meter);
   }

@@ -1,9 +1,9 @@
-// The backend on one GPU: ops on one stream, in the order in which the model calls them; the host
-// waits in Collect only, for what it needs of it, and may have put the next step behind it before.
-// Device memory is one for all steps, for the stream comes to one at a time; what the host fills
-// and reads of a step is its own. What ranks do together is part of the stream,
-// too (cuda_ranks.h). KV is bfloat16, in device memory or read in place from the host's
-// (cuda_residency.h); what it cannot do yet stands in cuda_limits.h. Only in builds with CUDA.
+// The backend on one GPU: ops on one stream, in the order in which the model calls them. The host
+// waits only in Collect, for the results it needs, and may have put the next step on the stream
+// before. All steps share the device memory, because the stream runs one at a time; memory that the
+// host fills and reads belongs to one step. Collective operations of ranks are on the stream too
+// (cuda_ranks.h). KV is bfloat16, in device memory or read in place from the host's
+// (cuda_residency.h). cuda_limits.h lists what the backend cannot do yet. Only in builds with CUDA.
 // Thread-compatible.
 #pragma once
 
@@ -38,7 +38,7 @@ class CudaBackend final : public Backend {
   absl::StatusOr<Memory> Allocate(int64_t bytes) override;
   absl::StatusOr<std::unique_ptr<kvstore::PageResidency>> MakeResidency(
       const kvstore::ResidencyOptions& options) override;
-  // Written to pinned memory of each thread, and copied from there.
+  // Each thread writes to pinned memory of its own, and pieces are copied from there.
   absl::Status FillPieces(std::span<const MemoryPiece> pieces, const WritePiece& write) override;
   absl::Status FillRandom(const kernels::RandomFillParams& params) override;
   absl::StatusOr<Tensor> Place(Tensor weight) override;
@@ -52,9 +52,9 @@ class CudaBackend final : public Backend {
   absl::StatusOr<std::unique_ptr<kernels::RememberedSelections>> Remember(
       const kernels::MemoryNeeds& needs) override;
 
-  // Not beside other ranks: behind kernels that wait for one that is gone, the queue of launches
-  // may fill up, and a launch wait without bound.
   bool StartsSlowly() const override { return true; }
+  // Not with other ranks: after kernels that wait for a missing rank, the queue of launches may
+  // fill up, and a launch may wait without bound.
   bool RunsAhead() const override { return ranks_ == nullptr; }
   bool MeasuresMass() const override { return false; }
   absl::StatusOr<bool> BeginStep(const StepInputs& step) override;
@@ -76,41 +76,41 @@ class CudaBackend final : public Backend {
   class GpuLinear;
   struct CudaRope;
 
-  // What a step has for itself from BeginStep to Collect.
+  // Host state of one step, from BeginStep to Collect.
   struct OwnOfStep {
-    std::optional<StepInputs> inputs;  // none: it is collected
+    std::optional<StepInputs> inputs;  // none: the step is collected
     CudaStep step;
     kernels::PinnedBuffer table, results, logits;
-    kernels::PinnedBuffer sampling;  // what the device is asked for, and what it finds
-    CudaEvent fetched;               // the results
+    kernels::PinnedBuffer sampling;  // the device's request and its result
+    CudaEvent fetched;               // recorded after the copy of the results
   };
 
   CudaBackend(kernels::Executor& executor, CudaStream stream, kernels::CublasLt lt,
               kernels::DeviceBuffer linear_workspace, std::string name);
 
-  // y = the rows of `table` that ids, in device memory, name.
+  // y = the rows of `table` named by ids in device memory.
   absl::Status TakeRows(const kernels::TensorView& table, std::span<int32_t> ids,
                         const kernels::TensorView& y);
-  // The step's table, filled on the host and copied to the device.
+  // Fills the step's table on the host and copies it to the device.
   absl::Status UploadTable(const StepInputs& inputs);
-  // Memory for what the step leaves behind, and no faults yet.
+  // Takes memory for the step's results and clears its faults.
   absl::Status PrepareResults(const StepInputs& inputs);
   absl::Status PrepareSampling(const StepInputs& inputs);
-  // Tokens that the step before samples.
+  // Copies tokens that the step before samples.
   absl::Status FeedTokens();
   absl::Status ReserveAngles(const CudaRope& rope);
   absl::Status ComputeAngles(const CudaRope& rope);
-  // Of the step that has begun, of one token a row.
+  // For the begun step, which has one token a row.
   CudaGraphs::Shape GraphShape() const;
   absl::Status FindFinite(const StepOutputs& outputs);
   absl::Status FetchResults(const StepOutputs& outputs);
-  // Until the step's results are there, or a rank is missing: then the group is left. Nothing else
-  // may wait for the device while ranks are at work there, as taking memory does.
+  // Waits until the step's results are there, or until a rank is missing: then the group is left.
+  // Nothing else may wait for the device while ranks are at work there; taking memory would.
   absl::Status Wait(const OwnOfStep& own);
   absl::Status WaitForStepBefore();
   void LeaveRanks();
   void ReadResults(const OwnOfStep& own, StepResult& result) const;
-  // Room for `count` elements; a step under way may use what is given up for it.
+  // Makes room for `count` elements. A step in flight may use the memory that is given up.
   template <typename T, typename Buffer>
   absl::StatusOr<T*> Reserve(int64_t count, Buffer& buffer) {
     return worker::Reserve<T>(count, buffer, [this] { return WaitForStepBefore(); });
@@ -125,17 +125,17 @@ class CudaBackend final : public Backend {
   kernels::CublasLt lt_;
   kernels::DeviceBuffer linear_workspace_;
 
-  KvArenas arenas_;  // of the residency made last
+  KvArenas arenas_;  // of the residency that was made last
   // Grow to the largest step seen.
   CudaAttention attention_;
-  std::unique_ptr<CudaRanks> ranks_;  // null: this one is alone
-  CudaGraphs graphs_;                 // with calls of ranks_
+  std::unique_ptr<CudaRanks> ranks_;  // null: this rank is alone
+  CudaGraphs graphs_;                 // includes calls of ranks_
   kernels::DeviceBuffer table_, results_, angles_, changed_logits_;
 
   std::array<OwnOfStep, 2> own_;
-  OwnOfStep* now_ = &own_[0];    // of the step that has begun last
-  OwnOfStep* before_ = nullptr;  // of the one before it, unless that is collected
-  // From BeginStep to EndStep.
+  OwnOfStep* now_ = &own_[0];    // the step that began last
+  OwnOfStep* before_ = nullptr;  // the step before it, unless that is collected
+  // Valid from BeginStep to EndStep.
   bool wants_ops_ = false;
   kernels::RopeAngles rope_angles_;
 };

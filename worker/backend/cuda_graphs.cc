@@ -11,7 +11,7 @@ using kernels::CudaStatus;
 
 namespace {
 
-// Then all are forgotten: shapes come and go with the requests.
+// Above this all are forgotten: shapes come and go with the requests.
 constexpr size_t kMostShapes = 256;
 
 struct DestroyGraph {

@@ -1,6 +1,6 @@
 // Steps as CUDA graphs: the ops of a step are recorded once, and later steps of the same shape are
-// launched as one, without a call of an op. Steps differ in what lies in device memory only: tables
-// and the step's number are read there. Held by the CUDA backend. Thread-compatible.
+// one launch, without a call of an op. Steps of a shape differ only in device memory: kernels read
+// tables and the step's number there. Held by the CUDA backend. Thread-compatible.
 #pragma once
 
 #include <cstdint>
@@ -25,22 +25,21 @@ struct CudaGraphStats {
 
 class CudaGraphs {
  public:
-  // Everything that launches depend on and that lies on the host: counts, limits, addresses.
+  // Every host value that launches depend on: counts, limits, addresses.
   using Shape = std::vector<int64_t>;
 
-  // Before a step's ops: true when they are recorded, and are not to be put on the stream. A shape
-  // is recorded when it comes for the second time: the first one loads kernels, and most shapes do
-  // not come again.
-  // Waits where all shapes are forgotten, for one may be under way.
+  // Called before a step's ops. Returns true when the ops are already recorded and must not be put
+  // on the stream. A shape is recorded when it comes for the second time: the first time loads
+  // kernels, and most shapes do not come again. Waits where all shapes are forgotten, because a
+  // graph may be in flight.
   absl::StatusOr<bool> Begin(const Shape& shape, const CudaStream& stream, WaitForDevice wait);
-  // Behind them: launches what is recorded. Nothing to do where Begin was not called.
+  // Called after the ops: launches what is recorded. Does nothing if Begin was not called.
   absl::Status End(const CudaStream& stream);
-  // Forgets all graphs, and a recording that a failed step has left.
+  // Forgets all graphs, and a recording left by a failed step.
   void Clear(const CudaStream& stream);
 
   const CudaGraphStats& stats() const { return stats_; }
-  // How long the GPU was at the graph that was launched last. REQUIRES: the stream has come behind
-  // it.
+  // Time that the GPU spent on the graph launched last. REQUIRES: the stream has passed that graph.
   absl::StatusOr<double> LaunchMilliseconds() const;
 
  private:
@@ -62,9 +61,9 @@ class CudaGraphs {
   std::set<Shape> seen_;
   std::map<Shape, Graph> graphs_;
   State state_ = State::kIdle;
-  Shape shape_;  // of the step, unless idle
+  Shape shape_;  // shape of the step, unless idle
   CudaGraphStats stats_;
-  Event begin_, end_;  // of the last launch
+  Event begin_, end_;  // around the last launch
 };
 
 }  // namespace kvasir::worker

@@ -19,7 +19,7 @@ absl::Status NotOnGpu(const Args&... args) {
   return absl::UnimplementedError(absl::StrCat("--device=cuda: ", args...));
 }
 
-// An option of a method that has one value on the GPU, its default.
+// Checks an option that has only one value on the GPU, its default.
 absl::Status CheckOption(absl::string_view name, const std::string& value,
                          absl::string_view served) {
   if (value.empty() || value == served) return absl::OkStatus();

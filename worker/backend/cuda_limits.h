@@ -1,7 +1,8 @@
-// What a worker on a GPU cannot do yet, said at its start: of the GPU itself, before weights are
-// read for a model, and before memory is taken for an engine. Called by the CUDA backend; in every
-// build, so that its refusals are tested on machines without a GPU. Functions without state. All
-// errors are UNIMPLEMENTED and say what to change.
+// Checks for what a worker on a GPU cannot do yet, at its start: CheckCudaDevice for the GPU
+// itself, CheckCudaModel before weights are read, CheckCudaPolicies before memory is taken for an
+// engine. Called by the CUDA backend. They are in every build, so that refusals are tested on
+// machines without a GPU. Functions without state. All errors are UNIMPLEMENTED and say what to
+// change.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +17,7 @@
 
 namespace kvasir::worker {
 
-// By its name and compute capability.
+// Checks the compute capability of the GPU called `name`.
 absl::Status CheckCudaDevice(absl::string_view name, int major, int minor);
 
 absl::Status CheckCudaModel(const TransformerOptions& model, kernels::DType kv_dtype);

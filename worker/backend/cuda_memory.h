@@ -1,4 +1,4 @@
-// What the CUDA backend holds of the device: streams, events, buffers that grow to the largest step
+// Device resources of the CUDA backend: streams, events, buffers that grow to the largest step
 // seen. Thread-compatible.
 #pragma once
 
@@ -23,7 +23,7 @@ class CudaStream {
   static absl::StatusOr<CudaStream> Create();
   cudaStream_t get() const { return stream_.get(); }
   absl::Status Wait() const;
-  // Each is done when the stream has come to it; host memory stays as it is until then.
+  // Each copy is done when the stream has come to it. Host memory must not change until then.
   absl::Status CopyToDevice(void* to, const void* from, int64_t bytes) const;
   absl::Status CopyToHost(void* to, const void* from, int64_t bytes) const;
   absl::Status Clear(void* memory, int64_t bytes) const;
@@ -37,13 +37,13 @@ class CudaStream {
 
 class CudaEvent {
  public:
-  // Recorded nowhere: nobody waits for it.
+  // A new event is recorded nowhere: waiting for it returns at once.
   static absl::StatusOr<CudaEvent> Create();
-  // What the stream does up to here.
+  // Records everything put on the stream so far.
   absl::Status Record(const CudaStream& stream) const;
-  // Whether that is over.
+  // Whether what was recorded is over.
   absl::StatusOr<bool> IsOver() const;
-  // On the host; or before anything that is put on the stream from here on.
+  // Wait blocks the host; HoldBack blocks everything put on the stream later.
   absl::Status Wait() const;
   absl::Status HoldBack(const CudaStream& stream) const;
 
@@ -54,12 +54,12 @@ class CudaEvent {
   std::unique_ptr<CUevent_st, Destroy> event_;
 };
 
-// Waits until the device is done with whatever a step before this one uses. Nothing to do where
-// there is none under way.
+// Waits until the device is done with everything that an earlier step uses. Does nothing where no
+// step is in flight.
 using WaitForDevice = absl::FunctionRef<absl::Status()>;
 
-// Makes room for `count` elements, with unspecified contents. REQUIRES: nothing that the device
-// still does uses the buffer.
+// Makes room for `count` elements, with unspecified contents. REQUIRES: no work left on the device
+// uses the buffer.
 template <typename T, typename Buffer>
 absl::StatusOr<T*> Reserve(int64_t count, Buffer& buffer) {
   const int64_t bytes = count * static_cast<int64_t>(sizeof(T));
@@ -70,8 +70,8 @@ absl::StatusOr<T*> Reserve(int64_t count, Buffer& buffer) {
   return buffer.template As<T>();
 }
 
-// The same where a step under way may use the buffer: waits before it is given up. What lies in a
-// buffer that is large enough is overwritten by what the stream comes to only later.
+// The same where a step in flight may use the buffer: waits before the buffer is given up. A buffer
+// that is large enough is kept; its contents are overwritten only when the stream comes to it.
 template <typename T, typename Buffer>
 absl::StatusOr<T*> Reserve(int64_t count, Buffer& buffer, WaitForDevice wait) {
   if (count * static_cast<int64_t>(sizeof(T)) > buffer.size_bytes()) {

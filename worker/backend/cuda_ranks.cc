@@ -15,7 +15,7 @@ using Clock = std::chrono::steady_clock;
 
 namespace {
 
-// Far below any timeout, and nothing beside the work of a step.
+// Far below any timeout, and cheap compared with the work of a step.
 constexpr auto kLookInterval = std::chrono::milliseconds(50);
 
 }  // namespace

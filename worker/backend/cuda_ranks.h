@@ -1,11 +1,11 @@
 // The other ranks of a group as a GPU's step sees them: sums and gathers on its stream, and the
 // wait for its end, which is bounded although kernels wait for peers that may be gone. It hides
-// which messages go straight between GPUs and which through NCCL. Held by the CUDA backend, with a
-// stream that all of it is put on; graphs of that stream are destroyed before it.
+// which messages go straight between GPUs and which through NCCL. Held by the CUDA backend, with
+// the stream that everything is put on; graphs of that stream are destroyed before it.
 // Thread-compatible.
 //
-// A thread of its own looks after steps. The one that launches them may be held up before it comes
-// to Wait: the driver loads a kernel when it is first used, and not while another one runs that
+// A thread of its own watches over steps. The thread that launches them may be held up before it
+// comes to Wait: the driver loads a kernel at first use, and not while another kernel runs that
 // waits for a rank.
 #pragma once
 
@@ -30,43 +30,44 @@ namespace kvasir::worker {
 class CudaRanks {
  public:
   ~CudaRanks();
-  // On the current device; all ranks at the same time. Errors as of NcclCommunicator::Join.
+  // On the current device. All ranks call it at the same time. Errors are those of
+  // NcclCommunicator::Join.
   static absl::StatusOr<std::unique_ptr<CudaRanks>> Join(Collective& ranks);
 
-  // y += sum over ranks of x, added up in float32 as on the CPU: partial results have lost nothing
+  // y += sum over ranks of x. Sums are in float32, as on the CPU: partial results are not rounded
   // before they are added, and small messages take the same time in either width. x is overwritten.
   absl::Status AddSum(const kernels::TensorView& x, const kernels::TensorView& y,
                       const CudaStream& stream);
   absl::Status GatherColumns(const RankColumns& columns, const CudaStream& stream);
 
-  // A step's collectives follow, up to Wait. When none of them ends for as long as the group's
-  // timeout, they end in errors.
+  // A step's collectives follow, up to Wait. If none of them ends within the group's timeout, they
+  // end in errors.
   void BeginStep() { ++steps_begun_; }
-  // Until what the event was recorded behind is over. DEADLINE_EXCEEDED when another rank was
-  // silent for too long, UNAVAILABLE when NCCL has noticed an error: Abandon is to follow.
+  // Waits until everything that the event recorded is over. DEADLINE_EXCEEDED when another rank was
+  // silent for too long, UNAVAILABLE when NCCL has noticed an error. After an error, call Abandon.
   absl::Status Wait(const CudaEvent& end);
-  // Ends what on the stream waits for ranks, and waits for the stream; for good.
+  // Ends everything on the stream that waits for ranks, and waits for the stream. Final.
   void Abandon(const CudaStream& stream);
 
  private:
   explicit CudaRanks(const Collective& ranks) : rank_(ranks.rank()), patience_(ranks.timeout()) {}
 
   void LookAfterSteps();
-  // What is known here: costs no call into NCCL.
+  // Looks at local state only: makes no call into NCCL.
   absl::Status LookForSilence() const;
-  // What ends the wait before its time.
+  // Returns the error that ends the wait early, if any.
   absl::Status LookForTrouble() const;
   uint32_t progress() const { return *progress_.As<volatile uint32_t>(); }
 
   const int rank_;
   const absl::Duration patience_;
   std::unique_ptr<NcclCommunicator> nccl_;
-  std::unique_ptr<PeerSums> peers_;  // null: they cannot reach each other's memory
-  kernels::PinnedBuffer progress_;   // NCCL's collectives that have ended
+  std::unique_ptr<PeerSums> peers_;  // null: ranks cannot reach each other's memory
+  kernels::PinnedBuffer progress_;   // number of NCCL collectives that have ended
 
   std::atomic<int64_t> steps_begun_ = 0;
   std::atomic<int64_t> steps_ended_ = 0;
-  std::atomic<bool> is_silent_ = false;  // another rank was, for too long
+  std::atomic<bool> is_silent_ = false;  // another rank was silent for too long
   kernels::Mutex mu_;
   kernels::CondVar leaving_;
   bool is_leaving_ GUARDED_BY(mu_) = false;

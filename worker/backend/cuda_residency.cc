@@ -23,14 +23,14 @@ using kernels::SlotState;
 
 namespace {
 
-// Copied beside one step: 1.2 ms of a link of 55 GB/s, where a decode step of an 8B model takes
-// some 4 ms; a fill that is not over holds the next step's up.
+// Bytes copied beside one step: 1.2 ms on a link of 55 GB/s, where a decode step of an 8B model
+// takes some 4 ms. An unfinished fill delays the next step.
 constexpr int64_t kFilledBytesPerStep = int64_t{64} << 20;
-constexpr int64_t kSmallestFilledPart = 8;  // of the device tier, at most so much a step
+constexpr int64_t kSmallestFilledPart = 8;  // at most this part of the device tier per step
 constexpr int64_t kExaminedPerFill = 16;
-// Gathered before they are copied to the host: a row at least.
+// Bytes gathered before they are copied to the host, at least one row.
 constexpr int64_t kGatheredBytes = int64_t{64} << 20;
-// Room for what decoding asks for at the least: taking more waits for the device.
+// Least size of the command buffers, enough for decoding: growing them waits for the device.
 constexpr int64_t kLeastCommandBytes = int64_t{64} << 10;
 
 ResidencyShape ShapeOf(const kvstore::ResidencyOptions& options) {
@@ -57,7 +57,7 @@ absl::Status UploadWhole(const DeviceBuffer& to, const void* from, const CudaStr
   return stream.Wait();
 }
 
-// [num_rows] addresses of equal pieces of a buffer.
+// Returns [num_rows] addresses of equal pieces of a buffer.
 absl::StatusOr<DeviceBuffer> MakeAddresses(const DeviceBuffer& of, int64_t num_rows,
                                            const CudaStream& stream) {
   std::vector<std::byte*> addresses;
@@ -150,7 +150,7 @@ absl::Status CudaResidency::MakeTables() {
 }
 
 CudaResidency::~CudaResidency() {
-  // An error has been reported by whoever met it first.
+  // Whoever met an error first has reported it.
   fill_stream_.Wait().IgnoreError();
   copy_stream_.Wait().IgnoreError();
   stream_.Wait().IgnoreError();
@@ -161,7 +161,7 @@ KvArenas CudaResidency::arenas() const {
           .host = {.base = extents_->data(), .bytes = extents_->size_bytes()}};
 }
 
-// ---- rows: the host's books, and what the device is to be told
+// ---- rows: the host's books, and the commands to the device
 
 absl::Status CudaResidency::Open(int64_t row) {
   KVASIR_CHECK(state_of(row) == RowState::kNone);
@@ -212,7 +212,8 @@ void CudaResidency::Restore(int64_t row, const kvstore::BlockSeal& seal) {
 void CudaResidency::Free(int64_t row) {
   KVASIR_CHECK(bindings_[static_cast<size_t>(row)] == 0);
   const RowState was = std::exchange(state_of(row), RowState::kNone);
-  // What the device has not heard of, it never does. Its extent may be another block's at once.
+  // A row that the device has not been told of is never reported to it. Its extent may belong to
+  // another block at once.
   const bool is_new = std::erase(commands_.opened, static_cast<int32_t>(row)) +
                           std::erase(commands_.restored, static_cast<int32_t>(row)) >
                       0;
@@ -242,7 +243,7 @@ int64_t CudaResidency::PagesInDevice(int64_t row) const {
   if (state != RowState::kSealed) return state_.shape.pages_per_row;
   if (row_pages_.empty()) {
     absl::StatusOr<std::vector<int32_t>> counts = FetchRowPages();
-    if (!counts.ok()) return 0;  // an error of the device: the next step meets it
+    if (!counts.ok()) return 0;  // an error of the device: the next step reports it
     row_pages_ = *std::move(counts);
   }
   return row_pages_[static_cast<size_t>(row)];
@@ -281,7 +282,7 @@ absl::Status CudaResidency::CarryOut(uint32_t step) {
   const cudaStream_t stream = stream_.get();
   KVASIR_RETURN_IF_ERROR(SealCopied());
   KVASIR_RETURN_IF_ERROR(BeginCopies());
-  // Slots may be needed that are still copied from.
+  // Slots that are still being copied from may be needed.
   const int64_t most_pinned = state_.shape.num_slots - state_.shape.max_fills;
   if (held_pages() > most_pinned && !commands_.opened.empty() && !being_copied_.empty()) {
     KVASIR_RETURN_IF_ERROR(copied_.HoldBack(stream_));
@@ -291,7 +292,8 @@ absl::Status CudaResidency::CarryOut(uint32_t step) {
   KVASIR_RETURN_IF_ERROR(SealRows(state_, device.sealed, stream));
   KVASIR_RETURN_IF_ERROR(FreeRows(state_, device.freed, stream));
   KVASIR_RETURN_IF_ERROR(TakeRestored(device.restored));
-  // Slots that are being filled are nobody's. Where they may be needed, that must be over.
+  // Slots that are being filled belong to no row. Where they may be needed, the fills must end
+  // first.
   if (held_pages() > most_pinned && !device.opened.empty()) KVASIR_RETURN_IF_ERROR(EndFills());
   KVASIR_RETURN_IF_ERROR(OpenRows(state_, device.opened, stream));
   KVASIR_RETURN_IF_ERROR(BeginResidencyStep(step, step_number_.As<uint32_t>(), device.bound,
@@ -416,7 +418,7 @@ kvstore::ResidencyStats CudaResidency::stats() const {
 }
 
 absl::Status CudaResidency::CheckIntegrity() const {
-  if (has_commands()) return absl::OkStatus();  // the device is behind the host's books
+  if (has_commands()) return absl::OkStatus();  // the device lags the host's books
   std::vector<std::byte> image(static_cast<size_t>(state_.bytes));
   KVASIR_RETURN_IF_ERROR(stream_.CopyToHost(image.data(), state_memory_.data(), state_.bytes));
   KVASIR_RETURN_IF_ERROR(stream_.Wait());

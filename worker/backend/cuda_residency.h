@@ -1,16 +1,17 @@
-// Residency decided on the GPU (kernels/paged/residency.h): the page table and everything that says
-// which page moves next lie in device memory, the host tier in pinned memory that kernels read in
-// place. What the store asks for between two steps (rows opened, sealed, freed, restored, bound) is
-// written down and put on the stream when the next step begins, as a list as long as what changed.
-// In the steady decode loop the list is empty, and nothing here waits for the device.
+// Residency decided on the GPU (kernels/paged/residency.h). The page table and the state that
+// decides which page moves next lie in device memory; the host tier lies in pinned memory that
+// kernels read in place. Requests of the store between two steps (rows opened, sealed, freed,
+// restored, bound) are written down and put on the stream when the next step begins, as a list as
+// long as the number of changes. In the steady decode loop the list is empty, and nothing here
+// waits for the device.
 //
 //   stream of the steps  | commands, step t | map, plan |   commands, step t+1   | wait, map, plan
 //   | stream of fills                                     | copy the planned fills |
 //
 // A page's bytes are not verified between the two tiers: both memories and the link correct errors.
-// Checksums are made on the host, for blocks that the tier below asks for.
-// Counters are those of the last step but two: the last but one may be under way when the last
-// ends. Thread-compatible.
+// Checksums are made on the host, for blocks that the tier below asks for. Counters are those after
+// the last step but two, because the last but one may be in flight when the last ends.
+// Thread-compatible.
 #pragma once
 
 #include <array>
@@ -40,11 +41,11 @@ struct KvArenas {
 
 class CudaResidency final : public kvstore::PageResidency {
  public:
-  // `stream` is that of the steps' kernels, and outlives the residency.
+  // `stream` runs the steps' kernels, and outlives the residency.
   static absl::StatusOr<std::unique_ptr<CudaResidency>> Make(
       const kvstore::ResidencyOptions& options, const CudaStream& stream,
       kernels::Executor& executor);
-  // Waits for what is under way.
+  // Waits for work in flight.
   ~CudaResidency() override;
 
   KvArenas arenas() const;
@@ -62,7 +63,7 @@ class CudaResidency final : public kvstore::PageResidency {
   int64_t BoundRow(int64_t slot, int64_t index) const override {
     return block_rows_[static_cast<size_t>(slot * max_blocks_per_slot_ + index)];
   }
-  // Waits for the device when it is asked for the first time since a step.
+  // Waits for the device at its first call after a step.
   int64_t PagesInDevice(int64_t row) const override;
   absl::StatusOr<kernels::PagedKv> BeginStep(uint32_t step) override;
   absl::StatusOr<std::vector<kvstore::CorruptRow>> EndStep() override;
@@ -74,9 +75,9 @@ class CudaResidency final : public kvstore::PageResidency {
 
  private:
   enum class RowState : uint8_t { kNone, kOpening, kOpen, kSealed };
-  // Between two steps; in the order in which they are carried out.
+  // Changes between two steps, in the order in which they are carried out.
   struct Commands {
-    std::vector<int32_t> copied;  // to their extents; they are sealed when that is over
+    std::vector<int32_t> copied;  // rows copied to their extents; sealed when the copy is over
     std::vector<int32_t> sealed, freed, restored, opened;
     std::vector<int64_t> bound;  // entries of block_rows_, each once
   };
@@ -87,7 +88,7 @@ class CudaResidency final : public kvstore::PageResidency {
   // The copy of a sealed row to its extent.
   struct RowCopy {
     kvstore::BlockSeal seal;
-    int64_t number = 0;  // of the copies that it was put on the stream with
+    int64_t number = 0;  // of the batch of copies that it was put on the stream with
     bool is_whole = false;
   };
   CudaResidency(const kvstore::ResidencyOptions& options, const CudaStream& stream,
@@ -96,16 +97,17 @@ class CudaResidency final : public kvstore::PageResidency {
   absl::Status TakeMemory(const kvstore::ResidencyOptions& options);
   absl::Status MakeTables();
 
-  // Puts the commands on the stream, and the number of the step that they precede.
+  // Puts the commands on the stream, and the number of the step that follows them.
   absl::Status CarryOut(uint32_t step);
   absl::StatusOr<DeviceCommands> Upload();
-  // Copies of sealed rows to their extents run beside the steps. Their pages stay where they are
-  // until the copies are known to be over, or until slots are scarce, and then the stream waits.
+  // Begins copies of sealed rows to their extents, which run beside the steps. The rows' pages stay
+  // in place until the copies are known to be over, or until slots are scarce: then the stream
+  // waits.
   absl::Status BeginCopies();
   absl::Status SealCopied();
   void TakeCopied();
   absl::Status TakeRestored(std::span<int32_t> device_rows);
-  // The copies are over, and the tables name what they copied.
+  // Makes the stream wait for the copies of the planned fills, then maps them in the tables.
   absl::Status EndFills();
   absl::StatusOr<std::vector<int32_t>> FetchRowPages() const;
   absl::Status CheckRows(const kernels::ResidencyState& found) const;
@@ -133,7 +135,7 @@ class CudaResidency final : public kvstore::PageResidency {
   std::array<CudaEvent, 2> counted_;  // of odd and of even steps
   const std::unique_ptr<PinnedRegion> extents_;
   kvstore::HostSlab host_;
-  kernels::DeviceBuffer gathered_;  // on the way to extents
+  kernels::DeviceBuffer gathered_;  // pages on the way to extents
   kernels::DeviceBuffer arena_, bounds_, key_codes_, bounds_table_, key_codes_table_, state_memory_,
       block_rows_table_, step_number_;
   kernels::ResidencyState state_;  // in state_memory_
@@ -141,12 +143,12 @@ class CudaResidency final : public kvstore::PageResidency {
   // The host's own books.
   std::vector<RowState> rows_;
   std::vector<RowCopy> copies_;        // [row]
-  std::vector<int32_t> being_copied_;  // rows that the device does not know to be sealed
+  std::vector<int32_t> being_copied_;  // rows not yet sealed on the device
   int64_t begun_copies_ = 0;
-  int64_t ended_copies_ = 0;         // as far as is known
-  std::vector<int32_t> bindings_;    // [row], how many slots have it
+  int64_t ended_copies_ = 0;         // known to have ended
+  std::vector<int32_t> bindings_;    // [row], number of slots bound to it
   std::vector<int32_t> block_rows_;  // [slot, index]
-  std::vector<bool> is_rebound_;     // [slot, index] it is among commands_.bound
+  std::vector<bool> is_rebound_;     // [slot, index], whether it is among commands_.bound
   int64_t open_rows_ = 0;
   int64_t sealed_blocks_ = 0;
   Commands commands_;
@@ -156,7 +158,7 @@ class CudaResidency final : public kvstore::PageResidency {
   kernels::DeviceBuffer device_commands_;
   kernels::PinnedBuffer counters_;  // [2], written by the device when counted_ is recorded
   kernels::ResidencyCounters seen_;
-  mutable std::vector<int32_t> row_pages_;  // [row] in the device tier; empty: not asked for
+  mutable std::vector<int32_t> row_pages_;  // [row] in the device tier; empty: not fetched
 };
 
 }  // namespace kvasir::worker

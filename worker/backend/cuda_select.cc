@@ -38,16 +38,16 @@ using kernels::SelectParams;
 using kernels::StreamingSelector;
 using kernels::TokenSelectSelector;
 
-// Query blocks beyond take their turn: of tokenselect one needs 20 bytes for every token that its
-// slot can hold, and KV head.
+// Query tiles beyond this take turns: tokenselect needs 20 bytes per tile, KV head and token that
+// the tile's slot can hold.
 constexpr int64_t kMostWorkspaceBytes = int64_t{1} << 30;
 
-// Whatever the numbers are. Its rows are made with the step's table.
+// True for `all`, whatever its numbers are. Its rows are written with the step's table.
 bool ReadsAll(const ServedSelector& served) {
   return dynamic_cast<const AllSelector*>(served.selector.get()) != nullptr;
 }
 
-// Tokens that the window of a row grows by at most, while a list serves.
+// Most tokens by which the window of a row grows while a list is reused.
 int64_t GrowthOf(const ServedSelector& served) {
   const bool grows =
       served.reuse != nullptr && served.reuse->window() == kernels::ReuseRule::Window::kGrows;
@@ -87,7 +87,7 @@ int64_t BlocksAtOnce(const ServedSelector& served, const SelectLimits& limits, c
   return std::max<int64_t>(1, kMostWorkspaceBytes / bytes);
 }
 
-// Where keys are cached un-rotated: the params as the selector takes them.
+// Where keys are cached un-rotated, returns the params in the form that the selector takes.
 absl::StatusOr<SelectParams> PlaceQueries(const ServedSelector& served, const SelectLimits& limits,
                                           const SelectParams& params,
                                           const kernels::TensorView& placed, cudaStream_t stream) {
@@ -150,7 +150,7 @@ absl::StatusOr<SelectLimits> LimitsOf(const StepBatch& batch, const StepShape& s
               "select: window_tokens is ", n.window_tokens, "; the selector needs ", least));
         }
         limits.budget_tokens = std::max(limits.budget_tokens, n.budget_tokens);
-        // Budgets are rounded up to pages at most.
+        // Budgets are rounded up to whole pages at most.
         limits.listed_tokens = std::max(limits.listed_tokens,
                                         n.sink_tokens + n.window_tokens + GrowthOf(*served.served) +
                                             kernels::CeilPages(n.budget_tokens) * kPageTokens);

@@ -1,6 +1,6 @@
-// The selectors and pruners that there are on the GPU, by what a policy serves: which kernels run,
-// the working memory that they need, and calls over as many query blocks as it has room for. Called
-// by CudaAttention, with policies that CheckCudaPolicies lets pass. Functions without state.
+// The selectors and pruners of the GPU, chosen by what a policy serves: which kernels run, the
+// working memory they need, and calls over as many query tiles as that has room for. Called by
+// CudaAttention, with policies that CheckCudaPolicies has passed. Functions without state.
 #pragma once
 
 #include <cstddef>
@@ -17,30 +17,31 @@
 
 namespace kvasir::worker {
 
-// What no row of a step goes beyond, in any layer.
+// Upper limits over all rows and layers of a step.
 struct SelectLimits {
   int64_t group = 0;          // query heads of a KV head
   int64_t capacity = 0;       // entries
-  int64_t budget_tokens = 0;  // of those that list
-  int64_t listed_tokens = 0;  // sink, window and list together, likewise
-  int64_t positions = 0;      // where keys are cached un-rotated: that they are read at
+  int64_t budget_tokens = 0;  // of selectors that list
+  int64_t listed_tokens = 0;  // sink, window and list together, of selectors that list
+  int64_t positions = 0;      // where keys are cached un-rotated: positions they are read at
 };
 
 // INVALID_ARGUMENT where a row's window is too small for its selector.
 absl::StatusOr<SelectLimits> LimitsOf(const StepBatch& batch, const StepShape& shape, int64_t group,
                                       const kernels::PagedKv& kv);
 
-// Device memory for any of the step's Select calls.
+// Bytes of device memory that any of the step's Select calls needs at most.
 int64_t SelectWorkspaceBytes(const StepShape& shape, const SelectLimits& limits,
                              const kernels::PagedKv& kv);
 
 struct SelectMemory {
   std::byte* workspace = nullptr;      // SelectWorkspaceBytes
-  kernels::TensorView placed_queries;  // like q, with params.device_rope: to work with
+  kernels::TensorView placed_queries;  // scratch like q, used with params.device_rope
 };
 
-// Judges reuse for, selects and prunes the rows of blocks that `served` serves; before pruning,
-// with params.device_rope, rows are given their positions. Spans of the params are device memory.
+// Judges reuse, selects and prunes for the rows of query tiles that `served` serves. With
+// params.device_rope, rows are given their positions before pruning. Spans of the params are device
+// memory.
 absl::Status SelectOnGpu(const ServedSelector& served, const SelectLimits& limits,
                          const kernels::SelectParams& params, const kernels::PageSelection& rows,
                          const SelectMemory& memory, cudaStream_t stream);

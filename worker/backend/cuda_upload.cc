@@ -18,10 +18,10 @@ constexpr size_t kBuffersPerThread = 2;
 
 struct StagingBuffer {
   std::byte* memory = nullptr;
-  CudaEvent copied;  // what was written there last
+  CudaEvent copied;  // recorded after the last copy from it
 };
 
-// The buffers of one thread, which takes them in turn.
+// The buffers of one thread, which uses them in turn.
 struct Staging {
   std::array<StagingBuffer, kBuffersPerThread> buffers;
   size_t next = 0;
@@ -61,7 +61,7 @@ absl::Status UploadPieces(std::span<const MemoryPiece> pieces, const WritePiece&
                           MakeStaging(memory.data(), buffer_bytes, num_threads));
   const absl::Status status = kernels::TryParallelFor(
       executor, std::ssize(pieces), [&](int64_t i, int thread) -> absl::Status {
-        cudaSetDevice(device);  // of this thread
+        cudaSetDevice(device);  // sets it for this thread
         const MemoryPiece& piece = pieces[static_cast<size_t>(i)];
         Staging& staging = threads[static_cast<size_t>(thread)];
         StagingBuffer& buffer = staging.buffers[staging.next];
@@ -71,7 +71,7 @@ absl::Status UploadPieces(std::span<const MemoryPiece> pieces, const WritePiece&
         KVASIR_RETURN_IF_ERROR(stream.CopyToDevice(piece.begin, buffer.memory, piece.size_bytes));
         return buffer.copied.Record(stream);
       });
-  const absl::Status copied = stream.Wait();  // in any case, before the buffers are given back
+  const absl::Status copied = stream.Wait();  // in any case, before the buffers are freed
   return status.ok() ? copied : status;
 }
 

@@ -1,6 +1,5 @@
-// Bytes that the host writes, on their way to the device: Backend::FillPieces on a GPU. Hidden: the
-// pinned memory between, and who waits for what. Only in builds with CUDA. A function without
-// state.
+// Uploads bytes that the host writes: Backend::FillPieces on a GPU. It hides the pinned memory
+// between, and who waits for what. Only in builds with CUDA. A function without state.
 #pragma once
 
 #include <span>
@@ -13,8 +12,8 @@
 
 namespace kvasir::worker {
 
-// Errors as of Backend::FillPieces; RESOURCE_EXHAUSTED when memory cannot be pinned. Whatever it
-// returns, the device is done with the pieces.
+// Errors are those of Backend::FillPieces, and RESOURCE_EXHAUSTED when memory cannot be pinned. On
+// return, with or without an error, the device is done with the pieces.
 absl::Status UploadPieces(std::span<const MemoryPiece> pieces, const WritePiece& write,
                           const CudaStream& stream, kernels::Executor& executor);
 

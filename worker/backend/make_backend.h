@@ -1,4 +1,4 @@
-// The backends by the name of their device (--device). Called once by main.
+// Makes the backend of a device, by name (--device). Called once by main.
 #pragma once
 
 #include <memory>
@@ -16,7 +16,7 @@ namespace kvasir::worker {
 absl::StatusOr<std::unique_ptr<Backend>> MakeBackend(absl::string_view device,
                                                      kernels::Executor& executor);
 
-// Of cuda_backend.cc, or of no_cuda_backend.cc in builds without CUDA.
+// Defined in cuda_backend.cc, or in no_cuda_backend.cc in builds without CUDA.
 absl::StatusOr<std::unique_ptr<Backend>> MakeCudaBackend(kernels::Executor& executor);
 
 }  // namespace kvasir::worker

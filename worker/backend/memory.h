@@ -14,7 +14,7 @@ namespace kvasir::worker {
 
 class Memory {
  public:
-  // None: data() is null.
+  // No memory: data() is null.
   Memory() = default;
   // Takes over a buffer (kernels/base/buffer.h, device_buffer.h).
   template <typename Buffer>
@@ -49,7 +49,7 @@ struct Tensor {
   kernels::TensorView view;
 };
 
-// A part of a backend's memory that is written by the host.
+// A part of a backend's memory that the host writes.
 struct MemoryPiece {
   std::byte* begin = nullptr;
   int64_t size_bytes = 0;

@@ -14,16 +14,16 @@
 namespace kvasir::worker {
 namespace {
 
-// The files of one version of control groups.
+// Files of one version of control groups.
 struct Version {
   absl::string_view folder;  // of the root group
   absl::string_view limit;
-  absl::string_view used;  // line of memory.stat: what cannot be given back
+  absl::string_view used;  // line of memory.stat: memory that cannot be reclaimed
 };
 constexpr Version kFirst = {"/sys/fs/cgroup/memory", "memory.limit_in_bytes", "total_rss"};
 constexpr Version kSecond = {"/sys/fs/cgroup", "memory.max", "anon"};
 
-// The number alone in a file, or after `name` in one of its lines, without its unit.
+// Reads the only number of a file, or the one after `name` in one of its lines, without its unit.
 std::optional<int64_t> ReadNumber(const std::string& path, absl::string_view name) {
   std::ifstream file(path);
   for (std::string line; std::getline(file, line);) {
@@ -39,10 +39,10 @@ std::optional<int64_t> ReadNumber(const std::string& path, absl::string_view nam
 struct Group {
   std::string folder;
   int64_t limit = 0;
-  int64_t used = 0;  // what cannot be given back
+  int64_t used = 0;  // memory that cannot be reclaimed
 };
 
-// The groups of this process that have a limit, those above its own included.
+// Returns the groups of this process that have a limit, including those above its own.
 std::vector<Group> LimitedGroups(const std::string& root) {
   std::vector<Group> limited;
   std::ifstream groups(absl::StrCat(root, "/proc/self/cgroup"));
@@ -78,7 +78,7 @@ absl::Status CheckMemoryLimit(int64_t bytes, absl::string_view flag, const std::
 
 int64_t HostMemoryLeft(const std::string& root) {
   constexpr int64_t kKiB = 1024;
-  // A group of version 1 without a limit says a number that no machine has.
+  // A group of version 1 without a limit reports a number that no machine reaches.
   const auto free = ReadNumber(absl::StrCat(root, "/proc/meminfo"), "MemAvailable:");
   constexpr int64_t kNoLimit = int64_t{1} << 56;
   std::optional<int64_t> left;

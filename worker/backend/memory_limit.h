@@ -1,7 +1,6 @@
-// Whether there is room for a large piece of host memory, asked before it is taken: the limits of
-// this process's control groups, versions 1 and 2, as containers have them. What a machine calls
-// its total memory is no such limit: virtual machines grow. And how much is left by them, where one
-// may take what there is. Functions without state.
+// Checks whether there is room for a large piece of host memory before it is taken, and how much is
+// left. The limits are those of this process's control groups, versions 1 and 2, as containers have
+// them. A machine's total memory is no such limit: virtual machines grow. Functions without state.
 #pragma once
 
 #include <cstdint>
@@ -12,11 +11,12 @@
 
 namespace kvasir::worker {
 
-// RESOURCE_EXHAUSTED, naming the group and `flag`, when a group that this process is in allows less
-// than what it holds and `bytes` more. OK where there is no limit. `root` is "" but in tests.
+// RESOURCE_EXHAUSTED, naming the group and `flag`, when a group of this process allows less than it
+// holds plus `bytes`. OK where there is no limit. `root` is "" except in tests.
 absl::Status CheckMemoryLimit(int64_t bytes, absl::string_view flag, const std::string& root = "");
 
-// Bytes that all those groups leave; where none of them has a limit, what the machine has free.
+// Returns the least number of bytes that those groups leave; where none has a limit, the machine's
+// free memory.
 int64_t HostMemoryLeft(const std::string& root = "");
 
 }  // namespace kvasir::worker

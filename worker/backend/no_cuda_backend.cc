@@ -1,4 +1,4 @@
-// In builds without CUDA.
+// MakeCudaBackend in builds without CUDA.
 #include "worker/backend/make_backend.h"
 
 namespace kvasir::worker {

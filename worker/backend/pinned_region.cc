@@ -16,11 +16,12 @@ namespace {
 
 using kernels::MutexLock;
 
-// About so many: the driver holds locks while it pins one, which a step's launches wait for.
+// Approximate size of a piece: the driver holds locks while it pins one, and a step's launches wait
+// for them.
 constexpr int64_t kPieceBytes = int64_t{1} << 25;
 constexpr int64_t kMemoryPageBytes = 4096;
-constexpr int64_t kReportedParts = 10;  // of a region of many pieces
-// They zero pages, which takes a core longer than it takes the driver to pin them.
+constexpr int64_t kReportedParts = 10;  // log lines for a region of many pieces
+// The threads zero pages, which takes a core longer than the driver takes to pin them.
 constexpr int64_t kMostThreads = 4;
 
 }  // namespace
@@ -37,7 +38,7 @@ absl::StatusOr<std::unique_ptr<PinnedRegion>> PinnedRegion::Take(int64_t part_by
     return absl::ResourceExhaustedError(
         absl::StrCat("no address space for ", bytes, " bytes of host memory; lower ", flag));
   }
-  madvise(memory, static_cast<size_t>(bytes), MADV_HUGEPAGE);  // a wish
+  madvise(memory, static_cast<size_t>(bytes), MADV_HUGEPAGE);  // only a hint
   return std::unique_ptr<PinnedRegion>(
       new PinnedRegion(static_cast<std::byte*>(memory), part_bytes, num_parts));
 }
@@ -60,7 +61,7 @@ absl::Status PinnedRegion::Start() {
 }
 
 void PinnedRegion::PinPieces(int device) {
-  cudaSetDevice(device);  // of this thread
+  cudaSetDevice(device);  // sets it for this thread
   for (;;) {
     int64_t piece = 0;
     {
@@ -102,7 +103,7 @@ void PinnedRegion::EndPiece(int64_t piece, const absl::Status& status) {
 absl::Status PinnedRegion::Await(int64_t part) {
   const auto piece = static_cast<size_t>(part / parts_per_piece_);
   MutexLock lock(mu_);
-  // A piece that somebody has begun ends as it does; one that nobody has ends with the first error.
+  // A piece that has been begun ends with its own status; the others end with the first error.
   while (pieces_[piece] == Piece::kWaits && (failed_.ok() || static_cast<int64_t>(piece) < next_)) {
     changed_.Wait(mu_);
   }

@@ -16,7 +16,7 @@ std::span<T> Take(kernels::ScratchPieces& pieces, int64_t count) {
   return {begin, begin == nullptr ? 0 : static_cast<size_t>(count)};
 }
 
-// Of each block of the batch, the group that serves it.
+// Returns, for each query tile of the batch, the selector that serves it.
 std::vector<const ServedSelector*> ServedOf(const StepBatch& batch) {
   std::vector<const ServedSelector*> served(batch.blocks.size());
   for (const SelectorGroup& group : batch.groups) {

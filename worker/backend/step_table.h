@@ -1,8 +1,8 @@
-// What kernels read about a step, as one block of memory: written on the host, copied to the device
-// once, read there by all layers; and what they leave behind. It hides the order of query blocks on
-// a device, where those of one query each come first (one launch of decode attention), the others
-// behind them (one launch of prefill attention), and within both by selector (one launch of
-// selection each). Called by the CUDA backend. Plain data and functions without state.
+// Arrays that kernels read in a step, in one piece of memory that is written on the host, copied to
+// the device once and read there by all layers; and the arrays that kernels write. It hides the
+// order of query tiles on a device: tiles of one query come first (one launch of decode attention),
+// then the others (one launch of prefill attention), and each part is ordered by selector (one
+// launch of selection each). Called by the CUDA backend. Plain data and functions without state.
 #pragma once
 
 #include <cstddef>
@@ -18,32 +18,32 @@
 
 namespace kvasir::worker {
 
-// Query blocks [begin, end) of the device's order that one selector serves in one call: those of
-// one memory follow each other, and so do not go together.
+// Query tiles [begin, end), in the device's order, that one selector serves in one call. Tiles that
+// share a selection memory depend on each other, so they are in different ranges.
 struct SelectorRange {
   const ServedSelector* served = nullptr;
   int64_t begin = 0;
   int64_t end = 0;
 };
 
-// How a batch lies in a table.
+// Layout of a batch in a table.
 struct StepShape {
-  std::vector<int64_t> order;  // block of the batch, by place on the device
-  int64_t num_single = 0;      // blocks of one query: the first of them
+  std::vector<int64_t> order;  // index of the batch's query tile, by place on the device
+  int64_t num_single = 0;      // number of tiles of one query, which come first
   std::vector<SelectorRange> ranges;
-  // Layers from which on a set of numbers holds, ascending, the first 0: layers that stay dense, or
-  // have budgets of their own, differ from row to row.
+  // First layer of each set of numbers, ascending, beginning with 0. There are several sets because
+  // layers that stay dense, or have budgets of their own, differ from row to row.
   std::vector<int64_t> number_sets;
   int64_t num_kv_heads = 0;
 
   int64_t num_blocks() const { return static_cast<int64_t>(order.size()); }
-  // Of number_sets, the one for `layer`.
+  // Returns the index in number_sets of the set for `layer`.
   int64_t NumbersFor(int64_t layer) const;
 };
 
 StepShape ShapeOf(const StepBatch& batch, int64_t num_kv_heads);
 
-// Arrays of a step in the memory of one table, on either side.
+// Arrays of a step in one table, in host or device memory.
 struct StepTable {
   std::span<int32_t> tokens;
   std::span<int32_t> fed_by;  // StepBatch::fed_by
@@ -53,9 +53,10 @@ struct StepTable {
   std::span<kernels::QueryBlock> blocks;  // in the device's order, as all below
   // [number sets][blocks]
   std::span<kernels::SelectionNumbers> numbers;
-  // [blocks][KV heads]: all that `all` selects; selectors write those of their rows anew.
+  // [blocks][KV heads]. Those of selector `all` are complete; other selectors overwrite those of
+  // their rows.
   std::span<kernels::SelectionHeader> headers;
-  // [blocks]: of their sequences, where those reuse selections. Not of Fill.
+  // [blocks]: the memory of their sequence, if it reuses selections. Not written by Fill.
   std::span<kernels::DeviceSelectionMemory> memories;
   std::span<Truncation> truncations;
   int64_t bytes = 0;
@@ -65,10 +66,10 @@ struct StepTable {
   }
 };
 
-// The arrays for the batch from `memory` on; null: only `bytes` is of use.
+// Returns the arrays for the batch, beginning at `memory`. With null only `bytes` is valid.
 StepTable LayOut(const StepBatch& batch, const StepShape& shape, std::byte* memory);
 
-// What kernels leave behind of a step, as one block of memory: copied to the host once.
+// Arrays that kernels write in a step, in one piece of memory that is copied to the host once.
 struct StepResults {
   std::span<kernels::SelectedCounts> counts;  // [layers][blocks, device's order][KV heads]
   std::span<uint8_t> finite;                  // [tokens]: 0: NaN or infinity in the hidden state
@@ -76,7 +77,7 @@ struct StepResults {
   int64_t bytes = 0;
 };
 
-// As LayOut.
+// Like LayOut.
 StepResults LayOutResults(const StepBatch& batch, const StepShape& shape, int64_t num_layers,
                           int64_t num_slots, std::byte* memory);
 

@@ -1,6 +1,6 @@
-// What layers hand to each other in a forward pass: memory of a backend, taken once for the largest
-// step that will be asked for, and the views of it for a step of some number of tokens. Owned by
-// the engine, lent to the transformer. Thread-compatible.
+// Tensors that layers hand to each other in a forward pass: memory of a backend, taken once for the
+// largest step, and views of it for a step of some number of tokens. Owned by the engine, lent to
+// the transformer. Thread-compatible.
 #pragma once
 
 #include <cstdint>
@@ -24,12 +24,12 @@ struct ActivationSizes {
   int64_t vocab_rows = 0;  // of the widest rank
   int64_t num_ranks = 1;
   int64_t kv_replicas = 1;  // ranks that share a KV head
-  // Of the largest step.
+  // Sizes of the largest step.
   int64_t max_tokens = 0;
   int64_t max_logits_rows = 0;
 };
 
-// One buffer that is viewed with as many rows as a step has.
+// A buffer that is viewed with as many rows as a step has.
 class ActivationBuffer {
  public:
   static absl::StatusOr<ActivationBuffer> Create(Backend& backend, kernels::DType dtype,
@@ -38,7 +38,7 @@ class ActivationBuffer {
 
   // REQUIRES: rows <= max_rows.
   kernels::TensorView Rows(int64_t rows) const;
-  // The same memory as [rows, heads, width / heads].
+  // Views the same memory as [rows, heads, width / heads].
   kernels::TensorView Heads(int64_t rows, int64_t heads) const;
 
  private:
@@ -51,14 +51,15 @@ class ActivationBuffer {
 struct Activations {
   static absl::StatusOr<Activations> Create(Backend& backend, const ActivationSizes& sizes);
 
-  // dtype of the model, but for what is named float32.
+  // dtype of the model, except where float32 is named.
   ActivationBuffer residual;  // [tokens, hidden]: x, to which every layer adds
   ActivationBuffer partial;   // [tokens, hidden] float32: this rank's summand of x
   ActivationBuffer normed;    // [tokens, hidden]
   ActivationBuffer qkv;       // [tokens, (num_heads + 2 * num_kv_heads) * head_dim]
   ActivationBuffer q;         // [tokens, num_heads * head_dim]
   ActivationBuffer k, v;      // [tokens, num_kv_heads * head_dim]
-  // Where ranks share a KV head: everybody's q, and of it the heads of this rank's KV head.
+  // Where ranks share a KV head: q of all ranks, and the heads of q that belong to this rank's KV
+  // head.
   ActivationBuffer gathered_q;  // [ranks * tokens, num_heads * head_dim]
   ActivationBuffer group_q;     // [tokens, kv_replicas * num_heads * head_dim]
   ActivationBuffer attended;    // [tokens, num_heads * head_dim]

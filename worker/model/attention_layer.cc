@@ -95,9 +95,9 @@ bool AttentionLayer::AnySelectionReadsQueries(const StepBatch& batch) const {
   return false;
 }
 
-// The scope of a selection is the KV group. Where its query heads lie on several ranks, each of
-// them gets all of them and selects for itself: the same queries and the same bounds give the same
-// pages. All ranks take part, for the batch is the same on all.
+// The scope of a selection is the KV group. Where its query heads lie on several ranks, each rank
+// gets all of them and selects for itself: the same queries and the same bounds give the same
+// pages. All ranks take part, because the batch is the same on all.
 absl::StatusOr<TensorView> AttentionLayer::SelectionQueries(const StepContext& step) const {
   const Activations& a = step.activations;
   const ShardPlan& shard = options_.shard;

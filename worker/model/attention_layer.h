@@ -1,7 +1,7 @@
 // The attention half of a decoder layer: norm, projections, rotary embedding, KV append, selection
 // by each row's policy, attention over pages, output projection. One path for dense and sparse, for
-// prefill and decode, and for every backend. It holds the layer's weights; memory of the step is
-// lent. Called by the transformer. Thread-compatible.
+// prefill and decode, and for every backend. It holds the layer's weights and borrows the step's
+// memory. Called by the transformer. Thread-compatible.
 #pragma once
 
 #include <cmath>
@@ -19,7 +19,7 @@
 
 namespace kvasir::worker {
 
-// What all layers of one step share. Borrowed; the backend has begun the step.
+// Arguments that all layers of one step share. Borrowed; the backend has begun the step.
 struct StepContext {
   const StepBatch& batch;
   Activations& activations;
@@ -32,22 +32,24 @@ struct AttentionLayerOptions {
   int64_t head_dim = 0;
   float norm_epsilon = 0;
   kernels::DType dtype = kernels::DType::kFloat32;
-  // Of the output projection: float32 when it is to be summed over ranks.
+  // Result of the output projection: float32 when it will be summed over ranks.
   kernels::DType output_dtype = kernels::DType::kFloat32;
   kernels::WeightForm weights = kernels::WeightForm::kAsInput;
 };
 
 class AttentionLayer {
  public:
-  // Hands the attention weights of `weights` to the backend and frees them.
+  // Hands the attention weights of `weights` to the backend, and frees them.
   static absl::StatusOr<AttentionLayer> Create(LayerWeights& weights,
                                                const AttentionLayerOptions& options,
                                                Backend& backend);
 
-  // The layer's products alone, of `tokens` rows: Transformer::WarmUp. `output` as for Run.
+  // Runs only the layer's products, with `tokens` rows, for Transformer::WarmUp. `output` is as for
+  // Run.
   absl::Status WarmUp(const Activations& a, int64_t tokens, kernels::LinearParams output) const;
 
-  // The output projection of attention(norm(residual)): `output` is all of its call but x.
+  // Computes the output projection of attention(norm(residual)). `output` has all of its arguments
+  // except x.
   absl::Status Run(const StepContext& step, kernels::LinearParams output) const;
 
  private:
@@ -55,7 +57,7 @@ class AttentionLayer {
 
   absl::Status Project(const Activations& a, int64_t tokens) const;
   absl::Status ProjectAndAppend(const StepContext& step) const;
-  // The query heads that selections of this step are made from.
+  // Returns the query heads that this step's selections are made from.
   absl::StatusOr<kernels::TensorView> SelectionQueries(const StepContext& step) const;
   bool AnySelectionReadsQueries(const StepBatch& batch) const;
   LayerQueries Queries(const kernels::TensorView& q) const {

@@ -1,6 +1,6 @@
-// The ranks of a tensor-parallel group as selections of layer scope see them (kernels/sparse/
-// stages.h). What they hold is gathered and added up in rank order on every rank; ranks that hold
-// the same KV heads count once. Thread-compatible.
+// The ranks of a tensor-parallel group, as selections of layer scope use them
+// (kernels/sparse/stages.h): values of all ranks are gathered and added in rank order on every
+// rank. Ranks that hold the same KV heads count once. Thread-compatible.
 #pragma once
 
 #include <cstddef>
@@ -28,9 +28,9 @@ class CollectiveRanks final : public kernels::LayerRanks {
   absl::StatusOr<std::span<const double>> Gather(std::span<const double> own) override;
 
  private:
-  // `bytes` of every rank, in rank order, to gathered_.
+  // Gathers `bytes` of every rank, in rank order, into gathered_.
   absl::Status GatherBytes(const void* own, size_t bytes);
-  // Calls use(values) with those of each rank that counts, in order.
+  // Calls use(values) for each rank that counts, in order.
   template <typename T, typename Use>
   void ForEachRank(size_t count, const Use& use) const;
 

@@ -21,7 +21,7 @@ float ToFloat(Float16 value) {
   const uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000u) << 16;
   const uint32_t magnitude = static_cast<uint32_t>(value.bits & 0x7fffu);
   if (magnitude >= 0x7c00u) return std::bit_cast<float>(sign | 0x7f800000u | magnitude << 13);
-  // With the fields moved into place the exponent is 112 too low, for subnormals as well.
+  // With the fields moved into place the exponent is 112 too low, also for subnormals.
   const float scaled = std::bit_cast<float>(magnitude << 13) * 0x1p112f;
   return std::bit_cast<float>(sign | std::bit_cast<uint32_t>(scaled));
 }
@@ -38,7 +38,8 @@ To ConvertOne(From value) {
 bool IsFinite(float value) { return (std::bit_cast<uint32_t>(value) & 0x7f800000u) != 0x7f800000u; }
 bool IsFinite(BFloat16 value) { return (value.bits & 0x7f80u) != 0x7f80u; }
 
-// Several elements at once: added to an exponent of ones, its lowest bit carries into the sign.
+// Checks several elements at once: added to an exponent of ones, its lowest bit carries into the
+// sign.
 template <typename T>
 bool AllFinite(std::span<const std::byte> words) {
   constexpr bool is_narrow = sizeof(T) == 2;
@@ -55,7 +56,7 @@ bool AllFinite(std::span<const std::byte> words) {
   return (carried & kSigns) == 0;
 }
 
-// The index of the first element that is not finite, -1: there is none.
+// Returns the index of the first element that is not finite; -1: there is none.
 template <typename T>
 int64_t FirstBad(std::span<const std::byte> elements) {
   const size_t words = elements.size() / sizeof(uint64_t) * sizeof(uint64_t);

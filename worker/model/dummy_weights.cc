@@ -39,7 +39,7 @@ absl::Status AllocateTarget(Tensor& target, DType dtype, Backend& backend) {
   return absl::OkStatus();
 }
 
-// The part's rows of its target.
+// Returns the part's rows of its target.
 TensorView RowsOf(const WeightPart& part) {
   const TensorView& target = part.target->view;
   const int64_t rows = part.slice.rows();

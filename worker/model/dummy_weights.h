@@ -1,6 +1,6 @@
-// Weights of a model of which there is only a shape (--load-format=dummy): random numbers, made in
-// the memory of a backend, for measuring speed. Called by loaded_model.cc in place of LoadWeights.
-// A function without state.
+// Random weights for a model that is only a shape (--load-format=dummy), made in the memory of a
+// backend, for measuring speed. Called by loaded_model.cc in place of LoadWeights. A function
+// without state.
 #pragma once
 
 #include <cstdint>
@@ -21,9 +21,9 @@ struct DummyWeightsOptions {
 };
 
 // Every element is a function of the seed, its tensor's name and its place in the whole tensor: the
-// same model on any number of ranks and any backend. Norms are 1; a matrix has the variance that
-// keeps that of its input, so that activations stay finite; biases are small. RESOURCE_EXHAUSTED
-// when memory runs out.
+// model is the same on any number of ranks and any backend. Norms are 1. A matrix has the variance
+// that keeps that of its input, so that activations stay finite. Biases are small.
+// RESOURCE_EXHAUSTED when memory runs out.
 absl::StatusOr<ModelWeights> MakeDummyWeights(const ModelConfig& config,
                                               const DummyWeightsOptions& options, Backend& backend);
 

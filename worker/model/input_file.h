@@ -1,6 +1,6 @@
-// A regular file open for reading at given offsets. It hides the descriptor, partial reads and
-// errno. Read with pread, never mapped: a file that shrinks under us is an error and not a SIGBUS.
-// Called by the loaders of this folder. Thread-safe after Open.
+// A regular file, open for reading at given offsets. It hides the descriptor, partial reads and
+// errno. Files are read with pread, never mapped, so a file that shrinks while it is read is an
+// error and not a SIGBUS. Called by the loaders of this folder. Thread-safe after Open.
 #pragma once
 
 #include <cstdint>
@@ -35,7 +35,7 @@ class InputFile {
   int64_t size_bytes_ = 0;
 };
 
-// The whole text of a small file; INVALID_ARGUMENT when it has more than `max_bytes`.
+// Returns the whole text of a small file. INVALID_ARGUMENT when it has more than `max_bytes`.
 absl::StatusOr<std::string> ReadTextFile(const std::string& path, int64_t max_bytes);
 
 }  // namespace kvasir::worker

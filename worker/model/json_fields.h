@@ -1,6 +1,6 @@
-// Reads typed fields of a JSON object with their ranges; the first problem is kept and everything
-// after it yields defaults, so that a reader of a schema is a plain list of fields. Null counts as
-// absent. Called by model_config.cc. Thread-compatible.
+// Reads typed fields of a JSON object with their ranges. The first problem is kept, and reads after
+// it yield defaults, so that a reader of a schema is a plain list of fields. Null counts as absent.
+// Called by model_config.cc. Thread-compatible.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +26,8 @@ class JsonFields {
   // `what` names the object in messages: "config.json". Both must outlive this.
   JsonFields(const nlohmann::json& object, absl::string_view what);
 
-  // Absent without a default is an error. A whole number: 4096.0 and true are not.
+  // An absent field without a default is an error. Values must be whole numbers: 4096.0 and true
+  // are not.
   int64_t Int(const char* key, IntRange range, std::optional<int64_t> default_value = {});
   double Number(const char* key, NumberRange range, std::optional<double> default_value = {});
   std::optional<int64_t> OptionalInt(const char* key, IntRange range);
@@ -34,12 +35,12 @@ class JsonFields {
   std::optional<std::string> OptionalString(const char* key);
   bool Bool(const char* key, bool default_value);
 
-  // Absent unless `value` is a whole number within the range.
+  // Returns `value` if it is a whole number within the range.
   static std::optional<int64_t> WholeNumber(const nlohmann::json& value, IntRange range);
 
   // nullptr when absent.
   const nlohmann::json* Get(const char* key) const;
-  // Whether null is there, for the few fields where it says more than absence.
+  // Whether the value is null, for the few fields where null and absence differ.
   bool IsNull(const char* key) const;
 
   // Records "<what>: <key> is <value>, expected <expected>" unless there is a problem already.

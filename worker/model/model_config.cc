@@ -70,7 +70,7 @@ const FamilyRow* FindFamily(const char* FamilyRow::*field, const std::string& na
   return row == std::end(kFamilies) ? nullptr : row;
 }
 
-// Files written for the bare model say only model_type.
+// Files written for the bare model have only model_type.
 ModelFamily ReadFamily(JsonFields& fields) {
   const json* list = fields.Get("architectures");
   const std::optional<std::string> model_type = fields.OptionalString("model_type");
@@ -100,7 +100,7 @@ ModelFamily ReadFamily(JsonFields& fields) {
   return row->family;
 }
 
-// Refuses what the families could say, but we do not compute.
+// Refuses settings that the families allow but that we do not compute.
 void CheckServed(JsonFields& fields) {
   constexpr StatusCode kNo = StatusCode::kUnimplemented;
   if (fields.OptionalString("hidden_act").value_or("silu") != "silu") {
@@ -117,8 +117,8 @@ void CheckServed(JsonFields& fields) {
   }
 }
 
-// The code of Llama knows no sliding window, whatever its files say. Qwen states one also when it
-// is off, and one that no context leaves is full attention.
+// Llama's code has no sliding window, whatever its files say. Qwen's files state one also when it
+// is off, and one that no context exceeds is full attention.
 void CheckFullAttention(JsonFields& fields, const ModelConfig& config) {
   if (config.family == ModelFamily::kLlama) return;
   const std::optional<int64_t> window = fields.OptionalInt("sliding_window", kPositions);
@@ -140,7 +140,7 @@ void CheckFullAttention(JsonFields& fields, const ModelConfig& config) {
 }
 
 RopeKind ReadRopeKind(JsonFields& rope) {
-  // "type" is the older spelling; rope_type wins where both are there.
+  // "type" is the older spelling; rope_type takes precedence where both exist.
   const char* key = rope.Get("rope_type") != nullptr ? "rope_type" : "type";
   const std::string name = rope.OptionalString(key).value_or("default");
   const auto* row = std::find_if(std::begin(kRopeKinds), std::end(kRopeKinds),
@@ -201,8 +201,8 @@ void CheckWholeUniformRope(JsonFields& fields) {
   }
 }
 
-// The parameters lie in rope_scaling (older; wins when not empty) or rope_parameters, and theta
-// inside or beside them.
+// The parameters lie in rope_scaling (older; takes precedence when not empty) or rope_parameters,
+// and theta inside or beside them.
 RopeConfig ReadRope(JsonFields& top, int64_t max_positions) {
   const json none = json::object();
   const json* found = top.Get("rope_scaling");
@@ -238,8 +238,8 @@ RopeConfig ReadRope(JsonFields& top, int64_t max_positions) {
 }
 
 void ReadHeads(JsonFields& fields, ModelConfig& config) {
-  // Old Llama files leave num_key_value_heads out; the other families never do. Null stands for as
-  // many as there are query heads in all.
+  // Old Llama files leave out num_key_value_heads; the other families never do. Null means as many
+  // as there are query heads.
   std::optional<int64_t> default_kv_heads;
   if (config.family == ModelFamily::kLlama || fields.IsNull("num_key_value_heads")) {
     default_kv_heads = config.num_heads;
@@ -281,10 +281,10 @@ std::optional<kernels::DType> ReadDType(JsonFields& fields) {
   return std::nullopt;
 }
 
-// Stands for no token where a file has to say one.
+// Placeholder for no token where a file must give one.
 constexpr int64_t kNoToken = -1;
 
-// A number, a list of numbers, or nothing.
+// Reads a number, a list of numbers, or nothing.
 std::vector<int32_t> ReadEosTokens(JsonFields& fields, int64_t vocab_size) {
   const json* value = fields.Get("eos_token_id");
   if (value == nullptr) return {};
@@ -336,7 +336,7 @@ absl::StatusOr<ModelConfig> ParseModelConfig(absl::string_view config_text,
   if (fields.Get("tie_word_embeddings") != nullptr) {
     config.tie_word_embeddings = fields.Bool("tie_word_embeddings", false);
   }
-  // Qwen2 has biases on q, k and v by definition and none on o; the others say so for all four.
+  // Qwen2 has biases on q, k and v by definition and none on o. The others say so for all four.
   config.output_bias = config.family != ModelFamily::kQwen2 && fields.Bool("attention_bias", false);
   config.qkv_bias = config.family == ModelFamily::kQwen2 || config.output_bias;
   config.qk_norm = config.family == ModelFamily::kQwen3;

@@ -1,7 +1,7 @@
-// What config.json and generation_config.json of a Hugging Face model folder say, checked and in
-// our own words. It hides the many spellings of the same fact and their defaults. Called when a
-// worker starts; everything else takes a ModelConfig and may rely on the ranges below. Plain data
-// and functions without state.
+// config.json and generation_config.json of a Hugging Face model folder, checked and in our own
+// words. It hides the many spellings of the same fact and their defaults. Read when a worker
+// starts; everything else takes a ModelConfig and may rely on the ranges below. Plain data and
+// functions without state.
 #pragma once
 
 #include <cstdint>
@@ -47,19 +47,19 @@ struct ModelConfig {
   int64_t vocab_size = 0;               // 1 .. 2,097,152
   int64_t max_position_embeddings = 0;  // 1 .. 2^30
   double rms_norm_eps = 0;              // above 0, below 1
-  // Whether the output head is the embedding. Absent: the checkpoint tells by having a head or not.
+  // Whether the output head is the embedding. Unset: it is if the checkpoint has no head.
   std::optional<bool> tie_word_embeddings;
   bool qkv_bias = false;     // q_proj, k_proj and v_proj have a bias
   bool output_bias = false;  // o_proj has a bias
   bool qk_norm = false;      // RMSNorm over head_dim of each query and key head
   RopeConfig rope;
-  std::optional<kernels::DType> dtype;  // what the weights were saved in, if it is said
+  std::optional<kernels::DType> dtype;  // of the saved weights, if it is given
   std::optional<int32_t> bos_token_id;
-  std::vector<int32_t> eos_token_ids;  // of generation_config.json, else of config.json; sorted
+  std::vector<int32_t> eos_token_ids;  // from generation_config.json, else config.json; sorted
 
   int64_t queries_per_kv_head() const { return num_heads / num_kv_heads; }
-  // The context to which a token attends at the cost of its matrix products, counted in
-  // multiplications. Of a layer: its weights, and two products of head_dim per head and token.
+  // Context length at which a token's attention costs as much as its matrix products. Counts
+  // multiplications. A layer has its weights, and two products of head_dim per head and token.
   int64_t attention_parity_tokens() const {
     const int64_t query_width = num_heads * head_dim;
     const int64_t kv_width = num_kv_heads * head_dim;
@@ -74,7 +74,7 @@ struct ModelConfig {
 absl::StatusOr<ModelConfig> ParseModelConfig(absl::string_view config,
                                              absl::string_view generation_config);
 
-// Reads config.json and, where it is there, generation_config.json of `folder`.
+// Reads config.json and, if it exists, generation_config.json of `folder`.
 absl::StatusOr<ModelConfig> LoadModelConfig(const std::string& folder);
 
 }  // namespace kvasir::worker

@@ -18,7 +18,8 @@ namespace {
 constexpr int64_t kChunkBytes = int64_t{4} << 20;
 constexpr int64_t kReadBytes = int64_t{512} << 10;  // hashed while in a core's cache
 
-// SHA-256 of a sequence of fields, each with its length, so that no two sequences look alike.
+// SHA-256 of a sequence of fields, each with its length, so that different sequences never hash the
+// same bytes.
 class FieldHasher {
  public:
   FieldHasher() : context_(EVP_MD_CTX_new(), EVP_MD_CTX_free) {
@@ -61,7 +62,7 @@ struct Chunk {
   int64_t size_bytes = 0;
 };
 
-// Reads into `memory`, a part after the other.
+// Reads into `memory`, one part after the other.
 absl::Status HashChunk(const Chunk& chunk, std::span<std::byte> memory, XXH128_hash_t& hash) {
   const std::unique_ptr<XXH3_state_t, decltype(&XXH3_freeState)> state(XXH3_createState(),
                                                                        XXH3_freeState);
@@ -116,7 +117,8 @@ void AddConfig(const ModelConfig& config, FieldHasher& hasher) {
   hasher.AddDouble(config.rms_norm_eps);
 }
 
-// The parameters and not the frequencies: their last bits depend on the mathematical library.
+// Hashes the parameters and not the frequencies, whose last bits depend on the mathematical
+// library.
 void AddRope(const ModelConfig& config, int64_t context_length, FieldHasher& hasher) {
   const RopeConfig& rope = config.rope;
   hasher.Add(RopeKindName(rope.kind));

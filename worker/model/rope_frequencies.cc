@@ -19,7 +19,7 @@ double DynamicTheta(const ModelConfig& config, int64_t context_length) {
   return config.rope.theta * std::pow(factor * longest / trained - (factor - 1.0), d / (d - 2.0));
 }
 
-// The index of the dimension pair that turns `rotations` times over the original context.
+// Returns the index of the dimension pair that turns `rotations` times over the original context.
 double YarnDimension(const ModelConfig& config, double rotations) {
   const double original = static_cast<double>(config.rope.original_max_position_embeddings);
   return static_cast<double>(config.head_dim) * std::log(original / (rotations * kTwoPi)) /
@@ -43,14 +43,14 @@ void ApplyYarn(const ModelConfig& config, std::vector<double>& inv_freq) {
   }
 }
 
-// sqrt(1/t) of the YaRN paper: by how much q and k each grow with the extension.
+// sqrt(1/t) of the YaRN paper: the factor by which q and k each grow with the extension.
 double YarnMagnitude(double factor, double mscale) {
   return factor <= 1.0 ? 1.0 : 0.1 * mscale * std::log(factor) + 1.0;
 }
 
 double YarnAttentionFactor(const RopeConfig& rope) {
   if (rope.attention_factor.has_value()) return *rope.attention_factor;
-  // A zero counts as not given, as in transformers.
+  // Zero counts as not given, as in transformers.
   const double mscale = rope.mscale.value_or(0.0);
   const double mscale_all_dim = rope.mscale_all_dim.value_or(0.0);
   if (mscale == 0.0 || mscale_all_dim == 0.0) return YarnMagnitude(rope.factor, 1.0);

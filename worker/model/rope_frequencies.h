@@ -15,7 +15,7 @@
 //   llama3    by wavelength w = 2 pi/f_i: w < original/high: f_i;  w > original/low: f_i/factor;
 //             else (1-s) f_i/factor + s f_i  with s = (original/w - low)/(high - low)
 //
-// As transformers computes them (modeling_rope_utils.py); arXiv 2309.00071 for yarn.
+// As transformers computes them (modeling_rope_utils.py); yarn: arXiv 2309.00071.
 #pragma once
 
 #include <cstdint>
@@ -27,13 +27,13 @@ namespace kvasir::worker {
 
 struct RopeFrequencies {
   std::vector<double> inv_freq;   // [head_dim / 2], radians per position
-  double attention_factor = 1.0;  // > 0; not 1 for yarn only
+  double attention_factor = 1.0;  // > 0; differs from 1 only for yarn
 };
 
 // `context_length` is the longest sequence that will be served, prompt and answer. Only dynamic
 // depends on it: transformers changes those frequencies as a sequence grows, which would make the
-// keys already cached wrong. Here they are fixed for the longest, so they equal those of
-// transformers at that length, and for any length up to max_position_embeddings when
+// keys already cached wrong. Here they are fixed for the longest sequence, so they equal those of
+// transformers at that length, and at any length up to max_position_embeddings when
 // `context_length` is not above it. REQUIRES: a config from ParseModelConfig; context_length >= 1.
 RopeFrequencies ComputeRopeFrequencies(const ModelConfig& config, int64_t context_length);
 

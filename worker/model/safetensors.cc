@@ -177,7 +177,7 @@ absl::Status SafetensorsFolder::ReadSlice(absl::string_view name, const MatrixSl
   KVASIR_CHECK(static_cast<int64_t>(out.size()) == slice.rows() * slice_row_bytes);
 
   const int64_t begin = info->data_begin + (slice.row_begin * cols + slice.col_begin) * element;
-  if (slice.cols() == cols) {  // rows follow each other in the file
+  if (slice.cols() == cols) {  // rows are adjacent in the file
     return file.ReadData(begin, static_cast<int64_t>(out.size()), out.data());
   }
   for (int64_t row = 0; row < slice.rows(); ++row) {

@@ -1,6 +1,6 @@
 // The tensors of a model folder in safetensors form: `model.safetensors`, or the shards that
-// `model.safetensors.index.json` lists. Opening reads and checks every header and no data; reading
-// takes a slice of one tensor, so that a rank reads its own part only. It hides files, shards and
+// `model.safetensors.index.json` lists. Opening reads and checks every header and no data. Reading
+// takes a slice of one tensor, so that a rank reads only its own part. It hides files, shards and
 // offsets. Called by weights.h and model_hash.h. Thread-safe after Open.
 #pragma once
 
@@ -29,10 +29,10 @@ struct MatrixSlice {
   int64_t cols() const { return col_end - col_begin; }
 };
 
-// One file, opened and its header checked.
+// One open file with a checked header.
 class SafetensorsFile {
  public:
-  // INVALID_ARGUMENT with the path, the tensor, what was found and what was expected.
+  // INVALID_ARGUMENT with the path, the tensor, the value found and the value expected.
   static absl::StatusOr<SafetensorsFile> Open(const std::string& path);
 
   const TensorMap& tensors() const { return tensors_; }
@@ -59,8 +59,9 @@ class SafetensorsFile {
 
 class SafetensorsFolder {
  public:
-  // The single file wins where both forms are there, as in transformers. Shards: the index and the
-  // files must agree on every tensor, and each file name is a plain name inside the folder.
+  // The single file takes precedence where both forms exist, as in transformers. Shards: the index
+  // and the files must agree on every tensor, and each file name must be a plain name inside the
+  // folder.
   static absl::StatusOr<SafetensorsFolder> Open(const std::string& folder);
 
   // nullptr when there is no such tensor.
@@ -69,8 +70,8 @@ class SafetensorsFolder {
   const std::vector<SafetensorsFile>& files() const { return files_; }
 
   // Reads a slice, row by row without gaps, in the tensor's own dtype. REQUIRES: the slice lies
-  // within the tensor and `out` has exactly its size. NOT_FOUND; UNIMPLEMENTED when the dtype is
-  // not F32, BF16 or F16; DATA_LOSS when the file has shrunk.
+  // within the tensor, and `out` has exactly its size. NOT_FOUND for an unknown tensor;
+  // UNIMPLEMENTED when the dtype is not F32, BF16 or F16; DATA_LOSS when the file has shrunk.
   absl::Status ReadSlice(absl::string_view name, const MatrixSlice& slice,
                          std::span<std::byte> out) const;
 

@@ -23,7 +23,7 @@ struct DTypeRow {
   std::optional<kernels::DType> dtype;
 };
 
-// Every dtype of the format. Those without a DType are understood and listed, but not read.
+// Every dtype of the format. Those without a DType are accepted and listed, but not read.
 constexpr DTypeRow kDTypes[] = {
     {"F32", 32, kernels::DType::kFloat32},
     {"BF16", 16, kernels::DType::kBFloat16},
@@ -53,7 +53,7 @@ const DTypeRow* FindDType(absl::string_view name) {
   return row == std::end(kDTypes) ? nullptr : row;
 }
 
-// Absent when the product passes 2^63 - 1.
+// Returns nothing when the product passes 2^63 - 1.
 std::optional<int64_t> SizeInBits(const std::vector<int64_t>& shape, int64_t bits_per_element) {
   int64_t product = bits_per_element;
   for (const int64_t dim : shape) {
@@ -230,8 +230,8 @@ class HeaderReader : public nlohmann::json_sax<json> {
 
   const int64_t data_size_bytes_;
   Place place_ = Place::kOutside;
-  std::string name_;   // key of the top object that we are in
-  std::string field_;  // key of the tensor's object that we are in
+  std::string name_;   // current key of the top object
+  std::string field_;  // current key of the tensor's object
   PartialTensor tensor_;
   std::set<std::string> names_, metadata_keys_;
   TensorMap tensors_;
@@ -276,7 +276,7 @@ absl::StatusOr<TensorMap> ParseSafetensorsHeader(absl::string_view header,
                                                    " bytes, expected at most ",
                                                    kMaxSafetensorsHeaderBytes));
   }
-  // Also keeps out what the JSON library skips: a byte order mark, leading white space.
+  // Also refuses what the JSON library skips: a byte order mark, leading white space.
   if (header.empty() || header.front() != '{') {
     return absl::InvalidArgumentError("safetensors header: expected it to begin with {");
   }

@@ -1,5 +1,5 @@
-// The header of one safetensors file: its grammar, and the strict check of it. Pure: bytes in,
-// tensors out, so that it can be fuzzed. It hides JSON. Called by safetensors.h only.
+// The header of one safetensors file: its grammar and a strict check of it. Pure: bytes in, tensors
+// out, so that it can be fuzzed. It hides JSON. Called only by safetensors.h.
 //
 //   file   = length (8 bytes, little endian)  header (JSON, `length` bytes)  data
 //   header = {"__metadata__": {text: text, ...}, name: {"dtype": D, "shape": [n, ...],
@@ -28,10 +28,10 @@ constexpr int64_t kMaxSafetensorsRank = 8;
 
 struct TensorInfo {
   std::string dtype_name;                // as in the file: "BF16"
-  std::optional<kernels::DType> dtype;   // absent: a dtype that the format has and we do not read
+  std::optional<kernels::DType> dtype;   // absent: a dtype of the format that we do not read
   std::vector<int64_t> shape;            // empty for a scalar
   int64_t data_begin = 0, data_end = 0;  // bytes, [begin, end), from the start of the data
-  int64_t file_index = 0;                // which file of the folder; see SafetensorsFolder
+  int64_t file_index = 0;                // index in the folder's files; see SafetensorsFolder
 
   // "BF16[256, 64]"
   std::string DebugString() const;
@@ -39,8 +39,8 @@ struct TensorInfo {
 
 using TensorMap = std::map<std::string, TensorInfo, std::less<>>;
 
-// INVALID_ARGUMENT for every departure from the grammar and the limits above; `data_size_bytes` is
-// what the file has after the header. Allocates memory in proportion to the header, never to the
+// INVALID_ARGUMENT for every departure from the grammar and the limits above. `data_size_bytes` is
+// the size of the file after the header. Allocates memory in proportion to the header, never to the
 // sizes that it claims.
 absl::StatusOr<TensorMap> ParseSafetensorsHeader(absl::string_view header, int64_t data_size_bytes);
 

@@ -15,13 +15,14 @@ absl::Status DoesNotDivide(int64_t num_ranks, const Parts&... parts) {
       absl::StrCat("the model cannot be split over ", num_ranks, " ranks: ", parts...));
 }
 
-// Rank's equal part of [0, count). REQUIRES: num_ranks divides count.
+// Returns the rank's equal part of [0, count). REQUIRES: num_ranks divides count.
 IndexRange Part(int64_t count, int64_t part, int64_t num_parts) {
   return {.begin = count / num_parts * part, .end = count / num_parts * (part + 1)};
 }
 
-// Rank's part of the columns of the MLP: equal parts where the ranks divide them, else as nearly
-// equal as parts are that begin where vectors are aligned. REQUIRES: as many columns as ranks.
+// Returns the rank's part of the columns of the MLP: equal parts where the ranks divide them,
+// otherwise as equal as possible with parts that begin where vectors are aligned. REQUIRES: as many
+// columns as ranks.
 IndexRange ColumnsPart(int64_t columns, int64_t rank, int64_t num_ranks) {
   constexpr int64_t kAligned = 64;
   if (columns % num_ranks == 0) return Part(columns, rank, num_ranks);
@@ -74,7 +75,7 @@ absl::StatusOr<ShardPlan> ShardPlan::Make(const ModelConfig& config, int64_t ran
   plan.num_ranks = num_ranks;
   plan.kv_replicas = std::max(int64_t{1}, num_ranks / config.num_kv_heads);
   plan.kv_heads = Part(config.num_kv_heads, rank / plan.kv_replicas, num_ranks / plan.kv_replicas);
-  // The ranks of one KV head follow each other, so query heads lie in rank order in both cases.
+  // The ranks of one KV head are adjacent, so query heads lie in rank order in both cases.
   plan.query_heads = Part(config.num_heads, rank, num_ranks);
   plan.intermediate = ColumnsPart(config.intermediate_size, rank, num_ranks);
   plan.vocab_rows_per_rank = vocab_rows;

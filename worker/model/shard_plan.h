@@ -1,11 +1,11 @@
-// Which part of a model one rank of a tensor-parallel group owns. Attention is split by KV head,
+// The part of a model that one rank of a tensor-parallel group owns. Attention is split by KV head,
 // each with its query heads; the MLP by intermediate columns; the output head by vocabulary. Used
-// by weights.h, the attention layer and the sampler. A value; a function without state.
+// by weights.h, the attention layer and the sampler. A value and a function without state.
 //
 //   tp <= Hkv   rank r: KV heads [r*Hkv/tp, (r+1)*Hkv/tp) and all query heads of theirs
 //   tp >  Hkv   KV head r/(tp/Hkv) lies on tp/Hkv ranks, which split its query heads among them;
-//               each has the whole K and V of it, selections are made from all its query heads, and
-//               what is counted per KV head is counted by the lowest of these ranks
+//               each has the head's whole K and V, selections are made from all its query heads,
+//               and counts per KV head are reported by the lowest of these ranks
 #pragma once
 
 #include <cstdint>
@@ -29,13 +29,14 @@ struct ShardPlan {
   IndexRange query_heads;           // global indices
   IndexRange intermediate;          // columns of the MLP; not the same number on every rank
   IndexRange vocab;                 // rows of the output head; the last rank may have fewer
-  int64_t vocab_rows_per_rank = 0;  // of all ranks but the last: vocab.begin / rank
+  int64_t vocab_rows_per_rank = 0;  // of every rank except the last: vocab.begin / rank
   int64_t kv_replicas = 1;          // ranks that hold this rank's KV head; 1 unless tp > Hkv
 
-  // Which of the KV head's ranks this one is; 0 for the lowest.
+  // Index of this rank among the ranks of its KV head; 0 for the lowest.
   int64_t replica() const { return rank % kv_replicas; }
 
-  // INVALID_ARGUMENT when the model does not divide over `num_ranks`, with the numbers that do not.
+  // INVALID_ARGUMENT when the model does not divide over `num_ranks`, naming the numbers that do
+  // not.
   static absl::StatusOr<ShardPlan> Make(const ModelConfig& config, int64_t rank, int64_t num_ranks);
 };
 

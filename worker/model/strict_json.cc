@@ -35,11 +35,11 @@ std::string Reason(absl::string_view message) {
     if (at != absl::string_view::npos) message.remove_prefix(at + prefix_end.size());
   }
   const size_t colon = message.find(": ");
-  if (colon < 8) message.remove_prefix(colon + 2);  // behind the number of the column
+  if (colon < 8) message.remove_prefix(colon + 2);  // after the number of the column
   return Cut(std::string(message.substr(0, message.find("; last read"))));
 }
 
-// Finds the first duplicate key or too deep nesting; accepts everything else.
+// Finds the first duplicate key or too deep nesting. Accepts everything else.
 class StrictnessChecker : public nlohmann::json_sax<json> {
  public:
   const std::string& problem() const { return problem_; }
@@ -81,7 +81,7 @@ class StrictnessChecker : public nlohmann::json_sax<json> {
   std::string problem_;
 };
 
-// Passes events on and keeps the library's account of a syntax error.
+// Passes events on and keeps the library's description of a syntax error.
 class ErrorRecorder : public nlohmann::json_sax<json> {
  public:
   explicit ErrorRecorder(nlohmann::json_sax<json>& next) : next_(next) {}
@@ -115,7 +115,7 @@ class ErrorRecorder : public nlohmann::json_sax<json> {
 
 absl::Status ParseJsonEvents(absl::string_view text, absl::string_view what,
                              nlohmann::json_sax<json>& handler) {
-  // The library takes a NUL byte for the end of its input and would not see what follows.
+  // The library takes a NUL byte for the end of its input and would ignore the rest.
   if (const size_t nul = text.find('\0'); nul != absl::string_view::npos) {
     return absl::InvalidArgumentError(
         absl::StrCat(what, ": not valid JSON at byte ", nul, ": a NUL byte"));

@@ -1,6 +1,6 @@
 // JSON from untrusted files. The JSON library keeps the last of two equal keys, stops at a NUL byte
-// and nests as deep as its input; here these are errors. Called by the readers of config.json and
-// of safetensors headers and indices. Functions without state.
+// and nests as deep as its input; here all three are errors. Called by the readers of config.json
+// and of safetensors headers and indices. Functions without state.
 #pragma once
 
 #include <string>
@@ -19,12 +19,12 @@ namespace kvasir::worker {
 absl::StatusOr<nlohmann::json> ParseStrictJson(absl::string_view text, absl::string_view what);
 
 // Feeds `text` to `handler` under the same rules, except that duplicate keys and depth are left to
-// the handler. When the handler stopped the parse (by returning false from an event), the result
-// is OK: the handler knows why.
+// the handler. The result is OK when the handler stopped the parse (by returning false from an
+// event): the handler knows why.
 absl::Status ParseJsonEvents(absl::string_view text, absl::string_view what,
                              nlohmann::json_sax<nlohmann::json>& handler);
 
-// Text from a file as it is shown in messages: quoted, escaped, and cut when it is long.
+// Returns text from a file as messages show it: quoted, escaped, and cut when it is long.
 std::string QuoteForMessage(absl::string_view text);
 // The same for a JSON value.
 std::string ValueForMessage(const nlohmann::json& value);

@@ -1,7 +1,7 @@
 // The model: from the tokens of a step to the logits of the rows that sample. It holds one rank's
-// weights and hides the layers; what computes them and sums over ranks, in float32, is the
-// backend's. Every row's result depends on that row and its own KV only. Made once when a worker
-// loads a model, used by one engine at a time. Thread-compatible.
+// weights and hides the layers. The backend computes them and sums over ranks, in float32. Every
+// row's result depends only on that row and its own KV. Made once when a worker loads a model, used
+// by one engine at a time. Thread-compatible.
 //
 //   x = embedding(tokens)
 //   each layer:  x += sum over ranks of attention(norm(x));  x += sum over ranks of mlp(norm(x))
@@ -28,9 +28,9 @@
 
 namespace kvasir::worker {
 
-// How contexts beyond the trained window are read (--position-extension).
+// Method of reading contexts beyond the trained window (--position-extension).
 enum class PositionExtension : uint8_t {
-  kNone,        // not: keys are cached rotated, positions are the model's own
+  kNone,        // off: keys are cached rotated, positions are the model's own
   kStreaming,   // keys are cached un-rotated and attended to at compact positions
   kSelfExtend,  // keys are cached un-rotated and attended to at grouped positions
 };
@@ -42,9 +42,9 @@ struct TransformerOptions {
   kernels::WeightForm weights = kernels::WeightForm::kAsInput;  // of linear layers
   int64_t max_model_len = 0;
   PositionExtension extension = PositionExtension::kNone;
-  kernels::GroupedPositions grouped = {};  // of kSelfExtend; else off
+  kernels::GroupedPositions grouped = {};  // of kSelfExtend; otherwise off
 
-  // The longest sequence whose positions the model sees: the rest is for selections.
+  // Length of the longest sequence whose positions the model sees; selections handle the rest.
   int64_t longest_position_range() const {
     return extension == PositionExtension::kNone
                ? max_model_len
@@ -62,22 +62,22 @@ struct ForwardParams {
 
 class Transformer {
  public:
-  // Hands the weights to the backend and frees them on the way. The backend outlives the model.
+  // Hands the weights to the backend, and frees them on the way. The backend outlives the model.
   static absl::StatusOr<std::unique_ptr<Transformer>> Create(ModelWeights weights,
                                                              const TransformerOptions& options,
                                                              Backend& backend);
 
   // Where the backend starts slowly, uses linear layers with row counts up to `max_tokens`, so that
-  // no request pays for it. The activations may hold anything, and are overwritten.
+  // no request pays for it. Overwrites the activations.
   absl::Status WarmUp(const Activations& activations, int64_t max_tokens) const;
 
-  // An error leaves the KV of the step undefined and the collective, perhaps, broken.
+  // An error leaves the KV of the step undefined, and may leave the collective broken.
   absl::Status Forward(const ForwardParams& params);
 
   const TransformerOptions& options() const { return options_; }
   Backend& backend() const { return backend_; }
   kernels::KvLayout kv_layout(kernels::DType kv_dtype) const;
-  // What Forward needs for steps of these sizes.
+  // Returns the sizes of Forward's activations for steps up to these sizes.
   ActivationSizes activation_sizes(int64_t max_tokens, int64_t max_logits_rows) const;
 
  private:

@@ -24,7 +24,7 @@ using kernels::DType;
 using kernels::DTypeSize;
 using kernels::TensorView;
 
-// Read, looked at and sent on while it is in a core's cache.
+// A chunk is read, checked and sent on while it is in a core's cache.
 constexpr int64_t kChunkBytes = int64_t{2} << 20;
 constexpr size_t kNamesInLog = 8;
 
@@ -80,7 +80,7 @@ absl::Status AllocateTarget(Tensor& target, DType dtype, Backend& backend) {
   return absl::OkStatus();
 }
 
-// Whole rows of a part, and where they go.
+// Whole rows of a part, and their destination.
 struct Chunk {
   const WeightPart* part = nullptr;
   MatrixSlice slice = {};
@@ -103,7 +103,7 @@ void AddChunks(const WeightPart& part, std::vector<Chunk>& chunks) {
   }
 }
 
-// Reads a chunk as `dtype` into `out`, by way of `staging` where the file's dtype is another.
+// Reads a chunk as `dtype` into `out`, through `staging` where the file's dtype differs.
 absl::Status ReadChunk(const SafetensorsFolder& folder, const Chunk& chunk, DType dtype,
                        std::vector<std::byte>& staging, std::byte* out) {
   const std::string& name = chunk.part->name;
@@ -122,7 +122,7 @@ absl::Status ReadChunk(const SafetensorsFolder& folder, const Chunk& chunk, DTyp
                    kernels::DTypeName(dtype), ", expected a finite number; the file is damaged"));
 }
 
-// Tells of progress from several threads, at most once a percent.
+// Reports progress of several threads, at most once a percent.
 class Progress {
  public:
   Progress(const std::function<void(double)>& tell, int64_t all) : tell_(tell), all_(all) {}
@@ -172,7 +172,7 @@ std::string PrefixOf(const SafetensorsFolder& folder) {
 
 absl::StatusOr<ModelWeights> LoadWeights(const SafetensorsFolder& folder, const ModelConfig& config,
                                          const LoadWeightsOptions& options, Backend& backend) {
-  // Where a tied checkpoint has a head all the same, the head is used, as in transformers.
+  // Where a tied checkpoint also has a head, the head is used, as in transformers.
   const bool has_lm_head =
       folder.Find("lm_head.weight") != nullptr || !config.tie_word_embeddings.value_or(true);
   ModelWeights weights;

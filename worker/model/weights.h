@@ -1,6 +1,6 @@
 // One rank's weights, in the memory of a backend: its slices of the checkpoint's tensors, converted
-// to the dtype that the worker computes in; or random ones (dummy_weights.h). Loaded once by the
-// worker, and handed to the transformer. Reads only the rank's slices, on all threads of the
+// to the dtype that the worker computes in, or random ones (dummy_weights.h). Loaded once by the
+// worker, and handed to the transformer. Only the rank's slices are read, on all threads of the
 // backend's executor: peak memory is the result and a few MiB a thread. Thread-compatible.
 //
 // Matrices are [out_features, in_features], row-major, as in the checkpoint. Sizes below are the
@@ -23,7 +23,7 @@ namespace kvasir::worker {
 
 class Backend;  // worker/backend/backend.h
 
-// Where a model has no such weight, both memory and view are empty.
+// A weight that the model does not have is empty, memory and view.
 struct LayerWeights {
   Tensor input_norm;           // [hidden]
   Tensor qkv;                  // [(Hq + 2 Hkv) * D, hidden]: rows of q, then k, then v
@@ -47,11 +47,11 @@ struct ModelWeights {
 struct LoadWeightsOptions {
   ShardPlan plan;
   kernels::DType dtype = kernels::DType::kBFloat16;  // float32 or bfloat16
-  // Called now and then with the part done, in [0, 1], by one thread at a time. May be empty.
+  // Called now and then with the fraction done, in [0, 1], by one thread at a time. May be empty.
   std::function<void(double fraction)> progress;
 };
 
-// Checks first that every tensor is there with its shape, then reads. INVALID_ARGUMENT when the
+// Checks first that every tensor exists with its shape, then reads. INVALID_ARGUMENT when the
 // folder does not hold this model; UNIMPLEMENTED when a tensor's dtype is not float32, bfloat16 or
 // float16; DATA_LOSS when a weight is not finite or a file shrinks while it is read;
 // RESOURCE_EXHAUSTED when memory runs out. Tensors that the model does not have are logged.

@@ -1,5 +1,5 @@
-// A rank's weights as a list: the tensors of a checkpoint, with their names and whole shapes, which
-// slice of each the rank takes, and where it goes. It hides names and layouts of checkpoints, and
+// List of a rank's weights: the tensors of a checkpoint, with their names and whole shapes, the
+// slice of each that the rank takes, and its target. It hides names and layouts of checkpoints, and
 // shards. Read by weights.cc, which fills the targets from files, and by dummy_weights.cc.
 // Thread-compatible.
 #pragma once
@@ -16,26 +16,26 @@
 
 namespace kvasir::worker {
 
-// A tensor that the checkpoint must have, and what this rank does with it.
+// A tensor that the checkpoint must have, and this rank's use of it.
 struct WeightPart {
   std::string name;
   std::vector<int64_t> shape;
-  MatrixSlice slice = {};    // empty: another rank's
+  MatrixSlice slice = {};    // empty: it belongs to another rank
   Tensor* target = nullptr;  // null when the slice is empty
   int64_t target_row = 0;    // where the slice begins in the target
 };
 
 inline constexpr char kModelPrefix[] = "model.";
 
-// How a checkpoint differs from others of its model.
+// Differences between checkpoints of the same model.
 struct CheckpointForm {
   bool has_lm_head = true;            // else the head is the embedding
-  std::string prefix = kModelPrefix;  // before the names of all tensors but the head's
+  std::string prefix = kModelPrefix;  // before the names of all tensors except the head's
 };
 
 class WeightsLayout {
  public:
-  // Targets get their shapes here and their memory later. The references outlive the layout.
+  // Gives targets their shapes; their memory comes later. The references outlive the layout.
   WeightsLayout(const ModelConfig& config, const ShardPlan& plan, const CheckpointForm& form,
                 ModelWeights& weights);
 
@@ -47,12 +47,12 @@ class WeightsLayout {
   // A whole tensor.
   void AddVector(const std::string& name, int64_t size, Tensor& target);
   void AddMatrix(const std::string& name, int64_t rows, int64_t cols, Tensor& target);
-  // Some rows of a matrix, or elements of a vector.
+  // Adds some rows of a matrix, or elements of a vector.
   void AddRows(const std::string& name, std::vector<int64_t> shape, IndexRange rows, Tensor& target,
                int64_t target_row);
   void AddCols(const std::string& name, int64_t rows, int64_t cols, IndexRange part,
                Tensor& target);
-  // Rows of `heads` in a projection to heads of head_dim each.
+  // Returns the rows of `heads` in a projection to heads of head_dim each.
   IndexRange HeadRows(IndexRange heads) const;
   void AddAttention(const std::string& prefix, LayerWeights& layer);
   void AddQkv(const std::string& attention, LayerWeights& layer);
@@ -64,8 +64,8 @@ class WeightsLayout {
   std::vector<Tensor*> targets_;
 };
 
-// Of a model without a head of its own: the rank's rows of the embedding, without memory.
-// REQUIRES: the embedding has its memory.
+// For a model without a head of its own: makes the head a view of the rank's rows of the embedding,
+// without memory. REQUIRES: the embedding has its memory.
 void TieHead(const ModelConfig& config, const ShardPlan& plan, ModelWeights& weights);
 
 }  // namespace kvasir::worker

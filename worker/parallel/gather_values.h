@@ -1,4 +1,4 @@
-// A value of every rank on every rank, for what ranks tell each other once. A function without
+// Gives every rank the value of each rank, for values that ranks exchange once. A function without
 // state.
 #pragma once
 
@@ -13,7 +13,7 @@
 
 namespace kvasir::worker {
 
-// In rank order. A gather moves bits: four bytes go as one float.
+// The result is in rank order. A gather moves bits: four bytes go as one float.
 template <typename T>
 absl::StatusOr<std::vector<T>> GatherValues(Collective& ranks, const T& own) {
   static_assert(std::is_trivially_copyable_v<T> && sizeof(T) % sizeof(float) == 0);

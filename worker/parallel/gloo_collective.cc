@@ -15,8 +15,8 @@
 namespace kvasir::worker {
 namespace {
 
-// Floats of one message. Small enough that the kernel takes a whole message that the peer does not
-// read yet: then all ranks can send first and receive afterwards without blocking each other.
+// Floats of one message. Small enough that the kernel takes a whole message that the peer is not
+// yet reading: then all ranks can send first and receive afterwards without blocking each other.
 constexpr size_t kChunkFloats = 16 * 1024;
 
 // Precedes the floats of every message.
@@ -26,13 +26,13 @@ struct MessageHeader {
 };
 constexpr size_t kMessageBytes = sizeof(MessageHeader) + kChunkFloats * sizeof(float);
 
-// Carries a Status through Gloo's stack frames, which know exceptions only.
+// Carries a Status through Gloo's stack frames, which know only exceptions.
 struct StatusException : std::exception {
   explicit StatusException(absl::Status s) : status(std::move(s)) {}
   absl::Status status;
 };
 
-// What Gloo wants of a key-value store, on top of our rendezvous.
+// The key-value store that Gloo needs, on top of our rendezvous.
 class RendezvousStore final : public gloo::rendezvous::Store {
  public:
   RendezvousStore(Rendezvous& rendezvous, absl::Duration timeout)
@@ -61,8 +61,8 @@ class RendezvousStore final : public gloo::rendezvous::Store {
   const absl::Duration timeout_;
 };
 
-// Gloo's messages open with the place in its source, "[.../pair.cc:598] ", which tells nobody
-// anything.
+// Gloo's messages begin with a place in its source, "[.../pair.cc:598] ", which is of no use to
+// users.
 absl::string_view WithoutSourcePlace(absl::string_view message) {
   const size_t end = message.find("] ");
   const bool has_place = absl::StartsWith(message, "[") && end != absl::string_view::npos;
@@ -184,8 +184,8 @@ absl::Status GlooCollective::AllReduceSum(absl::Span<float> data) {
   });
 }
 
-// Every rank gets everything and adds it up: one message time, and for two ranks no more bytes than
-// any other way.
+// Every rank gets all data and adds it: one message time, and for two ranks no more bytes than any
+// other way.
 void GlooCollective::ReduceDirect(absl::Span<float> data) {
   for (size_t begin = 0; begin < data.size(); begin += kChunkFloats) {
     const absl::Span<float> chunk = data.subspan(begin, kChunkFloats);
@@ -196,8 +196,8 @@ void GlooCollective::ReduceDirect(absl::Span<float> data) {
   }
 }
 
-// Rank r adds up the r-th part and hands the sum to all: 2 (n - 1) / n of the bytes per rank,
-// where the direct way takes n - 1.
+// Rank r adds the r-th part and sends the sum to all: 2 (n - 1) / n of the bytes per rank, where
+// the direct way takes n - 1.
 void GlooCollective::ReduceScattered(absl::Span<float> data) {
   const int64_t part = (static_cast<int64_t>(data.size()) + size() - 1) / size();
   const auto chunk_of = [&](size_t rank, int64_t begin) {

@@ -1,11 +1,11 @@
-// The collective of workers, over Gloo's TCP transport. It hides Gloo: its store, its threads
-// and its exceptions, which all become absl::Status here. The arithmetic is ours: Gloo only moves
-// bytes between pairs of ranks, so the order of every sum is the rank order by construction (its
-// own ring adds in an order that depends on the segment). Made when a group forms; used by the
-// engine's thread only.
+// The collective of workers, over Gloo's TCP transport. It hides Gloo: its store, its threads and
+// its exceptions, which all become absl::Status here. The arithmetic is ours: Gloo only moves bytes
+// between pairs of ranks, so every sum is taken in rank order by construction (Gloo's own ring adds
+// in an order that depends on the segment). Made when a group forms; used only by the engine's
+// thread.
 //
-// Latency: a pair is read by the calling thread itself (Gloo's synchronous mode) and not by its
-// event loop, which saves two thread switches per message.
+// Latency: the calling thread itself reads from a peer (Gloo's synchronous mode), not its event
+// loop, which saves two thread switches per message.
 #pragma once
 
 #include <cstdint>
@@ -25,9 +25,9 @@ namespace kvasir::worker {
 struct GlooOptions {
   int rank = 0;
   int size = 1;
-  // Address of this rank by which the others reach it.
+  // Address at which the other ranks reach this one.
   std::string host = "127.0.0.1";
-  // Bound of every wait for a peer: one that is silent for so long is taken for dead.
+  // Bound of every wait for a peer: one that is silent for longer is taken for dead.
   absl::Duration timeout = absl::Seconds(30);
   // How long the other ranks may take to publish their address: they may still read weights.
   absl::Duration rendezvous_timeout = absl::Minutes(30);
@@ -35,8 +35,8 @@ struct GlooOptions {
 
 class GlooCollective final : public Collective {
  public:
-  // Blocks until all ranks are connected. UNAVAILABLE or DEADLINE_EXCEEDED when that fails, or what
-  // the rendezvous was failed with.
+  // Blocks until all ranks are connected. UNAVAILABLE or DEADLINE_EXCEEDED when that fails, or the
+  // status of Rendezvous::Fail.
   static absl::StatusOr<std::unique_ptr<GlooCollective>> Connect(const GlooOptions& options,
                                                                  Rendezvous& rendezvous);
   ~GlooCollective() override;
@@ -52,25 +52,26 @@ class GlooCollective final : public Collective {
 
   explicit GlooCollective(const GlooOptions& options);
 
-  // Runs `body`; whatever it throws breaks the collective and becomes a status.
+  // Runs `body`. Anything it throws breaks the collective and becomes a status.
   template <typename Body>
   absl::Status Guarded(absl::string_view operation, Body body);
-  // One message to each peer, sends_[peer], and one from each, of sizes_[peer] floats, each at most
-  // kChunkFloats. What came lies in received(peer) until the next Exchange. Throws.
+  // Sends one message to each peer, sends_[peer], and receives one from each, of sizes_[peer]
+  // floats; each has at most kChunkFloats. Received data lies in received(peer) until the next
+  // Exchange. Throws.
   void Exchange();
   const float* received(size_t peer) const;
 
   void ReduceDirect(absl::Span<float> data);
   void ReduceScattered(absl::Span<float> data);
-  // own = sum over ranks, in rank order, of what came from the others and `own` itself.
+  // own = sum over ranks, in rank order, of the received data and `own` itself.
   void SumReceived(absl::Span<float> own);
 
   const GlooOptions options_;
   std::unique_ptr<Mesh> mesh_;
-  uint64_t operation_ = 0;  // counts messages: ranks that lost step with each other notice
+  uint64_t operation_ = 0;  // counts messages, to detect ranks that are out of step
   absl::Status broken_;
 
-  // Of the exchange going on, by rank; this rank's own entry is ignored.
+  // The current exchange, by rank; this rank's own entry is ignored.
   std::vector<absl::Span<const float>> sends_;
   std::vector<int64_t> sizes_;
   std::vector<float> sum_;  // scratch of SumReceived

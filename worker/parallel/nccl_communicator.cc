@@ -25,19 +25,19 @@ absl::Status NcclStatus(ncclResult_t result, absl::string_view what, int rank) {
       absl::StrCat("NCCL, ", what, " on rank ", rank, ": ", ncclGetErrorString(result)));
 }
 
-// NCCL reads its environment when it is first used.
+// Sets variables before NCCL is first used, which is when it reads its environment.
 void SetEnvironment() {
-  // Whoever set them knows better.
+  // Values that a user has set are kept.
   constexpr int kKeep = 0;
-  // NVLink multicast is state of the switch, which all of a host's GPUs share: a program that dies
-  // while it is set up can leave them out of service, also those of others.
+  // NVLink multicast is state of the switch, which all GPUs of a host share: a program that dies
+  // while it is being set up can leave them out of service, also for others.
   setenv("NCCL_NVLS_ENABLE", "0", kKeep);
-  // Registering the buffers of captured calls takes all ranks, and another kernel then. Ranks
-  // record their steps on their own, so that one may capture what another launches.
+  // Registering the buffers of captured calls takes all ranks, and then uses another kernel. Ranks
+  // record their steps independently, so one may capture what another launches.
   setenv("NCCL_GRAPH_REGISTER", "0", kKeep);
 }
 
-// Of rank 0, to all.
+// Sends rank 0's id to all ranks.
 absl::StatusOr<ncclUniqueId> ShareId(Collective& ranks) {
   struct Card {
     int64_t has_id = 0;
@@ -127,8 +127,8 @@ NcclCommunicator::~NcclCommunicator() {
   if (aborting_.joinable()) aborting_.join();
 }
 
-// On a thread of its own: NCCL tells its kernels to end, and then waits until all graphs with calls
-// of its own are destroyed. Those can be destroyed only when they have ended.
+// Runs on a thread of its own: NCCL tells its kernels to end, and then waits until all graphs with
+// calls of its own are destroyed. Those can be destroyed only when they have ended.
 void NcclCommunicator::BeginAbort() {
   MutexLock lock(mu_);
   ncclComm_t const comm = std::exchange(comm_, nullptr);

@@ -1,14 +1,14 @@
-// Sums and gathers among the GPUs of a group, over NCCL: put on a stream, by launch or under
+// Sums and gathers among the GPUs of a group, over NCCL, put on a stream by launch or under
 // capture. It hides NCCL's handle, its states and its ways to fail. The ranks find each other
-// through their Collective, which stays what they agree with on the host. Only in builds with CUDA.
+// through their Collective, which they keep using on the host. Only in builds with CUDA.
 //
-// Every call is made by all ranks in the same order. None waits for the GPU; what a dead or stopped
-// rank leaves unfinished on the stream is for its owner to notice (CudaRanks), who ends it by
-// BeginAbort. Whether a rank captures and another launches does not matter: kernels are chosen by
-// size alone, since registration of captured buffers is off (Join says where).
+// Every call is made by all ranks in the same order. None waits for the GPU: the owner (CudaRanks)
+// must notice work on the stream that a dead or stopped rank leaves unfinished, and end it with
+// BeginAbort. It does not matter whether one rank captures while another launches: kernels are
+// chosen by size alone, since registration of captured buffers is off (see Join).
 //
-// Graphs with its calls must be destroyed before it, where they may run until then behind
-// BeginAbort. Thread-compatible; BeginAbort is for any thread.
+// Graphs that contain its calls must be destroyed before it, if they may still run after
+// BeginAbort. Thread-compatible; BeginAbort may be called on any thread.
 #pragma once
 
 #include <cstdint>
@@ -29,37 +29,38 @@ namespace kvasir::worker {
 
 class NcclCommunicator {
  public:
-  // On the current device; all ranks at the same time. UNAVAILABLE when NCCL cannot connect them,
-  // DEADLINE_EXCEEDED when a rank does not come.
+  // On the current device. All ranks call it at the same time. UNAVAILABLE when NCCL cannot connect
+  // them, DEADLINE_EXCEEDED when a rank does not come.
   static absl::StatusOr<std::unique_ptr<NcclCommunicator>> Join(Collective& ranks);
-  // What is still on a stream ends with it, as of BeginAbort.
+  // Ends work that is still on a stream, as BeginAbort does.
   ~NcclCommunicator();
   NcclCommunicator(const NcclCommunicator&) = delete;
   NcclCommunicator& operator=(const NcclCommunicator&) = delete;
 
-  // data = sum over ranks; the same bits on all.
+  // data = sum over ranks, in the same bits on all.
   absl::Status AllReduceSum(float* data, int64_t count, cudaStream_t stream);
   // out = every rank's `in` in rank order, `bytes` each.
   absl::Status AllGather(const void* in, void* out, int64_t bytes, cudaStream_t stream);
 
-  // What NCCL has noticed by itself, of work on the stream.
+  // Returns errors that NCCL itself has noticed in work on the stream.
   absl::Status Health() const;
-  // Ends what is unfinished on streams, with unspecified results, and every later call in an error.
-  // Does not wait for it, and is not held up by a call at work.
+  // Makes unfinished work on streams end, with unspecified results, and every later call fail. Does
+  // not wait for that, and is not held up by a call in progress.
   void BeginAbort();
 
  private:
   NcclCommunicator(int rank, absl::Duration patience) : rank_(rank), patience_(patience) {}
 
-  // Waits until a call is made, with its result. NCCL makes it on a thread of its own.
+  // Waits until NCCL, which makes calls on a thread of its own, has made the call; returns its
+  // result.
   absl::Status Settle(ncclResult_t result, absl::string_view what, absl::Duration patience) const;
-  // `call` makes it with the handle.
+  // Makes a call: `call` takes the handle.
   template <typename Call>
   absl::StatusOr<ncclResult_t> Make(const Call& call) const;
 
   const int rank_;
   const absl::Duration patience_;
-  // Held for a call into NCCL, none of which waits: the handle must not go meanwhile.
+  // Held for each call into NCCL, none of which waits: the handle must not go away during it.
   mutable kernels::Mutex mu_;
   ncclComm_t comm_ GUARDED_BY(mu_) = nullptr;  // null: aborted
   std::thread aborting_;

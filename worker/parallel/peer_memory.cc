@@ -17,10 +17,10 @@ using kernels::CudaStatus;
 
 namespace {
 
-// What IPC shares is a whole allocation of the driver's, which smaller ones have in common.
+// IPC shares a whole allocation of the driver, and smaller allocations would share one.
 constexpr int64_t kGranule = 2 << 20;
 
-// Tells processes apart, also where their ids are those of containers.
+// Distinguishes processes, also where their ids are those of containers.
 int64_t ThisProcess() {
   static const int64_t kToken = [] {
     std::random_device random;
@@ -65,7 +65,7 @@ absl::Status PeerMemory::Open(const Card& card, int rank) {
   if (card.device == device) return absl::OkStatus();
   const cudaError_t error = cudaDeviceEnablePeerAccess(static_cast<int>(card.device), 0);
   if (error == cudaErrorPeerAccessAlreadyEnabled) {
-    cudaGetLastError();  // which would be found by the next launch
+    cudaGetLastError();  // otherwise the next launch would report the error
     return absl::OkStatus();
   }
   return CudaStatus(error, absl::StrCat("reaching the GPU of rank ", rank));
@@ -88,7 +88,7 @@ absl::StatusOr<std::unique_ptr<PeerMemory>> PeerMemory::Share(int64_t bytes, Col
     if (rank != ranks.rank()) status = memory->Open(cards[static_cast<size_t>(rank)], rank);
   }
   memory->addresses_[static_cast<size_t>(ranks.rank())] = memory->own_.data();
-  // Behind it nobody's memory is still being cleared.
+  // After this sum nobody's memory is still being cleared.
   float failures = status.ok() ? 0 : 1;
   KVASIR_RETURN_IF_ERROR(ranks.AllReduceSum(absl::MakeSpan(&failures, 1)));
   if (!status.ok()) spdlog::warn("no sums among peers: {}", std::string(status.message()));

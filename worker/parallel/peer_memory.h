@@ -1,6 +1,7 @@
 // Memory of this GPU that the GPUs of the other ranks write, and theirs that this one writes, over
 // NVLink or PCIe: by CUDA IPC between processes, directly within one. It hides how addresses travel
-// and who may reach whom. Made when a group forms. Only in builds with CUDA. Thread-compatible.
+// and which ranks can reach each other. Made when a group forms. Only in builds with CUDA.
+// Thread-compatible.
 #pragma once
 
 #include <cstddef>
@@ -18,19 +19,19 @@ namespace kvasir::worker {
 
 class PeerMemory {
  public:
-  // `bytes`, zeroed, on the current device of each rank; all ranks at the same time, and when it
-  // returns the memory of all is ready. Null, on every rank, where some rank cannot reach another.
-  // An error where they cannot talk.
+  // Takes `bytes`, zeroed, on the current device of each rank. All ranks call it at the same time;
+  // when it returns, the memory of all is ready. Null on every rank where some rank cannot reach
+  // another. An error where they cannot communicate.
   static absl::StatusOr<std::unique_ptr<PeerMemory>> Share(int64_t bytes, Collective& ranks);
   ~PeerMemory();
   PeerMemory(const PeerMemory&) = delete;
   PeerMemory& operator=(const PeerMemory&) = delete;
 
-  // Of a rank, where this one's kernels reach it.
+  // Memory of a rank, at the address where this one's kernels reach it.
   std::byte* of_rank(int rank) const { return addresses_[static_cast<size_t>(rank)]; }
 
  private:
-  struct Card;  // by which others find a rank's memory
+  struct Card;  // tells others where a rank's memory is
 
   PeerMemory() = default;
 
@@ -39,7 +40,7 @@ class PeerMemory {
 
   kernels::DeviceBuffer own_;
   std::vector<std::byte*> addresses_;  // by rank; null: not open
-  std::vector<std::byte*> opened_;     // of other processes
+  std::vector<std::byte*> opened_;     // memory of other processes
 };
 
 }  // namespace kvasir::worker

@@ -1,4 +1,4 @@
-// The collective of a group of one rank: there is nobody to talk to. Thread-compatible.
+// The collective of a group of one rank: there are no peers. Thread-compatible.
 #pragma once
 
 #include <algorithm>

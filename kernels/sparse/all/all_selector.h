@@ -1,5 +1,5 @@
-// The selector `all`: every earlier token, exact dense attention. Numbers are ignored.
-// Thread-compatible.
+// The selector `all`: attends to every earlier token, which is exact dense attention. Numbers are
+// ignored. Thread-compatible.
 #pragma once
 
 #include "kernels/sparse/stages.h"

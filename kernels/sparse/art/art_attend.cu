@@ -1,12 +1,12 @@
-// Decode attention that ends rows early, on Hopper. A block of threads takes a row (query block, KV
-// head): the producer warp brings its pages in reading order, a warpgroup adds them one by one
+// Decode attention that ends rows early, on Hopper. A CTA takes a row (query tile, KV head). The
+// producer warp copies its pages in reading order; a warpgroup attends to them one by one
 // (decode_page.cuh) and watches its output.
 //
-// Pages are what is watched, as on the CPU: two items of one page, of sink or window and of the
-// list, are read one behind the other and are one step.
+// A watched step is a page, as on the CPU: two items of one page, one of sink or window and one of
+// the list, are read one after the other and are one step.
 //
-// Pages are copied up to kStages ahead. What has been when a row ends was read in vain; it counts
-// as read.
+// Pages are copied up to kStages ahead. Pages already copied when a row ends were read in vain;
+// they count as read.
 #include "kernels/attention/decode_page.cuh"
 #include "kernels/base/overlapped_launch.h"
 #include "kernels/paged/count_selected.cuh"
@@ -25,7 +25,7 @@ struct alignas(1024) SharedMemory {
   PageRing<kHeadDim, kStages> ring;
   DecodeMemory<kHeadDim> consumer;
   int orders[kStages];        // of the pages in the ring
-  int stop;                   // the first in order that is not needed; kNever: all are
+  int stop;                   // the first order that is not needed; kNever: all are
   int steps;                  // pages with tokens, up to the last that may stay unread
   int unread;                 // pages
   float totals[4][kHeads];    // between the warps: sums of weights
@@ -33,8 +33,8 @@ struct alignas(1024) SharedMemory {
   float units[kHeads];        // of the guard's sums
 };
 
-// Adds to `sum` the pages with tokens of the orders [begin, end), by the `threads` threads of which
-// this is number `thread`.
+// Adds to `sum` the number of pages with tokens of the orders [begin, end). By `threads` threads,
+// of which this is number `thread`.
 __device__ void CountPages(const ArtLaunch& p, const Reading& reading, int begin, int end,
                            int thread, int threads, int* sum) {
   int own = 0;
@@ -93,19 +93,19 @@ __device__ void Produce(const ArtLaunch& p, const KvTensorMaps& maps, const Read
 
 // --- the warpgroup ---
 
-// Of the thread's two heads, what is watched from page to page. Probes are the elements d of the
-// output with d mod 8 in {0, 1}; a lane has elements of one d mod 8 only.
+// The values of the thread's two heads that are watched from page to page. Probes are the elements
+// d of the output with d mod 8 in {0, 1}; a lane has elements of one d mod 8 only.
 template <int kHeadDim>
 struct Watch {
   float total[2] = {0, 0};  // sums of weights
   float max[2] = {kMinusInfinity, kMinusInfinity};
   float length[2] = {0, 0};
-  int calm[2] = {0, 0};  // pages in a row
+  int calm[2] = {0, 0};  // number of calm pages in a row
   float probe[PageShape<kHeadDim>::kHalves][4] = {};
   bool has_previous = false;
 };
 
-// The sum over a column's lanes of the warp.
+// Returns the sum over a column's lanes of the warp.
 __device__ float SumOverRows(float value) {
   for (int distance = 4; distance < kWarpThreads; distance *= 2) {
     value += __shfl_xor_sync(kAllLanes, value, distance);
@@ -113,7 +113,7 @@ __device__ float SumOverRows(float value) {
   return value;
 }
 
-// Sums of weights of the thread's two heads.
+// Writes the sums of weights of the thread's two heads.
 template <int kHeadDim>
 __device__ void Totals(SharedMemory<kHeadDim>& shared, const ThreadPlace& me,
                        const ThreadState<kHeadDim>& state, float (&totals)[2]) {
@@ -128,7 +128,7 @@ __device__ void Totals(SharedMemory<kHeadDim>& shared, const ThreadPlace& me,
   }
 }
 
-// A page was added: whether the last `patience` ones were calm for all heads.
+// Called after a page was added. Returns whether the last `patience` pages were calm for all heads.
 template <int kHeadDim>
 __device__ bool IsCalm(const ArtLaunch& p, SharedMemory<kHeadDim>& shared, const ThreadPlace& me,
                        int64_t patience, const ThreadState<kHeadDim>& state,
@@ -188,8 +188,8 @@ __device__ bool IsCalm(const ArtLaunch& p, SharedMemory<kHeadDim>& shared, const
   return __all_sync(kAllLanes, settled);
 }
 
-// What the guard knows of a row: for each head, the sums of n exp(b - unit) from each page in order
-// that may stay unread to the last.
+// The guard of a row: for each head, the sums of n exp(b - unit) from each page in order that may
+// stay unread to the last.
 struct Guard {
   float* sums = nullptr;  // [pages + 1][group]
   bool is_made = false;
@@ -225,7 +225,7 @@ __device__ void MakeGuard(const ArtLaunch& p, SharedMemory<kHeadDim>& shared,
   guard.is_made = true;
 }
 
-// Whether what is left from `order` on is too little to matter, for all heads.
+// Whether the pages from `order` on weigh too little to matter, for all heads.
 template <int kHeadDim, Placement kPlacement>
 __device__ bool RestIsSmall(const ArtLaunch& p, SharedMemory<kHeadDim>& shared,
                             const Reading& reading, const ThreadPlace& me, int order,

@@ -11,7 +11,7 @@ namespace kvasir::kernels {
 
 namespace {
 
-// Returns the bytes of it all.
+// Lays out the workspace and returns its size in bytes.
 int64_t LayOut(std::byte* workspace, const PagedKv& kv, int64_t rows, int64_t group, ArtLaunch& p) {
   ScratchPieces pieces(workspace);
   p.unread = pieces.Take<float>(rows * (kv.max_blocks_per_slot + 1) * group);

@@ -1,4 +1,4 @@
-// The kernels behind art_cuda.h. Only art_cuda.cc includes it, after it has checked the shapes.
+// The kernels of art_cuda.h. Only art_cuda.cc includes it, after it has checked the shapes.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -13,13 +13,13 @@ namespace kvasir::kernels {
 // All pointers are device memory.
 struct ArtLaunch : AttendLaunch {
   ArtOptions options = {};
-  const SelectionNumbers* numbers = nullptr;  // one per block
-  // Of the guard: [num_rows][max_blocks_per_slot + 1][group].
+  const SelectionNumbers* numbers = nullptr;  // one per query tile
+  // The guard's sums: [num_rows][max_blocks_per_slot + 1][group].
   float* unread = nullptr;
-  // Where pages are read in the order of importance: [num_rows][max_blocks_per_slot]; else null.
+  // [num_rows][max_blocks_per_slot] where pages are read in order of importance; else null.
   Ranked* ranked = nullptr;
 
-  // Null where the row lists nothing.
+  // Null if the row has no list.
   KVASIR_HOST_DEVICE Ranked* RankedOf(int64_t row) const {
     const bool lists = headers[row].kind == SelectionHeader::Kind::kList;
     return ranked != nullptr && lists ? ranked + row * kv.max_blocks_per_slot : nullptr;

@@ -1,6 +1,6 @@
-// The order importance of art: a block of threads a row sorts the listed pages that may stay
-// unread, the best score first, the later page among equals. What lies there is one integer a page
-// (ranking.h), so that no two are equal.
+// The order importance of art: a CTA sorts the listed pages of a row that may stay unread, best
+// score first, later page first among equals. Each page is one integer (ranking.h), so no two are
+// equal.
 #include "kernels/base/overlapped_launch.h"
 #include "kernels/sparse/art/art_reading.cuh"
 
@@ -9,8 +9,8 @@ namespace {
 
 constexpr int kThreads = 512;
 
-// Greatest first, by all threads: a bitonic sort whose merges begin mirrored, so that all
-// comparisons go one way, and what there is not lies behind all there is.
+// Sorts greatest first, by all threads: a bitonic sort whose merges begin mirrored, so that all
+// comparisons go one way and places past the end count as smallest.
 __device__ void Sort(Ranked* values, int count) {
   for (int run = 2; run < 2 * count; run *= 2) {
     for (int half = run / 2; half > 0; half /= 2) {

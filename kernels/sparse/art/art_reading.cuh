@@ -4,7 +4,7 @@
 //   item     0 ..       | the last ..|                 | .. first
 //            page 0     | window     | may stay unread | rest of the sink
 //
-// What may stay unread is read from the newest on, or where the list's scores say so.
+// Pages that may stay unread are read newest first, or in the order of the list's scores.
 #pragma once
 
 #include "kernels/attention/page_pipeline.cuh"
@@ -15,7 +15,7 @@ namespace kvasir::kernels {
 
 struct Reading {
   PageRun run;
-  // The items that may stay unread, in the order of art_order.cu; null: the newest first.
+  // The items that may stay unread, in the order of art_order.cu; null: newest first.
   const Ranked* ranked = nullptr;
   int first = 0;  // items of page 0, which are read before all others
   int half = -1;  // the item of the window's first page in order, where the list has tokens of it
@@ -27,7 +27,7 @@ struct Reading {
     if (ranked != nullptr && MaySkip(order)) return ranked[order - skip_begin].item();
     return order < first ? order : size() - 1 - (order - first);
   }
-  // Of the newest first. REQUIRES: item >= first.
+  // The order of an item where the newest is first. REQUIRES: item >= first.
   __device__ int OrderOf(int64_t item) const { return static_cast<int>(size() - 1 - item) + first; }
   __device__ bool MaySkip(int order) const { return order >= skip_begin && order < skip_end; }
 };
@@ -37,7 +37,7 @@ __device__ inline RowItem ItemOf(const ArtLaunch& p, const Reading& reading, int
   return FindItem(reading.run.items, p.headers[row], p.entries + row * p.capacity, index);
 }
 
-// Finds what of the items belongs to page 0, and to the window's first page.
+// Finds the items that belong to page 0 and to the window's first page.
 __device__ inline void FindHalves(const ArtLaunch& p, Reading& reading) {
   const RowItems& items = reading.run.items;
   const auto has_tokens_of = [&](int64_t page, int64_t index) {
@@ -57,8 +57,8 @@ __device__ inline void FindHalves(const ArtLaunch& p, Reading& reading) {
   }
 }
 
-// Newest first. A listed page that holds sink or window tokens, too, is none of those that may stay
-// unread.
+// Plans to read the newest page first. A listed page that also holds sink or window tokens must be
+// read.
 __device__ inline Reading PlanReading(const ArtLaunch& p, int64_t row) {
   Reading reading = {.run = WholeRow(p, row)};
   FindHalves(p, reading);

@@ -1,4 +1,4 @@
-// The numbers of `art` (art_terminator.h), as CPU and GPU read them. Plain data.
+// The numbers of `art` (art_terminator.h), shared by CPU and GPU. Plain data.
 #pragma once
 
 #include "kernels/attention/terminator.h"
@@ -20,7 +20,7 @@ struct ArtOptions {
   double unread_mass = 1e-3;
 };
 
-// Below it a direction means nothing.
+// Below this length a direction means nothing.
 inline constexpr double kArtNoLength = 1e-20;
 
 }  // namespace kvasir::kernels

@@ -24,11 +24,11 @@ constexpr int64_t ProbeSize(int64_t head_dim) {
   return head_dim / kProbeStep * kProbeWidth + std::min(kProbeWidth, head_dim % kProbeStep);
 }
 
-// One query head after the page before.
+// The state of one query head after the previous page.
 struct Head {
   AttentionState state;
   double length = 0;  // of its probe
-  int64_t calm = 0;   // pages in a row
+  int64_t calm = 0;   // number of calm pages in a row
 };
 
 class ArtRow final : public RowTerminator {
@@ -75,7 +75,7 @@ class ArtRow final : public RowTerminator {
         : heads(pieces.Take<Head>(group)),
           probes(pieces.Take<float>(group * ProbeSize(head_dim))) {}
     Head* heads;    // [group]
-    float* probes;  // [group, probe size], after the page before
+    float* probes;  // [group, probe size], after the previous page
   };
 
   ArtRow(const ArtOptions& options, const TerminatedRow& row, ScratchPieces& pieces)
@@ -88,8 +88,8 @@ class ArtRow final : public RowTerminator {
     std::fill_n(memory_.heads, group_, Head{});
   }
 
-  // Takes in what a head has now, and says whether the page was calm for it. Nonsense before the
-  // second page.
+  // Takes in a head's present state and returns whether the page was calm for it. Meaningless
+  // before the second page.
   bool Watch(const PartialOutput& closed, const PartialOutput& open, int64_t g) {
     Head& head = memory_.heads[g];
     AttentionState now = closed.state;

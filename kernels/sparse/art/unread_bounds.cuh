@@ -1,5 +1,5 @@
-// The guard of `art` on the GPU (unread_mass.h): upper bounds of the logits of pages that a row has
-// not read, from their page bounds. For art_attend.cu.
+// The guard of `art` on the GPU (unread_mass.h): upper bounds, from page bounds, of the logits of
+// pages that a row has not read. For art_attend.cu.
 #pragma once
 
 #include "kernels/attention/page_pipeline.cuh"
@@ -7,7 +7,7 @@
 
 namespace kvasir::kernels {
 
-// What may be lost of a pair's product when a query or a key is rounded once it is rotated.
+// Largest error, as a share of a pair's product, when a rotated query or key is rounded.
 inline constexpr float kRotatedRounding = 0x1p-7f;
 
 // The bounds of a pair of elements half a head apart.
@@ -19,12 +19,12 @@ struct PairBounds {
         high_y(static_cast<float>(page_bounds[3 * half + i])) {}
   float low_x, low_y, high_x, high_y;
 
-  // NaN shows.
+  // Bound of u with the keys in the box. NaN stays NaN.
   __device__ float Box(float2 u) const {
     return (u.x > 0 ? 0.0f : u.x) * low_x + (u.x < 0 ? 0.0f : u.x) * high_x +
            (u.y > 0 ? 0.0f : u.y) * low_y + (u.y < 0 ? 0.0f : u.y) * high_y;
   }
-  // Of u, turned by at most `turn`.
+  // Bound of u, turned by at most `turn`, with the keys in the box.
   __device__ float Near(float2 u, float turn) const {
     const float far_x = fmaxf(fabsf(low_x), fabsf(high_x));
     const float far_y = fmaxf(fabsf(low_y), fabsf(high_y));
@@ -33,8 +33,9 @@ struct PairBounds {
   }
 };
 
-// By a warp: to[g] = the bound of the item's logits for head g, plus the logarithm of its tokens,
-// so that exp of it bounds what they weigh together. NaN, which bounds nothing, gives infinity.
+// Writes to[g] = the bound of the item's logits for head g, plus the logarithm of its number of
+// tokens, so that its exp bounds their weight together. NaN, which bounds nothing, gives infinity.
+// By a warp.
 template <int kHeadDim, bool kRotates>
 __device__ void BoundItem(const AttendLaunch& p, const PageRun& run, int64_t index, float* to) {
   constexpr int kHalf = kHeadDim / 2;
@@ -86,8 +87,8 @@ __device__ void BoundItem(const AttendLaunch& p, const PageRun& run, int64_t ind
   }
 }
 
-// By a warp: of n values `stride` apart, each becomes the sum of exp(value - unit) over itself and
-// those behind it; the one behind the last becomes 0.
+// Replaces each of n values, `stride` apart, by the sum of exp(value - unit) over itself and all
+// later ones. The value after the last becomes 0. By a warp.
 __device__ inline void SumFromTheEnd(float* values, int n, int stride, float unit) {
   const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
   const int share = (n + kWarpThreads - 1) / kWarpThreads;
@@ -95,12 +96,12 @@ __device__ inline void SumFromTheEnd(float* values, int n, int stride, float uni
   const int end = min(n, begin + share);
   float own = 0;
   for (int i = begin; i < end; ++i) own += expf(values[int64_t{i} * stride] - unit);
-  float behind = own;  // and own
+  float behind = own;  // `own` included
   for (int distance = 1; distance < kWarpThreads; distance *= 2) {
     const float more = __shfl_down_sync(kAllLanes, behind, static_cast<unsigned>(distance));
     if (lane + distance < kWarpThreads) behind += more;
   }
-  // Not by taking away: infinity would give NaN.
+  // Not by subtracting `own`: infinity would give NaN.
   float sum = __shfl_down_sync(kAllLanes, behind, 1u);
   if (lane == kWarpThreads - 1) {
     sum = 0;

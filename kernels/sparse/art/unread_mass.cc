@@ -14,14 +14,14 @@
 namespace kvasir::kernels {
 namespace {
 
-// What may be lost of |u| r when a query or a key is rounded once it is rotated.
+// Largest error, as a share of |u| r, when a rotated query or key is rounded.
 float RoundingOf(const AttendParams& p) {
   const bool narrow = p.q.dtype() == DType::kBFloat16 || p.kv.layout.dtype == DType::kBFloat16;
   return narrow ? 0x1p-7f : 0x1p-16f;
 }
 
-// Upper bound of u . k for the keys k that page bounds enclose, each rotated by `reach` positions
-// at most. An infinite key, which may be times 0, gives no other bound than infinity.
+// Upper bound of u . k for the keys k that page bounds enclose, each rotated by at most `reach`
+// positions. An infinite key, which may be multiplied by 0, gives an infinite bound.
 template <typename Kv>
 double BoundNear(const RopePositions& rope, const float* u, int64_t reach, float rounding,
                  const std::byte* page_bounds) {
@@ -62,7 +62,7 @@ void UnreadMass::Make() {
   is_made_ = true;
 }
 
-// Bounds first, in the place of the sums; then the sums from the last page on.
+// Writes the bounds in the place of the sums, then turns them into sums from the last page on.
 void UnreadMass::ScoreHead(int64_t g) {
   const AttendParams& p = row_.params;
   const int64_t group = p.q.dim(1) / p.kv.layout.num_kv_heads;
@@ -71,7 +71,7 @@ void UnreadMass::ScoreHead(int64_t g) {
   double* const sums = memory_.sums + g * (count + 1);
   p.rope == nullptr ? BoundPages(q_row, sums) : BoundRotatedPages(q_row, sums);
   double unit = *std::max_element(sums, sums + count);
-  // With no bound at all, or an infinite one, differences to it would be NaN.
+  // With no bound, or an infinite one, differences to it would be NaN.
   if (!std::isfinite(unit)) unit = 0;
   memory_.units[g] = unit;
   double sum = sums[count] = 0;
@@ -148,7 +148,7 @@ double UnreadMass::Share(const AttentionState& seen, int64_t g, int64_t next) co
 
 bool UnreadMass::MayFallBelow(double limit, const AttentionState& seen, int64_t g,
                               int64_t next) const {
-  if (next == 0) return true;  // the page to be read is of the window
+  if (next == 0) return true;  // the next page belongs to the window
   const double one = std::exp(memory_.units[g] - double{seen.max});
   const double most = double{seen.sum} + (Sum(g, next - 1) - Sum(g, next)) * one;
   return Sum(g, next) * one < limit * most;

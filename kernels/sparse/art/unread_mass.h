@@ -1,14 +1,14 @@
-// The guard of `art`: how much attention mass the pages that a row has not read may hold at most,
-// from their page bounds. Made once for a row; then a look-up for each page.
+// The guard of `art`: an upper bound, from page bounds, of the attention mass in the pages that a
+// row has not read. Made once for a row; then one look-up per page.
 //
-// Where keys are cached un-rotated, so are the bounds, and a page's tokens stand at distances of
-// [D - h, D + h] from the query. Let u be the query rotated to D; of a pair of elements (u_i, u_j)
-// with frequency f, and r the length of the longest corner of the page's box in that pair:
+// Where keys are cached un-rotated, so are the bounds, and a page's tokens are at distances of [D -
+// h, D + h] from the query. Let u be the query rotated to D. For a pair of elements (u_i, u_j) with
+// frequency f, let r be the length of the longest corner of the page's box in that pair. Then
 //
 //   logit of the pair  <=  min(|u| r, bound of the box under u + |u| r f h)
 //
-// for the query turns by f h at most between D and a token's distance. Rounding to bfloat16 what
-// was rotated may add 1/128 of |u| r. Thread-compatible.
+// because the query turns by at most f h between D and a token's distance. Rounding the rotated
+// values to bfloat16 may add 1/128 of |u| r. Thread-compatible.
 #pragma once
 
 #include <cstddef>
@@ -22,7 +22,8 @@ namespace kvasir::kernels {
 class UnreadMass {
  public:
   struct Memory {
-    // [2 * head_dim], or bfloat16; where keys are cached un-rotated: the query, and it rotated.
+    // [2 * head_dim], float32 or bfloat16. Where keys are cached un-rotated: the query, then the
+    // rotated query.
     float* signed_q = nullptr;
     std::byte* workspace = nullptr;  // of the score function
     double* sums = nullptr;          // [group, skippable + 1]
@@ -36,20 +37,21 @@ class UnreadMass {
   bool is_made() const { return is_made_; }
   void Make();
 
-  // REQUIRES of the following: is_made().
+  // The functions below REQUIRE is_made().
 
-  // Upper bound of the mass of skippable[next] and behind, over what the head has: `seen`.
+  // Upper bound of the mass of the pages from skippable[next] on, relative to the mass that the
+  // head has in `seen`.
   double Share(const AttentionState& seen, int64_t g, int64_t next) const;
-  // False: Share is not below `limit`, not even once skippable[next - 1] has been read, which can
-  // add no more than its own bound.
+  // Returns false if Share stays at or above `limit` even once skippable[next - 1] has been read,
+  // which can add no more than its own bound.
   bool MayFallBelow(double limit, const AttentionState& seen, int64_t g, int64_t next) const;
 
  private:
   void ScoreHead(int64_t g);
-  // Write the upper bounds of the skippable pages' logits.
+  // Write the upper bounds of the logits of the skippable pages.
   void BoundPages(int64_t q_row, double* bounds) const;
   void BoundRotatedPages(int64_t q_row, double* bounds) const;
-  // Null where the slot has no such block.
+  // Null if the slot has no such block.
   const std::byte* PageBounds(const PageStep& step) const;
   // Sum of n_u exp(b_u - unit) over the skippable pages from `next` on.
   double Sum(int64_t g, int64_t next) const {

@@ -11,7 +11,7 @@
 namespace kvasir::kernels {
 namespace {
 
-// Returns the bytes of it all.
+// Lays out the workspace and returns its size in bytes.
 int64_t LayOut(std::byte* workspace, const HipCuda& method, int64_t rows, HipLaunch& launch) {
   launch.max_nodes = CeilHipBlocks(method.max_budget_tokens);
   const int64_t nodes = rows * launch.max_nodes;

@@ -1,4 +1,4 @@
-// The kernels behind hip_cuda.h. Only hip_cuda.cc includes it, after it has checked the shapes.
+// The kernels of hip_cuda.h. Only hip_cuda.cc includes it, after it has checked the shapes.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace kvasir::kernels {
 
-// A run of blocks, relative to the first candidate.
+// A run of blocks of 2 tokens, counted from the first candidate.
 struct HipNode {
   int32_t begin = 0;
   int32_t length = 0;
@@ -23,8 +23,8 @@ struct HipLaunch {
   int32_t* num_halves = nullptr;    // [rows]
   HipNode* nodes = nullptr;         // [rows, max_nodes]
   HipNode* halves = nullptr;        // [rows, 2 max_nodes]
-  uint32_t* scores = nullptr;       // [rows, 2 max_nodes] of OrderedScore, the halves'
-  int32_t* begins = nullptr;        // [rows, max_nodes]: tokens, of the nodes that are left
+  uint32_t* scores = nullptr;       // [rows, 2 max_nodes] of OrderedScore, of the halves
+  int32_t* begins = nullptr;        // [rows, max_nodes]: first tokens of the nodes that are left
   uint32_t* kept_scores = nullptr;  // [rows, max_nodes], of the nodes
 };
 

@@ -1,4 +1,4 @@
-// The arithmetic of hip's search (hip_selector.h), for CPU and GPU alike. Thread-safe.
+// The arithmetic of hip's search (hip_selector.h), shared by CPU and GPU. Thread-safe.
 #pragma once
 
 #include <algorithm>
@@ -11,12 +11,13 @@ namespace kvasir::kernels {
 inline constexpr int64_t kHipBlockTokens = 2;
 inline constexpr int64_t kHipQueryStride = 2;
 
-// Of a budget, or of candidates.
+// Number of blocks of 2 tokens in a budget, or in candidates.
 KVASIR_HOST_DEVICE constexpr int64_t CeilHipBlocks(int64_t tokens) {
   return (tokens + kHipBlockTokens - 1) / kHipBlockTokens;
 }
 
-// Of a query block, those whose logits count: query HipSample(s, num_rows) for each s.
+// Number of sampled queries of a query tile: those whose logits count, HipSample(s, num_rows) for
+// each s.
 KVASIR_HOST_DEVICE constexpr int64_t NumHipSamples(int64_t num_rows) {
   return (num_rows + kHipQueryStride - 1) / kHipQueryStride;
 }
@@ -24,11 +25,12 @@ KVASIR_HOST_DEVICE constexpr int64_t HipSample(int64_t s, int64_t num_rows) {
   return std::min(s * kHipQueryStride + kHipQueryStride, num_rows) - 1;
 }
 
-// Where the node j of `count` begins that the search sets out with: j blocks / count, halves up.
+// Begin of node j of the `count` nodes that the search starts with: j blocks / count, halves
+// rounded up.
 KVASIR_HOST_DEVICE constexpr int64_t HipNodeBegin(int64_t j, int64_t blocks, int64_t count) {
   return (2 * j * blocks + count) / (2 * count);
 }
-// The length of the longest of these, and of the longest half of a node of `longest` blocks.
+// Length of the longest of these nodes, and of the longest half of a node of `longest` blocks.
 KVASIR_HOST_DEVICE constexpr int64_t LongestHipNode(int64_t blocks, int64_t count) {
   return (blocks + count - 1) / count;
 }

@@ -1,10 +1,10 @@
-// The search of hip on the GPU: a cluster of blocks of threads a row, round by round.
+// The search of hip on the GPU: a cluster of CTAs takes a row and works in rounds.
 //
-//   begin    the first block draws the header and the first nodes, and cuts them in halves
-//   score    all blocks: a lane takes a token of a half's centre block, and the best of its logits;
-//            neighbours bring the half's together
-//   keep     the first block finds the score of the last half that is kept, by counting, makes
-//            nodes of those that are, and cuts these; or writes the list
+//   begin    the first CTA makes the header and the first nodes, and cuts these in halves
+//   score    all CTAs: a lane takes a token of a half's centre block and finds the best of its
+//            logits; adjacent lanes combine the half's
+//   keep     the first CTA finds by counting the score of the last half that is kept, makes nodes
+//            of the kept halves and cuts these, or writes the list
 #include <algorithm>
 #include <new>
 
@@ -18,14 +18,14 @@
 namespace kvasir::kernels {
 namespace {
 
-constexpr unsigned kSearchBlocks = 8;  // of a cluster
+constexpr unsigned kSearchBlocks = 8;  // CTAs of a cluster
 constexpr int kTileQueries = 16;
 constexpr int kQueriesAtOnce = 4;
 static_assert(kTileQueries % kQueriesAtOnce == 0);
-// Scores of a row that are chosen from in shared memory. Others stay where they are.
+// Most scores of a row that are copied to shared memory before the choice. More stay in place.
 constexpr int64_t kCopiedScores = 8 * 1024;
 
-// A row, and its part of the workspace.
+// A row and its part of the workspace.
 struct SearchRow {
   __device__ SearchRow(const HipLaunch& p, uint32_t row)
       : at(p.select, row),
@@ -53,11 +53,11 @@ template <int kHeadDim>
 struct SharedMemory {
   float queries[kTileQueries][kHeadDim];
   SelectMemory select;
-  alignas(SearchRow) std::byte row[sizeof(SearchRow)];  // in registers it would take most of them
-  // Then, of the first block, scores: [kCopiedScores] at most.
+  alignas(SearchRow) std::byte row[sizeof(SearchRow)];  // registers would hold little else
+  // In the first CTA, scores follow: [kCopiedScores] at most.
 };
 
-// --- begin, and what it shares with keep: by the first block ---
+// --- begin, and the parts that it shares with keep: by the first CTA ---
 
 // Cuts the row's nodes; an empty left half is dropped.
 __device__ void CutNodes(const HipLaunch& p, const SearchRow& row, SelectMemory& memory) {
@@ -77,7 +77,7 @@ __device__ void CutNodes(const HipLaunch& p, const SearchRow& row, SelectMemory&
   if (threadIdx.x == kSelectThreads - 1) p.num_halves[row.at.index] = static_cast<int32_t>(place);
 }
 
-// Nothing is searched: a list of all candidates, or of none.
+// Writes a list of all candidates, or of none, without a search.
 __device__ void WriteWhole(const HipLaunch& p, const SearchRow& row) {
   const PageRange pages =
       row.wanted == 0 ? PageRange() : CandidatePages(row.header, row.at.numbers);
@@ -103,7 +103,7 @@ __device__ void Begin(const HipLaunch& p, const SearchRow& row, SelectMemory& me
 
 // --- score: by the cluster ---
 
-// Sampled queries [first, first + count) of the row; zeros up to the tile.
+// Loads the sampled queries [first, first + count) of the row, and zeros up to the tile's end.
 template <int kHeadDim>
 __device__ void LoadTile(const HipLaunch& p, const DeviceRow& row, int first, int count,
                          float (*to)[kHeadDim]) {
@@ -117,7 +117,7 @@ __device__ void LoadTile(const HipLaunch& p, const DeviceRow& row, int first, in
   }
 }
 
-// The i-th token of all halves' centre blocks; -1: none.
+// Returns the i-th token of all halves' centre blocks; -1: none.
 __device__ int64_t TokenAt(const SearchRow& row, int64_t i, int64_t count) {
   if (i >= count) return -1;
   const HipNode half = row.halves[i / kHipBlockTokens];
@@ -126,7 +126,7 @@ __device__ int64_t TokenAt(const SearchRow& row, int64_t i, int64_t count) {
   return token < row.end ? token : -1;
 }
 
-// Null where there is none.
+// Null if there is no key.
 __device__ const std::byte* FindKey(const HipLaunch& p, const DeviceRow& row, int64_t token) {
   if (token < 0) return nullptr;
   const std::byte* keys = FindKeys(p.select, row, token / kPageTokens, p.faults);
@@ -165,13 +165,13 @@ __device__ void RaiseBest(const std::byte* key, const float (*queries)[kHeadDim]
   }
 }
 
-// has_queries: the shared memory has all of the row's, of an earlier round.
+// `has_queries`: shared memory already holds all of the row's queries, from an earlier round.
 template <typename Kv, int kHeadDim>
 __device__ void ScoreHalves(const HipLaunch& p, const SearchRow& row, bool& has_queries,
                             SharedMemory<kHeadDim>& shared) {
   const int64_t count = p.num_halves[row.at.index] * kHipBlockTokens;
   const int num_queries = static_cast<int>(NumHipSamples(row.at.block.num_rows) * p.select.group);
-  // Warps of all blocks in turn.
+  // Warps of all CTAs in turn.
   const unsigned warp = threadIdx.x / kWarpThreads * kSearchBlocks + hopper::ClusterRank();
   const unsigned thread = warp * kWarpThreads + threadIdx.x % kWarpThreads;
   for (int64_t first = 0; first < count; first += int64_t{kSearchBlocks} * kSelectThreads) {
@@ -181,7 +181,7 @@ __device__ void ScoreHalves(const HipLaunch& p, const SearchRow& row, bool& has_
     for (int tile = 0; tile < num_queries; tile += kTileQueries) {
       const int in_tile = min(kTileQueries, num_queries - tile);
       if (!has_queries) {
-        __syncthreads();  // the tile before has been read
+        __syncthreads();  // the previous tile has been read
         LoadTile(p, row.at, tile, in_tile, shared.queries);
         __syncthreads();
         has_queries = num_queries <= kTileQueries;
@@ -193,9 +193,9 @@ __device__ void ScoreHalves(const HipLaunch& p, const SearchRow& row, bool& has_
   }
 }
 
-// --- keep: by the first block ---
+// --- keep: by the first CTA ---
 
-// The nodes are of one block each.
+// Writes the list of the nodes, which are one block each.
 __device__ void WriteNodes(const HipLaunch& p, const SearchRow& row, SelectMemory& memory) {
   int32_t* begins = p.begins + row.at.index * p.max_nodes;
   for (int64_t j = threadIdx.x; j < row.wanted; j += kSelectThreads) {
@@ -216,7 +216,7 @@ __device__ void WriteNodes(const HipLaunch& p, const SearchRow& row, SelectMemor
   p.select.out.headers[row.at.index] = header;
 }
 
-// The halves that are kept become the nodes.
+// Makes nodes of the halves that are kept.
 __device__ void KeepHalves(const HipLaunch& p, const SearchRow& row, SelectMemory& memory,
                            uint32_t* copied) {
   const int64_t n = p.num_halves[row.at.index];
@@ -245,7 +245,7 @@ __global__ void __launch_bounds__(kSelectThreads)
   const bool leads = hopper::ClusterRank() == 0;
   const RowReuse reuse(p.select, row.at);
   const bool serves = reuse.Serves(row.header);
-  hopper::ClusterSync();  // all blocks know
+  hopper::ClusterSync();  // all CTAs know
   if (serves) {
     if (leads) reuse.Recall(row.header);
     return;

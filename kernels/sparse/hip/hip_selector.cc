@@ -15,14 +15,14 @@ namespace {
 
 constexpr float kNoScore = -std::numeric_limits<float>::infinity();
 
-// A run of blocks, relative to the first candidate.
+// A run of blocks of 2 tokens, counted from the first candidate.
 struct Node {
   int64_t begin = 0;
   int64_t length = 0;
   float score = kNoScore;
 };
 
-// Memory of one thread of a Select call.
+// Working memory of one thread of a Select call.
 struct ThreadMemory {
   ThreadMemory(ScratchPieces& pieces, const SelectParams& p) : tile(pieces, p) {
     int64_t rows = 0;
@@ -46,7 +46,7 @@ struct ThreadMemory {
   Ranked* ranked;
 };
 
-// The search in one row with a list.
+// The search in one row that has a list.
 class Search {
  public:
   Search(const SelectRow& row, const ThreadMemory& memory)
@@ -60,7 +60,7 @@ class Search {
     }
   }
 
-  // The best nodes of one block each, ascending. REQUIRES: count <= the candidates' blocks.
+  // Returns the best nodes, one block each, ascending. REQUIRES: count <= the candidates' blocks.
   std::span<const Node> Run(int64_t count) {
     const int64_t blocks = CeilHipBlocks(row_.candidates_end() - row_.header.sink_end);
     for (int64_t j = 0; j < count; ++j) {
@@ -77,7 +77,7 @@ class Search {
  private:
   float* Query(int64_t i) const { return memory_.queries + i * row_.p.kv.layout.head_dim; }
 
-  // Nodes ascend and do not overlap, so halves do too: the rank of a half is its place.
+  // Nodes ascend and do not overlap, so halves do too: the place of a half is its rank.
   void Halve(int64_t count) {
     int64_t halves = 0;
     for (int64_t j = 0; j < count; ++j) {
@@ -94,7 +94,7 @@ class Search {
     }
   }
 
-  // By the tokens of their centre blocks.
+  // Scores the halves by the tokens of their centre blocks.
   void Score(int64_t halves) {
     const auto token_at = [&](int64_t i) {
       const Node& half = memory_.halves[i / kHipBlockTokens];
@@ -139,7 +139,7 @@ void SelectBlocks(const SelectRow& row, const ThreadMemory& memory) {
 }  // namespace
 
 int64_t HipSelector::MaxEntries(const SelectionNumbers& numbers, int64_t tokens) const {
-  // A block may lie across two pages.
+  // A block may cross into a second page.
   return std::min(2 * CeilHipBlocks(numbers.budget_tokens), CeilPages(tokens));
 }
 

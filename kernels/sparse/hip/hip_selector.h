@@ -1,5 +1,5 @@
-// The selector `hip` (HiP attention, arXiv 2406.09827): a search for the best blocks of 2 tokens
-// in time logarithmic in the context, by halving n intervals that begin as even parts of all
+// The selector `hip` (HiP attention, arXiv 2406.09827): searches the best blocks of 2 tokens in
+// time logarithmic in the context, by halving n intervals that begin as even parts of all
 // candidates:
 //
 //   blocks of 2 tokens from sink_end on; N of them before candidates_end, n = budget_tokens / 2
@@ -10,14 +10,14 @@
 //                       the half's centre block (start + floor(length / 2)), of q . k
 //     the n halves of the largest scores are the next nodes, the later one first among equals
 //
-// A block stands for the whole half it is the centre of: what is far from a centre may be missed.
-// Of a query block the queries 1, 3, 5, ... and the last one are sampled. Scores are exact,
-// float32, not scaled; NaN is the smallest. Where the candidates fit the budget, all are chosen.
-// Entries hold tokens; `score` is the best of the entry's blocks, from the last time they were
-// scored. Differs from the paper: heads of one KV group share a list (the paper's are per head);
-// where keys are cached un-rotated, query r of a block stands at distance window_tokens + r of all;
-// the block size is 2 and the representative the centre, its defaults. Cost: reads at most 4 n keys
-// per halving, log2(N / n) halvings. Thread-compatible.
+// A centre block stands for its whole half, so tokens far from a centre may be missed. The sampled
+// queries of a query tile are 1, 3, 5, ... and the last. Scores are exact float32, unscaled; NaN is
+// the smallest. Where the candidates fit the budget, all are chosen. Entries hold tokens; `score`
+// is the best score of the entry's blocks when they were last scored. Differs from the paper: heads
+// of one KV group share a list (the paper's are per head); where keys are cached un-rotated, query
+// r of a tile is at distance window_tokens + r from all keys; the block size is 2 and the
+// representative the centre, which are the paper's defaults. Cost: reads at most 4 n keys per
+// halving, log2(N / n) halvings. Thread-compatible.
 #pragma once
 
 #include "kernels/sparse/stages.h"

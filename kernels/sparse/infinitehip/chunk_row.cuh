@@ -1,4 +1,4 @@
-// A row of infinitehip's first stage: the chunks that it chooses from. For its kernels.
+// A row of infinitehip's first stage and the chunks that it chooses from. For its kernels.
 #pragma once
 
 #include "kernels/sparse/infinitehip/infinitehip_launch.h"
@@ -14,7 +14,7 @@ struct ChunkRow {
         count(static_cast<uint32_t>(p.pages.chunks.Count(header, at.numbers))),
         kept(static_cast<uint32_t>(p.pages.chunks.Kept(at.numbers))) {}
 
-  // Else all are kept, unscored.
+  // If false, all chunks are kept, unscored.
   __device__ bool chooses() const { return count > kept; }
   __device__ int64_t BeginOf(uint32_t chunk) const { return header.sink_end + chunk * tokens; }
   __device__ PageRange PagesOf(uint32_t begin, uint32_t end) const {

@@ -10,7 +10,7 @@ namespace kvasir::kernels {
 namespace {
 
 constexpr float kNoScore = -std::numeric_limits<float>::infinity();
-// Chunks of so few tokens are scored by all of them.
+// Chunks of at most this many tokens are scored by all of them.
 constexpr int64_t kExactChunkTokens = 8;
 
 }  // namespace
@@ -100,7 +100,7 @@ void ChunkScores::RotateMeans(int64_t distance, float* to) {
   for (int64_t at = 0; at < size; at += head_dim_) RotateToDistance(row_, distance, to + at);
 }
 
-// Page scores of [begin, end) by these queries, to page_scores.
+// Writes the scores of the pages [begin, end), by these queries, to page_scores.
 void ChunkScores::ScorePagesBy(const float* queries, int64_t begin, int64_t end) {
   const int64_t num_queries = row_.group * num_means_;
   for (int64_t q = 0; q < num_queries; ++q) {
@@ -116,7 +116,7 @@ void ChunkScores::ScorePagesBy(const float* queries, int64_t begin, int64_t end)
   first_page_ = begin;
 }
 
-// Bounds cannot be rotated: each chunk has queries of its own when it has a position of its own.
+// Bounds cannot be rotated, so a chunk with a position of its own needs queries of its own.
 void ChunkScores::ScoreByPages() {
   const auto pages_end = [&](int64_t j) { return CeilPages(chunks_.begins[j] + chunks_.tokens); };
   const bool alike = placing_ != Placing::kChunkIndexed;
@@ -159,8 +159,8 @@ void ChunkScores::ScoreByAllKeys(KeyForm form) {
   });
 }
 
-// All chunks together, a level of the descent at a time. Of a chunk, `probed` is where the half
-// that it has come down to begins.
+// All chunks descend together, one level at a time. For each chunk `probed` is the begin of the
+// half that it has reached.
 void ChunkScores::ScoreByDescent(int64_t g) {
   KeyLogits keys(row_, KeyForm::kCached, memory_.tile);
   std::copy_n(chunks_.begins, chunks_.count, memory_.probed);
@@ -174,7 +174,7 @@ void ChunkScores::ScoreByDescent(int64_t g) {
   });
 }
 
-// Into the better of the two halves of `half` tokens, by one key of each.
+// Descends into the better of the two halves of `half` tokens, by one key of each.
 void ChunkScores::DescendTo(int64_t half, int64_t g, KeyLogits& keys) {
   const int64_t offset = probe_ == Probe::kCentre ? half / 2 : 0;
   const auto token_at = [&](int64_t j, int64_t side) {

@@ -1,5 +1,5 @@
-// The scores by which `infinitehip` keeps chunks (infinitehip_selector.h defines them), for the
-// query heads of one KV head. Called by the selector. Thread-compatible.
+// The scores by which `infinitehip` keeps chunks (defined in infinitehip_selector.h), for the query
+// heads of one KV head. Called by the selector. Thread-compatible.
 #pragma once
 
 #include <cstddef>
@@ -14,27 +14,27 @@ namespace kvasir::kernels {
 // Chunks of one size, ascending.
 struct ChunkList {
   int64_t count = 0;
-  int64_t tokens = 0;               // of each: a power of two
+  int64_t tokens = 0;               // of each chunk; a power of two
   const int64_t* begins = nullptr;  // [count]
 };
 
 class ChunkScores {
  public:
   using Probe = InfiniteHipSelector::Probe;
-  // What there is at most in a Select call.
+  // Upper limits of a Select call.
   struct Sizes {
     int64_t chunks = 0;
     int64_t query_rows = 0;
     int64_t context = 0;
   };
-  // Of one thread.
+  // Working memory of one thread.
   struct Memory {
     Memory(ScratchPieces& pieces, const SelectParams& params, const Sizes& sizes);
 
     KeyLogits::Memory tile;
     float* means;  // [G, averaged rows, head_dim]
-    float* left;   // the same, placed for left probes; where keys are cached un-rotated
-    float* right;  // and for all others
+    float* left;   // the same, placed for left probes; only where keys are un-rotated
+    float* right;  // the same, placed for all other probes
     float* vector;
     float* signed_q;
     float* page_scores;
@@ -50,9 +50,9 @@ class ChunkScores {
   void Score(const ChunkList& chunks, int64_t query_stride, bool by_pages, float* scores);
 
  private:
-  // Where queries and keys stand while chunks are judged.
+  // The positions of queries and keys while chunks are judged.
   enum class Placing {
-    kNative,        // they are cached rotated
+    kNative,        // their own: keys are cached rotated
     kRelative,      // the query at Wm + 1, a left probe at 0, a right one at 1
     kChunkIndexed,  // of n chunks: the query at n - 1 + Wm, all keys of chunk c at c
   };
@@ -62,14 +62,14 @@ class ChunkScores {
   void AverageQueries(int64_t stride);
   void PlaceQueries();
   void RotateMeans(int64_t distance, float* to);
-  // Of head g of the group: num_means_ of them, and behind them those of the next head.
+  // Returns the num_means_ queries of head g of the group. Those of the next head follow.
   const float* Queries(Side side, int64_t g) const {
     const float* queries = placing_ == Placing::kNative ? memory_.means
                            : side == Side::kLeft        ? memory_.left
                                                         : memory_.right;
     return queries + g * num_means_ * head_dim_;
   }
-  // Of chunk-indexed placing.
+  // The query's distance to a chunk in chunk-indexed placing.
   int64_t ChunkDistance(int64_t index) const {
     return chunks_.count - 1 + selection_window_ - index;
   }
@@ -80,8 +80,8 @@ class ChunkScores {
   void ScoreByAllKeys(KeyForm form);
   void ScoreByDescent(int64_t g);
   void DescendTo(int64_t half, int64_t g, KeyLogits& keys);
-  // As of KeyLogits, for a power of two of keys of each chunk: token_at(chunk, key). Calls
-  // use(first, n, shift): key i is one of chunk i >> shift.
+  // KeyLogits::ForEachTile for a power of two of keys per chunk: token_at(chunk, key). Calls
+  // use(first, n, shift); key i belongs to chunk i >> shift.
   template <typename TokenAt, typename Use>
   void ForEachTile(KeyLogits& keys, int64_t keys_per_chunk, const TokenAt& token_at,
                    const Use& use);
@@ -95,7 +95,7 @@ class ChunkScores {
   ChunkList chunks_;
   float* scores_ = nullptr;
   int64_t num_means_ = 0;
-  int64_t first_page_ = 0;  // of page_scores
+  int64_t first_page_ = 0;  // that page_scores begins with
 };
 
 }  // namespace kvasir::kernels

@@ -1,6 +1,7 @@
-// The first stage of infinitehip where chunks stand side by side: bounds cannot be rotated, so each
-// chunk has queries of its own. A warp takes a chunk, each lane some pairs of elements; the block's
-// averaged queries come through shared memory in tiles, and are turned in registers.
+// The scores of infinitehip's first stage in chunk-indexed layers. Bounds cannot be rotated, so
+// each chunk has queries of its own. A warp takes a chunk, each lane some pairs of elements. The
+// tile's averaged queries come through shared memory, kTileQueries at a time, and are rotated in
+// registers.
 #include <algorithm>
 
 #include "kernels/base/overlapped_launch.h"
@@ -13,10 +14,10 @@ namespace {
 
 constexpr int kWarps = 8;
 constexpr int kTileQueries = 16;
-// Blocks of threads, all rows together: as many as run at once on any GPU.
+// CTAs of all rows together: the number that runs at once on any GPU.
 constexpr int64_t kScoreBlocks = 512;
 
-// Averaged queries [first, first + count) of the row.
+// Loads the averaged queries [first, first + count) of the row.
 template <int kHeadDim>
 __device__ void LoadMeans(const InfiniteHipLaunch& p, const DeviceRow& row, int first, int count,
                           float (*to)[kHeadDim]) {
@@ -31,8 +32,7 @@ __device__ void LoadMeans(const InfiniteHipLaunch& p, const DeviceRow& row, int 
   }
 }
 
-// The lane's elements of a page's bounds, or of what they are multiplied with: pairs half a head
-// apart.
+// The lane's elements of a page's bounds, or of their factors: pairs half a head apart.
 template <int kHeadDim>
 struct Pairs {
   static constexpr int kCount = kHeadDim / 2 / kWarpThreads;
@@ -51,13 +51,13 @@ __device__ Pairs<kHeadDim> LoadBound(const std::byte* bound, int lane) {
   return pairs;
 }
 
-// min(q, 0) by the least and max(q, 0) by the greatest element; NaN shows in both.
+// Returns min(q, 0) times the least plus max(q, 0) times the greatest element. NaN stays in both.
 __device__ inline float BoundOf(float q, float least, float greatest) {
   return (q > 0 ? 0.0f : q) * least + (q < 0 ? 0.0f : q) * greatest;
 }
 
-// Raises `best` to the bounds of a page's logits, for `count` queries turned by cosines (low) and
-// sines (high).
+// Raises `best` to the bounds of a page's logits, for `count` queries rotated by the cosines (low)
+// and sines (high) of `turn`.
 template <int kHeadDim>
 __device__ void RaiseByPage(const Pairs<kHeadDim>& least, const Pairs<kHeadDim>& greatest,
                             const Pairs<kHeadDim>& turn, const float (*queries)[kHeadDim],
@@ -75,7 +75,7 @@ __device__ void RaiseByPage(const Pairs<kHeadDim>& least, const Pairs<kHeadDim>&
     for (int distance = kWarpThreads / 2; distance > 0; distance /= 2) {
       sum += __shfl_xor_sync(kAllLanes, sum, distance);
     }
-    best = sum > best ? sum : best;  // leaves out NaN
+    best = sum > best ? sum : best;  // ignores NaN
   }
 }
 
@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(kWarps* kWarpThreads, 1)
     for (int tile = 0; tile < num_queries; tile += kTileQueries) {
       const int count = min(kTileQueries, num_queries - tile);
       if (!is_loaded) {
-        __syncthreads();  // the tile before has been read
+        __syncthreads();  // the previous queries have been read
         LoadMeans<kHeadDim>(p, row, tile, count, queries);
         __syncthreads();
         is_loaded = num_queries <= kTileQueries;

@@ -10,7 +10,7 @@
 namespace kvasir::kernels {
 namespace {
 
-// Returns the bytes of it all.
+// Lays out the workspace and returns its size in bytes.
 int64_t LayOut(std::byte* workspace, Scope scope, int64_t rows, int64_t pages,
                InfiniteHipLaunch& launch) {
   ScratchPieces pieces(workspace);
@@ -27,7 +27,7 @@ int64_t LayOut(std::byte* workspace, Scope scope, int64_t rows, int64_t pages,
 
 }  // namespace
 
-// Over a context as long as a slot can hold.
+// Counts over a context as long as a slot can hold.
 int64_t InfiniteHipCuda::MaxChunks(const PagedKv& kv) const {
   return std::max(kv.max_blocks_per_slot * kPageTokens / preset->stages[0].chunk_tokens + 1,
                   MaxLaterChunks());

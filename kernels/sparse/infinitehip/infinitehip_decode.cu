@@ -1,13 +1,13 @@
-// infinitehip on the GPU where all blocks of the step are one token, in bfloat16: all stages in one
-// kernel, a cluster of blocks of threads a row.
+// infinitehip on the GPU where all query tiles of the step are one token, in bfloat16. One kernel
+// runs all stages; a cluster of CTAs takes a row.
 //
-//   score   the first stage by bounds of pages, those behind it by key codes: a warp takes 32
-//           tokens of what was left, and the best logit of a chunk is its score; all blocks of the
-//           cluster are told
-//   keep    each block for itself, so that all have what the next stage begins with. Of the last
-//           stage the first block makes the list
+//   score   the first stage by bounds of pages, later ones by key codes: a warp takes 32 tokens of
+//           the chunks that were left, and the best logit of a chunk is its score. Every CTA of the
+//           cluster gets all scores
+//   keep    each CTA chooses for itself, so that all have the chunks of the next stage. After the
+//           last stage the first CTA makes the list
 //
-// Of a stage that does not run, the next one reads what it left in an earlier step.
+// If a stage does not run, the next one reads the chunks that it left in an earlier step.
 #include <algorithm>
 
 #include "kernels/sparse/block_list.cuh"
@@ -26,7 +26,7 @@ constexpr int kWarps = kThreads / kWarpThreads;
 constexpr int kStages = InfiniteHipSelector::kStages;
 constexpr int kLast = kStages - 1;
 
-// Shared memory of a block.
+// Shared memory of a CTA.
 template <int kHeadDim>
 struct DecodeMemory {
   GroupQueries<kHeadDim> bound_queries;  // of the first stage
@@ -34,12 +34,12 @@ struct DecodeMemory {
   SelectMemory select;
 };
 
-// Behind it, of so many items each.
+// Sizes, in items, of the arrays that follow DecodeMemory.
 struct Rooms {
-  uint32_t runs = 0;          // where the codes of the block's runs are: two pages each
-  uint32_t pages = 0;         // the block's scores
+  uint32_t runs = 0;          // addresses of the codes of the CTA's runs: two pages each
+  uint32_t pages = 0;         // the CTA's scores
   uint32_t first_chunks = 0;  // scores of the first stage
-  uint32_t later_chunks = 0;  // scores of the others, and begins of what stages left
+  uint32_t later_chunks = 0;  // scores of the others, and begins of the chunks left
 
   KVASIR_HOST_DEVICE size_t bytes() const {
     return runs * 2 * sizeof(std::byte*) +
@@ -47,7 +47,8 @@ struct Rooms {
   }
 };
 
-// A block's part of a row. All by all threads of the block, and by the cluster alike.
+// A CTA's part of a row. All functions are called by all threads of the CTA, and alike by the whole
+// cluster.
 template <int kHeadDim>
 class DecodeStages {
  public:
@@ -64,7 +65,7 @@ class DecodeStages {
         rank_(static_cast<int>(hopper::ClusterRank())),
         num_blocks_(static_cast<int>(hopper::ClusterBlocks())) {}
 
-  // What the first stage chooses from: the whole row.
+  // Begins the first stage: the whole row is one chunk to be split.
   __device__ void BeginAnew() {
     begins_ = Begins(kLast);
     if (threadIdx.x == 0) begins_[0] = static_cast<int32_t>(row_.header.sink_end);
@@ -72,7 +73,7 @@ class DecodeStages {
     num_chunks_ = static_cast<int>(row_.count);
     __syncthreads();
   }
-  // The scores of the first stage, by the pages [pages.begin, pages.end) of the chunks `own`.
+  // Scores the chunks `own` for the first stage, by their pages [pages.begin, pages.end).
   __device__ void ScorePages(PageStream<kHeadDim>& stream, const PageRange& pages,
                              const ClusterShare& own) {
     stream.Score(memory_.bound_queries, page_scores_);
@@ -88,7 +89,7 @@ class DecodeStages {
     hopper::ClusterSync();
   }
 
-  // What a stage left in an earlier step.
+  // Reads the chunks that a stage left in an earlier step, and splits them for the next stage.
   __device__ void Recall(int stage) {
     left_ = reuse_.remembered().kept[stage];
     tokens_ = tokens_of(stage);
@@ -99,7 +100,7 @@ class DecodeStages {
     Split(stage + 1);
   }
 
-  // The stages from this one on; of the first, what is behind its scores.
+  // Runs the stages from this one on. The first stage must have been scored.
   __device__ void Run(const int first_stage) {
 #pragma unroll 1
     for (int stage = first_stage;; ++stage) {
@@ -112,7 +113,7 @@ class DecodeStages {
   }
 
  private:
-  // Longer than any, and a power of two as chunks are.
+  // Longer than any row, and a power of two, as chunk lengths are.
   static constexpr int kWholeRow = 1 << 30;
 
   __device__ int tokens_of(int stage) const {
@@ -121,21 +122,21 @@ class DecodeStages {
   __device__ int NumKept(int stage) const {
     return static_cast<int>(p_.stages[stage].KeptChunks(row_.at.numbers.budget_tokens));
   }
-  // How many parts of a length are in a chunk of what the stage before left.
+  // Log2 of the number of parts of `tokens` in a chunk that the stage before left.
   __device__ int PartsLog2(int tokens) const { return __ffs(tokens_) - __ffs(tokens); }
-  // Where such a part begins.
+  // Returns where such a part begins.
   __device__ int BeginOf(int part, int tokens) const {
     const int log2 = PartsLog2(tokens);
     return begins_[part >> log2] + (part & ((1 << log2) - 1)) * tokens;
   }
 
-  // --- shared memory: scores of the stages, then begins of what they left ---
+  // --- shared memory: scores of the stages, then begins of the chunks they left ---
 
   __device__ uint32_t* Scores(int stage) const { return stage == 0 ? chunks_ : Later(stage - 1); }
   __device__ int32_t* Begins(int stage) const {
     return reinterpret_cast<int32_t*>(Later(kLast + stage));
   }
-  // All blocks are past the stage whose scores they were.
+  // Reuses the scores of stage 1: all CTAs are past it.
   __device__ uint32_t* KeptScores() const { return Scores(1); }
   __device__ uint32_t* Later(int array) const {
     return chunks_ + rooms_.first_chunks + array * rooms_.later_chunks;
@@ -143,8 +144,8 @@ class DecodeStages {
 
   // --- score ---
 
-  // A run is 32 tokens of one chunk that was left; the blocks take turns. Finds the codes of those
-  // of this block, of the page of a run's first token and of its last one's, and sends for them.
+  // A run is 32 tokens of one chunk that was left; the CTAs take runs in turn. Finds and prefetches
+  // the codes of this CTA's runs: those of the pages of a run's first and last token.
   __device__ void FindRuns(int num_runs) {
     for (int i = static_cast<int>(threadIdx.x); i < 2 * num_runs; i += kThreads) {
       const bool is_last = i % 2 != 0;
@@ -164,7 +165,7 @@ class DecodeStages {
 
   __device__ void Score(int stage) {
     const int all_runs = left_ << PartsLog2(kWarpThreads);
-    const int num_runs = (all_runs - rank_ + num_blocks_ - 1) / num_blocks_;  // of this block
+    const int num_runs = (all_runs - rank_ + num_blocks_ - 1) / num_blocks_;  // of this CTA
     FindRuns(num_runs);
     const auto load = [&](int run, TokenKeys<kHeadDim>& keys) {
       keys.Load(p_.select.kv.layout, codes_[2 * run], codes_[2 * run + 1],
@@ -198,8 +199,8 @@ class DecodeStages {
 
   // --- keep ---
 
-  // By the scores, or all where there is room. Of the last stage, which is not split, scores are
-  // kept, too: 0 where there are none.
+  // Keeps chunks by the scores, or all where there is room. The last stage, whose chunks are not
+  // split, also keeps the scores: 0 where there are none.
   __device__ void Keep(int stage) {
     const int tokens = tokens_of(stage);
     const int n = num_chunks_;
@@ -217,20 +218,20 @@ class DecodeStages {
         keep(i, i, OrderedScore(0));
       }
     }
-    __syncthreads();  // all are written, and what was left before is no longer read
+    __syncthreads();  // all are written, and the earlier chunks are no longer read
     begins_ = begins;
     tokens_ = tokens;
     if (stage < kLast && rank_ == 0 && reuse_.remembers()) Remember(stage);
   }
 
-  // What a stage left, for steps to come.
+  // Remembers the chunks that a stage left, for later steps.
   __device__ void Remember(int stage) const {
     int32_t* const items = reuse_.items(stage);
     for (int i = static_cast<int>(threadIdx.x); i < left_; i += kThreads) items[i] = begins_[i];
     if (threadIdx.x == 0) reuse_.remembered().kept[stage] = left_;
   }
 
-  // What the stage before left becomes the chunks of this one.
+  // Splits the chunks that the stage before left into those of this one.
   __device__ void Split(int stage) { num_chunks_ = left_ << PartsLog2(tokens_of(stage)); }
 
   __device__ void WriteRow(int first_stage) {
@@ -260,11 +261,11 @@ class DecodeStages {
   uint32_t* const chunks_;
   const int rank_;
   const int num_blocks_;
-  int num_chunks_ = 0;  // that the stage chooses from
-  // What the stage before left, ascending: where its chunks begin.
+  int num_chunks_ = 0;  // chunks that the stage chooses from
+  // Begins of the chunks that the stage before left, ascending.
   int32_t* begins_ = nullptr;
   int left_ = 0;
-  int tokens_ = 0;  // of each
+  int tokens_ = 0;  // of each chunk
 };
 
 template <int kHeadDim>
@@ -289,7 +290,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     memory.queries.Load(p.select, row.at);
   }
   __syncthreads();
-  hopper::ClusterWait();  // all blocks are there, and know which stages run
+  hopper::ClusterWait();  // all CTAs have started and know which stages run
   if (first_stage == kStages) {
     if (hopper::ClusterRank() == 0) reuse.Recall(row.header);
     return;
@@ -312,9 +313,9 @@ RowKernel<InfiniteHipLaunch, Rooms> KernelOf(const Rooms& rooms) {
           .shared_bytes = sizeof(DecodeMemory<kHeadDim>) + rooms.bytes()};
 }
 
-// Of a row, whatever it keeps.
+// Returns sizes that suffice for every row.
 Rooms RoomsOf(const InfiniteHipLaunch& p) {
-  // The last chunk may end behind the last page; chunks of later stages are no longer than runs.
+  // The last chunk may end after the last page. Chunks of later stages are no longer than runs.
   const int64_t pages = p.select.kv.max_blocks_per_slot + CeilPages(p.pages.chunks.chunk_tokens);
   return {.runs = static_cast<uint32_t>(p.later_chunks),
           .pages = static_cast<uint32_t>(pages),

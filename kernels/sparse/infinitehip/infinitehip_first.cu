@@ -1,6 +1,6 @@
-// The first stage of infinitehip on the GPU, which chooses among all chunks, but for decode
-// (infinitehip_decode.cu). A chunk's score is the best of its pages', as quest's are:
-// page_scores.cu has scored them, or infinitehip_chunks.cu chunks that have positions of their own.
+// The first stage of infinitehip on the GPU, which chooses among all chunks; decode has its own
+// (infinitehip_decode.cu). A chunk's score is the best of its pages' scores by quest, which
+// page_scores.cu has made. In chunk-indexed layers infinitehip_chunks.cu has scored the chunks.
 #include "kernels/base/overlapped_launch.h"
 #include "kernels/sparse/block_select.cuh"
 #include "kernels/sparse/infinitehip/chunk_row.cuh"
@@ -10,7 +10,7 @@
 namespace kvasir::kernels {
 namespace {
 
-// By scores in shared memory; all, where there is room.
+// Keeps the best chunks by scores in shared memory, or all where there is room.
 __device__ void KeepBestChunks(const InfiniteHipLaunch& p, const ChunkRow& row,
                                const RowReuse& reuse, const uint32_t* scores,
                                SelectMemory& memory) {
@@ -31,7 +31,7 @@ __device__ void KeepBestChunks(const InfiniteHipLaunch& p, const ChunkRow& row,
   if (reuse.remembers()) reuse.remembered().kept[0] = left;
 }
 
-// Of the rows that choose together.
+// Returns the best score of a chunk over the rows that choose together.
 __device__ uint32_t ScoreInMemory(const InfiniteHipLaunch& p, const ChunkRow& row, uint32_t chunk) {
   const InfiniteHipLaunch::Rows together = p.Together(row.at.index);
   const PageRange pages = row.PagesOf(chunk, chunk + 1);
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kSelectThreads)
   cudaTriggerProgrammaticLaunchCompletion();
   const ChunkRow row(p, blockIdx.x);
   const RowReuse reuse(p.select, row.at);
-  if (reuse.FirstStage(row.header) > 0) return;  // what it left is in the memory
+  if (reuse.FirstStage(row.header) > 0) return;  // the chunks that it left are in the memory
   if (row.chooses()) {
     for (uint32_t i = threadIdx.x; i < row.count; i += kSelectThreads) {
       scores[i] = ScoreInMemory(p, row, i);

@@ -32,7 +32,7 @@ constexpr struct {
 
 constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Chunks that a stage of a row may have.
+// Most chunks that a stage of a row may have.
 int64_t MaxChunks(const Preset& preset, const QueryBlock& block, const SelectionNumbers& numbers) {
   int64_t chunks = block.first_position / preset.stages[0].chunk_tokens + 1;
   for (size_t s = 0; s + 1 < preset.stages.size(); ++s) {
@@ -43,7 +43,7 @@ int64_t MaxChunks(const Preset& preset, const QueryBlock& block, const Selection
   return chunks;
 }
 
-// Makes the positions of all placings known.
+// Adds the positions of all placings to params.rope.
 void ReservePlacings(const SelectParams& p, const Preset& preset, Executor& executor) {
   if (p.rope == nullptr) return;
   int64_t last = 0;
@@ -65,7 +65,7 @@ ChunkScores::Sizes SizesOf(const SelectParams& p, const Preset& preset) {
   return sizes;
 }
 
-// The chunks of a selection that is under way.
+// The chunks of a selection in progress.
 struct ChunkMemory {
   ChunkMemory(ScratchPieces& pieces, int64_t chunks)
       : begins(pieces.Take<int64_t>(chunks)),
@@ -79,13 +79,13 @@ struct ChunkMemory {
   Ranked* ranked;
 };
 
-// The stages in one row with candidates, or at layer scope in one block, whose first row it gets.
+// The stages in one row with candidates, or at layer scope in one query tile, given its first row.
 class Pruning {
  public:
   Pruning(const SelectRow& row, const Preset& preset, ChunkMemory& memory)
       : row_(row), preset_(preset), memory_(memory) {}
 
-  // score(chunks, stage, scores) answers with a Status.
+  // score(chunks, stage, scores) returns a Status.
   template <typename Score>
   absl::Status Run(const Score& score) {
     const size_t first = row_.memory == nullptr ? 0 : row_.memory->first_stage;
@@ -112,7 +112,7 @@ class Pruning {
     }
   }
 
-  // What a stage left, in this step and in an earlier one.
+  // Remember and Recall store and load the chunks that a stage left.
   void Remember(size_t stage) {
     RowMemory::StageItems& left = row_.memory->stages[stage];
     left.count = num_chunks_;
@@ -150,7 +150,7 @@ class Pruning {
       memory_.ranked[j] = Ranked(memory_.scores[j], j);
     }
     KeepBest({memory_.ranked, static_cast<size_t>(num_chunks_)}, count);
-    for (int64_t j = 0; j < count; ++j) {  // ascending: nothing is overwritten that is still read
+    for (int64_t j = 0; j < count; ++j) {  // ascending, so nothing still to be read is overwritten
       memory_.begins[j] = memory_.begins[memory_.ranked[j].item()];
       memory_.scores[j] = memory_.ranked[j].score();
     }
@@ -164,13 +164,13 @@ class Pruning {
   int64_t num_chunks_ = 0;
 };
 
-// Whether there is something to choose from; makes the header.
+// Makes the header. Returns whether there is something to choose from.
 bool Begin(const SelectRow& row, const Preset& preset) {
   row.header = MakeHeader(row.block, row.numbers);
   return preset.grid().Count(row.header, row.numbers) > 0;
 }
 
-// What both scopes do for one row: its part of a stage's scores.
+// One row's part of a stage's scores, for both scopes.
 struct RowScores {
   const Preset& preset;
   Probe probe;
@@ -182,7 +182,7 @@ struct RowScores {
   }
 };
 
-// Memory of one thread of a Select call at group scope.
+// Working memory of one thread of a Select call at group scope.
 struct ThreadMemory {
   ThreadMemory(ScratchPieces& pieces, const SelectParams& p, const ChunkScores::Sizes& sizes)
       : scores(pieces, p, sizes), chunks(pieces, sizes.chunks) {}
@@ -190,8 +190,8 @@ struct ThreadMemory {
   ChunkMemory chunks;
 };
 
-// Selection at layer scope, a query block at a time: its KV heads score side by side, and the best
-// of their scores is a chunk's.
+// Selects at layer scope, one query tile at a time. Its KV heads score in parallel, and the best of
+// their scores is a chunk's.
 class LayerSelection {
  public:
   LayerSelection(const SelectParams& p, const PageSelection& out, const RowScores& row_scores,
@@ -262,7 +262,7 @@ class LayerSelection {
   const int64_t heads_;
   const ChunkScores::Sizes sizes_;
   int64_t thread_bytes_ = 0;
-  std::byte* shared_ = nullptr;   // of the block: ChunkMemory
+  std::byte* shared_ = nullptr;   // of the query tile: ChunkMemory
   float* head_scores_ = nullptr;  // [KV heads, chunks]
   std::byte* threads_ = nullptr;  // of each thread: ChunkScores::Memory
 };
@@ -311,7 +311,7 @@ int64_t InfiniteHipSelector::MinWindowTokens() const {
 
 int64_t InfiniteHipSelector::MaxEntries(const SelectionNumbers& numbers, int64_t tokens) const {
   const Stage& last = preset_.stages.back();
-  // A block may lie across two pages.
+  // A chunk may cross into a second page.
   return std::min(2 * last.KeptChunks(numbers.budget_tokens), CeilPages(tokens));
 }
 

@@ -1,15 +1,14 @@
-// The stages of infinitehip on the GPU behind the first, but for decode (infinitehip_decode.cu): a
-// cluster of blocks of threads a row.
+// The later stages of infinitehip on the GPU; decode has its own (infinitehip_decode.cu). A cluster
+// of CTAs takes a row.
 //
-//   score   a warp takes 32 tokens of what the stage before left, and the best logit of a chunk's
-//           is its score; a block tells the others the scores of its chunks
-//   keep    each block for itself finds the score of the last chunk that is kept, by counting, so
-//           that all have what the next stage begins with. Of the last stage the first block makes
-//           the list
+//   score   a warp takes 32 tokens of the chunks that the stage before left, and the best logit of
+//           a chunk is its score; a CTA sends the others the scores of its chunks
+//   keep    each CTA finds for itself, by counting, the score of the last chunk that is kept, so
+//           all have the chunks of the next stage; after the last stage the first CTA lists them
 //
-// One launch does it all, where a row chooses for itself. Where those of a layer choose together,
-// each step is a launch: scores of all rows are in device memory when they are joined. Of a stage
-// that does not run, the next one reads what it left in an earlier step.
+// Where a row chooses for itself, one launch does it all. Where the rows of a layer choose
+// together, each step is a launch, so that scores of all rows are in device memory when they are
+// joined. If a stage does not run, the next one reads the chunks that it left in an earlier step.
 #include <algorithm>
 #include <bit>
 
@@ -28,53 +27,54 @@ constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / kWarpThreads;
 // Runs of 32 tokens that a warp finds at once: two lanes each.
 constexpr int kRunsFound = kWarpThreads / 2;
-// Tiles of queries in shared memory, and of 32 keys a warp: fewer where there are many tiles.
+// Most tiles of queries in shared memory, and of 32 keys per warp: fewer where there are many tiles
+// of queries.
 constexpr int kMostTilesAtOnce = 16;
 constexpr int kRunsAtOnce = 4;
 constexpr int kRunsBesideTiles = 2;
-// Chunks of a stage that are chosen from in shared memory. More are in device memory.
+// Most chunks of a stage that are chosen from in shared memory. More are in device memory.
 constexpr int64_t kSharedChunks = 2048;
 
-// Of both stages: score and keep of stage 1, score and keep of stage 2.
+// The steps of a launch, from: score stage 1, keep stage 1, score stage 2, keep stage 2.
 struct Steps {
   int begin;
   int end;
 };
 constexpr Steps kAllSteps = {0, 2 * (InfiniteHipSelector::kStages - 1)};
 
-// How a launch cuts the rows, and what is in shared memory.
+// How a launch divides the rows, and the sizes of what is in shared memory.
 struct Cut {
-  unsigned blocks_of_row;  // a power of two
+  unsigned blocks_of_row;  // CTAs; a power of two
   int tiles_at_once;
   int runs_at_once;
   int shared_chunks;  // 0: they are in device memory
 };
 
-// Shared memory of a block. Behind it QueryTile [tiles_at_once], StagedKeys [kWarps, runs_at_once],
-// and of chunks [shared_chunks]
-// each: scores of stage 1, in the end those that the last stage left; scores of stage 2; begins of
-// what each left.
+// Shared memory of a CTA. After it: QueryTile [tiles_at_once], StagedKeys [kWarps, runs_at_once],
+// and four arrays [shared_chunks]: scores of stage 1, which in the end are those of the chunks that
+// the last stage left; scores of stage 2; begins of the chunks that each left.
 struct StageMemory {
   SelectMemory select;
 };
 constexpr int kChunkArrays = 4;
 
-// So many parts of a whole; both are powers of two.
+// Log2 of the number of parts in a whole. Both are powers of two.
 __device__ inline int PartsLog2(int whole, int part) { return __ffs(whole) - __ffs(part); }
 
-// What a stage left, ascending: where its chunks begin.
+// The chunks that a stage left, ascending.
 struct Parents {
   const int32_t* begins;
   int count;
   int tokens;  // of a chunk
 };
 
-// A block's part of a row. All by all threads of the block, and by the cluster alike.
+// A CTA's part of a row. All functions are called by all threads of the CTA, and alike by the whole
+// cluster.
 template <int kHeadDim, bool kPlaced>
 class LaterStages {
  public:
   using Tile = QueryTile<kHeadDim>;
-  static constexpr int kTilesOfKeys = kPlaced ? 1 : 2;  // multiplied at once, as registers allow
+  static constexpr int kTilesOfKeys = kPlaced ? 1 : 2;  // multiplied at once; limited by registers
 
   __device__ LaterStages(const InfiniteHipLaunch& p, const Cut& cut, const DeviceRow& row,
                          std::byte* memory)
@@ -121,7 +121,7 @@ class LaterStages {
     return static_cast<int>(p_.stages[stage].KeptChunks(row_.numbers.budget_tokens));
   }
 
-  // --- where it all lies ---
+  // --- addresses ---
 
   template <typename T>
   __device__ T* OfRow(T* of_rows) const {
@@ -129,7 +129,7 @@ class LaterStages {
   }
   __device__ uint32_t* Shared(int array) const { return chunks_ + array * cut_.shared_chunks; }
 
-  // Those of the stages are apart: a block may score while another still keeps.
+  // Each stage has its own scores: a CTA may score while another still keeps.
   __device__ uint32_t* ScoresOfRows(int stage) const {
     return stage == kLast ? p_.chunk_scores : p_.kept_scores;
   }
@@ -145,11 +145,11 @@ class LaterStages {
     return in_shared() ? Shared(0) : OfRow(p_.kept_scores);
   }
 
-  // Before anything is read or written that kernels before do.
+  // Must come before all reads and writes of memory that earlier kernels use.
   __device__ void WaitForLeft(int stage) {
     if (has_waited_) return;
     has_waited_ = true;
-    hopper::ClusterSync();  // all blocks run, and know which stages do
+    hopper::ClusterSync();  // all CTAs run, and know which stages do
     cudaGridDependencySynchronize();
     cudaTriggerProgrammaticLaunchCompletion();
     parents_ = LeftBy(stage);
@@ -163,8 +163,8 @@ class LaterStages {
 
   // --- score ---
 
-  // Queries of a tile on, and those behind it that there is room for. kPlaced: chunks stand side by
-  // side, the query behind them. Meets before and behind where it loads any.
+  // Loads the queries from tile `first_tile` on, as many as there is room for. kPlaced: chunks are
+  // chunk-indexed, and the query comes after them. Meets before and after, if it loads.
   __device__ void LoadQueries(int stage, int first_tile) {
     const int64_t position = kPlaced ? NumChunks(stage) - 1 + p_.LeastDistance(row_.numbers) : 0;
     const Held wanted = {
@@ -174,11 +174,11 @@ class LaterStages {
     held_ = wanted;
     const int group = static_cast<int>(p_.select.group);
     const int num_queries = NumQueries(stage);
-    __syncthreads();  // the tiles before have been read
+    __syncthreads();  // the previous tiles have been read
     num_tiles_ =
         min((num_queries + kProductQueries - 1) / kProductQueries - first_tile, cut_.tiles_at_once);
     StoreQueryTiles(tiles_, num_tiles_, [&](int of_tiles, int i) {
-      // Behind the last one it again.
+      // Places after the last query repeat it.
       const int query = min(first_tile * kProductQueries + of_tiles, num_queries - 1);
       const int begin = query / group * wanted.stride;
       const int end = min(begin + wanted.stride, static_cast<int>(row_.block.num_rows));
@@ -204,13 +204,13 @@ class LaterStages {
            static_cast<int>(p_.select.group);
   }
 
-  // Runs of a warp: 32 tokens of one parent each, so many apart.
+  // Runs of a warp, each 32 tokens of one parent, `stride` runs apart.
   struct Runs {
     int first;
     int stride;
     int count;
     int begin;               // of run lane / 2
-    const std::byte* codes;  // of its first token's page, or its last one's
+    const std::byte* codes;  // of the page of its first token, or of its last
   };
   __device__ Runs FindRuns(int first, int stride, int num_runs) const {
     const int log2 = PartsLog2(parents_.tokens, kWarpThreads);
@@ -229,7 +229,7 @@ class LaterStages {
     }
     return runs;
   }
-  // The keys of run i.
+  // Begins to copy the keys of run i.
   __device__ void BeginRun(const Runs& runs, int i, StagedKeys<kHeadDim>& keys) const {
     const int begin = __shfl_sync(kAllLanes, runs.begin, 2 * i);
     const auto own = reinterpret_cast<uint64_t>(runs.codes);
@@ -241,7 +241,7 @@ class LaterStages {
     keys.Begin(p_.select.kv.layout, reinterpret_cast<const std::byte*>(page), token % kPage);
   }
 
-  // Calls use(run, keys) for the warp's runs, which come several at once.
+  // Calls use(run, keys) for the warp's runs, of which several are copied at once.
   template <typename Use>
   __device__ void ForEachRun(const Use& use) const {
     const int num_runs = parents_.count << PartsLog2(parents_.tokens, kWarpThreads);
@@ -254,7 +254,7 @@ class LaterStages {
 #pragma unroll 1
       for (int begin = 0; begin < runs.count; begin += cut_.runs_at_once) {
         const int count = min(cut_.runs_at_once, runs.count - begin);
-        __syncwarp();  // those before have been read
+        __syncwarp();  // the previous keys have been read
 #pragma unroll 1
         for (int i = 0; i < count; ++i) BeginRun(runs, begin + i, keys[i]);
         CommitCopies();
@@ -269,7 +269,7 @@ class LaterStages {
     }
   }
 
-  // The queries need nothing of the stage before, unless they are placed.
+  // Loading the queries need not wait for the stage before, unless they are placed.
   __device__ void Score(int stage) {
     if constexpr (kPlaced) WaitForLeft(stage - 1);
     int tile = 0;
@@ -284,7 +284,7 @@ class LaterStages {
     hopper::ClusterSync();
   }
 
-  // By the tiles that are loaded, of which `tile` is the first.
+  // Scores by the loaded tiles, of which `tile` is the first.
   __device__ void ScoreBy(int stage, int tile) {
     const int chunk_tokens = tokens_of(stage);
     const int tiles_log2 = PartsLog2(chunk_tokens, kProductKeys);   // of a chunk
@@ -300,7 +300,7 @@ class LaterStages {
         for (float& of_tile : best) of_tile = -INFINITY;
         const auto raise = [&](int, int k, float2 logits) {
           float& of_tile = best[k - first];
-          of_tile = fmaxf(of_tile, fmaxf(logits.x, logits.y));  // leaves out NaN
+          of_tile = fmaxf(of_tile, fmaxf(logits.x, logits.y));  // ignores NaN
         };
         if constexpr (kPlaced) {
           const auto position_of = [&](int key) { return first_chunk + key / chunk_tokens; };
@@ -321,7 +321,7 @@ class LaterStages {
     });
   }
 
-  // The scores of the warp's chunks, to the other blocks.
+  // Sends the scores of the warp's chunks to the other CTAs.
   __device__ void Tell(int stage) {
     __syncwarp();
     uint32_t* const scores = ScoresOf(stage);
@@ -343,7 +343,7 @@ class LaterStages {
 
   // --- keep ---
 
-  // What the row chooses by: where rows choose together, the best of their scores.
+  // Returns the scores that the row chooses by: where rows choose together, the best of theirs.
   __device__ const uint32_t* JoinScores(int stage, int n) {
     if (!together()) return ScoresOf(stage);
     const InfiniteHipLaunch::Rows rows = p_.Together(row_.index);
@@ -362,8 +362,8 @@ class LaterStages {
     return joined;
   }
 
-  // Calls use(place, chunk, score) for those that are kept, ascending; for all of them, with the
-  // score of 0, where there is room.
+  // Calls use(place, chunk, score) for the kept chunks, ascending. Where there is room for all, for
+  // all with a score of 0.
   template <typename Use>
   __device__ void ForEachKept(int stage, const Use& use) {
     const int n = NumChunks(stage);
@@ -393,7 +393,7 @@ class LaterStages {
     if (leads) RememberKept(stage);
   }
 
-  // For launches and steps to come.
+  // Stores the kept chunks for later launches and steps.
   __device__ void RememberKept(int stage) const {
     const bool remembers = reuse_.remembers();
     int32_t* const left = OfRow(p_.kept[stage].begins);
@@ -418,7 +418,7 @@ class LaterStages {
     if (threadIdx.x == 0) reuse_.WriteHeader(header_, first_stage_);
   }
 
-  // Of a stage that does not run.
+  // Takes the place of Keep for a stage that does not run.
   __device__ void Recall(int stage) {
     if (stage < kLast) {
       if (first_stage_ == stage + 1) parents_ = LeftBy(stage);
@@ -432,7 +432,7 @@ class LaterStages {
   __device__ static int warp() { return static_cast<int>(threadIdx.x) / kWarpThreads; }
   __device__ int num_blocks() const { return static_cast<int>(cut_.blocks_of_row); }
 
-  // Which queries the tiles are: of means over so many, from a tile on, rotated to a position.
+  // The queries in the tiles: means over `stride` queries, from a tile on, rotated to a position.
   struct Held {
     int stride = 0;
     int first_tile = 0;
@@ -455,7 +455,7 @@ class LaterStages {
   uint32_t* const chunks_;
   Parents parents_ = {};
   Held held_;
-  int num_tiles_ = 0;  // that are held
+  int num_tiles_ = 0;  // tiles in shared memory
   bool has_waited_ = false;
 };
 
@@ -464,8 +464,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     StagesKernel(const __grid_constant__ InfiniteHipLaunch p, const __grid_constant__ Cut cut,
                  const Steps steps) {
   extern __shared__ uint4 raw[];
-  // Begins when all blocks of the kernel before have waited for what came before that: only what
-  // that one writes is still to wait for.
+  // The kernel begins when all CTAs of the kernel before it have waited for what came before that,
+  // so only the output of that kernel is still to wait for.
   const DeviceRow row(p.select, blockIdx.x / cut.blocks_of_row);
   LaterStages<kHeadDim, kPlaced> stages(p, cut, row, reinterpret_cast<std::byte*>(raw));
   stages.Run(steps);

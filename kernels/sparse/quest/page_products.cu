@@ -1,8 +1,8 @@
-// Scores of pages are a matrix product, [pages, 2 head_dim] by [2 head_dim, queries]
-// (quest_score.h), of which only the maximum over the queries is wanted. A block of threads holds
-// the row's queries in shared memory, split by sign; each of its warpgroups takes 64 pages at a
-// time into registers: 32 KB that are read at once, so that few queries go at the speed of memory,
-// and many at that of tensor cores. Products of bfloat16 are exact, sums are float32.
+// Scores of pages by a matrix product, [pages, 2 head_dim] by [2 head_dim, queries]
+// (quest_score.h), of which only the maximum over the queries is needed. A CTA holds the row's
+// queries in shared memory, split by sign. Each of its warpgroups takes 64 pages at a time into
+// registers: 32 KB that are read at once. So few queries run at the speed of memory, and many at
+// that of tensor cores. Products of bfloat16 are exact, sums are float32.
 #include <algorithm>
 #include <cuda_bf16.h>
 #include <type_traits>
@@ -23,7 +23,7 @@ constexpr int kThreads = kWarpgroups * kGroupThreads;
 constexpr int kTilePages = 64;  // of a warpgroup
 constexpr int kBoxColumns = hopper::kSwizzledRowBytes / 2;
 
-// Queries are multiplied in tiles, of which shared memory holds so many.
+// Queries are multiplied kTileQueries at a time; shared memory holds kTiles of these groups.
 struct Few {
   static constexpr int kTileQueries = 8;
   static constexpr int kTiles = 2;
@@ -37,7 +37,7 @@ constexpr int kPassQueries = Tiling::kTiles* Tiling::kTileQueries;
 template <typename Tiling>
 constexpr int kBoxBytes = Tiling::kTileQueries* hopper::kSwizzledRowBytes;
 
-// Where a page's element is among the columns of the products (page_tile.cuh).
+// Returns the column of a page's element in the products (page_tile.cuh).
 __device__ int ColumnOf(int element) {
   const int within = element % 8;
   return element / 32 * 32 + within / 4 * 16 + within % 4 / 2 * 8 + element % 32 / 8 * 2 +
@@ -51,7 +51,7 @@ struct Queries {
   std::byte boxes[Tiling::kTiles][kBoxes][kBoxBytes<Tiling>];
 };
 
-// To query `at` of the pass, elements `element` and the next.
+// Stores elements `element` and `element` + 1 of query `at` of the pass.
 template <int kHeadDim, typename Tiling>
 __device__ void StorePair(Queries<kHeadDim, Tiling>& to, int at, int element, uint32_t pair) {
   constexpr int kTileQueries = Tiling::kTileQueries;
@@ -61,8 +61,8 @@ __device__ void StorePair(Queries<kHeadDim, Tiling>& to, int at, int element, ui
       box + hopper::SwizzledOffset(at % kTileQueries, column % kBoxColumns * 2)) = pair;
 }
 
-// `count` queries of the row from `first` on: for min, then for max.
-// Behind the last query, the last again: it changes no maximum.
+// Loads `count` queries of the row from `first` on: for min, then for max. Places after the last
+// query repeat it, which changes no maximum.
 template <int kHeadDim, typename Tiling>
 __device__ void LoadQueries(const SelectLaunch& p, const DeviceRow& row, int first, int count,
                             int last, float low_weight, Queries<kHeadDim, Tiling>& to) {
@@ -89,8 +89,8 @@ __device__ void Multiply(float (&sums)[32], const uint32_t (&pages)[4], uint64_t
   hopper::Wgmma64x64<hopper::Major::kK>(sums, pages, queries);
 }
 
-// Raises best[i] to the greatest product of page i with a query of the tile that is this thread's;
-// leaves out NaN.
+// Raises best[i] to the greatest product of page i with a query of the tile that this thread has,
+// ignoring NaN.
 template <int kHeadDim, int kBox>
 __device__ void RaiseByProducts(const PageTile<kHeadDim>& pages, const std::byte (*boxes)[kBox],
                                 float (&best)[2]) {
@@ -108,7 +108,7 @@ __device__ void RaiseByProducts(const PageTile<kHeadDim>& pages, const std::byte
   for (int i = 0; i < kSums; ++i) best[i / 2 % 2] = fmaxf(best[i / 2 % 2], sums[i]);
 }
 
-// Scores of the pages of a warpgroup's tiles, by the pass's queries.
+// Writes the scores of the pages of a warpgroup's tiles for the pass's queries.
 template <int kHeadDim, typename Tiling>
 __device__ void ScoreTiles(const PageScoreLaunch& p, const DeviceRow& row, const PageRange& pages,
                            const Queries<kHeadDim, Tiling>& queries, int num_tiles,
@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   for (int first = 0; first < count; first += kPassQueries<Tiling>) {
     const int num_tiles =
         min(Tiling::kTiles, (count - first + Tiling::kTileQueries - 1) / Tiling::kTileQueries);
-    __syncthreads();  // the pass before has been read
+    __syncthreads();  // the previous pass has been read
     LoadQueries(p.select, row, first, num_tiles * Tiling::kTileQueries, count - 1, p.low_weight,
                 queries);
     __syncthreads();

@@ -1,4 +1,4 @@
-// Which pages the kernels of page_scores_launch.h score in a row.
+// The pages of a row that the kernels of page_scores_launch.h score.
 #pragma once
 
 #include "kernels/sparse/quest/page_scores_launch.h"
@@ -6,7 +6,7 @@
 
 namespace kvasir::kernels {
 
-// None where what an earlier step left of them serves.
+// Returns none where the first stage's earlier output serves.
 __device__ inline PageRange PagesOf(const PageScoreLaunch& p, const DeviceRow& row) {
   if (!Runs(p.select, row, 0)) return {};
   return p.Pages(MakeHeader(row.block, row.numbers), row.numbers);

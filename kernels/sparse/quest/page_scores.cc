@@ -23,7 +23,8 @@ constexpr int64_t kCacheLine = 64;
 
 using Bounds = std::array<const std::byte*, kQuestScorePages>;
 
-// Of kQuestScorePages pages from `begin`; null from `end` on and where there is no block.
+// Returns the bounds of kQuestScorePages pages from `begin`. Null from `end` on and where there is
+// no block.
 Bounds FindBounds(const SelectRow& row, int64_t begin, int64_t end) {
   const PagedKv& kv = row.p.kv;
   Bounds bounds = {};
@@ -68,8 +69,7 @@ void SplitQuery(const PageScoreKernel& kernel, const TensorView& q, int64_t q_ro
   split(q.As<const BFloat16>());
 }
 
-// The bounds of pages to come are fetched while others are scored: they lie wherever their blocks
-// do.
+// The next pages' bounds are prefetched while others are scored, because blocks may lie anywhere.
 void ScorePages(const SelectRow& row, QuestScoreFn* function, const QuestScoreParams& params,
                 int64_t begin, int64_t end, float* scores) {
   Bounds bounds = FindBounds(row, begin, end);

@@ -1,7 +1,7 @@
-// A warp takes four pages of a row at a time, each lane the same few elements of their bounds; the
-// block's queries, split by sign, come through shared memory in tiles. Rows of many queries are
-// left to page_products.cu, and single ones mostly to kernels that choose as well
-// (page_stream.cuh).
+// A warp takes four pages of a row at a time; each lane takes the same few elements of their
+// bounds. The tile's queries, split by sign, come through shared memory in groups of kTileQueries.
+// Rows of many queries are served by page_products.cu, and rows of one query mostly by kernels that
+// also choose (page_stream.cuh).
 #include <algorithm>
 
 #include "kernels/base/overlapped_launch.h"
@@ -16,10 +16,10 @@ constexpr int kScoreWarps = 8;
 constexpr int kPagesOfWarp = 4;
 constexpr int kPagesOfBlock = kScoreWarps * kPagesOfWarp;
 constexpr int kTileQueries = 16;
-// Blocks of threads that score, all rows together: several for each multiprocessor of any GPU.
+// CTAs that score, all rows together: several for each multiprocessor of any GPU.
 constexpr int64_t kScoreBlocks = 2048;
 
-// Queries [first, first + count) of the row: for min, then for max.
+// Loads the queries [first, first + count) of the row: for min, then for max.
 template <int kHeadDim>
 __device__ void LoadQueries(const PageScoreLaunch& p, const DeviceRow& row, int first, int count,
                             float (*to)[2 * kHeadDim]) {
@@ -35,8 +35,8 @@ __device__ void LoadQueries(const PageScoreLaunch& p, const DeviceRow& row, int 
   }
 }
 
-// Elements of bounds and queries are dealt to the lanes so many at a time, so that a warp reads in
-// one piece.
+// Adjacent elements of bounds and queries that one lane takes, so that a warp reads contiguous
+// memory.
 constexpr int kSideBySide = 4;
 
 template <typename T>
@@ -72,7 +72,7 @@ struct ScoredRow {
   uint32_t* scores;
 };
 
-// The sum of values[i] over the warp, for the lanes [8 i, 8 i + 8).
+// Returns the sum of values[i] over the warp to the lanes [8 i, 8 i + 8).
 __device__ float SumOverWarp(const float (&values)[kPagesOfWarp], int lane) {
   static_assert(kPagesOfWarp == 4);
   const bool upper = (lane & 16) != 0;
@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(kScoreWarps* kWarpThreads)
     for (int tile = 0; tile < num_queries; tile += kTileQueries) {
       const int count = min(kTileQueries, num_queries - tile);
       if (!is_loaded) {
-        __syncthreads();  // the tile before has been read
+        __syncthreads();  // the previous queries have been read
         LoadQueries<kHeadDim>(p, row.at, tile, count, queries);
         __syncthreads();
         is_loaded = num_queries <= kTileQueries;
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(kScoreWarps* kWarpThreads)
           for (int j = 0; j < kElements; ++j) sums[i] += q[j] * bounds[i][j];
         }
         const float sum = SumOverWarp(sums, lane);
-        best = sum > best ? sum : best;  // leaves out NaN
+        best = sum > best ? sum : best;  // ignores NaN
       }
     }
     if (lane % (kWarpThreads / kPagesOfWarp) == 0 && own_page < row.pages.end) {

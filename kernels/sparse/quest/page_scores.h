@@ -1,5 +1,5 @@
-// Quest's scores (quest_score.h) of a run of pages, by the fastest function the machine has. Used
-// by the selectors `quest` and `infinitehip`. Thread-safe.
+// Quest's scores (quest_score.h) of a run of pages, by the fastest function of the machine. Used by
+// the selectors `quest` and `infinitehip`, and by the guard of `art`. Thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,8 @@
 
 namespace kvasir::kernels {
 
-// Which function serves queries of a dtype, and whether it takes them in bfloat16 (else float32).
+// The function that serves queries of a dtype, and whether it takes them in bfloat16 (else
+// float32).
 struct PageScoreKernel {
   QuestScoreFn* scores = nullptr;
   bool bf16_queries = false;
@@ -19,7 +20,8 @@ struct PageScoreKernel {
 
 PageScoreKernel ChoosePageScoreKernel(const KvLayout& layout, DType queries);
 
-// What meets min, then what meets max (quest_rule.h): a row of QuestScoreParams::signed_q.
+// Writes the parts of a query that multiply min, then those that multiply max (quest_rule.h): a row
+// of QuestScoreParams::signed_q.
 template <typename From, typename To>
 void SplitBySign(const From* q, int64_t head_dim, QuestScore score, To* signed_q) {
   const float low_weight = LowWeight(score);
@@ -30,7 +32,7 @@ void SplitBySign(const From* q, int64_t head_dim, QuestScore score, To* signed_q
   }
 }
 
-// Query head `q_row` of q, as `kernel` takes it for bounds, to row `row` of
+// Writes query head `q_row` of q, in the form that `kernel` takes for bounds, to row `row` of
 // QuestScoreParams::signed_q.
 void SplitQuery(const PageScoreKernel& kernel, const TensorView& q, int64_t q_row, int64_t row,
                 void* signed_q);

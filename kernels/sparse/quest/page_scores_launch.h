@@ -1,5 +1,5 @@
 // Quest's scores of pages on the GPU (quest_selector.h), for the selectors that begin with them.
-// Included by quest_cuda.cc and infinitehip_cuda.cc, behind their checks.
+// Included by quest_cuda.cc and infinitehip_cuda.cc, which check the shapes first.
 #pragma once
 
 #include <cstdint>
@@ -11,23 +11,24 @@
 
 namespace kvasir::kernels {
 
-// Pages of a slot whose scores fit in shared memory: of 2.6 million tokens.
+// Most pages of a slot whose scores fit in shared memory: 2.6 million tokens.
 inline constexpr int64_t kMaxChosenPages = 40 * 1024;
 
 // All pointers are device memory.
 struct PageScoreLaunch {
   SelectLaunch select;
-  int64_t query_stride = 1;       // so many queries of a block are averaged
-  ChunkGrid chunks = {};          // the pages to score are theirs; without chunks, the candidates
+  int64_t query_stride = 1;       // queries of a tile that are averaged into one
+  ChunkGrid chunks = {};          // whose pages are scored; without chunks, the candidates
   uint32_t* scores = nullptr;     // [rows, max_blocks_per_slot] of OrderedScore (ranking.h)
   float low_weight = 0;           // quest_rule.h
   bool by_products = false;       // page_products.cu serves the call
-  bool has_many_queries = false;  // a block of it may have several rows
-  // Blocks are one token, all those of the step: kernels that choose by scores may make them
-  // themselves (page_stream.cuh).
+  bool has_many_queries = false;  // a query tile of it may have several queries
+  // Every query tile of the step is one token. Kernels that choose by scores may then make the
+  // scores themselves (page_stream.cuh).
   bool of_one_token = false;
 
-  // The pages to score in a row; scores are from the first on. None where all are kept.
+  // Returns the pages to score in a row; scores start at the first of them. None where all are
+  // kept.
   KVASIR_HOST_DEVICE PageRange Pages(const SelectionHeader& header,
                                      const SelectionNumbers& numbers) const {
     if (numbers.budget_tokens <= 0) return {};
@@ -39,13 +40,13 @@ struct PageScoreLaunch {
   }
 };
 
-// A page that the slot does not have, and one whose scores are all NaN, get the score of -inf.
+// Scores pages. A page that the slot does not have, and one whose scores are all NaN, get -inf.
 cudaError_t LaunchPageScores(const PageScoreLaunch& params, cudaStream_t stream);
 
-// By matrix products. REQUIRES: q and KV are bfloat16, no queries are averaged.
+// The same by matrix products. REQUIRES: q and KV are bfloat16, no queries are averaged.
 cudaError_t LaunchPageProducts(const PageScoreLaunch& params, cudaStream_t stream);
 
-// What serves a call of these params best.
+// Returns the launch that serves a call of these params best.
 inline PageScoreLaunch MakePageScoreLaunch(const SelectLaunch& select, const SelectParams& params,
                                            int64_t query_stride = 1) {
   const bool is_bf16 =

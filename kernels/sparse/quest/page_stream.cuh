@@ -1,13 +1,13 @@
-// Scores of the pages of one row for the queries of one token (quest_score.h), by a block of
-// threads of which each warp takes 16 pages at a time: their bounds come into registers, and are
-// multiplied by tensor cores. For the decode kernels of selectors that choose by them.
+// Scores of the pages of one row for the queries of one token (quest_score.h), by a CTA. Each warp
+// takes 16 pages at a time: it loads their bounds into registers and multiplies them by tensor
+// cores. For the decode kernels of selectors that choose by these scores.
 //
-// In a step all of whose blocks are one query, blocks, numbers and page tables are of the step's
-// begin, and bounds of the pages that no token of this step lies in are of earlier steps: they are
-// read before the kernel ahead on the stream has ended, so that bounds are on their way when the
-// queries arrive. What wrote them must have ended, though. A kernel with these blocks begins when
-// those ahead have let it, one through the other, and the step's product for q, k and v does so
-// only behind its own cudaGridDependencySynchronize: so what came before it has.
+// In a step whose query tiles are all one query, some bounds may be read before the kernel ahead on
+// the stream has ended, so that they arrive with the queries. Tiles, numbers and page tables were
+// written when the step began. Bounds of pages that hold no token of this step were written in
+// earlier steps. Their writers must have ended, and they have: a kernel with such tiles begins when
+// the kernels ahead have let it, each through the next, and the step's product for q, k and v does
+// so only after its own cudaGridDependencySynchronize.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -20,16 +20,16 @@
 
 namespace kvasir::kernels {
 
-// The queries of a group, split by sign (quest_rule.h): for min, then for max. Behind the
-// last, the last again: it changes no maximum.
+// The queries of a group, split by sign (quest_rule.h): for min, then for max. Places after the
+// last query repeat it, which changes no maximum.
 template <int kHeadDim>
 struct GroupQueries {
   static constexpr int kQueries = static_cast<int>(kMaxCudaGroup);
-  // Rows are so far apart that the threads which read at once use all banks.
+  // Distance of rows at which threads that read at once use all banks.
   static constexpr int kPitch = 2 * kHeadDim + 32;
   alignas(16) __nv_bfloat16 at[kQueries][kPitch];
 
-  // Those of the row's only token, by all threads of the block.
+  // Loads the queries of the row's only token, by all threads of the CTA.
   __device__ void Load(const SelectLaunch& p, const DeviceRow& row, float low_weight) {
     const auto group = static_cast<int>(p.group);
     const auto* from =
@@ -46,12 +46,11 @@ struct GroupQueries {
   }
 };
 
-// The pages [pages.begin, pages.end) of a row on their way through the registers of a block's
-// warps.
+// Streams the pages [pages.begin, pages.end) of a row through the registers of a CTA's warps.
 template <int kHeadDim>
 class PageStream {
  public:
-  // Addresses of what is read first are on their way.
+  // Begins to load the addresses of the first reads.
   __device__ PageStream(const SelectLaunch& p, const DeviceRow& row, const PageRange& pages)
       : p_(p),
         row_(row),
@@ -64,15 +63,15 @@ class PageStream {
     bounds_ = BoundsOf(rows);
   }
 
-  // Sends for the first pages, if no token of this step is in them.
+  // Begins to load the first pages, if they hold no token of this step.
   __device__ void BeginEarly() {
-    // Two blocks of a step may lie side by side, at the end of a page and the begin of the next.
+    // Two query tiles of a step may be adjacent, at the end of a page and the begin of the next.
     const int64_t end = row_.block.first_position / kPageTokens - 1;
     is_loaded_ = first_ < pages_.end && min(first_ + kTilePages, pages_.end) <= end;
     if (is_loaded_) Load();
   }
 
-  // scores[i]: of page pages.begin + i. -inf where it is absent, or all its products are NaN.
+  // Writes scores[i] of page pages.begin + i. -inf where it is absent, or all its products are NaN.
   __device__ void Score(const GroupQueries<kHeadDim>& queries, uint32_t* scores) {
     for (; first_ < pages_.end; first_ += step_) {
       if (!is_loaded_) Load();
@@ -96,7 +95,7 @@ class PageStream {
 
  private:
   static constexpr int kTilePages = 16;
-  // Of the lane's two pages; -1 and null where there is none.
+  // Rows and bounds of the lane's two pages; -1 and null where there is no page.
   struct Rows {
     int32_t of[2];
   };
@@ -134,8 +133,8 @@ class PageStream {
     for (int i = 0; i < 2; ++i) tile_.Load(bounds_.of[i], i, lane_ % 4);
   }
 
-  // The lines of four threads are those of a page's bounds: two pages' are on their way at a time,
-  // and registers are taken by one.
+  // Prefetches the next pages' bounds; four threads share the cache lines of a page. So the bounds
+  // of two pages are loading at a time, and registers hold those of one.
   __device__ void Prefetch() const {
     constexpr int kLineBytes = 128;
     static_assert(kHeadDim * 4 <= 4 * kLineBytes);
@@ -146,7 +145,7 @@ class PageStream {
     }
   }
 
-  // Raises best[i] to the greatest product of page i with a query of this thread's; leaves out NaN.
+  // Raises best[i] to the greatest product of page i with a query of this thread, ignoring NaN.
   __device__ void Multiply(const GroupQueries<kHeadDim>& queries, float (&best)[2]) const {
     float sums[2][4] = {};
     const __nv_bfloat16* const own = queries.at[lane_ / 4] + lane_ % 4 * 8;
@@ -166,10 +165,10 @@ class PageStream {
   const DeviceRow& row_;
   const PageRange pages_;
   const int lane_;
-  int64_t first_;  // of the warp's next 16
+  int64_t first_;  // of the warp's next 16 pages
   const int64_t step_;
-  Rows rows_;      // of those after
-  Bounds bounds_;  // of the next 16
+  Rows rows_;      // of the 16 pages after those
+  Bounds bounds_;  // of the next 16 pages
   PageTile<kHeadDim> tile_;
   bool is_loaded_ = false;
 };

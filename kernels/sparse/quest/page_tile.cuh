@@ -1,5 +1,5 @@
-// Bounds of pages in registers, as the left operand of matrix products with queries that are split
-// by sign (quest_score.h). Of bfloat16. For kernels that score pages.
+// Bfloat16 bounds of pages in registers, as the left operand of matrix products with queries that
+// are split by sign (quest_score.h). For kernels that score pages.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,7 @@ __device__ inline uint32_t PairOf(float low, float high) {
   const __nv_bfloat162 pair = {__float2bfloat16_rn(low), __float2bfloat16_rn(high)};
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
-// Of two elements of a query.
+// The min and max parts of two elements of a query, as bfloat16.
 __device__ inline uint32_t PairForMin(const float2& q, float low_weight) {
   return PairOf(ForMin(q.x, low_weight), ForMin(q.y, low_weight));
 }
@@ -22,16 +22,16 @@ __device__ inline uint32_t PairForMax(const float2& q, float low_weight) {
   return PairOf(ForMax(q.x, low_weight), ForMax(q.y, low_weight));
 }
 
-// Bounds of two pages as the products want them: step i's are at[i]. A thread reads 8 neighbouring
-// elements of a page's bounds, but a product of 16 columns wants 2 c, 2 c + 1, 2 c + 8 and
-// 2 c + 9 of thread c of four. So columns change places, alike for pages and queries: of 32, the
-// elements 8 c .. 8 c + 7 become those columns of two products.
+// Bounds of two pages as operands: at[i] is that of step i. A thread reads 8 adjacent elements of a
+// page's bounds, but in a product of 16 columns thread c of four needs columns 2 c, 2 c + 1, 2 c +
+// 8 and 2 c + 9. So columns are permuted, for pages and queries alike: of 32, the elements 8 c .. 8
+// c + 7 become those columns of two products.
 template <int kHeadDim>
 struct PageTile {
   static constexpr int kSteps = 2 * kHeadDim / 16;
   uint32_t at[kSteps][4];
 
-  // Page `which` of the two, whose bounds these are; zero where there are none.
+  // Loads page `which` of the two from its bounds; zeros if `bounds` is null.
   __device__ void Load(const std::byte* bounds, int which, int column_thread) {
 #pragma unroll
     for (int i = 0; i < kSteps / 2; ++i) {

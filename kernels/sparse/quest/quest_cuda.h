@@ -1,12 +1,12 @@
 // The selector `quest` (quest_selector.h) on the GPU: the same scores, order and lists, in device
-// memory, where the attention kernels read them. All pointers of the params, spans included, are
-// device memory; params.scratch is not used, and rows remember in device_memories. Where keys
-// are cached un-rotated, q is what RotateToDistance made (distant_queries_cuda.h). Called by the
+// memory where the attention kernels read them. All pointers of the params, including spans, are
+// device memory; params.scratch is not used, and rows remember in device_memories. Where keys are
+// cached un-rotated, q is the output of RotateToDistance (distant_queries_cuda.h). Called by the
 // attention layer. Thread-safe. Only in builds with CUDA.
 //
-// Scores are float32 sums in another order than on the CPU: where scores of the last page in and
-// the first one out are as good as equal, either may be chosen. A row with more pages in its budget
-// than `out` has room for gets the best of them. A row depends on nothing but itself.
+// Scores are float32 sums in another order than on the CPU. Where the scores of the last page kept
+// and the first one dropped are practically equal, either may be chosen. A row with more pages in
+// its budget than `out` has room for gets the best of them. A row depends on nothing but itself.
 #pragma once
 
 #include <cstddef>
@@ -20,17 +20,18 @@
 
 namespace kvasir::kernels {
 
-// Device memory that SelectQuest needs for so many query blocks: a score a page and KV head.
+// Bytes of device memory that SelectQuest needs for `blocks` query tiles: a score per page and KV
+// head.
 int64_t QuestWorkspaceBytes(const PagedKv& kv, int64_t blocks);
 
-// REQUIRES: blocks as CheckQueryBlocks wants them, numbers as Selector::Select does, bounds of a
-// page aligned to 16 bytes. Nothing is allocated or waited for; may be captured.
-// INVALID_ARGUMENT on shapes: head_dim 64 or 128, q and KV float32 or bfloat16.
-// FAILED_PRECONDITION when the KV has no bounds. INTERNAL with CUDA's error when the launch fails.
-// Cost: reads the candidates' bounds once for all queries of the block. One kernel where all blocks
-// of the step are one token, in bfloat16; else two, with a score of 4 bytes a page between them.
-// Where nothing is remembered the first may read bounds before the kernel before it has ended
-// (page_stream.cuh says which, and why it may).
+// REQUIRES: query tiles pass CheckQueryBlocks, numbers are as Selector::Select wants them, and a
+// page's bounds are aligned to 16 bytes. Allocates nothing and waits for nothing; may be captured.
+// INVALID_ARGUMENT on shapes: head_dim 64 or 128, q and KV float32 or bfloat16. FAILED_PRECONDITION
+// when the KV has no bounds. INTERNAL with CUDA's error when the launch fails. Cost: reads the
+// candidates' bounds once for all queries of a tile. One kernel where all query tiles of the step
+// are one token, in bfloat16; else two, with a score of 4 bytes a page between them. Where nothing
+// is remembered, the first may read bounds before the kernel ahead of it has ended (page_stream.cuh
+// says which, and why).
 absl::Status SelectQuest(QuestScore score, const SelectParams& params, const PageSelection& out,
                          std::byte* workspace, cudaStream_t stream);
 

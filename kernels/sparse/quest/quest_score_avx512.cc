@@ -1,5 +1,5 @@
-// Compiled for AVX-512; see the warning in simd_units.h. The vectors come before the functions over
-// them.
+// Compiled for AVX-512; see the warning in simd_units.h. The vectors are included before the
+// functions that use them.
 // clang-format off
 #include "kernels/dense/simd_avx512.h"
 #include "kernels/sparse/quest/quest_score_simd.h"

@@ -1,4 +1,4 @@
-// For Arm; see the warning in simd_units.h. The vectors come before the functions over
+// For Arm; see the warning in simd_units.h. The vectors are included before the functions that use
 // them.
 // clang-format off
 #include "kernels/dense/simd_neon.h"

@@ -1,6 +1,6 @@
 // The score functions of quest_score.h over vectors, written once for all widths: the products of
-// simd_units.h with A = signed queries, B = bounds transposed, columns are pages. For
-// quest_score_*.cc only, which include their simd_*.h before; everything has internal linkage.
+// simd_units.h with A = signed queries, B = transposed bounds, and pages as columns. Only for
+// quest_score_*.cc, which include their simd_*.h first. Everything has internal linkage.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +12,7 @@
 namespace kvasir::kernels {
 namespace {
 
-// A page's bounds are of whole vectors.
+// A page's bounds are whole vectors.
 static_assert(2 * kQuestScoreHeadDimStep * 2 % kVectorBytes == 0);
 
 constexpr int64_t kPageRowBytes = kQuestScorePages * 4;
@@ -41,7 +41,7 @@ inline std::byte* PlaceOf(const QuestScoreParams& p, int64_t unit, int64_t page)
   return p.workspace + unit * kPageRowBytes + page * 4;
 }
 
-// Raises scores[kQuestScorePages] to those of kRows queries.
+// Raises scores[kQuestScorePages] to the scores of kRows queries.
 template <typename Unit, int kRows>
 inline void RaiseTo(const QuestScoreParams& p, int64_t query, float* scores) {
   const int64_t units = 2 * p.head_dim / Unit::kElements;

@@ -1,6 +1,6 @@
-// Choosing pages, in their order: nothing is sorted. In decode a cluster of blocks of threads a row
-// scores them and leaves the scores to its first block, which chooses; else scores are in device
-// memory, and a row has one block.
+// Chooses pages and lists them in order, without a sort. In decode a cluster of CTAs scores the
+// pages of a row and passes the scores to its first CTA, which chooses. Otherwise scores are in
+// device memory and one CTA takes a row.
 #include <algorithm>
 
 #include "kernels/base/overlapped_launch.h"
@@ -15,7 +15,7 @@ namespace {
 
 constexpr int kDecodeThreads = 512;
 
-// What a row chooses from, and how many.
+// The pages that a row chooses from, and how many it chooses.
 struct ChoosingRow {
   __device__ ChoosingRow(const SelectLaunch& p, uint32_t row)
       : at(p, row),
@@ -29,7 +29,8 @@ struct ChoosingRow {
   int64_t count;
 };
 
-// Writes header and list of a row that chooses by scores in shared memory; none, if count is 0.
+// Writes header and list of a row that chooses by scores in shared memory. The list is empty if
+// count is 0.
 template <int kThreads>
 __device__ void WriteList(const SelectLaunch& p, const ChoosingRow& row, const uint32_t* scores,
                           ChooseMemory& memory) {
@@ -54,7 +55,7 @@ template <int kHeadDim>
 struct DecodeMemory {
   GroupQueries<kHeadDim> queries;
   ChooseMemory choose;
-  // Then, of the first block, the row's scores.
+  // In the first CTA, the row's scores follow.
 };
 
 template <int kHeadDim>
@@ -74,21 +75,21 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
   cudaGridDependencySynchronize();
   cudaTriggerProgrammaticLaunchCompletion();
   const bool serves = reuse.Serves(row.header);
-  hopper::ClusterWait();  // the first block is there
+  hopper::ClusterWait();  // the first CTA has started
   if (!serves) {
     memory.queries.Load(p, row.at, low_weight);
     __syncthreads();
     stream.Score(memory.queries, hopper::OfBlock(scores, 0) + own.begin);
   }
-  hopper::ClusterSync();  // scores are there, and all blocks know whether a list serves
+  hopper::ClusterSync();  // scores are there, and all CTAs know whether a list serves
   if (hopper::ClusterRank() != 0) return;
   if (serves) return reuse.Recall(row.header);
   WriteList<kDecodeThreads>(p, row, scores, memory.choose);
   reuse.Remember();
 }
 
-// Scores of a row that are chosen from in shared memory: two million tokens. Others stay where they
-// are.
+// Most scores of a row that are copied to shared memory before the choice: two million tokens. More
+// stay in place.
 constexpr uint32_t kCopiedScores = 32 * 1024;
 
 __global__ void __launch_bounds__(kSelectThreads)

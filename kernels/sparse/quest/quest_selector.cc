@@ -16,7 +16,7 @@
 namespace kvasir::kernels {
 namespace {
 
-// Memory of one thread of a Select call.
+// Working memory of one thread of a Select call.
 struct ThreadMemory {
   ThreadMemory(ScratchPieces& pieces, const SelectParams& p) {
     const int64_t d = p.kv.layout.head_dim;
@@ -34,13 +34,13 @@ struct ThreadMemory {
   }
 
   float* query;
-  float* signed_q;  // [rows of the largest block x G, 2 * head_dim], or bfloat16
+  float* signed_q;  // [rows of the largest tile x G, 2 * head_dim], or bfloat16
   float* scores;    // [pages of the longest context]
   Ranked* pages;    // likewise
   std::byte* workspace;
 };
 
-// One (query block, KV head).
+// The selection of one (query tile, KV head).
 class Row {
  public:
   Row(const SelectRow& row, QuestScore score, const PageScoreKernel& kernel,
@@ -143,7 +143,7 @@ absl::Status QuestSelector::Select(const SelectParams& p, PageSelection& out,
                                    Executor& executor) const {
   KVASIR_RETURN_IF_ERROR(CheckQuest(p, out, *this));
   ReserveDistances(p, executor);
-  // What is rotated here stays in float32.
+  // Queries that are rotated here stay in float32.
   const PageScoreKernel kernel =
       ChoosePageScoreKernel(p.kv.layout, p.rope == nullptr ? p.q.dtype() : DType::kFloat32);
   return WithThreadMemory(

@@ -1,8 +1,7 @@
-// What a sequence remembers of its selections on the GPU (selection_memory.h), as kernels see it:
-// of each (layer, KV head) the list, what every stage of the selector left, and under rules that
-// read queries those that the stages ran with. Kernels of a selector leave out what serves still;
-// the one that writes lists recalls and remembers them (reuse_row.cuh). Plain data in device
-// memory.
+// The GPU's memory of a sequence's selections (selection_memory.h) as kernels see it. For each
+// (layer, KV head) it holds the list, the output of every stage of the selector and, under rules
+// that read queries, the queries that the stages ran with. reuse_row.cuh says how kernels use it.
+// Plain data in device memory.
 #pragma once
 
 #include <cstddef>
@@ -13,33 +12,33 @@
 
 namespace kvasir::kernels {
 
-// Stages of a selector at most.
+// Most stages of a selector.
 inline constexpr size_t kMaxStages = 3;
 
-// Whether a query finds nothing to be served with: it does not follow directly behind the one that
-// was served last, or stands where a sequence may resume (reusing_select.h).
+// Whether nothing remembered serves a query: it does not directly follow the query served last, or
+// it is at a position where a sequence may resume (reusing_select.h).
 KVASIR_HOST_DEVICE constexpr bool StartsAnew(int64_t position, int64_t last_position) {
   return position != last_position + 1 || position % kPageTokens == 0;
 }
 
-// Of one (layer, KV head).
+// The memory of one (layer, KV head).
 struct RememberedRow {
-  // All bits set, and no position behind it is one that a list serves.
+  // All bits set. The position after it, 0, is never served by a list.
   static constexpr int64_t kNothing = -1;
 
   int64_t position = kNothing;   // of the query that was served last
   int64_t ran_at[kMaxStages];    // the query's position when the stage ran
-  int64_t window_begin;          // when the first stage ran
-  int64_t count;                 // entries
-  int32_t kept[kMaxStages - 1];  // what a stage before the last left
-  // The verdict of this step where the rule reads queries (reuse_gate_cuda.h).
+  int64_t window_begin;          // of the step in which the first stage ran
+  int64_t count;                 // entries in the list
+  int32_t kept[kMaxStages - 1];  // items that each stage before the last left
+  // The verdict of this step under rules that read queries (reuse_gate_cuda.h).
   int32_t first_stage;
 };
 
 // The rules of reuse_rules.h.
 enum class DeviceReuseRule : int32_t { kInterval, kCosine, kBoth };
 
-// Of one query block's sequence.
+// The memory of one query tile's sequence.
 struct DeviceSelectionMemory {
   RememberedRow* rows = nullptr;    // [layers x KV heads]; null: nothing is remembered
   SelectionEntry* lists = nullptr;  // [layers x KV heads, capacity]
@@ -51,7 +50,7 @@ struct DeviceSelectionMemory {
   int64_t query_floats = 0;  // group x head_dim; 0 under rules that read no queries
   DeviceReuseRule rule = DeviceReuseRule::kInterval;
   int32_t num_stages = 1;
-  int64_t intervals[kMaxStages] = {};  // of the stages: steps
+  int64_t intervals[kMaxStages] = {};  // of the stages, in steps
 };
 
 }  // namespace kvasir::kernels

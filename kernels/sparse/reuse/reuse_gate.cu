@@ -1,6 +1,6 @@
-// A block of threads takes the rows that choose together, one by one: a thread some pairs of
-// elements, of the query and of those that the stages ran with, turned back in registers; the
-// products are summed over the block.
+// A CTA takes the rows that choose together, one by one. Each thread has some pairs of elements of
+// the query and of the queries that the stages ran with, un-rotated in registers. The products are
+// summed over the CTA.
 #include "kernels/base/overlapped_launch.h"
 #include "kernels/sparse/reuse/reuse_gate_launch.h"
 #include "kernels/sparse/reuse/reuse_row.cuh"
@@ -12,21 +12,22 @@ constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarpThreads;
 constexpr int kStages = static_cast<int>(kMaxStages);
 
-// What cosines are made of.
+// The parts of the cosines.
 struct Products {
   double qq = 0;            // of the query with itself
   double qa[kStages] = {};  // with those that the stages ran with
   double aa[kStages] = {};  // of these with themselves
 };
 
-// The pairs of elements of a row's query that a thread has, turned back by the angles they were
-// rotated by, up to a factor: half a head apart.
+// The pairs of elements, half a head apart, of a row's query that belong to a thread. Their
+// rotation is undone up to a factor.
 class RowQuery {
  public:
   __device__ RowQuery(const ReuseGateLaunch& p, const DeviceRow& row)
       : p_(p), row_(row), half_(static_cast<int>(p.select.kv.layout.head_dim) / 2) {}
 
-  // Calls use(i, x, j, y) for elements i and j of the group's heads side by side.
+  // Calls use(i, x, j, y) for pairs of elements i and j of the group's heads, which are
+  // concatenated.
   template <typename Use>
   __device__ void ForEachPair(const Use& use) const {
     const int pairs = static_cast<int>(p_.select.group) * half_;
@@ -53,7 +54,7 @@ class RowQuery {
   const int half_;
 };
 
-// Over the threads of the block, in one order. By all of them.
+// Returns the sum over the threads of the CTA, added in one order. By all threads.
 __device__ double SumOverBlock(double value) {
   __shared__ double sums[kWarps];
   for (int distance = kWarpThreads / 2; distance > 0; distance /= 2) {
@@ -89,7 +90,7 @@ __device__ void AddProducts(const RowQuery& query, const RowReuse& reuse, Produc
   }
 }
 
-// The query is what stages from `first` on run with.
+// Remembers the query as the one that stages from `first` on run with.
 __device__ void Remember(const RowQuery& query, const RowReuse& reuse, int first) {
   if (threadIdx.x == 0) reuse.remembered().first_stage = first;
   query.ForEachPair([&](int i, float x, int j, float y) {
@@ -114,7 +115,7 @@ __global__ void __launch_bounds__(kThreads)
     const DeviceRow row(p.select, blockIdx.x * heads + head);
     AddProducts(RowQuery(p, row), RowReuse(p.select, row), products);
   }
-  const int first = first_reuse.Judge([&](int stage) {  // NaN: one is 0
+  const int first = first_reuse.Judge([&](int stage) {  // NaN: one query is 0
     return static_cast<float>(products.qa[stage] / sqrt(products.qq * products.aa[stage]));
   });
   __syncthreads();  // all have judged

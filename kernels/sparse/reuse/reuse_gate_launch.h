@@ -1,5 +1,5 @@
-// The kernel behind reuse_gate_cuda.h. Only reuse_gate_cuda.cc includes it, after it has checked
-// the shapes.
+// The kernel of reuse_gate_cuda.h. Only reuse_gate_cuda.cc includes it, after it has checked the
+// shapes.
 #pragma once
 
 #include <cuda_runtime_api.h>

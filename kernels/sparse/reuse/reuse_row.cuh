@@ -1,7 +1,16 @@
-// Reuse in the kernels of selectors on the GPU, row by row: what reusing_select.cc does around a
-// selector. Every kernel of a selector leaves out rows whose stages it is not to run; the last one
-// is where a row recalls or remembers. Until then nothing of the memory changes that verdicts look
-// at, so that all kernels decide alike.
+// Reuse of earlier selections inside the kernels of selectors on the GPU, row by row: the
+// counterpart of reusing_select.cc on the CPU. The author of a selector must make sure of this:
+//
+//   every kernel      asks RowReuse::FirstStage (or Serves, or Runs) which stage of a row must run
+//                     first, and skips all stages before it
+//   the last kernel   calls Recall for a row if its list serves unchanged, and otherwise Remember
+//                     after the list is in `out` (or writes with WriteEntry and WriteHeader)
+//
+// FirstStage reads RememberedRow::position, ran_at and first_stage. No kernel may change them
+// before the last one does, or the kernels of a step would disagree. Where several CTAs serve a
+// row, all of them must have called FirstStage and met before one calls Recall or Remember. Earlier
+// kernels may write the outputs of their stages (items and kept). Under rules that read queries,
+// JudgeReuse (reuse_gate_cuda.h) writes first_stage before the selector starts.
 #pragma once
 
 #include "kernels/sparse/reuse/device_memory.h"
@@ -10,14 +19,14 @@
 
 namespace kvasir::kernels {
 
-// Which this thread is of those that recall or remember a row together: of a block, unless it says
-// otherwise.
+// This thread's number among the threads that recall or remember a row together. The default is all
+// threads of one CTA.
 struct RowThreads {
   unsigned index = threadIdx.x;
   unsigned count = blockDim.x;
 };
 
-// The memory of a row. Without one everything runs and nothing is remembered.
+// The memory of a row. In a row without memory all stages run and nothing is remembered.
 class RowReuse {
  public:
   __device__ RowReuse(const SelectLaunch& p, const DeviceRow& row) : p_(p), row_(row) {
@@ -25,7 +34,7 @@ class RowReuse {
     const auto heads = static_cast<uint32_t>(p.kv.layout.num_kv_heads);
     const DeviceSelectionMemory& memory = p.memories[static_cast<uint32_t>(row.index) / heads];
     if (memory.rows == nullptr) return;
-    memory_ = memory;  // before the kernel waits: it is of the step's begin
+    memory_ = memory;  // may be read before the kernel waits: written when the step began
     at_ = p.layer * p.kv.layout.num_kv_heads + row.kv_head;
     remembered_ = memory.rows + at_;
   }
@@ -36,12 +45,13 @@ class RowReuse {
   __device__ float* anchor(int stage) const {
     return memory_.anchors + (at_ * memory_.num_stages + stage) * memory_.query_floats;
   }
-  // What a stage before the last leaves; its count is in remembered().
+  // Items that a stage before the last leaves. Their number is in remembered().
   __device__ int32_t* items(int stage) const {
     return memory_.stage_items + (at_ * (memory_.num_stages - 1) + stage) * memory_.max_items;
   }
 
-  // The first stage to run; num_stages: the list serves as it is. `header` as of MakeHeader.
+  // Returns the first stage to run; num_stages: the list serves unchanged. `header` is from
+  // MakeHeader.
   __device__ int FirstStage(const SelectionHeader& header) const {
     if (remembered_ == nullptr || header.kind == SelectionHeader::Kind::kAll) return 0;
     if (memory_.rule != DeviceReuseRule::kInterval) return remembered_->first_stage;
@@ -51,7 +61,8 @@ class RowReuse {
     return remembered_ != nullptr && FirstStage(header) == memory_.num_stages;
   }
 
-  // The same by the rule itself; cosines(stage) of this query and the one the stage ran with.
+  // Applies the rule itself. cosines(stage) is the cosine of this query and the one that the stage
+  // ran with.
   template <typename Cosines>
   __device__ int Judge(const Cosines& cosines) const {
     const int64_t position = row_.block.first_position;
@@ -67,8 +78,8 @@ class RowReuse {
     return memory_.num_stages;
   }
 
-  // --- by all threads of a block, or of several, if these have met since one of them has looked at
-  // the memory or written to `out` ---
+  // --- Called by all threads of a CTA, or of several CTAs if they have met after the last of them
+  // read the memory or wrote to `out`. ---
 
   // REQUIRES: Serves.
   __device__ void Recall(SelectionHeader header, const RowThreads& threads = {}) const {
@@ -76,30 +87,31 @@ class RowReuse {
     header.made_at = remembered_->ran_at[memory_.num_stages - 1];
     header.reused_stages = memory_.num_stages;
     if (window_grows()) header.window_begin = remembered_->window_begin;
-    __syncthreads();  // no thread reads the memory any more
+    __syncthreads();  // all threads have read the remembered row
     Copy(List(), Out(), header.count, threads);
     if (threads.index != 0) return;
     p_.out.headers[row_.index] = header;
     remembered_->position = row_.block.first_position;
   }
 
-  // What they wrote to `out`.
+  // Remembers the row that these threads wrote to `out`. Does nothing in a row without memory.
   __device__ void Remember(const RowThreads& threads = {}) const {
     if (remembered_ == nullptr) return;
     const int first = FirstStage(MakeHeader(row_.block, row_.numbers));
-    __syncthreads();  // it is written, and no thread reads the memory any more
+    __syncthreads();  // `out` is written, and all threads have read the remembered row
     const SelectionHeader& header = p_.out.headers[row_.index];
     if (header.kind != SelectionHeader::Kind::kAll) Copy(Out(), List(), header.count, threads);
     if (threads.index == 0) RememberHeader(header, first);
   }
 
-  // --- of a list that is written to `out` and to the memory at once ---
+  // --- For a list that is written to `out` and to the memory at once. ---
 
   __device__ void WriteEntry(int64_t place, const SelectionEntry& entry) const {
     Out()[place] = entry;
     if (remembered_ != nullptr) List()[place] = entry;
   }
-  // The row's header: by one thread, when none reads the memory any more. `first_stage`: that ran.
+  // Writes the row's header. Called by one thread, after all have read the memory. `first_stage` is
+  // the first stage that ran.
   __device__ void WriteHeader(const SelectionHeader& header, int first_stage) const {
     p_.out.headers[row_.index] = header;
     if (remembered_ != nullptr) RememberHeader(header, first_stage);
@@ -142,10 +154,10 @@ class RowReuse {
   const DeviceRow& row_;
   DeviceSelectionMemory memory_;
   RememberedRow* remembered_ = nullptr;
-  int64_t at_ = 0;  // of the memory's rows
+  int64_t at_ = 0;  // index of the row in the memory
 };
 
-// Whether a stage of the row's selector runs in this step.
+// Whether `stage` of the row's selector runs in this step.
 __device__ inline bool Runs(const SelectLaunch& p, const DeviceRow& row, int stage) {
   return RowReuse(p, row).FirstStage(MakeHeader(row.block, row.numbers)) <= stage;
 }

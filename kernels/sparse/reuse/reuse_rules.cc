@@ -20,7 +20,7 @@ bool BothRule::Refreshes(const StageAge& age, const ReuseNumbers& numbers) const
 }
 
 int64_t BothRule::ServedSteps(int64_t interval, const ReuseNumbers& numbers) const {
-  if (numbers.theta >= 1) return interval;  // every query has turned away
+  if (numbers.theta >= 1) return interval;  // every query counts as turned away
   return kCapIntervals * interval;
 }
 

@@ -1,5 +1,5 @@
-// The reuse rules: when a stage of a selector runs again. A stage that serves keeps what it left
-// when it last ran; once one runs, those behind it run too.
+// The reuse rules: when a stage of a selector runs again. A stage that serves keeps the output of
+// its last run. Once a stage runs, all later stages run too.
 //
 //   rule        a stage runs again                                          window
 //   interval    age >= n                                                    slides
@@ -8,8 +8,8 @@
 //
 //   n             the stage's interval; age: steps since it ran
 //   turned away   theta >= 1, or cos(q, the q it ran with) is below theta; far away: below
-//                 theta_force. Over all heads of the group side by side, not rotated; of the layer
-//                 where the selector's scope is the layer.
+//                 theta_force. Over all heads of the group side by side, not rotated; over the
+//                 layer's heads where the selector's scope is the layer.
 //
 // Sources: interval HiP (arXiv 2406.09827) and InfiniteHiP (arXiv 2502.08910, section 4.3), cosine
 // TokenSelect (arXiv 2411.02886, section 3.4). Thread-safe.
@@ -27,10 +27,10 @@ KVASIR_HOST_DEVICE constexpr bool IsBelow(float cosine, float theta) {
   return theta >= 1 || !(cosine >= theta);
 }
 
-// Under `both`, intervals that a stage serves at most.
+// Most intervals that a stage serves under `both`.
 inline constexpr int64_t kCapIntervals = 4;
 
-// The rules for CPU and GPU alike.
+// The rules, shared by CPU and GPU.
 KVASIR_HOST_DEVICE constexpr bool IntervalRefreshes(const StageAge& age) {
   return age.steps >= age.interval;
 }

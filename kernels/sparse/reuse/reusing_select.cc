@@ -14,7 +14,7 @@
 namespace kvasir::kernels {
 namespace {
 
-// Turns x [head_dim] back by the angles it was rotated by, up to a factor.
+// Undoes, up to a factor, the rotation of x [head_dim].
 void Unrotate(const QueryRotation& rotation, int64_t token, int64_t head_dim, float* x) {
   if (rotation.cos == nullptr) return;
   const int64_t half = head_dim / 2;
@@ -27,7 +27,7 @@ void Unrotate(const QueryRotation& rotation, int64_t token, int64_t head_dim, fl
   }
 }
 
-// What a cosine is made of; of several heads side by side, the sums of theirs.
+// The parts of a cosine. For several concatenated heads they are the sums of the heads' parts.
 struct Products {
   double ab = 0, aa = 0, bb = 0;
 
@@ -37,7 +37,7 @@ struct Products {
     bb += more.bb;
     return *this;
   }
-  float Cosine() const { return static_cast<float>(ab / std::sqrt(aa * bb)); }  // NaN: one is 0
+  float Cosine() const { return static_cast<float>(ab / std::sqrt(aa * bb)); }  // NaN: a or b is 0
 };
 
 Products Multiply(const float* a, const float* b, int64_t n) {
@@ -51,7 +51,7 @@ Products Multiply(const float* a, const float* b, int64_t n) {
 
 using Cosines = std::array<float, kMaxStages>;  // of this query and the one a stage ran with
 
-// One row with memory.
+// Reuse in one row with memory.
 class RowReuse {
  public:
   RowReuse(const Selector& selector, const ReuseRule& rule, const SelectRow& row)
@@ -74,7 +74,7 @@ class RowReuse {
     }
   }
 
-  // Nonsense where the row remembers nothing, or under rules that read no queries.
+  // Meaningless where the row remembers nothing, or under rules that read no queries.
   Products Compare(size_t stage) const {
     return Multiply(memory_.query, memory_.anchor(stage), memory_.query_floats);
   }
@@ -132,8 +132,8 @@ class RowReuse {
   RowMemory& memory_;
 };
 
-// A call of SelectReusing with every memory at most once: nothing waits for what another row
-// leaves.
+// A part of a SelectReusing call in which each memory occurs at most once, so that no row waits for
+// what another row leaves.
 struct Call {
   const Selector& selector;
   const ReuseRule& rule;
@@ -152,8 +152,8 @@ struct Call {
   }
 };
 
-// One verdict for all KV heads of a block, by the cosine of all query heads of the layer. Their
-// products are added up in the order of the heads, on however many ranks these lie.
+// Makes one verdict for all KV heads of a query tile, by the cosine of all query heads of the
+// layer. Their products are added in the order of the heads, however many ranks hold them.
 absl::Status GateLayer(const Call& call) {
   const int64_t heads = call.params.kv.layout.num_kv_heads;
   const int64_t blocks = std::ssize(call.params.blocks);
@@ -203,7 +203,7 @@ absl::Status SelectOnce(const Call& call) {
   return absl::OkStatus();
 }
 
-// Behind the blocks from `begin` on that have different memories, or none.
+// Returns the end of the query tiles from `begin` on that have different memories, or none.
 size_t EndOfDifferent(const SelectParams& params, size_t begin) {
   const auto heads = static_cast<size_t>(params.kv.layout.num_kv_heads);
   size_t end = begin + 1;

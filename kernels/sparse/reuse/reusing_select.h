@@ -1,14 +1,14 @@
-// Selecting with memory: the reuse gate, the stages that it does not stop, and the list they or an
-// earlier step left. Its result is that of Selector::Select, but for
+// Selects with memory: runs the reuse gate and the stages that it does not stop, and returns the
+// list that they or an earlier step made. The result is that of Selector::Select, except
 //
-//   made_at         where the list's last stage ran
-//   reused_stages   the stages that did not run
-//   window_begin    under a rule whose window grows: as when the first stage ran
+//   made_at         the position at which the list's last stage ran
+//   reused_stages   number of stages that did not run
+//   window_begin    under a rule whose window grows: that of the step in which the first stage ran
 //
-// A row remembers where it is given a memory (SelectParams::memories). Everything runs, whatever
-// the rule says, in the row's first step, behind a step under rule R2, and at positions that are
-// multiples of 64: a sequence resumes at none but those, and so finds what it would have found.
-// Nothing depends on what else is in the batch. Thread-compatible.
+// A row remembers if it is given a memory (SelectParams::memories). All stages run, whatever the
+// rule says, in the row's first step, after a step under rule R2, and at positions that are
+// multiples of 64. A sequence resumes only at those positions, and so selects what it would have
+// selected without a break. Nothing depends on the rest of the batch. Thread-compatible.
 #pragma once
 
 #include <cstdint>
@@ -24,27 +24,27 @@
 
 namespace kvasir::kernels {
 
-// What a row with memory must be given as SelectionNumbers::reach_tokens.
+// The value of SelectionNumbers::reach_tokens that a row with memory must be given.
 int64_t ReachTokens(const Selector& selector, const ReuseRule& rule, const ReuseNumbers& numbers);
 
-// Steps between two runs of a stage: of the first one as the policy says; of later ones in
-// proportion, rounded down.
+// Steps between two runs of a stage. The first stage's interval is the policy's; those of later
+// stages are in proportion, rounded down, and at least 1.
 int64_t StageInterval(const Selector& selector, const ReuseNumbers& numbers, size_t stage);
 
-// A sequence that is to remember.
+// The facts about a sequence that size its memory.
 struct MemoryNeeds {
   const Selector& selector;
   const ReuseRule& rule;
   const KvLayout& layout;
   int64_t group = 0;         // query heads of a KV head
   SelectionNumbers numbers;  // the largest of any layer
-  int64_t tokens = 0;        // of the longest context
+  int64_t tokens = 0;        // in the longest context
 };
 SelectionMemory::Shape ShapeOf(const MemoryNeeds& needs);
 absl::StatusOr<std::unique_ptr<SelectionMemory>> MakeSelectionMemory(const MemoryNeeds& needs);
 
-// Blocks of one memory are one query each, and stand side by side in ascending position. Errors: as
-// Selector::Select.
+// Query tiles that share a memory have one query each and are adjacent in ascending position.
+// Errors: those of Selector::Select.
 absl::Status SelectReusing(const Selector& selector, const ReuseRule& rule,
                            const SelectParams& params, PageSelection& out, Executor& executor);
 

@@ -1,12 +1,12 @@
-// What decoding remembers of its selections, so that they serve later steps: for each (layer, KV
-// head) of one sequence the last list, what every stage of the selector left, and the queries they
-// were made with. It belongs to the sequence and goes with it: a sequence that starts, resumes or
-// is forked remembers nothing. Written by SelectReusing and by selectors of several stages, one row
-// by one thread at a time.
+// The memory of selections that decoding keeps so that they serve later steps: for each (layer, KV
+// head) of one sequence, the last list, the output of every stage of the selector, and the queries
+// that the stages ran with. It belongs to the sequence and goes with it: a sequence that starts,
+// resumes or is forked remembers nothing. Written by SelectReusing and by selectors of several
+// stages, each row by one thread at a time.
 //
-// Memory: a list has at most an entry (32 bytes) a page of the context, and a stage's items are at
-// most one (8 bytes) for 32 tokens: together at most 1/512 of the KV at 128 dimensions of bfloat16.
-// Reserved for the longest context, touched as far as it is used (in pages of
+// Memory: a list has at most one entry (32 bytes) per page of the context, and a stage has at most
+// one item (8 bytes) per 32 tokens: together at most 1/512 of the KV at 128 dimensions of bfloat16.
+// Reserved for the longest context, and touched as far as it is used (in pages of
 // kernels/base/buffer.h).
 #pragma once
 
@@ -24,27 +24,27 @@
 
 namespace kvasir::kernels {
 
-// Of one row. A view.
+// The memory of one row. A view.
 struct RowMemory {
   struct StageItems {
-    int64_t* items = nullptr;  // the selector's own: of infinitehip, where chunks begin
+    int64_t* items = nullptr;  // defined by the selector; for infinitehip, where chunks begin
     int64_t count = 0;
   };
 
   size_t num_stages = 1;
-  // The verdict of this step: the first stage to run; num_stages: the list serves as it is.
+  // The verdict of this step: the first stage to run. num_stages: the list serves unchanged.
   size_t first_stage = 0;
-  // Of the query that was served last; negative: nothing is remembered. What does not follow
-  // directly behind it starts anew, as a sequence does that was truncated.
+  // Position of the query that was served last; negative: nothing is remembered. A query that does
+  // not directly follow it runs all stages, as after a truncation of the sequence.
   int64_t position = kNothing;
   std::array<int64_t, kMaxStages> ran_at = {};  // the query's position when the stage ran
   std::array<StageItems, kMaxStages - 1> stages = {};
-  int64_t window_begin = 0;  // when the first stage ran
+  int64_t window_begin = 0;  // of the step in which the first stage ran
   int32_t count = 0;         // entries in the list
   SelectionEntry* list = nullptr;
   int64_t query_floats = 0;  // group x head_dim; 0 under rules that read no queries
   float* query = nullptr;    // of this step, not rotated
-  float* anchors = nullptr;  // [num_stages, query_floats]: those that the stages ran with
+  float* anchors = nullptr;  // [num_stages, query_floats]: the queries that the stages ran with
 
   bool serves() const { return first_stage == num_stages; }
   float* anchor(size_t stage) const { return anchors + static_cast<int64_t>(stage) * query_floats; }
@@ -56,14 +56,14 @@ struct RowMemory {
   static constexpr int64_t kNothing = -2;
 };
 
-// What a sequence holds of it, wherever it is computed.
+// The memory that a sequence holds, wherever it is computed.
 class RememberedSelections {
  public:
   virtual ~RememberedSelections() = default;
   virtual int64_t size_bytes() const = 0;
 };
 
-// In host memory.
+// The memory of one sequence in host memory.
 class SelectionMemory final : public RememberedSelections {
  public:
   struct Shape {

@@ -10,7 +10,7 @@
 namespace kvasir::kernels {
 namespace {
 
-// Returns the bytes of it all.
+// Lays out the memory and returns its size in bytes.
 int64_t LayOut(std::byte* memory, int64_t rows, DeviceSelectionMemory& view) {
   ScratchPieces pieces(memory);
   view.rows = pieces.Take<RememberedRow>(rows);
@@ -45,7 +45,7 @@ absl::StatusOr<std::unique_ptr<CudaSelectionMemory>> CudaSelectionMemory::Create
   const int64_t bytes = LayOut(nullptr, rows, made->view_);
   KVASIR_ASSIGN_OR_RETURN(made->buffer_, DeviceBuffer::Allocate(bytes));
   LayOut(made->buffer_.data(), rows, made->view_);
-  // RememberedRow::kNothing everywhere.
+  // Sets RememberedRow::kNothing everywhere.
   KVASIR_RETURN_IF_ERROR(
       CudaStatus(cudaMemsetAsync(made->view_.rows, 0xff,
                                  static_cast<size_t>(rows) * sizeof(RememberedRow), stream),

@@ -1,5 +1,5 @@
 // The memory of a sequence's selections in device memory. Made by the CUDA backend for a sequence
-// that reuses them. Thread-compatible. Only in builds with CUDA.
+// that reuses selections. Thread-compatible. Only in builds with CUDA.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -15,8 +15,8 @@ namespace kvasir::kernels {
 
 class CudaSelectionMemory final : public RememberedSelections {
  public:
-  // REQUIRES: the rule is one of reuse_rules.h. RESOURCE_EXHAUSTED when there is no memory. It
-  // remembers nothing once the stream has come so far.
+  // REQUIRES: the rule is one of reuse_rules.h. RESOURCE_EXHAUSTED when there is no memory. The
+  // memory is empty once the stream has reached this call's work.
   static absl::StatusOr<std::unique_ptr<CudaSelectionMemory>> Create(const MemoryNeeds& needs,
                                                                      cudaStream_t stream);
 

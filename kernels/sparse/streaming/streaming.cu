@@ -1,4 +1,4 @@
-// A thread a row.
+// Each thread takes one row.
 #include "kernels/base/overlapped_launch.h"
 #include "kernels/sparse/select_row.cuh"
 #include "kernels/sparse/streaming/streaming_launch.h"

@@ -1,6 +1,6 @@
-// The selector `streaming` (streaming_selector.h) on the GPU: the rows' headers, in device memory.
-// All pointers of the params, spans included, are device memory. Called by the attention layer.
-// Thread-safe. Only in builds with CUDA.
+// The selector `streaming` (streaming_selector.h) on the GPU: writes the rows' headers to device
+// memory. All pointers of the params, including spans, are device memory. Called by the attention
+// layer. Thread-safe. Only in builds with CUDA.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,8 +11,8 @@
 
 namespace kvasir::kernels {
 
-// Looks at no query and no key: keys may be cached in any form. Nothing is allocated or waited for;
-// may be captured. INVALID_ARGUMENT on shapes.
+// Reads no query and no key, so keys may be cached in any form. Allocates nothing and waits for
+// nothing; may be captured. INVALID_ARGUMENT on shapes.
 absl::Status SelectStreaming(const SelectParams& params, const PageSelection& out,
                              cudaStream_t stream);
 

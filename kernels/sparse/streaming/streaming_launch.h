@@ -1,4 +1,4 @@
-// The kernel behind streaming_cuda.h. Only streaming_cuda.cc includes it, after it has checked the
+// The kernel of streaming_cuda.h. Only streaming_cuda.cc includes it, after it has checked the
 // shapes.
 #pragma once
 

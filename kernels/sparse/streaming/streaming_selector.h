@@ -1,5 +1,5 @@
 // The selector `streaming` (StreamingLLM, arXiv 2309.17453, at native positions): sink and window
-// only, everything between them is never read. The budget is ignored. Thread-compatible.
+// only. Nothing between them is ever read. The budget is ignored. Thread-compatible.
 #pragma once
 
 #include "kernels/sparse/stages.h"

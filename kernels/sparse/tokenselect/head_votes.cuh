@@ -1,4 +1,4 @@
-// A head's vote for a token, in the kernels of tokenselect.
+// Votes of heads for tokens, in the kernels of tokenselect.
 #pragma once
 
 #include "kernels/base/hopper.cuh"
@@ -8,8 +8,9 @@
 
 namespace kvasir::kernels {
 
-// A head's greatest logit and the reciprocal of its softmax's sum, of head g of the row's group; 0
-// and 0 where it has no votes. By kLanes neighbours, beside the others of their warp.
+// Returns the greatest logit of head g of the row's group and the reciprocal of its softmax's sum;
+// 0 and 0 if the head has no votes. By kLanes adjacent lanes; the warp's other lanes may have other
+// heads.
 template <int kLanes>
 __device__ SoftmaxSum MergedParts(const TokenSelectLaunch& p, int64_t row, int g) {
   const int lane = static_cast<int>(threadIdx.x) % kLanes;
@@ -34,7 +35,7 @@ __device__ SoftmaxSum MergedParts(const TokenSelectLaunch& p, int64_t row, int g
   return sum > 0 ? SoftmaxSum{max, 1 / sum} : SoftmaxSum{0, 0};
 }
 
-// Given what MergedParts made.
+// Returns the vote of a logit. `merged` is from MergedParts.
 __device__ inline float VoteOf(float logit, const SoftmaxSum& merged) {
   constexpr float kLeastExponent = kLeastVoteExponent * 1.4426950408889634f;
   const float below = logit - merged.max;

@@ -13,7 +13,7 @@
 namespace kvasir::kernels {
 namespace {
 
-// Returns the bytes of it all.
+// Lays out the workspace and returns its size in bytes.
 int64_t LayOut(std::byte* workspace, const PagedKv& kv, int64_t group, int64_t rows,
                TokenSelectLaunch& launch) {
   launch.max_tokens = kv.max_blocks_per_slot * kPageTokens;
@@ -25,8 +25,8 @@ int64_t LayOut(std::byte* workspace, const PagedKv& kv, int64_t group, int64_t r
   return pieces.bytes();
 }
 
-// Two on each multiprocessor where there is one sequence. Whatever the batch: how a row is cut
-// decides how its sums are rounded.
+// CTAs of a row: two on each multiprocessor where there is one sequence. The number does not depend
+// on the batch, because the way a row is divided decides how its sums are rounded.
 absl::StatusOr<int64_t> BlocksOfRow(const PagedKv& kv) {
   int processors = 0;
   KVASIR_RETURN_IF_ERROR(

@@ -1,13 +1,13 @@
 // The selector `tokenselect` (tokenselect_selector.h) on the GPU: the same votes, order and lists,
-// in device memory, where the attention kernels read them. All pointers of the params, spans
-// included, are device memory; params.scratch is not used. Where keys are cached un-rotated, q is
-// what RotateToDistance made (distant_queries_cuda.h). Called by the attention layer. Thread-safe.
+// in device memory where the attention kernels read them. All pointers of the params, including
+// spans, are device memory; params.scratch is not used. Where keys are cached un-rotated, q is the
+// output of RotateToDistance (distant_queries_cuda.h). Called by the attention layer. Thread-safe.
 // Only in builds with CUDA.
 //
-// Votes are float32 with another rounding than on the CPU: where votes of the last token in and the
-// first one out are as good as equal, either may be chosen; at layer scope all rows of a block get
-// the same. A row whose list has no room in `out` gets its first pages. A row depends on nothing
-// but itself; at layer scope, on its block.
+// Votes are float32 with another rounding than on the CPU. Where the votes of the last token kept
+// and the first one dropped are practically equal, either may be chosen; at layer scope all rows of
+// a query tile get the same one. A row whose list has no room in `out` gets its first pages. A row
+// depends on nothing but itself; at layer scope, on its query tile.
 #pragma once
 
 #include <cstddef>
@@ -20,16 +20,16 @@
 
 namespace kvasir::kernels {
 
-// Device memory that SelectTokens needs for so many query blocks: mostly 4 (max(G, 2) + 1) bytes a
-// row and token that a slot can hold, G being the heads of a group.
+// Bytes of device memory that SelectTokens needs for `blocks` query tiles: mostly 4 (max(G, 2) + 1)
+// a row and token that a slot can hold, where G is the number of heads of a group.
 int64_t TokenSelectWorkspaceBytes(const PagedKv& kv, int64_t group, int64_t blocks);
 
-// Two kernels, at layer scope three, which begin while the one before them on the stream ends
-// (overlapped_launch.h). REQUIRES: at kLayer, params.kv has all KV heads of the layer. Nothing is
-// allocated or waited for; may be captured. INVALID_ARGUMENT on shapes: head_dim 64 or 128, q and
-// KV float32 or bfloat16, at most 8 query heads a KV head, 1,024 of a layer and 6,291,456 tokens a
-// slot. INTERNAL with CUDA's error when a launch fails. An absent page sets the slot's fault. Cost:
-// reads every candidate's key once, its logits twice.
+// Launches two kernels, at layer scope three, which begin while the one ahead of them on the stream
+// ends (overlapped_launch.h). REQUIRES: at kLayer, params.kv has all KV heads of the layer.
+// Allocates nothing and waits for nothing; may be captured. INVALID_ARGUMENT on shapes: head_dim 64
+// or 128, q and KV float32 or bfloat16, at most 8 query heads a KV head, 1,024 of a layer and
+// 6,291,456 tokens a slot. INTERNAL with CUDA's error when a launch fails. An absent page sets the
+// slot's fault. Cost: reads every candidate's key once, its logits twice.
 absl::Status SelectTokens(Scope scope, const SelectParams& params, const PageSelection& out,
                           std::byte* workspace, cudaStream_t stream);
 

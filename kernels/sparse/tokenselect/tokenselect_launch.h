@@ -1,5 +1,5 @@
-// The kernels behind tokenselect_cuda.h. Only tokenselect_cuda.cc includes it, after it has checked
-// the shapes.
+// The kernels of tokenselect_cuda.h. Only tokenselect_cuda.cc includes it, after it has checked the
+// shapes.
 #pragma once
 
 #include <cstdint>
@@ -9,37 +9,37 @@
 
 namespace kvasir::kernels {
 
-// Blocks of threads that take a row's logits, at most.
+// Most CTAs that compute a row's logits.
 inline constexpr int kLogitBlocks = 256;
-// Blocks of threads, a cluster, that choose for a row, and pages for which one of them has room.
+// CTAs, a cluster, that choose for a row, and most pages that one of them has room for.
 inline constexpr int kVoteBlocks = 8;
 inline constexpr int64_t kVotePages = 12288;
 
-// Query heads that vote together, at most.
+// Most query heads that vote together.
 inline constexpr int64_t kMostVoters = 1024;
 
-// Logits count in powers of two: they are times log2(e). The logarithm of a softmax's denominator
-// is max + log2(sum).
+// The maximum and sum of a softmax. Logits here are times log2(e), so powers are of two: the
+// logarithm of the denominator is max + log2(sum).
 struct SoftmaxSum {
   float max;
   float sum;
 };
 
-// All pointers are device memory. A token stands at its number, from the start of the context.
+// All pointers are device memory. A token's place is its number from the start of the context.
 struct TokenSelectLaunch {
   SelectLaunch select = {};
   Scope scope = Scope::kKvGroup;
   uint8_t* faults = nullptr;    // [num_slots]
-  int64_t max_tokens = 0;       // that a slot can hold
-  int64_t blocks_of_row = 0;    // that take logits
-  int64_t logits_of_row = 0;    // floats
+  int64_t max_tokens = 0;       // most that a slot can hold
+  int64_t blocks_of_row = 0;    // CTAs that compute its logits
+  int64_t logits_of_row = 0;    // floats of logits per row
   float* logits = nullptr;      // [rows][group, max_tokens] of logits_of_row: neither NaN nor inf
   SoftmaxSum* parts = nullptr;  // [rows, blocks_of_row, group]
-  // [rows, max_tokens]: bits of a float that is not negative. Those of a layer stand in the place
-  // of its first row.
+  // [rows, max_tokens]: bits of a float that is not negative. The votes of a layer are in its first
+  // row.
   uint32_t* votes = nullptr;
 
-  // Of tokens that may be chosen yet; takes the place of the row's logits.
+  // The tokens that may still be chosen. They overwrite the row's logits.
   KVASIR_HOST_DEVICE uint64_t* Rivals(int64_t row) const {
     return reinterpret_cast<uint64_t*>(logits + row * logits_of_row);
   }
@@ -48,7 +48,7 @@ struct TokenSelectLaunch {
 cudaError_t LaunchTokenLogits(const TokenSelectLaunch& params, cudaStream_t stream);
 // Casts the votes of layers.
 cudaError_t LaunchLayerVotes(const TokenSelectLaunch& params, cudaStream_t stream);
-// Of KV groups, or of layers, whose votes have been cast; chooses, and writes lists.
+// Casts the votes of KV groups, or takes those of layers, already cast; chooses, and writes lists.
 cudaError_t LaunchTokenVotes(const TokenSelectLaunch& params, cudaStream_t stream);
 
 }  // namespace kvasir::kernels

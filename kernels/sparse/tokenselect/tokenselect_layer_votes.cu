@@ -1,5 +1,5 @@
-// Votes of all heads of a layer: a thread has four tokens, and adds what the heads give them, one
-// after another.
+// Votes of all heads of a layer. A thread has four tokens and adds the votes of the heads one after
+// another.
 #include <algorithm>
 
 #include "kernels/base/overlapped_launch.h"
@@ -13,12 +13,12 @@ constexpr int kThreads = 128;
 constexpr int64_t kTileTokens = 4 * kThreads;
 constexpr int kSoftmaxLanes = 4;
 
-// What all heads' votes are made of, to `sums`. By all threads.
+// Writes MergedParts of all heads to `sums`. By all threads.
 __device__ void MergeSoftmaxes(const TokenSelectLaunch& p, const VotingRow& row, SoftmaxSum* sums) {
   const auto group = static_cast<int>(p.select.group);
   const int heads = group * static_cast<int>(p.select.kv.layout.num_kv_heads);
   for (int first = 0; first < heads; first += kThreads / kSoftmaxLanes) {
-    // Some lanes of the last warps come to the last head, too: all lanes must be there.
+    // Some lanes of the last warps also take the last head, because all lanes must take part.
     const int head = min(first + static_cast<int>(threadIdx.x) / kSoftmaxLanes, heads - 1);
     const SoftmaxSum merged =
         MergedParts<kSoftmaxLanes>(p, row.at.index + head / group, head % group);
@@ -27,7 +27,7 @@ __device__ void MergeSoftmaxes(const TokenSelectLaunch& p, const VotingRow& row,
   __syncthreads();
 }
 
-// Groups have kHeads at most: so many loads are on their way together, and as many again.
+// Groups have at most kHeads heads: that many loads are in flight together, and as many again.
 template <int kHeads>
 __global__ void __launch_bounds__(kThreads)
     LayerVotesKernel(const __grid_constant__ TokenSelectLaunch p) {
@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kThreads)
   cudaGridDependencySynchronize();
   cudaTriggerProgrammaticLaunchCompletion();
   const auto kv_heads = static_cast<int>(p.select.kv.layout.num_kv_heads);
-  const VotingRow row(p, blockIdx.x * static_cast<unsigned>(kv_heads));  // the layer's first
+  const VotingRow row(p, blockIdx.x * static_cast<unsigned>(kv_heads));  // the layer's first row
   const int64_t first = row.first_page() * kPageTokens + int64_t{blockIdx.y} * kTileTokens;
   const int64_t end = row.end_page() * kPageTokens;
   if (row.wanted == 0 || first >= end) return;
@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(kThreads)
 cudaError_t LaunchLayerVotes(const TokenSelectLaunch& p, cudaStream_t stream) {
   const int64_t kv_heads = p.select.kv.layout.num_kv_heads;
   const int64_t tiles = (p.max_tokens + kTileTokens - 1) / kTileTokens;
-  // Four times as many as take logits, which are larger.
+  // Four times as many as the CTAs that compute logits, because those are larger.
   const dim3 blocks(static_cast<unsigned>(p.select.out.num_rows / kv_heads),
                     static_cast<unsigned>(std::min(tiles, 4 * p.blocks_of_row * kv_heads)));
   const auto kernel = p.select.group <= 4 ? LayerVotesKernel<4> : LayerVotesKernel<8>;

@@ -1,6 +1,6 @@
-// Logits of all candidates, and the sums of their softmaxes by blocks of threads: one reading of
-// the keys. Those in bfloat16 are brought page by page into shared memory, by each warp for itself
-// and several pages ahead, and multiplied by tensor cores; those in float32 are read as they lie.
+// Computes logits of all candidates and the sums of their softmaxes by CTAs, reading each key once.
+// Each warp copies its bfloat16 keys page by page into shared memory, several pages ahead, and
+// multiplies them by tensor cores. Float32 keys are read where they lie.
 #include <algorithm>
 #include <cfloat>
 #include <cuda_bf16.h>
@@ -17,9 +17,9 @@ constexpr int kGroup = static_cast<int>(kMaxCudaGroup);
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr SoftmaxSum kEmptySum = {-INFINITY, 0};
 
-// --- what both kinds of keys share ---
+// --- shared by both kinds of keys ---
 
-// NaN counts as -inf, and nothing is infinitely large: all that are have the same share of votes.
+// NaN counts as -inf, and +inf as FLT_MAX: all infinite logits get the same share of votes.
 __device__ float VotingLogit(float logit) {
   return logit > -INFINITY ? fminf(logit, FLT_MAX) : -INFINITY;
 }
@@ -41,7 +41,7 @@ __device__ SoftmaxSum Merge(const SoftmaxSum& a, const SoftmaxSum& b) {
   return {max, a.sum * hopper::Exp2(a.max - max) + b.sum * hopper::Exp2(b.max - max)};
 }
 
-// The mean queries of the row's block, to means[group], by all threads of the block.
+// Writes the mean queries of the row's tile to means[group], by all threads of the CTA.
 template <typename Query, int kHeadDim>
 __device__ void LoadMeansOf(const SelectLaunch& p, const DeviceRow& row, float (*means)[kHeadDim]) {
   using Vector = KeyVector<Query>;
@@ -75,7 +75,7 @@ __device__ void LoadMeans(const SelectLaunch& p, const DeviceRow& row, float (*m
                                : LoadMeansOf<BFloat16, kHeadDim>(p, row, means);
 }
 
-// Merges kCount sums a head to the part of this block. A barrier must lie between.
+// Merges kCount sums per head into the part of this CTA. The caller puts a barrier before.
 template <int kCount>
 __device__ void StorePart(const TokenSelectLaunch& p, const VotingRow& row,
                           const SoftmaxSum (&sums)[kCount][kGroup]) {
@@ -87,7 +87,7 @@ __device__ void StorePart(const TokenSelectLaunch& p, const VotingRow& row,
 
 // --- keys in bfloat16 ---
 
-constexpr int kWarps = 2;  // of a block; a multiprocessor has two blocks
+constexpr int kWarps = 2;  // of a CTA; a multiprocessor has two CTAs
 
 template <int kHeadDim>
 struct KeyRing {
@@ -104,8 +104,7 @@ struct LogitMemory {
   SoftmaxSum sums[kWarps][kGroup];
 };
 
-// The pages first, first + step, ... of a row on their way through a warp's ring, by the whole
-// warp.
+// Streams the pages first, first + step, ... of a row through a warp's ring. By the whole warp.
 template <int kHeadDim>
 class KeyStream {
   using Ring = KeyRing<kHeadDim>;
@@ -128,13 +127,13 @@ class KeyStream {
     for (int i = 0; i < kStages; ++i) Send();
   }
 
-  // Of the page to be read now; null where it is absent.
+  // Waits for the next page and returns its keys; null if it is absent.
   __device__ const std::byte* Wait() const {
     const int stage = read_ % kStages;
     hopper::BarrierWait(&ring_.full[stage], static_cast<uint32_t>(read_ / kStages % 2));
     return (exist_ >> stage & 1) != 0 ? ring_.pages[stage] : nullptr;
   }
-  // It has been read.
+  // Called after the page was read.
   __device__ void Next() {
     ++read_;
     __syncwarp();
@@ -142,7 +141,7 @@ class KeyStream {
   }
 
  private:
-  // The next page into the stage that is free.
+  // Copies the next page into the free stage.
   __device__ void Send() {
     if (sent_ % kWarpThreads == 0) {
       const int64_t page = first_ + (sent_ + lane_) * step_;
@@ -167,8 +166,8 @@ class KeyStream {
   const int64_t first_;
   const int64_t step_;
   const int lane_;
-  const std::byte* keys_ = nullptr;  // of one of the next pages each lane
-  unsigned exist_ = 0;               // bit i: stage i's page does
+  const std::byte* keys_ = nullptr;  // each lane's: keys of one of the next pages lane
+  unsigned exist_ = 0;               // bit i: stage i's page exists
   int sent_ = 0;
   int read_ = 0;
 };
@@ -180,9 +179,9 @@ __device__ uint32_t Pair(float low, float high) {
 __device__ float Rounded(float x) { return __bfloat162float(__float2bfloat16_rn(x)); }
 
 // Means as the right operand of the products, in tiles of four heads: column 2 h is head h in
-// bfloat16, column 2 h + 1 what that leaves out. A lane reads 8 neighbouring elements of a key, but
-// a product of 16 wants 2 c, 2 c + 1, 2 c + 8 and 2 c + 9 of lane c of four. So the elements
-// 8 c .. 8 c + 7 of 32 take those places of two products, alike for keys and means.
+// bfloat16, column 2 h + 1 the rest that this loses. A lane reads 8 adjacent elements of a key, but
+// in a product of 16 lane c of four needs 2 c, 2 c + 1, 2 c + 8 and 2 c + 9. So the elements 8 c ..
+// 8 c + 7 of 32 take those places of two products, for keys and means alike.
 template <int kHeadDim, int kTiles>
 struct MeanTiles {
   uint32_t at[kTiles][kHeadDim / 16][2];
@@ -212,7 +211,7 @@ struct KeyRows {
   static constexpr int kParts = kHeadDim / 32;
   uint4 parts[2][kParts];
 
-  // Rows lie in the same banks: neighbouring ones are read with their halves exchanged.
+  // Rows lie in the same banks, so adjacent ones are read with their halves exchanged.
   __device__ explicit KeyRows(const std::byte* keys) {
     const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
     const bool is_odd = lane / 4 % 2 != 0;
@@ -231,7 +230,7 @@ struct KeyRows {
   }
 };
 
-// sums[tile] += the 16 keys by the tile's means.
+// sums[tile] += the products of the 16 keys and the tile's means.
 template <int kHeadDim, int kTiles>
 __device__ void Multiply(const KeyRows<kHeadDim>& keys, const MeanTiles<kHeadDim, kTiles>& means,
                          float (&sums)[kTiles][4]) {
@@ -251,12 +250,12 @@ __device__ void Multiply(const KeyRows<kHeadDim>& keys, const MeanTiles<kHeadDim
 
 constexpr int kTileTokens = 16;
 constexpr int kLaneTokens = 2 * static_cast<int>(kPageTokens) / kTileTokens;  // of a page
-// The page's token that a lane has as its i-th.
+// Returns the lane's i-th token of a page.
 __device__ int TokenOf(int i) {
   return i / 2 * kTileTokens + i % 2 * 8 + static_cast<int>(threadIdx.x) % kWarpThreads / 4;
 }
 
-// The lane's logits of a page: lane c of four has head c of every tile.
+// Writes the lane's logits of a page: lane c of four has head c of every tile.
 template <int kHeadDim, int kTiles>
 __device__ void TakeLogits(const std::byte* keys, const MeanTiles<kHeadDim, kTiles>& means,
                            float scale, float (&logits)[kTiles][kLaneTokens]) {
@@ -268,7 +267,7 @@ __device__ void TakeLogits(const std::byte* keys, const MeanTiles<kHeadDim, kTil
     for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
       for (int row = 0; row < 2; ++row) {
-        // An infinite key has no rest, whatever it is multiplied by.
+        // An infinite product has no rest.
         const float whole = sums[tile][2 * row];
         const float rest = fabsf(whole) <= FLT_MAX ? sums[tile][2 * row + 1] : 0.0f;
         logits[tile][i + row] = VotingLogit(scale * (whole + rest));
@@ -314,7 +313,7 @@ __global__ void __launch_bounds__(kWarps* kWarpThreads)
       const int head = tile * 4 + lane % 4;
 #pragma unroll
       for (int i = 0; i < kLaneTokens; ++i) {
-        // What is no candidate is read with its page, and not counted.
+        // Other tokens are read with their page, but do not count.
         const bool counts = (candidates >> TokenOf(i) & 1) != 0;
         if (head < group) {
           to[head * p.max_tokens + page * kPageTokens + TokenOf(i)] = counts ? logits[tile][i] : 0;
@@ -354,16 +353,16 @@ cudaError_t LaunchProducts(const TokenSelectLaunch& p, const dim3& blocks, cudaS
 constexpr int kPlainThreads = 256;
 constexpr int kPlainWarps = kPlainThreads / kWarpThreads;
 
-// So many lanes have a key that each reads 16 bytes of it.
+// As many lanes share a key as it has pieces of 16 bytes.
 template <int kHeadDim>
 struct PlainLanes {
   static constexpr int kElements = KeyVector<float>::kElements;
   static constexpr int kOfKey = kHeadDim / kElements;
-  static constexpr int kKeys = kWarpThreads / kOfKey;  // side by side
+  static constexpr int kKeys = kWarpThreads / kOfKey;  // keys that a warp reads at once
 };
 
-// The products of the lane's part of a key and of the means, summed over the lanes of the key; lane
-// g of a key gets head g's.
+// Returns the logit of head g to lane g of a key: the products of the key's parts and the means,
+// summed over the key's lanes.
 template <int kHeadDim>
 __device__ float PlainLogit(const KeyVector<float>& key, int group,
                             const float (*means)[kHeadDim]) {
@@ -417,7 +416,7 @@ __global__ void __launch_bounds__(kPlainThreads, 2)
       if (part >= group) continue;
       const float logit[1] = {
           VotingLogit(keys != nullptr ? p.select.scale * kLog2E * sum : -INFINITY)};
-      const bool counts = (candidates >> token & 1) != 0;  // the others are read, too
+      const bool counts = (candidates >> token & 1) != 0;  // other tokens are read, too
       to[part * p.max_tokens + page * kPageTokens + token] = counts ? logit[0] : 0;
       if (counts) Add(own, logit);
     }

@@ -19,12 +19,12 @@
 namespace kvasir::kernels {
 namespace {
 
-// Votes of a layer are integers in units of 2^-52: sums of up to 1024 heads are exact, whatever
-// their order and the ranks that make them.
+// Votes of a layer are integers in units of 2^-52. Sums of up to 1024 heads are exact, in any order
+// and on any ranks.
 constexpr double kVoteUnits = 0x1p52;
 constexpr float kNoVote = -std::numeric_limits<float>::infinity();
 
-// Memory of one thread of a Select call.
+// Working memory of one thread of a Select call.
 struct ThreadMemory {
   ThreadMemory(ScratchPieces& pieces, const SelectParams& p) {
     const int64_t group = p.q.dim(1) / p.kv.layout.num_kv_heads;
@@ -42,7 +42,7 @@ struct ThreadMemory {
   float* means;  // [G, head_dim]
   float* query;
   float* page_logits;  // [G, kTileKeys]
-  float* largest;      // [G, kTileKeys]: the largest of the page logits at each place
+  float* largest;      // [G, kTileKeys]: the largest page logit at each place
   float* logits;       // [G, HeadWeights::Room(candidates)]
   float* votes;        // [candidates]
   Ranked* ranked;
@@ -61,22 +61,22 @@ void AverageQueries(const SelectRow& row, const ThreadMemory& memory) {
   }
 }
 
-// Logits of a head, which become the weights exp(logit - max) in place. The weights' sum is by
-// kSumLanes lanes, whatever the vectors of the machine.
+// Logits of a head, which become the weights exp(logit - max) in place. The weights are summed in
+// kSumLanes lanes, whatever the vector width of the machine.
 class HeadWeights {
  public:
-  // Room for the logits of so many tokens.
+  // Room for the logits of `count` tokens.
   static int64_t Room(int64_t count) { return CeilPages(count) * kTileKeys; }
 
-  // REQUIRES: logits [Room(count)], those from `count` on are free; `max` is the largest that is
-  // not NaN.
+  // REQUIRES: logits is [Room(count)], and its places from `count` on are unused; `max` is the
+  // largest logit that is not NaN.
   HeadWeights(float* logits, int64_t count, float max)
       : logits_(logits), count_(count), end_(Room(count)), max_(max) {
     std::fill(logits_ + count_, logits_ + end_, kNoVote);
   }
 
-  // Adds to `votes` [count] the softmax of the logits: as floats, or in units of 1 / kVoteUnits. An
-  // infinite maximum is shared by all that have it; where all are -inf there are no votes.
+  // Adds the softmax of the logits to `votes` [count], as floats or in units of 1 / kVoteUnits. All
+  // logits that are +inf share the votes equally. If all are -inf there are no votes.
   template <typename T>
   void AddVotes(T* votes) {
     if (max_ == kNoVote) return;
@@ -154,7 +154,7 @@ void Vote(const SelectRow& row, const ThreadMemory& memory, T* votes) {
   }
 }
 
-// Lists the tokens of the best of `ranked`, which are tokens.
+// Lists the best of `ranked`, whose items are tokens.
 void ListBest(const SelectRow& row, std::span<Ranked> ranked) {
   const int64_t count = std::min(row.numbers.budget_tokens, std::ssize(ranked));
   KeepBest(ranked, count);
@@ -175,7 +175,7 @@ void SelectTokens(const SelectRow& row, const ThreadMemory& memory) {
   ListBest(row, {memory.ranked, static_cast<size_t>(candidates)});
 }
 
-// Selection at layer scope, a query block at a time: its KV heads vote side by side.
+// Selects at layer scope, one query tile at a time: its KV heads vote in parallel.
 class LayerSelection {
  public:
   LayerSelection(const SelectParams& p, const PageSelection& out, Executor& executor)
@@ -243,7 +243,7 @@ class LayerSelection {
   int64_t context_ = 0;
   int64_t thread_bytes_ = 0;
   std::byte* memory_ = nullptr;  // of the threads
-  int64_t* votes_ = nullptr;     // [KV heads, candidates]; those of the layer in the first's place
+  int64_t* votes_ = nullptr;     // [KV heads, candidates]; the first row becomes the layer's votes
 };
 
 }  // namespace

@@ -1,25 +1,25 @@
-// The selector `tokenselect` (arXiv 2411.02886, section 3): the tokens with most votes, where every
-// query head of the KV group votes with its own softmax over the candidates:
+// The selector `tokenselect` (arXiv 2411.02886, section 3) chooses the tokens with most votes.
+// Every query head of the KV group votes with its own softmax over the candidates:
 //
-//   qbar[h]  = mean over the block's queries of q[h]                 (decode: the query itself)
+//   qbar[h]  = mean over the tile's queries of q[h]                  (decode: the query itself)
 //   s[h][j]  = scale * qbar[h] . k[j]    for j in [sink_end, candidates_end), exact
 //   vote[j]  = sum over the group's heads of softmax_j(s[h])         (soft vote)
 //   chosen   = the budget_tokens tokens of the largest votes, later tokens first among equals
 //
-// The softmax is what makes heads comparable: without it one head with large logits decides for
-// all. Scaled as attention scales them, votes in decoding are the attention mass that a token would
-// get among the candidates. Weights below e^-87 are 0. A NaN logit counts as -inf; a head whose
-// logits are all -inf gives no votes. Entries hold tokens; `score` is the largest vote of the
+// The softmax makes heads comparable: without it one head with large logits decides for all. Logits
+// are scaled as attention scales them, so votes in decoding are the attention mass that a token
+// would get among the candidates. Weights below e^-87 are 0. A NaN logit counts as -inf; a head
+// whose logits are all -inf gives no votes. Entries hold tokens; `score` is the largest vote of the
 // entry's tokens.
 //
 //   option scope   "group" (default): heads of one KV group share a list; "layer", the paper's: all
 //                  heads of the layer vote together, in fixed point (2^-52), so that a selection is
-//                  the same whatever ranks the heads lie on
+//                  the same whatever ranks hold the heads
 //
 // Differs from the paper: heads map to KV heads by h / G (the paper's h mod Hkv does not fit
-// grouped models); a prompt's queries are averaged over blocks of at most 64, not 512; where keys
-// are cached rotated, they and the queries keep their rotation, else query r of a block stands at
-// distance window_tokens + r of every key, as in the paper's code; the paper's logits are not
+// grouped models). A prompt's queries are averaged over tiles of at most 64, not 512. Where keys
+// are cached rotated, they and the queries keep their rotation; else query r of a tile is at
+// distance window_tokens + r from every key, as in the paper's code. The paper's logits are not
 // scaled, which makes votes peaked and keeps less mass (docs/quality.md). Cost: reads every
 // candidate's key once, and 4 * (G + 1) bytes of scratch per candidate and thread. Linear in the
 // context. Thread-compatible.
@@ -34,7 +34,7 @@
 
 namespace kvasir::kernels {
 
-// exp of less is denormal: no vote.
+// Least exponent of a vote: exp of less is denormal.
 inline constexpr float kLeastVoteExponent = -87;
 
 class TokenSelectSelector : public Selector {

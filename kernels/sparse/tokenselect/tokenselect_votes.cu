@@ -1,11 +1,12 @@
-// Votes, and the tokens that have most of them: a cluster of blocks of threads a row, each with
-// some of the row's pages. At layer scope votes are there already, and each row of a layer comes to
-// the same choice of them.
+// Votes, and the tokens with most of them. A cluster of CTAs takes a row, each CTA some of the
+// row's pages. At layer scope the votes were cast before, and each row of a layer makes the same
+// choice.
 //
-//   cast    votes of all candidates; they are counted by bins, of all blocks of the cluster
-//   sift    those in better bins than the last one chosen are chosen; its bin's are rivals
-//   settle  rivals are counted by finer bins until they are few, and those compared
-//   list    each block writes the entries of its pages
+//   cast    votes of all candidates, counted in bins; FindBin adds those of all CTAs of the cluster
+//   sift    tokens in better bins than that of the last one chosen are chosen; those in its bin are
+//           rivals
+//   settle  rivals are counted in finer bins until they are few; then they are compared
+//   list    each CTA writes the entries of its pages
 //
 // A rival is one integer that orders as selections must (ranking.h): votes, then the token.
 #include <algorithm>
@@ -25,8 +26,8 @@ constexpr int kGroup = static_cast<int>(kMaxCudaGroup);
 constexpr int kBinBits = 11;
 constexpr int kBins = 1 << kBinBits;
 constexpr int kFewRivals = 1024;
-// Bits of votes below those that tell bins apart. No vote is 2,048, as kMostVoters give it: what is
-// left of the bins are those of the smallest, which share one.
+// Bits of votes below those that tell bins apart. No vote reaches 2,048, because kMostVoters is
+// less. The bins cover the greatest votes; all smaller ones share the first bin.
 constexpr int kVoteShift = 19;
 constexpr uint32_t kFirstBin = (0x45000000u >> kVoteShift) - kBins;
 static_assert(kMostVoters < 2048);
@@ -37,14 +38,14 @@ struct alignas(16) VoteMemory {
   SoftmaxSum sums[kGroup];
   uint64_t few[kFewRivals];
   uint32_t num_few;
-  uint32_t num_rivals;  // of this block
+  uint32_t num_rivals;  // of this CTA
   uint32_t num_entries;
-  uint32_t bin;  // what FindBin found
+  uint32_t bin;  // the result of FindBin, with `above` and `within`
   uint32_t above;
   uint32_t within;
 };
 
-// Behind it, for each page of the block.
+// After VoteMemory, one for each page of the CTA.
 struct ChosenPage {
   unsigned long long tokens;
   uint32_t best;  // vote
@@ -58,7 +59,7 @@ __device__ uint64_t Rival(uint32_t vote, int64_t token) {
   return uint64_t{vote} << 32 | static_cast<uint64_t>(token);
 }
 
-// Rivals in [low, high], of which `wanted` are; of those above all.
+// Rivals in [low, high], of which `wanted` are chosen. All rivals above are chosen.
 struct Contest {
   uint64_t low;
   uint64_t high;
@@ -66,8 +67,8 @@ struct Contest {
   uint32_t wanted;
 };
 
-// A block's part of a row's choice. All by all threads of the block, unless said otherwise. kHeads:
-// that vote, at most; 0: they have.
+// A CTA's part of a row's choice. All functions are called by all threads of the CTA unless said
+// otherwise. kHeads: most heads that vote; 0: they have voted.
 template <int kHeads>
 class Choice {
  public:
@@ -80,15 +81,16 @@ class Choice {
         begin_page_(FirstPageOf(rank_)),
         end_page_(FirstPageOf(rank_ + 1)) {}
 
-  // Before Run; needs no logits.
+  // Called before Run; needs no logits.
   __device__ void Prepare() {
     ClearPages();
     ClearBins();
   }
-  // By the cluster, which has to wait for itself before blocks end: they read each other's memory.
+  // Called by the whole cluster, which must meet before a CTA ends, because CTAs read each other's
+  // memory.
   __device__ void Run(SelectionHeader header) {
     if constexpr (kHeads > 0) MergeParts();
-    __syncthreads();  // and what Prepare cleared is
+    __syncthreads();  // also makes the work of Prepare visible
     if constexpr (kHeads > 0) {
       CastVotes();
     } else {
@@ -118,7 +120,7 @@ class Choice {
     return row_.first_page() + min(pages, (pages + kVoteBlocks - 1) / kVoteBlocks * rank);
   }
   __device__ uint32_t Wanted() const { return static_cast<uint32_t>(row_.wanted); }
-  // A block's rivals stand where its first token would.
+  // A CTA's rivals are stored where its first token would be.
   __device__ uint64_t* RivalsOf(unsigned rank) const {
     return p_.Rivals(row_.at.index) + FirstPageOf(rank) * kPageTokens;
   }
@@ -137,7 +139,7 @@ class Choice {
     for (int i = static_cast<int>(threadIdx.x); i < kBins; i += kThreads) memory_.bins[i] = 0;
   }
 
-  // By a warp each.
+  // Merges the parts of each head, one warp a head.
   __device__ void MergeParts() {
     const int g = static_cast<int>(threadIdx.x) / kWarpThreads;
     if (g >= kHeads) return;
@@ -146,8 +148,8 @@ class Choice {
     if (threadIdx.x % kWarpThreads == 0) memory_.sums[g] = merged;
   }
 
-  // Calls use(token, load(token)) for the block's tokens, of which a thread has some side by side:
-  // kBatch loads are on their way before the first is needed.
+  // Calls use(token, load(token)) for the CTA's tokens, of which a thread has some adjacent ones.
+  // kBatch loads are issued before the first is used.
   template <int kBatch, typename Load, typename Use>
   __device__ void ForEachTokens(const Load& load, const Use& use) const {
     constexpr int64_t kStep = int64_t{kThreads} * kThreadTokens;
@@ -204,7 +206,7 @@ class Choice {
   __device__ void CountVotes() {
     ForEachVotes([&](int64_t token, const uint4& four) { Count(token, four); });
   }
-  // Of tokens side by side, those that are candidates, by their votes.
+  // Counts the candidates among adjacent tokens by their votes.
   __device__ void Count(int64_t token, const uint4& four) {
     const uint32_t votes[kThreadTokens] = {four.x, four.y, four.z, four.w};
 #pragma unroll
@@ -213,7 +215,8 @@ class Choice {
     }
   }
 
-  // The bin of the `wanted`-th greatest of what the cluster's blocks counted, to memory.
+  // Writes to memory the bin of the `wanted`-th greatest of the votes that the cluster's CTAs
+  // counted.
   __device__ void FindBin(uint32_t wanted) {
     static_assert(kBins == 4 * kThreads);
     // Thread t has four bins, from the greatest on.
@@ -251,7 +254,7 @@ class Choice {
             .wanted = all.wanted - memory_.above};
   }
 
-  // By one thread.
+  // Chooses a token. By one thread.
   __device__ void Choose(uint32_t vote, int64_t token) {
     ChosenPage& page = pages_[token / kPageTokens - begin_page_];
     atomicOr(&page.tokens, 1ull << (token % kPageTokens));
@@ -276,7 +279,7 @@ class Choice {
     });
   }
 
-  // The contest of one of 2,048 parts of its range. By the cluster.
+  // Returns the contest narrowed to one of 2,048 parts of its range. By the cluster.
   __device__ Contest Narrow(const Contest& contest) {
     const int shift =
         max(0, 64 - __clzll(static_cast<long long>(contest.high - contest.low)) - kBinBits);
@@ -299,15 +302,15 @@ class Choice {
     return narrowed;
   }
 
-  // Chooses among the block's own rivals. REQUIRES: those of the contest are few, or all wanted.
+  // Chooses among the CTA's own rivals. REQUIRES: the contest's rivals are few, or all are wanted.
   __device__ void Settle(const Contest& contest) {
     const bool all = contest.count <= contest.wanted;
     if (!all) GatherFew(contest);
     __syncthreads();
     const unsigned lane = threadIdx.x % kWarpThreads;
     const uint64_t* const rivals = RivalsOf(rank_);
-    // A warp looks at some at a time, as most of them can be below the contest; warps have turns,
-    // as those that are not can lie side by side.
+    // A warp looks at several at a time, because most may be below the contest. Warps take turns,
+    // because the others may be adjacent.
     const unsigned mine = lane * kWarps + threadIdx.x / kWarpThreads;
     for (uint32_t first = 0; first < memory_.num_rivals; first += kThreads) {
       const bool is_one = first + mine < memory_.num_rivals;
@@ -326,7 +329,7 @@ class Choice {
       }
     }
   }
-  // The contest's rivals of all blocks, some threads those of each.
+  // Gathers the contest's rivals of all CTAs, with some threads for each CTA.
   __device__ void GatherFew(const Contest& contest) {
     constexpr unsigned kOfBlock = kThreads / kVoteBlocks;
     const unsigned rank = threadIdx.x / kOfBlock;
@@ -339,9 +342,9 @@ class Choice {
     }
   }
 
-  // Writes the entries of the block's pages; returns how many the row has. By the cluster.
+  // Writes the entries of the CTA's pages and returns the number of the row's. By the cluster.
   __device__ int64_t ListPages() {
-    // A thread has some pages side by side.
+    // A thread has some adjacent pages.
     const int64_t pages = end_page_ - begin_page_;
     const int64_t share = (pages + kThreads - 1) / kThreads;
     const int64_t begin = min(pages, threadIdx.x * share);
@@ -387,8 +390,8 @@ template <int kHeads>
 __global__ void __launch_bounds__(kThreads, 1)
     VotesKernel(const __grid_constant__ TokenSelectLaunch p) {
   extern __shared__ uint4 raw[];
-  // Begins when all blocks of the kernel before have waited for what came before that: only what
-  // that one writes is still to wait for.
+  // The kernel begins when all CTAs of the kernel before it have waited for what came before that,
+  // so only the output of that kernel is still to wait for.
   const VotingRow row(p, blockIdx.x / kVoteBlocks);
   const RowThreads threads = {.index = hopper::ClusterRank() * kThreads + threadIdx.x,
                               .count = kVoteBlocks * kThreads};
@@ -401,7 +404,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     hopper::ClusterSync();
     return RowReuse(p.select, row.at).Remember(threads);
   }
-  hopper::ClusterSync();  // all blocks know whether a list serves
+  hopper::ClusterSync();  // all CTAs know whether a list serves
   const RowReuse reuse(p.select, row.at);
   if (row.serves) return reuse.Recall(row.header, threads);
   if (threads.index == 0) p.select.out.headers[row.at.index] = row.header;

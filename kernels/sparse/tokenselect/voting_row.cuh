@@ -1,4 +1,4 @@
-// A row of tokenselect in its kernels, and where its candidates lie.
+// A row of tokenselect in its kernels, and the range of its candidates.
 #pragma once
 
 #include "kernels/sparse/reuse/reuse_row.cuh"
@@ -17,7 +17,7 @@ struct VotingRow {
 
   __device__ int64_t first_page() const { return begin / kPageTokens; }
   __device__ int64_t end_page() const { return CeilPages(end); }
-  // Of a page, those that are candidates.
+  // Returns the candidates of a page.
   __device__ uint64_t CandidatesOf(int64_t page) const {
     const int64_t start = page * kPageTokens;
     return TokenMask(begin - start, end - start);
@@ -27,8 +27,8 @@ struct VotingRow {
   SelectionHeader header;
   int64_t begin;  // candidates are the tokens [begin, end)
   int64_t end;
-  bool serves;     // a list of an earlier step does
-  int64_t wanted;  // to choose; with 0 nothing is done
+  bool serves;     // a list of an earlier step serves
+  int64_t wanted;  // tokens to choose; 0: there is nothing to do
 };
 
 }  // namespace kvasir::kernels

@@ -10,7 +10,7 @@
 namespace kvasir::kernels {
 namespace {
 
-// Returns the bytes of it all.
+// Lays out the workspace and returns its size in bytes.
 int64_t LayOut(std::byte* workspace, int64_t rows, int64_t group, int64_t capacity,
                TopPLaunch& launch) {
   ScratchPieces pieces(workspace);

@@ -1,11 +1,10 @@
-// Top-p pruning on the GPU: a cluster of blocks of threads a row, each with some of the pages that
-// the row attends to.
+// Top-p pruning on the GPU: a cluster of CTAs takes a row, each CTA some of its attended pages.
 //
-//   estimate   a warp 32 tokens: logits of all heads of the group from key codes, each head's to
-//              the shared memory of the block that searches for it
-//   search     a block a head, side by side: the weights, and the least one that is kept
-//              (top_p_threshold.cuh); which tokens the head keeps is told to all blocks
-//   keep       a warp an entry: its tokens that any head keeps
+//   estimate   a warp takes 32 tokens: logits of all heads of the group from key codes, each head's
+//              written to the shared memory of the CTA that searches for it
+//   search     a CTA takes one head at a time, all CTAs in parallel: the weights, and the least one
+//              that is kept (top_p_threshold.cuh); all CTAs learn which tokens the head keeps
+//   keep       a warp takes an entry: its tokens that any head keeps
 #include <algorithm>
 
 #include "kernels/attention/row_items.h"
@@ -19,23 +18,23 @@
 namespace kvasir::kernels {
 namespace {
 
-// Blocks of threads of all rows together, where the rows are few.
+// CTAs of all rows together, where the rows are few.
 constexpr int64_t kBlocks = 128;
 constexpr int kMostLogBlocksOfRow = 3;
-// More would leave a thread too few registers.
+// More threads would leave each too few registers.
 constexpr int kThreads = 512;
-// Weights of a block's heads in its shared memory; more go to device memory.
+// Weights of a CTA's heads in its shared memory. The rest are in device memory.
 constexpr int64_t kSharedWeights = 16 * 1024;
-// Pages of a block at once.
+// Most pages of a CTA at once.
 constexpr int64_t kMostItems = 256;
 
-// Tokens of one page that are estimated.
+// The tokens of one page that are estimated.
 struct Item {
   uint64_t tokens;
   uint64_t live;            // of the entry
   const std::byte* codes;   // null: the page is absent
   ItemPositions positions;  // of its tokens
-  uint32_t slot;            // of its first token's weights; those of the others follow
+  uint32_t slot;            // place of its first token's weights; those of the others follow
 };
 
 template <int kHeadDim>
@@ -44,31 +43,31 @@ struct WarpMemory {
   float2 logits[kProductQueries][kWarpThreads / 2];  // of the same keys
 };
 
-// Shared memory of a block. Behind it: weights [heads of the block, shared_tokens],
-// Item [items_at_once], uint16_t [items_at_once, kPageTokens], and bits, words [group, KeptWords].
+// Shared memory of a CTA. After it: weights [heads of the CTA, shared_tokens], Item
+// [items_at_once], uint16_t [items_at_once, kPageTokens], and bits, words [group, KeptWords].
 template <int kHeadDim>
 struct TopPMemory {
   DeviceRow row;
-  uint32_t block;  // of queries: the row's
+  uint32_t block;  // the row's query tile
   SelectionHeader header;
   QueryTile<kHeadDim> queries;
   WarpMemory<kHeadDim> of_warps[kThreads / kWarpThreads];
   ThresholdMemory<kThreads> search;
   int64_t num_mandatory;            // tokens of sink and window
-  int64_t num_items;                // of the block
-  float* weights[kMaxCudaGroup];    // of each head, where its block has them
+  int64_t num_items;                // of the CTA
+  float* weights[kMaxCudaGroup];    // of each head, in the shared memory of its CTA
   float* others[kMaxCudaGroup];     // in device memory: those of slots from shared_tokens on
-  float thresholds[kMaxCudaGroup];  // from the heads' blocks
-  uint32_t num_competing;           // of the row: in the cluster's first block
-  uint32_t num_tokens;              // that are estimated at once
+  float thresholds[kMaxCudaGroup];  // from the heads' CTAs
+  uint32_t num_competing;           // of the row: in the cluster's first CTA
+  uint32_t num_tokens;              // tokens that are estimated at once
 };
 
-// A bit a slot.
+// Number of words with one bit per slot.
 KVASIR_HOST_DEVICE inline uint32_t KeptWords(uint32_t shared_tokens) {
   return (shared_tokens + kWarpThreads - 1) / kWarpThreads;
 }
 
-// A block's part of a row. All by all threads of the block, unless said otherwise.
+// A CTA's part of a row. All functions are called by all threads of the CTA unless said otherwise.
 template <int kHeadDim, bool kPlaced>
 class RowPruning {
  public:
@@ -81,7 +80,7 @@ class RowPruning {
         header_(memory.header),
         rank_(hopper::ClusterRank()) {}
 
-  // Before Run; reads nothing. The blocks of the cluster have begun when it returns.
+  // Called before Run; reads no input. All CTAs of the cluster have begun when it returns.
   __device__ void Prepare(uint32_t row) {
     memory_.search.ClearBins();
     if (threadIdx.x < p_.select.group) {
@@ -101,7 +100,7 @@ class RowPruning {
   }
 
   __device__ void Run(uint32_t row) {
-    SelectionEntry entry = EntryOf(row, 0);  // on its way with the header
+    SelectionEntry entry = EntryOf(row, 0);  // loaded while the header is
     LoadRow(row);
     if (!IsPruned(header_, row_.block, row_.numbers)) return;
     LoadQueries();
@@ -138,15 +137,15 @@ class RowPruning {
   __device__ uint16_t* Tokens() const {
     return reinterpret_cast<uint16_t*>(Items() + p_.items_at_once);
   }
-  // Bits of the slots in shared memory that the head keeps.
+  // One bit per slot in shared memory: whether the head keeps it.
   __device__ uint32_t* KeptBy(int g) const {
     auto* const kept = reinterpret_cast<uint32_t*>(Tokens() + p_.items_at_once * kPageTokens);
     return kept + g * KeptWords(p_.shared_tokens);
   }
   __device__ int64_t MostTokens() const { return min(p_.max_tokens, kMostTokens); }
 
-  // The row and its header; what follows from them. The row's items are its entries, then the pages
-  // of the sink, then those of the window; those of the block are every blocks_of_row-th of them.
+  // Loads the row and its header, and what follows from them. The row's items are its entries, then
+  // the pages of the sink, then those of the window. The CTA has every blocks_of_row-th of them.
   __device__ void LoadRow(uint32_t row) {
     if (threadIdx.x < kWarpThreads) {
       Copy(p_.select.out.headers[row], memory_.header);
@@ -162,7 +161,7 @@ class RowPruning {
     }
     __syncthreads();
   }
-  // By a warp, a lane a word.
+  // By a warp; each lane copies some words.
   template <typename T>
   static __device__ void Copy(const T& from, T& to) {
     for (unsigned i = threadIdx.x % kWarpThreads; i < sizeof(T) / sizeof(uint32_t);
@@ -176,10 +175,10 @@ class RowPruning {
   __device__ int64_t FirstWindowPage() const { return header_.window_begin / kPageTokens; }
   __device__ int64_t IndexOf(int64_t item) const { return rank_ + item * p_.blocks_of_row; }
 
-  // Of the block's items [first, first + items_at_once) the thread has one at most, the last
-  // threads first: the others load queries meanwhile.
+  // The number, from `first` on, of the thread's item among the CTA's items [first, first +
+  // items_at_once). The last threads have the first items; the others load queries meanwhile.
   __device__ int64_t ItemOfThread() const { return kThreads - 1 - int64_t{threadIdx.x}; }
-  // The entry that it is, if it is one: what lies there else is not looked at.
+  // Returns the thread's entry if its item is one. Otherwise the value is not used.
   __device__ SelectionEntry EntryOf(int64_t row, int64_t first) const {
     const int64_t own = ItemOfThread();
     const int64_t index = IndexOf(first + own);
@@ -187,7 +186,7 @@ class RowPruning {
     return may_be ? Entries(row)[index] : SelectionEntry{};
   }
 
-  // A row's item but for its codes; entries' slots are still to be given.
+  // Returns an item of the row without its codes and, for entries, without its slot.
   __device__ Item ItemAt(int64_t index, const SelectionEntry& entry, int64_t& page) const {
     if (index < header_.count) {
       page = entry.page;
@@ -212,7 +211,7 @@ class RowPruning {
             .slot = static_cast<uint32_t>(header_.sink_end + before)};
   }
 
-  // The block's items from `first` on, and lists their tokens.
+  // Loads the CTA's items from `first` on and lists their tokens.
   __device__ void LoadItems(int64_t first, const SelectionEntry& entry, Slots slots) {
     if (first > 0 || slots == Slots::kRecall) {
       __syncthreads();
@@ -223,7 +222,7 @@ class RowPruning {
     if (own < p_.items_at_once) Items()[own] = MakeItem(first, entry, slots);
     __syncthreads();
   }
-  // The thread's. By a warp.
+  // Makes the thread's item. By a warp.
   __device__ Item MakeItem(int64_t first, const SelectionEntry& entry, Slots slots) {
     const int64_t own = ItemOfThread();
     const int64_t index = IndexOf(first + own);
@@ -247,8 +246,8 @@ class RowPruning {
     return p_.slots + row_.index * p_.select.out.capacity;
   }
 
-  // Gives the entries of a warp's items slots in the row, and all their tokens places in Tokens().
-  // By a warp.
+  // Gives the entries among a warp's items slots in the row, and all their tokens places in
+  // Tokens(). By a warp.
   __device__ void TakeSlots(Item& item, int own, bool competes) {
     const unsigned lane = threadIdx.x % kWarpThreads;
     const auto count = static_cast<uint32_t>(__popcll(item.tokens));
@@ -283,7 +282,7 @@ class RowPruning {
     return static_cast<uint32_t>(__popcll(mask & ((uint64_t{1} << bit) - 1)));
   }
 
-  // The row's queries; kPlaced: rotated to their place.
+  // Loads the row's queries. kPlaced: rotates them to their position.
   __device__ void LoadQueries() {
     static_assert(kMaxCudaGroup <= kProductQueries);
     StoreQueryTiles(&memory_.queries, 1, [&](int g, int i) {
@@ -303,12 +302,12 @@ class RowPruning {
     });
   }
 
-  // A head's weight, in shared memory of its block or in device memory.
+  // A head's weight, in the shared memory of its CTA or in device memory.
   __device__ float& Weight(int g, uint32_t slot) const {
     return (slot < p_.shared_tokens ? memory_.weights : memory_.others)[g][slot];
   }
 
-  // Logits of the tokens that are listed: 32 by a warp.
+  // Computes logits of the listed tokens, 32 by a warp.
   __device__ void Estimate() {
 #pragma unroll 1
     for (unsigned listed = threadIdx.x; listed / kWarpThreads * kWarpThreads < memory_.num_tokens;
@@ -316,7 +315,7 @@ class RowPruning {
       const Token token = TokenAt(listed);
       WarpMemory<kHeadDim>& own = memory_.of_warps[threadIdx.x / kWarpThreads];
       const bool is_there = token.codes != nullptr;
-      __syncwarp();  // what was there has been read
+      __syncwarp();  // the previous keys have been read
       own.keys.Begin(p_.select.kv.layout, token.codes, token.in_page);
       CommitCopies();
       WaitForCopies<0>();
@@ -339,7 +338,7 @@ class RowPruning {
         }
       }
       __syncwarp();
-      // Tokens side by side mostly have slots side by side.
+      // Adjacent tokens mostly have adjacent slots.
 #pragma unroll 1
       for (int g = 0; token.slot != kNoSlot && g < p_.select.group; ++g) {
         const float logit =
@@ -350,10 +349,10 @@ class RowPruning {
   }
   static constexpr uint32_t kNoSlot = ~0u;
   struct Token {
-    const std::byte* codes = nullptr;  // its page's; null: it is absent
+    const std::byte* codes = nullptr;  // of its page; null: it is absent
     int in_page = 0;
     int32_t position = 0;
-    uint32_t slot = kNoSlot;  // there is no token; or the row is left as it is
+    uint32_t slot = kNoSlot;  // kNoSlot: no token, or the row is left unchanged
   };
   __device__ Token TokenAt(unsigned listed) const {
     if (listed >= memory_.num_tokens) return {};
@@ -366,9 +365,9 @@ class RowPruning {
             .slot = slot < MostTokens() ? slot : kNoSlot};
   }
 
-  // Makes weights of a head's logits, and tells all blocks what it keeps.
+  // Turns a head's logits into weights, and tells all CTAs which tokens it keeps.
   __device__ void FindThreshold(int g, uint32_t count) {
-    if (g >= static_cast<int>(p_.blocks_of_row)) {  // not the block's first
+    if (g >= static_cast<int>(p_.blocks_of_row)) {  // not the CTA's first head
       __syncthreads();
       memory_.search.ClearBins();
       __syncthreads();
@@ -385,7 +384,7 @@ class RowPruning {
     const uint32_t end = min(count, p_.shared_tokens);
     for (uint32_t slot = num_mandatory / kWarpThreads * kWarpThreads + threadIdx.x;
          slot / kWarpThreads * kWarpThreads < end; slot += kThreads) {
-      const bool is_kept = slot < end && !(weights.near[slot] < threshold);  // and NaN
+      const bool is_kept = slot < end && !(weights.near[slot] < threshold);  // NaN is kept, too
       const uint32_t kept = __ballot_sync(kAllLanes, is_kept);
       const unsigned lane = threadIdx.x % kWarpThreads;
       if (lane < p_.blocks_of_row) {
@@ -394,7 +393,8 @@ class RowPruning {
     }
   }
 
-  // What is left of the entries among the items: of each by a warp, a lane two of its tokens.
+  // Clears the tokens that no head keeps from the entries among the items. A warp takes an entry, a
+  // lane two of its tokens.
   __device__ void Keep(int64_t first) const {
     const unsigned lane = threadIdx.x % kWarpThreads;
     const int64_t end = min(p_.items_at_once, memory_.num_items - first);
@@ -436,7 +436,7 @@ class RowPruning {
   const unsigned rank_;
 };
 
-// kPlaced: keys are cached un-rotated, and rotated to their compact positions.
+// kPlaced: keys are cached un-rotated and are rotated to their compact positions.
 template <int kHeadDim, bool kPlaced>
 __global__ void __launch_bounds__(kThreads, 1) PruneKernel(const __grid_constant__ TopPLaunch p) {
   extern __shared__ uint4 raw[];

@@ -25,7 +25,7 @@ int64_t NumCompeting(const SelectRow& row) {
   return count;
 }
 
-// Sink and window: [0, sink_end) and [window_begin, position].
+// Number of tokens in sink and window: [0, sink_end) and [window_begin, position].
 int64_t NumMandatory(const SelectionHeader& header) {
   return header.sink_end + header.query_position + 1 - header.window_begin;
 }
@@ -47,7 +47,7 @@ Sizes LargestRow(const SelectParams& p, const PageSelection& selection) {
   return sizes;
 }
 
-// Memory of one thread of a Prune call.
+// Working memory of one thread of a Prune call.
 struct ThreadMemory {
   ThreadMemory(ScratchPieces& pieces, const SelectParams& p, const Sizes& sizes)
       : stride(sizes.tokens), tile(pieces, p) {
@@ -59,7 +59,7 @@ struct ThreadMemory {
     kept = pieces.Take<uint8_t>(sizes.competing);
   }
 
-  // A token that is attended to, and the entry that lists it; null: sink or window.
+  // An attended token and the entry that lists it. Null entry: sink or window.
   struct Token {
     int64_t token;
     const SelectionEntry* entry;
@@ -74,7 +74,8 @@ struct ThreadMemory {
   uint8_t* kept;       // [competing tokens]
 };
 
-// The largest float t >= 0 with sum of the weights >= t at least `need`. REQUIRES: need > 0.
+// Returns the largest float t >= 0 for which the weights >= t sum to at least `need`. REQUIRES:
+// need > 0.
 float Threshold(std::span<const float> weights, double need) {
   const auto reaches = [&](uint32_t bits) {
     const float t = std::bit_cast<float>(bits);
@@ -90,7 +91,7 @@ float Threshold(std::span<const float> weights, double need) {
   return std::bit_cast<float>(low);
 }
 
-// One row.
+// The pruning of one row.
 class RowPruner {
  public:
   RowPruner(const SelectRow& row, const ThreadMemory& memory) : row_(row), memory_(memory) {
@@ -164,7 +165,7 @@ class RowPruner {
     const float threshold =
         need > 0 ? Threshold(competing, need) : std::numeric_limits<float>::infinity();
     for (int64_t j = 0; j < num_competing_; ++j) {
-      if (!(weights[j] < threshold)) memory_.kept[j] = 1;  // and NaN
+      if (!(weights[j] < threshold)) memory_.kept[j] = 1;  // NaN is kept, too
     }
   }
 

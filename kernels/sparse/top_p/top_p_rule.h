@@ -1,5 +1,5 @@
-// What the pruner `top_p` (top_p_pruner.h) prunes and by which rounding, for CPU and GPU alike.
-// Thread-safe.
+// The parts of the pruner `top_p` (top_p_pruner.h) that CPU and GPU share: which rows and tokens it
+// prunes, and its rounding. Thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -9,10 +9,10 @@
 
 namespace kvasir::kernels {
 
-// Below the rounding of float64 sums, above that of float32 weights.
+// Relative margin of `need`: more than the rounding of float32 weights and of float64 sums.
 inline constexpr double kTopPRounding = 1e-6;
 
-// On the GPU rows that attend to more tokens are left as they are.
+// On the GPU, rows that attend to more tokens are left unchanged.
 inline constexpr int64_t kMostTokens = int64_t{1} << 21;
 
 KVASIR_HOST_DEVICE inline bool IsPruned(const SelectionHeader& header, const QueryBlock& block,
@@ -21,7 +21,7 @@ KVASIR_HOST_DEVICE inline bool IsPruned(const SelectionHeader& header, const Que
          numbers.top_p < 1;  // false for NaN
 }
 
-// The tokens of an entry that compete: those between sink and window.
+// Returns the tokens of an entry that compete: those between sink and window.
 KVASIR_HOST_DEVICE inline uint64_t Competing(const SelectionHeader& header,
                                              const SelectionEntry& entry) {
   const int64_t start = entry.page * kPageTokens;

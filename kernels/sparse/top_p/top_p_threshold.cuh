@@ -1,6 +1,6 @@
-// The least weight that a head keeps (top_p_pruner.h), found by a block of threads: weights are
-// summed by bins of their bits, and those of the bin where the sum reaches what is needed are
-// compared with each other. For the kernel of top_p.
+// Finds, by a CTA, the least weight that a head keeps (top_p_pruner.h). Weights are summed in bins
+// by their bits. The weights in the bin where the sum reaches the need are then compared with each
+// other. For the kernel of top_p.
 #pragma once
 
 #include <bit>
@@ -13,7 +13,7 @@
 
 namespace kvasir::kernels {
 
-// Weights, at most 1, as whole numbers of 2^-40: their sums are exact in whatever order.
+// A weight, at most 1, as a whole number of 2^-40. Sums of these are exact in any order.
 __device__ inline uint64_t WholeOf(float weight) { return __float2ull_rn(weight * 0x1p40f); }
 
 // Shared memory of a search.
@@ -22,10 +22,10 @@ struct ThresholdMemory {
   static constexpr int kWarps = kThreads / kWarpThreads;
   static constexpr int kThreadBins = 4;
   static constexpr int kBins = kThreadBins * kThreads;
-  static constexpr int kBinBits = std::bit_width(unsigned{kBins}) - 1;  // that they can tell apart
+  static constexpr int kBinBits = std::bit_width(unsigned{kBins}) - 1;  // that the bins tell apart
   static constexpr int kFew = 256;
 
-  // Sums of the bins, in halves: shared memory adds no more than 32 bits at once.
+  // Sums of the bins, in halves: shared memory adds at most 32 bits at once.
   alignas(16) uint32_t lows[kBins];
   alignas(16) uint32_t highs[kBins];
   uint64_t before[kWarps];
@@ -35,8 +35,8 @@ struct ThresholdMemory {
   uint64_t few_wholes[kFew];
   uint32_t few[kFew];
   uint32_t num_few;
-  uint32_t bin;    // where the sum from the greatest on reaches what is needed
-  uint64_t above;  // what the bins above it hold
+  uint32_t bin;    // where the sum from the greatest on reaches the need
+  uint64_t above;  // sum of the bins above it
   uint32_t threshold;
 
   // By all threads.
@@ -52,7 +52,8 @@ struct ThresholdMemory {
   __device__ uint64_t SumOf(uint32_t of) const { return uint64_t{highs[of]} << 32 | lows[of]; }
 };
 
-// Of a head: those of the first tokens in the block's shared memory, the others in device memory.
+// Weights of one head: those of the first tokens in the CTA's shared memory, the others in device
+// memory.
 struct HeadWeights {
   float* near;
   float* far;
@@ -68,8 +69,9 @@ struct HeadWeights {
   }
 };
 
-// Of one head, whose logits Run makes weights: those of the tokens [0, mandatory) are kept anyway,
-// those of [mandatory, count) compete. All by all threads of the block.
+// The search for one head, whose logits Run turns into weights. Weights of the tokens [0,
+// mandatory) are kept anyway; those of [mandatory, count) compete. All functions are called by all
+// threads of the CTA.
 template <int kThreads>
 class ThresholdSearch {
  public:
@@ -80,7 +82,7 @@ class ThresholdSearch {
                              Memory& memory)
       : weights_(weights), mandatory_(mandatory), count_(count), memory_(memory) {}
 
-  // Weights below what it returns are not kept. Behind a barrier the memory may be used again.
+  // Returns the least weight that is kept. The memory may be used again after a barrier.
   __device__ float Run(float top_p) {
     Weigh(Greatest());
     __syncthreads();
@@ -96,15 +98,15 @@ class ThresholdSearch {
   }
 
  private:
-  // Of floats above 0 the bits have the same order. A weight below the least adds nothing to a sum,
-  // and so never is where a sum reaches what is needed.
+  // Bits of positive floats order as the floats do. A weight below the least adds nothing to a sum,
+  // so no sum reaches the need at it.
   static constexpr uint32_t kLeast = 0x2b000000;  // 2^-41
   static constexpr uint32_t kMost = 0x3f800000;   // 1
   static constexpr int kFirstShift = 18;
   static_assert((kMost - kLeast) >> kFirstShift < Memory::kBins);
 
-  // Calls use(j, of(j)) for the tokens [begin, count): some are on their way before the first is
-  // needed.
+  // Calls use(j, of(j)) for the tokens [begin, count). Some loads are issued before the first is
+  // used.
   template <typename Use>
   __device__ void ForEach(uint32_t begin, const Use& use) const {
     constexpr uint32_t kBatch = 2;
@@ -121,7 +123,7 @@ class ThresholdSearch {
     }
   }
 
-  // Of the logits; leaves out NaN.
+  // Returns the greatest logit, ignoring NaN.
   __device__ float Greatest() {
     float own = -INFINITY;
     ForEach(0, [&](uint32_t, float logit) { own = fmaxf(own, logit); });
@@ -133,7 +135,7 @@ class ThresholdSearch {
         __reduce_max_sync(kAllLanes, lane < Memory::kWarps ? memory_.greatest[lane] : 0));
   }
 
-  // Parts that a sum of 32 bits holds.
+  // Returns the sum over the warp, in parts that fit 32-bit sums.
   static __device__ uint64_t SumOverWarp(uint64_t value) {
     constexpr int kPartBits = 22;
     constexpr uint32_t kPart = (1u << kPartBits) - 1;
@@ -144,7 +146,7 @@ class ThresholdSearch {
     return part(0) + part(1) + part(2);
   }
 
-  // Makes weights of the logits, and sums them: by bins and in all.
+  // Turns the logits into weights and sums these, by bins and in total.
   __device__ void Weigh(float greatest) {
     uint64_t competing = 0;
     uint64_t mandatory = 0;
@@ -167,8 +169,8 @@ class ThresholdSearch {
     memory_.mandatory[threadIdx.x / kWarpThreads] = mandatory;
   }
 
-  // The largest float t with sum of the competing weights >= t at least `need`. REQUIRES: all of
-  // them together reach it; need > 0; the first bins are full.
+  // Returns the largest float t for which the competing weights >= t sum to at least `need`.
+  // REQUIRES: all of them together reach it; need > 0; the first bins are filled.
   __device__ float Find(uint64_t need) {
     uint32_t low = kLeast;
     uint32_t high = kMost;
@@ -190,7 +192,7 @@ class ThresholdSearch {
     }
   }
 
-  // Comparisons of bits leave out NaN.
+  // Calls use(weight) for the competing weights with bits in [low, high], which excludes NaN.
   template <typename Use>
   __device__ void ForEachBetween(uint32_t low, uint32_t high, const Use& use) const {
     ForEach(mandatory_, [&](uint32_t, float weight) {
@@ -199,9 +201,9 @@ class ThresholdSearch {
     });
   }
 
-  // To memory.bin and .above, which all see.
+  // Writes memory.bin and memory.above, visible to all threads.
   __device__ void FindBin(uint64_t need) {
-    // A thread has some side by side, from the greatest on.
+    // A thread has some adjacent bins, from the greatest on.
     constexpr int kOwn = Memory::kThreadBins;
     const unsigned first = Memory::kBins - 1 - kOwn * threadIdx.x;
     uint64_t own[kOwn];
@@ -222,7 +224,7 @@ class ThresholdSearch {
     __syncthreads();
   }
 
-  // Whether there are few, and then all see them.
+  // Returns whether the weights in [low, high] are few. If so, all threads see them.
   __device__ bool GatherFew(uint32_t low, uint32_t high) {
     ForEachBetween(low, high, [&](float weight) {
       const uint32_t place = atomicAdd(&memory_.num_few, 1u);
@@ -234,7 +236,7 @@ class ThresholdSearch {
     return memory_.num_few <= Memory::kFew;
   }
 
-  // Of the few, the greatest with a sum of those not below it of at least `need`.
+  // Returns the greatest of the few for which the few not below it sum to at least `need`.
   __device__ float Settle(uint64_t need) {
     static_assert(Memory::kFew <= kThreads);
     const uint32_t num_few = memory_.num_few;

@@ -81,8 +81,9 @@ void ExpectMatchesReference(AttentionBatch& batch,
   }
   const std::vector<int64_t> shape = {batch.num_tokens(), batch.heads(), batch.shape().head_dim};
   EXPECT_TRUE(AllClose(Outputs(batch), expected, {.absolute = 1e-2, .relative = 1e-2}, shape));
-  // What is rotated is rounded, too: where angles differ in the last bit, to its neighbour. At
-  // grouped positions decode rotates near keys, and their query, to other places as far apart.
+  // Rotated values are rounded, too: to a neighbour where angles differ in the last bit. With
+  // grouped positions decode rotates near keys and their query to other positions at the same
+  // distance.
   const double lse_error = batch.rope() == nullptr ? 1e-4 : batch.grouped().on() ? 1e-2 : 1e-3;
   EXPECT_TRUE(AllClose(lse, expected_lse, {.absolute = lse_error, .relative = 1e-5},
                        {batch.num_tokens(), batch.heads()}));
@@ -108,7 +109,7 @@ TEST_P(AttendCudaTest, LongContextsAreCutIntoManyUnits) {
 }
 
 // So many KV heads that a row is one unit: its pages go round the ring many times, and a warp has
-// no lane for each.
+// fewer lanes than items.
 TEST_P(AttendCudaTest, AUnitMayHaveManyPages) {
   AttentionShape shape = Shape();
   shape.kv_heads = 128;
@@ -151,7 +152,7 @@ TEST_P(AttendCudaTest, ARowWithoutKeysIsZero) {
   AttentionBatch batch(Shape(), 1, 500, 10);
   batch.FillContext(0, 500);
   batch.AddBlock(0, 499, 1, [](int64_t) { return SelectList(0, 500, {{.page = 3}}); });
-  batch.AddBlock(0, 447, 1, [](int64_t) { return SelectList(0, 448, {}); });  // no item, either
+  batch.AddBlock(0, 447, 1, [](int64_t) { return SelectList(0, 448, {}); });  // not even an item
   ASSERT_EQ(NumberItems(SelectList(0, 448, {}).header, 447).num_items, 0);
   ExpectMatchesReference(batch, Decode);
 }
@@ -190,8 +191,8 @@ TEST_P(AttendCudaTest, PrefillOverListsWithMasksSinksAndWindows) {
   ExpectMatchesReference(batch, Prefill);
 }
 
-// Tokens of listed pages, by the number of the entry: of few of a page, decode makes tiles that
-// several pages share.
+// Tokens of listed pages, by the number of the entry. From pages with few such tokens decode makes
+// tiles that several pages share.
 struct Pattern {
   const char* name;
   uint64_t (*mask)(int64_t entry);
@@ -210,7 +211,7 @@ constexpr Pattern kPatterns[] = {
      [](int64_t i) { return i % 2 == 0 ? 0 : uint64_t{0xff} << (i % 8 * 8); }},
 };
 
-// A batch with so many KV heads that units are several tiles, and the rows that a pattern makes.
+// A batch with so many KV heads that units are several tiles, with the rows of a pattern.
 constexpr int64_t kPatternTokens = 3200;
 AttentionBatch MakePatternBatch(AttentionShape shape, int64_t slots, uint64_t seed) {
   shape.kv_heads = 16;
@@ -241,7 +242,7 @@ TEST_P(AttendCudaTest, TokensOfManyPagesShareTiles) {
   }
 }
 
-// Where what is not attended to is NaN.
+// Unattended values are NaN.
 TEST_P(AttendCudaTest, TokensThatShareTilesMayLieInTheHostTier) {
   const Pattern& pattern = kPatterns[6];
   AttentionBatch batch = MakePatternBatch(Shape(), 1, 42);
@@ -263,7 +264,7 @@ TEST_P(AttendCudaTest, TokensThatShareTilesMayLieInTheHostTier) {
   ExpectMatchesReference(batch, Decode);
 }
 
-// What is absent is left out, and the other rows have the same bits.
+// Absent pages are left out, and the other rows keep their bits.
 TEST_P(AttendCudaTest, AbsentPagesAmongTokensThatShareTiles) {
   AttentionBatch batch = MakePatternBatch(Shape(), 2, 43);
   for (int64_t slot = 0; slot < 2; ++slot) AddPattern(batch, slot, kPatterns[3]);
@@ -278,7 +279,7 @@ TEST_P(AttendCudaTest, AbsentPagesAmongTokensThatShareTiles) {
   EXPECT_TRUE(std::all_of(rest.begin(), rest.end(), [](float x) { return std::isfinite(x); }));
 }
 
-// A list with pruned tokens, that reaches into sink and window.
+// A list with pruned tokens that reaches into sink and window.
 RowSelection RandomList(std::mt19937_64& rng, int64_t position) {
   std::vector<SelectionEntry> entries;
   for (int64_t page = 0; page <= position / kPageTokens; ++page) {
@@ -291,7 +292,7 @@ RowSelection RandomList(std::mt19937_64& rng, int64_t position) {
                     position - 63 - static_cast<int64_t>(rng() % 300), std::move(entries));
 }
 
-// A token of each of three texts, with lists.
+// Adds one token for each of three texts, with lists.
 void AddTokensWithLists(AttentionBatch& batch) {
   for (int64_t slot = 0; slot < 3; ++slot) {
     batch.FillContext(slot, 3000);
@@ -300,7 +301,7 @@ void AddTokensWithLists(AttentionBatch& batch) {
   }
 }
 
-// Keys that are cached un-rotated, each read at its place in the row.
+// Keys cached un-rotated, each read at its position in the row.
 TEST_P(AttendCudaTest, CompactPositionsOfLists) {
   AttentionBatch batch(Shape(), 3, 3000, 31);
   batch.UseCompactPositions(1.25);
@@ -333,7 +334,7 @@ TEST_P(AttendCudaTest, CompactPositionsInPrefill) {
   ExpectMatchesReference(batch, Prefill);
 }
 
-// Where what is not attended to would be NaN.
+// Unattended values would be NaN.
 TEST_P(AttendCudaTest, CompactPositionsOfSingleTokens) {
   AttentionBatch batch(Shape(), 1, 6400, 34);
   batch.UseCompactPositions();
@@ -353,7 +354,7 @@ TEST_P(AttendCudaTest, CompactPositionsOfSingleTokens) {
   ExpectMatchesReference(batch, Decode);
 }
 
-// Keys that queries of the batch attend to, on both sides of where neighbourhoods begin.
+// Numbers of keys that queries of the batch attend to, on both sides of the neighbourhood's start.
 struct Sides {
   int64_t far = 0;
   int64_t near = 0;
@@ -379,7 +380,7 @@ Sides CountSides(AttentionBatch& batch) {
 void ExpectMatchesReferenceOnBothSides(AttentionBatch& batch,
                                        const DeviceAttentionBatch::Implementation& implementation) {
   const GroupedPositions& grouped = batch.grouped();
-  SCOPED_TRACE(testing::Message() << "groups of " << grouped.group_size << " behind "
+  SCOPED_TRACE(testing::Message() << "groups of " << grouped.group_size << " beyond "
                                   << grouped.window);
   const Sides sides = CountSides(batch);
   EXPECT_GT(sides.near, 0) << "a premise";
@@ -387,7 +388,7 @@ void ExpectMatchesReferenceOnBothSides(AttentionBatch& batch,
   ExpectMatchesReference(batch, implementation);
 }
 
-// Neighbourhoods that begin inside pages and at their begin; groups that pages cut, and that are
+// Neighbourhoods that start inside pages and at their start; groups that pages cut, and groups
 // longer than pages.
 constexpr GroupedPositions kGroupings[] = {{1, 100}, {4, 64}, {7, 100}, {4, 30}, {90, 333}};
 
@@ -415,7 +416,7 @@ TEST_P(AttendCudaTest, GroupedPositionsOfLists) {
   }
 }
 
-// Tiles that near and far tokens share.
+// Tiles shared by near and far tokens.
 TEST_P(AttendCudaTest, GroupedPositionsOfTokensThatShareTiles) {
   for (const GroupedPositions& grouped : {GroupedPositions{4, 1111}, GroupedPositions{7, 2048}}) {
     AttentionBatch batch = MakePatternBatch(Shape(), 1, 53);
@@ -431,7 +432,7 @@ TEST_P(AttendCudaTest, GroupedPositionsInPrefill) {
     batch.UseGroupedPositions(grouped, 1.25);
     batch.FillContext(0, 800);
     batch.AddBlock(0, 384, 64);
-    batch.AddBlock(0, 0, 64);  // all near, but for small windows
+    batch.AddBlock(0, 0, 64);  // all near, except with small windows
     batch.AddBlock(0, 64, 64);
     batch.AddBlock(0, 451, 53);
     batch.AddBlock(0, 700, 29, [&](int64_t) { return RandomList(batch.rng(), 700); });
@@ -440,7 +441,7 @@ TEST_P(AttendCudaTest, GroupedPositionsInPrefill) {
   }
 }
 
-// To the bit in prefill and decode alike: the positions are the same ones.
+// Bit by bit in prefill and decode: the positions are the same.
 TEST_P(AttendCudaTest, WithinTheNeighbourhoodPositionsAreTheTokensOwn) {
   AttentionBatch grouped(Shape(), 1, 448, 55), own(Shape(), 1, 448, 55);
   grouped.UseGroupedPositions({.group_size = 4, .window = 448});
@@ -472,7 +473,7 @@ TEST_P(AttendCudaTest, WithinTheNeighbourhoodPositionsAreTheTokensOwn) {
                          expected.begin() + static_cast<std::ptrdiff_t>(prefilled)));
 }
 
-// Neighbourhoods begin elsewhere in each block.
+// Neighbourhoods start at different places in each tile.
 TEST_P(AttendCudaTest, AtGroupedPositionsARowHasItsBitsInAnyBlock) {
   for (const GroupedPositions& grouped : kGroupings) {
     AttentionBatch whole(Shape(), 1, 448, 56), cut(Shape(), 1, 448, 56);
@@ -492,12 +493,12 @@ TEST_P(AttendCudaTest, AtGroupedPositionsARowHasItsBitsInAnyBlock) {
     for (AttentionBatch* batch : {&whole, &cut}) {
       ASSERT_TRUE(DeviceAttentionBatch(*batch).Run(Prefill).ok());
     }
-    EXPECT_EQ(Outputs(whole), Outputs(cut)) << "behind " << grouped.window;
+    EXPECT_EQ(Outputs(whole), Outputs(cut)) << "beyond " << grouped.window;
   }
 }
 
-// Where a neighbourhood begins, prefill reads a page of the host tier twice, each time what is
-// wanted; what no query attends to is NaN.
+// On the page where a neighbourhood starts, prefill reads a page of the host tier twice, each time
+// only the wanted tokens. Unattended values are NaN.
 TEST_P(AttendCudaTest, GroupedPositionsOfPagesInTheHostTier) {
   const GroupedPositions grouped = {.group_size = 4, .window = 300};
   constexpr int64_t kTokens = 1000;
@@ -562,7 +563,7 @@ TEST_P(AttendCudaTest, PagesMayLieInTheHostTierAndAreRecorded) {
   EXPECT_EQ(touched, 16 * 2);  // pages of two KV heads
 }
 
-// Of pages of which little is attended to only that is read, and counted.
+// From a page with few attended tokens only these are read, and counted.
 TEST_P(AttendCudaTest, ListsOfSingleTokensReadTheseTokens) {
   AttentionBatch batch(Shape(), 1, 6400, 16);
   batch.FillContext(0, 6400);
@@ -601,7 +602,7 @@ TEST_P(AttendCudaTest, AbsentPagesSetTheFaultOfTheirSlotOnly) {
   EXPECT_EQ(batch.fault(1), 1);
 }
 
-// Units of several tiles, and several units for a block of threads.
+// Units of several tiles, and several units for a CTA.
 TEST_P(AttendCudaTest, ARowHasTheSameBitsAloneAndAmongOthers) {
   constexpr int64_t kRows = 4;
   const int64_t tokens = 2500;
@@ -640,7 +641,7 @@ TEST_P(AttendCudaTest, CountsWhatRowsAttendTo) {
   const int64_t tokens = 2500;
   AttentionBatch batch(Shape(), 1, tokens, 15);
   batch.FillContext(0, tokens);
-  batch.AddBlock(0, 40, 1);  // of one unit
+  batch.AddBlock(0, 40, 1);  // one unit
   for (int64_t row = 0; row < kRows; ++row) {
     const int64_t position = tokens - 1 - row * 100;
     if (row == 2) {

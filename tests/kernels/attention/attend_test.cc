@@ -46,7 +46,7 @@ bool Selected(const RowSelection& row, int64_t token) {
   return false;
 }
 
-// Of compact positions: a token's own, or its rank among sink, chosen tokens and window.
+// Returns a compact position: a token's own, or its rank among sink, chosen tokens and window.
 int64_t CompactPosition(const RowSelection& row, int64_t token) {
   const SelectionHeader& header = row.header;
   if (header.kind == Kind::kAll || token < header.sink_end) return token;
@@ -61,20 +61,20 @@ int64_t CompactPosition(const RowSelection& row, int64_t token) {
   return position + token - header.window_begin;
 }
 
-// Where query and key stand to each other.
+// Positions at which a query sees a key.
 struct Places {
   int64_t query = 0;
   int64_t key = 0;
 };
 
-// SelfExtend as its paper has it: within the window both at their own, else by groups.
+// SelfExtend as in its paper: within the window both at their own positions, else by groups.
 Places GroupedPlaces(const GroupedPositions& grouped, int64_t query, int64_t key) {
   const int64_t g = grouped.group_size, w = grouped.window;
   if (query - key < w) return {.query = query, .key = key};
   return {.query = query / g + w - w / g, .key = key / g};
 }
 
-// x, rotated where keys and queries are not.
+// Returns x, rotated when the batch's keys and queries are not.
 std::vector<double> Rotated(AttentionBatch& batch, std::vector<double> x, int64_t position) {
   if (batch.rope() == nullptr) return x;
   const size_t half = x.size() / 2;
@@ -141,10 +141,10 @@ OracleResult Oracle(AttentionBatch& batch, int64_t block_index, int64_t row, int
   return result;
 }
 
-// Outputs are averages of standard normal values: absolute; lse: relative where it is large.
+// Outputs are averages of standard normal values: absolute tolerance. lse: relative when large.
 void ExpectMatchesOracle(AttentionBatch& batch) {
   const bool bf16 = batch.shape().activation == DType::kBFloat16;
-  // What is rotated is rounded to the dtype that it had.
+  // Rotated values are rounded to their previous dtype.
   const bool rounds = batch.rope() != nullptr && (bf16 || batch.shape().kv == DType::kBFloat16);
   const Tolerance out_tolerance = {.absolute = rounds ? 2e-2
                                                : bf16 ? 1e-2
@@ -186,7 +186,7 @@ RowSelection ListOfEverything(int64_t first_position) {
   return SelectList(0, first_position, std::move(entries));
 }
 
-// Some pages with random token masks, no sink, a window of the block's own tokens.
+// Some pages with random token masks, no sink, and a window of the tile's own tokens.
 RowSelection ListWithHoles(int64_t first_position, std::mt19937_64& rng) {
   std::vector<SelectionEntry> entries;
   for (int64_t page = 0; page < first_position / kPageTokens; ++page) {
@@ -335,7 +335,7 @@ TEST_P(AttendTest, MatchesTheOracleOverSelections) {
   }
 }
 
-// Lists whose entries reach into sink and window, with pruned tokens: both keep their positions.
+// Lists whose entries reach into sink and window, with pruned tokens. Both keep their positions.
 TEST_P(AttendTest, MatchesTheOracleAtCompactPositions) {
   for (const AttentionShape& shape : Shapes()) {
     if (shape.group != 1 && shape.group != 4) continue;
@@ -362,7 +362,7 @@ TEST_P(AttendTest, MatchesTheOracleAtCompactPositions) {
   }
 }
 
-// Neighbourhoods that begin in the block's own page, in one before, at a page's edge, and before
+// Neighbourhoods that start in the tile's own page, in an earlier one, at a page's edge, and before
 // the context; groups that cross pages.
 constexpr GroupedPositions kGroupings[] = {{2, 1},   {7, 30},   {8, 64},  {3, 100},
                                            {5, 200}, {64, 333}, {4, 5000}};
@@ -373,7 +373,7 @@ TEST_P(AttendTest, MatchesTheOracleAtGroupedPositions) {
     shape.kv_heads = 1;
     for (const GroupedPositions& grouped : kGroupings) {
       SCOPED_TRACE(testing::Message() << Describe(shape) << ", groups of " << grouped.group_size
-                                      << " behind " << grouped.window);
+                                      << " beyond " << grouped.window);
       AttentionBatch batch(shape, /*num_slots=*/1, /*max_tokens=*/320, /*seed=*/27);
       batch.UseGroupedPositions(grouped, /*attention_scaling=*/1.1);
       batch.FillContext(0, 320);
@@ -389,7 +389,7 @@ TEST_P(AttendTest, MatchesTheOracleAtGroupedPositions) {
   }
 }
 
-// A context that the neighbourhood covers is read as without groups, to the bit.
+// A context within the neighbourhood gives the bits of attention without groups.
 TEST_P(AttendTest, WithinTheNeighbourhoodPositionsAreTheTokensOwn) {
   AttentionBatch grouped({}, 1, 448, 29), own({}, 1, 448, 29);
   grouped.UseGroupedPositions({.group_size = 4, .window = 448});
@@ -403,7 +403,7 @@ TEST_P(AttendTest, WithinTheNeighbourhoodPositionsAreTheTokensOwn) {
   for (int64_t row = 0; row < 64; ++row) ExpectSameRow(grouped, row, own, row);
 }
 
-// The same bits as of a cache that holds rotated keys, so that short contexts are those of a server
+// The same bits as with a cache of rotated keys, so that short contexts equal those of a server
 // without position extension.
 TEST_P(AttendTest, AllAtCompactPositionsHasTheBitsOfRotatedKeys) {
   for (const AttentionShape& shape : Shapes()) {
@@ -471,7 +471,7 @@ TEST_P(AttendTest, KeysWithLogitMinusInfinityWeighNothing) {
                      -kInfinity);
     }
     batch.AddBlock(0, 191, 1);
-    batch.AddBlock(0, 63, 1);  // sees nothing else
+    batch.AddBlock(0, 63, 1);  // sees no other keys
     for (int64_t row = 0; row < 2; ++row) {
       for (int64_t head = 0; head < 2; ++head) batch.q(row, head)[0] = 1.0f;
     }
@@ -490,8 +490,8 @@ TEST_P(AttendTest, KeysWithLogitMinusInfinityWeighNothing) {
 
 // --- poison ---
 
-// What is not attended to does not reach the output, be it NaN in a masked token of an attended
-// page, in a page that is not selected, behind the context, or in the future of an earlier row.
+// Unattended NaN does not reach the output, whether in a masked token of an attended page, in an
+// unselected page, after the context, or in the future of an earlier row.
 TEST_P(AttendTest, UnattendedNanDoesNotLeak) {
   for (const AttentionShape shape :
        {AttentionShape{.kv = DType::kFloat32}, AttentionShape{.kv = DType::kBFloat16},
@@ -650,7 +650,7 @@ TEST_P(AttendTest, AtGroupedPositionsARowHasItsBitsInAnyBlock) {
     if (shape.head_dim != 64) continue;
     for (const GroupedPositions& grouped : kGroupings) {
       SCOPED_TRACE(testing::Message() << Describe(shape) << ", groups of " << grouped.group_size
-                                      << " behind " << grouped.window);
+                                      << " beyond " << grouped.window);
       AttentionBatch prefill(shape, 1, 448, 28), decode(shape, 1, 448, 28);
       for (AttentionBatch* batch : {&prefill, &decode}) {
         batch->UseGroupedPositions(grouped);
@@ -675,7 +675,7 @@ TEST_P(AttendTest, CuttingABlockDoesNotChangeItsRows) {
     AttentionBatch cut(shape, 1, 2304, 32);
     whole.FillContext(0, 2304);
     cut.FillContext(0, 2304);
-    if (shape.group == 7) {  // both ways of positions
+    if (shape.group == 7) {  // both kinds of positions
       whole.UseCompactPositions();
       cut.UseCompactPositions();
     }
@@ -783,8 +783,8 @@ TEST_P(AttendTest, ThreadsTiersAndBatchDoNotChangeARow) {
   }
 }
 
-// Long rows are cut into segments where threads would idle: lists too, whose segments may hold one
-// page, be it the first or the last, or none.
+// Long rows are cut into segments when threads would idle. Lists are, too: their segments may hold
+// only the first page, only the last page, or none.
 TEST_P(AttendTest, CuttingALongListIntoSegmentsDoesNotChangeIt) {
   AttentionBatch whole({.kv_heads = 1, .group = 2}, 1, 12000, 45);
   whole.FillContext(0, 12000);
@@ -792,7 +792,7 @@ TEST_P(AttendTest, CuttingALongListIntoSegmentsDoesNotChangeIt) {
     std::vector<SelectionEntry> entries;
     for (int64_t page = 0; page <= 31; ++page) entries.push_back(Whole(page));
     entries.push_back(Whole(32));   // the first page of segment 2, alone
-    entries.push_back(Whole(127));  // the last of segment 4, alone; segment 3 is empty
+    entries.push_back(Whole(127));  // the last page of segment 4, alone; segment 3 is empty
     for (int64_t page = 130; page < 180; ++page) entries.push_back(Whole(page));
     return SelectList(0, 11900, std::move(entries));
   });
@@ -829,8 +829,8 @@ TEST_P(AttendTest, RealThreadsGiveTheSameBits) {
   }
 }
 
-// The vector exp, seen from outside: two keys with logits 0 and -x, values 0 and 1, so that
-// out = exp(-x) / (1 + exp(-x)).
+// The vector exp, seen from outside: two keys with logits 0 and -x and values 0 and 1 give out =
+// exp(-x) / (1 + exp(-x)).
 TEST_P(AttendTest, ExpIsAccurateDownToTheSmallestFloats) {
   double worst = 0;
   AttentionBatch batch({.kv_heads = 1, .group = 1}, 1, 64, 38);
@@ -887,8 +887,8 @@ TEST(Attend, MatchesTheOracleWithWhateverImplementationItChooses) {
   }
 }
 
-// Chains of products and the order of sums are the same for vectors of any width: forms that
-// multiply floats give the same bits, so that a machine with AVX2 only answers as one with AVX-512.
+// Chains of products and the order of sums are the same for vectors of any width. All forms that
+// multiply floats give the same bits, so a machine with only AVX2 answers like one with AVX-512.
 TEST(Attend, InstructionSetsGiveTheSameBits) {
   for (const int64_t head_dim : {64, 128}) {
     const AttentionShape shape = {.kv = DType::kBFloat16, .head_dim = head_dim, .group = 3};
@@ -896,7 +896,7 @@ TEST(Attend, InstructionSetsGiveTheSameBits) {
     batch.FillContext(0, 2300);
     batch.FillContext(1, 300);
     batch.AddBlock(0, 2299, 1);
-    batch.AddBlock(1, 200, 70);  // pages that some queries see in part
+    batch.AddBlock(1, 200, 70);  // pages that some queries see only in part
     batch.AddBlock(0, 2200, 1, [](int64_t) {
       return SelectList(64, 2100, {{.page = 5, .chosen = 0x10f0, .live = 0x10f0}, Whole(9)});
     });

@@ -10,7 +10,7 @@ namespace {
 
 using Masks = std::map<int64_t, uint64_t>;  // by page
 
-// Every item of the row; no token may be named twice.
+// Collects every item of the row. No token may be named twice.
 Masks FromItems(const SelectionHeader& header, const std::vector<SelectionEntry>& list,
                 int64_t last_position) {
   const RowItems items = NumberItems(header, last_position);
@@ -37,7 +37,7 @@ int64_t CountPages(const SelectionHeader& header, const std::vector<SelectionEnt
 
 Masks FromWalk(const SelectionHeader& header, const std::vector<SelectionEntry>& list,
                int64_t last_position) {
-  std::vector<SelectionEntry> masked = list;  // as attention masks what lies in sink and window
+  std::vector<SelectionEntry> masked = list;  // attention masks entries in sink and window
   for (SelectionEntry& entry : masked) {
     const int64_t start = entry.page * kPageTokens;
     entry.live &= TokenMask(header.sink_end - start, header.window_begin - start);
@@ -72,7 +72,7 @@ TEST(RowItems, NameTheTokensThatSelectedPagesWalks) {
   }
 }
 
-// From where the query sees far keys every key is as far as grouped positions say.
+// Seen from the query's far position, every key is at its distance by grouped positions.
 TEST(RowItems, KeysStandWhereGroupedPositionsSay) {
   constexpr GroupedPositions kGroupings[] = {{1, 64},  {2, 1},    {4, 128},  {7, 100},
                                              {64, 70}, {65, 200}, {500, 90}, {4, 5000}};
@@ -89,7 +89,7 @@ TEST(RowItems, KeysStandWhereGroupedPositionsSay) {
             FindGroupedPositions(grouped, page, query).of(static_cast<int>(key % kPageTokens));
         ASSERT_GE(at, 0);
         ASSERT_EQ(grouped.FarQuery(query) - at, expected)
-            << "groups of " << grouped.group_size << " behind " << grouped.window << ", query "
+            << "groups of " << grouped.group_size << " beyond " << grouped.window << ", query "
             << query << ", key " << key;
       }
       EXPECT_GT(near, 0);

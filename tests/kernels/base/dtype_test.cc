@@ -9,7 +9,7 @@ namespace {
 
 TEST(BFloat16, RoundsToNearestEven) {
   EXPECT_EQ(static_cast<float>(BFloat16(1.0f)), 1.0f);
-  // Half way between 1 and the next bf16 (1 + 2^-7): the even mantissa is 1.
+  // Halfway between 1 and the next bf16 (1 + 2^-7): the even mantissa is that of 1.
   EXPECT_EQ(static_cast<float>(BFloat16(1.0f + 1.0f / 256)), 1.0f);
   EXPECT_EQ(static_cast<float>(BFloat16(1.0f + 3.0f / 256)), 1.0f + 2.0f / 128);
 }

@@ -25,7 +25,7 @@ TEST(Float16, KnownValues) {
   EXPECT_TRUE(std::isnan(FromBits(0x7e00)));
 }
 
-// All finite numbers, and the points halfway between neighbours.
+// Tests all finite numbers, and the points halfway between neighbours.
 TEST(Float16, RoundsToNearestEven) {
   for (uint32_t bits = 0; bits < 0x7bff; ++bits) {
     const float low = FromBits(bits), high = FromBits(bits + 1);

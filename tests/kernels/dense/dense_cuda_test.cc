@@ -37,7 +37,7 @@ class DenseCudaTest : public testing::TestWithParam<DType> {
     if (!HasGpu()) GTEST_SKIP() << "no GPU on this machine";
   }
   static int64_t Element() { return static_cast<int64_t>(DTypeSize(GetParam())); }
-  // Of the host's tensor, `shift` elements behind an aligned address.
+  // Copies the host's tensor to `shift` elements after an aligned address.
   TensorView OnDevice(TestTensor& tensor, int64_t shift = 0) {
     return memory_.Copy(tensor.view(), shift * Element()).value();
   }

@@ -23,7 +23,7 @@ constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 constexpr auto kF32 = DType::kFloat32;
 constexpr auto kBf16 = DType::kBFloat16;
 
-// One rounding of bfloat16; float32 needs room for the sum of squares.
+// One rounding of bfloat16. float32 has the error of the sum of squares.
 double RelativeError(DType dtype) { return dtype == kF32 ? 2e-6 : 1.0 / 128; }
 
 std::vector<double> Reference(TestTensor& x, TestTensor& weight, double epsilon) {
@@ -61,8 +61,8 @@ TEST(RmsNorm, AgreesWithDoubleReferenceForAllShapes) {
   }
 }
 
-// Hugging Face's LlamaRMSNorm casts to the dtype before it multiplies by the weight: in about one
-// element of four, the other order rounds differently.
+// Hugging Face's LlamaRMSNorm casts to the dtype before it multiplies by the weight. The other
+// order rounds about one element in four differently.
 TEST(RmsNorm, BFloat16RoundsBeforeTheWeight) {
   SerialExecutor executor;
   const int64_t dim = 16;

@@ -80,7 +80,7 @@ TEST(RopePositions, RotatesAsTheTableOfAStepDoes) {
   ThreadExecutor executor(2);
   for (const DType dtype : {kF32, kBf16}) {
     RopePositions rope(InverseFrequencies(20), 1.3);
-    for (const int64_t first : {0, 5, 3000}) {  // grows in between
+    for (const int64_t first : {0, 5, 3000}) {  // the table grows in between
       const std::vector<int64_t> positions = {first, first + 1, first + 2};
       TestTensor expected(dtype, {3, 1, 40}), rotated(dtype, {3, 1, 40});
       expected.Fill(7);
@@ -95,7 +95,7 @@ TEST(RopePositions, RotatesAsTheTableOfAStepDoes) {
   }
 }
 
-// What attention sees is q . k, which must depend on the distance of the positions only.
+// Attention reads q . k, which must depend only on the distance of the positions.
 TEST(Rope, ScoresDependOnDistanceOnly) {
   SerialExecutor executor;
   const int64_t half = 32;

@@ -1,4 +1,4 @@
-// Rows of logits with options of all kinds, drawn from a seed, for the tests of sampling.
+// Rows of logits with all kinds of options, drawn from a seed, for the tests of sampling.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,8 @@ namespace kvasir::kernels {
 
 class RandomSamplingCase {
  public:
-  // Logits are multiples of 1 / 37, so that many are equal. Zero: a vocabulary of 2 to 61.
+  // Logits are multiples of 1 / 37, so that many are equal. `vocab` 0 gives a vocabulary of 2 to
+  // 61.
   explicit RandomSamplingCase(uint32_t seed, int64_t vocab = 0)
       : random_(seed), logits(static_cast<size_t>(vocab > 0 ? vocab : Below(60) + 2)) {
     for (float& logit : logits) logit = static_cast<float>(Below(400)) / 37.0f - 5;
@@ -28,7 +29,7 @@ class RandomSamplingCase {
       if (Below(10) == 0) {
         biases_.push_back({.token = id, .bias = static_cast<float>(Below(200)) / 10 - 10});
       }
-      if (id > 0 && Below(10) == 0) banned_.push_back(id);  // one is always left
+      if (id > 0 && Below(10) == 0) banned_.push_back(id);  // one token is always left
     }
     options.prompt = prompt_;
     options.output = output_;

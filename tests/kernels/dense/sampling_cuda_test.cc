@@ -1,4 +1,4 @@
-// Sampling on the GPU against the CPU's: equal in all bits, statuses included.
+// Sampling on the GPU against the CPU: equal in all bits, statuses included.
 #include "kernels/dense/sampling_cuda.h"
 
 #include <cmath>
@@ -22,7 +22,7 @@ constexpr float kInf = std::numeric_limits<float>::infinity();
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 constexpr float kHuge = std::numeric_limits<float>::max();
 
-// Rows of one launch, and where their top logprobs go on either side.
+// Rows of one launch, and the places of their top logprobs on either side.
 class Rows {
  public:
   explicit Rows(int64_t vocab) : vocab_(vocab) {}
@@ -49,7 +49,7 @@ class Rows {
       ++tokens_[expected[r].token];
     }
   }
-  // Different ones that came out.
+  // Number of different tokens that were sampled.
   size_t num_tokens() const { return tokens_.size(); }
 
  private:
@@ -73,7 +73,7 @@ class Rows {
   std::vector<SampledToken> OnGpu() {
     DeviceMemory memory;
     float* const logits = memory.Copy(logits_.data(), logits_.size()).value();
-    // What is left in memory is no row's.
+    // Memory left from earlier use belongs to no row.
     const std::vector<float> poison(logits_.size(), kNan);
     float* const changed = memory.Copy(poison.data(), poison.size()).value();
     const PinnedBuffer block = PinnedBuffer::Allocate(SamplingBlockBytes(found_, vocab_)).value();
@@ -128,7 +128,7 @@ TEST_F(SamplingCudaTest, GreedyTakesTheLargestAndTheSmallerIdAmongEquals) {
     rows.Add(logits, {});
     rows.Add(std::vector<float>(logits.size(), 0.25f), {});
     std::vector<float> zeros(logits.size(), -0.0f);
-    zeros[last] = 0.0f;  // no larger than -0
+    zeros[last] = 0.0f;  // not larger than -0
     rows.Add(zeros, {});
     logits[third] = -kHuge;
     logits[last] = kHuge;
@@ -183,8 +183,8 @@ TEST_F(SamplingCudaTest, DrawsFromAVocabularyOfAModelWhatTheCpuDraws) {
   EXPECT_GT(rows.num_tokens(), 12u);
 }
 
-// Thresholds among more logits than are looked at by themselves: close together, far away from the
-// largest, equal to each other.
+// Thresholds among more logits than are listed: close together, far from the largest, or equal to
+// each other.
 TEST_F(SamplingCudaTest, ThresholdsAreFoundHoweverTheLogitsLie) {
   constexpr int64_t kVocab = 20001;
   Rows rows(kVocab);

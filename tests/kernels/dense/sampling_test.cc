@@ -48,7 +48,7 @@ SampledToken SampleOne(const std::vector<float>& logits, const SamplingOptions& 
   return SampleRows({logits}, {options}, executor)[0];
 }
 
-// How often each token comes out over `n` positions.
+// Counts how often each token is sampled over `n` positions.
 std::map<int32_t, int> Histogram(const std::vector<float>& logits, SamplingOptions options, int n) {
   SerialExecutor executor;
   std::map<int32_t, int> counts;
@@ -123,7 +123,8 @@ TEST(Sampling, TopPKeepsTheShortestPrefixThatReachesP) {
   EXPECT_EQ(Support({2, 2, 2, 2}, {.temperature = 1, .top_p = 0.5f}), (Ids{0, 1}));
 }
 
-// After temperature 0.5 the shares are those of p squared; after top-k 2 those of the two largest.
+// At temperature 0.5 the shares are those of p squared. With top-k 2 they are those of the two
+// largest.
 TEST(Sampling, TopPComesAfterTemperatureAndTopK) {
   const std::vector<float> logits = LogOf({0.4, 0.3, 0.2, 0.1});
   EXPECT_EQ(Support(logits, {.temperature = 1, .top_p = 0.5f}), (Ids{0, 1}));
@@ -133,8 +134,8 @@ TEST(Sampling, TopPComesAfterTemperatureAndTopK) {
 
 // --- against the definition ---------------------------------------------------------------------
 
-// The distribution that the options define, written down from their description alone: in double,
-// with sorting and maps. Greedy is a distribution of one token.
+// Returns the distribution that the options define, written from their description alone: in
+// double, with sorting and maps. Greedy is a distribution of one token.
 std::vector<double> DefinedDistribution(const std::vector<float>& raw,
                                         const SamplingOptions& options) {
   std::vector<double> logits(raw.begin(), raw.end());
@@ -184,8 +185,8 @@ std::vector<double> DefinedDistribution(const std::vector<float>& raw,
   return p;
 }
 
-// The token that the definition draws; -1 when the draw is so near a boundary that rounding
-// decides.
+// Returns the token that the definition draws, or -1 when the draw is so near a boundary that
+// rounding decides.
 int32_t DefinedToken(const std::vector<float>& logits, const SamplingOptions& options) {
   const std::vector<double> p = DefinedDistribution(logits, options);
   double total = 0;
@@ -238,18 +239,18 @@ TEST(Sampling, FrequencyCountsEveryOccurrenceInTheOutputAndPresenceTheFirst) {
   EXPECT_EQ(SampleOne({4, 3}, {.frequency_penalty = 0.34f, .output = thrice}).token, 1);
   EXPECT_EQ(SampleOne({4, 3}, {.presence_penalty = 0.99f, .output = thrice}).token, 0);
   EXPECT_EQ(SampleOne({4, 3}, {.presence_penalty = 1.01f, .output = thrice}).token, 1);
-  // The prompt is none of their business.
+  // These two penalties do not count the prompt.
   EXPECT_EQ(
       SampleOne({4, 3}, {.frequency_penalty = 2, .presence_penalty = 2, .prompt = thrice}).token,
       0);
-  // Negative ones ask for repetition.
+  // Negative penalties ask for repetition.
   EXPECT_EQ(SampleOne({2, 3}, {.frequency_penalty = -0.4f, .output = thrice}).token, 0);
 }
 
 TEST(Sampling, BiasesComeBeforePenaltiesAndBansBehindBoth) {
   const Ids seen = {0}, banned = {1};
   const std::vector<TokenBias> up = {{.token = 0, .bias = 6}};
-  // (1 + 6) / 2 = 3.5; were the bias added behind the penalty it would be 6.5.
+  // (1 + 6) / 2 = 3.5. With the bias added after the penalty it would be 6.5.
   EXPECT_EQ(SampleOne({1, 4}, {.biases = up, .repetition_penalty = 2, .output = seen}).token, 1);
   const std::vector<TokenBias> huge = {{.token = 1, .bias = 100}};
   EXPECT_EQ(SampleOne({1, 4}, {.banned = banned, .biases = huge}).token, 0);
@@ -273,9 +274,9 @@ TEST(Sampling, MinPDropsWhatIsLessProbableThanItsShareOfTheLargest) {
   EXPECT_EQ(Support(logits, {.temperature = 1, .min_p = 0.31f}), (Ids{1, 3}));
   EXPECT_EQ(Support(logits, {.temperature = 1, .min_p = 1}), (Ids{1}));
   EXPECT_EQ(Support({2, 2, 1}, {.temperature = 1, .min_p = 1}), (Ids{0, 1}));
-  // Behind the temperature: at 0.5 the shares are squared.
+  // After the temperature: at 0.5 the shares are squared.
   EXPECT_EQ(Support(logits, {.temperature = 0.5f, .min_p = 0.2f}), (Ids{1, 3}));
-  // top-p counts what min-p left: 0.5 of 0.8 is less than 0.7 of it.
+  // top-p counts the tokens that min-p left: 0.5 of 0.8 is less than 0.7 of it.
   EXPECT_EQ(Support(logits, {.temperature = 1, .top_p = 0.6f, .min_p = 0.31f}), (Ids{1}));
 }
 

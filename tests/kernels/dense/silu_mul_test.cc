@@ -47,7 +47,7 @@ TEST(SiluMul, AgreesWithDoubleReferenceForAllShapes) {
       TestTensor gate_up(dtype, {tokens, 2 * dim}), y(dtype, {tokens, dim});
       gate_up.Fill(1);
       ASSERT_TRUE(SiluMul({.gate_up = gate_up.view(), .y = y.view()}, executor).ok());
-      // In bfloat16, silu may round to the neighbour where it lies near the middle.
+      // In bfloat16, silu may round to a neighbour when it lies near the middle.
       EXPECT_TRUE(AllClose(y.Values(), Reference(gate_up, dtype),
                            {.absolute = 1e-37, .relative = dtype == kF32 ? 1e-6 : 1.0 / 100},
                            y.shape()));
@@ -64,7 +64,7 @@ TEST(SiluMul, ElementDoesNotDependOnItsPlace) {
   for (int64_t d = 1; d < dim; ++d) EXPECT_EQ(y.Get(d), y.Get(0)) << d;
 }
 
-// All magnitudes, both signs, and what is not a number; each form of the loop.
+// All magnitudes, both signs, NaN and infinities, for each form of the loop.
 void ExpectReferenceForExtremeGates(void (*run)(const SiluMulRows&, int64_t, int64_t)) {
   std::vector<float> gates = {0.0f, -0.0f, 88.0f, -88.0f, 89.5f, -89.5f, kInf, -kInf, kNan};
   for (int exponent = -140; exponent <= 126; ++exponent) {

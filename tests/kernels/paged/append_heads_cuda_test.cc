@@ -1,5 +1,4 @@
-// Heads on their way into attention, the GPU's against the CPU's: every byte of queries, pages,
-// bounds and key codes.
+// The GPU's AppendHeads against the CPU's: every byte of queries, pages, bounds and key codes.
 #include "kernels/paged/append_heads_cuda.h"
 
 #include <bit>
@@ -49,7 +48,7 @@ class AppendHeadsCudaTest : public testing::TestWithParam<std::tuple<int64_t, DT
     return kv;
   }
   static DType Dtype() { return std::get<1>(GetParam()); }
-  // Normal values with equal elements, zeros of both signs, infinities and NaN among them.
+  // Normal values, and among them equal elements, zeros of both signs, infinities and NaN.
   TestTensor Values(int64_t tokens) {
     const int64_t d = HeadDim();
     TestTensor values(Dtype(), {tokens, kAllHeads * d});
@@ -66,7 +65,7 @@ class AppendHeadsCudaTest : public testing::TestWithParam<std::tuple<int64_t, DT
     };
     for (int64_t i = 0; i < d; ++i) {
       values.Set(key(0, 0) + i, i % 2 == 0 ? 0.0f : -0.0f);  // zeros, the first one positive
-      // Of zeros far from each other the first one counts.
+      // Among zeros far from each other the first one counts.
       const float zero = i == d / 4 ? 0.0f : -0.0f;
       const bool is_zero = i == d / 4 || i == d / 2;
       if (tokens > 1) values.Set(key(1, 1) + i, is_zero ? zero : 1.0f);
@@ -74,7 +73,7 @@ class AppendHeadsCudaTest : public testing::TestWithParam<std::tuple<int64_t, DT
     }
     return values;
   }
-  // Weights of norms; empty where there are none.
+  // Weights of norms; empty when heads are not normalized.
   struct Norms {
     TestTensor q{Dtype(), {HeadDim()}}, k{Dtype(), {HeadDim()}};
   };
@@ -135,7 +134,7 @@ class AppendHeadsCudaTest : public testing::TestWithParam<std::tuple<int64_t, DT
       };
       angles = {.cos = copy(given.rope->cos()), .sin = copy(given.rope->sin())};
     }
-    // The product is what the kernel ahead writes.
+    // The previous kernel writes the product.
     LateBytes late;
     EXPECT_TRUE(late.Hold(heads.qkv.data(), static_cast<size_t>(heads.qkv.size_bytes())).ok());
     EXPECT_TRUE(late.PutBack(/*stream=*/nullptr).ok());
@@ -174,8 +173,8 @@ INSTANTIATE_TEST_SUITE_P(Shapes, AppendHeadsCudaTest,
                                           testing::Values(DType::kFloat32, DType::kBFloat16),
                                           testing::Values(DType::kFloat32, DType::kBFloat16)));
 
-// A whole page and part of the next; rows of one sequence in one page, others between them, not in
-// the order of the batch's rows; then on from there, inside of pages.
+// A whole page and part of the next; rows of one sequence in one page, with others between them,
+// not in the order of the batch's rows; then a continuation inside pages.
 const std::vector<QueryBlock> kSteps[] = {
     {{.slot = 0, .first_row = 0, .num_rows = 64, .first_position = 64},
      {.slot = 0, .first_row = 64, .num_rows = 5, .first_position = 128}},
@@ -190,7 +189,7 @@ const std::vector<QueryBlock> kSteps[] = {
 };
 
 int64_t TokensOf(const std::vector<QueryBlock>& blocks) {
-  int64_t tokens = 1;  // one that goes nowhere
+  int64_t tokens = 1;  // one token that goes nowhere
   for (const QueryBlock& block : blocks) tokens += block.num_rows;
   return tokens;
 }
@@ -206,7 +205,7 @@ TEST_P(AppendHeadsCudaTest, WritesTheBytesThatTheCpuWrites) {
     for (const std::vector<QueryBlock>& blocks : kSteps) {
       const int64_t tokens = TokensOf(blocks);
       TestTensor qkv = Values(tokens);
-      // Arithmetic makes other NaN there; a copy does not.
+      // Arithmetic may give another NaN than a copy.
       for (int64_t i = 0; rotated && i < qkv.size(); ++i) {
         if (!std::isfinite(qkv.Get(i))) qkv.Set(i, 3.0f);
       }
@@ -226,7 +225,7 @@ TEST_P(AppendHeadsCudaTest, WritesTheBytesThatTheCpuWrites) {
   }
 }
 
-// Squares are summed in another order.
+// Squares are summed in another order than on the CPU.
 TEST_P(AppendHeadsCudaTest, NormalizesHeadsAlmostAsTheCpuDoes) {
   FakePagedKv on_cpu = MakeKv(), on_gpu = MakeKv();
   Norms norms;
@@ -344,12 +343,12 @@ TEST_P(AppendHeadsCudaTest, RebuildsTheBoundsThatTheCpuRebuilds) {
   EXPECT_EQ(Bytes(on_cpu), Bytes(on_gpu));
 }
 
-// What lists hold besides, in sink and window, counts there.
+// Listed tokens that lie in sink or window are counted there.
 TEST(CountSelectedCudaTest, CountsWhatAWalkCounts) {
   if (!HasGpu()) GTEST_SKIP() << "no GPU on this machine";
   constexpr int64_t kRows = 40, kCapacity = 40;
   std::mt19937_64 rng(7);
-  std::vector<QueryBlock> blocks(kRows / 2);  // of two KV heads
+  std::vector<QueryBlock> blocks(kRows / 2);  // for two KV heads
   std::vector<SelectionHeader> headers(kRows);
   std::vector<SelectionEntry> entries(kRows * kCapacity);
   std::vector<SelectedCounts> expected(kRows), found(kRows);

@@ -63,7 +63,7 @@ INSTANTIATE_TEST_SUITE_P(KvDtypes, AppendTest, ::testing::Values(DType::kFloat32
                          });
 
 TEST_P(AppendTest, WritesRowsAtTheirPositionsAndNowhereElse) {
-  // Batch rows 1..5 go to positions 62, 63, 64, 65, 66 in two blocks; row 0 and row 6 nowhere.
+  // Batch rows 1..5 go to positions 62, 63, 64, 65, 66 in two tiles. Rows 0 and 6 go nowhere.
   ASSERT_TRUE(Append({{.slot = 1, .first_row = 1, .num_rows = 2, .first_position = 62},
                       {.slot = 1, .first_row = 3, .num_rows = 3, .first_position = 64}},
                      7)
@@ -87,7 +87,7 @@ TEST_P(AppendTest, WritesRowsAtTheirPositionsAndNowhereElse) {
 }
 
 TEST_P(AppendTest, BoundsAreThoseOfTheCachedKeysOfThePage) {
-  // The page is filled by several calls of unequal size; offset 0 starts the bounds anew.
+  // Several calls of unequal size fill the page. Offset 0 restarts the bounds.
   int64_t position = 64;
   std::vector<std::vector<float>> keys;  // [position - 64][head * dim]
   for (const int64_t count : {1, 2, 30, 1, 30}) {

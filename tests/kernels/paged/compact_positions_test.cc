@@ -23,14 +23,14 @@ void Assign(Row& row) {
                    .capacity = static_cast<int64_t>(row.list.size())});
 }
 
-// Sink of 70 tokens, window from 600 on, some tokens of some pages between.
+// A sink of 70 tokens, a window from 600 on, and some tokens of some pages between them.
 Row RandomRow(std::mt19937_64& rng) {
   Row row = {.header = {.kind = Kind::kList, .sink_end = 70, .window_begin = 600}, .list = {}};
   for (int64_t page = 1; page < 10; ++page) {
     if (rng() % 2 == 0) continue;
     uint64_t chosen = rng() & rng();
-    if (page == 1) chosen &= ~uint64_t{0x3f};   // none in the sink
-    if (page == 9) chosen &= TokenMask(0, 24);  // none in the window
+    if (page == 1) chosen &= ~uint64_t{0x3f};   // no chosen token in the sink
+    if (page == 9) chosen &= TokenMask(0, 24);  // no chosen token in the window
     row.list.push_back({.page = page, .chosen = chosen, .live = chosen & rng()});
   }
   Assign(row);
@@ -92,7 +92,7 @@ TEST(CompactPositions, KeysAreRotatedEachToItsOwn) {
   for (float& x : keys) x = std::normal_distribution<float>()(rng);
   for (int i = 0; i < 50; ++i) {
     Row row = RandomRow(rng);
-    row.header.sink_end = 90;  // the list reaches into both
+    row.header.sink_end = 90;  // the list reaches into both ranges
     row.header.window_begin = 590;
     Assign(row);
     std::vector<float> before = rotated;

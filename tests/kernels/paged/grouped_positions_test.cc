@@ -25,9 +25,9 @@ TEST(GroupedPositions, TheWindowKeepsItsDistancesAndTheRestGoesOnFromThere) {
           ASSERT_EQ(distance, query - key);
         }
         ASSERT_GE(distance, last);
-        // Where w is no multiple of g one distance is left out between near and far.
+        // If w is no multiple of g, one distance between near and far is skipped.
         ASSERT_LE(distance, last + (query - key == grouped.window ? 2 : 1))
-            << "groups of " << grouped.group_size << " behind " << grouped.window << ", query "
+            << "groups of " << grouped.group_size << " beyond " << grouped.window << ", query "
             << query << ", key " << key;
         last = distance;
       }

@@ -22,7 +22,7 @@ class KeyCodesTest : public ::testing::TestWithParam<DType> {
   static KvLayout Layout(int64_t head_dim) {
     return {.num_layers = 2, .num_kv_heads = 2, .head_dim = head_dim, .dtype = GetParam()};
   }
-  // Codes and decodes one key at the token's place of a page whose other bytes are poison.
+  // Codes and decodes one key at the token's place, in a page whose other bytes are poison.
   std::vector<float> RoundTrip(const std::vector<float>& key, int64_t token = 63) {
     const KvLayout layout = Layout(std::ssize(key));
     codes_ = HostBuffer::Allocate(layout.page_key_codes_bytes()).value();

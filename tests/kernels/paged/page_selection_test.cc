@@ -73,7 +73,7 @@ TEST(SelectedPages, PrunedEntriesAreNotWalked) {
   ExpectWalkMatchesDefinition(header, list, 510);
 }
 
-// SkipTo(page) from anywhere lands where a walk from the start first reaches a page >= that.
+// SkipTo(page) from anywhere ends where a walk from the start first reaches a page >= `page`.
 void ExpectSkipMatchesWalk(SelectionHeader header, const std::vector<SelectionEntry>& list,
                            int64_t last_position, std::mt19937_64& rng) {
   header.count = static_cast<int32_t>(list.size());
@@ -100,7 +100,7 @@ TEST(SelectedPages, RandomSelectionsMatchTheDefinition) {
       return std::uniform_int_distribution<int64_t>(low, high)(rng);
     };
     const int64_t last = uniform(0, 700);
-    // Ranges may be empty, overlap, and lie behind the query.
+    // Ranges may be empty, may overlap, and may lie after the query.
     const SelectionHeader header = {.kind = SelectionHeader::Kind::kList,
                                     .sink_end = uniform(0, 1) == 0 ? 0 : uniform(0, 300),
                                     .window_begin = uniform(0, 800)};

@@ -18,7 +18,7 @@
 namespace kvasir::kernels {
 namespace {
 
-// Each op on the host, as the test sees it, and on a copy of its state on the device.
+// Runs each op on the host and on a copy of its state on the device.
 class MirroredOps final : public ResidencyOps {
  public:
   using Rows = std::span<const int32_t>;
@@ -32,7 +32,7 @@ class MirroredOps final : public ResidencyOps {
     Run(
         "CopyRowsToHost", s, [&] { ResidencyOps::CopyToHost(s, rows); },
         [&](const ResidencyState& device) -> absl::Status {
-          // Room for two rows: most calls are several copies.
+          // Room for two rows, so that most calls make several copies.
           const int64_t bytes = 2 * s.shape.pages_per_row * s.shape.page_bytes;
           KVASIR_ASSIGN_OR_RETURN(const DeviceBuffer gathered, DeviceBuffer::Allocate(bytes));
           KVASIR_RETURN_IF_ERROR(
@@ -103,7 +103,7 @@ class MirroredOps final : public ResidencyOps {
     ASSERT_EQ(std::memcmp(extents_.data(), shape.extents, static_cast<size_t>(extents_bytes)), 0)
         << op << ": host tier";
   }
-  // The page table of a state in `memory`, whose pages lie elsewhere from now on.
+  // Moves the pages that the page table of a state in `memory` names.
   static void MovePages(const ResidencyShape& from, const ResidencyShape& to, std::byte* memory) {
     const ResidencyState s = LayOutResidency(from, memory);
     for (int64_t page = 0; page < from.num_pages(); ++page) {
@@ -168,8 +168,8 @@ TEST_P(ResidencyCudaTest, LeavesTheStateOfTheReference) {
   random.FreeAll();
 }
 
-// Small ones; slots and words of their bits over several windows of a block; pages over several
-// chunks, pages that a warp does not copy at once and whose length is no multiple of a piece.
+// Small shapes; slots and words of their bits over several windows of a CTA; pages over several
+// chunks; and pages that a warp does not copy at once, whose length is no multiple of a piece.
 INSTANTIATE_TEST_SUITE_P(Shapes, ResidencyCudaTest,
                          ::testing::Values(CudaCase{{.seed = 1,
                                                      .num_rows = 9,

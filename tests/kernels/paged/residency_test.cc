@@ -1,6 +1,5 @@
-// The residency protocol as the reference has it: random use against a naive model, and its rules
-// one by one. 1e7 operations of each shape, times
-// KVASIR_TEST_SCALE.
+// The reference of the residency protocol: random use against a naive model, and its rules one by
+// one. 1e7 operations of each shape, times KVASIR_TEST_SCALE.
 #include "kernels/paged/residency.h"
 
 #include <gtest/gtest.h>
@@ -88,7 +87,7 @@ class ResidencyTest : public ::testing::Test {
     SealRows(s_, {&row, 1});
   }
   void Free(int32_t row) { FreeRows(s_, {&row, 1}); }
-  // Reads pages in a step of its own, each so many bytes; returns the pages that get filled.
+  // Reads `bytes` bytes of each page in a new step. Returns the number of pages that get filled.
   int64_t Step(std::initializer_list<int64_t> pages, uint32_t bytes = kPageBytes) {
     ++step_;
     for (const int64_t page : pages) {
@@ -164,7 +163,7 @@ TEST_F(ResidencyTest, AFillWhoseRowIsFreedIsGivenUp) {
   Step({0});
   ASSERT_EQ(Step({0}), 1);
   Free(0);
-  Open(0);  // the same pages mean another block; one slot is not free yet
+  Open(0);  // the same pages now hold another block; one slot is not free yet
   EXPECT_EQ(s_.counters->without_room, 0);
   Step({});
   EXPECT_EQ(s_.counters->given_up, 1);

@@ -1,4 +1,4 @@
-// What GPUs compute together, as so many ranks on one GPU: their kernels run beside each other.
+// Ops across ranks, with all ranks on one GPU: their kernels run beside each other.
 #include "kernels/ranks/rank_ops_cuda.h"
 
 #include <algorithm>
@@ -85,7 +85,7 @@ TEST_F(RankOpsTest, SumsAreRoundedAndAddedAsOnTheCpu) {
 }
 
 TEST_F(RankOpsTest, ColumnsOfRanksStandSideBySide) {
-  // The last rank has two columns where the others have three, in rows close together.
+  // The last rank has two columns, the others three; its rows are packed.
   const std::vector<float> gathered = {1,   2,   3,   4,   5,   6,   101, 102, 103,
                                        104, 105, 106, 201, 202, 203, 204, -1,  -1};
   const DeviceBuffer from = Upload(gathered), to = Zeros(16 * 4);
@@ -95,7 +95,7 @@ TEST_F(RankOpsTest, ColumnsOfRanksStandSideBySide) {
   ASSERT_TRUE(PlaceColumns(params, nullptr).ok());
   EXPECT_EQ(Download<float>(to, 16), (std::vector<float>{1, 2, 3, 101, 102, 103, 201, 202,  //
                                                          4, 5, 6, 104, 105, 106, 203, 204}));
-  // The second and third rank only.
+  // Only the second and the third rank.
   params.y = Matrix(to, DType::kFloat32, 2, 5);
   params.first_rank = 1;
   ASSERT_TRUE(PlaceColumns(params, nullptr).ok());
@@ -114,7 +114,7 @@ TEST_F(RankOpsTest, MoreColumnsThanRanksHaveAreRefused) {
   EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
 }
 
-// Ranks with a stream each.
+// Ranks, each with its own stream.
 class PeerSumTest : public testing::Test {
  protected:
   struct Rank {
@@ -172,14 +172,14 @@ class PeerSumTest : public testing::Test {
       ASSERT_EQ(cudaMemset(rank.y.data(), 0, static_cast<size_t>(kPeerSumElements) * 2),
                 cudaSuccess);
     }
-    // A copy from pageable memory may be on its way yet, and the ranks' streams do not wait for it.
+    // A copy from pageable memory may be under way, and the ranks' streams do not wait for it.
     ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
   }
   static absl::Status Launch(const Rank& rank, int64_t count) {
     return PeerSum(rank.end, Matrix(rank.x, DType::kFloat32, 1, count),
                    Matrix(rank.y, DType::kBFloat16, 1, count), rank.stream);
   }
-  // In rank order, rounded, added so often to zeros; the same bits everywhere.
+  // Expects the sum in rank order, rounded, added `calls` times to zeros; the same bits everywhere.
   void ExpectSums(int64_t count, int calls = 1) {
     ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
     std::vector<uint16_t> expected;
@@ -205,7 +205,7 @@ class PeerSumTest : public testing::Test {
 TEST_F(PeerSumTest, AllRanksHaveTheSameSumsWhateverCameBefore) {
   for (const int size : {2, 3, 6}) {
     MakeRanks(size);
-    // Sizes around a block's, so that blocks have taken part in different numbers of calls.
+    // Sizes around a CTA's, so that CTAs have taken part in different numbers of calls.
     for (const int64_t count : {1, 512, 511, 4096, 513, 8192, 4096, 1, 12288, 4096}) {
       SCOPED_TRACE(testing::Message() << size << " ranks, " << count << " elements");
       FillAll(count);
@@ -230,12 +230,12 @@ TEST_F(PeerSumTest, TheLargestMessageIsSummed) {
             absl::StatusCode::kInvalidArgument);
 }
 
-// One rank replays a graph of calls, the other launches them; each call reads the call before it.
-// All calls of a rank begin at once and wait in their places, so that on one GPU there must be room
-// for a call of the other rank beside them (with 33, which fill an H200, now and then there was
+// One rank replays a graph of calls, the other launches them. Each call reads the result of the
+// previous one. All calls of a rank start at once and wait in place, so one GPU must have room for
+// a call of the other rank beside them (with 33 calls, which fill an H200, there sometimes was
 // none).
 TEST_F(PeerSumTest, GraphsAndLaunchesMatch) {
-  constexpr int kCalls = 15;  // odd: the halves of an inbox change places from replay to replay
+  constexpr int kCalls = 15;  // odd: the halves of an inbox swap from replay to replay
   constexpr int64_t kCount = 4096;
   MakeRanks(2);
   FillAll(kCount);

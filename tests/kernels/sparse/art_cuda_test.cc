@@ -1,4 +1,5 @@
-// The GPU's art: what it reads, leaves, and gives out, held against dense attention and the CPU's.
+// The GPU's art: the pages that it reads and leaves and its output, against dense attention and the
+// CPU's art.
 #include "kernels/sparse/art/art_cuda.h"
 
 #include <algorithm>
@@ -105,7 +106,7 @@ class ArtCudaTest : public testing::TestWithParam<std::tuple<int64_t, int64_t, K
     const int64_t row = batch.num_tokens() - 1;
     std::copy_n(batch.q(0, 0), batch.heads() * batch.shape().head_dim, batch.q(row, 0));
   }
-  // Of the rows with lists, which must end where the CPU's do: what those leave unread.
+  // Returns the unread pages of the rows with lists, which must end where the CPU's rows do.
   static std::vector<int64_t> UnreadOfListingRows(AttentionBatch& batch,
                                                   const ArtOptions& options) {
     const std::vector<int64_t> expected = UnreadOnCpu(batch, options);
@@ -120,7 +121,7 @@ class ArtCudaTest : public testing::TestWithParam<std::tuple<int64_t, int64_t, K
     return of_lists;
   }
 
-  // What the batch gives out when every page is read.
+  // Returns the batch's output when every page is read.
   static std::vector<float> RunWhole(AttentionBatch& batch) {
     batch.Run(
         [](const AttendParams& params, Executor& executor) { AttendReference(params, executor); });
@@ -220,8 +221,8 @@ TEST_P(ArtCudaTest, RowsWithListsEndWhereTheCpusDo) {
   for (const int64_t unread : UnreadOfListingRows(batch, {})) EXPECT_GT(unread, 10);
 }
 
-// What a pruner took away, or lists from the window on, is no step: a row that has settled within
-// its window ends there.
+// Pruned pages and listed pages from the window on are no steps: a row that has settled within its
+// window ends there.
 TEST_P(ArtCudaTest, RowsEndBeforeListedPagesWithoutTokens) {
   constexpr int64_t kContext = 3000, kWindowBegin = 2420, kSinkEnd = 40, kPages = 20;
   AttentionBatch batch = Make(1, kContext, 97);
@@ -304,7 +305,7 @@ TEST_P(ArtCudaTest, AFarNeedleIsMissedWithoutTheGuardAndKeptWithIt) {
   }
   const std::vector<int64_t> guarded = RunOnGpu(batch, {});
   EXPECT_GT(guarded[0], 0);   // it ends, but
-  EXPECT_LT(guarded[0], 31);  // behind the needle
+  EXPECT_LT(guarded[0], 31);  // after the needle was read
   EXPECT_TRUE(IsClose(batch, whole));
 }
 

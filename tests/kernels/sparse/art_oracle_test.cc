@@ -1,5 +1,5 @@
 // Attention that ends early against the independent definition in oracle.py: which pages stay
-// unread, and what the output then is, by every implementation and behind every selector.
+// unread, and the output, by every implementation and after every selector.
 #include <algorithm>
 #include <cstdint>
 #include <gtest/gtest.h>
@@ -35,7 +35,7 @@ MethodOptions OptionsOf(const json& fields) {
   return options;
 }
 
-// A recorded case as a batch of one query, its selection and what may end it.
+// A recorded case as a batch of one query, its selection and its terminator.
 class OracleCase {
  public:
   OracleCase(const json& c, DType dtype)

@@ -72,7 +72,7 @@ double RelativeError(const AttentionBatch& batch, const std::vector<float>& expe
 class ArtTest : public ::testing::TestWithParam<AttendImplementation> {
  protected:
   void Run(AttentionBatch& batch) { batch.Run(GetParam().run); }
-  // What the batch gives out when every page is read.
+  // Returns the batch's output when every page is read.
   std::vector<float> RunWhole(AttentionBatch& batch) {
     Terminate(batch, nullptr);
     Run(batch);
@@ -143,7 +143,7 @@ TEST_P(ArtTest, NeverEndsBeforePatienceAndOnePages) {
     numbers.patience = patience;
     Terminate(batch, &art, numbers);
     Run(batch);
-    // Of 50 pages, page 0 is the sink.
+    // Page 0 of the 50 pages is the sink.
     EXPECT_EQ(Unread(batch), 49 >= patience + 3 ? 49 - (patience + 1) : 0) << patience;
   }
 }
@@ -191,7 +191,7 @@ TEST_P(ArtTest, AFarNeedleIsMissedWithoutTheGuardAndKeptWithIt) {
     Terminate(batch, &guarded);
     Run(batch);
     EXPECT_GT(Unread(batch), 0);   // it ends, but
-    EXPECT_LT(Unread(batch), 31);  // behind the needle
+    EXPECT_LT(Unread(batch), 31);  // after the needle was read
     EXPECT_LT(RelativeError(batch, whole), 1e-2);
   }
 }

@@ -51,7 +51,7 @@ class CodeLogitsTest : public ::testing::TestWithParam<int64_t> {
 
 INSTANTIATE_TEST_SUITE_P(HeadDims, CodeLogitsTest, ::testing::Values(16, 64, 80, 128));
 
-// What 8 bits cost is less than a tenth of what 4 do.
+// The error of 8-bit queries is less than a tenth of that of 4-bit keys.
 TEST_P(CodeLogitsTest, AreThoseOfDecodedKeys) {
   const int64_t d = GetParam();
   const PagedKv kv = batch_.kv().View();

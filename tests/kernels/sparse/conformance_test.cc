@@ -1,7 +1,7 @@
-// What holds of the selections and the output of every sparse method and every pair of them, at
-// native and at compact positions. The same methods as the engine serves them:
-// tests/worker/conformance_test.cc. That reuse loses no token between refreshes is in
-// reuse_test.cc; what is chosen, in oracle_test.cc.
+// Rules that hold for the selections and the output of every sparse method and every pair of them,
+// at native and at compact positions. tests/worker/conformance_test.cc tests the methods as the
+// engine serves them, reuse_test.cc that reuse loses no token between refreshes, and oracle_test.cc
+// what is chosen.
 #include <algorithm>
 #include <bit>
 #include <cstring>
@@ -49,7 +49,7 @@ std::vector<QueryBlock> DecodeSteps() {
   return blocks;
 }
 
-// The stages of a method, and what they make of a batch.
+// The stages of a method, and their results on a batch.
 class Pipeline {
  public:
   Pipeline(const SparseMethod& method, const SelectionNumbers& numbers)
@@ -145,9 +145,9 @@ SelectionNumbers SomeNumbers() {
           .reuse = {.theta = 0.1f, .theta_force = -0.2f}};
 }
 
-// What all rows leave out.
+// Counts of the tokens and pages that all rows leave out.
 struct Counts {
-  int64_t lists = 0;    // rows that list: not under rule R2
+  int64_t lists = 0;    // rows with lists: not under rule R2
   int64_t reused = 0;   // rows
   int64_t skipped = 0;  // tokens that were not chosen
   int64_t pruned = 0;   // tokens
@@ -391,7 +391,7 @@ TEST_P(ConformanceTest, AlmostTheWholeBudgetIsDense) {
   }
 }
 
-// A block of a prompt: no query is answered by what lies behind it.
+// A query tile of a prompt: no query is answered by tokens after it.
 TEST_P(PromptConformanceTest, QueriesDoNotSeeWhatFollows) {
   const std::vector<QueryBlock> blocks = {{.num_rows = 64, .first_position = 1984}};
   AttentionBatch batch = MakeBatch(positions(), blocks);

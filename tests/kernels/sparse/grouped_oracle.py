@@ -1,8 +1,8 @@
-"""What attention gives out at grouped positions (SelfExtend, arXiv 2401.01325), behind the selectors of
+"""The output of attention at grouped positions (SelfExtend, arXiv 2401.01325), after the selectors of
 oracle.py, in NumPy and float64. Writes golden/grouped.json, which grouped_oracle_test.cc replays.
 
-An independent definition: nothing is rotated here. A logit depends on the distance d at which query and
-key are seen only, and is written down by it: with x = x1 + i x2 for the two halves of a vector and f the
+An independent definition: nothing is rotated here. A logit depends only on the distance d at which query
+and key are seen, and is computed from it: with x = x1 + i x2 for the two halves of a vector and f the
 frequencies, Re(q conj(k) exp(i d f)), summed.
 
     python3 tests/kernels/sparse/grouped_oracle.py        (needs numpy)
@@ -15,7 +15,7 @@ from oracle import METHODS, SCALING, THETA, VALUE, Case, values, write
 
 
 class Grouped(Case):
-    """Groups of `group_size` tokens behind a neighbourhood of `near`."""
+    """Groups of `group_size` tokens beyond a neighbourhood of `near`."""
 
     def __init__(self, name, selector, first, rows, group_size, near, *, sink=0, window=1, budget=1, **more):
         super().__init__(name, selector, first, rows, sink, window, budget, unrotated=True, **more)

@@ -1,5 +1,5 @@
-// Attention at grouped positions against the independent definition in grouped_oracle.py: what
-// comes out, by every implementation and behind every selector.
+// Attention at grouped positions against the independent definition in grouped_oracle.py: the
+// output, by every implementation and after every selector.
 #include <algorithm>
 #include <cstdint>
 #include <gtest/gtest.h>

@@ -1,5 +1,5 @@
-// Selectors and the pruner on the GPU begin while the kernel ahead of them runs. What that one
-// writes, queries and the pages of the step's tokens, they read when it has ended.
+// Selectors and the pruner on the GPU begin while the kernel ahead of them runs. They read its
+// output, queries and the pages of the step's tokens, only after it has ended.
 #include <gtest/gtest.h>
 #include <tuple>
 #include <vector>
@@ -89,7 +89,7 @@ class LateInputsCudaTest : public testing::TestWithParam<std::tuple<int64_t, int
             const PageSelection& selection, LateBytes* late) {
     const auto select = [&](const SelectParams& params, const PageSelection& out,
                             std::byte* workspace) -> absl::Status {
-      // What an earlier run left there would hide what is read before it is written.
+      // Data of an earlier run would hide a read before the write.
       cudaMemset(workspace, 0xff, static_cast<size_t>(method.workspace_bytes));
       if (late != nullptr) KVASIR_RETURN_IF_ERROR(HoldInputs(params, *late));
       KVASIR_RETURN_IF_ERROR(method.select(params, out, workspace));
@@ -97,7 +97,7 @@ class LateInputsCudaTest : public testing::TestWithParam<std::tuple<int64_t, int
     };
     return RunSelectOnGpu(batch_, numbers, selection, method.workspace_bytes, select);
   }
-  // Of the step's tokens: queries, and all that is kept of their pages.
+  // Holds back the inputs of the step's tokens: queries, and all that is kept of their pages.
   absl::Status HoldInputs(const SelectParams& params, LateBytes& late) {
     const KvLayout& layout = params.kv.layout;
     KVASIR_RETURN_IF_ERROR(late.Hold(params.q.data(), static_cast<size_t>(params.q.size_bytes())));

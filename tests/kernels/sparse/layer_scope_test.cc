@@ -1,5 +1,5 @@
-// Selections of layer scope: one list for all KV heads, and the same one on however many ranks the
-// heads lie. Ranks are threads here.
+// Selections of layer scope: one list for all KV heads, the same for any number of ranks that hold
+// the heads. Ranks are threads here.
 #include <barrier>
 #include <bit>
 #include <cstring>
@@ -22,7 +22,7 @@ namespace {
 
 constexpr int64_t kHeads = 4, kGroup = 2, kDim = 64, kContext = 2400;
 
-// What ranks exchange: every call hands in a piece and takes all of them.
+// An exchange between ranks: every call hands in a piece and takes all pieces.
 class Exchange {
  public:
   explicit Exchange(int ranks) : pieces_(static_cast<size_t>(ranks)), barrier_(ranks) {}
@@ -81,8 +81,8 @@ class ThreadRanks final : public LayerRanks {
   std::vector<double> gathered_;
 };
 
-// Keys, and queries of a prompt's block and of some decode steps, of KV heads [first, first +
-// heads) among all: the same numbers whoever holds them.
+// Keys of the KV heads [first, first + heads) among all, and their queries in a tile of a prompt
+// and in some decode steps. The numbers do not depend on who holds the heads.
 class Rank {
  public:
   Rank(int64_t first, int64_t heads)
@@ -111,7 +111,7 @@ class Rank {
   static constexpr int64_t kSteps = 6;
   static constexpr int64_t kBlocks = 1 + kSteps;
 
-  // Every block alone, the steps with memory where there is a rule.
+  // Runs every query tile alone, the steps with memory where there is a rule.
   void Run(const Selector& selector, const ReuseRule* rule, LayerRanks* ranks) {
     SelectionNumbers numbers = {.sink_tokens = 4,
                                 .window_tokens = std::max<int64_t>(150, selector.MinWindowTokens()),
@@ -248,7 +248,8 @@ TEST_P(LayerScopeTest, TheSameListForAllHeadsOnAnyNumberOfRanks) {
   }
 }
 
-// Not the choice of any of its KV groups alone; with one group it is the choice of that.
+// The list differs from the choice of each KV group alone; with one group it is that group's
+// choice.
 TEST_P(LayerScopeTest, AllHeadsAreHeard) {
   if (rule_ != nullptr) GTEST_SKIP() << "the same selector without a rule is a case of its own";
   MethodOptions group = GetParam().options;

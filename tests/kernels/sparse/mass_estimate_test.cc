@@ -21,7 +21,7 @@ constexpr int64_t kContext = 3000;
 constexpr int64_t kPosition = 2900;
 constexpr SelectionNumbers kNumbers = {.sink_tokens = 70, .window_tokens = 1000};
 
-// Every other token of page 3, page 5 but for what was pruned, nothing else.
+// Every other token of page 3, page 5 except what was pruned, nothing else.
 RowSelection SomeList() {
   return SelectList(70, kPosition - 999,
                     {{.page = 3, .chosen = 0x5555555555555555, .live = 0x5555555555555555},
@@ -61,7 +61,7 @@ class MassEstimateTest : public ::testing::Test {
     for (int64_t i = 0; i < 64; ++i) key.push_back(batch_.kv().Get(Key(token, head), i));
     return key;
   }
-  // The query head, `distance` positions behind what it meets; 0: as it is.
+  // The query head, `distance` positions after the keys that it meets; 0: unchanged.
   std::vector<double> QueryOf(int64_t head, int64_t distance) {
     std::vector<double> query(64);
     for (size_t i = 0; i < 32; ++i) {
@@ -78,7 +78,7 @@ class MassEstimateTest : public ::testing::Test {
   static double Product(const std::vector<double>& q, const std::vector<double>& key) {
     return std::inner_product(q.begin(), q.end(), key.begin(), 0.0);
   }
-  // q . k~ as of code_logits.h.
+  // q . k~ as code_logits.h defines it.
   double CodedProduct(const std::vector<double>& q, int64_t token, int64_t kv_head) {
     const PagedKv kv = batch_.kv().View();
     const TokenCodes codes(kv.layout, kv.KeyCodes(0, token / 64, AttentionBatch::kLayer, kv_head),
@@ -98,7 +98,7 @@ class MassEstimateTest : public ::testing::Test {
     return token < header.sink_end || token >= header.window_begin ||
            (token / 64 == 3 && token % 2 == 0) || (token / 64 == 5 && token % 64 < 16);
   }
-  // Of a query head in the first block's row.
+  // Weight of a token for a query head in the first tile's row.
   double Weight(int64_t head, int64_t token, bool exact) {
     const SelectionHeader header = selection_.header(head / 2);
     const bool between = token >= header.sink_end && token < header.window_begin;
@@ -210,7 +210,7 @@ TEST_F(MassEstimateTest, ReadsKeysOfWhatIsAttendedToOrHeavyAndCodesOfTheRest) {
   }
 }
 
-// Of one token with two thirds of the weight, an error of its code would be one of the mass.
+// If one token has two thirds of the weight, an error of its code would be an error of the mass.
 TEST_F(MassEstimateTest, OneTokenDoesNotSpoilTheEstimate) {
   SetKey(9 * 64, 1.15f);
   ASSERT_TRUE(Estimate().ok());

@@ -108,7 +108,7 @@ def best(scores, count, near=1e-6):
 
 
 def page_score(case, query, keys):
-    """What `quest` ranks a page with these keys by."""
+    """The score by which `quest` ranks a page with these keys."""
     products = np.sort([query * keys.min(axis=0), query * keys.max(axis=0)], axis=0)
     return (products[1] + (0 if case.options.get("score") == "bound" else 0.5) * products[0]).sum()
 
@@ -203,7 +203,7 @@ def infinitehip(case, head, begin, end, first_stage=0, left=None):
 
 
 def chunk_scores(case, head, chunks, size, stride, stage, probe, seen):
-    """Of the chunks of a stage, by the query heads of one KV head."""
+    """The scores of a stage's chunks by the query heads of one KV head."""
     keys, queries = case.keys(head), case.queries(head)
     codes = coded(keys) if probe == "digest" else None
     means = [queries[r:r + stride].mean(axis=0) for r in range(0, case.rows, stride)]
@@ -253,7 +253,7 @@ def descend(lefts, rights, probe):
 
 
 def top_p(case, head, begin, end, tokens):
-    """What is left of the chosen tokens after pruning to a share `top_p` of the estimated mass."""
+    """The chosen tokens that are left after pruning to a share `top_p` of the estimated mass."""
     keys, queries = coded(case.keys(head)), case.queries(head)[0]
     competing = np.array(sorted(t for t in tokens if begin <= t < end), dtype=int)
     mandatory = np.r_[0:begin, end:case.context]
@@ -388,7 +388,7 @@ def layer_cases():
 
 
 def unrotated_cases():
-    """Keys that are cached un-rotated: what is chosen then, and what of it is pruned at compact positions."""
+    """Keys that are cached un-rotated: what is chosen, and what is then pruned at compact positions."""
     raw = dict(unrotated=True)
     for selector in ("quest", "tokenselect", "hip"):
         yield Case("un-rotated, decode", selector, 700, 1, 70, 130, 100, seed=41, **raw)

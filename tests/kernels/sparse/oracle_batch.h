@@ -22,7 +22,7 @@ using Ranges = std::vector<std::array<int64_t, 2>>;
 
 inline constexpr int64_t kDim = 16, kKvHeads = 2;
 
-// Keys [0, context) of both KV heads in slot 0, in runs of `run` that are alike, but for specials.
+// Fills keys [0, context) of both KV heads in slot 0, in runs of `run` equal keys, except specials.
 inline void FillKeys(const nlohmann::json& c, int64_t context, AttentionBatch& batch) {
   batch.FillContext(0, context);
   const auto key = [&](int64_t t, int64_t head) {

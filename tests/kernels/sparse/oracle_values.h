@@ -1,5 +1,5 @@
-// What oracle.py and the tests that replay its cases share: recorded cases, and the numbers that
-// keys, queries and values are made of (multiples of 1/8, whose sums are exact).
+// The parts that oracle.py and the tests that replay its cases share: recorded cases, and the
+// numbers that keys, queries and values are made of (multiples of 1/8, whose sums are exact).
 #pragma once
 
 #include <cstdint>

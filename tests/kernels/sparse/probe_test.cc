@@ -53,7 +53,7 @@ AttentionBatch MakeBatch(uint64_t seed) {
   return batch;
 }
 
-// Scaled, of one head's query and all keys.
+// The scaled logits of one head's query and all keys.
 std::vector<double> Logits(AttentionBatch& batch, int64_t query, int64_t head) {
   const double scale = 1 / std::sqrt(static_cast<double>(kHeadDim));
   std::vector<double> logits;
@@ -69,7 +69,7 @@ std::vector<double> Logits(AttentionBatch& batch, int64_t query, int64_t head) {
   return logits;
 }
 
-// Of what the selection attends to, the share of each head's dense weight, on average.
+// The share of each head's dense weight that the selection's tokens hold, on average.
 double MassKept(AttentionBatch& batch, const PageSelection& selection) {
   double mass = 0;
   for (int64_t r = 0; r < kQueries; ++r) {

@@ -18,7 +18,7 @@ namespace {
 constexpr int64_t kContext = 2048;
 constexpr int64_t kHeads = 2, kGroup = 2;
 
-// What one selector chooses in a random context, where random keys spread the mass widely.
+// One selector's choice in a random context, where random keys spread the mass widely.
 class QualityContractTest : public ::testing::TestWithParam<std::string> {
  protected:
   QualityContractTest() {
@@ -59,7 +59,7 @@ class QualityContractTest : public ::testing::TestWithParam<std::string> {
         keeper_.Keep({.selector = *selector_, .pruner = pruner}, params, selection_, executor_);
     ASSERT_TRUE(kept.ok()) << kept;
   }
-  // That the row attends to.
+  // Tokens that the row attends to.
   std::vector<int64_t> Tokens(int64_t row) const {
     std::vector<int64_t> tokens;
     const int64_t position = batch_.blocks()[static_cast<size_t>(row / kHeads)].first_position;
@@ -216,7 +216,7 @@ TEST_P(QualityContractTest, WidenedSelectionsArePruned) {
   }
 }
 
-// Rows beside it, and their contracts, are no matter.
+// The outcome of a row does not depend on the rows beside it and their contracts.
 TEST_P(QualityContractTest, ARowIsWhatItIsAlone) {
   const SelectionNumbers widened = Numbers(0.7f, OnViolation::kWiden);
   Keep(widened);

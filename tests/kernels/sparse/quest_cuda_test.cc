@@ -42,8 +42,8 @@ PageSelection SelectOnCpu(AttentionBatch& batch, const std::vector<SelectionNumb
   return selection;
 }
 
-// Whether the lists are the same. Where they are not, the scores of what only one of them has are
-// within 1e-3 of the last one chosen.
+// Whether the lists are the same. Where they differ, the scores of pages that only one of them has
+// are within 1e-3 of the last one chosen.
 bool SameList(const SelectionEntry* found, const SelectionEntry* expected, int32_t count) {
   float last = std::numeric_limits<float>::infinity();
   std::set<int64_t> pages;
@@ -123,7 +123,7 @@ TEST_P(QuestCudaTest, SelectsWhatTheCpuSelects) {
   ExpectSelectsAlike(batch, numbers);
 }
 
-// All blocks are one query: the choosing blocks of threads score pages themselves.
+// All query tiles are one query: the CTAs that choose also score the pages.
 TEST_P(QuestCudaTest, InDecodeItSelectsWhatTheCpuSelects) {
   AttentionBatch batch(Shape(), 3, 4096, 46);
   std::vector<SelectionNumbers> numbers;
@@ -236,7 +236,7 @@ TEST_P(QuestCudaTest, OfEqualScoresTheLaterPagesAreChosen) {
   test.ExpectSameLists();
 }
 
-// Of few rows each has a cluster of many blocks, of many rows one of two, and then a block.
+// With few rows each has a cluster of many CTAs, with many rows a cluster of two, then one CTA.
 TEST_P(QuestCudaTest, InDecodeClustersOfAnySizeChooseTheSame) {
   EqualScores test(Shape());
   int64_t row = 0;

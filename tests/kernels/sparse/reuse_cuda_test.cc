@@ -20,7 +20,7 @@ namespace {
 
 constexpr int64_t kContext = 2400;
 constexpr int64_t kSteps = 80;  // past a multiple of 64
-// Sequences that remember, and one that does not, behind them.
+// Number of sequences that remember; one that does not comes after them.
 constexpr int64_t kRemembering = 2;
 constexpr int64_t kSlots = kRemembering + 1;
 constexpr int64_t kBudget = 300;

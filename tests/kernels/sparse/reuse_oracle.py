@@ -1,4 +1,4 @@
-"""What consecutive decode steps select under the rules of reuse, in NumPy: the gate is written down
+"""The selections of consecutive decode steps under the rules of reuse, in NumPy: the gate is written
 here from its definition, the selectors are those of oracle.py. Writes golden/reuse.json, which
 reuse_oracle_test.cc replays. Queries are 4 or 2 times a value that is the same for a run of
 positions, plus a value of the position's own, so that cosines are about 0.94 or 0.8 within a run and

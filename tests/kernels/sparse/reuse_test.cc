@@ -1,4 +1,4 @@
-// What holds for every selector and every reuse rule over consecutive decode steps.
+// Rules that hold for every selector and every reuse rule over consecutive decode steps.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -74,7 +74,7 @@ class Steps {
   SelectionNumbers& numbers() { return numbers_; }
   void set_rotation(QueryRotation rotation) { rotation_ = rotation; }
 
-  // Selects for the blocks of the batch, so many in a call (0: all).
+  // Selects for the batch's query tiles, `blocks_per_call` in a call (0: all).
   PageSelection Run(size_t blocks_per_call = 0) {
     PageSelection selection = batch_.MakeSelection(selector_->MaxEntries(numbers_, kContext));
     const size_t blocks = batch_.blocks().size();
@@ -188,9 +188,9 @@ INSTANTIATE_TEST_SUITE_P(Methods, ReuseRuleTest,
                            return NameOf(std::get<0>(test.param)) + "_" + std::get<1>(test.param);
                          });
 
-// Logits that rise with the position: a selector that chose in every step would choose the tokens
-// right before the window, so that with them and the window the context's end is attended to
-// without a gap. So it must be when the window moves on over a list.
+// Logits rise with the position. A selector that chose in every step would choose the tokens just
+// before the window, so that they and the window cover the context's end without a gap. That must
+// stay true when the window moves on while a list serves.
 TEST_P(ReuseRuleTest, NoTokenOfTheWindowIsLostBetweenRefreshes) {
   if (shape().selector == "all" || shape().selector == "streaming") return;
   Steps steps(shape(), rule(), {});
@@ -341,8 +341,8 @@ TEST(ReusingSelect, AnIntervalIsThatOfTheFirstStageAndThoseOfLaterOnesAreInPropo
   EXPECT_EQ(reused, (std::vector<int32_t>{0, 2, 2, 1, 2, 2, 0, 2, 2, 1, 2, 2, 0}));
 }
 
-// A query that points the same way in every step is turned by its position: it is compared as it
-// was before.
+// A query that points the same way in every step is rotated by its position; it is compared
+// un-rotated.
 TEST(ReusingSelect, QueriesAreComparedUnrotated) {
   std::vector<double> inv_freq;
   for (double i = 0; i < kDim / 2; ++i) inv_freq.push_back(std::pow(1e4, -2 * i / kDim));

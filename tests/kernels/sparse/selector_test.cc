@@ -16,13 +16,13 @@ namespace {
 
 using Kind = SelectionHeader::Kind;
 
-// What a selector needs at least, so that the cases fit every one of them.
+// Widens the window to the least that the selector needs, so that the cases fit every selector.
 SelectionNumbers WithWindow(const Selector& selector, SelectionNumbers numbers) {
   numbers.window_tokens = std::max(numbers.window_tokens, selector.MinWindowTokens());
   return numbers;
 }
 
-// What holds for every selector in the list: a new method is found here by itself.
+// Rules that hold for every selector in the list. A new method is found here by itself.
 class SelectorTest : public ::testing::TestWithParam<std::string> {
  protected:
   std::unique_ptr<Selector> selector_ = MakeSelector(GetParam()).value();

@@ -216,7 +216,7 @@ TEST_P(TokenListsCudaTest, TokenSelectCountsKeysThatAreNotFinite) {
   }
 }
 
-// What the steps of an interval get is the list that its first made.
+// The steps of an interval get the list that its first step made.
 TEST_P(TokenListsCudaTest, TokenSelectRemembersItsLists) {
   AttentionBatch batch(Shape(), 1, 2048, 59);
   batch.FillContext(0, 2048);
@@ -401,12 +401,12 @@ TEST_P(TokenListsCudaTest, InfiniteHipChoosesWhatTheCpuChooses) {
   ExpectInfiniteHipAlikeInLongTexts(Shape(), 54, 64);
 }
 
-// All blocks are one query: the first stage scores pages where it chooses.
+// All query tiles are one query: the kernel that chooses also scores pages for the first stage.
 TEST_P(TokenListsCudaTest, InDecodeInfiniteHipChoosesWhatTheCpuChooses) {
   ExpectInfiniteHipAlikeInLongTexts(Shape(), 60, 1);
 }
 
-// So many that few blocks of threads are for each. Some have `rows` queries, the others one.
+// The rows are so numerous that each has few CTAs. Some tiles have `rows` queries, the others one.
 void ExpectInfiniteHipAlikeInManyRows(const AttentionShape& shape, int64_t rows) {
   constexpr int64_t kTokens = 9'001;
   AttentionBatch batch(shape, 1, kTokens, 62);

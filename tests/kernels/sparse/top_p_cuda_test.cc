@@ -115,7 +115,7 @@ TEST_P(TopPCudaTest, KeepsWhatTheCpuKeepsOfTokens) {
   ExpectPrunedAlike(batch, numbers, selected, PruneOnGpu(batch, numbers, selected.View()));
 }
 
-// So much alike that most of them fall into one bin of the first count.
+// The weights are so nearly equal that most fall into one bin of the first count.
 TEST_P(TopPCudaTest, WeightsMayBeAlike) {
   AttentionBatch batch(Shape(), 2, 4096, 65);
   batch.UseScale(0.01f / std::sqrt(static_cast<float>(Shape().head_dim)));
@@ -144,7 +144,7 @@ TEST_P(TopPCudaTest, WeightsMayBeEqual) {
   }
 }
 
-// Their logits are -inf; a query that is NaN keeps everything.
+// Logits of missing blocks are -inf; a query that is NaN keeps everything.
 TEST_P(TopPCudaTest, BlocksMayBeMissingAndQueriesNaN) {
   AttentionBatch batch(Shape(), 1, 4096, 68);
   batch.FillContext(0, 2048);
@@ -163,7 +163,7 @@ TEST_P(TopPCudaTest, BlocksMayBeMissingAndQueriesNaN) {
   ExpectPrunedAlike(batch, numbers, selected, PruneOnGpu(batch, numbers, selected.View()));
 }
 
-// Of a batch in which another policy has a large budget.
+// The batch has another policy with a large budget.
 TEST_P(TopPCudaTest, ListsMayHaveRoomForMoreThanSharedMemoryHas) {
   AttentionBatch batch(Shape(), 2, 4096, 64);
   const std::vector<SelectionNumbers> numbers = AddTextsAndRows(batch);
@@ -230,7 +230,7 @@ INSTANTIATE_TEST_SUITE_P(Shapes, LongTopPCudaTest,
 
 TEST_P(LongTopPCudaTest, FewRowsKeepWhatTheCpuKeeps) { ExpectBlocksPrunedAlike(1); }
 
-// So many that a block of threads has a row for itself.
+// There are enough rows that each has a CTA of its own.
 TEST_P(LongTopPCudaTest, ManyRowsKeepWhatTheCpuKeeps) { ExpectBlocksPrunedAlike(33); }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// What oracle_test.cc does not cover: rows that stay as they are, hostile numbers, errors.
+// Cases that oracle_test.cc does not cover: rows that stay unchanged, hostile numbers, errors.
 #include <array>
 #include <bit>
 #include <gtest/gtest.h>

@@ -18,8 +18,8 @@ std::string Hex(const PrefixHash& hash) {
   return text;
 }
 
-// The values are part of the format of stored blocks: they may only change with its version. Made
-// with hashlib from the encoding in prefix_hash.cc.
+// The values are part of the format of stored blocks, so they may change only with its version.
+// Made with hashlib from the encoding in prefix_hash.cc.
 TEST(PrefixHash, ValuesAreThoseOfTheFormat) {
   const PrefixHash scope = HashScope({.tenant = "a",
                                       .weights_hash = std::string(32, 'w'),

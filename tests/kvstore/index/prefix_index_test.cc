@@ -20,7 +20,7 @@ using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::UnorderedElementsAre;
 
-// A prefix for tests: one letter a block, each block 64 times the letter.
+// A prefix for tests: one letter per block; each block is 64 times the letter.
 std::vector<int32_t> Tokens(const std::string& letters) {
   std::vector<int32_t> tokens;
   for (char letter : letters) tokens.insert(tokens.end(), kBlockTokens, letter);
@@ -77,7 +77,7 @@ class PrefixIndexTest : public ::testing::Test {
                             .hash = HashOf(Scope(), letters),
                             .tokens = Tokens(letters.substr(letters.size() - 1))});
   }
-  // Number of blocks found for a prompt of these blocks and one more token.
+  // Returns the number of blocks found for a prompt of these blocks and one more token.
   size_t Hits(const std::string& letters, const PrefixHash& scope = Scope()) {
     std::vector<int32_t> tokens = Tokens(letters);
     tokens.push_back(0);
@@ -111,7 +111,7 @@ TEST_F(PrefixIndexTest, WhatADecodePartHadAHandInIsFoundUnderItsKeyOnly) {
   const FullBlock full = {
       .block = block, .before = blocks[0], .parent = parent, .hash = own, .tokens = tokens_of_b};
   EXPECT_TRUE(index_->Publish(full));
-  EXPECT_TRUE(index_->Publish(full));  // again is nothing new
+  EXPECT_TRUE(index_->Publish(full));  // a repetition changes nothing
   EXPECT_EQ(index_->Match(Scope(), tokens, decode).hashes, (std::vector<PrefixHash>{parent, own}));
   EXPECT_EQ(index_->Match(Scope(), tokens).blocks.size(), 1u);
   EXPECT_EQ(index_->Match(Scope(), tokens, {.begin = 101, .key = "quest@101"}).blocks.size(), 1u);
@@ -138,7 +138,7 @@ TEST_F(PrefixIndexTest, ScopesDoNotMix) {
 TEST_F(PrefixIndexTest, IdleBlocksStayUntilRoomIsNeededThenLeavesGoFirst) {
   std::vector<Block> blocks = Compute("abc");
   const std::vector<BlockId> ids = {blocks[0].id(), blocks[1].id(), blocks[2].id()};
-  std::swap(blocks[0], blocks[2]);  // the leaf's handle is the last to go
+  std::swap(blocks[0], blocks[2]);  // the leaf's handle is destroyed last
   blocks.clear();
   EXPECT_EQ(index_->available_blocks(), 4);
   EXPECT_THAT(index_->TakeDropped(), IsEmpty());
@@ -198,7 +198,7 @@ TEST_F(PrefixIndexTest, WhatFollowsAPrivateCopyIsPublishedBehindTheCachedOne) {
 TEST_F(PrefixIndexTest, PublishingNeverTakesAwayAvailableBlocks) {
   std::vector<Block> first = Compute("a");
   std::vector<Block> second = Compute("a");
-  first.clear();  // the cached copy is idle now: somebody may count on it
+  first.clear();  // the cached copy is idle now; sequences may rely on it
   const Block next = index_->Allocate().value();
   const int64_t available = index_->available_blocks();
   EXPECT_FALSE(Publish(next, second[0], "ab"));
@@ -273,8 +273,8 @@ TEST(PrefixIndexCollisions, AWeakHashGivesNoWrongReuseIn1e6Lookups) {
   EXPECT_GT(index->stats().hash_collisions, lookups / 20);
 }
 
-// The index, written again without any cleverness: prefixes are strings of letters, and who is held
-// is found anew after each operation.
+// The index written again in the simplest way: prefixes are strings of letters, and the held blocks
+// are computed again after each operation.
 class NaiveIndex {
  public:
   NaiveIndex(int64_t capacity, BlockHasher hasher) : capacity_(capacity), hasher_(hasher) {}
@@ -377,7 +377,8 @@ class NaiveIndex {
     }
     return false;
   }
-  // Drops private blocks without holders; gives the newly idle their age, the longest prefix first.
+  // Drops private blocks without holders, and gives ages to newly idle blocks, the longest prefix
+  // first.
   void Settle() {
     std::vector<std::pair<size_t, int64_t>> newly_idle;
     for (auto it = entries_.begin(); it != entries_.end();) {

@@ -37,7 +37,7 @@ class StoredIndexTest : public ::testing::Test {
   void Store(int64_t rank, const std::vector<int32_t>& names) {
     index_.Stored(rank, HashOf(names), Tokens({names.back()}));
   }
-  // Of a prompt of these blocks and one more token.
+  // Matches a prompt of these blocks and one more token.
   size_t Hits(const std::vector<int32_t>& names) {
     std::vector<int32_t> tokens = Tokens(names);
     tokens.push_back(0);
@@ -59,7 +59,7 @@ TEST_F(StoredIndexTest, ABlockCountsWhenEveryRankHoldsIt) {
   EXPECT_EQ(index_.stats().partly_held, 1);
   index_.Forgotten(1, HashOf({1}));
   EXPECT_EQ(index_.stats().partly_held, 0);
-  index_.Forgotten(1, HashOf({7}));  // never heard of
+  index_.Forgotten(1, HashOf({7}));  // unknown block
 }
 
 TEST_F(StoredIndexTest, TheChainEndsAtTheFirstBlockThatIsNotStored) {
@@ -70,7 +70,7 @@ TEST_F(StoredIndexTest, TheChainEndsAtTheFirstBlockThatIsNotStored) {
   }
   EXPECT_EQ(Hits({1, 2, 3, 4}), 2u);
   EXPECT_EQ(Hits({2}), 0u);
-  // It goes on behind any parent.
+  // The chain continues after any parent.
   const std::vector<int32_t> rest = Tokens({2, 3});
   EXPECT_THAT(index_.Match(HashOf({1}), rest), SizeIs(1));
 }

@@ -42,7 +42,7 @@ class DiskTierTest : public ::testing::Test {
     std::sort(paths.begin(), paths.end());
     return paths;
   }
-  // What the file system gave to the segments.
+  // Returns the space that the file system gave to the segments.
   int64_t DiskBytes() const {
     int64_t bytes = 0;
     for (const std::string& path : Segments()) {
@@ -117,7 +117,7 @@ TEST_F(DiskTierTest, EvictsTheLeastRecentlyUsedAndGivesTheirSpaceBack) {
   ASSERT_TRUE(store_.Open(/*capacity_blocks=*/6).ok());
   for (uint32_t name = 1; name <= 6; ++name) EXPECT_TRUE(store_.Write(name).ok());
   EXPECT_TRUE(store_.Read(1).ok());
-  EXPECT_TRUE(store_.Write(2).ok());  // is here: a use
+  EXPECT_TRUE(store_.Write(2).ok());  // stored already: counts as a use
   for (uint32_t name = 7; name <= 8; ++name) EXPECT_TRUE(store_.Write(name).ok());
   EXPECT_THAT(store_.Names(), ElementsAre(1, 2, 5, 6, 7, 8));
   EXPECT_THAT(store_.forgotten, UnorderedElementsAre(HashOf(3), HashOf(4)));
@@ -254,7 +254,7 @@ TEST_F(DiskTierTest, ABitFlippedOnTheWayIsNeverServed) {
   store_.control->Set({.flip_read = 1});
   int64_t failures = 0;
   for (uint32_t name = 1; name <= 50; ++name) {
-    // TestBlock compares all bytes, and a flip in the padding is one that nobody reads.
+    // TestBlock compares all bytes, and nobody reads a flipped bit in the padding.
     TestBlock found(store_.format, name, 0);
     store_.tier->Read({{.ticket = 5000 + name, .hash = HashOf(name), .extent = found.extent}});
     const TierCompletion completion = store_.Await(5000 + name);
@@ -314,7 +314,7 @@ TEST_F(DiskTierTest, MisdirectedAndStaleExtentsAreNotServed) {
   EXPECT_TRUE(store_.Read(4).ok());
 }
 
-// After a crash: what was acknowledged is there, what was not is absent, nothing is wrong.
+// After a crash: acknowledged blocks are there, others are absent, and none is wrong.
 TEST_F(DiskTierTest, ACrashLosesNothingThatWasAcknowledged) {
   std::mt19937 rng(5);
   std::set<uint32_t> durable;
@@ -427,7 +427,8 @@ TEST_F(DiskTierTest, AFolderThatIsRemovedMakesItReadOnly) {
   EXPECT_FALSE(std::filesystem::exists(directory_));
 }
 
-// A write of the manifest that stopped halfway, as on a full disk, leaves a log that is refused.
+// A write of the manifest that stopped halfway, as on a full disk, leaves a log that opening
+// refuses.
 TEST_F(DiskTierTest, AManifestThatCannotBeOpenedAnewIsMadeFromTheExtents) {
   std::atomic<bool> fails = false;
   std::atomic<bool> damaged = false;
@@ -477,8 +478,8 @@ TEST_F(DiskTierTest, AFailingManifestMakesItReadOnlyAndIsOpenedAnew) {
   EXPECT_THAT(store_.Names(), ElementsAre(2, 3, 4, 6)) << "the removal of 1 was recorded later";
 }
 
-// Every byte of the manifest, flipped and cut: the store opens with some of its blocks, or says why
-// not. The bytes of a block are right or not given.
+// Every byte of the manifest, flipped or cut: the store opens with some of its blocks, or reports
+// why not. A block's bytes are right or not returned.
 TEST(DiskTierManifest, ADamagedOneGivesSomeBlocksOrARefusalButNeverWrongBytes) {
   const ScratchDirectory scratch(ScratchDirectory::On::kMemory);
   const std::string directory = scratch.path() + "/kv";
@@ -516,7 +517,7 @@ TEST(DiskTierManifest, ADamagedOneGivesSomeBlocksOrARefusalButNeverWrongBytes) {
     for (size_t i = 0; i < bytes.size(); i += stride) {
       std::string damaged = bytes;
       damaged[i] = static_cast<char>(damaged[i] ^ (1 << (i % 8)));
-      // A flipped bit of the log lost all records after it without a word.
+      // A flipped bit of the log lost all records after it silently.
       try_it(name, damaged, name.ends_with(".log") ? 4 : 0);
       if (i % (3 * stride) == 0) try_it(name, bytes.substr(0, i), 0);
     }

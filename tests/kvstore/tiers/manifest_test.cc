@@ -74,7 +74,7 @@ TEST_F(ManifestTest, RefusesAStoreOfAnotherModel) {
   EXPECT_EQ(Open()->epoch(), 2u);
 }
 
-// RocksDB has checksums of its own: this is what they would have to miss.
+// RocksDB has checksums of its own: this tests damage that they would miss.
 TEST_F(ManifestTest, DamagedRecordsAreLeftOutAndMissingMetadataIsDataLoss) {
   {
     const auto manifest = Open();
@@ -91,7 +91,7 @@ TEST_F(ManifestTest, DamagedRecordsAreLeftOutAndMissingMetadataIsDataLoss) {
   edit([&](rocksdb::DB& db) {
     std::string value;
     ASSERT_TRUE(db.Get({}, key(1), &value).ok());
-    ASSERT_TRUE(db.Put({}, key(2), value).ok());  // of another block
+    ASSERT_TRUE(db.Put({}, key(2), value).ok());  // the value of another block
     value[20] ^= 1;
     ASSERT_TRUE(db.Put({}, key(1), value).ok());
     ASSERT_TRUE(db.Put({}, "b", "short").ok());

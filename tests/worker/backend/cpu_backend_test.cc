@@ -1,4 +1,4 @@
-// What the model relies on in a backend and the engine's tests would not single out.
+// Properties of a backend that the model relies on and that the engine's tests would not isolate.
 #include "worker/backend/cpu_backend.h"
 
 #include <limits>
@@ -27,7 +27,7 @@ StepBatch ThreeRows() {
   return batch;
 }
 
-// Rank 1 of three, whose others answer at once: with 100 times the rank more in each element.
+// Rank 1 of three. The others answer at once, each with 100 times its rank more in every element.
 class ThreeRanks final : public Collective {
  public:
   int rank() const override { return 1; }
@@ -130,7 +130,7 @@ TEST_F(CpuBackendTest, OnlyKeysThatAreCachedRotatedAreRotated) {
   for (const bool rotated : {true, false}) {
     const std::unique_ptr<Rope> rope = MakeRope({.rotated = rotated});
     BeginStep(*rope);
-    std::vector<float> qkv;  // of one query head
+    std::vector<float> qkv;  // for one query head
     std::vector<float> x(static_cast<size_t>(batch_.num_tokens() * kHeadDim));
     const auto heads = [&](int64_t count) {
       return TensorView(x.data(), DType::kFloat32, {batch_.num_tokens(), count, kHeadDim});
@@ -160,7 +160,7 @@ TEST_F(CpuBackendTest, SumsOverRanksAreRoundedAndAdded) {
   ThreeRanks ranks;
   const std::unique_ptr<Rope> rope = MakeRope({});
   BeginStep(*rope, ranks);
-  const float third = 1 + 0x1p-9f;  // no bfloat16
+  const float third = 1 + 0x1p-9f;  // not a bfloat16
   std::vector<float> x = {third, 2};
   std::vector<kernels::BFloat16> y = {kernels::BFloat16(0), kernels::BFloat16(512)};
   ASSERT_TRUE(backend_
@@ -171,7 +171,7 @@ TEST_F(CpuBackendTest, SumsOverRanksAreRoundedAndAdded) {
   EXPECT_EQ(static_cast<float>(y[1]), static_cast<float>(kernels::BFloat16(512 + 6)));
 }
 
-// The last rank has two columns where the others have three: its rows lie close together.
+// The last rank has two columns where the others have three: its rows are packed.
 TEST_F(CpuBackendTest, ColumnsOfRanksStandSideBySide) {
   ThreeRanks ranks;
   const std::unique_ptr<Rope> rope = MakeRope({});
@@ -186,7 +186,7 @@ TEST_F(CpuBackendTest, ColumnsOfRanksStandSideBySide) {
                   .ok());
   EXPECT_EQ(y, (std::vector<float>{1, 2, 3, 101, 102, 103, 201, 202,  //
                                    4, 5, 6, 104, 105, 106, 203, 204}));
-  // The second and third rank only.
+  // Only the second and third rank.
   std::vector<float> two(12);
   ASSERT_TRUE(backend_
                   .GatherColumns({.own = own_view,

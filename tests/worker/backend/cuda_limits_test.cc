@@ -1,4 +1,4 @@
-// What --device=cuda refuses, and that it says which flag to change.
+// Refusals of --device=cuda, which must say which flag to change.
 #include "worker/backend/cuda_limits.h"
 
 #include <gmock/gmock.h>

@@ -1,4 +1,4 @@
-// Bytes that go to the device in pieces, and host memory that is pinned in pieces.
+// Bytes uploaded to the device in pieces, and host memory pinned in pieces.
 #include <atomic>
 #include <cstring>
 #include <cuda_runtime_api.h>
@@ -19,7 +19,7 @@ constexpr int64_t kPartBytes = int64_t{1} << 20;
 
 class CudaUploadTest : public testing::Test {
  protected:
-  // Pieces of 0, 1000, ..., 9000 bytes, again and again, one behind the other.
+  // Pieces of 0, 1000, ..., 9000 bytes, repeatedly, one after the other.
   void MakePieces(int64_t count) {
     int64_t bytes = 0;
     for (int64_t i = 0; i < count; ++i) bytes += SizeOf(i);

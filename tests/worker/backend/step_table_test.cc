@@ -1,4 +1,4 @@
-// A step as a GPU reads it, without one: what lies where in the table.
+// Places of a step's data in its table, as a GPU reads it; tested without a GPU.
 #include "worker/backend/step_table.h"
 
 #include <gmock/gmock.h>
@@ -17,8 +17,8 @@ using testing::ElementsAre;
 
 constexpr int64_t kKvHeads = 2;
 
-// A chunk of 70 tokens read densely, a tail of two read by quest, and a decoding sequence whose
-// first three layers are dense.
+// A chunk of 70 tokens read densely, a tail of two read by quest, and a decoding sequence with
+// three dense first layers.
 class StepTableTest : public testing::Test {
  protected:
   StepTableTest() {
@@ -81,8 +81,8 @@ TEST_F(StepTableTest, LaunchesCoverAllBlocksWithTheirSelectors) {
   EXPECT_EQ(shape_.ranges.size(), 2u);
 }
 
-// A resumed sequence computes its generated tokens again, one by one in one step: what one query
-// remembers is what the next is served.
+// A resumed sequence computes its generated tokens again, one by one in one step: a query reuses
+// what the previous one remembered.
 TEST_F(StepTableTest, QueriesOfOneMemoryGoOneBehindTheOther) {
   struct Remembered final : kernels::RememberedSelections {
     int64_t size_bytes() const override { return 0; }
@@ -95,7 +95,7 @@ TEST_F(StepTableTest, QueriesOfOneMemoryGoOneBehindTheOther) {
   const RowWork works[] = {
       {.slot = 4, .begin = 71, .num_tokens = 1, .sample = true, .sequence = &prompt_},
       {.slot = 1, .begin = 993, .num_tokens = 6, .sample = true, .sequence = &running_}};
-  prompt_.prompt_size = 70;  // it generates, too
+  prompt_.prompt_size = 70;  // it will generate
   const StepBatch batch = MakeStepBatch(works, served_);
   const StepShape shape = ShapeOf(batch, kKvHeads);
   std::vector<std::pair<int64_t, int64_t>> ranges;
@@ -104,7 +104,7 @@ TEST_F(StepTableTest, QueriesOfOneMemoryGoOneBehindTheOther) {
   EXPECT_THAT(ranges, ElementsAre(std::pair(0, 5), std::pair(5, 6), std::pair(6, 7)));
 }
 
-// A window over the whole context is what dense means.
+// Dense means a window over the whole context.
 TEST_F(StepTableTest, NumbersFollowTheLayersThatStayDense) {
   EXPECT_THAT(shape_.number_sets, ElementsAre(0, 3));
   for (const int64_t layer : {0, 2, 3, 31}) {
@@ -136,7 +136,7 @@ TEST_F(StepTableTest, TheRestIsTheBatchs) {
   }
 }
 
-// What one array ends with is not where the next begins: kernels read both at once.
+// No array begins within another: kernels read all of them at once.
 TEST_F(StepTableTest, ArraysDoNotOverlap) {
   const auto range = [](const auto& array) {
     const auto* begin = reinterpret_cast<const std::byte*>(array.data());

@@ -95,7 +95,7 @@ TEST(ConvertElements, ElementsOfTheSameDtypeMayStayWhereTheyAre) {
   EXPECT_EQ(std::memcmp(values.data(), before.data(), 2000), 0);
 }
 
-// Wherever it lies among the elements that are looked at together, and beside any neighbour.
+// Found at any place among the elements that are checked together, and beside any neighbour.
 TEST(ConvertElements, OneThatIsNotFiniteIsFoundAnywhere) {
   for (const size_t count : {1u, 4u, 7u, 64u}) {
     for (size_t bad = 0; bad < count; ++bad) {

@@ -18,7 +18,7 @@ namespace {
 
 using kernels::DType;
 
-// Numbers as the models' cards have them.
+// Numbers from the models' cards.
 TEST(ShapesTest, HaveTheParametersOfTheirModels) {
   const std::map<std::string, int64_t> expected = {{"llama-3.1-8b", 8'030'261'248},
                                                    {"llama-3.1-70b", 70'553'706'496},

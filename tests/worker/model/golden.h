@@ -1,5 +1,5 @@
-// Logits that transformers computed (tests/model/golden_logits.py says how a golden file is made up
-// and what made it). Test-only; a broken file aborts.
+// Logits that transformers computed (tests/model/golden_logits.py describes golden files and how
+// they are made). Test-only; a broken file aborts.
 #pragma once
 
 #include <algorithm>
@@ -28,7 +28,7 @@ class GoldenFile {
  public:
   explicit GoldenFile(const std::string& path) : file_(SafetensorsFile::Open(path).value()) {}
 
-  // Of the runs, ascending.
+  // Lengths of the runs, ascending.
   std::vector<int64_t> lengths() const {
     std::vector<int64_t> lengths;
     for (const auto& [name, info] : file_.tensors()) {
@@ -69,7 +69,7 @@ class GoldenFile {
   SafetensorsFile file_;
 };
 
-// How far the largest logit stands out.
+// Returns how far the largest logit exceeds the second.
 inline float TopTwoMargin(std::vector<float> logits) {
   std::nth_element(logits.begin(), logits.begin() + 1, logits.end(), std::greater<>());
   return logits[0] - logits[1];
@@ -87,7 +87,7 @@ struct LogitsDifference {
     KVASIR_CHECK(expected.size() == actual.size());
     for (size_t i = 0; i < expected.size(); ++i) {
       scale = std::max(scale, std::abs(expected[i]));
-      // A NaN compares as no difference, so it is made one.
+      // A NaN would compare as no difference, so it counts as infinite.
       const float difference = std::abs(expected[i] - actual[i]);
       largest = std::max(largest, std::isnan(difference) ? INFINITY : difference);
     }

@@ -196,7 +196,7 @@ TEST(ModelConfig, SoundModelsThatAreNotServed) {
   }
 }
 
-// Config files as they are found, in which transformers sees nothing odd.
+// Config files found in practice, which transformers accepts.
 TEST(ModelConfig, OddFilesOfServedModels) {
   const json bare = {{"architectures", "absent"}};
   EXPECT_EQ(Parse(With(With(Llama(), bare), {{"model_type", "llama"}})).family,
@@ -208,7 +208,7 @@ TEST(ModelConfig, OddFilesOfServedModels) {
       Parse(With(Llama(), {{"bos_token_id", -1}, {"eos_token_id", {-1, 7}}}));
   EXPECT_EQ(no_tokens.bos_token_id, std::nullopt);
   EXPECT_THAT(no_tokens.eos_token_ids, ElementsAre(7));
-  // The code of Llama has no sliding window; of the others one that holds every context is none.
+  // Llama's code has no sliding window. For the others, one that holds every context is none.
   Parse(With(Llama(), {{"sliding_window", 16}, {"layer_types", {"sliding_attention"}}}));
   Parse(Qwen("2", {{"use_sliding_window", true}, {"sliding_window", nullptr}}));
   Parse(Qwen("2", {{"use_sliding_window", true},
@@ -274,8 +274,8 @@ TEST(ModelConfig, ContradictionsAndNonsense) {
   }
 }
 
-// Each field with each edge value: an error that names the field, or a config whose every derived
-// quantity is sound. Nothing is allocated in proportion to a value.
+// Each field with each edge value gives an error that names the field, or a config whose every
+// derived quantity is valid. Nothing is allocated in proportion to a value.
 TEST(ModelConfig, AnyFieldMayHoldAnyValue) {
   const std::vector<std::string> values = {"null",
                                            "true",

@@ -18,7 +18,7 @@ using ::testing::HasSubstr;
 
 constexpr char kCorpus[] = "tests/fuzz/corpus/safetensors";
 
-// File of the corpus -> what the message must say.
+// File of the corpus -> text that the message must contain.
 const std::map<std::string, std::string>& ExpectedMessages() {
   static const auto* messages = new std::map<std::string, std::string>{
       {"bad_empty", "has 0 bytes, expected a safetensors file of at least 8"},

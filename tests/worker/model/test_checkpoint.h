@@ -77,7 +77,7 @@ class TestCheckpoint {
   void Remove(const std::string& name) {
     tensors_.erase(tensors_.begin() + static_cast<int64_t>(IndexOf(name)));
   }
-  // The same tensors under shorter names.
+  // Gives the same tensors shorter names.
   void DropPrefix(const std::string& prefix) {
     for (TestTensor& tensor : tensors_) {
       if (tensor.name.starts_with(prefix)) tensor.name.erase(0, prefix.size());

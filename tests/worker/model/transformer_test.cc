@@ -22,7 +22,8 @@ namespace {
 using kernels::DType;
 
 constexpr int64_t kChunk = 128;
-// Of the largest logit. Sums of float32 in another order differ by a tenth of it at 8,000 tokens.
+// Share of the largest logit. Sums of float32 in another order differ by a tenth of it at 8,000
+// tokens.
 constexpr float kTolerance = 3e-4f;
 
 constexpr char kIfWeightsChanged[] =
@@ -45,7 +46,7 @@ struct GoldenCase {
 
 class TransformerGoldenTest : public testing::TestWithParam<GoldenCase> {
  protected:
-  // The longest sequence is the run's own: dynamic RoPE turns by it.
+  // The longest sequence is the run's own, because dynamic RoPE depends on it.
   static RankGroupOptions Options(const GoldenRun& run, DType dtype) {
     RankGroupOptions options = {.model = {.folder = GetParam().folder(),
                                           .dtype = dtype,
@@ -63,8 +64,8 @@ class TransformerGoldenTest : public testing::TestWithParam<GoldenCase> {
 
 class TransformerBFloat16Test : public TransformerGoldenTest {};
 
-// At the run's positions. Each is the end of a prompt of its own, for the engine gives logits there
-// only; it finds what the prompt before left in the cache.
+// Logits at the run's positions. Each position is the end of a prompt of its own, because the
+// engine gives logits only there; the prompt finds the previous one's blocks in the cache.
 std::vector<TestWorker::Logits> ComputeLogits(RankGroup& group, const GoldenRun& run) {
   TestCoordinator coordinator({.chunk = kChunk, .keep_blocks = true});
   std::vector<TestWorker::Logits> logits;

@@ -59,7 +59,7 @@ class LoadWeightsTest : public testing::Test {
   CpuBackend backend_{executor_};
 };
 
-// Rows [row, row + size) of `view` are rows `rows`, columns [col_begin, ...) of the checkpoint's.
+// Rows [row, row + size) of `view` equal rows `rows`, columns [col_begin, ...) of the checkpoint's.
 void ExpectRows(const TestCheckpoint& checkpoint, const TensorView& view, int64_t row,
                 const std::string& name, IndexRange rows, int64_t col_begin = 0) {
   const int64_t cols = view.rank() == 2 ? view.dim(1) : 1;
@@ -138,7 +138,8 @@ void ExpectModel(const TestCheckpoint& checkpoint, const ModelConfig& config, co
       plan.vocab);
 }
 
-// 8 query heads over 2 KV heads: 4 and 8 ranks replicate KV heads; the vocabulary divides by none.
+// 8 query heads over 2 KV heads: 4 and 8 ranks replicate KV heads. No number of ranks divides the
+// vocabulary.
 TEST_F(LoadWeightsTest, EachRankHoldsItsSlicesOfEveryTensor) {
   for (const bool tied : {false, true}) {
     for (const bool with_all_extras : {false, true}) {
@@ -186,7 +187,7 @@ TEST_F(LoadWeightsTest, MemoryIsAlignedAndTheRanksShareOnly) {
       EXPECT_EQ(tensor->memory.size_bytes(), tensor->view.size_bytes());
     }
   }
-  // Half of: 16 + 2 * 4 heads' rows of q, k, v and the columns of o; of three MLP matrices.
+  // Half of these: 16 + 2 * 4 heads' rows of q, k, v and the columns of o, and three MLP matrices.
   const LayerWeights& layer = weights->layers[0];
   EXPECT_EQ(layer.qkv.memory.size_bytes(), (8 + 2 * 2) / 2 * 4 * 16 * 2);
   EXPECT_EQ(layer.output.memory.size_bytes(), 16 * 8 / 2 * 4 * 2);
@@ -285,7 +286,7 @@ TEST_F(LoadWeightsTest, OfSeveralBadWeightsTheFirstIsNamed) {
   }
 }
 
-// Each tensor in turn is left out, of a wrong shape, of an unreadable dtype.
+// Each tensor in turn is missing, of a wrong shape, or of an unreadable dtype.
 TEST_F(LoadWeightsTest, EveryTensorIsCheckedOnEveryRank) {
   ModelConfig config = TinyModel();
   config.num_layers = 1;

@@ -34,7 +34,7 @@ void RunGroup(int size, absl::Duration timeout, const std::function<void(GlooCol
   for (std::thread& thread : threads) thread.join();
 }
 
-// Numbers of very different size: another order of addition gives other bits.
+// Numbers of very different size: another order of addition gives different bits.
 float Value(int rank, size_t i) {
   const float scale[] = {1.0f, 1e6f, -1e6f, 1e-3f};
   return scale[(static_cast<size_t>(rank) + i) % 4] * (1.0f + static_cast<float>(i % 977) * 1e-3f);
@@ -45,7 +45,7 @@ class GlooCollectiveTest : public testing::TestWithParam<int> {};
 TEST_P(GlooCollectiveTest, SumsInRankOrderOnEveryRank) {
   const int size = GetParam();
   RunGroup(size, absl::Seconds(20), [&](GlooCollective& collective) {
-    // One element, less than a message, exactly one, one more, many with a rest.
+    // One element, less than a message, exactly one, one more, and many with a remainder.
     for (const size_t n :
          {size_t{1}, size_t{4096}, size_t{16384}, size_t{16385}, size_t{100'003}}) {
       std::vector<float> data(n), expected(n);

@@ -1,5 +1,5 @@
-// Ranks as processes of this machine, for tests and benchmarks of what must not share one: each has
-// a GPU, and may be killed. This process hands rendezvous entries around, as the coordinator does,
+// Ranks as processes of this machine, for tests and benchmarks that need separate processes: each
+// has a GPU, and may be killed. This process passes rendezvous entries on, as the coordinator does,
 // and must not have used CUDA before.
 #pragma once
 
@@ -21,7 +21,7 @@
 
 namespace kvasir::worker {
 
-// A message is two strings, each behind its length.
+// A message is two strings, each after its length.
 class EntrySocket {
  public:
   explicit EntrySocket(int file) : file_(file) {}
@@ -52,8 +52,8 @@ class EntrySocket {
   int file_;
 };
 
-// Runs body(rank, rendezvous) in `size` processes and returns how each ended, as wait(2) says; what
-// body returns is its exit status. Once rank 0 has ended, those that are stopped are killed.
+// Runs body(rank, rendezvous) in `size` processes and returns how each ended, as wait(2) reports
+// it. The exit status is the result of body. Once rank 0 has ended, stopped processes are killed.
 inline std::vector<int> RunRankProcesses(
     int size, const std::function<int(int rank, Rendezvous& rendezvous)>& body) {
   std::fflush(nullptr);

@@ -9,7 +9,7 @@
 
 namespace kvasir::worker {
 
-// Delivers what any rank puts to all the others, as the coordinator does.
+// Delivers every entry that a rank puts to all the others, as the coordinator does.
 class Relay {
  public:
   explicit Relay(int size) {
