@@ -5,7 +5,6 @@
 #include "kernels/base/status_macros.h"
 #include "kernels/dense/device_check.h"
 #include "kernels/dense/elementwise.h"
-#include "kernels/dense/op_checks.h"
 #include "kernels/dense/parallel_rows.h"
 
 namespace kvasir::kernels {

@@ -1,8 +1,11 @@
 #include "kernels/dense/add.h"
 
+#include <cstring>
 #include <gtest/gtest.h>
 #include <limits>
 
+#include "kernels/dense/elementwise.h"
+#include "tests/support/cpu_forms.h"
 #include "tests/support/test_tensor.h"
 
 namespace kvasir::kernels {
@@ -35,6 +38,37 @@ TEST(AddTo, RoundsTheSummandAndTheSum) {
       }
     }
   }
+}
+
+// Widths with a rest of every length, and values that round to infinity.
+TEST(AddTo, VectorsComputeTheBitsOfThePlainLoop) {
+  constexpr float kHuge = std::numeric_limits<float>::max();
+  const IsaForms<void(const AddRows&, int64_t, int64_t)> forms = {
+      .portable = RunAddRows,
+      .neon = KVASIR_ON_ARM(RunAddRowsNeon),
+      .avx2 = KVASIR_ON_X86(RunAddRowsAvx2),
+      .avx512 = KVASIR_ON_X86(RunAddRowsAvx512)};
+  tests::ForEachVectorForm(forms, [](const auto run) {
+    for (const DType x_dtype : {kF32, kBf16}) {
+      for (const DType y_dtype : {kF32, kBf16}) {
+        for (int64_t dim = 1; dim <= 49; ++dim) {
+          TestTensor x(x_dtype, {3, dim}), y(y_dtype, {3, dim});
+          x.Fill(1);
+          y.Fill(2);
+          x.Set(dim, kHuge);
+          x.Set(2 * dim, -std::numeric_limits<float>::infinity());
+          TestTensor plain = y;
+          AddRows rows = {x.view().data(), y.view().data(), x_dtype, y_dtype, dim};
+          run(rows, 1, 3);
+          rows.y = plain.view().data();
+          RunAddRows(rows, 1, 3);
+          EXPECT_EQ(0, std::memcmp(y.view().data(), plain.view().data(),
+                                   static_cast<size_t>(y.view().size_bytes())))
+              << DTypeName(x_dtype) << " to " << DTypeName(y_dtype) << ", width " << dim;
+        }
+      }
+    }
+  });
 }
 
 TEST(AddTo, NothingIsAddedAndWrongShapesAreRefused) {
