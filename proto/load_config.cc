@@ -480,7 +480,8 @@ absl::StatusOr<NextStep> Configure(const CommandInfo& info, int argc, const char
   sources.getenv = [](const char* name) -> const char* { return std::getenv(name); };
   KVASIR_ASSIGN_OR_RETURN(const LoadedConfig loaded, LoadConfig(sources, config));
   for (const std::string& warning : loaded.warnings) {
-    std::cerr << info.name << ": " << warning << "\n";
+    // One write a line: workers share the stream.
+    std::cerr << absl::StrCat(info.name, ": ", warning, "\n");
   }
   if (loaded.help) std::cout << HelpText(info, config);
   if (loaded.print_config) std::cout << ConfigText(config, loaded);

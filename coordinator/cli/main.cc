@@ -32,8 +32,9 @@ constexpr int kUsageError = 2;
 
 int Report(const absl::Status& status, int exit_code) {
   if (status.ok()) return 0;
-  std::cerr << "kvasir: " << absl::StatusCodeToString(status.code()) << ": " << status.message()
-            << "\n";
+  // One write: workers share the stream.
+  std::cerr << absl::StrCat("kvasir: ", absl::StatusCodeToString(status.code()), ": ",
+                            status.message(), "\n");
   return exit_code;
 }
 
