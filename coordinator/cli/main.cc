@@ -3,6 +3,8 @@
 #include <cstring>
 #include <iostream>
 
+#include "absl/strings/str_cat.h"
+
 #include "coordinator/cli/bench_command.h"
 #include "coordinator/cli/generate_command.h"
 #include "coordinator/cli/serve_command.h"
