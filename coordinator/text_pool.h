@@ -27,7 +27,7 @@ class TextPool {
   ~TextPool();  // waits until all work is done
 
   // Does `work` for a request of `bytes`: at once when it is short, otherwise on a thread of the
-  // pool. When too much waits, returns RESOURCE_EXHAUSTED with a time to try again, and drops `work`.
+  // pool. Drops `work` when too much waits: RESOURCE_EXHAUSTED with a time to try again.
   absl::Status Run(size_t bytes, std::function<void()> work) EXCLUDES(mu_);
 
  private:

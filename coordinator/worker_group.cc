@@ -86,7 +86,8 @@ class WorkerGroupImpl final : public WorkerGroup {
   // Returns the next message of any rank. The reason when the group is gone; DEADLINE_EXCEEDED.
   absl::StatusOr<Received> Receive(TimePoint deadline) EXCLUDES(mu_);
   absl::Status Handshake(std::vector<std::optional<v1::Ready>>& ready);
-  // Returns one message of the handshake, and marks its rank as answered.
+  // Returns one message of the handshake and marks its rank as answered. NOT_FOUND or UNAVAILABLE,
+  // naming the silent ranks, when none comes in time.
   absl::StatusOr<Received> ReceiveInHandshake(std::vector<bool>& answered, TimePoint answer_by,
                                               const std::vector<std::optional<v1::Ready>>& ready);
   void ReportProgress(const std::string& what) const {
