@@ -18,7 +18,7 @@ class ByteTrie {
   static constexpr int32_t kNone = -1;
   static constexpr int32_t kRoot = 0;
 
-  // Takes the time of a sort, and time linear in the total length. REQUIRES: total length < 2^31 - 1.
+  // Takes a sort plus time linear in the total length. REQUIRES: total length < 2^31 - 1.
   explicit ByteTrie(absl::Span<const std::string> strings);
 
   // Nodes are numbered in breadth-first order from the root: a deeper node has a larger number, so
