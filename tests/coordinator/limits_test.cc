@@ -103,7 +103,7 @@ const double kEdges[] = {
     -std::numeric_limits<double>::infinity(),
 };
 
-// Sets the field, and `held` to the value as its type holds it. False when it cannot hold the value.
+// Sets the field, and `held` to the value as its type holds it. False when it cannot hold it.
 bool Set(Message& message, const FieldDescriptor& field, double value, double& held) {
   const Reflection& r = *message.GetReflection();
   const bool whole = std::isfinite(value) && value == std::floor(value) && value >= 0;
