@@ -74,7 +74,7 @@ def row_tokens(window: int) -> int:
 
 
 def batches(encoder: Encoder, window: Callable[[], int], num_rows: int, size: int, seed: int) -> Iterator[np.ndarray]:
-    """Yields batches int32 [7, rows, size]: tokens, targets, positions, document, question, weight (percent), reach.
+    """Yields endless batches int32 [7, rows, size]: tokens, targets, positions, document, question, weight (percent), reach.
 
     window() is the most tokens of a document with one of its questions. It is called before each batch.
     """
