@@ -104,6 +104,29 @@ class Docs(unittest.TestCase):
         self.assertGreater(len(metrics()), 50)
         self.assertGreater(len([name for name in metrics() if name in text]), 40, "operations.md lists few metrics")
 
+    def test_python_snippets_use_names_of_the_protos(self):
+        found, snippets = [], 0
+        for page in current():
+            for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.S):
+                snippets += 1
+                compile(code, str(page), "exec")
+                for proto, name in re.findall(r"\b(generation|sparsity)_pb2\.(\w+)", code):
+                    text = (ROOT / f"proto/kvasir/v1/{proto}.proto").read_text()
+                    if not re.search(rf"^(message|enum) {name} ", text, re.M):
+                        found.append(f"{page.relative_to(ROOT)}: {proto}.proto has no {name}")
+        self.assertGreater(snippets, 0)
+        self.expect_none(found)
+
+    def test_policies_have_fields_of_the_proto(self):
+        fields = set(re.findall(r"(\w+) = \d+", (ROOT / "proto/kvasir/v1/sparsity.proto").read_text()))
+        found, policies = [], 0
+        for page in current():
+            for policy in re.findall(r"^ *- name: [\w-]+\n(?:^ +(?:prefill|decode|tail_tokens|  ).*\n)+", page.read_text(), re.M):
+                policies += 1
+                found += [f"{page.relative_to(ROOT)}: {name}" for name in re.findall(r"(\w+):", policy) if name not in fields]
+        self.assertGreater(policies, 5)
+        self.expect_none(found)
+
     def test_pages_are_in_the_index(self):
         index = (ROOT / "docs/README.md").read_text() + (ROOT / "docs/measurements.md").read_text()
         self.expect_none([str(page.relative_to(ROOT)) for page in documents()
