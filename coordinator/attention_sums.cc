@@ -6,7 +6,7 @@
 namespace kvasir::coordinator {
 namespace {
 
-// The largest thousandth that 99 % of the samples reach.
+// Returns the 1st percentile, in steps of a thousandth: the largest that 99 % of the samples reach.
 float FirstPercentile(const v1::MassSamples& mass) {
   const std::map<uint32_t, uint64_t> ascending(mass.by_permille().begin(),
                                                mass.by_permille().end());

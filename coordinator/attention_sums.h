@@ -1,4 +1,4 @@
-// Sums and summaries of the attention that ranks and steps report, for the client.
+// Sums and summarizes the attention statistics of ranks and steps, for the client.
 // Called where replies are merged and where a request is accounted for. Thread-safe.
 #pragma once
 
@@ -14,7 +14,7 @@ void AddPhase(const v1::PhaseAccounting& from, v1::PhaseAccounting& to);
 
 void AddContract(const v1::ContractReport& from, v1::ContractReport& to);
 
-// REQUIRES: there are samples.
+// REQUIRES: `mass` has samples.
 v1::MassSummary Summarize(const v1::MassSamples& mass);
 
 }  // namespace kvasir::coordinator

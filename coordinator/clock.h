@@ -1,6 +1,5 @@
-// Time as the coordinator sees it: monotonic, never the wall clock. The seam by which tests play
-// time: code that waits does so through a Clock, so that a fake one can pass hours at once.
-// Implementations are thread-safe.
+// Time as the coordinator sees it: monotonic, never the wall clock. Code that waits does so through
+// a Clock, so that in tests a fake one can pass hours at once. Implementations are thread-safe.
 #pragma once
 
 #include <chrono>
@@ -22,8 +21,8 @@ class Clock {
  public:
   virtual ~Clock() = default;
   virtual TimePoint Now() const = 0;
-  // Waits on `changed` until it is notified or `deadline` has passed; may also return for no
-  // reason. The caller re-checks its condition and the time.
+  // Waits on `changed` until it is notified or `deadline` has passed. May also return early, so the
+  // caller checks its condition and the time again.
   virtual void Wait(kernels::Mutex& mu, kernels::CondVar& changed, TimePoint deadline)
       REQUIRES(mu) = 0;
 };

@@ -14,18 +14,18 @@ namespace {
 
 using kernels::MutexLock;
 
-// What a client is told when its request ends because the group did: details of what the worker
-// said are ours, and only some of its codes make sense to a client.
+// Returns the status of a request that ends because the group did. Only two codes make sense to a
+// client; details are dropped.
 absl::Status ForClients(const absl::Status& lost) {
   const absl::StatusCode code =
       absl::IsInternal(lost) ? absl::StatusCode::kInternal : absl::StatusCode::kUnavailable;
   return absl::Status(code, absl::StrCat("the worker group failed: ", lost.message()));
 }
 
-// By then the step is over, most likely.
+// Time after which the step that fills the inbox is most likely over.
 constexpr absl::Duration kInboxRetry = absl::Seconds(1);
 
-// Trying again will not mend it.
+// True when trying again will not help.
 bool IsPermanent(const absl::Status& status) {
   return absl::IsInvalidArgument(status) || absl::IsFailedPrecondition(status) ||
          absl::IsNotFound(status) || absl::IsResourceExhausted(status) ||
@@ -48,7 +48,7 @@ EngineLoop::EngineLoop(EngineLoopOptions options, WorkerGroup& group, Clock& clo
   });
   group_.SetProgressCallback([this](const std::string& what) {
     MutexLock lock(mu_);
-    if (is_retrying_) return;  // why it had to is worth more
+    if (is_retrying_) return;  // the error before the retry tells more
     not_ready_because_ = absl::UnavailableError(what);
   });
   group_.SetTierReportCallback([this] {
@@ -111,7 +111,7 @@ void EngineLoop::Cancel(SequenceId id, const absl::Status& why) {
   std::unique_ptr<Request> request;
   {
     MutexLock lock(mu_);
-    if (!info_.has_value()) return;  // then every request has ended or is about to
+    if (!info_.has_value()) return;  // every request has ended or is about to
     request = TakeSubmitted(id);
     if (request == nullptr) {
       commands_.cancelled.push_back({.id = id, .why = why});
@@ -206,7 +206,7 @@ void EngineLoop::Run() {
     if (formed.ok()) {
       const TimePoint since = clock_.Now();
       why = Serve(*std::move(formed));
-      // A group that is lost as soon as it is formed is no better than one that cannot be formed.
+      // A group that is lost as soon as it is formed counts like one that cannot be formed.
       if (Between(since, clock_.Now()) > options_.longest_retry) retry = options_.first_retry;
     }
     group_.Disband();
@@ -252,7 +252,7 @@ absl::Status EngineLoop::Serve(Formed formed) {
     MutexLock lock(mu_);
     resting_ = true;
   }
-  // Whoever comes from here on is refused at once; whoever came before is answered below.
+  // Requests that come from here on are refused at once; those that came before end below.
   SetNotReady(formed.info, why);
   Dispatch(scheduler.FailAll(why, clock_.Now()), scheduler);
   FailQueued(why);
@@ -260,11 +260,11 @@ absl::Status EngineLoop::Serve(Formed formed) {
   return why;
 }
 
-// False when the loop stops.
+// Returns false when the loop stops.
 bool EngineLoop::PauseBeforeRetry(absl::Duration retry, const absl::Status& why) {
   MutexLock lock(mu_);
   if (stop_.has_value()) return false;
-  // A reason is told once: here, or where the server ends with it before it has served.
+  // A reason is logged once: here, or by the server when it ends with it before it has served.
   const bool is_told = is_retrying_ && why == not_ready_because_;
   const bool is_last = IsPermanent(why) && !has_served_;
   if (!is_told && !is_last) spdlog::warn("no worker group, trying again: {}", why.ToString());
@@ -276,7 +276,7 @@ bool EngineLoop::PauseBeforeRetry(absl::Duration retry, const absl::Status& why)
   return !stop_.has_value();
 }
 
-// Steps until the group is lost or the loop must stop; what requests end with then.
+// Steps until the group is lost or the loop must stop. Returns the status that requests end with.
 absl::Status EngineLoop::ServeUntilLost(Scheduler& scheduler) {
   Wait wait = Wait::kForEvents;
   for (;;) {
@@ -344,7 +344,7 @@ absl::Status EngineLoop::HearOfTiers(Scheduler& scheduler) {
   return absl::OkStatus();
 }
 
-// Those who leave make room for those who come.
+// Cancels before it adds, so that cancelled requests make room for new ones.
 void EngineLoop::Apply(Commands commands, Scheduler& scheduler) {
   for (const Cancellation& cancellation : commands.cancelled) {
     std::optional<FinishEvent> finish =
@@ -363,7 +363,7 @@ void EngineLoop::Apply(Commands commands, Scheduler& scheduler) {
   }
 }
 
-// As long as there are requests there are steps, so none is overdue for long.
+// Called before every plan. While there are requests there are steps, so none is overdue for long.
 void EngineLoop::EndOverdue(Scheduler& scheduler) {
   const TimePoint now = clock_.Now();
   const absl::Duration longest = absl::Seconds(options_.scheduler.max_request_time());
@@ -381,14 +381,14 @@ void EngineLoop::EndOverdue(Scheduler& scheduler) {
 }
 
 void EngineLoop::Dispatch(std::vector<Event> events, Scheduler& scheduler) {
-  PublishState(scheduler);  // it never trails what clients are told
+  PublishState(scheduler);  // before clients see the events
   const TimePoint now = clock_.Now();
   for (Event& event : events) {
     if (const auto* progress = std::get_if<ProgressEvent>(&event)) {
       requests_.at(progress->id)->OnProgress(*progress);
     } else if (const auto* token = std::get_if<TokenEvent>(&event)) {
       if (requests_.at(token->id)->OnToken(*token, now) == Request::Verdict::kGoOn) continue;
-      // When it was the last token anyway, its end is the next event.
+      // When it was the last token anyway, the next event is its end.
       std::optional<FinishEvent> finish = scheduler.StopEarly(token->id, now);
       PublishState(scheduler);
       if (finish.has_value()) OnFinish(*std::move(finish));
@@ -466,7 +466,7 @@ void EngineLoop::SetNotReady(const GroupInfo& info, const absl::Status& why) {
   if (options_.on_readiness) options_.on_readiness(false);
 }
 
-// Requests that were submitted but not yet seen by a scheduler.
+// Refuses requests that were submitted but not yet seen by a scheduler.
 void EngineLoop::FailQueued(const absl::Status& why) {
   Commands commands;
   {

@@ -1,6 +1,6 @@
-// The thread that owns scheduler and worker group: takes new and cancelled requests, plans, steps,
-// and hands out what came of it; forms the group again when it is lost. Made by the server, called
-// by the service's threads. It sleeps whenever there is nothing to do. Thread-safe.
+// The thread that owns scheduler and worker group. It takes new requests and cancellations, plans,
+// steps and hands out the results, and forms the group again when it is lost. It sleeps when there
+// is nothing to do. Made by the server, called by the service's threads. Thread-safe.
 //
 // A request submitted here ends exactly once, whatever happens to the group or the server.
 #pragma once
@@ -28,22 +28,22 @@ namespace kvasir::coordinator {
 
 struct EngineLoopOptions {
   v1::SchedulerConfig scheduler;
-  // Between attempts to form the group; doubles from the first to the second.
+  // Pause between attempts to form the group; doubles from first_retry to longest_retry.
   absl::Duration first_retry = absl::Milliseconds(100);
   absl::Duration longest_retry = absl::Seconds(10);
-  // Since Start: a first group that fails to form after it is not worth waiting for.
+  // Time from Start after which WaitUntilReady gives up when an attempt to form a group fails.
   absl::Duration startup_timeout = absl::Seconds(30);
-  // Whether a group that has formed can serve what the server promises; an error is permanent.
+  // Checks that a group that has formed can serve the server's configuration; errors are permanent.
   std::function<absl::Status(const GroupInfo&)> check_group;
-  // Told with every change whether requests are served; on the loop's thread.
+  // Called on the loop's thread with every change of whether requests are served.
   std::function<void(bool ready)> on_readiness;
 };
 
-// What the engine does now, for those who ask how the server is.
+// State of the engine, for GetServerInfo.
 struct EngineStatus {
   absl::Status serving = {};  // OK, or why requests are refused
   bool draining = false;
-  std::optional<GroupInfo> group = {};  // the formed one
+  std::optional<GroupInfo> group = {};  // the formed group
   SchedulerStats scheduler = {};        // of that group
   v1::TierUsage tiers = {};             // after its last step
 };
@@ -52,32 +52,31 @@ class EngineLoop {
  public:
   // The references outlive the loop.
   EngineLoop(EngineLoopOptions options, WorkerGroup& group, Clock& clock, Metrics& metrics);
-  ~EngineLoop();  // Stop
+  ~EngineLoop();  // calls Stop
 
   void Start();
 
   SequenceId NewSequenceId() { return SequenceId(next_sequence_.fetch_add(1)); }
-  // Takes the request: it is answered by the loop from here on, with UNAVAILABLE at once when no
-  // group is formed or the server drains.
+  // Takes the request, which the loop answers from now on: with UNAVAILABLE at once when no group
+  // is formed or the server drains.
   void Submit(std::unique_ptr<Request> request) EXCLUDES(mu_);
-  // A request that no step has seen ends at once and leaves its place to another one; others end
-  // before the next plan. Nothing when the request has ended.
+  // Ends a request: at once, freeing its place, when no step has seen it, otherwise before the next
+  // plan. Does nothing when the request has ended.
   void Cancel(SequenceId id, const absl::Status& why) EXCLUDES(mu_);
 
-  // What is served now; UNAVAILABLE while no group is formed and when the server drains.
+  // Returns the group that serves; UNAVAILABLE while none is formed and when the server drains.
   absl::StatusOr<GroupInfo> ServedGroup() const EXCLUDES(mu_);
   EngineStatus status() const EXCLUDES(mu_);
-  // OK once a group is formed. Before that, why the last attempt failed, if trying again will not
-  // mend it or has not within the startup timeout; else DEADLINE_EXCEEDED with the last error, and
-  // no other error has this code.
+  // Returns OK once a group is formed. Returns the error of the last attempt when trying again will
+  // not help, or has not helped within the startup timeout. Otherwise DEADLINE_EXCEEDED with the
+  // last error; no other error has this code.
   absl::Status WaitUntilReady(TimePoint deadline) EXCLUDES(mu_);
 
-  // No new requests from here on.
+  // Refuses new requests from now on.
   void Drain() EXCLUDES(mu_);
-  // Nothing runs, and the ranks have heard what became of it. False when that is not so at the
-  // deadline.
+  // Waits until nothing runs and the ranks know the outcome of all requests. False at the deadline.
   bool WaitUntilIdle(TimePoint deadline) EXCLUDES(mu_);
-  // Ends what still runs with `why` and the group, and joins the thread.
+  // Ends running requests with `why`, ends the group, and joins the thread.
   void Stop(const absl::Status& why) EXCLUDES(mu_);
 
  private:
@@ -96,17 +95,17 @@ class EngineLoop {
     std::unique_ptr<Scheduler> scheduler;
   };
 
-  // A request that no step has seen; null when there is none of this id.
+  // Takes a request that no step has seen; null when there is none of this id.
   std::unique_ptr<Request> TakeSubmitted(SequenceId id) REQUIRES(mu_);
   void Run() EXCLUDES(mu_);
   absl::StatusOr<Formed> Form();
   absl::Status Serve(Formed formed);
   bool PauseBeforeRetry(absl::Duration retry, const absl::Status& why) EXCLUDES(mu_);
   absl::Status ServeUntilLost(Scheduler& scheduler);
-  // What requests end with when the group has failed so.
+  // Returns the status that requests end with after the group has failed with `group`.
   absl::Status EndOf(const absl::Status& group) const EXCLUDES(mu_);
-  // The commands since the last call; waits for one, for a tier report or until the scheduler's
-  // deadline. An error when the group or the loop must end.
+  // Returns the commands since the last call. Waits for one, for a tier report or until the
+  // scheduler's deadline. Returns an error when the group or the loop must end.
   absl::StatusOr<Commands> TakeCommands(Wait wait, const Scheduler& scheduler) EXCLUDES(mu_);
   absl::Status HearOfTiers(Scheduler& scheduler);
   void Apply(Commands commands, Scheduler& scheduler);
@@ -119,7 +118,7 @@ class EngineLoop {
   void FailQueued(const absl::Status& why) EXCLUDES(mu_);
   void RequestEnded() EXCLUDES(mu_);
   absl::Status NotServing() const REQUIRES(mu_);
-  // What waits between two steps is bounded like what waits in the scheduler.
+  // RESOURCE_EXHAUSTED when commands_ is full: it has the same bounds as the scheduler's queue.
   absl::Status CheckInbox(int64_t prompt_tokens) const REQUIRES(mu_);
 
   const EngineLoopOptions options_;
@@ -137,20 +136,20 @@ class EngineLoop {
   kernels::CondVar state_changed_;  // readiness, the number of requests
   Commands commands_ GUARDED_BY(mu_);
   std::optional<GroupInfo> info_ GUARDED_BY(mu_);
-  bool is_announced_ GUARDED_BY(mu_) = false;  // there is info_, and on_readiness has heard of it
+  bool is_announced_ GUARDED_BY(mu_) = false;  // info_ is set and on_readiness was called
   SchedulerStats scheduler_stats_ GUARDED_BY(mu_);
   v1::TierUsage tiers_ GUARDED_BY(mu_);
   absl::Status not_ready_because_ GUARDED_BY(mu_);
-  bool is_retrying_ GUARDED_BY(mu_) = false;  // not_ready_because_ is why an attempt failed
+  bool is_retrying_ GUARDED_BY(mu_) = false;  // not_ready_because_ is the last attempt's error
   bool has_served_ GUARDED_BY(mu_) = false;   // a group was formed once
   absl::Status lost_ GUARDED_BY(mu_);
-  bool tier_reports_ GUARDED_BY(mu_) = false;  // there are some to take
-  bool resting_ GUARDED_BY(mu_) = true;        // nothing is left to tell the ranks
+  bool tier_reports_ GUARDED_BY(mu_) = false;  // there are reports to take
+  bool resting_ GUARDED_BY(mu_) = true;        // there is nothing to tell the ranks
   bool draining_ GUARDED_BY(mu_) = false;
   std::optional<absl::Status> stop_ GUARDED_BY(mu_);
   int64_t live_requests_ GUARDED_BY(mu_) = 0;  // submitted, not ended
 
-  std::thread thread_;  // last: it uses everything above
+  std::thread thread_;  // last member: it uses all above
 };
 
 }  // namespace kvasir::coordinator

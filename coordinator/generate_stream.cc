@@ -16,7 +16,7 @@ namespace {
 using kernels::MutexLock;
 using SteadyClock = std::chrono::steady_clock;
 
-// As it lies in memory, joined to another one or not.
+// Returns the bytes of the response in memory; the same when it is joined to another one.
 size_t Bytes(const v1::GenerateResponse& response) {
   const v1::Tokens& tokens = response.tokens();
   size_t bytes =
@@ -149,8 +149,8 @@ void GenerateStream::Advance() {
   }
 }
 
-// The stream may be gone by then. Replacing the alarm in its own callback is safe: gRPC holds it
-// until the callback returns.
+// The stream may be gone when the alarm goes off. Replacing the alarm in its own callback is safe:
+// gRPC holds it until the callback returns.
 void GenerateStream::WatchAgainAfter(absl::Duration time) {
   alarm_ = std::make_unique<grpc::Alarm>();
   const gpr_timespec at =

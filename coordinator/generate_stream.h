@@ -1,9 +1,9 @@
-// The stream of one Generate call: takes messages as they come, writes them as fast as the client
-// reads. Behind a slow client messages are joined, so that it costs no more than its text: only the
-// newest progress is kept, and tokens that wait become one message. When more than kMaxWaitingBytes
-// wait, as they lie in memory, what waits is dropped and the request is cancelled. When the client
-// takes nothing for a time the call ends, after its last token too. Hidden: gRPC's reactions.
-// Thread-safe.
+// The stream of one Generate call: takes messages at any time and writes them as fast as the client
+// reads. While the client is slow, waiting messages are joined, so that they need no more memory
+// than their text: only the newest progress is kept, and tokens become one message. When more than
+// kMaxWaitingBytes of memory wait, waiting messages are dropped and the request is cancelled. When
+// the client takes nothing for a time the call ends, also after its last token. Hidden: gRPC's
+// reactions. Thread-safe.
 #pragma once
 
 #include <chrono>
@@ -31,18 +31,18 @@ class GenerateStream final : public grpc::ServerWriteReactor<v1::GenerateRespons
  public:
   static constexpr size_t kMaxWaitingBytes = size_t{1} << 20;
 
-  // The stream keeps itself alive until gRPC is done with it; the caller may, too.
-  // `call`, which may be null, ends with the stream. A client that takes nothing for `patience` is
-  // taken for gone.
+  // The stream keeps itself alive until gRPC is done with it; the caller may keep it longer.
+  // `call`, which may be null, ends with the stream. A client that takes nothing for `patience`
+  // counts as gone.
   static std::shared_ptr<GenerateStream> Create(grpc::CallbackServerContext* context,
                                                 std::unique_ptr<proto::GrpcListener::Call> call,
                                                 absl::Duration patience);
   ~GenerateStream() override;
 
-  // Called once when the client is gone, its deadline has passed, or it reads too slowly, at once
-  // when that has happened already; on any thread.
+  // Sets the function called once, on any thread, when the client is gone, its deadline has passed
+  // or it reads too slowly. Called at once when that has happened already.
   void set_on_cancel(std::function<void(const absl::Status&)> on_cancel) EXCLUDES(mu_);
-  // The status that on_cancel was, or will be, called with; OK while the client waits.
+  // Returns the status that on_cancel was or will be called with; OK while the client waits.
   absl::Status cancelled() EXCLUDES(mu_);
 
   void Write(v1::GenerateResponse response) override EXCLUDES(mu_);
@@ -59,18 +59,18 @@ class GenerateStream final : public grpc::ServerWriteReactor<v1::GenerateRespons
   GenerateStream(grpc::CallbackServerContext* context,
                  std::unique_ptr<proto::GrpcListener::Call> call, absl::Duration patience);
 
-  // Nobody waits for the answer any more. The first reason counts.
+  // Cancels, as nobody waits for the answer any more. The first reason counts.
   void Cancel(const absl::Status& why) EXCLUDES(mu_);
-  // Starts the next write, or ends the call, if it is time to. No gRPC call is made under mu_.
+  // Starts the next write or ends the call when possible. Makes no gRPC call under mu_.
   void Advance() EXCLUDES(mu_);
-  // Joins the response with the last one that waits; false when they do not join.
+  // Joins the response with the last waiting one; false when they cannot be joined.
   bool Join(v1::GenerateResponse& response) REQUIRES(mu_);
-  // Looks after `time` whether the client has taken something.
+  // Checks after `time` whether the client has taken something.
   void WatchAgainAfter(absl::Duration time);
   void OnAlarm() EXCLUDES(mu_);
 
   grpc::CallbackServerContext* const context_;  // valid until OnDone
-  // A reference of our own to gRPC's call, which may be cancelled at any time, unlike the context.
+  // Our own reference to gRPC's call, which may be cancelled at any time, unlike the context.
   grpc_call* const grpc_call_;
   const absl::Duration patience_;
   std::unique_ptr<proto::GrpcListener::Call> call_;  // until OnDone
@@ -84,13 +84,13 @@ class GenerateStream final : public grpc::ServerWriteReactor<v1::GenerateRespons
   v1::GenerateResponse writing_message_;  // constant while writing_
   bool writing_ GUARDED_BY(mu_) = false;
   bool overflowed_ GUARDED_BY(mu_) = false;
-  bool broken_ GUARDED_BY(mu_) = false;  // the client is gone: nothing is written any more
+  bool broken_ GUARDED_BY(mu_) = false;  // the client is gone: no more writes
   std::optional<absl::Status> closed_ GUARDED_BY(mu_);
   bool finished_ GUARDED_BY(mu_) = false;
-  // When the write or the end that is under way began.
+  // When the write or the end in progress began.
   std::chrono::steady_clock::time_point began_at_ GUARDED_BY(mu_);
   bool watching_ GUARDED_BY(mu_) = false;  // an alarm is set
-  std::unique_ptr<grpc::Alarm> alarm_;     // belongs to who turned watching_ on
+  std::unique_ptr<grpc::Alarm> alarm_;     // owned by the caller that set watching_
 };
 
 }  // namespace kvasir::coordinator

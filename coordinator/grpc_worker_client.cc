@@ -27,7 +27,7 @@ grpc::ChannelArguments WorkerChannelArguments(const WorkerPings& pings) {
   arguments.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
   arguments.SetMaxReceiveMessageSize(proto::kMaxWorkerMessageBytes);
   arguments.SetMaxSendMessageSize(proto::kMaxWorkerMessageBytes);
-  // A worker that comes back is found soon; streams of one worker share nothing.
+  // Find a worker that comes back soon. Streams of one worker share nothing.
   arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 100);
   arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 200);
   arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
@@ -35,8 +35,8 @@ grpc::ChannelArguments WorkerChannelArguments(const WorkerPings& pings) {
   return arguments;
 }
 
-// Set by the last reaction, on gRPC's thread; shared, so that whoever waits may go on and destroy
-// everything else while that thread leaves it.
+// Set by the last reaction, on gRPC's thread. Shared, so that the waiting thread may go on and
+// destroy everything else while gRPC's thread returns.
 struct Completion {
   void Set() {
     MutexLock lock(mu);
@@ -53,9 +53,9 @@ struct Completion {
   bool done GUARDED_BY(mu) = false;
 };
 
-// It owns the channel and is destroyed by its user's thread, behind the last reaction. gRPC joins
-// its callback threads when the last channel goes: a channel that went within a reaction would make
-// a thread wait for itself.
+// Owns the channel. Its user's thread destroys it, after the last reaction: gRPC joins its callback
+// threads when the last channel is destroyed, so a thread that destroyed it within a reaction would
+// wait for itself.
 //
 // No Start* is called under mu_: gRPC may run a reaction inside it.
 class GrpcWorkerClient final
@@ -68,7 +68,7 @@ class GrpcWorkerClient final
         listener_(listener) {
     context_.set_wait_for_ready(true);
     stub_->async()->Run(&context_, this);
-    AddHold();  // for writes from outside of reactions; gone with the last of them
+    AddHold();  // for writes outside reactions; removed with the last of them
     StartRead(&incoming_);
     StartCall();
   }
@@ -103,7 +103,7 @@ class GrpcWorkerClient final
     {
       MutexLock lock(mu_);
       outbox_.pop_front();
-      if (closed_ || !ok) outbox_.clear();  // a failed write fails the next read too
+      if (closed_ || !ok) outbox_.clear();  // after a failed write the next read fails too
       if (!outbox_.empty()) next = &outbox_.front();
       last = closed_;
     }

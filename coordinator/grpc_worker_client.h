@@ -1,5 +1,5 @@
-// WorkerClient over gRPC: waits for a worker that is not up yet, and pings, so that one that is
-// dead, stopped or out of reach is noticed in seconds. Thread-safe.
+// WorkerClient over gRPC: waits for a worker that is not up yet. It pings, so that it notices in
+// seconds when a worker is dead, stopped or out of reach. Thread-safe.
 #pragma once
 
 #include "coordinator/worker_client.h"
@@ -11,7 +11,7 @@ struct WorkerPings {
   int timeout_ms = 3750;
 };
 
-// Addresses are HOST:PORT or unix:PATH.
+// Returns a dialer for addresses HOST:PORT and unix:PATH.
 WorkerDialer GrpcWorkerDialer(WorkerPings pings = {});
 
 }  // namespace kvasir::coordinator

@@ -19,7 +19,7 @@ using google::protobuf::Reflection;
 
 constexpr double kMaxUint64 = 18446744073709551616.0;
 constexpr double kContext = static_cast<double>(kMaxContextTokens);
-// The smallest top_p: with less, rounding decides what is left.
+// Smallest top_p: below it rounding decides which tokens are left.
 constexpr double kMinTopP = 1e-6;
 
 constexpr FieldLimit kLimits[] = {
@@ -97,7 +97,7 @@ std::string FieldPath(absl::string_view where, const FieldDescriptor& field) {
   return where.empty() ? field.name() : absl::StrCat(where, ".", field.name());
 }
 
-// The value of a number, the length of a string.
+// Returns the value of a number or the length of a string.
 double Measure(const Message& message, const FieldDescriptor& field, int element) {
   const Reflection& r = *message.GetReflection();
   const bool repeated = field.is_repeated();
@@ -143,7 +143,7 @@ bool InRange(const FieldLimit& limit, double value) {
 }
 
 absl::Status OutOfRange(const std::string& path, const FieldLimit& limit, double value) {
-  // Ten digits tell every 32-bit integer from its neighbours.
+  // Ten digits distinguish all 32-bit integers.
   return absl::InvalidArgumentError(absl::StrFormat("%s%s%.10g; it must be in [%.10g, %.10g]", path,
                                                     What(limit.kind), value, limit.min, limit.max));
 }
@@ -177,7 +177,7 @@ absl::Status CheckField(absl::string_view where, const Message& message,
   return absl::OkStatus();
 }
 
-// The messages in a field, when it holds messages.
+// Checks the messages in a field, when it holds messages.
 absl::Status CheckParts(absl::string_view where, const Message& message,
                         const FieldDescriptor& field) {
   if (field.cpp_type() != FieldDescriptor::CPPTYPE_MESSAGE) return absl::OkStatus();

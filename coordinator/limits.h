@@ -1,6 +1,6 @@
-// The one table of what a request may ask for: every field of every request and of the policies
-// has a row with its range. Whatever comes from a client is checked against it before anything is
-// computed or allocated from it. Called by request parsing and the policy table. Thread-safe.
+// The one table of limits of requests: every field of every request and of the policies has a row
+// with its range. Values from a client are checked against it before anything is computed or
+// allocated from them. Called by request parsing and the policy table. Thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -12,9 +12,9 @@
 
 namespace kvasir::coordinator {
 
-// Bytes of one gRPC message, in and out: a million token ids take about 3 MB.
+// Most bytes of one gRPC message, in and out: a million token ids take about 3 MB.
 inline constexpr int kMaxMessageBytes = 64 << 20;
-// Longest context that any field may speak of.
+// Longest context that any field may ask for, in tokens.
 inline constexpr int64_t kMaxContextTokens = int64_t{1} << 24;
 
 enum class LimitKind {
@@ -34,12 +34,12 @@ struct FieldLimit {
 
 absl::Span<const FieldLimit> FieldLimits();
 
-// Checks all fields of `message`, those of its parts too; a field with presence that is not set is
-// skipped. INVALID_ARGUMENT "<where>.temperature is 101; it must be in [0, 100]". `where` may be
-// empty. NaN is outside every range.
+// Checks all fields of `message` and of its parts; skips unset fields with presence. NaN is outside
+// every range. `where` may be empty.
+// INVALID_ARGUMENT: "<where>.temperature is 101; it must be in [0, 100]".
 absl::Status CheckLimits(absl::string_view where, const google::protobuf::Message& message);
 
-// At least one token in the prompt; prompt and answer within the context.
+// Checks that the prompt has at least one token, and that prompt and answer fit into the context.
 absl::Status CheckPromptLength(int64_t prompt_tokens, int64_t max_tokens, int64_t max_model_len);
 
 }  // namespace kvasir::coordinator

@@ -23,7 +23,7 @@ using prometheus::Gauge;
 using prometheus::Histogram;
 using Labels = std::map<std::string, std::string>;
 
-// The buckets of vLLM, so that its dashboards fit.
+// The buckets are vLLM's, so that its dashboards fit.
 const Histogram::BucketBoundaries kFirstTokenBuckets = {.001, .005, .01, .02, .04, .06, .08, .1,
                                                         .25,  .5,   .75, 1,   2.5, 5,   7.5, 10,
                                                         20,   40,   80,  160, 640, 2560};
@@ -32,7 +32,7 @@ const Histogram::BucketBoundaries kInterTokenBuckets = {
 const Histogram::BucketBoundaries kRequestBuckets = {
     .3, .5, .8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680};
 
-// To the longest contexts in steps of 1, 2 and 5.
+// Steps of 1, 2 and 5, up to the longest contexts.
 const Histogram::BucketBoundaries kTokenBuckets = {
     1,    2,     5,     10,    20,     50,     100,    200,     500,     1000,    2000,
     5000, 10000, 20000, 50000, 100000, 200000, 500000, 1000000, 2000000, 5000000, 10000000};
@@ -58,7 +58,7 @@ absl::string_view FinishedReason(const absl::Status& status, const v1::Finish& s
 
 }  // namespace
 
-// Families are looked up once; series without labels of their own are kept.
+// Families are looked up once; series that need no further labels are kept.
 struct Metrics::Series {
   explicit Series(const std::string& model_name) : model({{"model_name", model_name}}) {}
 
@@ -171,7 +171,7 @@ struct Metrics::Series {
 
   kernels::Mutex mu;
   Gauge* config GUARDED_BY(mu) = nullptr;
-  // Counters follow the scheduler's sums, which start anew with every group.
+  // Sums of the scheduler at the last update; they start at 0 again with every group.
   SchedulerStats seen GUARDED_BY(mu);
 };
 

@@ -1,5 +1,5 @@
-// What the coordinator tells Prometheus: requests, tokens, latencies, prefix cache, worker group.
-// Names follow vLLM's where the meaning is the same. Hidden: the registry's families and buckets.
+// The coordinator's Prometheus metrics: requests, tokens, latencies, prefix cache, worker group.
+// Names are vLLM's where the meaning is the same. Hidden: the registry's families and buckets.
 // Made by the server, used by requests and the engine loop. Thread-safe.
 #pragma once
 
@@ -21,7 +21,7 @@ namespace kvasir::coordinator {
 
 struct SchedulerStats;
 
-// Sizes of a formed group. Token blocks are those that every rank holds.
+// Sizes of a formed group, in blocks that every rank holds.
 struct CacheConfigInfo {
   int64_t num_device_blocks = 0;
   int64_t num_host_blocks = 0;
@@ -34,7 +34,7 @@ struct CacheConfigInfo {
 struct MetricsTotals {
   uint64_t requests_finished = 0;
   uint64_t requests_rejected = 0;
-  uint64_t prompt_tokens = 0;  // of finished requests, like the following
+  uint64_t prompt_tokens = 0;  // of finished requests, as all fields below
   uint64_t generation_tokens = 0;
   uint64_t cached_device_tokens = 0;
   uint64_t cached_host_tokens = 0;
@@ -50,7 +50,7 @@ class Metrics {
 
   prometheus::Registry& registry();
 
-  // `reason`: the status code's name, in lower case.
+  // Counts by reason: the status code's name, in lower case.
   void RequestRejected(const absl::Status& status);
   void FirstToken(absl::Duration since_arrival);
   void NextToken(absl::Duration since_last);
@@ -62,7 +62,7 @@ class Metrics {
   void SchedulerState(const SchedulerStats& stats);
   void GroupFormed(const CacheConfigInfo& info);
   void GroupLost();
-  // One series per rank, with the labels that the rank's own series carry.
+  // Sets the series of one rank, which has the same labels as the rank's own series.
   void WorkerUp(int64_t rank, bool up);
 
  private:

@@ -19,7 +19,7 @@ using nlohmann::json;
 constexpr size_t kMaxConfigBytes = size_t{16} << 20;
 constexpr char kEosKey[] = "eos_token_id";
 
-// Nothing when there is no such file.
+// Returns nullopt when there is no such file.
 absl::StatusOr<std::optional<json>> ReadJson(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   if (!file) return std::nullopt;
@@ -80,7 +80,7 @@ absl::StatusOr<ModelFolder> LoadModelFolder(const std::string& path) {
   if (folder.eos_token_ids.empty()) {
     KVASIR_ASSIGN_OR_RETURN(folder.eos_token_ids, EosTokenIds(*config, config_path));
   }
-  // For people: what is not text is left out.
+  // Only people read these, so values that are not text are left out.
   if (const auto type = config->find("model_type"); type != config->end() && type->is_string()) {
     folder.model_type = *type;
   }

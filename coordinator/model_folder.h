@@ -1,6 +1,5 @@
-// What the coordinator reads of a model's folder besides the tokenizer: the tokens that end a text,
-// and what the model calls itself.
-// Called by the server at start. Pure function: thread-safe.
+// Reads a model's folder, except the tokenizer: the tokens that end a text, and the names of the
+// model's type and architectures. Called by the server at start. Pure function: thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -12,15 +11,14 @@
 namespace kvasir::coordinator {
 
 struct ModelFolder {
-  std::string model_type = {};                  // of config.json; empty when it does not say
-  std::vector<std::string> architectures = {};  // the same
-  // eos_token_id of generation_config.json, or else of config.json: a number or a list; empty when
-  // neither file says.
+  std::string model_type = {};                  // from config.json; empty when absent
+  std::vector<std::string> architectures = {};  // from config.json; empty when absent
+  // eos_token_id, a number or a list, of generation_config.json or else of config.json; empty when
+  // neither file has it.
   std::vector<int32_t> eos_token_ids = {};
 };
 
-// INVALID_ARGUMENT for files that are not JSON or say something else, NOT_FOUND without a
-// config.json.
+// INVALID_ARGUMENT for files that are not JSON or have other types, NOT_FOUND without config.json.
 absl::StatusOr<ModelFolder> LoadModelFolder(const std::string& path);
 
 }  // namespace kvasir::coordinator

@@ -74,7 +74,7 @@ absl::StatusOr<std::vector<int32_t>> ParsePrompt(const v1::GenerateRequest& requ
   return absl::InvalidArgumentError("neither text nor token_ids is set; set one of them");
 }
 
-// Sorted by token, each once.
+// Returns the biases sorted by token, each token once.
 absl::StatusOr<std::vector<v1::LogitBias>> ResolveBiases(const v1::SamplingParams& params,
                                                          int64_t vocab_size) {
   std::vector<v1::LogitBias> biases(params.logit_bias().begin(), params.logit_bias().end());

@@ -1,6 +1,6 @@
-// From what a client sends to what is run: limits, tokens, sampling and policy, all checked and
-// resolved, nothing left to defaults. Hidden: the order of checks, which lets nothing be allocated
-// or computed from a number that was not checked. Called by the service. Thread-safe.
+// Turns a client's request into the request that runs: limits, tokens, sampling and policy are
+// checked and resolved, and nothing is left to defaults. Hidden: the order of checks, so that
+// nothing is allocated or computed from an unchecked number. Called by the service. Thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@
 
 namespace kvasir::coordinator {
 
-// What is served; requests are checked against it.
+// The served model, against which requests are checked.
 struct ServedModel {
   const Tokenizer& tokenizer;
   const PolicyTable& policies;
@@ -29,7 +29,7 @@ struct ServedModel {
 };
 
 struct ParsedRequest {
-  std::string request_id = {};  // as sent: may be empty
+  std::string request_id = {};  // as sent; may be empty
   std::string tenant = {};
   std::vector<int32_t> prompt = {};
   int64_t max_tokens = 0;
@@ -40,7 +40,7 @@ struct ParsedRequest {
   SpecialTokens special_tokens = SpecialTokens::kSkip;
 };
 
-// How the text of a GenerateRequest or a TokenizeRequest becomes tokens.
+// Returns the options for tokenizing the text of a GenerateRequest or a TokenizeRequest.
 template <typename TextRequest>
 EncodeOptions EncodingOf(const TextRequest& request, int64_t max_tokens) {
   const bool parses = !request.has_parse_special_tokens() || request.parse_special_tokens();
@@ -49,8 +49,7 @@ EncodeOptions EncodingOf(const TextRequest& request, int64_t max_tokens) {
           .max_tokens = max_tokens};
 }
 
-// INVALID_ARGUMENT naming the field, what it is and what it may be. `seed` is used when the request
-// has none.
+// Uses `seed` when the request has none. INVALID_ARGUMENT with the field, its value and its range.
 absl::StatusOr<ParsedRequest> ParseRequest(const v1::GenerateRequest& request,
                                            const ServedModel& model, uint64_t seed);
 

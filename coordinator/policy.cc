@@ -22,7 +22,7 @@ constexpr size_t kMaxPolicies = 4;
 constexpr uint32_t kDefaultTailTokens = 64;
 constexpr uint32_t kDefaultPatience = 5;
 
-// What a budget is rounded up to: a selector chooses whole blocks of so many tokens.
+// Returns the size of the token groups that a selector chooses whole; budgets are rounded up to it.
 int64_t BlockTokens(const v1::AttentionPolicy& policy) {
   if (policy.has_quest()) return kvstore::kBlockTokens;
   if (policy.has_hip()) return 2;
@@ -41,19 +41,19 @@ absl::Status CheckNothingOfDecoding(const std::string& where, const v1::Attentio
   return absl::OkStatus();
 }
 
-// The blocks that a budget stands for.
+// Returns `budget` tokens in the selector's groups, rounded up.
 int64_t BudgetBlocks(const v1::AttentionPolicy& policy, uint32_t budget) {
   const int64_t block = BlockTokens(policy);
   return (int64_t{budget} + block - 1) / block;
 }
 
-// What is selected at most, in any layer.
+// Returns the most tokens that are selected in any layer.
 int64_t SelectedTokens(const v1::AttentionPolicy& policy) {
   if (policy.has_streaming()) return 0;
   return BudgetBlocks(policy, LargestLayerBudget(policy)) * BlockTokens(policy);
 }
 
-// `rows`: queries that share a selection.
+// Checks that `rows` queries that share a selection attend to no more than the trained window.
 absl::Status CheckPartFits(absl::string_view part, const v1::AttentionPolicy& policy, int64_t rows,
                            int64_t tokens, int64_t trained_window) {
   if (!Selects(policy) || policy.dense_layers() > 0) {
@@ -74,8 +74,8 @@ absl::Status CheckPartFits(absl::string_view part, const v1::AttentionPolicy& po
                    " the model was trained for; lower token_budget or window_tokens"));
 }
 
-// Queries whose windows a decode step attends to: under `cosine` the window grows for as many steps
-// as a list may serve.
+// Returns the number of queries whose windows a decode step attends to. Under `cosine` the window
+// grows in every step that a list may serve.
 int64_t WindowQueries(const v1::AttentionPolicy& decode) {
   return decode.reuse().rule() == "cosine" ? kvstore::kBlockTokens : 1;
 }
@@ -133,7 +133,7 @@ std::string CanonicalBytes(const v1::AttentionPolicy& policy) {
   for (const auto& [name, value] : v1::SelectorFields(policy)) {
     absl::StrAppend(&bytes, ";", name, "=", value);
   }
-  // All bits of it: nearby shares are not equal.
+  // All bits: nearby shares are not equal.
   if (policy.top_p() != 0) {
     absl::StrAppend(&bytes, ";top_p=", absl::Hex(std::bit_cast<uint32_t>(policy.top_p())));
   }
@@ -151,8 +151,8 @@ int64_t PrivateBegin(const ResolvedPolicy& policy, int64_t prompt_tokens) {
   if (IsSparse(policy.decode)) {
     return std::max<int64_t>(0, prompt_tokens - int64_t{policy.tail_tokens});
   }
-  // A prompt is read in query blocks of 64, an answer token by token: a selector, even the same
-  // one, finds something else. Only `all` finds the same.
+  // A prompt is read in query tiles of 64 tokens, an answer token by token. So even the same
+  // selector finds other tokens, except `all`.
   return IsSparse(policy.prefill) ? prompt_tokens : std::numeric_limits<int64_t>::max();
 }
 

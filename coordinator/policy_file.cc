@@ -19,7 +19,7 @@ using nlohmann::json;
 
 constexpr int kMaxDepth = 8;
 
-// YAML to JSON, which protobuf reads strictly: unknown fields are errors.
+// Converts YAML to JSON, which protobuf reads strictly: unknown fields are errors.
 absl::StatusOr<json> ToJson(const YAML::Node& node, int depth) {
   if (depth > kMaxDepth) return absl::InvalidArgumentError("policies are nested too deeply");
   switch (node.Type()) {

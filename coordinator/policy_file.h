@@ -17,7 +17,8 @@
 
 namespace kvasir::coordinator {
 
-// INVALID_ARGUMENT with the place for anything that is not such a list; NOT_FOUND.
+// Returns the policies. INVALID_ARGUMENT with the place of the error for anything but such a list,
+// NOT_FOUND without the file.
 absl::StatusOr<std::vector<v1::SparsityPolicy>> LoadPolicyFile(const std::string& path);
 absl::StatusOr<std::vector<v1::SparsityPolicy>> ParsePolicies(const std::string& yaml);
 

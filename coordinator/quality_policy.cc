@@ -38,11 +38,11 @@ absl::Status OverrideQuality(const std::string& where, const v1::QualityPolicy& 
                      "estimate it by; declare one, with on_violation report if need be"));
   }
   v1::QualityPolicy& quality = *policy.mutable_quality();
-  // The policy's own bound is one of its own action.
+  // The policy's bound belongs to the policy's action.
   if (!overrides.on_violation().empty() && overrides.on_violation() != kWiden) {
     quality.clear_max_budget_tokens();
   }
-  quality.MergeFrom(overrides);  // what is 0 or empty stays
+  quality.MergeFrom(overrides);  // fields that are 0 or empty stay
   return absl::OkStatus();
 }
 

@@ -1,5 +1,5 @@
-// The contract of quality in a policy: what may be declared, what a request may wish, and where it
-// changes what is attended to. Called by policy.cc. Thread-safe.
+// The contract of quality in a policy: the values that may be declared, the wishes of a request,
+// and when the contract changes attention. Called by policy.cc. Thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -12,22 +12,22 @@
 
 namespace kvasir::coordinator {
 
-// What the flags of `kvasir serve` say of it.
+// Sets the contract from the flags of `kvasir serve`.
 void SetQualityFromFlags(const v1::SparseConfig& config, v1::AttentionPolicy& policy);
 
-// Fills in the default of on_violation, where there is a wish.
+// Fills in the default of on_violation when the policy has a wish.
 void SetQualityDefaults(v1::AttentionPolicy& policy);
 
-// Works a request's wish into the policy's. INVALID_ARGUMENT where the policy declares none.
+// Merges a request's wish into the policy's. INVALID_ARGUMENT when the policy declares none.
 absl::Status OverrideQuality(const std::string& where, const v1::QualityPolicy& overrides,
                              v1::AttentionPolicy& policy);
 
-// Beyond the trained window dense attention is what fails: INVALID_ARGUMENT where it would stand
-// in.
+// INVALID_ARGUMENT when a violation would fall back to dense attention, which fails beyond the
+// trained window.
 absl::Status CheckNoDenseFallback(const v1::AttentionPolicy& policy, int64_t trained_window);
 
-// Equal if and only if it changes attention equally; empty where it changes nothing. REQUIRES:
-// SetQualityDefaults was called.
+// Returns bytes that are equal if and only if the contract changes attention equally; empty when
+// it changes nothing. REQUIRES: SetQualityDefaults was called.
 std::string CanonicalQuality(const v1::AttentionPolicy& policy);
 
 }  // namespace kvasir::coordinator

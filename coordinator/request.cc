@@ -92,14 +92,14 @@ Request::Verdict Request::OnToken(const TokenEvent& event, TimePoint now) {
   return matched_stop_.has_value() ? Verdict::kStop : Verdict::kGoOn;
 }
 
-// Text of a token and of those before it that was held back. The text of a stop token counts like a
-// stop string's: it is part of the answer only when asked for.
+// Returns the text of a token, after the text held back before it. The text of a stop token is part
+// of the answer only when asked for, like that of a stop string.
 std::string Request::TextOf(const TokenEvent& event) {
   using Role = TokenEvent::Role;
   const bool shown = event.role != Role::kStop || stop_text_ == StopMatcher::StopText::kInclude;
   std::string decoded = shown ? decoder_.Push(event.token) : std::string();
   if (event.role != Role::kInner) decoded += decoder_.Flush();
-  // A stop string counts when it begins behind the first min_tokens tokens.
+  // A stop string counts when it begins after the first min_tokens tokens.
   if (event.index < min_tokens_) return decoded;
   StopMatcher::Output output = matcher_.Push(decoded);
   matched_stop_ = output.stopped_by;

@@ -1,6 +1,6 @@
-// One running request, from its submission to its one end: turns the scheduler's events into the
-// messages of its stream. Hidden: detokenising, stop strings, holding text back, latencies. Made by
-// the service, then owned and called by the engine loop; belongs to one thread at a time.
+// One running request, from its submission to its only end: turns the scheduler's events into the
+// messages of its stream. Hidden: detokenizing, stop strings, holding text back, latencies. Made by
+// the service, then owned and called by the engine loop. Belongs to one thread at a time.
 #pragma once
 
 #include <memory>
@@ -25,7 +25,7 @@ namespace kvasir::coordinator {
 // The ids of running requests. Thread-safe.
 class RunningRequestIds {
  public:
-  // Makes an id free again when it is destroyed. The registry outlives it.
+  // Frees an id when it is destroyed. The registry outlives it.
   class Lease {
    public:
     Lease(RunningRequestIds& ids, std::string id) : ids_(ids), id_(std::move(id)) {}
@@ -60,27 +60,27 @@ struct RequestContext {
 
 class Request {
  public:
-  // INVALID_ARGUMENT for stop strings that cannot be matched.
+  // Makes a request. INVALID_ARGUMENT for stop strings that cannot be matched.
   static absl::StatusOr<std::unique_ptr<Request>> Create(ParsedRequest parsed,
                                                          RequestContext context);
-  // A request that was forgotten still gets its answer: INTERNAL.
+  // Answers with INTERNAL when Finish was never called.
   ~Request();
 
   SequenceId sequence() const { return sequence_; }
   TimePoint arrival() const { return arrival_; }
   // REQUIRES: before TakeSpec.
   int64_t prompt_tokens() const { return static_cast<int64_t>(spec_->prompt.size()); }
-  // What the scheduler is asked. Once.
+  // Moves out the spec for the scheduler. Called once.
   SequenceSpec TakeSpec();
 
   void OnProgress(const ProgressEvent& event);
   enum class Verdict { kGoOn, kStop };
-  // kStop: the answer ends in a stop string.
+  // Returns kStop when the answer ends in a stop string.
   Verdict OnToken(const TokenEvent& event, TimePoint now);
 
-  // The only exit, taken once. `summary` is used when the status is OK.
+  // Ends the request: the only exit, called once. `summary` is used when the status is OK.
   void Finish(const absl::Status& status, v1::Finish summary, TimePoint now);
-  // Refused before it ran.
+  // Finishes a request that was refused before it ran.
   void Refuse(const absl::Status& status);
 
  private:
@@ -103,9 +103,9 @@ class Request {
   std::optional<int64_t> matched_stop_;
   std::optional<TimePoint> last_token_at_;
   const std::string request_id_;
-  // Given back at the end, before the client hears of it: it may use the id again at once.
+  // Given back before the client learns of the end, so that it may use the id again at once.
   std::unique_ptr<RunningRequestIds::Lease> id_;
-  std::shared_ptr<ResponseSink> sink_;  // null: finished
+  std::shared_ptr<ResponseSink> sink_;  // null when finished
 };
 
 }  // namespace kvasir::coordinator

@@ -12,8 +12,7 @@ namespace {
 
 constexpr char kInterval[] = "interval", kCosine[] = "cosine", kBoth[] = "both";
 
-// As in kernels/sparse/reuse/: steps between refreshes unless the selector has intervals of its
-// own.
+// Steps between refreshes unless the selector has its own intervals; as in kernels/sparse/reuse/.
 constexpr uint32_t kDefaultInterval = 8;
 constexpr float kDefaultTheta = 0.9f;
 constexpr float kDefaultThetaForce = 0.5f;
@@ -54,7 +53,7 @@ absl::Status OverrideReuse(const std::string& where, const v1::ReusePolicy& over
     return absl::InvalidArgumentError(
         absl::StrCat(where, " sets reuse, but the policy declares no reuse"));
   }
-  policy.mutable_reuse()->MergeFrom(overrides);  // what is 0 stays
+  policy.mutable_reuse()->MergeFrom(overrides);  // fields that are 0 stay
   return absl::OkStatus();
 }
 

@@ -1,5 +1,5 @@
-// The reuse part of a policy: what may be declared, what a request may override, and which of its
-// numbers matter. Called by policy.cc. Thread-safe.
+// The reuse part of a policy: the values that may be declared, the overrides of a request, and the
+// numbers that matter. Called by policy.cc. Thread-safe.
 #pragma once
 
 #include <string>
@@ -11,18 +11,19 @@
 
 namespace kvasir::coordinator {
 
-// What the flags of `kvasir serve` say of reuse.
+// Sets reuse from the flags of `kvasir serve`.
 void SetReuseFromFlags(const v1::SparseConfig& config, v1::AttentionPolicy& policy);
 
 // Fills in the defaults of the numbers that the rule reads.
 void SetReuseDefaults(v1::AttentionPolicy& policy);
 
-// Works a request's numbers into the policy's. INVALID_ARGUMENT where they set a rule, or the
+// Merges a request's numbers into the policy's. INVALID_ARGUMENT when they set a rule, or when the
 // policy has none.
 absl::Status OverrideReuse(const std::string& where, const v1::ReusePolicy& overrides,
                            v1::AttentionPolicy& policy);
 
-// Equal if and only if reuse is equal; empty without reuse. REQUIRES: SetReuseDefaults was called.
+// Returns bytes that are equal if and only if reuse is equal; empty without reuse. REQUIRES:
+// SetReuseDefaults was called.
 std::string CanonicalReuse(const v1::AttentionPolicy& policy);
 
 }  // namespace kvasir::coordinator

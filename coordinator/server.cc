@@ -34,17 +34,17 @@ namespace kvasir::coordinator {
 namespace {
 
 constexpr char kServiceName[] = "kvasir.v1.Generation";
-// Clients may ping every 10 s; one that does not answer ours within 30 s is gone.
+// Clients may ping every 10 s. A client that does not answer our pings within 30 s is gone.
 constexpr int kMinClientPingMs = 10'000;
 constexpr int kPingIntervalMs = 20'000;
 constexpr int kPingTimeoutMs = 10'000;
-// Streams of one connection besides the requests that may run and wait: calls that are answered at
-// once, refusals among them.
+// Streams of one connection besides the requests that may run and wait: for calls that are answered
+// at once, among them refusals.
 constexpr int kOtherStreams = 64;
-// For answers that are on their way when the server stops.
+// Time for answers that are being written when the server stops.
 constexpr std::chrono::seconds kLastWrites(2);
 
-// Blocks that a host tier has besides those that sequences fill: for its way to a disk.
+// Blocks of a host tier besides those that sequences fill: for blocks being written to disk.
 constexpr int64_t kSpareBlocks = 64;
 
 std::string ModelName(const v1::ServeConfig& config) {
@@ -67,7 +67,7 @@ absl::Duration RankTimeout(const v1::ServeConfig& config) {
   return absl::Seconds(config.rank_timeout());
 }
 
-// A silent rank has been pinged, and given up, when its time is over.
+// Returns ping settings by which a silent rank is pinged and given up within `timeout`.
 WorkerPings PingsWithin(absl::Duration timeout) {
   const int64_t interval =
       std::max<int64_t>(absl::ToInt64Milliseconds(timeout) / 4, proto::kWorkerMinPingIntervalMs);
@@ -75,7 +75,8 @@ WorkerPings PingsWithin(absl::Duration timeout) {
           .timeout_ms = static_cast<int>(absl::ToInt64Milliseconds(timeout) - interval)};
 }
 
-// Whole blocks. On a GPU longer chunks pay, up to so many (docs/measurements.md).
+// Returns a multiple of the block size. A GPU gains from longer steps, up to kOnGpu tokens
+// (docs/measurements.md).
 uint32_t TokensOfStep(const v1::ServeConfig& config) {
   constexpr uint32_t kOnCpu = 512;
   constexpr uint32_t kOnGpu = 2048;
@@ -101,7 +102,7 @@ v1::ShardPlan MakeShardPlan(const v1::ServeConfig& config, const PolicyTable& po
 absl::Status CheckKvHoldsContext(const GroupInfo& group) {
   const int64_t most = group.host_blocks * kvstore::kBlockTokens;
   if (group.max_model_len <= most) return absl::OkStatus();
-  double bytes = 0;  // of a block of the rank whose blocks are largest
+  double bytes = 0;  // largest size of a block on any rank
   for (const v1::Ready& rank : group.ranks) {
     bytes = std::max(bytes, static_cast<double>(rank.block_bytes()));
   }
@@ -140,15 +141,15 @@ class ServerImpl final : public Server {
  private:
   absl::Status BuildServer();
   absl::Status Health() const;
-  // FAILED_PRECONDITION, with the flags that would help, for a context that the group cannot hold
-  // or that no policy can serve.
+  // FAILED_PRECONDITION, with the flags that would help, when the group cannot hold the context or
+  // no policy can serve it.
   absl::Status CheckGroup(const GroupInfo& group) const;
   void OnReadiness(bool ready) EXCLUDES(mu_);
   void OnAccepting(bool accepts) EXCLUDES(mu_);
-  // Readiness is asked for by the service's name; "", the process's life, stays SERVING.
+  // Sets the health of the service's name. That of "", the process itself, stays SERVING.
   void PublishReadiness() REQUIRES(mu_);
 
-  // In the order in which one uses the other.
+  // In order of use: a member uses those above it.
   const v1::ServeConfig config_;
   SteadyClock clock_;
   const std::unique_ptr<const Tokenizer> tokenizer_;
@@ -241,7 +242,7 @@ absl::Status ServerImpl::BuildServer() {
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, kPingIntervalMs);
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, kPingTimeoutMs);
   builder.AddChannelArgument(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
-  // More streams than the server can hold wait at the client; some are left for other calls.
+  // Streams beyond what the server can hold wait at the client; kOtherStreams are for other calls.
   builder.AddChannelArgument(
       GRPC_ARG_MAX_CONCURRENT_STREAMS,
       static_cast<int>(config_.scheduler().max_num_seqs() + config_.scheduler().max_queue_len()) +

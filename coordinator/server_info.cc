@@ -22,7 +22,7 @@ void AddWorkers(const GroupInfo& group, v1::GetServerInfoResponse& info) {
   }
 }
 
-// Of `total_bytes`, what `used` of `total` units are.
+// Adds a tier of `total_bytes` that has `used` of its `total` blocks in use.
 void AddTier(const char* name, uint64_t total_bytes, uint64_t used, uint64_t total,
              v1::GetServerInfoResponse& info) {
   v1::TierInfo& tier = *info.add_tiers();

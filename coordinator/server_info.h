@@ -1,4 +1,4 @@
-// What GetModelInfo and GetServerInfo answer, put together from what the parts of the server know.
+// Makes the answers of GetModelInfo and GetServerInfo from the state of the server's parts.
 // Called by the service. Pure functions: thread-safe.
 #pragma once
 

@@ -70,7 +70,7 @@ void GenerationService::Begin(const v1::GenerateRequest& request,
   if (!accepted.ok()) return Reject(*stream, accepted.status());
   const SequenceId id = (*accepted)->sequence();
   context_.engine.Submit(*std::move(accepted));
-  // After Submit, for the engine forgets what it is told of requests that it does not know.
+  // After Submit, because the engine ignores cancellations of requests that it does not know.
   stream->set_on_cancel(
       [&engine = context_.engine, id](const absl::Status& why) { engine.Cancel(id, why); });
 }

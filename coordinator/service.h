@@ -1,7 +1,7 @@
 // kvasir.v1.Generation over gRPC: parses, submits, and ties the client's cancellation to the
-// request; everything else of Generate happens in the engine loop and in the request. The other
-// calls are answered at once. Long texts are tokenized on threads of their own (text_pool.h). Made
-// by the server. Thread-safe.
+// request. The engine loop and the request do the rest of Generate. The other calls are answered at
+// once. Long texts are tokenized on separate threads (text_pool.h). Made by the server.
+// Thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +26,7 @@
 
 namespace kvasir::coordinator {
 
-// What outlives the service.
+// Parts of the server that the service uses; they outlive it.
 struct ServiceContext {
   const v1::ServeConfig& config;  // every name resolved
   const ModelFolder& folder;
@@ -67,7 +67,7 @@ class GenerationService final : public v1::Generation::CallbackService {
   absl::StatusOr<std::unique_ptr<Request>> Accept(const v1::GenerateRequest& request,
                                                   const std::shared_ptr<GenerateStream>& stream,
                                                   TimePoint arrival);
-  // Answers a call with what `work` returns, on the pool where the request is long.
+  // Answers a call with the result of `work`, which runs on the pool when the request is long.
   grpc::ServerUnaryReactor* AnswerText(grpc::CallbackServerContext* context, size_t bytes,
                                        std::function<absl::Status()> work);
 

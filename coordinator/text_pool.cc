@@ -13,7 +13,7 @@ namespace kvasir::coordinator {
 namespace {
 
 constexpr int kNice = 10;
-// A few of the longest texts are done by then.
+// Time in which a few of the longest texts are tokenized.
 constexpr absl::Duration kRetry = absl::Seconds(5);
 
 }  // namespace

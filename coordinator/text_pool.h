@@ -1,6 +1,6 @@
-// Threads of their own for requests with long texts, so that tokenizing them holds up no stream:
-// the threads of gRPC serve all of them. Bounded in threads and in bytes; with less priority than
-// what serves streams. Made by the server, called by the service. Thread-safe.
+// Separate threads that tokenize long texts, so that they do not delay streams, which gRPC's
+// threads serve. Bounded in threads and in bytes, with lower priority than threads that serve
+// streams. Made by the server, called by the service. Thread-safe.
 #pragma once
 
 #include <cstddef>
@@ -17,17 +17,17 @@ namespace kvasir::coordinator {
 
 class TextPool {
  public:
-  // Size of a short request: tokenizing it takes about a millisecond.
+  // Largest short request: tokenizing it takes about a millisecond.
   static constexpr size_t kShortBytes = size_t{1} << 16;
   static constexpr size_t kThreads = 2;
-  // Bytes of requests that wait or are worked on.
+  // Most bytes of requests that wait or are worked on.
   static constexpr size_t kMostBytes = size_t{256} << 20;
 
   TextPool();
-  ~TextPool();  // when all work is done
+  ~TextPool();  // waits until all work is done
 
-  // Does `work` for a request of `bytes`: a short one at once, others on a thread of the pool.
-  // RESOURCE_EXHAUSTED with a time to try again after when too much waits; then `work` is not done.
+  // Does `work` for a request of `bytes`: at once when it is short, otherwise on a thread of the
+  // pool. Drops `work` when too much waits: RESOURCE_EXHAUSTED with a time to try again.
   absl::Status Run(size_t bytes, std::function<void()> work) EXCLUDES(mu_);
 
  private:

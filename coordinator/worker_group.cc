@@ -25,7 +25,7 @@ using kernels::CondVar;
 using kernels::Mutex;
 using kernels::MutexLock;
 
-// HOST of HOST:PORT; "unix" for sockets of this machine.
+// Returns HOST of HOST:PORT; "unix" for unix sockets, which are on this machine.
 absl::string_view MachineOf(absl::string_view address) {
   return absl::StartsWith(address, "unix:") ? "unix" : address.substr(0, address.rfind(':'));
 }
@@ -67,7 +67,7 @@ class WorkerGroupImpl final : public WorkerGroup {
     WorkerGroupImpl& group;
     const size_t index;
     std::unique_ptr<WorkerClient> client;
-    std::deque<v1::StepReply> replies;  // not taken yet; the engine loop's thread
+    std::deque<v1::StepReply> replies;  // not yet taken; used by the engine loop's thread
   };
   struct Received {
     size_t rank = 0;
@@ -80,13 +80,14 @@ class WorkerGroupImpl final : public WorkerGroup {
   std::string Name(size_t rank) const {
     return absl::StrCat("worker ", rank, " (", options_.addresses[rank], ")");
   }
-  // Ranks on the machine of this address, its own included.
+  // Returns the number of ranks on the machine of `address`, including its own.
   uint32_t RanksBeside(const std::string& address) const;
   void Dial();
-  // The next message of any rank; the reason when the group is gone; DEADLINE_EXCEEDED.
+  // Returns the next message of any rank. The reason when the group is gone; DEADLINE_EXCEEDED.
   absl::StatusOr<Received> Receive(TimePoint deadline) EXCLUDES(mu_);
   absl::Status Handshake(std::vector<std::optional<v1::Ready>>& ready);
-  // One message of the handshake; the first from a rank that had not answered before.
+  // Returns one message of the handshake and marks its rank as answered. NOT_FOUND or UNAVAILABLE,
+  // naming the silent ranks, when none comes in time.
   absl::StatusOr<Received> ReceiveInHandshake(std::vector<bool>& answered, TimePoint answer_by,
                                               const std::vector<std::optional<v1::Ready>>& ready);
   void ReportProgress(const std::string& what) const {
@@ -95,7 +96,7 @@ class WorkerGroupImpl final : public WorkerGroup {
   void Relay(size_t from, const v1::RendezvousEntry& entry);
   absl::StatusOr<GroupInfo> Agree(const std::vector<std::optional<v1::Ready>>& ready) const;
   absl::StatusOr<std::vector<v1::StepReply>> Gather();
-  // Names of the ranks that are not done.
+  // Returns the names of the ranks that are not done.
   std::string Missing(const std::function<bool(size_t rank)>& is_done) const;
   absl::Status Fail(const absl::Status& status);
 
@@ -107,16 +108,16 @@ class WorkerGroupImpl final : public WorkerGroup {
   std::function<void()> on_tier_report_;
   std::function<void(const std::string&)> on_progress_;
 
-  // The engine loop's thread.
+  // Used by the engine loop's thread.
   uint64_t epoch_ = 0;
   std::vector<std::unique_ptr<Rank>> ranks_;
-  size_t unanswered_ = 0;  // plans
+  size_t unanswered_ = 0;  // number of plans
 
   Mutex mu_;
   CondVar changed_;
   std::deque<Received> inbox_ GUARDED_BY(mu_);
   std::vector<RankTierReport> tier_reports_ GUARDED_BY(mu_);
-  absl::Status lost_ GUARDED_BY(mu_);  // why the group is gone; OK while it is not
+  absl::Status lost_ GUARDED_BY(mu_);  // why the group is gone; OK while it exists
   bool between_steps_ GUARDED_BY(mu_) = false;
   bool interrupted_ GUARDED_BY(mu_) = false;
 };
@@ -141,8 +142,8 @@ void WorkerGroupImpl::OnClosed(size_t rank, const absl::Status& status) {
   absl::Status lost;
   {
     MutexLock lock(mu_);
-    if (!lost_.ok()) return;  // the others follow the first
-    // Only our own waits end with DEADLINE_EXCEEDED.
+    if (!lost_.ok()) return;  // the other streams end after the first
+    // DEADLINE_EXCEEDED is for our own waits only.
     const absl::StatusCode code =
         absl::IsDeadlineExceeded(status) ? absl::StatusCode::kUnavailable : status.code();
     lost_ = absl::Status(code, absl::StrCat(Name(rank), ": ", status.message()));
@@ -180,7 +181,7 @@ void WorkerGroupImpl::Disband() {
     between_steps_ = false;
     if (lost_.ok()) lost_ = absl::UnavailableError("the group was ended");
   }
-  ranks_.clear();  // without mu_: waits for calls to OnMessage and OnClosed
+  ranks_.clear();  // without mu_: waits for calls of OnMessage and OnClosed
 }
 
 absl::Status WorkerGroupImpl::Fail(const absl::Status& status) {
@@ -280,7 +281,7 @@ absl::Status WorkerGroupImpl::Handshake(std::vector<std::optional<v1::Ready>>& r
                      message.ready().device_blocks(), message.ready().host_blocks(),
                      message.ready().disk_blocks());
         break;
-      case v1::WorkerMessage::kTierReport:  // does not come here: OnMessage
+      case v1::WorkerMessage::kTierReport:  // never here: OnMessage takes it
       case v1::WorkerMessage::kStepReply:
       case v1::WorkerMessage::MESSAGE_NOT_SET:
         return absl::InternalError(
@@ -365,12 +366,12 @@ absl::StatusOr<v1::StepReply> WorkerGroupImpl::AwaitReply() {
   if (!merged.ok()) return Fail(merged.status());
   --unanswered_;
   MutexLock lock(mu_);
-  // Lost behind the last reply: this step counts, the next one hears of it.
+  // When the group was lost after the last reply, this step counts and the next one fails.
   if (lost_.ok()) between_steps_ = unanswered_ == 0;
   return merged;
 }
 
-// A rank may have answered the next plan before another has this one.
+// Returns the ranks' replies to the oldest plan. A rank may have answered the next plan already.
 absl::StatusOr<std::vector<v1::StepReply>> WorkerGroupImpl::Gather() {
   TimePoint deadline = After(clock_.Now(), options_.step_timeout);
   const auto is_done = [this](size_t rank) { return !ranks_[rank]->replies.empty(); };

@@ -1,6 +1,6 @@
-// The tensor-parallel ranks as one: formed together, stepping together, failing together. Hidden:
-// the streams, the handshake, relaying the ranks' rendezvous, bounded waits, and comparing their
-// answers. Owned and called by the engine loop's thread; what other threads may call says so.
+// The tensor-parallel ranks as one: they form, step and fail together. Hidden: the streams, the
+// handshake, relaying the ranks' rendezvous, bounded waits, and comparing their answers. Owned and
+// called by the engine loop's thread, except where a function says otherwise.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@
 
 namespace kvasir::coordinator {
 
-// What all ranks have in common; capacities are those of the smallest.
+// Values that all ranks have in common; capacities are those of the smallest rank.
 struct GroupInfo {
   uint64_t epoch = 0;
   std::string weights_hash;
@@ -30,62 +30,63 @@ struct GroupInfo {
   int64_t attention_parity_tokens = 0;
   int64_t vocab_size = 0;
   int64_t max_model_len = 0;
-  int64_t trained_window = 0;  // as in v1::Ready, like the following
+  int64_t trained_window = 0;  // as in v1::Ready, like mass_unmeasured
   v1::MassUnmeasured mass_unmeasured = v1::MASS_UNMEASURED_UNSPECIFIED;
   std::vector<std::string> addresses;  // by rank
   std::vector<v1::Ready> ranks;        // by rank
 };
 
-// What one rank says of its disk tier.
+// One rank's report on its disk tier.
 struct RankTierReport {
   int64_t rank = 0;
   v1::TierReport report;
 };
 
-// An interface because tests of the engine loop and of the service play a group.
+// An interface, because tests of the engine loop and of the service simulate a group.
 class WorkerGroup {
  public:
   virtual ~WorkerGroup() = default;
 
-  // Forms the group anew under the next epoch; blocks until every rank is ready. The error of the
-  // rank that failed, naming it; NOT_FOUND, naming them, for ranks that do not answer; INTERNAL
-  // when the ranks do not fit each other.
+  // Forms the group again under the next epoch and blocks until every rank is ready. Returns the
+  // error of a rank that failed, with its name; NOT_FOUND with the names of ranks that do not
+  // answer; INTERNAL when the ranks do not fit each other.
   virtual absl::StatusOr<GroupInfo> Form() = 0;
-  // All ranks carry out the plan, behind those sent before. An error as of AwaitReply.
+  // Sends the plan to all ranks, which carry out plans in order. Errors are those of AwaitReply.
   virtual absl::Status Send(const v1::StepPlan& plan) = 0;
-  // Blocks for the ranks' common answer to the oldest unanswered plan. After an error the group is
-  // gone: UNAVAILABLE for a rank that is dead or too slow, INTERNAL for ranks that disagree.
-  // REQUIRES: a plan is unanswered.
+  // Blocks until the ranks have answered the oldest unanswered plan, and returns their common
+  // answer. After an error the group is gone: UNAVAILABLE for a rank that is dead or too slow,
+  // INTERNAL for ranks that disagree. REQUIRES: a plan is unanswered.
   virtual absl::StatusOr<v1::StepReply> AwaitReply() = 0;
-  // What the ranks have said of their disk tiers since the last call, in order; behind Form all
-  // that they store.
+  // Returns the ranks' reports on their disk tiers since the last call, in order. After Form they
+  // name all that the ranks store.
   virtual std::vector<RankTierReport> TakeTierReports() = 0;
   // Ends the group: the ranks drop their sequences.
   virtual void Disband() = 0;
 
-  // Any thread. Form, Send and AwaitReply, now and in future, return CANCELLED.
+  // Makes Form, Send and AwaitReply return CANCELLED, now and in future. Any thread.
   virtual void Interrupt() = 0;
-  // Before Form. Called on any thread, once per formed group, when a rank is lost between steps.
+  // Before Form. The function is called on any thread, once per formed group, when a rank is lost
+  // between steps.
   virtual void SetLossCallback(std::function<void(const absl::Status&)> on_loss) = 0;
-  // Before Form. Called by Form, on its thread, with what it waits for, for people.
+  // Before Form. Form calls the function on its thread with a text for people: what it waits for.
   virtual void SetProgressCallback(std::function<void(const std::string&)> on_progress) = 0;
-  // Before Form. Called on any thread when there are tier reports to take.
+  // Before Form. The function is called on any thread when there are tier reports to take.
   virtual void SetTierReportCallback(std::function<void()> on_report) = 0;
 };
 
 struct WorkerGroupOptions {
   std::vector<std::string> addresses;  // by rank
-  // Without epoch and rank, which the group fills in.
+  // The group fills in epoch and rank.
   v1::ShardPlan shard_plan;
-  // So long every rank may take to answer at all while the group forms.
+  // Longest time of a rank to its first answer while the group forms.
   absl::Duration answer_timeout = absl::Seconds(30);
-  // A rank that has answered and is silent for so long while the group forms has failed: loading
-  // reports its progress, but hashing a large model from a slow disk may take minutes.
+  // Longest silence of a rank that has answered, while the group forms: loading reports its
+  // progress, but hashing a large model from a slow disk may take minutes.
   absl::Duration form_silence = absl::Minutes(10);
-  // A step may take so long from when its answer is waited for: 1024 sequences or a chunk behind
-  // millions of tokens on a slow machine.
+  // Longest time of a step, from when its answer is waited for: 1024 sequences, or a chunk after
+  // millions of tokens, on a slow machine.
   absl::Duration step_timeout = absl::Minutes(10);
-  // Ranks run in lockstep: after the first reply the others have this long.
+  // Longest time between the first reply and the others: ranks run in lockstep.
   absl::Duration reply_spread = absl::Seconds(5);
 };
 

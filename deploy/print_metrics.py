@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Prints metrics of one process, coordinator or worker; exits with 1 and names those that it does not serve.
+"""Prints metrics of one process, coordinator or worker. Exits with 1 and names the metrics that it does not serve.
 
     deploy/print_metrics.py HOST:PORT METRIC [METRIC ...]
 """

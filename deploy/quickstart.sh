@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# From a fresh clone to answers: installs packages, builds (without CUDA), starts a coordinator and two
-# tensor-parallel workers with the reference model, asks eight questions about a generated document of
-# about 8K tokens, and shuts down. Exits 0 when at least seven answers are exact.
+# Goes from a fresh clone to answers: installs packages, builds (without CUDA), starts a coordinator and
+# two tensor-parallel workers with the reference model, asks eight questions about a generated document
+# of about 8K tokens, and shuts down. Exits 0 when at least seven answers are exact.
 #
 #   deploy/quickstart.sh [--seed N] [--skip-install]
 set -euo pipefail
@@ -13,7 +13,7 @@ while (($#)); do
   case "$1" in
     --seed) seed="$2"; shift ;;
     --skip-install) install=0 ;;
-    *) sed -n '2,7p' "$0"; exit 2 ;;
+    *) sed -n '2,6p' "$0"; exit 2 ;;
   esac
   shift
 done
@@ -89,8 +89,8 @@ for i in 0 1 2 3 4 5 6 7; do
   fi
 done
 
-# Each process serves its own: requests and the prefix cache are the coordinator's, attention and
-# tiers the workers'.
+# Each process serves its own metrics: the coordinator those of requests and the prefix cache, the workers
+# those of attention and tiers.
 coordinator_metrics=(
   kvasir_prompt_tokens_cached_by_source_total
   kvasir_prefix_cache_queries_total

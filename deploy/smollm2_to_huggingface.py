@@ -14,7 +14,7 @@ import numpy as np
 from gguf import GGUFReader
 from gguf.quants import dequantize
 
-# GGUF's names of a layer's tensors, and Hugging Face's.
+# Names of a layer's tensors: GGUF's to Hugging Face's.
 LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -27,14 +27,14 @@ LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 CONTROL_TOKEN = 3  # token type in GGUF
-# GPT-2's byte-level BPE with each digit apart: what GGUF calls the pre-tokenizer "smollm".
+# GPT-2's byte-level BPE with single digits; GGUF calls this pre-tokenizer "smollm".
 PRE_TOKENIZER = {"type": "Sequence", "pretokenizers": [
     {"type": "Digits", "individual_digits": True},
     {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}]}
 
 
 def read_fields(reader):
-    """The file's metadata by name; ends with a message unless it is the model that this script knows."""
+    """Returns the file's metadata by name. Exits with a message unless it is the model that this script converts."""
     fields = {name: field.contents() for name, field in reader.fields.items()}
     expected = {"general.architecture": "llama", "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "smollm"}
     for name, value in expected.items():
@@ -51,15 +51,15 @@ def huggingface_name(name):
 
 
 def unpermute(weights, heads):
-    """Rows of a query or key projection in Hugging Face's order: GGUF keeps the two rows that RoPE turns together side
-    by side, Hugging Face half a head apart."""
+    """Returns a query or key projection with rows in Hugging Face's order. The two rows that RoPE rotates together are
+    adjacent in GGUF, and half a head apart in Hugging Face's order."""
     rows, columns = weights.shape
     pairs = weights.reshape(heads, rows // heads // 2, 2, columns)
     return pairs.swapaxes(1, 2).reshape(rows, columns)
 
 
 def to_bfloat16(values):
-    """Bits of float32 values rounded to the nearest bfloat16, ties to even."""
+    """Returns the bits of float32 values rounded to the nearest bfloat16, ties to even."""
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
 

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# What can be proven on a machine with a GPU (sm_90a), from a folder that brings its libraries.
+# Tests and benchmarks for a machine with a GPU (sm_90a), from a folder that brings its libraries.
 #
-#   tests/gpu.sh bundle FOLDER     where the CUDA toolkit is, no GPU needed: builds, and fills FOLDER
+#   tests/gpu.sh bundle FOLDER     builds and fills FOLDER; needs the CUDA toolkit, no GPU
 #   FOLDER/bin/gpu.sh run [LOGS]   on the GPU machine: kernel tests, compute-sanitizer, benchmarks beside PyTorch
-#   FOLDER/bin/gpu.sh test [LOGS]  of these the tests, with compute-sanitizer
-#   FOLDER/bin/gpu.sh bench [LOGS] of these the benchmarks
-#   FOLDER/bin/gpu.sh start [LOGS] how long the service takes to start; writes 16 GB to /tmp
+#   FOLDER/bin/gpu.sh test [LOGS]  only the tests, with compute-sanitizer
+#   FOLDER/bin/gpu.sh bench [LOGS] only the benchmarks
+#   FOLDER/bin/gpu.sh start [LOGS] measures how long the service takes to start; writes 16 GB to /tmp
 #
-# They need a driver, and cuBLASLt and NCCL of CUDA 13; compute-sanitizer and PyTorch where they are to be used, and say when
-# they are not there. Whole outputs go to LOGS (default FOLDER/logs), a short table comes last. Exit status 1 if anything failed.
+# They need a driver, and cuBLASLt and NCCL of CUDA 13. compute-sanitizer and PyTorch are optional: a line says when they are
+# absent. Whole outputs go to LOGS (default FOLDER/logs), a short table comes last. Exit status 1 if anything failed.
 set -uo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 
@@ -24,7 +24,7 @@ bundle() {
   cmake --install build/cuda --component gpu --prefix "$1"
 }
 
-# begin NAME SECONDS COMMAND ...: runs it beside what runs already; how it ended is in a file.
+# begin NAME SECONDS COMMAND ...: starts it beside the steps that run already. Its exit status goes to a file.
 begin() {
   local name=$1 seconds=$2
   shift 2
@@ -35,7 +35,7 @@ begin() {
   } &
 }
 
-# begin_parts NAME SECONDS PARTS PROGRAM: its tests in parts side by side, on all GPUs in turn. Models lie beside bin.
+# begin_parts NAME SECONDS PARTS PROGRAM: runs its tests in parts side by side, on all GPUs in turn. Models are beside bin.
 begin_parts() {
   local name=$1 seconds=$2 parts=$3 part
   for ((part = 0; part < parts; ++part)); do
@@ -44,7 +44,7 @@ begin_parts() {
   done
 }
 
-# How the steps ended, to results.
+# Adds how the steps ended to results.
 collect() {
   local name status
   for name in "${steps[@]}"; do
@@ -58,7 +58,7 @@ collect() {
   done
 }
 
-# cuBLASLt and NCCL have hundreds of megabytes, so the bundle leaves them to the machine: the toolkit's, or PyTorch's.
+# Finds cuBLASLt and NCCL on the machine, in the CUDA toolkit or PyTorch: at hundreds of megabytes the bundle leaves them out.
 find_libraries() {
   local folders library found
   folders=$(ls -d "${CUDA_HOME:-/usr/local/cuda}"/lib64 2>/dev/null
@@ -77,7 +77,7 @@ find_libraries() {
 }
 
 run_tests() {
-  # Of each program, the cases that sanitizers run: shapes of each kind and size, as they are slow.
+  # Cases of each program that sanitizers run. They are slow, so only a few shapes of each kind and size.
   local -A few=(
     [dense]='*Norm*:*Rope*/1:*Embedding*/0:*NothingToDo*:*ANanStays*:*EmptyBatches*'
     [paged]='*WritesTheBytes*/2:*WritesTheBytes*/7:*OutsideTheDevice*/3:*ResidencyCuda*/2'
@@ -91,7 +91,7 @@ run_tests() {
   begin_parts engine 600 4 "$here/worker_cuda_test"
   begin ranks 100 "$here/kernels_ranks_cuda_test"
   wait
-  # One process a GPU; it says which cases need more of them.
+  # One process per GPU. It says which cases need more GPUs.
   begin parallel 300 env --chdir="$here/.." "$here/worker_cuda_parallel_test"
   wait
   if python3 -c 'import grpc' 2>/dev/null; then
@@ -103,10 +103,10 @@ run_tests() {
   if command -v compute-sanitizer >/dev/null; then
     for program in "${programs[@]}"; do
       for tool in memcheck synccheck initcheck racecheck; do
-        # What racecheck reports of attention, also where other tests call it: docs/measurements/2026-11-22.md.
+        # racecheck's reports on attention, also when other tests call it, are explained in docs/measurements/2026-11-22.md.
         [ "$program-$tool" = attention-racecheck ] && continue
         local without=
-        # infinitehip at compact positions takes racecheck minutes.
+        # racecheck takes minutes over infinitehip at compact positions.
         [ "$tool" = racecheck ] && without='-*AttentionReads*:*InOrderOfImportance*:*InfiniteHipSelectsWhat*'
         begin "$program-$tool" 300 env CUDA_VISIBLE_DEVICES=$((next_gpu++ % gpus)) compute-sanitizer --tool "$tool" --error-exitcode 1 \
           "$here/kernels_${program}_cuda_test" --gtest_filter="${few[$program]}$without"

@@ -13,7 +13,7 @@ if [[ "${1:-}" == "--sanitize" ]]; then
   shift
 fi
 
-# The quick start configures the same folder without tests.
+# Set again, because the quick start configures the same folder without tests.
 cmake --preset cpu -DKVASIR_BUILD_TESTS=ON >/dev/null
 cmake --build --preset cpu
 ctest --preset cpu --no-tests=error "$@"

@@ -18,7 +18,7 @@
 namespace kvasir::coordinator {
 namespace {
 
-// What all requests have in common. Runs do not find each other's prefixes in the cache.
+// The request that all others copy. A run never finds prefixes of another run in the cache.
 v1::GenerateRequest MakeRequest(const v1::BenchCommandConfig& config, const std::string& tenant) {
   v1::GenerateRequest request;
   request.set_tenant_id(tenant);

@@ -1,4 +1,4 @@
-// `kvasir bench`: load for a running server, and what it makes of it.
+// `kvasir bench`: puts load on a running server and measures its answers.
 #pragma once
 
 #include <string>
@@ -12,10 +12,10 @@
 
 namespace kvasir::coordinator {
 
-// FAILED_PRECONDITION when the scenario of --long-prompt-tokens missed its bound.
+// Runs the command. FAILED_PRECONDITION when the scenario of --long-prompt-tokens missed its bound.
 absl::Status RunBench(const v1::BenchCommandConfig& config);
 
-// The table of a load of `wall` seconds.
+// Returns the table for a load that took `wall`.
 std::string BenchTable(const std::vector<TimedStream>& streams, absl::Duration wall);
 
 }  // namespace kvasir::coordinator

@@ -19,9 +19,9 @@ namespace kvasir::coordinator {
 namespace {
 
 constexpr int64_t kSmallestChunk = 64;
-constexpr int64_t kSpareTokens = 128;  // before the measuring begins, and until the prompt arrives
+constexpr int64_t kSpareTokens = 128;  // before measuring begins, and until the prompt arrives
 
-// Decoding streams that run until they are told to stop.
+// Decoding streams that run until Stop.
 class Streams {
  public:
   Streams(v1::Generation::Stub& stub, const std::vector<v1::GenerateRequest>& requests,
@@ -39,7 +39,7 @@ class Streams {
   }
   ~Streams() { Stop(); }
 
-  // Every stream has so many tokens; false when one has ended.
+  // Waits until every stream has `count` tokens; false when one has ended.
   bool Await(size_t count) {
     kernels::MutexLock lock(mu_);
     const auto enough = [&] {
@@ -62,7 +62,7 @@ class Streams {
       if (thread.joinable()) thread.join();
     }
   }
-  // Behind Stop: gaps that end in (from, to].
+  // Returns the gaps that end in (from, to]. REQUIRES: Stop was called.
   std::vector<absl::Duration> Gaps(TimePoint from, TimePoint to) const {
     std::vector<absl::Duration> gaps;
     for (const TimedStream& stream : streams_) {
@@ -74,7 +74,7 @@ class Streams {
     }
     return gaps;
   }
-  // Behind Stop: the first error that was not our own doing.
+  // Returns the first error that Stop did not cause. REQUIRES: Stop was called.
   absl::Status status() const {
     for (const TimedStream& stream : streams_) {
       if (!stream.status.ok() && !absl::IsCancelled(stream.status)) return stream.status;
@@ -96,7 +96,7 @@ class Streams {
   kernels::CondVar changed_;
   std::vector<size_t> received_ GUARDED_BY(mu_);
   size_t ended_ GUARDED_BY(mu_) = 0;
-  std::vector<TimedStream> streams_;  // each written by its thread
+  std::vector<TimedStream> streams_;  // each written by its own thread
   std::vector<std::thread> threads_;
 };
 
@@ -157,7 +157,7 @@ class Scenario {
                             Request(config_.long_prompt_tokens(), 1));
     std::vector<v1::GenerateRequest> requests;
     // Enough to outlast the long prompt: a step reads at least kSmallestChunk tokens of it and
-    // gives each stream one. More would ask for room in the KV tiers that the streams never use.
+    // gives each stream one token. More would reserve KV tiers that the streams never use.
     const int64_t answer = std::min<int64_t>(
         context_ - config_.prompt_tokens(),
         config_.max_tokens() + config_.long_prompt_tokens() / kSmallestChunk + kSpareTokens);
@@ -198,7 +198,7 @@ class Scenario {
   const v1::GenerateRequest& form_;
   const absl::Duration timeout_;
   int64_t context_ = 0;
-  uint64_t prompts_ = 0;  // made so far: each has a seed of its own
+  uint64_t prompts_ = 0;  // number made so far; each has its own seed
   Interference measured_;
 };
 

@@ -1,9 +1,9 @@
-// How much a long prompt that arrives disturbs streams that are decoding: the scenario of
-// `kvasir bench --long-prompt-tokens`. Three things are measured on a server without other load:
+// Measures how much an arriving long prompt disturbs streams that are decoding: the scenario of
+// `kvasir bench --long-prompt-tokens`. Three measurements, on a server without other load:
 //
-//   chunk     the long prompt is read alone: the time between its progress messages, each a step
-//   before    all streams decode and nothing arrives: their inter-token latencies
-//   during    another prompt of that length arrives: the same, until it has its first token
+//   chunk     time between progress messages (one a step) while the long prompt is read alone
+//   before    inter-token latencies while all streams decode and nothing arrives
+//   during    the same from the arrival of another prompt of that length to its first token
 //
 // The bound: p99 during <= p99 before + 1.5 x the median chunk. Thread-safe.
 #pragma once
@@ -32,8 +32,8 @@ struct Interference {
   bool held() const;
 };
 
-// `form` is a request without a prompt. INVALID_ARGUMENT when the context is too short for the
-// prompts, FAILED_PRECONDITION when a stream ended before the long prompt was read.
+// Copies `form`, a request without a prompt. INVALID_ARGUMENT when the context is too short for
+// the prompts, FAILED_PRECONDITION when a stream ended before the long prompt was read.
 absl::StatusOr<Interference> MeasureInterference(const v1::BenchCommandConfig& config,
                                                  v1::Generation::Stub& stub,
                                                  const v1::GenerateRequest& form);

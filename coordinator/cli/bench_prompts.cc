@@ -62,7 +62,7 @@ std::string RandomText(int64_t bytes, uint64_t seed) {
 
 absl::StatusOr<std::vector<uint32_t>> RandomTokens(v1::Generation::Stub& stub, int64_t num_tokens,
                                                    uint64_t seed, absl::Duration timeout) {
-  // A token of a word has at least one byte; most have more, so the text is made longer as needed.
+  // A token has at least one byte, most have more: make the text longer until it is enough.
   for (int64_t bytes = 4 * num_tokens + 64;; bytes *= 2) {
     v1::TokenizeRequest request;
     request.set_text(RandomText(bytes, seed));

@@ -1,4 +1,4 @@
-// How the commands reach a running server. Thread-safe.
+// Connects the commands to a running server. Thread-safe.
 #pragma once
 
 #include <memory>
@@ -10,7 +10,7 @@
 
 namespace kvasir::coordinator {
 
-// To "HOST:PORT" or "unix:PATH", for messages as large as the server takes.
+// Returns a channel to "HOST:PORT" or "unix:PATH", for messages as large as the server takes.
 std::shared_ptr<grpc::Channel> Connect(const std::string& server);
 
 void SetTimeout(absl::Duration timeout, grpc::ClientContext& context);

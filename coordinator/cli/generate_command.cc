@@ -112,7 +112,7 @@ std::string MassLines(const v1::AttentionReport& attention) {
   return text + "\n";
 }
 
-// Reads the stream to its end; the answer goes to standard output as it arrives.
+// Reads the stream to its end and prints the answer to standard output as it arrives.
 absl::StatusOr<v1::Finish> ReadStream(grpc::ClientReader<v1::GenerateResponse>& reader,
                                       bool quiet) {
   std::unique_ptr<ProgressBar> bar;

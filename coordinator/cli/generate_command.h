@@ -1,5 +1,5 @@
 // `kvasir generate`: sends one prompt to a running server, shows how far the prompt has been read,
-// streams the answer to standard output and sums up at the end on standard error.
+// streams the answer to standard output and prints a summary to standard error at the end.
 #pragma once
 
 #include <string>
@@ -13,7 +13,7 @@ namespace kvasir::coordinator {
 
 absl::Status RunGenerate(const v1::GenerateCommandConfig& config);
 
-// The text that is printed at the end.
+// Returns the summary that is printed at the end.
 std::string FinishSummary(const v1::Finish& finish);
 
 }  // namespace kvasir::coordinator

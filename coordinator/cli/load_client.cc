@@ -15,7 +15,7 @@
 namespace kvasir::coordinator {
 namespace {
 
-// When each request is due: at once, or after exponential pauses of mean 1 / rate.
+// Returns when each request is due: at once, or after exponential pauses of mean 1 / rate.
 std::vector<absl::Duration> Arrivals(size_t count, const LoadOptions& options) {
   std::vector<absl::Duration> due(count);
   if (options.rate <= 0) return due;
@@ -78,7 +78,7 @@ std::vector<TimedStream> RunLoad(v1::Generation::Stub& stub,
   const TimePoint begin = clock.Now();
   std::vector<TimedStream> streams(requests.size());
   std::atomic<size_t> next = 0;
-  kernels::Mutex mu;  // of on_done
+  kernels::Mutex mu;  // held in calls of on_done
   const auto run = [&] {
     for (size_t i = next.fetch_add(1); i < requests.size(); i = next.fetch_add(1)) {
       const TimePoint start = options.rate > 0 ? After(begin, due[i]) : clock.Now();

@@ -1,5 +1,5 @@
-// Which GPU each of the workers gets that `kvasir serve` starts. The coordinator has no CUDA: it
-// looks at what CUDA_VISIBLE_DEVICES leaves, and at the driver's list. Functions without state.
+// Chooses a GPU for each worker that `kvasir serve` starts. The coordinator has no CUDA: it reads
+// CUDA_VISIBLE_DEVICES and the driver's list of GPUs. Functions without state.
 #pragma once
 
 #include <cstdint>
@@ -12,16 +12,16 @@
 namespace kvasir::coordinator {
 
 struct LocalGpus {
-  // As CUDA_VISIBLE_DEVICES names them; none if it is not set.
+  // GPUs named by CUDA_VISIBLE_DEVICES; nullopt if it is not set.
   std::optional<std::vector<std::string>> visible;
-  // That the driver has; none if that cannot be seen.
+  // Number of GPUs of the driver; nullopt if it cannot be read.
   std::optional<int64_t> count;
 };
 
 LocalGpus LookForGpus();
 
-// One for each of `workers`, to be its CUDA_VISIBLE_DEVICES. INVALID_ARGUMENT when there are fewer.
-// Where neither is known the workers will say what is missing.
+// Returns the CUDA_VISIBLE_DEVICES of each worker: one GPU each. INVALID_ARGUMENT when there are
+// fewer than `workers`. When neither field is known, the workers report what is missing.
 absl::StatusOr<std::vector<std::string>> ChooseGpus(int64_t workers, const LocalGpus& gpus);
 
 }  // namespace kvasir::coordinator

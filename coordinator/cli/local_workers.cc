@@ -36,13 +36,13 @@ using std::chrono::milliseconds;
 constexpr milliseconds kFirstBackoff(100);
 constexpr milliseconds kLongestBackoff(10'000);
 constexpr milliseconds kStableAfter(
-    60'000);  // a worker that ran so long starts over with the back-off
-constexpr milliseconds kKillGrace(5'000);  // a killed process whose disk hangs ends when it can
+    60'000);  // after a run this long the back-off starts again at its first pause
+constexpr milliseconds kKillGrace(5'000);  // a killed process ends late when its disk hangs
 constexpr milliseconds kPoll(50);
 
 struct Process {
   int64_t rank = 0;
-  std::string failure_file;  // what it leaves when it ends with an error
+  std::string failure_file;  // file that it writes when it ends with an error
   std::vector<std::string> argv;
   std::vector<std::string> environment;
   pid_t pid = -1;
@@ -51,7 +51,7 @@ struct Process {
   milliseconds backoff = kFirstBackoff;
 };
 
-// Why a process ended: in its own words where it left some.
+// Returns why a process ended: its own message if it left one.
 absl::Status EndOf(const Process& process, int wait_status) {
   std::ifstream file(process.failure_file);
   std::string words((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
@@ -64,7 +64,7 @@ absl::Status EndOf(const Process& process, int wait_status) {
   return absl::FailedPreconditionError(absl::StrCat("worker ", process.rank, " ended: ", words));
 }
 
-// This process's, with one GPU to be seen if `gpu` is not empty.
+// Returns this process's environment. A `gpu` that is not empty is the only one visible in it.
 std::vector<std::string> EnvironmentWith(const std::string& gpu) {
   constexpr absl::string_view kVisible = "CUDA_VISIBLE_DEVICES=";
   std::vector<std::string> variables;
@@ -75,7 +75,7 @@ std::vector<std::string> EnvironmentWith(const std::string& gpu) {
   return variables;
 }
 
-// As execve takes it.
+// Returns `texts` as execve takes them.
 std::vector<char*> Pointers(const std::vector<std::string>& texts) {
   std::vector<char*> pointers;
   for (const std::string& text : texts) pointers.push_back(const_cast<char*>(text.c_str()));
@@ -92,7 +92,7 @@ absl::StatusOr<pid_t> Spawn(const Process& process) {
     return absl::InternalError(absl::StrCat("cannot start a worker: ", std::strerror(errno)));
   }
   if (pid == 0) {
-    // A worker outlives nothing: it ends with the server even when that is killed.
+    // A worker ends with the server, even when the server is killed.
     prctl(PR_SET_PDEATHSIG, SIGTERM);
     if (getppid() != parent) _exit(1);
     // The server blocks the signals it waits for; its children must not inherit that.
@@ -107,7 +107,7 @@ absl::StatusOr<pid_t> Spawn(const Process& process) {
   return pid;
 }
 
-// A private folder whose sockets have addresses that fit: those of unix sockets are short.
+// Makes a private folder with a path short enough for addresses of unix sockets.
 absl::StatusOr<std::string> MakeSocketFolder() {
   constexpr size_t kLongest = sizeof(sockaddr_un::sun_path) - sizeof("/worker-1023.sock");
   std::error_code error;
@@ -163,8 +163,8 @@ class LocalWorkerProcesses : public LocalWorkers {
            .environment = EnvironmentWith(
                options.gpus.empty() ? "" : options.gpus[static_cast<size_t>(rank)])});
     }
-    // PR_SET_PDEATHSIG fires when the *thread* that forked ends: all are started by the watcher,
-    // which lives as long as this object.
+    // PR_SET_PDEATHSIG fires when the *thread* that forked ends, so the watcher starts all
+    // workers: it lives as long as this object.
     watcher_ = std::thread([this] { Watch(); });
     kernels::MutexLock lock(mu_);
     while (!first_round_done_) changed_.Wait(mu_);
@@ -198,7 +198,7 @@ class LocalWorkerProcesses : public LocalWorkers {
     return absl::OkStatus();
   }
 
-  // Notices a dead worker, and starts it again when its back-off is over.
+  // Notices when a worker has died, and starts it again when its back-off is over.
   void Revive(Process& process) REQUIRES(mu_) {
     const Clock::time_point now = Clock::now();
     int status = 0;
@@ -228,7 +228,7 @@ class LocalWorkerProcesses : public LocalWorkers {
     for (const Process& process : processes_) {
       if (process.pid > 0) kill(process.pid, SIGTERM);
     }
-    // Meanwhile a worker writes to disk what it has accepted.
+    // In this time a worker writes to disk the blocks that it has accepted.
     const Clock::time_point deadline = Clock::now() + grace_;
     for (Process& process : processes_) {
       while (process.pid > 0 && waitpid(process.pid, nullptr, WNOHANG) == 0) {
@@ -246,7 +246,7 @@ class LocalWorkerProcesses : public LocalWorkers {
   std::string folder_;
   milliseconds grace_{0};
   std::vector<std::string> addresses_;
-  std::vector<Process> processes_;  // owned by the watcher thread while it runs
+  std::vector<Process> processes_;  // the watcher thread owns them while it runs
   OomKills oom_kills_;              // the watcher thread's
   std::thread watcher_;
 
@@ -271,7 +271,7 @@ absl::StatusOr<std::string> FindWorkerProgram() {
   std::error_code error;
   const fs::path self = fs::read_symlink("/proc/self/exe", error);
   const fs::path beside = self.parent_path() / "kvasir-worker";
-  // In the build tree every program lies in the folder of its part.
+  // In the build tree every program is in the folder of its part.
   const fs::path built = self.parent_path().parent_path() / "worker" / "kvasir-worker";
   for (const fs::path& candidate : {beside, built}) {
     if (access(candidate.c_str(), X_OK) == 0) return candidate.string();

@@ -1,6 +1,6 @@
-// The worker processes that `kvasir serve` starts on its own machine: one `kvasir-worker` a rank,
+// The worker processes that `kvasir serve` starts on its own machine: one `kvasir-worker` per rank,
 // listening on unix sockets in a private folder. A worker that dies is started again after a
-// back-off (0.1 to 10 s); all end with this object, and with this process whatever kills it.
+// back-off (0.1 to 10 s). All end with this object, and with this process whatever kills it.
 // Thread-compatible.
 #pragma once
 
@@ -17,31 +17,32 @@ namespace kvasir::coordinator {
 
 struct LocalWorkersOptions {
   std::string program;  // path of kvasir-worker
-  int64_t count = 1;    // ranks
-  int64_t threads = 1;  // kernel threads of each
-  std::string device;   // that they compute on: "cpu", "cuda"
-  std::string cpu_isa;  // of their CPU kernels: "auto", "avx2", ...
-  // Of "cuda": the GPU of each, as CUDA_VISIBLE_DEVICES names it.
+  int64_t count = 1;    // number of ranks
+  int64_t threads = 1;  // kernel threads per rank
+  std::string device;   // "cpu" or "cuda"
+  std::string cpu_isa;  // for CPU kernels: "auto", "avx2", ...
+  // GPU of each rank, as CUDA_VISIBLE_DEVICES names it; for device "cuda".
   std::vector<std::string> gpus = {};
   std::string metrics_host;
-  int64_t metrics_port = 0;                  // of the first, the others follow; 0: any free ones
-  absl::Duration grace = absl::Seconds(30);  // to end after SIGTERM
+  int64_t metrics_port = 0;                  // of rank 0, the other ranks follow; 0: any free ports
+  absl::Duration grace = absl::Seconds(30);  // time to end after SIGTERM
 };
 
 class LocalWorkers {
  public:
-  // NOT_FOUND without the program, INTERNAL when a process cannot be started.
+  // Starts all ranks. NOT_FOUND without the program, INTERNAL when a process cannot be started.
   static absl::StatusOr<std::unique_ptr<LocalWorkers>> Start(const LocalWorkersOptions& options);
-  virtual ~LocalWorkers() = default;  // SIGTERM, then SIGKILL after the grace
-  // and 5 s for that: one that waits for a hung disk is left to the system
-  // "unix:/..." of each rank.
+  // Sends SIGTERM, after the grace SIGKILL, and waits 5 s more. A process that waits for a hung
+  // disk is left to the system.
+  virtual ~LocalWorkers() = default;
+  // Returns the address of each rank: "unix:/...".
   virtual const std::vector<std::string>& addresses() const = 0;
-  // OK as long as all have run since the start; then why the first one ended, which is started
-  // again all the same: FAILED_PRECONDITION with what it said, or with its exit code or signal.
+  // Returns OK while all have run since the start. Otherwise the reason of the first end, although
+  // that worker is started again: FAILED_PRECONDITION with its message, exit code or signal.
   virtual absl::Status first_end() const = 0;
 };
 
-// Path of kvasir-worker beside the running program.
+// Returns the path of kvasir-worker beside the running program.
 absl::StatusOr<std::string> FindWorkerProgram();
 
 }  // namespace kvasir::coordinator

@@ -1,4 +1,4 @@
-// The `kvasir` command: picks the sub-command, turns its flags into a config message, reports
+// The `kvasir` command: picks the sub-command, turns its flags into a config message and reports
 // errors.
 #include <cstring>
 #include <iostream>

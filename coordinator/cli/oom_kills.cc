@@ -18,7 +18,7 @@ int64_t OomKills::Count() const {
   for (int64_t count = 0; file >> name >> count;) {
     if (name == "oom_kill") return count;
   }
-  return 0;  // a kernel that does not count them
+  return 0;  // this kernel does not count them
 }
 
 }  // namespace kvasir::coordinator

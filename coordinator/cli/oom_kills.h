@@ -1,5 +1,5 @@
-// Whether the kernel has killed a process for lack of memory, as a signal alone does not tell: it
-// counts such kills (/proc/vmstat). Thread-compatible.
+// Tells whether the kernel has killed a process for lack of memory. A signal alone does not tell,
+// but the kernel counts such kills in /proc/vmstat. Thread-compatible.
 #pragma once
 
 #include <cstdint>
@@ -9,9 +9,9 @@ namespace kvasir::coordinator {
 
 class OomKills {
  public:
-  // Counts from here on. `root` is "" but in tests.
+  // Counts kills from now on. `root` is "" except in tests.
   explicit OomKills(std::string root = "");
-  // True when there were any since the last call.
+  // Returns true when there were kills since the last call.
   bool TakeNew();
 
  private:

@@ -1,4 +1,4 @@
-// A progress bar on a terminal's line; silent when the stream is not a terminal. Thread-compatible.
+// A progress bar on one line of a terminal. Prints nothing to other streams. Thread-compatible.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ namespace kvasir::coordinator {
 
 class ProgressBar {
  public:
-  // Draws on `stream` when it is a terminal. `label` says what is being done.
+  // Draws on `stream` when it is a terminal. `label` names the work.
   ProgressBar(std::FILE* stream, absl::string_view label);
   ~ProgressBar();  // clears the line
   ProgressBar(const ProgressBar&) = delete;
@@ -29,11 +29,11 @@ class ProgressBar {
   bool drawn_ = false;
 };
 
-// "  reading prompt [#####.....]  50%  4,096 / 8,192 tokens, 3.2 s left"
+// Returns e.g. "  reading prompt [#####.....]  50%  4,096 / 8,192 tokens, 3.2 s left".
 std::string ProgressLine(absl::string_view label, int64_t done, int64_t total,
                          std::optional<absl::Duration> eta);
 
-// "1,234,567"
+// Returns e.g. "1,234,567".
 std::string WithCommas(uint64_t number);
 
 }  // namespace kvasir::coordinator

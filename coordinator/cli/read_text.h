@@ -1,5 +1,5 @@
-// Text from outside as the commands take it: whole, in UTF-8, and small enough for a request. Pure
-// but for reading files. Thread-safe.
+// Reads and checks text that the commands are given: whole, in UTF-8, small enough for a request.
+// Pure functions, except that they read files. Thread-safe.
 #pragma once
 
 #include <string>
@@ -12,16 +12,17 @@
 
 namespace kvasir::coordinator {
 
-// All that a file holds; `flag` names it in errors. NOT_FOUND when it cannot be opened,
-// INVALID_ARGUMENT for a folder, or what else cannot be read to its end.
+// Returns the content of a file; `flag` names it in errors. NOT_FOUND when it cannot be opened,
+// INVALID_ARGUMENT for a folder and for anything that cannot be read to its end.
 absl::StatusOr<std::string> ReadFile(absl::string_view flag, const std::string& path);
 absl::StatusOr<std::string> ReadStandardInput();
 
-// INVALID_ARGUMENT with the place of the first byte that is not UTF-8. `what` names the text.
+// Returns INVALID_ARGUMENT with the place of the first byte that is not UTF-8. `what` names the
+// text.
 absl::Status CheckUtf8(absl::string_view what, absl::string_view text);
 
-// INVALID_ARGUMENT for a request that no server would take: gRPC's own words say nothing to whoever
-// wrote a prompt.
+// Returns INVALID_ARGUMENT for a request larger than a server takes. The message of gRPC would
+// tell the author of a prompt nothing.
 absl::Status CheckSize(const v1::GenerateRequest& request);
 
 }  // namespace kvasir::coordinator

@@ -26,13 +26,13 @@
 namespace kvasir::coordinator {
 namespace {
 
-// For workers to end once nothing runs any more: they write to disk what they have accepted.
+// Least time for workers to end when nothing runs any more: they write accepted blocks to disk.
 constexpr absl::Duration kLeastWorkerGrace = absl::Seconds(2);
 constexpr absl::Duration kMostWorkerGrace = absl::Seconds(30);
 
 absl::StatusOr<std::unique_ptr<LocalWorkers>> StartLocalWorkers(const v1::ServeConfig& config) {
   KVASIR_ASSIGN_OR_RETURN(const std::string program, FindWorkerProgram());
-  // The workers run on this machine: one that refused its flag would only be started again.
+  // The workers run on this machine: a worker that refused the flag would only be started again.
   KVASIR_RETURN_IF_ERROR(kernels::LimitCpuIsa(config.cpu_isa()));
   const int64_t count = config.tensor_parallel_size();
   const int64_t cores = std::max<int64_t>(1, std::thread::hardware_concurrency());
@@ -74,7 +74,7 @@ std::string MetricsAddress(const v1::ServeConfig& config, const Server& server) 
   return absl::StrCat(config.endpoint().host(), ":", server.metrics_port());
 }
 
-// Written under another name first, so that whoever waits for the file never reads half of it.
+// Writes the file under another name first, so that nobody reads half of it.
 absl::Status WriteReadyFile(const v1::ServeConfig& config, const Server& server) {
   const std::string& path = config.ready_file();
   if (path.empty()) return absl::OkStatus();
@@ -93,7 +93,8 @@ absl::Status WriteReadyFile(const v1::ServeConfig& config, const Server& server)
   return absl::OkStatus();
 }
 
-// The file of a server that is no more, or not yet ready, tells its readers something wrong.
+// Removes the ready file: that of a server that has ended, or is not ready yet, misleads its
+// readers.
 class ReadyFile {
  public:
   explicit ReadyFile(std::string path) : path_(std::move(path)) { Remove(); }
@@ -108,7 +109,7 @@ class ReadyFile {
   const std::string path_;
 };
 
-// A closed terminal drains the server as SIGTERM does.
+// Returns the signals that drain the server. SIGHUP, of a closed terminal, is one.
 sigset_t ShutdownSignals() {
   sigset_t signals;
   sigemptyset(&signals);
@@ -116,8 +117,8 @@ sigset_t ShutdownSignals() {
   return signals;
 }
 
-// Waits for the server or for a signal; returns the signal's number, 0 when the server is ready. A
-// worker of ours that ends before is no worker that would do better when it is started again.
+// Waits for the server or for a signal. Returns the signal's number, 0 when the server is ready.
+// Fails when a local worker ends before that: it would not do better when started again.
 absl::StatusOr<int> WaitUntilReady(Server& server, const LocalWorkers* workers,
                                    const sigset_t& signals) {
   constexpr timespec kNoWait = {};
@@ -131,7 +132,7 @@ absl::StatusOr<int> WaitUntilReady(Server& server, const LocalWorkers* workers,
   }
 }
 
-// Lets running requests end, for as long as is configured or until another signal.
+// Lets running requests end, for at most `longest` or until another signal.
 void Drain(Server& server, absl::Duration longest, const sigset_t& signals) {
   constexpr timespec kNoWait = {};
   const SteadyClock clock;
@@ -153,7 +154,7 @@ void Drain(Server& server, absl::Duration longest, const sigset_t& signals) {
 }  // namespace
 
 absl::Status RunServe(const v1::ServeConfig& config) {
-  // Blocked before any thread starts, so that only the wait below receives them.
+  // Block the signals before any thread starts, so that only the wait below receives them.
   const sigset_t signals = ShutdownSignals();
   pthread_sigmask(SIG_BLOCK, &signals, nullptr);
   proto::IgnoreStraySignals();

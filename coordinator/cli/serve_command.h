@@ -8,7 +8,7 @@
 
 namespace kvasir::coordinator {
 
-// Returns when the server has shut down; OK after a clean drain.
+// Serves, and returns when the server has shut down. OK after a clean drain.
 absl::Status RunServe(const v1::ServeConfig& config);
 
 }  // namespace kvasir::coordinator

@@ -117,7 +117,7 @@ absl::Status RunStatus(const v1::StatusCommandConfig& config) {
   SetTimeout(timeout, model_context);
   const absl::Status served = proto::FromGrpcStatus(stub->GetModelInfo(&model_context, {}, &model));
   std::cout << StatusTable(server, served.ok() ? &model : nullptr);
-  // A group that is being formed has no model to tell of; the table says so.
+  // While a group is being formed there is no model to report; the table says so.
   return absl::IsUnavailable(served) ? absl::OkStatus() : served;
 }
 

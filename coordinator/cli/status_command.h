@@ -1,4 +1,4 @@
-// `kvasir status`: asks a running server how it is and prints a table.
+// `kvasir status`: asks a running server for its state and prints a table.
 #pragma once
 
 #include <string>
@@ -12,7 +12,7 @@ namespace kvasir::coordinator {
 
 absl::Status RunStatus(const v1::StatusCommandConfig& config);
 
-// What is printed; `model` is null while no worker group is formed.
+// Returns the table to print. `model` is null while no worker group is formed.
 std::string StatusTable(const v1::GetServerInfoResponse& server,
                         const v1::GetModelInfoResponse* model);
 

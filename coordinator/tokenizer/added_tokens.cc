@@ -16,7 +16,7 @@ std::vector<std::string> Contents(const std::vector<AddedToken>& tokens) {
   return contents;
 }
 
-// Where the white space that ends at `end` begins, at `limit` at the earliest.
+// Returns where the white space that ends at `end` begins, but at least `limit`.
 size_t WhiteSpaceBegin(absl::string_view text, size_t limit, size_t end) {
   while (end > limit) {
     const Utf8Unit unit = CodePointBefore(text, end);
@@ -51,7 +51,7 @@ AddedTokens::AddedTokens(std::vector<AddedToken> tokens)
 
 absl::Status AddedTokens::Split(absl::string_view text, SpecialTokenText special_token_text,
                                 Sink sink) const {
-  size_t done = 0;  // text before it was handed out
+  size_t done = 0;  // the text before it has been handed out
   for (size_t pos = 0; pos < text.size();) {
     if (!begins_token_[static_cast<uint8_t>(text[pos])]) {
       ++pos;

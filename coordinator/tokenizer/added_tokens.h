@@ -1,7 +1,7 @@
 // Finds added tokens (<|im_end|>, <think>, ...) in a text before it is split and merged, with the
-// rules of Hugging Face `tokenizers`: leftmost first, the longest of those; a token may ask to be a
-// whole word or to swallow the white space beside it. Called by the tokenizer. Immutable after
-// construction, so it may be shared between threads.
+// rules of Hugging Face `tokenizers`: the leftmost match, and the longest of those. A token may
+// match whole words only, or take the white space beside it. Called by the tokenizer. Immutable
+// after construction, so it may be shared between threads.
 #pragma once
 
 #include <array>
@@ -21,10 +21,10 @@ namespace kvasir::coordinator {
 struct AddedToken {
   std::string content;  // not empty, well-formed UTF-8
   int32_t id;
-  bool single_word = false;  // only where no letter, digit, mark or connector is beside it
-  bool lstrip = false;       // takes the white space before it along
+  bool single_word = false;  // only without a letter, digit, mark or connector beside it
+  bool lstrip = false;       // takes the white space before it
   bool rstrip = false;
-  bool normalized = false;  // looked for in the normalised text, in its normalised form
+  bool normalized = false;  // matched in its normalized form in the normalized text
   bool special = false;
 };
 
@@ -32,14 +32,14 @@ enum class SpecialTokenText { kParse, kPlainText };
 
 class AddedTokens {
  public:
-  // Gets a run of text, or the id of a token with the text it took.
+  // Gets a run of text, or the text that a token took and its id.
   using Sink = absl::FunctionRef<absl::Status(absl::string_view text, std::optional<int32_t> id)>;
 
-  // REQUIRES: contents are distinct, and none begins with white space if one has rstrip.
+  // REQUIRES: contents are distinct; none begins with white space if any token has rstrip.
   explicit AddedTokens(std::vector<AddedToken> tokens);
 
-  // Cuts `text` (well-formed) and hands the parts to `sink` in order; stops at the first error.
-  // Under kPlainText the tokens that are special are not looked for.
+  // Cuts `text` (well-formed UTF-8) and hands the parts to `sink` in order. Stops at the first
+  // error. Under kPlainText special tokens are not matched.
   absl::Status Split(absl::string_view text, SpecialTokenText special_token_text, Sink sink) const;
 
  private:

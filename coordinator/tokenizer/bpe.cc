@@ -11,7 +11,8 @@ namespace {
 
 constexpr int32_t kNoRank = std::numeric_limits<int32_t>::max();
 constexpr int32_t kNoSymbol = -1;
-// Up to here a scan over all pairs beats the heap; nearly every pre-token of real text is shorter.
+// Longest pre-token, in bytes, for which a scan over all pairs is faster than the heap. Nearly all
+// pre-tokens of real text are shorter.
 constexpr size_t kShortPiece = 48;
 
 uint64_t PairKey(int32_t left, int32_t right) {
@@ -72,7 +73,7 @@ void BpeModel::EncodeShort(absl::string_view piece, std::vector<int32_t>* ids) c
   while (n > 1) {
     const auto best = std::min_element(
         pairs.begin(), pairs.begin() + static_cast<int64_t>(n) - 1,
-        [](const Merged& a, const Merged& b) { return a.rank < b.rank; });  // the first of equals
+        [](const Merged& a, const Merged& b) { return a.rank < b.rank; });  // first among equals
     if (best->rank == kNoRank) break;
     const auto i = static_cast<size_t>(best - pairs.begin());
     symbols[i] = best->id;
@@ -118,7 +119,7 @@ void BpeModel::EncodeLong(absl::string_view piece, Workspace* workspace,
     heap.pop_back();
     const size_t position = entry & 0xFFFFFFFFu;
     Workspace::Symbol& left = symbols[position];
-    // Entries of pairs that have changed since are left in the heap; ranks are unique to a pair.
+    // The heap keeps entries of pairs that have changed. The rank shows it: it is unique to a pair.
     if (left.rank != static_cast<int32_t>(entry >> 32)) continue;
     Workspace::Symbol& right = symbols[static_cast<size_t>(left.next)];
     left.id = FindMerge(left.id, right.id)->id;

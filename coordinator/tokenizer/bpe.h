@@ -1,9 +1,9 @@
 // Byte-pair encoding of one pre-token: bytes are merged pairwise in order of rank, the leftmost
 // pair first among equals, until no pair of neighbours has a merge. Hides the pair table and the
-// two ways to run it (a scan for short pre-tokens, a heap over a linked list for long ones: n log
-// n, so one character repeated for a megabyte is no attack). Called by the tokenizer. Immutable
-// after construction, so it may be shared between threads; a Workspace belongs to one call at a
-// time.
+// two ways to run it: a scan for short pre-tokens, and a heap over a linked list for long ones,
+// whose n log n time makes one character repeated for a megabyte harmless. Called by the tokenizer.
+// Immutable after construction, so it may be shared between threads; a Workspace belongs to one
+// call at a time.
 #pragma once
 
 #include <array>
@@ -26,9 +26,9 @@ class BpeModel {
   };
 
   struct Params {
-    std::array<int32_t, 256> byte_ids;  // the token of each single byte; -1 where there is none
+    std::array<int32_t, 256> byte_ids;  // the token of each single byte; -1 if there is none
     std::vector<Merge> merges;          // in order of rank; no pair twice
-    // Pre-tokens that are looked up whole before any merging ("ignore_merges"); may be empty.
+    // Pre-tokens that are looked up whole before merging ("ignore_merges"). May be empty.
     std::vector<std::pair<std::string, int32_t>> whole_tokens;
   };
 
@@ -47,7 +47,7 @@ class BpeModel {
 
   explicit BpeModel(Params params);
 
-  // Appends the ids of `piece`. Bytes without a token are left out, and their neighbours may merge,
+  // Appends the ids of `piece`. Leaves out bytes without a token, and their neighbours may merge,
   // as in Hugging Face's library. REQUIRES: size < 2^31.
   void Encode(absl::string_view piece, Workspace* workspace, std::vector<int32_t>* ids) const;
 

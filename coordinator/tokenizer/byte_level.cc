@@ -13,7 +13,7 @@ constexpr bool IsPrintable(uint32_t byte) {
   return (byte >= 0x21 && byte <= 0x7E) || (byte >= 0xA1 && byte <= 0xAC) || byte >= 0xAE;
 }
 
-// A printable byte stands for itself; the others are numbered upwards from U+0100 in byte order.
+// A printable byte is its own symbol. The others are numbered upwards from U+0100 in byte order.
 constexpr std::array<char32_t, 256> MakeSymbols() {
   std::array<char32_t, 256> symbols{};
   char32_t next = 0x100;

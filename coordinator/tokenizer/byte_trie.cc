@@ -8,12 +8,11 @@ namespace kvasir::coordinator {
 ByteTrie::ByteTrie(absl::Span<const std::string> strings) {
   std::vector<int32_t> order(strings.size());
   std::iota(order.begin(), order.end(), 0);
-  // Stable, so that the first of equal strings is met first. std::string compares as unsigned
-  // bytes.
+  // Stable, so that equal strings stay in order. std::string compares as unsigned bytes.
   std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) {
     return strings[static_cast<size_t>(a)] < strings[static_cast<size_t>(b)];
   });
-  // Node i stands for the sorted strings [begin, end), which agree in their first `depth` bytes.
+  // Sorted strings [begin, end) of node i, which agree in their first `depth` bytes.
   struct Range {
     size_t begin, end, depth;
   };

@@ -1,6 +1,6 @@
-// A trie over byte strings, built once: 12 bytes per node, the children of a node side by side in
-// byte order. Hides that layout. Used to find added tokens in a text and, with failure links, by
-// the stop matcher. Immutable after construction, so it may be shared between threads.
+// A trie over byte strings, built once. Hides its layout: 12 bytes per node, the children of a node
+// side by side in byte order. Used to find added tokens in a text and, with failure links, by the
+// stop matcher. Immutable after construction, so it may be shared between threads.
 #pragma once
 
 #include <cstdint>
@@ -18,11 +18,11 @@ class ByteTrie {
   static constexpr int32_t kNone = -1;
   static constexpr int32_t kRoot = 0;
 
-  // Linear in the total length plus sorting. REQUIRES: total length < 2^31 - 1.
+  // Takes a sort plus time linear in the total length. REQUIRES: total length < 2^31 - 1.
   explicit ByteTrie(absl::Span<const std::string> strings);
 
-  // Nodes are numbered in breadth-first order from the root: a child's number is larger than its
-  // parent's, and so is a deeper node's than a shallower one's.
+  // Nodes are numbered in breadth-first order from the root: a deeper node has a larger number, so
+  // a child's is larger than its parent's.
   int32_t num_nodes() const { return static_cast<int32_t>(nodes_.size()); }
   int32_t Child(int32_t node, uint8_t byte) const;  // or kNone
   // The children of `node` are the nodes [first_child, first_child + num_children).
@@ -30,12 +30,12 @@ class ByteTrie {
   int32_t num_children(int32_t node) const {
     return nodes_[static_cast<size_t>(node)].num_children;
   }
-  // The byte on the edge into `node`. REQUIRES: not the root.
+  // Returns the byte on the edge into `node`. REQUIRES: not the root.
   uint8_t label(int32_t node) const { return nodes_[static_cast<size_t>(node)].label; }
-  // The index of the (first equal) string that ends here, or kNone.
+  // Returns the index of the string that ends here, of equal ones the first; or kNone.
   int32_t value(int32_t node) const { return nodes_[static_cast<size_t>(node)].value; }
 
-  // The index of the longest string that `text` begins with; an empty string is never found.
+  // Returns the index of the longest string that `text` begins with. Never finds an empty string.
   std::optional<int32_t> LongestPrefix(absl::string_view text) const;
 
  private:

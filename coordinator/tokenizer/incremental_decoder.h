@@ -1,6 +1,7 @@
-// Streaming detokenizer: token ids in, text out as soon as it is whole UTF-8. The concatenation of
-// what it returns, Flush included, equals Tokenizer::Decode of all ids. Called by the coordinator's
-// request for every generated token. Time is linear in the text. Belongs to one thread at a time.
+// Streaming detokenizer: takes token ids, and returns text as soon as it is whole UTF-8. The texts
+// that it returns, including Flush's, concatenate to Tokenizer::Decode of all ids. Called by the
+// coordinator's request for every generated token. Time is linear in the text. Belongs to one
+// thread at a time.
 #pragma once
 
 #include <cstdint>
@@ -16,9 +17,10 @@ class IncrementalDecoder {
   IncrementalDecoder(const Tokenizer& tokenizer, SpecialTokens special_tokens)
       : tokenizer_(&tokenizer), special_tokens_(special_tokens) {}
 
-  // The text that became complete. An id without a token (models pad their output head) adds none.
+  // Returns the text that became complete: none for an id without a token (models pad their output
+  // head).
   std::string Push(int32_t id);
-  // At the end: an unfinished UTF-8 sequence becomes U+FFFD.
+  // Returns the rest at the end: an unfinished UTF-8 sequence becomes U+FFFD.
   std::string Flush();
 
  private:

@@ -13,8 +13,8 @@ namespace {
 
 using nlohmann::json;
 
-// First pass over the text: builds nothing, so a hostile document costs no memory before it is
-// refused. Duplicate keys are refused because a document object keeps only one of them.
+// First pass over the text. It builds nothing, so a hostile document is refused before it takes
+// memory. Refuses duplicate keys, because a document object keeps only one of them.
 class LimitChecker : public nlohmann::json_sax<json> {
  public:
   explicit LimitChecker(const JsonLimits& limits) : limits_(limits) {}
@@ -70,7 +70,7 @@ class LimitChecker : public nlohmann::json_sax<json> {
   JsonLimits limits_;
   int64_t values_ = 0;
   int64_t depth_ = 0;
-  std::vector<absl::flat_hash_set<std::string>> keys_;  // by open object
+  std::vector<absl::flat_hash_set<std::string>> keys_;  // of each open object
   absl::Status status_;
 };
 
@@ -86,7 +86,7 @@ std::string Shown(const json& value) {
 }  // namespace
 
 absl::StatusOr<json> ParseJson(absl::string_view text, const JsonLimits& limits) {
-  // The library takes a NUL byte for the end of the text and would not see what follows.
+  // For the library a NUL byte ends the text, and it would not see the rest.
   if (const size_t nul = text.find('\0'); nul != absl::string_view::npos) {
     return absl::InvalidArgumentError(
         absl::StrCat("not acceptable JSON: NUL at byte ", nul, " of ", text.size()));
@@ -137,7 +137,7 @@ absl::StatusOr<std::string> JsonValue::String() const {
 }
 
 absl::StatusOr<int32_t> JsonValue::Index(int64_t limit) const {
-  // Integers are kept unsigned where they can be; the conversion of a negative one is huge.
+  // The library keeps integers unsigned if possible. A negative one converts to a huge value.
   if (!value_->is_number_integer() || value_->get<uint64_t>() >= static_cast<uint64_t>(limit)) {
     return Error(absl::StrCat("expected an integer in [0, ", limit, ")"));
   }

@@ -1,5 +1,5 @@
-// Reading untrusted JSON strictly: a parser with limits on depth and number of values that refuses
-// duplicate keys, and a view of a value that knows its path for messages such as
+// Reads untrusted JSON strictly: a parser that limits depth and number of values and refuses
+// duplicate keys, and a view of a value that knows its path, for messages such as
 // "model.byte_fallback is true". Hides nlohmann-json's exceptions. Called by the tokenizer's
 // loader.
 #pragma once
@@ -18,14 +18,14 @@ namespace kvasir::coordinator {
 
 struct JsonLimits {
   int64_t max_values;  // scalars, arrays and objects
-  int64_t max_keys;    // of one object
+  int64_t max_keys;    // in one object
   int64_t max_depth;
 };
 
-// Errors: INVALID_ARGUMENT for what is not JSON or exceeds a limit. Takes no stack by depth.
+// Errors: INVALID_ARGUMENT for text that is not JSON or exceeds a limit. Depth takes no stack.
 absl::StatusOr<nlohmann::json> ParseJson(absl::string_view text, const JsonLimits& limits);
 
-// Borrows the document. All errors are INVALID_ARGUMENT and name the path.
+// View of a value. Borrows the document. All errors are INVALID_ARGUMENT and name the path.
 class JsonValue {
  public:
   JsonValue(const nlohmann::json& value, std::string path)
@@ -35,18 +35,18 @@ class JsonValue {
   const std::string& path() const { return path_; }
   bool IsNull() const { return value_->is_null(); }
 
-  // The member `key` of an object; an absent one is an error, or reads as null in OptionalMember.
+  // Returns the member `key` of an object. An absent one is an error; OptionalMember returns null.
   absl::StatusOr<JsonValue> Member(absl::string_view key) const;
   absl::StatusOr<JsonValue> OptionalMember(absl::string_view key) const;
   absl::StatusOr<std::vector<JsonValue>> Elements() const;  // of an array
   absl::StatusOr<bool> Bool() const;
   absl::StatusOr<std::string> String() const;
-  // An integer in [0, limit).
+  // Returns an integer in [0, limit).
   absl::StatusOr<int32_t> Index(int64_t limit) const;
-  // The member `key` if there is one and it is not null, else `absent`.
+  // Returns the member `key`; `absent` when there is none or it is null.
   absl::StatusOr<bool> BoolMember(absl::string_view key, bool absent) const;
 
-  // "<path> <message>", with a short form of the value found.
+  // Returns the error "<path> <message>" with a short form of the value found.
   absl::Status Error(absl::string_view message) const;
 
  private:

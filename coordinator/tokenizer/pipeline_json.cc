@@ -18,7 +18,7 @@ using Behavior = PreTokenizer::Behavior;
 
 constexpr size_t kMaxStages = 32;
 
-// The pattern that ByteLevel applies under use_regex: GPT-2's.
+// GPT-2's pattern, which ByteLevel applies under use_regex.
 constexpr absl::string_view kGpt2Pattern =
     "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+";
 
@@ -30,8 +30,8 @@ constexpr std::array<std::pair<absl::string_view, Behavior>, 5> kBehaviors = {{
     {"Contiguous", Behavior::kContiguous},
 }};
 
-// Calls `leaf` for the part itself, or for every part of a Sequence in order, however nested. The
-// depth is limited by the parser. A null part has no leaves.
+// Called for the part itself, or for every part of a Sequence in order, however nested. The parser
+// limits the depth. A null part has no leaves.
 using Leaf = absl::FunctionRef<absl::Status(const std::string& type, const JsonValue& part)>;
 absl::Status ForEachPart(const JsonValue& part, absl::string_view list_key, Leaf leaf) {
   if (part.IsNull()) return absl::OkStatus();
@@ -96,7 +96,7 @@ absl::Status AddByteLevel(const JsonValue& part, std::vector<PreTokenizer::Stage
   return absl::OkStatus();
 }
 
-// Where the single sequence stands among the special tokens of a template.
+// Reads the special tokens before and after the single sequence of a template.
 absl::Status ReadTemplate(const JsonValue& part, int64_t max_tokens, Template* out) {
   KVASIR_ASSIGN_OR_RETURN(const JsonValue special_tokens, part.Member("special_tokens"));
   KVASIR_ASSIGN_OR_RETURN(const JsonValue single, part.Member("single"));
@@ -124,7 +124,7 @@ absl::Status ReadTemplate(const JsonValue& part, int64_t max_tokens, Template* o
     }
   }
   if (!seen_sequence) return single.Error("expected the sequence A among its parts");
-  // A later processor of a Sequence puts its tokens around those of the earlier.
+  // A later processor of a Sequence puts its tokens around those of the earlier ones.
   out->prefix_ids.insert(out->prefix_ids.begin(), prefix.begin(), prefix.end());
   out->suffix_ids.insert(out->suffix_ids.end(), suffix.begin(), suffix.end());
   return absl::OkStatus();

@@ -12,7 +12,7 @@ namespace {
 
 using Behavior = PreTokenizer::Behavior;
 
-// Joins a sequence of adjacent spans, each a match or not, into pieces.
+// Joins adjacent spans, which are matches or not, into pieces.
 class Joiner {
  public:
   Joiner(Behavior behavior, absl::string_view text, PreTokenizer::Sink sink)
@@ -28,7 +28,7 @@ class Joiner {
     return absl::OkStatus();
   }
 
-  // Hands out the piece that was not joined to anything further.
+  // Hands out the last piece.
   absl::Status Finish() {
     if (!has_previous_) return absl::OkStatus();
     has_previous_ = false;

@@ -1,8 +1,7 @@
-// Cuts a text into the pieces that BPE works on, by a chain of stages, each of which cuts the
-// pieces of the one before. Hides how tokenizer.json's kinds of pre-tokenizer (Split, Digits,
-// ByteLevel, Sequence) become two kinds of stage. Pieces are handed out one by one, so that a
-// caller can stop early and nothing of the size of the text is built. Called by the tokenizer.
-// Immutable.
+// Cuts a text into the pieces that BPE works on, by a chain of stages that each cut the pieces of
+// the stage before. Hides how tokenizer.json's kinds of pre-tokenizer (Split, Digits, ByteLevel,
+// Sequence) become two kinds of stage. Pieces are handed out one by one, so that a caller can stop
+// early and no memory of the size of the text is needed. Called by the tokenizer. Immutable.
 #pragma once
 
 #include <string>
@@ -19,22 +18,22 @@ namespace kvasir::coordinator {
 
 class PreTokenizer {
  public:
-  // What becomes of the matches of a pattern; `invert` swaps matches and what lies between them.
+  // Treatment of a pattern's matches; `invert` swaps matches and the text between them.
   enum class Behavior { kRemoved, kIsolated, kMergedWithPrevious, kMergedWithNext, kContiguous };
   struct Split {
     SplitRegex regex;
     Behavior behavior;
     bool invert = false;
   };
-  // Puts a space before every piece that has none.
+  // Puts a space before every piece that does not begin with one.
   struct AddPrefixSpace {};
   using Stage = std::variant<Split, AddPrefixSpace>;
   using Sink = absl::FunctionRef<absl::Status(absl::string_view piece)>;
 
   explicit PreTokenizer(std::vector<Stage> stages) : stages_(std::move(stages)) {}
 
-  // Hands the pieces of `text` (well-formed UTF-8), none of them empty, to `sink` in order; stops
-  // at the first error. A piece is valid during the call only.
+  // Hands the pieces of `text` (well-formed UTF-8), none of them empty, to `sink` in order. Stops
+  // at the first error. A piece is valid only during the call.
   absl::Status Run(absl::string_view text, SplitRegex::Scratch* scratch, Sink sink) const;
 
  private:

@@ -141,7 +141,7 @@ class Translator {
     Copy(1);
     if (Looking("^")) Copy(1);
     if (Looking("]")) return Refuse("']' as the first of a class");
-    bool after_set = false;  // the last member was \s or the like, which can begin no range
+    bool after_set = false;  // the last member was e.g. \s, which cannot begin a range
     while (pos_ < pattern_.size() && pattern_[pos_] != ']') {
       if (Looking("[")) return Refuse("an unescaped '[' in a class");
       if (Looking("&&")) return Refuse("an intersection of classes");
@@ -199,8 +199,8 @@ class Translator {
     }
   }
 
-  // `digits` begin `skip` bytes after the backslash and take, with what closes them, `length`
-  // bytes.
+  // Appends a code point. `digits` begin `skip` bytes after the backslash; with the characters that
+  // close them they take `length` bytes.
   absl::Status CodePoint(size_t skip, absl::string_view digits, size_t length) {
     const bool all_hex = std::all_of(digits.begin(), digits.end(), [](char c) {
       return absl::ascii_isxdigit(static_cast<uint8_t>(c));

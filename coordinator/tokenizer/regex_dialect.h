@@ -1,7 +1,7 @@
 // Translates the splitting patterns of tokenizer.json, written for Oniguruma (which Hugging Face
-// `tokenizers` uses), to PCRE2. Only what means the same in both, or can be rewritten so that it
-// does, is let through; the rest is refused, because a pattern that is read differently gives other
-// tokens without any error. Rewritten: \s and \S (PCRE2 adds U+180E), scripts such as \p{Han}
+// `tokenizers` uses), to PCRE2. Accepts only constructs that mean the same in both or can be
+// rewritten so that they do. Refuses the rest, because a pattern that is read differently gives
+// other tokens without any error. Rewritten: \s and \S (PCRE2 adds U+180E), scripts such as \p{Han}
 // (PCRE2 takes script extensions), \uHHHH. Called by split_regex only. Pure function.
 #pragma once
 
@@ -12,7 +12,7 @@
 
 namespace kvasir::coordinator {
 
-// Errors: INVALID_ARGUMENT naming the construct and its byte offset.
+// Errors: INVALID_ARGUMENT with the construct and its byte offset.
 // REQUIRES: `pattern` is well-formed UTF-8.
 absl::StatusOr<std::string> TranslateToPcre(absl::string_view pattern);
 

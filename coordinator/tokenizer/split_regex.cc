@@ -19,8 +19,8 @@ namespace kvasir::coordinator {
 namespace {
 
 constexpr size_t kMaxPatternBytes = 16 << 10;
-// Steps back that one match may take: some for every byte, because a run of white space is gone
-// through and given up by one alternative after another.
+// Most steps back in one match: a few per byte, because one alternative after another goes through
+// a run of white space and gives it up.
 constexpr uint64_t kMatchLimit = 10'000'000;
 constexpr uint64_t kMatchLimitPerByte = 8;
 constexpr size_t kJitStackStart = 32 << 10;
@@ -55,7 +55,7 @@ struct SplitRegex::Scratch::Pcre {
 
   Pcre() {
     KVASIR_CHECK(match_data != nullptr && context != nullptr);
-    // Where no just-in-time code may be made the stack is null and the interpreter runs instead.
+    // The stack is null where no just-in-time code may be made; then the interpreter runs.
     if (jit_stack != nullptr) pcre2_jit_stack_assign(context, nullptr, jit_stack);
   }
   ~Pcre() {
@@ -106,8 +106,7 @@ absl::StatusOr<SplitRegex> SplitRegex::Compile(absl::string_view pattern, Syntax
     return absl::InvalidArgumentError(
         absl::StrCat("splitting pattern can match the empty string: ", ForMessage(pattern)));
   }
-  // Without permission for executable memory this fails, and matching falls back to the
-  // interpreter.
+  // This fails without permission for executable memory. Then the interpreter matches.
   pcre2_jit_compile(code->code, PCRE2_JIT_COMPLETE);
   return SplitRegex(std::move(code));
 }
@@ -118,8 +117,8 @@ absl::StatusOr<std::optional<SplitRegex::Match>> SplitRegex::Find(absl::string_v
   Scratch::Pcre& pcre = *scratch->pcre_;
   const uint64_t limit = kMatchLimit + kMatchLimitPerByte * (text.size() - from);
   pcre2_set_match_limit(pcre.context, static_cast<uint32_t>(std::min<uint64_t>(limit, UINT32_MAX)));
-  // The text was validated once, before it was cut into pieces; checking it again at every match
-  // would be quadratic. The result 0 says that groups of the pattern were not recorded.
+  // The text was validated once, before it was cut into pieces; validating it at every match would
+  // take quadratic time. The result 0 says that groups of the pattern were not recorded.
   const int result = pcre2_match(code_->code, Subject(text), text.size(), from, PCRE2_NO_UTF_CHECK,
                                  pcre.match_data, pcre.context);
   if (result == PCRE2_ERROR_NOMATCH) return std::nullopt;
@@ -129,7 +128,7 @@ absl::StatusOr<std::optional<SplitRegex::Match>> SplitRegex::Find(absl::string_v
                                                      " bytes: ", PcreMessage(result)));
   }
   const PCRE2_SIZE* offsets = pcre2_get_ovector_pointer(pcre.match_data);
-  // A look-behind may not move the begin (\K is refused), and empty matches were refused.
+  // A match begins at `from` or later, because \K is refused. Empty matches were refused.
   KVASIR_CHECK(from <= offsets[0] && offsets[0] < offsets[1] && offsets[1] <= text.size());
   return Match{offsets[0], offsets[1]};
 }

@@ -23,7 +23,7 @@ StopStrings::StopStrings(absl::Span<const std::string> stop_strings) : trie_(sto
   fail_.assign(num_nodes, ByteTrie::kRoot);
   depth_.assign(num_nodes, 0);
   match_.assign(num_nodes, ByteTrie::kNone);
-  // Breadth first: the failure link of a node leads to a shallower node, which is finished.
+  // Breadth first, as the failure link of a node leads to a shallower node, which must be finished.
   for (int32_t node = 0; node < trie_.num_nodes(); ++node) {
     const auto n = static_cast<size_t>(node);
     match_[n] = trie_.value(node) != ByteTrie::kNone ? trie_.value(node)
@@ -68,7 +68,7 @@ StopMatcher::Output StopMatcher::Push(absl::string_view text) {
   }
   output.text = buffer_.substr(begin_, emit_end - begin_);
   begin_ = emit_end;
-  if (begin_ > buffer_.size() / 2) {  // amortised: moves at most as many bytes as were emitted
+  if (begin_ > buffer_.size() / 2) {  // amortized: moves no more bytes than were emitted
     buffer_.erase(0, begin_);
     begin_ = 0;
   }

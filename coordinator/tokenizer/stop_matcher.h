@@ -1,9 +1,8 @@
 // Finds stop strings in streamed text. StopStrings is the automaton (Aho-Corasick), built once per
-// request; a StopMatcher walks one sequence's text through it and holds back exactly the text that
-// may still become a stop string. Called by the coordinator's request after detokenising. The
-// number and size of stop strings are limited where requests are parsed. Linear in stop strings and
-// text, however the text is cut. StopStrings is immutable; a StopMatcher belongs to one thread at a
-// time.
+// request. A StopMatcher passes one sequence's text through it and holds back exactly the text that
+// may still become a stop string. Called by the coordinator's request after detokenizing. Request
+// parsing limits the number and size of stop strings. Time is linear in stop strings and text,
+// however the text is cut. StopStrings is immutable; a StopMatcher belongs to one thread at a time.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +20,7 @@ namespace kvasir::coordinator {
 
 class StopStrings {
  public:
-  // Errors: INVALID_ARGUMENT for an empty stop string. No stop strings at all is fine.
+  // Errors: INVALID_ARGUMENT for an empty stop string. The list may be empty.
   static absl::StatusOr<StopStrings> Create(absl::Span<const std::string> stop_strings);
 
  private:
@@ -31,9 +30,9 @@ class StopStrings {
   int32_t Next(int32_t node, uint8_t byte) const;
 
   ByteTrie trie_;
-  std::vector<int64_t> lengths_;  // by stop string
-  // By node: the node of the longest proper suffix that is in the trie; the depth; and the longest
-  // stop string that the node's text ends with, or kNone.
+  std::vector<int64_t> lengths_;  // of each stop string, in bytes
+  // For each node: the node of the longest proper suffix that is in the trie; the depth; and the
+  // longest stop string that the node's text ends with, or kNone.
   std::vector<int32_t> fail_;
   std::vector<int32_t> depth_;
   std::vector<int32_t> match_;
@@ -41,7 +40,7 @@ class StopStrings {
 
 class StopMatcher {
  public:
-  enum class StopText { kExclude, kInclude };  // is the stop string part of the emitted text?
+  enum class StopText { kExclude, kInclude };  // whether the emitted text has the stop string
 
   struct Output {
     std::string text;                   // may be sent to the client
@@ -52,11 +51,11 @@ class StopMatcher {
   StopMatcher(const StopStrings& stops, StopText stop_text)
       : stops_(&stops), stop_text_(stop_text) {}
 
-  // The match is the one that is complete first, and of those that end together the longest; so it
-  // does not depend on how the text was cut. After a match all further text is dropped. When stop
-  // strings and pushed text are whole UTF-8, so is the output.
+  // Returns the text that may be sent. The match is the one that is complete first, and the
+  // longest of those that end together, so it does not depend on how the text was cut. After a
+  // match further text is dropped. The output is whole UTF-8 when stop strings and pushed text are.
   Output Push(absl::string_view text);
-  // At the end of the sequence: the text held back so far.
+  // Returns the text held back so far, at the end of the sequence.
   std::string Flush();
 
  private:
@@ -64,7 +63,7 @@ class StopMatcher {
   StopText stop_text_;
   bool stopped_ = false;
   int32_t node_ = ByteTrie::kRoot;
-  // Held back: buffer_ from begin_ on; as long as the depth of node_ between calls.
+  // The text held back is buffer_ from begin_ on. Between calls its length is the depth of node_.
   std::string buffer_;
   size_t begin_ = 0;
 };

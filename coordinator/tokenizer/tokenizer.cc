@@ -16,7 +16,7 @@
 namespace kvasir::coordinator {
 namespace {
 
-// Positions inside a text are 32 bits wide in BPE, and normalisation may lengthen it threefold.
+// BPE has positions of 32 bits, and normalization may lengthen a text threefold.
 constexpr size_t kMaxTextBytes = size_t{512} << 20;
 // Merging takes about 40 bytes of memory per byte of a pre-token. Pre-tokens of text are words;
 // only a run of one kind of character gets this long.
@@ -36,7 +36,7 @@ absl::StatusOr<std::string> ReadFile(const std::filesystem::path& path, int64_t 
     return absl::InvalidArgumentError(absl::StrCat(path.string(), " is not a regular file"));
   }
   std::ifstream file(path, std::ios::binary);
-  // One byte more than the limit tells a file that is too long, whatever size it claims to have.
+  // One byte more than the limit shows that a file is too long, whatever size it claims to have.
   std::string text(static_cast<size_t>(std::min<uintmax_t>(std::filesystem::file_size(path, error),
                                                            static_cast<uintmax_t>(max_bytes))) +
                        1,
@@ -128,7 +128,7 @@ class Tokenizer::Encoding {
 
   absl::Status AddText(absl::string_view text) {
     return tokenizer_.pre_tokenizer_.Run(text, &scratch_, [this](absl::string_view piece) {
-      // No token is longer than longest_token_bytes_: a piece too long is refused before merging.
+      // Refuses a piece that is too long before merging: no token exceeds longest_token_bytes_.
       const size_t at_least = (piece.size() - 1) / tokenizer_.longest_token_bytes_ + 1;
       KVASIR_RETURN_IF_ERROR(CheckSize(at_least));
       if (piece.size() > kMaxPieceBytes) {

@@ -1,8 +1,8 @@
-// Text to token ids and back, from a Hugging Face tokenizer.json with a byte-level BPE model
-// (GPT-2, Llama 3, Qwen2 and their like): the same ids as the `tokenizers` library gives. Hides the
-// file format, normalisation, added tokens, splitting and merging. Called by the coordinator's
-// service. Immutable after loading, so one Tokenizer serves all threads. Time is linear in the
-// text, n log n within one pre-token.
+// Converts text to token ids and back, by a Hugging Face tokenizer.json with a byte-level BPE model
+// (e.g. of GPT-2, Llama 3, Qwen2). Gives the same ids as the `tokenizers` library. Hides the file
+// format, normalization, added tokens, splitting and merging. Called by the coordinator's service.
+// Immutable after loading, so one Tokenizer serves all threads. Time is linear in the text, n log n
+// within one pre-token.
 #pragma once
 
 #include <cstdint>
@@ -24,31 +24,31 @@
 
 namespace kvasir::coordinator {
 
-// What decoding does with special tokens.
+// Whether decoding keeps special tokens.
 enum class SpecialTokens { kKeep, kSkip };
 
 struct EncodeOptions {
-  // Does the post-processor put its tokens (the begin of the text, mostly) around the ids?
+  // Whether the post-processor puts its tokens (usually a begin of text) around the ids.
   bool add_special_tokens = true;
-  // Does the text of a special token become that token? Hugging Face's default is that it does.
-  // Added tokens that are not special are always found.
+  // Whether the text of a special token becomes that token; by default it does, as in Hugging
+  // Face's library. Added tokens that are not special are always found.
   SpecialTokenText special_token_text = SpecialTokenText::kParse;
-  // More ids than this, those of the post-processor included, are an error.
+  // More ids than this, including those of the post-processor, are an error.
   int64_t max_tokens = std::numeric_limits<int64_t>::max();
 };
 
 class Tokenizer {
  public:
-  // `path` is a tokenizer.json or the folder of a model that holds one. Errors: NOT_FOUND,
-  // INVALID_ARGUMENT for what is not supported or exceeds `limits`.
+  // `path` is a tokenizer.json or the folder of a model that has one. Errors: NOT_FOUND,
+  // INVALID_ARGUMENT for a file that is not supported or exceeds `limits`.
   static absl::StatusOr<std::unique_ptr<const Tokenizer>> Load(const std::string& path,
                                                                const TokenizerLimits& limits = {});
   static absl::StatusOr<std::unique_ptr<const Tokenizer>> Parse(absl::string_view json,
                                                                 const TokenizerLimits& limits = {});
 
   // Errors: INVALID_ARGUMENT for invalid UTF-8 (with the byte offset) and for more than
-  // options.max_tokens ids, found without reading much further than that; RESOURCE_EXHAUSTED when
-  // the splitting pattern reaches its limits.
+  // options.max_tokens ids, after which little more is read; RESOURCE_EXHAUSTED when the splitting
+  // pattern reaches its limits.
   absl::StatusOr<std::vector<int32_t>> Encode(absl::string_view text,
                                               const EncodeOptions& options = {}) const;
 
@@ -56,15 +56,15 @@ class Tokenizer {
   absl::StatusOr<std::string> Decode(absl::Span<const int32_t> ids,
                                      SpecialTokens special_tokens) const;
 
-  // The largest id plus one. A model may have more rows (padding); their ids have no token.
+  // Returns the largest id plus one. A model may have more rows (padding); their ids have no token.
   int64_t vocab_size() const { return static_cast<int64_t>(tokens_.size()); }
-  // The following take any id; one without a token has no bytes and is not special.
+  // The functions below take any id. An id without a token has no bytes and is not special.
   bool HasToken(int32_t id) const { return !TokenContent(id).empty(); }
   bool IsSpecial(int32_t id) const;
-  // What the token decodes to, and how tokenizer.json writes it.
+  // Return the bytes that the token decodes to, and its form in tokenizer.json.
   absl::string_view TokenBytes(int32_t id) const;
   absl::string_view TokenContent(int32_t id) const;
-  // By the token as tokenizer.json writes it, e.g. "<|end_of_text|>".
+  // Returns the id of a token in the form of tokenizer.json, e.g. "<|end_of_text|>".
   std::optional<int32_t> TokenId(absl::string_view content) const;
 
  private:

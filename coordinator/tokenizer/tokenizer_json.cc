@@ -23,7 +23,7 @@ namespace {
 using nlohmann::json;
 
 constexpr int64_t kMaxJsonDepth = 64;
-// Bounds the time to look for added tokens at one place of a text.
+// Limits the time for finding added tokens at one place of a text.
 constexpr size_t kMaxAddedTokenBytes = 256;
 constexpr absl::string_view kSupported =
     "supported are byte-level BPE tokenizers (GPT-2, Llama 3, Qwen2 and their like)";
@@ -87,11 +87,11 @@ class Reader {
   const TokenizerLimits& limits_;
   TokenizerSpec spec_;
   std::vector<bool> taken_;                          // by id
-  absl::flat_hash_map<std::string, int32_t> vocab_;  // of the model: content to id
+  absl::flat_hash_map<std::string, int32_t> vocab_;  // of the model: id by content
 };
 
 absl::Status Reader::CheckModelKind(const JsonValue& model) {
-  // Files of before 2021 have no type.
+  // Files from before 2021 have no type.
   KVASIR_ASSIGN_OR_RETURN(const JsonValue type, model.OptionalMember("type"));
   if (!type.IsNull() && type.value() != "BPE") return type.Error(kSupported);
   KVASIR_ASSIGN_OR_RETURN(const bool byte_fallback, model.BoolMember("byte_fallback", false));
@@ -110,8 +110,8 @@ absl::Status Reader::CheckModelKind(const JsonValue& model) {
   return absl::OkStatus();
 }
 
-// The sections "truncation" and "padding" are not read: they are set per call in Hugging Face's
-// libraries too, and what a file carries is left over from training.
+// Does not read the sections "truncation" and "padding": in Hugging Face's libraries they are set
+// per call too, and the values in a file are left over from training.
 absl::Status Reader::ReadPipeline() {
   KVASIR_ASSIGN_OR_RETURN(const JsonValue normalizer, document_.OptionalMember("normalizer"));
   KVASIR_ASSIGN_OR_RETURN(spec_.normalizes_to_nfc, ReadNormalizer(normalizer));
@@ -132,7 +132,7 @@ absl::Status Reader::ReadVocabulary(const JsonValue& model) {
   vocab_.reserve(vocab.value().size());
   for (const auto& [content, value] : vocab.value().items()) {
     const absl::StatusOr<int32_t> index = JsonValue(value, "").Index(limits_.max_tokens);
-    if (!index.ok() || IsTaken(*index)) {  // only now is the path worth its making
+    if (!index.ok() || IsTaken(*index)) {  // make the path only when it is needed
       const JsonValue entry(value, absl::StrCat("model.vocab[\"", ForMessage(content), "\"]"));
       return index.ok() ? TakenError(entry, *index) : entry.Index(limits_.max_tokens).status();
     }
@@ -146,8 +146,8 @@ absl::Status Reader::ReadVocabulary(const JsonValue& model) {
 }
 
 // A byte that the tokenizer's training text never had may lack a token and is left out of texts
-// (SmolLM2 has none for some control characters), unless the model names a token for what it does
-// not know. A printable ASCII character without a token means another kind of vocabulary.
+// (SmolLM2 has none for some control characters), unless the model names a token for unknown bytes.
+// A printable ASCII character without a token means another kind of vocabulary.
 absl::Status Reader::FindByteTokens(const JsonValue& model) {
   KVASIR_ASSIGN_OR_RETURN(const JsonValue unknown, model.OptionalMember("unk_token"));
   const auto is_needed = [&](int byte) {
@@ -190,8 +190,8 @@ absl::Status Reader::ReadMerges(const JsonValue& model) {
   return absl::OkStatus();
 }
 
-// "a b" in older files, ["a", "b"] in newer ones. Both sides are not empty and the result is their
-// concatenation, so tokens only grow and merges cannot form a cycle.
+// Reads "a b" (older files) or ["a", "b"] (newer files). Both sides are not empty and the result is
+// their concatenation, so tokens only grow and merges cannot form a cycle.
 absl::StatusOr<BpeModel::Merge> Reader::ReadMerge(const json& entry,
                                                   const std::string& where) const {
   std::string left;
@@ -272,7 +272,7 @@ absl::Status Reader::ReadAddedTokens() {
                      ": white space would belong to two added tokens, one that begins "
                      "with it and one that has rstrip; not supported");
     }
-    // Hugging Face reads the content as symbols where it can, like a token of the vocabulary.
+    // Hugging Face reads the content as symbols if it can, like a token of the vocabulary.
     std::string bytes = BytesOfSymbols(token.content).value_or(token.content);
     SetToken(token.id, content, std::move(bytes), token.special);
     (token.normalized ? spec_.normalized_added_tokens : spec_.raw_added_tokens)
@@ -296,7 +296,7 @@ absl::Status Reader::CheckTemplateIds() {
 
 absl::StatusOr<TokenizerSpec> ReadTokenizerJson(absl::string_view text,
                                                 const TokenizerLimits& limits) {
-  // A token is one value and a merge at most three; added tokens take eight, but are few.
+  // A token takes one value and a merge at most three. Added tokens take eight, but are few.
   constexpr int64_t kOtherValues = 500'000;
   const JsonLimits json_limits = {
       .max_values = limits.max_tokens + limits.max_merges * 3 + kOtherValues,

@@ -1,7 +1,7 @@
-// Reads the text of a Hugging Face tokenizer.json into what a Tokenizer is made of. Everything of
-// the file that would change ids or text is either honoured or refused with a message that says
-// what was found and what is supported; the file is untrusted, so sizes, ids and merges are
-// checked. Called by Tokenizer only. Pure function.
+// Reads the text of a Hugging Face tokenizer.json into a TokenizerSpec. Everything in the file that
+// would change ids or text is either honoured, or refused with a message that says what was found
+// and what is supported. The file is untrusted, so sizes, ids and merges are checked. Called by
+// Tokenizer only. Pure function.
 #pragma once
 
 #include <cstdint>
@@ -19,24 +19,24 @@ namespace kvasir::coordinator {
 
 struct TokenizerLimits {
   int64_t max_file_bytes = int64_t{64} << 20;
-  int64_t max_tokens = int64_t{1} << 19;  // vocabulary and added tokens; every id is below it
+  int64_t max_tokens = int64_t{1} << 19;  // vocabulary and added tokens; every id is less
   int64_t max_merges = int64_t{1} << 20;
 };
 
 struct TokenizerSpec {
   struct Token {
-    std::string content;  // as in the file; empty where no token has this id
-    std::string bytes;    // what it decodes to
+    std::string content;  // as in the file; empty if no token has this id
+    std::string bytes;    // decoded form
     bool special = false;
   };
 
   std::vector<Token> tokens;  // by id
   BpeModel::Params bpe;
   bool normalizes_to_nfc = false;
-  std::vector<AddedToken> raw_added_tokens;         // looked for before normalising
-  std::vector<AddedToken> normalized_added_tokens;  // and after; the contents are normalised
+  std::vector<AddedToken> raw_added_tokens;         // matched before normalization
+  std::vector<AddedToken> normalized_added_tokens;  // and after; contents are normalized
   std::vector<PreTokenizer::Stage> stages;
-  // What the post-processor puts around the ids of a text.
+  // Ids that the post-processor puts before and after those of a text.
   std::vector<int32_t> prefix_ids;
   std::vector<int32_t> suffix_ids;
 };

@@ -13,7 +13,7 @@ namespace kvasir::coordinator {
 namespace {
 
 // Code points below the first combining mark neither decompose under NFC nor compose with anything
-// before them, so text may be cut in front of each.
+// before them, so text may be cut before each.
 constexpr char32_t kFirstCombiningMark = 0x300;
 // The longest canonical decomposition has four code points.
 constexpr size_t kMaxDecomposition = 4;
@@ -32,7 +32,7 @@ void AppendDecomposed(char32_t code_point, std::vector<utf8proc_int32_t>* out) {
   out->insert(out->end(), parts.begin(), parts.begin() + n);
 }
 
-// Canonical ordering: a stable sort by combining class of every run of non-zero classes.
+// Canonical ordering: sorts every run of non-zero combining classes by class, stably.
 void OrderMarks(std::vector<utf8proc_int32_t>* code_points) {
   const auto is_starter = [](utf8proc_int32_t c) { return CombiningClass(c) == 0; };
   auto begin = code_points->begin();
@@ -45,7 +45,7 @@ void OrderMarks(std::vector<utf8proc_int32_t>* code_points) {
   }
 }
 
-// Normalises one segment: a code point and the marks and others that follow it.
+// Appends the normalized form of a segment: a code point, and the marks and others after it.
 void AppendSegment(absl::string_view segment, std::vector<utf8proc_int32_t>* scratch,
                    std::string* out) {
   scratch->clear();
@@ -70,7 +70,7 @@ std::string NormalizeNfc(absl::string_view text) {
   std::string out;
   out.reserve(text.size());
   std::vector<utf8proc_int32_t> scratch;
-  size_t plain_begin = 0;  // text[plain_begin, pos) is already normal and not yet copied
+  size_t plain_begin = 0;  // text[plain_begin, pos) is normal and not yet copied
   size_t previous = 0;     // begin of the code point before pos
   for (size_t pos = 0; pos < text.size();) {
     const Utf8Unit unit = CodePointAt(text, pos);
@@ -85,7 +85,7 @@ std::string NormalizeNfc(absl::string_view text) {
       if (next.value < kFirstCombiningMark) break;
       end += next.length;
     }
-    // The segment takes along the code point before it, which a mark may compose with.
+    // The segment includes the code point before it, with which a mark may compose.
     const size_t begin = pos == plain_begin ? pos : previous;
     out.append(text.data() + plain_begin, begin - plain_begin);
     AppendSegment(text.substr(begin, end - begin), &scratch, &out);
@@ -110,8 +110,7 @@ bool IsWordCharacter(char32_t c) {
     case UTF8PROC_CATEGORY_PC:
       return true;
     default:
-      // The joiners, and the symbols with the property Other_Alphabetic: circled and squared
-      // letters.
+      // Joiners, and circled and squared letters: symbols with the property Other_Alphabetic.
       return c == 0x200C || c == 0x200D || (c >= 0x24B6 && c <= 0x24E9) ||
              (c >= 0x1F130 && c <= 0x1F149) || (c >= 0x1F150 && c <= 0x1F169) ||
              (c >= 0x1F170 && c <= 0x1F189);

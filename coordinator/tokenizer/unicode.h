@@ -1,8 +1,7 @@
-// What needs Unicode's tables: normalisation form C, which Qwen's tokenizers apply before
+// Functions that need Unicode's tables: normalization form C, which Qwen's tokenizers apply before
 // splitting, and the word characters of added tokens. Uses the tables of utf8proc (350 KB; ICU
-// would bring 31 MB of data along for these two functions) and orders combining marks itself,
-// because utf8proc takes quadratic time over a long run of them. Called by the tokenizer. Pure
-// functions.
+// would need 31 MB of data for these two functions). Orders combining marks itself, because
+// utf8proc takes quadratic time over a long run of them. Called by the tokenizer. Pure functions.
 #pragma once
 
 #include <string>

@@ -1,4 +1,4 @@
-// UTF-8 at the byte level: validation, stepping over code points, and the lossy decoding that
+// UTF-8 at the byte level: validation, stepping over code points, and lossy decoding, which
 // replaces ill-formed bytes by U+FFFD. Hides the table of well-formed sequences (Unicode 15, table
 // 3-7). Called by the tokenizer and its streaming decoder. Pure functions.
 #pragma once
@@ -22,13 +22,13 @@ struct Utf8Unit {
   char32_t value = 0;
 };
 
-// The unit that begins at `bytes[0]`. REQUIRES: bytes is not empty.
+// Returns the unit that begins at `bytes[0]`. REQUIRES: bytes is not empty.
 Utf8Unit ReadUtf8(absl::string_view bytes);
 
-// The offset of the first byte that is not part of well-formed UTF-8.
+// Returns the offset of the first byte that is not part of well-formed UTF-8.
 std::optional<size_t> FindInvalidUtf8(absl::string_view bytes);
 
-// The code point that begins at `pos`, and the one that ends just before `pos`.
+// Return the code point that begins at `pos`, and the one that ends just before `pos`.
 // REQUIRES: `text` is well-formed; pos is a boundary; pos < size, pos > 0 respectively.
 Utf8Unit CodePointAt(absl::string_view text, size_t pos);
 Utf8Unit CodePointBefore(absl::string_view text, size_t pos);
@@ -36,16 +36,16 @@ Utf8Unit CodePointBefore(absl::string_view text, size_t pos);
 void AppendUtf8(char32_t code_point, std::string* out);
 
 // Appends `bytes` as text, one U+FFFD for every ill-formed maximal subpart (as browsers, Python and
-// Rust do). Stops before an incomplete sequence at the end; returns how many bytes were consumed.
+// Rust do). Stops before an incomplete sequence at the end. Returns the number of bytes consumed.
 size_t AppendLossyUtf8(absl::string_view bytes, std::string* out);
 
 inline constexpr absl::string_view kReplacementCharacter = "\xEF\xBF\xBD";
 
-// Untrusted text as messages show it: cut when it is long, control characters escaped, and valid
-// UTF-8 whatever it was.
+// Returns untrusted text for a message: cut when it is long, control characters escaped, and always
+// valid UTF-8.
 std::string ForMessage(absl::string_view text);
 
-// The 25 code points with the Unicode property White_Space.
+// True for the 25 code points with the Unicode property White_Space.
 bool IsWhiteSpace(char32_t code_point);
 
 }  // namespace kvasir::coordinator

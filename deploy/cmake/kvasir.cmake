@@ -1,4 +1,4 @@
-# The helpers that every folder's CMakeLists.txt uses, so that flags are said once.
+# Helpers of every folder's CMakeLists.txt, so that flags are written once.
 
 # Flags for our own code (generated code is compiled without them).
 add_library(kvasir_flags INTERFACE)
@@ -18,10 +18,10 @@ if(KVASIR_SANITIZE)
 endif()
 
 if(KVASIR_BUILD_FUZZERS)
-  add_compile_options(-fsanitize=fuzzer-no-link)  # coverage, which guides the fuzzer, in all our code
+  add_compile_options(-fsanitize=fuzzer-no-link)  # coverage of all our code, which guides the fuzzer
 endif()
 
-# kvasir_library(NAME SRCS a.cc b.cc [CUDA_SRCS a.cu] [DEPS ...]): a static library of our own code.
+# kvasir_library(NAME SRCS a.cc b.cc [CUDA_SRCS a.cu] [DEPS ...]): adds a static library of our own code.
 function(kvasir_library name)
   cmake_parse_arguments(ARG "" "" "SRCS;CUDA_SRCS;DEPS" ${ARGN})
   if(KVASIR_WITH_CUDA)
@@ -34,10 +34,10 @@ function(kvasir_library name)
   endif()
 endfunction()
 
-# The tests that run under ThreadSanitizer: those with the label 'tsan'.
+# Builds the tests that run under ThreadSanitizer: those with the label 'tsan'.
 add_custom_target(tsan_tests)
 
-# kvasir_test(NAME SRCS x_test.cc [DEPS ...] [LABELS ...]): a GoogleTest binary known to ctest.
+# kvasir_test(NAME SRCS x_test.cc [DEPS ...] [LABELS ...]): adds a GoogleTest binary and registers it in ctest.
 function(kvasir_test name)
   cmake_parse_arguments(ARG "" "TIMEOUT" "SRCS;DEPS;LABELS" ${ARGN})
   if(NOT ARG_TIMEOUT)

@@ -13,7 +13,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', re.MULTILINE)
 SOURCES = {".h", ".cc", ".cu", ".cuh"}
 
-# Layer of a path -> prefixes of what it may include of ours.
+# Layer of a path -> prefixes of our headers that it may include.
 ALLOWED = {
     "kernels/base": ["kernels/base/"],
     "proto": ["proto/", "kernels/base/"],
@@ -28,12 +28,12 @@ NOT_IN_KERNELS = ("grpc", "google/protobuf")
 
 
 def layer_of(path: str) -> str:
-    """The longest matching layer."""
+    """Returns the longest matching layer."""
     return max((layer for layer in ALLOWED if path.startswith(layer + "/")), key=len)
 
 
 def violations(path: str, text: str):
-    """Includes of `path` that point the wrong way."""
+    """Yields the includes of `path` that point the wrong way."""
     layer = layer_of(path)
     for include in INCLUDE.findall(text):
         ours = include.startswith(TOP_LEVEL)

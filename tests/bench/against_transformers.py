@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
 """Prefill and decode speed of the service beside Hugging Face transformers: same weights, same machine, same run.
 
-transformers runs in bfloat16 with scaled_dot_product_attention, on a CPU with as many threads as the service; both are
-warmed up, and the two are measured in turn, so that a slow minute of the machine hits both. Needs torch and transformers.
+transformers runs in bfloat16 with scaled_dot_product_attention, on a CPU with as many threads as the service. Both are
+warmed up and measured in turn, so that a slow minute of the machine affects both. Needs torch and transformers.
 
     tests/bench/against_transformers.py --model tests/model/needle-8k --tokens 8000 --threads 2
     tests/bench/against_transformers.py --model tests/model/shapes/llama-3.1-8b --dummy --device cuda \\
         --tokens 8000,32000,130000 --flags="--max-num-batched-tokens=4096 --kv-device-size-gb=20 --kv-host-size-gb=20"
 
-With --dummy, weights of both are random, as many and of the same shape, and so are the tokens of the prompts. The
-service wants a tokenizer all the same, and gets that of another model.
+With --dummy, both have random weights of the same number and shape, and prompts have random tokens. The service still
+needs a tokenizer, and gets that of another model.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa
 
 
 class Peer:
-    """transformers with a KV cache, greedy."""
+    """transformers with a KV cache and greedy sampling."""
 
     def __init__(self, arguments):
         torch.set_num_threads(arguments.threads)
@@ -52,7 +52,7 @@ class Peer:
 
     @torch.inference_mode()
     def measure(self, prompt, new_tokens):
-        """(prompt tokens, prefill seconds, seconds a decoded token)."""
+        """Returns (prompt tokens, prefill seconds, seconds per decoded token)."""
         ids = self.tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt
         start = self._now()
         out = self.model(torch.tensor([ids], device=self.device), use_cache=True, logits_to_keep=1)
@@ -66,7 +66,7 @@ class Peer:
 
 
 def measure_service(service, prompt, new_tokens, tenant):
-    """The same of the service, as its client sees it; a fresh tenant, so that nothing is cached."""
+    """Returns the same of the service, as its client sees it. Each tenant is new, so that nothing is cached."""
     answer = service.generate(prompt, max_tokens=new_tokens + 1, ignore_eos=True, tenant_id=tenant)
     assert answer.cached_tokens == 0
     times = answer.token_times
@@ -74,7 +74,7 @@ def measure_service(service, prompt, new_tokens, tenant):
 
 
 def make_prompts(arguments, tokens):
-    """One for each round, and one before them to warm up."""
+    """Returns a prompt to warm up, and one for each round."""
     seeds = range(arguments.rounds + 1)
     if arguments.dummy:
         return [random.Random(f"{tokens} {seed}").choices(range(1000, 100_000), k=tokens) for seed in seeds]
@@ -82,7 +82,7 @@ def make_prompts(arguments, tokens):
 
 
 def copy_shape(model, folder):
-    """A model's shape with a tokenizer, in `folder`; returns that."""
+    """Writes a model's shape with a tokenizer into `folder`, and returns `folder`."""
     shutil.copy(ROOT / model / "config.json", folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(ROOT / "tests/model/needle-8k" / name, folder)

@@ -1,5 +1,5 @@
-// Sums over the GPUs of a group, as a decode step has them: 64 in a CUDA graph, one behind the
-// other, through NCCL and among peers. Checks each element of each size. One process a GPU.
+// Speed of sums over the GPUs of a group, as in a decode step: 64 in a CUDA graph, one after the
+// other, through NCCL and among peers. Checks each element of each size. One process per GPU.
 //
 //   all_reduce_bench [RANKS]      default 2
 #include <algorithm>
@@ -29,7 +29,7 @@ using kernels::Value;
 
 constexpr int kSumsInGraph = 64;
 
-// Small integers, whose sum over ranks is a bfloat16.
+// Returns a small integer; sums over ranks are exact in bfloat16.
 float Element(int64_t i, int rank) { return static_cast<float>((i % 7 + 1) * (rank + 1) % 13); }
 
 struct Rank {
@@ -54,7 +54,7 @@ void Fill(const Buffers& b, int64_t count, int rank) {
   Check(cudaMemcpy(b.x.data(), values.data(), values.size() * sizeof(float), cudaMemcpyDefault));
 }
 
-// Ends the process where an element is not the sum.
+// Ends the process when an element is not the sum.
 void ExpectSums(const std::vector<float>& found, int num_ranks, const char* way) {
   for (size_t i = 0; i < found.size(); ++i) {
     float sum = 0;
@@ -74,7 +74,7 @@ void CheckNccl(const Rank& rank, int64_t count, const Buffers& b) {
   ExpectSums(found, rank.ranks.size(), "NCCL");
 }
 
-// More often than there are halves of an inbox.
+// Checks more often than an inbox has halves.
 void CheckPeers(const Rank& rank, int64_t count, const Buffers& b) {
   Fill(b, count, rank.ranks.rank());
   for (int round = 0; round < 5; ++round) {

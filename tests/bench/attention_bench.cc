@@ -1,11 +1,11 @@
 // Speed of attention and selection over paged KV in bfloat16, beside the read bandwidth of the same
 // threads in the same run. Shapes: `needle` is the reference model's (8 query heads, 4 KV heads x
-// 64), `8b` is Llama-3.1-8B's (32 query heads, 8 KV heads x 128); one layer. Sequences rotate, so
-// that what is read does not come from the last-level cache.
+// 64), `8b` is Llama-3.1-8B's (32 query heads, 8 KV heads x 128); one layer. Sequences take turns,
+// so that reads miss the last-level cache.
 //
 //   build/release/tests/bench/attention_bench --benchmark_repetitions=5
 //
-// Counters: GB/s is K and V (and bounds) read; of_read is that over the read bandwidth.
+// Counters: GB/s of K and V (and bounds) read; of_read is its share of the read bandwidth.
 #include <algorithm>
 #include <benchmark/benchmark.h>
 #include <chrono>
@@ -40,7 +40,7 @@ struct Shape {
 constexpr Shape kNeedle = {"needle", 8, 4, 64};
 constexpr Shape k8b = {"8b", 32, 8, 128};
 
-// Roughly normal values from a counter: quick to make, never all alike.
+// Roughly normal values from a counter: quick to make, and never all equal.
 class FastRandom {
  public:
   BFloat16 Next() {
@@ -56,7 +56,8 @@ class FastRandom {
   uint64_t state_ = 0x9e3779b97f4a7c15u;
 };
 
-// Bytes a second that the threads read from memory, the best of some passes over 1 GiB.
+// Returns the bytes per second that the threads read from memory: the best of some passes over 1
+// GiB.
 double ReadBandwidth(int threads) {
   static std::map<int, double> measured;
   if (const auto it = measured.find(threads); it != measured.end()) return it->second;
@@ -82,7 +83,7 @@ double ReadBandwidth(int threads) {
   return best;
 }
 
-// Some sequences of one length, and a batch over one of them.
+// Sequences of one length, and a batch over one of them.
 class Sequences {
  public:
   Sequences(const Shape& shape, int64_t context)
@@ -109,7 +110,7 @@ class Sequences {
     }
   }
 
-  // The last `rows` positions of the context as queries.
+  // Sets queries at the last `rows` positions of the context.
   void SetQueries(int64_t rows) {
     const size_t size = static_cast<size_t>(rows * shape_.heads * shape_.head_dim);
     FastRandom random;
@@ -183,7 +184,7 @@ class Sequences {
   Scratch scratch_;
 };
 
-// Benchmarks of one shape and context share the memory; the last one made is kept.
+// Returns the sequences that benchmarks of one shape and context share; keeps the last ones made.
 Sequences& SequencesOf(const Shape& shape, int64_t context) {
   static std::string made;
   static std::unique_ptr<Sequences> sequences;
@@ -225,7 +226,7 @@ void BM_DenseDecode(benchmark::State& state, const Shape& shape) {
   ReportBytes(state, static_cast<double>(context * shape.TokenBytes()), threads);
 }
 
-// Dense, watched by a terminator that finds no reason to end: what watching costs.
+// Cost of watching: dense attention with a terminator that finds no reason to end.
 void BM_WatchedDecode(benchmark::State& state, const Shape& shape) {
   const int64_t context = state.range(0);
   const int threads = static_cast<int>(state.range(1));
@@ -250,7 +251,7 @@ void BM_WatchedDecode(benchmark::State& state, const Shape& shape) {
   ReportBytes(state, static_cast<double>(context * shape.TokenBytes()), threads);
 }
 
-// Sink 128, window 512, quest with a budget of 2,048 tokens; the time includes the selection.
+// Sink 128, window 512, quest with a budget of 2,048 tokens. The time includes the selection.
 void BM_SparseDecode(benchmark::State& state, const Shape& shape, bool attend) {
   const int64_t context = state.range(0);
   const int threads = static_cast<int>(state.range(1));
@@ -274,7 +275,7 @@ void BM_SparseDecode(benchmark::State& state, const Shape& shape, bool attend) {
   ReportBytes(state, static_cast<double>(bounds + pages), threads);
 }
 
-// A chunk of `rows` queries at the end of the context, dense.
+// Dense attention of a prefill chunk of `rows` queries at the end of the context.
 void BM_Prefill(benchmark::State& state, const Shape& shape) {
   const int64_t context = state.range(0);
   const int64_t rows = state.range(1);

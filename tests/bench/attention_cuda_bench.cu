@@ -1,16 +1,16 @@
-// Attention on the GPU, decode and a prefill chunk of 512 queries, dense, over lists, and over the
-// lists that a method selects in the same call, for one sequence of the 8B shape (32 query and 8 KV
-// heads of 128). Random KV and digests, up to four sets in turn; medians of replays of a CUDA
-// graph. "batch of N" is decode of N sequences of so many tokens each. "append" is what writes a
-// chunk's keys and values and turns its queries (append_heads.h), under its bytes read and written.
-// A method "by interval" is launched in every step and selects in some of them, as in the engine:
-// the mean over a refresh cycle.
+// Speed of attention on the GPU: decode and a prefill chunk of 512 queries, dense, over lists, and
+// over lists that a method selects in the same call. One sequence of the 8B shape (32 query and 8
+// KV heads of 128). Random KV and digests, up to four sets in turn; medians of replays of a CUDA
+// graph. "batch of N" is decode of N sequences of that many tokens each. "append" writes a chunk's
+// keys and values and rotates its queries (append_heads.h); its bytes are those read and written. A
+// method "by interval" is launched in every step and selects in some of them, as in the engine; its
+// time is the mean over a refresh cycle.
 //
 //   attention_cuda_bench [--rows=TEXT] [--budget=TOKENS] [TOKENS ...]
 //                                                      default: 4096 32768 131072 1048576
 //
-//   --rows    only those whose name contains the text
-//   --budget  tokens that are selected (2048)
+//   --rows    only rows of the table whose name contains TEXT
+//   --budget  number of selected tokens (2048)
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -40,21 +40,21 @@ constexpr int64_t kGroup = 4;
 constexpr int64_t kHeadDim = 128;
 constexpr int64_t kMaxSets = 4;
 constexpr GroupedPositions kGrouped = {.group_size = 8, .window = 1024};
-// The sink, window and budget of what is selected here. Constant once main has read its arguments.
+// Sink, window and budget of all selections here. Constant once main has read its arguments.
 SelectionNumbers selection_numbers = {
     .sink_tokens = 128, .window_tokens = 1024, .budget_tokens = 2048, .top_p = 0.95f};
-constexpr int64_t kListCapacity = 2048;  // entries: a token each
+constexpr int64_t kListCapacity = 2048;  // entries of one token
 constexpr int64_t kCycle = 16;           // steps of a refresh cycle
 constexpr int64_t kInterval = 8;         // steps between two runs of a method's first stage
-constexpr int64_t kSetBytes = int64_t{20} << 30;  // of all sets together
+constexpr int64_t kSetBytes = int64_t{20} << 30;  // of all sets
 
-// Of a row: sink, window and a budget in whole pages.
+// Returns the most tokens in a row's list: sink, window and a budget in whole pages.
 int64_t MaxListTokens() {
   return selection_numbers.sink_tokens + selection_numbers.window_tokens +
          CeilPages(selection_numbers.budget_tokens) * kPageTokens;
 }
 
-// Roughly normal values from a counter: sums of four uniform ones.
+// Fills in roughly normal values from a counter: sums of four uniform ones.
 __global__ void FillRandom(__nv_bfloat16* values, int64_t count, uint64_t seed) {
   const int64_t stride = int64_t{gridDim.x} * blockDim.x;
   for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < count; i += stride) {
@@ -80,7 +80,7 @@ struct Set {
   AttendParams params;
   SelectParams select;
 
-  // Blocks of `block_queries` queries, at the end of the context.
+  // Makes query tiles of `block_queries` queries at the end of the context.
   Set(int64_t tokens, int64_t num_queries, int64_t block_queries, const SelectionHeader& header,
       const std::vector<SelectionEntry>& list, uint64_t seed) {
     const KvLayout layout = {
@@ -201,7 +201,7 @@ struct Set {
     staged_memories = Upload(std::vector{memory});
   }
 
-  // From now on keys count as cached un-rotated.
+  // Makes the keys count as cached unrotated from now on.
   void Place(int64_t tokens, const GroupedPositions& grouped) {
     std::vector<double> inv_freq;
     for (int64_t i = 0; i < kHeadDim / 2; ++i) {
@@ -214,7 +214,7 @@ struct Set {
     params.grouped = grouped;
   }
 
-  // From now on it is of many sequences that decode, each with its share of the tokens.
+  // Divides the set into `streams` decoding sequences, each with its share of the tokens.
   void Split(int64_t streams) {
     const int64_t blocks_each = params.kv.max_blocks_per_slot / streams;
     std::vector<QueryBlock> last;
@@ -232,7 +232,7 @@ struct Set {
     params.faults = {faults.As<uint8_t>(), last.size()};
   }
 
-  // Of one sequence that decodes: makes this step of a cycle the next one.
+  // For one decoding sequence: makes `step` of a cycle the next step.
   void StandAt(int64_t step, const DeviceBuffer& memory) {
     const size_t count = params.blocks.size();
     params.blocks = {step_blocks.As<QueryBlock>() + step * std::ssize(params.blocks), count};
@@ -242,7 +242,7 @@ struct Set {
 };
 
 void Attend(Set& set, cudaStream_t stream) {
-  if (set.params.q.dim(0) == std::ssize(set.params.blocks)) {  // of one query each
+  if (set.params.q.dim(0) == std::ssize(set.params.blocks)) {  // tiles of one query
     Check(AttendDecode(
         set.params, set.maps, set.workspace.data(),
         {set.arrivals.As<uint32_t>(), static_cast<size_t>(set.params.selection.num_rows)}, stream));
@@ -269,7 +269,7 @@ void Both(Set& set, cudaStream_t stream) {
   kFirst(set, stream);
   kSecond(set, stream);
 }
-// kCycle steps, each of which remembers what those before it selected.
+// Runs kCycle steps, each of which remembers the selections of earlier steps.
 template <auto kSelect, auto kMemories = &Set::memories>
 void ByInterval(Set& set, cudaStream_t stream) {
   for (int64_t step = 0; step < kCycle; ++step) {
@@ -282,7 +282,7 @@ using Call = void (*)(Set& set, cudaStream_t stream);
 
 enum class Keys { kRotated, kCompact, kGrouped };
 
-// What a row's name has to contain.
+// Text that the names of the wanted rows contain.
 std::string_view wanted_rows;
 
 void Report(const char* name, Call call, int64_t tokens, int64_t num_queries,
@@ -314,7 +314,7 @@ void Report(const char* name, Call call, int64_t tokens, int64_t num_queries,
   std::fflush(stdout);
 }
 
-// Decode of `streams` sequences of `tokens` tokens each.
+// Measures decode of `streams` sequences of `tokens` tokens each.
 void BenchBatch(int64_t streams, int64_t tokens) {
   constexpr const char* kName = "batch";
   if (std::string_view(kName).find(wanted_rows) == std::string_view::npos) return;
@@ -337,7 +337,7 @@ void BenchBatch(int64_t streams, int64_t tokens) {
   std::fflush(stdout);
 }
 
-// A prompt's chunk at the begin of its sequence, heads rotated, with bounds.
+// Measures a prompt's chunk at the begin of its sequence, with rotated heads and bounds.
 void BenchAppend(int64_t tokens) {
   constexpr const char* kName = "append";
   if (std::string_view(kName).find(wanted_rows) == std::string_view::npos) return;
@@ -347,7 +347,7 @@ void BenchAppend(int64_t tokens) {
   for (int64_t i = 0; i < kMaxSets; ++i) {
     sets.emplace_back(tokens, tokens, kPageTokens, SelectionHeader{}, std::vector<SelectionEntry>{},
                       static_cast<uint64_t>(i + 1));
-    sets.back().params.kv.key_codes = nullptr;  // as most policies have it
+    sets.back().params.kv.key_codes = nullptr;  // as under most policies
     qkv.push_back(Value(DeviceBuffer::Allocate(tokens * kColumns * 2)));
     FillRandom<<<1024, 256>>>(qkv.back().As<__nv_bfloat16>(), tokens * kColumns,
                               static_cast<uint64_t>(i));
@@ -374,8 +374,8 @@ void BenchAppend(int64_t tokens) {
               static_cast<long long>(tokens), microseconds, bytes / microseconds / 1e6);
 }
 
-// The budget in runs of `run_tokens` tokens, side by side or `stride` apart, of as many pages, far
-// from each other.
+// Returns a list of the budget in runs of `run_tokens` tokens, adjacent or `stride` apart, each in
+// its own page, the pages far from each other.
 std::vector<SelectionEntry> ListOfRuns(int64_t tokens, int64_t run_tokens, int64_t stride = 1) {
   const int64_t first_page = CeilPages(selection_numbers.sink_tokens);
   const int64_t candidates = (tokens - selection_numbers.window_tokens) / kPageTokens - first_page;
@@ -432,7 +432,7 @@ void Bench(int64_t tokens) {
     report("tokenselect and list", Both<TokenSelect<Scope::kKvGroup>, Attend>);
     report("infinitehip alone", InfiniteHip);
     report("infinitehip and list", Both<InfiniteHip, Attend>);
-    report("top_p alone", TopP);  // leaves rows of several queries as they are
+    report("top_p alone", TopP);  // does not change rows of several queries
     if (num_queries > 1) continue;
     report("quest and top_p", Both<Quest, TopP>);
     report("infinitehip and top_p", Both<InfiniteHip, TopP>);

@@ -1,4 +1,4 @@
-// Timing of GPU ops for benchmarks: errors end the program, medians are over replays of a graph.
+// Times GPU ops for benchmarks. Errors end the program.
 #pragma once
 
 #include <algorithm>
@@ -39,7 +39,7 @@ DeviceBuffer Upload(const std::vector<T>& values) {
   return buffer;
 }
 
-// Of replays of a graph of what `record` launches.
+// Returns the median over replays of a graph of the launches of `record`.
 inline double MedianMicroseconds(const std::function<void(cudaStream_t)>& record) {
   cudaStream_t stream;
   Check(cudaStreamCreate(&stream));

@@ -1,29 +1,30 @@
 // Speed of whole decode steps of the worker's engine: one process, no coordinator, a model that is
-// only a shape (random weights), and a context that is filled with random keys and values. For each
-// context a row a policy, dense first:
+// only a shape (random weights), and a context that is filled with random keys and values. Prints a
+// row for each context and policy, dense first:
 //
 //   decode_step_bench [--model=FOLDER] [--device=cuda] [--contexts=4096,131072] [--policies=...]
 //                     [--batch=1] [--steps=64] [--budget=2048] [--ranks=1] [--device-share=1]
 //                     [--turn=0]
 //
-// Of several ranks, a process and a GPU each, rank 0 is what is printed. With a --device-share
-// below 1, so much of the longest context's KV fits into device memory and the rest is read from
-// the host tier. With --turn, cosines of two queries that follow one another are about that
-// (turning_queries.h); else layers ask with their own, of a model that knows nothing.
+// With several ranks, a process and a GPU each, rank 0 is printed. With a --device-share below 1,
+// that share of the longest context's KV fits into device memory, and the rest is read from the
+// host tier. --turn is about the cosine of consecutive queries (turning_queries.h); with 0, layers
+// use the queries of the random model.
 //
-// A policy is all or the name of a selector, with +top_p (0.95) and +interval (8) behind it.
+// A policy is `all` or the name of a selector, followed by +top_p (0.95) and +interval (8).
 //
-//   wall       of Engine::Step, sampling and tables included: median and mean over the steps
-//   GPU        from the begin to the end of the step's graph, likewise
-//   host       medians in microseconds: from the plan to where the step's tables are on their way;
-//              to launch the graph, wait and fetch, beyond the GPU's time; what is left
-//              to the reply
-//   overlap    pages that a step selects in common with the one before, where queries turn
-//   misses     of the pages read, those in the host tier; promoted: copied from there, a step
-//   read       what a step must read: weights, attended keys and values, digests where it selects
-//   roofline   the time in which the GPU reads as much (device_read_speed.h, measured at the start
-//              and printed in the first line) as a share of the GPU's time; none on a CPU
-//   nodes      of the graph, and of them for each layer
+//   wall       time of Engine::Step with sampling and tables: median and mean over the steps
+//   GPU        time from the begin to the end of the step's graph, likewise
+//   host       medians in microseconds: from the plan until the step's tables are being copied; for
+//              launching the graph, waiting and fetching, beyond the GPU's time; the rest until
+//              the reply
+//   overlap    share of pages selected in the step before too, when queries turn
+//   misses     share of the pages read that are in the host tier; promoted: copied from it per step
+//   read       bytes that a step must read: weights, attended keys and values, digests when it
+//              selects
+//   roofline   the time in which the GPU reads that many bytes (device_read_speed.h, measured at
+//              the start and printed in the first line) as a share of the GPU's time; not on a CPU
+//   nodes      number of nodes of the graph, and per layer
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
@@ -62,9 +63,9 @@ using kernels::kPageTokens;
 using Clock = std::chrono::steady_clock;
 
 constexpr int64_t kWarmUps = 10;
-constexpr int64_t kFillTokens = 8192;                                  // of a step
-constexpr int64_t kLeastDeviceBlocks = 2 * kFillTokens / kPageTokens;  // of two steps that fill
-constexpr int64_t kLookEvery = 64;  // steps, at two that follow one another
+constexpr int64_t kFillTokens = 8192;                                  // per step
+constexpr int64_t kLeastDeviceBlocks = 2 * kFillTokens / kPageTokens;  // for two filling steps
+constexpr int64_t kLookEvery = 64;  // steps between looks at two consecutive ones
 constexpr uint64_t kEpoch = 1;
 
 void Check(const absl::Status& status) {
@@ -142,7 +143,7 @@ Flags ParseFlags(int argc, char** argv) {
   return flags;
 }
 
-// The server's policy and, the same message, the numbers of a sequence.
+// Returns the server's policy; the same message has the numbers of a sequence.
 v1::SparsityPolicy MakePolicy(const std::string& name, int64_t budget) {
   v1::SparsityPolicy policy;
   v1::SetSelector("all", *policy.mutable_prefill());
@@ -184,15 +185,15 @@ double Mean(const std::vector<double>& values) {
   return std::accumulate(values.begin(), values.end(), 0.0) / static_cast<double>(values.size());
 }
 
-// Of one policy at one context.
+// Measurements of one policy at one context.
 struct Measured {
   std::vector<double> wall_ms, gpu_ms;
-  std::vector<double> before_us, around_us, behind_us;  // of the host
-  int64_t attended_tokens = 0;  // over steps, rows of the batch, layers and KV heads
-  int64_t selected = 0;         // (step, row, layer, KV head) in which the selector ran
+  std::vector<double> before_us, around_us, behind_us;  // times of the host
+  int64_t attended_tokens = 0;  // sum over steps, rows of the batch, layers and KV heads
+  int64_t selected = 0;         // number of (step, row, layer, KV head) whose selector ran
   int64_t nodes = 0;
   double overlap = 0;
-  int64_t hits = 0, misses = 0, promoted_bytes = 0;  // over steps
+  int64_t hits = 0, misses = 0, promoted_bytes = 0;  // sums over steps
 
   void Add(const v1::RowAccounting& row) {
     attended_tokens += static_cast<int64_t>(row.attended_tokens());
@@ -203,7 +204,7 @@ struct Measured {
 
 class Bench {
  public:
-  // `rendezvous` with the other ranks; null for one alone.
+  // `rendezvous` is with the other ranks; null for a single rank.
   Bench(const Flags& flags, int rank, Rendezvous* rendezvous);
   void Run();
 
@@ -212,10 +213,10 @@ class Bench {
   void AddSeals(v1::StepPlan& plan);
   void MakeQueries();
   Measured Measure(int64_t context, uint32_t policy);
-  // A step of the plan; its time in milliseconds.
+  // Runs a step of the plan, and returns its time in milliseconds.
   double Step(v1::StepPlan& plan, v1::StepReply& reply);
   void AddStart(int64_t context, uint32_t policy, int64_t row, v1::StepPlan& plan);
-  // One token at `position` of each sequence that is measured.
+  // Adds one token at `position` of each measured sequence.
   void AddRows(int64_t position, v1::StepPlan& plan);
   double WeightBytes() const;
   double BytesRead(const std::string& policy, int64_t context, const Measured& measured) const;
@@ -225,7 +226,7 @@ class Bench {
 
   const Flags flags_;
   const int rank_;
-  const double read_speed_;  // of the GPU, bytes a second; 0 on a CPU
+  const double read_speed_;  // of the GPU, bytes per second; 0 on a CPU
   ThreadPool executor_;
   std::unique_ptr<Backend> backend_;
   SyntheticKvBackend filler_;
@@ -281,7 +282,7 @@ Bench::Bench(const Flags& flags, int rank, Rendezvous* rendezvous)
   }
   const kernels::KvLayout layout = model_.transformer->kv_layout(options.kv_dtype);
   const int64_t blocks_a_row = flags.contexts.back() / kPageTokens + 16 + flags.steps / kPageTokens;
-  // Extents of the host tier have bounds, codes and checksums beside the pages.
+  // Extents of the host tier have bounds, codes and checksums besides the pages.
   const int64_t host_block = layout.block_bytes() + layout.block_bounds_bytes() +
                              layout.block_key_codes_bytes() + 16 * layout.pages_per_block() + 8192;
   options.kv.host = flags.batch * blocks_a_row * host_block;
@@ -305,7 +306,7 @@ double Bench::Step(v1::StepPlan& plan, v1::StepReply& reply) {
   return Microseconds(began_, over_) / 1000;
 }
 
-// One sequence a row, in slots [batch, 2 batch), that keeps its blocks for those that are measured.
+// Fills one sequence per row, in slots [batch, 2 batch). It keeps its blocks for the measured ones.
 void Bench::FillContexts() {
   const int64_t tokens = flags_.contexts.back();
   filler_.set_filling(true);
@@ -345,7 +346,7 @@ void Bench::FillContexts() {
   Step(plan, reply);
 }
 
-// Of all filled blocks that are not sealed yet.
+// Adds seals of all filled blocks that are not sealed yet.
 void Bench::AddSeals(v1::StepPlan& plan) {
   for (; sealed_blocks_ + 1 < next_block_; ++sealed_blocks_) {
     v1::BlockSeal& seal = *plan.add_seals();
@@ -440,8 +441,8 @@ double Bench::WeightBytes() const {
          static_cast<double>((c.num_layers * layer + c.vocab_size * c.hidden_size) / flags_.ranks);
 }
 
-// Of a step. Selectors are taken to read the digests of the whole context: bounds, of tokenselect
-// key codes. A pruner reads the codes of what was selected.
+// Returns the bytes that a step reads. Selectors count as reading the digests of the whole context:
+// bounds, or keys for tokenselect. A pruner reads the codes of the selected tokens.
 double Bench::BytesRead(const std::string& policy, int64_t context,
                         const Measured& measured) const {
   const kernels::KvLayout layout = model_.transformer->kv_layout(kernels::DType::kBFloat16);
@@ -453,7 +454,7 @@ double Bench::BytesRead(const std::string& policy, int64_t context,
   double bytes = WeightBytes() +
                  per_step(measured.attended_tokens) * 2 * static_cast<double>(layout.row_bytes());
   if (absl::StartsWith(policy, "all")) return bytes;
-  // Of infinitehip's stages the first: the codes that the others read are not counted.
+  // For infinitehip only its first stage: the codes that later stages read are not counted.
   const int64_t judged = absl::StartsWith(policy, "tokenselect") ? kPageTokens * layout.row_bytes()
                                                                  : layout.page_bounds_bytes();
   bytes += per_step(measured.selected) * pages * static_cast<double>(judged);

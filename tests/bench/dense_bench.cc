@@ -1,4 +1,4 @@
-// Speed of the dense ops but linear layers (gemm_bench) at the shapes of the reference model
+// Speed of the dense ops, except linear layers (gemm_bench), at the shapes of the reference model
 // (hidden 256, MLP 768, vocabulary 2048). Arguments: rows, threads.
 //
 //   build/release/tests/bench/dense_bench --benchmark_repetitions=3
@@ -31,7 +31,7 @@ T OrDie(absl::StatusOr<T> value) {
 #define KVASIR_ROWS_AND_THREADS \
   ArgsProduct({{1, 4, 16, 64, 512}, {1, 2}})->UseRealTime()->Unit(benchmark::kMicrosecond)
 
-// One layer's worth of each element-wise op.
+// Each element-wise op as in one layer.
 void BM_RmsNorm(benchmark::State& state, DType dtype) {
   ThreadExecutor executor(static_cast<int>(state.range(1)));
   TestTensor x(dtype, {state.range(0), 256}), weight(dtype, {256}), y(dtype, {state.range(0), 256});

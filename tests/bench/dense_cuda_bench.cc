@@ -1,6 +1,6 @@
-// Dense ops on the GPU at the 8B shape (hidden 4,096, intermediate 14,336, vocabulary 128,256), for
-// one token and for a prefill chunk. Four sets of tensors in turn; medians of replays of a CUDA
-// graph, a call's share of it.
+// Speed of dense ops on the GPU at the 8B shape (hidden 4,096, intermediate 14,336, vocabulary
+// 128,256), for one token and for a prefill chunk. Four sets of tensors in turn; times of a call
+// from medians of replays of a CUDA graph.
 #include <cmath>
 #include <cstdio>
 #include <random>
@@ -21,7 +21,7 @@ constexpr int64_t kIntermediate = 14336;
 constexpr int64_t kVocab = 128256;
 constexpr int kSets = 4;
 
-// Normal values, bfloat16; the same few million again and again.
+// Returns normal values in bfloat16, which repeat after a few million.
 std::vector<BFloat16> RandomValues(int64_t count, uint64_t seed) {
   constexpr size_t kPeriod = 4'000'037;
   std::mt19937_64 rng(seed);
@@ -33,7 +33,7 @@ std::vector<BFloat16> RandomValues(int64_t count, uint64_t seed) {
   return values;
 }
 
-// Memory of one tensor in each of the sets.
+// Memory of one tensor in each set.
 class Tensors {
  public:
   Tensors(int64_t rows, int64_t columns, DType dtype = DType::kBFloat16)
@@ -47,7 +47,7 @@ class Tensors {
     void* data = buffers_[static_cast<size_t>(set)].data();
     return TensorView(data, dtype_, {rows_, columns_}, Device::kCuda);
   }
-  // Of one row.
+  // Returns the tensor of a set as a vector. REQUIRES: it has one row.
   TensorView vector(int set) const {
     return TensorView(of(set).data(), dtype_, {columns_}, Device::kCuda);
   }
@@ -61,7 +61,7 @@ class Tensors {
 // `bytes` and `flops` of one call.
 void Report(const char* op, int64_t rows, double bytes, double flops,
             const std::function<absl::Status(int set, cudaStream_t stream)>& run) {
-  for (int set = 0; set < kSets; ++set) Check(run(set, nullptr));  // plans, modules
+  for (int set = 0; set < kSets; ++set) Check(run(set, nullptr));  // makes plans, loads modules
   const double us = MedianMicroseconds([&](cudaStream_t stream) {
                       for (int set = 0; set < kSets; ++set) Check(run(set, stream));
                     }) /
@@ -71,7 +71,8 @@ void Report(const char* op, int64_t rows, double bytes, double flops,
   std::fflush(stdout);
 }
 
-// As the model calls it, and by cuBLASLt: gated layers with their gate, those of kAdd with it.
+// Measures a linear layer as the model calls it, and by cuBLASLt: gated layers with their gate,
+// layers of kAdd with the addition.
 void BenchLinear(const CublasLt& lt, const char* name, int64_t n, int64_t k,
                  LinearParams::After after) {
   using After = LinearParams::After;

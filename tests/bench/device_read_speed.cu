@@ -9,7 +9,7 @@ namespace {
 constexpr int64_t kBytes = int64_t{2} << 30;
 constexpr int kThreads = 512;
 constexpr int kBlocksOfMultiprocessor = 4;
-constexpr int kLoads = 8;  // of a thread, under way together
+constexpr int kLoads = 8;  // loads in flight per thread
 constexpr int64_t kTile = int64_t{kThreads} * kLoads;
 static_assert(kBytes % (kTile * sizeof(uint4)) == 0);
 
@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfMultiprocessor)
 #pragma unroll
     for (const uint4& words : loaded) all ^= words.x ^ words.y ^ words.z ^ words.w;
   }
-  if (all == 1) *never = all;  // the data are zeros: without a use nothing would be read
+  if (all == 1) *never = all;  // never true, as the data are zeros; keeps the loads
 }
 
 }  // namespace

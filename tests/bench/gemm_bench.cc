@@ -1,11 +1,11 @@
-// Speed of linear layers on the CPU, beside what the machine can do in the same run: few rows
-// against a plain read of memory by the same threads, many rows against fused multiply-adds of
-// registers. Shapes of SmolLM2-135M and of an 8B model; each layer has so many copies that few rows
-// read their weights from memory. KVASIR_CPU_ISA chooses the kernels. For x86.
+// Speed of linear layers on the CPU, beside the machine's limits in the same run: few rows against
+// a plain read of memory by the same threads, many rows against fused multiply-adds of registers.
+// Shapes of SmolLM2-135M and of an 8B model. Each layer has enough copies that few rows read their
+// weights from memory. KVASIR_CPU_ISA chooses the kernels. For x86.
 //
 //   gemm_bench [threads] [bf16|f32|int8 ...]
 //
-// Layer and yardstick take turns; both figures are the best of kTurns.
+// Layer and yardstick take turns. Both figures are the best of kTurns.
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
@@ -97,7 +97,7 @@ class Machine {
     std::memset(data_.data(), 1, static_cast<size_t>(kReadBytes));
   }
 
-  // Bytes a second.
+  // Returns bytes per second.
   double ReadSpeed() {
     constexpr int64_t kPart = int64_t{1} << 20;
     const double begin = Seconds();
@@ -107,7 +107,7 @@ class Machine {
     return static_cast<double>(kReadBytes) / (Seconds() - begin);
   }
 
-  // Operations a second, two a fused multiply-add.
+  // Returns operations per second; a fused multiply-add counts as two.
   double FmaSpeed() {
     constexpr int64_t kRounds = 1'000'000;
     const bool wide = ChosenCpuIsa() >= CpuIsa::kAvx512;
@@ -145,7 +145,7 @@ struct Kind {
   const char* name;
   DType dtype;
   WeightForm weights;
-  double bytes;  // of a weight
+  double bytes;  // per weight
 };
 
 constexpr Kind kKinds[] = {
@@ -166,7 +166,7 @@ class Layers {
     weight.Fill(1);
     x_.Fill(2);
     const PackedLinear::Part part = {.weight = weight.view()};
-    HostArena memory(int64_t{32} << 20);  // as a worker's
+    HostArena memory(int64_t{32} << 20);  // as in a worker
     const auto copies =
         rows > 8 ? 1 : static_cast<int64_t>(static_cast<double>(kReadBytes) / bytes_) + 1;
     for (int64_t i = 0; i < copies; ++i) {
@@ -182,7 +182,7 @@ class Layers {
                        1, static_cast<int64_t>(static_cast<double>(kFlopsPerTurn) / flops_));
   }
 
-  // Seconds for one layer.
+  // Returns the seconds for one layer.
   double Time() {
     const double begin = Seconds();
     for (int64_t turn = 0; turn < turns_; ++turn) {

@@ -1,12 +1,15 @@
 #!/usr/bin/env python3
-"""llama.cpp behind a pipe: the peer's half of peer_llama_cpp.py, which starts it in an environment of its own.
+"""Runs llama.cpp, with requests and replies over pipes: peer_llama_cpp.py starts it in a separate environment.
 
     llama_cpp_driver.py BINDING MODEL.gguf THREADS STREAMS STREAM_TOKENS FLASH
 
-BINDING: llama-cpp-python (llama.cpp's C functions) or xllamacpp (its server in this process, no HTTP between). STREAM_TOKENS: room of each stream, prompt and answer. FLASH: on or off. The first line of output is
-{"system": what llama.cpp says of the machine}. Then each line of input, {"prompts": [[id, ...], ...], "new_tokens": N},
-is answered by a line with one entry a prompt: {"times": seconds from the request to each token, "text": the answer}.
-Prompts of one line are asked at once. Greedy, without an end, nothing kept from one line to the next.
+BINDING: llama-cpp-python (llama.cpp's C functions) or xllamacpp (its server in this process, without HTTP).
+STREAM_TOKENS: most tokens of each stream, prompt and answer. FLASH: on or off.
+
+The first line of output is {"system": llama.cpp's description of the machine}. The reply to each line of input,
+{"prompts": [[id, ...], ...], "new_tokens": N}, is a line with one entry per prompt:
+{"times": seconds from the request to each token, "text": the answer}. Prompts of one line run at the same time. Greedy,
+without an end token. Nothing is kept from one line to the next.
 """
 
 import ctypes
@@ -16,7 +19,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-BATCH = 512  # tokens computed together, both of llama.cpp's limits
+BATCH = 512  # tokens computed together; for both of llama.cpp's limits
 
 
 class XLlamaCpp:
@@ -48,7 +51,7 @@ class XLlamaCpp:
         if cached:
             raise RuntimeError(f"llama.cpp took {cached} tokens of the prompt from its cache")
         times = []
-        for at, chunk in chunks:  # the tokens of one character come together
+        for at, chunk in chunks:  # the tokens of one character come at the same time
             times += [at] * (chunk["timings"]["predicted_n"] - len(times))
         return {"times": times, "text": "".join(chunk["choices"][0]["text"] for _, chunk in chunks)}
 
@@ -59,7 +62,7 @@ class XLlamaCpp:
 
 
 class LlamaCpp:
-    """Prompts are read one after the other; then every step computes a token of each."""
+    """Reads prompts one after the other. Then every step computes a token of each."""
 
     def __init__(self, path, threads, streams, stream_tokens, flash):
         import numpy
@@ -84,7 +87,7 @@ class LlamaCpp:
         self.run([[1] * 8], 2)  # warm-up
 
     def decode(self, rows):
-        """`rows`: (token, position, sequence, whether its next token is wanted)."""
+        """Decodes `rows`: (token, position, sequence, whether its next token is wanted)."""
         batch = self.batch
         batch.n_tokens = len(rows)
         for i, (token, position, sequence, wanted) in enumerate(rows):
@@ -133,7 +136,7 @@ class LlamaCpp:
 def main():
     binding, path, threads, streams, stream_tokens, flash = sys.argv[1:]
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what llama.cpp prints is no reply
+    os.dup2(2, 1)  # llama.cpp's own output is no reply
     kind = {"xllamacpp": XLlamaCpp, "llama-cpp-python": LlamaCpp}[binding]
     peer = kind(path, int(threads), int(streams), int(stream_tokens), flash == "on")
     print(json.dumps({"system": peer.system.strip()}), file=replies, flush=True)
@@ -141,7 +144,7 @@ def main():
         request = json.loads(line)
         print(json.dumps(peer.run(request["prompts"], request["new_tokens"])), file=replies, flush=True)
     replies.close()
-    os._exit(0)  # the library's threads need no farewell
+    os._exit(0)  # without waiting for the library's threads
 
 
 if __name__ == "__main__":

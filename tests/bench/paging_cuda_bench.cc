@@ -1,6 +1,6 @@
-// Paging on the GPU at the 8B shape (pages of 32 KiB, 256 a block): what a step's end costs, and
-// how fast pages move between device memory and the host's, alone and beside decode attention over
-// pages in device memory, against plain copies of as many bytes in the same run.
+// Speed of paging on the GPU at the 8B shape (pages of 32 KiB, 256 per block): the cost of a step's
+// end, and how fast pages move between device and host memory, alone and beside decode attention
+// over pages in device memory, against plain copies of the same number of bytes in the same run.
 #include <algorithm>
 #include <cstdio>
 #include <numeric>
@@ -20,9 +20,9 @@ constexpr int64_t kGroup = 4;
 constexpr int64_t kFills = 2048;  // 64 MiB
 constexpr int64_t kHostRows = 256;
 constexpr int64_t kDeviceRows = 64;
-constexpr int64_t kSealedRows = 8;        // of a prefill chunk of 512 tokens
+constexpr int64_t kSealedRows = 8;        // a prefill chunk of 512 tokens
 constexpr int64_t kMillionRows = 16384;   // 1M tokens
-constexpr int64_t kAttentionCalls = 64;   // beside a copy
+constexpr int64_t kAttentionCalls = 64;   // during a copy
 constexpr int64_t kAttendedBlocks = 512;  // 32K tokens, one layer
 
 void Report(const char* what, double us, int64_t bytes) {
@@ -72,7 +72,7 @@ struct Tiers {
     return CopyRowsToHost(state, rows,
                           {gathered.data(), static_cast<size_t>(gathered.size_bytes())}, stream);
   }
-  // As many fills as a step may have.
+  // Plans the most fills that a step may have.
   void PlanMany(uint32_t step) {
     Check(MapFills(state, nullptr));
     Check(cudaMemset(state.missed_bytes, 0x11,
@@ -84,7 +84,7 @@ struct Tiers {
   }
 };
 
-// Dense decode attention of one query over pages of its own.
+// Dense decode attention of one query over its own pages.
 struct Attention {
   DeviceBuffer pages, table, rows, q, out, workspace, arrivals, blocks, headers, faults;
   KvTensorMaps maps;
@@ -149,7 +149,7 @@ struct Attention {
   }
 };
 
-// Medians of the time of each when both run at once.
+// Median times of two kinds of work that run at the same time.
 struct Beside {
   double first = 0;
   double second = 0;

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Dense attention, decode and a prefill chunk of 512 queries, of PyTorch's cuDNN and flash backends: the figures Kvasir's kernels are held against.
+"""Speed of dense attention of PyTorch's cuDNN and flash backends: decode and a prefill chunk of 512 queries. Kvasir's
+kernels are compared with these figures.
 
     tests/bench/peer_attention.py [TOKENS ...]     default: 4096 32768 131072 1048576
 
 One sequence of the 8B shape (32 query and 8 KV heads of 128, bfloat16), random inputs, several sets in turn, medians of
-replays of a CUDA graph. Run it on the same GPU, in the same run, as attention_cuda_bench.
+replays of a CUDA graph. Run it on the same GPU and in the same run as attention_cuda_bench.
 """
 
 import statistics
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
-QUERIES = 512  # of a prefill chunk; all see the whole context here
+QUERIES = 512  # of a prefill chunk; here all see the whole context
 REPLAYS = 31
 SET_BYTES = 20 << 30
 

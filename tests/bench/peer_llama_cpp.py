@@ -7,30 +7,30 @@
     tests/bench/peer_llama_cpp.py --model /tmp/smollm2 --sides kvasir-bf16 --policies dense,quest --prompts 2048
     tests/bench/peer_llama_cpp.py --model /tmp/smollm2 --isa native                       both sides' best instruction set
 
-What is compared: `kvasir serve`, asked over gRPC as any client would, and llama.cpp inside a process of its own, without a
-network between, so that the peer has the better of it. For each length of prompt every side reads it and then generates;
-that is one run, and the median of --runs counts. Each run has a prompt of its own, cut from English text.
+Compares `kvasir serve`, over gRPC as any client, with llama.cpp inside its own process, without a network, which is an
+advantage for the peer. In one run a side reads a prompt and then generates. The table has the median of --runs for each
+length of prompt. Each run has its own prompt, cut from English text.
 
- - "reads": from the request to the first token, with no part of the prompt cached.
- - "a token": the mean time between the tokens after the first.
- - Sparse policies decode sparsely behind a prompt read densely: the dense run before them read it, they find it in the
-   prefix cache, and no reading time of theirs is shown.
- - "streams": that many prompts at once; the time until all are read, and tokens a second of all together while every
+ - "reads": time from the request to the first token, with no part of the prompt cached.
+ - "a token": mean time between the tokens after the first.
+ - Sparse policies decode sparsely after a prompt that was read densely. The dense run before them read it, and they find
+   it in the prefix cache, so the table has no reading time for them.
+ - "streams": that many prompts at the same time: the time until all are read, and tokens per second of all while every
    stream generates.
- - A ratio is our time over llama.cpp's: below 1 we are faster. bfloat16 stands beside llama.cpp's fastest 16-bit type
-   that was run, int8 beside its Q8_0.
+ - A ratio is our time over llama.cpp's: below 1 we are faster. bfloat16 is compared with llama.cpp's fastest 16-bit type
+   that was run, int8 with its Q8_0.
 
-llama.cpp gets its best settings: flash attention is tried on and off at each length, and the faster one is used and
-named. Its batches are of 512 tokens and its threads as many as ours; the rest are its defaults (mmap, a 16-bit KV cache).
+llama.cpp gets its best settings: flash attention is tried on and off at each length, and the faster setting is used and
+named. It has batches of 512 tokens and as many threads as ours. The rest are its defaults (mmap, a 16-bit KV cache).
 
-Instruction sets. llama.cpp is PyPI's llama-cpp-python, which pip builds from source: for AVX2, FMA and F16C alone with
---isa avx2, for this machine with --isa native. That needs a C++ compiler, CMake and some minutes, once. Our kernels are held
-to AVX2 by KVASIR_CPU_ISA, which may be set to something else by hand. A server that names a wider path all the same ends
-the run. --peer xllamacpp takes PyPI's wheel of that name, which is for AVX2 and needs no
-compiler, but reads prompts more slowly than a build of one's own: no peer for a claim.
+Instruction sets. llama.cpp is PyPI's llama-cpp-python, which pip builds from source: for AVX2, FMA and F16C only with
+--isa avx2, for this machine with --isa native. That needs a C++ compiler, CMake and some minutes, once. KVASIR_CPU_ISA
+limits our kernels to AVX2, unless it is set by hand. The run ends when the server names a wider path anyway.
+--peer xllamacpp takes PyPI's wheel of that name. It is for AVX2 and needs no compiler, but reads prompts more slowly than
+a local build, so claims must not rest on it.
 
 Needs the build (KVASIR_BUILD, default build/cpu), the packages of deploy/install_packages.sh, python3-venv and, the first
-time, PyPI. The environments and the GGUF files are kept in --work.
+time, PyPI. Environments and GGUF files are kept in --work.
 """
 
 import argparse
@@ -55,12 +55,12 @@ from support.service import KVASIR, ROOT, Service, generation_pb2  # noqa: E402
 
 PACKAGES = {"llama-cpp-python": "llama-cpp-python==0.3.36", "xllamacpp": "xllamacpp==2026.10.11549"}
 TOOLS = ("numpy==2.4.6", "gguf==0.19.0")
-BUILD_OPTIONS = {"avx2": "-DGGML_NATIVE=OFF", "native": "-DGGML_NATIVE=ON"}  # llama.cpp's: without native it is AVX2
+BUILD_OPTIONS = {"avx2": "-DGGML_NATIVE=OFF", "native": "-DGGML_NATIVE=ON"}  # llama.cpp's; without native it is AVX2
 PEER_TYPES = {"llama-f16": "F16", "llama-bf16": "BF16", "llama-q8_0": "Q8_0"}
 OUR_FLAGS = {"kvasir-bf16": [], "kvasir-int8": ["--weights-dtype=int8"]}
 SIDES = (*PEER_TYPES, *OUR_FLAGS)
 BUDGET = 1024
-DECODE = {  # besides dense, which is the server's default policy
+DECODE = {  # except dense, which is the server's default policy
     "quest": {"quest": {}},
     "tokenselect": {"tokenselect": {}},
     "infinitehip": {"infinitehip": {}},
@@ -69,7 +69,7 @@ NUMBERS = {"sink_tokens": 128, "window_tokens": 512, "token_budget": BUDGET}
 CALIBRATION_TOKENS = 16
 ONE_TRY_TOKENS = 2048  # beyond this a try takes minutes
 WARM_UP_TOKENS = 64
-SPARE_TOKENS = 64  # room of a stream beyond prompt and answer
+SPARE_TOKENS = 64  # tokens of a stream besides prompt and answer
 
 
 def say(text):
@@ -78,7 +78,7 @@ def say(text):
 
 @dataclass
 class Run:
-    """One prompt and its answer: seconds to the first token, seconds a token after it, and the answer's text."""
+    """One prompt and its answer: seconds to the first token, seconds per later token, and the answer's text."""
     read: float
     token: float
     text: str = ""
@@ -92,14 +92,14 @@ class Run:
 
 
 def make_environment(work, peer, isa):
-    """The Python of an environment that has llama.cpp and the tools."""
+    """Returns the Python of an environment that has llama.cpp and the tools."""
     packages = (PACKAGES[peer], *TOOLS)
     venv = work / f"venv-{peer}-{isa}"
     done = venv / "installed"
     if not done.exists() or done.read_text() != " ".join(packages):
         say(f"installing {', '.join(packages)} into {venv}")
         subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True, stdout=sys.stderr)
-        # Without the cache, in which pip would find what it built for another instruction set.
+        # Without the cache, where pip would find its build for another instruction set.
         built = subprocess.run([str(venv / "bin" / "pip"), "install", "--quiet", "--no-cache-dir", *packages],
                                stdout=sys.stderr, env={**os.environ, "CMAKE_ARGS": BUILD_OPTIONS[isa]})
         if built.returncode:
@@ -109,7 +109,7 @@ def make_environment(work, peer, isa):
 
 
 def write_gguf(python, work, model, file_type):
-    """The model as GGUF; written again when the weights change."""
+    """Writes the model as GGUF when there is none or the weights have changed. Returns the file."""
     weights = sorted(model.glob("*.safetensors"))
     if not weights:
         sys.exit(f"{model} has no *.safetensors; deploy/fetch_smollm2.sh makes such a folder")
@@ -125,7 +125,7 @@ def write_gguf(python, work, model, file_type):
 
 
 def machine(threads):
-    """Model of the CPU, its cores and the vector instructions it has."""
+    """Returns the model of the CPU, its cores and its vector instructions."""
     info = pathlib.Path("/proc/cpuinfo").read_text().splitlines() if platform.system() == "Linux" else []
     values = {line.split(":")[0].strip(): line.split(":")[1].strip() for line in info if ":" in line}
     known = ("avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16")
@@ -161,7 +161,7 @@ class Peer:
         return json.loads(line)
 
     def run(self, prompts, new_tokens):
-        """The answers to prompts asked at once: [{"times", "text"}]."""
+        """Returns the answers to prompts asked at the same time: [{"times", "text"}]."""
         print(json.dumps({"prompts": prompts, "new_tokens": new_tokens}), file=self.process.stdin, flush=True)
         return self._reply()
 
@@ -198,7 +198,7 @@ class PeerSide:
         self.flash[tokens, streams], self.peer = chosen, peers[chosen]
 
     def faster(self, peers, tokens, streams, prompts):
-        """Which of the peers reads the prompts and generates in less time: the best of two tries, in turn."""
+        """Returns the peer that reads the prompts and generates in less time: the best of two tries, in turn."""
         totals = {flash: float("inf") for flash in peers}
         for flash in (*peers, *peers) if tokens <= ONE_TRY_TOKENS else peers:
             answers = peers[flash].run(prompts, CALIBRATION_TOKENS + 1)
@@ -240,7 +240,7 @@ class OurSide:
         pass
 
     def measure(self, prompts, policy, tenant):
-        """Prompts asked at once. The dense policy must have read them all: nothing cached."""
+        """Asks prompts at the same time. The dense policy must read them all, without cached tokens."""
         answers = [None] * len(prompts)
 
         def ask(i):
@@ -264,7 +264,7 @@ class OurSide:
 
 
 class Prompts:
-    """Token ids of English text, a different piece for every run, so that no two begin alike."""
+    """Token ids of English text: a different piece for every run, so that no two have the same beginning."""
 
     def __init__(self, service, paths):
         text = "\n".join(path.read_text(errors="replace") for path in paths)
@@ -284,7 +284,7 @@ class Prompts:
 
 
 def together(answers):
-    """(seconds until all are read, tokens a second while every stream generates) of answers asked for at once."""
+    """Returns (seconds until all are read, tokens per second while every stream generates) of simultaneous answers."""
     all_read = max(times[0] for times, _ in answers)
     first_end = min(times[-1] for times, _ in answers)
     made = sum(sum(all_read < at <= first_end for at in times) for times, _ in answers)
@@ -298,7 +298,7 @@ def check_answers(side, answers, new_tokens):
 
 
 def measure_length(sides, prompts, tokens, streams, arguments):
-    """All runs at one length: {(side, policy): [Run or (seconds, tokens a second)]}."""
+    """Returns all runs at one length: {(side, policy): [Run or (seconds, tokens per second)]}."""
     results = {(side.name, policy): [] for side in sides for policy in side.policies}
     for side in sides:
         side.prepare(tokens, streams, prompts.take(tokens, streams))
@@ -326,7 +326,7 @@ def measure_length(sides, prompts, tokens, streams, arguments):
 
 
 def reference_of(side, rows):
-    """The peer that a side of ours stands beside: {column: value}, by column the fastest; none for a peer itself."""
+    """Returns the fastest value in each column of the peers that a side of ours is compared with; none for a peer."""
     peers = {"kvasir-bf16": ("llama-f16", "llama-bf16"), "kvasir-int8": ("llama-q8_0",)}.get(side, ())
     found = [rows[peer, "dense"] for peer in peers if (peer, "dense") in rows]
     return tuple(min(column) for column in zip(*found)) if found else None
@@ -339,7 +339,7 @@ def cell(value, factor, digits, reference):
 
 
 def stream_table(results, flash):
-    """Markdown lines of one stream: `results` by length, then by (side, policy)."""
+    """Returns Markdown lines for one stream: `results` by length, then by (side, policy)."""
     lines = ["| prompt | side | policy | reads, s | ratio | a token, ms | tokens/s | ratio |", "|---|---|---|---|---|---|---|---|"]
     for tokens, by_side in results.items():
         rows = {key: (statistics.median(run.read for run in runs), statistics.median(run.token for run in runs))
@@ -355,7 +355,7 @@ def stream_table(results, flash):
 
 
 def streams_table(results, streams, flash):
-    """The same of several streams; the ratio of tokens a second is theirs over ours, so that below 1 we are faster."""
+    """Returns the same for several streams. The ratio of tokens per second is theirs over ours: below 1 we are faster."""
     lines = [f"| {streams} prompts of | side | policy | all read, s | ratio | tokens/s, all | ratio |",
              "|---|---|---|---|---|---|---|"]
     for tokens, by_side in results.items():
@@ -426,7 +426,7 @@ def parse_arguments():
 
 
 def served_sides(asked):
-    """Without int8 where this build's server does not know it."""
+    """Leaves out int8 when this build's server does not know it."""
     help_text = subprocess.run([str(KVASIR), "serve", "--help"], capture_output=True, text=True).stdout
     if "--weights-dtype" in help_text:
         return asked
@@ -450,7 +450,7 @@ def print_head(arguments, python, sides):
 
 def main():
     arguments = parse_arguments()
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:arguments.threads])  # of all that is started, too
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:arguments.threads])  # also for the processes that it starts
     if arguments.isa == "avx2":
         os.environ.setdefault("KVASIR_CPU_ISA", "avx2")
     arguments.work.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Tests of what peer_llama_cpp.py makes of measured times."""
+"""Tests of the figures that peer_llama_cpp.py computes from measured times."""
 
 import unittest
 

@@ -1,15 +1,15 @@
 // Speed of reading a prompt with the worker's engine: one process, no coordinator, a model that is
 // only a shape (random weights). Chunks follow one another as the service sends them: full blocks
-// are sealed when their step was answered, and a plan begins before the one before it is answered
-// where the engine allows. For each length a row a chunk size:
+// are sealed after the reply to their step, and where the engine allows a plan begins before the
+// reply to the plan before it. Prints a row for each length and chunk size:
 //
 //   prefill_step_bench [--model=FOLDER] [--device=cuda] [--tokens=8192,32768] [--rounds=3]
 //                      [--chunks=512,2048,8192] [--policy=all]
 //
-//   first    the first round: kernels are loaded, buffers grow
-//   wall     from the first plan to the last reply: median of the other rounds
-//   begin    of it, in Engine::Begin: the host's own work, and whatever it waits for there
-//   finish   of it, in Engine::Finish: waiting for the device, and the reply
+//   first    time of the first round: kernels are loaded, buffers grow
+//   wall     time from the first plan to the last reply: median of the other rounds
+//   begin    its part in Engine::Begin: the host's own work and waits
+//   finish   its part in Engine::Finish: waiting for the device, and the reply
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
@@ -41,7 +41,7 @@ using kernels::kPageTokens;
 using Clock = std::chrono::steady_clock;
 
 constexpr uint64_t kEpoch = 1;
-// Rounds are apart, so that a trace shows where one ends.
+// Pause between rounds, so that a trace shows where one ends.
 constexpr auto kPause = std::chrono::milliseconds(60);
 
 void Check(const absl::Status& status) {
@@ -100,7 +100,7 @@ Flags ParseFlags(int argc, char** argv) {
   return flags;
 }
 
-// The server's policy and, the same message, the numbers of a sequence.
+// Returns the server's policy; the same message has the numbers of a sequence.
 v1::SparsityPolicy MakePolicy(const std::string& selector) {
   v1::SparsityPolicy policy;
   for (v1::AttentionPolicy* phase : {policy.mutable_prefill(), policy.mutable_decode()}) {
@@ -131,7 +131,7 @@ class Bench {
   Round Read(int64_t tokens, int64_t chunk);
   v1::StepPlan MakeChunk(int64_t tokens, int64_t begin, int64_t end);
   void AddSeals(v1::StepPlan& plan);
-  // Gives the sequence's slot and blocks back.
+  // Gives back the sequence's slot and blocks.
   void Leave();
   v1::StepPlan NewPlan() {
     v1::StepPlan plan;
@@ -153,9 +153,9 @@ class Bench {
   uint64_t next_block_ = 1;
   uint64_t unsealed_ = 1;  // the first block that is not sealed
   uint64_t held_ = 1;      // the first block that is not dropped
-  // For each step under way, the first block that comes after its own.
+  // For each step in flight, the first block after its own.
   std::deque<uint64_t> under_way_;
-  uint64_t answered_ = 1;  // the same for the last step that was answered
+  uint64_t answered_ = 1;  // the same for the last step that has a reply
 };
 
 LoadedModel Load(const Flags& flags, Backend& backend) {
@@ -186,7 +186,7 @@ Bench::Bench(const Flags& flags)
   const int64_t blocks =
       *std::max_element(flags.tokens.begin(), flags.tokens.end()) / kPageTokens + 64;
   options.kv.device = blocks * layout.block_bytes();
-  // Extents of the host tier have bounds, codes and checksums beside the pages.
+  // Extents of the host tier have bounds, codes and checksums besides the pages.
   options.kv.host =
       blocks * (layout.block_bytes() + layout.block_bounds_bytes() +
                 layout.block_key_codes_bytes() + 16 * layout.pages_per_block() + 8192);
@@ -211,7 +211,7 @@ void Bench::Finish(Round& round) {
   }
 }
 
-// A block is sealed once its step was answered.
+// A block is sealed after the reply to its step.
 void Bench::AddSeals(v1::StepPlan& plan) {
   for (; unsealed_ < answered_; ++unsealed_) {
     v1::BlockSeal& seal = *plan.add_seals();

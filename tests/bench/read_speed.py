@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""How fast the machine reads memory, in GB/s: the floor under a token, which reads every weight once.
+"""Measures how fast the machine reads memory, in GB/s: this bounds the time of a token, which reads every weight once.
 
     read_speed.py THREADS
 
-Each thread takes the maximum of its own part of 1 GiB, several times; the best time counts. Needs numpy.
+Each thread computes the maximum of its own part of 1 GiB, several times. The best time counts. Needs numpy.
 """
 
 import sys

@@ -1,12 +1,12 @@
 // Speed of decoding with sparse policies beside dense attention, in the same run: one layer of
 // Llama-3.1-8B's shape (32 query and 8 KV heads of 128, bfloat16), one sequence. Prints a table of
-// means over whole refresh cycles of 64 steps, selection included.
+// means over whole refresh cycles of 64 steps, including selection.
 //
 //   build/release/tests/bench/sparse_decode_bench [context [threads [cycles]]]      (131072 2 2)
 //
-// Keys are locally alike on four scales, as keys of text are, with needles among them that the
-// queries look for, of all strengths; queries turn slowly. All caches are swept between two ops, as
-// the layers and sequences beside this one would.
+// Keys are locally alike on four scales, like keys of text. Among them are needles of all
+// strengths, for which the queries look. Queries turn slowly. All caches are swept between two ops,
+// as other layers and sequences would do.
 #include <algorithm>
 #include <array>
 #include <bit>
@@ -39,7 +39,7 @@ using Clock = std::chrono::steady_clock;
 constexpr int64_t kHeads = 32, kKvHeads = 8, kGroup = kHeads / kKvHeads, kDim = 128;
 constexpr int64_t kCycleSteps = 64;
 
-// How alike queries are: a part that stays, and one that turns a little in every step.
+// Queries have a constant part and a part that turns a little in every step.
 constexpr float kConstantShare = 0.9f, kTurn = 0.95f;
 
 constexpr std::array<int64_t, 4> kKeyScales = {1, 16, 256, 4096};
@@ -71,7 +71,7 @@ class FastNormal {
   uint64_t state_;
 };
 
-// What the queries of a KV head look for.
+// Returns the direction that the queries of a KV head look for.
 Vector Wanted(int64_t kv_head) {
   Vector v;
   FastNormal(1000 + static_cast<uint64_t>(kv_head)).Fill(v);
@@ -156,7 +156,7 @@ struct Policy {
   const char* name;
   const char* selector;
   MethodOptions options;
-  const char* reuse;  // or null
+  const char* reuse;  // may be null
   SelectionNumbers numbers;
 };
 
@@ -164,7 +164,7 @@ double Milliseconds(Clock::time_point begin, Clock::time_point end) {
   return std::chrono::duration<double, std::milli>(end - begin).count();
 }
 
-// Times of a step in milliseconds.
+// Times of a step, in milliseconds.
 struct StepTimes {
   double select = 0, prune = 0, contract = 0, attend = 0;
   double all() const { return select + prune + contract + attend; }
@@ -177,7 +177,7 @@ class Bench {
   }
 
   void Run(const Policy& policy, int64_t cycles, double dense_ms);
-  // Median of a step.
+  // Returns the median time of a step.
   double Dense(int64_t steps);
 
  private:
@@ -242,7 +242,7 @@ double Bench::Dense(int64_t steps) {
   return times[static_cast<size_t>(steps / 2)];
 }
 
-// Tokens that a row attends to.
+// Returns the number of tokens that a head row attends to.
 int64_t CountTokens(const PageSelection& selection, int64_t row, int64_t position) {
   int64_t tokens = 0;
   SelectedPages walk(selection.header(row), selection.list(row), position);

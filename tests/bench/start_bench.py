@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Seconds until `kvasir serve` answers: after its start, and after its worker was killed.
+"""Measures the seconds until `kvasir serve` answers: after its start, and after its worker was killed.
 
-The model is a random bfloat16 checkpoint of a published shape (16 GB for the default), written to --folder when it is not
-there yet and read once, so that every start finds it in the page cache. Each start serves one request and is stopped; the
-last one loses its worker to SIGKILL in between, as often as --kills says. Needs Python alone.
+The model is a random bfloat16 checkpoint of a published shape (16 GB for the default). It is written to --folder unless it
+is there, and read once, so that every start finds it in the page cache. Each start serves one request and is stopped. In
+the last one the worker is killed by SIGKILL --kills times. Needs only Python.
 
     tests/gpu.sh bundle out/gpu && out/gpu/bin/gpu.sh start            # on a GPU machine
     tests/bench/start_bench.py --device=cpu --layers=2 --build=build/cpu
@@ -30,12 +30,12 @@ BLOCK_ELEMENTS = 1 << 24
 READY_WITHIN_S = 180
 POLL_S = 0.01
 
-# bfloat16 by its upper byte, the sign aside: about what a matrix of 4,096 columns has, and about 1.
+# Upper bytes of bfloat16 without the sign: about the size of values in a matrix of 4,096 columns, and about 1.
 SMALL, LARGE = 0x3C, 0x3F
 
 
 def shapes(config):
-    """(name, shape) of every tensor of a Llama."""
+    """Yields (name, shape) of every tensor of a Llama."""
     hidden, intermediate, vocab = (config[f"{name}_size"] for name in ("hidden", "intermediate", "vocab"))
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_dim = hidden // heads
@@ -62,7 +62,7 @@ def size_bytes(shape):
 
 
 class RandomWeights:
-    """Bytes of bfloat16: norms of 1, embeddings about 1, matrices about 1/64, of either sign. One block of each repeats."""
+    """Bytes of bfloat16: norms 1, embeddings about 1, matrices about 1/64, of either sign. Each repeats one block."""
 
     def __init__(self):
         self.blocks = {}
@@ -87,7 +87,7 @@ class RandomWeights:
 
 
 def split(tensors):
-    """Shards of at most SHARD_BYTES, in order."""
+    """Returns shards of at most SHARD_BYTES, in order."""
     shard, used = [], 0
     for name, shape in tensors:
         if shard and used + size_bytes(shape) > SHARD_BYTES:
@@ -112,7 +112,7 @@ def write_shard(path, shard, weights):
 
 
 def make_checkpoint(folder, shape, layers):
-    """Written under another name first: what has its name is whole."""
+    """Writes the checkpoint under another name first, so that a checkpoint with its name is complete."""
     if folder.exists():
         return
     begin = time.monotonic()
@@ -152,7 +152,7 @@ def fill_page_cache(folder):
 
 
 class Server:
-    """`kvasir serve` with one local worker. `ready_s`: from the start of its process until it says that it is ready."""
+    """`kvasir serve` with one local worker. `ready_s` is the time from the start of its process until it is ready."""
 
     def __init__(self, kvasir, model, flags):
         self.kvasir = kvasir
@@ -176,7 +176,7 @@ class Server:
         return self.log_path.read_text(errors="replace")
 
     def stages(self):
-        """The worker's own words, of each of its starts."""
+        """Returns the worker's log line about each of its starts."""
         return re.findall(r"ready after (.*)", self.log())
 
     def try_generate(self):
@@ -184,7 +184,7 @@ class Server:
                                "--max-tokens=4", "--quiet"], capture_output=True, check=False).returncode == 0
 
     def kill_worker(self):
-        """Seconds from the worker's death by SIGKILL to the end of the next request that is answered."""
+        """Returns the seconds from killing the worker by SIGKILL to the end of the next answered request."""
         children = pathlib.Path(f"/proc/{self.process.pid}/task")
         workers = [int(pid) for task in children.iterdir() for pid in (task / "children").read_text().split()]
         if len(workers) != 1:

@@ -1,7 +1,7 @@
-// A backend that can write random keys and values into a step's pages instead of computing the
-// step: contexts of any length in no time, through the door that a model's own go through, bounds
-// and key codes with them. And one whose layers can ask with queries that are given to it instead
-// of their own. For benchmarks. Thread-compatible.
+// A backend for benchmarks. Instead of computing a step it can write random keys and values into
+// the step's pages, which fills contexts of any length quickly. They go through AppendHeads like a
+// model's own, with bounds and key codes. Its layers can also use given queries instead of their
+// own. Thread-compatible.
 #pragma once
 
 #include <chrono>
@@ -23,18 +23,19 @@ class SyntheticKvBackend final : public ForwardingBackend {
   // `inner` outlives it.
   explicit SyntheticKvBackend(Backend& inner) : ForwardingBackend(inner) {}
 
-  // Between steps: whether the next ones are filled. They must be of prompts, and sample nothing.
+  // Sets, between steps, whether the next steps are filled. They must be of prompts, and sample
+  // nothing.
   void set_filling(bool filling) { filling_ = filling; }
 
-  // Of the last step: when its tables were made, when its end was asked for, and when it was over.
+  // When the last step's tables were made, when its end was asked for, and when it was over.
   struct StepTimes {
     std::chrono::steady_clock::time_point begun, ending, ended;
   };
   const StepTimes& times() const { return times_; }
-  // From the first step on: [layers][sequences, query heads, head_dim] in memory of Allocate, which
-  // steps of that many tokens ask with.
+  // Sets the queries of steps that have a token per sequence: [layers][sequences, query heads,
+  // head_dim], in memory of Allocate. Called before the first step.
   void set_queries(std::vector<kernels::TensorView> queries) { queries_ = std::move(queries); }
-  // What kernels recorded in the last step (kernels::PagedKv).
+  // Returns the KV of the last step, with the accesses that kernels recorded.
   const kernels::PagedKv& kv() const { return *kv_; }
 
   bool RunsAhead() const override { return false; }
@@ -50,7 +51,7 @@ class SyntheticKvBackend final : public ForwardingBackend {
     times_.ending = std::chrono::steady_clock::now();
     return inner().EndStep(outputs);
   }
-  // What the step computed is nothing, but its KV is sound.
+  // A filling step computes nothing, but its KV is valid: all rows count as finite.
   absl::Status Collect(StepResult& result) override {
     KVASIR_RETURN_IF_ERROR(inner().Collect(result));
     times_.ended = std::chrono::steady_clock::now();
@@ -73,7 +74,7 @@ class SyntheticKvBackend final : public ForwardingBackend {
     return queries;
   }
 
-  // Of variance 1, as a dummy model's own are.
+  // Fills with values of variance 1, as in a dummy model.
   absl::Status Fill(const StepBatch& batch, const kernels::KvLayout& layout) {
     const int64_t tokens = batch.num_tokens();
     const int64_t width = layout.num_kv_heads * layout.head_dim;

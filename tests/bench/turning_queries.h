@@ -1,10 +1,9 @@
-// Queries of a stream of decode steps that turn a little in each, for benchmarks whose model is
-// only a shape: what such a model asks with has nothing to do with what it asked before, so that a
-// cache of pages would see nothing of the locality that real ones have. Every coordinate of every
-// head goes its own way, q' = turn q + sqrt(1 - turn^2) noise, of variance 1; cosines of two
-// queries that follow one another are about `turn`. What share of the selected pages two steps have
-// in common follows from it and is counted, for comparison with that of a model that was trained
-// (docs/quality.md).
+// Queries of decode steps that turn a little in each step, for benchmarks whose model is only a
+// shape. Consecutive queries of such a model are unrelated, so a cache of pages would not see the
+// locality of a real model. Every coordinate of every head changes independently, q' = turn q +
+// sqrt(1 - turn^2) noise, with variance 1, so the cosine of consecutive queries is about `turn`.
+// The share of selected pages that two steps have in common is counted, for comparison with a
+// trained model (docs/quality.md).
 #pragma once
 
 #include <algorithm>
@@ -22,19 +21,19 @@
 
 namespace kvasir::worker {
 
-// On a GPU. Thread-compatible.
+// Queries on a GPU. Thread-compatible.
 class TurningQueries {
  public:
   struct Shape {
     int64_t num_layers = 0;
     int64_t sequences = 0;
-    int64_t heads = 0;  // of the query
+    int64_t heads = 0;  // query heads
     int64_t head_dim = 0;
     int64_t queries() const { return sequences * heads * head_dim; }
   };
 
-  // All that `steps` steps ask with is made now: nothing lets a device catch up between two steps.
-  // `backend` outlives it.
+  // Makes the queries of all `steps` steps now, so that no work between steps lets a device catch
+  // up. `backend` outlives the object.
   static absl::StatusOr<TurningQueries> Create(const Shape& shape, double turn, int64_t steps,
                                                Backend& backend) {
     TurningQueries queries;
@@ -49,12 +48,12 @@ class TurningQueries {
     return queries;
   }
 
-  // [sequences, query heads, head_dim] bfloat16, one a layer.
+  // Returns the queries of each layer: [sequences, query heads, head_dim] bfloat16.
   const std::vector<kernels::TensorView>& layers() const { return layers_; }
 
-  // The next one to turn to is the first.
+  // Makes Turn start again at the first step.
   void Restart() { next_ = 0; }
-  // REQUIRES: between steps, at most as often as there are steps.
+  // Turns to the next step's queries. REQUIRES: called between steps, at most `steps` times.
   absl::Status Turn() {
     const std::vector<kernels::BFloat16>& next = steps_[next_++];
     return kernels::CudaStatus(cudaMemcpy(memory_.data(), next.data(),
@@ -91,11 +90,11 @@ class TurningQueries {
   std::vector<kernels::TensorView> layers_;
 };
 
-// What two steps that follow one another select in common, as a share of what the second selects;
-// blocks of which everything was read, sink and window, left out. Thread-compatible.
+// Share of the second step's selection that two consecutive steps have in common. Leaves out blocks
+// that were read whole: sink and window. Thread-compatible.
 class SelectionOverlap {
  public:
-  // Behind a step; those of two calls that follow one another are compared.
+  // Called after a step. Compares the selections of two calls when their steps are consecutive.
   absl::Status Look(const kernels::PagedKv& kv) {
     uint32_t step = 0;
     touched_.resize(static_cast<size_t>(kv.num_rows * kv.layout.pages_per_block()));

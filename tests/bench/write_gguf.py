@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Writes a Hugging Face folder of the Llama family as a GGUF file, for llama.cpp beside us: the same weights.
+"""Writes a Hugging Face folder of the Llama family as a GGUF file, so that llama.cpp runs with the same weights.
 
     write_gguf.py FOLDER TYPE FILE.gguf        TYPE: F16, BF16 or Q8_0, of all matrices; norms are float32
 
-Called by peer_llama_cpp.py, in an environment with numpy and gguf. The tokenizer is written so that the file loads; the
+Called by peer_llama_cpp.py, in an environment with numpy and gguf. The file has a tokenizer only so that it loads: the
 benchmark sends token ids.
 """
 
@@ -24,7 +24,7 @@ NAMES = {
 
 
 def read_safetensors(path):
-    """(name, float32 values) of every tensor of the file."""
+    """Yields (name, float32 values) of every tensor of the file."""
     with open(path, "rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(header_bytes))
@@ -50,8 +50,8 @@ def gguf_name(name):
 
 
 def permute(weights, heads):
-    """Rows of a query or key projection in GGUF's order: the two rows that RoPE turns together side by side, which
-    Hugging Face keeps half a head apart."""
+    """Returns a query or key projection with rows in GGUF's order. The two rows that RoPE rotates together are adjacent
+    in it, and half a head apart in Hugging Face's order."""
     rows, columns = weights.shape
     halves = weights.reshape(heads, 2, rows // heads // 2, columns)
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(rows, columns)

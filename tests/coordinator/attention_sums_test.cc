@@ -34,7 +34,7 @@ TEST(MassSamplesTest, SumsAreThoseOfAllSamplesTogether) {
   AddMassSamples({}, sum);
   EXPECT_EQ(sum.samples(), 0u);
   AddMassSamples(Samples({{800, 2}}), sum);
-  AddMassSamples({}, sum);  // none of one rank says nothing of the least
+  AddMassSamples({}, sum);  // a rank without samples does not lower the minimum
   AddMassSamples(Samples({{600, 1}, {800, 1}}), sum);
   const v1::MassSummary summary = Summarize(sum);
   EXPECT_EQ(summary.samples(), 4u);

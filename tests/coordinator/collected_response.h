@@ -1,5 +1,5 @@
-// A sink that keeps what one request was answered, and a model to serve in tests: one token per
-// byte, 256 and 257 around every text.
+// A sink that keeps the answer of one request, and a model to serve in tests: one token per byte,
+// with 256 before and 257 after every text.
 #pragma once
 
 #include <memory>
@@ -31,7 +31,7 @@ class CollectedResponse : public ResponseSink {
     changed_.NotifyAll();
   }
 
-  // Waits for the end.
+  // Waits for the end, and returns its status.
   absl::Status status() {
     kernels::MutexLock lock(mu_);
     while (!status_.has_value()) changed_.Wait(mu_);
@@ -63,7 +63,7 @@ class CollectedResponse : public ResponseSink {
     }
     return ids;
   }
-  // The last message, which must be the Finish.
+  // Returns the last message, which must be the Finish.
   v1::Finish finish() {
     const std::vector<v1::GenerateResponse> all = messages();
     EXPECT_TRUE(!all.empty() && all.back().has_finish());

@@ -75,7 +75,7 @@ class EngineLoopTest : public ::testing::Test {
   FakeClock clock_;
   Metrics metrics_{"test"};
   RunningRequestIds ids_;
-  // Few tokens, all of them ASCII.
+  // A small vocabulary, all of it ASCII.
   FakeWorkerGroup group_{
       {.max_num_seqs = 4, .max_num_batched_tokens = 128, .vocab_size = 128, .disk_blocks = 50}};
   EngineLoop loop_{Options(), group_, clock_, metrics_};
@@ -137,7 +137,7 @@ TEST_F(EngineLoopTest, AnErrorThatRetryingWillNotMendIsToldAtOnce) {
             absl::InvalidArgumentError("7 workers, 8 heads"));
 }
 
-// Bug: UNIMPLEMENTED was tried again for ever.
+// Bug: forming was tried again for ever after UNIMPLEMENTED.
 TEST_F(EngineLoopTest, WhatIsNotImplementedIsToldAtOnce) {
   group_.FailForm(absl::UnimplementedError("Mixtral"));
   loop_.Start();
@@ -145,7 +145,7 @@ TEST_F(EngineLoopTest, WhatIsNotImplementedIsToldAtOnce) {
             absl::UnimplementedError("Mixtral"));
 }
 
-// Bug: so was a group that failed in a way that might have mended.
+// Bug: forming was tried again for ever after errors that might have mended.
 TEST_F(EngineLoopTest, AFirstGroupIsTriedForAsLongAsTheStartMayTake) {
   for (int i = 0; i < 50; ++i) group_.FailForm(absl::UnavailableError("no route"));
   loop_.Start();
@@ -220,20 +220,20 @@ TEST_F(EngineLoopTest, ACancelledRequestEndsBeforeTheNextStep) {
   StartAndAwaitReady();
   group_.HoldSteps();
   const int64_t steps = group_.steps_begun();
-  Submitted cancelled = Submit(std::vector<int32_t>(1000, 1), 10);  // eight steps of prefill
+  Submitted cancelled = Submit(std::vector<int32_t>(1000, 1), 10);  // prefill takes eight steps
   ASSERT_TRUE(group_.AwaitStepsBegun(steps + 1));
   loop_.Cancel(cancelled.id, absl::CancelledError("the client is gone"));
   group_.AllowSteps(1);
   EXPECT_EQ(cancelled.response->status(), absl::CancelledError("the client is gone"));
-  ASSERT_TRUE(group_.AwaitStepsBegun(steps + 2));  // tells the rank
+  ASSERT_TRUE(group_.AwaitStepsBegun(steps + 2));  // the step that tells the rank
   group_.ReleaseSteps();
-  EXPECT_TRUE(group_.AwaitIdle(2));  // what the first step read stays cached
+  EXPECT_TRUE(group_.AwaitIdle(2));  // the prompt blocks of the first step stay cached
   loop_.Cancel(cancelled.id, absl::CancelledError("again"));
   EXPECT_EQ(group_.steps_begun(), steps + 2);
 }
 
-// It kept its place until the step ended, so that a client that opened and reset requests locked
-// all others out.
+// Bug: it kept its place until the step ended, so a client that opened and reset requests locked
+// out all others.
 TEST_F(EngineLoopTest, ACancelledRequestThatNoStepHasSeenLeavesAtOnce) {
   StartAndAwaitReady();
   group_.HoldSteps();
@@ -251,7 +251,8 @@ TEST_F(EngineLoopTest, ACancelledRequestThatNoStepHasSeenLeavesAtOnce) {
   EXPECT_EQ(innocent.response->status(), absl::OkStatus());
 }
 
-// Requests that a scheduler had seen made no room for those that came while its step ran.
+// Bug: cancelled requests that a scheduler had seen made no room for requests that came while its
+// step ran.
 TEST_F(EngineLoopTest, CancelledRequestsMakeRoomForThoseThatCameMeanwhile) {
   StartAndAwaitReady();
   group_.HoldSteps();
@@ -314,14 +315,14 @@ TEST_F(EngineLoopTest, ThePromptsOfTheQueueAreBounded) {
   const int64_t steps = group_.steps_begun();
   Submitted running = Submit({1}, 2);
   ASSERT_TRUE(group_.AwaitStepsBegun(steps + 1));
-  Submitted large = Submit(std::vector<int32_t>(100001, 1), 2);  // alone, it may wait
+  Submitted large = Submit(std::vector<int32_t>(100001, 1), 2);  // it may wait when it is alone
   const absl::Status refused = Submit({1}, 2).response->status();
   EXPECT_EQ(refused.code(), absl::StatusCode::kResourceExhausted);
   EXPECT_THAT(std::string(refused.message()), HasSubstr("100001 prompt tokens"));
   EXPECT_EQ(proto::RetryDelay(refused), absl::Seconds(1));
   group_.ReleaseSteps();
   EXPECT_EQ(running.response->status(), absl::OkStatus());
-  // Beyond what the host tier could ever hold.
+  // More than the host tier can hold.
   EXPECT_EQ(large.response->status().code(), absl::StatusCode::kResourceExhausted);
 }
 
@@ -334,7 +335,7 @@ TEST_F(EngineLoopTest, ARequestThatTakesTooLongEndsWithDeadlineExceeded) {
   clock_.Advance(absl::Hours(1));
   Submitted young = Submit({1, 2}, 3);
   group_.AllowSteps(1);
-  ASSERT_TRUE(group_.AwaitStepsBegun(steps + 2));  // an hour is not more than an hour
+  ASSERT_TRUE(group_.AwaitStepsBegun(steps + 2));  // exactly an hour is within the limit
   EXPECT_FALSE(slow.response->closed());
   clock_.Advance(absl::Milliseconds(1));
   group_.ReleaseSteps();

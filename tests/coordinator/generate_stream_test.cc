@@ -13,8 +13,8 @@ v1::GenerateResponse Tokens(const std::string& text) {
   return response;
 }
 
-// A stream that gRPC has not bound: its first write stays in flight for ever, like one to a client
-// that does not read.
+// A stream that gRPC has not bound: its first write stays in flight for ever, like a write to a
+// client that does not read.
 class UnreadStreamTest : public ::testing::Test {
  protected:
   UnreadStreamTest() {
@@ -40,7 +40,7 @@ TEST_F(UnreadStreamTest, MoreThanTheCapCancelsTheRequestOnce) {
   EXPECT_EQ(cancelled_, 1);
 }
 
-// They were counted as a seventh of what they take.
+// Bug: they were counted as a seventh of their bytes in memory.
 TEST_F(UnreadStreamTest, LogprobsCountAsTheyLieInMemory) {
   v1::GenerateResponse response = Tokens("x");
   v1::TokenLogprobs& logprobs = *response.mutable_tokens()->add_logprobs();

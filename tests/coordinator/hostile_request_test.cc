@@ -1,5 +1,5 @@
-// Numbers and sizes that no request may have. Each is INVALID_ARGUMENT, names field, value and
-// range, and is refused before anything is allocated from it: what parsing allocates is counted.
+// Numbers and sizes that no request may have. Each is refused with INVALID_ARGUMENT, naming field,
+// value and range, before anything is allocated from it: the test counts allocations of parsing.
 #include <cmath>
 #include <limits>
 #include <optional>
@@ -24,8 +24,8 @@ using google::protobuf::Message;
 using kvasir::testing::AllocatedBytes;
 using ::testing::HasSubstr;
 
-// What parsing a request of two characters may allocate, whatever its numbers are: messages,
-// strings of errors.
+// Most bytes that parsing a request of two characters may allocate, whatever its numbers are:
+// messages, strings of errors.
 constexpr size_t kMostBytes = 64 << 10;
 
 constexpr double kEdges[] = {0,
@@ -72,8 +72,8 @@ constexpr double kEdges[] = {0,
                              -std::numeric_limits<double>::infinity()};
 static_assert(std::size(kEdges) >= 40);
 
-// Sets the field, once when it is repeated. Nothing when its type cannot hold the value: then no
-// client can send it. Else the value as it is held.
+// Sets the field, or adds one element to a repeated field. Returns the value as the field holds it;
+// nullopt when its type cannot hold the value, so that no client can send it.
 std::optional<double> Set(Message& message, const FieldDescriptor& field, double value) {
   const auto& r = *message.GetReflection();
   const bool whole = std::isfinite(value) && value == std::floor(value) && value >= 0;
@@ -95,7 +95,7 @@ std::optional<double> Set(Message& message, const FieldDescriptor& field, double
   }
 }
 
-// The part of a request that is a message of this type, with what it needs besides.
+// Returns the part of a request that is a message of this type, and sets the fields it needs.
 Message* Part(absl::string_view type, v1::GenerateRequest& request) {
   if (type == "SamplingParams") return request.mutable_sampling();
   if (type == "LogitBias") return request.mutable_sampling()->add_logit_bias();
@@ -197,7 +197,7 @@ TEST_F(HostileRequestTest, ManyAndLongStopStringsAreRefused) {
   large.set_text("ab");
   large.mutable_sampling()->add_stop(std::string(1 << 20, 'x'));
   ExpectRefused(large, "sampling.stop[0] has a length in bytes of 1048576");
-  // As many and as long as may be, and all overlapping: served.
+  // The largest number of the longest stop strings, all overlapping, is served.
   v1::GenerateRequest most;
   most.set_text("ab");
   for (size_t i = 0; i < 64; ++i) most.mutable_sampling()->add_stop(std::string(1024 - i, 'x'));

@@ -59,7 +59,7 @@ TEST(LimitsTest, AnEmptyRequestIsWithinThem) {
   EXPECT_EQ(CheckLimits("", v1::GenerateRequest()), absl::OkStatus());
 }
 
-// Every numeric field x edge values: inside the table's range it passes, outside it is named.
+// Every numeric field x edge values: values in the table's range pass, others are refused by name.
 const double kEdges[] = {
     0,
     1,
@@ -103,7 +103,7 @@ const double kEdges[] = {
     -std::numeric_limits<double>::infinity(),
 };
 
-// The value as the field's type holds it, or false when it cannot.
+// Sets the field, and `held` to the value as its type holds it. False when it cannot hold it.
 bool Set(Message& message, const FieldDescriptor& field, double value, double& held) {
   const Reflection& r = *message.GetReflection();
   const bool whole = std::isfinite(value) && value == std::floor(value) && value >= 0;
@@ -126,7 +126,7 @@ bool Set(Message& message, const FieldDescriptor& field, double value, double& h
       held = value;
       r.SetUInt64(&message, &field, static_cast<uint64_t>(value));
       return true;
-    case FieldDescriptor::CPPTYPE_STRING: {  // the value is the length
+    case FieldDescriptor::CPPTYPE_STRING: {  // `value` is the length
       if (!whole || value > 1 << 20) return false;
       held = value;
       const std::string text(static_cast<size_t>(value), 'a');
@@ -160,7 +160,7 @@ TEST(LimitsTest, EveryFieldTakesWhatIsInItsRangeAndNothingElse) {
       if (!Set(*message, field, edge, held)) continue;
       ++checked;
       const absl::Status status = CheckLimits("request", *message);
-      // A whole message can only be judged by the field that was set.
+      // Other fields may be refused too, so look for the field that was set.
       const bool named =
           std::string(status.message()).find(std::string(limit.field)) != std::string::npos;
       EXPECT_EQ(status.ok() || !named, held >= limit.min && held <= limit.max)

@@ -109,12 +109,12 @@ TEST_F(ParseRequestTest, WhatIsSetIsTaken) {
   EXPECT_EQ(parsed->tenant, "t");
   EXPECT_EQ(parsed->policy.index, 1u);
   EXPECT_EQ(parsed->sampling.temperature(), 0.0f);
-  EXPECT_EQ(parsed->sampling.seed(), 0u);  // set, if to 0
+  EXPECT_EQ(parsed->sampling.seed(), 0u);  // set, although to 0
   EXPECT_EQ(parsed->sampling.min_p(), 0.25f);
   EXPECT_EQ(parsed->sampling.repetition_penalty(), 1.5f);
   EXPECT_EQ(parsed->sampling.frequency_penalty(), -2.0f);
   EXPECT_EQ(parsed->sampling.presence_penalty(), 2.0f);
-  EXPECT_TRUE(parsed->sampling.has_logprobs());  // the chosen token's alone
+  EXPECT_TRUE(parsed->sampling.has_logprobs());  // of the chosen token only
   std::vector<uint32_t> biased;
   for (const v1::LogitBias& bias : parsed->sampling.logit_bias()) {
     biased.push_back(bias.token_id());
@@ -143,7 +143,7 @@ TEST_F(ParseRequestTest, AnEmptyPromptIsRefused) {
 
 TEST_F(ParseRequestTest, PromptAndAnswerMustFitTheContext) {
   v1::GenerateRequest request = Text(std::string(900, 'x'));
-  request.mutable_sampling()->set_max_tokens(98);  // with the two around it: exactly 1000
+  request.mutable_sampling()->set_max_tokens(98);  // exactly 1000 with the tokens around the text
   EXPECT_TRUE(Parse(request).ok()) << Parse(request).status();
   request.mutable_sampling()->set_max_tokens(99);
   ExpectInvalid(request, "more than 901 tokens");
@@ -198,7 +198,7 @@ TEST_F(ParseRequestTest, BiasesNameTokensOfTheModelEachOnce) {
 
 TEST_F(ParseRequestTest, TextWithTokensThatTheModelLacksIsRefused) {
   ServedModel small = model_.served();
-  small.vocab_size = 256;  // the tokenizer puts 256 in front
+  small.vocab_size = 256;  // the tokenizer puts 256 before the text
   const absl::Status status = ParseRequest(Text("x"), small, 1).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
   EXPECT_THAT(std::string(status.message()), HasSubstr("token 256"));

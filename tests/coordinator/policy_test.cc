@@ -146,7 +146,7 @@ TEST(TrainedWindowTest, SinkSelectionAndWindowOfAllQueriesMustFit) {
   EXPECT_TRUE(CheckTrainedWindow(Resolved("quest", "quest"), 9000, decode + 63).ok());
   ExpectInvalid(CheckTrainedWindow(Resolved("quest", "quest"), 9000, decode + 62),
                 "window 1000 of each of 64 queries");
-  // The budget means nothing to streaming.
+  // Streaming has no use for the budget.
   EXPECT_TRUE(CheckTrainedWindow(Resolved("streaming", "streaming"), 9000, 1163).ok());
   EXPECT_FALSE(CheckTrainedWindow(Resolved("streaming", "streaming"), 9000, 1162).ok());
 }
@@ -419,7 +419,7 @@ TEST(CanonicalBytesTest, NumbersThatItReadsDo) {
   a.mutable_quest();
   a.set_token_budget(100);
   v1::AttentionPolicy b = a;
-  b.set_token_budget(128);  // as many whole pages
+  b.set_token_budget(128);  // the same number of whole pages
   EXPECT_EQ(CanonicalBytes(a), CanonicalBytes(b));
   b.set_token_budget(129);
   EXPECT_NE(CanonicalBytes(a), CanonicalBytes(b));

@@ -54,7 +54,7 @@ TEST(QualityPolicyTest, ARequestOverridesTheWish) {
   wish.set_min_mass(0.98f);
   EXPECT_EQ(Resolve(policy, wish)->min_mass(), 0.98f);
   EXPECT_EQ(Resolve(policy, wish)->max_budget_tokens(), 8192u);
-  wish.set_on_violation("dense");  // which has no budget to bound
+  wish.set_on_violation("dense");  // this action has no budget to limit
   EXPECT_EQ(Resolve(policy, wish)->on_violation(), "dense");
   EXPECT_EQ(Resolve(policy, wish)->max_budget_tokens(), 0u);
 }

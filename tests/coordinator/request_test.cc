@@ -30,7 +30,7 @@ class RequestTest : public ::testing::Test {
     EXPECT_TRUE(request.ok()) << request.status();
     return *std::move(request);
   }
-  // Feeds the bytes of `text` as tokens until the request stops; the last one has `last`.
+  // Feeds the bytes of `text` as tokens until the request stops. The last token has role `last`.
   Request::Verdict Feed(Request& request, const std::string& text, Role last = Role::kInner) {
     for (size_t i = 0; i < text.size(); ++i) {
       const TokenEvent event = {.id = SequenceId(1),
@@ -150,7 +150,7 @@ TEST_F(RequestTest, TheTextOfAStopTokenIsLeftOut) {
   Feed(*request, "text.", Role::kStop);
   request->Finish(absl::OkStatus(), Summary(v1::FINISH_REASON_STOP), now_);
   EXPECT_EQ(sink_->text(), "text");
-  EXPECT_THAT(sink_->token_ids(), SizeIs(5));  // its id is not
+  EXPECT_THAT(sink_->token_ids(), SizeIs(5));  // without the id of the stop token
 }
 
 TEST_F(RequestTest, AnErrorEndsTheStreamWithoutAFinishMessage) {

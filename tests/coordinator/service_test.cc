@@ -1,4 +1,4 @@
-// The public API over a real socket, above a worker group on paper.
+// The public API over a real socket, with a simulated worker group.
 #include "coordinator/service.h"
 
 #include <atomic>
@@ -32,7 +32,7 @@ using ::testing::HasSubstr;
 constexpr int64_t kVocab = 128;  // one token per ASCII character
 constexpr char kService[] = "kvasir.v1.Generation";
 
-// What a client has received of one call.
+// The messages that a client has received in one call.
 struct Received {
   grpc::Status status;
   std::vector<v1::GenerateResponse> messages;
@@ -220,7 +220,7 @@ TEST_F(ServiceTest, BadRequestsAreInvalidAndHarmless) {
   EXPECT_TRUE(Generate(TokensRequest({1, 2}, 4)).status.ok());
 }
 
-// Bug: it was advertised, and requests for it were refused.
+// Bug: the server advertised the context and refused requests for it.
 TEST_F(ServiceTest, AContextThatNeverFitsIsRefusedAtTheStart) {
   Start(/*hold_forms=*/true, 1000000);
   group_->ReleaseForms();
@@ -237,7 +237,7 @@ TEST_F(ServiceTest, AFullQueueTellsWhenToTryAgain) {
   grpc::ClientContext context;
   auto first = stub_->Generate(&context, request);
   v1::GenerateResponse response;
-  ASSERT_TRUE(first->Read(&response));  // its step runs: five more may arrive meanwhile
+  ASSERT_TRUE(first->Read(&response));  // while its step runs, five more may arrive
   std::atomic<int> refused = 0;
   std::vector<std::thread> clients;
   for (int i = 0; i < 20; ++i) {
@@ -384,7 +384,7 @@ TEST_F(ServiceTest, HealthFollowsTheGroup) {
 }
 
 TEST_F(ServiceTest, TokenizeAndDetokenizeAreInverse) {
-  Start(/*hold_forms=*/true);  // they ask no worker
+  Start(/*hold_forms=*/true);  // these calls need no worker
   v1::TokenizeRequest text;
   text.set_text("What is it?");
   grpc::ClientContext tokenize;
@@ -523,7 +523,7 @@ TEST_F(ServiceTest, ASlowReaderGetsTheSameTokensInFewerMessages) {
   v1::GenerateResponse response;
   ASSERT_TRUE(reader->Read(&response));
   ASSERT_TRUE(group_->AwaitSequences(1));
-  ASSERT_TRUE(group_->AwaitSequences(0));  // all of it is generated before more is read
+  ASSERT_TRUE(group_->AwaitSequences(0));  // the whole answer is generated before more is read
   while (reader->Read(&response)) received.messages.push_back(response);
   EXPECT_TRUE(reader->Finish().ok());
   EXPECT_EQ(received.token_ids(), SymbolicWorker::ExpectedTokens(prompt, 6000, {}, kVocab));

@@ -23,7 +23,7 @@ using kvasir::testing::FakeWorkerService;
 using ::testing::HasSubstr;
 using ::testing::SizeIs;
 
-// A plan with nothing in it: the ranks answer it with nothing.
+// An empty plan: the ranks' reply is empty.
 v1::StepPlan EmptyPlan(uint64_t epoch, uint64_t step) {
   v1::StepPlan plan;
   plan.set_group_epoch(epoch);
@@ -31,7 +31,7 @@ v1::StepPlan EmptyPlan(uint64_t epoch, uint64_t step) {
   return plan;
 }
 
-// One sequence that samples a token at once.
+// A plan with one sequence that samples a token at once.
 v1::StepPlan OneTokenPlan(uint64_t epoch) {
   v1::StepPlan plan = EmptyPlan(epoch, 1);
   v1::SequenceStart& start = *plan.add_starts();
@@ -51,14 +51,14 @@ absl::StatusOr<v1::StepReply> Step(WorkerGroup& group, const v1::StepPlan& plan)
   return group.AwaitReply();
 }
 
-// --- streams in memory, time in the test's hand -------------------------------------------------
+// --- streams in memory, with a fake clock -------------------------------------------------------
 
-// Workers behind fake streams, which answer within Send.
+// Fake streams to workers that answer within Send.
 class FakeNetwork {
  public:
   std::map<std::string, FakeRankOptions> workers;
-  std::map<std::string, WorkerClient::Listener*> streams;  // open ones
-  std::map<std::string, v1::ShardPlan> plans;              // the last ones
+  std::map<std::string, WorkerClient::Listener*> streams;  // open streams
+  std::map<std::string, v1::ShardPlan> plans;              // the last plan of each
 
   WorkerDialer dialer() {
     return [this](const std::string& address, WorkerClient::Listener& listener) {
@@ -143,7 +143,7 @@ TEST_F(WorkerGroupTest, TierReportsAreGatheredByRankAndBelongToTheirFormation) {
   v1::WorkerMessage message;
   message.mutable_tier_report()->add_forgotten("hash");
   network_.streams["b"]->OnMessage(message);
-  EXPECT_TRUE(Step(*group, EmptyPlan(1, 1)).ok());  // not an answer to a step
+  EXPECT_TRUE(Step(*group, EmptyPlan(1, 1)).ok());  // a tier report is not an answer to a step
   EXPECT_EQ(calls, 1);
   const std::vector<RankTierReport> reports = group->TakeTierReports();
   ASSERT_THAT(reports, SizeIs(1));
@@ -185,7 +185,7 @@ TEST_F(WorkerGroupTest, TheErrorOfARankThatCannotLoadComesThrough) {
   EXPECT_EQ(std::string(status.message()), "worker 1 (b): 3 ranks, 4 heads");
 }
 
-// Bug: it was taken for our own wait that is over, and the reason was lost.
+// Bug: it was mistaken for the end of our own wait, and the reason was lost.
 TEST_F(WorkerGroupTest, ARankThatWaitedTooLongForAnotherSaysSo) {
   network_.workers["b"] = {.load_error = absl::DeadlineExceededError("connecting to rank 0")};
   std::unique_ptr<WorkerGroup> group = Make({"a", "b"});
@@ -309,7 +309,7 @@ TEST_F(WorkerGroupTest, ALossWhileAPlanIsUnansweredIsNotTold) {
   ASSERT_TRUE(group->AwaitReply().ok());
   network_.streams["a"]->OnClosed(absl::UnavailableError("died"));
   EXPECT_EQ(told, 0);
-  EXPECT_TRUE(group->AwaitReply().ok());  // it had answered before
+  EXPECT_TRUE(group->AwaitReply().ok());  // the reply came before the loss
   EXPECT_EQ(group->Send(EmptyPlan(1, 3)).code(), absl::StatusCode::kUnavailable);
 }
 
@@ -386,7 +386,7 @@ TEST_F(GrpcWorkerGroupTest, WaitsForAWorkerThatComesUpLater) {
   std::unique_ptr<WorkerGroup> group = Make({a.address(), later});
   absl::StatusOr<GroupInfo> info;
   std::thread form([&] { info = group->Form(); });
-  while (a.streams() == 0) std::this_thread::yield();  // the first one is on
+  while (a.streams() == 0) std::this_thread::yield();  // until the first stream is open
   FakeWorkerService b({}, later);
   form.join();
   EXPECT_TRUE(info.ok()) << info.status();
@@ -449,7 +449,7 @@ TEST_F(GrpcWorkerGroupTest, LongPromptsTravel) {
   std::unique_ptr<WorkerGroup> group = Make({a.address()});
   ASSERT_TRUE(group->Form().ok());
   v1::StepPlan plan = OneTokenPlan(1);
-  // A first chunk of one block of a prompt of 2 million tokens.
+  // The first chunk, one block, of a prompt of 2 million tokens.
   for (int i = 1; i < 2000000; ++i) plan.mutable_starts(0)->add_prompt(4294967295u);
   plan.mutable_rows(0)->set_num_tokens(64);
   plan.mutable_rows(0)->set_committed_length(64);

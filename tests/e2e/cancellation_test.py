@@ -39,7 +39,7 @@ class Cancellations(unittest.TestCase):
         cls.processes = {"coordinator": cls.service.process.pid, "worker": int(workers[0])}
 
     def leave_at_random(self, seed):
-        """One request that its client gives up: cancelled, or its connection closed, at any point of its life."""
+        """Sends a request that its client gives up at any point of its life: cancels it, or closes its connection."""
         rng = random.Random(seed)
         begin = rng.randrange(len(DOCUMENT) // 2)
         request = make_request(DOCUMENT[begin:begin + rng.randrange(20, 3000)], max_tokens=rng.randrange(1, 200),
@@ -54,7 +54,7 @@ class Cancellations(unittest.TestCase):
         stream = generation_pb2_grpc.GenerationStub(channel).Generate(request, timeout=60)
         try:
             if rng.random() < 0.3:
-                time.sleep(rng.random() * 0.1)  # before anything is read
+                time.sleep(rng.random() * 0.1)  # before the client reads anything
             else:
                 for _ in range(rng.randrange(1, 12)):
                     next(stream)
@@ -84,7 +84,7 @@ class Cancellations(unittest.TestCase):
 
     def resident(self):
         self.wait_idle()
-        self.service.generate("hello", max_tokens=1)  # its steps let go of what ended
+        self.service.generate("hello", max_tokens=1)  # its steps free all that has ended
         return {name: resident_bytes(pid) for name, pid in self.processes.items()}
 
     def test_500_clients_that_leave_at_random_leave_nothing(self):
@@ -103,7 +103,7 @@ class Cancellations(unittest.TestCase):
         self.assertGreater(counts["disconnected"], 80)
         info = self.server_info()
         self.assertEqual((info.requests_running, info.requests_waiting), (0, 0))
-        # 500 and the two of resident(): each ended once, but for those that left before the server saw them.
+        # 500 requests and two of resident(). Each ended once, except those that left before the server saw them.
         ended = info.requests_finished + info.requests_rejected
         self.assertTrue(400 < ended <= 502, ended)
         metrics = self.service.metrics()
@@ -111,7 +111,7 @@ class Cancellations(unittest.TestCase):
             self.assertEqual([v for k, v in metrics.items() if k.split("{")[0] == name], [0], name)
         for name, grown in growth.items():
             self.assertLessEqual(grown, MOST_GROWTH, name)
-        # Slots and blocks are there for as many requests as ever, and every id is free again.
+        # Slots and blocks still serve as many requests as at the start, and every id is free again.
         answers = [self.service.stream(DOCUMENT[i * 100:i * 100 + 1500], max_tokens=8, ignore_eos=True,
                                        request_id=f"leaver-{i}") for i in range(4)]
         for answer in answers:

@@ -1,4 +1,4 @@
-"""Commands that are used wrongly say one line that helps, and exit with a code that is not 0."""
+"""Commands that are used wrongly print one line that helps, and exit with a code other than 0."""
 
 import os
 import pathlib
@@ -40,7 +40,7 @@ class Commands(unittest.TestCase):
         self.assertNotIn("libprotobuf", error)
         self.assertEqual(output.strip(), "")
 
-    # Bug: it aborted (134).
+    # Bug: the command aborted (134).
     def test_a_folder_is_no_prompt_file(self):
         self.expect_refused(str(self.path), "Is a directory", flags=[f"--prompt-file={self.path}"])
         self.expect_refused("Is a directory", name="bench", flags=[f"--documents={self.path}"])
@@ -51,28 +51,28 @@ class Commands(unittest.TestCase):
         self.assertEqual(run.returncode, 1)
         self.assertIn("standard input cannot be read: Is a directory", run.stderr)
 
-    # Bug: libprotobuf's lines, and UNIMPLEMENTED without words.
+    # Bug: the command printed libprotobuf's lines, and UNIMPLEMENTED without a message.
     def test_text_that_is_not_utf8(self):
         latin1 = "Grüße".encode("latin-1")
         self.expect_refused("the prompt is not UTF-8: byte 2 is 0xfc", "iconv", flags=["--prompt-file=-"], stdin=latin1)
         for flag in ("--stop", "--tenant", "--policy"):
             self.expect_refused(flag, "not UTF-8", flags=["--prompt=x", flag.encode() + b"=" + latin1])
 
-    # Bug: "the prompt has 1 tokens".
+    # Bug: the error said "the prompt has 1 tokens".
     def test_an_answer_that_leaves_no_room_for_a_prompt(self):
         self.expect_refused("sampling.max_tokens is 8192", "leaves no room for a prompt", "8191",
                             flags=["--prompt=hello", "--max-tokens=8192"])
 
-    # Bug: a table of zeros, and exit code 0.
+    # Bug: it printed a table of zeros and exited with 0.
     def test_a_bench_without_an_answer_is_an_error(self):
         self.expect_refused("policy.name is 'nope'", name="bench",
                             flags=["--policy=nope", "--requests=2", "--prompt-tokens=10", "--max-tokens=2", "--quiet"])
 
-    # Bug: gRPC's own words.
+    # Bug: the error was gRPC's message.
     def test_a_prompt_that_no_message_holds(self):
         self.expect_refused("the request has", "at most 67108864", flags=["--prompt-file=-"], stdin=b"x" * (65 << 20))
 
-    # Bug: the second one was dropped without a word.
+    # Bug: the second flag was dropped silently.
     def test_flags_that_are_given_twice(self):
         self.expect_refused("--prompt is given twice", flags=["--prompt=a", "--prompt=b"], code=2)
         self.expect_refused("one of --prompt and --prompt-file", flags=["--prompt=a", "--prompt-file=-"])
@@ -83,7 +83,7 @@ class Commands(unittest.TestCase):
                                *[f"--stop={stop}" for stop in stops])[1]
             self.assertEqual(cut.rstrip("\n"), whole[:whole.index(first)].rstrip("\n"))
 
-    # Bug: they were ignored without a word.
+    # Bug: such variables were ignored silently.
     def test_variables_that_are_no_flags(self):
         _, _, error = self.command("generate", "--prompt=hello", "--max-tokens=1", "--quiet", KVASIR_MAX_TOKNES="3",
                                    KVASIR_PORT="1")
@@ -98,7 +98,7 @@ class Commands(unittest.TestCase):
         self.assertGreater(len(answers()), 1)
         self.assertEqual(len(answers("--seed=0")), 1)
 
-    # Bug: a server that had not started, or had ended, left the file of another.
+    # Bug: a server that failed to start left another's file, and one that ended left its own.
     def test_a_ready_file_is_that_of_a_running_server(self):
         self.ready_file.write_text("grpc: 127.0.0.1:1\n")
         run = subprocess.run([KVASIR, "serve", f"--model={self.path}/none", f"--ready-file={self.ready_file}"],

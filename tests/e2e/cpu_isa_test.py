@@ -1,4 +1,4 @@
-"""The instruction sets of the CPU kernels: each that this machine has can be forced, is named, and answers."""
+"""Instruction sets of the CPU kernels: each one that this machine has can be forced, is named, and answers."""
 
 import pathlib
 import platform

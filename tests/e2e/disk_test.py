@@ -1,7 +1,7 @@
 """The disk tier under the real service: restarts, full and failing disks, damage, other stores.
 
-Whatever happens to the disk, answers are those of a service without one. Every test also checks from counters that the
-disk was read, or refused, as the test means it.
+Whatever happens to the disk, answers are those of a service without one. Every test also checks by counters that the
+disk was read or refused as intended.
 """
 
 import ctypes
@@ -28,13 +28,13 @@ OPTIONS = dict(max_tokens=6, ignore_eos=True)
 
 
 def make_prompts(count, tokens=150, seed=1):
-    """Prompts of token ids that share nothing."""
+    """Returns prompts of token ids that share nothing."""
     rng = random.Random(seed)
     return [[rng.randrange(3, 1400) for _ in range(tokens)] for _ in range(count)]
 
 
 def counter(service, name, rank=0, **labels):
-    """Sum over the series of a worker's metric that carry these labels."""
+    """Returns the sum over the series of a worker's metric that have these labels."""
     wanted = [f'{key}="{value}"' for key, value in labels.items()]
     return sum(value for key, value in service.metrics(service.worker_metrics[rank]).items()
                if key.split("{")[0] == name and all(label in key for label in wanted))
@@ -87,7 +87,7 @@ class DiskTest(unittest.TestCase):
         return sorted((store / "tp1-rank0" / "segments").iterdir())
 
     def check_answers(self, store):
-        """Serves over the store; the answers must be right. Returns the metrics that tests ask for."""
+        """Serves over the store and checks the answers. Returns metrics and the log."""
         with self.serve(store) as service:
             self.assertEqual(self.ask(service), self.expected)
             return {"read": read_bytes(service),
@@ -122,7 +122,7 @@ class Restart(DiskTest):
                 shutil.rmtree(store / "tp2-rank1")  # then neither rank reads
 
     def test_what_was_asked_last_is_stored_before_the_process_ends(self):
-        # 60 blocks, of which a host tier of this size has nine on their way at a time.
+        # 60 blocks. A host tier of this size writes nine of them at a time.
         [prompt] = make_prompts(1, tokens=60 * BLOCK_TOKENS + 1, seed=7)
         store = self.folder / "last"
         for stored in (0, 60 * BLOCK_TOKENS):
@@ -167,7 +167,7 @@ class Owner(DiskTest):
 
 class Damage(DiskTest):
     def test_flipped_bits_never_change_an_answer(self):
-        """200 blocks, a bit flipped in each: of every prompt some block is damaged, none is served."""
+        """A bit is flipped in each of 200 blocks. Some block of every prompt is damaged; none is served."""
         prompts = make_prompts(100, seed=2)
         store = self.folder / "flips"
         with self.serve(store) as service:
@@ -178,7 +178,7 @@ class Damage(DiskTest):
         for segment in self.segments(store):
             data = bytearray(segment.read_bytes())
             for begin in range(0, len(data), extent_bytes):
-                # Any bit that counts: the header's or a page's. Between them lies padding.
+                # Any bit of the header or a page. Between them is padding.
                 offset = rng.choice([rng.randrange(64), rng.randrange(extent_bytes - 4 * PAGE_BYTES, extent_bytes)])
                 data[begin + offset] ^= 1 << rng.randrange(8)
             segment.write_bytes(data)
@@ -192,7 +192,7 @@ class Damage(DiskTest):
         [segment] = self.segments(store)
         data = bytearray(segment.read_bytes())
         extent = len(data) // 12
-        # The last page of every block of the first half with that of one of the second half.
+        # Swaps the last page of every block of the first half with that of a block of the second half.
         for i in range(6):
             a, b = (i + 1) * extent - PAGE_BYTES, (i + 7) * extent - PAGE_BYTES
             data[a:a + PAGE_BYTES], data[b:b + PAGE_BYTES] = data[b:b + PAGE_BYTES], data[a:a + PAGE_BYTES]
@@ -245,7 +245,7 @@ class Failure(DiskTest):
 
     @staticmethod
     def fill(mount):
-        """Takes all the space that is left; the file that has it."""
+        """Fills all the free space, and returns the file that takes it."""
         filler = mount / "filler"
         with open(filler, "wb", buffering=0) as file:
             try:
@@ -269,7 +269,7 @@ class Failure(DiskTest):
             self.assertIn("read-only", service.log())
             stored = stored_pages(service)
             filler.unlink()
-            time.sleep(1.1)  # the tier tries again after a second
+            time.sleep(1.1)  # the tier tries again after one second
             self.assertEqual(self.ask(service, self.prompts[4:]), self.expected[4:])
             wait_until(lambda: self.read_only(service) == 0, "the tier takes writes again")
             wait_until(lambda: stored_pages(service) > stored, "blocks are stored again")
@@ -283,7 +283,7 @@ class Failure(DiskTest):
             self.assertIn("No space left", service.log())
 
     def test_segments_cut_under_the_running_service_are_computed_anew(self):
-        # The host tier holds too little for all prompts, so that they come back from disk.
+        # The host tier is too small for all prompts, so that they are read back from disk.
         prompts = make_prompts(30, seed=5)
         with self.serve(self.folder / "none", "--kv-disk-path=") as service:
             expected = self.ask(service, prompts)
@@ -310,7 +310,7 @@ class Failure(DiskTest):
             self.assertIn("LOCK was removed under this process", service.log())
 
     def serve_failing(self, times):
-        """A service over a copy of the store, of whose places the first reads are I/O errors."""
+        """Returns a service over a copy of the store. The first `times` reads of each place are I/O errors."""
         library = self.folder / "failing_pread.so"
         subprocess.run(["cc", "-shared", "-fPIC", "-o", library, ROOT / "tests" / "support" / "failing_pread.c"], check=True)
 
@@ -340,7 +340,7 @@ class Failure(DiskTest):
 
 
 def refuse_io_uring():
-    """From here on io_uring_setup is EPERM for this process and its children, as container runtimes have it."""
+    """Makes io_uring_setup fail with EPERM for this process and its children, as container runtimes do."""
     io_uring_setup, allow, eperm = 425, 0x7fff0000, 0x00050000 | 1
     program = b"".join(struct.pack("HBBI", *instruction) for instruction in (
         (0x20, 0, 0, 0),                 # load the number of the call

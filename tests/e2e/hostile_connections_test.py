@@ -1,4 +1,4 @@
-"""Connections that say nothing, more of them than the process may have files, lock nobody out."""
+"""Silent connections, more of them than the process may have files, lock nobody out."""
 
 import os
 import pathlib
@@ -36,13 +36,13 @@ def setUpModule():
 
 
 def open_idle_connections(address, count):
-    """Half of them say nothing at all, half begin to speak HTTP/2."""
+    """Opens connections. Half of them send nothing, half send the begin of HTTP/2."""
     opened = []
     for i in range(count):
         try:
             opened.append(RawConnection(address).socket if i % 2 else connect(address, 1))
         except OSError:
-            pass  # refused, or not answered any more
+            pass  # refused, or no longer answered
     return opened
 
 
@@ -93,7 +93,7 @@ class Coordinator(unittest.TestCase):
         with InnocentStream(self.service) as innocent:
             numbers = {int(name) for name in os.listdir(f"/proc/{self.service.process.pid}/fd")}
             free = next(number for number in range(LIMIT) if number not in numbers)
-            limit(free + 1)  # one is left: for the connection of /health, not for two of a client
+            limit(free + 1)  # one file is left: enough for /health, not for the two of a client
             with self.assertRaises(grpc.RpcError):
                 self.new_client(timeout_s=1)
             status, text = http_status(self.service.metrics_address)

@@ -18,7 +18,7 @@ from support.service import ROOT  # noqa: E402
 
 class HungDisk(disk_test.DiskTest):
     def serve_hanging(self, hang):
-        """A service over a copy of the store, of which nothing is read or written while the file `hang` exists."""
+        """Returns a service over a copy of the store. Reads and writes wait while the file `hang` exists."""
         library = self.folder / "hanging_pread.so"
         subprocess.run(["cc", "-shared", "-fPIC", "-o", library, ROOT / "tests" / "support" / "failing_pread.c"], check=True)
 
@@ -67,7 +67,7 @@ class HungDisk(disk_test.DiskTest):
 
 
 class FrozenFileSystem(disk_test.DiskTest):
-    """A file system that is frozen: what waits for it cannot even be killed."""
+    """A frozen file system: a process that waits for it cannot even be killed."""
 
     def frozen_later(self):
         image, mount = self.folder / "image", self.folder / "mount"
@@ -90,7 +90,7 @@ class FrozenFileSystem(disk_test.DiskTest):
             subprocess.run(["fsfreeze", "-f", mount], check=True)
             with InnocentStream(service) as innocent:
                 began = time.monotonic()
-                self.assertEqual(self.ask(service), self.expected)  # half of them are new, and to be written
+                self.assertEqual(self.ask(service), self.expected)  # half of them are new and must be written
                 answered = time.monotonic() - began
             innocent.check(self, longest_gap_s=2)
             self.assertLess(answered, 12)

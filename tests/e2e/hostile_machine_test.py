@@ -1,4 +1,4 @@
-"""Signals that mean something else, temporary folders that do not fit, and too little memory."""
+"""Signals with other meanings, unusable temporary folders, and too little memory."""
 
 import os
 import pathlib
@@ -15,7 +15,7 @@ from support.service import KVASIR, ROOT, Service  # noqa: E402
 
 MODEL = ROOT / "tests" / "model" / "needle-8k"
 SMALL = ["--kv-host-size-gb=0.1", "--kv-device-size-gb=0.05"]
-GROUPS = pathlib.Path("/sys/fs/cgroup/memory")  # of version 1
+GROUPS = pathlib.Path("/sys/fs/cgroup/memory")  # cgroups version 1
 
 
 def workers_of(service):
@@ -79,7 +79,7 @@ class Memory(unittest.TestCase):
         group, join = self.limit(900)
         with Service(flags=SMALL, preexec=join) as service:
             (worker,) = workers_of(service)
-            # Its own group gets too small, beside which the coordinator lives on.
+            # The worker's own group becomes too small; the coordinator lives on outside it.
             (GROUPS / f"{group.name}-worker").mkdir()
             small = GROUPS / f"{group.name}-worker"
             self.addCleanup(small.rmdir)

@@ -1,4 +1,4 @@
-"""What clients send and never finish, or send packed, costs a bounded amount of memory, and no other client its stream."""
+"""Messages that clients never finish, or send compressed, take bounded memory and end no other client's stream."""
 
 import pathlib
 import re
@@ -41,7 +41,7 @@ class Memory(unittest.TestCase):
                 stream = connection.call(TOKENIZE, [("grpc-encoding", encoding)])
                 connection.send(stream, message_head(len(bomb), compressed=True) + bomb, end=True)
                 headers = connection.await_end(stream)
-                self.assertTrue(headers == b"" or b"12" in headers, headers)  # UNIMPLEMENTED, where a status is told
+                self.assertTrue(headers == b"" or b"12" in headers, headers)  # UNIMPLEMENTED, if there is a status
                 connection.close()
         grown = self.growth(before)
         print(f"{len(bomb)} bytes that unpack to {UNPACKED >> 20} MiB: {grown / MIB:+.0f} MiB at most")
@@ -66,7 +66,7 @@ class Memory(unittest.TestCase):
         grown = self.growth(before)
         print(f"12 unfinished messages of 60 MiB: {grown / MIB:+.0f} MiB at most")
         innocent.check(self, longest_gap_s=2)
-        self.assertLess(grown, 2 * QUOTA)  # with what comes between two looks, and the allocator's own
+        self.assertLess(grown, 2 * QUOTA)  # allows for growth between two looks, and for the allocator
         for connection in connections:
             connection.close()
         deadline = time.monotonic() + 15

@@ -1,4 +1,4 @@
-"""Clients of /metrics that drip their requests, or do not read their answers, blind neither probes nor scrapers."""
+"""Clients of /metrics that send requests in drips, or do not read answers, block neither probes nor scrapers."""
 
 import pathlib
 import sys
@@ -28,7 +28,7 @@ class Probes(unittest.TestCase):
                         try:
                             connection.send(request[i:i + 1])
                         except OSError:
-                            pass  # cut
+                            pass  # the server has cut it
                     for address in addresses.values():
                         for path in longest:
                             asked = time.monotonic()

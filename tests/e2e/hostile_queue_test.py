@@ -1,4 +1,4 @@
-"""The queue under clients that leave as soon as they came, and short requests beside a long one."""
+"""The queue under clients that leave as soon as they have come, and short requests beside a long one."""
 
 import collections
 import concurrent.futures
@@ -40,7 +40,7 @@ class Queue(unittest.TestCase):
                 if not connection.send(stream, message_head(len(prompt)) + prompt, end=True):
                     break
                 streams.append(stream)
-                if len(streams) > 8:  # long enough to reach the queue
+                if len(streams) > 8:  # after the time to reach the queue
                     connection.reset_stream(streams.popleft())
                 opened[0] += 1
                 time.sleep(1 / 900)
@@ -54,7 +54,7 @@ class Queue(unittest.TestCase):
                 return error.code().name
 
         with InnocentStream(self.service) as innocent:
-            long_prompt = self.service.stream(DOCUMENT[:30000], max_tokens=1)  # its steps take long
+            long_prompt = self.service.stream(DOCUMENT[:30000], max_tokens=1)  # has long steps
             attacker = threading.Thread(target=open_and_reset)
             attacker.start()
             time.sleep(0.3)
@@ -74,7 +74,7 @@ class Queue(unittest.TestCase):
         self.assertEqual(answers.count("answered"), INNOCENT_REQUESTS, answers)
 
     def test_short_requests_pass_a_long_prompt(self):
-        self.serve()  # no stream beside it: decoding ones leave room for others anyhow
+        self.serve()  # no innocent stream: beside decoding, steps leave room for others anyway
         read = threading.Event()
 
         def read_the_long_one():

@@ -1,4 +1,4 @@
-"""Answers that nobody reads are dropped after --client-timeout, and bounded in bytes until then."""
+"""Answers that nobody reads are dropped after --client-timeout, and their bytes are bounded until then."""
 
 import pathlib
 import sys

@@ -1,4 +1,4 @@
-"""Long texts are tokenized beside the threads that serve streams."""
+"""Long texts are tokenized on other threads than those that serve streams."""
 
 import pathlib
 import sys

@@ -80,7 +80,7 @@ class Drain(unittest.TestCase):
 
 
 class BadModel(unittest.TestCase):
-    """A hostile model folder is a clear error and exit code 1, never a crash, a hang or a server."""
+    """A hostile model folder gives a clear error and exit code 1, never a crash, a hang or a server."""
 
     def serve(self, edit):
         with tempfile.TemporaryDirectory(prefix="kvasir-bad-model-") as name:

@@ -1,7 +1,7 @@
-"""Random mutations of each file of a model folder: `kvasir serve` gets ready, or exits with code 1 and a reason within
-30 s. KVASIR_MUTATIONS is how many there are for each file (30), KVASIR_MUTATION_SEED the first one's seed.
+"""Random mutations of each file of a model folder: `kvasir serve` becomes ready, or exits with code 1 and a reason, within
+30 s. KVASIR_MUTATIONS is their number for each file (30), KVASIR_MUTATION_SEED the seed of the first.
 
-Bug: 7 of 500 of config.json and 53 of 576 of a safetensors header ran into a loop that nothing ended.
+Bug: 7 of 500 mutations of config.json and 53 of 576 of a safetensors header ran into an endless loop.
 """
 
 import collections
@@ -31,7 +31,7 @@ AT_A_TIME = 2
 VALUES = (None, True, False, 0, 1, -1, 2, 3, 7, 64, 2**31, 2**63, 2**64, -2**63, 1e308, -0.5, 1e-30, float("nan"), "",
           "x", "mixtral", "yarn", "fp8", "bfloat16", "float64", [], [1], [[]], {}, {"type": "linear", "factor": 2.0},
           {"rope_type": "longrope"}, {"quant_method": "fp8"}, [None] * 100)
-# Keys of other models' configurations.
+# Keys of the configurations of other models.
 OTHER_KEYS = ("rope_scaling", "sliding_window", "use_sliding_window", "partial_rotary_factor", "quantization_config",
               "attention_bias", "mlp_bias", "layer_types", "num_local_experts", "rope_parameters", "torch_dtype",
               "dtype", "tie_word_embeddings", "max_window_layers", "original_max_position_embeddings")
@@ -40,7 +40,7 @@ OTHER_DTYPES = ("F64", "F8_E4M3", "F8_E5M2", "I8", "U8", "I32", "I64", "BOOL", "
 
 
 def places(value, path=()):
-    """Paths of all values inside, but for those of long lists and maps, of which there are a few."""
+    """Yields the paths of all values inside; of long lists and maps only the first 40."""
     yield path
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for i, (key, inner) in enumerate(items):
@@ -129,7 +129,7 @@ class Mutations(unittest.TestCase):
         cls.folder.cleanup()
 
     def serve(self, model):
-        """Its end, and what it printed."""
+        """Returns how the server ended, and its output."""
         ready = model / "ready"
         log_path = model / "log"
         with open(log_path, "wb") as log:
@@ -146,7 +146,7 @@ class Mutations(unittest.TestCase):
         return end, log_path.read_text(errors="replace")
 
     def mutate_and_serve(self, name, seed):
-        """Its end, and the reason where that is not a good one."""
+        """Returns how the server ended, with a reason when it should not have ended so."""
         rng = random.Random(f"{name} {seed}")
         with tempfile.TemporaryDirectory(dir=self.folder.name) as folder:
             model = pathlib.Path(folder) / "model"

@@ -1,7 +1,7 @@
-"""Documents longer than the model was trained for, read at compact positions (--position-extension=streaming), and at
-grouped ones (self_extend).
+"""Documents longer than the model was trained for, read at compact positions (--position-extension=streaming) and at
+grouped positions (self_extend).
 
-The reference model has a trained window of 8,192 tokens: without the extension it answers hardly any of these questions
+The reference model has a trained window of 8,192 tokens. Without the extension it answers hardly any of these questions
 (tests/model/README.md).
 """
 
@@ -121,7 +121,7 @@ class GroupedPositions(Served):
 
 
 class KeptMass(unittest.TestCase):
-    """The mass that the service measures, against an independent definition (tests/model/make_golden_masses.py)."""
+    """The mass that the service measures agrees with an independent definition (tests/model/make_golden_masses.py)."""
 
     def test_mass_is_the_share_of_dense_attention_at_the_same_positions(self):
         golden = json.loads((ROOT / "tests" / "model" / "golden" / "masses.json").read_text())

@@ -1,4 +1,4 @@
-"""Streams that together need more KV than there is: each gives way and comes back, and no client sees more than a pause."""
+"""Streams that together need more KV than there is: all are preempted and restored, and clients see only a pause."""
 
 import pathlib
 import random
@@ -13,7 +13,7 @@ from support.tiny_model import make_tiny_model  # noqa: E402
 
 STREAMS = 8
 FLAGS = ["--mass-sample-rate=0", "--max-num-batched-tokens=256", "--threads=1", "--kv-device-size-gb=0.01"]
-SCARCE = ["--kv-host-size-gb=0.001", "--max-model-len=1024"]  # some 23 blocks, the streams need 5 each
+SCARCE = ["--kv-host-size-gb=0.001", "--max-model-len=1024"]  # about 23 blocks; each stream needs 5
 QUEST = ["--sparse-selector=quest", "--sparse-token-budget=64", "--sparse-window-tokens=64", "--sparse-sink-tokens=64"]
 
 
@@ -26,10 +26,10 @@ class Preemption(unittest.TestCase):
         cls.prompts = [[rng.randrange(3, 1400) for _ in range(100)] for _ in range(STREAMS)]
 
     def run_streams(self, *flags):
-        """The tokens of all streams, and what the coordinator counted."""
+        """Returns the tokens of all streams, and the coordinator's counters."""
         answers = [None] * STREAMS
         with Service(model=self.model, flags=[*FLAGS, *flags]) as service:
-            def run(i):  # generate() checks that indices have neither gaps nor repetitions
+            def run(i):  # generate() checks that indices have no gaps and no repetitions
                 answers[i] = service.generate(self.prompts[i], max_tokens=200, ignore_eos=True).token_ids
             threads = [threading.Thread(target=run, args=(i,)) for i in range(STREAMS)]
             for thread in threads:

@@ -22,17 +22,17 @@ def free_port():
 
 
 LAYERS, KV_HEADS_OF_RANK = 6, 2  # of the reference model on two workers
-PROCESSES = ("unix:", "/tmp", "worker-")  # what no label says: it would be another series after every start
+PROCESSES = ("unix:", "/tmp", "worker-")  # never in a label: each start would make another series
 
 
 def labels(service, address, name):
-    """The labels of every series of one metric."""
+    """Returns the labels of every series of one metric."""
     found = re.findall(rf"^{name}\{{(.*)\}} ", service.metrics_text(address), re.MULTILINE)
     return sorted((dict(re.findall(r'(\w+)="([^"]*)"', series)) for series in found), key=str)
 
 
 class Prometheus(unittest.TestCase):
-    # Bugs: workers called the model by its folder; ranks were `rank` here and `tp_rank` there.
+    # Bugs: workers named the model by its folder; the label of ranks was `rank` in some series and `tp_rank` in others.
     def test_series_of_coordinator_and_workers_join(self):
         with Service(flags=["--tensor-parallel-size=2", "--served-model-name=needle"]) as service:
             workers = [series for address in service.worker_metrics
@@ -43,7 +43,7 @@ class Prometheus(unittest.TestCase):
                 for word in PROCESSES:
                     self.assertNotIn(word, service.metrics_text(address))
 
-    # Bug: they were called pages.
+    # Bug: the labels called them pages.
     def test_the_sizes_of_tiers_are_blocks(self):
         with Service(flags=["--tensor-parallel-size=2"]) as service:
             [config] = labels(service, None, "kvasir_cache_config_info")
@@ -52,11 +52,11 @@ class Prometheus(unittest.TestCase):
                 for address in service.worker_metrics:
                     pages = sum(value for series, value in service.metrics(address).items()
                                 if series.startswith("kvasir_kv_tier_pages{") and f'tier="{tier}"' in series)
-                    blocks = pages // (LAYERS * KV_HEADS_OF_RANK)  # the device tier may hold parts of one more
+                    blocks = pages // (LAYERS * KV_HEADS_OF_RANK)  # the device tier may hold parts of another block
                     self.assertEqual(blocks, int(config[f"num_{tier}_blocks"]))
 
-    # Bugs: the prompt's tail, which is decoding, counted as prefill in the request's summary; and the mass that prompts
-    # kept was mixed with that of answers.
+    # Bugs: the prompt's tail, which is decoding, counted as prefill in the request's summary; the mass of prompts was
+    # mixed with that of answers.
     def test_requests_and_metrics_agree_about_phases(self):
         flags = ["--tensor-parallel-size=2", "--sparse-selector=quest", "--sparse-prefill-selector=streaming",
                  "--sparse-token-budget=64", "--sparse-window-tokens=64", "--mass-sample-rate=1"]
@@ -78,7 +78,7 @@ class Prometheus(unittest.TestCase):
                                        delta=1e-4 * mass.samples)
                 self.assertNotEqual(mass.samples, 0)
 
-    # Bug: it asked the coordinator for what the workers serve, and printed nothing of it.
+    # Bug: it asked the coordinator for metrics that the workers serve, and printed none of them.
     def test_the_quick_start_asks_each_process_for_its_own_metrics(self):
         script = (ROOT / "deploy" / "quickstart.sh").read_text()
         with Service(flags=["--tensor-parallel-size=2"]) as service:
@@ -115,7 +115,7 @@ class Prometheus(unittest.TestCase):
 
     @staticmethod
     def wait_for(address, query, expected):
-        """The query's value once it is `expected`, or what it was after 20 s."""
+        """Returns the query's value once it is `expected`, otherwise its value after 20 s."""
         deadline = time.monotonic() + 20
         value = None
         while value != expected and time.monotonic() < deadline:

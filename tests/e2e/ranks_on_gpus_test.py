@@ -1,4 +1,4 @@
-"""The service with a GPU a worker: a group answers as one GPU does, and a worker that is gone is an error in seconds."""
+"""The service with a GPU per worker: a group answers as one GPU does, and a lost worker is an error within seconds."""
 
 import glob
 import os
@@ -50,7 +50,7 @@ class TwoGpus(unittest.TestCase):
 
     def test_a_worker_that_is_gone_is_an_error_in_seconds_and_the_group_forms_again(self):
         with Service(flags=[*FLAGS, "--tensor-parallel-size=2"]) as service:
-            # In the middle of a prompt, whose kernels are used for the first time, and of an answer.
+            # In the middle of a prompt, whose kernels run for the first time, and of an answer.
             for number, replies in ((signal.SIGKILL, 1), (signal.SIGSTOP, 40), (signal.SIGSTOP, 1), (signal.SIGSTOP, 1)):
                 with self.subTest(signal=number.name, replies=replies):
                     self.expect_error(service, number, replies)

@@ -1,11 +1,11 @@
-"""Requests whose fields are all random and each alone valid, of random policies, against two workers.
+"""Requests with random fields, each valid by itself, and random policies, against two workers.
 
-A request may be refused (INVALID_ARGUMENT, ALREADY_EXISTS, RESOURCE_EXHAUSTED), and nothing else may happen: no group
-ends, and a stream beside them answers the same tokens again and again, without an error. Servers have different
-policies, and positions; KVASIR_FUZZ_REQUESTS is how many requests there are (300), KVASIR_FUZZ_SEED the first server's
-seed.
+A request may be refused (INVALID_ARGUMENT, ALREADY_EXISTS, RESOURCE_EXHAUSTED). Nothing else may happen: no group ends,
+and a stream beside them gets the same tokens again and again, without an error. Servers differ in policies and
+positions. KVASIR_FUZZ_REQUESTS is the number of requests (300), KVASIR_FUZZ_SEED the seed of the first server.
 
-Bug, in the first lines of such a run: with a reuse rule and dense layers a prompt of 1 to 20 tokens ended the group.
+Bug that the first requests of such a run found: with a reuse rule and dense layers a prompt of 1 to 20 tokens ended the
+group.
 """
 
 import collections
@@ -89,7 +89,7 @@ def decode_part(rng, extension):
 
 
 def policies(rng, extension):
-    """Three policies as a policy file has them; JSON is YAML."""
+    """Returns three policies as a policy file has them; JSON is YAML."""
     return [{"name": f"random-{i}", "prefill": policy_part(rng)[1], "decode": decode_part(rng, extension),
              "tail_tokens": some(rng, 0, 1, 64, 200)} for i in range(3)]
 
@@ -98,7 +98,7 @@ def policies(rng, extension):
 
 
 def overrides(rng, part):
-    """Numbers for a part of a policy, each of its own range; mostly such as the policy lets a request override."""
+    """Returns numbers for a part of a policy, each in its range; mostly those that a request may override."""
     numbers = {"sink_tokens": some(rng, 1, 128, 5000, 1 << 20),
                "window_tokens": some(rng, 1, 2, 63, 64, 128, 512, 513, 1 << 20),
                "token_budget": some(rng, 1, 63, 64, 65, 5000, 1 << 24), "dense_layers": some(rng, 1, 2, 3, 1024),
@@ -148,7 +148,7 @@ def random_sampling(rng, sampling):
 
 
 def random_request(rng, declared):
-    """`declared`: parts of the policies by name, as the server has them."""
+    """Returns a request. `declared` has the parts of the server's policies by name."""
     request = generation_pb2.GenerateRequest(request_id=some(rng, *[""] * 30, "twin", "\u00e9" * 20),
                                              tenant_id=some(rng, "", "a", "b" * 128))
     if rng.random() < 0.3:
@@ -156,7 +156,7 @@ def random_request(rng, declared):
     else:
         length = some(rng, 1, 2, 3, rng.randint(1, 20), 63, 64, 65, rng.randint(100, 700), rng.randint(700, 1000),
                       rng.randint(1000, 2000))
-        # Some share their beginning, and find it in the cache.
+        # Some share their beginning and find it in the cache.
         first = random.Random(7) if rng.random() < 0.3 else rng
         request.token_ids.ids.extend(first.randrange(VOCAB) for _ in range(length))
     random_sampling(rng, request.sampling)
@@ -170,7 +170,7 @@ def random_request(rng, declared):
 
 
 class Innocent(threading.Thread):
-    """Asks the same again and again; whatever is not the same answer is an error."""
+    """Repeats one request. Any answer other than the first is an error."""
 
     def __init__(self, service):
         super().__init__(daemon=True)
@@ -198,7 +198,7 @@ class Innocent(threading.Thread):
 
 
 def default_policy(rng):
-    """Flags of the policy that is named default, and its parts."""
+    """Returns flags for the policy named default, and its parts."""
     selector = some(rng, "all", "quest", "hip", "infinitehip")
     dense_layers = some(rng, 0, 1, 2)
     flags = [f"--sparse-selector={selector}", "--sparse-token-budget=256", f"--sparse-dense-layers={dense_layers}"]
@@ -211,22 +211,22 @@ def default_policy(rng):
 
 class RandomRequests(unittest.TestCase):
     def configure(self, rng, folder):
-        """Flags, and the policies that they declare."""
+        """Returns flags, and the policies that they declare."""
         extension = some(rng, "none", "none", "streaming", "self_extend")
         path = pathlib.Path(folder) / "policies.yaml"
         declared = policies(rng, extension)
         beyond = extension == "streaming" and rng.random() < 0.7
-        if beyond:  # one policy at least must serve contexts longer than the model was trained for
+        if beyond:  # at least one policy must serve contexts beyond the trained length
             part = {"streaming": {}, "sink_tokens": 64, "window_tokens": 256}
             declared[-1].update(prefill=part, decode=part)
         path.write_text(json.dumps(declared))
         flags, default = default_policy(rng)
         flags += ["--tensor-parallel-size=2", "--dtype=float32", "--threads=1", f"--policies={path}",
                   f"--position-extension={extension}", f"--max-num-seqs={some(rng, 4, 16)}", "--mass-sample-rate=0.05",
-                  f"--kv-host-size-gb={some(rng, 2, 0.0015)}"]  # 0.0015: 2,900 tokens, sequences are preempted
+                  f"--kv-host-size-gb={some(rng, 2, 0.0015)}"]  # 0.0015 is 2,900 tokens: sequences are preempted
         flags.append(f"--max-model-len={2048 if beyond else TRAINED_TOKENS}")
         if extension == "self_extend":
-            flags.append("--self-extend-window=256")  # it must be shorter than what the model was trained for
+            flags.append("--self-extend-window=256")  # it must be shorter than the trained length
         return flags, {"": default, "default": default, **{policy["name"]: policy for policy in declared}}
 
     def run_server(self, seed, count):

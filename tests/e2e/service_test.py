@@ -1,4 +1,4 @@
-"""The service as its users meet it: real processes, real sockets, the reference model, a long document."""
+"""The service as users see it: real processes, real sockets, the reference model, a long document."""
 
 import math
 import pathlib
@@ -26,7 +26,7 @@ def ask(service, question, document=DOCUMENT, **options):
 
 
 def exact_answers(service, document=DOCUMENT, **options):
-    """How many of the document's questions are answered exactly, and the answers."""
+    """Returns the number of the document's questions that are answered exactly, and the answers."""
     answers = [ask(service, question, document, **options) for question in document.questions]
     return sum(a.text + "." == q.answer for a, q in zip(answers, document.questions)), answers
 
@@ -83,7 +83,7 @@ class OneWorker(unittest.TestCase):
         self.assertNotIn(first, self.service.generate(prompt, logit_bias={first: -100}, **options).token_ids)
         again = self.service.generate(prompt, logprobs=5, tenant_id="cold", **options)
         for cold, cached in zip(again.logprobs, plain.logprobs):
-            self.assertAlmostEqual(cold.logprob, cached.logprob, delta=0.05)  # in bfloat16
+            self.assertAlmostEqual(cold.logprob, cached.logprob, delta=0.05)  # bfloat16
 
     def test_many_streams_at_once_equal_each_alone(self):
         prompts = [DOCUMENT.text[i * 300:i * 300 + 1500 + 97 * i] for i in range(8)]
@@ -274,7 +274,7 @@ class TwoWorkers(unittest.TestCase):
 
 
 class Tiers(unittest.TestCase):
-    """The same tokens whatever part of the KV the device tier holds."""
+    """Tokens do not depend on the part of the KV that the device tier holds."""
 
     FLAGS = ["--dtype=float32", "--kv-cache-dtype=float32"]
 

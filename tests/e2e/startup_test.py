@@ -1,6 +1,6 @@
-"""A server that cannot start, or not serve what it promises, says why, once, and exits with code 1 within 30 s.
+"""A server that cannot start, or cannot serve its configuration, says why once and exits with code 1 within 30 s.
 
-Bug: what is not implemented was tried again for ever, and so were workers that did not answer.
+Bug: starting was tried again for ever after UNIMPLEMENTED, and when workers did not answer.
 """
 
 import json
@@ -60,7 +60,7 @@ class Startup(unittest.TestCase):
         return output, time.monotonic() - begun
 
     def edited(self, change):
-        """A copy of the model with a changed config.json."""
+        """Returns a copy of the model with a changed config.json."""
         model = pathlib.Path(tempfile.mkdtemp(dir=self.folder.name)) / "model"
         shutil.copytree(self.model, model)
         path = model / "config.json"
@@ -116,12 +116,12 @@ class Startup(unittest.TestCase):
         log = self.expect_ready()
         fits = [int(number) for number in re.search(
             r"KV fits (\d+) tokens: device (\d+), host (\d+), disk (\d+)", log).groups()]
-        # At most 16 contexts of 8,192 tokens for each of 16 sequences; and far more than one of them.
+        # At most 16 contexts of 8,192 tokens for each of 16 sequences, and more than one context.
         self.assertLessEqual(fits[0], 16 * 16 * 8192)
         self.assertGreater(fits[0], 8192)
         self.assertEqual(fits[3], 0)
 
-    # Bug: 131,072 tokens were advertised where KV held 14,976.
+    # Bug: the server advertised 131,072 tokens when KV held 14,976.
     def test_a_context_that_kv_does_not_hold_is_refused_with_flags_that_help(self):
         output, _ = self.expect_end(self.serve("--kv-host-size-gb=0.002"), "the context has 8192 tokens")
         match = re.search(r"KV holds (\d+); lower --max-model-len to (\d+), or give each worker ([0-9.]+) GB by "
@@ -130,12 +130,12 @@ class Startup(unittest.TestCase):
         self.expect_ready("--kv-host-size-gb=0.002", f"--max-model-len={match.group(2)}")
         self.expect_ready(f"--kv-host-size-gb={match.group(3)}")
 
-    # Bug: it started, and refused every request beyond 8,192 tokens.
+    # Bug: the server started, and refused every request beyond 8,192 tokens.
     def test_a_context_that_no_policy_can_serve_is_refused_with_flags_that_help(self):
         longer = ["--position-extension=streaming", "--max-model-len=32768"]
         self.expect_end(self.serve(*longer), "no policy can serve the context of 32768 tokens", "--sparse-selector",
                         "--sparse-prefill-selector", "lower --max-model-len to 8192")
-        # Decoding alone does not help, nor does a window that is too large.
+        # Sparse decoding alone does not help, and neither does a window that is too large.
         self.expect_end(self.serve(*longer, "--sparse-selector=quest"), "no policy can serve", "prefill")
         sparse = [*longer, "--sparse-selector=quest", "--sparse-prefill-selector=streaming"]
         self.expect_end(self.serve(*sparse, "--sparse-window-tokens=9000"), "no policy can serve", "window")
@@ -176,7 +176,7 @@ class Startup(unittest.TestCase):
         self.assertLess(seconds, 10)
 
     def test_a_worker_of_another_program(self):
-        """It accepts connections and says nothing."""
+        """The other program accepts connections and sends nothing."""
         with socket.socket() as other:
             other.bind(("127.0.0.1", 0))
             other.listen()

@@ -1,4 +1,4 @@
-"""A rank that stands still (SIGSTOP) is noticed within --rank-timeout, by the coordinator and by the other ranks."""
+"""The coordinator and the other ranks notice a stopped rank (SIGSTOP) within --rank-timeout."""
 
 import os
 import pathlib
@@ -14,8 +14,8 @@ from support.service import Service  # noqa: E402
 import grpc  # noqa: E402
 
 RANK_TIMEOUT_S = 2
-MACHINE_S = 4  # what a busy machine adds
-FORMING_S = 20  # and what a new process, loading and forming take there
+MACHINE_S = 4  # allowance for a busy machine
+FORMING_S = 20  # and there for a new process, loading and forming
 
 
 def workers_of(service):
@@ -24,9 +24,9 @@ def workers_of(service):
 
 
 class StoppedRank(unittest.TestCase):
-    # Bug: it was noticed after 7.2 s by pings, and after 30 s by the other rank.
+    # Bug: pings noticed it after 7.2 s, and the other rank after 30 s.
     def stop_one_of(self, ranks, then):
-        """Stops the last rank while a request runs, and sends it `then` once the client has its error."""
+        """Stops the last rank while a request runs, and sends it the signal `then` once the client has an error."""
         with Service(flags=[f"--tensor-parallel-size={ranks}", f"--rank-timeout={RANK_TIMEOUT_S}"]) as service:
             stream = service.stream("Once upon a time", max_tokens=8000, ignore_eos=True)
             next(stream)
@@ -45,7 +45,7 @@ class StoppedRank(unittest.TestCase):
             again = time.monotonic() - begun
             print(f"{ranks} ranks, {then.name}: noticed after {noticed:.1f} s, answers after {again:.1f} s")
             self.assertLess(noticed, RANK_TIMEOUT_S + MACHINE_S)
-            # The other rank has waited for this one as long; then the group is formed again.
+            # The other rank has waited for this one that long. Then the group is formed again.
             self.assertLess(again, 2 * RANK_TIMEOUT_S + FORMING_S)
 
     def answer_again(self, service):

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Synthetic long documents with questions whose answers are known exactly.
 
-A document is filler sentences with facts strewn in at random, one sentence a line. A request is
+A document is filler sentences with facts at random places, one sentence per line. A request is
 
     document.text + question.prompt        for example
     "...The magic number for brave-lantern is 482913.\\n...What is the magic number for brave-lantern?
@@ -9,7 +9,7 @@ A document is filler sentences with facts strewn in at random, one sentence a li
 
 and a model that reads it must continue with exactly question.answer: " 482913." up to the full stop.
 
-Each line ends with a newline and each prompt begins with a letter, so with a byte-level BPE tokenizer of the
+Each line ends with a newline and each prompt begins with a letter. So with a byte-level BPE tokenizer of the
 Llama-3 or Qwen2 kind token counts of lines add up, and the tokens of document.text are a prefix of the tokens of
 document.text + question.prompt: all questions about one document share its KV pages.
 
@@ -17,7 +17,7 @@ Tasks
     multi_key         "The magic number for brave-lantern is 482913."           many facts, one asked
     pass_key          "The pass key is 68124. Remember it. 68124 is the pass key."       one fact
     key_value         "The value of q7m2 is b3k8."                              many facts of random strings
-    variable_tracing  "Variable q7m2 equals b3k8." "Variable b3k8 equals 482913."   2 or 3 hops, and the answer spells
+    variable_tracing  "Variable q7m2 equals b3k8." "Variable b3k8 equals 482913."   2 or 3 hops; the answer has all of
                       them: " b3k8, b3k8 equals 482913."
     common_words      "The word of the hour is falcon."                         which one is the most common?
     mixed             all of them in one document
@@ -129,14 +129,14 @@ class Document:
     task: str
     text: str  # ends with a newline
     questions: List[Question]
-    num_tokens: int  # of `text` by the count_tokens given; without a begin-of-text token
+    num_tokens: int  # of `text`, by the given count_tokens, without a begin-of-text token
 
 
 def count_tokens(text: str) -> int:
-    """Tokens of a generated `text` under the reference model's tokenizer, exactly (begin-of-text not counted).
+    """Returns the exact number of tokens of a generated `text` under the reference model's tokenizer, without begin-of-text.
 
-    Every word of the generator is one token there, so counting the pieces of its split rule counts its tokens.
-    For other text it is a lower bound.
+    Every word of the generator is one token there, so pieces of the split rule are tokens. For other text the number is a
+    lower bound.
     """
     return len(_PIECES(text))
 
@@ -156,14 +156,15 @@ def make_document(
     num_parts: Optional[int] = None,
     count_tokens: Callable[[str], int] = count_tokens,
 ) -> Document:
-    """A document of `task` with `length` tokens: exactly so many under the reference model's tokenizer.
+    """Returns a document of `task` with `length` tokens: exactly that many under the reference model's tokenizer.
 
-    length           tokens of the text by count_tokens, which must not count special tokens; with another
-                     tokenizer, or no room for filler, the document may be a few dozen shorter, never longer
-    num_questions    questions, all different; pass_key and common_words have one a document, so `mixed` asks each once
-    tokens_per_fact  one fact per so many tokens; default by task. A chain of variable_tracing is one fact.
-    num_parts        names are made of so many adjectives and nouns (default by length), strings of so many pairs
-                     (default all 260): fewer make facts more alike
+    length           tokens of the text by count_tokens, which must not count special tokens. With another
+                     tokenizer, or no room for filler, the document may be a few dozen shorter, never longer.
+    num_questions    number of questions, all different. pass_key and common_words have one per document, so `mixed`
+                     asks each once.
+    tokens_per_fact  tokens for each fact; default by task. A chain of variable_tracing is one fact.
+    num_parts        number of adjectives and of nouns in names (default by length), and of pairs in strings (default
+                     all 260). Fewer make facts more alike.
     Raises ValueError when the facts do not fit.
     """
     if task not in TASKS:
@@ -181,7 +182,7 @@ def make_document(
 
 
 def _fill(rng: random.Random, lines: List[str], room: int, count_tokens: Callable[[str], int]) -> int:
-    """Appends filler of `room` tokens, or somewhat less where no sentences fill it; returns its tokens."""
+    """Appends filler of `room` tokens, or a little less if no sentences fill it. Returns its number of tokens."""
     left, misses = room, 0
     while left > 0 and misses < _MAX_MISSES:
         line = _filler(rng)
@@ -195,7 +196,7 @@ def _fill(rng: random.Random, lines: List[str], room: int, count_tokens: Callabl
 
 
 _SHORTEST_FILLER, _LONGEST_FILLER = 9, 13  # tokens of a filler sentence
-_MAX_MISSES = 1000  # draws in vain; a sentence of exactly the tokens left takes about 25, or does not exist
+_MAX_MISSES = 1000  # failed draws; a sentence of exactly the tokens left takes about 25, or does not exist
 
 
 def _filler(rng: random.Random) -> str:
@@ -208,9 +209,9 @@ _SLOT = re.compile(r"{(\w+)}")
 
 
 def _names(rng: random.Random, length: int, num_parts: Optional[int]) -> Iterator[str]:
-    """Names like brave-lantern, never the same twice, by default enough for `length` tokens and 16,384 at most.
+    """Yields names like brave-lantern, all different, by default enough for `length` tokens and at most 16,384.
 
-    Names come from few words, so that many share one of their two: only the whole name tells facts apart.
+    Names come from few words, so that many names share a word: only the whole name distinguishes facts.
     """
     num_words = num_parts or max(8, math.ceil(math.sqrt(length / 8)))
     num_words = min(num_words, len(ADJECTIVES))
@@ -219,7 +220,7 @@ def _names(rng: random.Random, length: int, num_parts: Optional[int]) -> Iterato
 
 
 def _keys(rng: random.Random, num_parts: Optional[int]) -> Iterator[str]:
-    """Strings like q7m2, never the same twice."""
+    """Yields strings like q7m2, all different."""
     if num_parts is None or num_parts >= len(_PAIRS):
         return (_string(_PAIRS, index) for index in _distinct(rng, _NUM_STRINGS))
     pairs = rng.sample(_PAIRS, num_parts)
@@ -227,7 +228,7 @@ def _keys(rng: random.Random, num_parts: Optional[int]) -> Iterator[str]:
 
 
 def _string(pairs: List[str], index: int) -> str:
-    """The index-th string of two pairs."""
+    """Returns the index-th string of two pairs."""
     return pairs[index % len(pairs)] + pairs[index // len(pairs)]
 
 
@@ -241,7 +242,7 @@ def _distinct(rng: random.Random, population: int) -> Iterator[int]:
     raise ValueError(f"a document has at most {population} different names; ask for fewer facts")
 
 
-# A builder makes `count` facts and asks `num_questions` of them: lines of the document, and questions.
+# A builder makes `count` facts and `num_questions` questions on them: returns lines of the document, and questions.
 _Facts = Tuple[List[str], List[Question]]
 
 
@@ -281,7 +282,7 @@ def _variable_tracing(rng: random.Random, length: int, num_parts: Optional[int],
 
 
 def _common_words(rng: random.Random, length: int, num_parts: Optional[int], count: int, num_questions: int) -> _Facts:
-    """The winner is named at least 1.5 times as often as any other, and at least twice more often."""
+    """The winner occurs at least 1.5 times as often as any other word, and at least two times more."""
     words = rng.sample(ANIMALS, _CANDIDATE_WORDS)
     winner_count = max(3, round(count * rng.uniform(0.3, 0.45)))
     limit = min(winner_count - 2, int(winner_count / 1.5))
@@ -308,12 +309,12 @@ _SINGLE_TASKS: Dict[str, _Task] = {
     "common_words": _Task(_common_words, 64, max_questions=1),
 }
 TASKS = tuple(_SINGLE_TASKS) + ("mixed",)
-_MIXED_THINNING = 4  # in a mixed document each task's facts are so much rarer
+_MIXED_THINNING = 4  # factor by which each task's facts are rarer in a mixed document
 
 
 def _facts(rng: random.Random, task: str, length: int, num_questions: int, tokens_per_fact: Optional[int],
            num_parts: Optional[int]) -> _Facts:
-    """Facts of one task, or a share of each for `mixed`."""
+    """Returns facts of one task, or a share of each task for `mixed`."""
     if task != "mixed":
         limit = _SINGLE_TASKS[task].max_questions
         if limit is not None and num_questions > limit:
@@ -335,7 +336,7 @@ def _facts(rng: random.Random, task: str, length: int, num_questions: int, token
 
 
 def _mixed_shares(num_questions: int) -> Dict[str, int]:
-    """Questions of each task: in turn, until num_questions are given out."""
+    """Returns the number of questions of each task: dealt in turn until there are num_questions."""
     shares = dict.fromkeys(_SINGLE_TASKS, 0)
     while sum(shares.values()) < num_questions:
         for name, single in _SINGLE_TASKS.items():
@@ -345,7 +346,7 @@ def _mixed_shares(num_questions: int) -> Dict[str, int]:
 
 
 def _tokens(text: str) -> int:
-    """8192, 8k or 1m."""
+    """Reads a number of tokens: 8192, 8k or 1m."""
     scale = {"k": 1024, "m": 1024 ** 2}.get(text[-1:].lower(), 1)
     return int(text.rstrip("kKmM")) * scale
 

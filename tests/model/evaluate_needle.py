@@ -1,12 +1,12 @@
-"""Exact-answer rates of the reference model, asked as a service would: each question a request of its own over a
-document whose KV is cached, greedy decode.
+"""Measures exact-answer rates of the reference model, as a service would serve it: each question is a separate request
+over a document whose KV is cached, with greedy decode.
 
 Two ways to attend:
     dense     all tokens at their true positions.
-    selected  the document is read with sink + window; each token of question and answer then attends to sink, the
-              `top` keys of the document best by score, window, and itself, at compact positions 0, 1, 2, ... .
-              The score of a key is the softmax over the document, keys unrotated and all at one common distance,
-              summed over the query heads of a KV head. top = 0 leaves sink + window alone.
+    selected  the document is read with sink + window. Each token of question and answer then attends to the sink, the
+              `top` keys of the document with the best scores, the window, and itself, at compact positions 0, 1, 2, ... .
+              The score of a key is the softmax over the document, with keys unrotated and all at one common distance,
+              summed over the query heads of a KV head. top = 0 leaves only sink + window.
 """
 
 from dataclasses import dataclass
@@ -24,14 +24,14 @@ from needle_data import ROOM, SINK, Encoder
 from needle_model import Needle, Rope, rotate
 
 SELECTION_DISTANCE = 1024  # tokens between query and every key while scoring
-GROUP_TOKENS = 2 ** 17  # tokens of the documents worked on at a time
+GROUP_TOKENS = 2 ** 17  # most tokens of documents worked on at a time
 READ_CHUNK = 512  # tokens of the document read at once under sink + window
-MAX_TOKENS = 2 ** 23  # of all documents of an evaluation: there are fewer answers where a long document has one question
+MAX_TOKENS = 2 ** 23  # of all documents of an evaluation; long documents with one question give fewer answers
 
 
 @dataclass(frozen=True)
 class Selection:
-    top: int  # keys selected besides sink and window
+    top: int  # selected keys besides sink and window
     window: int  # tokens before the query that are always attended to
 
 
@@ -49,7 +49,7 @@ def evaluate(model: Needle, encoder: Encoder, task: str, length: int, answers: i
              selection: Optional[Selection] = None, *, pool: Pool) -> Score:
     """Asks at least `answers` questions over documents that fill `length` tokens together with question and answer.
 
-    The model must be in bf16 on its device. Documents are made by `pool` and worked on a few at a time.
+    The model must be in bf16 on its device. `pool` makes the documents; a few are worked on at a time.
     """
     num_questions = 1 if task in ("pass_key", "common_words") else min(16, length // 64)
     num_documents = min(-(-answers // num_questions), MAX_TOKENS // length)
@@ -66,7 +66,7 @@ def evaluate(model: Needle, encoder: Encoder, task: str, length: int, answers: i
 
 @dataclass
 class DocumentCache:
-    """Keys, unrotated, and values [documents, KV heads, tokens, head_dim], one pair a layer."""
+    """Unrotated keys, and values: a pair of [documents, KV heads, tokens, head_dim] per layer."""
 
     layers: List[Tuple[Tensor, Tensor]]
     selection: Optional[Selection]
@@ -94,14 +94,14 @@ def read_documents(model: Needle, tokens: List[List[int]], selection: Optional[S
 
 
 def _sink_and_window(x: Tensor, window: int) -> Tensor:
-    """Of tokens [.., .., tokens, head_dim] the SINK first and `window` last ones; all when there are no more."""
+    """Returns the first SINK and the last `window` of tokens [.., .., tokens, head_dim]; all when there are no more."""
     if x.shape[2] <= SINK + window:
         return x
     return torch.cat((x[:, :, :SINK], x[:, :, -window:]), 2)
 
 
 def attend_causally(q: Tensor, k: Tensor, v: Tensor, rope: Rope) -> Tensor:
-    """Queries are the last of the tokens of k; positions are 0, 1, 2, ... along k."""
+    """Returns causal attention. Queries are of the last tokens of k; positions are 0, 1, 2, ... along k."""
     num_keys, num_queries = k.shape[2], q.shape[2]
     tables = rope.tables(torch.arange(num_keys, device=q.device))
     q = rotate(q, tuple(table[num_keys - num_queries:] for table in tables))
@@ -113,9 +113,10 @@ def attend_causally(q: Tensor, k: Tensor, v: Tensor, rope: Rope) -> Tensor:
 
 
 def answer(model: Needle, cache: DocumentCache, prompts: List[List[int]], end: int, max_tokens: int = 48) -> List[List[int]]:
-    """Greedy continuations of the prompts, without the end token. As many prompts for each document, in their order.
+    """Returns greedy continuations of the prompts, without the end token. Each document has the same number of prompts,
+    which are in the order of documents.
 
-    Prompts and answers go token by token, all in step: a prompt that has ended goes on with what the model says.
+    All go token by token in the same steps: a prompt that has ended goes on with the model's tokens.
     """
     device = model.lm_head.weight.device
     attend = _QuestionAttention(cache, Rope(model.config, device))
@@ -139,11 +140,11 @@ def answer(model: Needle, cache: DocumentCache, prompts: List[List[int]], end: i
 
 
 class _QuestionAttention:
-    """Attention of the next token of each question over its document and the tokens of its own."""
+    """Attention of the next token of each question over its document and its own tokens."""
 
     def __init__(self, cache: DocumentCache, rope: Rope):
         self._cache, self._rope = cache, rope
-        self._own: List[Tuple[Tensor, Tensor]] = []  # of each layer, [questions, KV heads, tokens so far, head_dim]
+        self._own: List[Tuple[Tensor, Tensor]] = []  # per layer: [questions, KV heads, tokens so far, head_dim]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if layer == len(self._own):
@@ -166,7 +167,7 @@ class _QuestionAttention:
         return out.flatten(1, 2).unsqueeze(2)
 
     def _selected(self, q: Tensor, keys: Tensor, values: Tensor) -> Tuple[Tensor, Tensor]:
-        """For each question and KV head: sink, the best `top` keys in document order, and window."""
+        """Returns, for each question and KV head, the sink, the best `top` keys in document order, and the window."""
         selection, num_tokens = self._cache.selection, keys.shape[2]
         middle = slice(SINK, max(SINK, num_tokens - selection.window))
         top = min(selection.top, middle.stop - middle.start)
@@ -182,13 +183,13 @@ class _QuestionAttention:
 
 
 def _each_question(product: Callable[[Tensor, Tensor], Tensor], rows: Tensor, shared: Tensor) -> Tensor:
-    """product(rows of a question, its shared matrix), for rows [questions, KV heads, group, .] and shared
-    [documents, KV heads, ., .] where questions / documents of them in turn share one, or [questions, ...]."""
+    """Returns product(rows of a question, its shared matrix) for rows [questions, KV heads, group, .]. `shared` is
+    [questions, ...], or [documents, KV heads, ., .], each shared by questions / documents consecutive questions."""
     per_document = rows.shape[0] // shared.shape[0]
     folded = rows.unflatten(0, (-1, per_document)).transpose(1, 2).flatten(2, 3)
     return product(folded, shared).unflatten(2, (per_document, -1)).transpose(1, 2).flatten(0, 1)
 
 
 def _dot(q: Tensor, k: Tensor) -> Tensor:
-    """Scores in float32, which bf16 would round by more than neighbours differ."""
+    """Returns scores in float32: bf16 would round them by more than the difference between neighbours."""
     return q.float() @ k.float().transpose(-1, -2)

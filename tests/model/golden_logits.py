@@ -1,14 +1,13 @@
-"""Records what transformers computes, for tests of our forward pass. Imported by make_random_models.py and
+"""Records logits that transformers computes, for tests of our forward pass. Imported by make_random_models.py and
 make_golden_logits.py.
 
 A golden file is a safetensors file:
 
-    tokens       int32 [longest length]     a run of length N takes the first N
+    tokens       int32 [longest length]     a run of length N uses the first N
     positions/N  int32 [positions]          ascending; the last is N - 1
     logits/N     float32 [positions, vocab]
 
-Computed in float32 from the weights as they were saved. Every length is a run of its own: the frequencies of dynamic
-RoPE depend on it.
+Computed in float32 from the saved weights. Every length is a separate run: the frequencies of dynamic RoPE depend on it.
 """
 
 import torch
@@ -17,7 +16,7 @@ from safetensors.torch import save_file
 
 
 def positions_of(length):
-    """The last position and 16 spread over the sequence."""
+    """Returns the last position and 16 others spread over the sequence."""
     return sorted({length - 1} | {index * length // 16 for index in range(16)})
 
 

@@ -3,9 +3,9 @@
 
     make_golden_logits.py needle-8k needle-32k
 
-writes golden/needle-8k.safetensors and so on, beside this script. To be run again whenever the weights change: the
-test says so when it is forgotten. The text is a generated document of mixed tasks that ends in the middle of its
-questions, with their answers. Needs torch, transformers and tokenizers; tests use the recorded files only.
+writes golden/needle-8k.safetensors and so on, beside this script. Run it again whenever the weights change; the test
+reports when the files are out of date. The text is a generated document of mixed tasks, followed by questions with their
+answers, and cut among them. Needs torch, transformers and tokenizers. Tests use only the recorded files.
 """
 
 import argparse
@@ -25,7 +25,7 @@ LENGTHS = (1, 65, 500, 8000)
 
 
 def make_tokens(folder):
-    """A document with answered questions, as long as the longest run."""
+    """Returns a document with answered questions, as long as the longest run."""
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     document = documents.make_document("mixed", max(LENGTHS), num_questions=16, seed=1)
     answered = "".join(question.prompt + question.answer + "\n" for question in document.questions)

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 """Records golden/masses.json: the attention mass that sparse decoding keeps, with positions as trained and grouped.
 
-An independent definition in NumPy and float64, sharing no code with the kernels: the whole reference model, its selectors,
-and for every (generated token, layer, query head)
+An independent definition in NumPy and float64 that shares no code with the kernels: the whole reference model, its
+selectors, and for every (generated token, layer, query head)
 
     mass = sum over the attended tokens of exp(l_j) / sum over all tokens of exp(l_j)
 
-where l_j is the logit of token j with query and key at the distance at which attention reads them: under grouped positions
-(SelfExtend) by j's own side of the neighbourhood, whether or not it was selected. e2e/position_extension_test.py asks the
-service for the same.
+where l_j is the logit of token j with query and key at the distance that attention uses. Under grouped positions
+(SelfExtend) this distance depends on j's own side of the neighbourhood, selected or not. e2e/position_extension_test.py
+compares the service with these masses.
 
     python3 tests/model/make_golden_masses.py        (needs numpy)
 """
@@ -24,9 +24,9 @@ FOLDER = pathlib.Path(__file__).parent
 MODEL = FOLDER / "needle-8k"
 PAGE = 64
 SINK, WINDOW, BUDGET = 64, 128, 256
-GROUP_SIZE, NEAR = 8, 100  # of grouped positions
+GROUP_SIZE, NEAR = 8, 100  # for grouped positions
 PROMPT = [3 + i * i * 31 % 1009 for i in range(1000)]
-TOKEN, STEPS = 7, 8  # what is generated, whatever the logits say
+TOKEN, STEPS = 7, 8  # the generated token, whatever the logits are
 
 
 def load_weights():
@@ -45,7 +45,7 @@ def load_weights():
 
 
 class Attention:
-    """One layer's queries [tokens, heads, dim] and keys [tokens, KV heads, dim], neither of them rotated."""
+    """One layer's unrotated queries [tokens, heads, dim] and keys [tokens, KV heads, dim]."""
 
     def __init__(self, config, q, k, grouped):
         self.q, self.k, self.grouped = q, k, grouped
@@ -60,7 +60,7 @@ class Attention:
         return np.concatenate([first * c - second * s, second * c + first * s], axis=-1)
 
     def logits(self, head):
-        """[tokens, tokens], as attention reads them; -inf where a key lies ahead."""
+        """Returns the logits of attention, [tokens, tokens]; -inf for keys after the query."""
         q, k, positions = self.q[:, head], self.k[:, head // self.group], np.arange(len(self.q))
 
         def products(queries_at, keys_at):
@@ -72,7 +72,7 @@ class Attention:
         return np.where(positions <= positions[:, None], found / math.sqrt(self.dim), -np.inf)
 
     def seen_by_selector(self, kv_head, position):
-        """Queries of the group and keys: un-rotated keys are all at the distance of the window."""
+        """Returns queries of the group, and keys. Selectors see all unrotated keys at the distance of the window."""
         queries = self.q[position, kv_head * self.group:(kv_head + 1) * self.group]
         keys = self.k[:position + 1, kv_head]
         if self.grouped:
@@ -81,7 +81,7 @@ class Attention:
 
 
 def best(scores, count):
-    """The indices of the largest; of equal ones the later."""
+    """Returns the indices of the largest scores; the later ones among equals."""
     return sorted(range(len(scores)), key=lambda i: (-scores[i], -i))[:count]
 
 
@@ -113,7 +113,7 @@ def attended(selector, attention, kv_head, position):
 
 
 def masses(config, weights, selector, grouped):
-    """One for every (layer, head, generated token)."""
+    """Returns one mass for every (layer, head, generated token)."""
     tokens = PROMPT + [TOKEN] * STEPS
     heads, kv_heads, dim = (config[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     x, found = weights["model.embed_tokens.weight"][tokens], []

@@ -4,10 +4,10 @@ records the logits that transformers computes with them (golden_logits.py):
 
     make_random_models.py tests/worker/model/testdata
 
-Weights are scaled so that attention is far from uniform, norms and biases far from one and zero: a wrong head, offset
-or angle changes the logits. All have 2 KV heads, so that on four ranks each lies on two. The context that rotary
-embeddings were "trained" for is short, and the longest run passes it. Deterministic. Models that differ in config.json
-only share their weights through a link. Needs torch and transformers; tests use the recorded files only.
+Weights are scaled so that attention is far from uniform, and norms and biases are far from one and zero: a wrong head,
+offset or angle changes the logits. All models have 2 KV heads, so that with four ranks each head is on two. The context
+that rotary embeddings were "trained" for is short, and the longest run exceeds it. Deterministic. Models that differ only
+in config.json share their weights through a link. Needs torch and transformers. Tests use only the recorded files.
 """
 
 import argparse
@@ -48,7 +48,7 @@ class Model:
     config: dict = field(default_factory=dict)
     dtype: torch.dtype = torch.bfloat16
     max_shard_size: str = "5GB"
-    weights_of: str = ""  # another model whose weights these are
+    weights_of: str = ""  # the model whose weights this one shares
 
 
 MODELS = {
@@ -76,7 +76,7 @@ def make_config(model):
 
 
 def randomize(network, generator):
-    """Gives every parameter values that matter to the result."""
+    """Gives every parameter values that change the result."""
     for name, parameter in network.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if name.endswith("norm.weight"):

@@ -1,8 +1,8 @@
 """Training rows for the reference model: documents with their questions, packed.
 
-A row holds examples one after the other; an example is a document followed by several questions with answers. All
-questions of a document begin at the same position, right after it, and see the document and themselves alone
-(`visible` in train_needle.py), as if each were a request of its own.
+A row has examples one after the other. An example is a document followed by several questions with answers. All
+questions of a document begin at the same position, right after it, and see only the document and themselves
+(`visible` in train_needle.py), as if each were a separate request.
 
     row        | B document ..... | question answer E | question answer E | B document ... | question answer E | pad
     position     0 1 2 ...... n-1   n n+1 ...           n n+1 ...           0 1 ...          m m+1 ...
@@ -10,8 +10,8 @@ questions of a document begin at the same position, right after it, and see the 
     question     0 0 0 ...... 0     9 9 9               17 17 17            0 0 ...          8 8 ...             0
     reach        r r r ...... r     all                 all                 all              all                 0
 
-Half of the documents are read with the attention sink and a window of `reach` tokens, as a service reads a long prompt;
-their questions see them whole.
+Half of the documents are read with the attention sink and a window of `reach` tokens, as a service reads a long prompt.
+Their questions see the whole document.
 """
 
 import random
@@ -25,27 +25,27 @@ from tokenizers import Tokenizer
 import documents
 from train_tokenizer import BEGIN, END, PAD
 
-ROOM = 64  # tokens kept free behind a document for the longest question and its answer
-SINK = 128  # tokens at the front of a document that are always attended to
-WHOLE = 2 ** 30  # the reach of tokens that see everything before them
+ROOM = 64  # tokens after a document for the longest question and its answer
+SINK = 128  # first tokens of a document, which are always attended to
+WHOLE = 2 ** 30  # reach of tokens that see everything before them
 REACHES = (256, 1024)  # shortest and longest window that a document is read with
 QUESTION_STRIDE = 8  # question = QUESTION_STRIDE * (1 + index) + index of its task in documents.TASKS
 NUM_CHANNELS = 7  # of a batch, see batches()
 
-# Loss weights in percent. common_words has one answer token a document, other tasks have hundreds: its word weighs more,
-# or counting is learnt last.
+# Loss weights in percent. common_words has one answer token per document and other tasks have hundreds: without a larger
+# weight of its word, counting would be learnt last.
 DOCUMENT_WEIGHT, PROMPT_WEIGHT, ANSWER_WEIGHT, WORD_WEIGHT, STOP_WEIGHT = 2, 5, 100, 3000, 50
 
 TASK_SHARES = {"mixed": 30, "multi_key": 12, "key_value": 27, "variable_tracing": 21, "common_words": 20, "pass_key": 3}
-MAX_QUESTIONS = 128  # of a document
+MAX_QUESTIONS = 128  # per document
 QUESTION_TOKENS = 27  # of an average question and its answer
-# Tokens per fact and parts of names; None is the default of documents.py. Dense facts with names alike are what a
-# document sixteen times as long looks like to one who has selected from it.
+# Tokens per fact, and parts of names; None is the default of documents.py. A selection from a document sixteen times as
+# long looks like dense facts with similar names.
 DENSITIES, PARTS = (None, None, 24, 40, 80), (None, None, 24, 48, 96)
 
 
 class Encoder:
-    """The tokenizer of a folder with its pieces remembered: fast on generated text, the same tokens on any ASCII."""
+    """The tokenizer of a folder with a cache of pieces: fast on generated text, the same tokens on any ASCII."""
 
     def __init__(self, folder: Path):
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -55,7 +55,7 @@ class Encoder:
         self.vocab_size = self._tokenizer.get_vocab_size()
 
     def __call__(self, text: str) -> List[int]:
-        """Tokens of ASCII `text`, without begin-of-text."""
+        """Returns the tokens of ASCII `text`, without begin-of-text."""
         tokens: List[int] = []
         for piece in self._split(text):
             ids = self._pieces.get(piece)
@@ -69,14 +69,14 @@ class Encoder:
 
 
 def row_tokens(window: int) -> int:
-    """Tokens of a row for documents up to `window`: a multiple of 128, with room for their questions."""
+    """Returns the tokens of a row for documents up to `window`: a multiple of 128, with room for their questions."""
     return -(-(window + max(256, window // 2)) // 128) * 128
 
 
 def batches(encoder: Encoder, window: Callable[[], int], num_rows: int, size: int, seed: int) -> Iterator[np.ndarray]:
-    """Endless batches int32 [7, rows, size]: tokens, targets, positions, document, question, weight (percent), reach.
+    """Yields endless batches int32 [7, rows, size]: tokens, targets, positions, document, question, weight (percent), reach.
 
-    window() tokens hold the longest document and any one of its questions; it is asked before each batch.
+    window() is the most tokens of a document with one of its questions. It is called before each batch.
     """
     rng = random.Random(seed)
     while True:
@@ -97,7 +97,7 @@ def _fill_row(rng: random.Random, encoder: Encoder, window: int, row: np.ndarray
 
 
 def _put_example(rng: random.Random, encoder: Encoder, length: int, row: np.ndarray, start: int, document_id: int) -> int:
-    """Writes one example at `start`, with as many questions as fit; returns where it ends."""
+    """Writes one example at `start`, with as many questions as fit. Returns where it ends."""
     document = _document(rng, length, row.shape[1] - start)
     tokens = [encoder.begin] + encoder(document.text)
     end = start + len(tokens)
@@ -131,7 +131,7 @@ def _document(rng: random.Random, length: int, room: int) -> documents.Document:
 
 def _put_segment(row: np.ndarray, start: int, tokens: List[int], position: int, document: int, question: int,
                  weights, reach: int) -> None:
-    """Tokens that predict each other; weights are of the predictions, one less than the tokens."""
+    """Writes tokens that predict the next ones. Weights are of the predictions, one less than the tokens."""
     end = start + len(tokens)
     row[0, start:end] = tokens
     row[1, start:end - 1] = tokens[1:]

@@ -1,6 +1,6 @@
 """The reference model: a small Llama in plain PyTorch, with attention passed in, and its files in Hugging Face layout.
 
-Parameters carry the names of transformers' LlamaForCausalLM, so a state_dict is model.safetensors as it stands.
+Parameters have the names of transformers' LlamaForCausalLM, so a state_dict can be saved as model.safetensors unchanged.
 """
 
 import json
@@ -14,14 +14,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 # attend(layer, q, k, v) -> output. q and the output [batch, query heads, tokens, head_dim], k and v [batch, KV heads,
-# tokens, head_dim]; q and k come unrotated: positions are the business of who attends.
+# tokens, head_dim]. q and k are unrotated: attend chooses the positions.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     vocab_size: int
-    window: int = 8192  # longest sequence of the training, tokens
+    window: int = 8192  # longest sequence of the training, in tokens
     hidden_size: int = 256
     mlp_size: int = 768
     num_layers: int = 6
@@ -118,21 +118,21 @@ class Needle(nn.Module):
 
 
 class Rope:
-    """Rotary embedding of head vectors; pairs are (i, i + head_dim / 2) as transformers has them."""
+    """Rotary embedding of head vectors. Pairs are (i, i + head_dim / 2), as in transformers."""
 
     def __init__(self, config: ModelConfig, device: torch.device):
         exponents = torch.arange(0, config.head_dim, 2, device=device).float() / config.head_dim
         self.frequencies = config.rope_theta ** -exponents
 
     def tables(self, positions: Tensor) -> "tuple[Tensor, Tensor]":
-        """Cosines and sines [..., head_dim] of positions [...]."""
+        """Returns cosines and sines [..., head_dim] of positions [...]."""
         angles = positions.float()[..., None] * self.frequencies
         angles = torch.cat((angles, angles), -1)
         return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, tables: "tuple[Tensor, Tensor]") -> Tensor:
-    """x [..., head_dim] turned by tables that broadcast to it; keeps the dtype."""
+    """Returns x [..., head_dim] rotated by tables that broadcast to it, in the dtype of x."""
     cosines, sines = tables
     low, high = x.chunk(2, -1)
     return (x * cosines + torch.cat((-high, low), -1) * sines).to(x.dtype)
@@ -156,7 +156,7 @@ def save_model(model: Needle, folder: Path, begin_id: int, end_id: int, pad_id: 
 
 
 def load_model(folder: Path) -> Needle:
-    """The model of a folder, parameters in float32."""
+    """Returns the model of a folder, with parameters in float32."""
     stored = json.loads((folder / "config.json").read_text())
     model = Needle(ModelConfig(
         vocab_size=stored["vocab_size"], window=stored["max_position_embeddings"], hidden_size=stored["hidden_size"],

@@ -6,9 +6,9 @@
     train_needle.py eval FOLDER --lengths 2048,8192 --answers 256
     train_needle.py eval FOLDER --lengths 8192 --top 2048                      with selected keys, see evaluate_needle.py
 
-A stage ends early once LEARNED_RATE of its answer tokens are right; what it leaves of its time goes to the last stage.
-OUTPUT needs tokenizer.json (train_tokenizer.py writes it) unless --resume brings one. Weights are saved there every
-minute; a later run resumes from weights alone, with a fresh optimizer. Without a GPU everything runs, slowly.
+A stage ends early once LEARNED_RATE of its answer tokens are right; the rest of its time goes to the last stage. OUTPUT
+needs tokenizer.json (train_tokenizer.py writes it) unless --resume has one. Weights are saved there every minute. A later
+run resumes from weights only, with a new optimizer. Without a GPU everything runs, slowly.
 """
 
 import argparse
@@ -44,11 +44,11 @@ MASK_BLOCK = 128  # tokens
 @dataclass(frozen=True)
 class Stage:
     window: int  # tokens
-    seconds: float  # at most
+    seconds: float  # longest time
 
 
 class Batches(IterableDataset):
-    """Each worker process makes batches of its own seed, of documents up to `window`, which may grow meanwhile."""
+    """Each worker process makes batches from its own seed, with documents up to `window`, which may grow."""
 
     def __init__(self, folder: Path, window: Synchronized, num_rows: int, size: int, seed: int):
         self._folder, self._window, self._shape, self._seed = folder, window, (num_rows, size), seed
@@ -67,7 +67,7 @@ def load_batches(dataset: Batches) -> Iterator[Tensor]:
 
 
 def visible(batch: Tensor) -> Callable[..., Tensor]:
-    """Causal, within a document, of questions only the own one, and not beyond a token's reach except at the sink."""
+    """A token sees itself and earlier tokens of its document, within its reach or at the sink, and of questions its own."""
     _, _, position, document, question, _, reach = batch
 
     def mask(row, head, query, key):
@@ -80,15 +80,15 @@ def visible(batch: Tensor) -> Callable[..., Tensor]:
 
 
 def dense_mask(batch: Tensor) -> Tensor:
-    """`visible` as booleans [rows, 1, tokens, tokens]."""
+    """Returns `visible` as booleans [rows, 1, tokens, tokens]."""
     rows, tokens = (torch.arange(size, device=batch.device) for size in batch.shape[1:])
     return visible(batch)(rows[:, None, None], 0, tokens[:, None], tokens)[:, None]
 
 
 def block_mask(batch: Tensor) -> BlockMask:
-    """`visible` for flex_attention: which blocks of MASK_BLOCK x MASK_BLOCK it must visit, and which it sees whole.
+    """Returns `visible` for flex_attention: which blocks of MASK_BLOCK x MASK_BLOCK it must visit, and which it sees whole.
 
-    Errs on the side of visiting; a question is shorter than a block.
+    It may visit more than needed. A question is shorter than a block.
     """
     _, _, position, document, question, _, reach = (channel.unflatten(1, (-1, MASK_BLOCK)) for channel in batch)
     first, last = document.amin(-1), document.amax(-1)
@@ -107,13 +107,14 @@ def block_mask(batch: Tensor) -> BlockMask:
 
 
 def _block_list(blocks: Tensor) -> Tuple[Tensor, Tensor]:
-    """Of booleans [rows, blocks, blocks]: how many are set in each line, [rows, 1, blocks], and which, these first."""
+    """Returns, for booleans [rows, blocks, blocks], the number set in each line, [rows, 1, blocks], and the indices of a
+    line, set ones first."""
     order = blocks.int().argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32)[:, None], order.int()[:, None]
 
 
 def loss_and_hits(model: Needle, rope: Rope, batch: Tensor, mask) -> Tuple[Tensor, Tensor]:
-    """Weighted mean loss, and [2, tasks]: answer tokens said rightly, and all of them. mask: BlockMask or booleans."""
+    """Returns the weighted mean loss, and [2, tasks]: right answer tokens, and all. `mask`: BlockMask or booleans."""
     tokens, targets, positions, _, question, weights, _ = batch
     tables = tuple(table[:, None] for table in rope.tables(positions))
 
@@ -146,7 +147,7 @@ def forward(model: Needle, rope: Rope, batch: Tensor) -> Tuple[Tensor, Tensor]:
 
 
 class Schedule:
-    """Learning rate: linear warm-up by steps, and from its peak to its end by a cosine over the training time."""
+    """Learning rate: a linear warm-up by steps, then a cosine from peak to end over the training time."""
 
     def __init__(self, peak: float, end: float, warmup_steps: int, total_seconds: float):
         self._peak, self._end, self._warmup_steps, self._total_seconds = peak, end, warmup_steps, total_seconds
@@ -171,13 +172,13 @@ class Trainer:
         self._total_seconds = sum(stage.seconds for stage in self._stages)
         self._schedule = Schedule(arguments.learning_rate, arguments.end_rate, arguments.warmup_steps, self._total_seconds)
         self._window = multiprocessing.Value("i", self._stages[0].window)
-        size = row_tokens(max(stage.window for stage in self._stages))  # of all stages, so that one compilation serves all
+        size = row_tokens(max(stage.window for stage in self._stages))  # the largest of all stages: one compilation serves all
         self._batches = load_batches(Batches(folder, self._window, max(1, arguments.batch_tokens // size), size, arguments.seed))
         self._step = 0
         self._log = _Log()
 
     def run(self) -> None:
-        """The clock starts when the first step, which compiles, is done."""
+        """Trains. The clock starts after the first step, which compiles."""
         self._log.add(*self._take_step(0.0))
         self._log.flush()
         self._start = self._saved_at = time.monotonic()
@@ -219,7 +220,7 @@ class Trainer:
 
 
 class _Log:
-    """Means since the last flush; reading them waits for the GPU, adding does not."""
+    """Means since the last flush. Reading them waits for the GPU, adding does not."""
 
     def __init__(self):
         self._sums: List[Tuple[Tensor, Tensor]] = []
@@ -229,7 +230,7 @@ class _Log:
         self._sums.append((loss, hits))
 
     def flush(self) -> Tuple[str, float]:
-        """A line for people, and the lowest of the tasks' rates of right answer tokens."""
+        """Returns a line for people, and the lowest of the tasks' rates of right answer tokens."""
         loss = torch.stack([loss for loss, _ in self._sums]).mean().item()
         right, answered = torch.stack([hits for _, hits in self._sums]).sum(0).tolist()
         rates = {task: right[i] / answered[i] for i, task in enumerate(documents.TASKS) if answered[i]}
@@ -241,8 +242,8 @@ class _Log:
 
 
 def report(folder: Path, lengths: List[int], tasks: Tuple[str, ...], answers: int, selection: Optional[Selection]) -> None:
-    """Prints exact-answer rates of the weights in `folder`, as a markdown table."""
-    pool = multiprocessing.Pool()  # forks, so it comes before the GPU is in use
+    """Prints exact-answer rates of the weights in `folder` as a Markdown table."""
+    pool = multiprocessing.Pool()  # it forks, so before the GPU is used
     model, encoder = load_model(folder).to(DEVICE, torch.bfloat16), Encoder(folder)
     print("| task |" + "".join(f" {length:,} |" for length in lengths))
     print("|---|" + "---|" * len(lengths))
@@ -268,7 +269,7 @@ def train(arguments: argparse.Namespace) -> None:
 
 
 def _stages(text: str) -> List[Stage]:
-    """512:100,1024:80 -> windows and seconds."""
+    """Reads windows and seconds: 512:100,1024:80."""
     return [Stage(int(window), float(seconds)) for window, seconds in (part.split(":") for part in text.split(","))]
 
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Trains the reference model's tokenizer on generated documents and writes tokenizer.json and tokenizer_config.json.
 
-Byte-level BPE with Qwen2's split rule, except that punctuation keeps no line end: each digit and each line end is a
-token of its own, so that a fact ends in the same full stop in a document and in an answer. <|begin_of_text|> goes
+Byte-level BPE with Qwen2's split rule, except that punctuation does not include a line end: each digit and each line end
+is a separate token, so that a fact ends in the same full stop in a document and in an answer. <|begin_of_text|> comes
 before each text. Every word of documents.py becomes one token. Deterministic.
 
     train_tokenizer.py OUTPUT_FOLDER
@@ -24,7 +24,7 @@ SPLIT_PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
 
 
 def training_texts() -> Iterator[str]:
-    """Documents of all tasks with their questions; about 2 million tokens."""
+    """Yields documents of all tasks with their questions: about 2 million tokens."""
     for task in documents.TASKS:
         num_questions = 1 if task in ("pass_key", "common_words") else 64
         for seed in range(12):

@@ -1,4 +1,4 @@
-// What `kvasir bench` makes of times; the load itself runs in tests/e2e.
+// The figures that `kvasir bench` computes from times. tests/e2e runs the load itself.
 #include <algorithm>
 #include <filesystem>
 #include <fstream>

@@ -13,7 +13,7 @@ namespace {
 using ::testing::HasSubstr;
 using ::testing::Not;
 
-// Bug: "unknown (not sampled)" in all of them.
+// Bug: the summary said "unknown (not sampled)" in all of these cases.
 TEST(FinishSummaryTest, SaysWhyMassWasNotMeasured) {
   std::set<std::string> told;
   for (int why = v1::MassUnmeasured_MIN; why <= v1::MassUnmeasured_MAX; ++why) {

@@ -1,4 +1,4 @@
-// The golden tests compare with Hugging Face's; here is one rule at a time.
+// Tests one rule at a time. The golden tests compare with Hugging Face's library.
 #include "coordinator/tokenizer/added_tokens.h"
 
 #include <gtest/gtest.h>
@@ -10,7 +10,7 @@
 namespace kvasir::coordinator {
 namespace {
 
-// Parts joined by '|'; a token is written as its id and the text it took.
+// Returns the parts joined by '|'. A token is written as its id and the text that it took.
 std::string Split(const AddedTokens& tokens, absl::string_view text,
                   SpecialTokenText special = SpecialTokenText::kParse) {
   std::string out;

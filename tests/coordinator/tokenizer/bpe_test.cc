@@ -13,7 +13,7 @@ namespace {
 
 using Merges = std::vector<std::pair<std::string, std::string>>;
 
-// A vocabulary given by its merges; ids of bytes are the bytes.
+// A vocabulary given by its merges. The id of a byte is the byte.
 struct Model {
   std::map<std::string, int32_t> ids;
   BpeModel::Params params;
@@ -38,7 +38,7 @@ std::vector<int32_t> Encode(const BpeModel& model, const std::string& piece) {
   return ids;
 }
 
-// The definition: merge the leftmost pair of the lowest rank until there is none.
+// Encodes by the definition: merges the leftmost pair of the lowest rank until there is none.
 std::vector<int32_t> EncodeByDefinition(const BpeModel::Params& params, const std::string& piece) {
   std::vector<int32_t> ids;
   for (const char c : piece) {

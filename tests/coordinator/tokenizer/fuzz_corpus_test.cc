@@ -1,4 +1,4 @@
-// Every input of the fuzzer's corpus: the seeds, and what once failed.
+// Replays every input of the fuzzer's corpus: the seeds, and inputs that once failed.
 #include <cstdint>
 #include <filesystem>
 #include <fstream>

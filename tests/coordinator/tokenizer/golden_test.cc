@@ -1,4 +1,4 @@
-// Agreement with Hugging Face `tokenizers`: what make_golden.py recorded, for the splitting of
+// Agreement with Hugging Face `tokenizers`, as recorded by make_golden.py, for the splitting of
 // GPT-2, Llama 3 and Qwen2 and for one odd tokenizer with every flag of added tokens.
 #include <cstdint>
 #include <filesystem>
@@ -40,7 +40,7 @@ std::string Sha256(absl::string_view data) {
       absl::string_view(reinterpret_cast<const char*>(digest), sizeof(digest)));
 }
 
-// Every code point beside a letter, a digit, itself and white space; as in make_golden.py.
+// Returns every code point beside a letter, a digit, itself and white space; as in make_golden.py.
 std::string SweepText() {
   std::string text;
   for (const json& range : ReadJson(kGolden / "unicode_ranges.json")) {

@@ -65,7 +65,7 @@ TEST_F(IncrementalDecoderTest, PiecesAreUtf8AndTogetherEqualDecode) {
       std::vector<int32_t> ids;
       std::string text;
       for (int i = 0; i < 100; ++i) {
-        // Half of the ids are single bytes, most of which are no UTF-8 together.
+        // Half of the ids are single bytes, most of which do not form UTF-8.
         const auto range =
             static_cast<uint32_t>(random() % 2 == 0 ? 256 : (*tokenizer)->vocab_size());
         const auto id = static_cast<int32_t>(random() % range);

@@ -3,9 +3,9 @@
 
     python tests/coordinator/tokenizer/make_golden.py        (needs tokenizers 0.23, Python 3.11)
 
-Trains small byte-level BPE tokenizers with the exact pre-tokenisation of GPT-2, Llama 3 and Qwen2
-(pretrained vocabularies are not needed for agreement: the merge rule is the same at any size) and
-records what `tokenizers` answers. Writes into golden/ beside this file:
+Trains small byte-level BPE tokenizers with the exact pre-tokenization of GPT-2, Llama 3 and Qwen2
+and records the answers of `tokenizers`. (Agreement does not need pretrained vocabularies: the merge
+rule is the same at any size.) Writes into golden/ beside this file:
 
     mixed_text.txt          1 MB of text, the same for every tokenizer
     unicode_ranges.json     the code points assigned in Unicode 14, PCRE2 10.42's version
@@ -27,7 +27,7 @@ from tokenizers import pre_tokenizers, processors, trainers
 from mixed_text import mixed_text
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
-DIGEST_EVERY = 4096  # ids per digest: a mismatch is located to one such run
+DIGEST_EVERY = 4096  # ids per digest; a mismatch is located to this many ids
 
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -91,7 +91,7 @@ def assigned_ranges():
 
 
 def sweep_text(ranges):
-    """Every code point beside a letter, a digit, itself and white space; rebuilt by the C++ test."""
+    """Returns every code point beside a letter, a digit, itself and white space; the C++ test rebuilds it."""
     return "".join(f"a{c}1{c}{c} {c}'{c}\n" for low, high in ranges for c in map(chr, range(low, high + 1)))
 
 
@@ -100,7 +100,7 @@ def specials(*contents):
 
 
 def add_unreachable_words(tok, words):
-    """Words of the vocabulary that no merge makes: only ignore_merges finds them."""
+    """Adds words to the vocabulary that no merge makes: only ignore_merges finds them."""
     spec = json.loads(tok.to_str())
     vocab = spec["model"]["vocab"]
     for word in words:
@@ -148,7 +148,7 @@ def train(name):
 
 
 def edit_to_real_form(name, spec):
-    """What the published files have and the trainer does not write."""
+    """Changes the file to the form of published files, which the trainer does not write."""
     model = spec["model"]
     if name == "gpt2":  # an old file: merges as strings, no model.type, no use_regex, token in vocab
         model["merges"] = [" ".join(m) for m in model["merges"]]
@@ -159,7 +159,7 @@ def edit_to_real_form(name, spec):
 
 
 def odd_spec():
-    """Added tokens with every flag, a prefix space, single digits and two splits in a row."""
+    """Returns a tokenizer with added tokens of every flag, a prefix space, single digits and two splits in a row."""
     vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     merges = []
     for left, right in (("o", "r"), ("w", "or"), ("Ġ", "wor"), ("wor", "d"), ("1", "2"), ("Ġ", "a"), ("Ã", "©")):

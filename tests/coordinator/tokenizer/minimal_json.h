@@ -37,7 +37,7 @@ inline nlohmann::json AddedTokenJson(int id, const std::string& content) {
           {"rstrip", false}, {"normalized", false}, {"special", true}};
 }
 
-// Begin and end of text around every text: ids 256 and 257.
+// Adds begin and end of text around every text: ids 256 and 257.
 inline nlohmann::json JsonWithTemplate() {
   nlohmann::json document = MinimalJson();
   document["added_tokens"] = {AddedTokenJson(256, "<s>"), AddedTokenJson(257, "</s>")};

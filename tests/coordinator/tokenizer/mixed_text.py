@@ -30,7 +30,7 @@ _CODE = [
     "x_{{{n}}} = \\frac{{{n2}}}{{\\sqrt{{2\\pi}}}} \\int_0^\\infty {a}({b})\\,d{c}\n",
 ]
 
-_RANGES = {  # scripts as ranges of code points, the common part of each
+_RANGES = {  # scripts: the range of their common code points
     "han": [(0x4E00, 0x5FFF), (0x6C00, 0x7000)],
     "kana": [(0x3041, 0x3096), (0x30A1, 0x30FA)],
     "hangul": [(0xAC00, 0xB000)],
@@ -108,7 +108,7 @@ class _Writer:
         return "".join(r.choice(_SPACES) for _ in range(r.randint(1, 6)))
 
     def marks(self):
-        """Letters with combining marks in any order, so that NFC composes and reorders."""
+        """Returns letters with combining marks in any order, so that NFC composes and reorders."""
         r = self.random
         letters = []
         for _ in range(r.randint(1, 10)):
@@ -129,7 +129,7 @@ class _Writer:
         out = []
         while len(out) < 8:
             c = r.randrange(0x110000) if r.random() < 0.3 else r.randrange(0x3000)
-            # Unicode 3.2 is the database that every Python has; later additions are left out.
+            # Every Python has the database of Unicode 3.2; later additions are left out.
             if unicodedata.ucd_3_2_0.category(chr(c)) not in ("Cn", "Cs"):
                 out.append(chr(c))
         return "".join(out)

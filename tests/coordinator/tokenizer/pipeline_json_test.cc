@@ -62,7 +62,7 @@ TEST(PipelineJsonTest, PreTokenizerEndsWithByteLevel) {
     return ReadPreTokenizer(JsonValue(part, "part")).value().size();
   };
   EXPECT_EQ(stages(kByteLevel), 0u);
-  EXPECT_EQ(stages({{"type", "ByteLevel"}}), 2u);  // both flags are true where they are absent
+  EXPECT_EQ(stages({{"type", "ByteLevel"}}), 2u);  // both flags are true when absent
   EXPECT_EQ(stages(Sequence("pretokenizers", {SplitOn({{"String", " "}}), kByteLevel})), 1u);
   const json digits = {{"type", "Digits"}, {"individual_digits", true}};
   std::vector<json> many(40, digits);

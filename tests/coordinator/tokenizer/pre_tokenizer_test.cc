@@ -33,7 +33,7 @@ PreTokenizer::Stage Split(const char* pattern, Behavior behavior = Behavior::kIs
 }
 
 // Every behaviour of Split, inverted and not, over patterns with look-around, classes, scripts and
-// literals: what make_golden.py recorded of Hugging Face's.
+// literals, as make_golden.py recorded them from Hugging Face's library.
 TEST(PreTokenizerTest, SplitAgreesWithHuggingFace) {
   std::ifstream file("tests/coordinator/tokenizer/golden/split_behaviors.json");
   const json cases = json::parse(file);
@@ -58,7 +58,7 @@ TEST(PreTokenizerTest, SplitAgreesWithHuggingFace) {
 TEST(PreTokenizerTest, EachStageCutsThePiecesOfTheOneBefore) {
   const PreTokenizer chain({Split("\\p{N}"), Split(" ", Behavior::kRemoved), Split("a+")});
   EXPECT_EQ(Pieces(chain, "1 baa2c a"), (std::vector<std::string>{"1", "b", "aa", "2", "c", "a"}));
-  // Look-ahead ends at the piece: the digit behind the space is not seen by the second stage.
+  // Look-ahead ends at the piece: the second stage does not see the digit after the space.
   const PreTokenizer ahead({Split("\\p{N}"), Split("\\s+(?!\\S)|\\s")});
   EXPECT_EQ(Pieces(ahead, "a  1"), (std::vector<std::string>{"a", "  ", "1"}));
 }

@@ -77,7 +77,7 @@ TEST(SplitRegexTest, EndlessBacktrackingIsAnError) {
   const SplitRegex deep = *SplitRegex::CompilePattern("(?:a|b)+[cd]");
   EXPECT_EQ(deep.Find(std::string(4'000'000, 'a'), 0, &scratch).status().code(),
             absl::StatusCode::kResourceExhausted);
-  EXPECT_TRUE((*deep.Find("abc", 0, &scratch)).has_value());  // the scratch is still good
+  EXPECT_TRUE((*deep.Find("abc", 0, &scratch)).has_value());  // the scratch is still usable
 }
 
 }  // namespace

@@ -12,7 +12,7 @@ namespace {
 
 using StopText = StopMatcher::StopText;
 
-// What a whole text gives, by definition: the match that ends first, the longest of those.
+// Result for a whole text by the definition: the match that ends first, the longest of those.
 struct Expected {
   std::string text;
   std::optional<int64_t> stopped_by;
@@ -156,8 +156,8 @@ TEST(StopMatcherTest, HoldsBackNoByteTooMany) {
   }
 }
 
-// Row 54 of the fault list: 10,000 stop strings of a megabyte together, and one of a megabyte that
-// nearly matches at every byte. Work that is not linear takes minutes here.
+// 10,000 stop strings of a megabyte in all, and one of a megabyte that nearly matches at every
+// byte. Work that is not linear takes minutes here.
 TEST(StopMatcherTest, ManyAndLongStopStringsTakeLinearTime) {
   constexpr size_t kTextBytes = 1 << 20;
   std::vector<std::string> many;

@@ -1,4 +1,4 @@
-// Row 59 of the fault list: hostile tokenizer.json files end in a clean error, and soon.
+// Hostile tokenizer.json files are refused with a clear error, and soon.
 #include "coordinator/tokenizer/tokenizer_json.h"
 
 #include <functional>

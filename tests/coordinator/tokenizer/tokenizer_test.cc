@@ -49,7 +49,7 @@ TEST(TokenizerTest, LoadErrorsNameTheFile) {
               HasSubstr("unicode_ranges.json: the document is"));
   const auto large = Tokenizer::Load(absl::StrCat(kGolden, "/gpt2"), {.max_file_bytes = 1000});
   EXPECT_THAT(std::string(large.status().message()), HasSubstr("more than the allowed 1000 bytes"));
-  // A device claims no size and never ends.
+  // A device has size 0 and never ends.
   EXPECT_EQ(Tokenizer::Load("/dev/zero").status().code(), absl::StatusCode::kInvalidArgument);
 }
 
@@ -100,7 +100,7 @@ TEST(TokenizerTest, MoreTokensThanAllowedAreRefused) {
   EXPECT_FALSE(tokenizer->Encode("<s><s><s>", {.max_tokens = 4}).ok());
 }
 
-// Row 50 of the fault list. Merging 64 MB of one character takes seconds and a gigabyte of memory.
+// Merging 64 MB of one character would take seconds and a gigabyte of memory.
 TEST(TokenizerTest, APromptMuchTooLongIsRefusedBeforeItIsMerged) {
   const auto tokenizer = Tokenizer::Load(absl::StrCat(kGolden, "/llama3"));
   ASSERT_TRUE(tokenizer.ok());
@@ -165,8 +165,8 @@ TEST(TokenizerTest, LoadsTheReferenceModels) {
   EXPECT_EQ((*tokenizer)->Encode("4711", plain)->size(), 4u);  // digits are single
 }
 
-// Row 52 of the fault list: a megabyte of anything takes at most 2 us per byte on an idle machine.
-// The limit here is 20 times that, for sanitizers and busy machines; quadratic work takes minutes.
+// A megabyte of anything takes at most 2 us per byte on an idle machine. The limit here is 20 times
+// that, for sanitizers and busy machines. Quadratic work takes minutes.
 TEST(TokenizerTest, AMegabyteOfAnythingTakesLinearTime) {
   constexpr size_t kBytes = 1'000'000;
   const std::string parts[] = {

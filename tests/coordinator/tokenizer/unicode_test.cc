@@ -1,4 +1,4 @@
-// The golden tests compare NFC with Hugging Face's over all code points and over runs of marks.
+// The golden tests compare NFC with Hugging Face's for all code points and for runs of marks.
 #include "coordinator/tokenizer/unicode.h"
 
 #include <gtest/gtest.h>
@@ -18,7 +18,7 @@ TEST(UnicodeTest, NfcComposesReordersAndReplaces) {
   EXPECT_EQ(NormalizeNfc("plain é"), "plain é");
   EXPECT_EQ(NormalizeNfc("e\u0301"), "\u00E9");
   EXPECT_EQ(NormalizeNfc("\u0301e\u0301e"), "\u0301\u00E9e");
-  EXPECT_EQ(NormalizeNfc("\u00E9\u0323"), "\u1EB9\u0301");  // é is taken apart for the lower mark
+  EXPECT_EQ(NormalizeNfc("\u00E9\u0323"), "\u1EB9\u0301");  // é is decomposed for the lower mark
   EXPECT_EQ(NormalizeNfc("\u1E9B\u0323"), "\u1E9B\u0323");
   EXPECT_EQ(NormalizeNfc("\u212B \u2126"), "\u00C5 \u03A9");  // singletons
   EXPECT_EQ(NormalizeNfc("\u0958"), "\u0915\u093C");          // excluded from composition
@@ -29,7 +29,7 @@ TEST(UnicodeTest, NfcComposesReordersAndReplaces) {
 }
 
 TEST(UnicodeTest, NfcOfAMegabyteOfMarksIsNotQuadratic) {
-  // Every mark below moves before all marks above: 2.5e11 swaps for a sort by neighbours.
+  // Every mark below moves before all marks above: 2.5e11 swaps when neighbours are swapped.
   const std::string below = Repeat("\u0323", 250'000);
   const std::string above = Repeat("\u0308", 250'000);
   EXPECT_EQ(NormalizeNfc("q" + above + below), "q" + below + above);
