@@ -6,6 +6,9 @@
 #include <cstdlib>
 #include <string>
 #include <vector>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
@@ -38,6 +41,24 @@ CpuIsa FromEnvironment() {
   if (isa.ok()) return *isa;
   std::fprintf(stderr, "%s\n", std::string(isa.status().message()).c_str());
   std::exit(2);
+}
+
+#if defined(__x86_64__)
+bool HasMatrixUnits() {
+  constexpr unsigned kAmxBf16 = 1u << 22;  // of EDX, leaf 7
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) != 0 && (edx & kAmxBf16) != 0;
+}
+#endif
+
+// Intel's vector units multiply pairs of bfloat16 no faster than AVX2 multiplies floats (decision
+// 0013). Where Intel has AMX, products use that, and need this set.
+bool MultipliesPairsFast() {
+#if defined(__x86_64__)
+  return __builtin_cpu_is("intel") == 0 || HasMatrixUnits();
+#else
+  return false;
+#endif
 }
 
 std::atomic<CpuIsa>& Chosen() {
@@ -90,11 +111,11 @@ bool CpuHas(CpuIsa isa) {
 }
 
 CpuIsa MachineCpuIsa() {
-  CpuIsa widest = CpuIsa::kPortable;
+  CpuIsa fastest = CpuIsa::kPortable;
   for (const CpuIsa isa : kAll) {
-    if (CpuHas(isa)) widest = isa;
+    if (CpuHas(isa) && (isa != CpuIsa::kAvx512Bf16 || MultipliesPairsFast())) fastest = isa;
   }
-  return widest;
+  return fastest;
 }
 
 CpuIsa ChosenCpuIsa() { return Chosen().load(std::memory_order_relaxed); }

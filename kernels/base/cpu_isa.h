@@ -2,8 +2,8 @@
 // for the plain machine (x86-64, or Arm with NEON). Files compiled for a wider set are entered only
 // where this header allows it.
 //
-// All kernels use one instruction set: the widest of the machine, or the lower one that --cpu-isa
-// or KVASIR_CPU_ISA asked for. Thread-safe.
+// All kernels use one instruction set: the fastest of the machine, or the one that --cpu-isa or
+// KVASIR_CPU_ISA asked for. Thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -38,14 +38,15 @@ enum class CpuIsa : uint8_t {
 absl::string_view CpuIsaName(CpuIsa isa);
 
 bool CpuHas(CpuIsa isa);
-// Returns the widest set of the machine.
+// Returns the fastest set of the machine: the widest, except that products of bfloat16 pairs are
+// left out on Intel's processors without AMX.
 CpuIsa MachineCpuIsa();
 
-// Returns the set in use: MachineCpuIsa(), or the lower one given by LimitCpuIsa or the environment
+// Returns the set in use: MachineCpuIsa(), or the one given by LimitCpuIsa or the environment
 // variable KVASIR_CPU_ISA. A kernel without a form for it uses its next lower form.
 CpuIsa ChosenCpuIsa();
 
-// Makes kernels use `name`, or the widest set again for "auto". Called at the start of a process
+// Makes kernels use `name`, or the fastest set again for "auto". Called at the start of a process
 // and in tests, while no kernel runs. Weights that are already packed keep their form.
 // INVALID_ARGUMENT when the name is unknown or the machine lacks the set; the message lists the
 // sets it has.

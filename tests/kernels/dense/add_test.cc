@@ -15,6 +15,7 @@ using tests::TestTensor;
 
 constexpr auto kF32 = DType::kFloat32;
 constexpr auto kBf16 = DType::kBFloat16;
+constexpr float kHuge = std::numeric_limits<float>::max();  // bfloat16 rounds it to infinity
 
 TEST(AddTo, RoundsTheSummandAndTheSum) {
   SerialExecutor executor;
@@ -42,7 +43,6 @@ TEST(AddTo, RoundsTheSummandAndTheSum) {
 
 // Widths with a rest of every length, and values that round to infinity.
 TEST(AddTo, VectorsComputeTheBitsOfThePlainLoop) {
-  constexpr float kHuge = std::numeric_limits<float>::max();
   const IsaForms<void(const AddRows&, int64_t, int64_t)> forms = {
       .portable = RunAddRows,
       .neon = KVASIR_ON_ARM(RunAddRowsNeon),
