@@ -10,7 +10,7 @@
 #include "worker/model/model_config.h"
 #include "worker/model/safetensors.h"
 #include "worker/model/shard_plan.h"
-#include "worker/model/weights.h"
+#include "worker/model/load_weights.h"
 
 namespace kvasir::worker {
 namespace {

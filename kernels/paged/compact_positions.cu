@@ -1,8 +1,8 @@
 // One CTA a row. Each thread has some consecutive entries: it counts their tokens, the counts are
 // summed over the threads before it, and it writes its entries' positions.
+#include "kernels/base/block_sums.cuh"
 #include "kernels/base/overlapped_launch.h"
 #include "kernels/paged/compact_positions_launch.h"
-#include "kernels/sparse/block_select.cuh"
 
 namespace kvasir::kernels {
 namespace {
@@ -11,7 +11,7 @@ constexpr int kThreads = 256;
 
 __global__ void __launch_bounds__(kThreads)
     AssignPositionsKernel(const __grid_constant__ PageSelection selection) {
-  __shared__ SelectMemory memory;
+  __shared__ uint64_t sums[kThreads / kWarpThreads];
   cudaTriggerProgrammaticLaunchCompletion();
   cudaGridDependencySynchronize();
   SelectionHeader* const header = selection.headers + blockIdx.x;
@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(kThreads)
   int own = 0;
   for (int i = begin; i < end; ++i) own += CountBits(list[i].chosen);
   int64_t position =
-      header->sink_end + static_cast<int64_t>(SumBefore(static_cast<uint64_t>(own), memory));
+      header->sink_end + static_cast<int64_t>(SumBefore<uint64_t>(static_cast<uint64_t>(own), sums));
   for (int i = begin; i < end; ++i) {
     list[i].pos0 = static_cast<int32_t>(position);
     position += CountBits(list[i].chosen);

@@ -5,24 +5,15 @@
 
 #include <memory>
 #include <span>
-#include <string>
-#include <vector>
 
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 
 #include "kernels/attention/terminator.h"
+#include "kernels/sparse/method_options.h"
 #include "kernels/sparse/stages.h"
 
 namespace kvasir::kernels {
-
-// An option that a policy fixes for a method besides its name: a field that is set in the method's
-// message in sparsity.proto.
-struct MethodOption {
-  std::string name;
-  std::string value;
-};
-using MethodOptions = std::vector<MethodOption>;
 
 struct SelectorMethod {
   absl::string_view name;  // as in sparsity.proto and the --sparse-selector flag

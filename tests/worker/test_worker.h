@@ -18,7 +18,7 @@
 #include "worker/backend/cpu_backend.h"
 #include "worker/backend/make_backend.h"
 #include "worker/engine.h"
-#include "worker/model/weights.h"
+#include "worker/model/load_weights.h"
 #include "worker/parallel/single_collective.h"
 #include "worker/thread_pool.h"
 

@@ -13,7 +13,7 @@
 #include "kernels/sparse/reuse/selection_memory_cuda.h"
 #include "worker/backend/cuda_limits.h"
 #include "worker/backend/cuda_upload.h"
-#include "worker/backend/make_backend.h"
+#include "worker/backend/make_cuda_backend.h"
 
 namespace kvasir::worker {
 

@@ -13,7 +13,7 @@
 
 #include "proto/kvasir/v1/sparsity.pb.h"
 #include "worker/backend/backend.h"
-#include "worker/model/transformer.h"
+#include "worker/model/transformer_options.h"
 
 namespace kvasir::worker {
 

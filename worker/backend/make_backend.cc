@@ -3,6 +3,7 @@
 #include "absl/strings/str_cat.h"
 
 #include "worker/backend/cpu_backend.h"
+#include "worker/backend/make_cuda_backend.h"
 
 namespace kvasir::worker {
 

@@ -16,7 +16,4 @@ namespace kvasir::worker {
 absl::StatusOr<std::unique_ptr<Backend>> MakeBackend(absl::string_view device,
                                                      kernels::Executor& executor);
 
-// Defined in cuda_backend.cc, or in no_cuda_backend.cc in builds without CUDA.
-absl::StatusOr<std::unique_ptr<Backend>> MakeCudaBackend(kernels::Executor& executor);
-
 }  // namespace kvasir::worker

@@ -1,5 +1,5 @@
 // MakeCudaBackend in builds without CUDA.
-#include "worker/backend/make_backend.h"
+#include "worker/backend/make_cuda_backend.h"
 
 namespace kvasir::worker {
 

@@ -30,7 +30,7 @@
 
 #include "kernels/attention/terminator.h"
 #include "kernels/sparse/art/art_rule.h"
-#include "kernels/sparse/methods.h"
+#include "kernels/sparse/method_options.h"
 
 namespace kvasir::kernels {
 

@@ -57,7 +57,7 @@
 
 #include "kernels/base/host_device.h"
 #include "kernels/sparse/chunk_grid.h"
-#include "kernels/sparse/methods.h"
+#include "kernels/sparse/method_options.h"
 #include "kernels/sparse/stages.h"
 
 namespace kvasir::kernels {

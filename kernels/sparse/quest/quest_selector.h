@@ -22,7 +22,7 @@
 
 #include "absl/status/statusor.h"
 
-#include "kernels/sparse/methods.h"
+#include "kernels/sparse/method_options.h"
 #include "kernels/sparse/quest/quest_rule.h"
 #include "kernels/sparse/stages.h"
 

@@ -29,7 +29,7 @@
 
 #include "absl/status/statusor.h"
 
-#include "kernels/sparse/methods.h"
+#include "kernels/sparse/method_options.h"
 #include "kernels/sparse/stages.h"
 
 namespace kvasir::kernels {

@@ -1,4 +1,4 @@
-#include "worker/model/weights.h"
+#include "worker/model/load_weights.h"
 
 #include <algorithm>
 #include <set>
