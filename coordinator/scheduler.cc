@@ -68,7 +68,8 @@ Scheduler::Scheduler(const SchedulerOptions& options, std::unique_ptr<kvstore::P
     : options_(options),
       device_share_(DeviceShare(options.device_blocks)),
       max_running_(MaxRunning(options)),
-      index_(std::move(index)),
+      blocks_(std::move(index)),
+      index_(&blocks_.index()),
       stored_(options.num_ranks) {
   for (int64_t slot = options_.max_num_seqs - 1; slot >= 0; --slot) idle_slots_.push_back(slot);
 }
@@ -309,7 +310,7 @@ void Scheduler::Admit(Sequence& sequence, TimePoint now, v1::StepPlan& plan, Bud
 
 // Takes hold of what is cached of the tokens to read, and reserves the rest of their blocks.
 Scheduler::Reserved Scheduler::TryReserve(Sequence& sequence, TimePoint now, v1::StepPlan& plan) {
-  const int64_t unreserved = index_->available_blocks() - reserved_blocks_;
+  const int64_t unreserved = blocks_.unreserved();
   if (did_not_fit_ == sequence.spec.id && unreserved <= did_not_fit_blocks_) {
     return Reserved::kNoRoom;
   }
@@ -327,13 +328,12 @@ Scheduler::Reserved Scheduler::TryReserve(Sequence& sequence, TimePoint now, v1:
   }
   const int64_t needed = sequence.blocks_to_read() - static_cast<int64_t>(match.blocks.size());
   // Matched blocks that were idle are no longer available.
-  if (needed + SpareBlocks() > index_->available_blocks() - reserved_blocks_) {
+  if (needed + SpareBlocks() > blocks_.unreserved()) {
     did_not_fit_ = sequence.spec.id;
     did_not_fit_blocks_ = unreserved;
     return Reserved::kNoRoom;
   }
-  sequence.reserved_blocks = needed;
-  reserved_blocks_ += needed;
+  sequence.reservation = blocks_.Reserve(needed);
   sequence.blocks = std::move(match.blocks);
   sequence.hashes = std::move(match.hashes);
   if (stored.empty()) return Reserved::kReady;
@@ -398,34 +398,15 @@ void Scheduler::AddRow(Sequence& sequence, int64_t num_tokens, v1::StepPlan& pla
   row.set_num_tokens(static_cast<uint32_t>(num_tokens));
   row.set_committed_length(static_cast<uint32_t>(std::min(end, sequence.length())));
   row.set_sample(sample);
+  // Blocks for what it reads were reserved at admission; for what it generates MakeRoomForToken was
+  // asked.
   while (sequence.num_blocks() * kBlockTokens < end) {
-    row.add_new_blocks(static_cast<uint64_t>(TakeBlock(sequence).value));
+    row.add_new_blocks(static_cast<uint64_t>(sequence.TakeBlock().value));
     --budget.device_blocks;
   }
   budget.tokens -= num_tokens;
   sequence.unanswered_tokens += num_tokens;
   sequence.unanswered_samples += sample ? 1 : 0;
-}
-
-// For what it reads they were reserved at admission, for what it generates MakeRoomForToken was
-// asked.
-BlockId Scheduler::TakeBlock(Sequence& sequence) {
-  absl::StatusOr<Block> block = index_->Allocate();
-  KVASIR_CHECK(block.ok());
-  if (sequence.reserved_blocks > 0) {
-    --sequence.reserved_blocks;
-    --reserved_blocks_;
-  }
-  sequence.blocks.push_back(*std::move(block));
-  return sequence.blocks.back().id();
-}
-
-void Scheduler::GiveBackBlocks(Sequence& sequence, int64_t num_blocks) {
-  while (sequence.num_blocks() > num_blocks) {
-    sequence.blocks.pop_back();
-    ++sequence.reserved_blocks;
-    ++reserved_blocks_;
-  }
 }
 
 void Scheduler::AddStart(const Sequence& sequence, v1::StepPlan& plan) const {
@@ -453,7 +434,7 @@ FinishEvent Scheduler::End(Sequence& sequence, const absl::Status& status, v1::F
   FinishEvent event = {.id = sequence.spec.id,
                        .status = status,
                        .summary = sequence.Summary(reason, options_.mass_unmeasured, now)};
-  reserved_blocks_ -= std::exchange(sequence.reserved_blocks, 0);
+  sequence.reservation.Release();
   auto owned = std::move(sequences_.extract(sequence.spec.id).mapped());
   if (sequence.admitted()) {
     running_.erase(std::find(running_.begin(), running_.end(), &sequence));

@@ -54,6 +54,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 
+#include "coordinator/block_budget.h"
 #include "coordinator/clock.h"
 #include "coordinator/sequence.h"
 #include "kvstore/index/prefix_index.h"
@@ -247,8 +248,6 @@ class Scheduler {
   int64_t ChunkTokens(const Sequence& sequence, const Budget& budget) const;
   void AddRow(Sequence& sequence, int64_t num_tokens, v1::StepPlan& plan, Budget& budget);
   void AddStart(const Sequence& sequence, v1::StepPlan& plan) const;
-  BlockId TakeBlock(Sequence& sequence);
-  void GiveBackBlocks(Sequence& sequence, int64_t num_blocks);  // all but the first so many
 
   // The disk tier.
   bool persists() const { return options_.disk_blocks > 0 && options_.enable_prefix_caching; }
@@ -289,8 +288,9 @@ class Scheduler {
   const SchedulerOptions options_;
   const int64_t device_share_;  // unsealed blocks that may exist at a time
   const int64_t max_running_;
-  // Outlives every handle to its blocks, so it stands before what holds them.
-  const std::unique_ptr<kvstore::PrefixIndex> index_;
+  // Outlives every handle and reservation, so it is declared before their holders.
+  BlockBudget blocks_;
+  kvstore::PrefixIndex* const index_;  // of blocks_
 
   absl::flat_hash_map<SequenceId, std::unique_ptr<Sequence>> sequences_;
   std::deque<Sequence*> waiting_;
@@ -322,7 +322,6 @@ class Scheduler {
   std::deque<Unanswered> unanswered_;  // plans, by step; while one is made it is the last
   uint64_t step_ = 0;                  // of the last plan
   int64_t prompts_read_ = 0;           // since the start
-  int64_t reserved_blocks_ = 0;
   // The waiting request that last did not fit, and the unreserved blocks there were: it is tried
   // again when there are more.
   SequenceId did_not_fit_;

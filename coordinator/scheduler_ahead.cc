@@ -12,9 +12,9 @@ bool Scheduler::MayPlanAhead() const {
     ++rows;
     if (sequence->reading() || !sequence->enters_block()) continue;
     ++new_blocks;
-    if (sequence->reserved_blocks == 0) ++unreserved_blocks;
+    if (sequence->reservation.num_blocks() == 0) ++unreserved_blocks;
   }
-  return rows > 0 && unreserved_blocks <= index_->available_blocks() - reserved_blocks_ &&
+  return rows > 0 && unreserved_blocks <= blocks_.unreserved() &&
          UnsealedBlocks() + new_blocks <= device_share_;
 }
 

@@ -20,7 +20,7 @@ absl::Status Scheduler::CheckIntegrity() const {
   absl::flat_hash_set<int64_t> slots(idle_slots_.begin(), idle_slots_.end());
   size_t num_slots = idle_slots_.size();
   const auto count = [&](const Sequence& sequence) {
-    reserved += sequence.reserved_blocks;
+    reserved += sequence.reservation.num_blocks();
     for (const Block& block : sequence.blocks) held.insert(block.id().value);
     if (!sequence.admitted()) return;
     slots.insert(sequence.slot);
@@ -32,7 +32,7 @@ absl::Status Scheduler::CheckIntegrity() const {
   const bool slots_add_up =
       slots.size() == num_slots && num_slots == static_cast<size_t>(options_.max_num_seqs);
   // Blocks of a prefix stay held with those behind them, so the index may hold more than we do.
-  const bool blocks_add_up = reserved == reserved_blocks_ &&
+  const bool blocks_add_up = reserved == blocks_.reserved() &&
                              reserved <= index_->available_blocks() &&
                              index.held_blocks >= static_cast<int64_t>(held.size()) &&
                              (!held.empty() || index.held_blocks == 0);
@@ -60,7 +60,7 @@ absl::Status Scheduler::CheckIntegrity() const {
       waiting_.size(), " waiting, ", restoring_.size(), " restoring, ", pending,
       " blocks pending (", restores_.size(), " awaited), ", retired_.size(), " retired; ",
       num_slots, " slots (", slots.size(), " different) of ", options_.max_num_seqs, "; reserved ",
-      reserved, " (counted ", reserved_blocks_, ") of ", index_->available_blocks(),
+      reserved, " (counted ", blocks_.reserved(), ") of ", index_->available_blocks(),
       " available; held ", held.size(), " (index ", index.held_blocks, "); ", unanswered_.size(),
       " plans unanswered, whose tokens ", plans_add_up ? "add up" : "do not add up"));
 }

@@ -63,8 +63,7 @@ bool Scheduler::IsShort(Sequence& sequence, int64_t tokens) const {
 
 bool Scheduler::LeavesRoomFor(const Sequence& head, const Sequence& passing) const {
   const int64_t spare = SpareBlocks();
-  return head.blocks_to_read() + passing.blocks_to_read() + spare <=
-         index_->available_blocks() - reserved_blocks_;
+  return head.blocks_to_read() + passing.blocks_to_read() + spare <= blocks_.unreserved();
 }
 
 bool Scheduler::HasRow(const Sequence& sequence) const {

@@ -10,8 +10,8 @@ namespace kvasir::coordinator {
 using kvstore::Block;
 
 bool Scheduler::MakeRoomForToken(Sequence& sequence, v1::StepPlan& plan) {
-  if (!sequence.enters_block() || sequence.reserved_blocks > 0) return true;
-  while (index_->available_blocks() <= reserved_blocks_) {
+  if (!sequence.enters_block() || sequence.reservation.num_blocks() > 0) return true;
+  while (blocks_.unreserved() <= 0) {
     KVASIR_CHECK(unanswered_plans() == 1);  // the one that is made: MayPlanAhead
     Sequence& victim = Youngest();
     Preempt(victim, plan);
@@ -43,7 +43,7 @@ void Scheduler::Preempt(Sequence& sequence, v1::StepPlan& plan) {
     ForgetRestores(sequence);
   }
   waiting_.push_front(&sequence);
-  reserved_blocks_ -= std::exchange(sequence.reserved_blocks, 0);
+  sequence.reservation.Release();
   sequence.blocks.clear();
   sequence.hashes.clear();
   sequence.computed = 0;

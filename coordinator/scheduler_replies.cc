@@ -146,7 +146,7 @@ void Scheduler::TakeBack(const PlannedRow& row) {
     idle_slots_.push_back(row.slot);
     return;
   }
-  GiveBackBlocks(*sequence, row.blocks_before);
+  sequence->GiveBackBlocks(row.blocks_before);
   if (row.starts) BackToQueue(*sequence);
 }
 
@@ -155,7 +155,7 @@ void Scheduler::BackToQueue(Sequence& sequence) {
   waiting_.push_front(&sequence);
   idle_slots_.push_back(sequence.slot);
   sequence.slot = -1;
-  reserved_blocks_ -= std::exchange(sequence.reserved_blocks, 0);
+  sequence.reservation.Release();
   sequence.blocks.clear();
   sequence.hashes.clear();
   sequence.computed = 0;

@@ -81,7 +81,7 @@ void Scheduler::StartRestoring(Sequence& sequence, const std::vector<PrefixHash>
   restoring_.push_back(&sequence);
   for (const PrefixHash& hash : stored) {
     const int64_t index = sequence.num_blocks();
-    const BlockId id = TakeBlock(sequence);
+    const BlockId id = sequence.TakeBlock();
     sequence.hashes.push_back(hash);
     restores_[id] = {.sequence = &sequence, .index = index, .ranks_left = options_.num_ranks};
     restoring_hashes_.insert(hash);
@@ -157,7 +157,7 @@ void Scheduler::RestoreOnly(Sequence& sequence, int64_t num_blocks) {
     restoring_hashes_.erase(sequence.hashes[i]);
   }
   sequence.hashes.resize(static_cast<size_t>(num_blocks));
-  GiveBackBlocks(sequence, num_blocks);
+  sequence.GiveBackBlocks(num_blocks);
 }
 
 // From here on others find them too. One that is refused is this sequence's own, like a block that

@@ -64,6 +64,18 @@ bool Sequence::IsStopToken(int32_t token) const {
   return std::find(stops.begin(), stops.end(), static_cast<uint32_t>(token)) != stops.end();
 }
 
+kvstore::BlockId Sequence::TakeBlock() {
+  blocks.push_back(reservation.Take());
+  return blocks.back().id();
+}
+
+void Sequence::GiveBackBlocks(int64_t num_to_keep) {
+  while (num_blocks() > num_to_keep) {
+    blocks.pop_back();
+    reservation.TakeBack();
+  }
+}
+
 void Sequence::Account(const v1::RowAccounting& row, bool first) {
   if (first) {
     cached_by_tier.set_device(row.cached_device_tokens());

@@ -17,6 +17,7 @@
 
 #include "absl/status/status.h"
 
+#include "coordinator/block_budget.h"
 #include "coordinator/clock.h"
 #include "coordinator/policy.h"
 #include "kernels/base/strong_id.h"
@@ -81,6 +82,10 @@ struct Sequence {
   // share, and everything of a sequence that was preempted, which finds its own blocks again.
   absl::Span<const int32_t> matchable() const;
   bool IsStopToken(int32_t token) const;
+  // Takes one block more. REQUIRES: as BlockReservation::Take.
+  kvstore::BlockId TakeBlock();
+  // Gives all blocks except the first `num_to_keep` back, and reserves that many again.
+  void GiveBackBlocks(int64_t num_to_keep);
   // Adds what the ranks report of one row.
   void Account(const v1::RowAccounting& row, bool first);
   // `unmeasured`: why the ranks measure no attention mass, as in v1::Ready.
@@ -103,7 +108,7 @@ struct Sequence {
   int64_t unanswered_samples = 0;  // and what these sample
   std::vector<kvstore::Block> blocks;
   std::vector<kvstore::PrefixHash> hashes;  // chain values behind the sealed blocks
-  int64_t reserved_blocks = 0;              // that may still be allocated for it
+  BlockReservation reservation;             // of the blocks that it may still take
 
   // Restoring: blocks from restores_begin on are on their way from disk to the ranks.
   int64_t restores_begin = 0;
