@@ -396,7 +396,6 @@ void Scheduler::AddRow(Sequence& sequence, int64_t num_tokens, v1::StepPlan& pla
   row.set_slot(static_cast<uint32_t>(sequence.slot));
   row.set_begin(static_cast<uint32_t>(sequence.planned_end()));
   row.set_num_tokens(static_cast<uint32_t>(num_tokens));
-  row.set_committed_length(static_cast<uint32_t>(std::min(end, sequence.length())));
   row.set_sample(sample);
   // Blocks for what it reads were reserved at admission; for what it generates MakeRoomForToken was
   // asked.
@@ -413,9 +412,9 @@ void Scheduler::AddStart(const Sequence& sequence, v1::StepPlan& plan) const {
   v1::SequenceStart& start = *plan.add_starts();
   start.set_slot(static_cast<uint32_t>(sequence.slot));
   start.set_sequence_id(static_cast<uint64_t>(sequence.spec.id.value));
-  start.mutable_prompt()->Reserve(static_cast<int>(sequence.length()));
-  for (int32_t token : sequence.tokens) start.add_prompt(static_cast<uint32_t>(token));
-  start.set_generated_tokens(static_cast<uint32_t>(sequence.generated()));
+  start.mutable_tokens()->Reserve(static_cast<int>(sequence.length()));
+  for (int32_t token : sequence.tokens) start.add_tokens(static_cast<uint32_t>(token));
+  start.set_num_prompt_tokens(static_cast<uint32_t>(sequence.prompt_tokens));
   for (const Block& block : sequence.blocks) {
     start.add_cached_blocks(static_cast<uint64_t>(block.id().value));
   }

@@ -44,7 +44,6 @@ class PrefixIndexImpl : public PrefixIndex, private BlockOwner {
   bool Publish(const FullBlock& full) override;
   std::vector<BlockId> TakeDropped() override { return std::exchange(dropped_, {}); }
   void Lost(BlockId id) override;
-  void Clear() override;
   PrefixIndexStats stats() const override;
   absl::Status CheckIntegrity() const override;
 
@@ -164,15 +163,6 @@ void PrefixIndexImpl::Lost(BlockId id) {
     if (was_held) --held_;
     Drop(*record);
   }
-}
-
-void PrefixIndexImpl::Clear() {
-  for (const auto& [id, record] : records_) KVASIR_CHECK(record.handles == 0);
-  records_.clear();
-  cached_.clear();
-  idle_.clear();
-  dropped_.clear();
-  held_ = 0;
 }
 
 PrefixIndexStats PrefixIndexImpl::stats() const {

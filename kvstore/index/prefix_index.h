@@ -111,8 +111,6 @@ class PrefixIndex {
   // A rank lost the block (or never had it): neither it nor what continues it is a hit any more.
   // Unknown ids are ignored.
   virtual void Lost(BlockId id) = 0;
-  // Forgets every cached block (the group was formed anew). REQUIRES: no handles are out.
-  virtual void Clear() = 0;
 
   virtual PrefixIndexStats stats() const = 0;
   // Every block is in exactly one of free, held, idle, and the tree and the LRU order keep their
