@@ -15,17 +15,17 @@ namespace {
 
 struct Record {
   BlockId id;
-  // Groups of handles that share one Block; each is released once.
+  // Number of groups of handles that share one Block. Each group is released once.
   int64_t handles = 0;
   // Set while the block is cached: its place in the tree of prefixes.
   bool cached = false;
   PrefixHash hash{};
-  PrefixHash scope{};        // of a first block
+  PrefixHash scope{};        // set in a first block
   Record* parent = nullptr;  // null for a first block
   std::array<int32_t, kBlockTokens> tokens{};
   std::vector<Record*> children;  // cached blocks that continue this one
   int64_t held_children = 0;
-  // Of a private block: the cached block that equals it and its whole prefix, or no id.
+  // For a private block, the cached block that equals it and its whole prefix, or no id.
   BlockId twin;
   std::list<Record*>::iterator idle_position;  // valid while idle
 
@@ -50,11 +50,12 @@ class PrefixIndexImpl : public PrefixIndex, private BlockOwner {
  private:
   void Release(BlockId id) override;
   Block Hold(Record& record);
-  // `record` became held, or stopped being held: so do its parents, as far as it decides for them.
+  // `record` became held, or stopped being held. So do those of its parents that nothing else
+  // holds.
   void OnHeld(Record* record);
   void OnReleased(Record* record);
   void Evict();
-  // The cached block that `block`, a block before another, is or equals; null when there is none.
+  // Returns the cached block that `block` is or equals. Null when there is none.
   Record* Canonical(const Block& block);
   void LeaveParent(Record& record);
   void Uncache(Record& record);
