@@ -28,7 +28,8 @@ v1::BlocksSkipped Skipped(const v1::PhaseAccounting& phase) {
   return skipped;
 }
 
-// The phase has no samples. `ranks`: why the ranks measure nothing, if they do not.
+// Says why the phase, which has no samples, has none. `ranks`: why the ranks measure nothing, if
+// they do not.
 v1::MassUnmeasured WhyUnmeasured(const v1::PhaseAccounting& phase,
                                  const v1::AttentionPolicy& policy, v1::MassUnmeasured ranks) {
   if (phase.blocks_total() == 0) return v1::MASS_UNMEASURED_NOTHING_COMPUTED;
@@ -54,7 +55,7 @@ Sequence::Sequence(SequenceSpec s, const kvstore::PrefixHash& prefix_scope)
 
 absl::Span<const int32_t> Sequence::matchable() const {
   if (preemptions > 0) return tokens;
-  // Match leaves at least one token to compute, so one more than whole blocks is given to it.
+  // Match leaves at least one token to compute, so it is given one more than whole blocks.
   const int64_t whole = std::min(private_begin, prompt_tokens) / kBlockTokens * kBlockTokens;
   return absl::MakeConstSpan(tokens).first(static_cast<size_t>(std::min(prompt_tokens, whole + 1)));
 }
@@ -62,6 +63,27 @@ absl::Span<const int32_t> Sequence::matchable() const {
 bool Sequence::IsStopToken(int32_t token) const {
   const auto& stops = spec.sampling.stop_token_ids();
   return std::find(stops.begin(), stops.end(), static_cast<uint32_t>(token)) != stops.end();
+}
+
+kvstore::BlockId Sequence::TakeBlock() {
+  blocks.push_back(reservation.Take());
+  return blocks.back().id();
+}
+
+void Sequence::GiveBackBlocks(int64_t num_to_keep) {
+  while (num_blocks() > num_to_keep) {
+    blocks.pop_back();
+    reservation.TakeBack();
+  }
+}
+
+bool Sequence::Publish(int64_t index, kvstore::PrefixIndex& prefix_index) const {
+  const auto i = static_cast<size_t>(index);
+  return prefix_index.Publish({.block = blocks[i],
+                               .before = i == 0 ? kvstore::Block() : blocks[i - 1],
+                               .parent = i == 0 ? scope : hashes[i - 1],
+                               .hash = hashes[i],
+                               .tokens = block_tokens(index)});
 }
 
 void Sequence::Account(const v1::RowAccounting& row, bool first) {

@@ -187,22 +187,24 @@ absl::Status SlotTable::CheckStart(const v1::SequenceStart& start) const {
     return bad("slot ", start.slot(), " of ", slots_.size());
   }
   if (slots_[start.slot()].has_value()) return bad("slot ", start.slot(), " is taken");
-  const int64_t prompt_size = start.prompt_size();
-  if (prompt_size == 0 || prompt_size > options_.max_model_len) {
-    return bad("a prompt of ", prompt_size, " tokens; it must have 1 to ", options_.max_model_len);
+  const int64_t num_tokens = start.tokens_size();
+  if (num_tokens == 0 || num_tokens > options_.max_model_len) {
+    return bad(num_tokens, " tokens of prompt and answer; it must have 1 to ",
+               options_.max_model_len);
   }
-  for (const auto* ids : {&start.prompt(), &start.sampling().stop_token_ids()}) {
+  for (const auto* ids : {&start.tokens(), &start.sampling().stop_token_ids()}) {
     const auto outside = std::find_if(ids->begin(), ids->end(),
                                       [&](uint32_t token) { return token >= options_.vocab_size; });
     if (outside != ids->end()) {
       return bad("token ", *outside, " of a vocabulary of ", options_.vocab_size);
     }
   }
-  if (start.generated_tokens() >= prompt_size) {
-    return bad(start.generated_tokens(), " generated tokens of ", prompt_size, " leave no prompt");
+  if (start.num_prompt_tokens() == 0 || start.num_prompt_tokens() > num_tokens) {
+    return bad("a prompt of ", start.num_prompt_tokens(), " of its tokens; it must have 1 to ",
+               num_tokens);
   }
-  if (start.cached_blocks_size() > (prompt_size - 1) / kPageTokens) {
-    return bad(start.cached_blocks_size(), " cached blocks for a prompt of ", prompt_size,
+  if (start.cached_blocks_size() > (num_tokens - 1) / kPageTokens) {
+    return bad(start.cached_blocks_size(), " cached blocks for ", num_tokens,
                " tokens leave nothing to compute");
   }
   if (start.policy_index() >= options_.policies.size()) {
@@ -214,12 +216,12 @@ absl::Status SlotTable::CheckStart(const v1::SequenceStart& start) const {
 absl::StatusOr<CachedPrefix> SlotTable::Start(const v1::SequenceStart& start) {
   KVASIR_RETURN_IF_ERROR(CheckStart(start));
   const PolicyShape& shape = options_.policies[start.policy_index()];
-  const int64_t prompt_size = start.prompt_size() - int64_t{start.generated_tokens()};
+  const int64_t prompt_size = start.num_prompt_tokens();
   Sequence& sequence = slots_[start.slot()].emplace();
   sequence.id = kernels::SequenceId(static_cast<int64_t>(start.sequence_id()));
-  sequence.tokens.assign(start.prompt().begin(), start.prompt().end());
+  sequence.tokens.assign(start.tokens().begin(), start.tokens().end());
   sequence.prompt_size = prompt_size;
-  sequence.given_size = start.prompt_size();
+  sequence.given_size = start.tokens_size();
   sequence.sampling = start.sampling();
   sequence.prefill = MakePhase(shape.prefill_selector, start.prefill());
   sequence.decode = MakePhase(shape.decode_selector, start.decode());

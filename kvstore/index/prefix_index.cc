@@ -15,17 +15,17 @@ namespace {
 
 struct Record {
   BlockId id;
-  // Groups of handles that share one Block; each is released once.
+  // Number of groups of handles that share one Block. Each group is released once.
   int64_t handles = 0;
   // Set while the block is cached: its place in the tree of prefixes.
   bool cached = false;
   PrefixHash hash{};
-  PrefixHash scope{};        // for a first block
+  PrefixHash scope{};        // set in a first block
   Record* parent = nullptr;  // null for a first block
   std::array<int32_t, kBlockTokens> tokens{};
   std::vector<Record*> children;  // cached blocks that continue this one
   int64_t held_children = 0;
-  // For a private block: the cached block that equals it and its whole prefix, or no id.
+  // For a private block, the cached block that equals it and its whole prefix, or no id.
   BlockId twin;
   std::list<Record*>::iterator idle_position;  // valid while idle
 
@@ -44,19 +44,18 @@ class PrefixIndexImpl : public PrefixIndex, private BlockOwner {
   bool Publish(const FullBlock& full) override;
   std::vector<BlockId> TakeDropped() override { return std::exchange(dropped_, {}); }
   void Lost(BlockId id) override;
-  void Clear() override;
   PrefixIndexStats stats() const override;
   absl::Status CheckIntegrity() const override;
 
  private:
   void Release(BlockId id) override;
   Block Hold(Record& record);
-  // Updates the counts of the parents after `record` became held, or stopped being held.
+  // `record` became held, or stopped being held. So do those of its parents that nothing else
+  // holds.
   void OnHeld(Record* record);
   void OnReleased(Record* record);
   void Evict();
-  // Returns the cached block that `block`, which precedes another one, is or equals; null when
-  // there is none.
+  // Returns the cached block that `block` is or equals. Null when there is none.
   Record* Canonical(const Block& block);
   void LeaveParent(Record& record);
   void Uncache(Record& record);
@@ -165,15 +164,6 @@ void PrefixIndexImpl::Lost(BlockId id) {
     if (was_held) --held_;
     Drop(*record);
   }
-}
-
-void PrefixIndexImpl::Clear() {
-  for (const auto& [id, record] : records_) KVASIR_CHECK(record.handles == 0);
-  records_.clear();
-  cached_.clear();
-  idle_.clear();
-  dropped_.clear();
-  held_ = 0;
 }
 
 PrefixIndexStats PrefixIndexImpl::stats() const {

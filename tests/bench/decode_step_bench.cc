@@ -320,7 +320,8 @@ void Bench::FillContexts() {
         v1::SequenceStart& start = *plan.add_starts();
         start.set_slot(slot);
         start.set_sequence_id(next_sequence_++);
-        start.mutable_prompt()->Resize(static_cast<int>(tokens), 1);
+        start.mutable_tokens()->Resize(static_cast<int>(tokens), 1);
+        start.set_num_prompt_tokens(static_cast<uint32_t>(tokens));
         *start.mutable_sampling() = Greedy();
         start.mutable_prefill()->set_window_tokens(1);
         start.mutable_decode()->set_window_tokens(1);
@@ -330,7 +331,6 @@ void Bench::FillContexts() {
       to.set_slot(slot);
       to.set_begin(static_cast<uint32_t>(begin));
       to.set_num_tokens(static_cast<uint32_t>(end - begin));
-      to.set_committed_length(static_cast<uint32_t>(end));
       for (int64_t block = begin / kPageTokens; block < end / kPageTokens; ++block) {
         blocks_.back().push_back(next_block_);
         to.add_new_blocks(next_block_++);
@@ -361,7 +361,8 @@ void Bench::AddStart(int64_t context, uint32_t policy, int64_t row, v1::StepPlan
   v1::SequenceStart& start = *plan.add_starts();
   start.set_slot(static_cast<uint32_t>(row));
   start.set_sequence_id(next_sequence_++);
-  start.mutable_prompt()->Resize(static_cast<int>(context + 1), static_cast<uint32_t>(row + 1));
+  start.mutable_tokens()->Resize(static_cast<int>(context + 1), static_cast<uint32_t>(row + 1));
+  start.set_num_prompt_tokens(static_cast<uint32_t>(context + 1));
   const auto& blocks = blocks_[static_cast<size_t>(row)];
   start.mutable_cached_blocks()->Add(blocks.begin(), blocks.begin() + context / kPageTokens);
   *start.mutable_sampling() = Greedy();
@@ -378,7 +379,6 @@ void Bench::AddRows(int64_t position, v1::StepPlan& plan) {
     to.set_slot(static_cast<uint32_t>(row));
     to.set_begin(static_cast<uint32_t>(position));
     to.set_num_tokens(1);
-    to.set_committed_length(static_cast<uint32_t>(position + 1));
     to.set_sample(true);
     if (position % kPageTokens == 0) to.add_new_blocks(next_block_++);
   }

@@ -228,7 +228,8 @@ v1::StepPlan Bench::MakeChunk(int64_t tokens, int64_t begin, int64_t end) {
   if (begin == 0) {
     v1::SequenceStart& start = *plan.add_starts();
     start.set_sequence_id(next_sequence_++);
-    for (int64_t i = 0; i < tokens; ++i) start.add_prompt(static_cast<uint32_t>(i % 1000 + 1));
+    for (int64_t i = 0; i < tokens; ++i) start.add_tokens(static_cast<uint32_t>(i % 1000 + 1));
+    start.set_num_prompt_tokens(static_cast<uint32_t>(tokens));
     start.mutable_sampling()->set_top_p(1);
     start.mutable_sampling()->set_repetition_penalty(1);
     const v1::SparsityPolicy numbers = MakePolicy(flags_.policy);
@@ -239,7 +240,6 @@ v1::StepPlan Bench::MakeChunk(int64_t tokens, int64_t begin, int64_t end) {
   v1::StepRow& row = *plan.add_rows();
   row.set_begin(static_cast<uint32_t>(begin));
   row.set_num_tokens(static_cast<uint32_t>(end - begin));
-  row.set_committed_length(static_cast<uint32_t>(end));
   row.set_sample(end == tokens);
   for (int64_t block = begin / kPageTokens; block * kPageTokens < end; ++block) {
     row.add_new_blocks(next_block_++);

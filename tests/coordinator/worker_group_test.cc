@@ -35,12 +35,12 @@ v1::StepPlan EmptyPlan(uint64_t epoch, uint64_t step) {
 v1::StepPlan OneTokenPlan(uint64_t epoch) {
   v1::StepPlan plan = EmptyPlan(epoch, 1);
   v1::SequenceStart& start = *plan.add_starts();
-  start.add_prompt(1);
+  start.add_tokens(1);
+  start.set_num_prompt_tokens(1);
   start.mutable_prefill()->mutable_all();
   start.mutable_decode()->mutable_all();
   v1::StepRow& row = *plan.add_rows();
   row.set_num_tokens(1);
-  row.set_committed_length(1);
   row.add_new_blocks(0);
   row.set_sample(true);
   return plan;
@@ -449,10 +449,10 @@ TEST_F(GrpcWorkerGroupTest, LongPromptsTravel) {
   std::unique_ptr<WorkerGroup> group = Make({a.address()});
   ASSERT_TRUE(group->Form().ok());
   v1::StepPlan plan = OneTokenPlan(1);
-  // The first chunk, one block, of a prompt of 2 million tokens.
-  for (int i = 1; i < 2000000; ++i) plan.mutable_starts(0)->add_prompt(4294967295u);
+  // A first chunk of one block of a prompt of 2 million tokens.
+  for (int i = 1; i < 2000000; ++i) plan.mutable_starts(0)->add_tokens(4294967295u);
+  plan.mutable_starts(0)->set_num_prompt_tokens(2000000);
   plan.mutable_rows(0)->set_num_tokens(64);
-  plan.mutable_rows(0)->set_committed_length(64);
   plan.mutable_rows(0)->set_sample(false);
   absl::StatusOr<v1::StepReply> reply = Step(*group, plan);
   EXPECT_TRUE(reply.ok()) << reply.status();

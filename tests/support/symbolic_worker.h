@@ -81,7 +81,7 @@ class SymbolicWorker {
     std::vector<uint32_t> tokens;
   };
   struct Slot {
-    v1::SequenceStart start;  // without prompt
+    v1::SequenceStart start;  // without tokens
     int64_t prompt_tokens = 0;
     std::vector<int32_t> tokens;
     int64_t given_tokens = 0;
@@ -309,10 +309,10 @@ inline absl::Status SymbolicWorker::Start(const v1::SequenceStart& start) {
   }
   if (slots_.contains(start.slot())) return Bad("starts in a slot in use", start.slot());
   Slot slot = {.start = start,
-               .prompt_tokens = start.prompt_size() - int64_t{start.generated_tokens()},
-               .tokens = {start.prompt().begin(), start.prompt().end()},
-               .given_tokens = start.prompt_size()};
-  slot.start.clear_prompt();
+               .prompt_tokens = start.num_prompt_tokens(),
+               .tokens = {start.tokens().begin(), start.tokens().end()},
+               .given_tokens = start.tokens_size()};
+  slot.start.clear_tokens();
   for (uint64_t id : start.cached_blocks()) {
     slot.kv_length += kTokens;
     if (slot.kv_length >= slot.given_tokens) return Bad("leaves nothing to compute", id);
@@ -335,10 +335,6 @@ inline absl::Status SymbolicWorker::CheckRow(const v1::StepRow& row, const Slot&
   if (row.begin() != slot.kv_length) return Bad("row does not begin behind the KV", row.slot());
   if (row.num_tokens() == 0 || end > length) return Bad("row has tokens there are not", row.slot());
   if (end < slot.prompt_tokens && end % kTokens != 0) return Bad("crooked chunk", row.slot());
-  // A plan ahead of an answer knows all tokens but the last.
-  if (row.committed_length() > end || row.committed_length() + 1 < end) {
-    return Bad("committed_length", row.committed_length());
-  }
   if (row.sample() != (end == length)) return Bad("samples at the wrong place", row.slot());
   const int64_t blocks = static_cast<int64_t>(slot.blocks.size()) + row.new_blocks_size();
   if (blocks != (end + kTokens - 1) / kTokens) return Bad("wrong number of blocks", row.slot());

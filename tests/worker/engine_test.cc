@@ -146,7 +146,6 @@ TEST_P(EnginePolicyTest, TruncatedSequenceGoesOnAsIfItHadNotBeenThere) {
   v1::StepRow& row = *again.add_rows();
   row.set_begin(100);
   row.set_num_tokens(1);
-  row.set_committed_length(101);
   row.set_sample(true);
   const AllLogits before = worker.logits();
   const auto reply = worker.engine().Step(again);
@@ -887,16 +886,19 @@ INSTANTIATE_TEST_SUITE_P(
     testing::Values(
         WrongPlan{"SlotOutOfRange", [](auto& p) { p.mutable_starts(0)->set_slot(16); }, "slot 16"},
         WrongPlan{"SlotTaken", [](auto& p) { p.mutable_starts(0)->set_slot(0); }, "taken"},
-        WrongPlan{"EmptyPrompt", [](auto& p) { p.mutable_starts(0)->clear_prompt(); }, "prompt"},
+        WrongPlan{"EmptyPrompt", [](auto& p) { p.mutable_starts(0)->clear_tokens(); }, "0 tokens"},
         WrongPlan{"PromptTooLong",
                   [](auto& p) {
-                    for (int i = 0; i < 5000; ++i) p.mutable_starts(0)->add_prompt(1);
+                    for (int i = 0; i < 5000; ++i) p.mutable_starts(0)->add_tokens(1);
                   },
                   "4096"},
         WrongPlan{"NothingButAnswer",
-                  [](auto& p) { p.mutable_starts(0)->set_generated_tokens(100); },
-                  "leave no prompt"},
-        WrongPlan{"TokenOutOfVocabulary", [](auto& p) { p.mutable_starts(0)->set_prompt(3, 101); },
+                  [](auto& p) { p.mutable_starts(0)->set_num_prompt_tokens(0); },
+                  "a prompt of 0 of its tokens"},
+        WrongPlan{"PromptLongerThanTheTokens",
+                  [](auto& p) { p.mutable_starts(0)->set_num_prompt_tokens(101); },
+                  "a prompt of 101 of its tokens; it must have 1 to 100"},
+        WrongPlan{"TokenOutOfVocabulary", [](auto& p) { p.mutable_starts(0)->set_tokens(3, 101); },
                   "token 101"},
         WrongPlan{"StopTokenOutOfVocabulary",
                   [](auto& p) {

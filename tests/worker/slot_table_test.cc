@@ -35,7 +35,8 @@ class SlotTableTest : public testing::Test {
 
   v1::SequenceStart MakeStart(int prompt_size, uint32_t policy) const {
     v1::SequenceStart start;
-    for (int i = 0; i < prompt_size; ++i) start.add_prompt(3);
+    for (int i = 0; i < prompt_size; ++i) start.add_tokens(3);
+    start.set_num_prompt_tokens(static_cast<uint32_t>(prompt_size));
     start.set_policy_index(policy);
     start.set_tail_tokens(30);
     return start;

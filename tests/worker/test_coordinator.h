@@ -179,9 +179,9 @@ class TestCoordinator {
     v1::SequenceStart& start = *plan.add_starts();
     start.set_slot(static_cast<uint32_t>(running.slot));
     start.set_sequence_id(running.result);
-    start.mutable_prompt()->Add(request.prompt.begin(), request.prompt.end());
-    start.mutable_prompt()->Add(request.generated.begin(), request.generated.end());
-    start.set_generated_tokens(static_cast<uint32_t>(request.generated.size()));
+    start.mutable_tokens()->Add(request.prompt.begin(), request.prompt.end());
+    start.mutable_tokens()->Add(request.generated.begin(), request.generated.end());
+    start.set_num_prompt_tokens(static_cast<uint32_t>(request.prompt.size()));
     start.mutable_cached_blocks()->Add(request.cached_blocks.begin(), request.cached_blocks.end());
     *start.mutable_sampling() = request.sampling;
     start.set_policy_index(request.policy);
@@ -190,7 +190,7 @@ class TestCoordinator {
     start.set_tail_tokens(request.tail_tokens);
     running.sealed = std::ssize(request.cached_blocks);
     running.length = running.sealed * kPage;
-    running.known = start.prompt_size();
+    running.known = start.tokens_size();
     results_[running.result].blocks = request.cached_blocks;
   }
 
@@ -204,7 +204,6 @@ class TestCoordinator {
     row.set_slot(static_cast<uint32_t>(running.slot));
     row.set_begin(static_cast<uint32_t>(running.length));
     row.set_num_tokens(static_cast<uint32_t>(end - running.length));
-    row.set_committed_length(static_cast<uint32_t>(end));
     row.set_sample(end == running.known);
     planned_[step_].push_back(running.result);
     running.length = end;

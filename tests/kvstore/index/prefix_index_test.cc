@@ -230,14 +230,6 @@ TEST_F(PrefixIndexTest, NothingIsPublishedBehindALostBlock) {
   EXPECT_EQ(Hits("ab"), 0u);
 }
 
-TEST_F(PrefixIndexTest, ClearForgetsEverythingButNeverReusesIds) {
-  const BlockId before = Compute("ab")[0].id();
-  index_->Clear();
-  EXPECT_EQ(Hits("ab"), 0u);
-  EXPECT_EQ(index_->available_blocks(), 4);
-  EXPECT_GT(index_->Allocate()->id(), before);
-}
-
 TEST(PrefixIndexCollisions, AWeakHashGivesNoWrongReuseIn1e6Lookups) {
   constexpr int64_t kCached = 20000;
   const BlockHasher weak = WeakHasher(16);
@@ -442,7 +434,6 @@ class RandomOperations {
   void FinishAll() {
     while (!running_.empty()) Finish();
     Compare();
-    index_->Clear();
   }
   int64_t hits() const { return hits_; }
   const PrefixIndex& index() const { return *index_; }

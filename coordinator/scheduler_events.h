@@ -1,0 +1,43 @@
+// What a scheduler tells about its sequences. For each sequence: progress, then tokens, then one
+// FinishEvent.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <variant>
+
+#include "absl/status/status.h"
+#include "absl/time/time.h"
+
+#include "kernels/base/strong_id.h"
+#include "proto/kvasir/v1/generation.pb.h"
+
+namespace kvasir::coordinator {
+
+using kernels::SequenceId;
+
+struct ProgressEvent {
+  SequenceId id;
+  int64_t prompt_tokens = 0;
+  int64_t processed_tokens = 0;
+  int64_t cached_tokens = 0;
+  std::optional<absl::Duration> eta = {};  // to the first token
+};
+struct TokenEvent {
+  enum class Role { kInner, kLast, kStop };  // kStop: the last one, and a stop token
+
+  SequenceId id;
+  int64_t index = 0;  // among the generated tokens
+  int32_t token = 0;
+  Role role = Role::kInner;
+  std::optional<v1::TokenLogprobs> logprobs = {};  // set when the request asked for them
+};
+// The last event of a sequence.
+struct FinishEvent {
+  SequenceId id;
+  absl::Status status;
+  v1::Finish summary;  // without request_id; without a reason when the status is not OK
+};
+using Event = std::variant<ProgressEvent, TokenEvent, FinishEvent>;
+
+}  // namespace kvasir::coordinator
