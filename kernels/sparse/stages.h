@@ -106,6 +106,13 @@ struct SelectParams {
   // [blocks x KV heads] or empty: a row that is 0 stays as it is. Empty: none does.
   std::span<const uint8_t> wanted = {};
   LayerRanks* ranks = nullptr;  // null: `kv` has all KV heads of the layer
+  // On the GPU, where the host does not see the blocks: the most rows that one may have, so that
+  // which kernels serve a block does not depend on what else is in q. 0: as many as q leaves.
+  int64_t most_rows = 0;
+
+  bool may_have_several_rows() const {
+    return most_rows == 0 ? q.dim(0) > std::ssize(blocks) : most_rows > 1;
+  }
 };
 
 // Why a page that dense attention would read is not attended to: the label of the skip counters.

@@ -23,7 +23,7 @@ struct PageScoreLaunch {
   float low_weight = 0;           // quest_rule.h
   bool by_products = false;       // page_products.cu serves the call
   bool has_many_queries = false;  // a block of it may have several rows
-  // Blocks are one token, all those of the step: kernels that choose by scores may make them
+  // Blocks are one token, all those of the call: kernels that choose by scores may make them
   // themselves (page_stream.cuh).
   bool of_one_token = false;
 
@@ -50,7 +50,7 @@ inline PageScoreLaunch MakePageScoreLaunch(const SelectLaunch& select, const Sel
                                            int64_t query_stride = 1) {
   const bool is_bf16 =
       select.q_dtype == DType::kBFloat16 && select.kv.layout.dtype == DType::kBFloat16;
-  const bool has_many_queries = params.q.dim(0) > static_cast<int64_t>(params.blocks.size());
+  const bool has_many_queries = params.may_have_several_rows();
   return {.select = select,
           .query_stride = query_stride,
           .by_products = is_bf16 && (query_stride == 1 || !has_many_queries),
