@@ -1,6 +1,7 @@
 #include "kernels/dense/gemm_algorithms.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <cuda_runtime_api.h>
 #include <optional>
@@ -102,6 +103,8 @@ class Trial {
     return trial;
   }
 
+  cublasLtMatmulDesc_t description() const { return description_.get(); }
+
   // Whether the algorithm gives the same bits, for so many rows. One that does not take the layer
   // does not.
   absl::StatusOr<bool> Agrees(cublasLtHandle_t handle, const cublasLtMatmulAlgo_t& algorithm,
@@ -181,20 +184,18 @@ class Trial {
 // The fastest one that agrees, or else the fastest.
 struct Choice {
   std::optional<cublasLtMatmulAlgo_t> fastest, agreeing;
+  int place = -1;  // of the agreeing one among the candidates
 };
 
 absl::StatusOr<Choice> ChooseFor(cublasLtHandle_t handle, const ProductShape& shape, int64_t rows,
                                  const Trial& trial) {
-  // The description says whether there is a bias; its address is of no consequence here.
-  KVASIR_ASSIGN_OR_RETURN(const LtDescription description,
-                          DescribeProduct(shape.has_bias ? handle : nullptr, shape.output));
   KVASIR_ASSIGN_OR_RETURN(const LtLayout weights,
                           DescribeMatrix(DType::kBFloat16, shape.k, shape.n));
   KVASIR_ASSIGN_OR_RETURN(const LtLayout x, DescribeMatrix(DType::kBFloat16, shape.k, rows));
   KVASIR_ASSIGN_OR_RETURN(const LtLayout y, DescribeMatrix(shape.output, shape.n, rows));
   KVASIR_ASSIGN_OR_RETURN(
       const std::vector<cublasLtMatmulAlgo_t> candidates,
-      CandidatesFor(handle, {.description = description.get(),
+      CandidatesFor(handle, {.description = trial.description(),
                              .weights = weights.get(),
                              .x = x.get(),
                              .y = y.get(),
@@ -203,11 +204,13 @@ absl::StatusOr<Choice> ChooseFor(cublasLtHandle_t handle, const ProductShape& sh
                              .sums = LtCandidates::Sums::kWhole,
                              .most = kMostCandidates}));
   Choice choice;
-  for (const cublasLtMatmulAlgo_t& candidate : candidates) {
+  for (int i = 0; i < static_cast<int>(candidates.size()); ++i) {
+    const cublasLtMatmulAlgo_t& candidate = candidates[static_cast<size_t>(i)];
     if (!choice.fastest.has_value()) choice.fastest = candidate;
     KVASIR_ASSIGN_OR_RETURN(const bool agrees, trial.Agrees(handle, candidate, rows));
     if (!agrees) continue;
     choice.agreeing = candidate;
+    choice.place = i;
     break;
   }
   return choice;
@@ -244,6 +247,7 @@ absl::StatusOr<LinearAlgorithms> FindAlgorithms(cublasLtHandle_t handle,
                                                    shape.k, " x ", shape.n));
     }
     algorithms.of_class[static_cast<size_t>(c)] = *chosen;
+    algorithms.places[static_cast<size_t>(c)] = choices[static_cast<size_t>(c)].place;
   }
   return algorithms;
 }

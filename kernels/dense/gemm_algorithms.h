@@ -80,6 +80,9 @@ struct LinearAlgorithms {
   static constexpr int64_t kLeastRows = 16;  // of the first class; each has twice as many
 
   std::array<cublasLtMatmulAlgo_t, kClasses> of_class;
+  // For tests and logs: of each class, which of its candidates was the first to have the bits of our
+  // kernel, the fastest is 0; -1: none.
+  std::array<int, kClasses> places = {};
   // Whether all have the bits of our kernel. A class that has no such algorithm takes the nearest
   // class's; without any they are the fastest.
   bool keep_bits = false;
@@ -99,7 +102,7 @@ class CublasLt {
 
   // Those of a shape that our kernel for a few rows takes (FewRowsFit of one row). The first time
   // they are looked for, with device memory of its own that is given back; waits for the device.
-  // They live as long as this object.
+  // They live as long as this object. UNIMPLEMENTED: cuBLASLt has none.
   absl::StatusOr<const LinearAlgorithms*> AlgorithmsOf(const ProductShape& shape) const;
 
  private:

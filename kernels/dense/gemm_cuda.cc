@@ -165,10 +165,14 @@ absl::Status CudaLinear::Describe() {
 
 absl::Status CudaLinear::FindAlgorithms() {
   if (options_.input != DType::kBFloat16 || !FewRowsFit(1, in_features_)) return absl::OkStatus();
-  KVASIR_ASSIGN_OR_RETURN(algorithms_, lt_->AlgorithmsOf({.n = out_features_,
-                                                          .k = in_features_,
-                                                          .output = options_.output,
-                                                          .has_bias = bias_.size_bytes() > 0}));
+  const absl::StatusOr<const LinearAlgorithms*> found =
+      lt_->AlgorithmsOf({.n = out_features_,
+                         .k = in_features_,
+                         .output = options_.output,
+                         .has_bias = bias_.size_bytes() > 0});
+  if (absl::IsUnimplemented(found.status())) return absl::OkStatus();  // maybe for other rows
+  KVASIR_RETURN_IF_ERROR(found.status());
+  algorithms_ = *found;
   return absl::OkStatus();
 }
 

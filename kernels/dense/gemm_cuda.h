@@ -66,6 +66,7 @@ class CudaLinear {
   // Whether sums have one order for every M: the input is bfloat16, K a multiple of 8, and cuBLASLt
   // has kernels whose sums were found to have the bits of ours (gemm_algorithms.h).
   bool keeps_bits() const { return algorithms_ != nullptr && algorithms_->keep_bits; }
+  const LinearAlgorithms* algorithms() const { return algorithms_; }  // null: K or dtype is another
 
  private:
   using Description = LtDescription;
