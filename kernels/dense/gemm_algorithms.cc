@@ -71,8 +71,7 @@ std::vector<BFloat16> Halves(int64_t rows, int64_t k, float sign, uint64_t seed)
 template <typename T>
 absl::StatusOr<DeviceBuffer> Upload(const std::vector<T>& values) {
   const size_t bytes = values.size() * sizeof(T);
-  KVASIR_ASSIGN_OR_RETURN(DeviceBuffer buffer,
-                          DeviceBuffer::Allocate(static_cast<int64_t>(bytes)));
+  KVASIR_ASSIGN_OR_RETURN(DeviceBuffer buffer, DeviceBuffer::Allocate(static_cast<int64_t>(bytes)));
   KVASIR_RETURN_IF_ERROR(
       CudaStatus(cudaMemcpy(buffer.data(), values.data(), bytes, cudaMemcpyHostToDevice),
                  "copying values to try algorithms on"));
@@ -114,11 +113,13 @@ class Trial {
     KVASIR_ASSIGN_OR_RETURN(const LtLayout y, DescribeMatrix(output_, n_, rows));
     KVASIR_RETURN_IF_ERROR(Clear());
     const float one = 1, zero = 0;
-    const cublasStatus_t status =
-        cublasLtMatmul(handle, description_.get(), &one, weights_.data(), weights_layout_.get(),
-                       x_.data(), x.get(), &zero, y_.data(), y.get(), y_.data(), y.get(),
-                       &algorithm, nullptr, 0, nullptr);
-    if (status != CUBLAS_STATUS_SUCCESS) return false;
+    const cublasStatus_t status = cublasLtMatmul(
+        handle, description_.get(), &one, weights_.data(), weights_layout_.get(), x_.data(),
+        x.get(), &zero, y_.data(), y.get(), y_.data(), y.get(), &algorithm, nullptr, 0, nullptr);
+    if (status != CUBLAS_STATUS_SUCCESS) {
+      cudaGetLastError();  // which the next launch would be blamed for
+      return false;
+    }
     KVASIR_ASSIGN_OR_RETURN(const std::vector<std::byte> found, Fetch());
     const int64_t bytes = rows * n_ * static_cast<int64_t>(DTypeSize(output_));
     return std::memcmp(found.data(), expected_.data(), static_cast<size_t>(bytes)) == 0;
@@ -193,16 +194,15 @@ absl::StatusOr<Choice> ChooseFor(cublasLtHandle_t handle, const ProductShape& sh
                           DescribeMatrix(DType::kBFloat16, shape.k, shape.n));
   KVASIR_ASSIGN_OR_RETURN(const LtLayout x, DescribeMatrix(DType::kBFloat16, shape.k, rows));
   KVASIR_ASSIGN_OR_RETURN(const LtLayout y, DescribeMatrix(shape.output, shape.n, rows));
-  KVASIR_ASSIGN_OR_RETURN(
-      const std::vector<cublasLtMatmulAlgo_t> candidates,
-      CandidatesFor(handle, {.description = trial.description(),
-                             .weights = weights.get(),
-                             .x = x.get(),
-                             .y = y.get(),
-                             .x_alignment = kRowAlignment,
-                             .y_alignment = kRowAlignment,
-                             .sums = LtCandidates::Sums::kWhole,
-                             .most = kMostCandidates}));
+  KVASIR_ASSIGN_OR_RETURN(const std::vector<cublasLtMatmulAlgo_t> candidates,
+                          CandidatesFor(handle, {.description = trial.description(),
+                                                 .weights = weights.get(),
+                                                 .x = x.get(),
+                                                 .y = y.get(),
+                                                 .x_alignment = kRowAlignment,
+                                                 .y_alignment = kRowAlignment,
+                                                 .sums = LtCandidates::Sums::kWhole,
+                                                 .most = kMostCandidates}));
   Choice choice;
   for (int i = 0; i < static_cast<int>(candidates.size()); ++i) {
     const cublasLtMatmulAlgo_t& candidate = candidates[static_cast<size_t>(i)];
@@ -221,8 +221,8 @@ absl::StatusOr<LinearAlgorithms> FindAlgorithms(cublasLtHandle_t handle,
   KVASIR_ASSIGN_OR_RETURN(const Trial trial, Trial::Make(shape));
   std::vector<Choice> choices;
   for (int c = 0; c < LinearAlgorithms::kClasses; ++c) {
-    KVASIR_ASSIGN_OR_RETURN(
-        Choice choice, ChooseFor(handle, shape, LinearAlgorithms::kLeastRows << c, trial));
+    KVASIR_ASSIGN_OR_RETURN(Choice choice,
+                            ChooseFor(handle, shape, LinearAlgorithms::kLeastRows << c, trial));
     choices.push_back(std::move(choice));
   }
   // The nearest class's where a class has none.
@@ -243,8 +243,8 @@ absl::StatusOr<LinearAlgorithms> FindAlgorithms(cublasLtHandle_t handle,
     algorithms.keep_bits = chosen != nullptr;  // of one class as of all
     if (chosen == nullptr) chosen = nearest(c, &Choice::fastest);
     if (chosen == nullptr) {
-      return absl::UnimplementedError(absl::StrCat("cuBLASLt has no kernel for a linear layer of ",
-                                                   shape.k, " x ", shape.n));
+      return absl::UnimplementedError(
+          absl::StrCat("cuBLASLt has no kernel for a linear layer of ", shape.k, " x ", shape.n));
     }
     algorithms.of_class[static_cast<size_t>(c)] = *chosen;
     algorithms.places[static_cast<size_t>(c)] = choices[static_cast<size_t>(c)].place;
@@ -305,17 +305,14 @@ absl::StatusOr<std::vector<cublasLtMatmulAlgo_t>> CandidatesFor(cublasLtHandle_t
                                ? uint32_t{CUBLASLT_REDUCTION_SCHEME_NONE}
                                : uint32_t{CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE};
   KVASIR_RETURN_IF_ERROR(Set(made, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, schemes));
-  KVASIR_RETURN_IF_ERROR(
-      Set(made, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, asked.x_alignment));
-  KVASIR_RETURN_IF_ERROR(
-      Set(made, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, asked.y_alignment));
-  KVASIR_RETURN_IF_ERROR(
-      Set(made, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, asked.y_alignment));
+  KVASIR_RETURN_IF_ERROR(Set(made, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, asked.x_alignment));
+  KVASIR_RETURN_IF_ERROR(Set(made, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, asked.y_alignment));
+  KVASIR_RETURN_IF_ERROR(Set(made, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, asked.y_alignment));
   std::vector<cublasLtMatmulHeuristicResult_t> found(static_cast<size_t>(asked.most));
   int count = 0;
-  const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(
-      handle, asked.description, asked.weights, asked.x, asked.y, asked.y, made, asked.most,
-      found.data(), &count);
+  const cublasStatus_t status =
+      cublasLtMatmulAlgoGetHeuristic(handle, asked.description, asked.weights, asked.x, asked.y,
+                                     asked.y, made, asked.most, found.data(), &count);
   std::vector<cublasLtMatmulAlgo_t> candidates;
   if (status == CUBLAS_STATUS_NOT_SUPPORTED) return candidates;
   KVASIR_RETURN_IF_ERROR(CublasStatus(status, "choosing a kernel for a linear layer"));

@@ -2,10 +2,10 @@
 // the bits of our kernel for a few rows (gemm_few_rows.h), so that a row's bits do not depend on
 // what is computed beside it.
 //
-// cuBLASLt promises no order of sums, so it is asked for algorithms that do not split K, and each is
-// tried: on weights and rows whose sums cancel, so that only errors of rounding are left, which
-// change with the order. The number of rows is rounded up to a class, and a class has one algorithm.
-// Only gemm_cuda.cc and tests include it, in builds with CUDA.
+// cuBLASLt promises no order of sums, so it is asked for algorithms that do not split K, and each
+// is tried: on weights and rows whose sums cancel, so that only errors of rounding are left, which
+// change with the order. The number of rows is rounded up to a class, and a class has one
+// algorithm. Only gemm_cuda.cc and tests include it, in builds with CUDA.
 #pragma once
 
 #include <array>
@@ -80,8 +80,8 @@ struct LinearAlgorithms {
   static constexpr int64_t kLeastRows = 16;  // of the first class; each has twice as many
 
   std::array<cublasLtMatmulAlgo_t, kClasses> of_class;
-  // For tests and logs: of each class, which of its candidates was the first to have the bits of our
-  // kernel, the fastest is 0; -1: none.
+  // For tests and logs: of each class, which of its candidates was the first to have the bits of
+  // our kernel, the fastest is 0; -1: none.
   std::array<int, kClasses> places = {};
   // Whether all have the bits of our kernel. A class that has no such algorithm takes the nearest
   // class's; without any they are the fastest.

@@ -185,17 +185,16 @@ absl::StatusOr<CudaLinear::Plan> CudaLinear::MakePlan(const PlanKey& key) const 
     plan.algorithm = algorithms_->For(m);
     return plan;
   }
-  KVASIR_ASSIGN_OR_RETURN(
-      const std::vector<cublasLtMatmulAlgo_t> found,
-      CandidatesFor(lt_->handle(), {.description = description_.get(),
-                                    .weights = weights_layout_.get(),
-                                    .x = plan.x.get(),
-                                    .y = plan.y.get(),
-                                    .x_alignment = x_alignment,
-                                    .y_alignment = y_alignment,
-                                    .workspace_bytes = kWorkspaceBytes,
-                                    .sums = LtCandidates::Sums::kMaySplit,
-                                    .most = 1}));
+  KVASIR_ASSIGN_OR_RETURN(const std::vector<cublasLtMatmulAlgo_t> found,
+                          CandidatesFor(lt_->handle(), {.description = description_.get(),
+                                                        .weights = weights_layout_.get(),
+                                                        .x = plan.x.get(),
+                                                        .y = plan.y.get(),
+                                                        .x_alignment = x_alignment,
+                                                        .y_alignment = y_alignment,
+                                                        .workspace_bytes = kWorkspaceBytes,
+                                                        .sums = LtCandidates::Sums::kMaySplit,
+                                                        .most = 1}));
   if (found.empty()) {
     return absl::UnimplementedError(absl::StrCat("cuBLASLt has no kernel for a linear layer of ",
                                                  in_features_, " x ", out_features_, " and ", m,

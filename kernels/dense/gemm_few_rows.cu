@@ -81,7 +81,8 @@ struct Walk {
   int step = 0;
 };
 
-// Begins the copies of the walk's step, a row at a time. Rows and columns behind the last are zeros.
+// Begins the copies of the walk's step, a row at a time. Rows and columns behind the last are
+// zeros.
 template <After kAfter>
 __device__ void CopyStep(const FewRowsLaunch& p, const Walk& walk, Step& to) {
   static_assert(kStepPieces == kWarpThreads);

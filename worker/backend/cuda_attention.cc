@@ -124,14 +124,12 @@ absl::Status CudaAttention::Select(const CudaStep& step, const LayerQueries& que
   const int64_t num_single = step.shape.num_single;
   for (const SelectorRange& range : step.shape.ranges) {
     if (range.served->dense) continue;
-    KVASIR_RETURN_IF_ERROR(select({.served = range.served,
-                                   .begin = range.begin,
-                                   .end = std::min(range.end, num_single)},
-                                  /*most_rows=*/1));
-    KVASIR_RETURN_IF_ERROR(select({.served = range.served,
-                                   .begin = std::max(range.begin, num_single),
-                                   .end = range.end},
-                                  kernels::kPageTokens));
+    KVASIR_RETURN_IF_ERROR(select(
+        {.served = range.served, .begin = range.begin, .end = std::min(range.end, num_single)},
+        /*most_rows=*/1));
+    KVASIR_RETURN_IF_ERROR(select(
+        {.served = range.served, .begin = std::max(range.begin, num_single), .end = range.end},
+        kernels::kPageTokens));
   }
   return absl::OkStatus();
 }

@@ -335,17 +335,18 @@ TEST_F(FewRowsTest, HostileRowsAgreeWithAPlainSum) {
             double sum = 0;
             for (int64_t i = 0; i < k; ++i) {
               const double product = double{x.Get(row * k + i)} * double{w.Get(n * k + i)};
-              if (row != 5 && std::isfinite(product)) largest = std::max(largest, std::abs(product));
+              if (row != 5 && std::isfinite(product))
+                largest = std::max(largest, std::abs(product));
               sum += product;
             }
             expected.push_back(sum);
             found.push_back(room.Get(kBeside + row * outputs + n));
           }
         }
-        EXPECT_TRUE(AllClose(found, expected,
-                             {.absolute = largest * std::sqrt(static_cast<double>(k)) * 1e-5,
-                              .relative = 1e-4},
-                             all.shape()));
+        EXPECT_TRUE(AllClose(
+            found, expected,
+            {.absolute = largest * std::sqrt(static_cast<double>(k)) * 1e-5, .relative = 1e-4},
+            all.shape()));
         for (int64_t i = 0; i < kBeside; ++i) {
           EXPECT_EQ(room.Get(i), 12345.0f);
           EXPECT_EQ(room.Get(kBeside + rows * outputs + i), 12345.0f);
@@ -375,18 +376,15 @@ class RowBitsTest : public FewRowsTest {
 };
 
 TEST_F(RowBitsTest, ProductsOfARowHaveTheSameBitsForOneTo300Rows) {
-  const Shape shapes[] = {{72, 512, kBf16, false, After::kStore},
-                          {13, 264, kF32, true, After::kStore},
-                          {1536, 1024, kBf16, true, After::kStore},
-                          {1024, 4096, kF32, false, After::kStore},
-                          {512, 4096, kBf16, false, After::kAdd},
-                          {1024, 4096, kBf16, false, After::kSiluMul},
-                          {256, 14336, kBf16, false, After::kAdd},
-                          {4096, 2560, kF32, false, After::kStore}};
+  const Shape shapes[] = {
+      {72, 512, kBf16, false, After::kStore},   {13, 264, kF32, true, After::kStore},
+      {1536, 1024, kBf16, true, After::kStore}, {1024, 4096, kF32, false, After::kStore},
+      {512, 4096, kBf16, false, After::kAdd},   {1024, 4096, kBf16, false, After::kSiluMul},
+      {256, 14336, kBf16, false, After::kAdd},  {4096, 2560, kF32, false, After::kStore}};
   for (const Shape& shape : shapes) {
     SCOPED_TRACE(testing::Message()
-                 << shape.outputs << " outputs of " << shape.k << ", "
-                 << DTypeName(shape.output) << (shape.has_bias ? ", with bias" : "") << ", "
+                 << shape.outputs << " outputs of " << shape.k << ", " << DTypeName(shape.output)
+                 << (shape.has_bias ? ", with bias" : "") << ", "
                  << (shape.after == After::kAdd       ? "added"
                      : shape.after == After::kSiluMul ? "gated"
                                                       : "stored"));
@@ -408,8 +406,8 @@ TEST_F(RowBitsTest, ProductsOfARowHaveTheSameBitsForOneTo300Rows) {
     const TensorView normed = Room(kRows, shape.k);
     const TensorView product = Room(kRows, shape.outputs, shape.output);
     const auto view = [](const TensorView& of, int64_t first, int64_t count) {
-      auto* const data = of.As<std::byte>() + static_cast<size_t>(first * of.dim(1)) *
-                                                  DTypeSize(of.dtype());
+      auto* const data =
+          of.As<std::byte>() + static_cast<size_t>(first * of.dim(1)) * DTypeSize(of.dtype());
       return TensorView(data, of.dtype(), {count, of.dim(1)}, Device::kCuda);
     };
     // Rows [first, first + count) of x, to as many rows of y from its begin on.
