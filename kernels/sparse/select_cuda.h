@@ -31,6 +31,7 @@ struct SelectLaunch {
   const DeviceSelectionMemory* memories = nullptr;  // one per block; null: no row remembers
   PageSelection out = {};
   DeviceRopePositions rope = {};
+  bool is_whole_step = false;  // every token of the step is a query tile of its own, in this call
 };
 
 // INVALID_ARGUMENT, opened by `name`, on shapes, or on what no kernel here serves: head_dim other

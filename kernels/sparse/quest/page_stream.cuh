@@ -64,8 +64,10 @@ class PageStream {
     bounds_ = BoundsOf(rows);
   }
 
-  // Sends for the first pages, if no token of this step is in them.
+  // Sends for the first pages, if no token of this step is in them. Beside a prompt that is hard to
+  // say: the step may have filled any page before the row's own.
   __device__ void BeginEarly() {
+    if (!p_.is_whole_step) return;
     // Two blocks of a step may lie side by side, at the end of a page and the begin of the next.
     const int64_t end = row_.block.first_position / kPageTokens - 1;
     is_loaded_ = first_ < pages_.end && min(first_ + kTilePages, pages_.end) <= end;

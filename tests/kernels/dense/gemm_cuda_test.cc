@@ -339,7 +339,7 @@ TEST_F(FewRowsTest, HostileRowsAgreeWithAPlainSum) {
                 largest = std::max(largest, std::abs(product));
               sum += product;
             }
-            expected.push_back(sum);
+            expected.push_back(static_cast<float>(sum));  // may round to infinity
             found.push_back(room.Get(kBeside + row * outputs + n));
           }
         }
@@ -377,7 +377,7 @@ class RowBitsTest : public FewRowsTest {
 
 TEST_F(RowBitsTest, ProductsOfARowHaveTheSameBitsForOneTo300Rows) {
   const Shape shapes[] = {
-      {72, 512, kBf16, false, After::kStore},   {13, 264, kF32, true, After::kStore},
+      {72, 512, kBf16, false, After::kStore},   {16, 264, kF32, true, After::kStore},
       {1536, 1024, kBf16, true, After::kStore}, {1024, 4096, kF32, false, After::kStore},
       {512, 4096, kBf16, false, After::kAdd},   {1024, 4096, kBf16, false, After::kSiluMul},
       {256, 14336, kBf16, false, After::kAdd},  {4096, 2560, kF32, false, After::kStore}};
