@@ -34,6 +34,18 @@ __device__ inline void WaitForCopies() {
 
 // --- matrix products of a warp ---
 
+// Four matrices of 8 x 8 elements of 16 bits, from shared memory: lane 8 i + r names the row r of
+// matrix i, 16 bytes aligned as such. Lane 4 g + t holds, of each, the elements (g, 2 t) and
+// (g, 2 t + 1).
+__device__ inline uint4 LoadMatrices(const void* row) {
+  uint4 d;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(d.x), "=r"(d.y), "=r"(d.z), "=r"(d.w)
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(row)))
+               : "memory");
+  return d;
+}
+
 // d[16, 8] += a[16, 16] b[16, 8], with bfloat16 operands, two in a register, and float sums. Lane 4
 // g + t holds these elements: of a (g, 2 t), (g + 8, 2 t), (g, 2 t + 8), (g + 8, 2 t + 8) and the
 // right neighbour of each; of b (2 t, g), (2 t + 8, g) and the one below each; of d (g, 2 t), (g +

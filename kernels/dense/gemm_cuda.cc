@@ -15,6 +15,7 @@
 #include "kernels/dense/convert.h"
 #include "kernels/dense/dense_cuda.h"
 #include "kernels/dense/device_check.h"
+#include "kernels/dense/gemm_add.h"
 #include "kernels/dense/gemm_engine.h"
 #include "kernels/dense/gemm_few_rows.h"
 
@@ -27,24 +28,6 @@ namespace {
 // Weights go to the device in pieces of about so many bytes.
 constexpr int64_t kStagingBytes = int64_t{64} << 20;
 constexpr uint64_t kMaxAlignment = 256;  // beyond it cuBLASLt sees no difference
-
-absl::Status CublasStatus(cublasStatus_t status, absl::string_view doing) {
-  if (status == CUBLAS_STATUS_SUCCESS) return absl::OkStatus();
-  const std::string message =
-      absl::StrCat(doing, ": cuBLASLt says ", cublasLtGetStatusString(status));
-  switch (status) {
-    case CUBLAS_STATUS_NOT_INITIALIZED:
-      return absl::UnavailableError(message);
-    case CUBLAS_STATUS_ALLOC_FAILED:
-      return absl::ResourceExhaustedError(message);
-    case CUBLAS_STATUS_NOT_SUPPORTED:
-      return absl::UnimplementedError(message);
-    default:
-      return absl::InternalError(message);
-  }
-}
-
-cudaDataType_t TypeOf(DType dtype) { return dtype == DType::kFloat32 ? CUDA_R_32F : CUDA_R_16BF; }
 
 int64_t Size(DType dtype) { return static_cast<int64_t>(DTypeSize(dtype)); }
 
@@ -129,29 +112,7 @@ absl::StatusOr<DeviceBuffer> ConvertBiases(std::span<const PackedLinear::Part> p
   return CopyBias(WeightSource(on_host, n, parts[0].weight.dim(1)), dtype);
 }
 
-template <typename T>
-absl::Status Set(cublasLtMatmulDesc_t description, cublasLtMatmulDescAttributes_t attribute,
-                 const T& value) {
-  return CublasStatus(cublasLtMatmulDescSetAttribute(description, attribute, &value, sizeof(value)),
-                      "describing a linear layer");
-}
-template <typename T>
-absl::Status Set(cublasLtMatmulPreference_t preference,
-                 cublasLtMatmulPreferenceAttributes_t attribute, const T& value) {
-  return CublasStatus(
-      cublasLtMatmulPreferenceSetAttribute(preference, attribute, &value, sizeof(value)),
-      "describing a linear layer's memory");
-}
-
 }  // namespace
-
-absl::StatusOr<CublasLt> CublasLt::Create() {
-  cublasLtHandle_t handle = nullptr;
-  KVASIR_RETURN_IF_ERROR(CublasStatus(cublasLtCreate(&handle), "starting cuBLASLt"));
-  CublasLt lt;
-  lt.handle_.reset(handle);
-  return lt;
-}
 
 absl::StatusOr<CudaLinear> CudaLinear::Create(const CublasLt& lt,
                                               std::span<const PackedLinear::Part> parts,
@@ -167,6 +128,7 @@ absl::StatusOr<CudaLinear> CudaLinear::Create(const CublasLt& lt,
   KVASIR_RETURN_IF_ERROR(linear.Describe());
   KVASIR_RETURN_IF_ERROR(CudaStatus(CountMultiprocessors(linear.num_processors_),
                                     "counting the device's multiprocessors"));
+  KVASIR_RETURN_IF_ERROR(linear.FindAlgorithms());
   return linear;
 }
 
@@ -193,63 +155,52 @@ absl::Status CudaLinear::TakeDeviceParts(std::span<const PackedLinear::Part> par
 // cuBLASLt counts by columns. In its terms weights are [K, N], x is [K, M] and y is [N, M]:
 // y = weights^T x.
 absl::Status CudaLinear::Describe() {
-  cublasLtMatmulDesc_t description = nullptr;
-  KVASIR_RETURN_IF_ERROR(
-      CublasStatus(cublasLtMatmulDescCreate(&description, CUBLAS_COMPUTE_32F, CUDA_R_32F),
-                   "describing a linear layer"));
-  description_.reset(description);
-  KVASIR_RETURN_IF_ERROR(Set(description, CUBLASLT_MATMUL_DESC_TRANSA, CUBLAS_OP_T));
-  if (bias_.size_bytes() > 0) {
-    const void* bias = bias_.data();
-    KVASIR_RETURN_IF_ERROR(Set(description, CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS));
-    KVASIR_RETURN_IF_ERROR(Set(description, CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias));
-    KVASIR_RETURN_IF_ERROR(
-        Set(description, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, TypeOf(options_.output)));
-  }
-  KVASIR_ASSIGN_OR_RETURN(weights_layout_, MakeLayout(options_.input, in_features_, out_features_));
+  KVASIR_ASSIGN_OR_RETURN(
+      description_,
+      DescribeProduct(bias_.size_bytes() > 0 ? bias_.data() : nullptr, options_.output));
+  KVASIR_ASSIGN_OR_RETURN(weights_layout_,
+                          DescribeMatrix(options_.input, in_features_, out_features_));
   return absl::OkStatus();
 }
 
-absl::StatusOr<CudaLinear::Layout> CudaLinear::MakeLayout(DType dtype, int64_t rows,
-                                                          int64_t columns) {
-  cublasLtMatrixLayout_t layout = nullptr;
-  KVASIR_RETURN_IF_ERROR(
-      CublasStatus(cublasLtMatrixLayoutCreate(&layout, TypeOf(dtype), static_cast<uint64_t>(rows),
-                                              static_cast<uint64_t>(columns), rows),
-                   "describing a linear layer's matrices"));
-  return Layout(layout);
+absl::Status CudaLinear::FindAlgorithms() {
+  if (options_.input != DType::kBFloat16 || !FewRowsFit(1, in_features_)) return absl::OkStatus();
+  const absl::StatusOr<const LinearAlgorithms*> found =
+      lt_->AlgorithmsOf({.n = out_features_,
+                         .k = in_features_,
+                         .output = options_.output,
+                         .has_bias = bias_.size_bytes() > 0});
+  if (absl::IsUnimplemented(found.status())) return absl::OkStatus();  // maybe for other rows
+  KVASIR_RETURN_IF_ERROR(found.status());
+  algorithms_ = *found;
+  return absl::OkStatus();
 }
 
 absl::StatusOr<CudaLinear::Plan> CudaLinear::MakePlan(const PlanKey& key) const {
   const auto [m, x_alignment, y_alignment] = key;
   Plan plan;
-  KVASIR_ASSIGN_OR_RETURN(plan.x, MakeLayout(options_.input, in_features_, m));
-  KVASIR_ASSIGN_OR_RETURN(plan.y, MakeLayout(options_.output, out_features_, m));
-  cublasLtMatmulPreference_t preference = nullptr;
-  KVASIR_RETURN_IF_ERROR(CublasStatus(cublasLtMatmulPreferenceCreate(&preference),
-                                      "describing a linear layer's memory"));
-  const std::unique_ptr<cublasLtMatmulPreferenceOpaque_t,
-                        decltype(&cublasLtMatmulPreferenceDestroy)>
-      owned(preference, cublasLtMatmulPreferenceDestroy);
-  KVASIR_RETURN_IF_ERROR(Set(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
-                             static_cast<uint64_t>(kWorkspaceBytes)));
-  // Parts of a sum are added up in float32, whatever the output's dtype.
-  KVASIR_RETURN_IF_ERROR(Set(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
-                             static_cast<uint32_t>(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE)));
-  KVASIR_RETURN_IF_ERROR(Set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, x_alignment));
-  KVASIR_RETURN_IF_ERROR(Set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, y_alignment));
-  KVASIR_RETURN_IF_ERROR(Set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, y_alignment));
-  cublasLtMatmulHeuristicResult_t found = {};
-  int count = 0;
-  const std::string doing = absl::StrCat("choosing a kernel for a linear layer of ", in_features_,
-                                         " x ", out_features_, " and ", m, " rows");
-  KVASIR_RETURN_IF_ERROR(
-      CublasStatus(cublasLtMatmulAlgoGetHeuristic(lt_->handle(), description_.get(),
-                                                  weights_layout_.get(), plan.x.get(), plan.y.get(),
-                                                  plan.y.get(), preference, 1, &found, &count),
-                   doing));
-  if (count == 0) return absl::UnimplementedError(absl::StrCat(doing, ": cuBLASLt has none"));
-  plan.algorithm = found.algo;
+  KVASIR_ASSIGN_OR_RETURN(plan.x, DescribeMatrix(options_.input, in_features_, m));
+  KVASIR_ASSIGN_OR_RETURN(plan.y, DescribeMatrix(options_.output, out_features_, m));
+  if (algorithms_ != nullptr && x_alignment >= kRowAlignment && y_alignment >= kRowAlignment) {
+    plan.algorithm = algorithms_->For(m);
+    return plan;
+  }
+  KVASIR_ASSIGN_OR_RETURN(const std::vector<cublasLtMatmulAlgo_t> found,
+                          CandidatesFor(lt_->handle(), {.description = description_.get(),
+                                                        .weights = weights_layout_.get(),
+                                                        .x = plan.x.get(),
+                                                        .y = plan.y.get(),
+                                                        .x_alignment = x_alignment,
+                                                        .y_alignment = y_alignment,
+                                                        .workspace_bytes = kWorkspaceBytes,
+                                                        .sums = LtCandidates::Sums::kMaySplit,
+                                                        .most = 1}));
+  if (found.empty()) {
+    return absl::UnimplementedError(absl::StrCat("cuBLASLt has no kernel for a linear layer of ",
+                                                 in_features_, " x ", out_features_, " and ", m,
+                                                 " rows"));
+  }
+  plan.algorithm = found.front();
   return plan;
 }
 
@@ -317,20 +268,23 @@ absl::Status CudaLinear::RunManyRows(const LinearParams& p, std::byte* workspace
   KVASIR_RETURN_IF_ERROR(Check(p));
   if (!p.norm.empty()) KVASIR_RETURN_IF_ERROR(Normalize(p, stream));
   const TensorView& x = p.norm.empty() ? p.x : p.normed;
-  switch (p.after) {
-    case After::kStore:
-      return Multiply(x, p.y, 0, workspace, stream);
-    case After::kAdd:
-      return Multiply(x, p.y, 1, workspace, stream);
-    case After::kSiluMul:
-      break;
-  }
-  KVASIR_RETURN_IF_ERROR(Multiply(x, p.product, 0, workspace, stream));
-  return SiluMul({.gate_up = p.product, .y = p.y}, stream);
+  if (p.after == After::kStore) return Multiply(x, p.y, workspace, stream);
+  ShapeCheck check("gemm");
+  check.Match("product", p.product, {x.dim(0), out_features_}, options_.output);
+  KVASIR_RETURN_IF_ERROR(check.status());
+  KVASIR_RETURN_IF_ERROR(Multiply(x, p.product, workspace, stream));
+  if (p.after == After::kSiluMul) return SiluMul({.gate_up = p.product, .y = p.y}, stream);
+  // cuBLASLt would round the sum of both once.
+  return CudaStatus(LaunchAddRows({.x = p.product.data(),
+                                   .y = p.y.data(),
+                                   .count = p.y.num_elements(),
+                                   .dtype = options_.output},
+                                  stream),
+                    "launching a residual addition");
 }
 
-absl::Status CudaLinear::Multiply(const TensorView& x, const TensorView& y, float add,
-                                  std::byte* workspace, cudaStream_t stream) {
+absl::Status CudaLinear::Multiply(const TensorView& x, const TensorView& y, std::byte* workspace,
+                                  cudaStream_t stream) {
   ShapeCheck check("gemm");
   check.Require(workspace != nullptr, "the workspace is missing");
   KVASIR_RETURN_IF_ERROR(check.status());
@@ -341,9 +295,9 @@ absl::Status CudaLinear::Multiply(const TensorView& x, const TensorView& y, floa
     at = plans_.emplace(key, std::move(plan)).first;
   }
   const Plan& plan = at->second;
-  const float one = 1;
+  const float one = 1, zero = 0;
   return CublasStatus(cublasLtMatmul(lt_->handle(), description_.get(), &one, weights_.data(),
-                                     weights_layout_.get(), x.data(), plan.x.get(), &add, y.data(),
+                                     weights_layout_.get(), x.data(), plan.x.get(), &zero, y.data(),
                                      plan.y.get(), y.data(), plan.y.get(), &plan.algorithm,
                                      workspace, static_cast<size_t>(kWorkspaceBytes), stream),
                       "launching a linear layer");

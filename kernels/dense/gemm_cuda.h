@@ -14,6 +14,7 @@
 #include <memory>
 #include <span>
 #include <tuple>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -21,22 +22,9 @@
 #include "kernels/base/device_buffer.h"
 #include "kernels/base/tensor.h"
 #include "kernels/dense/gemm.h"
+#include "kernels/dense/gemm_algorithms.h"
 
 namespace kvasir::kernels {
-
-// cuBLASLt on the current device. Thread-safe.
-class CublasLt {
- public:
-  // UNAVAILABLE without a usable device.
-  static absl::StatusOr<CublasLt> Create();
-  cublasLtHandle_t handle() const { return handle_.get(); }
-
- private:
-  struct Destroy {
-    void operator()(cublasLtHandle_t handle) const { cublasLtDestroy(handle); }
-  };
-  std::unique_ptr<cublasLtContext, Destroy> handle_;
-};
 
 // Thread-compatible.
 class CudaLinear {
@@ -55,37 +43,34 @@ class CudaLinear {
 
   // All tensors of `params` in device memory: x, norm and normed options.input; y and product
   // options.output, which is the input's dtype where something comes after the product. kAdd needs
-  // no working memory here.
+  // `product` for more than a few rows only.
   // `workspace`: kWorkspaceBytes, 256-byte aligned, of this stream only.
   //
-  // Products and sums are float32. For a few rows (up to 8, of x whose rows have a multiple of 16
-  // bytes and fit into shared memory) all is one launch, which may begin beside the kernel before
-  // it, but for the norm of rows that are too long or odd (FewRowsNormalize); a row's bits depend
-  // on nothing but the row. For more there is a launch for each part; a sum may be rounded to the
-  // output's dtype before its bias is added, and once more after; kAdd rounds the sum of both once;
-  // and the order of sums is chosen by M and by the alignment of x and y at their first use and
-  // kept, so that the last bits of a row depend on M. Infinities and NaNs spread within their row
-  // as in the formula and never into another row. Nothing is waited for; may be captured.
-  // INVALID_ARGUMENT: shapes, dtypes, host memory. UNIMPLEMENTED: cuBLASLt has no kernel for the
-  // shape. INTERNAL: it failed.
+  // Products and sums are float32; a sum has its bias added and is rounded once. For a few rows (up
+  // to 8, of x whose rows have a multiple of 16 bytes and fit into shared memory) all is one
+  // launch, which may begin beside the kernel before it, but for the norm of rows that are too long
+  // or odd (FewRowsNormalize). For more there is a launch for each part.
+  //
+  // A row's bits depend on nothing but the row, whatever M is and whichever kernel multiplies,
+  // where keeps_bits() and x and y are aligned to 16 bytes. Elsewhere the order of sums is chosen
+  // by M and by the alignment of x and y at their first use and kept. Infinities and NaNs spread
+  // within their row as in the formula and never into another row. Nothing is waited for; may be
+  // captured. INVALID_ARGUMENT: shapes, dtypes, host memory. UNIMPLEMENTED: cuBLASLt has no kernel
+  // for the shape. INTERNAL: it failed.
   absl::Status Run(const LinearParams& params, std::byte* workspace, cudaStream_t stream);
   // The same by cuBLASLt, whatever M is.
   absl::Status RunManyRows(const LinearParams& params, std::byte* workspace, cudaStream_t stream);
 
   int64_t in_features() const { return in_features_; }
   int64_t out_features() const { return out_features_; }
+  // Whether sums have one order for every M: the input is bfloat16, K a multiple of 8, and cuBLASLt
+  // has kernels whose sums were found to have the bits of ours (gemm_algorithms.h).
+  bool keeps_bits() const { return algorithms_ != nullptr && algorithms_->keep_bits; }
+  const LinearAlgorithms* algorithms() const { return algorithms_; }  // null: K or dtype is another
 
  private:
-  struct DestroyDescription {
-    void operator()(cublasLtMatmulDesc_t description) const {
-      cublasLtMatmulDescDestroy(description);
-    }
-  };
-  struct DestroyLayout {
-    void operator()(cublasLtMatrixLayout_t layout) const { cublasLtMatrixLayoutDestroy(layout); }
-  };
-  using Description = std::unique_ptr<cublasLtMatmulDescOpaque_t, DestroyDescription>;
-  using Layout = std::unique_ptr<cublasLtMatrixLayoutOpaque_t, DestroyLayout>;
+  using Description = LtDescription;
+  using Layout = LtLayout;
   struct Plan {
     Layout x, y;
     cublasLtMatmulAlgo_t algorithm;
@@ -96,14 +81,14 @@ class CudaLinear {
   absl::Status TakeHostParts(std::span<const PackedLinear::Part> parts);
   absl::Status TakeDeviceParts(std::span<const PackedLinear::Part> parts);
   absl::Status Describe();
+  absl::Status FindAlgorithms();
   absl::Status Check(const LinearParams& params) const;
   bool TakesFewRows(const LinearParams& params) const;
   static absl::Status Normalize(const LinearParams& params, cudaStream_t stream);
   absl::Status RunFewRows(const LinearParams& params, cudaStream_t stream) const;
-  // y = x w^T + bias, added to what y holds where `add`.
-  absl::Status Multiply(const TensorView& x, const TensorView& y, float add, std::byte* workspace,
+  // y = x w^T + bias.
+  absl::Status Multiply(const TensorView& x, const TensorView& y, std::byte* workspace,
                         cudaStream_t stream);
-  static absl::StatusOr<Layout> MakeLayout(DType dtype, int64_t rows, int64_t columns);
   absl::StatusOr<Plan> MakePlan(const PlanKey& key) const;
 
   const CublasLt* lt_ = nullptr;
@@ -115,6 +100,7 @@ class CudaLinear {
   DeviceBuffer bias_;     // [N] options.output; empty: none
   Description description_;
   Layout weights_layout_;
+  const LinearAlgorithms* algorithms_ = nullptr;  // of lt_; null: there is no one order
   std::map<PlanKey, Plan> plans_;
 };
 

@@ -12,14 +12,15 @@ namespace {
 
 using After = LinearParams::After;
 
-constexpr int kWarps = 16;
+constexpr int kWarps = 8;
 constexpr int kThreads = kWarps * kWarpThreads;
-constexpr int kManyStages = 4;  // of copies, where x leaves room for them
-constexpr int kFewStages = 3;
 constexpr int kPiece = 8;          // elements that a thread reads or copies at once: 16 bytes
-constexpr int kTileRows = 8;       // of the weights
-constexpr int kStepColumns = 128;  // of a tile, for a warp: 256 bytes that lie side by side
+constexpr int kTileRows = 8;       // of the weights, of one warp
+constexpr int kStepColumns = 256;  // of a tile: 512 bytes of each row
 constexpr int kStepPieces = kStepColumns / kPiece;
+constexpr int kMatrices = 4;  // of 8 x 8 elements, that a warp loads at once: two products' columns
+constexpr int kLoads = kStepPieces / kMatrices;  // of a step
+constexpr int kLeastStages = 3;                  // of copies ahead, in each warp
 constexpr int kRoomForSharedMemory = 227 * 1024;
 
 struct alignas(16) Piece {
@@ -27,73 +28,71 @@ struct alignas(16) Piece {
 };
 static_assert(sizeof(Piece) == 16);
 
-// What a warp multiplies by in one step: rows of 16 pieces. Of odd rows the halves are exchanged,
-// so that eight lanes that read four pieces of two rows meet all banks.
+// What a warp multiplies by in one step. Pieces of each row are exchanged by the row's number, so
+// that eight lanes that read a piece of each row meet all banks.
 struct Step {
   Piece pieces[kTileRows][kStepPieces];
 
-  __device__ Piece& At(int row, int piece) { return pieces[row][piece ^ ((row & 1) << 2)]; }
+  __device__ Piece& At(int row, int piece) { return pieces[row][piece ^ row]; }
 };
 
-template <int kStages>
 struct SharedMemory {
-  Step ring[kWarps][kStages];
-  // By each warp, [row of x][row of the tile]; of two tiles in turn.
-  float partials[2][kWarps][kFewRows][kTileRows];
   float square_sums[kFewRows][kMaxNormThreads / kWarpThreads];
-  float scales[kFewRows];
-  // Then x: num_rows rows, XPitch pieces apart; then the weights of its norm.
+  alignas(16) float scales[kFewRows];
+  // Then the ring, [warps that have tiles][stages] steps; then x: num_rows rows, XPitch pieces
+  // apart; then the weights of its norm.
 };
 
 // Outputs of a tile. A gated one has as many rows of both halves of the weights.
 template <After kAfter>
 constexpr int kOutputs = kAfter == After::kSiluMul ? kTileRows / 2 : kTileRows;
 
-// Whole steps, and four pieces more, so that two rows begin half a line of banks apart.
+// Whole steps, and one piece more, so that eight lanes that read a piece of each row meet all
+// banks.
 __host__ __device__ constexpr int64_t XPitch(int64_t k) {
-  return (k + kStepColumns - 1) / kStepColumns * kStepPieces + 4;
+  return (k + kStepColumns - 1) / kStepColumns * kStepPieces + 1;
 }
 
-template <int kStages>
-constexpr int64_t SharedBytes(int64_t num_rows, int64_t k, bool has_norm) {
+// With rings of so many warps.
+constexpr int64_t SharedBytes(int warps, int stages, int64_t num_rows, int64_t k, bool has_norm) {
   const int64_t pieces = num_rows * XPitch(k) + (has_norm ? k / kPiece : 0);
-  return static_cast<int64_t>(sizeof(SharedMemory<kStages>)) +
+  return static_cast<int64_t>(sizeof(SharedMemory)) +
+         int64_t{warps} * stages * static_cast<int64_t>(sizeof(Step)) +
          pieces * static_cast<int64_t>(sizeof(Piece));
 }
 
-// The steps of one warp, tile by tile, in the order in which it copies and multiplies.
+// The tiles of one warp and their steps, in the order in which it copies and multiplies. First
+// every block's first warp has a tile, then every block's second: so that blocks have as many.
 struct Walk {
   __device__ Walk(const FewRowsLaunch& p, int outputs)
       : steps(static_cast<int>((p.k + kStepColumns - 1) / kStepColumns)),
         num_tiles(static_cast<int>((p.n + outputs - 1) / outputs)),
-        tile(static_cast<int>(blockIdx.x)),
-        step(static_cast<int>(threadIdx.x) / kWarpThreads) {
-    if (step >= steps) tile = num_tiles;  // too few columns for this warp
-  }
+        tile(static_cast<int>(blockIdx.x + gridDim.x * (threadIdx.x / kWarpThreads))) {}
   __device__ bool is_over() const { return tile >= num_tiles; }
   __device__ void Next() {
-    step += kWarps;
-    if (step < steps) return;
-    step = static_cast<int>(threadIdx.x) / kWarpThreads;
-    tile += static_cast<int>(gridDim.x);
+    if (++step < steps) return;
+    step = 0;
+    NextTile();
   }
+  __device__ void NextTile() { tile += static_cast<int>(gridDim.x) * kWarps; }
   const int steps;
   const int num_tiles;
   int tile;
-  int step;
+  int step = 0;
 };
 
-// Begins the copies of the walk's step. Rows and columns behind the last are zeros.
+// Begins the copies of the walk's step, a row at a time. Rows and columns behind the last are
+// zeros.
 template <After kAfter>
 __device__ void CopyStep(const FewRowsLaunch& p, const Walk& walk, Step& to) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
-  const int piece = lane % kStepPieces;
+  static_assert(kStepPieces == kWarpThreads);
+  const int piece = static_cast<int>(threadIdx.x) % kWarpThreads;
   const int runs = static_cast<int>(p.k / kPiece);
   const int n = static_cast<int>(p.n);
   const int column = walk.step * kStepPieces + piece;
   const auto* weights = reinterpret_cast<const Piece*>(p.weights);
 #pragma unroll
-  for (int row = lane / kStepPieces; row < kTileRows; row += kWarpThreads / kStepPieces) {
+  for (int row = 0; row < kTileRows; ++row) {
     const int output = walk.tile * kOutputs<kAfter> + row % kOutputs<kAfter>;
     const int weight = output + row / kOutputs<kAfter> * n;
     const bool is_there = output < n && column < runs;
@@ -175,76 +174,99 @@ __device__ void NormalizeX(const FewRowsLaunch& p, const Piece* norm, const Squa
   __syncthreads();
 }
 
-// Adds one step's products. Lanes of a quad take neighbouring pieces of a row of either operand:
-// which columns meet in one instruction is of no consequence, as long as they are the same of both.
-__device__ void MultiplyStep(const Piece* x, bool has_row, Step& weights, float (&sums)[2][4]) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
+// A lane's part of one step's weights.
+struct StepWeights {
+  uint4 matrices[kLoads];
+
+  __device__ explicit StepWeights(Step& step) {
+    const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
 #pragma unroll
-  for (int i = 0; i < kStepPieces; i += 4) {
-    const int piece = i + lane % 4;
-    const uint4 a = has_row ? *reinterpret_cast<const uint4*>(&x[piece]) : uint4{0, 0, 0, 0};
-    const uint4 b = *reinterpret_cast<const uint4*>(&weights.At(lane / 4, piece));
-    Mma16x8(sums[0], {a.x, 0, a.y, 0}, {b.x, b.y});
-    Mma16x8(sums[1], {a.z, 0, a.w, 0}, {b.z, b.w});
+    for (int i = 0; i < kLoads; ++i) {
+      matrices[i] = LoadMatrices(&step.At(lane % kTileRows, i * kMatrices + lane / kTileRows));
+    }
+  }
+};
+
+// Adds one step's products, 16 columns at a time in ascending order. `x`: the pieces of the step in
+// the lane's row.
+__device__ void MultiplyStep(const Piece* x, const StepWeights& weights, float (&sums)[4]) {
+  uint4 rows[kLoads];
+#pragma unroll
+  for (int i = 0; i < kLoads; ++i) rows[i] = LoadMatrices(x + i * kMatrices);
+#pragma unroll
+  for (int i = 0; i < kLoads; ++i) {
+    const uint4& a = rows[i];
+    const uint4& b = weights.matrices[i];
+    Mma16x8(sums, {a.x, 0, a.y, 0}, {b.x, b.y});
+    Mma16x8(sums, {a.z, 0, a.w, 0}, {b.z, b.w});
   }
 }
 
-// One output of the tile, by a thread of its own: row and column of y.
+// Two neighbouring outputs of a tile, those of one lane: row and first column of y. Of gated tiles
+// half of the lanes have some, the other half the same outputs' second factors.
 template <After kAfter>
-struct Output {
-  __device__ Output(const FewRowsLaunch& p, int tile)
-      : row(static_cast<int>(threadIdx.x) / kOutputs<kAfter>),
-        column(tile * kOutputs<kAfter> + static_cast<int>(threadIdx.x) % kOutputs<kAfter>),
-        is_there(row < p.num_rows && column < p.n) {}
+struct Outputs {
+  __device__ Outputs(const FewRowsLaunch& p, int tile)
+      : row(static_cast<int>(threadIdx.x) % kWarpThreads / 4),
+        in_tile(static_cast<int>(threadIdx.x) % 4 * 2),
+        column(tile * kOutputs<kAfter> + in_tile),
+        num_there(row < p.num_rows && in_tile < kOutputs<kAfter>
+                      ? min(2, static_cast<int>(p.n) - column)
+                      : 0) {}
 
   template <typename Out>
   __device__ Out* In(const FewRowsLaunch& p) const {
     return static_cast<Out*>(p.y) + row * p.n + column;
   }
   const int row;
+  const int in_tile;
   const int column;
-  const bool is_there;
+  const int num_there;  // may be negative
 };
 
-// Of the row of the tile that has an output's weights, or those of its other half.
 template <typename Out>
-__device__ Out SumOfWarps(const FewRowsLaunch& p, const float (*partials)[kFewRows][kTileRows],
-                          int row, int in_tile, int64_t weight) {
-  float sum = 0;
-#pragma unroll
-  for (int warp = 0; warp < kWarps; ++warp) sum += partials[warp][row][in_tile];
+__device__ Out WithBias(const FewRowsLaunch& p, float sum, int64_t weight) {
   if (p.bias != nullptr) sum += static_cast<float>(static_cast<const Out*>(p.bias)[weight]);
   return Out(sum);
 }
 
+// By the whole warp. `before`: what y holds, of kAdd.
 template <After kAfter, typename Out>
-__device__ void Finish(const FewRowsLaunch& p, const Output<kAfter>& output, Out before,
-                       const float (*partials)[kFewRows][kTileRows]) {
-  if (!output.is_there) return;
-  const int in_tile = output.column % kOutputs<kAfter>;
-  const Out sum = SumOfWarps<Out>(p, partials, output.row, in_tile, output.column);
-  Out* const y = output.template In<Out>(p);
-  if constexpr (kAfter == After::kStore) {
-    *y = sum;
-  } else if constexpr (kAfter == After::kAdd) {
-    *y = Out(static_cast<float>(before) + static_cast<float>(sum));
-  } else {
-    const Out up =
-        SumOfWarps<Out>(p, partials, output.row, kOutputs<kAfter> + in_tile, p.n + output.column);
-    const auto gate = static_cast<float>(sum);
-    const Out silu = Out(gate / (1.0f + expf(-gate)));
-    *y = Out(static_cast<float>(silu) * static_cast<float>(up));
+__device__ void Finish(const FewRowsLaunch& p, const Outputs<kAfter>& outputs,
+                       const Out (&before)[2], const float (&sums)[4]) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    float up_sum = 0;
+    if constexpr (kAfter == After::kSiluMul) {
+      up_sum = __shfl_down_sync(kAllLanes, sums[i], kOutputs<kAfter> / 2);
+    }
+    if (i >= outputs.num_there) continue;
+    const int64_t column = outputs.column + i;
+    const Out sum = WithBias<Out>(p, sums[i], column);
+    Out& y = outputs.template In<Out>(p)[i];
+    if constexpr (kAfter == After::kStore) {
+      y = sum;
+    } else if constexpr (kAfter == After::kAdd) {
+      y = Out(static_cast<float>(before[i]) + static_cast<float>(sum));
+    } else {
+      const Out up = WithBias<Out>(p, up_sum, p.n + column);
+      const auto gate = static_cast<float>(sum);
+      const Out silu = Out(gate / (1.0f + expf(-gate)));
+      y = Out(static_cast<float>(silu) * static_cast<float>(up));
+    }
   }
 }
 
 template <After kAfter, typename Out, int kStages>
-__global__ void __launch_bounds__(kThreads) FewRowsKernel(const __grid_constant__ FewRowsLaunch p) {
+__global__ void __launch_bounds__(kThreads, 1)
+    FewRowsKernel(const __grid_constant__ FewRowsLaunch p, int ring_warps) {
   extern __shared__ uint4 raw[];
-  auto& shared = *reinterpret_cast<SharedMemory<kStages>*>(raw);
-  auto* const x = reinterpret_cast<Piece*>(&shared + 1);
+  auto& shared = *reinterpret_cast<SharedMemory*>(raw);
+  auto* const rings = reinterpret_cast<Step*>(&shared + 1);
+  auto* const x = reinterpret_cast<Piece*>(rings + ring_warps * kStages);
   auto* const norm = x + p.num_rows * XPitch(p.k);
-  const int warp = static_cast<int>(threadIdx.x) / kWarpThreads;
   const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
+  Step* const ring = rings + threadIdx.x / kWarpThreads * kStages;  // of a warp that has tiles
 
   // Weights do not wait for x. Each thread copies what it needs of the norm's, with the first step.
   if (p.norm != nullptr) {
@@ -253,10 +275,11 @@ __global__ void __launch_bounds__(kThreads) FewRowsKernel(const __grid_constant_
     }
   }
   Walk ahead(p, kOutputs<kAfter>);
+  Walk at = ahead;
 #pragma unroll
   for (int stage = 0; stage < kStages; ++stage) {
     if (!ahead.is_over()) {
-      CopyStep<kAfter>(p, ahead, shared.ring[warp][stage]);
+      CopyStep<kAfter>(p, ahead, ring[stage]);
       ahead.Next();
     }
     CommitCopies();
@@ -268,38 +291,39 @@ __global__ void __launch_bounds__(kThreads) FewRowsKernel(const __grid_constant_
     NormalizeX(p, norm, shared.square_sums, shared.scales, x);
   }
 
-  const bool has_row = lane / 4 < p.num_rows;
-  const Piece* const row = x + (has_row ? lane / 4 : 0) * XPitch(p.k);
+  // Rows that are not there read those of the first, and what becomes of it is not written.
+  const int row = lane % kTileRows < p.num_rows ? lane % kTileRows : 0;
+  const Piece* const lane_x = x + row * XPitch(p.k) + lane / kTileRows;
   int stage = 0;
-  int turn = 0;
-  for (int tile = static_cast<int>(blockIdx.x); tile < ahead.num_tiles;
-       tile += static_cast<int>(gridDim.x)) {
-    // The next kernel's blocks begin with its weights where a block of this one has ended.
-    if (tile + static_cast<int>(gridDim.x) >= ahead.num_tiles) {
+  for (; !at.is_over(); at.NextTile()) {
+    // The next kernel's blocks begin with its weights where all warps of one of this have their
+    // last tile, or none.
+    if (at.tile + static_cast<int>(gridDim.x) * kWarps >= at.num_tiles) {
       cudaTriggerProgrammaticLaunchCompletion();
     }
-    const Output<kAfter> output(p, tile);
-    Out before = {};
-    if (kAfter == After::kAdd && output.is_there) before = *output.template In<Out>(p);
-    float sums[2][4] = {};
-    for (int step = warp; step < ahead.steps; step += kWarps) {
+    const Outputs<kAfter> outputs(p, at.tile);
+    Out before[2] = {};
+    if constexpr (kAfter == After::kAdd) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (i < outputs.num_there) before[i] = outputs.template In<Out>(p)[i];
+      }
+    }
+    float sums[4] = {};
+    for (int step = 0; step < at.steps; ++step) {
       WaitForCopies<kStages - 1>();
       __syncwarp();  // of all lanes
-      MultiplyStep(row + step * kStepPieces, has_row, shared.ring[warp][stage], sums);
+      const StepWeights weights(ring[stage]);
       __syncwarp();  // all have read
       if (!ahead.is_over()) {
-        CopyStep<kAfter>(p, ahead, shared.ring[warp][stage]);
+        CopyStep<kAfter>(p, ahead, ring[stage]);
         ahead.Next();
       }
       CommitCopies();
+      MultiplyStep(lane_x + step * kStepPieces, weights, sums);
       stage = stage + 1 == kStages ? 0 : stage + 1;
     }
-    float* const to = shared.partials[turn][warp][lane / 4] + lane % 4 * 2;
-    to[0] = sums[0][0] + sums[1][0];
-    to[1] = sums[0][1] + sums[1][1];
-    __syncthreads();
-    Finish(p, output, before, shared.partials[turn]);
-    turn ^= 1;
+    Finish<kAfter, Out>(p, outputs, before, sums);
   }
 }
 
@@ -308,33 +332,45 @@ __global__ void __launch_bounds__(kThreads) FewRowsKernel(const __grid_constant_
 constexpr int64_t kLeastSharedBytes = kRoomForSharedMemory / 2 + 1024;
 
 template <After kAfter, typename Out, int kStages>
-cudaError_t Launch(const FewRowsLaunch& p, int num_processors, cudaStream_t stream) {
+cudaError_t Launch(const FewRowsLaunch& p, unsigned blocks, int ring_warps, int64_t shared_bytes,
+                   cudaStream_t stream) {
   const auto kernel = FewRowsKernel<kAfter, Out, kStages>;
   if (const cudaError_t error = cudaFuncSetAttribute(
           kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kRoomForSharedMemory);
       error != cudaSuccess) {
     return error;
   }
+  return LaunchOverlapped(kernel, blocks, kThreads, static_cast<size_t>(shared_bytes), stream, p,
+                          ring_warps);
+}
+
+// With as many stages as there is room for.
+template <After kAfter, typename Out, int kStages, int... kFewer>
+cudaError_t LaunchStages(const FewRowsLaunch& p, int num_processors, cudaStream_t stream) {
   const int64_t tiles = (p.n + kOutputs<kAfter> - 1) / kOutputs<kAfter>;
-  const auto blocks = static_cast<unsigned>(std::min<int64_t>(tiles, num_processors));
-  const int64_t shared_bytes =
-      std::max(SharedBytes<kStages>(p.num_rows, p.k, p.norm != nullptr), kLeastSharedBytes);
-  return LaunchOverlapped(kernel, blocks, kThreads, static_cast<size_t>(shared_bytes), stream, p);
+  const int64_t blocks = std::min<int64_t>(tiles, num_processors);
+  const auto warps = static_cast<int>(std::min<int64_t>((tiles + blocks - 1) / blocks, kWarps));
+  const int64_t bytes = SharedBytes(warps, kStages, p.num_rows, p.k, p.norm != nullptr);
+  if constexpr (sizeof...(kFewer) > 0) {
+    if (bytes > kRoomForSharedMemory) {
+      return LaunchStages<kAfter, Out, kFewer...>(p, num_processors, stream);
+    }
+  }
+  return Launch<kAfter, Out, kStages>(p, static_cast<unsigned>(blocks), warps,
+                                      std::max(bytes, kLeastSharedBytes), stream);
 }
 
 template <After kAfter, typename Out>
-cudaError_t LaunchStages(const FewRowsLaunch& p, int num_processors, cudaStream_t stream) {
-  const bool fits =
-      SharedBytes<kManyStages>(p.num_rows, p.k, p.norm != nullptr) <= kRoomForSharedMemory;
-  return (fits ? Launch<kAfter, Out, kManyStages>
-               : Launch<kAfter, Out, kFewStages>)(p, num_processors, stream);
+cudaError_t LaunchAfter(const FewRowsLaunch& p, int num_processors, cudaStream_t stream) {
+  return LaunchStages<kAfter, Out, 8, 6, 4, kLeastStages>(p, num_processors, stream);
 }
 
 }  // namespace
 
 bool FewRowsFit(int64_t num_rows, int64_t k) {
   return num_rows <= kFewRows && k % kPiece == 0 &&
-         SharedBytes<kFewStages>(num_rows, k, FewRowsNormalize(k)) <= kRoomForSharedMemory;
+         SharedBytes(kWarps, kLeastStages, num_rows, k, FewRowsNormalize(k)) <=
+             kRoomForSharedMemory;
 }
 
 bool FewRowsNormalize(int64_t k) {
@@ -345,15 +381,15 @@ bool FewRowsNormalize(int64_t k) {
 cudaError_t LaunchFewRows(const FewRowsLaunch& p, int num_processors, cudaStream_t stream) {
   switch (p.after) {
     case After::kAdd:
-      return LaunchStages<After::kAdd, BFloat16>(p, num_processors, stream);
+      return LaunchAfter<After::kAdd, BFloat16>(p, num_processors, stream);
     case After::kSiluMul:
-      return LaunchStages<After::kSiluMul, BFloat16>(p, num_processors, stream);
+      return LaunchAfter<After::kSiluMul, BFloat16>(p, num_processors, stream);
     case After::kStore:
       break;
   }
   return p.dtype == DType::kFloat32
-             ? LaunchStages<After::kStore, float>(p, num_processors, stream)
-             : LaunchStages<After::kStore, BFloat16>(p, num_processors, stream);
+             ? LaunchAfter<After::kStore, float>(p, num_processors, stream)
+             : LaunchAfter<After::kStore, BFloat16>(p, num_processors, stream);
 }
 
 }  // namespace kvasir::kernels

@@ -1,14 +1,14 @@
 // The kernel behind CudaLinear for a few rows of x. Only gemm_cuda.cc includes it, after it has
 // checked. All pointers are device memory.
 //
-// Weights are read once, from begin to end, and all that counts is that enough of them are on
-// their way at any time: 96 or 128 KiB a multiprocessor, of which there is one block each. It takes
-// tiles of 8 rows of the weights in turn; its warps share the columns of a tile, each copies its
-// own part ahead into shared memory and multiplies by it on tensor cores, with the rows of x as the
-// other operand. The first copies begin before the kernel waits for what x is made by.
+// Weights are read once, from begin to end, and all that counts is that enough of them are on their
+// way at any time: about 100 to 192 KiB a multiprocessor, of which there is one block each. A warp
+// takes tiles of 8 rows of the weights in turn, copies its own rows ahead into shared memory and
+// multiplies by them on tensor cores, with the rows of x as the other operand. The first copies
+// begin before the kernel waits for what x is made by.
 //
-// A row's sums have one order, whatever M is and wherever in x it stands: the columns of a warp in
-// ascending order, then the warps.
+// A sum has one order, whatever M is and wherever in x its row stands: 16 columns at a time in
+// ascending order, in one accumulator. Kernels for many rows have the same (gemm_algorithms.h).
 #pragma once
 
 #include <cstdint>

@@ -27,7 +27,7 @@ absl::Status RotateToDistance(const SelectParams& p, const QueryDistance& distan
                                                   .numbers = p.numbers.data(),
                                                   .rope = p.device_rope},
                                        .num_blocks = blocks,
-                                       .most_rows = p.q.dim(0) > blocks ? kPageTokens : 1,
+                                       .most_rows = p.may_have_several_rows() ? kPageTokens : 1,
                                        .distance = distance,
                                        .to = to.data()};
   return CudaStatus(LaunchDistantQueries(launch, stream), "launching distant_queries");

@@ -49,7 +49,8 @@ absl::StatusOr<SelectLaunch> MakeSelectLaunch(absl::string_view name, const Sele
                       .numbers = p.numbers.data(),
                       .memories = p.device_memories.data(),
                       .out = out,
-                      .rope = p.device_rope};
+                      .rope = p.device_rope,
+                      .is_whole_step = p.q.dim(0) == std::ssize(p.blocks)};
 }
 
 absl::Status RequirePlacedQueries(absl::string_view name, const SelectParams& params) {

@@ -31,6 +31,7 @@ struct SelectLaunch {
   const DeviceSelectionMemory* memories = nullptr;  // one per query tile; null: no row remembers
   PageSelection out = {};
   DeviceRopePositions rope = {};
+  bool is_whole_step = false;  // each token of the step is a query tile of this call
 };
 
 // INVALID_ARGUMENT, opened by `name`, on shapes and on calls that no kernel here serves: head_dim

@@ -113,6 +113,13 @@ struct SelectParams {
   // unchanged.
   std::span<const uint8_t> wanted = {};
   LayerRanks* ranks = nullptr;  // null: `kv` has all KV heads of the layer
+  // On the GPU, whose query tiles the host does not see: the most queries that a tile may have, so
+  // that the kernels which serve a tile do not depend on what else is in q. 0: as many as q leaves.
+  int64_t most_rows = 0;
+
+  bool may_have_several_rows() const {
+    return most_rows == 0 ? q.dim(0) > std::ssize(blocks) : most_rows > 1;
+  }
 };
 
 // Why a page that dense attention would read is not attended to: the label of the skip counters.

@@ -8,6 +8,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <iostream>
+#include <numeric>
 #include <set>
 #include <string>
 #include <utility>
@@ -350,6 +351,50 @@ class CudaEngineTest : public testing::Test {
     }
   }
 
+  // What else is in a step changes no bit of a request: others of its policy and of all others,
+  // prompts and answers, so that its products are those of one row, of up to 16 and of chunks.
+  static void ExpectSameBitsAmongOthers(TestModel& model, const std::vector<uint32_t>& policies,
+                                        const EngineOptions& options) {
+    constexpr int64_t kPrompt = 900;
+    for (const uint32_t policy : policies) {
+      SCOPED_TRACE(testing::Message() << "policy " << policy);
+      const TestRequest request = MakeRequest(100, kPrompt, policy);
+      const Run alone = Serve(model, {request}, kSlots, options);
+      ASSERT_TRUE(alone.results[0].status.ok()) << alone.results[0].status;
+      const auto expect_same = [&](const std::vector<TestRequest>& requests, const char* how) {
+        SCOPED_TRACE(how);
+        const Run run = Serve(model, requests, kSlots, options);
+        ASSERT_TRUE(run.results[0].status.ok()) << run.results[0].status;
+        EXPECT_EQ(run.results[0].tokens, alone.results[0].tokens);
+        for (const auto& [place, logits] : alone.logits) {
+          ASSERT_TRUE(run.logits.contains(place));
+          if (run.logits.at(place) == logits) continue;
+          LogitsDifference difference;
+          difference.Add(logits, run.logits.at(place));
+          ADD_FAILURE() << "logits after position " << place.second << " differ by up to "
+                        << difference.largest;
+          break;
+        }
+      };
+      expect_same({request}, "again");
+      // The others go on when it has ended.
+      std::vector<TestRequest> requests = {request};
+      const auto add_others = [&](int64_t count) {
+        while (std::ssize(requests) <= count) {
+          const int64_t i = std::ssize(requests);
+          const uint32_t other =
+              i % 3 == 0 ? policy : policies[static_cast<size_t>(i) % policies.size()];
+          requests.push_back(MakeRequest(300 * i, 150 + 130 * i, other));
+          requests.back().max_tokens = 60;
+        }
+      };
+      add_others(3);
+      expect_same(requests, "beside 3 others");
+      add_others(kSlots - 1);
+      expect_same(requests, "beside 15 others");
+    }
+  }
+
   static inline std::vector<uint32_t> text_;
   // First on the CPU, then on the GPU.
   static inline std::vector<std::unique_ptr<TestModel>> models_;
@@ -413,6 +458,17 @@ TEST_F(CudaEngineTest, StepsThatBeginAheadChangeNoBit) {
   // Penalties count tokens on the host.
   requests[3].sampling.set_frequency_penalty(0.5);
   EXPECT_LT(expect_alike().fed_steps, 50);
+}
+
+TEST_F(CudaEngineTest, ARequestAloneTwiceAndAmongOthersHasTheSameBits) {
+  std::vector<uint32_t> policies(kNumPolicies);
+  std::iota(policies.begin(), policies.end(), 0u);
+  ExpectSameBitsAmongOthers(*models_[1], policies, Options());
+}
+
+TEST_F(CudaEngineTest, AtOtherPositionsARequestAmongOthersHasTheSameBits) {
+  ExpectSameBitsAmongOthers(*extended_models_[1], {0, 1, 3, 4, 5}, Options());
+  ExpectSameBitsAmongOthers(*grouped_models_[1], {0, 1, 3, 4, 5}, GroupedOptions());
 }
 
 TEST_F(CudaEngineTest, EveryPolicyAloneAnswersAsOnTheCpu) {

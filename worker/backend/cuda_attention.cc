@@ -101,8 +101,8 @@ absl::Status CudaAttention::Select(const CudaStep& step, const LayerQueries& que
       .workspace = workspace_.data(),
       .placed_queries = TensorView(placed_queries_.data(), q.dtype(),
                                    {q.dim(0), q.dim(1), q.dim(2)}, kernels::Device::kCuda)};
-  for (const SelectorRange& range : step.shape.ranges) {
-    if (range.served->dense) continue;
+  const auto select = [&](const SelectorRange& range, int64_t most_rows) -> absl::Status {
+    if (range.begin >= range.end) return absl::OkStatus();
     const size_t begin = static_cast<size_t>(range.begin);
     const size_t count = static_cast<size_t>(range.end - range.begin);
     const kernels::SelectParams params = {.q = queries.q,
@@ -114,10 +114,22 @@ absl::Status CudaAttention::Select(const CudaStep& step, const LayerQueries& que
                                           .faults = step.results.faults,
                                           .device_rope = rope_,
                                           .rotation = step.rotation,
-                                          .device_memories = MemoriesOf(step, range)};
+                                          .device_memories = MemoriesOf(step, range),
+                                          .most_rows = most_rows};
     const PageSelection rows =
         selection_.Rows(range.begin * heads, (range.end - range.begin) * heads);
-    KVASIR_RETURN_IF_ERROR(SelectOnGpu(*range.served, limits_, params, rows, memory, stream));
+    return SelectOnGpu(*range.served, limits_, params, rows, memory, stream);
+  };
+  // Rows of one query apart, so that it is the same kernels that serve them whatever else there is.
+  const int64_t num_single = step.shape.num_single;
+  for (const SelectorRange& range : step.shape.ranges) {
+    if (range.served->dense) continue;
+    KVASIR_RETURN_IF_ERROR(select(
+        {.served = range.served, .begin = range.begin, .end = std::min(range.end, num_single)},
+        /*most_rows=*/1));
+    KVASIR_RETURN_IF_ERROR(select(
+        {.served = range.served, .begin = std::max(range.begin, num_single), .end = range.end},
+        kernels::kPageTokens));
   }
   return absl::OkStatus();
 }

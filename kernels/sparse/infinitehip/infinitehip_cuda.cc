@@ -68,7 +68,9 @@ absl::Status SelectInfiniteHip(const InfiniteHipCuda& method, const SelectParams
       .select = select,
       .max_chunks = method.MaxChunks(params.kv),
       .later_chunks = method.MaxLaterChunks(),
-      .max_rows = std::clamp<int64_t>(params.q.dim(0) - num_blocks + 1, 1, kPageTokens)};
+      .max_rows = params.may_have_several_rows()
+                      ? std::clamp<int64_t>(params.q.dim(0) - num_blocks + 1, 1, kPageTokens)
+                      : 1};
   std::copy(preset.stages.begin(), preset.stages.end(), launch.stages);
   launch.pages = MakePageScoreLaunch(select, params, preset.stages[0].query_stride);
   launch.pages.chunks = preset.grid();

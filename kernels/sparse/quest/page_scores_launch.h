@@ -23,7 +23,7 @@ struct PageScoreLaunch {
   float low_weight = 0;           // quest_rule.h
   bool by_products = false;       // page_products.cu serves the call
   bool has_many_queries = false;  // a query tile of it may have several queries
-  // Every query tile of the step is one token. Kernels that choose by scores may then make the
+  // Every query tile of the call is one token. Kernels that choose by scores may then make the
   // scores themselves (page_stream.cuh).
   bool of_one_token = false;
 
@@ -51,7 +51,7 @@ inline PageScoreLaunch MakePageScoreLaunch(const SelectLaunch& select, const Sel
                                            int64_t query_stride = 1) {
   const bool is_bf16 =
       select.q_dtype == DType::kBFloat16 && select.kv.layout.dtype == DType::kBFloat16;
-  const bool has_many_queries = params.q.dim(0) > static_cast<int64_t>(params.blocks.size());
+  const bool has_many_queries = params.may_have_several_rows();
   return {.select = select,
           .query_stride = query_stride,
           .by_products = is_bf16 && (query_stride == 1 || !has_many_queries),

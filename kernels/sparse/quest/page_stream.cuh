@@ -63,8 +63,10 @@ class PageStream {
     bounds_ = BoundsOf(rows);
   }
 
-  // Begins to load the first pages, if they hold no token of this step.
+  // Begins to load the first pages, if they hold no token of this step. Beside a prompt that is
+  // not known: the step may have filled any page before the row's own.
   __device__ void BeginEarly() {
+    if (!p_.is_whole_step) return;
     // Two query tiles of a step may be adjacent, at the end of a page and the begin of the next.
     const int64_t end = row_.block.first_position / kPageTokens - 1;
     is_loaded_ = first_ < pages_.end && min(first_ + kTilePages, pages_.end) <= end;

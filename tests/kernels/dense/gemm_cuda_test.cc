@@ -1,7 +1,10 @@
 #include "kernels/dense/gemm_cuda.h"
 
 #include <cmath>
+#include <cstring>
+#include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
+#include <iostream>
 #include <limits>
 #include <vector>
 
@@ -177,10 +180,11 @@ class FewRowsTest : public testing::Test {
     EXPECT_TRUE(status.ok()) << status;
     return params.y;
   }
-  // Row `row` of a matrix on the device, on the device.
-  static TensorView Row(const TensorView& x, int64_t row) {
-    return TensorView(x.As<BFloat16>() + row * x.dim(1), kBf16, {1, x.dim(1)}, Device::kCuda);
+  // Rows [first, first + count) of a matrix on the device, on the device.
+  static TensorView Rows(const TensorView& x, int64_t first, int64_t count) {
+    return TensorView(x.As<BFloat16>() + first * x.dim(1), kBf16, {count, x.dim(1)}, Device::kCuda);
   }
+  static TensorView Row(const TensorView& x, int64_t row) { return Rows(x, row, 1); }
   static std::vector<uint16_t> Bits(const TensorView& x) {
     std::vector<uint16_t> bits(static_cast<size_t>(x.num_elements()));
     EXPECT_TRUE(DeviceMemory::Fetch(x.data(), bits.data(), bits.size() * 2).ok());
@@ -270,31 +274,180 @@ TEST_F(FewRowsTest, ARowHasItsBitsWhateverIsBesideIt) {
   }
 }
 
-// With room for errors of rounding; cuBLASLt's sums have another order.
-TEST_F(FewRowsTest, ManyRowsGiveAlmostTheSame) {
+TEST_F(FewRowsTest, CuBlasLtGivesTheSameBits) {
   constexpr int64_t kK = 512, kOutputs = 48, kRows = 6;
   TestTensor host_x(kBf16, {kRows, kK}), host_norm(kBf16, {kK}), host_y(kBf16, {kRows, kOutputs});
   const TensorView x = OnDevice(host_x, 1), norm = OnDevice(host_norm, 2);
-  for (const After after : {After::kStore, After::kAdd, After::kSiluMul}) {
-    const int64_t outputs = after == After::kSiluMul ? 2 * kOutputs : kOutputs;
-    CudaLinear layer = Layer(outputs, kK, true);
-    const LinearParams params = {.x = x,
-                                 .norm = norm,
-                                 .epsilon = 1e-5f,
-                                 .after = after,
-                                 .y = OnDevice(host_y, 3),
-                                 .normed = Room(kRows, kK),
-                                 .product = Room(kRows, outputs)};
-    TestTensor few(kBf16, {kRows, kOutputs}), many(kBf16, {kRows, kOutputs});
-    ASSERT_TRUE(DeviceMemory::Fetch(Run(layer, params), few.view()).ok());
-    LinearParams again = params;
-    again.y = OnDevice(host_y, 3);
-    ASSERT_TRUE(layer.RunManyRows(again, workspace_.data(), nullptr).ok());
-    ASSERT_TRUE(DeviceMemory::Fetch(again.y, many.view()).ok());
-    double largest = 0;
-    for (const double value : many.Values()) largest = std::max(largest, std::abs(value));
-    EXPECT_TRUE(AllClose(few.Values(), many.Values(),
-                         {.absolute = largest / 256, .relative = 1.0 / 64}, few.shape()));
+  for (const bool has_bias : {false, true}) {
+    for (const After after : {After::kStore, After::kAdd, After::kSiluMul}) {
+      const int64_t outputs = after == After::kSiluMul ? 2 * kOutputs : kOutputs;
+      CudaLinear layer = Layer(outputs, kK, has_bias);
+      const LinearParams params = {.x = x,
+                                   .norm = norm,
+                                   .epsilon = 1e-5f,
+                                   .after = after,
+                                   .y = OnDevice(host_y, 3),
+                                   .normed = Room(kRows, kK),
+                                   .product = Room(kRows, outputs)};
+      LinearParams again = params;
+      again.y = OnDevice(host_y, 3);
+      const absl::Status status = layer.RunManyRows(again, workspace_.data(), nullptr);
+      ASSERT_TRUE(status.ok()) << status;
+      EXPECT_EQ(Bits(Run(layer, params)), Bits(again.y));
+    }
+  }
+}
+
+// As the plain formula, and nothing is written beside y. Rows of x hold, besides usual values:
+// zeros, a NaN, an infinity in either sign, values next to the largest, and subnormal ones.
+TEST_F(FewRowsTest, HostileRowsAgreeWithAPlainSum) {
+  constexpr int64_t kBeside = 64;
+  for (const int64_t k : {8, 16, 248, 256, 264, 1032, 4096, 14336}) {
+    for (const int64_t outputs : {1, 7, 8, 9, 1057}) {
+      if (outputs > 9 && k > 1032) continue;
+      for (const int64_t rows : {1, 3, 8}) {
+        if (!FewRowsFit(rows, k)) continue;
+        SCOPED_TRACE(testing::Message() << rows << " x " << outputs << " x " << k);
+        TestTensor x(kBf16, {rows, k}), w(kBf16, {outputs, k}), all(kF32, {rows, outputs});
+        x.Fill(1);
+        w.Fill(21);  // as Layer's
+        for (int64_t i = 0; i < k; ++i) {
+          if (rows > 1) x.Set(k + i, i % 2 == 0 ? 0.0f : -0.0f);
+        }
+        if (rows > 2) x.Set(2 * k + k - 1, kNan);
+        if (rows > 7) {
+          x.Set(3 * k, std::numeric_limits<float>::infinity());
+          x.Set(4 * k + k / 2, -std::numeric_limits<float>::infinity());
+          x.Set(5 * k + k - 2, 3e37f);
+          x.Set(6 * k + 1, 1e-39f);
+        }
+        TestTensor room(kF32, {rows * outputs + 2 * kBeside});
+        for (int64_t i = 0; i < room.size(); ++i) room.Set(i, 12345.0f);
+        const TensorView around = memory_.Copy(room.view()).value();
+        const TensorView y(around.As<float>() + kBeside, kF32, {rows, outputs}, Device::kCuda);
+        CudaLinear layer = Layer(outputs, k, false, kF32);
+        Run(layer, {.x = memory_.Copy(x.view()).value(), .y = y});
+        ASSERT_TRUE(DeviceMemory::Fetch(around, room.view()).ok());
+        std::vector<double> found, expected;
+        double largest = 0;
+        for (int64_t row = 0; row < rows; ++row) {
+          for (int64_t n = 0; n < outputs; ++n) {
+            double sum = 0;
+            for (int64_t i = 0; i < k; ++i) {
+              const double product = double{x.Get(row * k + i)} * double{w.Get(n * k + i)};
+              if (row != 5 && std::isfinite(product))
+                largest = std::max(largest, std::abs(product));
+              sum += product;
+            }
+            expected.push_back(static_cast<float>(sum));  // may round to infinity
+            found.push_back(room.Get(kBeside + row * outputs + n));
+          }
+        }
+        EXPECT_TRUE(AllClose(
+            found, expected,
+            {.absolute = largest * std::sqrt(static_cast<double>(k)) * 1e-5, .relative = 1e-4},
+            all.shape()));
+        for (int64_t i = 0; i < kBeside; ++i) {
+          EXPECT_EQ(room.Get(i), 12345.0f);
+          EXPECT_EQ(room.Get(kBeside + rows * outputs + i), 12345.0f);
+        }
+      }
+    }
+  }
+}
+
+// Whatever multiplies: our kernel for a few rows, cuBLASLt's for more.
+class RowBitsTest : public FewRowsTest {
+ protected:
+  static constexpr int64_t kRows = 300;
+
+  struct Shape {
+    int64_t outputs, k;
+    DType output;
+    bool has_bias;
+    After after;
+  };
+
+  static std::vector<std::byte> BytesOf(const TensorView& y) {
+    std::vector<std::byte> bytes(static_cast<size_t>(y.size_bytes()));
+    EXPECT_TRUE(DeviceMemory::Fetch(y.data(), bytes.data(), bytes.size()).ok());
+    return bytes;
+  }
+};
+
+TEST_F(RowBitsTest, ProductsOfARowHaveTheSameBitsForOneTo300Rows) {
+  const Shape shapes[] = {
+      {72, 512, kBf16, false, After::kStore},   {16, 264, kF32, true, After::kStore},
+      {1536, 1024, kBf16, true, After::kStore}, {1024, 4096, kF32, false, After::kStore},
+      {512, 4096, kBf16, false, After::kAdd},   {1024, 4096, kBf16, false, After::kSiluMul},
+      {256, 14336, kBf16, false, After::kAdd},  {4096, 2560, kF32, false, After::kStore}};
+  for (const Shape& shape : shapes) {
+    SCOPED_TRACE(testing::Message()
+                 << shape.outputs << " outputs of " << shape.k << ", " << DTypeName(shape.output)
+                 << (shape.has_bias ? ", with bias" : "") << ", "
+                 << (shape.after == After::kAdd       ? "added"
+                     : shape.after == After::kSiluMul ? "gated"
+                                                      : "stored"));
+    CudaLinear layer = Layer(shape.outputs, shape.k, shape.has_bias, shape.output);
+    ASSERT_NE(layer.algorithms(), nullptr);
+    EXPECT_TRUE(layer.keeps_bits())
+        << "no algorithm of cuBLASLt has the bits of the kernel for a few rows";
+    std::cout << "place of the algorithm by class of rows:";
+    for (const int place : layer.algorithms()->places) std::cout << " " << place;
+    std::cout << std::endl;
+    const int64_t width = shape.after == After::kSiluMul ? shape.outputs / 2 : shape.outputs;
+    const auto row_bytes = static_cast<size_t>(width) * DTypeSize(shape.output);
+    TestTensor host_x(kBf16, {kRows, shape.k}), host_norm(kBf16, {shape.k});
+    TestTensor host_y(shape.output, {kRows, width});
+    host_y.Fill(3);
+    const TensorView x = OnDevice(host_x, 1), norm = OnDevice(host_norm, 2);
+    const TensorView before = memory_.Copy(host_y.view()).value();
+    const TensorView y = memory_.Copy(host_y.view()).value();
+    const TensorView normed = Room(kRows, shape.k);
+    const TensorView product = Room(kRows, shape.outputs, shape.output);
+    const auto view = [](const TensorView& of, int64_t first, int64_t count) {
+      auto* const data =
+          of.As<std::byte>() + static_cast<size_t>(first * of.dim(1)) * DTypeSize(of.dtype());
+      return TensorView(data, of.dtype(), {count, of.dim(1)}, Device::kCuda);
+    };
+    // Rows [first, first + count) of x, to as many rows of y from its begin on.
+    const auto run = [&](int64_t first, int64_t count) {
+      const TensorView to = view(y, 0, count), from = view(before, first, count);
+      EXPECT_EQ(cudaMemcpy(to.data(), from.data(), static_cast<size_t>(to.size_bytes()),
+                           cudaMemcpyDeviceToDevice),
+                cudaSuccess);
+      Run(layer, {.x = view(x, first, count),
+                  .norm = norm,
+                  .epsilon = 1e-5f,
+                  .after = shape.after,
+                  .y = to,
+                  .normed = view(normed, 0, count),
+                  .product = view(product, 0, count)});
+      return BytesOf(to);
+    };
+    std::vector<std::byte> alone;
+    for (int64_t row = 0; row < kRows; ++row) {
+      const std::vector<std::byte> bytes = run(row, 1);
+      alone.insert(alone.end(), bytes.begin(), bytes.end());
+    }
+    int64_t failures = 0;
+    for (int64_t count = 1; count <= kRows && failures < 5; ++count) {
+      for (const int64_t first : {int64_t{0}, kRows - count}) {
+        // y is aligned as rows from the first on are: no matter, as it begins at its own first.
+        const std::vector<std::byte> found = run(first, count);
+        for (int64_t row = 0; row < count; ++row) {
+          if (std::memcmp(found.data() + static_cast<size_t>(row) * row_bytes,
+                          alone.data() + static_cast<size_t>(first + row) * row_bytes,
+                          row_bytes) == 0) {
+            continue;
+          }
+          ADD_FAILURE() << "row " << first + row << " of rows " << first << " to "
+                        << first + count - 1 << " has other bits than alone";
+          ++failures;
+          break;
+        }
+      }
+    }
   }
 }
 
