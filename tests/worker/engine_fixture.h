@@ -17,10 +17,10 @@
 
 namespace kvasir::worker {
 
-constexpr uint32_t kAll = 0, kStreaming = 1, kQuest = 2, kAllThenQuest = 3, kTokenSelect = 4,
-                   kHip = 5, kInfiniteHip = 6, kPruned = 7, kHipByInterval = 8,
-                   kTokenSelectByCosine = 9, kInfiniteHipByBoth = 10,
-                   kTerminated = 13;  // policies
+inline constexpr uint32_t kAll = 0, kStreaming = 1, kQuest = 2, kAllThenQuest = 3, kTokenSelect = 4,
+                          kHip = 5, kInfiniteHip = 6, kPruned = 7, kHipByInterval = 8,
+                          kTokenSelectByCosine = 9, kInfiniteHipByBoth = 10,
+                          kTerminated = 13;  // policies
 
 inline std::vector<uint32_t> RandomPrompt(int64_t size, uint32_t seed) {
   std::mt19937 random(seed);

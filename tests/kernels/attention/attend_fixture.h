@@ -17,7 +17,7 @@
 
 namespace kvasir::kernels {
 
-constexpr uint64_t kWholePage = ~uint64_t{0};
+inline constexpr uint64_t kWholePage = ~uint64_t{0};
 
 class AttendTest : public ::testing::TestWithParam<AttendImplementation> {
  protected:
