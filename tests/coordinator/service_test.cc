@@ -2,21 +2,19 @@
 #include "coordinator/service.h"
 
 #include <atomic>
-#include <filesystem>
-#include <fstream>
+#include <chrono>
+#include <limits>
+#include <memory>
 #include <random>
+#include <string>
 #include <thread>
-#include <unistd.h>
+#include <vector>
 
-#include "absl/strings/str_cat.h"
 #include "gmock/gmock.h"
-#include "grpcpp/create_channel.h"
 #include "gtest/gtest.h"
 
-#include "coordinator/server.h"
 #include "proto/grpc_status.h"
-#include "tests/coordinator/tokenizer/minimal_json.h"
-#include "tests/support/fake_worker_group.h"
+#include "tests/coordinator/service_fixture.h"
 #include "tests/support/health_client.h"
 
 namespace kvasir::coordinator {
@@ -28,125 +26,6 @@ using kvasir::testing::Health;
 using kvasir::testing::SymbolicWorker;
 using kvasir::testing::SymbolicWorkerOptions;
 using ::testing::HasSubstr;
-
-constexpr int64_t kVocab = 128;  // one token per ASCII character
-constexpr char kService[] = "kvasir.v1.Generation";
-
-// The messages that a client has received in one call.
-struct Received {
-  grpc::Status status;
-  std::vector<v1::GenerateResponse> messages;
-
-  std::string text() const {
-    std::string text;
-    for (const auto& message : messages) text += message.tokens().text();
-    return text;
-  }
-  std::vector<int32_t> token_ids() const {
-    std::vector<int32_t> ids;
-    for (const auto& message : messages) {
-      if (!message.has_tokens()) continue;
-      EXPECT_EQ(message.tokens().index(), ids.size());
-      ids.insert(ids.end(), message.tokens().token_ids().begin(),
-                 message.tokens().token_ids().end());
-    }
-    return ids;
-  }
-};
-
-class ServiceTest : public ::testing::Test {
- protected:
-  ServiceTest() {
-    std::filesystem::create_directories(folder_);
-    std::ofstream(folder_ + "/tokenizer.json") << MinimalJson().dump();
-    std::ofstream(folder_ + "/config.json") << R"({"eos_token_id": [3], "model_type": "paper"})";
-  }
-  ~ServiceTest() override {
-    if (group_ != nullptr) group_->ReleaseSteps();
-    const bool legal = group_ == nullptr || group_->illegal_plan().ok();
-    EXPECT_TRUE(legal) << group_->illegal_plan();
-    server_.reset();
-    std::filesystem::remove_all(folder_);
-  }
-
-  v1::ServeConfig Config() const {
-    v1::ServeConfig config;
-    config.mutable_model()->set_model(folder_ + "/");
-    config.mutable_endpoint()->set_host("127.0.0.1");
-    config.mutable_scheduler()->set_max_num_seqs(4);
-    config.mutable_scheduler()->set_max_num_batched_tokens(130);  // rounded down to 128
-    config.mutable_scheduler()->set_max_queue_len(queue_len_);
-    config.mutable_scheduler()->set_max_queued_tokens(1000000);
-    config.mutable_scheduler()->set_max_request_time(3600);
-    config.mutable_scheduler()->set_enable_prefix_caching(true);
-    config.set_client_timeout(60);
-    return config;
-  }
-  void Start(bool hold_forms = false, int64_t max_model_len = 10000) {
-    absl::StatusOr<std::unique_ptr<Server>> server =
-        Server::Start(Config(), [&](const v1::ShardPlan& plan, Clock&) {
-          EXPECT_EQ(plan.max_num_batched_tokens(), 128u);
-          SymbolicWorkerOptions worker = {.host_blocks = 2000, .vocab_size = kVocab};
-          worker.max_num_seqs = plan.max_num_seqs();
-          worker.max_num_batched_tokens = plan.max_num_batched_tokens();
-          auto group = std::make_unique<FakeWorkerGroup>(worker, max_model_len);
-          group_ = group.get();
-          if (hold_forms) group_->HoldForms();
-          return group;
-        });
-    ASSERT_TRUE(server.ok()) << server.status();
-    server_ = *std::move(server);
-    if (!hold_forms) {
-      ASSERT_EQ(server_->WaitUntilReady(absl::Minutes(1)), absl::OkStatus());
-    }
-    channel_ = NewChannel();
-    stub_ = v1::Generation::NewStub(channel_);
-  }
-  std::shared_ptr<grpc::Channel> NewChannel() const {
-    grpc::ChannelArguments arguments;
-    arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
-    return grpc::CreateCustomChannel(absl::StrCat("127.0.0.1:", server_->port()),
-                                     grpc::InsecureChannelCredentials(), arguments);
-  }
-
-  static v1::GenerateRequest TokensRequest(std::vector<int32_t> prompt, uint32_t max_tokens) {
-    v1::GenerateRequest request;
-    for (int32_t id : prompt) request.mutable_token_ids()->add_ids(static_cast<uint32_t>(id));
-    request.mutable_sampling()->set_max_tokens(max_tokens);
-    request.mutable_sampling()->set_seed(0);
-    request.mutable_sampling()->set_ignore_eos(true);
-    return request;
-  }
-  Received Generate(const v1::GenerateRequest& request) {
-    grpc::ClientContext context;
-    return Generate(request, context);
-  }
-  Received Generate(const v1::GenerateRequest& request, grpc::ClientContext& context) {
-    auto reader = stub_->Generate(&context, request);
-    Received received;
-    v1::GenerateResponse response;
-    while (reader->Read(&response)) received.messages.push_back(response);
-    received.status = reader->Finish();
-    return received;
-  }
-
-  v1::GetServerInfoResponse ServerInfo() {
-    grpc::ClientContext context;
-    v1::GetServerInfoResponse info;
-    const grpc::Status status = stub_->GetServerInfo(&context, {}, &info);
-    EXPECT_TRUE(status.ok()) << status.error_message();
-    return info;
-  }
-
-  const std::string folder_ =
-      absl::StrCat(::testing::TempDir(), "/kvasir_service_test.", getpid(), ".",
-                   ::testing::UnitTest::GetInstance()->current_test_info()->name());
-  uint32_t queue_len_ = 1000;
-  FakeWorkerGroup* group_ = nullptr;
-  std::unique_ptr<Server> server_;
-  std::shared_ptr<grpc::Channel> channel_;
-  std::unique_ptr<v1::Generation::Stub> stub_;
-};
 
 TEST_F(ServiceTest, StreamsProgressThenTokensThenOneFinish) {
   Start();
@@ -345,137 +224,6 @@ TEST_F(ServiceTest, WhenTheGroupFailsRunningRequestsEndAndLaterOnesRun) {
   ASSERT_TRUE(group_->AwaitForms(2));
   ASSERT_EQ(server_->WaitUntilReady(absl::Minutes(1)), absl::OkStatus());
   EXPECT_TRUE(Generate(TokensRequest({1, 2, 3}, 3)).status.ok());
-}
-
-TEST_F(ServiceTest, IsNotReadyWhileTheGroupIsFormedAgain) {
-  Start();
-  EXPECT_EQ(CheckHealth(channel_, kService), Health::kServing);
-  group_->HoldForms();
-  group_->Lose(absl::UnavailableError("worker 0 died"));
-  ASSERT_TRUE(group_->AwaitForms(2));
-  EXPECT_EQ(CheckHealth(channel_, kService), Health::kNotServing);
-  EXPECT_EQ(CheckHealth(channel_, ""), Health::kServing);
-  EXPECT_EQ(ServerInfo().state(), v1::SERVER_STATE_STARTING);
-  group_->ReleaseForms();
-  ASSERT_EQ(server_->WaitUntilReady(absl::Minutes(1)), absl::OkStatus());
-  EXPECT_TRUE(Generate(TokensRequest({1}, 1)).status.ok());
-  EXPECT_EQ(CheckHealth(channel_, kService), Health::kServing);
-}
-
-TEST_F(ServiceTest, AGroupThatFormsWhileTheServerDrainsDoesNotMakeItReady) {
-  Start(/*hold_forms=*/true);
-  server_->Drain();
-  group_->ReleaseForms();
-  ASSERT_EQ(server_->WaitUntilReady(absl::Minutes(1)), absl::OkStatus());
-  EXPECT_EQ(CheckHealth(channel_, kService), Health::kNotServing);
-  EXPECT_EQ(Generate(TokensRequest({1}, 1)).status.error_code(), grpc::StatusCode::UNAVAILABLE);
-}
-
-TEST_F(ServiceTest, HealthFollowsTheGroup) {
-  Start(/*hold_forms=*/true);
-  EXPECT_EQ(CheckHealth(channel_, ""), Health::kServing);
-  EXPECT_EQ(CheckHealth(channel_, kService), Health::kNotServing);
-  EXPECT_EQ(CheckHealth(channel_, "nobody"), Health::kServiceUnknown);
-  EXPECT_EQ(Generate(TokensRequest({1}, 1)).status.error_code(), grpc::StatusCode::UNAVAILABLE);
-  group_->ReleaseForms();
-  ASSERT_EQ(server_->WaitUntilReady(absl::Minutes(1)), absl::OkStatus());
-  EXPECT_TRUE(Generate(TokensRequest({1}, 1)).status.ok());
-  EXPECT_EQ(CheckHealth(channel_, kService), Health::kServing);
-}
-
-TEST_F(ServiceTest, TokenizeAndDetokenizeAreInverse) {
-  Start(/*hold_forms=*/true);  // these calls need no worker
-  v1::TokenizeRequest text;
-  text.set_text("What is it?");
-  grpc::ClientContext tokenize;
-  v1::TokenizeResponse tokens;
-  ASSERT_TRUE(stub_->Tokenize(&tokenize, text, &tokens).ok());
-  EXPECT_EQ(std::string(tokens.token_ids().begin(), tokens.token_ids().end()), "What is it?");
-  v1::DetokenizeRequest ids;
-  *ids.mutable_token_ids() = tokens.token_ids();
-  grpc::ClientContext detokenize;
-  v1::DetokenizeResponse back;
-  ASSERT_TRUE(stub_->Detokenize(&detokenize, ids, &back).ok());
-  EXPECT_EQ(back.text(), "What is it?");
-}
-
-TEST_F(ServiceTest, TokenizeAndDetokenizeRefuseWhatIsNoTextAndNoToken) {
-  Start(/*hold_forms=*/true);
-  v1::DetokenizeRequest ids;
-  for (const uint32_t id : {256u, 2147483647u, 2147483648u, 4294967295u}) {
-    ids.clear_token_ids();
-    ids.add_token_ids(id);
-    grpc::ClientContext context;
-    v1::DetokenizeResponse text;
-    const grpc::Status status = stub_->Detokenize(&context, ids, &text);
-    EXPECT_EQ(status.error_code(), grpc::StatusCode::INVALID_ARGUMENT) << id;
-    EXPECT_THAT(status.error_message(), HasSubstr(absl::StrCat(id))) << id;
-  }
-}
-
-TEST_F(ServiceTest, ModelInfoIsThatOfTheFormedGroup) {
-  Start(/*hold_forms=*/true);
-  v1::GetModelInfoResponse info;
-  grpc::ClientContext early;
-  EXPECT_EQ(stub_->GetModelInfo(&early, {}, &info).error_code(), grpc::StatusCode::UNAVAILABLE);
-  group_->ReleaseForms();
-  ASSERT_EQ(server_->WaitUntilReady(absl::Minutes(1)), absl::OkStatus());
-  grpc::ClientContext context;
-  ASSERT_TRUE(stub_->GetModelInfo(&context, {}, &info).ok());
-  EXPECT_EQ(info.model_path(), folder_ + "/");
-  EXPECT_EQ(info.served_model_name(), std::filesystem::path(folder_).filename());
-  EXPECT_EQ(info.model_type(), "paper");
-  EXPECT_EQ(info.vocab_size(), uint32_t{kVocab});
-  EXPECT_EQ(info.max_context_length(), 10000u);
-  ASSERT_EQ(info.eos_token_ids_size(), 1);
-  EXPECT_EQ(info.eos_token_ids(0), 3u);
-  ASSERT_EQ(info.policies_size(), 1);
-  EXPECT_EQ(info.policies(0).name(), "default");
-  EXPECT_EQ(info.kv_form(), "rotated/float32");
-  EXPECT_EQ(info.weights_hash().substr(0, 4), "7777");
-}
-
-TEST_F(ServiceTest, ServerInfoFollowsStateRequestsAndCache) {
-  Start(/*hold_forms=*/true);
-  EXPECT_EQ(ServerInfo().state(), v1::SERVER_STATE_STARTING);
-  EXPECT_THAT(ServerInfo().state_reason(), HasSubstr("being formed"));
-  EXPECT_EQ(ServerInfo().workers_size(), 0);
-  group_->ReleaseForms();
-  ASSERT_EQ(server_->WaitUntilReady(absl::Minutes(1)), absl::OkStatus());
-  ASSERT_EQ(ServerInfo().state(), v1::SERVER_STATE_SERVING);
-  ASSERT_EQ(ServerInfo().workers_size(), 1);
-  EXPECT_EQ(ServerInfo().workers(0).address(), "paper");
-
-  const std::vector<int32_t> prompt(200, 'p');
-  for (int i = 0; i < 2; ++i) EXPECT_TRUE(Generate(TokensRequest(prompt, 5)).status.ok());
-  group_->HoldSteps();
-  grpc::ClientContext context;
-  auto reader = stub_->Generate(&context, TokensRequest({1, 2, 3}, 3));
-  v1::GenerateResponse response;
-  ASSERT_TRUE(reader->Read(&response));
-  v1::GetServerInfoResponse info = ServerInfo();
-  EXPECT_EQ(info.requests_running(), 1u);
-  EXPECT_EQ(info.requests_finished(), 2u);
-  EXPECT_EQ(info.prompt_tokens(), 400u);
-  EXPECT_EQ(info.generation_tokens(), 10u);
-  EXPECT_EQ(info.prefix_cache_queries(), 403u);
-  EXPECT_EQ(info.prefix_cache_hits(), 192u);
-  EXPECT_EQ(info.cached_device_tokens(), 192u);
-  EXPECT_EQ(info.max_num_seqs(), 4u);
-  EXPECT_EQ(info.max_num_batched_tokens(), 128u);
-
-  server_->Drain();
-  EXPECT_EQ(ServerInfo().state(), v1::SERVER_STATE_DRAINING);
-  group_->ReleaseSteps();
-  while (reader->Read(&response)) {
-  }
-}
-
-TEST_F(ServiceTest, ReflectionNamesTheServices) {
-  Start();
-  const std::string services = kvasir::testing::ListServices(channel_);
-  EXPECT_THAT(services, HasSubstr(kService));
-  EXPECT_THAT(services, HasSubstr("grpc.health.v1.Health"));
 }
 
 TEST_F(ServiceTest, DrainingFinishesWhatRunsAndRefusesTheRest) {

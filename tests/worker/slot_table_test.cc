@@ -1,4 +1,4 @@
-// Wrong plans are tested through the engine (engine_test.cc).
+// Wrong plans are tested through the engine (engine_failure_test.cc).
 #include "worker/slot_table.h"
 
 #include <memory>
