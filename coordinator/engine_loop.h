@@ -16,11 +16,11 @@
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
 
-#include "coordinator/clock.h"
-#include "coordinator/metrics.h"
-#include "coordinator/request.h"
-#include "coordinator/scheduler.h"
-#include "coordinator/worker_group.h"
+#include "coordinator/group/worker_group.h"
+#include "coordinator/metrics/metrics.h"
+#include "coordinator/request/request.h"
+#include "coordinator/scheduling/scheduler.h"
+#include "coordinator/time/clock.h"
 #include "kernels/base/mutex.h"
 #include "proto/kvasir/v1/config.pb.h"
 

@@ -11,8 +11,8 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 
-#include "coordinator/clock.h"
-#include "coordinator/worker_group.h"
+#include "coordinator/group/worker_group.h"
+#include "coordinator/time/clock.h"
 #include "proto/kvasir/v1/config.pb.h"
 
 namespace kvasir::coordinator {

@@ -5,9 +5,9 @@
 #include "absl/time/time.h"
 
 #include "coordinator/engine_loop.h"
-#include "coordinator/metrics.h"
+#include "coordinator/metrics/metrics.h"
 #include "coordinator/model_folder.h"
-#include "coordinator/policy.h"
+#include "coordinator/policy/policy.h"
 #include "proto/kvasir/v1/config.pb.h"
 #include "proto/kvasir/v1/generation.pb.h"
 

@@ -6,8 +6,8 @@
 
 #include "absl/strings/str_cat.h"
 
-#include "coordinator/limits.h"
-#include "coordinator/parse_request.h"
+#include "coordinator/policy/limits.h"
+#include "coordinator/request/parse_request.h"
 #include "coordinator/server_info.h"
 #include "kernels/base/status_macros.h"
 #include "proto/grpc_status.h"

@@ -32,8 +32,8 @@
 #include "absl/types/span.h"
 
 #include "kernels/paged/paged_kv.h"
-#include "kvstore/block.h"
-#include "kvstore/page_format.h"
+#include "kvstore/format/block.h"
+#include "kvstore/format/page_format.h"
 #include "kvstore/tiers/arena_residency.h"
 #include "kvstore/tiers/freed_memory.h"
 #include "kvstore/tiers/page_residency.h"
@@ -50,7 +50,7 @@ struct KvStoreOptions {
   int64_t host_bytes = 0;
   int64_t num_slots = 0;
   int64_t max_blocks_per_slot = 0;
-  // Whether to keep key codes (kernels/paged/key_codes.h) beside the host tier, within host_bytes.
+  // Whether to keep key codes (kernels/append/key_codes.h) beside the host tier, within host_bytes.
   bool key_codes = false;
   // kPoisoned in tests: stale reads show as NaN.
   FreedMemory freed_memory = FreedMemory::kAsIs;

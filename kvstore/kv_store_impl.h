@@ -17,8 +17,8 @@
 #include "absl/types/span.h"
 
 #include "kernels/paged/paged_kv.h"
+#include "kvstore/format/page_format.h"
 #include "kvstore/kv_store.h"
-#include "kvstore/page_format.h"
 #include "kvstore/tiers/host_slab.h"
 #include "kvstore/tiers/page_residency.h"
 #include "kvstore/tiers/tier.h"

@@ -8,7 +8,7 @@
 
 #include "absl/status/statusor.h"
 
-#include "kvstore/page_format.h"
+#include "kvstore/format/page_format.h"
 #include "kvstore/tiers/tier.h"
 #include "proto/kvasir/v1/config.pb.h"
 

@@ -15,7 +15,7 @@
 
 #include "worker/backend/backend.h"
 #include "worker/coordinator_stream.h"
-#include "worker/engine.h"
+#include "worker/engine/engine.h"
 #include "worker/loaded_model.h"
 #include "worker/metrics.h"
 #include "worker/parallel/collective.h"

@@ -6,10 +6,10 @@
 #include "absl/strings/str_cat.h"
 
 #include "kernels/base/status_macros.h"
+#include "worker/checkpoint/model_config.h"
+#include "worker/checkpoint/safetensors.h"
+#include "worker/checkpoint/shard_plan.h"
 #include "worker/model/dummy_weights.h"
-#include "worker/model/model_config.h"
-#include "worker/model/safetensors.h"
-#include "worker/model/shard_plan.h"
 #include "worker/model/load_weights.h"
 
 namespace kvasir::worker {

@@ -14,7 +14,7 @@
 #include "kernels/base/dtype.h"
 #include "proto/kvasir/v1/config.pb.h"
 #include "worker/backend/backend.h"
-#include "worker/model/model_hash.h"
+#include "worker/checkpoint/model_hash.h"
 #include "worker/model/transformer.h"
 
 namespace kvasir::worker {

@@ -10,7 +10,7 @@
 #include "prometheus/registry.h"
 
 #include "proto/kvasir/v1/worker.pb.h"
-#include "worker/engine.h"
+#include "worker/engine/engine.h"
 
 namespace kvasir::worker {
 

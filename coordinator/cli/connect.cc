@@ -4,7 +4,7 @@
 
 #include "grpcpp/create_channel.h"
 
-#include "coordinator/limits.h"
+#include "coordinator/policy/limits.h"
 
 namespace kvasir::coordinator {
 

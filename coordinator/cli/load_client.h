@@ -9,7 +9,7 @@
 #include "absl/status/status.h"
 #include "absl/time/time.h"
 
-#include "coordinator/clock.h"
+#include "coordinator/time/clock.h"
 #include "proto/kvasir/v1/generation.grpc.pb.h"
 
 namespace kvasir::coordinator {

@@ -9,7 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 
-#include "coordinator/limits.h"
+#include "coordinator/policy/limits.h"
 #include "coordinator/tokenizer/utf8.h"
 
 namespace kvasir::coordinator {

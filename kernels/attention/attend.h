@@ -44,10 +44,10 @@
 #include "kernels/base/executor.h"
 #include "kernels/base/scratch.h"
 #include "kernels/base/tensor.h"
-#include "kernels/dense/rope.h"
 #include "kernels/paged/grouped_positions.h"
 #include "kernels/paged/page_selection.h"
 #include "kernels/paged/paged_kv.h"
+#include "kernels/rope/rope.h"
 
 namespace kvasir::kernels {
 

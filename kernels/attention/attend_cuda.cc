@@ -1,10 +1,10 @@
 #include "kernels/attention/attend_cuda.h"
 
 #include "kernels/attention/attend_launch.h"
-#include "kernels/attention/row_items.h"
 #include "kernels/base/cuda_status.h"
 #include "kernels/base/multiprocessors.h"
 #include "kernels/base/shape_check.h"
+#include "kernels/paged/row_items.h"
 
 namespace kvasir::kernels {
 namespace {

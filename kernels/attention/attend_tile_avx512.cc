@@ -1,7 +1,7 @@
 // Compiled for AVX-512; see the warning in attend_tile.h. The vectors are included before the
 // functions that use them.
 // clang-format off
-#include "kernels/dense/simd_avx512.h"
+#include "kernels/simd/simd_avx512.h"
 #include "kernels/attention/attend_tile_simd.h"
 // clang-format on
 

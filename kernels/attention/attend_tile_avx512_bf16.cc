@@ -1,8 +1,8 @@
 // Compiled for AVX-512 with BF16; see the warning in attend_tile.h. The vectors are included before
 // the functions that use them.
 // clang-format off
-#include "kernels/dense/simd_avx512.h"
-#include "kernels/dense/simd_avx512_bf16.h"
+#include "kernels/simd/simd_avx512.h"
+#include "kernels/simd/simd_avx512_bf16.h"
 #include "kernels/attention/attend_tile_simd.h"
 // clang-format on
 

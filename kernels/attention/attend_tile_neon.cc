@@ -1,7 +1,7 @@
 // Compiled for Arm; see the warning in attend_tile.h. The vectors are included before the functions
 // that use them.
 // clang-format off
-#include "kernels/dense/simd_neon.h"
+#include "kernels/simd/simd_neon.h"
 #include "kernels/attention/attend_tile_simd.h"
 // clang-format on
 

@@ -23,7 +23,7 @@
 #include <cstdint>
 
 #include "kernels/attention/attend_tile.h"
-#include "kernels/base/simd_units.h"
+#include "kernels/simd/simd_units.h"
 
 namespace kvasir::kernels {
 namespace {

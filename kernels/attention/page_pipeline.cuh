@@ -16,9 +16,9 @@
 #include <type_traits>
 
 #include "kernels/attention/attend_launch.h"
-#include "kernels/attention/row_items.h"
 #include "kernels/base/hopper.cuh"
 #include "kernels/base/warp.cuh"
+#include "kernels/paged/row_items.h"
 
 namespace kvasir::kernels {
 

@@ -1,9 +1,9 @@
 #include "kernels/dense/add.h"
 
 #include "kernels/base/cpu_isa.h"
+#include "kernels/base/device_check.h"
 #include "kernels/base/shape_check.h"
 #include "kernels/base/status_macros.h"
-#include "kernels/dense/device_check.h"
 #include "kernels/dense/elementwise.h"
 #include "kernels/dense/parallel_rows.h"
 
@@ -27,11 +27,8 @@ absl::Status AddTo(const TensorView& x, const TensorView& y, Executor& executor)
   KVASIR_RETURN_IF_ERROR(check.status());
   KVASIR_RETURN_IF_ERROR(RequireHostMemory("add", {x, y}));
 
-  const AddRows rows = {.x = x.data(),
-                        .y = y.data(),
-                        .x_dtype = x.dtype(),
-                        .y_dtype = y.dtype(),
-                        .dim = y.dim(1)};
+  const AddRows rows = {
+      .x = x.data(), .y = y.data(), .x_dtype = x.dtype(), .y_dtype = y.dtype(), .dim = y.dim(1)};
   const auto run = ChooseForm(kForms);
   ForRowChunks(executor, y.dim(0), 2 * rows.dim,
                [&](int64_t begin, int64_t end) { run(rows, begin, end); });

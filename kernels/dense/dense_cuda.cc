@@ -1,9 +1,9 @@
 #include "kernels/dense/dense_cuda.h"
 
 #include "kernels/base/cuda_status.h"
+#include "kernels/base/device_check.h"
 #include "kernels/base/shape_check.h"
 #include "kernels/base/status_macros.h"
-#include "kernels/dense/device_check.h"
 #include "kernels/dense/elementwise_launch.h"
 #include "kernels/dense/op_checks.h"
 

@@ -1,7 +1,7 @@
 // Compiled for AVX-512; see the warning in elementwise.h. The vectors are included before the loops
 // that use them.
 // clang-format off
-#include "kernels/dense/simd_avx512.h"
+#include "kernels/simd/simd_avx512.h"
 #include "kernels/dense/elementwise_simd.h"
 // clang-format on
 

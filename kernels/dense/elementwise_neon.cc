@@ -1,7 +1,7 @@
 // Compiled for Arm; see the warning in elementwise.h. The vectors are included before the loops
 // that use them.
 // clang-format off
-#include "kernels/dense/simd_neon.h"
+#include "kernels/simd/simd_neon.h"
 #include "kernels/dense/elementwise_simd.h"
 // clang-format on
 

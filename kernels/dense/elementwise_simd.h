@@ -10,7 +10,7 @@
 #include <cstdint>
 
 #include "kernels/dense/elementwise.h"
-#include "kernels/dense/simd_exp.h"
+#include "kernels/simd/simd_exp.h"
 
 namespace kvasir::kernels {
 namespace {

@@ -4,9 +4,9 @@
 
 #include "absl/strings/str_cat.h"
 
+#include "kernels/base/device_check.h"
 #include "kernels/base/shape_check.h"
 #include "kernels/base/status_macros.h"
-#include "kernels/dense/device_check.h"
 #include "kernels/dense/op_checks.h"
 
 // The CPU code is three lines, so it has no file of its own.

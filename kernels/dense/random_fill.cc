@@ -1,8 +1,8 @@
 #include "kernels/dense/random_fill.h"
 
+#include "kernels/base/device_check.h"
 #include "kernels/base/shape_check.h"
 #include "kernels/base/status_macros.h"
-#include "kernels/dense/device_check.h"
 #include "kernels/dense/op_checks.h"
 #include "kernels/dense/parallel_rows.h"
 

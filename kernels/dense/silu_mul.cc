@@ -1,9 +1,9 @@
 #include "kernels/dense/silu_mul.h"
 
 #include "kernels/base/cpu_isa.h"
+#include "kernels/base/device_check.h"
 #include "kernels/base/shape_check.h"
 #include "kernels/base/status_macros.h"
-#include "kernels/dense/device_check.h"
 #include "kernels/dense/elementwise.h"
 #include "kernels/dense/op_checks.h"
 #include "kernels/dense/parallel_rows.h"

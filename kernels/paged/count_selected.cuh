@@ -2,8 +2,8 @@
 // take its items in turn.
 #pragma once
 
-#include "kernels/attention/row_items.h"
 #include "kernels/base/warp.cuh"
+#include "kernels/paged/row_items.h"
 
 namespace kvasir::kernels {
 

@@ -16,10 +16,10 @@
 #include <span>
 
 #include "kernels/base/executor.h"
-#include "kernels/dense/rope.h"
 #include "kernels/paged/page_keys.h"
 #include "kernels/paged/page_selection.h"
 #include "kernels/paged/paged_kv.h"
+#include "kernels/rope/rope.h"
 
 namespace kvasir::kernels {
 

@@ -7,9 +7,9 @@
 #include <cstdint>
 #include <cstring>
 
-#include "kernels/dense/rope.h"
 #include "kernels/paged/page_selection.h"
 #include "kernels/paged/paged_kv.h"
+#include "kernels/rope/rope.h"
 
 namespace kvasir::kernels {
 

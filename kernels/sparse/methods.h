@@ -10,8 +10,8 @@
 #include "absl/strings/string_view.h"
 
 #include "kernels/attention/terminator.h"
-#include "kernels/sparse/method_options.h"
-#include "kernels/sparse/stages.h"
+#include "kernels/sparse/common/method_options.h"
+#include "kernels/sparse/common/stages.h"
 
 namespace kvasir::kernels {
 

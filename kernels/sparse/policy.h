@@ -8,8 +8,8 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 
+#include "kernels/sparse/common/stages.h"
 #include "kernels/sparse/methods.h"
-#include "kernels/sparse/stages.h"
 
 namespace kvasir::kernels {
 

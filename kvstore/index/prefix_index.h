@@ -25,7 +25,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 
-#include "kvstore/block.h"
+#include "kvstore/format/block.h"
 
 namespace kvasir::kvstore {
 

@@ -12,7 +12,7 @@
 #include "absl/container/flat_hash_map.h"
 #include "absl/types/span.h"
 
-#include "kvstore/block.h"
+#include "kvstore/format/block.h"
 #include "kvstore/index/prefix_index.h"
 
 namespace kvasir::kvstore {

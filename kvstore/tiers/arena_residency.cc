@@ -6,8 +6,8 @@
 
 #include "absl/strings/str_cat.h"
 
+#include "kernels/append/key_codes.h"
 #include "kernels/base/status_macros.h"
-#include "kernels/paged/key_codes.h"
 
 namespace kvasir::kvstore {
 

@@ -26,7 +26,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 
-#include "kvstore/page_format.h"
+#include "kvstore/format/page_format.h"
 #include "kvstore/tiers/file_io.h"
 #include "kvstore/tiers/manifest.h"
 #include "kvstore/tiers/tier.h"

@@ -11,7 +11,7 @@
 
 #include "absl/container/flat_hash_map.h"
 
-#include "kvstore/page_format.h"
+#include "kvstore/format/page_format.h"
 #include "kvstore/tiers/manifest.h"
 #include "kvstore/tiers/segment_files.h"
 #include "kvstore/tiers/tier.h"

@@ -17,7 +17,7 @@
 
 #include "kernels/base/mutex.h"
 #include "kernels/base/status_macros.h"
-#include "kvstore/page_format.h"
+#include "kvstore/format/page_format.h"
 
 namespace kvasir::kvstore {
 namespace {

@@ -1,5 +1,5 @@
 // The host tier: a slab of extents, one per block, with a free list. An extent has the same bytes
-// here as on disk (kvstore/page_format.h), so that I/O needs no copy. Thread-compatible.
+// here as on disk (kvstore/format/page_format.h), so that I/O needs no copy. Thread-compatible.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 #include "absl/types/span.h"
 
 #include "kernels/base/buffer.h"
-#include "kvstore/page_format.h"
+#include "kvstore/format/page_format.h"
 #include "kvstore/tiers/freed_memory.h"
 
 namespace kvasir::kvstore {

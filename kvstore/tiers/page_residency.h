@@ -22,8 +22,8 @@
 #include "absl/status/statusor.h"
 
 #include "kernels/paged/paged_kv.h"
-#include "kvstore/block.h"
-#include "kvstore/page_format.h"
+#include "kvstore/format/block.h"
+#include "kvstore/format/page_format.h"
 #include "kvstore/tiers/freed_memory.h"
 #include "kvstore/tiers/host_slab.h"
 

@@ -10,7 +10,7 @@
 
 #include "absl/status/statusor.h"
 
-#include "kvstore/page_format.h"
+#include "kvstore/format/page_format.h"
 #include "kvstore/tiers/disk_tier.h"
 #include "kvstore/tiers/extent_table.h"
 #include "kvstore/tiers/manifest.h"

@@ -14,7 +14,7 @@
 #include "absl/types/span.h"
 
 #include "kernels/base/mutex.h"
-#include "kvstore/page_format.h"
+#include "kvstore/format/page_format.h"
 #include "kvstore/tiers/file_io.h"
 #include "kvstore/tiers/manifest.h"
 

@@ -12,7 +12,7 @@
 #include "absl/status/status.h"
 #include "absl/types/span.h"
 
-#include "kvstore/page_format.h"
+#include "kvstore/format/page_format.h"
 
 namespace kvasir::kvstore {
 

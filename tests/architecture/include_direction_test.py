@@ -1,7 +1,7 @@
 """Includes go one way (docs/architecture.md). Prints every include that points the wrong way.
 
     kernels/base < proto < kernels < kvstore < worker
-    coordinator sees proto, kernels/base, kvstore/index and kvstore/block.h only
+    coordinator sees proto, kernels/base, kvstore/index and kvstore/format/block.h only
     kernels and .cu files never include gRPC or protobuf messages of another layer
 
 Inside a layer, folders do not include each other in a circle, and none has more than 30 files directly in it.
@@ -21,10 +21,10 @@ ALLOWED = {
     "kernels/base": ["kernels/base/"],
     "proto": ["proto/", "kernels/base/"],
     "kernels": ["kernels/"],
-    "kvstore/index": ["kvstore/index/", "kvstore/block.h", "kernels/base/"],
+    "kvstore/index": ["kvstore/index/", "kvstore/format/block.h", "kernels/base/"],
     "kvstore": ["kvstore/", "kernels/", "proto/"],
     "worker": ["worker/", "kvstore/", "kernels/", "proto/"],
-    "coordinator": ["coordinator/", "proto/", "kernels/base/", "kvstore/index/", "kvstore/block.h"],
+    "coordinator": ["coordinator/", "proto/", "kernels/base/", "kvstore/index/", "kvstore/format/block.h"],
 }
 TOP_LEVEL = ("proto/", "kernels/", "kvstore/", "worker/", "coordinator/", "tests/")
 NOT_IN_KERNELS = ("grpc", "google/protobuf")
@@ -90,7 +90,7 @@ class IncludeDirection(unittest.TestCase):
         self.assertEqual([], found, "\n" + "\n".join(found))
 
     def test_a_wrong_include_is_found(self):
-        self.assertTrue(list(violations("kernels/dense/x.cc", '#include "worker/engine.h"\n')))
+        self.assertTrue(list(violations("kernels/dense/x.cc", '#include "worker/engine/engine.h"\n')))
         self.assertTrue(list(violations("coordinator/x.cc", '#include "kvstore/kv_store.h"\n')))
         self.assertTrue(list(violations("kernels/paged/x.cu", "#include <grpcpp/grpcpp.h>\n")))
         self.assertFalse(list(violations("worker/x.cc", '#include "kvstore/kv_store.h"\n')))

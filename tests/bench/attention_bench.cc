@@ -16,10 +16,10 @@
 #include <string>
 #include <vector>
 
+#include "kernels/append/digests.h"
 #include "kernels/attention/attend.h"
-#include "kernels/paged/digests.h"
+#include "kernels/sparse/common/selection_accounting.h"
 #include "kernels/sparse/policy.h"
-#include "kernels/sparse/selection_accounting.h"
 #include "tests/support/fake_paged_kv.h"
 #include "tests/support/thread_executor.h"
 

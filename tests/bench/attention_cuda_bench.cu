@@ -21,13 +21,13 @@
 #include <string_view>
 #include <vector>
 
+#include "kernels/append/append_heads_cuda.h"
 #include "kernels/attention/attend_cuda.h"
-#include "kernels/dense/rope_positions_cuda.h"
-#include "kernels/paged/append_heads_cuda.h"
 #include "kernels/paged/compact_positions_cuda.h"
+#include "kernels/rope/rope_positions_cuda.h"
+#include "kernels/sparse/common/selection_header.h"
 #include "kernels/sparse/infinitehip/infinitehip_cuda.h"
 #include "kernels/sparse/quest/quest_cuda.h"
-#include "kernels/sparse/selection_header.h"
 #include "kernels/sparse/tokenselect/tokenselect_cuda.h"
 #include "kernels/sparse/top_p/top_p_cuda.h"
 #include "tests/bench/cuda_timing.h"

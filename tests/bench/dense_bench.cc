@@ -10,9 +10,9 @@
 #include "kernels/base/buffer.h"
 #include "kernels/base/status_macros.h"
 #include "kernels/dense/rms_norm.h"
-#include "kernels/dense/rope.h"
-#include "kernels/dense/sampling.h"
 #include "kernels/dense/silu_mul.h"
+#include "kernels/rope/rope.h"
+#include "kernels/sampling/sampling.h"
 #include "tests/support/test_tensor.h"
 #include "tests/support/thread_executor.h"
 

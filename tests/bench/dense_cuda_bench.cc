@@ -8,9 +8,9 @@
 
 #include "kernels/base/dtype.h"
 #include "kernels/dense/dense_cuda.h"
-#include "kernels/dense/gemm_cuda.h"
-#include "kernels/dense/gemm_few_rows.h"
-#include "kernels/dense/sampling_cuda.h"
+#include "kernels/gemm/gemm_cuda.h"
+#include "kernels/gemm/gemm_few_rows.h"
+#include "kernels/sampling/sampling_cuda.h"
 #include "tests/bench/cuda_timing.h"
 
 namespace kvasir::kernels {

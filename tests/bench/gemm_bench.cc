@@ -21,7 +21,7 @@
 #include "kernels/base/buffer.h"
 #include "kernels/base/cpu_isa.h"
 #include "kernels/base/status_macros.h"
-#include "kernels/dense/gemm.h"
+#include "kernels/gemm/gemm.h"
 #include "tests/support/test_tensor.h"
 #include "worker/thread_pool.h"
 

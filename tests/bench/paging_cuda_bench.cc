@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "kernels/attention/attend_cuda.h"
-#include "kernels/paged/residency_cuda.h"
-#include "kernels/sparse/selection_header.h"
+#include "kernels/residency/residency_cuda.h"
+#include "kernels/sparse/common/selection_header.h"
 #include "tests/bench/cuda_timing.h"
 
 namespace kvasir::kernels {

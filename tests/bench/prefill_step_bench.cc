@@ -28,9 +28,9 @@
 #include "absl/strings/str_split.h"
 
 #include "proto/selector_field.h"
-#include "worker/backend/make_backend.h"
-#include "worker/engine.h"
+#include "worker/engine/engine.h"
 #include "worker/loaded_model.h"
+#include "worker/make_backend.h"
 #include "worker/parallel/single_collective.h"
 #include "worker/thread_pool.h"
 

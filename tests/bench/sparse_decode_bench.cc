@@ -20,13 +20,13 @@
 #include <string>
 #include <vector>
 
+#include "kernels/append/digests.h"
+#include "kernels/append/key_codes.h"
 #include "kernels/attention/attend.h"
-#include "kernels/paged/digests.h"
-#include "kernels/paged/key_codes.h"
+#include "kernels/sparse/common/select_common.h"
 #include "kernels/sparse/policy.h"
-#include "kernels/sparse/quality_contract.h"
+#include "kernels/sparse/quality/quality_contract.h"
 #include "kernels/sparse/reuse/reusing_select.h"
-#include "kernels/sparse/select_common.h"
 #include "tests/support/fake_paged_kv.h"
 #include "tests/support/thread_executor.h"
 

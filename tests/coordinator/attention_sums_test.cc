@@ -1,4 +1,4 @@
-#include "coordinator/attention_sums.h"
+#include "coordinator/scheduling/attention_sums.h"
 
 #include <algorithm>
 #include <utility>

@@ -1,4 +1,4 @@
-#include "coordinator/block_budget.h"
+#include "coordinator/scheduling/block_budget.h"
 
 #include <utility>
 

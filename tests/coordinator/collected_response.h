@@ -9,8 +9,8 @@
 
 #include "gtest/gtest.h"
 
-#include "coordinator/parse_request.h"
-#include "coordinator/response_sink.h"
+#include "coordinator/request/parse_request.h"
+#include "coordinator/request/response_sink.h"
 #include "kernels/base/mutex.h"
 #include "tests/coordinator/tokenizer/minimal_json.h"
 

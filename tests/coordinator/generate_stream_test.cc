@@ -1,4 +1,4 @@
-#include "coordinator/generate_stream.h"
+#include "coordinator/request/generate_stream.h"
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"

@@ -5,7 +5,7 @@
 
 #include "absl/status/statusor.h"
 
-#include "coordinator/worker_group.h"
+#include "coordinator/group/worker_group.h"
 #include "kernels/base/status_macros.h"
 
 namespace kvasir::coordinator {

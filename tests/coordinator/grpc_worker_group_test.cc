@@ -8,8 +8,8 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
-#include "coordinator/grpc_worker_client.h"
-#include "coordinator/worker_group.h"
+#include "coordinator/group/grpc_worker_client.h"
+#include "coordinator/group/worker_group.h"
 #include "tests/coordinator/group_steps.h"
 #include "tests/support/fake_rank.h"
 #include "tests/support/fake_worker_service.h"

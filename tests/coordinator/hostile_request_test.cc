@@ -11,8 +11,8 @@
 #include "google/protobuf/descriptor.h"
 #include "gtest/gtest.h"
 
-#include "coordinator/limits.h"
-#include "coordinator/parse_request.h"
+#include "coordinator/policy/limits.h"
+#include "coordinator/request/parse_request.h"
 #include "tests/coordinator/collected_response.h"
 #include "tests/support/counting_allocator.h"
 

@@ -1,4 +1,4 @@
-#include "coordinator/limits.h"
+#include "coordinator/policy/limits.h"
 
 #include <cmath>
 #include <limits>

@@ -1,4 +1,4 @@
-#include "coordinator/parse_request.h"
+#include "coordinator/request/parse_request.h"
 
 #include <limits>
 

@@ -1,4 +1,4 @@
-#include "coordinator/policy_file.h"
+#include "coordinator/policy/policy_file.h"
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"

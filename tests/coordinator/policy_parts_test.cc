@@ -5,7 +5,7 @@
 
 #include "gtest/gtest.h"
 
-#include "coordinator/policy.h"
+#include "coordinator/policy/policy.h"
 #include "proto/selector_field.h"
 #include "tests/coordinator/test_policy.h"
 

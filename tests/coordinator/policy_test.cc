@@ -1,4 +1,4 @@
-#include "coordinator/policy.h"
+#include "coordinator/policy/policy.h"
 
 #include <cmath>
 #include <limits>

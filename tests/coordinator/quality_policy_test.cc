@@ -1,4 +1,4 @@
-#include "coordinator/quality_policy.h"
+#include "coordinator/policy/quality_policy.h"
 
 #include <cmath>
 #include <limits>
@@ -8,7 +8,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
-#include "coordinator/policy.h"
+#include "coordinator/policy/policy.h"
 #include "proto/selector_field.h"
 
 namespace kvasir::coordinator {

@@ -1,4 +1,4 @@
-#include "coordinator/request.h"
+#include "coordinator/request/request.h"
 
 #include <utility>
 

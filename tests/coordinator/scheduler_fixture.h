@@ -15,7 +15,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
-#include "coordinator/scheduler.h"
+#include "coordinator/scheduling/scheduler.h"
 #include "tests/support/symbolic_worker.h"
 
 namespace kvasir::coordinator {

@@ -7,7 +7,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
-#include "coordinator/scheduler.h"
+#include "coordinator/scheduling/scheduler.h"
 #include "tests/coordinator/scheduler_fixture.h"
 #include "tests/support/iterations.h"
 

@@ -1,5 +1,5 @@
 // How a step is divided among requests, and which blocks requests share.
-#include "coordinator/scheduler.h"
+#include "coordinator/scheduling/scheduler.h"
 
 #include <algorithm>
 

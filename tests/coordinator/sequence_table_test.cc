@@ -1,4 +1,4 @@
-#include "coordinator/sequence_table.h"
+#include "coordinator/scheduling/sequence_table.h"
 
 #include <memory>
 #include <vector>
@@ -6,7 +6,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
-#include "coordinator/block_budget.h"
+#include "coordinator/scheduling/block_budget.h"
 
 namespace kvasir::coordinator {
 namespace {

@@ -1,4 +1,4 @@
-#include "coordinator/step_replies.h"
+#include "coordinator/group/step_replies.h"
 
 #include <vector>
 

@@ -1,4 +1,4 @@
-#include "coordinator/worker_group.h"
+#include "coordinator/group/worker_group.h"
 
 #include <map>
 #include <memory>

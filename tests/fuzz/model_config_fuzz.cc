@@ -4,9 +4,9 @@
 #include <cstdint>
 
 #include "kernels/base/status_macros.h"
-#include "worker/model/model_config.h"
-#include "worker/model/rope_frequencies.h"
-#include "worker/model/shard_plan.h"
+#include "worker/checkpoint/model_config.h"
+#include "worker/checkpoint/rope_frequencies.h"
+#include "worker/checkpoint/shard_plan.h"
 
 namespace kvasir::worker {
 namespace {

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "kernels/base/status_macros.h"
-#include "worker/model/safetensors.h"
+#include "worker/checkpoint/safetensors.h"
 
 namespace kvasir::worker {
 namespace {

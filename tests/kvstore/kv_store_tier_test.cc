@@ -8,7 +8,7 @@
 #include <map>
 #include <random>
 
-#include "kernels/paged/key_codes.h"
+#include "kernels/append/key_codes.h"
 #include "kvstore/kv_store.h"
 #include "tests/kvstore/test_blocks.h"
 #include "tests/support/iterations.h"

@@ -1,4 +1,4 @@
-#include "kvstore/page_format.h"
+#include "kvstore/format/page_format.h"
 
 #include <cstring>
 #include <gmock/gmock.h>

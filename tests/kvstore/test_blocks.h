@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "kernels/base/buffer.h"
-#include "kvstore/page_format.h"
+#include "kvstore/format/page_format.h"
 #include "kvstore/tiers/disk_tier.h"
 #include "tests/support/faulty_file_io.h"
 

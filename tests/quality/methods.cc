@@ -9,7 +9,7 @@
 #include "kernels/base/status_macros.h"
 #include "kernels/sparse/policy.h"
 #include "proto/selector_field.h"
-#include "worker/slot_table.h"
+#include "worker/engine/slot_table.h"
 
 namespace kvasir::quality {
 namespace {

@@ -14,8 +14,8 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 
-#include "kernels/sparse/quality_contract.h"
-#include "kernels/sparse/stages.h"
+#include "kernels/sparse/common/stages.h"
+#include "kernels/sparse/quality/quality_contract.h"
 #include "proto/kvasir/v1/sparsity.pb.h"
 #include "tests/quality/true_attention.h"
 #include <nlohmann/json.hpp>

@@ -14,13 +14,13 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 
-#include "kernels/sparse/stages.h"
+#include "kernels/sparse/common/stages.h"
 #include "tests/support/fake_paged_kv.h"
-#include "worker/attention_meter.h"
-#include "worker/backend/cpu_backend.h"
+#include "worker/backend/cpu/cpu_backend.h"
+#include "worker/batch/attention_meter.h"
+#include "worker/batch/step_batch.h"
 #include "worker/loaded_model.h"
 #include "worker/parallel/single_collective.h"
-#include "worker/step_batch.h"
 #include "worker/thread_pool.h"
 
 namespace kvasir::quality {

@@ -15,7 +15,7 @@ from support.service import ROOT
 
 DOCUMENT = ROOT / "docs" / "quality.md"
 PLOTS = ROOT / "docs" / "quality"
-# ContractOutcome of kernels/sparse/quality_contract.h.
+# ContractOutcome of kernels/sparse/quality/quality_contract.h.
 OUTCOMES = {0: "none", 1: "kept", 2: "dense", 3: "widened", 4: "missed"}
 
 

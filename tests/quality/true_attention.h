@@ -8,7 +8,7 @@
 #include <span>
 #include <vector>
 
-#include "kernels/sparse/stages.h"
+#include "kernels/sparse/common/stages.h"
 
 namespace kvasir::quality {
 

@@ -11,11 +11,11 @@
 #include <utility>
 #include <vector>
 
+#include "kernels/append/digests.h"
+#include "kernels/append/key_codes.h"
 #include "kernels/attention/attend.h"
 #include "kernels/paged/compact_positions.h"
-#include "kernels/paged/digests.h"
-#include "kernels/paged/key_codes.h"
-#include "kernels/sparse/stages.h"
+#include "kernels/sparse/common/stages.h"
 #include "tests/support/fake_paged_kv.h"
 
 namespace kvasir::kernels {

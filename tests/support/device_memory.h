@@ -12,7 +12,7 @@
 #include "kernels/base/cuda_status.h"
 #include "kernels/base/device_buffer.h"
 #include "kernels/base/tensor.h"
-#include "kernels/dense/rope.h"
+#include "kernels/rope/rope.h"
 
 namespace kvasir::kernels {
 

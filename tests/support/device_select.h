@@ -7,7 +7,7 @@
 #include <tuple>
 #include <vector>
 
-#include "kernels/sparse/stages.h"
+#include "kernels/sparse/common/stages.h"
 #include "tests/support/attention_batch.h"
 #include "tests/support/device_memory.h"
 #include "tests/support/device_paged_kv.h"

@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "coordinator/clock.h"
+#include "coordinator/time/clock.h"
 
 namespace kvasir::testing {
 

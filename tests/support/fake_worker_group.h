@@ -10,7 +10,7 @@
 #include <string>
 #include <utility>
 
-#include "coordinator/worker_group.h"
+#include "coordinator/group/worker_group.h"
 #include "kernels/base/mutex.h"
 #include "tests/support/symbolic_worker.h"
 

@@ -14,7 +14,7 @@
 
 #include "kernels/base/buffer.h"
 #include "kernels/base/mutex.h"
-#include "kvstore/page_format.h"
+#include "kvstore/format/page_format.h"
 #include "kvstore/tiers/file_io.h"
 
 namespace kvasir::kvstore {

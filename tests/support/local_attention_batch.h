@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <functional>
 
-#include "kernels/paged/digests.h"
+#include "kernels/append/digests.h"
 #include "tests/support/attention_batch.h"
 
 namespace kvasir::kernels {

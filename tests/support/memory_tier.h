@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "kvstore/page_format.h"
+#include "kvstore/format/page_format.h"
 #include "kvstore/tiers/tier.h"
 
 namespace kvasir::kvstore {

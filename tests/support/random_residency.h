@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "kernels/base/buffer.h"
-#include "kernels/paged/residency.h"
+#include "kernels/residency/residency.h"
 
 namespace kvasir::kernels {
 

@@ -22,9 +22,9 @@
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 
-#include "coordinator/policy.h"
+#include "coordinator/policy/policy.h"
 #include "kernels/base/status_macros.h"
-#include "kvstore/block.h"
+#include "kvstore/format/block.h"
 #include "proto/kvasir/v1/worker.pb.h"
 
 namespace kvasir::testing {

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "kernels/paged/page_selection.h"
-#include "kernels/sparse/selection_accounting.h"
+#include "kernels/sparse/common/selection_accounting.h"
 #include "tests/support/attention_batch.h"
 
 namespace kvasir::tests {

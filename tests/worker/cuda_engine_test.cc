@@ -15,12 +15,12 @@
 #include <vector>
 
 #include "kernels/base/buffer.h"
-#include "kernels/dense/sampling.h"
+#include "kernels/sampling/sampling.h"
 #include "tests/worker/model/golden.h"
 #include "tests/worker/test_coordinator.h"
 #include "tests/worker/test_worker.h"
-#include "worker/backend/cuda_backend.h"
-#include "worker/row_sampling.h"
+#include "worker/backend/cuda/cuda_backend.h"
+#include "worker/batch/row_sampling.h"
 
 namespace kvasir::worker {
 namespace {

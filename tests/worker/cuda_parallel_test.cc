@@ -14,7 +14,7 @@
 #include "tests/worker/parallel/rank_processes.h"
 #include "tests/worker/test_coordinator.h"
 #include "tests/worker/test_worker.h"
-#include "worker/backend/cuda_backend.h"
+#include "worker/backend/cuda/cuda_backend.h"
 #include "worker/parallel/gather_values.h"
 #include "worker/parallel/gloo_collective.h"
 #include "xxhash.h"

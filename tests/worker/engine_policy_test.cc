@@ -10,7 +10,7 @@
 
 #include "kernels/sparse/methods.h"
 #include "tests/worker/engine_fixture.h"
-#include "worker/engine.h"
+#include "worker/engine/engine.h"
 
 namespace kvasir::worker {
 namespace {

@@ -11,7 +11,7 @@
 #include "gtest/gtest.h"
 
 #include "tests/worker/engine_fixture.h"
-#include "worker/engine.h"
+#include "worker/engine/engine.h"
 
 namespace kvasir::worker {
 namespace {

@@ -1,4 +1,4 @@
-#include "worker/kv_sizes.h"
+#include "worker/engine/kv_sizes.h"
 
 #include <limits>
 

@@ -13,8 +13,8 @@
 #include "tests/worker/random_model.h"
 #include "tests/worker/test_coordinator.h"
 #include "tests/worker/test_worker.h"
-#include "worker/backend/cpu_backend.h"
-#include "worker/engine.h"
+#include "worker/backend/cpu/cpu_backend.h"
+#include "worker/engine/engine.h"
 #include "worker/parallel/single_collective.h"
 
 namespace kvasir::worker {

@@ -12,7 +12,7 @@
 #include "absl/strings/str_cat.h"
 
 #include "tests/worker/model/test_files.h"
-#include "worker/model/model_config.h"
+#include "worker/checkpoint/model_config.h"
 
 namespace kvasir::worker {
 

@@ -19,7 +19,7 @@
 #include "tests/worker/random_model.h"
 #include "tests/worker/test_coordinator.h"
 #include "tests/worker/test_worker.h"
-#include "worker/backend/cpu_backend.h"
+#include "worker/backend/cpu/cpu_backend.h"
 #include "worker/group_member.h"
 #include "worker/metrics.h"
 

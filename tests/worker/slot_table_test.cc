@@ -1,5 +1,5 @@
 // Wrong plans are tested through the engine (engine_failure_test.cc).
-#include "worker/slot_table.h"
+#include "worker/engine/slot_table.h"
 
 #include <memory>
 #include <vector>

@@ -1,4 +1,4 @@
-#include "worker/step_batch.h"
+#include "worker/batch/step_batch.h"
 
 #include <string>
 #include <vector>

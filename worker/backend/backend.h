@@ -22,23 +22,23 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 
+#include "kernels/append/append_heads.h"
 #include "kernels/base/executor.h"
 #include "kernels/base/tensor.h"
-#include "kernels/dense/gemm.h"
 #include "kernels/dense/random_fill.h"
-#include "kernels/paged/append_heads.h"
+#include "kernels/gemm/gemm.h"
 #include "kernels/paged/grouped_positions.h"
 #include "kernels/paged/paged_kv.h"
 #include "kernels/sparse/reuse/reusing_select.h"
 #include "kvstore/tiers/page_residency.h"
 #include "proto/kvasir/v1/sparsity.pb.h"
-#include "worker/attention_meter.h"
-#include "worker/backend/memory.h"
-#include "worker/model/rope_frequencies.h"
-#include "worker/model/shard_plan.h"
-#include "worker/model/weights.h"
+#include "worker/batch/attention_meter.h"
+#include "worker/batch/step_batch.h"
+#include "worker/checkpoint/memory.h"
+#include "worker/checkpoint/rope_frequencies.h"
+#include "worker/checkpoint/shard_plan.h"
+#include "worker/checkpoint/weights.h"
 #include "worker/parallel/collective.h"
-#include "worker/step_batch.h"
 
 namespace kvasir::worker {
 
@@ -196,7 +196,7 @@ class Backend {
   // y [sampled rows, hidden] = rows of x [tokens, hidden] whose logits are used.
   virtual absl::Status TakeSampled(const kernels::TensorView& x, const kernels::TensorView& y) = 0;
   // Turns a layer's projected heads into rotated queries, and into keys and values in the step's
-  // pages (kernels/paged/append_heads.h).
+  // pages (kernels/append/append_heads.h).
   virtual absl::Status AppendHeads(const kernels::LayerHeads& heads) = 0;
   // Chooses what the queries of each row attend to, by the row's policy: reuse gate, selector,
   // positions, pruner, contract of quality. `queries` has all query heads of the rank's KV heads,
@@ -215,7 +215,7 @@ class Backend {
   virtual absl::Status GatherColumns(const RankColumns& columns) = 0;
 
   // Chooses the tokens of the step's result from logits [sampled rows, vocab] float32, as the batch
-  // says. Every backend chooses the same ones for the same logits (kernels/dense/sampling.h).
+  // says. Every backend chooses the same ones for the same logits (kernels/sampling/sampling.h).
   virtual absl::Status Sample(const kernels::TensorView& logits) = 0;
 
   // A device may still be at work: the host has time for what does not need the result.

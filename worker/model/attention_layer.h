@@ -12,10 +12,10 @@
 #include "absl/status/statusor.h"
 
 #include "worker/backend/backend.h"
+#include "worker/batch/step_batch.h"
+#include "worker/checkpoint/shard_plan.h"
+#include "worker/checkpoint/weights.h"
 #include "worker/model/activations.h"
-#include "worker/model/shard_plan.h"
-#include "worker/model/weights.h"
-#include "worker/step_batch.h"
 
 namespace kvasir::worker {
 

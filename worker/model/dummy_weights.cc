@@ -6,7 +6,7 @@
 #include "absl/strings/match.h"
 
 #include "kernels/base/status_macros.h"
-#include "worker/model/weights_layout.h"
+#include "worker/checkpoint/weights_layout.h"
 
 namespace kvasir::worker {
 namespace {

@@ -8,9 +8,9 @@
 #include "absl/status/statusor.h"
 
 #include "worker/backend/backend.h"
-#include "worker/model/model_config.h"
-#include "worker/model/shard_plan.h"
-#include "worker/model/weights.h"
+#include "worker/checkpoint/model_config.h"
+#include "worker/checkpoint/shard_plan.h"
+#include "worker/checkpoint/weights.h"
 
 namespace kvasir::worker {
 

@@ -13,9 +13,9 @@
 #include "kernels/base/mutex.h"
 #include "kernels/base/status_macros.h"
 #include "worker/backend/backend.h"
-#include "worker/model/convert_elements.h"
-#include "worker/model/strict_json.h"
-#include "worker/model/weights_layout.h"
+#include "worker/checkpoint/convert_elements.h"
+#include "worker/checkpoint/strict_json.h"
+#include "worker/checkpoint/weights_layout.h"
 
 namespace kvasir::worker {
 namespace {

@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "kernels/base/status_macros.h"
-#include "worker/model/rope_frequencies.h"
+#include "worker/checkpoint/rope_frequencies.h"
 
 namespace kvasir::worker {
 namespace {
@@ -167,10 +167,8 @@ absl::Status Transformer::RunMlp(const TensorView& residual, const Activations& 
 LinearParams Transformer::AddTo(const TensorView& residual, const Activations& a) const {
   const int64_t rows = residual.dim(0);
   if (is_parallel()) return {.x = {}, .y = a.partial.Rows(rows)};
-  return {.x = {},
-          .after = LinearParams::After::kAdd,
-          .y = residual,
-          .product = a.summand.Rows(rows)};
+  return {
+      .x = {}, .after = LinearParams::After::kAdd, .y = residual, .product = a.summand.Rows(rows)};
 }
 
 absl::Status Transformer::AddSummands(const TensorView& residual, const Activations& a) const {

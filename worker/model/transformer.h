@@ -16,12 +16,12 @@
 #include "absl/status/statusor.h"
 
 #include "kernels/paged/paged_kv.h"
-#include "worker/attention_meter.h"
 #include "worker/backend/backend.h"
+#include "worker/batch/attention_meter.h"
+#include "worker/checkpoint/transformer_options.h"
+#include "worker/checkpoint/weights.h"
 #include "worker/model/activations.h"
 #include "worker/model/attention_layer.h"
-#include "worker/model/transformer_options.h"
-#include "worker/model/weights.h"
 #include "worker/parallel/collective.h"
 
 namespace kvasir::worker {

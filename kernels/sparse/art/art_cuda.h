@@ -18,7 +18,7 @@
 #include "kernels/attention/attend.h"
 #include "kernels/paged/kv_tensor_maps.h"
 #include "kernels/sparse/art/art_rule.h"
-#include "kernels/sparse/stages.h"
+#include "kernels/sparse/common/stages.h"
 
 namespace kvasir::kernels {
 

@@ -5,8 +5,8 @@
 
 #include "kernels/attention/attend_launch.h"
 #include "kernels/sparse/art/art_rule.h"
-#include "kernels/sparse/ranking.h"
-#include "kernels/sparse/stages.h"
+#include "kernels/sparse/common/ranking.h"
+#include "kernels/sparse/common/stages.h"
 
 namespace kvasir::kernels {
 

@@ -9,7 +9,7 @@
 
 #include "kernels/attention/page_pipeline.cuh"
 #include "kernels/sparse/art/art_launch.h"
-#include "kernels/sparse/selection_header.h"
+#include "kernels/sparse/common/selection_header.h"
 
 namespace kvasir::kernels {
 

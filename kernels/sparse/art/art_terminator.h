@@ -13,7 +13,7 @@
 // for all heads of its group. It ends there if for each head also
 //   guard      sum over unread pages u of n_u exp(b_u - m_t) / l_t < unread_mass    (none: no test)
 // where n_u is the page's number of attended tokens and b_u, from its page bounds
-// (kernels/paged/digests.h), is at least every logit of the page.
+// (kernels/append/digests.h), is at least every logit of the page.
 //
 // Guarantees: the first watched page is never calm, so at least patience + 1 pages are read. Rows
 // of fewer than patience + 3 pages are read whole. NaN is never calm. Which pages are read depends
@@ -30,7 +30,7 @@
 
 #include "kernels/attention/terminator.h"
 #include "kernels/sparse/art/art_rule.h"
-#include "kernels/sparse/method_options.h"
+#include "kernels/sparse/common/method_options.h"
 
 namespace kvasir::kernels {
 

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "kernels/attention/page_pipeline.cuh"
-#include "kernels/sparse/select_row.cuh"
+#include "kernels/sparse/common/select_row.cuh"
 
 namespace kvasir::kernels {
 

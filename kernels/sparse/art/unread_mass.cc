@@ -9,7 +9,7 @@
 #include "kernels/attention/attend.h"
 #include "kernels/base/dtype.h"
 #include "kernels/paged/compact_positions.h"
-#include "kernels/sparse/quest/page_scores.h"
+#include "kernels/sparse/page_scores/page_scores.h"
 
 namespace kvasir::kernels {
 namespace {

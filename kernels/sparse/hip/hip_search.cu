@@ -10,7 +10,7 @@
 
 #include "kernels/base/hopper.cuh"
 #include "kernels/base/overlapped_launch.h"
-#include "kernels/sparse/block_list.cuh"
+#include "kernels/sparse/common/block_list.cuh"
 #include "kernels/sparse/hip/hip_launch.h"
 #include "kernels/sparse/hip/hip_rule.h"
 #include "kernels/sparse/reuse/reuse_row.cuh"

@@ -5,10 +5,10 @@
 #include <span>
 
 #include "kernels/base/status_macros.h"
+#include "kernels/sparse/common/ranking.h"
+#include "kernels/sparse/common/select_common.h"
 #include "kernels/sparse/hip/hip_rule.h"
-#include "kernels/sparse/key_logits.h"
-#include "kernels/sparse/ranking.h"
-#include "kernels/sparse/select_common.h"
+#include "kernels/sparse/key_logits/key_logits.h"
 
 namespace kvasir::kernels {
 namespace {

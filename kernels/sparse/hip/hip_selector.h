@@ -20,7 +20,7 @@
 // halving, log2(N / n) halvings. Thread-compatible.
 #pragma once
 
-#include "kernels/sparse/stages.h"
+#include "kernels/sparse/common/stages.h"
 
 namespace kvasir::kernels {
 

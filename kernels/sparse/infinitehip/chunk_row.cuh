@@ -1,8 +1,8 @@
 // A row of infinitehip's first stage and the chunks that it chooses from. For its kernels.
 #pragma once
 
+#include "kernels/sparse/common/select_row.cuh"
 #include "kernels/sparse/infinitehip/infinitehip_launch.h"
-#include "kernels/sparse/select_row.cuh"
 
 namespace kvasir::kernels {
 

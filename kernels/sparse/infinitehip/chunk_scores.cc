@@ -4,7 +4,7 @@
 #include <bit>
 #include <limits>
 
-#include "kernels/sparse/quest/page_scores.h"
+#include "kernels/sparse/page_scores/page_scores.h"
 
 namespace kvasir::kernels {
 namespace {

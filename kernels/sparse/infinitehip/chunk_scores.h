@@ -5,9 +5,9 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kernels/sparse/common/select_common.h"
 #include "kernels/sparse/infinitehip/infinitehip_selector.h"
-#include "kernels/sparse/key_logits.h"
-#include "kernels/sparse/select_common.h"
+#include "kernels/sparse/key_logits/key_logits.h"
 
 namespace kvasir::kernels {
 

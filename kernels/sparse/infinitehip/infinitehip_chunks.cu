@@ -5,8 +5,8 @@
 #include <algorithm>
 
 #include "kernels/base/overlapped_launch.h"
+#include "kernels/sparse/common/ranking.h"
 #include "kernels/sparse/infinitehip/infinitehip_launch.h"
-#include "kernels/sparse/ranking.h"
 #include "kernels/sparse/reuse/reuse_row.cuh"
 
 namespace kvasir::kernels {

@@ -20,9 +20,9 @@
 
 #include "absl/status/status.h"
 
-#include "kernels/sparse/distant_queries_cuda.h"
+#include "kernels/sparse/common/distant_queries_cuda.h"
+#include "kernels/sparse/common/stages.h"
 #include "kernels/sparse/infinitehip/infinitehip_selector.h"
-#include "kernels/sparse/stages.h"
 
 namespace kvasir::kernels {
 

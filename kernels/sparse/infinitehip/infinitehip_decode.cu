@@ -10,13 +10,13 @@
 // If a stage does not run, the next one reads the chunks that it left in an earlier step.
 #include <algorithm>
 
-#include "kernels/sparse/block_list.cuh"
-#include "kernels/sparse/cluster_launch.h"
-#include "kernels/sparse/cluster_select.cuh"
+#include "kernels/sparse/common/block_list.cuh"
+#include "kernels/sparse/common/cluster_launch.h"
+#include "kernels/sparse/common/cluster_select.cuh"
 #include "kernels/sparse/infinitehip/chunk_row.cuh"
-#include "kernels/sparse/quest/page_stream.cuh"
+#include "kernels/sparse/key_logits/token_logits.cuh"
+#include "kernels/sparse/page_scores/page_stream.cuh"
 #include "kernels/sparse/reuse/reuse_row.cuh"
-#include "kernels/sparse/token_logits.cuh"
 
 namespace kvasir::kernels {
 namespace {

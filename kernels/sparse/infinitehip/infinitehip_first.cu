@@ -2,7 +2,7 @@
 // (infinitehip_decode.cu). A chunk's score is the best of its pages' scores by quest, which
 // page_scores.cu has made. In chunk-indexed layers infinitehip_chunks.cu has scored the chunks.
 #include "kernels/base/overlapped_launch.h"
-#include "kernels/sparse/block_select.cuh"
+#include "kernels/sparse/common/block_select.cuh"
 #include "kernels/sparse/infinitehip/chunk_row.cuh"
 #include "kernels/sparse/infinitehip/infinitehip_launch.h"
 #include "kernels/sparse/reuse/reuse_row.cuh"

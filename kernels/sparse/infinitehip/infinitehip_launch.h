@@ -5,9 +5,9 @@
 #include <cstdint>
 #include <cuda_runtime_api.h>
 
+#include "kernels/sparse/common/select_cuda.h"
 #include "kernels/sparse/infinitehip/infinitehip_selector.h"
-#include "kernels/sparse/quest/page_scores_launch.h"
-#include "kernels/sparse/select_cuda.h"
+#include "kernels/sparse/page_scores/page_scores_launch.h"
 
 namespace kvasir::kernels {
 

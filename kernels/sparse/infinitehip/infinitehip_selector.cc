@@ -8,9 +8,9 @@
 #include "absl/strings/str_cat.h"
 
 #include "kernels/base/status_macros.h"
+#include "kernels/sparse/common/ranking.h"
+#include "kernels/sparse/common/select_common.h"
 #include "kernels/sparse/infinitehip/chunk_scores.h"
-#include "kernels/sparse/ranking.h"
-#include "kernels/sparse/select_common.h"
 
 namespace kvasir::kernels {
 namespace {

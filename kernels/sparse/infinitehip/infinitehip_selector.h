@@ -56,9 +56,9 @@
 #include "absl/status/statusor.h"
 
 #include "kernels/base/host_device.h"
-#include "kernels/sparse/chunk_grid.h"
-#include "kernels/sparse/method_options.h"
-#include "kernels/sparse/stages.h"
+#include "kernels/sparse/common/chunk_grid.h"
+#include "kernels/sparse/common/method_options.h"
+#include "kernels/sparse/common/stages.h"
 
 namespace kvasir::kernels {
 

@@ -14,10 +14,10 @@
 
 #include "kernels/base/hopper.cuh"
 #include "kernels/base/overlapped_launch.h"
-#include "kernels/sparse/block_list.cuh"
-#include "kernels/sparse/cluster_launch.h"
+#include "kernels/sparse/common/block_list.cuh"
+#include "kernels/sparse/common/cluster_launch.h"
 #include "kernels/sparse/infinitehip/infinitehip_launch.h"
-#include "kernels/sparse/key_code_logits.cuh"
+#include "kernels/sparse/key_logits/key_code_logits.cuh"
 #include "kernels/sparse/reuse/reuse_row.cuh"
 
 namespace kvasir::kernels {

@@ -2,7 +2,7 @@
 
 #include "kernels/base/cuda_status.h"
 #include "kernels/base/status_macros.h"
-#include "kernels/sparse/quest/page_scores_launch.h"
+#include "kernels/sparse/page_scores/page_scores_launch.h"
 #include "kernels/sparse/quest/quest_launch.h"
 
 namespace kvasir::kernels {

@@ -15,8 +15,8 @@
 
 #include "absl/status/status.h"
 
-#include "kernels/sparse/quest/quest_rule.h"
-#include "kernels/sparse/stages.h"
+#include "kernels/sparse/common/stages.h"
+#include "kernels/sparse/page_scores/quest_rule.h"
 
 namespace kvasir::kernels {
 

@@ -4,9 +4,9 @@
 #include <algorithm>
 
 #include "kernels/base/overlapped_launch.h"
-#include "kernels/sparse/cluster_launch.h"
-#include "kernels/sparse/cluster_select.cuh"
-#include "kernels/sparse/quest/page_stream.cuh"
+#include "kernels/sparse/common/cluster_launch.h"
+#include "kernels/sparse/common/cluster_select.cuh"
+#include "kernels/sparse/page_scores/page_stream.cuh"
 #include "kernels/sparse/quest/quest_launch.h"
 #include "kernels/sparse/reuse/reuse_row.cuh"
 

@@ -8,10 +8,10 @@
 
 #include "kernels/base/dtype.h"
 #include "kernels/base/status_macros.h"
-#include "kernels/sparse/key_logits.h"
-#include "kernels/sparse/quest/page_scores.h"
-#include "kernels/sparse/ranking.h"
-#include "kernels/sparse/select_common.h"
+#include "kernels/sparse/common/ranking.h"
+#include "kernels/sparse/common/select_common.h"
+#include "kernels/sparse/key_logits/key_logits.h"
+#include "kernels/sparse/page_scores/page_scores.h"
 
 namespace kvasir::kernels {
 namespace {

@@ -13,9 +13,9 @@
 // JudgeReuse (reuse_gate_cuda.h) writes first_stage before the selector starts.
 #pragma once
 
-#include "kernels/sparse/reuse/device_memory.h"
+#include "kernels/sparse/common/device_memory.h"
+#include "kernels/sparse/common/select_row.cuh"
 #include "kernels/sparse/reuse/reuse_rules.h"
-#include "kernels/sparse/select_row.cuh"
 
 namespace kvasir::kernels {
 

@@ -18,7 +18,7 @@
 #include <cstdint>
 
 #include "kernels/base/host_device.h"
-#include "kernels/sparse/stages.h"
+#include "kernels/sparse/common/stages.h"
 
 namespace kvasir::kernels {
 

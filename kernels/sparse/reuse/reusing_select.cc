@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "kernels/base/status_macros.h"
-#include "kernels/sparse/key_logits.h"
-#include "kernels/sparse/select_common.h"
+#include "kernels/sparse/common/select_common.h"
+#include "kernels/sparse/key_logits/key_logits.h"
 
 namespace kvasir::kernels {
 namespace {

@@ -19,8 +19,8 @@
 
 #include "kernels/base/executor.h"
 #include "kernels/paged/page_selection.h"
-#include "kernels/sparse/reuse/selection_memory.h"
-#include "kernels/sparse/stages.h"
+#include "kernels/sparse/common/selection_memory.h"
+#include "kernels/sparse/common/stages.h"
 
 namespace kvasir::kernels {
 

@@ -8,7 +8,7 @@
 #include "absl/status/statusor.h"
 
 #include "kernels/base/device_buffer.h"
-#include "kernels/sparse/reuse/device_memory.h"
+#include "kernels/sparse/common/device_memory.h"
 #include "kernels/sparse/reuse/reusing_select.h"
 
 namespace kvasir::kernels {

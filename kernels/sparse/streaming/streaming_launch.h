@@ -4,7 +4,7 @@
 
 #include <cuda_runtime_api.h>
 
-#include "kernels/sparse/select_cuda.h"
+#include "kernels/sparse/common/select_cuda.h"
 
 namespace kvasir::kernels {
 

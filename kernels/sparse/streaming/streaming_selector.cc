@@ -1,7 +1,7 @@
 #include "kernels/sparse/streaming/streaming_selector.h"
 
 #include "kernels/base/status_macros.h"
-#include "kernels/sparse/select_common.h"
+#include "kernels/sparse/common/select_common.h"
 
 namespace kvasir::kernels {
 

@@ -2,7 +2,7 @@
 // only. Nothing between them is ever read. The budget is ignored. Thread-compatible.
 #pragma once
 
-#include "kernels/sparse/stages.h"
+#include "kernels/sparse/common/stages.h"
 
 namespace kvasir::kernels {
 

@@ -12,9 +12,9 @@
 #include "absl/strings/str_cat.h"
 
 #include "kernels/base/status_macros.h"
-#include "kernels/sparse/key_logits.h"
-#include "kernels/sparse/ranking.h"
-#include "kernels/sparse/select_common.h"
+#include "kernels/sparse/common/ranking.h"
+#include "kernels/sparse/common/select_common.h"
+#include "kernels/sparse/key_logits/key_logits.h"
 
 namespace kvasir::kernels {
 namespace {

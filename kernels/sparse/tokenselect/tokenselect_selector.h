@@ -29,8 +29,8 @@
 
 #include "absl/status/statusor.h"
 
-#include "kernels/sparse/method_options.h"
-#include "kernels/sparse/stages.h"
+#include "kernels/sparse/common/method_options.h"
+#include "kernels/sparse/common/stages.h"
 
 namespace kvasir::kernels {
 

@@ -19,7 +19,7 @@
 
 #include "absl/status/status.h"
 
-#include "kernels/sparse/stages.h"
+#include "kernels/sparse/common/stages.h"
 
 namespace kvasir::kernels {
 

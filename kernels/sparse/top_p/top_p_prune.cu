@@ -7,10 +7,10 @@
 //   keep       a warp takes an entry: its tokens that any head keeps
 #include <algorithm>
 
-#include "kernels/attention/row_items.h"
 #include "kernels/base/hopper.cuh"
 #include "kernels/base/overlapped_launch.h"
-#include "kernels/sparse/key_code_logits.cuh"
+#include "kernels/paged/row_items.h"
+#include "kernels/sparse/key_logits/key_code_logits.cuh"
 #include "kernels/sparse/top_p/top_p_launch.h"
 #include "kernels/sparse/top_p/top_p_rule.h"
 #include "kernels/sparse/top_p/top_p_threshold.cuh"

@@ -10,8 +10,8 @@
 
 #include "kernels/base/status_macros.h"
 #include "kernels/paged/compact_positions.h"
-#include "kernels/sparse/key_logits.h"
-#include "kernels/sparse/select_common.h"
+#include "kernels/sparse/common/select_common.h"
+#include "kernels/sparse/key_logits/key_logits.h"
 #include "kernels/sparse/top_p/top_p_rule.h"
 
 namespace kvasir::kernels {

@@ -19,7 +19,7 @@
 // of scratch per such token and head of the group. Thread-compatible.
 #pragma once
 
-#include "kernels/sparse/stages.h"
+#include "kernels/sparse/common/stages.h"
 
 namespace kvasir::kernels {
 

@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "kernels/base/host_device.h"
-#include "kernels/sparse/selection_header.h"
+#include "kernels/sparse/common/selection_header.h"
 
 namespace kvasir::kernels {
 

@@ -8,7 +8,7 @@
 
 #include "kernels/base/block_sums.cuh"
 #include "kernels/base/warp.cuh"
-#include "kernels/sparse/ranking.h"
+#include "kernels/sparse/common/ranking.h"
 #include "kernels/sparse/top_p/top_p_rule.h"
 
 namespace kvasir::kernels {

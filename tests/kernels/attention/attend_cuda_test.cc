@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "kernels/attention/row_items.h"
+#include "kernels/paged/row_items.h"
 #include "tests/kernels/attention/attend_cuda_fixture.h"
 #include "tests/support/walked_counts.h"
 

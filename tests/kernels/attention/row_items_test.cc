@@ -1,4 +1,4 @@
-#include "kernels/attention/row_items.h"
+#include "kernels/paged/row_items.h"
 
 #include <gtest/gtest.h>
 #include <map>

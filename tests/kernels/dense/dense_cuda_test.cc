@@ -8,7 +8,7 @@
 
 #include "kernels/base/buffer.h"
 #include "kernels/base/executor.h"
-#include "kernels/dense/rope.h"
+#include "kernels/rope/rope.h"
 #include "tests/support/compare.h"
 #include "tests/support/device_memory.h"
 #include "tests/support/test_tensor.h"

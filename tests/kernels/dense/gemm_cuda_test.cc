@@ -1,4 +1,4 @@
-#include "kernels/dense/gemm_cuda.h"
+#include "kernels/gemm/gemm_cuda.h"
 
 #include <cmath>
 #include <cstring>
@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "kernels/dense/dense_cuda.h"
-#include "kernels/dense/gemm_few_rows.h"
+#include "kernels/gemm/gemm_few_rows.h"
 #include "tests/support/compare.h"
 #include "tests/support/device_memory.h"
 #include "tests/support/test_tensor.h"

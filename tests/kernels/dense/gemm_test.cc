@@ -1,4 +1,4 @@
-#include "kernels/dense/gemm.h"
+#include "kernels/gemm/gemm.h"
 
 #include <algorithm>
 #include <cmath>
@@ -13,9 +13,9 @@
 
 #include "kernels/base/buffer.h"
 #include "kernels/base/cpu_isa.h"
-#include "kernels/dense/gemm_engine.h"
-#include "kernels/dense/gemm_panel.h"
-#include "kernels/dense/gemm_panel_pack.h"
+#include "kernels/gemm/gemm_engine.h"
+#include "kernels/gemm/gemm_panel.h"
+#include "kernels/gemm/gemm_panel_pack.h"
 #include "tests/support/compare.h"
 #include "tests/support/test_tensor.h"
 #include "tests/support/thread_executor.h"

@@ -1,4 +1,4 @@
-#include "kernels/dense/philox.h"
+#include "kernels/base/philox.h"
 
 #include <gtest/gtest.h>
 #include <set>

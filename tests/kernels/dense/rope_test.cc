@@ -1,4 +1,4 @@
-#include "kernels/dense/rope.h"
+#include "kernels/rope/rope.h"
 
 #include <cmath>
 #include <gtest/gtest.h>

@@ -5,7 +5,7 @@
 #include <random>
 #include <vector>
 
-#include "kernels/dense/sampling.h"
+#include "kernels/sampling/sampling.h"
 
 namespace kvasir::kernels {
 

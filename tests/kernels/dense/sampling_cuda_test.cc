@@ -1,5 +1,5 @@
 // Sampling on the GPU against the CPU: equal in all bits, statuses included.
-#include "kernels/dense/sampling_cuda.h"
+#include "kernels/sampling/sampling_cuda.h"
 
 #include <cmath>
 #include <gtest/gtest.h>

@@ -5,8 +5,8 @@
 #include <map>
 #include <vector>
 
-#include "kernels/dense/philox.h"
-#include "kernels/dense/sampling.h"
+#include "kernels/base/philox.h"
+#include "kernels/sampling/sampling.h"
 #include "tests/kernels/dense/sampling_case.h"
 #include "tests/kernels/dense/sampling_rows.h"
 

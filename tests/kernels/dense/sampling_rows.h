@@ -6,7 +6,7 @@
 
 #include "kernels/base/buffer.h"
 #include "kernels/base/status_macros.h"
-#include "kernels/dense/sampling.h"
+#include "kernels/sampling/sampling.h"
 #include "tests/support/thread_executor.h"
 
 namespace kvasir::kernels {

@@ -1,4 +1,4 @@
-#include "kernels/dense/sampling.h"
+#include "kernels/sampling/sampling.h"
 
 #include <cmath>
 #include <gtest/gtest.h>
@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "kernels/base/buffer.h"
-#include "kernels/dense/sampling_weights.h"
+#include "kernels/sampling/sampling_weights.h"
 #include "tests/kernels/dense/sampling_rows.h"
 #include "tests/support/thread_executor.h"
 

@@ -1,5 +1,5 @@
 // The GPU's AppendHeads against the CPU's: every byte of queries, pages, bounds and key codes.
-#include "kernels/paged/append_heads_cuda.h"
+#include "kernels/append/append_heads_cuda.h"
 
 #include <bit>
 #include <cmath>
@@ -9,9 +9,9 @@
 #include <tuple>
 #include <vector>
 
+#include "kernels/append/digests_cuda.h"
 #include "kernels/paged/count_selected_cuda.h"
-#include "kernels/paged/digests_cuda.h"
-#include "kernels/sparse/selection_accounting.h"
+#include "kernels/sparse/common/selection_accounting.h"
 #include "tests/support/compare.h"
 #include "tests/support/device_paged_kv.h"
 #include "tests/support/fake_paged_kv.h"

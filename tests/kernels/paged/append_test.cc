@@ -1,11 +1,11 @@
-#include "kernels/paged/append.h"
+#include "kernels/append/append.h"
 
 #include <cmath>
 #include <gtest/gtest.h>
 #include <limits>
 #include <vector>
 
-#include "kernels/paged/digests.h"
+#include "kernels/append/digests.h"
 #include "tests/support/fake_paged_kv.h"
 
 namespace kvasir::kernels {

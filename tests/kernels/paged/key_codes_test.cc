@@ -1,4 +1,4 @@
-#include "kernels/paged/key_codes.h"
+#include "kernels/append/key_codes.h"
 
 #include <cmath>
 #include <cstring>
@@ -7,8 +7,8 @@
 #include <random>
 #include <vector>
 
+#include "kernels/append/append.h"
 #include "kernels/base/float16.h"
-#include "kernels/paged/append.h"
 #include "tests/support/fake_paged_kv.h"
 
 namespace kvasir::kernels {

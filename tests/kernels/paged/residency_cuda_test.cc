@@ -1,6 +1,6 @@
 // The GPU's residency protocol against the reference: random use, and after each op the same state,
 // entry by entry, and the same bytes in both tiers.
-#include "kernels/paged/residency_cuda.h"
+#include "kernels/residency/residency_cuda.h"
 
 #include <functional>
 #include <gtest/gtest.h>

@@ -1,6 +1,6 @@
 // The reference of the residency protocol: random use against a naive model, and its rules one by
 // one. 1e7 operations of each shape, times KVASIR_TEST_SCALE.
-#include "kernels/paged/residency.h"
+#include "kernels/residency/residency.h"
 
 #include <gtest/gtest.h>
 

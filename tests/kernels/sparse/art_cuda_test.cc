@@ -13,8 +13,8 @@
 
 #include "kernels/attention/attend_cpu.h"
 #include "kernels/sparse/art/art_terminator.h"
-#include "kernels/sparse/ranking.h"
-#include "kernels/sparse/select_common.h"
+#include "kernels/sparse/common/ranking.h"
+#include "kernels/sparse/common/select_common.h"
 #include "tests/support/compare.h"
 #include "tests/support/device_attention_batch.h"
 #include "tests/support/local_attention_batch.h"

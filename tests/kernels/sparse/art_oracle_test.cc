@@ -10,10 +10,10 @@
 
 #include "nlohmann/json.hpp"
 
-#include "kernels/paged/digests.h"
-#include "kernels/paged/key_codes.h"
+#include "kernels/append/digests.h"
+#include "kernels/append/key_codes.h"
+#include "kernels/sparse/common/select_common.h"
 #include "kernels/sparse/policy.h"
-#include "kernels/sparse/select_common.h"
 #include "tests/kernels/sparse/oracle_values.h"
 #include "tests/support/attend_implementations.h"
 #include "tests/support/compare.h"

@@ -8,11 +8,11 @@
 #include <utility>
 #include <vector>
 
+#include "kernels/append/digests.h"
 #include "kernels/attention/attend.h"
-#include "kernels/paged/digests.h"
 #include "kernels/sparse/art/art_terminator.h"
+#include "kernels/sparse/common/select_common.h"
 #include "kernels/sparse/policy.h"
-#include "kernels/sparse/select_common.h"
 #include "tests/support/attend_implementations.h"
 #include "tests/support/compare.h"
 #include "tests/support/local_attention_batch.h"

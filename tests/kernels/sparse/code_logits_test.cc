@@ -1,4 +1,4 @@
-#include "kernels/sparse/code_logits.h"
+#include "kernels/sparse/key_logits/code_logits.h"
 
 #include <cmath>
 #include <cstddef>
@@ -6,8 +6,8 @@
 #include <limits>
 #include <vector>
 
-#include "kernels/paged/key_codes.h"
-#include "kernels/sparse/key_logits.h"
+#include "kernels/append/key_codes.h"
+#include "kernels/sparse/key_logits/key_logits.h"
 #include "tests/support/attention_batch.h"
 
 namespace kvasir::kernels {

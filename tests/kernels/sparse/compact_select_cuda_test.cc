@@ -6,8 +6,8 @@
 #include <tuple>
 #include <vector>
 
-#include "kernels/dense/rope_positions_cuda.h"
 #include "kernels/paged/compact_positions_cuda.h"
+#include "kernels/rope/rope_positions_cuda.h"
 #include "kernels/sparse/hip/hip_cuda.h"
 #include "kernels/sparse/hip/hip_selector.h"
 #include "kernels/sparse/infinitehip/infinitehip_cuda.h"

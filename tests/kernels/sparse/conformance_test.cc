@@ -13,9 +13,9 @@
 #include <vector>
 
 #include "kernels/attention/attend_cpu.h"
+#include "kernels/sparse/common/select_common.h"
 #include "kernels/sparse/policy.h"
 #include "kernels/sparse/reuse/reusing_select.h"
-#include "kernels/sparse/select_common.h"
 #include "tests/support/attention_batch.h"
 #include "tests/support/sparse_methods.h"
 

@@ -1,4 +1,4 @@
-#include "kernels/sparse/key_tile.h"
+#include "kernels/sparse/key_logits/key_tile.h"
 
 #include <bit>
 #include <cmath>
@@ -9,10 +9,10 @@
 #include <random>
 #include <vector>
 
+#include "kernels/append/key_code_math.h"
+#include "kernels/append/key_codes.h"
 #include "kernels/base/cpu_isa.h"
-#include "kernels/dense/rope.h"
-#include "kernels/paged/key_code_math.h"
-#include "kernels/paged/key_codes.h"
+#include "kernels/rope/rope.h"
 
 namespace kvasir::kernels {
 namespace {

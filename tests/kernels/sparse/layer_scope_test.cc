@@ -11,8 +11,8 @@
 #include <thread>
 #include <vector>
 
-#include "kernels/paged/digests.h"
-#include "kernels/paged/key_codes.h"
+#include "kernels/append/digests.h"
+#include "kernels/append/key_codes.h"
 #include "kernels/sparse/policy.h"
 #include "kernels/sparse/reuse/reusing_select.h"
 #include "tests/support/attention_batch.h"

@@ -1,4 +1,4 @@
-#include "kernels/sparse/mass_estimate.h"
+#include "kernels/sparse/quality/mass_estimate.h"
 
 #include <algorithm>
 #include <array>
@@ -10,8 +10,8 @@
 #include <span>
 #include <vector>
 
-#include "kernels/paged/key_code_math.h"
-#include "kernels/paged/key_codes.h"
+#include "kernels/append/key_code_math.h"
+#include "kernels/append/key_codes.h"
 #include "tests/support/attention_batch.h"
 
 namespace kvasir::kernels {

@@ -11,8 +11,8 @@
 
 #include "nlohmann/json.hpp"
 
-#include "kernels/paged/digests.h"
-#include "kernels/paged/key_codes.h"
+#include "kernels/append/digests.h"
+#include "kernels/append/key_codes.h"
 #include "tests/kernels/sparse/oracle_values.h"
 #include "tests/support/attention_batch.h"
 

@@ -1,4 +1,4 @@
-#include "kernels/sparse/quality_contract.h"
+#include "kernels/sparse/quality/quality_contract.h"
 
 #include <algorithm>
 #include <bit>
@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "kernels/sparse/mass_estimate.h"
 #include "kernels/sparse/policy.h"
+#include "kernels/sparse/quality/mass_estimate.h"
 #include "tests/support/attention_batch.h"
 
 namespace kvasir::kernels {

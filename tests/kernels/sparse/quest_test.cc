@@ -7,9 +7,9 @@
 #include <vector>
 
 #include "kernels/base/cpu_isa.h"
-#include "kernels/sparse/quest/quest_score.h"
+#include "kernels/sparse/common/ranking.h"
+#include "kernels/sparse/page_scores/quest_score.h"
 #include "kernels/sparse/quest/quest_selector.h"
-#include "kernels/sparse/ranking.h"
 #include "tests/support/attention_batch.h"
 #include "tests/support/test_tensor.h"
 

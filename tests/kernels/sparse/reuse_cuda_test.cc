@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "kernels/dense/rope.h"
+#include "kernels/rope/rope.h"
 #include "kernels/sparse/methods.h"
 #include "kernels/sparse/policy.h"
 #include "kernels/sparse/reuse/reuse_gate_cuda.h"

@@ -8,7 +8,7 @@
 #include <tuple>
 #include <vector>
 
-#include "kernels/dense/rope.h"
+#include "kernels/rope/rope.h"
 #include "kernels/sparse/methods.h"
 #include "kernels/sparse/policy.h"
 #include "kernels/sparse/reuse/reusing_select.h"

@@ -5,10 +5,10 @@
 #include <string>
 #include <vector>
 
+#include "kernels/sparse/common/selection_accounting.h"
+#include "kernels/sparse/common/stages.h"
 #include "kernels/sparse/methods.h"
 #include "kernels/sparse/policy.h"
-#include "kernels/sparse/selection_accounting.h"
-#include "kernels/sparse/stages.h"
 #include "tests/support/attention_batch.h"
 
 namespace kvasir::kernels {

@@ -9,10 +9,10 @@
 #include <utility>
 #include <vector>
 
+#include "kernels/sparse/common/device_memory.h"
 #include "kernels/sparse/hip/hip_cuda.h"
 #include "kernels/sparse/hip/hip_selector.h"
 #include "kernels/sparse/infinitehip/infinitehip_cuda.h"
-#include "kernels/sparse/reuse/device_memory.h"
 #include "kernels/sparse/tokenselect/tokenselect_cuda.h"
 #include "kernels/sparse/tokenselect/tokenselect_selector.h"
 #include "tests/support/device_select.h"

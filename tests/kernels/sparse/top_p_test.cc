@@ -6,9 +6,9 @@
 #include <memory>
 #include <vector>
 
-#include "kernels/paged/key_codes.h"
+#include "kernels/append/key_codes.h"
+#include "kernels/sparse/common/selection_accounting.h"
 #include "kernels/sparse/policy.h"
-#include "kernels/sparse/selection_accounting.h"
 #include "kernels/sparse/top_p/top_p_pruner.h"
 #include "tests/support/attention_batch.h"
 

@@ -11,7 +11,7 @@
 #include <thread>
 
 #include "kernels/base/buffer.h"
-#include "kvstore/page_format.h"
+#include "kvstore/format/page_format.h"
 #include "tests/support/faulty_file_io.h"
 #include "tests/support/scratch_directory.h"
 

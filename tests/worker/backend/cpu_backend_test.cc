@@ -1,5 +1,5 @@
 // Properties of a backend that the model relies on and that the engine's tests would not isolate.
-#include "worker/backend/cpu_backend.h"
+#include "worker/backend/cpu/cpu_backend.h"
 
 #include <limits>
 #include <vector>

@@ -1,5 +1,5 @@
 // Refusals of --device=cuda, which must say which flag to change.
-#include "worker/backend/cuda_limits.h"
+#include "worker/backend/cuda/cuda_limits.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

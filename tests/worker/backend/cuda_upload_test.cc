@@ -8,8 +8,8 @@
 
 #include "absl/strings/str_cat.h"
 
-#include "worker/backend/make_backend.h"
-#include "worker/backend/pinned_region.h"
+#include "worker/backend/cuda/pinned_region.h"
+#include "worker/make_backend.h"
 #include "worker/thread_pool.h"
 
 namespace kvasir::worker {

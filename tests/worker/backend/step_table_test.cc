@@ -1,5 +1,5 @@
 // Places of a step's data in its table, as a GPU reads it; tested without a GPU.
-#include "worker/backend/step_table.h"
+#include "worker/backend/cuda/step_table.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

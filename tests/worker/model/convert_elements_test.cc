@@ -1,4 +1,4 @@
-#include "worker/model/convert_elements.h"
+#include "worker/checkpoint/convert_elements.h"
 
 #include <bit>
 #include <cmath>

@@ -9,9 +9,9 @@
 
 #include "tests/worker/random_model.h"
 #include "tests/worker/test_worker.h"
-#include "worker/backend/cpu_backend.h"
+#include "worker/backend/cpu/cpu_backend.h"
+#include "worker/checkpoint/weights_layout.h"
 #include "worker/loaded_model.h"
-#include "worker/model/weights_layout.h"
 
 namespace kvasir::worker {
 namespace {

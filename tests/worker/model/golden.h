@@ -13,7 +13,7 @@
 #include "absl/strings/strip.h"
 
 #include "kernels/base/status_macros.h"
-#include "worker/model/safetensors.h"
+#include "worker/checkpoint/safetensors.h"
 
 namespace kvasir::worker {
 

@@ -1,4 +1,4 @@
-#include "worker/model/model_config.h"
+#include "worker/checkpoint/model_config.h"
 
 #include <cmath>
 #include <filesystem>
@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "tests/worker/model/test_files.h"
-#include "worker/model/rope_frequencies.h"
-#include "worker/model/shard_plan.h"
+#include "worker/checkpoint/rope_frequencies.h"
+#include "worker/checkpoint/shard_plan.h"
 #include <nlohmann/json.hpp>
 
 namespace kvasir::worker {

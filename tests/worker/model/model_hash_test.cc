@@ -1,4 +1,4 @@
-#include "worker/model/model_hash.h"
+#include "worker/checkpoint/model_hash.h"
 
 #include <filesystem>
 #include <gtest/gtest.h>

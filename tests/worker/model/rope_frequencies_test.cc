@@ -1,4 +1,4 @@
-#include "worker/model/rope_frequencies.h"
+#include "worker/checkpoint/rope_frequencies.h"
 
 #include <cmath>
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-#include "worker/model/shard_plan.h"
+#include "worker/checkpoint/shard_plan.h"
 
 #include <cstdlib>
 #include <gmock/gmock.h>

@@ -1,4 +1,4 @@
-#include "worker/model/strict_json.h"
+#include "worker/checkpoint/strict_json.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,5 +1,3 @@
-#include "worker/model/load_weights.h"
-
 #include <cstring>
 #include <filesystem>
 #include <gmock/gmock.h>
@@ -15,7 +13,8 @@
 #include "tests/support/thread_executor.h"
 #include "tests/worker/model/test_checkpoint.h"
 #include "tests/worker/model/test_files.h"
-#include "worker/backend/cpu_backend.h"
+#include "worker/backend/cpu/cpu_backend.h"
+#include "worker/model/load_weights.h"
 
 namespace kvasir::worker {
 namespace {

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "kernels/base/status_macros.h"
-#include "kernels/sparse/select_common.h"
+#include "kernels/sparse/common/select_common.h"
 
 namespace kvasir::kernels {
 

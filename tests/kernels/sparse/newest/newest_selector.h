@@ -2,7 +2,7 @@
 // it to the list of methods, and runs what is tested of all of them. Thread-compatible.
 #pragma once
 
-#include "kernels/sparse/stages.h"
+#include "kernels/sparse/common/stages.h"
 
 namespace kvasir::kernels {
 

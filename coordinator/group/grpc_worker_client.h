@@ -1,0 +1,17 @@
+// WorkerClient over gRPC: waits for a worker that is not up yet. It pings, so that it notices in
+// seconds when a worker is dead, stopped or out of reach. Thread-safe.
+#pragma once
+
+#include "coordinator/group/worker_client.h"
+
+namespace kvasir::coordinator {
+
+struct WorkerPings {
+  int interval_ms = 1250;
+  int timeout_ms = 3750;
+};
+
+// Returns a dialer for addresses HOST:PORT and unix:PATH.
+WorkerDialer GrpcWorkerDialer(WorkerPings pings = {});
+
+}  // namespace kvasir::coordinator

@@ -1,0 +1,287 @@
+#include "coordinator/metrics/metrics.h"
+
+#include <map>
+#include <utility>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/str_cat.h"
+#include "prometheus/counter.h"
+#include "prometheus/gauge.h"
+#include "prometheus/histogram.h"
+#include "prometheus/registry.h"
+
+#include "coordinator/scheduling/scheduler.h"
+#include "kernels/base/mutex.h"
+#include "kvstore/format/block.h"
+
+namespace kvasir::coordinator {
+namespace {
+
+using prometheus::Counter;
+using prometheus::Family;
+using prometheus::Gauge;
+using prometheus::Histogram;
+using Labels = std::map<std::string, std::string>;
+
+// The buckets are vLLM's, so that its dashboards fit.
+const Histogram::BucketBoundaries kFirstTokenBuckets = {.001, .005, .01, .02, .04, .06, .08, .1,
+                                                        .25,  .5,   .75, 1,   2.5, 5,   7.5, 10,
+                                                        20,   40,   80,  160, 640, 2560};
+const Histogram::BucketBoundaries kInterTokenBuckets = {
+    .01, .025, .05, .075, .1, .15, .2, .3, .4, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80};
+const Histogram::BucketBoundaries kRequestBuckets = {
+    .3, .5, .8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680};
+
+// Steps of 1, 2 and 5, up to the longest contexts.
+const Histogram::BucketBoundaries kTokenBuckets = {
+    1,    2,     5,     10,    20,     50,     100,    200,     500,     1000,    2000,
+    5000, 10000, 20000, 50000, 100000, 200000, 500000, 1000000, 2000000, 5000000, 10000000};
+
+double Seconds(const google::protobuf::Duration& duration) {
+  return static_cast<double>(duration.seconds()) + 1e-9 * static_cast<double>(duration.nanos());
+}
+
+uint64_t Value(const Counter& counter) { return static_cast<uint64_t>(counter.Value()); }
+
+uint64_t Sum(const Family<Counter>& family) {
+  double sum = 0;
+  for (const prometheus::MetricFamily& collected : family.Collect()) {
+    for (const prometheus::ClientMetric& metric : collected.metric) sum += metric.counter.value;
+  }
+  return static_cast<uint64_t>(sum);
+}
+
+absl::string_view FinishedReason(const absl::Status& status, const v1::Finish& summary) {
+  if (status.ok()) return summary.reason() == v1::FINISH_REASON_LENGTH ? "length" : "stop";
+  return absl::IsCancelled(status) || absl::IsDeadlineExceeded(status) ? "abort" : "error";
+}
+
+}  // namespace
+
+// Families are looked up once; series that need no further labels are kept.
+struct Metrics::Series {
+  explicit Series(const std::string& model_name) : model({{"model_name", model_name}}) {}
+
+  Family<Counter>& Counters(const char* name, const char* help) {
+    return prometheus::BuildCounter().Name(name).Help(help).Labels(model).Register(registry);
+  }
+  Family<Gauge>& Gauges(const char* name, const char* help) {
+    return prometheus::BuildGauge().Name(name).Help(help).Labels(model).Register(registry);
+  }
+  Histogram& OneHistogram(const char* name, const char* help,
+                          const Histogram::BucketBoundaries& buckets) {
+    return prometheus::BuildHistogram().Name(name).Help(help).Labels(model).Register(registry).Add(
+        {}, buckets);
+  }
+
+  const Labels model;
+  prometheus::Registry registry;
+
+  Gauge& running = Gauges("kvasir_num_requests_running", "Requests being computed.").Add({});
+  Gauge& waiting =
+      Gauges("kvasir_num_requests_waiting", "Requests that wait to be admitted.").Add({});
+  Gauge& disk_set_aside = Gauges("kvasir_kv_disk_set_aside",
+                                 "1 while the disk tier is not read since it did not answer.")
+                              .Add({});
+  Gauge& restoring =
+      Gauges("kvasir_num_requests_restoring", "Of these, requests whose KV is read from disk.")
+          .Add({});
+  Gauge& waiting_tokens =
+      Gauges("kvasir_num_waiting_prompt_tokens", "Prompt tokens of requests that wait.").Add({});
+  Gauge& cache_usage =
+      Gauges("kvasir_kv_cache_usage_perc",
+             "Part of the token blocks of the host tier that running requests hold, 0 to 1.")
+          .Add({});
+  Family<Gauge>& cache_config =
+      Gauges("kvasir_cache_config_info",
+             "Constant 1; the labels are the tokens of a block and the blocks that each tier of a "
+             "worker holds. A block is a page for each layer and KV head of the worker.");
+  Counter& prefix_queries =
+      Counters("kvasir_prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.")
+          .Add({});
+  Counter& prefix_hits =
+      Counters("kvasir_prefix_cache_hits_total", "Prompt tokens found in the prefix cache.")
+          .Add({});
+  Counter& prefix_evictions =
+      Counters("kvasir_prefix_cache_evictions_total", "Cached token blocks that made room.")
+          .Add({});
+  Family<Counter>& preemptions =
+      Counters("kvasir_num_preemptions_total",
+               "Requests that gave up their blocks to others, by whether a disk tier keeps them.");
+  Counter& preempted_swap = preemptions.Add({{"kind", "swap"}});
+  Counter& preempted_recompute = preemptions.Add({{"kind", "recompute"}});
+  Family<Counter>& resumed =
+      Counters("kvasir_requests_resumed_total",
+               "Preempted requests that run again, by where they found blocks of theirs.");
+  Counter& resumed_host = resumed.Add({{"from", "host"}});
+  Counter& resumed_disk = resumed.Add({{"from", "disk"}});
+  Counter& resumed_recompute = resumed.Add({{"from", "recompute"}});
+  Counter& plans_ahead =
+      Counters("kvasir_plans_ahead_total",
+               "Steps that were planned before the one before them was answered.")
+          .Add({});
+  Counter& rows_in_vain = Counters("kvasir_rows_in_vain_total",
+                                   "Rows of steps whose request had ended when they were answered.")
+                              .Add({});
+  Counter& prompt_tokens =
+      Counters("kvasir_prompt_tokens_total", "Prompt tokens of finished requests.").Add({});
+  Counter& generation_tokens =
+      Counters("kvasir_generation_tokens_total", "Tokens generated for finished requests.").Add({});
+  Family<Counter>& cached_by_source =
+      Counters("kvasir_prompt_tokens_cached_by_source_total",
+               "Prompt tokens whose KV was reused, by the tier it was found in.");
+  Counter& cached_device = cached_by_source.Add({{"source", "device"}});
+  Counter& cached_host = cached_by_source.Add({{"source", "host"}});
+  Counter& cached_disk = cached_by_source.Add({{"source", "disk"}});
+  Family<Counter>& success =
+      Counters("kvasir_request_success_total", "Requests that were admitted and have ended.");
+  Family<Counter>& rejected =
+      Counters("kvasir_requests_rejected_total", "Requests refused before they ran.");
+  Histogram& first_token =
+      OneHistogram("kvasir_time_to_first_token_seconds",
+                   "From a request's arrival to its first token.", kFirstTokenBuckets);
+  Histogram& inter_token =
+      OneHistogram("kvasir_inter_token_latency_seconds",
+                   "Between one token of a request and the next.", kInterTokenBuckets);
+  Histogram& e2e = OneHistogram("kvasir_e2e_request_latency_seconds",
+                                "From a request's arrival to its end.", kRequestBuckets);
+  Histogram& queue = OneHistogram("kvasir_request_queue_time_seconds",
+                                  "From a request's arrival to its admission.", kRequestBuckets);
+  Histogram& prefill =
+      OneHistogram("kvasir_request_prefill_time_seconds",
+                   "From a request's admission to its first token.", kRequestBuckets);
+  Histogram& decode = OneHistogram("kvasir_request_decode_time_seconds",
+                                   "From a request's first token to its last.", kRequestBuckets);
+  Histogram& inference =
+      OneHistogram("kvasir_request_inference_time_seconds",
+                   "From a request's admission to its last token.", kRequestBuckets);
+  Histogram& per_token =
+      OneHistogram("kvasir_request_time_per_output_token_seconds",
+                   "Mean time of a request's tokens behind the first.", kInterTokenBuckets);
+  Histogram& prompt_length =
+      OneHistogram("kvasir_request_prompt_tokens", "Tokens of a request's prompt.", kTokenBuckets);
+  Histogram& answer_length = OneHistogram("kvasir_request_generation_tokens",
+                                          "Tokens generated for a request.", kTokenBuckets);
+  Family<Gauge>& worker_up =
+      Gauges("kvasir_worker_up", "1 while the worker is part of the formed group.");
+  Counter& groups_lost =
+      Counters("kvasir_worker_group_losses_total",
+               "Formed groups that ended because a rank failed; all its requests failed with it.")
+          .Add({});
+
+  kernels::Mutex mu;
+  Gauge* config GUARDED_BY(mu) = nullptr;
+  // Sums of the scheduler at the last update; they start at 0 again with every group.
+  SchedulerStats seen GUARDED_BY(mu);
+};
+
+Metrics::Metrics(const std::string& model_name) : series_(std::make_unique<Series>(model_name)) {
+  for (const char* reason : {"stop", "length", "abort", "error"}) {
+    series_->success.Add({{"finished_reason", reason}});  // shown as 0 from the start
+  }
+}
+
+Metrics::~Metrics() = default;
+
+prometheus::Registry& Metrics::registry() { return series_->registry; }
+
+void Metrics::RequestRejected(const absl::Status& status) {
+  const std::string reason = absl::AsciiStrToLower(absl::StatusCodeToString(status.code()));
+  series_->rejected.Add({{"reason", reason}}).Increment();
+}
+
+void Metrics::FirstToken(absl::Duration since_arrival) {
+  series_->first_token.Observe(absl::ToDoubleSeconds(since_arrival));
+}
+
+void Metrics::NextToken(absl::Duration since_last) {
+  series_->inter_token.Observe(absl::ToDoubleSeconds(since_last));
+}
+
+void Metrics::RequestFinished(const absl::Status& status, const v1::Finish& summary,
+                              absl::Duration since_arrival) {
+  Series& s = *series_;
+  s.success.Add({{"finished_reason", std::string(FinishedReason(status, summary))}}).Increment();
+  s.prompt_tokens.Increment(summary.usage().prompt_tokens());
+  s.generation_tokens.Increment(summary.usage().completion_tokens());
+  const v1::CachedTokens& cached = summary.usage().cached_tokens();
+  s.cached_device.Increment(cached.device());
+  s.cached_host.Increment(cached.host());
+  s.cached_disk.Increment(cached.disk());
+  s.e2e.Observe(absl::ToDoubleSeconds(since_arrival));
+  s.prompt_length.Observe(summary.usage().prompt_tokens());
+  s.answer_length.Observe(summary.usage().completion_tokens());
+  const v1::Timing& timing = summary.timing();
+  s.queue.Observe(Seconds(timing.queue()));
+  if (!timing.has_time_to_first_token()) return;
+  const double prefill = Seconds(timing.time_to_first_token()) - Seconds(timing.queue());
+  const double decode = Seconds(timing.decode());
+  s.prefill.Observe(prefill);
+  s.decode.Observe(decode);
+  s.inference.Observe(prefill + decode);
+  const uint32_t tokens = summary.usage().completion_tokens();
+  if (tokens > 1) s.per_token.Observe(decode / (tokens - 1));
+}
+
+MetricsTotals Metrics::totals() const {
+  const Series& s = *series_;
+  return {.requests_finished = Sum(s.success),
+          .requests_rejected = Sum(s.rejected),
+          .prompt_tokens = Value(s.prompt_tokens),
+          .generation_tokens = Value(s.generation_tokens),
+          .cached_device_tokens = Value(s.cached_device),
+          .cached_host_tokens = Value(s.cached_host),
+          .cached_disk_tokens = Value(s.cached_disk),
+          .prefix_queries = Value(s.prefix_queries),
+          .prefix_hits = Value(s.prefix_hits)};
+}
+
+void Metrics::SchedulerState(const SchedulerStats& stats) {
+  Series& s = *series_;
+  s.running.Set(static_cast<double>(stats.running));
+  s.waiting.Set(static_cast<double>(stats.waiting + stats.restoring));
+  s.restoring.Set(static_cast<double>(stats.restoring));
+  s.disk_set_aside.Set(stats.disk_set_aside ? 1 : 0);
+  s.waiting_tokens.Set(static_cast<double>(stats.waiting_tokens));
+  const int64_t capacity = stats.index.capacity_blocks;
+  s.cache_usage.Set(capacity == 0 ? 0
+                                  : static_cast<double>(stats.index.held_blocks) /
+                                        static_cast<double>(capacity));
+  kernels::MutexLock lock(s.mu);
+  const SchedulerStats seen = std::exchange(s.seen, stats);
+  const auto advance = [](Counter& counter, int64_t before, int64_t now) {
+    if (now > before) counter.Increment(static_cast<double>(now - before));
+  };
+  advance(s.prefix_queries, seen.prefix_queries, stats.prefix_queries);
+  advance(s.prefix_hits, seen.prefix_hits, stats.prefix_hits);
+  advance(s.prefix_evictions, seen.index.evictions, stats.index.evictions);
+  advance(s.preempted_swap, seen.preempted_swap, stats.preempted_swap);
+  advance(s.preempted_recompute, seen.preempted_recompute, stats.preempted_recompute);
+  advance(s.resumed_disk, seen.resumed_disk, stats.resumed_disk);
+  advance(s.resumed_host, seen.resumed_host, stats.resumed_host);
+  advance(s.resumed_recompute, seen.resumed_recompute, stats.resumed_recompute);
+  advance(s.plans_ahead, seen.plans_ahead, stats.plans_ahead);
+  advance(s.rows_in_vain, seen.rows_in_vain, stats.rows_in_vain);
+}
+
+void Metrics::GroupFormed(const CacheConfigInfo& info) {
+  Series& s = *series_;
+  kernels::MutexLock lock(s.mu);
+  if (s.config != nullptr) s.cache_config.Remove(s.config);
+  s.config =
+      &s.cache_config.Add({{"block_size", absl::StrCat(kvstore::kBlockTokens)},
+                           {"num_device_blocks", absl::StrCat(info.num_device_blocks)},
+                           {"num_host_blocks", absl::StrCat(info.num_host_blocks)},
+                           {"num_disk_blocks", absl::StrCat(info.num_disk_blocks)},
+                           {"kv_cache_dtype", info.kv_cache_dtype},
+                           {"tensor_parallel_size", absl::StrCat(info.tensor_parallel_size)}});
+  s.config->Set(1);
+}
+
+void Metrics::GroupLost() { series_->groups_lost.Increment(); }
+
+void Metrics::WorkerUp(int64_t rank, bool up) {
+  series_->worker_up.Add({{"tp_rank", absl::StrCat(rank)}}).Set(up ? 1 : 0);
+}
+
+}  // namespace kvasir::coordinator

@@ -1,0 +1,96 @@
+// The stream of one Generate call: takes messages at any time and writes them as fast as the client
+// reads. While the client is slow, waiting messages are joined, so that they need no more memory
+// than their text: only the newest progress is kept, and tokens become one message. When more than
+// kMaxWaitingBytes of memory wait, waiting messages are dropped and the request is cancelled. When
+// the client takes nothing for a time the call ends, also after its last token. Hidden: gRPC's
+// reactions. Thread-safe.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <optional>
+
+#include "absl/status/status.h"
+#include "absl/time/time.h"
+#include "grpcpp/alarm.h"
+#include "grpcpp/support/server_callback.h"
+
+#include "coordinator/request/response_sink.h"
+#include "kernels/base/mutex.h"
+#include "proto/grpc_listener.h"
+#include "proto/kvasir/v1/generation.pb.h"
+
+namespace kvasir::coordinator {
+
+class GenerateStream final : public grpc::ServerWriteReactor<v1::GenerateResponse>,
+                             public ResponseSink,
+                             public std::enable_shared_from_this<GenerateStream> {
+ public:
+  static constexpr size_t kMaxWaitingBytes = size_t{1} << 20;
+
+  // The stream keeps itself alive until gRPC is done with it; the caller may keep it longer.
+  // `call`, which may be null, ends with the stream. A client that takes nothing for `patience`
+  // counts as gone.
+  static std::shared_ptr<GenerateStream> Create(grpc::CallbackServerContext* context,
+                                                std::unique_ptr<proto::GrpcListener::Call> call,
+                                                absl::Duration patience);
+  ~GenerateStream() override;
+
+  // Sets the function called once, on any thread, when the client is gone, its deadline has passed
+  // or it reads too slowly. Called at once when that has happened already.
+  void set_on_cancel(std::function<void(const absl::Status&)> on_cancel) EXCLUDES(mu_);
+  // Returns the status that on_cancel was or will be called with; OK while the client waits.
+  absl::Status cancelled() EXCLUDES(mu_);
+
+  void Write(v1::GenerateResponse response) override EXCLUDES(mu_);
+  void Close(const absl::Status& status) override EXCLUDES(mu_);
+
+  void OnWriteDone(bool ok) override EXCLUDES(mu_);
+  void OnCancel() override EXCLUDES(mu_);
+  void OnDone() override {
+    call_.reset();
+    self_.reset();
+  }
+
+ private:
+  GenerateStream(grpc::CallbackServerContext* context,
+                 std::unique_ptr<proto::GrpcListener::Call> call, absl::Duration patience);
+
+  // Cancels, as nobody waits for the answer any more. The first reason counts.
+  void Cancel(const absl::Status& why) EXCLUDES(mu_);
+  // Starts the next write or ends the call when possible. Makes no gRPC call under mu_.
+  void Advance() EXCLUDES(mu_);
+  // Joins the response with the last waiting one; false when they cannot be joined.
+  bool Join(v1::GenerateResponse& response) REQUIRES(mu_);
+  // Checks after `time` whether the client has taken something.
+  void WatchAgainAfter(absl::Duration time);
+  void OnAlarm() EXCLUDES(mu_);
+
+  grpc::CallbackServerContext* const context_;  // valid until OnDone
+  // Our own reference to gRPC's call, which may be cancelled at any time, unlike the context.
+  grpc_call* const grpc_call_;
+  const absl::Duration patience_;
+  std::unique_ptr<proto::GrpcListener::Call> call_;  // until OnDone
+  std::shared_ptr<GenerateStream> self_;             // until OnDone
+
+  kernels::Mutex mu_;
+  std::function<void(const absl::Status&)> on_cancel_ GUARDED_BY(mu_);
+  absl::Status cancelled_ GUARDED_BY(mu_);
+  std::deque<v1::GenerateResponse> waiting_ GUARDED_BY(mu_);
+  size_t waiting_bytes_ GUARDED_BY(mu_) = 0;
+  v1::GenerateResponse writing_message_;  // constant while writing_
+  bool writing_ GUARDED_BY(mu_) = false;
+  bool overflowed_ GUARDED_BY(mu_) = false;
+  bool broken_ GUARDED_BY(mu_) = false;  // the client is gone: no more writes
+  std::optional<absl::Status> closed_ GUARDED_BY(mu_);
+  bool finished_ GUARDED_BY(mu_) = false;
+  // When the write or the end in progress began.
+  std::chrono::steady_clock::time_point began_at_ GUARDED_BY(mu_);
+  bool watching_ GUARDED_BY(mu_) = false;  // an alarm is set
+  std::unique_ptr<grpc::Alarm> alarm_;     // owned by the caller that set watching_
+};
+
+}  // namespace kvasir::coordinator

@@ -1,0 +1,159 @@
+#include "coordinator/request/parse_request.h"
+
+#include <algorithm>
+
+#include "absl/strings/str_cat.h"
+
+#include "coordinator/policy/limits.h"
+#include "kernels/base/status_macros.h"
+
+namespace kvasir::coordinator {
+namespace {
+
+constexpr uint32_t kDefaultMaxTokens = 16;
+
+absl::Status CheckTokenIds(absl::string_view field,
+                           const google::protobuf::RepeatedField<uint32_t>& ids,
+                           int64_t vocab_size) {
+  for (int i = 0; i < ids.size(); ++i) {
+    if (int64_t{ids[i]} < vocab_size) continue;
+    return absl::InvalidArgumentError(absl::StrCat(
+        field, "[", i, "] is ", ids[i], "; the model's tokens are [0, ", vocab_size, ")"));
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::vector<int32_t>> Encode(const v1::GenerateRequest& request,
+                                            const ServedModel& model, int64_t max_tokens) {
+  const std::string& text = request.text();
+  KVASIR_RETURN_IF_ERROR(CheckPromptLength(text.empty() ? 0 : 1, max_tokens, model.max_model_len));
+  absl::StatusOr<std::vector<int32_t>> ids =
+      model.tokenizer.Encode(text, EncodingOf(request, model.max_model_len - max_tokens));
+  if (!ids.ok()) {
+    return absl::Status(
+        ids.status().code(),
+        absl::StrCat("text: ", ids.status().message(), " (the context has ", model.max_model_len,
+                     " tokens, sampling.max_tokens is ", max_tokens, ")"));
+  }
+  const auto outside =
+      std::find_if(ids->begin(), ids->end(), [&](int32_t id) { return id >= model.vocab_size; });
+  if (outside != ids->end()) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "text: it contains token ", *outside, ", which the tokenizer knows and the model, with ",
+        model.vocab_size, " tokens, does not"));
+  }
+  KVASIR_RETURN_IF_ERROR(
+      CheckPromptLength(static_cast<int64_t>(ids->size()), max_tokens, model.max_model_len));
+  return ids;
+}
+
+absl::Status CheckNothingOfText(const v1::GenerateRequest& request) {
+  if (!request.has_add_special_tokens() && !request.has_parse_special_tokens()) {
+    return absl::OkStatus();
+  }
+  return absl::InvalidArgumentError(absl::StrCat(
+      request.has_add_special_tokens() ? "add_special_tokens" : "parse_special_tokens",
+      " is set beside token_ids; it says how text becomes tokens: drop it, or send text"));
+}
+
+absl::StatusOr<std::vector<int32_t>> ParsePrompt(const v1::GenerateRequest& request,
+                                                 const ServedModel& model, int64_t max_tokens) {
+  switch (request.input_case()) {
+    case v1::GenerateRequest::kText:
+      return Encode(request, model, max_tokens);
+    case v1::GenerateRequest::kTokenIds: {
+      KVASIR_RETURN_IF_ERROR(CheckNothingOfText(request));
+      const auto& ids = request.token_ids().ids();
+      KVASIR_RETURN_IF_ERROR(CheckPromptLength(ids.size(), max_tokens, model.max_model_len));
+      KVASIR_RETURN_IF_ERROR(CheckTokenIds("token_ids.ids", ids, model.vocab_size));
+      return std::vector<int32_t>(ids.begin(), ids.end());
+    }
+    case v1::GenerateRequest::INPUT_NOT_SET:
+      break;
+  }
+  return absl::InvalidArgumentError("neither text nor token_ids is set; set one of them");
+}
+
+// Returns the biases sorted by token, each token once.
+absl::StatusOr<std::vector<v1::LogitBias>> ResolveBiases(const v1::SamplingParams& params,
+                                                         int64_t vocab_size) {
+  std::vector<v1::LogitBias> biases(params.logit_bias().begin(), params.logit_bias().end());
+  std::sort(biases.begin(), biases.end(), [](const v1::LogitBias& a, const v1::LogitBias& b) {
+    return a.token_id() < b.token_id();
+  });
+  for (size_t i = 0; i < biases.size(); ++i) {
+    const uint32_t token = biases[i].token_id();
+    if (int64_t{token} >= vocab_size) {
+      return absl::InvalidArgumentError(absl::StrCat("sampling.logit_bias names token ", token,
+                                                     "; the model's tokens are [0, ", vocab_size,
+                                                     ")"));
+    }
+    if (i > 0 && biases[i - 1].token_id() == token) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("sampling.logit_bias names token ", token, " twice"));
+    }
+  }
+  return biases;
+}
+
+v1::RowSampling ResolveSampling(const v1::SamplingParams& params, const ServedModel& model,
+                                uint64_t seed) {
+  v1::RowSampling sampling;
+  sampling.set_temperature(params.has_temperature() ? params.temperature() : 1.0f);
+  sampling.set_top_p(params.has_top_p() ? params.top_p() : 1.0f);
+  sampling.set_top_k(params.top_k());
+  sampling.set_seed(params.has_seed() ? params.seed() : seed);
+  sampling.set_min_tokens(params.min_tokens());
+  sampling.set_min_p(params.min_p());
+  sampling.set_repetition_penalty(params.has_repetition_penalty() ? params.repetition_penalty()
+                                                                  : 1.0f);
+  sampling.set_frequency_penalty(params.frequency_penalty());
+  sampling.set_presence_penalty(params.presence_penalty());
+  if (params.has_logprobs()) sampling.set_logprobs(params.logprobs());
+  std::vector<uint32_t> stops(params.stop_token_ids().begin(), params.stop_token_ids().end());
+  if (!params.ignore_eos()) {
+    for (int32_t eos : model.eos_token_ids) stops.push_back(static_cast<uint32_t>(eos));
+  }
+  std::sort(stops.begin(), stops.end());
+  stops.erase(std::unique(stops.begin(), stops.end()), stops.end());
+  sampling.mutable_stop_token_ids()->Assign(stops.begin(), stops.end());
+  return sampling;
+}
+
+}  // namespace
+
+absl::StatusOr<ParsedRequest> ParseRequest(const v1::GenerateRequest& request,
+                                           const ServedModel& model, uint64_t seed) {
+  KVASIR_RETURN_IF_ERROR(CheckLimits("", request));
+  const v1::SamplingParams& params = request.sampling();
+  const uint32_t max_tokens = params.has_max_tokens() ? params.max_tokens() : kDefaultMaxTokens;
+  if (params.min_tokens() > max_tokens) {
+    return absl::InvalidArgumentError(absl::StrCat("sampling.min_tokens is ", params.min_tokens(),
+                                                   "; it must be at most max_tokens, ",
+                                                   max_tokens));
+  }
+  KVASIR_RETURN_IF_ERROR(
+      CheckTokenIds("sampling.stop_token_ids", params.stop_token_ids(), model.vocab_size));
+  KVASIR_ASSIGN_OR_RETURN(const std::vector<v1::LogitBias> biases,
+                          ResolveBiases(params, model.vocab_size));
+  ParsedRequest parsed;
+  KVASIR_ASSIGN_OR_RETURN(parsed.policy, model.policies.Resolve(request.policy()));
+  KVASIR_ASSIGN_OR_RETURN(parsed.prompt, ParsePrompt(request, model, max_tokens));
+  KVASIR_RETURN_IF_ERROR(CheckTrainedWindow(parsed.policy,
+                                            static_cast<int64_t>(parsed.prompt.size()) + max_tokens,
+                                            model.trained_window));
+  LimitWidening(model.trained_window, parsed.policy.decode);
+  parsed.request_id = request.request_id();
+  parsed.tenant = request.tenant_id();
+  parsed.max_tokens = max_tokens;
+  parsed.sampling = ResolveSampling(params, model, seed);
+  parsed.sampling.mutable_logit_bias()->Assign(biases.begin(), biases.end());
+  parsed.stop_strings = {params.stop().begin(), params.stop().end()};
+  if (params.include_stop_str_in_output()) parsed.stop_text = StopMatcher::StopText::kInclude;
+  if (params.has_skip_special_tokens() && !params.skip_special_tokens()) {
+    parsed.special_tokens = SpecialTokens::kKeep;
+  }
+  return parsed;
+}
+
+}  // namespace kvasir::coordinator

@@ -1,0 +1,138 @@
+#include "coordinator/request/request.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+
+#include "kernels/base/status_macros.h"
+
+namespace kvasir::coordinator {
+
+absl::StatusOr<std::unique_ptr<RunningRequestIds::Lease>> RunningRequestIds::Acquire(
+    const std::string& id) {
+  {
+    kernels::MutexLock lock(mu_);
+    if (!ids_.insert(id).second) {
+      return absl::AlreadyExistsError(
+          absl::StrCat("request_id '", id, "' is running; use another one or none"));
+    }
+  }
+  return std::make_unique<Lease>(*this, id);
+}
+
+void RunningRequestIds::Release(const std::string& id) {
+  kernels::MutexLock lock(mu_);
+  ids_.erase(id);
+}
+
+absl::StatusOr<std::unique_ptr<Request>> Request::Create(ParsedRequest parsed,
+                                                         RequestContext context) {
+  KVASIR_ASSIGN_OR_RETURN(StopStrings stops, StopStrings::Create(parsed.stop_strings));
+  return std::unique_ptr<Request>(
+      new Request(std::move(parsed), std::move(stops), std::move(context)));
+}
+
+Request::Request(ParsedRequest parsed, StopStrings stops, RequestContext context)
+    : min_tokens_(parsed.sampling.min_tokens()),
+      stop_strings_(std::move(parsed.stop_strings)),
+      stops_(std::move(stops)),
+      sequence_(context.sequence),
+      arrival_(context.arrival),
+      metrics_(context.metrics),
+      spec_(SequenceSpec{.id = context.sequence,
+                         .prompt = std::move(parsed.prompt),
+                         .max_tokens = parsed.max_tokens,
+                         .sampling = std::move(parsed.sampling),
+                         .policy = std::move(parsed.policy),
+                         .tenant = std::move(parsed.tenant),
+                         .arrival = context.arrival}),
+      decoder_(context.tokenizer, parsed.special_tokens),
+      matcher_(stops_, parsed.stop_text),
+      stop_text_(parsed.stop_text),
+      request_id_(context.id->id()),
+      id_(std::move(context.id)),
+      sink_(std::move(context.sink)) {}
+
+Request::~Request() {
+  if (sink_ != nullptr) Close(absl::InternalError("the server lost track of this request"));
+}
+
+SequenceSpec Request::TakeSpec() { return *std::exchange(spec_, std::nullopt); }
+
+void Request::OnProgress(const ProgressEvent& event) {
+  v1::GenerateResponse response;
+  v1::Progress& progress = *response.mutable_progress();
+  progress.set_request_id(request_id_);
+  progress.set_prompt_tokens(static_cast<uint32_t>(event.prompt_tokens));
+  progress.set_processed_tokens(static_cast<uint32_t>(event.processed_tokens));
+  progress.set_cached_tokens(static_cast<uint32_t>(event.cached_tokens));
+  if (event.eta.has_value()) {
+    const int64_t nanos = absl::ToInt64Nanoseconds(*event.eta);
+    progress.mutable_eta()->set_seconds(nanos / 1'000'000'000);
+    progress.mutable_eta()->set_nanos(static_cast<int32_t>(nanos % 1'000'000'000));
+  }
+  sink_->Write(std::move(response));
+}
+
+Request::Verdict Request::OnToken(const TokenEvent& event, TimePoint now) {
+  if (last_token_at_.has_value()) {
+    metrics_.NextToken(Between(*last_token_at_, now));
+  } else {
+    metrics_.FirstToken(Between(arrival_, now));
+  }
+  last_token_at_ = now;
+  v1::GenerateResponse response;
+  v1::Tokens& tokens = *response.mutable_tokens();
+  tokens.set_index(static_cast<uint32_t>(event.index));
+  tokens.add_token_ids(static_cast<uint32_t>(event.token));
+  tokens.set_text(TextOf(event));
+  if (event.logprobs.has_value()) *tokens.add_logprobs() = *event.logprobs;
+  sink_->Write(std::move(response));
+  return matched_stop_.has_value() ? Verdict::kStop : Verdict::kGoOn;
+}
+
+// Returns the text of a token, after the text held back before it. The text of a stop token is part
+// of the answer only when asked for, like that of a stop string.
+std::string Request::TextOf(const TokenEvent& event) {
+  using Role = TokenEvent::Role;
+  const bool shown = event.role != Role::kStop || stop_text_ == StopMatcher::StopText::kInclude;
+  std::string decoded = shown ? decoder_.Push(event.token) : std::string();
+  if (event.role != Role::kInner) decoded += decoder_.Flush();
+  // A stop string counts when it begins after the first min_tokens tokens.
+  if (event.index < min_tokens_) return decoded;
+  StopMatcher::Output output = matcher_.Push(decoded);
+  matched_stop_ = output.stopped_by;
+  if (!matched_stop_.has_value() && event.role != Role::kInner) output.text += matcher_.Flush();
+  return std::move(output.text);
+}
+
+void Request::Finish(const absl::Status& status, v1::Finish summary, TimePoint now) {
+  KVASIR_CHECK(sink_ != nullptr);
+  metrics_.RequestFinished(status, summary, Between(arrival_, now));
+  if (status.ok()) {
+    v1::GenerateResponse response;
+    v1::Finish& finish = *response.mutable_finish();
+    finish = std::move(summary);
+    finish.set_request_id(request_id_);
+    if (matched_stop_.has_value()) {
+      finish.set_reason(v1::FINISH_REASON_STOP);
+      finish.set_matched_stop_str(stop_strings_[static_cast<size_t>(*matched_stop_)]);
+    }
+    sink_->Write(std::move(response));
+  }
+  Close(status);
+}
+
+void Request::Refuse(const absl::Status& status) {
+  KVASIR_CHECK(sink_ != nullptr);
+  metrics_.RequestRejected(status);
+  Close(status);
+}
+
+void Request::Close(const absl::Status& status) {
+  id_.reset();
+  std::exchange(sink_, nullptr)->Close(status);
+}
+
+}  // namespace kvasir::coordinator

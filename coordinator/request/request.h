@@ -1,0 +1,111 @@
+// One running request, from its submission to its only end: turns the scheduler's events into the
+// messages of its stream. Hidden: detokenizing, stop strings, holding text back, latencies. Made by
+// the service, then owned and called by the engine loop. Belongs to one thread at a time.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "absl/container/flat_hash_set.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+
+#include "coordinator/metrics/metrics.h"
+#include "coordinator/request/parse_request.h"
+#include "coordinator/request/response_sink.h"
+#include "coordinator/scheduling/scheduler.h"
+#include "coordinator/time/clock.h"
+#include "coordinator/tokenizer/incremental_decoder.h"
+#include "coordinator/tokenizer/stop_matcher.h"
+#include "kernels/base/mutex.h"
+
+namespace kvasir::coordinator {
+
+// The ids of running requests. Thread-safe.
+class RunningRequestIds {
+ public:
+  // Frees an id when it is destroyed. The registry outlives it.
+  class Lease {
+   public:
+    Lease(RunningRequestIds& ids, std::string id) : ids_(ids), id_(std::move(id)) {}
+    ~Lease() { ids_.Release(id_); }
+    Lease(const Lease&) = delete;
+    Lease& operator=(const Lease&) = delete;
+    const std::string& id() const { return id_; }
+
+   private:
+    RunningRequestIds& ids_;
+    const std::string id_;
+  };
+
+  // ALREADY_EXISTS while a request with this id runs.
+  absl::StatusOr<std::unique_ptr<Lease>> Acquire(const std::string& id) EXCLUDES(mu_);
+
+ private:
+  void Release(const std::string& id) EXCLUDES(mu_);
+
+  kernels::Mutex mu_;
+  absl::flat_hash_set<std::string> ids_ GUARDED_BY(mu_);
+};
+
+struct RequestContext {
+  const Tokenizer& tokenizer;
+  Metrics& metrics;
+  std::unique_ptr<RunningRequestIds::Lease> id;
+  std::shared_ptr<ResponseSink> sink;
+  SequenceId sequence;
+  TimePoint arrival;
+};
+
+class Request {
+ public:
+  // Makes a request. INVALID_ARGUMENT for stop strings that cannot be matched.
+  static absl::StatusOr<std::unique_ptr<Request>> Create(ParsedRequest parsed,
+                                                         RequestContext context);
+  // Answers with INTERNAL when Finish was never called.
+  ~Request();
+
+  SequenceId sequence() const { return sequence_; }
+  TimePoint arrival() const { return arrival_; }
+  // REQUIRES: before TakeSpec.
+  int64_t prompt_tokens() const { return static_cast<int64_t>(spec_->prompt.size()); }
+  // Moves out the spec for the scheduler. Called once.
+  SequenceSpec TakeSpec();
+
+  void OnProgress(const ProgressEvent& event);
+  enum class Verdict { kGoOn, kStop };
+  // Returns kStop when the answer ends in a stop string.
+  Verdict OnToken(const TokenEvent& event, TimePoint now);
+
+  // Ends the request: the only exit, called once. `summary` is used when the status is OK.
+  void Finish(const absl::Status& status, v1::Finish summary, TimePoint now);
+  // Finishes a request that was refused before it ran.
+  void Refuse(const absl::Status& status);
+
+ private:
+  Request(ParsedRequest parsed, StopStrings stops, RequestContext context);
+
+  std::string TextOf(const TokenEvent& event);
+  void Close(const absl::Status& status);
+
+  const int64_t min_tokens_;
+  const std::vector<std::string> stop_strings_;
+  const StopStrings stops_;
+  const SequenceId sequence_;
+  const TimePoint arrival_;
+  Metrics& metrics_;
+
+  std::optional<SequenceSpec> spec_;
+  IncrementalDecoder decoder_;
+  StopMatcher matcher_;
+  const StopMatcher::StopText stop_text_;
+  std::optional<int64_t> matched_stop_;
+  std::optional<TimePoint> last_token_at_;
+  const std::string request_id_;
+  // Given back before the client learns of the end, so that it may use the id again at once.
+  std::unique_ptr<RunningRequestIds::Lease> id_;
+  std::shared_ptr<ResponseSink> sink_;  // null when finished
+};
+
+}  // namespace kvasir::coordinator

@@ -1,0 +1,195 @@
+#include "coordinator/scheduling/restore_book.h"
+
+#include <algorithm>
+#include <string>
+
+#include "absl/strings/str_cat.h"
+
+#include "kernels/base/status_macros.h"
+
+namespace kvasir::coordinator {
+namespace {
+
+using kvstore::BlockId;
+using kvstore::PrefixHash;
+
+absl::StatusOr<PrefixHash> ParseHash(int64_t rank, const std::string& bytes) {
+  PrefixHash hash;
+  if (bytes.size() != hash.size()) {
+    return absl::InternalError(absl::StrCat("rank ", rank,
+                                            " reports a stored block with a hash of ", bytes.size(),
+                                            " bytes instead of ", hash.size()));
+  }
+  std::copy(bytes.begin(), bytes.end(), hash.begin());
+  return hash;
+}
+
+}  // namespace
+
+absl::Status RestoreBook::OnReport(int64_t rank, const v1::TierReport& report, TimePoint now) {
+  for (const v1::StoredBlock& block : report.stored()) {
+    KVASIR_ASSIGN_OR_RETURN(const PrefixHash hash, ParseHash(rank, block.prefix_hash()));
+    if (block.tokens_size() != kBlockTokens) {
+      return absl::InternalError(absl::StrCat("rank ", rank, " reports a stored block of ",
+                                              block.tokens_size(), " tokens"));
+    }
+    stored_.Stored(rank, hash, std::vector<int32_t>(block.tokens().begin(), block.tokens().end()));
+  }
+  for (const std::string& bytes : report.forgotten()) {
+    KVASIR_ASSIGN_OR_RETURN(const PrefixHash hash, ParseHash(rank, bytes));
+    stored_.Forgotten(rank, hash);
+  }
+  for (const v1::RestoredBlock& restored : report.restored()) OnRestored(restored, now);
+  return absl::OkStatus();
+}
+
+std::vector<PrefixHash> RestoreBook::Match(const Sequence& sequence,
+                                           const kvstore::PrefixMatch& match, TimePoint now) {
+  if (!options_.persists() || sequence.restore_tried || now < disk_aside_until_) return {};
+  const size_t cached = match.blocks.size();
+  return stored_.Match(match.hashes.empty() ? sequence.scope : match.hashes.back(),
+                       sequence.matchable().subspan(cached * static_cast<size_t>(kBlockTokens)),
+                       static_cast<int64_t>(cached), sequence.decode_part);
+}
+
+void RestoreBook::Begin(Sequence& sequence, const std::vector<PrefixHash>& stored, TimePoint now) {
+  const bool on_trial = is_disk_set_aside();
+  sequence.restore_tried = true;
+  entries_.push_back(
+      {.sequence = &sequence,
+       .begin = sequence.num_blocks(),
+       .pending = static_cast<int64_t>(stored.size()),
+       .deadline = After(now, on_trial ? options_.disk_trial : options_.restore_patience)});
+  if (on_trial) disk_aside_until_ = After(now, disk_pause_);  // one sequence is enough
+  for (const PrefixHash& hash : stored) {
+    const int64_t index = sequence.num_blocks();
+    const BlockId id = sequence.TakeBlock();
+    sequence.hashes.push_back(hash);
+    awaited_[id] = {.sequence = &sequence, .index = index, .ranks_left = options_.num_ranks};
+    awaited_hashes_.insert(hash);
+  }
+}
+
+// A block that nobody waits for any more was dropped before its report came.
+void RestoreBook::OnRestored(const v1::RestoredBlock& restored, TimePoint now) {
+  const auto it = awaited_.find(BlockId(static_cast<int64_t>(restored.block_id())));
+  if (it == awaited_.end()) return;
+  AwaitedBlock& block = it->second;
+  Entry& entry = EntryOf(*block.sequence);
+  if (restored.error_code() != 0) {
+    KeepOnly(entry, block.index);
+  } else if (--block.ranks_left == 0) {
+    disk_pause_ = absl::ZeroDuration();
+    disk_aside_until_ = TimePoint();
+    disk_answered_at_ = now;
+    entry.deadline = After(now, options_.restore_patience);
+    --entry.pending;
+    awaited_.erase(it);
+  }
+  if (entry.pending == 0) Publish(entry);
+}
+
+void RestoreBook::GiveUpLate(TimePoint now) {
+  bool late = false;
+  for (Entry& entry : entries_) {
+    if (entry.pending == 0 || now < entry.deadline) continue;
+    late = true;
+    ComputeRest(entry);
+  }
+  // A slow disk that serves other sequences is still worth waiting for.
+  if (late && now >= After(disk_answered_at_, options_.restore_patience)) SetDiskAside(now);
+}
+
+void RestoreBook::SetDiskAside(TimePoint now) {
+  disk_pause_ = std::clamp(2 * disk_pause_, options_.first_disk_pause, options_.longest_disk_pause);
+  disk_aside_until_ = After(now, disk_pause_);
+  for (Entry& entry : entries_) {
+    if (entry.pending > 0) ComputeRest(entry);
+  }
+}
+
+// Lets the sequence compute everything from its first awaited block on.
+void RestoreBook::ComputeRest(Entry& entry) {
+  int64_t first = entry.sequence->num_blocks();
+  for (const auto& [id, block] : awaited_) {
+    if (block.sequence == entry.sequence) first = std::min(first, block.index);
+  }
+  KeepOnly(entry, first);
+  Publish(entry);
+}
+
+// The sequence goes on with its first `num_blocks` blocks and computes the others.
+void RestoreBook::KeepOnly(Entry& entry, int64_t num_blocks) {
+  Sequence& sequence = *entry.sequence;
+  for (int64_t i = num_blocks; i < sequence.num_blocks(); ++i) {
+    const BlockId id = sequence.blocks[static_cast<size_t>(i)].id();
+    entry.pending -= static_cast<int64_t>(awaited_.erase(id));
+  }
+  for (size_t i = static_cast<size_t>(num_blocks); i < sequence.hashes.size(); ++i) {
+    awaited_hashes_.erase(sequence.hashes[i]);
+  }
+  sequence.hashes.resize(static_cast<size_t>(num_blocks));
+  sequence.GiveBackBlocks(num_blocks);
+}
+
+// From here on others find the blocks too. A block that is refused stays this sequence's own, like
+// one that it computed at the same time as another sequence.
+void RestoreBook::Publish(const Entry& entry) {
+  const Sequence& sequence = *entry.sequence;
+  for (int64_t i = entry.begin; i < sequence.num_blocks(); ++i) {
+    awaited_hashes_.erase(sequence.hashes[static_cast<size_t>(i)]);
+    sequence.Publish(i, index_);
+  }
+}
+
+void RestoreBook::Forget(const Sequence& sequence) {
+  const Entry entry = EntryOf(sequence);
+  std::erase_if(entries_, [&](const Entry& other) { return other.sequence == &sequence; });
+  for (size_t i = static_cast<size_t>(entry.begin); i < sequence.blocks.size(); ++i) {
+    awaited_.erase(sequence.blocks[i].id());
+    awaited_hashes_.erase(sequence.hashes[i]);
+  }
+}
+
+std::optional<TimePoint> RestoreBook::NextDeadline() const {
+  std::optional<TimePoint> next;
+  for (const Entry& entry : entries_) {
+    if (entry.pending == 0) continue;
+    next = std::min(next.value_or(entry.deadline), entry.deadline);
+  }
+  return next;
+}
+
+std::vector<Sequence*> RestoreBook::Sequences() const {
+  std::vector<Sequence*> sequences;
+  for (const Entry& entry : entries_) sequences.push_back(entry.sequence);
+  return sequences;
+}
+
+std::vector<Sequence*> RestoreBook::Ready() const {
+  std::vector<Sequence*> ready;
+  for (const Entry& entry : entries_) {
+    if (entry.pending == 0) ready.push_back(entry.sequence);
+  }
+  return ready;
+}
+
+RestoreBook::Entry& RestoreBook::EntryOf(const Sequence& sequence) {
+  const auto it = std::find_if(entries_.begin(), entries_.end(),
+                               [&](const Entry& entry) { return entry.sequence == &sequence; });
+  KVASIR_CHECK(it != entries_.end());
+  return *it;
+}
+
+absl::Status RestoreBook::CheckIntegrity() const {
+  size_t pending = 0;
+  for (const Entry& entry : entries_) pending += static_cast<size_t>(entry.pending);
+  if (pending == awaited_.size() && (pending == 0) == awaited_hashes_.empty()) {
+    return absl::OkStatus();
+  }
+  return absl::InternalError(absl::StrCat("restores: ", entries_.size(), " sequences wait for ",
+                                          pending, " blocks, ", awaited_.size(), " blocks and ",
+                                          awaited_hashes_.size(), " hashes are awaited"));
+}
+
+}  // namespace kvasir::coordinator

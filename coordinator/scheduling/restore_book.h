@@ -1,0 +1,104 @@
+// The ranks' disk tiers as the scheduler sees them: which blocks are stored, which are on their way
+// back to memory and for whom, and whether the disk is worth asking.
+//
+// Where the prefix index ends, the chain of a prompt goes on among the blocks that every rank has
+// on disk. Those are restored first: the sequence holds its blocks and waits, others run on. A
+// block that any rank cannot read, or not in time, is computed instead, with all blocks after it.
+// A sequence asks for its blocks once. A disk that brings nothing for a time is set aside at once:
+// all sequences that wait for it compute their blocks, and only from time to time one sequence
+// tries the disk again, for a short while.
+//
+// Called by the scheduler. Thread-compatible. It outlives the sequences that it names.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/container/flat_hash_set.h"
+#include "absl/status/status.h"
+
+#include "coordinator/scheduling/scheduler_options.h"
+#include "coordinator/scheduling/sequence.h"
+#include "coordinator/time/clock.h"
+#include "kvstore/index/prefix_index.h"
+#include "kvstore/index/stored_index.h"
+#include "proto/kvasir/v1/worker.pb.h"
+
+namespace kvasir::coordinator {
+
+class RestoreBook {
+ public:
+  // `options` and `index` outlive the book.
+  RestoreBook(const SchedulerOptions& options, kvstore::PrefixIndex& index)
+      : options_(options), index_(index), stored_(options.num_ranks) {}
+
+  // Takes what a rank says of its disk tier. INTERNAL when the report makes no sense.
+  absl::Status OnReport(int64_t rank, const v1::TierReport& report, TimePoint now);
+
+  bool HeldByAll(const kvstore::PrefixHash& hash) const { return stored_.HeldByAll(hash); }
+  // The stored blocks that follow on `match`. None when the sequence has asked before, or while the
+  // disk is set aside.
+  std::vector<kvstore::PrefixHash> Match(const Sequence& sequence,
+                                         const kvstore::PrefixMatch& match, TimePoint now);
+  // Some sequence restores this block.
+  bool IsAwaited(const kvstore::PrefixHash& hash) const { return awaited_hashes_.contains(hash); }
+
+  // Takes blocks for `stored`, which follow on those that the sequence has, and awaits them.
+  void Begin(Sequence& sequence, const std::vector<kvstore::PrefixHash>& stored, TimePoint now);
+  // Forgets the sequence, which stops restoring for whatever reason.
+  void Forget(const Sequence& sequence);
+  // Lets sequences whose blocks are late compute them.
+  void GiveUpLate(TimePoint now);
+  // The earliest time at which GiveUpLate has something to do.
+  std::optional<TimePoint> NextDeadline() const;
+
+  // Number of sequences in the book.
+  int64_t num_sequences() const { return static_cast<int64_t>(entries_.size()); }
+  // All of them, in the order in which they began.
+  std::vector<Sequence*> Sequences() const;
+  // Those that wait for no block any more, in the same order.
+  std::vector<Sequence*> Ready() const;
+
+  bool is_disk_set_aside() const { return disk_pause_ > absl::ZeroDuration(); }
+  kvstore::StoredIndexStats stored_stats() const { return stored_.stats(); }
+  // The awaited blocks add up. For tests.
+  absl::Status CheckIntegrity() const;
+
+ private:
+  struct Entry {
+    Sequence* sequence = nullptr;
+    int64_t begin = 0;    // blocks of the sequence from here on are, or were, awaited
+    int64_t pending = 0;  // number of blocks that are still awaited
+    TimePoint deadline;   // for the next of them
+  };
+  struct AwaitedBlock {
+    Sequence* sequence = nullptr;
+    int64_t index = 0;       // of the block in the sequence
+    int64_t ranks_left = 0;  // number of ranks that have not restored it yet
+  };
+
+  Entry& EntryOf(const Sequence& sequence);
+  void OnRestored(const v1::RestoredBlock& restored, TimePoint now);
+  void SetDiskAside(TimePoint now);
+  void ComputeRest(Entry& entry);
+  void KeepOnly(Entry& entry, int64_t num_blocks);
+  void Publish(const Entry& entry);
+
+  const SchedulerOptions& options_;
+  kvstore::PrefixIndex& index_;
+  kvstore::StoredIndex stored_;
+
+  std::vector<Entry> entries_;
+  absl::flat_hash_map<kvstore::BlockId, AwaitedBlock> awaited_;
+  absl::flat_hash_set<kvstore::PrefixHash> awaited_hashes_;  // asked for and not yet published
+
+  // Zero while the disk answers. Else the length of the present pause, which ends at
+  // disk_aside_until_.
+  absl::Duration disk_pause_ = absl::ZeroDuration();
+  TimePoint disk_aside_until_;
+  TimePoint disk_answered_at_;
+};
+
+}  // namespace kvasir::coordinator

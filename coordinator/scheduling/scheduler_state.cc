@@ -1,0 +1,55 @@
+#include "coordinator/scheduling/scheduler_state.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace kvasir::coordinator {
+namespace {
+
+// One in this many blocks of the device tier is left to cached pages: at least one block where
+// there are two.
+constexpr int64_t kDeviceReserve = 8;
+
+int64_t DeviceShare(int64_t device_blocks) {
+  return std::max<int64_t>(1, device_blocks - std::max<int64_t>(1, device_blocks / kDeviceReserve));
+}
+
+// With this many sequences decoding, a step still has 64 tokens for a prompt.
+int64_t MaxRunning(const SchedulerOptions& options) {
+  return std::min({options.max_num_seqs, options.max_num_batched_tokens - kBlockTokens + 1,
+                   DeviceShare(options.device_blocks)});
+}
+
+}  // namespace
+
+SchedulerState::SchedulerState(const SchedulerOptions& scheduler_options,
+                               std::unique_ptr<kvstore::PrefixIndex> index)
+    : options(scheduler_options),
+      device_share(DeviceShare(options.device_blocks)),
+      max_running(MaxRunning(options)),
+      blocks(std::move(index)),
+      restores(options, blocks.index()),
+      sequences(options.max_num_seqs, restores) {}
+
+void SchedulerState::ReportProgress(Sequence& sequence, std::vector<Event>& events) const {
+  if (sequence.generated() > 0 || sequence.computed < sequence.reported_tokens) return;
+  sequence.reported_tokens = sequence.computed;
+  events.push_back(Progress(sequence));
+}
+
+ProgressEvent SchedulerState::Progress(const Sequence& sequence) const {
+  ProgressEvent event = {.id = sequence.spec.id,
+                         .prompt_tokens = sequence.prompt_tokens,
+                         .processed_tokens = sequence.computed,
+                         .cached_tokens = sequence.cached_tokens};
+  if (!prefill_rate.is_known()) return event;
+  int64_t ahead = 0;  // prompt tokens up to and including this sequence's
+  for (const Sequence* running : sequences.running()) {
+    ahead += std::max<int64_t>(0, running->prompt_tokens - running->computed);
+    if (running == &sequence) break;
+  }
+  event.eta = prefill_rate.TimeFor(static_cast<double>(ahead));
+  return event;
+}
+
+}  // namespace kvasir::coordinator

@@ -1,0 +1,149 @@
+#include "coordinator/scheduling/sequence.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "google/protobuf/duration.pb.h"
+
+#include "coordinator/scheduling/attention_sums.h"
+
+namespace kvasir::coordinator {
+namespace {
+
+google::protobuf::Duration ToProto(TimePoint from, TimePoint to) {
+  const int64_t nanos = std::max<int64_t>(0, absl::ToInt64Nanoseconds(Between(from, to)));
+  google::protobuf::Duration duration;
+  duration.set_seconds(nanos / 1'000'000'000);
+  duration.set_nanos(static_cast<int32_t>(nanos % 1'000'000'000));
+  return duration;
+}
+
+v1::BlocksSkipped Skipped(const v1::PhaseAccounting& phase) {
+  v1::BlocksSkipped skipped;
+  skipped.set_selected_out(phase.skipped_selected_out());
+  skipped.set_window(phase.skipped_window());
+  skipped.set_pruned(phase.skipped_pruned());
+  skipped.set_terminated(phase.skipped_terminated());
+  return skipped;
+}
+
+// Says why the phase, which has no samples, has none. `ranks`: why the ranks measure nothing, if
+// they do not.
+v1::MassUnmeasured WhyUnmeasured(const v1::PhaseAccounting& phase,
+                                 const v1::AttentionPolicy& policy, v1::MassUnmeasured ranks) {
+  if (phase.blocks_total() == 0) return v1::MASS_UNMEASURED_NOTHING_COMPUTED;
+  if (!IsSparse(policy)) return v1::MASS_UNMEASURED_DENSE;
+  return ranks == v1::MASS_UNMEASURED_UNSPECIFIED ? v1::MASS_UNMEASURED_NOT_DRAWN : ranks;
+}
+
+kvstore::DecodePart MakeDecodePart(const ResolvedPolicy& policy, int64_t begin) {
+  return {.begin = begin, .key = absl::StrCat(CanonicalBytes(policy.decode), "@", begin)};
+}
+
+}  // namespace
+
+Sequence::Sequence(SequenceSpec s, const kvstore::PrefixHash& prefix_scope)
+    : spec(std::move(s)),
+      prompt_tokens(static_cast<int64_t>(spec.prompt.size())),
+      private_begin(PrivateBegin(spec.policy, prompt_tokens)),
+      decode_part(MakeDecodePart(spec.policy, private_begin)),
+      scope(prefix_scope),
+      tokens(std::move(spec.prompt)),
+      given_tokens(prompt_tokens),
+      last_token_at(spec.arrival) {}
+
+absl::Span<const int32_t> Sequence::matchable() const {
+  if (preemptions > 0) return tokens;
+  // Match leaves at least one token to compute, so it is given one more than whole blocks.
+  const int64_t whole = std::min(private_begin, prompt_tokens) / kBlockTokens * kBlockTokens;
+  return absl::MakeConstSpan(tokens).first(static_cast<size_t>(std::min(prompt_tokens, whole + 1)));
+}
+
+bool Sequence::IsStopToken(int32_t token) const {
+  const auto& stops = spec.sampling.stop_token_ids();
+  return std::find(stops.begin(), stops.end(), static_cast<uint32_t>(token)) != stops.end();
+}
+
+kvstore::BlockId Sequence::TakeBlock() {
+  blocks.push_back(reservation.Take());
+  return blocks.back().id();
+}
+
+void Sequence::GiveBackBlocks(int64_t num_to_keep) {
+  while (num_blocks() > num_to_keep) {
+    blocks.pop_back();
+    reservation.TakeBack();
+  }
+}
+
+bool Sequence::Publish(int64_t index, kvstore::PrefixIndex& prefix_index) const {
+  const auto i = static_cast<size_t>(index);
+  return prefix_index.Publish({.block = blocks[i],
+                               .before = i == 0 ? kvstore::Block() : blocks[i - 1],
+                               .parent = i == 0 ? scope : hashes[i - 1],
+                               .hash = hashes[i],
+                               .tokens = block_tokens(index)});
+}
+
+void Sequence::Account(const v1::RowAccounting& row, bool first) {
+  if (first) {
+    cached_by_tier.set_device(row.cached_device_tokens());
+    cached_by_tier.set_host(row.cached_host_tokens());
+    cached_by_tier.set_disk(row.cached_disk_tokens());
+  }
+  AddPhase(row.prefill(), prefill);
+  AddPhase(row.decode(), decode);
+  attended_tokens += row.attended_tokens();
+  attending_rows += row.attending_rows();
+  AddMassSamples(row.estimated_mass(), estimated_mass);
+  AddContract(row.contract(), contract);
+}
+
+v1::AttentionReport Sequence::Report(v1::MassUnmeasured unmeasured) const {
+  v1::AttentionReport report;
+  report.set_prefill_blocks_total(prefill.blocks_total());
+  report.set_decode_blocks_total(decode.blocks_total());
+  *report.mutable_prefill_blocks_skipped() = Skipped(prefill);
+  *report.mutable_decode_blocks_skipped() = Skipped(decode);
+  report.set_device_page_hits(prefill.page_hits() + decode.page_hits());
+  report.set_device_page_misses(prefill.page_misses() + decode.page_misses());
+  if (prefill.measured_mass().samples() > 0) {
+    *report.mutable_prefill_measured_mass() = Summarize(prefill.measured_mass());
+  } else {
+    report.set_prefill_mass_unmeasured(WhyUnmeasured(prefill, spec.policy.prefill, unmeasured));
+  }
+  if (decode.measured_mass().samples() > 0) {
+    *report.mutable_decode_measured_mass() = Summarize(decode.measured_mass());
+  } else {
+    report.set_decode_mass_unmeasured(WhyUnmeasured(decode, spec.policy.decode, unmeasured));
+  }
+  if (attending_rows > 0) {
+    report.set_decode_budget_tokens(static_cast<double>(attended_tokens) /
+                                    static_cast<double>(attending_rows));
+  }
+  if (estimated_mass.samples() > 0) *report.mutable_estimated_mass() = Summarize(estimated_mass);
+  if (contract.selections() > 0) *report.mutable_contract() = contract;
+  return report;
+}
+
+v1::Finish Sequence::Summary(v1::FinishReason reason, v1::MassUnmeasured unmeasured,
+                             TimePoint now) const {
+  v1::Finish finish;
+  finish.set_reason(reason);
+  if (matched_stop_token.has_value()) finish.set_matched_token_id(*matched_stop_token);
+  v1::Usage& usage = *finish.mutable_usage();
+  usage.set_prompt_tokens(static_cast<uint32_t>(prompt_tokens));
+  usage.set_completion_tokens(static_cast<uint32_t>(generated()));
+  *usage.mutable_cached_tokens() = cached_by_tier;
+  *finish.mutable_attention() = Report(unmeasured);
+  v1::Timing& timing = *finish.mutable_timing();
+  *timing.mutable_queue() = ToProto(spec.arrival, admitted_at.value_or(now));
+  if (first_token_at.has_value()) {
+    *timing.mutable_time_to_first_token() = ToProto(spec.arrival, *first_token_at);
+    *timing.mutable_decode() = ToProto(*first_token_at, last_token_at);
+  }
+  return finish;
+}
+
+}  // namespace kvasir::coordinator

@@ -1,0 +1,49 @@
+// Bounds of pages on the GPU. One CTA makes the bounds of a page, and one thread those of one
+// element of the head, token by token, as append does.
+#include "kernels/append/digests_launch.h"
+#include "kernels/base/warp.cuh"
+
+namespace kvasir::kernels {
+namespace {
+
+template <typename Kv>
+__global__ void RebuildBoundsKernel(const __grid_constant__ BoundsLaunch p) {
+  const KvLayout& layout = p.kv.layout;
+  const int64_t pages = layout.pages_per_block();
+  const BlockKeys keys = p.blocks[blockIdx.x / pages];
+  const int64_t layer = blockIdx.x % pages / layout.num_kv_heads;
+  const int64_t head = blockIdx.x % pages % layout.num_kv_heads;
+  const PageRef page = p.kv.Peek(keys.slot, keys.block, layer, head);
+  if (page.tier() != PageTier::kDevice) {
+    if (threadIdx.x == 0) p.faults[keys.slot] = 1;
+    return;
+  }
+  const int64_t i = threadIdx.x;
+  if (i >= layout.head_dim) return;
+  const Kv* key = reinterpret_cast<const Kv*>(page.page()) + i;
+  Kv min = Kv(INFINITY);
+  Kv max = Kv(-INFINITY);
+  for (int64_t t = 0; t < keys.num_tokens; ++t) {
+    const Kv element = key[t * layout.head_dim];
+    // Comparisons with NaN are false: a NaN key changes nothing.
+    min = static_cast<float>(element) < static_cast<float>(min) ? element : min;
+    max = static_cast<float>(element) > static_cast<float>(max) ? element : max;
+  }
+  Kv* bounds = reinterpret_cast<Kv*>(p.kv.Bounds(keys.slot, keys.block, layer, head));
+  bounds[i] = min;
+  bounds[layout.head_dim + i] = max;
+}
+
+}  // namespace
+
+cudaError_t LaunchRebuildBounds(const BoundsLaunch& p, cudaStream_t stream) {
+  const int64_t d = p.kv.layout.head_dim;
+  const auto threads = static_cast<unsigned>((d + kWarpThreads - 1) / kWarpThreads * kWarpThreads);
+  const auto blocks = static_cast<unsigned>(p.num_blocks * p.kv.layout.pages_per_block());
+  p.kv.layout.dtype == DType::kFloat32
+      ? RebuildBoundsKernel<float><<<blocks, threads, 0, stream>>>(p)
+      : RebuildBoundsKernel<BFloat16><<<blocks, threads, 0, stream>>>(p);
+  return cudaGetLastError();
+}
+
+}  // namespace kvasir::kernels

@@ -1,0 +1,43 @@
+// Key codes of whole blocks on the GPU: one CTA a page, one warp a token.
+#include "kernels/append/key_codes.cuh"
+#include "kernels/append/key_codes_cuda.h"
+#include "kernels/base/cuda_status.h"
+
+namespace kvasir::kernels {
+namespace {
+
+constexpr int kThreads = 8 * kWarpThreads;
+
+struct EncodeLaunch {
+  KvLayout layout;
+  const PageRef* pages;
+  std::byte* const* key_codes;
+  const int32_t* rows;
+};
+
+template <typename Kv>
+__global__ void EncodeKernel(const __grid_constant__ EncodeLaunch p) {
+  const int64_t row = p.rows[blockIdx.x / p.layout.pages_per_block()];
+  const int64_t page = blockIdx.x % p.layout.pages_per_block();
+  const auto* keys =
+      reinterpret_cast<const Kv*>(p.pages[row * p.layout.pages_per_block() + page].page());
+  const std::byte* codes = p.key_codes[row] + page * p.layout.page_key_codes_bytes();
+  for (int64_t t = threadIdx.x / kWarpThreads; t < kPageTokens; t += kThreads / kWarpThreads) {
+    EncodeKey<Kv>(p.layout, keys + t * p.layout.head_dim, TokenCodes(p.layout, codes, t));
+  }
+}
+
+}  // namespace
+
+absl::Status EncodePages(const KvLayout& layout, const PageRef* pages, std::byte* const* key_codes,
+                         std::span<const int32_t> rows, cudaStream_t stream) {
+  if (rows.empty()) return absl::OkStatus();
+  const EncodeLaunch launch = {
+      .layout = layout, .pages = pages, .key_codes = key_codes, .rows = rows.data()};
+  const auto blocks = static_cast<unsigned>(std::ssize(rows) * layout.pages_per_block());
+  layout.dtype == DType::kFloat32 ? EncodeKernel<float><<<blocks, kThreads, 0, stream>>>(launch)
+                                  : EncodeKernel<BFloat16><<<blocks, kThreads, 0, stream>>>(launch);
+  return CudaStatus(cudaGetLastError(), "launching encode_pages");
+}
+
+}  // namespace kvasir::kernels

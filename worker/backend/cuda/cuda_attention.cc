@@ -1,0 +1,216 @@
+#include "worker/backend/cuda/cuda_attention.h"
+
+#include <algorithm>
+
+#include "kernels/attention/attend_cuda.h"
+#include "kernels/base/status_macros.h"
+#include "kernels/paged/count_selected_cuda.h"
+#include "kernels/sparse/art/art_cuda.h"
+#include "kernels/sparse/art/art_terminator.h"
+
+namespace kvasir::worker {
+
+using kernels::ArtTerminator;
+using kernels::PageSelection;
+using kernels::QueryBlock;
+using kernels::SelectedCounts;
+using kernels::TensorView;
+
+namespace {
+
+std::span<const QueryBlock> Blocks(const CudaStep& step, int64_t begin, int64_t end) {
+  return step.table.blocks.subspan(static_cast<size_t>(begin), static_cast<size_t>(end - begin));
+}
+
+// Returns the terminator that may end the rows of a range early; null: none.
+const ArtTerminator* ArtOf(const SelectorRange& range) {
+  return dynamic_cast<const ArtTerminator*>(range.served->terminator.get());
+}
+
+bool EndsRows(const StepShape& shape) {
+  return std::any_of(shape.ranges.begin(), shape.ranges.end(),
+                     [](const SelectorRange& range) { return ArtOf(range) != nullptr; });
+}
+
+std::span<const kernels::DeviceSelectionMemory> MemoriesOf(const CudaStep& step,
+                                                           const SelectorRange& range) {
+  if (range.served->reuse == nullptr) return {};
+  return step.table.memories.subspan(static_cast<size_t>(range.begin),
+                                     static_cast<size_t>(range.end - range.begin));
+}
+
+}  // namespace
+
+absl::Status CudaAttention::BeginStep(const StepInputs& inputs, const CudaStep& step,
+                                      const KvArenas& arenas, const CudaStream& stream,
+                                      WaitForDevice wait) {
+  const kernels::KvLayout& layout = step.kv.layout;
+  if (!maps_.has_value()) {
+    KVASIR_ASSIGN_OR_RETURN(maps_, kernels::MakeKvTensorMaps(layout, arenas.device, arenas.host));
+  }
+  const int64_t blocks = step.shape.num_blocks();
+  const int64_t rows = blocks * layout.num_kv_heads;
+  const int64_t group = inputs.shard.query_heads.size() / layout.num_kv_heads;
+  // Query heads of all ranks that share the KV head.
+  const int64_t selecting = group * inputs.shard.kv_replicas;
+  KVASIR_ASSIGN_OR_RETURN(limits_, LimitsOf(inputs.batch, step.shape, selecting, step.kv));
+  KVASIR_RETURN_IF_ERROR(ReservePositions(inputs, step, stream, wait));
+  selection_ = {
+      .headers = step.table.headers.data(), .num_rows = rows, .capacity = limits_.capacity};
+  KVASIR_ASSIGN_OR_RETURN(selection_.entries, Reserve<kernels::SelectionEntry>(
+                                                  rows * limits_.capacity, entries_, wait));
+  KVASIR_RETURN_IF_ERROR(ReserveArrivals(rows, stream, wait));
+  const int64_t single = step.shape.num_single;
+  const int64_t workspace_bytes = std::max(
+      {SelectWorkspaceBytes(step.shape, limits_, step.kv),
+       kernels::AttendDecodeWorkspaceBytes(layout, single, group),
+       EndsRows(step.shape) ? kernels::AttendArtWorkspaceBytes(step.kv, single, group) : 0});
+  return Reserve<std::byte>(workspace_bytes, workspace_, wait).status();
+}
+
+absl::Status CudaAttention::ReserveArrivals(int64_t rows, const CudaStream& stream,
+                                            WaitForDevice wait) {
+  const int64_t bytes = arrivals_.size_bytes();
+  KVASIR_RETURN_IF_ERROR(Reserve<uint32_t>(rows, arrivals_, wait).status());
+  if (arrivals_.size_bytes() == bytes) return absl::OkStatus();
+  return stream.Clear(arrivals_.data(), arrivals_.size_bytes());
+}
+
+absl::Status CudaAttention::ReservePositions(const StepInputs& inputs, const CudaStep& step,
+                                             const CudaStream& stream, WaitForDevice wait) {
+  rope_ = {};
+  if (step.positions == nullptr) return absl::OkStatus();
+  int64_t end = limits_.positions;
+  if (step.grouped.on()) end = std::max(end, kernels::EndOfPositions(inputs.batch.blocks));
+  if (end > step.positions->view().end) KVASIR_RETURN_IF_ERROR(wait());
+  KVASIR_RETURN_IF_ERROR(step.positions->Reserve(end, stream.get()));
+  rope_ = step.positions->view();
+  const kernels::KvLayout& layout = step.kv.layout;
+  const int64_t elements =
+      inputs.batch.num_tokens() * layout.num_kv_heads * limits_.group * layout.head_dim;
+  return Reserve<kernels::BFloat16>(elements, placed_queries_, wait).status();
+}
+
+// Rows of `all` were already written with the step's table.
+absl::Status CudaAttention::Select(const CudaStep& step, const LayerQueries& queries,
+                                   cudaStream_t stream) {
+  const int64_t heads = step.kv.layout.num_kv_heads;
+  const auto numbers = step.table.NumbersOfSet(step.shape.NumbersFor(queries.layer));
+  const TensorView& q = queries.q;
+  const SelectMemory memory = {
+      .workspace = workspace_.data(),
+      .placed_queries = TensorView(placed_queries_.data(), q.dtype(),
+                                   {q.dim(0), q.dim(1), q.dim(2)}, kernels::Device::kCuda)};
+  const auto select = [&](const SelectorRange& range, int64_t most_rows) -> absl::Status {
+    if (range.begin >= range.end) return absl::OkStatus();
+    const size_t begin = static_cast<size_t>(range.begin);
+    const size_t count = static_cast<size_t>(range.end - range.begin);
+    const kernels::SelectParams params = {.q = queries.q,
+                                          .kv = step.kv,
+                                          .layer = queries.layer,
+                                          .scale = queries.scale,
+                                          .blocks = Blocks(step, range.begin, range.end),
+                                          .numbers = numbers.subspan(begin, count),
+                                          .faults = step.results.faults,
+                                          .device_rope = rope_,
+                                          .rotation = step.rotation,
+                                          .device_memories = MemoriesOf(step, range),
+                                          .most_rows = most_rows};
+    const PageSelection rows =
+        selection_.Rows(range.begin * heads, (range.end - range.begin) * heads);
+    return SelectOnGpu(*range.served, limits_, params, rows, memory, stream);
+  };
+  // Rows of one query apart, so that it is the same kernels that serve them whatever else there is.
+  const int64_t num_single = step.shape.num_single;
+  for (const SelectorRange& range : step.shape.ranges) {
+    if (range.served->dense) continue;
+    KVASIR_RETURN_IF_ERROR(select(
+        {.served = range.served, .begin = range.begin, .end = std::min(range.end, num_single)},
+        /*most_rows=*/1));
+    KVASIR_RETURN_IF_ERROR(select(
+        {.served = range.served, .begin = std::max(range.begin, num_single), .end = range.end},
+        kernels::kPageTokens));
+  }
+  return absl::OkStatus();
+}
+
+std::span<SelectedCounts> CudaAttention::Counts(const CudaStep& step, int64_t layer, int64_t begin,
+                                                int64_t end) const {
+  const int64_t heads = step.kv.layout.num_kv_heads;
+  return step.results.counts.subspan(
+      static_cast<size_t>(layer * selection_.num_rows + begin * heads),
+      static_cast<size_t>((end - begin) * heads));
+}
+
+absl::Status CudaAttention::Attend(const CudaStep& step, const LayerQueries& queries,
+                                   const TensorView& out, cudaStream_t stream) {
+  const int64_t heads = step.kv.layout.num_kv_heads;
+  const int64_t blocks = step.shape.num_blocks();
+  const auto params = [&](int64_t begin, int64_t end) {
+    return kernels::AttendParams{.q = queries.q,
+                                 .out = out,
+                                 .lse = {},
+                                 .kv = step.kv,
+                                 .layer = queries.layer,
+                                 .scale = queries.scale,
+                                 .blocks = Blocks(step, begin, end),
+                                 .selection = selection_.Rows(begin * heads, (end - begin) * heads),
+                                 .faults = step.results.faults,
+                                 .device_rope = rope_,
+                                 .device_counts = Counts(step, queries.layer, begin, end),
+                                 .grouped = step.grouped};
+  };
+  // Consecutive ranges of one query without a terminator share a launch.
+  int64_t begin = 0;
+  for (const SelectorRange& range : step.shape.ranges) {
+    const ArtTerminator* const art = ArtOf(range);
+    if (art == nullptr || range.begin >= step.shape.num_single) continue;
+    const int64_t end = std::min(range.end, step.shape.num_single);
+    KVASIR_RETURN_IF_ERROR(AttendDecode(params(begin, range.begin), stream));
+    KVASIR_RETURN_IF_ERROR(AttendArt(step, *art, params(range.begin, end), range.begin, stream));
+    begin = end;
+  }
+  KVASIR_RETURN_IF_ERROR(AttendDecode(params(begin, step.shape.num_single), stream));
+  const kernels::AttendParams several = params(step.shape.num_single, blocks);
+  KVASIR_RETURN_IF_ERROR(
+      kernels::CountSelected(several.blocks, several.selection, several.device_counts, stream));
+  return kernels::AttendPrefill(several, *maps_, stream);
+}
+
+absl::Status CudaAttention::AttendDecode(const kernels::AttendParams& params, cudaStream_t stream) {
+  return kernels::AttendDecode(params, *maps_, workspace_.data(),
+                               {arrivals_.As<uint32_t>(), static_cast<size_t>(selection_.num_rows)},
+                               stream);
+}
+
+absl::Status CudaAttention::AttendArt(const CudaStep& step, const ArtTerminator& art,
+                                      const kernels::AttendParams& params, int64_t first_block,
+                                      cudaStream_t stream) {
+  const auto numbers = step.table.NumbersOfSet(step.shape.NumbersFor(params.layer));
+  return kernels::AttendArt(
+      params,
+      {.options = art.options(),
+       .numbers = numbers.subspan(static_cast<size_t>(first_block), params.blocks.size())},
+      *maps_, workspace_.data(), stream);
+}
+
+void CudaAttention::AddToShape(CudaGraphs::Shape& shape) const {
+  const auto address = [](const void* memory) { return reinterpret_cast<int64_t>(memory); };
+  shape.insert(shape.end(),
+               {limits_.group, limits_.capacity, limits_.budget_tokens, limits_.listed_tokens,
+                address(entries_.data()), address(workspace_.data()), address(arrivals_.data()),
+                address(placed_queries_.data()), address(rope_.cos), address(rope_.sin)});
+}
+
+void CudaAttention::Report(const CudaStep& step, std::span<const SelectedCounts> counts,
+                           AttentionMeter& meter) {
+  const size_t heads = static_cast<size_t>(step.kv.layout.num_kv_heads);
+  for (int64_t layer = 0; layer < step.kv.layout.num_layers; ++layer) {
+    for (const int64_t block : step.shape.order) {
+      meter.AddCounts(block, counts.first(heads));
+      counts = counts.subspan(heads);
+    }
+  }
+}
+
+}  // namespace kvasir::worker

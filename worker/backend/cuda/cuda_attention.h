@@ -1,0 +1,81 @@
+// Attention of a layer on the GPU, from its queries to their outputs: selection, attention over
+// pages of both tiers, and the counts for accounting. It holds the step's selection and all working
+// memory. Called by the CUDA backend, with the stream that everything is put on. Thread-compatible.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "absl/status/status.h"
+
+#include "kernels/attention/attend.h"
+#include "kernels/base/device_buffer.h"
+#include "kernels/paged/grouped_positions.h"
+#include "kernels/paged/kv_tensor_maps.h"
+#include "kernels/paged/page_selection.h"
+#include "kernels/rope/rope_positions_cuda.h"
+#include "kernels/sparse/art/art_terminator.h"
+#include "worker/backend/backend.h"
+#include "worker/backend/cuda/cuda_graphs.h"
+#include "worker/backend/cuda/cuda_memory.h"
+#include "worker/backend/cuda/cuda_residency.h"
+#include "worker/backend/cuda/cuda_select.h"
+#include "worker/backend/cuda/step_table.h"
+
+namespace kvasir::worker {
+
+// A step as kernels see it. It points to device memory. Lives as long as the step.
+struct CudaStep {
+  StepShape shape;
+  StepTable table;
+  kernels::PagedKv kv;
+  StepResults results;
+  kernels::CudaRopePositions* positions = nullptr;  // of un-rotated keys; null: keys are rotated
+  kernels::GroupedPositions grouped;                // of un-rotated keys; off: compact ones
+  kernels::QueryRotation rotation;                  // of queries, where keys are rotated
+};
+
+class CudaAttention {
+ public:
+  // Takes the memory that the step needs. `arenas` hold all pages, the same ones in every step.
+  absl::Status BeginStep(const StepInputs& inputs, const CudaStep& step, const KvArenas& arenas,
+                         const CudaStream& stream, WaitForDevice wait);
+  absl::Status Select(const CudaStep& step, const LayerQueries& queries, cudaStream_t stream);
+  absl::Status Attend(const CudaStep& step, const LayerQueries& queries,
+                      const kernels::TensorView& out, cudaStream_t stream);
+  // Appends to the graph key every host value of the begun step, besides its StepShape, that
+  // launches of Select and Attend depend on.
+  void AddToShape(CudaGraphs::Shape& shape) const;
+  // `counts` are the step's, in host memory.
+  static void Report(const CudaStep& step, std::span<const kernels::SelectedCounts> counts,
+                     AttentionMeter& meter);
+
+ private:
+  // New memory is zeroed.
+  absl::Status ReserveArrivals(int64_t rows, const CudaStream& stream, WaitForDevice wait);
+  // Reserves angles for the positions at which the step reads un-rotated keys.
+  absl::Status ReservePositions(const StepInputs& inputs, const CudaStep& step,
+                                const CudaStream& stream, WaitForDevice wait);
+  // Returns the place for the counts of query tiles [begin, end).
+  std::span<kernels::SelectedCounts> Counts(const CudaStep& step, int64_t layer, int64_t begin,
+                                            int64_t end) const;
+  absl::Status AttendDecode(const kernels::AttendParams& params, cudaStream_t stream);
+  // Attends for rows that `art` may end early: query tiles from `first_block` on.
+  absl::Status AttendArt(const CudaStep& step, const kernels::ArtTerminator& art,
+                         const kernels::AttendParams& params, int64_t first_block,
+                         cudaStream_t stream);
+
+  std::optional<kernels::KvTensorMaps> maps_;
+  SelectLimits limits_;               // of the step
+  kernels::PageSelection selection_;  // headers lie in the step's table
+  kernels::DeviceBuffer entries_;
+  kernels::DeviceBuffer workspace_;
+  kernels::DeviceBuffer arrivals_;  // for AttendDecode
+  kernels::DeviceBuffer placed_queries_;
+  kernels::DeviceRopePositions rope_;  // of the step; off: keys are cached rotated
+};
+
+}  // namespace kvasir::worker

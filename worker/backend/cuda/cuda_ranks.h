@@ -1,0 +1,77 @@
+// The other ranks of a group as a GPU's step sees them: sums and gathers on its stream, and the
+// wait for its end, which is bounded although kernels wait for peers that may be gone. It hides
+// which messages go straight between GPUs and which through NCCL. Held by the CUDA backend, with
+// the stream that everything is put on; graphs of that stream are destroyed before it.
+// Thread-compatible.
+//
+// A thread of its own watches over steps. The thread that launches them may be held up before it
+// comes to Wait: the driver loads a kernel at first use, and not while another kernel runs that
+// waits for a rank.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <thread>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+
+#include "kernels/base/device_buffer.h"
+#include "kernels/base/mutex.h"
+#include "worker/backend/backend.h"
+#include "worker/backend/cuda/cuda_memory.h"
+#include "worker/parallel/nccl_communicator.h"
+#include "worker/parallel/peer_sums.h"
+
+namespace kvasir::worker {
+
+class CudaRanks {
+ public:
+  ~CudaRanks();
+  // On the current device. All ranks call it at the same time. Errors are those of
+  // NcclCommunicator::Join.
+  static absl::StatusOr<std::unique_ptr<CudaRanks>> Join(Collective& ranks);
+
+  // y += sum over ranks of x. Sums are in float32, as on the CPU: partial results are not rounded
+  // before they are added, and small messages take the same time in either width. x is overwritten.
+  absl::Status AddSum(const kernels::TensorView& x, const kernels::TensorView& y,
+                      const CudaStream& stream);
+  absl::Status GatherColumns(const RankColumns& columns, const CudaStream& stream);
+
+  // A step's collectives follow, up to Wait. If none of them ends within the group's timeout, they
+  // end in errors.
+  void BeginStep() { ++steps_begun_; }
+  // Waits until everything that the event recorded is over. DEADLINE_EXCEEDED when another rank was
+  // silent for too long, UNAVAILABLE when NCCL has noticed an error. After an error, call Abandon.
+  absl::Status Wait(const CudaEvent& end);
+  // Ends everything on the stream that waits for ranks, and waits for the stream. Final.
+  void Abandon(const CudaStream& stream);
+
+ private:
+  explicit CudaRanks(const Collective& ranks) : rank_(ranks.rank()), patience_(ranks.timeout()) {}
+
+  void LookAfterSteps();
+  // Looks at local state only: makes no call into NCCL.
+  absl::Status LookForSilence() const;
+  // Returns the error that ends the wait early, if any.
+  absl::Status LookForTrouble() const;
+  uint32_t progress() const { return *progress_.As<volatile uint32_t>(); }
+
+  const int rank_;
+  const absl::Duration patience_;
+  std::unique_ptr<NcclCommunicator> nccl_;
+  std::unique_ptr<PeerSums> peers_;  // null: ranks cannot reach each other's memory
+  kernels::PinnedBuffer progress_;   // number of NCCL collectives that have ended
+
+  std::atomic<int64_t> steps_begun_ = 0;
+  std::atomic<int64_t> steps_ended_ = 0;
+  std::atomic<bool> is_silent_ = false;  // another rank was silent for too long
+  kernels::Mutex mu_;
+  kernels::CondVar leaving_;
+  bool is_leaving_ GUARDED_BY(mu_) = false;
+  std::thread watchdog_;
+};
+
+}  // namespace kvasir::worker

@@ -1,0 +1,474 @@
+#include "worker/backend/cuda/cuda_residency.h"
+
+#include <algorithm>
+#include <set>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+
+#include "kernels/append/key_codes_cuda.h"
+#include "kernels/base/scratch.h"
+#include "kernels/base/status_macros.h"
+
+namespace kvasir::worker {
+
+using kernels::BlockRowChange;
+using kernels::DeviceBuffer;
+using kernels::PageRef;
+using kernels::PageTier;
+using kernels::ResidencyCounters;
+using kernels::ResidencyShape;
+using kernels::ResidencyState;
+using kernels::SlotState;
+
+namespace {
+
+// Bytes copied beside one step: 1.2 ms on a link of 55 GB/s, where a decode step of an 8B model
+// takes some 4 ms. An unfinished fill delays the next step.
+constexpr int64_t kFilledBytesPerStep = int64_t{64} << 20;
+constexpr int64_t kSmallestFilledPart = 8;  // at most this part of the device tier per step
+constexpr int64_t kExaminedPerFill = 16;
+// Bytes gathered before they are copied to the host, at least one row.
+constexpr int64_t kGatheredBytes = int64_t{64} << 20;
+// Least size of the command buffers, enough for decoding: growing them waits for the device.
+constexpr int64_t kLeastCommandBytes = int64_t{64} << 10;
+
+ResidencyShape ShapeOf(const kvstore::ResidencyOptions& options) {
+  const kernels::KvLayout& layout = options.format.shard().layout;
+  const int64_t fills = std::max<int64_t>(1, std::min(kFilledBytesPerStep / layout.page_bytes(),
+                                                      options.device_pages / kSmallestFilledPart));
+  return {.num_rows = options.num_rows,
+          .pages_per_row = layout.pages_per_block(),
+          .num_slots = options.device_pages,
+          .page_bytes = layout.page_bytes(),
+          .extent_stride = options.format.extent_bytes(),
+          .max_fills = fills,
+          .max_examined = kExaminedPerFill * fills};
+}
+
+template <typename T>
+std::span<T> Take(kernels::ScratchPieces& pieces, size_t count) {
+  T* const begin = pieces.Take<T>(static_cast<int64_t>(count));
+  return {begin, begin == nullptr ? 0 : count};
+}
+
+absl::Status UploadWhole(const DeviceBuffer& to, const void* from, const CudaStream& stream) {
+  KVASIR_RETURN_IF_ERROR(stream.CopyToDevice(to.data(), from, to.size_bytes()));
+  return stream.Wait();
+}
+
+// Returns [num_rows] addresses of equal pieces of a buffer.
+absl::StatusOr<DeviceBuffer> MakeAddresses(const DeviceBuffer& of, int64_t num_rows,
+                                           const CudaStream& stream) {
+  std::vector<std::byte*> addresses;
+  for (int64_t row = 0; row < num_rows; ++row) {
+    addresses.push_back(of.data() + row * (of.size_bytes() / num_rows));
+  }
+  KVASIR_ASSIGN_OR_RETURN(
+      DeviceBuffer table,
+      DeviceBuffer::Allocate(num_rows * static_cast<int64_t>(sizeof(std::byte*))));
+  KVASIR_RETURN_IF_ERROR(UploadWhole(table, addresses.data(), stream));
+  return table;
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<CudaResidency>> CudaResidency::Make(
+    const kvstore::ResidencyOptions& options, const CudaStream& stream,
+    kernels::Executor& executor) {
+  KVASIR_RETURN_IF_ERROR(CheckResidencyShape(ShapeOf(options)));
+  KVASIR_ASSIGN_OR_RETURN(
+      std::unique_ptr<PinnedRegion> extents,
+      PinnedRegion::Take(options.format.extent_bytes(), options.num_rows, "--kv-host-size-gb"));
+  std::unique_ptr<CudaResidency> residency(
+      new CudaResidency(options, stream, executor, std::move(extents)));
+  KVASIR_RETURN_IF_ERROR(residency->TakeMemory(options));
+  KVASIR_RETURN_IF_ERROR(residency->MakeTables());
+  KVASIR_RETURN_IF_ERROR(residency->extents_->Start());  // last, as others wait for the driver then
+  return residency;
+}
+
+CudaResidency::CudaResidency(const kvstore::ResidencyOptions& options, const CudaStream& stream,
+                             kernels::Executor& executor, std::unique_ptr<PinnedRegion> extents)
+    : format_(options.format),
+      layout_(format_.shard().layout),
+      num_slots_(options.num_slots),
+      max_blocks_per_slot_(options.max_blocks_per_slot),
+      stream_(stream),
+      executor_(executor),
+      extents_(std::move(extents)),
+      host_(kvstore::HostSlab::Over(options.format, options.num_rows, options.freed_memory,
+                                    extents_->data())),
+      rows_(static_cast<size_t>(options.num_rows), RowState::kNone),
+      copies_(rows_.size()),
+      bindings_(rows_.size()),
+      block_rows_(static_cast<size_t>(num_slots_ * max_blocks_per_slot_), -1),
+      is_rebound_(block_rows_.size()) {
+  state_.shape = ShapeOf(options);
+  state_.shape.extents = extents_->data() + options.format.pages_offset();
+  seen_.free_slots = state_.shape.num_slots;
+}
+
+absl::Status CudaResidency::TakeMemory(const kvstore::ResidencyOptions& options) {
+  KVASIR_ASSIGN_OR_RETURN(fill_stream_, CudaStream::Create());
+  KVASIR_ASSIGN_OR_RETURN(copy_stream_, CudaStream::Create());
+  for (CudaEvent* event :
+       {&planned_, &filled_, &uploaded_, &written_, &copied_, &counted_[0], &counted_[1]}) {
+    KVASIR_ASSIGN_OR_RETURN(*event, CudaEvent::Create());
+  }
+  const auto take = [](int64_t bytes, DeviceBuffer& buffer) -> absl::Status {
+    KVASIR_ASSIGN_OR_RETURN(buffer, DeviceBuffer::Allocate(bytes));
+    return absl::OkStatus();
+  };
+  const int64_t rows = options.num_rows;
+  KVASIR_RETURN_IF_ERROR(take(std::max(kGatheredBytes, layout_.block_bytes()), gathered_));
+  KVASIR_RETURN_IF_ERROR(take(options.device_pages * layout_.page_bytes(), arena_));
+  KVASIR_RETURN_IF_ERROR(take(rows * layout_.block_bounds_bytes(), bounds_));
+  if (options.key_codes) {
+    KVASIR_RETURN_IF_ERROR(take(rows * layout_.block_key_codes_bytes(), key_codes_));
+  }
+  state_.shape.arena = arena_.data();
+  KVASIR_RETURN_IF_ERROR(take(LayOutResidency(state_.shape, nullptr).bytes, state_memory_));
+  state_ = LayOutResidency(state_.shape, state_memory_.data());
+  KVASIR_RETURN_IF_ERROR(
+      take(static_cast<int64_t>(block_rows_.size() * sizeof(int32_t)), block_rows_table_));
+  KVASIR_RETURN_IF_ERROR(take(sizeof(uint32_t), step_number_));
+  KVASIR_ASSIGN_OR_RETURN(counters_,
+                          kernels::PinnedBuffer::Allocate(2 * sizeof(ResidencyCounters)));
+  std::fill_n(counters_.As<ResidencyCounters>(), 2, seen_);
+  return absl::OkStatus();
+}
+
+absl::Status CudaResidency::MakeTables() {
+  KVASIR_ASSIGN_OR_RETURN(bounds_table_, MakeAddresses(bounds_, std::ssize(rows_), stream_));
+  if (key_codes_.size_bytes() > 0) {
+    KVASIR_ASSIGN_OR_RETURN(key_codes_table_,
+                            MakeAddresses(key_codes_, std::ssize(rows_), stream_));
+  }
+  KVASIR_RETURN_IF_ERROR(UploadWhole(block_rows_table_, block_rows_.data(), stream_));
+  return InitResidency(state_, stream_.get());
+}
+
+CudaResidency::~CudaResidency() {
+  // Whoever met an error first has reported it.
+  fill_stream_.Wait().IgnoreError();
+  copy_stream_.Wait().IgnoreError();
+  stream_.Wait().IgnoreError();
+}
+
+KvArenas CudaResidency::arenas() const {
+  return {.device = {.base = arena_.data(), .bytes = arena_.size_bytes()},
+          .host = {.base = extents_->data(), .bytes = extents_->size_bytes()}};
+}
+
+// ---- rows: the host's books, and the commands to the device
+
+absl::Status CudaResidency::Open(int64_t row) {
+  KVASIR_CHECK(state_of(row) == RowState::kNone);
+  state_of(row) = RowState::kOpening;
+  ++open_rows_;
+  commands_.opened.push_back(static_cast<int32_t>(row));
+  return absl::OkStatus();
+}
+
+absl::Status CudaResidency::Seal(int64_t row, const kvstore::BlockSeal& seal) {
+  if (state_of(row) == RowState::kOpening) KVASIR_RETURN_IF_ERROR(CarryOut(step_));
+  KVASIR_CHECK(state_of(row) == RowState::kOpen);
+  state_of(row) = RowState::kSealed;
+  --open_rows_;
+  ++sealed_blocks_;
+  commands_.copied.push_back(static_cast<int32_t>(row));
+  copies_[static_cast<size_t>(row)] = {.seal = seal, .number = begun_copies_ + 1};
+  return absl::OkStatus();
+}
+
+absl::StatusOr<bool> CudaResidency::IsExtentWhole(int64_t row) {
+  KVASIR_CHECK(state_of(row) == RowState::kSealed);
+  RowCopy& copy = copies_[static_cast<size_t>(row)];
+  if (copy.is_whole) return true;
+  if (copy.number > begun_copies_) KVASIR_RETURN_IF_ERROR(CarryOut(step_));
+  if (copy.number > ended_copies_) {
+    KVASIR_ASSIGN_OR_RETURN(const bool is_over, copied_.IsOver());
+    if (!is_over) return false;
+    ended_copies_ = begun_copies_;
+  }
+  executor_.ParallelFor(layout_.pages_per_block(), [&](int64_t page, int) {
+    const absl::Span<const std::byte> bytes(host_.page(row, page),
+                                            static_cast<size_t>(layout_.page_bytes()));
+    host_.checksums(row)[static_cast<size_t>(page)] =
+        kvstore::PageChecksum(format_.identity(copy.seal.hash, copy.seal.generation, page), bytes);
+  });
+  copy.is_whole = true;
+  return true;
+}
+
+void CudaResidency::Restore(int64_t row, const kvstore::BlockSeal& seal) {
+  KVASIR_CHECK(state_of(row) == RowState::kNone);
+  state_of(row) = RowState::kSealed;
+  commands_.restored.push_back(static_cast<int32_t>(row));
+  copies_[static_cast<size_t>(row)] = {.seal = seal, .is_whole = true};
+}
+
+void CudaResidency::Free(int64_t row) {
+  KVASIR_CHECK(bindings_[static_cast<size_t>(row)] == 0);
+  const RowState was = std::exchange(state_of(row), RowState::kNone);
+  // A row that the device has not been told of is never reported to it. Its extent may belong to
+  // another block at once.
+  const bool is_new = std::erase(commands_.opened, static_cast<int32_t>(row)) +
+                          std::erase(commands_.restored, static_cast<int32_t>(row)) >
+                      0;
+  std::erase(commands_.copied, static_cast<int32_t>(row));
+  std::erase(commands_.sealed, static_cast<int32_t>(row));
+  std::erase(being_copied_, static_cast<int32_t>(row));
+  const int64_t copy = copies_[static_cast<size_t>(row)].number;
+  if (copy > ended_copies_ && copy <= begun_copies_) copied_.Wait().IgnoreError();
+  copies_[static_cast<size_t>(row)] = {};
+  if (!is_new && was != RowState::kNone) commands_.freed.push_back(static_cast<int32_t>(row));
+  if (was == RowState::kOpening || was == RowState::kOpen) --open_rows_;
+}
+
+void CudaResidency::Bind(int64_t slot, int64_t index, int64_t row) {
+  const size_t entry = static_cast<size_t>(slot * max_blocks_per_slot_ + index);
+  if (block_rows_[entry] >= 0) --bindings_[static_cast<size_t>(block_rows_[entry])];
+  if (row >= 0) ++bindings_[static_cast<size_t>(row)];
+  block_rows_[entry] = static_cast<int32_t>(row);
+  if (is_rebound_[entry]) return;
+  is_rebound_[entry] = true;
+  commands_.bound.push_back(static_cast<int64_t>(entry));
+}
+
+int64_t CudaResidency::PagesInDevice(int64_t row) const {
+  const RowState state = rows_[static_cast<size_t>(row)];
+  if (state == RowState::kNone) return 0;
+  if (state != RowState::kSealed) return state_.shape.pages_per_row;
+  if (row_pages_.empty()) {
+    absl::StatusOr<std::vector<int32_t>> counts = FetchRowPages();
+    if (!counts.ok()) return 0;  // an error of the device: the next step reports it
+    row_pages_ = *std::move(counts);
+  }
+  return row_pages_[static_cast<size_t>(row)];
+}
+
+absl::StatusOr<std::vector<int32_t>> CudaResidency::FetchRowPages() const {
+  std::vector<int32_t> counts(rows_.size());
+  const int64_t bytes = static_cast<int64_t>(counts.size() * sizeof(int32_t));
+  KVASIR_ASSIGN_OR_RETURN(const DeviceBuffer buffer, DeviceBuffer::Allocate(bytes));
+  KVASIR_RETURN_IF_ERROR(
+      CountDevicePages(state_, {buffer.As<int32_t>(), counts.size()}, stream_.get()));
+  KVASIR_RETURN_IF_ERROR(stream_.CopyToHost(counts.data(), buffer.data(), bytes));
+  KVASIR_RETURN_IF_ERROR(stream_.Wait());
+  return counts;
+}
+
+// ---- steps
+
+absl::StatusOr<kernels::PagedKv> CudaResidency::BeginStep(uint32_t step) {
+  step_ = step;
+  KVASIR_RETURN_IF_ERROR(CarryOut(step));
+  return kernels::PagedKv{.layout = layout_,
+                          .block_rows = block_rows_table_.As<int32_t>(),
+                          .num_slots = num_slots_,
+                          .max_blocks_per_slot = max_blocks_per_slot_,
+                          .num_rows = std::ssize(rows_),
+                          .pages = state_.pages,
+                          .bounds = bounds_table_.As<std::byte*>(),
+                          .key_codes = key_codes_table_.As<std::byte*>(),
+                          .accesses = {.step = step_number_.As<uint32_t>(),
+                                       .last_touched = state_.last_touched,
+                                       .missed_bytes = state_.missed_bytes}};
+}
+
+absl::Status CudaResidency::CarryOut(uint32_t step) {
+  const cudaStream_t stream = stream_.get();
+  KVASIR_RETURN_IF_ERROR(SealCopied());
+  KVASIR_RETURN_IF_ERROR(BeginCopies());
+  // Slots that are still being copied from may be needed.
+  const int64_t most_pinned = state_.shape.num_slots - state_.shape.max_fills;
+  if (held_pages() > most_pinned && !commands_.opened.empty() && !being_copied_.empty()) {
+    KVASIR_RETURN_IF_ERROR(copied_.HoldBack(stream_));
+    TakeCopied();
+  }
+  KVASIR_ASSIGN_OR_RETURN(const DeviceCommands device, Upload());
+  KVASIR_RETURN_IF_ERROR(SealRows(state_, device.sealed, stream));
+  KVASIR_RETURN_IF_ERROR(FreeRows(state_, device.freed, stream));
+  KVASIR_RETURN_IF_ERROR(TakeRestored(device.restored));
+  // Slots that are being filled belong to no row. Where they may be needed, the fills must end
+  // first.
+  if (held_pages() > most_pinned && !device.opened.empty()) KVASIR_RETURN_IF_ERROR(EndFills());
+  KVASIR_RETURN_IF_ERROR(OpenRows(state_, device.opened, stream));
+  KVASIR_RETURN_IF_ERROR(BeginResidencyStep(step, step_number_.As<uint32_t>(), device.bound,
+                                            block_rows_table_.As<int32_t>(), stream));
+  for (const int32_t row : commands_.opened) state_of(row) = RowState::kOpen;
+  for (const int64_t entry : commands_.bound) is_rebound_[static_cast<size_t>(entry)] = false;
+  commands_ = {};
+  return absl::OkStatus();
+}
+
+absl::Status CudaResidency::BeginCopies() {
+  if (commands_.copied.empty()) return absl::OkStatus();
+  KVASIR_RETURN_IF_ERROR(written_.Record(stream_));
+  KVASIR_RETURN_IF_ERROR(written_.HoldBack(copy_stream_));
+  KVASIR_RETURN_IF_ERROR(CopyRowsToHost(
+      state_, commands_.copied, {gathered_.data(), static_cast<size_t>(gathered_.size_bytes())},
+      copy_stream_.get()));
+  const int64_t bytes = layout_.block_bounds_bytes();
+  for (const int64_t row : commands_.copied) {
+    KVASIR_RETURN_IF_ERROR(
+        copy_stream_.CopyToHost(host_.bounds(row), bounds_.data() + row * bytes, bytes));
+  }
+  being_copied_.insert(being_copied_.end(), commands_.copied.begin(), commands_.copied.end());
+  commands_.copied.clear();
+  ++begun_copies_;
+  return copied_.Record(copy_stream_);
+}
+
+absl::Status CudaResidency::SealCopied() {
+  if (being_copied_.empty()) return absl::OkStatus();
+  KVASIR_ASSIGN_OR_RETURN(const bool is_over, copied_.IsOver());
+  if (is_over) TakeCopied();
+  return absl::OkStatus();
+}
+
+void CudaResidency::TakeCopied() {
+  commands_.sealed.insert(commands_.sealed.end(), being_copied_.begin(), being_copied_.end());
+  being_copied_.clear();
+}
+
+absl::Status CudaResidency::TakeRestored(std::span<int32_t> device_rows) {
+  KVASIR_RETURN_IF_ERROR(RestoreRows(state_, device_rows, stream_.get()));
+  const int64_t bytes = layout_.block_bounds_bytes();
+  for (const int64_t row : commands_.restored) {
+    KVASIR_RETURN_IF_ERROR(
+        stream_.CopyToDevice(bounds_.data() + row * bytes, host_.bounds(row), bytes));
+  }
+  if (key_codes_.size_bytes() == 0) return absl::OkStatus();
+  return EncodePages(layout_, state_.pages, key_codes_table_.As<std::byte*>(), device_rows,
+                     stream_.get());
+}
+
+absl::StatusOr<CudaResidency::DeviceCommands> CudaResidency::Upload() {
+  if (!has_commands()) return DeviceCommands();
+  const auto lay_out = [&](std::byte* memory, int64_t& bytes) {
+    kernels::ScratchPieces pieces(memory);
+    DeviceCommands commands = {.sealed = Take<int32_t>(pieces, commands_.sealed.size()),
+                               .freed = Take<int32_t>(pieces, commands_.freed.size()),
+                               .restored = Take<int32_t>(pieces, commands_.restored.size()),
+                               .opened = Take<int32_t>(pieces, commands_.opened.size()),
+                               .bound = Take<BlockRowChange>(pieces, commands_.bound.size())};
+    bytes = pieces.bytes();
+    return commands;
+  };
+  int64_t bytes = 0;
+  lay_out(nullptr, bytes);
+  bytes = std::max(bytes, kLeastCommandBytes);
+  KVASIR_RETURN_IF_ERROR(uploaded_.Wait());
+  if (bytes > device_commands_.size_bytes()) KVASIR_RETURN_IF_ERROR(stream_.Wait());
+  KVASIR_ASSIGN_OR_RETURN(std::byte* const host, Reserve<std::byte>(bytes, host_commands_));
+  KVASIR_ASSIGN_OR_RETURN(std::byte* const device, Reserve<std::byte>(bytes, device_commands_));
+  const DeviceCommands on_host = lay_out(host, bytes);
+  std::copy(commands_.sealed.begin(), commands_.sealed.end(), on_host.sealed.begin());
+  std::copy(commands_.freed.begin(), commands_.freed.end(), on_host.freed.begin());
+  std::copy(commands_.restored.begin(), commands_.restored.end(), on_host.restored.begin());
+  std::copy(commands_.opened.begin(), commands_.opened.end(), on_host.opened.begin());
+  std::transform(
+      commands_.bound.begin(), commands_.bound.end(), on_host.bound.begin(), [&](int64_t entry) {
+        return BlockRowChange{.entry = entry, .row = block_rows_[static_cast<size_t>(entry)]};
+      });
+  KVASIR_RETURN_IF_ERROR(stream_.CopyToDevice(device, host, bytes));
+  KVASIR_RETURN_IF_ERROR(uploaded_.Record(stream_));
+  return lay_out(device, bytes);
+}
+
+absl::Status CudaResidency::EndFills() {
+  KVASIR_RETURN_IF_ERROR(filled_.HoldBack(stream_));
+  return MapFills(state_, stream_.get());
+}
+
+absl::StatusOr<std::vector<kvstore::CorruptRow>> CudaResidency::EndStep() {
+  KVASIR_RETURN_IF_ERROR(EndFills());
+  KVASIR_RETURN_IF_ERROR(PlanFills(state_, step_, stream_.get()));
+  KVASIR_RETURN_IF_ERROR(planned_.Record(stream_));
+  KVASIR_RETURN_IF_ERROR(planned_.HoldBack(fill_stream_));
+  KVASIR_RETURN_IF_ERROR(CopyFills(state_, fill_stream_.get()));
+  KVASIR_RETURN_IF_ERROR(filled_.Record(fill_stream_));
+  const size_t parity = step_ % 2;
+  ResidencyCounters& counters = counters_.As<ResidencyCounters>()[parity];
+  KVASIR_RETURN_IF_ERROR(counted_[parity].Wait());  // long over: of the step before the last
+  seen_ = counters;
+  KVASIR_RETURN_IF_ERROR(stream_.CopyToHost(&counters, state_.counters, sizeof(ResidencyCounters)));
+  KVASIR_RETURN_IF_ERROR(counted_[parity].Record(stream_));
+  row_pages_.clear();
+  if (seen_.without_room == 0) return std::vector<kvstore::CorruptRow>();
+  return absl::InternalError(
+      absl::StrCat("residency: ", seen_.without_room, " pages of opened blocks found no slot of ",
+                   state_.shape.num_slots, "; open rows have ", pinned_pages()));
+}
+
+// ---- accounting
+
+kvstore::ResidencyStats CudaResidency::stats() const {
+  const int64_t page_bytes = layout_.page_bytes();
+  return {.device_pages_used = state_.shape.num_slots - seen_.free_slots,
+          .promotions = seen_.promotions,
+          .evictions = seen_.evictions,
+          .bytes_host_to_device = (seen_.promotions + seen_.given_up) * page_bytes,
+          .bytes_device_to_host = sealed_blocks_ * layout_.block_bytes(),
+          .device_hits = seen_.hits,
+          .device_misses = seen_.misses};
+}
+
+absl::Status CudaResidency::CheckIntegrity() const {
+  if (has_commands()) return absl::OkStatus();  // the device lags the host's books
+  std::vector<std::byte> image(static_cast<size_t>(state_.bytes));
+  KVASIR_RETURN_IF_ERROR(stream_.CopyToHost(image.data(), state_memory_.data(), state_.bytes));
+  KVASIR_RETURN_IF_ERROR(stream_.Wait());
+  const ResidencyState found = LayOutResidency(state_.shape, image.data());
+  KVASIR_RETURN_IF_ERROR(CheckRows(found));
+  return CheckSlots(found);
+}
+
+absl::Status CudaResidency::CheckRows(const ResidencyState& found) const {
+  const ResidencyShape& shape = state_.shape;
+  const std::set<int64_t> being_copied(being_copied_.begin(), being_copied_.end());
+  const auto is_held = [&](int64_t page) {
+    return being_copied.contains(page / shape.pages_per_row);
+  };
+  for (int64_t page = 0; page < shape.num_pages(); ++page) {
+    const RowState row = rows_[static_cast<size_t>(page / shape.pages_per_row)];
+    const PageRef ref = found.pages[page];
+    const int64_t slot = ref.tier() == PageTier::kDevice ? shape.slot_of(ref.page()) : -1;
+    const bool is_well =
+        row == RowState::kNone ? ref.tier() == PageTier::kAbsent
+        : slot >= 0            ? found.slot_pages[slot] == page &&
+                          found.slot_states[slot] == (row == RowState::kOpen || is_held(page)
+                                                          ? SlotState::kPinned
+                                                          : SlotState::kCached)
+                    : row == RowState::kSealed && ref.page() == shape.host_page(page);
+    if (is_well) continue;
+    return absl::InternalError(absl::StrCat("residency: page ", page % shape.pages_per_row,
+                                            " of row ", page / shape.pages_per_row, " in state ",
+                                            static_cast<int>(row), " is in tier ",
+                                            static_cast<int>(ref.tier()), ", slot ", slot));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CudaResidency::CheckSlots(const ResidencyState& found) const {
+  const ResidencyShape& shape = state_.shape;
+  const auto count = [&](SlotState state) {
+    return std::count(found.slot_states, found.slot_states + shape.num_slots, state);
+  };
+  const ResidencyCounters& counters = *found.counters;
+  if (count(SlotState::kFree) == counters.free_slots &&
+      count(SlotState::kFilling) == counters.num_fills &&
+      count(SlotState::kPinned) == held_pages() && counters.without_room == 0) {
+    return absl::OkStatus();
+  }
+  return absl::InternalError(absl::StrCat(
+      "residency: of ", shape.num_slots, " slots ", count(SlotState::kFree), " are free, counted ",
+      counters.free_slots, "; ", count(SlotState::kFilling), " being filled, counted ",
+      counters.num_fills, "; ", count(SlotState::kPinned), " pinned, open rows have ",
+      pinned_pages(), "; ", counters.without_room, " pages found no slot"));
+}
+
+}  // namespace kvasir::worker

@@ -1,0 +1,164 @@
+// Residency decided on the GPU (kernels/residency/residency.h). The page table and the state that
+// decides which page moves next lie in device memory; the host tier lies in pinned memory that
+// kernels read in place. Requests of the store between two steps (rows opened, sealed, freed,
+// restored, bound) are written down and put on the stream when the next step begins, as a list as
+// long as the number of changes. In the steady decode loop the list is empty, and nothing here
+// waits for the device.
+//
+//   stream of the steps  | commands, step t | map, plan |   commands, step t+1   | wait, map, plan
+//   | stream of fills                                     | copy the planned fills |
+//
+// A page's bytes are not verified between the two tiers: both memories and the link correct errors.
+// Checksums are made on the host, for blocks that the tier below asks for. Counters are those after
+// the last step but two, because the last but one may be in flight when the last ends.
+// Thread-compatible.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <cuda_runtime_api.h>
+#include <memory>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+
+#include "kernels/base/device_buffer.h"
+#include "kernels/base/executor.h"
+#include "kernels/paged/kv_tensor_maps.h"
+#include "kernels/residency/residency_cuda.h"
+#include "kvstore/tiers/page_residency.h"
+#include "worker/backend/cuda/cuda_memory.h"
+#include "worker/backend/cuda/pinned_region.h"
+
+namespace kvasir::worker {
+
+// Memory that holds pages.
+struct KvArenas {
+  kernels::KvArena device;
+  kernels::KvArena host;
+};
+
+class CudaResidency final : public kvstore::PageResidency {
+ public:
+  // `stream` runs the steps' kernels, and outlives the residency.
+  static absl::StatusOr<std::unique_ptr<CudaResidency>> Make(
+      const kvstore::ResidencyOptions& options, const CudaStream& stream,
+      kernels::Executor& executor);
+  // Waits for work in flight.
+  ~CudaResidency() override;
+
+  KvArenas arenas() const;
+
+  kvstore::HostSlab& host() override { return host_; }
+  // Extents are pinned in the order of rows while the first of them are used.
+  absl::Status AwaitExtent(int64_t row) override { return extents_->Await(row); }
+  absl::Status Open(int64_t row) override;
+  absl::Status Seal(int64_t row, const kvstore::BlockSeal& seal) override;
+  // Computes the checksums when the copy is over; the device makes none.
+  absl::StatusOr<bool> IsExtentWhole(int64_t row) override;
+  void Restore(int64_t row, const kvstore::BlockSeal& seal) override;
+  void Free(int64_t row) override;
+  void Bind(int64_t slot, int64_t index, int64_t row) override;
+  int64_t BoundRow(int64_t slot, int64_t index) const override {
+    return block_rows_[static_cast<size_t>(slot * max_blocks_per_slot_ + index)];
+  }
+  // Waits for the device at its first call after a step.
+  int64_t PagesInDevice(int64_t row) const override;
+  absl::StatusOr<kernels::PagedKv> BeginStep(uint32_t step) override;
+  absl::StatusOr<std::vector<kvstore::CorruptRow>> EndStep() override;
+  int64_t device_pages() const override { return state_.shape.num_slots; }
+  int64_t pinned_pages() const override { return open_rows_ * state_.shape.pages_per_row; }
+  kvstore::ResidencyStats stats() const override;
+  // Fetches the whole state.
+  absl::Status CheckIntegrity() const override;
+
+ private:
+  enum class RowState : uint8_t { kNone, kOpening, kOpen, kSealed };
+  // Changes between two steps, in the order in which they are carried out.
+  struct Commands {
+    std::vector<int32_t> copied;  // rows copied to their extents; sealed when the copy is over
+    std::vector<int32_t> sealed, freed, restored, opened;
+    std::vector<int64_t> bound;  // entries of block_rows_, each once
+  };
+  struct DeviceCommands {
+    std::span<int32_t> sealed, freed, restored, opened;
+    std::span<kernels::BlockRowChange> bound;
+  };
+  // The copy of a sealed row to its extent.
+  struct RowCopy {
+    kvstore::BlockSeal seal;
+    int64_t number = 0;  // of the batch of copies that it was put on the stream with
+    bool is_whole = false;
+  };
+  CudaResidency(const kvstore::ResidencyOptions& options, const CudaStream& stream,
+                kernels::Executor& executor, std::unique_ptr<PinnedRegion> extents);
+
+  absl::Status TakeMemory(const kvstore::ResidencyOptions& options);
+  absl::Status MakeTables();
+
+  // Puts the commands on the stream, and the number of the step that follows them.
+  absl::Status CarryOut(uint32_t step);
+  absl::StatusOr<DeviceCommands> Upload();
+  // Begins copies of sealed rows to their extents, which run beside the steps. The rows' pages stay
+  // in place until the copies are known to be over, or until slots are scarce: then the stream
+  // waits.
+  absl::Status BeginCopies();
+  absl::Status SealCopied();
+  void TakeCopied();
+  absl::Status TakeRestored(std::span<int32_t> device_rows);
+  // Makes the stream wait for the copies of the planned fills, then maps them in the tables.
+  absl::Status EndFills();
+  absl::StatusOr<std::vector<int32_t>> FetchRowPages() const;
+  absl::Status CheckRows(const kernels::ResidencyState& found) const;
+  absl::Status CheckSlots(const kernels::ResidencyState& found) const;
+
+  RowState& state_of(int64_t row) { return rows_[static_cast<size_t>(row)]; }
+  // Pages of rows that are open or being copied.
+  int64_t held_pages() const {
+    return (open_rows_ + std::ssize(being_copied_)) * state_.shape.pages_per_row;
+  }
+  bool has_commands() const {
+    return !(commands_.copied.empty() && commands_.sealed.empty() && commands_.freed.empty() &&
+             commands_.restored.empty() && commands_.opened.empty() && commands_.bound.empty());
+  }
+
+  // Constant after Make.
+  const kvstore::ExtentFormat format_;
+  const kernels::KvLayout layout_;
+  const int64_t num_slots_;
+  const int64_t max_blocks_per_slot_;
+  const CudaStream& stream_;
+  kernels::Executor& executor_;
+  CudaStream fill_stream_, copy_stream_;
+  CudaEvent planned_, filled_, uploaded_, written_, copied_;
+  std::array<CudaEvent, 2> counted_;  // of odd and of even steps
+  const std::unique_ptr<PinnedRegion> extents_;
+  kvstore::HostSlab host_;
+  kernels::DeviceBuffer gathered_;  // pages on the way to extents
+  kernels::DeviceBuffer arena_, bounds_, key_codes_, bounds_table_, key_codes_table_, state_memory_,
+      block_rows_table_, step_number_;
+  kernels::ResidencyState state_;  // in state_memory_
+
+  // The host's own books.
+  std::vector<RowState> rows_;
+  std::vector<RowCopy> copies_;        // [row]
+  std::vector<int32_t> being_copied_;  // rows not yet sealed on the device
+  int64_t begun_copies_ = 0;
+  int64_t ended_copies_ = 0;         // known to have ended
+  std::vector<int32_t> bindings_;    // [row], number of slots bound to it
+  std::vector<int32_t> block_rows_;  // [slot, index]
+  std::vector<bool> is_rebound_;     // [slot, index], whether it is among commands_.bound
+  int64_t open_rows_ = 0;
+  int64_t sealed_blocks_ = 0;
+  Commands commands_;
+  uint32_t step_ = 0;
+
+  kernels::PinnedBuffer host_commands_;
+  kernels::DeviceBuffer device_commands_;
+  kernels::PinnedBuffer counters_;  // [2], written by the device when counted_ is recorded
+  kernels::ResidencyCounters seen_;
+  mutable std::vector<int32_t> row_pages_;  // [row] in the device tier; empty: not fetched
+};
+
+}  // namespace kvasir::worker

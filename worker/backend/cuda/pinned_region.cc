@@ -1,0 +1,126 @@
+#include "worker/backend/cuda/pinned_region.h"
+
+#include <algorithm>
+#include <cuda_runtime_api.h>
+#include <sys/mman.h>
+
+#include "absl/strings/str_cat.h"
+#include "spdlog/spdlog.h"
+
+#include "kernels/base/cuda_status.h"
+#include "kernels/base/status_macros.h"
+#include "worker/backend/memory_limit.h"
+
+namespace kvasir::worker {
+namespace {
+
+using kernels::MutexLock;
+
+// Approximate size of a piece: the driver holds locks while it pins one, and a step's launches wait
+// for them.
+constexpr int64_t kPieceBytes = int64_t{1} << 25;
+constexpr int64_t kMemoryPageBytes = 4096;
+constexpr int64_t kReportedParts = 10;  // log lines for a region of many pieces
+// The threads zero pages, which takes a core longer than the driver takes to pin them.
+constexpr int64_t kMostThreads = 4;
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<PinnedRegion>> PinnedRegion::Take(int64_t part_bytes,
+                                                                 int64_t num_parts,
+                                                                 absl::string_view flag) {
+  KVASIR_CHECK(part_bytes > 0 && part_bytes % kMemoryPageBytes == 0 && num_parts > 0);
+  const int64_t bytes = num_parts * part_bytes;
+  KVASIR_RETURN_IF_ERROR(CheckMemoryLimit(bytes, flag));
+  void* const memory = mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE,
+                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory == MAP_FAILED) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("no address space for ", bytes, " bytes of host memory; lower ", flag));
+  }
+  madvise(memory, static_cast<size_t>(bytes), MADV_HUGEPAGE);  // only a hint
+  return std::unique_ptr<PinnedRegion>(
+      new PinnedRegion(static_cast<std::byte*>(memory), part_bytes, num_parts));
+}
+
+// Pieces are whole parts: the driver copies nothing from one piece to the next.
+PinnedRegion::PinnedRegion(std::byte* data, int64_t part_bytes, int64_t num_parts)
+    : data_(data),
+      size_bytes_(num_parts * part_bytes),
+      parts_per_piece_(std::max<int64_t>(1, kPieceBytes / part_bytes)),
+      piece_bytes_(parts_per_piece_ * part_bytes),
+      pieces_(static_cast<size_t>((num_parts - 1) / parts_per_piece_ + 1), Piece::kWaits) {}
+
+absl::Status PinnedRegion::Start() {
+  int device = 0;
+  KVASIR_RETURN_IF_ERROR(kernels::CudaStatus(cudaGetDevice(&device), "asking for the device"));
+  const auto cores = static_cast<int64_t>(std::thread::hardware_concurrency());
+  const int64_t count = std::clamp<int64_t>(cores / 2, 1, kMostThreads);
+  for (int64_t i = 0; i < count; ++i) threads_.emplace_back([this, device] { PinPieces(device); });
+  return Await(0);
+}
+
+void PinnedRegion::PinPieces(int device) {
+  cudaSetDevice(device);  // sets it for this thread
+  for (;;) {
+    int64_t piece = 0;
+    {
+      MutexLock lock(mu_);
+      if (stopping_ || !failed_.ok() || next_ == std::ssize(pieces_)) return;
+      piece = next_++;
+    }
+    EndPiece(piece, PinPiece(piece));
+  }
+}
+
+absl::Status PinnedRegion::PinPiece(int64_t piece) {
+  std::byte* const begin = begin_of(piece);
+  const int64_t bytes = std::min(piece_bytes_, size_bytes_ - piece * piece_bytes_);
+  for (int64_t at = 0; at < bytes; at += kMemoryPageBytes) begin[at] = std::byte{0};
+  MutexLock lock(driver_mu_);
+  return kernels::CudaStatus(cudaHostRegister(begin, static_cast<size_t>(bytes),
+                                              cudaHostRegisterPortable | cudaHostRegisterMapped),
+                             absl::StrCat("pinning ", bytes, " bytes of host memory"));
+}
+
+void PinnedRegion::EndPiece(int64_t piece, const absl::Status& status) {
+  MutexLock lock(mu_);
+  pieces_[static_cast<size_t>(piece)] = status.ok() ? Piece::kPinned : Piece::kFailed;
+  if (!status.ok()) {
+    spdlog::error("host tier: {}", std::string(status.message()));
+    if (failed_.ok()) failed_ = status;
+  }
+  const int64_t all = std::ssize(pieces_);
+  num_pinned_ += status.ok() ? 1 : 0;
+  if (num_pinned_ * kReportedParts / all != (num_pinned_ - 1) * kReportedParts / all &&
+      all > kReportedParts && status.ok()) {
+    spdlog::info("host tier: {} of {} MiB pinned",
+                 std::min(num_pinned_ * piece_bytes_, size_bytes_) >> 20, size_bytes_ >> 20);
+  }
+  changed_.NotifyAll();
+}
+
+absl::Status PinnedRegion::Await(int64_t part) {
+  const auto piece = static_cast<size_t>(part / parts_per_piece_);
+  MutexLock lock(mu_);
+  // A piece that has been begun ends with its own status; the others end with the first error.
+  while (pieces_[piece] == Piece::kWaits && (failed_.ok() || static_cast<int64_t>(piece) < next_)) {
+    changed_.Wait(mu_);
+  }
+  return pieces_[piece] == Piece::kPinned ? absl::OkStatus() : failed_;
+}
+
+PinnedRegion::~PinnedRegion() {
+  {
+    MutexLock lock(mu_);
+    stopping_ = true;
+  }
+  for (std::thread& thread : threads_) thread.join();
+  MutexLock lock(mu_);
+  for (size_t piece = 0; piece < pieces_.size(); ++piece) {
+    if (pieces_[piece] == Piece::kPinned) cudaHostUnregister(begin_of(static_cast<int64_t>(piece)));
+  }
+  munmap(data_, static_cast<size_t>(size_bytes_));
+}
+
+}  // namespace kvasir::worker

@@ -1,0 +1,117 @@
+#include "worker/backend/cuda/step_table.h"
+
+#include <algorithm>
+#include <iterator>
+#include <set>
+
+#include "kernels/base/scratch.h"
+#include "kernels/sparse/common/selection_header.h"
+
+namespace kvasir::worker {
+namespace {
+
+template <typename T>
+std::span<T> Take(kernels::ScratchPieces& pieces, int64_t count) {
+  T* const begin = pieces.Take<T>(count);
+  return {begin, begin == nullptr ? 0 : static_cast<size_t>(count)};
+}
+
+// Returns, for each query tile of the batch, the selector that serves it.
+std::vector<const ServedSelector*> ServedOf(const StepBatch& batch) {
+  std::vector<const ServedSelector*> served(batch.blocks.size());
+  for (const SelectorGroup& group : batch.groups) {
+    std::fill(served.begin() + group.begin, served.begin() + group.end, group.served);
+  }
+  return served;
+}
+
+bool IsSingle(const kernels::QueryBlock& block) { return block.num_rows == 1; }
+
+}  // namespace
+
+int64_t StepShape::NumbersFor(int64_t layer) const {
+  return std::upper_bound(number_sets.begin(), number_sets.end(), layer) - number_sets.begin() - 1;
+}
+
+StepShape ShapeOf(const StepBatch& batch, int64_t num_kv_heads) {
+  StepShape shape = {.order = {}, .ranges = {}, .number_sets = {}, .num_kv_heads = num_kv_heads};
+  for (const bool single : {true, false}) {
+    for (int64_t b = 0; b < std::ssize(batch.blocks); ++b) {
+      if (IsSingle(batch.blocks[static_cast<size_t>(b)]) == single) shape.order.push_back(b);
+    }
+    if (single) shape.num_single = shape.num_blocks();
+  }
+  const std::vector<const ServedSelector*> served = ServedOf(batch);
+  const kernels::RememberedSelections* last_memory = nullptr;
+  for (int64_t i = 0; i < shape.num_blocks(); ++i) {
+    const auto b = static_cast<size_t>(shape.order[static_cast<size_t>(i)]);
+    const ServedSelector* const own = served[b];
+    const auto* const memory = batch.infos[b].memory;
+    const bool waits = memory != nullptr && memory == last_memory;
+    last_memory = memory;
+    if (shape.ranges.empty() || shape.ranges.back().served != own || waits) {
+      shape.ranges.push_back({.served = own, .begin = i, .end = i});
+    }
+    ++shape.ranges.back().end;
+  }
+  std::set<int64_t> begins = {0};
+  for (const BlockInfo& info : batch.infos) {
+    begins.insert(info.dense_layers);
+    for (const LayerBudget& layers : info.layer_budgets) begins.insert({layers.begin, layers.end});
+  }
+  shape.number_sets.assign(begins.begin(), begins.end());
+  return shape;
+}
+
+StepTable LayOut(const StepBatch& batch, const StepShape& shape, std::byte* memory) {
+  kernels::ScratchPieces pieces(memory);
+  const int64_t blocks = shape.num_blocks();
+  StepTable table;
+  table.tokens = Take<int32_t>(pieces, batch.num_tokens());
+  table.fed_by = Take<int32_t>(pieces, batch.num_tokens());
+  table.positions = Take<int64_t>(pieces, batch.num_tokens());
+  table.sampled_tokens = Take<int32_t>(pieces, std::ssize(batch.sampled_tokens));
+  table.appends = Take<kernels::QueryBlock>(pieces, std::ssize(batch.appends));
+  table.blocks = Take<kernels::QueryBlock>(pieces, blocks);
+  table.numbers = Take<kernels::SelectionNumbers>(pieces, std::ssize(shape.number_sets) * blocks);
+  table.headers = Take<kernels::SelectionHeader>(pieces, blocks * shape.num_kv_heads);
+  table.memories = Take<kernels::DeviceSelectionMemory>(pieces, blocks);
+  table.truncations = Take<Truncation>(pieces, std::ssize(batch.truncations));
+  table.bytes = pieces.bytes();
+  return table;
+}
+
+StepResults LayOutResults(const StepBatch& batch, const StepShape& shape, int64_t num_layers,
+                          int64_t num_slots, std::byte* memory) {
+  kernels::ScratchPieces pieces(memory);
+  StepResults results;
+  results.counts =
+      Take<kernels::SelectedCounts>(pieces, num_layers * shape.num_blocks() * shape.num_kv_heads);
+  results.finite = Take<uint8_t>(pieces, batch.num_tokens());
+  results.faults = Take<uint8_t>(pieces, num_slots);
+  results.bytes = pieces.bytes();
+  return results;
+}
+
+void Fill(const StepBatch& batch, const StepShape& shape, const StepTable& table) {
+  std::copy(batch.tokens.begin(), batch.tokens.end(), table.tokens.begin());
+  std::copy(batch.fed_by.begin(), batch.fed_by.end(), table.fed_by.begin());
+  std::copy(batch.positions.begin(), batch.positions.end(), table.positions.begin());
+  std::copy(batch.sampled_tokens.begin(), batch.sampled_tokens.end(), table.sampled_tokens.begin());
+  std::copy(batch.appends.begin(), batch.appends.end(), table.appends.begin());
+  std::copy(batch.truncations.begin(), batch.truncations.end(), table.truncations.begin());
+  for (size_t i = 0; i < shape.order.size(); ++i) {
+    const size_t b = static_cast<size_t>(shape.order[i]);
+    const kernels::QueryBlock& block = batch.blocks[b];
+    table.blocks[i] = block;
+    const size_t heads = static_cast<size_t>(shape.num_kv_heads);
+    std::fill_n(table.headers.begin() + static_cast<std::ptrdiff_t>(i * heads), heads,
+                kernels::MakeAllHeader(block));
+    for (size_t set = 0; set < shape.number_sets.size(); ++set) {
+      kernels::SelectionNumbers& numbers = table.numbers[set * shape.order.size() + i];
+      numbers = NumbersInLayer(batch, static_cast<int64_t>(b), shape.number_sets[set]);
+    }
+  }
+}
+
+}  // namespace kvasir::worker

@@ -1,0 +1,86 @@
+#include "worker/engine/engine_step.h"
+
+#include <algorithm>
+#include <numeric>
+#include <span>
+#include <string>
+
+#include "xxhash.h"
+
+namespace kvasir::worker {
+namespace {
+
+void AddMasses(std::span<const float> masses, v1::MassSamples& samples) {
+  if (masses.empty()) return;
+  samples.set_samples(masses.size());
+  samples.set_minimum(*std::min_element(masses.begin(), masses.end()));
+  double sum = 0;
+  for (const float mass : masses) {
+    sum += mass;
+    ++(*samples.mutable_by_permille())[static_cast<uint32_t>(mass * 1000)];
+  }
+  samples.set_sum(sum);
+}
+
+void FillPhase(const RowAttention& attention, Phase phase, v1::PhaseAccounting& accounting) {
+  const AttentionCounts& counts = attention.counts[static_cast<size_t>(phase)];
+  accounting.set_blocks_total(static_cast<uint64_t>(counts.total));
+  accounting.set_skipped_selected_out(static_cast<uint64_t>(counts.selected_out));
+  accounting.set_skipped_window(static_cast<uint64_t>(counts.window));
+  accounting.set_skipped_pruned(static_cast<uint64_t>(counts.pruned));
+  accounting.set_skipped_terminated(static_cast<uint64_t>(counts.terminated));
+  accounting.set_page_hits(static_cast<uint64_t>(counts.device_reads));
+  accounting.set_page_misses(static_cast<uint64_t>(counts.host_reads));
+  AddMasses(attention.masses[static_cast<size_t>(phase)], *accounting.mutable_measured_mass());
+}
+
+void FillAccounting(const EngineRow& row, const AttentionMeter& meter,
+                    v1::RowAccounting& accounting) {
+  accounting.set_cached_device_tokens(static_cast<uint32_t>(row.cached.device_tokens));
+  accounting.set_cached_host_tokens(static_cast<uint32_t>(row.cached.host_tokens));
+  accounting.set_cached_disk_tokens(static_cast<uint32_t>(row.cached.disk_tokens));
+  if (row.computed < 0) return;
+  const RowAttention& attention = meter.row(row.computed);
+  FillPhase(attention, Phase::kPrefill, *accounting.mutable_prefill());
+  FillPhase(attention, Phase::kDecode, *accounting.mutable_decode());
+  // Generated tokens only: a prompt does not reuse selections.
+  const AttentionCounts& counts = attention.counts[static_cast<size_t>(Phase::kDecode)];
+  if (counts.stages_run[0] + counts.stages_reused[0] > 0) {
+    accounting.mutable_stages_run()->Add(counts.stages_run.begin(), counts.stages_run.end());
+    accounting.mutable_stages_reused()->Add(counts.stages_reused.begin(),
+                                            counts.stages_reused.end());
+  }
+  accounting.set_attended_tokens(static_cast<uint64_t>(
+      std::accumulate(attention.budgets.begin(), attention.budgets.end(), int64_t{0})));
+  accounting.set_attending_rows(attention.budgets.size());
+  AddMasses(attention.estimates, *accounting.mutable_estimated_mass());
+  if (attention.contract.rows == 0) return;
+  v1::ContractReport& contract = *accounting.mutable_contract();
+  contract.set_selections(static_cast<uint64_t>(attention.contract.rows));
+  contract.set_dense(static_cast<uint64_t>(attention.contract.dense));
+  contract.set_widened(static_cast<uint64_t>(attention.contract.widened));
+  contract.set_missed(static_cast<uint64_t>(attention.contract.missed));
+}
+
+}  // namespace
+
+void FillResults(const EngineStep& step, SlotTable& slots, v1::StepReply& reply) {
+  std::vector<int64_t> sampled;  // the ranks must agree on these
+  for (const EngineRow& row : step.rows) {
+    const Sequence& sequence = slots.at(row.slot);
+    v1::RowResult& result = *reply.add_results();
+    result.set_slot(static_cast<uint32_t>(row.slot));
+    if (row.token >= 0) sampled.insert(sampled.end(), {row.slot, row.token});
+    if (!sequence.failed.ok()) {
+      result.set_error_code(static_cast<int32_t>(sequence.failed.code()));
+      result.set_error_message(std::string(sequence.failed.message()));
+    } else if (row.token >= 0) {
+      result.set_token_id(static_cast<uint32_t>(row.token));
+      if (row.logprobs.has_value()) *result.mutable_logprobs() = *row.logprobs;
+    }
+    FillAccounting(row, step.meter, *result.mutable_accounting());
+  }
+  reply.set_token_hash(XXH3_64bits(sampled.data(), sampled.size() * sizeof(int64_t)));
+}
+
+}  // namespace kvasir::worker
