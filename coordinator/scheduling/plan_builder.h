@@ -18,7 +18,7 @@
 
 namespace kvasir::coordinator {
 
-// What is left of a step.
+// The room that is left in a step.
 struct StepBudget {
   int64_t tokens = 0;
   int64_t device_blocks = 0;

@@ -1,4 +1,4 @@
-// What a scheduler tells about its sequences. For each sequence: progress, then tokens, then one
+// Events of a scheduler's sequences. For each sequence: progress, then tokens, then one
 // FinishEvent.
 #pragma once
 

@@ -1,4 +1,4 @@
-// What a scheduler and the planner of one step share: the blocks, the sequences, the disk, and the
+// State that a scheduler and the planner of one step share: the blocks, the sequences, the disk, and the
 // counts. Part of the scheduler; nobody else sees it. Thread-compatible.
 #pragma once
 

@@ -32,8 +32,8 @@ class StepPlanner {
   std::vector<Event> TakeEvents() { return std::move(events_); }
 
  private:
-  // What becomes of a full block that is not published: others have an equal one, or it is of use
-  // to this sequence alone.
+  // Treatment of a full block that is not published: others have an equal one, or it is of use to
+  // this sequence alone.
   enum class Unpublished { kSeal, kLeaveOut };
   void SealFullBlocks(Sequence& sequence, Unpublished unpublished);
   // Writes the first `num_blocks` blocks of the sequence to disk, after the step.

@@ -27,7 +27,7 @@ struct PrefillRoles {
   static constexpr int kProducerRegisters = kRotates<kPlacement> ? 56 : 40;
 };
 
-// What consumers must know about the page in a stage, in one word.
+// The facts about the page in a stage that consumers need, in one word.
 enum PageState : int32_t {
   kEnd = 0,  // there is no page, nor any after it
   kWhole,    // all queries of the tile see all its tokens, at the first position

@@ -20,8 +20,8 @@ namespace kvasir::kernels {
 namespace {
 
 constexpr int kMostCandidates = 24;  // of a class
-// Of the layer that candidates are tried on: as many outputs, and as many more as keep what their
-// number can be divided by, and so many rows at most.
+// Size of the layer that candidates are tried on: at most this many rows, and this many outputs and
+// a few more, so that the same powers of two divide their number.
 constexpr int64_t kTriedOutputs = 256;
 constexpr int64_t kTriedRows = 128;
 

@@ -47,7 +47,7 @@ absl::Status CublasStatus(cublasStatus_t status, absl::string_view doing);
 absl::StatusOr<LtDescription> DescribeProduct(const void* bias, DType output);
 absl::StatusOr<LtLayout> DescribeMatrix(DType dtype, int64_t rows, int64_t columns);
 
-// What algorithms are asked for.
+// A product, and the properties that algorithms for it must have.
 struct LtCandidates {
   // kMaySplit: parts of a sum may be computed apart, and added in float32.
   enum class Sums { kWhole, kMaySplit };
@@ -59,7 +59,7 @@ struct LtCandidates {
   Sums sums = Sums::kWhole;
   int most = 1;
 };
-// The ones that cuBLASLt takes to be fastest first; maybe none.
+// Returns algorithms, those first that cuBLASLt expects to be fastest; maybe none.
 absl::StatusOr<std::vector<cublasLtMatmulAlgo_t>> CandidatesFor(cublasLtHandle_t handle,
                                                                 const LtCandidates& asked);
 

@@ -70,7 +70,7 @@ absl::StatusOr<DeviceBuffer> CopyBias(const WeightSource& source, DType dtype) {
   return CopyToDevice(bias.data(), std::ssize(bias));
 }
 
-// Tensors of the same dtype in device memory, one behind the other.
+// Tensors of the same dtype in device memory, one after the other.
 absl::StatusOr<DeviceBuffer> Stack(std::span<const TensorView> tensors, DType dtype) {
   int64_t bytes = 0;
   for (const TensorView& tensor : tensors) {
@@ -142,7 +142,7 @@ absl::Status CudaLinear::TakeHostParts(std::span<const PackedLinear::Part> parts
   return absl::OkStatus();
 }
 
-// What made the parts was put on streams that do not wait for each other.
+// The parts were made on streams that do not wait for each other.
 absl::Status CudaLinear::TakeDeviceParts(std::span<const PackedLinear::Part> parts) {
   std::vector<TensorView> weights;
   for (const PackedLinear::Part& part : parts) weights.push_back(part.weight);

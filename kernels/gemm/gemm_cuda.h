@@ -1,4 +1,5 @@
-// Linear layers on the GPU, with what stands around them (LinearParams of gemm.h).
+// Linear layers on the GPU, with the norm before them and the addition or gate after them
+// (LinearParams of gemm.h).
 //
 // A CudaLinear owns its weights in device memory, as the checkpoint has them (row by row), and
 // hides what multiplies by them: a kernel of ours for a few rows of bfloat16, where reading the
@@ -29,7 +30,7 @@ namespace kvasir::kernels {
 // Thread-compatible.
 class CudaLinear {
  public:
-  // What Run's workspace holds at most; cuBLASLt chooses kernels that get along with it.
+  // Bytes of Run's workspace; cuBLASLt chooses kernels that need no more.
   static constexpr int64_t kWorkspaceBytes = int64_t{32} << 20;
 
   // Parts and options as of PackedLinear::Create: the weights are rounded to bfloat16 when the
@@ -48,8 +49,8 @@ class CudaLinear {
   //
   // Products and sums are float32; a sum has its bias added and is rounded once. For a few rows (up
   // to 8, of x whose rows have a multiple of 16 bytes and fit into shared memory) all is one
-  // launch, which may begin beside the kernel before it, but for the norm of rows that are too long
-  // or odd (FewRowsNormalize). For more there is a launch for each part.
+  // launch, which may begin beside the kernel before it, except for the norm of rows that are too
+  // long or odd (FewRowsNormalize). For more there is a launch for each part.
   //
   // A row's bits depend on nothing but the row, whatever M is and whichever kernel multiplies,
   // where keeps_bits() and x and y are aligned to 16 bytes. Elsewhere the order of sums is chosen

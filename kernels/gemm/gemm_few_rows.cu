@@ -28,7 +28,7 @@ struct alignas(16) Piece {
 };
 static_assert(sizeof(Piece) == 16);
 
-// What a warp multiplies by in one step. Pieces of each row are exchanged by the row's number, so
+// The weights that a warp multiplies by in one step. Pieces of each row are exchanged by the row's number, so
 // that eight lanes that read a piece of each row meet all banks.
 struct Step {
   Piece pieces[kTileRows][kStepPieces];
@@ -81,7 +81,7 @@ struct Walk {
   int step = 0;
 };
 
-// Begins the copies of the walk's step, a row at a time. Rows and columns behind the last are
+// Begins the copies of the walk's step, a row at a time. Rows and columns after the last are
 // zeros.
 template <After kAfter>
 __device__ void CopyStep(const FewRowsLaunch& p, const Walk& walk, Step& to) {
@@ -103,8 +103,8 @@ __device__ void CopyStep(const FewRowsLaunch& p, const Walk& walk, Step& to) {
 
 using SquareSums = float[kFewRows][kMaxNormThreads / kWarpThreads];
 
-// What a thread takes of x at once, so that as many loads are on their way: of one row several
-// pieces, else a piece of each of several rows.
+// Pieces of x that a thread takes at once, so that as many loads are on their way: several pieces
+// of one row, or one piece of each of several rows.
 constexpr int kAtOnce = 4;
 
 template <typename Use>
@@ -121,7 +121,7 @@ __device__ void ForEachPiece(const FewRowsLaunch& p, const Use& use) {
   }
 }
 
-// Rows of x, with zeros behind their last column, and the sums of their squares.
+// Rows of x, with zeros after their last column, and the sums of their squares.
 __device__ void StageX(const FewRowsLaunch& p, Piece* staged, SquareSums& square_sums) {
   const int pitch = static_cast<int>(XPitch(p.k));
   const int runs = static_cast<int>(p.k / kPiece);

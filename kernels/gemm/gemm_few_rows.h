@@ -1,4 +1,4 @@
-// The kernel behind CudaLinear for a few rows of x. Only gemm_cuda.cc includes it, after it has
+// The kernel of CudaLinear for a few rows of x. Only gemm_cuda.cc includes it, after it has
 // checked. All pointers are device memory.
 //
 // Weights are read once, from begin to end, and all that counts is that enough of them are on their

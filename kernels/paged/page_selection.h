@@ -40,7 +40,7 @@ struct SelectionEntry {
   int32_t pos0 = 0;     // position of the first chosen token (compact_positions.h)
 };
 
-// What a row attends to, counted for its tile's last query.
+// Counts of the pages and tokens that a row attends to, for its tile's last query.
 struct SelectedCounts {
   int32_t pages = 0;
   int32_t tokens = 0;

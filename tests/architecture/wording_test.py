@@ -29,6 +29,7 @@ SPATIAL = {
     r"\bimplementations? behind \w+\b": "an interface hides its implementations",
     r"behind the (?:PCIe )?bus": "a place in the machine",
     r"\b(?:leav(?:e|es|ing)|left)(?: nothing| anything)? behind\b": "a thing stays where it is",
+    r"not \"behind\"": "the rule itself",
     r"groups of \d+ behind \d+/": "text of a stored kv_form",
 }
 ALLOWED = re.compile("|".join(SPATIAL), re.IGNORECASE)
