@@ -1,5 +1,5 @@
-// State that a scheduler and the planner of one step share: the blocks, the sequences, the disk, and the
-// counts. Part of the scheduler; nobody else sees it. Thread-compatible.
+// State that a scheduler and the planner of one step share: the blocks, the sequences, the disk,
+// and the counts. Part of the scheduler; nobody else sees it. Thread-compatible.
 #pragma once
 
 #include <cstdint>

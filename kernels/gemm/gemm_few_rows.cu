@@ -28,8 +28,8 @@ struct alignas(16) Piece {
 };
 static_assert(sizeof(Piece) == 16);
 
-// The weights that a warp multiplies by in one step. Pieces of each row are exchanged by the row's number, so
-// that eight lanes that read a piece of each row meet all banks.
+// The weights that a warp multiplies by in one step. Pieces of each row are exchanged by the row's
+// number, so that eight lanes that read a piece of each row meet all banks.
 struct Step {
   Piece pieces[kTileRows][kStepPieces];
 

@@ -22,8 +22,8 @@ __global__ void __launch_bounds__(kThreads)
   const int end = min(count, begin + share);
   int own = 0;
   for (int i = begin; i < end; ++i) own += CountBits(list[i].chosen);
-  int64_t position =
-      header->sink_end + static_cast<int64_t>(SumBefore<uint64_t>(static_cast<uint64_t>(own), sums));
+  int64_t position = header->sink_end +
+                     static_cast<int64_t>(SumBefore<uint64_t>(static_cast<uint64_t>(own), sums));
   for (int i = begin; i < end; ++i) {
     list[i].pos0 = static_cast<int32_t>(position);
     position += CountBits(list[i].chosen);
