@@ -250,6 +250,26 @@ int64_t CountTokens(const PageSelection& selection, int64_t row, int64_t positio
   return tokens;
 }
 
+// Sums over the steps of a policy, and its longest step in milliseconds.
+struct Totals {
+  StepTimes times;
+  double worst = 0;
+  double tokens = 0;     // attended to, over KV heads
+  double refreshed = 0;  // head rows whose first stage ran
+  double mended = 0;     // head rows made dense or widened
+};
+
+void Print(const Policy& policy, const Totals& sum, int64_t steps, double dense_ms) {
+  const auto n = static_cast<double>(steps);
+  std::printf(
+      "| %s | %.0f | %.1f %% | %.1f %% | %.3f | %.3f | %.3f | %.3f | %.3f | %.2f | **%.1f** |\n",
+      policy.name, sum.tokens / n / kKvHeads, 100 * sum.refreshed / n / kKvHeads,
+      100 * sum.mended / n / kKvHeads, sum.times.select / n, sum.times.prune / n,
+      sum.times.contract / n, sum.times.attend / n, sum.times.all() / n, sum.worst,
+      dense_ms / (sum.times.all() / n));
+  std::fflush(stdout);
+}
+
 void Bench::Run(const Policy& policy, int64_t cycles, double dense_ms) {
   const std::unique_ptr<Selector> selector = MakeSelector(policy.selector, policy.options).value();
   const std::unique_ptr<Pruner> pruner = MakePruner("top_p").value();
@@ -272,8 +292,7 @@ void Bench::Run(const Policy& policy, int64_t cycles, double dense_ms) {
   const ContractKeeper::Stages stages = {.selector = *selector,
                                          .pruner = numbers.top_p < 1 ? pruner.get() : nullptr};
   ContractKeeper keeper;
-  StepTimes sum;
-  double worst = 0, tokens = 0, refreshed = 0, mended = 0;
+  Totals sum;
   const int64_t steps = cycles * kCycleSteps;
   for (int64_t step = 0; step < steps; ++step) {
     PlaceStep(step);
@@ -293,37 +312,29 @@ void Bench::Run(const Policy& policy, int64_t cycles, double dense_ms) {
     const auto selected = Clock::now();
     if (numbers.top_p < 1) KVASIR_CHECK(pruner->Prune(params, rows, executor_).ok());
     const auto pruned = Clock::now();
-    for (const SelectionHeader& header : headers_) refreshed += header.reused_stages == 0 ? 1 : 0;
+    for (const SelectionHeader& header : headers_)
+      sum.refreshed += header.reused_stages == 0 ? 1 : 0;
     const auto begin_keep = Clock::now();
     KVASIR_CHECK(keeper.Keep(stages, params, rows, executor_).ok());
     const auto kept = Clock::now();
     AttendTo(selection);
     const auto end = Clock::now();
-    sum.select += Milliseconds(begin, selected);
-    sum.prune += Milliseconds(selected, pruned);
-    sum.contract += Milliseconds(begin_keep, kept);
-    sum.attend += Milliseconds(kept, end);
-    worst = std::max(worst, Milliseconds(begin, end));
+    sum.times.select += Milliseconds(begin, selected);
+    sum.times.prune += Milliseconds(selected, pruned);
+    sum.times.contract += Milliseconds(begin_keep, kept);
+    sum.times.attend += Milliseconds(kept, end);
+    sum.worst = std::max(sum.worst, Milliseconds(begin, end));
     for (int64_t row = 0; row < kKvHeads; ++row) {
-      tokens += static_cast<double>(CountTokens(selection, row, block_.first_position));
+      sum.tokens += static_cast<double>(CountTokens(selection, row, block_.first_position));
       const ContractOutcome outcome = keeper.outcomes()[static_cast<size_t>(row)];
-      mended += outcome == ContractOutcome::kDense || outcome == ContractOutcome::kWidened;
+      sum.mended += outcome == ContractOutcome::kDense || outcome == ContractOutcome::kWidened;
     }
   }
-  const auto n = static_cast<double>(steps);
-  std::printf(
-      "| %s | %.0f | %.1f %% | %.1f %% | %.3f | %.3f | %.3f | %.3f | %.3f | %.2f | **%.1f** |\n",
-      policy.name, tokens / n / kKvHeads, 100 * refreshed / n / kKvHeads,
-      100 * mended / n / kKvHeads, sum.select / n, sum.prune / n, sum.contract / n, sum.attend / n,
-      sum.all() / n, worst, dense_ms / (sum.all() / n));
-  std::fflush(stdout);
+  Print(policy, sum, steps, dense_ms);
 }
 
-int Main(int argc, char** argv) {
-  const int64_t context = argc > 1 ? std::atoll(argv[1]) : 131072;
-  const int threads = argc > 2 ? std::atoi(argv[2]) : 2;
-  const int64_t cycles = argc > 3 ? std::atoll(argv[3]) : 2;
-  KVASIR_CHECK(context % kPageTokens == 0 && context > 8192 && threads > 0 && cycles > 0);
+// The policies measured, in the order of the table.
+std::vector<Policy> Policies() {
   constexpr SelectionNumbers kQuest = {
       .sink_tokens = 128, .window_tokens = 512, .budget_tokens = 2048};
   constexpr SelectionNumbers kHip = {
@@ -336,7 +347,7 @@ int Main(int argc, char** argv) {
     numbers.quality = {.min_mass = 0.98f, .on_violation = on_violation};
     return numbers;
   };
-  const Policy policies[] = {
+  return {
       {"quest", "quest", {}, nullptr, kQuest},
       {"quest, top_p", "quest", {}, nullptr, pruned(kQuest)},
       {"tokenselect", "tokenselect", {}, nullptr, kQuest},
@@ -384,6 +395,13 @@ int Main(int argc, char** argv) {
        "interval",
        under(kHip, OnViolation::kWiden)},
   };
+}
+
+int Main(int argc, char** argv) {
+  const int64_t context = argc > 1 ? std::atoll(argv[1]) : 131072;
+  const int threads = argc > 2 ? std::atoi(argv[2]) : 2;
+  const int64_t cycles = argc > 3 ? std::atoll(argv[3]) : 2;
+  KVASIR_CHECK(context % kPageTokens == 0 && context > 8192 && threads > 0 && cycles > 0);
   Bench bench(context, threads);
   const double dense_ms = bench.Dense(31);
   std::printf("%lld tokens, %d threads; dense %.2f ms\n\n", static_cast<long long>(context),
@@ -393,7 +411,7 @@ int Main(int argc, char** argv) {
       "prune "
       "| contract | attend | all | worst step | times as fast as dense |\n"
       "|---|---|---|---|---|---|---|---|---|---|---|\n");
-  for (const Policy& policy : policies) bench.Run(policy, cycles, dense_ms);
+  for (const Policy& policy : Policies()) bench.Run(policy, cycles, dense_ms);
   std::printf("\ndense again %.2f ms\n", bench.Dense(31));
   return 0;
 }

@@ -202,91 +202,6 @@ inline absl::Status SymbolicWorker::Seal(const v1::BlockSeal& seal) {
   return absl::OkStatus();
 }
 
-inline absl::Status SymbolicWorker::Persist(const v1::BlockPersist& persist) {
-  if (options_.disk_blocks == 0) return Bad("stores without a disk", persist.block_id());
-  if (persist.tokens_size() != kTokens) return Bad("stores half a block", persist.block_id());
-  const auto it = blocks_.find(persist.block_id());
-  if (it == blocks_.end() || it->second.prefix_hash.empty()) return absl::OkStatus();
-  writes_[it->second.prefix_hash] = {.fingerprint = it->second.fingerprint,
-                                     .tokens = {persist.tokens().begin(), persist.tokens().end()}};
-  return absl::OkStatus();
-}
-
-inline absl::Status SymbolicWorker::Restore(const v1::BlockRestore& restore) {
-  if (!used_ids_.insert(restore.block_id()).second) {
-    return Bad("restores a block that is not new", restore.block_id());
-  }
-  blocks_[restore.block_id()] = {
-      .kept = true, .prefix_hash = restore.prefix_hash(), .restoring = true};
-  restores_.push_back(restore.block_id());
-  return absl::OkStatus();
-}
-
-inline void SymbolicWorker::EndWrite(const std::string& hash, v1::TierReport& report) {
-  const auto write = writes_.extract(hash);
-  if (static_cast<int64_t>(stored_.size()) >= options_.disk_blocks) {
-    report.add_forgotten(stored_.begin()->first);
-    stored_.erase(stored_.begin());
-  }
-  v1::StoredBlock& stored = *report.add_stored();
-  stored.set_prefix_hash(hash);
-  stored.mutable_tokens()->Assign(write.mapped().tokens.begin(), write.mapped().tokens.end());
-  stored_[hash] = write.mapped();
-}
-
-inline void SymbolicWorker::EndRead(uint64_t id, bool fails, v1::TierReport& report) {
-  const auto it = blocks_.find(id);
-  if (it == blocks_.end()) return;  // dropped meanwhile
-  v1::RestoredBlock& restored = *report.add_restored();
-  restored.set_block_id(id);
-  const auto found = stored_.find(it->second.prefix_hash);
-  if (!fails && found != stored_.end()) {
-    it->second.restoring = false;
-    it->second.restored = true;
-    it->second.fingerprint = found->second.fingerprint;
-    ++reads_done_;
-    return;
-  }
-  restored.set_error_code(static_cast<int32_t>(absl::StatusCode::kDataLoss));
-  if (found != stored_.end()) {
-    report.add_forgotten(found->first);
-    stored_.erase(found);
-  }
-  blocks_.erase(it);
-}
-
-inline v1::TierReport SymbolicWorker::TakeOverDisk(const SymbolicWorker& other) {
-  v1::TierReport report;
-  writes_ = other.stored_;
-  while (!writes_.empty()) EndWrite(writes_.begin()->first, report);
-  return report;
-}
-
-inline v1::TierReport SymbolicWorker::TakeTierReport(Disk how, uint64_t random) {
-  v1::TierReport report;
-  const auto chance = [&](uint64_t one_in) {
-    random = Mix(random, one_in);
-    return random % one_in == 0;
-  };
-  std::vector<std::string> written;
-  for (const auto& [hash, write] : writes_) {
-    if (how == Disk::kDone || chance(2)) written.push_back(hash);
-  }
-  for (const std::string& hash : written) EndWrite(hash, report);
-  std::vector<uint64_t> later;
-  for (uint64_t id : std::exchange(restores_, {})) {
-    if (how == Disk::kSome && chance(2)) {
-      later.push_back(id);
-    } else {
-      const bool fails = failing_reads_ > 0 || (how == Disk::kSome && chance(8));
-      failing_reads_ = std::max<int64_t>(0, failing_reads_ - 1);
-      EndRead(id, fails, report);
-    }
-  }
-  restores_.insert(restores_.begin(), later.begin(), later.end());
-  return report;
-}
-
 inline void SymbolicWorker::EraseIfUnused(uint64_t id) {
   const auto it = blocks_.find(id);
   if (it != blocks_.end() && !it->second.kept && it->second.users == 0) blocks_.erase(it);
@@ -467,3 +382,5 @@ inline bool SymbolicWorker::LoseOneBlock(uint64_t random) {
 }
 
 }  // namespace kvasir::testing
+
+#include "tests/support/symbolic_worker_disk.h"  // IWYU pragma: export

@@ -1,4 +1,4 @@
-// Attention that ends early against the independent definition in oracle.py: which pages stay
+// Attention that ends early against the independent definition in art_oracle.py: which pages stay
 // unread, and the output, by every implementation and after every selector.
 #include <algorithm>
 #include <cstdint>

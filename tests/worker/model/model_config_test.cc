@@ -7,6 +7,9 @@
 #include <string>
 #include <vector>
 
+#include "absl/strings/str_split.h"
+#include "absl/strings/string_view.h"
+
 #include "tests/worker/model/test_files.h"
 #include "worker/checkpoint/rope_frequencies.h"
 #include "worker/checkpoint/shard_plan.h"
@@ -274,70 +277,17 @@ TEST(ModelConfig, ContradictionsAndNonsense) {
   }
 }
 
-// Each field with each edge value gives an error that names the field, or a config whose every
-// derived quantity is valid. Nothing is allocated in proportion to a value.
-TEST(ModelConfig, AnyFieldMayHoldAnyValue) {
-  const std::vector<std::string> values = {"null",
-                                           "true",
-                                           "false",
-                                           "0",
-                                           "-0",
-                                           "1",
-                                           "-1",
-                                           "2",
-                                           "3",
-                                           "4",
-                                           "64",
-                                           "127",
-                                           "512",
-                                           "513",
-                                           "1024",
-                                           "1025",
-                                           "65535",
-                                           "65536",
-                                           "2097152",
-                                           "2097153",
-                                           "2147483647",
-                                           "2147483648",
-                                           "-2147483648",
-                                           "4294967295",
-                                           "4294967296",
-                                           "1073741824",
-                                           "1073741825",
-                                           "9007199254740993",
-                                           "9223372036854775807",
-                                           "9223372036854775808",
-                                           "-9223372036854775808",
-                                           "18446744073709551615",
-                                           "18446744073709551616",
-                                           "0.0",
-                                           "-0.0",
-                                           "0.5",
-                                           "1.0",
-                                           "2.5",
-                                           "1e-13",
-                                           "1e-300",
-                                           "4e-324",
-                                           "1e15",
-                                           "1e16",
-                                           "1e308",
-                                           "-1e308",
-                                           "1e999",
-                                           "NaN",
-                                           "Infinity",
-                                           "-Infinity",
-                                           "\"\"",
-                                           "\"4\"",
-                                           "\"NaN\"",
-                                           "\"full_attention\"",
-                                           "[]",
-                                           "[1]",
-                                           "[[]]",
-                                           "[1,2,3]",
-                                           "[4294967296]",
-                                           "{}",
-                                           "{\"a\":1}",
-                                           "{\"rope_type\":\"yarn\"}"};
+// Edge values of a field, as JSON.
+constexpr char kEdgeValues[] =
+    R"(null true false 0 -0 1 -1 2 3 4 64 127 512 513 1024 1025 65535 65536 2097152 2097153
+2147483647 2147483648 -2147483648 4294967295 4294967296 1073741824 1073741825
+9007199254740993 9223372036854775807 9223372036854775808 -9223372036854775808
+18446744073709551615 18446744073709551616 0.0 -0.0 0.5 1.0 2.5 1e-13 1e-300 4e-324 1e15 1e16
+1e308 -1e308 1e999 NaN Infinity -Infinity "" "4" "NaN" "full_attention" [] [1] [[]] [1,2,3]
+[4294967296] {} {"a":1} {"rope_type":"yarn"})";
+
+// The parameters of rope scaling that may be given.
+std::vector<json> RopeScalings() {
   const json yarn = {{"rope_type", "yarn"},
                      {"factor", 4.0},
                      {"beta_fast", 32},
@@ -355,6 +305,10 @@ TEST(ModelConfig, AnyFieldMayHoldAnyValue) {
                        {"high_freq_factor", 4.0},
                        {"original_max_position_embeddings", 2048}};
   const json dynamic = {{"type", "dynamic"}, {"factor", 8.0}};
+  return {yarn, llama3, dynamic};
+}
+
+json WithEveryField(const json& rope) {
   const json everything = {{"use_sliding_window", false},
                            {"sliding_window", 4096},
                            {"layer_types", {"full_attention"}},
@@ -367,39 +321,50 @@ TEST(ModelConfig, AnyFieldMayHoldAnyValue) {
                            {"tie_word_embeddings", false},
                            {"quantization_config", nullptr},
                            {"partial_rotary_factor", 1.0}};
+  json config = Qwen("3", everything);
+  config["rope_scaling"] = rope;
+  return config;
+}
+
+// Returns whether `text` is a config. Its error names `field` or what is derived from it, and its
+// derived quantities are valid.
+bool NamesTheFieldOrIsValid(const std::string& text, const std::string& field) {
+  const auto config = ParseModelConfig(text, "");
+  if (!config.ok()) {
+    EXPECT_LT(config.status().message().size(), 500u);
+    EXPECT_THAT(std::string(config.status().message()),
+                testing::AnyOf(HasSubstr(field), HasSubstr("head_dim"), HasSubstr("not valid JSON"),
+                               HasSubstr("rope_"), HasSubstr("beta_fast"), HasSubstr("token_id")))
+        << text;
+    return false;
+  }
+  const RopeFrequencies frequencies =
+      ComputeRopeFrequencies(*config, config->max_position_embeddings);
+  EXPECT_EQ(frequencies.inv_freq.size(), static_cast<size_t>(config->head_dim / 2)) << text;
+  for (const double f : frequencies.inv_freq) EXPECT_TRUE(f > 0 && f <= 1) << text;
+  EXPECT_TRUE(std::isfinite(frequencies.attention_factor)) << text;
+  EXPECT_TRUE(ShardPlan::Make(*config, 0, 1).ok()) << text;
+  return true;
+}
+
+// Each field with each edge value gives an error that names the field, or a config whose every
+// derived quantity is valid. Nothing is allocated in proportion to a value.
+TEST(ModelConfig, AnyFieldMayHoldAnyValue) {
   int num_ok = 0, num_refused = 0;
-  for (const json& rope : {yarn, llama3, dynamic}) {
-    json base = Qwen("3", everything);
-    base["rope_scaling"] = rope;
+  for (const json& rope : RopeScalings()) {
+    const json base = WithEveryField(rope);
     std::vector<json::json_pointer> fields;
     for (const auto& [key, unused] : base.items()) fields.push_back(json::json_pointer("/" + key));
     for (const auto& [key, unused] : rope.items()) {
       fields.push_back(json::json_pointer("/rope_scaling/" + key));
     }
     for (const json::json_pointer& field : fields) {
-      for (const std::string& value : values) {
+      for (const absl::string_view value : absl::StrSplit(kEdgeValues, absl::ByAnyChar(" \n"))) {
         json marked = base;
         marked[field] = "@";
         std::string text = marked.dump();
-        text.replace(text.find("\"@\""), 3, value);
-        const auto config = ParseModelConfig(text, "");
-        if (!config.ok()) {
-          ++num_refused;
-          EXPECT_LT(config.status().message().size(), 500u);
-          EXPECT_THAT(std::string(config.status().message()),
-                      testing::AnyOf(HasSubstr(field.back()), HasSubstr("head_dim"),
-                                     HasSubstr("not valid JSON"), HasSubstr("rope_"),
-                                     HasSubstr("beta_fast"), HasSubstr("token_id")))
-              << text;
-          continue;
-        }
-        ++num_ok;
-        const RopeFrequencies frequencies =
-            ComputeRopeFrequencies(*config, config->max_position_embeddings);
-        EXPECT_EQ(frequencies.inv_freq.size(), static_cast<size_t>(config->head_dim / 2)) << text;
-        for (const double f : frequencies.inv_freq) EXPECT_TRUE(f > 0 && f <= 1) << text;
-        EXPECT_TRUE(std::isfinite(frequencies.attention_factor)) << text;
-        EXPECT_TRUE(ShardPlan::Make(*config, 0, 1).ok()) << text;
+        text.replace(text.find("\"@\""), 3, value.data(), value.size());
+        ++(NamesTheFieldOrIsValid(text, field.back()) ? num_ok : num_refused);
       }
     }
   }

@@ -52,6 +52,27 @@ class EntrySocket {
   int file_;
 };
 
+// Passes the entries of each process to all others, until all have ended.
+inline void RelayEntries(const std::vector<EntrySocket>& sockets) {
+  std::vector<pollfd> polls;
+  for (const EntrySocket& socket : sockets) polls.push_back({socket.file(), POLLIN, 0});
+  std::string key, value;
+  for (size_t open = sockets.size(); open > 0;) {
+    poll(polls.data(), polls.size(), -1);
+    for (size_t from = 0; from < polls.size(); ++from) {
+      if (polls[from].fd < 0 || polls[from].revents == 0) continue;
+      if (!sockets[from].Read(key, value)) {
+        polls[from].fd = -1;
+        --open;
+        continue;
+      }
+      for (size_t to = 0; to < polls.size(); ++to) {
+        if (to != from && polls[to].fd >= 0) sockets[to].Write(key, value);
+      }
+    }
+  }
+}
+
 // Runs body(rank, rendezvous) in `size` processes and returns how each ended, as wait(2) reports
 // it. The exit status is the result of body. Once rank 0 has ended, stopped processes are killed.
 inline std::vector<int> RunRankProcesses(
@@ -84,25 +105,7 @@ inline std::vector<int> RunRankProcesses(
     sockets.emplace_back(ends[0]);
     processes.push_back(process);
   }
-  std::thread relay([&sockets] {
-    std::vector<pollfd> polls;
-    for (const EntrySocket& socket : sockets) polls.push_back({socket.file(), POLLIN, 0});
-    std::string key, value;
-    for (size_t open = sockets.size(); open > 0;) {
-      poll(polls.data(), polls.size(), -1);
-      for (size_t from = 0; from < polls.size(); ++from) {
-        if (polls[from].fd < 0 || polls[from].revents == 0) continue;
-        if (!sockets[from].Read(key, value)) {
-          polls[from].fd = -1;
-          --open;
-          continue;
-        }
-        for (size_t to = 0; to < polls.size(); ++to) {
-          if (to != from && polls[to].fd >= 0) sockets[to].Write(key, value);
-        }
-      }
-    }
-  });
+  std::thread relay([&sockets] { RelayEntries(sockets); });
   std::vector<int> statuses(processes.size());
   for (size_t rank = 0; rank < processes.size(); ++rank) {
     waitpid(processes[rank], &statuses[rank], 0);

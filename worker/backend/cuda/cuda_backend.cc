@@ -29,12 +29,8 @@ namespace {
 
 // Returns the same view at another address.
 TensorView MovedTo(std::byte* memory, const TensorView& view) {
-  switch (view.rank()) {
-    case 1:
-      return TensorView(memory, view.dtype(), {view.dim(0)}, Device::kCuda);
-    default:
-      return TensorView(memory, view.dtype(), {view.dim(0), view.dim(1)}, Device::kCuda);
-  }
+  if (view.rank() == 1) return TensorView(memory, view.dtype(), {view.dim(0)}, Device::kCuda);
+  return TensorView(memory, view.dtype(), {view.dim(0), view.dim(1)}, Device::kCuda);
 }
 
 }  // namespace
