@@ -8,11 +8,11 @@
 // half of a head, and the threads of a CTA work on different tokens at once. The bounds of their
 // parts are merged in the order of tokens. Compiled without fused multiply-add, so that all bytes
 // equal the CPU's.
+#include "kernels/append/append_heads.cuh"
+#include "kernels/append/append_heads_launch.h"
+#include "kernels/append/append_heads_prompt.cuh"
 #include "kernels/base/overlapped_launch.h"
 #include "kernels/base/warp.cuh"
-#include "kernels/paged/append_heads.cuh"
-#include "kernels/paged/append_heads_launch.h"
-#include "kernels/paged/append_heads_prompt.cuh"
 
 namespace kvasir::kernels {
 namespace {

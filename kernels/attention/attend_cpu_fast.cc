@@ -18,10 +18,10 @@
 
 #include "kernels/attention/attend_cpu.h"
 #include "kernels/attention/attend_plan.h"
-#include "kernels/attention/attend_tile.h"
 #include "kernels/attention/attention_state.h"
 #include "kernels/attention/early_end.h"
 #include "kernels/attention/reading_order.h"
+#include "kernels/attention/tile/attend_tile.h"
 #include "kernels/base/cpu_isa.h"
 #include "kernels/base/dtype.h"
 #include "kernels/base/status_macros.h"

@@ -7,10 +7,10 @@
 #include <limits>
 
 #include "kernels/attention/attend.h"
-#include "kernels/attention/attend_tile.h"
 #include "kernels/attention/attention_state.h"
 #include "kernels/attention/early_end.h"
 #include "kernels/attention/reading_order.h"
+#include "kernels/attention/tile/attend_tile.h"
 #include "kernels/base/scratch.h"
 
 namespace kvasir::kernels {

@@ -1,4 +1,4 @@
-// Compiled for AVX2; see the warning in base/simd_units.h. The vectors are included before the
+// Compiled for AVX2; see the warning in simd/simd_units.h. The vectors are included before the
 // functions that use them.
 // clang-format off
 #include "kernels/simd/simd_avx2.h"

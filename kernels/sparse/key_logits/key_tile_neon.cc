@@ -1,4 +1,4 @@
-// For Arm; see the warning in base/simd_units.h. The vectors are included before the functions that
+// For Arm; see the warning in simd/simd_units.h. The vectors are included before the functions that
 // use them.
 // clang-format off
 #include "kernels/simd/simd_neon.h"

@@ -1,6 +1,6 @@
 // The functions of key_tile.h over vectors, written once for all widths. key_tile_avx2.cc,
 // key_tile_avx512.cc and key_tile_neon.cc include their simd_*.h, set how many registers a product
-// may fill, and then include this header. Everything has internal linkage (see base/simd_units.h).
+// may fill, and then include this header. Everything has internal linkage (see simd/simd_units.h).
 //
 // Packed data is read in units of four bytes: a float, a pair of adjacent bfloat16, or eight codes.
 // kSimdWidth units of kSimdWidth keys at a time are transposed in registers.

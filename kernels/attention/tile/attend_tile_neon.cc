@@ -2,7 +2,7 @@
 // that use them.
 // clang-format off
 #include "kernels/simd/simd_neon.h"
-#include "kernels/attention/attend_tile_simd.h"
+#include "kernels/attention/tile/attend_tile_simd.h"
 // clang-format on
 
 namespace kvasir::kernels {

@@ -2,9 +2,9 @@
 // each half of a head, and the threads of a CTA work on different tokens at once.
 #pragma once
 
+#include "kernels/append/append_heads.cuh"
+#include "kernels/append/append_heads_launch.h"
 #include "kernels/base/warp.cuh"
-#include "kernels/paged/append_heads.cuh"
-#include "kernels/paged/append_heads_launch.h"
 
 namespace kvasir::kernels {
 namespace {

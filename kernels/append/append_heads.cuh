@@ -4,10 +4,10 @@
 
 #include <type_traits>
 
+#include "kernels/append/append_heads_launch.h"
+#include "kernels/append/key_codes.cuh"
 #include "kernels/base/warp.cuh"
 #include "kernels/dense/rms_norm.cuh"
-#include "kernels/paged/append_heads_launch.h"
-#include "kernels/paged/key_codes.cuh"
 
 namespace kvasir::kernels {
 namespace {

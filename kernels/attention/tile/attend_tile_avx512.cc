@@ -2,7 +2,7 @@
 // functions that use them.
 // clang-format off
 #include "kernels/simd/simd_avx512.h"
-#include "kernels/attention/attend_tile_simd.h"
+#include "kernels/attention/tile/attend_tile_simd.h"
 // clang-format on
 
 namespace kvasir::kernels {

@@ -3,7 +3,7 @@
 // clang-format off
 #include "kernels/simd/simd_avx512.h"
 #include "kernels/simd/simd_avx512_bf16.h"
-#include "kernels/attention/attend_tile_simd.h"
+#include "kernels/attention/tile/attend_tile_simd.h"
 // clang-format on
 
 namespace kvasir::kernels {

@@ -5,9 +5,9 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "kernels/attention/attend_tile.h"
-#include "kernels/attention/attend_tile_keys_simd.h"
-#include "kernels/base/simd_units.h"
+#include "kernels/attention/tile/attend_tile.h"
+#include "kernels/attention/tile/attend_tile_keys_simd.h"
+#include "kernels/simd/simd_units.h"
 
 namespace kvasir::kernels {
 namespace {

@@ -5,8 +5,8 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "kernels/attention/attend_tile.h"
-#include "kernels/base/simd_units.h"
+#include "kernels/attention/tile/attend_tile.h"
+#include "kernels/simd/simd_units.h"
 
 namespace kvasir::kernels {
 namespace {
