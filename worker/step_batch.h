@@ -20,6 +20,7 @@
 #include "kernels/attention/terminator.h"
 #include "kernels/dense/sampling.h"
 #include "kernels/paged/paged_kv.h"
+#include "kernels/sparse/cuda_selector.h"
 #include "kernels/sparse/stages.h"
 #include "worker/sequence.h"
 
@@ -35,6 +36,7 @@ struct ServedSelector {
   std::unique_ptr<kernels::Pruner> pruner = nullptr;          // null: nothing is pruned
   std::unique_ptr<kernels::Terminator> terminator = nullptr;  // null: nothing ends early
   bool dense = false;                                         // attends to everything
+  kernels::CudaStages on_gpu = {};  // the same stages as a GPU runs them; null on the CPU
 };
 
 // Query tiles [begin, end) that one selector serves.
