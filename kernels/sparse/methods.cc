@@ -1,7 +1,6 @@
 #include "kernels/sparse/methods.h"
 
-#include "absl/strings/str_cat.h"
-
+#include "kernels/base/status_macros.h"
 #include "kernels/sparse/all/all_selector.h"
 #include "kernels/sparse/art/art_terminator.h"
 #include "kernels/sparse/hip/hip_selector.h"
@@ -17,9 +16,8 @@ namespace {
 
 template <typename T>
 absl::StatusOr<std::unique_ptr<Selector>> Make(const MethodOptions& options) {
-  if (options.empty()) return std::make_unique<T>();
-  return absl::InvalidArgumentError(
-      absl::StrCat("this selector has no option '", options[0].name, "', nor any other"));
+  KVASIR_RETURN_IF_ERROR(RequireNoOptions(options));
+  return std::make_unique<T>();
 }
 
 constexpr SelectorMethod kSelectors[] = {

@@ -24,6 +24,9 @@ class ForwardingBackend : public Backend {
                              int64_t num_ranks) const override {
     return inner_.CheckPolicies(policies, num_ranks);
   }
+  absl::Status Serve(const v1::AttentionPolicy& policy, ServedSelector& served) const override {
+    return inner_.Serve(policy, served);
+  }
   absl::StatusOr<Memory> Allocate(int64_t bytes) override { return inner_.Allocate(bytes); }
   absl::StatusOr<std::unique_ptr<kvstore::PageResidency>> MakeResidency(
       const kvstore::ResidencyOptions& options) override {

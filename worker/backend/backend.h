@@ -132,6 +132,9 @@ class Backend {
                                   kernels::DType kv_dtype) const = 0;
   virtual absl::Status CheckPolicies(std::span<const v1::SparsityPolicy> policies,
                                      int64_t num_ranks) const = 0;
+  // Adds to the stages of a policy what the device itself needs to run them. REQUIRES: the policy
+  // passed CheckPolicies, and `served` was made of it.
+  virtual absl::Status Serve(const v1::AttentionPolicy& policy, ServedSelector& served) const = 0;
 
   // Returns the bytes of the device's own memory that are left within its share `utilization`; none
   // where the backend computes in host memory.

@@ -19,9 +19,9 @@
 
 #include "kernels/attention/terminator.h"
 #include "kernels/paged/paged_kv.h"
-#include "kernels/sampling/sampling.h"
-#include "kernels/sparse/common/stages.h"
-#include "worker/batch/sequence.h"
+#include "kernels/sparse/cuda_selector.h"
+#include "kernels/sparse/stages.h"
+#include "worker/sequence.h"
 
 namespace kvasir::worker {
 
@@ -35,6 +35,7 @@ struct ServedSelector {
   std::unique_ptr<kernels::Pruner> pruner = nullptr;          // null: nothing is pruned
   std::unique_ptr<kernels::Terminator> terminator = nullptr;  // null: nothing ends early
   bool dense = false;                                         // attends to everything
+  kernels::CudaStages on_gpu = {};  // the same stages as a GPU runs them; null on the CPU
 };
 
 // Query tiles [begin, end) that one selector serves.

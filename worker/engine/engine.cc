@@ -15,6 +15,7 @@
 #include "kernels/sparse/policy.h"
 #include "proto/selector_field.h"
 #include "worker/backend/memory_limit.h"
+#include "worker/policy_stages.h"
 
 namespace kvasir::worker {
 namespace {
@@ -45,18 +46,6 @@ void AddRestored(kernels::BlockId id, const absl::Status& status, v1::TierReport
   restored.set_block_id(static_cast<uint64_t>(id.value));
   restored.set_error_code(static_cast<int32_t>(status.code()));
   restored.set_error_message(std::string(status.message()));
-}
-
-// Returns options of a method as its message names them, and appends them to the `shape` that
-// distinguishes policies.
-kernels::MethodOptions OptionsOf(const std::vector<std::pair<std::string, std::string>>& fields,
-                                 std::string& shape) {
-  kernels::MethodOptions options;
-  for (const auto& [option, value] : fields) {
-    absl::StrAppend(&shape, ";", option, "=", value);
-    options.push_back({.name = option, .value = value});
-  }
-  return options;
 }
 
 // Refused where ranks share a KV head: the heads of a group decide together where their row ends.
@@ -126,6 +115,9 @@ absl::Status Engine::Init(std::unique_ptr<kvstore::Tier> below) {
   }
   KVASIR_RETURN_IF_ERROR(
       model_.backend().CheckPolicies(options_.policies, model_.options().shard.num_ranks));
+  for (size_t i = 0; i < selectors_.size(); ++i) {
+    KVASIR_RETURN_IF_ERROR(model_.backend().Serve(selector_shapes_[i], selectors_[i]));
+  }
   const auto enter = [this](absl::string_view stage) {
     if (options_.on_stage) options_.on_stage(stage);
   };
@@ -185,16 +177,14 @@ absl::StatusOr<int64_t> Engine::ServeSelector(const v1::AttentionPolicy& policy)
   if (name.empty()) return absl::InvalidArgumentError("a policy names no selector");
   const std::string& rule = policy.reuse().rule();
   const std::string terminator = v1::TerminatorName(policy);
-  std::string shape =
-      absl::StrCat(name, policy.top_p() != 0 ? ";top_p" : "", rule.empty() ? "" : ";reuse=", rule);
-  const kernels::MethodOptions options = OptionsOf(v1::SelectorFields(policy), shape);
-  absl::StrAppend(&shape, ";", terminator);
-  const kernels::MethodOptions ending = OptionsOf(v1::TerminatorFields(policy), shape);
   KVASIR_RETURN_IF_ERROR(CheckPositions(policy, model_.options().extension));
-  const auto known = std::find(selector_shapes_.begin(), selector_shapes_.end(), shape);
+  v1::AttentionPolicy shape = WithoutNumbers(policy);
+  const auto known =
+      std::find_if(selector_shapes_.begin(), selector_shapes_.end(),
+                   [&](const auto& other) { return ShapeBytes(other) == ShapeBytes(shape); });
   if (known != selector_shapes_.end()) return known - selector_shapes_.begin();
   ServedSelector served = {.selector = nullptr, .dense = name == "all" && terminator.empty()};
-  KVASIR_ASSIGN_OR_RETURN(served.selector, kernels::MakeSelector(name, options));
+  KVASIR_ASSIGN_OR_RETURN(served.selector, kernels::MakeSelector(name, SelectorOptions(policy)));
   if (!rule.empty()) {
     KVASIR_ASSIGN_OR_RETURN(served.reuse, kernels::MakeReuseRule(rule));
   }
@@ -203,7 +193,8 @@ absl::StatusOr<int64_t> Engine::ServeSelector(const v1::AttentionPolicy& policy)
   }
   if (!terminator.empty()) {
     KVASIR_RETURN_IF_ERROR(CheckMayEndEarly(terminator, model_.options().shard));
-    KVASIR_ASSIGN_OR_RETURN(served.terminator, kernels::MakeTerminator(terminator, ending));
+    KVASIR_ASSIGN_OR_RETURN(served.terminator,
+                            kernels::MakeTerminator(terminator, TerminatorOptions(policy)));
   }
   selectors_.push_back(std::move(served));
   selector_shapes_.push_back(std::move(shape));

@@ -151,7 +151,7 @@ class Engine {
 
   // Constant after Init.
   std::vector<ServedSelector> selectors_;
-  std::vector<std::string> selector_shapes_;  // of selectors_
+  std::vector<v1::AttentionPolicy> selector_shapes_;  // of selectors_ (policy_stages.h)
   kernels::KvLayout layout_;
 
   std::unique_ptr<kvstore::KvStore> store_;

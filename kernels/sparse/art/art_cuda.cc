@@ -5,7 +5,8 @@
 #include "kernels/base/shape_check.h"
 #include "kernels/base/status_macros.h"
 #include "kernels/sparse/art/art_launch.h"
-#include "kernels/sparse/common/select_cuda.h"
+#include "kernels/sparse/art/art_terminator.h"
+#include "kernels/sparse/select_cuda.h"
 
 namespace kvasir::kernels {
 
@@ -47,6 +48,32 @@ absl::Status AttendArt(const AttendParams& params, const ArtCuda& art, const KvT
     p.ranked = nullptr;
   }
   return CudaStatus(LaunchAttendArt(p, maps, stream), "launching art");
+}
+
+namespace {
+
+class CudaArt final : public CudaTerminator {
+ public:
+  explicit CudaArt(const ArtOptions& options) : options_(options) {}
+
+  int64_t WorkspaceBytes(const PagedKv& kv, int64_t tiles, int64_t group) const override {
+    return AttendArtWorkspaceBytes(kv, tiles, group);
+  }
+  absl::Status Attend(const AttendParams& params, std::span<const SelectionNumbers> numbers,
+                      const KvTensorMaps& maps, std::byte* workspace,
+                      cudaStream_t stream) const override {
+    return AttendArt(params, {.options = options_, .numbers = numbers}, maps, workspace, stream);
+  }
+
+ private:
+  const ArtOptions options_;
+};
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<CudaTerminator>> MakeCudaArt(const MethodOptions& options) {
+  KVASIR_ASSIGN_OR_RETURN(const ArtOptions parsed, ArtTerminator::Parse(options));
+  return std::make_unique<CudaArt>(parsed);
 }
 
 }  // namespace kvasir::kernels

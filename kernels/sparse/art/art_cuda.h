@@ -11,14 +11,18 @@
 #include <cstddef>
 #include <cstdint>
 #include <cuda_runtime_api.h>
+#include <memory>
 #include <span>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 
 #include "kernels/attention/attend.h"
 #include "kernels/paged/kv_tensor_maps.h"
 #include "kernels/sparse/art/art_rule.h"
-#include "kernels/sparse/common/stages.h"
+#include "kernels/sparse/cuda_selector.h"
+#include "kernels/sparse/method_options.h"
+#include "kernels/sparse/stages.h"
 
 namespace kvasir::kernels {
 
@@ -36,5 +40,8 @@ int64_t AttendArtWorkspaceBytes(const PagedKv& kv, int64_t blocks, int64_t group
 // row's list first.
 absl::Status AttendArt(const AttendParams& params, const ArtCuda& art, const KvTensorMaps& maps,
                        std::byte* workspace, cudaStream_t stream);
+
+// INVALID_ARGUMENT as for ArtTerminator::Create.
+absl::StatusOr<std::unique_ptr<CudaTerminator>> MakeCudaArt(const MethodOptions& options);
 
 }  // namespace kvasir::kernels

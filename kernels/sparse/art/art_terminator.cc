@@ -196,9 +196,14 @@ absl::Status Set(const MethodOption& option, ArtOptions& options) {
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<Terminator>> ArtTerminator::Create(const MethodOptions& options) {
+absl::StatusOr<ArtOptions> ArtTerminator::Parse(const MethodOptions& options) {
   ArtOptions parsed;
   for (const MethodOption& option : options) KVASIR_RETURN_IF_ERROR(Set(option, parsed));
+  return parsed;
+}
+
+absl::StatusOr<std::unique_ptr<Terminator>> ArtTerminator::Create(const MethodOptions& options) {
+  KVASIR_ASSIGN_OR_RETURN(const ArtOptions parsed, Parse(options));
   return std::make_unique<ArtTerminator>(parsed);
 }
 

@@ -37,10 +37,10 @@ namespace kvasir::kernels {
 class ArtTerminator : public Terminator {
  public:
   // Options are the fields of the message ArtTerminator of sparsity.proto.
+  static absl::StatusOr<ArtOptions> Parse(const MethodOptions& options);
   static absl::StatusOr<std::unique_ptr<Terminator>> Create(const MethodOptions& options);
   explicit ArtTerminator(const ArtOptions& options) : options_(options) {}
 
-  const ArtOptions& options() const { return options_; }
   ReadingOrder order() const override { return options_.order; }
   int64_t RowBytes(int64_t group, int64_t head_dim, int64_t skippable) const override;
   RowTerminator* Begin(const TerminatedRow& row, std::byte* memory) const override;

@@ -11,16 +11,10 @@
 
 #include "absl/status/status.h"
 
-#include "kernels/sparse/common/stages.h"
+#include "kernels/sparse/cuda_selector.h"
+#include "kernels/sparse/stages.h"
 
 namespace kvasir::kernels {
-
-// Distance of query r of a query tile: window_tokens - within_window, plus r where it counts from
-// the query's own window. The default is SelectionDistance (select_common.h).
-struct QueryDistance {
-  int64_t within_window = 0;
-  bool of_own_window = true;
-};
 
 // to [tokens, heads, head_dim] in q's dtype: rows of the call's query tiles are written. REQUIRES:
 // params.device_rope has the distances. INVALID_ARGUMENT on shapes. Allocates nothing and waits for

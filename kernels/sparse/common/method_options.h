@@ -4,6 +4,9 @@
 #include <string>
 #include <vector>
 
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+
 namespace kvasir::kernels {
 
 // One field of a method's message in sparsity.proto that is set.
@@ -12,5 +15,12 @@ struct MethodOption {
   std::string value;
 };
 using MethodOptions = std::vector<MethodOption>;
+
+// INVALID_ARGUMENT if there is any.
+inline absl::Status RequireNoOptions(const MethodOptions& options) {
+  if (options.empty()) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("this selector has no option '", options[0].name, "', nor any other"));
+}
 
 }  // namespace kvasir::kernels

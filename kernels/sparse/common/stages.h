@@ -13,6 +13,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 
 #include "kernels/base/executor.h"
 #include "kernels/base/scratch.h"
@@ -131,6 +132,18 @@ enum class SkipReason : uint8_t {
 // The refresh interval, in steps, of a selector that declares none.
 inline constexpr int64_t kRefreshIntervals[] = {8};
 
+// How far a selector's kernels for GPUs (methods_cuda.cc) go. The refusals of --device=cuda and the
+// table in docs/sparse_methods.md are made from it.
+struct GpuSupport {
+  bool runs = false;    // it has kernels
+  bool reuses = false;  // they recall and remember lists
+  // UNIMPLEMENTED, naming the option and the value to use, where they do not serve an option.
+  absl::Status options = absl::OkStatus();
+};
+
+// UNIMPLEMENTED for layer scope over several ranks, which no kernel on a GPU serves.
+absl::Status RequireGroupScope(absl::string_view selector, Scope scope, int64_t num_ranks);
+
 // Chooses which tokens each row attends to. A row of a selection is a (query tile, KV head). Fills
 // the headers and lists of `out`, whose rows are query tiles x num_kv_heads.
 //
@@ -169,6 +182,8 @@ class Selector {
   // The least window that the selector works with. Select returns INVALID_ARGUMENT below it.
   virtual int64_t MinWindowTokens() const { return 1; }
   virtual SkipReason skip_reason() const = 0;
+  // Known in every build, so that refusals are the same and are tested without a GPU.
+  virtual GpuSupport SupportsGpu(int64_t /*num_ranks*/) const { return {}; }
 };
 
 // Narrows a selection: clears bits of `live`, sets none, and leaves sink and window untouched.
@@ -205,6 +220,8 @@ class ReuseRule {
   // Whether the rule reads StageAge::cosine.
   virtual bool ReadsQueries() const = 0;
   virtual Window window() const = 0;
+  // The same rule as kernels on a GPU name it.
+  virtual DeviceReuseRule on_device() const = 0;
 };
 
 }  // namespace kvasir::kernels

@@ -43,4 +43,31 @@ absl::Status SelectHip(const HipCuda& method, const SelectParams& params, const 
   return CudaStatus(LaunchHip(launch, stream), "launching hip");
 }
 
+namespace {
+
+class CudaHip final : public CudaSelector {
+ public:
+  int64_t WorkspaceBytes(const SelectBounds& bounds, const PagedKv& kv,
+                         int64_t tiles) const override {
+    return HipWorkspaceBytes(Method(bounds), kv, tiles);
+  }
+  absl::Status Select(const SelectParams& params, const SelectBounds& bounds,
+                      const PageSelection& out, std::byte* workspace,
+                      cudaStream_t stream) const override {
+    return SelectHip(Method(bounds), params, out, workspace, stream);
+  }
+
+ private:
+  static HipCuda Method(const SelectBounds& bounds) {
+    return {.max_budget_tokens = bounds.budget_tokens};
+  }
+};
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<CudaSelector>> MakeCudaHip(const MethodOptions& options) {
+  KVASIR_RETURN_IF_ERROR(RequireNoOptions(options));
+  return std::make_unique<CudaHip>();
+}
+
 }  // namespace kvasir::kernels

@@ -13,10 +13,14 @@
 #include <cstddef>
 #include <cstdint>
 #include <cuda_runtime_api.h>
+#include <memory>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 
-#include "kernels/sparse/common/stages.h"
+#include "kernels/sparse/cuda_selector.h"
+#include "kernels/sparse/method_options.h"
+#include "kernels/sparse/stages.h"
 
 namespace kvasir::kernels {
 
@@ -35,5 +39,8 @@ int64_t HipWorkspaceBytes(const HipCuda& method, const PagedKv& kv, int64_t bloc
 // most the method's. Cost: reads at most 2 keys per token of the budget in a round.
 absl::Status SelectHip(const HipCuda& method, const SelectParams& params, const PageSelection& out,
                        std::byte* workspace, cudaStream_t stream);
+
+// INVALID_ARGUMENT for any option.
+absl::StatusOr<std::unique_ptr<CudaSelector>> MakeCudaHip(const MethodOptions& options);
 
 }  // namespace kvasir::kernels

@@ -83,4 +83,45 @@ absl::Status SelectInfiniteHip(const InfiniteHipCuda& method, const SelectParams
   return CudaStatus(LaunchInfiniteHipLater(launch, stream), "launching infinitehip's later stages");
 }
 
+namespace {
+
+class CudaInfiniteHip final : public CudaSelector {
+ public:
+  CudaInfiniteHip(const InfiniteHipSelector::Preset& preset, Scope scope)
+      : preset_(preset), scope_(scope) {}
+
+  int64_t WorkspaceBytes(const SelectBounds& bounds, const PagedKv& kv,
+                         int64_t tiles) const override {
+    return InfiniteHipWorkspaceBytes(Method(bounds), kv, tiles);
+  }
+  int64_t ExtraPositions(const SelectBounds& bounds, const PagedKv& kv) const override {
+    return Method(bounds).MaxChunks(kv);
+  }
+  std::optional<QueryDistance> RotatesQueries(int64_t layer) const override {
+    if (InfiniteHipSelector::IsChunkIndexed(layer)) return std::nullopt;
+    return Method({}).distance();
+  }
+  absl::Status Select(const SelectParams& params, const SelectBounds& bounds,
+                      const PageSelection& out, std::byte* workspace,
+                      cudaStream_t stream) const override {
+    return SelectInfiniteHip(Method(bounds), params, out, workspace, stream);
+  }
+
+ private:
+  InfiniteHipCuda Method(const SelectBounds& bounds) const {
+    return {.preset = &preset_, .max_budget_tokens = bounds.budget_tokens, .scope = scope_};
+  }
+
+  const InfiniteHipSelector::Preset& preset_;
+  const Scope scope_;
+};
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<CudaSelector>> MakeCudaInfiniteHip(const MethodOptions& options) {
+  KVASIR_ASSIGN_OR_RETURN(const InfiniteHipSelector::Options parsed,
+                          InfiniteHipSelector::Parse(options));
+  return std::make_unique<CudaInfiniteHip>(*parsed.preset, parsed.scope);
+}
+
 }  // namespace kvasir::kernels

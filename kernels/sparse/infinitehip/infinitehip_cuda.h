@@ -17,12 +17,16 @@
 #include <cstddef>
 #include <cstdint>
 #include <cuda_runtime_api.h>
+#include <memory>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 
-#include "kernels/sparse/common/distant_queries_cuda.h"
-#include "kernels/sparse/common/stages.h"
+#include "kernels/sparse/cuda_selector.h"
+#include "kernels/sparse/distant_queries_cuda.h"
 #include "kernels/sparse/infinitehip/infinitehip_selector.h"
+#include "kernels/sparse/method_options.h"
+#include "kernels/sparse/stages.h"
 
 namespace kvasir::kernels {
 
@@ -53,5 +57,9 @@ int64_t InfiniteHipWorkspaceBytes(const InfiniteHipCuda& method, const PagedKv& 
 // when the KV has no bounds or no key codes. INTERNAL with CUDA's error when a launch fails.
 absl::Status SelectInfiniteHip(const InfiniteHipCuda& method, const SelectParams& params,
                                const PageSelection& out, std::byte* workspace, cudaStream_t stream);
+
+// INVALID_ARGUMENT as for InfiniteHipSelector::Create. REQUIRES: the probe is "digest", which
+// InfiniteHipSelector::SupportsGpu checks.
+absl::StatusOr<std::unique_ptr<CudaSelector>> MakeCudaInfiniteHip(const MethodOptions& options);
 
 }  // namespace kvasir::kernels

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <iterator>
 #include <span>
 #include <utility>
 
@@ -284,25 +285,42 @@ absl::StatusOr<const Preset*> InfiniteHipSelector::FindPreset(absl::string_view 
   return Find(kPresets, {.name = "preset", .value = std::string(name)});
 }
 
-absl::StatusOr<std::unique_ptr<Selector>> InfiniteHipSelector::Create(
+absl::StatusOr<InfiniteHipSelector::Options> InfiniteHipSelector::Parse(
     const MethodOptions& options) {
-  const Preset* preset = &kPresets[0];
-  Probe probe = Probe::kDigest;
-  Scope scope = Scope::kKvGroup;
+  Options parsed = {.preset = &kPresets[0]};
   for (const MethodOption& option : options) {
     if (option.name == "preset") {
-      KVASIR_ASSIGN_OR_RETURN(preset, FindPreset(option.value));
+      KVASIR_ASSIGN_OR_RETURN(parsed.preset, FindPreset(option.value));
     } else if (option.name == "probe") {
       KVASIR_ASSIGN_OR_RETURN(const auto* found, Find(kProbes, option));
-      probe = found->probe;
+      parsed.probe = found->probe;
     } else if (option.name == "scope") {
-      KVASIR_ASSIGN_OR_RETURN(scope, ScopeNamed("infinitehip", option.value));
+      KVASIR_ASSIGN_OR_RETURN(parsed.scope, ScopeNamed("infinitehip", option.value));
     } else {
       return absl::InvalidArgumentError(absl::StrCat("infinitehip has no option '", option.name,
                                                      "'; its options are preset, probe, scope"));
     }
   }
-  return std::unique_ptr<Selector>(new InfiniteHipSelector(*preset, probe, scope));
+  return parsed;
+}
+
+absl::StatusOr<std::unique_ptr<Selector>> InfiniteHipSelector::Create(
+    const MethodOptions& options) {
+  KVASIR_ASSIGN_OR_RETURN(const Options parsed, Parse(options));
+  return std::unique_ptr<Selector>(
+      new InfiniteHipSelector(*parsed.preset, parsed.probe, parsed.scope));
+}
+
+// Kernels on the GPU judge chunks by digests alone.
+GpuSupport InfiniteHipSelector::SupportsGpu(int64_t num_ranks) const {
+  GpuSupport support = {.runs = true, .reuses = true};
+  support.options = RequireGroupScope("infinitehip", scope_, num_ranks);
+  if (!support.options.ok() || probe_ == Probe::kDigest) return support;
+  const auto* const named = std::find_if(std::begin(kProbes), std::end(kProbes),
+                                         [&](const auto& known) { return known.probe == probe_; });
+  support.options = absl::UnimplementedError(
+      absl::StrCat("the probe of infinitehip is ", named->name, "; it must be digest"));
+  return support;
 }
 
 int64_t InfiniteHipSelector::MinWindowTokens() const {

@@ -95,7 +95,13 @@ class InfiniteHipSelector : public Selector {
   static constexpr bool IsChunkIndexed(int64_t layer) { return layer < 3; }
   // INVALID_ARGUMENT for an unknown name.
   static absl::StatusOr<const Preset*> FindPreset(absl::string_view name);
+  struct Options {
+    const Preset* preset = nullptr;
+    Probe probe = Probe::kDigest;
+    Scope scope = Scope::kKvGroup;
+  };
   // INVALID_ARGUMENT for an unknown option, preset, probe or scope.
+  static absl::StatusOr<Options> Parse(const MethodOptions& options);
   static absl::StatusOr<std::unique_ptr<Selector>> Create(const MethodOptions& options);
 
   absl::Status Select(const SelectParams& params, PageSelection& out,
@@ -105,10 +111,10 @@ class InfiniteHipSelector : public Selector {
   Scope scope() const override { return scope_; }
   bool NeedsKeyCodes() const override { return probe_ == Probe::kDigest; }
   std::span<const int64_t> RefreshIntervals() const override { return preset_.refresh_intervals; }
-  const Preset& preset() const { return preset_; }
   int64_t MaxStageItems(const SelectionNumbers& numbers, int64_t tokens) const override;
   int64_t MinWindowTokens() const override;
   SkipReason skip_reason() const override { return SkipReason::kSelectedOut; }
+  GpuSupport SupportsGpu(int64_t num_ranks) const override;
 
  private:
   InfiniteHipSelector(const Preset& preset, Probe probe, Scope scope)

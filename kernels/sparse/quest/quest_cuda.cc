@@ -4,6 +4,7 @@
 #include "kernels/base/status_macros.h"
 #include "kernels/sparse/page_scores/page_scores_launch.h"
 #include "kernels/sparse/quest/quest_launch.h"
+#include "kernels/sparse/quest/quest_selector.h"
 
 namespace kvasir::kernels {
 
@@ -28,6 +29,31 @@ absl::Status SelectQuest(QuestScore score, const SelectParams& params, const Pag
   launch.low_weight = LowWeight(score);
   KVASIR_RETURN_IF_ERROR(CudaStatus(LaunchPageScores(launch, stream), "launching quest's scores"));
   return CudaStatus(LaunchQuestBest(select, scores, stream), "launching quest");
+}
+
+namespace {
+
+class CudaQuest final : public CudaSelector {
+ public:
+  explicit CudaQuest(QuestScore score) : score_(score) {}
+
+  int64_t WorkspaceBytes(const SelectBounds&, const PagedKv& kv, int64_t tiles) const override {
+    return QuestWorkspaceBytes(kv, tiles);
+  }
+  absl::Status Select(const SelectParams& params, const SelectBounds&, const PageSelection& out,
+                      std::byte* workspace, cudaStream_t stream) const override {
+    return SelectQuest(score_, params, out, workspace, stream);
+  }
+
+ private:
+  const QuestScore score_;
+};
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<CudaSelector>> MakeCudaQuest(const MethodOptions& options) {
+  KVASIR_ASSIGN_OR_RETURN(const QuestScore score, QuestSelector::Parse(options));
+  return std::make_unique<CudaQuest>(score);
 }
 
 }  // namespace kvasir::kernels

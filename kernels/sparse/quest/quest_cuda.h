@@ -12,11 +12,15 @@
 #include <cstddef>
 #include <cstdint>
 #include <cuda_runtime_api.h>
+#include <memory>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 
-#include "kernels/sparse/common/stages.h"
-#include "kernels/sparse/page_scores/quest_rule.h"
+#include "kernels/sparse/cuda_selector.h"
+#include "kernels/sparse/method_options.h"
+#include "kernels/sparse/quest/quest_rule.h"
+#include "kernels/sparse/stages.h"
 
 namespace kvasir::kernels {
 
@@ -34,5 +38,8 @@ int64_t QuestWorkspaceBytes(const PagedKv& kv, int64_t blocks);
 // says which, and why).
 absl::Status SelectQuest(QuestScore score, const SelectParams& params, const PageSelection& out,
                          std::byte* workspace, cudaStream_t stream);
+
+// INVALID_ARGUMENT as for QuestSelector::Create.
+absl::StatusOr<std::unique_ptr<CudaSelector>> MakeCudaQuest(const MethodOptions& options);
 
 }  // namespace kvasir::kernels

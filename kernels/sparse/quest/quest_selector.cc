@@ -123,7 +123,7 @@ absl::StatusOr<QuestScore> ScoreNamed(absl::string_view name) {
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<Selector>> QuestSelector::Create(const MethodOptions& options) {
+absl::StatusOr<QuestScore> QuestSelector::Parse(const MethodOptions& options) {
   QuestScore score = QuestScore::kEstimate;
   for (const MethodOption& option : options) {
     if (option.name != "score") {
@@ -132,6 +132,11 @@ absl::StatusOr<std::unique_ptr<Selector>> QuestSelector::Create(const MethodOpti
     }
     KVASIR_ASSIGN_OR_RETURN(score, ScoreNamed(option.value));
   }
+  return score;
+}
+
+absl::StatusOr<std::unique_ptr<Selector>> QuestSelector::Create(const MethodOptions& options) {
+  KVASIR_ASSIGN_OR_RETURN(const QuestScore score, Parse(options));
   return std::make_unique<QuestSelector>(score);
 }
 

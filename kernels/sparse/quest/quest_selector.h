@@ -32,6 +32,7 @@ class QuestSelector : public Selector {
  public:
   explicit QuestSelector(QuestScore score = QuestScore::kEstimate) : score_(score) {}
   // INVALID_ARGUMENT for an unknown option or score.
+  static absl::StatusOr<QuestScore> Parse(const MethodOptions& options);
   static absl::StatusOr<std::unique_ptr<Selector>> Create(const MethodOptions& options);
 
   absl::Status Select(const SelectParams& params, PageSelection& out,
@@ -39,7 +40,7 @@ class QuestSelector : public Selector {
   int64_t MaxEntries(const SelectionNumbers& numbers, int64_t tokens) const override;
   bool ReadsQueries() const override { return true; }
   SkipReason skip_reason() const override { return SkipReason::kSelectedOut; }
-  QuestScore score() const { return score_; }
+  GpuSupport SupportsGpu(int64_t) const override { return {.runs = true, .reuses = true}; }
 
  private:
   const QuestScore score_;

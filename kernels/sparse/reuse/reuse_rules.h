@@ -50,6 +50,7 @@ class IntervalRule : public ReuseRule {
   int64_t ServedSteps(int64_t interval, const ReuseNumbers& numbers) const override;
   bool ReadsQueries() const override { return false; }
   Window window() const override { return Window::kSlides; }
+  DeviceReuseRule on_device() const override { return DeviceReuseRule::kInterval; }
 };
 
 class CosineRule : public ReuseRule {
@@ -58,6 +59,7 @@ class CosineRule : public ReuseRule {
   int64_t ServedSteps(int64_t interval, const ReuseNumbers& numbers) const override;
   bool ReadsQueries() const override { return true; }
   Window window() const override { return Window::kGrows; }
+  DeviceReuseRule on_device() const override { return DeviceReuseRule::kCosine; }
 };
 
 class BothRule : public ReuseRule {
@@ -66,6 +68,7 @@ class BothRule : public ReuseRule {
   int64_t ServedSteps(int64_t interval, const ReuseNumbers& numbers) const override;
   bool ReadsQueries() const override { return true; }
   Window window() const override { return Window::kSlides; }
+  DeviceReuseRule on_device() const override { return DeviceReuseRule::kBoth; }
 };
 
 }  // namespace kvasir::kernels

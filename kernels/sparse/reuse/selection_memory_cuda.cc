@@ -5,7 +5,6 @@
 #include "kernels/base/cuda_status.h"
 #include "kernels/base/scratch.h"
 #include "kernels/base/status_macros.h"
-#include "kernels/sparse/reuse/reuse_rules.h"
 
 namespace kvasir::kernels {
 namespace {
@@ -20,13 +19,6 @@ int64_t LayOut(std::byte* memory, int64_t rows, DeviceSelectionMemory& view) {
   return pieces.bytes();
 }
 
-DeviceReuseRule OnDevice(const ReuseRule& rule) {
-  if (dynamic_cast<const CosineRule*>(&rule) != nullptr) return DeviceReuseRule::kCosine;
-  if (dynamic_cast<const BothRule*>(&rule) != nullptr) return DeviceReuseRule::kBoth;
-  KVASIR_CHECK(dynamic_cast<const IntervalRule*>(&rule) != nullptr);
-  return DeviceReuseRule::kInterval;
-}
-
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<CudaSelectionMemory>> CudaSelectionMemory::Create(
@@ -37,7 +29,7 @@ absl::StatusOr<std::unique_ptr<CudaSelectionMemory>> CudaSelectionMemory::Create
   made->view_ = {.capacity = shape.max_entries,
                  .max_items = shape.max_stage_items,
                  .query_floats = shape.query_floats,
-                 .rule = OnDevice(needs.rule),
+                 .rule = needs.rule.on_device(),
                  .num_stages = static_cast<int32_t>(shape.num_stages)};
   for (size_t s = 0; s < shape.num_stages; ++s) {
     made->view_.intervals[s] = StageInterval(needs.selector, needs.numbers.reuse, s);

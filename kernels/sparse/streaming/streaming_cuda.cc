@@ -19,4 +19,22 @@ absl::Status SelectStreaming(const SelectParams& p, const PageSelection& out, cu
   return CudaStatus(LaunchStreaming(launch, stream), "launching streaming");
 }
 
+namespace {
+
+class CudaStreaming final : public CudaSelector {
+ public:
+  std::optional<QueryDistance> RotatesQueries(int64_t) const override { return std::nullopt; }
+  absl::Status Select(const SelectParams& params, const SelectBounds&, const PageSelection& out,
+                      std::byte*, cudaStream_t stream) const override {
+    return SelectStreaming(params, out, stream);
+  }
+};
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<CudaSelector>> MakeCudaStreaming(const MethodOptions& options) {
+  KVASIR_RETURN_IF_ERROR(RequireNoOptions(options));
+  return std::make_unique<CudaStreaming>();
+}
+
 }  // namespace kvasir::kernels

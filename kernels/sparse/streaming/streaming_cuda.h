@@ -4,10 +4,14 @@
 #pragma once
 
 #include <cuda_runtime_api.h>
+#include <memory>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 
-#include "kernels/sparse/common/stages.h"
+#include "kernels/sparse/cuda_selector.h"
+#include "kernels/sparse/method_options.h"
+#include "kernels/sparse/stages.h"
 
 namespace kvasir::kernels {
 
@@ -15,5 +19,8 @@ namespace kvasir::kernels {
 // nothing; may be captured. INVALID_ARGUMENT on shapes.
 absl::Status SelectStreaming(const SelectParams& params, const PageSelection& out,
                              cudaStream_t stream);
+
+// INVALID_ARGUMENT for any option.
+absl::StatusOr<std::unique_ptr<CudaSelector>> MakeCudaStreaming(const MethodOptions& options);
 
 }  // namespace kvasir::kernels

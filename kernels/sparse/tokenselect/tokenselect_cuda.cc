@@ -9,6 +9,7 @@
 #include "kernels/base/scratch.h"
 #include "kernels/base/status_macros.h"
 #include "kernels/sparse/tokenselect/tokenselect_launch.h"
+#include "kernels/sparse/tokenselect/tokenselect_selector.h"
 
 namespace kvasir::kernels {
 namespace {
@@ -73,6 +74,32 @@ absl::Status SelectTokens(Scope scope, const SelectParams& params, const PageSel
     KVASIR_RETURN_IF_ERROR(CudaStatus(LaunchLayerVotes(launch, stream), "launching votes"));
   }
   return CudaStatus(LaunchTokenVotes(launch, stream), "launching the choice");
+}
+
+namespace {
+
+class CudaTokenSelect final : public CudaSelector {
+ public:
+  explicit CudaTokenSelect(Scope scope) : scope_(scope) {}
+
+  int64_t WorkspaceBytes(const SelectBounds& bounds, const PagedKv& kv,
+                         int64_t tiles) const override {
+    return TokenSelectWorkspaceBytes(kv, bounds.group, tiles);
+  }
+  absl::Status Select(const SelectParams& params, const SelectBounds&, const PageSelection& out,
+                      std::byte* workspace, cudaStream_t stream) const override {
+    return SelectTokens(scope_, params, out, workspace, stream);
+  }
+
+ private:
+  const Scope scope_;
+};
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<CudaSelector>> MakeCudaTokenSelect(const MethodOptions& options) {
+  KVASIR_ASSIGN_OR_RETURN(const Scope scope, TokenSelectSelector::Parse(options));
+  return std::make_unique<CudaTokenSelect>(scope);
 }
 
 }  // namespace kvasir::kernels

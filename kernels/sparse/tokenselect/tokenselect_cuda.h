@@ -13,10 +13,14 @@
 #include <cstddef>
 #include <cstdint>
 #include <cuda_runtime_api.h>
+#include <memory>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 
-#include "kernels/sparse/common/stages.h"
+#include "kernels/sparse/cuda_selector.h"
+#include "kernels/sparse/method_options.h"
+#include "kernels/sparse/stages.h"
 
 namespace kvasir::kernels {
 
@@ -32,5 +36,8 @@ int64_t TokenSelectWorkspaceBytes(const PagedKv& kv, int64_t group, int64_t bloc
 // slot's fault. Cost: reads every candidate's key once, its logits twice.
 absl::Status SelectTokens(Scope scope, const SelectParams& params, const PageSelection& out,
                           std::byte* workspace, cudaStream_t stream);
+
+// INVALID_ARGUMENT as for TokenSelectSelector::Create.
+absl::StatusOr<std::unique_ptr<CudaSelector>> MakeCudaTokenSelect(const MethodOptions& options);
 
 }  // namespace kvasir::kernels

@@ -248,8 +248,7 @@ class LayerSelection {
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<Selector>> TokenSelectSelector::Create(
-    const MethodOptions& options) {
+absl::StatusOr<Scope> TokenSelectSelector::Parse(const MethodOptions& options) {
   Scope scope = Scope::kKvGroup;
   for (const MethodOption& option : options) {
     if (option.name != "scope") {
@@ -258,6 +257,12 @@ absl::StatusOr<std::unique_ptr<Selector>> TokenSelectSelector::Create(
     }
     KVASIR_ASSIGN_OR_RETURN(scope, ScopeNamed("tokenselect", option.value));
   }
+  return scope;
+}
+
+absl::StatusOr<std::unique_ptr<Selector>> TokenSelectSelector::Create(
+    const MethodOptions& options) {
+  KVASIR_ASSIGN_OR_RETURN(const Scope scope, Parse(options));
   return std::unique_ptr<Selector>(new TokenSelectSelector(scope));
 }
 

@@ -40,6 +40,7 @@ inline constexpr float kLeastVoteExponent = -87;
 class TokenSelectSelector : public Selector {
  public:
   // INVALID_ARGUMENT for an unknown option or scope.
+  static absl::StatusOr<Scope> Parse(const MethodOptions& options);
   static absl::StatusOr<std::unique_ptr<Selector>> Create(const MethodOptions& options);
 
   absl::Status Select(const SelectParams& params, PageSelection& out,
@@ -48,6 +49,11 @@ class TokenSelectSelector : public Selector {
   bool ReadsQueries() const override { return true; }
   Scope scope() const override { return scope_; }
   SkipReason skip_reason() const override { return SkipReason::kSelectedOut; }
+  GpuSupport SupportsGpu(int64_t num_ranks) const override {
+    return {.runs = true,
+            .reuses = true,
+            .options = RequireGroupScope("tokenselect", scope_, num_ranks)};
+  }
 
  private:
   explicit TokenSelectSelector(Scope scope) : scope_(scope) {}

@@ -43,4 +43,24 @@ absl::Status PruneTopP(const SelectParams& params, const PageSelection& selectio
   return CudaStatus(LaunchTopP(launch, stream), "launching top_p");
 }
 
+namespace {
+
+class CudaTopP final : public CudaPruner {
+ public:
+  int64_t WorkspaceBytes(const SelectBounds& bounds, const PagedKv& kv,
+                         int64_t tiles) const override {
+    return TopPWorkspaceBytes(kv.layout, bounds.group, tiles, bounds.capacity,
+                              bounds.listed_tokens);
+  }
+  absl::Status Prune(const SelectParams& params, const SelectBounds& bounds,
+                     const PageSelection& selection, std::byte* workspace,
+                     cudaStream_t stream) const override {
+    return PruneTopP(params, selection, bounds.listed_tokens, workspace, stream);
+  }
+};
+
+}  // namespace
+
+std::unique_ptr<CudaPruner> MakeCudaTopP() { return std::make_unique<CudaTopP>(); }
+
 }  // namespace kvasir::kernels

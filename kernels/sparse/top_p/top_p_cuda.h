@@ -16,10 +16,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <cuda_runtime_api.h>
+#include <memory>
 
 #include "absl/status/status.h"
 
-#include "kernels/sparse/common/stages.h"
+#include "kernels/sparse/cuda_selector.h"
+#include "kernels/sparse/stages.h"
 
 namespace kvasir::kernels {
 
@@ -36,5 +38,7 @@ int64_t TopPWorkspaceBytes(const KvLayout& layout, int64_t group, int64_t blocks
 // head of the group.
 absl::Status PruneTopP(const SelectParams& params, const PageSelection& selection,
                        int64_t max_tokens, std::byte* workspace, cudaStream_t stream);
+
+std::unique_ptr<CudaPruner> MakeCudaTopP();
 
 }  // namespace kvasir::kernels

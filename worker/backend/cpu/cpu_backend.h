@@ -30,6 +30,9 @@ class CpuBackend final : public Backend {
   absl::Status CheckPolicies(std::span<const v1::SparsityPolicy>, int64_t) const override {
     return absl::OkStatus();
   }
+  absl::Status Serve(const v1::AttentionPolicy&, ServedSelector&) const override {
+    return absl::OkStatus();
+  }
   absl::StatusOr<Memory> Allocate(int64_t bytes) override;
   absl::StatusOr<std::unique_ptr<kvstore::PageResidency>> MakeResidency(
       const kvstore::ResidencyOptions& options) override;

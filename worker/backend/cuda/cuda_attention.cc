@@ -5,12 +5,10 @@
 #include "kernels/attention/attend_cuda.h"
 #include "kernels/base/status_macros.h"
 #include "kernels/paged/count_selected_cuda.h"
-#include "kernels/sparse/art/art_cuda.h"
-#include "kernels/sparse/art/art_terminator.h"
 
 namespace kvasir::worker {
 
-using kernels::ArtTerminator;
+using kernels::CudaTerminator;
 using kernels::PageSelection;
 using kernels::QueryBlock;
 using kernels::SelectedCounts;
@@ -23,13 +21,19 @@ std::span<const QueryBlock> Blocks(const CudaStep& step, int64_t begin, int64_t 
 }
 
 // Returns the terminator that may end the rows of a range early; null: none.
-const ArtTerminator* ArtOf(const SelectorRange& range) {
-  return dynamic_cast<const ArtTerminator*>(range.served->terminator.get());
+const CudaTerminator* TerminatorOf(const SelectorRange& range) {
+  return range.served->on_gpu.terminator.get();
 }
 
-bool EndsRows(const StepShape& shape) {
-  return std::any_of(shape.ranges.begin(), shape.ranges.end(),
-                     [](const SelectorRange& range) { return ArtOf(range) != nullptr; });
+// Returns the bytes that any terminator of the step needs for `tiles` query tiles.
+int64_t TerminatorWorkspaceBytes(const CudaStep& step, int64_t tiles, int64_t group) {
+  int64_t bytes = 0;
+  for (const SelectorRange& range : step.shape.ranges) {
+    const CudaTerminator* const terminator = TerminatorOf(range);
+    if (terminator == nullptr) continue;
+    bytes = std::max(bytes, terminator->WorkspaceBytes(step.kv, tiles, group));
+  }
+  return bytes;
 }
 
 std::span<const kernels::DeviceSelectionMemory> MemoriesOf(const CudaStep& step,
@@ -56,15 +60,15 @@ absl::Status CudaAttention::BeginStep(const StepInputs& inputs, const CudaStep& 
   KVASIR_ASSIGN_OR_RETURN(limits_, LimitsOf(inputs.batch, step.shape, selecting, step.kv));
   KVASIR_RETURN_IF_ERROR(ReservePositions(inputs, step, stream, wait));
   selection_ = {
-      .headers = step.table.headers.data(), .num_rows = rows, .capacity = limits_.capacity};
+      .headers = step.table.headers.data(), .num_rows = rows, .capacity = limits_.select.capacity};
   KVASIR_ASSIGN_OR_RETURN(selection_.entries, Reserve<kernels::SelectionEntry>(
-                                                  rows * limits_.capacity, entries_, wait));
+                                                  rows * limits_.select.capacity, entries_, wait));
   KVASIR_RETURN_IF_ERROR(ReserveArrivals(rows, stream, wait));
   const int64_t single = step.shape.num_single;
-  const int64_t workspace_bytes = std::max(
-      {SelectWorkspaceBytes(step.shape, limits_, step.kv),
-       kernels::AttendDecodeWorkspaceBytes(layout, single, group),
-       EndsRows(step.shape) ? kernels::AttendArtWorkspaceBytes(step.kv, single, group) : 0});
+  const int64_t workspace_bytes =
+      std::max({SelectWorkspaceBytes(step.shape, limits_, step.kv),
+                kernels::AttendDecodeWorkspaceBytes(layout, single, group),
+                TerminatorWorkspaceBytes(step, single, group)});
   return Reserve<std::byte>(workspace_bytes, workspace_, wait).status();
 }
 
@@ -87,7 +91,7 @@ absl::Status CudaAttention::ReservePositions(const StepInputs& inputs, const Cud
   rope_ = step.positions->view();
   const kernels::KvLayout& layout = step.kv.layout;
   const int64_t elements =
-      inputs.batch.num_tokens() * layout.num_kv_heads * limits_.group * layout.head_dim;
+      inputs.batch.num_tokens() * layout.num_kv_heads * limits_.select.group * layout.head_dim;
   return Reserve<kernels::BFloat16>(elements, placed_queries_, wait).status();
 }
 
@@ -163,11 +167,12 @@ absl::Status CudaAttention::Attend(const CudaStep& step, const LayerQueries& que
   // Consecutive ranges of one query without a terminator share a launch.
   int64_t begin = 0;
   for (const SelectorRange& range : step.shape.ranges) {
-    const ArtTerminator* const art = ArtOf(range);
-    if (art == nullptr || range.begin >= step.shape.num_single) continue;
+    const CudaTerminator* const terminator = TerminatorOf(range);
+    if (terminator == nullptr || range.begin >= step.shape.num_single) continue;
     const int64_t end = std::min(range.end, step.shape.num_single);
     KVASIR_RETURN_IF_ERROR(AttendDecode(params(begin, range.begin), stream));
-    KVASIR_RETURN_IF_ERROR(AttendArt(step, *art, params(range.begin, end), range.begin, stream));
+    KVASIR_RETURN_IF_ERROR(
+        AttendEnding(step, *terminator, params(range.begin, end), range.begin, stream));
     begin = end;
   }
   KVASIR_RETURN_IF_ERROR(AttendDecode(params(begin, step.shape.num_single), stream));
@@ -183,23 +188,22 @@ absl::Status CudaAttention::AttendDecode(const kernels::AttendParams& params, cu
                                stream);
 }
 
-absl::Status CudaAttention::AttendArt(const CudaStep& step, const ArtTerminator& art,
-                                      const kernels::AttendParams& params, int64_t first_block,
-                                      cudaStream_t stream) {
+absl::Status CudaAttention::AttendEnding(const CudaStep& step, const CudaTerminator& terminator,
+                                         const kernels::AttendParams& params, int64_t first_block,
+                                         cudaStream_t stream) {
   const auto numbers = step.table.NumbersOfSet(step.shape.NumbersFor(params.layer));
-  return kernels::AttendArt(
-      params,
-      {.options = art.options(),
-       .numbers = numbers.subspan(static_cast<size_t>(first_block), params.blocks.size())},
-      *maps_, workspace_.data(), stream);
+  return terminator.Attend(params,
+                           numbers.subspan(static_cast<size_t>(first_block), params.blocks.size()),
+                           *maps_, workspace_.data(), stream);
 }
 
 void CudaAttention::AddToShape(CudaGraphs::Shape& shape) const {
   const auto address = [](const void* memory) { return reinterpret_cast<int64_t>(memory); };
   shape.insert(shape.end(),
-               {limits_.group, limits_.capacity, limits_.budget_tokens, limits_.listed_tokens,
-                address(entries_.data()), address(workspace_.data()), address(arrivals_.data()),
-                address(placed_queries_.data()), address(rope_.cos), address(rope_.sin)});
+               {limits_.select.group, limits_.select.capacity, limits_.select.budget_tokens,
+                limits_.select.listed_tokens, address(entries_.data()), address(workspace_.data()),
+                address(arrivals_.data()), address(placed_queries_.data()), address(rope_.cos),
+                address(rope_.sin)});
 }
 
 void CudaAttention::Report(const CudaStep& step, std::span<const SelectedCounts> counts,

@@ -16,8 +16,7 @@
 #include "kernels/paged/grouped_positions.h"
 #include "kernels/paged/kv_tensor_maps.h"
 #include "kernels/paged/page_selection.h"
-#include "kernels/rope/rope_positions_cuda.h"
-#include "kernels/sparse/art/art_terminator.h"
+#include "kernels/sparse/cuda_selector.h"
 #include "worker/backend/backend.h"
 #include "worker/backend/cuda/cuda_graphs.h"
 #include "worker/backend/cuda/cuda_memory.h"
@@ -63,10 +62,10 @@ class CudaAttention {
   std::span<kernels::SelectedCounts> Counts(const CudaStep& step, int64_t layer, int64_t begin,
                                             int64_t end) const;
   absl::Status AttendDecode(const kernels::AttendParams& params, cudaStream_t stream);
-  // Attends for rows that `art` may end early: query tiles from `first_block` on.
-  absl::Status AttendArt(const CudaStep& step, const kernels::ArtTerminator& art,
-                         const kernels::AttendParams& params, int64_t first_block,
-                         cudaStream_t stream);
+  // Attends for rows that the terminator may end early: query tiles from `first_block` on.
+  absl::Status AttendEnding(const CudaStep& step, const kernels::CudaTerminator& terminator,
+                            const kernels::AttendParams& params, int64_t first_block,
+                            cudaStream_t stream);
 
   std::optional<kernels::KvTensorMaps> maps_;
   SelectLimits limits_;               // of the step

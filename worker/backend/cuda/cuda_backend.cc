@@ -108,6 +108,11 @@ absl::Status CudaBackend::CheckPolicies(std::span<const v1::SparsityPolicy> poli
   return CheckCudaPolicies(policies, num_ranks);
 }
 
+absl::Status CudaBackend::Serve(const v1::AttentionPolicy& policy, ServedSelector& served) const {
+  KVASIR_ASSIGN_OR_RETURN(served.on_gpu, MakeCudaStages(policy));
+  return absl::OkStatus();
+}
+
 absl::StatusOr<Memory> CudaBackend::Allocate(int64_t bytes) {
   KVASIR_ASSIGN_OR_RETURN(DeviceBuffer buffer, DeviceBuffer::Allocate(bytes));
   return Memory(std::move(buffer), Device::kCuda);

@@ -1,11 +1,15 @@
 #include "worker/backend/cuda/cuda_limits.h"
 
 #include <string>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 
 #include "kernels/base/status_macros.h"
+#include "kernels/sparse/methods.h"
+#include "kernels/sparse/policy.h"
 #include "proto/selector_field.h"
+#include "worker/policy_stages.h"
 
 namespace kvasir::worker {
 namespace {
@@ -19,49 +23,40 @@ absl::Status NotOnGpu(const Args&... args) {
   return absl::UnimplementedError(absl::StrCat("--device=cuda: ", args...));
 }
 
-// Checks an option that has only one value on the GPU, its default.
-absl::Status CheckOption(absl::string_view name, const std::string& value,
-                         absl::string_view served) {
-  if (value.empty() || value == served) return absl::OkStatus();
-  return NotOnGpu(name, " is ", value, "; it must be ", served);
-}
-
-absl::Status CheckScope(absl::string_view selector, const std::string& scope, int64_t num_ranks) {
-  if (num_ranks == 1) return absl::OkStatus();
-  return CheckOption(absl::StrCat("the scope of ", selector, " over ranks"), scope, "group");
+// Returns "a, b and c": the selectors whose GPU support satisfies `is_listed`.
+template <typename Predicate>
+std::string SelectorsWith(const Predicate& is_listed) {
+  std::vector<absl::string_view> names;
+  for (const kernels::SelectorMethod& method : kernels::SelectorMethods()) {
+    const auto selector = method.make({});
+    if (selector.ok() && is_listed((*selector)->SupportsGpu(1))) names.push_back(method.name);
+  }
+  std::string list;
+  for (size_t i = 0; i < names.size(); ++i) {
+    const char* const before = i == 0 ? "" : i + 1 == names.size() ? " and " : ", ";
+    absl::StrAppend(&list, before, names[i]);
+  }
+  return list;
 }
 
 absl::Status CheckSelector(const v1::AttentionPolicy& policy, int64_t num_ranks) {
-  switch (policy.selector_case()) {
-    case v1::AttentionPolicy::kAll:
-    case v1::AttentionPolicy::kStreaming:
-    case v1::AttentionPolicy::kQuest:
-    case v1::AttentionPolicy::kHip:
-      return absl::OkStatus();
-    case v1::AttentionPolicy::kTokenselect:
-      return CheckScope("tokenselect", policy.tokenselect().scope(), num_ranks);
-    case v1::AttentionPolicy::kInfinitehip:
-      KVASIR_RETURN_IF_ERROR(CheckScope("infinitehip", policy.infinitehip().scope(), num_ranks));
-      return CheckOption("the probe of infinitehip", policy.infinitehip().probe(), "digest");
-    default:
-      return NotOnGpu("the selector is ", v1::SelectorName(policy),
-                      "; there are all, streaming, quest, tokenselect, hip and infinitehip");
+  const std::string name = v1::SelectorName(policy);
+  KVASIR_ASSIGN_OR_RETURN(const auto selector,
+                          kernels::MakeSelector(name, SelectorOptions(policy)));
+  const kernels::GpuSupport support = selector->SupportsGpu(num_ranks);
+  if (!support.runs) {
+    return NotOnGpu("the selector is ", name, "; there are ",
+                    SelectorsWith([](const kernels::GpuSupport& other) { return other.runs; }));
   }
-}
-
-absl::Status CheckReuse(const v1::AttentionPolicy& policy) {
-  if (policy.reuse().rule().empty()) return absl::OkStatus();
-  if (policy.has_quest() || policy.has_tokenselect() || policy.has_hip() ||
-      policy.has_infinitehip()) {
-    return absl::OkStatus();
-  }
-  return NotOnGpu("selections of ", v1::SelectorName(policy),
-                  " are reused; those of quest, tokenselect, hip and infinitehip can be");
+  if (!support.options.ok()) return NotOnGpu(support.options.message());
+  if (policy.reuse().rule().empty() || support.reuses) return absl::OkStatus();
+  return NotOnGpu("selections of ", name, " are reused; those of ",
+                  SelectorsWith([](const kernels::GpuSupport& other) { return other.reuses; }),
+                  " can be");
 }
 
 absl::Status CheckPart(const v1::AttentionPolicy& policy, int64_t num_ranks) {
   KVASIR_RETURN_IF_ERROR(CheckSelector(policy, num_ranks));
-  KVASIR_RETURN_IF_ERROR(CheckReuse(policy));
   if (policy.quality().min_mass() != 0) {
     return NotOnGpu("min_mass is ", policy.quality().min_mass(), "; it must be 0");
   }

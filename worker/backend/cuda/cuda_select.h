@@ -1,5 +1,5 @@
-// The selectors and pruners of the GPU, chosen by what a policy serves: which kernels run, the
-// working memory they need, and calls over as many query tiles as that has room for. Called by
+// Selection on the GPU: calls of a policy's stages (kernels/sparse/cuda_selector.h) over as many
+// query tiles as their working memory has room for. It knows no method by name. Called by
 // CudaAttention, with policies that CheckCudaPolicies has passed. Functions without state.
 #pragma once
 
@@ -11,19 +11,22 @@
 #include "absl/status/statusor.h"
 
 #include "kernels/paged/page_selection.h"
-#include "kernels/sparse/common/stages.h"
-#include "worker/backend/cuda/step_table.h"
-#include "worker/batch/step_batch.h"
+#include "kernels/sparse/cuda_selector.h"
+#include "kernels/sparse/stages.h"
+#include "proto/kvasir/v1/sparsity.pb.h"
+#include "worker/backend/step_table.h"
+#include "worker/step_batch.h"
 
 namespace kvasir::worker {
 
+// Makes the policy's stages from the table of methods (kernels/sparse/methods_cuda.h). Errors:
+// those of the methods.
+absl::StatusOr<kernels::CudaStages> MakeCudaStages(const v1::AttentionPolicy& policy);
+
 // Upper limits over all rows and layers of a step.
 struct SelectLimits {
-  int64_t group = 0;          // query heads of a KV head
-  int64_t capacity = 0;       // entries
-  int64_t budget_tokens = 0;  // of selectors that list
-  int64_t listed_tokens = 0;  // sink, window and list together, of selectors that list
-  int64_t positions = 0;      // where keys are cached un-rotated: positions they are read at
+  kernels::SelectBounds select;
+  int64_t positions = 0;  // where keys are cached un-rotated: positions they are read at
 };
 
 // INVALID_ARGUMENT where a row's window is too small for its selector.
