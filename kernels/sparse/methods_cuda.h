@@ -10,8 +10,8 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 
-#include "kernels/sparse/cuda_selector.h"
-#include "kernels/sparse/method_options.h"
+#include "kernels/sparse/common/cuda_selector.h"
+#include "kernels/sparse/common/method_options.h"
 
 namespace kvasir::kernels {
 

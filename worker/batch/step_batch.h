@@ -19,9 +19,9 @@
 
 #include "kernels/attention/terminator.h"
 #include "kernels/paged/paged_kv.h"
-#include "kernels/sparse/cuda_selector.h"
-#include "kernels/sparse/stages.h"
-#include "worker/sequence.h"
+#include "kernels/sparse/common/cuda_selector.h"
+#include "kernels/sparse/common/stages.h"
+#include "worker/batch/sequence.h"
 
 namespace kvasir::worker {
 

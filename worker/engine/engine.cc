@@ -15,7 +15,7 @@
 #include "kernels/sparse/policy.h"
 #include "proto/selector_field.h"
 #include "worker/backend/memory_limit.h"
-#include "worker/policy_stages.h"
+#include "worker/batch/policy_stages.h"
 
 namespace kvasir::worker {
 namespace {

@@ -6,7 +6,7 @@
 #include "kernels/base/status_macros.h"
 #include "kernels/sparse/art/art_launch.h"
 #include "kernels/sparse/art/art_terminator.h"
-#include "kernels/sparse/select_cuda.h"
+#include "kernels/sparse/common/select_cuda.h"
 
 namespace kvasir::kernels {
 

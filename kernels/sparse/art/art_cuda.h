@@ -20,9 +20,9 @@
 #include "kernels/attention/attend.h"
 #include "kernels/paged/kv_tensor_maps.h"
 #include "kernels/sparse/art/art_rule.h"
-#include "kernels/sparse/cuda_selector.h"
-#include "kernels/sparse/method_options.h"
-#include "kernels/sparse/stages.h"
+#include "kernels/sparse/common/cuda_selector.h"
+#include "kernels/sparse/common/method_options.h"
+#include "kernels/sparse/common/stages.h"
 
 namespace kvasir::kernels {
 

@@ -22,11 +22,11 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 
-#include "kernels/sparse/cuda_selector.h"
-#include "kernels/sparse/distant_queries_cuda.h"
+#include "kernels/sparse/common/cuda_selector.h"
+#include "kernels/sparse/common/distant_queries_cuda.h"
+#include "kernels/sparse/common/method_options.h"
+#include "kernels/sparse/common/stages.h"
 #include "kernels/sparse/infinitehip/infinitehip_selector.h"
-#include "kernels/sparse/method_options.h"
-#include "kernels/sparse/stages.h"
 
 namespace kvasir::kernels {
 

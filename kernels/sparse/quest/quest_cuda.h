@@ -17,10 +17,10 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 
-#include "kernels/sparse/cuda_selector.h"
-#include "kernels/sparse/method_options.h"
-#include "kernels/sparse/quest/quest_rule.h"
-#include "kernels/sparse/stages.h"
+#include "kernels/sparse/common/cuda_selector.h"
+#include "kernels/sparse/common/method_options.h"
+#include "kernels/sparse/common/stages.h"
+#include "kernels/sparse/page_scores/quest_rule.h"
 
 namespace kvasir::kernels {
 

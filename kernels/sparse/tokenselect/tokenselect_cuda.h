@@ -18,9 +18,9 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 
-#include "kernels/sparse/cuda_selector.h"
-#include "kernels/sparse/method_options.h"
-#include "kernels/sparse/stages.h"
+#include "kernels/sparse/common/cuda_selector.h"
+#include "kernels/sparse/common/method_options.h"
+#include "kernels/sparse/common/stages.h"
 
 namespace kvasir::kernels {
 

@@ -20,8 +20,8 @@
 
 #include "absl/status/status.h"
 
-#include "kernels/sparse/cuda_selector.h"
-#include "kernels/sparse/stages.h"
+#include "kernels/sparse/common/cuda_selector.h"
+#include "kernels/sparse/common/stages.h"
 
 namespace kvasir::kernels {
 

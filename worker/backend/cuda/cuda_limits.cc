@@ -9,7 +9,7 @@
 #include "kernels/sparse/methods.h"
 #include "kernels/sparse/policy.h"
 #include "proto/selector_field.h"
-#include "worker/policy_stages.h"
+#include "worker/batch/policy_stages.h"
 
 namespace kvasir::worker {
 namespace {

@@ -7,12 +7,12 @@
 
 #include "kernels/base/status_macros.h"
 #include "kernels/paged/compact_positions_cuda.h"
-#include "kernels/sparse/distant_queries_cuda.h"
+#include "kernels/sparse/common/distant_queries_cuda.h"
+#include "kernels/sparse/common/selection_header.h"
 #include "kernels/sparse/methods_cuda.h"
 #include "kernels/sparse/reuse/reuse_gate_cuda.h"
-#include "kernels/sparse/selection_header.h"
 #include "proto/selector_field.h"
-#include "worker/policy_stages.h"
+#include "worker/batch/policy_stages.h"
 
 namespace kvasir::worker {
 namespace {

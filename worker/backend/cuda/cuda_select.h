@@ -1,5 +1,5 @@
-// Selection on the GPU: calls of a policy's stages (kernels/sparse/cuda_selector.h) over as many
-// query tiles as their working memory has room for. It knows no method by name. Called by
+// Selection on the GPU: calls of a policy's stages (kernels/sparse/common/cuda_selector.h) over as
+// many query tiles as their working memory has room for. It knows no method by name. Called by
 // CudaAttention, with policies that CheckCudaPolicies has passed. Functions without state.
 #pragma once
 
@@ -11,11 +11,11 @@
 #include "absl/status/statusor.h"
 
 #include "kernels/paged/page_selection.h"
-#include "kernels/sparse/cuda_selector.h"
-#include "kernels/sparse/stages.h"
+#include "kernels/sparse/common/cuda_selector.h"
+#include "kernels/sparse/common/stages.h"
 #include "proto/kvasir/v1/sparsity.pb.h"
-#include "worker/backend/step_table.h"
-#include "worker/step_batch.h"
+#include "worker/backend/cuda/step_table.h"
+#include "worker/batch/step_batch.h"
 
 namespace kvasir::worker {
 

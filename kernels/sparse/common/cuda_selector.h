@@ -1,9 +1,9 @@
 // The stages of a method as a GPU runs them: the other half of Selector, Pruner and Terminator
 // (stages.h, kernels/attention/terminator.h), with the same choices where scores differ by more
 // than rounding. Made once for each served shape of policy from the table in methods_cuda.cc, and
-// walked by worker/backend/cuda_select.cc and cuda_attention.cc, which know no method by name. They
-// hold no per-sequence state. Thread-safe. Implemented in builds with CUDA only; the interfaces are
-// in every build.
+// walked by worker/backend/cuda/cuda_select.cc and cuda_attention.cc, which know no method by name.
+// They hold no per-sequence state. Thread-safe. Implemented in builds with CUDA only; the
+// interfaces are in every build.
 //
 // In all calls, pointers of the params, spans included, are device memory. Calls allocate nothing
 // and wait for nothing, and may be captured in a graph. A row depends on nothing but itself; at
@@ -21,7 +21,7 @@
 
 #include "kernels/paged/page_selection.h"
 #include "kernels/paged/paged_kv.h"
-#include "kernels/sparse/stages.h"
+#include "kernels/sparse/common/stages.h"
 
 struct CUstream_st;  // cudaStream_t is a pointer to it
 

@@ -4,7 +4,7 @@
 
 #include <string>
 
-#include "kernels/sparse/method_options.h"
+#include "kernels/sparse/common/method_options.h"
 #include "proto/kvasir/v1/sparsity.pb.h"
 
 namespace kvasir::worker {

@@ -1,4 +1,4 @@
-#include "worker/policy_stages.h"
+#include "worker/batch/policy_stages.h"
 
 #include <string>
 #include <utility>
