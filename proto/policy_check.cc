@@ -19,18 +19,16 @@ constexpr uint32_t kPageTokens = 64;
 // Most intervals that a selection serves under the rule `both`.
 constexpr uint32_t kIntervalsUnderBoth = 4;
 
-// Returns the least window that the selector works with: Selector::MinWindowTokens.
-uint32_t MinWindowTokens(const AttentionPolicy& policy) {
-  if (policy.has_infinitehip()) return policy.infinitehip().preset() == "5k" ? 128 : 512;
-  return 1;
+// True for a selector that leaves tokens out and has no list: it reads sink and window only.
+bool OnlySinkAndWindow(const AttentionPolicy& policy) {
+  return Selects(policy) && !FactsOf(policy).lists();
 }
 
 // Returns the number of steps that a list serves: tokens that leave the window meanwhile must have
-// been among its candidates. infinitehip's least window holds more. Under `cosine` nothing leaves
-// it.
+// been among its candidates, unless the least window holds them. Under `cosine` nothing leaves it.
 uint32_t ServedSteps(const AttentionPolicy& policy) {
   const ReusePolicy& reuse = policy.reuse();
-  if (policy.has_infinitehip() || reuse.rule() == kCosine) return 1;
+  if (FactsOf(policy).window_holds_reach() || reuse.rule() == kCosine) return 1;
   const uint32_t intervals = reuse.rule() == kBoth ? kIntervalsUnderBoth : 1;
   return std::min<uint32_t>(intervals * reuse.interval(), kPageTokens);
 }
@@ -42,9 +40,10 @@ absl::Status CheckTerminator(const std::string& where, const AttentionPolicy& pa
         absl::StrCat(where, ".patience is set, but there is no terminator; set art"));
   }
   const std::string name = absl::StrCat(where, ".", TerminatorName(part));
-  if (part.has_streaming()) {
+  if (OnlySinkAndWindow(part)) {
     return absl::InvalidArgumentError(
-        absl::StrCat(name, " is set; streaming leaves nothing between sink and window to stop at"));
+        absl::StrCat(name, " is set; ", SelectorName(part),
+                     " leaves nothing between sink and window to stop at"));
   }
   if (part.quality().min_mass() != 0) {
     return absl::InvalidArgumentError(absl::StrCat(
@@ -64,10 +63,10 @@ absl::Status CheckTerminator(const std::string& where, const AttentionPolicy& pa
 }
 
 absl::Status CheckLayerBudgets(const std::string& where, const AttentionPolicy& part) {
-  if (part.layer_budgets_size() > 0 && (!Selects(part) || part.has_streaming())) {
+  if (part.layer_budgets_size() > 0 && !FactsOf(part).lists()) {
     return absl::InvalidArgumentError(
         absl::StrCat(where, ".layer_budgets are set; ",
-                     Selects(part) ? "streaming" : "a policy that attends to everything",
+                     Selects(part) ? SelectorName(part) : "a policy that attends to everything",
                      " has no budget: drop them, or choose a selector that has one"));
   }
   int64_t next = 0;
@@ -95,7 +94,7 @@ absl::Status CheckReuse(const std::string& where, const AttentionPolicy& policy)
     return absl::InvalidArgumentError(absl::StrCat(where, ".reuse.rule is '", reuse.rule(),
                                                    "'; the rules are interval, cosine, both"));
   }
-  if (!Selects(policy) || policy.has_streaming()) {
+  if (!FactsOf(policy).lists()) {
     return absl::InvalidArgumentError(
         absl::StrCat(where, ".reuse is set; only what a selector chose can be used again"));
   }
@@ -110,9 +109,10 @@ absl::Status CheckWidening(const std::string& where, const AttentionPolicy& poli
         absl::StrCat(where, ".quality.max_budget_tokens is set and on_violation is ",
                      quality.on_violation(), "; only widen changes the budget"));
   }
-  if (policy.has_streaming()) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        where, ".quality.on_violation is widen; streaming has no budget: choose dense or report"));
+  if (OnlySinkAndWindow(policy)) {
+    return absl::InvalidArgumentError(absl::StrCat(where, ".quality.on_violation is widen; ",
+                                                   SelectorName(policy),
+                                                   " has no budget: choose dense or report"));
   }
   const uint32_t budget = LargestLayerBudget(policy);
   if (quality.max_budget_tokens() == 0 || quality.max_budget_tokens() >= budget) {
@@ -172,7 +172,7 @@ uint32_t LargestLayerBudget(const AttentionPolicy& policy) {
 
 absl::Status CheckWindow(const std::string& where, const AttentionPolicy& policy) {
   if (!Selects(policy)) return absl::OkStatus();
-  const uint32_t least = MinWindowTokens(policy);
+  const uint32_t least = FactsOf(policy).min_window_tokens();
   if (policy.window_tokens() < least) {
     return absl::InvalidArgumentError(absl::StrCat(
         where, ".window_tokens is ", policy.window_tokens(), "; ", SelectorName(policy),
@@ -187,12 +187,12 @@ absl::Status CheckWindow(const std::string& where, const AttentionPolicy& policy
 }
 
 absl::Status CheckPolicyPart(const std::string& where, const AttentionPolicy& part) {
-  if (Selects(part) && !part.has_streaming() && part.token_budget() == 0) {
+  if (FactsOf(part).lists() && part.token_budget() == 0) {
     return absl::InvalidArgumentError(absl::StrCat(where, ".token_budget is not set; ",
                                                    SelectorName(part),
                                                    " needs the tokens it may select"));
   }
-  if (part.top_p() != 0 && (!Selects(part) || part.has_streaming())) {
+  if (part.top_p() != 0 && !FactsOf(part).lists()) {
     return absl::InvalidArgumentError(
         absl::StrCat(where, ".top_p is set; only what a selector chose can be pruned"));
   }

@@ -1,5 +1,8 @@
 #include "proto/selector_field.h"
 
+#include <algorithm>
+#include <utility>
+
 #include "absl/strings/str_format.h"
 #include "google/protobuf/descriptor.h"
 #include "google/protobuf/message.h"
@@ -63,6 +66,24 @@ std::vector<std::pair<std::string, std::string>> Fields(const AttentionPolicy& p
 }
 
 }  // namespace
+
+SelectorFacts FactsOf(const AttentionPolicy& policy) {
+  SelectorFacts facts;
+  if (const FieldDescriptor* method = MethodOf(policy, Selectors()); method != nullptr) {
+    facts = method->options().GetExtension(selector_facts);
+    const auto options = Fields(policy, Selectors());
+    const SelectorFacts declared = facts;
+    for (const SelectorFacts::Variant& variant : declared.variants()) {
+      const std::pair<std::string, std::string> option = {variant.option(), variant.value()};
+      if (std::find(options.begin(), options.end(), option) != options.end()) {
+        facts.MergeFrom(variant.facts());
+      }
+    }
+  }
+  facts.set_chunk_tokens(std::max<uint32_t>(facts.chunk_tokens(), 1));
+  facts.set_min_window_tokens(std::max<uint32_t>(facts.min_window_tokens(), 1));
+  return facts;
+}
 
 std::string SelectorName(const AttentionPolicy& policy) { return Name(policy, Selectors()); }
 std::string TerminatorName(const AttentionPolicy& policy) { return Name(policy, Terminators()); }

@@ -24,6 +24,9 @@ void SetSelector(absl::string_view name, AttentionPolicy& policy);
 // and floats. A float is written with all its bits.
 std::vector<std::pair<std::string, std::string>> SelectorFields(const AttentionPolicy& policy);
 
+// Returns the facts on the selector's field, for its options. None of the numbers is 0.
+SelectorFacts FactsOf(const AttentionPolicy& policy);
+
 // The same for the terminator.
 std::string TerminatorName(const AttentionPolicy& policy);
 void SetTerminator(absl::string_view name, AttentionPolicy& policy);

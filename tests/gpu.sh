@@ -18,7 +18,7 @@ bundle() {
   cmake --preset cuda >/dev/null
   cmake --build --preset cuda --target \
     kernels_dense_cuda_test kernels_paged_cuda_test kernels_sparse_cuda_test kernels_attention_cuda_test \
-    kernels_ranks_cuda_test worker_cuda_test worker_cuda_parallel_test attention_cuda_bench dense_cuda_bench paging_cuda_bench \
+    kernels_added_method_cuda_test kernels_ranks_cuda_test worker_cuda_test worker_cuda_parallel_test attention_cuda_bench dense_cuda_bench paging_cuda_bench \
     all_reduce_bench decode_step_bench prefill_step_bench kvasir kvasir-worker kvasir_python_proto
   rm -rf "$1"
   cmake --install build/cuda --component gpu --prefix "$1"
@@ -90,6 +90,7 @@ run_tests() {
   done
   begin_parts engine 600 4 "$here/worker_cuda_test"
   begin ranks 100 "$here/kernels_ranks_cuda_test"
+  begin added_method 100 "$here/kernels_added_method_cuda_test"
   wait
   # One process per GPU. It says which cases need more GPUs.
   begin parallel 300 env --chdir="$here/.." "$here/worker_cuda_parallel_test"

@@ -22,12 +22,9 @@ constexpr size_t kMaxPolicies = 4;
 constexpr uint32_t kDefaultTailTokens = 64;
 constexpr uint32_t kDefaultPatience = 5;
 
-// Returns the size of the token groups that a selector chooses whole; budgets are rounded up to it.
-int64_t BlockTokens(const v1::AttentionPolicy& policy) {
-  if (policy.has_quest()) return kvstore::kBlockTokens;
-  if (policy.has_hip()) return 2;
-  if (policy.has_infinitehip()) return policy.infinitehip().preset() == "5k" ? 16 : 8;
-  return 1;
+// Returns the number of tokens that a selector chooses together; budgets are rounded up to it.
+int64_t ChunkTokens(const v1::AttentionPolicy& policy) {
+  return v1::FactsOf(policy).chunk_tokens();
 }
 
 absl::Status CheckNothingOfDecoding(const std::string& where, const v1::AttentionPolicy& part) {
@@ -43,14 +40,14 @@ absl::Status CheckNothingOfDecoding(const std::string& where, const v1::Attentio
 
 // Returns `budget` tokens in the selector's groups, rounded up.
 int64_t BudgetBlocks(const v1::AttentionPolicy& policy, uint32_t budget) {
-  const int64_t block = BlockTokens(policy);
+  const int64_t block = ChunkTokens(policy);
   return (int64_t{budget} + block - 1) / block;
 }
 
 // Returns the most tokens that are selected in any layer.
 int64_t SelectedTokens(const v1::AttentionPolicy& policy) {
-  if (policy.has_streaming()) return 0;
-  return BudgetBlocks(policy, LargestLayerBudget(policy)) * BlockTokens(policy);
+  if (!v1::FactsOf(policy).lists()) return 0;
+  return BudgetBlocks(policy, LargestLayerBudget(policy)) * ChunkTokens(policy);
 }
 
 // Checks that `rows` queries that share a selection attend to no more than the trained window.
@@ -119,7 +116,7 @@ std::string CanonicalBytes(const v1::AttentionPolicy& policy) {
   const std::string ranges =
       absl::StrCat(v1::SelectorName(policy), ";sink=", policy.sink_tokens(),
                    ";window=", policy.window_tokens(), ";dense_layers=", policy.dense_layers());
-  if (policy.has_streaming()) return ranges + CanonicalQuality(policy);
+  if (Selects(policy) && !v1::FactsOf(policy).lists()) return ranges + CanonicalQuality(policy);
   std::string bytes = ranges;
   if (Selects(policy)) {
     const int64_t blocks = BudgetBlocks(policy, policy.token_budget());
@@ -170,7 +167,7 @@ void LimitWidening(int64_t trained_window, v1::AttentionPolicy& policy) {
   if (trained_window == 0 || policy.quality().on_violation() != "widen") return;
   const int64_t room = trained_window - int64_t{policy.sink_tokens()} -
                        int64_t{policy.window_tokens()} - (WindowQueries(policy) - 1);
-  const int64_t block = BlockTokens(policy);
+  const int64_t block = ChunkTokens(policy);
   const auto limit = static_cast<uint32_t>(std::max<int64_t>(room / block * block, 0));
   const uint32_t wished = policy.quality().max_budget_tokens();
   const uint32_t most = wished == 0 ? limit : std::min(wished, limit);

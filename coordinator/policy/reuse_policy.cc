@@ -4,19 +4,15 @@
 #include <bit>
 
 #include "absl/strings/str_cat.h"
+#include "google/protobuf/descriptor.h"
 
 #include "proto/policy_check.h"
+#include "proto/selector_field.h"
 
 namespace kvasir::coordinator {
 namespace {
 
 constexpr char kInterval[] = "interval", kCosine[] = "cosine", kBoth[] = "both";
-
-// Steps between refreshes unless the selector has its own intervals; as in kernels/sparse/reuse/.
-constexpr uint32_t kDefaultInterval = 8;
-constexpr float kDefaultTheta = 0.9f;
-constexpr float kDefaultThetaForce = 0.5f;
-constexpr uint32_t kDefaultMaxAge = 64;
 
 bool ReadsInterval(const v1::ReusePolicy& reuse) { return reuse.rule() != kCosine; }
 bool ReadsTheta(const v1::ReusePolicy& reuse) { return reuse.rule() != kInterval; }
@@ -34,10 +30,24 @@ void SetReuseFromFlags(const v1::SparseConfig& config, v1::AttentionPolicy& poli
 void SetReuseDefaults(v1::AttentionPolicy& policy) {
   if (policy.reuse().rule().empty()) return;
   v1::ReusePolicy& reuse = *policy.mutable_reuse();
-  if (reuse.interval() == 0 && !policy.has_infinitehip()) reuse.set_interval(kDefaultInterval);
-  if (reuse.theta() == 0) reuse.set_theta(kDefaultTheta);
-  if (reuse.theta_force() == 0) reuse.set_theta_force(kDefaultThetaForce);
-  if (reuse.max_age() == 0) reuse.set_max_age(kDefaultMaxAge);
+  const bool own_intervals = v1::FactsOf(policy).own_intervals();
+  const auto default_of = [](int field) {
+    return v1::ReusePolicy::descriptor()->FindFieldByNumber(field)->options().GetExtension(
+        v1::policy_default);
+  };
+  using Reuse = v1::ReusePolicy;
+  if (reuse.interval() == 0 && !own_intervals) {
+    reuse.set_interval(static_cast<uint32_t>(default_of(Reuse::kIntervalFieldNumber)));
+  }
+  if (reuse.theta() == 0) {
+    reuse.set_theta(static_cast<float>(default_of(Reuse::kThetaFieldNumber)));
+  }
+  if (reuse.theta_force() == 0) {
+    reuse.set_theta_force(static_cast<float>(default_of(Reuse::kThetaForceFieldNumber)));
+  }
+  if (reuse.max_age() == 0) {
+    reuse.set_max_age(static_cast<uint32_t>(default_of(Reuse::kMaxAgeFieldNumber)));
+  }
 }
 
 absl::Status OverrideReuse(const std::string& where, const v1::ReusePolicy& overrides,

@@ -25,6 +25,26 @@ TEST(SelectorFieldTest, OptionsAreTheFieldsThatAreSet) {
   EXPECT_THAT(SelectorFields(policy), testing::ElementsAre(testing::Pair("probe", "centre")));
 }
 
+TEST(SelectorFieldTest, FactsAreThoseOfTheFieldAndItsOptions) {
+  AttentionPolicy policy;
+  EXPECT_FALSE(FactsOf(policy).lists());
+  EXPECT_EQ(FactsOf(policy).chunk_tokens(), 1);
+  EXPECT_EQ(FactsOf(policy).min_window_tokens(), 1);
+  SetSelector("streaming", policy);
+  EXPECT_FALSE(FactsOf(policy).lists());
+  SetSelector("quest", policy);
+  EXPECT_TRUE(FactsOf(policy).lists());
+  EXPECT_EQ(FactsOf(policy).chunk_tokens(), 64);
+  policy.mutable_infinitehip()->set_preset("3k-fast");
+  EXPECT_EQ(FactsOf(policy).chunk_tokens(), 8);
+  EXPECT_EQ(FactsOf(policy).min_window_tokens(), 512);
+  policy.mutable_infinitehip()->set_preset("5k");
+  EXPECT_EQ(FactsOf(policy).chunk_tokens(), 16);
+  EXPECT_EQ(FactsOf(policy).min_window_tokens(), 128);
+  EXPECT_TRUE(FactsOf(policy).own_intervals());
+  EXPECT_TRUE(FactsOf(policy).window_holds_reach());
+}
+
 TEST(SelectorFieldTest, ATerminatorIsAsASelector) {
   AttentionPolicy policy;
   policy.mutable_quest();

@@ -1,7 +1,7 @@
 // The selector `hip` (hip_selector.h) on the GPU: the same search, order and lists, in device
 // memory where the attention kernels read them. All pointers of the params, including spans, are
 // device memory; params.scratch is not used. Where keys are cached un-rotated, q is the output of
-// RotateToDistance (distant_queries_cuda.h). Called by the attention layer. Thread-safe. Only in
+// RotateToDistance (distant_queries_cuda.h). Called through cuda_selector.h. Thread-safe. Only in
 // builds with CUDA.
 //
 // Scores are float32 sums in another order than on the CPU. Where the scores of the last half kept

@@ -1,7 +1,7 @@
 // The selector `infinitehip` (infinitehip_selector.h) on the GPU, with probe "digest": the same
 // stages, chunks and lists, in device memory where the attention kernels read them. All pointers of
 // the params, including spans, are device memory; params.scratch and the faults are not used.
-// Called by the attention layer. Thread-safe. Only in builds with CUDA.
+// Called through cuda_selector.h. Thread-safe. Only in builds with CUDA.
 //
 // Scores are float32 sums in another order than on the CPU. Where the scores of the last chunk kept
 // and the first one dropped are practically equal, either may be chosen. A row whose list has no

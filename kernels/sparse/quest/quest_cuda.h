@@ -1,8 +1,8 @@
 // The selector `quest` (quest_selector.h) on the GPU: the same scores, order and lists, in device
 // memory where the attention kernels read them. All pointers of the params, including spans, are
 // device memory; params.scratch is not used, and rows remember in device_memories. Where keys are
-// cached un-rotated, q is the output of RotateToDistance (distant_queries_cuda.h). Called by the
-// attention layer. Thread-safe. Only in builds with CUDA.
+// cached un-rotated, q is the output of RotateToDistance (distant_queries_cuda.h). Called through
+// cuda_selector.h. Thread-safe. Only in builds with CUDA.
 //
 // Scores are float32 sums in another order than on the CPU. Where the scores of the last page kept
 // and the first one dropped are practically equal, either may be chosen. A row with more pages in

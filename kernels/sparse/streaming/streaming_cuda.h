@@ -1,6 +1,6 @@
 // The selector `streaming` (streaming_selector.h) on the GPU: writes the rows' headers to device
-// memory. All pointers of the params, including spans, are device memory. Called by the attention
-// layer. Thread-safe. Only in builds with CUDA.
+// memory. All pointers of the params, including spans, are device memory. Called through
+// cuda_selector.h. Thread-safe. Only in builds with CUDA.
 #pragma once
 
 #include <cuda_runtime_api.h>

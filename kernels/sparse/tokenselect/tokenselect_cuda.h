@@ -1,7 +1,7 @@
 // The selector `tokenselect` (tokenselect_selector.h) on the GPU: the same votes, order and lists,
 // in device memory where the attention kernels read them. All pointers of the params, including
 // spans, are device memory; params.scratch is not used. Where keys are cached un-rotated, q is the
-// output of RotateToDistance (distant_queries_cuda.h). Called by the attention layer. Thread-safe.
+// output of RotateToDistance (distant_queries_cuda.h). Called through cuda_selector.h. Thread-safe.
 // Only in builds with CUDA.
 //
 // Votes are float32 with another rounding than on the CPU. Where the votes of the last token kept

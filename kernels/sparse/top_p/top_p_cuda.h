@@ -1,6 +1,6 @@
 // The pruner `top_p` (top_p_pruner.h) on the GPU: the same weights, threshold and tokens, over
 // lists in device memory. All pointers of the params, including spans, are device memory;
-// params.scratch and the faults are not used. Called by the attention layer. Thread-safe. Only in
+// params.scratch and the faults are not used. Called through cuda_selector.h. Thread-safe. Only in
 // builds with CUDA.
 //
 // With params.device_rope set, queries and codes are un-rotated and rows have their compact

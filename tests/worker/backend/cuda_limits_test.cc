@@ -1,11 +1,16 @@
 // Refusals of --device=cuda, which must say which flag to change.
 #include "worker/backend/cuda/cuda_limits.h"
 
+#include <fstream>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <iterator>
 #include <string>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
+
+#include "kernels/sparse/methods.h"
 #include "proto/selector_field.h"
 
 namespace kvasir::worker {
@@ -115,6 +120,40 @@ TEST(CudaLimits, PoliciesItDoesNot) {
     part(policy)->mutable_quality()->set_min_mass(0.5f);
     ExpectRefused(CheckPolicy(policy), "min_mass");
   }
+}
+
+// Returns the option values that a selector refuses on GPUs, as the docs write them. Every value of
+// every option is tried; one that the method does not have is an error of Create.
+std::string RefusedOptions(const kernels::SelectorMethod& method) {
+  std::string refused;
+  for (const std::string option : {"preset", "probe", "scope", "score"}) {
+    for (const std::string value : {"3k", "5k", "3k-fast", "3k-flash", "digest", "centre", "first",
+                                    "group", "layer", "estimate", "bound"}) {
+      const auto selector = method.make({{.name = option, .value = value}});
+      if (!selector.ok() || (*selector)->SupportsGpu(2).options.ok()) continue;
+      const bool over_ranks = (*selector)->SupportsGpu(1).options.ok();
+      absl::StrAppend(&refused, refused.empty() ? "" : ", ", "`", option, ": ", value, "`",
+                      over_ranks ? " over several ranks" : "");
+    }
+  }
+  return refused;
+}
+
+// The table in docs/sparse_methods.md is that of the methods.
+TEST(CudaLimits, TheDocsSayWhatRunsOnGpus) {
+  std::string table =
+      "| selector | runs on a GPU | its lists are reused there | refused there |\n"
+      "|---|---|---|---|\n";
+  const auto yes_or_no = [](bool yes) { return yes ? "yes" : "no"; };
+  for (const kernels::SelectorMethod& method : kernels::SelectorMethods()) {
+    const kernels::GpuSupport support = method.make({}).value()->SupportsGpu(1);
+    const std::string refused = RefusedOptions(method);
+    absl::StrAppend(&table, "| `", method.name, "` | ", yes_or_no(support.runs), " | ",
+                    yes_or_no(support.reuses), " | ", refused, refused.empty() ? "|\n" : " |\n");
+  }
+  std::ifstream file("docs/sparse_methods.md");
+  const std::string docs{std::istreambuf_iterator<char>(file), {}};
+  EXPECT_THAT(docs, HasSubstr(table));
 }
 
 }  // namespace
