@@ -7,9 +7,9 @@
 
 #include "absl/status/statusor.h"
 
-#include "kernels/sparse/cuda_selector.h"
-#include "kernels/sparse/method_options.h"
-#include "kernels/sparse/select_cuda.h"
+#include "kernels/sparse/common/cuda_selector.h"
+#include "kernels/sparse/common/method_options.h"
+#include "kernels/sparse/common/select_cuda.h"
 
 namespace kvasir::kernels {
 

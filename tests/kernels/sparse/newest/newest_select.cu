@@ -1,6 +1,6 @@
 // Each thread takes one row.
 #include "kernels/base/overlapped_launch.h"
-#include "kernels/sparse/select_row.cuh"
+#include "kernels/sparse/common/select_row.cuh"
 #include "tests/kernels/sparse/newest/newest_cuda.h"
 
 namespace kvasir::kernels {
