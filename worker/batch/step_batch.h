@@ -19,6 +19,7 @@
 
 #include "kernels/attention/terminator.h"
 #include "kernels/paged/paged_kv.h"
+#include "kernels/sampling/sampling.h"
 #include "kernels/sparse/common/cuda_selector.h"
 #include "kernels/sparse/common/stages.h"
 #include "worker/batch/sequence.h"

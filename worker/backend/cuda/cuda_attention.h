@@ -16,6 +16,7 @@
 #include "kernels/paged/grouped_positions.h"
 #include "kernels/paged/kv_tensor_maps.h"
 #include "kernels/paged/page_selection.h"
+#include "kernels/rope/rope_positions_cuda.h"
 #include "kernels/sparse/common/cuda_selector.h"
 #include "worker/backend/backend.h"
 #include "worker/backend/cuda/cuda_graphs.h"
