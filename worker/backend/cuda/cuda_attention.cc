@@ -197,13 +197,14 @@ absl::Status CudaAttention::AttendEnding(const CudaStep& step, const CudaTermina
                            *maps_, workspace_.data(), stream);
 }
 
-void CudaAttention::AddToShape(CudaGraphs::Shape& shape) const {
-  const auto address = [](const void* memory) { return reinterpret_cast<int64_t>(memory); };
-  shape.insert(shape.end(),
-               {limits_.select.group, limits_.select.capacity, limits_.select.budget_tokens,
-                limits_.select.listed_tokens, address(entries_.data()), address(workspace_.data()),
-                address(arrivals_.data()), address(placed_queries_.data()), address(rope_.cos),
-                address(rope_.sin)});
+void CudaAttention::AddTo(GraphKey& key) const {
+  key.AddAll("bounds", limits_.select);
+  key.Add("entries", entries_.data());
+  key.Add("workspace", workspace_.data());
+  key.Add("arrivals", arrivals_.data());
+  key.Add("placed_queries", placed_queries_.data());
+  key.Add("rope.cos", rope_.cos);
+  key.Add("rope.sin", rope_.sin);
 }
 
 void CudaAttention::Report(const CudaStep& step, std::span<const SelectedCounts> counts,

@@ -48,7 +48,7 @@ class CudaAttention {
                       const kernels::TensorView& out, cudaStream_t stream);
   // Appends to the graph key every host value of the begun step, besides its StepShape, that
   // launches of Select and Attend depend on.
-  void AddToShape(CudaGraphs::Shape& shape) const;
+  void AddTo(GraphKey& key) const;
   // `counts` are the step's, in host memory.
   static void Report(const CudaStep& step, std::span<const kernels::SelectedCounts> counts,
                      AttentionMeter& meter);

@@ -227,7 +227,7 @@ absl::StatusOr<bool> CudaBackend::BeginStep(const StepInputs& inputs) {
   wants_ops_ = true;
   // Steps with chunks of prompts differ from each other, so they are not recorded.
   if (step().shape.num_single == inputs.batch.num_tokens()) {
-    KVASIR_ASSIGN_OR_RETURN(const bool recorded, graphs_.Begin(GraphShape(), stream_, wait));
+    KVASIR_ASSIGN_OR_RETURN(const bool recorded, graphs_.Begin(KeyOfStep(), stream_, wait));
     wants_ops_ = !recorded;
   }
   if (wants_ops_ && step().positions == nullptr) KVASIR_RETURN_IF_ERROR(ComputeAngles(rope));
@@ -264,33 +264,34 @@ absl::Status CudaBackend::PrepareSampling(const StepInputs& inputs) {
   return Reserve<float>(std::ssize(options) * vocab, changed_logits_).status();
 }
 
-CudaGraphs::Shape CudaBackend::GraphShape() const {
-  const auto address = [](const void* memory) { return reinterpret_cast<int64_t>(memory); };
+GraphKey CudaBackend::KeyOfStep() const {
   const StepBatch& batch = now_->inputs->batch;
   const StepShape& step = now_->step.shape;
   const kernels::PagedKv& kv = now_->step.kv;
-  CudaGraphs::Shape shape = {std::ssize(batch.sampled_tokens),
-                             std::ssize(batch.appends),
-                             std::ssize(step.ranges),
-                             std::ssize(step.number_sets),
-                             address(table_.data()),
-                             address(kv.block_rows),
-                             address(kv.pages),
-                             address(kv.bounds),
-                             address(kv.key_codes),
-                             address(kv.accesses.step),
-                             address(kv.accesses.last_touched),
-                             address(kv.accesses.missed_bytes),
-                             address(results_.data()),
-                             address(now_->sampling.data()),
-                             address(changed_logits_.data()),
-                             address(angles_.data())};
+  GraphKey key;
+  key.Add("sampled_tokens", std::ssize(batch.sampled_tokens));
+  key.Add("appends", std::ssize(batch.appends));
+  key.Add("ranges", std::ssize(step.ranges));
+  key.Add("number_sets", std::ssize(step.number_sets));
+  key.Add("table", table_.data());
+  key.Add("kv.block_rows", kv.block_rows);
+  key.Add("kv.pages", kv.pages);
+  key.Add("kv.bounds", kv.bounds);
+  key.Add("kv.key_codes", kv.key_codes);
+  key.Add("kv.accesses.step", kv.accesses.step);
+  key.Add("kv.accesses.last_touched", kv.accesses.last_touched);
+  key.Add("kv.accesses.missed_bytes", kv.accesses.missed_bytes);
+  key.Add("results", results_.data());
+  key.Add("sampling", now_->sampling.data());
+  key.Add("changed_logits", changed_logits_.data());
+  key.Add("angles", angles_.data());
   for (const SelectorRange& range : step.ranges) {
-    shape.insert(shape.end(), {address(range.served), range.end});
+    key.Add("range.served", range.served);
+    key.Add("range.end", range.end);
   }
-  shape.insert(shape.end(), step.number_sets.begin(), step.number_sets.end());
-  attention_.AddToShape(shape);
-  return shape;
+  for (const int64_t layer : step.number_sets) key.Add("number_set", layer);
+  attention_.AddTo(key);
+  return key;
 }
 
 absl::Status CudaBackend::UploadTable(const StepInputs& inputs) {

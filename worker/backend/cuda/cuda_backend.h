@@ -102,7 +102,7 @@ class CudaBackend final : public Backend {
   absl::Status ReserveAngles(const CudaRope& rope);
   absl::Status ComputeAngles(const CudaRope& rope);
   // For the begun step, which has one token a row.
-  CudaGraphs::Shape GraphShape() const;
+  GraphKey KeyOfStep() const;
   absl::Status FindFinite(const StepOutputs& outputs);
   absl::Status FetchResults(const StepOutputs& outputs);
   // Waits until the step's results are there, or until a rank is missing: then the group is left.

@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include "absl/strings/str_cat.h"
+
 #include "kernels/base/cuda_status.h"
 #include "kernels/base/status_macros.h"
 
@@ -11,8 +13,8 @@ using kernels::CudaStatus;
 
 namespace {
 
-// Above this all are forgotten: shapes come and go with the requests.
-constexpr size_t kMostShapes = 256;
+// Above this all are forgotten: keys come and go with the requests.
+constexpr size_t kMostKeys = 256;
 
 struct DestroyGraph {
   void operator()(cudaGraph_t graph) const { cudaGraphDestroy(graph); }
@@ -20,18 +22,26 @@ struct DestroyGraph {
 
 }  // namespace
 
-absl::StatusOr<bool> CudaGraphs::Begin(const Shape& shape, const CudaStream& stream,
+std::string GraphKey::ToString() const {
+  std::string text;
+  for (size_t i = 0; i < values_.size(); ++i) {
+    absl::StrAppend(&text, i == 0 ? "" : " ", names_[i], "=", values_[i]);
+  }
+  return text;
+}
+
+absl::StatusOr<bool> CudaGraphs::Begin(const GraphKey& key, const CudaStream& stream,
                                        WaitForDevice wait) {
-  if (seen_.size() == kMostShapes) {
+  if (seen_.size() == kMostKeys) {
     KVASIR_RETURN_IF_ERROR(wait());
     Clear(stream);
   }
-  shape_ = shape;
-  if (graphs_.contains(shape)) {
+  key_ = key;
+  if (graphs_.contains(key)) {
     state_ = State::kReplaying;
     return true;
   }
-  if (seen_.insert(shape).second) return false;
+  if (seen_.insert(key).second) return false;
   KVASIR_RETURN_IF_ERROR(
       CudaStatus(cudaStreamBeginCapture(stream.get(), cudaStreamCaptureModeThreadLocal),
                  "beginning to record a step"));
@@ -43,12 +53,12 @@ absl::Status CudaGraphs::End(const CudaStream& stream) {
   const State state = std::exchange(state_, State::kIdle);
   if (state == State::kIdle) return absl::OkStatus();
   if (state == State::kRecording) {
-    KVASIR_ASSIGN_OR_RETURN(graphs_[shape_], EndRecording(stream));
+    KVASIR_ASSIGN_OR_RETURN(graphs_[key_], EndRecording(stream));
     ++stats_.recorded;
   } else {
     ++stats_.replayed;
   }
-  return Launch(graphs_.at(shape_), stream);
+  return Launch(graphs_.at(key_), stream);
 }
 
 absl::Status CudaGraphs::Launch(const Graph& graph, const CudaStream& stream) {
