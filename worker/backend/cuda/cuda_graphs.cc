@@ -1,5 +1,6 @@
 #include "worker/backend/cuda/cuda_graphs.h"
 
+#include <spdlog/spdlog.h>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -55,6 +56,7 @@ absl::Status CudaGraphs::End(const CudaStream& stream) {
   if (state == State::kRecording) {
     KVASIR_ASSIGN_OR_RETURN(graphs_[key_], EndRecording(stream));
     ++stats_.recorded;
+    spdlog::debug("recorded a step as a graph: {}", key_.ToString());
   } else {
     ++stats_.replayed;
   }
