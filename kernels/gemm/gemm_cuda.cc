@@ -28,6 +28,9 @@ namespace {
 // Weights go to the device in pieces of about so many bytes.
 constexpr int64_t kStagingBytes = int64_t{64} << 20;
 constexpr uint64_t kMaxAlignment = 256;  // beyond it cuBLASLt sees no difference
+// Elements of x that our kernel for a few rows takes: beyond them cuBLASLt is faster (decision
+// 0016, on an H100).
+constexpr int64_t kMostFewElements = 12288;
 
 int64_t Size(DType dtype) { return static_cast<int64_t>(DTypeSize(dtype)); }
 
@@ -225,7 +228,8 @@ bool CudaLinear::TakesFewRows(const LinearParams& p) const {
   const auto aligned = [](const TensorView& tensor) {
     return tensor.empty() || AlignmentOf(tensor) >= 16;
   };
-  return options_.input == DType::kBFloat16 && FewRowsFit(p.x.dim(0), in_features_) &&
+  return options_.input == DType::kBFloat16 && p.x.num_elements() <= kMostFewElements &&
+         FewRowsFit(p.x.dim(0), in_features_) &&
          aligned(p.x) && aligned(p.norm);
 }
 

@@ -48,7 +48,7 @@ class CudaLinear {
   // `workspace`: kWorkspaceBytes, 256-byte aligned, of this stream only.
   //
   // Products and sums are float32; a sum has its bias added and is rounded once. For a few rows (up
-  // to 8, of x whose rows have a multiple of 16 bytes and fit into shared memory) all is one
+  // to 8 and 12,288 elements of x, whose rows have a multiple of 16 bytes) all is one
   // launch, which may begin beside the kernel before it, except for the norm of rows that are too
   // long or odd (FewRowsNormalize). For more there is a launch for each part.
   //
