@@ -7,6 +7,7 @@
 
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
+
 #include "kvstore/index/prefix_index.h"
 
 namespace kvasir::kvstore {
