@@ -30,7 +30,7 @@ constexpr int64_t kStagingBytes = int64_t{64} << 20;
 constexpr uint64_t kMaxAlignment = 256;  // beyond it cuBLASLt sees no difference
 // Elements of x that our kernel for a few rows takes: beyond them cuBLASLt is faster (decision
 // 0016, on an H100).
-constexpr int64_t kMostFewElements = 12288;
+constexpr int64_t kMostFewElements = 28672;
 
 int64_t Size(DType dtype) { return static_cast<int64_t>(DTypeSize(dtype)); }
 
@@ -186,7 +186,13 @@ absl::StatusOr<CudaLinear::Plan> CudaLinear::MakePlan(const PlanKey& key) const 
   KVASIR_ASSIGN_OR_RETURN(plan.y, DescribeMatrix(options_.output, out_features_, m));
   if (algorithms_ != nullptr && x_alignment >= kRowAlignment && y_alignment >= kRowAlignment) {
     plan.algorithm = algorithms_->For(m);
-    return plan;
+    // Found for another number of rows, it may refuse this one where outputs are odd.
+    cublasLtMatmulHeuristicResult_t checked;
+    if (cublasLtMatmulAlgoCheck(lt_->handle(), description_.get(), weights_layout_.get(),
+                                plan.x.get(), plan.y.get(), plan.y.get(), &plan.algorithm,
+                                &checked) == CUBLAS_STATUS_SUCCESS) {
+      return plan;
+    }
   }
   KVASIR_ASSIGN_OR_RETURN(const std::vector<cublasLtMatmulAlgo_t> found,
                           CandidatesFor(lt_->handle(), {.description = description_.get(),
@@ -229,8 +235,7 @@ bool CudaLinear::TakesFewRows(const LinearParams& p) const {
     return tensor.empty() || AlignmentOf(tensor) >= 16;
   };
   return options_.input == DType::kBFloat16 && p.x.num_elements() <= kMostFewElements &&
-         FewRowsFit(p.x.dim(0), in_features_) &&
-         aligned(p.x) && aligned(p.norm);
+         FewRowsFit(p.x.dim(0), in_features_) && aligned(p.x) && aligned(p.norm);
 }
 
 absl::Status CudaLinear::Run(const LinearParams& params, std::byte* workspace,

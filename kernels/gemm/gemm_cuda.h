@@ -48,16 +48,16 @@ class CudaLinear {
   // `workspace`: kWorkspaceBytes, 256-byte aligned, of this stream only.
   //
   // Products and sums are float32; a sum has its bias added and is rounded once. For a few rows (up
-  // to 8 and 12,288 elements of x, whose rows have a multiple of 16 bytes) all is one
+  // to 8 and 28,672 elements of x, whose rows have a multiple of 16 bytes) all is one
   // launch, which may begin beside the kernel before it, except for the norm of rows that are too
   // long or odd (FewRowsNormalize). For more there is a launch for each part.
   //
   // A row's bits depend on nothing but the row, whatever M is and whichever kernel multiplies,
-  // where keeps_bits() and x and y are aligned to 16 bytes. Elsewhere the order of sums is chosen
-  // by M and by the alignment of x and y at their first use and kept. Infinities and NaNs spread
-  // within their row as in the formula and never into another row. Nothing is waited for; may be
-  // captured. INVALID_ARGUMENT: shapes, dtypes, host memory. UNIMPLEMENTED: cuBLASLt has no kernel
-  // for the shape. INTERNAL: it failed.
+  // where keeps_bits(), x and y are aligned to 16 bytes and N is a multiple of 8. Elsewhere the
+  // order of sums is chosen by M and by the alignment of x and y at their first use and kept.
+  // Infinities and NaNs spread within their row as in the formula and never into another row.
+  // Nothing is waited for; may be captured. INVALID_ARGUMENT: shapes, dtypes, host memory.
+  // UNIMPLEMENTED: cuBLASLt has no kernel for the shape. INTERNAL: it failed.
   absl::Status Run(const LinearParams& params, std::byte* workspace, cudaStream_t stream);
   // The same by cuBLASLt, whatever M is.
   absl::Status RunManyRows(const LinearParams& params, std::byte* workspace, cudaStream_t stream);

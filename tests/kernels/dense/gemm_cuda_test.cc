@@ -215,8 +215,10 @@ TEST_F(FewRowsTest, WhatStandsAroundAProductHasTheBitsOfItsParts) {
                                  .normed = room})),
                 Bits(product));
 
-      const TensorView sum =
-          Run(layer, {.x = normed, .after = After::kAdd, .y = OnDevice(host_y, 3)});
+      const TensorView sum = Run(layer, {.x = normed,
+                                         .after = After::kAdd,
+                                         .y = OnDevice(host_y, 3),
+                                         .product = Room(c.rows, c.outputs)});
       std::vector<uint16_t> expected = Bits(product);
       for (size_t i = 0; i < expected.size(); ++i) {
         BFloat16 value;
