@@ -226,18 +226,17 @@ void ConnectionTable::Remove(Connections::iterator connection) {
   series_.open->Set(static_cast<double>(connections_.size()));
 }
 
-ConnectionTable::Connection* ConnectionTable::Find(const std::string& peer) {
+ConnectionTable::Connections::iterator ConnectionTable::Find(const std::string& peer) {
   const auto named = by_peer_.find(Normalized(peer));
-  if (named == by_peer_.end()) return nullptr;
-  return &connections_.at(named->second);
+  return named == by_peer_.end() ? connections_.end() : connections_.find(named->second);
 }
 
 std::unique_ptr<GrpcListener::Call> ConnectionTable::BeginCall(const std::string& peer) {
   MutexLock lock(mu_);
-  const auto named = by_peer_.find(Normalized(peer));
-  if (named == by_peer_.end()) return nullptr;
-  ++connections_.at(named->second).calls;
-  return std::make_unique<LiveCall>(*this, named->second);
+  const auto found = Find(peer);
+  if (found == connections_.end()) return nullptr;
+  ++found->second.calls;
+  return std::make_unique<LiveCall>(*this, found->first);
 }
 
 void ConnectionTable::EndCall(uint64_t connection) {
@@ -248,13 +247,14 @@ void ConnectionTable::EndCall(uint64_t connection) {
 
 void ConnectionTable::OnMessage(const std::string& peer, size_t bytes) {
   MutexLock lock(mu_);
-  Connection* connection = Find(peer);
-  if (connection == nullptr) return;
-  Sample(*connection, SteadyClock::now());
-  unfinished_ -= connection->unfinished();
-  connection->accounted =
-      std::min(connection->received, connection->accounted + bytes + kBytesAroundMessage);
-  unfinished_ += connection->unfinished();
+  const auto found = Find(peer);
+  if (found == connections_.end()) return;
+  Connection& connection = found->second;
+  Sample(connection, SteadyClock::now());
+  unfinished_ -= connection.unfinished();
+  connection.accounted =
+      std::min(connection.received, connection.accounted + bytes + kBytesAroundMessage);
+  unfinished_ += connection.unfinished();
 }
 
 void ConnectionTable::Warn(const std::string& text) {

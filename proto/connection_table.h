@@ -88,7 +88,8 @@ class ConnectionTable {
   void Watch(uint64_t id, const Connection& connection, Interest interest, int operation);
   void Close(Connection& connection) REQUIRES(mu_);
   void Remove(Connections::iterator connection) REQUIRES(mu_);
-  Connection* Find(const std::string& peer) REQUIRES(mu_);
+  // Returns connections_.end() for a peer without a connection.
+  Connections::iterator Find(const std::string& peer) REQUIRES(mu_);
   void EndCall(uint64_t connection) EXCLUDES(mu_);
   // Logs at most one line per interval, because its cause may come often.
   void Warn(const std::string& text);
