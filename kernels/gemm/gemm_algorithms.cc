@@ -104,8 +104,8 @@ class Trial {
 
   cublasLtMatmulDesc_t description() const { return description_.get(); }
 
-  // Whether the algorithm gives the same bits, for so many rows. One that does not take the layer
-  // does not.
+  // Whether the algorithm gives the same bits for `rows` rows; false for one that refuses the
+  // layer.
   absl::StatusOr<bool> Agrees(cublasLtHandle_t handle, const cublasLtMatmulAlgo_t& algorithm,
                               int64_t rows) const {
     rows = std::min(rows, kTriedRows);

@@ -80,8 +80,8 @@ struct LinearAlgorithms {
   static constexpr int64_t kLeastRows = 16;  // of the first class; each has twice as many
 
   std::array<cublasLtMatmulAlgo_t, kClasses> of_class;
-  // For tests and logs: of each class, which of its candidates was the first to have the bits of
-  // our kernel, the fastest is 0; -1: none.
+  // For tests. Of each class, the index of the first candidate that had the bits of our kernel,
+  // where the fastest has 0; -1: none had.
   std::array<int, kClasses> places = {};
   // Whether all have the bits of our kernel. A class that has no such algorithm takes the nearest
   // class's; without any they are the fastest.
@@ -100,9 +100,9 @@ class CublasLt {
   static absl::StatusOr<CublasLt> Create();
   cublasLtHandle_t handle() const { return handle_.get(); }
 
-  // Those of a shape that our kernel for a few rows takes (FewRowsFit of one row). The first time
-  // they are looked for, with device memory of its own that is given back; waits for the device.
-  // They live as long as this object. UNIMPLEMENTED: cuBLASLt has none.
+  // Returns the algorithms of a shape that our kernel for a few rows takes (FewRowsFit of one row).
+  // The first call for a shape tries candidates, in device memory that it gives back, and waits for
+  // the device. The result lives as long as this object. UNIMPLEMENTED: cuBLASLt has none.
   absl::StatusOr<const LinearAlgorithms*> AlgorithmsOf(const ProductShape& shape) const;
 
  private:

@@ -25,7 +25,7 @@ using After = LinearParams::After;
 
 namespace {
 
-// Weights go to the device in pieces of about so many bytes.
+// Weights go to the device in pieces of about this size.
 constexpr int64_t kStagingBytes = int64_t{64} << 20;
 constexpr uint64_t kMaxAlignment = 256;  // beyond it cuBLASLt sees no difference
 // Elements of x that our kernel for a few rows takes: beyond them cuBLASLt is faster (decision

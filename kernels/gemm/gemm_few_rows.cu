@@ -53,7 +53,7 @@ __host__ __device__ constexpr int64_t XPitch(int64_t k) {
   return (k + kStepColumns - 1) / kStepColumns * kStepPieces + 1;
 }
 
-// With rings of so many warps.
+// Bytes of shared memory with the rings of `warps` warps.
 constexpr int64_t SharedBytes(int warps, int stages, int64_t num_rows, int64_t k, bool has_norm) {
   const int64_t pieces = num_rows * XPitch(k) + (has_norm ? k / kPiece : 0);
   return static_cast<int64_t>(sizeof(SharedMemory)) +

@@ -1,14 +1,15 @@
 // The kernel of CudaLinear for a few rows of x. Only gemm_cuda.cc includes it, after it has
 // checked. All pointers are device memory.
 //
-// Weights are read once, from begin to end, and all that counts is that enough of them are on their
-// way at any time: about 100 to 192 KiB a multiprocessor, of which there is one block each. A warp
-// takes tiles of 8 rows of the weights in turn, copies its own rows ahead into shared memory and
-// multiplies by them on tensor cores, with the rows of x as the other operand. The first copies
-// begin before the kernel waits for what x is made by.
+// Weights are read once, from begin to end. Speed needs enough of them on their way at any time:
+// about 100 to 192 KiB a multiprocessor, which has one CTA. A warp takes tiles of 8
+// rows of the weights in turn, copies its own rows ahead into shared memory, and multiplies by them
+// on tensor cores, with the rows of x as the other operand. The first copies begin before the
+// kernel waits for the kernel that makes x.
 //
-// A sum has one order, whatever M is and wherever in x its row stands: 16 columns at a time in
-// ascending order, in one accumulator. Kernels for many rows have the same (gemm_algorithms.h).
+// A sum has one order, whatever M is and wherever its row lies in x: 16 columns at a time in
+// ascending order, in one accumulator. Kernels for many rows have the same order
+// (gemm_algorithms.h).
 #pragma once
 
 #include <cstdint>
@@ -35,8 +36,8 @@ struct FewRowsLaunch {
   DType dtype = DType::kBFloat16;  // of y; float32 with kStore only
 };
 
-// Whether there is room for so many rows of x beside the copies. 16-byte alignment of x, norm and
-// weights is required, too.
+// Whether there is room for `num_rows` rows of x beside the copies. x, norm and weights must be
+// aligned to 16 bytes, too.
 bool FewRowsFit(int64_t num_rows, int64_t k);
 // Whether x may have a norm.
 bool FewRowsNormalize(int64_t k);

@@ -90,8 +90,9 @@ struct LayerQueries {
 
 // Results of the layers.
 struct StepOutputs {
-  // [tokens, hidden]. Every token of a row is checked, also where nothing is sampled, because its
-  // KV would corrupt what follows.
+  // [tokens, hidden], after the last layer's attention. Every token of a row is checked, also where
+  // nothing is sampled, because its KV would corrupt what follows. The MLP after it is computed for
+  // sampled rows alone; Sample refuses logits that are not finite.
   kernels::TensorView residual;
   kernels::TensorView logits;  // [sampled rows, vocab] float32
 };
@@ -211,8 +212,8 @@ class Backend {
 
   // --- ops that all ranks call in the same order; not called where a rank is alone ---
 
-  // y += sum over ranks of their x, rounded first, in the same bits on every rank. x [tokens,
-  // hidden] float32 is overwritten.
+  // y += sum over ranks of their x, rounded first, in the same bits on every rank. x [rows, hidden]
+  // float32 is overwritten; rows are those of the step's tokens, or those that sample.
   virtual absl::Status AddOverRanks(const kernels::TensorView& x, const kernels::TensorView& y) = 0;
   // y = columns of the ranks from first_rank on, side by side, as many as fit.
   virtual absl::Status GatherColumns(const RankColumns& columns) = 0;

@@ -6,6 +6,7 @@
 //   x = embedding(tokens)
 //   each layer:  x += sum over ranks of attention(norm(x));  x += sum over ranks of mlp(norm(x))
 //   logits = concatenation over ranks of head(norm(x)), for the rows that sample
+// The last layer's mlp is computed for the rows that sample alone.
 #pragma once
 
 #include <cstdint>
