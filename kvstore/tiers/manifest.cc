@@ -72,7 +72,9 @@ absl::Status FromRocks(const rocksdb::Status& status) {
   if (status.ok()) return absl::OkStatus();
   const std::string message = absl::StrCat("manifest: ", status.ToString());
   if (status.IsNoSpace()) return absl::ResourceExhaustedError(message);
-  if (status.IsCorruption() || status.IsInvalidArgument() || status.IsNotFound()) {
+  // A damaged CURRENT names a file that does not exist.
+  if (status.IsCorruption() || status.IsInvalidArgument() || status.IsNotFound() ||
+      status.IsPathNotFound()) {
     return absl::DataLossError(message);
   }
   return absl::UnavailableError(message);
@@ -167,6 +169,8 @@ absl::StatusOr<std::unique_ptr<Manifest>> OpenManifest(const std::string& direct
   options.max_file_opening_threads = 1;  // the tables are few and small; the default is 16
   options.keep_log_file_num = 1;
   options.info_log_level = rocksdb::ERROR_LEVEL;
+  options.stats_dump_period_sec = 0;  // nobody reads its statistics
+  options.stats_persist_period_sec = 0;
   // Otherwise everything after a damaged record of the log is lost silently. A log that a crash of
   // the machine cut short is refused too: the manifest is then rebuilt from the extents.
   options.wal_recovery_mode = rocksdb::WALRecoveryMode::kAbsoluteConsistency;

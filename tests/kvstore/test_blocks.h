@@ -12,6 +12,8 @@
 #include <utility>
 #include <vector>
 
+#include "spdlog/spdlog.h"
+
 #include "kernels/base/buffer.h"
 #include "kvstore/format/page_format.h"
 #include "kvstore/tiers/disk_tier.h"
@@ -68,7 +70,10 @@ inline PrefixHash HashOf(uint32_t name) {
 class TestStore {
  public:
   explicit TestStore(std::string directory, uint32_t seed = 1)
-      : directory_(std::move(directory)), control(std::make_shared<FaultControl>(seed)) {}
+      : directory_(std::move(directory)), control(std::make_shared<FaultControl>(seed)) {
+    // Hundreds of errors that are caused on purpose would hide what a failed test says.
+    spdlog::set_level(spdlog::level::off);
+  }
 
   DiskTierOptions Options(int64_t capacity_blocks) const {
     const int64_t extent = format.extent_bytes();
