@@ -8,18 +8,23 @@
 // last:
 //
 //   float32, bfloat16   [k][columns of the group]
-//   bfloat16 pairs      the same, a unit of two neighbours in k for each k
-//   int8                for each 32 of k: [scales of the group's columns], then [k][columns]
+//   bfloat16 pairs      the same, of units of two neighbours in k
+//   int8                for each 32 of k: [scales of the group's columns], then [units][columns]
+//                       of units of two neighbours in k, the last of an odd K with a zero
 //
 // bfloat16 columns of a panel, and scales, alternate: column 0, L, 1, L + 1, ..., so that a shift
 // and a mask make two vectors of one load. A scale is the bfloat16 above the largest |w| of its 32
-// weights / 127: half the bytes of a float32, a 17th of all that a decode step reads, and
-// scale * q is exact in float32.
+// weights / 127: half the bytes of a float32, a 17th of all that a decode step reads.
+//
+// int8 weights are multiplied by x in 16 bits: for each 32 of k a row of x becomes whole multiples
+// of a power of two, the largest |x| at least 2^14 and less than 2^15 of them. So x is off by at
+// most 2^-15 of its largest neighbour, where bfloat16 is off by 2^-9 of itself. One instruction
+// then adds two products exactly, and a sum of 32 fits into int32.
 //
 // An element of y in float32 and bfloat16 is one chain of fused multiply-adds over k = 0 .. K-1;
-// in int8 the 32 products x * q of a scale are such a chain and the chains are added in order,
-// each by one fused multiply-add with its scale. Then the bias is added. So the bits are the same
-// for every number of rows, thread and instruction set. Pairs are the exception: an instruction of
+// in int8 the exact sums of 32 products are added in order, each by one fused multiply-add with
+// the product of its two scales. Then the bias is added. So the bits are the same for every number
+// of rows, thread and instruction set. Pairs of bfloat16 are the exception: an instruction of
 // AVX512_BF16 adds two products at a time, so their bits are their own, but as independent of rows
 // and threads.
 //
@@ -37,7 +42,8 @@ enum class PanelFormat : uint8_t { kFloat32, kBFloat16, kBFloat16Pairs, kInt8 };
 struct PanelWeights {
   PanelFormat format = PanelFormat::kFloat32;
   int64_t n = 0;
-  int64_t k = 0;
+  int64_t inputs = 0;               // K
+  int64_t k = 0;                    // units of the format that K takes: NumUnits
   const std::byte* data = nullptr;  // aligned to 64 bytes
   const float* bias = nullptr;      // [n] and zeros up to the end of the last panel; or null
 };
@@ -45,14 +51,16 @@ struct PanelWeights {
 // One product of some rows.
 struct PanelJob {
   PanelWeights weights;
-  const std::byte* x = nullptr;  // [rows, k]
+  const std::byte* x = nullptr;  // [rows, inputs]
   std::byte* y = nullptr;        // [rows, n]
   bool x_is_bfloat16 = false;
   bool y_is_bfloat16 = false;
   int64_t rows = 0;
-  // x as float32: [blocks of k][rows][kMaxKBlock], of which the first k_block are used.
+  // x as float32, or pairs in the room of one: [blocks of k][rows][kMaxKBlock], of which the first
+  // k_block are used.
   float* x_blocks = nullptr;
-  int64_t k_block = 0;  // a multiple of 32, but for a last block; at most kMaxKBlock
+  float* x_scales = nullptr;  // int8 only: [blocks of k][rows][kMaxXScales]
+  int64_t k_block = 0;        // a multiple of 32, but for a last block; at most kMaxKBlock
 };
 
 // A part of y.
@@ -85,39 +93,65 @@ PanelKernels Avx512Bf16PanelKernels();
 
 namespace {
 
-constexpr int64_t kScaleGroup = 32;  // of k, with one scale a column
+constexpr int64_t kScaleGroup = 32;  // of K, with one scale a column
+constexpr int64_t kScaleUnits = kScaleGroup / 2;
 constexpr int64_t kMaxFewRows = 24;
 // A panel of so many k as float32 is 12 KiB (AVX2) or 24 (AVX-512) of a core's nearest cache.
 constexpr int64_t kMaxKBlock = 192;
+constexpr int64_t kMaxXScales = kMaxKBlock / kScaleUnits;
 
 inline int64_t DivideUp(int64_t value, int64_t by) { return (value + by - 1) / by; }
 
-inline int64_t ElementBytes(PanelFormat format) {
-  if (format == PanelFormat::kInt8) return 1;
-  return format == PanelFormat::kBFloat16 ? 2 : 4;
+inline int64_t UnitBytes(PanelFormat format) {
+  return format == PanelFormat::kBFloat16 || format == PanelFormat::kInt8 ? 2 : 4;
 }
 
 inline int64_t GroupColumns(PanelFormat format) { return format == PanelFormat::kInt8 ? 64 : 32; }
 
-// Units of k weights; k is even for pairs.
-inline int64_t NumUnits(PanelFormat format, int64_t k) {
-  return format == PanelFormat::kBFloat16Pairs ? k / 2 : k;
+// Weights in a unit.
+inline int64_t UnitWeights(PanelFormat format) {
+  return format == PanelFormat::kBFloat16Pairs || format == PanelFormat::kInt8 ? 2 : 1;
 }
 
-// Bytes that one column takes for k weights.
+// Units of so many weights, an even number for pairs of bfloat16.
+inline int64_t NumUnits(PanelFormat format, int64_t weights) {
+  return DivideUp(weights, UnitWeights(format));
+}
+
+// Bytes that one column takes for k units.
 inline int64_t PanelColumnBytes(PanelFormat format, int64_t k) {
-  const int64_t scales = format == PanelFormat::kInt8 ? DivideUp(k, kScaleGroup) : 0;
-  return k * ElementBytes(format) + 2 * scales;
+  const int64_t scales = format == PanelFormat::kInt8 ? DivideUp(k, kScaleUnits) : 0;
+  return k * UnitBytes(format) + 2 * scales;
+}
+
+// Of 32 neighbours in a row of x.
+struct XScale {
+  float scale;    // a power of two, at least 2^-126; NaN where one of them is not finite
+  float inverse;  // the multiples are x * inverse, rounded to nearest even and at most 2^15 - 1
+};
+
+// `largest`: of the bits of |x|.
+inline XScale ScaleOfX(uint32_t largest) {
+  constexpr uint32_t kMantissaBits = 23, kNotFinite = 255, kWholeBits = 14;
+  const uint32_t exponent = largest >> kMantissaBits;  // 127 more than the power
+  const uint32_t least = kWholeBits + 1;
+  const uint32_t scale = (exponent < least ? least : exponent) - kWholeBits;
+  const uint32_t scale_bits = exponent == kNotFinite ? 0x7fc00000 : scale << kMantissaBits;
+  const uint32_t inverse_bits = (2 * 127 - scale) << kMantissaBits;
+  XScale result;
+  __builtin_memcpy(&result.scale, &scale_bits, sizeof(float));
+  __builtin_memcpy(&result.inverse, &inverse_bits, sizeof(float));
+  return result;
 }
 
 // Where a part of a group's weights lies.
 struct PanelPlace {
   const std::byte* weights;  // of the panel, at k_begin
-  const std::byte* scales;   // of the panel, of k_begin's 32; int8 only
-  int64_t columns;           // of the group: elements between one k and the next
+  const std::byte* scales;   // of the panel, of k_begin's 32 weights; int8 only
+  int64_t columns;           // of the group: units between one k and the next
 };
 
-// `k_begin` is a multiple of kScaleGroup.
+// `k_begin` is a unit, a multiple of kScaleUnits.
 inline PanelPlace FindPanel(const PanelWeights& w, int64_t lanes, int64_t panel, int64_t k_begin) {
   const int64_t width = 2 * lanes;
   const int64_t group_columns = GroupColumns(w.format);
@@ -128,9 +162,9 @@ inline PanelPlace FindPanel(const PanelWeights& w, int64_t lanes, int64_t panel,
   const std::byte* group = w.data + first * PanelColumnBytes(w.format, w.k) +
                            columns * PanelColumnBytes(w.format, k_begin);
   if (w.format == PanelFormat::kInt8) {
-    return {group + 2 * columns + in_group, group + 2 * in_group, columns};
+    return {group + 2 * (columns + in_group), group + 2 * in_group, columns};
   }
-  return {group + in_group * ElementBytes(w.format), nullptr, columns};
+  return {group + in_group * UnitBytes(w.format), nullptr, columns};
 }
 
 // Floats for a decoded panel and for the sums of an item.

@@ -29,8 +29,8 @@ struct DecodedOf<Pair> {
 
 PanelKernels Avx512Bf16PanelKernels() {
   PanelKernels kernels = Kernels();
-  kernels.few_rows = FewRowsOf<Pair, false>;
-  kernels.many_rows = ManyRowsOf<Pair, false>;
+  kernels.few_rows = FewRowsOf<Pair>;
+  kernels.many_rows = ManyRowsOf<Pair>;
   return kernels;
 }
 

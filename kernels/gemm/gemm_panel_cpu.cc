@@ -2,7 +2,9 @@
 // run. std::fma makes the bits those of the others; where it is not one instruction, it is a call.
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cmath>
+#include <cstring>
 
 #include "kernels/base/dtype.h"
 #include "kernels/gemm/gemm_panel.h"
@@ -13,9 +15,20 @@ namespace {
 constexpr int64_t kLanes = 8;
 constexpr int64_t kWidth = 2 * kLanes;
 using PanelRow = std::array<float, kWidth>;
+using IntRow = std::array<int32_t, kWidth>;
 
 float* BlockOfX(const PanelJob& job, int64_t row, int64_t k_begin) {
   return job.x_blocks + (k_begin / job.k_block * job.rows + row) * kMaxKBlock;
+}
+
+float* ScalesOfX(const PanelJob& job, int64_t row, int64_t k_begin) {
+  return job.x_scales + (k_begin / job.k_block * job.rows + row) * kMaxXScales +
+         k_begin % job.k_block / kScaleUnits;
+}
+
+// x of a row as int16, of the units from k_begin on.
+int16_t* RoundedX(const PanelJob& job, int64_t row, int64_t k_begin) {
+  return reinterpret_cast<int16_t*>(BlockOfX(job, row, k_begin) + k_begin % job.k_block);
 }
 
 // Columns in order from bfloat16 that alternate (gemm_panel.h).
@@ -31,23 +44,41 @@ PanelRow FromPairs(const std::byte* data) {
 PanelRow DecodeRow(PanelFormat format, const std::byte* data) {
   if (format == PanelFormat::kBFloat16) return FromPairs(data);
   PanelRow row;
-  for (int64_t j = 0; j < kWidth; ++j) {
-    row[static_cast<size_t>(j)] =
-        format == PanelFormat::kFloat32
-            ? reinterpret_cast<const float*>(data)[j]
-            : static_cast<float>(reinterpret_cast<const int8_t*>(data)[j]);
-  }
+  std::memcpy(row.data(), data, sizeof(row));
   return row;
 }
 
+float ElementOfX(const PanelJob& job, int64_t row, int64_t k) {
+  const int64_t at = row * job.weights.inputs + k;
+  return job.x_is_bfloat16 ? static_cast<float>(reinterpret_cast<const BFloat16*>(job.x)[at])
+                           : reinterpret_cast<const float*>(job.x)[at];
+}
+
+void RoundGroup(const PanelJob& job, int64_t row, int64_t k_begin) {
+  const int64_t count = std::min(kScaleGroup, job.weights.inputs - 2 * k_begin);
+  uint32_t largest = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const float x = ElementOfX(job, row, 2 * k_begin + i);
+    largest = std::max(largest, std::bit_cast<uint32_t>(x) & 0x7fffffffu);
+  }
+  const XScale found = ScaleOfX(largest);
+  *ScalesOfX(job, row, k_begin) = found.scale;
+  for (int64_t i = 0; i < kScaleGroup; ++i) {
+    const float x = i < count ? ElementOfX(job, row, 2 * k_begin + i) * found.inverse : 0;
+    // With x that is not finite the scale makes the result NaN.
+    RoundedX(job, row, k_begin)[i] =
+        std::isfinite(x) ? static_cast<int16_t>(std::min(std::nearbyint(x), 32767.0f)) : int16_t{0};
+  }
+}
+
 void PackRows(const PanelJob& job, int64_t row_begin, int64_t row_end) {
-  const int64_t columns = job.weights.k;
   for (int64_t row = row_begin; row < row_end; ++row) {
-    for (int64_t k = 0; k < columns; ++k) {
-      const int64_t at = row * columns + k;
-      BlockOfX(job, row, k)[k % job.k_block] =
-          job.x_is_bfloat16 ? static_cast<float>(reinterpret_cast<const BFloat16*>(job.x)[at])
-                            : reinterpret_cast<const float*>(job.x)[at];
+    if (job.weights.format == PanelFormat::kInt8) {
+      for (int64_t k = 0; k < job.weights.k; k += kScaleUnits) RoundGroup(job, row, k);
+    } else {
+      for (int64_t k = 0; k < job.weights.k; ++k) {
+        BlockOfX(job, row, k)[k % job.k_block] = ElementOfX(job, row, k);
+      }
     }
   }
 }
@@ -67,11 +98,11 @@ void Finish(const PanelJob& job, int64_t row, int64_t panel, const PanelRow& sum
   }
 }
 
-// 32 of k, or what is left of them.
+// kScaleGroup of k, or what is left of them.
 void AddProducts(const PanelJob& job, int64_t row, int64_t panel, int64_t k_begin, PanelRow& sums) {
   const PanelWeights& w = job.weights;
   const PanelPlace place = FindPanel(w, kLanes, panel, k_begin);
-  const int64_t stride = place.columns * ElementBytes(w.format);
+  const int64_t stride = place.columns * UnitBytes(w.format);
   const float* x = BlockOfX(job, row, k_begin) + k_begin % job.k_block;
   const int64_t count = std::min(kScaleGroup, w.k - k_begin);
   for (int64_t i = 0; i < count; ++i) {
@@ -80,17 +111,33 @@ void AddProducts(const PanelJob& job, int64_t row, int64_t panel, int64_t k_begi
   }
 }
 
+// The same of int8: kScaleUnits of k.
+void AddScaledProducts(const PanelJob& job, int64_t row, int64_t panel, int64_t k_begin,
+                       PanelRow& sums) {
+  const PanelPlace place = FindPanel(job.weights, kLanes, panel, k_begin);
+  const int16_t* x = RoundedX(job, row, k_begin);
+  IntRow exact = {};
+  for (int64_t k = 0; k < std::min(kScaleUnits, job.weights.k - k_begin); ++k) {
+    const auto* unit = reinterpret_cast<const int8_t*>(place.weights) + 2 * k * place.columns;
+    for (int64_t i = 0; i < 2 * kWidth; ++i) {
+      exact[static_cast<size_t>(i / 2)] += int32_t{x[2 * k + i % 2]} * unit[i];
+    }
+  }
+  const PanelRow scales = FromPairs(place.scales);
+  const float x_scale = *ScalesOfX(job, row, k_begin);
+  for (size_t j = 0; j < kWidth; ++j) {
+    sums[j] = std::fma(static_cast<float>(exact[j]), scales[j] * x_scale, sums[j]);
+  }
+}
+
 void RunRow(const PanelJob& job, int64_t row, int64_t panel) {
   PanelRow sums = {};
-  for (int64_t k = 0; k < job.weights.k; k += kScaleGroup) {
-    if (job.weights.format != PanelFormat::kInt8) {
-      AddProducts(job, row, panel, k, sums);
-      continue;
+  if (job.weights.format == PanelFormat::kInt8) {
+    for (int64_t k = 0; k < job.weights.k; k += kScaleUnits) {
+      AddScaledProducts(job, row, panel, k, sums);
     }
-    PanelRow chain = {};
-    AddProducts(job, row, panel, k, chain);
-    const PanelRow scales = FromPairs(FindPanel(job.weights, kLanes, panel, k).scales);
-    for (size_t j = 0; j < kWidth; ++j) sums[j] = std::fma(chain[j], scales[j], sums[j]);
+  } else {
+    for (int64_t k = 0; k < job.weights.k; k += kScaleGroup) AddProducts(job, row, panel, k, sums);
   }
   Finish(job, row, panel, sums);
 }

@@ -73,7 +73,7 @@ class PanelGemm : public GemmEngine {
         kernels_(KernelsFor(format_, isa)) {
     const int64_t k = NumUnits(format_, source.k());
     k_block_ = DivideUp(DivideUp(k, DivideUp(k, kMaxKBlock)), kScaleGroup) * kScaleGroup;
-    weights_ = {.format = format_, .n = source.n(), .k = k};
+    weights_ = {.format = format_, .n = source.n(), .inputs = source.k(), .k = k};
   }
 
   absl::Status Initialize(const WeightSource& source, HostArena& memory) {
@@ -106,6 +106,7 @@ class PanelGemm : public GemmEngine {
   };
   struct Layout {
     float* x_blocks;
+    float* x_scales;
     float* of_threads;
     int64_t floats_per_thread;
     int64_t bytes;
@@ -126,6 +127,7 @@ class PanelGemm : public GemmEngine {
     ScratchPieces pieces(scratch);
     Layout layout;
     layout.x_blocks = pieces.Take<float>(max_rows() * num_k_blocks() * kMaxKBlock);
+    layout.x_scales = pieces.Take<float>(max_rows() * num_k_blocks() * kMaxXScales);
     const int64_t panels = kMaxItemColumns / panel_columns();
     layout.floats_per_thread = ManyRowsScratchFloats(
         kernels().lanes, std::min(kMaxItemRows, max_rows()), std::min(panels, num_panels()));
@@ -143,9 +145,9 @@ class PanelGemm : public GemmEngine {
                  .y_is_bfloat16 = options_.output == DType::kBFloat16,
                  .rows = rows.end - rows.begin,
                  .x_blocks = layout.x_blocks,
+                 .x_scales = layout.x_scales,
                  .k_block = k_block_};
-    const int64_t x_element = pairs ? 4 : static_cast<int64_t>(DTypeSize(options_.input));
-    job.x = run.x + rows.begin * weights_.k * x_element;
+    job.x = run.x + rows.begin * weights_.inputs * static_cast<int64_t>(DTypeSize(options_.input));
     job.y = run.y + rows.begin * weights_.n * static_cast<int64_t>(DTypeSize(options_.output));
     if (job.rows <= kMaxFewRows) {
       RunFewRows(job, executor);
@@ -156,7 +158,7 @@ class PanelGemm : public GemmEngine {
 
   bool IsWorthThreads(const PanelJob& job, const Executor& executor) const {
     const auto flops = 2.0 * static_cast<double>(job.rows) * static_cast<double>(weights_.n) *
-                       static_cast<double>(weights_.k);
+                       static_cast<double>(weights_.inputs);
     return executor.num_threads() > 1 && flops >= kMinParallelFlops;
   }
 

@@ -20,8 +20,11 @@ class PanelPacker {
   PanelPacker(const WeightSource& source, PanelFormat format, int64_t lanes, std::byte* data)
       : source_(source),
         lanes_(lanes),
-        weights_{
-            .format = format, .n = source.n(), .k = NumUnits(format, source.k()), .data = data},
+        weights_{.format = format,
+                 .n = source.n(),
+                 .inputs = source.k(),
+                 .k = NumUnits(format, source.k()),
+                 .data = data},
         data_(data) {}
 
   absl::Status Pack(int64_t panel, float* rows) {
@@ -63,22 +66,18 @@ class PanelPacker {
       reinterpret_cast<BFloat16*>(Mutable(place.scales))[Alternating(j)] = BFloat16(scale);
     }
     std::byte* row = Mutable(place.weights);
-    const int64_t step = place.columns * ElementBytes(weights_.format);
-    if (weights_.format == PanelFormat::kBFloat16Pairs) {
-      for (size_t i = 0; i < part.size(); i += 2, row += step) {
-        reinterpret_cast<BFloat16*>(row)[2 * j] = BFloat16(part[i]);
-        reinterpret_cast<BFloat16*>(row)[2 * j + 1] = BFloat16(part[i + 1]);
-      }
-      return true;
+    const int64_t unit = UnitWeights(weights_.format);
+    for (int64_t i = 0; i < static_cast<int64_t>(part.size()); ++i) {
+      Write(row, j, i % unit, part[static_cast<size_t>(i)], scale);
+      if (i % unit == unit - 1) row += place.columns * UnitBytes(weights_.format);
     }
-    for (const float w : part) {
-      Write(row, j, w, scale);
-      row += step;
-    }
+    // The second weight of a last unit of int8 may be missing.
+    if (part.size() % static_cast<size_t>(unit) != 0) Write(row, j, 1, 0, scale);
     return true;
   }
 
-  void Write(std::byte* row, int64_t j, float weight, float scale) const {
+  // Weight `i` of a unit of column j.
+  void Write(std::byte* row, int64_t j, int64_t i, float weight, float scale) const {
     switch (weights_.format) {
       case PanelFormat::kFloat32:
         reinterpret_cast<float*>(row)[j] = weight;
@@ -87,9 +86,10 @@ class PanelPacker {
         reinterpret_cast<BFloat16*>(row)[Alternating(j)] = BFloat16(weight);
         return;
       case PanelFormat::kBFloat16Pairs:
-        return;  // PackPart
+        reinterpret_cast<BFloat16*>(row)[2 * j + i] = BFloat16(weight);
+        return;
       case PanelFormat::kInt8:
-        reinterpret_cast<int8_t*>(row)[j] = QuantizeToInt8(weight, scale);
+        reinterpret_cast<int8_t*>(row)[2 * j + i] = QuantizeToInt8(weight, scale);
         return;
     }
   }

@@ -15,29 +15,55 @@ namespace kvasir::kernels {
 namespace {
 
 constexpr int64_t kPanelWidth = 2 * kSimdWidth;
-// Panels in a group of columns (GroupColumns).
-template <typename T>
-constexpr int kGroupPanels = static_cast<int>((sizeof(T) == 1 ? 64 : 32) / kPanelWidth);
 constexpr int kTileRows = kSumVectors / 2;
 
-// The elements of a panel at one k, as two vectors.
+// Two weights that are neighbours in k, as they are kept and as they are multiplied.
+struct Int8Pair {
+  int8_t values[2];
+};
+struct Int16Pair {
+  float bits;  // never computed with
+};
+
+// True for weights with scales.
+template <typename T>
+constexpr bool kScaled = false;
+template <>
+constexpr bool kScaled<Int8Pair> = true;
+template <>
+constexpr bool kScaled<Int16Pair> = true;
+
+// Panels in a group of columns (GroupColumns).
+template <typename T>
+constexpr int kGroupPanels = static_cast<int>((kScaled<T> ? 64 : 32) / kPanelWidth);
+
+// The units of a panel at one k, as two vectors.
 inline void LoadPanel(const float* p, Vec& first, Vec& second) {
   first = Load(p);
   second = Load(p + kSimdWidth);
 }
 inline void LoadPanel(const uint16_t* p, Vec& first, Vec& second) { LoadPairs(p, first, second); }
-inline void LoadPanel(const int8_t* p, Vec& first, Vec& second) {
-  first = Load(p);
-  second = Load(p + kSimdWidth);
+inline void LoadPanel(const Int8Pair* p, Vec& first, Vec& second) {
+  first = LoadAsInt16(p->values);
+  second = LoadAsInt16(p[kSimdWidth].values);
+}
+inline void LoadPanel(const Int16Pair* p, Vec& first, Vec& second) {
+  LoadPanel(&p->bits, first, second);
 }
 
-// T is the type of the weights.
+// The first argument tells the type of the weights.
 inline Vec MulAdd(const void*, Vec x, Vec w, Vec sum) { return Fma(x, w, sum); }
+inline Vec MulAdd(const Int8Pair*, Vec x, Vec w, Vec sum) { return AddProductsOfPairs(sum, x, w); }
+inline Vec MulAdd(const Int16Pair*, Vec x, Vec w, Vec sum) { return AddProductsOfPairs(sum, x, w); }
 
 // The type of a panel's weights once it is decoded.
 template <typename T>
 struct DecodedOf {
   using Type = float;
+};
+template <>
+struct DecodedOf<Int8Pair> {
+  using Type = Int16Pair;
 };
 
 // Memory to ask for while others are multiplied: one address for each k.
@@ -51,12 +77,13 @@ template <typename T>
 struct Tile {
   const float* x;  // rows kMaxKBlock apart
   const T* weights;
-  int64_t stride;  // elements from one k to the next
+  int64_t stride;  // units from one k to the next
   int64_t k;
   float* sums;
   int64_t sum_stride;
-  // For int8: the scales of the first kScaleGroup of k, those of the next so many elements on, and
-  // the elements that lie between the weights of the two besides.
+  // For int8: the scales of the first kScaleUnits of k, those of the next so many elements on, and
+  // the units that lie between the weights of the two besides.
+  const float* x_scales = nullptr;  // rows kMaxXScales apart
   const uint16_t* scales = nullptr;
   int64_t scale_stride = 0;
   int64_t gap = 0;
@@ -121,14 +148,15 @@ __attribute__((noinline)) void RunChain(const Tile<T>& t) {
   StoreSums(sums, t.sums, t.sum_stride);
 }
 
-// A chain for each scale.
+// An exact sum for each pair of scales.
 template <bool kAhead, typename T, int kRows, int kPanels>
 __attribute__((noinline)) void RunScaled(const Tile<T>& t) {
   const T* weights = t.weights;
   const uint16_t* scales = t.scales;
+  const float* x_scales = t.x_scales;
   Ahead ahead = t.ahead;
-  for (int64_t begin = 0; begin < t.k; begin += kScaleGroup) {
-    const int64_t k = t.k - begin < kScaleGroup ? t.k - begin : kScaleGroup;
+  for (int64_t begin = 0; begin < t.k; begin += kScaleUnits) {
+    const int64_t k = t.k - begin < kScaleUnits ? t.k - begin : kScaleUnits;
     Sums<kRows, kPanels> sums;
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
@@ -142,19 +170,22 @@ __attribute__((noinline)) void RunScaled(const Tile<T>& t) {
       LoadPanel(scales + p * kPanelWidth, first, second);
 #pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r) {
+        const Vec x_scale = Broadcast(x_scales[r * kMaxXScales]);
         float* total = t.sums + r * t.sum_stride + p * kPanelWidth;
-        Store(total, Fma(sums.v[r][2 * p], first, Load(total)));
-        Store(total + kSimdWidth, Fma(sums.v[r][2 * p + 1], second, Load(total + kSimdWidth)));
+        Store(total, Fma(FromInt32(sums.v[r][2 * p]), first * x_scale, Load(total)));
+        total += kSimdWidth;
+        Store(total, Fma(FromInt32(sums.v[r][2 * p + 1]), second * x_scale, Load(total)));
       }
     }
     weights += k * t.stride + t.gap;
     scales += t.scale_stride;
+    ++x_scales;
   }
 }
 
-template <bool kAhead, typename T, bool kScaled, int kRows, int kPanels>
+template <bool kAhead, typename T, int kRows, int kPanels>
 inline void RunTile(const Tile<T>& t) {
-  if constexpr (kScaled) {
+  if constexpr (kScaled<T>) {
     RunScaled<kAhead, T, kRows, kPanels>(t);
   } else {
     RunChain<kAhead, T, kRows, kPanels>(t);
@@ -162,12 +193,12 @@ inline void RunTile(const Tile<T>& t) {
 }
 
 // One panel, 1 .. kTileRows rows.
-template <typename T, bool kScaled, int kRows = kTileRows>
+template <typename T, int kRows = kTileRows>
 inline void RunRows(int64_t rows, const Tile<T>& t) {
   if constexpr (kRows > 1) {
-    if (rows < kRows) return RunRows<T, kScaled, kRows - 1>(rows, t);
+    if (rows < kRows) return RunRows<T, kRows - 1>(rows, t);
   }
-  RunTile</*kAhead=*/false, T, kScaled, kRows, 1>(t);
+  RunTile</*kAhead=*/false, T, kRows, 1>(t);
 }
 
 // Panels side by side that so many rows leave registers for: with few rows one panel has too few
@@ -180,7 +211,7 @@ constexpr int PanelsAtOnce(int rows) {
 }
 
 // kRows rows of `panels` panels that lie side by side in a group.
-template <typename T, bool kScaled, int kRows>
+template <typename T, int kRows>
 void RunPanelsOfRows(int64_t panels, Tile<T> t) {
   constexpr int kAtOnce = PanelsAtOnce<T>(kRows);
   // A single pass over a group goes through memory in order, which needs no help.
@@ -189,24 +220,24 @@ void RunPanelsOfRows(int64_t panels, Tile<T> t) {
     t.weights += by * kPanelWidth;
     t.sums += by * kPanelWidth;
     t.ahead.next += t.k * t.ahead.step;
-    if (kScaled) t.scales += by * kPanelWidth;
+    if (kScaled<T>) t.scales += by * kPanelWidth;
   };
   for (; panels >= kAtOnce; panels -= kAtOnce) {
-    RunTile<kAhead, T, kScaled, kRows, kAtOnce>(t);
+    RunTile<kAhead, T, kRows, kAtOnce>(t);
     advance(kAtOnce);
   }
   for (; panels > 0; --panels) {
-    RunTile<kAhead, T, kScaled, kRows, 1>(t);
+    RunTile<kAhead, T, kRows, 1>(t);
     advance(1);
   }
 }
 
-template <typename T, bool kScaled, int kRows = (kTileRows < kMaxFewRows ? kTileRows : kMaxFewRows)>
+template <typename T, int kRows = (kTileRows < kMaxFewRows ? kTileRows : kMaxFewRows)>
 void RunPanels(int64_t rows, int64_t panels, const Tile<T>& t) {
   if constexpr (kRows > 1) {
-    if (rows < kRows) return RunPanels<T, kScaled, kRows - 1>(rows, panels, t);
+    if (rows < kRows) return RunPanels<T, kRows - 1>(rows, panels, t);
   }
-  RunPanelsOfRows<T, kScaled, kRows>(panels, t);
+  RunPanelsOfRows<T, kRows>(panels, t);
 }
 
 // Rows [begin, end) in tiles of about the same height.
@@ -222,6 +253,10 @@ inline void ForEachTile(int64_t begin, int64_t end, const Body& body) {
 // x of a row at the beginning of a block of k.
 inline float* BlockOfX(const PanelJob& job, int64_t row, int64_t k_begin) {
   return job.x_blocks + (k_begin / job.k_block * job.rows + row) * kMaxKBlock;
+}
+
+inline float* ScalesOfX(const PanelJob& job, int64_t row, int64_t k_begin) {
+  return job.x_scales + (k_begin / job.k_block * job.rows + row) * kMaxXScales;
 }
 
 inline int64_t BlockEnd(const PanelJob& job, int64_t k_begin) {
@@ -240,15 +275,56 @@ void PackRow(const PanelJob& job, const T* x, int64_t row) {
   }
 }
 
-void PackRows(const PanelJob& job, int64_t row_begin, int64_t row_end) {
+// Rounds neighbours in a row of x, at most kScaleGroup, to int16 and a scale.
+template <typename T>
+inline void RoundGroup(const T* x, int64_t count, int16_t* out, float* scale) {
+  using UintVec __attribute__((vector_size(sizeof(Vec)))) = uint32_t;
+  constexpr int64_t kVectors = kScaleGroup / kSimdWidth;
+  Vec v[static_cast<size_t>(kVectors)];
+  UintVec largest = {};
+  for (int64_t i = 0; i < kVectors; ++i) {
+    const int64_t left = count - i * kSimdWidth;
+    v[i] = left >= kSimdWidth ? Load(x + i * kSimdWidth)
+           : left > 0         ? LoadPart(x + i * kSimdWidth, left)
+                              : Broadcast(0);
+    const UintVec magnitude = reinterpret_cast<UintVec>(v[i]) & 0x7fffffff;
+    largest = magnitude > largest ? magnitude : largest;
+  }
+  uint32_t largest_of_all = 0;
+  for (int64_t i = 0; i < kSimdWidth; ++i) {
+    largest_of_all = largest[i] > largest_of_all ? largest[i] : largest_of_all;
+  }
+  const XScale found = ScaleOfX(largest_of_all);
+  *scale = found.scale;
+  const Vec inverse = Broadcast(found.inverse);
+  for (int64_t i = 0; i < kVectors; ++i) StoreAsInt16(out + i * kSimdWidth, v[i] * inverse);
+}
+
+template <typename T>
+void RoundRow(const PanelJob& job, const T* x, int64_t row) {
+  for (int64_t k = 0; k < job.weights.k; k += kScaleUnits) {
+    const int64_t begin = k / job.k_block * job.k_block;
+    const int64_t left = job.weights.inputs - 2 * k;
+    RoundGroup(x + 2 * k, left < kScaleGroup ? left : kScaleGroup,
+               reinterpret_cast<int16_t*>(BlockOfX(job, row, begin) + (k - begin)),
+               ScalesOfX(job, row, begin) + (k - begin) / kScaleUnits);
+  }
+}
+
+template <typename T>
+void PackRowsOf(const PanelJob& job, int64_t row_begin, int64_t row_end) {
   for (int64_t row = row_begin; row < row_end; ++row) {
-    const int64_t begin = row * job.weights.k;
-    if (job.x_is_bfloat16) {
-      PackRow(job, reinterpret_cast<const uint16_t*>(job.x) + begin, row);
+    if (job.weights.format == PanelFormat::kInt8) {
+      RoundRow(job, reinterpret_cast<const T*>(job.x) + row * job.weights.inputs, row);
     } else {
-      PackRow(job, reinterpret_cast<const float*>(job.x) + begin, row);
+      PackRow(job, reinterpret_cast<const T*>(job.x) + row * job.weights.k, row);
     }
   }
+}
+
+void PackRows(const PanelJob& job, int64_t row_begin, int64_t row_end) {
+  if (job.x_is_bfloat16) return PackRowsOf<uint16_t>(job, row_begin, row_end);
+  PackRowsOf<float>(job, row_begin, row_end);
 }
 
 // Writes y[columns] = sums + bias, n columns of a row from `column` on.
@@ -292,9 +368,9 @@ Tile<T> StoredTile(const PanelJob& job, int64_t panel, int64_t k_begin) {
           .sums = nullptr,
           .sum_stride = 0,
           .scales = reinterpret_cast<const uint16_t*>(place.scales),
-          // int8: scales, two bytes each, and weights take turns.
-          .scale_stride = place.columns + kScaleGroup / 2 * place.columns,
-          .gap = 2 * place.columns};
+          // int8: scales and units, two bytes each, take turns.
+          .scale_stride = place.columns + kScaleUnits * place.columns,
+          .gap = place.columns};
 }
 
 // Times that the weights of a block are gone through for so many rows of a tile.
@@ -315,7 +391,7 @@ inline Ahead NextBlock(const PanelJob& job, const Tile<T>& t, int64_t panels) {
   return {weights + bytes, bytes / (t.k * passes)};
 }
 
-template <typename T, bool kScaled>
+template <typename T>
 void FewRowsOf(const PanelJob& job, int64_t group_begin, int64_t group_end) {
   constexpr int64_t kPanels = kGroupPanels<T>;
   constexpr int64_t kGroupWidth = kPanels * kPanelWidth;
@@ -331,8 +407,9 @@ void FewRowsOf(const PanelJob& job, int64_t group_begin, int64_t group_end) {
       t.ahead = NextBlock(job, t, panels);
       ForEachTile(0, job.rows, [&](int64_t row, int64_t rows) {
         t.x = BlockOfX(job, row, k_begin);
+        t.x_scales = ScalesOfX(job, row, k_begin);
         t.sums = sums + row * kGroupWidth;
-        RunPanels<T, kScaled>(rows, panels, t);
+        RunPanels<T>(rows, panels, t);
         t.ahead.next += NumPasses<T>(rows, panels) * t.k * t.ahead.step;
       });
     }
@@ -344,17 +421,17 @@ void FewRowsOf(const PanelJob& job, int64_t group_begin, int64_t group_end) {
 void FewRows(const PanelJob& job, int64_t group_begin, int64_t group_end) {
   switch (job.weights.format) {
     case PanelFormat::kFloat32:
-      return FewRowsOf<float, false>(job, group_begin, group_end);
+      return FewRowsOf<float>(job, group_begin, group_end);
     case PanelFormat::kBFloat16:
-      return FewRowsOf<uint16_t, false>(job, group_begin, group_end);
+      return FewRowsOf<uint16_t>(job, group_begin, group_end);
     case PanelFormat::kBFloat16Pairs:
       return;  // gemm_panel_avx512_bf16.cc
     case PanelFormat::kInt8:
-      return FewRowsOf<int8_t, true>(job, group_begin, group_end);
+      return FewRowsOf<Int8Pair>(job, group_begin, group_end);
   }
 }
 
-// Writes a block of a panel as float32 [k][kPanelWidth]; int8 without its scales.
+// Writes a block of a panel as float32 [k][kPanelWidth]; int8 as int16, without its scales.
 template <typename T>
 void Decode(const Tile<T>& t, float* out) {
   const T* weights = t.weights;
@@ -364,11 +441,11 @@ void Decode(const Tile<T>& t, float* out) {
     Store(out + k * kPanelWidth, first);
     Store(out + k * kPanelWidth + kSimdWidth, second);
     weights += t.stride;
-    if (sizeof(T) == 1 && (k + 1) % kScaleGroup == 0) weights += t.gap;
+    if (kScaled<T> && (k + 1) % kScaleUnits == 0) weights += t.gap;
   }
 }
 
-template <typename T, bool kScaled>
+template <typename T>
 void ManyRowsOf(const PanelJob& job, const PanelItem& item, float* scratch) {
   using Decoded = typename DecodedOf<T>::Type;
   float* const decoded = scratch;
@@ -390,8 +467,9 @@ void ManyRowsOf(const PanelJob& job, const PanelItem& item, float* scratch) {
                          .scale_stride = stored.scale_stride};
       ForEachTile(item.row_begin, item.row_end, [&](int64_t row, int64_t rows) {
         t.x = BlockOfX(job, row, k_begin);
+        t.x_scales = ScalesOfX(job, row, k_begin);
         t.sums = sums + (row - item.row_begin) * width + (panel - item.panel_begin) * kPanelWidth;
-        RunRows<Decoded, kScaled>(rows, t);
+        RunRows<Decoded>(rows, t);
       });
     }
   }
@@ -401,13 +479,13 @@ void ManyRowsOf(const PanelJob& job, const PanelItem& item, float* scratch) {
 void ManyRows(const PanelJob& job, const PanelItem& item, float* scratch) {
   switch (job.weights.format) {
     case PanelFormat::kFloat32:
-      return ManyRowsOf<float, false>(job, item, scratch);
+      return ManyRowsOf<float>(job, item, scratch);
     case PanelFormat::kBFloat16:
-      return ManyRowsOf<uint16_t, false>(job, item, scratch);
+      return ManyRowsOf<uint16_t>(job, item, scratch);
     case PanelFormat::kBFloat16Pairs:
       return;  // gemm_panel_avx512_bf16.cc
     case PanelFormat::kInt8:
-      return ManyRowsOf<int8_t, true>(job, item, scratch);
+      return ManyRowsOf<Int8Pair>(job, item, scratch);
   }
 }
 

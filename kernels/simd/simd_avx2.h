@@ -25,10 +25,6 @@ inline Vec Load(const uint16_t* p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
 }
 
-inline Vec Load(const int8_t* p) {
-  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
-  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
-}
 // Loads 2 kSimdWidth bfloat16: those at even places to `even`, the others to `odd`.
 inline void LoadPairs(const uint16_t* p, Vec& even, Vec& odd) {
   const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
@@ -107,6 +103,25 @@ inline Vec ScaleByPowerOfTwo(Vec v, Vec n) {
   const __m256i bias = _mm256_set1_epi32(127);
   return v * _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(half, bias), 23)) *
          _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(rest, bias), 23));
+}
+
+// Integers in the bits of a Vec: kSimdWidth int32, or twice as many int16 in pairs.
+// Loads 2 kSimdWidth int8 as int16.
+inline Vec LoadAsInt16(const int8_t* p) {
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return _mm256_castsi256_ps(_mm256_cvtepi8_epi16(bytes));
+}
+// Returns sum + a[0] * b[0] + a[1] * b[1] of each pair, in int32.
+inline Vec AddProductsOfPairs(Vec sum, Vec a, Vec b) {
+  const __m256i products = _mm256_madd_epi16(_mm256_castps_si256(a), _mm256_castps_si256(b));
+  return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(sum), products));
+}
+inline Vec FromInt32(Vec v) { return _mm256_cvtepi32_ps(_mm256_castps_si256(v)); }
+// Stores floats rounded to int16, nearest even, the largest instead of what is larger.
+inline void StoreAsInt16(int16_t* p, Vec v) {
+  const __m256i rounded = _mm256_cvtps_epi32(v);
+  const __m256i ordered = _mm256_permute4x64_epi64(_mm256_packs_epi32(rounded, rounded), 0b1000);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(ordered));
 }
 
 // Transposes 8 x 8 floats.

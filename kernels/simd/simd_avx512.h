@@ -23,10 +23,6 @@ inline Vec Load(const uint16_t* p) {
   return FromBFloat16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
 
-inline Vec Load(const int8_t* p) {
-  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
-}
 inline void LoadPairs(const uint16_t* p, Vec& even, Vec& odd) {
   const __m512i bits = _mm512_loadu_si512(p);
   even = _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
@@ -76,6 +72,20 @@ inline Vec RoundToInteger(Vec v) {
   return _mm512_roundscale_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 inline Vec Fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+
+inline Vec LoadAsInt16(const int8_t* p) {
+  const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return _mm512_castsi512_ps(_mm512_cvtepi8_epi16(bytes));
+}
+inline Vec AddProductsOfPairs(Vec sum, Vec a, Vec b) {
+  const __m512i products = _mm512_madd_epi16(_mm512_castps_si512(a), _mm512_castps_si512(b));
+  return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(sum), products));
+}
+inline Vec FromInt32(Vec v) { return _mm512_cvtepi32_ps(_mm512_castps_si512(v)); }
+inline void StoreAsInt16(int16_t* p, Vec v) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(v)));
+}
+
 inline float LargestElement(Vec v) { return _mm512_reduce_max_ps(v); }
 inline Vec KeepWhere(uint32_t bits, Vec v, Vec otherwise) {
   return _mm512_mask_mov_ps(otherwise, static_cast<__mmask16>(bits), v);

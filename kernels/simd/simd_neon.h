@@ -19,11 +19,6 @@ inline Vec Broadcast(float value) { return vdupq_n_f32(value); }
 inline Vec Load(const float* p) { return vld1q_f32(p); }
 inline Vec Load(const uint16_t* p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16)); }
 
-inline Vec Load(const int8_t* p) {
-  int32_t bytes;
-  std::memcpy(&bytes, p, sizeof(bytes));
-  return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(bytes))))));
-}
 inline void LoadPairs(const uint16_t* p, Vec& even, Vec& odd) {
   const uint32x4_t bits = vreinterpretq_u32_u16(vld1q_u16(p));
   even = vreinterpretq_f32_u32(vshlq_n_u32(bits, 16));
@@ -66,6 +61,17 @@ inline Vec Clamp(Vec v, float low, float high) {
 inline Vec LargerOrSecond(Vec a, Vec b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
 inline Vec RoundToInteger(Vec v) { return vrndnq_f32(v); }
 inline Vec Fma(Vec a, Vec b, Vec c) { return vfmaq_f32(c, a, b); }
+
+inline Vec LoadAsInt16(const int8_t* p) { return vreinterpretq_f32_s16(vmovl_s8(vld1_s8(p))); }
+inline Vec AddProductsOfPairs(Vec sum, Vec a, Vec b) {
+  const int16x8_t x = vreinterpretq_s16_f32(a), y = vreinterpretq_s16_f32(b);
+  const int32x4_t low = vmull_s16(vget_low_s16(x), vget_low_s16(y));
+  const int32x4_t products = vpaddq_s32(low, vmull_high_s16(x, y));
+  return vreinterpretq_f32_s32(vaddq_s32(vreinterpretq_s32_f32(sum), products));
+}
+inline Vec FromInt32(Vec v) { return vcvtq_f32_s32(vreinterpretq_s32_f32(v)); }
+inline void StoreAsInt16(int16_t* p, Vec v) { vst1_s16(p, vqmovn_s32(vcvtnq_s32_f32(v))); }
+
 inline float LargestElement(Vec v) { return vmaxvq_f32(v); }
 inline Vec KeepWhere(uint32_t bits, Vec v, Vec otherwise) {
   constexpr uint32_t kBit[4] = {1, 2, 4, 8};
