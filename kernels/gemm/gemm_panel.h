@@ -61,6 +61,8 @@ struct PanelJob {
   float* x_blocks = nullptr;
   float* x_scales = nullptr;  // int8 only: [blocks of k][rows][kMaxXScales]
   int64_t k_block = 0;        // a multiple of 32, but for a last block; at most kMaxKBlock
+  // How far ahead of a single pass over weights memory is asked for; 0: the processor does it well.
+  int64_t ahead_bytes = 0;
 };
 
 // A part of y.

@@ -16,6 +16,7 @@ namespace {
 
 constexpr int64_t kPanelWidth = 2 * kSimdWidth;
 constexpr int kTileRows = kSumVectors / 2;
+constexpr int64_t kLineBytes = 64;
 
 // Two weights that are neighbours in k, as they are kept and as they are multiplied.
 struct Int8Pair {
@@ -66,7 +67,8 @@ struct DecodedOf<Int8Pair> {
   using Type = Int16Pair;
 };
 
-// Memory to ask for while others are multiplied: one address for each k.
+// Memory to ask for while others are multiplied: one address for each k, or two neighbouring cache
+// lines where a single pass has more than one at each k.
 struct Ahead {
   const std::byte* next = nullptr;
   int64_t step = 0;  // bytes
@@ -119,6 +121,9 @@ inline void AddProducts(const float* x, const T* weights, int64_t stride, int64_
   for (int64_t i = 0; i < k; ++i) {
     if (kAhead) {
       __builtin_prefetch(ahead.next);
+      if constexpr (kPanels == kGroupPanels<T> && kPanels * kPanelWidth * sizeof(T) > kLineBytes) {
+        __builtin_prefetch(ahead.next + kLineBytes);
+      }
       ahead.next += ahead.step;
     }
 #pragma GCC unroll 4
@@ -214,8 +219,6 @@ constexpr int PanelsAtOnce(int rows) {
 template <typename T, int kRows>
 void RunPanelsOfRows(int64_t panels, Tile<T> t) {
   constexpr int kAtOnce = PanelsAtOnce<T>(kRows);
-  // A single pass over a group goes through memory in order, which needs no help.
-  constexpr bool kAhead = kAtOnce < kGroupPanels<T>;
   const auto advance = [&t](int by) {
     t.weights += by * kPanelWidth;
     t.sums += by * kPanelWidth;
@@ -223,11 +226,11 @@ void RunPanelsOfRows(int64_t panels, Tile<T> t) {
     if (kScaled<T>) t.scales += by * kPanelWidth;
   };
   for (; panels >= kAtOnce; panels -= kAtOnce) {
-    RunTile<kAhead, T, kRows, kAtOnce>(t);
+    RunTile</*kAhead=*/true, T, kRows, kAtOnce>(t);
     advance(kAtOnce);
   }
   for (; panels > 0; --panels) {
-    RunTile<kAhead, T, kRows, 1>(t);
+    RunTile</*kAhead=*/true, T, kRows, 1>(t);
     advance(1);
   }
 }
@@ -380,15 +383,16 @@ inline int64_t NumPasses(int64_t rows, int64_t panels) {
   return panels / at_once + panels % at_once;
 }
 
-// The block after that of `t`, asked for evenly while t's is gone through: the processor by itself
-// would ask for it only when the last pass over t's has ended.
+// The memory to ask for while the block of `t` is gone through: after a single pass what comes
+// soon, after several the next block, evenly, for the processor by itself would ask for it only
+// when the last of them has ended.
 template <typename T>
-inline Ahead NextBlock(const PanelJob& job, const Tile<T>& t, int64_t panels) {
+inline Ahead AskAhead(const PanelJob& job, const Tile<T>& t, int64_t panels) {
   int64_t passes = 0;
   ForEachTile(0, job.rows, [&](int64_t, int64_t rows) { passes += NumPasses<T>(rows, panels); });
   const int64_t bytes = t.stride * PanelColumnBytes(job.weights.format, t.k);
   const auto* weights = reinterpret_cast<const std::byte*>(t.weights);
-  return {weights + bytes, bytes / (t.k * passes)};
+  return {weights + (passes == 1 ? job.ahead_bytes : bytes), bytes / (t.k * passes)};
 }
 
 template <typename T>
@@ -404,7 +408,7 @@ void FewRowsOf(const PanelJob& job, int64_t group_begin, int64_t group_end) {
     for (int64_t k_begin = 0; k_begin < job.weights.k; k_begin += job.k_block) {
       Tile<T> t = StoredTile<T>(job, first, k_begin);
       t.sum_stride = kGroupWidth;
-      t.ahead = NextBlock(job, t, panels);
+      t.ahead = AskAhead(job, t, panels);
       ForEachTile(0, job.rows, [&](int64_t row, int64_t rows) {
         t.x = BlockOfX(job, row, k_begin);
         t.x_scales = ScalesOfX(job, row, k_begin);
