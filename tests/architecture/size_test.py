@@ -20,7 +20,7 @@ TO_BE_SPLIT = {
     "tests/bench/attention_cuda_bench.cu", "tests/kernels/dense/gemm_cuda_test.cc",
     "tests/kernels/sparse/token_lists_cuda_test.cc",
     "tests/worker/cuda_engine_test.cc", "worker/backend/cuda/cuda_backend.cc",
-    "worker/backend/cuda/cuda_residency.cc", "worker/engine/engine.cc"}
+    "worker/backend/cuda/cuda_residency.cc"}
 BRACED = {".h", ".cc", ".cu", ".cuh"}
 SUFFIXES = BRACED | {".py", ".sh"}
 
