@@ -19,7 +19,7 @@ TO_BE_SPLIT = {
     "kernels/sparse/infinitehip/infinitehip_stages.cu", "kernels/sparse/top_p/top_p_prune.cu",
     "tests/bench/attention_cuda_bench.cu", "tests/kernels/dense/gemm_cuda_test.cc",
     "tests/kernels/sparse/token_lists_cuda_test.cc",
-    "tests/worker/cuda_engine_test.cc", "worker/backend/cuda/cuda_backend.cc"}
+    "tests/worker/cuda_engine_test.cc"}
 BRACED = {".h", ".cc", ".cu", ".cuh"}
 SUFFIXES = BRACED | {".py", ".sh"}
 
