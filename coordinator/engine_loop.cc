@@ -7,7 +7,6 @@
 #include "spdlog/spdlog.h"
 
 #include "kernels/base/status_macros.h"
-#include "proto/grpc_status.h"
 
 namespace kvasir::coordinator {
 namespace {
@@ -21,9 +20,6 @@ absl::Status ForClients(const absl::Status& lost) {
       absl::IsInternal(lost) ? absl::StatusCode::kInternal : absl::StatusCode::kUnavailable;
   return absl::Status(code, absl::StrCat("the worker group failed: ", lost.message()));
 }
-
-// Time after which the step that fills the inbox is most likely over.
-constexpr absl::Duration kInboxRetry = absl::Seconds(1);
 
 // True when trying again will not help.
 bool IsPermanent(const absl::Status& status) {
@@ -40,6 +36,7 @@ EngineLoop::EngineLoop(EngineLoopOptions options, WorkerGroup& group, Clock& clo
       group_(group),
       clock_(clock),
       metrics_(metrics),
+      inbox_(options_.scheduler),
       not_ready_because_(absl::UnavailableError("the worker group is being formed")) {
   group_.SetLossCallback([this](const absl::Status& why) {
     MutexLock lock(mu_);
@@ -72,11 +69,10 @@ void EngineLoop::Submit(std::unique_ptr<Request> request) {
   {
     MutexLock lock(mu_);
     refused = NotServing();
-    if (refused.ok()) refused = CheckInbox(request->prompt_tokens());
+    if (refused.ok()) refused = inbox_.CheckRoom(request->prompt_tokens());
     if (refused.ok()) {
       ++live_requests_;
-      commands_.submitted_tokens += request->prompt_tokens();
-      commands_.submitted.push_back(std::move(request));
+      inbox_.Add(std::move(request));
       changed_.NotifyAll();
     }
   }
@@ -92,47 +88,20 @@ absl::Status EngineLoop::NotServing() const {
       absl::StrCat("no worker group is formed: ", not_ready_because_.message()));
 }
 
-absl::Status EngineLoop::CheckInbox(int64_t prompt_tokens) const {
-  const v1::SchedulerConfig& config = options_.scheduler;
-  const size_t arrived = commands_.submitted.size();
-  const int64_t tokens = commands_.submitted_tokens + prompt_tokens;
-  const bool full = arrived >= size_t{config.max_queue_len()} + config.max_num_seqs() ||
-                    (arrived > 0 && tokens > int64_t{config.max_queued_tokens()});
-  if (!full) return absl::OkStatus();
-  return proto::WithRetryDelay(
-      absl::ResourceExhaustedError(absl::StrCat(
-          arrived, " requests with ", commands_.submitted_tokens,
-          " prompt tokens arrived in one step; try again later, or raise --max-queue-len or "
-          "--max-queued-tokens")),
-      kInboxRetry);
-}
-
 void EngineLoop::Cancel(SequenceId id, const absl::Status& why) {
   std::unique_ptr<Request> request;
   {
     MutexLock lock(mu_);
     if (!info_.has_value()) return;  // every request has ended or is about to
-    request = TakeSubmitted(id);
+    request = inbox_.Take(id);
     if (request == nullptr) {
-      commands_.cancelled.push_back({.id = id, .why = why});
+      inbox_.AddCancellation({.id = id, .why = why});
       changed_.NotifyAll();
       return;
     }
   }
   request->Finish(why, v1::Finish(), clock_.Now());
   RequestEnded();
-}
-
-std::unique_ptr<Request> EngineLoop::TakeSubmitted(SequenceId id) {
-  auto& submitted = commands_.submitted;
-  const auto found =
-      std::find_if(submitted.begin(), submitted.end(),
-                   [id](const std::unique_ptr<Request>& r) { return r->sequence() == id; });
-  if (found == submitted.end()) return nullptr;
-  std::unique_ptr<Request> request = std::move(*found);
-  submitted.erase(found);
-  commands_.submitted_tokens -= request->prompt_tokens();
-  return request;
 }
 
 absl::StatusOr<GroupInfo> EngineLoop::ServedGroup() const {
@@ -280,9 +249,9 @@ bool EngineLoop::PauseBeforeRetry(absl::Duration retry, const absl::Status& why)
 absl::Status EngineLoop::ServeUntilLost(Scheduler& scheduler) {
   Wait wait = Wait::kForEvents;
   for (;;) {
-    KVASIR_ASSIGN_OR_RETURN(Commands commands, TakeCommands(wait, scheduler));
+    KVASIR_ASSIGN_OR_RETURN(Inbox::Contents arrived, AwaitArrivals(wait, scheduler));
     if (const absl::Status heard = HearOfTiers(scheduler); !heard.ok()) return ForClients(heard);
-    Apply(std::move(commands), scheduler);
+    Apply(std::move(arrived), scheduler);
     EndOverdue(scheduler);
     Scheduler::Planned planned = scheduler.NextPlan(clock_.Now());
     Dispatch(std::move(planned.events), scheduler);
@@ -309,18 +278,16 @@ absl::Status EngineLoop::EndOf(const absl::Status& group) const {
   return stop_.has_value() ? *stop_ : ForClients(group);
 }
 
-absl::StatusOr<EngineLoop::Commands> EngineLoop::TakeCommands(Wait wait,
-                                                              const Scheduler& scheduler) {
+absl::StatusOr<Inbox::Contents> EngineLoop::AwaitArrivals(Wait wait, const Scheduler& scheduler) {
   const std::optional<TimePoint> deadline = scheduler.NextDeadline();
   MutexLock lock(mu_);
   for (;;) {
     if (stop_.has_value()) return *stop_;
     if (!lost_.ok()) return ForClients(lost_);
-    const bool none = commands_.submitted.empty() && commands_.cancelled.empty();
     const bool late = deadline.has_value() && clock_.Now() >= *deadline;
-    if (!none || wait == Wait::kNo || tier_reports_ || late) {
+    if (!inbox_.empty() || wait == Wait::kNo || tier_reports_ || late) {
       resting_ = false;
-      return std::exchange(commands_, {});
+      return inbox_.TakeAll();
     }
     resting_ = true;
     state_changed_.NotifyAll();
@@ -345,13 +312,13 @@ absl::Status EngineLoop::HearOfTiers(Scheduler& scheduler) {
 }
 
 // Cancels before it adds, so that cancelled requests make room for new ones.
-void EngineLoop::Apply(Commands commands, Scheduler& scheduler) {
-  for (const Cancellation& cancellation : commands.cancelled) {
+void EngineLoop::Apply(Inbox::Contents arrived, Scheduler& scheduler) {
+  for (const Inbox::Cancellation& cancellation : arrived.cancelled) {
     std::optional<FinishEvent> finish =
         scheduler.Cancel(cancellation.id, cancellation.why, clock_.Now());
     if (finish.has_value()) OnFinish(*std::move(finish));
   }
-  for (std::unique_ptr<Request>& request : commands.submitted) {
+  for (std::unique_ptr<Request>& request : arrived.submitted) {
     const absl::Status added = scheduler.Add(request->TakeSpec());
     if (added.ok()) {
       const SequenceId id = request->sequence();
@@ -468,12 +435,12 @@ void EngineLoop::SetNotReady(const GroupInfo& info, const absl::Status& why) {
 
 // Refuses requests that were submitted but not yet seen by a scheduler.
 void EngineLoop::FailQueued(const absl::Status& why) {
-  Commands commands;
+  Inbox::Contents arrived;
   {
     MutexLock lock(mu_);
-    commands = std::exchange(commands_, {});
+    arrived = inbox_.TakeAll();
   }
-  for (std::unique_ptr<Request>& request : commands.submitted) {
+  for (std::unique_ptr<Request>& request : arrived.submitted) {
     request->Refuse(why);
     RequestEnded();
   }

@@ -17,6 +17,7 @@
 #include "absl/status/status.h"
 
 #include "coordinator/group/worker_group.h"
+#include "coordinator/inbox.h"
 #include "coordinator/metrics/metrics.h"
 #include "coordinator/request/request.h"
 #include "coordinator/scheduling/scheduler.h"
@@ -80,23 +81,12 @@ class EngineLoop {
   void Stop(const absl::Status& why) EXCLUDES(mu_);
 
  private:
-  struct Cancellation {
-    SequenceId id;
-    absl::Status why;
-  };
-  struct Commands {
-    std::vector<std::unique_ptr<Request>> submitted;
-    int64_t submitted_tokens = 0;  // of their prompts
-    std::vector<Cancellation> cancelled;
-  };
   enum class Wait { kForEvents, kNo };
   struct Formed {
     GroupInfo info;
     std::unique_ptr<Scheduler> scheduler;
   };
 
-  // Takes a request that no step has seen; null when there is none of this id.
-  std::unique_ptr<Request> TakeSubmitted(SequenceId id) REQUIRES(mu_);
   void Run() EXCLUDES(mu_);
   absl::StatusOr<Formed> Form();
   absl::Status Serve(Formed formed);
@@ -104,11 +94,12 @@ class EngineLoop {
   absl::Status ServeUntilLost(Scheduler& scheduler);
   // Returns the status that requests end with after the group has failed with `group`.
   absl::Status EndOf(const absl::Status& group) const EXCLUDES(mu_);
-  // Returns the commands since the last call. Waits for one, for a tier report or until the
-  // scheduler's deadline. Returns an error when the group or the loop must end.
-  absl::StatusOr<Commands> TakeCommands(Wait wait, const Scheduler& scheduler) EXCLUDES(mu_);
+  // Returns the requests and cancellations since the last call. Waits for one, for a tier report or
+  // until the scheduler's deadline. Returns an error when the group or the loop must end.
+  absl::StatusOr<Inbox::Contents> AwaitArrivals(Wait wait, const Scheduler& scheduler)
+      EXCLUDES(mu_);
   absl::Status HearOfTiers(Scheduler& scheduler);
-  void Apply(Commands commands, Scheduler& scheduler);
+  void Apply(Inbox::Contents arrived, Scheduler& scheduler);
   void EndOverdue(Scheduler& scheduler);
   void Dispatch(std::vector<Event> events, Scheduler& scheduler);
   void OnFinish(FinishEvent event);
@@ -118,8 +109,6 @@ class EngineLoop {
   void FailQueued(const absl::Status& why) EXCLUDES(mu_);
   void RequestEnded() EXCLUDES(mu_);
   absl::Status NotServing() const REQUIRES(mu_);
-  // RESOURCE_EXHAUSTED when commands_ is full: it has the same bounds as the scheduler's queue.
-  absl::Status CheckInbox(int64_t prompt_tokens) const REQUIRES(mu_);
 
   const EngineLoopOptions options_;
   WorkerGroup& group_;
@@ -132,9 +121,9 @@ class EngineLoop {
   absl::flat_hash_map<SequenceId, std::unique_ptr<Request>> requests_;
 
   mutable kernels::Mutex mu_;
-  kernels::CondVar changed_;        // commands, tier reports, loss, stopping
+  kernels::CondVar changed_;        // the inbox, tier reports, loss, stopping
   kernels::CondVar state_changed_;  // readiness, the number of requests
-  Commands commands_ GUARDED_BY(mu_);
+  Inbox inbox_ GUARDED_BY(mu_);
   std::optional<GroupInfo> info_ GUARDED_BY(mu_);
   bool is_announced_ GUARDED_BY(mu_) = false;  // info_ is set and on_readiness was called
   SchedulerStats scheduler_stats_ GUARDED_BY(mu_);

@@ -6,26 +6,17 @@
 #include <limits>
 #include <optional>
 #include <set>
-#include <string>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 
 #include "kernels/base/status_macros.h"
-#include "kernels/sparse/policy.h"
-#include "proto/selector_field.h"
 #include "worker/backend/memory_limit.h"
-#include "worker/batch/policy_stages.h"
 
 namespace kvasir::worker {
 namespace {
 
-using kernels::DType;
 using kernels::kPageTokens;
-using kernels::TensorView;
-
-// With token ids of three bytes a report of this many blocks has less than 4 MB.
-constexpr int kStoredBlocksPerReport = 16384;
 
 // Tiers sized by the machine hold at most this many contexts of the longest kind for each sequence
 // that may run: more prefixes are not worth their bookkeeping.
@@ -34,43 +25,6 @@ constexpr int64_t kUsefulContexts = 16;
 // Token with which a sequence continues that has failed to sample, until the coordinator removes
 // it.
 constexpr int32_t kTokenOfFailure = 0;
-
-void AddStored(const kvstore::StoredBlock& block, v1::TierReport& report) {
-  v1::StoredBlock& stored = *report.add_stored();
-  stored.set_prefix_hash(block.hash.data(), block.hash.size());
-  for (const int32_t token : block.tokens) stored.add_tokens(static_cast<uint32_t>(token));
-}
-
-void AddRestored(kernels::BlockId id, const absl::Status& status, v1::TierReport& report) {
-  v1::RestoredBlock& restored = *report.add_restored();
-  restored.set_block_id(static_cast<uint64_t>(id.value));
-  restored.set_error_code(static_cast<int32_t>(status.code()));
-  restored.set_error_message(std::string(status.message()));
-}
-
-// Refused where ranks share a KV head: the heads of a group decide together where their row ends.
-absl::Status CheckMayEndEarly(const std::string& terminator, const ShardPlan& shard) {
-  if (shard.kv_replicas == 1) return absl::OkStatus();
-  return absl::InvalidArgumentError(absl::StrCat(
-      terminator, " needs all query heads of a KV head on one rank; with ", shard.num_ranks,
-      " ranks ", shard.kv_replicas, " share one: lower --tensor-parallel-size to ",
-      shard.num_ranks / shard.kv_replicas));
-}
-
-// Methods that estimate attention do so at native or compact positions only.
-absl::Status CheckPositions(const v1::AttentionPolicy& policy, PositionExtension extension) {
-  if (extension != PositionExtension::kSelfExtend) return absl::OkStatus();
-  const std::string terminator = v1::TerminatorName(policy);
-  const char* const estimates = policy.top_p() != 0                ? "top_p"
-                                : policy.quality().min_mass() != 0 ? "quality.min_mass"
-                                : !terminator.empty()              ? terminator.c_str()
-                                                                   : nullptr;
-  if (estimates == nullptr) return absl::OkStatus();
-  return absl::InvalidArgumentError(
-      absl::StrCat("a policy has ", estimates,
-                   ", which knows no grouped positions; drop it, or serve with "
-                   "--position-extension=streaming"));
-}
 
 }  // namespace
 
@@ -105,19 +59,19 @@ absl::Status Engine::Init(std::unique_ptr<kvstore::Tier> below) {
                             .vocab_size = vocab_size,
                             .pages_per_block = layout_.pages_per_block()};
   for (const v1::SparsityPolicy& policy : options_.policies) {
-    KVASIR_ASSIGN_OR_RETURN(const int64_t prefill, ServeSelector(policy.prefill()));
-    KVASIR_ASSIGN_OR_RETURN(const int64_t decode, ServeSelector(policy.decode()));
+    KVASIR_ASSIGN_OR_RETURN(const int64_t prefill,
+                            selectors_.Add(policy.prefill(), model_.options()));
+    KVASIR_ASSIGN_OR_RETURN(const int64_t decode,
+                            selectors_.Add(policy.decode(), model_.options()));
     slots.policies.push_back({.prefill = policy.prefill(),
                               .decode = policy.decode(),
                               .prefill_selector = prefill,
                               .decode_selector = decode,
-                              .decode_is_dense = selectors_[static_cast<size_t>(decode)].dense});
+                              .decode_is_dense = selectors_.at(decode).dense});
   }
   KVASIR_RETURN_IF_ERROR(
       model_.backend().CheckPolicies(options_.policies, model_.options().shard.num_ranks));
-  for (size_t i = 0; i < selectors_.size(); ++i) {
-    KVASIR_RETURN_IF_ERROR(model_.backend().Serve(selector_shapes_[i], selectors_[i]));
-  }
+  KVASIR_RETURN_IF_ERROR(selectors_.Prepare(model_.backend()));
   const auto enter = [this](absl::string_view stage) {
     if (options_.on_stage) options_.on_stage(stage);
   };
@@ -170,43 +124,8 @@ absl::StatusOr<KvSizes> Engine::SizeTiers() {
       left);
 }
 
-// One object per shape. Policies that differ only in numbers share it, because numbers come with
-// the rows.
-absl::StatusOr<int64_t> Engine::ServeSelector(const v1::AttentionPolicy& policy) {
-  const std::string name = v1::SelectorName(policy);
-  if (name.empty()) return absl::InvalidArgumentError("a policy names no selector");
-  const std::string& rule = policy.reuse().rule();
-  const std::string terminator = v1::TerminatorName(policy);
-  KVASIR_RETURN_IF_ERROR(CheckPositions(policy, model_.options().extension));
-  v1::AttentionPolicy shape = WithoutNumbers(policy);
-  const auto known =
-      std::find_if(selector_shapes_.begin(), selector_shapes_.end(),
-                   [&](const auto& other) { return ShapeBytes(other) == ShapeBytes(shape); });
-  if (known != selector_shapes_.end()) return known - selector_shapes_.begin();
-  ServedSelector served = {.selector = nullptr, .dense = name == "all" && terminator.empty()};
-  KVASIR_ASSIGN_OR_RETURN(served.selector, kernels::MakeSelector(name, SelectorOptions(policy)));
-  if (!rule.empty()) {
-    KVASIR_ASSIGN_OR_RETURN(served.reuse, kernels::MakeReuseRule(rule));
-  }
-  if (policy.top_p() != 0) {
-    KVASIR_ASSIGN_OR_RETURN(served.pruner, kernels::MakePruner("top_p"));
-  }
-  if (!terminator.empty()) {
-    KVASIR_RETURN_IF_ERROR(CheckMayEndEarly(terminator, model_.options().shard));
-    KVASIR_ASSIGN_OR_RETURN(served.terminator,
-                            kernels::MakeTerminator(terminator, TerminatorOptions(policy)));
-  }
-  selectors_.push_back(std::move(served));
-  selector_shapes_.push_back(std::move(shape));
-  return std::ssize(selectors_) - 1;
-}
-
 bool Engine::AnyNeedsKeyCodes() const {
-  return std::any_of(selectors_.begin(), selectors_.end(),
-                     [](const ServedSelector& served) {
-                       return served.selector->NeedsKeyCodes() ||
-                              (served.pruner != nullptr && served.pruner->NeedsKeyCodes());
-                     }) ||
+  return selectors_.NeedsKeyCodes() ||
          std::any_of(options_.policies.begin(), options_.policies.end(),
                      [](const auto& policy) { return policy.decode().quality().min_mass() > 0; });
 }
@@ -281,7 +200,7 @@ absl::Status Engine::CarryOut(const v1::StepPlan& plan, EngineStep& step) {
     KVASIR_RETURN_IF_ERROR(StartSequences(plan));
     KVASIR_RETURN_IF_ERROR(PrepareRows(plan, step, truncations));
   }
-  step.batch = MakeStepBatch(step.works, selectors_, std::move(truncations));
+  step.batch = MakeStepBatch(step.works, selectors_.all(), std::move(truncations));
   step.meter.BeginStep(step.batch);
   return step.works.empty() ? absl::OkStatus() : Compute(step);
 }
@@ -325,8 +244,10 @@ absl::StatusOr<bool> Engine::AnyRankMisses(const v1::StepPlan& plan, v1::StepRep
 absl::Status Engine::Restore(const v1::BlockRestore& restore) {
   const absl::Status started = slots_->Restore(restore);
   if (absl::IsInternal(started)) return started;
-  if (!started.ok())
-    AddRestored(kernels::BlockId(static_cast<int64_t>(restore.block_id())), started, tier_report_);
+  if (!started.ok()) {
+    const kernels::BlockId id(static_cast<int64_t>(restore.block_id()));
+    AddRestored({.id = id, .status = started}, tier_report_);
+  }
   return absl::OkStatus();
 }
 
@@ -377,14 +298,14 @@ int64_t Engine::FedBy(const RowWork& work) const {
 }
 
 bool Engine::Remembers(const Sequence& sequence) const {
-  return selectors_[static_cast<size_t>(sequence.decode.selector)].reuse != nullptr;
+  return selectors_.at(sequence.decode.selector).reuse != nullptr;
 }
 
 // One rank may have no room where others do. Then the sequence fails, and is still computed without
 // memory.
 void Engine::RememberSelections(Sequence& sequence, int64_t end) const {
   if (!Remembers(sequence) || sequence.memory != nullptr || end <= sequence.prompt_size) return;
-  const ServedSelector& served = selectors_[static_cast<size_t>(sequence.decode.selector)];
+  const ServedSelector& served = selectors_.at(sequence.decode.selector);
   const ShardPlan& shard = model_.options().shard;
   const int64_t group = shard.query_heads.size() * shard.kv_replicas / shard.kv_heads.size();
   kernels::SelectionNumbers largest = sequence.decode.numbers;
@@ -496,41 +417,18 @@ void Engine::FailCorruptSequences() {
 
 // ---- the tier below
 
-std::vector<v1::TierReport> Engine::Inventory() const {
-  std::vector<v1::TierReport> reports;
-  for (const kvstore::StoredBlock& block : store_->Inventory()) {
-    if (reports.empty() || reports.back().stored_size() == kStoredBlocksPerReport) {
-      reports.emplace_back();
-    }
-    AddStored(block, reports.back());
-  }
-  return reports;
-}
-
 v1::TierReport Engine::TakeTierReport() {
-  v1::TierReport report = std::move(tier_report_);
-  tier_report_ = {};
+  v1::TierReport report = std::exchange(tier_report_, {});
   for (const kvstore::RestoredBlock& restored : store_->TakeRestored()) {
-    AddRestored(restored.id, restored.status, report);
+    AddRestored(restored, report);
   }
-  const kvstore::StoredChanges changes = store_->TakeStoredChanges();
-  for (const kvstore::StoredBlock& block : changes.stored) AddStored(block, report);
-  for (const kvstore::PrefixHash& hash : changes.forgotten) {
-    report.add_forgotten(hash.data(), hash.size());
-  }
+  AddChanges(store_->TakeStoredChanges(), report);
   return report;
 }
 
 void Engine::FillReply(const EngineStep& step, v1::StepReply& reply) const {
   FillResults(step, *slots_, reply);
-  const kvstore::KvStoreStats stats = store_->stats();
-  v1::TierUsage& tiers = *reply.mutable_tiers();
-  tiers.set_device_pages_used(static_cast<uint64_t>(stats.device_pages_used));
-  tiers.set_device_pages_total(static_cast<uint64_t>(stats.device_pages_total));
-  tiers.set_host_blocks_used(static_cast<uint64_t>(stats.host_blocks_used));
-  tiers.set_host_blocks_total(static_cast<uint64_t>(stats.host_blocks_total));
-  tiers.set_disk_blocks_used(static_cast<uint64_t>(stats.tier.blocks));
-  tiers.set_disk_blocks_total(static_cast<uint64_t>(stats.tier.capacity_blocks));
+  *reply.mutable_tiers() = UsageOf(store_->stats());
 }
 
 }  // namespace kvasir::worker

@@ -30,7 +30,9 @@
 #include "worker/batch/step_batch.h"
 #include "worker/engine/engine_step.h"
 #include "worker/engine/kv_sizes.h"
+#include "worker/engine/selector_table.h"
 #include "worker/engine/slot_table.h"
+#include "worker/engine/tier_reports.h"
 #include "worker/model/activations.h"
 #include "worker/model/transformer.h"
 #include "worker/parallel/collective.h"
@@ -90,7 +92,7 @@ class Engine {
   // --- the tier below, between steps ---
 
   // Returns everything stored there, in reports of bounded size. Called before the first step.
-  std::vector<v1::TierReport> Inventory() const;
+  std::vector<v1::TierReport> Inventory() const { return ReportsOf(store_->Inventory()); }
   // Returns what happened to stored blocks since the last call; empty when nothing did.
   v1::TierReport TakeTierReport();
   // Whether blocks are on their way to or from it. Then poll it, also when there are no steps.
@@ -121,7 +123,6 @@ class Engine {
 
   absl::StatusOr<KvSizes> SizeTiers();
   absl::Status Init(std::unique_ptr<kvstore::Tier> below);
-  absl::StatusOr<int64_t> ServeSelector(const v1::AttentionPolicy& policy);
   bool AnyNeedsKeyCodes() const;
   absl::Status CheckPlan(const v1::StepPlan& plan) const;
   absl::Status CarryOut(const v1::StepPlan& plan, EngineStep& step);
@@ -150,8 +151,7 @@ class Engine {
   Collective& collective_;
 
   // Constant after Init.
-  std::vector<ServedSelector> selectors_;
-  std::vector<v1::AttentionPolicy> selector_shapes_;  // of selectors_ (policy_stages.h)
+  SelectorTable selectors_;
   kernels::KvLayout layout_;
 
   std::unique_ptr<kvstore::KvStore> store_;

@@ -99,10 +99,8 @@ struct ScoreVariant {
   bool runs_here;
 };
 
-// All score functions against the sum in double, with missing pages, NaN, and odd numbers of
-// queries.
-TEST(QuestScores, EveryVariantComputesTheProduct) {
-  const ScoreVariant variants[] = {
+std::vector<ScoreVariant> AllScoreVariants() {
+  return {
       {QuestScoresFloat32, DType::kFloat32, DType::kFloat32, true},
       {QuestScoresBFloat16, DType::kFloat32, DType::kBFloat16, true},
       {KVASIR_ON_ARM(QuestScoresNeonFloat32), DType::kFloat32, DType::kFloat32,
@@ -120,49 +118,68 @@ TEST(QuestScores, EveryVariantComputesTheProduct) {
       {KVASIR_ON_X86(QuestScoresAvx512Bf16Pairs), DType::kBFloat16, DType::kBFloat16,
        CpuHas(CpuIsa::kAvx512Bf16)},
   };
+}
+
+// Best product of a page's bounds with a query, in double; -inf for a page of NaN.
+double BestProduct(TestTensor& q, TestTensor& bounds, int64_t page) {
+  const int64_t queries = q.view().dim(0), length = q.view().dim(1);
+  double best = -std::numeric_limits<double>::infinity();
+  for (int64_t query = 0; query < queries; ++query) {
+    double sum = 0;
+    for (int64_t j = 0; j < length; ++j) {
+      sum += double{q.Get(query * length + j)} * double{bounds.Get(page * length + j)};
+    }
+    if (sum > best) best = sum;
+  }
+  return best;
+}
+
+// Pages 0, 17 and 63 are missing, page 7 has a NaN, and so has one of more than two queries.
+void ExpectScoresAreProducts(const ScoreVariant& v, int64_t d, int64_t queries,
+                             std::mt19937_64& rng, std::normal_distribution<float>& normal) {
+  TestTensor q(v.query, {queries, 2 * d});
+  TestTensor bounds(v.bounds, {64, 2 * d});
+  for (int64_t i = 0; i < q.size(); ++i) q.Set(i, rng() % 2 == 0 ? normal(rng) : 0.0f);
+  for (int64_t i = 0; i < bounds.size(); ++i) bounds.Set(i, normal(rng));
+  bounds.Set(7 * 2 * d + 3, kNan);
+  if (queries > 2) q.Set(1 * 2 * d, kNan);  // this query counts for nothing
+  const std::byte* pages[64] = {};
+  for (int64_t i = 0; i < 64; ++i) {
+    pages[i] =
+        bounds.view().As<const std::byte>() + i * 2 * d * static_cast<int64_t>(DTypeSize(v.bounds));
+  }
+  pages[0] = pages[17] = pages[63] = nullptr;
+  const HostBuffer workspace = HostBuffer::Allocate(QuestScoreWorkspaceBytes(d)).value();
+  float scores[64];
+  v.scores({.signed_q = q.view().data(),
+            .num_queries = queries,
+            .head_dim = d,
+            .workspace = workspace.data()},
+           pages, scores);
+  for (int64_t i = 0; i < 64; ++i) {
+    const double best =
+        pages[i] == nullptr ? -std::numeric_limits<double>::infinity() : BestProduct(q, bounds, i);
+    if (std::isinf(best)) {
+      EXPECT_EQ(scores[i], -kInfinity) << "page " << i;
+    } else {
+      EXPECT_NEAR(scores[i], best, 1e-4) << "page " << i;
+    }
+  }
+}
+
+// All score functions against the sum in double, with missing pages, NaN, and odd numbers of
+// queries.
+TEST(QuestScores, EveryVariantComputesTheProduct) {
+  const std::vector<ScoreVariant> variants = AllScoreVariants();
   std::mt19937_64 rng(67);
   std::normal_distribution<float> normal;
-  for (size_t variant = 0; variant < std::size(variants); ++variant) {
-    const ScoreVariant& v = variants[variant];
-    if (!v.runs_here) continue;
+  for (size_t variant = 0; variant < variants.size(); ++variant) {
+    if (!variants[variant].runs_here) continue;
     for (const int64_t d : {16, 64, 80, 128}) {
       for (const int64_t queries : {1, 2, 3, 4, 5, 8, 64}) {
         SCOPED_TRACE(testing::Message()
                      << "variant " << variant << " head_dim " << d << " queries " << queries);
-        TestTensor q(v.query, {queries, 2 * d});
-        TestTensor bounds(v.bounds, {64, 2 * d});
-        for (int64_t i = 0; i < q.size(); ++i) q.Set(i, rng() % 2 == 0 ? normal(rng) : 0.0f);
-        for (int64_t i = 0; i < bounds.size(); ++i) bounds.Set(i, normal(rng));
-        bounds.Set(7 * 2 * d + 3, kNan);
-        if (queries > 2) q.Set(1 * 2 * d, kNan);  // this query counts for nothing
-        const std::byte* pages[64] = {};
-        for (int64_t i = 0; i < 64; ++i) {
-          pages[i] = bounds.view().As<const std::byte>() +
-                     i * 2 * d * static_cast<int64_t>(DTypeSize(v.bounds));
-        }
-        pages[0] = pages[17] = pages[63] = nullptr;
-        const HostBuffer workspace = HostBuffer::Allocate(QuestScoreWorkspaceBytes(d)).value();
-        float scores[64];
-        v.scores({.signed_q = q.view().data(),
-                  .num_queries = queries,
-                  .head_dim = d,
-                  .workspace = workspace.data()},
-                 pages, scores);
-        for (int64_t i = 0; i < 64; ++i) {
-          double best = -std::numeric_limits<double>::infinity();
-          for (int64_t query = 0; query < queries && pages[i] != nullptr; ++query) {
-            double sum = 0;
-            for (int64_t j = 0; j < 2 * d; ++j) {
-              sum += double{q.Get(query * 2 * d + j)} * double{bounds.Get(i * 2 * d + j)};
-            }
-            if (sum > best) best = sum;
-          }
-          if (std::isinf(best)) {
-            EXPECT_EQ(scores[i], -kInfinity) << "page " << i;
-          } else {
-            EXPECT_NEAR(scores[i], best, 1e-4) << "page " << i;
-          }
-        }
+        ExpectScoresAreProducts(variants[variant], d, queries, rng, normal);
       }
     }
   }

@@ -50,16 +50,6 @@ class CudaBackend::GpuLinear final : public Linear {
   CudaBackend& backend_;
 };
 
-struct CudaBackend::CudaRope final : Rope {
-  // For keys that are cached un-rotated: the positions at which they are attended to.
-  std::optional<kernels::CudaRopePositions> positions;
-  kernels::GroupedPositions grouped;
-  // For keys that are cached rotated: the step's own positions.
-  DeviceBuffer inv_freq;  // [half_dim] float64
-  int64_t half_dim = 0;
-  double attention_factor = 1;
-};
-
 CudaBackend::CudaBackend(kernels::Executor& executor, CudaStream stream, kernels::CublasLt lt,
                          DeviceBuffer linear_workspace, std::string name)
     : Backend(executor),
@@ -155,22 +145,7 @@ absl::StatusOr<std::unique_ptr<Linear>> CudaBackend::MakeLinear(
 
 absl::StatusOr<std::unique_ptr<Rope>> CudaBackend::MakeRope(const RopeFrequencies& frequencies,
                                                             const KeyForm& form) {
-  auto rope = std::make_unique<CudaRope>();
-  if (!form.rotated) {
-    KVASIR_ASSIGN_OR_RETURN(
-        rope->positions,
-        kernels::CudaRopePositions::Create(frequencies.inv_freq, frequencies.attention_factor));
-    rope->grouped = form.grouped;
-    return rope;
-  }
-  rope->half_dim = std::ssize(frequencies.inv_freq);
-  rope->attention_factor = frequencies.attention_factor;
-  const int64_t bytes = rope->half_dim * static_cast<int64_t>(sizeof(double));
-  KVASIR_ASSIGN_OR_RETURN(rope->inv_freq, DeviceBuffer::Allocate(bytes));
-  KVASIR_RETURN_IF_ERROR(
-      stream_.CopyToDevice(rope->inv_freq.data(), frequencies.inv_freq.data(), bytes));
-  KVASIR_RETURN_IF_ERROR(stream_.Wait());
-  return rope;
+  return CudaRope::Create(frequencies, form, stream_);
 }
 
 absl::StatusOr<std::unique_ptr<kernels::RememberedSelections>> CudaBackend::Remember(
@@ -218,8 +193,8 @@ absl::StatusOr<bool> CudaBackend::BeginStep(const StepInputs& inputs) {
   KVASIR_RETURN_IF_ERROR(kernels::RebuildBounds(step().kv, step().table.truncations,
                                                 step().results.faults, stream_.get()));
   auto& rope = static_cast<CudaRope&>(inputs.rope);
-  step().positions = rope.positions.has_value() ? &*rope.positions : nullptr;
-  step().grouped = rope.grouped;
+  step().positions = rope.positions();
+  step().grouped = rope.grouped();
   step().rotation = {};
   const auto wait = [this] { return WaitForStepBefore(); };
   KVASIR_RETURN_IF_ERROR(attention_.BeginStep(inputs, step(), arenas_, stream_, wait));
@@ -230,7 +205,9 @@ absl::StatusOr<bool> CudaBackend::BeginStep(const StepInputs& inputs) {
     KVASIR_ASSIGN_OR_RETURN(const bool recorded, graphs_.Begin(KeyOfStep(), stream_, wait));
     wants_ops_ = !recorded;
   }
-  if (wants_ops_ && step().positions == nullptr) KVASIR_RETURN_IF_ERROR(ComputeAngles(rope));
+  if (wants_ops_ && step().positions == nullptr) {
+    KVASIR_RETURN_IF_ERROR(rope.ComputeAngles(step().table.positions, rope_angles_, stream_));
+  }
   return wants_ops_;
 }
 
@@ -322,22 +299,14 @@ absl::Status CudaBackend::FeedTokens() {
 
 absl::Status CudaBackend::ReserveAngles(const CudaRope& rope) {
   const int64_t tokens = batch().num_tokens();
-  KVASIR_ASSIGN_OR_RETURN(float* const angles, Reserve<float>(2 * tokens * rope.half_dim, angles_));
-  float* const sines = angles + tokens * rope.half_dim;
+  KVASIR_ASSIGN_OR_RETURN(float* const angles,
+                          Reserve<float>(2 * tokens * rope.half_dim(), angles_));
+  float* const sines = angles + tokens * rope.half_dim();
   rope_angles_ = {
-      .cos = TensorView(angles, DType::kFloat32, {tokens, rope.half_dim}, Device::kCuda),
-      .sin = TensorView(sines, DType::kFloat32, {tokens, rope.half_dim}, Device::kCuda)};
+      .cos = TensorView(angles, DType::kFloat32, {tokens, rope.half_dim()}, Device::kCuda),
+      .sin = TensorView(sines, DType::kFloat32, {tokens, rope.half_dim()}, Device::kCuda)};
   step().rotation = {.cos = angles, .sin = sines};
   return absl::OkStatus();
-}
-
-absl::Status CudaBackend::ComputeAngles(const CudaRope& rope) {
-  return kernels::ComputeRopeAngles(
-      {.positions = step().table.positions,
-       .inv_freq = {rope.inv_freq.As<double>(), static_cast<size_t>(rope.half_dim)},
-       .attention_scaling = rope.attention_factor,
-       .angles = rope_angles_},
-      stream_.get());
 }
 
 absl::Status CudaBackend::EmbedTokens(const TensorView& table, const TensorView& y) {

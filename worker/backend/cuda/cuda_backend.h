@@ -22,6 +22,7 @@
 #include "worker/backend/cuda/cuda_memory.h"
 #include "worker/backend/cuda/cuda_ranks.h"
 #include "worker/backend/cuda/cuda_residency.h"
+#include "worker/backend/cuda/cuda_rope.h"
 
 namespace kvasir::worker {
 
@@ -75,7 +76,6 @@ class CudaBackend final : public Backend {
 
  private:
   class GpuLinear;
-  struct CudaRope;
 
   // Host state of one step, from BeginStep to Collect.
   struct OwnOfStep {
@@ -100,7 +100,6 @@ class CudaBackend final : public Backend {
   // Copies tokens that the step before samples.
   absl::Status FeedTokens();
   absl::Status ReserveAngles(const CudaRope& rope);
-  absl::Status ComputeAngles(const CudaRope& rope);
   // For the begun step, which has one token a row.
   GraphKey KeyOfStep() const;
   absl::Status FindFinite(const StepOutputs& outputs);

@@ -7,12 +7,10 @@
 #include "absl/strings/str_cat.h"
 
 #include "kernels/append/key_codes_cuda.h"
-#include "kernels/base/scratch.h"
 #include "kernels/base/status_macros.h"
 
 namespace kvasir::worker {
 
-using kernels::BlockRowChange;
 using kernels::DeviceBuffer;
 using kernels::PageRef;
 using kernels::PageTier;
@@ -30,8 +28,6 @@ constexpr int64_t kSmallestFilledPart = 8;  // at most this part of the device t
 constexpr int64_t kExaminedPerFill = 16;
 // Bytes gathered before they are copied to the host, at least one row.
 constexpr int64_t kGatheredBytes = int64_t{64} << 20;
-// Least size of the command buffers, enough for decoding: growing them waits for the device.
-constexpr int64_t kLeastCommandBytes = int64_t{64} << 10;
 
 ResidencyShape ShapeOf(const kvstore::ResidencyOptions& options) {
   const kernels::KvLayout& layout = options.format.shard().layout;
@@ -44,12 +40,6 @@ ResidencyShape ShapeOf(const kvstore::ResidencyOptions& options) {
           .extent_stride = options.format.extent_bytes(),
           .max_fills = fills,
           .max_examined = kExaminedPerFill * fills};
-}
-
-template <typename T>
-std::span<T> Take(kernels::ScratchPieces& pieces, size_t count) {
-  T* const begin = pieces.Take<T>(static_cast<int64_t>(count));
-  return {begin, begin == nullptr ? 0 : count};
 }
 
 absl::Status UploadWhole(const DeviceBuffer& to, const void* from, const CudaStream& stream) {
@@ -112,10 +102,10 @@ CudaResidency::CudaResidency(const kvstore::ResidencyOptions& options, const Cud
 absl::Status CudaResidency::TakeMemory(const kvstore::ResidencyOptions& options) {
   KVASIR_ASSIGN_OR_RETURN(fill_stream_, CudaStream::Create());
   KVASIR_ASSIGN_OR_RETURN(copy_stream_, CudaStream::Create());
-  for (CudaEvent* event :
-       {&planned_, &filled_, &uploaded_, &written_, &copied_, &counted_[0], &counted_[1]}) {
+  for (CudaEvent* event : {&planned_, &filled_, &written_, &copied_, &counted_[0], &counted_[1]}) {
     KVASIR_ASSIGN_OR_RETURN(*event, CudaEvent::Create());
   }
+  KVASIR_ASSIGN_OR_RETURN(upload_, CommandUpload::Create());
   const auto take = [](int64_t bytes, DeviceBuffer& buffer) -> absl::Status {
     KVASIR_ASSIGN_OR_RETURN(buffer, DeviceBuffer::Allocate(bytes));
     return absl::OkStatus();
@@ -288,7 +278,8 @@ absl::Status CudaResidency::CarryOut(uint32_t step) {
     KVASIR_RETURN_IF_ERROR(copied_.HoldBack(stream_));
     TakeCopied();
   }
-  KVASIR_ASSIGN_OR_RETURN(const DeviceCommands device, Upload());
+  KVASIR_ASSIGN_OR_RETURN(const DeviceCommands device,
+                          upload_.Upload(commands_, block_rows_, stream_));
   KVASIR_RETURN_IF_ERROR(SealRows(state_, device.sealed, stream));
   KVASIR_RETURN_IF_ERROR(FreeRows(state_, device.freed, stream));
   KVASIR_RETURN_IF_ERROR(TakeRestored(device.restored));
@@ -346,39 +337,6 @@ absl::Status CudaResidency::TakeRestored(std::span<int32_t> device_rows) {
                      stream_.get());
 }
 
-absl::StatusOr<CudaResidency::DeviceCommands> CudaResidency::Upload() {
-  if (!has_commands()) return DeviceCommands();
-  const auto lay_out = [&](std::byte* memory, int64_t& bytes) {
-    kernels::ScratchPieces pieces(memory);
-    DeviceCommands commands = {.sealed = Take<int32_t>(pieces, commands_.sealed.size()),
-                               .freed = Take<int32_t>(pieces, commands_.freed.size()),
-                               .restored = Take<int32_t>(pieces, commands_.restored.size()),
-                               .opened = Take<int32_t>(pieces, commands_.opened.size()),
-                               .bound = Take<BlockRowChange>(pieces, commands_.bound.size())};
-    bytes = pieces.bytes();
-    return commands;
-  };
-  int64_t bytes = 0;
-  lay_out(nullptr, bytes);
-  bytes = std::max(bytes, kLeastCommandBytes);
-  KVASIR_RETURN_IF_ERROR(uploaded_.Wait());
-  if (bytes > device_commands_.size_bytes()) KVASIR_RETURN_IF_ERROR(stream_.Wait());
-  KVASIR_ASSIGN_OR_RETURN(std::byte* const host, Reserve<std::byte>(bytes, host_commands_));
-  KVASIR_ASSIGN_OR_RETURN(std::byte* const device, Reserve<std::byte>(bytes, device_commands_));
-  const DeviceCommands on_host = lay_out(host, bytes);
-  std::copy(commands_.sealed.begin(), commands_.sealed.end(), on_host.sealed.begin());
-  std::copy(commands_.freed.begin(), commands_.freed.end(), on_host.freed.begin());
-  std::copy(commands_.restored.begin(), commands_.restored.end(), on_host.restored.begin());
-  std::copy(commands_.opened.begin(), commands_.opened.end(), on_host.opened.begin());
-  std::transform(
-      commands_.bound.begin(), commands_.bound.end(), on_host.bound.begin(), [&](int64_t entry) {
-        return BlockRowChange{.entry = entry, .row = block_rows_[static_cast<size_t>(entry)]};
-      });
-  KVASIR_RETURN_IF_ERROR(stream_.CopyToDevice(device, host, bytes));
-  KVASIR_RETURN_IF_ERROR(uploaded_.Record(stream_));
-  return lay_out(device, bytes);
-}
-
 absl::Status CudaResidency::EndFills() {
   KVASIR_RETURN_IF_ERROR(filled_.HoldBack(stream_));
   return MapFills(state_, stream_.get());
@@ -418,7 +376,7 @@ kvstore::ResidencyStats CudaResidency::stats() const {
 }
 
 absl::Status CudaResidency::CheckIntegrity() const {
-  if (has_commands()) return absl::OkStatus();  // the device lags the host's books
+  if (!commands_.empty()) return absl::OkStatus();  // the device lags the host's books
   std::vector<std::byte> image(static_cast<size_t>(state_.bytes));
   KVASIR_RETURN_IF_ERROR(stream_.CopyToHost(image.data(), state_memory_.data(), state_.bytes));
   KVASIR_RETURN_IF_ERROR(stream_.Wait());

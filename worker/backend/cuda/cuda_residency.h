@@ -30,6 +30,7 @@
 #include "kvstore/tiers/page_residency.h"
 #include "worker/backend/cuda/cuda_memory.h"
 #include "worker/backend/cuda/pinned_region.h"
+#include "worker/backend/cuda/residency_commands.h"
 
 namespace kvasir::worker {
 
@@ -75,16 +76,6 @@ class CudaResidency final : public kvstore::PageResidency {
 
  private:
   enum class RowState : uint8_t { kNone, kOpening, kOpen, kSealed };
-  // Changes between two steps, in the order in which they are carried out.
-  struct Commands {
-    std::vector<int32_t> copied;  // rows copied to their extents; sealed when the copy is over
-    std::vector<int32_t> sealed, freed, restored, opened;
-    std::vector<int64_t> bound;  // entries of block_rows_, each once
-  };
-  struct DeviceCommands {
-    std::span<int32_t> sealed, freed, restored, opened;
-    std::span<kernels::BlockRowChange> bound;
-  };
   // The copy of a sealed row to its extent.
   struct RowCopy {
     kvstore::BlockSeal seal;
@@ -99,7 +90,6 @@ class CudaResidency final : public kvstore::PageResidency {
 
   // Puts the commands on the stream, and the number of the step that follows them.
   absl::Status CarryOut(uint32_t step);
-  absl::StatusOr<DeviceCommands> Upload();
   // Begins copies of sealed rows to their extents, which run beside the steps. The rows' pages stay
   // in place until the copies are known to be over, or until slots are scarce: then the stream
   // waits.
@@ -118,10 +108,6 @@ class CudaResidency final : public kvstore::PageResidency {
   int64_t held_pages() const {
     return (open_rows_ + std::ssize(being_copied_)) * state_.shape.pages_per_row;
   }
-  bool has_commands() const {
-    return !(commands_.copied.empty() && commands_.sealed.empty() && commands_.freed.empty() &&
-             commands_.restored.empty() && commands_.opened.empty() && commands_.bound.empty());
-  }
 
   // Constant after Make.
   const kvstore::ExtentFormat format_;
@@ -131,7 +117,7 @@ class CudaResidency final : public kvstore::PageResidency {
   const CudaStream& stream_;
   kernels::Executor& executor_;
   CudaStream fill_stream_, copy_stream_;
-  CudaEvent planned_, filled_, uploaded_, written_, copied_;
+  CudaEvent planned_, filled_, written_, copied_;
   std::array<CudaEvent, 2> counted_;  // of odd and of even steps
   const std::unique_ptr<PinnedRegion> extents_;
   kvstore::HostSlab host_;
@@ -151,11 +137,10 @@ class CudaResidency final : public kvstore::PageResidency {
   std::vector<bool> is_rebound_;     // [slot, index], whether it is among commands_.bound
   int64_t open_rows_ = 0;
   int64_t sealed_blocks_ = 0;
-  Commands commands_;
+  ResidencyCommands commands_;
   uint32_t step_ = 0;
 
-  kernels::PinnedBuffer host_commands_;
-  kernels::DeviceBuffer device_commands_;
+  CommandUpload upload_;
   kernels::PinnedBuffer counters_;  // [2], written by the device when counted_ is recorded
   kernels::ResidencyCounters seen_;
   mutable std::vector<int32_t> row_pages_;  // [row] in the device tier; empty: not fetched

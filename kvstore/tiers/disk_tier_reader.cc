@@ -1,0 +1,108 @@
+#include "kvstore/tiers/disk_tier_reader.h"
+
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "spdlog/spdlog.h"
+
+namespace kvasir::kvstore {
+namespace {
+
+using kernels::MutexLock;
+
+// Reads of one round: enough to keep a disk busy, few enough to verify soon.
+constexpr size_t kReadBatch = 8;
+
+}  // namespace
+
+DiskTierReader::DiskTierReader(DiskTierState& state)
+    : state_(state), queue_(state.options.io->NewQueue()) {}
+
+void DiskTierReader::Run() {
+  state_.mu.Lock();
+  for (;;) {
+    while (!state_.stop && state_.reads.empty()) state_.wake_reader.Wait(state_.mu);
+    if (state_.stop) break;
+    std::vector<TierRead> batch;
+    while (!state_.reads.empty() && batch.size() < kReadBatch) {
+      batch.push_back(state_.reads.front());
+      state_.reads.pop_front();
+    }
+    state_.mu.Unlock();
+    ReadBatch(batch);
+    state_.mu.Lock();
+  }
+  state_.mu.Unlock();
+}
+
+void DiskTierReader::ReadBatch(absl::Span<const TierRead> reads) {
+  std::vector<const TierRead*> wanted;
+  std::vector<ExtentTable::Extent> found;
+  std::vector<std::shared_ptr<File>> files;
+  std::vector<IoRequest> requests;
+  {
+    MutexLock lock(state_.mu);
+    for (const TierRead& read : reads) {
+      const std::optional<ExtentTable::Extent> extent = state_.table.BeginRead(read.hash);
+      if (!extent.has_value()) {
+        state_.Complete({.ticket = read.ticket,
+                         .status = absl::NotFoundError("the block is not in the disk tier"),
+                         .block = {}});
+        continue;
+      }
+      wanted.push_back(&read);
+      found.push_back(*extent);
+      files.push_back(state_.segments.file(extent->place.segment));
+      requests.push_back({.op = IoRequest::Op::kRead,
+                          .file = files.back().get(),
+                          .offset = extent->place.offset,
+                          .memory = read.extent,
+                          .result = 0});
+    }
+  }
+  const auto begin = state_.options.now();
+  std::vector<absl::Status> statuses = RunFully(*queue_, absl::MakeSpan(requests));
+  for (size_t i = 0; i < found.size(); ++i) {
+    FinishRead(*wanted[i], found[i], requests[i], std::move(statuses[i]));
+  }
+  MutexLock lock(state_.mu);
+  state_.stats.read_seconds += state_.SecondsSince(begin);
+}
+
+void DiskTierReader::FinishRead(const TierRead& read, const ExtentTable::Extent& found,
+                                IoRequest request, absl::Status status) {
+  status = ReadOne(found.block, read.extent, request, std::move(status));
+  MutexLock lock(state_.mu);
+  // Another read of the block may have found it damaged.
+  const bool is_here = state_.table.EndRead(found.block);
+  if (status.ok()) {
+    if (is_here) state_.table.Touch(read.hash);
+    ++state_.stats.read_blocks;
+    state_.stats.read_bytes += state_.format.extent_bytes();
+  } else {
+    spdlog::error("disk tier {}: block forgotten: {}", state_.options.directory, status.ToString());
+    if (is_here) state_.Forget(read.hash);
+  }
+  state_.Complete({.ticket = read.ticket, .status = std::move(status), .block = found.block});
+}
+
+absl::Status DiskTierReader::ReadOne(const BlockIdentity& block, absl::Span<std::byte> extent,
+                                     IoRequest request, absl::Status status) {
+  if (!status.ok()) {  // try again: some errors are temporary
+    status = RunFully(*queue_, absl::MakeSpan(&request, 1))[0];
+    MutexLock lock(state_.mu);
+    ++state_.stats.failed_reads;
+  }
+  if (!status.ok()) {
+    return absl::DataLossError(absl::StrCat("cannot be read: ", status.message()));
+  }
+  const absl::Status verified = state_.format.Verify(block, extent);
+  if (verified.ok()) return verified;
+  MutexLock lock(state_.mu);
+  ++state_.stats.checksum_failures;
+  return absl::DataLossError(verified.message());
+}
+
+}  // namespace kvasir::kvstore

@@ -1,0 +1,53 @@
+// Changes of rows and bindings that the store asks for between two steps: written down on the host,
+// then copied to the device as lists that the residency's kernels read. Used by the residency on
+// the GPU. Thread-compatible.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "absl/status/statusor.h"
+
+#include "kernels/base/device_buffer.h"
+#include "kernels/residency/residency_cuda.h"
+#include "worker/backend/cuda/cuda_memory.h"
+
+namespace kvasir::worker {
+
+// The changes, in the order in which they are carried out.
+struct ResidencyCommands {
+  std::vector<int32_t> copied;  // rows copied to their extents; sealed when the copy is over
+  std::vector<int32_t> sealed, freed, restored, opened;
+  std::vector<int64_t> bound;  // entries of the table of rows by slot, each once
+
+  bool empty() const {
+    return copied.empty() && sealed.empty() && freed.empty() && restored.empty() &&
+           opened.empty() && bound.empty();
+  }
+};
+
+// The same in device memory, except for `copied`: no kernel reads that list.
+struct DeviceCommands {
+  std::span<int32_t> sealed, freed, restored, opened;
+  std::span<kernels::BlockRowChange> bound;
+};
+
+// Memory in which commands go to the device; grows to the largest number seen.
+class CommandUpload {
+ public:
+  static absl::StatusOr<CommandUpload> Create();
+
+  // Puts the copy of the commands on the stream. `block_rows` is the table that `bound` has entries
+  // of. Waits for the copy before. The lists are valid until the next call.
+  absl::StatusOr<DeviceCommands> Upload(const ResidencyCommands& commands,
+                                        std::span<const int32_t> block_rows,
+                                        const CudaStream& stream);
+
+ private:
+  CudaEvent uploaded_;
+  kernels::PinnedBuffer host_;
+  kernels::DeviceBuffer device_;
+};
+
+}  // namespace kvasir::worker
