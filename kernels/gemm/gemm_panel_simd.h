@@ -55,8 +55,8 @@ struct Tile {
   int64_t k;
   float* sums;
   int64_t sum_stride;
-  // For int8: the scales of the first kScaleGroup of k, those of the next so many elements on, and
-  // the elements that lie between the weights of the two besides.
+  // For int8: the scales of the first kScaleGroup of k; the elements from there to the scales of
+  // the next kScaleGroup; and the elements that lie between the weights of the two besides.
   const uint16_t* scales = nullptr;
   int64_t scale_stride = 0;
   int64_t gap = 0;
@@ -170,8 +170,8 @@ inline void RunRows(int64_t rows, const Tile<T>& t) {
   RunTile</*kAhead=*/false, T, kScaled, kRows, 1>(t);
 }
 
-// Panels side by side that so many rows leave registers for: with few rows one panel has too few
-// chains to hide how long an addition takes.
+// Number of panels side by side that `rows` leave registers for: with few rows one panel has too
+// few chains to hide how long an addition takes.
 template <typename T>
 constexpr int PanelsAtOnce(int rows) {
   int panels = kGroupPanels<T>;
@@ -297,7 +297,7 @@ Tile<T> StoredTile(const PanelJob& job, int64_t panel, int64_t k_begin) {
           .gap = 2 * place.columns};
 }
 
-// Times that the weights of a block are gone through for so many rows of a tile.
+// Number of times that the weights of a block are gone through for a tile of `rows`.
 template <typename T>
 inline int64_t NumPasses(int64_t rows, int64_t panels) {
   const int at_once = PanelsAtOnce<T>(static_cast<int>(rows));
