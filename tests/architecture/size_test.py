@@ -15,9 +15,8 @@ MOST_FILE_LINES = 450
 MOST_FUNCTION_LINES = 64
 # Files that are still to be split. One that is no longer too long must leave the list.
 TO_BE_SPLIT = {
-    "coordinator/engine_loop.cc", "kernels/sparse/infinitehip/infinitehip_stages.cu", "kvstore/tiers/disk_tier.cc",
-    "tests/kernels/sparse/quest_test.cc", "worker/backend/cuda/cuda_backend.cc",
-    "worker/backend/cuda/cuda_residency.cc", "worker/engine/engine.cc"}
+    "coordinator/engine_loop.cc", "kvstore/tiers/disk_tier.cc", "tests/kernels/sparse/quest_test.cc",
+    "worker/backend/cuda/cuda_backend.cc", "worker/backend/cuda/cuda_residency.cc", "worker/engine/engine.cc"}
 BRACED = {".h", ".cc", ".cu", ".cuh"}
 SUFFIXES = BRACED | {".py", ".sh"}
 

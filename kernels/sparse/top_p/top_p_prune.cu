@@ -9,9 +9,11 @@
 
 #include "kernels/base/hopper.cuh"
 #include "kernels/base/overlapped_launch.h"
+#include "kernels/sparse/key_logits/key_code_logits.cuh"
 #include "kernels/sparse/top_p/top_p_launch.h"
 #include "kernels/sparse/top_p/top_p_memory.cuh"
 #include "kernels/sparse/top_p/top_p_rule.h"
+#include "kernels/sparse/top_p/top_p_threshold.cuh"
 
 namespace kvasir::kernels {
 namespace {
