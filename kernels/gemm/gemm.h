@@ -81,7 +81,7 @@ class PackedLinear {
   PackedLinear& operator=(PackedLinear&&) noexcept;
   ~PackedLinear();
 
-  // Scratch that Run needs for an executor of so many threads, whatever the number of rows.
+  // Bytes of scratch that Run needs for an executor of `num_threads`, whatever the number of rows.
   int64_t ScratchBytes(int num_threads) const;
 
   //   x        [M, K] options.input, M may be 0

@@ -101,6 +101,13 @@ __device__ void CopyStep(const FewRowsLaunch& p, const Walk& walk, Step& to) {
   }
 }
 
+// Begins the copies of the norm's weights, each thread those that it needs.
+__device__ __forceinline__ void CopyNorm(const FewRowsLaunch& p, Piece* norm) {
+  for (int64_t i = threadIdx.x; i < p.k / kPiece; i += kThreads) {
+    CopyAsync16(&norm[i], p.norm + i * kPiece, true);
+  }
+}
+
 using SquareSums = float[kFewRows][kMaxNormThreads / kWarpThreads];
 
 // Pieces of x that a thread takes at once, so that as many loads are on their way: several pieces
@@ -224,6 +231,16 @@ struct Outputs {
   const int num_there;  // may be negative
 };
 
+// Loads the outputs that y holds before the product.
+template <After kAfter, typename Out>
+__device__ __forceinline__ void LoadBefore(const FewRowsLaunch& p, const Outputs<kAfter>& outputs,
+                                           Out (&before)[2]) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    if (i < outputs.num_there) before[i] = outputs.template In<Out>(p)[i];
+  }
+}
+
 template <typename Out>
 __device__ Out WithBias(const FewRowsLaunch& p, float sum, int64_t weight) {
   if (p.bias != nullptr) sum += static_cast<float>(static_cast<const Out*>(p.bias)[weight]);
@@ -268,12 +285,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
   Step* const ring = rings + threadIdx.x / kWarpThreads * kStages;  // of a warp that has tiles
 
-  // Weights do not wait for x. Each thread copies what it needs of the norm's, with the first step.
-  if (p.norm != nullptr) {
-    for (int64_t i = threadIdx.x; i < p.k / kPiece; i += kThreads) {
-      CopyAsync16(&norm[i], p.norm + i * kPiece, true);
-    }
-  }
+  // Weights do not wait for x. The norm's are copied with the first step.
+  if (p.norm != nullptr) CopyNorm(p, norm);
   Walk ahead(p, kOutputs<kAfter>);
   Walk at = ahead;
 #pragma unroll
@@ -303,12 +316,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     const Outputs<kAfter> outputs(p, at.tile);
     Out before[2] = {};
-    if constexpr (kAfter == After::kAdd) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (i < outputs.num_there) before[i] = outputs.template In<Out>(p)[i];
-      }
-    }
+    if constexpr (kAfter == After::kAdd) LoadBefore(p, outputs, before);
     float sums[4] = {};
     for (int step = 0; step < at.steps; ++step) {
       WaitForCopies<kStages - 1>();

@@ -98,7 +98,8 @@ namespace {
 constexpr int64_t kScaleGroup = 32;  // of K, with one scale a column
 constexpr int64_t kScaleUnits = kScaleGroup / 2;
 constexpr int64_t kMaxFewRows = 24;
-// A panel of so many k as float32 is 12 KiB (AVX2) or 24 (AVX-512) of a core's nearest cache.
+// Elements of k in a block. As float32 a panel of them is 12 KiB (AVX2) or 24 (AVX-512) of a core's
+// nearest cache.
 constexpr int64_t kMaxKBlock = 192;
 constexpr int64_t kMaxXScales = kMaxKBlock / kScaleUnits;
 

@@ -15,8 +15,8 @@
 namespace kvasir::kernels {
 namespace {
 
-// Rows that are converted and multiplied together: of x as float32 so many bytes, which the last
-// cache of a machine has room for.
+// Most bytes of x as float32, and most rows, that are converted and multiplied together: the last
+// cache of a machine has room for them.
 constexpr int64_t kMaxXBytes = int64_t{8} << 20;
 constexpr int64_t kMaxRows = 512;
 // Rows of an item of many rows: x and sums of one block of k lie in a core's own cache.

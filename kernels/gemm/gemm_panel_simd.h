@@ -83,9 +83,10 @@ struct Tile {
   int64_t k;
   float* sums;
   int64_t sum_stride;
-  // For int8: the scales of the first kScaleUnits of k, those of the next so many elements on, and
-  // the units that lie between the weights of the two besides.
-  const float* x_scales = nullptr;  // rows kMaxXScales apart
+  // For int8: scales of x, in rows kMaxXScales apart; scales of the first kScaleUnits of k; the
+  // elements from there to the scales of the next kScaleUnits; and the units that lie between the
+  // weights of the two besides.
+  const float* x_scales = nullptr;
   const uint16_t* scales = nullptr;
   int64_t scale_stride = 0;
   int64_t gap = 0;
@@ -206,8 +207,8 @@ inline void RunRows(int64_t rows, const Tile<T>& t) {
   RunTile</*kAhead=*/false, T, kRows, 1>(t);
 }
 
-// Panels side by side that so many rows leave registers for: with few rows one panel has too few
-// chains to hide how long an addition takes.
+// Number of panels side by side that `rows` leave registers for: with few rows one panel has too
+// few chains to hide how long an addition takes.
 template <typename T>
 constexpr int PanelsAtOnce(int rows) {
   int panels = kGroupPanels<T>;
@@ -376,7 +377,7 @@ Tile<T> StoredTile(const PanelJob& job, int64_t panel, int64_t k_begin) {
           .gap = place.columns};
 }
 
-// Times that the weights of a block are gone through for so many rows of a tile.
+// Number of times that the weights of a block are gone through for a tile of `rows`.
 template <typename T>
 inline int64_t NumPasses(int64_t rows, int64_t panels) {
   const int at_once = PanelsAtOnce<T>(static_cast<int>(rows));

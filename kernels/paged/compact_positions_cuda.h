@@ -1,6 +1,6 @@
 // Assigns compact positions (compact_positions.h) on the GPU, where the lists lie: after a
-// selector, before pruners. All pointers are device memory. Called by the attention layer.
-// Thread-safe. Only in builds with CUDA.
+// selector, before pruners. All pointers are device memory. Called by the CUDA backend
+// (worker/backend/cuda/cuda_select.cc). Thread-safe. Only in builds with CUDA.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -1,140 +1,18 @@
-// The residency protocol on the GPU. Work that must follow an order (which slots are taken, where
-// CLOCK's hand stops) is done by one CTA, a window of entries at a time: each thread examines one
-// entry, a sum over the threads gives the entry its place, and entries after the last wanted one
-// stay unchanged. So the state equals that of residency_cpu.cc, whatever the timing.
-#include <algorithm>
-
-#include "kernels/base/block_sums.cuh"
-#include "kernels/base/cuda_status.h"
+// The residency protocol on the GPU, but for the copies (residency_copies.cu). Work that must
+// follow an order (which slots are taken, where CLOCK's hand stops) is done by one CTA, so the
+// state equals that of residency_cpu.cc, whatever the timing.
 #include "kernels/base/status_macros.h"
 #include "kernels/base/warp.cuh"
 #include "kernels/residency/residency_cuda.h"
+#include "kernels/residency/residency_launch.cuh"
+#include "kernels/residency/residency_slots.cuh"
 
 namespace kvasir::kernels {
 namespace {
 
-constexpr int kThreads = 1024;  // of a CTA that keeps an order
 constexpr int kRowThreads = 256;
 constexpr int kScanThreads = 256;
-constexpr int kLaneLoads = 8;  // of 16 bytes, in flight
-constexpr int64_t kPieceBytes = kWarpThreads * kLaneLoads * 16;
-constexpr int kFillBlocks = 32;  // CTAs of kFillThreads: 512 KiB in flight, on few multiprocessors
-constexpr int kFillThreads = 128;
-constexpr int kWideBlocks = 256;  // CTAs where all multiprocessors are free to use
-constexpr int kGatherThreads = 128;
-constexpr int kMostGathered = 16;  // rows
-
-struct OrderMemory {
-  uint64_t sums[kThreads / kWarpThreads];
-  int64_t total;
-  int64_t passed;
-};
-
-__device__ void AddTo(int64_t* counter, int64_t value) {
-  atomicAdd(reinterpret_cast<unsigned long long*>(counter), static_cast<unsigned long long>(value));
-}
-
-__device__ int64_t Thread() { return static_cast<int64_t>(threadIdx.x); }
-__device__ int64_t NumThreads() { return static_cast<int64_t>(blockDim.x); }
-
-// Returns the number of things of all threads before this one, which has `count`. Sets memory.total
-// to the sum over all threads.
-__device__ int64_t PlaceOf(int64_t count, OrderMemory& memory) {
-  const auto before = static_cast<int64_t>(SumBefore(static_cast<uint64_t>(count), memory.sums));
-  if (Thread() == NumThreads() - 1) memory.total = before + count;
-  __syncthreads();
-  return before;
-}
-
-// ---- slots
-
-// Puts up to `wanted` slots into `taken`: the first free ones.
-__device__ int64_t TakeFree(const ResidencyState& s, int64_t wanted, OrderMemory& memory) {
-  const int64_t most = min(wanted, s.counters->free_slots);
-  int64_t count = 0;
-  for (int64_t first = 0; count < most; first += NumThreads()) {
-    const int64_t index = first + Thread();
-    const uint32_t word = index < s.shape.num_free_words() ? s.free_bits[index] : 0;
-    uint32_t rest = word;
-    int64_t place = count + PlaceOf(__popc(word), memory);
-    for (; rest != 0 && place < most; rest &= rest - 1, ++place) {
-      const int bit = __ffs(static_cast<int>(rest)) - 1;
-      s.taken[place] = static_cast<int32_t>(index * kWordBits + bit);
-    }
-    if (rest != word) s.free_bits[index] = rest;
-    count = min(most, count + memory.total);
-  }
-  __syncthreads();
-  if (Thread() == 0) s.counters->free_slots -= count;
-  return count;
-}
-
-enum class Verdict { kStays, kLeaves, kStaysOnce };
-
-__device__ Verdict Judge(const ResidencyState& s, int64_t slot, uint32_t spared) {
-  if (s.slot_states[slot] != SlotState::kCached) return Verdict::kStays;
-  const uint32_t touched = s.last_touched[s.slot_pages[slot]];
-  if (touched == kNeverTouched) return Verdict::kLeaves;
-  if (touched == spared) return Verdict::kStays;
-  return touched <= s.slot_seen[slot] ? Verdict::kLeaves : Verdict::kStaysOnce;
-}
-
-__device__ void Evict(const ResidencyState& s, int64_t slot) {
-  const int64_t page = s.slot_pages[slot];
-  s.pages[page] = PageRef::OfAligned(s.shape.host_page(page), PageTier::kHost);
-  s.slot_pages[slot] = -1;
-  s.slot_states[slot] = SlotState::kFree;
-}
-
-// Appends victims among the next `most_examined` slots to the `count` slots already taken. Returns
-// the new count.
-__device__ int64_t TakeVictims(const ResidencyState& s, int64_t count, int64_t wanted,
-                               uint32_t spared, int64_t most_examined, OrderMemory& memory) {
-  const int64_t had = count;
-  int64_t hand = s.counters->hand;
-  for (int64_t examined = 0; examined < most_examined && count < wanted;) {
-    const int64_t window = min(min(NumThreads(), most_examined - examined), s.shape.num_slots);
-    const int64_t slot = (hand + Thread()) % s.shape.num_slots;
-    const Verdict verdict = Thread() < window ? Judge(s, slot, spared) : Verdict::kStays;
-    const bool leaves = verdict == Verdict::kLeaves;
-    const int64_t place = count + PlaceOf(leaves ? 1 : 0, memory);
-    if (Thread() == 0) memory.passed = window;
-    __syncthreads();
-    if (leaves && place == wanted - 1) memory.passed = Thread() + 1;
-    __syncthreads();
-    const int64_t passed = memory.passed;
-    if (Thread() < passed && leaves) {
-      Evict(s, slot);
-      s.taken[place] = static_cast<int32_t>(slot);
-    } else if (Thread() < passed && verdict == Verdict::kStaysOnce) {
-      s.slot_seen[slot] = s.last_touched[s.slot_pages[slot]];
-    }
-    count = min(wanted, count + memory.total);
-    hand = (hand + passed) % s.shape.num_slots;
-    examined += passed;
-    __syncthreads();
-  }
-  if (Thread() == 0) {
-    s.counters->hand = hand;
-    s.counters->evictions += count - had;
-  }
-  return count;
-}
-
-__device__ int64_t TakeSlots(const ResidencyState& s, int64_t wanted, uint32_t spared,
-                             int64_t most_examined, OrderMemory& memory) {
-  const int64_t free = TakeFree(s, wanted, memory);
-  const int64_t taken = TakeVictims(s, free, wanted, spared, most_examined, memory);
-  __syncthreads();
-  return taken;
-}
-
-// Does not count the slot as free; the caller does.
-__device__ void FreeSlot(const ResidencyState& s, int64_t slot) {
-  s.slot_pages[slot] = -1;
-  s.slot_states[slot] = SlotState::kFree;
-  atomicOr(&s.free_bits[slot / kWordBits], 1u << (slot % kWordBits));
-}
+constexpr int kCountThreads = 128;
 
 // ---- rows
 
@@ -316,67 +194,6 @@ __global__ void ChooseKernel(const __grid_constant__ ResidencyState s, uint32_t 
   }
 }
 
-// ---- copies
-
-// Copies piece `piece` of a page, by one warp. All loads are in flight together.
-__device__ void CopyPiece(const std::byte* from, std::byte* to, int64_t piece, int64_t page_bytes) {
-  const int64_t begin = piece * kPieceBytes / 16 + Thread() % kWarpThreads;
-  const auto* source = reinterpret_cast<const uint4*>(from);
-  auto* target = reinterpret_cast<uint4*>(to);
-  uint4 values[kLaneLoads];
-#pragma unroll
-  for (int i = 0; i < kLaneLoads; ++i) {
-    const int64_t at = begin + i * kWarpThreads;
-    if (at < page_bytes / 16) values[i] = source[at];
-  }
-#pragma unroll
-  for (int i = 0; i < kLaneLoads; ++i) {
-    const int64_t at = begin + i * kWarpThreads;
-    if (at < page_bytes / 16) target[at] = values[i];
-  }
-}
-
-__device__ int64_t NumPieces(const ResidencyState& s) {
-  return (s.shape.page_bytes + kPieceBytes - 1) / kPieceBytes;
-}
-
-__device__ int64_t FirstUnit() {
-  return (static_cast<int64_t>(blockIdx.x) * NumThreads() + Thread()) / kWarpThreads;
-}
-__device__ int64_t UnitStride() {
-  return static_cast<int64_t>(gridDim.x) * NumThreads() / kWarpThreads;
-}
-
-__global__ void __launch_bounds__(kFillThreads)
-    FillKernel(const __grid_constant__ ResidencyState s) {
-  const int64_t pieces = NumPieces(s);
-  for (int64_t unit = FirstUnit(); unit < s.counters->num_fills * pieces; unit += UnitStride()) {
-    const PageFill& fill = s.fills[unit / pieces];
-    CopyPiece(s.shape.host_page(fill.page), s.shape.slot_memory(fill.slot), unit % pieces,
-              s.shape.page_bytes);
-  }
-}
-
-struct GatheredRows {
-  int32_t rows[kMostGathered];
-};
-
-// A page that is not in the device tier is read from its extent.
-__global__ void GatherKernel(const __grid_constant__ ResidencyState s,
-                             const __grid_constant__ GatheredRows from, int64_t num_rows,
-                             std::byte* to) {
-  const int64_t pieces = NumPieces(s);
-  const int64_t units = num_rows * s.shape.pages_per_row * pieces;
-  for (int64_t unit = FirstUnit(); unit < units; unit += UnitStride()) {
-    const int64_t i = unit / pieces;
-    const int64_t page =
-        from.rows[i / s.shape.pages_per_row] * s.shape.pages_per_row + i % s.shape.pages_per_row;
-    const bool is_here = s.pages[page].tier() == PageTier::kDevice;
-    CopyPiece(is_here ? s.pages[page].page() : s.shape.host_page(page), to + i * s.shape.page_bytes,
-              unit % pieces, s.shape.page_bytes);
-  }
-}
-
 // One warp a row.
 __global__ void CountKernel(const __grid_constant__ ResidencyState s, int32_t* counts) {
   for (int64_t row = FirstUnit(); row < s.shape.num_rows; row += UnitStride()) {
@@ -399,8 +216,6 @@ __global__ void BeginKernel(uint32_t step, uint32_t* step_number, const BlockRow
   }
 }
 
-absl::Status Launched(absl::string_view op) { return CudaStatus(cudaGetLastError(), op); }
-
 }  // namespace
 
 absl::Status InitResidency(const ResidencyState& s, cudaStream_t stream) {
@@ -410,32 +225,8 @@ absl::Status InitResidency(const ResidencyState& s, cudaStream_t stream) {
 
 absl::Status OpenRows(const ResidencyState& s, std::span<const int32_t> rows, cudaStream_t stream) {
   if (rows.empty()) return absl::OkStatus();
-  OpenKernel<<<1, kThreads, 0, stream>>>(s, rows.data(), std::ssize(rows));
+  OpenKernel<<<1, kOrderThreads, 0, stream>>>(s, rows.data(), std::ssize(rows));
   return Launched("launching open_rows");
-}
-
-absl::Status CopyRowsToHost(const ResidencyState& s, std::span<const int32_t> rows,
-                            std::span<std::byte> gathered, cudaStream_t stream) {
-  const int64_t row_bytes = s.shape.pages_per_row * s.shape.page_bytes;
-  const auto most =
-      static_cast<size_t>(std::min<int64_t>(kMostGathered, std::ssize(gathered) / row_bytes));
-  KVASIR_CHECK(most > 0 || rows.empty());
-  for (; !rows.empty(); rows = rows.subspan(std::min(most, rows.size()))) {
-    const std::span<const int32_t> some = rows.first(std::min(most, rows.size()));
-    GatheredRows from = {};
-    std::copy(some.begin(), some.end(), from.rows);
-    GatherKernel<<<kWideBlocks, kGatherThreads, 0, stream>>>(s, from, std::ssize(some),
-                                                             gathered.data());
-    KVASIR_RETURN_IF_ERROR(Launched("launching copy_rows_to_host"));
-    for (size_t i = 0; i < some.size(); ++i) {
-      KVASIR_RETURN_IF_ERROR(CudaStatus(
-          cudaMemcpyAsync(s.shape.host_page(some[i] * s.shape.pages_per_row),
-                          gathered.data() + static_cast<int64_t>(i) * row_bytes,
-                          static_cast<size_t>(row_bytes), cudaMemcpyDeviceToHost, stream),
-          "copying rows to the host"));
-    }
-  }
-  return absl::OkStatus();
 }
 
 absl::Status SealRows(const ResidencyState& s, std::span<const int32_t> rows, cudaStream_t stream) {
@@ -458,7 +249,7 @@ absl::Status FreeRows(const ResidencyState& s, std::span<const int32_t> rows, cu
 }
 
 absl::Status MapFills(const ResidencyState& s, cudaStream_t stream) {
-  MapKernel<<<1, kThreads, 0, stream>>>(s);
+  MapKernel<<<1, kOrderThreads, 0, stream>>>(s);
   return Launched("launching map_fills");
 }
 
@@ -466,32 +257,21 @@ absl::Status PlanFills(const ResidencyState& s, uint32_t step, cudaStream_t stre
   const auto chunks = static_cast<unsigned>(s.shape.num_chunks());
   ScanKernel<<<chunks, kScanThreads, 0, stream>>>(s, step);
   KVASIR_RETURN_IF_ERROR(Launched("launching the scan of plan_fills"));
-  ChooseKernel<<<1, kThreads, 0, stream>>>(s, step);
+  ChooseKernel<<<1, kOrderThreads, 0, stream>>>(s, step);
   return Launched("launching plan_fills");
-}
-
-absl::Status CopyFills(const ResidencyState& s, cudaStream_t stream) {
-  // A multiprocessor divides its memory into cache and shared memory only while it is idle. Use the
-  // division that a step's other kernels want. Otherwise they would wait until the copies end.
-  KVASIR_RETURN_IF_ERROR(
-      CudaStatus(cudaFuncSetAttribute(FillKernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                      cudaSharedmemCarveoutMaxShared),
-                 "preparing copy_fills"));
-  FillKernel<<<kFillBlocks, kFillThreads, 0, stream>>>(s);
-  return Launched("launching copy_fills");
 }
 
 absl::Status CountDevicePages(const ResidencyState& s, std::span<int32_t> counts,
                               cudaStream_t stream) {
-  CountKernel<<<kWideBlocks, kGatherThreads, 0, stream>>>(s, counts.data());
+  CountKernel<<<kWideBlocks, kCountThreads, 0, stream>>>(s, counts.data());
   return Launched("launching count_device_pages");
 }
 
 absl::Status BeginResidencyStep(uint32_t step, uint32_t* step_number,
                                 std::span<const BlockRowChange> changes, int32_t* block_rows,
                                 cudaStream_t stream) {
-  BeginKernel<<<1, kThreads, 0, stream>>>(step, step_number, changes.data(), std::ssize(changes),
-                                          block_rows);
+  BeginKernel<<<1, kOrderThreads, 0, stream>>>(step, step_number, changes.data(),
+                                               std::ssize(changes), block_rows);
   return Launched("launching begin_residency_step");
 }
 

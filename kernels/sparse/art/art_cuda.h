@@ -1,6 +1,7 @@
 // Decode attention that `art` (art_terminator.h) ends early, on the GPU: the op of attend.h as
-// attend_cuda.h serves it, with the guarantees of the terminator. Called by the attention layer.
-// Thread-safe. Only in builds with CUDA.
+// attend_cuda.h serves it, with the guarantees of the terminator. The CUDA backend calls it through
+// the CudaTerminator that MakeCudaArt makes (methods_cuda.cc). Thread-safe. Only in builds with
+// CUDA.
 //
 // Differences from the CPU: tests are made in float32. A page of a row that holds tokens of the
 // list and also some of sink or window is read in two parts; the first page that may stay unread is

@@ -17,14 +17,12 @@
 #include "kernels/sparse/common/block_list.cuh"
 #include "kernels/sparse/common/cluster_launch.h"
 #include "kernels/sparse/infinitehip/infinitehip_launch.h"
+#include "kernels/sparse/infinitehip/infinitehip_stages.cuh"
 #include "kernels/sparse/key_logits/key_code_logits.cuh"
-#include "kernels/sparse/reuse/reuse_row.cuh"
 
 namespace kvasir::kernels {
 namespace {
 
-constexpr int kThreads = 512;
-constexpr int kWarps = kThreads / kWarpThreads;
 // Runs of 32 tokens that a warp finds at once: two lanes each.
 constexpr int kRunsFound = kWarpThreads / 2;
 // Most tiles of queries in shared memory, and of 32 keys per warp: fewer where there are many tiles
@@ -42,53 +40,22 @@ struct Steps {
 };
 constexpr Steps kAllSteps = {0, 2 * (InfiniteHipSelector::kStages - 1)};
 
-// How a launch divides the rows, and the sizes of what is in shared memory.
-struct Cut {
-  unsigned blocks_of_row;  // CTAs; a power of two
-  int tiles_at_once;
-  int runs_at_once;
-  int shared_chunks;  // 0: they are in device memory
-};
-
-// Shared memory of a CTA. After it: QueryTile [tiles_at_once], StagedKeys [kWarps, runs_at_once],
-// and four arrays [shared_chunks]: scores of stage 1, which in the end are those of the chunks that
-// the last stage left; scores of stage 2; begins of the chunks that each left.
-struct StageMemory {
-  SelectMemory select;
-};
-constexpr int kChunkArrays = 4;
-
-// Log2 of the number of parts in a whole. Both are powers of two.
-__device__ inline int PartsLog2(int whole, int part) { return __ffs(whole) - __ffs(part); }
-
-// The chunks that a stage left, ascending.
-struct Parents {
-  const int32_t* begins;
-  int count;
-  int tokens;  // of a chunk
-};
-
 // A CTA's part of a row. All functions are called by all threads of the CTA, and alike by the whole
 // cluster.
 template <int kHeadDim, bool kPlaced>
-class LaterStages {
+class LaterStages : StageRow {
  public:
   using Tile = QueryTile<kHeadDim>;
+  using Keys = StagedKeys<kHeadDim>;
   static constexpr int kTilesOfKeys = kPlaced ? 1 : 2;  // multiplied at once; limited by registers
 
-  __device__ LaterStages(const InfiniteHipLaunch& p, const Cut& cut, const DeviceRow& row,
+  __device__ LaterStages(const InfiniteHipLaunch& p, const StagesCut& cut, const DeviceRow& row,
                          std::byte* memory)
-      : p_(p),
-        cut_(cut),
-        row_(row),
-        header_(MakeHeader(row.block, row.numbers)),
-        reuse_(p.select, row),
-        first_stage_(reuse_.FirstStage(header_)),
-        rank_(static_cast<int>(hopper::ClusterRank())),
+      : StageRow(p, cut, row),
         select_(reinterpret_cast<StageMemory*>(memory)->select),
         tiles_(reinterpret_cast<Tile*>(memory + sizeof(StageMemory))),
-        keys_(reinterpret_cast<StagedKeys<kHeadDim>*>(tiles_ + cut.tiles_at_once)),
-        chunks_(reinterpret_cast<uint32_t*>(keys_ + kWarps * cut.runs_at_once)) {}
+        keys_(reinterpret_cast<Keys*>(tiles_ + cut.tiles_at_once)),
+        chunks_(reinterpret_cast<uint32_t*>(keys_ + kStageWarps * cut.runs_at_once)) {}
 
   __device__ void Run(const Steps& steps) {
 #pragma unroll 1
@@ -105,35 +72,16 @@ class LaterStages {
   }
 
  private:
-  static constexpr int kLast = InfiniteHipSelector::kStages - 1;
   __device__ static int StageOf(int step) { return step / 2 + 1; }
   __device__ static bool Scores(int step) { return step % 2 == 0; }
 
-  __device__ bool together() const { return p_.layer_scores != nullptr; }
-  __device__ bool in_shared() const { return cut_.shared_chunks > 0; }
-  __device__ int tokens_of(int stage) const {
-    return static_cast<int>(p_.stages[stage].chunk_tokens);
-  }
   __device__ int NumChunks(int stage) const {
     return parents_.count << PartsLog2(parents_.tokens, tokens_of(stage));
-  }
-  __device__ int NumKept(int stage) const {
-    return static_cast<int>(p_.stages[stage].KeptChunks(row_.numbers.budget_tokens));
   }
 
   // --- addresses ---
 
-  template <typename T>
-  __device__ T* OfRow(T* of_rows) const {
-    return of_rows + row_.index * p_.max_chunks;
-  }
   __device__ uint32_t* Shared(int array) const { return chunks_ + array * cut_.shared_chunks; }
-
-  // Each stage has its own scores: a CTA may score while another still keeps.
-  __device__ uint32_t* ScoresOfRows(int stage) const {
-    return stage == kLast ? p_.chunk_scores : p_.kept_scores;
-  }
-  __device__ bool tells() const { return in_shared() && !together(); }
   __device__ uint32_t* ScoresOf(int stage) const {
     return tells() ? Shared(stage - 1) : OfRow(ScoresOfRows(stage));
   }
@@ -154,12 +102,6 @@ class LaterStages {
     cudaTriggerProgrammaticLaunchCompletion();
     parents_ = LeftBy(stage);
   }
-  __device__ Parents LeftBy(int stage) const {
-    if (first_stage_ == stage + 1) {
-      return {reuse_.items(stage), reuse_.remembered().kept[stage], tokens_of(stage)};
-    }
-    return {OfRow(p_.kept[stage].begins), p_.kept[stage].counts[row_.index], tokens_of(stage)};
-  }
 
   // --- score ---
 
@@ -167,7 +109,7 @@ class LaterStages {
   // chunk-indexed, and the query comes after them. Meets before and after, if it loads.
   __device__ void LoadQueries(int stage, int first_tile) {
     const int64_t position = kPlaced ? NumChunks(stage) - 1 + p_.LeastDistance(row_.numbers) : 0;
-    const Held wanted = {
+    const HeldQueries wanted = {
         min(static_cast<int>(p_.stages[stage].query_stride), static_cast<int>(row_.block.num_rows)),
         first_tile, position};
     if (wanted == held_) return;
@@ -230,7 +172,7 @@ class LaterStages {
     return runs;
   }
   // Begins to copy the keys of run i.
-  __device__ void BeginRun(const Runs& runs, int i, StagedKeys<kHeadDim>& keys) const {
+  __device__ void BeginRun(const Runs& runs, int i, Keys& keys) const {
     const int begin = __shfl_sync(kAllLanes, runs.begin, 2 * i);
     const auto own = reinterpret_cast<uint64_t>(runs.codes);
     const uint64_t first = __shfl_sync(kAllLanes, own, 2 * i);
@@ -245,8 +187,8 @@ class LaterStages {
   template <typename Use>
   __device__ void ForEachRun(const Use& use) const {
     const int num_runs = parents_.count << PartsLog2(parents_.tokens, kWarpThreads);
-    const int stride = kWarps * num_blocks();
-    StagedKeys<kHeadDim>* const keys = keys_ + warp() * cut_.runs_at_once;
+    const int stride = kStageWarps * num_blocks();
+    Keys* const keys = keys_ + warp() * cut_.runs_at_once;
 #pragma unroll 1
     for (int first = warp() * num_blocks() + rank_; first < num_runs;
          first += kRunsFound * stride) {
@@ -290,7 +232,7 @@ class LaterStages {
     const int tiles_log2 = PartsLog2(chunk_tokens, kProductKeys);   // of a chunk
     const int chunks_log2 = PartsLog2(kWarpThreads, chunk_tokens);  // of a run
     uint32_t* const scores = ScoresOf(stage);
-    ForEachRun([&](int run, const StagedKeys<kHeadDim>& keys) {
+    ForEachRun([&](int run, const Keys& keys) {
       const int first_chunk = run << chunks_log2;
       uint32_t own = 0;  // of chunk `lane` of the run
 #pragma unroll 1
@@ -331,7 +273,7 @@ class LaterStages {
 #pragma unroll 1
     for (int i = lane();; i += kWarpThreads) {
       const int of_warp = i >> blocks_log2;
-      const int run = ((of_warp >> chunks_log2) * kWarps + warp()) * num_blocks() + rank_;
+      const int run = ((of_warp >> chunks_log2) * kStageWarps + warp()) * num_blocks() + rank_;
       const int chunk = (run << chunks_log2) + (of_warp & ((1 << chunks_log2) - 1));
       if (chunk >= n) return;
       const int block = i & (num_blocks() - 1);
@@ -350,7 +292,7 @@ class LaterStages {
     const uint32_t* const scores = ScoresOfRows(stage);
     uint32_t* const joined = in_shared() ? Shared(1) : OfRow(p_.layer_scores);
 #pragma unroll 1
-    for (int i = static_cast<int>(threadIdx.x); i < n; i += kThreads) {
+    for (int i = static_cast<int>(threadIdx.x); i < n; i += kStageThreads) {
       uint32_t best = 0;
 #pragma unroll 1
       for (int64_t head = rows.begin; head < rows.end; ++head) {
@@ -368,9 +310,10 @@ class LaterStages {
   __device__ void ForEachKept(int stage, const Use& use) {
     const int n = NumChunks(stage);
     const int kept = NumKept(stage);
-    if (n > kept) return ForEachBest<kThreads>(JoinScores(stage, n), n, kept, select_, use);
+    if (n > kept) return ForEachBest<kStageThreads>(JoinScores(stage, n), n, kept, select_, use);
 #pragma unroll 1
-    for (int i = static_cast<int>(threadIdx.x); i < n; i += kThreads) use(i, i, OrderedScore(0));
+    for (int i = static_cast<int>(threadIdx.x); i < n; i += kStageThreads)
+      use(i, i, OrderedScore(0));
   }
 
   __device__ void Keep(int stage) {
@@ -398,7 +341,7 @@ class LaterStages {
     const bool remembers = reuse_.remembers();
     int32_t* const left = OfRow(p_.kept[stage].begins);
 #pragma unroll 1
-    for (int i = static_cast<int>(threadIdx.x); i < parents_.count; i += kThreads) {
+    for (int i = static_cast<int>(threadIdx.x); i < parents_.count; i += kStageThreads) {
       if (together()) left[i] = parents_.begins[i];
       if (remembers) reuse_.items(stage)[i] = parents_.begins[i];
     }
@@ -412,7 +355,7 @@ class LaterStages {
                               .scores = KeptScores(),
                               .count = parents_.count,
                               .tokens = parents_.tokens};
-    header_.count = static_cast<int32_t>(WriteList<kThreads>(
+    header_.count = static_cast<int32_t>(WriteList<kStageThreads>(
         blocks, p_.select.out.capacity, select_,
         [&](int64_t place, const SelectionEntry& entry) { reuse_.WriteEntry(place, entry); }));
     if (threadIdx.x == 0) reuse_.WriteHeader(header_, first_stage_);
@@ -424,44 +367,23 @@ class LaterStages {
       if (first_stage_ == stage + 1) parents_ = LeftBy(stage);
       return;
     }
-    reuse_.Recall(header_, {.index = static_cast<unsigned>(rank_) * kThreads + threadIdx.x,
-                            .count = cut_.blocks_of_row * kThreads});
+    reuse_.Recall(header_, {.index = static_cast<unsigned>(rank_) * kStageThreads + threadIdx.x,
+                            .count = cut_.blocks_of_row * kStageThreads});
   }
 
-  __device__ static int lane() { return static_cast<int>(threadIdx.x) % kWarpThreads; }
-  __device__ static int warp() { return static_cast<int>(threadIdx.x) / kWarpThreads; }
-  __device__ int num_blocks() const { return static_cast<int>(cut_.blocks_of_row); }
-
-  // The queries in the tiles: means over `stride` queries, from a tile on, rotated to a position.
-  struct Held {
-    int stride = 0;
-    int first_tile = 0;
-    int64_t position = 0;
-    __device__ bool operator==(const Held& other) const {
-      return stride == other.stride && first_tile == other.first_tile && position == other.position;
-    }
-  };
-
-  const InfiniteHipLaunch& p_;
-  const Cut& cut_;
-  const DeviceRow& row_;
-  SelectionHeader header_;
-  const RowReuse reuse_;
-  const int first_stage_;
-  const int rank_;
   SelectMemory& select_;
   Tile* const tiles_;
-  StagedKeys<kHeadDim>* const keys_;
+  Keys* const keys_;
   uint32_t* const chunks_;
   Parents parents_ = {};
-  Held held_;
+  HeldQueries held_;
   int num_tiles_ = 0;  // tiles in shared memory
   bool has_waited_ = false;
 };
 
 template <int kHeadDim, bool kPlaced>
-__global__ void __launch_bounds__(kThreads, 1)
-    StagesKernel(const __grid_constant__ InfiniteHipLaunch p, const __grid_constant__ Cut cut,
+__global__ void __launch_bounds__(kStageThreads, 1)
+    StagesKernel(const __grid_constant__ InfiniteHipLaunch p, const __grid_constant__ StagesCut cut,
                  const Steps steps) {
   extern __shared__ uint4 raw[];
   // The kernel begins when all CTAs of the kernel before it have waited for what came before that,
@@ -476,18 +398,18 @@ cudaError_t Launch(const InfiniteHipLaunch& p, cudaStream_t stream) {
   const int64_t rows = p.select.out.num_rows;
   const auto tiles =
       static_cast<int>((p.max_rows * p.select.group + kProductQueries - 1) / kProductQueries);
-  Cut cut = {
+  StagesCut cut = {
       .blocks_of_row = 1,
       .tiles_at_once = std::min(tiles, kMostTilesAtOnce),
       .runs_at_once = tiles <= kMostTilesAtOnce / 4 ? kRunsAtOnce : kRunsBesideTiles,
       .shared_chunks = p.later_chunks <= kSharedChunks ? static_cast<int>(p.later_chunks) : 0};
   const RowKernel kernel = {
       .kernel = StagesKernel<kHeadDim, kPlaced>,
-      .threads = kThreads,
+      .threads = kStageThreads,
       .shared_bytes =
           sizeof(StageMemory) +
           sizeof(QueryTile<kHeadDim>) * static_cast<size_t>(cut.tiles_at_once) +
-          sizeof(StagedKeys<kHeadDim>) * static_cast<size_t>(kWarps * cut.runs_at_once) +
+          sizeof(StagedKeys<kHeadDim>) * static_cast<size_t>(kStageWarps * cut.runs_at_once) +
           sizeof(uint32_t) * static_cast<size_t>(kChunkArrays * cut.shared_chunks)};
   if (const cudaError_t error = FindClusterBlocks(kernel, rows, cut.blocks_of_row);
       error != cudaSuccess) {
@@ -499,7 +421,7 @@ cudaError_t Launch(const InfiniteHipLaunch& p, cudaStream_t stream) {
     const Steps steps = {step, step + at_once};
     if (const cudaError_t error = LaunchOverlappedClusters(
             kernel.kernel, cut.blocks_of_row, static_cast<unsigned>(rows) * cut.blocks_of_row,
-            kThreads, kernel.shared_bytes, stream, p, cut, steps);
+            kStageThreads, kernel.shared_bytes, stream, p, cut, steps);
         error != cudaSuccess) {
       return error;
     }

@@ -2,8 +2,8 @@
 // kernels start it decides for each row with memory which stage runs first, so that they skip
 // stages that still serve (reuse_row.cuh). It also remembers the queries that stages are about to
 // run with. It takes the same cosine as reusing_select.cc, summed in float64, so the verdict is the
-// same unless the cosine is practically equal to a threshold. Called by the attention layer.
-// Thread-safe. Only in builds with CUDA.
+// same unless the cosine is practically equal to a threshold. Called by the CUDA backend before a
+// selector (worker/backend/cuda/cuda_select.cc). Thread-safe. Only in builds with CUDA.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -9,9 +9,9 @@
 
 #include "kernels/base/hopper.cuh"
 #include "kernels/base/overlapped_launch.h"
-#include "kernels/paged/row_items.h"
 #include "kernels/sparse/key_logits/key_code_logits.cuh"
 #include "kernels/sparse/top_p/top_p_launch.h"
+#include "kernels/sparse/top_p/top_p_memory.cuh"
 #include "kernels/sparse/top_p/top_p_rule.h"
 #include "kernels/sparse/top_p/top_p_threshold.cuh"
 
@@ -21,51 +21,6 @@ namespace {
 // CTAs of all rows together, where the rows are few.
 constexpr int64_t kBlocks = 128;
 constexpr int kMostLogBlocksOfRow = 3;
-// More threads would leave each too few registers.
-constexpr int kThreads = 512;
-// Weights of a CTA's heads in its shared memory. The rest are in device memory.
-constexpr int64_t kSharedWeights = 16 * 1024;
-// Most pages of a CTA at once.
-constexpr int64_t kMostItems = 256;
-
-// The tokens of one page that are estimated.
-struct Item {
-  uint64_t tokens;
-  uint64_t live;            // of the entry
-  const std::byte* codes;   // null: the page is absent
-  ItemPositions positions;  // of its tokens
-  uint32_t slot;            // place of its first token's weights; those of the others follow
-};
-
-template <int kHeadDim>
-struct WarpMemory {
-  StagedKeys<kHeadDim> keys;
-  float2 logits[kProductQueries][kWarpThreads / 2];  // of the same keys
-};
-
-// Shared memory of a CTA. After it: weights [heads of the CTA, shared_tokens], Item
-// [items_at_once], uint16_t [items_at_once, kPageTokens], and bits, words [group, KeptWords].
-template <int kHeadDim>
-struct TopPMemory {
-  DeviceRow row;
-  uint32_t block;  // the row's query tile
-  SelectionHeader header;
-  QueryTile<kHeadDim> queries;
-  WarpMemory<kHeadDim> of_warps[kThreads / kWarpThreads];
-  ThresholdMemory<kThreads> search;
-  int64_t num_mandatory;            // tokens of sink and window
-  int64_t num_items;                // of the CTA
-  float* weights[kMaxCudaGroup];    // of each head, in the shared memory of its CTA
-  float* others[kMaxCudaGroup];     // in device memory: those of slots from shared_tokens on
-  float thresholds[kMaxCudaGroup];  // from the heads' CTAs
-  uint32_t num_competing;           // of the row: in the cluster's first CTA
-  uint32_t num_tokens;              // tokens that are estimated at once
-};
-
-// Number of words with one bit per slot.
-KVASIR_HOST_DEVICE inline uint32_t KeptWords(uint32_t shared_tokens) {
-  return (shared_tokens + kWarpThreads - 1) / kWarpThreads;
-}
 
 // A CTA's part of a row. All functions are called by all threads of the CTA unless said otherwise.
 template <int kHeadDim, bool kPlaced>
@@ -85,7 +40,7 @@ class RowPruning {
     memory_.search.ClearBins();
     if (threadIdx.x < p_.select.group) {
       const unsigned g = threadIdx.x;
-      float* const here = Weights() + g / p_.blocks_of_row * p_.shared_tokens;
+      float* const here = memory_.Weights() + g / p_.blocks_of_row * p_.shared_tokens;
       memory_.weights[g] = hopper::OfBlock(here, g % p_.blocks_of_row);
       memory_.others[g] = p_.weights + (row * p_.select.group + g) * p_.max_tokens;
     }
@@ -130,18 +85,6 @@ class RowPruning {
  private:
   enum class Slots { kTake, kRecall };
 
-  __device__ float* Weights() const { return reinterpret_cast<float*>(&memory_ + 1); }
-  __device__ Item* Items() const {
-    return reinterpret_cast<Item*>(Weights() + p_.heads_of_block * p_.shared_tokens);
-  }
-  __device__ uint16_t* Tokens() const {
-    return reinterpret_cast<uint16_t*>(Items() + p_.items_at_once);
-  }
-  // One bit per slot in shared memory: whether the head keeps it.
-  __device__ uint32_t* KeptBy(int g) const {
-    auto* const kept = reinterpret_cast<uint32_t*>(Tokens() + p_.items_at_once * kPageTokens);
-    return kept + g * KeptWords(p_.shared_tokens);
-  }
   __device__ int64_t MostTokens() const { return min(p_.max_tokens, kMostTokens); }
 
   // Loads the row and its header, and what follows from them. The row's items are its entries, then
@@ -177,7 +120,7 @@ class RowPruning {
 
   // The number, from `first` on, of the thread's item among the CTA's items [first, first +
   // items_at_once). The last threads have the first items; the others load queries meanwhile.
-  __device__ int64_t ItemOfThread() const { return kThreads - 1 - int64_t{threadIdx.x}; }
+  __device__ int64_t ItemOfThread() const { return kTopPThreads - 1 - int64_t{threadIdx.x}; }
   // Returns the thread's entry if its item is one. Otherwise the value is not used.
   __device__ SelectionEntry EntryOf(int64_t row, int64_t first) const {
     const int64_t own = ItemOfThread();
@@ -187,7 +130,7 @@ class RowPruning {
   }
 
   // Returns an item of the row without its codes and, for entries, without its slot.
-  __device__ Item ItemAt(int64_t index, const SelectionEntry& entry, int64_t& page) const {
+  __device__ TopPItem ItemAt(int64_t index, const SelectionEntry& entry, int64_t& page) const {
     if (index < header_.count) {
       page = entry.page;
       return {.tokens = Competing(header_, entry),
@@ -219,16 +162,16 @@ class RowPruning {
       __syncthreads();
     }
     const int64_t own = ItemOfThread();
-    if (own < p_.items_at_once) Items()[own] = MakeItem(first, entry, slots);
+    if (own < p_.items_at_once) memory_.Items(p_)[own] = MakeItem(first, entry, slots);
     __syncthreads();
   }
   // Makes the thread's item. By a warp.
-  __device__ Item MakeItem(int64_t first, const SelectionEntry& entry, Slots slots) {
+  __device__ TopPItem MakeItem(int64_t first, const SelectionEntry& entry, Slots slots) {
     const int64_t own = ItemOfThread();
     const int64_t index = IndexOf(first + own);
     const bool is_item = first + own < memory_.num_items;
     int64_t page = 0;
-    Item item = is_item ? ItemAt(index, entry, page) : Item{};
+    TopPItem item = is_item ? ItemAt(index, entry, page) : TopPItem{};
     const PagedKv& kv = p_.select.kv;
     if (item.tokens != 0 && kv.row(row_.block.slot, page) >= 0) {
       item.codes = kv.KeyCodes(row_.block.slot, page, p_.select.layer, row_.kv_head);
@@ -246,9 +189,8 @@ class RowPruning {
     return p_.slots + row_.index * p_.select.out.capacity;
   }
 
-  // Gives the entries among a warp's items slots in the row, and all their tokens places in
-  // Tokens(). By a warp.
-  __device__ void TakeSlots(Item& item, int own, bool competes) {
+  // Gives the entries among a warp's items slots in the row, and lists all their tokens. By a warp.
+  __device__ void TakeSlots(TopPItem& item, int own, bool competes) {
     const unsigned lane = threadIdx.x % kWarpThreads;
     const auto count = static_cast<uint32_t>(__popcll(item.tokens));
     const uint32_t both = count << 16 | (competes ? count : 0);
@@ -273,7 +215,7 @@ class RowPruning {
       const int number = __shfl_sync(kAllLanes, own, owner);
       for (unsigned token = lane; token < kPageTokens; token += kWarpThreads) {
         if ((tokens >> token & 1) == 0) continue;
-        Tokens()[first + BitsBefore(tokens, token)] =
+        memory_.Tokens(p_)[first + BitsBefore(tokens, token)] =
             static_cast<uint16_t>(number * kPageTokens + token);
       }
     }
@@ -311,9 +253,9 @@ class RowPruning {
   __device__ void Estimate() {
 #pragma unroll 1
     for (unsigned listed = threadIdx.x; listed / kWarpThreads * kWarpThreads < memory_.num_tokens;
-         listed += kThreads) {
+         listed += kTopPThreads) {
       const Token token = TokenAt(listed);
-      WarpMemory<kHeadDim>& own = memory_.of_warps[threadIdx.x / kWarpThreads];
+      TopPWarpMemory<kHeadDim>& own = memory_.of_warps[threadIdx.x / kWarpThreads];
       const bool is_there = token.codes != nullptr;
       __syncwarp();  // the previous keys have been read
       own.keys.Begin(p_.select.kv.layout, token.codes, token.in_page);
@@ -356,8 +298,8 @@ class RowPruning {
   };
   __device__ Token TokenAt(unsigned listed) const {
     if (listed >= memory_.num_tokens) return {};
-    const int in_page = Tokens()[listed] % static_cast<int>(kPageTokens);
-    const Item& item = Items()[Tokens()[listed] / kPageTokens];
+    const int in_page = memory_.Tokens(p_)[listed] % static_cast<int>(kPageTokens);
+    const TopPItem& item = memory_.Items(p_)[memory_.Tokens(p_)[listed] / kPageTokens];
     const uint32_t slot = item.slot + BitsBefore(item.tokens, static_cast<unsigned>(in_page));
     return {.codes = item.codes,
             .in_page = in_page,
@@ -372,23 +314,25 @@ class RowPruning {
       memory_.search.ClearBins();
       __syncthreads();
     }
-    const HeadWeights weights = {.near = Weights() + g / p_.blocks_of_row * p_.shared_tokens,
-                                 .far = memory_.others[g],
-                                 .num_near = p_.shared_tokens};
+    const HeadWeights weights = {
+        .near = memory_.Weights() + g / p_.blocks_of_row * p_.shared_tokens,
+        .far = memory_.others[g],
+        .num_near = p_.shared_tokens};
     const auto num_mandatory = static_cast<uint32_t>(memory_.num_mandatory);
-    const float threshold = ThresholdSearch<kThreads>(weights, num_mandatory, count, memory_.search)
-                                .Run(row_.numbers.top_p);
+    const float threshold =
+        ThresholdSearch<kTopPThreads>(weights, num_mandatory, count, memory_.search)
+            .Run(row_.numbers.top_p);
     if (threadIdx.x < p_.blocks_of_row) {
       *hopper::OfBlock(&memory_.thresholds[g], threadIdx.x) = threshold;
     }
     const uint32_t end = min(count, p_.shared_tokens);
     for (uint32_t slot = num_mandatory / kWarpThreads * kWarpThreads + threadIdx.x;
-         slot / kWarpThreads * kWarpThreads < end; slot += kThreads) {
+         slot / kWarpThreads * kWarpThreads < end; slot += kTopPThreads) {
       const bool is_kept = slot < end && !(weights.near[slot] < threshold);  // NaN is kept, too
       const uint32_t kept = __ballot_sync(kAllLanes, is_kept);
       const unsigned lane = threadIdx.x % kWarpThreads;
       if (lane < p_.blocks_of_row) {
-        hopper::OfBlock(KeptBy(g), lane)[slot / kWarpThreads] = kept;
+        hopper::OfBlock(memory_.KeptBy(p_, g), lane)[slot / kWarpThreads] = kept;
       }
     }
   }
@@ -398,8 +342,8 @@ class RowPruning {
   __device__ void Keep(int64_t first) const {
     const unsigned lane = threadIdx.x % kWarpThreads;
     const int64_t end = min(p_.items_at_once, memory_.num_items - first);
-    for (int64_t i = threadIdx.x / kWarpThreads; i < end; i += kThreads / kWarpThreads) {
-      const Item& item = Items()[i];
+    for (int64_t i = threadIdx.x / kWarpThreads; i < end; i += kTopPThreads / kWarpThreads) {
+      const TopPItem& item = memory_.Items(p_)[i];
       const int64_t index = IndexOf(first + i);
       if (index >= header_.count || item.tokens == 0) continue;
       uint64_t kept = 0;
@@ -418,7 +362,7 @@ class RowPruning {
     if (slot < p_.shared_tokens) {
       uint32_t kept = 0;
 #pragma unroll 4
-      for (int g = 0; g < group; ++g) kept |= KeptBy(g)[slot / kWarpThreads];
+      for (int g = 0; g < group; ++g) kept |= memory_.KeptBy(p_, g)[slot / kWarpThreads];
       return (kept >> slot % kWarpThreads & 1) != 0;
     }
     bool is_kept = false;
@@ -438,7 +382,8 @@ class RowPruning {
 
 // kPlaced: keys are cached un-rotated and are rotated to their compact positions.
 template <int kHeadDim, bool kPlaced>
-__global__ void __launch_bounds__(kThreads, 1) PruneKernel(const __grid_constant__ TopPLaunch p) {
+__global__ void __launch_bounds__(kTopPThreads, 1)
+    PruneKernel(const __grid_constant__ TopPLaunch p) {
   extern __shared__ uint4 raw[];
   RowPruning<kHeadDim, kPlaced> pruning(p, *reinterpret_cast<TopPMemory<kHeadDim>*>(raw));
   const uint32_t row = blockIdx.x >> p.log_blocks_of_row;
@@ -464,15 +409,7 @@ cudaError_t Launch(TopPLaunch p, cudaStream_t stream) {
   const int64_t of_block = (most_items + p.blocks_of_row - 1) / p.blocks_of_row;
   p.items_at_once =
       std::min(kMostItems, (of_block + kWarpThreads - 1) / kWarpThreads * kWarpThreads);
-  static_assert(sizeof(TopPMemory<kHeadDim>) + kSharedWeights * sizeof(float) +
-                    kMostItems * (sizeof(Item) + kPageTokens * sizeof(uint16_t)) +
-                    kMaxCudaGroup * kSharedWeights / 8 <=
-                227 * 1024);
-  const int64_t bytes =
-      static_cast<int64_t>(sizeof(TopPMemory<kHeadDim>)) +
-      p.heads_of_block * p.shared_tokens * static_cast<int64_t>(sizeof(float)) +
-      p.items_at_once * static_cast<int64_t>(sizeof(Item) + kPageTokens * sizeof(uint16_t)) +
-      p.select.group * KeptWords(p.shared_tokens) * static_cast<int64_t>(sizeof(uint32_t));
+  const int64_t bytes = TopPMemory<kHeadDim>::Bytes(p);
   const auto kernel = PruneKernel<kHeadDim, kPlaced>;
   if (const cudaError_t error = cudaFuncSetAttribute(
           kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
@@ -480,7 +417,7 @@ cudaError_t Launch(TopPLaunch p, cudaStream_t stream) {
     return error;
   }
   const auto blocks = static_cast<unsigned>(p.select.out.num_rows) * p.blocks_of_row;
-  return LaunchOverlappedClusters(kernel, p.blocks_of_row, blocks, kThreads,
+  return LaunchOverlappedClusters(kernel, p.blocks_of_row, blocks, kTopPThreads,
                                   static_cast<size_t>(bytes), stream, p);
 }
 

@@ -1,4 +1,7 @@
-// The GPU's tokenselect, hip and infinitehip against the CPU's: lists of tokens.
+// The GPU's tokenselect and hip against the CPU's: lists of tokens. The shapes also hold for
+// infinitehip_cuda_test.cc.
+#include "tests/kernels/sparse/cuda/token_lists_cuda.h"
+
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -12,76 +15,11 @@
 #include "kernels/sparse/common/device_memory.h"
 #include "kernels/sparse/hip/hip_cuda.h"
 #include "kernels/sparse/hip/hip_selector.h"
-#include "kernels/sparse/infinitehip/infinitehip_cuda.h"
 #include "kernels/sparse/tokenselect/tokenselect_cuda.h"
 #include "kernels/sparse/tokenselect/tokenselect_selector.h"
-#include "tests/support/device_select.h"
 
 namespace kvasir::kernels {
 namespace {
-
-PageSelection SelectOnCpu(const Selector& selector, AttentionBatch& batch,
-                          const std::vector<SelectionNumbers>& numbers, int64_t capacity) {
-  PageSelection selection = batch.MakeSelection(capacity);
-  SerialExecutor executor;
-  const absl::Status status = selector.Select(batch.ParamsForSelect(numbers), selection, executor);
-  EXPECT_TRUE(status.ok()) << status;
-  return selection;
-}
-
-// How alike two selections are.
-struct Likeness {
-  int64_t same_rows = 0;
-  int64_t rows = 0;
-  int64_t tokens = 0;
-  int64_t other_tokens = 0;  // of `tokens`, those that only one side has
-};
-
-// Headers, numbers of tokens and entries' scores must agree; tokens are counted.
-Likeness Compare(const Lists& found, const PageSelection& expected) {
-  Likeness likeness = {.rows = expected.num_rows};
-  for (int64_t row = 0; row < expected.num_rows; ++row) {
-    SCOPED_TRACE(row);
-    const auto r = static_cast<size_t>(row);
-    const SelectionHeader& header = expected.header(row);
-    EXPECT_EQ(found.headers[r].kind, header.kind);
-    EXPECT_EQ(found.headers[r].sink_end, header.sink_end);
-    EXPECT_EQ(found.headers[r].window_begin, header.window_begin);
-    EXPECT_EQ(found.headers[r].query_position, header.query_position);
-    EXPECT_EQ(found.headers[r].made_at, header.made_at);
-    const auto left = TokensOf(found.headers[r], found.list(r), &SelectionEntry::live);
-    const auto right = TokensOf(header, expected.list(row), &SelectionEntry::live);
-    EXPECT_EQ(left.size(), right.size());
-    std::vector<int64_t> both;
-    std::set_intersection(left.begin(), left.end(), right.begin(), right.end(),
-                          std::back_inserter(both));
-    likeness.tokens += std::ssize(right);
-    likeness.other_tokens += std::ssize(right) - std::ssize(both);
-    likeness.same_rows += left == right ? 1 : 0;
-    if (left != right) continue;
-    for (int32_t i = 0; i < header.count; ++i) {
-      const float score = expected.list(row)[i].score;
-      if (found.list(r)[i].score == score) continue;  // infinite, too
-      EXPECT_NEAR(found.list(r)[i].score, score, 1e-3 * std::abs(score) + 1e-3) << "entry " << i;
-    }
-  }
-  return likeness;
-}
-
-// Nine rows in ten the same, and where not, as good as: a token in a thousand is another.
-void ExpectAlike(const Likeness& likeness) {
-  EXPECT_GE(likeness.same_rows * 10, likeness.rows * 9);
-  EXPECT_LE(likeness.other_tokens * 1000, likeness.tokens);
-  EXPECT_GT(likeness.tokens, 0) << "nothing was selected";
-}
-
-void Add(AttentionBatch& batch, std::vector<SelectionNumbers>& numbers, int64_t slot,
-         int64_t position, int64_t rows, const SelectionNumbers& n) {
-  batch.AddBlock(slot, position, rows);
-  numbers.push_back(n);
-}
-
-class TokenListsCudaTest : public SelectorCudaTest {};
 
 INSTANTIATE_TEST_SUITE_P(Shapes, TokenListsCudaTest,
                          testing::Combine(testing::Values(64, 128), testing::Values(1, 4, 7, 8),
@@ -115,14 +53,18 @@ TEST_P(TokenListsCudaTest, TokenSelectChoosesWhatTheCpuChooses) {
   batch.FillContext(1, 700);
   batch.FillContext(2, 2111);
   std::vector<SelectionNumbers> numbers;
-  Add(batch, numbers, 0, 4095, 1, {.sink_tokens = 70, .window_tokens = 200, .budget_tokens = 600});
-  Add(batch, numbers, 0, 4032, 64, {.sink_tokens = 128, .window_tokens = 64, .budget_tokens = 999});
-  Add(batch, numbers, 1, 699, 1, {.sink_tokens = 70, .window_tokens = 200, .budget_tokens = 600});
-  Add(batch, numbers, 1, 640, 7, {.sink_tokens = 0, .window_tokens = 1, .budget_tokens = 64});
-  Add(batch, numbers, 2, 2110, 1, {.sink_tokens = 64, .window_tokens = 65, .budget_tokens = 0});
-  Add(batch, numbers, 2, 2000, 1,
-      {.sink_tokens = 1, .window_tokens = 90, .budget_tokens = 300, .reach_tokens = 63});
-  Add(batch, numbers, 0, 5, 1, {.sink_tokens = 2, .window_tokens = 2, .budget_tokens = 1});
+  AddBlock(batch, numbers, 0, 4095, 1,
+           {.sink_tokens = 70, .window_tokens = 200, .budget_tokens = 600});
+  AddBlock(batch, numbers, 0, 4032, 64,
+           {.sink_tokens = 128, .window_tokens = 64, .budget_tokens = 999});
+  AddBlock(batch, numbers, 1, 699, 1,
+           {.sink_tokens = 70, .window_tokens = 200, .budget_tokens = 600});
+  AddBlock(batch, numbers, 1, 640, 7, {.sink_tokens = 0, .window_tokens = 1, .budget_tokens = 64});
+  AddBlock(batch, numbers, 2, 2110, 1,
+           {.sink_tokens = 64, .window_tokens = 65, .budget_tokens = 0});
+  AddBlock(batch, numbers, 2, 2000, 1,
+           {.sink_tokens = 1, .window_tokens = 90, .budget_tokens = 300, .reach_tokens = 63});
+  AddBlock(batch, numbers, 0, 5, 1, {.sink_tokens = 2, .window_tokens = 2, .budget_tokens = 1});
   for (const std::string scope : {"group", "layer"}) {
     SCOPED_TRACE(scope);
     const auto selector = TokenSelectSelector::Create({{"scope", scope}}).value();
@@ -300,18 +242,22 @@ TEST_P(TokenListsCudaTest, HipChoosesWhatTheCpuChooses) {
   batch.FillContext(1, 700);
   batch.FillContext(2, 2111);
   std::vector<SelectionNumbers> numbers;
-  Add(batch, numbers, 0, 4095, 1, {.sink_tokens = 70, .window_tokens = 200, .budget_tokens = 600});
-  Add(batch, numbers, 0, 4032, 64, {.sink_tokens = 128, .window_tokens = 64, .budget_tokens = 999});
-  Add(batch, numbers, 1, 699, 1, {.sink_tokens = 71, .window_tokens = 200, .budget_tokens = 300});
-  Add(batch, numbers, 1, 640, 7, {.sink_tokens = 0, .window_tokens = 1, .budget_tokens = 64});
-  Add(batch, numbers, 2, 2110, 1, {.sink_tokens = 64, .window_tokens = 65, .budget_tokens = 0});
-  Add(batch, numbers, 2, 2000, 1,
-      {.sink_tokens = 1, .window_tokens = 90, .budget_tokens = 300, .reach_tokens = 63});
-  Add(batch, numbers, 0, 5, 1, {.sink_tokens = 2, .window_tokens = 2, .budget_tokens = 1});
-  Add(batch, numbers, 0, 4000, 2, {.sink_tokens = 33, .window_tokens = 5, .budget_tokens = 2});
+  AddBlock(batch, numbers, 0, 4095, 1,
+           {.sink_tokens = 70, .window_tokens = 200, .budget_tokens = 600});
+  AddBlock(batch, numbers, 0, 4032, 64,
+           {.sink_tokens = 128, .window_tokens = 64, .budget_tokens = 999});
+  AddBlock(batch, numbers, 1, 699, 1,
+           {.sink_tokens = 71, .window_tokens = 200, .budget_tokens = 300});
+  AddBlock(batch, numbers, 1, 640, 7, {.sink_tokens = 0, .window_tokens = 1, .budget_tokens = 64});
+  AddBlock(batch, numbers, 2, 2110, 1,
+           {.sink_tokens = 64, .window_tokens = 65, .budget_tokens = 0});
+  AddBlock(batch, numbers, 2, 2000, 1,
+           {.sink_tokens = 1, .window_tokens = 90, .budget_tokens = 300, .reach_tokens = 63});
+  AddBlock(batch, numbers, 0, 5, 1, {.sink_tokens = 2, .window_tokens = 2, .budget_tokens = 1});
+  AddBlock(batch, numbers, 0, 4000, 2, {.sink_tokens = 33, .window_tokens = 5, .budget_tokens = 2});
   // With the window's reach the candidates are fewer than the budget has room for.
-  Add(batch, numbers, 1, 650, 1,
-      {.sink_tokens = 5, .window_tokens = 640, .budget_tokens = 5, .reach_tokens = 0});
+  AddBlock(batch, numbers, 1, 650, 1,
+           {.sink_tokens = 5, .window_tokens = 640, .budget_tokens = 5, .reach_tokens = 0});
   const PageSelection expected = SelectOnCpu(HipSelector(), batch, numbers, 512);
   HostLists cpu(expected);
   const Lists found = HipOnGpu(batch, numbers, 512);
@@ -348,129 +294,6 @@ TEST_P(TokenListsCudaTest, HipReportsAbsentPages) {
   const Lists found = HipOnGpu(batch, {n, n}, 77);
   EXPECT_EQ(found.faults[0], 0);
   EXPECT_EQ(found.faults[1], 1);
-}
-
-Lists InfiniteHipOnGpu(AttentionBatch& batch, const std::vector<SelectionNumbers>& numbers,
-                       const InfiniteHipCuda& method, int64_t capacity) {
-  return RunSelectOnGpu(
-      batch, numbers, HostLists(batch, capacity).View(),
-      InfiniteHipWorkspaceBytes(method, batch.kv().View(), std::ssize(numbers)),
-      [&](const SelectParams& params, const PageSelection& out, std::byte* workspace) {
-        return SelectInfiniteHip(method, params, out, workspace, nullptr);
-      });
-}
-
-// Both select over the batch, by some presets.
-void ExpectInfiniteHipAlike(AttentionBatch& batch, const std::vector<SelectionNumbers>& numbers) {
-  for (const auto& [preset, scope] :
-       {std::pair("3k", "group"), std::pair("5k", "group"), std::pair("5k", "layer")}) {
-    SCOPED_TRACE(testing::Message() << preset << ", scope " << scope);
-    const auto selector =
-        InfiniteHipSelector::Create({{"preset", preset}, {"scope", scope}}).value();
-    const InfiniteHipCuda method = {.preset = InfiniteHipSelector::FindPreset(preset).value(),
-                                    .max_budget_tokens = 2048,
-                                    .scope = selector->scope()};
-    const PageSelection expected = SelectOnCpu(*selector, batch, numbers, 512);
-    HostLists cpu(expected);
-    ExpectAlike(Compare(InfiniteHipOnGpu(batch, numbers, method, 512), cpu.View()));
-    // Room for more chunks than shared memory has.
-    InfiniteHipCuda large = method;
-    large.max_budget_tokens = 70'000;
-    ExpectAlike(Compare(InfiniteHipOnGpu(batch, numbers, large, 512), cpu.View()));
-  }
-}
-
-// Rows of two texts, long enough that every stage has to choose; chunks begin within a page and at
-// its begin. One block has `rows` queries, the others one each.
-void ExpectInfiniteHipAlikeInLongTexts(const AttentionShape& shape, uint64_t seed, int64_t rows) {
-  constexpr int64_t kTokens = 40'000;
-  AttentionBatch batch(shape, 2, kTokens, seed);
-  batch.FillContext(0, kTokens);
-  batch.FillContext(1, 9'001);
-  std::vector<SelectionNumbers> numbers;
-  Add(batch, numbers, 0, kTokens - 1, 1,
-      {.sink_tokens = 130, .window_tokens = 512, .budget_tokens = 1024});
-  Add(batch, numbers, 0, 39'936, rows,
-      {.sink_tokens = 128, .window_tokens = 600, .budget_tokens = 2048});
-  Add(batch, numbers, 1, 9'000, 1, {.sink_tokens = 1, .window_tokens = 520, .budget_tokens = 100});
-  Add(batch, numbers, 1, 500, 1, {.sink_tokens = 1, .window_tokens = 520, .budget_tokens = 100});
-  ExpectInfiniteHipAlike(batch, numbers);
-}
-
-TEST_P(TokenListsCudaTest, InfiniteHipChoosesWhatTheCpuChooses) {
-  ExpectInfiniteHipAlikeInLongTexts(Shape(), 54, 64);
-}
-
-// All query tiles are one query: the kernel that chooses also scores pages for the first stage.
-TEST_P(TokenListsCudaTest, InDecodeInfiniteHipChoosesWhatTheCpuChooses) {
-  ExpectInfiniteHipAlikeInLongTexts(Shape(), 60, 1);
-}
-
-// The rows are so numerous that each has few CTAs. Some tiles have `rows` queries, the others one.
-void ExpectInfiniteHipAlikeInManyRows(const AttentionShape& shape, int64_t rows) {
-  constexpr int64_t kTokens = 9'001;
-  AttentionBatch batch(shape, 1, kTokens, 62);
-  batch.FillContext(0, kTokens);
-  std::vector<SelectionNumbers> numbers;
-  for (int64_t i = 0; i < 66; ++i) {
-    Add(batch, numbers, 0, kTokens - 80 + i, i % 16 == 4 ? rows : 1,
-        {.sink_tokens = 1 + i, .window_tokens = 520, .budget_tokens = 100 + i});
-  }
-  const auto selector = InfiniteHipSelector::Create({}).value();
-  const InfiniteHipCuda method = {.preset = InfiniteHipSelector::FindPreset("3k").value(),
-                                  .max_budget_tokens = 200};
-  const PageSelection expected = SelectOnCpu(*selector, batch, numbers, 64);
-  HostLists cpu(expected);
-  ExpectAlike(Compare(InfiniteHipOnGpu(batch, numbers, method, 64), cpu.View()));
-}
-
-TEST_P(TokenListsCudaTest, InfiniteHipServesManyRows) {
-  ExpectInfiniteHipAlikeInManyRows(Shape(), 3);
-}
-
-TEST_P(TokenListsCudaTest, InDecodeInfiniteHipServesManyRows) {
-  ExpectInfiniteHipAlikeInManyRows(Shape(), 1);
-}
-
-// Keys that are NaN in part have no score; infinite ones are as large as codes can tell. One block
-// has `rows` queries; its first query is NaN for one head.
-void ExpectInfiniteHipAlikeWithoutNumbers(const AttentionShape& shape, int64_t rows) {
-  constexpr int64_t kTokens = 9'001;
-  AttentionBatch batch(shape, 1, kTokens, 63);
-  batch.FillContext(0, kTokens);
-  constexpr float kInfinity = std::numeric_limits<float>::infinity();
-  for (int64_t head = 0; head < 2; ++head) {
-    for (int64_t token = 0; token < 8'400; ++token) {
-      if (token / 8 % 3 != 1 && token % 97 != 0) continue;
-      std::byte* key =
-          batch.kv().Token(FakePagedKv::Side::kKey, 0, token, AttentionBatch::kLayer, head);
-      batch.kv().Set(key, 5, token % 97 == 0 ? kInfinity : NAN);
-    }
-  }
-  for (int64_t block = 0; block < CeilPages(kTokens); ++block) {
-    const int64_t count = std::min(kPageTokens, kTokens - block * kPageTokens);
-    ASSERT_TRUE(RebuildKeyCodes(batch.kv().View(), 0, block, count).ok());
-  }
-  std::vector<SelectionNumbers> numbers;
-  Add(batch, numbers, 0, kTokens - 1, 1,
-      {.sink_tokens = 3, .window_tokens = 520, .budget_tokens = 2000});
-  Add(batch, numbers, 0, 8'960, rows,
-      {.sink_tokens = 9, .window_tokens = 520, .budget_tokens = 900});
-  batch.q(1, 1)[3] = NAN;
-  const auto selector = InfiniteHipSelector::Create({}).value();
-  const InfiniteHipCuda method = {.preset = InfiniteHipSelector::FindPreset("3k").value(),
-                                  .max_budget_tokens = 2000};
-  const PageSelection expected = SelectOnCpu(*selector, batch, numbers, 512);
-  HostLists cpu(expected);
-  ExpectAlike(Compare(InfiniteHipOnGpu(batch, numbers, method, 512), cpu.View()));
-}
-
-TEST_P(TokenListsCudaTest, InfiniteHipLeavesOutWhatIsNotANumber) {
-  ExpectInfiniteHipAlikeWithoutNumbers(Shape(), 41);
-}
-
-TEST_P(TokenListsCudaTest, InDecodeInfiniteHipLeavesOutWhatIsNotANumber) {
-  ExpectInfiniteHipAlikeWithoutNumbers(Shape(), 1);
 }
 
 }  // namespace

@@ -1,0 +1,108 @@
+// Copies of pages between the tiers, by few warps beside a step's other kernels.
+#include <algorithm>
+#include <cstddef>
+
+#include "kernels/base/status_macros.h"
+#include "kernels/residency/residency_cuda.h"
+#include "kernels/residency/residency_launch.cuh"
+
+namespace kvasir::kernels {
+namespace {
+
+constexpr int kLaneLoads = 8;  // of 16 bytes, in flight
+constexpr int64_t kPieceBytes = kWarpThreads * kLaneLoads * 16;
+constexpr int kFillBlocks = 32;  // CTAs of kFillThreads: 512 KiB in flight, on few multiprocessors
+constexpr int kFillThreads = 128;
+constexpr int kGatherThreads = 128;
+constexpr int kMostGathered = 16;  // rows
+
+// Copies piece `piece` of a page, by one warp. All loads are in flight together.
+__device__ void CopyPiece(const std::byte* from, std::byte* to, int64_t piece, int64_t page_bytes) {
+  const int64_t begin = piece * kPieceBytes / 16 + Thread() % kWarpThreads;
+  const auto* source = reinterpret_cast<const uint4*>(from);
+  auto* target = reinterpret_cast<uint4*>(to);
+  uint4 values[kLaneLoads];
+#pragma unroll
+  for (int i = 0; i < kLaneLoads; ++i) {
+    const int64_t at = begin + i * kWarpThreads;
+    if (at < page_bytes / 16) values[i] = source[at];
+  }
+#pragma unroll
+  for (int i = 0; i < kLaneLoads; ++i) {
+    const int64_t at = begin + i * kWarpThreads;
+    if (at < page_bytes / 16) target[at] = values[i];
+  }
+}
+
+__device__ int64_t NumPieces(const ResidencyState& s) {
+  return (s.shape.page_bytes + kPieceBytes - 1) / kPieceBytes;
+}
+
+__global__ void __launch_bounds__(kFillThreads)
+    FillKernel(const __grid_constant__ ResidencyState s) {
+  const int64_t pieces = NumPieces(s);
+  for (int64_t unit = FirstUnit(); unit < s.counters->num_fills * pieces; unit += UnitStride()) {
+    const PageFill& fill = s.fills[unit / pieces];
+    CopyPiece(s.shape.host_page(fill.page), s.shape.slot_memory(fill.slot), unit % pieces,
+              s.shape.page_bytes);
+  }
+}
+
+struct GatheredRows {
+  int32_t rows[kMostGathered];
+};
+
+// A page that is not in the device tier is read from its extent.
+__global__ void GatherKernel(const __grid_constant__ ResidencyState s,
+                             const __grid_constant__ GatheredRows from, int64_t num_rows,
+                             std::byte* to) {
+  const int64_t pieces = NumPieces(s);
+  const int64_t units = num_rows * s.shape.pages_per_row * pieces;
+  for (int64_t unit = FirstUnit(); unit < units; unit += UnitStride()) {
+    const int64_t i = unit / pieces;
+    const int64_t page =
+        from.rows[i / s.shape.pages_per_row] * s.shape.pages_per_row + i % s.shape.pages_per_row;
+    const bool is_here = s.pages[page].tier() == PageTier::kDevice;
+    CopyPiece(is_here ? s.pages[page].page() : s.shape.host_page(page), to + i * s.shape.page_bytes,
+              unit % pieces, s.shape.page_bytes);
+  }
+}
+
+}  // namespace
+
+absl::Status CopyRowsToHost(const ResidencyState& s, std::span<const int32_t> rows,
+                            std::span<std::byte> gathered, cudaStream_t stream) {
+  const int64_t row_bytes = s.shape.pages_per_row * s.shape.page_bytes;
+  const auto most =
+      static_cast<size_t>(std::min<int64_t>(kMostGathered, std::ssize(gathered) / row_bytes));
+  KVASIR_CHECK(most > 0 || rows.empty());
+  for (; !rows.empty(); rows = rows.subspan(std::min(most, rows.size()))) {
+    const std::span<const int32_t> some = rows.first(std::min(most, rows.size()));
+    GatheredRows from = {};
+    std::copy(some.begin(), some.end(), from.rows);
+    GatherKernel<<<kWideBlocks, kGatherThreads, 0, stream>>>(s, from, std::ssize(some),
+                                                             gathered.data());
+    KVASIR_RETURN_IF_ERROR(Launched("launching copy_rows_to_host"));
+    for (size_t i = 0; i < some.size(); ++i) {
+      KVASIR_RETURN_IF_ERROR(CudaStatus(
+          cudaMemcpyAsync(s.shape.host_page(some[i] * s.shape.pages_per_row),
+                          gathered.data() + static_cast<int64_t>(i) * row_bytes,
+                          static_cast<size_t>(row_bytes), cudaMemcpyDeviceToHost, stream),
+          "copying rows to the host"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CopyFills(const ResidencyState& s, cudaStream_t stream) {
+  // A multiprocessor divides its memory into cache and shared memory only while it is idle. Use the
+  // division that a step's other kernels want. Otherwise they would wait until the copies end.
+  KVASIR_RETURN_IF_ERROR(
+      CudaStatus(cudaFuncSetAttribute(FillKernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                      cudaSharedmemCarveoutMaxShared),
+                 "preparing copy_fills"));
+  FillKernel<<<kFillBlocks, kFillThreads, 0, stream>>>(s);
+  return Launched("launching copy_fills");
+}
+
+}  // namespace kvasir::kernels
