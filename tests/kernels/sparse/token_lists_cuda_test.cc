@@ -15,6 +15,7 @@
 #include "kernels/sparse/infinitehip/infinitehip_cuda.h"
 #include "kernels/sparse/tokenselect/tokenselect_cuda.h"
 #include "kernels/sparse/tokenselect/tokenselect_selector.h"
+#include "tests/support/case_name.h"
 #include "tests/support/device_select.h"
 
 namespace kvasir::kernels {
@@ -86,7 +87,8 @@ class TokenListsCudaTest : public SelectorCudaTest {};
 INSTANTIATE_TEST_SUITE_P(Shapes, TokenListsCudaTest,
                          testing::Combine(testing::Values(64, 128), testing::Values(1, 4, 7, 8),
                                           testing::Values(DType::kFloat32, DType::kBFloat16),
-                                          testing::Values(DType::kFloat32, DType::kBFloat16)));
+                                          testing::Values(DType::kFloat32, DType::kBFloat16)),
+                         CaseName());
 
 Lists TokenSelectOnGpu(AttentionBatch& batch, const std::vector<SelectionNumbers>& numbers,
                        int64_t capacity, Scope scope = Scope::kKvGroup) {
