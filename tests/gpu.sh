@@ -44,12 +44,20 @@ begin_parts() {
   done
 }
 
+# count WORD: prints how many tests the logs on standard input sum up with it (PASSED, SKIPPED, FAILED).
+count() {
+  awk -v word="$1" '$0 ~ "^\\[ +" word " +\\] [0-9]+ tests?[,.]" {tests += $4} END {print tests + 0}'
+}
+
 # Adds how the steps ended to results.
 collect() {
-  local name status
+  local name status skipped
   for name in "${steps[@]}"; do
     status=$(cat "$logs/$name.status")
-    if [ "$status" = 0 ]; then
+    skipped=$(count SKIPPED <"$logs/$name.log")
+    if [ "$status" = 0 ] && [ "$skipped" -gt 0 ]; then
+      results+=("ok      $name, $skipped skipped")
+    elif [ "$status" = 0 ]; then
       results+=("ok      $name")
     else
       results+=("FAILED  $name: status $status, see $logs/$name.log")
@@ -76,14 +84,24 @@ find_libraries() {
   done
 }
 
+# sanitized PROGRAM TOOL: prints the filters of its tests that run under the tool, a line each.
+sanitized() {
+  awk -v program="$1" -v tool="$2" '$1 == program && ($2 == "all" || tool != "racecheck") {print $3}' "$here/sanitized_tests.txt"
+}
+
+# A filter that chooses no test would leave its sanitizers silent.
+check_sanitized() {
+  local program filter
+  for program in "${programs[@]}"; do
+    while read -r filter; do
+      "$here/kernels_${program}_cuda_test" --gtest_list_tests --gtest_filter="$filter" | grep -q '^  ' && continue
+      results+=("FAILED  sanitized_tests.txt: $program has no test $filter")
+      failed=1
+    done < <(sanitized "$program" memcheck)
+  done
+}
+
 run_tests() {
-  # Cases of each program that sanitizers run. They are slow, so only a few shapes of each kind and size.
-  local -A few=(
-    [dense]='*Norm*:*Rope*/1:*Embedding*/0:*NothingToDo*:*ANanStays*:*EmptyBatches*'
-    [paged]='*WritesTheBytes*/2:*WritesTheBytes*/7:*OutsideTheDevice*/3:*ResidencyCuda*/2'
-    [sparse]='*SelectsWhat*/3:*ARowWithout*/18:*AttentionReads*/7:*TokenSelect*/3:*TokenSelect*/12:*InfiniteHipLeavesOut*/3:*InDecodeInfiniteHipServes*/3:*KeepsWhat*/3:*ARowThat*/9:*InDecodeIt*/39:*InOrderOfImportance*/0'
-    [attention]='*ListsWith*/7:*GroupedPositionsOf*/7:*ARowWithout*/2:*PrefillOver*/7:*HostTier*/5:*AbsentPages*/6'
-  )
   local -A parts=([dense]=1 [paged]=2 [sparse]=8 [attention]=4)
   for program in "${programs[@]}"; do
     begin_parts "$program" 400 "${parts[$program]}" "$here/kernels_${program}_cuda_test"
@@ -102,15 +120,14 @@ run_tests() {
     results+=("absent  grpcio: the service is not tested")
   fi
   if command -v compute-sanitizer >/dev/null; then
+    check_sanitized
     for program in "${programs[@]}"; do
       for tool in memcheck synccheck initcheck racecheck; do
-        # racecheck's reports on attention, also when other tests call it, are explained in docs/measurements/2026-11-22.md.
-        [ "$program-$tool" = attention-racecheck ] && continue
-        local without=
-        # racecheck takes minutes over infinitehip at compact positions.
-        [ "$tool" = racecheck ] && without='-*AttentionReads*:*InOrderOfImportance*:*InfiniteHipSelectsWhat*'
+        local filter
+        filter=$(sanitized "$program" "$tool" | paste -sd:)
+        [ -n "$filter" ] || continue
         begin "$program-$tool" 300 env CUDA_VISIBLE_DEVICES=$((next_gpu++ % gpus)) compute-sanitizer --tool "$tool" --error-exitcode 1 \
-          "$here/kernels_${program}_cuda_test" --gtest_filter="${few[$program]}$without"
+          "$here/kernels_${program}_cuda_test" --gtest_filter="$filter"
       done
     done
     wait
@@ -166,11 +183,10 @@ run() {
   collect
   grep -h '^|' "$logs/dense_bench.log" "$logs/attention_bench.log" "$logs/paging_bench.log" "$logs/decode_step_bench.log" "$logs/prefill_step_bench.log" "$logs/all_reduce_bench.log" "$logs/peer_attention.log" 2>/dev/null
   grep -hE '^(\||ready after)' "$logs/start_bench.log" 2>/dev/null
-  for program in "${programs[@]}" engine ranks parallel; do
+  for program in "${programs[@]}" engine ranks added_method parallel; do
     compgen -G "$logs/$program*.log" >/dev/null || continue
-    cat "$logs/$program"{,-[0-9]}.log 2>/dev/null |
-      awk -v program="$program" '/^\[  PASSED/ {passed += $4} /^\[  FAILED  \] [0-9]+ tests?,/ {failed += $4}
-                                 END {printf "%s: %d passed, %d failed\n", program, passed, failed}'
+    ended=$(cat "$logs/$program"{,-[0-9]}.log 2>/dev/null)
+    echo "$program: $(count PASSED <<<"$ended") passed, $(count SKIPPED <<<"$ended") skipped, $(count FAILED <<<"$ended") failed"
   done
   grep -hE '^\[  FAILED  \] .*\(' "$logs"/*.log | head -40
   printf '%s\n' "${results[@]}"

@@ -19,11 +19,13 @@
 #include "grpcpp/grpcpp.h"
 #include "grpcpp/health_check_service_interface.h"
 #include "prometheus/registry.h"
+#include "spdlog/cfg/env.h"
 #include "spdlog/spdlog.h"
 
 #include "kernels/base/cpu_isa.h"
 #include "kernels/base/mutex.h"
 #include "kernels/base/status_macros.h"
+#include "kernels/plans/plan_log.h"
 #include "proto/grpc_listener.h"
 #include "proto/kvasir/v1/config.pb.h"
 #include "proto/load_config.h"
@@ -136,7 +138,17 @@ absl::StatusOr<std::unique_ptr<proto::GrpcListener>> Listen(const std::string& a
       absl::StrCat(listener.status().message(), "; choose another --listen"));
 }
 
+// SPDLOG_LEVEL=debug also logs which kernels of the GPU serve which shapes.
+void SetLogLevel() {
+  spdlog::cfg::load_env_levels();
+  if (!spdlog::should_log(spdlog::level::debug)) return;
+  kernels::SetPlanSink([](absl::string_view op, absl::string_view plan) {
+    spdlog::debug("{}: {}", std::string(op), std::string(plan));
+  });
+}
+
 absl::Status RunWorker(const v1::WorkerConfig& config, StartTimes::Clock::time_point started) {
+  SetLogLevel();
   KVASIR_RETURN_IF_ERROR(kernels::LimitCpuIsa(config.cpu_isa()));
   const sigset_t end_signals = BlockEndSignals();
   proto::IgnoreStraySignals();

@@ -11,6 +11,7 @@
 #include "kernels/append/append_heads.cuh"
 #include "kernels/append/append_heads_launch.h"
 #include "kernels/append/append_heads_prompt.cuh"
+#include "kernels/base/head_dim.h"
 #include "kernels/base/overlapped_launch.h"
 #include "kernels/base/warp.cuh"
 
@@ -106,12 +107,13 @@ cudaError_t Launch(const AppendHeadsLaunch& p, cudaStream_t stream) {
 
 }  // namespace
 
-cudaError_t LaunchAppendHeads(const AppendHeadsLaunch& p, cudaStream_t stream) {
-  const bool wide_kv = p.kv.layout.dtype == DType::kFloat32;
-  if (p.num_tokens > p.num_blocks && p.dtype == DType::kBFloat16 && !wide_kv) {
-    if (p.kv.layout.head_dim == 128) return LaunchPrompt<128>(p, stream);
-    if (p.kv.layout.head_dim == 64) return LaunchPrompt<64>(p, stream);
+cudaError_t LaunchAppendHeads(const AppendHeadsLaunch& p, const AppendHeadsPlan& plan,
+                              cudaStream_t stream) {
+  if (plan.kernel == AppendHeadsPlan::Kernel::kPrompt) {
+    return ForHeadDim(plan.shape.head_dim,
+                      [&]<int kHeadDim>() { return LaunchPrompt<kHeadDim>(p, stream); });
   }
+  const bool wide_kv = p.kv.layout.dtype == DType::kFloat32;
   if (p.dtype == DType::kFloat32) {
     return wide_kv ? Launch<float, float>(p, stream) : Launch<float, BFloat16>(p, stream);
   }

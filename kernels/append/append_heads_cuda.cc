@@ -5,6 +5,7 @@
 #include "kernels/base/device_check.h"
 #include "kernels/base/shape_check.h"
 #include "kernels/base/status_macros.h"
+#include "kernels/plans/plan_log.h"
 
 namespace kvasir::kernels {
 
@@ -40,7 +41,13 @@ absl::Status AppendHeads(const AppendHeadsParams& p, const RopeAngles* angles,
                                     .blocks = p.blocks.data(),
                                     .num_blocks = std::ssize(p.blocks),
                                     .faults = faults.data()};
-  return CudaStatus(LaunchAppendHeads(launch, stream), "launching append_heads");
+  const AppendHeadsPlan plan = PlanAppendHeads({.num_tokens = launch.num_tokens,
+                                                .num_blocks = launch.num_blocks,
+                                                .head_dim = p.kv.layout.head_dim,
+                                                .dtype = launch.dtype,
+                                                .kv = p.kv.layout.dtype});
+  TellPlan("append_heads", plan);
+  return CudaStatus(LaunchAppendHeads(launch, plan, stream), "launching append_heads");
 }
 
 }  // namespace kvasir::kernels

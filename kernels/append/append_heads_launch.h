@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cuda_runtime_api.h>
 
+#include "kernels/append/append_heads_plan.h"
 #include "kernels/paged/paged_kv.h"
 
 namespace kvasir::kernels {
@@ -28,6 +29,7 @@ struct AppendHeadsLaunch {
   uint8_t* faults = nullptr;
 };
 
-cudaError_t LaunchAppendHeads(const AppendHeadsLaunch& params, cudaStream_t stream);
+cudaError_t LaunchAppendHeads(const AppendHeadsLaunch& params, const AppendHeadsPlan& plan,
+                              cudaStream_t stream);
 
 }  // namespace kvasir::kernels

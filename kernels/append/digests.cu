@@ -1,10 +1,22 @@
 // Bounds of pages on the GPU. One CTA makes the bounds of a page, and one thread those of one
 // element of the head, token by token, as append does.
-#include "kernels/append/digests_launch.h"
+#include "kernels/append/digests_cuda.h"
+#include "kernels/base/cuda_status.h"
+#include "kernels/base/shape_check.h"
+#include "kernels/base/status_macros.h"
 #include "kernels/base/warp.cuh"
 
 namespace kvasir::kernels {
 namespace {
+
+constexpr int64_t kMaxHeadDim = 1024;  // a thread an element
+
+struct BoundsLaunch {
+  PagedKv kv;
+  const BlockKeys* blocks;  // [num_blocks], at least one
+  int64_t num_blocks;
+  uint8_t* faults;  // [num_slots]
+};
 
 template <typename Kv>
 __global__ void RebuildBoundsKernel(const __grid_constant__ BoundsLaunch p) {
@@ -34,9 +46,7 @@ __global__ void RebuildBoundsKernel(const __grid_constant__ BoundsLaunch p) {
   bounds[layout.head_dim + i] = max;
 }
 
-}  // namespace
-
-cudaError_t LaunchRebuildBounds(const BoundsLaunch& p, cudaStream_t stream) {
+cudaError_t Launch(const BoundsLaunch& p, cudaStream_t stream) {
   const int64_t d = p.kv.layout.head_dim;
   const auto threads = static_cast<unsigned>((d + kWarpThreads - 1) / kWarpThreads * kWarpThreads);
   const auto blocks = static_cast<unsigned>(p.num_blocks * p.kv.layout.pages_per_block());
@@ -44,6 +54,21 @@ cudaError_t LaunchRebuildBounds(const BoundsLaunch& p, cudaStream_t stream) {
       ? RebuildBoundsKernel<float><<<blocks, threads, 0, stream>>>(p)
       : RebuildBoundsKernel<BFloat16><<<blocks, threads, 0, stream>>>(p);
   return cudaGetLastError();
+}
+
+}  // namespace
+
+absl::Status RebuildBounds(const PagedKv& kv, std::span<const BlockKeys> blocks,
+                           std::span<uint8_t> faults, cudaStream_t stream) {
+  ShapeCheck check("rebuild_bounds on the GPU");
+  check.Require(kv.bounds != nullptr, "the KV has no page bounds")
+      .Require(kv.layout.head_dim <= kMaxHeadDim, "head_dim must be at most 1,024")
+      .Require(std::ssize(faults) == kv.num_slots, "faults must be [num_slots]");
+  KVASIR_RETURN_IF_ERROR(check.status());
+  if (blocks.empty()) return absl::OkStatus();
+  const BoundsLaunch launch = {
+      .kv = kv, .blocks = blocks.data(), .num_blocks = std::ssize(blocks), .faults = faults.data()};
+  return CudaStatus(Launch(launch, stream), "launching rebuild_bounds");
 }
 
 }  // namespace kvasir::kernels

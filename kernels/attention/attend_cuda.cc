@@ -5,6 +5,7 @@
 #include "kernels/base/multiprocessors.h"
 #include "kernels/base/shape_check.h"
 #include "kernels/paged/row_items.h"
+#include "kernels/plans/plan_log.h"
 
 namespace kvasir::kernels {
 namespace {
@@ -63,6 +64,15 @@ absl::StatusOr<AttendLaunch> MakeAttendLaunch(const AttendParams& p) {
                       .grouped = p.grouped};
 }
 
+AttendShape ShapeOf(const AttendLaunch& p) {
+  return {.head_dim = p.kv.layout.head_dim,
+          .rows = p.num_rows,
+          .group = p.group,
+          .placement = p.grouped.on() ? Placement::kGrouped
+                       : p.rope.on()  ? Placement::kCompact
+                                      : Placement::kCached};
+}
+
 int64_t AttendDecodeWorkspaceBytes(const KvLayout& layout, int64_t blocks, int64_t group) {
   return blocks * layout.num_kv_heads * MaxDecodeUnits(layout.num_kv_heads) * group *
          (layout.head_dim + 2) * static_cast<int64_t>(sizeof(float));
@@ -78,18 +88,22 @@ absl::Status AttendDecode(const AttendParams& params, const KvTensorMaps& maps,
   int processors = 0;
   KVASIR_RETURN_IF_ERROR(
       CudaStatus(CountMultiprocessors(processors), "counting the device's multiprocessors"));
-  return CudaStatus(LaunchAttendDecode(launch, maps,
-                                       {.partials = reinterpret_cast<float*>(workspace),
-                                        .arrivals = arrivals.data()},
-                                       processors, stream),
-                    "launching decode attention");
+  const AttendKernelPlan plan = PlanAttendDecode(ShapeOf(launch), processors);
+  TellPlan("attention", plan);
+  return CudaStatus(
+      LaunchAttendDecode(
+          launch, plan, maps,
+          {.partials = reinterpret_cast<float*>(workspace), .arrivals = arrivals.data()}, stream),
+      "launching decode attention");
 }
 
 absl::Status AttendPrefill(const AttendParams& params, const KvTensorMaps& maps,
                            cudaStream_t stream) {
   KVASIR_ASSIGN_OR_RETURN(const AttendLaunch launch, MakeAttendLaunch(params));
   if (params.blocks.empty()) return absl::OkStatus();
-  return CudaStatus(LaunchAttendPrefill(launch, maps, stream), "launching prefill attention");
+  const AttendKernelPlan plan = PlanAttendPrefill(ShapeOf(launch));
+  TellPlan("attention", plan);
+  return CudaStatus(LaunchAttendPrefill(launch, plan, maps, stream), "launching prefill attention");
 }
 
 }  // namespace kvasir::kernels

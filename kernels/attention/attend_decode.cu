@@ -8,6 +8,7 @@
 // choice of the last unit matters.
 #include "kernels/attention/decode_page.cuh"
 #include "kernels/attention/decode_tiles.cuh"
+#include "kernels/base/head_dim.h"
 #include "kernels/base/overlapped_launch.h"
 #include "kernels/paged/count_selected.cuh"
 
@@ -285,33 +286,34 @@ __global__ void __launch_bounds__(kThreads, 1)
 }
 
 template <int kHeadDim, Placement kPlacement>
-cudaError_t Launch(const DecodeParams& p, const KvTensorMaps& maps, int num_processors,
+cudaError_t Launch(const DecodeParams& p, const AttendKernelPlan& plan, const KvTensorMaps& maps,
                    cudaStream_t stream) {
   constexpr int kSharedBytes = static_cast<int>(sizeof(SharedMemory<kHeadDim, kPlacement>)) + 1024;
   static_assert(kSharedBytes <= 227 * 1024);
-  if (const cudaError_t error =
-          cudaFuncSetAttribute(AttendDecodeKernel<kHeadDim, kPlacement>,
-                               cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
-      error != cudaSuccess) {
+  const auto kernel = AttendDecodeKernel<kHeadDim, kPlacement>;
+  if (const cudaError_t error = AllowSharedBytes(kernel, kSharedBytes); error != cudaSuccess) {
     return error;
   }
-  return LaunchOverlapped(AttendDecodeKernel<kHeadDim, kPlacement>,
-                          static_cast<unsigned>(num_processors), kThreads, kSharedBytes, stream, p,
-                          maps);
+  return LaunchOverlapped(kernel, plan.ctas, kThreads, kSharedBytes, stream, p, maps);
 }
 
 }  // namespace
 
-cudaError_t LaunchAttendDecode(const AttendLaunch& params, const KvTensorMaps& maps,
-                               const DecodeScratch& memory, int num_processors,
+cudaError_t LaunchAttendDecode(const AttendLaunch& params, const AttendKernelPlan& plan,
+                               const KvTensorMaps& maps, const DecodeScratch& memory,
                                cudaStream_t stream) {
   const DecodeParams p = {params, memory};
-  const bool is_wide = p.kv.layout.head_dim == 128;
-  using enum Placement;
-  auto* const launch = p.grouped.on() ? (is_wide ? Launch<128, kGrouped> : Launch<64, kGrouped>)
-                       : p.rope.on()  ? (is_wide ? Launch<128, kCompact> : Launch<64, kCompact>)
-                                      : (is_wide ? Launch<128, kCached> : Launch<64, kCached>);
-  return launch(p, maps, num_processors, stream);
+  return ForHeadDim(plan.shape.head_dim, [&]<int kHeadDim>() {
+    switch (plan.shape.placement) {
+      case Placement::kCached:
+        break;
+      case Placement::kCompact:
+        return Launch<kHeadDim, Placement::kCompact>(p, plan, maps, stream);
+      case Placement::kGrouped:
+        return Launch<kHeadDim, Placement::kGrouped>(p, plan, maps, stream);
+    }
+    return Launch<kHeadDim, Placement::kCached>(p, plan, maps, stream);
+  });
 }
 
 }  // namespace kvasir::kernels

@@ -9,6 +9,7 @@
 #include "absl/status/statusor.h"
 
 #include "kernels/attention/attend.h"
+#include "kernels/attention/attend_kernel.h"
 #include "kernels/paged/kv_tensor_maps.h"
 #include "kernels/paged/page_selection.h"
 
@@ -42,12 +43,14 @@ struct DecodeScratch {
   uint32_t* arrivals = nullptr;  // [rows]: number of ended units; 0 before and after a call
 };
 
-// For tiles of one query.
-cudaError_t LaunchAttendDecode(const AttendLaunch& params, const KvTensorMaps& maps,
-                               const DecodeScratch& memory, int num_processors,
+AttendShape ShapeOf(const AttendLaunch& params);
+
+// For tiles of one query. `plan` is PlanAttendDecode's.
+cudaError_t LaunchAttendDecode(const AttendLaunch& params, const AttendKernelPlan& plan,
+                               const KvTensorMaps& maps, const DecodeScratch& memory,
                                cudaStream_t stream);
-// For tiles of up to 64 queries.
-cudaError_t LaunchAttendPrefill(const AttendLaunch& params, const KvTensorMaps& maps,
-                                cudaStream_t stream);
+// For tiles of up to 64 queries. `plan` is PlanAttendPrefill's.
+cudaError_t LaunchAttendPrefill(const AttendLaunch& params, const AttendKernelPlan& plan,
+                                const KvTensorMaps& maps, cudaStream_t stream);
 
 }  // namespace kvasir::kernels

@@ -17,9 +17,10 @@
 // With grouped positions shared memory holds the queries twice: as far keys and as near keys see
 // them. A page where neighbourhoods begin takes two stages, and in each of them every query masks
 // the keys of its other side.
-// side.
 #include "kernels/attention/attend_launch.h"
 #include "kernels/attention/prefill_pages.cuh"
+#include "kernels/base/head_dim.h"
+#include "kernels/base/overlapped_launch.h"
 
 namespace kvasir::kernels {
 namespace {
@@ -382,33 +383,34 @@ __global__ void __launch_bounds__(PrefillRoles<kPlacement>::kThreads, 1)
 }
 
 template <int kHeadDim, Placement kPlacement>
-cudaError_t Launch(const AttendLaunch& p, const KvTensorMaps& maps, cudaStream_t stream) {
+cudaError_t Launch(const AttendLaunch& p, const AttendKernelPlan& plan, const KvTensorMaps& maps,
+                   cudaStream_t stream) {
   constexpr int kSharedBytes = static_cast<int>(sizeof(PrefillMemory<kHeadDim, kPlacement>)) + 1024;
   static_assert(kSharedBytes <= 227 * 1024);
-  if (const cudaError_t error =
-          cudaFuncSetAttribute(AttendPrefillKernel<kHeadDim, kPlacement>,
-                               cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
-      error != cudaSuccess) {
+  const auto kernel = AttendPrefillKernel<kHeadDim, kPlacement>;
+  if (const cudaError_t error = AllowSharedBytes(kernel, kSharedBytes); error != cudaSuccess) {
     return error;
   }
-  const dim3 grid(static_cast<unsigned>(p.num_rows),
-                  static_cast<unsigned>((p.group + kConsumers - 1) / kConsumers));
-  AttendPrefillKernel<kHeadDim, kPlacement>
-      <<<grid, PrefillRoles<kPlacement>::kThreads, kSharedBytes, stream>>>(p, maps);
+  const dim3 grid(plan.ctas, plan.ctas_of_row);
+  kernel<<<grid, PrefillRoles<kPlacement>::kThreads, kSharedBytes, stream>>>(p, maps);
   return cudaGetLastError();
 }
 
 }  // namespace
 
-cudaError_t LaunchAttendPrefill(const AttendLaunch& params, const KvTensorMaps& maps,
-                                cudaStream_t stream) {
-  const bool is_wide = params.kv.layout.head_dim == 128;
-  using enum Placement;
-  auto* const launch = params.grouped.on()
-                           ? (is_wide ? Launch<128, kGrouped> : Launch<64, kGrouped>)
-                       : params.rope.on() ? (is_wide ? Launch<128, kCompact> : Launch<64, kCompact>)
-                                          : (is_wide ? Launch<128, kCached> : Launch<64, kCached>);
-  return launch(params, maps, stream);
+cudaError_t LaunchAttendPrefill(const AttendLaunch& params, const AttendKernelPlan& plan,
+                                const KvTensorMaps& maps, cudaStream_t stream) {
+  return ForHeadDim(plan.shape.head_dim, [&]<int kHeadDim>() {
+    switch (plan.shape.placement) {
+      case Placement::kCached:
+        break;
+      case Placement::kCompact:
+        return Launch<kHeadDim, Placement::kCompact>(params, plan, maps, stream);
+      case Placement::kGrouped:
+        return Launch<kHeadDim, Placement::kGrouped>(params, plan, maps, stream);
+    }
+    return Launch<kHeadDim, Placement::kCached>(params, plan, maps, stream);
+  });
 }
 
 }  // namespace kvasir::kernels

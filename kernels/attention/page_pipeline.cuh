@@ -15,6 +15,7 @@
 
 #include <type_traits>
 
+#include "kernels/attention/attend_kernel.h"
 #include "kernels/attention/attend_launch.h"
 #include "kernels/base/hopper.cuh"
 #include "kernels/base/warp.cuh"
@@ -26,12 +27,6 @@ inline constexpr int kGroupThreads = 128;  // a warpgroup
 inline constexpr float kLog2E = 1.4426950408889634f;
 inline constexpr float kMinusInfinity = -INFINITY;
 
-// The positions of queries and keys.
-enum class Placement {
-  kCached,   // their own positions: keys are cached rotated
-  kCompact,  // compact_positions.h
-  kGrouped,  // grouped_positions.h
-};
 template <Placement kPlacement>
 using KeyPositions =
     std::conditional_t<kPlacement == Placement::kGrouped, GroupedItemPositions, ItemPositions>;

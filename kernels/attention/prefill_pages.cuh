@@ -11,8 +11,6 @@
 
 namespace kvasir::kernels {
 
-inline constexpr int kPrefillConsumers = 2;  // warpgroups, each with its own query head
-
 template <Placement kPlacement>
 inline constexpr bool kRotates = kPlacement != Placement::kCached;
 

@@ -6,9 +6,18 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <cuda_runtime.h>
 
 namespace kvasir::kernels {
+
+// Lets CTAs of the kernel have so much dynamic shared memory, before a launch that asks for more
+// than 48 KiB.
+template <typename... Params>
+cudaError_t AllowSharedBytes(void (*kernel)(Params...), int64_t shared_bytes) {
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                              static_cast<int>(shared_bytes));
+}
 
 // Launches clusters of `cluster_blocks` CTAs, side by side in x.
 template <typename... Params, typename... Arguments>

@@ -18,6 +18,7 @@
 #include "kernels/gemm/gemm_add.h"
 #include "kernels/gemm/gemm_engine.h"
 #include "kernels/gemm/gemm_few_rows.h"
+#include "kernels/plans/plan_log.h"
 
 namespace kvasir::kernels {
 
@@ -28,9 +29,6 @@ namespace {
 // Weights go to the device in pieces of about this size.
 constexpr int64_t kStagingBytes = int64_t{64} << 20;
 constexpr uint64_t kMaxAlignment = 256;  // beyond it cuBLASLt sees no difference
-// Elements of x that our kernel for a few rows takes: beyond them cuBLASLt is faster (decision
-// 0016, on an H100).
-constexpr int64_t kMostFewElements = 28672;
 
 int64_t Size(DType dtype) { return static_cast<int64_t>(DTypeSize(dtype)); }
 
@@ -230,20 +228,34 @@ absl::Status CudaLinear::Check(const LinearParams& p) const {
   return RequireDeviceMemory("gemm", {p.x, p.norm, p.y, p.normed, p.product});
 }
 
-bool CudaLinear::TakesFewRows(const LinearParams& p) const {
+LinearPlan CudaLinear::PlanOf(const LinearParams& p) const {
   const auto aligned = [](const TensorView& tensor) {
     return tensor.empty() || AlignmentOf(tensor) >= 16;
   };
-  return options_.input == DType::kBFloat16 && p.x.num_elements() <= kMostFewElements &&
-         FewRowsFit(p.x.dim(0), in_features_) && aligned(p.x) && aligned(p.norm);
+  return PlanLinear({.rows = p.x.dim(0),
+                     .k = in_features_,
+                     .n = out_features_,
+                     .input = options_.input,
+                     .has_norm = !p.norm.empty(),
+                     .is_aligned = aligned(p.x) && aligned(p.norm),
+                     .few_rows_fit = FewRowsFit(p.x.dim(0), in_features_),
+                     .few_rows_normalize = FewRowsNormalize(in_features_)});
 }
 
 absl::Status CudaLinear::Run(const LinearParams& params, std::byte* workspace,
                              cudaStream_t stream) {
   KVASIR_RETURN_IF_ERROR(Check(params));
   if (params.x.dim(0) == 0) return absl::OkStatus();
-  if (!TakesFewRows(params)) return RunManyRows(params, workspace, stream);
-  if (params.norm.empty() || FewRowsNormalize(in_features_)) return RunFewRows(params, stream);
+  const LinearPlan plan = PlanOf(params);
+  TellPlan("linear", plan);
+  switch (plan.kernel) {
+    case LinearPlan::Kernel::kCublasLt:
+      return RunManyRows(params, workspace, stream);
+    case LinearPlan::Kernel::kFewRows:
+      return RunFewRows(params, stream);
+    case LinearPlan::Kernel::kNormThenFewRows:
+      break;
+  }
   KVASIR_RETURN_IF_ERROR(Normalize(params, stream));
   LinearParams normalized = params;
   normalized.x = params.normed;

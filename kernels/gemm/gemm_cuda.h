@@ -24,6 +24,7 @@
 #include "kernels/base/tensor.h"
 #include "kernels/gemm/gemm.h"
 #include "kernels/gemm/gemm_algorithms.h"
+#include "kernels/gemm/gemm_plan.h"
 
 namespace kvasir::kernels {
 
@@ -84,7 +85,7 @@ class CudaLinear {
   absl::Status Describe();
   absl::Status FindAlgorithms();
   absl::Status Check(const LinearParams& params) const;
-  bool TakesFewRows(const LinearParams& params) const;
+  LinearPlan PlanOf(const LinearParams& params) const;
   static absl::Status Normalize(const LinearParams& params, cudaStream_t stream);
   absl::Status RunFewRows(const LinearParams& params, cudaStream_t stream) const;
   // y = x w^T + bias.

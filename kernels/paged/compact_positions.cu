@@ -1,8 +1,9 @@
 // One CTA a row. Each thread has some consecutive entries: it counts their tokens, the counts are
 // summed over the threads before it, and it writes its entries' positions.
 #include "kernels/base/block_sums.cuh"
+#include "kernels/base/cuda_status.h"
 #include "kernels/base/overlapped_launch.h"
-#include "kernels/paged/compact_positions_launch.h"
+#include "kernels/paged/compact_positions_cuda.h"
 
 namespace kvasir::kernels {
 namespace {
@@ -33,9 +34,12 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-cudaError_t LaunchAssignPositions(const PageSelection& selection, cudaStream_t stream) {
-  return LaunchOverlapped(AssignPositionsKernel, static_cast<unsigned>(selection.num_rows),
-                          kThreads, 0, stream, selection);
+absl::Status AssignPositions(const PageSelection& selection, cudaStream_t stream) {
+  if (selection.num_rows == 0) return absl::OkStatus();
+  return CudaStatus(
+      LaunchOverlapped(AssignPositionsKernel, static_cast<unsigned>(selection.num_rows), kThreads,
+                       0, stream, selection),
+      "launching compact_positions");
 }
 
 }  // namespace kvasir::kernels

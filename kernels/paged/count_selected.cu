@@ -1,11 +1,21 @@
 // Counts what selections name. A warp has a row, and its lanes take the row's items in turn.
+#include "kernels/base/cuda_status.h"
+#include "kernels/base/shape_check.h"
+#include "kernels/base/status_macros.h"
 #include "kernels/paged/count_selected.cuh"
-#include "kernels/paged/count_selected_launch.h"
+#include "kernels/paged/count_selected_cuda.h"
 
 namespace kvasir::kernels {
 namespace {
 
 constexpr int kRowsOfBlock = 4;
+
+struct CountLaunch {
+  const QueryBlock* blocks;
+  PageSelection selection;  // at least one row
+  int64_t num_kv_heads;
+  SelectedCounts* counts;  // [num_rows]
+};
 
 __global__ void CountSelectedKernel(const __grid_constant__ CountLaunch p) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kRowsOfBlock + threadIdx.x / kWarpThreads;
@@ -15,13 +25,29 @@ __global__ void CountSelectedKernel(const __grid_constant__ CountLaunch p) {
            p.blocks[row / p.num_kv_heads], p.counts[row]);
 }
 
-}  // namespace
-
-cudaError_t LaunchCountSelected(const CountLaunch& p, cudaStream_t stream) {
+cudaError_t Launch(const CountLaunch& p, cudaStream_t stream) {
   const auto blocks =
       static_cast<unsigned>((p.selection.num_rows + kRowsOfBlock - 1) / kRowsOfBlock);
   CountSelectedKernel<<<blocks, kRowsOfBlock * kWarpThreads, 0, stream>>>(p);
   return cudaGetLastError();
+}
+
+}  // namespace
+
+absl::Status CountSelected(std::span<const QueryBlock> blocks, const PageSelection& selection,
+                           std::span<SelectedCounts> counts, cudaStream_t stream) {
+  const int64_t rows = selection.num_rows;
+  const int64_t num_blocks = std::ssize(blocks);
+  ShapeCheck check("count_selected");
+  check.Require(num_blocks > 0 ? rows % num_blocks == 0 : rows == 0, "rows must be blocks x heads")
+      .Require(std::ssize(counts) == rows, "counts must be one per row");
+  KVASIR_RETURN_IF_ERROR(check.status());
+  if (rows == 0) return absl::OkStatus();
+  const CountLaunch launch = {.blocks = blocks.data(),
+                              .selection = selection,
+                              .num_kv_heads = rows / num_blocks,
+                              .counts = counts.data()};
+  return CudaStatus(Launch(launch, stream), "launching count_selected");
 }
 
 }  // namespace kvasir::kernels

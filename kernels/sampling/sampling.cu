@@ -2,16 +2,15 @@
 // (sampling_row.cuh). Compiled without fused multiply-add, as sampling_weights.h requires.
 #include <cfloat>
 
+#include "kernels/plans/plan_log.h"
 #include "kernels/sampling/sampling_launch.h"
+#include "kernels/sampling/sampling_plan.h"
 #include "kernels/sampling/sampling_row.cuh"
 
 namespace kvasir::kernels {
 namespace {
 
 constexpr float kBanned = -INFINITY;
-// Number of CTAs for all rows together, as long as a row has more than one: clusters cannot use all
-// multiprocessors.
-constexpr int64_t kMostBlocks = 64;
 
 // Returns the largest value to all threads of the CTA, which all call it.
 __device__ uint64_t BlockMax(uint64_t value, RowMemory& memory) {
@@ -236,11 +235,11 @@ cudaError_t LaunchFeed(const FeedLaunch& params, cudaStream_t stream) {
 
 cudaError_t LaunchSampling(const SamplingLaunch& params, int64_t rows, cudaStream_t stream) {
   static const unsigned most_blocks = MostRowBlocks();
-  unsigned blocks = most_blocks;
-  while (blocks > 1 && blocks * rows > kMostBlocks) blocks /= 2;
+  const SamplingPlan plan = PlanSampling(rows, most_blocks);
+  TellPlan("sampling", plan);
   cudaLaunchAttribute attribute = {.id = cudaLaunchAttributeClusterDimension};
-  attribute.val.clusterDim = {.x = blocks, .y = 1, .z = 1};
-  const cudaLaunchConfig_t config = {.gridDim = static_cast<unsigned>(rows) * blocks,
+  attribute.val.clusterDim = {.x = plan.ctas_of_row, .y = 1, .z = 1};
+  const cudaLaunchConfig_t config = {.gridDim = static_cast<unsigned>(rows) * plan.ctas_of_row,
                                      .blockDim = kSamplingThreads,
                                      .stream = stream,
                                      .attrs = &attribute,

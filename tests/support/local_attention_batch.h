@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 #include <functional>
+#include <string>
 
 #include "kernels/append/digests.h"
 #include "tests/support/attention_batch.h"
@@ -17,6 +18,9 @@ inline constexpr float kPeakQuery = 8;
 // Whether keys are cached rotated, or rows attend at compact positions.
 enum class Keys { kRotated, kUnrotated };
 inline constexpr Keys kBothKeys[] = {Keys::kRotated, Keys::kUnrotated};
+inline std::string PartOfCaseName(Keys keys) {
+  return keys == Keys::kRotated ? "rotated" : "unrotated";
+}
 
 inline AttentionBatch MakeBatch(const AttentionShape& shape, Keys keys, int64_t num_slots,
                                 int64_t max_tokens, uint64_t seed) {

@@ -8,6 +8,7 @@
 // Pages are copied up to kStages ahead. Pages already copied when a row ends were read in vain;
 // they count as read.
 #include "kernels/attention/decode_page.cuh"
+#include "kernels/base/head_dim.h"
 #include "kernels/base/overlapped_launch.h"
 #include "kernels/paged/count_selected.cuh"
 #include "kernels/sparse/art/art_reading.cuh"
@@ -341,8 +342,7 @@ cudaError_t Launch(const ArtLaunch& p, const KvTensorMaps& maps, cudaStream_t st
   constexpr int kSharedBytes = static_cast<int>(sizeof(SharedMemory<kHeadDim>)) + 1024;
   static_assert(kSharedBytes <= 227 * 1024);
   if (const cudaError_t error =
-          cudaFuncSetAttribute(AttendArtKernel<kHeadDim, kPlacement>,
-                               cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+          AllowSharedBytes(AttendArtKernel<kHeadDim, kPlacement>, kSharedBytes);
       error != cudaSuccess) {
     return error;
   }
@@ -353,10 +353,10 @@ cudaError_t Launch(const ArtLaunch& p, const KvTensorMaps& maps, cudaStream_t st
 }  // namespace
 
 cudaError_t LaunchAttendArt(const ArtLaunch& p, const KvTensorMaps& maps, cudaStream_t stream) {
-  const bool is_wide = p.kv.layout.head_dim == 128;
-  using enum Placement;
-  if (p.rope.on()) return (is_wide ? Launch<128, kCompact> : Launch<64, kCompact>)(p, maps, stream);
-  return (is_wide ? Launch<128, kCached> : Launch<64, kCached>)(p, maps, stream);
+  return ForHeadDim(p.kv.layout.head_dim, [&]<int kHeadDim>() {
+    return p.rope.on() ? Launch<kHeadDim, Placement::kCompact>(p, maps, stream)
+                       : Launch<kHeadDim, Placement::kCached>(p, maps, stream);
+  });
 }
 
 }  // namespace kvasir::kernels

@@ -36,9 +36,7 @@ cudaError_t FindClusterBlocks(const RowKernel<Params...>& row_kernel, int64_t ro
   }
   blocks =
       static_cast<unsigned>(std::clamp<int64_t>(processors / rows, 1, int64_t{kMaxClusterBlocks}));
-  if (const cudaError_t error =
-          cudaFuncSetAttribute(row_kernel.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               static_cast<int>(row_kernel.shared_bytes));
+  if (const cudaError_t error = AllowSharedBytes(row_kernel.kernel, row_kernel.shared_bytes);
       error != cudaSuccess) {
     return error;
   }

@@ -11,6 +11,7 @@
 #include "absl/strings/string_view.h"
 
 #include "kernels/sparse/common/device_memory.h"
+#include "kernels/sparse/common/select_shape.h"
 #include "kernels/sparse/common/stages.h"
 
 namespace kvasir::kernels {
@@ -33,6 +34,15 @@ struct SelectLaunch {
   DeviceRopePositions rope = {};
   bool is_whole_step = false;  // each token of the step is a query tile of this call
 };
+
+inline SelectShape ShapeOf(const SelectLaunch& launch) {
+  return {.head_dim = launch.kv.layout.head_dim,
+          .group = launch.group,
+          .q = launch.q_dtype,
+          .kv = launch.kv.layout.dtype,
+          .max_pages = launch.kv.max_blocks_per_slot,
+          .rows = launch.out.num_rows};
+}
 
 // INVALID_ARGUMENT, opened by `name`, on shapes and on calls that no kernel here serves: head_dim
 // other than 64 and 128, q or KV other than float32 and bfloat16, rows with a memory on the CPU.

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <new>
 
+#include "kernels/base/head_dim.h"
 #include "kernels/base/hopper.cuh"
 #include "kernels/base/overlapped_launch.h"
 #include "kernels/sparse/common/block_list.cuh"
@@ -279,9 +280,7 @@ cudaError_t Launch(const HipLaunch& p, cudaStream_t stream) {
   const auto shared_bytes = static_cast<int>(
       sizeof(SharedMemory<kHeadDim>) +
       static_cast<size_t>(std::min(kCopiedScores, 2 * p.max_nodes)) * sizeof(uint32_t));
-  if (const cudaError_t error =
-          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-      error != cudaSuccess) {
+  if (const cudaError_t error = AllowSharedBytes(kernel, shared_bytes); error != cudaSuccess) {
     return error;
   }
   return LaunchOverlappedClusters(kernel, kSearchBlocks,
@@ -291,8 +290,8 @@ cudaError_t Launch(const HipLaunch& p, cudaStream_t stream) {
 
 template <typename Kv>
 cudaError_t Launch(const HipLaunch& p, cudaStream_t stream) {
-  return p.select.kv.layout.head_dim == 128 ? Launch<Kv, 128>(p, stream)
-                                            : Launch<Kv, 64>(p, stream);
+  return ForHeadDim(p.select.kv.layout.head_dim,
+                    [&]<int kHeadDim>() { return Launch<Kv, kHeadDim>(p, stream); });
 }
 
 }  // namespace

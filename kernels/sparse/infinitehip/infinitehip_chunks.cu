@@ -4,6 +4,7 @@
 // registers.
 #include <algorithm>
 
+#include "kernels/base/head_dim.h"
 #include "kernels/base/overlapped_launch.h"
 #include "kernels/sparse/common/ranking.h"
 #include "kernels/sparse/infinitehip/infinitehip_launch.h"
@@ -152,8 +153,8 @@ cudaError_t Launch(const InfiniteHipLaunch& p, cudaStream_t stream) {
 
 template <typename Kv>
 cudaError_t Launch(const InfiniteHipLaunch& p, cudaStream_t stream) {
-  return p.select.kv.layout.head_dim == 128 ? Launch<Kv, 128>(p, stream)
-                                            : Launch<Kv, 64>(p, stream);
+  return ForHeadDim(p.select.kv.layout.head_dim,
+                    [&]<int kHeadDim>() { return Launch<Kv, kHeadDim>(p, stream); });
 }
 
 }  // namespace

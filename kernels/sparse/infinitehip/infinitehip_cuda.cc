@@ -5,7 +5,9 @@
 #include "kernels/base/cuda_status.h"
 #include "kernels/base/scratch.h"
 #include "kernels/base/status_macros.h"
+#include "kernels/plans/plan_log.h"
 #include "kernels/sparse/infinitehip/infinitehip_launch.h"
+#include "kernels/sparse/infinitehip/infinitehip_plan.h"
 
 namespace kvasir::kernels {
 namespace {
@@ -72,10 +74,19 @@ absl::Status SelectInfiniteHip(const InfiniteHipCuda& method, const SelectParams
                       ? std::clamp<int64_t>(params.q.dim(0) - num_blocks + 1, 1, kPageTokens)
                       : 1};
   std::copy(preset.stages.begin(), preset.stages.end(), launch.stages);
-  launch.pages = MakePageScoreLaunch(select, params, preset.stages[0].query_stride);
-  launch.pages.chunks = preset.grid();
+  const int64_t stride = preset.stages[0].query_stride;
+  launch.pages = {.select = select,
+                  .query_stride = stride,
+                  .chunks = preset.grid(),
+                  .plan = PlanPageScores(ShapeOf(select), params.may_have_several_rows(), stride)};
   LayOut(workspace, method.scope, out.num_rows, params.kv.max_blocks_per_slot, launch);
-  if (InfiniteHipDecodes(launch)) {
+  const InfiniteHipPlan plan = PlanInfiniteHip({.shape = ShapeOf(select),
+                                                .pages = launch.pages.plan,
+                                                .is_chunk_indexed = select.rope.on(),
+                                                .chooses_by_layer = method.scope == Scope::kLayer,
+                                                .decode_bytes = InfiniteHipDecodeBytes(launch)});
+  TellPlan("infinitehip", plan);
+  if (plan.is_one_kernel) {
     return CudaStatus(LaunchInfiniteHipDecode(launch, stream), "launching infinitehip");
   }
   KVASIR_RETURN_IF_ERROR(

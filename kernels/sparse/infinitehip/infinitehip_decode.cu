@@ -10,6 +10,7 @@
 // If a stage does not run, the next one reads the chunks that it left in an earlier step.
 #include <algorithm>
 
+#include "kernels/base/head_dim.h"
 #include "kernels/sparse/common/block_list.cuh"
 #include "kernels/sparse/common/cluster_launch.h"
 #include "kernels/sparse/common/cluster_select.cuh"
@@ -325,16 +326,14 @@ Rooms RoomsOf(const InfiniteHipLaunch& p) {
 
 }  // namespace
 
-bool InfiniteHipDecodes(const InfiniteHipLaunch& p) {
-  constexpr size_t kMostSharedBytes = 224 * 1024;
-  return p.pages.of_one_token && !p.select.rope.on() && p.layer_scores == nullptr &&
-         KernelOf<128>(RoomsOf(p)).shared_bytes <= kMostSharedBytes;
+int64_t InfiniteHipDecodeBytes(const InfiniteHipLaunch& p) {
+  return static_cast<int64_t>(KernelOf<128>(RoomsOf(p)).shared_bytes);
 }
 
 cudaError_t LaunchInfiniteHipDecode(const InfiniteHipLaunch& p, cudaStream_t stream) {
   const Rooms rooms = RoomsOf(p);
-  const auto kernel =
-      p.select.kv.layout.head_dim == 128 ? KernelOf<128>(rooms) : KernelOf<64>(rooms);
+  const auto kernel = ForHeadDim(p.select.kv.layout.head_dim,
+                                 [&]<int kHeadDim>() { return KernelOf<kHeadDim>(rooms); });
   return LaunchRowClusters(kernel, p.select.out.num_rows, stream, p, rooms);
 }
 

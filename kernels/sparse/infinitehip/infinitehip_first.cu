@@ -77,9 +77,7 @@ cudaError_t LaunchInfiniteHipFirst(const InfiniteHipLaunch& p, cudaStream_t stre
     return error;
   }
   const auto score_bytes = static_cast<size_t>(p.max_chunks) * sizeof(uint32_t);
-  if (const cudaError_t error =
-          cudaFuncSetAttribute(KeepFirstKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               static_cast<int>(score_bytes));
+  if (const cudaError_t error = AllowSharedBytes(KeepFirstKernel, score_bytes);
       error != cudaSuccess) {
     return error;
   }

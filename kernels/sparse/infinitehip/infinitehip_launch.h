@@ -50,9 +50,9 @@ struct InfiniteHipLaunch {
   }
 };
 
-// Whether LaunchInfiniteHipDecode serves the call: it runs all stages and writes the lists.
-// LaunchInfiniteHipDecode REQUIRES that it does.
-bool InfiniteHipDecodes(const InfiniteHipLaunch& params);
+// Bytes of shared memory that a CTA of LaunchInfiniteHipDecode has, for the larger head_dim.
+int64_t InfiniteHipDecodeBytes(const InfiniteHipLaunch& params);
+// Runs all stages and writes the lists. REQUIRES: InfiniteHipPlan::is_one_kernel.
 cudaError_t LaunchInfiniteHipDecode(const InfiniteHipLaunch& params, cudaStream_t stream);
 
 // Otherwise the launches below serve it. Writes the scores of stage 1 to chunk_scores, in

@@ -7,6 +7,7 @@
 #include <cuda_bf16.h>
 #include <type_traits>
 
+#include "kernels/base/head_dim.h"
 #include "kernels/base/hopper.cuh"
 #include "kernels/base/multiprocessors.h"
 #include "kernels/base/overlapped_launch.h"
@@ -172,9 +173,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 template <int kHeadDim, typename Tiling>
 cudaError_t Launch(const PageScoreLaunch& p, int num_processors, cudaStream_t stream) {
   constexpr int kSharedBytes = static_cast<int>(sizeof(Queries<kHeadDim, Tiling>)) + 1024;
-  if (const cudaError_t error =
-          cudaFuncSetAttribute(ProductKernel<kHeadDim, Tiling>,
-                               cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+  if (const cudaError_t error = AllowSharedBytes(ProductKernel<kHeadDim, Tiling>, kSharedBytes);
       error != cudaSuccess) {
     return error;
   }
@@ -188,7 +187,7 @@ cudaError_t Launch(const PageScoreLaunch& p, int num_processors, cudaStream_t st
 template <int kHeadDim>
 cudaError_t Launch(const PageScoreLaunch& p, int num_processors, cudaStream_t stream) {
   const cudaError_t error = Launch<kHeadDim, Few>(p, num_processors, stream);
-  if (error != cudaSuccess || !p.has_many_queries) return error;
+  if (error != cudaSuccess || !p.plan.has_many_queries) return error;
   return Launch<kHeadDim, Many>(p, num_processors, stream);
 }
 
@@ -199,8 +198,8 @@ cudaError_t LaunchPageProducts(const PageScoreLaunch& p, cudaStream_t stream) {
   if (const cudaError_t error = CountMultiprocessors(processors); error != cudaSuccess) {
     return error;
   }
-  return p.select.kv.layout.head_dim == 128 ? Launch<128>(p, processors, stream)
-                                            : Launch<64>(p, processors, stream);
+  return ForHeadDim(p.select.kv.layout.head_dim,
+                    [&]<int kHeadDim>() { return Launch<kHeadDim>(p, processors, stream); });
 }
 
 }  // namespace kvasir::kernels

@@ -4,6 +4,7 @@
 // also choose (page_stream.cuh).
 #include <algorithm>
 
+#include "kernels/base/head_dim.h"
 #include "kernels/base/overlapped_launch.h"
 #include "kernels/sparse/common/ranking.h"
 #include "kernels/sparse/page_scores/page_row.cuh"
@@ -158,14 +159,14 @@ cudaError_t Launch(const PageScoreLaunch& p, cudaStream_t stream) {
 
 template <typename Kv>
 cudaError_t Launch(const PageScoreLaunch& p, cudaStream_t stream) {
-  return p.select.kv.layout.head_dim == 128 ? Launch<Kv, 128>(p, stream)
-                                            : Launch<Kv, 64>(p, stream);
+  return ForHeadDim(p.select.kv.layout.head_dim,
+                    [&]<int kHeadDim>() { return Launch<Kv, kHeadDim>(p, stream); });
 }
 
 }  // namespace
 
 cudaError_t LaunchPageScores(const PageScoreLaunch& p, cudaStream_t stream) {
-  if (p.by_products) return LaunchPageProducts(p, stream);
+  if (p.plan.by_products) return LaunchPageProducts(p, stream);
   return p.select.kv.layout.dtype == DType::kFloat32 ? Launch<float>(p, stream)
                                                      : Launch<BFloat16>(p, stream);
 }

@@ -2,8 +2,10 @@
 
 #include "kernels/base/cuda_status.h"
 #include "kernels/base/status_macros.h"
+#include "kernels/plans/plan_log.h"
 #include "kernels/sparse/page_scores/page_scores_launch.h"
 #include "kernels/sparse/quest/quest_launch.h"
+#include "kernels/sparse/quest/quest_plan.h"
 #include "kernels/sparse/quest/quest_selector.h"
 
 namespace kvasir::kernels {
@@ -20,13 +22,14 @@ absl::Status SelectQuest(QuestScore score, const SelectParams& params, const Pag
   KVASIR_RETURN_IF_ERROR(RequirePlacedQueries("quest", params));
   KVASIR_RETURN_IF_ERROR(RequireBounds("quest", params.kv));
   if (params.blocks.empty()) return absl::OkStatus();
-  PageScoreLaunch launch = MakePageScoreLaunch(select, params);
-  if (launch.of_one_token) {
+  const QuestPlan plan = PlanQuest(ShapeOf(select), params.may_have_several_rows());
+  TellPlan("quest", plan);
+  if (plan.is_one_kernel()) {
     return CudaStatus(LaunchQuestDecode(select, LowWeight(score), stream), "launching quest");
   }
   auto* const scores = reinterpret_cast<uint32_t*>(workspace);
-  launch.scores = scores;
-  launch.low_weight = LowWeight(score);
+  const PageScoreLaunch launch = {
+      .select = select, .scores = scores, .low_weight = LowWeight(score), .plan = plan.scores};
   KVASIR_RETURN_IF_ERROR(CudaStatus(LaunchPageScores(launch, stream), "launching quest's scores"));
   return CudaStatus(LaunchQuestBest(select, scores, stream), "launching quest");
 }

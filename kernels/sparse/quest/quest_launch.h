@@ -14,7 +14,7 @@ cudaError_t LaunchQuestBest(const SelectLaunch& params, const uint32_t* scores,
                             cudaStream_t stream);
 
 // Scores pages with `low_weight` (quest_rule.h) and chooses, in one kernel. REQUIRES:
-// PageScoreLaunch::of_one_token.
+// QuestPlan::is_one_kernel.
 cudaError_t LaunchQuestDecode(const SelectLaunch& params, float low_weight, cudaStream_t stream);
 
 }  // namespace kvasir::kernels

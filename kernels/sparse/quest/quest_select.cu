@@ -3,6 +3,7 @@
 // device memory and one CTA takes a row.
 #include <algorithm>
 
+#include "kernels/base/head_dim.h"
 #include "kernels/base/overlapped_launch.h"
 #include "kernels/sparse/common/cluster_launch.h"
 #include "kernels/sparse/common/cluster_select.cuh"
@@ -116,9 +117,7 @@ cudaError_t LaunchQuestBest(const SelectLaunch& p, const uint32_t* scores, cudaS
   const int copy_bytes =
       static_cast<int>(std::min<int64_t>(kCopiedScores, p.kv.max_blocks_per_slot) *
                        static_cast<int64_t>(sizeof(uint32_t)));
-  if (const cudaError_t error =
-          cudaFuncSetAttribute(BestKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, copy_bytes);
-      error != cudaSuccess) {
+  if (const cudaError_t error = AllowSharedBytes(BestKernel, copy_bytes); error != cudaSuccess) {
     return error;
   }
   return LaunchOverlapped(BestKernel, static_cast<unsigned>(p.out.num_rows), kSelectThreads,
@@ -126,14 +125,13 @@ cudaError_t LaunchQuestBest(const SelectLaunch& p, const uint32_t* scores, cudaS
 }
 
 cudaError_t LaunchQuestDecode(const SelectLaunch& p, float low_weight, cudaStream_t stream) {
-  const bool is_wide = p.kv.layout.head_dim == 128;
   const size_t scores_bytes = static_cast<size_t>(p.kv.max_blocks_per_slot) * sizeof(uint32_t);
-  const RowKernel kernel = {
-      .kernel = is_wide ? DecodeKernel<128> : DecodeKernel<64>,
-      .threads = kDecodeThreads,
-      .shared_bytes =
-          (is_wide ? sizeof(DecodeMemory<128>) : sizeof(DecodeMemory<64>)) + scores_bytes};
-  return LaunchRowClusters(kernel, p.out.num_rows, stream, p, low_weight);
+  return ForHeadDim(p.kv.layout.head_dim, [&]<int kHeadDim>() {
+    const RowKernel kernel = {.kernel = DecodeKernel<kHeadDim>,
+                              .threads = kDecodeThreads,
+                              .shared_bytes = sizeof(DecodeMemory<kHeadDim>) + scores_bytes};
+    return LaunchRowClusters(kernel, p.out.num_rows, stream, p, low_weight);
+  });
 }
 
 }  // namespace kvasir::kernels

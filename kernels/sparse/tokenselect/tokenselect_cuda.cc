@@ -8,6 +8,7 @@
 #include "kernels/base/multiprocessors.h"
 #include "kernels/base/scratch.h"
 #include "kernels/base/status_macros.h"
+#include "kernels/plans/plan_log.h"
 #include "kernels/sparse/tokenselect/tokenselect_launch.h"
 #include "kernels/sparse/tokenselect/tokenselect_selector.h"
 
@@ -24,18 +25,6 @@ int64_t LayOut(std::byte* workspace, const PagedKv& kv, int64_t group, int64_t r
   launch.votes = pieces.Take<uint32_t>(rows * launch.max_tokens);
   launch.logits = pieces.Take<float>(rows * launch.logits_of_row);
   return pieces.bytes();
-}
-
-// CTAs of a row: two on each multiprocessor where there is one sequence. The number does not depend
-// on the batch, because the way a row is divided decides how its sums are rounded.
-absl::StatusOr<int64_t> BlocksOfRow(const PagedKv& kv) {
-  int processors = 0;
-  KVASIR_RETURN_IF_ERROR(
-      CudaStatus(CountMultiprocessors(processors), "counting the device's multiprocessors"));
-  constexpr int64_t kPagesOfBlock = 4;  // at least
-  const int64_t useful = (kv.max_blocks_per_slot + kPagesOfBlock - 1) / kPagesOfBlock;
-  const int64_t share = 2 * processors / kv.layout.num_kv_heads;
-  return std::clamp<int64_t>(std::min(useful, share), 1, kLogitBlocks);
 }
 
 }  // namespace
@@ -66,14 +55,22 @@ absl::Status SelectTokens(Scope scope, const SelectParams& params, const PageSel
                                                    " choose together"));
   }
   if (params.blocks.empty()) return absl::OkStatus();
-  TokenSelectLaunch launch = {.select = select, .scope = scope, .faults = params.faults.data()};
-  KVASIR_ASSIGN_OR_RETURN(launch.blocks_of_row, BlocksOfRow(params.kv));
+  int processors = 0;
+  KVASIR_RETURN_IF_ERROR(
+      CudaStatus(CountMultiprocessors(processors), "counting the device's multiprocessors"));
+  const TokenSelectPlan plan =
+      PlanTokenSelect(ShapeOf(select), scope, params.kv.layout.num_kv_heads, processors);
+  TellPlan("tokenselect", plan);
+  TokenSelectLaunch launch = {.select = select,
+                              .scope = scope,
+                              .faults = params.faults.data(),
+                              .blocks_of_row = plan.logit_ctas_of_row};
   LayOut(workspace, params.kv, select.group, out.num_rows, launch);
-  KVASIR_RETURN_IF_ERROR(CudaStatus(LaunchTokenLogits(launch, stream), "launching logits"));
+  KVASIR_RETURN_IF_ERROR(CudaStatus(LaunchTokenLogits(launch, plan, stream), "launching logits"));
   if (scope == Scope::kLayer) {
     KVASIR_RETURN_IF_ERROR(CudaStatus(LaunchLayerVotes(launch, stream), "launching votes"));
   }
-  return CudaStatus(LaunchTokenVotes(launch, stream), "launching the choice");
+  return CudaStatus(LaunchTokenVotes(launch, plan, stream), "launching the choice");
 }
 
 namespace {

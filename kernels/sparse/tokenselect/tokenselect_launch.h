@@ -6,11 +6,10 @@
 #include <cuda_runtime_api.h>
 
 #include "kernels/sparse/common/select_cuda.h"
+#include "kernels/sparse/tokenselect/tokenselect_plan.h"
 
 namespace kvasir::kernels {
 
-// Most CTAs that compute a row's logits.
-inline constexpr int kLogitBlocks = 256;
 // CTAs, a cluster, that choose for a row, and most pages that one of them has room for.
 inline constexpr int kVoteBlocks = 8;
 inline constexpr int64_t kVotePages = 12288;
@@ -45,10 +44,12 @@ struct TokenSelectLaunch {
   }
 };
 
-cudaError_t LaunchTokenLogits(const TokenSelectLaunch& params, cudaStream_t stream);
+cudaError_t LaunchTokenLogits(const TokenSelectLaunch& params, const TokenSelectPlan& plan,
+                              cudaStream_t stream);
 // Casts the votes of layers.
 cudaError_t LaunchLayerVotes(const TokenSelectLaunch& params, cudaStream_t stream);
 // Casts the votes of KV groups, or takes those of layers, already cast; chooses, and writes lists.
-cudaError_t LaunchTokenVotes(const TokenSelectLaunch& params, cudaStream_t stream);
+cudaError_t LaunchTokenVotes(const TokenSelectLaunch& params, const TokenSelectPlan& plan,
+                             cudaStream_t stream);
 
 }  // namespace kvasir::kernels

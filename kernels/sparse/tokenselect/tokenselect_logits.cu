@@ -6,6 +6,7 @@
 #include <cuda_bf16.h>
 
 #include "kernels/base/ampere.cuh"
+#include "kernels/base/head_dim.h"
 #include "kernels/base/hopper.cuh"
 #include "kernels/base/overlapped_launch.h"
 #include "kernels/sparse/tokenselect/voting_row.cuh"
@@ -340,9 +341,7 @@ template <int kHeadDim, int kTiles>
 cudaError_t LaunchProducts(const TokenSelectLaunch& p, const dim3& blocks, cudaStream_t stream) {
   constexpr int kSharedBytes = static_cast<int>(sizeof(LogitMemory<kHeadDim>)) + 128;
   const auto kernel = ProductKernel<kHeadDim, kTiles>;
-  if (const cudaError_t error =
-          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
-      error != cudaSuccess) {
+  if (const cudaError_t error = AllowSharedBytes(kernel, kSharedBytes); error != cudaSuccess) {
     return error;
   }
   return LaunchOverlapped(kernel, blocks, kWarps * kWarpThreads, kSharedBytes, stream, p);
@@ -426,21 +425,23 @@ __global__ void __launch_bounds__(kPlainThreads, 2)
   StorePart(p, row, sums);
 }
 
-template <int kHeadDim>
-cudaError_t Launch(const TokenSelectLaunch& p, cudaStream_t stream) {
-  const dim3 blocks(static_cast<unsigned>(p.select.out.num_rows),
-                    static_cast<unsigned>(p.blocks_of_row));
-  if (p.select.kv.layout.dtype == DType::kFloat32) {
-    return LaunchOverlapped(PlainKernel<kHeadDim>, blocks, kPlainThreads, 0, stream, p);
-  }
-  return p.select.group <= 4 ? LaunchProducts<kHeadDim, 1>(p, blocks, stream)
-                             : LaunchProducts<kHeadDim, 2>(p, blocks, stream);
-}
-
 }  // namespace
 
-cudaError_t LaunchTokenLogits(const TokenSelectLaunch& p, cudaStream_t stream) {
-  return p.select.kv.layout.head_dim == 128 ? Launch<128>(p, stream) : Launch<64>(p, stream);
+cudaError_t LaunchTokenLogits(const TokenSelectLaunch& p, const TokenSelectPlan& plan,
+                              cudaStream_t stream) {
+  const dim3 blocks(static_cast<unsigned>(p.select.out.num_rows),
+                    static_cast<unsigned>(plan.logit_ctas_of_row));
+  return ForHeadDim(plan.shape.head_dim, [&]<int kHeadDim>() {
+    switch (plan.logits) {
+      case TokenSelectPlan::Logits::kPlain:
+        break;
+      case TokenSelectPlan::Logits::kOneTile:
+        return LaunchProducts<kHeadDim, 1>(p, blocks, stream);
+      case TokenSelectPlan::Logits::kTwoTiles:
+        return LaunchProducts<kHeadDim, 2>(p, blocks, stream);
+    }
+    return LaunchOverlapped(PlainKernel<kHeadDim>, blocks, kPlainThreads, 0, stream, p);
+  });
 }
 
 }  // namespace kvasir::kernels

@@ -417,9 +417,7 @@ cudaError_t Launch(const TokenSelectLaunch& p, cudaStream_t stream) {
   const int64_t pages = (p.max_tokens / kPageTokens + kVoteBlocks - 1) / kVoteBlocks;
   const int64_t shared_bytes =
       static_cast<int64_t>(sizeof(VoteMemory)) + pages * static_cast<int64_t>(sizeof(ChosenPage));
-  if (const cudaError_t error =
-          cudaFuncSetAttribute(VotesKernel<kHeads>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               static_cast<int>(shared_bytes));
+  if (const cudaError_t error = AllowSharedBytes(VotesKernel<kHeads>, shared_bytes);
       error != cudaSuccess) {
     return error;
   }
@@ -430,9 +428,10 @@ cudaError_t Launch(const TokenSelectLaunch& p, cudaStream_t stream) {
 
 }  // namespace
 
-cudaError_t LaunchTokenVotes(const TokenSelectLaunch& p, cudaStream_t stream) {
-  if (p.scope == Scope::kLayer) return Launch<0>(p, stream);
-  return p.select.group <= 4 ? Launch<4>(p, stream) : Launch<8>(p, stream);
+cudaError_t LaunchTokenVotes(const TokenSelectLaunch& p, const TokenSelectPlan& plan,
+                             cudaStream_t stream) {
+  if (plan.voters == 0) return Launch<0>(p, stream);
+  return plan.voters == 4 ? Launch<4>(p, stream) : Launch<8>(p, stream);
 }
 
 }  // namespace kvasir::kernels

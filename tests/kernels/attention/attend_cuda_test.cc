@@ -9,14 +9,15 @@
 
 #include "kernels/paged/row_items.h"
 #include "tests/kernels/attention/attend_cuda_fixture.h"
+#include "tests/support/case_name.h"
 #include "tests/support/walked_counts.h"
 
 namespace kvasir::kernels {
 namespace {
 
 INSTANTIATE_TEST_SUITE_P(Shapes, AttendCudaTest,
-                         testing::Combine(testing::Values(64, 128),
-                                          testing::Values(1, 2, 4, 7, 8)));
+                         testing::Combine(testing::Values(64, 128), testing::Values(1, 2, 4, 7, 8)),
+                         CaseName());
 
 TEST_P(AttendCudaTest, DenseAgreesAtEveryPageEdge) {
   for (const int64_t tokens : {1, 2, 63, 64, 65, 127, 128, 129, 700, 4097}) {

@@ -12,6 +12,7 @@
 #include "kernels/append/digests_cuda.h"
 #include "kernels/paged/count_selected_cuda.h"
 #include "kernels/sparse/common/selection_accounting.h"
+#include "tests/support/case_name.h"
 #include "tests/support/compare.h"
 #include "tests/support/device_paged_kv.h"
 #include "tests/support/fake_paged_kv.h"
@@ -171,7 +172,8 @@ class AppendHeadsCudaTest : public testing::TestWithParam<std::tuple<int64_t, DT
 INSTANTIATE_TEST_SUITE_P(Shapes, AppendHeadsCudaTest,
                          testing::Combine(testing::Values(8, 64, 80, 128, 256),
                                           testing::Values(DType::kFloat32, DType::kBFloat16),
-                                          testing::Values(DType::kFloat32, DType::kBFloat16)));
+                                          testing::Values(DType::kFloat32, DType::kBFloat16)),
+                         CaseName());
 
 // A whole page and part of the next; rows of one sequence in one page, with others between them,
 // not in the order of the batch's rows; then a continuation inside pages.

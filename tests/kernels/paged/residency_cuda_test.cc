@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 #include <iostream>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "kernels/base/cuda_status.h"
@@ -141,6 +142,7 @@ class MirroredOps final : public ResidencyOps {
 };
 
 struct CudaCase {
+  std::string name;
   RandomResidencyOptions options;
   int64_t steps = 0;
 };
@@ -171,7 +173,8 @@ TEST_P(ResidencyCudaTest, LeavesTheStateOfTheReference) {
 // Small shapes; slots and words of their bits over several windows of a CTA; pages over several
 // chunks; and pages that a warp does not copy at once, whose length is no multiple of a piece.
 INSTANTIATE_TEST_SUITE_P(Shapes, ResidencyCudaTest,
-                         ::testing::Values(CudaCase{{.seed = 1,
+                         ::testing::Values(CudaCase{"small",
+                                                    {.seed = 1,
                                                      .num_rows = 9,
                                                      .pages_per_row = 4,
                                                      .num_slots = 8,
@@ -179,7 +182,8 @@ INSTANTIATE_TEST_SUITE_P(Shapes, ResidencyCudaTest,
                                                      .max_examined = 3,
                                                      .reads = 20},
                                                     1500},
-                                           CudaCase{{.seed = 2,
+                                           CudaCase{"large_pages",
+                                                    {.seed = 2,
                                                      .num_rows = 30,
                                                      .pages_per_row = 6,
                                                      .num_slots = 70,
@@ -188,7 +192,8 @@ INSTANTIATE_TEST_SUITE_P(Shapes, ResidencyCudaTest,
                                                      .reads = 120,
                                                      .page_bytes = 4160},
                                                     1000},
-                                           CudaCase{{.seed = 3,
+                                           CudaCase{"several_windows",
+                                                    {.seed = 3,
                                                      .num_rows = 60,
                                                      .pages_per_row = 90,
                                                      .num_slots = 1500,
@@ -196,14 +201,16 @@ INSTANTIATE_TEST_SUITE_P(Shapes, ResidencyCudaTest,
                                                      .max_examined = 400,
                                                      .reads = 6000},
                                                     300},
-                                           CudaCase{{.seed = 4,
+                                           CudaCase{"several_chunks",
+                                                    {.seed = 4,
                                                      .num_rows = 60,
                                                      .pages_per_row = 1024,
                                                      .num_slots = 35000,
                                                      .max_fills = 3000,
                                                      .max_examined = 9000,
                                                      .reads = 80000},
-                                                    120}));
+                                                    120}),
+                         [](const auto& test) { return test.param.name; });
 
 }  // namespace
 }  // namespace kvasir::kernels

@@ -15,6 +15,7 @@
 #include "kernels/sparse/art/art_terminator.h"
 #include "kernels/sparse/common/ranking.h"
 #include "kernels/sparse/common/select_common.h"
+#include "tests/support/case_name.h"
 #include "tests/support/compare.h"
 #include "tests/support/device_attention_batch.h"
 #include "tests/support/local_attention_batch.h"
@@ -140,7 +141,8 @@ class ArtCudaTest : public testing::TestWithParam<std::tuple<int64_t, int64_t, K
 
 INSTANTIATE_TEST_SUITE_P(Shapes, ArtCudaTest,
                          testing::Combine(testing::Values(64, 128), testing::Values(1, 4, 7),
-                                          testing::Values(Keys::kRotated, Keys::kUnrotated)));
+                                          testing::Values(Keys::kRotated, Keys::kUnrotated)),
+                         CaseName());
 
 // Lists with pruned pages and all, of many lengths.
 TEST_P(ArtCudaTest, PatienceThatIsNeverReachedReadsEverything) {

@@ -19,6 +19,7 @@
 #include "kernels/sparse/tokenselect/tokenselect_selector.h"
 #include "kernels/sparse/top_p/top_p_cuda.h"
 #include "kernels/sparse/top_p/top_p_pruner.h"
+#include "tests/support/case_name.h"
 #include "tests/support/device_select.h"
 
 namespace kvasir::kernels {
@@ -131,7 +132,8 @@ class CompactSelectCudaTest : public SelectorCudaTest {
 INSTANTIATE_TEST_SUITE_P(Shapes, CompactSelectCudaTest,
                          testing::Combine(testing::Values(64, 128), testing::Values(1, 4, 8),
                                           testing::Values(DType::kFloat32, DType::kBFloat16),
-                                          testing::Values(DType::kBFloat16)));
+                                          testing::Values(DType::kBFloat16)),
+                         CaseName());
 
 TEST_P(CompactSelectCudaTest, QuestSelectsWhatTheCpuSelects) {
   AttentionBatch batch(Shape(), 2, 4096, 71);

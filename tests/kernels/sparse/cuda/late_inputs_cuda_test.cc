@@ -6,6 +6,7 @@
 
 #include "kernels/sparse/quest/quest_selector.h"
 #include "kernels/sparse/top_p/top_p_cuda.h"
+#include "tests/support/case_name.h"
 #include "tests/support/device_methods.h"
 #include "tests/support/late_bytes.h"
 
@@ -121,7 +122,7 @@ class LateInputsCudaTest : public testing::TestWithParam<std::tuple<int64_t, int
 };
 
 INSTANTIATE_TEST_SUITE_P(Shapes, LateInputsCudaTest,
-                         testing::Values(std::tuple(64, 4), std::tuple(128, 8)));
+                         testing::Values(std::tuple(64, 4), std::tuple(128, 8)), CaseName());
 
 TEST_P(LateInputsCudaTest, SelectorsWait) {
   const std::vector<DeviceMethodOptions> methods = {

@@ -12,6 +12,7 @@
 #include "kernels/attention/attend_cpu.h"
 #include "kernels/sparse/quest/quest_selector.h"
 #include "tests/support/attention_batch.h"
+#include "tests/support/case_name.h"
 #include "tests/support/compare.h"
 #include "tests/support/device_attention_batch.h"
 #include "tests/support/device_paged_kv.h"
@@ -100,7 +101,8 @@ class QuestCudaTest : public SelectorCudaTest {};
 INSTANTIATE_TEST_SUITE_P(Shapes, QuestCudaTest,
                          testing::Combine(testing::Values(64, 128), testing::Values(1, 2, 4, 7, 8),
                                           testing::Values(DType::kFloat32, DType::kBFloat16),
-                                          testing::Values(DType::kFloat32, DType::kBFloat16)));
+                                          testing::Values(DType::kFloat32, DType::kBFloat16)),
+                         CaseName());
 
 TEST_P(QuestCudaTest, SelectsWhatTheCpuSelects) {
   AttentionBatch batch(Shape(), 3, 4096, 41);

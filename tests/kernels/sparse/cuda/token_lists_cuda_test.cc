@@ -17,6 +17,7 @@
 #include "kernels/sparse/hip/hip_selector.h"
 #include "kernels/sparse/tokenselect/tokenselect_cuda.h"
 #include "kernels/sparse/tokenselect/tokenselect_selector.h"
+#include "tests/support/case_name.h"
 
 namespace kvasir::kernels {
 namespace {
@@ -24,7 +25,8 @@ namespace {
 INSTANTIATE_TEST_SUITE_P(Shapes, TokenListsCudaTest,
                          testing::Combine(testing::Values(64, 128), testing::Values(1, 4, 7, 8),
                                           testing::Values(DType::kFloat32, DType::kBFloat16),
-                                          testing::Values(DType::kFloat32, DType::kBFloat16)));
+                                          testing::Values(DType::kFloat32, DType::kBFloat16)),
+                         CaseName());
 
 Lists TokenSelectOnGpu(AttentionBatch& batch, const std::vector<SelectionNumbers>& numbers,
                        int64_t capacity, Scope scope = Scope::kKvGroup) {

@@ -11,6 +11,7 @@
 #include "kernels/sparse/quest/quest_selector.h"
 #include "kernels/sparse/tokenselect/tokenselect_selector.h"
 #include "kernels/sparse/top_p/top_p_pruner.h"
+#include "tests/support/case_name.h"
 #include "tests/support/device_select.h"
 
 namespace kvasir::kernels {
@@ -53,7 +54,8 @@ class TopPCudaTest : public testing::TestWithParam<std::tuple<int64_t, int64_t, 
 
 INSTANTIATE_TEST_SUITE_P(Shapes, TopPCudaTest,
                          testing::Combine(testing::Values(64, 128), testing::Values(1, 3, 4, 8),
-                                          testing::Values(DType::kFloat32, DType::kBFloat16)));
+                                          testing::Values(DType::kFloat32, DType::kBFloat16)),
+                         CaseName());
 
 void ExpectPrunedAlike(AttentionBatch& batch, const std::vector<SelectionNumbers>& numbers,
                        const HostLists& selected, const Lists& found) {
@@ -226,7 +228,8 @@ class LongTopPCudaTest : public TopPCudaTest {
 
 INSTANTIATE_TEST_SUITE_P(Shapes, LongTopPCudaTest,
                          testing::Values(std::tuple(64, 3, DType::kFloat32),
-                                         std::tuple(128, 8, DType::kBFloat16)));
+                                         std::tuple(128, 8, DType::kBFloat16)),
+                         CaseName());
 
 TEST_P(LongTopPCudaTest, FewRowsKeepWhatTheCpuKeeps) { ExpectBlocksPrunedAlike(1); }
 

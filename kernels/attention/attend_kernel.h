@@ -1,0 +1,74 @@
+// Which kernel of attend_cuda.h serves a call, and its CTAs. Needs no GPU. Included by
+// attend_cuda.cc, kernels/sparse/art and the kernels, which have a variant for each head_dim and
+// placement.
+#pragma once
+
+#include <cstdint>
+#include <ostream>
+
+namespace kvasir::kernels {
+
+// The positions of queries and keys.
+enum class Placement {
+  kCached,   // their own positions: keys are cached rotated
+  kCompact,  // compact_positions.h
+  kGrouped,  // grouped_positions.h
+};
+
+struct AttendShape {
+  int64_t head_dim = 0;
+  int64_t rows = 0;   // tiles x KV heads
+  int64_t group = 0;  // query heads of a KV head
+  Placement placement = Placement::kCached;
+};
+
+// Query heads that a CTA of prefill attends with.
+inline constexpr int kPrefillConsumers = 2;
+
+struct AttendKernelPlan {
+  enum class Kernel { kDecode, kPrefill };
+
+  Kernel kernel = Kernel::kDecode;
+  AttendShape shape;
+  unsigned ctas = 0;         // of decode: each takes pieces of any rows; of prefill: one per row,
+  unsigned ctas_of_row = 1;  // times so many
+};
+
+// For tiles of one query: one CTA per multiprocessor.
+inline AttendKernelPlan PlanAttendDecode(const AttendShape& shape, int num_processors) {
+  return {.kernel = AttendKernelPlan::Kernel::kDecode,
+          .shape = shape,
+          .ctas = static_cast<unsigned>(num_processors)};
+}
+
+// For tiles of up to 64 queries.
+inline AttendKernelPlan PlanAttendPrefill(const AttendShape& shape) {
+  return {.kernel = AttendKernelPlan::Kernel::kPrefill,
+          .shape = shape,
+          .ctas = static_cast<unsigned>(shape.rows),
+          .ctas_of_row =
+              static_cast<unsigned>((shape.group + kPrefillConsumers - 1) / kPrefillConsumers)};
+}
+
+inline std::ostream& operator<<(std::ostream& out, Placement placement) {
+  switch (placement) {
+    case Placement::kCached:
+      return out << "cached";
+    case Placement::kCompact:
+      return out << "compact";
+    case Placement::kGrouped:
+      return out << "grouped";
+  }
+  return out << "unknown";
+}
+
+inline std::ostream& operator<<(std::ostream& out, const AttendKernelPlan& plan) {
+  const AttendShape& shape = plan.shape;
+  out << (plan.kernel == AttendKernelPlan::Kernel::kDecode ? "decode" : "prefill")
+      << " kernel, head_dim " << shape.head_dim << ", group " << shape.group << ", "
+      << shape.placement << " positions, ";
+  if (plan.kernel == AttendKernelPlan::Kernel::kDecode) return out << plan.ctas << " CTAs";
+  return out << plan.ctas << " x " << plan.ctas_of_row << " CTAs";
+}
+
+}  // namespace kvasir::kernels

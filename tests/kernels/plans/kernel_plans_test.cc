@@ -1,0 +1,190 @@
+// The choice of kernels on the GPU, which needs none: the shapes at which each plan changes, and
+// the texts that say so.
+#include <gtest/gtest.h>
+#include <sstream>
+#include <string>
+
+#include "kernels/append/append_heads_plan.h"
+#include "kernels/attention/attend_kernel.h"
+#include "kernels/gemm/gemm_plan.h"
+#include "kernels/sampling/sampling_plan.h"
+#include "kernels/sparse/infinitehip/infinitehip_plan.h"
+#include "kernels/sparse/quest/quest_plan.h"
+#include "kernels/sparse/tokenselect/tokenselect_plan.h"
+
+namespace kvasir::kernels {
+namespace {
+
+constexpr DType kF32 = DType::kFloat32;
+constexpr DType kBf16 = DType::kBFloat16;
+
+template <typename Plan>
+std::string TextOf(const Plan& plan) {
+  std::ostringstream text;
+  text << plan;
+  return text.str();
+}
+
+TEST(KernelPlans, DecodeHasACtaPerMultiprocessor) {
+  const AttendKernelPlan plan =
+      PlanAttendDecode({.head_dim = 128, .rows = 3, .group = 4, .placement = Placement::kCached},
+                       /*num_processors=*/132);
+  EXPECT_EQ(TextOf(plan), "decode kernel, head_dim 128, group 4, cached positions, 132 CTAs");
+}
+
+TEST(KernelPlans, PrefillHasACtaForTwoHeadsOfARow) {
+  AttendShape shape = {.head_dim = 64, .rows = 6, .group = 7, .placement = Placement::kGrouped};
+  EXPECT_EQ(TextOf(PlanAttendPrefill(shape)),
+            "prefill kernel, head_dim 64, group 7, grouped positions, 6 x 4 CTAs");
+  shape.group = 1;
+  EXPECT_EQ(PlanAttendPrefill(shape).ctas_of_row, 1u);
+  shape.group = 8;
+  EXPECT_EQ(PlanAttendPrefill(shape).ctas_of_row, 4u);
+}
+
+LinearPlan::Kernel KernelOf(const LinearCall& call) { return PlanLinear(call).kernel; }
+
+TEST(KernelPlans, OurProductsAreForFewRowsOfBFloat16) {
+  using Kernel = LinearPlan::Kernel;
+  const LinearCall call = {.rows = 7,
+                           .k = 4096,
+                           .n = 4096,
+                           .input = kBf16,
+                           .has_norm = true,
+                           .is_aligned = true,
+                           .few_rows_fit = true,
+                           .few_rows_normalize = true};
+  EXPECT_EQ(KernelOf(call), Kernel::kFewRows);  // 28,672 elements: as many as it takes
+  EXPECT_EQ(TextOf(PlanLinear(call)), "7 x 4096 x 4096, bfloat16, normalized: kernel for few rows");
+  LinearCall other = call;
+  other.rows = 8;
+  EXPECT_EQ(KernelOf(other), Kernel::kCublasLt);
+  EXPECT_EQ(TextOf(PlanLinear(other)), "8 x 4096 x 4096, bfloat16, normalized: cuBLASLt");
+  other = call;
+  other.input = kF32;
+  EXPECT_EQ(KernelOf(other), Kernel::kCublasLt);
+  other = call;
+  other.is_aligned = false;
+  EXPECT_EQ(KernelOf(other), Kernel::kCublasLt);
+  other = call;
+  other.few_rows_fit = false;
+  EXPECT_EQ(KernelOf(other), Kernel::kCublasLt);
+  other = call;
+  other.few_rows_normalize = false;
+  EXPECT_EQ(KernelOf(other), Kernel::kNormThenFewRows);
+  other.has_norm = false;
+  EXPECT_EQ(KernelOf(other), Kernel::kFewRows);
+}
+
+TEST(KernelPlans, PromptsOfBFloat16AreAppendedManyTokensAtOnce) {
+  using Kernel = AppendHeadsPlan::Kernel;
+  const AppendHeadsShape shape = {
+      .num_tokens = 9, .num_blocks = 8, .head_dim = 128, .dtype = kBf16, .kv = kBf16};
+  EXPECT_EQ(PlanAppendHeads(shape).kernel, Kernel::kPrompt);
+  EXPECT_EQ(TextOf(PlanAppendHeads(shape)),
+            "9 tokens in 8 tiles, head_dim 128, bfloat16, KV bfloat16: kernel of prompts");
+  AppendHeadsShape other = shape;
+  other.num_tokens = 8;  // one token a tile
+  EXPECT_EQ(PlanAppendHeads(other).kernel, Kernel::kElements);
+  other = shape;
+  other.head_dim = 80;
+  EXPECT_EQ(PlanAppendHeads(other).kernel, Kernel::kElements);
+  other = shape;
+  other.kv = kF32;
+  EXPECT_EQ(PlanAppendHeads(other).kernel, Kernel::kElements);
+  other = shape;
+  other.dtype = kF32;
+  EXPECT_EQ(PlanAppendHeads(other).kernel, Kernel::kElements);
+}
+
+TEST(KernelPlans, RowsShareTheCtasOfSampling) {
+  for (const auto& [rows, ctas] : {std::pair<int64_t, unsigned>{1, 16},
+                                   {4, 16},
+                                   {5, 8},
+                                   {8, 8},
+                                   {9, 4},
+                                   {32, 2},
+                                   {33, 1},
+                                   {1000, 1}}) {
+    EXPECT_EQ(PlanSampling(rows, 16).ctas_of_row, ctas) << rows;
+  }
+  EXPECT_EQ(PlanSampling(1, 8).ctas_of_row, 8u);
+  EXPECT_EQ(TextOf(PlanSampling(5, 16)), "5 rows of 8 CTAs");
+}
+
+constexpr SelectShape kSelect = {
+    .head_dim = 128, .group = 4, .q = kBf16, .kv = kBf16, .max_pages = 2048, .rows = 16};
+
+TEST(KernelPlans, QuestIsOneKernelForOneToken) {
+  EXPECT_TRUE(PlanQuest(kSelect, false).is_one_kernel());
+  EXPECT_EQ(TextOf(PlanQuest(kSelect, false)),
+            "16 rows, head_dim 128, group 4, q bfloat16, KV bfloat16, 2048 pages: one kernel");
+  EXPECT_FALSE(PlanQuest(kSelect, true).is_one_kernel());
+  SelectShape shape = kSelect;
+  shape.group = 9;
+  EXPECT_FALSE(PlanQuest(shape, false).is_one_kernel());
+  shape = kSelect;
+  shape.max_pages = kMaxChosenPages;
+  EXPECT_TRUE(PlanQuest(shape, false).is_one_kernel());
+  shape.max_pages = kMaxChosenPages + 1;
+  EXPECT_FALSE(PlanQuest(shape, false).is_one_kernel());
+}
+
+TEST(KernelPlans, PagesAreScoredByProductsOfBFloat16) {
+  SelectShape shape = kSelect;
+  EXPECT_EQ(TextOf(PlanPageScores(shape, true, 1)), "products for few queries and for many");
+  EXPECT_EQ(TextOf(PlanPageScores(shape, false, 4)), "products for few queries");
+  EXPECT_EQ(TextOf(PlanPageScores(shape, true, 4)), "plain scores of pages");  // of means
+  shape.kv = kF32;
+  EXPECT_EQ(TextOf(PlanPageScores(shape, true, 1)), "plain scores of pages");
+}
+
+TEST(KernelPlans, InfiniteHipIsOneKernelForOneTokenOfAKvGroup) {
+  const InfiniteHipCall call = {
+      .shape = kSelect, .pages = PlanPageScores(kSelect, false, 1), .decode_bytes = 224 * 1024};
+  EXPECT_TRUE(PlanInfiniteHip(call).is_one_kernel);
+  InfiniteHipCall other = call;
+  other.decode_bytes += 1;
+  EXPECT_FALSE(PlanInfiniteHip(other).is_one_kernel);
+  other = call;
+  other.chooses_by_layer = true;
+  EXPECT_FALSE(PlanInfiniteHip(other).is_one_kernel);
+  EXPECT_EQ(TextOf(PlanInfiniteHip(other)), TextOf(kSelect) +
+                                                ": products for few queries, the first choice, "
+                                                "later stages in a kernel for each step");
+  other = call;
+  other.is_chunk_indexed = true;
+  EXPECT_EQ(TextOf(PlanInfiniteHip(other)), TextOf(kSelect) +
+                                                ": scores of chunks where they stand, the first "
+                                                "choice, later stages in one kernel");
+}
+
+TEST(KernelPlans, TokenSelectDividesARowByTheDeviceNotByTheBatch) {
+  using Logits = TokenSelectPlan::Logits;
+  const TokenSelectPlan plan = PlanTokenSelect(kSelect, Scope::kKvGroup, 8, 132);
+  EXPECT_EQ(plan.logits, Logits::kOneTile);
+  EXPECT_EQ(plan.logit_ctas_of_row, 33);
+  EXPECT_EQ(plan.voters, 4);
+  SelectShape shape = kSelect;
+  shape.rows = 1000;
+  EXPECT_EQ(PlanTokenSelect(shape, Scope::kKvGroup, 8, 132).logit_ctas_of_row, 33);
+  EXPECT_EQ(PlanTokenSelect(shape, Scope::kKvGroup, 1, 132).logit_ctas_of_row, 256);
+  shape.max_pages = 9;  // 4 pages a CTA at least
+  EXPECT_EQ(PlanTokenSelect(shape, Scope::kKvGroup, 8, 132).logit_ctas_of_row, 3);
+  EXPECT_EQ(PlanTokenSelect(shape, Scope::kKvGroup, 512, 132).logit_ctas_of_row, 1);
+}
+
+TEST(KernelPlans, TokenSelectHasVariantsForGroups) {
+  using Logits = TokenSelectPlan::Logits;
+  SelectShape shape = kSelect;
+  shape.group = 5;
+  EXPECT_EQ(PlanTokenSelect(shape, Scope::kKvGroup, 8, 132).logits, Logits::kTwoTiles);
+  EXPECT_EQ(PlanTokenSelect(shape, Scope::kKvGroup, 8, 132).voters, 8);
+  EXPECT_EQ(PlanTokenSelect(shape, Scope::kLayer, 8, 132).voters, 0);
+  shape.kv = kF32;
+  EXPECT_EQ(TextOf(PlanTokenSelect(shape, Scope::kLayer, 8, 132)),
+            TextOf(shape) + ": plain logits in 33 CTAs a row, votes of the layer");
+}
+
+}  // namespace
+}  // namespace kvasir::kernels
