@@ -77,8 +77,8 @@ struct Set {
                          .max_budget_tokens = selection_numbers.budget_tokens};
   KvTensorMaps maps;
   std::optional<CudaRopePositions> rope;
-  AttendParams params;
-  SelectParams select;
+  CudaAttendParams params;
+  CudaSelectParams select;
 
   // Makes query tiles of `block_queries` queries at the end of the context.
   Set(int64_t tokens, int64_t num_queries, int64_t block_queries, const SelectionHeader& header,
@@ -152,22 +152,22 @@ struct Set {
       return TensorView(buffer.data(), DType::kBFloat16, {num_queries, kKvHeads * kGroup, kHeadDim},
                         Device::kCuda);
     };
-    params = {.q = tensor(q),
-              .out = tensor(out),
-              .kv = {.layout = layout,
-                     .block_rows = block_rows.As<int32_t>(),
-                     .num_slots = 1,
-                     .max_blocks_per_slot = num_blocks,
-                     .pages = table.As<PageRef>(),
-                     .bounds = bounds_table.As<std::byte*>(),
-                     .key_codes = codes_table.As<std::byte*>()},
-              .scale = 0.0883883476f,
-              .blocks = {blocks.As<QueryBlock>(), query_blocks.size()},
-              .selection = {.headers = headers.As<SelectionHeader>(),
-                            .entries = entries.As<SelectionEntry>(),
-                            .num_rows = rows_of_selection,
-                            .capacity = kListCapacity},
-              .faults = {faults.As<uint8_t>(), 1}};
+    params = {{.q = tensor(q),
+               .out = tensor(out),
+               .kv = {.layout = layout,
+                      .block_rows = block_rows.As<int32_t>(),
+                      .num_slots = 1,
+                      .max_blocks_per_slot = num_blocks,
+                      .pages = table.As<PageRef>(),
+                      .bounds = bounds_table.As<std::byte*>(),
+                      .key_codes = codes_table.As<std::byte*>()},
+               .scale = 0.0883883476f,
+               .blocks = {blocks.As<QueryBlock>(), query_blocks.size()},
+               .selection = {.headers = headers.As<SelectionHeader>(),
+                             .entries = entries.As<SelectionEntry>(),
+                             .num_rows = rows_of_selection,
+                             .capacity = kListCapacity},
+               .faults = {faults.As<uint8_t>(), 1}}};
     const int64_t num_query_blocks = std::ssize(query_blocks);
     work = Value(DeviceBuffer::Allocate(
         std::max({QuestWorkspaceBytes(params.kv, num_query_blocks),
@@ -175,12 +175,12 @@ struct Set {
                   InfiniteHipWorkspaceBytes(hip, params.kv, num_query_blocks)})));
     pruning = Value(DeviceBuffer::Allocate(
         TopPWorkspaceBytes(layout, kGroup, num_query_blocks, kListCapacity, MaxListTokens())));
-    select = {.q = params.q,
-              .kv = params.kv,
-              .scale = params.scale,
-              .blocks = params.blocks,
-              .numbers = {numbers.As<SelectionNumbers>(), query_blocks.size()},
-              .faults = params.faults};
+    select = {{.q = params.q,
+               .kv = params.kv,
+               .scale = params.scale,
+               .blocks = params.blocks,
+               .numbers = {numbers.As<SelectionNumbers>(), query_blocks.size()},
+               .faults = params.faults}};
     remembered = Upload(std::vector<RememberedRow>(kKvHeads));
     lists = Value(DeviceBuffer::Allocate(kKvHeads * kListCapacity *
                                          static_cast<int64_t>(sizeof(SelectionEntry))));

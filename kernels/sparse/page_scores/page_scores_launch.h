@@ -47,7 +47,8 @@ cudaError_t LaunchPageScores(const PageScoreLaunch& params, cudaStream_t stream)
 cudaError_t LaunchPageProducts(const PageScoreLaunch& params, cudaStream_t stream);
 
 // Returns the launch that serves a call of these params best.
-inline PageScoreLaunch MakePageScoreLaunch(const SelectLaunch& select, const SelectParams& params,
+inline PageScoreLaunch MakePageScoreLaunch(const SelectLaunch& select,
+                                           const CudaSelectParams& params,
                                            int64_t query_stride = 1) {
   const bool is_bf16 =
       select.q_dtype == DType::kBFloat16 && select.kv.layout.dtype == DType::kBFloat16;
