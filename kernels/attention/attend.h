@@ -4,7 +4,7 @@
 //   j over the tokens that the selection row (query tile of t, h / G) names, j <= position of t.
 //
 // With AttendParams::rope, q and K are un-rotated. Each is rotated to its compact position
-// (compact_positions.h), or with AttendParams::grouped to its grouped one (grouped_positions.h).
+// (compact_positions.h), or with AttendCall::grouped to its grouped one (grouped_positions.h).
 // The rotation is in float32, and its result is rounded to the dtype of q, or of the KV, before the
 // product.
 //
@@ -23,7 +23,7 @@
 // - A query with no key gives out = 0 and lse = -inf. A NaN in a query, or in a key or value that
 //   it attends to, makes that query's row NaN and no other. Rows that no tile names stay unchanged.
 // Errors: INVALID_ARGUMENT on shapes. A selected page that is absent sets the slot's fault (see
-// AttendParams::faults), and the out rows of its tile are unspecified.
+// AttendCall::faults), and the out rows of its tile are unspecified.
 // Cost: reads 2 * head_dim * sizeof(dtype) bytes per attended token and KV head, once for all G
 // query heads of the group. Any head_dim and group; head dims that are multiples of 64 are fast on
 // machines with AVX2, AVX-512 or NEON. Scratch: per thread 12 * head_dim bytes per query row of the
@@ -51,7 +51,8 @@
 
 namespace kvasir::kernels {
 
-struct AttendParams {
+// The part of an Attend call that is the same on every device.
+struct AttendCall {
   TensorView q;    // [tokens, num_heads, head_dim], float32 or bfloat16
   TensorView out;  // [tokens, num_heads, head_dim], dtype of q
   TensorView lse;  // [tokens, num_heads], float32, natural log; empty: not written
@@ -59,17 +60,17 @@ struct AttendParams {
   int64_t layer = 0;
   float scale = 0;                     // 1 / sqrt(head_dim) for the models served
   std::span<const QueryBlock> blocks;  // tiles with disjoint rows
-  PageSelection selection;     // rows = tiles x num_kv_heads; row = tile * num_kv_heads + head
-  std::span<uint8_t> faults;   // [num_slots]; set to 1 when an absent page was selected
+  PageSelection selection;        // rows = tiles x num_kv_heads; row = tile * num_kv_heads + head
+  std::span<uint8_t> faults;      // [num_slots]; set to 1 when an absent page was selected
+  GroupedPositions grouped = {};  // when on, needs un-rotated q and keys, and no terminations
+};
+
+// An Attend call on the CPU. CudaAttendParams (attend_cuda.h) is the GPU's.
+struct AttendParams : AttendCall {
   Scratch* scratch = nullptr;  // working memory, required
   // Null when q and the cached keys are rotated. Otherwise neither is, and `rope` is extended to
   // the positions of the call.
   RopePositions* rope = nullptr;
-  DeviceRopePositions device_rope = {};  // `rope` on the GPU, with the positions of all rows
-  // On the GPU, for tiles of one query: [rows of selection], written: what the rows attend to, in
-  // device memory. Empty: not counted.
-  std::span<SelectedCounts> device_counts = {};
-  GroupedPositions grouped = {};  // when on, needs rope and no terminations
   // One per tile: what may end its rows before their last page. Empty: nothing ends a row early. A
   // tile with a terminator has one query.
   std::span<const Termination> terminations = {};

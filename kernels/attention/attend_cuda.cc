@@ -12,18 +12,13 @@ namespace {
 
 constexpr int64_t kMaxGroup = 8;
 
-absl::StatusOr<int64_t> CheckedGroup(const AttendParams& p) {
-  if (!p.terminations.empty()) {
-    return absl::UnimplementedError(
-        "attend on the GPU takes no terminations: rows that may end early are AttendArt's");
-  }
+absl::StatusOr<int64_t> CheckedGroup(const CudaAttendParams& p) {
   const KvLayout& layout = p.kv.layout;
   const int64_t rows = static_cast<int64_t>(p.blocks.size()) * layout.num_kv_heads;
   ShapeCheck check("attend on the GPU");
   check.Match("q", p.q, {"tokens", "heads", layout.head_dim}, DType::kBFloat16)
       .Match("out", p.out, {"tokens", "heads", layout.head_dim}, DType::kBFloat16)
       .Require(layout.dtype == DType::kBFloat16, "the KV must be bfloat16")
-      .Require(p.rope == nullptr, "angles must lie in device memory: device_rope")
       .Require(!p.grouped.on() || (p.device_rope.on() && p.grouped.window > 0),
                "grouped positions need device_rope, and a window of at least 1")
       .Require(layout.head_dim == 64 || layout.head_dim == 128, "head_dim must be 64 or 128")
@@ -44,7 +39,7 @@ absl::StatusOr<int64_t> CheckedGroup(const AttendParams& p) {
 
 }  // namespace
 
-absl::StatusOr<AttendLaunch> MakeAttendLaunch(const AttendParams& p) {
+absl::StatusOr<AttendLaunch> MakeAttendLaunch(const CudaAttendParams& p) {
   KVASIR_ASSIGN_OR_RETURN(const int64_t group, CheckedGroup(p));
   return AttendLaunch{.q = p.q.As<const __nv_bfloat16>(),
                       .out = p.out.As<__nv_bfloat16>(),
@@ -78,7 +73,7 @@ int64_t AttendDecodeWorkspaceBytes(const KvLayout& layout, int64_t blocks, int64
          (layout.head_dim + 2) * static_cast<int64_t>(sizeof(float));
 }
 
-absl::Status AttendDecode(const AttendParams& params, const KvTensorMaps& maps,
+absl::Status AttendDecode(const CudaAttendParams& params, const KvTensorMaps& maps,
                           std::byte* workspace, std::span<uint32_t> arrivals, cudaStream_t stream) {
   KVASIR_ASSIGN_OR_RETURN(const AttendLaunch launch, MakeAttendLaunch(params));
   if (params.blocks.empty()) return absl::OkStatus();
@@ -97,7 +92,7 @@ absl::Status AttendDecode(const AttendParams& params, const KvTensorMaps& maps,
       "launching decode attention");
 }
 
-absl::Status AttendPrefill(const AttendParams& params, const KvTensorMaps& maps,
+absl::Status AttendPrefill(const CudaAttendParams& params, const KvTensorMaps& maps,
                            cudaStream_t stream) {
   KVASIR_ASSIGN_OR_RETURN(const AttendLaunch launch, MakeAttendLaunch(params));
   if (params.blocks.empty()) return absl::OkStatus();

@@ -1,11 +1,13 @@
 // Attention on the GPU: the op of attend.h for bfloat16 q and KV, head_dim 64 or 128, at most 8
-// query heads a KV head. All pointers of the params, spans included, are device memory.
-// params.scratch is not used. The guarantees of attend.h hold with two exceptions: a result depends
-// on the length of its own list (which decides how the list is cut for parallel work), never on
-// batch, tier or other rows; and products are summed by the tensor cores, in float32.
+// query heads a KV head. All pointers of the params, spans included, are device memory. The
+// guarantees of attend.h hold with two exceptions: a result depends on the length of its own list
+// (which decides how the list is cut for parallel work), never on batch, tier or other rows; and
+// products are summed by the tensor cores, in float32. Rows that may end early are AttendArt's
+// (kernels/sparse/art/art_cuda.h).
 #pragma once
 
 #include <cuda_runtime_api.h>
+#include <span>
 
 #include "absl/status/status.h"
 
@@ -14,6 +16,16 @@
 
 namespace kvasir::kernels {
 
+// An Attend call on the GPU.
+struct CudaAttendParams : AttendCall {
+  // Off when q and the cached keys are rotated. Otherwise neither is, and this has the positions of
+  // all rows.
+  DeviceRopePositions device_rope = {};
+  // For tiles of one query: [rows of selection], written: what the rows attend to. Empty: not
+  // counted.
+  std::span<SelectedCounts> device_counts = {};
+};
+
 // Returns the device memory for the partial results of `blocks` query tiles. `group` is the number
 // of query heads of a KV head.
 int64_t AttendDecodeWorkspaceBytes(const KvLayout& layout, int64_t blocks, int64_t group);
@@ -21,14 +33,14 @@ int64_t AttendDecodeWorkspaceBytes(const KvLayout& layout, int64_t blocks, int64
 // Attention of tiles of one query each. `arrivals` has at least one number for each row of the
 // selection, 0 before the first call; calls leave them 0. Calls that may run side by side need
 // separate ones. Allocates nothing and waits for nothing; may be captured. INVALID_ARGUMENT on
-// shapes, UNIMPLEMENTED with terminations. A selected page that is absent sets the slot's fault,
-// and its out rows are unspecified. With grouped positions the query is read at its far position,
-// and near keys are shifted by the same distance.
+// shapes. A selected page that is absent sets the slot's fault, and its out rows are unspecified.
+// With grouped positions the query is read at its far position, and near keys are shifted by the
+// same distance.
 // Cost: reads each attended token once for all query heads of the group (of a page with more than
 // half of its tokens attended to, each attended piece of 8), in products of 64 tokens from any
 // number of pages. Writes and reads back 4 * (head_dim + 2) bytes for each of at most 128 partial
 // results a query head.
-absl::Status AttendDecode(const AttendParams& params, const KvTensorMaps& maps,
+absl::Status AttendDecode(const CudaAttendParams& params, const KvTensorMaps& maps,
                           std::byte* workspace, std::span<uint32_t> arrivals, cudaStream_t stream);
 
 // Attention of tiles of up to 64 queries, in one pass over the pages of each selection row.
@@ -36,7 +48,7 @@ absl::Status AttendDecode(const AttendParams& params, const KvTensorMaps& maps,
 // Cost: reads each attended piece of 8 tokens once for every two query heads of the group. With
 // grouped positions it is read twice where it is far for some queries of the tile and near for
 // others.
-absl::Status AttendPrefill(const AttendParams& params, const KvTensorMaps& maps,
+absl::Status AttendPrefill(const CudaAttendParams& params, const KvTensorMaps& maps,
                            cudaStream_t stream);
 
 }  // namespace kvasir::kernels

@@ -8,7 +8,7 @@
 
 #include "absl/status/statusor.h"
 
-#include "kernels/attention/attend.h"
+#include "kernels/attention/attend_cuda.h"
 #include "kernels/attention/attend_kernel.h"
 #include "kernels/paged/kv_tensor_maps.h"
 #include "kernels/paged/page_selection.h"
@@ -35,8 +35,8 @@ struct AttendLaunch {
   GroupedPositions grouped = {};     // or, when this is on, to their grouped ones
 };
 
-// INVALID_ARGUMENT and UNIMPLEMENTED as in attend_cuda.h.
-absl::StatusOr<AttendLaunch> MakeAttendLaunch(const AttendParams& params);
+// INVALID_ARGUMENT as in attend_cuda.h.
+absl::StatusOr<AttendLaunch> MakeAttendLaunch(const CudaAttendParams& params);
 
 struct DecodeScratch {
   float* partials = nullptr;  // [rows, MaxDecodeUnits, group, 2 + head_dim]: maximum, sum, values

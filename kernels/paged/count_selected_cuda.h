@@ -1,7 +1,7 @@
 // Counts on the GPU what selection rows attend to, for accounting, so that no list leaves the
 // device. Gives the same numbers as a walk over SelectedPages. All pointers, spans included, are
 // device memory. Called after select, for tiles of several queries: attention of one query does its
-// own counting (AttendParams::device_counts). Thread-safe. Only in builds with CUDA.
+// own counting (CudaAttendParams::device_counts). Thread-safe. Only in builds with CUDA.
 #pragma once
 
 #include <cstdint>

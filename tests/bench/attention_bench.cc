@@ -141,25 +141,27 @@ class Sequences {
             .capacity = capacity};
   }
   SelectParams ForSelect(const std::vector<SelectionNumbers>& numbers) {
-    return {.q = Tensor(q_.data()),
-            .kv = kv_.View(),
-            .layer = 0,
-            .blocks = blocks_,
-            .numbers = numbers,
-            .faults = faults_,
-            .scratch = &scratch_};
+    SelectParams params = {{.q = Tensor(q_.data()),
+                            .kv = kv_.View(),
+                            .layer = 0,
+                            .blocks = blocks_,
+                            .numbers = numbers,
+                            .faults = faults_}};
+    params.scratch = &scratch_;
+    return params;
   }
   AttendParams ForAttend(const PageSelection& selection) {
-    return {.q = Tensor(q_.data()),
-            .out = Tensor(out_.data()),
-            .lse = {},
-            .kv = kv_.View(),
-            .layer = 0,
-            .scale = 1.0f / std::sqrt(static_cast<float>(shape_.head_dim)),
-            .blocks = blocks_,
-            .selection = selection,
-            .faults = faults_,
-            .scratch = &scratch_};
+    AttendParams params = {{.q = Tensor(q_.data()),
+                            .out = Tensor(out_.data()),
+                            .lse = {},
+                            .kv = kv_.View(),
+                            .layer = 0,
+                            .scale = 1.0f / std::sqrt(static_cast<float>(shape_.head_dim)),
+                            .blocks = blocks_,
+                            .selection = selection,
+                            .faults = faults_}};
+    params.scratch = &scratch_;
+    return params;
   }
   int64_t num_blocks() const { return static_cast<int64_t>(blocks_.size()); }
   int64_t last_position() const { return context_ - 1; }

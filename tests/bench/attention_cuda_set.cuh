@@ -61,8 +61,8 @@ struct Set {
                          .max_budget_tokens = selection_numbers.budget_tokens};
   KvTensorMaps maps;
   std::optional<CudaRopePositions> rope;
-  AttendParams params;
-  SelectParams select;
+  CudaAttendParams params;
+  CudaSelectParams select;
 
   // Makes query tiles of `block_queries` queries at the end of the context.
   Set(int64_t tokens, int64_t num_queries, int64_t block_queries, const SelectionHeader& header,
@@ -79,28 +79,28 @@ struct Set {
       return TensorView(buffer.data(), DType::kBFloat16, {num_queries, kKvHeads * kGroup, kHeadDim},
                         Device::kCuda);
     };
-    params = {.q = tensor(q),
-              .out = tensor(out),
-              .kv = {.layout = kLayout,
-                     .block_rows = block_rows.As<int32_t>(),
-                     .num_slots = 1,
-                     .max_blocks_per_slot = num_blocks,
-                     .pages = table.As<PageRef>(),
-                     .bounds = bounds_table.As<std::byte*>(),
-                     .key_codes = codes_table.As<std::byte*>()},
-              .scale = 0.0883883476f,
-              .blocks = {blocks.As<QueryBlock>(), count},
-              .selection = {.headers = headers.As<SelectionHeader>(),
-                            .entries = entries.As<SelectionEntry>(),
-                            .num_rows = num_query_blocks * kKvHeads,
-                            .capacity = kListCapacity},
-              .faults = {faults.As<uint8_t>(), 1}};
-    select = {.q = params.q,
-              .kv = params.kv,
-              .scale = params.scale,
-              .blocks = params.blocks,
-              .numbers = {numbers.As<SelectionNumbers>(), count},
-              .faults = params.faults};
+    params = {{.q = tensor(q),
+               .out = tensor(out),
+               .kv = {.layout = kLayout,
+                      .block_rows = block_rows.As<int32_t>(),
+                      .num_slots = 1,
+                      .max_blocks_per_slot = num_blocks,
+                      .pages = table.As<PageRef>(),
+                      .bounds = bounds_table.As<std::byte*>(),
+                      .key_codes = codes_table.As<std::byte*>()},
+               .scale = 0.0883883476f,
+               .blocks = {blocks.As<QueryBlock>(), count},
+               .selection = {.headers = headers.As<SelectionHeader>(),
+                             .entries = entries.As<SelectionEntry>(),
+                             .num_rows = num_query_blocks * kKvHeads,
+                             .capacity = kListCapacity},
+               .faults = {faults.As<uint8_t>(), 1}}};
+    select = {{.q = params.q,
+               .kv = params.kv,
+               .scale = params.scale,
+               .blocks = params.blocks,
+               .numbers = {numbers.As<SelectionNumbers>(), count},
+               .faults = params.faults}};
     MakeWorkspaces(num_query_blocks);
     MakeMemories();
   }

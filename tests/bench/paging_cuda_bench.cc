@@ -88,7 +88,7 @@ struct Tiers {
 struct Attention {
   DeviceBuffer pages, table, rows, q, out, workspace, arrivals, blocks, headers, faults;
   KvTensorMaps maps;
-  AttendParams params;
+  CudaAttendParams params;
 
   Attention() {
     KvLayout layout = kLayout;
@@ -125,20 +125,20 @@ struct Attention {
       return TensorView(buffer.data(), DType::kBFloat16, {1, heads * kGroup, layout.head_dim},
                         Device::kCuda);
     };
-    params = {.q = tensor(q),
-              .out = tensor(out),
-              .lse = {},
-              .kv = {.layout = layout,
-                     .block_rows = rows.As<int32_t>(),
-                     .num_slots = 1,
-                     .max_blocks_per_slot = kAttendedBlocks,
-                     .num_rows = kAttendedBlocks,
-                     .pages = table.As<PageRef>(),
-                     .accesses = {}},
-              .scale = 0.0883883476f,
-              .blocks = {blocks.As<QueryBlock>(), 1},
-              .selection = {.headers = headers.As<SelectionHeader>(), .num_rows = heads},
-              .faults = {faults.As<uint8_t>(), 1}};
+    params = {{.q = tensor(q),
+               .out = tensor(out),
+               .lse = {},
+               .kv = {.layout = layout,
+                      .block_rows = rows.As<int32_t>(),
+                      .num_slots = 1,
+                      .max_blocks_per_slot = kAttendedBlocks,
+                      .num_rows = kAttendedBlocks,
+                      .pages = table.As<PageRef>(),
+                      .accesses = {}},
+               .scale = 0.0883883476f,
+               .blocks = {blocks.As<QueryBlock>(), 1},
+               .selection = {.headers = headers.As<SelectionHeader>(), .num_rows = heads},
+               .faults = {faults.As<uint8_t>(), 1}}};
   }
   void Run(cudaStream_t stream) {
     for (int64_t i = 0; i < kAttentionCalls; ++i) {

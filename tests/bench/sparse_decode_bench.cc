@@ -201,16 +201,16 @@ class Bench {
     return TensorView(x.data(), DType::kBFloat16, {1, kHeads, kDim});
   }
   void AttendTo(const PageSelection& selection) {
-    const AttendParams params = {.q = Tensor(q_),
-                                 .out = Tensor(out_),
-                                 .lse = {},
-                                 .kv = sequence_.View(),
-                                 .layer = 0,
-                                 .scale = kScale,
-                                 .blocks = {&block_, 1},
-                                 .selection = selection,
-                                 .faults = faults_,
-                                 .scratch = &scratch_};
+    AttendParams params = {{.q = Tensor(q_),
+                            .out = Tensor(out_),
+                            .lse = {},
+                            .kv = sequence_.View(),
+                            .layer = 0,
+                            .scale = kScale,
+                            .blocks = {&block_, 1},
+                            .selection = selection,
+                            .faults = faults_}};
+    params.scratch = &scratch_;
     KVASIR_CHECK(Attend(params, executor_).ok());
   }
 
@@ -296,15 +296,15 @@ void Bench::Run(const Policy& policy, int64_t cycles, double dense_ms) {
   const int64_t steps = cycles * kCycleSteps;
   for (int64_t step = 0; step < steps; ++step) {
     PlaceStep(step);
-    const SelectParams params = {.q = Tensor(q_),
-                                 .kv = sequence_.View(),
-                                 .layer = 0,
-                                 .scale = kScale,
-                                 .blocks = {&block_, 1},
-                                 .numbers = {&numbers, 1},
-                                 .faults = faults_,
-                                 .scratch = &scratch_,
-                                 .memories = memories};
+    SelectParams params = {{.q = Tensor(q_),
+                            .kv = sequence_.View(),
+                            .layer = 0,
+                            .scale = kScale,
+                            .blocks = {&block_, 1},
+                            .numbers = {&numbers, 1},
+                            .faults = faults_}};
+    params.scratch = &scratch_;
+    params.memories = memories;
     const auto begin = Clock::now();
     KVASIR_CHECK((rule == nullptr ? selector->Select(params, rows, executor_)
                                   : SelectReusing(*selector, *rule, params, rows, executor_))

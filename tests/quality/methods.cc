@@ -9,6 +9,7 @@
 #include "kernels/base/status_macros.h"
 #include "kernels/sparse/policy.h"
 #include "proto/selector_field.h"
+#include "worker/batch/policy_stages.h"
 #include "worker/engine/slot_table.h"
 
 namespace kvasir::quality {
@@ -55,12 +56,8 @@ absl::StatusOr<Method> Method::Create(const v1::SparsityPolicy& policy) {
   Method method;
   method.name_ = policy.name();
   method.numbers_ = worker::NumbersOf(decode);
-  kernels::MethodOptions options;
-  for (const auto& [name, value] : v1::SelectorFields(decode)) {
-    options.push_back({.name = name, .value = value});
-  }
-  KVASIR_ASSIGN_OR_RETURN(method.selector_,
-                          kernels::MakeSelector(v1::SelectorName(decode), options));
+  KVASIR_ASSIGN_OR_RETURN(method.selector_, kernels::MakeSelector(v1::SelectorName(decode),
+                                                                  worker::SelectorOptions(decode)));
   if (decode.top_p() != 0) {
     KVASIR_ASSIGN_OR_RETURN(method.pruner_, kernels::MakePruner("top_p"));
   }

@@ -157,37 +157,40 @@ class AttentionBatch {
   // Valid until the batch changes.
   AttendParams Params() {
     StoreSelections();
-    return {.q = Tensor(q_, q16_),
-            .out = Tensor(out_, out16_),
-            .lse = TensorView(lse_.data(), DType::kFloat32, {num_tokens(), heads()}),
-            .kv = kv_.View(),
-            .layer = shape_.layer,
-            .scale = scale_,
-            .blocks = blocks_,
-            .selection = {.headers = headers_.data(),
-                          .entries = entries_.data(),
-                          .num_rows = static_cast<int64_t>(headers_.size()),
-                          .capacity = capacity_},
-            .faults = faults_,
-            .scratch = &scratch_,
-            .rope = rope(),
-            .grouped = grouped_,
-            .terminations = terminations_,
-            .unread = unread_};
+    AttendParams params = {
+        {.q = Tensor(q_, q16_),
+         .out = Tensor(out_, out16_),
+         .lse = TensorView(lse_.data(), DType::kFloat32, {num_tokens(), heads()}),
+         .kv = kv_.View(),
+         .layer = shape_.layer,
+         .scale = scale_,
+         .blocks = blocks_,
+         .selection = {.headers = headers_.data(),
+                       .entries = entries_.data(),
+                       .num_rows = static_cast<int64_t>(headers_.size()),
+                       .capacity = capacity_},
+         .faults = faults_,
+         .grouped = grouped_}};
+    params.scratch = &scratch_;
+    params.rope = rope();
+    params.terminations = terminations_;
+    params.unread = unread_;
+    return params;
   }
 
   // Valid until the batch changes; `numbers` is the caller's. Selections stay as they are.
   SelectParams ParamsForSelect(const std::vector<SelectionNumbers>& numbers) {
     StoreQueries();
-    return {.q = Tensor(q_, q16_),
-            .kv = kv_.View(),
-            .layer = shape_.layer,
-            .scale = scale_,
-            .blocks = blocks_,
-            .numbers = numbers,
-            .faults = faults_,
-            .scratch = &scratch_,
-            .rope = rope()};
+    SelectParams params = {{.q = Tensor(q_, q16_),
+                            .kv = kv_.View(),
+                            .layer = shape_.layer,
+                            .scale = scale_,
+                            .blocks = blocks_,
+                            .numbers = numbers,
+                            .faults = faults_}};
+    params.scratch = &scratch_;
+    params.rope = rope();
+    return params;
   }
   // A selection with room for `capacity` entries a row, to be filled by a selector. Takes the place
   // of what AddBlock was given.

@@ -21,7 +21,7 @@ class DeviceAttentionBatch {
  public:
   explicit DeviceAttentionBatch(AttentionBatch& batch) : batch_(batch) {}
 
-  using Implementation = std::function<absl::Status(const AttendParams&, const KvTensorMaps&)>;
+  using Implementation = std::function<absl::Status(const CudaAttendParams&, const KvTensorMaps&)>;
   // Results as AttentionBatch::Run leaves them; INTERNAL with CUDA's error when the kernel fails.
   absl::Status Run(const Implementation& implementation) {
     absl::Status status;
@@ -36,7 +36,7 @@ class DeviceAttentionBatch {
   absl::Status RunOn(const AttendParams& host, const Implementation& implementation) {
     memory_ = {};
     KVASIR_ASSIGN_OR_RETURN(const KvTensorMaps maps, CopyPages(host.kv));
-    AttendParams device = host;
+    CudaAttendParams device = {host};
     KVASIR_ASSIGN_OR_RETURN(device.kv, CopyTables(host.kv));
     KVASIR_ASSIGN_OR_RETURN(device.q, memory_.Copy(host.q));
     KVASIR_ASSIGN_OR_RETURN(device.out, memory_.Copy(host.out));
@@ -52,7 +52,6 @@ class DeviceAttentionBatch {
     KVASIR_ASSIGN_OR_RETURN(uint8_t * faults, memory_.Copy(host.faults.data(), host.faults.size()));
     device.faults = {faults, host.faults.size()};
     KVASIR_ASSIGN_OR_RETURN(device.device_rope, memory_.Copy(host.rope));
-    device.rope = nullptr;
     KVASIR_RETURN_IF_ERROR(implementation(device, maps));
     KVASIR_RETURN_IF_ERROR(CudaStatus(cudaDeviceSynchronize(), "running the kernel"));
     KVASIR_RETURN_IF_ERROR(DeviceMemory::Fetch(device.out, host.out));

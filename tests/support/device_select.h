@@ -7,7 +7,7 @@
 #include <tuple>
 #include <vector>
 
-#include "kernels/sparse/common/stages.h"
+#include "kernels/sparse/common/cuda_selector.h"
 #include "tests/support/attention_batch.h"
 #include "tests/support/device_memory.h"
 #include "tests/support/device_paged_kv.h"
@@ -48,7 +48,7 @@ struct HostLists {
   }
 };
 
-using DeviceSelect = std::function<absl::Status(const SelectParams& params,
+using DeviceSelect = std::function<absl::Status(const CudaSelectParams& params,
                                                 const PageSelection& out, std::byte* workspace)>;
 
 // `selection` is the host's: what the device's begins as, and its capacity. `rotation`: likewise.
@@ -59,14 +59,13 @@ inline Lists RunSelectOnGpu(AttentionBatch& batch, const std::vector<SelectionNu
   host.rotation = rotation;
   DeviceMemory memory;
   DevicePagedKv kv(host.kv);
-  SelectParams device = host;
+  CudaSelectParams device = {host};
   device.q = memory.Copy(host.q).value();
   device.kv = kv.Copy().value();
   device.blocks = {memory.Copy(host.blocks.data(), host.blocks.size()).value(), host.blocks.size()};
   device.numbers = {memory.Copy(numbers.data(), numbers.size()).value(), numbers.size()};
   device.faults = {memory.Copy(host.faults.data(), host.faults.size()).value(), host.faults.size()};
   device.device_rope = memory.Copy(host.rope).value();
-  device.rope = nullptr;
   if (host.rotation.cos != nullptr) {
     const auto angles = static_cast<size_t>(host.q.dim(0) * host.q.dim(2) / 2);
     device.rotation = {.cos = memory.Copy(host.rotation.cos, angles).value(),

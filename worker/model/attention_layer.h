@@ -22,7 +22,7 @@ namespace kvasir::worker {
 // Arguments that all layers of one step share. Borrowed; the backend has begun the step.
 struct StepContext {
   const StepBatch& batch;
-  Activations& activations;
+  const Activations& activations;
   Backend& backend;
 };
 

@@ -121,16 +121,19 @@ absl::Status Transformer::Forward(const ForwardParams& params) {
                                               .collective = params.collective,
                                               .vocab_size = options_.config.vocab_size}));
   const TensorView logits = a.logits.Rows(std::ssize(params.batch.sampled_tokens));
-  if (wants_ops) KVASIR_RETURN_IF_ERROR(Compute(params, logits));
+  if (wants_ops) {
+    KVASIR_RETURN_IF_ERROR(
+        Compute({.batch = params.batch, .activations = a, .backend = backend_}, logits));
+  }
   return backend_.EndStep({.residual = a.residual.Rows(tokens), .logits = logits});
 }
 
-absl::Status Transformer::Compute(const ForwardParams& params, const TensorView& logits) const {
-  const Activations& a = params.activations;
-  const TensorView residual = a.residual.Rows(params.batch.num_tokens());
+absl::Status Transformer::Compute(const StepContext& step, const TensorView& logits) const {
+  const Activations& a = step.activations;
+  const TensorView residual = a.residual.Rows(step.batch.num_tokens());
   KVASIR_RETURN_IF_ERROR(backend_.EmbedTokens(embedding_.view, residual));
   for (size_t i = 0; i < layers_.size(); ++i) {
-    KVASIR_RETURN_IF_ERROR(RunAttention(params, residual, layers_[i]));
+    KVASIR_RETURN_IF_ERROR(RunAttention(step, residual, layers_[i]));
     if (i + 1 == layers_.size()) break;
     KVASIR_RETURN_IF_ERROR(RunMlp(residual, a, layers_[i]));
     KVASIR_RETURN_IF_ERROR(AddSummands(residual, a));
@@ -141,12 +144,10 @@ absl::Status Transformer::Compute(const ForwardParams& params, const TensorView&
   return backend_.Sample(logits);
 }
 
-absl::Status Transformer::RunAttention(const ForwardParams& params, const TensorView& residual,
+absl::Status Transformer::RunAttention(const StepContext& step, const TensorView& residual,
                                        const Layer& layer) const {
-  const StepContext step = {
-      .batch = params.batch, .activations = params.activations, .backend = backend_};
-  KVASIR_RETURN_IF_ERROR(layer.attention.Run(step, AddTo(residual, params.activations)));
-  return AddSummands(residual, params.activations);
+  KVASIR_RETURN_IF_ERROR(layer.attention.Run(step, AddTo(residual, step.activations)));
+  return AddSummands(residual, step.activations);
 }
 
 absl::Status Transformer::RunMlp(const TensorView& residual, const Activations& a,

@@ -30,7 +30,7 @@ namespace kvasir::worker {
 struct ForwardParams {
   const StepBatch& batch;
   const kernels::PagedKv& kv;
-  Activations& activations;
+  const Activations& activations;
   AttentionMeter& meter;
   Collective& collective;
 };
@@ -68,9 +68,9 @@ class Transformer {
 
   absl::Status AddLayer(int64_t index, LayerWeights weights);
   // Embedding, layers and output head.
-  absl::Status Compute(const ForwardParams& params, const kernels::TensorView& logits) const;
+  absl::Status Compute(const StepContext& step, const kernels::TensorView& logits) const;
   // The first half of a layer: residual [tokens, hidden] += attention.
-  absl::Status RunAttention(const ForwardParams& params, const kernels::TensorView& residual,
+  absl::Status RunAttention(const StepContext& step, const kernels::TensorView& residual,
                             const Layer& layer) const;
   // The second half, of any rows of the residual. Ranks add their summands after it.
   absl::Status RunMlp(const kernels::TensorView& residual, const Activations& a,

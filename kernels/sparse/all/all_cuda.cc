@@ -8,8 +8,8 @@ namespace {
 class CudaAll final : public CudaSelector {
  public:
   bool ReadsAll() const override { return true; }
-  absl::Status Select(const SelectParams&, const SelectBounds&, const PageSelection&, std::byte*,
-                      CUstream_st*) const override {
+  absl::Status Select(const CudaSelectParams&, const SelectBounds&, const PageSelection&,
+                      std::byte*, CUstream_st*) const override {
     return absl::OkStatus();
   }
 };

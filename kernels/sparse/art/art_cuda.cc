@@ -27,7 +27,7 @@ int64_t AttendArtWorkspaceBytes(const PagedKv& kv, int64_t blocks, int64_t group
   return LayOut(nullptr, kv, blocks * kv.layout.num_kv_heads, group, launch);
 }
 
-absl::Status AttendArt(const AttendParams& params, const ArtCuda& art, const KvTensorMaps& maps,
+absl::Status AttendArt(const CudaAttendParams& params, const ArtCuda& art, const KvTensorMaps& maps,
                        std::byte* workspace, cudaStream_t stream) {
   KVASIR_ASSIGN_OR_RETURN(const AttendLaunch launch, MakeAttendLaunch(params));
   ShapeCheck check("art on the GPU");
@@ -59,7 +59,7 @@ class CudaArt final : public CudaTerminator {
   int64_t WorkspaceBytes(const PagedKv& kv, int64_t tiles, int64_t group) const override {
     return AttendArtWorkspaceBytes(kv, tiles, group);
   }
-  absl::Status Attend(const AttendParams& params, std::span<const SelectionNumbers> numbers,
+  absl::Status Attend(const CudaAttendParams& params, std::span<const SelectionNumbers> numbers,
                       const KvTensorMaps& maps, std::byte* workspace,
                       cudaStream_t stream) const override {
     return AttendArt(params, {.options = options_, .numbers = numbers}, maps, workspace, stream);

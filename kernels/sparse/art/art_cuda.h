@@ -18,7 +18,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 
-#include "kernels/attention/attend.h"
+#include "kernels/attention/attend_cuda.h"
 #include "kernels/paged/kv_tensor_maps.h"
 #include "kernels/sparse/art/art_rule.h"
 #include "kernels/sparse/common/cuda_selector.h"
@@ -39,7 +39,7 @@ int64_t AttendArtWorkspaceBytes(const PagedKv& kv, int64_t blocks, int64_t group
 // which rows may end early. Allocates nothing and waits for nothing; may be captured. Errors: those
 // of AttendDecode. Cost: one CTA reads a row; with order importance a kernel of its own sorts the
 // row's list first.
-absl::Status AttendArt(const AttendParams& params, const ArtCuda& art, const KvTensorMaps& maps,
+absl::Status AttendArt(const CudaAttendParams& params, const ArtCuda& art, const KvTensorMaps& maps,
                        std::byte* workspace, cudaStream_t stream);
 
 // INVALID_ARGUMENT as for ArtTerminator::Create.

@@ -21,14 +21,32 @@
 
 #include "kernels/paged/page_selection.h"
 #include "kernels/paged/paged_kv.h"
+#include "kernels/rope/rope.h"
+#include "kernels/sparse/common/device_memory.h"
 #include "kernels/sparse/common/stages.h"
 
 struct CUstream_st;  // cudaStream_t is a pointer to it
 
 namespace kvasir::kernels {
 
-struct AttendParams;  // kernels/attention/attend.h
-struct KvTensorMaps;  // kernels/paged/kv_tensor_maps.h
+struct CudaAttendParams;  // kernels/attention/attend_cuda.h
+struct KvTensorMaps;      // kernels/paged/kv_tensor_maps.h
+
+// A Select or Prune call on the GPU.
+struct CudaSelectParams : SelectCall {
+  // Off when q and the cached keys are rotated. Otherwise q, keys and digests are not, and each
+  // stage places them as it documents. Has all positions that the stages need.
+  DeviceRopePositions device_rope = {};
+  // One per query tile or empty. The selector itself recalls and remembers (reuse/reuse_row.cuh).
+  std::span<const DeviceSelectionMemory> device_memories = {};
+  // The most queries that a tile may have: the host does not see the tiles, and the kernels that
+  // serve one must not depend on what else is in q. 0: as many as q leaves.
+  int64_t most_rows = 0;
+
+  bool may_have_several_rows() const {
+    return most_rows == 0 ? q.dim(0) > std::ssize(blocks) : most_rows > 1;
+  }
+};
 
 // Upper limits over all rows and layers of a step. The launches of a step depend on them, so that a
 // graph serves every step with the same limits.
@@ -68,7 +86,7 @@ class CudaSelector {
   // Fills headers and lists of `out`, whose rows are query tiles x num_kv_heads. REQUIRES: numbers
   // are within the bounds. INVALID_ARGUMENT on shapes. FAILED_PRECONDITION when the KV lacks bounds
   // or key codes. INTERNAL with CUDA's error when a launch fails.
-  virtual absl::Status Select(const SelectParams& params, const SelectBounds& bounds,
+  virtual absl::Status Select(const CudaSelectParams& params, const SelectBounds& bounds,
                               const PageSelection& out, std::byte* workspace,
                               CUstream_st* stream) const = 0;
 };
@@ -80,7 +98,7 @@ class CudaPruner {
                                  int64_t tiles) const = 0;
   // `params` are those of the Select call that filled `selection`, with queries as the model made
   // them. Errors: those of CudaSelector::Select.
-  virtual absl::Status Prune(const SelectParams& params, const SelectBounds& bounds,
+  virtual absl::Status Prune(const CudaSelectParams& params, const SelectBounds& bounds,
                              const PageSelection& selection, std::byte* workspace,
                              CUstream_st* stream) const = 0;
 };
@@ -92,9 +110,9 @@ class CudaTerminator {
   virtual int64_t WorkspaceBytes(const PagedKv& kv, int64_t tiles, int64_t group) const = 0;
   // Attends with query tiles of one query each, whose params have device_counts. `numbers` are one
   // per query tile. Errors: those of AttendDecode (kernels/attention/attend_cuda.h).
-  virtual absl::Status Attend(const AttendParams& params, std::span<const SelectionNumbers> numbers,
-                              const KvTensorMaps& maps, std::byte* workspace,
-                              CUstream_st* stream) const = 0;
+  virtual absl::Status Attend(const CudaAttendParams& params,
+                              std::span<const SelectionNumbers> numbers, const KvTensorMaps& maps,
+                              std::byte* workspace, CUstream_st* stream) const = 0;
 };
 
 // The halves of one policy's stages. Null where the policy has no such stage.

@@ -7,7 +7,7 @@
 
 namespace kvasir::kernels {
 
-absl::Status RotateToDistance(const SelectParams& p, const QueryDistance& distance,
+absl::Status RotateToDistance(const CudaSelectParams& p, const QueryDistance& distance,
                               const TensorView& to, cudaStream_t stream) {
   const KvLayout& layout = p.kv.layout;
   ShapeCheck check("distant_queries");

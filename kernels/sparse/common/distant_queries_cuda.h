@@ -19,7 +19,7 @@ namespace kvasir::kernels {
 // to [tokens, heads, head_dim] in q's dtype: rows of the call's query tiles are written. REQUIRES:
 // params.device_rope has the distances. INVALID_ARGUMENT on shapes. Allocates nothing and waits for
 // nothing; may be captured.
-absl::Status RotateToDistance(const SelectParams& params, const QueryDistance& distance,
+absl::Status RotateToDistance(const CudaSelectParams& params, const QueryDistance& distance,
                               const TensorView& to, cudaStream_t stream);
 
 }  // namespace kvasir::kernels

@@ -15,7 +15,7 @@ absl::Status Missing(absl::string_view name, absl::string_view what) {
 
 }  // namespace
 
-absl::StatusOr<SelectLaunch> MakeSelectLaunch(absl::string_view name, const SelectParams& p,
+absl::StatusOr<SelectLaunch> MakeSelectLaunch(absl::string_view name, const CudaSelectParams& p,
                                               const PageSelection& out,
                                               const std::byte* workspace) {
   const KvLayout& layout = p.kv.layout;
@@ -29,11 +29,8 @@ absl::StatusOr<SelectLaunch> MakeSelectLaunch(absl::string_view name, const Sele
       .Require(p.numbers.size() == p.blocks.size(), "numbers must be one per query block")
       .Require(out.num_rows == static_cast<int64_t>(p.blocks.size()) * layout.num_kv_heads,
                "the selection's num_rows must be blocks x KV heads")
-      .Require(p.rope == nullptr, "angles must lie in device memory: device_rope")
-      .Require(p.memories.empty(), "rows remember in device memory: device_memories")
       .Require(p.device_memories.empty() || p.device_memories.size() == p.blocks.size(),
                "memories must be one per query block")
-      .Require(p.wanted.empty(), "all rows are selected")
       .Require(workspace != nullptr || p.blocks.empty(), "the workspace is missing");
   KVASIR_RETURN_IF_ERROR(check.status());
   check.Require(layout.num_kv_heads > 0 && check.dim("heads") % layout.num_kv_heads == 0,
@@ -53,7 +50,7 @@ absl::StatusOr<SelectLaunch> MakeSelectLaunch(absl::string_view name, const Sele
                       .is_whole_step = p.q.dim(0) == std::ssize(p.blocks)};
 }
 
-absl::Status RequirePlacedQueries(absl::string_view name, const SelectParams& params) {
+absl::Status RequirePlacedQueries(absl::string_view name, const CudaSelectParams& params) {
   if (!params.device_rope.on()) return absl::OkStatus();
   return absl::InvalidArgumentError(
       absl::StrCat(name, " on the GPU: queries must be rotated to their distance before"));

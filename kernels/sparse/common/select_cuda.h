@@ -10,9 +10,9 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 
+#include "kernels/sparse/common/cuda_selector.h"
 #include "kernels/sparse/common/device_memory.h"
 #include "kernels/sparse/common/select_shape.h"
-#include "kernels/sparse/common/stages.h"
 
 namespace kvasir::kernels {
 
@@ -45,13 +45,14 @@ inline SelectShape ShapeOf(const SelectLaunch& launch) {
 }
 
 // INVALID_ARGUMENT, opened by `name`, on shapes and on calls that no kernel here serves: head_dim
-// other than 64 and 128, q or KV other than float32 and bfloat16, rows with a memory on the CPU.
-absl::StatusOr<SelectLaunch> MakeSelectLaunch(absl::string_view name, const SelectParams& params,
+// other than 64 and 128, q or KV other than float32 and bfloat16.
+absl::StatusOr<SelectLaunch> MakeSelectLaunch(absl::string_view name,
+                                              const CudaSelectParams& params,
                                               const PageSelection& out, const std::byte* workspace);
 
 // INVALID_ARGUMENT where both keys and queries are un-rotated. For selectors whose kernels rotate
 // nothing (distant_queries_cuda.h).
-absl::Status RequirePlacedQueries(absl::string_view name, const SelectParams& params);
+absl::Status RequirePlacedQueries(absl::string_view name, const CudaSelectParams& params);
 
 // FAILED_PRECONDITION unless the KV keeps bounds, or key codes respectively.
 absl::Status RequireBounds(absl::string_view name, const PagedKv& kv);

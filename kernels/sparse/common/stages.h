@@ -88,7 +88,8 @@ class LayerRanks {
   virtual absl::StatusOr<std::span<const double>> Gather(std::span<const double> own) = 0;
 };
 
-struct SelectParams {
+// The part of a Select or Prune call that is the same on every device.
+struct SelectCall {
   TensorView q;  // [tokens, num_heads, head_dim], float32 or bfloat16: all query heads of the KV
                  // heads in `kv`, those that other ranks attend with included
   PagedKv kv;
@@ -96,31 +97,25 @@ struct SelectParams {
   float scale = 0;  // of logits in softmaxes: 1 / sqrt(head_dim) for the models served
   std::span<const QueryBlock> blocks;
   std::span<const SelectionNumbers> numbers;  // one per query tile
-  std::span<uint8_t> faults;   // [num_slots]; set to 1 where a key to be read is absent
+  std::span<uint8_t> faults;  // [num_slots]; set to 1 where a key to be read is absent
+  // For reuse rules, which compare queries. None where keys are cached un-rotated.
+  QueryRotation rotation = {};
+};
+
+// A Select or Prune call on the CPU. CudaSelectParams (cuda_selector.h) is the GPU's.
+struct SelectParams : SelectCall {
   Scratch* scratch = nullptr;  // working memory, required
   // Null: q and the cached keys are rotated. Otherwise q, keys and digests are not, and each stage
   // places them as it documents (RotateToDistance in key_logits.h). The positions that a stage
   // needs are added to it.
   RopePositions* rope = nullptr;
-  DeviceRopePositions device_rope = {};  // the same on the GPU, with all positions needed
-  QueryRotation rotation = {};  // for reuse rules, which compare queries; none where `rope` is set
   // [query tiles x KV heads] or empty: the memory of each row's earlier steps, which also says
   // which stages run again. Null: the row remembers nothing and all stages run.
   std::span<RowMemory* const> memories = {};
-  // The same on the GPU, one per query tile or empty. There the selector itself recalls and
-  // remembers (reuse/reuse_row.cuh).
-  std::span<const DeviceSelectionMemory> device_memories = {};
   // [query tiles x KV heads] or empty (all rows are wanted). A row whose value is 0 stays
   // unchanged.
   std::span<const uint8_t> wanted = {};
   LayerRanks* ranks = nullptr;  // null: `kv` has all KV heads of the layer
-  // On the GPU, whose query tiles the host does not see: the most queries that a tile may have, so
-  // that the kernels which serve a tile do not depend on what else is in q. 0: as many as q leaves.
-  int64_t most_rows = 0;
-
-  bool may_have_several_rows() const {
-    return most_rows == 0 ? q.dim(0) > std::ssize(blocks) : most_rows > 1;
-  }
 };
 
 // Why a page that dense attention would read is not attended to: the label of the skip counters.

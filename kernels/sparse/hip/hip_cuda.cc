@@ -32,8 +32,8 @@ int64_t HipWorkspaceBytes(const HipCuda& method, const PagedKv& kv, int64_t bloc
   return LayOut(nullptr, method, blocks * kv.layout.num_kv_heads, launch);
 }
 
-absl::Status SelectHip(const HipCuda& method, const SelectParams& params, const PageSelection& out,
-                       std::byte* workspace, cudaStream_t stream) {
+absl::Status SelectHip(const HipCuda& method, const CudaSelectParams& params,
+                       const PageSelection& out, std::byte* workspace, cudaStream_t stream) {
   KVASIR_ASSIGN_OR_RETURN(const SelectLaunch select,
                           MakeSelectLaunch("hip", params, out, workspace));
   KVASIR_RETURN_IF_ERROR(RequirePlacedQueries("hip", params));
@@ -51,7 +51,7 @@ class CudaHip final : public CudaSelector {
                          int64_t tiles) const override {
     return HipWorkspaceBytes(Method(bounds), kv, tiles);
   }
-  absl::Status Select(const SelectParams& params, const SelectBounds& bounds,
+  absl::Status Select(const CudaSelectParams& params, const SelectBounds& bounds,
                       const PageSelection& out, std::byte* workspace,
                       cudaStream_t stream) const override {
     return SelectHip(Method(bounds), params, out, workspace, stream);

@@ -1,8 +1,7 @@
 // The selector `hip` (hip_selector.h) on the GPU: the same search, order and lists, in device
 // memory where the attention kernels read them. All pointers of the params, including spans, are
-// device memory; params.scratch is not used. Where keys are cached un-rotated, q is the output of
-// RotateToDistance (distant_queries_cuda.h). Called through cuda_selector.h. Thread-safe. Only in
-// builds with CUDA.
+// device memory. Where keys are cached un-rotated, q is the output of RotateToDistance
+// (distant_queries_cuda.h). Called through cuda_selector.h. Thread-safe. Only in builds with CUDA.
 //
 // Scores are float32 sums in another order than on the CPU. Where the scores of the last half kept
 // and the first one dropped are practically equal, either may be chosen, with all that its search
@@ -37,8 +36,8 @@ int64_t HipWorkspaceBytes(const HipCuda& method, const PagedKv& kv, int64_t bloc
 // on shapes: head_dim 64 or 128, q and KV float32 or bfloat16. INTERNAL with CUDA's error when a
 // launch fails. An absent page sets the slot's fault. REQUIRES: the budgets in the numbers are at
 // most the method's. Cost: reads at most 2 keys per token of the budget in a round.
-absl::Status SelectHip(const HipCuda& method, const SelectParams& params, const PageSelection& out,
-                       std::byte* workspace, cudaStream_t stream);
+absl::Status SelectHip(const HipCuda& method, const CudaSelectParams& params,
+                       const PageSelection& out, std::byte* workspace, cudaStream_t stream);
 
 // INVALID_ARGUMENT for any option.
 absl::StatusOr<std::unique_ptr<CudaSelector>> MakeCudaHip(const MethodOptions& options);

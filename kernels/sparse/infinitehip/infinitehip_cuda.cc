@@ -52,7 +52,7 @@ int64_t InfiniteHipWorkspaceBytes(const InfiniteHipCuda& method, const PagedKv& 
                 launch);
 }
 
-absl::Status SelectInfiniteHip(const InfiniteHipCuda& method, const SelectParams& params,
+absl::Status SelectInfiniteHip(const InfiniteHipCuda& method, const CudaSelectParams& params,
                                const PageSelection& out, std::byte* workspace,
                                cudaStream_t stream) {
   KVASIR_ASSIGN_OR_RETURN(const SelectLaunch select,
@@ -112,7 +112,7 @@ class CudaInfiniteHip final : public CudaSelector {
     if (InfiniteHipSelector::IsChunkIndexed(layer)) return std::nullopt;
     return Method({}).distance();
   }
-  absl::Status Select(const SelectParams& params, const SelectBounds& bounds,
+  absl::Status Select(const CudaSelectParams& params, const SelectBounds& bounds,
                       const PageSelection& out, std::byte* workspace,
                       cudaStream_t stream) const override {
     return SelectInfiniteHip(Method(bounds), params, out, workspace, stream);

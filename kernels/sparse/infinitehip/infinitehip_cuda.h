@@ -1,6 +1,6 @@
 // The selector `infinitehip` (infinitehip_selector.h) on the GPU, with probe "digest": the same
 // stages, chunks and lists, in device memory where the attention kernels read them. All pointers of
-// the params, including spans, are device memory; params.scratch and the faults are not used.
+// the params, including spans, are device memory; the faults are not used.
 // Called through cuda_selector.h. Thread-safe. Only in builds with CUDA.
 //
 // Scores are float32 sums in another order than on the CPU. Where the scores of the last chunk kept
@@ -55,7 +55,7 @@ int64_t InfiniteHipWorkspaceBytes(const InfiniteHipCuda& method, const PagedKv& 
 // method.max_budget_tokens. Allocates nothing and waits for nothing; may be captured.
 // INVALID_ARGUMENT on shapes: head_dim 64 or 128, q and KV float32 or bfloat16. FAILED_PRECONDITION
 // when the KV has no bounds or no key codes. INTERNAL with CUDA's error when a launch fails.
-absl::Status SelectInfiniteHip(const InfiniteHipCuda& method, const SelectParams& params,
+absl::Status SelectInfiniteHip(const InfiniteHipCuda& method, const CudaSelectParams& params,
                                const PageSelection& out, std::byte* workspace, cudaStream_t stream);
 
 // INVALID_ARGUMENT as for InfiniteHipSelector::Create. REQUIRES: the probe is "digest", which

@@ -15,7 +15,7 @@ int64_t QuestWorkspaceBytes(const PagedKv& kv, int64_t blocks) {
          static_cast<int64_t>(sizeof(uint32_t));
 }
 
-absl::Status SelectQuest(QuestScore score, const SelectParams& params, const PageSelection& out,
+absl::Status SelectQuest(QuestScore score, const CudaSelectParams& params, const PageSelection& out,
                          std::byte* workspace, cudaStream_t stream) {
   KVASIR_ASSIGN_OR_RETURN(const SelectLaunch select,
                           MakeSelectLaunch("quest", params, out, workspace));
@@ -43,7 +43,7 @@ class CudaQuest final : public CudaSelector {
   int64_t WorkspaceBytes(const SelectBounds&, const PagedKv& kv, int64_t tiles) const override {
     return QuestWorkspaceBytes(kv, tiles);
   }
-  absl::Status Select(const SelectParams& params, const SelectBounds&, const PageSelection& out,
+  absl::Status Select(const CudaSelectParams& params, const SelectBounds&, const PageSelection& out,
                       std::byte* workspace, cudaStream_t stream) const override {
     return SelectQuest(score_, params, out, workspace, stream);
   }

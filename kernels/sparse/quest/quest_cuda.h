@@ -1,8 +1,7 @@
 // The selector `quest` (quest_selector.h) on the GPU: the same scores, order and lists, in device
 // memory where the attention kernels read them. All pointers of the params, including spans, are
-// device memory; params.scratch is not used, and rows remember in device_memories. Where keys are
-// cached un-rotated, q is the output of RotateToDistance (distant_queries_cuda.h). Called through
-// cuda_selector.h. Thread-safe. Only in builds with CUDA.
+// device memory. Where keys are cached un-rotated, q is the output of RotateToDistance
+// (distant_queries_cuda.h). Called through cuda_selector.h. Thread-safe. Only in builds with CUDA.
 //
 // Scores are float32 sums in another order than on the CPU. Where the scores of the last page kept
 // and the first one dropped are practically equal, either may be chosen. A row with more pages in
@@ -36,7 +35,7 @@ int64_t QuestWorkspaceBytes(const PagedKv& kv, int64_t blocks);
 // are one token, in bfloat16; else two, with a score of 4 bytes a page between them. Where nothing
 // is remembered, the first may read bounds before the kernel ahead of it has ended (page_stream.cuh
 // says which, and why).
-absl::Status SelectQuest(QuestScore score, const SelectParams& params, const PageSelection& out,
+absl::Status SelectQuest(QuestScore score, const CudaSelectParams& params, const PageSelection& out,
                          std::byte* workspace, cudaStream_t stream);
 
 // INVALID_ARGUMENT as for QuestSelector::Create.

@@ -7,7 +7,7 @@
 
 namespace kvasir::kernels {
 
-absl::Status JudgeReuse(const SelectParams& p, Scope scope, const PageSelection& rows,
+absl::Status JudgeReuse(const CudaSelectParams& p, Scope scope, const PageSelection& rows,
                         cudaStream_t stream) {
   const KvLayout& layout = p.kv.layout;
   ShapeCheck check("reuse on the GPU");

@@ -10,6 +10,7 @@
 
 #include "absl/status/status.h"
 
+#include "kernels/sparse/common/cuda_selector.h"
 #include "kernels/sparse/common/stages.h"
 
 namespace kvasir::kernels {
@@ -20,7 +21,7 @@ namespace kvasir::kernels {
 // nothing; may be captured. The cosine is over the query heads that choose together: at layer
 // scope, all of params.kv. INVALID_ARGUMENT on shapes. INTERNAL with CUDA's error when the launch
 // fails. Cost: reads a row's queries and those that its stages ran with.
-absl::Status JudgeReuse(const SelectParams& params, Scope scope, const PageSelection& rows,
+absl::Status JudgeReuse(const CudaSelectParams& params, Scope scope, const PageSelection& rows,
                         cudaStream_t stream);
 
 }  // namespace kvasir::kernels

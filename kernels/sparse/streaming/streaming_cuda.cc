@@ -7,7 +7,8 @@
 
 namespace kvasir::kernels {
 
-absl::Status SelectStreaming(const SelectParams& p, const PageSelection& out, cudaStream_t stream) {
+absl::Status SelectStreaming(const CudaSelectParams& p, const PageSelection& out,
+                             cudaStream_t stream) {
   ShapeCheck check("streaming on the GPU");
   check.Require(p.numbers.size() == p.blocks.size(), "numbers must be one per query block")
       .Require(out.num_rows == static_cast<int64_t>(p.blocks.size()) * p.kv.layout.num_kv_heads,
@@ -24,7 +25,7 @@ namespace {
 class CudaStreaming final : public CudaSelector {
  public:
   std::optional<QueryDistance> RotatesQueries(int64_t) const override { return std::nullopt; }
-  absl::Status Select(const SelectParams& params, const SelectBounds&, const PageSelection& out,
+  absl::Status Select(const CudaSelectParams& params, const SelectBounds&, const PageSelection& out,
                       std::byte*, cudaStream_t stream) const override {
     return SelectStreaming(params, out, stream);
   }

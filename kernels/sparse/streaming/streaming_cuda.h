@@ -17,7 +17,7 @@ namespace kvasir::kernels {
 
 // Reads no query and no key, so keys may be cached in any form. Allocates nothing and waits for
 // nothing; may be captured. INVALID_ARGUMENT on shapes.
-absl::Status SelectStreaming(const SelectParams& params, const PageSelection& out,
+absl::Status SelectStreaming(const CudaSelectParams& params, const PageSelection& out,
                              cudaStream_t stream);
 
 // INVALID_ARGUMENT for any option.

@@ -34,7 +34,7 @@ int64_t TokenSelectWorkspaceBytes(const PagedKv& kv, int64_t group, int64_t bloc
   return LayOut(nullptr, kv, group, blocks * kv.layout.num_kv_heads, launch);
 }
 
-absl::Status SelectTokens(Scope scope, const SelectParams& params, const PageSelection& out,
+absl::Status SelectTokens(Scope scope, const CudaSelectParams& params, const PageSelection& out,
                           std::byte* workspace, cudaStream_t stream) {
   KVASIR_ASSIGN_OR_RETURN(const SelectLaunch select,
                           MakeSelectLaunch("tokenselect", params, out, workspace));
@@ -83,7 +83,7 @@ class CudaTokenSelect final : public CudaSelector {
                          int64_t tiles) const override {
     return TokenSelectWorkspaceBytes(kv, bounds.group, tiles);
   }
-  absl::Status Select(const SelectParams& params, const SelectBounds&, const PageSelection& out,
+  absl::Status Select(const CudaSelectParams& params, const SelectBounds&, const PageSelection& out,
                       std::byte* workspace, cudaStream_t stream) const override {
     return SelectTokens(scope_, params, out, workspace, stream);
   }

@@ -1,8 +1,7 @@
 // The selector `tokenselect` (tokenselect_selector.h) on the GPU: the same votes, order and lists,
 // in device memory where the attention kernels read them. All pointers of the params, including
-// spans, are device memory; params.scratch is not used. Where keys are cached un-rotated, q is the
-// output of RotateToDistance (distant_queries_cuda.h). Called through cuda_selector.h. Thread-safe.
-// Only in builds with CUDA.
+// spans, are device memory. Where keys are cached un-rotated, q is the output of RotateToDistance
+// (distant_queries_cuda.h). Called through cuda_selector.h. Thread-safe. Only in builds with CUDA.
 //
 // Votes are float32 with another rounding than on the CPU. Where the votes of the last token kept
 // and the first one dropped are practically equal, either may be chosen; at layer scope all rows of
@@ -34,7 +33,7 @@ int64_t TokenSelectWorkspaceBytes(const PagedKv& kv, int64_t group, int64_t bloc
 // or 128, q and KV float32 or bfloat16, at most 8 query heads a KV head, 1,024 of a layer and
 // 6,291,456 tokens a slot. INTERNAL with CUDA's error when a launch fails. An absent page sets the
 // slot's fault. Cost: reads every candidate's key once, its logits twice.
-absl::Status SelectTokens(Scope scope, const SelectParams& params, const PageSelection& out,
+absl::Status SelectTokens(Scope scope, const CudaSelectParams& params, const PageSelection& out,
                           std::byte* workspace, cudaStream_t stream);
 
 // INVALID_ARGUMENT as for TokenSelectSelector::Create.

@@ -27,7 +27,7 @@ int64_t TopPWorkspaceBytes(const KvLayout& layout, int64_t group, int64_t blocks
   return LayOut(nullptr, blocks * layout.num_kv_heads, group, capacity, launch);
 }
 
-absl::Status PruneTopP(const SelectParams& params, const PageSelection& selection,
+absl::Status PruneTopP(const CudaSelectParams& params, const PageSelection& selection,
                        int64_t max_tokens, std::byte* workspace, cudaStream_t stream) {
   KVASIR_ASSIGN_OR_RETURN(const SelectLaunch select,
                           MakeSelectLaunch("top_p", params, selection, workspace));
@@ -52,7 +52,7 @@ class CudaTopP final : public CudaPruner {
     return TopPWorkspaceBytes(kv.layout, bounds.group, tiles, bounds.capacity,
                               bounds.listed_tokens);
   }
-  absl::Status Prune(const SelectParams& params, const SelectBounds& bounds,
+  absl::Status Prune(const CudaSelectParams& params, const SelectBounds& bounds,
                      const PageSelection& selection, std::byte* workspace,
                      cudaStream_t stream) const override {
     return PruneTopP(params, selection, bounds.listed_tokens, workspace, stream);

@@ -1,7 +1,6 @@
 // The pruner `top_p` (top_p_pruner.h) on the GPU: the same weights, threshold and tokens, over
-// lists in device memory. All pointers of the params, including spans, are device memory;
-// params.scratch and the faults are not used. Called through cuda_selector.h. Thread-safe. Only in
-// builds with CUDA.
+// lists in device memory. All pointers of the params, including spans, are device memory; the
+// faults are not used. Called through cuda_selector.h. Thread-safe. Only in builds with CUDA.
 //
 // With params.device_rope set, queries and codes are un-rotated and rows have their compact
 // positions.
@@ -36,7 +35,7 @@ int64_t TopPWorkspaceBytes(const KvLayout& layout, int64_t group, int64_t blocks
 // which is not checked here. Cost: reads head_dim / 2 + 4 bytes per attended token. Where a row's
 // weights do not fit in shared memory, also writes and reads 4 bytes of the excess tokens for each
 // head of the group.
-absl::Status PruneTopP(const SelectParams& params, const PageSelection& selection,
+absl::Status PruneTopP(const CudaSelectParams& params, const PageSelection& selection,
                        int64_t max_tokens, std::byte* workspace, cudaStream_t stream);
 
 std::unique_ptr<CudaPruner> MakeCudaTopP();

@@ -36,7 +36,7 @@ class AttendCudaTest : public testing::TestWithParam<std::tuple<int64_t, int64_t
   }
 };
 
-inline absl::Status Decode(const AttendParams& params, const KvTensorMaps& maps) {
+inline absl::Status Decode(const CudaAttendParams& params, const KvTensorMaps& maps) {
   const int64_t group = params.q.dim(1) / params.kv.layout.num_kv_heads;
   KVASIR_ASSIGN_OR_RETURN(const DeviceBuffer workspace,
                           DeviceBuffer::Allocate(AttendDecodeWorkspaceBytes(
@@ -53,7 +53,7 @@ inline absl::Status Decode(const AttendParams& params, const KvTensorMaps& maps)
   return left == none ? absl::OkStatus() : absl::InternalError("arrivals are not 0");
 }
 
-inline absl::Status Prefill(const AttendParams& params, const KvTensorMaps& maps) {
+inline absl::Status Prefill(const CudaAttendParams& params, const KvTensorMaps& maps) {
   return AttendPrefill(params, maps, nullptr);
 }
 

@@ -170,7 +170,7 @@ TEST_P(AttendCudaTest, WithinTheNeighbourhoodPositionsAreTheTokensOwn) {
   for (AttentionBatch* batch : {&grouped, &own}) {
     for (int64_t row = 0; row < 64; row += 9) batch->AddBlock(0, 384 + row, 1);
     ASSERT_TRUE(DeviceAttentionBatch(*batch)
-                    .Run([](AttendParams params, const KvTensorMaps& maps) {
+                    .Run([](CudaAttendParams params, const KvTensorMaps& maps) {
                       const int64_t heads = params.kv.layout.num_kv_heads;
                       params.blocks = params.blocks.subspan(1);
                       params.selection =

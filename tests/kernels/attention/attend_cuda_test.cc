@@ -199,10 +199,10 @@ TEST_P(AttendCudaTest, ARowHasTheSameBitsAloneAndAmongOthers) {
   ASSERT_TRUE(DeviceAttentionBatch(batch).Run(Decode).ok());
   const std::vector<float> together = Outputs(batch);
   ASSERT_TRUE(DeviceAttentionBatch(batch)
-                  .Run([](AttendParams params, const KvTensorMaps& maps) -> absl::Status {
+                  .Run([](CudaAttendParams params, const KvTensorMaps& maps) -> absl::Status {
                     const int64_t heads = params.kv.layout.num_kv_heads;
                     for (size_t row = 0; row < kRows; ++row) {
-                      AttendParams alone = params;
+                      CudaAttendParams alone = params;
                       alone.blocks = params.blocks.subspan(row, 1);
                       alone.selection =
                           params.selection.Rows(static_cast<int64_t>(row) * heads, heads);
@@ -235,7 +235,7 @@ TEST_P(AttendCudaTest, CountsWhatRowsAttendTo) {
   const std::vector<SelectedCounts> expected = tests::WalkedCounts(batch);
   std::vector<SelectedCounts> found(expected.size(), {.pages = -1, .unread_pages = -1});
   const absl::Status status = DeviceAttentionBatch(batch).Run(
-      [&](AttendParams params, const KvTensorMaps& maps) -> absl::Status {
+      [&](CudaAttendParams params, const KvTensorMaps& maps) -> absl::Status {
         DeviceMemory memory;
         KVASIR_ASSIGN_OR_RETURN(SelectedCounts * counts, memory.Copy(found.data(), found.size()));
         params.device_counts = {counts, found.size()};
@@ -249,22 +249,12 @@ TEST_P(AttendCudaTest, CountsWhatRowsAttendTo) {
   }
 }
 
-TEST(AttendCudaParams, ATerminatorIsRefused) {
-  const Termination termination;
-  AttendParams params;
-  params.terminations = std::span(&termination, 1);
-  const absl::Status status = AttendDecode(params, KvTensorMaps{}, nullptr, {}, nullptr);
-  EXPECT_EQ(status.code(), absl::StatusCode::kUnimplemented);
-  EXPECT_NE(status.message().find("no terminations"), absl::string_view::npos);
-}
-
 TEST(AttendCudaParams, GroupedPositionsNeedUnrotatedKeys) {
   const AttentionShape shape = {.activation = DType::kBFloat16, .kv = DType::kBFloat16};
   AttentionBatch batch(shape, 1, 64, 1);
   batch.FillContext(0, 64);
   batch.AddBlock(0, 63, 1);
-  AttendParams params;
-  batch.Run([&](const AttendParams& of_batch, Executor&) { params = of_batch; });
+  CudaAttendParams params = {batch.Params()};
   params.grouped = {.group_size = 8, .window = 1024};
   for (const absl::Status& status : {AttendDecode(params, KvTensorMaps{}, nullptr, {}, nullptr),
                                      AttendPrefill(params, KvTensorMaps{}, nullptr)}) {

@@ -56,7 +56,7 @@ TEST(AddedCudaMethodTest, SelectsWhatTheCpuSelects) {
   const Lists found = RunSelectOnGpu(
       batch, numbers, HostLists(batch, 40).View(),
       method->WorkspaceBytes(bounds, batch.kv().View(), std::ssize(numbers)),
-      [&](const SelectParams& params, const PageSelection& out, std::byte* workspace) {
+      [&](const CudaSelectParams& params, const PageSelection& out, std::byte* workspace) {
         return method->Select(params, bounds, out, workspace, nullptr);
       });
   for (int64_t row = 0; row < expected.num_rows; ++row) {

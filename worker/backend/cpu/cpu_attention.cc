@@ -47,18 +47,18 @@ absl::Status CpuAttention::Select(const StepInputs& step, const CpuRotation& rot
     const size_t count = static_cast<size_t>(group.end - group.begin);
     PageSelection rows =
         selection_.Rows(group.begin * num_kv_heads, (group.end - group.begin) * num_kv_heads);
-    const SelectParams params = {.q = queries.q,
-                                 .kv = step.kv,
-                                 .layer = queries.layer,
-                                 .scale = queries.scale,
-                                 .blocks = std::span(batch.blocks).subspan(begin, count),
-                                 .numbers = std::span(numbers_).subspan(begin, count),
-                                 .faults = std::span(faults_),
-                                 .scratch = &scratch_,
-                                 .rope = rotation.positions,
-                                 .rotation = rotation.queries,
-                                 .memories = MemoriesOf(step, group, queries.layer),
-                                 .ranks = &ranks};
+    SelectParams params = {{.q = queries.q,
+                            .kv = step.kv,
+                            .layer = queries.layer,
+                            .scale = queries.scale,
+                            .blocks = std::span(batch.blocks).subspan(begin, count),
+                            .numbers = std::span(numbers_).subspan(begin, count),
+                            .faults = std::span(faults_),
+                            .rotation = rotation.queries}};
+    params.scratch = &scratch_;
+    params.rope = rotation.positions;
+    params.memories = MemoriesOf(step, group, queries.layer);
+    params.ranks = &ranks;
     KVASIR_RETURN_IF_ERROR(SelectGroup(group, params, rows, step, executor));
   }
   MakeTerminations(step);
@@ -157,21 +157,21 @@ absl::Status CpuAttention::Attend(const StepInputs& step, const CpuRotation& rot
   const bool measures = !compact && step.meter.Measures(queries.layer);
   const int64_t lse_bytes = tokens * num_heads * static_cast<int64_t>(sizeof(float));
   KVASIR_ASSIGN_OR_RETURN(std::byte* const lse, lse_.Reserve(measures ? lse_bytes : 0));
-  const kernels::AttendParams params = {
-      .q = queries.q,
-      .out = out,
-      .lse = measures ? TensorView(lse, DType::kFloat32, {tokens, num_heads}) : TensorView(),
-      .kv = step.kv,
-      .layer = queries.layer,
-      .scale = queries.scale,
-      .blocks = step.batch.blocks,
-      .selection = selection_,
-      .faults = std::span(faults_),
-      .scratch = &scratch_,
-      .rope = rotation.positions,
-      .grouped = rotation.grouped,
-      .terminations = terminations_,
-      .unread = std::span(unread_)};
+  kernels::AttendParams params = {
+      {.q = queries.q,
+       .out = out,
+       .lse = measures ? TensorView(lse, DType::kFloat32, {tokens, num_heads}) : TensorView(),
+       .kv = step.kv,
+       .layer = queries.layer,
+       .scale = queries.scale,
+       .blocks = step.batch.blocks,
+       .selection = selection_,
+       .faults = std::span(faults_),
+       .grouped = rotation.grouped}};
+  params.scratch = &scratch_;
+  params.rope = rotation.positions;
+  params.terminations = terminations_;
+  params.unread = std::span(unread_);
   KVASIR_RETURN_IF_ERROR(kernels::Attend(params, executor));
   if (measures) KVASIR_RETURN_IF_ERROR(step.meter.Measure(params, executor));
   for (const QueryBlock& block : step.batch.blocks) {

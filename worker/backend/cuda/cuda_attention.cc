@@ -109,17 +109,17 @@ absl::Status CudaAttention::Select(const CudaStep& step, const LayerQueries& que
     if (range.begin >= range.end) return absl::OkStatus();
     const size_t begin = static_cast<size_t>(range.begin);
     const size_t count = static_cast<size_t>(range.end - range.begin);
-    const kernels::SelectParams params = {.q = queries.q,
-                                          .kv = step.kv,
-                                          .layer = queries.layer,
-                                          .scale = queries.scale,
-                                          .blocks = Blocks(step, range.begin, range.end),
-                                          .numbers = numbers.subspan(begin, count),
-                                          .faults = step.results.faults,
-                                          .device_rope = rope_,
-                                          .rotation = step.rotation,
-                                          .device_memories = MemoriesOf(step, range),
-                                          .most_rows = most_rows};
+    kernels::CudaSelectParams params = {{.q = queries.q,
+                                         .kv = step.kv,
+                                         .layer = queries.layer,
+                                         .scale = queries.scale,
+                                         .blocks = Blocks(step, range.begin, range.end),
+                                         .numbers = numbers.subspan(begin, count),
+                                         .faults = step.results.faults,
+                                         .rotation = step.rotation}};
+    params.device_rope = rope_;
+    params.device_memories = MemoriesOf(step, range);
+    params.most_rows = most_rows;
     const PageSelection rows =
         selection_.Rows(range.begin * heads, (range.end - range.begin) * heads);
     return SelectOnGpu(*range.served, limits_, params, rows, memory, stream);
@@ -151,18 +151,20 @@ absl::Status CudaAttention::Attend(const CudaStep& step, const LayerQueries& que
   const int64_t heads = step.kv.layout.num_kv_heads;
   const int64_t blocks = step.shape.num_blocks();
   const auto params = [&](int64_t begin, int64_t end) {
-    return kernels::AttendParams{.q = queries.q,
-                                 .out = out,
-                                 .lse = {},
-                                 .kv = step.kv,
-                                 .layer = queries.layer,
-                                 .scale = queries.scale,
-                                 .blocks = Blocks(step, begin, end),
-                                 .selection = selection_.Rows(begin * heads, (end - begin) * heads),
-                                 .faults = step.results.faults,
-                                 .device_rope = rope_,
-                                 .device_counts = Counts(step, queries.layer, begin, end),
-                                 .grouped = step.grouped};
+    kernels::CudaAttendParams some = {
+        {.q = queries.q,
+         .out = out,
+         .lse = {},
+         .kv = step.kv,
+         .layer = queries.layer,
+         .scale = queries.scale,
+         .blocks = Blocks(step, begin, end),
+         .selection = selection_.Rows(begin * heads, (end - begin) * heads),
+         .faults = step.results.faults,
+         .grouped = step.grouped}};
+    some.device_rope = rope_;
+    some.device_counts = Counts(step, queries.layer, begin, end);
+    return some;
   };
   // Consecutive ranges of one query without a terminator share a launch.
   int64_t begin = 0;
@@ -176,21 +178,22 @@ absl::Status CudaAttention::Attend(const CudaStep& step, const LayerQueries& que
     begin = end;
   }
   KVASIR_RETURN_IF_ERROR(AttendDecode(params(begin, step.shape.num_single), stream));
-  const kernels::AttendParams several = params(step.shape.num_single, blocks);
+  const kernels::CudaAttendParams several = params(step.shape.num_single, blocks);
   KVASIR_RETURN_IF_ERROR(
       kernels::CountSelected(several.blocks, several.selection, several.device_counts, stream));
   return kernels::AttendPrefill(several, *maps_, stream);
 }
 
-absl::Status CudaAttention::AttendDecode(const kernels::AttendParams& params, cudaStream_t stream) {
+absl::Status CudaAttention::AttendDecode(const kernels::CudaAttendParams& params,
+                                         cudaStream_t stream) {
   return kernels::AttendDecode(params, *maps_, workspace_.data(),
                                {arrivals_.As<uint32_t>(), static_cast<size_t>(selection_.num_rows)},
                                stream);
 }
 
 absl::Status CudaAttention::AttendEnding(const CudaStep& step, const CudaTerminator& terminator,
-                                         const kernels::AttendParams& params, int64_t first_block,
-                                         cudaStream_t stream) {
+                                         const kernels::CudaAttendParams& params,
+                                         int64_t first_block, cudaStream_t stream) {
   const auto numbers = step.table.NumbersOfSet(step.shape.NumbersFor(params.layer));
   return terminator.Attend(params,
                            numbers.subspan(static_cast<size_t>(first_block), params.blocks.size()),

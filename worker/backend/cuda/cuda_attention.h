@@ -62,10 +62,10 @@ class CudaAttention {
   // Returns the place for the counts of query tiles [begin, end).
   std::span<kernels::SelectedCounts> Counts(const CudaStep& step, int64_t layer, int64_t begin,
                                             int64_t end) const;
-  absl::Status AttendDecode(const kernels::AttendParams& params, cudaStream_t stream);
+  absl::Status AttendDecode(const kernels::CudaAttendParams& params, cudaStream_t stream);
   // Attends for rows that the terminator may end early: query tiles from `first_block` on.
   absl::Status AttendEnding(const CudaStep& step, const kernels::CudaTerminator& terminator,
-                            const kernels::AttendParams& params, int64_t first_block,
+                            const kernels::CudaAttendParams& params, int64_t first_block,
                             cudaStream_t stream);
 
   std::optional<kernels::KvTensorMaps> maps_;

@@ -17,12 +17,12 @@
 namespace kvasir::worker {
 namespace {
 
+using kernels::CudaSelectParams;
 using kernels::kPageTokens;
 using kernels::PagedKv;
 using kernels::PageSelection;
 using kernels::SelectBounds;
 using kernels::SelectionNumbers;
-using kernels::SelectParams;
 
 // Query tiles beyond this take turns: tokenselect needs 20 bytes per tile, KV head and token that
 // the tile's slot can hold.
@@ -49,14 +49,15 @@ int64_t BlocksAtOnce(const kernels::CudaStages& stages, const SelectBounds& boun
 }
 
 // Where keys are cached un-rotated, returns the params in the form that the selector takes.
-absl::StatusOr<SelectParams> PlaceQueries(const kernels::CudaSelector& selector,
-                                          const SelectParams& params,
-                                          const kernels::TensorView& placed, cudaStream_t stream) {
+absl::StatusOr<CudaSelectParams> PlaceQueries(const kernels::CudaSelector& selector,
+                                              const CudaSelectParams& params,
+                                              const kernels::TensorView& placed,
+                                              cudaStream_t stream) {
   if (!params.device_rope.on()) return params;
   const auto distance = selector.RotatesQueries(params.layer);
   if (!distance.has_value()) return params;
   KVASIR_RETURN_IF_ERROR(kernels::RotateToDistance(params, *distance, placed, stream));
-  SelectParams result = params;
+  CudaSelectParams result = params;
   result.q = placed;
   result.device_rope = {};
   return result;
@@ -130,11 +131,11 @@ int64_t SelectWorkspaceBytes(const StepShape& shape, const SelectLimits& limits,
 }
 
 absl::Status SelectOnGpu(const ServedSelector& served, const SelectLimits& limits,
-                         const SelectParams& params, const PageSelection& rows,
+                         const CudaSelectParams& params, const PageSelection& rows,
                          const SelectMemory& memory, cudaStream_t stream) {
   const kernels::CudaStages& stages = served.on_gpu;
   if (stages.selector->ReadsAll()) return absl::OkStatus();
-  KVASIR_ASSIGN_OR_RETURN(const SelectParams placed,
+  KVASIR_ASSIGN_OR_RETURN(const CudaSelectParams placed,
                           PlaceQueries(*stages.selector, params, memory.placed_queries, stream));
   const int64_t heads = params.kv.layout.num_kv_heads;
   const int64_t blocks = std::ssize(params.blocks);
@@ -145,7 +146,7 @@ absl::Status SelectOnGpu(const ServedSelector& served, const SelectLimits& limit
       if (all.empty()) return all;
       return all.subspan(static_cast<size_t>(begin), static_cast<size_t>(count));
     };
-    const auto some_of = [&](SelectParams all) {
+    const auto some_of = [&](CudaSelectParams all) {
       all.blocks = part(all.blocks);
       all.numbers = part(all.numbers);
       all.device_memories = part(all.device_memories);

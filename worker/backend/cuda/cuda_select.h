@@ -46,7 +46,8 @@ struct SelectMemory {
 // params.device_rope, rows are given their positions before pruning. Spans of the params are device
 // memory.
 absl::Status SelectOnGpu(const ServedSelector& served, const SelectLimits& limits,
-                         const kernels::SelectParams& params, const kernels::PageSelection& rows,
-                         const SelectMemory& memory, cudaStream_t stream);
+                         const kernels::CudaSelectParams& params,
+                         const kernels::PageSelection& rows, const SelectMemory& memory,
+                         cudaStream_t stream);
 
 }  // namespace kvasir::worker

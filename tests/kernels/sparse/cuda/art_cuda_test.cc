@@ -49,8 +49,7 @@ class ArtCudaTest : public testing::TestWithParam<std::tuple<int64_t, int64_t, K
     std::vector<SelectedCounts> expected = tests::WalkedCounts(batch);
     std::vector<SelectedCounts> counts;
     const absl::Status status = DeviceAttentionBatch(batch).Run(
-        [&](AttendParams params, const KvTensorMaps& maps) -> absl::Status {
-          params.terminations = {};  // the CPU's
+        [&](CudaAttendParams params, const KvTensorMaps& maps) -> absl::Status {
           DeviceMemory memory;
           counts.resize(static_cast<size_t>(params.selection.num_rows));
           const std::vector<SelectionNumbers> all(params.blocks.size(), numbers);

@@ -66,11 +66,11 @@ class CompactSelectCudaTest : public SelectorCudaTest {
 
   // Selects with queries that were rotated before, and gives positions.
   static DeviceSelect Placed(const QueryDistance& distance, const DeviceSelect& select) {
-    return [=](const SelectParams& params, const PageSelection& out,
+    return [=](const CudaSelectParams& params, const PageSelection& out,
                std::byte* workspace) -> absl::Status {
       KVASIR_ASSIGN_OR_RETURN(const DeviceBuffer queries,
                               DeviceBuffer::Allocate(params.q.size_bytes()));
-      SelectParams placed = params;
+      CudaSelectParams placed = params;
       placed.q = TensorView(queries.data(), params.q.dtype(),
                             {params.q.dim(0), params.q.dim(1), params.q.dim(2)}, Device::kCuda);
       placed.device_rope = {};
@@ -139,7 +139,7 @@ TEST_P(CompactSelectCudaTest, QuestSelectsWhatTheCpuSelects) {
   AttentionBatch batch(Shape(), 2, 4096, 71);
   const std::vector<SelectionNumbers> numbers = AddRows(batch);
   const HostLists expected = SelectOnCpu(QuestSelector(), batch, numbers);
-  const DeviceSelect select = [](const SelectParams& params, const PageSelection& out,
+  const DeviceSelect select = [](const CudaSelectParams& params, const PageSelection& out,
                                  std::byte* workspace) {
     return SelectQuest(QuestScore::kEstimate, params, out, workspace, nullptr);
   };
@@ -155,7 +155,7 @@ TEST_P(CompactSelectCudaTest, TokenSelectSelectsWhatTheCpuSelects) {
   AttentionBatch batch(Shape(), 2, 4096, 72);
   const std::vector<SelectionNumbers> numbers = AddRows(batch);
   const HostLists expected = SelectOnCpu(*TokenSelectSelector::Create({}).value(), batch, numbers);
-  const DeviceSelect select = [](const SelectParams& params, const PageSelection& out,
+  const DeviceSelect select = [](const CudaSelectParams& params, const PageSelection& out,
                                  std::byte* workspace) {
     return SelectTokens(Scope::kKvGroup, params, out, workspace, nullptr);
   };
@@ -172,7 +172,7 @@ TEST_P(CompactSelectCudaTest, HipSelectsWhatTheCpuSelects) {
   const std::vector<SelectionNumbers> numbers = AddRows(batch);
   const HostLists expected = SelectOnCpu(HipSelector(), batch, numbers, kRoom);
   const HipCuda method = {.max_budget_tokens = 1024};
-  const DeviceSelect select = [&](const SelectParams& params, const PageSelection& out,
+  const DeviceSelect select = [&](const CudaSelectParams& params, const PageSelection& out,
                                   std::byte* workspace) {
     return SelectHip(method, params, out, workspace, nullptr);
   };
@@ -205,11 +205,11 @@ TEST_P(CompactSelectCudaTest, InfiniteHipSelectsWhatTheCpuSelects) {
       const InfiniteHipCuda method = {.preset = InfiniteHipSelector::FindPreset(preset).value(),
                                       .max_budget_tokens = 2048};
       const HostLists expected = SelectOnCpu(*selector, batch, numbers, 512);
-      const DeviceSelect select = [&](const SelectParams& params, const PageSelection& out,
+      const DeviceSelect select = [&](const CudaSelectParams& params, const PageSelection& out,
                                       std::byte* workspace) {
         return SelectInfiniteHip(method, params, out, workspace, nullptr);
       };
-      const DeviceSelect indexed = [&](const SelectParams& params, const PageSelection& out,
+      const DeviceSelect indexed = [&](const CudaSelectParams& params, const PageSelection& out,
                                        std::byte* workspace) -> absl::Status {
         KVASIR_RETURN_IF_ERROR(select(params, out, workspace));
         return AssignPositions(out, nullptr);
@@ -231,7 +231,7 @@ TEST_P(CompactSelectCudaTest, StreamingHasSinkAndWindow) {
   const HostLists expected = SelectOnCpu(StreamingSelector(), batch, numbers, 0);
   const Lists found = RunSelectOnGpu(
       batch, numbers, HostLists(batch, 0).View(), 1,
-      [](const SelectParams& params, const PageSelection& out, std::byte*) -> absl::Status {
+      [](const CudaSelectParams& params, const PageSelection& out, std::byte*) -> absl::Status {
         KVASIR_RETURN_IF_ERROR(SelectStreaming(params, out, nullptr));
         return AssignPositions(out, nullptr);
       });
@@ -255,7 +255,7 @@ TEST_P(CompactSelectCudaTest, TopPKeepsWhatTheCpuKeeps) {
       batch, numbers, selected.View(),
       TopPWorkspaceBytes(batch.kv().View().layout, batch.shape().group, std::ssize(numbers),
                          kCapacity, kMaxTokens),
-      [](const SelectParams& params, const PageSelection& out, std::byte* workspace) {
+      [](const CudaSelectParams& params, const PageSelection& out, std::byte* workspace) {
         return PruneTopP(params, out, kMaxTokens, workspace, nullptr);
       });
   int64_t chosen = 0, kept = 0, others = 0;
@@ -278,15 +278,15 @@ TEST_P(CompactSelectCudaTest, KernelsThatRotateNothingRefuseQueriesThatAreNot) {
   AttentionBatch batch(Shape(), 2, 4096, 76);
   const std::vector<SelectionNumbers> numbers = AddRows(batch);
   SelectOnCpu(QuestSelector(), batch, numbers);  // angles are known
-  RunSelectOnGpu(batch, numbers, HostLists(batch, kCapacity).View(), 1,
-                 [](const SelectParams& params, const PageSelection& out, std::byte* workspace) {
-                   EXPECT_EQ(
-                       SelectQuest(QuestScore::kEstimate, params, out, workspace, nullptr).code(),
-                       absl::StatusCode::kInvalidArgument);
-                   EXPECT_EQ(SelectTokens(Scope::kKvGroup, params, out, workspace, nullptr).code(),
-                             absl::StatusCode::kInvalidArgument);
-                   return absl::OkStatus();
-                 });
+  RunSelectOnGpu(
+      batch, numbers, HostLists(batch, kCapacity).View(), 1,
+      [](const CudaSelectParams& params, const PageSelection& out, std::byte* workspace) {
+        EXPECT_EQ(SelectQuest(QuestScore::kEstimate, params, out, workspace, nullptr).code(),
+                  absl::StatusCode::kInvalidArgument);
+        EXPECT_EQ(SelectTokens(Scope::kKvGroup, params, out, workspace, nullptr).code(),
+                  absl::StatusCode::kInvalidArgument);
+        return absl::OkStatus();
+      });
 }
 
 // Also when the table has grown.

@@ -19,7 +19,7 @@ Lists InfiniteHipOnGpu(AttentionBatch& batch, const std::vector<SelectionNumbers
   return RunSelectOnGpu(
       batch, numbers, HostLists(batch, capacity).View(),
       InfiniteHipWorkspaceBytes(method, batch.kv().View(), std::ssize(numbers)),
-      [&](const SelectParams& params, const PageSelection& out, std::byte* workspace) {
+      [&](const CudaSelectParams& params, const PageSelection& out, std::byte* workspace) {
         return SelectInfiniteHip(method, params, out, workspace, nullptr);
       });
 }

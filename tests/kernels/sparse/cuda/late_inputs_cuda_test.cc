@@ -88,7 +88,7 @@ class LateInputsCudaTest : public testing::TestWithParam<std::tuple<int64_t, int
  private:
   Lists Run(const DeviceMethod& method, const std::vector<SelectionNumbers>& numbers,
             const PageSelection& selection, LateBytes* late) {
-    const auto select = [&](const SelectParams& params, const PageSelection& out,
+    const auto select = [&](const CudaSelectParams& params, const PageSelection& out,
                             std::byte* workspace) -> absl::Status {
       // Data of an earlier run would hide a read before the write.
       cudaMemset(workspace, 0xff, static_cast<size_t>(method.workspace_bytes));
@@ -99,7 +99,7 @@ class LateInputsCudaTest : public testing::TestWithParam<std::tuple<int64_t, int
     return RunSelectOnGpu(batch_, numbers, selection, method.workspace_bytes, select);
   }
   // Holds back the inputs of the step's tokens: queries, and all that is kept of their pages.
-  absl::Status HoldInputs(const SelectParams& params, LateBytes& late) {
+  absl::Status HoldInputs(const CudaSelectParams& params, LateBytes& late) {
     const KvLayout& layout = params.kv.layout;
     KVASIR_RETURN_IF_ERROR(late.Hold(params.q.data(), static_cast<size_t>(params.q.size_bytes())));
     for (const int64_t page : {kNewestPage - 1, kNewestPage}) {
@@ -158,7 +158,7 @@ TEST_P(LateInputsCudaTest, TopPWaits) {
   const KvLayout layout = batch_.kv().View().layout;
   const DeviceMethod top_p = {
       TopPWorkspaceBytes(layout, batch_.shape().group, kRows, kCapacity, kContext),
-      [this](const SelectParams& params, const PageSelection& out, std::byte* memory) {
+      [this](const CudaSelectParams& params, const PageSelection& out, std::byte* memory) {
         return PruneTopP(params, out, kContext, memory, stream_);
       }};
   ExpectNothingIsReadEarly(top_p, numbers, lists.View());

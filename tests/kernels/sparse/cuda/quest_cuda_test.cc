@@ -28,7 +28,7 @@ Lists SelectOnGpu(AttentionBatch& batch, const std::vector<SelectionNumbers>& nu
   return RunSelectOnGpu(
       batch, numbers, HostLists(batch, capacity).View(),
       QuestWorkspaceBytes(batch.kv().View(), std::ssize(numbers)),
-      [&](const SelectParams& params, const PageSelection& out, std::byte* workspace) {
+      [&](const CudaSelectParams& params, const PageSelection& out, std::byte* workspace) {
         return SelectQuest(score, params, out, workspace, nullptr);
       });
 }
@@ -272,7 +272,7 @@ TEST_P(QuestCudaTest, RefusesWhatItCannotServe) {
   batch.FillContext(0, 128);
   batch.AddBlock(0, 127, 1);
   const std::vector<SelectionNumbers> numbers = {{0, 1, 64}};
-  SelectParams p = batch.ParamsForSelect(numbers);
+  CudaSelectParams p = {batch.ParamsForSelect(numbers)};
   PageSelection selection = batch.MakeSelection(1);
   std::byte workspace[1];
   EXPECT_EQ(SelectQuest(QuestScore::kEstimate, p, selection, workspace, nullptr).code(),
@@ -316,20 +316,20 @@ TEST_P(QuestCudaTest, AttentionReadsTheListsWhereTheyWereWritten) {
   DeviceMemory memory;
   const SelectionNumbers* device_numbers = memory.Copy(numbers.data(), numbers.size()).value();
   const absl::Status status = DeviceAttentionBatch(batch).Run(
-      [&](const AttendParams& p, const KvTensorMaps& maps) -> absl::Status {
+      [&](const CudaAttendParams& p, const KvTensorMaps& maps) -> absl::Status {
         const int64_t blocks = std::ssize(p.blocks);
         KVASIR_ASSIGN_OR_RETURN(const DeviceBuffer scores,
                                 DeviceBuffer::Allocate(QuestWorkspaceBytes(p.kv, blocks)));
         KVASIR_ASSIGN_OR_RETURN(const DeviceBuffer partials,
                                 DeviceBuffer::Allocate(AttendDecodeWorkspaceBytes(
                                     p.kv.layout, blocks, batch.shape().group)));
-        const SelectParams select = {.q = p.q,
-                                     .kv = p.kv,
-                                     .layer = p.layer,
-                                     .scale = p.scale,
-                                     .blocks = p.blocks,
-                                     .numbers = {device_numbers, numbers.size()},
-                                     .faults = p.faults};
+        const CudaSelectParams select = {{.q = p.q,
+                                          .kv = p.kv,
+                                          .layer = p.layer,
+                                          .scale = p.scale,
+                                          .blocks = p.blocks,
+                                          .numbers = {device_numbers, numbers.size()},
+                                          .faults = p.faults}};
         KVASIR_RETURN_IF_ERROR(
             SelectQuest(QuestScore::kEstimate, select, p.selection, scores.data(), nullptr));
         const std::vector<uint32_t> none(static_cast<size_t>(p.selection.num_rows));

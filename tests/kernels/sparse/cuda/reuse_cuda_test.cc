@@ -26,10 +26,11 @@ constexpr int64_t kSlots = kRemembering + 1;
 constexpr int64_t kBudget = 300;
 
 // The call of a step, whose blocks count its own queries.
-SelectParams StepOf(const SelectParams& all, int64_t step) {
+template <typename Params>
+Params StepOf(const Params& all, int64_t step) {
   const int64_t first = step * kSlots;
   const int64_t heads = all.q.dim(1), dim = all.q.dim(2);
-  SelectParams some = all;
+  Params some = all;
   some.q = TensorView(static_cast<std::byte*>(all.q.data()) +
                           first * heads * dim * static_cast<int64_t>(DTypeSize(all.q.dtype())),
                       all.q.dtype(), {kSlots, heads, dim}, all.q.device());
@@ -204,13 +205,13 @@ class ReuseRun {
                                                   .blocks = kSlots,
                                                   .max_budget_tokens = kBudget},
                                                  batch_.kv().View(), tested_.shape.group);
-    const auto run = [&](SelectParams all, const PageSelection& out,
+    const auto run = [&](CudaSelectParams all, const PageSelection& out,
                          std::byte* workspace) -> absl::Status {
       KVASIR_ASSIGN_OR_RETURN(const QueryBlock* blocks,
                               device.Copy(blocks_.data(), blocks_.size()));
       all.blocks = {blocks, blocks_.size()};
       for (int64_t step = 0; step < kSteps; ++step) {
-        SelectParams params = StepOf(all, step);
+        CudaSelectParams params = StepOf(all, step);
         params.device_memories = {device_views, views.size()};
         const PageSelection rows = out.Rows(step * kRowsOfStep, kRowsOfStep);
         if (rule_->ReadsQueries())

@@ -33,7 +33,7 @@ Lists TokenSelectOnGpu(AttentionBatch& batch, const std::vector<SelectionNumbers
   return RunSelectOnGpu(
       batch, numbers, HostLists(batch, capacity).View(),
       TokenSelectWorkspaceBytes(batch.kv().View(), batch.shape().group, std::ssize(numbers)),
-      [&](const SelectParams& params, const PageSelection& out, std::byte* workspace) {
+      [&](const CudaSelectParams& params, const PageSelection& out, std::byte* workspace) {
         return SelectTokens(scope, params, out, workspace, nullptr);
       });
 }
@@ -182,10 +182,10 @@ TEST_P(TokenListsCudaTest, TokenSelectRemembersItsLists) {
   const Lists found =
       RunSelectOnGpu(batch, {n, n, n, n}, HostLists(batch, kCapacity).View(),
                      TokenSelectWorkspaceBytes(batch.kv().View(), batch.shape().group, 1),
-                     [&](const SelectParams& params, const PageSelection& out,
+                     [&](const CudaSelectParams& params, const PageSelection& out,
                          std::byte* workspace) -> absl::Status {
                        for (size_t step = 0; step < 4; ++step) {
-                         SelectParams one = params;
+                         CudaSelectParams one = params;
                          one.blocks = params.blocks.subspan(step, 1);
                          one.numbers = params.numbers.subspan(step, 1);
                          one.device_memories = {of_block, 1};
@@ -233,7 +233,7 @@ Lists HipOnGpu(AttentionBatch& batch, const std::vector<SelectionNumbers>& numbe
   return RunSelectOnGpu(
       batch, numbers, HostLists(batch, capacity).View(),
       HipWorkspaceBytes(method, batch.kv().View(), std::ssize(numbers)),
-      [&](const SelectParams& params, const PageSelection& out, std::byte* workspace) {
+      [&](const CudaSelectParams& params, const PageSelection& out, std::byte* workspace) {
         return SelectHip(method, params, out, workspace, nullptr);
       });
 }

@@ -39,7 +39,7 @@ class TopPCudaTest : public testing::TestWithParam<std::tuple<int64_t, int64_t, 
         batch, numbers, selection,
         TopPWorkspaceBytes(layout, batch.shape().group, std::ssize(numbers), selection.capacity,
                            max_tokens),
-        [&](const SelectParams& params, const PageSelection& out, std::byte* workspace) {
+        [&](const CudaSelectParams& params, const PageSelection& out, std::byte* workspace) {
           return PruneTopP(params, out, max_tokens, workspace, nullptr);
         });
   }

@@ -11,7 +11,7 @@ class CudaNewest final : public CudaSelector {
   // Reads no queries.
   std::optional<QueryDistance> RotatesQueries(int64_t) const override { return std::nullopt; }
   int64_t WorkspaceBytes(const SelectBounds&, const PagedKv&, int64_t) const override { return 1; }
-  absl::Status Select(const SelectParams& params, const SelectBounds&, const PageSelection& out,
+  absl::Status Select(const CudaSelectParams& params, const SelectBounds&, const PageSelection& out,
                       std::byte* workspace, cudaStream_t stream) const override {
     KVASIR_ASSIGN_OR_RETURN(const SelectLaunch launch,
                             MakeSelectLaunch("newest", params, out, workspace));
