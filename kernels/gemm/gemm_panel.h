@@ -127,7 +127,7 @@ inline int64_t PanelColumnBytes(PanelFormat format, int64_t k) {
   return k * UnitBytes(format) + 2 * scales;
 }
 
-// Of 32 neighbours in a row of x.
+// How 32 neighbours in a row of x are rounded.
 struct XScale {
   float scale;    // a power of two, at least 2^-126; NaN where one of them is not finite
   float inverse;  // the multiples are x * inverse, rounded to nearest even and at most 2^15 - 1

@@ -5,7 +5,9 @@
 #include "kernels/base/cuda_status.h"
 #include "kernels/base/scratch.h"
 #include "kernels/base/status_macros.h"
+#include "kernels/plans/plan_log.h"
 #include "kernels/sparse/top_p/top_p_launch.h"
+#include "kernels/sparse/top_p/top_p_plan.h"
 
 namespace kvasir::kernels {
 namespace {
@@ -38,7 +40,15 @@ absl::Status PruneTopP(const CudaSelectParams& params, const PageSelection& sele
                                                    kMaxCudaGroup));
   }
   if (params.blocks.empty()) return absl::OkStatus();
-  TopPLaunch launch = {.select = select, .max_tokens = max_tokens};
+  const TopPPlan plan = PlanTopP(ShapeOf(select), selection.capacity, max_tokens);
+  TellPlan("top_p", plan);
+  TopPLaunch launch = {.select = select,
+                       .max_tokens = max_tokens,
+                       .log_blocks_of_row = plan.log_ctas_of_row,
+                       .blocks_of_row = plan.ctas_of_row,
+                       .heads_of_block = plan.heads_of_cta,
+                       .shared_tokens = plan.shared_tokens,
+                       .items_at_once = plan.items_at_once};
   LayOut(workspace, selection.num_rows, select.group, selection.capacity, launch);
   return CudaStatus(LaunchTopP(launch, stream), "launching top_p");
 }

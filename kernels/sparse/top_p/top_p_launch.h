@@ -14,7 +14,7 @@ struct TopPLaunch {
   int64_t max_tokens = 0;     // of a row
   uint32_t* slots = nullptr;  // [rows, capacity]: places of the entries' weights, for long lists
   float* weights = nullptr;   // [rows, group, max_tokens], those not in shared memory
-  // How LaunchTopP divides a row; blocks are CTAs.
+  // From TopPPlan; blocks are CTAs.
   int log_blocks_of_row = 0;
   unsigned blocks_of_row = 1;   // 2^log_blocks_of_row
   unsigned heads_of_block = 1;  // heads whose weights a CTA has

@@ -8,16 +8,13 @@
 #include "kernels/paged/row_items.h"
 #include "kernels/sparse/key_logits/key_code_logits.cuh"
 #include "kernels/sparse/top_p/top_p_launch.h"
+#include "kernels/sparse/top_p/top_p_plan.h"
 #include "kernels/sparse/top_p/top_p_threshold.cuh"
 
 namespace kvasir::kernels {
 
 // More threads would leave each too few registers.
 inline constexpr int kTopPThreads = 512;
-// Weights of a CTA's heads in its shared memory. The rest are in device memory.
-inline constexpr int64_t kSharedWeights = 16 * 1024;
-// Most pages of a CTA at once.
-inline constexpr int64_t kMostItems = 256;
 
 // The tokens of one page that are estimated.
 struct TopPItem {

@@ -5,8 +5,7 @@
 //   search     a CTA takes one head at a time, all CTAs in parallel: the weights, and the least one
 //              that is kept (top_p_threshold.cuh); all CTAs learn which tokens the head keeps
 //   keep       a warp takes an entry: its tokens that any head keeps
-#include <algorithm>
-
+#include "kernels/base/head_dim.h"
 #include "kernels/base/hopper.cuh"
 #include "kernels/base/overlapped_launch.h"
 #include "kernels/sparse/key_logits/key_code_logits.cuh"
@@ -17,10 +16,6 @@
 
 namespace kvasir::kernels {
 namespace {
-
-// CTAs of all rows together, where the rows are few.
-constexpr int64_t kBlocks = 128;
-constexpr int kMostLogBlocksOfRow = 3;
 
 // A CTA's part of a row. All functions are called by all threads of the CTA unless said otherwise.
 template <int kHeadDim, bool kPlaced>
@@ -394,28 +389,10 @@ __global__ void __launch_bounds__(kTopPThreads, 1)
 }
 
 template <int kHeadDim, bool kPlaced>
-cudaError_t Launch(TopPLaunch p, cudaStream_t stream) {
-  p.log_blocks_of_row = kMostLogBlocksOfRow;
-  while (p.log_blocks_of_row > 0 && p.select.out.num_rows << p.log_blocks_of_row > kBlocks) {
-    --p.log_blocks_of_row;
-  }
-  p.blocks_of_row = 1u << p.log_blocks_of_row;
-  p.heads_of_block =
-      (static_cast<unsigned>(p.select.group) + p.blocks_of_row - 1) / p.blocks_of_row;
-  p.shared_tokens =
-      static_cast<uint32_t>(std::min(p.max_tokens, kSharedWeights / p.heads_of_block) / 4 * 4);
-  const int64_t most_items =
-      p.select.out.capacity + CeilPages(p.max_tokens) + 2;  // sink and window may begin in a page
-  const int64_t of_block = (most_items + p.blocks_of_row - 1) / p.blocks_of_row;
-  p.items_at_once =
-      std::min(kMostItems, (of_block + kWarpThreads - 1) / kWarpThreads * kWarpThreads);
+cudaError_t Launch(const TopPLaunch& p, cudaStream_t stream) {
   const int64_t bytes = TopPMemory<kHeadDim>::Bytes(p);
   const auto kernel = PruneKernel<kHeadDim, kPlaced>;
-  if (const cudaError_t error = cudaFuncSetAttribute(
-          kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
-      error != cudaSuccess) {
-    return error;
-  }
+  if (const cudaError_t error = AllowSharedBytes(kernel, bytes); error != cudaSuccess) return error;
   const auto blocks = static_cast<unsigned>(p.select.out.num_rows) * p.blocks_of_row;
   return LaunchOverlappedClusters(kernel, p.blocks_of_row, blocks, kTopPThreads,
                                   static_cast<size_t>(bytes), stream, p);
@@ -424,9 +401,10 @@ cudaError_t Launch(TopPLaunch p, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t LaunchTopP(const TopPLaunch& p, cudaStream_t stream) {
-  const bool is_wide = p.select.kv.layout.head_dim == 128;
-  if (p.select.rope.on()) return (is_wide ? Launch<128, true> : Launch<64, true>)(p, stream);
-  return (is_wide ? Launch<128, false> : Launch<64, false>)(p, stream);
+  return ForHeadDim(p.select.kv.layout.head_dim, [&]<int kHeadDim>() {
+    return p.select.rope.on() ? Launch<kHeadDim, true>(p, stream)
+                              : Launch<kHeadDim, false>(p, stream);
+  });
 }
 
 }  // namespace kvasir::kernels

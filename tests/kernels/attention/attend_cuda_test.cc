@@ -254,7 +254,8 @@ TEST(AttendCudaParams, GroupedPositionsNeedUnrotatedKeys) {
   AttentionBatch batch(shape, 1, 64, 1);
   batch.FillContext(0, 64);
   batch.AddBlock(0, 63, 1);
-  CudaAttendParams params = {batch.Params()};
+  CudaAttendParams params;
+  batch.Run([&](const AttendParams& of_batch, Executor&) { params = {of_batch}; });
   params.grouped = {.group_size = 8, .window = 1024};
   for (const absl::Status& status : {AttendDecode(params, KvTensorMaps{}, nullptr, {}, nullptr),
                                      AttendPrefill(params, KvTensorMaps{}, nullptr)}) {

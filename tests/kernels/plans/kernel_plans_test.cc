@@ -11,6 +11,7 @@
 #include "kernels/sparse/infinitehip/infinitehip_plan.h"
 #include "kernels/sparse/quest/quest_plan.h"
 #include "kernels/sparse/tokenselect/tokenselect_plan.h"
+#include "kernels/sparse/top_p/top_p_plan.h"
 
 namespace kvasir::kernels {
 namespace {
@@ -184,6 +185,25 @@ TEST(KernelPlans, TokenSelectHasVariantsForGroups) {
   shape.kv = kF32;
   EXPECT_EQ(TextOf(PlanTokenSelect(shape, Scope::kLayer, 8, 132)),
             TextOf(shape) + ": plain logits in 33 CTAs a row, votes of the layer");
+}
+
+TEST(KernelPlans, TopPHasMoreCtasARowWhereRowsAreFew) {
+  SelectShape shape = kSelect;
+  for (const auto& [rows, ctas] :
+       {std::pair<int64_t, unsigned>{1, 8}, {16, 8}, {17, 4}, {32, 4}, {64, 2}, {65, 1}}) {
+    shape.rows = rows;
+    EXPECT_EQ(PlanTopP(shape, 600, 4096).ctas_of_row, ctas) << rows;
+  }
+  shape.rows = 16;
+  EXPECT_EQ(TextOf(PlanTopP(shape, 600, 40'000)),
+            TextOf(shape) +
+                ": 8 CTAs a row, 1 heads a CTA, weights of 16384 tokens in shared memory, 160 "
+                "pages at once");
+  shape.rows = 128;
+  const TopPPlan plan = PlanTopP(shape, 600, 40'002);
+  EXPECT_EQ(plan.heads_of_cta, 4u);
+  EXPECT_EQ(plan.shared_tokens, 4096u);
+  EXPECT_EQ(plan.items_at_once, 256);
 }
 
 }  // namespace

@@ -15,8 +15,28 @@
 namespace kvasir::worker {
 namespace {
 
-// Share of the largest logit: sums of bfloat16 products in another order, through six layers.
-constexpr float kTolerance = 0.05f;
+// How far the GPU's logits may be from the CPU's, as shares of the largest logit. Beyond a bound
+// the difference must be one that the CPU has itself when its attention is rounded otherwise
+// (kBeyondRounding): a bound says from where on that is asked. Every comparison prints its greatest
+// difference.
+struct Tolerances {
+  float one_step = 0;  // of policies without lists, or whose lists serve one step
+  float reusing = 0;   // of policies whose lists serve several
+};
+// Sums of bfloat16 products in another order, through six layers. A list that differs from the
+// CPU's in one token differs in all steps that it serves: by a near tie of hip by interval the CPU
+// itself moves by 0.074 to 0.144 (docs/measurements/2026-11-24.md).
+constexpr Tolerances kUsual = {.one_step = 0.05f, .reusing = 0.1f};
+// Keys are un-rotated, and selectors round the queries that they rotate, so choices differ more
+// often. With infinitehip by interval the CPU's logits in float32 and in bfloat16 differ by 0.23 at
+// one token.
+constexpr Tolerances kExtended = {.one_step = 0.1f, .reusing = 0.25f};
+// Keys are un-rotated here, too. There are no figures of the CPU.
+constexpr Tolerances kAtGroupedPositions = {.one_step = 0.1f, .reusing = 0.2f};
+// With small budgets beyond the trained window the CPU's answers in float32 and bfloat16 differ by
+// 0.14, and under infinitehip by 0.35 where its attention is rounded otherwise. There are no
+// figures of lists that serve several steps.
+constexpr Tolerances kBeyondTheWindow = {.one_step = 0.2f, .reusing = 0.4f};
 constexpr int64_t kLayers = 6;  // of the model
 // How often the CPU rounds differently, and how far the GPU's differences may exceed the CPU's own.
 constexpr uint64_t kRoundings = 8;
@@ -25,7 +45,7 @@ constexpr float kBeyondRounding = 1.5f;
 // How requests are served and compared.
 struct Comparison {
   int64_t num_slots = kSlots;
-  float tolerance = kTolerance;
+  Tolerances tolerances = kUsual;
   EngineOptions options = Options();
 };
 
@@ -85,13 +105,17 @@ void ExpectClose(uint64_t found, uint64_t expected) {
 // it the two read different texts. Returns how many tokens were compared.
 int64_t ExpectAlikeAnswers(TestModel& cpu_model, const TestRequest& request, size_t r,
                            const ServedRun& cpu, const ServedRun& gpu, const Comparison& how) {
+  const float tolerance = Reuses(request.policy) ? how.tolerances.reusing : how.tolerances.one_step;
   std::vector<float> by_rounding;
-  for (int64_t i = 0; i < kAnswer; ++i) {
+  float greatest = 0;
+  int64_t compared = 0;
+  for (bool same = true; same && compared < kAnswer; ++compared) {
+    const int64_t i = compared;
     const auto place = PlaceOf(request, static_cast<int64_t>(r) % how.num_slots, i);
     LogitsDifference difference;
     difference.Add(cpu.logits.at(place), gpu.logits.at(place));
-    // A list that differs from the CPU's in one token differs in all steps that it serves.
-    const float allowed = difference.scale * how.tolerance * (Reuses(request.policy) ? 2 : 1);
+    greatest = std::max(greatest, difference.largest / difference.scale);
+    const float allowed = difference.scale * tolerance;
     if (difference.largest > allowed) {
       if (by_rounding.empty()) by_rounding = DifferencesByRounding(cpu_model, request, how.options);
       const float own = by_rounding[static_cast<size_t>(i)];
@@ -100,14 +124,16 @@ int64_t ExpectAlikeAnswers(TestModel& cpu_model, const TestRequest& request, siz
       EXPECT_LE(difference.largest, kBeyondRounding * own) << "token " << i;
     }
     const auto at = static_cast<size_t>(i);
-    if (cpu.results[r].tokens[at] == gpu.results[r].tokens[at]) continue;
+    same = cpu.results[r].tokens[at] == gpu.results[r].tokens[at];
+    if (same) continue;
     const float margin = TopTwoMargin(cpu.logits.at(place));
     std::cout << "request " << r << ", token " << i << " differs, top-2 margin " << margin
               << std::endl;
     EXPECT_LE(margin, 2 * difference.largest) << "token " << i;
-    return i + 1;
   }
-  return kAnswer;
+  std::cout << "policy " << request.policy << ": greatest difference " << greatest
+            << " of the largest logit, " << tolerance << " without question" << std::endl;
+  return compared;
 }
 
 // Compares what one request attended to, and which stages ran.
@@ -158,21 +184,17 @@ TEST_F(CudaEngineTest, EveryPolicyAloneAnswersAsOnTheCpu) {
   }
 }
 
-// Keys are cached un-rotated, at compact positions. A list that serves several steps enlarges the
-// effect of a different choice: with infinitehip by interval the CPU's logits in float32 and in
-// bfloat16 differ by 0.23 of the largest one at one token of these.
+// Keys are cached un-rotated, at compact positions.
 TEST_F(CudaEngineTest, EveryPolicyAnswersAsOnTheCpuWherePositionsAreExtended) {
   for (uint32_t policy = 0; policy < kNumPolicies; ++policy) {
     for (const int64_t size : {63, 700, 3000}) {
       SCOPED_TRACE(testing::Message() << "policy " << policy << ", " << size << " tokens");
-      ExpectAlike(extended_models_, {MakeRequest(100, size, policy)},
-                  {.tolerance = (Reuses(policy) ? 4 : 2) * kTolerance});
+      ExpectAlike(extended_models_, {MakeRequest(100, size, policy)}, {.tolerances = kExtended});
     }
   }
 }
 
-// Beyond the trained length only compact positions are ones that the model knows. With budgets like
-// these the CPU's answers in float32 and bfloat16 differ by 0.14 of the largest logit.
+// Beyond the trained length only compact positions are ones that the model knows.
 TEST_F(CudaEngineTest, ContextsBeyondTheTrainedWindowAnswerAsOnTheCpu) {
   for (const uint32_t policy : {1u, 3u, 4u, kFirstPruning + 1, kFirstEnding}) {
     SCOPED_TRACE(testing::Message() << "policy " << policy);
@@ -182,7 +204,7 @@ TEST_F(CudaEngineTest, ContextsBeyondTheTrainedWindowAnswerAsOnTheCpu) {
     request.decode = MakeNumbers(128, 512, 1024);
     if (Prunes(policy)) request.decode.set_top_p(0.95f);
     if (policy >= kFirstEnding) request.decode.set_patience(5);
-    ExpectAlike(extended_models_, {request}, {.tolerance = 4 * kTolerance});
+    ExpectAlike(extended_models_, {request}, {.tolerances = kBeyondTheWindow});
   }
 }
 
@@ -244,7 +266,7 @@ TEST_F(CudaEngineTest, StepsOfOneTokenARowAreGraphs) {
     const CudaGraphStats before = backend.graphs().stats();
     // With two pages of a handful an answer may depend on which of two similar ones is the second.
     // In this text none does: the CPU's logits in float32 and in bfloat16 differ by less than half
-    // of kTolerance under every policy.
+    // of kUsual under every policy.
     ExpectAlike(models_, {MakeRequest(1200, 700, policy)});
     const CudaGraphStats after = backend.graphs().stats();
     EXPECT_GE(after.replayed - before.replayed, kAnswer - 6) << "policy " << policy;
@@ -280,10 +302,10 @@ TEST_F(CudaEngineTest, GroupedPositionsAnswerAsOnTheCpu) {
   EXPECT_LT(std::ssize(requests.front().prompt) + kAnswer, kGrouped.window) << "a premise";
   EXPECT_GT(std::ssize(requests.back().prompt), 4 * kGrouped.window) << "a premise";
   ExpectAlike(grouped_models_, requests,
-              {.tolerance = 2 * kTolerance, .options = GroupedOptions()});
+              {.tolerances = kAtGroupedPositions, .options = GroupedOptions()});
   const CudaGraphStats before = backend.graphs().stats();
   ExpectAlike(grouped_models_, {MakeRequest(900, 700, 1)},
-              {.tolerance = 2 * kTolerance, .options = GroupedOptions()});
+              {.tolerances = kAtGroupedPositions, .options = GroupedOptions()});
   EXPECT_GE(backend.graphs().stats().replayed - before.replayed, kAnswer - 6);
 }
 
@@ -297,8 +319,9 @@ TEST_F(CudaEngineTest, GroupedPositionsBeyondTheTrainedWindowAnswerAsOnTheCpu) {
     request.prefill = MakeNumbers(128, 512, 1024);
     request.decode = MakeNumbers(128, 512, 1024);
     if (Reuses(policy)) request.decode.mutable_reuse()->set_interval(4);
-    ExpectAlike(grouped_models_, {request},
-                {.tolerance = (policy == 0 ? 1 : 4) * kTolerance, .options = GroupedOptions()});
+    ExpectAlike(
+        grouped_models_, {request},
+        {.tolerances = policy == 0 ? kUsual : kBeyondTheWindow, .options = GroupedOptions()});
   }
 }
 
