@@ -118,7 +118,7 @@ TEST(PanelGemm, EveryFormAgreesWithTheReference) {
 }
 
 // Values at which code paths part: NaN and infinities in some rows, whole groups of zeros,
-// denormals, a column of large weights.
+// denormals, a column of large weights, a largest x just below a power of two.
 void MakeHostile(TestTensor& x, TestTensor& w) {
   const int64_t m = x.shape()[0], n = w.shape()[0], k = x.shape()[1];
   x.Fill(1);
@@ -127,6 +127,7 @@ void MakeHostile(TestTensor& x, TestTensor& w) {
   for (int64_t i = 0; i < k; ++i) w.Set(i, 1e-40f * static_cast<float>(i % 7));
   for (int64_t i = 0; i < k; ++i) w.Set(n / 2 * k + i, w.Get(n / 2 * k + i) * 1e30f);
   for (int64_t i = 0; i < k; ++i) x.Set(m / 2 * k + i, 1e-39f);
+  x.Set(m / 5 * k + k / 3, 15.999999f);  // rounds to 2^15 of its scale, which int16 has not
   x.Set(m * k - 1, kNan);
   x.Set(m / 3 * k, kInf);
   x.Set(m / 4 * k + k / 2, -kInf);
