@@ -88,13 +88,14 @@ class PackedLinear {
   //   y        [M, N] options.output, must not overlap x
   //   scratch  at least ScratchBytes(executor.num_threads()), aligned to 64 bytes
   //
-  // Products and sums are float32. Infinities and NaNs spread within their row as in the formula
-  // and never into another row; in int8 a product x * q overflows where |x| > 2.6e36. With the
-  // panel kernels a row of y depends only on its row of x: it is bitwise the same for every M, row
-  // index and number of threads, and for every instruction set but AVX512_BF16, which has an order
-  // of sums of its own for bfloat16 (gemm_panel.h) and takes denormals for zeros. oneDNN promises
-  // none of this. INVALID_ARGUMENT: shapes, dtypes, scratch. UNIMPLEMENTED: CUDA memory. INTERNAL:
-  // oneDNN failed.
+  // Products and sums are float32. In int8 each 32 inputs of a row of x are rounded to 16 bits, by
+  // at most 2^-15 of the largest |x| among them (gemm_panel.h), and their sum is exact before it is
+  // scaled. Infinities and NaNs spread within their row as in the formula, except that in int8 an
+  // infinity makes its row NaN, and never into another row. With the panel kernels a row of y
+  // depends only on its row of x: it is bitwise the same for every M, row index and number of
+  // threads, and for every instruction set but AVX512_BF16, which has an order of sums of its own
+  // for bfloat16 (gemm_panel.h) and takes denormals for zeros. oneDNN promises none of this.
+  // INVALID_ARGUMENT: shapes, dtypes, scratch. UNIMPLEMENTED: CUDA memory. INTERNAL: oneDNN failed.
   absl::Status Run(const TensorView& x, const TensorView& y, std::span<std::byte> scratch,
                    Executor& executor);
 

@@ -60,8 +60,8 @@ struct PanelJob {
   // k_block are used.
   float* x_blocks = nullptr;
   float* x_scales = nullptr;  // int8 only: [blocks of k][rows][kMaxXScales]
-  int64_t k_block = 0;        // a multiple of 32, but for a last block; at most kMaxKBlock
-  // How far ahead of a single pass over weights memory is asked for; 0: the processor does it well.
+  int64_t k_block = 0;        // units, a multiple of 32, but for a last block; at most kMaxKBlock
+  // How far ahead a single pass over weights prefetches; 0 where the processor does it well alone.
   int64_t ahead_bytes = 0;
 };
 
@@ -98,7 +98,7 @@ namespace {
 constexpr int64_t kScaleGroup = 32;  // of K, with one scale a column
 constexpr int64_t kScaleUnits = kScaleGroup / 2;
 constexpr int64_t kMaxFewRows = 24;
-// Elements of k in a block. As float32 a panel of them is 12 KiB (AVX2) or 24 (AVX-512) of a core's
+// Units of k in a block. As float32 a panel of them is 12 KiB (AVX2) or 24 (AVX-512) of a core's
 // nearest cache.
 constexpr int64_t kMaxKBlock = 192;
 constexpr int64_t kMaxXScales = kMaxKBlock / kScaleUnits;
@@ -133,7 +133,7 @@ struct XScale {
   float inverse;  // the multiples are x * inverse, rounded to nearest even and at most 2^15 - 1
 };
 
-// `largest`: of the bits of |x|.
+// `largest` is the largest |x| of them, as bits.
 inline XScale ScaleOfX(uint32_t largest) {
   constexpr uint32_t kMantissaBits = 23, kNotFinite = 255, kWholeBits = 14;
   const uint32_t exponent = largest >> kMantissaBits;  // 127 more than the power
@@ -145,6 +145,17 @@ inline XScale ScaleOfX(uint32_t largest) {
   __builtin_memcpy(&result.scale, &scale_bits, sizeof(float));
   __builtin_memcpy(&result.inverse, &inverse_bits, sizeof(float));
   return result;
+}
+
+// Where x_blocks has a row from unit k on.
+inline float* UnitsOfX(const PanelJob& job, int64_t row, int64_t k) {
+  return job.x_blocks + (k / job.k_block * job.rows + row) * kMaxKBlock + k % job.k_block;
+}
+
+// Where x_scales has a row from unit k on, a multiple of kScaleUnits.
+inline float* ScalesOfX(const PanelJob& job, int64_t row, int64_t k) {
+  return job.x_scales + (k / job.k_block * job.rows + row) * kMaxXScales +
+         k % job.k_block / kScaleUnits;
 }
 
 // Where a part of a group's weights lies.

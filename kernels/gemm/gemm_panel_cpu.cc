@@ -17,18 +17,9 @@ constexpr int64_t kWidth = 2 * kLanes;
 using PanelRow = std::array<float, kWidth>;
 using IntRow = std::array<int32_t, kWidth>;
 
-float* BlockOfX(const PanelJob& job, int64_t row, int64_t k_begin) {
-  return job.x_blocks + (k_begin / job.k_block * job.rows + row) * kMaxKBlock;
-}
-
-float* ScalesOfX(const PanelJob& job, int64_t row, int64_t k_begin) {
-  return job.x_scales + (k_begin / job.k_block * job.rows + row) * kMaxXScales +
-         k_begin % job.k_block / kScaleUnits;
-}
-
 // x of a row as int16, of the units from k_begin on.
 int16_t* RoundedX(const PanelJob& job, int64_t row, int64_t k_begin) {
-  return reinterpret_cast<int16_t*>(BlockOfX(job, row, k_begin) + k_begin % job.k_block);
+  return reinterpret_cast<int16_t*>(UnitsOfX(job, row, k_begin));
 }
 
 // Columns in order from bfloat16 that alternate (gemm_panel.h).
@@ -77,7 +68,7 @@ void PackRows(const PanelJob& job, int64_t row_begin, int64_t row_end) {
       for (int64_t k = 0; k < job.weights.k; k += kScaleUnits) RoundGroup(job, row, k);
     } else {
       for (int64_t k = 0; k < job.weights.k; ++k) {
-        BlockOfX(job, row, k)[k % job.k_block] = ElementOfX(job, row, k);
+        *UnitsOfX(job, row, k) = ElementOfX(job, row, k);
       }
     }
   }
@@ -103,7 +94,7 @@ void AddProducts(const PanelJob& job, int64_t row, int64_t panel, int64_t k_begi
   const PanelWeights& w = job.weights;
   const PanelPlace place = FindPanel(w, kLanes, panel, k_begin);
   const int64_t stride = place.columns * UnitBytes(w.format);
-  const float* x = BlockOfX(job, row, k_begin) + k_begin % job.k_block;
+  const float* x = UnitsOfX(job, row, k_begin);
   const int64_t count = std::min(kScaleGroup, w.k - k_begin);
   for (int64_t i = 0; i < count; ++i) {
     const PanelRow weights = DecodeRow(w.format, place.weights + i * stride);

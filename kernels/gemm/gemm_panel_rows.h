@@ -10,15 +10,6 @@
 namespace kvasir::kernels {
 namespace {
 
-// x of a row at the beginning of a block of k.
-inline float* BlockOfX(const PanelJob& job, int64_t row, int64_t k_begin) {
-  return job.x_blocks + (k_begin / job.k_block * job.rows + row) * kMaxKBlock;
-}
-
-inline float* ScalesOfX(const PanelJob& job, int64_t row, int64_t k_begin) {
-  return job.x_scales + (k_begin / job.k_block * job.rows + row) * kMaxXScales;
-}
-
 inline int64_t BlockEnd(const PanelJob& job, int64_t k_begin) {
   const int64_t end = k_begin + job.k_block;
   return end < job.weights.k ? end : job.weights.k;
@@ -28,7 +19,7 @@ template <typename T>
 void PackRow(const PanelJob& job, const T* x, int64_t row) {
   for (int64_t k_begin = 0; k_begin < job.weights.k; k_begin += job.k_block) {
     const int64_t k = BlockEnd(job, k_begin) - k_begin;
-    float* out = BlockOfX(job, row, k_begin);
+    float* out = UnitsOfX(job, row, k_begin);
     int64_t i = 0;
     for (; i + kSimdWidth <= k; i += kSimdWidth) Store(out + i, Load(x + k_begin + i));
     if (i < k) StorePart(out + i, LoadPart(x + k_begin + i, k - i), k - i);
@@ -63,11 +54,9 @@ inline void RoundGroup(const T* x, int64_t count, int16_t* out, float* scale) {
 template <typename T>
 void RoundRow(const PanelJob& job, const T* x, int64_t row) {
   for (int64_t k = 0; k < job.weights.k; k += kScaleUnits) {
-    const int64_t begin = k / job.k_block * job.k_block;
     const int64_t left = job.weights.inputs - 2 * k;
     RoundGroup(x + 2 * k, left < kScaleGroup ? left : kScaleGroup,
-               reinterpret_cast<int16_t*>(BlockOfX(job, row, begin) + (k - begin)),
-               ScalesOfX(job, row, begin) + (k - begin) / kScaleUnits);
+               reinterpret_cast<int16_t*>(UnitsOfX(job, row, k)), ScalesOfX(job, row, k));
   }
 }
 

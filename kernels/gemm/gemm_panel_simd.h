@@ -335,7 +335,7 @@ void FewRowsOf(const PanelJob& job, int64_t group_begin, int64_t group_end) {
       t.sum_stride = kGroupWidth;
       t.ahead = AskAhead(job, t, panels);
       ForEachTile(0, job.rows, [&](int64_t row, int64_t rows) {
-        t.x = BlockOfX(job, row, k_begin);
+        t.x = UnitsOfX(job, row, k_begin);
         t.x_scales = ScalesOfX(job, row, k_begin);
         t.sums = sums + row * kGroupWidth;
         RunPanels<T>(rows, panels, t);
@@ -395,7 +395,7 @@ void ManyRowsOf(const PanelJob& job, const PanelItem& item, float* scratch) {
                          .scales = stored.scales,
                          .scale_stride = stored.scale_stride};
       ForEachTile(item.row_begin, item.row_end, [&](int64_t row, int64_t rows) {
-        t.x = BlockOfX(job, row, k_begin);
+        t.x = UnitsOfX(job, row, k_begin);
         t.x_scales = ScalesOfX(job, row, k_begin);
         t.sums = sums + (row - item.row_begin) * width + (panel - item.panel_begin) * kPanelWidth;
         RunRows<Decoded>(rows, t);
