@@ -207,7 +207,7 @@ absl::StatusOr<EngineLoop::Formed> EngineLoop::Form() {
                          .max_queued_tokens = config.max_queued_tokens(),
                          .enable_prefix_caching = config.enable_prefix_caching()},
                         kvstore::PrefixIndex::Create(formed.info.host_blocks)));
-  KVASIR_RETURN_IF_ERROR(HearOfTiers(*formed.scheduler));
+  KVASIR_RETURN_IF_ERROR(UpdateTiers(*formed.scheduler));
   return formed;
 }
 
@@ -250,7 +250,7 @@ absl::Status EngineLoop::ServeUntilLost(Scheduler& scheduler) {
   Wait wait = Wait::kForEvents;
   for (;;) {
     KVASIR_ASSIGN_OR_RETURN(Inbox::Contents arrived, AwaitArrivals(wait, scheduler));
-    if (const absl::Status heard = HearOfTiers(scheduler); !heard.ok()) return ForClients(heard);
+    if (const absl::Status heard = UpdateTiers(scheduler); !heard.ok()) return ForClients(heard);
     Apply(std::move(arrived), scheduler);
     EndOverdue(scheduler);
     Scheduler::Planned planned = scheduler.NextPlan(clock_.Now());
@@ -299,7 +299,7 @@ absl::StatusOr<Inbox::Contents> EngineLoop::AwaitArrivals(Wait wait, const Sched
   }
 }
 
-absl::Status EngineLoop::HearOfTiers(Scheduler& scheduler) {
+absl::Status EngineLoop::UpdateTiers(Scheduler& scheduler) {
   {
     MutexLock lock(mu_);
     if (!std::exchange(tier_reports_, false)) return absl::OkStatus();

@@ -98,7 +98,7 @@ class EngineLoop {
   // until the scheduler's deadline. Returns an error when the group or the loop must end.
   absl::StatusOr<Inbox::Contents> AwaitArrivals(Wait wait, const Scheduler& scheduler)
       EXCLUDES(mu_);
-  absl::Status HearOfTiers(Scheduler& scheduler);
+  absl::Status UpdateTiers(Scheduler& scheduler);
   void Apply(Inbox::Contents arrived, Scheduler& scheduler);
   void EndOverdue(Scheduler& scheduler);
   void Dispatch(std::vector<Event> events, Scheduler& scheduler);

@@ -53,7 +53,7 @@ KvStoreImpl::KvStoreImpl(const KvStoreOptions& options, Parts parts)
       spare_extents_(parts.spare_extents),
       pages_(std::move(parts.pages)),
       host_(pages_->host()),
-      row_blocks_(static_cast<size_t>(host_.num_extents())),
+      extent_blocks_(static_cast<size_t>(host_.num_extents())),
       below_(std::move(parts.below)),
       slots_(static_cast<size_t>(options.num_slots)) {
   if (below_ != nullptr) next_generation_ = below_->first_generation();
@@ -73,8 +73,8 @@ absl::StatusOr<Block> KvStoreImpl::Open(BlockId id) {
                      takeable, " of ", pages_->device_pages(),
                      " are not of open blocks; seal blocks or raise kv_device_size_gb"));
   }
-  KVASIR_ASSIGN_OR_RETURN(const int64_t row, TakeHostExtent(id));
-  KVASIR_RETURN_IF_ERROR(pages_->Open(row));
+  KVASIR_ASSIGN_OR_RETURN(const int64_t extent, TakeHostExtent(id));
+  KVASIR_RETURN_IF_ERROR(pages_->Open(extent));
   blocks_.at(id).handles = 1;
   return Block(id, *this);
 }
@@ -87,14 +87,14 @@ absl::StatusOr<int64_t> KvStoreImpl::TakeHostExtent(BlockId id) {
                      " free; drop blocks or raise kv_host_size_gb"));
   }
   if (host_.num_free() == 0) CancelOneUnusedWrite();
-  const int64_t row = host_.Take();
-  if (const absl::Status there = pages_->AwaitExtent(row); !there.ok()) {
-    host_.Free(row);
+  const int64_t extent = host_.Take();
+  if (const absl::Status there = pages_->AwaitExtent(extent); !there.ok()) {
+    host_.Free(extent);
     return there;
   }
-  row_blocks_[static_cast<size_t>(row)] = id;
-  blocks_[id].row = row;
-  return row;
+  extent_blocks_[static_cast<size_t>(extent)] = id;
+  blocks_[id].extent = extent;
+  return extent;
 }
 
 absl::StatusOr<Block> KvStoreImpl::Get(BlockId id) {
@@ -114,7 +114,7 @@ absl::Status KvStoreImpl::Seal(BlockId id, const PrefixHash& hash) {
     return absl::FailedPreconditionError(absl::StrCat("block ", id.value, " is sealed already"));
   }
   const uint64_t generation = next_generation_++;
-  KVASIR_RETURN_IF_ERROR(pages_->Seal(block.row, {.hash = hash, .generation = generation}));
+  KVASIR_RETURN_IF_ERROR(pages_->Seal(block.extent, {.hash = hash, .generation = generation}));
   block.hash = hash;
   block.generation = generation;
   block.sealed = true;
@@ -142,7 +142,7 @@ BlockResidency KvStoreImpl::Where(BlockId id) const {
   BlockResidency where;
   const auto it = blocks_.find(id);
   if (it == blocks_.end()) return where;
-  where.device_pages = pages_->PagesInDevice(it->second.row);
+  where.device_pages = pages_->PagesInDevice(it->second.extent);
   where.stored = below_ != nullptr && it->second.sealed && below_->Holds(it->second.hash);
   where.restored = it->second.restored;
   return where;
@@ -167,10 +167,10 @@ void KvStoreImpl::FreeIfUnused(BlockId id) {
     return;  // until the transfer has ended
   }
   num_unused_ -= block.unused ? 1 : 0;
-  const int64_t row = block.row;
-  pages_->Free(row);
-  host_.Free(row);
-  row_blocks_[static_cast<size_t>(row)] = BlockId();
+  const int64_t extent = block.extent;
+  pages_->Free(extent);
+  host_.Free(extent);
+  extent_blocks_[static_cast<size_t>(extent)] = BlockId();
   blocks_.erase(it);
 }
 
@@ -183,7 +183,7 @@ void KvStoreImpl::Bind(int64_t slot, int64_t index, Block block) {
   state.restored = false;
   std::vector<Block>& bound = slots_[static_cast<size_t>(slot)];
   if (static_cast<int64_t>(bound.size()) <= index) bound.resize(static_cast<size_t>(index) + 1);
-  pages_->Bind(slot, index, state.row);
+  pages_->Bind(slot, index, state.extent);
   bound[static_cast<size_t>(index)] = std::move(block);
 }
 
@@ -210,15 +210,15 @@ absl::StatusOr<PagedKv> KvStoreImpl::BeginStep(uint32_t step) {
 absl::Status KvStoreImpl::EndStep() {
   if (!in_step_) return absl::FailedPreconditionError("EndStep: no step has begun");
   in_step_ = false;
-  KVASIR_ASSIGN_OR_RETURN(std::vector<CorruptRow> corrupt, pages_->EndStep());
-  for (CorruptRow& row : corrupt) Quarantine(std::move(row));
+  KVASIR_ASSIGN_OR_RETURN(std::vector<CorruptExtent> corrupt, pages_->EndStep());
+  for (CorruptExtent& extent : corrupt) Quarantine(std::move(extent));
   for (BlockId id : std::exchange(released_in_step_, {})) FreeIfUnused(id);
   PollTier();
   return absl::OkStatus();
 }
 
-void KvStoreImpl::Quarantine(CorruptRow corrupt) {
-  const BlockId id = row_blocks_[static_cast<size_t>(corrupt.row)];
+void KvStoreImpl::Quarantine(CorruptExtent corrupt) {
+  const BlockId id = extent_blocks_[static_cast<size_t>(corrupt.extent)];
   BlockState& block = blocks_.at(id);
   block.corrupt = true;
   block.kept = false;
@@ -274,7 +274,7 @@ absl::StatusOr<std::unique_ptr<KvStore>> KvStore::Create(const KvStoreOptions& o
   }
   KVASIR_ASSIGN_OR_RETURN(std::unique_ptr<PageResidency> pages,
                           make_pages({.format = format,
-                                      .num_rows = num_extents,
+                                      .num_extents = num_extents,
                                       .device_pages = options.device_bytes / layout.page_bytes(),
                                       .num_slots = options.num_slots,
                                       .max_blocks_per_slot = options.max_blocks_per_slot,

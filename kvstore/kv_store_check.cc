@@ -47,8 +47,8 @@ absl::Status KvStoreImpl::CheckBlock(BlockId id, const BlockState& block) const 
   const auto broken = [&](absl::string_view what) {
     return absl::InternalError(absl::StrCat("kv store: block ", id.value, " ", what));
   };
-  if (row_blocks_[static_cast<size_t>(block.row)] != id || !host_.taken(block.row)) {
-    return broken("has a row that is not its own");
+  if (extent_blocks_[static_cast<size_t>(block.extent)] != id || !host_.taken(block.extent)) {
+    return broken("has an extent that is not its own");
   }
   if (!block.kept && block.handles == 0 && !block.unused && !in_step_) {
     return broken("is unused and not freed");
@@ -63,14 +63,15 @@ absl::Status KvStoreImpl::CheckSlots() const {
   for (int64_t slot = 0; slot < num_slots_; ++slot) {
     const std::vector<Block>& bound = slots_[static_cast<size_t>(slot)];
     for (int64_t index = 0; index < max_blocks_per_slot_; ++index) {
-      const int64_t row = pages_->BoundRow(slot, index);
+      const int64_t extent = pages_->BoundExtent(slot, index);
       const bool is_bound =
           index < static_cast<int64_t>(bound.size()) && bound[static_cast<size_t>(index)];
       const int64_t expected =
-          is_bound ? blocks_.at(bound[static_cast<size_t>(index)].id()).row : -1;
-      if (row != expected) {
+          is_bound ? blocks_.at(bound[static_cast<size_t>(index)].id()).extent : -1;
+      if (extent != expected) {
         return absl::InternalError(absl::StrCat("kv store: slot ", slot, " block ", index,
-                                                " is row ", row, ", bound to row ", expected));
+                                                " is extent ", extent, ", bound to extent ",
+                                                expected));
       }
     }
   }

@@ -69,7 +69,7 @@ class KvStoreImpl : public KvStore, private BlockOwner {
  private:
   enum class Transfer : uint8_t { kNone, kWriteQueued, kReadQueued, kWriting, kReading };
   struct BlockState {
-    int64_t row = 0;  // of the residency's tables, and the extent in the host tier
+    int64_t extent = 0;  // in the host tier, and in the tables of the residency
     int64_t handles = 0;
     bool sealed = false;
     bool kept = false;
@@ -92,11 +92,11 @@ class KvStoreImpl : public KvStore, private BlockOwner {
 
   void Release(BlockId id) override;
   void FreeIfUnused(BlockId id);
-  // Takes an extent of the host tier for block `id`, and returns its row. RESOURCE_EXHAUSTED when
+  // Takes an extent of the host tier for block `id`, and returns its index. RESOURCE_EXHAUSTED when
   // there is none.
   absl::StatusOr<int64_t> TakeHostExtent(BlockId id);
 
-  void Quarantine(CorruptRow corrupt);
+  void Quarantine(CorruptExtent corrupt);
 
   void CancelOneUnusedWrite();
   void CollectCompletions();
@@ -120,7 +120,7 @@ class KvStoreImpl : public KvStore, private BlockOwner {
   HostSlab& host_;  // of pages_
   absl::flat_hash_map<BlockId, BlockState> blocks_;
   int64_t num_unused_ = 0;
-  std::vector<BlockId> row_blocks_;  // [row], no id while the row is free
+  std::vector<BlockId> extent_blocks_;  // [extent], no id while the extent is free
   bool in_step_ = false;
   uint32_t step_ = 0;
   uint64_t next_generation_ = 1;

@@ -94,7 +94,7 @@ void KvStoreImpl::OnRead(BlockId id, const TierCompletion& completion) {
     block.generation = completion.block.generation;
     block.sealed = true;
     block.restored = true;
-    pages_->Restore(block.row, {.hash = block.hash, .generation = block.generation});
+    pages_->Restore(block.extent, {.hash = block.hash, .generation = block.generation});
   } else {
     block.kept = false;
   }
@@ -112,15 +112,16 @@ void KvStoreImpl::StartTransfers() {
     if (it == blocks_.end() || it->second.transfer != Transfer::kReadQueued) continue;  // dropped
     it->second.transfer = Transfer::kReading;
     reads_[++next_ticket_] = id;
-    reads.push_back(
-        {.ticket = next_ticket_, .hash = it->second.hash, .extent = host_.extent(it->second.row)});
+    reads.push_back({.ticket = next_ticket_,
+                     .hash = it->second.hash,
+                     .extent = host_.extent(it->second.extent)});
   }
   if (!reads.empty()) below_->Read(std::move(reads));
   std::vector<TierWrite> writes;
   for (; has_room() && !queued_writes_.empty(); queued_writes_.pop_front()) {
     const QueuedWrite& write = queued_writes_.front();
     BlockState& block = blocks_.at(write.id);
-    const absl::StatusOr<bool> is_whole = pages_->IsExtentWhole(block.row);
+    const absl::StatusOr<bool> is_whole = pages_->IsExtentWhole(block.extent);
     if (is_whole.ok() && !*is_whole) break;  // still being copied, and so are the later ones
     block.transfer = Transfer::kNone;
     if (block.corrupt || !is_whole.ok()) {
@@ -128,7 +129,7 @@ void KvStoreImpl::StartTransfers() {
       FreeIfUnused(write.id);
       continue;
     }
-    const absl::Span<std::byte> extent = host_.extent(block.row);
+    const absl::Span<std::byte> extent = host_.extent(block.extent);
     format_.WriteHeader(write.block, extent);
     block.transfer = Transfer::kWriting;
     writes_[++next_ticket_] = write;

@@ -155,7 +155,7 @@ absl::Status Scheduler::OnTierReport(int64_t rank, const v1::TierReport& report,
 
 absl::StatusOr<std::vector<Event>> Scheduler::OnReply(const v1::StepReply& reply, TimePoint now) {
   KVASIR_RETURN_IF_ERROR(CheckReply(reply));
-  if (!reply.missing_blocks().empty()) return PlanAgainWithout(reply, now);
+  if (!reply.missing_blocks().empty()) return PlanWithout(reply, now);
   const UnansweredPlan plan = TakeOldest();
   // A plan that was made ahead began with the answer to the one before.
   const TimePoint begun = std::max(plan.planned_at, std::exchange(answered_at_, now));
@@ -214,7 +214,7 @@ UnansweredPlan Scheduler::TakeOldest() {
   return plan;
 }
 
-std::vector<Event> Scheduler::PlanAgainWithout(const v1::StepReply& reply, TimePoint now) {
+std::vector<Event> Scheduler::PlanWithout(const v1::StepReply& reply, TimePoint now) {
   const UnansweredPlan plan = TakeOldest();
   answered_at_ = now;
   for (auto row = plan.rows.rbegin(); row != plan.rows.rend(); ++row) TakeBack(*row);

@@ -119,7 +119,7 @@ class Scheduler {
   absl::Status CheckMissing(const v1::StepReply& reply) const;
   UnansweredPlan TakeOldest();
   // Some rank misses blocks that the oldest plan starts on, so no rank carried it out.
-  std::vector<Event> PlanAgainWithout(const v1::StepReply& reply, TimePoint now);
+  std::vector<Event> PlanWithout(const v1::StepReply& reply, TimePoint now);
   void TakeBack(const PlannedRow& row);
   void TakeBackStart(Sequence& sequence);
   void ApplyRow(const PlannedRow& row, const v1::RowResult& result, TimePoint now,

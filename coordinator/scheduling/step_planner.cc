@@ -52,7 +52,7 @@ std::optional<PlannedStep> StepPlanner::Plan(uint64_t step) {
   for (Sequence* sequence : state_.sequences.running()) {
     SealFullBlocks(*sequence, Unpublished::kSeal);
   }
-  LetGoOfEnded();
+  ReleaseEnded();
   PlanDecodes();
   plan_.set_device_blocks(state_.device_share - state_.sequences.unsealed_blocks());
   PlanPassing();
@@ -88,7 +88,7 @@ void StepPlanner::PersistBlocks(const Sequence& sequence, int64_t num_blocks) {
   }
 }
 
-void StepPlanner::LetGoOfEnded() {
+void StepPlanner::ReleaseEnded() {
   for (const SequenceTable::Ended& ended : state_.sequences.ended()) {
     Sequence& sequence = *ended.sequence;
     if (sequence.slot < 0) continue;  // its start was taken back

@@ -38,7 +38,7 @@ class StepPlanner {
   void SealFullBlocks(Sequence& sequence, Unpublished unpublished);
   // Writes the first `num_blocks` blocks of the sequence to disk, after the step.
   void PersistBlocks(const Sequence& sequence, int64_t num_blocks);
-  void LetGoOfEnded();
+  void ReleaseEnded();
 
   void PlanDecodes();
   // False when the sequence itself was preempted.

@@ -5,18 +5,18 @@
 #include "kernels/append/append_cpu.h"
 #include "kernels/base/shape_check.h"
 #include "kernels/base/status_macros.h"
-#include "kernels/paged/query_block_check.h"
+#include "kernels/paged/query_tile_check.h"
 
 namespace kvasir::kernels {
 namespace {
 
-absl::Status CheckWritable(const AppendParams& p, const QueryBlock& block) {
-  const int64_t index = block.first_position / kPageTokens;
+absl::Status CheckWritable(const AppendParams& p, const QueryTile& tile) {
+  const int64_t index = tile.first_position / kPageTokens;
   for (int64_t head = 0; head < p.kv.layout.num_kv_heads; ++head) {
-    const PageTier tier = p.kv.Peek(block.slot, index, p.layer, head).tier();
+    const PageTier tier = p.kv.Peek(tile.slot, index, p.layer, head).tier();
     if (tier == PageTier::kDevice) continue;
     return absl::FailedPreconditionError(absl::StrCat(
-        "append_kv: page (slot ", block.slot, ", block ", index, ", layer ", p.layer, ", KV head ",
+        "append_kv: page (slot ", tile.slot, ", block ", index, ", layer ", p.layer, ", KV head ",
         head, ") is ", tier == PageTier::kHost ? "in the host tier" : "absent",
         "; only open blocks in the device tier take new tokens"));
   }
@@ -38,8 +38,8 @@ absl::Status CheckShapes(const AppendParams& p) {
 
 absl::Status AppendKv(const AppendParams& p, Executor& executor) {
   KVASIR_RETURN_IF_ERROR(CheckShapes(p));
-  KVASIR_RETURN_IF_ERROR(CheckQueryBlocks("append_kv", p.blocks, p.k.dim(0), p.kv));
-  for (const QueryBlock& block : p.blocks) KVASIR_RETURN_IF_ERROR(CheckWritable(p, block));
+  KVASIR_RETURN_IF_ERROR(CheckQueryTiles("append_kv", p.tiles, p.k.dim(0), p.kv));
+  for (const QueryTile& tile : p.tiles) KVASIR_RETURN_IF_ERROR(CheckWritable(p, tile));
   AppendKvCpu(p, executor);
   return absl::OkStatus();
 }

@@ -31,7 +31,7 @@ struct AppendParams {
   int64_t layer = 0;
   // Places of the tokens: row first_row + r goes to position first_position + r of the slot. Tiles
   // of one slot are in ascending position.
-  std::span<const QueryBlock> blocks;
+  std::span<const QueryTile> tiles;
 };
 
 absl::Status AppendKv(const AppendParams& params, Executor& executor);

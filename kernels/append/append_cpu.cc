@@ -21,35 +21,35 @@ void ConvertRow(const From* from, int64_t n, To* to) {
 
 // Writes the rows of one tile into the page of one head.
 template <typename Activation, typename Kv>
-void AppendToPage(const AppendParams& p, const QueryBlock& block, int64_t head) {
+void AppendToPage(const AppendParams& p, const QueryTile& tile, int64_t head) {
   const KvLayout& layout = p.kv.layout;
   const int64_t d = layout.head_dim;
-  const int64_t index = block.first_position / kPageTokens;
-  const int64_t offset = block.first_position % kPageTokens;
-  std::byte* page = p.kv.Peek(block.slot, index, p.layer, head).page();
+  const int64_t index = tile.first_position / kPageTokens;
+  const int64_t offset = tile.first_position % kPageTokens;
+  std::byte* page = p.kv.Peek(tile.slot, index, p.layer, head).page();
   Kv* keys = reinterpret_cast<Kv*>(page) + offset * d;
   Kv* values = reinterpret_cast<Kv*>(page + layout.v_offset()) + offset * d;
-  for (int64_t r = 0; r < block.num_rows; ++r) {
-    const int64_t source = ((block.first_row + r) * layout.num_kv_heads + head) * d;
+  for (int64_t r = 0; r < tile.num_rows; ++r) {
+    const int64_t source = ((tile.first_row + r) * layout.num_kv_heads + head) * d;
     ConvertRow(p.k.As<const Activation>() + source, d, keys + r * d);
     ConvertRow(p.v.As<const Activation>() + source, d, values + r * d);
   }
   const std::byte* cached = reinterpret_cast<const std::byte*>(keys);
   if (p.kv.key_codes != nullptr) {
-    EncodeKeys(layout, cached, offset, block.num_rows,
-               p.kv.KeyCodes(block.slot, index, p.layer, head));
+    EncodeKeys(layout, cached, offset, tile.num_rows,
+               p.kv.KeyCodes(tile.slot, index, p.layer, head));
   }
   if (p.kv.bounds == nullptr) return;
-  std::byte* bounds = p.kv.Bounds(block.slot, index, p.layer, head);
+  std::byte* bounds = p.kv.Bounds(tile.slot, index, p.layer, head);
   if (offset == 0) ClearBounds(layout, bounds);
-  ExtendBounds(layout, cached, block.num_rows, bounds);
+  ExtendBounds(layout, cached, tile.num_rows, bounds);
 }
 
 // One item a head: tiles of one head may share a page and its bounds, so they run in order.
 template <typename Activation, typename Kv>
 void Append(const AppendParams& p, Executor& executor) {
   executor.ParallelFor(p.kv.layout.num_kv_heads, [&](int64_t head, int) {
-    for (const QueryBlock& block : p.blocks) AppendToPage<Activation, Kv>(p, block, head);
+    for (const QueryTile& tile : p.tiles) AppendToPage<Activation, Kv>(p, tile, head);
   });
 }
 

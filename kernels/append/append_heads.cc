@@ -69,7 +69,7 @@ absl::Status AppendHeads(const AppendHeadsParams& p, const RopeTable* rope, Exec
     KVASIR_RETURN_IF_ERROR(ApplyRope(*rope, h.q, executor));
     KVASIR_RETURN_IF_ERROR(ApplyRope(*rope, h.k, executor));
   }
-  return AppendKv({.k = h.k, .v = h.v, .kv = p.kv, .layer = h.layer, .blocks = p.blocks}, executor);
+  return AppendKv({.k = h.k, .v = h.v, .kv = p.kv, .layer = h.layer, .tiles = p.tiles}, executor);
 }
 
 }  // namespace kvasir::kernels

@@ -20,7 +20,7 @@ namespace {
 
 // Stores element threadIdx.x of all tokens of the tile. `scales` are those of the tokens' norms.
 template <typename Activation, typename Kv>
-__device__ void StoreElement(const AppendHeadsLaunch& p, const QueryBlock& block, int64_t head,
+__device__ void StoreElement(const AppendHeadsLaunch& p, const QueryTile& tile, int64_t head,
                              const float* scales, const Target<Kv>& to) {
   const int64_t d = p.kv.layout.head_dim;
   const int64_t i = threadIdx.x;
@@ -32,8 +32,8 @@ __device__ void StoreElement(const AppendHeadsLaunch& p, const QueryBlock& block
     min = to.bounds[i];
     max = to.bounds[d + i];
   }
-  for (int64_t r = 0; r < block.num_rows; ++r) {
-    const int64_t token = block.first_row + r;
+  for (int64_t r = 0; r < tile.num_rows; ++r) {
+    const int64_t token = tile.first_row + r;
     const auto* k = HeadOf<Activation>(p, token, p.num_heads + head);
     const auto* v = k + p.kv.layout.num_kv_heads * d;
     const float scale = p.k_norm == nullptr ? 1.0f : scales[r];
@@ -51,12 +51,12 @@ __device__ void StoreElement(const AppendHeadsLaunch& p, const QueryBlock& block
 
 // Appends one tile, by all threads of the CTA. REQUIRES: the page is in the device tier.
 template <typename Activation, typename Kv>
-__device__ void AppendBlock(const AppendHeadsLaunch& p, const QueryBlock& block, int64_t head) {
-  const Target<Kv> to = TargetOf<Kv>(p, block, head);
+__device__ void AppendTile(const AppendHeadsLaunch& p, const QueryTile& tile, int64_t head) {
+  const Target<Kv> to = TargetOf<Kv>(p, tile, head);
   __shared__ float scales[kPageTokens];
-  FindScales<Activation>(p, block, head, scales);
-  StoreElement<Activation, Kv>(p, block, head, scales, to);
-  EncodeKeys(p, block, head, to);
+  FindScales<Activation>(p, tile, head, scales);
+  StoreElement<Activation, Kv>(p, tile, head, scales, to);
+  EncodeKeys(p, tile, head, to);
 }
 
 // Prepares one query head, by one warp.
@@ -75,11 +75,11 @@ __global__ void AppendHeadsKernel(const __grid_constant__ AppendHeadsLaunch p) {
   cudaTriggerProgrammaticLaunchCompletion();
   cudaGridDependencySynchronize();
   const int64_t kv_heads = p.kv.layout.num_kv_heads;
-  const int64_t pages = p.num_blocks * kv_heads;
+  const int64_t pages = p.num_tiles * kv_heads;
   if (blockIdx.x < pages) {
     const int64_t head = blockIdx.x % kv_heads;
-    ForBlocksOfPage(p, blockIdx.x / kv_heads, head,
-                    [&](const QueryBlock& block) { AppendBlock<Activation, Kv>(p, block, head); });
+    ForTilesOfPage(p, blockIdx.x / kv_heads, head,
+                   [&](const QueryTile& tile) { AppendTile<Activation, Kv>(p, tile, head); });
     return;
   }
   const int64_t item =
@@ -91,16 +91,16 @@ __global__ void AppendHeadsKernel(const __grid_constant__ AppendHeadsLaunch p) {
 template <int kHeadDim>
 cudaError_t LaunchPrompt(const AppendHeadsLaunch& p, cudaStream_t stream) {
   constexpr int kBlockHeads = PromptShape<kHeadDim>::kWarps * PromptShape<kHeadDim>::kWarpHeads;
-  const int64_t query_blocks = (p.num_tokens * p.num_heads + kBlockHeads - 1) / kBlockHeads;
-  const auto blocks = static_cast<unsigned>(p.num_blocks * p.kv.layout.num_kv_heads + query_blocks);
+  const int64_t query_tiles = (p.num_tokens * p.num_heads + kBlockHeads - 1) / kBlockHeads;
+  const auto blocks = static_cast<unsigned>(p.num_tiles * p.kv.layout.num_kv_heads + query_tiles);
   return LaunchOverlapped(AppendPromptKernel<kHeadDim>, blocks, kPromptThreads, 0, stream, p);
 }
 
 template <typename Activation, typename Kv>
 cudaError_t Launch(const AppendHeadsLaunch& p, cudaStream_t stream) {
   const int64_t warps = (p.kv.layout.head_dim + kWarpThreads - 1) / kWarpThreads;
-  const int64_t query_blocks = (p.num_tokens * p.num_heads + warps - 1) / warps;
-  const auto blocks = static_cast<unsigned>(p.num_blocks * p.kv.layout.num_kv_heads + query_blocks);
+  const int64_t query_tiles = (p.num_tokens * p.num_heads + warps - 1) / warps;
+  const auto blocks = static_cast<unsigned>(p.num_tiles * p.kv.layout.num_kv_heads + query_tiles);
   return LaunchOverlapped(AppendHeadsKernel<Activation, Kv>, blocks,
                           static_cast<unsigned>(warps * kWarpThreads), 0, stream, p);
 }

@@ -85,13 +85,13 @@ __device__ Kv Cached(Activation value) {
 }
 
 template <typename Kv>
-__device__ Target<Kv> TargetOf(const AppendHeadsLaunch& p, const QueryBlock& block, int64_t head) {
+__device__ Target<Kv> TargetOf(const AppendHeadsLaunch& p, const QueryTile& tile, int64_t head) {
   const KvLayout& layout = p.kv.layout;
-  const int64_t index = block.first_position / kPageTokens;
-  const int64_t offset = block.first_position % kPageTokens;
-  std::byte* page = p.kv.Peek(block.slot, index, p.layer, head).page();
+  const int64_t index = tile.first_position / kPageTokens;
+  const int64_t offset = tile.first_position % kPageTokens;
+  std::byte* page = p.kv.Peek(tile.slot, index, p.layer, head).page();
   std::byte* bounds =
-      p.kv.bounds == nullptr ? nullptr : p.kv.Bounds(block.slot, index, p.layer, head);
+      p.kv.bounds == nullptr ? nullptr : p.kv.Bounds(tile.slot, index, p.layer, head);
   return {.keys = reinterpret_cast<Kv*>(page) + offset * layout.head_dim,
           .values = reinterpret_cast<Kv*>(page + layout.v_offset()) + offset * layout.head_dim,
           .bounds = reinterpret_cast<Kv*>(bounds),
@@ -101,13 +101,13 @@ __device__ Target<Kv> TargetOf(const AppendHeadsLaunch& p, const QueryBlock& blo
 // Writes the scales of the norms of the tile's keys to shared memory, or nothing when keys are not
 // normalized. Called by all threads of the CTA.
 template <typename Activation>
-__device__ void FindScales(const AppendHeadsLaunch& p, const QueryBlock& block, int64_t head,
+__device__ void FindScales(const AppendHeadsLaunch& p, const QueryTile& tile, int64_t head,
                            float* scales) {
   if (p.k_norm == nullptr) return;
   const int64_t num_warps = blockDim.x / kWarpThreads;
   __syncthreads();  // the previous tile's scales have been read
-  for (int64_t r = threadIdx.x / kWarpThreads; r < block.num_rows; r += num_warps) {
-    const float scale = ScaleOf(p, HeadOf<Activation>(p, block.first_row + r, p.num_heads + head));
+  for (int64_t r = threadIdx.x / kWarpThreads; r < tile.num_rows; r += num_warps) {
+    const float scale = ScaleOf(p, HeadOf<Activation>(p, tile.first_row + r, p.num_heads + head));
     if (threadIdx.x % kWarpThreads == 0) scales[r] = scale;
   }
   __syncthreads();
@@ -115,46 +115,46 @@ __device__ void FindScales(const AppendHeadsLaunch& p, const QueryBlock& block, 
 
 // Makes the codes of the keys just stored. Called by all threads of the CTA.
 template <typename Kv>
-__device__ void EncodeKeys(const AppendHeadsLaunch& p, const QueryBlock& block, int64_t head,
+__device__ void EncodeKeys(const AppendHeadsLaunch& p, const QueryTile& tile, int64_t head,
                            const Target<Kv>& to) {
   if (p.kv.key_codes == nullptr) return;
   const KvLayout& layout = p.kv.layout;
   const int64_t num_warps = blockDim.x / kWarpThreads;
   __syncthreads();  // a warp codes keys that all warps have written
   const std::byte* codes =
-      p.kv.KeyCodes(block.slot, block.first_position / kPageTokens, p.layer, head);
-  for (int64_t r = threadIdx.x / kWarpThreads; r < block.num_rows; r += num_warps) {
+      p.kv.KeyCodes(tile.slot, tile.first_position / kPageTokens, p.layer, head);
+  for (int64_t r = threadIdx.x / kWarpThreads; r < tile.num_rows; r += num_warps) {
     EncodeKey<Kv>(layout, to.keys + r * layout.head_dim, TokenCodes(layout, codes, to.offset + r));
   }
 }
 
-__device__ bool SharePage(const QueryBlock& a, const QueryBlock& b) {
+__device__ bool SharePage(const QueryTile& a, const QueryTile& b) {
   return a.slot == b.slot && a.first_position / kPageTokens == b.first_position / kPageTokens;
 }
 
 // Calls append(tile) for all tiles of the page, in order, if `first` is the page's first tile.
 // Called by all threads of the CTA.
 template <typename Append>
-__device__ void ForBlocksOfPage(const AppendHeadsLaunch& p, int64_t first, int64_t head,
-                                const Append& append) {
-  const QueryBlock block = p.blocks[first];
+__device__ void ForTilesOfPage(const AppendHeadsLaunch& p, int64_t first, int64_t head,
+                               const Append& append) {
+  const QueryTile tile = p.tiles[first];
   bool is_first = true;
   bool is_alone = true;
-  for (int64_t j = threadIdx.x; j < p.num_blocks; j += blockDim.x) {
-    if (j == first || !SharePage(p.blocks[j], block)) continue;
+  for (int64_t j = threadIdx.x; j < p.num_tiles; j += blockDim.x) {
+    if (j == first || !SharePage(p.tiles[j], tile)) continue;
     (j < first ? is_first : is_alone) = false;
   }
   if (__syncthreads_and(is_first) == 0) return;
   const bool alone = __syncthreads_and(is_alone) != 0;
-  const PageRef page = p.kv.Peek(block.slot, block.first_position / kPageTokens, p.layer, head);
+  const PageRef page = p.kv.Peek(tile.slot, tile.first_position / kPageTokens, p.layer, head);
   if (page.tier() != PageTier::kDevice) {
-    if (threadIdx.x == 0) p.faults[block.slot] = 1;
+    if (threadIdx.x == 0) p.faults[tile.slot] = 1;
     return;
   }
-  const int64_t end = alone ? first + 1 : p.num_blocks;
+  const int64_t end = alone ? first + 1 : p.num_tiles;
   for (int64_t j = first; j < end; ++j) {
-    const QueryBlock next = p.blocks[j];
-    if (SharePage(next, block)) append(next);
+    const QueryTile next = p.tiles[j];
+    if (SharePage(next, tile)) append(next);
   }
 }
 

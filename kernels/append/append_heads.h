@@ -33,7 +33,7 @@ struct LayerHeads {
 struct AppendHeadsParams {
   const LayerHeads& heads;
   const PagedKv& kv;
-  std::span<const QueryBlock> blocks;  // as in AppendParams
+  std::span<const QueryTile> tiles;  // as in AppendParams
 };
 
 // INVALID_ARGUMENT on shapes and dtypes.

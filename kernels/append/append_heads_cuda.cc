@@ -24,7 +24,7 @@ absl::Status AppendHeads(const AppendHeadsParams& p, const RopeAngles* angles,
       .Require(std::ssize(faults) == p.kv.num_slots, "faults must be [num_slots]");
   KVASIR_RETURN_IF_ERROR(check.status());
   KVASIR_RETURN_IF_ERROR(RequireDeviceMemory("append_heads", {h.qkv, h.q_norm, h.k_norm, h.q}));
-  if (h.q.num_elements() == 0 && p.blocks.empty()) return absl::OkStatus();
+  if (h.q.num_elements() == 0 && p.tiles.empty()) return absl::OkStatus();
   const bool rotates = angles != nullptr;
   const AppendHeadsLaunch launch = {.qkv = h.qkv.data(),
                                     .dtype = h.qkv.dtype(),
@@ -38,11 +38,11 @@ absl::Status AppendHeads(const AppendHeadsParams& p, const RopeAngles* angles,
                                     .q = h.q.data(),
                                     .kv = p.kv,
                                     .layer = h.layer,
-                                    .blocks = p.blocks.data(),
-                                    .num_blocks = std::ssize(p.blocks),
+                                    .tiles = p.tiles.data(),
+                                    .num_tiles = std::ssize(p.tiles),
                                     .faults = faults.data()};
   const AppendHeadsPlan plan = PlanAppendHeads({.num_tokens = launch.num_tokens,
-                                                .num_blocks = launch.num_blocks,
+                                                .num_tiles = launch.num_tiles,
                                                 .head_dim = p.kv.layout.head_dim,
                                                 .dtype = launch.dtype,
                                                 .kv = p.kv.layout.dtype});

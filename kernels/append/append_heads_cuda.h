@@ -4,7 +4,7 @@
 // used. Called by the CUDA backend. Thread-safe. Only in builds with CUDA.
 //
 // The checks of append.h on host memory cannot be made here. REQUIRES: the tiles pass
-// CheckQueryBlocks (query_block_check.h). A page that is not in the device tier sets the slot's
+// CheckQueryTiles (query_tile_check.h). A page that is not in the device tier sets the slot's
 // fault, and its tokens are not written; all others are.
 #pragma once
 

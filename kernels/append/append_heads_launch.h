@@ -24,8 +24,8 @@ struct AppendHeadsLaunch {
   void* q = nullptr;  // [tokens, heads, head_dim]
   PagedKv kv;
   int64_t layer = 0;
-  const QueryBlock* blocks = nullptr;
-  int64_t num_blocks = 0;
+  const QueryTile* tiles = nullptr;
+  int64_t num_tiles = 0;
   uint8_t* faults = nullptr;
 };
 

@@ -10,7 +10,7 @@ namespace kvasir::kernels {
 
 struct AppendHeadsShape {
   int64_t num_tokens = 0;
-  int64_t num_blocks = 0;  // query tiles
+  int64_t num_tiles = 0;  // query tiles
   int64_t head_dim = 0;
   DType dtype = DType::kFloat32;  // of everything except the KV
   DType kv = DType::kFloat32;
@@ -28,7 +28,7 @@ struct AppendHeadsPlan {
 
 inline AppendHeadsPlan PlanAppendHeads(const AppendHeadsShape& shape) {
   const bool is_bf16 = shape.dtype == DType::kBFloat16 && shape.kv != DType::kFloat32;
-  const bool is_prompt = shape.num_tokens > shape.num_blocks && is_bf16 &&
+  const bool is_prompt = shape.num_tokens > shape.num_tiles && is_bf16 &&
                          (shape.head_dim == 64 || shape.head_dim == 128);
   return {
       .shape = shape,
@@ -37,7 +37,7 @@ inline AppendHeadsPlan PlanAppendHeads(const AppendHeadsShape& shape) {
 
 inline std::ostream& operator<<(std::ostream& out, const AppendHeadsPlan& plan) {
   const AppendHeadsShape& shape = plan.shape;
-  return out << shape.num_tokens << " tokens in " << shape.num_blocks << " tiles, head_dim "
+  return out << shape.num_tokens << " tokens in " << shape.num_tiles << " tiles, head_dim "
              << shape.head_dim << ", " << DTypeName(shape.dtype) << ", KV " << DTypeName(shape.kv)
              << ": "
              << (plan.kernel == AppendHeadsPlan::Kernel::kPrompt ? "kernel of prompts"

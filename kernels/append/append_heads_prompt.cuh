@@ -108,7 +108,7 @@ struct PromptShape {
 // Stores the tile's keys. A thread has consecutive keys, and the next group of threads has the keys
 // after them.
 template <int kHeadDim>
-__device__ void StoreKeys(const AppendHeadsLaunch& p, const QueryBlock& block, int64_t head,
+__device__ void StoreKeys(const AppendHeadsLaunch& p, const QueryTile& tile, int64_t head,
                           const Target<BFloat16>& to,
                           typename PromptShape<kHeadDim>::Shared& shared) {
   using Shape = PromptShape<kHeadDim>;
@@ -119,8 +119,8 @@ __device__ void StoreKeys(const AppendHeadsLaunch& p, const QueryBlock& block, i
 #pragma unroll 1
   for (int i = 0; i < Shape::kRows; ++i) {
     const int r = thread / Shape::kHeadThreads * Shape::kRows + i;
-    if (r >= block.num_rows) continue;
-    const int64_t token = block.first_row + r;
+    if (r >= tile.num_rows) continue;
+    const int64_t token = tile.first_row + r;
     const float scale = p.k_norm == nullptr ? 1.0f : shared.scales[r];
     const Parts parts = TakeParts<kHeadDim>(
         p, token, HeadOf<BFloat16>(p, token, p.num_heads + head), p.k_norm, scale, number);
@@ -166,7 +166,7 @@ __device__ void ExtendBounds(const Target<BFloat16>& to,
 }
 
 template <int kHeadDim>
-__device__ void StoreValues(const AppendHeadsLaunch& p, const QueryBlock& block, int64_t head,
+__device__ void StoreValues(const AppendHeadsLaunch& p, const QueryTile& tile, int64_t head,
                             const Target<BFloat16>& to) {
   constexpr int kRowParts = kHeadDim / kPartElements;
   const int64_t column = p.num_heads + p.kv.layout.num_kv_heads + head;
@@ -174,8 +174,8 @@ __device__ void StoreValues(const AppendHeadsLaunch& p, const QueryBlock& block,
   for (int i = 0; i < kPageTokens * kRowParts / kPromptThreads; ++i) {
     const int part = i * kPromptThreads + static_cast<int>(threadIdx.x);
     const int r = part / kRowParts;
-    if (r >= block.num_rows) continue;
-    const BFloat16* const from = HeadOf<BFloat16>(p, block.first_row + r, column);
+    if (r >= tile.num_rows) continue;
+    const BFloat16* const from = HeadOf<BFloat16>(p, tile.first_row + r, column);
     reinterpret_cast<Part*>(to.values)[part] =
         reinterpret_cast<const Part*>(from)[part % kRowParts];
   }
@@ -216,7 +216,7 @@ __global__ void __launch_bounds__(kPromptThreads, kPromptBlocks)
   cudaTriggerProgrammaticLaunchCompletion();
   cudaGridDependencySynchronize();
   const int64_t kv_heads = p.kv.layout.num_kv_heads;
-  const int64_t pages = p.num_blocks * kv_heads;
+  const int64_t pages = p.num_tiles * kv_heads;
   if (blockIdx.x >= pages) {
     const auto number = static_cast<uint32_t>(blockIdx.x - pages);
     const uint32_t warp = number * Shape::kWarps + threadIdx.x / kWarpThreads;
@@ -224,13 +224,13 @@ __global__ void __launch_bounds__(kPromptThreads, kPromptBlocks)
     return;
   }
   const int64_t head = blockIdx.x % kv_heads;
-  ForBlocksOfPage(p, blockIdx.x / kv_heads, head, [&](const QueryBlock& block) {
-    const Target<BFloat16> to = TargetOf<BFloat16>(p, block, head);
-    FindScales<BFloat16>(p, block, head, shared.scales);
-    StoreKeys<kHeadDim>(p, block, head, to, shared);
-    StoreValues<kHeadDim>(p, block, head, to);
+  ForTilesOfPage(p, blockIdx.x / kv_heads, head, [&](const QueryTile& tile) {
+    const Target<BFloat16> to = TargetOf<BFloat16>(p, tile, head);
+    FindScales<BFloat16>(p, tile, head, shared.scales);
+    StoreKeys<kHeadDim>(p, tile, head, to, shared);
+    StoreValues<kHeadDim>(p, tile, head, to);
     ExtendBounds<kHeadDim>(to, shared);
-    EncodeKeys(p, block, head, to);
+    EncodeKeys(p, tile, head, to);
   });
 }
 

@@ -8,13 +8,13 @@
 #include "kernels/base/shape_check.h"
 #include "kernels/base/status_macros.h"
 #include "kernels/paged/compact_positions.h"
-#include "kernels/paged/query_block_check.h"
+#include "kernels/paged/query_tile_check.h"
 
 namespace kvasir::kernels {
 
 absl::Status CheckAttendParams(const AttendParams& p) {
   const KvLayout& layout = p.kv.layout;
-  const int64_t rows = static_cast<int64_t>(p.blocks.size()) * layout.num_kv_heads;
+  const int64_t rows = static_cast<int64_t>(p.tiles.size()) * layout.num_kv_heads;
   ShapeCheck check("attend");
   check.Match("q", p.q, {"tokens", "heads", layout.head_dim})
       .Match("out", p.out, {"tokens", "heads", layout.head_dim}, p.q.dtype())
@@ -32,8 +32,8 @@ absl::Status CheckAttendParams(const AttendParams& p) {
                "grouped positions need rope, and a window of at least 1")
       .Require(!p.grouped.on() || p.terminations.empty(),
                "rows at grouped positions cannot be terminated")
-      .Require(p.terminations.empty() || p.terminations.size() == p.blocks.size(),
-               "terminations must be one per query block")
+      .Require(p.terminations.empty() || p.terminations.size() == p.tiles.size(),
+               "terminations must be one per query tile")
       .Require(std::ssize(p.unread) == (p.terminations.empty() ? 0 : rows),
                "unread must be [blocks x KV heads] with terminations, else empty");
   if (!p.lse.empty()) check.Match("lse", p.lse, {"tokens", "heads"}, DType::kFloat32);
@@ -42,12 +42,12 @@ absl::Status CheckAttendParams(const AttendParams& p) {
                 "the query heads must be a multiple of the KV heads");
   KVASIR_RETURN_IF_ERROR(check.status());
   for (size_t b = 0; b < p.terminations.size(); ++b) {
-    if (p.terminations[b].terminator == nullptr || p.blocks[b].num_rows == 1) continue;
-    return absl::InvalidArgumentError(absl::StrCat("attend: query block ", b, " has ",
-                                                   p.blocks[b].num_rows,
+    if (p.terminations[b].terminator == nullptr || p.tiles[b].num_rows == 1) continue;
+    return absl::InvalidArgumentError(absl::StrCat("attend: query tile ", b, " has ",
+                                                   p.tiles[b].num_rows,
                                                    " queries; a terminator needs one"));
   }
-  return CheckQueryBlocks("attend", p.blocks, check.dim("tokens"), p.kv);
+  return CheckQueryTiles("attend", p.tiles, check.dim("tokens"), p.kv);
 }
 
 absl::string_view AttendPathName(int64_t head_dim) {
@@ -58,9 +58,9 @@ absl::string_view AttendPathName(int64_t head_dim) {
 absl::Status Attend(const AttendParams& p, Executor& executor) {
   KVASIR_RETURN_IF_ERROR(CheckAttendParams(p));
   if (p.grouped.on()) {
-    p.rope->Reserve(EndOfPositions(p.blocks), executor);
+    p.rope->Reserve(EndOfPositions(p.tiles), executor);
   } else if (p.rope != nullptr) {
-    ReservePositions(p.selection, p.blocks, p.kv.layout.num_kv_heads, *p.rope, executor);
+    ReservePositions(p.selection, p.tiles, p.kv.layout.num_kv_heads, *p.rope, executor);
   }
   const CpuIsa isa = ChosenCpuIsa();
   if (HasFastAttend(isa, p.kv.layout.head_dim)) return AttendFast(p, isa, executor);

@@ -58,8 +58,8 @@ struct AttendCall {
   TensorView lse;  // [tokens, num_heads], float32, natural log; empty: not written
   PagedKv kv;
   int64_t layer = 0;
-  float scale = 0;                     // 1 / sqrt(head_dim) for the models served
-  std::span<const QueryBlock> blocks;  // tiles with disjoint rows
+  float scale = 0;                   // 1 / sqrt(head_dim) for the models served
+  std::span<const QueryTile> tiles;  // tiles with disjoint rows
   PageSelection selection;        // rows = tiles x num_kv_heads; row = tile * num_kv_heads + head
   std::span<uint8_t> faults;      // [num_slots]; set to 1 when an absent page was selected
   GroupedPositions grouped = {};  // when on, needs un-rotated q and keys, and no terminations

@@ -87,7 +87,7 @@ class Row {
   Row(const AttendParams& p, int64_t row)
       : p_(p),
         row_(row),
-        block_(p.blocks[static_cast<size_t>(row / p.kv.layout.num_kv_heads)]),
+        tile_(p.tiles[static_cast<size_t>(row / p.kv.layout.num_kv_heads)]),
         kv_head_(row % p.kv.layout.num_kv_heads),
         header_(p.selection.header(row)),
         group_(p.q.dim(1) / p.kv.layout.num_kv_heads) {
@@ -95,7 +95,7 @@ class Row {
       total_.emplace_back(p.kv.layout.head_dim);
       segment_.emplace_back(p.kv.layout.head_dim);
     }
-    const int64_t last_position = block_.first_position + block_.num_rows - 1;
+    const int64_t last_position = tile_.first_position + tile_.num_rows - 1;
     steps_.resize(static_cast<size_t>(last_position / kPageTokens + 1));
     const SelectedPages walk(header_, p.selection.list(row), last_position);
     steps_.resize(static_cast<size_t>(ListSteps(walk, std::ssize(steps_), steps_.data())));
@@ -105,7 +105,7 @@ class Row {
 
   void Run() {
     EarlyEnd end(p_, row_, steps_, ending_.data());
-    for (int64_t r = 0; r < block_.num_rows; ++r) {
+    for (int64_t r = 0; r < tile_.num_rows; ++r) {
       for (int64_t g = 0; g < group_; ++g) LoadQuery(r, g);
       AddPages(r, end);
       for (int64_t g = 0; g < group_; ++g) Store(r, g);
@@ -114,14 +114,14 @@ class Row {
 
  private:
   int64_t QRow(int64_t r, int64_t g) const {
-    return (block_.first_row + r) * p_.q.dim(1) + kv_head_ * group_ + g;
+    return (tile_.first_row + r) * p_.q.dim(1) + kv_head_ * group_ + g;
   }
 
   void LoadQuery(int64_t r, int64_t g) {
     const int64_t d = p_.kv.layout.head_dim;
     const Activation* q = p_.q.As<const Activation>() + QRow(r, g) * d;
     Query& segment = segment_[static_cast<size_t>(g)];
-    const int64_t position = block_.first_position + r;
+    const int64_t position = tile_.first_position + r;
     if (p_.grouped.on()) {
       CopyQuery({q, q + d}, position, segment.q);
       CopyQuery({q, q + d}, p_.grouped.FarQuery(position), segment.far_q);
@@ -162,9 +162,9 @@ class Row {
       segment = step.segment;
       Page& page = pages_[static_cast<size_t>(i)];
       if (r == 0) page = Read(step);
-      const uint64_t causal = TokenMask(0, block_.first_position + r + 1 - step.page * kPageTokens);
+      const uint64_t causal = TokenMask(0, tile_.first_position + r + 1 - step.page * kPageTokens);
       const uint64_t far =
-          p_.grouped.on() ? p_.grouped.FarMask(step.page, block_.first_position + r) : 0;
+          p_.grouped.on() ? p_.grouped.FarMask(step.page, tile_.first_position + r) : 0;
       for (Query& query : segment_) {
         if (page.values == nullptr) continue;
         const uint64_t mask = step.mask & causal;
@@ -179,9 +179,9 @@ class Row {
 
   Page Read(const PageStep& step) {
     const int64_t bytes = std::popcount(step.mask) * 2 * p_.kv.layout.row_bytes();
-    const PageRef ref = p_.kv.Read(block_.slot, step.page, p_.layer, kv_head_, bytes);
+    const PageRef ref = p_.kv.Read(tile_.slot, step.page, p_.layer, kv_head_, bytes);
     if (ref.tier() == PageTier::kAbsent) {
-      std::atomic_ref<uint8_t>(p_.faults[static_cast<size_t>(block_.slot)])
+      std::atomic_ref<uint8_t>(p_.faults[static_cast<size_t>(tile_.slot)])
           .store(1, std::memory_order_relaxed);
       return {};
     }
@@ -234,7 +234,7 @@ class Row {
 
   const AttendParams& p_;
   const int64_t row_;
-  const QueryBlock& block_;
+  const QueryTile& tile_;
   const int64_t kv_head_;
   const SelectionHeader& header_;
   const int64_t group_;

@@ -158,7 +158,7 @@ class ItemRun {
       if (c_.p.rope != nullptr) {
         auto* query = reinterpret_cast<Activation*>(memory_.query);
         std::copy_n(from, c_.head_dim, query);
-        const int64_t position = c_.block(item_.row).first_position + r / c_.group;
+        const int64_t position = c_.tile(item_.row).first_position + r / c_.group;
         c_.p.rope->Rotate(query, c_.p.q.dtype(), 1, position_of(position));
         from = query;
       }
@@ -188,12 +188,12 @@ class ItemRun {
 
   // Returns null when the page is absent.
   const std::byte* Read(const PageStep& step) const {
-    const QueryBlock& block = c_.block(item_.row);
+    const QueryTile& tile = c_.tile(item_.row);
     const int64_t bytes = std::popcount(step.mask) * 2 * c_.p.kv.layout.row_bytes();
     const PageRef ref =
-        c_.p.kv.Read(block.slot, step.page, c_.p.layer, item_.row % c_.kv_heads(), bytes);
+        c_.p.kv.Read(tile.slot, step.page, c_.p.layer, item_.row % c_.kv_heads(), bytes);
     if (ref.tier() != PageTier::kAbsent) return ref.page();
-    std::atomic_ref<uint8_t>(c_.p.faults[static_cast<size_t>(block.slot)])
+    std::atomic_ref<uint8_t>(c_.p.faults[static_cast<size_t>(tile.slot)])
         .store(1, std::memory_order_relaxed);
     return nullptr;
   }
@@ -202,9 +202,8 @@ class ItemRun {
   const std::byte* PageToCome() const {
     if (next_ == num_steps_) return nullptr;
     if (early_end_.has_value() && early_end_->MaySkip(next_)) return nullptr;
-    const QueryBlock& block = c_.block(item_.row);
-    return c_.p.kv
-        .Peek(block.slot, memory_.steps[next_].page, c_.p.layer, item_.row % c_.kv_heads())
+    const QueryTile& tile = c_.tile(item_.row);
+    return c_.p.kv.Peek(tile.slot, memory_.steps[next_].page, c_.p.layer, item_.row % c_.kv_heads())
         .page();
   }
 
@@ -234,56 +233,56 @@ class ItemRun {
   const SelectionHeader& header() const { return c_.p.selection.header(item_.row); }
 
   void AddPage(const PageStep& step, const std::byte* page, const std::byte* next) {
-    const QueryBlock& block = c_.block(item_.row);
-    TilePage tile = {.keys = page,
-                     .values = page + c_.p.kv.layout.v_offset(),
-                     .next_page = next,
-                     .mask = step.mask,
-                     .first_query = block.first_position - step.page * kPageTokens};
-    if (c_.p.grouped.on()) return AddGroupedPage(step, tile);
+    const QueryTile& tile = c_.tile(item_.row);
+    TilePage key_tile = {.keys = page,
+                         .values = page + c_.p.kv.layout.v_offset(),
+                         .next_page = next,
+                         .mask = step.mask,
+                         .first_query = tile.first_position - step.page * kPageTokens};
+    if (c_.p.grouped.on()) return AddGroupedPage(step, key_tile);
     if (c_.p.rope != nullptr) {
       RotateKeys(*c_.p.rope, c_.p.kv.layout, header(),
                  {.keys = page, .page = step.page, .mask = step.mask, .entry = step.entry},
                  memory_.rotated_keys);
-      tile.keys = memory_.rotated_keys;
-      tile.next_page = nullptr;  // tile functions assume that its keys and values follow these
+      key_tile.keys = memory_.rotated_keys;
+      key_tile.next_page = nullptr;  // tile functions assume that its keys and values follow these
     }
-    Add(tile, memory_.q, 0, block.num_rows);
+    Add(key_tile, memory_.q, 0, tile.num_rows);
   }
 
   // Adds far keys first, then near ones: each query sees the keys of its own side.
-  void AddGroupedPage(const PageStep& step, TilePage tile) {
+  void AddGroupedPage(const PageStep& step, TilePage key_tile) {
     const GroupedPositions& grouped = c_.p.grouped;
-    const QueryBlock& block = c_.block(item_.row);
+    const QueryTile& tile = c_.tile(item_.row);
     const auto far_of = [&](int64_t query) {
-      return step.mask & grouped.FarMask(step.page, block.first_position + query);
+      return step.mask & grouped.FarMask(step.page, tile.first_position + query);
     };
-    const auto cached = [&, keys = tile.keys](uint64_t mask) {
+    const auto cached = [&, keys = key_tile.keys](uint64_t mask) {
       return PageKeys{.keys = keys, .page = step.page, .mask = mask};
     };
-    const uint64_t far_of_some = far_of(block.num_rows - 1), far_of_all = far_of(0);
-    tile.keys = memory_.rotated_keys;
-    tile.next_page = nullptr;
+    const uint64_t far_of_some = far_of(tile.num_rows - 1), far_of_all = far_of(0);
+    key_tile.keys = memory_.rotated_keys;
+    key_tile.next_page = nullptr;
     if (far_of_some != 0) {
       RotateFarKeys(*c_.p.rope, c_.p.kv.layout, grouped, cached(far_of_some), memory_.rotated_keys);
-      TilePage far = tile;
+      TilePage far = key_tile;
       far.mask = far_of_some;
       far.first_query -= grouped.window;  // sees keys up to the start of the neighbourhood
       const int64_t first = std::max<int64_t>(0, -far.first_query);  // first query with a far key
       far.first_query += first;
-      Add(far, memory_.far_q, first, block.num_rows - first);
+      Add(far, memory_.far_q, first, tile.num_rows - first);
     }
     if (far_of_all == step.mask) return;
     RotateNearKeys(*c_.p.rope, c_.p.kv.layout, cached(step.mask & ~far_of_all),
                    memory_.rotated_keys);
     if (far_of_some == far_of_all) {
-      tile.mask &= ~far_of_all;
-      Add(tile, memory_.q, 0, block.num_rows);
+      key_tile.mask &= ~far_of_all;
+      Add(key_tile, memory_.q, 0, tile.num_rows);
       return;
     }
     // The start of the neighbourhood differs from query to query.
-    for (int64_t query = 0; query < block.num_rows; ++query) {
-      TilePage near = tile;
+    for (int64_t query = 0; query < tile.num_rows; ++query) {
+      TilePage near = key_tile;
       near.mask &= ~far_of(query);
       near.first_query += query;
       if (near.mask != 0) Add(near, memory_.q, query, 1);
@@ -376,7 +375,7 @@ absl::Status Run(const AttendContext& c, Executor& executor) {
 }  // namespace
 
 absl::Status AttendFast(const AttendParams& p, CpuIsa isa, Executor& executor) {
-  if (p.blocks.empty()) return absl::OkStatus();
+  if (p.tiles.empty()) return absl::OkStatus();
   std::fill(p.unread.begin(), p.unread.end(), UnreadPages{});
   const bool bf16_kv = p.kv.layout.dtype == DType::kBFloat16;
   const bool pairs = isa == CpuIsa::kAvx512Bf16 && bf16_kv && p.q.dtype() == DType::kBFloat16;

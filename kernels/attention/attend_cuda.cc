@@ -14,7 +14,7 @@ constexpr int64_t kMaxGroup = 8;
 
 absl::StatusOr<int64_t> CheckedGroup(const CudaAttendParams& p) {
   const KvLayout& layout = p.kv.layout;
-  const int64_t rows = static_cast<int64_t>(p.blocks.size()) * layout.num_kv_heads;
+  const int64_t rows = static_cast<int64_t>(p.tiles.size()) * layout.num_kv_heads;
   ShapeCheck check("attend on the GPU");
   check.Match("q", p.q, {"tokens", "heads", layout.head_dim}, DType::kBFloat16)
       .Match("out", p.out, {"tokens", "heads", layout.head_dim}, DType::kBFloat16)
@@ -47,7 +47,7 @@ absl::StatusOr<AttendLaunch> MakeAttendLaunch(const CudaAttendParams& p) {
                       .kv = p.kv,
                       .layer = p.layer,
                       .scale = p.scale,
-                      .blocks = p.blocks.data(),
+                      .tiles = p.tiles.data(),
                       .headers = p.selection.headers,
                       .entries = p.selection.entries,
                       .capacity = p.selection.capacity,
@@ -76,7 +76,7 @@ int64_t AttendDecodeWorkspaceBytes(const KvLayout& layout, int64_t blocks, int64
 absl::Status AttendDecode(const CudaAttendParams& params, const KvTensorMaps& maps,
                           std::byte* workspace, std::span<uint32_t> arrivals, cudaStream_t stream) {
   KVASIR_ASSIGN_OR_RETURN(const AttendLaunch launch, MakeAttendLaunch(params));
-  if (params.blocks.empty()) return absl::OkStatus();
+  if (params.tiles.empty()) return absl::OkStatus();
   if (std::ssize(arrivals) < launch.num_rows) {
     return absl::InvalidArgumentError("attend on the GPU: arrivals must be one per row");
   }
@@ -95,7 +95,7 @@ absl::Status AttendDecode(const CudaAttendParams& params, const KvTensorMaps& ma
 absl::Status AttendPrefill(const CudaAttendParams& params, const KvTensorMaps& maps,
                            cudaStream_t stream) {
   KVASIR_ASSIGN_OR_RETURN(const AttendLaunch launch, MakeAttendLaunch(params));
-  if (params.blocks.empty()) return absl::OkStatus();
+  if (params.tiles.empty()) return absl::OkStatus();
   const AttendKernelPlan plan = PlanAttendPrefill(ShapeOf(launch));
   TellPlan("attention", plan);
   return CudaStatus(LaunchAttendPrefill(launch, plan, maps, stream), "launching prefill attention");

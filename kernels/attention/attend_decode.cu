@@ -56,7 +56,7 @@ __device__ int64_t NumUnits(const DecodeParams& p) {
 __device__ void Count(const DecodeParams& p, const PageRun& run) {
   SelectedCounts& counts = p.counts[run.row];
   if (threadIdx.x % kWarpThreads == 0) counts.unread_pages = 0;
-  CountRow(p.headers[run.row], p.entries + run.row * p.capacity, run.block, counts);
+  CountRow(p.headers[run.row], p.entries + run.row * p.capacity, run.tile, counts);
 }
 
 // Returns the CTA's next number after `id` that is a unit, or one past the last number. Called by
@@ -212,7 +212,7 @@ __device__ void MergeRow(const DecodeParams& p, const PageRun& run) {
   const int64_t kv_heads = p.kv.layout.num_kv_heads;
   const float* partials =
       p.memory.partials + run.row * MaxDecodeUnits(kv_heads) * p.group * kStride;
-  const int64_t first = (run.block.first_row * kv_heads + run.row % kv_heads) * p.group;
+  const int64_t first = (run.tile.first_row * kv_heads + run.row % kv_heads) * p.group;
   ForEachPair<kHeadDim>(p.group, [&](int head, int d) {
     const PartialState merged =
         MergePartials<kPartialsAtOnce>(partials + head * kStride, run.step, p.group * kStride, d);

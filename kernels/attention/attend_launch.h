@@ -23,7 +23,7 @@ struct AttendLaunch {
   PagedKv kv;
   int64_t layer = 0;
   float scale = 0;
-  const QueryBlock* blocks = nullptr;
+  const QueryTile* tiles = nullptr;
   const SelectionHeader* headers = nullptr;
   const SelectionEntry* entries = nullptr;
   int64_t capacity = 0;  // entries of a row

@@ -50,12 +50,12 @@ struct AttendContext {
   int64_t head_dim;
 
   int64_t kv_heads() const { return p.kv.layout.num_kv_heads; }
-  const QueryBlock& block(int64_t row) const {
-    return p.blocks[static_cast<size_t>(row / kv_heads())];
+  const QueryTile& tile(int64_t row) const {
+    return p.tiles[static_cast<size_t>(row / kv_heads())];
   }
-  int64_t rows(int64_t row) const { return block(row).num_rows * group; }
+  int64_t rows(int64_t row) const { return tile(row).num_rows * group; }
   int64_t last_position(int64_t row) const {
-    return block(row).first_position + block(row).num_rows - 1;
+    return tile(row).first_position + tile(row).num_rows - 1;
   }
   bool MayEndEarly(int64_t row) const {
     return !p.terminations.empty() &&
@@ -66,7 +66,7 @@ struct AttendContext {
   }
   // Row of the first query head in q, out and lse. Query i, head g is i * heads + g rows further.
   int64_t first_q_row(int64_t row) const {
-    return block(row).first_row * heads + row % kv_heads() * group;
+    return tile(row).first_row * heads + row % kv_heads() * group;
   }
 };
 
@@ -165,7 +165,7 @@ class AttendPlanner {
   // Tiles of many queries give enough items, and their states are large. A row that may end early
   // must be read from its start.
   bool IsSplit(int64_t row) const {
-    return c_.block(row).num_rows == 1 && !c_.MayEndEarly(row) &&
+    return c_.tile(row).num_rows == 1 && !c_.MayEndEarly(row) &&
            PageBound(c_, row) >= min_pages_to_split_;
   }
   // Calls use(segment) for the segments that hold attended tokens, ascending.

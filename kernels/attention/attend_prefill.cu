@@ -46,16 +46,15 @@ struct ThreadState {
 template <int kHeadDim, Placement kPlacement, typename PositionOf>
 __device__ void LoadQueries(const AttendLaunch& p, const PageRun& run, int64_t head, bool exists,
                             const ThreadPlace& me, const PositionOf& position_of, std::byte* to) {
-  const QueryBlock& block = run.block;
+  const QueryTile& tile = run.tile;
   const int64_t heads = p.kv.layout.num_kv_heads * p.group;
   const auto query_of = [&](int row) {
-    return exists && row < block.num_rows
-               ? p.q + ((block.first_row + row) * heads + head) * kHeadDim
-               : nullptr;
+    return exists && row < tile.num_rows ? p.q + ((tile.first_row + row) * heads + head) * kHeadDim
+                                         : nullptr;
   };
   LoadQueryTile<kHeadDim, kQueries>(me, query_of, to);
   if constexpr (kPlacement != Placement::kCached) {
-    const auto position = [&](int row) { return row < block.num_rows ? position_of(row) : -1; };
+    const auto position = [&](int row) { return row < tile.num_rows ? position_of(row) : -1; };
     RotateTile<kHeadDim, kQueries>(p.rope, me.thread, kGroupThreads, position, to);
     Synchronize(me);
   }
@@ -67,7 +66,7 @@ __device__ void LoadQueries(const AttendLaunch& p, const PageRun& run, int64_t h
     LoadQueries<kHeadDim, kPlacement>(p, run, head, exists, me, position_of,
                                       shared.queries[me.consumer][place]);
   };
-  int64_t first = run.block.first_position;
+  int64_t first = run.tile.first_position;
   if constexpr (kPlacement == Placement::kGrouped) {
     load([&](int row) { return p.grouped.FarQuery(first + row); }, 1);
   } else {
@@ -212,7 +211,7 @@ class Consumer {
                       const ThreadPlace& me)
       : p_(p),
         shared_(shared),
-        first_position_(run.block.first_position),
+        first_position_(run.tile.first_position),
         me_(me),
         queries_(shared.queries[me.consumer][0], me),
         first_keys_(hopper::TileDescriptor(shared.ring.keys(0))),
@@ -314,7 +313,7 @@ class Consumer {
 };
 
 template <int kHeadDim>
-__device__ void Store(const AttendLaunch& p, const QueryBlock& block, int64_t head,
+__device__ void Store(const AttendLaunch& p, const QueryTile& tile, int64_t head,
                       const ThreadPlace& me, ThreadState<kHeadDim>& state) {
   const int64_t heads = p.kv.layout.num_kv_heads * p.group;
 #pragma unroll
@@ -323,8 +322,8 @@ __device__ void Store(const AttendLaunch& p, const QueryBlock& block, int64_t he
     sum += __shfl_xor_sync(kAllLanes, sum, 1);
     sum += __shfl_xor_sync(kAllLanes, sum, 2);
     const int row = me.row + 8 * i;
-    if (row >= block.num_rows) continue;
-    const int64_t index = (block.first_row + row) * heads + head;
+    if (row >= tile.num_rows) continue;
+    const int64_t index = (tile.first_row + row) * heads + head;
     const float factor = sum == 0 ? 0.0f : 1.0f / sum;
     uint32_t* out = reinterpret_cast<uint32_t*>(p.out + index * kHeadDim);
 #pragma unroll
@@ -348,7 +347,7 @@ __device__ void ComputeRow(const AttendLaunch& p, PrefillMemory<kHeadDim, kPlace
   LoadQueries<kHeadDim, kPlacement>(p, run, head, exists, me, shared);
   ThreadState<kHeadDim> state;
   Consumer<kHeadDim, kPlacement>(p, shared, run, me).Run(state);
-  if (exists) Store<kHeadDim>(p, run.block, head, me, state);
+  if (exists) Store<kHeadDim>(p, run.tile, head, me, state);
 }
 
 template <int kHeadDim, Placement kPlacement>

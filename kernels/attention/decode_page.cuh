@@ -39,13 +39,13 @@ __device__ void LoadQuery(const AttendLaunch& p, const PageRun& run, const Threa
                           std::byte* to) {
   const int64_t kv_head = run.row % p.kv.layout.num_kv_heads;
   const int64_t heads = p.kv.layout.num_kv_heads * p.group;
-  const __nv_bfloat16* first = p.q + (run.block.first_row * heads + kv_head * p.group) * kHeadDim;
+  const __nv_bfloat16* first = p.q + (run.tile.first_row * heads + kv_head * p.group) * kHeadDim;
   const auto query_of = [&](int head) {
     return head < p.group ? first + head * kHeadDim : nullptr;
   };
   LoadQueryTile<kHeadDim, kHeads>(me, query_of, to);
   if constexpr (kPlacement != Placement::kCached) {
-    const int64_t own = run.block.first_position;
+    const int64_t own = run.tile.first_position;
     const int64_t position = kPlacement == Placement::kGrouped
                                  ? p.grouped.FarQuery(own)
                                  : QueryPosition(p.headers[run.row], own);

@@ -44,7 +44,7 @@ EarlyEnd::EarlyEnd(const AttendParams& p, int64_t row, std::span<PageStep> steps
       row_(row),
       steps_(steps),
       watched_{.params = p,
-               .block = p.blocks[static_cast<size_t>(row / p.kv.layout.num_kv_heads)],
+               .tile = p.tiles[static_cast<size_t>(row / p.kv.layout.num_kv_heads)],
                .header = p.selection.header(row),
                .kv_head = row % p.kv.layout.num_kv_heads,
                .skippable = {}} {
@@ -92,7 +92,7 @@ void EarlyEnd::CountUnread(int64_t begin) {
   UnreadPages& unread = params_.unread[static_cast<size_t>(row_)];
   for (int64_t i = begin; i < end_; ++i) {
     const PageTier tier = params_.kv
-                              .Peek(watched_.block.slot, steps_[static_cast<size_t>(i)].page,
+                              .Peek(watched_.tile.slot, steps_[static_cast<size_t>(i)].page,
                                     params_.layer, watched_.kv_head)
                               .tier();
     ++(tier == PageTier::kDevice ? unread.device : unread.host);

@@ -90,14 +90,14 @@ struct PageRun {
   int64_t begin = 0;
   int64_t end = 0;
   int64_t step = 1;
-  QueryBlock block;
+  QueryTile tile;
   RowItems items;
 };
 
 // The whole row.
 __device__ inline PageRun WholeRow(const AttendLaunch& p, int64_t row) {
-  PageRun run = {.row = row, .block = p.blocks[row / p.kv.layout.num_kv_heads]};
-  run.items = NumberItems(p.headers[row], run.block.first_position + run.block.num_rows - 1);
+  PageRun run = {.row = row, .tile = p.tiles[row / p.kv.layout.num_kv_heads]};
+  run.items = NumberItems(p.headers[row], run.tile.first_position + run.tile.num_rows - 1);
   run.end = run.items.num_items;
   return run;
 }
@@ -133,9 +133,9 @@ __device__ ResolvedPage<kPlacement> ResolveItem(const AttendLaunch& p, const KvT
   if (item.mask == 0) return resolved;
   const KvLayout& layout = p.kv.layout;
   const int64_t head = run.row % layout.num_kv_heads;
-  const int64_t kv_row = p.kv.row(run.block.slot, item.page);
-  resolved.index = kv_row * layout.pages_per_block() + layout.page_in_block(p.layer, head);
-  const PageRef page = kv_row < 0 ? PageRef() : p.kv.pages[resolved.index];
+  const int64_t extent = p.kv.extent(run.tile.slot, item.page);
+  resolved.index = extent * layout.pages_per_block() + layout.page_in_block(p.layer, head);
+  const PageRef page = extent < 0 ? PageRef() : p.kv.pages[resolved.index];
   resolved.mask = item.mask;
   resolved.page = item.page;
   resolved.tier = page.tier();
@@ -145,7 +145,7 @@ __device__ ResolvedPage<kPlacement> ResolveItem(const AttendLaunch& p, const KvT
     resolved.positions =
         FindPositions(run.items, p.headers[run.row], p.entries + run.row * p.capacity, index);
   } else if constexpr (kPlacement == Placement::kGrouped) {
-    resolved.positions = FindGroupedPositions(p.grouped, item.page, run.block.first_position);
+    resolved.positions = FindGroupedPositions(p.grouped, item.page, run.tile.first_position);
   }
   return resolved;
 }
@@ -162,7 +162,7 @@ __device__ void ClaimPage(const AttendLaunch& p, const PageRun& run, ResolvedPag
                           int64_t tokens) {
   if (page.mask == 0) return;
   if (page.tier == PageTier::kAbsent) {
-    p.faults[run.block.slot] = 1;
+    p.faults[run.tile.slot] = 1;
     page.mask = 0;
     return;
   }

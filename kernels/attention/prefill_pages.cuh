@@ -76,7 +76,7 @@ __device__ inline GroupedPage FarSide(const AttendLaunch& p, const PageRun& run,
 }
 __device__ inline GroupedPage NearSide(const AttendLaunch& p, const PageRun& run,
                                        GroupedPage page) {
-  page.mask &= ~p.grouped.FarMask(page.page, run.block.first_position);
+  page.mask &= ~p.grouped.FarMask(page.page, run.tile.first_position);
   page.positions.near_begin = 0;
   page.positions.first_near = static_cast<int32_t>(page.page * kPageTokens);
   return page;
@@ -115,7 +115,7 @@ __device__ void ProducePages(const AttendLaunch& p, const KvTensorMaps& maps, co
     if (lane == 0) {
       const int64_t last_token = page.page * kPageTokens + kPageTokens - 1;
       const bool is_whole = kPlacement != Placement::kGrouped && page.mask == ~uint64_t{0} &&
-                            last_token <= run.block.first_position;
+                            last_token <= run.tile.first_position;
       hopper::BarrierWait(&ring.empty[at.stage], at.parity ^ 1);
       ring.states[at.stage] = page.mask == 0 ? kEnd : is_whole ? kWhole : kMasked;
       ring.masks[at.stage] = page.mask;

@@ -57,7 +57,7 @@ struct RowProgress {
 // One (query tile, KV head) whose pages are about to be read.
 struct TerminatedRow {
   const AttendParams& params;
-  const QueryBlock& block;
+  const QueryTile& tile;
   const SelectionHeader& header;
   int64_t kv_head = 0;
   int64_t patience = 0;

@@ -6,12 +6,12 @@
 
 namespace kvasir::kernels {
 
-void ReservePositions(const PageSelection& selection, std::span<const QueryBlock> blocks,
+void ReservePositions(const PageSelection& selection, std::span<const QueryTile> tiles,
                       int64_t num_kv_heads, RopePositions& rope, Executor& executor) {
   int64_t end = 0;
   for (int64_t row = 0; row < selection.num_rows; ++row) {
-    const QueryBlock& block = blocks[static_cast<size_t>(row / num_kv_heads)];
-    const int64_t last = block.first_position + block.num_rows - 1;
+    const QueryTile& tile = tiles[static_cast<size_t>(row / num_kv_heads)];
+    const int64_t last = tile.first_position + tile.num_rows - 1;
     end = std::max(end, QueryPosition(selection.header(row), last) + 1);
   }
   rope.Reserve(end, executor);

@@ -53,7 +53,7 @@ constexpr int64_t TokenPosition(const SelectionHeader& header, const SelectionEn
 }
 
 // Prepares `rope` for all positions of the rows. REQUIRES: rows = tiles x num_kv_heads.
-void ReservePositions(const PageSelection& selection, std::span<const QueryBlock> blocks,
+void ReservePositions(const PageSelection& selection, std::span<const QueryTile> tiles,
                       int64_t num_kv_heads, RopePositions& rope, Executor& executor);
 
 // A page that a row attends to.

@@ -11,7 +11,7 @@ namespace {
 constexpr int kRowsOfBlock = 4;
 
 struct CountLaunch {
-  const QueryBlock* blocks;
+  const QueryTile* tiles;
   PageSelection selection;  // at least one row
   int64_t num_kv_heads;
   SelectedCounts* counts;  // [num_rows]
@@ -22,7 +22,7 @@ __global__ void CountSelectedKernel(const __grid_constant__ CountLaunch p) {
   if (row >= p.selection.num_rows) return;
   p.counts[row].unread_pages = 0;
   CountRow(p.selection.headers[row], p.selection.entries + row * p.selection.capacity,
-           p.blocks[row / p.num_kv_heads], p.counts[row]);
+           p.tiles[row / p.num_kv_heads], p.counts[row]);
 }
 
 cudaError_t Launch(const CountLaunch& p, cudaStream_t stream) {
@@ -34,18 +34,18 @@ cudaError_t Launch(const CountLaunch& p, cudaStream_t stream) {
 
 }  // namespace
 
-absl::Status CountSelected(std::span<const QueryBlock> blocks, const PageSelection& selection,
+absl::Status CountSelected(std::span<const QueryTile> tiles, const PageSelection& selection,
                            std::span<SelectedCounts> counts, cudaStream_t stream) {
   const int64_t rows = selection.num_rows;
-  const int64_t num_blocks = std::ssize(blocks);
+  const int64_t num_tiles = std::ssize(tiles);
   ShapeCheck check("count_selected");
-  check.Require(num_blocks > 0 ? rows % num_blocks == 0 : rows == 0, "rows must be blocks x heads")
+  check.Require(num_tiles > 0 ? rows % num_tiles == 0 : rows == 0, "rows must be tiles x heads")
       .Require(std::ssize(counts) == rows, "counts must be one per row");
   KVASIR_RETURN_IF_ERROR(check.status());
   if (rows == 0) return absl::OkStatus();
-  const CountLaunch launch = {.blocks = blocks.data(),
+  const CountLaunch launch = {.tiles = tiles.data(),
                               .selection = selection,
-                              .num_kv_heads = rows / num_blocks,
+                              .num_kv_heads = rows / num_tiles,
                               .counts = counts.data()};
   return CudaStatus(Launch(launch, stream), "launching count_selected");
 }

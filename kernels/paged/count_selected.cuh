@@ -9,9 +9,9 @@ namespace kvasir::kernels {
 
 // Counts pages and tokens of the items that are thread `thread`'s share among `threads`.
 __device__ inline SelectedCounts CountShare(const SelectionHeader& header,
-                                            const SelectionEntry* list, const QueryBlock& block,
+                                            const SelectionEntry* list, const QueryTile& tile,
                                             int thread, int threads) {
-  const RowItems items = NumberItems(header, block.first_position + block.num_rows - 1);
+  const RowItems items = NumberItems(header, tile.first_position + tile.num_rows - 1);
   SelectedCounts counts;
   if (header.kind == SelectionHeader::Kind::kAll) {
     if (thread != 0) return counts;
@@ -42,9 +42,9 @@ __device__ inline SelectedCounts SumOfCounts(SelectedCounts counts) {
 
 // Counts a row, by one warp: all counts except unread_pages, which it leaves unchanged.
 __device__ inline void CountRow(const SelectionHeader& header, const SelectionEntry* list,
-                                const QueryBlock& block, SelectedCounts& to) {
+                                const QueryTile& tile, SelectedCounts& to) {
   const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
-  const SelectedCounts counts = SumOfCounts(CountShare(header, list, block, lane, kWarpThreads));
+  const SelectedCounts counts = SumOfCounts(CountShare(header, list, tile, lane, kWarpThreads));
   if (lane != 0) return;
   to.pages = counts.pages;
   to.tokens = counts.tokens;

@@ -17,7 +17,7 @@ namespace kvasir::kernels {
 // Writes `counts`: [selection.num_rows]. Rows are tiles x num_kv_heads. Allocates nothing and waits
 // for nothing. INVALID_ARGUMENT on shapes; INTERNAL with CUDA's error when the launch fails. Cost:
 // reads the lists once.
-absl::Status CountSelected(std::span<const QueryBlock> blocks, const PageSelection& selection,
+absl::Status CountSelected(std::span<const QueryTile> tiles, const PageSelection& selection,
                            std::span<SelectedCounts> counts, cudaStream_t stream);
 
 }  // namespace kvasir::kernels

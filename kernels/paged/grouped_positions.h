@@ -45,10 +45,10 @@ struct GroupedPositions {
 };
 
 // Returns the first position after all queries and keys of the tiles.
-inline int64_t EndOfPositions(std::span<const QueryBlock> blocks) {
+inline int64_t EndOfPositions(std::span<const QueryTile> tiles) {
   int64_t end = 0;
-  for (const QueryBlock& block : blocks) {
-    end = std::max(end, block.first_position + block.num_rows);
+  for (const QueryTile& tile : tiles) {
+    end = std::max(end, tile.first_position + tile.num_rows);
   }
   return end;
 }

@@ -4,9 +4,11 @@
 // BeginStep to EndStep. Thread-safe: it only reads, except for the access record, whose entries are
 // written with relaxed atomics.
 //
-//   slot --block_rows--> row --pages--> page of (layer, head): K[64][d] then V[64][d], contiguous
-//                          |--bounds--> min and max of K per page (Quest's digest)
-//                          \--key_codes--> K in 4 bits (Twilight's digest), where a policy needs it
+//   slot --block_extents--> extent |--pages--> page of (layer, head): K[64][d], V[64][d],
+//   contiguous
+//                                  |--bounds--> min and max of K per page (Quest's digest)
+//                                  \--key_codes--> K in 4 bits (Twilight's digest), where a policy
+//                                                  needs it
 #pragma once
 
 #include <atomic>
@@ -82,7 +84,7 @@ class PageRef {
 // Stands for the step of a page that was never read. No step has this number.
 inline constexpr uint32_t kNeverTouched = 0xffffffff;
 
-// Written by kernels as they read, one entry a page: [num_rows * pages_per_block]. Null where
+// Written by kernels as they read, one entry a page: [num_extents * pages_per_block]. Null where
 // nothing is recorded: a measurement reads pages without counting as a use of them.
 struct AccessRecord {
   const uint32_t* step = nullptr;    // number of the step that kernels run in
@@ -92,28 +94,29 @@ struct AccessRecord {
 
 struct PagedKv {
   KvLayout layout;
-  const int32_t* block_rows = nullptr;  // [num_slots, max_blocks_per_slot], -1 = no block
+  const int32_t* block_extents = nullptr;  // [num_slots, max_blocks_per_slot], -1 = no block
   int64_t num_slots = 0;
   int64_t max_blocks_per_slot = 0;
-  int64_t num_rows = 0;                // rows of the tables below
-  const PageRef* pages = nullptr;      // [num_rows, pages_per_block]
-  std::byte* const* bounds = nullptr;  // [num_rows] -> [pages_per_block][2][head_dim]
-  // [num_rows] -> [pages_per_block] key codes of a page (key_codes.h). Null when they are not kept.
+  int64_t num_extents = 0;             // in the tables below
+  const PageRef* pages = nullptr;      // [num_extents, pages_per_block]
+  std::byte* const* bounds = nullptr;  // [num_extents] -> [pages_per_block][2][head_dim]
+  // [num_extents] -> [pages_per_block] key codes of a page (key_codes.h). Null when they are not
+  // kept.
   std::byte* const* key_codes = nullptr;
   AccessRecord accesses;
 
-  KVASIR_HOST_DEVICE int64_t row(int64_t slot, int64_t block) const {
-    return block_rows[slot * max_blocks_per_slot + block];
+  KVASIR_HOST_DEVICE int64_t extent(int64_t slot, int64_t block) const {
+    return block_extents[slot * max_blocks_per_slot + block];
   }
   // Resolves without recording, for writers and tests. Absent when the slot has no such block.
   KVASIR_HOST_DEVICE PageRef Peek(int64_t slot, int64_t block, int64_t layer, int64_t head) const {
-    if (row(slot, block) < 0) return PageRef();
+    if (extent(slot, block) < 0) return PageRef();
     return pages[PageIndex(slot, block, layer, head)];
   }
   // Resolves for reading `bytes` of the page. Records the access, and the miss when the page is
   // read in place from the host tier. Absent when the slot has no such block.
   PageRef Read(int64_t slot, int64_t block, int64_t layer, int64_t head, int64_t bytes) const {
-    if (row(slot, block) < 0) return PageRef();
+    if (extent(slot, block) < 0) return PageRef();
     const int64_t index = PageIndex(slot, block, layer, head);
     const PageRef ref = pages[index];
     if (accesses.last_touched == nullptr) return ref;
@@ -128,26 +131,26 @@ struct PagedKv {
   // Returns min[head_dim] then max[head_dim] of the keys of a page, in the KV dtype.
   KVASIR_HOST_DEVICE std::byte* Bounds(int64_t slot, int64_t block, int64_t layer,
                                        int64_t head) const {
-    return bounds[row(slot, block)] +
+    return bounds[extent(slot, block)] +
            layout.page_in_block(layer, head) * layout.page_bounds_bytes();
   }
   // REQUIRES: key_codes are kept.
   KVASIR_HOST_DEVICE std::byte* KeyCodes(int64_t slot, int64_t block, int64_t layer,
                                          int64_t head) const {
-    return key_codes[row(slot, block)] +
+    return key_codes[extent(slot, block)] +
            layout.page_in_block(layer, head) * layout.page_key_codes_bytes();
   }
 
  private:
   KVASIR_HOST_DEVICE int64_t PageIndex(int64_t slot, int64_t block, int64_t layer,
                                        int64_t head) const {
-    return row(slot, block) * layout.pages_per_block() + layout.page_in_block(layer, head);
+    return extent(slot, block) * layout.pages_per_block() + layout.page_in_block(layer, head);
   }
 };
 
 // Consecutive queries of one sequence that share a selection: one token in decode and in a prompt's
 // tail, up to 64 in prefill, all inside one block of positions [64 i, 64 i + 64).
-struct QueryBlock {
+struct QueryTile {
   int64_t slot = 0;
   int64_t first_row = 0;       // row of the first query in the batch's q and out tensors
   int64_t num_rows = 0;        // 1..64

@@ -1,7 +1,11 @@
 // The sum of small messages among peers. Each thread has two elements. It writes them to all peers,
 // waits until the same elements of all peers have come, and adds them.
+#include "kernels/base/cuda_status.h"
+#include "kernels/base/dtype.h"
 #include "kernels/base/overlapped_launch.h"
-#include "kernels/ranks/rank_ops_launch.h"
+#include "kernels/base/shape_check.h"
+#include "kernels/base/status_macros.h"
+#include "kernels/ranks/rank_ops_cuda.h"
 #include <cuda/atomic>
 
 namespace kvasir::kernels {
@@ -12,6 +16,13 @@ constexpr int kElementsOfThread = 2;
 constexpr int64_t kElementsOfBlock = kThreads * kElementsOfThread;
 static_assert(kPeerSumElements / kElementsOfBlock == kPeerSumCounters);
 constexpr int kLooksBetweenClocks = 1024;
+
+struct PeerSumLaunch {
+  PeerSumEnd end;
+  const float* x;  // [count]
+  BFloat16* y;     // [count]
+  int64_t count;   // 1 to kPeerSumElements
+};
 
 using SharedLine = cuda::atomic_ref<uint64_t, cuda::thread_scope_system>;
 
@@ -116,11 +127,25 @@ __global__ void PeerSumKernel(const __grid_constant__ PeerSumLaunch p) {
   if (threadIdx.x == 0) end.calls[blockIdx.x] = call;
 }
 
-}  // namespace
-
 cudaError_t LaunchPeerSum(const PeerSumLaunch& p, cudaStream_t stream) {
   const auto blocks = static_cast<unsigned>((p.count + kElementsOfBlock - 1) / kElementsOfBlock);
   return LaunchOverlapped(PeerSumKernel, blocks, kThreads, 0, stream, p);
+}
+
+}  // namespace
+
+absl::Status PeerSum(const PeerSumEnd& end, const TensorView& x, const TensorView& y,
+                     cudaStream_t stream) {
+  ShapeCheck check("peer_sum");
+  check.Match("x", x, {"rows", "width"}, DType::kFloat32)
+      .Match("y", y, {"rows", "width"}, DType::kBFloat16)
+      .Require(x.num_elements() <= kPeerSumElements, "at most 32,768 elements")
+      .Require(end.num_ranks <= kMaxPeers, "at most 8 ranks");
+  KVASIR_RETURN_IF_ERROR(check.status());
+  if (x.num_elements() == 0) return absl::OkStatus();
+  const PeerSumLaunch launch = {
+      .end = end, .x = x.As<float>(), .y = y.As<BFloat16>(), .count = x.num_elements()};
+  return CudaStatus(LaunchPeerSum(launch, stream), "launching peer_sum");
 }
 
 }  // namespace kvasir::kernels

@@ -11,15 +11,15 @@ namespace kvasir::kernels {
 
 absl::Status CheckResidencyShape(const ResidencyShape& s) {
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max() - kChunkPages;
-  const bool positive = s.num_rows > 0 && s.pages_per_row > 0 && s.page_bytes > 0 &&
+  const bool positive = s.num_extents > 0 && s.pages_per_extent > 0 && s.page_bytes > 0 &&
                         s.max_fills > 0 && s.max_examined > 0;
-  if (!positive || s.num_rows > kMost / s.pages_per_row || s.num_slots > kMost ||
-      s.num_slots < 2 * s.pages_per_row || s.max_fills > s.num_slots / 2) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("residency: ", s.num_rows, " rows of ", s.pages_per_row, " pages over ",
-                     s.num_slots, " slots, ", s.max_fills, " fills and ", s.max_examined,
-                     " slots examined a step: all must be positive, pages and slots at most ",
-                     kMost, ", slots for at least two rows and two steps' fills"));
+  if (!positive || s.num_extents > kMost / s.pages_per_extent || s.num_slots > kMost ||
+      s.num_slots < 2 * s.pages_per_extent || s.max_fills > s.num_slots / 2) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "residency: ", s.num_extents, " extents of ", s.pages_per_extent, " pages over ",
+        s.num_slots, " slots, ", s.max_fills, " fills and ", s.max_examined,
+        " slots examined a step: all must be positive, pages and slots at most ", kMost,
+        ", slots for at least two extents and two steps' fills"));
   }
   if (s.page_bytes % 64 != 0) {
     return absl::InvalidArgumentError(absl::StrCat("residency: pages of ", s.page_bytes,

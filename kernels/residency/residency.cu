@@ -10,11 +10,11 @@
 namespace kvasir::kernels {
 namespace {
 
-constexpr int kRowThreads = 256;
+constexpr int kExtentThreads = 256;
 constexpr int kScanThreads = 256;
 constexpr int kCountThreads = 128;
 
-// ---- rows
+// ---- extents
 
 __global__ void InitKernel(const __grid_constant__ ResidencyState s) {
   const int64_t stride = static_cast<int64_t>(gridDim.x) * NumThreads();
@@ -36,14 +36,14 @@ __global__ void InitKernel(const __grid_constant__ ResidencyState s) {
   }
 }
 
-__global__ void OpenKernel(const __grid_constant__ ResidencyState s, const int32_t* rows,
-                           int64_t num_rows) {
+__global__ void OpenKernel(const __grid_constant__ ResidencyState s, const int32_t* extents,
+                           int64_t num_extents) {
   __shared__ OrderMemory memory;
-  const int64_t wanted = num_rows * s.shape.pages_per_row;
+  const int64_t wanted = num_extents * s.shape.pages_per_extent;
   const int64_t taken = TakeSlots(s, wanted, kNeverTouched, 2 * s.shape.num_slots, memory);
   for (int64_t i = Thread(); i < wanted; i += NumThreads()) {
-    const int64_t page =
-        rows[i / s.shape.pages_per_row] * s.shape.pages_per_row + i % s.shape.pages_per_row;
+    const int64_t page = extents[i / s.shape.pages_per_extent] * s.shape.pages_per_extent +
+                         i % s.shape.pages_per_extent;
     s.last_touched[page] = kNeverTouched;
     s.missed_bytes[page] = 0;
     if (i >= taken) continue;
@@ -56,18 +56,18 @@ __global__ void OpenKernel(const __grid_constant__ ResidencyState s, const int32
   if (Thread() == 0) s.counters->without_room += wanted - taken;
 }
 
-__global__ void SealKernel(const __grid_constant__ ResidencyState s, const int32_t* rows) {
-  const int64_t first = rows[blockIdx.x] * s.shape.pages_per_row;
-  for (int64_t i = Thread(); i < s.shape.pages_per_row; i += NumThreads()) {
+__global__ void SealKernel(const __grid_constant__ ResidencyState s, const int32_t* extents) {
+  const int64_t first = extents[blockIdx.x] * s.shape.pages_per_extent;
+  for (int64_t i = Thread(); i < s.shape.pages_per_extent; i += NumThreads()) {
     const PageRef page = s.pages[first + i];
     if (page.tier() != PageTier::kDevice) continue;
     s.slot_states[s.shape.slot_of(page.page())] = SlotState::kCached;
   }
 }
 
-__global__ void RestoreKernel(const __grid_constant__ ResidencyState s, const int32_t* rows) {
-  const int64_t first = rows[blockIdx.x] * s.shape.pages_per_row;
-  for (int64_t page = first + Thread(); page < first + s.shape.pages_per_row;
+__global__ void RestoreKernel(const __grid_constant__ ResidencyState s, const int32_t* extents) {
+  const int64_t first = extents[blockIdx.x] * s.shape.pages_per_extent;
+  for (int64_t page = first + Thread(); page < first + s.shape.pages_per_extent;
        page += NumThreads()) {
     s.pages[page] = PageRef::OfAligned(s.shape.host_page(page), PageTier::kHost);
     s.last_touched[page] = kNeverTouched;
@@ -75,10 +75,10 @@ __global__ void RestoreKernel(const __grid_constant__ ResidencyState s, const in
   }
 }
 
-__global__ void FreeKernel(const __grid_constant__ ResidencyState s, const int32_t* rows) {
-  const int64_t row = rows[blockIdx.x];
-  for (int64_t i = Thread(); i < s.shape.pages_per_row; i += NumThreads()) {
-    PageRef& page = s.pages[row * s.shape.pages_per_row + i];
+__global__ void FreeKernel(const __grid_constant__ ResidencyState s, const int32_t* extents) {
+  const int64_t extent = extents[blockIdx.x];
+  for (int64_t i = Thread(); i < s.shape.pages_per_extent; i += NumThreads()) {
+    PageRef& page = s.pages[extent * s.shape.pages_per_extent + i];
     if (page.tier() == PageTier::kDevice) {
       FreeSlot(s, s.shape.slot_of(page.page()));
       AddTo(&s.counters->free_slots, 1);
@@ -86,7 +86,7 @@ __global__ void FreeKernel(const __grid_constant__ ResidencyState s, const int32
     page = PageRef();
   }
   for (int64_t i = Thread(); i < s.counters->num_fills; i += NumThreads()) {
-    if (s.fills[i].page / s.shape.pages_per_row == row) s.fills[i].given_up = 1;
+    if (s.fills[i].page / s.shape.pages_per_extent == extent) s.fills[i].given_up = 1;
   }
 }
 
@@ -194,58 +194,64 @@ __global__ void ChooseKernel(const __grid_constant__ ResidencyState s, uint32_t 
   }
 }
 
-// One warp a row.
+// One warp an extent.
 __global__ void CountKernel(const __grid_constant__ ResidencyState s, int32_t* counts) {
-  for (int64_t row = FirstUnit(); row < s.shape.num_rows; row += UnitStride()) {
-    const PageRef* const pages = s.pages + row * s.shape.pages_per_row;
+  for (int64_t extent = FirstUnit(); extent < s.shape.num_extents; extent += UnitStride()) {
+    const PageRef* const pages = s.pages + extent * s.shape.pages_per_extent;
     int count = 0;
-    for (int64_t first = 0; first < s.shape.pages_per_row; first += kWarpThreads) {
+    for (int64_t first = 0; first < s.shape.pages_per_extent; first += kWarpThreads) {
       const int64_t i = first + Thread() % kWarpThreads;
-      const bool in_device = i < s.shape.pages_per_row && pages[i].tier() == PageTier::kDevice;
+      const bool in_device = i < s.shape.pages_per_extent && pages[i].tier() == PageTier::kDevice;
       count += __popc(__ballot_sync(kAllLanes, in_device));
     }
-    if (Thread() % kWarpThreads == 0) counts[row] = count;
+    if (Thread() % kWarpThreads == 0) counts[extent] = count;
   }
 }
 
-__global__ void BeginKernel(uint32_t step, uint32_t* step_number, const BlockRowChange* changes,
-                            int64_t num_changes, int32_t* block_rows) {
+__global__ void BeginKernel(uint32_t step, uint32_t* step_number, const BlockExtentChange* changes,
+                            int64_t num_changes, int32_t* block_extents) {
   if (Thread() == 0) *step_number = step;
   for (int64_t i = Thread(); i < num_changes; i += NumThreads()) {
-    block_rows[changes[i].entry] = changes[i].row;
+    block_extents[changes[i].entry] = changes[i].extent;
   }
 }
 
 }  // namespace
 
 absl::Status InitResidency(const ResidencyState& s, cudaStream_t stream) {
-  InitKernel<<<kWideBlocks, kRowThreads, 0, stream>>>(s);
+  InitKernel<<<kWideBlocks, kExtentThreads, 0, stream>>>(s);
   return Launched("launching init_residency");
 }
 
-absl::Status OpenRows(const ResidencyState& s, std::span<const int32_t> rows, cudaStream_t stream) {
-  if (rows.empty()) return absl::OkStatus();
-  OpenKernel<<<1, kOrderThreads, 0, stream>>>(s, rows.data(), std::ssize(rows));
-  return Launched("launching open_rows");
-}
-
-absl::Status SealRows(const ResidencyState& s, std::span<const int32_t> rows, cudaStream_t stream) {
-  if (rows.empty()) return absl::OkStatus();
-  SealKernel<<<static_cast<unsigned>(rows.size()), kRowThreads, 0, stream>>>(s, rows.data());
-  return Launched("launching seal_rows");
-}
-
-absl::Status RestoreRows(const ResidencyState& s, std::span<const int32_t> rows,
+absl::Status OpenExtents(const ResidencyState& s, std::span<const int32_t> extents,
                          cudaStream_t stream) {
-  if (rows.empty()) return absl::OkStatus();
-  RestoreKernel<<<static_cast<unsigned>(rows.size()), kRowThreads, 0, stream>>>(s, rows.data());
-  return Launched("launching restore_rows");
+  if (extents.empty()) return absl::OkStatus();
+  OpenKernel<<<1, kOrderThreads, 0, stream>>>(s, extents.data(), std::ssize(extents));
+  return Launched("launching open_extents");
 }
 
-absl::Status FreeRows(const ResidencyState& s, std::span<const int32_t> rows, cudaStream_t stream) {
-  if (rows.empty()) return absl::OkStatus();
-  FreeKernel<<<static_cast<unsigned>(rows.size()), kRowThreads, 0, stream>>>(s, rows.data());
-  return Launched("launching free_rows");
+absl::Status SealExtents(const ResidencyState& s, std::span<const int32_t> extents,
+                         cudaStream_t stream) {
+  if (extents.empty()) return absl::OkStatus();
+  SealKernel<<<static_cast<unsigned>(extents.size()), kExtentThreads, 0, stream>>>(s,
+                                                                                   extents.data());
+  return Launched("launching seal_extents");
+}
+
+absl::Status RestoreExtents(const ResidencyState& s, std::span<const int32_t> extents,
+                            cudaStream_t stream) {
+  if (extents.empty()) return absl::OkStatus();
+  RestoreKernel<<<static_cast<unsigned>(extents.size()), kExtentThreads, 0, stream>>>(
+      s, extents.data());
+  return Launched("launching restore_extents");
+}
+
+absl::Status FreeExtents(const ResidencyState& s, std::span<const int32_t> extents,
+                         cudaStream_t stream) {
+  if (extents.empty()) return absl::OkStatus();
+  FreeKernel<<<static_cast<unsigned>(extents.size()), kExtentThreads, 0, stream>>>(s,
+                                                                                   extents.data());
+  return Launched("launching free_extents");
 }
 
 absl::Status MapFills(const ResidencyState& s, cudaStream_t stream) {
@@ -268,10 +274,10 @@ absl::Status CountDevicePages(const ResidencyState& s, std::span<int32_t> counts
 }
 
 absl::Status BeginResidencyStep(uint32_t step, uint32_t* step_number,
-                                std::span<const BlockRowChange> changes, int32_t* block_rows,
+                                std::span<const BlockExtentChange> changes, int32_t* block_extents,
                                 cudaStream_t stream) {
   BeginKernel<<<1, kOrderThreads, 0, stream>>>(step, step_number, changes.data(),
-                                               std::ssize(changes), block_rows);
+                                               std::ssize(changes), block_extents);
   return Launched("launching begin_residency_step");
 }
 

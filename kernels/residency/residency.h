@@ -1,12 +1,12 @@
 // The residency protocol: the device tier is a cache of pages over the host tier. All its state
-// lies in device memory: page table, slots, planned moves. The host names the rows (blocks) that
-// were opened, sealed and freed, and counts the rows it gave out. In the steady decode loop it
+// lies in device memory: page table, slots, planned moves. The host names the extents (blocks) that
+// were opened, sealed and freed, and counts the extents it gave out. In the steady decode loop it
 // neither sends nor asks anything. residency_cpu.cc is the reference of all ops, for state in host
 // memory. The ops on the GPU (residency_cuda.h) leave the same state, entry by entry.
 //
-//   row:   none --OpenRows--> open --SealRows--> sealed, none --RestoreRows--> sealed,
-//          any --FreeRows--> none
-//   slot:  free --OpenRows--> pinned --SealRows--> cached --evicted, FreeRows--> free
+//   extent:   none --OpenExtents--> open --SealExtents--> sealed, none --RestoreExtents--> sealed,
+//          any --FreeExtents--> none
+//   slot:  free --OpenExtents--> pinned --SealExtents--> cached --evicted, FreeExtents--> free
 //          free, or cached and evicted --PlanFills--> filling --MapFills--> cached
 //
 // Nothing changes the tables while a step reads them. After the step:
@@ -40,18 +40,18 @@ inline constexpr int64_t kChunkWords = kChunkPages / kWordBits;
 inline constexpr uint32_t kMissDecayShift = 3;
 
 struct ResidencyShape {
-  int64_t num_rows = 0;
-  int64_t pages_per_row = 0;
-  int64_t num_slots = 0;  // at least the pages of two rows
+  int64_t num_extents = 0;
+  int64_t pages_per_extent = 0;
+  int64_t num_slots = 0;  // at least the pages of two extents
   int64_t page_bytes = 0;
   std::byte* arena = nullptr;  // [num_slots] pages
-  // Pages of row r, in order, begin at extents + r * extent_stride. Readable by the device.
+  // Pages of extent e, in order, begin at extents + e * extent_stride. Readable by the device.
   std::byte* extents = nullptr;
   int64_t extent_stride = 0;
   int64_t max_fills = 0;     // in one step
   int64_t max_examined = 0;  // slots that one step examines for victims
 
-  KVASIR_HOST_DEVICE int64_t num_pages() const { return num_rows * pages_per_row; }
+  KVASIR_HOST_DEVICE int64_t num_pages() const { return num_extents * pages_per_extent; }
   KVASIR_HOST_DEVICE int64_t num_chunks() const {
     return (num_pages() + kChunkPages - 1) / kChunkPages;
   }
@@ -65,7 +65,7 @@ struct ResidencyShape {
     return (memory - arena) / page_bytes;
   }
   KVASIR_HOST_DEVICE std::byte* host_page(int64_t page) const {
-    return extents + page / pages_per_row * extent_stride + page % pages_per_row * page_bytes;
+    return extents + page / pages_per_extent * extent_stride + page % pages_per_extent * page_bytes;
   }
 };
 
@@ -74,7 +74,7 @@ enum class SlotState : uint8_t { kFree, kPinned, kCached, kFilling };
 struct PageFill {
   int32_t page = 0;
   int32_t slot = 0;
-  int32_t given_up = 0;  // its row was freed: the slot becomes free when the copy ends
+  int32_t given_up = 0;  // its extent was freed: the slot becomes free when the copy ends
 };
 
 // Page counts since the start, unless marked "now".
@@ -83,12 +83,13 @@ struct ResidencyCounters {
   int64_t misses = 0;  // read in place from the host tier
   int64_t promotions = 0;
   int64_t evictions = 0;
-  int64_t given_up = 0;      // fills whose row was freed
-  int64_t without_room = 0;  // pages of opened rows that got no slot: the caller gave out too many
-  int64_t free_slots = 0;    // now
-  int64_t num_fills = 0;     // now
-  int64_t hand = 0;          // the slot that CLOCK examines next
-  int64_t cursor = 0;        // the chunk where PlanFills begins
+  int64_t given_up = 0;  // fills whose extent was freed
+  int64_t without_room =
+      0;                   // pages of opened extents that got no slot: the caller gave out too many
+  int64_t free_slots = 0;  // now
+  int64_t num_fills = 0;   // now
+  int64_t hand = 0;        // the slot that CLOCK examines next
+  int64_t cursor = 0;      // the chunk where PlanFills begins
 };
 
 // All arrays lie in one allocation, in the memory of the ops that use it.
@@ -116,27 +117,27 @@ absl::Status CheckResidencyShape(const ResidencyShape& shape);
 // Returns the state in `memory`, with unspecified contents. With null memory only `bytes` is valid.
 ResidencyState LayOutResidency(const ResidencyShape& shape, std::byte* memory);
 
-// The ops on state in host memory. InitResidency opens no row and frees all slots.
+// The ops on state in host memory. InitResidency opens no extent and frees all slots.
 void InitResidency(const ResidencyState& state);
-// Gives each row pinned slots for all its pages, in order: first the free slots, then evicted ones.
-// REQUIRES: the rows are free, and at most num_slots slots are then pinned or filling. Pages
-// without a slot stay absent and are counted.
-void OpenRows(const ResidencyState& state, std::span<const int32_t> rows);
-// Copies the rows' pages to the host tier. REQUIRES: the rows are open.
-void CopyRowsToHost(const ResidencyState& state, std::span<const int32_t> rows);
-// Allows eviction of the rows' pages.
-void SealRows(const ResidencyState& state, std::span<const int32_t> rows);
-// Makes sealed rows of pages that lie in the host tier and were never read. REQUIRES: the rows are
-// free.
-void RestoreRows(const ResidencyState& state, std::span<const int32_t> rows);
-// REQUIRES: the rows are open or sealed, and no row is named twice.
-void FreeRows(const ResidencyState& state, std::span<const int32_t> rows);
+// Gives each extent pinned slots for all its pages, in order: first the free slots, then evicted
+// ones. REQUIRES: the extents are free, and at most num_slots slots are then pinned or filling.
+// Pages without a slot stay absent and are counted.
+void OpenExtents(const ResidencyState& state, std::span<const int32_t> extents);
+// Copies the extents' pages to the host tier. REQUIRES: the extents are open.
+void CopyExtentsToHost(const ResidencyState& state, std::span<const int32_t> extents);
+// Allows eviction of the extents' pages.
+void SealExtents(const ResidencyState& state, std::span<const int32_t> extents);
+// Makes sealed extents of pages that lie in the host tier and were never read. REQUIRES: the
+// extents are free.
+void RestoreExtents(const ResidencyState& state, std::span<const int32_t> extents);
+// REQUIRES: the extents are open or sealed, and no extent is named twice.
+void FreeExtents(const ResidencyState& state, std::span<const int32_t> extents);
 // REQUIRES: CopyFills has ended.
 void MapFills(const ResidencyState& state);
 // Runs after step `step` and counts its hits and misses. REQUIRES: MapFills has run.
 void PlanFills(const ResidencyState& state, uint32_t step);
 void CopyFills(const ResidencyState& state);
-// Writes the number of each row's pages in the device tier to `counts`: [num_rows].
+// Writes the number of each extent's pages in the device tier to `counts`: [num_extents].
 void CountDevicePages(const ResidencyState& state, std::span<int32_t> counts);
 
 }  // namespace kvasir::kernels

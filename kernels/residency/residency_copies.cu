@@ -14,7 +14,7 @@ constexpr int64_t kPieceBytes = kWarpThreads * kLaneLoads * 16;
 constexpr int kFillBlocks = 32;  // CTAs of kFillThreads: 512 KiB in flight, on few multiprocessors
 constexpr int kFillThreads = 128;
 constexpr int kGatherThreads = 128;
-constexpr int kMostGathered = 16;  // rows
+constexpr int kMostGathered = 16;  // extents
 
 // Copies piece `piece` of a page, by one warp. All loads are in flight together.
 __device__ void CopyPiece(const std::byte* from, std::byte* to, int64_t piece, int64_t page_bytes) {
@@ -48,20 +48,20 @@ __global__ void __launch_bounds__(kFillThreads)
   }
 }
 
-struct GatheredRows {
-  int32_t rows[kMostGathered];
+struct GatheredExtents {
+  int32_t extents[kMostGathered];
 };
 
 // A page that is not in the device tier is read from its extent.
 __global__ void GatherKernel(const __grid_constant__ ResidencyState s,
-                             const __grid_constant__ GatheredRows from, int64_t num_rows,
+                             const __grid_constant__ GatheredExtents from, int64_t num_extents,
                              std::byte* to) {
   const int64_t pieces = NumPieces(s);
-  const int64_t units = num_rows * s.shape.pages_per_row * pieces;
+  const int64_t units = num_extents * s.shape.pages_per_extent * pieces;
   for (int64_t unit = FirstUnit(); unit < units; unit += UnitStride()) {
     const int64_t i = unit / pieces;
-    const int64_t page =
-        from.rows[i / s.shape.pages_per_row] * s.shape.pages_per_row + i % s.shape.pages_per_row;
+    const int64_t page = from.extents[i / s.shape.pages_per_extent] * s.shape.pages_per_extent +
+                         i % s.shape.pages_per_extent;
     const bool is_here = s.pages[page].tier() == PageTier::kDevice;
     CopyPiece(is_here ? s.pages[page].page() : s.shape.host_page(page), to + i * s.shape.page_bytes,
               unit % pieces, s.shape.page_bytes);
@@ -70,25 +70,25 @@ __global__ void GatherKernel(const __grid_constant__ ResidencyState s,
 
 }  // namespace
 
-absl::Status CopyRowsToHost(const ResidencyState& s, std::span<const int32_t> rows,
-                            std::span<std::byte> gathered, cudaStream_t stream) {
-  const int64_t row_bytes = s.shape.pages_per_row * s.shape.page_bytes;
+absl::Status CopyExtentsToHost(const ResidencyState& s, std::span<const int32_t> extents,
+                               std::span<std::byte> gathered, cudaStream_t stream) {
+  const int64_t extent_bytes = s.shape.pages_per_extent * s.shape.page_bytes;
   const auto most =
-      static_cast<size_t>(std::min<int64_t>(kMostGathered, std::ssize(gathered) / row_bytes));
-  KVASIR_CHECK(most > 0 || rows.empty());
-  for (; !rows.empty(); rows = rows.subspan(std::min(most, rows.size()))) {
-    const std::span<const int32_t> some = rows.first(std::min(most, rows.size()));
-    GatheredRows from = {};
-    std::copy(some.begin(), some.end(), from.rows);
+      static_cast<size_t>(std::min<int64_t>(kMostGathered, std::ssize(gathered) / extent_bytes));
+  KVASIR_CHECK(most > 0 || extents.empty());
+  for (; !extents.empty(); extents = extents.subspan(std::min(most, extents.size()))) {
+    const std::span<const int32_t> some = extents.first(std::min(most, extents.size()));
+    GatheredExtents from = {};
+    std::copy(some.begin(), some.end(), from.extents);
     GatherKernel<<<kWideBlocks, kGatherThreads, 0, stream>>>(s, from, std::ssize(some),
                                                              gathered.data());
-    KVASIR_RETURN_IF_ERROR(Launched("launching copy_rows_to_host"));
+    KVASIR_RETURN_IF_ERROR(Launched("launching copy_extents_to_host"));
     for (size_t i = 0; i < some.size(); ++i) {
       KVASIR_RETURN_IF_ERROR(CudaStatus(
-          cudaMemcpyAsync(s.shape.host_page(some[i] * s.shape.pages_per_row),
-                          gathered.data() + static_cast<int64_t>(i) * row_bytes,
-                          static_cast<size_t>(row_bytes), cudaMemcpyDeviceToHost, stream),
-          "copying rows to the host"));
+          cudaMemcpyAsync(s.shape.host_page(some[i] * s.shape.pages_per_extent),
+                          gathered.data() + static_cast<int64_t>(i) * extent_bytes,
+                          static_cast<size_t>(extent_bytes), cudaMemcpyDeviceToHost, stream),
+          "copying extents to the host"));
     }
   }
   return absl::OkStatus();

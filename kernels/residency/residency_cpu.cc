@@ -109,14 +109,14 @@ void InitResidency(const ResidencyState& s) {
   }
 }
 
-void OpenRows(const ResidencyState& s, std::span<const int32_t> rows) {
-  const int64_t wanted = std::ssize(rows) * s.shape.pages_per_row;
+void OpenExtents(const ResidencyState& s, std::span<const int32_t> extents) {
+  const int64_t wanted = std::ssize(extents) * s.shape.pages_per_extent;
   // Two rounds: the first records reads, the second finds pages not read since.
   const int64_t taken = TakeSlots(s, wanted, kNeverTouched, 2 * s.shape.num_slots);
   for (int64_t i = 0; i < wanted; ++i) {
     const int64_t page =
-        rows[static_cast<size_t>(i / s.shape.pages_per_row)] * s.shape.pages_per_row +
-        i % s.shape.pages_per_row;
+        extents[static_cast<size_t>(i / s.shape.pages_per_extent)] * s.shape.pages_per_extent +
+        i % s.shape.pages_per_extent;
     s.last_touched[page] = kNeverTouched;
     s.missed_bytes[page] = 0;
     if (i >= taken) {
@@ -131,10 +131,10 @@ void OpenRows(const ResidencyState& s, std::span<const int32_t> rows) {
   }
 }
 
-void CopyRowsToHost(const ResidencyState& s, std::span<const int32_t> rows) {
-  for (const int64_t row : rows) {
-    for (int64_t page = row * s.shape.pages_per_row; page < (row + 1) * s.shape.pages_per_row;
-         ++page) {
+void CopyExtentsToHost(const ResidencyState& s, std::span<const int32_t> extents) {
+  for (const int64_t extent : extents) {
+    for (int64_t page = extent * s.shape.pages_per_extent;
+         page < (extent + 1) * s.shape.pages_per_extent; ++page) {
       if (s.pages[page].tier() != PageTier::kDevice) continue;
       std::memcpy(s.shape.host_page(page), s.pages[page].page(),
                   static_cast<size_t>(s.shape.page_bytes));
@@ -142,20 +142,20 @@ void CopyRowsToHost(const ResidencyState& s, std::span<const int32_t> rows) {
   }
 }
 
-void SealRows(const ResidencyState& s, std::span<const int32_t> rows) {
-  for (const int64_t row : rows) {
-    for (int64_t i = 0; i < s.shape.pages_per_row; ++i) {
-      const PageRef page = s.pages[row * s.shape.pages_per_row + i];
+void SealExtents(const ResidencyState& s, std::span<const int32_t> extents) {
+  for (const int64_t extent : extents) {
+    for (int64_t i = 0; i < s.shape.pages_per_extent; ++i) {
+      const PageRef page = s.pages[extent * s.shape.pages_per_extent + i];
       if (page.tier() != PageTier::kDevice) continue;
       s.slot_states[s.shape.slot_of(page.page())] = SlotState::kCached;
     }
   }
 }
 
-void RestoreRows(const ResidencyState& s, std::span<const int32_t> rows) {
-  for (const int64_t row : rows) {
-    for (int64_t page = row * s.shape.pages_per_row; page < (row + 1) * s.shape.pages_per_row;
-         ++page) {
+void RestoreExtents(const ResidencyState& s, std::span<const int32_t> extents) {
+  for (const int64_t extent : extents) {
+    for (int64_t page = extent * s.shape.pages_per_extent;
+         page < (extent + 1) * s.shape.pages_per_extent; ++page) {
       s.pages[page] = PageRef(s.shape.host_page(page), PageTier::kHost);
       s.last_touched[page] = kNeverTouched;
       s.missed_bytes[page] = 0;
@@ -163,15 +163,15 @@ void RestoreRows(const ResidencyState& s, std::span<const int32_t> rows) {
   }
 }
 
-void FreeRows(const ResidencyState& s, std::span<const int32_t> rows) {
-  for (const int64_t row : rows) {
-    for (int64_t i = 0; i < s.shape.pages_per_row; ++i) {
-      PageRef& page = s.pages[row * s.shape.pages_per_row + i];
+void FreeExtents(const ResidencyState& s, std::span<const int32_t> extents) {
+  for (const int64_t extent : extents) {
+    for (int64_t i = 0; i < s.shape.pages_per_extent; ++i) {
+      PageRef& page = s.pages[extent * s.shape.pages_per_extent + i];
       if (page.tier() == PageTier::kDevice) FreeSlot(s, s.shape.slot_of(page.page()));
       page = PageRef();
     }
     for (int64_t i = 0; i < s.counters->num_fills; ++i) {
-      if (s.fills[i].page / s.shape.pages_per_row == row) s.fills[i].given_up = 1;
+      if (s.fills[i].page / s.shape.pages_per_extent == extent) s.fills[i].given_up = 1;
     }
   }
 }
@@ -217,10 +217,10 @@ void CopyFills(const ResidencyState& s) {
 }
 
 void CountDevicePages(const ResidencyState& s, std::span<int32_t> counts) {
-  for (int64_t row = 0; row < s.shape.num_rows; ++row) {
-    const PageRef* const pages = s.pages + row * s.shape.pages_per_row;
-    counts[static_cast<size_t>(row)] = static_cast<int32_t>(
-        std::count_if(pages, pages + s.shape.pages_per_row,
+  for (int64_t extent = 0; extent < s.shape.num_extents; ++extent) {
+    const PageRef* const pages = s.pages + extent * s.shape.pages_per_extent;
+    counts[static_cast<size_t>(extent)] = static_cast<int32_t>(
+        std::count_if(pages, pages + s.shape.pages_per_extent,
                       [](const PageRef& page) { return page.tier() == PageTier::kDevice; }));
   }
 }

@@ -1,9 +1,9 @@
 // The residency protocol on the GPU: the ops of residency.h for state in device memory, put on a
-// stream. They leave the same state, entry by entry; CopyRowsToHost and CopyFills change no state.
-// They allocate nothing and wait for nothing. Rows are device memory, except for CopyRowsToHost.
-// Errors are the device's.
-// Cost: OpenRows, MapFills and the part of PlanFills after its scan are one CTA each. The scan
-// reads 8 bytes a page. CopyFills is 32 CTAs of four warps, small enough to run beside attention.
+// stream. They leave the same state, entry by entry; CopyExtentsToHost and CopyFills change no
+// state. They allocate nothing and wait for nothing. Extents are device memory, except for
+// CopyExtentsToHost. Errors are the device's. Cost: OpenExtents, MapFills and the part of PlanFills
+// after its scan are one CTA each. The scan reads 8 bytes a page. CopyFills is 32 CTAs of four
+// warps, small enough to run beside attention.
 #pragma once
 
 #include <cstddef>
@@ -18,34 +18,35 @@
 namespace kvasir::kernels {
 
 absl::Status InitResidency(const ResidencyState& state, cudaStream_t stream);
-absl::Status OpenRows(const ResidencyState& state, std::span<const int32_t> rows,
-                      cudaStream_t stream);
-// `rows` is host memory and is read before the call returns. A few rows at a time, a short kernel
-// gathers the pages into `gathered` (device memory of at least one row), and the copy engine, which
-// needs no multiprocessor, copies them to their extents. REQUIRES: nothing else uses `gathered`.
-absl::Status CopyRowsToHost(const ResidencyState& state, std::span<const int32_t> rows,
-                            std::span<std::byte> gathered, cudaStream_t stream);
-absl::Status SealRows(const ResidencyState& state, std::span<const int32_t> rows,
-                      cudaStream_t stream);
-absl::Status RestoreRows(const ResidencyState& state, std::span<const int32_t> rows,
+absl::Status OpenExtents(const ResidencyState& state, std::span<const int32_t> extents,
                          cudaStream_t stream);
-absl::Status FreeRows(const ResidencyState& state, std::span<const int32_t> rows,
-                      cudaStream_t stream);
+// `extents` is host memory and is read before the call returns. A few extents at a time, a short
+// kernel gathers the pages into `gathered` (device memory of at least one extent), and the copy
+// engine, which needs no multiprocessor, copies them on to the host tier. REQUIRES: nothing else
+// uses `gathered`.
+absl::Status CopyExtentsToHost(const ResidencyState& state, std::span<const int32_t> extents,
+                               std::span<std::byte> gathered, cudaStream_t stream);
+absl::Status SealExtents(const ResidencyState& state, std::span<const int32_t> extents,
+                         cudaStream_t stream);
+absl::Status RestoreExtents(const ResidencyState& state, std::span<const int32_t> extents,
+                            cudaStream_t stream);
+absl::Status FreeExtents(const ResidencyState& state, std::span<const int32_t> extents,
+                         cudaStream_t stream);
 absl::Status MapFills(const ResidencyState& state, cudaStream_t stream);
 absl::Status PlanFills(const ResidencyState& state, uint32_t step, cudaStream_t stream);
 absl::Status CopyFills(const ResidencyState& state, cudaStream_t stream);
 absl::Status CountDevicePages(const ResidencyState& state, std::span<int32_t> counts,
                               cudaStream_t stream);
 
-// A changed entry of a table of block rows (PagedKv).
-struct BlockRowChange {
+// A changed entry of a table of block extents (PagedKv).
+struct BlockExtentChange {
   int64_t entry = 0;
-  int32_t row = 0;
+  int32_t extent = 0;
 };
 // Begins step `step`: kernels read its number at `step_number`, and the changed table. REQUIRES: no
 // entry is named twice.
 absl::Status BeginResidencyStep(uint32_t step, uint32_t* step_number,
-                                std::span<const BlockRowChange> changes, int32_t* block_rows,
+                                std::span<const BlockExtentChange> changes, int32_t* block_extents,
                                 cudaStream_t stream);
 
 }  // namespace kvasir::kernels

@@ -1,6 +1,6 @@
 // Builds the stages of policies from their names (methods.cc). Stages are built once from the
 // server's configuration and shared by all rows that name them. A row brings its own numbers
-// (SelectionNumbers). Thread-safe.
+// (PolicyNumbers). Thread-safe.
 #pragma once
 
 #include <memory>

@@ -32,12 +32,12 @@ absl::StatusOr<std::unique_ptr<PageResidency>> ArenaResidency::Make(
       kernels::HostBuffer pages,
       kernels::HostBuffer::Allocate(options.device_pages * layout.page_bytes()));
   const int64_t codes_bytes =
-      options.key_codes ? options.num_rows * layout.block_key_codes_bytes() : 0;
+      options.key_codes ? options.num_extents * layout.block_key_codes_bytes() : 0;
   KVASIR_ASSIGN_OR_RETURN(kernels::HostBuffer codes, kernels::HostBuffer::Allocate(codes_bytes));
   DeviceArena device(std::move(pages), options.device_pages, layout.page_bytes(),
                      options.freed_memory);
-  KVASIR_ASSIGN_OR_RETURN(HostSlab host,
-                          HostSlab::Create(options.format, options.num_rows, options.freed_memory));
+  KVASIR_ASSIGN_OR_RETURN(
+      HostSlab host, HostSlab::Create(options.format, options.num_extents, options.freed_memory));
   return std::unique_ptr<PageResidency>(
       new ArenaResidency(options, std::move(device), std::move(host), std::move(codes)));
 }
@@ -52,87 +52,87 @@ ArenaResidency::ArenaResidency(const ResidencyOptions& options, DeviceArena devi
       device_(std::move(device)),
       host_(std::move(host)),
       codes_(std::move(codes)),
-      rows_(static_cast<size_t>(options.num_rows)) {
-  const size_t num_pages = rows_.size() * static_cast<size_t>(pages_per_block_);
+      extent_states_(static_cast<size_t>(options.num_extents)) {
+  const size_t num_pages = extent_states_.size() * static_cast<size_t>(pages_per_block_);
   pages_.resize(num_pages);
   last_touched_.resize(num_pages, kNeverTouched);
   missed_bytes_.resize(num_pages);
-  for (int64_t row = 0; row < options.num_rows; ++row) {
-    bounds_.push_back(host_.bounds(row));
+  for (int64_t extent = 0; extent < options.num_extents; ++extent) {
+    bounds_.push_back(host_.bounds(extent));
     if (!options.key_codes) continue;
-    key_codes_.push_back(codes_.data() + row * layout_.block_key_codes_bytes());
+    key_codes_.push_back(codes_.data() + extent * layout_.block_key_codes_bytes());
   }
-  block_rows_.resize(static_cast<size_t>(num_slots_ * max_blocks_per_slot_), -1);
+  block_extents_.resize(static_cast<size_t>(num_slots_ * max_blocks_per_slot_), -1);
 }
 
-// ---- rows
+// ---- extents
 
-absl::Status ArenaResidency::Open(int64_t row) {
-  KVASIR_CHECK(at(row).state == RowState::kNone);
-  ForgetAccesses(row);
-  for (int64_t page = first_page(row); page < first_page(row + 1); ++page) {
+absl::Status ArenaResidency::Open(int64_t extent) {
+  KVASIR_CHECK(at(extent).state == ExtentState::kNone);
+  ForgetAccesses(extent);
+  for (int64_t page = first_page(extent); page < first_page(extent + 1); ++page) {
     const std::optional<int64_t> slot = TakeDeviceSlot(page, std::nullopt);
     KVASIR_CHECK(slot.has_value());
     ref(page) = PageRef(device_.page_memory(*slot), PageTier::kDevice);
   }
-  at(row).state = RowState::kOpen;
+  at(extent).state = ExtentState::kOpen;
   return absl::OkStatus();
 }
 
-void ArenaResidency::ForgetAccesses(int64_t row) {
-  const auto begin = static_cast<std::ptrdiff_t>(first_page(row));
+void ArenaResidency::ForgetAccesses(int64_t extent) {
+  const auto begin = static_cast<std::ptrdiff_t>(first_page(extent));
   std::fill_n(last_touched_.begin() + begin, pages_per_block_, kNeverTouched);
   std::fill_n(missed_bytes_.begin() + begin, pages_per_block_, 0);
 }
 
-absl::Status ArenaResidency::Seal(int64_t row, const BlockSeal& seal) {
-  KVASIR_CHECK(at(row).state == RowState::kOpen);
+absl::Status ArenaResidency::Seal(int64_t extent, const BlockSeal& seal) {
+  KVASIR_CHECK(at(extent).state == ExtentState::kOpen);
   for (int64_t i = 0; i < pages_per_block_; ++i) {
-    const int64_t page = first_page(row) + i;
+    const int64_t page = first_page(extent) + i;
     std::memcpy(host_page(page), ref(page).page(), static_cast<size_t>(layout_.page_bytes()));
-    host_.checksums(row)[static_cast<size_t>(i)] =
+    host_.checksums(extent)[static_cast<size_t>(i)] =
         PageChecksum(format_.identity(seal.hash, seal.generation, i), Bytes(host_page(page)));
     device_.Unpin(device_.slot_of(ref(page).page()));
   }
-  at(row).state = RowState::kSealed;
-  at(row).seal = seal;
+  at(extent).state = ExtentState::kSealed;
+  at(extent).seal = seal;
   stats_.bytes_device_to_host += layout_.block_bytes();
   return absl::OkStatus();
 }
 
-void ArenaResidency::Restore(int64_t row, const BlockSeal& seal) {
-  KVASIR_CHECK(at(row).state == RowState::kNone);
-  ForgetAccesses(row);
-  for (int64_t page = first_page(row); page < first_page(row + 1); ++page) {
+void ArenaResidency::Restore(int64_t extent, const BlockSeal& seal) {
+  KVASIR_CHECK(at(extent).state == ExtentState::kNone);
+  ForgetAccesses(extent);
+  for (int64_t page = first_page(extent); page < first_page(extent + 1); ++page) {
     ref(page) = PageRef(host_page(page), PageTier::kHost);
     if (key_codes_.empty()) continue;
-    std::byte* const codes = key_codes_[static_cast<size_t>(row)] +
-                             (page - first_page(row)) * layout_.page_key_codes_bytes();
+    std::byte* const codes = key_codes_[static_cast<size_t>(extent)] +
+                             (page - first_page(extent)) * layout_.page_key_codes_bytes();
     kernels::EncodeKeys(layout_, host_page(page), 0, kBlockTokens, codes);
   }
-  at(row).state = RowState::kSealed;
-  at(row).seal = seal;
+  at(extent).state = ExtentState::kSealed;
+  at(extent).seal = seal;
 }
 
-void ArenaResidency::Free(int64_t row) {
-  KVASIR_CHECK(at(row).bindings == 0);
-  for (int64_t page = first_page(row); page < first_page(row + 1); ++page) {
+void ArenaResidency::Free(int64_t extent) {
+  KVASIR_CHECK(at(extent).bindings == 0);
+  for (int64_t page = first_page(extent); page < first_page(extent + 1); ++page) {
     if (ref(page).tier() == PageTier::kDevice) device_.Free(device_.slot_of(ref(page).page()));
     ref(page) = PageRef();
   }
-  at(row) = Row();
+  at(extent) = Extent();
 }
 
-void ArenaResidency::Bind(int64_t slot, int64_t index, int64_t row) {
-  int32_t& entry = block_rows_[static_cast<size_t>(slot * max_blocks_per_slot_ + index)];
+void ArenaResidency::Bind(int64_t slot, int64_t index, int64_t extent) {
+  int32_t& entry = block_extents_[static_cast<size_t>(slot * max_blocks_per_slot_ + index)];
   if (entry >= 0) --at(entry).bindings;
-  if (row >= 0) ++at(row).bindings;
-  entry = static_cast<int32_t>(row);
+  if (extent >= 0) ++at(extent).bindings;
+  entry = static_cast<int32_t>(extent);
 }
 
-int64_t ArenaResidency::PagesInDevice(int64_t row) const {
-  return std::count_if(pages_.begin() + static_cast<std::ptrdiff_t>(first_page(row)),
-                       pages_.begin() + static_cast<std::ptrdiff_t>(first_page(row + 1)),
+int64_t ArenaResidency::PagesInDevice(int64_t extent) const {
+  return std::count_if(pages_.begin() + static_cast<std::ptrdiff_t>(first_page(extent)),
+                       pages_.begin() + static_cast<std::ptrdiff_t>(first_page(extent + 1)),
                        [](const PageRef& page) { return page.tier() == PageTier::kDevice; });
 }
 
@@ -141,10 +141,10 @@ int64_t ArenaResidency::PagesInDevice(int64_t row) const {
 absl::StatusOr<PagedKv> ArenaResidency::BeginStep(uint32_t step) {
   step_ = step;
   return PagedKv{.layout = layout_,
-                 .block_rows = block_rows_.data(),
+                 .block_extents = block_extents_.data(),
                  .num_slots = num_slots_,
                  .max_blocks_per_slot = max_blocks_per_slot_,
-                 .num_rows = std::ssize(rows_),
+                 .num_extents = std::ssize(extent_states_),
                  .pages = pages_.data(),
                  .bounds = bounds_.data(),
                  .key_codes = key_codes_.empty() ? nullptr : key_codes_.data(),
@@ -153,8 +153,8 @@ absl::StatusOr<PagedKv> ArenaResidency::BeginStep(uint32_t step) {
                               .missed_bytes = missed_bytes_.data()}};
 }
 
-absl::StatusOr<std::vector<CorruptRow>> ArenaResidency::EndStep() {
-  std::vector<CorruptRow> corrupt;
+absl::StatusOr<std::vector<CorruptExtent>> ArenaResidency::EndStep() {
+  std::vector<CorruptExtent> corrupt;
   Promote(CollectAccesses(), corrupt);
   return corrupt;
 }
@@ -163,9 +163,9 @@ absl::StatusOr<std::vector<CorruptRow>> ArenaResidency::EndStep() {
 std::vector<ArenaResidency::Candidate> ArenaResidency::CollectAccesses() {
   std::vector<Candidate> candidates;
   const uint32_t page_bytes = static_cast<uint32_t>(layout_.page_bytes());
-  for (int64_t row = 0; row < std::ssize(rows_); ++row) {
-    if (at(row).bindings == 0) continue;  // kernels cannot reach it
-    for (int64_t page = first_page(row); page < first_page(row + 1); ++page) {
+  for (int64_t extent = 0; extent < std::ssize(extent_states_); ++extent) {
+    if (at(extent).bindings == 0) continue;  // kernels cannot reach it
+    for (int64_t page = first_page(extent); page < first_page(extent + 1); ++page) {
       uint32_t& missed = missed_bytes_[static_cast<size_t>(page)];
       const bool in_device = ref(page).tier() == PageTier::kDevice;
       if (last_touched_[static_cast<size_t>(page)] == step_) {
@@ -178,7 +178,8 @@ std::vector<ArenaResidency::Candidate> ArenaResidency::CollectAccesses() {
   return candidates;
 }
 
-void ArenaResidency::Promote(std::vector<Candidate> candidates, std::vector<CorruptRow>& corrupt) {
+void ArenaResidency::Promote(std::vector<Candidate> candidates,
+                             std::vector<CorruptExtent>& corrupt) {
   const size_t limit =
       static_cast<size_t>(std::max<int64_t>(1, kPromotedBytesPerStep / layout_.page_bytes()));
   if (candidates.size() > limit) {
@@ -203,18 +204,18 @@ void ArenaResidency::Promote(std::vector<Candidate> candidates, std::vector<Corr
   }
 }
 
-bool ArenaResidency::VerifyInHost(int64_t page, std::vector<CorruptRow>& corrupt) {
-  const int64_t row = page / pages_per_block_;
+bool ArenaResidency::VerifyInHost(int64_t page, std::vector<CorruptExtent>& corrupt) {
+  const int64_t extent = page / pages_per_block_;
   const int64_t page_in_block = page % pages_per_block_;
-  const BlockSeal& seal = at(row).seal;
+  const BlockSeal& seal = at(extent).seal;
   const PageIdentity identity = format_.identity(seal.hash, seal.generation, page_in_block);
-  const uint64_t expected = host_.checksums(row)[static_cast<size_t>(page_in_block)];
+  const uint64_t expected = host_.checksums(extent)[static_cast<size_t>(page_in_block)];
   const uint64_t found = PageChecksum(identity, Bytes(host_page(page)));
   if (found == expected) return true;
   ++stats_.checksum_failures;
-  if (std::exchange(at(row).corrupt, true)) return false;
+  if (std::exchange(at(extent).corrupt, true)) return false;
   corrupt.push_back(
-      {.row = row,
+      {.extent = extent,
        .status = absl::DataLossError(absl::StrCat(
            "layer ", identity.layer, ", KV head ", identity.head,
            ": checksum of the page in the host tier is ", absl::Hex(found), ", sealed as ",
@@ -247,34 +248,34 @@ absl::Status ArenaResidency::CheckIntegrity() const {
   KVASIR_RETURN_IF_ERROR(device_.CheckIntegrity());
   int64_t in_device = 0;
   int64_t open = 0;
-  for (int64_t row = 0; row < std::ssize(rows_); ++row) {
-    KVASIR_RETURN_IF_ERROR(CheckRow(row, in_device));
-    open += at(row).state == RowState::kOpen ? pages_per_block_ : 0;
+  for (int64_t extent = 0; extent < std::ssize(extent_states_); ++extent) {
+    KVASIR_RETURN_IF_ERROR(CheckExtent(extent, in_device));
+    open += at(extent).state == ExtentState::kOpen ? pages_per_block_ : 0;
   }
   const int64_t used = device_.num_slots() - device_.num_free();
   if (in_device != used || open != device_.num_pinned()) {
     return absl::InternalError(absl::StrCat("residency: ", in_device, " pages map to the device, ",
-                                            used, " slots used; open rows have ", open, " pages, ",
-                                            device_.num_pinned(), " slots pinned"));
+                                            used, " slots used; open extents have ", open,
+                                            " pages, ", device_.num_pinned(), " slots pinned"));
   }
   return CheckBindings();
 }
 
-absl::Status ArenaResidency::CheckRow(int64_t row, int64_t& in_device) const {
+absl::Status ArenaResidency::CheckExtent(int64_t extent, int64_t& in_device) const {
   const auto broken = [&](absl::string_view what) {
-    return absl::InternalError(absl::StrCat("residency: row ", row, " ", what));
+    return absl::InternalError(absl::StrCat("residency: extent ", extent, " ", what));
   };
-  const RowState state = at(row).state;
-  for (int64_t page = first_page(row); page < first_page(row + 1); ++page) {
+  const ExtentState state = at(extent).state;
+  for (int64_t page = first_page(extent); page < first_page(extent + 1); ++page) {
     const PageRef page_ref = ref(page);
-    if (state == RowState::kNone) {
+    if (state == ExtentState::kNone) {
       if (page_ref.tier() != PageTier::kAbsent) return broken("can be read and holds no block");
     } else if (page_ref.tier() == PageTier::kDevice) {
       ++in_device;
       if (device_.page(device_.slot_of(page_ref.page())) != page) {
         return broken("has a page in a device slot of another");
       }
-    } else if (state == RowState::kOpen || page_ref.page() != host_page(page)) {
+    } else if (state == ExtentState::kOpen || page_ref.page() != host_page(page)) {
       return broken("has a page that is nowhere");
     }
   }
@@ -282,14 +283,15 @@ absl::Status ArenaResidency::CheckRow(int64_t row, int64_t& in_device) const {
 }
 
 absl::Status ArenaResidency::CheckBindings() const {
-  std::vector<int64_t> bindings(rows_.size());
-  for (const int32_t row : block_rows_) {
-    if (row >= 0) ++bindings[static_cast<size_t>(row)];
+  std::vector<int64_t> bindings(extent_states_.size());
+  for (const int32_t extent : block_extents_) {
+    if (extent >= 0) ++bindings[static_cast<size_t>(extent)];
   }
-  for (size_t row = 0; row < rows_.size(); ++row) {
-    if (bindings[row] == rows_[row].bindings) continue;
-    return absl::InternalError(absl::StrCat("residency: row ", row, " is bound ", bindings[row],
-                                            " times, counted ", rows_[row].bindings));
+  for (size_t extent = 0; extent < extent_states_.size(); ++extent) {
+    if (bindings[extent] == extent_states_[extent].bindings) continue;
+    return absl::InternalError(absl::StrCat("residency: extent ", extent, " is bound ",
+                                            bindings[extent], " times, counted ",
+                                            extent_states_[extent].bindings));
   }
   return absl::OkStatus();
 }

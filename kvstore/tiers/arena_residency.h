@@ -20,27 +20,27 @@ class ArenaResidency final : public PageResidency {
   static absl::StatusOr<std::unique_ptr<PageResidency>> Make(const ResidencyOptions& options);
 
   HostSlab& host() override { return host_; }
-  absl::Status Open(int64_t row) override;
-  absl::Status Seal(int64_t row, const BlockSeal& seal) override;
+  absl::Status Open(int64_t extent) override;
+  absl::Status Seal(int64_t extent, const BlockSeal& seal) override;
   absl::StatusOr<bool> IsExtentWhole(int64_t) override { return true; }
-  void Restore(int64_t row, const BlockSeal& seal) override;
-  void Free(int64_t row) override;
-  void Bind(int64_t slot, int64_t index, int64_t row) override;
-  int64_t BoundRow(int64_t slot, int64_t index) const override {
-    return block_rows_[static_cast<size_t>(slot * max_blocks_per_slot_ + index)];
+  void Restore(int64_t extent, const BlockSeal& seal) override;
+  void Free(int64_t extent) override;
+  void Bind(int64_t slot, int64_t index, int64_t extent) override;
+  int64_t BoundExtent(int64_t slot, int64_t index) const override {
+    return block_extents_[static_cast<size_t>(slot * max_blocks_per_slot_ + index)];
   }
-  int64_t PagesInDevice(int64_t row) const override;
+  int64_t PagesInDevice(int64_t extent) const override;
   absl::StatusOr<kernels::PagedKv> BeginStep(uint32_t step) override;
-  absl::StatusOr<std::vector<CorruptRow>> EndStep() override;
+  absl::StatusOr<std::vector<CorruptExtent>> EndStep() override;
   int64_t device_pages() const override { return device_.num_slots(); }
   int64_t pinned_pages() const override { return device_.num_pinned(); }
   ResidencyStats stats() const override;
   absl::Status CheckIntegrity() const override;
 
  private:
-  enum class RowState : uint8_t { kNone, kOpen, kSealed };
-  struct Row {
-    RowState state = RowState::kNone;
+  enum class ExtentState : uint8_t { kNone, kOpen, kSealed };
+  struct Extent {
+    ExtentState state = ExtentState::kNone;
     bool corrupt = false;
     BlockSeal seal;
     int64_t bindings = 0;  // number of slots bound to it
@@ -54,19 +54,19 @@ class ArenaResidency final : public PageResidency {
   ArenaResidency(const ResidencyOptions& options, DeviceArena device, HostSlab host,
                  kernels::HostBuffer codes);
 
-  void ForgetAccesses(int64_t row);
+  void ForgetAccesses(int64_t extent);
   std::vector<Candidate> CollectAccesses();
-  void Promote(std::vector<Candidate> candidates, std::vector<CorruptRow>& corrupt);
-  bool VerifyInHost(int64_t page, std::vector<CorruptRow>& corrupt);
+  void Promote(std::vector<Candidate> candidates, std::vector<CorruptExtent>& corrupt);
+  bool VerifyInHost(int64_t page, std::vector<CorruptExtent>& corrupt);
   // Returns a free device slot, evicting a page if needed; pages read in step `spared` stay.
   std::optional<int64_t> TakeDeviceSlot(int64_t page, std::optional<uint32_t> spared);
 
-  absl::Status CheckRow(int64_t row, int64_t& in_device) const;
+  absl::Status CheckExtent(int64_t extent, int64_t& in_device) const;
   absl::Status CheckBindings() const;
 
-  int64_t first_page(int64_t row) const { return row * pages_per_block_; }
-  Row& at(int64_t row) { return rows_[static_cast<size_t>(row)]; }
-  const Row& at(int64_t row) const { return rows_[static_cast<size_t>(row)]; }
+  int64_t first_page(int64_t extent) const { return extent * pages_per_block_; }
+  Extent& at(int64_t extent) { return extent_states_[static_cast<size_t>(extent)]; }
+  const Extent& at(int64_t extent) const { return extent_states_[static_cast<size_t>(extent)]; }
   kernels::PageRef& ref(int64_t page) { return pages_[static_cast<size_t>(page)]; }
   const kernels::PageRef& ref(int64_t page) const { return pages_[static_cast<size_t>(page)]; }
   std::byte* host_page(int64_t page) const {
@@ -84,14 +84,14 @@ class ArenaResidency final : public PageResidency {
 
   DeviceArena device_;
   HostSlab host_;
-  const kernels::HostBuffer codes_;  // key codes of all rows, where they are kept
-  std::vector<Row> rows_;
-  std::vector<kernels::PageRef> pages_;  // [row, page in block]
-  std::vector<std::byte*> bounds_;       // [row]
-  std::vector<std::byte*> key_codes_;    // [row], none when they are not kept
-  std::vector<uint32_t> last_touched_;   // [row, page in block]
-  std::vector<uint32_t> missed_bytes_;   // [row, page in block]
-  std::vector<int32_t> block_rows_;      // [slot, index]
+  const kernels::HostBuffer codes_;  // key codes of all extents, where they are kept
+  std::vector<Extent> extent_states_;
+  std::vector<kernels::PageRef> pages_;  // [extent, page in block]
+  std::vector<std::byte*> bounds_;       // [extent]
+  std::vector<std::byte*> key_codes_;    // [extent], none when they are not kept
+  std::vector<uint32_t> last_touched_;   // [extent, page in block]
+  std::vector<uint32_t> missed_bytes_;   // [extent, page in block]
+  std::vector<int32_t> block_extents_;   // [slot, index]
   uint32_t step_ = 0;
   ResidencyStats stats_;
 };

@@ -1,10 +1,10 @@
 // Places of the pages of blocks: in slots of the device tier, or in place in the host tier. The
 // store knows blocks, their ids and handles, and the tier below. It tells the residency which of
-// its rows hold open blocks, sealed ones or none, and which row is which block of a sequence slot,
-// and asks it for the tables of a step. The residency hides memory of both tiers, page tables,
-// promotion, eviction, checksums between the two. A row is a block's place in the tables, and its
-// extent in the host tier. On the CPU it is an ArenaResidency; a backend with a device brings its
-// own.
+// its extents hold open blocks, sealed ones or none, and which extent is which block of a sequence
+// slot, and asks it for the tables of a step. The residency hides memory of both tiers, page
+// tables, promotion, eviction, checksums between the two. An extent is a block's place in the host
+// tier, and its index in the tables. On the CPU it is an ArenaResidency; a backend with a device
+// brings its own.
 //
 //   none --Open--> open: all pages in the device tier, pinned --Seal--> sealed: in the host tier,
 //   none --Restore--> sealed                                            single pages cached
@@ -31,7 +31,7 @@ namespace kvasir::kvstore {
 
 struct ResidencyOptions {
   ExtentFormat format;
-  int64_t num_rows = 0;  // blocks: extents of the host tier
+  int64_t num_extents = 0;  // blocks: extents of the host tier
   int64_t device_pages = 0;
   int64_t num_slots = 0;
   int64_t max_blocks_per_slot = 0;
@@ -45,9 +45,9 @@ struct BlockSeal {
   uint64_t generation = 0;
 };
 
-// A row with a page whose bytes differ from those sealed.
-struct CorruptRow {
-  int64_t row = 0;
+// An extent with a page whose bytes differ from those sealed.
+struct CorruptExtent {
+  int64_t extent = 0;
   absl::Status status;  // DATA_LOSS: which page, what was expected and found
 };
 
@@ -70,39 +70,39 @@ class PageResidency {
   // The store takes and frees its extents.
   virtual HostSlab& host() = 0;
 
-  // --- rows, between steps
+  // --- extents, between steps
 
-  // Waits until the extent of a taken row may be touched: the store may serve while memory of the
+  // Waits until a taken extent may be touched: the store may serve while memory of the
   // host tier is still being prepared. RESOURCE_EXHAUSTED if that fails.
-  virtual absl::Status AwaitExtent(int64_t /*row*/) { return absl::OkStatus(); }
+  virtual absl::Status AwaitExtent(int64_t /*extent*/) { return absl::OkStatus(); }
 
   // REQUIRES: device_pages() - pinned_pages() is at least one block's pages.
-  virtual absl::Status Open(int64_t row) = 0;
-  virtual absl::Status Seal(int64_t row, const BlockSeal& seal) = 0;
-  // Whether the extent of a sealed row is complete in host memory, checksums and bounds included,
+  virtual absl::Status Open(int64_t extent) = 0;
+  virtual absl::Status Seal(int64_t extent, const BlockSeal& seal) = 0;
+  // Whether a sealed extent is complete in host memory, checksums and bounds included,
   // except its header. Otherwise it is still being copied.
-  virtual absl::StatusOr<bool> IsExtentWhole(int64_t row) = 0;
-  // Called when the row's extent has come whole from the tier below.
-  virtual void Restore(int64_t row, const BlockSeal& seal) = 0;
-  // REQUIRES: the row is bound nowhere.
-  virtual void Free(int64_t row) = 0;
-  // Makes `row` block `index` of the slot; -1: there is none.
-  virtual void Bind(int64_t slot, int64_t index, int64_t row) = 0;
-  virtual int64_t BoundRow(int64_t slot, int64_t index) const = 0;
-  // Number of the row's pages in the device tier.
-  virtual int64_t PagesInDevice(int64_t row) const = 0;
+  virtual absl::StatusOr<bool> IsExtentWhole(int64_t extent) = 0;
+  // Called when the extent has come whole from the tier below.
+  virtual void Restore(int64_t extent, const BlockSeal& seal) = 0;
+  // REQUIRES: the extent is bound nowhere.
+  virtual void Free(int64_t extent) = 0;
+  // Makes `extent` block `index` of the slot; -1: there is none.
+  virtual void Bind(int64_t slot, int64_t index, int64_t extent) = 0;
+  virtual int64_t BoundExtent(int64_t slot, int64_t index) const = 0;
+  // Number of the extent's pages in the device tier.
+  virtual int64_t PagesInDevice(int64_t extent) const = 0;
 
   // --- steps
 
   // Returns tables for the kernels of one step, valid until EndStep.
   virtual absl::StatusOr<kernels::PagedKv> BeginStep(uint32_t step) = 0;
-  // Collects accesses and misses, promotes, evicts. Returns the rows found corrupt, each once.
-  virtual absl::StatusOr<std::vector<CorruptRow>> EndStep() = 0;
+  // Collects accesses and misses, promotes, evicts. Returns the extents found corrupt, each once.
+  virtual absl::StatusOr<std::vector<CorruptExtent>> EndStep() = 0;
 
   virtual int64_t device_pages() const = 0;
-  virtual int64_t pinned_pages() const = 0;  // of open rows
+  virtual int64_t pinned_pages() const = 0;  // of open extents
   virtual ResidencyStats stats() const = 0;
-  // Checks that free, used and pinned add up, and that every page is where its row's state says.
+  // Checks that free, used and pinned add up, and that every page is where its extent's state says.
   // INTERNAL with the discrepancy.
   virtual absl::Status CheckIntegrity() const = 0;
 };

@@ -117,20 +117,20 @@ class Sequences {
     q_.resize(size);
     std::generate(q_.begin(), q_.end(), [&] { return random.Next(); });
     out_.resize(size);
-    blocks_.clear();
+    tiles_.clear();
     for (int64_t first = 0; first < rows; first += kPageTokens) {
-      blocks_.push_back({.slot = 0,
-                         .first_row = first,
-                         .num_rows = std::min(kPageTokens, rows - first),
-                         .first_position = context_ - rows + first});
+      tiles_.push_back({.slot = 0,
+                        .first_row = first,
+                        .num_rows = std::min(kPageTokens, rows - first),
+                        .first_position = context_ - rows + first});
     }
-    headers_.assign(blocks_.size() * static_cast<size_t>(shape_.kv_heads), {});
+    headers_.assign(tiles_.size() * static_cast<size_t>(shape_.kv_heads), {});
   }
 
   // Moves the batch to the next sequence.
   void Rotate() {
     slot_ = (slot_ + 1) % count_;
-    for (QueryBlock& block : blocks_) block.slot = slot_;
+    for (QueryTile& tile : tiles_) tile.slot = slot_;
   }
 
   PageSelection MakeSelection(int64_t capacity) {
@@ -140,11 +140,11 @@ class Sequences {
             .num_rows = static_cast<int64_t>(headers_.size()),
             .capacity = capacity};
   }
-  SelectParams ForSelect(const std::vector<SelectionNumbers>& numbers) {
+  SelectParams ForSelect(const std::vector<PolicyNumbers>& numbers) {
     SelectParams params = {{.q = Tensor(q_.data()),
                             .kv = kv_.View(),
                             .layer = 0,
-                            .blocks = blocks_,
+                            .tiles = tiles_,
                             .numbers = numbers,
                             .faults = faults_}};
     params.scratch = &scratch_;
@@ -157,13 +157,13 @@ class Sequences {
                             .kv = kv_.View(),
                             .layer = 0,
                             .scale = 1.0f / std::sqrt(static_cast<float>(shape_.head_dim)),
-                            .blocks = blocks_,
+                            .tiles = tiles_,
                             .selection = selection,
                             .faults = faults_}};
     params.scratch = &scratch_;
     return params;
   }
-  int64_t num_blocks() const { return static_cast<int64_t>(blocks_.size()); }
+  int64_t num_blocks() const { return static_cast<int64_t>(tiles_.size()); }
   int64_t last_position() const { return context_ - 1; }
 
  private:
@@ -177,7 +177,7 @@ class Sequences {
   const int64_t count_;
   FakePagedKv kv_;
   int64_t slot_ = 0;
-  std::vector<QueryBlock> blocks_;
+  std::vector<QueryTile> tiles_;
   std::vector<SelectionHeader> headers_;
   std::vector<SelectionEntry> entries_;
   std::vector<BFloat16> q_;
@@ -261,7 +261,7 @@ void BM_SparseDecode(benchmark::State& state, const Shape& shape, bool attend) {
   sequences.SetQueries(1);
   ThreadExecutor executor(threads);
   const std::unique_ptr<Selector> selector = MakeSelector("quest").value();
-  const std::vector<SelectionNumbers> numbers = {
+  const std::vector<PolicyNumbers> numbers = {
       {.sink_tokens = 128, .window_tokens = 512, .budget_tokens = 2048}};
   PageSelection selection = sequences.MakeSelection(selector->MaxEntries(numbers[0], context));
   for (auto _ : state) {

@@ -35,7 +35,7 @@ constexpr GroupedPositions kGrouped = {.group_size = 8, .window = 1024};
 constexpr int64_t kSetBytes = int64_t{20} << 30;  // of all sets
 
 void Attend(Set& set, cudaStream_t stream) {
-  if (set.params.q.dim(0) == std::ssize(set.params.blocks)) {  // tiles of one query
+  if (set.params.q.dim(0) == std::ssize(set.params.tiles)) {  // tiles of one query
     Check(AttendDecode(
         set.params, set.maps, set.workspace.data(),
         {set.arrivals.As<uint32_t>(), static_cast<size_t>(set.params.selection.num_rows)}, stream));
@@ -156,9 +156,9 @@ void BenchAppend(int64_t tokens) {
           heads.qkv =
               TensorView(qkv[i].data(), DType::kBFloat16, {tokens, kColumns}, Device::kCuda);
           heads.q = sets[i].params.q;
-          Check(AppendHeads(
-              {.heads = heads, .kv = sets[i].params.kv, .blocks = sets[i].params.blocks}, &rope,
-              sets[i].params.faults, stream));
+          Check(
+              AppendHeads({.heads = heads, .kv = sets[i].params.kv, .tiles = sets[i].params.tiles},
+                          &rope, sets[i].params.faults, stream));
         }
       }) /
       static_cast<double>(sets.size());

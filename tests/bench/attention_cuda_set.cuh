@@ -26,7 +26,7 @@ inline constexpr int64_t kHeadDim = 128;
 inline constexpr KvLayout kLayout = {
     .num_layers = 1, .num_kv_heads = kKvHeads, .head_dim = kHeadDim, .dtype = DType::kBFloat16};
 // Sink, window and budget of all selections here. Constant once main has read its arguments.
-inline SelectionNumbers selection_numbers = {
+inline PolicyNumbers selection_numbers = {
     .sink_tokens = 128, .window_tokens = 1024, .budget_tokens = 2048, .top_p = 0.95f};
 inline constexpr int64_t kListCapacity = 2048;  // entries of one token
 inline constexpr int64_t kCycle = 16;           // steps of a refresh cycle
@@ -53,7 +53,7 @@ inline __global__ void FillRandom(__nv_bfloat16* values, int64_t count, uint64_t
 
 // One sequence with its own pages, in a random order of memory.
 struct Set {
-  DeviceBuffer pages, table, block_rows, q, out, workspace, arrivals, blocks, headers, entries,
+  DeviceBuffer pages, table, block_extents, q, out, workspace, arrivals, blocks, headers, entries,
       faults;
   DeviceBuffer bounds, bounds_table, codes, codes_table, numbers, work, pruning;
   DeviceBuffer step_blocks, remembered, lists, stage_items, memories, staged_memories;
@@ -71,10 +71,10 @@ struct Set {
     MakePages(num_blocks, seed);
     MakeDigests(num_blocks, seed);
     MakeQueries(num_queries, seed);
-    MakeQueryBlocks(tokens, num_queries, block_queries);
-    const int64_t num_query_blocks = num_queries / block_queries;
-    MakeSelection(num_query_blocks * kKvHeads, header, list);
-    const auto count = static_cast<size_t>(num_query_blocks);
+    MakeQueryTiles(tokens, num_queries, block_queries);
+    const int64_t num_query_tiles = num_queries / block_queries;
+    MakeSelection(num_query_tiles * kKvHeads, header, list);
+    const auto count = static_cast<size_t>(num_query_tiles);
     const auto tensor = [&](const DeviceBuffer& buffer) {
       return TensorView(buffer.data(), DType::kBFloat16, {num_queries, kKvHeads * kGroup, kHeadDim},
                         Device::kCuda);
@@ -82,26 +82,26 @@ struct Set {
     params = {{.q = tensor(q),
                .out = tensor(out),
                .kv = {.layout = kLayout,
-                      .block_rows = block_rows.As<int32_t>(),
+                      .block_extents = block_extents.As<int32_t>(),
                       .num_slots = 1,
                       .max_blocks_per_slot = num_blocks,
                       .pages = table.As<PageRef>(),
                       .bounds = bounds_table.As<std::byte*>(),
                       .key_codes = codes_table.As<std::byte*>()},
                .scale = 0.0883883476f,
-               .blocks = {blocks.As<QueryBlock>(), count},
+               .tiles = {blocks.As<QueryTile>(), count},
                .selection = {.headers = headers.As<SelectionHeader>(),
                              .entries = entries.As<SelectionEntry>(),
-                             .num_rows = num_query_blocks * kKvHeads,
+                             .num_rows = num_query_tiles * kKvHeads,
                              .capacity = kListCapacity},
                .faults = {faults.As<uint8_t>(), 1}}};
     select = {{.q = params.q,
                .kv = params.kv,
                .scale = params.scale,
-               .blocks = params.blocks,
-               .numbers = {numbers.As<SelectionNumbers>(), count},
+               .tiles = params.tiles,
+               .numbers = {numbers.As<PolicyNumbers>(), count},
                .faults = params.faults}};
-    MakeWorkspaces(num_query_blocks);
+    MakeWorkspaces(num_query_tiles);
     MakeMemories();
   }
 
@@ -121,7 +121,7 @@ struct Set {
   // Divides the set into `streams` decoding sequences, each with its share of the tokens.
   void Split(int64_t streams) {
     const int64_t blocks_each = params.kv.max_blocks_per_slot / streams;
-    std::vector<QueryBlock> last;
+    std::vector<QueryTile> last;
     for (int64_t i = 0; i < streams; ++i) {
       last.push_back({.slot = i,
                       .first_row = i,
@@ -132,15 +132,15 @@ struct Set {
     faults = Upload(std::vector<uint8_t>(static_cast<size_t>(streams)));
     params.kv.num_slots = streams;
     params.kv.max_blocks_per_slot = blocks_each;
-    params.blocks = {blocks.As<QueryBlock>(), last.size()};
+    params.tiles = {blocks.As<QueryTile>(), last.size()};
     params.faults = {faults.As<uint8_t>(), last.size()};
   }
 
   // For one decoding sequence: makes `step` of a cycle the next step.
   void StandAt(int64_t step, const DeviceBuffer& memory) {
-    const size_t count = params.blocks.size();
-    params.blocks = {step_blocks.As<QueryBlock>() + step * std::ssize(params.blocks), count};
-    select.blocks = params.blocks;
+    const size_t count = params.tiles.size();
+    params.tiles = {step_blocks.As<QueryTile>() + step * std::ssize(params.tiles), count};
+    select.tiles = params.tiles;
     select.device_memories = {memory.As<DeviceSelectionMemory>(), count};
   }
 
@@ -152,7 +152,7 @@ struct Set {
     std::vector<int32_t> rows(static_cast<size_t>(num_blocks));
     for (size_t i = 0; i < rows.size(); ++i) rows[i] = static_cast<int32_t>(i);
     std::shuffle(rows.begin(), rows.end(), std::mt19937_64(seed));
-    block_rows = Upload(rows);
+    block_extents = Upload(rows);
     std::vector<PageRef> refs;
     for (int64_t i = 0; i < num_blocks * kKvHeads; ++i) {
       refs.emplace_back(pages.data() + i * kLayout.page_bytes(), PageTier::kDevice);
@@ -183,24 +183,24 @@ struct Set {
   }
 
   // Makes the query tiles of the last step, and of all steps of a refresh cycle that ends with it.
-  void MakeQueryBlocks(int64_t tokens, int64_t num_queries, int64_t block_queries) {
-    std::vector<QueryBlock> query_blocks;
+  void MakeQueryTiles(int64_t tokens, int64_t num_queries, int64_t block_queries) {
+    std::vector<QueryTile> query_tiles;
     for (int64_t first = 0; first < num_queries; first += block_queries) {
-      query_blocks.push_back({.slot = 0,
-                              .first_row = first,
-                              .num_rows = block_queries,
-                              .first_position = tokens - num_queries + first});
+      query_tiles.push_back({.slot = 0,
+                             .first_row = first,
+                             .num_rows = block_queries,
+                             .first_position = tokens - num_queries + first});
     }
-    blocks = Upload(query_blocks);
-    std::vector<QueryBlock> of_steps;
+    blocks = Upload(query_tiles);
+    std::vector<QueryTile> of_steps;
     for (int64_t step = 1 - kCycle; step <= 0; ++step) {
-      for (QueryBlock block : query_blocks) {
-        block.first_position += step;
-        of_steps.push_back(block);
+      for (QueryTile tile : query_tiles) {
+        tile.first_position += step;
+        of_steps.push_back(tile);
       }
     }
     step_blocks = Upload(of_steps);
-    numbers = Upload(std::vector<SelectionNumbers>(query_blocks.size(), selection_numbers));
+    numbers = Upload(std::vector<PolicyNumbers>(query_tiles.size(), selection_numbers));
     faults = Upload(std::vector<uint8_t>{0});
   }
 
@@ -216,20 +216,20 @@ struct Set {
     entries = Upload(entry_list);
   }
 
-  void MakeWorkspaces(int64_t num_query_blocks) {
-    workspace = Value(
-        DeviceBuffer::Allocate(AttendDecodeWorkspaceBytes(kLayout, num_query_blocks, kGroup)));
+  void MakeWorkspaces(int64_t num_query_tiles) {
+    workspace =
+        Value(DeviceBuffer::Allocate(AttendDecodeWorkspaceBytes(kLayout, num_query_tiles, kGroup)));
     const int64_t arrival_bytes =
-        num_query_blocks * kKvHeads * static_cast<int64_t>(sizeof(uint32_t));
+        num_query_tiles * kKvHeads * static_cast<int64_t>(sizeof(uint32_t));
     arrivals = Value(DeviceBuffer::Allocate(arrival_bytes));
     Check(CudaStatus(cudaMemset(arrivals.data(), 0, static_cast<size_t>(arrival_bytes)),
                      "clearing arrivals"));
     work = Value(DeviceBuffer::Allocate(
-        std::max({QuestWorkspaceBytes(params.kv, num_query_blocks),
-                  TokenSelectWorkspaceBytes(params.kv, kGroup, num_query_blocks),
-                  InfiniteHipWorkspaceBytes(hip, params.kv, num_query_blocks)})));
+        std::max({QuestWorkspaceBytes(params.kv, num_query_tiles),
+                  TokenSelectWorkspaceBytes(params.kv, kGroup, num_query_tiles),
+                  InfiniteHipWorkspaceBytes(hip, params.kv, num_query_tiles)})));
     pruning = Value(DeviceBuffer::Allocate(
-        TopPWorkspaceBytes(kLayout, kGroup, num_query_blocks, kListCapacity, MaxListTokens())));
+        TopPWorkspaceBytes(kLayout, kGroup, num_query_tiles, kListCapacity, MaxListTokens())));
   }
 
   // Makes what a decoding sequence remembers of a selection, without and with infinitehip's stages.

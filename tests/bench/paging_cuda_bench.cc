@@ -43,8 +43,8 @@ struct Tiers {
       arena = Value(DeviceBuffer::Allocate(device_rows * block));
     }
     gathered = Value(DeviceBuffer::Allocate(8 * block));
-    ResidencyShape shape = {.num_rows = rows,
-                            .pages_per_row = kLayout.pages_per_block(),
+    ResidencyShape shape = {.num_extents = rows,
+                            .pages_per_extent = kLayout.pages_per_block(),
                             .num_slots = device_rows * kLayout.pages_per_block(),
                             .page_bytes = kLayout.page_bytes(),
                             .arena = arena.data(),
@@ -59,18 +59,18 @@ struct Tiers {
   }
   // Opens and seals all rows, so that the last ones are in the device tier.
   void SealAll() {
-    for (int32_t row = 0; row < state.shape.num_rows; ++row) {
+    for (int32_t row = 0; row < state.shape.num_extents; ++row) {
       const DeviceBuffer rows = Upload(std::vector<int32_t>{row});
       const std::span<const int32_t> span(rows.As<int32_t>(), 1);
-      Check(OpenRows(state, span, nullptr));
+      Check(OpenExtents(state, span, nullptr));
       Check(CopyToHost(std::span(&row, 1), nullptr));
-      Check(SealRows(state, span, nullptr));
+      Check(SealExtents(state, span, nullptr));
       Check(cudaDeviceSynchronize());
     }
   }
   absl::Status CopyToHost(std::span<const int32_t> rows, cudaStream_t stream) {
-    return CopyRowsToHost(state, rows,
-                          {gathered.data(), static_cast<size_t>(gathered.size_bytes())}, stream);
+    return CopyExtentsToHost(state, rows,
+                             {gathered.data(), static_cast<size_t>(gathered.size_bytes())}, stream);
   }
   // Plans the most fills that a step may have.
   void PlanMany(uint32_t step) {
@@ -106,11 +106,11 @@ struct Attention {
     std::iota(numbers.begin(), numbers.end(), 0);
     rows = Upload(numbers);
     maps = Value(MakeKvTensorMaps(layout, {.base = pages.data(), .bytes = bytes}, {}));
-    const QueryBlock query = {.slot = 0,
-                              .first_row = 0,
-                              .num_rows = 1,
-                              .first_position = kAttendedBlocks * kPageTokens - 1};
-    blocks = Upload(std::vector<QueryBlock>{query});
+    const QueryTile query = {.slot = 0,
+                             .first_row = 0,
+                             .num_rows = 1,
+                             .first_position = kAttendedBlocks * kPageTokens - 1};
+    blocks = Upload(std::vector<QueryTile>{query});
     headers =
         Upload(std::vector<SelectionHeader>(static_cast<size_t>(heads), MakeAllHeader(query)));
     q = Upload(std::vector<uint16_t>(static_cast<size_t>(heads * kGroup * layout.head_dim)));
@@ -129,14 +129,14 @@ struct Attention {
                .out = tensor(out),
                .lse = {},
                .kv = {.layout = layout,
-                      .block_rows = rows.As<int32_t>(),
+                      .block_extents = rows.As<int32_t>(),
                       .num_slots = 1,
                       .max_blocks_per_slot = kAttendedBlocks,
-                      .num_rows = kAttendedBlocks,
+                      .num_extents = kAttendedBlocks,
                       .pages = table.As<PageRef>(),
                       .accesses = {}},
                .scale = 0.0883883476f,
-               .blocks = {blocks.As<QueryBlock>(), 1},
+               .tiles = {blocks.As<QueryTile>(), 1},
                .selection = {.headers = headers.As<SelectionHeader>(), .num_rows = heads},
                .faults = {faults.As<uint8_t>(), 1}}};
   }

@@ -157,7 +157,7 @@ struct Policy {
   const char* selector;
   MethodOptions options;
   const char* reuse;  // may be null
-  SelectionNumbers numbers;
+  PolicyNumbers numbers;
 };
 
 double Milliseconds(Clock::time_point begin, Clock::time_point end) {
@@ -184,9 +184,9 @@ class Bench {
   void PlaceStep(int64_t step) {
     queries_.Next(q_);
     out_.resize(q_.size());
-    block_ = {.slot = 0,
-              .num_rows = 1,
-              .first_position = sequence_.context() - kCycleSteps + step % kCycleSteps};
+    tile_ = {.slot = 0,
+             .num_rows = 1,
+             .first_position = sequence_.context() - kCycleSteps + step % kCycleSteps};
     for (size_t i = 0; i < swept_.size(); i += 64) ++swept_[i];
   }
   PageSelection MakeSelection(int64_t capacity) {
@@ -207,7 +207,7 @@ class Bench {
                             .kv = sequence_.View(),
                             .layer = 0,
                             .scale = kScale,
-                            .blocks = {&block_, 1},
+                            .tiles = {&tile_, 1},
                             .selection = selection,
                             .faults = faults_}};
     params.scratch = &scratch_;
@@ -219,7 +219,7 @@ class Bench {
   Sequence sequence_;
   ThreadExecutor executor_;
   QueryStream queries_;
-  QueryBlock block_;
+  QueryTile tile_;
   std::vector<BFloat16> q_, out_;
   std::vector<SelectionHeader> headers_;
   std::vector<SelectionEntry> entries_;
@@ -233,7 +233,7 @@ double Bench::Dense(int64_t steps) {
   for (int64_t step = 0; step < steps; ++step) {
     PlaceStep(step);
     const PageSelection all = MakeSelection(0);
-    for (SelectionHeader& header : headers_) header = MakeAllHeader(block_);
+    for (SelectionHeader& header : headers_) header = MakeAllHeader(tile_);
     const auto begin = Clock::now();
     AttendTo(all);
     times.push_back(Milliseconds(begin, Clock::now()));
@@ -276,7 +276,7 @@ void Bench::Run(const Policy& policy, int64_t cycles, double dense_ms) {
   std::unique_ptr<ReuseRule> rule;
   std::unique_ptr<SelectionMemory> memory;
   std::vector<RowMemory*> memories;
-  SelectionNumbers numbers = policy.numbers;
+  PolicyNumbers numbers = policy.numbers;
   if (policy.reuse != nullptr) {
     rule = MakeReuseRule(policy.reuse).value();
     numbers.reach_tokens = ReachTokens(*selector, *rule, numbers.reuse);
@@ -285,7 +285,7 @@ void Bench::Run(const Policy& policy, int64_t cycles, double dense_ms) {
                  .value();
     for (int64_t head = 0; head < kKvHeads; ++head) memories.push_back(&memory->row(0, head));
   }
-  SelectionNumbers largest = numbers;
+  PolicyNumbers largest = numbers;
   largest.budget_tokens = LargestBudget(numbers, sequence_.context());
   const PageSelection selection = MakeSelection(selector->MaxEntries(largest, sequence_.context()));
   PageSelection rows = selection;
@@ -300,7 +300,7 @@ void Bench::Run(const Policy& policy, int64_t cycles, double dense_ms) {
                             .kv = sequence_.View(),
                             .layer = 0,
                             .scale = kScale,
-                            .blocks = {&block_, 1},
+                            .tiles = {&tile_, 1},
                             .numbers = {&numbers, 1},
                             .faults = faults_}};
     params.scratch = &scratch_;
@@ -325,7 +325,7 @@ void Bench::Run(const Policy& policy, int64_t cycles, double dense_ms) {
     sum.times.attend += Milliseconds(kept, end);
     sum.worst = std::max(sum.worst, Milliseconds(begin, end));
     for (int64_t row = 0; row < kKvHeads; ++row) {
-      sum.tokens += static_cast<double>(CountTokens(selection, row, block_.first_position));
+      sum.tokens += static_cast<double>(CountTokens(selection, row, tile_.first_position));
       const ContractOutcome outcome = keeper.outcomes()[static_cast<size_t>(row)];
       sum.mended += outcome == ContractOutcome::kDense || outcome == ContractOutcome::kWidened;
     }
@@ -335,15 +335,14 @@ void Bench::Run(const Policy& policy, int64_t cycles, double dense_ms) {
 
 // The policies measured, in the order of the table.
 std::vector<Policy> Policies() {
-  constexpr SelectionNumbers kQuest = {
+  constexpr PolicyNumbers kQuest = {
       .sink_tokens = 128, .window_tokens = 512, .budget_tokens = 2048};
-  constexpr SelectionNumbers kHip = {
-      .sink_tokens = 256, .window_tokens = 1024, .budget_tokens = 2048};
-  const auto pruned = [](SelectionNumbers numbers) {
+  constexpr PolicyNumbers kHip = {.sink_tokens = 256, .window_tokens = 1024, .budget_tokens = 2048};
+  const auto pruned = [](PolicyNumbers numbers) {
     numbers.top_p = 0.95f;
     return numbers;
   };
-  const auto under = [](SelectionNumbers numbers, OnViolation on_violation) {
+  const auto under = [](PolicyNumbers numbers, OnViolation on_violation) {
     numbers.quality = {.min_mass = 0.98f, .on_violation = on_violation};
     return numbers;
   };

@@ -97,7 +97,7 @@ class SelectionOverlap {
   // Called after a step. Compares the selections of two calls when their steps are consecutive.
   absl::Status Look(const kernels::PagedKv& kv) {
     uint32_t step = 0;
-    touched_.resize(static_cast<size_t>(kv.num_rows * kv.layout.pages_per_block()));
+    touched_.resize(static_cast<size_t>(kv.num_extents * kv.layout.pages_per_block()));
     KVASIR_RETURN_IF_ERROR(Fetch(kv.accesses.step, &step, 1));
     KVASIR_RETURN_IF_ERROR(Fetch(kv.accesses.last_touched, touched_.data(), touched_.size()));
     std::vector<bool> selected(touched_.size());

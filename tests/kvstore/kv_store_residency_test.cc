@@ -111,7 +111,7 @@ class RandomPlans {
     Compare();
   }
   // Whatever happened, everything can be freed.
-  void LetGoOfEverything() {
+  void ReleaseEverything() {
     for (int64_t slot = 0; slot < kSlots; ++slot) UnbindFrom(slot, 0);
     while (!handles_.empty()) ForgetHandle();
     for (auto& [id, block] : model_) store_->Drop(BlockId(id));
@@ -362,7 +362,7 @@ TEST_P(KvStoreResidencyTest, EveryReadGivesTheBytesThatWereWritten) {
     EXPECT_GT(stats.restored_blocks, count / 200);
     EXPECT_EQ(stats.failed_restores > 0, sizes.faults.fail_read > 0);
   }
-  plans.LetGoOfEverything();
+  plans.ReleaseEverything();
 }
 
 constexpr MemoryTierFaults kFaults = {.refuse_write = 0.2, .fail_read = 0.2, .forget = 0.02};

@@ -91,12 +91,12 @@ class ScarceMemory final : public PageResidency {
   void Restore(int64_t row, const BlockSeal& seal) override { inner_->Restore(row, seal); }
   void Free(int64_t row) override { inner_->Free(row); }
   void Bind(int64_t slot, int64_t index, int64_t row) override { inner_->Bind(slot, index, row); }
-  int64_t BoundRow(int64_t slot, int64_t index) const override {
-    return inner_->BoundRow(slot, index);
+  int64_t BoundExtent(int64_t slot, int64_t index) const override {
+    return inner_->BoundExtent(slot, index);
   }
   int64_t PagesInDevice(int64_t row) const override { return inner_->PagesInDevice(row); }
   absl::StatusOr<PagedKv> BeginStep(uint32_t step) override { return inner_->BeginStep(step); }
-  absl::StatusOr<std::vector<CorruptRow>> EndStep() override { return inner_->EndStep(); }
+  absl::StatusOr<std::vector<CorruptExtent>> EndStep() override { return inner_->EndStep(); }
   int64_t device_pages() const override { return inner_->device_pages(); }
   int64_t pinned_pages() const override { return inner_->pinned_pages(); }
   ResidencyStats stats() const override { return inner_->stats(); }

@@ -77,7 +77,7 @@ std::vector<int32_t> MostVoted(const std::vector<double>& votes, const Middle& m
 
 // Pages of the middle with the most mass of all heads of the group, as many as the budget has.
 std::set<int64_t> HeaviestPages(std::span<const std::unique_ptr<QueryAttention>> group,
-                                const kernels::SelectionNumbers& numbers) {
+                                const kernels::PolicyNumbers& numbers) {
   const Middle middle = Middle::Of(numbers, group.front()->num_tokens() - 1);
   std::map<int64_t, double> masses;
   for (int64_t token = middle.begin; token < middle.end; ++token) {

@@ -20,7 +20,7 @@ namespace kvasir::quality {
 class Facts {
  public:
   // About selections of `numbers`.
-  explicit Facts(const kernels::SelectionNumbers& numbers) : numbers_(numbers) {}
+  explicit Facts(const kernels::PolicyNumbers& numbers) : numbers_(numbers) {}
 
   void Add(const LayerAttention& layer);
   // What of it needs keys of few bits: dearer than all the rest, and one question shows it.
@@ -47,7 +47,7 @@ class Facts {
   void VoteAmong(const LayerAttention& layer, int64_t step, int64_t first_head, int64_t num_heads,
                  const std::string& scope);
 
-  const kernels::SelectionNumbers numbers_;
+  const kernels::PolicyNumbers numbers_;
   // Chunks by how many of their tokens are among the heaviest: of the budget, and of a 64th of the
   // context.
   std::map<std::string, std::array<int64_t, kChunkTokens + 1>> occupancy_;

@@ -81,9 +81,9 @@ absl::StatusOr<Job> ParseJob(const nlohmann::json& json) {
   }
   if (const nlohmann::json& facts = json.at("facts"); !facts.is_null()) {
     job.facts.emplace(
-        kernels::SelectionNumbers{.sink_tokens = facts.at("sink_tokens").get<int64_t>(),
-                                  .window_tokens = facts.at("window_tokens").get<int64_t>(),
-                                  .budget_tokens = facts.at("token_budget").get<int64_t>()});
+        kernels::PolicyNumbers{.sink_tokens = facts.at("sink_tokens").get<int64_t>(),
+                               .window_tokens = facts.at("window_tokens").get<int64_t>(),
+                               .budget_tokens = facts.at("token_budget").get<int64_t>()});
   }
   return job;
 }

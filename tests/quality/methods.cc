@@ -65,13 +65,13 @@ absl::StatusOr<Method> Method::Create(const v1::SparsityPolicy& policy) {
 }
 
 absl::Status Method::Select(const kernels::SelectParams& params, kernels::Executor& executor) {
-  const std::vector<kernels::SelectionNumbers> numbers(params.blocks.size(), numbers_);
+  const std::vector<kernels::PolicyNumbers> numbers(params.tiles.size(), numbers_);
   kernels::SelectParams own = params;
   own.numbers = numbers;
   own.scratch = &scratch_;
-  const int64_t context = params.blocks.back().first_position + 1;
-  const int64_t num_rows = std::ssize(params.blocks) * params.kv.layout.num_kv_heads;
-  kernels::SelectionNumbers largest = numbers_;
+  const int64_t context = params.tiles.back().first_position + 1;
+  const int64_t num_rows = std::ssize(params.tiles) * params.kv.layout.num_kv_heads;
+  kernels::PolicyNumbers largest = numbers_;
   largest.budget_tokens = kernels::LargestBudget(numbers_, context);
   const int64_t capacity = selector_->MaxEntries(largest, context);
   headers_.assign(static_cast<size_t>(num_rows), {});

@@ -33,7 +33,7 @@ class Method {
 
   // {"policy", "seconds", "rows": [{"layer", "head", "kv_head", "mass": [...], ...}]}
   nlohmann::json ToJson() const;
-  const kernels::SelectionNumbers& numbers() const { return numbers_; }
+  const kernels::PolicyNumbers& numbers() const { return numbers_; }
 
  private:
   // One number a step; of one (layer, query head).
@@ -56,7 +56,7 @@ class Method {
   void Measure(QueryAttention& query, std::span<const int32_t> tokens, Row& row) const;
 
   std::string name_;
-  kernels::SelectionNumbers numbers_;
+  kernels::PolicyNumbers numbers_;
   std::unique_ptr<kernels::Selector> selector_;
   std::unique_ptr<kernels::Pruner> pruner_;  // null: none
   kernels::ContractKeeper keeper_;

@@ -36,7 +36,7 @@ class ReferenceModel::ObservingSelector final : public kernels::AllSelector {
     KVASIR_RETURN_IF_ERROR(AllSelector::Select(params, out, executor));
     // The last blocks are those of the answer.
     kernels::SelectParams shown = params;
-    shown.blocks = params.blocks.last(static_cast<size_t>(num_shown));
+    shown.tiles = params.tiles.last(static_cast<size_t>(num_shown));
     shown.numbers = params.numbers.last(static_cast<size_t>(num_shown));
     return (*observer)(shown);
   }

@@ -28,7 +28,7 @@ HeadKv LoadHead(const kernels::SelectParams& params, int64_t head, int64_t num_t
   for (int64_t begin = 0; begin < num_tokens; begin += kPageTokens) {
     const int64_t count = std::min(kPageTokens, num_tokens - begin) * layout.head_dim;
     const std::byte* page =
-        params.kv.Peek(params.blocks[0].slot, begin / kPageTokens, params.layer, head).page();
+        params.kv.Peek(params.tiles[0].slot, begin / kPageTokens, params.layer, head).page();
     LoadFloats(page, layout.dtype, count, kv.keys.data() + begin * layout.head_dim);
     LoadFloats(page + layout.v_offset(), layout.dtype, count,
                kv.values.data() + begin * layout.head_dim);
@@ -48,7 +48,7 @@ float Dot(const float* a, const float* b, int64_t n) {
 
 }  // namespace
 
-Middle Middle::Of(const kernels::SelectionNumbers& numbers, int64_t p) {
+Middle Middle::Of(const kernels::PolicyNumbers& numbers, int64_t p) {
   const int64_t end = std::max<int64_t>(0, p - numbers.window_tokens + 1);
   return {.begin = std::min(numbers.sink_tokens, end), .end = end};
 }
@@ -112,12 +112,12 @@ double QueryAttention::OutputError(std::span<const int32_t> tokens) const {
 
 LayerAttention::LayerAttention(const kernels::SelectParams& params, kernels::Executor& executor)
     : layer(params.layer),
-      num_steps(std::ssize(params.blocks)),
+      num_steps(std::ssize(params.tiles)),
       num_heads(params.q.dim(1)),
       num_kv_heads(params.kv.layout.num_kv_heads) {
   const int64_t d = params.q.dim(2);
   const int64_t element_bytes = static_cast<int64_t>(DTypeSize(params.q.dtype()));
-  const int64_t num_tokens = params.blocks.back().first_position + 1;
+  const int64_t num_tokens = params.tiles.back().first_position + 1;
   kv.resize(static_cast<size_t>(num_kv_heads));
   executor.ParallelFor(num_kv_heads, [&](int64_t head, int) {
     kv[static_cast<size_t>(head)] = LoadHead(params, head, num_tokens);
@@ -125,14 +125,14 @@ LayerAttention::LayerAttention(const kernels::SelectParams& params, kernels::Exe
   queries.resize(static_cast<size_t>(num_steps * num_heads));
   executor.ParallelFor(num_steps * num_heads, [&](int64_t i, int) {
     const int64_t head = i % num_heads;
-    const kernels::QueryBlock& block = params.blocks[static_cast<size_t>(i / num_heads)];
+    const kernels::QueryTile& tile = params.tiles[static_cast<size_t>(i / num_heads)];
     std::vector<float> query(static_cast<size_t>(d));
-    const int64_t offset = (block.first_row * num_heads + head) * d;
+    const int64_t offset = (tile.first_row * num_heads + head) * d;
     LoadFloats(params.q.As<std::byte>() + offset * element_bytes, params.q.dtype(), d,
                query.data());
     queries[static_cast<size_t>(i)] =
         std::make_unique<QueryAttention>(std::move(query), kv[static_cast<size_t>(kv_head(head))],
-                                         block.first_position + 1, params.scale);
+                                         tile.first_position + 1, params.scale);
   });
 }
 

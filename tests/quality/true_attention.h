@@ -22,7 +22,7 @@ struct Middle {
   int64_t begin = 0;
   int64_t end = 0;
 
-  static Middle Of(const kernels::SelectionNumbers& numbers, int64_t p);
+  static Middle Of(const kernels::PolicyNumbers& numbers, int64_t p);
   bool contains(int64_t token) const { return token >= begin && token < end; }
 };
 

@@ -1,5 +1,5 @@
 // A batch for Attend and for selectors, built step by step by a test or benchmark: sequences with
-// random KV in a FakePagedKv, query blocks, and a selection per (block, KV head). Seeds are
+// random KV in a FakePagedKv, query tiles, and a selection per (block, KV head). Seeds are
 // explicit. Thread-compatible.
 #pragma once
 
@@ -106,10 +106,10 @@ class AttentionBatch {
   // each KV head (all, when absent). Returns the block's index.
   int64_t AddBlock(int64_t slot, int64_t first_position, int64_t num_rows,
                    const std::function<RowSelection(int64_t head)>& select = nullptr) {
-    blocks_.push_back({.slot = slot,
-                       .first_row = num_tokens(),
-                       .num_rows = num_rows,
-                       .first_position = first_position});
+    tiles_.push_back({.slot = slot,
+                      .first_row = num_tokens(),
+                      .num_rows = num_rows,
+                      .first_position = first_position});
     q_.resize(q_.size() + static_cast<size_t>(num_rows * heads() * shape_.head_dim));
     for (auto it = q_.end() - num_rows * heads() * shape_.head_dim; it != q_.end(); ++it) {
       *it = Rounded(Normal());
@@ -117,12 +117,12 @@ class AttentionBatch {
     for (int64_t head = 0; head < shape_.kv_heads; ++head) {
       selections_.push_back(select ? select(head) : SelectAll(first_position));
     }
-    return static_cast<int64_t>(blocks_.size()) - 1;
+    return static_cast<int64_t>(tiles_.size()) - 1;
   }
 
   // What may end the rows of each block early. To be called when all blocks are there.
   void SetTerminations(std::vector<Termination> terminations) {
-    KVASIR_CHECK(terminations.size() == blocks_.size());
+    KVASIR_CHECK(terminations.size() == tiles_.size());
     terminations_ = std::move(terminations);
     unread_.resize(selections_.size());
   }
@@ -140,9 +140,9 @@ class AttentionBatch {
     faults_.assign(faults_.size(), 0);
     const AttendParams params = Params();
     if (grouped_.on()) {
-      rope()->Reserve(EndOfPositions(params.blocks), executor);
+      rope()->Reserve(EndOfPositions(params.tiles), executor);
     } else if (rope() != nullptr) {
-      ReservePositions(params.selection, blocks_, shape_.kv_heads, *rope(), executor);
+      ReservePositions(params.selection, tiles_, shape_.kv_heads, *rope(), executor);
     }
     implementation(params, executor);
     if (shape_.activation == DType::kBFloat16) {
@@ -164,7 +164,7 @@ class AttentionBatch {
          .kv = kv_.View(),
          .layer = shape_.layer,
          .scale = scale_,
-         .blocks = blocks_,
+         .tiles = tiles_,
          .selection = {.headers = headers_.data(),
                        .entries = entries_.data(),
                        .num_rows = static_cast<int64_t>(headers_.size()),
@@ -179,13 +179,13 @@ class AttentionBatch {
   }
 
   // Valid until the batch changes; `numbers` is the caller's. Selections stay as they are.
-  SelectParams ParamsForSelect(const std::vector<SelectionNumbers>& numbers) {
+  SelectParams ParamsForSelect(const std::vector<PolicyNumbers>& numbers) {
     StoreQueries();
     SelectParams params = {{.q = Tensor(q_, q16_),
                             .kv = kv_.View(),
                             .layer = shape_.layer,
                             .scale = scale_,
-                            .blocks = blocks_,
+                            .tiles = tiles_,
                             .numbers = numbers,
                             .faults = faults_}};
     params.scratch = &scratch_;
@@ -230,7 +230,7 @@ class AttentionBatch {
   int64_t scratch_bytes() const { return scratch_.size_bytes(); }
 
   FakePagedKv& kv() { return kv_; }
-  const std::vector<QueryBlock>& blocks() const { return blocks_; }
+  const std::vector<QueryTile>& blocks() const { return tiles_; }
   const AttentionShape& shape() const { return shape_; }
   int64_t heads() const { return shape_.kv_heads * shape_.group; }
   int64_t num_tokens() const {
@@ -281,7 +281,7 @@ class AttentionBatch {
   const AttentionShape shape_;
   std::mt19937_64 rng_;
   FakePagedKv kv_;
-  std::vector<QueryBlock> blocks_;
+  std::vector<QueryTile> tiles_;
   std::vector<RowSelection> selections_;  // [blocks x KV heads]
   int64_t capacity_ = 0;
   std::vector<SelectionHeader> headers_;

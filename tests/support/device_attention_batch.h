@@ -41,9 +41,8 @@ class DeviceAttentionBatch {
     KVASIR_ASSIGN_OR_RETURN(device.q, memory_.Copy(host.q));
     KVASIR_ASSIGN_OR_RETURN(device.out, memory_.Copy(host.out));
     KVASIR_ASSIGN_OR_RETURN(device.lse, memory_.Copy(host.lse));
-    KVASIR_ASSIGN_OR_RETURN(QueryBlock * blocks,
-                            memory_.Copy(host.blocks.data(), host.blocks.size()));
-    device.blocks = {blocks, host.blocks.size()};
+    KVASIR_ASSIGN_OR_RETURN(QueryTile * tiles, memory_.Copy(host.tiles.data(), host.tiles.size()));
+    device.tiles = {tiles, host.tiles.size()};
     const size_t rows = static_cast<size_t>(host.selection.num_rows);
     KVASIR_ASSIGN_OR_RETURN(device.selection.headers, memory_.Copy(host.selection.headers, rows));
     KVASIR_ASSIGN_OR_RETURN(
@@ -91,8 +90,8 @@ class DeviceAttentionBatch {
   absl::StatusOr<PagedKv> CopyTables(const PagedKv& kv) {
     PagedKv device = kv;
     KVASIR_ASSIGN_OR_RETURN(
-        device.block_rows,
-        memory_.Copy(kv.block_rows, static_cast<size_t>(kv.num_slots * kv.max_blocks_per_slot)));
+        device.block_extents,
+        memory_.Copy(kv.block_extents, static_cast<size_t>(kv.num_slots * kv.max_blocks_per_slot)));
     KVASIR_ASSIGN_OR_RETURN(device.pages, memory_.Copy(pages_.data(), pages_.size()));
     device.key_codes = nullptr;
     KVASIR_ASSIGN_OR_RETURN(device.bounds, CopyBounds(kv));

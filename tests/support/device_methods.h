@@ -16,7 +16,7 @@ struct DeviceMethodOptions {
   std::string selector;     // quest, tokenselect, hip or infinitehip
   std::string preset = {};  // of infinitehip
   Scope scope = Scope::kKvGroup;
-  int64_t blocks = 0;  // of a call
+  int64_t tiles = 0;  // of a call
   int64_t max_budget_tokens = 0;
   cudaStream_t stream = nullptr;
 };
@@ -32,20 +32,20 @@ inline DeviceMethod MakeDeviceMethod(const DeviceMethodOptions& options, const P
   const cudaStream_t stream = options.stream;
   const Scope scope = options.scope;
   if (options.selector == "quest") {
-    return {QuestWorkspaceBytes(kv, options.blocks),
+    return {QuestWorkspaceBytes(kv, options.tiles),
             [=](const auto& params, const auto& out, auto* memory) {
               return SelectQuest(QuestScore::kEstimate, params, out, memory, stream);
             }};
   }
   if (options.selector == "tokenselect") {
-    return {TokenSelectWorkspaceBytes(kv, group, options.blocks),
+    return {TokenSelectWorkspaceBytes(kv, group, options.tiles),
             [=](const auto& params, const auto& out, auto* memory) {
               return SelectTokens(scope, params, out, memory, stream);
             }};
   }
   if (options.selector == "hip") {
     const HipCuda method = {.max_budget_tokens = options.max_budget_tokens};
-    return {HipWorkspaceBytes(method, kv, options.blocks),
+    return {HipWorkspaceBytes(method, kv, options.tiles),
             [=](const auto& params, const auto& out, auto* memory) {
               return SelectHip(method, params, out, memory, stream);
             }};
@@ -53,7 +53,7 @@ inline DeviceMethod MakeDeviceMethod(const DeviceMethodOptions& options, const P
   const InfiniteHipCuda method = {.preset = InfiniteHipSelector::FindPreset(options.preset).value(),
                                   .max_budget_tokens = options.max_budget_tokens,
                                   .scope = scope};
-  return {InfiniteHipWorkspaceBytes(method, kv, options.blocks),
+  return {InfiniteHipWorkspaceBytes(method, kv, options.tiles),
           [=](const auto& params, const auto& out, auto* memory) {
             return SelectInfiniteHip(method, params, out, memory, stream);
           }};

@@ -39,8 +39,8 @@ class DevicePagedKv {
     }
     PagedKv device = host_;
     device.accesses = {};
-    KVASIR_ASSIGN_OR_RETURN(device.block_rows,
-                            memory_.Copy(host_.block_rows, static_cast<size_t>(num_rows())));
+    KVASIR_ASSIGN_OR_RETURN(device.block_extents,
+                            memory_.Copy(host_.block_extents, static_cast<size_t>(num_rows())));
     KVASIR_ASSIGN_OR_RETURN(device.pages, memory_.Copy(pages.data(), pages.size()));
     KVASIR_ASSIGN_OR_RETURN(device.bounds, memory_.Copy(bounds.data(), bounds.size()));
     KVASIR_ASSIGN_OR_RETURN(device.key_codes, memory_.Copy(key_codes.data(), key_codes.size()));

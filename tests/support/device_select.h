@@ -52,7 +52,7 @@ using DeviceSelect = std::function<absl::Status(const CudaSelectParams& params,
                                                 const PageSelection& out, std::byte* workspace)>;
 
 // `selection` is the host's: what the device's begins as, and its capacity. `rotation`: likewise.
-inline Lists RunSelectOnGpu(AttentionBatch& batch, const std::vector<SelectionNumbers>& numbers,
+inline Lists RunSelectOnGpu(AttentionBatch& batch, const std::vector<PolicyNumbers>& numbers,
                             const PageSelection& selection, int64_t workspace_bytes,
                             const DeviceSelect& select, const QueryRotation& rotation = {}) {
   SelectParams host = batch.ParamsForSelect(numbers);
@@ -62,7 +62,7 @@ inline Lists RunSelectOnGpu(AttentionBatch& batch, const std::vector<SelectionNu
   CudaSelectParams device = {host};
   device.q = memory.Copy(host.q).value();
   device.kv = kv.Copy().value();
-  device.blocks = {memory.Copy(host.blocks.data(), host.blocks.size()).value(), host.blocks.size()};
+  device.tiles = {memory.Copy(host.tiles.data(), host.tiles.size()).value(), host.tiles.size()};
   device.numbers = {memory.Copy(numbers.data(), numbers.size()).value(), numbers.size()};
   device.faults = {memory.Copy(host.faults.data(), host.faults.size()).value(), host.faults.size()};
   device.device_rope = memory.Copy(host.rope).value();

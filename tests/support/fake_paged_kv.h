@@ -26,7 +26,7 @@ class FakePagedKv {
       : layout_(layout),
         num_slots_(num_slots),
         max_blocks_(max_blocks_per_slot),
-        block_rows_(static_cast<size_t>(num_slots * max_blocks_per_slot), -1) {
+        block_extents_(static_cast<size_t>(num_slots * max_blocks_per_slot), -1) {
     const int64_t rows = num_slots * max_blocks_per_slot;
     const size_t pages = static_cast<size_t>(rows * layout.pages_per_block());
     memory_.resize(pages);
@@ -43,7 +43,7 @@ class FakePagedKv {
   // Gives the slot blocks, in the device tier, until it can hold `tokens`.
   void Grow(int64_t slot, int64_t tokens) {
     for (int64_t block = 0; block * kPageTokens < tokens; ++block) {
-      int32_t& row = block_rows_[static_cast<size_t>(slot * max_blocks_ + block)];
+      int32_t& row = block_extents_[static_cast<size_t>(slot * max_blocks_ + block)];
       if (row >= 0) continue;
       KVASIR_CHECK(block < max_blocks_ && next_row_ >= 0);
       row = next_row_--;
@@ -61,7 +61,7 @@ class FakePagedKv {
 
   // Takes a block away from the slot.
   void Remove(int64_t slot, int64_t block) {
-    block_rows_[static_cast<size_t>(slot * max_blocks_ + block)] = -1;
+    block_extents_[static_cast<size_t>(slot * max_blocks_ + block)] = -1;
   }
 
   // Moves a page to other memory in `tier`; kAbsent keeps the bytes for a later return.
@@ -76,7 +76,7 @@ class FakePagedKv {
   PagedKv View(uint32_t step = 1) {
     step_ = step;
     return {.layout = layout_,
-            .block_rows = block_rows_.data(),
+            .block_extents = block_extents_.data(),
             .num_slots = num_slots_,
             .max_blocks_per_slot = max_blocks_,
             .pages = pages_.data(),
@@ -121,7 +121,7 @@ class FakePagedKv {
     return buffer;
   }
   size_t PageIndex(int64_t slot, int64_t block, int64_t layer, int64_t head) const {
-    const int32_t row = block_rows_[static_cast<size_t>(slot * max_blocks_ + block)];
+    const int32_t row = block_extents_[static_cast<size_t>(slot * max_blocks_ + block)];
     KVASIR_CHECK(row >= 0);
     return static_cast<size_t>(row * layout_.pages_per_block() +
                                layout_.page_in_block(layer, head));
@@ -131,7 +131,7 @@ class FakePagedKv {
   const int64_t num_slots_;
   const int64_t max_blocks_;
   int32_t next_row_ = 0;
-  std::vector<int32_t> block_rows_;
+  std::vector<int32_t> block_extents_;
   std::vector<HostBuffer> memory_;            // [rows * pages_per_block]
   std::vector<HostBuffer> bounds_memory_;     // [rows]
   std::vector<HostBuffer> key_codes_memory_;  // [rows]

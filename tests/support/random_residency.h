@@ -1,4 +1,4 @@
-// Random use of the residency protocol against a naive model: rows are opened, written, sealed,
+// Random use of the residency protocol against a naive model: extents are opened, written, sealed,
 // restored, read and freed; steps end. Slots that no page is in, or that are being filled, hold
 // NaN, and copies are made at any time in a step. After each step every page that can be read must
 // hold what was written, and state and counters must be what the model says of them. The ops are a
@@ -18,8 +18,8 @@ namespace kvasir::kernels {
 
 struct RandomResidencyOptions {
   uint32_t seed = 0;
-  int64_t num_rows = 0;
-  int64_t pages_per_row = 0;
+  int64_t num_extents = 0;
+  int64_t pages_per_extent = 0;
   int64_t num_slots = 0;
   int64_t max_fills = 0;
   int64_t max_examined = 0;
@@ -31,15 +31,21 @@ struct RandomResidencyOptions {
 class ResidencyOps {
  public:
   virtual ~ResidencyOps() = default;
-  virtual void Open(const ResidencyState& s, std::span<const int32_t> rows) { OpenRows(s, rows); }
-  virtual void CopyToHost(const ResidencyState& s, std::span<const int32_t> rows) {
-    CopyRowsToHost(s, rows);
+  virtual void Open(const ResidencyState& s, std::span<const int32_t> extents) {
+    OpenExtents(s, extents);
   }
-  virtual void Seal(const ResidencyState& s, std::span<const int32_t> rows) { SealRows(s, rows); }
-  virtual void Restore(const ResidencyState& s, std::span<const int32_t> rows) {
-    RestoreRows(s, rows);
+  virtual void CopyToHost(const ResidencyState& s, std::span<const int32_t> extents) {
+    CopyExtentsToHost(s, extents);
   }
-  virtual void Free(const ResidencyState& s, std::span<const int32_t> rows) { FreeRows(s, rows); }
+  virtual void Seal(const ResidencyState& s, std::span<const int32_t> extents) {
+    SealExtents(s, extents);
+  }
+  virtual void Restore(const ResidencyState& s, std::span<const int32_t> extents) {
+    RestoreExtents(s, extents);
+  }
+  virtual void Free(const ResidencyState& s, std::span<const int32_t> extents) {
+    FreeExtents(s, extents);
+  }
   virtual void Map(const ResidencyState& s) { MapFills(s); }
   virtual void Plan(const ResidencyState& s, uint32_t step) { PlanFills(s, step); }
   virtual void Copy(const ResidencyState& s) { CopyFills(s); }
@@ -49,11 +55,11 @@ class RandomResidency {
  public:
   RandomResidency(const RandomResidencyOptions& options, ResidencyOps& ops)
       : rng_(options.seed), options_(options), ops_(ops) {
-    const int64_t stride = options.pages_per_row * options.page_bytes + 64;
+    const int64_t stride = options.pages_per_extent * options.page_bytes + 64;
     arena_ = HostBuffer::Allocate(options.num_slots * options.page_bytes).value();
-    extents_ = HostBuffer::Allocate(options.num_rows * stride).value();
-    const ResidencyShape shape = {.num_rows = options.num_rows,
-                                  .pages_per_row = options.pages_per_row,
+    extents_ = HostBuffer::Allocate(options.num_extents * stride).value();
+    const ResidencyShape shape = {.num_extents = options.num_extents,
+                                  .pages_per_extent = options.pages_per_extent,
                                   .num_slots = options.num_slots,
                                   .page_bytes = options.page_bytes,
                                   .arena = arena_.data(),
@@ -65,7 +71,7 @@ class RandomResidency {
     memory_ = HostBuffer::Allocate(LayOutResidency(shape, nullptr).bytes).value();
     s_ = LayOutResidency(shape, memory_.data());
     InitResidency(s_);
-    rows_.resize(static_cast<size_t>(options.num_rows));
+    extent_states_.resize(static_cast<size_t>(options.num_extents));
     pages_.resize(static_cast<size_t>(shape.num_pages()));
     Poison(SlotState::kFree);
   }
@@ -85,7 +91,7 @@ class RandomResidency {
     Free();
     Restore();
     // Where all slots are needed, fills must be over: it is the caller's to know.
-    const int64_t wanted = static_cast<int64_t>(rng_() % 3) * s_.shape.pages_per_row;
+    const int64_t wanted = static_cast<int64_t>(rng_() % 3) * s_.shape.pages_per_extent;
     if (pinned_ + wanted > s_.shape.num_slots - s_.counters->num_fills) {
       if (!copied) ops_.Copy(s_);
       copied = true;
@@ -101,8 +107,8 @@ class RandomResidency {
   }
 
   void FreeAll() {
-    for (size_t row = 0; row < rows_.size(); ++row) {
-      if (rows_[row] != RowState::kNone) FreeRow(static_cast<int32_t>(row));
+    for (size_t extent = 0; extent < extent_states_.size(); ++extent) {
+      if (extent_states_[extent] != ExtentState::kNone) FreeRow(static_cast<int32_t>(extent));
     }
     Map();
     EXPECT_EQ(s_.counters->free_slots, s_.shape.num_slots);
@@ -116,7 +122,7 @@ class RandomResidency {
   }
 
  private:
-  enum class RowState : uint8_t { kNone, kOpen, kSealed };
+  enum class ExtentState : uint8_t { kNone, kOpen, kSealed };
   struct ModelPage {
     uint64_t content = 0;
     bool in_device = false;
@@ -124,89 +130,94 @@ class RandomResidency {
     uint32_t touched = kNeverTouched;
   };
 
-  std::vector<int32_t> Pick(RowState state, int64_t most) {
+  std::vector<int32_t> Pick(ExtentState state, int64_t most) {
     std::vector<int32_t> picked;
-    const size_t first = rng_() % rows_.size();
-    for (size_t i = 0; i < rows_.size() && std::ssize(picked) < most; ++i) {
-      const size_t row = (first + i) % rows_.size();
-      if (rows_[row] == state) picked.push_back(static_cast<int32_t>(row));
+    const size_t first = rng_() % extent_states_.size();
+    for (size_t i = 0; i < extent_states_.size() && std::ssize(picked) < most; ++i) {
+      const size_t extent = (first + i) % extent_states_.size();
+      if (extent_states_[extent] == state) picked.push_back(static_cast<int32_t>(extent));
     }
     return picked;
   }
-  ModelPage& page(int64_t row, int64_t i) {
-    return pages_[static_cast<size_t>(row * s_.shape.pages_per_row + i)];
+  ModelPage& page(int64_t extent, int64_t i) {
+    return pages_[static_cast<size_t>(extent * s_.shape.pages_per_extent + i)];
   }
-  int64_t CountPages(const std::vector<int32_t>& rows) {
-    const int64_t pages = std::ssize(rows) * s_.shape.pages_per_row;
+  int64_t CountPages(const std::vector<int32_t>& extents) {
+    const int64_t pages = std::ssize(extents) * s_.shape.pages_per_extent;
     operations_ += pages;
     return pages;
   }
 
   void Open() {
     const int64_t room =
-        (s_.shape.num_slots - s_.counters->num_fills - pinned_) / s_.shape.pages_per_row;
-    const std::vector<int32_t> rows =
-        Pick(RowState::kNone, std::min<int64_t>(room, static_cast<int64_t>(rng_() % 3)));
-    ops_.Open(s_, rows);
-    for (const int32_t row : rows) {
-      rows_[static_cast<size_t>(row)] = RowState::kOpen;
-      for (int64_t i = 0; i < s_.shape.pages_per_row; ++i) {
-        page(row, i) = {.content = ++next_content_, .in_device = true};
-        const PageRef ref = s_.pages[row * s_.shape.pages_per_row + i];
+        (s_.shape.num_slots - s_.counters->num_fills - pinned_) / s_.shape.pages_per_extent;
+    const std::vector<int32_t> extents =
+        Pick(ExtentState::kNone, std::min<int64_t>(room, static_cast<int64_t>(rng_() % 3)));
+    ops_.Open(s_, extents);
+    for (const int32_t extent : extents) {
+      extent_states_[static_cast<size_t>(extent)] = ExtentState::kOpen;
+      for (int64_t i = 0; i < s_.shape.pages_per_extent; ++i) {
+        page(extent, i) = {.content = ++next_content_, .in_device = true};
+        const PageRef ref = s_.pages[extent * s_.shape.pages_per_extent + i];
         ASSERT_EQ(ref.tier(), PageTier::kDevice);
         Write(ref.page(), next_content_);
       }
     }
-    pinned_ += CountPages(rows);
+    pinned_ += CountPages(extents);
     FollowEvictions();
   }
   void Seal() {
-    const std::vector<int32_t> rows = Pick(RowState::kOpen, static_cast<int64_t>(rng_() % 3));
-    ops_.CopyToHost(s_, rows);
-    ops_.Seal(s_, rows);
-    for (const int32_t row : rows) rows_[static_cast<size_t>(row)] = RowState::kSealed;
-    pinned_ -= CountPages(rows);
+    const std::vector<int32_t> extents = Pick(ExtentState::kOpen, static_cast<int64_t>(rng_() % 3));
+    ops_.CopyToHost(s_, extents);
+    ops_.Seal(s_, extents);
+    for (const int32_t extent : extents)
+      extent_states_[static_cast<size_t>(extent)] = ExtentState::kSealed;
+    pinned_ -= CountPages(extents);
   }
-  // Whatever is below the host tier has filled extents of rows that nothing uses.
+  // Whatever is below the host tier has filled extents that nothing uses.
   void Restore() {
     if (rng_() % 4 != 0) return;
-    const std::vector<int32_t> rows = Pick(RowState::kNone, 1 + static_cast<int64_t>(rng_() % 2));
-    for (const int32_t row : rows) {
-      rows_[static_cast<size_t>(row)] = RowState::kSealed;
-      for (int64_t i = 0; i < s_.shape.pages_per_row; ++i) {
-        page(row, i) = {.content = ++next_content_};
-        Write(s_.shape.host_page(row * s_.shape.pages_per_row + i), next_content_);
+    const std::vector<int32_t> extents =
+        Pick(ExtentState::kNone, 1 + static_cast<int64_t>(rng_() % 2));
+    for (const int32_t extent : extents) {
+      extent_states_[static_cast<size_t>(extent)] = ExtentState::kSealed;
+      for (int64_t i = 0; i < s_.shape.pages_per_extent; ++i) {
+        page(extent, i) = {.content = ++next_content_};
+        Write(s_.shape.host_page(extent * s_.shape.pages_per_extent + i), next_content_);
       }
     }
-    ops_.Restore(s_, rows);
-    restored_ += CountPages(rows);
+    ops_.Restore(s_, extents);
+    restored_ += CountPages(extents);
   }
   void Free() {
     if (rng_() % 3 != 0) return;
-    const RowState state = rng_() % 4 == 0 ? RowState::kOpen : RowState::kSealed;
-    const std::vector<int32_t> rows = Pick(state, 1 + static_cast<int64_t>(rng_() % 2));
-    for (const int32_t row : rows) FreeRow(row);
-    CountPages(rows);
+    const ExtentState state = rng_() % 4 == 0 ? ExtentState::kOpen : ExtentState::kSealed;
+    const std::vector<int32_t> extents = Pick(state, 1 + static_cast<int64_t>(rng_() % 2));
+    for (const int32_t extent : extents) FreeRow(extent);
+    CountPages(extents);
   }
-  void FreeRow(int32_t row) {
-    if (rows_[static_cast<size_t>(row)] == RowState::kOpen) pinned_ -= s_.shape.pages_per_row;
+  void FreeRow(int32_t extent) {
+    if (extent_states_[static_cast<size_t>(extent)] == ExtentState::kOpen)
+      pinned_ -= s_.shape.pages_per_extent;
     for (int64_t i = 0; i < s_.counters->num_fills; ++i) {
-      given_up_ += s_.fills[i].given_up == 0 && s_.fills[i].page / s_.shape.pages_per_row == row;
+      given_up_ +=
+          s_.fills[i].given_up == 0 && s_.fills[i].page / s_.shape.pages_per_extent == extent;
     }
-    ops_.Free(s_, {&row, 1});
-    rows_[static_cast<size_t>(row)] = RowState::kNone;
-    for (int64_t i = 0; i < s_.shape.pages_per_row; ++i) page(row, i) = {};
+    ops_.Free(s_, {&extent, 1});
+    extent_states_[static_cast<size_t>(extent)] = ExtentState::kNone;
+    for (int64_t i = 0; i < s_.shape.pages_per_extent; ++i) page(extent, i) = {};
     Poison(SlotState::kFree);
   }
 
-  // Mostly of few rows, as rows of old blocks are read seldom.
+  // Mostly of few extents, as extents of old blocks are read seldom.
   void Read() {
-    const size_t range = rng_() % 4 == 0 ? rows_.size() : std::max<size_t>(1, rows_.size() / 3);
-    const size_t row = rng_() % range;
+    const size_t range =
+        rng_() % 4 == 0 ? extent_states_.size() : std::max<size_t>(1, extent_states_.size() / 3);
+    const size_t extent = rng_() % range;
     ++operations_;
-    if (rows_[row] == RowState::kNone) return;
-    const int64_t index = static_cast<int64_t>(row) * s_.shape.pages_per_row +
-                          static_cast<int64_t>(rng_()) % s_.shape.pages_per_row;
+    if (extent_states_[extent] == ExtentState::kNone) return;
+    const int64_t index = static_cast<int64_t>(extent) * s_.shape.pages_per_extent +
+                          static_cast<int64_t>(rng_()) % s_.shape.pages_per_extent;
     const PageRef ref = s_.pages[index];
     ModelPage& model = pages_[static_cast<size_t>(index)];
     ExpectContent(ref.page(), model.content);
@@ -272,7 +283,8 @@ class RandomResidency {
   void FollowEvictions() {
     for (size_t i = 0; i < pages_.size(); ++i) {
       if (!pages_[i].in_device || s_.pages[i].tier() == PageTier::kDevice) continue;
-      ASSERT_EQ(rows_[i / static_cast<size_t>(s_.shape.pages_per_row)], RowState::kSealed)
+      ASSERT_EQ(extent_states_[i / static_cast<size_t>(s_.shape.pages_per_extent)],
+                ExtentState::kSealed)
           << "page " << i << " is pinned";
       pages_[i].in_device = false;
       ++evictions_;
@@ -284,11 +296,11 @@ class RandomResidency {
   void CheckTables() {
     std::vector<int32_t> page_of(static_cast<size_t>(s_.shape.num_slots), -1);
     for (size_t i = 0; i < pages_.size(); ++i) {
-      const RowState row = rows_[i / static_cast<size_t>(s_.shape.pages_per_row)];
+      const ExtentState extent = extent_states_[i / static_cast<size_t>(s_.shape.pages_per_extent)];
       const PageRef ref = s_.pages[i];
-      ASSERT_EQ(ref.tier() == PageTier::kAbsent, row == RowState::kNone);
+      ASSERT_EQ(ref.tier() == PageTier::kAbsent, extent == ExtentState::kNone);
       ASSERT_EQ(ref.tier() == PageTier::kDevice, pages_[i].in_device);
-      if (row == RowState::kNone) continue;
+      if (extent == ExtentState::kNone) continue;
       if (ref.tier() == PageTier::kHost) {
         ASSERT_EQ(ref.page(), s_.shape.host_page(static_cast<int64_t>(i)));
       } else {
@@ -296,7 +308,7 @@ class RandomResidency {
         ASSERT_EQ(std::exchange(page_of[static_cast<size_t>(slot)], static_cast<int32_t>(i)), -1);
         ASSERT_EQ(s_.slot_pages[slot], static_cast<int32_t>(i));
         ASSERT_EQ(s_.slot_states[slot],
-                  row == RowState::kOpen ? SlotState::kPinned : SlotState::kCached);
+                  extent == ExtentState::kOpen ? SlotState::kPinned : SlotState::kCached);
       }
       ExpectContent(ref.page(), pages_[i].content);
     }
@@ -344,7 +356,7 @@ class RandomResidency {
   ResidencyOps& ops_;
   HostBuffer arena_, extents_, memory_;
   ResidencyState s_;
-  std::vector<RowState> rows_;
+  std::vector<ExtentState> extent_states_;
   std::vector<ModelPage> pages_;
   int64_t pinned_ = 0;
   int64_t restored_ = 0;

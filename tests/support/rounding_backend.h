@@ -25,7 +25,7 @@ class RoundingBackend final : public ForwardingBackend {
   }
 
   absl::StatusOr<bool> BeginStep(const StepInputs& step) override {
-    blocks_ = step.batch.blocks;
+    tiles_ = step.batch.tiles;
     return inner().BeginStep(step);
   }
   absl::Status Attend(const LayerQueries& queries, const kernels::TensorView& out) override {
@@ -33,9 +33,9 @@ class RoundingBackend final : public ForwardingBackend {
     if (seed_ == 0) return absl::OkStatus();
     const int64_t width = out.dim(1) * out.dim(2);
     auto* const values = reinterpret_cast<uint16_t*>(out.data());
-    for (const kernels::QueryBlock& block : blocks_) {
-      for (int64_t i = 0; i < block.num_rows * width; ++i) {
-        MoveToNeighbour(values[block.first_row * width + i]);
+    for (const kernels::QueryTile& tile : tiles_) {
+      for (int64_t i = 0; i < tile.num_rows * width; ++i) {
+        MoveToNeighbour(values[tile.first_row * width + i]);
       }
     }
     return absl::OkStatus();
@@ -54,7 +54,7 @@ class RoundingBackend final : public ForwardingBackend {
 
   uint64_t seed_ = 0;
   std::mt19937 random_;
-  std::vector<kernels::QueryBlock> blocks_;  // of the step
+  std::vector<kernels::QueryTile> tiles_;  // of the step
 };
 
 }  // namespace kvasir::worker

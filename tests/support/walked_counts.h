@@ -36,10 +36,10 @@ inline std::vector<kernels::SelectedCounts> WalkedCounts(kernels::AttentionBatch
   std::vector<kernels::SelectedCounts> counts;
   batch.Run([&](const kernels::AttendParams& params, kernels::Executor&) {
     for (int64_t row = 0; row < params.selection.num_rows; ++row) {
-      const kernels::QueryBlock& block =
-          params.blocks[static_cast<size_t>(row / params.kv.layout.num_kv_heads)];
+      const kernels::QueryTile& tile =
+          params.tiles[static_cast<size_t>(row / params.kv.layout.num_kv_heads)];
       counts.push_back(WalkedCounts(params.selection.header(row), params.selection.list(row),
-                                    block.first_position + block.num_rows - 1));
+                                    tile.first_position + tile.num_rows - 1));
     }
   });
   return counts;

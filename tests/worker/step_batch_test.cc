@@ -12,7 +12,7 @@
 namespace kvasir::worker {
 namespace {
 
-using kernels::QueryBlock;
+using kernels::QueryTile;
 using testing::ElementsAre;
 
 class StepBatchTest : public testing::Test {
@@ -36,9 +36,9 @@ class StepBatchTest : public testing::Test {
     return sequence;
   }
   // "slot: [position, end) at row"
-  static std::vector<std::string> Describe(const std::vector<QueryBlock>& blocks) {
+  static std::vector<std::string> Describe(const std::vector<QueryTile>& tiles) {
     std::vector<std::string> text;
-    for (const QueryBlock& b : blocks) {
+    for (const QueryTile& b : tiles) {
       text.push_back(absl::StrCat(b.slot, ": [", b.first_position, ", ",
                                   b.first_position + b.num_rows, ") at ", b.first_row));
     }
@@ -53,7 +53,7 @@ TEST_F(StepBatchTest, CutsAtAbsoluteMultiplesOf64AndTheTailOneByOne) {
   const std::vector<RowWork> rows = {
       {.slot = 3, .begin = 64, .num_tokens = 119, .sequence = &sequence}};
   const StepBatch batch = MakeStepBatch(rows, selectors_);
-  EXPECT_THAT(Describe(batch.blocks),
+  EXPECT_THAT(Describe(batch.tiles),
               ElementsAre("3: [64, 128) at 0", "3: [128, 180) at 64", "3: [180, 181) at 116",
                           "3: [181, 182) at 117", "3: [182, 183) at 118"));
   EXPECT_THAT(Describe(batch.appends), ElementsAre("3: [64, 128) at 0", "3: [128, 183) at 64"));
@@ -68,8 +68,8 @@ TEST_F(StepBatchTest, GroupsBySelectorAndAppendsInOrderOfPosition) {
       {.slot = 0, .begin = 128, .num_tokens = 54, .sequence = &quest_then_all},
       {.slot = 1, .begin = 205, .num_tokens = 1, .sample = true, .sequence = &decoding}};
   const StepBatch batch = MakeStepBatch(rows, selectors_);
-  EXPECT_THAT(Describe(batch.blocks), ElementsAre("0: [180, 181) at 52", "0: [181, 182) at 53",
-                                                  "0: [128, 180) at 0", "1: [205, 206) at 54"));
+  EXPECT_THAT(Describe(batch.tiles), ElementsAre("0: [180, 181) at 52", "0: [181, 182) at 53",
+                                                 "0: [128, 180) at 0", "1: [205, 206) at 54"));
   ASSERT_EQ(batch.groups.size(), 2u);
   EXPECT_TRUE(batch.groups[0].served->dense);
   EXPECT_EQ(batch.groups[0].end, 2);

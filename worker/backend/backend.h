@@ -169,7 +169,7 @@ class Backend {
                                                          const KeyForm& form) = 0;
 
   // Returns memory for the selections of one sequence; step batches refer to it
-  // (BlockInfo::memory). RESOURCE_EXHAUSTED when there is none left.
+  // (TileInfo::memory). RESOURCE_EXHAUSTED when there is none left.
   virtual absl::StatusOr<std::unique_ptr<kernels::RememberedSelections>> Remember(
       const kernels::MemoryNeeds& needs) = 0;
 

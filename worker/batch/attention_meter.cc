@@ -15,12 +15,12 @@ namespace {
 using kernels::ContractOutcome;
 using kernels::PageSelection;
 using kernels::PageTier;
-using kernels::QueryBlock;
+using kernels::QueryTile;
 using kernels::SelectionHeader;
 using kernels::SkipReason;
 using kernels::TensorView;
 
-int64_t LastPosition(const QueryBlock& block) { return block.first_position + block.num_rows - 1; }
+int64_t LastPosition(const QueryTile& tile) { return tile.first_position + tile.num_rows - 1; }
 
 // The finalizer of MurmurHash3: every input bit changes every output bit with probability 1/2.
 uint64_t Mix(uint64_t x) {
@@ -72,14 +72,13 @@ void AttentionMeter::Count(const PageSelection& selection,
     const SkipReason reason = group.served->selector->skip_reason();
     const int64_t num_stages = std::ssize(group.served->selector->RefreshIntervals());
     for (int64_t b = group.begin; b < group.end; ++b) {
-      const QueryBlock& block = batch_->blocks[static_cast<size_t>(b)];
-      const BlockInfo& info = batch_->infos[static_cast<size_t>(b)];
+      const QueryTile& tile = batch_->tiles[static_cast<size_t>(b)];
+      const TileInfo& info = batch_->infos[static_cast<size_t>(b)];
       RowAttention& to = rows_[static_cast<size_t>(info.row)];
       AttentionCounts counts;
       for (int64_t head = 0; head < num_heads; ++head) {
         const int64_t row = b * num_heads + head;
-        kernels::SelectedPages walk(selection.header(row), selection.list(row),
-                                    LastPosition(block));
+        kernels::SelectedPages walk(selection.header(row), selection.list(row), LastPosition(tile));
         counts.pruned += CountPrunedPages(selection.header(row), selection.list(row));
         const SelectionHeader& header = selection.header(row);
         if (info.memory != nullptr && header.kind == SelectionHeader::Kind::kList) {
@@ -87,7 +86,7 @@ void AttentionMeter::Count(const PageSelection& selection,
         }
         int64_t tokens = 0;
         for (; walk.valid(); walk.Next()) {
-          const PageTier tier = kv.Peek(block.slot, walk.page(), layer, head).tier();
+          const PageTier tier = kv.Peek(tile.slot, walk.page(), layer, head).tier();
           ++(tier == PageTier::kDevice ? counts.device_reads : counts.host_reads);
           tokens += std::popcount(walk.mask());
         }
@@ -98,7 +97,7 @@ void AttentionMeter::Count(const PageSelection& selection,
         counts.host_reads -= left.host;
         counts.terminated += left.device + left.host;
       }
-      counts.total = num_heads * (LastPosition(block) / kernels::kPageTokens + 1);
+      counts.total = num_heads * (LastPosition(tile) / kernels::kPageTokens + 1);
       (reason == SkipReason::kWindow ? counts.window : counts.selected_out) =
           counts.total - counts.device_reads - counts.host_reads - counts.pruned -
           counts.terminated;
@@ -107,15 +106,15 @@ void AttentionMeter::Count(const PageSelection& selection,
   }
 }
 
-const SelectorGroup& AttentionMeter::GroupOf(int64_t block) const {
+const SelectorGroup& AttentionMeter::GroupOf(int64_t tile) const {
   return *std::find_if(batch_->groups.begin(), batch_->groups.end(),
-                       [block](const SelectorGroup& group) { return block < group.end; });
+                       [tile](const SelectorGroup& group) { return tile < group.end; });
 }
 
-void AttentionMeter::AddCounts(int64_t block, std::span<const kernels::SelectedCounts> heads) {
-  const BlockInfo& info = batch_->infos[static_cast<size_t>(block)];
-  const QueryBlock& queries = batch_->blocks[static_cast<size_t>(block)];
-  const kernels::Selector& selector = *GroupOf(block).served->selector;
+void AttentionMeter::AddCounts(int64_t tile, std::span<const kernels::SelectedCounts> heads) {
+  const TileInfo& info = batch_->infos[static_cast<size_t>(tile)];
+  const QueryTile& queries = batch_->tiles[static_cast<size_t>(tile)];
+  const kernels::Selector& selector = *GroupOf(tile).served->selector;
   const SkipReason reason = selector.skip_reason();
   const int64_t num_stages = std::ssize(selector.RefreshIntervals());
   RowAttention& to = rows_[static_cast<size_t>(info.row)];
@@ -143,7 +142,7 @@ void AttentionMeter::CountContract(const SelectorGroup& group,
   const size_t group_size = keeper.masses().size() / outcomes.size();
   for (size_t i = 0; i < outcomes.size(); ++i) {
     if (outcomes[i] == ContractOutcome::kNone) continue;
-    const BlockInfo& info = batch_->infos[static_cast<size_t>(group.begin) + i / num_heads];
+    const TileInfo& info = batch_->infos[static_cast<size_t>(group.begin) + i / num_heads];
     RowAttention& to = rows_[static_cast<size_t>(info.row)];
     ++to.contract.rows;
     to.contract.dense += outcomes[i] == ContractOutcome::kDense;
@@ -155,7 +154,7 @@ void AttentionMeter::CountContract(const SelectorGroup& group,
   }
 }
 
-bool AttentionMeter::IsSampled(const BlockInfo& info, int64_t position, int64_t layer) const {
+bool AttentionMeter::IsSampled(const TileInfo& info, int64_t position, int64_t layer) const {
   const uint64_t hash =
       Mix(Mix(Mix(static_cast<uint64_t>(info.sequence.value)) + static_cast<uint64_t>(position)) +
           static_cast<uint64_t>(layer));
@@ -170,10 +169,10 @@ bool AttentionMeter::Measures(int64_t layer) {
   for (const SelectorGroup& group : batch_->groups) {
     if (group.served->dense) continue;
     for (int64_t b = group.begin; b < group.end; ++b) {
-      const BlockInfo& info = batch_->infos[static_cast<size_t>(b)];
-      const QueryBlock& block = batch_->blocks[static_cast<size_t>(b)];
+      const TileInfo& info = batch_->infos[static_cast<size_t>(b)];
+      const QueryTile& tile = batch_->tiles[static_cast<size_t>(b)];
       if (layer < info.dense_layers) continue;
-      if (IsSampled(info, block.first_position, layer)) sampled_.push_back(b);
+      if (IsSampled(info, tile.first_position, layer)) sampled_.push_back(b);
     }
   }
   return !sampled_.empty();
@@ -181,15 +180,15 @@ bool AttentionMeter::Measures(int64_t layer) {
 
 absl::Status AttentionMeter::Measure(const kernels::AttendParams& sparse,
                                      kernels::Executor& executor) {
-  dense_blocks_.clear();
+  dense_tiles_.clear();
   dense_headers_.clear();
   for (const int64_t b : sampled_) {
-    const QueryBlock& block = batch_->blocks[static_cast<size_t>(b)];
-    dense_blocks_.push_back(block);
+    const QueryTile& tile = batch_->tiles[static_cast<size_t>(b)];
+    dense_tiles_.push_back(tile);
     for (int64_t head = 0; head < sparse.kv.layout.num_kv_heads; ++head) {
       dense_headers_.push_back({.kind = SelectionHeader::Kind::kAll,
-                                .query_position = block.first_position,
-                                .made_at = block.first_position});
+                                .query_position = tile.first_position,
+                                .made_at = tile.first_position});
     }
   }
   dense_faults_.assign(sparse.faults.size(), 0);
@@ -202,7 +201,7 @@ absl::Status AttentionMeter::Measure(const kernels::AttendParams& sparse,
   dense.lse =
       TensorView(dense_lse_.data(), sparse.lse.dtype(), {sparse.lse.dim(0), sparse.lse.dim(1)});
   dense.kv.accesses = {};  // a measurement is not a use of the pages: it must not move them
-  dense.blocks = dense_blocks_;
+  dense.tiles = dense_tiles_;
   dense.selection = {.headers = dense_headers_.data(), .num_rows = std::ssize(dense_headers_)};
   dense.faults = std::span(dense_faults_);
   dense.terminations = {};
@@ -212,16 +211,16 @@ absl::Status AttentionMeter::Measure(const kernels::AttendParams& sparse,
   return absl::OkStatus();
 }
 
-void AttentionMeter::Compare(int64_t block_index, const TensorView& sparse_lse,
+void AttentionMeter::Compare(int64_t tile_index, const TensorView& sparse_lse,
                              const TensorView& dense_lse) {
-  const QueryBlock& block = batch_->blocks[static_cast<size_t>(block_index)];
+  const QueryTile& tile = batch_->tiles[static_cast<size_t>(tile_index)];
   // An absent page leaves no lse to compare; the row fails anyway.
-  if (dense_faults_[static_cast<size_t>(block.slot)] != 0) return;
-  const BlockInfo& info = batch_->infos[static_cast<size_t>(block_index)];
+  if (dense_faults_[static_cast<size_t>(tile.slot)] != 0) return;
+  const TileInfo& info = batch_->infos[static_cast<size_t>(tile_index)];
   std::vector<float>& masses =
       rows_[static_cast<size_t>(info.row)].masses[static_cast<size_t>(info.phase)];
   const int64_t num_heads = sparse_lse.dim(1);
-  for (int64_t i = block.first_row * num_heads; i < (block.first_row + block.num_rows) * num_heads;
+  for (int64_t i = tile.first_row * num_heads; i < (tile.first_row + tile.num_rows) * num_heads;
        ++i) {
     const float mass =
         kernels::AttentionMassKept(sparse_lse.As<float>()[i], dense_lse.As<float>()[i]);

@@ -66,7 +66,7 @@ class AttentionMeter {
   void Count(const kernels::PageSelection& selection, std::span<const kernels::UnreadPages> unread,
              const kernels::PagedKv& kv, int64_t layer);
   // Adds counts that the backend made itself: `heads` of one query tile, in one layer.
-  void AddCounts(int64_t block, std::span<const kernels::SelectedCounts> heads);
+  void AddCounts(int64_t tile, std::span<const kernels::SelectedCounts> heads);
   // Counts the keeper's decisions about the selections of a group.
   void CountContract(const SelectorGroup& group, const kernels::ContractKeeper& keeper);
   // Whether mass is measured in this layer. If so, the attention op must deliver lse.
@@ -79,9 +79,9 @@ class AttentionMeter {
   int64_t num_rows() const { return std::ssize(rows_); }
 
  private:
-  const SelectorGroup& GroupOf(int64_t block) const;
-  bool IsSampled(const BlockInfo& info, int64_t position, int64_t layer) const;
-  void Compare(int64_t block, const kernels::TensorView& sparse_lse,
+  const SelectorGroup& GroupOf(int64_t tile) const;
+  bool IsSampled(const TileInfo& info, int64_t position, int64_t layer) const;
+  void Compare(int64_t tile, const kernels::TensorView& sparse_lse,
                const kernels::TensorView& dense_lse);
 
   const double sample_rate_;
@@ -89,7 +89,7 @@ class AttentionMeter {
   std::vector<RowAttention> rows_;
   std::vector<int64_t> sampled_;  // tiles measured in the layer that Measures was last asked about
   // The dense run.
-  std::vector<kernels::QueryBlock> dense_blocks_;
+  std::vector<kernels::QueryTile> dense_tiles_;
   std::vector<kernels::SelectionHeader> dense_headers_;
   std::vector<uint8_t> dense_faults_;
   kernels::HostBuffer dense_out_, dense_lse_;

@@ -27,7 +27,7 @@ struct LayerBudget {
 // numbers.
 struct PhasePolicy {
   int64_t selector = 0;  // index into the engine's selectors
-  kernels::SelectionNumbers numbers;
+  kernels::PolicyNumbers numbers;
   int64_t dense_layers = 0;  // the first layers that attend to everything
   std::vector<LayerBudget> layer_budgets = {};
 };

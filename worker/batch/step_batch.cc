@@ -10,12 +10,12 @@ namespace kvasir::worker {
 namespace {
 
 using kernels::kPageTokens;
-using kernels::QueryBlock;
+using kernels::QueryTile;
 
 // One query tile before tiles are sorted by selector.
 struct Piece {
-  QueryBlock block;
-  BlockInfo info;
+  QueryTile tile;
+  TileInfo info;
   const PhasePolicy* policy = nullptr;
 };
 
@@ -32,10 +32,10 @@ void CutRow(const RowWork& work, int64_t row, int64_t first_row, std::vector<Pie
     }
     const PhasePolicy& policy = decode ? sequence.decode : sequence.prefill;
     pieces.push_back(
-        {.block = {.slot = work.slot,
-                   .first_row = first_row + position - work.begin,
-                   .num_rows = piece_end - position,
-                   .first_position = position},
+        {.tile = {.slot = work.slot,
+                  .first_row = first_row + position - work.begin,
+                  .num_rows = piece_end - position,
+                  .first_position = position},
          .info = {.row = row,
                   .phase = decode ? Phase::kDecode : Phase::kPrefill,
                   .dense_layers = policy.dense_layers,
@@ -47,7 +47,7 @@ void CutRow(const RowWork& work, int64_t row, int64_t first_row, std::vector<Pie
   }
 }
 
-void AddAppends(const RowWork& work, int64_t first_row, std::vector<QueryBlock>& appends) {
+void AddAppends(const RowWork& work, int64_t first_row, std::vector<QueryTile>& appends) {
   const int64_t end = work.begin + work.num_tokens;
   for (int64_t position = work.begin; position < end;) {
     const int64_t piece_end = std::min((position / kPageTokens + 1) * kPageTokens, end);
@@ -88,16 +88,16 @@ StepBatch MakeStepBatch(std::span<const RowWork> rows, std::span<const ServedSel
     return a.policy->selector < b.policy->selector;
   });
   for (const Piece& piece : pieces) {
-    const int64_t index = static_cast<int64_t>(batch.blocks.size());
+    const int64_t index = static_cast<int64_t>(batch.tiles.size());
     const ServedSelector* served = &selectors[static_cast<size_t>(piece.policy->selector)];
     if (batch.groups.empty() || batch.groups.back().served != served) {
       batch.groups.push_back({.served = served, .begin = index, .end = index});
     }
     ++batch.groups.back().end;
-    batch.blocks.push_back(piece.block);
+    batch.tiles.push_back(piece.tile);
     batch.numbers.push_back(piece.policy->numbers);
     if (piece.info.memory != nullptr) {
-      kernels::SelectionNumbers& numbers = batch.numbers.back();
+      kernels::PolicyNumbers& numbers = batch.numbers.back();
       numbers.reach_tokens = kernels::ReachTokens(*served->selector, *served->reuse, numbers.reuse);
     }
     batch.infos.push_back(piece.info);
@@ -105,17 +105,17 @@ StepBatch MakeStepBatch(std::span<const RowWork> rows, std::span<const ServedSel
   return batch;
 }
 
-kernels::SelectionNumbers NumbersInLayer(const StepBatch& batch, int64_t b, int64_t layer) {
-  const QueryBlock& block = batch.blocks[static_cast<size_t>(b)];
-  kernels::SelectionNumbers numbers = batch.numbers[static_cast<size_t>(b)];
-  const BlockInfo& info = batch.infos[static_cast<size_t>(b)];
+kernels::PolicyNumbers NumbersInLayer(const StepBatch& batch, int64_t b, int64_t layer) {
+  const QueryTile& tile = batch.tiles[static_cast<size_t>(b)];
+  kernels::PolicyNumbers numbers = batch.numbers[static_cast<size_t>(b)];
+  const TileInfo& info = batch.infos[static_cast<size_t>(b)];
   for (const LayerBudget& layers : info.layer_budgets) {
     if (layer >= layers.begin && layer < layers.end) numbers.budget_tokens = layers.budget_tokens;
   }
   // The window is never less than the policy's: selectors have a minimum, and it must hold
   // everything that a selection reaches into.
   if (layer < info.dense_layers) {
-    numbers.window_tokens = std::max(numbers.window_tokens, block.first_position + block.num_rows);
+    numbers.window_tokens = std::max(numbers.window_tokens, tile.first_position + tile.num_rows);
   }
   return numbers;
 }
@@ -124,9 +124,9 @@ int64_t SelectionCapacity(const StepBatch& batch, int64_t layer) {
   int64_t capacity = 0;
   for (const SelectorGroup& group : batch.groups) {
     for (int64_t b = group.begin; b < group.end; ++b) {
-      const QueryBlock& block = batch.blocks[static_cast<size_t>(b)];
-      const int64_t tokens = block.first_position + block.num_rows;
-      kernels::SelectionNumbers numbers = NumbersInLayer(batch, b, layer);
+      const QueryTile& tile = batch.tiles[static_cast<size_t>(b)];
+      const int64_t tokens = tile.first_position + tile.num_rows;
+      kernels::PolicyNumbers numbers = NumbersInLayer(batch, b, layer);
       numbers.budget_tokens = kernels::LargestBudget(numbers, tokens);
       capacity = std::max(capacity, group.served->selector->MaxEntries(numbers, tokens));
     }

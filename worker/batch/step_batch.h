@@ -47,7 +47,7 @@ struct SelectorGroup {
 };
 
 // Facts about a query tile besides its tokens.
-struct BlockInfo {
+struct TileInfo {
   int64_t row = 0;  // index of the RowWork it belongs to
   Phase phase = Phase::kPrefill;
   int64_t dense_layers = 0;
@@ -64,11 +64,11 @@ struct StepBatch {
   std::vector<int64_t> row_begins;
   std::vector<Truncation> truncations;  // applied before anything is appended
   // Tokens written to the KV: per slot in ascending position, each within one token block.
-  std::vector<kernels::QueryBlock> appends;
+  std::vector<kernels::QueryTile> appends;
   // Query tiles that attend, ordered by selector.
-  std::vector<kernels::QueryBlock> blocks;
-  std::vector<kernels::SelectionNumbers> numbers;  // per query tile
-  std::vector<BlockInfo> infos;                    // per query tile
+  std::vector<kernels::QueryTile> tiles;
+  std::vector<kernels::PolicyNumbers> numbers;  // per query tile
+  std::vector<TileInfo> infos;                  // per query tile
   std::vector<SelectorGroup> groups;
   // Tokens whose logits are used, ascending, and the rows they belong to.
   std::vector<int64_t> sampled_tokens;
@@ -90,7 +90,7 @@ StepBatch MakeStepBatch(std::span<const RowWork> rows, std::span<const ServedSel
 
 // Returns the numbers of query tile `b` in a layer, with the layer's own budget. In layers that
 // stay dense the window is the whole context: dense attention is no separate path (rule R2).
-kernels::SelectionNumbers NumbersInLayer(const StepBatch& batch, int64_t b, int64_t layer);
+kernels::PolicyNumbers NumbersInLayer(const StepBatch& batch, int64_t b, int64_t layer);
 
 // Returns the most entries that any row of the layer's selection needs.
 int64_t SelectionCapacity(const StepBatch& batch, int64_t layer);

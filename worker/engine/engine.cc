@@ -308,7 +308,7 @@ void Engine::RememberSelections(Sequence& sequence, int64_t end) const {
   const ServedSelector& served = selectors_.at(sequence.decode.selector);
   const ShardPlan& shard = model_.options().shard;
   const int64_t group = shard.query_heads.size() * shard.kv_replicas / shard.kv_heads.size();
-  kernels::SelectionNumbers largest = sequence.decode.numbers;
+  kernels::PolicyNumbers largest = sequence.decode.numbers;
   for (const LayerBudget& layers : sequence.decode.layer_budgets) {
     largest.budget_tokens = std::max(largest.budget_tokens, layers.budget_tokens);
   }

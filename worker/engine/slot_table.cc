@@ -80,7 +80,7 @@ PhasePolicy MakePhase(int64_t selector, const v1::AttentionPolicy& policy) {
 
 }  // namespace
 
-kernels::SelectionNumbers NumbersOf(const v1::AttentionPolicy& policy) {
+kernels::PolicyNumbers NumbersOf(const v1::AttentionPolicy& policy) {
   const v1::ReusePolicy& reuse = policy.reuse();
   const v1::QualityPolicy& quality = policy.quality();
   return {.sink_tokens = policy.sink_tokens(),

@@ -25,7 +25,7 @@
 namespace kvasir::worker {
 
 // Returns the numbers of one part of a policy.
-kernels::SelectionNumbers NumbersOf(const v1::AttentionPolicy& policy);
+kernels::PolicyNumbers NumbersOf(const v1::AttentionPolicy& policy);
 
 // A policy that the server declared, and its selectors.
 struct PolicyShape {

@@ -9,7 +9,7 @@ absl::Status AllSelector::Select(const SelectParams& p, PageSelection& out, Exec
   KVASIR_RETURN_IF_ERROR(CheckSelect("all", p, out));
   const int64_t heads = p.kv.layout.num_kv_heads;
   for (int64_t row = 0; row < out.num_rows; ++row) {
-    out.header(row) = MakeAllHeader(p.blocks[static_cast<size_t>(row / heads)]);
+    out.header(row) = MakeAllHeader(p.tiles[static_cast<size_t>(row / heads)]);
   }
   return absl::OkStatus();
 }

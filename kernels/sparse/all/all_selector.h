@@ -10,7 +10,7 @@ class AllSelector : public Selector {
  public:
   absl::Status Select(const SelectParams& params, PageSelection& out,
                       Executor& executor) const override;
-  int64_t MaxEntries(const SelectionNumbers&, int64_t) const override { return 0; }
+  int64_t MaxEntries(const PolicyNumbers&, int64_t) const override { return 0; }
   bool ReadsQueries() const override { return false; }
   SkipReason skip_reason() const override { return SkipReason::kSelectedOut; }  // skips nothing
   GpuSupport SupportsGpu(int64_t) const override { return {.runs = true}; }

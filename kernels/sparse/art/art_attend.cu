@@ -251,7 +251,7 @@ __device__ void Store(const ArtLaunch& p, SharedMemory<kHeadDim>& shared, const 
   Synchronize(me);  // totals of the last page have been read
   Totals<kHeadDim>(shared, me, state, totals);
   const int64_t kv_heads = p.kv.layout.num_kv_heads;
-  const int64_t first = (run.block.first_row * kv_heads + run.row % kv_heads) * p.group;
+  const int64_t first = (run.tile.first_row * kv_heads + run.row % kv_heads) * p.group;
   for (int j = 0; j < 2; ++j) {
     const int g = me.column + j;
     if (g >= p.group) continue;
@@ -331,7 +331,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (thread >= kGroupThreads) {
     Produce<kHeadDim, kPlacement>(p, maps, reading, shared);
     const int64_t row = reading.run.row;
-    CountRow(p.headers[row], p.entries + row * p.capacity, reading.run.block, p.counts[row]);
+    CountRow(p.headers[row], p.entries + row * p.capacity, reading.run.tile, p.counts[row]);
   } else {
     Consume<kHeadDim, kPlacement>(p, reading, is_watched, shared);
   }

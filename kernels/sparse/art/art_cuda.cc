@@ -31,13 +31,13 @@ absl::Status AttendArt(const CudaAttendParams& params, const ArtCuda& art, const
                        std::byte* workspace, cudaStream_t stream) {
   KVASIR_ASSIGN_OR_RETURN(const AttendLaunch launch, MakeAttendLaunch(params));
   ShapeCheck check("art on the GPU");
-  check.Require(art.numbers.size() == params.blocks.size(), "numbers must be one per query block")
+  check.Require(art.numbers.size() == params.tiles.size(), "numbers must be one per query tile")
       .Require(!params.grouped.on(), "rows at grouped positions cannot be terminated")
       .Require(static_cast<int64_t>(params.device_counts.size()) == params.selection.num_rows,
                "device_counts must be one per row");
   KVASIR_RETURN_IF_ERROR(check.status());
   KVASIR_RETURN_IF_ERROR(RequireBounds("art", params.kv));
-  if (params.blocks.empty()) return absl::OkStatus();
+  if (params.tiles.empty()) return absl::OkStatus();
   ArtLaunch p = {launch};
   p.options = art.options;
   p.numbers = art.numbers.data();
@@ -59,7 +59,7 @@ class CudaArt final : public CudaTerminator {
   int64_t WorkspaceBytes(const PagedKv& kv, int64_t tiles, int64_t group) const override {
     return AttendArtWorkspaceBytes(kv, tiles, group);
   }
-  absl::Status Attend(const CudaAttendParams& params, std::span<const SelectionNumbers> numbers,
+  absl::Status Attend(const CudaAttendParams& params, std::span<const PolicyNumbers> numbers,
                       const KvTensorMaps& maps, std::byte* workspace,
                       cudaStream_t stream) const override {
     return AttendArt(params, {.options = options_, .numbers = numbers}, maps, workspace, stream);

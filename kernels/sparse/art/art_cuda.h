@@ -29,7 +29,7 @@ namespace kvasir::kernels {
 
 struct ArtCuda {
   ArtOptions options;
-  std::span<const SelectionNumbers> numbers;  // one per query tile
+  std::span<const PolicyNumbers> numbers;  // one per query tile
 };
 
 // Bytes of device memory for the guards and orders of `blocks` query tiles.

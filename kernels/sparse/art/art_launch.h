@@ -13,7 +13,7 @@ namespace kvasir::kernels {
 // All pointers are device memory.
 struct ArtLaunch : AttendLaunch {
   ArtOptions options = {};
-  const SelectionNumbers* numbers = nullptr;  // one per query tile
+  const PolicyNumbers* numbers = nullptr;  // one per query tile
   // The guard's sums: [num_rows][max_blocks_per_slot + 1][group].
   float* unread = nullptr;
   // [num_rows][max_blocks_per_slot] where pages are read in order of importance; else null.

@@ -67,7 +67,7 @@ __device__ inline Reading PlanReading(const ArtLaunch& p, int64_t row) {
   int64_t low = 0, high = 0;  // items that may stay unread
   if (header.kind == SelectionHeader::Kind::kAll) {
     const SelectionHeader made =
-        MakeHeader(reading.run.block, p.numbers[row / p.kv.layout.num_kv_heads]);
+        MakeHeader(reading.run.tile, p.numbers[row / p.kv.layout.num_kv_heads]);
     if (made.kind == SelectionHeader::Kind::kAll) return reading;
     low = CeilPages(made.sink_end);
     high = made.window_begin / kPageTokens;

@@ -45,13 +45,13 @@ __device__ void BoundItem(const AttendLaunch& p, const PageRun& run, int64_t ind
   const RowItem item = FindItem(run.items, header, list, index);
   const int64_t kv_heads = p.kv.layout.num_kv_heads;
   const int64_t kv_head = run.row % kv_heads;
-  const bool is_there = item.mask != 0 && p.kv.row(run.block.slot, item.page) >= 0;
+  const bool is_there = item.mask != 0 && p.kv.extent(run.tile.slot, item.page) >= 0;
   if (!is_there) {
     for (int g = lane; g < p.group; g += kWarpThreads) to[g] = kMinusInfinity;
     return;
   }
   const auto* bounds =
-      reinterpret_cast<const BFloat16*>(p.kv.Bounds(run.block.slot, item.page, p.layer, kv_head));
+      reinterpret_cast<const BFloat16*>(p.kv.Bounds(run.tile.slot, item.page, p.layer, kv_head));
   int64_t distance = 0, reach = 0;
   float scale = p.scale;
   if constexpr (kRotates) {
@@ -59,12 +59,12 @@ __device__ void BoundItem(const AttendLaunch& p, const PageRun& run, int64_t ind
     const int64_t first = positions.of(__ffsll(static_cast<long long>(item.mask)) - 1);
     const int64_t last = positions.of(63 - __clzll(static_cast<long long>(item.mask)));
     const int64_t middle = (first + last) / 2;
-    distance = QueryPosition(header, run.block.first_position) - middle;
+    distance = QueryPosition(header, run.tile.first_position) - middle;
     reach = last - middle;
     scale *= p.rope.attention_scaling;
   }
   const __nv_bfloat16* queries =
-      p.q + (run.block.first_row * kv_heads + kv_head) * p.group * kHeadDim;
+      p.q + (run.tile.first_row * kv_heads + kv_head) * p.group * kHeadDim;
   for (int g = 0; g < p.group; ++g) {
     float sum = 0;
     for (int i = lane; i < kHalf; i += kWarpThreads) {

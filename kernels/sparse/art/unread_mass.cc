@@ -66,7 +66,7 @@ void UnreadMass::Make() {
 void UnreadMass::ScoreHead(int64_t g) {
   const AttendParams& p = row_.params;
   const int64_t group = p.q.dim(1) / p.kv.layout.num_kv_heads;
-  const int64_t q_row = row_.block.first_row * p.q.dim(1) + row_.kv_head * group + g;
+  const int64_t q_row = row_.tile.first_row * p.q.dim(1) + row_.kv_head * group + g;
   const int64_t count = std::ssize(row_.skippable);
   double* const sums = memory_.sums + g * (count + 1);
   p.rope == nullptr ? BoundPages(q_row, sums) : BoundRotatedPages(q_row, sums);
@@ -84,8 +84,8 @@ void UnreadMass::ScoreHead(int64_t g) {
 
 const std::byte* UnreadMass::PageBounds(const PageStep& step) const {
   const PagedKv& kv = row_.params.kv;
-  if (kv.row(row_.block.slot, step.page) < 0) return nullptr;
-  return kv.Bounds(row_.block.slot, step.page, row_.params.layer, row_.kv_head);
+  if (kv.extent(row_.tile.slot, step.page) < 0) return nullptr;
+  return kv.Bounds(row_.tile.slot, step.page, row_.params.layer, row_.kv_head);
 }
 
 void UnreadMass::BoundPages(int64_t q_row, double* to) const {
@@ -135,7 +135,7 @@ void UnreadMass::BoundRotatedPages(int64_t q_row, double* to) const {
     const int64_t middle = (first + last) / 2;
     std::copy_n(query, d, rotated);
     p.rope->Rotate(rotated, DType::kFloat32, 1,
-                   QueryPosition(row_.header, row_.block.first_position) - middle);
+                   QueryPosition(row_.header, row_.tile.first_position) - middle);
     auto* const bound =
         p.kv.layout.dtype == DType::kFloat32 ? BoundNear<float> : BoundNear<BFloat16>;
     to[i] = scale * bound(*p.rope, rotated, last - middle, RoundingOf(p), bounds);

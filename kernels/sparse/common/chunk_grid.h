@@ -25,14 +25,14 @@ struct ChunkGrid {
 
   // Number of chunks of a row. 0: there is nothing to choose from.
   KVASIR_HOST_DEVICE int64_t Count(const SelectionHeader& header,
-                                   const SelectionNumbers& numbers) const {
+                                   const PolicyNumbers& numbers) const {
     const bool can_choose = header.kind == SelectionHeader::Kind::kList &&
                             header.sink_end < header.window_begin && numbers.budget_tokens > 0;
     if (!can_choose) return 0;
     const int64_t last = header.query_position - (numbers.window_tokens - overlap);
     return static_cast<uint32_t>(last - header.sink_end) / static_cast<uint32_t>(chunk_tokens) + 1;
   }
-  KVASIR_HOST_DEVICE int64_t Kept(const SelectionNumbers& numbers) const {
+  KVASIR_HOST_DEVICE int64_t Kept(const PolicyNumbers& numbers) const {
     return KeptChunks(chunk_tokens, keep_tokens, numbers.budget_tokens);
   }
 };

@@ -44,7 +44,7 @@ struct CudaSelectParams : SelectCall {
   int64_t most_rows = 0;
 
   bool may_have_several_rows() const {
-    return most_rows == 0 ? q.dim(0) > std::ssize(blocks) : most_rows > 1;
+    return most_rows == 0 ? q.dim(0) > std::ssize(tiles) : most_rows > 1;
   }
 };
 
@@ -111,7 +111,7 @@ class CudaTerminator {
   // Attends with query tiles of one query each, whose params have device_counts. `numbers` are one
   // per query tile. Errors: those of AttendDecode (kernels/attention/attend_cuda.h).
   virtual absl::Status Attend(const CudaAttendParams& params,
-                              std::span<const SelectionNumbers> numbers, const KvTensorMaps& maps,
+                              std::span<const PolicyNumbers> numbers, const KvTensorMaps& maps,
                               std::byte* workspace, CUstream_st* stream) const = 0;
 };
 

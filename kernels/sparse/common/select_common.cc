@@ -6,7 +6,7 @@
 
 #include "kernels/base/shape_check.h"
 #include "kernels/base/status_macros.h"
-#include "kernels/paged/query_block_check.h"
+#include "kernels/paged/query_tile_check.h"
 
 namespace kvasir::kernels {
 
@@ -31,8 +31,8 @@ absl::Status CheckSelect(absl::string_view selector, const SelectParams& p,
       .Require(p.q.dtype() == DType::kFloat32 || p.q.dtype() == DType::kBFloat16,
                "q must be float32 or bfloat16")
       .Require(p.layer >= 0 && p.layer < layout.num_layers, "no such layer")
-      .Require(p.numbers.size() == p.blocks.size(), "numbers must be one per query block")
-      .Require(out.num_rows == static_cast<int64_t>(p.blocks.size()) * layout.num_kv_heads,
+      .Require(p.numbers.size() == p.tiles.size(), "numbers must be one per query tile")
+      .Require(out.num_rows == static_cast<int64_t>(p.tiles.size()) * layout.num_kv_heads,
                "the selection's num_rows must be blocks x KV heads")
       .Require(static_cast<int64_t>(p.faults.size()) == p.kv.num_slots,
                "faults must be [num_slots]")
@@ -47,8 +47,8 @@ absl::Status CheckSelect(absl::string_view selector, const SelectParams& p,
   check.Require(layout.num_kv_heads > 0 && check.dim("heads") % layout.num_kv_heads == 0,
                 "the query heads must be a multiple of the KV heads");
   KVASIR_RETURN_IF_ERROR(check.status());
-  KVASIR_RETURN_IF_ERROR(CheckQueryBlocks(selector, p.blocks, check.dim("tokens"), p.kv));
-  for (const SelectionNumbers& n : p.numbers) {
+  KVASIR_RETURN_IF_ERROR(CheckQueryTiles(selector, p.tiles, check.dim("tokens"), p.kv));
+  for (const PolicyNumbers& n : p.numbers) {
     const bool reaches =
         n.reach_tokens >= 0 && n.reach_tokens < std::min(n.window_tokens, kPageTokens);
     if (n.sink_tokens >= 0 && n.window_tokens >= 1 && n.budget_tokens >= 0 && reaches) continue;
@@ -63,12 +63,12 @@ absl::Status CheckSelect(absl::string_view selector, const SelectParams& p,
 
 absl::Status CheckCapacity(absl::string_view name, const Selector& selector, const SelectParams& p,
                            const PageSelection& out) {
-  for (size_t i = 0; i < p.blocks.size(); ++i) {
-    const int64_t context = p.blocks[i].first_position + p.blocks[i].num_rows;
+  for (size_t i = 0; i < p.tiles.size(); ++i) {
+    const int64_t context = p.tiles[i].first_position + p.tiles[i].num_rows;
     const int64_t needed = selector.MaxEntries(p.numbers[i], context);
     if (needed <= out.capacity) continue;
-    return absl::InvalidArgumentError(absl::StrCat(name, ": query block ", i, " may choose ",
-                                                   needed, " pages, a row of the selection holds ",
+    return absl::InvalidArgumentError(absl::StrCat(name, ": query tile ", i, " may choose ", needed,
+                                                   " pages, a row of the selection holds ",
                                                    out.capacity));
   }
   return absl::OkStatus();
@@ -77,9 +77,9 @@ absl::Status CheckCapacity(absl::string_view name, const Selector& selector, con
 void ReserveDistances(const SelectParams& p, Executor& executor) {
   if (p.rope == nullptr) return;
   int64_t longest = 0;
-  for (size_t i = 0; i < p.blocks.size(); ++i) {
-    if (MakeHeader(p.blocks[i], p.numbers[i]).kind == SelectionHeader::Kind::kAll) continue;
-    longest = std::max(longest, SelectionDistance(p.numbers[i], p.blocks[i].num_rows - 1));
+  for (size_t i = 0; i < p.tiles.size(); ++i) {
+    if (MakeHeader(p.tiles[i], p.numbers[i]).kind == SelectionHeader::Kind::kAll) continue;
+    longest = std::max(longest, SelectionDistance(p.numbers[i], p.tiles[i].num_rows - 1));
   }
   p.rope->Reserve(longest + 1, executor);
 }
@@ -97,17 +97,17 @@ void ListWriter::Add(int64_t begin, int64_t end, float score) {
   }
 }
 
-void ShareWithinBlock(const PageSelection& block_rows) {
-  const SelectionHeader& header = block_rows.header(0);
-  for (int64_t row = 1; row < block_rows.num_rows; ++row) {
-    block_rows.header(row) = header;
-    std::copy_n(block_rows.list(0), header.count, block_rows.list(row));
+void ShareWithinBlock(const PageSelection& block_extents) {
+  const SelectionHeader& header = block_extents.header(0);
+  for (int64_t row = 1; row < block_extents.num_rows; ++row) {
+    block_extents.header(row) = header;
+    std::copy_n(block_extents.list(0), header.count, block_extents.list(row));
   }
 }
 
-Termination MakeTermination(const Terminator* terminator, const QueryBlock& block,
-                            const SelectionNumbers& numbers) {
-  const SelectionHeader header = MakeHeader(block, numbers);
+Termination MakeTermination(const Terminator* terminator, const QueryTile& tile,
+                            const PolicyNumbers& numbers) {
+  const SelectionHeader header = MakeHeader(tile, numbers);
   if (terminator == nullptr || header.kind == SelectionHeader::Kind::kAll) return {};
   return {.terminator = terminator,
           .patience = numbers.patience,

@@ -36,7 +36,7 @@ absl::Status CheckCapacity(absl::string_view name, const Selector& selector,
 // Distance from query r of a tile at which selectors see all candidates where keys are cached
 // un-rotated, so that only their content counts. It is the distance of the newest list token in
 // compact positions: the one just before the query's window.
-constexpr int64_t SelectionDistance(const SelectionNumbers& numbers, int64_t r) {
+constexpr int64_t SelectionDistance(const PolicyNumbers& numbers, int64_t r) {
   return numbers.window_tokens + r;
 }
 // Adds these distances to params.rope, if it is set.
@@ -47,7 +47,7 @@ struct SelectRow {
   SelectRow(const SelectParams& params, const PageSelection& out, int64_t row)
       : p(params),
         index(row),
-        block(p.blocks[static_cast<size_t>(row / p.kv.layout.num_kv_heads)]),
+        tile(p.tiles[static_cast<size_t>(row / p.kv.layout.num_kv_heads)]),
         numbers(p.numbers[static_cast<size_t>(row / p.kv.layout.num_kv_heads)]),
         kv_head(row % p.kv.layout.num_kv_heads),
         group(p.q.dim(1) / p.kv.layout.num_kv_heads),
@@ -57,15 +57,15 @@ struct SelectRow {
 
   // Row of query r of the tile and head g of the group in the batch's q.
   int64_t q_row(int64_t r, int64_t g) const {
-    return (block.first_row + r) * p.q.dim(1) + kv_head * group + g;
+    return (tile.first_row + r) * p.q.dim(1) + kv_head * group + g;
   }
   // Candidates are [header.sink_end, candidates_end()).
   int64_t candidates_end() const { return header.window_begin + numbers.reach_tokens; }
 
   const SelectParams& p;
   const int64_t index;  // of the row in the selection
-  const QueryBlock& block;
-  const SelectionNumbers& numbers;
+  const QueryTile& tile;
+  const PolicyNumbers& numbers;
   const int64_t kv_head;
   const int64_t group;
   RowMemory* const memory;  // null: nothing is remembered
@@ -122,11 +122,11 @@ class ListWriter {
 
 // Copies the first row's header and list to the other rows of a query tile: one selection for all
 // KV heads.
-void ShareWithinBlock(const PageSelection& block_rows);
+void ShareWithinBlock(const PageSelection& block_extents);
 
 // Returns how `terminator` may end a query tile's rows early, and outside which sink and window.
 // Empty where rule R2 holds or there is no terminator.
-Termination MakeTermination(const Terminator* terminator, const QueryBlock& block,
-                            const SelectionNumbers& numbers);
+Termination MakeTermination(const Terminator* terminator, const QueryTile& tile,
+                            const PolicyNumbers& numbers);
 
 }  // namespace kvasir::kernels

@@ -26,12 +26,12 @@ absl::StatusOr<SelectLaunch> MakeSelectLaunch(absl::string_view name, const Cuda
       .Require(IsFloat32OrBFloat16(layout.dtype), "the KV must be float32 or bfloat16")
       .Require(layout.head_dim == 64 || layout.head_dim == 128, "head_dim must be 64 or 128")
       .Require(p.layer >= 0 && p.layer < layout.num_layers, "no such layer")
-      .Require(p.numbers.size() == p.blocks.size(), "numbers must be one per query block")
-      .Require(out.num_rows == static_cast<int64_t>(p.blocks.size()) * layout.num_kv_heads,
+      .Require(p.numbers.size() == p.tiles.size(), "numbers must be one per query tile")
+      .Require(out.num_rows == static_cast<int64_t>(p.tiles.size()) * layout.num_kv_heads,
                "the selection's num_rows must be blocks x KV heads")
-      .Require(p.device_memories.empty() || p.device_memories.size() == p.blocks.size(),
-               "memories must be one per query block")
-      .Require(workspace != nullptr || p.blocks.empty(), "the workspace is missing");
+      .Require(p.device_memories.empty() || p.device_memories.size() == p.tiles.size(),
+               "memories must be one per query tile")
+      .Require(workspace != nullptr || p.tiles.empty(), "the workspace is missing");
   KVASIR_RETURN_IF_ERROR(check.status());
   check.Require(layout.num_kv_heads > 0 && check.dim("heads") % layout.num_kv_heads == 0,
                 "the query heads must be a multiple of the KV heads");
@@ -42,12 +42,12 @@ absl::StatusOr<SelectLaunch> MakeSelectLaunch(absl::string_view name, const Cuda
                       .kv = p.kv,
                       .layer = p.layer,
                       .scale = p.scale,
-                      .blocks = p.blocks.data(),
+                      .tiles = p.tiles.data(),
                       .numbers = p.numbers.data(),
                       .memories = p.device_memories.data(),
                       .out = out,
                       .rope = p.device_rope,
-                      .is_whole_step = p.q.dim(0) == std::ssize(p.blocks)};
+                      .is_whole_step = p.q.dim(0) == std::ssize(p.tiles)};
 }
 
 absl::Status RequirePlacedQueries(absl::string_view name, const CudaSelectParams& params) {

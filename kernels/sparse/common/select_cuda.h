@@ -27,8 +27,8 @@ struct SelectLaunch {
   PagedKv kv;
   int64_t layer = 0;
   float scale = 0;
-  const QueryBlock* blocks = nullptr;
-  const SelectionNumbers* numbers = nullptr;        // one per query tile
+  const QueryTile* tiles = nullptr;
+  const PolicyNumbers* numbers = nullptr;           // one per query tile
   const DeviceSelectionMemory* memories = nullptr;  // one per query tile; null: no row remembers
   PageSelection out = {};
   DeviceRopePositions rope = {};

@@ -15,13 +15,13 @@ struct DeviceRow {
   __device__ DeviceRow(const SelectLaunch& p, uint32_t row)
       : index(row),
         kv_head(row % static_cast<uint32_t>(p.kv.layout.num_kv_heads)),
-        block(p.blocks[row / static_cast<uint32_t>(p.kv.layout.num_kv_heads)]),
+        tile(p.tiles[row / static_cast<uint32_t>(p.kv.layout.num_kv_heads)]),
         numbers(p.numbers[row / static_cast<uint32_t>(p.kv.layout.num_kv_heads)]) {}
 
   int64_t index;
   int64_t kv_head;
-  QueryBlock block;
-  SelectionNumbers numbers;
+  QueryTile tile;
+  PolicyNumbers numbers;
 };
 
 // The rotation of a head's pairs of elements to one position.
@@ -53,9 +53,9 @@ struct alignas(16) KeyVector {
 // Returns the page's keys. Null, with the slot's fault set, if the page is absent.
 __device__ inline const std::byte* FindKeys(const SelectLaunch& p, const DeviceRow& row,
                                             int64_t page, uint8_t* faults) {
-  const PageRef ref = p.kv.Peek(row.block.slot, page, p.layer, row.kv_head);
+  const PageRef ref = p.kv.Peek(row.tile.slot, page, p.layer, row.kv_head);
   if (ref.tier() != PageTier::kAbsent) return ref.page();
-  faults[row.block.slot] = 1;
+  faults[row.tile.slot] = 1;
   return nullptr;
 }
 
@@ -63,7 +63,7 @@ __device__ inline const std::byte* FindKeys(const SelectLaunch& p, const DeviceR
 __device__ inline float QueryElement(const SelectLaunch& p, const DeviceRow& row, int64_t r,
                                      int64_t g, int64_t element) {
   const int64_t q_row =
-      (row.block.first_row + r) * p.kv.layout.num_kv_heads * p.group + row.kv_head * p.group + g;
+      (row.tile.first_row + r) * p.kv.layout.num_kv_heads * p.group + row.kv_head * p.group + g;
   const int64_t at = q_row * p.kv.layout.head_dim + element;
   return p.q_dtype == DType::kFloat32 ? LoadElement<float>(p.q, at)
                                       : LoadElement<BFloat16>(p.q, at);
@@ -82,7 +82,7 @@ __device__ inline float MeanElement(const SelectLaunch& p, const DeviceRow& row,
 __device__ inline float4 QueryFour(const SelectLaunch& p, const DeviceRow& row, int64_t r,
                                    int64_t g, int64_t i) {
   const int64_t q_row =
-      (row.block.first_row + r) * p.kv.layout.num_kv_heads * p.group + row.kv_head * p.group + g;
+      (row.tile.first_row + r) * p.kv.layout.num_kv_heads * p.group + row.kv_head * p.group + g;
   const int64_t at = q_row * (p.kv.layout.head_dim / 4) + i;
   if (p.q_dtype == DType::kFloat32) return static_cast<const float4*>(p.q)[at];
   const uint2 pairs = static_cast<const uint2*>(p.q)[at];

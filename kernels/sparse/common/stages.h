@@ -47,7 +47,7 @@ struct QualityNumbers {
 
 // The numbers of a policy for one query tile, in tokens except where said. They differ from tile to
 // tile of a batch.
-struct SelectionNumbers {
+struct PolicyNumbers {
   int64_t sink_tokens = 0;
   int64_t window_tokens = 0;  // includes the query's own token; >= 1
   int64_t budget_tokens = 0;  // selected tokens besides sink and window
@@ -95,9 +95,9 @@ struct SelectCall {
   PagedKv kv;
   int64_t layer = 0;
   float scale = 0;  // of logits in softmaxes: 1 / sqrt(head_dim) for the models served
-  std::span<const QueryBlock> blocks;
-  std::span<const SelectionNumbers> numbers;  // one per query tile
-  std::span<uint8_t> faults;  // [num_slots]; set to 1 where a key to be read is absent
+  std::span<const QueryTile> tiles;
+  std::span<const PolicyNumbers> numbers;  // one per query tile
+  std::span<uint8_t> faults;               // [num_slots]; set to 1 where a key to be read is absent
   // For reuse rules, which compare queries. None where keys are cached un-rotated.
   QueryRotation rotation = {};
 };
@@ -162,7 +162,7 @@ class Selector {
   virtual absl::Status Select(const SelectParams& params, PageSelection& out,
                               Executor& executor) const = 0;
   // Returns the most entries that a row needs for these numbers over a context of `tokens`.
-  virtual int64_t MaxEntries(const SelectionNumbers& numbers, int64_t tokens) const = 0;
+  virtual int64_t MaxEntries(const PolicyNumbers& numbers, int64_t tokens) const = 0;
   // False if the choice depends on positions alone. Then query heads of a group that lie on other
   // ranks need not be fetched for it.
   virtual bool ReadsQueries() const = 0;
@@ -173,7 +173,7 @@ class Selector {
   // Steps between two runs of each stage where lists are reused. 1 to kMaxStages of them.
   virtual std::span<const int64_t> RefreshIntervals() const { return kRefreshIntervals; }
   // Most items that a stage before the last leaves to the next, over a context of `tokens`.
-  virtual int64_t MaxStageItems(const SelectionNumbers&, int64_t /*tokens*/) const { return 0; }
+  virtual int64_t MaxStageItems(const PolicyNumbers&, int64_t /*tokens*/) const { return 0; }
   // The least window that the selector works with. Select returns INVALID_ARGUMENT below it.
   virtual int64_t MinWindowTokens() const { return 1; }
   virtual SkipReason skip_reason() const = 0;

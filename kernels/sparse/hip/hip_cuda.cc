@@ -37,7 +37,7 @@ absl::Status SelectHip(const HipCuda& method, const CudaSelectParams& params,
   KVASIR_ASSIGN_OR_RETURN(const SelectLaunch select,
                           MakeSelectLaunch("hip", params, out, workspace));
   KVASIR_RETURN_IF_ERROR(RequirePlacedQueries("hip", params));
-  if (params.blocks.empty()) return absl::OkStatus();
+  if (params.tiles.empty()) return absl::OkStatus();
   HipLaunch launch = {.select = select, .faults = params.faults.data()};
   LayOut(workspace, method, out.num_rows, launch);
   return CudaStatus(LaunchHip(launch, stream), "launching hip");

@@ -30,7 +30,7 @@ constexpr int64_t kCopiedScores = 8 * 1024;
 struct SearchRow {
   __device__ SearchRow(const HipLaunch& p, uint32_t row)
       : at(p.select, row),
-        header(MakeHeader(at.block, at.numbers)),
+        header(MakeHeader(at.tile, at.numbers)),
         end(header.sink_end + NumCandidates(header, at.numbers)),
         blocks(CeilHipBlocks(end - header.sink_end)),
         wanted(CeilHipBlocks(at.numbers.budget_tokens)),
@@ -111,7 +111,7 @@ __device__ void LoadTile(const HipLaunch& p, const DeviceRow& row, int first, in
   const auto group = static_cast<int>(p.select.group);
   for (int i = static_cast<int>(threadIdx.x); i < kTileQueries * kHeadDim; i += kSelectThreads) {
     const int query = i / kHeadDim;
-    const int64_t r = HipSample((first + query) / group, row.block.num_rows);
+    const int64_t r = HipSample((first + query) / group, row.tile.num_rows);
     to[query][i % kHeadDim] =
         query < count ? QueryElement(p.select, row, r, (first + query) % group, i % kHeadDim)
                       : 0.0f;
@@ -171,7 +171,7 @@ template <typename Kv, int kHeadDim>
 __device__ void ScoreHalves(const HipLaunch& p, const SearchRow& row, bool& has_queries,
                             SharedMemory<kHeadDim>& shared) {
   const int64_t count = p.num_halves[row.at.index] * kHipBlockTokens;
-  const int num_queries = static_cast<int>(NumHipSamples(row.at.block.num_rows) * p.select.group);
+  const int num_queries = static_cast<int>(NumHipSamples(row.at.tile.num_rows) * p.select.group);
   // Warps of all CTAs in turn.
   const unsigned warp = threadIdx.x / kWarpThreads * kSearchBlocks + hopper::ClusterRank();
   const unsigned thread = warp * kWarpThreads + threadIdx.x % kWarpThreads;

@@ -27,10 +27,10 @@ struct ThreadMemory {
   ThreadMemory(ScratchPieces& pieces, const SelectParams& p) : tile(pieces, p) {
     int64_t rows = 0;
     int64_t nodes = 0;
-    for (size_t i = 0; i < p.blocks.size(); ++i) {
-      rows = std::max(rows, NumHipSamples(p.blocks[i].num_rows));
+    for (size_t i = 0; i < p.tiles.size(); ++i) {
+      rows = std::max(rows, NumHipSamples(p.tiles[i].num_rows));
       nodes = std::max(nodes, std::min(CeilHipBlocks(p.numbers[i].budget_tokens),
-                                       CeilHipBlocks(p.blocks[i].first_position)));
+                                       CeilHipBlocks(p.tiles[i].first_position)));
     }
     queries =
         pieces.Take<float>(rows * p.q.dim(1) / p.kv.layout.num_kv_heads * p.kv.layout.head_dim);
@@ -51,9 +51,9 @@ class Search {
  public:
   Search(const SelectRow& row, const ThreadMemory& memory)
       : row_(row), memory_(memory), keys_(row, KeyForm::kCached, memory.tile) {
-    num_queries_ = NumHipSamples(row.block.num_rows) * row.group;
-    for (int64_t s = 0; s < NumHipSamples(row.block.num_rows); ++s) {
-      const int64_t r = HipSample(s, row.block.num_rows);
+    num_queries_ = NumHipSamples(row.tile.num_rows) * row.group;
+    for (int64_t s = 0; s < NumHipSamples(row.tile.num_rows); ++s) {
+      const int64_t r = HipSample(s, row.tile.num_rows);
       for (int64_t g = 0; g < row.group; ++g) {
         LoadDistantQuery(row, r, g, Query(s * row.group + g));
       }
@@ -119,7 +119,7 @@ class Search {
 };
 
 void SelectBlocks(const SelectRow& row, const ThreadMemory& memory) {
-  row.header = MakeHeader(row.block, row.numbers);
+  row.header = MakeHeader(row.tile, row.numbers);
   const int64_t begin = row.header.sink_end;
   const int64_t end = row.candidates_end();
   const int64_t count = CeilHipBlocks(row.numbers.budget_tokens);
@@ -138,7 +138,7 @@ void SelectBlocks(const SelectRow& row, const ThreadMemory& memory) {
 
 }  // namespace
 
-int64_t HipSelector::MaxEntries(const SelectionNumbers& numbers, int64_t tokens) const {
+int64_t HipSelector::MaxEntries(const PolicyNumbers& numbers, int64_t tokens) const {
   // A block may cross into a second page.
   return std::min(2 * CeilHipBlocks(numbers.budget_tokens), CeilPages(tokens));
 }

@@ -9,7 +9,7 @@ namespace kvasir::kernels {
 struct ChunkRow {
   __device__ ChunkRow(const InfiniteHipLaunch& p, uint32_t row)
       : at(p.select, row),
-        header(MakeHeader(at.block, at.numbers)),
+        header(MakeHeader(at.tile, at.numbers)),
         tokens(p.pages.chunks.chunk_tokens),
         count(static_cast<uint32_t>(p.pages.chunks.Count(header, at.numbers))),
         kept(static_cast<uint32_t>(p.pages.chunks.Kept(at.numbers))) {}

@@ -64,7 +64,7 @@ void ChunkScores::RaiseScore(int64_t chunk, float score) {
 }
 
 void ChunkScores::AverageQueries(int64_t stride) {
-  const int64_t rows = row_.block.num_rows;
+  const int64_t rows = row_.tile.num_rows;
   num_means_ = (rows + stride - 1) / stride;
   for (int64_t i = 0; i < row_.group * num_means_; ++i) {
     const int64_t g = i / num_means_, begin = i % num_means_ * stride;

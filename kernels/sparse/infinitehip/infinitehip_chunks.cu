@@ -27,7 +27,7 @@ __device__ void LoadMeans(const InfiniteHipLaunch& p, const DeviceRow& row, int 
   for (int i = static_cast<int>(threadIdx.x); i < count * kHeadDim; i += blockDim.x) {
     const int query = first + i / kHeadDim;
     const int begin = query / group * stride;
-    const int end = min(begin + stride, static_cast<int>(row.block.num_rows));
+    const int end = min(begin + stride, static_cast<int>(row.tile.num_rows));
     to[i / kHeadDim][i % kHeadDim] =
         MeanElement(p.select, row, begin, end, query % group, i % kHeadDim);
   }
@@ -100,13 +100,13 @@ __global__ void __launch_bounds__(kWarps* kWarpThreads, 1)
   cudaGridDependencySynchronize();
   const DeviceRow row(p.select, blockIdx.x);
   if (!Runs(p.select, row, 0)) return;
-  const SelectionHeader header = MakeHeader(row.block, row.numbers);
+  const SelectionHeader header = MakeHeader(row.tile, row.numbers);
   const ChunkGrid& chunks = p.pages.chunks;
   const int64_t n = chunks.Count(header, row.numbers);
   if (n <= chunks.Kept(row.numbers)) return;
   const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
   const auto stride = static_cast<int>(p.stages[0].query_stride);
-  const int num_means = (static_cast<int>(row.block.num_rows) + stride - 1) / stride;
+  const int num_means = (static_cast<int>(row.tile.num_rows) + stride - 1) / stride;
   const int num_queries = num_means * static_cast<int>(p.select.group);
   const PagedKv& kv = p.select.kv;
   bool is_loaded = false;
@@ -131,8 +131,8 @@ __global__ void __launch_bounds__(kWarps* kWarpThreads, 1)
       }
 #pragma unroll 1
       for (int64_t page = begin / kPageTokens; page < end_page; ++page) {
-        if (kv.row(row.block.slot, page) < 0) continue;
-        const std::byte* bounds = kv.Bounds(row.block.slot, page, p.select.layer, row.kv_head);
+        if (kv.extent(row.tile.slot, page) < 0) continue;
+        const std::byte* bounds = kv.Bounds(row.tile.slot, page, p.select.layer, row.kv_head);
         RaiseByPage<kHeadDim>(LoadBound<Kv, kHeadDim>(bounds, lane),
                               LoadBound<Kv, kHeadDim>(bounds + kv.layout.row_bytes(), lane), turn,
                               queries, count, lane, best);

@@ -59,19 +59,19 @@ absl::Status SelectInfiniteHip(const InfiniteHipCuda& method, const CudaSelectPa
                           MakeSelectLaunch("infinitehip", params, out, workspace));
   KVASIR_RETURN_IF_ERROR(RequireBounds("infinitehip", params.kv));
   KVASIR_RETURN_IF_ERROR(RequireKeyCodes("infinitehip", params.kv));
-  if (params.blocks.empty()) return absl::OkStatus();
+  if (params.tiles.empty()) return absl::OkStatus();
   if (params.device_rope.on() && !InfiniteHipSelector::IsChunkIndexed(params.layer)) {
     return absl::InvalidArgumentError(
         "infinitehip on the GPU: in this layer queries must be rotated before");
   }
   const InfiniteHipSelector::Preset& preset = *method.preset;
-  const auto num_blocks = static_cast<int64_t>(params.blocks.size());
+  const auto num_tiles = static_cast<int64_t>(params.tiles.size());
   InfiniteHipLaunch launch = {
       .select = select,
       .max_chunks = method.MaxChunks(params.kv),
       .later_chunks = method.MaxLaterChunks(),
       .max_rows = params.may_have_several_rows()
-                      ? std::clamp<int64_t>(params.q.dim(0) - num_blocks + 1, 1, kPageTokens)
+                      ? std::clamp<int64_t>(params.q.dim(0) - num_tiles + 1, 1, kPageTokens)
                       : 1};
   std::copy(preset.stages.begin(), preset.stages.end(), launch.stages);
   const int64_t stride = preset.stages[0].query_stride;

@@ -64,7 +64,7 @@ class DecodeStages {
         page_scores_(reinterpret_cast<uint32_t*>(codes_ + 2 * rooms.runs)),
         chunks_(page_scores_ + rooms.pages),
         rank_(static_cast<int>(hopper::ClusterRank())),
-        num_blocks_(static_cast<int>(hopper::ClusterBlocks())) {}
+        num_ctas_(static_cast<int>(hopper::ClusterBlocks())) {}
 
   // Begins the first stage: the whole row is one chunk to be split.
   __device__ void BeginAnew() {
@@ -85,7 +85,7 @@ class DecodeStages {
       for (int64_t page = of_chunk.begin; page < of_chunk.end; ++page) {
         best = max(best, page_scores_[page - pages.begin]);
       }
-      for (int block = 0; block < num_blocks_; ++block) *OfBlock(Scores(0) + i, block) = best;
+      for (int block = 0; block < num_ctas_; ++block) *OfBlock(Scores(0) + i, block) = best;
     }
     hopper::ClusterSync();
   }
@@ -151,11 +151,11 @@ class DecodeStages {
     for (int i = static_cast<int>(threadIdx.x); i < 2 * num_runs; i += kThreads) {
       const bool is_last = i % 2 != 0;
       const int token =
-          BeginOf(i / 2 * num_blocks_ + rank_, kWarpThreads) + (is_last ? kWarpThreads - 1 : 0);
+          BeginOf(i / 2 * num_ctas_ + rank_, kWarpThreads) + (is_last ? kWarpThreads - 1 : 0);
       const int64_t page = token / kPageTokens;
-      const int64_t slot = row_.at.block.slot;
+      const int64_t slot = row_.at.tile.slot;
       const std::byte* codes = nullptr;
-      if (p_.select.kv.row(slot, page) >= 0) {
+      if (p_.select.kv.extent(slot, page) >= 0) {
         codes = p_.select.kv.KeyCodes(slot, page, p_.select.layer, row_.at.kv_head);
         TokenKeys<kHeadDim>::Prefetch(p_.select.kv.layout, codes, token % kPageTokens, is_last);
       }
@@ -166,14 +166,14 @@ class DecodeStages {
 
   __device__ void Score(int stage) {
     const int all_runs = left_ << PartsLog2(kWarpThreads);
-    const int num_runs = (all_runs - rank_ + num_blocks_ - 1) / num_blocks_;  // of this CTA
+    const int num_runs = (all_runs - rank_ + num_ctas_ - 1) / num_ctas_;  // of this CTA
     FindRuns(num_runs);
     const auto load = [&](int run, TokenKeys<kHeadDim>& keys) {
       keys.Load(p_.select.kv.layout, codes_[2 * run], codes_[2 * run + 1],
-                BeginOf(run * num_blocks_ + rank_, kWarpThreads));
+                BeginOf(run * num_ctas_ + rank_, kWarpThreads));
     };
     const int parts = kWarpThreads / tokens_of(stage);  // chunks of a run: 1, 2 or 4
-    uint32_t* const told = OfBlock(Scores(stage), min(lane(), num_blocks_ - 1));
+    uint32_t* const told = OfBlock(Scores(stage), min(lane(), num_ctas_ - 1));
     TokenKeys<kHeadDim> next;
     if (warp() < num_runs) load(warp(), next);
 #pragma unroll 1
@@ -187,12 +187,12 @@ class DecodeStages {
         best[1] = fmaxf(best[2], best[3]);
       }
       if (parts == 1) best[0] = fmaxf(best[0], best[1]);
-      uint32_t* const to = told + (run * num_blocks_ + rank_) * parts;
+      uint32_t* const to = told + (run * num_ctas_ + rank_) * parts;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         if (i >= parts) break;
         const uint32_t score = __reduce_max_sync(kAllLanes, OrderedScore(best[i]));
-        if (lane() < num_blocks_) to[i] = score;
+        if (lane() < num_ctas_) to[i] = score;
       }
     }
     hopper::ClusterSync();
@@ -261,7 +261,7 @@ class DecodeStages {
   uint32_t* const page_scores_;
   uint32_t* const chunks_;
   const int rank_;
-  const int num_blocks_;
+  const int num_ctas_;
   int num_chunks_ = 0;  // chunks that the stage chooses from
   // Begins of the chunks that the stage before left, ascending.
   int32_t* begins_ = nullptr;

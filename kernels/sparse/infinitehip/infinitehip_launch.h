@@ -45,7 +45,7 @@ struct InfiniteHipLaunch {
   }
 
   // The query's distance to the last of the chunks where these are chunk-indexed.
-  KVASIR_HOST_DEVICE int64_t LeastDistance(const SelectionNumbers& numbers) const {
+  KVASIR_HOST_DEVICE int64_t LeastDistance(const PolicyNumbers& numbers) const {
     return numbers.window_tokens - pages.chunks.overlap;
   }
 };

@@ -34,8 +34,8 @@ constexpr struct {
 constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Most chunks that a stage of a row may have.
-int64_t MaxChunks(const Preset& preset, const QueryBlock& block, const SelectionNumbers& numbers) {
-  int64_t chunks = block.first_position / preset.stages[0].chunk_tokens + 1;
+int64_t MaxChunks(const Preset& preset, const QueryTile& tile, const PolicyNumbers& numbers) {
+  int64_t chunks = tile.first_position / preset.stages[0].chunk_tokens + 1;
   for (size_t s = 0; s + 1 < preset.stages.size(); ++s) {
     const Stage& stage = preset.stages[s];
     chunks = std::max(chunks, stage.KeptChunks(numbers.budget_tokens) * stage.chunk_tokens /
@@ -48,20 +48,19 @@ int64_t MaxChunks(const Preset& preset, const QueryBlock& block, const Selection
 void ReservePlacings(const SelectParams& p, const Preset& preset, Executor& executor) {
   if (p.rope == nullptr) return;
   int64_t last = 0;
-  for (size_t i = 0; i < p.blocks.size(); ++i) {
-    if (MakeHeader(p.blocks[i], p.numbers[i]).kind == SelectionHeader::Kind::kAll) continue;
-    last =
-        std::max(last, p.numbers[i].window_tokens + MaxChunks(preset, p.blocks[i], p.numbers[i]));
+  for (size_t i = 0; i < p.tiles.size(); ++i) {
+    if (MakeHeader(p.tiles[i], p.numbers[i]).kind == SelectionHeader::Kind::kAll) continue;
+    last = std::max(last, p.numbers[i].window_tokens + MaxChunks(preset, p.tiles[i], p.numbers[i]));
   }
   p.rope->Reserve(last + 1, executor);
 }
 
 ChunkScores::Sizes SizesOf(const SelectParams& p, const Preset& preset) {
   ChunkScores::Sizes sizes;
-  for (size_t i = 0; i < p.blocks.size(); ++i) {
-    sizes.query_rows = std::max(sizes.query_rows, p.blocks[i].num_rows);
-    sizes.context = std::max(sizes.context, p.blocks[i].first_position);
-    sizes.chunks = std::max(sizes.chunks, MaxChunks(preset, p.blocks[i], p.numbers[i]));
+  for (size_t i = 0; i < p.tiles.size(); ++i) {
+    sizes.query_rows = std::max(sizes.query_rows, p.tiles[i].num_rows);
+    sizes.context = std::max(sizes.context, p.tiles[i].first_position);
+    sizes.chunks = std::max(sizes.chunks, MaxChunks(preset, p.tiles[i], p.numbers[i]));
   }
   return sizes;
 }
@@ -167,7 +166,7 @@ class Pruning {
 
 // Makes the header. Returns whether there is something to choose from.
 bool Begin(const SelectRow& row, const Preset& preset) {
-  row.header = MakeHeader(row.block, row.numbers);
+  row.header = MakeHeader(row.tile, row.numbers);
   return preset.grid().Count(row.header, row.numbers) > 0;
 }
 
@@ -206,7 +205,7 @@ class LayerSelection {
 
   absl::Status Run() {
     KVASIR_RETURN_IF_ERROR(LayOut());
-    for (int64_t block = 0; block < std::ssize(p_.blocks); ++block) {
+    for (int64_t block = 0; block < std::ssize(p_.tiles); ++block) {
       const int64_t first_row = block * heads_;
       const PageSelection rows = out_.Rows(first_row, heads_);
       const SelectRow first(p_, out_, first_row);
@@ -327,13 +326,13 @@ int64_t InfiniteHipSelector::MinWindowTokens() const {
   return preset_.stages[0].chunk_tokens + preset_.overlap();
 }
 
-int64_t InfiniteHipSelector::MaxEntries(const SelectionNumbers& numbers, int64_t tokens) const {
+int64_t InfiniteHipSelector::MaxEntries(const PolicyNumbers& numbers, int64_t tokens) const {
   const Stage& last = preset_.stages.back();
   // A chunk may cross into a second page.
   return std::min(2 * last.KeptChunks(numbers.budget_tokens), CeilPages(tokens));
 }
 
-int64_t InfiniteHipSelector::MaxStageItems(const SelectionNumbers& numbers, int64_t tokens) const {
+int64_t InfiniteHipSelector::MaxStageItems(const PolicyNumbers& numbers, int64_t tokens) const {
   int64_t items = 0;
   for (size_t s = 0; s + 1 < preset_.stages.size(); ++s) {
     const Stage& stage = preset_.stages[s];
@@ -351,8 +350,8 @@ absl::Status InfiniteHipSelector::Check(const SelectParams& p, const PageSelecti
         "infinitehip: probe 'digest' needs page bounds and key codes, which this KV does not have; "
         "declare the policy before the KV store is made");
   }
-  for (size_t i = 0; i < p.blocks.size(); ++i) {
-    const bool lists = MakeHeader(p.blocks[i], p.numbers[i]).kind == SelectionHeader::Kind::kList;
+  for (size_t i = 0; i < p.tiles.size(); ++i) {
+    const bool lists = MakeHeader(p.tiles[i], p.numbers[i]).kind == SelectionHeader::Kind::kList;
     if (!lists || p.numbers[i].window_tokens >= MinWindowTokens()) continue;
     return absl::InvalidArgumentError(absl::StrCat("infinitehip: a window of ",
                                                    p.numbers[i].window_tokens, " tokens; preset '",

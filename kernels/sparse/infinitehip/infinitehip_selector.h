@@ -106,12 +106,12 @@ class InfiniteHipSelector : public Selector {
 
   absl::Status Select(const SelectParams& params, PageSelection& out,
                       Executor& executor) const override;
-  int64_t MaxEntries(const SelectionNumbers& numbers, int64_t tokens) const override;
+  int64_t MaxEntries(const PolicyNumbers& numbers, int64_t tokens) const override;
   bool ReadsQueries() const override { return true; }
   Scope scope() const override { return scope_; }
   bool NeedsKeyCodes() const override { return probe_ == Probe::kDigest; }
   std::span<const int64_t> RefreshIntervals() const override { return preset_.refresh_intervals; }
-  int64_t MaxStageItems(const SelectionNumbers& numbers, int64_t tokens) const override;
+  int64_t MaxStageItems(const PolicyNumbers& numbers, int64_t tokens) const override;
   int64_t MinWindowTokens() const override;
   SkipReason skip_reason() const override { return SkipReason::kSelectedOut; }
   GpuSupport SupportsGpu(int64_t num_ranks) const override;

@@ -18,7 +18,6 @@
 #include "kernels/sparse/common/cluster_launch.h"
 #include "kernels/sparse/infinitehip/infinitehip_launch.h"
 #include "kernels/sparse/infinitehip/infinitehip_stages.cuh"
-#include "kernels/sparse/key_logits/key_code_logits.cuh"
 
 namespace kvasir::kernels {
 namespace {
@@ -45,17 +44,18 @@ constexpr Steps kAllSteps = {0, 2 * (InfiniteHipSelector::kStages - 1)};
 template <int kHeadDim, bool kPlaced>
 class LaterStages : StageRow {
  public:
-  using Tile = QueryTile<kHeadDim>;
-  using Keys = StagedKeys<kHeadDim>;
+  using Memory = StageMemory<kHeadDim>;
+  using Tile = typename Memory::Tile;
+  using Keys = typename Memory::Keys;
   static constexpr int kTilesOfKeys = kPlaced ? 1 : 2;  // multiplied at once; limited by registers
 
   __device__ LaterStages(const InfiniteHipLaunch& p, const StagesCut& cut, const DeviceRow& row,
-                         std::byte* memory)
+                         Memory& memory)
       : StageRow(p, cut, row),
-        select_(reinterpret_cast<StageMemory*>(memory)->select),
-        tiles_(reinterpret_cast<Tile*>(memory + sizeof(StageMemory))),
-        keys_(reinterpret_cast<Keys*>(tiles_ + cut.tiles_at_once)),
-        chunks_(reinterpret_cast<uint32_t*>(keys_ + kStageWarps * cut.runs_at_once)) {}
+        select_(memory.select),
+        tiles_(memory.Tiles()),
+        keys_(memory.KeysOfRuns(cut)),
+        chunks_(memory.Chunks(cut)) {}
 
   __device__ void Run(const Steps& steps) {
 #pragma unroll 1
@@ -110,7 +110,7 @@ class LaterStages : StageRow {
   __device__ void LoadQueries(int stage, int first_tile) {
     const int64_t position = kPlaced ? NumChunks(stage) - 1 + p_.LeastDistance(row_.numbers) : 0;
     const HeldQueries wanted = {
-        min(static_cast<int>(p_.stages[stage].query_stride), static_cast<int>(row_.block.num_rows)),
+        min(static_cast<int>(p_.stages[stage].query_stride), static_cast<int>(row_.tile.num_rows)),
         first_tile, position};
     if (wanted == held_) return;
     held_ = wanted;
@@ -119,11 +119,11 @@ class LaterStages : StageRow {
     __syncthreads();  // the previous tiles have been read
     num_tiles_ =
         min((num_queries + kProductQueries - 1) / kProductQueries - first_tile, cut_.tiles_at_once);
-    StoreQueryTiles(tiles_, num_tiles_, [&](int of_tiles, int i) {
+    StageQueries(tiles_, num_tiles_, [&](int of_tiles, int i) {
       // Places after the last query repeat it.
       const int query = min(first_tile * kProductQueries + of_tiles, num_queries - 1);
       const int begin = query / group * wanted.stride;
-      const int end = min(begin + wanted.stride, static_cast<int>(row_.block.num_rows));
+      const int end = min(begin + wanted.stride, static_cast<int>(row_.tile.num_rows));
       const auto mean = [&](int of) {
         return MeanFour(p_.select, row_, begin, end, query % group, of);
       };
@@ -142,7 +142,7 @@ class LaterStages : StageRow {
   }
   __device__ int NumQueries(int stage) const {
     const auto stride = static_cast<int>(p_.stages[stage].query_stride);
-    return (static_cast<int>(row_.block.num_rows) + stride - 1) / stride *
+    return (static_cast<int>(row_.tile.num_rows) + stride - 1) / stride *
            static_cast<int>(p_.select.group);
   }
 
@@ -166,8 +166,8 @@ class LaterStages : StageRow {
     const int parent = run >> log2;
     runs.begin = parents_.begins[parent] + (run - (parent << log2)) * kWarpThreads;
     const int64_t page = (runs.begin + lane() % 2 * (kWarpThreads - 1)) / kPageTokens;
-    if (p_.select.kv.row(row_.block.slot, page) >= 0) {
-      runs.codes = p_.select.kv.KeyCodes(row_.block.slot, page, p_.select.layer, row_.kv_head);
+    if (p_.select.kv.extent(row_.tile.slot, page) >= 0) {
+      runs.codes = p_.select.kv.KeyCodes(row_.tile.slot, page, p_.select.layer, row_.kv_head);
     }
     return runs;
   }
@@ -187,11 +187,10 @@ class LaterStages : StageRow {
   template <typename Use>
   __device__ void ForEachRun(const Use& use) const {
     const int num_runs = parents_.count << PartsLog2(parents_.tokens, kWarpThreads);
-    const int stride = kStageWarps * num_blocks();
+    const int stride = kStageWarps * num_ctas();
     Keys* const keys = keys_ + warp() * cut_.runs_at_once;
 #pragma unroll 1
-    for (int first = warp() * num_blocks() + rank_; first < num_runs;
-         first += kRunsFound * stride) {
+    for (int first = warp() * num_ctas() + rank_; first < num_runs; first += kRunsFound * stride) {
       const Runs runs = FindRuns(first, stride, num_runs);
 #pragma unroll 1
       for (int begin = 0; begin < runs.count; begin += cut_.runs_at_once) {
@@ -269,14 +268,14 @@ class LaterStages : StageRow {
     uint32_t* const scores = ScoresOf(stage);
     const int n = NumChunks(stage);
     const int chunks_log2 = PartsLog2(kWarpThreads, tokens_of(stage));  // of a run
-    const int blocks_log2 = PartsLog2(num_blocks(), 1);
+    const int blocks_log2 = PartsLog2(num_ctas(), 1);
 #pragma unroll 1
     for (int i = lane();; i += kWarpThreads) {
       const int of_warp = i >> blocks_log2;
-      const int run = ((of_warp >> chunks_log2) * kStageWarps + warp()) * num_blocks() + rank_;
+      const int run = ((of_warp >> chunks_log2) * kStageWarps + warp()) * num_ctas() + rank_;
       const int chunk = (run << chunks_log2) + (of_warp & ((1 << chunks_log2) - 1));
       if (chunk >= n) return;
-      const int block = i & (num_blocks() - 1);
+      const int block = i & (num_ctas() - 1);
       if (block != rank_) {
         *hopper::OfBlock(&scores[chunk], static_cast<unsigned>(block)) = scores[chunk];
       }
@@ -389,7 +388,8 @@ __global__ void __launch_bounds__(kStageThreads, 1)
   // The kernel begins when all CTAs of the kernel before it have waited for what came before that,
   // so only the output of that kernel is still to wait for.
   const DeviceRow row(p.select, blockIdx.x / cut.blocks_of_row);
-  LaterStages<kHeadDim, kPlaced> stages(p, cut, row, reinterpret_cast<std::byte*>(raw));
+  LaterStages<kHeadDim, kPlaced> stages(p, cut, row,
+                                        *reinterpret_cast<StageMemory<kHeadDim>*>(raw));
   stages.Run(steps);
 }
 
@@ -403,14 +403,9 @@ cudaError_t Launch(const InfiniteHipLaunch& p, cudaStream_t stream) {
       .tiles_at_once = std::min(tiles, kMostTilesAtOnce),
       .runs_at_once = tiles <= kMostTilesAtOnce / 4 ? kRunsAtOnce : kRunsBesideTiles,
       .shared_chunks = p.later_chunks <= kSharedChunks ? static_cast<int>(p.later_chunks) : 0};
-  const RowKernel kernel = {
-      .kernel = StagesKernel<kHeadDim, kPlaced>,
-      .threads = kStageThreads,
-      .shared_bytes =
-          sizeof(StageMemory) +
-          sizeof(QueryTile<kHeadDim>) * static_cast<size_t>(cut.tiles_at_once) +
-          sizeof(StagedKeys<kHeadDim>) * static_cast<size_t>(kStageWarps * cut.runs_at_once) +
-          sizeof(uint32_t) * static_cast<size_t>(kChunkArrays * cut.shared_chunks)};
+  const RowKernel kernel = {.kernel = StagesKernel<kHeadDim, kPlaced>,
+                            .threads = kStageThreads,
+                            .shared_bytes = StageMemory<kHeadDim>::Bytes(cut)};
   if (const cudaError_t error = FindClusterBlocks(kernel, rows, cut.blocks_of_row);
       error != cudaSuccess) {
     return error;

@@ -8,6 +8,7 @@
 #include "kernels/base/warp.cuh"
 #include "kernels/sparse/common/block_list.cuh"
 #include "kernels/sparse/infinitehip/infinitehip_launch.h"
+#include "kernels/sparse/key_logits/key_code_logits.cuh"
 #include "kernels/sparse/reuse/reuse_row.cuh"
 
 namespace kvasir::kernels {
@@ -23,13 +24,36 @@ struct StagesCut {
   int shared_chunks;  // 0: they are in device memory
 };
 
-// Shared memory of a CTA. After it: QueryTile [tiles_at_once], StagedKeys [kStageWarps,
-// runs_at_once], and four arrays [shared_chunks]: scores of stage 1, which in the end are those of
-// the chunks that the last stage left; scores of stage 2; begins of the chunks that each left.
+// Shared memory of a CTA.
+template <int kHeadDim>
 struct StageMemory {
+  using Tile = StagedQueries<kHeadDim>;
+  using Keys = StagedKeys<kHeadDim>;
+  // Scores of stage 1, which in the end are those of the chunks that the last stage left; scores of
+  // stage 2; begins of the chunks that each left.
+  static constexpr int kChunkArrays = 4;
+
   SelectMemory select;
+
+  // The arrays after it.
+  // [tiles_at_once]
+  __device__ Tile* Tiles() { return reinterpret_cast<Tile*>(this + 1); }
+  // [kStageWarps, runs_at_once]
+  __device__ Keys* KeysOfRuns(const StagesCut& cut) {
+    return reinterpret_cast<Keys*>(Tiles() + cut.tiles_at_once);
+  }
+  // [kChunkArrays, shared_chunks]
+  __device__ uint32_t* Chunks(const StagesCut& cut) {
+    return reinterpret_cast<uint32_t*>(KeysOfRuns(cut) + kStageWarps * cut.runs_at_once);
+  }
+
+  // Bytes with the arrays.
+  static size_t Bytes(const StagesCut& cut) {
+    return sizeof(StageMemory) + sizeof(Tile) * static_cast<size_t>(cut.tiles_at_once) +
+           sizeof(Keys) * static_cast<size_t>(kStageWarps * cut.runs_at_once) +
+           sizeof(uint32_t) * static_cast<size_t>(kChunkArrays * cut.shared_chunks);
+  }
 };
-inline constexpr int kChunkArrays = 4;
 
 // Log2 of the number of parts in a whole. Both are powers of two.
 __device__ inline int PartsLog2(int whole, int part) { return __ffs(whole) - __ffs(part); }
@@ -61,7 +85,7 @@ class StageRow {
       : p_(p),
         cut_(cut),
         row_(row),
-        header_(MakeHeader(row.block, row.numbers)),
+        header_(MakeHeader(row.tile, row.numbers)),
         reuse_(p.select, row),
         first_stage_(reuse_.FirstStage(header_)),
         rank_(static_cast<int>(hopper::ClusterRank())) {}
@@ -93,7 +117,7 @@ class StageRow {
 
   __device__ static int lane() { return static_cast<int>(threadIdx.x) % kWarpThreads; }
   __device__ static int warp() { return static_cast<int>(threadIdx.x) / kWarpThreads; }
-  __device__ int num_blocks() const { return static_cast<int>(cut_.blocks_of_row); }
+  __device__ int num_ctas() const { return static_cast<int>(cut_.blocks_of_row); }
 
   const InfiniteHipLaunch& p_;
   const StagesCut& cut_;

@@ -68,7 +68,7 @@ void CodeLogits::CodeQuery(int64_t g, const float* query, const Memory& memory) 
 
 void CodeLogits::Logits(int64_t page, float* logits) const {
   const PagedKv& kv = row_.p.kv;
-  const TokenCodes codes(kv.layout, kv.KeyCodes(row_.block.slot, page, row_.p.layer, row_.kv_head),
+  const TokenCodes codes(kv.layout, kv.KeyCodes(row_.tile.slot, page, row_.p.layer, row_.kv_head),
                          0);
   functions_.page_logits(
       {.words = codes.words, .scales = &codes.scale->bits, .zeros = &codes.zero->bits}, queries_,
@@ -78,7 +78,7 @@ void CodeLogits::Logits(int64_t page, float* logits) const {
 void CodeLogits::Prefetch(int64_t page) const {
   if (!Has(page)) return;
   const PagedKv& kv = row_.p.kv;
-  const std::byte* codes = kv.KeyCodes(row_.block.slot, page, row_.p.layer, row_.kv_head);
+  const std::byte* codes = kv.KeyCodes(row_.tile.slot, page, row_.p.layer, row_.kv_head);
   for (int64_t at = 0; at < kv.layout.page_key_codes_bytes(); at += kCacheLine) {
     __builtin_prefetch(codes + at);
   }

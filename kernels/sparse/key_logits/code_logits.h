@@ -31,7 +31,7 @@ class CodeLogits {
   // exist are unspecified. A query with NaN has NaN logits. REQUIRES: the slot has the page.
   void Logits(int64_t page, float* logits) const;
   // REQUIRES: the page is not after the slot's last.
-  bool Has(int64_t page) const { return row_.p.kv.row(row_.block.slot, page) >= 0; }
+  bool Has(int64_t page) const { return row_.p.kv.extent(row_.tile.slot, page) >= 0; }
   void Prefetch(int64_t page) const;
 
  private:

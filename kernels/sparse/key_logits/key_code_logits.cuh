@@ -52,7 +52,7 @@ struct LaneElements {
 
 // Eight queries as operands, with the `sums` of their elements.
 template <int kHeadDim>
-struct alignas(16) QueryTile {
+struct alignas(16) StagedQueries {
   uint4 operands[LaneElements<kHeadDim>::kSteps][kWarpThreads];  // of a product, for each lane
   float sums[kProductQueries];
 };
@@ -74,7 +74,7 @@ struct SplitPair {
 // Stores the queries [0, 8 num_tiles): four(query, i) returns their elements from 4 i on. By all
 // threads of the CTA; the caller meets them before the tiles are used.
 template <int kHeadDim, typename Four>
-__device__ void StoreQueryTiles(QueryTile<kHeadDim>* tiles, int num_tiles, const Four& four) {
+__device__ void StageQueries(StagedQueries<kHeadDim>* tiles, int num_tiles, const Four& four) {
   constexpr int kLanes = kHeadDim / 4;  // a query's
   const int num_items = num_tiles * kProductQueries * kLanes;
 #pragma unroll 1
@@ -83,7 +83,7 @@ __device__ void StoreQueryTiles(QueryTile<kHeadDim>* tiles, int num_tiles, const
     const int query = item / kLanes;
     const int i = item % kLanes;
     const float4 own = four(query, i);
-    QueryTile<kHeadDim>& tile = tiles[query / kProductQueries];
+    StagedQueries<kHeadDim>& tile = tiles[query / kProductQueries];
     const int row = query % kProductQueries;
     const auto place = LaneElements<kHeadDim>::PlaceOf(i);
     const SplitPair first(own.x, own.y);
@@ -203,7 +203,7 @@ struct QueryOperand {
 // from `first` on. Lane 4 g + t gets the unscaled logits q . k~ of query g of the query tile with
 // the keys 2 t and 2 t + 1 of the key tile. By all lanes.
 template <int kCount = kKeyTiles, int kHeadDim, typename Use>
-__device__ void ForEachLogit(const StagedKeys<kHeadDim>& keys, const QueryTile<kHeadDim>* tiles,
+__device__ void ForEachLogit(const StagedKeys<kHeadDim>& keys, const StagedQueries<kHeadDim>* tiles,
                              int num_tiles, const Use& use, int first = 0) {
   constexpr int kSteps = LaneElements<kHeadDim>::kSteps;
   const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
@@ -299,7 +299,7 @@ class PlacedKeys {
 template <int kCount = kKeyTiles, int kHeadDim, typename PositionOf, typename Use>
 __device__ void ForEachPlacedLogit(const StagedKeys<kHeadDim>& keys,
                                    const DeviceRopePositions& rope, const PositionOf& position_of,
-                                   const QueryTile<kHeadDim>* tiles, int num_tiles, const Use& use,
+                                   const StagedQueries<kHeadDim>* tiles, int num_tiles, const Use& use,
                                    int first = 0) {
   constexpr int kSteps = LaneElements<kHeadDim>::kSteps;
   const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;

@@ -41,9 +41,9 @@ void LoadDistantQuery(const SelectRow& row, int64_t r, int64_t g, float* to) {
 }
 
 std::byte* KeysOfPage(const SelectRow& row, int64_t page) {
-  const PageRef ref = row.p.kv.Peek(row.block.slot, page, row.p.layer, row.kv_head);
+  const PageRef ref = row.p.kv.Peek(row.tile.slot, page, row.p.layer, row.kv_head);
   if (ref.tier() != PageTier::kAbsent) return ref.page();
-  std::atomic_ref<uint8_t>(row.p.faults[static_cast<size_t>(row.block.slot)])
+  std::atomic_ref<uint8_t>(row.p.faults[static_cast<size_t>(row.tile.slot)])
       .store(1, std::memory_order_relaxed);
   return nullptr;
 }
@@ -85,8 +85,8 @@ void KeyLogits::FindPage(int64_t page) {
   page_memory_ = nullptr;
   const PagedKv& kv = row_.p.kv;
   if (form_ == KeyForm::kCodes) {
-    if (kv.row(row_.block.slot, page) < 0) return;
-    page_memory_ = kv.KeyCodes(row_.block.slot, page, row_.p.layer, row_.kv_head);
+    if (kv.extent(row_.tile.slot, page) < 0) return;
+    page_memory_ = kv.KeyCodes(row_.tile.slot, page, row_.p.layer, row_.kv_head);
     return;
   }
   page_memory_ = KeysOfPage(row_, page);

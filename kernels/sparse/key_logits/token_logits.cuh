@@ -40,7 +40,7 @@ class TokenQueries {
     const auto group = static_cast<int>(p.group);
     const auto* const from =
         static_cast<const __nv_bfloat162*>(p.q) +
-        ((row.block.first_row * p.kv.layout.num_kv_heads + row.kv_head) * group +
+        ((row.tile.first_row * p.kv.layout.num_kv_heads + row.kv_head) * group +
          min(query, group - 1)) *
             (kHeadDim / 2);
     const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;

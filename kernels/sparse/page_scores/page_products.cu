@@ -75,7 +75,7 @@ __device__ void LoadQueries(const SelectLaunch& p, const DeviceRow& row, int fir
     const int element = i % (kHeadDim / 2) * 2;
     const int query = min(first + at, last);
     const int64_t q_row =
-        (row.block.first_row + query / group) * heads + row.kv_head * group + query % group;
+        (row.tile.first_row + query / group) * heads + row.kv_head * group + query % group;
     const float2 x = __bfloat1622float2(queries[(q_row * kHeadDim + element) / 2]);
     StorePair(to, at, element, PairForMin(x, low_weight));
     StorePair(to, at, kHeadDim + element, PairForMax(x, low_weight));
@@ -126,8 +126,8 @@ __device__ void ScoreTiles(const PageScoreLaunch& p, const DeviceRow& row, const
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int64_t page = pages.begin + begin + own + 8 * i;
-      exists[i] = page < pages.end && p.select.kv.row(row.block.slot, page) >= 0;
-      tile.Load(exists[i] ? p.select.kv.Bounds(row.block.slot, page, p.select.layer, row.kv_head)
+      exists[i] = page < pages.end && p.select.kv.extent(row.tile.slot, page) >= 0;
+      tile.Load(exists[i] ? p.select.kv.Bounds(row.tile.slot, page, p.select.layer, row.kv_head)
                           : nullptr,
                 i, lane % 4);
     }
@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   cudaGridDependencySynchronize();
   const DeviceRow row(p.select, blockIdx.x);
   const PageRange pages = PagesOf(p, row);
-  const int count = static_cast<int>(row.block.num_rows * p.select.group);
+  const int count = static_cast<int>(row.tile.num_rows * p.select.group);
   const bool is_few = count <= kPassQueries<Few>;
   if (pages.size() <= 0 || is_few != std::is_same_v<Tiling, Few>) return;
   for (int first = 0; first < count; first += kPassQueries<Tiling>) {

@@ -9,7 +9,7 @@ namespace kvasir::kernels {
 // Returns none where the first stage's earlier output serves.
 __device__ inline PageRange PagesOf(const PageScoreLaunch& p, const DeviceRow& row) {
   if (!Runs(p.select, row, 0)) return {};
-  return p.Pages(MakeHeader(row.block, row.numbers), row.numbers);
+  return p.Pages(MakeHeader(row.tile, row.numbers), row.numbers);
 }
 
 }  // namespace kvasir::kernels

@@ -30,8 +30,8 @@ Bounds FindBounds(const SelectRow& row, int64_t begin, int64_t end) {
   Bounds bounds = {};
   const int64_t count = std::min(kQuestScorePages, end - begin);
   for (int64_t i = 0; i < count; ++i) {
-    if (kv.row(row.block.slot, begin + i) < 0) continue;
-    const std::byte* found = kv.Bounds(row.block.slot, begin + i, row.p.layer, row.kv_head);
+    if (kv.extent(row.tile.slot, begin + i) < 0) continue;
+    const std::byte* found = kv.Bounds(row.tile.slot, begin + i, row.p.layer, row.kv_head);
     for (int64_t at = 0; at < kv.layout.page_bounds_bytes(); at += kCacheLine) {
       __builtin_prefetch(found + at);
     }

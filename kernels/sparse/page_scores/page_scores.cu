@@ -29,7 +29,7 @@ __device__ void LoadQueries(const PageScoreLaunch& p, const DeviceRow& row, int 
   for (int i = static_cast<int>(threadIdx.x); i < count * kHeadDim; i += blockDim.x) {
     const int query = first + i / kHeadDim;
     const int begin = query / group * stride;
-    const int end = min(begin + stride, static_cast<int>(row.block.num_rows));
+    const int end = min(begin + stride, static_cast<int>(row.tile.num_rows));
     const float x = MeanElement(p.select, row, begin, end, query % group, i % kHeadDim);
     to[i / kHeadDim][i % kHeadDim] = ForMin(x, p.low_weight);
     to[i / kHeadDim][kHeadDim + i % kHeadDim] = ForMax(x, p.low_weight);
@@ -65,7 +65,7 @@ struct ScoredRow {
         scores(p.scores + row * p.select.kv.max_blocks_per_slot) {}
 
   __device__ bool Has(const PageScoreLaunch& p, int64_t page) const {
-    return page < pages.end && p.select.kv.row(at.block.slot, page) >= 0;
+    return page < pages.end && p.select.kv.extent(at.tile.slot, page) >= 0;
   }
 
   DeviceRow at;
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(kScoreWarps* kWarpThreads)
   const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
   const int warp = static_cast<int>(threadIdx.x) / kWarpThreads;
   const auto stride = static_cast<int>(p.query_stride);
-  const int num_means = (static_cast<int>(row.at.block.num_rows) + stride - 1) / stride;
+  const int num_means = (static_cast<int>(row.at.tile.num_rows) + stride - 1) / stride;
   const int num_queries = num_means * static_cast<int>(p.select.group);
   bool is_loaded = false;
   for (int64_t first = row.pages.begin + int64_t{blockIdx.y} * kPagesOfBlock; first < row.pages.end;
@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(kScoreWarps* kWarpThreads)
     for (int i = 0; i < kPagesOfWarp; ++i) {
       for (float& element : bounds[i]) element = 0;
       if (!row.Has(p, page + i)) continue;
-      LoadParts<Kv>(p.select.kv.Bounds(row.at.block.slot, page + i, p.select.layer, row.at.kv_head),
+      LoadParts<Kv>(p.select.kv.Bounds(row.at.tile.slot, page + i, p.select.layer, row.at.kv_head),
                     lane, bounds[i]);
     }
     for (int tile = 0; tile < num_queries; tile += kTileQueries) {

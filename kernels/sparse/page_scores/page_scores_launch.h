@@ -24,7 +24,7 @@ struct PageScoreLaunch {
   // Returns the pages to score in a row; scores start at the first of them. None where all are
   // kept.
   KVASIR_HOST_DEVICE PageRange Pages(const SelectionHeader& header,
-                                     const SelectionNumbers& numbers) const {
+                                     const PolicyNumbers& numbers) const {
     if (numbers.budget_tokens <= 0) return {};
     if (chunks.chunk_tokens == 0) return CandidatePages(header, numbers);
     const int64_t count = chunks.Count(header, numbers);

@@ -34,7 +34,7 @@ struct GroupQueries {
     const auto group = static_cast<int>(p.group);
     const auto* from =
         static_cast<const __nv_bfloat162*>(p.q) +
-        (row.block.first_row * p.kv.layout.num_kv_heads + row.kv_head) * group * (kHeadDim / 2);
+        (row.tile.first_row * p.kv.layout.num_kv_heads + row.kv_head) * group * (kHeadDim / 2);
     for (int i = static_cast<int>(threadIdx.x); i < kQueries * kHeadDim / 2;
          i += static_cast<int>(blockDim.x)) {
       const int query = i / (kHeadDim / 2);
@@ -68,7 +68,7 @@ class PageStream {
   __device__ void BeginEarly() {
     if (!p_.is_whole_step) return;
     // Two query tiles of a step may be adjacent, at the end of a page and the begin of the next.
-    const int64_t end = row_.block.first_position / kPageTokens - 1;
+    const int64_t end = row_.tile.first_position / kPageTokens - 1;
     is_loaded_ = first_ < pages_.end && min(first_ + kTilePages, pages_.end) <= end;
     if (is_loaded_) Load();
   }
@@ -115,7 +115,7 @@ class PageStream {
       const int64_t page = PageAt(first, i);
       rows.of[i] = -1;
       if (page < pages_.end) {
-        rows.of[i] = static_cast<int32_t>(p_.kv.row(row_.block.slot, page));
+        rows.of[i] = static_cast<int32_t>(p_.kv.extent(row_.tile.slot, page));
       }
     }
     return rows;

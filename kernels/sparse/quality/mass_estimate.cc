@@ -71,7 +71,9 @@ struct ThreadMemory {
   ThreadMemory(ScratchPieces& pieces, const SelectParams& p) : tile(pieces, p), codes(pieces, p) {
     const int64_t group = p.q.dim(1) / p.kv.layout.num_kv_heads;
     int64_t context = 0;
-    for (const QueryBlock& block : p.blocks) context = std::max(context, block.first_position + 1);
+    for (const QueryTile& queries : p.tiles) {
+      context = std::max(context, queries.first_position + 1);
+    }
     distant = pieces.Take<float>(group * p.kv.layout.head_dim);
     placed = pieces.Take<float>(group * p.kv.layout.head_dim);
     logits = pieces.Take<float>(group * kTileKeys);
@@ -104,7 +106,7 @@ class RowEstimate {
     const SelectionHeader& header = row_.header;
     AddKept(0, header.sink_end, memory_.placed);
     AddKept(header.sink_end, header.window_begin, memory_.distant);
-    AddKept(header.window_begin, row_.block.first_position + 1, memory_.placed);
+    AddKept(header.window_begin, row_.tile.first_position + 1, memory_.placed);
     AddRest();
     for (int64_t g = 0; g < row_.group; ++g) {
       mass[g] = static_cast<float>(memory_.heads[g].Share());
@@ -120,7 +122,7 @@ class RowEstimate {
       LoadQuery(row, 0, g, placed);
       if (row.p.rope == nullptr) continue;
       row.p.rope->Rotate(placed, DType::kFloat32, 1,
-                         QueryPosition(row.header, row.block.first_position));
+                         QueryPosition(row.header, row.tile.first_position));
     }
     return memory.distant;
   }
@@ -128,7 +130,7 @@ class RowEstimate {
   // Adds the tokens of [begin, end) that are attended to.
   void AddKept(int64_t begin, int64_t end, const float* queries) {
     int64_t count = 0;
-    SelectedPages walk(row_.header, row_.list, row_.block.first_position);
+    SelectedPages walk(row_.header, row_.list, row_.tile.first_position);
     for (walk.SkipTo(begin / kPageTokens); walk.page() * kPageTokens < end; walk.Next()) {
       const int64_t start = walk.page() * kPageTokens;
       uint64_t mask = walk.mask() & TokenMask(begin - start, end - start);
@@ -153,7 +155,7 @@ class RowEstimate {
   // Adds the tokens that are not attended to, all of which lie between sink and window.
   void AddRest() {
     const int64_t begin = row_.header.sink_end, end = row_.header.window_begin;
-    SelectedPages walk(row_.header, row_.list, row_.block.first_position);
+    SelectedPages walk(row_.header, row_.list, row_.tile.first_position);
     for (int64_t page = begin / kPageTokens; page * kPageTokens < end; ++page) {
       walk.SkipTo(page);
       const uint64_t attended = walk.valid() && walk.page() == page ? walk.mask() : 0;
@@ -239,7 +241,7 @@ absl::Status EstimateMass(const SelectParams& p, const PageSelection& selection,
   KVASIR_RETURN_IF_ERROR(CheckEstimate(p, selection, mass.size()));
   ReserveDistances(p, executor);
   if (p.rope != nullptr) {
-    ReservePositions(selection, p.blocks, p.kv.layout.num_kv_heads, *p.rope, executor);
+    ReservePositions(selection, p.tiles, p.kv.layout.num_kv_heads, *p.rope, executor);
   }
   return WithThreadMemory(
       p, selection, executor, [&](ScratchPieces& pieces) { return ThreadMemory(pieces, p); },
@@ -247,7 +249,7 @@ absl::Status EstimateMass(const SelectParams& p, const PageSelection& selection,
         float* const to = mass.data() + row.index * row.group;
         if (row.header.kind == SelectionHeader::Kind::kAll) {
           std::fill_n(to, row.group, 1.0f);
-        } else if (row.block.num_rows > 1) {
+        } else if (row.tile.num_rows > 1) {
           std::fill_n(to, row.group, kUnknown);
         } else {
           RowEstimate(row, memory).Run(to);

@@ -10,7 +10,7 @@
 
 namespace kvasir::kernels {
 
-int64_t LargestBudget(const SelectionNumbers& numbers, int64_t tokens) {
+int64_t LargestBudget(const PolicyNumbers& numbers, int64_t tokens) {
   const QualityNumbers& quality = numbers.quality;
   if (quality.min_mass <= 0 || quality.on_violation != OnViolation::kWiden) {
     return numbers.budget_tokens;
@@ -51,7 +51,7 @@ bool ContractKeeper::Begin(const SelectParams& params, const PageSelection& sele
   bool any = false;
   for (size_t i = 0; i < rows; ++i) {
     const SelectRow row(params, selection, static_cast<int64_t>(i));
-    wanted_[i] = row.numbers.quality.min_mass > 0 && row.block.num_rows == 1 &&
+    wanted_[i] = row.numbers.quality.min_mass > 0 && row.tile.num_rows == 1 &&
                  row.header.kind == SelectionHeader::Kind::kList;
     any |= wanted_[i] != 0;
   }
@@ -73,7 +73,7 @@ absl::Status ContractKeeper::Estimate(const SelectParams& params, const PageSele
 }
 
 // An unknown (NaN) mass, which a row with a fault has, is no violation.
-bool ContractKeeper::IsViolated(int64_t row, const SelectionNumbers& numbers) const {
+bool ContractKeeper::IsViolated(int64_t row, const PolicyNumbers& numbers) const {
   const auto begin = masses_.begin() + row * group_;
   return std::any_of(begin, begin + group_, [&](float mass) {
     return (1 - mass) * kUnreadMassFactor > 1 - numbers.quality.min_mass;
@@ -87,7 +87,7 @@ void ContractKeeper::MakeDense(const SelectParams& params, const PageSelection& 
         row.numbers.quality.on_violation != OnViolation::kDense) {
       continue;
     }
-    row.header = MakeAllHeader(row.block);
+    row.header = MakeAllHeader(row.tile);
     outcomes_[i] = ContractOutcome::kDense;
     std::fill_n(masses_.begin() + row.index * group_, group_, 1.0f);
   }
@@ -102,7 +102,7 @@ absl::StatusOr<bool> ContractKeeper::Widen(const SelectParams& params, Scope sco
   violated_.assign(numbers_.size(), 0);
   for (size_t i = 0; i < outcomes_.size(); ++i) {
     const size_t b = i / heads;
-    const int64_t largest = LargestBudget(numbers_[b], params.blocks[b].first_position + 1);
+    const int64_t largest = LargestBudget(numbers_[b], params.tiles[b].first_position + 1);
     wanted_[i] = numbers_[b].budget_tokens < largest && outcomes_[i] == ContractOutcome::kMissed;
     if (wanted_[i] != 0) violated_[b] = 1;
   }
@@ -113,8 +113,8 @@ absl::StatusOr<bool> ContractKeeper::Widen(const SelectParams& params, Scope sco
   for (size_t b = 0; b < numbers_.size(); ++b) {
     if (violated_[b] == 0) continue;
     any = true;
-    SelectionNumbers& numbers = numbers_[b];
-    const int64_t largest = LargestBudget(numbers, params.blocks[b].first_position + 1);
+    PolicyNumbers& numbers = numbers_[b];
+    const int64_t largest = LargestBudget(numbers, params.tiles[b].first_position + 1);
     numbers.budget_tokens = std::min(2 * numbers.budget_tokens, largest);
     if (of_layer) std::fill_n(wanted_.begin() + static_cast<int64_t>(b * heads), heads, uint8_t{1});
   }

@@ -37,7 +37,7 @@ enum class ContractOutcome : uint8_t {
 };
 
 // The largest budget that a row with these numbers may get over a context of `tokens`.
-int64_t LargestBudget(const SelectionNumbers& numbers, int64_t tokens);
+int64_t LargestBudget(const PolicyNumbers& numbers, int64_t tokens);
 
 class ContractKeeper {
  public:
@@ -61,16 +61,16 @@ class ContractKeeper {
   bool Begin(const SelectParams& params, const PageSelection& selection);
   absl::Status Estimate(const SelectParams& params, const PageSelection& selection,
                         Executor& executor);
-  bool IsViolated(int64_t row, const SelectionNumbers& numbers) const;
+  bool IsViolated(int64_t row, const PolicyNumbers& numbers) const;
   void MakeDense(const SelectParams& params, const PageSelection& selection);
   absl::StatusOr<bool> Widen(const SelectParams& params, Scope scope);
 
   int64_t group_ = 0;
   std::vector<ContractOutcome> outcomes_;
   std::vector<float> masses_;
-  std::vector<uint8_t> wanted_;            // rows that the coming Select and Estimate work on
-  std::vector<float> violated_;            // per query tile: 1 if it has a row to widen
-  std::vector<SelectionNumbers> numbers_;  // with widened budgets
+  std::vector<uint8_t> wanted_;         // rows that the coming Select and Estimate work on
+  std::vector<float> violated_;         // per query tile: 1 if it has a row to widen
+  std::vector<PolicyNumbers> numbers_;  // with widened budgets
 };
 
 }  // namespace kvasir::kernels

@@ -21,7 +21,7 @@ absl::Status SelectQuest(QuestScore score, const CudaSelectParams& params, const
                           MakeSelectLaunch("quest", params, out, workspace));
   KVASIR_RETURN_IF_ERROR(RequirePlacedQueries("quest", params));
   KVASIR_RETURN_IF_ERROR(RequireBounds("quest", params.kv));
-  if (params.blocks.empty()) return absl::OkStatus();
+  if (params.tiles.empty()) return absl::OkStatus();
   const QuestPlan plan = PlanQuest(ShapeOf(select), params.may_have_several_rows());
   TellPlan("quest", plan);
   if (plan.is_one_kernel()) {

@@ -27,7 +27,7 @@ namespace kvasir::kernels {
 // head.
 int64_t QuestWorkspaceBytes(const PagedKv& kv, int64_t blocks);
 
-// REQUIRES: query tiles pass CheckQueryBlocks, numbers are as Selector::Select wants them, and a
+// REQUIRES: query tiles pass CheckQueryTiles, numbers are as Selector::Select wants them, and a
 // page's bounds are aligned to 16 bytes. Allocates nothing and waits for nothing; may be captured.
 // INVALID_ARGUMENT on shapes: head_dim 64 or 128, q and KV float32 or bfloat16. FAILED_PRECONDITION
 // when the KV has no bounds. INTERNAL with CUDA's error when the launch fails. Cost: reads the

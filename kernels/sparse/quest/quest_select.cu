@@ -20,7 +20,7 @@ constexpr int kDecodeThreads = 512;
 struct ChoosingRow {
   __device__ ChoosingRow(const SelectLaunch& p, uint32_t row)
       : at(p, row),
-        header(MakeHeader(at.block, at.numbers)),
+        header(MakeHeader(at.tile, at.numbers)),
         candidates(CandidatePages(header, at.numbers)),
         count(min(min(CeilPages(at.numbers.budget_tokens), candidates.size()), p.out.capacity)) {}
 

@@ -22,9 +22,9 @@ struct ThreadMemory {
     const int64_t d = p.kv.layout.head_dim;
     int64_t rows = 0;
     int64_t context = 0;
-    for (const QueryBlock& block : p.blocks) {
-      rows = std::max(rows, block.num_rows);
-      context = std::max(context, block.first_position + 1);
+    for (const QueryTile& tile : p.tiles) {
+      rows = std::max(rows, tile.num_rows);
+      context = std::max(context, tile.first_position + 1);
     }
     query = pieces.Take<float>(d);
     signed_q = pieces.Take<float>(rows * p.q.dim(1) / p.kv.layout.num_kv_heads * 2 * d);
@@ -48,7 +48,7 @@ class Row {
       : row_(row), score_(score), kernel_(kernel), memory_(memory) {}
 
   void Run() {
-    row_.header = MakeHeader(row_.block, row_.numbers);
+    row_.header = MakeHeader(row_.tile, row_.numbers);
     if (row_.header.kind == SelectionHeader::Kind::kAll) return;
     const PageRange candidates = CandidatePages(row_.header, row_.numbers);
     const int64_t count = std::min(CeilPages(row_.numbers.budget_tokens), candidates.size());
@@ -72,7 +72,7 @@ class Row {
   template <typename From, typename To>
   void SplitQueries(To* to) {
     const int64_t d = row_.p.kv.layout.head_dim;
-    for (int64_t r = 0; r < row_.block.num_rows; ++r) {
+    for (int64_t r = 0; r < row_.tile.num_rows; ++r) {
       for (int64_t g = 0; g < row_.group; ++g) {
         To* signed_q = to + (r * row_.group + g) * 2 * d;
         if (row_.p.rope == nullptr) {
@@ -93,7 +93,7 @@ class Row {
       SplitQueries<BFloat16>(memory_.signed_q);
     }
     return {.signed_q = memory_.signed_q,
-            .num_queries = row_.block.num_rows * row_.group,
+            .num_queries = row_.tile.num_rows * row_.group,
             .head_dim = row_.p.kv.layout.head_dim,
             .workspace = memory_.workspace};
   }
@@ -140,7 +140,7 @@ absl::StatusOr<std::unique_ptr<Selector>> QuestSelector::Create(const MethodOpti
   return std::make_unique<QuestSelector>(score);
 }
 
-int64_t QuestSelector::MaxEntries(const SelectionNumbers& numbers, int64_t tokens) const {
+int64_t QuestSelector::MaxEntries(const PolicyNumbers& numbers, int64_t tokens) const {
   return std::min(CeilPages(numbers.budget_tokens), CeilPages(tokens));
 }
 

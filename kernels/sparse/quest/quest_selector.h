@@ -37,7 +37,7 @@ class QuestSelector : public Selector {
 
   absl::Status Select(const SelectParams& params, PageSelection& out,
                       Executor& executor) const override;
-  int64_t MaxEntries(const SelectionNumbers& numbers, int64_t tokens) const override;
+  int64_t MaxEntries(const PolicyNumbers& numbers, int64_t tokens) const override;
   bool ReadsQueries() const override { return true; }
   SkipReason skip_reason() const override { return SkipReason::kSelectedOut; }
   GpuSupport SupportsGpu(int64_t) const override { return {.runs = true, .reuses = true}; }

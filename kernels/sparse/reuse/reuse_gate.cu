@@ -1,8 +1,12 @@
 // A CTA takes the rows that choose together, one by one. Each thread has some pairs of elements of
 // the query and of the queries that the stages ran with, un-rotated in registers. The products are
 // summed over the CTA.
+#include "kernels/base/cuda_status.h"
 #include "kernels/base/overlapped_launch.h"
-#include "kernels/sparse/reuse/reuse_gate_launch.h"
+#include "kernels/base/shape_check.h"
+#include "kernels/base/status_macros.h"
+#include "kernels/sparse/common/select_cuda.h"
+#include "kernels/sparse/reuse/reuse_gate_cuda.h"
 #include "kernels/sparse/reuse/reuse_row.cuh"
 
 namespace kvasir::kernels {
@@ -11,6 +15,12 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarpThreads;
 constexpr int kStages = static_cast<int>(kMaxStages);
+
+struct ReuseGateLaunch {
+  SelectLaunch select = {};
+  QueryRotation rotation = {};
+  int64_t heads = 1;  // KV heads that choose together
+};
 
 // The parts of the cosines.
 struct Products {
@@ -31,7 +41,7 @@ class RowQuery {
   template <typename Use>
   __device__ void ForEachPair(const Use& use) const {
     const int pairs = static_cast<int>(p_.select.group) * half_;
-    const int64_t angles = row_.block.first_row * half_;
+    const int64_t angles = row_.tile.first_row * half_;
     for (int pair = static_cast<int>(threadIdx.x); pair < pairs; pair += kThreads) {
       const int head = pair / half_;
       const int element = pair % half_;
@@ -108,7 +118,7 @@ __global__ void __launch_bounds__(kThreads)
   const auto heads = static_cast<uint32_t>(p.heads);
   const DeviceRow first_row(p.select, blockIdx.x * heads);
   const RowReuse first_reuse(p.select, first_row);
-  const SelectionHeader header = MakeHeader(first_row.block, first_row.numbers);
+  const SelectionHeader header = MakeHeader(first_row.tile, first_row.numbers);
   if (!first_reuse.remembers() || header.kind == SelectionHeader::Kind::kAll) return;
   Products products;  // in the order of the heads
   for (uint32_t head = 0; head < heads; ++head) {
@@ -125,11 +135,37 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-}  // namespace
-
 cudaError_t LaunchReuseGate(const ReuseGateLaunch& p, cudaStream_t stream) {
   const auto blocks = static_cast<unsigned>(p.select.out.num_rows / p.heads);
   return LaunchOverlapped(ReuseGateKernel, blocks, kThreads, 0, stream, p);
+}
+
+}  // namespace
+
+absl::Status JudgeReuse(const CudaSelectParams& p, Scope scope, const PageSelection& rows,
+                        cudaStream_t stream) {
+  const KvLayout& layout = p.kv.layout;
+  ShapeCheck check("reuse on the GPU");
+  check.Match("q", p.q, {"tokens", "heads", layout.head_dim})
+      .Require(IsFloat32OrBFloat16(p.q.dtype()), "q must be float32 or bfloat16")
+      .Require(p.numbers.size() == p.tiles.size(), "numbers must be one per query tile")
+      .Require(p.device_memories.size() == p.tiles.size(), "memories must be one per query tile")
+      .Require(rows.num_rows == static_cast<int64_t>(p.tiles.size()) * layout.num_kv_heads,
+               "the selection's num_rows must be blocks x KV heads");
+  KVASIR_RETURN_IF_ERROR(check.status());
+  if (p.tiles.empty()) return absl::OkStatus();
+  const ReuseGateLaunch launch = {.select = {.q = p.q.data(),
+                                             .q_dtype = p.q.dtype(),
+                                             .group = p.q.dim(1) / layout.num_kv_heads,
+                                             .kv = p.kv,
+                                             .layer = p.layer,
+                                             .tiles = p.tiles.data(),
+                                             .numbers = p.numbers.data(),
+                                             .memories = p.device_memories.data(),
+                                             .out = rows},
+                                  .rotation = p.rotation,
+                                  .heads = scope == Scope::kLayer ? layout.num_kv_heads : 1};
+  return CudaStatus(LaunchReuseGate(launch, stream), "launching the reuse gate");
 }
 
 }  // namespace kvasir::kernels

@@ -65,7 +65,7 @@ class RowReuse {
   // ran with.
   template <typename Cosines>
   __device__ int Judge(const Cosines& cosines) const {
-    const int64_t position = row_.block.first_position;
+    const int64_t position = row_.tile.first_position;
     if (StartsAnew(position, remembered_->position)) return 0;
 #pragma unroll
     for (int stage = 0; stage < static_cast<int>(kMaxStages); ++stage) {
@@ -91,13 +91,13 @@ class RowReuse {
     Copy(List(), Out(), header.count, threads);
     if (threads.index != 0) return;
     p_.out.headers[row_.index] = header;
-    remembered_->position = row_.block.first_position;
+    remembered_->position = row_.tile.first_position;
   }
 
   // Remembers the row that these threads wrote to `out`. Does nothing in a row without memory.
   __device__ void Remember(const RowThreads& threads = {}) const {
     if (remembered_ == nullptr) return;
-    const int first = FirstStage(MakeHeader(row_.block, row_.numbers));
+    const int first = FirstStage(MakeHeader(row_.tile, row_.numbers));
     __syncthreads();  // `out` is written, and all threads have read the remembered row
     const SelectionHeader& header = p_.out.headers[row_.index];
     if (header.kind != SelectionHeader::Kind::kAll) Copy(Out(), List(), header.count, threads);
@@ -120,11 +120,11 @@ class RowReuse {
  private:
   __device__ void RememberHeader(SelectionHeader header, int first) const {
     const bool is_all = header.kind == SelectionHeader::Kind::kAll;
-    remembered_->position = is_all ? RememberedRow::kNothing : row_.block.first_position;
+    remembered_->position = is_all ? RememberedRow::kNothing : row_.tile.first_position;
     if (is_all) return;
     remembered_->count = header.count;
     for (int s = first; s < memory_.num_stages; ++s) {
-      remembered_->ran_at[s] = row_.block.first_position;
+      remembered_->ran_at[s] = row_.tile.first_position;
     }
     if (first == 0) remembered_->window_begin = header.window_begin;
     if (window_grows()) header.window_begin = remembered_->window_begin;
@@ -159,7 +159,7 @@ class RowReuse {
 
 // Whether `stage` of the row's selector runs in this step.
 __device__ inline bool Runs(const SelectLaunch& p, const DeviceRow& row, int stage) {
-  return RowReuse(p, row).FirstStage(MakeHeader(row.block, row.numbers)) <= stage;
+  return RowReuse(p, row).FirstStage(MakeHeader(row.tile, row.numbers)) <= stage;
 }
 
 }  // namespace kvasir::kernels

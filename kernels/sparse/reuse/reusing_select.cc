@@ -70,7 +70,7 @@ class RowReuse {
     for (int64_t g = 0; g < row_.group; ++g) {
       float* query = memory_.query + g * d;
       LoadQuery(row_, 0, g, query);
-      Unrotate(row_.p.rotation, row_.block.first_row, d, query);
+      Unrotate(row_.p.rotation, row_.tile.first_row, d, query);
     }
   }
 
@@ -80,11 +80,11 @@ class RowReuse {
   }
 
   void Decide(const Cosines& cosines) {
-    if (MakeHeader(row_.block, row_.numbers).kind == SelectionHeader::Kind::kAll) {
+    if (MakeHeader(row_.tile, row_.numbers).kind == SelectionHeader::Kind::kAll) {
       memory_.Forget();
       return;
     }
-    const int64_t position = row_.block.first_position;
+    const int64_t position = row_.tile.first_position;
     memory_.first_stage = FirstStage(position, cosines);
     memory_.position = position;
     for (size_t s = memory_.first_stage; s < memory_.num_stages; ++s) {
@@ -94,7 +94,7 @@ class RowReuse {
   }
 
   void Finish() {
-    if (memory_.position != row_.block.first_position) return;  // rule R2
+    if (memory_.position != row_.tile.first_position) return;  // rule R2
     memory_.serves() ? Recall() : Remember();
     if (memory_.first_stage == 0) memory_.window_begin = row_.header.window_begin;
     if (rule_.window() == ReuseRule::Window::kGrows) {
@@ -120,7 +120,7 @@ class RowReuse {
     std::copy_n(row_.list, memory_.count, memory_.list);
   }
   void Recall() {
-    row_.header = MakeHeader(row_.block, row_.numbers);
+    row_.header = MakeHeader(row_.tile, row_.numbers);
     row_.header.count = memory_.count;
     row_.header.made_at = memory_.ran_at[memory_.num_stages - 1];
     std::copy_n(memory_.list, memory_.count, row_.list);
@@ -156,7 +156,7 @@ struct Call {
 // layer. Their products are added in the order of the heads, however many ranks hold them.
 absl::Status GateLayer(const Call& call) {
   const int64_t heads = call.params.kv.layout.num_kv_heads;
-  const int64_t blocks = std::ssize(call.params.blocks);
+  const int64_t blocks = std::ssize(call.params.tiles);
   const auto stages = call.selector.RefreshIntervals().size();
   const size_t head_size = static_cast<size_t>(blocks) * stages * 3;
   const auto at = [&](int64_t block, size_t stage) {
@@ -207,7 +207,7 @@ absl::Status SelectOnce(const Call& call) {
 size_t EndOfDifferent(const SelectParams& params, size_t begin) {
   const auto heads = static_cast<size_t>(params.kv.layout.num_kv_heads);
   size_t end = begin + 1;
-  while (end < params.blocks.size()) {
+  while (end < params.tiles.size()) {
     const RowMemory* memory = params.memories[end * heads];
     if (memory != nullptr && memory == params.memories[(end - 1) * heads]) break;
     ++end;
@@ -246,12 +246,12 @@ absl::Status SelectReusing(const Selector& selector, const ReuseRule& rule,
                            const SelectParams& params, PageSelection& out, Executor& executor) {
   KVASIR_RETURN_IF_ERROR(CheckSelect("reuse", params, out));
   const int64_t heads = params.kv.layout.num_kv_heads;
-  for (size_t begin = 0; begin < params.blocks.size();) {
+  for (size_t begin = 0; begin < params.tiles.size();) {
     const size_t count = EndOfDifferent(params, begin) - begin;
     const int64_t first_row = static_cast<int64_t>(begin) * heads;
     PageSelection rows = out.Rows(first_row, static_cast<int64_t>(count) * heads);
     SelectParams some = params;
-    some.blocks = params.blocks.subspan(begin, count);
+    some.tiles = params.tiles.subspan(begin, count);
     some.numbers = params.numbers.subspan(begin, count);
     some.memories =
         params.memories.subspan(static_cast<size_t>(first_row), static_cast<size_t>(rows.num_rows));

@@ -24,7 +24,7 @@
 
 namespace kvasir::kernels {
 
-// The value of SelectionNumbers::reach_tokens that a row with memory must be given.
+// The value of PolicyNumbers::reach_tokens that a row with memory must be given.
 int64_t ReachTokens(const Selector& selector, const ReuseRule& rule, const ReuseNumbers& numbers);
 
 // Steps between two runs of a stage. The first stage's interval is the policy's; those of later
@@ -36,9 +36,9 @@ struct MemoryNeeds {
   const Selector& selector;
   const ReuseRule& rule;
   const KvLayout& layout;
-  int64_t group = 0;         // query heads of a KV head
-  SelectionNumbers numbers;  // the largest of any layer
-  int64_t tokens = 0;        // in the longest context
+  int64_t group = 0;      // query heads of a KV head
+  PolicyNumbers numbers;  // the largest of any layer
+  int64_t tokens = 0;     // in the longest context
 };
 SelectionMemory::Shape ShapeOf(const MemoryNeeds& needs);
 absl::StatusOr<std::unique_ptr<SelectionMemory>> MakeSelectionMemory(const MemoryNeeds& needs);

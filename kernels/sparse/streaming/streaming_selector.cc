@@ -10,9 +10,9 @@ absl::Status StreamingSelector::Select(const SelectParams& p, PageSelection& out
   const int64_t heads = p.kv.layout.num_kv_heads;
   for (int64_t row = 0; row < out.num_rows; ++row) {
     const size_t block = static_cast<size_t>(row / heads);
-    SelectionNumbers numbers = p.numbers[block];
+    PolicyNumbers numbers = p.numbers[block];
     numbers.budget_tokens = 0;
-    out.header(row) = MakeHeader(p.blocks[block], numbers);
+    out.header(row) = MakeHeader(p.tiles[block], numbers);
   }
   return absl::OkStatus();
 }

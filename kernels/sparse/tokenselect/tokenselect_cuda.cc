@@ -54,7 +54,7 @@ absl::Status SelectTokens(Scope scope, const CudaSelectParams& params, const Pag
                                                    " heads of a layer; at most ", kMostVoters,
                                                    " choose together"));
   }
-  if (params.blocks.empty()) return absl::OkStatus();
+  if (params.tiles.empty()) return absl::OkStatus();
   int processors = 0;
   KVASIR_RETURN_IF_ERROR(
       CudaStatus(CountMultiprocessors(processors), "counting the device's multiprocessors"));

@@ -53,11 +53,11 @@ __device__ void LoadMeansOf(const SelectLaunch& p, const DeviceRow& row, float (
        i += static_cast<int>(blockDim.x)) {
     const int g = i / kVectors;
     const Vector* from = queries +
-                         (row.block.first_row * heads + row.kv_head * p.group + g) * kVectors +
+                         (row.tile.first_row * heads + row.kv_head * p.group + g) * kVectors +
                          i % kVectors;
     float sums[Vector::kElements] = {};
 #pragma unroll 8
-    for (int64_t r = 0; r < row.block.num_rows; ++r) {
+    for (int64_t r = 0; r < row.tile.num_rows; ++r) {
       const Vector part = from[r * heads * kVectors];
 #pragma unroll
       for (int e = 0; e < Vector::kElements; ++e) sums[e] += static_cast<float>(part.values[e]);
@@ -65,7 +65,7 @@ __device__ void LoadMeansOf(const SelectLaunch& p, const DeviceRow& row, float (
     float* const to = means[g] + i % kVectors * Vector::kElements;
 #pragma unroll
     for (int e = 0; e < Vector::kElements; ++e) {
-      to[e] = sums[e] / static_cast<float>(row.block.num_rows);
+      to[e] = sums[e] / static_cast<float>(row.tile.num_rows);
     }
   }
   __syncthreads();

@@ -29,7 +29,7 @@ struct ThreadMemory {
   ThreadMemory(ScratchPieces& pieces, const SelectParams& p) {
     const int64_t group = p.q.dim(1) / p.kv.layout.num_kv_heads;
     int64_t context = 0;
-    for (const QueryBlock& block : p.blocks) context = std::max(context, block.first_position);
+    for (const QueryTile& tile : p.tiles) context = std::max(context, tile.first_position);
     means = pieces.Take<float>(group * p.kv.layout.head_dim);
     query = pieces.Take<float>(p.kv.layout.head_dim);
     page_logits = pieces.Take<float>(group * kTileKeys);
@@ -53,11 +53,11 @@ void AverageQueries(const SelectRow& row, const ThreadMemory& memory) {
   for (int64_t g = 0; g < row.group; ++g) {
     float* mean = memory.means + g * d;
     std::fill_n(mean, d, 0.0f);
-    for (int64_t r = 0; r < row.block.num_rows; ++r) {
+    for (int64_t r = 0; r < row.tile.num_rows; ++r) {
       LoadDistantQuery(row, r, g, memory.query);
       for (int64_t i = 0; i < d; ++i) mean[i] += memory.query[i];
     }
-    for (int64_t i = 0; i < d; ++i) mean[i] /= static_cast<float>(row.block.num_rows);
+    for (int64_t i = 0; i < d; ++i) mean[i] /= static_cast<float>(row.tile.num_rows);
   }
 }
 
@@ -165,7 +165,7 @@ void ListBest(const SelectRow& row, std::span<Ranked> ranked) {
 }
 
 void SelectTokens(const SelectRow& row, const ThreadMemory& memory) {
-  row.header = MakeHeader(row.block, row.numbers);
+  row.header = MakeHeader(row.tile, row.numbers);
   const int64_t candidates = NumCandidates(row.header, row.numbers);
   if (candidates == 0) return;
   Vote(row, memory, memory.votes);
@@ -180,12 +180,12 @@ class LayerSelection {
  public:
   LayerSelection(const SelectParams& p, const PageSelection& out, Executor& executor)
       : p_(p), out_(out), executor_(executor), heads_(p.kv.layout.num_kv_heads) {
-    for (const QueryBlock& block : p.blocks) context_ = std::max(context_, block.first_position);
+    for (const QueryTile& tile : p.tiles) context_ = std::max(context_, tile.first_position);
   }
 
   absl::Status Run() {
     KVASIR_RETURN_IF_ERROR(LayOut());
-    for (int64_t block = 0; block < std::ssize(p_.blocks); ++block) {
+    for (int64_t block = 0; block < std::ssize(p_.tiles); ++block) {
       KVASIR_RETURN_IF_ERROR(SelectBlock(out_.Rows(block * heads_, heads_), block * heads_));
     }
     return absl::OkStatus();
@@ -213,7 +213,7 @@ class LayerSelection {
   absl::Status SelectBlock(const PageSelection& rows, int64_t first_row) {
     const SelectRow first(p_, out_, first_row);
     if (!IsToRun(first)) return absl::OkStatus();
-    for (int64_t i = 0; i < heads_; ++i) rows.header(i) = MakeHeader(first.block, first.numbers);
+    for (int64_t i = 0; i < heads_; ++i) rows.header(i) = MakeHeader(first.tile, first.numbers);
     const int64_t candidates = NumCandidates(first.header, first.numbers);
     if (candidates == 0) return absl::OkStatus();
     const auto vote = [&](int64_t head, int thread) {
@@ -266,7 +266,7 @@ absl::StatusOr<std::unique_ptr<Selector>> TokenSelectSelector::Create(
   return std::unique_ptr<Selector>(new TokenSelectSelector(scope));
 }
 
-int64_t TokenSelectSelector::MaxEntries(const SelectionNumbers& numbers, int64_t tokens) const {
+int64_t TokenSelectSelector::MaxEntries(const PolicyNumbers& numbers, int64_t tokens) const {
   return std::min(numbers.budget_tokens, CeilPages(tokens));
 }
 

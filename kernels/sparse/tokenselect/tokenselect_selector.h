@@ -45,7 +45,7 @@ class TokenSelectSelector : public Selector {
 
   absl::Status Select(const SelectParams& params, PageSelection& out,
                       Executor& executor) const override;
-  int64_t MaxEntries(const SelectionNumbers& numbers, int64_t tokens) const override;
+  int64_t MaxEntries(const PolicyNumbers& numbers, int64_t tokens) const override;
   bool ReadsQueries() const override { return true; }
   Scope scope() const override { return scope_; }
   SkipReason skip_reason() const override { return SkipReason::kSelectedOut; }

@@ -9,7 +9,7 @@ namespace kvasir::kernels {
 struct VotingRow {
   __device__ VotingRow(const TokenSelectLaunch& p, uint32_t row)
       : at(p.select, row),
-        header(MakeHeader(at.block, at.numbers)),
+        header(MakeHeader(at.tile, at.numbers)),
         begin(header.sink_end),
         end(begin + NumCandidates(header, at.numbers)),
         serves(RowReuse(p.select, at).Serves(header)),

@@ -39,7 +39,7 @@ absl::Status PruneTopP(const CudaSelectParams& params, const PageSelection& sele
                                                    " query heads a KV head; it serves at most ",
                                                    kMaxCudaGroup));
   }
-  if (params.blocks.empty()) return absl::OkStatus();
+  if (params.tiles.empty()) return absl::OkStatus();
   const TopPPlan plan = PlanTopP(ShapeOf(select), selection.capacity, max_tokens);
   TellPlan("top_p", plan);
   TopPLaunch launch = {.select = select,

@@ -35,9 +35,9 @@ struct TopPWarpMemory {
 template <int kHeadDim>
 struct TopPMemory {
   DeviceRow row;
-  uint32_t block;  // the row's query tile
+  uint32_t tile;  // of the row
   SelectionHeader header;
-  QueryTile<kHeadDim> queries;
+  StagedQueries<kHeadDim> queries;
   TopPWarpMemory<kHeadDim> of_warps[kTopPThreads / kWarpThreads];
   ThresholdMemory<kTopPThreads> search;
   int64_t num_mandatory;            // tokens of sink and window

@@ -41,7 +41,7 @@ class RowPruning {
     }
     if (threadIdx.x == 0) {
       const auto heads = static_cast<uint32_t>(p_.select.kv.layout.num_kv_heads);
-      memory_.block = row / heads;
+      memory_.tile = row / heads;
       memory_.row.index = row;
       memory_.row.kv_head = row % heads;
       memory_.num_competing = memory_.num_tokens = 0;
@@ -52,7 +52,7 @@ class RowPruning {
   __device__ void Run(uint32_t row) {
     SelectionEntry entry = EntryOf(row, 0);  // loaded while the header is
     LoadRow(row);
-    if (!IsPruned(header_, row_.block, row_.numbers)) return;
+    if (!IsPruned(header_, row_.tile, row_.numbers)) return;
     LoadQueries();
     for (int64_t first = 0; first < memory_.num_items; first += p_.items_at_once) {
       if (first > 0) entry = EntryOf(row, first);
@@ -87,8 +87,8 @@ class RowPruning {
   __device__ void LoadRow(uint32_t row) {
     if (threadIdx.x < kWarpThreads) {
       Copy(p_.select.out.headers[row], memory_.header);
-      Copy(p_.select.blocks[memory_.block], memory_.row.block);
-      Copy(p_.select.numbers[memory_.block], memory_.row.numbers);
+      Copy(p_.select.tiles[memory_.tile], memory_.row.tile);
+      Copy(p_.select.numbers[memory_.tile], memory_.row.numbers);
       __syncwarp();
     }
     if (threadIdx.x == 0) {
@@ -168,8 +168,8 @@ class RowPruning {
     int64_t page = 0;
     TopPItem item = is_item ? ItemAt(index, entry, page) : TopPItem{};
     const PagedKv& kv = p_.select.kv;
-    if (item.tokens != 0 && kv.row(row_.block.slot, page) >= 0) {
-      item.codes = kv.KeyCodes(row_.block.slot, page, p_.select.layer, row_.kv_head);
+    if (item.tokens != 0 && kv.extent(row_.tile.slot, page) >= 0) {
+      item.codes = kv.KeyCodes(row_.tile.slot, page, p_.select.layer, row_.kv_head);
     }
     const bool competes = is_item && index < header_.count;
     if (slots == Slots::kTake) {
@@ -222,14 +222,14 @@ class RowPruning {
   // Loads the row's queries. kPlaced: rotates them to their position.
   __device__ void LoadQueries() {
     static_assert(kMaxCudaGroup <= kProductQueries);
-    StoreQueryTiles(&memory_.queries, 1, [&](int g, int i) {
+    StageQueries(&memory_.queries, 1, [&](int g, int i) {
       if (g >= p_.select.group) return float4{};
       if constexpr (!kPlaced) return QueryFour(p_.select, row_, 0, g, i);
       constexpr int kHalf = kHeadDim / 2;
       const int low = i % (kHalf / 4);
       const float4 x = QueryFour(p_.select, row_, 0, g, low);
       const float4 y = QueryFour(p_.select, row_, 0, g, low + kHalf / 4);
-      const RotationAt at(p_.select.rope, kHalf, QueryPosition(header_, row_.block.first_position));
+      const RotationAt at(p_.select.rope, kHalf, QueryPosition(header_, row_.tile.first_position));
       const auto turned = [&](int e, float of_low, float of_high) {
         const float2 both = at.Rotate(4 * low + e, of_low, of_high);
         return i == low ? both.x : both.y;

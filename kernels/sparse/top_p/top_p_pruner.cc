@@ -39,7 +39,7 @@ Sizes LargestRow(const SelectParams& p, const PageSelection& selection) {
   Sizes sizes;
   for (int64_t i = 0; i < selection.num_rows; ++i) {
     const SelectRow row(p, selection, i);
-    if (!IsPruned(row.header, row.block, row.numbers)) continue;
+    if (!IsPruned(row.header, row.tile, row.numbers)) continue;
     const int64_t competing = NumCompeting(row);
     sizes.competing = std::max(sizes.competing, competing);
     sizes.tokens = std::max(sizes.tokens, competing + NumMandatory(row.header));
@@ -99,7 +99,7 @@ class RowPruner {
       float* query = memory.queries + g * row.p.kv.layout.head_dim;
       LoadQuery(row, 0, g, query);
       if (row.p.rope == nullptr) continue;
-      const int64_t position = QueryPosition(row.header, row.block.first_position);
+      const int64_t position = QueryPosition(row.header, row.tile.first_position);
       row.p.rope->Rotate(query, DType::kFloat32, 1, position);
     }
   }
@@ -191,7 +191,7 @@ absl::Status CheckTopP(const SelectParams& p, const PageSelection& selection) {
     return absl::FailedPreconditionError(
         "top_p: the KV has no key codes; declare the policy before the KV store is made");
   }
-  for (const SelectionNumbers& numbers : p.numbers) {
+  for (const PolicyNumbers& numbers : p.numbers) {
     if (!(numbers.top_p <= 0)) continue;
     return absl::InvalidArgumentError(
         absl::StrCat("top_p: the mass to keep is ", numbers.top_p, "; it is above 0, 1 keeps all"));
@@ -205,13 +205,13 @@ absl::Status TopPPruner::Prune(const SelectParams& p, PageSelection& selection,
                                Executor& executor) const {
   KVASIR_RETURN_IF_ERROR(CheckTopP(p, selection));
   if (p.rope != nullptr) {
-    ReservePositions(selection, p.blocks, p.kv.layout.num_kv_heads, *p.rope, executor);
+    ReservePositions(selection, p.tiles, p.kv.layout.num_kv_heads, *p.rope, executor);
   }
   const Sizes sizes = LargestRow(p, selection);
   return WithThreadMemory(
       p, selection, executor, [&](ScratchPieces& pieces) { return ThreadMemory(pieces, p, sizes); },
       [&](const SelectRow& row, const ThreadMemory& memory) {
-        if (IsPruned(row.header, row.block, row.numbers)) RowPruner(row, memory).Run();
+        if (IsPruned(row.header, row.tile, row.numbers)) RowPruner(row, memory).Run();
       });
 }
 

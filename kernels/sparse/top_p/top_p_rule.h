@@ -15,9 +15,9 @@ inline constexpr double kTopPRounding = 1e-6;
 // On the GPU, rows that attend to more tokens are left unchanged.
 inline constexpr int64_t kMostTokens = int64_t{1} << 21;
 
-KVASIR_HOST_DEVICE inline bool IsPruned(const SelectionHeader& header, const QueryBlock& block,
-                                        const SelectionNumbers& numbers) {
-  return header.kind == SelectionHeader::Kind::kList && header.count > 0 && block.num_rows == 1 &&
+KVASIR_HOST_DEVICE inline bool IsPruned(const SelectionHeader& header, const QueryTile& tile,
+                                        const PolicyNumbers& numbers) {
+  return header.kind == SelectionHeader::Kind::kList && header.count > 0 && tile.num_rows == 1 &&
          numbers.top_p < 1;  // false for NaN
 }
 

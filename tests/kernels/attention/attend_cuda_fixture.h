@@ -40,7 +40,7 @@ inline absl::Status Decode(const CudaAttendParams& params, const KvTensorMaps& m
   const int64_t group = params.q.dim(1) / params.kv.layout.num_kv_heads;
   KVASIR_ASSIGN_OR_RETURN(const DeviceBuffer workspace,
                           DeviceBuffer::Allocate(AttendDecodeWorkspaceBytes(
-                              params.kv.layout, std::ssize(params.blocks), group)));
+                              params.kv.layout, std::ssize(params.tiles), group)));
   const std::vector<uint32_t> none(static_cast<size_t>(params.selection.num_rows));
   std::vector<uint32_t> left = none;
   DeviceMemory memory;

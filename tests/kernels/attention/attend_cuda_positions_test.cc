@@ -76,8 +76,8 @@ Sides CountSides(AttentionBatch& batch) {
   const AttendParams params = batch.Params();
   const int64_t heads = batch.shape().kv_heads;
   for (int64_t row = 0; row < params.selection.num_rows; ++row) {
-    const QueryBlock& block = params.blocks[static_cast<size_t>(row / heads)];
-    for (int64_t query = block.first_position; query < block.first_position + block.num_rows;
+    const QueryTile& tile = params.tiles[static_cast<size_t>(row / heads)];
+    for (int64_t query = tile.first_position; query < tile.first_position + tile.num_rows;
          ++query) {
       for (SelectedPages walk(params.selection.header(row), params.selection.list(row), query);
            walk.valid(); walk.Next()) {
@@ -172,9 +172,9 @@ TEST_P(AttendCudaTest, WithinTheNeighbourhoodPositionsAreTheTokensOwn) {
     ASSERT_TRUE(DeviceAttentionBatch(*batch)
                     .Run([](CudaAttendParams params, const KvTensorMaps& maps) {
                       const int64_t heads = params.kv.layout.num_kv_heads;
-                      params.blocks = params.blocks.subspan(1);
+                      params.tiles = params.tiles.subspan(1);
                       params.selection =
-                          params.selection.Rows(heads, std::ssize(params.blocks) * heads);
+                          params.selection.Rows(heads, std::ssize(params.tiles) * heads);
                       return Decode(params, maps);
                     })
                     .ok());
@@ -245,7 +245,7 @@ TEST_P(AttendCudaTest, GroupedPositionsOfPagesInTheHostTier) {
   ASSERT_TRUE(device.Run(Prefill).ok());
   const PagedKv kv = batch.kv().View();
   const auto missed = [&](int64_t of_page) {
-    const int64_t index = kv.row(0, of_page) * kv.layout.pages_per_block() +
+    const int64_t index = kv.extent(0, of_page) * kv.layout.pages_per_block() +
                           kv.layout.page_in_block(AttentionBatch::kLayer, 0);
     return device.missed_bytes()[static_cast<size_t>(index)];
   };

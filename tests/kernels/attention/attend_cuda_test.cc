@@ -134,7 +134,7 @@ TEST_P(AttendCudaTest, PagesMayLieInTheHostTierAndAreRecorded) {
   int64_t touched = 0;
   for (size_t page = 0; page < device.missed_bytes().size(); ++page) {
     const bool missed =
-        static_cast<int64_t>(page) == kv.row(0, 5) * kv.layout.pages_per_block() + layer_page;
+        static_cast<int64_t>(page) == kv.extent(0, 5) * kv.layout.pages_per_block() + layer_page;
     EXPECT_EQ(device.missed_bytes()[page], missed ? kv.layout.page_bytes() : 0) << page;
     touched += device.last_touched()[page] == *kv.accesses.step ? 1 : 0;
   }
@@ -163,7 +163,7 @@ TEST_P(AttendCudaTest, ListsOfSingleTokensReadTheseTokens) {
   DeviceAttentionBatch device(batch);
   ASSERT_TRUE(device.Run(Decode).ok());
   const PagedKv kv = batch.kv().View();
-  const int64_t missed = kv.row(0, kHostPage) * kv.layout.pages_per_block() +
+  const int64_t missed = kv.extent(0, kHostPage) * kv.layout.pages_per_block() +
                          kv.layout.page_in_block(AttentionBatch::kLayer, 1);
   EXPECT_EQ(device.missed_bytes()[static_cast<size_t>(missed)], 2 * 3 * kv.layout.row_bytes());
 }
@@ -203,7 +203,7 @@ TEST_P(AttendCudaTest, ARowHasTheSameBitsAloneAndAmongOthers) {
                     const int64_t heads = params.kv.layout.num_kv_heads;
                     for (size_t row = 0; row < kRows; ++row) {
                       CudaAttendParams alone = params;
-                      alone.blocks = params.blocks.subspan(row, 1);
+                      alone.tiles = params.tiles.subspan(row, 1);
                       alone.selection =
                           params.selection.Rows(static_cast<int64_t>(row) * heads, heads);
                       KVASIR_RETURN_IF_ERROR(Decode(alone, maps));

@@ -78,21 +78,21 @@ inline std::vector<double> Rotated(AttentionBatch& batch, std::vector<double> x,
 }
 
 inline OracleResult Oracle(AttentionBatch& batch, int64_t block_index, int64_t row, int64_t head) {
-  const QueryBlock& block = batch.blocks()[static_cast<size_t>(block_index)];
+  const QueryTile& tile = batch.blocks()[static_cast<size_t>(block_index)];
   const int64_t kv_head = head / batch.shape().group;
   const int64_t d = batch.shape().head_dim;
   const RowSelection& selection = batch.selection(block_index, kv_head);
-  const float* raw_q = batch.q(block.first_row + row, head);
-  const int64_t position = block.first_position + row;
+  const float* raw_q = batch.q(tile.first_row + row, head);
+  const int64_t position = tile.first_position + row;
   std::vector<double> q;  // at q_position
   int64_t q_position = -1;
   const double scale = 1.0f / std::sqrt(static_cast<float>(d));
   std::vector<int64_t> tokens;
   std::vector<double> logits;
   double max = -std::numeric_limits<double>::infinity();
-  for (int64_t token = 0; token <= block.first_position + row; ++token) {
+  for (int64_t token = 0; token <= tile.first_position + row; ++token) {
     if (!Selected(selection, token)) continue;
-    const std::byte* key = batch.kv().Token(FakePagedKv::Side::kKey, block.slot, token,
+    const std::byte* key = batch.kv().Token(FakePagedKv::Side::kKey, tile.slot, token,
                                             AttentionBatch::kLayer, kv_head);
     std::vector<double> k;
     for (int64_t i = 0; i < d; ++i) k.push_back(double{batch.kv().Get(key, i)});
@@ -116,7 +116,7 @@ inline OracleResult Oracle(AttentionBatch& batch, int64_t block_index, int64_t r
   for (size_t j = 0; j < tokens.size(); ++j) {
     const double weight = std::exp(logits[j] - max);
     sum += weight;
-    const std::byte* value = batch.kv().Token(FakePagedKv::Side::kValue, block.slot, tokens[j],
+    const std::byte* value = batch.kv().Token(FakePagedKv::Side::kValue, tile.slot, tokens[j],
                                               AttentionBatch::kLayer, kv_head);
     for (int64_t i = 0; i < d; ++i) {
       result.out[static_cast<size_t>(i)] += weight * double{batch.kv().Get(value, i)};
@@ -141,10 +141,10 @@ inline void ExpectMatchesOracle(AttentionBatch& batch) {
   const int64_t d = batch.shape().head_dim;
   std::vector<double> out, expected_out, lse, expected_lse;
   for (size_t b = 0; b < batch.blocks().size(); ++b) {
-    const QueryBlock& block = batch.blocks()[b];
-    for (int64_t r = 0; r < block.num_rows; ++r) {
+    const QueryTile& tile = batch.blocks()[b];
+    for (int64_t r = 0; r < tile.num_rows; ++r) {
       for (int64_t head = 0; head < batch.heads(); ++head) {
-        const int64_t token = block.first_row + r;
+        const int64_t token = tile.first_row + r;
         const OracleResult expected = Oracle(batch, static_cast<int64_t>(b), r, head);
         expected_out.insert(expected_out.end(), expected.out.begin(), expected.out.end());
         expected_lse.push_back(expected.lse);

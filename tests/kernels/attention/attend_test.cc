@@ -197,9 +197,9 @@ TEST(Attend, RejectsWhatDoesNotFit) {
               p.out = TensorView(p.out.data(), DType::kBFloat16, {64, 4, 64});
             }),
             kInvalid);
-  QueryBlock block = batch.blocks()[0];
-  block.first_position = 65;
-  EXPECT_EQ(code([&](AttendParams& p) { p.blocks = {&block, 1}; }), kInvalid);
+  QueryTile tile = batch.blocks()[0];
+  tile.first_position = 65;
+  EXPECT_EQ(code([&](AttendParams& p) { p.tiles = {&tile, 1}; }), kInvalid);
 }
 
 }  // namespace

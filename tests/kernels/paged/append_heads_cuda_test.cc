@@ -80,7 +80,7 @@ class AppendHeadsCudaTest : public testing::TestWithParam<std::tuple<int64_t, DT
   };
   struct Given {
     TestTensor& qkv;
-    const std::vector<QueryBlock>& blocks;
+    const std::vector<QueryTile>& tiles;
     const RopeTable* rope = nullptr;
     Norms* norms = nullptr;
   };
@@ -104,8 +104,8 @@ class AppendHeadsCudaTest : public testing::TestWithParam<std::tuple<int64_t, DT
     heads.q = q.view();
     heads.k = k.view();
     heads.v = v.view();
-    const absl::Status status = AppendHeads(
-        {.heads = heads, .kv = kv.View(), .blocks = given.blocks}, given.rope, executor);
+    const absl::Status status =
+        AppendHeads({.heads = heads, .kv = kv.View(), .tiles = given.tiles}, given.rope, executor);
     EXPECT_TRUE(status.ok()) << status;
     return q;
   }
@@ -116,7 +116,7 @@ class AppendHeadsCudaTest : public testing::TestWithParam<std::tuple<int64_t, DT
     EXPECT_TRUE(device_kv.ok()) << device_kv.status();
     faults.assign(kSlots, 0);
     uint8_t* device_faults = memory.Copy(faults.data(), faults.size()).value();
-    const QueryBlock* device_blocks = memory.Copy(given.blocks.data(), given.blocks.size()).value();
+    const QueryTile* device_tiles = memory.Copy(given.tiles.data(), given.tiles.size()).value();
     const int64_t tokens = given.qkv.shape()[0];
     TestTensor q(Dtype(), {tokens, kQueryHeads, HeadDim()});
     LayerHeads heads = Heads(given);
@@ -140,7 +140,7 @@ class AppendHeadsCudaTest : public testing::TestWithParam<std::tuple<int64_t, DT
     EXPECT_TRUE(late.Hold(heads.qkv.data(), static_cast<size_t>(heads.qkv.size_bytes())).ok());
     EXPECT_TRUE(late.PutBack(/*stream=*/nullptr).ok());
     const absl::Status status = AppendHeads(
-        {.heads = heads, .kv = *device_kv, .blocks = {device_blocks, given.blocks.size()}},
+        {.heads = heads, .kv = *device_kv, .tiles = {device_tiles, given.tiles.size()}},
         given.rope == nullptr ? nullptr : &angles, {device_faults, faults.size()}, nullptr);
     EXPECT_TRUE(status.ok()) << status;
     EXPECT_TRUE(device.Fetch().ok());
@@ -177,7 +177,7 @@ INSTANTIATE_TEST_SUITE_P(Shapes, AppendHeadsCudaTest,
 
 // A whole page and part of the next; rows of one sequence in one page, with others between them,
 // not in the order of the batch's rows; then a continuation inside pages.
-const std::vector<QueryBlock> kSteps[] = {
+const std::vector<QueryTile> kSteps[] = {
     {{.slot = 0, .first_row = 0, .num_rows = 64, .first_position = 64},
      {.slot = 0, .first_row = 64, .num_rows = 5, .first_position = 128}},
     {{.slot = 1, .first_row = 3, .num_rows = 1, .first_position = 62},
@@ -190,9 +190,9 @@ const std::vector<QueryBlock> kSteps[] = {
     {{.slot = 2, .first_row = 0, .num_rows = 59, .first_position = 5}},
 };
 
-int64_t TokensOf(const std::vector<QueryBlock>& blocks) {
+int64_t TokensOf(const std::vector<QueryTile>& tiles) {
   int64_t tokens = 1;  // one token that goes nowhere
-  for (const QueryBlock& block : blocks) tokens += block.num_rows;
+  for (const QueryTile& tile : tiles) tokens += tile.num_rows;
   return tokens;
 }
 
@@ -204,8 +204,8 @@ TEST_P(AppendHeadsCudaTest, WritesTheBytesThatTheCpuWrites) {
     for (size_t i = 0; i < frequencies.size(); ++i) frequencies[i] = std::pow(0.7, i);
     RopeTable rope(frequencies, 1.25);
     std::vector<uint8_t> faults;
-    for (const std::vector<QueryBlock>& blocks : kSteps) {
-      const int64_t tokens = TokensOf(blocks);
+    for (const std::vector<QueryTile>& tiles : kSteps) {
+      const int64_t tokens = TokensOf(tiles);
       TestTensor qkv = Values(tokens);
       // Arithmetic may give another NaN than a copy.
       for (int64_t i = 0; rotated && i < qkv.size(); ++i) {
@@ -215,7 +215,7 @@ TEST_P(AppendHeadsCudaTest, WritesTheBytesThatTheCpuWrites) {
       for (int64_t& position : positions) position = static_cast<int64_t>(rng_() % 100'000);
       SerialExecutor executor;
       rope.SetPositions(positions, executor);
-      const Given given = {.qkv = qkv, .blocks = blocks, .rope = rotated ? &rope : nullptr};
+      const Given given = {.qkv = qkv, .tiles = tiles, .rope = rotated ? &rope : nullptr};
       TestTensor expected_q = OnCpu(given, on_cpu), q = OnGpu(given, on_gpu, faults);
       ExpectSameBits(q, expected_q);
       EXPECT_EQ(faults, std::vector<uint8_t>(kSlots, 0));
@@ -233,21 +233,21 @@ TEST_P(AppendHeadsCudaTest, NormalizesHeadsAlmostAsTheCpuDoes) {
   Norms norms;
   norms.q.Fill(1);
   norms.k.Fill(2);
-  for (const std::vector<QueryBlock>& blocks : kSteps) {
-    TestTensor qkv(Dtype(), {TokensOf(blocks), kAllHeads * HeadDim()});
+  for (const std::vector<QueryTile>& tiles : kSteps) {
+    TestTensor qkv(Dtype(), {TokensOf(tiles), kAllHeads * HeadDim()});
     qkv.Fill(static_cast<uint32_t>(rng_()));
-    const Given given = {.qkv = qkv, .blocks = blocks, .norms = &norms};
+    const Given given = {.qkv = qkv, .tiles = tiles, .norms = &norms};
     std::vector<uint8_t> faults;
     TestTensor expected = OnCpu(given, on_cpu), found = OnGpu(given, on_gpu, faults);
     const bool narrow = Dtype() == DType::kBFloat16;
     EXPECT_TRUE(AllClose(found.Values(), expected.Values(),
                          {.absolute = 0, .relative = narrow ? 1.0 / 64 : 1e-5}, expected.shape()));
     const bool narrow_kv = narrow || std::get<2>(GetParam()) == DType::kBFloat16;
-    for (const QueryBlock& block : blocks) {
+    for (const QueryTile& tile : tiles) {
       for (int64_t head = 0; head < kHeads; ++head) {
         const auto at = [&](FakePagedKv& kv, int64_t i) {
-          return kv.Get(kv.Token(FakePagedKv::Side::kKey, block.slot,
-                                 block.first_position + block.num_rows - 1, kLayer, head),
+          return kv.Get(kv.Token(FakePagedKv::Side::kKey, tile.slot,
+                                 tile.first_position + tile.num_rows - 1, kLayer, head),
                         i);
         };
         for (int64_t i = 0; i < HeadDim(); ++i) {
@@ -268,14 +268,14 @@ TEST_P(AppendHeadsCudaTest, WithoutDigestsItWritesThePagesOnly) {
   kv.bounds = nullptr;
   kv.key_codes = nullptr;
   std::vector<uint8_t> faults(kSlots);
-  const QueryBlock block = {.slot = 1, .first_row = 1, .num_rows = 1, .first_position = 64};
+  const QueryTile tile = {.slot = 1, .first_row = 1, .num_rows = 1, .first_position = 64};
   ASSERT_TRUE(AppendHeads({.heads = {.layer = kLayer,
                                      .qkv = memory.Copy(qkv.view()).value(),
                                      .q = memory.Copy(q.view()).value(),
                                      .k = {},
                                      .v = {}},
                            .kv = kv,
-                           .blocks = {memory.Copy(&block, 1).value(), 1}},
+                           .tiles = {memory.Copy(&tile, 1).value(), 1}},
                           nullptr,
                           {memory.Copy(faults.data(), faults.size()).value(), faults.size()},
                           nullptr)
@@ -295,8 +295,8 @@ TEST_P(AppendHeadsCudaTest, PagesOutsideTheDeviceTierSetTheFaultOfTheirSlotOnly)
     TestTensor qkv = Values(2);
     std::vector<uint8_t> faults;
     OnGpu({.qkv = qkv,
-           .blocks = {{.slot = 1, .first_row = 0, .num_rows = 1, .first_position = 64},
-                      {.slot = 2, .first_row = 1, .num_rows = 1, .first_position = 64}}},
+           .tiles = {{.slot = 1, .first_row = 0, .num_rows = 1, .first_position = 64},
+                     {.slot = 2, .first_row = 1, .num_rows = 1, .first_position = 64}}},
           on_gpu, faults);
     EXPECT_EQ(faults, (std::vector<uint8_t>{0, 1, 0}));
     EXPECT_TRUE(std::isnan(
@@ -308,11 +308,11 @@ TEST_P(AppendHeadsCudaTest, NothingToAppendAndHostMemory) {
   FakePagedKv on_gpu = MakeKv();
   TestTensor qkv = Values(1), q(Dtype(), {1, kQueryHeads, HeadDim()});
   std::vector<uint8_t> faults;
-  OnGpu({.qkv = qkv, .blocks = {}}, on_gpu, faults);
+  OnGpu({.qkv = qkv, .tiles = {}}, on_gpu, faults);
   EXPECT_EQ(
       AppendHeads({.heads = {.layer = kLayer, .qkv = qkv.view(), .q = q.view(), .k = {}, .v = {}},
                    .kv = on_gpu.View(),
-                   .blocks = {}},
+                   .tiles = {}},
                   nullptr, faults, nullptr)
           .code(),
       absl::StatusCode::kInvalidArgument);
@@ -321,12 +321,12 @@ TEST_P(AppendHeadsCudaTest, NothingToAppendAndHostMemory) {
 TEST_P(AppendHeadsCudaTest, RebuildsTheBoundsThatTheCpuRebuilds) {
   FakePagedKv on_cpu = MakeKv(), on_gpu = MakeKv();
   std::vector<uint8_t> faults;
-  const std::vector<QueryBlock> blocks = {
+  const std::vector<QueryTile> tiles = {
       {.slot = 0, .first_row = 0, .num_rows = 64, .first_position = 0},
       {.slot = 2, .first_row = 64, .num_rows = 40, .first_position = 64}};
   TestTensor qkv = Values(104);
-  OnCpu({.qkv = qkv, .blocks = blocks}, on_cpu);
-  OnGpu({.qkv = qkv, .blocks = blocks}, on_gpu, faults);
+  OnCpu({.qkv = qkv, .tiles = tiles}, on_cpu);
+  OnGpu({.qkv = qkv, .tiles = tiles}, on_gpu, faults);
   const std::vector<BlockKeys> cut = {{.slot = 0, .block = 0, .num_tokens = 17},
                                       {.slot = 2, .block = 1, .num_tokens = 0}};
   for (const BlockKeys& keys : cut) {
@@ -350,17 +350,17 @@ TEST(CountSelectedCudaTest, CountsWhatAWalkCounts) {
   if (!HasGpu()) GTEST_SKIP() << "no GPU on this machine";
   constexpr int64_t kRows = 40, kCapacity = 40;
   std::mt19937_64 rng(7);
-  std::vector<QueryBlock> blocks(kRows / 2);  // for two KV heads
+  std::vector<QueryTile> tiles(kRows / 2);  // for two KV heads
   std::vector<SelectionHeader> headers(kRows);
   std::vector<SelectionEntry> entries(kRows * kCapacity);
   std::vector<SelectedCounts> expected(kRows), found(kRows);
   for (size_t row = 0; row < kRows; ++row) {
-    QueryBlock& block = blocks[row / 2];
-    if (row % 2 == 0) block = {.num_rows = 1, .first_position = static_cast<int64_t>(rng() % 2400)};
+    QueryTile& tile = tiles[row / 2];
+    if (row % 2 == 0) tile = {.num_rows = 1, .first_position = static_cast<int64_t>(rng() % 2400)};
     SelectionHeader& header = headers[row];
     header.kind = row % 5 == 0 ? SelectionHeader::Kind::kAll : SelectionHeader::Kind::kList;
     header.window_begin =
-        static_cast<int64_t>(rng() % static_cast<uint64_t>(block.first_position + 1));
+        static_cast<int64_t>(rng() % static_cast<uint64_t>(tile.first_position + 1));
     header.sink_end = static_cast<int64_t>(rng() % static_cast<uint64_t>(header.window_begin + 1));
     SelectionEntry* const list = &entries[row * kCapacity];
     for (int64_t page = header.sink_end / kPageTokens; page * kPageTokens < header.window_begin;
@@ -373,17 +373,17 @@ TEST(CountSelectedCudaTest, CountsWhatAWalkCounts) {
                       : rng() & TokenMask(header.sink_end - start, header.window_begin - start)};
     }
     header.reused_stages = static_cast<int32_t>(row % 3);
-    expected[row] = tests::WalkedCounts(header, list, block.first_position);
+    expected[row] = tests::WalkedCounts(header, list, tile.first_position);
   }
   DeviceMemory memory;
   const PageSelection selection = {.headers = memory.Copy(headers.data(), headers.size()).value(),
                                    .entries = memory.Copy(entries.data(), entries.size()).value(),
                                    .num_rows = kRows,
                                    .capacity = kCapacity};
-  const QueryBlock* device_blocks = memory.Copy(blocks.data(), blocks.size()).value();
+  const QueryTile* device_tiles = memory.Copy(tiles.data(), tiles.size()).value();
   SelectedCounts* counts = memory.Copy(found.data(), found.size()).value();
   const absl::Status status =
-      CountSelected({device_blocks, blocks.size()}, selection, {counts, found.size()}, nullptr);
+      CountSelected({device_tiles, tiles.size()}, selection, {counts, found.size()}, nullptr);
   ASSERT_TRUE(status.ok()) << status;
   ASSERT_TRUE(DeviceMemory::Fetch(counts, found.data(), kRows * sizeof(SelectedCounts)).ok());
   for (size_t row = 0; row < kRows; ++row) {

@@ -25,7 +25,7 @@ class AppendTest : public ::testing::TestWithParam<DType> {
     return 0.37f * static_cast<float>((row * 7 + head * 5 + i * 3) % 23) - 4.1f;
   }
 
-  absl::Status Append(const std::vector<QueryBlock>& blocks, int64_t tokens, int64_t layer = 1) {
+  absl::Status Append(const std::vector<QueryTile>& tiles, int64_t tokens, int64_t layer = 1) {
     k_.clear();
     v_.clear();
     for (int64_t row = 0; row < tokens; ++row) {
@@ -38,7 +38,7 @@ class AppendTest : public ::testing::TestWithParam<DType> {
                      .v = TensorView(v_.data(), DType::kFloat32, {tokens, kHeads, kDim}),
                      .kv = kv_.View(),
                      .layer = layer,
-                     .blocks = blocks},
+                     .tiles = tiles},
                     executor_);
   }
   float Cached(float x) const {
@@ -126,7 +126,7 @@ TEST_P(AppendTest, RowByRowGivesTheSameBytesAsOneBlock) {
     return all;
   };
   whole = snapshot();
-  std::vector<QueryBlock> rows;
+  std::vector<QueryTile> rows;
   for (int64_t r = 0; r < 9; ++r) {
     rows.push_back({.slot = 1, .first_row = r, .num_rows = 1, .first_position = 70 + r});
   }
@@ -175,21 +175,21 @@ TEST_P(AppendTest, AMissingBlockIsAbsent) {
 }
 
 TEST_P(AppendTest, RejectsBlocksThatDoNotFit) {
-  const QueryBlock good = {.slot = 1, .first_row = 0, .num_rows = 2, .first_position = 64};
+  const QueryTile good = {.slot = 1, .first_row = 0, .num_rows = 2, .first_position = 64};
   ASSERT_TRUE(Append({good}, 2).ok());
   const auto code = [&](auto change) {
-    QueryBlock block = good;
-    change(block);
-    return Append({block}, 2).code();
+    QueryTile tile = good;
+    change(tile);
+    return Append({tile}, 2).code();
   };
   constexpr auto kInvalid = absl::StatusCode::kInvalidArgument;
-  EXPECT_EQ(code([](QueryBlock& b) { b.slot = 2; }), kInvalid);
-  EXPECT_EQ(code([](QueryBlock& b) { b.slot = -1; }), kInvalid);
-  EXPECT_EQ(code([](QueryBlock& b) { b.first_row = 1; }), kInvalid);
-  EXPECT_EQ(code([](QueryBlock& b) { b.num_rows = 0; }), kInvalid);
-  EXPECT_EQ(code([](QueryBlock& b) { b.first_position = 63; }), kInvalid) << "crosses a page";
-  EXPECT_EQ(code([](QueryBlock& b) { b.first_position = -1; }), kInvalid);
-  EXPECT_EQ(code([](QueryBlock& b) { b.first_position = 4 * 64; }), kInvalid);
+  EXPECT_EQ(code([](QueryTile& b) { b.slot = 2; }), kInvalid);
+  EXPECT_EQ(code([](QueryTile& b) { b.slot = -1; }), kInvalid);
+  EXPECT_EQ(code([](QueryTile& b) { b.first_row = 1; }), kInvalid);
+  EXPECT_EQ(code([](QueryTile& b) { b.num_rows = 0; }), kInvalid);
+  EXPECT_EQ(code([](QueryTile& b) { b.first_position = 63; }), kInvalid) << "crosses a page";
+  EXPECT_EQ(code([](QueryTile& b) { b.first_position = -1; }), kInvalid);
+  EXPECT_EQ(code([](QueryTile& b) { b.first_position = 4 * 64; }), kInvalid);
 }
 
 }  // namespace

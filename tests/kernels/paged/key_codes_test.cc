@@ -123,12 +123,12 @@ TEST_P(KeyCodesTest, AppendingCodesWhatItCaches) {
   for (float& x : k) x = normal(rng);
   const TensorView keys(k.data(), DType::kFloat32, {kTokens, 2, kDim});
   const TensorView values(v.data(), DType::kFloat32, {kTokens, 2, kDim});
-  const std::vector<QueryBlock> blocks = {{.num_rows = 50},
-                                          {.first_row = 50, .num_rows = 14, .first_position = 50},
-                                          {.first_row = 64, .num_rows = 36, .first_position = 64}};
+  const std::vector<QueryTile> tiles = {{.num_rows = 50},
+                                        {.first_row = 50, .num_rows = 14, .first_position = 50},
+                                        {.first_row = 64, .num_rows = 36, .first_position = 64}};
   SerialExecutor executor;
   ASSERT_TRUE(
-      AppendKv({.k = keys, .v = values, .kv = kv.View(), .layer = 1, .blocks = blocks}, executor)
+      AppendKv({.k = keys, .v = values, .kv = kv.View(), .layer = 1, .tiles = tiles}, executor)
           .ok());
   const auto snapshot = [&] {
     std::vector<float> all;

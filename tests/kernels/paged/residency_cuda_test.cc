@@ -22,39 +22,41 @@ namespace {
 // Runs each op on the host and on a copy of its state on the device.
 class MirroredOps final : public ResidencyOps {
  public:
-  using Rows = std::span<const int32_t>;
+  using Extents = std::span<const int32_t>;
 
-  void Open(const ResidencyState& s, Rows rows) override {
+  void Open(const ResidencyState& s, Extents extents) override {
     Run(
-        "OpenRows", s, [&] { ResidencyOps::Open(s, rows); },
-        [&](const ResidencyState& device) { return OpenRows(device, Copy(rows), nullptr); });
+        "OpenExtents", s, [&] { ResidencyOps::Open(s, extents); },
+        [&](const ResidencyState& device) { return OpenExtents(device, Copy(extents), nullptr); });
   }
-  void CopyToHost(const ResidencyState& s, Rows rows) override {
+  void CopyToHost(const ResidencyState& s, Extents extents) override {
     Run(
-        "CopyRowsToHost", s, [&] { ResidencyOps::CopyToHost(s, rows); },
+        "CopyExtentsToHost", s, [&] { ResidencyOps::CopyToHost(s, extents); },
         [&](const ResidencyState& device) -> absl::Status {
-          // Room for two rows, so that most calls make several copies.
-          const int64_t bytes = 2 * s.shape.pages_per_row * s.shape.page_bytes;
+          // Room for two extents, so that most calls make several copies.
+          const int64_t bytes = 2 * s.shape.pages_per_extent * s.shape.page_bytes;
           KVASIR_ASSIGN_OR_RETURN(const DeviceBuffer gathered, DeviceBuffer::Allocate(bytes));
-          KVASIR_RETURN_IF_ERROR(
-              CopyRowsToHost(device, rows, {gathered.data(), static_cast<size_t>(bytes)}, nullptr));
-          return CudaStatus(cudaDeviceSynchronize(), "copying rows");
+          KVASIR_RETURN_IF_ERROR(CopyExtentsToHost(
+              device, extents, {gathered.data(), static_cast<size_t>(bytes)}, nullptr));
+          return CudaStatus(cudaDeviceSynchronize(), "copying extents");
         });
   }
-  void Seal(const ResidencyState& s, Rows rows) override {
+  void Seal(const ResidencyState& s, Extents extents) override {
     Run(
-        "SealRows", s, [&] { ResidencyOps::Seal(s, rows); },
-        [&](const ResidencyState& device) { return SealRows(device, Copy(rows), nullptr); });
+        "SealExtents", s, [&] { ResidencyOps::Seal(s, extents); },
+        [&](const ResidencyState& device) { return SealExtents(device, Copy(extents), nullptr); });
   }
-  void Restore(const ResidencyState& s, Rows rows) override {
+  void Restore(const ResidencyState& s, Extents extents) override {
     Run(
-        "RestoreRows", s, [&] { ResidencyOps::Restore(s, rows); },
-        [&](const ResidencyState& device) { return RestoreRows(device, Copy(rows), nullptr); });
+        "RestoreExtents", s, [&] { ResidencyOps::Restore(s, extents); },
+        [&](const ResidencyState& device) {
+          return RestoreExtents(device, Copy(extents), nullptr);
+        });
   }
-  void Free(const ResidencyState& s, Rows rows) override {
+  void Free(const ResidencyState& s, Extents extents) override {
     Run(
-        "FreeRows", s, [&] { ResidencyOps::Free(s, rows); },
-        [&](const ResidencyState& device) { return FreeRows(device, Copy(rows), nullptr); });
+        "FreeExtents", s, [&] { ResidencyOps::Free(s, extents); },
+        [&](const ResidencyState& device) { return FreeExtents(device, Copy(extents), nullptr); });
   }
   void Map(const ResidencyState& s) override {
     Run(
@@ -73,7 +75,9 @@ class MirroredOps final : public ResidencyOps {
   }
 
  private:
-  Rows Copy(Rows rows) { return {memory_->Copy(rows.data(), rows.size()).value(), rows.size()}; }
+  Extents Copy(Extents extents) {
+    return {memory_->Copy(extents.data(), extents.size()).value(), extents.size()};
+  }
 
   void Run(const char* op, const ResidencyState& s, const std::function<void()>& on_host,
            const std::function<absl::Status(const ResidencyState&)>& on_device) {
@@ -81,7 +85,7 @@ class MirroredOps final : public ResidencyOps {
     memory_.emplace();
     const ResidencyShape& shape = s.shape;
     const int64_t arena_bytes = shape.num_slots * shape.page_bytes;
-    const int64_t extents_bytes = shape.num_rows * shape.extent_stride;
+    const int64_t extents_bytes = shape.num_extents * shape.extent_stride;
     if (extents_.size_bytes() == 0) extents_ = PinnedBuffer::Allocate(extents_bytes).value();
     std::memcpy(extents_.data(), shape.extents, static_cast<size_t>(extents_bytes));
     ResidencyShape moved = shape;
@@ -175,8 +179,8 @@ TEST_P(ResidencyCudaTest, LeavesTheStateOfTheReference) {
 INSTANTIATE_TEST_SUITE_P(Shapes, ResidencyCudaTest,
                          ::testing::Values(CudaCase{"small",
                                                     {.seed = 1,
-                                                     .num_rows = 9,
-                                                     .pages_per_row = 4,
+                                                     .num_extents = 9,
+                                                     .pages_per_extent = 4,
                                                      .num_slots = 8,
                                                      .max_fills = 1,
                                                      .max_examined = 3,
@@ -184,8 +188,8 @@ INSTANTIATE_TEST_SUITE_P(Shapes, ResidencyCudaTest,
                                                     1500},
                                            CudaCase{"large_pages",
                                                     {.seed = 2,
-                                                     .num_rows = 30,
-                                                     .pages_per_row = 6,
+                                                     .num_extents = 30,
+                                                     .pages_per_extent = 6,
                                                      .num_slots = 70,
                                                      .max_fills = 16,
                                                      .max_examined = 150,
@@ -194,8 +198,8 @@ INSTANTIATE_TEST_SUITE_P(Shapes, ResidencyCudaTest,
                                                     1000},
                                            CudaCase{"several_windows",
                                                     {.seed = 3,
-                                                     .num_rows = 60,
-                                                     .pages_per_row = 90,
+                                                     .num_extents = 60,
+                                                     .pages_per_extent = 90,
                                                      .num_slots = 1500,
                                                      .max_fills = 200,
                                                      .max_examined = 400,
@@ -203,8 +207,8 @@ INSTANTIATE_TEST_SUITE_P(Shapes, ResidencyCudaTest,
                                                     300},
                                            CudaCase{"several_chunks",
                                                     {.seed = 4,
-                                                     .num_rows = 60,
-                                                     .pages_per_row = 1024,
+                                                     .num_extents = 60,
+                                                     .pages_per_extent = 1024,
                                                      .num_slots = 35000,
                                                      .max_fills = 3000,
                                                      .max_examined = 9000,

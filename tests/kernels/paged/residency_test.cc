@@ -31,62 +31,62 @@ TEST_P(RandomResidencyTest, EveryReadGivesTheBytesThatWereWritten) {
 
 INSTANTIATE_TEST_SUITE_P(Shapes, RandomResidencyTest,
                          ::testing::Values(RandomResidencyOptions{.seed = 1,
-                                                                  .num_rows = 9,
-                                                                  .pages_per_row = 4,
+                                                                  .num_extents = 9,
+                                                                  .pages_per_extent = 4,
                                                                   .num_slots = 8,
                                                                   .max_fills = 1,
                                                                   .max_examined = 3,
                                                                   .reads = 20},
                                            RandomResidencyOptions{.seed = 2,
-                                                                  .num_rows = 12,
-                                                                  .pages_per_row = 3,
+                                                                  .num_extents = 12,
+                                                                  .pages_per_extent = 3,
                                                                   .num_slots = 20,
                                                                   .max_fills = 4,
                                                                   .max_examined = 60,
                                                                   .reads = 40},
                                            RandomResidencyOptions{.seed = 3,
-                                                                  .num_rows = 30,
-                                                                  .pages_per_row = 6,
+                                                                  .num_extents = 30,
+                                                                  .pages_per_extent = 6,
                                                                   .num_slots = 70,
                                                                   .max_fills = 16,
                                                                   .max_examined = 50,
                                                                   .reads = 120},
                                            RandomResidencyOptions{.seed = 4,
-                                                                  .num_rows = 60,
-                                                                  .pages_per_row = 90,
+                                                                  .num_extents = 60,
+                                                                  .pages_per_extent = 90,
                                                                   .num_slots = 1500,
                                                                   .max_fills = 200,
                                                                   .max_examined = 400,
                                                                   .reads = 6000}));
 
-// Three rows of two pages over four slots, one fill a step, unless told otherwise.
+// Three extents of two pages over four slots, one fill a step, unless told otherwise.
 class ResidencyTest : public ::testing::Test {
  protected:
   static constexpr int64_t kPageBytes = 64;
 
   ResidencyTest() { Init(2); }
-  void Init(int64_t pages_per_row) {
-    arena_ = HostBuffer::Allocate(2 * pages_per_row * kPageBytes).value();
-    extents_ = HostBuffer::Allocate(3 * pages_per_row * kPageBytes).value();
-    const ResidencyShape shape = {.num_rows = 3,
-                                  .pages_per_row = pages_per_row,
-                                  .num_slots = 2 * pages_per_row,
+  void Init(int64_t pages_per_extent) {
+    arena_ = HostBuffer::Allocate(2 * pages_per_extent * kPageBytes).value();
+    extents_ = HostBuffer::Allocate(3 * pages_per_extent * kPageBytes).value();
+    const ResidencyShape shape = {.num_extents = 3,
+                                  .pages_per_extent = pages_per_extent,
+                                  .num_slots = 2 * pages_per_extent,
                                   .page_bytes = kPageBytes,
                                   .arena = arena_.data(),
                                   .extents = extents_.data(),
-                                  .extent_stride = pages_per_row * kPageBytes,
+                                  .extent_stride = pages_per_extent * kPageBytes,
                                   .max_fills = 1,
                                   .max_examined = 4};
     memory_ = HostBuffer::Allocate(LayOutResidency(shape, nullptr).bytes).value();
     s_ = LayOutResidency(shape, memory_.data());
     InitResidency(s_);
   }
-  void Open(int32_t row) { OpenRows(s_, {&row, 1}); }
-  void Seal(int32_t row) {
-    CopyRowsToHost(s_, {&row, 1});
-    SealRows(s_, {&row, 1});
+  void Open(int32_t extent) { OpenExtents(s_, {&extent, 1}); }
+  void Seal(int32_t extent) {
+    CopyExtentsToHost(s_, {&extent, 1});
+    SealExtents(s_, {&extent, 1});
   }
-  void Free(int32_t row) { FreeRows(s_, {&row, 1}); }
+  void Free(int32_t extent) { FreeExtents(s_, {&extent, 1}); }
   // Reads `bytes` bytes of each page in a new step. Returns the number of pages that get filled.
   int64_t Step(std::initializer_list<int64_t> pages, uint32_t bytes = kPageBytes) {
     ++step_;
@@ -102,9 +102,9 @@ class ResidencyTest : public ::testing::Test {
   bool InDevice(int64_t page) const { return s_.pages[page].tier() == PageTier::kDevice; }
   // Pages 0 and 1 in the host tier, 2 to 5 in the device tier, all sealed.
   void SealThree() {
-    for (int32_t row = 0; row < 3; ++row) {
-      Open(row);
-      Seal(row);
+    for (int32_t extent = 0; extent < 3; ++extent) {
+      Open(extent);
+      Seal(extent);
     }
     ASSERT_FALSE(InDevice(0) || InDevice(1));
   }
@@ -180,8 +180,8 @@ TEST_F(ResidencyTest, RowsWithoutRoomAreCountedAndStayAbsent) {
 }
 
 TEST(ResidencyShapeTest, RefusesWhatDoesNotFitItsTables) {
-  const ResidencyShape good = {.num_rows = 3,
-                               .pages_per_row = 2,
+  const ResidencyShape good = {.num_extents = 3,
+                               .pages_per_extent = 2,
                                .num_slots = 4,
                                .page_bytes = 64,
                                .max_fills = 1,
@@ -192,7 +192,7 @@ TEST(ResidencyShapeTest, RefusesWhatDoesNotFitItsTables) {
     change(shape);
     return CheckResidencyShape(shape).code() == absl::StatusCode::kInvalidArgument;
   };
-  EXPECT_TRUE(refuses([](auto& s) { s.num_rows = int64_t{1} << 30; }));
+  EXPECT_TRUE(refuses([](auto& s) { s.num_extents = int64_t{1} << 30; }));
   EXPECT_TRUE(refuses([](auto& s) { s.num_slots = 3; }));
   EXPECT_TRUE(refuses([](auto& s) { s.max_fills = 3; }));
   EXPECT_TRUE(refuses([](auto& s) { s.page_bytes = 72; }));

@@ -80,7 +80,7 @@ TEST(KernelPlans, OurProductsAreForFewRowsOfBFloat16) {
 TEST(KernelPlans, PromptsOfBFloat16AreAppendedManyTokensAtOnce) {
   using Kernel = AppendHeadsPlan::Kernel;
   const AppendHeadsShape shape = {
-      .num_tokens = 9, .num_blocks = 8, .head_dim = 128, .dtype = kBf16, .kv = kBf16};
+      .num_tokens = 9, .num_tiles = 8, .head_dim = 128, .dtype = kBf16, .kv = kBf16};
   EXPECT_EQ(PlanAppendHeads(shape).kernel, Kernel::kPrompt);
   EXPECT_EQ(TextOf(PlanAppendHeads(shape)),
             "9 tokens in 8 tiles, head_dim 128, bfloat16, KV bfloat16: kernel of prompts");

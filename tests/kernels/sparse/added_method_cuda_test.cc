@@ -35,8 +35,8 @@ TEST(AddedCudaMethodTest, RefusesOptionsAndUnknownNames) {
 TEST(AddedCudaMethodTest, SelectsWhatTheCpuSelects) {
   if (!HasGpu()) GTEST_SKIP() << "no GPU on this machine";
   AttentionBatch batch({.head_dim = 64}, 2, 4096, 7);
-  std::vector<SelectionNumbers> numbers;
-  const auto add = [&](int64_t slot, int64_t position, const SelectionNumbers& n) {
+  std::vector<PolicyNumbers> numbers;
+  const auto add = [&](int64_t slot, int64_t position, const PolicyNumbers& n) {
     batch.AddBlock(slot, position, 1);
     numbers.push_back(n);
   };

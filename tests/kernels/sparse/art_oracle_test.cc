@@ -159,7 +159,7 @@ class OracleCase {
   const json& c_;
   const int64_t context_;
   AttentionBatch batch_;
-  std::vector<SelectionNumbers> numbers_;
+  std::vector<PolicyNumbers> numbers_;
   std::unique_ptr<Selector> selector_;
   std::unique_ptr<Terminator> terminator_;
   std::vector<SelectionHeader> headers_;

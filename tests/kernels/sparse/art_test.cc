@@ -26,14 +26,14 @@ using Side = FakePagedKv::Side;
 constexpr int64_t kLayer = AttentionShape{}.layer;
 constexpr double kNoTest = std::numeric_limits<double>::infinity();
 constexpr int64_t kNeverPatient = int64_t{1} << 20;
-constexpr SelectionNumbers kNumbers = {.sink_tokens = 40, .window_tokens = 130, .patience = 5};
+constexpr PolicyNumbers kNumbers = {.sink_tokens = 40, .window_tokens = 130, .patience = 5};
 
 // One rule for all blocks.
 void Terminate(AttentionBatch& batch, const Terminator* terminator,
-               const SelectionNumbers& numbers = kNumbers) {
+               const PolicyNumbers& numbers = kNumbers) {
   std::vector<Termination> terminations;
-  for (const QueryBlock& block : batch.blocks()) {
-    terminations.push_back(MakeTermination(terminator, block, numbers));
+  for (const QueryTile& tile : batch.blocks()) {
+    terminations.push_back(MakeTermination(terminator, tile, numbers));
   }
   batch.SetTerminations(std::move(terminations));
 }
@@ -121,7 +121,7 @@ TEST_P(ArtTest, PatienceThatIsNeverReachedLeavesEveryBit) {
     Run(batch);
     ASSERT_GT(Unread(batch, 0), 0);  // it does end rows of this batch, and what is left matters
     EXPECT_FALSE(SameBits(Out(batch), whole));
-    SelectionNumbers numbers = kNumbers;
+    PolicyNumbers numbers = kNumbers;
     // The last one is at work to the end (rows of patience + 3 pages are watched), in vain.
     for (const int64_t patience : {kNeverPatient, int64_t{100}, int64_t{88}}) {
       numbers.patience = patience;
@@ -138,7 +138,7 @@ TEST_P(ArtTest, NeverEndsBeforePatienceAndOnePages) {
     AttentionBatch batch({.kv_heads = 1, .group = 1}, 1, 3200, 52);
     AddLocalBlock(batch, 0, 3200, 20, 60);  // all but the newest page are calm
     const ArtTerminator art({});
-    SelectionNumbers numbers = kNumbers;
+    PolicyNumbers numbers = kNumbers;
     numbers.window_tokens = 1;
     numbers.patience = patience;
     Terminate(batch, &art, numbers);
@@ -220,7 +220,7 @@ TEST_P(ArtTest, WhatIsUnreadIsNotAskedAndTheWholeSinkIs) {
     AttentionBatch batch({.activation = dtype, .kv = dtype}, 1, 3000, 56);
     AddLocalBlock(batch, 0, 3000, 200, 40);
     const ArtTerminator art({});
-    SelectionNumbers numbers = kNumbers;
+    PolicyNumbers numbers = kNumbers;
     numbers.sink_tokens = sink;
     Terminate(batch, &art, numbers);
     Run(batch);
@@ -349,11 +349,11 @@ TEST_P(ArtTest, TheWindowOfAListIsItsHeaders) {
 
 TEST(ArtTerminatorTest, ShortContextsAreReadWhole) {
   const ArtTerminator art({});
-  const QueryBlock block = {.num_rows = 1, .first_position = 999};
-  SelectionNumbers numbers = {.sink_tokens = 100, .window_tokens = 200, .budget_tokens = 700};
-  EXPECT_EQ(MakeTermination(&art, block, numbers).terminator, nullptr);
+  const QueryTile tile = {.num_rows = 1, .first_position = 999};
+  PolicyNumbers numbers = {.sink_tokens = 100, .window_tokens = 200, .budget_tokens = 700};
+  EXPECT_EQ(MakeTermination(&art, tile, numbers).terminator, nullptr);
   numbers.budget_tokens = 699;
-  const Termination termination = MakeTermination(&art, block, numbers);
+  const Termination termination = MakeTermination(&art, tile, numbers);
   EXPECT_EQ(termination.terminator, &art);
   EXPECT_EQ(termination.sink_end, 100);
   EXPECT_EQ(termination.window_begin, 800);

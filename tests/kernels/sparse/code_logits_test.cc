@@ -26,7 +26,7 @@ class CodeLogitsTest : public ::testing::TestWithParam<int64_t> {
 
   // [G, kTileKeys], of the second KV head.
   std::vector<float> Logits(int64_t page) {
-    const std::vector<SelectionNumbers> numbers(1);
+    const std::vector<PolicyNumbers> numbers(1);
     const SelectParams params = batch_.ParamsForSelect(numbers);
     const SelectRow row(params, selection_, 1);
     ScratchPieces counted(nullptr);

@@ -32,27 +32,27 @@ constexpr int64_t kLayer = kShape.layer;
 enum class Positions { kNative, kCompact };
 
 // Random keys, and `blocks` of random queries.
-AttentionBatch MakeBatch(Positions positions, const std::vector<QueryBlock>& blocks) {
+AttentionBatch MakeBatch(Positions positions, const std::vector<QueryTile>& tiles) {
   AttentionBatch batch(kShape, 1, kContext, 81);
   if (positions == Positions::kCompact) batch.UseCompactPositions();
   batch.FillContext(0, kContext);
-  for (const QueryBlock& block : blocks) batch.AddBlock(0, block.first_position, block.num_rows);
+  for (const QueryTile& tile : tiles) batch.AddBlock(0, tile.first_position, tile.num_rows);
   return batch;
 }
 
 // Consecutive decode steps, through a multiple of 64.
-std::vector<QueryBlock> DecodeSteps() {
-  std::vector<QueryBlock> blocks;
+std::vector<QueryTile> DecodeSteps() {
+  std::vector<QueryTile> tiles;
   for (int64_t position = 2030; position < 2060; ++position) {
-    blocks.push_back({.num_rows = 1, .first_position = position});
+    tiles.push_back({.num_rows = 1, .first_position = position});
   }
-  return blocks;
+  return tiles;
 }
 
 // The stages of a method, and their results on a batch.
 class Pipeline {
  public:
-  Pipeline(const SparseMethod& method, const SelectionNumbers& numbers)
+  Pipeline(const SparseMethod& method, const PolicyNumbers& numbers)
       : selector_(MakeSelector(method.selector).value()), numbers_(numbers) {
     numbers_.window_tokens = std::max(numbers.window_tokens, selector_->MinWindowTokens());
     if (!method.rule.empty()) {
@@ -70,15 +70,15 @@ class Pipeline {
     }
   }
 
-  const SelectionNumbers& numbers() const { return numbers_; }
+  const PolicyNumbers& numbers() const { return numbers_; }
 
   // Selects, places, prunes and attends; the batch has the output. Blocks are consecutive steps.
   void Run(AttentionBatch& batch) {
     Select(batch);
     if (terminator_ != nullptr) {
       std::vector<Termination> terminations;
-      for (const QueryBlock& block : batch.blocks()) {
-        terminations.push_back(MakeTermination(terminator_.get(), block, numbers_));
+      for (const QueryTile& tile : batch.blocks()) {
+        terminations.push_back(MakeTermination(terminator_.get(), tile, numbers_));
       }
       batch.SetTerminations(std::move(terminations));
     }
@@ -98,7 +98,7 @@ class Pipeline {
  private:
   void Select(AttentionBatch& batch) {
     const int64_t heads = batch.shape().kv_heads;
-    const std::vector<SelectionNumbers> numbers(batch.blocks().size(), numbers_);
+    const std::vector<PolicyNumbers> numbers(batch.blocks().size(), numbers_);
     capacity_ = selector_->MaxEntries(numbers_, kContext);
     headers_.assign(batch.blocks().size() * static_cast<size_t>(heads), {});
     entries_.assign(headers_.size() * static_cast<size_t>(capacity_), {});
@@ -130,13 +130,13 @@ class Pipeline {
   std::unique_ptr<ReuseRule> rule_;
   std::unique_ptr<Pruner> pruner_;
   std::unique_ptr<Terminator> terminator_;
-  SelectionNumbers numbers_;
+  PolicyNumbers numbers_;
   int64_t capacity_ = 0;
   std::vector<SelectionHeader> headers_;
   std::vector<SelectionEntry> entries_;
 };
 
-SelectionNumbers SomeNumbers() {
+PolicyNumbers SomeNumbers() {
   return {.sink_tokens = 70,
           .window_tokens = 130,
           .budget_tokens = 640,
@@ -186,8 +186,8 @@ class ConformanceTest : public ::testing::TestWithParam<std::tuple<SparseMethod,
     const PageSelection selection = pipeline.selection();
     for (int64_t row = 0; row < selection.num_rows; ++row) {
       const SelectionHeader& header = selection.header(row);
-      const QueryBlock& block = batch.blocks()[static_cast<size_t>(row / kShape.kv_heads)];
-      const int64_t last = block.first_position + block.num_rows - 1;
+      const QueryTile& tile = batch.blocks()[static_cast<size_t>(row / kShape.kv_heads)];
+      const int64_t last = tile.first_position + tile.num_rows - 1;
       const int64_t pruned = PrunedTokens(selection, row);
       counts.lists += header.kind == Kind::kList;
       counts.reused += header.reused_stages > 0;
@@ -227,10 +227,10 @@ INSTANTIATE_TEST_SUITE_P(Methods, PromptConformanceTest,
                          NameOf);
 
 // Ascending, unique, of tokens that there are; a subset of them live; sink and window whole.
-void ExpectValid(const PageSelection& selection, int64_t row, const QueryBlock& block,
-                 const SelectionNumbers& numbers, bool prunes) {
+void ExpectValid(const PageSelection& selection, int64_t row, const QueryTile& tile,
+                 const PolicyNumbers& numbers, bool prunes) {
   const SelectionHeader& header = selection.header(row);
-  const int64_t last = block.first_position + block.num_rows - 1;
+  const int64_t last = tile.first_position + tile.num_rows - 1;
   int64_t chosen = 0;
   for (int32_t i = 0; i < header.count; ++i) {
     const SelectionEntry& entry = selection.list(row)[i];
@@ -238,7 +238,7 @@ void ExpectValid(const PageSelection& selection, int64_t row, const QueryBlock& 
       EXPECT_GT(entry.page, selection.list(row)[i - 1].page);
     }
     EXPECT_GE(entry.page, 0);
-    EXPECT_LT(entry.page * kPageTokens, block.first_position);
+    EXPECT_LT(entry.page * kPageTokens, tile.first_position);
     EXPECT_NE(entry.chosen, 0u);
     EXPECT_EQ(entry.live & ~entry.chosen, 0u);
     if (!prunes) {
@@ -256,7 +256,7 @@ void ExpectValid(const PageSelection& selection, int64_t row, const QueryBlock& 
     }
   }
   for (int64_t token = 0; token <= last; ++token) {
-    if (token >= numbers.sink_tokens && token <= block.first_position - numbers.window_tokens) {
+    if (token >= numbers.sink_tokens && token <= tile.first_position - numbers.window_tokens) {
       continue;
     }
     ASSERT_TRUE(attended[static_cast<size_t>(token)]) << "token " << token;
@@ -323,7 +323,7 @@ TEST_P(ConformanceTest, AKvHeadAloneSelectsAsBesideAnother) {
     one.FillContext(0, kContext);
     for (int64_t token = 0; token < kContext; ++token) CopyToken(both, head, token, one, 0, token);
     RebuildDigests(one);
-    for (const QueryBlock& block : DecodeSteps()) one.AddBlock(0, block.first_position, 1);
+    for (const QueryTile& tile : DecodeSteps()) one.AddBlock(0, tile.first_position, 1);
     for (int64_t token = 0; token < one.num_tokens(); ++token) {
       for (int64_t g = 0; g < kShape.group; ++g) {
         std::copy_n(both.q(token, head * kShape.group + g), kShape.head_dim, one.q(token, g));
@@ -360,7 +360,7 @@ TEST_P(ConformanceTest, AKvHeadAloneSelectsAsBesideAnother) {
 TEST_P(ConformanceTest, AlmostTheWholeBudgetIsDense) {
   if (method().selector == "streaming") return;  // it has no budget
   constexpr int64_t kPosition = 2047;
-  SelectionNumbers numbers = SomeNumbers();
+  PolicyNumbers numbers = SomeNumbers();
   numbers.sink_tokens = 64;
   numbers.window_tokens = Pipeline(method(), {.window_tokens = 128}).numbers().window_tokens;
   ASSERT_EQ((kPosition + 1 - numbers.window_tokens) % kPageTokens, 0);
@@ -368,10 +368,10 @@ TEST_P(ConformanceTest, AlmostTheWholeBudgetIsDense) {
   numbers.top_p = 1;
   numbers.patience = 1 << 20;
   numbers.reuse = {.interval = 1, .theta = 1, .theta_force = 1};
-  const std::vector<QueryBlock> blocks = {{.num_rows = 1, .first_position = kPosition}};
-  AttentionBatch dense = MakeBatch(positions(), blocks);
+  const std::vector<QueryTile> tiles = {{.num_rows = 1, .first_position = kPosition}};
+  AttentionBatch dense = MakeBatch(positions(), tiles);
   Pipeline({"all"}, numbers).Run(dense);
-  AttentionBatch batch = MakeBatch(positions(), blocks);
+  AttentionBatch batch = MakeBatch(positions(), tiles);
   Pipeline pipeline(method(), numbers);
   pipeline.Run(batch);
   const Counts counts = Count(batch, pipeline);
@@ -393,16 +393,16 @@ TEST_P(ConformanceTest, AlmostTheWholeBudgetIsDense) {
 
 // A query tile of a prompt: no query is answered by tokens after it.
 TEST_P(PromptConformanceTest, QueriesDoNotSeeWhatFollows) {
-  const std::vector<QueryBlock> blocks = {{.num_rows = 64, .first_position = 1984}};
-  AttentionBatch batch = MakeBatch(positions(), blocks);
+  const std::vector<QueryTile> tiles = {{.num_rows = 64, .first_position = 1984}};
+  AttentionBatch batch = MakeBatch(positions(), tiles);
   Pipeline pipeline(method(), SomeNumbers());
   pipeline.Run(batch);
   for (int64_t row = 0; row < kShape.kv_heads; ++row) {
-    ExpectValid(pipeline.selection(), row, blocks[0], pipeline.numbers(), false);
+    ExpectValid(pipeline.selection(), row, tiles[0], pipeline.numbers(), false);
   }
   EXPECT_EQ(Count(batch, pipeline).skipped > 0, method().selector != "all");
 
-  AttentionBatch other = MakeBatch(positions(), blocks);
+  AttentionBatch other = MakeBatch(positions(), tiles);
   for (int64_t head = 0; head < kShape.kv_heads; ++head) {
     for (int64_t token = 2016; token < kContext; ++token) {
       CopyToken(batch, head, token - 1000, other, head, token);

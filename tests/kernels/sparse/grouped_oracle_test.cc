@@ -37,7 +37,7 @@ void FillValues(const json& c, int64_t context, AttentionBatch& batch) {
 }
 
 void Select(const json& c, int64_t context, AttentionBatch& batch) {
-  const std::vector<SelectionNumbers> numbers = {
+  const std::vector<PolicyNumbers> numbers = {
       {.sink_tokens = c["sink"], .window_tokens = c["window"], .budget_tokens = c["budget"]}};
   const std::unique_ptr<Selector> selector =
       MakeSelector(c["selector"].get<std::string>(), {}).value();

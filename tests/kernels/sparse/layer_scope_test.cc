@@ -113,9 +113,9 @@ class Rank {
 
   // Runs every query tile alone, the steps with memory where there is a rule.
   void Run(const Selector& selector, const ReuseRule* rule, LayerRanks* ranks) {
-    SelectionNumbers numbers = {.sink_tokens = 4,
-                                .window_tokens = std::max<int64_t>(150, selector.MinWindowTokens()),
-                                .budget_tokens = 320};
+    PolicyNumbers numbers = {.sink_tokens = 4,
+                             .window_tokens = std::max<int64_t>(150, selector.MinWindowTokens()),
+                             .budget_tokens = 320};
     std::unique_ptr<SelectionMemory> memory;
     std::vector<RowMemory*> memories;
     if (rule != nullptr) {
@@ -128,11 +128,11 @@ class Rank {
       }
     }
     selection = batch_.MakeSelection(selector.MaxEntries(numbers, kContext));
-    const std::vector<SelectionNumbers> all_numbers(kBlocks, numbers);
+    const std::vector<PolicyNumbers> all_numbers(kBlocks, numbers);
     SerialExecutor executor;
     for (int64_t block = 0; block < kBlocks; ++block) {
       SelectParams params = batch_.ParamsForSelect(all_numbers);
-      params.blocks = params.blocks.subspan(static_cast<size_t>(block), 1);
+      params.tiles = params.tiles.subspan(static_cast<size_t>(block), 1);
       params.numbers = params.numbers.subspan(0, 1);
       params.ranks = ranks;
       PageSelection rows = selection.Rows(block * heads_, heads_);

@@ -19,7 +19,7 @@ namespace {
 
 constexpr int64_t kContext = 3000;
 constexpr int64_t kPosition = 2900;
-constexpr SelectionNumbers kNumbers = {.sink_tokens = 70, .window_tokens = 1000};
+constexpr PolicyNumbers kNumbers = {.sink_tokens = 70, .window_tokens = 1000};
 
 // Every other token of page 3, page 5 except what was pruned, nothing else.
 RowSelection SomeList() {
@@ -38,7 +38,7 @@ class MassEstimateTest : public ::testing::Test {
   }
 
   absl::Status Estimate(const std::vector<uint8_t>& wanted = {}) {
-    const std::vector<SelectionNumbers> numbers(3, kNumbers);
+    const std::vector<PolicyNumbers> numbers(3, kNumbers);
     selection_ = batch_.Params().selection;
     SelectParams params = batch_.ParamsForSelect(numbers);
     params.wanted = wanted;
@@ -262,7 +262,7 @@ TEST_F(MassEstimateTest, NanStaysUnknown) {
 }
 
 TEST_F(MassEstimateTest, RefusesWhatItCannotDo) {
-  const std::vector<SelectionNumbers> numbers(3, kNumbers);
+  const std::vector<PolicyNumbers> numbers(3, kNumbers);
   selection_ = batch_.Params().selection;
   SelectParams params = batch_.ParamsForSelect(numbers);
   EXPECT_EQ(EstimateMass(params, selection_, std::span(mass_).first(11), executor_).code(),

@@ -21,8 +21,8 @@ using nlohmann::json;
 using Kind = SelectionHeader::Kind;
 
 // Prunes, and compares what is left; what lies in sink or window stays as it was.
-void ExpectPruned(const json& c, const std::vector<SelectionNumbers>& numbers,
-                  AttentionBatch& batch, PageSelection& selection) {
+void ExpectPruned(const json& c, const std::vector<PolicyNumbers>& numbers, AttentionBatch& batch,
+                  PageSelection& selection) {
   SerialExecutor executor;
   AssignPositions(selection);
   const absl::Status status =
@@ -56,10 +56,10 @@ void RunCase(const json& c, DType dtype) {
   if (c["unrotated"]) batch.UseCompactPositions(/*attention_scaling=*/1.1);
   ASSERT_NO_FATAL_FAILURE(FillKeys(c, context, batch));
   FillQueries(c, batch);
-  const std::vector<SelectionNumbers> numbers = {{.sink_tokens = c["sink"],
-                                                  .window_tokens = c["window"],
-                                                  .budget_tokens = c["budget"],
-                                                  .top_p = c["top_p"]}};
+  const std::vector<PolicyNumbers> numbers = {{.sink_tokens = c["sink"],
+                                               .window_tokens = c["window"],
+                                               .budget_tokens = c["budget"],
+                                               .top_p = c["top_p"]}};
   MethodOptions options;
   for (const auto& [name, value] : c["options"].items()) options.push_back({name, value});
   const std::unique_ptr<Selector> selector =

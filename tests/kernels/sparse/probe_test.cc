@@ -16,8 +16,7 @@ namespace kvasir::kernels {
 namespace {
 
 constexpr int64_t kTokens = 131072, kHeadDim = 16, kGroup = 4, kQueries = 6;
-constexpr SelectionNumbers kNumbers = {
-    .sink_tokens = 64, .window_tokens = 512, .budget_tokens = 2048};
+constexpr PolicyNumbers kNumbers = {.sink_tokens = 64, .window_tokens = 512, .budget_tokens = 2048};
 
 // Sums of random walks that forget after 8, 64, 512 and 4,096 tokens.
 void FillWithLocalKeys(AttentionBatch& batch) {
@@ -95,7 +94,7 @@ double MassKept(AttentionBatch& batch, const PageSelection& selection) {
 
 double MassKept(const std::string& probe, AttentionBatch& batch) {
   const auto selector = MakeSelector("infinitehip", {{.name = "probe", .value = probe}}).value();
-  const std::vector<SelectionNumbers> numbers(kQueries, kNumbers);
+  const std::vector<PolicyNumbers> numbers(kQueries, kNumbers);
   PageSelection selection = batch.MakeSelection(selector->MaxEntries(kNumbers, kTokens));
   SerialExecutor executor;
   EXPECT_TRUE(selector->Select(batch.ParamsForSelect(numbers), selection, executor).ok());

@@ -29,8 +29,8 @@ class QualityContractTest : public ::testing::TestWithParam<std::string> {
     batch_.AddBlock(0, 300, 1);  // rule R2
   }
 
-  SelectionNumbers Numbers(float min_mass, OnViolation on_violation,
-                           int64_t max_budget_tokens = 0) const {
+  PolicyNumbers Numbers(float min_mass, OnViolation on_violation,
+                        int64_t max_budget_tokens = 0) const {
     return {.sink_tokens = 10,
             .window_tokens = std::max<int64_t>(64, selector_->MinWindowTokens()),
             .budget_tokens = 256,
@@ -38,12 +38,12 @@ class QualityContractTest : public ::testing::TestWithParam<std::string> {
                         .on_violation = on_violation,
                         .max_budget_tokens = max_budget_tokens}};
   }
-  void Keep(const SelectionNumbers& own, const Pruner* pruner = nullptr) {
-    Keep(std::vector<SelectionNumbers>(4, own), pruner);
+  void Keep(const PolicyNumbers& own, const Pruner* pruner = nullptr) {
+    Keep(std::vector<PolicyNumbers>(4, own), pruner);
   }
-  void Keep(const std::vector<SelectionNumbers>& numbers, const Pruner* pruner = nullptr) {
+  void Keep(const std::vector<PolicyNumbers>& numbers, const Pruner* pruner = nullptr) {
     int64_t capacity = 0;
-    for (SelectionNumbers n : numbers) {
+    for (PolicyNumbers n : numbers) {
       n.budget_tokens = LargestBudget(n, kContext);
       capacity = std::max(capacity, selector_->MaxEntries(n, kContext));
     }
@@ -155,7 +155,7 @@ TEST_P(QualityContractTest, RowsInViolationTurnDenseAndNoOthers) {
 }
 
 TEST_P(QualityContractTest, WideningEndsWhenEnoughIsKept) {
-  SelectionNumbers wide = Numbers(0.5f, OnViolation::kReport);
+  PolicyNumbers wide = Numbers(0.5f, OnViolation::kReport);
   wide.budget_tokens = 1024;
   Keep(wide);
   float wish = 1;
@@ -199,7 +199,7 @@ TEST_P(QualityContractTest, WideningEndsWithTheLargestBudget) {
 
 TEST_P(QualityContractTest, WidenedSelectionsArePruned) {
   const std::unique_ptr<Pruner> pruner = MakePruner("top_p").value();
-  SelectionNumbers numbers = Numbers(0.7f, OnViolation::kWiden, 1024);
+  PolicyNumbers numbers = Numbers(0.7f, OnViolation::kWiden, 1024);
   Keep(numbers);
   std::vector<size_t> unpruned;
   for (int64_t row = 0; row < 4; ++row) unpruned.push_back(Tokens(row).size());
@@ -218,7 +218,7 @@ TEST_P(QualityContractTest, WidenedSelectionsArePruned) {
 
 // The outcome of a row does not depend on the rows beside it and their contracts.
 TEST_P(QualityContractTest, ARowIsWhatItIsAlone) {
-  const SelectionNumbers widened = Numbers(0.7f, OnViolation::kWiden);
+  const PolicyNumbers widened = Numbers(0.7f, OnViolation::kWiden);
   Keep(widened);
   const std::vector<int64_t> beside = Tokens(0);
   const float mass_beside = mass(0);
@@ -230,7 +230,7 @@ TEST_P(QualityContractTest, ARowIsWhatItIsAlone) {
 }
 
 TEST(LargestBudgetTest, IsThePolicysUnlessItMayBeWidened) {
-  SelectionNumbers numbers = {.budget_tokens = 100};
+  PolicyNumbers numbers = {.budget_tokens = 100};
   EXPECT_EQ(LargestBudget(numbers, 1000), 100);
   numbers.quality = {.min_mass = 0.9f, .on_violation = OnViolation::kDense};
   EXPECT_EQ(LargestBudget(numbers, 1000), 100);

@@ -27,13 +27,13 @@ constexpr int64_t kLayer = AttentionBatch::kLayer;
 // max over rows and heads of what quest_rule.h says, in double.
 double ScoreOracle(AttentionBatch& batch, QuestScore score, int64_t block_index, int64_t kv_head,
                    int64_t page) {
-  const QueryBlock& block = batch.blocks()[static_cast<size_t>(block_index)];
+  const QueryTile& tile = batch.blocks()[static_cast<size_t>(block_index)];
   const int64_t d = batch.shape().head_dim;
-  const std::byte* bounds = batch.kv().View().Bounds(block.slot, page, kLayer, kv_head);
+  const std::byte* bounds = batch.kv().View().Bounds(tile.slot, page, kLayer, kv_head);
   double best = -std::numeric_limits<double>::infinity();
-  for (int64_t r = 0; r < block.num_rows; ++r) {
+  for (int64_t r = 0; r < tile.num_rows; ++r) {
     for (int64_t g = 0; g < batch.shape().group; ++g) {
-      const float* q = batch.q(block.first_row + r, kv_head * batch.shape().group + g);
+      const float* q = batch.q(tile.first_row + r, kv_head * batch.shape().group + g);
       double sum = 0;
       for (int64_t i = 0; i < d; ++i) {
         const auto [low, high] =
@@ -47,7 +47,7 @@ double ScoreOracle(AttentionBatch& batch, QuestScore score, int64_t block_index,
   return best;
 }
 
-PageSelection Select(AttentionBatch& batch, const std::vector<SelectionNumbers>& numbers,
+PageSelection Select(AttentionBatch& batch, const std::vector<PolicyNumbers>& numbers,
                      int64_t capacity, QuestScore score = QuestScore::kEstimate) {
   PageSelection selection = batch.MakeSelection(capacity);
   SerialExecutor executor;
@@ -64,7 +64,7 @@ TEST(Quest, TheBoundBoundsEveryLogitOfThePage) {
       batch.FillContext(0, 1024);
       batch.AddBlock(0, 1000, rows);
       const PageSelection selection =
-          Select(batch, {std::vector<SelectionNumbers>(1, {0, 1, 64 * 16})}, 16);
+          Select(batch, {std::vector<PolicyNumbers>(1, {0, 1, 64 * 16})}, 16);
       ASSERT_EQ(selection.header(0).kind, Kind::kAll) << "R2";
       const PageSelection scored = Select(batch, {{0, 1, 900}}, 16, QuestScore::kBound);
       for (int64_t head = 0; head < 2; ++head) {
@@ -192,7 +192,7 @@ void ExpectKeepsTheBest(QuestScore score) {
       batch.FillContext(0, 4096);
       batch.AddBlock(0, 4095, 1);
       batch.AddBlock(0, 4032, 64);
-      constexpr SelectionNumbers kNumbers = {
+      constexpr PolicyNumbers kNumbers = {
           .sink_tokens = 70, .window_tokens = 200, .budget_tokens = 600};
       const PageSelection selection = Select(batch, {kNumbers, kNumbers}, 10, score);
       for (int64_t row = 0; row < 4; ++row) {
@@ -285,7 +285,7 @@ TEST(Quest, WithoutBoundsOrRoomItRefuses) {
   AttentionBatch batch({}, 1, 1024, 66);
   batch.FillContext(0, 1024);
   batch.AddBlock(0, 1023, 1);
-  const std::vector<SelectionNumbers> numbers = {{0, 1, 200}};
+  const std::vector<PolicyNumbers> numbers = {{0, 1, 200}};
   PageSelection selection = batch.MakeSelection(4);
   SerialExecutor executor;
   SelectParams p = batch.ParamsForSelect(numbers);

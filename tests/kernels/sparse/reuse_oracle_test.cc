@@ -61,13 +61,13 @@ void RunCase(const json& c, DType dtype) {
   for (const auto& [name, value] : c["options"].items()) options.push_back({name, value});
   const auto selector = MakeSelector(c["selector"].get<std::string>(), options).value();
   const auto rule = MakeReuseRule(c["rule"].get<std::string>()).value();
-  SelectionNumbers numbers = {.sink_tokens = c["sink"],
-                              .window_tokens = c["window"],
-                              .budget_tokens = c["budget"],
-                              .reuse = {.interval = c["interval"],
-                                        .theta = c["theta"],
-                                        .theta_force = c["theta_force"],
-                                        .max_age = c["max_age"]}};
+  PolicyNumbers numbers = {.sink_tokens = c["sink"],
+                           .window_tokens = c["window"],
+                           .budget_tokens = c["budget"],
+                           .reuse = {.interval = c["interval"],
+                                     .theta = c["theta"],
+                                     .theta_force = c["theta_force"],
+                                     .max_age = c["max_age"]}};
   numbers.reach_tokens = ReachTokens(*selector, *rule, numbers.reuse);
   const auto memory = MakeSelectionMemory({*selector, *rule, batch.kv().View().layout, c["group"],
                                            numbers, context})
@@ -77,7 +77,7 @@ void RunCase(const json& c, DType dtype) {
     memories.push_back(&memory->row(batch.shape().layer, row % kKvHeads));
   }
   PageSelection selection = batch.MakeSelection(selector->MaxEntries(numbers, context));
-  const std::vector<SelectionNumbers> all_numbers(batch.blocks().size(), numbers);
+  const std::vector<PolicyNumbers> all_numbers(batch.blocks().size(), numbers);
   SelectParams params = batch.ParamsForSelect(all_numbers);
   params.memories = memories;
   SerialExecutor executor;

@@ -71,7 +71,7 @@ class Steps {
 
   AttentionBatch& batch() { return batch_; }
   Selector& selector() { return *selector_; }
-  SelectionNumbers& numbers() { return numbers_; }
+  PolicyNumbers& numbers() { return numbers_; }
   void set_rotation(QueryRotation rotation) { rotation_ = rotation; }
 
   // Selects for the batch's query tiles, `blocks_per_call` in a call (0: all).
@@ -87,9 +87,9 @@ class Steps {
 
  private:
   void Call(size_t begin, size_t count, const PageSelection& selection) {
-    const std::vector<SelectionNumbers> numbers(batch_.blocks().size(), numbers_);
+    const std::vector<PolicyNumbers> numbers(batch_.blocks().size(), numbers_);
     SelectParams params = batch_.ParamsForSelect(numbers);
-    params.blocks = params.blocks.subspan(begin, count);
+    params.tiles = params.tiles.subspan(begin, count);
     params.numbers = params.numbers.subspan(begin, count);
     params.rotation = rotation_;
     const int64_t heads = kShape.kv_heads;
@@ -101,10 +101,10 @@ class Steps {
       return;
     }
     std::vector<RowMemory*> memories;
-    for (const QueryBlock& block : params.blocks) {
+    for (const QueryTile& tile : params.tiles) {
       for (int64_t head = 0; head < heads; ++head) {
         memories.push_back(
-            &memories_[static_cast<size_t>(block.slot)]->row(AttentionBatch::kLayer, head));
+            &memories_[static_cast<size_t>(tile.slot)]->row(AttentionBatch::kLayer, head));
       }
     }
     params.memories = memories;
@@ -115,7 +115,7 @@ class Steps {
   std::unique_ptr<Selector> selector_;
   std::unique_ptr<ReuseRule> rule_;
   AttentionBatch batch_;
-  SelectionNumbers numbers_;
+  PolicyNumbers numbers_;
   QueryRotation rotation_;
   std::vector<std::unique_ptr<SelectionMemory>> memories_;
 };

@@ -17,7 +17,7 @@ namespace {
 using Kind = SelectionHeader::Kind;
 
 // Widens the window to the least that the selector needs, so that the cases fit every selector.
-SelectionNumbers WithWindow(const Selector& selector, SelectionNumbers numbers) {
+PolicyNumbers WithWindow(const Selector& selector, PolicyNumbers numbers) {
   numbers.window_tokens = std::max(numbers.window_tokens, selector.MinWindowTokens());
   return numbers;
 }
@@ -27,14 +27,14 @@ class SelectorTest : public ::testing::TestWithParam<std::string> {
  protected:
   std::unique_ptr<Selector> selector_ = MakeSelector(GetParam()).value();
 
-  SelectionNumbers SomeNumbers() const { return WithWindow(*selector_, {4, 64, 256}); }
+  PolicyNumbers SomeNumbers() const { return WithWindow(*selector_, {4, 64, 256}); }
 
-  PageSelection Select(AttentionBatch& batch, const std::vector<SelectionNumbers>& numbers) {
+  PageSelection Select(AttentionBatch& batch, const std::vector<PolicyNumbers>& numbers) {
     int64_t capacity = 0;
     for (size_t i = 0; i < numbers.size(); ++i) {
-      const QueryBlock& block = batch.blocks()[i];
+      const QueryTile& tile = batch.blocks()[i];
       capacity = std::max(capacity,
-                          selector_->MaxEntries(numbers[i], block.first_position + block.num_rows));
+                          selector_->MaxEntries(numbers[i], tile.first_position + tile.num_rows));
     }
     PageSelection selection = batch.MakeSelection(capacity);
     SerialExecutor executor;
@@ -57,7 +57,7 @@ INSTANTIATE_TEST_SUITE_P(Methods, SelectorTest, ::testing::ValuesIn(Names()),
 struct Case {
   int64_t first_position;
   int64_t num_rows;
-  SelectionNumbers numbers;
+  PolicyNumbers numbers;
 };
 
 std::vector<Case> Cases(const Selector& selector) {
@@ -65,10 +65,10 @@ std::vector<Case> Cases(const Selector& selector) {
   for (const int64_t first : {0, 1, 63, 64, 1000, 2047, 2048}) {
     for (const int64_t rows : {1, 16}) {
       if (first % kPageTokens + rows > kPageTokens) continue;
-      for (const SelectionNumbers& numbers :
-           {SelectionNumbers{0, 1, 0}, SelectionNumbers{4, 64, 0}, SelectionNumbers{0, 1, 1},
-            SelectionNumbers{70, 130, 192}, SelectionNumbers{128, 512, 700},
-            SelectionNumbers{5000, 1, 64}, SelectionNumbers{64, 5000, 64}}) {
+      for (const PolicyNumbers& numbers :
+           {PolicyNumbers{0, 1, 0}, PolicyNumbers{4, 64, 0}, PolicyNumbers{0, 1, 1},
+            PolicyNumbers{70, 130, 192}, PolicyNumbers{128, 512, 700}, PolicyNumbers{5000, 1, 64},
+            PolicyNumbers{64, 5000, 64}}) {
         cases.push_back({first, rows, WithWindow(selector, numbers)});
       }
     }
@@ -83,8 +83,8 @@ AttentionBatch MakeBatch(const std::vector<Case>& cases, uint64_t seed) {
   return batch;
 }
 
-std::vector<SelectionNumbers> NumbersOf(const std::vector<Case>& cases) {
-  std::vector<SelectionNumbers> numbers;
+std::vector<PolicyNumbers> NumbersOf(const std::vector<Case>& cases) {
+  std::vector<PolicyNumbers> numbers;
   for (const Case& c : cases) numbers.push_back(c.numbers);
   return numbers;
 }
@@ -210,10 +210,10 @@ TEST_P(SelectorTest, AnAbsentPageIsAFaultOrNotNeeded) {
 
 TEST_P(SelectorTest, RejectsWhatDoesNotFit) {
   AttentionBatch batch = MakeBatch({{2048, 1, SomeNumbers()}}, 56);
-  const std::vector<SelectionNumbers> good = {SomeNumbers()};
+  const std::vector<PolicyNumbers> good = {SomeNumbers()};
   PageSelection selection = batch.MakeSelection(selector_->MaxEntries(good[0], 2049));
   SerialExecutor executor;
-  const auto code = [&](const std::vector<SelectionNumbers>& numbers, auto change) {
+  const auto code = [&](const std::vector<PolicyNumbers>& numbers, auto change) {
     SelectParams p = batch.ParamsForSelect(numbers);
     change(p);
     return selector_->Select(p, selection, executor).code();
@@ -260,7 +260,7 @@ TEST(MakeSelector, UnknownOptionsListTheKnownOnes) {
 TEST(InfiniteHip, TheDigestProbeNeedsDigests) {
   AttentionBatch batch = MakeBatch({{2048, 1, {}}}, 58);
   const std::unique_ptr<Selector> selector = MakeSelector("infinitehip").value();
-  const std::vector<SelectionNumbers> numbers = {{4, 512, 256}};
+  const std::vector<PolicyNumbers> numbers = {{4, 512, 256}};
   PageSelection selection = batch.MakeSelection(selector->MaxEntries(numbers[0], 2049));
   SerialExecutor executor;
   for (const bool bounds : {true, false}) {
@@ -275,7 +275,7 @@ TEST(CountPages, AttendedAndSkippedAddUpToTheDensePages) {
   for (const SelectorMethod& method : SelectorMethods()) {
     const std::unique_ptr<Selector> selector = method.make({}).value();
     AttentionBatch batch = MakeBatch({{2100, 1, {}}}, 57);
-    const std::vector<SelectionNumbers> numbers = {
+    const std::vector<PolicyNumbers> numbers = {
         WithWindow(*selector, {.sink_tokens = 100, .window_tokens = 60, .budget_tokens = 512})};
     PageSelection selection = batch.MakeSelection(selector->MaxEntries(numbers[0], 2101));
     SerialExecutor executor;

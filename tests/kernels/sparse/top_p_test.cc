@@ -27,19 +27,19 @@ class TopPTest : public ::testing::Test {
     batch_.AddBlock(0, 300, 1);  // rule R2
   }
 
-  std::vector<SelectionNumbers> Numbers(float top_p) const {
+  std::vector<PolicyNumbers> Numbers(float top_p) const {
     return {3, {.sink_tokens = 10, .window_tokens = 50, .budget_tokens = 512, .top_p = top_p}};
   }
   void Select() {
     const std::unique_ptr<Selector> quest = MakeSelector("quest").value();
-    const std::vector<SelectionNumbers> numbers = Numbers(1);
+    const std::vector<PolicyNumbers> numbers = Numbers(1);
     selection_ = batch_.MakeSelection(8);
     ASSERT_TRUE(quest->Select(batch_.ParamsForSelect(numbers), selection_, executor_).ok());
     before_.assign(selection_.entries, selection_.entries + 3 * 2 * 8);
     for (int64_t row = 0; row < 6; ++row) before_live_[static_cast<size_t>(row)] = Live(row);
   }
   absl::Status Prune(float top_p) {
-    const std::vector<SelectionNumbers> numbers = Numbers(top_p);
+    const std::vector<PolicyNumbers> numbers = Numbers(top_p);
     return TopPPruner().Prune(batch_.ParamsForSelect(numbers), selection_, executor_);
   }
   // Live tokens between sink and window.
@@ -141,7 +141,7 @@ TEST_F(TopPTest, RefusesWhatItCannotDo) {
   for (const float top_p : {0.0f, -1.0f}) {
     EXPECT_EQ(Prune(top_p).code(), absl::StatusCode::kInvalidArgument);
   }
-  const std::vector<SelectionNumbers> numbers = Numbers(0.5f);
+  const std::vector<PolicyNumbers> numbers = Numbers(0.5f);
   SelectParams p = batch_.ParamsForSelect(numbers);
   p.kv.key_codes = nullptr;
   EXPECT_EQ(TopPPruner().Prune(p, selection_, executor_).code(),

@@ -48,14 +48,14 @@ std::vector<float> RotatedTo(const RopePositions* rope, DType dtype, std::vector
 // Sum of exp(logit) over the tokens of a page, as attention computes them.
 double MassOf(AttentionBatch& batch, const TerminatedRow& row, const PageStep& step, int64_t g) {
   const AttentionShape& shape = batch.shape();
-  const float* query = batch.q(row.block.first_row, row.kv_head * shape.group + g);
+  const float* query = batch.q(row.tile.first_row, row.kv_head * shape.group + g);
   const std::vector<float> q =
       RotatedTo(batch.rope(), shape.activation, {query, query + shape.head_dim},
-                QueryPosition(row.header, row.block.first_position));
+                QueryPosition(row.header, row.tile.first_position));
   double mass = 0;
   for (uint64_t rest = step.mask; rest != 0; rest &= rest - 1) {
     const int64_t t = step.page * kPageTokens + std::countr_zero(rest);
-    const std::byte* token = batch.kv().Token(Side::kKey, row.block.slot, t, kLayer, row.kv_head);
+    const std::byte* token = batch.kv().Token(Side::kKey, row.tile.slot, t, kLayer, row.kv_head);
     std::vector<float> key(static_cast<size_t>(shape.head_dim));
     for (int64_t i = 0; i < shape.head_dim; ++i) {
       key[static_cast<size_t>(i)] = batch.kv().Get(token, i);
@@ -87,7 +87,7 @@ void ExpectNoLessThanTheMass(AttentionBatch& batch, const AttendParams& params, 
       SelectedPages(header, params.selection.list(kv_head), kContext - 1), 21, steps.data());
   ASSERT_EQ(count, 17);  // the first is of the sink
   const TerminatedRow row = {.params = params,
-                             .block = batch.blocks()[0],
+                             .tile = batch.blocks()[0],
                              .header = header,
                              .kv_head = kv_head,
                              .num_steps = count,

@@ -53,17 +53,17 @@ class StepTableTest : public testing::Test {
 };
 
 TEST_F(StepTableTest, BlocksOfOneQueryComeFirstAndOnceEach) {
-  ASSERT_EQ(shape_.num_blocks(), std::ssize(batch_.blocks));
+  ASSERT_EQ(shape_.num_tiles(), std::ssize(batch_.tiles));
   EXPECT_EQ(std::set<int64_t>(shape_.order.begin(), shape_.order.end()).size(),
-            batch_.blocks.size());
+            batch_.tiles.size());
   EXPECT_EQ(shape_.num_single, 3);
-  for (int64_t i = 0; i < shape_.num_blocks(); ++i) {
-    const kernels::QueryBlock& block = table_.blocks[static_cast<size_t>(i)];
-    EXPECT_EQ(block.num_rows == 1, i < shape_.num_single) << i;
-    const kernels::QueryBlock& own =
-        batch_.blocks[static_cast<size_t>(shape_.order[static_cast<size_t>(i)])];
-    EXPECT_EQ(block.first_row, own.first_row);
-    EXPECT_EQ(block.slot, own.slot);
+  for (int64_t i = 0; i < shape_.num_tiles(); ++i) {
+    const kernels::QueryTile& tile = table_.tiles[static_cast<size_t>(i)];
+    EXPECT_EQ(tile.num_rows == 1, i < shape_.num_single) << i;
+    const kernels::QueryTile& own =
+        batch_.tiles[static_cast<size_t>(shape_.order[static_cast<size_t>(i)])];
+    EXPECT_EQ(tile.first_row, own.first_row);
+    EXPECT_EQ(tile.slot, own.slot);
   }
 }
 
@@ -73,11 +73,11 @@ TEST_F(StepTableTest, LaunchesCoverAllBlocksWithTheirSelectors) {
     EXPECT_EQ(range.begin, end);
     end = range.end;
     for (int64_t i = range.begin; i < range.end; ++i) {
-      const bool dense = table_.blocks[static_cast<size_t>(i)].num_rows > 1;
+      const bool dense = table_.tiles[static_cast<size_t>(i)].num_rows > 1;
       EXPECT_EQ(range.served, &served_[dense ? 0 : 1]) << i;
     }
   }
-  EXPECT_EQ(end, shape_.num_blocks());
+  EXPECT_EQ(end, shape_.num_tiles());
   EXPECT_EQ(shape_.ranges.size(), 2u);
 }
 
@@ -109,9 +109,9 @@ TEST_F(StepTableTest, NumbersFollowTheLayersThatStayDense) {
   EXPECT_THAT(shape_.number_sets, ElementsAre(0, 3));
   for (const int64_t layer : {0, 2, 3, 31}) {
     const auto numbers = table_.NumbersOfSet(shape_.NumbersFor(layer));
-    ASSERT_EQ(numbers.size(), batch_.blocks.size());
+    ASSERT_EQ(numbers.size(), batch_.tiles.size());
     for (size_t i = 0; i < numbers.size(); ++i) {
-      const bool decoding = table_.blocks[i].slot == 1;
+      const bool decoding = table_.tiles[i].slot == 1;
       const int64_t window = decoding ? (layer < 3 ? 1000 : 16) : i < 3 ? 8 : 1;
       EXPECT_EQ(numbers[i].window_tokens, window) << "layer " << layer << ", block " << i;
     }
@@ -129,10 +129,10 @@ TEST_F(StepTableTest, TheRestIsTheBatchs) {
   EXPECT_EQ(table_.appends.back().first_position, 999);
   ASSERT_EQ(table_.truncations.size(), 1u);
   EXPECT_EQ(table_.truncations[0].num_tokens, 39);
-  ASSERT_EQ(table_.headers.size(), batch_.blocks.size() * kKvHeads);
+  ASSERT_EQ(table_.headers.size(), batch_.tiles.size() * kKvHeads);
   for (size_t row = 0; row < table_.headers.size(); ++row) {
     EXPECT_EQ(table_.headers[row].kind, kernels::SelectionHeader::Kind::kAll);
-    EXPECT_EQ(table_.headers[row].query_position, table_.blocks[row / kKvHeads].first_position);
+    EXPECT_EQ(table_.headers[row].query_position, table_.tiles[row / kKvHeads].first_position);
   }
 }
 
@@ -144,7 +144,7 @@ TEST_F(StepTableTest, ArraysDoNotOverlap) {
   };
   const std::pair<const std::byte*, const std::byte*> arrays[] = {
       range(table_.tokens),  range(table_.positions),  range(table_.sampled_tokens),
-      range(table_.appends), range(table_.blocks),     range(table_.numbers),
+      range(table_.appends), range(table_.tiles),      range(table_.numbers),
       range(table_.headers), range(table_.truncations)};
   const std::byte* end = memory_.data();
   for (const auto& [from, to] : arrays) {
@@ -159,8 +159,8 @@ TEST_F(StepTableTest, ResultsHaveRoomForAllThatKernelsLeaveBehind) {
   constexpr int64_t kLayers = 3, kSlots = 40;
   const int64_t bytes = LayOutResults(batch_, shape_, kLayers, kSlots, nullptr).bytes;
   std::vector<std::byte> memory(static_cast<size_t>(bytes));
-  const StepResults results = LayOutResults(batch_, shape_, kLayers, kSlots, memory.data());
-  EXPECT_EQ(results.counts.size(), kLayers * batch_.blocks.size() * kKvHeads);
+  const DeviceStepOutputs results = LayOutResults(batch_, shape_, kLayers, kSlots, memory.data());
+  EXPECT_EQ(results.counts.size(), kLayers * batch_.tiles.size() * kKvHeads);
   EXPECT_EQ(results.finite.size(), batch_.tokens.size());
   EXPECT_EQ(results.faults.size(), static_cast<size_t>(kSlots));
   const auto* const finite = reinterpret_cast<const std::byte*>(results.finite.data());

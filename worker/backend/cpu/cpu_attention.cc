@@ -15,15 +15,15 @@ namespace {
 using kernels::DType;
 using kernels::Executor;
 using kernels::PageSelection;
-using kernels::QueryBlock;
+using kernels::QueryTile;
 using kernels::SelectParams;
 using kernels::TensorView;
 
 // A row that selected an absent page has no result. NaN makes it fail on every rank of the group,
 // through the sums that follow, and on no other row.
-void PoisonRows(const TensorView& out, const QueryBlock& block) {
+void PoisonRows(const TensorView& out, const QueryTile& tile) {
   const int64_t width = out.dim(1) * out.dim(2);
-  for (int64_t i = block.first_row * width; i < (block.first_row + block.num_rows) * width; ++i) {
+  for (int64_t i = tile.first_row * width; i < (tile.first_row + tile.num_rows) * width; ++i) {
     if (out.dtype() == DType::kFloat32) {
       out.As<float>()[i] = std::numeric_limits<float>::quiet_NaN();
     } else {
@@ -51,7 +51,7 @@ absl::Status CpuAttention::Select(const StepInputs& step, const CpuRotation& rot
                             .kv = step.kv,
                             .layer = queries.layer,
                             .scale = queries.scale,
-                            .blocks = std::span(batch.blocks).subspan(begin, count),
+                            .tiles = std::span(batch.tiles).subspan(begin, count),
                             .numbers = std::span(numbers_).subspan(begin, count),
                             .faults = std::span(faults_),
                             .rotation = rotation.queries}};
@@ -67,7 +67,7 @@ absl::Status CpuAttention::Select(const StepInputs& step, const CpuRotation& rot
 
 absl::Status CpuAttention::MakeSelection(const StepInputs& step, int64_t layer) {
   const StepBatch& batch = step.batch;
-  const int64_t num_rows = std::ssize(batch.blocks) * step.kv.layout.num_kv_heads;
+  const int64_t num_rows = std::ssize(batch.tiles) * step.kv.layout.num_kv_heads;
   const int64_t capacity = SelectionCapacity(batch, layer);
   headers_.resize(static_cast<size_t>(num_rows));
   const int64_t bytes = num_rows * capacity * static_cast<int64_t>(sizeof(kernels::SelectionEntry));
@@ -81,7 +81,7 @@ absl::Status CpuAttention::MakeSelection(const StepInputs& step, int64_t layer) 
 
 void CpuAttention::SetNumbers(const StepBatch& batch, int64_t layer) {
   numbers_.clear();
-  for (int64_t b = 0; b < std::ssize(batch.blocks); ++b) {
+  for (int64_t b = 0; b < std::ssize(batch.tiles); ++b) {
     numbers_.push_back(NumbersInLayer(batch, b, layer));
   }
 }
@@ -139,7 +139,7 @@ void CpuAttention::MakeTerminations(const StepInputs& step) {
   for (const SelectorGroup& group : batch.groups) {
     for (int64_t b = group.begin; b < group.end; ++b) {
       terminations_.push_back(kernels::MakeTermination(group.served->terminator.get(),
-                                                       batch.blocks[static_cast<size_t>(b)],
+                                                       batch.tiles[static_cast<size_t>(b)],
                                                        numbers_[static_cast<size_t>(b)]));
     }
   }
@@ -164,7 +164,7 @@ absl::Status CpuAttention::Attend(const StepInputs& step, const CpuRotation& rot
        .kv = step.kv,
        .layer = queries.layer,
        .scale = queries.scale,
-       .blocks = step.batch.blocks,
+       .tiles = step.batch.tiles,
        .selection = selection_,
        .faults = std::span(faults_),
        .grouped = rotation.grouped}};
@@ -174,8 +174,8 @@ absl::Status CpuAttention::Attend(const StepInputs& step, const CpuRotation& rot
   params.unread = std::span(unread_);
   KVASIR_RETURN_IF_ERROR(kernels::Attend(params, executor));
   if (measures) KVASIR_RETURN_IF_ERROR(step.meter.Measure(params, executor));
-  for (const QueryBlock& block : step.batch.blocks) {
-    if (faults_[static_cast<size_t>(block.slot)] != 0) PoisonRows(out, block);
+  for (const QueryTile& tile : step.batch.tiles) {
+    if (faults_[static_cast<size_t>(tile.slot)] != 0) PoisonRows(out, tile);
   }
   // Ranks that share a KV head select alike, so its pages are counted once.
   if (step.shard.replica() == 0) {

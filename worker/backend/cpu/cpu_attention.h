@@ -64,7 +64,7 @@ class CpuAttention {
   kernels::Scratch scratch_;
   kernels::Scratch lse_;
   // The current layer's numbers, with its budgets and dense layers applied.
-  std::vector<kernels::SelectionNumbers> numbers_;
+  std::vector<kernels::PolicyNumbers> numbers_;
   std::vector<kernels::RowMemory*> memories_;  // of the rows of a group
   std::vector<uint8_t> faults_;                // [num_slots]
   // Empty where no policy ends rows early.

@@ -129,7 +129,7 @@ absl::StatusOr<std::unique_ptr<kvstore::PageResidency>> CpuBackend::MakeResidenc
   const kernels::KvLayout& layout = options.format.shard().layout;
   const int64_t codes = options.key_codes ? layout.block_key_codes_bytes() : 0;
   KVASIR_RETURN_IF_ERROR(
-      CheckMemoryLimit(options.num_rows * (options.format.extent_bytes() + codes) +
+      CheckMemoryLimit(options.num_extents * (options.format.extent_bytes() + codes) +
                            options.device_pages * layout.page_bytes(),
                        "--kv-host-size-gb or --kv-device-size-gb"));
   return kvstore::ArenaResidency::Make(options);
@@ -182,7 +182,7 @@ absl::Status CpuBackend::TakeSampled(const TensorView& x, const TensorView& y) {
 }
 
 absl::Status CpuBackend::AppendHeads(const kernels::LayerHeads& heads) {
-  return kernels::AppendHeads({.heads = heads, .kv = step_->kv, .blocks = step_->batch.appends},
+  return kernels::AppendHeads({.heads = heads, .kv = step_->kv, .tiles = step_->batch.appends},
                               rope().form.rotated ? &rope().own : nullptr, executor());
 }
 

@@ -10,14 +10,14 @@ namespace kvasir::worker {
 
 using kernels::CudaTerminator;
 using kernels::PageSelection;
-using kernels::QueryBlock;
+using kernels::QueryTile;
 using kernels::SelectedCounts;
 using kernels::TensorView;
 
 namespace {
 
-std::span<const QueryBlock> Blocks(const CudaStep& step, int64_t begin, int64_t end) {
-  return step.table.blocks.subspan(static_cast<size_t>(begin), static_cast<size_t>(end - begin));
+std::span<const QueryTile> Blocks(const CudaStep& step, int64_t begin, int64_t end) {
+  return step.table.tiles.subspan(static_cast<size_t>(begin), static_cast<size_t>(end - begin));
 }
 
 // Returns the terminator that may end the rows of a range early; null: none.
@@ -52,7 +52,7 @@ absl::Status CudaAttention::BeginStep(const StepInputs& inputs, const CudaStep& 
   if (!maps_.has_value()) {
     KVASIR_ASSIGN_OR_RETURN(maps_, kernels::MakeKvTensorMaps(layout, arenas.device, arenas.host));
   }
-  const int64_t blocks = step.shape.num_blocks();
+  const int64_t blocks = step.shape.num_tiles();
   const int64_t rows = blocks * layout.num_kv_heads;
   const int64_t group = inputs.shard.query_heads.size() / layout.num_kv_heads;
   // Query heads of all ranks that share the KV head.
@@ -85,7 +85,7 @@ absl::Status CudaAttention::ReservePositions(const StepInputs& inputs, const Cud
   rope_ = {};
   if (step.positions == nullptr) return absl::OkStatus();
   int64_t end = limits_.positions;
-  if (step.grouped.on()) end = std::max(end, kernels::EndOfPositions(inputs.batch.blocks));
+  if (step.grouped.on()) end = std::max(end, kernels::EndOfPositions(inputs.batch.tiles));
   if (end > step.positions->view().end) KVASIR_RETURN_IF_ERROR(wait());
   KVASIR_RETURN_IF_ERROR(step.positions->Reserve(end, stream.get()));
   rope_ = step.positions->view();
@@ -101,7 +101,7 @@ absl::Status CudaAttention::Select(const CudaStep& step, const LayerQueries& que
   const int64_t heads = step.kv.layout.num_kv_heads;
   const auto numbers = step.table.NumbersOfSet(step.shape.NumbersFor(queries.layer));
   const TensorView& q = queries.q;
-  const SelectMemory memory = {
+  const SelectWorkspace memory = {
       .workspace = workspace_.data(),
       .placed_queries = TensorView(placed_queries_.data(), q.dtype(),
                                    {q.dim(0), q.dim(1), q.dim(2)}, kernels::Device::kCuda)};
@@ -113,7 +113,7 @@ absl::Status CudaAttention::Select(const CudaStep& step, const LayerQueries& que
                                          .kv = step.kv,
                                          .layer = queries.layer,
                                          .scale = queries.scale,
-                                         .blocks = Blocks(step, range.begin, range.end),
+                                         .tiles = Blocks(step, range.begin, range.end),
                                          .numbers = numbers.subspan(begin, count),
                                          .faults = step.results.faults,
                                          .rotation = step.rotation}};
@@ -149,7 +149,7 @@ std::span<SelectedCounts> CudaAttention::Counts(const CudaStep& step, int64_t la
 absl::Status CudaAttention::Attend(const CudaStep& step, const LayerQueries& queries,
                                    const TensorView& out, cudaStream_t stream) {
   const int64_t heads = step.kv.layout.num_kv_heads;
-  const int64_t blocks = step.shape.num_blocks();
+  const int64_t blocks = step.shape.num_tiles();
   const auto params = [&](int64_t begin, int64_t end) {
     kernels::CudaAttendParams some = {
         {.q = queries.q,
@@ -158,7 +158,7 @@ absl::Status CudaAttention::Attend(const CudaStep& step, const LayerQueries& que
          .kv = step.kv,
          .layer = queries.layer,
          .scale = queries.scale,
-         .blocks = Blocks(step, begin, end),
+         .tiles = Blocks(step, begin, end),
          .selection = selection_.Rows(begin * heads, (end - begin) * heads),
          .faults = step.results.faults,
          .grouped = step.grouped}};
@@ -180,7 +180,7 @@ absl::Status CudaAttention::Attend(const CudaStep& step, const LayerQueries& que
   KVASIR_RETURN_IF_ERROR(AttendDecode(params(begin, step.shape.num_single), stream));
   const kernels::CudaAttendParams several = params(step.shape.num_single, blocks);
   KVASIR_RETURN_IF_ERROR(
-      kernels::CountSelected(several.blocks, several.selection, several.device_counts, stream));
+      kernels::CountSelected(several.tiles, several.selection, several.device_counts, stream));
   return kernels::AttendPrefill(several, *maps_, stream);
 }
 
@@ -196,7 +196,7 @@ absl::Status CudaAttention::AttendEnding(const CudaStep& step, const CudaTermina
                                          int64_t first_block, cudaStream_t stream) {
   const auto numbers = step.table.NumbersOfSet(step.shape.NumbersFor(params.layer));
   return terminator.Attend(params,
-                           numbers.subspan(static_cast<size_t>(first_block), params.blocks.size()),
+                           numbers.subspan(static_cast<size_t>(first_block), params.tiles.size()),
                            *maps_, workspace_.data(), stream);
 }
 

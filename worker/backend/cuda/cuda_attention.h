@@ -32,7 +32,7 @@ struct CudaStep {
   StepShape shape;
   StepTable table;
   kernels::PagedKv kv;
-  StepResults results;
+  DeviceStepOutputs results;
   kernels::CudaRopePositions* positions = nullptr;  // of un-rotated keys; null: keys are rotated
   kernels::GroupedPositions grouped;                // of un-rotated keys; off: compact ones
   kernels::QueryRotation rotation;                  // of queries, where keys are rotated

@@ -71,7 +71,7 @@ absl::StatusOr<std::unique_ptr<CudaBackend>> CudaBackend::Create(kernels::Execut
                           DeviceBuffer::Allocate(CudaLinear::kWorkspaceBytes));
   std::unique_ptr<CudaBackend> backend(new CudaBackend(executor, std::move(stream), std::move(lt),
                                                        std::move(workspace), properties.name));
-  for (OwnOfStep& own : backend->own_) {
+  for (InFlightStep& own : backend->own_) {
     KVASIR_ASSIGN_OR_RETURN(own.fetched, CudaEvent::Create());
   }
   return backend;
@@ -112,7 +112,7 @@ absl::StatusOr<std::unique_ptr<kvstore::PageResidency>> CudaBackend::MakeResiden
     const kvstore::ResidencyOptions& options) {
   attention_ = {};  // it holds maps of other arenas
   graphs_.Clear(stream_);
-  for (OwnOfStep& own : own_) own.inputs.reset();  // steps that an earlier engine has left
+  for (InFlightStep& own : own_) own.inputs.reset();  // steps that an earlier engine has left
   KVASIR_ASSIGN_OR_RETURN(std::unique_ptr<CudaResidency> residency,
                           CudaResidency::Make(options, stream_, executor()));
   arenas_ = residency->arenas();
@@ -166,7 +166,7 @@ void CudaBackend::LeaveRanks() {
   ranks_.reset();  // it waits for graphs that contain its calls
 }
 
-absl::Status CudaBackend::Wait(const OwnOfStep& own) {
+absl::Status CudaBackend::Wait(const InFlightStep& own) {
   if (ranks_ == nullptr) return own.fetched.Wait();
   const absl::Status status = ranks_->Wait(own.fetched);
   if (!status.ok()) LeaveRanks();
@@ -251,7 +251,7 @@ GraphKey CudaBackend::KeyOfStep() const {
   key.Add("ranges", std::ssize(step.ranges));
   key.Add("number_sets", std::ssize(step.number_sets));
   key.Add("table", table_.data());
-  key.Add("kv.block_rows", kv.block_rows);
+  key.Add("kv.block_extents", kv.block_extents);
   key.Add("kv.pages", kv.pages);
   key.Add("kv.bounds", kv.bounds);
   key.Add("kv.key_codes", kv.key_codes);
@@ -327,7 +327,7 @@ absl::Status CudaBackend::TakeRows(const TensorView& table, std::span<int32_t> i
 }
 
 absl::Status CudaBackend::AppendHeads(const kernels::LayerHeads& heads) {
-  return kernels::AppendHeads({.heads = heads, .kv = step().kv, .blocks = step().table.appends},
+  return kernels::AppendHeads({.heads = heads, .kv = step().kv, .tiles = step().table.appends},
                               step().positions == nullptr ? &rope_angles_ : nullptr,
                               step().results.faults, stream_.get());
 }
@@ -367,7 +367,7 @@ bool CudaBackend::IsOver() const {
 }
 
 absl::Status CudaBackend::Collect(StepResult& result) {
-  OwnOfStep& own = before_ == nullptr ? *now_ : *before_;
+  InFlightStep& own = before_ == nullptr ? *now_ : *before_;
   KVASIR_RETURN_IF_ERROR(Wait(own));
   ReadResults(own, result);
   own.inputs.reset();
@@ -389,11 +389,11 @@ absl::Status CudaBackend::FetchResults(const StepOutputs& outputs) {
 }
 
 // A row whose slot has a fault read or wrote an absent page: its result is invalid.
-void CudaBackend::ReadResults(const OwnOfStep& own, StepResult& result) const {
+void CudaBackend::ReadResults(const InFlightStep& own, StepResult& result) const {
   const CudaStep& step = own.step;
   const StepBatch& batch = own.inputs->batch;
-  const StepResults host = LayOutResults(batch, step.shape, step.kv.layout.num_layers,
-                                         step.kv.num_slots, own.results.data());
+  const DeviceStepOutputs host = LayOutResults(batch, step.shape, step.kv.layout.num_layers,
+                                               step.kv.num_slots, own.results.data());
   result.row_is_finite.clear();
   for (size_t r = 0; r + 1 < batch.row_begins.size(); ++r) {
     const auto tokens =
@@ -403,8 +403,8 @@ void CudaBackend::ReadResults(const OwnOfStep& own, StepResult& result) const {
         std::all_of(tokens.begin(), tokens.end(), [](uint8_t token) { return token != 0; });
     result.row_is_finite.push_back(all_finite ? 1 : 0);
   }
-  for (size_t b = 0; b < batch.blocks.size(); ++b) {
-    const bool fault = host.faults[static_cast<size_t>(batch.blocks[b].slot)] != 0;
+  for (size_t b = 0; b < batch.tiles.size(); ++b) {
+    const bool fault = host.faults[static_cast<size_t>(batch.tiles[b].slot)] != 0;
     if (fault) result.row_is_finite[static_cast<size_t>(batch.infos[b].row)] = 0;
   }
   result.tokens.assign(batch.sampling.size(), {});

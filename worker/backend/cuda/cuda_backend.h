@@ -78,7 +78,7 @@ class CudaBackend final : public Backend {
   class GpuLinear;
 
   // Host state of one step, from BeginStep to Collect.
-  struct OwnOfStep {
+  struct InFlightStep {
     std::optional<StepInputs> inputs;  // none: the step is collected
     CudaStep step;
     kernels::PinnedBuffer table, results, logits;
@@ -106,10 +106,10 @@ class CudaBackend final : public Backend {
   absl::Status FetchResults(const StepOutputs& outputs);
   // Waits until the step's results are there, or until a rank is missing: then the group is left.
   // Nothing else may wait for the device while ranks are at work there; taking memory would.
-  absl::Status Wait(const OwnOfStep& own);
+  absl::Status Wait(const InFlightStep& own);
   absl::Status WaitForStepBefore();
   void LeaveRanks();
-  void ReadResults(const OwnOfStep& own, StepResult& result) const;
+  void ReadResults(const InFlightStep& own, StepResult& result) const;
   // Makes room for `count` elements. A step in flight may use the memory that is given up.
   template <typename T, typename Buffer>
   absl::StatusOr<T*> Reserve(int64_t count, Buffer& buffer) {
@@ -132,9 +132,9 @@ class CudaBackend final : public Backend {
   CudaGraphs graphs_;                 // includes calls of ranks_
   kernels::DeviceBuffer table_, results_, angles_, changed_logits_;
 
-  std::array<OwnOfStep, 2> own_;
-  OwnOfStep* now_ = &own_[0];    // the step that began last
-  OwnOfStep* before_ = nullptr;  // the step before it, unless that is collected
+  std::array<InFlightStep, 2> own_;
+  InFlightStep* now_ = &own_[0];    // the step that began last
+  InFlightStep* before_ = nullptr;  // the step before it, unless that is collected
   // Valid from BeginStep to EndStep.
   bool wants_ops_ = false;
   kernels::RopeAngles rope_angles_;

@@ -26,15 +26,15 @@ namespace {
 constexpr int64_t kFilledBytesPerStep = int64_t{64} << 20;
 constexpr int64_t kSmallestFilledPart = 8;  // at most this part of the device tier per step
 constexpr int64_t kExaminedPerFill = 16;
-// Bytes gathered before they are copied to the host, at least one row.
+// Bytes gathered before they are copied to the host, at least one extent.
 constexpr int64_t kGatheredBytes = int64_t{64} << 20;
 
 ResidencyShape ShapeOf(const kvstore::ResidencyOptions& options) {
   const kernels::KvLayout& layout = options.format.shard().layout;
   const int64_t fills = std::max<int64_t>(1, std::min(kFilledBytesPerStep / layout.page_bytes(),
                                                       options.device_pages / kSmallestFilledPart));
-  return {.num_rows = options.num_rows,
-          .pages_per_row = layout.pages_per_block(),
+  return {.num_extents = options.num_extents,
+          .pages_per_extent = layout.pages_per_block(),
           .num_slots = options.device_pages,
           .page_bytes = layout.page_bytes(),
           .extent_stride = options.format.extent_bytes(),
@@ -47,16 +47,16 @@ absl::Status UploadWhole(const DeviceBuffer& to, const void* from, const CudaStr
   return stream.Wait();
 }
 
-// Returns [num_rows] addresses of equal pieces of a buffer.
-absl::StatusOr<DeviceBuffer> MakeAddresses(const DeviceBuffer& of, int64_t num_rows,
+// Returns [num_extents] addresses of equal pieces of a buffer.
+absl::StatusOr<DeviceBuffer> MakeAddresses(const DeviceBuffer& of, int64_t num_extents,
                                            const CudaStream& stream) {
   std::vector<std::byte*> addresses;
-  for (int64_t row = 0; row < num_rows; ++row) {
-    addresses.push_back(of.data() + row * (of.size_bytes() / num_rows));
+  for (int64_t extent = 0; extent < num_extents; ++extent) {
+    addresses.push_back(of.data() + extent * (of.size_bytes() / num_extents));
   }
   KVASIR_ASSIGN_OR_RETURN(
       DeviceBuffer table,
-      DeviceBuffer::Allocate(num_rows * static_cast<int64_t>(sizeof(std::byte*))));
+      DeviceBuffer::Allocate(num_extents * static_cast<int64_t>(sizeof(std::byte*))));
   KVASIR_RETURN_IF_ERROR(UploadWhole(table, addresses.data(), stream));
   return table;
 }
@@ -69,7 +69,7 @@ absl::StatusOr<std::unique_ptr<CudaResidency>> CudaResidency::Make(
   KVASIR_RETURN_IF_ERROR(CheckResidencyShape(ShapeOf(options)));
   KVASIR_ASSIGN_OR_RETURN(
       std::unique_ptr<PinnedRegion> extents,
-      PinnedRegion::Take(options.format.extent_bytes(), options.num_rows, "--kv-host-size-gb"));
+      PinnedRegion::Take(options.format.extent_bytes(), options.num_extents, "--kv-host-size-gb"));
   std::unique_ptr<CudaResidency> residency(
       new CudaResidency(options, stream, executor, std::move(extents)));
   KVASIR_RETURN_IF_ERROR(residency->TakeMemory(options));
@@ -87,13 +87,13 @@ CudaResidency::CudaResidency(const kvstore::ResidencyOptions& options, const Cud
       stream_(stream),
       executor_(executor),
       extents_(std::move(extents)),
-      host_(kvstore::HostSlab::Over(options.format, options.num_rows, options.freed_memory,
+      host_(kvstore::HostSlab::Over(options.format, options.num_extents, options.freed_memory,
                                     extents_->data())),
-      rows_(static_cast<size_t>(options.num_rows), RowState::kNone),
-      copies_(rows_.size()),
-      bindings_(rows_.size()),
-      block_rows_(static_cast<size_t>(num_slots_ * max_blocks_per_slot_), -1),
-      is_rebound_(block_rows_.size()) {
+      extent_states_(static_cast<size_t>(options.num_extents), ExtentState::kNone),
+      copies_(extent_states_.size()),
+      bindings_(extent_states_.size()),
+      block_extents_(static_cast<size_t>(num_slots_ * max_blocks_per_slot_), -1),
+      is_rebound_(block_extents_.size()) {
   state_.shape = ShapeOf(options);
   state_.shape.extents = extents_->data() + options.format.pages_offset();
   seen_.free_slots = state_.shape.num_slots;
@@ -110,18 +110,18 @@ absl::Status CudaResidency::TakeMemory(const kvstore::ResidencyOptions& options)
     KVASIR_ASSIGN_OR_RETURN(buffer, DeviceBuffer::Allocate(bytes));
     return absl::OkStatus();
   };
-  const int64_t rows = options.num_rows;
+  const int64_t extents = options.num_extents;
   KVASIR_RETURN_IF_ERROR(take(std::max(kGatheredBytes, layout_.block_bytes()), gathered_));
   KVASIR_RETURN_IF_ERROR(take(options.device_pages * layout_.page_bytes(), arena_));
-  KVASIR_RETURN_IF_ERROR(take(rows * layout_.block_bounds_bytes(), bounds_));
+  KVASIR_RETURN_IF_ERROR(take(extents * layout_.block_bounds_bytes(), bounds_));
   if (options.key_codes) {
-    KVASIR_RETURN_IF_ERROR(take(rows * layout_.block_key_codes_bytes(), key_codes_));
+    KVASIR_RETURN_IF_ERROR(take(extents * layout_.block_key_codes_bytes(), key_codes_));
   }
   state_.shape.arena = arena_.data();
   KVASIR_RETURN_IF_ERROR(take(LayOutResidency(state_.shape, nullptr).bytes, state_memory_));
   state_ = LayOutResidency(state_.shape, state_memory_.data());
   KVASIR_RETURN_IF_ERROR(
-      take(static_cast<int64_t>(block_rows_.size() * sizeof(int32_t)), block_rows_table_));
+      take(static_cast<int64_t>(block_extents_.size() * sizeof(int32_t)), block_extents_table_));
   KVASIR_RETURN_IF_ERROR(take(sizeof(uint32_t), step_number_));
   KVASIR_ASSIGN_OR_RETURN(counters_,
                           kernels::PinnedBuffer::Allocate(2 * sizeof(ResidencyCounters)));
@@ -130,12 +130,13 @@ absl::Status CudaResidency::TakeMemory(const kvstore::ResidencyOptions& options)
 }
 
 absl::Status CudaResidency::MakeTables() {
-  KVASIR_ASSIGN_OR_RETURN(bounds_table_, MakeAddresses(bounds_, std::ssize(rows_), stream_));
+  KVASIR_ASSIGN_OR_RETURN(bounds_table_,
+                          MakeAddresses(bounds_, std::ssize(extent_states_), stream_));
   if (key_codes_.size_bytes() > 0) {
     KVASIR_ASSIGN_OR_RETURN(key_codes_table_,
-                            MakeAddresses(key_codes_, std::ssize(rows_), stream_));
+                            MakeAddresses(key_codes_, std::ssize(extent_states_), stream_));
   }
-  KVASIR_RETURN_IF_ERROR(UploadWhole(block_rows_table_, block_rows_.data(), stream_));
+  KVASIR_RETURN_IF_ERROR(UploadWhole(block_extents_table_, block_extents_.data(), stream_));
   return InitResidency(state_, stream_.get());
 }
 
@@ -151,30 +152,30 @@ KvArenas CudaResidency::arenas() const {
           .host = {.base = extents_->data(), .bytes = extents_->size_bytes()}};
 }
 
-// ---- rows: the host's books, and the commands to the device
+// ---- extents: the host's books, and the commands to the device
 
-absl::Status CudaResidency::Open(int64_t row) {
-  KVASIR_CHECK(state_of(row) == RowState::kNone);
-  state_of(row) = RowState::kOpening;
-  ++open_rows_;
-  commands_.opened.push_back(static_cast<int32_t>(row));
+absl::Status CudaResidency::Open(int64_t extent) {
+  KVASIR_CHECK(state_of(extent) == ExtentState::kNone);
+  state_of(extent) = ExtentState::kOpening;
+  ++open_extents_;
+  commands_.opened.push_back(static_cast<int32_t>(extent));
   return absl::OkStatus();
 }
 
-absl::Status CudaResidency::Seal(int64_t row, const kvstore::BlockSeal& seal) {
-  if (state_of(row) == RowState::kOpening) KVASIR_RETURN_IF_ERROR(CarryOut(step_));
-  KVASIR_CHECK(state_of(row) == RowState::kOpen);
-  state_of(row) = RowState::kSealed;
-  --open_rows_;
+absl::Status CudaResidency::Seal(int64_t extent, const kvstore::BlockSeal& seal) {
+  if (state_of(extent) == ExtentState::kOpening) KVASIR_RETURN_IF_ERROR(CarryOut(step_));
+  KVASIR_CHECK(state_of(extent) == ExtentState::kOpen);
+  state_of(extent) = ExtentState::kSealed;
+  --open_extents_;
   ++sealed_blocks_;
-  commands_.copied.push_back(static_cast<int32_t>(row));
-  copies_[static_cast<size_t>(row)] = {.seal = seal, .number = begun_copies_ + 1};
+  commands_.copied.push_back(static_cast<int32_t>(extent));
+  copies_[static_cast<size_t>(extent)] = {.seal = seal, .number = begun_copies_ + 1};
   return absl::OkStatus();
 }
 
-absl::StatusOr<bool> CudaResidency::IsExtentWhole(int64_t row) {
-  KVASIR_CHECK(state_of(row) == RowState::kSealed);
-  RowCopy& copy = copies_[static_cast<size_t>(row)];
+absl::StatusOr<bool> CudaResidency::IsExtentWhole(int64_t extent) {
+  KVASIR_CHECK(state_of(extent) == ExtentState::kSealed);
+  ExtentCopy& copy = copies_[static_cast<size_t>(extent)];
   if (copy.is_whole) return true;
   if (copy.number > begun_copies_) KVASIR_RETURN_IF_ERROR(CarryOut(step_));
   if (copy.number > ended_copies_) {
@@ -183,64 +184,64 @@ absl::StatusOr<bool> CudaResidency::IsExtentWhole(int64_t row) {
     ended_copies_ = begun_copies_;
   }
   executor_.ParallelFor(layout_.pages_per_block(), [&](int64_t page, int) {
-    const absl::Span<const std::byte> bytes(host_.page(row, page),
+    const absl::Span<const std::byte> bytes(host_.page(extent, page),
                                             static_cast<size_t>(layout_.page_bytes()));
-    host_.checksums(row)[static_cast<size_t>(page)] =
+    host_.checksums(extent)[static_cast<size_t>(page)] =
         kvstore::PageChecksum(format_.identity(copy.seal.hash, copy.seal.generation, page), bytes);
   });
   copy.is_whole = true;
   return true;
 }
 
-void CudaResidency::Restore(int64_t row, const kvstore::BlockSeal& seal) {
-  KVASIR_CHECK(state_of(row) == RowState::kNone);
-  state_of(row) = RowState::kSealed;
-  commands_.restored.push_back(static_cast<int32_t>(row));
-  copies_[static_cast<size_t>(row)] = {.seal = seal, .is_whole = true};
+void CudaResidency::Restore(int64_t extent, const kvstore::BlockSeal& seal) {
+  KVASIR_CHECK(state_of(extent) == ExtentState::kNone);
+  state_of(extent) = ExtentState::kSealed;
+  commands_.restored.push_back(static_cast<int32_t>(extent));
+  copies_[static_cast<size_t>(extent)] = {.seal = seal, .is_whole = true};
 }
 
-void CudaResidency::Free(int64_t row) {
-  KVASIR_CHECK(bindings_[static_cast<size_t>(row)] == 0);
-  const RowState was = std::exchange(state_of(row), RowState::kNone);
-  // A row that the device has not been told of is never reported to it. Its extent may belong to
-  // another block at once.
-  const bool is_new = std::erase(commands_.opened, static_cast<int32_t>(row)) +
-                          std::erase(commands_.restored, static_cast<int32_t>(row)) >
+void CudaResidency::Free(int64_t extent) {
+  KVASIR_CHECK(bindings_[static_cast<size_t>(extent)] == 0);
+  const ExtentState was = std::exchange(state_of(extent), ExtentState::kNone);
+  // An extent that the device has not been told of is never reported to it. Its memory may belong
+  // to another block at once.
+  const bool is_new = std::erase(commands_.opened, static_cast<int32_t>(extent)) +
+                          std::erase(commands_.restored, static_cast<int32_t>(extent)) >
                       0;
-  std::erase(commands_.copied, static_cast<int32_t>(row));
-  std::erase(commands_.sealed, static_cast<int32_t>(row));
-  std::erase(being_copied_, static_cast<int32_t>(row));
-  const int64_t copy = copies_[static_cast<size_t>(row)].number;
+  std::erase(commands_.copied, static_cast<int32_t>(extent));
+  std::erase(commands_.sealed, static_cast<int32_t>(extent));
+  std::erase(being_copied_, static_cast<int32_t>(extent));
+  const int64_t copy = copies_[static_cast<size_t>(extent)].number;
   if (copy > ended_copies_ && copy <= begun_copies_) copied_.Wait().IgnoreError();
-  copies_[static_cast<size_t>(row)] = {};
-  if (!is_new && was != RowState::kNone) commands_.freed.push_back(static_cast<int32_t>(row));
-  if (was == RowState::kOpening || was == RowState::kOpen) --open_rows_;
+  copies_[static_cast<size_t>(extent)] = {};
+  if (!is_new && was != ExtentState::kNone) commands_.freed.push_back(static_cast<int32_t>(extent));
+  if (was == ExtentState::kOpening || was == ExtentState::kOpen) --open_extents_;
 }
 
-void CudaResidency::Bind(int64_t slot, int64_t index, int64_t row) {
+void CudaResidency::Bind(int64_t slot, int64_t index, int64_t extent) {
   const size_t entry = static_cast<size_t>(slot * max_blocks_per_slot_ + index);
-  if (block_rows_[entry] >= 0) --bindings_[static_cast<size_t>(block_rows_[entry])];
-  if (row >= 0) ++bindings_[static_cast<size_t>(row)];
-  block_rows_[entry] = static_cast<int32_t>(row);
+  if (block_extents_[entry] >= 0) --bindings_[static_cast<size_t>(block_extents_[entry])];
+  if (extent >= 0) ++bindings_[static_cast<size_t>(extent)];
+  block_extents_[entry] = static_cast<int32_t>(extent);
   if (is_rebound_[entry]) return;
   is_rebound_[entry] = true;
   commands_.bound.push_back(static_cast<int64_t>(entry));
 }
 
-int64_t CudaResidency::PagesInDevice(int64_t row) const {
-  const RowState state = rows_[static_cast<size_t>(row)];
-  if (state == RowState::kNone) return 0;
-  if (state != RowState::kSealed) return state_.shape.pages_per_row;
-  if (row_pages_.empty()) {
-    absl::StatusOr<std::vector<int32_t>> counts = FetchRowPages();
+int64_t CudaResidency::PagesInDevice(int64_t extent) const {
+  const ExtentState state = extent_states_[static_cast<size_t>(extent)];
+  if (state == ExtentState::kNone) return 0;
+  if (state != ExtentState::kSealed) return state_.shape.pages_per_extent;
+  if (extent_pages_.empty()) {
+    absl::StatusOr<std::vector<int32_t>> counts = FetchExtentPages();
     if (!counts.ok()) return 0;  // an error of the device: the next step reports it
-    row_pages_ = *std::move(counts);
+    extent_pages_ = *std::move(counts);
   }
-  return row_pages_[static_cast<size_t>(row)];
+  return extent_pages_[static_cast<size_t>(extent)];
 }
 
-absl::StatusOr<std::vector<int32_t>> CudaResidency::FetchRowPages() const {
-  std::vector<int32_t> counts(rows_.size());
+absl::StatusOr<std::vector<int32_t>> CudaResidency::FetchExtentPages() const {
+  std::vector<int32_t> counts(extent_states_.size());
   const int64_t bytes = static_cast<int64_t>(counts.size() * sizeof(int32_t));
   KVASIR_ASSIGN_OR_RETURN(const DeviceBuffer buffer, DeviceBuffer::Allocate(bytes));
   KVASIR_RETURN_IF_ERROR(
@@ -256,10 +257,10 @@ absl::StatusOr<kernels::PagedKv> CudaResidency::BeginStep(uint32_t step) {
   step_ = step;
   KVASIR_RETURN_IF_ERROR(CarryOut(step));
   return kernels::PagedKv{.layout = layout_,
-                          .block_rows = block_rows_table_.As<int32_t>(),
+                          .block_extents = block_extents_table_.As<int32_t>(),
                           .num_slots = num_slots_,
                           .max_blocks_per_slot = max_blocks_per_slot_,
-                          .num_rows = std::ssize(rows_),
+                          .num_extents = std::ssize(extent_states_),
                           .pages = state_.pages,
                           .bounds = bounds_table_.As<std::byte*>(),
                           .key_codes = key_codes_table_.As<std::byte*>(),
@@ -279,17 +280,17 @@ absl::Status CudaResidency::CarryOut(uint32_t step) {
     TakeCopied();
   }
   KVASIR_ASSIGN_OR_RETURN(const DeviceCommands device,
-                          upload_.Upload(commands_, block_rows_, stream_));
-  KVASIR_RETURN_IF_ERROR(SealRows(state_, device.sealed, stream));
-  KVASIR_RETURN_IF_ERROR(FreeRows(state_, device.freed, stream));
+                          upload_.Upload(commands_, block_extents_, stream_));
+  KVASIR_RETURN_IF_ERROR(SealExtents(state_, device.sealed, stream));
+  KVASIR_RETURN_IF_ERROR(FreeExtents(state_, device.freed, stream));
   KVASIR_RETURN_IF_ERROR(TakeRestored(device.restored));
-  // Slots that are being filled belong to no row. Where they may be needed, the fills must end
+  // Slots that are being filled belong to no extent. Where they may be needed, the fills must end
   // first.
   if (held_pages() > most_pinned && !device.opened.empty()) KVASIR_RETURN_IF_ERROR(EndFills());
-  KVASIR_RETURN_IF_ERROR(OpenRows(state_, device.opened, stream));
+  KVASIR_RETURN_IF_ERROR(OpenExtents(state_, device.opened, stream));
   KVASIR_RETURN_IF_ERROR(BeginResidencyStep(step, step_number_.As<uint32_t>(), device.bound,
-                                            block_rows_table_.As<int32_t>(), stream));
-  for (const int32_t row : commands_.opened) state_of(row) = RowState::kOpen;
+                                            block_extents_table_.As<int32_t>(), stream));
+  for (const int32_t extent : commands_.opened) state_of(extent) = ExtentState::kOpen;
   for (const int64_t entry : commands_.bound) is_rebound_[static_cast<size_t>(entry)] = false;
   commands_ = {};
   return absl::OkStatus();
@@ -299,13 +300,13 @@ absl::Status CudaResidency::BeginCopies() {
   if (commands_.copied.empty()) return absl::OkStatus();
   KVASIR_RETURN_IF_ERROR(written_.Record(stream_));
   KVASIR_RETURN_IF_ERROR(written_.HoldBack(copy_stream_));
-  KVASIR_RETURN_IF_ERROR(CopyRowsToHost(
+  KVASIR_RETURN_IF_ERROR(CopyExtentsToHost(
       state_, commands_.copied, {gathered_.data(), static_cast<size_t>(gathered_.size_bytes())},
       copy_stream_.get()));
   const int64_t bytes = layout_.block_bounds_bytes();
-  for (const int64_t row : commands_.copied) {
+  for (const int64_t extent : commands_.copied) {
     KVASIR_RETURN_IF_ERROR(
-        copy_stream_.CopyToHost(host_.bounds(row), bounds_.data() + row * bytes, bytes));
+        copy_stream_.CopyToHost(host_.bounds(extent), bounds_.data() + extent * bytes, bytes));
   }
   being_copied_.insert(being_copied_.end(), commands_.copied.begin(), commands_.copied.end());
   commands_.copied.clear();
@@ -325,15 +326,15 @@ void CudaResidency::TakeCopied() {
   being_copied_.clear();
 }
 
-absl::Status CudaResidency::TakeRestored(std::span<int32_t> device_rows) {
-  KVASIR_RETURN_IF_ERROR(RestoreRows(state_, device_rows, stream_.get()));
+absl::Status CudaResidency::TakeRestored(std::span<int32_t> device_extents) {
+  KVASIR_RETURN_IF_ERROR(RestoreExtents(state_, device_extents, stream_.get()));
   const int64_t bytes = layout_.block_bounds_bytes();
-  for (const int64_t row : commands_.restored) {
+  for (const int64_t extent : commands_.restored) {
     KVASIR_RETURN_IF_ERROR(
-        stream_.CopyToDevice(bounds_.data() + row * bytes, host_.bounds(row), bytes));
+        stream_.CopyToDevice(bounds_.data() + extent * bytes, host_.bounds(extent), bytes));
   }
   if (key_codes_.size_bytes() == 0) return absl::OkStatus();
-  return EncodePages(layout_, state_.pages, key_codes_table_.As<std::byte*>(), device_rows,
+  return EncodePages(layout_, state_.pages, key_codes_table_.As<std::byte*>(), device_extents,
                      stream_.get());
 }
 
@@ -342,7 +343,7 @@ absl::Status CudaResidency::EndFills() {
   return MapFills(state_, stream_.get());
 }
 
-absl::StatusOr<std::vector<kvstore::CorruptRow>> CudaResidency::EndStep() {
+absl::StatusOr<std::vector<kvstore::CorruptExtent>> CudaResidency::EndStep() {
   KVASIR_RETURN_IF_ERROR(EndFills());
   KVASIR_RETURN_IF_ERROR(PlanFills(state_, step_, stream_.get()));
   KVASIR_RETURN_IF_ERROR(planned_.Record(stream_));
@@ -355,11 +356,11 @@ absl::StatusOr<std::vector<kvstore::CorruptRow>> CudaResidency::EndStep() {
   seen_ = counters;
   KVASIR_RETURN_IF_ERROR(stream_.CopyToHost(&counters, state_.counters, sizeof(ResidencyCounters)));
   KVASIR_RETURN_IF_ERROR(counted_[parity].Record(stream_));
-  row_pages_.clear();
-  if (seen_.without_room == 0) return std::vector<kvstore::CorruptRow>();
+  extent_pages_.clear();
+  if (seen_.without_room == 0) return std::vector<kvstore::CorruptExtent>();
   return absl::InternalError(
       absl::StrCat("residency: ", seen_.without_room, " pages of opened blocks found no slot of ",
-                   state_.shape.num_slots, "; open rows have ", pinned_pages()));
+                   state_.shape.num_slots, "; open extents have ", pinned_pages()));
 }
 
 // ---- accounting
@@ -381,31 +382,31 @@ absl::Status CudaResidency::CheckIntegrity() const {
   KVASIR_RETURN_IF_ERROR(stream_.CopyToHost(image.data(), state_memory_.data(), state_.bytes));
   KVASIR_RETURN_IF_ERROR(stream_.Wait());
   const ResidencyState found = LayOutResidency(state_.shape, image.data());
-  KVASIR_RETURN_IF_ERROR(CheckRows(found));
+  KVASIR_RETURN_IF_ERROR(CheckExtents(found));
   return CheckSlots(found);
 }
 
-absl::Status CudaResidency::CheckRows(const ResidencyState& found) const {
+absl::Status CudaResidency::CheckExtents(const ResidencyState& found) const {
   const ResidencyShape& shape = state_.shape;
   const std::set<int64_t> being_copied(being_copied_.begin(), being_copied_.end());
   const auto is_held = [&](int64_t page) {
-    return being_copied.contains(page / shape.pages_per_row);
+    return being_copied.contains(page / shape.pages_per_extent);
   };
   for (int64_t page = 0; page < shape.num_pages(); ++page) {
-    const RowState row = rows_[static_cast<size_t>(page / shape.pages_per_row)];
+    const ExtentState state = extent_states_[static_cast<size_t>(page / shape.pages_per_extent)];
     const PageRef ref = found.pages[page];
     const int64_t slot = ref.tier() == PageTier::kDevice ? shape.slot_of(ref.page()) : -1;
     const bool is_well =
-        row == RowState::kNone ? ref.tier() == PageTier::kAbsent
-        : slot >= 0            ? found.slot_pages[slot] == page &&
-                          found.slot_states[slot] == (row == RowState::kOpen || is_held(page)
+        state == ExtentState::kNone ? ref.tier() == PageTier::kAbsent
+        : slot >= 0                 ? found.slot_pages[slot] == page &&
+                          found.slot_states[slot] == (state == ExtentState::kOpen || is_held(page)
                                                           ? SlotState::kPinned
                                                           : SlotState::kCached)
-                    : row == RowState::kSealed && ref.page() == shape.host_page(page);
+                    : state == ExtentState::kSealed && ref.page() == shape.host_page(page);
     if (is_well) continue;
-    return absl::InternalError(absl::StrCat("residency: page ", page % shape.pages_per_row,
-                                            " of row ", page / shape.pages_per_row, " in state ",
-                                            static_cast<int>(row), " is in tier ",
+    return absl::InternalError(absl::StrCat("residency: page ", page % shape.pages_per_extent,
+                                            " of extent ", page / shape.pages_per_extent,
+                                            " in state ", static_cast<int>(state), " is in tier ",
                                             static_cast<int>(ref.tier()), ", slot ", slot));
   }
   return absl::OkStatus();
@@ -425,7 +426,7 @@ absl::Status CudaResidency::CheckSlots(const ResidencyState& found) const {
   return absl::InternalError(absl::StrCat(
       "residency: of ", shape.num_slots, " slots ", count(SlotState::kFree), " are free, counted ",
       counters.free_slots, "; ", count(SlotState::kFilling), " being filled, counted ",
-      counters.num_fills, "; ", count(SlotState::kPinned), " pinned, open rows have ",
+      counters.num_fills, "; ", count(SlotState::kPinned), " pinned, open extents have ",
       pinned_pages(), "; ", counters.without_room, " pages found no slot"));
 }
 

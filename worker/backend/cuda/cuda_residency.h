@@ -1,6 +1,6 @@
 // Residency decided on the GPU (kernels/residency/residency.h). The page table and the state that
 // decides which page moves next lie in device memory; the host tier lies in pinned memory that
-// kernels read in place. Requests of the store between two steps (rows opened, sealed, freed,
+// kernels read in place. Requests of the store between two steps (extents opened, sealed, freed,
 // restored, bound) are written down and put on the stream when the next step begins, as a list as
 // long as the number of changes. In the steady decode loop the list is empty, and nothing here
 // waits for the device.
@@ -52,32 +52,32 @@ class CudaResidency final : public kvstore::PageResidency {
   KvArenas arenas() const;
 
   kvstore::HostSlab& host() override { return host_; }
-  // Extents are pinned in the order of rows while the first of them are used.
-  absl::Status AwaitExtent(int64_t row) override { return extents_->Await(row); }
-  absl::Status Open(int64_t row) override;
-  absl::Status Seal(int64_t row, const kvstore::BlockSeal& seal) override;
+  // Extents are pinned in their order while the first of them are used.
+  absl::Status AwaitExtent(int64_t extent) override { return extents_->Await(extent); }
+  absl::Status Open(int64_t extent) override;
+  absl::Status Seal(int64_t extent, const kvstore::BlockSeal& seal) override;
   // Computes the checksums when the copy is over; the device makes none.
-  absl::StatusOr<bool> IsExtentWhole(int64_t row) override;
-  void Restore(int64_t row, const kvstore::BlockSeal& seal) override;
-  void Free(int64_t row) override;
-  void Bind(int64_t slot, int64_t index, int64_t row) override;
-  int64_t BoundRow(int64_t slot, int64_t index) const override {
-    return block_rows_[static_cast<size_t>(slot * max_blocks_per_slot_ + index)];
+  absl::StatusOr<bool> IsExtentWhole(int64_t extent) override;
+  void Restore(int64_t extent, const kvstore::BlockSeal& seal) override;
+  void Free(int64_t extent) override;
+  void Bind(int64_t slot, int64_t index, int64_t extent) override;
+  int64_t BoundExtent(int64_t slot, int64_t index) const override {
+    return block_extents_[static_cast<size_t>(slot * max_blocks_per_slot_ + index)];
   }
   // Waits for the device at its first call after a step.
-  int64_t PagesInDevice(int64_t row) const override;
+  int64_t PagesInDevice(int64_t extent) const override;
   absl::StatusOr<kernels::PagedKv> BeginStep(uint32_t step) override;
-  absl::StatusOr<std::vector<kvstore::CorruptRow>> EndStep() override;
+  absl::StatusOr<std::vector<kvstore::CorruptExtent>> EndStep() override;
   int64_t device_pages() const override { return state_.shape.num_slots; }
-  int64_t pinned_pages() const override { return open_rows_ * state_.shape.pages_per_row; }
+  int64_t pinned_pages() const override { return open_extents_ * state_.shape.pages_per_extent; }
   kvstore::ResidencyStats stats() const override;
   // Fetches the whole state.
   absl::Status CheckIntegrity() const override;
 
  private:
-  enum class RowState : uint8_t { kNone, kOpening, kOpen, kSealed };
-  // The copy of a sealed row to its extent.
-  struct RowCopy {
+  enum class ExtentState : uint8_t { kNone, kOpening, kOpen, kSealed };
+  // The copy of a sealed extent to the host tier.
+  struct ExtentCopy {
     kvstore::BlockSeal seal;
     int64_t number = 0;  // of the batch of copies that it was put on the stream with
     bool is_whole = false;
@@ -90,23 +90,23 @@ class CudaResidency final : public kvstore::PageResidency {
 
   // Puts the commands on the stream, and the number of the step that follows them.
   absl::Status CarryOut(uint32_t step);
-  // Begins copies of sealed rows to their extents, which run beside the steps. The rows' pages stay
-  // in place until the copies are known to be over, or until slots are scarce: then the stream
-  // waits.
+  // Begins copies of sealed extents to the host tier, which run beside the steps. The extents'
+  // pages stay in place until the copies are known to be over, or until slots are scarce: then the
+  // stream waits.
   absl::Status BeginCopies();
   absl::Status SealCopied();
   void TakeCopied();
-  absl::Status TakeRestored(std::span<int32_t> device_rows);
+  absl::Status TakeRestored(std::span<int32_t> device_extents);
   // Makes the stream wait for the copies of the planned fills, then maps them in the tables.
   absl::Status EndFills();
-  absl::StatusOr<std::vector<int32_t>> FetchRowPages() const;
-  absl::Status CheckRows(const kernels::ResidencyState& found) const;
+  absl::StatusOr<std::vector<int32_t>> FetchExtentPages() const;
+  absl::Status CheckExtents(const kernels::ResidencyState& found) const;
   absl::Status CheckSlots(const kernels::ResidencyState& found) const;
 
-  RowState& state_of(int64_t row) { return rows_[static_cast<size_t>(row)]; }
-  // Pages of rows that are open or being copied.
+  ExtentState& state_of(int64_t extent) { return extent_states_[static_cast<size_t>(extent)]; }
+  // Pages of extents that are open or being copied.
   int64_t held_pages() const {
-    return (open_rows_ + std::ssize(being_copied_)) * state_.shape.pages_per_row;
+    return (open_extents_ + std::ssize(being_copied_)) * state_.shape.pages_per_extent;
   }
 
   // Constant after Make.
@@ -123,19 +123,19 @@ class CudaResidency final : public kvstore::PageResidency {
   kvstore::HostSlab host_;
   kernels::DeviceBuffer gathered_;  // pages on the way to extents
   kernels::DeviceBuffer arena_, bounds_, key_codes_, bounds_table_, key_codes_table_, state_memory_,
-      block_rows_table_, step_number_;
+      block_extents_table_, step_number_;
   kernels::ResidencyState state_;  // in state_memory_
 
   // The host's own books.
-  std::vector<RowState> rows_;
-  std::vector<RowCopy> copies_;        // [row]
-  std::vector<int32_t> being_copied_;  // rows not yet sealed on the device
+  std::vector<ExtentState> extent_states_;
+  std::vector<ExtentCopy> copies_;     // [extent]
+  std::vector<int32_t> being_copied_;  // extents not yet sealed on the device
   int64_t begun_copies_ = 0;
-  int64_t ended_copies_ = 0;         // known to have ended
-  std::vector<int32_t> bindings_;    // [row], number of slots bound to it
-  std::vector<int32_t> block_rows_;  // [slot, index]
-  std::vector<bool> is_rebound_;     // [slot, index], whether it is among commands_.bound
-  int64_t open_rows_ = 0;
+  int64_t ended_copies_ = 0;            // known to have ended
+  std::vector<int32_t> bindings_;       // [extent], number of slots bound to it
+  std::vector<int32_t> block_extents_;  // [slot, index]
+  std::vector<bool> is_rebound_;        // [slot, index], whether it is among commands_.bound
+  int64_t open_extents_ = 0;
   int64_t sealed_blocks_ = 0;
   ResidencyCommands commands_;
   uint32_t step_ = 0;
@@ -143,7 +143,7 @@ class CudaResidency final : public kvstore::PageResidency {
   CommandUpload upload_;
   kernels::PinnedBuffer counters_;  // [2], written by the device when counted_ is recorded
   kernels::ResidencyCounters seen_;
-  mutable std::vector<int32_t> row_pages_;  // [row] in the device tier; empty: not fetched
+  mutable std::vector<int32_t> extent_pages_;  // [extent] in the device tier; empty: not fetched
 };
 
 }  // namespace kvasir::worker

@@ -21,8 +21,8 @@ using kernels::CudaSelectParams;
 using kernels::kPageTokens;
 using kernels::PagedKv;
 using kernels::PageSelection;
+using kernels::PolicyNumbers;
 using kernels::SelectBounds;
-using kernels::SelectionNumbers;
 
 // Query tiles beyond this take turns: tokenselect needs 20 bytes per tile, KV head and token that
 // the tile's slot can hold.
@@ -88,12 +88,12 @@ absl::StatusOr<SelectLimits> LimitsOf(const StepBatch& batch, const StepShape& s
     bounds.capacity = std::max(bounds.capacity, SelectionCapacity(batch, layer));
     for (const SelectorGroup& served : batch.groups) {
       for (int64_t b = served.begin; b < served.end; ++b) {
-        const SelectionNumbers n = NumbersInLayer(batch, b, layer);
-        const auto header = kernels::MakeHeader(batch.blocks[static_cast<size_t>(b)], n);
-        const kernels::QueryBlock& block = batch.blocks[static_cast<size_t>(b)];
+        const PolicyNumbers n = NumbersInLayer(batch, b, layer);
+        const auto header = kernels::MakeHeader(batch.tiles[static_cast<size_t>(b)], n);
+        const kernels::QueryTile& tile = batch.tiles[static_cast<size_t>(b)];
         if (served.served->on_gpu.selector->ReadsAll() ||
             header.kind == kernels::SelectionHeader::Kind::kAll) {
-          limits.positions = std::max(limits.positions, block.first_position + block.num_rows);
+          limits.positions = std::max(limits.positions, tile.first_position + tile.num_rows);
           continue;
         }
         const int64_t least = served.served->selector->MinWindowTokens();
@@ -132,13 +132,13 @@ int64_t SelectWorkspaceBytes(const StepShape& shape, const SelectLimits& limits,
 
 absl::Status SelectOnGpu(const ServedSelector& served, const SelectLimits& limits,
                          const CudaSelectParams& params, const PageSelection& rows,
-                         const SelectMemory& memory, cudaStream_t stream) {
+                         const SelectWorkspace& memory, cudaStream_t stream) {
   const kernels::CudaStages& stages = served.on_gpu;
   if (stages.selector->ReadsAll()) return absl::OkStatus();
   KVASIR_ASSIGN_OR_RETURN(const CudaSelectParams placed,
                           PlaceQueries(*stages.selector, params, memory.placed_queries, stream));
   const int64_t heads = params.kv.layout.num_kv_heads;
-  const int64_t blocks = std::ssize(params.blocks);
+  const int64_t blocks = std::ssize(params.tiles);
   const int64_t at_once = BlocksAtOnce(stages, limits.select, params.kv);
   for (int64_t begin = 0; begin < blocks; begin += at_once) {
     const int64_t count = std::min(at_once, blocks - begin);
@@ -147,7 +147,7 @@ absl::Status SelectOnGpu(const ServedSelector& served, const SelectLimits& limit
       return all.subspan(static_cast<size_t>(begin), static_cast<size_t>(count));
     };
     const auto some_of = [&](CudaSelectParams all) {
-      all.blocks = part(all.blocks);
+      all.tiles = part(all.tiles);
       all.numbers = part(all.numbers);
       all.device_memories = part(all.device_memories);
       return all;

@@ -37,7 +37,7 @@ absl::StatusOr<SelectLimits> LimitsOf(const StepBatch& batch, const StepShape& s
 int64_t SelectWorkspaceBytes(const StepShape& shape, const SelectLimits& limits,
                              const kernels::PagedKv& kv);
 
-struct SelectMemory {
+struct SelectWorkspace {
   std::byte* workspace = nullptr;      // SelectWorkspaceBytes
   kernels::TensorView placed_queries;  // scratch like q, used with params.device_rope
 };
@@ -47,7 +47,7 @@ struct SelectMemory {
 // memory.
 absl::Status SelectOnGpu(const ServedSelector& served, const SelectLimits& limits,
                          const kernels::CudaSelectParams& params,
-                         const kernels::PageSelection& rows, const SelectMemory& memory,
+                         const kernels::PageSelection& rows, const SelectWorkspace& memory,
                          cudaStream_t stream);
 
 }  // namespace kvasir::worker

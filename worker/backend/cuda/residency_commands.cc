@@ -27,16 +27,17 @@ absl::StatusOr<CommandUpload> CommandUpload::Create() {
 }
 
 absl::StatusOr<DeviceCommands> CommandUpload::Upload(const ResidencyCommands& commands,
-                                                     std::span<const int32_t> block_rows,
+                                                     std::span<const int32_t> block_extents,
                                                      const CudaStream& stream) {
   if (commands.empty()) return DeviceCommands();
   const auto lay_out = [&](std::byte* memory, int64_t& bytes) {
     kernels::ScratchPieces pieces(memory);
-    DeviceCommands lists = {.sealed = Take<int32_t>(pieces, commands.sealed.size()),
-                            .freed = Take<int32_t>(pieces, commands.freed.size()),
-                            .restored = Take<int32_t>(pieces, commands.restored.size()),
-                            .opened = Take<int32_t>(pieces, commands.opened.size()),
-                            .bound = Take<kernels::BlockRowChange>(pieces, commands.bound.size())};
+    DeviceCommands lists = {
+        .sealed = Take<int32_t>(pieces, commands.sealed.size()),
+        .freed = Take<int32_t>(pieces, commands.freed.size()),
+        .restored = Take<int32_t>(pieces, commands.restored.size()),
+        .opened = Take<int32_t>(pieces, commands.opened.size()),
+        .bound = Take<kernels::BlockExtentChange>(pieces, commands.bound.size())};
     bytes = pieces.bytes();
     return lists;
   };
@@ -54,8 +55,8 @@ absl::StatusOr<DeviceCommands> CommandUpload::Upload(const ResidencyCommands& co
   std::copy(commands.opened.begin(), commands.opened.end(), on_host.opened.begin());
   std::transform(commands.bound.begin(), commands.bound.end(), on_host.bound.begin(),
                  [&](int64_t entry) {
-                   return kernels::BlockRowChange{.entry = entry,
-                                                  .row = block_rows[static_cast<size_t>(entry)]};
+                   return kernels::BlockExtentChange{
+                       .entry = entry, .extent = block_extents[static_cast<size_t>(entry)]};
                  });
   KVASIR_RETURN_IF_ERROR(stream.CopyToDevice(device, host, bytes));
   KVASIR_RETURN_IF_ERROR(uploaded_.Record(stream));

@@ -1,6 +1,6 @@
-// Changes of rows and bindings that the store asks for between two steps: written down on the host,
-// then copied to the device as lists that the residency's kernels read. Used by the residency on
-// the GPU. Thread-compatible.
+// Changes of extents and bindings that the store asks for between two steps: written down on the
+// host, then copied to the device as lists that the residency's kernels read. Used by the residency
+// on the GPU. Thread-compatible.
 #pragma once
 
 #include <cstdint>
@@ -17,9 +17,9 @@ namespace kvasir::worker {
 
 // The changes, in the order in which they are carried out.
 struct ResidencyCommands {
-  std::vector<int32_t> copied;  // rows copied to their extents; sealed when the copy is over
+  std::vector<int32_t> copied;  // extents copied to the host tier; sealed when the copy is over
   std::vector<int32_t> sealed, freed, restored, opened;
-  std::vector<int64_t> bound;  // entries of the table of rows by slot, each once
+  std::vector<int64_t> bound;  // entries of the table of extents by slot, each once
 
   bool empty() const {
     return copied.empty() && sealed.empty() && freed.empty() && restored.empty() &&
@@ -30,7 +30,7 @@ struct ResidencyCommands {
 // The same in device memory, except for `copied`: no kernel reads that list.
 struct DeviceCommands {
   std::span<int32_t> sealed, freed, restored, opened;
-  std::span<kernels::BlockRowChange> bound;
+  std::span<kernels::BlockExtentChange> bound;
 };
 
 // Memory in which commands go to the device; grows to the largest number seen.
@@ -38,10 +38,10 @@ class CommandUpload {
  public:
   static absl::StatusOr<CommandUpload> Create();
 
-  // Puts the copy of the commands on the stream. `block_rows` is the table that `bound` has entries
-  // of. Waits for the copy before. The lists are valid until the next call.
+  // Puts the copy of the commands on the stream. `block_extents` is the table that `bound` has
+  // entries of. Waits for the copy before. The lists are valid until the next call.
   absl::StatusOr<DeviceCommands> Upload(const ResidencyCommands& commands,
-                                        std::span<const int32_t> block_rows,
+                                        std::span<const int32_t> block_extents,
                                         const CudaStream& stream);
 
  private:

@@ -18,14 +18,14 @@ std::span<T> Take(kernels::ScratchPieces& pieces, int64_t count) {
 
 // Returns, for each query tile of the batch, the selector that serves it.
 std::vector<const ServedSelector*> ServedOf(const StepBatch& batch) {
-  std::vector<const ServedSelector*> served(batch.blocks.size());
+  std::vector<const ServedSelector*> served(batch.tiles.size());
   for (const SelectorGroup& group : batch.groups) {
     std::fill(served.begin() + group.begin, served.begin() + group.end, group.served);
   }
   return served;
 }
 
-bool IsSingle(const kernels::QueryBlock& block) { return block.num_rows == 1; }
+bool IsSingle(const kernels::QueryTile& tile) { return tile.num_rows == 1; }
 
 }  // namespace
 
@@ -36,14 +36,14 @@ int64_t StepShape::NumbersFor(int64_t layer) const {
 StepShape ShapeOf(const StepBatch& batch, int64_t num_kv_heads) {
   StepShape shape = {.order = {}, .ranges = {}, .number_sets = {}, .num_kv_heads = num_kv_heads};
   for (const bool single : {true, false}) {
-    for (int64_t b = 0; b < std::ssize(batch.blocks); ++b) {
-      if (IsSingle(batch.blocks[static_cast<size_t>(b)]) == single) shape.order.push_back(b);
+    for (int64_t b = 0; b < std::ssize(batch.tiles); ++b) {
+      if (IsSingle(batch.tiles[static_cast<size_t>(b)]) == single) shape.order.push_back(b);
     }
-    if (single) shape.num_single = shape.num_blocks();
+    if (single) shape.num_single = shape.num_tiles();
   }
   const std::vector<const ServedSelector*> served = ServedOf(batch);
   const kernels::RememberedSelections* last_memory = nullptr;
-  for (int64_t i = 0; i < shape.num_blocks(); ++i) {
+  for (int64_t i = 0; i < shape.num_tiles(); ++i) {
     const auto b = static_cast<size_t>(shape.order[static_cast<size_t>(i)]);
     const ServedSelector* const own = served[b];
     const auto* const memory = batch.infos[b].memory;
@@ -55,7 +55,7 @@ StepShape ShapeOf(const StepBatch& batch, int64_t num_kv_heads) {
     ++shape.ranges.back().end;
   }
   std::set<int64_t> begins = {0};
-  for (const BlockInfo& info : batch.infos) {
+  for (const TileInfo& info : batch.infos) {
     begins.insert(info.dense_layers);
     for (const LayerBudget& layers : info.layer_budgets) begins.insert({layers.begin, layers.end});
   }
@@ -65,15 +65,15 @@ StepShape ShapeOf(const StepBatch& batch, int64_t num_kv_heads) {
 
 StepTable LayOut(const StepBatch& batch, const StepShape& shape, std::byte* memory) {
   kernels::ScratchPieces pieces(memory);
-  const int64_t blocks = shape.num_blocks();
+  const int64_t blocks = shape.num_tiles();
   StepTable table;
   table.tokens = Take<int32_t>(pieces, batch.num_tokens());
   table.fed_by = Take<int32_t>(pieces, batch.num_tokens());
   table.positions = Take<int64_t>(pieces, batch.num_tokens());
   table.sampled_tokens = Take<int32_t>(pieces, std::ssize(batch.sampled_tokens));
-  table.appends = Take<kernels::QueryBlock>(pieces, std::ssize(batch.appends));
-  table.blocks = Take<kernels::QueryBlock>(pieces, blocks);
-  table.numbers = Take<kernels::SelectionNumbers>(pieces, std::ssize(shape.number_sets) * blocks);
+  table.appends = Take<kernels::QueryTile>(pieces, std::ssize(batch.appends));
+  table.tiles = Take<kernels::QueryTile>(pieces, blocks);
+  table.numbers = Take<kernels::PolicyNumbers>(pieces, std::ssize(shape.number_sets) * blocks);
   table.headers = Take<kernels::SelectionHeader>(pieces, blocks * shape.num_kv_heads);
   table.memories = Take<kernels::DeviceSelectionMemory>(pieces, blocks);
   table.truncations = Take<Truncation>(pieces, std::ssize(batch.truncations));
@@ -81,12 +81,12 @@ StepTable LayOut(const StepBatch& batch, const StepShape& shape, std::byte* memo
   return table;
 }
 
-StepResults LayOutResults(const StepBatch& batch, const StepShape& shape, int64_t num_layers,
-                          int64_t num_slots, std::byte* memory) {
+DeviceStepOutputs LayOutResults(const StepBatch& batch, const StepShape& shape, int64_t num_layers,
+                                int64_t num_slots, std::byte* memory) {
   kernels::ScratchPieces pieces(memory);
-  StepResults results;
+  DeviceStepOutputs results;
   results.counts =
-      Take<kernels::SelectedCounts>(pieces, num_layers * shape.num_blocks() * shape.num_kv_heads);
+      Take<kernels::SelectedCounts>(pieces, num_layers * shape.num_tiles() * shape.num_kv_heads);
   results.finite = Take<uint8_t>(pieces, batch.num_tokens());
   results.faults = Take<uint8_t>(pieces, num_slots);
   results.bytes = pieces.bytes();
@@ -102,13 +102,13 @@ void Fill(const StepBatch& batch, const StepShape& shape, const StepTable& table
   std::copy(batch.truncations.begin(), batch.truncations.end(), table.truncations.begin());
   for (size_t i = 0; i < shape.order.size(); ++i) {
     const size_t b = static_cast<size_t>(shape.order[i]);
-    const kernels::QueryBlock& block = batch.blocks[b];
-    table.blocks[i] = block;
+    const kernels::QueryTile& tile = batch.tiles[b];
+    table.tiles[i] = tile;
     const size_t heads = static_cast<size_t>(shape.num_kv_heads);
     std::fill_n(table.headers.begin() + static_cast<std::ptrdiff_t>(i * heads), heads,
-                kernels::MakeAllHeader(block));
+                kernels::MakeAllHeader(tile));
     for (size_t set = 0; set < shape.number_sets.size(); ++set) {
-      kernels::SelectionNumbers& numbers = table.numbers[set * shape.order.size() + i];
+      kernels::PolicyNumbers& numbers = table.numbers[set * shape.order.size() + i];
       numbers = NumbersInLayer(batch, static_cast<int64_t>(b), shape.number_sets[set]);
     }
   }

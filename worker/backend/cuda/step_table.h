@@ -36,7 +36,7 @@ struct StepShape {
   std::vector<int64_t> number_sets;
   int64_t num_kv_heads = 0;
 
-  int64_t num_blocks() const { return static_cast<int64_t>(order.size()); }
+  int64_t num_tiles() const { return static_cast<int64_t>(order.size()); }
   // Returns the index in number_sets of the set for `layer`.
   int64_t NumbersFor(int64_t layer) const;
 };
@@ -49,20 +49,20 @@ struct StepTable {
   std::span<int32_t> fed_by;  // StepBatch::fed_by
   std::span<int64_t> positions;
   std::span<int32_t> sampled_tokens;
-  std::span<kernels::QueryBlock> appends;
-  std::span<kernels::QueryBlock> blocks;  // in the device's order, as all below
-  // [number sets][blocks]
-  std::span<kernels::SelectionNumbers> numbers;
-  // [blocks][KV heads]. Those of selector `all` are complete; other selectors overwrite those of
+  std::span<kernels::QueryTile> appends;
+  std::span<kernels::QueryTile> tiles;  // in the device's order, as all below
+  // [number sets][tiles]
+  std::span<kernels::PolicyNumbers> numbers;
+  // [tiles][KV heads]. Those of selector `all` are complete; other selectors overwrite those of
   // their rows.
   std::span<kernels::SelectionHeader> headers;
-  // [blocks]: the memory of their sequence, if it reuses selections. Not written by Fill.
+  // [tiles]: the memory of their sequence, if it reuses selections. Not written by Fill.
   std::span<kernels::DeviceSelectionMemory> memories;
   std::span<Truncation> truncations;
   int64_t bytes = 0;
 
-  std::span<const kernels::SelectionNumbers> NumbersOfSet(int64_t set) const {
-    return numbers.subspan(static_cast<size_t>(set) * blocks.size(), blocks.size());
+  std::span<const kernels::PolicyNumbers> NumbersOfSet(int64_t set) const {
+    return numbers.subspan(static_cast<size_t>(set) * tiles.size(), tiles.size());
   }
 };
 
@@ -70,7 +70,7 @@ struct StepTable {
 StepTable LayOut(const StepBatch& batch, const StepShape& shape, std::byte* memory);
 
 // Arrays that kernels write in a step, in one piece of memory that is copied to the host once.
-struct StepResults {
+struct DeviceStepOutputs {
   std::span<kernels::SelectedCounts> counts;  // [layers][blocks, device's order][KV heads]
   std::span<uint8_t> finite;                  // [tokens]: 0: NaN or infinity in the hidden state
   std::span<uint8_t> faults;                  // [slots]: set where a page was absent
@@ -78,8 +78,8 @@ struct StepResults {
 };
 
 // Like LayOut.
-StepResults LayOutResults(const StepBatch& batch, const StepShape& shape, int64_t num_layers,
-                          int64_t num_slots, std::byte* memory);
+DeviceStepOutputs LayOutResults(const StepBatch& batch, const StepShape& shape, int64_t num_layers,
+                                int64_t num_slots, std::byte* memory);
 
 // REQUIRES: `table` lies in host memory.
 void Fill(const StepBatch& batch, const StepShape& shape, const StepTable& table);

@@ -24,7 +24,7 @@
 namespace kvasir::kernels {
 namespace {
 
-constexpr SelectionNumbers kNumbers = {.sink_tokens = 40, .window_tokens = 130, .patience = 5};
+constexpr PolicyNumbers kNumbers = {.sink_tokens = 40, .window_tokens = 130, .patience = 5};
 // Pages that may have been asked for when a row ends.
 constexpr int64_t kAskedFor = 3;
 
@@ -45,21 +45,21 @@ class ArtCudaTest : public testing::TestWithParam<std::tuple<int64_t, int64_t, K
 
   // Unread pages by row.
   static std::vector<int64_t> RunOnGpu(AttentionBatch& batch, const ArtOptions& options,
-                                       const SelectionNumbers& numbers = kNumbers) {
+                                       const PolicyNumbers& numbers = kNumbers) {
     std::vector<SelectedCounts> expected = tests::WalkedCounts(batch);
     std::vector<SelectedCounts> counts;
     const absl::Status status = DeviceAttentionBatch(batch).Run(
         [&](CudaAttendParams params, const KvTensorMaps& maps) -> absl::Status {
           DeviceMemory memory;
           counts.resize(static_cast<size_t>(params.selection.num_rows));
-          const std::vector<SelectionNumbers> all(params.blocks.size(), numbers);
+          const std::vector<PolicyNumbers> all(params.tiles.size(), numbers);
           KVASIR_ASSIGN_OR_RETURN(SelectedCounts * device_counts,
                                   memory.Copy(counts.data(), counts.size()));
-          KVASIR_ASSIGN_OR_RETURN(SelectionNumbers * device_numbers,
+          KVASIR_ASSIGN_OR_RETURN(PolicyNumbers * device_numbers,
                                   memory.Copy(all.data(), all.size()));
           KVASIR_ASSIGN_OR_RETURN(const DeviceBuffer workspace,
                                   DeviceBuffer::Allocate(AttendArtWorkspaceBytes(
-                                      params.kv, std::ssize(params.blocks), batch.shape().group)));
+                                      params.kv, std::ssize(params.tiles), batch.shape().group)));
           params.device_counts = {device_counts, counts.size()};
           KVASIR_RETURN_IF_ERROR(
               AttendArt(params, {.options = options, .numbers = {device_numbers, all.size()}}, maps,
@@ -79,11 +79,11 @@ class ArtCudaTest : public testing::TestWithParam<std::tuple<int64_t, int64_t, K
   }
 
   static std::vector<int64_t> UnreadOnCpu(AttentionBatch& batch, const ArtOptions& options,
-                                          const SelectionNumbers& numbers = kNumbers) {
+                                          const PolicyNumbers& numbers = kNumbers) {
     const ArtTerminator art(options);
     std::vector<Termination> terminations;
-    for (const QueryBlock& block : batch.blocks()) {
-      terminations.push_back(MakeTermination(&art, block, numbers));
+    for (const QueryTile& tile : batch.blocks()) {
+      terminations.push_back(MakeTermination(&art, tile, numbers));
     }
     batch.SetTerminations(std::move(terminations));
     batch.Run(
@@ -165,7 +165,7 @@ TEST_P(ArtCudaTest, PatienceThatIsNeverReachedReadsEverything) {
     });
   }
   const std::vector<float> whole = RunWhole(batch);
-  SelectionNumbers numbers = kNumbers;
+  PolicyNumbers numbers = kNumbers;
   for (const int64_t patience : {20, 1000}) {
     numbers.patience = patience;
     for (const auto order : {ReadingOrder::kRecency, ReadingOrder::kImportance}) {
@@ -334,7 +334,7 @@ TEST_P(ArtCudaTest, AllHeadsOfAGroupMustHaveSettled) {
 TEST_P(ArtCudaTest, WhatIsUnreadIsNotAskedForAndTheWholeSinkIs) {
   AttentionBatch batch = Make(1, 3000, 95);
   AddLocalBlock(batch, 0, 3000, 200, 40);
-  SelectionNumbers numbers = kNumbers;
+  PolicyNumbers numbers = kNumbers;
   numbers.sink_tokens = 200;
   const std::vector<float> whole = RunWhole(batch);
   const std::vector<int64_t> unread = RunOnGpu(batch, {}, numbers);

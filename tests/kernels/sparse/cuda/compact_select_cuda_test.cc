@@ -35,9 +35,9 @@ class CompactSelectCudaTest : public SelectorCudaTest {
     return std::get<2>(GetParam()) == DType::kFloat32 ? 1 : 20;
   }
 
-  static std::vector<SelectionNumbers> AddRows(AttentionBatch& batch) {
-    std::vector<SelectionNumbers> numbers;
-    const auto add = [&](int64_t slot, int64_t position, int64_t rows, const SelectionNumbers& n) {
+  static std::vector<PolicyNumbers> AddRows(AttentionBatch& batch) {
+    std::vector<PolicyNumbers> numbers;
+    const auto add = [&](int64_t slot, int64_t position, int64_t rows, const PolicyNumbers& n) {
       batch.AddBlock(slot, position, rows);
       numbers.push_back(n);
     };
@@ -53,7 +53,7 @@ class CompactSelectCudaTest : public SelectorCudaTest {
   }
 
   static HostLists SelectOnCpu(const Selector& selector, AttentionBatch& batch,
-                               const std::vector<SelectionNumbers>& numbers,
+                               const std::vector<PolicyNumbers>& numbers,
                                int64_t capacity = kCapacity) {
     PageSelection selection = batch.MakeSelection(capacity);
     SerialExecutor executor;
@@ -137,7 +137,7 @@ INSTANTIATE_TEST_SUITE_P(Shapes, CompactSelectCudaTest,
 
 TEST_P(CompactSelectCudaTest, QuestSelectsWhatTheCpuSelects) {
   AttentionBatch batch(Shape(), 2, 4096, 71);
-  const std::vector<SelectionNumbers> numbers = AddRows(batch);
+  const std::vector<PolicyNumbers> numbers = AddRows(batch);
   const HostLists expected = SelectOnCpu(QuestSelector(), batch, numbers);
   const DeviceSelect select = [](const CudaSelectParams& params, const PageSelection& out,
                                  std::byte* workspace) {
@@ -153,7 +153,7 @@ TEST_P(CompactSelectCudaTest, QuestSelectsWhatTheCpuSelects) {
 
 TEST_P(CompactSelectCudaTest, TokenSelectSelectsWhatTheCpuSelects) {
   AttentionBatch batch(Shape(), 2, 4096, 72);
-  const std::vector<SelectionNumbers> numbers = AddRows(batch);
+  const std::vector<PolicyNumbers> numbers = AddRows(batch);
   const HostLists expected = SelectOnCpu(*TokenSelectSelector::Create({}).value(), batch, numbers);
   const DeviceSelect select = [](const CudaSelectParams& params, const PageSelection& out,
                                  std::byte* workspace) {
@@ -169,7 +169,7 @@ TEST_P(CompactSelectCudaTest, TokenSelectSelectsWhatTheCpuSelects) {
 TEST_P(CompactSelectCudaTest, HipSelectsWhatTheCpuSelects) {
   constexpr int64_t kRoom = 512;
   AttentionBatch batch(Shape(), 2, 4096, 76);
-  const std::vector<SelectionNumbers> numbers = AddRows(batch);
+  const std::vector<PolicyNumbers> numbers = AddRows(batch);
   const HostLists expected = SelectOnCpu(HipSelector(), batch, numbers, kRoom);
   const HipCuda method = {.max_budget_tokens = 1024};
   const DeviceSelect select = [&](const CudaSelectParams& params, const PageSelection& out,
@@ -194,7 +194,7 @@ TEST_P(CompactSelectCudaTest, InfiniteHipSelectsWhatTheCpuSelects) {
     AttentionBatch batch(shape, 1, kTokens, 73);
     batch.UseCompactPositions(1.25);
     batch.FillContext(0, kTokens);
-    std::vector<SelectionNumbers> numbers;
+    std::vector<PolicyNumbers> numbers;
     batch.AddBlock(0, kTokens - 1, 1);
     numbers.push_back({.sink_tokens = 130, .window_tokens = 512, .budget_tokens = 1024});
     batch.AddBlock(0, 39'936, 64);
@@ -227,7 +227,7 @@ TEST_P(CompactSelectCudaTest, InfiniteHipSelectsWhatTheCpuSelects) {
 
 TEST_P(CompactSelectCudaTest, StreamingHasSinkAndWindow) {
   AttentionBatch batch(Shape(), 2, 4096, 74);
-  const std::vector<SelectionNumbers> numbers = AddRows(batch);
+  const std::vector<PolicyNumbers> numbers = AddRows(batch);
   const HostLists expected = SelectOnCpu(StreamingSelector(), batch, numbers, 0);
   const Lists found = RunSelectOnGpu(
       batch, numbers, HostLists(batch, 0).View(), 1,
@@ -245,7 +245,7 @@ TEST_P(CompactSelectCudaTest, StreamingHasSinkAndWindow) {
 // Estimates are made at the positions at which attention reads.
 TEST_P(CompactSelectCudaTest, TopPKeepsWhatTheCpuKeeps) {
   AttentionBatch batch(Shape(), 2, 4096, 75);
-  const std::vector<SelectionNumbers> numbers = AddRows(batch);
+  const std::vector<PolicyNumbers> numbers = AddRows(batch);
   HostLists selected = SelectOnCpu(*TokenSelectSelector::Create({}).value(), batch, numbers);
   HostLists expected = selected;
   SerialExecutor executor;
@@ -276,7 +276,7 @@ TEST_P(CompactSelectCudaTest, TopPKeepsWhatTheCpuKeeps) {
 
 TEST_P(CompactSelectCudaTest, KernelsThatRotateNothingRefuseQueriesThatAreNot) {
   AttentionBatch batch(Shape(), 2, 4096, 76);
-  const std::vector<SelectionNumbers> numbers = AddRows(batch);
+  const std::vector<PolicyNumbers> numbers = AddRows(batch);
   SelectOnCpu(QuestSelector(), batch, numbers);  // angles are known
   RunSelectOnGpu(
       batch, numbers, HostLists(batch, kCapacity).View(), 1,

@@ -14,7 +14,7 @@
 namespace kvasir::kernels {
 namespace {
 
-Lists InfiniteHipOnGpu(AttentionBatch& batch, const std::vector<SelectionNumbers>& numbers,
+Lists InfiniteHipOnGpu(AttentionBatch& batch, const std::vector<PolicyNumbers>& numbers,
                        const InfiniteHipCuda& method, int64_t capacity) {
   return RunSelectOnGpu(
       batch, numbers, HostLists(batch, capacity).View(),
@@ -25,7 +25,7 @@ Lists InfiniteHipOnGpu(AttentionBatch& batch, const std::vector<SelectionNumbers
 }
 
 // Both select over the batch, by some presets.
-void ExpectInfiniteHipAlike(AttentionBatch& batch, const std::vector<SelectionNumbers>& numbers) {
+void ExpectInfiniteHipAlike(AttentionBatch& batch, const std::vector<PolicyNumbers>& numbers) {
   for (const auto& [preset, scope] :
        {std::pair("3k", "group"), std::pair("5k", "group"), std::pair("5k", "layer")}) {
     SCOPED_TRACE(testing::Message() << preset << ", scope " << scope);
@@ -51,7 +51,7 @@ void ExpectInfiniteHipAlikeInLongTexts(const AttentionShape& shape, uint64_t see
   AttentionBatch batch(shape, 2, kTokens, seed);
   batch.FillContext(0, kTokens);
   batch.FillContext(1, 9'001);
-  std::vector<SelectionNumbers> numbers;
+  std::vector<PolicyNumbers> numbers;
   AddBlock(batch, numbers, 0, kTokens - 1, 1,
            {.sink_tokens = 130, .window_tokens = 512, .budget_tokens = 1024});
   AddBlock(batch, numbers, 0, 39'936, rows,
@@ -77,7 +77,7 @@ void ExpectInfiniteHipAlikeInManyRows(const AttentionShape& shape, int64_t rows)
   constexpr int64_t kTokens = 9'001;
   AttentionBatch batch(shape, 1, kTokens, 62);
   batch.FillContext(0, kTokens);
-  std::vector<SelectionNumbers> numbers;
+  std::vector<PolicyNumbers> numbers;
   for (int64_t i = 0; i < 66; ++i) {
     AddBlock(batch, numbers, 0, kTokens - 80 + i, i % 16 == 4 ? rows : 1,
              {.sink_tokens = 1 + i, .window_tokens = 520, .budget_tokens = 100 + i});
@@ -117,7 +117,7 @@ void ExpectInfiniteHipAlikeWithoutNumbers(const AttentionShape& shape, int64_t r
     const int64_t count = std::min(kPageTokens, kTokens - block * kPageTokens);
     ASSERT_TRUE(RebuildKeyCodes(batch.kv().View(), 0, block, count).ok());
   }
-  std::vector<SelectionNumbers> numbers;
+  std::vector<PolicyNumbers> numbers;
   AddBlock(batch, numbers, 0, kTokens - 1, 1,
            {.sink_tokens = 3, .window_tokens = 520, .budget_tokens = 2000});
   AddBlock(batch, numbers, 0, 8'960, rows,

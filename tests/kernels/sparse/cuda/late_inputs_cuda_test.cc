@@ -59,16 +59,16 @@ class LateInputsCudaTest : public testing::TestWithParam<std::tuple<int64_t, int
     ASSERT_TRUE(RebuildKeyCodes(batch_.kv().View(), 0, page, kPageTokens).ok());
   }
 
-  std::vector<SelectionNumbers> Numbers(int64_t window_tokens) const {
-    return std::vector<SelectionNumbers>(kRows, {.sink_tokens = 1,
-                                                 .window_tokens = window_tokens,
-                                                 .budget_tokens = kBudget,
-                                                 .top_p = 0.6f});
+  std::vector<PolicyNumbers> Numbers(int64_t window_tokens) const {
+    return std::vector<PolicyNumbers>(kRows, {.sink_tokens = 1,
+                                              .window_tokens = window_tokens,
+                                              .budget_tokens = kBudget,
+                                              .top_p = 0.6f});
   }
 
   // Lists of late inputs are those of inputs in time. `selection`: what the lists begin as.
   Lists ExpectNothingIsReadEarly(const DeviceMethod& method,
-                                 const std::vector<SelectionNumbers>& numbers,
+                                 const std::vector<PolicyNumbers>& numbers,
                                  const PageSelection& selection) {
     const Lists expected = Run(method, numbers, selection, nullptr);
     LateBytes late;
@@ -86,7 +86,7 @@ class LateInputsCudaTest : public testing::TestWithParam<std::tuple<int64_t, int
   cudaStream_t stream_ = nullptr;
 
  private:
-  Lists Run(const DeviceMethod& method, const std::vector<SelectionNumbers>& numbers,
+  Lists Run(const DeviceMethod& method, const std::vector<PolicyNumbers>& numbers,
             const PageSelection& selection, LateBytes* late) {
     const auto select = [&](const CudaSelectParams& params, const PageSelection& out,
                             std::byte* workspace) -> absl::Status {
@@ -103,7 +103,7 @@ class LateInputsCudaTest : public testing::TestWithParam<std::tuple<int64_t, int
     const KvLayout& layout = params.kv.layout;
     KVASIR_RETURN_IF_ERROR(late.Hold(params.q.data(), static_cast<size_t>(params.q.size_bytes())));
     for (const int64_t page : {kNewestPage - 1, kNewestPage}) {
-      const int64_t row = batch_.kv().View().row(0, page);
+      const int64_t row = batch_.kv().View().extent(0, page);
       std::byte* bounds = nullptr;
       std::byte* codes = nullptr;
       KVASIR_RETURN_IF_ERROR(DeviceMemory::Fetch(params.kv.bounds + row, &bounds, sizeof(bounds)));
@@ -134,7 +134,7 @@ TEST_P(LateInputsCudaTest, SelectorsWait) {
       {.selector = "infinitehip", .preset = "3k", .scope = Scope::kLayer}};
   for (DeviceMethodOptions options : methods) {
     SCOPED_TRACE(options.selector + (options.scope == Scope::kLayer ? ", layer" : ""));
-    options.blocks = kRows;
+    options.tiles = kRows;
     options.max_budget_tokens = kBudget;
     options.stream = stream_;
     const int64_t window_tokens = options.selector == "infinitehip" ? 512 : 1;
@@ -150,7 +150,7 @@ TEST_P(LateInputsCudaTest, SelectorsWait) {
 }
 
 TEST_P(LateInputsCudaTest, TopPWaits) {
-  const std::vector<SelectionNumbers> numbers = Numbers(/*window_tokens=*/128);
+  const std::vector<PolicyNumbers> numbers = Numbers(/*window_tokens=*/128);
   PageSelection selection = batch_.MakeSelection(kCapacity);
   SerialExecutor executor;
   ASSERT_TRUE(QuestSelector().Select(batch_.ParamsForSelect(numbers), selection, executor).ok());

@@ -23,7 +23,7 @@ namespace {
 
 using Kind = SelectionHeader::Kind;
 
-Lists SelectOnGpu(AttentionBatch& batch, const std::vector<SelectionNumbers>& numbers,
+Lists SelectOnGpu(AttentionBatch& batch, const std::vector<PolicyNumbers>& numbers,
                   int64_t capacity, QuestScore score = QuestScore::kEstimate) {
   return RunSelectOnGpu(
       batch, numbers, HostLists(batch, capacity).View(),
@@ -33,7 +33,7 @@ Lists SelectOnGpu(AttentionBatch& batch, const std::vector<SelectionNumbers>& nu
       });
 }
 
-PageSelection SelectOnCpu(AttentionBatch& batch, const std::vector<SelectionNumbers>& numbers,
+PageSelection SelectOnCpu(AttentionBatch& batch, const std::vector<PolicyNumbers>& numbers,
                           int64_t capacity, QuestScore score = QuestScore::kEstimate) {
   PageSelection selection = batch.MakeSelection(capacity);
   SerialExecutor executor;
@@ -70,7 +70,7 @@ bool SameList(const SelectionEntry* found, const SelectionEntry* expected, int32
 
 // Both select over the batch; nine lists of ten must be the same.
 void ExpectSelectsAlikeBy(QuestScore score, AttentionBatch& batch,
-                          const std::vector<SelectionNumbers>& numbers) {
+                          const std::vector<PolicyNumbers>& numbers) {
   const PageSelection expected = SelectOnCpu(batch, numbers, 40, score);
   const Lists found = SelectOnGpu(batch, numbers, 40, score);
   int64_t same = 0;
@@ -91,7 +91,7 @@ void ExpectSelectsAlikeBy(QuestScore score, AttentionBatch& batch,
   EXPECT_GE(same * 10, expected.num_rows * 9);
 }
 
-void ExpectSelectsAlike(AttentionBatch& batch, const std::vector<SelectionNumbers>& numbers) {
+void ExpectSelectsAlike(AttentionBatch& batch, const std::vector<PolicyNumbers>& numbers) {
   ExpectSelectsAlikeBy(QuestScore::kBound, batch, numbers);
   ExpectSelectsAlikeBy(QuestScore::kEstimate, batch, numbers);
 }
@@ -106,8 +106,8 @@ INSTANTIATE_TEST_SUITE_P(Shapes, QuestCudaTest,
 
 TEST_P(QuestCudaTest, SelectsWhatTheCpuSelects) {
   AttentionBatch batch(Shape(), 3, 4096, 41);
-  std::vector<SelectionNumbers> numbers;
-  const auto add = [&](int64_t slot, int64_t position, int64_t rows, const SelectionNumbers& n) {
+  std::vector<PolicyNumbers> numbers;
+  const auto add = [&](int64_t slot, int64_t position, int64_t rows, const PolicyNumbers& n) {
     batch.AddBlock(slot, position, rows);
     numbers.push_back(n);
   };
@@ -128,8 +128,8 @@ TEST_P(QuestCudaTest, SelectsWhatTheCpuSelects) {
 // All query tiles are one query: the CTAs that choose also score the pages.
 TEST_P(QuestCudaTest, InDecodeItSelectsWhatTheCpuSelects) {
   AttentionBatch batch(Shape(), 3, 4096, 46);
-  std::vector<SelectionNumbers> numbers;
-  const auto add = [&](int64_t slot, int64_t position, const SelectionNumbers& n) {
+  std::vector<PolicyNumbers> numbers;
+  const auto add = [&](int64_t slot, int64_t position, const PolicyNumbers& n) {
     batch.AddBlock(slot, position, 1);
     numbers.push_back(n);
   };
@@ -221,7 +221,7 @@ class EqualScores {
 
   const AttentionShape shape_;
   AttentionBatch batch_;
-  std::vector<SelectionNumbers> numbers_;
+  std::vector<PolicyNumbers> numbers_;
 };
 
 constexpr int64_t kPageBudgets[] = {1, 7, 100, 1024, 2000, 2480};
@@ -271,7 +271,7 @@ TEST_P(QuestCudaTest, RefusesWhatItCannotServe) {
   AttentionBatch batch(Shape(), 1, 128, 44);
   batch.FillContext(0, 128);
   batch.AddBlock(0, 127, 1);
-  const std::vector<SelectionNumbers> numbers = {{0, 1, 64}};
+  const std::vector<PolicyNumbers> numbers = {{0, 1, 64}};
   CudaSelectParams p = {batch.ParamsForSelect(numbers)};
   PageSelection selection = batch.MakeSelection(1);
   std::byte workspace[1];
@@ -283,7 +283,7 @@ TEST_P(QuestCudaTest, RefusesWhatItCannotServe) {
   p.kv.bounds = nullptr;
   EXPECT_EQ(SelectQuest(QuestScore::kEstimate, p, selection, workspace, nullptr).code(),
             absl::StatusCode::kFailedPrecondition);
-  p.blocks = {};
+  p.tiles = {};
   p.numbers = {};
   p.kv = batch.kv().View();
   selection.num_rows = 0;
@@ -298,7 +298,7 @@ TEST_P(QuestCudaTest, AttentionReadsTheListsWhereTheyWereWritten) {
     GTEST_SKIP() << "attention on the GPU is of bfloat16";
   }
   AttentionBatch batch(shape, 2, 3000, 45);
-  std::vector<SelectionNumbers> numbers;
+  std::vector<PolicyNumbers> numbers;
   for (int64_t slot = 0; slot < 2; ++slot) {
     batch.FillContext(slot, 3000 - slot * 901);
     batch.AddBlock(slot, 2999 - slot * 901, 1);
@@ -314,10 +314,10 @@ TEST_P(QuestCudaTest, AttentionReadsTheListsWhereTheyWereWritten) {
   batch.SetSelections(std::vector<SelectionHeader>(lists.headers.size()),
                       std::vector<SelectionEntry>(lists.entries.size()));
   DeviceMemory memory;
-  const SelectionNumbers* device_numbers = memory.Copy(numbers.data(), numbers.size()).value();
+  const PolicyNumbers* device_numbers = memory.Copy(numbers.data(), numbers.size()).value();
   const absl::Status status = DeviceAttentionBatch(batch).Run(
       [&](const CudaAttendParams& p, const KvTensorMaps& maps) -> absl::Status {
-        const int64_t blocks = std::ssize(p.blocks);
+        const int64_t blocks = std::ssize(p.tiles);
         KVASIR_ASSIGN_OR_RETURN(const DeviceBuffer scores,
                                 DeviceBuffer::Allocate(QuestWorkspaceBytes(p.kv, blocks)));
         KVASIR_ASSIGN_OR_RETURN(const DeviceBuffer partials,
@@ -327,7 +327,7 @@ TEST_P(QuestCudaTest, AttentionReadsTheListsWhereTheyWereWritten) {
                                           .kv = p.kv,
                                           .layer = p.layer,
                                           .scale = p.scale,
-                                          .blocks = p.blocks,
+                                          .tiles = p.tiles,
                                           .numbers = {device_numbers, numbers.size()},
                                           .faults = p.faults}};
         KVASIR_RETURN_IF_ERROR(

@@ -36,7 +36,7 @@ Params StepOf(const Params& all, int64_t step) {
                       all.q.dtype(), {kSlots, heads, dim}, all.q.device());
   some.rotation = {.cos = all.rotation.cos + first * dim / 2,
                    .sin = all.rotation.sin + first * dim / 2};
-  some.blocks = all.blocks.subspan(static_cast<size_t>(first), kSlots);
+  some.tiles = all.tiles.subspan(static_cast<size_t>(first), kSlots);
   some.numbers = all.numbers.subspan(static_cast<size_t>(first), kSlots);
   return some;
 }
@@ -161,8 +161,8 @@ class ReuseRun {
     }
     queries_ = std::make_unique<TurningQueries>(batch_, positions);
     all_numbers_.assign(batch_.blocks().size(), numbers_);
-    blocks_.assign(batch_.blocks().begin(), batch_.blocks().end());
-    for (QueryBlock& block : blocks_) block.first_row %= kSlots;
+    tiles_.assign(batch_.blocks().begin(), batch_.blocks().end());
+    for (QueryTile& tile : tiles_) tile.first_row %= kSlots;
   }
 
   const Selector& selector() const { return *selector_; }
@@ -178,7 +178,7 @@ class ReuseRun {
     SelectParams params = batch_.ParamsForSelect(all_numbers_);
     params.rotation = queries_->rotation();
     params.memories = rows;
-    params.blocks = blocks_;
+    params.tiles = tiles_;
     SerialExecutor executor;
     for (int64_t step = 0; step < kSteps; ++step) {
       PageSelection out = selection.Rows(step * kRowsOfStep, kRowsOfStep);
@@ -202,14 +202,13 @@ class ReuseRun {
     const DeviceMethod method = MakeDeviceMethod({.selector = tested_.selector,
                                                   .preset = tested_.preset,
                                                   .scope = selector_->scope(),
-                                                  .blocks = kSlots,
+                                                  .tiles = kSlots,
                                                   .max_budget_tokens = kBudget},
                                                  batch_.kv().View(), tested_.shape.group);
     const auto run = [&](CudaSelectParams all, const PageSelection& out,
                          std::byte* workspace) -> absl::Status {
-      KVASIR_ASSIGN_OR_RETURN(const QueryBlock* blocks,
-                              device.Copy(blocks_.data(), blocks_.size()));
-      all.blocks = {blocks, blocks_.size()};
+      KVASIR_ASSIGN_OR_RETURN(const QueryTile* tiles, device.Copy(tiles_.data(), tiles_.size()));
+      all.tiles = {tiles, tiles_.size()};
       for (int64_t step = 0; step < kSteps; ++step) {
         CudaSelectParams params = StepOf(all, step);
         params.device_memories = {device_views, views.size()};
@@ -250,10 +249,10 @@ class ReuseRun {
   const std::unique_ptr<ReuseRule> rule_;
   AttentionBatch batch_;
   const KvLayout layout_;
-  SelectionNumbers numbers_;
+  PolicyNumbers numbers_;
   std::unique_ptr<TurningQueries> queries_;
-  std::vector<SelectionNumbers> all_numbers_;
-  std::vector<QueryBlock> blocks_;
+  std::vector<PolicyNumbers> all_numbers_;
+  std::vector<QueryTile> tiles_;
 };
 
 // Verdicts and headers are the same; how many tokens of the lists are others.

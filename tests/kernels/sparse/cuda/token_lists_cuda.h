@@ -14,7 +14,7 @@
 namespace kvasir::kernels {
 
 inline PageSelection SelectOnCpu(const Selector& selector, AttentionBatch& batch,
-                                 const std::vector<SelectionNumbers>& numbers, int64_t capacity) {
+                                 const std::vector<PolicyNumbers>& numbers, int64_t capacity) {
   PageSelection selection = batch.MakeSelection(capacity);
   SerialExecutor executor;
   const absl::Status status = selector.Select(batch.ParamsForSelect(numbers), selection, executor);
@@ -68,9 +68,9 @@ inline void ExpectAlike(const Likeness& likeness) {
   EXPECT_GT(likeness.tokens, 0) << "nothing was selected";
 }
 
-// Adds a query block of `rows` queries from `position` on, with its numbers.
-inline void AddBlock(AttentionBatch& batch, std::vector<SelectionNumbers>& numbers, int64_t slot,
-                     int64_t position, int64_t rows, const SelectionNumbers& n) {
+// Adds a query tile of `rows` queries from `position` on, with its numbers.
+inline void AddBlock(AttentionBatch& batch, std::vector<PolicyNumbers>& numbers, int64_t slot,
+                     int64_t position, int64_t rows, const PolicyNumbers& n) {
   batch.AddBlock(slot, position, rows);
   numbers.push_back(n);
 }

@@ -28,7 +28,7 @@ INSTANTIATE_TEST_SUITE_P(Shapes, TokenListsCudaTest,
                                           testing::Values(DType::kFloat32, DType::kBFloat16)),
                          CaseName());
 
-Lists TokenSelectOnGpu(AttentionBatch& batch, const std::vector<SelectionNumbers>& numbers,
+Lists TokenSelectOnGpu(AttentionBatch& batch, const std::vector<PolicyNumbers>& numbers,
                        int64_t capacity, Scope scope = Scope::kKvGroup) {
   return RunSelectOnGpu(
       batch, numbers, HostLists(batch, capacity).View(),
@@ -54,7 +54,7 @@ TEST_P(TokenListsCudaTest, TokenSelectChoosesWhatTheCpuChooses) {
   batch.FillContext(0, 4096);
   batch.FillContext(1, 700);
   batch.FillContext(2, 2111);
-  std::vector<SelectionNumbers> numbers;
+  std::vector<PolicyNumbers> numbers;
   AddBlock(batch, numbers, 0, 4095, 1,
            {.sink_tokens = 70, .window_tokens = 200, .budget_tokens = 600});
   AddBlock(batch, numbers, 0, 4032, 64,
@@ -90,7 +90,7 @@ TEST_P(TokenListsCudaTest, TokenSelectTakesTheLaterOfEqualVotes) {
       std::fill_n(batch.q(query, head), shape.head_dim, 0.0f);
     }
   }
-  const SelectionNumbers n = {.sink_tokens = 10, .window_tokens = 100, .budget_tokens = 777};
+  const PolicyNumbers n = {.sink_tokens = 10, .window_tokens = 100, .budget_tokens = 777};
   for (const Scope scope : {Scope::kKvGroup, Scope::kLayer}) {
     const Lists found = TokenSelectOnGpu(batch, {n, n}, 16, scope);
     for (size_t row = 0; row < 4; ++row) {
@@ -123,7 +123,7 @@ TEST_P(TokenListsCudaTest, TokenSelectCountsTheVotesOfAWholeLayer) {
     float& element = batch.q(0, head)[5];
     element = std::abs(element) * (head % 2 == 0 || shape.group == 1 ? -1.0f : 1.0f);
   }
-  const SelectionNumbers n = {.sink_tokens = 10, .window_tokens = 100, .budget_tokens = 2};
+  const PolicyNumbers n = {.sink_tokens = 10, .window_tokens = 100, .budget_tokens = 2};
   const auto selector = TokenSelectSelector::Create({{"scope", "layer"}}).value();
   const PageSelection expected = SelectOnCpu(*selector, batch, {n}, 2);
   HostLists cpu(expected);
@@ -150,7 +150,7 @@ TEST_P(TokenListsCudaTest, TokenSelectCountsKeysThatAreNotFinite) {
   }
   batch.AddBlock(0, 2999, 1);
   batch.AddBlock(0, 2880, 64);
-  const SelectionNumbers n = {.sink_tokens = 10, .window_tokens = 100, .budget_tokens = 500};
+  const PolicyNumbers n = {.sink_tokens = 10, .window_tokens = 100, .budget_tokens = 500};
   for (const std::string scope : {"group", "layer"}) {
     SCOPED_TRACE(scope);
     const auto selector = TokenSelectSelector::Create({{"scope", scope}}).value();
@@ -166,7 +166,7 @@ TEST_P(TokenListsCudaTest, TokenSelectRemembersItsLists) {
   batch.FillContext(0, 2048);
   constexpr int64_t kFirst = 1990;
   for (int64_t step = 0; step < 4; ++step) batch.AddBlock(0, kFirst + step, 1);
-  const SelectionNumbers n = {
+  const PolicyNumbers n = {
       .sink_tokens = 10, .window_tokens = 100, .budget_tokens = 300, .reach_tokens = 2};
   constexpr int64_t kCapacity = 64;
   const auto rows = static_cast<size_t>((AttentionBatch::kLayer + 1) * 2);
@@ -186,7 +186,7 @@ TEST_P(TokenListsCudaTest, TokenSelectRemembersItsLists) {
                          std::byte* workspace) -> absl::Status {
                        for (size_t step = 0; step < 4; ++step) {
                          CudaSelectParams one = params;
-                         one.blocks = params.blocks.subspan(step, 1);
+                         one.tiles = params.tiles.subspan(step, 1);
                          one.numbers = params.numbers.subspan(step, 1);
                          one.device_memories = {of_block, 1};
                          KVASIR_RETURN_IF_ERROR(SelectTokens(
@@ -216,7 +216,7 @@ TEST_P(TokenListsCudaTest, TokenSelectReportsAbsentPages) {
   batch.AddBlock(0, 1023, 1);
   batch.AddBlock(1, 1023, 1);
   batch.kv().SetTier(1, 5, AttentionBatch::kLayer, 1, PageTier::kAbsent);
-  const SelectionNumbers n = {.sink_tokens = 10, .window_tokens = 100, .budget_tokens = 77};
+  const PolicyNumbers n = {.sink_tokens = 10, .window_tokens = 100, .budget_tokens = 77};
   for (const Scope scope : {Scope::kKvGroup, Scope::kLayer}) {
     const Lists found = TokenSelectOnGpu(batch, {n, n}, 77, scope);
     EXPECT_EQ(found.faults[0], 0);
@@ -224,10 +224,9 @@ TEST_P(TokenListsCudaTest, TokenSelectReportsAbsentPages) {
   }
 }
 
-Lists HipOnGpu(AttentionBatch& batch, const std::vector<SelectionNumbers>& numbers,
-               int64_t capacity) {
+Lists HipOnGpu(AttentionBatch& batch, const std::vector<PolicyNumbers>& numbers, int64_t capacity) {
   HipCuda method;
-  for (const SelectionNumbers& n : numbers) {
+  for (const PolicyNumbers& n : numbers) {
     method.max_budget_tokens = std::max(method.max_budget_tokens, n.budget_tokens);
   }
   return RunSelectOnGpu(
@@ -243,7 +242,7 @@ TEST_P(TokenListsCudaTest, HipChoosesWhatTheCpuChooses) {
   batch.FillContext(0, 4096);
   batch.FillContext(1, 700);
   batch.FillContext(2, 2111);
-  std::vector<SelectionNumbers> numbers;
+  std::vector<PolicyNumbers> numbers;
   AddBlock(batch, numbers, 0, 4095, 1,
            {.sink_tokens = 70, .window_tokens = 200, .budget_tokens = 600});
   AddBlock(batch, numbers, 0, 4032, 64,
@@ -276,7 +275,7 @@ TEST_P(TokenListsCudaTest, HipTakesTheLaterOfEqualHalves) {
   for (int64_t head = 0; head < batch.heads(); ++head) {
     std::fill_n(batch.q(0, head), shape.head_dim, 0.0f);
   }
-  const std::vector<SelectionNumbers> numbers = {
+  const std::vector<PolicyNumbers> numbers = {
       {.sink_tokens = 10, .window_tokens = 100, .budget_tokens = 78}};
   const PageSelection expected = SelectOnCpu(HipSelector(), batch, numbers, 64);
   HostLists cpu(expected);
@@ -292,7 +291,7 @@ TEST_P(TokenListsCudaTest, HipReportsAbsentPages) {
   batch.AddBlock(0, 1023, 1);
   batch.AddBlock(1, 1023, 1);
   batch.kv().SetTier(1, 5, AttentionBatch::kLayer, 1, PageTier::kAbsent);
-  const SelectionNumbers n = {.sink_tokens = 10, .window_tokens = 100, .budget_tokens = 77};
+  const PolicyNumbers n = {.sink_tokens = 10, .window_tokens = 100, .budget_tokens = 77};
   const Lists found = HipOnGpu(batch, {n, n}, 77);
   EXPECT_EQ(found.faults[0], 0);
   EXPECT_EQ(found.faults[1], 1);

@@ -32,7 +32,7 @@ class TopPCudaTest : public testing::TestWithParam<std::tuple<int64_t, int64_t, 
             .kv_heads = 2,
             .group = std::get<1>(GetParam())};
   }
-  static Lists PruneOnGpu(AttentionBatch& batch, const std::vector<SelectionNumbers>& numbers,
+  static Lists PruneOnGpu(AttentionBatch& batch, const std::vector<PolicyNumbers>& numbers,
                           const PageSelection& selection, int64_t max_tokens = kMaxTokens) {
     const KvLayout layout = batch.kv().View().layout;
     return RunSelectOnGpu(
@@ -44,7 +44,7 @@ class TopPCudaTest : public testing::TestWithParam<std::tuple<int64_t, int64_t, 
         });
   }
   static HostLists Selected(const Selector& selector, AttentionBatch& batch,
-                            const std::vector<SelectionNumbers>& numbers, int64_t capacity) {
+                            const std::vector<PolicyNumbers>& numbers, int64_t capacity) {
     PageSelection selection = batch.MakeSelection(capacity);
     SerialExecutor executor;
     EXPECT_TRUE(selector.Select(batch.ParamsForSelect(numbers), selection, executor).ok());
@@ -57,7 +57,7 @@ INSTANTIATE_TEST_SUITE_P(Shapes, TopPCudaTest,
                                           testing::Values(DType::kFloat32, DType::kBFloat16)),
                          CaseName());
 
-void ExpectPrunedAlike(AttentionBatch& batch, const std::vector<SelectionNumbers>& numbers,
+void ExpectPrunedAlike(AttentionBatch& batch, const std::vector<PolicyNumbers>& numbers,
                        const HostLists& selected, const Lists& found) {
   HostLists expected = selected;
   SerialExecutor executor;
@@ -84,10 +84,10 @@ void ExpectPrunedAlike(AttentionBatch& batch, const std::vector<SelectionNumbers
 }
 
 // Two texts, and rows of every kind over them.
-std::vector<SelectionNumbers> AddTextsAndRows(AttentionBatch& batch) {
+std::vector<PolicyNumbers> AddTextsAndRows(AttentionBatch& batch) {
   batch.FillContext(0, 4096);
   batch.FillContext(1, 2048);
-  std::vector<SelectionNumbers> numbers;
+  std::vector<PolicyNumbers> numbers;
   for (const float top_p :
        {0.1f, 0.6f, 0.9f, 0.99f, 1.0f, std::numeric_limits<float>::quiet_NaN()}) {
     batch.AddBlock(0, 4095, 1);
@@ -105,14 +105,14 @@ std::vector<SelectionNumbers> AddTextsAndRows(AttentionBatch& batch) {
 
 TEST_P(TopPCudaTest, KeepsWhatTheCpuKeepsOfPages) {
   AttentionBatch batch(Shape(), 2, 4096, 61);
-  const std::vector<SelectionNumbers> numbers = AddTextsAndRows(batch);
+  const std::vector<PolicyNumbers> numbers = AddTextsAndRows(batch);
   HostLists selected = Selected(QuestSelector(), batch, numbers, 32);
   ExpectPrunedAlike(batch, numbers, selected, PruneOnGpu(batch, numbers, selected.View()));
 }
 
 TEST_P(TopPCudaTest, KeepsWhatTheCpuKeepsOfTokens) {
   AttentionBatch batch(Shape(), 2, 4096, 62);
-  const std::vector<SelectionNumbers> numbers = AddTextsAndRows(batch);
+  const std::vector<PolicyNumbers> numbers = AddTextsAndRows(batch);
   HostLists selected = Selected(*TokenSelectSelector::Create({}).value(), batch, numbers, 64);
   ExpectPrunedAlike(batch, numbers, selected, PruneOnGpu(batch, numbers, selected.View()));
 }
@@ -121,7 +121,7 @@ TEST_P(TopPCudaTest, KeepsWhatTheCpuKeepsOfTokens) {
 TEST_P(TopPCudaTest, WeightsMayBeAlike) {
   AttentionBatch batch(Shape(), 2, 4096, 65);
   batch.UseScale(0.01f / std::sqrt(static_cast<float>(Shape().head_dim)));
-  const std::vector<SelectionNumbers> numbers = AddTextsAndRows(batch);
+  const std::vector<PolicyNumbers> numbers = AddTextsAndRows(batch);
   HostLists selected = Selected(QuestSelector(), batch, numbers, 32);
   ExpectPrunedAlike(batch, numbers, selected, PruneOnGpu(batch, numbers, selected.View()));
 }
@@ -133,11 +133,11 @@ TEST_P(TopPCudaTest, WeightsMayBeEqual) {
   batch.FillContext(0, 4096);
   batch.AddBlock(0, 4095, 1);
   batch.AddBlock(0, 4095, 1);
-  const SelectionNumbers all = {
+  const PolicyNumbers all = {
       .sink_tokens = 64, .window_tokens = 64, .budget_tokens = 1280, .top_p = 0.3f};
-  const SelectionNumbers none = {
+  const PolicyNumbers none = {
       .sink_tokens = 64, .window_tokens = 1216, .budget_tokens = 1280, .top_p = 0.49f};
-  const std::vector<SelectionNumbers> numbers = {all, none};
+  const std::vector<PolicyNumbers> numbers = {all, none};
   HostLists selected = Selected(QuestSelector(), batch, numbers, 24);
   const Lists found = PruneOnGpu(batch, numbers, selected.View());
   for (size_t row = 0; row < 4; ++row) {
@@ -160,7 +160,7 @@ TEST_P(TopPCudaTest, BlocksMayBeMissingAndQueriesNaN) {
     batch.AddBlock(0, 4095, 1, [&](int64_t) { return row; });
   }
   batch.q(1, 0)[1] = std::numeric_limits<float>::quiet_NaN();
-  const std::vector<SelectionNumbers> numbers(2, {.window_tokens = 1, .top_p = 0.8f});
+  const std::vector<PolicyNumbers> numbers(2, {.window_tokens = 1, .top_p = 0.8f});
   HostLists selected(batch.Params().selection);
   ExpectPrunedAlike(batch, numbers, selected, PruneOnGpu(batch, numbers, selected.View()));
 }
@@ -168,7 +168,7 @@ TEST_P(TopPCudaTest, BlocksMayBeMissingAndQueriesNaN) {
 // The batch has another policy with a large budget.
 TEST_P(TopPCudaTest, ListsMayHaveRoomForMoreThanSharedMemoryHas) {
   AttentionBatch batch(Shape(), 2, 4096, 64);
-  const std::vector<SelectionNumbers> numbers = AddTextsAndRows(batch);
+  const std::vector<PolicyNumbers> numbers = AddTextsAndRows(batch);
   HostLists selected = Selected(QuestSelector(), batch, numbers, 60'000);
   ExpectPrunedAlike(batch, numbers, selected, PruneOnGpu(batch, numbers, selected.View()));
 }
@@ -178,7 +178,7 @@ TEST_P(TopPCudaTest, ARowThatTheWorkspaceHasNoRoomForStaysAsItIs) {
   batch.FillContext(0, 4096);
   batch.AddBlock(0, 4095, 1);
   batch.AddBlock(0, 4095, 1);
-  const std::vector<SelectionNumbers> numbers = {
+  const std::vector<PolicyNumbers> numbers = {
       {.sink_tokens = 64, .window_tokens = 64, .budget_tokens = 640, .top_p = 0.3f},
       {.sink_tokens = 64, .window_tokens = 64, .budget_tokens = 1280, .top_p = 0.3f}};
   HostLists selected = Selected(QuestSelector(), batch, numbers, 20);
@@ -214,7 +214,7 @@ class LongTopPCudaTest : public TopPCudaTest {
   static void ExpectBlocksPrunedAlike(int64_t num_blocks) {
     AttentionBatch batch(Shape(), 1, kTokens, 67);
     batch.FillContext(0, kTokens);
-    std::vector<SelectionNumbers> numbers;
+    std::vector<PolicyNumbers> numbers;
     for (int64_t i = 0; i < num_blocks; ++i) {
       batch.AddBlock(0, kTokens - 1, 1,
                      [&](int64_t head) { return ListOf(batch, (i + head) % 2 == 0); });

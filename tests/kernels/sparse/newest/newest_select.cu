@@ -14,7 +14,7 @@ __global__ void __launch_bounds__(kThreads) NewestKernel(const __grid_constant__
   const uint32_t index = blockIdx.x * kThreads + threadIdx.x;
   if (index >= p.out.num_rows) return;
   const DeviceRow row(p, index);
-  SelectionHeader header = MakeHeader(row.block, row.numbers);
+  SelectionHeader header = MakeHeader(row.tile, row.numbers);
   const PageRange candidates = CandidatePages(header, row.numbers);
   const int64_t count = min(CeilPages(row.numbers.budget_tokens), candidates.size());
   for (int64_t i = 0; i < count; ++i) {

@@ -7,7 +7,7 @@
 
 namespace kvasir::kernels {
 
-int64_t NewestSelector::MaxEntries(const SelectionNumbers& numbers, int64_t tokens) const {
+int64_t NewestSelector::MaxEntries(const PolicyNumbers& numbers, int64_t tokens) const {
   return std::min(CeilPages(numbers.budget_tokens), CeilPages(tokens));
 }
 
@@ -16,7 +16,7 @@ absl::Status NewestSelector::Select(const SelectParams& p, PageSelection& out,
   KVASIR_RETURN_IF_ERROR(CheckSelect("newest", p, out));
   KVASIR_RETURN_IF_ERROR(CheckCapacity("newest", *this, p, out));
   ForEachRow(p, out, executor, [](const SelectRow& row, int) {
-    row.header = MakeHeader(row.block, row.numbers);
+    row.header = MakeHeader(row.tile, row.numbers);
     const PageRange candidates = CandidatePages(row.header, row.numbers);
     const int64_t count = std::min(CeilPages(row.numbers.budget_tokens), candidates.size());
     for (int64_t i = 0; i < count; ++i) {

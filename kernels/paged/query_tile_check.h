@@ -14,7 +14,7 @@ namespace kvasir::kernels {
 
 // INVALID_ARGUMENT, naming the op and the tile, unless every tile has 1..64 rows inside [0,
 // num_tokens), a slot of `kv`, and positions inside one block that the slot's table can hold.
-absl::Status CheckQueryBlocks(absl::string_view op, std::span<const QueryBlock> blocks,
-                              int64_t num_tokens, const PagedKv& kv);
+absl::Status CheckQueryTiles(absl::string_view op, std::span<const QueryTile> tiles,
+                             int64_t num_tokens, const PagedKv& kv);
 
 }  // namespace kvasir::kernels
