@@ -7,5 +7,5 @@ install(TARGETS kvasir kvasir-worker COMPONENT runtime RUNTIME DESTINATION ${CMA
 install(FILES LICENSE COMPONENT runtime DESTINATION ${CMAKE_INSTALL_DOCDIR})
 install(FILES deploy/systemd/kvasir.service deploy/systemd/kvasir-worker@.service
   COMPONENT deploy DESTINATION lib/systemd/system)
-install(DIRECTORY deploy/config deploy/monitoring COMPONENT deploy DESTINATION ${CMAKE_INSTALL_DATADIR}/kvasir
+install(DIRECTORY deploy/config deploy/kubernetes deploy/monitoring COMPONENT deploy DESTINATION ${CMAKE_INSTALL_DATADIR}/kvasir
   USE_SOURCE_PERMISSIONS PATTERN "__pycache__" EXCLUDE)

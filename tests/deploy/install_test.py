@@ -13,6 +13,7 @@ from support.service import BUILD, ROOT, Service  # noqa: E402
 
 HARDENED = {"DynamicUser": "yes", "ProtectSystem": "strict", "NoNewPrivileges": "yes", "LimitMEMLOCK": "infinity",
             "LimitCORE": "0", "CapabilityBoundingSet": ""}
+BASE_LIBRARIES = ("libc.so", "libm.so", "libgcc_s.so", "libstdc++.so")  # every Debian with libc6 and g++'s libraries has them
 MOST_EXPOSURE = 2.5  # of 10, by systemd-analyze security
 
 
@@ -36,7 +37,7 @@ class Install(unittest.TestCase):
         return done.stdout
 
     def test_every_file_of_deploy_is_installed(self):
-        for folder in ("config", "monitoring"):
+        for folder in ("config", "kubernetes", "monitoring"):
             source = ROOT / "deploy" / folder
             files = [path for path in source.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
             self.assertGreater(len(files), 2)
@@ -44,6 +45,19 @@ class Install(unittest.TestCase):
                 installed = self.share / folder / path.relative_to(source)
                 self.assertEqual(path.read_bytes(), installed.read_bytes())
                 self.assertEqual(path.stat().st_mode & 0o111, installed.stat().st_mode & 0o111, installed)
+
+    def test_the_packages_of_the_runtime_are_those_of_the_libraries(self):
+        script = (ROOT / "deploy" / "install_packages.sh").read_text()
+        listed = set(re.search(r"^runtime_packages=\(([^)]*)\)", script, re.M).group(1).split())
+        needed = set()
+        for program in (self.kvasir, self.root / "usr/bin/kvasir-worker"):
+            paths = dict(re.findall(r"^\s*(\S+) => (\S+)", self.check(run("ldd", program)), re.M))
+            for name in re.findall(r"\(NEEDED\).*\[(.*)\]", self.check(run("readelf", "-d", program))):
+                if name in paths and not name.startswith(BASE_LIBRARIES):
+                    path = pathlib.Path(paths[name]).resolve()
+                    needed.add(self.check(run("dpkg", "-S", path)).split(":")[0])
+        self.assertGreater(len(needed), 10)
+        self.assertEqual(listed, needed)
 
     def test_example_configurations_are_read(self):
         for program, name in (([self.kvasir, "serve"], "serve.yaml"), ([self.root / "usr/bin/kvasir-worker"], "worker.yaml")):
