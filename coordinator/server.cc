@@ -13,6 +13,7 @@
 #include "grpcpp/server_builder.h"
 #include "spdlog/spdlog.h"
 
+#include "coordinator/engine_api.h"
 #include "coordinator/engine_loop.h"
 #include "coordinator/group/grpc_worker_client.h"
 #include "coordinator/metrics/metrics.h"
@@ -160,7 +161,8 @@ class ServerImpl final : public Server {
   std::unique_ptr<EngineLoop> engine_;
   std::unique_ptr<proto::MetricsEndpoint> endpoint_;
   std::unique_ptr<proto::GrpcListener> listener_;
-  TextPool texts_;
+  std::unique_ptr<EngineApi> api_;
+  TextPool texts_;  // its work uses all above
   std::unique_ptr<GenerationService> service_;
   std::unique_ptr<grpc::Server> server_;
 
@@ -198,16 +200,17 @@ absl::Status ServerImpl::Init(const WorkerGroupFactory& make_group) {
         absl::StrCat(listener.status().message(), "; --port 0 takes any free one"));
   }
   listener_ = *std::move(listener);
-  service_ = std::make_unique<GenerationService>(ServiceContext{.config = config_,
-                                                                .folder = folder_,
-                                                                .tokenizer = *tokenizer_,
-                                                                .policies = policies_,
-                                                                .engine = *engine_,
-                                                                .clock = clock_,
-                                                                .metrics = metrics_,
-                                                                .connections = *listener_,
-                                                                .texts = texts_,
-                                                                .started = clock_.Now()});
+  api_ = std::make_unique<EngineApi>(EngineApiContext{.config = config_,
+                                                      .folder = folder_,
+                                                      .tokenizer = *tokenizer_,
+                                                      .policies = policies_,
+                                                      .engine = *engine_,
+                                                      .clock = clock_,
+                                                      .metrics = metrics_,
+                                                      .texts = texts_,
+                                                      .started = clock_.Now()});
+  service_ = std::make_unique<GenerationService>(*api_, *listener_,
+                                                 absl::Seconds(config_.client_timeout()));
   KVASIR_ASSIGN_OR_RETURN(
       endpoint_,
       proto::MetricsEndpoint::Start({.host = config_.endpoint().host(),
