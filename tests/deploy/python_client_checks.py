@@ -37,7 +37,8 @@ class RealServer(unittest.TestCase):
 
     def test_text_and_tokens_go_both_ways(self):
         tokens = self.client.tokenize(TEXT)
-        self.assertEqual(TEXT, self.client.detokenize(tokens).strip())
+        self.assertEqual(TEXT, self.client.detokenize(tokens))
+        self.assertNotEqual(TEXT, self.client.detokenize(tokens, skip_special_tokens=False))
         by_text = self.client.generate(TEXT, max_tokens=4, temperature=0)
         self.assertEqual(by_text.token_ids, self.client.generate(tokens, max_tokens=4, temperature=0).token_ids)
 

@@ -42,6 +42,7 @@ while [ "$1" != -- ]; do
   shift
 done
 shift
+touch "$root"/etc/hosts
 mount --bind "$hosts" "$root"/etc/hosts
 mount -o remount,ro "$root"
 cd "$root"

@@ -56,8 +56,9 @@ class AsyncClient:
                                                  parse_special_tokens=parse_special_tokens)
         return list((await self._call(self._stub.Tokenize, request)).token_ids)
 
-    async def detokenize(self, token_ids: List[int]) -> str:
-        return (await self._call(self._stub.Detokenize, generation_pb2.DetokenizeRequest(token_ids=token_ids))).text
+    async def detokenize(self, token_ids: List[int], *, skip_special_tokens: bool = True) -> str:
+        request = generation_pb2.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
+        return (await self._call(self._stub.Detokenize, request)).text
 
     async def model_info(self) -> ModelInfo:
         return model_info(await self._call(self._stub.GetModelInfo, generation_pb2.GetModelInfoRequest()))

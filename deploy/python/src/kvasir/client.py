@@ -60,8 +60,9 @@ class Client:
                                                  parse_special_tokens=parse_special_tokens)
         return list(self._call(self._stub.Tokenize, request).token_ids)
 
-    def detokenize(self, token_ids: List[int]) -> str:
-        return self._call(self._stub.Detokenize, generation_pb2.DetokenizeRequest(token_ids=token_ids)).text
+    def detokenize(self, token_ids: List[int], *, skip_special_tokens: bool = True) -> str:
+        request = generation_pb2.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
+        return self._call(self._stub.Detokenize, request).text
 
     def model_info(self) -> ModelInfo:
         return model_info(self._call(self._stub.GetModelInfo, generation_pb2.GetModelInfoRequest()))
