@@ -84,15 +84,15 @@ class KvEventPublisherImpl final : public KvEventPublisher {
   void Stored(const kvstore::PrefixHash& hash, const kvstore::PrefixHash* parent,
               absl::Span<const int32_t> tokens) override EXCLUDES(mu_) {
     MutexLock lock(mu_);
-    pending_.AddStored(hash, parent, tokens);
+    if (!failed_) pending_.AddStored(hash, parent, tokens);
   }
   void Removed(const kvstore::PrefixHash& hash) override EXCLUDES(mu_) {
     MutexLock lock(mu_);
-    pending_.AddRemoved(hash);
+    if (!failed_) pending_.AddRemoved(hash);
   }
   void Cleared() override EXCLUDES(mu_) {
     MutexLock lock(mu_);
-    pending_.AddCleared();
+    if (!failed_) pending_.AddCleared();
   }
   std::string endpoint() const override { return endpoint_; }
   std::string replay_endpoint() const override { return replay_endpoint_; }
@@ -118,6 +118,9 @@ class KvEventPublisherImpl final : public KvEventPublisher {
       }
     } catch (const zmq::error_t& error) {
       spdlog::error("KV events are not published any more: {}", error.what());
+      MutexLock lock(mu_);
+      failed_ = true;
+      pending_ = {};
     }
   }
 
@@ -175,6 +178,7 @@ class KvEventPublisherImpl final : public KvEventPublisher {
   kernels::Mutex mu_;
   EventBatch pending_ GUARDED_BY(mu_);
   bool stopping_ GUARDED_BY(mu_) = false;
+  bool failed_ GUARDED_BY(mu_) = false;  // nobody takes events any more
   std::thread thread_;
 };
 
