@@ -157,7 +157,7 @@ class ThreeHosts(unittest.TestCase):
     def drain(self, leader, workers):
         """As the kubelet ends a pod: the hook, then SIGTERM, while an answer is on its way."""
         answers = []
-        client = threading.Thread(target=lambda: answers.append(self.cluster.generate(leader, 2000)))
+        client = threading.Thread(target=lambda: answers.append(self.cluster.generate(leader, 6000)))
         client.start()
         began = time.monotonic()
         hook = leader.manifest["lifecycle"]["preStop"]["exec"]["command"]
@@ -165,6 +165,7 @@ class ThreeHosts(unittest.TestCase):
         self.assertTrue(leader.probe("readinessProbe"))  # requests that still come are served
         leader.container.signal(signal.SIGTERM)
         leader.await_not_ready()
+        self.assertTrue(client.is_alive(), "the answer ended before the drain")
         refused = self.cluster.generate(leader)
         client.join()
         self.assertEqual(0, leader.container.wait(60), leader.container.log())
