@@ -9,6 +9,7 @@
 
 #include "coordinator/policy/limits.h"
 #include "coordinator/request/parse_request.h"
+#include "coordinator/request/request_log.h"
 #include "coordinator/server_info.h"
 #include "kernels/base/status_macros.h"
 
@@ -22,11 +23,11 @@ uint64_t Random64() {
 
 }  // namespace
 
-void EngineApi::Generate(const v1::GenerateRequest& request,
-                         const std::shared_ptr<ClientSink>& sink, TimePoint arrived) {
-  if (const absl::Status left = sink->cancelled(); !left.ok()) return sink->Close(left);
-  absl::StatusOr<std::unique_ptr<Request>> accepted = Accept(request, sink, arrived);
-  if (!accepted.ok()) return Refuse(*sink, accepted.status());
+void EngineApi::Generate(const v1::GenerateRequest& request, const RequestOrigin& origin,
+                         const std::shared_ptr<ClientSink>& sink) {
+  if (const absl::Status left = sink->cancelled(); !left.ok()) return Refuse(origin, *sink, left);
+  absl::StatusOr<std::unique_ptr<Request>> accepted = Accept(request, origin, sink);
+  if (!accepted.ok()) return Refuse(origin, *sink, accepted.status());
   const SequenceId id = (*accepted)->sequence();
   context_.engine.Submit(*std::move(accepted));
   // After Submit, because the engine ignores cancellations of requests that it does not know.
@@ -34,8 +35,9 @@ void EngineApi::Generate(const v1::GenerateRequest& request,
       [&engine = context_.engine, id](const absl::Status& why) { engine.Cancel(id, why); });
 }
 
-void EngineApi::Refuse(ClientSink& sink, const absl::Status& why) {
+void EngineApi::Refuse(const RequestOrigin& origin, ClientSink& sink, const absl::Status& why) {
   context_.metrics.RequestRejected(why);
+  LogRefusal(origin, why);
   sink.Close(why);
 }
 
@@ -43,9 +45,9 @@ std::string EngineApi::NewRequestId() {
   return absl::StrCat("req-", absl::Hex(Random64(), absl::kZeroPad16));
 }
 
-absl::StatusOr<std::unique_ptr<Request>> EngineApi::Accept(const v1::GenerateRequest& request,
-                                                           const std::shared_ptr<ClientSink>& sink,
-                                                           TimePoint arrived) {
+absl::StatusOr<std::unique_ptr<Request>> EngineApi::Accept(
+    const v1::GenerateRequest& request, const RequestOrigin& origin,
+    const std::shared_ptr<ClientSink>& sink) {
   KVASIR_ASSIGN_OR_RETURN(const GroupInfo group, context_.engine.ServedGroup());
   KVASIR_ASSIGN_OR_RETURN(ParsedRequest parsed,
                           ParseRequest(request,
@@ -56,14 +58,15 @@ absl::StatusOr<std::unique_ptr<Request>> EngineApi::Accept(const v1::GenerateReq
                                         .max_model_len = group.max_model_len,
                                         .trained_window = group.trained_window},
                                        Random64()));
-  if (parsed.request_id.empty()) parsed.request_id = NewRequestId();
-  KVASIR_ASSIGN_OR_RETURN(auto id, ids_.Acquire(parsed.request_id));
+  KVASIR_ASSIGN_OR_RETURN(auto id, ids_.Acquire(origin.request_id));
+  const std::string& policy = context_.policies.declared()[parsed.policy.index].name();
   return Request::Create(std::move(parsed), {.tokenizer = context_.tokenizer,
                                              .metrics = context_.metrics,
                                              .id = std::move(id),
                                              .sink = sink,
                                              .sequence = context_.engine.NewSequenceId(),
-                                             .arrival = arrived});
+                                             .origin = origin,
+                                             .policy = policy});
 }
 
 absl::StatusOr<v1::TokenizeResponse> EngineApi::Tokenize(const v1::TokenizeRequest& request) {

@@ -40,9 +40,9 @@ class EngineApi final : public GenerationApi {
   absl::Status RunText(size_t bytes, std::function<void()> work) override {
     return context_.texts.Run(bytes, std::move(work));
   }
-  void Generate(const v1::GenerateRequest& request, const std::shared_ptr<ClientSink>& sink,
-                TimePoint arrived) override;
-  void Refuse(ClientSink& sink, const absl::Status& why) override;
+  void Generate(const v1::GenerateRequest& request, const RequestOrigin& origin,
+                const std::shared_ptr<ClientSink>& sink) override;
+  void Refuse(const RequestOrigin& origin, ClientSink& sink, const absl::Status& why) override;
   std::string NewRequestId() override;
   TimePoint Now() const override { return context_.clock.Now(); }
   absl::StatusOr<v1::TokenizeResponse> Tokenize(const v1::TokenizeRequest& request) override;
@@ -53,8 +53,8 @@ class EngineApi final : public GenerationApi {
 
  private:
   absl::StatusOr<std::unique_ptr<Request>> Accept(const v1::GenerateRequest& request,
-                                                  const std::shared_ptr<ClientSink>& sink,
-                                                  TimePoint arrived);
+                                                  const RequestOrigin& origin,
+                                                  const std::shared_ptr<ClientSink>& sink);
 
   const EngineApiContext context_;
   RunningRequestIds ids_;

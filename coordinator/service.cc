@@ -10,6 +10,14 @@
 namespace kvasir::coordinator {
 namespace {
 
+constexpr char kRequestIdHeader[] = "x-request-id";
+
+absl::string_view Header(const grpc::CallbackServerContext& context, const char* name) {
+  const auto found = context.client_metadata().find(name);
+  if (found == context.client_metadata().end()) return {};
+  return {found->second.data(), found->second.size()};
+}
+
 grpc::ServerUnaryReactor* Answer(grpc::CallbackServerContext* context, const absl::Status& status) {
   grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
   reactor->Finish(proto::ToGrpcStatus(status));
@@ -20,15 +28,20 @@ grpc::ServerUnaryReactor* Answer(grpc::CallbackServerContext* context, const abs
 
 grpc::ServerWriteReactor<v1::GenerateResponse>* GenerationService::Generate(
     grpc::CallbackServerContext* context, const v1::GenerateRequest* request) {
-  const TimePoint arrived = api_.Now();
+  const RequestOrigin origin = OriginOf(
+      *request,
+      {.request_id = Header(*context, kRequestIdHeader),
+       .traceparent = Header(*context, "traceparent")},
+      [this] { return api_.NewRequestId(); }, api_.Now());
+  context->AddInitialMetadata(kRequestIdHeader, HeaderText(origin.request_id));
   const size_t bytes = request->ByteSizeLong();
   connections_.OnMessage(context->peer(), bytes);
   const std::shared_ptr<GenerateStream> stream =
       GenerateStream::Create(context, connections_.BeginCall(context->peer()), client_timeout_);
   // The request lives until the stream is closed.
   const absl::Status taken = api_.RunText(
-      bytes, [this, request, stream, arrived] { api_.Generate(*request, stream, arrived); });
-  if (!taken.ok()) api_.Refuse(*stream, taken);
+      bytes, [this, request, origin, stream] { api_.Generate(*request, origin, stream); });
+  if (!taken.ok()) api_.Refuse(origin, *stream, taken);
   return stream.get();
 }
 

@@ -115,6 +115,7 @@ absl::Status GroupMember::Serve(CoordinatorStream& stream) {
   }
   const v1::ShardPlan& plan = first->shard_plan();
   KVASIR_RETURN_IF_ERROR(CheckShardPlan(plan));
+  options_.on_rank(plan.tensor_parallel_rank());
   StartTimes times =
       std::exchange(process_times_, std::nullopt).value_or(StartTimes(StartTimes::Clock::now()));
   const Progress progress = [&](absl::string_view stage, double fraction) {

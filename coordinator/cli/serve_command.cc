@@ -21,6 +21,7 @@
 #include "coordinator/server.h"
 #include "kernels/base/cpu_isa.h"
 #include "kernels/base/status_macros.h"
+#include "proto/logs.h"
 #include "proto/process.h"
 
 namespace kvasir::coordinator {
@@ -47,6 +48,7 @@ absl::StatusOr<std::unique_ptr<LocalWorkers>> StartLocalWorkers(const v1::ServeC
       .threads = config.threads() != 0 ? config.threads() : std::max<int64_t>(1, cores / count),
       .device = config.device(),
       .cpu_isa = config.cpu_isa(),
+      .logs = config.logs(),
       .gpus = std::move(gpus),
       .metrics_host = config.endpoint().host(),
       .metrics_port = port == 0 ? 0 : port + 1,
@@ -159,6 +161,8 @@ absl::Status RunServe(const v1::ServeConfig& config) {
   pthread_sigmask(SIG_BLOCK, &signals, nullptr);
   proto::IgnoreStraySignals();
   proto::RaiseDescriptorLimit();
+  KVASIR_ASSIGN_OR_RETURN(const std::unique_ptr<proto::Logs> logs,
+                          proto::Logs::Start("coordinator", config.logs()));
 
   const ReadyFile ready_file(config.ready_file());
   std::unique_ptr<LocalWorkers> local_workers;

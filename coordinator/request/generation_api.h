@@ -12,6 +12,7 @@
 #include "absl/status/statusor.h"
 
 #include "coordinator/request/client_sink.h"
+#include "coordinator/request/request_origin.h"
 #include "coordinator/time/clock.h"
 #include "coordinator/tokenizer/tokenizer.h"
 #include "proto/kvasir/v1/generation.pb.h"
@@ -27,12 +28,12 @@ class GenerationApi {
   // again, when too much waits; then `work` is dropped.
   virtual absl::Status RunText(size_t bytes, std::function<void()> work) = 0;
 
-  // Starts the request, whose answer goes to `sink`; one that is refused closes the sink.
-  // `arrived` is Now() when the request was complete. Called within RunText.
-  virtual void Generate(const v1::GenerateRequest& request, const std::shared_ptr<ClientSink>& sink,
-                        TimePoint arrived) = 0;
+  // Starts the request, whose answer goes to `sink`; one that is refused closes the sink. Called
+  // within RunText.
+  virtual void Generate(const v1::GenerateRequest& request, const RequestOrigin& origin,
+                        const std::shared_ptr<ClientSink>& sink) = 0;
   // Closes the sink of a request that is refused before Generate.
-  virtual void Refuse(ClientSink& sink, const absl::Status& why) = 0;
+  virtual void Refuse(const RequestOrigin& origin, ClientSink& sink, const absl::Status& why) = 0;
   // Returns an id for a request whose client chose none.
   virtual std::string NewRequestId() = 0;
   virtual TimePoint Now() const = 0;

@@ -53,17 +53,19 @@ class EngineLoopTest : public ::testing::Test {
                    std::vector<std::string> stop = {}) {
     Submitted submitted = {.id = loop_.NewSequenceId(),
                            .response = std::make_shared<CollectedResponse>()};
+    const std::string name = absl::StrCat("r", submitted.id.value);
     ParsedRequest parsed = {
         .prompt = std::move(prompt), .max_tokens = max_tokens, .stop_strings = std::move(stop)};
     parsed.policy.prefill.mutable_all();
     parsed.policy.decode.mutable_all();
-    absl::StatusOr<std::unique_ptr<Request>> request = Request::Create(
-        std::move(parsed), {.tokenizer = *model_.tokenizer,
-                            .metrics = metrics_,
-                            .id = *ids_.Acquire(absl::StrCat("r", submitted.id.value)),
-                            .sink = submitted.response,
-                            .sequence = submitted.id,
-                            .arrival = clock_.Now()});
+    absl::StatusOr<std::unique_ptr<Request>> request =
+        Request::Create(std::move(parsed), {.tokenizer = *model_.tokenizer,
+                                            .metrics = metrics_,
+                                            .id = *ids_.Acquire(name),
+                                            .sink = submitted.response,
+                                            .sequence = submitted.id,
+                                            .origin = {.request_id = name, .arrived = clock_.Now()},
+                                            .policy = "default"});
     loop_.Submit(*std::move(request));
     return submitted;
   }
