@@ -24,6 +24,7 @@
 #include "coordinator/service.h"
 #include "coordinator/text_pool.h"
 #include "coordinator/tokenizer/tokenizer.h"
+#include "coordinator/tokenizer_fit.h"
 #include "kernels/base/mutex.h"
 #include "kernels/base/status_macros.h"
 #include "kvstore/format/block.h"
@@ -62,6 +63,12 @@ absl::StatusOr<PolicyTable> MakePolicies(const v1::ServeConfig& config) {
     declared.insert(declared.end(), more.begin(), more.end());
   }
   return PolicyTable::Create(std::move(declared));
+}
+
+std::vector<std::string> NamesOf(const PolicyTable& policies) {
+  std::vector<std::string> names;
+  for (const v1::SparsityPolicy& policy : policies.declared()) names.push_back(policy.name());
+  return names;
 }
 
 absl::Duration RankTimeout(const v1::ServeConfig& config) {
@@ -122,7 +129,7 @@ class ServerImpl final : public Server {
         tokenizer_(std::move(tokenizer)),
         folder_(std::move(folder)),
         policies_(std::move(policies)),
-        metrics_(config.served_model_name()) {}
+        metrics_(config.served_model_name(), NamesOf(policies_)) {}
   ~ServerImpl() override { Shutdown(); }
 
   absl::Status Init(const WorkerGroupFactory& make_group);
@@ -320,6 +327,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const v1::ServeConfig& con
   KVASIR_ASSIGN_OR_RETURN(ModelFolder folder, LoadModelFolder(config.model().model()));
   KVASIR_ASSIGN_OR_RETURN(std::unique_ptr<const Tokenizer> tokenizer,
                           Tokenizer::Load(config.model().model()));
+  KVASIR_RETURN_IF_ERROR(CheckTokenizerFits(*tokenizer, folder));
   auto server = std::make_unique<ServerImpl>(resolved, std::move(tokenizer), std::move(folder),
                                              std::move(policies));
   KVASIR_RETURN_IF_ERROR(server->Init(make_group));

@@ -28,9 +28,11 @@
 #include "proto/grpc_listener.h"
 #include "proto/kvasir/v1/config.pb.h"
 #include "proto/load_config.h"
-#include "proto/logs.h"
 #include "proto/metrics_endpoint.h"
 #include "proto/process.h"
+#include "proto/process/logs.h"
+#include "proto/process/process_registry.h"
+#include "proto/process/version.h"
 #include "proto/sockets.h"
 #include "proto/worker_protocol.h"
 #include "worker/group_member.h"
@@ -154,7 +156,7 @@ absl::Status RunWorker(const v1::WorkerConfig& config, StartTimes::Clock::time_p
   KVASIR_RETURN_IF_ERROR(kernels::LimitCpuIsa(config.cpu_isa()));
   proto::IgnoreStraySignals();
   proto::RaiseDescriptorLimit();
-  prometheus::Registry registry;
+  proto::ProcessRegistry registry;
   WorkerMetrics metrics(registry);
   ThreadPool executor(static_cast<int>(config.threads()));
   KVASIR_ASSIGN_OR_RETURN(const std::unique_ptr<Backend> backend,
@@ -206,6 +208,10 @@ void WriteFailure(const std::string& path, const absl::Status& status) {
 
 absl::Status Main(int argc, char** argv) {
   const StartTimes::Clock::time_point started = StartTimes::Clock::now();
+  if (argc > 1 && absl::string_view(argv[1]) == "--version") {
+    std::printf("kvasir-worker %s\n", proto::Version().c_str());
+    return absl::OkStatus();
+  }
   v1::WorkerConfig config;
   KVASIR_ASSIGN_OR_RETURN(const proto::NextStep next,
                           proto::Configure(kCommand, argc, argv, 1, config));

@@ -21,8 +21,8 @@
 #include "coordinator/server.h"
 #include "kernels/base/cpu_isa.h"
 #include "kernels/base/status_macros.h"
-#include "proto/logs.h"
 #include "proto/process.h"
+#include "proto/process/logs.h"
 
 namespace kvasir::coordinator {
 namespace {

@@ -62,6 +62,8 @@ Request::~Request() {
 SequenceSpec Request::TakeSpec() { return *std::exchange(spec_, std::nullopt); }
 
 void Request::OnProgress(const ProgressEvent& event) {
+  metrics_.PromptRead(event.processed_tokens - std::exchange(read_tokens_, event.processed_tokens));
+  if (event.cached_tokens > 0) cache_ = Metrics::Cache::kHit;
   v1::GenerateResponse response;
   v1::Progress& progress = *response.mutable_progress();
   progress.set_request_id(request_id());
@@ -78,9 +80,9 @@ void Request::OnProgress(const ProgressEvent& event) {
 
 Request::Verdict Request::OnToken(const TokenEvent& event, TimePoint now) {
   if (last_token_at_.has_value()) {
-    metrics_.NextToken(Between(*last_token_at_, now));
+    metrics_.NextToken(accepted_.policy, Between(*last_token_at_, now));
   } else {
-    metrics_.FirstToken(Between(arrival(), now));
+    metrics_.FirstToken(accepted_.policy, cache_, Between(arrival(), now));
   }
   last_token_at_ = now;
   v1::GenerateResponse response;

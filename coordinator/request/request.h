@@ -106,6 +106,8 @@ class Request {
   const StopMatcher::StopText stop_text_;
   std::optional<int64_t> matched_stop_;
   std::optional<TimePoint> last_token_at_;
+  int64_t read_tokens_ = 0;  // of the prompt, as far as progress was reported
+  Metrics::Cache cache_ = Metrics::Cache::kMiss;
   // Given back before the client learns of the end, so that it may use the id again at once.
   std::unique_ptr<RunningRequestIds::Lease> id_;
   std::shared_ptr<ResponseSink> sink_;  // null when finished

@@ -4,7 +4,7 @@
 
 #include "absl/strings/string_view.h"
 
-#include "proto/logs.h"
+#include "proto/process/logs.h"
 
 namespace kvasir::coordinator {
 namespace {

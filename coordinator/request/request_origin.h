@@ -25,16 +25,16 @@ struct TraceContext {
 std::optional<TraceContext> ParseTraceparent(absl::string_view header);
 
 struct RequestOrigin {
-  std::string request_id;  // 1 to 128 bytes
-  std::string tenant;      // at most 128 bytes
-  std::optional<TraceContext> trace;
-  TimePoint arrived;
+  std::string request_id = {};  // 1 to 128 bytes
+  std::string tenant = {};      // at most 128 bytes
+  std::optional<TraceContext> trace = {};
+  TimePoint arrived = {};
 };
 
 // Headers of a request; empty where the client sent none.
 struct OriginHeaders {
-  absl::string_view request_id;   // x-request-id
-  absl::string_view traceparent;  // W3C
+  absl::string_view request_id = {};   // x-request-id
+  absl::string_view traceparent = {};  // W3C
 };
 
 // The id is that of the request, else the header's, else `new_id`'s. Ids and tenants that are too

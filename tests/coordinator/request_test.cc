@@ -49,7 +49,7 @@ class RequestTest : public ::testing::Test {
   }
 
   TestModel model_;
-  Metrics metrics_{"test"};
+  Metrics metrics_{"test", {"default"}};
   RunningRequestIds ids_;
   TimePoint now_ = TimePoint() + std::chrono::hours(1);
   std::shared_ptr<CollectedResponse> sink_;

@@ -37,7 +37,7 @@ class Prometheus(unittest.TestCase):
         with Service(flags=["--tensor-parallel-size=2", "--served-model-name=needle"]) as service:
             workers = [series for address in service.worker_metrics
                        for series in labels(service, address, "kvasir_selection_memory_bytes")]
-            self.assertEqual(workers, [{"model_name": "needle", "tp_rank": str(rank)} for rank in range(2)])
+            self.assertEqual(workers, [{"model_name": "needle", "rank": str(rank)} for rank in range(2)])
             self.assertEqual(labels(service, None, "kvasir_worker_up"), workers)
             for address in (None, *service.worker_metrics):
                 for word in PROCESSES:

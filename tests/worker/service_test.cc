@@ -190,7 +190,7 @@ TEST_F(WorkerServiceTest, HandshakeThenPlansInOrder) {
   const std::string metrics = process_.metrics();
   EXPECT_THAT(metrics, HasSubstr("kvasir_attention_blocks_total{"));
   EXPECT_THAT(metrics, HasSubstr("kvasir_attention_mass_kept_ratio_count{model_name=\"served\","
-                                 "phase=\"decode\",tp_rank=\"0\"}"));
+                                 "phase=\"decode\",policy=\"default\",rank=\"0\"}"));
 }
 
 TEST_F(WorkerServiceTest, ExtendedPositionsLengthenTheContextAndNameTheKvForm) {

@@ -35,9 +35,10 @@ class Logs {
   virtual ~Logs() = default;
   // Names the rank of this process in all lines from now on.
   virtual void set_rank(int64_t rank) = 0;
-  // Returns the number of lines that gave way.
-  virtual uint64_t dropped() const = 0;
 };
+
+// Returns the number of lines that have given way since the Logs began.
+uint64_t LogLinesDropped();
 
 // Name and value of a fact beside a line's message.
 using LogField = std::pair<const char*, std::variant<std::string, int64_t, double>>;

@@ -1,4 +1,4 @@
-#include "proto/logs.h"
+#include "proto/process/logs.h"
 
 #include <algorithm>
 #include <array>
@@ -8,8 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
 #include "nlohmann/json.hpp"
-#include "spdlog/async_logger.h"
-#include "spdlog/details/thread_pool.h"
+#include "spdlog/async.h"
 #include "spdlog/formatter.h"
 #include "spdlog/sinks/stdout_sinks.h"
 #include "spdlog/spdlog.h"
@@ -130,33 +129,31 @@ class LogsImpl final : public Logs {
  public:
   LogsImpl(std::shared_ptr<Speaker> speaker, spdlog::level::level_enum level, bool has_members,
            const spdlog::sink_ptr& sink)
-      : speaker_(std::move(speaker)),
-        before_(spdlog::default_logger()),
-        writer_(std::make_shared<spdlog::details::thread_pool>(kMostWaiting, 1)) {
+      : speaker_(std::move(speaker)), before_(spdlog::default_logger()) {
+    spdlog::init_thread_pool(kMostWaiting, 1);
     spdlog::set_default_logger(MakeLogger("kvasir", level, sink));
     if (has_members) spdlog::register_logger(MakeLogger(kMembersLogger, level, sink));
   }
   ~LogsImpl() override {
     spdlog::drop(kMembersLogger);
     spdlog::set_default_logger(before_);
+    spdlog::details::registry::instance().set_tp(nullptr);  // after what waits is written
   }
 
   void set_rank(int64_t rank) override { speaker_->rank = rank; }
-  uint64_t dropped() const override { return writer_->overrun_counter(); }
 
  private:
-  std::shared_ptr<spdlog::logger> MakeLogger(const std::string& name,
-                                             spdlog::level::level_enum level,
-                                             const spdlog::sink_ptr& sink) {
+  static std::shared_ptr<spdlog::logger> MakeLogger(const std::string& name,
+                                                    spdlog::level::level_enum level,
+                                                    const spdlog::sink_ptr& sink) {
     auto logger = std::make_shared<spdlog::async_logger>(
-        name, sink, writer_, spdlog::async_overflow_policy::overrun_oldest);
+        name, sink, spdlog::thread_pool(), spdlog::async_overflow_policy::overrun_oldest);
     logger->set_level(level);
     return logger;
   }
 
   const std::shared_ptr<Speaker> speaker_;
   const std::shared_ptr<spdlog::logger> before_;
-  const std::shared_ptr<spdlog::details::thread_pool> writer_;  // writes what waits when it ends
 };
 
 }  // namespace
@@ -181,6 +178,11 @@ absl::StatusOr<std::unique_ptr<Logs>> Logs::Start(const std::string& process,
   return std::make_unique<LogsImpl>(std::move(speaker),
                                     static_cast<spdlog::level::level_enum>(level - kLevels.begin()),
                                     config.log_format() == "json", sink);
+}
+
+uint64_t LogLinesDropped() {
+  const std::shared_ptr<spdlog::details::thread_pool> writer = spdlog::thread_pool();
+  return writer == nullptr ? 0 : writer->overrun_counter();
 }
 
 void LogEvent(spdlog::level::level_enum level, absl::string_view message,
