@@ -13,7 +13,7 @@ build_packages=(
 )
 test_packages=(
   libgtest-dev libgmock-dev libbenchmark-dev
-  python3 python3-grpcio python3-protobuf prometheus
+  python3 python3-grpcio python3-protobuf prometheus zsh
 )
 
 missing=()

@@ -13,7 +13,7 @@ import unittest
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from support.service import ROOT, Service  # noqa: E402
 
-SAMPLE = re.compile(r"^([a-z_]+)(?:\{([^}]*)\})? ", re.MULTILINE)
+SAMPLE = re.compile(r"^([a-z0-9_]+)(?:\{([^}]*)\})? ", re.MULTILINE)
 ROW = re.compile(r"^\| `((?:kvasir|process)_[a-z0-9_]+)` \| (.*) \| (coordinator|worker|both) \| (.*) \|$", re.MULTILINE)
 POLICIES = """
 - name: contract
