@@ -221,8 +221,10 @@ struct WorkerMetrics::Series {
     for (const std::string& policy : group.policies) {
       policies.emplace_back(f, With({{"policy", policy}}));
     }
-    for (const char* code : {"DATA_LOSS", "RESOURCE_EXHAUSTED"}) {
-      f.failed_rows.Add(With({{"code", code}}));  // shown as 0 from the start
+    for (const absl::StatusCode code :
+         {absl::StatusCode::kDataLoss, absl::StatusCode::kResourceExhausted}) {
+      f.failed_rows.Add(
+          With({{"code", absl::StatusCodeToString(code)}}));  // shown as 0 from the start
     }
   }
 
