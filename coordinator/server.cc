@@ -17,6 +17,7 @@
 #include "coordinator/engine_loop.h"
 #include "coordinator/events/kv_event_publisher.h"
 #include "coordinator/group/grpc_worker_client.h"
+#include "coordinator/http/http_front.h"
 #include "coordinator/metrics/metrics.h"
 #include "coordinator/model_folder.h"
 #include "coordinator/policy/limits.h"
@@ -147,6 +148,7 @@ class ServerImpl final : public Server {
   absl::Status Init(const WorkerGroupFactory& make_group);
 
   int port() const override { return listener_->port(); }
+  int http_port() const override { return http_->port(); }
   int metrics_port() const override { return endpoint_->port(); }
   std::vector<std::string> worker_metrics_addresses() const override;
   absl::Status WaitUntilReady(absl::Duration timeout) override {
@@ -182,6 +184,7 @@ class ServerImpl final : public Server {
   std::unique_ptr<proto::MetricsEndpoint> endpoint_;
   std::unique_ptr<proto::GrpcListener> listener_;
   std::unique_ptr<EngineApi> api_;
+  std::unique_ptr<HttpFront> http_;
   TextPool texts_;  // its work uses all above
   std::unique_ptr<GenerationService> service_;
   std::unique_ptr<grpc::Server> server_;
@@ -235,6 +238,15 @@ absl::Status ServerImpl::Init(const WorkerGroupFactory& make_group) {
                                                       .started = clock_.Now()});
   service_ = std::make_unique<GenerationService>(*api_, *listener_,
                                                  absl::Seconds(config_.client_timeout()));
+  KVASIR_ASSIGN_OR_RETURN(
+      http_, HttpFront::Start({.api = *api_,
+                               .host = config_.endpoint().host(),
+                               .port = static_cast<int>(config_.endpoint().http_port()),
+                               .registry = metrics_.registry(),
+                               .health = [this] { return Health(); },
+                               .client_timeout = absl::Seconds(config_.client_timeout()),
+                               .model = config_.served_model_name(),
+                               .model_folder = config_.model().model()}));
   KVASIR_ASSIGN_OR_RETURN(
       endpoint_,
       proto::MetricsEndpoint::Start({.host = config_.endpoint().host(),
@@ -315,6 +327,7 @@ void ServerImpl::Shutdown() {
   }
   if (engine_ != nullptr) engine_->Stop(absl::UnavailableError("the server is shutting down"));
   if (listener_ != nullptr) listener_->Stop();
+  if (http_ != nullptr) http_->Stop(absl::FromChrono(kLastWrites));
   if (server_ != nullptr) server_->Shutdown(std::chrono::system_clock::now() + kLastWrites);
 }
 

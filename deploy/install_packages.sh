@@ -11,14 +11,14 @@ set -euo pipefail
 build_packages=(
   g++ cmake ninja-build pkg-config
   libabsl-dev libprotobuf-dev protobuf-compiler libgrpc-dev libgrpc++-dev protobuf-compiler-grpc
-  libspdlog-dev libfmt-dev prometheus-cpp-dev libcpp-httplib-dev
+  libspdlog-dev libfmt-dev prometheus-cpp-dev libcpp-httplib-dev libboost1.74-dev
   libdnnl-dev ocl-icd-opencl-dev libgloo-dev libxxhash-dev libssl-dev liburing-dev librocksdb-dev
   nlohmann-json3-dev libyaml-cpp-dev libpcre2-dev libutf8proc-dev
   libzmq3-dev cppzmq-dev libmsgpack-cxx-dev
 )
 test_packages=(
   libgtest-dev libgmock-dev libbenchmark-dev
-  python3 python3-grpcio python3-protobuf prometheus zsh
+  curl python3 python3-grpcio python3-protobuf prometheus zsh
   python3-venv python3-yaml systemd
 )
 # Libraries that kvasir and kvasir-worker name; tests/deploy/install_test.py compares them.

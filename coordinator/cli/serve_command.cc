@@ -78,6 +78,10 @@ std::string GrpcAddress(const v1::ServeConfig& config, const Server& server) {
   return absl::StrCat(config.endpoint().host(), ":", server.port());
 }
 
+std::string HttpAddress(const v1::ServeConfig& config, const Server& server) {
+  return absl::StrCat(config.endpoint().host(), ":", server.http_port());
+}
+
 std::string MetricsAddress(const v1::ServeConfig& config, const Server& server) {
   return absl::StrCat(config.endpoint().host(), ":", server.metrics_port());
 }
@@ -89,6 +93,7 @@ absl::Status WriteReadyFile(const v1::ServeConfig& config, const Server& server)
   const std::string draft = absl::StrCat(path, ".new");
   std::ofstream file(draft);
   file << "grpc: " << GrpcAddress(config, server) << "\n"
+       << "http: " << HttpAddress(config, server) << "\n"
        << "metrics: " << MetricsAddress(config, server) << "\n";
   const std::vector<std::string> workers = server.worker_metrics_addresses();
   for (size_t rank = 0; rank < workers.size(); ++rank) {
@@ -183,8 +188,9 @@ absl::Status RunServe(const v1::ServeConfig& config) {
   KVASIR_ASSIGN_OR_RETURN(int signal_number, WaitUntilReady(*server, local_workers.get(), signals));
   if (signal_number == 0) {
     KVASIR_RETURN_IF_ERROR(WriteReadyFile(config, *server));
-    spdlog::info("serving {} on {}, metrics on {}", config.model().model(),
-                 GrpcAddress(config, *server), MetricsAddress(config, *server));
+    spdlog::info("serving {} on {}, HTTP on {}, metrics on {}", config.model().model(),
+                 GrpcAddress(config, *server), HttpAddress(config, *server),
+                 MetricsAddress(config, *server));
     sigwait(&signals, &signal_number);
   }
   spdlog::info("signal {}: draining for at most {} s; a second one stops at once", signal_number,

@@ -79,6 +79,7 @@ bool GenerateStream::Join(v1::GenerateResponse& response) {
       last.mutable_tokens()->mutable_token_ids()->MergeFrom(response.tokens().token_ids());
       last.mutable_tokens()->mutable_logprobs()->MergeFrom(response.tokens().logprobs());
       last.mutable_tokens()->mutable_text()->append(response.tokens().text());
+      last.mutable_tokens()->set_last(response.tokens().last());
       return true;
     default:
       return false;

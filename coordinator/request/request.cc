@@ -91,6 +91,7 @@ Request::Verdict Request::OnToken(const TokenEvent& event, TimePoint now) {
   tokens.add_token_ids(static_cast<uint32_t>(event.token));
   tokens.set_text(TextOf(event));
   if (event.logprobs.has_value()) *tokens.add_logprobs() = *event.logprobs;
+  tokens.set_last(event.role != TokenEvent::Role::kInner || matched_stop_.has_value());
   sink_->Write(std::move(response));
   return matched_stop_.has_value() ? Verdict::kStop : Verdict::kGoOn;
 }
