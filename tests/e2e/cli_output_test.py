@@ -153,7 +153,7 @@ class TokenizerOfAnotherModel(unittest.TestCase):
             return failed.stderr
 
     def test_ids_beyond_the_vocabulary(self):
-        self.assertIn("has the token 1471", self.refused(lambda config, _: config.update(vocab_size=1471)))
+        self.assertRegex(self.refused(lambda config, _: config.update(vocab_size=1000)), r"it has the token 1\d{3} \(")
 
     def test_an_end_of_text_that_is_no_token(self):
         def change(config, model):

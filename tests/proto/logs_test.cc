@@ -36,13 +36,13 @@ std::vector<std::string> Lines(const v1::LogConfig& config,
 
 TEST(Logs, TextNamesTimeInUtcLevelProcessAndRank) {
   const std::vector<std::string> lines = Lines(Config("info", "text"), [](Logs& logs) {
-    spdlog::warn("before {}", 1);
     logs.set_rank(3);
+    spdlog::warn("before {}", 1);
     LogEvent(spdlog::level::info, "after", {{"tenant", "a \"b\""}, {"tokens", int64_t{7}}});
   });
   ASSERT_EQ(lines.size(), 2u);
   EXPECT_THAT(lines[0], ::testing::MatchesRegex("[0-9]+-[0-9]+-[0-9]+T[0-9]+:[0-9]+:[0-9]+[.]"
-                                                "[0-9]+Z warn worker: before 1"));
+                                                "[0-9]+Z warn worker 3: before 1"));
   EXPECT_NE(lines[1].find(R"(Z info worker 3: after tenant="a \"b\"" tokens=7)"), std::string::npos)
       << lines[1];
 }
