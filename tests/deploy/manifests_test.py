@@ -17,8 +17,9 @@ from support import pypi  # noqa: E402
 from support.kubernetes import KUBERNETES, OVERLAYS, of_kind, pod_templates, render  # noqa: E402
 from support.service import BUILD, KVASIR  # noqa: E402
 
-COMPONENTS = {"monitoring": ("PodMonitor", "PrometheusRule"), "autoscaling": ("HorizontalPodAutoscaler",)}
-SCHEMAS = {"LeaderWorkerSet": "leader_worker_set", "PodMonitor": "pod_monitor", "PrometheusRule": "prometheus_rule"}
+COMPONENTS = {"monitoring": ("PodMonitor", "PrometheusRule"), "autoscaling": ("HorizontalPodAutoscaler",), "gateway": ("InferencePool", "HTTPRoute")}
+SCHEMAS = {"LeaderWorkerSet": "leader_worker_set", "PodMonitor": "pod_monitor", "PrometheusRule": "prometheus_rule",
+           "InferencePool": "inference_pool", "HTTPRoute": "http_route"}
 KUBERNETES_VERSION = "1.33"
 LONGEST_END_OF_WORKERS = 30  # seconds, local ones after the drain
 LONGEST_END_OF_A_WORKER = 60  # seconds, one of its own (docs/bounds.md)
@@ -27,7 +28,7 @@ PROGRAMS = {"kvasir": KVASIR, "kvasir-worker": BUILD / "worker" / "kvasir-worker
 
 def components_of(overlay):
     """A group of hosts is not scaled by the autoscaler of Deployments."""
-    return ["monitoring"] if overlay.startswith("multi-host") else sorted(COMPONENTS)
+    return sorted(set(COMPONENTS) - {"autoscaling"}) if overlay.startswith("multi-host") else sorted(COMPONENTS)
 
 
 def config_file(objects, folder):
@@ -86,6 +87,7 @@ class Manifests(unittest.TestCase):
             selectors += [one["spec"]["selector"]["matchLabels"] for kind in ("PodDisruptionBudget", "PodMonitor", "Deployment")
                           for one in of_kind(objects, kind)]
             selectors += [one["spec"]["podSelector"]["matchLabels"] for one in of_kind(objects, "NetworkPolicy")]
+            selectors += [one["spec"]["selector"]["matchLabels"] for one in of_kind(objects, "InferencePool")]
             self.assertGreater(len(selectors), 3)
             for selector in selectors:
                 self.assertTrue(any(selector.items() <= labels.items() for labels in pods), selector)
@@ -119,7 +121,7 @@ class Manifests(unittest.TestCase):
             return
         local = 0 if value["workers"] else value["tensor-parallel-size"]
         first = value["metrics-port"]
-        self.assertEqual(ports, {"grpc": value["port"], "metrics": first,
+        self.assertEqual(ports, {"grpc": value["port"], "http": value["http-port"], "metrics": first,
                                  **{f"worker-{i}": first + 1 + i for i in range(local)}})
         gpus = int(container["resources"]["limits"].get("nvidia.com/gpu", 0))
         self.assertEqual(gpus, local if value["device"] == "cuda" else 0)
