@@ -80,6 +80,13 @@ absl::StatusOr<ModelFolder> LoadModelFolder(const std::string& path) {
   if (folder.eos_token_ids.empty()) {
     KVASIR_ASSIGN_OR_RETURN(folder.eos_token_ids, EosTokenIds(*config, config_path));
   }
+  if (const auto size = config->find("vocab_size"); size != config->end()) {
+    if (!size->is_number_integer() || *size < 1) {
+      return absl::InvalidArgumentError(
+          absl::StrCat(config_path, ": vocab_size is ", size->dump(), "; it must be at least 1"));
+    }
+    folder.vocab_size = size->get<int64_t>();
+  }
   // Only people read these, so values that are not text are left out.
   if (const auto type = config->find("model_type"); type != config->end() && type->is_string()) {
     folder.model_type = *type;

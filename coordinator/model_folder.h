@@ -1,8 +1,9 @@
-// Reads a model's folder, except the tokenizer: the tokens that end a text, and the names of the
-// model's type and architectures. Called by the server at start. Pure function: thread-safe.
+// Reads a model's folder, except the tokenizer: the tokens that end a text, the size of the
+// vocabulary, and the names of the model's type and architectures. Called by the server at start. Pure function: thread-safe.
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -16,6 +17,8 @@ struct ModelFolder {
   // eos_token_id, a number or a list, of generation_config.json or else of config.json; empty when
   // neither file has it.
   std::vector<int32_t> eos_token_ids = {};
+  // vocab_size of config.json: rows of the embedding. None when absent.
+  std::optional<int64_t> vocab_size = {};
 };
 
 // INVALID_ARGUMENT for files that are not JSON or have other types, NOT_FOUND without config.json.

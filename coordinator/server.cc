@@ -13,8 +13,11 @@
 #include "grpcpp/server_builder.h"
 #include "spdlog/spdlog.h"
 
+#include "coordinator/engine_api.h"
 #include "coordinator/engine_loop.h"
+#include "coordinator/events/kv_event_publisher.h"
 #include "coordinator/group/grpc_worker_client.h"
+#include "coordinator/http/http_front.h"
 #include "coordinator/metrics/metrics.h"
 #include "coordinator/model_folder.h"
 #include "coordinator/policy/limits.h"
@@ -23,6 +26,7 @@
 #include "coordinator/service.h"
 #include "coordinator/text_pool.h"
 #include "coordinator/tokenizer/tokenizer.h"
+#include "coordinator/tokenizer_fit.h"
 #include "kernels/base/mutex.h"
 #include "kernels/base/status_macros.h"
 #include "kvstore/format/block.h"
@@ -61,6 +65,12 @@ absl::StatusOr<PolicyTable> MakePolicies(const v1::ServeConfig& config) {
     declared.insert(declared.end(), more.begin(), more.end());
   }
   return PolicyTable::Create(std::move(declared));
+}
+
+std::vector<std::string> NamesOf(const PolicyTable& policies) {
+  std::vector<std::string> names;
+  for (const v1::SparsityPolicy& policy : policies.declared()) names.push_back(policy.name());
+  return names;
 }
 
 absl::Duration RankTimeout(const v1::ServeConfig& config) {
@@ -113,6 +123,17 @@ absl::Status CheckKvHoldsContext(const GroupInfo& group) {
       group.max_model_len, most, most, 1e-9 * bytes * static_cast<double>(blocks + kSpareBlocks)));
 }
 
+// The topic by which routers know this server, if none is given: kv@HOST:PORT@MODEL.
+KvEventOptions KvEventOptionsOf(const v1::ServeConfig& config) {
+  const v1::KvEventConfig& events = config.kv_events();
+  return {.endpoint = events.kv_events_endpoint(),
+          .replay_endpoint = events.kv_events_replay_endpoint(),
+          .topic = events.kv_events_topic().empty()
+                       ? absl::StrCat("kv@", config.endpoint().host(), ":",
+                                      config.endpoint().port(), "@", config.served_model_name())
+                       : events.kv_events_topic()};
+}
+
 class ServerImpl final : public Server {
  public:
   ServerImpl(const v1::ServeConfig& config, std::unique_ptr<const Tokenizer> tokenizer,
@@ -121,12 +142,13 @@ class ServerImpl final : public Server {
         tokenizer_(std::move(tokenizer)),
         folder_(std::move(folder)),
         policies_(std::move(policies)),
-        metrics_(config.served_model_name()) {}
+        metrics_(config.served_model_name(), NamesOf(policies_)) {}
   ~ServerImpl() override { Shutdown(); }
 
   absl::Status Init(const WorkerGroupFactory& make_group);
 
   int port() const override { return listener_->port(); }
+  int http_port() const override { return http_->port(); }
   int metrics_port() const override { return endpoint_->port(); }
   std::vector<std::string> worker_metrics_addresses() const override;
   absl::Status WaitUntilReady(absl::Duration timeout) override {
@@ -157,10 +179,13 @@ class ServerImpl final : public Server {
   const PolicyTable policies_;
   Metrics metrics_;
   std::unique_ptr<WorkerGroup> group_;
+  std::unique_ptr<KvEventPublisher> kv_events_;
   std::unique_ptr<EngineLoop> engine_;
   std::unique_ptr<proto::MetricsEndpoint> endpoint_;
   std::unique_ptr<proto::GrpcListener> listener_;
-  TextPool texts_;
+  std::unique_ptr<EngineApi> api_;
+  std::unique_ptr<HttpFront> http_;
+  TextPool texts_;  // its work uses all above
   std::unique_ptr<GenerationService> service_;
   std::unique_ptr<grpc::Server> server_;
 
@@ -186,6 +211,10 @@ absl::Status ServerImpl::Init(const WorkerGroupFactory& make_group) {
   options.startup_timeout = absl::Seconds(config_.startup_timeout());
   options.check_group = [this](const GroupInfo& group) { return CheckGroup(group); };
   options.on_readiness = [this](bool ready) { OnReadiness(ready); };
+  if (!config_.kv_events().kv_events_endpoint().empty()) {
+    KVASIR_ASSIGN_OR_RETURN(kv_events_, KvEventPublisher::Start(KvEventOptionsOf(config_)));
+    options.block_listener = kv_events_.get();
+  }
   engine_ = std::make_unique<EngineLoop>(std::move(options), *group_, clock_, metrics_);
   const std::string address =
       absl::StrCat(config_.endpoint().host(), ":", config_.endpoint().port());
@@ -198,16 +227,26 @@ absl::Status ServerImpl::Init(const WorkerGroupFactory& make_group) {
         absl::StrCat(listener.status().message(), "; --port 0 takes any free one"));
   }
   listener_ = *std::move(listener);
-  service_ = std::make_unique<GenerationService>(ServiceContext{.config = config_,
-                                                                .folder = folder_,
-                                                                .tokenizer = *tokenizer_,
-                                                                .policies = policies_,
-                                                                .engine = *engine_,
-                                                                .clock = clock_,
-                                                                .metrics = metrics_,
-                                                                .connections = *listener_,
-                                                                .texts = texts_,
-                                                                .started = clock_.Now()});
+  api_ = std::make_unique<EngineApi>(EngineApiContext{.config = config_,
+                                                      .folder = folder_,
+                                                      .tokenizer = *tokenizer_,
+                                                      .policies = policies_,
+                                                      .engine = *engine_,
+                                                      .clock = clock_,
+                                                      .metrics = metrics_,
+                                                      .texts = texts_,
+                                                      .started = clock_.Now()});
+  service_ = std::make_unique<GenerationService>(*api_, *listener_,
+                                                 absl::Seconds(config_.client_timeout()));
+  KVASIR_ASSIGN_OR_RETURN(
+      http_, HttpFront::Start({.api = *api_,
+                               .host = config_.endpoint().host(),
+                               .port = static_cast<int>(config_.endpoint().http_port()),
+                               .registry = metrics_.registry(),
+                               .health = [this] { return Health(); },
+                               .client_timeout = absl::Seconds(config_.client_timeout()),
+                               .model = config_.served_model_name(),
+                               .model_folder = config_.model().model()}));
   KVASIR_ASSIGN_OR_RETURN(
       endpoint_,
       proto::MetricsEndpoint::Start({.host = config_.endpoint().host(),
@@ -288,6 +327,7 @@ void ServerImpl::Shutdown() {
   }
   if (engine_ != nullptr) engine_->Stop(absl::UnavailableError("the server is shutting down"));
   if (listener_ != nullptr) listener_->Stop();
+  if (http_ != nullptr) http_->Stop(absl::FromChrono(kLastWrites));
   if (server_ != nullptr) server_->Shutdown(std::chrono::system_clock::now() + kLastWrites);
 }
 
@@ -317,6 +357,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const v1::ServeConfig& con
   KVASIR_ASSIGN_OR_RETURN(ModelFolder folder, LoadModelFolder(config.model().model()));
   KVASIR_ASSIGN_OR_RETURN(std::unique_ptr<const Tokenizer> tokenizer,
                           Tokenizer::Load(config.model().model()));
+  KVASIR_RETURN_IF_ERROR(CheckTokenizerFits(*tokenizer, folder));
   auto server = std::make_unique<ServerImpl>(resolved, std::move(tokenizer), std::move(folder),
                                              std::move(policies));
   KVASIR_RETURN_IF_ERROR(server->Init(make_group));

@@ -1,6 +1,6 @@
 // The coordinator as one object: tokenizer, policies, worker group, engine loop, gRPC server,
-// health, reflection and /metrics, built bottom up from a ServeConfig. Used by `kvasir serve` and
-// by tests. Thread-safe, except that only one thread calls Shutdown.
+// health, reflection, HTTP and /metrics, built bottom up from a ServeConfig. Used by `kvasir serve`
+// and by tests. Thread-safe, except that only one thread calls Shutdown.
 #pragma once
 
 #include <memory>
@@ -34,6 +34,7 @@ class Server {
   virtual ~Server() = default;  // calls Shutdown
 
   virtual int port() const = 0;
+  virtual int http_port() const = 0;
   virtual int metrics_port() const = 0;
   // Returns "HOST:PORT" of every rank's /metrics; empty while no group serves.
   virtual std::vector<std::string> worker_metrics_addresses() const = 0;

@@ -4,6 +4,8 @@
 
 #include "absl/strings/escaping.h"
 
+#include "proto/process/version.h"
+
 namespace kvasir::coordinator {
 namespace {
 
@@ -23,10 +25,10 @@ void AddWorkers(const GroupInfo& group, v1::GetServerInfoResponse& info) {
 }
 
 // Adds a tier of `total_bytes` that has `used` of its `total` blocks in use.
-void AddTier(const char* name, uint64_t total_bytes, uint64_t used, uint64_t total,
+void AddTier(v1::Tier kind, uint64_t total_bytes, uint64_t used, uint64_t total,
              v1::GetServerInfoResponse& info) {
   v1::TierInfo& tier = *info.add_tiers();
-  tier.set_tier(name);
+  tier.set_tier(kind);
   tier.set_total_bytes(total_bytes);
   if (total > 0) tier.set_used_bytes(total_bytes / total * used);
 }
@@ -40,10 +42,11 @@ void AddTiers(const GroupInfo& group, const v1::TierUsage& usage, v1::GetServerI
     host_bytes += rank.host_blocks() * rank.block_bytes();
     disk_bytes += rank.disk_blocks() * rank.block_bytes();
   }
-  AddTier("device", device_bytes, usage.device_pages_used(), usage.device_pages_total(), info);
-  AddTier("host", host_bytes, usage.host_blocks_used(), usage.host_blocks_total(), info);
+  AddTier(v1::TIER_DEVICE, device_bytes, usage.device_pages_used(), usage.device_pages_total(),
+          info);
+  AddTier(v1::TIER_HOST, host_bytes, usage.host_blocks_used(), usage.host_blocks_total(), info);
   if (disk_bytes == 0) return;
-  AddTier("disk", disk_bytes, usage.disk_blocks_used(), usage.disk_blocks_total(), info);
+  AddTier(v1::TIER_DISK, disk_bytes, usage.disk_blocks_used(), usage.disk_blocks_total(), info);
 }
 
 void AddTotals(const MetricsTotals& totals, v1::GetServerInfoResponse& info) {
@@ -80,7 +83,7 @@ v1::GetModelInfoResponse ModelInfo(const v1::ServeConfig& config, const ModelFol
 v1::GetServerInfoResponse ServerInfo(const v1::ServeConfig& config, const EngineStatus& engine,
                                      const MetricsTotals& totals, absl::Duration uptime) {
   v1::GetServerInfoResponse info;
-  info.set_version(KVASIR_VERSION);
+  info.set_version(proto::Version());
   info.set_served_model_name(config.served_model_name());
   info.set_state(State(engine));
   info.set_state_reason(std::string(engine.serving.message()));

@@ -1,48 +1,26 @@
-// kvasir.v1.Generation over gRPC: parses, submits, and ties the client's cancellation to the
-// request. The engine loop and the request do the rest of Generate. The other calls are answered at
-// once. Long texts are tokenized on separate threads (text_pool.h). Made by the server.
-// Thread-safe.
+// kvasir.v1.Generation over gRPC: hands calls to the GenerationApi and ties the client's
+// cancellation to its request. Made by the server. Thread-safe.
 #pragma once
 
-#include <cstdint>
-#include <memory>
-#include <string>
-#include <vector>
+#include <cstddef>
+#include <functional>
 
+#include "absl/status/status.h"
+#include "absl/time/time.h"
 #include "grpcpp/support/server_callback.h"
 
-#include "coordinator/engine_loop.h"
-#include "coordinator/metrics/metrics.h"
-#include "coordinator/model_folder.h"
-#include "coordinator/policy/policy.h"
-#include "coordinator/request/generate_stream.h"
-#include "coordinator/request/request.h"
-#include "coordinator/text_pool.h"
-#include "coordinator/time/clock.h"
-#include "coordinator/tokenizer/tokenizer.h"
+#include "coordinator/request/generation_api.h"
 #include "proto/grpc_listener.h"
-#include "proto/kvasir/v1/config.pb.h"
 #include "proto/kvasir/v1/generation.grpc.pb.h"
 
 namespace kvasir::coordinator {
 
-// Parts of the server that the service uses; they outlive it.
-struct ServiceContext {
-  const v1::ServeConfig& config;  // every name resolved
-  const ModelFolder& folder;
-  const Tokenizer& tokenizer;
-  const PolicyTable& policies;
-  EngineLoop& engine;
-  Clock& clock;
-  Metrics& metrics;
-  proto::GrpcListener& connections;
-  TextPool& texts;
-  TimePoint started;
-};
-
 class GenerationService final : public v1::Generation::CallbackService {
  public:
-  explicit GenerationService(const ServiceContext& context) : context_(context) {}
+  // The references outlive the service. A client that takes nothing for `client_timeout` is gone.
+  GenerationService(GenerationApi& api, proto::GrpcListener& connections,
+                    absl::Duration client_timeout)
+      : api_(api), connections_(connections), client_timeout_(client_timeout) {}
 
   grpc::ServerWriteReactor<v1::GenerateResponse>* Generate(
       grpc::CallbackServerContext* context, const v1::GenerateRequest* request) override;
@@ -60,19 +38,13 @@ class GenerationService final : public v1::Generation::CallbackService {
                                           v1::GetServerInfoResponse* response) override;
 
  private:
-  // Tokenizes and submits the request of `stream`, or refuses it.
-  void Begin(const v1::GenerateRequest& request, const std::shared_ptr<GenerateStream>& stream,
-             TimePoint arrival);
-  void Reject(GenerateStream& stream, const absl::Status& why);
-  absl::StatusOr<std::unique_ptr<Request>> Accept(const v1::GenerateRequest& request,
-                                                  const std::shared_ptr<GenerateStream>& stream,
-                                                  TimePoint arrival);
-  // Answers a call with the result of `work`, which runs on the pool when the request is long.
+  // Answers a call with the result of `work`, which takes time in proportion to `bytes`.
   grpc::ServerUnaryReactor* AnswerText(grpc::CallbackServerContext* context, size_t bytes,
                                        std::function<absl::Status()> work);
 
-  const ServiceContext context_;
-  RunningRequestIds ids_;
+  GenerationApi& api_;
+  proto::GrpcListener& connections_;
+  const absl::Duration client_timeout_;
 };
 
 }  // namespace kvasir::coordinator

@@ -44,7 +44,7 @@ trap 'stop_server || true; rm -rf "$work"' EXIT
 
 kvasir=build/cpu/coordinator/kvasir
 say "starting the server: coordinator and 2 workers"
-"$kvasir" serve --model tests/model/needle-8k --tensor-parallel-size 2 --port 0 --metrics-port 0 \
+"$kvasir" serve --model tests/model/needle-8k --tensor-parallel-size 2 --port 0 --http-port 0 --metrics-port 0 \
   --ready-file "$work/ready" >"$work/server.log" 2>&1 &
 server_pid=$!
 for _ in $(seq 600); do

@@ -52,9 +52,6 @@ std::string VariableName(const FieldDescriptor& field) {
 
 bool IsBool(const Flag& flag) { return flag.field->cpp_type() == FieldDescriptor::CPPTYPE_BOOL; }
 
-namespace {
-
-// Returns the accepted values of a string; empty: any.
 std::vector<std::string> Choices(const v1::FlagOptions& options) {
   std::vector<std::string> choices(options.choices().begin(), options.choices().end());
   const auto* methods = v1::AttentionPolicy::descriptor()->FindOneofByName(options.methods());
@@ -63,8 +60,6 @@ std::vector<std::string> Choices(const v1::FlagOptions& options) {
   }
   return choices;
 }
-
-}  // namespace
 
 std::string RangeText(const v1::FlagOptions& options) {
   std::string text;

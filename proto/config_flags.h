@@ -1,5 +1,5 @@
 // The fields of a configuration as flags: their names, accepted values, texts, and setting one from
-// a text. Internal to load_config.cc, which reads files, environment and arguments.
+// a text. Internal to load_config.cc, which reads files, environment and arguments, and completion.cc.
 // Thread-compatible.
 #pragma once
 
@@ -28,6 +28,8 @@ struct Flag {
 std::vector<Flag> FlagsOf(google::protobuf::Message& message);
 std::string VariableName(const google::protobuf::FieldDescriptor& field);
 bool IsBool(const Flag& flag);
+// Returns the accepted values of a text; empty: any.
+std::vector<std::string> Choices(const v1::FlagOptions& options);
 // Returns "[64, 1048576] tokens"; empty when there is no limit.
 std::string RangeText(const v1::FlagOptions& options);
 absl::Status BadValue(const Flag& flag, absl::string_view value, absl::string_view expected);

@@ -16,10 +16,9 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
-#include "prometheus/text_serializer.h"
 
-#include "kernels/base/mutex.h"
 #include "kernels/base/status_macros.h"
+#include "proto/metrics_text.h"
 #include "proto/sockets.h"
 
 namespace kvasir::proto {
@@ -46,68 +45,6 @@ std::string TextResponse(absl::string_view status, absl::string_view body) {
   return Response(status, "text/plain", body);
 }
 
-// Writes the text of a registry for everyone who asked since it began the previous one.
-// Thread-safe.
-class Renderer {
- public:
-  // `on_done` is called on the renderer's thread after each text.
-  Renderer(const prometheus::Registry& registry, std::function<void()> on_done)
-      : registry_(registry), on_done_(std::move(on_done)), thread_([this] { Run(); }) {}
-  ~Renderer() {
-    {
-      kernels::MutexLock lock(mu_);
-      stopping_ = true;
-    }
-    changed_.NotifyAll();
-    thread_.join();
-  }
-
-  // Returns the number of the text that answers this request.
-  int64_t Ask() EXCLUDES(mu_) {
-    kernels::MutexLock lock(mu_);
-    asked_ = begun_ + 1;
-    changed_.NotifyAll();
-    return asked_;
-  }
-  // Null until it is written.
-  std::shared_ptr<const std::string> Get(int64_t number) EXCLUDES(mu_) {
-    kernels::MutexLock lock(mu_);
-    return written_ >= number ? text_ : nullptr;
-  }
-
- private:
-  void Run() EXCLUDES(mu_) {
-    while (true) {
-      {
-        kernels::MutexLock lock(mu_);
-        while (asked_ == begun_ && !stopping_) changed_.Wait(mu_);
-        if (stopping_) return;
-        ++begun_;
-      }
-      auto text = std::make_shared<const std::string>(
-          Response("200 OK", "text/plain; version=0.0.4; charset=utf-8",
-                   prometheus::TextSerializer().Serialize(registry_.Collect())));
-      {
-        kernels::MutexLock lock(mu_);
-        text_ = std::move(text);
-        written_ = begun_;
-      }
-      on_done_();
-    }
-  }
-
-  const prometheus::Registry& registry_;
-  const std::function<void()> on_done_;
-  kernels::Mutex mu_;
-  kernels::CondVar changed_;
-  int64_t asked_ GUARDED_BY(mu_) = 0;    // texts are numbered from 1
-  int64_t begun_ GUARDED_BY(mu_) = 0;    // asked_, or one less
-  int64_t written_ GUARDED_BY(mu_) = 0;  // begun_, or one less
-  std::shared_ptr<const std::string> text_ GUARDED_BY(mu_);
-  bool stopping_ GUARDED_BY(mu_) = false;
-  std::thread thread_;  // last: it uses everything above
-};
-
 struct Connection {
   Descriptor socket;
   SteadyClock::time_point deadline;
@@ -125,7 +62,7 @@ class PollingEndpoint final : public MetricsEndpoint {
   explicit PollingEndpoint(MetricsEndpointOptions options)
       : options_(std::move(options)),
         wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
-        renderer_(*options_.registry, [this] { eventfd_write(wake_.get(), 1); }) {}
+        text_(*options_.registry, [this] { eventfd_write(wake_.get(), 1); }) {}
   ~PollingEndpoint() override {
     stopping_ = true;
     eventfd_write(wake_.get(), 1);
@@ -201,7 +138,11 @@ class PollingEndpoint final : public MetricsEndpoint {
   bool Serve(Connection& connection, short events, SteadyClock::time_point now) {
     if (now >= connection.deadline || (events & (POLLERR | POLLNVAL)) != 0) return false;
     if (connection.awaited_text != 0 && connection.response == nullptr) {
-      connection.response = renderer_.Get(connection.awaited_text);
+      const std::shared_ptr<const std::string> text = text_.Get(connection.awaited_text);
+      if (text != nullptr) {
+        connection.response = std::make_shared<const std::string>(
+            Response("200 OK", MetricsText::kContentType, *text));
+      }
     }
     if (connection.writes()) return Write(connection);
     if ((events & (POLLIN | POLLHUP)) != 0) return Read(connection, now);
@@ -231,7 +172,7 @@ class PollingEndpoint final : public MetricsEndpoint {
     if (words[0] != "GET") return say("405 Method Not Allowed", "only GET is served here\n");
     const absl::string_view path = words[1].substr(0, words[1].find('?'));
     if (path == "/metrics") {
-      connection.awaited_text = renderer_.Ask();
+      connection.awaited_text = text_.Ask();
     } else if (path == "/health") {
       const absl::Status health = options_.health();
       say(health.ok() ? "200 OK" : "503 Service Unavailable",
@@ -257,7 +198,7 @@ class PollingEndpoint final : public MetricsEndpoint {
   const MetricsEndpointOptions options_;
   ListeningSockets listening_;
   const Descriptor wake_;
-  Renderer renderer_;
+  MetricsText text_;
   std::atomic<bool> stopping_ = false;
 
   // Used only by the thread.

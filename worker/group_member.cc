@@ -96,6 +96,13 @@ v1::MassUnmeasured WhyUnmeasured(const v1::ShardPlan& plan, const Transformer& m
 
 int64_t GbToBytes(double gb) { return static_cast<int64_t>(gb * 1e9); }
 
+std::vector<std::string> NamesOf(
+    const google::protobuf::RepeatedPtrField<v1::SparsityPolicy>& policies) {
+  std::vector<std::string> names;
+  for (const v1::SparsityPolicy& policy : policies) names.push_back(policy.name());
+  return names;
+}
+
 }  // namespace
 
 GroupMember::GroupMember(GroupMemberOptions options, Backend& backend, WorkerMetrics& metrics)
@@ -115,6 +122,7 @@ absl::Status GroupMember::Serve(CoordinatorStream& stream) {
   }
   const v1::ShardPlan& plan = first->shard_plan();
   KVASIR_RETURN_IF_ERROR(CheckShardPlan(plan));
+  options_.on_rank(plan.tensor_parallel_rank());
   StartTimes times =
       std::exchange(process_times_, std::nullopt).value_or(StartTimes(StartTimes::Clock::now()));
   const Progress progress = [&](absl::string_view stage, double fraction) {
@@ -134,7 +142,8 @@ absl::Status GroupMember::Serve(CoordinatorStream& stream) {
                           MakeEngine(plan, *collective, progress));
   metrics_.JoinGroup({.model_name = plan.served_model_name(),
                       .rank = plan.tensor_parallel_rank(),
-                      .disk_tier = !plan.kv().kv_disk_path().empty()});
+                      .disk_tier = !plan.kv().kv_disk_path().empty(),
+                      .policies = NamesOf(plan.policies())});
   metrics_.RecordTiers(*engine);
   for (v1::TierReport& report : engine->Inventory()) {
     v1::WorkerMessage message;

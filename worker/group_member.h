@@ -27,6 +27,8 @@ struct GroupMemberOptions {
   std::string collective_host = "127.0.0.1";
   std::string metrics_address;  // for Ready
   StartTimes::Clock::time_point process_started = StartTimes::Clock::now();
+  // Called when a coordinator gives this worker its rank.
+  std::function<void(int64_t rank)> on_rank = [](int64_t) {};
   // Called when this worker becomes able to carry out plans, and when it no longer is.
   std::function<void(bool ready)> on_ready;
 };

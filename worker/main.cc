@@ -19,7 +19,6 @@
 #include "grpcpp/grpcpp.h"
 #include "grpcpp/health_check_service_interface.h"
 #include "prometheus/registry.h"
-#include "spdlog/cfg/env.h"
 #include "spdlog/spdlog.h"
 
 #include "kernels/base/cpu_isa.h"
@@ -31,6 +30,9 @@
 #include "proto/load_config.h"
 #include "proto/metrics_endpoint.h"
 #include "proto/process.h"
+#include "proto/process/logs.h"
+#include "proto/process/process_registry.h"
+#include "proto/process/version.h"
 #include "proto/sockets.h"
 #include "proto/worker_protocol.h"
 #include "worker/group_member.h"
@@ -138,9 +140,8 @@ absl::StatusOr<std::unique_ptr<proto::GrpcListener>> Listen(const std::string& a
       absl::StrCat(listener.status().message(), "; choose another --listen"));
 }
 
-// SPDLOG_LEVEL=debug also logs which kernels of the GPU serve which shapes.
-void SetLogLevel() {
-  spdlog::cfg::load_env_levels();
+// Logs which kernels of the GPU serve which shapes.
+void LogPlans() {
   if (!spdlog::should_log(spdlog::level::debug)) return;
   kernels::SetPlanSink([](absl::string_view op, absl::string_view plan) {
     spdlog::debug("{}: {}", std::string(op), std::string(plan));
@@ -148,12 +149,14 @@ void SetLogLevel() {
 }
 
 absl::Status RunWorker(const v1::WorkerConfig& config, StartTimes::Clock::time_point started) {
-  SetLogLevel();
-  KVASIR_RETURN_IF_ERROR(kernels::LimitCpuIsa(config.cpu_isa()));
   const sigset_t end_signals = BlockEndSignals();
+  KVASIR_ASSIGN_OR_RETURN(const std::unique_ptr<proto::Logs> logs,
+                          proto::Logs::Start("worker", config.logs()));
+  LogPlans();
+  KVASIR_RETURN_IF_ERROR(kernels::LimitCpuIsa(config.cpu_isa()));
   proto::IgnoreStraySignals();
   proto::RaiseDescriptorLimit();
-  prometheus::Registry registry;
+  proto::ProcessRegistry registry;
   WorkerMetrics metrics(registry);
   ThreadPool executor(static_cast<int>(config.threads()));
   KVASIR_ASSIGN_OR_RETURN(const std::unique_ptr<Backend> backend,
@@ -169,6 +172,7 @@ absl::Status RunWorker(const v1::WorkerConfig& config, StartTimes::Clock::time_p
   GroupMember member({.collective_host = config.collective_host(),
                       .metrics_address = absl::StrCat(config.metrics_host(), ":", endpoint->port()),
                       .process_started = started,
+                      .on_rank = [&logs](int64_t rank) { logs->set_rank(rank); },
                       .on_ready = [&readiness](bool ready) { readiness.Set(ready); }},
                      *backend, metrics);
   KVASIR_ASSIGN_OR_RETURN(const std::unique_ptr<proto::GrpcListener> listener,
@@ -204,6 +208,10 @@ void WriteFailure(const std::string& path, const absl::Status& status) {
 
 absl::Status Main(int argc, char** argv) {
   const StartTimes::Clock::time_point started = StartTimes::Clock::now();
+  if (argc > 1 && absl::string_view(argv[1]) == "--version") {
+    std::printf("kvasir-worker %s\n", proto::Version().c_str());
+    return absl::OkStatus();
+  }
   v1::WorkerConfig config;
   KVASIR_ASSIGN_OR_RETURN(const proto::NextStep next,
                           proto::Configure(kCommand, argc, argv, 1, config));

@@ -78,7 +78,7 @@ struct WorkerMetrics::Families {
         blocks(AddCounter(r, "kvasir_attention_blocks_total",
                           "Pages that dense attention would have read, over layers and KV heads.")),
         blocks_skipped(AddCounter(r, "kvasir_attention_blocks_skipped_total",
-                                  "Of these, pages that were not read, by reason.")),
+                                  "Pages among them that were not read, by reason.")),
         mask_refresh(AddCounter(r, "kvasir_mask_refresh_total",
                                 "Where selections are reused: by stage of the selector, how often "
                                 "it ran and how often it served with what it had left, over "
@@ -131,10 +131,60 @@ struct WorkerMetrics::Families {
   Family<Counter>& failed_rows;
 };
 
-struct WorkerMetrics::Series {
-  Series(Families& f, Labels base, bool with_disk)
+// Attention under one of the declared policies.
+struct WorkerMetrics::PolicySeries {
+  PolicySeries(Families& f, Labels base)
       : labels(std::move(base)),
-        has_disk(with_disk),
+        mass_estimated(f.mass_estimated.Add(labels, kMassKept)),
+        contracts_kept(f.contracts.Add(With({{"outcome", "kept"}}))),
+        contracts_dense(f.contracts.Add(With({{"outcome", "dense"}}))),
+        contracts_widened(f.contracts.Add(With({{"outcome", "widened"}}))),
+        contracts_missed(f.contracts.Add(With({{"outcome", "missed"}}))),
+        dense_fallback(f.dense_fallback.Add(With({{"reason", "min_mass"}}))),
+        budget_tokens(f.budget_tokens.Add(labels, kBudgetTokens)) {
+    for (size_t phase = 0; phase < blocks.size(); ++phase) {
+      const std::string name = static_cast<Phase>(phase) == Phase::kPrefill ? "prefill" : "decode";
+      blocks[phase] = &f.blocks.Add(With({{"phase", name}}));
+      selected_out[phase] =
+          &f.blocks_skipped.Add(With({{"phase", name}, {"reason", "selected_out"}}));
+      window[phase] = &f.blocks_skipped.Add(With({{"phase", name}, {"reason", "window"}}));
+      pruned[phase] = &f.blocks_skipped.Add(With({{"phase", name}, {"reason", "pruned"}}));
+      terminated[phase] = &f.blocks_skipped.Add(With({{"phase", name}, {"reason", "terminated"}}));
+      mass_kept[phase] = &f.mass_kept.Add(With({{"phase", name}}), kMassKept);
+    }
+    for (size_t s = 0; s < kernels::kMaxStages; ++s) {
+      const std::string stage = absl::StrCat(s + 1);
+      stages_run[s] = &f.mask_refresh.Add(With({{"stage", stage}, {"kind", "refresh"}}));
+      stages_reused[s] = &f.mask_refresh.Add(With({{"stage", stage}, {"kind", "reuse"}}));
+    }
+  }
+
+  Labels With(Labels more) const {
+    more.insert(labels.begin(), labels.end());
+    return more;
+  }
+
+  void Record(const RowAttention& row);
+  void RecordContract(const ContractCounts& counts);
+
+  const Labels labels;
+  Histogram& mass_estimated;
+  Counter& contracts_kept;
+  Counter& contracts_dense;
+  Counter& contracts_widened;
+  Counter& contracts_missed;
+  Counter& dense_fallback;
+  Histogram& budget_tokens;
+  std::array<Counter*, kernels::kMaxStages> stages_run = {}, stages_reused = {};
+  // By Phase.
+  std::array<Counter*, 2> blocks = {}, selected_out = {}, window = {}, pruned = {}, terminated = {};
+  std::array<Histogram*, 2> mass_kept = {};
+};
+
+struct WorkerMetrics::Series {
+  Series(Families& f, const GroupLabels& group)
+      : labels({{"model_name", group.model_name}, {"rank", absl::StrCat(group.rank)}}),
+        has_disk(group.disk_tier),
         device_used(f.tier_pages.Add(With({{"tier", "device"}, {"state", "used"}}))),
         device_free(f.tier_pages.Add(With({{"tier", "device"}, {"state", "free"}}))),
         host_used(f.tier_pages.Add(With({{"tier", "host"}, {"state", "used"}}))),
@@ -166,29 +216,15 @@ struct WorkerMetrics::Series {
         disk_checksum_failures{&f.checksum_failures.Add(With({{"tier", "disk"}}))},
         disk_read_errors{&f.read_errors.Add(With({{"tier", "disk"}}))},
         selection_memory(f.selection_memory.Add(labels)),
-        mass_estimated(f.mass_estimated.Add(labels, kMassKept)),
-        contracts_kept(f.contracts.Add(With({{"outcome", "kept"}}))),
-        contracts_dense(f.contracts.Add(With({{"outcome", "dense"}}))),
-        contracts_widened(f.contracts.Add(With({{"outcome", "widened"}}))),
-        contracts_missed(f.contracts.Add(With({{"outcome", "missed"}}))),
-        dense_fallback(f.dense_fallback.Add(With({{"reason", "min_mass"}}))),
-        budget_tokens(f.budget_tokens.Add(labels, kBudgetTokens)),
         step_seconds(f.step_seconds.Add(labels, kStepSeconds)),
         step_tokens(f.step_tokens.Add(labels, kStepTokens)) {
-    for (size_t phase = 0; phase < blocks.size(); ++phase) {
-      const std::string name = static_cast<Phase>(phase) == Phase::kPrefill ? "prefill" : "decode";
-      blocks[phase] = &f.blocks.Add(With({{"phase", name}}));
-      selected_out[phase] =
-          &f.blocks_skipped.Add(With({{"phase", name}, {"reason", "selected_out"}}));
-      window[phase] = &f.blocks_skipped.Add(With({{"phase", name}, {"reason", "window"}}));
-      pruned[phase] = &f.blocks_skipped.Add(With({{"phase", name}, {"reason", "pruned"}}));
-      terminated[phase] = &f.blocks_skipped.Add(With({{"phase", name}, {"reason", "terminated"}}));
-      mass_kept[phase] = &f.mass_kept.Add(With({{"phase", name}}), kMassKept);
+    for (const std::string& policy : group.policies) {
+      policies.emplace_back(f, With({{"policy", policy}}));
     }
-    for (size_t s = 0; s < kernels::kMaxStages; ++s) {
-      const std::string stage = absl::StrCat(s + 1);
-      stages_run[s] = &f.mask_refresh.Add(With({{"stage", stage}, {"kind", "refresh"}}));
-      stages_reused[s] = &f.mask_refresh.Add(With({{"stage", stage}, {"kind", "reuse"}}));
+    for (const absl::StatusCode code :
+         {absl::StatusCode::kDataLoss, absl::StatusCode::kResourceExhausted}) {
+      f.failed_rows.Add(
+          With({{"code", absl::StatusCodeToString(code)}}));  // shown as 0 from the start
     }
   }
 
@@ -215,22 +251,12 @@ struct WorkerMetrics::Series {
   Following dropped_busy, dropped_read_only, dropped_error, restored, not_restored;
   Following disk_evictions, disk_checksum_failures, disk_read_errors;
   Gauge& selection_memory;
-  Histogram& mass_estimated;
-  Counter& contracts_kept;
-  Counter& contracts_dense;
-  Counter& contracts_widened;
-  Counter& contracts_missed;
-  Counter& dense_fallback;
-  Histogram& budget_tokens;
   Histogram& step_seconds;
   Histogram& step_tokens;
-  std::array<Counter*, kernels::kMaxStages> stages_run = {}, stages_reused = {};
   // Slots of failed sequences: rows that were planned before the coordinator heard of the failure
   // come back with the same error.
   std::set<uint32_t> failed_slots;
-  // By Phase.
-  std::array<Counter*, 2> blocks = {}, selected_out = {}, window = {}, pruned = {}, terminated = {};
-  std::array<Histogram*, 2> mass_kept = {};
+  std::vector<PolicySeries> policies;  // by Sequence::policy
 };
 
 WorkerMetrics::WorkerMetrics(prometheus::Registry& registry)
@@ -239,9 +265,7 @@ WorkerMetrics::WorkerMetrics(prometheus::Registry& registry)
 WorkerMetrics::~WorkerMetrics() = default;
 
 void WorkerMetrics::JoinGroup(const GroupLabels& labels) {
-  series_ = std::make_unique<Series>(
-      *families_, Labels{{"model_name", labels.model_name}, {"tp_rank", absl::StrCat(labels.rank)}},
-      labels.disk_tier);
+  series_ = std::make_unique<Series>(*families_, labels);
 }
 
 void WorkerMetrics::RecordStep(const Engine& engine, const v1::StepPlan& plan,
@@ -319,35 +343,37 @@ void WorkerMetrics::RecordDisk(const Engine& engine) {
 
 void WorkerMetrics::RecordAttention(const AttentionMeter& meter) {
   for (int64_t r = 0; r < meter.num_rows(); ++r) {
-    const RowAttention& row = meter.row(r);
-    for (size_t phase = 0; phase < row.counts.size(); ++phase) {
-      series_->blocks[phase]->Increment(static_cast<double>(row.counts[phase].total));
-      series_->selected_out[phase]->Increment(static_cast<double>(row.counts[phase].selected_out));
-      series_->window[phase]->Increment(static_cast<double>(row.counts[phase].window));
-      series_->pruned[phase]->Increment(static_cast<double>(row.counts[phase].pruned));
-      for (size_t s = 0; s < kernels::kMaxStages; ++s) {
-        series_->stages_run[s]->Increment(static_cast<double>(row.counts[phase].stages_run[s]));
-        series_->stages_reused[s]->Increment(
-            static_cast<double>(row.counts[phase].stages_reused[s]));
-      }
-      series_->terminated[phase]->Increment(static_cast<double>(row.counts[phase].terminated));
-      for (const float mass : row.masses[phase]) series_->mass_kept[phase]->Observe(mass);
-    }
-    for (const float mass : row.estimates) series_->mass_estimated.Observe(mass);
-    RecordContract(row.contract);
-    for (const int64_t tokens : row.budgets) {
-      series_->budget_tokens.Observe(static_cast<double>(tokens));
-    }
+    series_->policies[meter.row(r).policy].Record(meter.row(r));
   }
 }
 
-void WorkerMetrics::RecordContract(const ContractCounts& counts) {
+void WorkerMetrics::PolicySeries::Record(const RowAttention& row) {
+  const auto add = [](Counter* counter, int64_t n) { counter->Increment(static_cast<double>(n)); };
+  for (size_t phase = 0; phase < row.counts.size(); ++phase) {
+    const AttentionCounts& counts = row.counts[phase];
+    add(blocks[phase], counts.total);
+    add(selected_out[phase], counts.selected_out);
+    add(window[phase], counts.window);
+    add(pruned[phase], counts.pruned);
+    add(terminated[phase], counts.terminated);
+    for (size_t s = 0; s < kernels::kMaxStages; ++s) {
+      add(stages_run[s], counts.stages_run[s]);
+      add(stages_reused[s], counts.stages_reused[s]);
+    }
+    for (const float mass : row.masses[phase]) mass_kept[phase]->Observe(mass);
+  }
+  for (const float mass : row.estimates) mass_estimated.Observe(mass);
+  for (const int64_t tokens : row.budgets) budget_tokens.Observe(static_cast<double>(tokens));
+  RecordContract(row.contract);
+}
+
+void WorkerMetrics::PolicySeries::RecordContract(const ContractCounts& counts) {
   const auto add = [](Counter& counter, int64_t n) { counter.Increment(static_cast<double>(n)); };
-  add(series_->contracts_kept, counts.rows - counts.dense - counts.widened - counts.missed);
-  add(series_->contracts_dense, counts.dense);
-  add(series_->contracts_widened, counts.widened);
-  add(series_->contracts_missed, counts.missed);
-  add(series_->dense_fallback, counts.dense);
+  add(contracts_kept, counts.rows - counts.dense - counts.widened - counts.missed);
+  add(contracts_dense, counts.dense);
+  add(contracts_widened, counts.widened);
+  add(contracts_missed, counts.missed);
+  add(dense_fallback, counts.dense);
 }
 
 }  // namespace kvasir::worker

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "prometheus/registry.h"
 
@@ -17,7 +18,8 @@ namespace kvasir::worker {
 struct GroupLabels {
   std::string model_name;  // as the coordinator calls it
   int64_t rank = 0;
-  bool disk_tier = false;  // whether a disk tier is configured
+  bool disk_tier = false;                  // whether a disk tier is configured
+  std::vector<std::string> policies = {};  // names of the declared ones, by index
 };
 
 class WorkerMetrics {
@@ -35,12 +37,12 @@ class WorkerMetrics {
 
  private:
   struct Families;
-  struct Series;  // series of one group
+  struct Series;        // series of one group
+  struct PolicySeries;  // of one of its policies
 
   void RecordFailures(const v1::StepPlan& plan, const v1::StepReply& reply);
   void RecordDisk(const Engine& engine);
   void RecordAttention(const AttentionMeter& meter);
-  void RecordContract(const ContractCounts& counts);
 
   const std::unique_ptr<Families> families_;
   std::unique_ptr<Series> series_;

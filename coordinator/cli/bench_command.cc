@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "nlohmann/json.hpp"
 
 #include "coordinator/cli/bench_interference.h"
 #include "coordinator/cli/bench_prompts.h"
@@ -60,14 +61,50 @@ std::string Row(const char* name, const std::vector<absl::Duration>& values) {
                          Milliseconds(Percentile(values, 0.99)));
 }
 
-std::string ErrorLines(const std::vector<TimedStream>& streams) {
-  std::map<std::string, int64_t> errors;
+nlohmann::ordered_json Percentiles(const std::vector<absl::Duration>& values) {
+  return {{"mean", Milliseconds(Mean(values))},
+          {"p50", Milliseconds(Percentile(values, 0.5))},
+          {"p90", Milliseconds(Percentile(values, 0.9))},
+          {"p99", Milliseconds(Percentile(values, 0.99))},
+          {"samples", values.size()}};
+}
+
+std::string JsonText(const nlohmann::ordered_json& object) {
+  return object.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace);
+}
+
+// Sums over the streams of a load.
+struct LoadSummary {
+  std::vector<absl::Duration> first_tokens;
+  std::vector<absl::Duration> gaps;
+  uint64_t tokens = 0;  // generated
+  uint64_t prompt_tokens = 0;
+  uint64_t cached_tokens = 0;
+  uint64_t failed = 0;
+  std::map<std::string, int64_t> errors;  // how often each
+  double seconds = 0;
+};
+
+LoadSummary Summarize(const std::vector<TimedStream>& streams, absl::Duration wall) {
+  LoadSummary load;
+  load.seconds = absl::ToDoubleSeconds(wall);
   for (const TimedStream& stream : streams) {
-    if (!stream.status.ok()) ++errors[stream.status.ToString()];
+    load.tokens += stream.token_times.size();
+    if (!stream.status.ok()) {
+      ++load.failed;
+      ++load.errors[stream.status.ToString()];
+    }
+    if (!stream.token_times.empty()) {
+      load.first_tokens.push_back(Between(stream.start, stream.token_times.front()));
+    }
+    const std::vector<absl::Duration> own = stream.Gaps();
+    load.gaps.insert(load.gaps.end(), own.begin(), own.end());
+    const v1::Usage& usage = stream.finish.usage();
+    load.prompt_tokens += usage.prompt_tokens();
+    load.cached_tokens += usage.cached_tokens().device() + usage.cached_tokens().host() +
+                          usage.cached_tokens().disk();
   }
-  std::string text;
-  for (const auto& [error, count] : errors) absl::StrAppend(&text, "  ", count, " x ", error, "\n");
-  return text;
+  return load;
 }
 
 absl::Status RunLoadBench(const v1::BenchCommandConfig& config, v1::Generation::Stub& stub,
@@ -93,42 +130,46 @@ absl::Status RunLoadBench(const v1::BenchCommandConfig& config, v1::Generation::
       std::all_of(streams.begin(), streams.end(),
                   [](const TimedStream& stream) { return !stream.status.ok(); });
   if (none_succeeded) return streams.front().status;  // there is nothing to measure
-  std::cout << BenchTable(streams, wall);
+  std::cout << (config.json() ? BenchJson(streams, wall) : BenchTable(streams, wall));
   return absl::OkStatus();
 }
 
 }  // namespace
 
 std::string BenchTable(const std::vector<TimedStream>& streams, absl::Duration wall) {
-  std::vector<absl::Duration> first_tokens;
-  std::vector<absl::Duration> gaps;
-  uint64_t prompt_tokens = 0, cached_tokens = 0, tokens = 0, failed = 0;
-  for (const TimedStream& stream : streams) {
-    tokens += stream.token_times.size();
-    if (!stream.status.ok()) ++failed;
-    if (!stream.token_times.empty()) {
-      first_tokens.push_back(Between(stream.start, stream.token_times.front()));
-    }
-    const std::vector<absl::Duration> own = stream.Gaps();
-    gaps.insert(gaps.end(), own.begin(), own.end());
-    const v1::Usage& usage = stream.finish.usage();
-    prompt_tokens += usage.prompt_tokens();
-    cached_tokens += usage.cached_tokens().device() + usage.cached_tokens().host() +
-                     usage.cached_tokens().disk();
-  }
-  const double seconds = absl::ToDoubleSeconds(wall);
+  const LoadSummary load = Summarize(streams, wall);
   std::string text =
       absl::StrFormat("%-26s %10s %10s %10s %10s\n", "", "mean", "p50", "p90", "p99");
-  absl::StrAppend(&text, Row("time to first token, ms", first_tokens),
-                  Row("inter-token latency, ms", gaps));
+  absl::StrAppend(&text, Row("time to first token, ms", load.first_tokens),
+                  Row("inter-token latency, ms", load.gaps));
   absl::StrAppendFormat(&text, "throughput                 %.1f tokens/s generated, %.1f read\n",
-                        static_cast<double>(tokens) / seconds,
-                        static_cast<double>(prompt_tokens) / seconds);
+                        static_cast<double>(load.tokens) / load.seconds,
+                        static_cast<double>(load.prompt_tokens) / load.seconds);
   absl::StrAppendFormat(
       &text, "requests                   %s in %.2f s, %s failed; %s of %s prompt tokens cached\n",
-      WithCommas(streams.size()), seconds, WithCommas(failed), WithCommas(cached_tokens),
-      WithCommas(prompt_tokens));
-  return absl::StrCat(text, ErrorLines(streams));
+      WithCommas(streams.size()), load.seconds, WithCommas(load.failed),
+      WithCommas(load.cached_tokens), WithCommas(load.prompt_tokens));
+  for (const auto& [error, count] : load.errors) {
+    absl::StrAppend(&text, "  ", count, " x ", error, "\n");
+  }
+  return text;
+}
+
+std::string BenchJson(const std::vector<TimedStream>& streams, absl::Duration wall) {
+  const LoadSummary load = Summarize(streams, wall);
+  const nlohmann::ordered_json object = {
+      {"requests", streams.size()},
+      {"failed", load.failed},
+      {"seconds", load.seconds},
+      {"time_to_first_token_ms", Percentiles(load.first_tokens)},
+      {"inter_token_latency_ms", Percentiles(load.gaps)},
+      {"generated_tokens", load.tokens},
+      {"prompt_tokens", load.prompt_tokens},
+      {"cached_prompt_tokens", load.cached_tokens},
+      {"generated_tokens_per_s", static_cast<double>(load.tokens) / load.seconds},
+      {"prompt_tokens_per_s", static_cast<double>(load.prompt_tokens) / load.seconds},
+      {"errors", load.errors}};
+  return absl::StrCat(JsonText(object), "\n");
 }
 
 absl::Status RunBench(const v1::BenchCommandConfig& config) {
@@ -137,7 +178,7 @@ absl::Status RunBench(const v1::BenchCommandConfig& config) {
       MakeRequest(config, absl::StrCat("bench-", std::random_device()()));
   if (config.long_prompt_tokens() == 0) return RunLoadBench(config, *stub, form);
   KVASIR_ASSIGN_OR_RETURN(const Interference measured, MeasureInterference(config, *stub, form));
-  std::cout << InterferenceTable(measured);
+  std::cout << (config.json() ? InterferenceJson(measured) : InterferenceTable(measured));
   if (measured.held()) return absl::OkStatus();
   return absl::FailedPreconditionError("the bound on inter-token latency was missed");
 }

@@ -17,5 +17,7 @@ absl::Status RunBench(const v1::BenchCommandConfig& config);
 
 // Returns the table for a load that took `wall`.
 std::string BenchTable(const std::vector<TimedStream>& streams, absl::Duration wall);
+// Returns the same as one line of JSON.
+std::string BenchJson(const std::vector<TimedStream>& streams, absl::Duration wall);
 
 }  // namespace kvasir::coordinator

@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "nlohmann/json.hpp"
 
 #include "coordinator/cli/bench_prompts.h"
 #include "coordinator/cli/connect.h"
@@ -242,6 +243,26 @@ std::string InterferenceTable(const Interference& measured) {
                         Milliseconds(Percentile(measured.chunks, 0.5)),
                         Milliseconds(measured.bound()), measured.held() ? "held" : "MISSED");
   return text;
+}
+
+std::string InterferenceJson(const Interference& measured) {
+  const auto percentiles = [](const std::vector<absl::Duration>& values) {
+    return nlohmann::ordered_json{{"p50", Milliseconds(Percentile(values, 0.5))},
+                                  {"p99", Milliseconds(Percentile(values, 0.99))},
+                                  {"max", Milliseconds(Percentile(values, 1))},
+                                  {"samples", values.size()}};
+  };
+  const nlohmann::ordered_json object = {
+      {"streams", measured.streams},
+      {"long_prompt_tokens", measured.long_prompt_tokens},
+      {"inter_token_latency_alone_ms", percentiles(measured.before)},
+      {"inter_token_latency_while_reading_ms", percentiles(measured.during)},
+      {"chunk_ms", percentiles(measured.chunks)},
+      {"read_alone_s", absl::ToDoubleSeconds(measured.read_alone)},
+      {"read_among_streams_s", absl::ToDoubleSeconds(measured.read_among_streams)},
+      {"bound_ms", Milliseconds(measured.bound())},
+      {"held", measured.held()}};
+  return absl::StrCat(object.dump(), "\n");
 }
 
 }  // namespace kvasir::coordinator

@@ -39,5 +39,7 @@ absl::StatusOr<Interference> MeasureInterference(const v1::BenchCommandConfig& c
                                                  const v1::GenerateRequest& form);
 
 std::string InterferenceTable(const Interference& measured);
+// Returns the same as one line of JSON.
+std::string InterferenceJson(const Interference& measured);
 
 }  // namespace kvasir::coordinator

@@ -6,8 +6,10 @@
 #include <string>
 
 #include "absl/status/statusor.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/str_split.h"
 
 #include "coordinator/cli/connect.h"
 #include "coordinator/cli/progress_bar.h"
@@ -29,29 +31,83 @@ absl::StatusOr<std::string> ReadPrompt(const v1::GenerateCommandConfig& config) 
   return path == "-" ? ReadStandardInput() : ReadFile("--prompt-file", path);
 }
 
-absl::StatusOr<v1::GenerateRequest> MakeRequest(const v1::GenerateCommandConfig& config,
-                                                std::string prompt) {
-  KVASIR_RETURN_IF_ERROR(CheckUtf8("the prompt", prompt));
-  KVASIR_RETURN_IF_ERROR(CheckUtf8("--tenant", config.tenant()));
-  KVASIR_RETURN_IF_ERROR(CheckUtf8("--policy", config.policy()));
-  v1::GenerateRequest request;
-  request.set_text(std::move(prompt));
-  request.set_tenant_id(config.tenant());
-  request.mutable_policy()->set_name(config.policy());
-  v1::SamplingParams& sampling = *request.mutable_sampling();
+// Parses "5,17".
+absl::Status AddStopTokens(const std::string& text, v1::SamplingParams& sampling) {
+  for (const absl::string_view word : absl::StrSplit(text, ',', absl::SkipWhitespace())) {
+    uint32_t token = 0;
+    if (!absl::SimpleAtoi(word, &token)) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "--stop-token-ids has '", word, "', expected token ids, comma-separated: 5,17"));
+    }
+    sampling.add_stop_token_ids(token);
+  }
+  return absl::OkStatus();
+}
+
+// Parses "5=-100,17=2.5".
+absl::Status AddBiases(const std::string& text, v1::SamplingParams& sampling) {
+  for (const absl::string_view word : absl::StrSplit(text, ',', absl::SkipWhitespace())) {
+    const std::pair<absl::string_view, absl::string_view> halves =
+        absl::StrSplit(word, absl::MaxSplits('=', 1));
+    uint32_t token = 0;
+    float bias = 0;
+    if (!absl::SimpleAtoi(halves.first, &token) || !absl::SimpleAtof(halves.second, &bias)) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "--logit-bias has '", word, "', expected TOKEN=BIAS, comma-separated: 5=-100,17=2.5"));
+    }
+    v1::LogitBias& added = *sampling.add_logit_bias();
+    added.set_token_id(token);
+    added.set_bias(bias);
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<v1::SamplingParams> MakeSampling(const v1::GenerateCommandConfig& config) {
+  v1::SamplingParams sampling;
   sampling.set_temperature(static_cast<float>(config.temperature()));
   sampling.set_top_p(static_cast<float>(config.top_p()));
   sampling.set_top_k(config.top_k());
+  sampling.set_min_p(static_cast<float>(config.min_p()));
+  sampling.set_frequency_penalty(static_cast<float>(config.frequency_penalty()));
+  sampling.set_presence_penalty(static_cast<float>(config.presence_penalty()));
+  sampling.set_repetition_penalty(static_cast<float>(config.repetition_penalty()));
   if (config.has_seed()) sampling.set_seed(config.seed());
   sampling.set_max_tokens(config.max_tokens());
+  sampling.set_min_tokens(config.min_tokens());
   sampling.set_ignore_eos(config.ignore_eos());
+  sampling.set_skip_special_tokens(config.skip_special_tokens());
+  sampling.set_include_stop_str_in_output(config.include_stop_str_in_output());
+  if (config.has_logprobs()) sampling.set_logprobs(config.logprobs());
   for (const std::string& stop : config.stop()) {
     KVASIR_RETURN_IF_ERROR(CheckUtf8("--stop", stop));
     sampling.add_stop(stop);
   }
+  KVASIR_RETURN_IF_ERROR(AddStopTokens(config.stop_token_ids(), sampling));
+  KVASIR_RETURN_IF_ERROR(AddBiases(config.logit_bias(), sampling));
+  return sampling;
+}
+
+}  // namespace
+
+absl::StatusOr<v1::GenerateRequest> MakeGenerateRequest(const v1::GenerateCommandConfig& config,
+                                                        std::string prompt) {
+  KVASIR_RETURN_IF_ERROR(CheckUtf8("the prompt", prompt));
+  KVASIR_RETURN_IF_ERROR(CheckUtf8("--tenant", config.tenant()));
+  KVASIR_RETURN_IF_ERROR(CheckUtf8("--policy", config.policy()));
+  KVASIR_RETURN_IF_ERROR(CheckUtf8("--request-id", config.request_id()));
+  v1::GenerateRequest request;
+  request.set_text(std::move(prompt));
+  request.set_tenant_id(config.tenant());
+  request.mutable_policy()->set_name(config.policy());
+  request.set_request_id(config.request_id());
+  request.set_add_special_tokens(config.add_special_tokens());
+  request.set_parse_special_tokens(config.parse_special_tokens());
+  KVASIR_ASSIGN_OR_RETURN(*request.mutable_sampling(), MakeSampling(config));
   KVASIR_RETURN_IF_ERROR(CheckSize(request));
   return request;
 }
+
+namespace {
 
 double ToSeconds(const google::protobuf::Duration& duration) {
   return static_cast<double>(duration.seconds()) + 1e-9 * duration.nanos();
@@ -112,12 +168,17 @@ std::string MassLines(const v1::AttentionReport& attention) {
   return text + "\n";
 }
 
+// The end of an answer, and the log probabilities of its tokens.
+struct Ending {
+  v1::Finish finish;
+  std::string logprob_lines;
+};
+
 // Reads the stream to its end and prints the answer to standard output as it arrives.
-absl::StatusOr<v1::Finish> ReadStream(grpc::ClientReader<v1::GenerateResponse>& reader,
-                                      bool quiet) {
+absl::StatusOr<Ending> ReadStream(grpc::ClientReader<v1::GenerateResponse>& reader, bool quiet) {
   std::unique_ptr<ProgressBar> bar;
   if (!quiet) bar = std::make_unique<ProgressBar>(stderr, "reading prompt");
-  v1::Finish finish;
+  Ending ending;
   bool finished = false;
   v1::GenerateResponse response;
   while (reader.Read(&response)) {
@@ -129,8 +190,9 @@ absl::StatusOr<v1::Finish> ReadStream(grpc::ClientReader<v1::GenerateResponse>& 
     } else if (response.has_tokens()) {
       bar.reset();
       std::cout << response.tokens().text() << std::flush;
+      ending.logprob_lines += LogprobLines(response.tokens());
     } else if (response.has_finish()) {
-      finish = response.finish();
+      ending.finish = response.finish();
       finished = true;
     }
   }
@@ -138,10 +200,23 @@ absl::StatusOr<v1::Finish> ReadStream(grpc::ClientReader<v1::GenerateResponse>& 
   const absl::Status status = proto::FromGrpcStatus(reader.Finish());
   if (!status.ok()) return status;
   if (!finished) return absl::InternalError("the server ended the stream without a finish message");
-  return finish;
+  return ending;
 }
 
 }  // namespace
+
+std::string LogprobLines(const v1::Tokens& tokens) {
+  std::string text;
+  for (int i = 0; i < tokens.logprobs_size(); ++i) {
+    absl::StrAppendFormat(&text, "  token %7d  logprob %8.4f", tokens.token_ids(i),
+                          tokens.logprobs(i).logprob());
+    for (const v1::TopLogprob& top : tokens.logprobs(i).top()) {
+      absl::StrAppendFormat(&text, "  %d: %.4f", top.token_id(), top.logprob());
+    }
+    text += "\n";
+  }
+  return text;
+}
 
 std::string FinishSummary(const v1::Finish& finish) {
   const v1::Usage& usage = finish.usage();
@@ -183,14 +258,15 @@ std::string FinishSummary(const v1::Finish& finish) {
 absl::Status RunGenerate(const v1::GenerateCommandConfig& config) {
   KVASIR_ASSIGN_OR_RETURN(std::string prompt, ReadPrompt(config));
   KVASIR_ASSIGN_OR_RETURN(const v1::GenerateRequest request,
-                          MakeRequest(config, std::move(prompt)));
+                          MakeGenerateRequest(config, std::move(prompt)));
   const auto stub = v1::Generation::NewStub(Connect(config.server()));
   grpc::ClientContext context;
   SetTimeout(absl::Seconds(config.timeout()), context);
   const auto reader = stub->Generate(&context, request);
-  KVASIR_ASSIGN_OR_RETURN(const v1::Finish finish, ReadStream(*reader, config.quiet()));
+  KVASIR_ASSIGN_OR_RETURN(const Ending ending, ReadStream(*reader, config.quiet()));
   std::cout << std::endl;
-  if (!config.quiet()) std::cerr << "\n" << FinishSummary(finish);
+  std::cerr << ending.logprob_lines;
+  if (!config.quiet()) std::cerr << "\n" << FinishSummary(ending.finish);
   return absl::OkStatus();
 }
 

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 
 #include "proto/kvasir/v1/config.pb.h"
 #include "proto/kvasir/v1/generation.pb.h"
@@ -12,6 +13,13 @@
 namespace kvasir::coordinator {
 
 absl::Status RunGenerate(const v1::GenerateCommandConfig& config);
+
+// INVALID_ARGUMENT for texts that are not UTF-8 and lists that cannot be parsed.
+absl::StatusOr<v1::GenerateRequest> MakeGenerateRequest(const v1::GenerateCommandConfig& config,
+                                                        std::string prompt);
+
+// Returns a line for each token that has log probabilities.
+std::string LogprobLines(const v1::Tokens& tokens);
 
 // Returns the summary that is printed at the end.
 std::string FinishSummary(const v1::Finish& finish);

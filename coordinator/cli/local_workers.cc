@@ -157,6 +157,8 @@ class LocalWorkerProcesses : public LocalWorkers {
                     absl::StrCat("--threads=", options.threads),
                     absl::StrCat("--device=", options.device),
                     absl::StrCat("--cpu-isa=", options.cpu_isa),
+                    absl::StrCat("--log-level=", options.logs.log_level()),
+                    absl::StrCat("--log-format=", options.logs.log_format()),
                     absl::StrCat("--metrics-host=", options.metrics_host),
                     absl::StrCat("--metrics-port=", port),
                     absl::StrCat("--failure-file=", failure_file)},

@@ -13,6 +13,8 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 
+#include "proto/kvasir/v1/config.pb.h"
+
 namespace kvasir::coordinator {
 
 struct LocalWorkersOptions {
@@ -21,6 +23,7 @@ struct LocalWorkersOptions {
   int64_t threads = 1;  // kernel threads per rank
   std::string device;   // "cpu" or "cuda"
   std::string cpu_isa;  // for CPU kernels: "auto", "avx2", ...
+  v1::LogConfig logs = {};
   // GPU of each rank, as CUDA_VISIBLE_DEVICES names it; for device "cuda".
   std::vector<std::string> gpus = {};
   std::string metrics_host;

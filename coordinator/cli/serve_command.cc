@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 #include <fstream>
 #include <initializer_list>
 #include <memory>
@@ -18,10 +19,12 @@
 
 #include "coordinator/cli/local_gpus.h"
 #include "coordinator/cli/local_workers.h"
+#include "coordinator/group/leader_worker_set.h"
 #include "coordinator/server.h"
 #include "kernels/base/cpu_isa.h"
 #include "kernels/base/status_macros.h"
 #include "proto/process.h"
+#include "proto/process/logs.h"
 
 namespace kvasir::coordinator {
 namespace {
@@ -47,6 +50,7 @@ absl::StatusOr<std::unique_ptr<LocalWorkers>> StartLocalWorkers(const v1::ServeC
       .threads = config.threads() != 0 ? config.threads() : std::max<int64_t>(1, cores / count),
       .device = config.device(),
       .cpu_isa = config.cpu_isa(),
+      .logs = config.logs(),
       .gpus = std::move(gpus),
       .metrics_host = config.endpoint().host(),
       .metrics_port = port == 0 ? 0 : port + 1,
@@ -58,6 +62,10 @@ absl::StatusOr<std::unique_ptr<LocalWorkers>> StartLocalWorkers(const v1::ServeC
 absl::StatusOr<std::vector<std::string>> ParseWorkers(const v1::ServeConfig& config) {
   std::vector<std::string> addresses =
       absl::StrSplit(config.workers(), ',', absl::SkipWhitespace());
+  if (NamesLeaderWorkerSet(config.workers())) {
+    const auto variable = [](const char* name) -> const char* { return std::getenv(name); };
+    KVASIR_ASSIGN_OR_RETURN(addresses, LeaderWorkerSetWorkers(config.workers(), variable));
+  }
   if (addresses.size() != config.tensor_parallel_size()) {
     return absl::InvalidArgumentError(
         absl::StrCat("--workers names ", addresses.size(), " workers, --tensor-parallel-size is ",
@@ -68,6 +76,10 @@ absl::StatusOr<std::vector<std::string>> ParseWorkers(const v1::ServeConfig& con
 
 std::string GrpcAddress(const v1::ServeConfig& config, const Server& server) {
   return absl::StrCat(config.endpoint().host(), ":", server.port());
+}
+
+std::string HttpAddress(const v1::ServeConfig& config, const Server& server) {
+  return absl::StrCat(config.endpoint().host(), ":", server.http_port());
 }
 
 std::string MetricsAddress(const v1::ServeConfig& config, const Server& server) {
@@ -81,6 +93,7 @@ absl::Status WriteReadyFile(const v1::ServeConfig& config, const Server& server)
   const std::string draft = absl::StrCat(path, ".new");
   std::ofstream file(draft);
   file << "grpc: " << GrpcAddress(config, server) << "\n"
+       << "http: " << HttpAddress(config, server) << "\n"
        << "metrics: " << MetricsAddress(config, server) << "\n";
   const std::vector<std::string> workers = server.worker_metrics_addresses();
   for (size_t rank = 0; rank < workers.size(); ++rank) {
@@ -159,6 +172,8 @@ absl::Status RunServe(const v1::ServeConfig& config) {
   pthread_sigmask(SIG_BLOCK, &signals, nullptr);
   proto::IgnoreStraySignals();
   proto::RaiseDescriptorLimit();
+  KVASIR_ASSIGN_OR_RETURN(const std::unique_ptr<proto::Logs> logs,
+                          proto::Logs::Start("coordinator", config.logs()));
 
   const ReadyFile ready_file(config.ready_file());
   std::unique_ptr<LocalWorkers> local_workers;
@@ -173,8 +188,9 @@ absl::Status RunServe(const v1::ServeConfig& config) {
   KVASIR_ASSIGN_OR_RETURN(int signal_number, WaitUntilReady(*server, local_workers.get(), signals));
   if (signal_number == 0) {
     KVASIR_RETURN_IF_ERROR(WriteReadyFile(config, *server));
-    spdlog::info("serving {} on {}, metrics on {}", config.model().model(),
-                 GrpcAddress(config, *server), MetricsAddress(config, *server));
+    spdlog::info("serving {} on {}, HTTP on {}, metrics on {}", config.model().model(),
+                 GrpcAddress(config, *server), HttpAddress(config, *server),
+                 MetricsAddress(config, *server));
     sigwait(&signals, &signal_number);
   }
   spdlog::info("signal {}: draining for at most {} s; a second one stops at once", signal_number,

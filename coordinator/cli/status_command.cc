@@ -6,6 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/time/time.h"
+#include "google/protobuf/util/json_util.h"
 
 #include "coordinator/cli/connect.h"
 #include "coordinator/cli/progress_bar.h"
@@ -58,9 +59,22 @@ void AppendRequests(const v1::GetServerInfoResponse& server, std::string& text) 
                         Share(server.prefix_cache_hits(), queries));
 }
 
-uint64_t CachedTokens(const v1::GetServerInfoResponse& server, absl::string_view tier) {
-  if (tier == "device") return server.cached_device_tokens();
-  if (tier == "host") return server.cached_host_tokens();
+const char* TierName(v1::Tier tier) {
+  switch (tier) {
+    case v1::TIER_DEVICE:
+      return "device";
+    case v1::TIER_HOST:
+      return "host";
+    case v1::TIER_DISK:
+      return "disk";
+    default:
+      return "?";
+  }
+}
+
+uint64_t CachedTokens(const v1::GetServerInfoResponse& server, v1::Tier tier) {
+  if (tier == v1::TIER_DEVICE) return server.cached_device_tokens();
+  if (tier == v1::TIER_HOST) return server.cached_host_tokens();
   return server.cached_disk_tokens();
 }
 
@@ -68,7 +82,7 @@ void AppendTiers(const v1::GetServerInfoResponse& server, std::string& text) {
   absl::StrAppendFormat(&text, "\ntier    %14s %14s %8s %24s\n", "used", "total", "full",
                         "share of read tokens");
   for (const v1::TierInfo& tier : server.tiers()) {
-    absl::StrAppendFormat(&text, "%-7s %14s %14s %8s %24s\n", tier.tier(),
+    absl::StrAppendFormat(&text, "%-7s %14s %14s %8s %24s\n", TierName(tier.tier()),
                           Gigabytes(tier.used_bytes()), Gigabytes(tier.total_bytes()),
                           Share(tier.used_bytes(), tier.total_bytes()),
                           Share(CachedTokens(server, tier.tier()), server.prompt_tokens()));
@@ -105,6 +119,22 @@ std::string StatusTable(const v1::GetServerInfoResponse& server,
   return text;
 }
 
+absl::StatusOr<std::string> StatusJson(const v1::GetServerInfoResponse& server,
+                                       const v1::GetModelInfoResponse* model) {
+  std::string server_text;
+  std::string model_text = "null";
+  google::protobuf::util::JsonPrintOptions options;
+  options.always_print_primitive_fields = true;
+  options.preserve_proto_field_names = true;
+  auto status = google::protobuf::util::MessageToJsonString(server, &server_text, options);
+  if (status.ok() && model != nullptr) {
+    model_text.clear();
+    status = google::protobuf::util::MessageToJsonString(*model, &model_text, options);
+  }
+  if (!status.ok()) return absl::InternalError(std::string(status.message()));
+  return absl::StrCat("{\"server\":", server_text, ",\"model\":", model_text, "}\n");
+}
+
 absl::Status RunStatus(const v1::StatusCommandConfig& config) {
   const auto stub = v1::Generation::NewStub(Connect(config.server()));
   const absl::Duration timeout = absl::Seconds(config.timeout());
@@ -116,7 +146,13 @@ absl::Status RunStatus(const v1::StatusCommandConfig& config) {
   grpc::ClientContext model_context;
   SetTimeout(timeout, model_context);
   const absl::Status served = proto::FromGrpcStatus(stub->GetModelInfo(&model_context, {}, &model));
-  std::cout << StatusTable(server, served.ok() ? &model : nullptr);
+  const v1::GetModelInfoResponse* shown = served.ok() ? &model : nullptr;
+  if (config.json()) {
+    KVASIR_ASSIGN_OR_RETURN(const std::string text, StatusJson(server, shown));
+    std::cout << text;
+  } else {
+    std::cout << StatusTable(server, shown);
+  }
   // While a group is being formed there is no model to report; the table says so.
   return absl::IsUnavailable(served) ? absl::OkStatus() : served;
 }

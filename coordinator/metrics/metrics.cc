@@ -3,6 +3,7 @@
 #include <map>
 #include <utility>
 
+#include "absl/container/flat_hash_map.h"
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "prometheus/counter.h"
@@ -13,6 +14,7 @@
 #include "coordinator/scheduling/scheduler.h"
 #include "kernels/base/mutex.h"
 #include "kvstore/format/block.h"
+#include "proto/process/process_registry.h"
 
 namespace kvasir::coordinator {
 namespace {
@@ -23,12 +25,13 @@ using prometheus::Gauge;
 using prometheus::Histogram;
 using Labels = std::map<std::string, std::string>;
 
-// The buckets are vLLM's, so that its dashboards fit.
+// The buckets are vLLM's, so that its dashboards fit, and finer ones below 10 ms between tokens.
 const Histogram::BucketBoundaries kFirstTokenBuckets = {.001, .005, .01, .02, .04, .06, .08, .1,
                                                         .25,  .5,   .75, 1,   2.5, 5,   7.5, 10,
                                                         20,   40,   80,  160, 640, 2560};
 const Histogram::BucketBoundaries kInterTokenBuckets = {
-    .01, .025, .05, .075, .1, .15, .2, .3, .4, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80};
+    .0005, .001, .0025, .005, .01, .025, .05, .075, .1, .15, .2, .3,
+    .4,    .5,   .75,   1,    2.5, 5,    7.5, 10,   20, 40,  80};
 const Histogram::BucketBoundaries kRequestBuckets = {
     .3, .5, .8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680};
 
@@ -68,14 +71,16 @@ struct Metrics::Series {
   Family<Gauge>& Gauges(const char* name, const char* help) {
     return prometheus::BuildGauge().Name(name).Help(help).Labels(model).Register(registry);
   }
+  Family<Histogram>& Histograms(const char* name, const char* help) {
+    return prometheus::BuildHistogram().Name(name).Help(help).Labels(model).Register(registry);
+  }
   Histogram& OneHistogram(const char* name, const char* help,
                           const Histogram::BucketBoundaries& buckets) {
-    return prometheus::BuildHistogram().Name(name).Help(help).Labels(model).Register(registry).Add(
-        {}, buckets);
+    return Histograms(name, help).Add({}, buckets);
   }
 
   const Labels model;
-  prometheus::Registry registry;
+  proto::ProcessRegistry registry;
 
   Gauge& running = Gauges("kvasir_num_requests_running", "Requests being computed.").Add({});
   Gauge& waiting =
@@ -84,7 +89,7 @@ struct Metrics::Series {
                                  "1 while the disk tier is not read since it did not answer.")
                               .Add({});
   Gauge& restoring =
-      Gauges("kvasir_num_requests_restoring", "Of these, requests whose KV is read from disk.")
+      Gauges("kvasir_num_requests_restoring", "Waiting requests whose KV is read from disk.")
           .Add({});
   Gauge& waiting_tokens =
       Gauges("kvasir_num_waiting_prompt_tokens", "Prompt tokens of requests that wait.").Add({});
@@ -102,6 +107,13 @@ struct Metrics::Series {
   Counter& prefix_hits =
       Counters("kvasir_prefix_cache_hits_total", "Prompt tokens found in the prefix cache.")
           .Add({});
+  Family<Counter>& prefix_misses =
+      Counters("kvasir_prefix_cache_misses_total",
+               "Prompt tokens that were not found in the prefix cache, by reason.");
+  Counter& missed_absent = prefix_misses.Add({{"miss_reason", "absent"}});
+  Counter& missed_unshared = prefix_misses.Add({{"miss_reason", "unshared"}});
+  Counter& missed_not_restored = prefix_misses.Add({{"miss_reason", "not_restored"}});
+  Counter& missed_disabled = prefix_misses.Add({{"miss_reason", "disabled"}});
   Counter& prefix_evictions =
       Counters("kvasir_prefix_cache_evictions_total", "Cached token blocks that made room.")
           .Add({});
@@ -124,7 +136,9 @@ struct Metrics::Series {
                                    "Rows of steps whose request had ended when they were answered.")
                               .Add({});
   Counter& prompt_tokens =
-      Counters("kvasir_prompt_tokens_total", "Prompt tokens of finished requests.").Add({});
+      Counters("kvasir_prompt_tokens_total",
+               "Prompt tokens whose KV is ready, computed or cached; counted as prompts are read.")
+          .Add({});
   Counter& generation_tokens =
       Counters("kvasir_generation_tokens_total", "Tokens generated for finished requests.").Add({});
   Family<Counter>& cached_by_source =
@@ -137,12 +151,13 @@ struct Metrics::Series {
       Counters("kvasir_request_success_total", "Requests that were admitted and have ended.");
   Family<Counter>& rejected =
       Counters("kvasir_requests_rejected_total", "Requests refused before they ran.");
-  Histogram& first_token =
-      OneHistogram("kvasir_time_to_first_token_seconds",
-                   "From a request's arrival to its first token.", kFirstTokenBuckets);
-  Histogram& inter_token =
-      OneHistogram("kvasir_inter_token_latency_seconds",
-                   "Between one token of a request and the next.", kInterTokenBuckets);
+  Family<Histogram>& first_token = Histograms(
+      "kvasir_time_to_first_token_seconds",
+      "From a request's arrival to its first token, by policy and by whether some of the "
+      "prompt was cached.");
+  Family<Histogram>& inter_token =
+      Histograms("kvasir_inter_token_latency_seconds",
+                 "Between one token of a request and the next, by policy.");
   Histogram& e2e = OneHistogram("kvasir_e2e_request_latency_seconds",
                                 "From a request's arrival to its end.", kRequestBuckets);
   Histogram& queue = OneHistogram("kvasir_request_queue_time_seconds",
@@ -157,7 +172,7 @@ struct Metrics::Series {
                    "From a request's admission to its last token.", kRequestBuckets);
   Histogram& per_token =
       OneHistogram("kvasir_request_time_per_output_token_seconds",
-                   "Mean time of a request's tokens behind the first.", kInterTokenBuckets);
+                   "Mean time of a request's tokens after the first.", kInterTokenBuckets);
   Histogram& prompt_length =
       OneHistogram("kvasir_request_prompt_tokens", "Tokens of a request's prompt.", kTokenBuckets);
   Histogram& answer_length = OneHistogram("kvasir_request_generation_tokens",
@@ -169,15 +184,35 @@ struct Metrics::Series {
                "Formed groups that ended because a rank failed; all its requests failed with it.")
           .Add({});
 
+  struct Latencies {
+    Histogram* warm = nullptr;  // to the first token
+    Histogram* cold = nullptr;
+    Histogram* next = nullptr;
+  };
+  absl::flat_hash_map<std::string, Latencies> by_policy;  // constant after construction
+
   kernels::Mutex mu;
   Gauge* config GUARDED_BY(mu) = nullptr;
   // Sums of the scheduler at the last update; they start at 0 again with every group.
   SchedulerStats seen GUARDED_BY(mu);
 };
 
-Metrics::Metrics(const std::string& model_name) : series_(std::make_unique<Series>(model_name)) {
+Metrics::Metrics(const std::string& model_name, const std::vector<std::string>& policies)
+    : series_(std::make_unique<Series>(model_name)) {
+  Series& s = *series_;
+  for (const std::string& policy : policies) {
+    const auto first = [&](const char* cache) {
+      return &s.first_token.Add({{"policy", policy}, {"cache", cache}}, kFirstTokenBuckets);
+    };
+    s.by_policy[policy] = {.warm = first("hit"),
+                           .cold = first("miss"),
+                           .next = &s.inter_token.Add({{"policy", policy}}, kInterTokenBuckets)};
+  }
   for (const char* reason : {"stop", "length", "abort", "error"}) {
     series_->success.Add({{"finished_reason", reason}});  // shown as 0 from the start
+  }
+  for (const char* reason : {"invalid_argument", "resource_exhausted", "unavailable"}) {
+    series_->rejected.Add({{"reason", reason}});
   }
 }
 
@@ -190,19 +225,24 @@ void Metrics::RequestRejected(const absl::Status& status) {
   series_->rejected.Add({{"reason", reason}}).Increment();
 }
 
-void Metrics::FirstToken(absl::Duration since_arrival) {
-  series_->first_token.Observe(absl::ToDoubleSeconds(since_arrival));
+void Metrics::PromptRead(int64_t tokens) {
+  series_->prompt_tokens.Increment(static_cast<double>(tokens));
 }
 
-void Metrics::NextToken(absl::Duration since_last) {
-  series_->inter_token.Observe(absl::ToDoubleSeconds(since_last));
+void Metrics::FirstToken(const std::string& policy, Cache cache, absl::Duration since_arrival) {
+  const Series::Latencies& latencies = series_->by_policy.at(policy);
+  (cache == Cache::kHit ? latencies.warm : latencies.cold)
+      ->Observe(absl::ToDoubleSeconds(since_arrival));
+}
+
+void Metrics::NextToken(const std::string& policy, absl::Duration since_last) {
+  series_->by_policy.at(policy).next->Observe(absl::ToDoubleSeconds(since_last));
 }
 
 void Metrics::RequestFinished(const absl::Status& status, const v1::Finish& summary,
                               absl::Duration since_arrival) {
   Series& s = *series_;
   s.success.Add({{"finished_reason", std::string(FinishedReason(status, summary))}}).Increment();
-  s.prompt_tokens.Increment(summary.usage().prompt_tokens());
   s.generation_tokens.Increment(summary.usage().completion_tokens());
   const v1::CachedTokens& cached = summary.usage().cached_tokens();
   s.cached_device.Increment(cached.device());
@@ -254,6 +294,10 @@ void Metrics::SchedulerState(const SchedulerStats& stats) {
   };
   advance(s.prefix_queries, seen.prefix_queries, stats.prefix_queries);
   advance(s.prefix_hits, seen.prefix_hits, stats.prefix_hits);
+  advance(s.missed_absent, seen.missed_absent, stats.missed_absent);
+  advance(s.missed_unshared, seen.missed_unshared, stats.missed_unshared);
+  advance(s.missed_not_restored, seen.missed_not_restored, stats.missed_not_restored);
+  advance(s.missed_disabled, seen.missed_disabled, stats.missed_disabled);
   advance(s.prefix_evictions, seen.index.evictions, stats.index.evictions);
   advance(s.preempted_swap, seen.preempted_swap, stats.preempted_swap);
   advance(s.preempted_recompute, seen.preempted_recompute, stats.preempted_recompute);
@@ -281,7 +325,7 @@ void Metrics::GroupFormed(const CacheConfigInfo& info) {
 void Metrics::GroupLost() { series_->groups_lost.Increment(); }
 
 void Metrics::WorkerUp(int64_t rank, bool up) {
-  series_->worker_up.Add({{"tp_rank", absl::StrCat(rank)}}).Set(up ? 1 : 0);
+  series_->worker_up.Add({{"rank", absl::StrCat(rank)}}).Set(up ? 1 : 0);
 }
 
 }  // namespace kvasir::coordinator

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
@@ -34,8 +35,8 @@ struct CacheConfigInfo {
 struct MetricsTotals {
   uint64_t requests_finished = 0;
   uint64_t requests_rejected = 0;
-  uint64_t prompt_tokens = 0;  // of finished requests, as all fields below
-  uint64_t generation_tokens = 0;
+  uint64_t prompt_tokens = 0;      // read, computed or cached
+  uint64_t generation_tokens = 0;  // of finished requests, as all fields below
   uint64_t cached_device_tokens = 0;
   uint64_t cached_host_tokens = 0;
   uint64_t cached_disk_tokens = 0;
@@ -45,15 +46,20 @@ struct MetricsTotals {
 
 class Metrics {
  public:
-  explicit Metrics(const std::string& model_name);
+  // `policies`: names of the declared policies, with which requests are counted.
+  Metrics(const std::string& model_name, const std::vector<std::string>& policies);
   ~Metrics();
 
   prometheus::Registry& registry();
 
   // Counts by reason: the status code's name, in lower case.
   void RequestRejected(const absl::Status& status);
-  void FirstToken(absl::Duration since_arrival);
-  void NextToken(absl::Duration since_last);
+  // Counts prompt tokens whose KV has become ready, computed or cached.
+  void PromptRead(int64_t tokens);
+  // Whether some of the prompt was cached.
+  enum class Cache { kMiss, kHit };
+  void FirstToken(const std::string& policy, Cache cache, absl::Duration since_arrival);
+  void NextToken(const std::string& policy, absl::Duration since_last);
   void RequestFinished(const absl::Status& status, const v1::Finish& summary,
                        absl::Duration since_arrival);
 

@@ -51,34 +51,6 @@ GenerateStream::~GenerateStream() {
   if (grpc_call_ != nullptr) grpc_call_unref(grpc_call_);
 }
 
-void GenerateStream::set_on_cancel(std::function<void(const absl::Status&)> on_cancel) {
-  absl::Status cancelled;
-  std::function<void(const absl::Status&)> callback;
-  {
-    MutexLock lock(mu_);
-    on_cancel_ = std::move(on_cancel);
-    cancelled = cancelled_;
-    callback = on_cancel_;
-  }
-  if (!cancelled.ok()) callback(cancelled);
-}
-
-absl::Status GenerateStream::cancelled() {
-  MutexLock lock(mu_);
-  return cancelled_;
-}
-
-void GenerateStream::Cancel(const absl::Status& why) {
-  std::function<void(const absl::Status&)> on_cancel;
-  {
-    MutexLock lock(mu_);
-    if (!cancelled_.ok()) return;
-    cancelled_ = why;
-    on_cancel = on_cancel_;
-  }
-  if (on_cancel) on_cancel(why);
-}
-
 void GenerateStream::Write(v1::GenerateResponse response) {
   bool overflow = false;
   {
@@ -107,6 +79,7 @@ bool GenerateStream::Join(v1::GenerateResponse& response) {
       last.mutable_tokens()->mutable_token_ids()->MergeFrom(response.tokens().token_ids());
       last.mutable_tokens()->mutable_logprobs()->MergeFrom(response.tokens().logprobs());
       last.mutable_tokens()->mutable_text()->append(response.tokens().text());
+      last.mutable_tokens()->set_last(response.tokens().last());
       return true;
     default:
       return false;

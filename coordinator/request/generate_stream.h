@@ -9,7 +9,6 @@
 #include <chrono>
 #include <cstddef>
 #include <deque>
-#include <functional>
 #include <memory>
 #include <optional>
 
@@ -18,7 +17,7 @@
 #include "grpcpp/alarm.h"
 #include "grpcpp/support/server_callback.h"
 
-#include "coordinator/request/response_sink.h"
+#include "coordinator/request/client_sink.h"
 #include "kernels/base/mutex.h"
 #include "proto/grpc_listener.h"
 #include "proto/kvasir/v1/generation.pb.h"
@@ -26,7 +25,7 @@
 namespace kvasir::coordinator {
 
 class GenerateStream final : public grpc::ServerWriteReactor<v1::GenerateResponse>,
-                             public ResponseSink,
+                             public ClientSink,
                              public std::enable_shared_from_this<GenerateStream> {
  public:
   static constexpr size_t kMaxWaitingBytes = size_t{1} << 20;
@@ -38,12 +37,6 @@ class GenerateStream final : public grpc::ServerWriteReactor<v1::GenerateRespons
                                                 std::unique_ptr<proto::GrpcListener::Call> call,
                                                 absl::Duration patience);
   ~GenerateStream() override;
-
-  // Sets the function called once, on any thread, when the client is gone, its deadline has passed
-  // or it reads too slowly. Called at once when that has happened already.
-  void set_on_cancel(std::function<void(const absl::Status&)> on_cancel) EXCLUDES(mu_);
-  // Returns the status that on_cancel was or will be called with; OK while the client waits.
-  absl::Status cancelled() EXCLUDES(mu_);
 
   void Write(v1::GenerateResponse response) override EXCLUDES(mu_);
   void Close(const absl::Status& status) override EXCLUDES(mu_);
@@ -59,8 +52,6 @@ class GenerateStream final : public grpc::ServerWriteReactor<v1::GenerateRespons
   GenerateStream(grpc::CallbackServerContext* context,
                  std::unique_ptr<proto::GrpcListener::Call> call, absl::Duration patience);
 
-  // Cancels, as nobody waits for the answer any more. The first reason counts.
-  void Cancel(const absl::Status& why) EXCLUDES(mu_);
   // Starts the next write or ends the call when possible. Makes no gRPC call under mu_.
   void Advance() EXCLUDES(mu_);
   // Joins the response with the last waiting one; false when they cannot be joined.
@@ -77,8 +68,6 @@ class GenerateStream final : public grpc::ServerWriteReactor<v1::GenerateRespons
   std::shared_ptr<GenerateStream> self_;             // until OnDone
 
   kernels::Mutex mu_;
-  std::function<void(const absl::Status&)> on_cancel_ GUARDED_BY(mu_);
-  absl::Status cancelled_ GUARDED_BY(mu_);
   std::deque<v1::GenerateResponse> waiting_ GUARDED_BY(mu_);
   size_t waiting_bytes_ GUARDED_BY(mu_) = 0;
   v1::GenerateResponse writing_message_;  // constant while writing_

@@ -143,7 +143,6 @@ absl::StatusOr<ParsedRequest> ParseRequest(const v1::GenerateRequest& request,
                                             static_cast<int64_t>(parsed.prompt.size()) + max_tokens,
                                             model.trained_window));
   LimitWidening(model.trained_window, parsed.policy.decode);
-  parsed.request_id = request.request_id();
   parsed.tenant = request.tenant_id();
   parsed.max_tokens = max_tokens;
   parsed.sampling = ResolveSampling(params, model, seed);

@@ -29,7 +29,6 @@ struct ServedModel {
 };
 
 struct ParsedRequest {
-  std::string request_id = {};  // as sent; may be empty
   std::string tenant = {};
   std::vector<int32_t> prompt = {};
   int64_t max_tokens = 0;

@@ -38,7 +38,9 @@ Request::Request(ParsedRequest parsed, StopStrings stops, RequestContext context
       stop_strings_(std::move(parsed.stop_strings)),
       stops_(std::move(stops)),
       sequence_(context.sequence),
-      arrival_(context.arrival),
+      accepted_{.origin = std::move(context.origin),
+                .policy = std::move(context.policy),
+                .prompt_tokens = static_cast<int64_t>(parsed.prompt.size())},
       metrics_(context.metrics),
       spec_(SequenceSpec{.id = context.sequence,
                          .prompt = std::move(parsed.prompt),
@@ -46,24 +48,25 @@ Request::Request(ParsedRequest parsed, StopStrings stops, RequestContext context
                          .sampling = std::move(parsed.sampling),
                          .policy = std::move(parsed.policy),
                          .tenant = std::move(parsed.tenant),
-                         .arrival = context.arrival}),
+                         .arrival = accepted_.origin.arrived}),
       decoder_(context.tokenizer, parsed.special_tokens),
       matcher_(stops_, parsed.stop_text),
       stop_text_(parsed.stop_text),
-      request_id_(context.id->id()),
       id_(std::move(context.id)),
       sink_(std::move(context.sink)) {}
 
 Request::~Request() {
-  if (sink_ != nullptr) Close(absl::InternalError("the server lost track of this request"));
+  if (sink_ != nullptr) Refuse(absl::InternalError("the server lost track of this request"));
 }
 
 SequenceSpec Request::TakeSpec() { return *std::exchange(spec_, std::nullopt); }
 
 void Request::OnProgress(const ProgressEvent& event) {
+  metrics_.PromptRead(event.processed_tokens - std::exchange(read_tokens_, event.processed_tokens));
+  if (event.cached_tokens > 0) cache_ = Metrics::Cache::kHit;
   v1::GenerateResponse response;
   v1::Progress& progress = *response.mutable_progress();
-  progress.set_request_id(request_id_);
+  progress.set_request_id(request_id());
   progress.set_prompt_tokens(static_cast<uint32_t>(event.prompt_tokens));
   progress.set_processed_tokens(static_cast<uint32_t>(event.processed_tokens));
   progress.set_cached_tokens(static_cast<uint32_t>(event.cached_tokens));
@@ -77,9 +80,9 @@ void Request::OnProgress(const ProgressEvent& event) {
 
 Request::Verdict Request::OnToken(const TokenEvent& event, TimePoint now) {
   if (last_token_at_.has_value()) {
-    metrics_.NextToken(Between(*last_token_at_, now));
+    metrics_.NextToken(accepted_.policy, Between(*last_token_at_, now));
   } else {
-    metrics_.FirstToken(Between(arrival_, now));
+    metrics_.FirstToken(accepted_.policy, cache_, Between(arrival(), now));
   }
   last_token_at_ = now;
   v1::GenerateResponse response;
@@ -88,6 +91,7 @@ Request::Verdict Request::OnToken(const TokenEvent& event, TimePoint now) {
   tokens.add_token_ids(static_cast<uint32_t>(event.token));
   tokens.set_text(TextOf(event));
   if (event.logprobs.has_value()) *tokens.add_logprobs() = *event.logprobs;
+  tokens.set_last(event.role != TokenEvent::Role::kInner || matched_stop_.has_value());
   sink_->Write(std::move(response));
   return matched_stop_.has_value() ? Verdict::kStop : Verdict::kGoOn;
 }
@@ -109,16 +113,16 @@ std::string Request::TextOf(const TokenEvent& event) {
 
 void Request::Finish(const absl::Status& status, v1::Finish summary, TimePoint now) {
   KVASIR_CHECK(sink_ != nullptr);
-  metrics_.RequestFinished(status, summary, Between(arrival_, now));
+  metrics_.RequestFinished(status, summary, Between(arrival(), now));
+  if (matched_stop_.has_value()) {
+    summary.set_reason(v1::FINISH_REASON_STOP);
+    summary.set_matched_stop_str(stop_strings_[static_cast<size_t>(*matched_stop_)]);
+  }
+  LogRequestEnd(accepted_, status, summary, Between(arrival(), now));
   if (status.ok()) {
     v1::GenerateResponse response;
-    v1::Finish& finish = *response.mutable_finish();
-    finish = std::move(summary);
-    finish.set_request_id(request_id_);
-    if (matched_stop_.has_value()) {
-      finish.set_reason(v1::FINISH_REASON_STOP);
-      finish.set_matched_stop_str(stop_strings_[static_cast<size_t>(*matched_stop_)]);
-    }
+    summary.set_request_id(request_id());
+    *response.mutable_finish() = std::move(summary);
     sink_->Write(std::move(response));
   }
   Close(status);
@@ -127,6 +131,7 @@ void Request::Finish(const absl::Status& status, v1::Finish summary, TimePoint n
 void Request::Refuse(const absl::Status& status) {
   KVASIR_CHECK(sink_ != nullptr);
   metrics_.RequestRejected(status);
+  LogRefusal(accepted_.origin, status);
   Close(status);
 }
 

@@ -13,6 +13,8 @@
 
 #include "coordinator/metrics/metrics.h"
 #include "coordinator/request/parse_request.h"
+#include "coordinator/request/request_log.h"
+#include "coordinator/request/request_origin.h"
 #include "coordinator/request/response_sink.h"
 #include "coordinator/scheduling/scheduler.h"
 #include "coordinator/time/clock.h"
@@ -55,7 +57,8 @@ struct RequestContext {
   std::unique_ptr<RunningRequestIds::Lease> id;
   std::shared_ptr<ResponseSink> sink;
   SequenceId sequence;
-  TimePoint arrival;
+  RequestOrigin origin;
+  std::string policy;  // name
 };
 
 class Request {
@@ -67,7 +70,7 @@ class Request {
   ~Request();
 
   SequenceId sequence() const { return sequence_; }
-  TimePoint arrival() const { return arrival_; }
+  TimePoint arrival() const { return accepted_.origin.arrived; }
   // REQUIRES: before TakeSpec.
   int64_t prompt_tokens() const { return static_cast<int64_t>(spec_->prompt.size()); }
   // Moves out the spec for the scheduler. Called once.
@@ -86,6 +89,7 @@ class Request {
  private:
   Request(ParsedRequest parsed, StopStrings stops, RequestContext context);
 
+  const std::string& request_id() const { return accepted_.origin.request_id; }
   std::string TextOf(const TokenEvent& event);
   void Close(const absl::Status& status);
 
@@ -93,7 +97,7 @@ class Request {
   const std::vector<std::string> stop_strings_;
   const StopStrings stops_;
   const SequenceId sequence_;
-  const TimePoint arrival_;
+  const AcceptedRequest accepted_;
   Metrics& metrics_;
 
   std::optional<SequenceSpec> spec_;
@@ -102,7 +106,8 @@ class Request {
   const StopMatcher::StopText stop_text_;
   std::optional<int64_t> matched_stop_;
   std::optional<TimePoint> last_token_at_;
-  const std::string request_id_;
+  int64_t read_tokens_ = 0;  // of the prompt, as far as progress was reported
+  Metrics::Cache cache_ = Metrics::Cache::kMiss;
   // Given back before the client learns of the end, so that it may use the id again at once.
   std::unique_ptr<RunningRequestIds::Lease> id_;
   std::shared_ptr<ResponseSink> sink_;  // null when finished

@@ -250,8 +250,7 @@ void Scheduler::TakeBack(const PlannedRow& row) {
 void Scheduler::TakeBackStart(Sequence& sequence) {
   state_.sequences.BackToQueue(sequence);
   if (sequence.preemptions > 0) return;
-  state_.counters.prefix_queries -= sequence.prompt_tokens;
-  state_.counters.prefix_hits -= sequence.cached_tokens;
+  state_.CountPrefix(sequence, -1);
   sequence.cached_tokens = 0;
   sequence.admitted_at.reset();
 }

@@ -27,7 +27,12 @@ struct SchedulerStats {
   int64_t waiting_tokens = 0;  // prompt tokens of the waiting requests
   int64_t prefix_queries = 0;  // prompt tokens of admitted requests
   int64_t prefix_hits = 0;     // those of them that were found in the cache
-  int64_t preempted_swap = 0;  // preemptions with a disk tier to write to
+  // Prompt tokens of admitted requests that were not found, by reason:
+  int64_t missed_absent = 0;        // neither in memory nor on disk
+  int64_t missed_unshared = 0;      // after the last whole block that others may share
+  int64_t missed_not_restored = 0;  // on disk, which did not give them
+  int64_t missed_disabled = 0;      // the cache is switched off
+  int64_t preempted_swap = 0;       // preemptions with a disk tier to write to
   int64_t preempted_recompute = 0;
   int64_t resumed_disk = 0;  // admitted again, with blocks from disk
   int64_t resumed_host = 0;  // with blocks from memory only
@@ -53,6 +58,9 @@ struct SchedulerState {
   // processed before it was preempted, is told nothing.
   void ReportProgress(Sequence& sequence, std::vector<Event>& events) const;
   ProgressEvent Progress(const Sequence& sequence) const;
+  // Adds to the counts how much of the sequence's prompt was cached; `times` is 1, or -1 to take it
+  // back.
+  void CountPrefix(const Sequence& sequence, int64_t times);
 
   const SchedulerOptions options;
   const int64_t device_share;  // number of unsealed blocks that may exist at a time

@@ -86,6 +86,10 @@ struct Sequence {
   // tokens of the prompt that other requests share. For a preempted one they are all its tokens, so
   // that it finds its own blocks again.
   absl::Span<const int32_t> matchable() const;
+  // Number of a new sequence's prompt tokens in whole blocks that may be shared.
+  int64_t shareable_tokens() const {
+    return (static_cast<int64_t>(matchable().size()) - 1) / kBlockTokens * kBlockTokens;
+  }
   bool IsStopToken(int32_t token) const;
 
   // Takes one block more. REQUIRES: as BlockReservation::Take.
@@ -129,6 +133,7 @@ struct Sequence {
 
   int64_t reported_tokens = 0;  // the furthest progress that the client was told
   int64_t cached_tokens = 0;    // number of prompt tokens that were not computed
+  int64_t known_tokens = 0;     // the same with those that the disk was asked for
   v1::CachedTokens cached_by_tier;
   v1::PhaseAccounting prefill, decode;  // by the parts of the policy
   v1::MassSamples estimated_mass;

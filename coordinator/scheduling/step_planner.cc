@@ -264,8 +264,7 @@ void StepPlanner::Admit(Sequence& sequence) {
   if (sequence.preemptions == 0) {
     sequence.cached_tokens = sequence.computed;
     sequence.admitted_at = now_;
-    state_.counters.prefix_queries += sequence.prompt_tokens;
-    state_.counters.prefix_hits += sequence.cached_tokens;
+    state_.CountPrefix(sequence, 1);
   }
   state_.sequences.Run(sequence);
   plan_.AddStart(sequence);
@@ -303,6 +302,7 @@ StepPlanner::Reserved StepPlanner::TryReserve(Sequence& sequence) {
   if (stored.empty()) return Reserved::kReady;
   const int64_t cached = sequence.num_blocks();
   state_.sequences.Restore(sequence, stored, now_);
+  sequence.known_tokens = sequence.num_blocks() * kBlockTokens;
   for (int64_t i = cached; i < sequence.num_blocks(); ++i) plan_.AddRestore(sequence, i);
   return Reserved::kRestoring;
 }

@@ -159,7 +159,7 @@ class Server:
         self.folder = tempfile.TemporaryDirectory(prefix="kvasir-start-")
         self.log_path = pathlib.Path(self.folder.name) / "server.log"
         ready = pathlib.Path(self.folder.name) / "ready"
-        command = [str(kvasir), "serve", f"--model={model}", "--port=0", "--metrics-port=0", f"--ready-file={ready}",
+        command = [str(kvasir), "serve", f"--model={model}", "--port=0", "--http-port=0", "--metrics-port=0", f"--ready-file={ready}",
                    *flags]
         begin = time.monotonic()
         with open(self.log_path, "wb") as log:

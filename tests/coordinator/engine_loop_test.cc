@@ -53,17 +53,19 @@ class EngineLoopTest : public ::testing::Test {
                    std::vector<std::string> stop = {}) {
     Submitted submitted = {.id = loop_.NewSequenceId(),
                            .response = std::make_shared<CollectedResponse>()};
+    const std::string name = absl::StrCat("r", submitted.id.value);
     ParsedRequest parsed = {
         .prompt = std::move(prompt), .max_tokens = max_tokens, .stop_strings = std::move(stop)};
     parsed.policy.prefill.mutable_all();
     parsed.policy.decode.mutable_all();
-    absl::StatusOr<std::unique_ptr<Request>> request = Request::Create(
-        std::move(parsed), {.tokenizer = *model_.tokenizer,
-                            .metrics = metrics_,
-                            .id = *ids_.Acquire(absl::StrCat("r", submitted.id.value)),
-                            .sink = submitted.response,
-                            .sequence = submitted.id,
-                            .arrival = clock_.Now()});
+    absl::StatusOr<std::unique_ptr<Request>> request =
+        Request::Create(std::move(parsed), {.tokenizer = *model_.tokenizer,
+                                            .metrics = metrics_,
+                                            .id = *ids_.Acquire(name),
+                                            .sink = submitted.response,
+                                            .sequence = submitted.id,
+                                            .origin = {.request_id = name, .arrived = clock_.Now()},
+                                            .policy = "default"});
     loop_.Submit(*std::move(request));
     return submitted;
   }
@@ -73,7 +75,7 @@ class EngineLoopTest : public ::testing::Test {
 
   TestModel model_;
   FakeClock clock_;
-  Metrics metrics_{"test"};
+  Metrics metrics_{"test", {"default"}};
   RunningRequestIds ids_;
   // A small vocabulary, all of it ASCII.
   FakeWorkerGroup group_{
@@ -423,10 +425,13 @@ TEST_F(EngineLoopTest, MetricsCountWhatHappened) {
         "kvasir_prefix_cache_queries_total{model_name=\"test\"} 260",
         "kvasir_prefix_cache_hits_total{model_name=\"test\"} 128",
         "kvasir_prompt_tokens_cached_by_source_total{model_name=\"test\",source=\"device\"} 128",
-        "kvasir_time_to_first_token_seconds_count{model_name=\"test\"} 2",
-        "kvasir_inter_token_latency_seconds_count{model_name=\"test\"} 4",
+        "kvasir_time_to_first_token_seconds_count{model_name=\"test\",cache=\"miss\",policy="
+        "\"default\"} 1",
+        "kvasir_time_to_first_token_seconds_count{model_name=\"test\",cache=\"hit\",policy="
+        "\"default\"} 1",
+        "kvasir_inter_token_latency_seconds_count{model_name=\"test\",policy=\"default\"} 4",
         "kvasir_plans_ahead_total{model_name=\"test\"} 3",
-        "kvasir_worker_up{model_name=\"test\",tp_rank=\"0\"} 0",
+        "kvasir_worker_up{model_name=\"test\",rank=\"0\"} 0",
         "kvasir_cache_config_info{model_name=\"test\",block_size=\"64\",kv_cache_dtype=\"float32\"",
         "kvasir_rows_in_vain_total{model_name=\"test\"} 0",
         "kvasir_num_requests_running{model_name=\"test\"} 0"}) {

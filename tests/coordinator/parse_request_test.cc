@@ -79,7 +79,6 @@ TEST_F(ParseRequestTest, BeyondTheTrainedWindowOnlySparsePoliciesAreTaken) {
 
 TEST_F(ParseRequestTest, WhatIsSetIsTaken) {
   v1::GenerateRequest request = Text("ab");
-  request.set_request_id("r");
   request.set_tenant_id("t");
   request.mutable_policy()->set_name("quest");
   v1::SamplingParams& sampling = *request.mutable_sampling();

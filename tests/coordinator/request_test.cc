@@ -26,7 +26,8 @@ class RequestTest : public ::testing::Test {
                                             .id = *std::move(id),
                                             .sink = sink_,
                                             .sequence = SequenceId(1),
-                                            .arrival = now_});
+                                            .origin = {.request_id = "r1", .arrived = now_},
+                                            .policy = "default"});
     EXPECT_TRUE(request.ok()) << request.status();
     return *std::move(request);
   }
@@ -48,7 +49,7 @@ class RequestTest : public ::testing::Test {
   }
 
   TestModel model_;
-  Metrics metrics_{"test"};
+  Metrics metrics_{"test", {"default"}};
   RunningRequestIds ids_;
   TimePoint now_ = TimePoint() + std::chrono::hours(1);
   std::shared_ptr<CollectedResponse> sink_;
@@ -180,7 +181,8 @@ TEST_F(RequestTest, AnEmptyStopStringIsRefused) {
                                                .id = *ids_.Acquire("r"),
                                                .sink = std::make_shared<CollectedResponse>(),
                                                .sequence = SequenceId(1),
-                                               .arrival = now_});
+                                               .origin = {.request_id = "r1", .arrived = now_},
+                                               .policy = "default"});
   EXPECT_EQ(request.status().code(), absl::StatusCode::kInvalidArgument);
 }
 

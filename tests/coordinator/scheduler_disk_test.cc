@@ -52,6 +52,7 @@ TEST_F(SchedulerDiskTest, APromptIsFoundOnDiskAfterARestart) {
   EXPECT_EQ(tokens_[id], expected_);
   EXPECT_EQ(worker_->reads(), 4);
   EXPECT_EQ(scheduler_->stats().prefix_hits, 256);
+  EXPECT_EQ(scheduler_->stats().missed_not_restored, 0);
   Add(Spec(prompt_, 1));  // from memory this time
   RunUntilIdle();
   EXPECT_EQ(worker_->reads(), 4);
@@ -77,6 +78,8 @@ TEST_F(SchedulerDiskTest, ABlockThatCannotBeReadIsComputedAndAskedForOnce) {
   EXPECT_THAT(plan_.restores(), IsEmpty());
   EXPECT_THAT(plan_.starts(0).cached_blocks(), IsEmpty());
   EXPECT_THAT(plan_.drop_blocks(), SizeIs(4));
+  EXPECT_EQ(scheduler_->stats().missed_not_restored, 256);
+  EXPECT_EQ(scheduler_->stats().missed_absent, 0);
   RunUntilIdle();
   EXPECT_EQ(tokens_[id], expected_);
 }

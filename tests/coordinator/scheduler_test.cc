@@ -166,6 +166,8 @@ TEST_F(SchedulerTest, TheSecondRequestFindsThePromptOfTheFirst) {
   EXPECT_EQ(finished_.at(second).summary.usage().cached_tokens().device(), 256u);
   EXPECT_EQ(scheduler_->stats().prefix_queries, 600);
   EXPECT_EQ(scheduler_->stats().prefix_hits, 256);
+  EXPECT_EQ(scheduler_->stats().missed_absent, 256);
+  EXPECT_EQ(scheduler_->stats().missed_unshared, 2 * 44);
 }
 
 TEST_F(SchedulerTest, RequestsThatArriveTogetherShareTheirPrefixOnceItIsRead) {
@@ -206,6 +208,7 @@ TEST_F(SchedulerTest, NothingIsSharedWithPrefixCachingOff) {
     RunUntilIdle();
   }
   EXPECT_EQ(scheduler_->stats().prefix_hits, 0);
+  EXPECT_EQ(scheduler_->stats().missed_disabled, 600);
   EXPECT_EQ(worker_->num_blocks(), 0);
 }
 

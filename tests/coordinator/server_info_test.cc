@@ -36,10 +36,10 @@ TEST(ServerInfoTest, TiersAreSummedOverTheRanksInBytes) {
   EXPECT_EQ(info.state(), v1::SERVER_STATE_SERVING);
   EXPECT_EQ(info.uptime().seconds(), 180);
   ASSERT_EQ(info.tiers_size(), 2);
-  EXPECT_EQ(info.tiers(0).tier(), "device");
+  EXPECT_EQ(info.tiers(0).tier(), v1::TIER_DEVICE);
   EXPECT_EQ(info.tiers(0).total_bytes(), 300'000'000u);
   EXPECT_EQ(info.tiers(0).used_bytes(), 60'000'000u);
-  EXPECT_EQ(info.tiers(1).tier(), "host");
+  EXPECT_EQ(info.tiers(1).tier(), v1::TIER_HOST);
   EXPECT_EQ(info.tiers(1).total_bytes(), 3'000'000'000u);
   EXPECT_EQ(info.tiers(1).used_bytes(), 2'400'000'000u);
   ASSERT_EQ(info.workers_size(), 2);

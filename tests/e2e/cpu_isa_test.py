@@ -19,7 +19,7 @@ ANOTHER_MACHINES = "neon" if platform.machine() == "x86_64" else "avx2"
 
 def refusal():
     return subprocess.run([str(KVASIR), "serve", f"--model={ROOT}/tests/model/needle-8k", f"--cpu-isa={ANOTHER_MACHINES}",
-                           "--port=0", "--metrics-port=0"], capture_output=True, text=True, timeout=60)
+                           "--port=0", "--http-port=0", "--metrics-port=0"], capture_output=True, text=True, timeout=60)
 
 
 class CpuIsa(unittest.TestCase):

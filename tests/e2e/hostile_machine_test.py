@@ -24,7 +24,7 @@ def workers_of(service):
 
 
 def serve(flags=(), timeout_s=60, preexec=None, **variables):
-    return subprocess.run([KVASIR, "serve", f"--model={MODEL}", "--port=0", "--metrics-port=0", *flags],
+    return subprocess.run([KVASIR, "serve", f"--model={MODEL}", "--port=0", "--http-port=0", "--metrics-port=0", *flags],
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout_s, check=False,
                           env={**os.environ, **variables}, preexec_fn=preexec)
 

@@ -91,7 +91,7 @@ class BadModel(unittest.TestCase):
                 else:
                     shutil.copy(file, folder / file.name)
             edit(folder)
-            return subprocess.run([KVASIR, "serve", f"--model={folder}", "--port=0", "--metrics-port=0"],
+            return subprocess.run([KVASIR, "serve", f"--model={folder}", "--port=0", "--http-port=0", "--metrics-port=0"],
                                   stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60, check=False)
 
     def expect_refused(self, what, edit):

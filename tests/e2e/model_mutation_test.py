@@ -134,7 +134,7 @@ class Mutations(unittest.TestCase):
         log_path = model / "log"
         with open(log_path, "wb") as log:
             server = subprocess.Popen(
-                [str(KVASIR), "serve", f"--model={model}", "--port=0", "--metrics-port=0", f"--ready-file={ready}"],
+                [str(KVASIR), "serve", f"--model={model}", "--port=0", "--http-port=0", "--metrics-port=0", f"--ready-file={ready}"],
                 stdout=log, stderr=subprocess.STDOUT)
         deadline = time.monotonic() + LONGEST_S
         while server.poll() is None and not ready.exists() and time.monotonic() < deadline:

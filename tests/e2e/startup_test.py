@@ -40,7 +40,8 @@ class Startup(unittest.TestCase):
         cls.folder.cleanup()
 
     def serve(self, *flags, model=None, metrics_port=0):
-        command = [str(KVASIR), "serve", f"--model={model or self.model}", "--port=0", f"--metrics-port={metrics_port}",
+        command = [str(KVASIR), "serve", f"--model={model or self.model}", "--port=0", "--http-port=0",
+                   f"--metrics-port={metrics_port}",
                    *flags]
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 

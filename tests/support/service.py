@@ -98,18 +98,18 @@ def make_request(prompt, *, policy="", prefill=None, decode=None, request_id="",
 class Service:
     """A running `kvasir serve` with its local workers. Leaving the context drains it and checks that it exits 0."""
 
-    def __init__(self, model="tests/model/needle-8k", flags=(), ready_timeout_s=120, preexec=None):
-        """`preexec` is called in the server's process before it becomes the server."""
+    def __init__(self, model="tests/model/needle-8k", flags=(), ready_timeout_s=120, preexec=None, program=KVASIR):
+        """`preexec` is called in the server's process before it becomes the server; `program` is another kvasir than the build's."""
         self.folder = tempfile.TemporaryDirectory(prefix="kvasir-test-")
         self.log_path = pathlib.Path(self.folder.name) / "server.log"
         ready = pathlib.Path(self.folder.name) / "ready"
-        command = [str(KVASIR), "serve", f"--model={ROOT / model}", "--port=0", "--metrics-port=0",
-                   f"--ready-file={ready}", *flags]
+        command = [str(program), "serve", f"--model={ROOT / model}", "--port=0", "--http-port=0",
+                   "--metrics-port=0", f"--ready-file={ready}", *flags]
         with open(self.log_path, "wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, preexec_fn=preexec)
         self._wait_ready(ready, ready_timeout_s)
         lines = dict(line.split(": ", 1) for line in ready.read_text().splitlines())
-        self.address, self.metrics_address = lines["grpc"], lines["metrics"]
+        self.address, self.http_address, self.metrics_address = lines["grpc"], lines["http"], lines["metrics"]
         self.worker_metrics = [lines[name] for name in sorted(lines) if name.startswith("worker-")]
         self.channel = grpc.insecure_channel(self.address, options=[
             ("grpc.max_receive_message_length", MESSAGE_BYTES), ("grpc.max_send_message_length", MESSAGE_BYTES)])

@@ -19,7 +19,7 @@ namespace {
 
 class MetricsTest : public RandomModelFixture {
  protected:
-  MetricsTest() { metrics_.JoinGroup({.model_name = "random"}); }
+  MetricsTest() { metrics_.JoinGroup({.model_name = "random", .policies = {"default"}}); }
 
   // Makes a step that starts sequences in some slots, and has rows of some that fail.
   void Record(const std::vector<uint32_t>& starting, const std::vector<uint32_t>& failing) {
@@ -42,7 +42,7 @@ class MetricsTest : public RandomModelFixture {
   }
   testing::AssertionResult HasFailedRows(int count) const {
     const std::string line =
-        "kvasir_failed_rows_total{code=\"DATA_LOSS\",model_name=\"random\",tp_rank=\"0\"} " +
+        "kvasir_failed_rows_total{code=\"DATA_LOSS\",model_name=\"random\",rank=\"0\"} " +
         std::to_string(count) + "\n";
     if (Text().find(line) != std::string::npos) return testing::AssertionSuccess();
     return testing::AssertionFailure() << "no line " << line << " in " << Text();

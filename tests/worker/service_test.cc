@@ -130,6 +130,7 @@ class WorkerServiceTest : public testing::Test {
     plan.set_max_num_seqs(4);
     plan.set_max_num_batched_tokens(512);
     *plan.add_policies() = MakePolicy("all", "quest");
+    plan.mutable_policies(0)->set_name("default");
     plan.set_mass_sample_rate(1);
     plan.set_collective_timeout_s(5);
     plan.set_ranks_on_machine(1);
@@ -190,7 +191,7 @@ TEST_F(WorkerServiceTest, HandshakeThenPlansInOrder) {
   const std::string metrics = process_.metrics();
   EXPECT_THAT(metrics, HasSubstr("kvasir_attention_blocks_total{"));
   EXPECT_THAT(metrics, HasSubstr("kvasir_attention_mass_kept_ratio_count{model_name=\"served\","
-                                 "phase=\"decode\",tp_rank=\"0\"}"));
+                                 "phase=\"decode\",policy=\"default\",rank=\"0\"}"));
 }
 
 TEST_F(WorkerServiceTest, ExtendedPositionsLengthenTheContextAndNameTheKvForm) {

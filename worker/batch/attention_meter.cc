@@ -62,6 +62,7 @@ AttentionCounts& AttentionCounts::operator+=(const AttentionCounts& other) {
 void AttentionMeter::BeginStep(const StepBatch& batch) {
   batch_ = &batch;
   rows_.assign(batch.row_begins.size() - 1, {});
+  for (size_t r = 0; r < rows_.size(); ++r) rows_[r].policy = batch.row_policies[r];
 }
 
 void AttentionMeter::Count(const PageSelection& selection,

@@ -45,6 +45,7 @@ struct ContractCounts {
 };
 
 struct RowAttention {
+  size_t policy = 0;                      // of the sequence
   std::array<AttentionCounts, 2> counts;  // by Phase
   // Measured masses, one per sampled (layer, query, query head); by Phase.
   std::array<std::vector<float>, 2> masses;

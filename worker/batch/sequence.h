@@ -41,6 +41,7 @@ struct Sequence {
   int64_t sound_length = 0;  // leading part of kv_length, computed before anything failed
   std::vector<kernels::BlockId> blocks;  // bound to the slot, in order
   v1::RowSampling sampling;
+  size_t policy = 0;  // index into the policies that the server declared
   PhasePolicy prefill, decode;
   // Positions from here on are computed one by one with the decode part: the prompt's tail and
   // generated tokens. Positions before it go in query tiles with the prefill part.

@@ -223,6 +223,7 @@ absl::StatusOr<CachedPrefix> SlotTable::Start(const v1::SequenceStart& start) {
   sequence.prompt_size = prompt_size;
   sequence.given_size = start.tokens_size();
   sequence.sampling = start.sampling();
+  sequence.policy = start.policy_index();
   sequence.prefill = MakePhase(shape.prefill_selector, start.prefill());
   sequence.decode = MakePhase(shape.decode_selector, start.decode());
   sequence.failed = CheckNumbers(shape, start);

@@ -94,7 +94,9 @@ TEST(GlooCollectiveFailureTest, SilentRankIsDeadlineExceededAndBreaksTheCollecti
 }
 
 TEST(GlooCollectiveFailureTest, LeavingRankIsUnavailableAtOnce) {
-  RunGroup(2, absl::Seconds(20), [](GlooCollective& collective) {
+  std::latch connected(2);  // a rank that leaves earlier fails the other's Connect
+  RunGroup(2, absl::Seconds(20), [&](GlooCollective& collective) {
+    connected.arrive_and_wait();
     if (collective.rank() == 1) return;
     std::vector<float> data(16);
     const absl::Status status = collective.AllReduceSum(absl::MakeSpan(data));

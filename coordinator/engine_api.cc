@@ -1,0 +1,105 @@
+#include "coordinator/engine_api.h"
+
+#include <cstdint>
+#include <random>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+
+#include "coordinator/policy/limits.h"
+#include "coordinator/request/parse_request.h"
+#include "coordinator/request/request_log.h"
+#include "coordinator/server_info.h"
+#include "kernels/base/status_macros.h"
+
+namespace kvasir::coordinator {
+namespace {
+
+uint64_t Random64() {
+  std::random_device device;
+  return (uint64_t{device()} << 32) | device();
+}
+
+}  // namespace
+
+void EngineApi::Generate(const v1::GenerateRequest& request, const RequestOrigin& origin,
+                         const std::shared_ptr<ClientSink>& sink) {
+  if (const absl::Status left = sink->cancelled(); !left.ok()) return Refuse(origin, *sink, left);
+  absl::StatusOr<std::unique_ptr<Request>> accepted = Accept(request, origin, sink);
+  if (!accepted.ok()) return Refuse(origin, *sink, accepted.status());
+  const SequenceId id = (*accepted)->sequence();
+  context_.engine.Submit(*std::move(accepted));
+  // After Submit, because the engine ignores cancellations of requests that it does not know.
+  sink->set_on_cancel(
+      [&engine = context_.engine, id](const absl::Status& why) { engine.Cancel(id, why); });
+}
+
+void EngineApi::Refuse(const RequestOrigin& origin, ClientSink& sink, const absl::Status& why) {
+  context_.metrics.RequestRejected(why);
+  LogRefusal(origin, why);
+  sink.Close(why);
+}
+
+std::string EngineApi::NewRequestId() {
+  return absl::StrCat("req-", absl::Hex(Random64(), absl::kZeroPad16));
+}
+
+absl::StatusOr<std::unique_ptr<Request>> EngineApi::Accept(
+    const v1::GenerateRequest& request, const RequestOrigin& origin,
+    const std::shared_ptr<ClientSink>& sink) {
+  KVASIR_ASSIGN_OR_RETURN(const GroupInfo group, context_.engine.ServedGroup());
+  KVASIR_ASSIGN_OR_RETURN(ParsedRequest parsed,
+                          ParseRequest(request,
+                                       {.tokenizer = context_.tokenizer,
+                                        .policies = context_.policies,
+                                        .eos_token_ids = context_.folder.eos_token_ids,
+                                        .vocab_size = group.vocab_size,
+                                        .max_model_len = group.max_model_len,
+                                        .trained_window = group.trained_window},
+                                       Random64()));
+  KVASIR_ASSIGN_OR_RETURN(auto id, ids_.Acquire(origin.request_id));
+  const std::string& policy = context_.policies.declared()[parsed.policy.index].name();
+  return Request::Create(std::move(parsed), {.tokenizer = context_.tokenizer,
+                                             .metrics = context_.metrics,
+                                             .id = std::move(id),
+                                             .sink = sink,
+                                             .sequence = context_.engine.NewSequenceId(),
+                                             .origin = origin,
+                                             .policy = policy});
+}
+
+absl::StatusOr<v1::TokenizeResponse> EngineApi::Tokenize(const v1::TokenizeRequest& request) {
+  KVASIR_RETURN_IF_ERROR(CheckLimits("", request));
+  KVASIR_ASSIGN_OR_RETURN(
+      const std::vector<int32_t> ids,
+      context_.tokenizer.Encode(request.text(), EncodingOf(request, kMaxContextTokens)));
+  v1::TokenizeResponse response;
+  response.mutable_token_ids()->Assign(ids.begin(), ids.end());
+  return response;
+}
+
+absl::StatusOr<v1::DetokenizeResponse> EngineApi::Detokenize(const v1::DetokenizeRequest& request) {
+  KVASIR_RETURN_IF_ERROR(CheckLimits("", request));
+  const std::vector<int32_t> ids(request.token_ids().begin(), request.token_ids().end());
+  v1::DetokenizeResponse response;
+  KVASIR_ASSIGN_OR_RETURN(
+      *response.mutable_text(),
+      context_.tokenizer.Decode(
+          ids, request.skip_special_tokens() ? SpecialTokens::kSkip : SpecialTokens::kKeep));
+  return response;
+}
+
+absl::StatusOr<v1::GetModelInfoResponse> EngineApi::ModelInfo() {
+  const EngineStatus engine = context_.engine.status();
+  if (!engine.group.has_value()) return engine.serving;
+  return coordinator::ModelInfo(context_.config, context_.folder, context_.policies, *engine.group);
+}
+
+v1::GetServerInfoResponse EngineApi::ServerInfo() {
+  return coordinator::ServerInfo(context_.config, context_.engine.status(),
+                                 context_.metrics.totals(),
+                                 Between(context_.started, context_.clock.Now()));
+}
+
+}  // namespace kvasir::coordinator

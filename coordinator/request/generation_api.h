@@ -1,0 +1,53 @@
+// kvasir.v1.Generation without a transport: requests are checked, tokenized, submitted, cancelled
+// and refused here, whichever way they came. The gRPC service and the HTTP front call it; the
+// server implements it over its parts (engine_api.h). Thread-safe.
+#pragma once
+
+#include <cstddef>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+
+#include "coordinator/request/client_sink.h"
+#include "coordinator/request/request_origin.h"
+#include "coordinator/time/clock.h"
+#include "coordinator/tokenizer/tokenizer.h"
+#include "proto/kvasir/v1/generation.pb.h"
+
+namespace kvasir::coordinator {
+
+class GenerationApi {
+ public:
+  virtual ~GenerationApi() = default;
+
+  // Does `work`, which takes time in proportion to a request of `bytes`: at once when that is
+  // short, otherwise on a thread that serves no streams. RESOURCE_EXHAUSTED, with a time to try
+  // again, when too much waits; then `work` is dropped.
+  virtual absl::Status RunText(size_t bytes, std::function<void()> work) = 0;
+
+  // Starts the request, whose answer goes to `sink`; one that is refused closes the sink. Called
+  // within RunText.
+  virtual void Generate(const v1::GenerateRequest& request, const RequestOrigin& origin,
+                        const std::shared_ptr<ClientSink>& sink) = 0;
+  // Closes the sink of a request that is refused before Generate.
+  virtual void Refuse(const RequestOrigin& origin, ClientSink& sink, const absl::Status& why) = 0;
+  // Returns an id for a request whose client chose none.
+  virtual std::string NewRequestId() = 0;
+  virtual TimePoint Now() const = 0;
+
+  // Called within RunText.
+  virtual absl::StatusOr<v1::TokenizeResponse> Tokenize(const v1::TokenizeRequest& request) = 0;
+  virtual absl::StatusOr<v1::DetokenizeResponse> Detokenize(
+      const v1::DetokenizeRequest& request) = 0;
+
+  // UNAVAILABLE while no group is formed.
+  virtual absl::StatusOr<v1::GetModelInfoResponse> ModelInfo() = 0;
+  virtual v1::GetServerInfoResponse ServerInfo() = 0;
+  // Tells the texts of tokens in answers.
+  virtual const Tokenizer& tokenizer() const = 0;
+};
+
+}  // namespace kvasir::coordinator

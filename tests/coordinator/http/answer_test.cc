@@ -1,0 +1,220 @@
+#include "coordinator/http/answer.h"
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+#include "coordinator/http/completion_format.h"
+#include "tests/coordinator/collected_response.h"
+
+namespace kvasir::coordinator {
+namespace {
+
+using nlohmann::json;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+// Keeps what a handler answers; the client takes a stream when the test says so.
+class FakeExchange final : public Exchange {
+ public:
+  const HttpRequest& request() const override { return request_; }
+  std::string TakeBody() override { return ""; }
+  void set_request_id(const std::string& id) override { request_.request_id = id; }
+  void set_on_gone(std::function<void(const absl::Status&)> on_gone) override {
+    gone = std::move(on_gone);
+  }
+  void Reply(HttpReply reply) override { replies.push_back(std::move(reply)); }
+  void Stream(std::shared_ptr<StreamSource> source, std::string) override {
+    stream = std::move(source);
+  }
+  void Run(std::function<void()> work) override { work(); }
+  void Wake() override { ++wakes; }
+  void Drop(const absl::Status& why) override { dropped = why; }
+
+  std::function<void(const absl::Status&)> gone;
+  std::vector<HttpReply> replies;
+  std::shared_ptr<StreamSource> stream;
+  int wakes = 0;
+  absl::Status dropped;
+
+ private:
+  HttpRequest request_;
+};
+
+// Keeps the sinks of the requests that were started.
+class FakeApi final : public GenerationApi {
+ public:
+  absl::Status RunText(size_t, std::function<void()> work) override {
+    work();
+    return absl::OkStatus();
+  }
+  void Generate(const v1::GenerateRequest& request, const RequestOrigin&,
+                const std::shared_ptr<ClientSink>& sink) override {
+    requests.push_back(request);
+    sinks.push_back(sink);
+    sink->set_on_cancel([this](const absl::Status& why) { cancelled.push_back(why); });
+  }
+  void Refuse(const RequestOrigin&, ClientSink& sink, const absl::Status& why) override {
+    sink.Close(why);
+  }
+  std::string NewRequestId() override { return "req-1"; }
+  TimePoint Now() const override { return {}; }
+  absl::StatusOr<v1::TokenizeResponse> Tokenize(const v1::TokenizeRequest&) override {
+    return absl::UnimplementedError("");
+  }
+  absl::StatusOr<v1::DetokenizeResponse> Detokenize(const v1::DetokenizeRequest&) override {
+    return absl::UnimplementedError("");
+  }
+  absl::StatusOr<v1::GetModelInfoResponse> ModelInfo() override {
+    return absl::UnavailableError("");
+  }
+  v1::GetServerInfoResponse ServerInfo() override { return {}; }
+  const Tokenizer& tokenizer() const override { return *model.tokenizer; }
+
+  TestModel model;
+  std::vector<v1::GenerateRequest> requests;
+  std::vector<std::shared_ptr<ClientSink>> sinks;
+  std::vector<absl::Status> cancelled;
+};
+
+class AnswerTest : public ::testing::Test {
+ protected:
+  void Start(AnswerOptions options) {
+    v1::GenerateRequest request;
+    request.set_text("prompt");
+    request.mutable_sampling()->set_seed(5);
+    AnswerSetup setup = {.prompts = {request}, .options = options, .request_id = "id"};
+    setup.format = std::make_unique<CompletionFormat>(CompletionFormatSetup{
+        .tokenizer = api_.tokenizer(), .id = "cmpl-id", .model = "m", .n = 1});
+    setup.prompt_field = "prompt";
+    Answer::Start(api_, exchange_, std::move(setup));
+  }
+  void Progress(size_t sink, uint32_t processed) {
+    v1::GenerateResponse response;
+    response.mutable_progress()->set_prompt_tokens(100);
+    response.mutable_progress()->set_processed_tokens(processed);
+    api_.sinks[sink]->Write(response);
+  }
+  enum class Place { kInner, kLast };
+  void Token(size_t sink, const std::string& text, Place place = Place::kInner) {
+    v1::GenerateResponse response;
+    response.mutable_tokens()->add_token_ids(1);
+    response.mutable_tokens()->set_text(text);
+    response.mutable_tokens()->set_last(place == Place::kLast);
+    api_.sinks[sink]->Write(response);
+  }
+  void Finish(size_t sink) {
+    v1::GenerateResponse response;
+    response.mutable_finish()->set_reason(v1::FINISH_REASON_LENGTH);
+    api_.sinks[sink]->Write(response);
+    api_.sinks[sink]->Close(absl::OkStatus());
+  }
+
+  FakeApi api_;
+  std::shared_ptr<FakeExchange> exchange_ = std::make_shared<FakeExchange>();
+};
+
+TEST_F(AnswerTest, TheLastTokenWaitsForItsReason) {
+  Start({.stream = true});
+  Progress(0, 50);
+  Token(0, "a");
+  Token(0, "b", Place::kLast);
+  const StreamSource::Piece before = exchange_->stream->Take();
+  EXPECT_THAT(before.text, HasSubstr(": reading prompt 50/100\n\n"));
+  EXPECT_THAT(before.text, HasSubstr("\"text\":\"a\""));
+  EXPECT_EQ(before.text.find("\"text\":\"b\""), std::string::npos);
+  EXPECT_FALSE(before.last);
+  Finish(0);
+  const StreamSource::Piece end = exchange_->stream->Take();
+  EXPECT_THAT(end.text, HasSubstr("\"finish_reason\":\"length\""));
+  EXPECT_THAT(end.text, HasSubstr("\"text\":\"b\""));
+  EXPECT_TRUE(end.last);
+  EXPECT_EQ(end.text.substr(end.text.size() - 14), "data: [DONE]\n\n");
+}
+
+TEST_F(AnswerTest, OnlyTheNewestProgressWaits) {
+  Start({.stream = true});
+  for (uint32_t i = 0; i < 100000; ++i) Progress(0, i % 100);
+  EXPECT_EQ(exchange_->stream->Take().text, ": reading prompt 99/100\n\n");
+}
+
+TEST_F(AnswerTest, AFailureBeforeTheFirstEventIsAnError) {
+  Start({.stream = true});
+  api_.sinks[0]->Close(absl::InvalidArgumentError("sampling.top_p is 3; it must be less"));
+  ASSERT_EQ(exchange_->replies.size(), 1u);
+  EXPECT_EQ(exchange_->replies[0].status, 400);
+  EXPECT_EQ(json::parse(exchange_->replies[0].body)["error"]["param"], "top_p");
+  EXPECT_EQ(exchange_->stream, nullptr);
+}
+
+TEST_F(AnswerTest, ALaterFailureIsAnEventAfterTheTokens) {
+  Start({.stream = true});
+  Token(0, "a");
+  api_.sinks[0]->Close(absl::InternalError("broken"));
+  const StreamSource::Piece piece = exchange_->stream->Take();
+  EXPECT_LT(piece.text.find("\"text\":\"a\""), piece.text.find("data: {\"error\""));
+  EXPECT_THAT(piece.text, HasSubstr("broken"));
+  EXPECT_TRUE(piece.last);
+  EXPECT_TRUE(exchange_->replies.empty());
+}
+
+TEST_F(AnswerTest, AClientThatDoesNotReadIsDroppedAtItsBound) {
+  Start({.stream = true});
+  size_t sent = 0;
+  while (exchange_->dropped.ok()) {
+    Token(0, std::string(1000, 'x'));
+    ASSERT_LT(++sent, 2 * Answer::kMaxWaitingBytes / 1000);
+  }
+  EXPECT_GT(sent, Answer::kMaxWaitingBytes / 1000 / 2);
+  EXPECT_EQ(api_.cancelled.size(), 1u);
+  EXPECT_EQ(api_.cancelled[0].code(), absl::StatusCode::kResourceExhausted);
+}
+
+TEST_F(AnswerTest, AClientThatIsGoneEndsEverySequence) {
+  Start({.n = 3});
+  Token(0, "a");
+  ASSERT_EQ(api_.sinks.size(), 3u);
+  exchange_->gone(absl::CancelledError("gone"));
+  EXPECT_EQ(api_.cancelled.size(), 3u);
+}
+
+TEST_F(AnswerTest, TheOthersBeginWhenTheFirstHasAToken) {
+  Start({.n = 3});
+  ASSERT_EQ(api_.requests.size(), 1u);
+  Progress(0, 100);
+  EXPECT_EQ(api_.requests.size(), 1u) << "they would not find the prompt in the cache";
+  Token(0, "a");
+  ASSERT_EQ(api_.requests.size(), 3u);
+  for (size_t i = 0; i < 3; ++i) {
+    EXPECT_EQ(api_.requests[i].text(), "prompt");
+    EXPECT_EQ(api_.requests[i].request_id(), absl::StrCat("id-", i));
+    EXPECT_EQ(api_.requests[i].sampling().seed(), 5 + i);
+  }
+  for (size_t i = 1; i < 3; ++i) Progress(i, 100);
+  for (size_t i = 0; i < 3; ++i) Token(i, "b", Place::kLast);
+  EXPECT_TRUE(exchange_->replies.empty());
+  for (size_t i = 0; i < 3; ++i) Finish(i);
+  ASSERT_EQ(exchange_->replies.size(), 1u);
+  const json answer = json::parse(exchange_->replies[0].body);
+  EXPECT_EQ(answer["choices"][0]["text"], "ab");
+  EXPECT_EQ(answer["choices"][2]["text"], "b");
+  EXPECT_EQ(answer["usage"]["prompt_tokens"], 100);
+  EXPECT_EQ(answer["usage"]["completion_tokens"], 4);
+}
+
+TEST_F(AnswerTest, OneThatFailsEndsTheOthers) {
+  Start({.n = 2});
+  Token(0, "a");
+  api_.sinks[1]->Close(absl::InternalError("broken"));
+  EXPECT_EQ(api_.cancelled.size(), 2u);
+  ASSERT_EQ(exchange_->replies.size(), 1u);
+  EXPECT_EQ(exchange_->replies[0].status, 500);
+}
+
+}  // namespace
+}  // namespace kvasir::coordinator

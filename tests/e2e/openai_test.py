@@ -1,0 +1,51 @@
+"""OpenAI's Python package, unmodified, from PyPI: models, completions, streams, errors, 64 streams at once.
+
+The package is installed once, into a virtual environment of the build folder. Without it the test is skipped.
+"""
+
+import pathlib
+import subprocess
+import sys
+import unittest
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+from support.service import BUILD, Service  # noqa: E402
+
+PACKAGE = "openai==3.57.0"
+CLIENT = pathlib.Path(__file__).with_name("openai_client.py")
+
+
+def python_with_package():
+    """A Python that has the package; the reason as text when it cannot be had."""
+    folder = BUILD / "pypi" / PACKAGE
+    python = folder / "bin" / "python"
+    marker = folder / "complete"
+    if marker.exists():
+        return python, ""
+    try:
+        for command in ([sys.executable, "-m", "venv", "--clear", folder],
+                        [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--retries=1",
+                         "--timeout=10", PACKAGE]):
+            run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+            if run.returncode != 0:
+                return None, (run.stderr or run.stdout).strip()[-300:]
+    except subprocess.TimeoutExpired as error:
+        return None, str(error)
+    marker.touch()
+    return python, ""
+
+
+class OpenAi(unittest.TestCase):
+    def test_the_package_runs_unmodified(self):
+        python, missing = python_with_package()
+        if python is None:
+            self.skipTest(f"{PACKAGE} cannot be had from PyPI: {missing}")
+        with Service(flags=["--max-num-seqs=64"]) as service:
+            run = subprocess.run([python, CLIENT, f"http://{service.http_address}/v1", "needle-8k"], capture_output=True,
+                                 text=True, timeout=120)
+        self.assertEqual(run.returncode, 0, run.stdout + run.stderr)
+        print(run.stdout.strip())
+
+
+if __name__ == "__main__":
+    unittest.main(verbosity=2)
