@@ -1,8 +1,8 @@
 #include "coordinator/http/completion_request.h"
 
-#include <limits>
 #include <optional>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 
@@ -14,17 +14,6 @@ using nlohmann::json;
 constexpr char kPromptForms[] =
     "expected a string, a list of strings, a list of token ids, or a list of such lists";
 
-// Appends the ids of a list; false when an element is no id.
-bool AddIds(const json& list, v1::TokenIds& ids) {
-  ids.mutable_ids()->Reserve(static_cast<int>(list.size()));
-  for (const json& element : list) {
-    const std::optional<int64_t> id = AsInteger(element, 0, std::numeric_limits<int32_t>::max());
-    if (!id.has_value()) return false;
-    ids.add_ids(static_cast<uint32_t>(*id));
-  }
-  return true;
-}
-
 // Returns false when the value is no prompt.
 bool AddPrompt(const json& value, std::vector<v1::GenerateRequest>& prompts) {
   v1::GenerateRequest& request = prompts.emplace_back();
@@ -32,7 +21,10 @@ bool AddPrompt(const json& value, std::vector<v1::GenerateRequest>& prompts) {
     request.set_text(value.get_ref<const std::string&>());
     return true;
   }
-  return value.is_array() && AddIds(value, *request.mutable_token_ids());
+  const std::optional<std::vector<uint32_t>> ids = AsIds(value);
+  if (!ids.has_value()) return false;
+  request.mutable_token_ids()->mutable_ids()->Assign(ids->begin(), ids->end());
+  return true;
 }
 
 void ReadPrompts(JsonFields& fields, std::vector<v1::GenerateRequest>& prompts) {
@@ -60,8 +52,9 @@ absl::StatusOr<CompletionRequest> ParseCompletion(const json& body) {
   ReadGenerateFields(fields, shared);
   completion.options = ReadAnswerOptions(fields);
   completion.echo = fields.Bool("echo").value_or(false);
-  if (const auto value = fields.Count("max_tokens"))
+  if (const auto value = fields.Count("max_tokens")) {
     shared.mutable_sampling()->set_max_tokens(*value);
+  }
   if (const auto value = fields.Count("logprobs")) shared.mutable_sampling()->set_logprobs(*value);
   if (!fields.String("suffix").value_or("").empty()) {
     fields.Refuse("suffix", "text is not inserted before a suffix; drop it");

@@ -31,6 +31,18 @@ std::optional<int64_t> AsInteger(const json& value, int64_t min, int64_t max) {
   return integer;
 }
 
+std::optional<std::vector<uint32_t>> AsIds(const json& value) {
+  if (!value.is_array()) return std::nullopt;
+  std::vector<uint32_t> ids;
+  ids.reserve(value.size());
+  for (const json& element : value) {
+    const std::optional<int64_t> id = AsInteger(element, 0, std::numeric_limits<int32_t>::max());
+    if (!id.has_value()) return std::nullopt;
+    ids.push_back(static_cast<uint32_t>(*id));
+  }
+  return ids;
+}
+
 JsonFields::JsonFields(const json& object, std::string path)
     : object_(object), path_(std::move(path)) {}
 
@@ -91,23 +103,15 @@ std::optional<std::string> JsonFields::String(absl::string_view name) {
 
 std::vector<uint32_t> JsonFields::Ids(absl::string_view name, size_t most) {
   const json* value = Find(name);
-  std::vector<uint32_t> ids;
-  if (value == nullptr) return ids;
+  if (value == nullptr) return {};
   constexpr char kExpected[] = "expected a list of token ids";
   if (!value->is_array() || value->size() > most) {
     Refuse(name, absl::StrCat(kExpected, ", at most ", most));
-    return ids;
+    return {};
   }
-  ids.reserve(value->size());
-  for (const json& element : *value) {
-    const std::optional<int64_t> id = AsInteger(element, 0, std::numeric_limits<int32_t>::max());
-    if (!id.has_value()) {
-      Refuse(name, kExpected);
-      return {};
-    }
-    ids.push_back(static_cast<uint32_t>(*id));
-  }
-  return ids;
+  std::optional<std::vector<uint32_t>> ids = AsIds(*value);
+  if (!ids.has_value()) Refuse(name, kExpected);
+  return std::move(ids).value_or(std::vector<uint32_t>());
 }
 
 }  // namespace kvasir::coordinator

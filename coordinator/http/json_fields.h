@@ -48,5 +48,7 @@ class JsonFields {
 
 // Returns the integer in [min, max] that the value is, 2.0 being one.
 std::optional<int64_t> AsInteger(const nlohmann::json& value, int64_t min, int64_t max);
+// Returns the token ids of a list; none when the value is another type or an element is no id.
+std::optional<std::vector<uint32_t>> AsIds(const nlohmann::json& value);
 
 }  // namespace kvasir::coordinator
