@@ -15,6 +15,7 @@
 #include "coordinator/cli/progress_bar.h"
 #include "coordinator/cli/read_text.h"
 #include "kernels/base/status_macros.h"
+#include "proto/finish_numbers.h"
 #include "proto/grpc_status.h"
 #include "proto/kvasir/v1/generation.grpc.pb.h"
 
@@ -109,17 +110,14 @@ absl::StatusOr<v1::GenerateRequest> MakeGenerateRequest(const v1::GenerateComman
 
 namespace {
 
-double ToSeconds(const google::protobuf::Duration& duration) {
-  return static_cast<double>(duration.seconds()) + 1e-9 * duration.nanos();
-}
+using proto::ToSeconds;
 
 double Percent(uint64_t part, uint64_t whole) {
   return whole == 0 ? 0.0 : 100.0 * static_cast<double>(part) / static_cast<double>(whole);
 }
 
 std::string SkippedLine(absl::string_view phase, uint64_t total, const v1::BlocksSkipped& skipped) {
-  const uint64_t sum =
-      skipped.selected_out() + skipped.window() + skipped.pruned() + skipped.terminated();
+  const uint64_t sum = proto::SkippedPages(skipped);
   return absl::StrFormat("  blocks skipped, %-8s %s of %s (%.1f%%)\n", phase, WithCommas(sum),
                          WithCommas(total), Percent(sum, total));
 }

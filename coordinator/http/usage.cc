@@ -1,15 +1,10 @@
 #include "coordinator/http/usage.h"
 
+#include "proto/finish_numbers.h"
+
 namespace kvasir::coordinator {
-namespace {
 
 using nlohmann::json;
-
-uint64_t Skipped(const v1::BlocksSkipped& skipped) {
-  return skipped.selected_out() + skipped.window() + skipped.pruned() + skipped.terminated();
-}
-
-}  // namespace
 
 void UsageSum::AddFinish(const v1::Finish& finish) {
   const v1::CachedTokens& cached = finish.usage().cached_tokens();
@@ -18,8 +13,8 @@ void UsageSum::AddFinish(const v1::Finish& finish) {
   cached_.set_disk(cached_.disk() + cached.disk());
   const v1::AttentionReport& report = finish.attention();
   blocks_ += report.prefill_blocks_total() + report.decode_blocks_total();
-  blocks_skipped_ +=
-      Skipped(report.prefill_blocks_skipped()) + Skipped(report.decode_blocks_skipped());
+  blocks_skipped_ += proto::SkippedPages(report.prefill_blocks_skipped()) +
+                     proto::SkippedPages(report.decode_blocks_skipped());
   if (report.has_decode_measured_mass()) {
     const v1::MassSummary& mass = report.decode_measured_mass();
     mass_ += static_cast<double>(mass.mean()) * static_cast<double>(mass.samples());

@@ -14,6 +14,7 @@
 #include "coordinator/scheduling/scheduler.h"
 #include "kernels/base/mutex.h"
 #include "kvstore/format/block.h"
+#include "proto/finish_numbers.h"
 #include "proto/process/process_registry.h"
 
 namespace kvasir::coordinator {
@@ -39,10 +40,6 @@ const Histogram::BucketBoundaries kRequestBuckets = {
 const Histogram::BucketBoundaries kTokenBuckets = {
     1,    2,     5,     10,    20,     50,     100,    200,     500,     1000,    2000,
     5000, 10000, 20000, 50000, 100000, 200000, 500000, 1000000, 2000000, 5000000, 10000000};
-
-double Seconds(const google::protobuf::Duration& duration) {
-  return static_cast<double>(duration.seconds()) + 1e-9 * static_cast<double>(duration.nanos());
-}
 
 uint64_t Value(const Counter& counter) { return static_cast<uint64_t>(counter.Value()); }
 
@@ -252,10 +249,11 @@ void Metrics::RequestFinished(const absl::Status& status, const v1::Finish& summ
   s.prompt_length.Observe(summary.usage().prompt_tokens());
   s.answer_length.Observe(summary.usage().completion_tokens());
   const v1::Timing& timing = summary.timing();
-  s.queue.Observe(Seconds(timing.queue()));
+  s.queue.Observe(proto::ToSeconds(timing.queue()));
   if (!timing.has_time_to_first_token()) return;
-  const double prefill = Seconds(timing.time_to_first_token()) - Seconds(timing.queue());
-  const double decode = Seconds(timing.decode());
+  const double prefill =
+      proto::ToSeconds(timing.time_to_first_token()) - proto::ToSeconds(timing.queue());
+  const double decode = proto::ToSeconds(timing.decode());
   s.prefill.Observe(prefill);
   s.decode.Observe(decode);
   s.inference.Observe(prefill + decode);

@@ -23,9 +23,9 @@ constexpr double kContext = static_cast<double>(kMaxContextTokens);
 constexpr double kMinTopP = 1e-6;
 
 constexpr FieldLimit kLimits[] = {
-    {"GenerateRequest", "request_id", LimitKind::kBytes, 0, 128},
+    {"GenerateRequest", "request_id", LimitKind::kBytes, 0, kMaxIdBytes},
     {"GenerateRequest", "text", LimitKind::kBytes, 0, kMaxMessageBytes},
-    {"GenerateRequest", "tenant_id", LimitKind::kBytes, 0, 128},
+    {"GenerateRequest", "tenant_id", LimitKind::kBytes, 0, kMaxIdBytes},
     {"GenerateRequest", "add_special_tokens", LimitKind::kNumber, 0, 1},
     {"GenerateRequest", "parse_special_tokens", LimitKind::kNumber, 0, 1},
     {"TokenIds", "ids", LimitKind::kCount, 0, kContext},

@@ -17,6 +17,9 @@ inline constexpr int kMaxMessageBytes = 64 << 20;
 // Longest context that any field may ask for, in tokens.
 inline constexpr int64_t kMaxContextTokens = int64_t{1} << 24;
 
+// Longest id of a request, and of a tenant, in bytes.
+inline constexpr int kMaxIdBytes = 128;
+
 enum class LimitKind {
   kNumber,  // the value
   kBytes,   // the length of a string

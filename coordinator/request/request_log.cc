@@ -4,6 +4,7 @@
 
 #include "absl/strings/string_view.h"
 
+#include "proto/finish_numbers.h"
 #include "proto/process/logs.h"
 
 namespace kvasir::coordinator {
@@ -13,10 +14,6 @@ using proto::LogField;
 
 // A line stays below 4,096 bytes, so that a pipe takes it in one piece.
 constexpr size_t kMaxReasonBytes = 256;
-
-double Seconds(const google::protobuf::Duration& duration) {
-  return static_cast<double>(duration.seconds()) + 1e-9 * static_cast<double>(duration.nanos());
-}
 
 // Ends that a client chose, or that a client must mend, are no concern of the operator.
 spdlog::level::level_enum LevelOf(const absl::Status& status) {
@@ -50,26 +47,24 @@ void AddStatus(const absl::Status& status, std::vector<LogField>& fields) {
   fields.emplace_back("reason", std::string(status.message().substr(0, kMaxReasonBytes)));
 }
 
-uint64_t Sum(const v1::BlocksSkipped& skipped) {
-  return skipped.selected_out() + skipped.window() + skipped.pruned() + skipped.terminated();
-}
-
 void AddAttention(const v1::AttentionReport& attention, std::vector<LogField>& fields) {
   const uint64_t total = attention.prefill_blocks_total() + attention.decode_blocks_total();
   if (total == 0) return;
-  const uint64_t skipped =
-      Sum(attention.prefill_blocks_skipped()) + Sum(attention.decode_blocks_skipped());
+  const uint64_t skipped = proto::SkippedPages(attention.prefill_blocks_skipped()) +
+                           proto::SkippedPages(attention.decode_blocks_skipped());
   fields.emplace_back("skipped_share", static_cast<double>(skipped) / static_cast<double>(total));
 }
 
 void AddTimes(const v1::Finish& summary, absl::Duration total, std::vector<LogField>& fields) {
   const v1::Timing& timing = summary.timing();
   const uint32_t tokens = summary.usage().completion_tokens();
-  if (timing.has_queue()) fields.emplace_back("queue_s", Seconds(timing.queue()));
+  if (timing.has_queue()) fields.emplace_back("queue_s", proto::ToSeconds(timing.queue()));
   if (timing.has_time_to_first_token()) {
-    fields.emplace_back("ttft_s", Seconds(timing.time_to_first_token()));
+    fields.emplace_back("ttft_s", proto::ToSeconds(timing.time_to_first_token()));
   }
-  if (tokens > 1) fields.emplace_back("mean_itl_s", Seconds(timing.decode()) / (tokens - 1));
+  if (tokens > 1) {
+    fields.emplace_back("mean_itl_s", proto::ToSeconds(timing.decode()) / (tokens - 1));
+  }
   fields.emplace_back("total_s", absl::ToDoubleSeconds(total));
 }
 

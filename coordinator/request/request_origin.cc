@@ -7,10 +7,10 @@
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 
+#include "coordinator/policy/limits.h"
+
 namespace kvasir::coordinator {
 namespace {
-
-constexpr size_t kMaxBytes = 128;  // of an id or a tenant, as in policy/limits.cc
 
 bool IsLowerHex(absl::string_view text) {
   return std::all_of(text.begin(), text.end(),
@@ -21,7 +21,7 @@ bool IsId(absl::string_view text) {
   return IsLowerHex(text) && text.find_first_not_of('0') != absl::string_view::npos;
 }
 
-bool IsKept(absl::string_view text) { return !text.empty() && text.size() <= kMaxBytes; }
+bool IsKept(absl::string_view text) { return !text.empty() && text.size() <= kMaxIdBytes; }
 
 bool IsPrintable(char c) { return c >= 0x20 && c < 0x7f; }
 
