@@ -1,5 +1,6 @@
-// Reads a model's folder, except the tokenizer: the tokens that end a text, and the names of the
-// model's type and architectures. Called by the server at start. Pure function: thread-safe.
+// Reads a model's folder, except the tokenizer: the tokens that end a text, the chat template, and
+// the names of the model's type and architectures. Called by the server at start. Pure function:
+// thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -7,6 +8,8 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+
+#include "coordinator/chat/model_chat.h"
 
 namespace kvasir::coordinator {
 
@@ -16,6 +19,7 @@ struct ModelFolder {
   // eos_token_id, a number or a list, of generation_config.json or else of config.json; empty when
   // neither file has it.
   std::vector<int32_t> eos_token_ids = {};
+  ModelChat chat = {};
 };
 
 // INVALID_ARGUMENT for files that are not JSON or have other types, NOT_FOUND without config.json.

@@ -6,6 +6,7 @@
 #include "absl/strings/str_cat.h"
 
 #include "coordinator/cli/bench_command.h"
+#include "coordinator/cli/chat_command.h"
 #include "coordinator/cli/generate_command.h"
 #include "coordinator/cli/serve_command.h"
 #include "coordinator/cli/status_command.h"
@@ -22,6 +23,7 @@ constexpr char kUsage[] =
     "\n"
     "  serve      run a server: coordinator and, unless told otherwise, its workers\n"
     "  generate   send a prompt to a running server and stream the answer\n"
+    "  chat       talk with a running server's model\n"
     "  status     how a running server is: workers, tiers, requests, cache\n"
     "  bench      load for a running server: latencies and throughput\n"
     "\n"
@@ -71,6 +73,16 @@ int Main(int argc, char** argv) {
                     "summary go to standard error.",
          .example = "kvasir generate --prompt-file document.txt --max-tokens 64"},
         argc, argv, RunGenerate);
+  }
+  if (std::strcmp(command, "chat") == 0) {
+    return RunCommand<v1::ChatCommandConfig>(
+        {.name = "kvasir chat",
+         .summary =
+             "Talks with the model: each line is a message, and the conversation so far goes "
+             "with it, of which the server has most in its cache. Ctrl-C stops an answer, "
+             "/help lists the commands. From a pipe each line is a message too.",
+         .example = "kvasir chat --system 'Answer in one sentence.'"},
+        argc, argv, RunChat);
   }
   if (std::strcmp(command, "status") == 0) {
     return RunCommand<v1::StatusCommandConfig>(
