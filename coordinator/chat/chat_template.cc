@@ -6,10 +6,10 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 
+#include "coordinator/chat/parsing/template_parser.h"
 #include "coordinator/chat/renderer.h"
-#include "coordinator/chat/template_parser.h"
-#include "coordinator/chat/text_operations.h"
-#include "coordinator/chat/value_json.h"
+#include "coordinator/chat/values/text_operations.h"
+#include "coordinator/chat/values/value_json.h"
 #include "coordinator/tokenizer/utf8.h"
 #include "kernels/base/status_macros.h"
 

@@ -13,9 +13,9 @@
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 
-#include "coordinator/chat/budget.h"
-#include "coordinator/chat/marked_text.h"
-#include "coordinator/chat/syntax.h"
+#include "coordinator/chat/parsing/syntax.h"
+#include "coordinator/chat/values/budget.h"
+#include "coordinator/chat/values/marked_text.h"
 
 namespace kvasir::coordinator {
 

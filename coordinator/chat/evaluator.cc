@@ -4,8 +4,8 @@
 
 #include "absl/strings/str_cat.h"
 
-#include "coordinator/chat/arithmetic.h"
-#include "coordinator/chat/python_text.h"
+#include "coordinator/chat/values/arithmetic.h"
+#include "coordinator/chat/values/python_text.h"
 #include "kernels/base/status_macros.h"
 
 namespace kvasir::coordinator {
@@ -129,7 +129,17 @@ absl::StatusOr<Value> Evaluator::EvaluateDict(const Expression& expression) {
   for (size_t i = 0; i < expression.parts.size(); i += 2) {
     KVASIR_ASSIGN_OR_RETURN(Value key, Evaluate(*expression.parts[i]));
     KVASIR_ASSIGN_OR_RETURN(Value value, Evaluate(*expression.parts[i + 1]));
-    entries.emplace_back(std::move(key), std::move(value));
+    // The first of equal keys stays, with the last value; 1 and true are equal.
+    Value* known = nullptr;
+    for (auto& [other, other_value] : entries) {
+      KVASIR_ASSIGN_OR_RETURN(const bool equal, EqualWithin(other, key, &budget_));
+      if (equal) known = &other_value;
+    }
+    if (known != nullptr) {
+      *known = std::move(value);
+    } else {
+      entries.emplace_back(std::move(key), std::move(value));
+    }
   }
   return MakeDict(std::move(entries), &budget_);
 }

@@ -11,9 +11,9 @@
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 
-#include "coordinator/chat/budget.h"
-#include "coordinator/chat/operations.h"
-#include "coordinator/chat/syntax.h"
+#include "coordinator/chat/parsing/syntax.h"
+#include "coordinator/chat/values/budget.h"
+#include "coordinator/chat/values/operations.h"
 
 namespace kvasir::coordinator {
 

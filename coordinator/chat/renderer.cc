@@ -5,13 +5,16 @@
 #include "absl/strings/str_cat.h"
 
 #include "coordinator/chat/evaluator.h"
-#include "coordinator/chat/python_text.h"
+#include "coordinator/chat/values/python_text.h"
+#include "coordinator/tokenizer/utf8.h"
 #include "kernels/base/status_macros.h"
 
 namespace kvasir::coordinator {
 namespace {
 
 using Kind = Statement::Kind;
+
+constexpr size_t kMaxMessageBytes = 1000;
 
 class Renderer final : public Evaluator {
  public:
@@ -23,9 +26,13 @@ class Renderer final : public Evaluator {
   absl::StatusOr<MarkedText> Run(const Statements& statements) {
     const absl::StatusOr<Flow> flow = RunBody(statements);
     if (flow.ok()) return std::move(out_);
-    if (raised_) return flow.status();
+    // A client's text may be in it.
+    std::string message;
+    const size_t used =
+        AppendLossyUtf8(flow.status().message().substr(0, kMaxMessageBytes), &message);
+    if (used < flow.status().message().size()) message += "...";
     return absl::Status(flow.status().code(),
-                        absl::StrCat("line ", line_, ": ", flow.status().message()));
+                        raised_ ? message : absl::StrCat("line ", line_, ": ", message));
   }
 
  private:

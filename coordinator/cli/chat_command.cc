@@ -4,16 +4,17 @@
 #include <memory>
 #include <string>
 #include <unistd.h>
+#include <vector>
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "nlohmann/json.hpp"
 
-#include "coordinator/cli/chat_history.h"
 #include "coordinator/cli/connect.h"
-#include "coordinator/cli/interrupt_watch.h"
 #include "coordinator/cli/read_text.h"
+#include "coordinator/cli/terminal/interrupt_watch.h"
 #include "kernels/base/status_macros.h"
 #include "proto/grpc_status.h"
 #include "proto/kvasir/v1/generation.grpc.pb.h"
@@ -30,6 +31,10 @@ constexpr char kHelp[] =
     "  /help          this list\n"
     "  /quit          ends; so does Ctrl-D. Ctrl-C stops an answer\n";
 
+nlohmann::ordered_json Message(absl::string_view role, absl::string_view text) {
+  return {{"role", std::string(role)}, {"content", std::string(text)}};
+}
+
 class Chat {
  public:
   Chat(const v1::ChatCommandConfig& config, InterruptWatch* interrupts)
@@ -37,7 +42,7 @@ class Chat {
         interrupts_(interrupts),
         stub_(v1::Generation::NewStub(Connect(config.server()))),
         policy_(config.policy()) {
-    history_.SetSystem(config.system());
+    system_ = config.system();
   }
 
   absl::Status Run() {
@@ -82,11 +87,11 @@ class Chat {
                                : absl::StripAsciiWhitespace(line.substr(space)));
     if (name == "/policy") return TakePolicy(text);
     if (name == "/system") {
-      history_.SetSystem(text);
+      system_ = text;
     } else if (name == "/context") {
       std::cerr << context_ << std::flush;
     } else if (name == "/clear") {
-      history_.Clear();
+      messages_.clear();
       context_ = kNoContext;
     } else if (name == "/help") {
       std::cerr << kHelp << std::flush;
@@ -116,8 +121,11 @@ class Chat {
   }
 
   v1::GenerateRequest MakeRequest() const {
+    nlohmann::ordered_json all = nlohmann::ordered_json::array();
+    if (!system_.empty()) all.push_back(Message("system", system_));
+    for (const nlohmann::ordered_json& message : messages_) all.push_back(message);
     v1::GenerateRequest request;
-    request.mutable_chat()->set_messages(history_.Json());
+    request.mutable_chat()->set_messages(all.dump());
     request.set_tenant_id(config_.tenant());
     request.mutable_policy()->set_name(policy_);
     v1::SamplingParams& sampling = *request.mutable_sampling();
@@ -131,18 +139,18 @@ class Chat {
   // Asks and shows the answer. An answer that was stopped stays in the conversation as far as it
   // was shown; after an error the question is taken back.
   absl::Status Ask(const std::string& text) {
-    history_.AddUser(text);
+    messages_.push_back(Message("user", text));
     const v1::GenerateRequest request = MakeRequest();
     std::string answer;
     absl::Status status = CheckSize(request);
     if (status.ok()) status = ReadAnswer(request, &answer);
     const bool stopped = absl::IsCancelled(status) && interrupts_ != nullptr;
     if (status.ok() || stopped) {
-      history_.AddAssistant(answer);
+      messages_.push_back(Message("assistant", answer));
       std::cout << std::endl;
       return absl::OkStatus();
     }
-    history_.RemoveLast();
+    messages_.pop_back();
     return status;
   }
 
@@ -183,7 +191,8 @@ class Chat {
   InterruptWatch* const interrupts_;  // null: standard input is no terminal
   const std::unique_ptr<v1::Generation::Stub> stub_;
   v1::GetModelInfoResponse model_;
-  ChatHistory history_;
+  std::string system_;
+  std::vector<nlohmann::ordered_json> messages_;  // without the system's
   std::string policy_;
   std::string context_ = kNoContext;
   bool quits_ = false;

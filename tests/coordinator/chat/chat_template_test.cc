@@ -42,7 +42,7 @@ std::string MarkedContent(absl::string_view expression) {
                 {.messages = R"([{"role": "user", "content": " Ab,cd "}])"});
 }
 
-TEST(ChatTemplateTest, WhatAClientWroteKeepsItsMarkThroughEveryOperation) {
+TEST(ChatTemplateTest, ClientTextKeepsItsMarkThroughEveryOperation) {
   EXPECT_EQ(MarkedContent("c"), "<[ Ab,cd ]>");
   EXPECT_EQ(MarkedContent("'x' + c ~ 'y'"), "<x[ Ab,cd ]y>");
   EXPECT_EQ(MarkedContent("c | trim"), "<[Ab,cd]>");
@@ -63,7 +63,7 @@ TEST(ChatTemplateTest, KeysToolsVariablesAndUnknownRolesAreTheClients) {
                    {.messages = R"([{"role": "user", "x<s>": 1}])",
                     .tools = R"([{"a": "b"}])",
                     .variables = R"({"v": "w"})"}),
-            R"([{["a"]: ["b"]}][w][rolex<s>])");
+            R"([{["a"]: ["b"]}][wrolex<s>])");
   EXPECT_EQ(Marked("{% for m in messages %}<|{{ m.role }}|>{% endfor %}",
                    {.messages = R"([{"role": "user"}, {"role": "end"}])"}),
             "<|user|><|[end]|>");
@@ -90,6 +90,17 @@ TEST(ChatTemplateTest, ATemplateRefusesInItsOwnWords) {
   const auto refused =
       Render("{{ raise_exception('Not ' ~ messages[0].role) }}", {.messages = kHello});
   EXPECT_EQ(refused.status(), absl::InvalidArgumentError("Not user"));
+}
+
+TEST(ChatTemplateTest, ErrorsAreShort) {
+  const std::string longest(100'000, 'x');
+  const std::string messages = absl::StrCat(R"([{"role": ")", longest, R"("}])");
+  for (const char* source :
+       {"{{ raise_exception(messages[0].role) }}", "{{ messages[0][messages[0].role].a }}"}) {
+    const auto refused = Render(source, {.messages = messages});
+    EXPECT_EQ(refused.status().code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_LT(refused.status().message().size(), 1100);
+  }
 }
 
 TEST(ChatTemplateTest, ErrorsTellTheLine) {
@@ -125,9 +136,9 @@ TEST(ChatTemplateTest, ConversationsAreChecked) {
 TEST(ChatTemplateTest, NoTemplateTakesMoreThanTheLimits) {
   const std::pair<const char*, const char*> hostile[] = {
       {"{% for a in range(10000) %}{% for b in range(10000) %}{% endfor %}{% endfor %}",
-       "too many steps"},
+       "too much text"},
       {"{{ range(1000000000) | length }}", "too much text"},
-      {"{{ 'x' * 1000000000 }}", "too much text"},
+      {"{{ 'xxxxxxxxxxxxxxxx' * 1000000000 }}", "too much text"},
       {"{% set ns = namespace(a='x' * 1000) %}{% for i in range(99) %}{% set ns.a = ns.a + ns.a "
        "%}{% endfor %}",
        "too much text"},

@@ -1,10 +1,12 @@
 // Agreement with `transformers` and Jinja, character by character, as recorded by make_golden.py.
+#include <cstdlib>
 #include <fstream>
 #include <gtest/gtest.h>
 #include <iterator>
 #include <string>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_replace.h"
 #include "nlohmann/json.hpp"
 
 #include "coordinator/chat/chat_template.h"
@@ -72,6 +74,33 @@ INSTANTIATE_TEST_SUITE_P(Templates, GoldenTest,
                          testing::Values("deepseek", "gemma", "llama3", "mistral", "phi", "qwen2_5",
                                          "qwen3", "smollm2"),
                          [](const auto& test) { return std::string(test.param); });
+
+// The published template of SmolLM2 is smollm2.jinja with another system message.
+TEST(SmolLm2Test, ThePublishedTemplateRendersAsOurs) {
+  const char* const folder = std::getenv("KVASIR_SMOLLM2");
+  if (folder == nullptr) {
+    GTEST_SKIP() << "KVASIR_SMOLLM2 names no folder that deploy/fetch_smollm2.sh has written";
+  }
+  const json config = json::parse(ReadFile(absl::StrCat(folder, "/tokenizer_config.json")));
+  for (size_t i = 0; i < Golden()["conversations"].size(); ++i) {
+    const json& sent = Golden()["conversations"][i];
+    const json& expected = Golden()["renderings"]["smollm2"][i];
+    SCOPED_TRACE(sent["name"]);
+    const std::string messages = sent["messages"];
+    const auto text =
+        Render(config["chat_template"],
+               {.messages = messages,
+                .end = sent["add_generation_prompt"] ? Conversation::End::kGenerationPrompt
+                                                     : Conversation::End::kLastMessage});
+    EXPECT_EQ(text.ok(), expected.contains("text"));
+    if (!text.ok()) continue;
+    EXPECT_EQ(*text,
+              absl::StrReplaceAll(expected["text"].get<std::string>(),
+                                  {{"You are a small model.",
+                                    "You are a helpful AI assistant named SmolLM, trained by "
+                                    "Hugging Face"}}));
+  }
+}
 
 TEST(GoldenSnippetsTest, RulesAreThoseOfJinja) {
   for (const json& snippet : Golden()["snippets"]) {

@@ -89,6 +89,17 @@ def rendering(render, template, conversation):
         return {"error": ""}
 
 
+def dumped(value):
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def lines(value):
+    """JSON with a line for each element of a list."""
+    if isinstance(value, dict):
+        return "{" + ",\n".join(f"{dumped(key)}:{lines(element)}" for key, element in value.items()) + "}"
+    return "[\n" + ",\n".join(dumped(element) for element in value) + "]" if isinstance(value, list) else dumped(value)
+
+
 def main():
     real = sys.argv[1:] == ["--transformers"]
     render = transformers_renderer() if real else jinja_renderer()
@@ -104,7 +115,7 @@ def main():
                        for name, template in templates.items()},
     }
     golden["snippets"] = [[s, rendering(render, s, SNIPPET_DATA).get("text")] for s in SNIPPETS]
-    text = json.dumps(golden, ensure_ascii=False, separators=(",", ":")).replace("},{", "},\n{").replace("],[", "],\n[") + "\n"
+    text = "{" + ",\n".join(f"{dumped(key)}:{lines(value)}" for key, value in golden.items()) + "}\n"
     path = HERE / "golden.json"
     if not real:
         path.write_text(text, encoding="utf-8")

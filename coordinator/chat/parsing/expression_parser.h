@@ -9,8 +9,8 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 
-#include "coordinator/chat/lexer.h"
-#include "coordinator/chat/syntax.h"
+#include "coordinator/chat/parsing/lexer.h"
+#include "coordinator/chat/parsing/syntax.h"
 
 namespace kvasir::coordinator {
 

@@ -9,12 +9,12 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 
-#include "coordinator/chat/budget.h"
-#include "coordinator/chat/value.h"
+#include "coordinator/chat/values/budget.h"
+#include "coordinator/chat/values/value.h"
 
 namespace kvasir::coordinator {
 
-// What `{{ value }}` and `~` write: nothing for undefined.
+// Returns the text that `{{ value }}` and `~` write: nothing for undefined.
 absl::StatusOr<MarkedText> PythonText(const Value& value, Budget* budget);
 
 struct JsonFormat {

@@ -1,4 +1,4 @@
-#include "coordinator/chat/python_text.h"
+#include "coordinator/chat/values/python_text.h"
 
 #include <algorithm>
 #include <charconv>
@@ -9,7 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 
-#include "coordinator/chat/text_operations.h"
+#include "coordinator/chat/values/text_operations.h"
 #include "coordinator/tokenizer/utf8.h"
 #include "kernels/base/status_macros.h"
 

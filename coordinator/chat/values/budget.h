@@ -1,6 +1,6 @@
-// What one rendering may cost. Every step, and every byte of text or lists that is made, is charged
-// before it is spent, so no template and no conversation takes more time or memory than this.
-// Belongs to one rendering.
+// The limits of one rendering's cost. Every step, and every byte of text or lists that is made, is
+// charged before it is spent, so no template and no conversation takes more time or memory than
+// this. Belongs to one rendering.
 #pragma once
 
 #include <cstddef>

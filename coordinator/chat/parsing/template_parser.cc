@@ -1,12 +1,12 @@
-#include "coordinator/chat/template_parser.h"
+#include "coordinator/chat/parsing/template_parser.h"
 
 #include <algorithm>
 #include <initializer_list>
 
 #include "absl/strings/str_cat.h"
 
-#include "coordinator/chat/expression_parser.h"
-#include "coordinator/chat/lexer.h"
+#include "coordinator/chat/parsing/expression_parser.h"
+#include "coordinator/chat/parsing/lexer.h"
 #include "kernels/base/status_macros.h"
 
 namespace kvasir::coordinator {

@@ -1,4 +1,4 @@
-#include "coordinator/chat/value_json.h"
+#include "coordinator/chat/values/value_json.h"
 
 #include <algorithm>
 #include <limits>

@@ -1,4 +1,4 @@
-#include "coordinator/chat/text_operations.h"
+#include "coordinator/chat/values/text_operations.h"
 
 #include <algorithm>
 #include <string>

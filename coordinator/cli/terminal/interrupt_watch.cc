@@ -1,4 +1,4 @@
-#include "coordinator/cli/interrupt_watch.h"
+#include "coordinator/cli/terminal/interrupt_watch.h"
 
 #include <pthread.h>
 #include <utility>

@@ -1,4 +1,4 @@
-#include "coordinator/chat/marked_text.h"
+#include "coordinator/chat/values/marked_text.h"
 
 #include <algorithm>
 

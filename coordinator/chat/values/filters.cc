@@ -6,9 +6,9 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 
-#include "coordinator/chat/operations.h"
-#include "coordinator/chat/python_text.h"
-#include "coordinator/chat/text_operations.h"
+#include "coordinator/chat/values/operations.h"
+#include "coordinator/chat/values/python_text.h"
+#include "coordinator/chat/values/text_operations.h"
 #include "kernels/base/status_macros.h"
 
 namespace kvasir::coordinator {
@@ -139,6 +139,8 @@ Result Round(const Call& call) {
   const Value* method = call.arguments.Find(1, "method");
   const absl::string_view how =
       method != nullptr && method->text() != nullptr ? method->text()->bytes() : "common";
+  // Python rounds an int to an int.
+  if (how == "common" && call.input.AsInteger().has_value()) return Value(*call.input.AsInteger());
   const double scaled = *value * scale;
   if (how == "ceil") return Value(std::ceil(scaled) / scale);
   if (how == "floor") return Value(std::floor(scaled) / scale);

@@ -6,7 +6,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 
-#include "coordinator/chat/value.h"
+#include "coordinator/chat/values/value.h"
 
 namespace kvasir::coordinator {
 

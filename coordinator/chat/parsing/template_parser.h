@@ -6,7 +6,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 
-#include "coordinator/chat/syntax.h"
+#include "coordinator/chat/parsing/syntax.h"
 
 namespace kvasir::coordinator {
 

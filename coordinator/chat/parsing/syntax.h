@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "coordinator/chat/value.h"
+#include "coordinator/chat/values/value.h"
 
 namespace kvasir::coordinator {
 

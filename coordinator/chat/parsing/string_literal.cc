@@ -1,4 +1,4 @@
-#include "coordinator/chat/string_literal.h"
+#include "coordinator/chat/parsing/string_literal.h"
 
 #include <cstdint>
 

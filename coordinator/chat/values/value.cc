@@ -1,4 +1,4 @@
-#include "coordinator/chat/value.h"
+#include "coordinator/chat/values/value.h"
 
 #include <algorithm>
 

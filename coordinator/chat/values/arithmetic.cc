@@ -1,12 +1,12 @@
-#include "coordinator/chat/arithmetic.h"
+#include "coordinator/chat/values/arithmetic.h"
 
 #include <cmath>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 
-#include "coordinator/chat/operations.h"
-#include "coordinator/chat/python_text.h"
+#include "coordinator/chat/values/operations.h"
+#include "coordinator/chat/values/python_text.h"
 #include "kernels/base/status_macros.h"
 
 namespace kvasir::coordinator {

@@ -1,4 +1,4 @@
-#include "coordinator/chat/lexer.h"
+#include "coordinator/chat/parsing/lexer.h"
 
 #include <algorithm>
 #include <optional>
@@ -8,7 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
 
-#include "coordinator/chat/string_literal.h"
+#include "coordinator/chat/parsing/string_literal.h"
 #include "kernels/base/status_macros.h"
 
 namespace kvasir::coordinator {
@@ -156,11 +156,7 @@ class Lexer {
       const std::optional<size_t> end = EndOfPlainTag(name, "endraw");
       if (!end.has_value()) continue;
       MoveTo(begin);
-      if (trims) {
-        SkipSpace();
-      } else if (absl::StartsWith(source_.substr(pos_), "\n")) {
-        MoveTo(pos_ + 1);
-      }
+      if (trims) SkipSpace();
       if (pos_ < tag) AddText(tag, '%', sign);
       MoveTo(source_[*end - 3] == '-' ? *end - 3 : *end - 2);
       ReadEnd("%}");
@@ -238,6 +234,16 @@ class Lexer {
       kind = Kind::kFloat;
       ++end;
       digits();
+    }
+    if (end < source_.size() && (source_[end] == 'e' || source_[end] == 'E')) {
+      const bool has_sign =
+          end + 1 < source_.size() && (source_[end + 1] == '+' || source_[end + 1] == '-');
+      const size_t exponent = end + (has_sign ? 2 : 1);
+      if (digit_at(exponent)) {
+        kind = Kind::kFloat;
+        end = exponent;
+        digits();
+      }
     }
     Add(kind, std::string(source_.substr(pos_, end - pos_)));
     MoveTo(end);

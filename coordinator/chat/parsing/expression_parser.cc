@@ -1,4 +1,4 @@
-#include "coordinator/chat/expression_parser.h"
+#include "coordinator/chat/parsing/expression_parser.h"
 
 #include <algorithm>
 #include <iterator>
@@ -7,8 +7,8 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 
-#include "coordinator/chat/operations.h"
-#include "coordinator/chat/python_text.h"
+#include "coordinator/chat/values/operations.h"
+#include "coordinator/chat/values/python_text.h"
 #include "coordinator/tokenizer/utf8.h"
 #include "kernels/base/status_macros.h"
 

@@ -15,7 +15,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 
-#include "coordinator/chat/marked_text.h"
+#include "coordinator/chat/values/marked_text.h"
 
 namespace kvasir::coordinator {
 

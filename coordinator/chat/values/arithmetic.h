@@ -5,8 +5,8 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 
-#include "coordinator/chat/budget.h"
-#include "coordinator/chat/value.h"
+#include "coordinator/chat/values/budget.h"
+#include "coordinator/chat/values/value.h"
 
 namespace kvasir::coordinator {
 

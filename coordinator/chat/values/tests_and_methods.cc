@@ -4,8 +4,8 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 
-#include "coordinator/chat/operations.h"
-#include "coordinator/chat/text_operations.h"
+#include "coordinator/chat/values/operations.h"
+#include "coordinator/chat/values/text_operations.h"
 #include "kernels/base/status_macros.h"
 
 namespace kvasir::coordinator {
