@@ -1,6 +1,7 @@
 // Filters (operations.h), by name.
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
@@ -103,15 +104,16 @@ Result Items(const Call& call) {
 
 Result ToInteger(const Call& call) {
   KVASIR_ASSIGN_OR_RETURN(const int64_t absent, call.arguments.Integer(0, "default", 0));
-  std::optional<double> real = call.input.real() != nullptr ? call.input.AsNumber() : std::nullopt;
   if (const std::optional<int64_t> value = call.input.AsInteger()) return Value(*value);
+  double real = std::numeric_limits<double>::quiet_NaN();
+  if (call.input.real() != nullptr) real = *call.input.real();
   if (const MarkedText* text = call.input.text()) {
     int64_t value = 0;
     if (absl::SimpleAtoi(text->bytes(), &value)) return Value(value);
-    real = ParseReal(text->bytes());
+    real = ParseReal(text->bytes()).value_or(real);
   }
-  if (!real.has_value() || !(std::abs(*real) < 9e18)) return Value(absent);
-  return Value(static_cast<int64_t>(*real));
+  if (!(std::abs(real) < 9e18)) return Value(absent);
+  return Value(static_cast<int64_t>(real));
 }
 
 Result ToReal(const Call& call) {
