@@ -170,7 +170,7 @@ TEST(ChatTemplateTest, NestingOfTheSourceIsLimited) {
     for (int i = 0; i < count; ++i) absl::StrAppend(&text, part);
     return text;
   };
-  const std::string sources[] = {"{{ " + many,
+  const std::string sources[] = {"{{ " + many + "1" + std::string(100'000, ')') + " }}",
                                  "{{ " + std::string(100'000, '-') + "1 }}",
                                  "{{ 1" + repeated("+1", 10'000) + " }}",
                                  "{{ " + repeated("not ", 10'000) + "1 }}",
