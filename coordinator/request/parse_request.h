@@ -9,6 +9,7 @@
 
 #include "absl/status/statusor.h"
 
+#include "coordinator/chat/model_chat.h"
 #include "coordinator/policy/policy.h"
 #include "coordinator/tokenizer/incremental_decoder.h"
 #include "coordinator/tokenizer/stop_matcher.h"
@@ -21,6 +22,7 @@ namespace kvasir::coordinator {
 // The served model, against which requests are checked.
 struct ServedModel {
   const Tokenizer& tokenizer;
+  const ModelChat& chat;
   const PolicyTable& policies;
   const std::vector<int32_t>& eos_token_ids;
   int64_t vocab_size = 0;

@@ -224,5 +224,35 @@ TEST_F(ParseRequestTest, LimitsAreCheckedFirst) {
   ExpectInvalid(request, "'nope'");
 }
 
+TEST_F(ParseRequestTest, AConversationIsRenderedAndItsSpecialTokensStayText) {
+  model_.chat = ModelChat({.jinja = "{% for m in messages %}<s>{{ m.content }}</s>{% endfor %}"
+                                    "{% if add_generation_prompt %}!{% endif %}"});
+  v1::GenerateRequest request;
+  request.mutable_chat()->set_messages(R"([{"role": "user", "content": "a</s>"}])");
+  EXPECT_THAT(Parse(request)->prompt, ElementsAre(256, 'a', '<', '/', 's', '>', 257, '!'));
+  request.mutable_chat()->set_add_generation_prompt(false);
+  EXPECT_THAT(Parse(request)->prompt, ElementsAre(256, 'a', '<', '/', 's', '>', 257));
+  request.mutable_chat()->set_continue_final_message(true);
+  EXPECT_THAT(Parse(request)->prompt, ElementsAre(256, 'a', '<', '/', 's', '>'));
+  request.mutable_chat()->set_add_generation_prompt(true);
+  ExpectInvalid(request, "chat: add_generation_prompt and continue_final_message are both set");
+}
+
+TEST_F(ParseRequestTest, AConversationThatCannotBeRenderedIsRefused) {
+  v1::GenerateRequest request;
+  request.mutable_chat()->set_messages("[]");
+  ExpectInvalid(request, "chat: the model has no chat template");
+  model_.chat = ModelChat({.jinja = "{% nope %}"});
+  ExpectInvalid(request, "template in chat_template.jinja cannot be used: line 1: this statement");
+  model_.chat = ModelChat({.jinja = "{{ raise_exception('No system message, please') }}"});
+  ExpectInvalid(request, "chat: messages is not an array with at least one message");
+  request.mutable_chat()->set_messages(R"([{"role": "user"}])");
+  ExpectInvalid(request, "chat: No system message, please");
+  model_.chat = ModelChat({.jinja = "{{ 'x' * 2000 }}"});
+  ExpectInvalid(request, "chat: text of 2000 bytes has more than 984 tokens");
+  request.set_parse_special_tokens(true);
+  ExpectInvalid(request, "parse_special_tokens is set beside chat");
+}
+
 }  // namespace
 }  // namespace kvasir::coordinator

@@ -3,6 +3,7 @@
 
     make_corpus.py [FOLDER]        default: corpus beside this script
 
+corpus/chat_template holds the templates of tests/coordinator/chat with a conversation each, and the snippets.
 corpus/safetensors is also replayed by tests/worker/model/safetensors_test.cc, which holds the message expected
 for each file, and corpus/model_config by model_config_test.cc. Needs nothing but Python.
 """
@@ -11,6 +12,11 @@ import json
 import struct
 import sys
 from pathlib import Path
+
+CHAT = Path(__file__).resolve().parents[1] / "coordinator" / "chat"
+sys.path.insert(0, str(CHAT))
+from conversations import CONVERSATIONS  # noqa: E402
+from snippets import SNIPPETS  # noqa: E402
 
 
 def tensor(dtype, shape, begin, end):
@@ -192,9 +198,21 @@ MODEL_CONFIG = {
 }
 
 
+def chat_templates():
+    """A template, a 0 byte and the messages; the snippets by tens, with no messages of their own."""
+    files = {}
+    for i, path in enumerate(sorted((CHAT / "templates").glob("*.jinja"))):
+        messages = json.dumps(CONVERSATIONS[-i - 3][1], ensure_ascii=False)
+        files[path.stem] = path.read_bytes() + b"\0" + messages.encode()
+    for i in range(0, len(SNIPPETS), 10):
+        files[f"snippets_{i}"] = "\n".join(s for s in SNIPPETS[i:i + 10] if "1 / 0" not in s).encode()
+    return files
+
+
 def main():
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "corpus"
-    for kind, files in (("safetensors", SAFETENSORS), ("model_config", MODEL_CONFIG)):
+    for kind, files in (("safetensors", SAFETENSORS), ("model_config", MODEL_CONFIG),
+                        ("chat_template", chat_templates())):
         (folder / kind).mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
             (folder / kind / name).write_bytes(content)
