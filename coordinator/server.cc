@@ -24,6 +24,7 @@
 #include "coordinator/service.h"
 #include "coordinator/text_pool.h"
 #include "coordinator/tokenizer/tokenizer.h"
+#include "coordinator/vllm/vllm_service.h"
 #include "kernels/base/mutex.h"
 #include "kernels/base/status_macros.h"
 #include "kvstore/format/block.h"
@@ -34,7 +35,7 @@
 namespace kvasir::coordinator {
 namespace {
 
-constexpr char kServiceName[] = "kvasir.v1.Generation";
+constexpr const char* kServiceNames[] = {"kvasir.v1.Generation", "vllm.grpc.engine.VllmEngine"};
 // Clients may ping every 10 s. A client that does not answer our pings within 30 s is gone.
 constexpr int kMinClientPingMs = 10'000;
 constexpr int kPingIntervalMs = 20'000;
@@ -147,7 +148,7 @@ class ServerImpl final : public Server {
   absl::Status CheckGroup(const GroupInfo& group) const;
   void OnReadiness(bool ready) EXCLUDES(mu_);
   void OnAccepting(bool accepts) EXCLUDES(mu_);
-  // Sets the health of the service's name. That of "", the process itself, stays SERVING.
+  // Sets the health of the services' names. That of "", the process itself, stays SERVING.
   void PublishReadiness() REQUIRES(mu_);
 
   // In order of use: a member uses those above it.
@@ -164,6 +165,7 @@ class ServerImpl final : public Server {
   std::unique_ptr<EngineApi> api_;
   TextPool texts_;  // its work uses all above
   std::unique_ptr<GenerationService> service_;
+  std::unique_ptr<VllmService> vllm_service_;
   std::unique_ptr<grpc::Server> server_;
 
   kernels::Mutex mu_;
@@ -211,6 +213,8 @@ absl::Status ServerImpl::Init(const WorkerGroupFactory& make_group) {
                                                       .started = clock_.Now()});
   service_ = std::make_unique<GenerationService>(*api_, *listener_,
                                                  absl::Seconds(config_.client_timeout()));
+  vllm_service_ =
+      std::make_unique<VllmService>(*api_, *listener_, absl::Seconds(config_.client_timeout()));
   KVASIR_ASSIGN_OR_RETURN(
       endpoint_,
       proto::MetricsEndpoint::Start({.host = config_.endpoint().host(),
@@ -252,6 +256,7 @@ absl::Status ServerImpl::BuildServer() {
           kOtherStreams);
   listener_->AddTo(builder);
   builder.RegisterService(service_.get());
+  builder.RegisterService(vllm_service_.get());
   server_ = builder.BuildAndStart();
   if (server_ == nullptr) return absl::InternalError("gRPC cannot start its server");
   OnReadiness(false);
@@ -272,8 +277,9 @@ void ServerImpl::OnAccepting(bool accepts) {
 
 void ServerImpl::PublishReadiness() {
   if (server_ == nullptr) return;
-  server_->GetHealthCheckService()->SetServingStatus(kServiceName,
-                                                     ready_ && accepts_ && !draining_);
+  for (const char* name : kServiceNames) {
+    server_->GetHealthCheckService()->SetServingStatus(name, ready_ && accepts_ && !draining_);
+  }
 }
 
 void ServerImpl::Drain() {

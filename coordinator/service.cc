@@ -23,8 +23,8 @@ grpc::ServerWriteReactor<v1::GenerateResponse>* GenerationService::Generate(
   const TimePoint arrived = api_.Now();
   const size_t bytes = request->ByteSizeLong();
   connections_.OnMessage(context->peer(), bytes);
-  const std::shared_ptr<GenerateStream> stream =
-      GenerateStream::Create(context, connections_.BeginCall(context->peer()), client_timeout_);
+  const std::shared_ptr<GenerateStream> stream = GenerateStream::Create(
+      context, connections_.BeginCall(context->peer()), client_timeout_, AsItComes);
   // The request lives until the stream is closed.
   const absl::Status taken = api_.RunText(
       bytes, [this, request, stream, arrived] { api_.Generate(*request, stream, arrived); });
