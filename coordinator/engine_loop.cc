@@ -315,8 +315,7 @@ absl::Status EngineLoop::HearOfTiers(Scheduler& scheduler) {
 // Cancels before it adds, so that cancelled requests make room for new ones.
 void EngineLoop::Apply(Inbox::Contents arrived, Scheduler& scheduler) {
   for (const Inbox::Cancellation& cancellation : arrived.cancelled) {
-    std::optional<FinishEvent> finish =
-        scheduler.Cancel(cancellation.id, cancellation.why, clock_.Now());
+    auto finish = scheduler.Cancel(cancellation.id, cancellation.why, clock_.Now());
     if (finish.has_value()) OnFinish(*std::move(finish));
   }
   for (std::unique_ptr<Request>& request : arrived.submitted) {
