@@ -2,7 +2,6 @@
 
 import math
 import pathlib
-import random
 import sys
 import threading
 import unittest
@@ -79,7 +78,7 @@ class OneRank(unittest.TestCase):
         self.assertEqual(first[:4], again[:4])
         self.assertEqual(again[4].usage.cached_tokens.device + again[4].usage.cached_tokens.host, 0)
         plain = self.service.generate(prompt, max_tokens=1, ignore_eos=True, tenant_id="twice")
-        self.assertGreater(plain.cached_tokens, 1000)
+        self.assertGreater(plain.cached_tokens, 200)
         self.assertEqual(plain.token_ids, first[3])
 
     def test_others_are_answered_the_same_meanwhile(self):
@@ -112,7 +111,7 @@ class OneRank(unittest.TestCase):
 
     def test_texts_of_tokens(self):
         answer = self.service.generate("ä漢🦊" * 40, max_tokens=20, ignore_eos=True, logprobs=20, logprobs_text=True,
-                                       temperature=2.0, seed=1)
+                                       temperature=2.0, seed=1, skip_special_tokens=False)
         joined, parts = b"", 0
         for logprobs in answer.logprobs:
             joined += logprobs.token.text.encode() or logprobs.token.part
@@ -127,15 +126,14 @@ class OneRank(unittest.TestCase):
 
 class TwoRanks(unittest.TestCase):
     def test_score_as_one(self):
-        rng = random.Random(1)
-        ids = [rng.randrange(3, 1400) for _ in range(300)]
         with Service(flags=FLAGS) as one:
-            expected = score(one, ids, top=1)
+            ids, expected, *_ = score(one, DOCUMENT.text[:2000])
         with Service(flags=[*FLAGS, "--tensor-parallel-size=2"]) as two:
-            found = score(two, ids, top=1)
-        self.assertEqual(found[0], ids)
-        for a, b in zip(expected[1][1:], found[1][1:]):
-            self.assertAlmostEqual(a, b, delta=0.15)  # bfloat16, sums in another order
+            found_ids, found, *_ = score(two, DOCUMENT.text[:2000])
+        self.assertEqual(found_ids, ids)
+        differences = [abs(a - b) for a, b in zip(expected[1:], found[1:])]
+        self.assertLess(max(differences), 0.5)  # bfloat16, sums in another order; improbable tokens differ most
+        self.assertLess(sum(differences) / len(differences), 0.05)
 
 
 if __name__ == "__main__":
