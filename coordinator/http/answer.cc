@@ -159,8 +159,9 @@ Answer::Room Answer::Keep(size_t choice, v1::GenerateResponse response) {
     return bytes_ > kMaxWaitingBytes ? Room::kFull : Room::kEnough;
   }
   if (response.has_finish()) kept.finish = std::move(*response.mutable_finish());
-  if (!response.has_tokens()) return Room::kEnough;
+  if (!response.has_tokens() && !response.has_prompt_logprobs()) return Room::kEnough;
   bytes_ += bytes;
+  kept.prompt.MergeFrom(response.prompt_logprobs());
   kept.tokens.MergeFrom(response.tokens());
   // MergeFrom replaces text.
   kept.text += response.tokens().text();
@@ -213,7 +214,10 @@ json Answer::Whole() {
     usage_.AddTokens(choice.tokens.token_ids_size());
     usage_.AddFinish(*choice.finish);
     choices.push_back(setup_.format->WholeChoice(
-        {.choice = i, .tokens = choice.tokens, .finish = &*choice.finish}));
+        {.choice = i,
+         .tokens = choice.tokens,
+         .finish = &*choice.finish,
+         .prompt = choice.prompt.token_ids().empty() ? nullptr : &choice.prompt}));
   }
   answer["choices"] = std::move(choices);
   answer["usage"] = usage_.Json(UsageSum::State::kFinished);
@@ -254,6 +258,8 @@ void Answer::Tell(Waiting& waiting, std::string& text) {
       absl::StrAppend(&text, ": reading prompt ", progress.processed_tokens(), "/",
                       progress.prompt_tokens(), "\n\n");
     }
+  } else if (waiting.response.has_prompt_logprobs()) {
+    AddEvent(setup_.format->ChunkPrompt(waiting.choice, waiting.response.prompt_logprobs()), text);
   } else if (waiting.response.has_finish()) {
     usage_.AddFinish(waiting.response.finish());
     TellTokens(waiting.choice, choice.tokens, &waiting.response.finish(), text);

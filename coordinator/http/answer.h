@@ -52,6 +52,7 @@ class Answer final : public StreamSource, public std::enable_shared_from_this<An
     std::weak_ptr<ChoiceSink> sink;  // kept by its request
     v1::Tokens tokens = {};          // of a whole answer: all; of a stream: the last ones
     std::string text = {};           // of a whole answer
+    v1::PromptLogprobs prompt = {};  // of a whole answer
     std::optional<v1::Finish> finish = {};
     bool read = false;    // its prompt is counted
     bool began = false;   // it has a token

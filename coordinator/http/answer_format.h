@@ -17,6 +17,8 @@ struct ToldTokens {
   size_t choice = 0;
   const v1::Tokens& tokens;
   const v1::Finish* finish = nullptr;  // null: more follow
+  // Log probabilities of the prompt, in a whole answer that was asked for them.
+  const v1::PromptLogprobs* prompt = nullptr;
 };
 
 class AnswerFormat {
@@ -28,6 +30,8 @@ class AnswerFormat {
   virtual nlohmann::json WholeHead() const = 0;
   // The element of `choices` that a stream sends for a choice before its first token, if any.
   virtual std::optional<nlohmann::json> Opening(size_t choice) = 0;
+  // That of log probabilities of the prompt, which come in parts before the first token.
+  virtual nlohmann::json ChunkPrompt(size_t choice, const v1::PromptLogprobs& logprobs) = 0;
   virtual nlohmann::json ChunkChoice(const ToldTokens& told) = 0;
   virtual nlohmann::json WholeChoice(const ToldTokens& told) = 0;
 };

@@ -28,12 +28,18 @@ class CompletionFormat final : public AnswerFormat {
   nlohmann::json ChunkHead() const override { return head_; }
   nlohmann::json WholeHead() const override { return head_; }
   std::optional<nlohmann::json> Opening(size_t) override { return std::nullopt; }
+  nlohmann::json ChunkPrompt(size_t choice, const v1::PromptLogprobs& logprobs) override;
   nlohmann::json ChunkChoice(const ToldTokens& told) override;
   nlohmann::json WholeChoice(const ToldTokens& told) override;
 
  private:
   nlohmann::json Choice(const ToldTokens& told, const std::string& text);
-  nlohmann::json Logprobs(size_t choice, const v1::Tokens& tokens);
+  // The legacy form of log probabilities: lists with an element a token.
+  struct Lists;
+  void AddPrompt(size_t choice, const v1::PromptLogprobs& prompt, Lists& lists);
+  void AddTokens(size_t choice, const v1::Tokens& tokens, Lists& lists);
+  // Adds the token with its text and offset, and moves the offset on.
+  void AddText(size_t choice, uint32_t id, Lists& lists);
 
   const CompletionFormatSetup setup_;
   const nlohmann::json head_;

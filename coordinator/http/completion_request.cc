@@ -60,7 +60,7 @@ absl::StatusOr<CompletionRequest> ParseCompletion(const json& body) {
     fields.Refuse("suffix", "text is not inserted before a suffix; drop it");
   }
   if (completion.echo && shared.sampling().has_logprobs()) {
-    fields.Refuse("echo", "log probabilities of the prompt are not served; drop logprobs");
+    shared.mutable_sampling()->set_prompt_logprobs(shared.sampling().logprobs());
   }
   ReadPrompts(fields, completion.prompts);
   const std::optional<bool> adds = fields.Bool("add_special_tokens");

@@ -51,6 +51,8 @@ constexpr FieldLimit kLimits[] = {
     {"SamplingParams", "skip_special_tokens", LimitKind::kNumber, 0, 1},
     {"SamplingParams", "ignore_eos", LimitKind::kNumber, 0, 1},
     {"SamplingParams", "logprobs", LimitKind::kNumber, 0, 20},
+    {"SamplingParams", "prompt_logprobs", LimitKind::kNumber, 0, 20},
+    {"SamplingParams", "logprobs_text", LimitKind::kNumber, 0, 1},
     {"SamplingParams", "seed", LimitKind::kNumber, 0, kMaxUint64},
     {"SamplingParams", "include_stop_str_in_output", LimitKind::kNumber, 0, 1},
     {"SamplingParams", "logit_bias", LimitKind::kCount, 0, 1024},

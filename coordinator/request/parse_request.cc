@@ -118,6 +118,7 @@ v1::RowSampling ResolveSampling(const v1::SamplingParams& params, const ServedMo
   sampling.set_frequency_penalty(params.frequency_penalty());
   sampling.set_presence_penalty(params.presence_penalty());
   if (params.has_logprobs()) sampling.set_logprobs(params.logprobs());
+  sampling.set_prompt_logprobs(params.prompt_logprobs());
   std::vector<uint32_t> stops(params.stop_token_ids().begin(), params.stop_token_ids().end());
   if (!params.ignore_eos()) {
     for (int32_t eos : model.eos_token_ids) stops.push_back(static_cast<uint32_t>(eos));
@@ -154,6 +155,8 @@ absl::StatusOr<ParsedRequest> ParseRequest(const v1::GenerateRequest& request,
   parsed.tenant = request.tenant_id();
   parsed.max_tokens = max_tokens;
   parsed.sampling = ResolveSampling(params, model, seed);
+  parsed.wants_prompt_logprobs = params.has_prompt_logprobs();
+  parsed.wants_token_texts = params.logprobs_text();
   parsed.sampling.mutable_logit_bias()->Assign(biases.begin(), biases.end());
   parsed.stop_strings = {params.stop().begin(), params.stop().end()};
   if (params.include_stop_str_in_output()) parsed.stop_text = StopMatcher::StopText::kInclude;

@@ -35,6 +35,8 @@ struct ParsedRequest {
   std::vector<int32_t> prompt = {};
   int64_t max_tokens = 0;
   v1::RowSampling sampling = {};
+  bool wants_prompt_logprobs = false;
+  bool wants_token_texts = false;  // beside logprobs
   ResolvedPolicy policy = {};
   std::vector<std::string> stop_strings = {};
   StopMatcher::StopText stop_text = StopMatcher::StopText::kExclude;

@@ -47,6 +47,7 @@ TEST_F(ParseRequestTest, UnsetFieldsHaveTheirDocumentedDefaults) {
   EXPECT_EQ(parsed->sampling.frequency_penalty(), 0.0f);
   EXPECT_EQ(parsed->sampling.presence_penalty(), 0.0f);
   EXPECT_FALSE(parsed->sampling.has_logprobs());
+  EXPECT_FALSE(parsed->wants_prompt_logprobs);
   EXPECT_THAT(parsed->sampling.logit_bias(), IsEmpty());
   EXPECT_THAT(parsed->sampling.stop_token_ids(), ElementsAre(257));
   EXPECT_EQ(parsed->policy.index, 0u);
@@ -97,6 +98,7 @@ TEST_F(ParseRequestTest, WhatIsSetIsTaken) {
   sampling.set_frequency_penalty(-2);
   sampling.set_presence_penalty(2);
   sampling.set_logprobs(0);
+  sampling.set_prompt_logprobs(0);
   for (const uint32_t token : {257u, 0u, 5u}) {
     v1::LogitBias& bias = *sampling.add_logit_bias();
     bias.set_token_id(token);
@@ -114,6 +116,7 @@ TEST_F(ParseRequestTest, WhatIsSetIsTaken) {
   EXPECT_EQ(parsed->sampling.frequency_penalty(), -2.0f);
   EXPECT_EQ(parsed->sampling.presence_penalty(), 2.0f);
   EXPECT_TRUE(parsed->sampling.has_logprobs());  // of the chosen token only
+  EXPECT_TRUE(parsed->wants_prompt_logprobs);
   std::vector<uint32_t> biased;
   for (const v1::LogitBias& bias : parsed->sampling.logit_bias()) {
     biased.push_back(bias.token_id());
