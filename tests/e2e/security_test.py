@@ -127,8 +127,9 @@ class Workers(unittest.TestCase):
         other = write_secret(self.folder, "other")
         with Worker(self.folder, f"--group-secret-file={self.secret}") as worker:
             for flags in [f"--group-secret-file={other}"], []:
-                done = subprocess.run([KVASIR, "serve", f"--model={MODEL}", "--port=0", "--metrics-port=0",
-                                       f"--workers={worker.address}", *flags], capture_output=True, text=True, timeout=60)
+                done = subprocess.run(
+                    [KVASIR, "serve", f"--model={MODEL}", "--port=0", "--metrics-port=0",
+                     f"--workers={worker.address}", *flags], capture_output=True, text=True, timeout=60)
                 self.assertEqual(done.returncode, 1, done.stderr)
                 self.assertIn("--group-secret-file", done.stderr)
 
@@ -145,6 +146,11 @@ class Workers(unittest.TestCase):
                               capture_output=True, text=True, timeout=30)
         self.assertEqual(done.returncode, 1, done.stderr)
         self.assertIn("--workers", done.stderr)
+        for command in [KVASIR, "serve"], [WORKER]:
+            shown = subprocess.run([*command, f"--group-secret-file={self.secret}", "--print-config"],
+                                   capture_output=True, text=True, timeout=30)
+            self.assertIn(str(self.secret), shown.stdout)
+            self.assertNotIn(self.secret.read_text(), shown.stdout + shown.stderr)
 
 
 class LocalWorkers(unittest.TestCase):
