@@ -206,7 +206,8 @@ absl::StatusOr<EngineLoop::Formed> EngineLoop::Form() {
                          .max_queue_len = config.max_queue_len(),
                          .max_queued_tokens = config.max_queued_tokens(),
                          .enable_prefix_caching = config.enable_prefix_caching()},
-                        kvstore::PrefixIndex::Create(formed.info.host_blocks)));
+                        kvstore::PrefixIndex::Create(formed.info.host_blocks, kvstore::HashBlock,
+                                                     options_.block_listener)));
   KVASIR_RETURN_IF_ERROR(HearOfTiers(*formed.scheduler));
   return formed;
 }

@@ -23,6 +23,7 @@
 #include "coordinator/scheduling/scheduler.h"
 #include "coordinator/time/clock.h"
 #include "kernels/base/mutex.h"
+#include "kvstore/index/block_listener.h"
 #include "proto/kvasir/v1/config.pb.h"
 
 namespace kvasir::coordinator {
@@ -38,6 +39,8 @@ struct EngineLoopOptions {
   std::function<absl::Status(const GroupInfo&)> check_group;
   // Called on the loop's thread with every change of whether requests are served.
   std::function<void(bool ready)> on_readiness;
+  // Hears what the prefix cache holds; may be null. Outlives the loop.
+  kvstore::BlockListener* block_listener = nullptr;
 };
 
 // State of the engine, for GetServerInfo.

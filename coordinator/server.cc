@@ -15,6 +15,7 @@
 
 #include "coordinator/engine_api.h"
 #include "coordinator/engine_loop.h"
+#include "coordinator/events/kv_event_publisher.h"
 #include "coordinator/group/grpc_worker_client.h"
 #include "coordinator/metrics/metrics.h"
 #include "coordinator/model_folder.h"
@@ -115,6 +116,17 @@ absl::Status CheckKvHoldsContext(const GroupInfo& group) {
       group.max_model_len, most, most, 1e-9 * bytes * static_cast<double>(blocks + kSpareBlocks)));
 }
 
+// The topic by which routers know this server, if none is given: kv@HOST:PORT@MODEL.
+KvEventOptions KvEventOptionsOf(const v1::ServeConfig& config) {
+  const v1::KvEventConfig& events = config.kv_events();
+  return {.endpoint = events.kv_events_endpoint(),
+          .replay_endpoint = events.kv_events_replay_endpoint(),
+          .topic = events.kv_events_topic().empty()
+                       ? absl::StrCat("kv@", config.endpoint().host(), ":",
+                                      config.endpoint().port(), "@", config.served_model_name())
+                       : events.kv_events_topic()};
+}
+
 class ServerImpl final : public Server {
  public:
   ServerImpl(const v1::ServeConfig& config, std::unique_ptr<const Tokenizer> tokenizer,
@@ -159,6 +171,7 @@ class ServerImpl final : public Server {
   const PolicyTable policies_;
   Metrics metrics_;
   std::unique_ptr<WorkerGroup> group_;
+  std::unique_ptr<KvEventPublisher> kv_events_;
   std::unique_ptr<EngineLoop> engine_;
   std::unique_ptr<proto::MetricsEndpoint> endpoint_;
   std::unique_ptr<proto::GrpcListener> listener_;
@@ -189,6 +202,10 @@ absl::Status ServerImpl::Init(const WorkerGroupFactory& make_group) {
   options.startup_timeout = absl::Seconds(config_.startup_timeout());
   options.check_group = [this](const GroupInfo& group) { return CheckGroup(group); };
   options.on_readiness = [this](bool ready) { OnReadiness(ready); };
+  if (!config_.kv_events().kv_events_endpoint().empty()) {
+    KVASIR_ASSIGN_OR_RETURN(kv_events_, KvEventPublisher::Start(KvEventOptionsOf(config_)));
+    options.block_listener = kv_events_.get();
+  }
   engine_ = std::make_unique<EngineLoop>(std::move(options), *group_, clock_, metrics_);
   const std::string address =
       absl::StrCat(config_.endpoint().host(), ":", config_.endpoint().port());

@@ -185,6 +185,11 @@ struct WorkerMetrics::Series {
       terminated[phase] = &f.blocks_skipped.Add(With({{"phase", name}, {"reason", "terminated"}}));
       mass_kept[phase] = &f.mass_kept.Add(With({{"phase", name}}), kMassKept);
     }
+    for (const absl::StatusCode code :
+         {absl::StatusCode::kDataLoss, absl::StatusCode::kResourceExhausted}) {
+      f.failed_rows.Add(
+          With({{"code", absl::StatusCodeToString(code)}}));  // shown as 0 from the start
+    }
     for (size_t s = 0; s < kernels::kMaxStages; ++s) {
       const std::string stage = absl::StrCat(s + 1);
       stages_run[s] = &f.mask_refresh.Add(With({{"stage", stage}, {"kind", "refresh"}}));

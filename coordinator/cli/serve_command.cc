@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 #include <fstream>
 #include <initializer_list>
 #include <memory>
@@ -18,6 +19,7 @@
 
 #include "coordinator/cli/local_gpus.h"
 #include "coordinator/cli/local_workers.h"
+#include "coordinator/group/leader_worker_set.h"
 #include "coordinator/server.h"
 #include "kernels/base/cpu_isa.h"
 #include "kernels/base/status_macros.h"
@@ -58,6 +60,10 @@ absl::StatusOr<std::unique_ptr<LocalWorkers>> StartLocalWorkers(const v1::ServeC
 absl::StatusOr<std::vector<std::string>> ParseWorkers(const v1::ServeConfig& config) {
   std::vector<std::string> addresses =
       absl::StrSplit(config.workers(), ',', absl::SkipWhitespace());
+  if (NamesLeaderWorkerSet(config.workers())) {
+    const auto variable = [](const char* name) -> const char* { return std::getenv(name); };
+    KVASIR_ASSIGN_OR_RETURN(addresses, LeaderWorkerSetWorkers(config.workers(), variable));
+  }
   if (addresses.size() != config.tensor_parallel_size()) {
     return absl::InvalidArgumentError(
         absl::StrCat("--workers names ", addresses.size(), " workers, --tensor-parallel-size is ",

@@ -21,8 +21,12 @@ namespace {
 using kernels::Mutex;
 using kernels::MutexLock;
 
+// A worker that comes back may have another address: its name is looked up again so soon.
+constexpr int kLookUpAgainMs = 1000;
+
 grpc::ChannelArguments WorkerChannelArguments(const WorkerPings& pings) {
   grpc::ChannelArguments arguments;
+  arguments.SetInt(GRPC_ARG_DNS_MIN_TIME_BETWEEN_RESOLUTIONS_MS, kLookUpAgainMs);
   arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, pings.interval_ms);
   arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, pings.timeout_ms);
   arguments.SetInt(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);

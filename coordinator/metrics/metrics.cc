@@ -179,6 +179,9 @@ Metrics::Metrics(const std::string& model_name) : series_(std::make_unique<Serie
   for (const char* reason : {"stop", "length", "abort", "error"}) {
     series_->success.Add({{"finished_reason", reason}});  // shown as 0 from the start
   }
+  for (const char* reason : {"invalid_argument", "resource_exhausted", "unavailable"}) {
+    series_->rejected.Add({{"reason", reason}});
+  }
 }
 
 Metrics::~Metrics() = default;

@@ -34,8 +34,11 @@ struct Record {
 
 class PrefixIndexImpl : public PrefixIndex, private BlockOwner {
  public:
-  PrefixIndexImpl(int64_t capacity_blocks, BlockHasher hasher)
-      : capacity_(capacity_blocks), hasher_(std::move(hasher)) {}
+  PrefixIndexImpl(int64_t capacity_blocks, BlockHasher hasher, BlockListener* listener)
+      : capacity_(capacity_blocks), hasher_(std::move(hasher)), listener_(listener) {}
+  ~PrefixIndexImpl() override {
+    if (listener_ != nullptr) listener_->Cleared();
+  }
 
   PrefixMatch Match(const PrefixHash& scope, absl::Span<const int32_t> tokens,
                     const DecodePart& decode) override;
@@ -66,6 +69,7 @@ class PrefixIndexImpl : public PrefixIndex, private BlockOwner {
 
   const int64_t capacity_;
   const BlockHasher hasher_;
+  BlockListener* const listener_;
   int64_t next_id_ = 0;
   absl::node_hash_map<BlockId, Record> records_;  // every block that is not free
   absl::flat_hash_map<PrefixHash, Record*> cached_;
@@ -142,6 +146,9 @@ bool PrefixIndexImpl::Publish(const FullBlock& full) {
   if (parent != nullptr) {
     parent->children.push_back(&record);
     ++parent->held_children;
+  }
+  if (listener_ != nullptr) {
+    listener_->Stored(full.hash, parent == nullptr ? nullptr : &full.parent, full.tokens);
   }
   return true;
 }
@@ -247,6 +254,7 @@ Record* PrefixIndexImpl::Canonical(const Block& block) {
 
 void PrefixIndexImpl::Uncache(Record& record) {
   cached_.erase(record.hash);
+  if (listener_ != nullptr) listener_->Removed(record.hash);
   record.cached = false;
   record.parent = nullptr;
   record.children.clear();
@@ -322,8 +330,9 @@ absl::Status PrefixIndexImpl::CheckIdleOrder() const {
 
 }  // namespace
 
-std::unique_ptr<PrefixIndex> PrefixIndex::Create(int64_t capacity_blocks, BlockHasher hasher) {
-  return std::make_unique<PrefixIndexImpl>(capacity_blocks, std::move(hasher));
+std::unique_ptr<PrefixIndex> PrefixIndex::Create(int64_t capacity_blocks, BlockHasher hasher,
+                                                 BlockListener* listener) {
+  return std::make_unique<PrefixIndexImpl>(capacity_blocks, std::move(hasher), listener);
 }
 
 }  // namespace kvasir::kvstore

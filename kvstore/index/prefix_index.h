@@ -26,6 +26,7 @@
 #include "absl/types/span.h"
 
 #include "kvstore/format/block.h"
+#include "kvstore/index/block_listener.h"
 
 namespace kvasir::kvstore {
 
@@ -86,9 +87,11 @@ struct PrefixIndexStats {
 
 class PrefixIndex {
  public:
-  // `capacity_blocks`: number of blocks that every rank's host tier can hold.
+  // `capacity_blocks`: number of blocks that every rank's host tier can hold. `listener` may be
+  // null; it outlives the index.
   static std::unique_ptr<PrefixIndex> Create(int64_t capacity_blocks,
-                                             BlockHasher hasher = HashBlock);
+                                             BlockHasher hasher = HashBlock,
+                                             BlockListener* listener = nullptr);
   virtual ~PrefixIndex() = default;
 
   // Returns the longest run of cached full blocks at the start of the N `tokens`, at most

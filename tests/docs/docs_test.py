@@ -34,8 +34,8 @@ def current():
 @functools.lru_cache(None)
 def flags_of_tools():
     """Flags of our scripts and benchmarks, and of the programs that the pages call."""
-    found = {"preset", "build", "target", "gtest_filter", "help", "print-config", "config", "version", "tool", "component"}
-    for pattern in ("tests/**/*.py", "tests/**/*.cc", "tests/**/*.cu", "tests/**/*.h", "deploy/*", "tests/*.sh"):
+    found = {"preset", "build", "target", "gtest_filter", "help", "print-config", "config", "version", "tool", "component", "now"}
+    for pattern in ("tests/**/*.py", "tests/**/*.cc", "tests/**/*.cu", "tests/**/*.h", "deploy/**/*", "tests/*.sh"):
         for path in ROOT.glob(pattern):
             if path.is_file():
                 found |= set(FLAG.findall(path.read_text(errors="replace")))

@@ -98,12 +98,12 @@ def make_request(prompt, *, policy="", prefill=None, decode=None, request_id="",
 class Service:
     """A running `kvasir serve` with its local workers. Leaving the context drains it and checks that it exits 0."""
 
-    def __init__(self, model="tests/model/needle-8k", flags=(), ready_timeout_s=120, preexec=None):
-        """`preexec` is called in the server's process before it becomes the server."""
+    def __init__(self, model="tests/model/needle-8k", flags=(), ready_timeout_s=120, preexec=None, program=KVASIR):
+        """`preexec` is called in the server's process before it becomes the server; `program` is another kvasir than the build's."""
         self.folder = tempfile.TemporaryDirectory(prefix="kvasir-test-")
         self.log_path = pathlib.Path(self.folder.name) / "server.log"
         ready = pathlib.Path(self.folder.name) / "ready"
-        command = [str(KVASIR), "serve", f"--model={ROOT / model}", "--port=0", "--metrics-port=0",
+        command = [str(program), "serve", f"--model={ROOT / model}", "--port=0", "--metrics-port=0",
                    f"--ready-file={ready}", *flags]
         with open(self.log_path, "wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, preexec_fn=preexec)
