@@ -146,7 +146,7 @@ class WorkerService::Stream final
       EndReads(gone);
       return;
     }
-    if (call_ == nullptr) {
+    if (!proven_) {
       if (Prove()) StartRead(&incoming_);
       return;
     }
@@ -213,6 +213,7 @@ class WorkerService::Stream final
       return false;
     }
     if (!ClaimProof()) return false;
+    proven_ = true;
     proof_alarm_.Cancel();
     // Only now: the connection of an unproven stream gives way to others.
     call_ = service_.connections_.BeginCall(peer_);
@@ -242,8 +243,10 @@ class WorkerService::Stream final
   const std::string peer_;
   proto::WorkerHandshake handshake_;
   grpc::Alarm proof_alarm_;
-  std::unique_ptr<proto::GrpcListener::Call> call_;  // from the proof to OnDone
-  v1::CoordinatorMessage incoming_;                  // target of the read in flight
+  bool proven_ = false;  // used by reactions to reads
+  // From the proof to OnDone; null where the listener knows no connection of the peer, as on unix:.
+  std::unique_ptr<proto::GrpcListener::Call> call_;
+  v1::CoordinatorMessage incoming_;  // target of the read in flight
   Rendezvous rendezvous_;
   std::shared_ptr<Stream> self_;  // from Start to OnDone
 
