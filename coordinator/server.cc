@@ -33,6 +33,7 @@
 #include "kvstore/format/block.h"
 #include "proto/grpc_listener.h"
 #include "proto/metrics_endpoint.h"
+#include "proto/security/group_secret.h"
 #include "proto/worker_protocol.h"
 
 namespace kvasir::coordinator {
@@ -345,12 +346,14 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const v1::ServeConfig& con
     return absl::InvalidArgumentError("no worker addresses are given; a server needs at least one");
   }
   const absl::Duration timeout = RankTimeout(config);
+  KVASIR_ASSIGN_OR_RETURN(const std::shared_ptr<const proto::GroupSecret> secret,
+                          proto::GroupSecret::Read(config.group_secret_file()));
   return Start(config, [&](const v1::ShardPlan& plan, Clock& clock) {
     return CreateWorkerGroup({.addresses = std::move(addresses),
                               .shard_plan = plan,
                               .answer_timeout = absl::Seconds(config.startup_timeout()),
                               .reply_spread = timeout},
-                             GrpcWorkerDialer(PingsWithin(timeout)), clock);
+                             GrpcWorkerDialer(secret, PingsWithin(timeout)), clock);
   });
 }
 
