@@ -2,6 +2,7 @@
 them, with processes in network namespaces. A worker dies and comes back elsewhere; the coordinator drains.
 """
 
+import os
 import pathlib
 import re
 import shutil
@@ -15,7 +16,7 @@ import unittest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
-from support.hosts import Container, Hosts, wait_until  # noqa: E402
+from support.hosts import USER, Container, Hosts, wait_until  # noqa: E402
 from support.kubernetes import of_kind, render  # noqa: E402
 from support.service import BUILD, KVASIR  # noqa: E402
 
@@ -60,6 +61,8 @@ class Pod:
             volume, target = volumes[mount["name"]], mount["mountPath"]
             if "projected" in volume:
                 found[target] = self.cluster.config
+            elif "secret" in volume:
+                found[target] = self.cluster.secret
             elif "persistentVolumeClaim" in volume:
                 found[target] = self.cluster.models
             else:
@@ -95,6 +98,11 @@ class Cluster:
         self.name, self.template = group["metadata"]["name"], group["spec"]["leaderWorkerTemplate"]
         self.config, self.models, installed = folder / "config", folder / "models", folder / "installed"
         self.config.mkdir()
+        self.secret = folder / "secret"
+        self.secret.mkdir()
+        (self.secret / "secret").write_text("0123456789abcdef" * 4)
+        os.chown(self.secret / "secret", 0, int(USER))  # as the volume of a Secret: of root and the pod's group
+        (self.secret / "secret").chmod(0o440)
         for one in of_kind(objects, "ConfigMap"):
             for name, text in one["data"].items():
                 (self.config / name).write_text(text)
