@@ -136,7 +136,7 @@ TEST_F(ParseRequestTest, IgnoringEosLeavesOnlyTheRequestsStopTokens) {
 }
 
 TEST_F(ParseRequestTest, AnEmptyPromptIsRefused) {
-  ExpectInvalid(v1::GenerateRequest(), "neither text nor token_ids");
+  ExpectInvalid(v1::GenerateRequest(), "none of text, chat and token_ids");
   ExpectInvalid(Text(""), "the prompt is empty");
   v1::GenerateRequest request;
   request.mutable_token_ids();

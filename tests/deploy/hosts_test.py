@@ -121,7 +121,7 @@ class Cluster:
     def generate(self, leader, tokens=4):
         """A client on the node."""
         return self.hosts.on_node(KVASIR, "generate", "--server", f"{leader.address}:50051", "--prompt", "Once upon a time",
-                                  "--max-tokens", tokens, "--ignore-eos", "--quiet", "--timeout", 60)
+                                  "--max-tokens", tokens, "--ignore-eos", "--quiet", "--timeout", 240)
 
 
 class ThreeHosts(unittest.TestCase):
