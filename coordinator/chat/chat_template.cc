@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <iterator>
+#include <utility>
 
 #include "absl/status/status.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 
 #include "coordinator/chat/parsing/template_parser.h"
@@ -87,8 +89,35 @@ absl::Status TagForContinuation(Entries& message) {
       "the last message has no text in its content that an answer could continue");
 }
 
+// Returns the text of a part {"type": "text", "text": ...}; null for another.
+const MarkedText* TextOfPart(const Value& part) {
+  if (part.dict() == nullptr) return nullptr;
+  Entries entries = part.dict()->entries;
+  const Value* type = Find(entries, "type");
+  const Value* text = Find(entries, "text");
+  const bool is_text = type != nullptr && type->text() != nullptr &&
+                       type->text()->bytes() == "text" && text != nullptr;
+  return is_text ? text->text() : nullptr;
+}
+
+// Joins the parts of the message's content, if it has some and all are text.
+void JoinParts(Entries& message) {
+  Value* content = Find(message, "content");
+  if (content == nullptr || content->list() == nullptr) return;
+  if (content->list()->elements.empty()) return;
+  MarkedText joined;
+  bool first = true;
+  for (const Value& part : content->list()->elements) {
+    const MarkedText* text = TextOfPart(part);
+    if (text == nullptr) return;
+    if (!std::exchange(first, false)) joined.Append("\n", MarkedText::Source::kClient);
+    joined.Append(*text);
+  }
+  *content = Value(std::move(joined));
+}
+
 // Returns the message as templates expect it: without null members, with the names of reasoning.
-absl::StatusOr<Value> Prepared(const Value& message, size_t index, bool continues) {
+absl::StatusOr<Value> Prepared(const Value& message, size_t index, bool continues, bool joins) {
   const std::string where = absl::StrCat("messages[", index, "]");
   if (message.dict() == nullptr) {
     return absl::InvalidArgumentError(
@@ -107,11 +136,12 @@ absl::StatusOr<Value> Prepared(const Value& message, size_t index, bool continue
     *role = Value::Text(std::string(name));
   }
   NameReasoning(entries);
+  if (joins) JoinParts(entries);
   if (continues) KVASIR_RETURN_IF_ERROR(TagForContinuation(entries));
   return Value(Dict{.entries = std::move(entries)});
 }
 
-absl::StatusOr<Value> ReadMessages(absl::string_view json, bool continues) {
+absl::StatusOr<Value> ReadMessages(absl::string_view json, bool continues, bool joins) {
   KVASIR_ASSIGN_OR_RETURN(const Value value, Read("messages", json));
   if (value.list() == nullptr || value.list()->elements.empty()) {
     return absl::InvalidArgumentError("messages is not an array with at least one message");
@@ -120,7 +150,7 @@ absl::StatusOr<Value> ReadMessages(absl::string_view json, bool continues) {
   std::vector<Value> messages;
   for (size_t i = 0; i < sent.size(); ++i) {
     KVASIR_ASSIGN_OR_RETURN(messages.emplace_back(),
-                            Prepared(sent[i], i, continues && i + 1 == sent.size()));
+                            Prepared(sent[i], i, continues && i + 1 == sent.size(), joins));
   }
   return Value(List{.elements = std::move(messages)});
 }
@@ -150,8 +180,22 @@ absl::StatusOr<std::unique_ptr<const ChatTemplate>> ChatTemplate::Parse(absl::st
     return absl::InvalidArgumentError("it is not UTF-8");
   }
   KVASIR_ASSIGN_OR_RETURN(Statements statements, ParseTemplate(source));
-  return std::unique_ptr<const ChatTemplate>(
-      new ChatTemplate(std::move(statements), std::move(tokens)));
+  std::unique_ptr<ChatTemplate> parsed(new ChatTemplate(std::move(statements), std::move(tokens)));
+  parsed->content_ = parsed->FindContent();
+  return std::unique_ptr<const ChatTemplate>(std::move(parsed));
+}
+
+ChatTemplate::Content ChatTemplate::FindContent() const {
+  constexpr absl::string_view kText = "KVASIR_PART";
+  const std::string messages = absl::StrCat(
+      R"([{"role": "user", "content": [{"type": "text", "text": ")", kText, R"("}]}])");
+  const absl::StatusOr<MarkedText> text = Render({.messages = messages}, absl::UnixEpoch());
+  if (!text.ok()) return Content::kText;
+  // A template that expects text writes the list as Python or JSON does.
+  const absl::string_view bytes = text->bytes();
+  const bool wrote_list =
+      absl::StrContains(bytes, "'type'") || absl::StrContains(bytes, "\"type\"");
+  return absl::StrContains(bytes, kText) && !wrote_list ? Content::kTextOrParts : Content::kText;
 }
 
 absl::StatusOr<MarkedText> ChatTemplate::Render(const Conversation& conversation, absl::Time now,
@@ -159,7 +203,8 @@ absl::StatusOr<MarkedText> ChatTemplate::Render(const Conversation& conversation
   const bool continues = conversation.end == Conversation::End::kContinuesLastMessage;
   std::vector<std::pair<std::string, Value>> variables;
   for (const auto& [name, text] : tokens_) variables.emplace_back(name, Value::Text(text));
-  KVASIR_ASSIGN_OR_RETURN(Value messages, ReadMessages(conversation.messages, continues));
+  KVASIR_ASSIGN_OR_RETURN(
+      Value messages, ReadMessages(conversation.messages, continues, content_ == Content::kText));
   variables.emplace_back("messages", std::move(messages));
   Value tools;
   if (!conversation.tools.empty()) {

@@ -49,11 +49,19 @@ class ChatTemplate {
                                     const RenderLimits& limits = {}) const;
 
  private:
+  // How the template takes the content of a message: text only, or also a list of parts.
+  enum class Content { kText, kTextOrParts };
+
   ChatTemplate(Statements statements, TokenTexts tokens)
       : statements_(std::move(statements)), tokens_(std::move(tokens)) {}
 
+  // Returns what the template makes of a message in parts that tells.
+  Content FindContent() const;
+
   const Statements statements_;
   const TokenTexts tokens_;
+  // Where it takes text, parts that are all text are joined by line feeds before.
+  Content content_ = Content::kTextOrParts;
 };
 
 }  // namespace kvasir::coordinator

@@ -209,10 +209,36 @@ def chat_templates():
     return files
 
 
+def http_bodies():
+    parts = [{"type": "text", "text": "a\u00e9"}, {"type": "image_url", "image_url": {"url": "data:,"}}]
+    bodies = {
+        "chat": {"model": "m", "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}],
+                 "max_completion_tokens": 3, "logprobs": True, "top_logprobs": 2, "stream": True,
+                 "stream_options": {"include_usage": True, "continuous_usage_stats": False}},
+        "parts": {"messages": [{"role": "user", "content": parts[:1]}], "continue_final_message": True},
+        "image": {"messages": [{"role": "user", "content": parts}]},
+        "tools": {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"z": [1, {}], "a": None}}}],
+                  "tool_choice": "auto", "messages": [{"role": "user", "content": "\"}{][,:"}]},
+        "kwargs": {"messages": [{}], "chat_template_kwargs": {"enable_thinking": False}, "response_format": {"type": "text"}},
+        "completion": {"prompt": "Once", "max_tokens": 5, "logprobs": 3, "echo": True, "n": 2, "best_of": 2, "seed": -1,
+                       "stop": ["a", "b"], "logit_bias": {"5": -1.5}, "stop_token_ids": [1], "cache_salt": "s"},
+        "prompts": {"prompt": [[1, 2], [3]], "sparsity": {"name": "x", "decode_overrides": {"token_budget": 64}}},
+        "texts": {"prompt": ["a", "b"], "quality": 0.9, "temperature": 1e300, "top_k": -1},
+        "numbers": {"prompt": [0, 2**31 - 1, 2**31, 1.0, 1e20], "n": 129, "min_tokens": -1},
+    }
+    files = {name: json.dumps(body).encode() for name, body in bodies.items()}
+    files["escaped_key"] = b'{"m\\u0065ssages" : [ {"role":"user","content":"\\ud83e\\udd8a\\\\"} ] }'
+    files["twice"] = b'{"prompt":1,"prompt":2}'
+    files["surrogate"] = b'{"prompt":"\\ud83e"}'
+    files["bytes"] = b'{"prompt":"\xff"}'
+    files["deep"] = b"[" * 5000
+    return files
+
+
 def main():
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "corpus"
     for kind, files in (("safetensors", SAFETENSORS), ("model_config", MODEL_CONFIG),
-                        ("chat_template", chat_templates())):
+                        ("chat_template", chat_templates()), ("http_body", http_bodies())):
         (folder / kind).mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
             (folder / kind / name).write_bytes(content)

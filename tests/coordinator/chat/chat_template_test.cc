@@ -191,5 +191,24 @@ TEST(ChatTemplateTest, NullMembersAreLeftOutAndReasoningHasItsNames) {
             "False [r] [r]");
 }
 
+TEST(ChatTemplateTest, PartsOfTextAreJoinedWhereTheTemplateTakesText) {
+  const Conversation parts = {.messages =
+                                  R"([{"role": "user", "content": [{"type": "text", "text": "a"},
+                                                   {"type": "text", "text": "b"}]}])"};
+  const Conversation image = {
+      .messages =
+          R"([{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "x"}]}])"};
+  const char* text = "{{ messages[0].content }}";
+  EXPECT_EQ(Marked(text, parts), "[a\nb]");
+  EXPECT_THAT(Marked(text, image), HasSubstr("'type'"));
+  EXPECT_EQ(Marked("{{ messages[0].content + '.' }}", parts), "[a\nb].");
+  EXPECT_EQ(Marked("{% for part in messages[0].content %}<{{ part.text }}>{% endfor %}", parts),
+            "<[a]><[b]>");
+  EXPECT_EQ(Marked("{% if messages[0].content is string %}{{ messages[0].content }}{% else %}"
+                   "{{ messages[0].content | map(attribute='text') | join('|') }}{% endif %}",
+                   parts),
+            "[a]|[b]");
+}
+
 }  // namespace
 }  // namespace kvasir::coordinator

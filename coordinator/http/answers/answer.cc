@@ -1,11 +1,11 @@
-#include "coordinator/http/answer.h"
+#include "coordinator/http/answers/answer.h"
 
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 
-#include "coordinator/http/http_call.h"
 #include "coordinator/http/transport/error_reply.h"
+#include "coordinator/http/transport/json_reply.h"
 
 namespace kvasir::coordinator {
 namespace {
@@ -259,7 +259,9 @@ void Answer::Tell(Waiting& waiting, std::string& text) {
                       progress.prompt_tokens(), "\n\n");
     }
   } else if (waiting.response.has_prompt_logprobs()) {
-    AddEvent(setup_.format->ChunkPrompt(waiting.choice, waiting.response.prompt_logprobs()), text);
+    std::optional<json> choice_json =
+        setup_.format->ChunkPrompt(waiting.choice, waiting.response.prompt_logprobs());
+    if (choice_json.has_value()) AddEvent(*std::move(choice_json), text);
   } else if (waiting.response.has_finish()) {
     usage_.AddFinish(waiting.response.finish());
     TellTokens(waiting.choice, choice.tokens, &waiting.response.finish(), text);

@@ -1,4 +1,4 @@
-#include "coordinator/http/completion_request.h"
+#include "coordinator/http/requests/completion_request.h"
 
 #include <optional>
 #include <utility>

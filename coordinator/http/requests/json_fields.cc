@@ -1,4 +1,4 @@
-#include "coordinator/http/json_fields.h"
+#include "coordinator/http/requests/json_fields.h"
 
 #include <cmath>
 #include <limits>

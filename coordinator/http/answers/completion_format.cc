@@ -1,10 +1,10 @@
-#include "coordinator/http/completion_format.h"
+#include "coordinator/http/answers/completion_format.h"
 
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 
-#include "coordinator/http/token_text.h"
+#include "coordinator/http/answers/token_text.h"
 
 namespace kvasir::coordinator {
 
@@ -33,14 +33,15 @@ CompletionFormat::CompletionFormat(CompletionFormatSetup setup)
              {"created", setup_.created},
              {"model", setup_.model}}) {}
 
-json CompletionFormat::ChunkPrompt(size_t choice, const v1::PromptLogprobs& logprobs) {
+std::optional<json> CompletionFormat::ChunkPrompt(size_t choice,
+                                                  const v1::PromptLogprobs& logprobs) {
   Lists lists;
   AddPrompt(choice, logprobs, lists);
-  return {{"index", choice},
-          {"text", ""},
-          {"logprobs", std::move(lists).Json()},
-          {"finish_reason", nullptr},
-          {"stop_reason", nullptr}};
+  return json{{"index", choice},
+              {"text", ""},
+              {"logprobs", std::move(lists).Json()},
+              {"finish_reason", nullptr},
+              {"stop_reason", nullptr}};
 }
 
 json CompletionFormat::ChunkChoice(const ToldTokens& told) {

@@ -7,7 +7,7 @@
 
 #include "absl/status/status.h"
 
-#include "coordinator/http/json_fields.h"
+#include "coordinator/http/requests/json_fields.h"
 #include "proto/kvasir/v1/generation.pb.h"
 
 namespace kvasir::coordinator {

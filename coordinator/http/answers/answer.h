@@ -19,10 +19,10 @@
 
 #include "absl/status/status.h"
 
-#include "coordinator/http/answer_format.h"
-#include "coordinator/http/generate_fields.h"
+#include "coordinator/http/answers/answer_format.h"
+#include "coordinator/http/answers/usage.h"
+#include "coordinator/http/requests/generate_fields.h"
 #include "coordinator/http/transport/exchange.h"
-#include "coordinator/http/usage.h"
 #include "coordinator/request/generation_api.h"
 #include "kernels/base/mutex.h"
 

@@ -30,8 +30,13 @@ class AnswerFormat {
   virtual nlohmann::json WholeHead() const = 0;
   // The element of `choices` that a stream sends for a choice before its first token, if any.
   virtual std::optional<nlohmann::json> Opening(size_t choice) = 0;
-  // That of log probabilities of the prompt, which come in parts before the first token.
-  virtual nlohmann::json ChunkPrompt(size_t choice, const v1::PromptLogprobs& logprobs) = 0;
+  // That of log probabilities of the prompt, which come in parts before the first token. None for
+  // an API that never asks for them.
+  virtual std::optional<nlohmann::json> ChunkPrompt(size_t choice,
+                                                    const v1::PromptLogprobs& logprobs) {
+    static_cast<void>(choice), static_cast<void>(logprobs);
+    return std::nullopt;
+  }
   virtual nlohmann::json ChunkChoice(const ToldTokens& told) = 0;
   virtual nlohmann::json WholeChoice(const ToldTokens& told) = 0;
 };

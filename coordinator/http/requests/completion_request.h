@@ -7,7 +7,7 @@
 #include "absl/status/statusor.h"
 #include "nlohmann/json.hpp"
 
-#include "coordinator/http/generate_fields.h"
+#include "coordinator/http/requests/generate_fields.h"
 #include "proto/kvasir/v1/generation.pb.h"
 
 namespace kvasir::coordinator {

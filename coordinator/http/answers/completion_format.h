@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "coordinator/http/answer_format.h"
+#include "coordinator/http/answers/answer_format.h"
 #include "coordinator/tokenizer/tokenizer.h"
 
 namespace kvasir::coordinator {
@@ -28,7 +28,8 @@ class CompletionFormat final : public AnswerFormat {
   nlohmann::json ChunkHead() const override { return head_; }
   nlohmann::json WholeHead() const override { return head_; }
   std::optional<nlohmann::json> Opening(size_t) override { return std::nullopt; }
-  nlohmann::json ChunkPrompt(size_t choice, const v1::PromptLogprobs& logprobs) override;
+  std::optional<nlohmann::json> ChunkPrompt(size_t choice,
+                                            const v1::PromptLogprobs& logprobs) override;
   nlohmann::json ChunkChoice(const ToldTokens& told) override;
   nlohmann::json WholeChoice(const ToldTokens& told) override;
 

@@ -1,4 +1,4 @@
-#include "coordinator/http/token_text.h"
+#include "coordinator/http/answers/token_text.h"
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"

@@ -1,4 +1,4 @@
-#include "coordinator/http/generate_fields.h"
+#include "coordinator/http/requests/generate_fields.h"
 
 #include <algorithm>
 #include <limits>

@@ -1,4 +1,4 @@
-#include "coordinator/http/usage.h"
+#include "coordinator/http/answers/usage.h"
 
 #include "proto/finish_numbers.h"
 

@@ -1,4 +1,5 @@
-// Replays every input of the fuzzer's corpus: the seeds, and inputs that once failed.
+// Replays the corpus KVASIR_CORPUS of the fuzzer that the program is linked with: the seeds, and
+// inputs that once failed.
 #include <cstdint>
 #include <filesystem>
 #include <fstream>
@@ -8,12 +9,13 @@
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size);
 
-namespace kvasir::coordinator {
+namespace kvasir {
 namespace {
 
-TEST(ChatFuzzCorpusTest, EveryInputRunsClean) {
+TEST(FuzzCorpusTest, EveryInputRunsClean) {
   int num_files = 0;
-  for (const auto& entry : std::filesystem::directory_iterator("tests/fuzz/corpus/chat_template")) {
+  for (const auto& entry :
+       std::filesystem::directory_iterator("tests/fuzz/corpus/" KVASIR_CORPUS)) {
     SCOPED_TRACE(entry.path());
     std::ifstream file(entry.path(), std::ios::binary);
     const std::string input(std::istreambuf_iterator<char>(file), {});
@@ -25,4 +27,4 @@ TEST(ChatFuzzCorpusTest, EveryInputRunsClean) {
 }
 
 }  // namespace
-}  // namespace kvasir::coordinator
+}  // namespace kvasir
