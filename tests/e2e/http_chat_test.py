@@ -7,12 +7,12 @@ import tempfile
 import unittest
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+from support.chat_model import TEMPLATE  # noqa: E402
 from support.http_client import ask, read_events  # noqa: E402
-from support.service import ROOT, Service  # noqa: E402
+from support.service import Service  # noqa: E402
 from support.tiny_model import make_tiny_model  # noqa: E402
 
 CHAT = "/v1/chat/completions"
-TEMPLATE = ROOT / "tests" / "coordinator" / "chat" / "templates" / "smollm2.jinja"
 CONTEXT = 512
 BEGIN, END = 0, 1  # the tokens that the template writes
 SYSTEM = {"role": "system", "content": "Be brief."}

@@ -10,10 +10,10 @@ import tempfile
 import unittest
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-from support.service import BUILD, ROOT, Service  # noqa: E402
+from support.chat_model import link_chat_model  # noqa: E402
+from support.service import BUILD, Service  # noqa: E402
 
 PACKAGE = "openai==3.57.0"
-TEMPLATE = ROOT / "tests" / "coordinator" / "chat" / "templates" / "smollm2.jinja"
 CLIENT = pathlib.Path(__file__).with_name("openai_client.py")
 
 
@@ -42,10 +42,7 @@ class OpenAi(unittest.TestCase):
         python, missing = python_with_package()
         if python is None:
             self.skipTest(f"{PACKAGE} cannot be had from PyPI: {missing}")
-        folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory(prefix="kvasir-openai-")))
-        for file in (ROOT / "tests" / "model" / "needle-8k").iterdir():
-            (folder / file.name).symlink_to(file)
-        (folder / "chat_template.jinja").symlink_to(TEMPLATE)
+        folder = link_chat_model(self.enterContext(tempfile.TemporaryDirectory(prefix="kvasir-openai-")))
         with Service(model=folder, flags=["--max-num-seqs=64", "--served-model-name=needle-8k"]) as service:
             run = subprocess.run([python, CLIENT, f"http://{service.http_address}/v1", "needle-8k"], capture_output=True,
                                  text=True, timeout=120)

@@ -62,7 +62,8 @@ TEST(AddedTokensTest, AsPlainTextOnlySpecialTokensAreLeft) {
 TEST(AddedTokensTest, SpecialTokensWithAByteInAPlainSpanStayText) {
   const AddedTokens tokens({{.content = "<s>", .id = 1, .special = true},
                             {.content = "<s>x", .id = 2, .special = true},
-                            {.content = "<t>", .id = 3}});
+                            {.content = "<t>", .id = 3},
+                            {.content = "a<s>", .id = 4, .special = true}});
   const auto split = [&](absl::string_view text, const std::vector<TextSpan>& plain_spans) {
     return Split(tokens, text, SpecialTokenText::kParse, plain_spans);
   };
