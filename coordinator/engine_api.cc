@@ -24,6 +24,12 @@ uint64_t Random64() {
 
 }  // namespace
 
+absl::StatusOr<std::shared_ptr<const Caller>> EngineApi::Authenticate(
+    absl::string_view authorization) {
+  if (context_.keys == nullptr) return std::shared_ptr<const Caller>();
+  return context_.keys->Authenticate(authorization);
+}
+
 void EngineApi::Generate(const v1::GenerateRequest& request, const RequestOrigin& origin,
                          const std::shared_ptr<ClientSink>& sink) {
   if (const absl::Status left = sink->cancelled(); !left.ok()) return Refuse(origin, *sink, left);
@@ -61,10 +67,15 @@ absl::StatusOr<std::unique_ptr<Request>> EngineApi::Accept(
                                         .trained_window = group.trained_window},
                                        Random64()));
   KVASIR_ASSIGN_OR_RETURN(auto id, ids_.Acquire(origin.request_id));
+  std::unique_ptr<Caller::Use> use;
+  if (origin.caller != nullptr) {
+    KVASIR_ASSIGN_OR_RETURN(use, Caller::Begin(origin.caller, std::ssize(parsed.prompt), Now()));
+  }
   const std::string& policy = context_.policies.declared()[parsed.policy.index].name();
   return Request::Create(std::move(parsed), {.tokenizer = context_.tokenizer,
                                              .metrics = context_.metrics,
                                              .id = std::move(id),
+                                             .use = std::move(use),
                                              .sink = sink,
                                              .sequence = context_.engine.NewSequenceId(),
                                              .origin = origin,

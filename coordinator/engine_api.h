@@ -13,6 +13,7 @@
 #include "coordinator/policy/policy.h"
 #include "coordinator/request/generation_api.h"
 #include "coordinator/request/request.h"
+#include "coordinator/security/api_keys.h"
 #include "coordinator/text_pool.h"
 #include "coordinator/time/clock.h"
 #include "coordinator/tokenizer/tokenizer.h"
@@ -30,6 +31,7 @@ struct EngineApiContext {
   Clock& clock;
   Metrics& metrics;
   TextPool& texts;
+  const ApiKeys* keys = nullptr;  // null: whoever reaches the server may ask
   TimePoint started;
 };
 
@@ -37,6 +39,8 @@ class EngineApi final : public GenerationApi {
  public:
   explicit EngineApi(const EngineApiContext& context) : context_(context) {}
 
+  absl::StatusOr<std::shared_ptr<const Caller>> Authenticate(
+      absl::string_view authorization) override;
   absl::Status RunText(size_t bytes, std::function<void()> work) override {
     return context_.texts.Run(bytes, std::move(work));
   }

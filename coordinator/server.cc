@@ -23,6 +23,7 @@
 #include "coordinator/policy/limits.h"
 #include "coordinator/policy/policy.h"
 #include "coordinator/policy/policy_file.h"
+#include "coordinator/security/api_keys.h"
 #include "coordinator/service.h"
 #include "coordinator/text_pool.h"
 #include "coordinator/tokenizer/tokenizer.h"
@@ -185,6 +186,7 @@ class ServerImpl final : public Server {
   std::unique_ptr<EngineLoop> engine_;
   std::unique_ptr<proto::MetricsEndpoint> endpoint_;
   std::unique_ptr<proto::GrpcListener> listener_;
+  std::unique_ptr<ApiKeys> keys_;  // null: whoever reaches the server may ask
   std::unique_ptr<EngineApi> api_;
   std::unique_ptr<HttpFront> http_;
   TextPool texts_;  // its work uses all above
@@ -208,6 +210,9 @@ std::vector<std::string> ServerImpl::worker_metrics_addresses() const {
 }
 
 absl::Status ServerImpl::Init(const WorkerGroupFactory& make_group) {
+  if (!config_.api_keys_file().empty()) {
+    KVASIR_ASSIGN_OR_RETURN(keys_, ApiKeys::Load(config_.api_keys_file()));
+  }
   group_ = make_group(MakeShardPlan(config_, policies_), clock_);
   EngineLoopOptions options;
   options.scheduler = config_.scheduler();
@@ -238,6 +243,7 @@ absl::Status ServerImpl::Init(const WorkerGroupFactory& make_group) {
                                                       .clock = clock_,
                                                       .metrics = metrics_,
                                                       .texts = texts_,
+                                                      .keys = keys_.get(),
                                                       .started = clock_.Now()});
   service_ = std::make_unique<GenerationService>(*api_, *listener_,
                                                  absl::Seconds(config_.client_timeout()));

@@ -21,11 +21,16 @@ grpc::ServerUnaryReactor* Answer(grpc::CallbackServerContext* context, const abs
 
 grpc::ServerWriteReactor<v1::GenerateResponse>* GenerationService::Generate(
     grpc::CallbackServerContext* context, const v1::GenerateRequest* request) {
-  const RequestOrigin origin = OriginOfCall(*context, *request, api_);
+  const absl::StatusOr<std::shared_ptr<const Caller>> caller = CallerOf(*context, api_);
+  const RequestOrigin origin = OriginOfCall(*context, *request, caller.value_or(nullptr), api_);
   const size_t bytes = request->ByteSizeLong();
   connections_.OnMessage(context->peer(), bytes);
   const std::shared_ptr<GenerateStream> stream = GenerateStream::Create(
       context, connections_.BeginCall(context->peer()), client_timeout_, AsItComes);
+  if (!caller.ok()) {
+    api_.Refuse(origin, *stream, caller.status());
+    return stream.get();
+  }
   // The request lives until the stream is closed.
   const absl::Status taken = api_.RunText(
       bytes, [this, request, origin, stream] { api_.Generate(*request, origin, stream); });
@@ -37,6 +42,8 @@ grpc::ServerUnaryReactor* GenerationService::AnswerText(grpc::CallbackServerCont
                                                         size_t bytes,
                                                         std::function<absl::Status()> work) {
   connections_.OnMessage(context->peer(), bytes);
+  const absl::Status known = CallerOf(*context, api_).status();
+  if (!known.ok()) return Answer(context, known);
   grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
   const absl::Status taken = api_.RunText(bytes, [context, reactor, work = std::move(work)] {
     const absl::Status done =
@@ -69,6 +76,8 @@ grpc::ServerUnaryReactor* GenerationService::GetModelInfo(grpc::CallbackServerCo
                                                           const v1::GetModelInfoRequest* request,
                                                           v1::GetModelInfoResponse* response) {
   connections_.OnMessage(context->peer(), request->ByteSizeLong());
+  const absl::Status known = CallerOf(*context, api_).status();
+  if (!known.ok()) return Answer(context, known);
   absl::StatusOr<v1::GetModelInfoResponse> info = api_.ModelInfo();
   if (info.ok()) *response = *std::move(info);
   return Answer(context, info.status());
@@ -78,8 +87,9 @@ grpc::ServerUnaryReactor* GenerationService::GetServerInfo(grpc::CallbackServerC
                                                            const v1::GetServerInfoRequest* request,
                                                            v1::GetServerInfoResponse* response) {
   connections_.OnMessage(context->peer(), request->ByteSizeLong());
-  *response = api_.ServerInfo();
-  return Answer(context, absl::OkStatus());
+  const absl::Status known = CallerOf(*context, api_).status();
+  if (known.ok()) *response = api_.ServerInfo();
+  return Answer(context, known);
 }
 
 }  // namespace kvasir::coordinator

@@ -173,7 +173,9 @@ std::string BenchJson(const std::vector<TimedStream>& streams, absl::Duration wa
 }
 
 absl::Status RunBench(const v1::BenchCommandConfig& config) {
-  const auto stub = v1::Generation::NewStub(Connect(config.server()));
+  KVASIR_ASSIGN_OR_RETURN(const std::shared_ptr<grpc::Channel> channel,
+                          Connect(config.server(), config.api_key_file()));
+  const auto stub = v1::Generation::NewStub(channel);
   const v1::GenerateRequest form =
       MakeRequest(config, absl::StrCat("bench-", std::random_device()()));
   if (config.long_prompt_tokens() == 0) return RunLoadBench(config, *stub, form);

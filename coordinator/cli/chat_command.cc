@@ -37,10 +37,11 @@ nlohmann::ordered_json Message(absl::string_view role, absl::string_view text) {
 
 class Chat {
  public:
-  Chat(const v1::ChatCommandConfig& config, InterruptWatch* interrupts)
+  Chat(const v1::ChatCommandConfig& config, const std::shared_ptr<grpc::Channel>& channel,
+       InterruptWatch* interrupts)
       : config_(config),
         interrupts_(interrupts),
-        stub_(v1::Generation::NewStub(Connect(config.server()))),
+        stub_(v1::Generation::NewStub(channel)),
         policy_(config.policy()) {
     system_ = config.system();
   }
@@ -211,7 +212,10 @@ absl::Status RunChat(const v1::ChatCommandConfig& config) {
       std::cerr << "\n(/quit or Ctrl-D ends)\n" << kPrompt << std::flush;
     });
   }
-  return Chat(config, interrupts.get()).Run();
+  // After the watch, which Ctrl-C must reach and not a thread of the channel.
+  KVASIR_ASSIGN_OR_RETURN(const std::shared_ptr<grpc::Channel> channel,
+                          Connect(config.server(), config.api_key_file()));
+  return Chat(config, channel, interrupts.get()).Run();
 }
 
 }  // namespace kvasir::coordinator

@@ -1,18 +1,72 @@
 #include "coordinator/cli/connect.h"
 
 #include <chrono>
+#include <utility>
+#include <vector>
 
+#include "absl/status/status.h"
+#include "absl/strings/ascii.h"
+#include "absl/strings/str_cat.h"
 #include "grpcpp/create_channel.h"
+#include "grpcpp/support/client_interceptor.h"
 
+#include "coordinator/cli/read_text.h"
 #include "coordinator/policy/limits.h"
+#include "kernels/base/status_macros.h"
 
 namespace kvasir::coordinator {
 
-std::shared_ptr<grpc::Channel> Connect(const std::string& server) {
+namespace {
+
+namespace experimental = grpc::experimental;
+
+// Adds the key to every call of a channel.
+class KeyInterceptor final : public experimental::Interceptor {
+ public:
+  explicit KeyInterceptor(const std::string& authorization) : authorization_(authorization) {}
+  void Intercept(experimental::InterceptorBatchMethods* methods) override {
+    if (methods->QueryInterceptionHookPoint(
+            experimental::InterceptionHookPoints::PRE_SEND_INITIAL_METADATA)) {
+      methods->GetSendInitialMetadata()->emplace("authorization", authorization_);
+    }
+    methods->Proceed();
+  }
+
+ private:
+  const std::string& authorization_;
+};
+
+class KeyInterceptorFactory final : public experimental::ClientInterceptorFactoryInterface {
+ public:
+  explicit KeyInterceptorFactory(absl::string_view key)
+      : authorization_(absl::StrCat("Bearer ", key)) {}
+  experimental::Interceptor* CreateClientInterceptor(experimental::ClientRpcInfo*) override {
+    return new KeyInterceptor(authorization_);
+  }
+
+ private:
+  const std::string authorization_;
+};
+
+}  // namespace
+
+absl::StatusOr<std::shared_ptr<grpc::Channel>> Connect(const std::string& server,
+                                                       const std::string& api_key_file) {
   grpc::ChannelArguments arguments;
   arguments.SetMaxReceiveMessageSize(kMaxMessageBytes);
   arguments.SetMaxSendMessageSize(kMaxMessageBytes);
-  return grpc::CreateCustomChannel(server, grpc::InsecureChannelCredentials(), arguments);
+  std::vector<std::unique_ptr<experimental::ClientInterceptorFactoryInterface>> interceptors;
+  if (!api_key_file.empty()) {
+    KVASIR_ASSIGN_OR_RETURN(const std::string text, ReadFile("--api-key-file", api_key_file));
+    const absl::string_view key = absl::StripAsciiWhitespace(text);
+    if (key.empty()) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("--api-key-file ", api_key_file, " holds no key"));
+    }
+    interceptors.push_back(std::make_unique<KeyInterceptorFactory>(key));
+  }
+  return experimental::CreateCustomChannelWithInterceptors(
+      server, grpc::InsecureChannelCredentials(), arguments, std::move(interceptors));
 }
 
 void SetTimeout(absl::Duration timeout, grpc::ClientContext& context) {

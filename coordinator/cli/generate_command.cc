@@ -291,7 +291,9 @@ absl::Status RunGenerate(const v1::GenerateCommandConfig& config) {
   KVASIR_ASSIGN_OR_RETURN(std::string prompt, ReadPrompt(config));
   KVASIR_ASSIGN_OR_RETURN(const v1::GenerateRequest request,
                           MakeGenerateRequest(config, std::move(prompt)));
-  const auto stub = v1::Generation::NewStub(Connect(config.server()));
+  KVASIR_ASSIGN_OR_RETURN(const std::shared_ptr<grpc::Channel> channel,
+                          Connect(config.server(), config.api_key_file()));
+  const auto stub = v1::Generation::NewStub(channel);
   grpc::ClientContext context;
   SetTimeout(absl::Seconds(config.timeout()), context);
   const auto reader = stub->Generate(&context, request);

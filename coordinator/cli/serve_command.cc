@@ -25,6 +25,7 @@
 #include "kernels/base/status_macros.h"
 #include "proto/process.h"
 #include "proto/process/logs.h"
+#include "proto/sockets.h"
 
 namespace kvasir::coordinator {
 namespace {
@@ -57,6 +58,19 @@ absl::StatusOr<std::unique_ptr<LocalWorkers>> StartLocalWorkers(const v1::ServeC
       .grace =
           std::clamp(absl::Seconds(config.shutdown_timeout()), kLeastWorkerGrace, kMostWorkerGrace),
   });
+}
+
+// INVALID_ARGUMENT for a server that would answer strangers.
+absl::Status CheckDoor(const v1::ServeConfig& config) {
+  const std::string& host = config.endpoint().host();
+  const bool is_open = proto::IsOpenToOtherMachines(absl::StrCat(host, ":0"));
+  if (!is_open || !config.api_keys_file().empty() || config.allow_anonymous()) {
+    return absl::OkStatus();
+  }
+  return absl::InvalidArgumentError(absl::StrCat(
+      "--host ", host, " is open to other machines and there is no --api-keys-file; give one ",
+      "(docs/operations.md, \"Security\"), listen on 127.0.0.1, or say --allow-anonymous where ",
+      "something else keeps strangers out"));
 }
 
 absl::StatusOr<std::vector<std::string>> ParseWorkers(const v1::ServeConfig& config) {
@@ -167,6 +181,7 @@ void Drain(Server& server, absl::Duration longest, const sigset_t& signals) {
 }  // namespace
 
 absl::Status RunServe(const v1::ServeConfig& config) {
+  KVASIR_RETURN_IF_ERROR(CheckDoor(config));
   // Block the signals before any thread starts, so that only the wait below receives them.
   const sigset_t signals = ShutdownSignals();
   pthread_sigmask(SIG_BLOCK, &signals, nullptr);

@@ -136,7 +136,9 @@ absl::StatusOr<std::string> StatusJson(const v1::GetServerInfoResponse& server,
 }
 
 absl::Status RunStatus(const v1::StatusCommandConfig& config) {
-  const auto stub = v1::Generation::NewStub(Connect(config.server()));
+  KVASIR_ASSIGN_OR_RETURN(const std::shared_ptr<grpc::Channel> channel,
+                          Connect(config.server(), config.api_key_file()));
+  const auto stub = v1::Generation::NewStub(channel);
   const absl::Duration timeout = absl::Seconds(config.timeout());
   v1::GetServerInfoResponse server;
   grpc::ClientContext server_context;

@@ -73,6 +73,12 @@ class RoutedFront final : public HttpFront {
  private:
   void Handle(std::shared_ptr<Exchange> exchange) {
     const std::string& path = exchange->request().path;
+    // Probes have no key.
+    if (path != "/health" && path != "/ping") {
+      const absl::Status known =
+          context_.api.Authenticate(exchange->request().authorization).status();
+      if (!known.ok()) return exchange->Reply(ErrorReply(known));
+    }
     const std::string& method = exchange->request().method;
     std::string allow;
     for (const Route& route : kRoutes) {

@@ -54,6 +54,12 @@ absl::StatusOr<std::string> PromptText(GenerationApi& api, const v1::GenerateReq
   return std::move(*text.mutable_text());
 }
 
+// Returns whose requests those of the exchange are; null on a server without API keys.
+absl::StatusOr<std::shared_ptr<const Caller>> CallerOf(const HttpCallContext& context,
+                                                       const Exchange& exchange) {
+  return context.api.Authenticate(exchange.request().authorization);
+}
+
 std::string RequestId(const HttpCallContext& context, const Exchange& exchange) {
   const std::string& id = exchange.request().request_id;
   return id.empty() ? context.api.NewRequestId() : id;
@@ -62,6 +68,7 @@ std::string RequestId(const HttpCallContext& context, const Exchange& exchange) 
 absl::Status Complete(const HttpCallContext& context, const std::shared_ptr<Exchange>& exchange,
                       const JsonBody& body) {
   KVASIR_ASSIGN_OR_RETURN(CompletionRequest completion, ParseCompletion(body.object));
+  KVASIR_ASSIGN_OR_RETURN(std::shared_ptr<const Caller> caller, CallerOf(context, *exchange));
   std::string id = RequestId(context, *exchange);
   CompletionFormatSetup format = {.tokenizer = context.api.tokenizer(),
                                   .id = absl::StrCat("cmpl-", id),
@@ -77,6 +84,7 @@ absl::Status Complete(const HttpCallContext& context, const std::shared_ptr<Exch
                 {.prompts = std::move(completion.prompts),
                  .options = completion.options,
                  .request_id = std::move(id),
+                 .caller = std::move(caller),
                  .format = std::make_unique<CompletionFormat>(std::move(format)),
                  .prompt_field = "prompt"});
   return absl::OkStatus();
@@ -101,6 +109,7 @@ absl::Status Chat(const HttpCallContext& context, const std::shared_ptr<Exchange
                   const JsonBody& body) {
   KVASIR_ASSIGN_OR_RETURN(ChatRequest chat, ParseChat(body));
   KVASIR_RETURN_IF_ERROR(Tokenize(context, chat.request));
+  KVASIR_ASSIGN_OR_RETURN(std::shared_ptr<const Caller> caller, CallerOf(context, *exchange));
   std::string id = RequestId(context, *exchange);
   ChatFormatSetup format = {.tokenizer = context.api.tokenizer(),
                             .id = absl::StrCat("chatcmpl-", id),
@@ -110,6 +119,7 @@ absl::Status Chat(const HttpCallContext& context, const std::shared_ptr<Exchange
                 {.prompts = {std::move(chat.request)},
                  .options = chat.options,
                  .request_id = std::move(id),
+                 .caller = std::move(caller),
                  .format = std::make_unique<ChatFormat>(std::move(format)),
                  .prompt_field = kMessages});
   return absl::OkStatus();

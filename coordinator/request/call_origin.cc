@@ -1,5 +1,7 @@
 #include "coordinator/request/call_origin.h"
 
+#include <utility>
+
 #include "absl/strings/string_view.h"
 
 namespace kvasir::coordinator {
@@ -15,11 +17,17 @@ absl::string_view Header(const grpc::CallbackServerContext& context, const char*
 
 }  // namespace
 
+absl::StatusOr<std::shared_ptr<const Caller>> CallerOf(const grpc::CallbackServerContext& context,
+                                                       GenerationApi& api) {
+  return api.Authenticate(Header(context, "authorization"));
+}
+
 RequestOrigin OriginOfCall(grpc::CallbackServerContext& context, const v1::GenerateRequest& request,
-                           GenerationApi& api) {
+                           std::shared_ptr<const Caller> caller, GenerationApi& api) {
   RequestOrigin origin = OriginOf(
       request,
-      {.request_id = Header(context, kRequestIdHeader),
+      {.caller = std::move(caller),
+       .request_id = Header(context, kRequestIdHeader),
        .traceparent = Header(context, "traceparent")},
       [&api] { return api.NewRequestId(); }, api.Now());
   context.AddInitialMetadata(kRequestIdHeader, HeaderText(origin.request_id));

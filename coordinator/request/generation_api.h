@@ -10,9 +10,11 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 
 #include "coordinator/request/client_sink.h"
 #include "coordinator/request/request_origin.h"
+#include "coordinator/security/caller.h"
 #include "coordinator/time/clock.h"
 #include "coordinator/tokenizer/tokenizer.h"
 #include "proto/kvasir/v1/generation.pb.h"
@@ -22,6 +24,11 @@ namespace kvasir::coordinator {
 class GenerationApi {
  public:
   virtual ~GenerationApi() = default;
+
+  // Returns whose key the header `authorization` holds; null when the server has no keys. Called
+  // before anything else of a call. UNAUTHENTICATED.
+  virtual absl::StatusOr<std::shared_ptr<const Caller>> Authenticate(
+      absl::string_view authorization) = 0;
 
   // Does `work`, which takes time in proportion to a request of `bytes`: at once when that is
   // short, otherwise on a thread that serves no streams. RESOURCE_EXHAUSTED, with a time to try

@@ -152,7 +152,6 @@ absl::StatusOr<ParsedRequest> ParseRequest(const v1::GenerateRequest& request,
                                             static_cast<int64_t>(parsed.prompt.size()) + max_tokens,
                                             model.trained_window));
   LimitWidening(model.trained_window, parsed.policy.decode);
-  parsed.tenant = request.tenant_id();
   parsed.max_tokens = max_tokens;
   parsed.sampling = ResolveSampling(params, model, seed);
   parsed.wants_prompt_logprobs = params.has_prompt_logprobs();

@@ -31,7 +31,6 @@ struct ServedModel {
 };
 
 struct ParsedRequest {
-  std::string tenant = {};
   std::vector<int32_t> prompt = {};
   int64_t max_tokens = 0;
   v1::RowSampling sampling = {};

@@ -51,12 +51,13 @@ Request::Request(ParsedRequest parsed, StopStrings stops, RequestContext context
                          .sampling = std::move(parsed.sampling),
                          .wants_prompt_logprobs = parsed.wants_prompt_logprobs,
                          .policy = std::move(parsed.policy),
-                         .tenant = std::move(parsed.tenant),
+                         .tenant = accepted_.origin.tenant,
                          .arrival = accepted_.origin.arrived}),
       decoder_(context.tokenizer, parsed.special_tokens),
       matcher_(stops_, parsed.stop_text),
       stop_text_(parsed.stop_text),
       id_(std::move(context.id)),
+      use_(std::move(context.use)),
       sink_(std::move(context.sink)) {}
 
 Request::~Request() {
@@ -89,6 +90,7 @@ void Request::OnPromptLogprobs(PromptLogprobsEvent event) {
 }
 
 Request::Verdict Request::OnToken(const TokenEvent& event, TimePoint now) {
+  if (use_ != nullptr) use_->AddTokens(1);
   if (last_token_at_.has_value()) {
     metrics_.NextToken(accepted_.policy, Between(*last_token_at_, now));
   } else {
@@ -167,6 +169,7 @@ void Request::Refuse(const absl::Status& status) {
 
 void Request::Close(const absl::Status& status) {
   id_.reset();
+  use_.reset();
   std::exchange(sink_, nullptr)->Close(status);
 }
 

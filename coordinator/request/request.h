@@ -55,6 +55,7 @@ struct RequestContext {
   const Tokenizer& tokenizer;
   Metrics& metrics;
   std::unique_ptr<RunningRequestIds::Lease> id;
+  std::unique_ptr<Caller::Use> use = nullptr;  // null on a server without API keys
   std::shared_ptr<ResponseSink> sink;
   SequenceId sequence;
   RequestOrigin origin;
@@ -115,6 +116,7 @@ class Request {
   Metrics::Cache cache_ = Metrics::Cache::kMiss;
   // Given back before the client learns of the end, so that it may use the id again at once.
   std::unique_ptr<RunningRequestIds::Lease> id_;
+  std::unique_ptr<Caller::Use> use_;
   std::shared_ptr<ResponseSink> sink_;  // null when finished
 };
 

@@ -23,6 +23,7 @@ spdlog::level::level_enum LevelOf(const absl::Status& status) {
     case absl::StatusCode::kDeadlineExceeded:
     case absl::StatusCode::kInvalidArgument:
     case absl::StatusCode::kAlreadyExists:
+    case absl::StatusCode::kUnauthenticated:
       return spdlog::level::info;
     default:
       return spdlog::level::warn;
@@ -36,6 +37,7 @@ const char* ReasonName(v1::FinishReason reason) {
 void AddOrigin(const RequestOrigin& origin, std::vector<LogField>& fields) {
   fields.emplace_back("request_id", origin.request_id);
   fields.emplace_back("tenant", origin.tenant);
+  if (origin.caller != nullptr) fields.emplace_back("api_key", origin.caller->name());
   if (!origin.trace.has_value()) return;
   fields.emplace_back("trace_id", origin.trace->trace_id);
   fields.emplace_back("parent_id", origin.trace->parent_id);

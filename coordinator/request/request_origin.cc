@@ -58,6 +58,8 @@ RequestOrigin OriginOf(const v1::GenerateRequest& request, const OriginHeaders& 
     origin.request_id = new_id();
   }
   if (IsKept(request.tenant_id())) origin.tenant = request.tenant_id();
+  origin.caller = headers.caller;
+  if (origin.caller != nullptr) origin.tenant = origin.caller->Tenant(origin.tenant);
   return origin;
 }
 

@@ -4,11 +4,13 @@
 #pragma once
 
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 
 #include "absl/strings/string_view.h"
 
+#include "coordinator/security/caller.h"
 #include "coordinator/time/clock.h"
 #include "proto/kvasir/v1/generation.pb.h"
 
@@ -25,16 +27,20 @@ struct TraceContext {
 std::optional<TraceContext> ParseTraceparent(absl::string_view header);
 
 struct RequestOrigin {
-  std::string request_id = {};  // 1 to 128 bytes
-  std::string tenant = {};      // at most 128 bytes
+  std::string request_id = {};                // 1 to 128 bytes
+  std::shared_ptr<const Caller> caller = {};  // null on a server without API keys
+  // Its requests share cached prefixes: the caller's, or the part of it that the request names;
+  // without API keys what the request names. At most 193 bytes.
+  std::string tenant = {};
   std::optional<TraceContext> trace = {};
   TimePoint arrived = {};
 };
 
 // Headers of a request; empty where the client sent none.
 struct OriginHeaders {
-  absl::string_view request_id = {};   // x-request-id
-  absl::string_view traceparent = {};  // W3C
+  std::shared_ptr<const Caller> caller = {};  // of the header authorization
+  absl::string_view request_id = {};          // x-request-id
+  absl::string_view traceparent = {};         // W3C
 };
 
 // The id is that of the request, else the header's, else `new_id`'s. Ids and tenants that are too

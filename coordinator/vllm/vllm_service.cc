@@ -31,7 +31,8 @@ grpc::ServerWriteReactor<engine::GenerateResponse>* VllmService::Generate(
     grpc::CallbackServerContext* context, const engine::GenerateRequest* request) {
   v1::GenerateRequest named;
   named.set_request_id(request->request_id());
-  const RequestOrigin origin = OriginOfCall(*context, named, api_);
+  const absl::StatusOr<std::shared_ptr<const Caller>> caller = CallerOf(*context, api_);
+  const RequestOrigin origin = OriginOfCall(*context, named, caller.value_or(nullptr), api_);
   received_at_ns_ = absl::GetCurrentTimeNanos();
   const size_t bytes = request->ByteSizeLong();
   connections_.OnMessage(context->peer(), bytes);
@@ -40,6 +41,10 @@ grpc::ServerWriteReactor<engine::GenerateResponse>* VllmService::Generate(
   const std::shared_ptr<Stream> stream = Stream::Create(
       context, connections_.BeginCall(context->peer()), client_timeout_,
       [answer](const v1::GenerateResponse& response) { return answer->Take(response); });
+  if (!caller.ok()) {
+    api_.Refuse(origin, *stream, caller.status());
+    return stream.get();
+  }
   // Gateways take a call for accepted when its headers come.
   stream->StartSendInitialMetadata();
   // The request lives until the stream is closed.
@@ -49,8 +54,8 @@ grpc::ServerWriteReactor<engine::GenerateResponse>* VllmService::Generate(
   return stream.get();
 }
 
-void VllmService::Begin(const engine::GenerateRequest& request,
-                        const RequestOrigin& origin, const std::shared_ptr<Stream>& stream) {
+void VllmService::Begin(const engine::GenerateRequest& request, const RequestOrigin& origin,
+                        const std::shared_ptr<Stream>& stream) {
   const absl::StatusOr<v1::GenerateRequest> ours = FromVllm(request, api_);
   if (!ours.ok()) return api_.Refuse(origin, *stream, ours.status());
   Remember(origin.request_id, stream);
@@ -89,6 +94,8 @@ grpc::ServerUnaryReactor* VllmService::Abort(grpc::CallbackServerContext* contex
                                              const engine::AbortRequest* request,
                                              engine::AbortResponse*) {
   connections_.OnMessage(context->peer(), request->ByteSizeLong());
+  const absl::Status known = CallerOf(*context, api_).status();
+  if (!known.ok()) return Answer(context, known);
   std::vector<std::shared_ptr<Stream>> aborted;
   {
     kernels::MutexLock lock(mu_);
@@ -109,6 +116,8 @@ grpc::ServerUnaryReactor* VllmService::GetModelInfo(grpc::CallbackServerContext*
                                                     const engine::GetModelInfoRequest* request,
                                                     engine::GetModelInfoResponse* response) {
   connections_.OnMessage(context->peer(), request->ByteSizeLong());
+  const absl::Status known = CallerOf(*context, api_).status();
+  if (!known.ok()) return Answer(context, known);
   const absl::StatusOr<v1::GetModelInfoResponse> info = api_.ModelInfo();
   if (!info.ok()) return Answer(context, info.status());
   response->set_model_path(info->model_path());
@@ -130,6 +139,8 @@ grpc::ServerUnaryReactor* VllmService::GetServerInfo(grpc::CallbackServerContext
                                                      const engine::GetServerInfoRequest* request,
                                                      engine::GetServerInfoResponse* response) {
   connections_.OnMessage(context->peer(), request->ByteSizeLong());
+  const absl::Status known = CallerOf(*context, api_).status();
+  if (!known.ok()) return Answer(context, known);
   const v1::GetServerInfoResponse info = api_.ServerInfo();
   response->set_active_requests(info.requests_running() + info.requests_waiting());
   response->set_is_paused(info.state() == v1::SERVER_STATE_DRAINING);

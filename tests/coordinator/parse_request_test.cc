@@ -80,7 +80,6 @@ TEST_F(ParseRequestTest, BeyondTheTrainedWindowOnlySparsePoliciesAreTaken) {
 
 TEST_F(ParseRequestTest, WhatIsSetIsTaken) {
   v1::GenerateRequest request = Text("ab");
-  request.set_tenant_id("t");
   request.mutable_policy()->set_name("quest");
   v1::SamplingParams& sampling = *request.mutable_sampling();
   sampling.set_temperature(0);
@@ -107,7 +106,6 @@ TEST_F(ParseRequestTest, WhatIsSetIsTaken) {
   sampling.set_include_stop_str_in_output(true);
   absl::StatusOr<ParsedRequest> parsed = Parse(request);
   ASSERT_TRUE(parsed.ok()) << parsed.status();
-  EXPECT_EQ(parsed->tenant, "t");
   EXPECT_EQ(parsed->policy.index, 1u);
   EXPECT_EQ(parsed->sampling.temperature(), 0.0f);
   EXPECT_EQ(parsed->sampling.seed(), 0u);  // set, although to 0

@@ -78,7 +78,7 @@ def serve(root, image, scratch):
     assert image["USER"] == f"{USER}:{USER}", image
     shutil.copytree(ROOT / "tests" / "model" / "needle-8k", scratch / "models" / "model")
     with Hosts() as hosts:
-        command = [*json.loads(image["ENTRYPOINT"]), "serve", "--model=/models/model", "--host=0.0.0.0",
+        command = [*json.loads(image["ENTRYPOINT"]), "serve", "--model=/models/model", "--host=0.0.0.0", "--allow-anonymous",
                    "--kv-host-size-gb=0.5", "--kv-disk-path=/var/lib/kvasir", "--kv-disk-size-gb=0.1"]
         container = Container(hosts, hosts.add(ADDRESS), command, {"HOME": "/"},
                               {"/models": scratch / "models", "/tmp": "tmpfs", image["VOLUME"]: "tmpfs"}, root)

@@ -111,7 +111,7 @@ class FailingServer(generation_pb2_grpc.GenerationServicer):
         yield generation_pb2.GenerateResponse(finish=generation_pb2.Finish(reason=generation_pb2.FINISH_REASON_STOP))
 
 
-class Retries(unittest.TestCase):
+class WithServer(unittest.TestCase):
     def serve(self, servicer):
         server = grpc.server(concurrent.futures.ThreadPoolExecutor(2))
         generation_pb2_grpc.add_GenerationServicer_to_server(servicer, server)
@@ -120,6 +120,8 @@ class Retries(unittest.TestCase):
         self.addCleanup(server.stop, None)
         return f"127.0.0.1:{port}"
 
+
+class Retries(WithServer):
     def ask(self, servicer, retry=kvasir.Retry(attempts=3, first_delay_s=0.01)):
         with kvasir.Client(self.serve(servicer), retry=retry) as client:
             return client.generate("x")
@@ -163,6 +165,42 @@ class Retries(unittest.TestCase):
             async with kvasir.AsyncClient(self.serve(servicer), retry=kvasir.Retry(attempts=3, first_delay_s=0.01)) as client:
                 return await client.generate("x")
         self.assertEqual("stop", asyncio.run(ask()).finish_reason)
+
+
+class KeyedServer(generation_pb2_grpc.GenerationServicer):
+    """Answers who has the key."""
+
+    def answer(self, context, reply):
+        if dict(context.invocation_metadata()).get("authorization") != "Bearer sk-right":
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "no valid API key")
+        return reply
+
+    def Generate(self, request, context):
+        finish = generation_pb2.Finish(reason=generation_pb2.FINISH_REASON_STOP)
+        yield self.answer(context, generation_pb2.GenerateResponse(finish=finish))
+
+    def GetServerInfo(self, request, context):
+        return self.answer(context, generation_pb2.GetServerInfoResponse())
+
+
+class ApiKey(WithServer):
+    def test_every_call_carries_the_key(self):
+        address = self.serve(KeyedServer())
+
+        async def ask(key):
+            async with kvasir.AsyncClient(address, api_key=key) as client:
+                await client.server_info()
+                return await client.generate("x")
+
+        def block(key):
+            with kvasir.Client(address, api_key=key) as client:
+                client.server_info()
+                return client.generate("x")
+        for call in (block, lambda key: asyncio.run(ask(key))):
+            self.assertEqual("stop", call("sk-right").finish_reason)
+            for key in ("", "sk-wrong"):
+                with self.assertRaises(kvasir.Unauthenticated):
+                    call(key)
 
 
 if __name__ == "__main__":

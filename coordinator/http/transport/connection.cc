@@ -261,6 +261,7 @@ void Connection::Dispatch() {
                          .body = std::move(body_),
                          .request_id = std::string(View(head["x-request-id"])),
                          .traceparent = std::string(View(head["traceparent"])),
+                         .authorization = std::string(View(head["authorization"])),
                          .arrived = std::chrono::steady_clock::now()};
   body_ = {};
   share_ = nullptr;  // from here on the handler bounds it
@@ -293,6 +294,7 @@ std::string Connection::Whole(const HttpReply& reply, absl::string_view request_
                     "\r\n");
   }
   if (!reply.allow.empty()) absl::StrAppend(&more, "Allow: ", reply.allow, "\r\n");
+  if (reply.status == 401) absl::StrAppend(&more, "WWW-Authenticate: Bearer\r\n");
   return absl::StrCat(Head(reply.status, reply.content_type, request_id, more), reply.body);
 }
 

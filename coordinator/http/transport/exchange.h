@@ -19,9 +19,10 @@ struct HttpRequest {
   std::string method;
   std::string path;  // without the query
   std::string body;
-  std::string request_id;   // of the header x-request-id; empty when there is none
-  std::string traceparent;  // of the W3C header; empty when there is none
-  TimePoint arrived;        // complete
+  std::string request_id;     // of the header x-request-id; empty when there is none
+  std::string traceparent;    // of the W3C header; empty when there is none
+  std::string authorization;  // of the header; empty when there is none
+  TimePoint arrived;          // complete
 };
 
 struct HttpReply {

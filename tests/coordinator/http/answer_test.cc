@@ -49,6 +49,9 @@ class FakeExchange final : public Exchange {
 // Keeps the sinks of the requests that were started.
 class FakeApi final : public GenerationApi {
  public:
+  absl::StatusOr<std::shared_ptr<const Caller>> Authenticate(absl::string_view) override {
+    return std::shared_ptr<const Caller>();
+  }
   absl::Status RunText(size_t, std::function<void()> work) override {
     work();
     return absl::OkStatus();

@@ -8,9 +8,11 @@ Client blocks, AsyncClient is for asyncio; both have the same methods. Errors ar
 
 from .aio import AsyncClient
 from .client import Client
-from .errors import (DataLost, DeadlineExceeded, Exhausted, InvalidRequest, KvasirError, Unavailable)
+from .errors import (DataLost, DeadlineExceeded, Exhausted, InvalidRequest, KvasirError, Unauthenticated,
+                     Unavailable)
 from .messages import Answer, Event, ModelInfo, Progress, Text, Usage
 from .options import Policy, Retry
 
 __all__ = ["Answer", "AsyncClient", "Client", "DataLost", "DeadlineExceeded", "Event", "Exhausted", "InvalidRequest",
-           "KvasirError", "ModelInfo", "Policy", "Progress", "Retry", "Text", "Unavailable", "Usage"]
+           "KvasirError", "ModelInfo", "Policy", "Progress", "Retry", "Text",
+           "Unauthenticated", "Unavailable", "Usage"]

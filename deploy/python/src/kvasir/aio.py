@@ -18,10 +18,11 @@ class AsyncClient:
     """As Client, with coroutines."""
 
     def __init__(self, address: str = "127.0.0.1:50051", *, credentials: Optional[grpc.ChannelCredentials] = None,
-                 retry: Retry = Retry()):
+                 api_key: str = "", retry: Retry = Retry()):
         self._channel = (grpc.aio.secure_channel(address, credentials, CHANNEL_OPTIONS) if credentials
                          else grpc.aio.insecure_channel(address, CHANNEL_OPTIONS))
         self._stub = generation_pb2_grpc.GenerationStub(self._channel)
+        self._metadata = [("authorization", f"Bearer {api_key}")] if api_key else []
         self._retry = retry
 
     async def stream(self, prompt: Prompt, *, policy: Union[str, Policy] = "", timeout_s: float = 3600,
@@ -31,7 +32,8 @@ class AsyncClient:
         attempt = 0
         while True:
             attempt += 1
-            call = self._stub.Generate(request, timeout=max(0.0, deadline - time.monotonic()))
+            call = self._stub.Generate(request, timeout=max(0.0, deadline - time.monotonic()),
+                                       metadata=self._metadata)
             assembler, began = Assembler(), False
             try:
                 async for response in call:
@@ -80,7 +82,7 @@ class AsyncClient:
         while True:
             attempt += 1
             try:
-                return await method(request, timeout=60)
+                return await method(request, timeout=60, metadata=self._metadata)
             except grpc.RpcError as error:
                 await self._wait_or_raise(from_grpc(error), attempt, began=False)
 

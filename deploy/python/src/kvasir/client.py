@@ -16,11 +16,12 @@ Result = TypeVar("Result")
 
 class Client:
     def __init__(self, address: str = "127.0.0.1:50051", *, credentials: Optional[grpc.ChannelCredentials] = None,
-                 retry: Retry = Retry()):
-        """`credentials` of TLS; without them the connection is plain."""
+                 api_key: str = "", retry: Retry = Retry()):
+        """`credentials` of TLS; without them the connection is plain. `api_key` for a server that has keys."""
         self._channel = (grpc.secure_channel(address, credentials, CHANNEL_OPTIONS) if credentials
                          else grpc.insecure_channel(address, CHANNEL_OPTIONS))
         self._stub = generation_pb2_grpc.GenerationStub(self._channel)
+        self._metadata = [("authorization", f"Bearer {api_key}")] if api_key else []
         self._retry = retry
 
     def stream(self, prompt: Prompt, *, policy: Union[str, Policy] = "", timeout_s: float = 3600, **options: Any) -> Iterator[Event]:
@@ -34,7 +35,8 @@ class Client:
         attempt = 0
         while True:
             attempt += 1
-            call = self._stub.Generate(request, timeout=max(0.0, deadline - time.monotonic()))
+            call = self._stub.Generate(request, timeout=max(0.0, deadline - time.monotonic()),
+                                       metadata=self._metadata)
             assembler, began = Assembler(), False
             try:
                 for response in call:
@@ -84,7 +86,7 @@ class Client:
         while True:
             attempt += 1
             try:
-                return method(request, timeout=60)
+                return method(request, timeout=60, metadata=self._metadata)
             except grpc.RpcError as error:
                 self._wait_or_raise(from_grpc(error), attempt, began=False)
 

@@ -29,6 +29,10 @@ class Unavailable(KvasirError):
     """Starting, draining, or the workers are forming a group: try again."""
 
 
+class Unauthenticated(KvasirError):
+    """The server wants an API key, and this one is not valid."""
+
+
 class DeadlineExceeded(KvasirError):
     """The deadline passed, the client's or the server's."""
 
@@ -41,6 +45,7 @@ _CLASSES = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
     grpc.StatusCode.RESOURCE_EXHAUSTED: Exhausted,
     grpc.StatusCode.UNAVAILABLE: Unavailable,
+    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
     grpc.StatusCode.DATA_LOSS: DataLost,
 }

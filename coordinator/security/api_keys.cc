@@ -1,0 +1,108 @@
+#include "coordinator/security/api_keys.h"
+
+#include <chrono>
+#include <sys/stat.h>
+#include <tuple>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/strings/ascii.h"
+#include "absl/strings/match.h"
+#include "spdlog/spdlog.h"
+
+#include "coordinator/security/api_keys_file.h"
+#include "kernels/base/status_macros.h"
+#include "openssl/crypto.h"
+#include "openssl/sha.h"
+
+namespace kvasir::coordinator {
+namespace {
+
+using kernels::MutexLock;
+
+constexpr size_t kMostHeaderBytes = 1024;
+constexpr std::chrono::seconds kWatchTime(1);
+
+// Changes when the file is written or replaced.
+std::tuple<ino_t, off_t, int64_t> Version(const std::string& path) {
+  struct stat found = {};
+  if (stat(path.c_str(), &found) != 0) return {};
+  return {found.st_ino, found.st_size,
+          int64_t{found.st_mtim.tv_sec} * 1'000'000'000 + found.st_mtim.tv_nsec};
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<ApiKeys>> ApiKeys::Load(const std::string& path) {
+  std::unique_ptr<ApiKeys> keys(new ApiKeys(path));
+  KVASIR_RETURN_IF_ERROR(keys->Reload());
+  keys->watch_ = std::thread([raw = keys.get()] { raw->Watch(); });
+  return keys;
+}
+
+ApiKeys::~ApiKeys() {
+  {
+    MutexLock lock(mu_);
+    ending_ = true;
+    ends_.NotifyAll();
+  }
+  if (watch_.joinable()) watch_.join();
+}
+
+void ApiKeys::Watch() {
+  auto known = Version(path_);
+  MutexLock lock(mu_);
+  while (!ending_) {
+    ends_.WaitUntil(mu_, std::chrono::steady_clock::now() + kWatchTime);
+    if (ending_) return;
+    mu_.Unlock();
+    const auto found = Version(path_);
+    if (found != known) {
+      known = found;
+      if (const absl::Status read = Reload(); !read.ok()) {
+        spdlog::warn("the API keys in force stay: {}", std::string(read.message()));
+      }
+    }
+    mu_.Lock();
+  }
+}
+
+absl::Status ApiKeys::Reload() {
+  KVASIR_ASSIGN_OR_RETURN(const std::vector<ApiKeyEntry> entries, ReadApiKeys(path_));
+  MutexLock lock(mu_);
+  absl::flat_hash_map<std::string, const Caller*> before;
+  for (const Key& key : keys_) before[key.caller->name()] = key.caller.get();
+  std::vector<Key> keys;
+  for (const ApiKeyEntry& entry : entries) {
+    const auto known = before.find(entry.name);
+    keys.push_back({.sha256 = entry.sha256,
+                    .caller = std::make_shared<const Caller>(
+                        entry.name, entry.tenant, entry.limits,
+                        known == before.end() ? nullptr : known->second)});
+  }
+  keys_ = std::move(keys);
+  spdlog::info("{} API keys are in force", keys_.size());
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::shared_ptr<const Caller>> ApiKeys::Authenticate(
+    absl::string_view authorization) const {
+  constexpr absl::string_view kScheme = "bearer ";
+  const absl::Status unknown =
+      absl::UnauthenticatedError("no valid API key; send 'Authorization: Bearer KEY'");
+  if (authorization.size() > kMostHeaderBytes ||
+      !absl::StartsWithIgnoreCase(authorization, kScheme)) {
+    return unknown;
+  }
+  const absl::string_view key = absl::StripAsciiWhitespace(authorization.substr(kScheme.size()));
+  unsigned char hash[SHA256_DIGEST_LENGTH];
+  SHA256(reinterpret_cast<const unsigned char*>(key.data()), key.size(), hash);
+  std::shared_ptr<const Caller> found;
+  MutexLock lock(mu_);
+  for (const Key& known : keys_) {
+    if (CRYPTO_memcmp(known.sha256.data(), hash, sizeof(hash)) == 0) found = known.caller;
+  }
+  if (found == nullptr) return unknown;
+  return found;
+}
+
+}  // namespace kvasir::coordinator
