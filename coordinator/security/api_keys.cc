@@ -2,7 +2,6 @@
 
 #include <chrono>
 #include <sys/stat.h>
-#include <tuple>
 
 #include "absl/container/flat_hash_map.h"
 #include "absl/strings/ascii.h"
@@ -22,21 +21,22 @@ using kernels::MutexLock;
 constexpr size_t kMostHeaderBytes = 1024;
 constexpr std::chrono::seconds kWatchTime(1);
 
-// Changes when the file is written or replaced.
-std::tuple<ino_t, off_t, int64_t> Version(const std::string& path) {
-  struct stat found = {};
-  if (stat(path.c_str(), &found) != 0) return {};
-  return {found.st_ino, found.st_size,
-          int64_t{found.st_mtim.tv_sec} * 1'000'000'000 + found.st_mtim.tv_nsec};
-}
-
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<ApiKeys>> ApiKeys::Load(const std::string& path) {
   std::unique_ptr<ApiKeys> keys(new ApiKeys(path));
+  // Before the first read, so that a change during it is seen.
+  const Version version = keys->VersionOnDisk();
   KVASIR_RETURN_IF_ERROR(keys->Reload());
-  keys->watch_ = std::thread([raw = keys.get()] { raw->Watch(); });
+  keys->watch_ = std::thread([raw = keys.get(), version] { raw->Watch(version); });
   return keys;
+}
+
+ApiKeys::Version ApiKeys::VersionOnDisk() const {
+  struct stat found = {};
+  if (stat(path_.c_str(), &found) != 0) return {};
+  return {found.st_ino, found.st_size,
+          int64_t{found.st_mtim.tv_sec} * 1'000'000'000 + found.st_mtim.tv_nsec};
 }
 
 ApiKeys::~ApiKeys() {
@@ -48,14 +48,13 @@ ApiKeys::~ApiKeys() {
   if (watch_.joinable()) watch_.join();
 }
 
-void ApiKeys::Watch() {
-  auto known = Version(path_);
+void ApiKeys::Watch(Version known) {
   MutexLock lock(mu_);
   while (!ending_) {
     ends_.WaitUntil(mu_, std::chrono::steady_clock::now() + kWatchTime);
     if (ending_) return;
     mu_.Unlock();
-    const auto found = Version(path_);
+    const Version found = VersionOnDisk();
     if (found != known) {
       known = found;
       if (const absl::Status read = Reload(); !read.ok()) {

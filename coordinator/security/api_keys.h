@@ -11,11 +11,11 @@
 //       tokens-per-minute: 200000    # absent: no limit
 #pragma once
 
-#include <condition_variable>
 #include <cstdint>
 #include <memory>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -50,8 +50,11 @@ class ApiKeys {
   };
 
   explicit ApiKeys(std::string path) : path_(std::move(path)) {}
-  // Reloads the file when it has changed, until the end.
-  void Watch();
+  // Changes when the file is written or replaced: inode, size, time of the last change in ns.
+  using Version = std::tuple<uint64_t, int64_t, int64_t>;
+  Version VersionOnDisk() const;
+  // Reloads the file when it is another than `known`, until the end.
+  void Watch(Version known);
 
   const std::string path_;
   mutable kernels::Mutex mu_;

@@ -51,11 +51,10 @@ absl::StatusOr<std::unique_ptr<Caller::Use>> Caller::Begin(
 absl::Status Caller::Take(int64_t prompt_tokens, TimePoint now) const {
   MutexLock lock(in_use_->mu);
   if (limits_.concurrent_requests > 0 && in_use_->requests >= limits_.concurrent_requests) {
-    return proto::WithRetryDelay(
-        absl::ResourceExhaustedError(
-            absl::StrCat("the API key ", name_, " has ", in_use_->requests,
-                         " running requests, as many as it may; wait for one to end")),
-        kRetry);
+    return proto::WithRetryDelay(absl::ResourceExhaustedError(absl::StrCat(
+                                     "the API key ", name_, " has ", in_use_->requests,
+                                     " running requests, as many as it may; wait for one to end")),
+                                 kRetry);
   }
   if (limits_.tokens_per_minute > 0) {
     const auto most = static_cast<double>(limits_.tokens_per_minute);
@@ -63,11 +62,10 @@ absl::Status Caller::Take(int64_t prompt_tokens, TimePoint now) const {
     in_use_->tokens_left = std::min(most, in_use_->tokens_left + minutes * most);
     in_use_->filled = now;
     if (in_use_->tokens_left <= 0) {
-      return proto::WithRetryDelay(
-          absl::ResourceExhaustedError(
-              absl::StrCat("the API key ", name_, " has used its ", limits_.tokens_per_minute,
-                           " tokens a minute; wait")),
-          kRetry + absl::Minutes(1) * (-in_use_->tokens_left / most));
+      return proto::WithRetryDelay(absl::ResourceExhaustedError(absl::StrCat(
+                                       "the API key ", name_, " has used its ",
+                                       limits_.tokens_per_minute, " tokens a minute; wait")),
+                                   kRetry + absl::Minutes(1) * (-in_use_->tokens_left / most));
     }
     in_use_->tokens_left -= static_cast<double>(prompt_tokens);
   }
