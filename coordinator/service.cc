@@ -78,7 +78,7 @@ grpc::ServerUnaryReactor* GenerationService::GetServerInfo(grpc::CallbackServerC
                                                            const v1::GetServerInfoRequest* request,
                                                            v1::GetServerInfoResponse* response) {
   connections_.OnMessage(context->peer(), request->ByteSizeLong());
-  *response = api_.ServerInfo();
+  *response = api_.ServerInfo(*request);
   return Answer(context, absl::OkStatus());
 }
 

@@ -17,7 +17,7 @@ using Role = TokenEvent::Role;
 class RequestTest : public ::testing::Test {
  protected:
   std::unique_ptr<Request> Make(ParsedRequest parsed) {
-    absl::StatusOr<std::unique_ptr<RunningRequestIds::Lease>> id = ids_.Acquire("r1");
+    absl::StatusOr<std::unique_ptr<RunningRequests::Lease>> id = running_.Acquire({.id = "r1"});
     EXPECT_TRUE(id.ok());
     sink_ = std::make_shared<CollectedResponse>();
     absl::StatusOr<std::unique_ptr<Request>> request =
@@ -50,7 +50,7 @@ class RequestTest : public ::testing::Test {
 
   TestModel model_;
   Metrics metrics_{"test", {"default"}};
-  RunningRequestIds ids_;
+  RunningRequests running_;
   TimePoint now_ = TimePoint() + std::chrono::hours(1);
   std::shared_ptr<CollectedResponse> sink_;
   int64_t index_ = 0;
@@ -204,9 +204,9 @@ TEST_F(RequestTest, AForgottenRequestIsStillAnswered) {
 
 TEST_F(RequestTest, TheIdIsFreeWhenTheClientHearsOfTheEnd) {
   std::unique_ptr<Request> request = Make({});
-  EXPECT_EQ(ids_.Acquire("r1").status().code(), absl::StatusCode::kAlreadyExists);
+  EXPECT_EQ(running_.Acquire({.id = "r1"}).status().code(), absl::StatusCode::kAlreadyExists);
   request->Finish(absl::OkStatus(), {}, now_);
-  EXPECT_TRUE(ids_.Acquire("r1").ok());
+  EXPECT_TRUE(running_.Acquire({.id = "r1"}).ok());
 }
 
 TEST_F(RequestTest, AnEmptyStopStringIsRefused) {
