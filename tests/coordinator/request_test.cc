@@ -113,9 +113,13 @@ TEST_F(RequestTest, StreamsTokensAndTextAndEndsOnce) {
                        .prompt_tokens = 100,
                        .processed_tokens = 64,
                        .cached_tokens = 64,
-                       .eta = absl::Milliseconds(1500)});
+                       .eta = absl::Milliseconds(1500)},
+                      now_);
+  EXPECT_EQ(running_.List(1, now_).at(0).processed_tokens(), 64u);
   EXPECT_EQ(Feed(*request, "hello", Role::kLast), Request::Verdict::kGoOn);
+  EXPECT_EQ(running_.List(1, now_).at(0).answer_tokens(), 5u);
   request->Finish(absl::OkStatus(), Summary(v1::FINISH_REASON_LENGTH), now_);
+  EXPECT_TRUE(running_.List(1, now_).empty());
   request.reset();
   EXPECT_EQ(sink_->status(), absl::OkStatus());
   const std::vector<v1::GenerateResponse> messages = sink_->messages();
@@ -213,7 +217,7 @@ TEST_F(RequestTest, AnEmptyStopStringIsRefused) {
   absl::StatusOr<std::unique_ptr<Request>> request =
       Request::Create({.stop_strings = {""}}, {.tokenizer = *model_.tokenizer,
                                                .metrics = metrics_,
-                                               .id = *ids_.Acquire("r"),
+                                               .id = *running_.Acquire({.id = "r"}),
                                                .sink = std::make_shared<CollectedResponse>(),
                                                .sequence = SequenceId(1),
                                                .origin = {.request_id = "r1", .arrived = now_},
