@@ -9,8 +9,8 @@
 
 #include "coordinator/cli/connect.h"
 #include "coordinator/cli/progress_bar.h"
+#include "coordinator/policy/limits.h"
 #include "coordinator/request/request_origin.h"
-#include "coordinator/request/running_requests.h"
 #include "coordinator/request/status_json.h"
 #include "kernels/base/status_macros.h"
 #include "proto/finish_numbers.h"
@@ -168,7 +168,7 @@ absl::Status RunStatus(const v1::StatusCommandConfig& config) {
   const auto stub = v1::Generation::NewStub(Connect(config.server()));
   const absl::Duration timeout = absl::Seconds(config.timeout());
   v1::GetServerInfoRequest asked;
-  asked.set_max_requests(RunningRequests::kMostListed);
+  asked.set_max_requests(kMaxListedRequests);
   v1::GetServerInfoResponse server;
   grpc::ClientContext server_context;
   SetTimeout(timeout, server_context);

@@ -112,7 +112,7 @@ std::vector<v1::RequestInfo> RunningRequests::List(size_t most, TimePoint now) c
   {
     MutexLock lock(mu_);
     for (const auto& [number, request] : requests_) {
-      if (oldest.size() >= std::min(most, kMostListed)) break;
+      if (oldest.size() >= most) break;
       oldest.push_back(request);
     }
   }

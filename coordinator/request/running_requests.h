@@ -42,8 +42,6 @@ struct RunningRequest {
 
 class RunningRequests {
  public:
-  static constexpr size_t kMostListed = 256;
-
   // A request's place in the list, until it is destroyed. The list outlives it.
   class Lease {
    public:
@@ -62,7 +60,7 @@ class RunningRequests {
 
   // ALREADY_EXISTS while a request with this id runs.
   absl::StatusOr<std::unique_ptr<Lease>> Acquire(RunningRequest request) EXCLUDES(mu_);
-  // Returns the oldest `most` requests, but at most kMostListed, by age.
+  // Returns the oldest `most` requests, by age.
   std::vector<v1::RequestInfo> List(size_t most, TimePoint now) const EXCLUDES(mu_);
 
  private:

@@ -9,6 +9,7 @@ import json
 import os
 import pathlib
 import re
+import subprocess
 import sys
 import tempfile
 import time
@@ -17,7 +18,7 @@ import unittest
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from support.browser import Browser  # noqa: E402
 from support.http_client import ask, open_connection  # noqa: E402
-from support.service import Service  # noqa: E402
+from support.service import KVASIR, Service  # noqa: E402
 
 from documents import make_document  # noqa: E402
 
@@ -97,7 +98,10 @@ class Events(StatusTest):
                 self.assertLess(time.monotonic() - begun, 60, seen[-1]["server"])
                 seen.append(listener.next())
             seen.append(listener.next())
-        self.assertAlmostEqual((time.monotonic() - begun) / (len(seen) - 1), 1, delta=0.5)
+            self.assertGreater((time.monotonic() - begun) / (len(seen) - 1), 0.9, "more than one event a second")
+            table = subprocess.run([KVASIR, "status", f"--server={self.service.address}"], capture_output=True, text=True,
+                                   check=True, timeout=20).stdout
+        self.assertRegex(table, r"(?m)^answering +long-answers .* short$")
         long = [request for told in seen for request in told["server"]["requests"] if request["request_id"] == "long"]
         read = [request["processed_tokens"] for request in long]
         self.assertEqual(read, sorted(read))
