@@ -24,8 +24,8 @@ from documents import make_document  # noqa: E402
 
 EVENTS = "/status/events"
 MOST_LISTENERS = 16
-DOCUMENT = make_document("multi_key", 7000, num_questions=1, seed=7)
-SECRETS = ("the-tenant", "Once upon a time")  # a tenant and a prompt
+SHORT, LONG = (make_document("multi_key", tokens, num_questions=1, seed=tokens) for tokens in (1500, 7000))
+TENANT = "the-tenant"
 POLICIES = """
 - name: long-answers
   prefill: {all: {}}
@@ -59,7 +59,7 @@ def serve():
     folder = tempfile.TemporaryDirectory()
     policies = pathlib.Path(folder.name) / "policies.yaml"
     policies.write_text(POLICIES)
-    service = Service(flags=[f"--policies={policies}", "--mass-sample-rate=1", "--max-num-batched-tokens=128"])
+    service = Service(flags=[f"--policies={policies}", "--threads=1", "--mass-sample-rate=1", "--max-num-batched-tokens=128"])
     return folder, service
 
 
@@ -72,10 +72,10 @@ class StatusTest(unittest.TestCase):
 
     @contextlib.contextmanager
     def two_streams(self, names):
-        """A short prompt with a long answer, and a long prompt under a sparse policy."""
-        options = dict(max_tokens=900, ignore_eos=True, policy="long-answers", tenant_id="the-tenant")
-        streams = [self.service.stream(prompt, request_id=name, **options)
-                   for name, prompt in zip(names, ("Once upon a time", DOCUMENT.text + DOCUMENT.questions[0].prompt))]
+        """A short prompt and a long one under a sparse policy, with long answers."""
+        options = dict(max_tokens=900, ignore_eos=True, policy="long-answers", tenant_id=TENANT)
+        streams = [self.service.stream(document.text + document.questions[0].prompt, request_id=name, **options)
+                   for name, document in zip(names, (SHORT, LONG))]
         try:
             yield
         finally:
@@ -120,7 +120,7 @@ class Events(StatusTest):
         self.assertEqual([tier["tier"] for tier in server["tiers"]], ["TIER_DEVICE", "TIER_HOST"])
         self.assertTrue(all(0 < int(tier["used_blocks"]) <= int(tier["total_blocks"]) for tier in server["tiers"]), server)
         self.assertEqual([policy["name"] for policy in seen[-1]["model"]["policies"]], ["default", "long-answers"])
-        for secret in (*SECRETS, DOCUMENT.text[:40]):
+        for secret in (TENANT, SHORT.text[:40], LONG.text[:40]):
             self.assertNotIn(secret, json.dumps(seen))
 
     def listen(self):

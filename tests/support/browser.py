@@ -50,6 +50,10 @@ class WebSocket:
         masked = bytes(byte ^ mask[i % 4] for i, byte in enumerate(data))
         self.socket.sendall(b"\x81" + length + mask + masked)
 
+    def close(self):
+        self.stream.close()
+        self.socket.close()
+
     def receive(self):
         text = b""
         while True:
@@ -73,6 +77,7 @@ class Browser:
         if program is None:
             raise unittest.SkipTest("there is no chromium; deploy/install_packages.sh installs it")
         self.complaints, self.requests = [], []
+        self.socket = None
         self.folder = tempfile.TemporaryDirectory(prefix="kvasir-browser-", ignore_cleanup_errors=True)
         self.process = subprocess.Popen(
             [program, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
@@ -148,6 +153,8 @@ class Browser:
         pathlib.Path(path).write_bytes(base64.b64decode(image["data"]))
 
     def close(self):
+        if self.socket is not None:
+            self.socket.close()
         os.killpg(self.process.pid, signal.SIGKILL)  # with its children
         self.process.wait()
         self.folder.cleanup()
