@@ -69,22 +69,26 @@ class Transformer {
   absl::Status AddLayer(int64_t index, LayerWeights weights);
   // Embedding, layers and output head.
   absl::Status Compute(const StepContext& step, const kernels::TensorView& logits) const;
-  // The first half of a layer: residual [tokens, hidden] += attention.
-  absl::Status RunAttention(const StepContext& step, const kernels::TensorView& residual,
-                            const Layer& layer) const;
-  // The second half, of any rows of the residual. Ranks add their summands after it.
-  absl::Status RunMlp(const kernels::TensorView& residual, const Activations& a,
+  // The second half of a layer. `x` is Norm's and `down` AddTo's, of any rows of the residual.
+  // Ranks add their summands after it.
+  absl::Status RunMlp(kernels::LinearParams x, kernels::LinearParams down, const Activations& a,
                       const Layer& layer) const;
+  // What a half of a layer, or the output head, begins with: rows of the residual and their norm,
+  // or a.normed where that holds them already.
+  kernels::LinearParams Norm(const kernels::TensorView& residual, const Tensor& norm,
+                             bool is_normed, const Activations& a) const;
   // A product, without its x, that is added to rows of the residual: at once, or as this rank's
-  // summand, which AddSummands adds.
-  kernels::LinearParams AddTo(const kernels::TensorView& residual, const Activations& a) const;
+  // summand, which AddSummands adds. With `next_norm` the sums are normalized as well, where that
+  // suits `layer`.
+  kernels::LinearParams AddTo(const kernels::TensorView& residual, const Linear& layer,
+                              const Tensor* next_norm, const Activations& a) const;
   absl::Status AddSummands(const kernels::TensorView& residual, const Activations& a) const;
   // The last layer's MLP and the output head, for the rows that sample alone: nothing else reads
   // what follows the last layer's keys and values.
   absl::Status FinishSampled(const kernels::TensorView& residual, const Activations& a,
                              const kernels::TensorView& logits) const;
-  // `sampled` [sampled rows, hidden] is overwritten.
-  absl::Status ComputeLogits(const kernels::TensorView& sampled, const Activations& a,
+  // `x` is Norm's of the sampled rows.
+  absl::Status ComputeLogits(kernels::LinearParams x, const Activations& a,
                              const kernels::TensorView& logits) const;
   float norm_epsilon() const { return static_cast<float>(options_.config.rms_norm_eps); }
   bool is_parallel() const { return options_.shard.num_ranks > 1; }
