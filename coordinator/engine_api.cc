@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 
 #include "coordinator/policy/limits.h"
+#include "coordinator/request/chat_prompt.h"
 #include "coordinator/request/parse_request.h"
 #include "coordinator/request/request_log.h"
 #include "coordinator/server_info.h"
@@ -52,6 +53,7 @@ absl::StatusOr<std::unique_ptr<Request>> EngineApi::Accept(
   KVASIR_ASSIGN_OR_RETURN(ParsedRequest parsed,
                           ParseRequest(request,
                                        {.tokenizer = context_.tokenizer,
+                                        .chat = context_.folder.chat,
                                         .policies = context_.policies,
                                         .eos_token_ids = context_.folder.eos_token_ids,
                                         .vocab_size = group.vocab_size,
@@ -71,9 +73,15 @@ absl::StatusOr<std::unique_ptr<Request>> EngineApi::Accept(
 
 absl::StatusOr<v1::TokenizeResponse> EngineApi::Tokenize(const v1::TokenizeRequest& request) {
   KVASIR_RETURN_IF_ERROR(CheckLimits("", request));
+  if (request.has_chat() && (!request.text().empty() || request.has_add_special_tokens() ||
+                             request.has_parse_special_tokens())) {
+    return absl::InvalidArgumentError("chat is set beside text or its options; send one of them");
+  }
   KVASIR_ASSIGN_OR_RETURN(
       const std::vector<int32_t> ids,
-      context_.tokenizer.Encode(request.text(), EncodingOf(request, kMaxContextTokens)));
+      request.has_chat()
+          ? EncodeChat(request.chat(), context_.folder.chat, context_.tokenizer, kMaxContextTokens)
+          : context_.tokenizer.Encode(request.text(), EncodingOf(request, kMaxContextTokens)));
   v1::TokenizeResponse response;
   response.mutable_token_ids()->Assign(ids.begin(), ids.end());
   return response;

@@ -25,7 +25,7 @@ absl::Status ForClients(const absl::Status& lost) {
 bool IsPermanent(const absl::Status& status) {
   return absl::IsInvalidArgument(status) || absl::IsFailedPrecondition(status) ||
          absl::IsNotFound(status) || absl::IsResourceExhausted(status) ||
-         absl::IsUnimplemented(status);
+         absl::IsUnimplemented(status) || absl::IsUnauthenticated(status);
 }
 
 }  // namespace
@@ -315,8 +315,7 @@ absl::Status EngineLoop::UpdateTiers(Scheduler& scheduler) {
 // Cancels before it adds, so that cancelled requests make room for new ones.
 void EngineLoop::Apply(Inbox::Contents arrived, Scheduler& scheduler) {
   for (const Inbox::Cancellation& cancellation : arrived.cancelled) {
-    std::optional<FinishEvent> finish =
-        scheduler.Cancel(cancellation.id, cancellation.why, clock_.Now());
+    auto finish = scheduler.Cancel(cancellation.id, cancellation.why, clock_.Now());
     if (finish.has_value()) OnFinish(*std::move(finish));
   }
   for (std::unique_ptr<Request>& request : arrived.submitted) {
@@ -343,8 +342,7 @@ void EngineLoop::EndOverdue(Scheduler& scheduler) {
       absl::StrCat("the request is not done after ", absl::FormatDuration(longest),
                    ", this server's --max-request-time"));
   for (const SequenceId id : overdue) {
-    std::optional<FinishEvent> finish = scheduler.Cancel(id, why, now);
-    if (finish.has_value()) OnFinish(*std::move(finish));
+    if (auto finish = scheduler.Cancel(id, why, now)) OnFinish(*std::move(finish));
   }
 }
 
@@ -354,6 +352,8 @@ void EngineLoop::Dispatch(std::vector<Event> events, Scheduler& scheduler) {
   for (Event& event : events) {
     if (const auto* progress = std::get_if<ProgressEvent>(&event)) {
       requests_.at(progress->id)->OnProgress(*progress);
+    } else if (auto* scores = std::get_if<PromptLogprobsEvent>(&event)) {
+      requests_.at(scores->id)->OnPromptLogprobs(std::move(*scores));
     } else if (const auto* token = std::get_if<TokenEvent>(&event)) {
       if (requests_.at(token->id)->OnToken(*token, now) == Request::Verdict::kGoOn) continue;
       // When it was the last token anyway, the next event is its end.

@@ -20,7 +20,7 @@ constexpr size_t kMaxConfigBytes = size_t{16} << 20;
 constexpr char kEosKey[] = "eos_token_id";
 
 // Returns nullopt when there is no such file.
-absl::StatusOr<std::optional<json>> ReadJson(const std::string& path) {
+absl::StatusOr<std::optional<std::string>> ReadText(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   if (!file) return std::nullopt;
   std::string text(kMaxConfigBytes + 1, '\0');
@@ -30,11 +30,25 @@ absl::StatusOr<std::optional<json>> ReadJson(const std::string& path) {
     return absl::InvalidArgumentError(
         absl::StrCat(path, " is longer than ", kMaxConfigBytes, " bytes; is it the right file?"));
   }
-  json document = json::parse(text, nullptr, /*allow_exceptions=*/false);
+  return text;
+}
+
+absl::StatusOr<std::optional<json>> ReadJson(const std::string& path) {
+  KVASIR_ASSIGN_OR_RETURN(const std::optional<std::string> text, ReadText(path));
+  if (!text.has_value()) return std::nullopt;
+  json document = json::parse(*text, nullptr, /*allow_exceptions=*/false);
   if (!document.is_object()) {
     return absl::InvalidArgumentError(absl::StrCat(path, " is not a JSON object"));
   }
   return document;
+}
+
+absl::StatusOr<ModelChat> LoadChat(const std::string& path) {
+  ChatFiles files;
+  KVASIR_ASSIGN_OR_RETURN(files.tokenizer_config, ReadJson(path + "/tokenizer_config.json"));
+  KVASIR_ASSIGN_OR_RETURN(files.jinja, ReadText(path + "/chat_template.jinja"));
+  KVASIR_ASSIGN_OR_RETURN(files.chat_template, ReadJson(path + "/chat_template.json"));
+  return ModelChat(files);
 }
 
 absl::StatusOr<int32_t> TokenId(const json& value, const std::string& path) {
@@ -87,6 +101,7 @@ absl::StatusOr<ModelFolder> LoadModelFolder(const std::string& path) {
     }
     folder.vocab_size = size->get<int64_t>();
   }
+  KVASIR_ASSIGN_OR_RETURN(folder.chat, LoadChat(path));
   // Only people read these, so values that are not text are left out.
   if (const auto type = config->find("model_type"); type != config->end() && type->is_string()) {
     folder.model_type = *type;

@@ -1,5 +1,6 @@
 // Reads a model's folder, except the tokenizer: the tokens that end a text, the size of the
-// vocabulary, and the names of the model's type and architectures. Called by the server at start. Pure function: thread-safe.
+// vocabulary, the chat template, and the names of the model's type and architectures. Called by the
+// server at start. Pure function: thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -8,6 +9,8 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+
+#include "coordinator/chat/model_chat.h"
 
 namespace kvasir::coordinator {
 
@@ -19,6 +22,7 @@ struct ModelFolder {
   std::vector<int32_t> eos_token_ids = {};
   // vocab_size of config.json: rows of the embedding. None when absent.
   std::optional<int64_t> vocab_size = {};
+  ModelChat chat = {};
 };
 
 // INVALID_ARGUMENT for files that are not JSON or have other types, NOT_FOUND without config.json.

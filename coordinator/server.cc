@@ -27,17 +27,19 @@
 #include "coordinator/text_pool.h"
 #include "coordinator/tokenizer/tokenizer.h"
 #include "coordinator/tokenizer_fit.h"
+#include "coordinator/vllm/vllm_service.h"
 #include "kernels/base/mutex.h"
 #include "kernels/base/status_macros.h"
 #include "kvstore/format/block.h"
 #include "proto/grpc_listener.h"
 #include "proto/metrics_endpoint.h"
+#include "proto/security/group_secret.h"
 #include "proto/worker_protocol.h"
 
 namespace kvasir::coordinator {
 namespace {
 
-constexpr char kServiceName[] = "kvasir.v1.Generation";
+constexpr const char* kServiceNames[] = {"kvasir.v1.Generation", "vllm.grpc.engine.VllmEngine"};
 // Clients may ping every 10 s. A client that does not answer our pings within 30 s is gone.
 constexpr int kMinClientPingMs = 10'000;
 constexpr int kPingIntervalMs = 20'000;
@@ -168,7 +170,7 @@ class ServerImpl final : public Server {
   absl::Status CheckGroup(const GroupInfo& group) const;
   void OnReadiness(bool ready) EXCLUDES(mu_);
   void OnAccepting(bool accepts) EXCLUDES(mu_);
-  // Sets the health of the service's name. That of "", the process itself, stays SERVING.
+  // Sets the health of the services' names. That of "", the process itself, stays SERVING.
   void PublishReadiness() REQUIRES(mu_);
 
   // In order of use: a member uses those above it.
@@ -187,6 +189,7 @@ class ServerImpl final : public Server {
   std::unique_ptr<HttpFront> http_;
   TextPool texts_;  // its work uses all above
   std::unique_ptr<GenerationService> service_;
+  std::unique_ptr<VllmService> vllm_service_;
   std::unique_ptr<grpc::Server> server_;
 
   kernels::Mutex mu_;
@@ -238,6 +241,8 @@ absl::Status ServerImpl::Init(const WorkerGroupFactory& make_group) {
                                                       .started = clock_.Now()});
   service_ = std::make_unique<GenerationService>(*api_, *listener_,
                                                  absl::Seconds(config_.client_timeout()));
+  vllm_service_ =
+      std::make_unique<VllmService>(*api_, *listener_, absl::Seconds(config_.client_timeout()));
   KVASIR_ASSIGN_OR_RETURN(
       http_, HttpFront::Start({.api = *api_,
                                .host = config_.endpoint().host(),
@@ -288,6 +293,7 @@ absl::Status ServerImpl::BuildServer() {
           kOtherStreams);
   listener_->AddTo(builder);
   builder.RegisterService(service_.get());
+  builder.RegisterService(vllm_service_.get());
   server_ = builder.BuildAndStart();
   if (server_ == nullptr) return absl::InternalError("gRPC cannot start its server");
   OnReadiness(false);
@@ -308,8 +314,9 @@ void ServerImpl::OnAccepting(bool accepts) {
 
 void ServerImpl::PublishReadiness() {
   if (server_ == nullptr) return;
-  server_->GetHealthCheckService()->SetServingStatus(kServiceName,
-                                                     ready_ && accepts_ && !draining_);
+  for (const char* name : kServiceNames) {
+    server_->GetHealthCheckService()->SetServingStatus(name, ready_ && accepts_ && !draining_);
+  }
 }
 
 void ServerImpl::Drain() {
@@ -339,12 +346,14 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const v1::ServeConfig& con
     return absl::InvalidArgumentError("no worker addresses are given; a server needs at least one");
   }
   const absl::Duration timeout = RankTimeout(config);
+  KVASIR_ASSIGN_OR_RETURN(const std::shared_ptr<const proto::GroupSecret> secret,
+                          proto::GroupSecret::Read(config.group_secret_file()));
   return Start(config, [&](const v1::ShardPlan& plan, Clock& clock) {
     return CreateWorkerGroup({.addresses = std::move(addresses),
                               .shard_plan = plan,
                               .answer_timeout = absl::Seconds(config.startup_timeout()),
                               .reply_spread = timeout},
-                             GrpcWorkerDialer(PingsWithin(timeout)), clock);
+                             GrpcWorkerDialer(secret, PingsWithin(timeout)), clock);
   });
 }
 

@@ -3,20 +3,13 @@
 #include <memory>
 #include <utility>
 
+#include "coordinator/request/call_origin.h"
 #include "coordinator/request/generate_stream.h"
 #include "kernels/base/status_macros.h"
 #include "proto/grpc_status.h"
 
 namespace kvasir::coordinator {
 namespace {
-
-constexpr char kRequestIdHeader[] = "x-request-id";
-
-absl::string_view Header(const grpc::CallbackServerContext& context, const char* name) {
-  const auto found = context.client_metadata().find(name);
-  if (found == context.client_metadata().end()) return {};
-  return {found->second.data(), found->second.size()};
-}
 
 grpc::ServerUnaryReactor* Answer(grpc::CallbackServerContext* context, const absl::Status& status) {
   grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
@@ -28,16 +21,11 @@ grpc::ServerUnaryReactor* Answer(grpc::CallbackServerContext* context, const abs
 
 grpc::ServerWriteReactor<v1::GenerateResponse>* GenerationService::Generate(
     grpc::CallbackServerContext* context, const v1::GenerateRequest* request) {
-  const RequestOrigin origin = OriginOf(
-      *request,
-      {.request_id = Header(*context, kRequestIdHeader),
-       .traceparent = Header(*context, "traceparent")},
-      [this] { return api_.NewRequestId(); }, api_.Now());
-  context->AddInitialMetadata(kRequestIdHeader, HeaderText(origin.request_id));
+  const RequestOrigin origin = OriginOfCall(*context, *request, api_);
   const size_t bytes = request->ByteSizeLong();
   connections_.OnMessage(context->peer(), bytes);
-  const std::shared_ptr<GenerateStream> stream =
-      GenerateStream::Create(context, connections_.BeginCall(context->peer()), client_timeout_);
+  const std::shared_ptr<GenerateStream> stream = GenerateStream::Create(
+      context, connections_.BeginCall(context->peer()), client_timeout_, AsItComes);
   // The request lives until the stream is closed.
   const absl::Status taken = api_.RunText(
       bytes, [this, request, origin, stream] { api_.Generate(*request, origin, stream); });

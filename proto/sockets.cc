@@ -2,6 +2,7 @@
 
 #include <cerrno>
 #include <cstring>
+#include <memory>
 #include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -85,16 +86,10 @@ absl::StatusOr<Descriptor> ListenOnTcp(const std::string& address, const addrinf
   return Bind(address, std::move(socket), at.ai_addr, at.ai_addrlen);
 }
 
-}  // namespace
+using Addresses = std::unique_ptr<addrinfo, decltype(&freeaddrinfo)>;
 
-void Descriptor::Close() {
-  if (fd_ >= 0) close(std::exchange(fd_, -1));
-}
-
-bool IsUnixAddress(absl::string_view address) { return absl::StartsWith(address, kUnix); }
-
-absl::StatusOr<ListeningSockets> ListenOn(const std::string& address) {
-  if (IsUnixAddress(address)) return ListenOnPath(address);
+// Returns the addresses of HOST:PORT.
+absl::StatusOr<Addresses> Resolve(const std::string& address) {
   const size_t colon = address.rfind(':');
   if (colon == std::string::npos) return CannotListen(address, "it is not HOST:PORT or unix:PATH");
   absl::string_view host = absl::string_view(address).substr(0, colon);
@@ -107,9 +102,32 @@ absl::StatusOr<ListeningSockets> ListenOn(const std::string& address) {
   const int error =
       getaddrinfo(std::string(host).c_str(), address.substr(colon + 1).c_str(), &hints, &found);
   if (error != 0) return CannotListen(address, gai_strerror(error));
+  return Addresses(found, &freeaddrinfo);
+}
+
+bool IsLoopback(const sockaddr& where) {
+  if (where.sa_family == AF_INET6) {
+    const in6_addr& host = reinterpret_cast<const sockaddr_in6&>(where).sin6_addr;
+    return IN6_IS_ADDR_LOOPBACK(&host) || (IN6_IS_ADDR_V4MAPPED(&host) && host.s6_addr[12] == 127);
+  }
+  const in_addr& host = reinterpret_cast<const sockaddr_in&>(where).sin_addr;
+  return ntohl(host.s_addr) >> IN_CLASSA_NSHIFT == IN_LOOPBACKNET;
+}
+
+}  // namespace
+
+void Descriptor::Close() {
+  if (fd_ >= 0) close(std::exchange(fd_, -1));
+}
+
+bool IsUnixAddress(absl::string_view address) { return absl::StartsWith(address, kUnix); }
+
+absl::StatusOr<ListeningSockets> ListenOn(const std::string& address) {
+  if (IsUnixAddress(address)) return ListenOnPath(address);
+  KVASIR_ASSIGN_OR_RETURN(const Addresses found, Resolve(address));
   ListeningSockets listening;
   absl::Status why;
-  for (const addrinfo* at = found; at != nullptr; at = at->ai_next) {
+  for (const addrinfo* at = found.get(); at != nullptr; at = at->ai_next) {
     // Port 0 took any free port for the first address; the other addresses take the same one.
     if (listening.port != 0) SetPort(at->ai_addr, listening.port);
     absl::StatusOr<Descriptor> socket = ListenOnTcp(address, *at);
@@ -118,9 +136,18 @@ absl::StatusOr<ListeningSockets> ListenOn(const std::string& address) {
     listening.port = BoundPort(socket->get());
     listening.sockets.push_back(*std::move(socket));
   }
-  freeaddrinfo(found);
   if (listening.sockets.empty()) return why;
   return listening;
+}
+
+bool IsOpenToOtherMachines(const std::string& address) {
+  if (IsUnixAddress(address)) return false;
+  const absl::StatusOr<Addresses> found = Resolve(address);
+  if (!found.ok()) return false;
+  for (const addrinfo* at = found->get(); at != nullptr; at = at->ai_next) {
+    if (!IsLoopback(*at->ai_addr)) return true;
+  }
+  return false;
 }
 
 }  // namespace kvasir::proto

@@ -45,4 +45,8 @@ absl::StatusOr<ListeningSockets> ListenOn(const std::string& address);
 
 bool IsUnixAddress(absl::string_view address);
 
+// Returns true when `address` (as ListenOn takes it) can be reached from other machines. False
+// where nothing can be listened on.
+bool IsOpenToOtherMachines(const std::string& address);
+
 }  // namespace kvasir::proto

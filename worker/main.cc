@@ -10,7 +10,9 @@
 #include <pthread.h>
 #include <signal.h>
 #include <string>
+#include <sys/stat.h>
 #include <unistd.h>
+#include <utility>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -33,6 +35,7 @@
 #include "proto/process/logs.h"
 #include "proto/process/process_registry.h"
 #include "proto/process/version.h"
+#include "proto/security/group_secret.h"
 #include "proto/sockets.h"
 #include "proto/worker_protocol.h"
 #include "worker/group_member.h"
@@ -148,7 +151,22 @@ void LogPlans() {
   });
 }
 
+// Returns the group secret. INVALID_ARGUMENT without one where other machines reach the worker:
+// whoever takes it is told the prompts that its disk tier stores.
+absl::StatusOr<std::shared_ptr<const proto::GroupSecret>> ReadSecret(
+    const v1::WorkerConfig& config) {
+  if (config.group_secret_file().empty() && proto::IsOpenToOtherMachines(config.listen())) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--listen ", config.listen(), " is open to other machines and there is no ",
+                     "--group-secret-file; give worker and coordinator the same file, which ",
+                     "'(umask 077; openssl rand -hex 32 > FILE)' makes, or listen on 127.0.0.1"));
+  }
+  return proto::GroupSecret::Read(config.group_secret_file());
+}
+
 absl::Status RunWorker(const v1::WorkerConfig& config, StartTimes::Clock::time_point started) {
+  umask(S_IRWXG | S_IRWXO);  // files of the disk tier hold prompts
+  KVASIR_ASSIGN_OR_RETURN(std::shared_ptr<const proto::GroupSecret> secret, ReadSecret(config));
   const sigset_t end_signals = BlockEndSignals();
   KVASIR_ASSIGN_OR_RETURN(const std::unique_ptr<proto::Logs> logs,
                           proto::Logs::Start("worker", config.logs()));
@@ -177,8 +195,9 @@ absl::Status RunWorker(const v1::WorkerConfig& config, StartTimes::Clock::time_p
                      *backend, metrics);
   KVASIR_ASSIGN_OR_RETURN(const std::unique_ptr<proto::GrpcListener> listener,
                           Listen(config.listen(), registry, readiness));
-  WorkerService service([&member](CoordinatorStream& stream) { return member.Serve(stream); },
-                        *listener);
+  WorkerService service(
+      {.secret = std::move(secret)},
+      [&member](CoordinatorStream& stream) { return member.Serve(stream); }, *listener);
   absl::StatusOr<std::unique_ptr<grpc::Server>> server =
       StartServer(config.listen(), *listener, service);
   if (server.ok()) {

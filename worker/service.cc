@@ -1,5 +1,6 @@
 #include "worker/service.h"
 
+#include <algorithm>
 #include <chrono>
 #include <deque>
 #include <exception>
@@ -8,10 +9,13 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "grpcpp/alarm.h"
 #include "spdlog/spdlog.h"
 
 #include "kernels/base/status_macros.h"
 #include "proto/grpc_status.h"
+#include "proto/security/group_handshake.h"
 
 namespace kvasir::worker {
 namespace {
@@ -21,19 +25,23 @@ using kernels::MutexLock;
 
 // A coordinator is at most one step ahead; a peer with more queued messages is not a coordinator.
 constexpr size_t kMaxQueuedMessages = 64;
+// Whoever reaches the port causes these warnings.
+constexpr absl::Duration kWarningInterval = absl::Seconds(1);
 
 }  // namespace
 
-// One stream. gRPC's threads call the On* reactions, the engine thread the rest. gRPC may run a
-// reaction inside the call that starts its operation, so no Start* or Finish happens under mu_.
+// One stream. Until its proof is claimed it is unproven: the proof, the end of the stream, the
+// alarm or the service claims it, whichever is first. Then it is the engine's, or it ends. gRPC's
+// threads call the On* reactions, the engine thread the rest. gRPC may run a reaction inside the
+// call that starts its operation, so no Start* or Finish happens under mu_.
 class WorkerService::Stream final
     : public grpc::ServerBidiReactor<v1::CoordinatorMessage, v1::WorkerMessage>,
       public CoordinatorStream {
  public:
-  Stream(proto::GrpcListener& connections, std::string peer)
-      : connections_(connections),
+  Stream(WorkerService& service, std::string peer)
+      : service_(service),
         peer_(std::move(peer)),
-        call_(connections.BeginCall(peer_)),
+        handshake_(service.options_.secret),
         rendezvous_([this](const std::string& key, const std::string& value) {
           v1::WorkerMessage message;
           message.mutable_rendezvous()->set_key(key);
@@ -45,9 +53,21 @@ class WorkerService::Stream final
   void Start(std::shared_ptr<Stream> self) {
     self_ = std::move(self);
     StartRead(&incoming_);
-    v1::WorkerMessage here;  // without this the coordinator gives up sooner
-    here.mutable_load_progress()->set_stage("accepted");
-    Write(std::move(here));
+    Write(handshake_.Challenge());
+    proof_alarm_.Set(
+        absl::ToChronoTime(absl::Now() + service_.options_.proof_time),
+        [weak = std::weak_ptr<Stream>(self_)](bool rang) {
+          const std::shared_ptr<Stream> stream = rang ? weak.lock() : nullptr;
+          if (stream == nullptr) return;
+          stream->EndUnproven(absl::DeadlineExceededError("no proof of the group secret in time"));
+        });
+  }
+
+  // Ends the stream if it is still unproven.
+  void EndUnproven(const absl::Status& why) {
+    if (!ClaimProof()) return;
+    EndReads(why);
+    Close(why);
   }
 
   // --- engine thread ---
@@ -121,10 +141,16 @@ class WorkerService::Stream final
 
   void OnReadDone(bool ok) override {
     if (!ok) {
-      EndReads(absl::CancelledError("the coordinator ended the stream"));
+      const absl::Status gone = absl::CancelledError("the coordinator ended the stream");
+      EndUnproven(gone);
+      EndReads(gone);
       return;
     }
-    connections_.OnMessage(peer_, incoming_.ByteSizeLong());
+    if (!proven_) {
+      if (Prove()) StartRead(&incoming_);
+      return;
+    }
+    service_.connections_.OnMessage(peer_, incoming_.ByteSizeLong());
     if (incoming_.has_rendezvous()) {
       rendezvous_.Deliver(incoming_.rendezvous().key(), incoming_.rendezvous().value());
     } else if (!Enqueue()) {
@@ -156,13 +182,54 @@ class WorkerService::Stream final
     if (close) Finish(proto::ToGrpcStatus(*close));
   }
 
-  void OnCancel() override { EndReads(absl::CancelledError("the stream was cancelled")); }
+  void OnCancel() override {
+    const absl::Status cancelled = absl::CancelledError("the stream was cancelled");
+    EndUnproven(cancelled);
+    EndReads(cancelled);
+  }
   void OnDone() override {
     call_.reset();
     self_.reset();
   }
 
  private:
+  // Returns true once.
+  bool ClaimProof() {
+    {
+      MutexLock lock(mu_);
+      if (std::exchange(claimed_, true)) return false;
+    }
+    service_.ForgetUnproven(*this);
+    return true;
+  }
+
+  // Takes the first message. Returns false when the stream is not admitted.
+  bool Prove() {
+    const absl::StatusOr<v1::WorkerMessage> proof = handshake_.Answer(incoming_);
+    incoming_.Clear();
+    if (!proof.ok()) {
+      service_.WarnUnproven(peer_, proof.status());
+      EndUnproven(proof.status());
+      return false;
+    }
+    if (!ClaimProof()) return false;
+    proven_ = true;
+    proof_alarm_.Cancel();
+    // Only now: the connection of an unproven stream gives way to others.
+    call_ = service_.connections_.BeginCall(peer_);
+    Write(*proof);
+    if (const absl::Status admitted = service_.Admit(self_); !admitted.ok()) {
+      EndReads(admitted);
+      Close(admitted);
+      return false;
+    }
+    spdlog::info("coordinator at {}", peer_);
+    v1::WorkerMessage here;  // without this the coordinator gives up sooner
+    here.mutable_load_progress()->set_stage("accepted");
+    Write(std::move(here));
+    return true;
+  }
+
   bool Enqueue() {
     MutexLock lock(mu_);
     if (inbox_.size() >= kMaxQueuedMessages) return false;
@@ -172,14 +239,19 @@ class WorkerService::Stream final
     return true;
   }
 
-  proto::GrpcListener& connections_;
+  WorkerService& service_;
   const std::string peer_;
-  std::unique_ptr<proto::GrpcListener::Call> call_;  // until OnDone
-  v1::CoordinatorMessage incoming_;                  // target of the read in flight
+  proto::WorkerHandshake handshake_;
+  grpc::Alarm proof_alarm_;
+  bool proven_ = false;  // used by reactions to reads
+  // From the proof to OnDone; null where the listener knows no connection of the peer, as on unix:.
+  std::unique_ptr<proto::GrpcListener::Call> call_;
+  v1::CoordinatorMessage incoming_;  // target of the read in flight
   Rendezvous rendezvous_;
   std::shared_ptr<Stream> self_;  // from Start to OnDone
 
   Mutex mu_;
+  bool claimed_ GUARDED_BY(mu_) = false;
   kernels::CondVar readable_;
   std::deque<v1::CoordinatorMessage> inbox_ GUARDED_BY(mu_);
   absl::Status end_status_ GUARDED_BY(mu_);               // not OK: nothing more is read
@@ -197,8 +269,10 @@ class WorkerService::Refusal final
   void OnDone() override { delete this; }
 };
 
-WorkerService::WorkerService(Serve serve, proto::GrpcListener& connections)
-    : serve_(std::move(serve)),
+WorkerService::WorkerService(WorkerServiceOptions options, Serve serve,
+                             proto::GrpcListener& connections)
+    : options_(std::move(options)),
+      serve_(std::move(serve)),
       connections_(connections),
       engine_thread_([this] { RunEngineThread(); }) {}
 
@@ -206,23 +280,58 @@ WorkerService::~WorkerService() { KVASIR_CHECK(!engine_thread_.joinable()); }
 
 grpc::ServerBidiReactor<v1::CoordinatorMessage, v1::WorkerMessage>* WorkerService::Run(
     grpc::CallbackServerContext* context) {
-  auto stream = std::make_shared<Stream>(connections_, context->peer());
-  {
-    MutexLock lock(mu_);
-    if (stopping_) return new Refusal(absl::UnavailableError("the worker is shutting down"));
-    if (current_ == nullptr) {
-      current_ = stream;
-    } else if (next_ == nullptr && !current_->end_status().ok()) {
-      next_ = stream;  // a new group, while the end of the old one is still being handled
-    } else {
-      return new Refusal(absl::AlreadyExistsError(
-          "this worker has a coordinator; stop that one or let it leave first"));
-    }
-    changed_.NotifyAll();
+  auto stream = std::make_shared<Stream>(*this, context->peer());
+  if (!AddUnproven(stream)) {
+    return new Refusal(absl::UnavailableError("the worker is shutting down"));
   }
-  spdlog::info("stream from {}", context->peer());
   stream->Start(stream);
   return stream.get();
+}
+
+bool WorkerService::AddUnproven(std::shared_ptr<Stream> stream) {
+  std::shared_ptr<Stream> oldest;
+  {
+    MutexLock lock(mu_);
+    if (stopping_) return false;
+    if (unproven_.size() == kMostUnproven) oldest = unproven_.front();
+    unproven_.push_back(std::move(stream));
+  }
+  if (oldest != nullptr) {
+    oldest->EndUnproven(absl::ResourceExhaustedError(
+        absl::StrCat("more than ", kMostUnproven, " streams prove no group secret")));
+  }
+  return true;
+}
+
+void WorkerService::ForgetUnproven(const Stream& stream) {
+  MutexLock lock(mu_);
+  const auto same = [&](const std::shared_ptr<Stream>& other) { return other.get() == &stream; };
+  unproven_.erase(std::remove_if(unproven_.begin(), unproven_.end(), same), unproven_.end());
+}
+
+absl::Status WorkerService::Admit(std::shared_ptr<Stream> stream) {
+  MutexLock lock(mu_);
+  if (stopping_) return absl::UnavailableError("the worker is shutting down");
+  if (current_ == nullptr) {
+    current_ = std::move(stream);
+  } else if (next_ == nullptr && !current_->end_status().ok()) {
+    next_ = std::move(stream);  // a new group, while the end of the old one is still being handled
+  } else {
+    return absl::AlreadyExistsError(
+        "this worker has a coordinator; stop that one or let it leave first");
+  }
+  changed_.NotifyAll();
+  return absl::OkStatus();
+}
+
+void WorkerService::WarnUnproven(const std::string& peer, const absl::Status& why) {
+  {
+    MutexLock lock(mu_);
+    const absl::Time now = absl::Now();
+    if (now - warned_at_ < kWarningInterval) return;
+    warned_at_ = now;
+  }
+  spdlog::warn("stream from {} refused: {}", peer, std::string(why.message()));
 }
 
 void WorkerService::RunEngineThread() {
@@ -257,15 +366,20 @@ absl::Status WorkerService::ServeGuarded(CoordinatorStream& stream) {
 }
 
 void WorkerService::Shutdown() {
+  std::deque<std::shared_ptr<Stream>> unproven;
   {
     MutexLock lock(mu_);
     stopping_ = true;
+    unproven = unproven_;
     for (const auto& stream : {current_, next_}) {
       if (stream != nullptr) {
         stream->EndReads(absl::UnavailableError("the worker is shutting down"));
       }
     }
     changed_.NotifyAll();
+  }
+  for (const auto& stream : unproven) {
+    stream->EndUnproven(absl::UnavailableError("the worker is shutting down"));
   }
   if (engine_thread_.joinable()) engine_thread_.join();
 }

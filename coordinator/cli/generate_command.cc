@@ -6,6 +6,7 @@
 #include <string>
 
 #include "absl/status/statusor.h"
+#include "absl/strings/escaping.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
@@ -79,6 +80,8 @@ absl::StatusOr<v1::SamplingParams> MakeSampling(const v1::GenerateCommandConfig&
   sampling.set_skip_special_tokens(config.skip_special_tokens());
   sampling.set_include_stop_str_in_output(config.include_stop_str_in_output());
   if (config.has_logprobs()) sampling.set_logprobs(config.logprobs());
+  if (config.has_prompt_logprobs()) sampling.set_prompt_logprobs(config.prompt_logprobs());
+  sampling.set_logprobs_text(config.logprobs_text());
   for (const std::string& stop : config.stop()) {
     KVASIR_RETURN_IF_ERROR(CheckUtf8("--stop", stop));
     sampling.add_stop(stop);
@@ -166,7 +169,20 @@ std::string MassLines(const v1::AttentionReport& attention) {
   return text + "\n";
 }
 
-// The end of an answer, and the log probabilities of its tokens.
+// Returns a token's text after a space; empty when none was asked for.
+std::string Quoted(const v1::TokenText& token) {
+  switch (token.content_case()) {
+    case v1::TokenText::kText:
+      return absl::StrCat(" '", absl::Utf8SafeCHexEscape(token.text()), "'");
+    case v1::TokenText::kPart:
+      return absl::StrCat(" '", absl::CHexEscape(token.part()), "'");
+    case v1::TokenText::CONTENT_NOT_SET:
+      return "";
+  }
+  return "";
+}
+
+// The end of an answer, and the log probabilities of tokens.
 struct Ending {
   v1::Finish finish;
   std::string logprob_lines;
@@ -185,6 +201,8 @@ absl::StatusOr<Ending> ReadStream(grpc::ClientReader<v1::GenerateResponse>& read
       bar->Show(progress.processed_tokens(), progress.prompt_tokens(),
                 progress.has_eta() ? std::make_optional(absl::Seconds(ToSeconds(progress.eta())))
                                    : std::nullopt);
+    } else if (response.has_prompt_logprobs()) {
+      ending.logprob_lines += LogprobLines(response.prompt_logprobs());
     } else if (response.has_tokens()) {
       bar.reset();
       std::cout << response.tokens().text() << std::flush;
@@ -206,10 +224,26 @@ absl::StatusOr<Ending> ReadStream(grpc::ClientReader<v1::GenerateResponse>& read
 std::string LogprobLines(const v1::Tokens& tokens) {
   std::string text;
   for (int i = 0; i < tokens.logprobs_size(); ++i) {
-    absl::StrAppendFormat(&text, "  token %7d  logprob %8.4f", tokens.token_ids(i),
-                          tokens.logprobs(i).logprob());
-    for (const v1::TopLogprob& top : tokens.logprobs(i).top()) {
-      absl::StrAppendFormat(&text, "  %d: %.4f", top.token_id(), top.logprob());
+    const v1::TokenLogprobs& logprobs = tokens.logprobs(i);
+    absl::StrAppendFormat(&text, "  token %7d%s  logprob %8.4f", tokens.token_ids(i),
+                          Quoted(logprobs.token()), logprobs.logprob());
+    for (const v1::TopLogprob& top : logprobs.top()) {
+      absl::StrAppendFormat(&text, "  %d%s: %.4f", top.token_id(), Quoted(top.token()),
+                            top.logprob());
+    }
+    text += "\n";
+  }
+  return text;
+}
+
+std::string LogprobLines(const v1::PromptLogprobs& prompt) {
+  std::string text;
+  const auto count = static_cast<int>(prompt.top_count());
+  for (int i = 0; i < prompt.token_ids_size(); ++i) {
+    absl::StrAppendFormat(&text, "  prompt token %7d  logprob %8.4f", prompt.token_ids(i),
+                          prompt.logprobs(i));
+    for (int n = i * count; n < (i + 1) * count; ++n) {
+      absl::StrAppendFormat(&text, "  %d: %.4f", prompt.top_token_ids(n), prompt.top_logprobs(n));
     }
     text += "\n";
   }

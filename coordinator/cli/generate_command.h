@@ -20,6 +20,7 @@ absl::StatusOr<v1::GenerateRequest> MakeGenerateRequest(const v1::GenerateComman
 
 // Returns a line for each token that has log probabilities.
 std::string LogprobLines(const v1::Tokens& tokens);
+std::string LogprobLines(const v1::PromptLogprobs& prompt);
 
 // Returns the summary that is printed at the end.
 std::string FinishSummary(const v1::Finish& finish);

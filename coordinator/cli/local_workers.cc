@@ -25,6 +25,7 @@
 #include "coordinator/cli/oom_kills.h"
 #include "kernels/base/mutex.h"
 #include "kernels/base/status_macros.h"
+#include "proto/security/group_secret.h"
 
 namespace kvasir::coordinator {
 namespace {
@@ -145,6 +146,7 @@ class LocalWorkerProcesses : public LocalWorkers {
 
   absl::Status StartAll(const LocalWorkersOptions& options) {
     KVASIR_ASSIGN_OR_RETURN(folder_, MakeSocketFolder());
+    KVASIR_RETURN_IF_ERROR(proto::GroupSecret::Make(group_secret_file()));
     grace_ = absl::ToChronoMilliseconds(options.grace);
     for (int64_t rank = 0; rank < options.count; ++rank) {
       addresses_.push_back(absl::StrCat("unix:", folder_, "/worker-", rank, ".sock"));
@@ -161,6 +163,7 @@ class LocalWorkerProcesses : public LocalWorkers {
                     absl::StrCat("--log-format=", options.logs.log_format()),
                     absl::StrCat("--metrics-host=", options.metrics_host),
                     absl::StrCat("--metrics-port=", port),
+                    absl::StrCat("--group-secret-file=", group_secret_file()),
                     absl::StrCat("--failure-file=", failure_file)},
            .environment = EnvironmentWith(
                options.gpus.empty() ? "" : options.gpus[static_cast<size_t>(rank)])});
@@ -173,6 +176,7 @@ class LocalWorkerProcesses : public LocalWorkers {
     return start_status_;
   }
 
+  std::string group_secret_file() const override { return absl::StrCat(folder_, "/group-secret"); }
   const std::vector<std::string>& addresses() const override { return addresses_; }
   absl::Status first_end() const override EXCLUDES(mu_) {
     kernels::MutexLock lock(mu_);

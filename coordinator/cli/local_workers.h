@@ -38,6 +38,8 @@ class LocalWorkers {
   // Sends SIGTERM, after the grace SIGKILL, and waits 5 s more. A process that waits for a hung
   // disk is left to the system.
   virtual ~LocalWorkers() = default;
+  // Returns the file with the random secret of the group, which ends with this object.
+  virtual std::string group_secret_file() const = 0;
   // Returns the address of each rank: "unix:/...".
   virtual const std::vector<std::string>& addresses() const = 0;
   // Returns OK while all have run since the start. Otherwise the reason of the first end, although

@@ -13,6 +13,7 @@
 #include "absl/strings/string_view.h"
 
 #include "coordinator/cli/bench_command.h"
+#include "coordinator/cli/chat_command.h"
 #include "coordinator/cli/generate_command.h"
 #include "coordinator/cli/serve_command.h"
 #include "coordinator/cli/status_command.h"
@@ -82,6 +83,16 @@ Command Generate() {
       "send a prompt to a running server and stream the answer", RunGenerate);
 }
 
+Command Chat() {
+  return MakeCommand<v1::ChatCommandConfig>(
+      {.name = "kvasir chat",
+       .summary = "Talks with the model: each line is a message, and the conversation so far goes "
+                  "with it, of which the server has most in its cache. Ctrl-C stops an answer, "
+                  "/help lists the commands. From a pipe each line is a message too.",
+       .example = "kvasir chat --system 'Answer in one sentence.'"},
+      "talk with a running server's model", RunChat);
+}
+
 Command Status() {
   return MakeCommand<v1::StatusCommandConfig>(
       {.name = "kvasir status",
@@ -106,7 +117,7 @@ Command Bench() {
       "load for a running server: latencies and throughput", RunBench);
 }
 
-std::vector<Command> Commands() { return {Serve(), Generate(), Status(), Bench()}; }
+std::vector<Command> Commands() { return {Serve(), Generate(), Chat(), Status(), Bench()}; }
 
 const Command* Find(const std::vector<Command>& commands, absl::string_view name) {
   const auto found = std::find_if(commands.begin(), commands.end(),

@@ -178,13 +178,20 @@ absl::Status RunServe(const v1::ServeConfig& config) {
   const ReadyFile ready_file(config.ready_file());
   std::unique_ptr<LocalWorkers> local_workers;
   std::vector<std::string> addresses;
+  v1::ServeConfig server_config = config;
   if (config.workers().empty()) {
+    if (!config.group_secret_file().empty()) {
+      return absl::InvalidArgumentError(
+          "--group-secret-file is for --workers; workers that serve starts get a random secret");
+    }
     KVASIR_ASSIGN_OR_RETURN(local_workers, StartLocalWorkers(config));
     addresses = local_workers->addresses();
+    server_config.set_group_secret_file(local_workers->group_secret_file());
   } else {
     KVASIR_ASSIGN_OR_RETURN(addresses, ParseWorkers(config));
   }
-  KVASIR_ASSIGN_OR_RETURN(const std::unique_ptr<Server> server, Server::Start(config, addresses));
+  KVASIR_ASSIGN_OR_RETURN(const std::unique_ptr<Server> server,
+                          Server::Start(server_config, addresses));
   KVASIR_ASSIGN_OR_RETURN(int signal_number, WaitUntilReady(*server, local_workers.get(), signals));
   if (signal_number == 0) {
     KVASIR_RETURN_IF_ERROR(WriteReadyFile(config, *server));

@@ -1,6 +1,7 @@
 #include "coordinator/group/grpc_worker_client.h"
 
 #include <deque>
+#include <optional>
 #include <utility>
 
 #include "grpcpp/channel.h"
@@ -11,6 +12,7 @@
 #include "kernels/base/mutex.h"
 #include "proto/grpc_status.h"
 #include "proto/kvasir/v1/worker.grpc.pb.h"
+#include "proto/security/group_handshake.h"
 #include "proto/worker_protocol.h"
 
 namespace kvasir::coordinator {
@@ -66,10 +68,12 @@ class GrpcWorkerClient final
     : public WorkerClient,
       private grpc::ClientBidiReactor<v1::CoordinatorMessage, v1::WorkerMessage> {
  public:
-  GrpcWorkerClient(const std::string& address, const WorkerPings& pings, Listener& listener)
+  GrpcWorkerClient(const std::string& address, const WorkerPings& pings,
+                   std::shared_ptr<const proto::GroupSecret> secret, Listener& listener)
       : stub_(v1::Worker::NewStub(grpc::CreateCustomChannel(
             address, grpc::InsecureChannelCredentials(), WorkerChannelArguments(pings)))),
-        listener_(listener) {
+        listener_(listener),
+        handshake_(std::move(secret)) {
     context_.set_wait_for_ready(true);
     stub_->async()->Run(&context_, this);
     AddHold();  // for writes outside reactions; removed with the last of them
@@ -82,6 +86,18 @@ class GrpcWorkerClient final
   }
 
   void Send(v1::CoordinatorMessage message) override EXCLUDES(mu_) {
+    {
+      MutexLock lock(mu_);
+      if (!proven_) {
+        if (!closed_) held_.push_back(std::move(message));
+        return;
+      }
+    }
+    Push(std::move(message));
+  }
+
+ private:
+  void Push(v1::CoordinatorMessage message) EXCLUDES(mu_) {
     const v1::CoordinatorMessage* first = nullptr;
     {
       MutexLock lock(mu_);
@@ -93,10 +109,42 @@ class GrpcWorkerClient final
     StartWrite(first);
   }
 
- private:
+  // Takes a message of the worker before its proof.
+  void OnHandshake() EXCLUDES(mu_) {
+    if (!refused_.ok()) return;  // on its way out
+    absl::StatusOr<std::optional<v1::CoordinatorMessage>> answer = handshake_.OnMessage(incoming_);
+    if (!answer.ok()) {
+      refused_ = answer.status();
+      context_.TryCancel();
+    } else if (answer->has_value()) {
+      Push(**std::move(answer));
+    } else if (handshake_.done()) {
+      ReleaseHeld();
+    }
+  }
+
+  // Sends what was held back until the worker's proof, in order.
+  void ReleaseHeld() EXCLUDES(mu_) {
+    const v1::CoordinatorMessage* first = nullptr;
+    {
+      MutexLock lock(mu_);
+      proven_ = true;
+      if (closed_ || held_.empty()) return;
+      const bool idle = outbox_.empty();
+      for (v1::CoordinatorMessage& message : held_) outbox_.push_back(std::move(message));
+      held_.clear();
+      if (idle) first = &outbox_.front();
+    }
+    if (first != nullptr) StartWrite(first);
+  }
+
   void OnReadDone(bool ok) override {
     if (!ok) return Close();
-    listener_.OnMessage(std::move(incoming_));
+    if (handshake_.done()) {
+      listener_.OnMessage(std::move(incoming_));
+    } else {
+      OnHandshake();
+    }
     incoming_.Clear();
     StartRead(&incoming_);
   }
@@ -117,7 +165,7 @@ class GrpcWorkerClient final
 
   void OnDone(const grpc::Status& status) override {
     const std::shared_ptr<Completion> completion = completion_;
-    absl::Status why = proto::FromGrpcStatus(status);
+    absl::Status why = refused_.ok() ? proto::FromGrpcStatus(status) : refused_;
     if (why.ok()) why = absl::UnavailableError("the worker ended the stream");
     listener_.OnClosed(why);
     completion->Set();
@@ -138,17 +186,22 @@ class GrpcWorkerClient final
   const std::shared_ptr<Completion> completion_ = std::make_shared<Completion>();
   grpc::ClientContext context_;
   v1::WorkerMessage incoming_;  // of the read in flight
+  // Used by reactions to reads, and by the last one.
+  proto::CoordinatorHandshake handshake_;
+  absl::Status refused_;  // not OK: the worker has not proven the secret
 
   Mutex mu_;
+  bool proven_ GUARDED_BY(mu_) = false;
+  std::deque<v1::CoordinatorMessage> held_ GUARDED_BY(mu_);    // until the worker's proof
   std::deque<v1::CoordinatorMessage> outbox_ GUARDED_BY(mu_);  // the front is being written
   bool closed_ GUARDED_BY(mu_) = false;
 };
 
 }  // namespace
 
-WorkerDialer GrpcWorkerDialer(WorkerPings pings) {
-  return [pings](const std::string& address, WorkerClient::Listener& listener) {
-    return std::make_unique<GrpcWorkerClient>(address, pings, listener);
+WorkerDialer GrpcWorkerDialer(std::shared_ptr<const proto::GroupSecret> secret, WorkerPings pings) {
+  return [secret, pings](const std::string& address, WorkerClient::Listener& listener) {
+    return std::make_unique<GrpcWorkerClient>(address, pings, secret, listener);
   };
 }
 

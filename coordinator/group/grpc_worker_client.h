@@ -1,8 +1,12 @@
-// WorkerClient over gRPC: waits for a worker that is not up yet. It pings, so that it notices in
+// WorkerClient over gRPC, to workers that prove the group secret: before that nothing is told them.
+// It waits for a worker that is not up yet. It pings, so that it notices in
 // seconds when a worker is dead, stopped or out of reach. Thread-safe.
 #pragma once
 
+#include <memory>
+
 #include "coordinator/group/worker_client.h"
+#include "proto/security/group_secret.h"
 
 namespace kvasir::coordinator {
 
@@ -12,6 +16,7 @@ struct WorkerPings {
 };
 
 // Returns a dialer for addresses HOST:PORT and unix:PATH.
-WorkerDialer GrpcWorkerDialer(WorkerPings pings = {});
+WorkerDialer GrpcWorkerDialer(std::shared_ptr<const proto::GroupSecret> secret,
+                              WorkerPings pings = {});
 
 }  // namespace kvasir::coordinator

@@ -283,6 +283,8 @@ absl::Status WorkerGroupImpl::Handshake(std::vector<std::optional<v1::Ready>>& r
         break;
       case v1::WorkerMessage::kTierReport:  // never here: OnMessage takes it
       case v1::WorkerMessage::kStepReply:
+      case v1::WorkerMessage::kChallenge:  // WorkerClient takes these two
+      case v1::WorkerMessage::kProof:
       case v1::WorkerMessage::MESSAGE_NOT_SET:
         return absl::InternalError(
             absl::StrCat(Name(received->rank), " sent something else than the handshake"));

@@ -10,31 +10,8 @@
 #include "kernels/base/status_macros.h"
 
 namespace kvasir::coordinator {
-namespace {
 
-using nlohmann::json;
-
-// Four million token ids, more than a body of 64 MiB has of words.
-constexpr JsonLimits kBodyLimits = {.max_values = 1 << 22, .max_keys = 4096, .max_depth = 32};
-
-}  // namespace
-
-std::string ToText(const json& value) {
-  return value.dump(-1, ' ', false, json::error_handler_t::replace);
-}
-
-void ReplyJson(Exchange& exchange, const absl::StatusOr<json>& answer) {
-  if (!answer.ok()) return exchange.Reply(ErrorReply(answer.status()));
-  exchange.Reply({.body = ToText(*answer)});
-}
-
-absl::StatusOr<json> ParseBody(const std::string& body) {
-  KVASIR_ASSIGN_OR_RETURN(json parsed, ParseJson(body, kBodyLimits));
-  if (parsed.is_object()) return parsed;
-  return absl::InvalidArgumentError("the body is not a JSON object");
-}
-
-absl::Status CheckModel(const HttpCallContext& context, const json& body) {
+absl::Status CheckModel(const HttpCallContext& context, const nlohmann::json& body) {
   const auto model = body.find("model");
   if (model == body.end() || model->is_null()) return absl::OkStatus();
   if (!model->is_string()) {

@@ -6,7 +6,6 @@
 #include <string>
 
 #include "absl/status/status.h"
-#include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "nlohmann/json.hpp"
 
@@ -24,14 +23,6 @@ struct HttpCallContext {
   absl::Time started;             // of the server
 };
 
-// Returns the JSON as text; bytes that are not UTF-8 become U+FFFD.
-std::string ToText(const nlohmann::json& value);
-// Answers with the JSON, or with the error.
-void ReplyJson(Exchange& exchange, const absl::StatusOr<nlohmann::json>& answer);
-
-// Parses the body of a request within limits on depth, number of values and keys. INVALID_ARGUMENT
-// for what is not a JSON object.
-absl::StatusOr<nlohmann::json> ParseBody(const std::string& body);
 // NOT_FOUND for a model that is not served; an absent name is that of the served one.
 absl::Status CheckModel(const HttpCallContext& context, const nlohmann::json& body);
 

@@ -35,6 +35,7 @@ constexpr Route kRoutes[] = {
     {"GET", "/load", GetLoad},
     {"GET", "/tokenizer_info", GetTokenizerInfo},
     {"GET", "/v1/models", GetModels},
+    {"POST", "/v1/chat/completions", PostChatCompletions},
     {"POST", "/v1/completions", PostCompletions},
     {"POST", "/tokenize", PostTokenize},
     {"POST", "/detokenize", PostDetokenize},

@@ -1,6 +1,7 @@
 #include "coordinator/http/server_calls.h"
 
 #include "coordinator/http/transport/error_reply.h"
+#include "coordinator/http/transport/json_reply.h"
 
 namespace kvasir::coordinator {
 namespace {

@@ -1,5 +1,6 @@
 #include "coordinator/http/text_calls.h"
 
+#include <algorithm>
 #include <functional>
 #include <limits>
 #include <optional>
@@ -9,11 +10,16 @@
 
 #include "absl/strings/str_cat.h"
 
-#include "coordinator/http/answer.h"
-#include "coordinator/http/completion_format.h"
-#include "coordinator/http/completion_request.h"
-#include "coordinator/http/json_fields.h"
+#include "coordinator/http/answers/answer.h"
+#include "coordinator/http/answers/chat_format.h"
+#include "coordinator/http/answers/completion_format.h"
+#include "coordinator/http/requests/chat_request.h"
+#include "coordinator/http/requests/completion_request.h"
+#include "coordinator/http/requests/conversation_fields.h"
+#include "coordinator/http/requests/json_body.h"
+#include "coordinator/http/requests/json_fields.h"
 #include "coordinator/http/transport/error_reply.h"
+#include "coordinator/http/transport/json_reply.h"
 #include "coordinator/policy/limits.h"
 #include "kernels/base/status_macros.h"
 
@@ -22,14 +28,16 @@ namespace {
 
 using nlohmann::json;
 
+constexpr char kMessages[] = "messages";
+
 // Calls `answer` with the parsed body, on a thread that a long one may keep busy. `answer` answers
 // the exchange unless it returns an error, which is answered here.
 void WithBody(const HttpCallContext& context, const std::shared_ptr<Exchange>& exchange,
-              std::function<absl::Status(const json& body)> answer) {
+              std::function<absl::Status(const JsonBody& body)> answer) {
   const auto work = [&context, exchange, answer = std::move(answer)] {
     const absl::Status done = [&] {
-      KVASIR_ASSIGN_OR_RETURN(const json body, ParseBody(exchange->TakeBody()));
-      KVASIR_RETURN_IF_ERROR(CheckModel(context, body));
+      KVASIR_ASSIGN_OR_RETURN(const JsonBody body, ParseBody(exchange->TakeBody()));
+      KVASIR_RETURN_IF_ERROR(CheckModel(context, body.object));
       return answer(body);
     }();
     if (!done.ok()) exchange->Reply(ErrorReply(done));
@@ -46,11 +54,15 @@ absl::StatusOr<std::string> PromptText(GenerationApi& api, const v1::GenerateReq
   return std::move(*text.mutable_text());
 }
 
+std::string RequestId(const HttpCallContext& context, const Exchange& exchange) {
+  const std::string& id = exchange.request().request_id;
+  return id.empty() ? context.api.NewRequestId() : id;
+}
+
 absl::Status Complete(const HttpCallContext& context, const std::shared_ptr<Exchange>& exchange,
-                      const json& body) {
-  KVASIR_ASSIGN_OR_RETURN(CompletionRequest completion, ParseCompletion(body));
-  std::string id = exchange->request().request_id;
-  if (id.empty()) id = context.api.NewRequestId();
+                      const JsonBody& body) {
+  KVASIR_ASSIGN_OR_RETURN(CompletionRequest completion, ParseCompletion(body.object));
+  std::string id = RequestId(context, *exchange);
   CompletionFormatSetup format = {.tokenizer = context.api.tokenizer(),
                                   .id = absl::StrCat("cmpl-", id),
                                   .model = context.model,
@@ -70,18 +82,63 @@ absl::Status Complete(const HttpCallContext& context, const std::shared_ptr<Exch
   return absl::OkStatus();
 }
 
-absl::StatusOr<json> Tokenize(const HttpCallContext& context, const json& body) {
-  JsonFields fields(body);
+// Turns the conversation into tokens, whose number tells how long an answer may be.
+absl::Status Tokenize(const HttpCallContext& context, v1::GenerateRequest& request) {
+  v1::TokenizeRequest conversation;
+  *conversation.mutable_chat() = std::move(*request.mutable_chat());
+  absl::StatusOr<v1::TokenizeResponse> tokens = context.api.Tokenize(conversation);
+  if (!tokens.ok()) return AboutField(tokens.status(), kMessages);
+  *request.mutable_token_ids()->mutable_ids() = std::move(*tokens->mutable_token_ids());
+  if (request.sampling().has_max_tokens()) return absl::OkStatus();
+  KVASIR_ASSIGN_OR_RETURN(const v1::GetModelInfoResponse model, context.api.ModelInfo());
+  const int64_t room = int64_t{model.max_context_length()} - request.token_ids().ids_size();
+  // A prompt that leaves no room is refused with the others that are too long.
+  request.mutable_sampling()->set_max_tokens(static_cast<uint32_t>(std::max<int64_t>(room, 1)));
+  return absl::OkStatus();
+}
+
+absl::Status Chat(const HttpCallContext& context, const std::shared_ptr<Exchange>& exchange,
+                  const JsonBody& body) {
+  KVASIR_ASSIGN_OR_RETURN(ChatRequest chat, ParseChat(body));
+  KVASIR_RETURN_IF_ERROR(Tokenize(context, chat.request));
+  std::string id = RequestId(context, *exchange);
+  ChatFormatSetup format = {.tokenizer = context.api.tokenizer(),
+                            .id = absl::StrCat("chatcmpl-", id),
+                            .model = context.model,
+                            .created = absl::ToUnixSeconds(absl::Now())};
+  Answer::Start(context.api, exchange,
+                {.prompts = {std::move(chat.request)},
+                 .options = chat.options,
+                 .request_id = std::move(id),
+                 .format = std::make_unique<ChatFormat>(std::move(format)),
+                 .prompt_field = kMessages});
+  return absl::OkStatus();
+}
+
+// Reads what is tokenized: a prompt, or a conversation.
+absl::StatusOr<v1::TokenizeRequest> ParseTokenize(const JsonBody& body, JsonFields& fields) {
   v1::TokenizeRequest request;
+  if (fields.Has(kMessages)) {
+    if (fields.Has("prompt")) fields.Refuse("prompt", "expected either prompt or messages");
+    *request.mutable_chat() = ReadConversation(body, fields);
+    KVASIR_RETURN_IF_ERROR(fields.status());
+    return request;
+  }
   const std::optional<std::string> prompt = fields.String("prompt");
-  if (!prompt.has_value()) fields.Refuse("prompt", "expected a string");
+  if (!prompt.has_value()) fields.Refuse("prompt", "expected a string, or messages");
   if (const auto value = fields.Bool("add_special_tokens")) request.set_add_special_tokens(*value);
   if (const auto value = fields.Bool("parse_special_tokens")) {
     request.set_parse_special_tokens(*value);
   }
-  const bool strings = fields.Bool("return_token_strs").value_or(false);
   KVASIR_RETURN_IF_ERROR(fields.status());
   request.set_text(*prompt);
+  return request;
+}
+
+absl::StatusOr<json> Tokens(const HttpCallContext& context, const JsonBody& body) {
+  JsonFields fields(body.object);
+  const bool strings = fields.Bool("return_token_strs").value_or(false);
+  KVASIR_ASSIGN_OR_RETURN(const v1::TokenizeRequest request, ParseTokenize(body, fields));
   KVASIR_ASSIGN_OR_RETURN(const v1::GetModelInfoResponse info, context.api.ModelInfo());
   KVASIR_ASSIGN_OR_RETURN(const v1::TokenizeResponse tokens, context.api.Tokenize(request));
   json answer = {{"count", tokens.token_ids_size()},
@@ -97,8 +154,8 @@ absl::StatusOr<json> Tokenize(const HttpCallContext& context, const json& body) 
   return answer;
 }
 
-absl::StatusOr<json> Detokenize(const HttpCallContext& context, const json& body) {
-  JsonFields fields(body);
+absl::StatusOr<json> Detokenize(const HttpCallContext& context, const JsonBody& body) {
+  JsonFields fields(body.object);
   if (!fields.Has("tokens")) fields.Refuse("tokens", "expected a list of token ids");
   const std::vector<uint32_t> ids = fields.Ids("tokens", static_cast<size_t>(kMaxContextTokens));
   KVASIR_RETURN_IF_ERROR(fields.status());
@@ -111,8 +168,8 @@ absl::StatusOr<json> Detokenize(const HttpCallContext& context, const json& body
 
 // Answers with the JSON that `call` makes of the body.
 void ReplyOf(const HttpCallContext& context, const std::shared_ptr<Exchange>& exchange,
-             absl::StatusOr<json> (*call)(const HttpCallContext&, const json&)) {
-  WithBody(context, exchange, [&context, exchange, call](const json& body) {
+             absl::StatusOr<json> (*call)(const HttpCallContext&, const JsonBody&)) {
+  WithBody(context, exchange, [&context, exchange, call](const JsonBody& body) {
     KVASIR_ASSIGN_OR_RETURN(json answer, call(context, body));
     ReplyJson(*exchange, std::move(answer));
     return absl::OkStatus();
@@ -121,13 +178,19 @@ void ReplyOf(const HttpCallContext& context, const std::shared_ptr<Exchange>& ex
 
 }  // namespace
 
-void PostCompletions(const HttpCallContext& context, std::shared_ptr<Exchange> exchange) {
+void PostChatCompletions(const HttpCallContext& context, std::shared_ptr<Exchange> exchange) {
   WithBody(context, exchange,
-           [&context, exchange](const json& body) { return Complete(context, exchange, body); });
+           [&context, exchange](const JsonBody& body) { return Chat(context, exchange, body); });
+}
+
+void PostCompletions(const HttpCallContext& context, std::shared_ptr<Exchange> exchange) {
+  WithBody(context, exchange, [&context, exchange](const JsonBody& body) {
+    return Complete(context, exchange, body);
+  });
 }
 
 void PostTokenize(const HttpCallContext& context, std::shared_ptr<Exchange> exchange) {
-  ReplyOf(context, exchange, Tokenize);
+  ReplyOf(context, exchange, Tokens);
 }
 
 void PostDetokenize(const HttpCallContext& context, std::shared_ptr<Exchange> exchange) {

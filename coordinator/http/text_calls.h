@@ -1,5 +1,5 @@
-// Calls of the HTTP API with a body: completions, tokenize, detokenize, and what clients ask about
-// the tokenizer. Long bodies are parsed on threads that serve no streams. Thread-safe.
+// Calls of the HTTP API with a body: completions, chat, tokenize, detokenize, and what clients ask
+// about the tokenizer. Long bodies are parsed on threads that serve no streams. Thread-safe.
 #pragma once
 
 #include <memory>
@@ -9,6 +9,7 @@
 
 namespace kvasir::coordinator {
 
+void PostChatCompletions(const HttpCallContext& context, std::shared_ptr<Exchange> exchange);
 void PostCompletions(const HttpCallContext& context, std::shared_ptr<Exchange> exchange);
 void PostTokenize(const HttpCallContext& context, std::shared_ptr<Exchange> exchange);
 void PostDetokenize(const HttpCallContext& context, std::shared_ptr<Exchange> exchange);

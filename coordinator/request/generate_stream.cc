@@ -9,6 +9,7 @@
 #include "grpcpp/server_context.h"
 
 #include "proto/grpc_status.h"
+#include "proto/vllm/grpc/vllm_engine.pb.h"
 
 namespace kvasir::coordinator {
 namespace {
@@ -24,34 +25,41 @@ size_t Bytes(const v1::GenerateResponse& response) {
   for (const v1::TokenLogprobs& logprobs : tokens.logprobs()) {
     bytes += sizeof(void*) + logprobs.SpaceUsedLong();
   }
+  if (response.has_prompt_logprobs()) bytes += response.prompt_logprobs().SpaceUsedLong();
   return bytes;
 }
 
 }  // namespace
 
-std::shared_ptr<GenerateStream> GenerateStream::Create(
+template <typename Message>
+std::shared_ptr<AnswerStream<Message>> AnswerStream<Message>::Create(
     grpc::CallbackServerContext* context, std::unique_ptr<proto::GrpcListener::Call> call,
-    absl::Duration patience) {
-  std::shared_ptr<GenerateStream> stream(new GenerateStream(context, std::move(call), patience));
+    absl::Duration patience, Translate translate) {
+  std::shared_ptr<AnswerStream> stream(
+      new AnswerStream(context, std::move(call), patience, std::move(translate)));
   stream->self_ = stream;
   return stream;
 }
 
-GenerateStream::GenerateStream(grpc::CallbackServerContext* context,
-                               std::unique_ptr<proto::GrpcListener::Call> call,
-                               absl::Duration patience)
+template <typename Message>
+AnswerStream<Message>::AnswerStream(grpc::CallbackServerContext* context,
+                                    std::unique_ptr<proto::GrpcListener::Call> call,
+                                    absl::Duration patience, Translate translate)
     : context_(context),
       grpc_call_(context == nullptr ? nullptr : context->c_call()),
       patience_(patience),
-      call_(std::move(call)) {
+      call_(std::move(call)),
+      translate_(std::move(translate)) {
   if (grpc_call_ != nullptr) grpc_call_ref(grpc_call_);
 }
 
-GenerateStream::~GenerateStream() {
+template <typename Message>
+AnswerStream<Message>::~AnswerStream() {
   if (grpc_call_ != nullptr) grpc_call_unref(grpc_call_);
 }
 
-void GenerateStream::Write(v1::GenerateResponse response) {
+template <typename Message>
+void AnswerStream<Message>::Write(v1::GenerateResponse response) {
   bool overflow = false;
   {
     MutexLock lock(mu_);
@@ -68,7 +76,8 @@ void GenerateStream::Write(v1::GenerateResponse response) {
   Advance();
 }
 
-bool GenerateStream::Join(v1::GenerateResponse& response) {
+template <typename Message>
+bool AnswerStream<Message>::Join(v1::GenerateResponse& response) {
   if (waiting_.empty() || waiting_.back().event_case() != response.event_case()) return false;
   v1::GenerateResponse& last = waiting_.back();
   switch (response.event_case()) {
@@ -86,7 +95,8 @@ bool GenerateStream::Join(v1::GenerateResponse& response) {
   }
 }
 
-void GenerateStream::Close(const absl::Status& status) {
+template <typename Message>
+void AnswerStream<Message>::Close(const absl::Status& status) {
   {
     MutexLock lock(mu_);
     closed_ = status;
@@ -94,48 +104,54 @@ void GenerateStream::Close(const absl::Status& status) {
   Advance();
 }
 
-void GenerateStream::Advance() {
+template <typename Message>
+void AnswerStream<Message>::Advance() {
   std::optional<absl::Status> end;
   bool watch = false;
   {
     MutexLock lock(mu_);
     if (writing_ || finished_) return;
-    if (!waiting_.empty()) {
-      writing_message_ = std::move(waiting_.front());
+    while (!waiting_.empty() && !writing_) {
+      const v1::GenerateResponse next = std::move(waiting_.front());
       waiting_.pop_front();
-      waiting_bytes_ -= Bytes(writing_message_);
+      waiting_bytes_ -= Bytes(next);
+      std::optional<Message> message = translate_(next);
+      if (!message.has_value()) continue;
+      writing_message_ = *std::move(message);
       writing_ = true;
-    } else if (closed_.has_value()) {
+    }
+    if (!writing_) {
+      if (!closed_.has_value()) return;
       finished_ = true;
       end = closed_;
-    } else {
-      return;
     }
     began_at_ = SteadyClock::now();
     watch = !std::exchange(watching_, true);
   }
   if (watch) WatchAgainAfter(patience_);
   if (end.has_value()) {
-    Finish(proto::ToGrpcStatus(*end));
+    this->Finish(proto::ToGrpcStatus(*end));
   } else {
-    StartWrite(&writing_message_);
+    this->StartWrite(&writing_message_);
   }
 }
 
 // The stream may be gone when the alarm goes off. Replacing the alarm in its own callback is safe:
 // gRPC holds it until the callback returns.
-void GenerateStream::WatchAgainAfter(absl::Duration time) {
+template <typename Message>
+void AnswerStream<Message>::WatchAgainAfter(absl::Duration time) {
   alarm_ = std::make_unique<grpc::Alarm>();
   const gpr_timespec at =
       gpr_time_add(gpr_now(GPR_CLOCK_MONOTONIC),
                    gpr_time_from_millis(absl::ToInt64Milliseconds(time) + 1, GPR_TIMESPAN));
-  alarm_->Set(at, [weak = weak_from_this()](bool ok) {
-    const std::shared_ptr<GenerateStream> stream = weak.lock();
+  alarm_->Set(at, [weak = this->weak_from_this()](bool ok) {
+    const std::shared_ptr<AnswerStream> stream = weak.lock();
     if (ok && stream != nullptr) stream->OnAlarm();
   });
 }
 
-void GenerateStream::OnAlarm() {
+template <typename Message>
+void AnswerStream<Message>::OnAlarm() {
   absl::Duration left;
   {
     MutexLock lock(mu_);
@@ -151,7 +167,8 @@ void GenerateStream::OnAlarm() {
   if (grpc_call_ != nullptr) grpc_call_cancel(grpc_call_, nullptr);
 }
 
-void GenerateStream::OnWriteDone(bool ok) {
+template <typename Message>
+void AnswerStream<Message>::OnWriteDone(bool ok) {
   {
     MutexLock lock(mu_);
     writing_ = false;
@@ -164,10 +181,14 @@ void GenerateStream::OnWriteDone(bool ok) {
   Advance();
 }
 
-void GenerateStream::OnCancel() {
+template <typename Message>
+void AnswerStream<Message>::OnCancel() {
   const bool late = std::chrono::system_clock::now() >= context_->deadline();
   Cancel(late ? absl::DeadlineExceededError("the client's deadline has passed")
               : absl::CancelledError("the client is gone"));
 }
+
+template class AnswerStream<v1::GenerateResponse>;
+template class AnswerStream<::vllm::grpc::engine::GenerateResponse>;
 
 }  // namespace kvasir::coordinator

@@ -5,6 +5,7 @@
 #include "absl/strings/str_cat.h"
 
 #include "coordinator/policy/limits.h"
+#include "coordinator/request/chat_prompt.h"
 #include "kernels/base/status_macros.h"
 
 namespace kvasir::coordinator {
@@ -23,23 +24,27 @@ absl::Status CheckTokenIds(absl::string_view field,
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::vector<int32_t>> Encode(const v1::GenerateRequest& request,
+// Converts the field `field`, text or chat, to tokens.
+absl::StatusOr<std::vector<int32_t>> Encode(absl::string_view field,
+                                            const v1::GenerateRequest& request,
                                             const ServedModel& model, int64_t max_tokens) {
-  const std::string& text = request.text();
-  KVASIR_RETURN_IF_ERROR(CheckPromptLength(text.empty() ? 0 : 1, max_tokens, model.max_model_len));
+  const bool is_empty = request.has_text() && request.text().empty();
+  KVASIR_RETURN_IF_ERROR(CheckPromptLength(is_empty ? 0 : 1, max_tokens, model.max_model_len));
+  const int64_t most = model.max_model_len - max_tokens;
   absl::StatusOr<std::vector<int32_t>> ids =
-      model.tokenizer.Encode(text, EncodingOf(request, model.max_model_len - max_tokens));
+      request.has_chat() ? EncodeChat(request.chat(), model.chat, model.tokenizer, most)
+                         : model.tokenizer.Encode(request.text(), EncodingOf(request, most));
   if (!ids.ok()) {
     return absl::Status(
         ids.status().code(),
-        absl::StrCat("text: ", ids.status().message(), " (the context has ", model.max_model_len,
+        absl::StrCat(field, ": ", ids.status().message(), " (the context has ", model.max_model_len,
                      " tokens, sampling.max_tokens is ", max_tokens, ")"));
   }
   const auto outside =
       std::find_if(ids->begin(), ids->end(), [&](int32_t id) { return id >= model.vocab_size; });
   if (outside != ids->end()) {
     return absl::InvalidArgumentError(absl::StrCat(
-        "text: it contains token ", *outside, ", which the tokenizer knows and the model, with ",
+        field, ": it contains token ", *outside, ", which the tokenizer knows and the model, with ",
         model.vocab_size, " tokens, does not"));
   }
   KVASIR_RETURN_IF_ERROR(
@@ -47,22 +52,25 @@ absl::StatusOr<std::vector<int32_t>> Encode(const v1::GenerateRequest& request,
   return ids;
 }
 
-absl::Status CheckNothingOfText(const v1::GenerateRequest& request) {
+absl::Status CheckNothingOfText(absl::string_view field, const v1::GenerateRequest& request) {
   if (!request.has_add_special_tokens() && !request.has_parse_special_tokens()) {
     return absl::OkStatus();
   }
   return absl::InvalidArgumentError(absl::StrCat(
       request.has_add_special_tokens() ? "add_special_tokens" : "parse_special_tokens",
-      " is set beside token_ids; it says how text becomes tokens: drop it, or send text"));
+      " is set beside ", field, "; it says how text becomes tokens: drop it, or send text"));
 }
 
 absl::StatusOr<std::vector<int32_t>> ParsePrompt(const v1::GenerateRequest& request,
                                                  const ServedModel& model, int64_t max_tokens) {
   switch (request.input_case()) {
     case v1::GenerateRequest::kText:
-      return Encode(request, model, max_tokens);
+      return Encode("text", request, model, max_tokens);
+    case v1::GenerateRequest::kChat:
+      KVASIR_RETURN_IF_ERROR(CheckNothingOfText("chat", request));
+      return Encode("chat", request, model, max_tokens);
     case v1::GenerateRequest::kTokenIds: {
-      KVASIR_RETURN_IF_ERROR(CheckNothingOfText(request));
+      KVASIR_RETURN_IF_ERROR(CheckNothingOfText("token_ids", request));
       const auto& ids = request.token_ids().ids();
       KVASIR_RETURN_IF_ERROR(CheckPromptLength(ids.size(), max_tokens, model.max_model_len));
       KVASIR_RETURN_IF_ERROR(CheckTokenIds("token_ids.ids", ids, model.vocab_size));
@@ -71,7 +79,7 @@ absl::StatusOr<std::vector<int32_t>> ParsePrompt(const v1::GenerateRequest& requ
     case v1::GenerateRequest::INPUT_NOT_SET:
       break;
   }
-  return absl::InvalidArgumentError("neither text nor token_ids is set; set one of them");
+  return absl::InvalidArgumentError("none of text, chat and token_ids is set; set one of them");
 }
 
 // Returns the biases sorted by token, each token once.
@@ -110,6 +118,7 @@ v1::RowSampling ResolveSampling(const v1::SamplingParams& params, const ServedMo
   sampling.set_frequency_penalty(params.frequency_penalty());
   sampling.set_presence_penalty(params.presence_penalty());
   if (params.has_logprobs()) sampling.set_logprobs(params.logprobs());
+  sampling.set_prompt_logprobs(params.prompt_logprobs());
   std::vector<uint32_t> stops(params.stop_token_ids().begin(), params.stop_token_ids().end());
   if (!params.ignore_eos()) {
     for (int32_t eos : model.eos_token_ids) stops.push_back(static_cast<uint32_t>(eos));
@@ -146,6 +155,8 @@ absl::StatusOr<ParsedRequest> ParseRequest(const v1::GenerateRequest& request,
   parsed.tenant = request.tenant_id();
   parsed.max_tokens = max_tokens;
   parsed.sampling = ResolveSampling(params, model, seed);
+  parsed.wants_prompt_logprobs = params.has_prompt_logprobs();
+  parsed.wants_token_texts = params.logprobs_text();
   parsed.sampling.mutable_logit_bias()->Assign(biases.begin(), biases.end());
   parsed.stop_strings = {params.stop().begin(), params.stop().end()};
   if (params.include_stop_str_in_output()) parsed.stop_text = StopMatcher::StopText::kInclude;

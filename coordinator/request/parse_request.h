@@ -9,6 +9,7 @@
 
 #include "absl/status/statusor.h"
 
+#include "coordinator/chat/model_chat.h"
 #include "coordinator/policy/policy.h"
 #include "coordinator/tokenizer/incremental_decoder.h"
 #include "coordinator/tokenizer/stop_matcher.h"
@@ -21,6 +22,7 @@ namespace kvasir::coordinator {
 // The served model, against which requests are checked.
 struct ServedModel {
   const Tokenizer& tokenizer;
+  const ModelChat& chat;
   const PolicyTable& policies;
   const std::vector<int32_t>& eos_token_ids;
   int64_t vocab_size = 0;
@@ -33,6 +35,8 @@ struct ParsedRequest {
   std::vector<int32_t> prompt = {};
   int64_t max_tokens = 0;
   v1::RowSampling sampling = {};
+  bool wants_prompt_logprobs = false;
+  bool wants_token_texts = false;  // beside logprobs
   ResolvedPolicy policy = {};
   std::vector<std::string> stop_strings = {};
   StopMatcher::StopText stop_text = StopMatcher::StopText::kExclude;

@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 
+#include "coordinator/tokenizer/utf8.h"
 #include "kernels/base/status_macros.h"
 
 namespace kvasir::coordinator {
@@ -34,7 +35,9 @@ absl::StatusOr<std::unique_ptr<Request>> Request::Create(ParsedRequest parsed,
 }
 
 Request::Request(ParsedRequest parsed, StopStrings stops, RequestContext context)
-    : min_tokens_(parsed.sampling.min_tokens()),
+    : tokenizer_(context.tokenizer),
+      min_tokens_(parsed.sampling.min_tokens()),
+      wants_token_texts_(parsed.wants_token_texts),
       stop_strings_(std::move(parsed.stop_strings)),
       stops_(std::move(stops)),
       sequence_(context.sequence),
@@ -46,6 +49,7 @@ Request::Request(ParsedRequest parsed, StopStrings stops, RequestContext context
                          .prompt = std::move(parsed.prompt),
                          .max_tokens = parsed.max_tokens,
                          .sampling = std::move(parsed.sampling),
+                         .wants_prompt_logprobs = parsed.wants_prompt_logprobs,
                          .policy = std::move(parsed.policy),
                          .tenant = std::move(parsed.tenant),
                          .arrival = accepted_.origin.arrived}),
@@ -78,6 +82,12 @@ void Request::OnProgress(const ProgressEvent& event) {
   sink_->Write(std::move(response));
 }
 
+void Request::OnPromptLogprobs(PromptLogprobsEvent event) {
+  v1::GenerateResponse response;
+  *response.mutable_prompt_logprobs() = std::move(event.logprobs);
+  sink_->Write(std::move(response));
+}
+
 Request::Verdict Request::OnToken(const TokenEvent& event, TimePoint now) {
   if (last_token_at_.has_value()) {
     metrics_.NextToken(accepted_.policy, Between(*last_token_at_, now));
@@ -90,10 +100,30 @@ Request::Verdict Request::OnToken(const TokenEvent& event, TimePoint now) {
   tokens.set_index(static_cast<uint32_t>(event.index));
   tokens.add_token_ids(static_cast<uint32_t>(event.token));
   tokens.set_text(TextOf(event));
-  if (event.logprobs.has_value()) *tokens.add_logprobs() = *event.logprobs;
+  if (event.logprobs.has_value()) {
+    *tokens.add_logprobs() = *event.logprobs;
+    if (wants_token_texts_) AddTexts(event.token, *tokens.mutable_logprobs(0));
+  }
   tokens.set_last(event.role != TokenEvent::Role::kInner || matched_stop_.has_value());
   sink_->Write(std::move(response));
   return matched_stop_.has_value() ? Verdict::kStop : Verdict::kGoOn;
+}
+
+void Request::AddTexts(int32_t token, v1::TokenLogprobs& logprobs) const {
+  const auto text_of = [this](int32_t id) {
+    v1::TokenText text;
+    const absl::string_view bytes = tokenizer_.TokenBytes(id);
+    if (FindInvalidUtf8(bytes).has_value()) {
+      text.set_part(std::string(bytes));
+    } else {
+      text.set_text(std::string(bytes));
+    }
+    return text;
+  };
+  *logprobs.mutable_token() = text_of(token);
+  for (v1::TopLogprob& top : *logprobs.mutable_top()) {
+    *top.mutable_token() = text_of(static_cast<int32_t>(top.token_id()));
+  }
 }
 
 // Returns the text of a token, after the text held back before it. The text of a stop token is part

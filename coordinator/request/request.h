@@ -77,6 +77,7 @@ class Request {
   SequenceSpec TakeSpec();
 
   void OnProgress(const ProgressEvent& event);
+  void OnPromptLogprobs(PromptLogprobsEvent event);
   enum class Verdict { kGoOn, kStop };
   // Returns kStop when the answer ends in a stop string.
   Verdict OnToken(const TokenEvent& event, TimePoint now);
@@ -91,9 +92,13 @@ class Request {
 
   const std::string& request_id() const { return accepted_.origin.request_id; }
   std::string TextOf(const TokenEvent& event);
+  // Writes what the tokens add to a text beside their log probabilities.
+  void AddTexts(int32_t token, v1::TokenLogprobs& logprobs) const;
   void Close(const absl::Status& status);
 
+  const Tokenizer& tokenizer_;
   const int64_t min_tokens_;
+  const bool wants_token_texts_;
   const std::vector<std::string> stop_strings_;
   const StopStrings stops_;
   const SequenceId sequence_;

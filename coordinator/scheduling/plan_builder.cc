@@ -13,8 +13,27 @@ namespace {
 
 using kvstore::BlockId;
 
+// Tokens of one prompt that a step scores at most. Their log probabilities reach the client's
+// stream at once, and a stream in which 1 MiB waits is given up: this is a twelfth of it.
+constexpr int64_t kMostScored = 512;
+
 // Beside decoding sequences a chunk is no more work than a whole one after this many tokens.
 constexpr int64_t kReferenceContext = 4096;
+
+absl::Status CheckScores(uint64_t step, const PlannedRow& row, const v1::PromptLogprobs& scores) {
+  const int64_t due = row.score_end - row.score_begin;
+  if (scores.logprobs_size() == due &&
+      (due == 0 || int64_t{scores.index()} == row.score_begin + 1) &&
+      scores.top_token_ids_size() == due * row.top_count &&
+      scores.top_logprobs_size() == due * row.top_count) {
+    return absl::OkStatus();
+  }
+  return absl::InternalError(
+      absl::StrCat("step ", step, " answers slot ", row.slot, " with ", scores.logprobs_size(),
+                   " log probabilities of the prompt from token ", scores.index(), " on, and ",
+                   scores.top_token_ids_size(), " most probable tokens; ", due, " from ",
+                   row.score_begin + 1, " on were due, with ", row.top_count, " each"));
+}
 
 absl::Status CheckResult(uint64_t step, const PlannedRow& row, const v1::RowResult& result,
                          int64_t vocab_size) {
@@ -23,6 +42,7 @@ absl::Status CheckResult(uint64_t step, const PlannedRow& row, const v1::RowResu
                                             " in place of slot ", row.slot));
   }
   if (result.error_code() != 0) return absl::OkStatus();
+  KVASIR_RETURN_IF_ERROR(CheckScores(step, row, result.prompt_logprobs()));
   if (result.has_token_id() != row.sample ||
       (row.sample && result.token_id() >= static_cast<uint64_t>(vocab_size))) {
     return absl::InternalError(absl::StrCat(
@@ -39,6 +59,8 @@ v1::StepRow ToProto(const PlannedRow& row) {
   proto.set_begin(static_cast<uint32_t>(row.begin));
   proto.set_num_tokens(static_cast<uint32_t>(row.num_tokens));
   proto.set_sample(row.sample);
+  proto.set_score_begin(static_cast<uint32_t>(row.score_begin));
+  proto.set_score_end(static_cast<uint32_t>(row.score_end));
   for (const BlockId id : row.new_blocks) proto.add_new_blocks(static_cast<uint64_t>(id.value));
   return proto;
 }
@@ -101,6 +123,7 @@ int64_t PlanBuilder::ChunkTokens(const Sequence& sequence) const {
   if (sequence.ReadsAnswerOneByOne()) {
     rest = std::max<int64_t>(1, sequence.prompt_tokens - sequence.planned_end());
   }
+  if (sequence.planned_end() < sequence.to_score()) rest = std::min(rest, kMostScored);
   if (budget_.work <= 0 || budget_.device_blocks <= 0) return 0;
   const int64_t affordable = std::max(kBlockTokens, budget_.work / WorkPerToken(sequence));
   const int64_t room = std::min({budget_.tokens, budget_.device_blocks * kBlockTokens, affordable});
@@ -127,6 +150,13 @@ void PlanBuilder::AddRow(Sequence& sequence, int64_t num_tokens) {
                     .blocks_before = sequence.num_blocks(),
                     .new_blocks = {},
                     .sample = end == sequence.planned_length()};
+  if (const int64_t score_end = std::min(end, sequence.to_score());
+      std::max(begin, sequence.scored) < score_end) {
+    row.score_begin = std::max(begin, sequence.scored);
+    row.score_end = score_end;
+    row.top_count =
+        std::min(int64_t{sequence.spec.sampling.prompt_logprobs()}, options_.vocab_size);
+  }
   if (sequence.reading()) {
     unanswered_.prefill_tokens += num_tokens;
     budget_.work -= num_tokens * WorkPerToken(sequence);

@@ -48,7 +48,10 @@ struct PlannedRow {
   int64_t blocks_before = 0;                 // number of blocks that the sequence had
   std::vector<kvstore::BlockId> new_blocks;  // blocks that the tokens enter
   bool sample = false;                       // samples the token after the last computed one
-  bool starts = false;                       // the first row of a sequence on the ranks
+  int64_t score_begin = 0;                   // positions that are scored: [score_begin, score_end)
+  int64_t score_end = 0;
+  int64_t top_count = 0;  // most probable tokens reported for each of them
+  bool starts = false;    // the first row of a sequence on the ranks
 };
 
 // The record of a plan that the ranks have not answered yet.

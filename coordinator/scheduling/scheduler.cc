@@ -272,6 +272,11 @@ void Scheduler::ApplyRow(const PlannedRow& row, const v1::RowResult& result, Tim
   sequence->Account(result.accounting(), row.starts && sequence->preemptions == 0);
   sequence->computed += row.num_tokens;
   if (prefill) state_.ReportProgress(*sequence, events);
+  if (row.score_end > row.score_begin) {
+    sequence->scored = row.score_end;
+    events.push_back(PromptLogprobsEvent{.id = sequence->spec.id,
+                                         .logprobs = sequence->Scores(result.prompt_logprobs())});
+  }
   if (row.sample) ApplyToken(*sequence, result, now, events);
 }
 

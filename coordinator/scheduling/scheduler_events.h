@@ -1,5 +1,5 @@
-// Events of a scheduler's sequences. For each sequence: progress, then tokens, then one
-// FinishEvent.
+// Events of a scheduler's sequences. For each sequence: progress and logprobs of the prompt, then
+// tokens, then one FinishEvent.
 #pragma once
 
 #include <cstdint>
@@ -23,6 +23,11 @@ struct ProgressEvent {
   int64_t cached_tokens = 0;
   std::optional<absl::Duration> eta = {};  // to the first token
 };
+// Log probabilities of the prompt's next tokens, when the request asked for them.
+struct PromptLogprobsEvent {
+  SequenceId id;
+  v1::PromptLogprobs logprobs;
+};
 struct TokenEvent {
   enum class Role { kInner, kLast, kStop };  // kStop: the last one, and a stop token
 
@@ -38,6 +43,6 @@ struct FinishEvent {
   absl::Status status;
   v1::Finish summary;  // without request_id; without a reason when the status is not OK
 };
-using Event = std::variant<ProgressEvent, TokenEvent, FinishEvent>;
+using Event = std::variant<ProgressEvent, PromptLogprobsEvent, TokenEvent, FinishEvent>;
 
 }  // namespace kvasir::coordinator

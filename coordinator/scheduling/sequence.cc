@@ -54,6 +54,9 @@ Sequence::Sequence(SequenceSpec s, const kvstore::PrefixHash& prefix_scope)
       last_token_at(spec.arrival) {}
 
 absl::Span<const int32_t> Sequence::matchable() const {
+  if (scored < to_score()) {
+    return absl::MakeConstSpan(tokens).first(static_cast<size_t>(scored + 1));
+  }
   if (preemptions > 0) return tokens;
   // Match leaves at least one token to compute, so it is given one more than whole blocks.
   const int64_t whole = std::min(private_begin, prompt_tokens) / kBlockTokens * kBlockTokens;
@@ -98,6 +101,13 @@ void Sequence::Account(const v1::RowAccounting& row, bool first) {
   attending_rows += row.attending_rows();
   AddMassSamples(row.estimated_mass(), estimated_mass);
   AddContract(row.contract(), contract);
+}
+
+v1::PromptLogprobs Sequence::Scores(v1::PromptLogprobs scores) const {
+  const auto begin = tokens.begin() + scores.index();
+  scores.mutable_token_ids()->Assign(begin, begin + scores.logprobs_size());
+  if (scores.index() == 1) scores.set_first_token_id(static_cast<uint32_t>(tokens.front()));
+  return scores;
 }
 
 v1::AttentionReport Sequence::Report(v1::MassUnmeasured unmeasured) const {

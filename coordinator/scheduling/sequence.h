@@ -36,6 +36,7 @@ struct SequenceSpec {
   std::vector<int32_t> prompt;
   int64_t max_tokens = 0;
   v1::RowSampling sampling;  // stop_token_ids holds those of EOS as well, unless ignored
+  bool wants_prompt_logprobs = false;
   ResolvedPolicy policy;
   std::string tenant;
   TimePoint arrival;
@@ -82,9 +83,13 @@ struct Sequence {
     return (prompt_tokens + spec.max_tokens - 1 + kBlockTokens - 1) / kBlockTokens;
   }
   int64_t blocks_to_read() const { return (given_tokens + kBlockTokens - 1) / kBlockTokens; }
-  // Tokens that cached blocks may stand in for, and one more. For a new sequence these are the
-  // tokens of the prompt that other requests share. For a preempted one they are all its tokens, so
-  // that it finds its own blocks again.
+  // Positions of the prompt whose next token's log probability is wanted: [0, to_score()). The last
+  // position's next token is sampled.
+  int64_t to_score() const { return spec.wants_prompt_logprobs ? prompt_tokens - 1 : 0; }
+  // Tokens that cached blocks may stand in for, and one more. A position that is not scored yet is
+  // computed, because blocks hold no logits. For a new sequence these are the tokens of the prompt
+  // that other requests share. For a preempted one they are all its tokens, so that it finds its
+  // own blocks again.
   absl::Span<const int32_t> matchable() const;
   // Number of a new sequence's prompt tokens in whole blocks that may be shared.
   int64_t shareable_tokens() const {
@@ -104,6 +109,8 @@ struct Sequence {
   void Account(const v1::RowAccounting& row, bool first);
   // `unmeasured`: why the ranks measure no attention mass, as in v1::Ready.
   v1::AttentionReport Report(v1::MassUnmeasured unmeasured) const;
+  // Returns the ranks' scores with the tokens, which the ranks leave out.
+  v1::PromptLogprobs Scores(v1::PromptLogprobs scores) const;
   // The reply's summary. `now` is the end of the sequence.
   v1::Finish Summary(v1::FinishReason reason, v1::MassUnmeasured unmeasured, TimePoint now) const;
 
@@ -131,6 +138,7 @@ struct Sequence {
   // Number of prompts that had been read when it was last found too long to pass another one.
   std::optional<int64_t> long_since;
 
+  int64_t scored = 0;           // positions of the prompt that have been scored
   int64_t reported_tokens = 0;  // the furthest progress that the client was told
   int64_t cached_tokens = 0;    // number of prompt tokens that were not computed
   int64_t known_tokens = 0;     // the same with those that the disk was asked for

@@ -13,6 +13,7 @@
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
+#include "absl/types/span.h"
 
 #include "coordinator/tokenizer/byte_trie.h"
 
@@ -30,6 +31,12 @@ struct AddedToken {
 
 enum class SpecialTokenText { kParse, kPlainText };
 
+// The bytes [begin, end) of a text; begin < end.
+struct TextSpan {
+  size_t begin;
+  size_t end;
+};
+
 class AddedTokens {
  public:
   // Gets a run of text, or the text that a token took and its id.
@@ -39,10 +46,19 @@ class AddedTokens {
   explicit AddedTokens(std::vector<AddedToken> tokens);
 
   // Cuts `text` (well-formed UTF-8) and hands the parts to `sink` in order. Stops at the first
-  // error. Under kPlainText special tokens are not matched.
-  absl::Status Split(absl::string_view text, SpecialTokenText special_token_text, Sink sink) const;
+  // error. Special tokens are not matched under kPlainText, nor where they have a byte in one of
+  // `plain_spans`, which are in order and disjoint.
+  absl::Status Split(absl::string_view text, SpecialTokenText special_token_text,
+                     absl::Span<const TextSpan> plain_spans, Sink sink) const;
 
  private:
+  struct Match {
+    const AddedToken* token;  // null: none here
+    size_t next;              // where to look on
+  };
+  Match MatchAt(absl::string_view text, size_t pos, SpecialTokenText special_token_text,
+                absl::Span<const TextSpan> plain_spans) const;
+
   std::vector<AddedToken> tokens_;
   ByteTrie trie_;
   std::array<bool, 256> begins_token_{};  // by first byte

@@ -102,9 +102,10 @@ class Tokenizer::Encoding {
     };
     KVASIR_RETURN_IF_ERROR(add_around(tokenizer_.prefix_ids_));
     KVASIR_RETURN_IF_ERROR(tokenizer_.raw_added_tokens_.Split(
-        text, options_.special_token_text,
-        [this](absl::string_view part, std::optional<int32_t> id) {
-          return id.has_value() ? AddToken(*id) : AddNormalized(part);
+        text, options_.special_token_text, options_.plain_spans,
+        [this, text](absl::string_view part, std::optional<int32_t> id) {
+          const auto offset = static_cast<size_t>(part.data() - text.data());
+          return id.has_value() ? AddToken(*id) : AddNormalized(part, offset);
         }));
     KVASIR_RETURN_IF_ERROR(add_around(tokenizer_.suffix_ids_));
     return std::move(ids_);
@@ -116,14 +117,31 @@ class Tokenizer::Encoding {
     return CheckSize(0);
   }
 
-  absl::Status AddNormalized(absl::string_view raw) {
+  // `raw` begins at byte `offset` of the text.
+  absl::Status AddNormalized(absl::string_view raw, size_t offset) {
     std::string normalized;
     if (tokenizer_.normalizes_to_nfc_) normalized = NormalizeNfc(raw);
+    std::vector<TextSpan> plain = PlainSpansIn(offset, offset + raw.size());
+    const bool moved = tokenizer_.normalizes_to_nfc_ && normalized != raw;
+    // Where bytes have moved all of this part is plain, so that no special token is made by it.
+    if (moved && !plain.empty()) plain = {{0, normalized.size()}};
     return tokenizer_.normalized_added_tokens_.Split(
-        tokenizer_.normalizes_to_nfc_ ? absl::string_view(normalized) : raw,
-        options_.special_token_text, [this](absl::string_view part, std::optional<int32_t> id) {
+        moved ? absl::string_view(normalized) : raw, options_.special_token_text, plain,
+        [this](absl::string_view part, std::optional<int32_t> id) {
           return id.has_value() ? AddToken(*id) : AddText(part);
         });
+  }
+
+  // Returns the plain spans within [begin, end), counted from `begin`.
+  std::vector<TextSpan> PlainSpansIn(size_t begin, size_t end) const {
+    std::vector<TextSpan> spans;
+    const auto* span =
+        std::partition_point(options_.plain_spans.begin(), options_.plain_spans.end(),
+                             [begin](const TextSpan& plain) { return plain.end <= begin; });
+    for (; span != options_.plain_spans.end() && span->begin < end; ++span) {
+      spans.push_back({std::max(span->begin, begin) - begin, std::min(span->end, end) - begin});
+    }
+    return spans;
   }
 
   absl::Status AddText(absl::string_view text) {

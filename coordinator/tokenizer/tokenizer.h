@@ -33,6 +33,9 @@ struct EncodeOptions {
   // Whether the text of a special token becomes that token; by default it does, as in Hugging
   // Face's library. Added tokens that are not special are always found.
   SpecialTokenText special_token_text = SpecialTokenText::kParse;
+  // Bytes of the text in which special tokens stay text all the same: in order, disjoint. Borrowed
+  // for the call.
+  absl::Span<const TextSpan> plain_spans = {};
   // More ids than this, including those of the post-processor, are an error.
   int64_t max_tokens = std::numeric_limits<int64_t>::max();
 };

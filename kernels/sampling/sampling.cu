@@ -168,7 +168,7 @@ __device__ void FindToken(const Context& c, const SamplingLaunch& p, int64_t row
       largest = LargestOf(c.blocks.Greatest(LargestOfBlock<true>(row, c.memory)));
     }
     if (largest.logit != kBanned) {
-      found.token = largest.id;
+      found.token = c.record.given >= 0 ? c.record.given : largest.id;
       if (c.record.temperature != 0) {
         const Row row(asked, vocab, c.memory, c.blocks);
         found.token = DrawToken(c.record, row, largest.logit);

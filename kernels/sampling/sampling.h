@@ -61,6 +61,9 @@ struct SamplingOptions {
   float presence_penalty = 0;
   std::span<const int32_t> prompt = {};
   std::span<const int32_t> output = {};
+  // A token of [0, vocab) that is taken whatever its logit: its logprob is what is asked for, and
+  // biases, penalties, bans, filters and the draw are left out. -1: none.
+  int32_t given = -1;
   bool wants_logprob = true;  // false: none is computed
   // Written: the most probable tokens in order of (larger logit, smaller id), up to the size of the
   // span. Entries beyond the vocabulary stay unchanged. A span that is not empty implies logprobs.

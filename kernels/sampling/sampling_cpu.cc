@@ -165,11 +165,14 @@ FoundToken Find(std::span<const float> logits, const SamplingOptions& options,
   if (bad != logits.end()) {
     return {.bad_token = static_cast<int32_t>(bad - logits.begin()), .bad_logit = *bad};
   }
-  AdjustLogits(logits, options, scratch);
-  const int32_t greedy = ArgMax(scratch.logits);
-  if (scratch.logits[static_cast<size_t>(greedy)] == kBanned) return {};
   FoundToken found;
-  found.token = options.temperature == 0 ? greedy : DrawToken(options, scratch);
+  found.token = options.given;
+  if (options.given < 0) {
+    AdjustLogits(logits, options, scratch);
+    const int32_t greedy = ArgMax(scratch.logits);
+    if (scratch.logits[static_cast<size_t>(greedy)] == kBanned) return {};
+    found.token = options.temperature == 0 ? greedy : DrawToken(options, scratch);
+  }
   found.logit = logits[static_cast<size_t>(found.token)];
   if (!WantsLogprobs(options)) return found;
   found.max = *std::max_element(logits.begin(), logits.end());

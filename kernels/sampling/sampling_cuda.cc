@@ -77,6 +77,12 @@ int32_t WritePenalized(const SamplingOptions& options, int64_t vocab, TokenChang
 
 SamplingRecord RecordOf(const SamplingOptions& options, int64_t vocab, TokenChange* changes) {
   if (!CheckOptions(options, vocab).ok()) return {};
+  if (options.given >= 0) {
+    return {.num_top = static_cast<int32_t>(NumTop(options, vocab)),
+            .given = options.given,
+            .wants_logprob = WantsLogprobs(options),
+            .is_valid = 1};
+  }
   SamplingRecord record = {
       .uniform = UniformAt(options.seed, static_cast<uint64_t>(options.position)),
       .min_weight = MinWeight(options.min_p),
@@ -107,6 +113,7 @@ int64_t SamplingBlockBytes(std::span<const SamplingOptions> options, int64_t voc
 
 bool ChangesLogits(std::span<const SamplingOptions> options) {
   return std::any_of(options.begin(), options.end(), [](const SamplingOptions& row) {
+    if (row.given >= 0) return false;
     return !row.biases.empty() || !row.banned.empty() || HasPenalties(row);
   });
 }
@@ -130,12 +137,13 @@ absl::Status Sample(const DeviceSamplingParams& params, cudaStream_t stream) {
   KVASIR_RETURN_IF_ERROR(check.status());
   KVASIR_RETURN_IF_ERROR(RequireDeviceMemory("sampling", {params.logits}));
   if (rows == 0) return absl::OkStatus();
-  const RowPieces pieces = PiecesOf(params.block, rows);
+  KVASIR_CHECK(params.first_row >= 0 && params.first_row + rows <= params.block_rows);
+  const RowPieces pieces = PiecesOf(params.block, params.block_rows);
   const SamplingLaunch launch = {.logits = params.logits.As<float>(),
                                  .vocab = vocab,
                                  .changed = params.changed,
-                                 .records = pieces.records,
-                                 .found = pieces.found};
+                                 .records = pieces.records + params.first_row,
+                                 .found = pieces.found + params.first_row};
   return CudaStatus(LaunchSampling(launch, rows, stream), "launching sampling");
 }
 

@@ -31,7 +31,9 @@ void FillSamplingBlock(std::span<const SamplingOptions> options, int64_t vocab, 
 
 struct DeviceSamplingParams {
   TensorView logits;         // [rows, vocab] float32; rows may be 0, vocab up to kMaxVocab
-  std::byte* block;          // pinned, filled before the stream reaches the op; same rows as logits
+  std::byte* block;          // pinned, filled before the stream reaches the op
+  int64_t block_rows = 0;    // number of rows of the block
+  int64_t first_row = 0;     // the block's row of the first row of logits
   float* changed = nullptr;  // working memory [rows, vocab]; null if ChangesLogits is false
 };
 

@@ -33,6 +33,7 @@ struct SamplingRecord {
   TokenLogit* top = nullptr;  // written, in any order
   int32_t num_biases = 0, num_penalized = 0, num_banned = 0;
   int32_t num_top = 0;  // at most the vocabulary
+  int32_t given = -1;   // not -1: the row's token; then it has no changes and temperature 0
   int32_t wants_logprob = 0;
   int32_t is_valid = 0;  // 0: the row is skipped
 

@@ -58,6 +58,9 @@ absl::Status CheckOptions(const SamplingOptions& options, int64_t vocab) {
     return absl::InvalidArgumentError(
         absl::StrCat("min_p is ", options.min_p, ", expected a number in [0, 1]"));
   }
+  if (options.given != -1) {
+    KVASIR_RETURN_IF_ERROR(CheckTokens("given", std::span(&options.given, 1), vocab));
+  }
   KVASIR_RETURN_IF_ERROR(CheckAdjustments(options, vocab));
   return CheckTokens("banned", options.banned, vocab);
 }

@@ -144,7 +144,8 @@ void BenchSampling(int64_t rows) {
     FillSamplingBlock(options, kVocab, block.data());
     Report(c.name, rows, static_cast<double>(rows) * kVocab * 4, 0,
            [&](int set, cudaStream_t stream) {
-             return Sample({.logits = logits.of(set), .block = block.data()}, stream);
+             return Sample({.logits = logits.of(set), .block = block.data(), .block_rows = rows},
+                           stream);
            });
   }
 }

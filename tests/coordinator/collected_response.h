@@ -91,6 +91,7 @@ struct TestModel {
   }
   ServedModel served() const {
     return {.tokenizer = *tokenizer,
+            .chat = chat,
             .policies = *policies,
             .eos_token_ids = eos_token_ids,
             .vocab_size = 258,
@@ -99,6 +100,7 @@ struct TestModel {
   }
 
   std::unique_ptr<const Tokenizer> tokenizer;
+  ModelChat chat = {};
   std::unique_ptr<PolicyTable> policies;
   std::vector<int32_t> eos_token_ids = {257};
   int64_t trained_window = 0;

@@ -26,7 +26,7 @@ class UnreadStreamTest : public ::testing::Test {
   ~UnreadStreamTest() override { stream_->OnDone(); }
 
   std::shared_ptr<GenerateStream> stream_ =
-      GenerateStream::Create(nullptr, nullptr, absl::Hours(1));
+      GenerateStream::Create(nullptr, nullptr, absl::Hours(1), AsItComes);
   int cancelled_ = 0;
 };
 
@@ -51,6 +51,19 @@ TEST_F(UnreadStreamTest, LogprobsCountAsTheyLieInMemory) {
     ASSERT_LT(in_memory, 2 * GenerateStream::kMaxWaitingBytes);
   }
   EXPECT_GT(in_memory, GenerateStream::kMaxWaitingBytes / 2);
+}
+
+TEST_F(UnreadStreamTest, LogprobsOfPromptsCount) {
+  v1::GenerateResponse response;
+  v1::PromptLogprobs& scores = *response.mutable_prompt_logprobs();
+  for (int i = 0; i < 512; ++i) scores.add_logprobs(-1);
+  for (int i = 0; i < 512 * 20; ++i) scores.add_top_token_ids(7), scores.add_top_logprobs(-1);
+  int written = 0;
+  for (; cancelled_ == 0; ++written) {
+    stream_->Write(response);
+    ASSERT_LT(written, 100);
+  }
+  EXPECT_GE(written, 8) << "a client may miss several of the largest messages";
 }
 
 TEST_F(UnreadStreamTest, ProgressCostsNothing) {

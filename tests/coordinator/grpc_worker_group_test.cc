@@ -14,6 +14,7 @@
 #include "tests/support/fake_rank.h"
 #include "tests/support/fake_worker_service.h"
 #include "tests/support/freezing_relay.h"
+#include "tests/support/scratch_directory.h"
 
 namespace kvasir::coordinator {
 namespace {
@@ -26,10 +27,34 @@ class GrpcWorkerGroupTest : public ::testing::Test {
  protected:
   std::unique_ptr<WorkerGroup> Make(std::vector<std::string> addresses) {
     return CreateWorkerGroup({.addresses = std::move(addresses), .shard_plan = {}},
-                             GrpcWorkerDialer(), clock_);
+                             GrpcWorkerDialer(secret_), clock_);
   }
   SteadyClock clock_;
+  std::shared_ptr<const proto::GroupSecret> secret_ = proto::GroupSecret::Read("").value();
 };
+
+TEST_F(GrpcWorkerGroupTest, AWorkerWithoutTheSecretIsToldNothing) {
+  const kvasir::testing::ScratchDirectory folder;
+  const std::string path = folder.path() + "/secret";
+  ASSERT_TRUE(proto::GroupSecret::Make(path).ok());
+  FakeWorkerService stranger({});
+  FakeWorkerService friendly({}, FakeWorkerService::FreshAddress(),
+                             proto::GroupSecret::Read(path).value());
+  secret_ = proto::GroupSecret::Read(path).value();
+  const absl::Status status = Make({stranger.address()})->Form().status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnauthenticated);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("--group-secret-file"));
+  EXPECT_EQ(stranger.messages(), 0);
+  const absl::StatusOr<GroupInfo> info = Make({friendly.address()})->Form();
+  EXPECT_TRUE(info.ok()) << info.status();
+}
+
+TEST_F(GrpcWorkerGroupTest, AWorkerThatSkipsItsProofIsToldNothing) {
+  FakeWorkerService impostor({.proves = false});
+  const absl::Status status = Make({impostor.address()})->Form().status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnauthenticated) << status;
+  EXPECT_EQ(impostor.messages(), 0);
+}
 
 TEST_F(GrpcWorkerGroupTest, FormsAndStepsOverSockets) {
   FakeWorkerService a({});
@@ -89,7 +114,7 @@ TEST_F(GrpcWorkerGroupTest, AWorkerThatFallsSilentIsNoticedWhileItComputes) {
   kvasir::testing::FreezingRelay relay(path + ".r", path);
   std::unique_ptr<WorkerGroup> group =
       CreateWorkerGroup({.addresses = {"unix:" + path + ".r"}, .shard_plan = {}},
-                        GrpcWorkerDialer({.interval_ms = 100, .timeout_ms = 300}), clock_);
+                        GrpcWorkerDialer(secret_, {.interval_ms = 100, .timeout_ms = 300}), clock_);
   ASSERT_TRUE(group->Form().ok());
   relay.Freeze();
   const TimePoint frozen = clock_.Now();

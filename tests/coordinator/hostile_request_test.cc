@@ -165,7 +165,7 @@ TEST_F(HostileRequestTest, APromptBeyondTheContextIsRefusedUncopied) {
   const Outcome outcome = Parse(text);
   EXPECT_EQ(outcome.status.code(), absl::StatusCode::kInvalidArgument);
   EXPECT_LT(outcome.bytes, size_t{2} << 20) << "reading went on beyond the context";
-  ExpectRefused({}, "neither text nor token_ids");
+  ExpectRefused({}, "none of text, chat and token_ids");
   v1::GenerateRequest empty;
   empty.set_text("");
   ExpectRefused(empty, "the prompt is empty");

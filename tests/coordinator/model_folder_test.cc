@@ -71,5 +71,36 @@ TEST_F(ModelFolderTest, AnythingElseIsRefused) {
   }
 }
 
+std::string Rendered(const ModelFolder& folder, absl::string_view tools = "") {
+  const auto text =
+      folder.chat.Render({.messages = R"([{"role": "user"}])", .tools = tools}, absl::UnixEpoch());
+  return text.ok() ? std::string(text->bytes()) : std::string(text.status().message());
+}
+
+TEST_F(ModelFolderTest, TheChatTemplateIsReadFromOneOfThreeFiles) {
+  Write("config.json", "{}");
+  EXPECT_THAT(Rendered(*LoadModelFolder(folder_)), HasSubstr("no chat template"));
+  Write("tokenizer_config.json",
+        R"({"bos_token": "<s>", "eos_token": {"content": "</s>"}, "unk_token": null,
+            "chat_template": "a{{ bos_token }}{{ eos_token }}{{ unk_token }}"})");
+  EXPECT_EQ(Rendered(*LoadModelFolder(folder_)), "a<s></s>");
+  Write("chat_template.json", R"({"chat_template": "b{{ bos_token }}"})");
+  EXPECT_EQ(Rendered(*LoadModelFolder(folder_)), "b<s>");
+  Write("chat_template.jinja", "c{{ bos_token }}");
+  EXPECT_EQ(Rendered(*LoadModelFolder(folder_)), "c<s>");
+}
+
+TEST_F(ModelFolderTest, ANamedTemplateIsForConversationsWithTools) {
+  Write("config.json", "{}");
+  Write("tokenizer_config.json",
+        R"({"chat_template": [1, {"name": "tool_use", "template": "with"},
+                              {"name": "default", "template": "without"}]})");
+  const ModelFolder folder = *LoadModelFolder(folder_);
+  EXPECT_EQ(Rendered(folder), "without");
+  EXPECT_EQ(Rendered(folder, "[]"), "with");
+  Write("tokenizer_config.json", R"({"chat_template": [{"name": 1, "template": 2}]})");
+  EXPECT_THAT(Rendered(*LoadModelFolder(folder_)), HasSubstr("no chat template"));
+}
+
 }  // namespace
 }  // namespace kvasir::coordinator

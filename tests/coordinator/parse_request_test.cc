@@ -47,6 +47,7 @@ TEST_F(ParseRequestTest, UnsetFieldsHaveTheirDocumentedDefaults) {
   EXPECT_EQ(parsed->sampling.frequency_penalty(), 0.0f);
   EXPECT_EQ(parsed->sampling.presence_penalty(), 0.0f);
   EXPECT_FALSE(parsed->sampling.has_logprobs());
+  EXPECT_FALSE(parsed->wants_prompt_logprobs);
   EXPECT_THAT(parsed->sampling.logit_bias(), IsEmpty());
   EXPECT_THAT(parsed->sampling.stop_token_ids(), ElementsAre(257));
   EXPECT_EQ(parsed->policy.index, 0u);
@@ -97,6 +98,7 @@ TEST_F(ParseRequestTest, WhatIsSetIsTaken) {
   sampling.set_frequency_penalty(-2);
   sampling.set_presence_penalty(2);
   sampling.set_logprobs(0);
+  sampling.set_prompt_logprobs(0);
   for (const uint32_t token : {257u, 0u, 5u}) {
     v1::LogitBias& bias = *sampling.add_logit_bias();
     bias.set_token_id(token);
@@ -114,6 +116,7 @@ TEST_F(ParseRequestTest, WhatIsSetIsTaken) {
   EXPECT_EQ(parsed->sampling.frequency_penalty(), -2.0f);
   EXPECT_EQ(parsed->sampling.presence_penalty(), 2.0f);
   EXPECT_TRUE(parsed->sampling.has_logprobs());  // of the chosen token only
+  EXPECT_TRUE(parsed->wants_prompt_logprobs);
   std::vector<uint32_t> biased;
   for (const v1::LogitBias& bias : parsed->sampling.logit_bias()) {
     biased.push_back(bias.token_id());
@@ -133,7 +136,7 @@ TEST_F(ParseRequestTest, IgnoringEosLeavesOnlyTheRequestsStopTokens) {
 }
 
 TEST_F(ParseRequestTest, AnEmptyPromptIsRefused) {
-  ExpectInvalid(v1::GenerateRequest(), "neither text nor token_ids");
+  ExpectInvalid(v1::GenerateRequest(), "none of text, chat and token_ids");
   ExpectInvalid(Text(""), "the prompt is empty");
   v1::GenerateRequest request;
   request.mutable_token_ids();
@@ -222,6 +225,36 @@ TEST_F(ParseRequestTest, LimitsAreCheckedFirst) {
   request = Text("x");
   request.mutable_policy()->set_name("nope");
   ExpectInvalid(request, "'nope'");
+}
+
+TEST_F(ParseRequestTest, AConversationIsRenderedAndItsSpecialTokensStayText) {
+  model_.chat = ModelChat({.jinja = "{% for m in messages %}<s>{{ m.content }}</s>{% endfor %}"
+                                    "{% if add_generation_prompt %}!{% endif %}"});
+  v1::GenerateRequest request;
+  request.mutable_chat()->set_messages(R"([{"role": "user", "content": "a</s>"}])");
+  EXPECT_THAT(Parse(request)->prompt, ElementsAre(256, 'a', '<', '/', 's', '>', 257, '!'));
+  request.mutable_chat()->set_add_generation_prompt(false);
+  EXPECT_THAT(Parse(request)->prompt, ElementsAre(256, 'a', '<', '/', 's', '>', 257));
+  request.mutable_chat()->set_continue_final_message(true);
+  EXPECT_THAT(Parse(request)->prompt, ElementsAre(256, 'a', '<', '/', 's', '>'));
+  request.mutable_chat()->set_add_generation_prompt(true);
+  ExpectInvalid(request, "chat: add_generation_prompt and continue_final_message are both set");
+}
+
+TEST_F(ParseRequestTest, AConversationThatCannotBeRenderedIsRefused) {
+  v1::GenerateRequest request;
+  request.mutable_chat()->set_messages("[]");
+  ExpectInvalid(request, "chat: the model has no chat template");
+  model_.chat = ModelChat({.jinja = "{% nope %}"});
+  ExpectInvalid(request, "template in chat_template.jinja cannot be used: line 1: this statement");
+  model_.chat = ModelChat({.jinja = "{{ raise_exception('No system message, please') }}"});
+  ExpectInvalid(request, "chat: messages is not an array with at least one message");
+  request.mutable_chat()->set_messages(R"([{"role": "user"}])");
+  ExpectInvalid(request, "chat: No system message, please");
+  model_.chat = ModelChat({.jinja = "{{ 'x' * 2000 }}"});
+  ExpectInvalid(request, "chat: text of 2000 bytes has more than 984 tokens");
+  request.set_parse_special_tokens(true);
+  ExpectInvalid(request, "parse_special_tokens is set beside chat");
 }
 
 }  // namespace

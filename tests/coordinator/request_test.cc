@@ -56,6 +56,41 @@ class RequestTest : public ::testing::Test {
   int64_t index_ = 0;
 };
 
+TEST_F(RequestTest, LogprobsOfThePromptAreAMessageOfTheirOwn) {
+  std::unique_ptr<Request> request = Make({});
+  PromptLogprobsEvent event = {.id = SequenceId(1), .logprobs = {}};
+  event.logprobs.set_index(1);
+  event.logprobs.add_logprobs(-2.5f);
+  request->OnPromptLogprobs(event);
+  const std::vector<v1::GenerateResponse> messages = sink_->messages();
+  ASSERT_EQ(messages.size(), 1u);
+  EXPECT_EQ(messages[0].prompt_logprobs().logprobs(0), -2.5f);
+}
+
+// A byte-level tokenizer has tokens that are no text: the first byte of a longer character.
+TEST_F(RequestTest, TextsOfTokensGoWithTheirLogprobsWhenAskedFor) {
+  for (const bool asked : {false, true}) {
+    index_ = 0;
+    std::unique_ptr<Request> request = Make({.wants_token_texts = asked});
+    TokenEvent event = {.id = SequenceId(1), .token = 'a', .logprobs = v1::TokenLogprobs()};
+    event.logprobs->add_top()->set_token_id(0xC3);
+    event.logprobs->add_top()->set_token_id('b');
+    event.logprobs->add_top()->set_token_id(1u << 30);  // a model may have more tokens
+    request->OnToken(event, now_);
+    const v1::TokenLogprobs logprobs = sink_->messages()[0].tokens().logprobs(0);
+    EXPECT_EQ(logprobs.has_token(), asked);
+    EXPECT_EQ(logprobs.top(0).has_token(), asked);
+    if (asked) {
+      EXPECT_EQ(logprobs.token().text(), "a");
+      EXPECT_EQ(logprobs.top(0).token().part(), "\xC3");
+      EXPECT_EQ(logprobs.top(1).token().text(), "b");
+      EXPECT_TRUE(logprobs.top(2).token().has_text());
+      EXPECT_EQ(logprobs.top(2).token().text(), "");
+    }
+    request->Finish(absl::OkStatus(), Summary(v1::FINISH_REASON_STOP), now_);
+  }
+}
+
 TEST_F(RequestTest, LogprobsGoWithTheirToken) {
   std::unique_ptr<Request> request = Make({});
   TokenEvent event = {.id = SequenceId(1), .token = 'a', .logprobs = v1::TokenLogprobs()};

@@ -136,12 +136,35 @@ class SchedulerTest : public ::testing::Test {
       } else if (auto* progress = std::get_if<ProgressEvent>(&event)) {
         EXPECT_FALSE(finished_.contains(progress->id));
         progress_[progress->id].push_back(*progress);
+      } else if (auto* scores = std::get_if<PromptLogprobsEvent>(&event)) {
+        EXPECT_FALSE(finished_.contains(scores->id));
+        EXPECT_TRUE(tokens_[scores->id].empty());
+        TakeScores(scores->logprobs, scores_[scores->id]);
       } else {
         auto& finish = std::get<FinishEvent>(event);
         EXPECT_FALSE(finished_.contains(finish.id));
         finished_.emplace(finish.id, finish);
       }
     }
+  }
+  // Adds one message to those before it, which it must follow without a gap.
+  static void TakeScores(const v1::PromptLogprobs& scores, std::vector<float>& all) {
+    EXPECT_EQ(scores.index(), all.size() + 1);
+    EXPECT_EQ(scores.has_first_token_id(), all.empty());
+    ASSERT_EQ(scores.token_ids_size(), scores.logprobs_size());
+    for (int i = 0; i < scores.logprobs_size(); ++i) {
+      EXPECT_EQ(scores.logprobs(i),
+                SymbolicWorker::ScoreOf(int64_t{scores.index()} + i,
+                                        static_cast<int32_t>(scores.token_ids(i))));
+    }
+    all.insert(all.end(), scores.logprobs().begin(), scores.logprobs().end());
+  }
+  static std::vector<float> ExpectedScores(const std::vector<int32_t>& prompt) {
+    std::vector<float> scores;
+    for (size_t i = 1; i < prompt.size(); ++i) {
+      scores.push_back(SymbolicWorker::ScoreOf(static_cast<int64_t>(i), prompt[i]));
+    }
+    return scores;
   }
   std::vector<int32_t> Expected(const SequenceSpec& spec) const {
     return SymbolicWorker::ExpectedTokens(spec.prompt, spec.max_tokens, spec.sampling, kVocab);
@@ -154,6 +177,7 @@ class SchedulerTest : public ::testing::Test {
   v1::StepPlan plan_;
   std::map<SequenceId, std::vector<int32_t>> tokens_;
   std::map<SequenceId, std::vector<ProgressEvent>> progress_;
+  std::map<SequenceId, std::vector<float>> scores_;  // of the prompts' tokens from the second on
   std::map<SequenceId, FinishEvent> finished_;
 };
 

@@ -2,8 +2,10 @@
 them, with processes in network namespaces. A worker dies and comes back elsewhere; the coordinator drains.
 """
 
+import os
 import pathlib
 import re
+import secrets
 import shutil
 import signal
 import subprocess
@@ -60,6 +62,10 @@ class Pod:
             volume, target = volumes[mount["name"]], mount["mountPath"]
             if "projected" in volume:
                 found[target] = self.cluster.config
+            elif "secret" in volume:
+                self.cluster.secret.chmod(volume["secret"]["defaultMode"])
+                os.chown(self.cluster.secret, -1, self.spec["securityContext"]["fsGroup"])
+                found[target] = self.cluster.secret.parent
             elif "persistentVolumeClaim" in volume:
                 found[target] = self.cluster.models
             else:
@@ -98,6 +104,9 @@ class Cluster:
         for one in of_kind(objects, "ConfigMap"):
             for name, text in one["data"].items():
                 (self.config / name).write_text(text)
+        self.secret = folder / "group-secret" / "secret"
+        self.secret.parent.mkdir()
+        self.secret.write_text(secrets.token_hex(32))
         shutil.copytree(MODEL, self.models / "model")
         subprocess.run(["cmake", "--install", BUILD, "--prefix", installed, "--component", "runtime"], check=True,
                        stdout=subprocess.DEVNULL)
@@ -112,7 +121,7 @@ class Cluster:
     def generate(self, leader, tokens=4):
         """A client on the node."""
         return self.hosts.on_node(KVASIR, "generate", "--server", f"{leader.address}:50051", "--prompt", "Once upon a time",
-                                  "--max-tokens", tokens, "--ignore-eos", "--quiet", "--timeout", 60)
+                                  "--max-tokens", tokens, "--ignore-eos", "--quiet", "--timeout", 240)
 
 
 class ThreeHosts(unittest.TestCase):

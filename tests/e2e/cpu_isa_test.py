@@ -36,7 +36,7 @@ class CpuIsa(unittest.TestCase):
             with self.subTest(name), Service(flags=[f"--cpu-isa={name}"]) as service:
                 worker = service.stub.GetServerInfo(generation_pb2.GetServerInfoRequest()).workers[0]
                 self.assertRegex(worker.device, f"attention {name}, products ")
-                self.assertIn(worker.device, service.log())
+                service.wait_for_log(worker.device)
                 if name in ("portable", "avx2"):
                     self.assertNotIn("avx512", worker.device)
                 answer = service.generate(DOCUMENT.text + question.prompt, stop=".", max_tokens=24)

@@ -266,7 +266,7 @@ class Failure(DiskTest):
             self.assertEqual(self.ask(service, self.prompts[2:4]), self.expected[2:4])
             wait_until(lambda: self.read_only(service) == 1, "the tier is read-only")
             self.assertGreater(counter(service, "kvasir_kv_writes_dropped_total"), 0)
-            self.assertIn("read-only", service.log())
+            service.wait_for_log("read-only")
             stored = stored_pages(service)
             filler.unlink()
             time.sleep(1.1)  # the tier tries again after one second
@@ -280,7 +280,7 @@ class Failure(DiskTest):
         with self.serve(mount / "kv") as service:
             self.assertEqual(self.ask(service, self.prompts[:2]), self.expected[:2])
             self.assertEqual(self.read_only(service), 1)
-            self.assertIn("No space left", service.log())
+            service.wait_for_log("No space left")
 
     def test_segments_cut_under_the_running_service_are_computed_anew(self):
         # The host tier is too small for all prompts, so that they are read back from disk.
@@ -307,7 +307,7 @@ class Failure(DiskTest):
             for prompt in make_prompts(3, seed=6):
                 self.assertEqual(len(service.generate(prompt, **OPTIONS).token_ids), 6)
             wait_until(lambda: self.read_only(service) == 1, "the tier is read-only")
-            self.assertIn("LOCK was removed under this process", service.log())
+            service.wait_for_log("LOCK was removed under this process")
 
     def serve_failing(self, times):
         """Returns a service over a copy of the store. The first `times` reads of each place are I/O errors."""
@@ -336,7 +336,7 @@ class Failure(DiskTest):
         with self.serve(self.copy_of_store(), preexec=refuse_io_uring) as service:
             self.assertEqual(self.ask(service), self.expected)
             self.assertGreater(read_bytes(service), 0)
-            self.assertIn("through threads", service.log())
+            service.wait_for_log("through threads")
 
 
 def refuse_io_uring():

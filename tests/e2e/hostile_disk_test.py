@@ -44,7 +44,7 @@ class HungDisk(disk_test.DiskTest):
             innocent.check(self, longest_gap_s=2)
             self.assertLess(max(waits[1:]), 2)
             self.assertEqual(service.metric("kvasir_kv_disk_set_aside"), 1)
-            self.assertIn("set aside", service.log())
+            service.wait_for_log("set aside")
             began = time.monotonic()
             service.channel.close()
             service.process.send_signal(signal.SIGTERM)
@@ -112,7 +112,7 @@ class DamagedLog(disk_test.DiskTest):
         log.write_bytes(data)
         with self.serve(store) as service:
             self.check_stored(service, 2 * len(self.prompts))
-            self.assertIn("making the manifest anew from the segments", service.log())
+            service.wait_for_log("making the manifest anew from the segments")
             with InnocentStream(service) as innocent:
                 self.assertEqual(self.ask(service), self.expected)
                 self.assertGreater(disk_test.read_bytes(service), 0)

@@ -14,6 +14,7 @@ import time
 import unittest
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+from support.chat_model import link_chat_model  # noqa: E402
 from support.http_client import (ask, open_connection, parse_events, read_events, receive, send)  # noqa: E402
 from support.service import ROOT, Service  # noqa: E402
 
@@ -302,7 +303,8 @@ class Documentation(unittest.TestCase):
         lines = [line for block in re.findall(r"```sh\n(.*?)```", section, re.S) for line in block.splitlines()]
         lines += re.findall(r"^curl .*$", (ROOT / "README.md").read_text(), re.M)
         self.assertGreater(len(lines), 8)
-        with Service() as service, tempfile.TemporaryDirectory() as home:
+        model = link_chat_model(self.enterContext(tempfile.TemporaryDirectory()))
+        with Service(model=model) as service, tempfile.TemporaryDirectory() as home:
             # The documents' port leads to the port of this server.
             (pathlib.Path(home) / ".curlrc").write_text(f'connect-to = "127.0.0.1:8000:{service.http_address}"\nfail\n')
             for line in lines:

@@ -33,6 +33,27 @@ def completions(client):
     check(raw.headers["x-request-id"] == "mine" and raw.parse().id == "cmpl-mine", raw.headers)
 
 
+def chat(client):
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": TEXT}]}]
+    whole = client.chat.completions.create(model=MODEL, messages=messages, max_completion_tokens=8, temperature=0,
+                                           logprobs=True, top_logprobs=2)
+    choice = whole.choices[0]
+    check(choice.message.role == "assistant" and choice.message.content and choice.finish_reason in ("stop", "length"), whole)
+    check(len(choice.logprobs.content) == whole.usage.completion_tokens, whole)
+    check(len(choice.logprobs.content[0].top_logprobs) == 2, whole)
+    chunks = list(client.chat.completions.create(model=MODEL, messages=messages, max_completion_tokens=8, temperature=0,
+                                                 stream=True, stream_options={"include_usage": True}))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    check(text == choice.message.content and chunks[0].choices[0].delta.role == "assistant", chunks)
+    check(chunks[-1].usage.completion_tokens == whole.usage.completion_tokens, chunks)
+    with client.chat.completions.stream(model=MODEL, messages=messages, max_completion_tokens=8, temperature=0) as stream:
+        check("".join(event.delta for event in stream if event.type == "content.delta") == text, "events")
+    echoed = client.completions.create(model=MODEL, prompt=TEXT, max_tokens=1, temperature=0, logprobs=1, echo=True)
+    scores = echoed.choices[0].logprobs
+    check(scores.token_logprobs[0] is None and len(scores.token_logprobs) == echoed.usage.prompt_tokens + 1, echoed)
+    check(echoed.choices[0].text.startswith(TEXT), echoed)
+
+
 def errors(client):
     try:
         client.completions.create(model="gpt-4", prompt=TEXT)
@@ -60,6 +81,7 @@ def main():
         check([model.id for model in client.models.list()] == [MODEL], "models")
         check(client.models.retrieve(MODEL).id == MODEL, "a model")
         completions(client)
+        chat(client)
         errors(client)
     asyncio.run(at_once())
     print("openai", openai.__version__, "ran to the end")

@@ -1,4 +1,4 @@
-"""OpenAI's Python package, unmodified, from PyPI: models, completions, streams, errors, 64 streams at once.
+"""OpenAI's Python package, unmodified, from PyPI: models, completions, chat, streams, errors, 64 streams at once.
 
 The package is installed once, into a virtual environment of the build folder. Without it the test is skipped.
 """
@@ -6,9 +6,11 @@ The package is installed once, into a virtual environment of the build folder. W
 import pathlib
 import subprocess
 import sys
+import tempfile
 import unittest
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+from support.chat_model import link_chat_model  # noqa: E402
 from support.service import BUILD, Service  # noqa: E402
 
 PACKAGE = "openai==3.57.0"
@@ -40,7 +42,8 @@ class OpenAi(unittest.TestCase):
         python, missing = python_with_package()
         if python is None:
             self.skipTest(f"{PACKAGE} cannot be had from PyPI: {missing}")
-        with Service(flags=["--max-num-seqs=64"]) as service:
+        folder = link_chat_model(self.enterContext(tempfile.TemporaryDirectory(prefix="kvasir-openai-")))
+        with Service(model=folder, flags=["--max-num-seqs=64", "--served-model-name=needle-8k"]) as service:
             run = subprocess.run([python, CLIENT, f"http://{service.http_address}/v1", "needle-8k"], capture_output=True,
                                  text=True, timeout=120)
         self.assertEqual(run.returncode, 0, run.stdout + run.stderr)

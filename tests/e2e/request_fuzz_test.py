@@ -132,7 +132,8 @@ def random_sampling(rng, sampling):
         "temperature": (0, 1e-30, 0.7, 1, 100), "top_p": (1e-6, 0.5, 1), "top_k": (0, 1, 50, 1 << 20),
         "min_p": (0, 0.1, 1), "frequency_penalty": (-2, 0, 2), "presence_penalty": (-2, 0, 2),
         "repetition_penalty": (0.01, 1, 100), "skip_special_tokens": (False, True), "ignore_eos": (False, True),
-        "logprobs": (0, 1, 20), "seed": (0, 1, (1 << 64) - 1), "include_stop_str_in_output": (False, True)}
+        "logprobs": (0, 1, 20), "prompt_logprobs": (0, 1, 20), "logprobs_text": (False, True),
+        "seed": (0, 1, (1 << 64) - 1), "include_stop_str_in_output": (False, True)}
     for name, values in fields.items():
         if rng.random() < 0.4:
             setattr(sampling, name, rng.choice(values))

@@ -3,6 +3,7 @@
 
     make_corpus.py [FOLDER]        default: corpus beside this script
 
+corpus/chat_template holds the templates of tests/coordinator/chat with a conversation each, and the snippets.
 corpus/safetensors is also replayed by tests/worker/model/safetensors_test.cc, which holds the message expected
 for each file, and corpus/model_config by model_config_test.cc. Needs nothing but Python.
 """
@@ -11,6 +12,11 @@ import json
 import struct
 import sys
 from pathlib import Path
+
+CHAT = Path(__file__).resolve().parents[1] / "coordinator" / "chat"
+sys.path.insert(0, str(CHAT))
+from conversations import CONVERSATIONS  # noqa: E402
+from snippets import SNIPPETS  # noqa: E402
 
 
 def tensor(dtype, shape, begin, end):
@@ -192,9 +198,47 @@ MODEL_CONFIG = {
 }
 
 
+def chat_templates():
+    """A template, a 0 byte and the messages; the snippets by tens, with no messages of their own."""
+    files = {}
+    for i, path in enumerate(sorted((CHAT / "templates").glob("*.jinja"))):
+        messages = json.dumps(CONVERSATIONS[-i - 3][1], ensure_ascii=False)
+        files[path.stem] = path.read_bytes() + b"\0" + messages.encode()
+    for i in range(0, len(SNIPPETS), 10):
+        files[f"snippets_{i}"] = "\n".join(s for s in SNIPPETS[i:i + 10] if "1 / 0" not in s).encode()
+    return files
+
+
+def http_bodies():
+    parts = [{"type": "text", "text": "a\u00e9"}, {"type": "image_url", "image_url": {"url": "data:,"}}]
+    bodies = {
+        "chat": {"model": "m", "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}],
+                 "max_completion_tokens": 3, "logprobs": True, "top_logprobs": 2, "stream": True,
+                 "stream_options": {"include_usage": True, "continuous_usage_stats": False}},
+        "parts": {"messages": [{"role": "user", "content": parts[:1]}], "continue_final_message": True},
+        "image": {"messages": [{"role": "user", "content": parts}]},
+        "tools": {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"z": [1, {}], "a": None}}}],
+                  "tool_choice": "auto", "messages": [{"role": "user", "content": "\"}{][,:"}]},
+        "kwargs": {"messages": [{}], "chat_template_kwargs": {"enable_thinking": False}, "response_format": {"type": "text"}},
+        "completion": {"prompt": "Once", "max_tokens": 5, "logprobs": 3, "echo": True, "n": 2, "best_of": 2, "seed": -1,
+                       "stop": ["a", "b"], "logit_bias": {"5": -1.5}, "stop_token_ids": [1], "cache_salt": "s"},
+        "prompts": {"prompt": [[1, 2], [3]], "sparsity": {"name": "x", "decode_overrides": {"token_budget": 64}}},
+        "texts": {"prompt": ["a", "b"], "quality": 0.9, "temperature": 1e300, "top_k": -1},
+        "numbers": {"prompt": [0, 2**31 - 1, 2**31, 1.0, 1e20], "n": 129, "min_tokens": -1},
+    }
+    files = {name: json.dumps(body).encode() for name, body in bodies.items()}
+    files["escaped_key"] = b'{"m\\u0065ssages" : [ {"role":"user","content":"\\ud83e\\udd8a\\\\"} ] }'
+    files["twice"] = b'{"prompt":1,"prompt":2}'
+    files["surrogate"] = b'{"prompt":"\\ud83e"}'
+    files["bytes"] = b'{"prompt":"\xff"}'
+    files["deep"] = b"[" * 5000
+    return files
+
+
 def main():
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "corpus"
-    for kind, files in (("safetensors", SAFETENSORS), ("model_config", MODEL_CONFIG)):
+    for kind, files in (("safetensors", SAFETENSORS), ("model_config", MODEL_CONFIG),
+                        ("chat_template", chat_templates()), ("http_body", http_bodies())):
         (folder / kind).mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
             (folder / kind / name).write_bytes(content)

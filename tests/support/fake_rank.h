@@ -26,6 +26,8 @@ struct FakeRankOptions {
   // Errors on the stream: instead of loading, instead of a step.
   absl::Status load_error = {};
   absl::Status step_error = {};
+  // False: it sends a wrong proof of the group secret and listens on.
+  bool proves = true;
 };
 
 class FakeRank {
@@ -45,8 +47,9 @@ class FakeRank {
       case v1::CoordinatorMessage::kStepPlan:
         KVASIR_RETURN_IF_ERROR(Step(message.step_plan()));
         break;
+      case v1::CoordinatorMessage::kProof:  // never here: the handshake takes it
       case v1::CoordinatorMessage::MESSAGE_NOT_SET:
-        return absl::InvalidArgumentError("an empty message");
+        return absl::InvalidArgumentError("no plan and no rendezvous");
     }
     if (!ready_ && peers_.size() + 1 == plan_.tensor_parallel_size()) SendReady();
     return std::move(answers_);

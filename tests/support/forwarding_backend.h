@@ -60,6 +60,10 @@ class ForwardingBackend : public Backend {
   absl::Status TakeSampled(const kernels::TensorView& x, const kernels::TensorView& y) override {
     return inner_.TakeSampled(x, y);
   }
+  absl::Status TakeScored(const kernels::TensorView& x, int64_t first,
+                          const kernels::TensorView& y) override {
+    return inner_.TakeScored(x, first, y);
+  }
   absl::Status AppendHeads(const kernels::LayerHeads& heads) override {
     return inner_.AppendHeads(heads);
   }
@@ -74,6 +78,9 @@ class ForwardingBackend : public Backend {
     return inner_.GatherColumns(columns);
   }
   absl::Status Sample(const kernels::TensorView& logits) override { return inner_.Sample(logits); }
+  absl::Status Score(const kernels::TensorView& logits, int64_t first) override {
+    return inner_.Score(logits, first);
+  }
   bool StartsSlowly() const override { return inner_.StartsSlowly(); }
   bool RunsAhead() const override { return inner_.RunsAhead(); }
   bool MeasuresMass() const override { return inner_.MeasuresMass(); }

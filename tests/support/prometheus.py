@@ -55,7 +55,9 @@ class Prometheus:
         try:
             with urllib.request.urlopen(f"{self.url}/api/v1/query?query={urllib.parse.quote(expr)}", timeout=10) as reply:
                 result = json.load(reply)["data"]["result"]
-        except urllib.error.HTTPError:
+        except urllib.error.HTTPError as error:
+            if error.code == 503:  # its database is not open yet
+                return []
             raise
         except OSError:
             return []

@@ -128,6 +128,14 @@ class Service:
     def log(self) -> str:
         return self.log_path.read_text(errors="replace")
 
+    def wait_for_log(self, text, timeout_s=10):
+        """Waits until the log, which is written beside the work, has the text."""
+        deadline = time.monotonic() + timeout_s
+        while text not in self.log():
+            if time.monotonic() > deadline:
+                raise AssertionError(f"{text!r} is not in the log: {self.log()}")
+            time.sleep(0.05)
+
     def stream(self, prompt, timeout_s=600, **options):
         """Starts a request and returns the raw stream, for tests that cancel or read slowly."""
         return self.stub.Generate(make_request(prompt, **options), timeout=timeout_s)

@@ -65,6 +65,11 @@ class SymbolicWorker {
   static std::vector<int32_t> ExpectedTokens(std::vector<int32_t> prompt, int64_t max_tokens,
                                              const v1::RowSampling& sampling, int64_t vocab_size);
 
+  // The log probability of a prompt's token at a position.
+  static float ScoreOf(int64_t position, int32_t token) {
+    return -static_cast<float>(position) - static_cast<float>(token) / 64;
+  }
+
  private:
   static constexpr int64_t kTokens = kvstore::kBlockTokens;
 
@@ -118,6 +123,7 @@ class SymbolicWorker {
   void EndRead(uint64_t id, bool fails, v1::TierReport& report);
   void EraseIfUnused(uint64_t id);
   absl::Status Start(const v1::SequenceStart& start);
+  static absl::Status Score(const v1::StepRow& row, const Slot& slot, v1::RowResult& result);
   absl::Status RunRow(const v1::StepRow& row, v1::StepReply& reply);
   absl::Status CheckRow(const v1::StepRow& row, const Slot& slot) const;
   absl::Status CheckPlan(const v1::StepPlan& plan) const;
@@ -259,6 +265,28 @@ inline absl::Status SymbolicWorker::CheckRow(const v1::StepRow& row, const Slot&
   return absl::OkStatus();
 }
 
+// A score is known from the token and its place.
+inline absl::Status SymbolicWorker::Score(const v1::StepRow& row, const Slot& slot,
+                                          v1::RowResult& result) {
+  const int64_t begin = row.score_begin(), end = row.score_end();
+  if (begin == end) return absl::OkStatus();
+  const int64_t row_end = int64_t{row.begin()} + row.num_tokens();
+  if (begin < row.begin() || begin > end || end > std::min(row_end, slot.prompt_tokens - 1)) {
+    return Bad("scores positions that it does not compute, or past the prompt", row.slot());
+  }
+  v1::PromptLogprobs& scores = *result.mutable_prompt_logprobs();
+  scores.set_index(row.score_begin() + 1);
+  scores.set_top_count(slot.start.sampling().prompt_logprobs());
+  for (int64_t i = begin + 1; i <= end; ++i) {
+    scores.add_logprobs(ScoreOf(i, slot.tokens[static_cast<size_t>(i)]));
+    for (uint32_t n = 0; n < scores.top_count(); ++n) {
+      scores.add_top_token_ids(n);
+      scores.add_top_logprobs(-static_cast<float>(n));
+    }
+  }
+  return absl::OkStatus();
+}
+
 inline absl::Status SymbolicWorker::RunRow(const v1::StepRow& row, v1::StepReply& reply) {
   const auto it = slots_.find(row.slot());
   if (it == slots_.end()) return Bad("row of a free slot", row.slot());
@@ -286,6 +314,7 @@ inline absl::Status SymbolicWorker::RunRow(const v1::StepRow& row, v1::StepReply
   accounting.set_cached_device_tokens(
       static_cast<uint32_t>((slot.start.cached_blocks_size() - slot.from_disk) * kTokens));
   accounting.set_cached_disk_tokens(static_cast<uint32_t>(slot.from_disk * kTokens));
+  KVASIR_RETURN_IF_ERROR(Score(row, slot, result));
   if (!row.sample()) return absl::OkStatus();
   const int32_t token =
       NextToken(slot.tokens, slot.prompt_tokens, slot.start.sampling(), options_.vocab_size);

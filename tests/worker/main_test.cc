@@ -15,6 +15,7 @@
 #include "proto/kvasir/v1/worker.grpc.pb.h"
 #include "proto/worker_protocol.h"
 #include "tests/worker/model/test_files.h"
+#include "tests/worker/prove_secret.h"
 #include "tests/worker/random_model.h"
 #include "tests/worker/test_worker.h"
 
@@ -99,6 +100,7 @@ TEST_F(WorkerMainTest, IsLiveAtOnceReadyInAGroupAndExitsCleanlyOnSigterm) {
   grpc::ClientContext context;
   const auto stub = v1::Worker::NewStub(channel);
   const auto stream = stub->Run(&context);
+  ASSERT_TRUE(ProveSecret(*stream).ok());
   v1::CoordinatorMessage message;
   v1::ShardPlan& plan = *message.mutable_shard_plan();
   plan.set_protocol_version(proto::kWorkerProtocolVersion);
@@ -125,6 +127,12 @@ TEST_F(WorkerMainTest, IsLiveAtOnceReadyInAGroupAndExitsCleanlyOnSigterm) {
   EXPECT_FALSE(stream->Read(&answer));
   EXPECT_EQ(stream->Finish().error_code(), grpc::StatusCode::UNAVAILABLE);
   EXPECT_EQ(process.Wait(), 0);
+}
+
+TEST_F(WorkerMainTest, WithoutASecretItListensForItsOwnMachineOnly) {
+  for (const char* open : {"0.0.0.0:0", "[::]:0"}) {
+    EXPECT_EQ(Process({"--listen", open, "--metrics-port", "0"}).Wait(), 2) << open;
+  }
 }
 
 TEST_F(WorkerMainTest, WrongFlagsAreExitCode2) {

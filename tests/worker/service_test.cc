@@ -16,6 +16,7 @@
 #include "proto/grpc_listener.h"
 #include "proto/worker_protocol.h"
 #include "tests/worker/model/test_files.h"
+#include "tests/worker/prove_secret.h"
 #include "tests/worker/random_model.h"
 #include "tests/worker/test_coordinator.h"
 #include "tests/worker/test_worker.h"
@@ -38,7 +39,9 @@ class WorkerProcess {
         member_({.metrics_address = "127.0.0.1:1", .on_ready = [](bool) {}}, backend_, metrics_),
         listener_(
             proto::GrpcListener::Listen({.address = address(), .registry = &registry_}).value()),
-        service_([this](CoordinatorStream& stream) { return member_.Serve(stream); }, *listener_) {
+        service_(
+            {.secret = proto::GroupSecret::Read("").value()},
+            [this](CoordinatorStream& stream) { return member_.Serve(stream); }, *listener_) {
     grpc::ServerBuilder builder;
     listener_->AddTo(builder);
     builder.RegisterService(&service_);
@@ -77,7 +80,9 @@ class Stream {
   explicit Stream(const std::string& address)
       : stub_(
             v1::Worker::NewStub(grpc::CreateChannel(address, grpc::InsecureChannelCredentials()))),
-        stream_(stub_->Run(&context_)) {}
+        stream_(stub_->Run(&context_)) {
+    ProveSecret(*stream_).IgnoreError();  // a worker that refuses says so in Finish
+  }
 
   void Send(const v1::ShardPlan& plan) {
     v1::CoordinatorMessage message;

@@ -25,6 +25,8 @@ struct TestRequest {
   v1::AttentionPolicy prefill, decode;  // numbers
   uint32_t tail_tokens = 64;
   v1::RowSampling sampling;
+  // Positions of the prompt from here on are scored; none: no position is.
+  std::optional<int64_t> score_begin = {};
   std::vector<uint64_t> cached_blocks;
   std::vector<uint32_t> generated = {};     // before it was preempted
   std::optional<uint32_t> last_token = {};  // ends the request where it is sampled
@@ -33,6 +35,7 @@ struct TestRequest {
 struct TestResult {
   std::vector<uint32_t> tokens;
   std::vector<v1::TokenLogprobs> logprobs;  // of tokens, when they were requested
+  v1::PromptLogprobs prompt_logprobs;       // joined, when they were requested
   absl::Status status;
   v1::RowAccounting accounting;  // summed, except minimal masses
   std::vector<uint64_t> blocks;  // all blocks of the request, from position 0 on
@@ -205,6 +208,12 @@ class TestCoordinator {
     row.set_begin(static_cast<uint32_t>(running.length));
     row.set_num_tokens(static_cast<uint32_t>(end - running.length));
     row.set_sample(end == running.known);
+    const int64_t last = std::ssize(running.request.prompt) - 1;
+    if (const int64_t from = std::max(running.length, running.request.score_begin.value_or(last));
+        from < std::min(end, last)) {
+      row.set_score_begin(static_cast<uint32_t>(from));
+      row.set_score_end(static_cast<uint32_t>(std::min(end, last)));
+    }
     planned_[step_].push_back(running.result);
     running.length = end;
     if (row.sample()) {
@@ -227,6 +236,9 @@ class TestCoordinator {
                                    row_result.error_message());
       return;
     }
+    ASSERT_EQ(row_result.prompt_logprobs().logprobs_size(),
+              static_cast<int>(row.score_end() - row.score_begin()));
+    if (row_result.has_prompt_logprobs()) AddScores(row_result.prompt_logprobs(), result);
     ASSERT_EQ(row_result.has_token_id(), row.sample());
     if (row_result.has_token_id()) {
       result.tokens.push_back(row_result.token_id());
@@ -239,6 +251,19 @@ class TestCoordinator {
       seal.set_block_id(result.blocks[static_cast<size_t>(running.sealed)]);
       seal.set_prefix_hash(HashOfBlock(seal.block_id()));
     }
+  }
+
+  static void AddScores(const v1::PromptLogprobs& scores, TestResult& result) {
+    v1::PromptLogprobs& all = result.prompt_logprobs;
+    if (all.logprobs().empty()) {
+      all = scores;
+      return;
+    }
+    ASSERT_EQ(scores.index(), all.index() + static_cast<uint32_t>(all.logprobs_size()));
+    ASSERT_EQ(scores.top_count(), all.top_count());
+    all.mutable_logprobs()->MergeFrom(scores.logprobs());
+    all.mutable_top_token_ids()->MergeFrom(scores.top_token_ids());
+    all.mutable_top_logprobs()->MergeFrom(scores.top_logprobs());
   }
 
   void End(Running& running) {

@@ -95,7 +95,7 @@ struct LayerQueries {
 struct StepOutputs {
   // [tokens, hidden], after the last layer's attention. Every token of a row is checked, also where
   // nothing is sampled, because its KV would corrupt what follows. The MLP after it is computed for
-  // sampled rows alone; Sample refuses logits that are not finite.
+  // the rows whose logits are used; Sample and Score refuse logits that are not finite.
   kernels::TensorView residual;
   kernels::TensorView logits;  // [sampled rows, vocab] float32
 };
@@ -111,6 +111,7 @@ struct RankColumns {
 
 struct StepResult {
   std::vector<kernels::SampledToken> tokens;  // of the sampled rows
+  std::vector<kernels::SampledToken> scores;  // of the scored tokens: each one's given token
   // [sampled rows, vocab] float32, in host memory until the next step. Empty unless the batch keeps
   // them.
   kernels::TensorView logits;
@@ -202,6 +203,10 @@ class Backend {
                                    const kernels::TensorView& y) = 0;
   // y [sampled rows, hidden] = rows of x [tokens, hidden] whose logits are used.
   virtual absl::Status TakeSampled(const kernels::TensorView& x, const kernels::TensorView& y) = 0;
+  // y [rows, hidden] = the rows of x that belong to scored tokens [first, first + rows) of the
+  // step.
+  virtual absl::Status TakeScored(const kernels::TensorView& x, int64_t first,
+                                  const kernels::TensorView& y) = 0;
   // Turns a layer's projected heads into rotated queries, and into keys and values in the step's
   // pages (kernels/append/append_heads.h).
   virtual absl::Status AppendHeads(const kernels::LayerHeads& heads) = 0;
@@ -224,6 +229,9 @@ class Backend {
   // Chooses the tokens of the step's result from logits [sampled rows, vocab] float32, as the batch
   // says. Every backend chooses the same ones for the same logits (kernels/sampling/sampling.h).
   virtual absl::Status Sample(const kernels::TensorView& logits) = 0;
+  // Finds the log probabilities of the tokens that follow scored tokens [first, first + rows), from
+  // logits [rows, vocab] float32. Each scored token is scored once.
+  virtual absl::Status Score(const kernels::TensorView& logits, int64_t first) = 0;
 
   // A device may still be at work: the host has time for what does not need the result.
   virtual absl::Status EndStep(const StepOutputs& outputs) = 0;

@@ -64,6 +64,9 @@ struct RowWork {
   int64_t begin = 0;
   int64_t num_tokens = 0;
   bool sample = false;
+  // Positions whose logits are compared with the prompt's next token: [score_begin, score_end).
+  int64_t score_begin = 0;
+  int64_t score_end = 0;
   const Sequence* sequence = nullptr;
   // Index among the tokens sampled by the step before, still in flight, of the one that becomes
   // this row's single token. -1: the row's tokens are known.

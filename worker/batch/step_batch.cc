@@ -79,6 +79,9 @@ StepBatch MakeStepBatch(std::span<const RowWork> rows, std::span<const ServedSel
     }
     CutRow(work, static_cast<int64_t>(r), first_row, pieces);
     AddAppends(work, first_row, batch.appends);
+    for (int64_t position = work.score_begin; position < work.score_end; ++position) {
+      batch.scored_tokens.push_back(first_row + position - work.begin);
+    }
     if (work.sample) {
       batch.sampled_tokens.push_back(batch.num_tokens() - 1);
       batch.sampled_rows.push_back(static_cast<int64_t>(r));

@@ -76,7 +76,11 @@ struct StepBatch {
   std::vector<int64_t> sampled_rows;
   // How a token is chosen from each of these logits. The engine owns this and what it refers to.
   std::vector<kernels::SamplingOptions> sampling;
-  bool keeps_logits = false;  // keep a copy in host memory
+  // Tokens of prompts whose logits are compared with the token that follows, ascending, and how:
+  // each of the options has a given token. The engine owns what they refer to.
+  std::vector<int64_t> scored_tokens;
+  std::vector<kernels::SamplingOptions> scoring;
+  bool keeps_logits = false;  // keep a copy of the sampled rows' logits in host memory
 
   int64_t num_tokens() const { return static_cast<int64_t>(tokens.size()); }
   bool is_fed() const {

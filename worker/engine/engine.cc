@@ -12,6 +12,7 @@
 
 #include "kernels/base/status_macros.h"
 #include "worker/backend/memory_limit.h"
+#include "worker/batch/prompt_scoring.h"
 
 namespace kvasir::worker {
 namespace {
@@ -21,6 +22,10 @@ using kernels::kPageTokens;
 // Tiers sized by the machine hold at most this many contexts of the longest kind for each sequence
 // that may run: more prefixes are not worth their bookkeeping.
 constexpr int64_t kUsefulContexts = 16;
+
+// Rows of logits that there is room for at least: tokens of prompts are scored in groups of so
+// many.
+constexpr int64_t kScoredRows = 64;
 
 // Token with which a sequence continues that has failed to sample, until the coordinator removes
 // it.
@@ -76,10 +81,11 @@ absl::Status Engine::Init(std::unique_ptr<kvstore::Tier> below) {
     if (options_.on_stage) options_.on_stage(stage);
   };
   enter("warming up");
+  const int64_t max_tokens = options_.max_num_batched_tokens;
+  const int64_t logits_rows = std::max(options_.max_num_seqs, std::min(kScoredRows, max_tokens));
   KVASIR_ASSIGN_OR_RETURN(
       activations_,
-      Activations::Create(model_.backend(), model_.activation_sizes(options_.max_num_batched_tokens,
-                                                                    options_.max_num_seqs)));
+      Activations::Create(model_.backend(), model_.activation_sizes(max_tokens, logits_rows)));
   KVASIR_RETURN_IF_ERROR(model_.WarmUp(activations_, options_.max_num_batched_tokens));
   enter("taking memory for KV");
   KVASIR_ASSIGN_OR_RETURN(const KvSizes sizes, SizeTiers());
@@ -357,6 +363,7 @@ void Engine::AskForTokens(EngineStep& step) {
   }
   batch.keeps_logits = logits_tap_ != nullptr;
   if (batch.is_fed()) ++fed_steps_;
+  AskForScores(step.works, vocab, step.score_tops, batch.scoring);
 }
 
 absl::Status Engine::Collect(EngineStep& step) {
@@ -372,6 +379,8 @@ absl::Status Engine::Collect(EngineStep& step) {
     }
     if (sequence.failed.ok()) sequence.sound_length = work.begin + work.num_tokens;
   }
+  TakeScores(result.scores, model_.options().config.vocab_size,
+             model_.options().shard.rank == 0 ? Answers::kAll : Answers::kNoScores, *slots_, step);
   TakeTokens(step, result);
   FailCorruptSequences();
   return absl::OkStatus();
@@ -395,11 +404,10 @@ void Engine::TakeTokens(EngineStep& step, const StepResult& result) {
       if (sequence.failed.ok()) sequence.failed = token.status;
       continue;
     }
-    const auto answered = std::find_if(step.rows.begin(), step.rows.end(),
-                                       [row](const EngineRow& r) { return r.computed == row; });
-    answered->token = token.token;
+    EngineRow& answered = step.RowOf(static_cast<size_t>(row));
+    answered.token = token.token;
     if (sequence.sampling.has_logprobs()) {
-      answered->logprobs = Logprobs(token, step.sampling_buffers[i]);
+      answered.logprobs = Logprobs(token, step.sampling_buffers[i]);
     }
   }
 }

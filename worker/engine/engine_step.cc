@@ -5,6 +5,7 @@
 #include <span>
 #include <string>
 
+#include "worker/batch/prompt_scoring.h"
 #include "xxhash.h"
 
 namespace kvasir::worker {
@@ -64,6 +65,34 @@ void FillAccounting(const EngineRow& row, const AttentionMeter& meter,
 
 }  // namespace
 
+EngineRow& EngineStep::RowOf(size_t work) {
+  return *std::find_if(rows.begin(), rows.end(), [work](const EngineRow& row) {
+    return row.computed == static_cast<int64_t>(work);
+  });
+}
+
+void TakeScores(std::span<const kernels::SampledToken> scores, int64_t vocab_size, Answers answers,
+                SlotTable& slots, EngineStep& step) {
+  std::span<const kernels::TokenLogprob> tops = step.score_tops;
+  for (size_t r = 0; r < step.works.size(); ++r) {
+    const RowWork& work = step.works[r];
+    const auto count = static_cast<size_t>(work.score_end - work.score_begin);
+    if (count == 0) continue;
+    const size_t num_tops = count * TopCount(*work.sequence, vocab_size);
+    const auto own = scores.first(count);
+    const auto failed =
+        std::find_if(own.begin(), own.end(), [](const auto& score) { return !score.status.ok(); });
+    if (failed != own.end()) {
+      Sequence& sequence = slots.at(work.slot);
+      if (sequence.failed.ok()) sequence.failed = failed->status;
+    } else if (answers == Answers::kAll) {
+      step.RowOf(r).prompt_logprobs = PromptLogprobs(work, own, tops.first(num_tops));
+    }
+    scores = scores.subspan(count);
+    tops = tops.subspan(num_tops);
+  }
+}
+
 void FillResults(const EngineStep& step, SlotTable& slots, v1::StepReply& reply) {
   std::vector<int64_t> sampled;  // the ranks must agree on these
   for (const EngineRow& row : step.rows) {
@@ -74,9 +103,12 @@ void FillResults(const EngineStep& step, SlotTable& slots, v1::StepReply& reply)
     if (!sequence.failed.ok()) {
       result.set_error_code(static_cast<int32_t>(sequence.failed.code()));
       result.set_error_message(std::string(sequence.failed.message()));
-    } else if (row.token >= 0) {
-      result.set_token_id(static_cast<uint32_t>(row.token));
+    } else {
+      if (row.token >= 0) result.set_token_id(static_cast<uint32_t>(row.token));
       if (row.logprobs.has_value()) *result.mutable_logprobs() = *row.logprobs;
+      if (row.prompt_logprobs.has_value()) {
+        *result.mutable_prompt_logprobs() = *row.prompt_logprobs;
+      }
     }
     FillAccounting(row, step.meter, *result.mutable_accounting());
   }

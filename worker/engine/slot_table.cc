@@ -264,6 +264,12 @@ absl::Status SlotTable::CheckRow(const v1::StepRow& row, const Sequence& sequenc
   if (row.sample() && end < sequence.given_size) {
     return bad("sampling inside the ", sequence.given_size, " tokens that are known");
   }
+  if (row.score_begin() != row.score_end() &&
+      (row.score_begin() < begin || row.score_begin() > row.score_end() ||
+       row.score_end() > std::min(end, sequence.prompt_size - 1))) {
+    return bad("scoring [", row.score_begin(), ", ", row.score_end(), ") in a prompt of ",
+               sequence.prompt_size, " tokens");
+  }
   // The cut into query tiles must not depend on the chunks.
   if (begin < sequence.decode_begin && begin % kPageTokens != 0) {
     return bad("a prefill chunk must begin at a multiple of ", kPageTokens);
@@ -293,6 +299,8 @@ absl::StatusOr<RowWork> SlotTable::Prepare(const v1::StepRow& row,
                  .begin = row.begin(),
                  .num_tokens = row.num_tokens(),
                  .sample = row.sample(),
+                 .score_begin = row.score_begin(),
+                 .score_end = row.score_end(),
                  .sequence = &sequence};
 }
 

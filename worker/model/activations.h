@@ -38,6 +38,7 @@ class ActivationBuffer {
 
   // REQUIRES: rows <= max_rows.
   kernels::TensorView Rows(int64_t rows) const;
+  int64_t max_rows() const { return max_rows_; }
   // Views the same memory as [rows, heads, width / heads].
   kernels::TensorView Heads(int64_t rows, int64_t heads) const;
 

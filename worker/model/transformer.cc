@@ -153,10 +153,27 @@ absl::Status Transformer::Compute(const StepContext& step, const TensorView& log
     KVASIR_RETURN_IF_ERROR(AddSummands(residual, a));
     is_normed = !down.next_norm.empty();
   }
-  if (logits.dim(0) > 0) {
-    KVASIR_RETURN_IF_ERROR(FinishSampled(residual, a, logits));
+  KVASIR_RETURN_IF_ERROR(ScoreTokens(step, residual));
+  if (logits.dim(0) > 0) {  // last, because these logits may be kept
+    const TensorView sampled = a.last_residual.Rows(logits.dim(0));
+    KVASIR_RETURN_IF_ERROR(backend_.TakeSampled(residual, sampled));
+    KVASIR_RETURN_IF_ERROR(FinishRows(sampled, a, logits));
   }
   return backend_.Sample(logits);
+}
+
+absl::Status Transformer::ScoreTokens(const StepContext& step, const TensorView& residual) const {
+  const Activations& a = step.activations;
+  const int64_t total = std::ssize(step.batch.scored_tokens);
+  for (int64_t first = 0; first < total; first += a.logits.max_rows()) {
+    const int64_t count = std::min(a.logits.max_rows(), total - first);
+    const TensorView rows = a.last_residual.Rows(count);
+    const TensorView logits = a.logits.Rows(count);
+    KVASIR_RETURN_IF_ERROR(backend_.TakeScored(residual, first, rows));
+    KVASIR_RETURN_IF_ERROR(FinishRows(rows, a, logits));
+    KVASIR_RETURN_IF_ERROR(backend_.Score(logits, first));
+  }
+  return absl::OkStatus();
 }
 
 absl::Status Transformer::RunMlp(LinearParams x, LinearParams down, const Activations& a,
@@ -196,35 +213,32 @@ absl::Status Transformer::AddSummands(const TensorView& residual, const Activati
   return backend_.AddOverRanks(a.partial.Rows(residual.dim(0)), residual);
 }
 
-absl::Status Transformer::FinishSampled(const TensorView& residual, const Activations& a,
-                                        const TensorView& logits) const {
-  const TensorView sampled = a.last_residual.Rows(logits.dim(0));
-  KVASIR_RETURN_IF_ERROR(backend_.TakeSampled(residual, sampled));
+absl::Status Transformer::FinishRows(const TensorView& rows, const Activations& a,
+                                     const TensorView& logits) const {
   bool is_normed = false;
   if (!layers_.empty()) {
     const Layer& last = layers_.back();
-    const LinearParams down = AddTo(sampled, *last.down, &final_norm_, a);
-    KVASIR_RETURN_IF_ERROR(
-        RunMlp(Norm(sampled, last.post_attention_norm, false, a), down, a, last));
-    KVASIR_RETURN_IF_ERROR(AddSummands(sampled, a));
+    const LinearParams down = AddTo(rows, *last.down, &final_norm_, a);
+    KVASIR_RETURN_IF_ERROR(RunMlp(Norm(rows, last.post_attention_norm, false, a), down, a, last));
+    KVASIR_RETURN_IF_ERROR(AddSummands(rows, a));
     is_normed = !down.next_norm.empty();
   }
-  return ComputeLogits(Norm(sampled, final_norm_, is_normed, a), a, logits);
+  return ComputeLogits(Norm(rows, final_norm_, is_normed, a), a, logits);
 }
 
 absl::Status Transformer::ComputeLogits(LinearParams x, const Activations& a,
                                         const TensorView& logits) const {
-  const int64_t rows = logits.dim(0);
+  const int64_t count = logits.dim(0);
   // Ranks own ranges of the vocabulary; the last may be narrower.
-  const TensorView local = a.local_logits.Rows(is_parallel() ? rows : 0);
-  x.y = is_parallel() ? TensorView(local.data(), DType::kFloat32, {rows, head_->out_features()},
+  const TensorView local = a.local_logits.Rows(is_parallel() ? count : 0);
+  x.y = is_parallel() ? TensorView(local.data(), DType::kFloat32, {count, head_->out_features()},
                                    local.device())
                       : logits;
   KVASIR_RETURN_IF_ERROR(head_->Run(x));
   if (!is_parallel()) return absl::OkStatus();
   return backend_.GatherColumns(
       {.own = local,
-       .gathered = a.gathered_logits.Rows(rows * options_.shard.num_ranks),
+       .gathered = a.gathered_logits.Rows(count * options_.shard.num_ranks),
        .y = logits});
 }
 

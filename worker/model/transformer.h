@@ -6,7 +6,8 @@
 //   x = embedding(tokens)
 //   each layer:  x += sum over ranks of attention(norm(x));  x += sum over ranks of mlp(norm(x))
 //   logits = concatenation over ranks of head(norm(x)), for the rows that sample
-// The last layer's mlp is computed for the rows that sample alone.
+// The last layer's mlp and the head are computed for the rows that sample and for tokens that are
+// scored alone, in groups of as many rows as the activations hold logits of.
 #pragma once
 
 #include <cstdint>
@@ -83,11 +84,14 @@ class Transformer {
   kernels::LinearParams AddTo(const kernels::TensorView& residual, const Linear& layer,
                               const Tensor* next_norm, const Activations& a) const;
   absl::Status AddSummands(const kernels::TensorView& residual, const Activations& a) const;
-  // The last layer's MLP and the output head, for the rows that sample alone: nothing else reads
-  // what follows the last layer's keys and values.
-  absl::Status FinishSampled(const kernels::TensorView& residual, const Activations& a,
-                             const kernels::TensorView& logits) const;
-  // `x` is Norm's of the sampled rows.
+  // Log probabilities of the scored tokens.
+  absl::Status ScoreTokens(const StepContext& step, const kernels::TensorView& residual) const;
+  // The last layer's MLP and the output head, for rows whose logits are used alone: nothing else
+  // reads what follows the last layer's keys and values. `rows` [logits rows, hidden] is
+  // overwritten.
+  absl::Status FinishRows(const kernels::TensorView& rows, const Activations& a,
+                          const kernels::TensorView& logits) const;
+  // `x` is Norm's of the rows.
   absl::Status ComputeLogits(kernels::LinearParams x, const Activations& a,
                              const kernels::TensorView& logits) const;
   float norm_epsilon() const { return static_cast<float>(options_.config.rms_norm_eps); }

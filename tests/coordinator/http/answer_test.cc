@@ -1,4 +1,4 @@
-#include "coordinator/http/answer.h"
+#include "coordinator/http/answers/answer.h"
 
 #include <memory>
 #include <string>
@@ -9,7 +9,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
-#include "coordinator/http/completion_format.h"
+#include "coordinator/http/answers/completion_format.h"
 #include "tests/coordinator/collected_response.h"
 
 namespace kvasir::coordinator {
@@ -141,6 +141,50 @@ TEST_F(AnswerTest, OnlyTheNewestProgressWaits) {
   Start({.stream = true});
   for (uint32_t i = 0; i < 100000; ++i) Progress(0, i % 100);
   EXPECT_EQ(exchange_->stream->Take().text, ": reading prompt 99/100\n\n");
+}
+
+v1::GenerateResponse PromptPart(uint32_t index, std::vector<uint32_t> ids) {
+  v1::GenerateResponse response;
+  v1::PromptLogprobs& part = *response.mutable_prompt_logprobs();
+  part.set_index(index);
+  if (index == 1) part.set_first_token_id(5);
+  part.set_top_count(1);
+  for (const uint32_t id : ids) {
+    part.add_token_ids(id);
+    part.add_logprobs(-1.5f);
+    part.add_top_token_ids(7);
+    part.add_top_logprobs(-0.5f);
+  }
+  return response;
+}
+
+// As lm-evaluation-harness reads them: lists over prompt and answer, the first place without.
+TEST_F(AnswerTest, LogprobsOfThePromptComeBeforeThoseOfTheAnswer) {
+  Start({});
+  api_.sinks[0]->Write(PromptPart(1, {6, 7}));
+  api_.sinks[0]->Write(PromptPart(3, {8}));
+  v1::GenerateResponse token;
+  token.mutable_tokens()->add_token_ids(9);
+  token.mutable_tokens()->add_logprobs()->set_logprob(-2.0f);
+  api_.sinks[0]->Write(token);
+  Finish(0);
+  ASSERT_EQ(exchange_->replies.size(), 1u);
+  const json logprobs = json::parse(exchange_->replies[0].body)["choices"][0]["logprobs"];
+  EXPECT_EQ(logprobs["token_logprobs"], json::array({nullptr, -1.5, -1.5, -1.5, -2.0}));
+  EXPECT_EQ(logprobs["tokens"].size(), 5u);
+  EXPECT_TRUE(logprobs["top_logprobs"][0].is_null());
+  // The token's own beside the most probable one, which it may be.
+  EXPECT_EQ(logprobs["top_logprobs"][1].size(), 2u);
+  EXPECT_EQ(logprobs["top_logprobs"][2].size(), 1u);
+}
+
+TEST_F(AnswerTest, LogprobsOfThePromptStreamAsTheyCome) {
+  Start({.stream = true});
+  api_.sinks[0]->Write(PromptPart(1, {6, 7}));
+  const std::string text = exchange_->stream->Take().text;
+  const json chunk = json::parse(text.substr(6));
+  EXPECT_EQ(chunk["choices"][0]["text"], "");
+  EXPECT_EQ(chunk["choices"][0]["logprobs"]["token_logprobs"].size(), 3u);
 }
 
 TEST_F(AnswerTest, AFailureBeforeTheFirstEventIsAnError) {

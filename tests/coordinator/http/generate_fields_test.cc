@@ -1,11 +1,11 @@
-#include "coordinator/http/generate_fields.h"
+#include "coordinator/http/requests/generate_fields.h"
 
 #include <limits>
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
-#include "coordinator/http/completion_request.h"
+#include "coordinator/http/requests/completion_request.h"
 #include "coordinator/http/transport/error_reply.h"
 #include "proto/grpc_status.h"
 

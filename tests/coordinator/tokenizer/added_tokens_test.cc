@@ -12,10 +12,11 @@ namespace {
 
 // Returns the parts joined by '|'. A token is written as its id and the text that it took.
 std::string Split(const AddedTokens& tokens, absl::string_view text,
-                  SpecialTokenText special = SpecialTokenText::kParse) {
+                  SpecialTokenText special = SpecialTokenText::kParse,
+                  const std::vector<TextSpan>& plain_spans = {}) {
   std::string out;
-  const absl::Status status =
-      tokens.Split(text, special, [&](absl::string_view part, std::optional<int32_t> id) {
+  const absl::Status status = tokens.Split(
+      text, special, plain_spans, [&](absl::string_view part, std::optional<int32_t> id) {
         absl::StrAppend(&out, out.empty() ? "" : "|", id.has_value() ? absl::StrCat(*id, ":") : "",
                         part);
         return absl::OkStatus();
@@ -58,11 +59,32 @@ TEST(AddedTokensTest, AsPlainTextOnlySpecialTokensAreLeft) {
   EXPECT_EQ(Split(tokens, "<s>a<t>"), "1:<s>|a|2:<t>");
 }
 
+TEST(AddedTokensTest, SpecialTokensWithAByteInAPlainSpanStayText) {
+  const AddedTokens tokens({{.content = "<s>", .id = 1, .special = true},
+                            {.content = "<s>x", .id = 2, .special = true},
+                            {.content = "<t>", .id = 3},
+                            {.content = "a<s>", .id = 4, .special = true}});
+  const auto split = [&](absl::string_view text, const std::vector<TextSpan>& plain_spans) {
+    return Split(tokens, text, SpecialTokenText::kParse, plain_spans);
+  };
+  EXPECT_EQ(split("<s>a<s>", {{3, 4}}), "1:<s>|a|1:<s>");
+  EXPECT_EQ(split("<s><s><s>", {{3, 6}}), "1:<s>|<s>|1:<s>");
+  EXPECT_EQ(split("<s><t><s>", {{0, 9}}), "<s>|3:<t>|<s>");
+  // A token of both texts, and one that both would make longer.
+  EXPECT_EQ(split("<s>", {{0, 1}}), "<s>");
+  EXPECT_EQ(split("<s>", {{1, 2}}), "<s>");
+  EXPECT_EQ(split("<s>", {{2, 3}}), "<s>");
+  EXPECT_EQ(split("<s>x", {{3, 4}}), "1:<s>|x");
+  // The client's half of a token takes nothing of the template's.
+  EXPECT_EQ(split("<<s>", {{0, 1}}), "<|1:<s>");
+  EXPECT_EQ(split("<s><s>x", {{0, 3}}), "<s>|2:<s>x");
+}
+
 TEST(AddedTokensTest, TheFirstErrorEndsTheSplit) {
   const AddedTokens tokens({{.content = "x", .id = 1}});
   int calls = 0;
   const absl::Status status = tokens.Split(
-      "axbxc", SpecialTokenText::kParse, [&](absl::string_view, std::optional<int32_t>) {
+      "axbxc", SpecialTokenText::kParse, {}, [&](absl::string_view, std::optional<int32_t>) {
         return ++calls < 2 ? absl::OkStatus() : absl::CancelledError("enough");
       });
   EXPECT_EQ(status.code(), absl::StatusCode::kCancelled);

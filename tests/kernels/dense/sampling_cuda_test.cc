@@ -81,6 +81,7 @@ class Rows {
     FillSamplingBlock(found_, vocab_, block.data());
     const absl::Status status = Sample({.logits = View(logits, Device::kCuda),
                                         .block = block.data(),
+                                        .block_rows = std::ssize(found_),
                                         .changed = ChangesLogits(found_) ? changed : nullptr},
                                        nullptr);
     EXPECT_TRUE(status.ok()) << status;
@@ -271,7 +272,9 @@ TEST_F(SamplingCudaTest, ABlockFilledAnewServesTheSameLaunch) {
     const std::span<const SamplingOptions> rows(&row, 1);
     ASSERT_LE(SamplingBlockBytes(rows, kVocab), block.size_bytes());
     FillSamplingBlock(rows, kVocab, block.data());
-    ASSERT_TRUE(Sample({.logits = view, .block = block.data(), .changed = changed}, nullptr).ok());
+    ASSERT_TRUE(Sample({.logits = view, .block = block.data(), .block_rows = 1, .changed = changed},
+                       nullptr)
+                    .ok());
     ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
     SampledToken found, expected;
     ReadSamplingBlock(rows, kVocab, block.data(), {&found, 1});
@@ -288,10 +291,58 @@ TEST_F(SamplingCudaTest, ABlockFilledAnewServesTheSameLaunch) {
   }
 }
 
+// Tokens of a prompt are scored in groups of rows, whose requests lie in one block.
+TEST_F(SamplingCudaTest, RowsOfABlockAreSampledInGroups) {
+  constexpr int64_t kVocab = 5000, kRows = 7, kGroup = 3, kTop = 5;
+  DeviceMemory memory;
+  std::vector<float> logits;
+  std::vector<TokenLogprob> found_top(kRows * kTop), expected_top(kRows * kTop);
+  std::vector<SamplingOptions> asked, expected;
+  for (int64_t r = 0; r < kRows; ++r) {
+    const std::vector<float> row = NormalLogits(kVocab, static_cast<uint32_t>(r));
+    logits.insert(logits.end(), row.begin(), row.end());
+    const auto given = static_cast<int32_t>(r * 101 % kVocab);
+    const auto top = static_cast<size_t>(r * kTop);
+    asked.push_back({.given = given, .top = std::span(found_top).subspan(top, kTop)});
+    expected.push_back({.given = given, .top = std::span(expected_top).subspan(top, kTop)});
+  }
+  EXPECT_FALSE(ChangesLogits(asked));
+  float* const on_device = memory.Copy(logits.data(), logits.size()).value();
+  const PinnedBuffer block = PinnedBuffer::Allocate(SamplingBlockBytes(asked, kVocab)).value();
+  FillSamplingBlock(asked, kVocab, block.data());
+  for (int64_t first = 0; first < kRows; first += kGroup) {
+    const TensorView group(on_device + first * kVocab, DType::kFloat32,
+                           {std::min(kGroup, kRows - first), kVocab}, Device::kCuda);
+    ASSERT_TRUE(
+        Sample({.logits = group, .block = block.data(), .block_rows = kRows, .first_row = first},
+               nullptr)
+            .ok());
+  }
+  ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+  std::vector<SampledToken> found(kRows), on_cpu(kRows);
+  ReadSamplingBlock(asked, kVocab, block.data(), found);
+  SerialExecutor executor;
+  const HostBuffer scratch = HostBuffer::Allocate(SamplingScratchBytes(kVocab, 1)).value();
+  ASSERT_TRUE(Sample({.logits = TensorView(logits.data(), DType::kFloat32, {kRows, kVocab}),
+                      .options = expected,
+                      .tokens = on_cpu,
+                      .scratch = {scratch.data(), static_cast<size_t>(scratch.size_bytes())}},
+                     executor)
+                  .ok());
+  for (size_t r = 0; r < kRows; ++r) {
+    EXPECT_EQ(found[r].token, on_cpu[r].token);
+    EXPECT_EQ(found[r].logprob, on_cpu[r].logprob);
+  }
+  for (size_t i = 0; i < found_top.size(); ++i) {
+    EXPECT_EQ(found_top[i].token, expected_top[i].token) << i;
+    EXPECT_EQ(found_top[i].logprob, expected_top[i].logprob) << i;
+  }
+}
+
 TEST_F(SamplingCudaTest, RefusesWhatIsNotASamplingOnTheDevice) {
   float logits[6] = {};
-  DeviceSamplingParams params = {.logits = TensorView(logits, DType::kFloat32, {2, 3}),
-                                 .block = nullptr};
+  DeviceSamplingParams params = {
+      .logits = TensorView(logits, DType::kFloat32, {2, 3}), .block = nullptr, .block_rows = 2};
   EXPECT_EQ(Sample(params, nullptr).code(), absl::StatusCode::kInvalidArgument) << "host memory";
   params.logits = TensorView(logits, DType::kFloat32, {2, 0}, Device::kCuda);
   EXPECT_EQ(Sample(params, nullptr).code(), absl::StatusCode::kInvalidArgument) << "no vocabulary";

@@ -242,6 +242,24 @@ TEST(Sampling, LogprobIsThatOfTheModelBeforeAllFilters) {
   EXPECT_NEAR(SampleOne({1000, 999}, {}).logprob, -std::log1p(std::exp(-1.0)), 1e-4);
 }
 
+TEST(Sampling, AGivenTokenIsTakenWhateverItsLogitAndTheOptions) {
+  const std::vector<float> logits = LogOf({0.15, 0.5, 0.05, 0.3});
+  const Ids banned = {2};
+  const std::vector<TokenBias> biases = {{.token = 0, .bias = 50}};
+  std::vector<TokenLogprob> top(2);
+  const SampledToken token = SampleOne(
+      logits,
+      {.temperature = 1, .top_k = 1, .banned = banned, .biases = biases, .given = 2, .top = top});
+  EXPECT_TRUE(token.status.ok()) << token.status;
+  EXPECT_EQ(token.token, 2);
+  EXPECT_NEAR(token.logprob, std::log(0.05), 1e-6);
+  EXPECT_EQ(top[0].token, 1);
+  EXPECT_EQ(top[1].token, 3);
+  EXPECT_EQ(SampleOne(logits, {.given = 4}).status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(SampleOne(logits, {.given = -2}).status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(SampleOne({1, kNan}, {.given = 0}).status.code(), absl::StatusCode::kDataLoss);
+}
+
 TEST(Sampling, ExtremeTemperaturesAndLogitsAreSafe) {
   constexpr float kHuge = std::numeric_limits<float>::max();
   constexpr float kTiny = std::numeric_limits<float>::denorm_min();

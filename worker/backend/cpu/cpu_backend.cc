@@ -186,6 +186,12 @@ absl::Status CpuBackend::TakeSampled(const TensorView& x, const TensorView& y) {
   return GatherRows(x, row_indices_, y);
 }
 
+absl::Status CpuBackend::TakeScored(const TensorView& x, int64_t first, const TensorView& y) {
+  const auto begin = step_->batch.scored_tokens.begin() + first;
+  row_indices_.assign(begin, begin + y.dim(0));
+  return GatherRows(x, row_indices_, y);
+}
+
 absl::Status CpuBackend::AppendHeads(const kernels::LayerHeads& heads) {
   return kernels::AppendHeads({.heads = heads, .kv = step_->kv, .tiles = step_->batch.appends},
                               rope().form.rotated ? &rope().own : nullptr, executor());
@@ -223,12 +229,26 @@ absl::Status CpuBackend::GatherColumns(const RankColumns& columns) {
 }
 
 absl::Status CpuBackend::Sample(const TensorView& logits) {
+  result_.tokens.assign(step_->batch.sampling.size(), {});
+  return ChooseTokens(logits, step_->batch.sampling, result_.tokens);
+}
+
+absl::Status CpuBackend::Score(const TensorView& logits, int64_t first) {
+  const std::vector<kernels::SamplingOptions>& all = step_->batch.scoring;
+  result_.scores.resize(all.size());
+  const auto begin = static_cast<size_t>(first), rows = static_cast<size_t>(logits.dim(0));
+  return ChooseTokens(logits, std::span(all).subspan(begin, rows),
+                      std::span(result_.scores).subspan(begin, rows));
+}
+
+absl::Status CpuBackend::ChooseTokens(const TensorView& logits,
+                                      std::span<const kernels::SamplingOptions> options,
+                                      std::span<kernels::SampledToken> tokens) {
   const int64_t bytes = kernels::SamplingScratchBytes(logits.dim(1), executor().num_threads());
   KVASIR_ASSIGN_OR_RETURN(std::byte* const scratch, sampling_scratch_.Reserve(bytes));
-  result_.tokens.assign(step_->batch.sampling.size(), {});
   return kernels::Sample({.logits = logits,
-                          .options = step_->batch.sampling,
-                          .tokens = result_.tokens,
+                          .options = options,
+                          .tokens = tokens,
                           .scratch = {scratch, static_cast<size_t>(bytes)}},
                          executor());
 }

@@ -61,12 +61,15 @@ class CpuBackend final : public Backend {
   absl::StatusOr<bool> BeginStep(const StepInputs& step) override;
   absl::Status EmbedTokens(const kernels::TensorView& table, const kernels::TensorView& y) override;
   absl::Status TakeSampled(const kernels::TensorView& x, const kernels::TensorView& y) override;
+  absl::Status TakeScored(const kernels::TensorView& x, int64_t first,
+                          const kernels::TensorView& y) override;
   absl::Status AppendHeads(const kernels::LayerHeads& heads) override;
   absl::Status Select(const LayerQueries& queries) override;
   absl::Status Attend(const LayerQueries& queries, const kernels::TensorView& out) override;
   absl::Status AddOverRanks(const kernels::TensorView& x, const kernels::TensorView& y) override;
   absl::Status GatherColumns(const RankColumns& columns) override;
   absl::Status Sample(const kernels::TensorView& logits) override;
+  absl::Status Score(const kernels::TensorView& logits, int64_t first) override;
   absl::Status EndStep(const StepOutputs& outputs) override;
   bool IsOver() const override { return true; }
   absl::Status Collect(StepResult& result) override;
@@ -78,6 +81,10 @@ class CpuBackend final : public Backend {
   class CpuLinear;
   struct CpuRope;
 
+  // kernels::Sample with this backend's scratch.
+  absl::Status ChooseTokens(const kernels::TensorView& logits,
+                            std::span<const kernels::SamplingOptions> options,
+                            std::span<kernels::SampledToken> tokens);
   std::set<std::string> ProductPaths() const;
   CpuRope& rope() const;
   CpuRotation rotation() const;

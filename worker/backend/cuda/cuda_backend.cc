@@ -201,8 +201,9 @@ absl::StatusOr<bool> CudaBackend::BeginStep(const StepInputs& inputs) {
   KVASIR_RETURN_IF_ERROR(attention_.BeginStep(inputs, step(), arenas_, stream_, wait));
   if (step().positions == nullptr) KVASIR_RETURN_IF_ERROR(ReserveAngles(rope));
   wants_ops_ = true;
-  // Steps with chunks of prompts differ from each other, so they are not recorded.
-  if (step().shape.num_single == inputs.batch.num_tokens()) {
+  // Steps with chunks of prompts differ from each other, so they are not recorded. Nor are steps
+  // that score tokens: a chunk within a prompt's tail.
+  if (step().shape.num_single == inputs.batch.num_tokens() && inputs.batch.scored_tokens.empty()) {
     KVASIR_ASSIGN_OR_RETURN(const bool recorded, graphs_.Begin(KeyOfStep(), stream_, wait));
     wants_ops_ = !recorded;
   }
@@ -238,6 +239,11 @@ absl::Status CudaBackend::PrepareSampling(const StepInputs& inputs) {
       std::byte* const block,
       Reserve<std::byte>(static_cast<int64_t>(std::bit_ceil(bytes)), now_->sampling));
   kernels::FillSamplingBlock(options, vocab, block);
+  if (const auto& scoring = inputs.batch.scoring; !scoring.empty()) {
+    const int64_t needed = kernels::SamplingBlockBytes(scoring, vocab);
+    KVASIR_ASSIGN_OR_RETURN(std::byte* const scores, Reserve<std::byte>(needed, now_->scoring));
+    kernels::FillSamplingBlock(scoring, vocab, scores);
+  }
   if (!kernels::ChangesLogits(options)) return absl::OkStatus();
   return Reserve<float>(std::ssize(options) * vocab, changed_logits_).status();
 }
@@ -318,6 +324,11 @@ absl::Status CudaBackend::TakeSampled(const TensorView& x, const TensorView& y) 
   return TakeRows(x, step().table.sampled_tokens, y);
 }
 
+absl::Status CudaBackend::TakeScored(const TensorView& x, int64_t first, const TensorView& y) {
+  const auto begin = static_cast<size_t>(first), rows = static_cast<size_t>(y.dim(0));
+  return TakeRows(x, step().table.scored_tokens.subspan(begin, rows), y);
+}
+
 absl::Status CudaBackend::TakeRows(const TensorView& table, std::span<int32_t> ids,
                                    const TensorView& y) {
   return kernels::Embedding(
@@ -350,9 +361,19 @@ absl::Status CudaBackend::GatherColumns(const RankColumns& columns) {
 }
 
 absl::Status CudaBackend::Sample(const TensorView& logits) {
-  return kernels::Sample(
-      {.logits = logits, .block = now_->sampling.data(), .changed = changed_logits_.As<float>()},
-      stream_.get());
+  return kernels::Sample({.logits = logits,
+                          .block = now_->sampling.data(),
+                          .block_rows = logits.dim(0),
+                          .changed = changed_logits_.As<float>()},
+                         stream_.get());
+}
+
+absl::Status CudaBackend::Score(const TensorView& logits, int64_t first) {
+  return kernels::Sample({.logits = logits,
+                          .block = now_->scoring.data(),
+                          .block_rows = std::ssize(batch().scoring),
+                          .first_row = first},
+                         stream_.get());
 }
 
 absl::Status CudaBackend::EndStep(const StepOutputs& outputs) {
@@ -411,6 +432,9 @@ void CudaBackend::ReadResults(const InFlightStep& own, StepResult& result) const
   result.tokens.assign(batch.sampling.size(), {});
   kernels::ReadSamplingBlock(batch.sampling, own.inputs->vocab_size, own.sampling.data(),
                              result.tokens);
+  result.scores.assign(batch.scoring.size(), {});
+  kernels::ReadSamplingBlock(batch.scoring, own.inputs->vocab_size, own.scoring.data(),
+                             result.scores);
   if (batch.keeps_logits) {
     result.logits = TensorView(own.logits.data(), DType::kFloat32,
                                {std::ssize(batch.sampling), own.inputs->vocab_size});

@@ -62,12 +62,15 @@ class CudaBackend final : public Backend {
   absl::StatusOr<bool> BeginStep(const StepInputs& step) override;
   absl::Status EmbedTokens(const kernels::TensorView& table, const kernels::TensorView& y) override;
   absl::Status TakeSampled(const kernels::TensorView& x, const kernels::TensorView& y) override;
+  absl::Status TakeScored(const kernels::TensorView& x, int64_t first,
+                          const kernels::TensorView& y) override;
   absl::Status AppendHeads(const kernels::LayerHeads& heads) override;
   absl::Status Select(const LayerQueries& queries) override;
   absl::Status Attend(const LayerQueries& queries, const kernels::TensorView& out) override;
   absl::Status AddOverRanks(const kernels::TensorView& x, const kernels::TensorView& y) override;
   absl::Status GatherColumns(const RankColumns& columns) override;
   absl::Status Sample(const kernels::TensorView& logits) override;
+  absl::Status Score(const kernels::TensorView& logits, int64_t first) override;
   absl::Status EndStep(const StepOutputs& outputs) override;
   bool IsOver() const override;
   absl::Status Collect(StepResult& result) override;
@@ -82,8 +85,9 @@ class CudaBackend final : public Backend {
     std::optional<StepInputs> inputs;  // none: the step is collected
     CudaStep step;
     kernels::PinnedBuffer table, results, logits;
-    kernels::PinnedBuffer sampling;  // the device's request and its result
-    CudaEvent fetched;               // recorded after the copy of the results
+    // The device's request and its result: of the sampled rows, and of the scored tokens.
+    kernels::PinnedBuffer sampling, scoring;
+    CudaEvent fetched;  // recorded after the copy of the results
   };
 
   CudaBackend(kernels::Executor& executor, CudaStream stream, kernels::CublasLt lt,

@@ -71,6 +71,7 @@ StepTable LayOut(const StepBatch& batch, const StepShape& shape, std::byte* memo
   table.fed_by = Take<int32_t>(pieces, batch.num_tokens());
   table.positions = Take<int64_t>(pieces, batch.num_tokens());
   table.sampled_tokens = Take<int32_t>(pieces, std::ssize(batch.sampled_tokens));
+  table.scored_tokens = Take<int32_t>(pieces, std::ssize(batch.scored_tokens));
   table.appends = Take<kernels::QueryTile>(pieces, std::ssize(batch.appends));
   table.tiles = Take<kernels::QueryTile>(pieces, blocks);
   table.numbers = Take<kernels::PolicyNumbers>(pieces, std::ssize(shape.number_sets) * blocks);
@@ -98,6 +99,7 @@ void Fill(const StepBatch& batch, const StepShape& shape, const StepTable& table
   std::copy(batch.fed_by.begin(), batch.fed_by.end(), table.fed_by.begin());
   std::copy(batch.positions.begin(), batch.positions.end(), table.positions.begin());
   std::copy(batch.sampled_tokens.begin(), batch.sampled_tokens.end(), table.sampled_tokens.begin());
+  std::copy(batch.scored_tokens.begin(), batch.scored_tokens.end(), table.scored_tokens.begin());
   std::copy(batch.appends.begin(), batch.appends.end(), table.appends.begin());
   std::copy(batch.truncations.begin(), batch.truncations.end(), table.truncations.begin());
   for (size_t i = 0; i < shape.order.size(); ++i) {

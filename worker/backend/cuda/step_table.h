@@ -49,6 +49,7 @@ struct StepTable {
   std::span<int32_t> fed_by;  // StepBatch::fed_by
   std::span<int64_t> positions;
   std::span<int32_t> sampled_tokens;
+  std::span<int32_t> scored_tokens;
   std::span<kernels::QueryTile> appends;
   std::span<kernels::QueryTile> tiles;  // in the device's order, as all below
   // [number sets][tiles]

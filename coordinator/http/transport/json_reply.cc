@@ -1,0 +1,18 @@
+#include "coordinator/http/transport/json_reply.h"
+
+#include "coordinator/http/transport/error_reply.h"
+
+namespace kvasir::coordinator {
+
+using nlohmann::json;
+
+std::string ToText(const json& value) {
+  return value.dump(-1, ' ', false, json::error_handler_t::replace);
+}
+
+void ReplyJson(Exchange& exchange, const absl::StatusOr<json>& answer) {
+  if (!answer.ok()) return exchange.Reply(ErrorReply(answer.status()));
+  exchange.Reply({.body = ToText(*answer)});
+}
+
+}  // namespace kvasir::coordinator

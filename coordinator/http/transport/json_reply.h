@@ -1,0 +1,18 @@
+// Answers in JSON. Functions without state: thread-safe.
+#pragma once
+
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "nlohmann/json.hpp"
+
+#include "coordinator/http/transport/exchange.h"
+
+namespace kvasir::coordinator {
+
+// Returns the JSON as text; bytes that are not UTF-8 become U+FFFD.
+std::string ToText(const nlohmann::json& value);
+// Answers with the JSON, or with the error.
+void ReplyJson(Exchange& exchange, const absl::StatusOr<nlohmann::json>& answer);
+
+}  // namespace kvasir::coordinator

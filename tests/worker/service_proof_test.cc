@@ -1,0 +1,182 @@
+// Who may open a worker's stream: a real gRPC server whose streams are served by a test's function.
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "grpcpp/grpcpp.h"
+#include "gtest/gtest.h"
+#include "prometheus/registry.h"
+
+#include "proto/grpc_listener.h"
+#include "tests/worker/model/test_files.h"
+#include "tests/worker/prove_secret.h"
+#include "worker/service.h"
+
+namespace kvasir::worker {
+namespace {
+
+using Secret = std::shared_ptr<const proto::GroupSecret>;
+
+// A worker that tells "stored" to whoever it serves.
+class Served {
+ public:
+  Served(const TemporaryFolder& folder, Secret secret, absl::Duration proof_time)
+      : address_(absl::StrCat("unix:", folder.File("worker"))),
+        listener_(
+            proto::GrpcListener::Listen({.address = address_, .registry = &registry_}).value()),
+        service_(
+            {.secret = std::move(secret), .proof_time = proof_time},
+            [](CoordinatorStream& stream) {
+              v1::WorkerMessage stored;
+              stored.mutable_tier_report()->add_forgotten("stored");
+              stream.Write(std::move(stored));
+              while (stream.Read()) {
+              }
+              return absl::OkStatus();
+            },
+            *listener_) {
+    grpc::ServerBuilder builder;
+    listener_->AddTo(builder);
+    builder.RegisterService(&service_);
+    server_ = builder.BuildAndStart();
+    listener_->Start();
+  }
+  ~Served() {
+    service_.Shutdown();
+    listener_->Stop();
+    server_->Shutdown(std::chrono::system_clock::now());
+    server_->Wait();
+  }
+  const std::string& address() const { return address_; }
+
+ private:
+  const std::string address_;
+  prometheus::Registry registry_;
+  std::unique_ptr<proto::GrpcListener> listener_;
+  WorkerService service_;
+  std::unique_ptr<grpc::Server> server_;
+};
+
+struct Client {
+  explicit Client(const std::string& address)
+      : stub(v1::Worker::NewStub(grpc::CreateChannel(address, grpc::InsecureChannelCredentials()))),
+        stream(stub->Run(&context)) {}
+  ~Client() {
+    context.TryCancel();
+    if (!finished) Finish();
+  }
+  // Returns the messages until the end of the stream.
+  std::vector<v1::WorkerMessage> ReadAll() {
+    std::vector<v1::WorkerMessage> all;
+    v1::WorkerMessage message;
+    while (stream->Read(&message)) all.push_back(message);
+    return all;
+  }
+  grpc::StatusCode Finish() {
+    finished = true;
+    return stream->Finish().error_code();
+  }
+
+  grpc::ClientContext context;
+  std::unique_ptr<v1::Worker::Stub> stub;
+  std::unique_ptr<CoordinatorEnd> stream;
+  bool finished = false;
+};
+
+class ServiceProofTest : public ::testing::Test {
+ protected:
+  const absl::Duration kLong = absl::Hours(1);
+
+  Secret MakeSecret() {
+    const std::string path = folder_.File(absl::StrCat("secret", ++secrets_));
+    EXPECT_TRUE(proto::GroupSecret::Make(path).ok());
+    return proto::GroupSecret::Read(path).value();
+  }
+  // Proves the secret and returns true when the worker then serves the stream.
+  static bool IsServed(Client& client, const Secret& secret) {
+    v1::WorkerMessage message;
+    if (!ProveSecret(*client.stream, secret).ok()) return false;
+    while (client.stream->Read(&message)) {
+      if (message.has_tier_report()) return true;
+    }
+    return false;
+  }
+  // Expects the stream to end with `code` and to have told a challenge only.
+  static void ExpectToldNothing(Client& client, grpc::StatusCode code) {
+    for (const v1::WorkerMessage& message : client.ReadAll()) {
+      EXPECT_TRUE(message.has_challenge()) << message.DebugString();
+    }
+    EXPECT_EQ(client.Finish(), code);
+  }
+
+  TemporaryFolder folder_;
+  int secrets_ = 0;
+  const Secret secret_ = MakeSecret();
+};
+
+TEST_F(ServiceProofTest, OnlyTheSecretOpensAWorker) {
+  Served worker(folder_, secret_, kLong);
+  {
+    Client stranger(worker.address());
+    EXPECT_FALSE(IsServed(stranger, MakeSecret()));
+    EXPECT_EQ(stranger.Finish(), grpc::StatusCode::UNAUTHENTICATED);
+  }
+  {
+    Client without(worker.address());
+    EXPECT_FALSE(IsServed(without, nullptr));
+    EXPECT_EQ(without.Finish(), grpc::StatusCode::UNAUTHENTICATED);
+  }
+  {
+    Client older(worker.address());
+    v1::CoordinatorMessage plan;
+    plan.mutable_shard_plan()->mutable_kv()->set_kv_disk_path("/var/lib/kvasir");
+    older.stream->Write(plan);
+    ExpectToldNothing(older, grpc::StatusCode::FAILED_PRECONDITION);
+  }
+  Client coordinator(worker.address());
+  EXPECT_TRUE(IsServed(coordinator, secret_));
+  Client second(worker.address());
+  EXPECT_FALSE(IsServed(second, secret_));
+  EXPECT_EQ(second.Finish(), grpc::StatusCode::ALREADY_EXISTS);
+}
+
+TEST_F(ServiceProofTest, ASilentStreamKeepsNobodyOut) {
+  Served worker(folder_, secret_, kLong);
+  Client silent(worker.address());
+  v1::WorkerMessage challenge;
+  ASSERT_TRUE(silent.stream->Read(&challenge));
+  Client coordinator(worker.address());
+  EXPECT_TRUE(IsServed(coordinator, secret_));
+}
+
+TEST_F(ServiceProofTest, ASilentStreamEndsInTime) {
+  Served worker(folder_, secret_, absl::Milliseconds(50));
+  Client silent(worker.address());
+  ExpectToldNothing(silent, grpc::StatusCode::DEADLINE_EXCEEDED);
+}
+
+TEST_F(ServiceProofTest, TheOldestOfManySilentStreamsGivesWay) {
+  Served worker(folder_, secret_, kLong);
+  std::vector<std::unique_ptr<Client>> silent;
+  v1::WorkerMessage challenge;
+  for (size_t i = 0; i <= WorkerService::kMostUnproven; ++i) {
+    silent.push_back(std::make_unique<Client>(worker.address()));
+    ASSERT_TRUE(silent.back()->stream->Read(&challenge));
+  }
+  ExpectToldNothing(*silent.front(), grpc::StatusCode::RESOURCE_EXHAUSTED);
+  Client coordinator(worker.address());
+  EXPECT_TRUE(IsServed(coordinator, secret_));
+}
+
+TEST_F(ServiceProofTest, ShutdownEndsSilentStreams) {
+  auto worker = std::make_unique<Served>(folder_, secret_, kLong);
+  Client silent(worker->address());
+  v1::WorkerMessage challenge;
+  ASSERT_TRUE(silent.stream->Read(&challenge));
+  worker.reset();
+  ExpectToldNothing(silent, grpc::StatusCode::UNAVAILABLE);
+}
+
+}  // namespace
+}  // namespace kvasir::worker
