@@ -18,30 +18,10 @@
 namespace kvasir::kernels {
 namespace {
 
-// A thread's element of one token.
-template <typename Activation>
-struct TokenElement {
-  HeadElement<Activation> key;
-  Activation value;
-};
-
-template <typename Activation>
-__device__ TokenElement<Activation> LoadToken(const AppendHeadsLaunch& p, int64_t token,
-                                              int64_t head) {
-  TokenElement<Activation> element = {};
-  const int64_t i = threadIdx.x;
-  if (i >= p.kv.layout.head_dim) return element;
-  const auto* const k = HeadOf<Activation>(p, token, p.num_heads + head);
-  element.key = LoadElement(p, token, k, p.k_norm, i);
-  element.value = k[p.kv.layout.num_kv_heads * p.kv.layout.head_dim + i];
-  return element;
-}
-
 // Stores element threadIdx.x of all tokens of the tile. `scales` are those of the tokens' norms.
 template <typename Activation, typename Kv>
 __device__ void StoreElement(const AppendHeadsLaunch& p, const QueryTile& tile, int64_t head,
-                             TokenElement<Activation> element, const float* scales,
-                             const Target<Kv>& to) {
+                             const float* scales, const Target<Kv>& to) {
   const int64_t d = p.kv.layout.head_dim;
   const int64_t i = threadIdx.x;
   if (i >= d) return;
@@ -53,11 +33,13 @@ __device__ void StoreElement(const AppendHeadsLaunch& p, const QueryTile& tile, 
     max = to.bounds[d + i];
   }
   for (int64_t r = 0; r < tile.num_rows; ++r) {
-    if (r > 0) element = LoadToken<Activation>(p, tile.first_row + r, head);
+    const int64_t token = tile.first_row + r;
+    const auto* k = HeadOf<Activation>(p, token, p.num_heads + head);
+    const auto* v = k + p.kv.layout.num_kv_heads * d;
     const float scale = p.k_norm == nullptr ? 1.0f : scales[r];
-    const Kv key = Cached<Activation, Kv>(element.key.Make(scale));
+    const Kv key = Cached<Activation, Kv>(MakeHead(p, token, k, p.k_norm, scale).At(i));
     to.keys[r * d + i] = key;
-    to.values[r * d + i] = Cached<Activation, Kv>(element.value);
+    to.values[r * d + i] = Cached<Activation, Kv>(v[i]);
     // Comparisons with NaN are false: a NaN key changes nothing.
     min = static_cast<float>(key) < static_cast<float>(min) ? key : min;
     max = static_cast<float>(key) > static_cast<float>(max) ? key : max;
@@ -67,13 +49,13 @@ __device__ void StoreElement(const AppendHeadsLaunch& p, const QueryTile& tile, 
   to.bounds[d + i] = max;
 }
 
-// Appends one tile, by all threads of the CTA. `first` is of its first token.
+// Appends one tile, by all threads of the CTA. REQUIRES: the page is in the device tier.
 template <typename Activation, typename Kv>
-__device__ void AppendTile(const AppendHeadsLaunch& p, const QueryTile& tile, int64_t head,
-                           const TokenElement<Activation>& first, const Target<Kv>& to) {
+__device__ void AppendTile(const AppendHeadsLaunch& p, const QueryTile& tile, int64_t head) {
+  const Target<Kv> to = TargetOf<Kv>(p, tile, head);
   __shared__ float scales[kPageTokens];
   FindScales<Activation>(p, tile, head, scales);
-  StoreElement<Activation, Kv>(p, tile, head, first, scales, to);
+  StoreElement<Activation, Kv>(p, tile, head, scales, to);
   EncodeKeys(p, tile, head, to);
 }
 
@@ -83,38 +65,23 @@ __device__ void TakeQueryHead(const AppendHeadsLaunch& p, int64_t token, int64_t
   const int64_t d = p.kv.layout.head_dim;
   const auto* x = HeadOf<Activation>(p, token, head);
   const float scale = p.q_norm == nullptr ? 1.0f : ScaleOf(p, x);
+  const Head<Activation> from = MakeHead(p, token, x, p.q_norm, scale);
   auto* const to = static_cast<Activation*>(p.q) + (token * p.num_heads + head) * d;
-  for (int64_t i = threadIdx.x % kWarpThreads; i < d; i += kWarpThreads) {
-    to[i] = LoadElement(p, token, x, p.q_norm, i).Make(scale);
-  }
+  for (int64_t i = threadIdx.x % kWarpThreads; i < d; i += kWarpThreads) to[i] = from.At(i);
 }
 
-// What a page's CTA needs is looked up and loaded before it is used: one after the other would take
-// most of the kernel's time. No op writes the tables while a step's layers run, so they are read
-// before the kernel ahead has ended.
 template <typename Activation, typename Kv>
 __global__ void AppendHeadsKernel(const __grid_constant__ AppendHeadsLaunch p) {
   cudaTriggerProgrammaticLaunchCompletion();
+  cudaGridDependencySynchronize();
   const int64_t kv_heads = p.kv.layout.num_kv_heads;
   const int64_t pages = p.num_tiles * kv_heads;
   if (blockIdx.x < pages) {
     const int64_t head = blockIdx.x % kv_heads;
-    const int64_t number = blockIdx.x / kv_heads;
-    const Target<Kv> first_to = TargetOf<Kv>(p, p.tiles[number], head);
-    const PageTiles tiles = FindTiles(p, number);
-    cudaGridDependencySynchronize();
-    const auto first = LoadToken<Activation>(p, tiles.tile.first_row, head);
-    ForTilesOfPage(p, tiles, head, [&](const QueryTile& tile) {
-      if (tile.first_row == tiles.tile.first_row) {
-        AppendTile<Activation, Kv>(p, tile, head, first, first_to);
-      } else {
-        AppendTile<Activation, Kv>(p, tile, head, LoadToken<Activation>(p, tile.first_row, head),
-                                   TargetOf<Kv>(p, tile, head));
-      }
-    });
+    ForTilesOfPage(p, blockIdx.x / kv_heads, head,
+                   [&](const QueryTile& tile) { AppendTile<Activation, Kv>(p, tile, head); });
     return;
   }
-  cudaGridDependencySynchronize();
   const int64_t item =
       (blockIdx.x - pages) * (blockDim.x / kWarpThreads) + threadIdx.x / kWarpThreads;
   if (item >= p.num_tokens * p.num_heads) return;

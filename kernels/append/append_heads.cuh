@@ -12,43 +12,29 @@
 namespace kvasir::kernels {
 namespace {
 
-// What one element of a head is made of, as attention reads it: normalized and rotated.
+// One head of a token, normalized and rotated as attention reads it.
 template <typename Activation>
-struct HeadElement {
-  Activation own, other;            // of the pair that a rotation combines
-  Activation own_norm, other_norm;  // weights of the norm
-  float cos, sin;
-  bool is_normalized, is_rotated, is_first;
+struct Head {
+  const Activation* x;     // [head_dim]
+  const Activation* norm;  // null: not normalized
+  float scale;             // of the norm
+  const float* cos;        // [head_dim / 2]; null: not rotated
+  const float* sin;
+  int64_t half_dim;
 
-  // `scale` is the norm's.
-  __device__ Activation Make(float scale) const {
-    const Activation mine = is_normalized ? Normalized(own, scale, own_norm) : own;
-    if (!is_rotated) return mine;
-    const auto x = static_cast<float>(mine);
-    const auto y = static_cast<float>(is_normalized ? Normalized(other, scale, other_norm) : other);
-    return Activation(is_first ? x * cos - y * sin : x * cos + y * sin);
+  __device__ float Normal(int64_t i) const {
+    return static_cast<float>(norm == nullptr ? x[i] : Normalized(x[i], scale, norm[i]));
+  }
+  __device__ Activation At(int64_t i) const {
+    if (cos == nullptr) return norm == nullptr ? x[i] : Activation(Normal(i));
+    const bool is_first = i < half_dim;
+    const int64_t pair = is_first ? i : i - half_dim;
+    const float own = Normal(i);
+    const float other = Normal(is_first ? i + half_dim : pair);
+    return Activation(is_first ? own * cos[pair] - other * sin[pair]
+                               : own * cos[pair] + other * sin[pair]);
   }
 };
-
-// Loads what element `i` of the head `x` of a token is made of.
-template <typename Activation>
-__device__ HeadElement<Activation> LoadElement(const AppendHeadsLaunch& p, int64_t token,
-                                               const Activation* x, const void* norm, int64_t i) {
-  const int64_t half_dim = p.kv.layout.head_dim / 2;
-  const auto* const weights = static_cast<const Activation*>(norm);
-  HeadElement<Activation> element = {
-      .is_normalized = norm != nullptr, .is_rotated = p.cos != nullptr, .is_first = i < half_dim};
-  const int64_t pair = element.is_first ? i : i - half_dim;
-  const int64_t other = element.is_first ? i + half_dim : pair;
-  element.own = x[i];
-  if (element.is_normalized) element.own_norm = weights[i];
-  if (!element.is_rotated) return element;
-  element.other = x[other];
-  if (element.is_normalized) element.other_norm = weights[other];
-  element.cos = p.cos[token * half_dim + pair];
-  element.sin = p.sin[token * half_dim + pair];
-  return element;
-}
 
 template <typename Activation>
 __device__ const Activation* HeadOf(const AppendHeadsLaunch& p, int64_t token, int64_t head) {
@@ -65,6 +51,19 @@ __device__ float ScaleOf(const AppendHeadsLaunch& p, const Activation* x) {
   }
   sum = SumOfLanes(sum);
   return NormScale(&sum, 1, p.kv.layout.head_dim, p.epsilon);
+}
+
+template <typename Activation>
+__device__ Head<Activation> MakeHead(const AppendHeadsLaunch& p, int64_t token, const Activation* x,
+                                     const void* norm, float scale) {
+  const int64_t half_dim = p.kv.layout.head_dim / 2;
+  const bool rotates = p.cos != nullptr;
+  return {.x = x,
+          .norm = static_cast<const Activation*>(norm),
+          .scale = scale,
+          .cos = rotates ? p.cos + token * half_dim : nullptr,
+          .sin = rotates ? p.sin + token * half_dim : nullptr,
+          .half_dim = half_dim};
 }
 
 // Destination of the tokens of one query tile.
@@ -85,13 +84,11 @@ __device__ Kv Cached(Activation value) {
   }
 }
 
-// Returns nothing where the slot has no such page.
 template <typename Kv>
 __device__ Target<Kv> TargetOf(const AppendHeadsLaunch& p, const QueryTile& tile, int64_t head) {
   const KvLayout& layout = p.kv.layout;
   const int64_t index = tile.first_position / kPageTokens;
   const int64_t offset = tile.first_position % kPageTokens;
-  if (p.kv.extent(tile.slot, index) < 0) return {};
   std::byte* page = p.kv.Peek(tile.slot, index, p.layer, head).page();
   std::byte* bounds =
       p.kv.bounds == nullptr ? nullptr : p.kv.Bounds(tile.slot, index, p.layer, head);
@@ -135,43 +132,27 @@ __device__ bool SharePage(const QueryTile& a, const QueryTile& b) {
   return a.slot == b.slot && a.first_position / kPageTokens == b.first_position / kPageTokens;
 }
 
-// The tiles with tokens for one page, found by one of them.
-struct PageTiles {
-  QueryTile tile;
-  int64_t number;  // of that tile
-  bool is_first;   // it is the page's first
-  bool is_alone;   // if it is the first
-};
-
-// Finds the tiles of the page of tile `number`. Called by all threads of the CTA.
-__device__ PageTiles FindTiles(const AppendHeadsLaunch& p, int64_t number) {
-  const QueryTile tile = p.tiles[number];
+// Calls append(tile) for all tiles of the page, in order, if `first` is the page's first tile.
+// Called by all threads of the CTA.
+template <typename Append>
+__device__ void ForTilesOfPage(const AppendHeadsLaunch& p, int64_t first, int64_t head,
+                               const Append& append) {
+  const QueryTile tile = p.tiles[first];
   bool is_first = true;
   bool is_alone = true;
   for (int64_t j = threadIdx.x; j < p.num_tiles; j += blockDim.x) {
-    if (j == number || !SharePage(p.tiles[j], tile)) continue;
-    (j < number ? is_first : is_alone) = false;
+    if (j == first || !SharePage(p.tiles[j], tile)) continue;
+    (j < first ? is_first : is_alone) = false;
   }
-  return {.tile = tile,
-          .number = number,
-          .is_first = __syncthreads_and(is_first) != 0,
-          .is_alone = __syncthreads_and(is_alone) != 0};
-}
-
-// Calls append(tile) for all tiles of the page, in order, if the tile that they were found by is
-// the first. Called by all threads of the CTA.
-template <typename Append>
-__device__ void ForTilesOfPage(const AppendHeadsLaunch& p, const PageTiles& tiles, int64_t head,
-                               const Append& append) {
-  const QueryTile& tile = tiles.tile;
-  if (!tiles.is_first) return;
+  if (__syncthreads_and(is_first) == 0) return;
+  const bool alone = __syncthreads_and(is_alone) != 0;
   const PageRef page = p.kv.Peek(tile.slot, tile.first_position / kPageTokens, p.layer, head);
   if (page.tier() != PageTier::kDevice) {
     if (threadIdx.x == 0) p.faults[tile.slot] = 1;
     return;
   }
-  const int64_t end = tiles.is_alone ? tiles.number + 1 : p.num_tiles;
-  for (int64_t j = tiles.number; j < end; ++j) {
+  const int64_t end = alone ? first + 1 : p.num_tiles;
+  for (int64_t j = first; j < end; ++j) {
     const QueryTile next = p.tiles[j];
     if (SharePage(next, tile)) append(next);
   }

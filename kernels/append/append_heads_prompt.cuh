@@ -224,7 +224,7 @@ __global__ void __launch_bounds__(kPromptThreads, kPromptBlocks)
     return;
   }
   const int64_t head = blockIdx.x % kv_heads;
-  ForTilesOfPage(p, FindTiles(p, blockIdx.x / kv_heads), head, [&](const QueryTile& tile) {
+  ForTilesOfPage(p, blockIdx.x / kv_heads, head, [&](const QueryTile& tile) {
     const Target<BFloat16> to = TargetOf<BFloat16>(p, tile, head);
     FindScales<BFloat16>(p, tile, head, shared.scales);
     StoreKeys<kHeadDim>(p, tile, head, to, shared);

@@ -74,8 +74,8 @@ class Transformer {
   // Ranks add their summands after it.
   absl::Status RunMlp(kernels::LinearParams x, kernels::LinearParams down, const Activations& a,
                       const Layer& layer) const;
-  // What a half of a layer, or the output head, begins with: rows of the residual and their norm,
-  // or a.normed where that holds them already.
+  // The input of a half of a layer, or of the output head: rows of the residual and their norm, or
+  // a.normed where that holds them already.
   kernels::LinearParams Norm(const kernels::TensorView& residual, const Tensor& norm,
                              bool is_normed, const Activations& a) const;
   // A product, without its x, that is added to rows of the residual: at once, or as this rank's
