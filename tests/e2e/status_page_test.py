@@ -177,7 +177,7 @@ class Page(StatusTest):
             first = "contract-17" if picture else "<img src=x onerror=alert(1)>"
             with self.two_streams((first, "report-2025")):
                 browser.open(f"http://{self.service.http_address}/")
-                self.assertEqual(browser.wait_for("document.querySelector('#model')?.textContent"), "needle-8k")
+                browser.wait_for("document.querySelector('#model')?.textContent === 'needle-8k'")
                 browser.wait_for("document.querySelectorAll('#requests tr').length === 2")
                 self.assertEqual(browser.evaluate("document.querySelector('#requests .id').textContent"), first)
                 progress = "document.querySelectorAll('#requests progress')[1].value"
