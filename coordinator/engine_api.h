@@ -14,6 +14,7 @@
 #include "coordinator/request/generation_api.h"
 #include "coordinator/request/request.h"
 #include "coordinator/security/api_keys.h"
+#include "coordinator/request/running_requests.h"
 #include "coordinator/text_pool.h"
 #include "coordinator/time/clock.h"
 #include "coordinator/tokenizer/tokenizer.h"
@@ -52,7 +53,7 @@ class EngineApi final : public GenerationApi {
   absl::StatusOr<v1::TokenizeResponse> Tokenize(const v1::TokenizeRequest& request) override;
   absl::StatusOr<v1::DetokenizeResponse> Detokenize(const v1::DetokenizeRequest& request) override;
   absl::StatusOr<v1::GetModelInfoResponse> ModelInfo() override;
-  v1::GetServerInfoResponse ServerInfo() override;
+  v1::GetServerInfoResponse ServerInfo(const v1::GetServerInfoRequest& request) override;
   const Tokenizer& tokenizer() const override { return context_.tokenizer; }
 
  private:
@@ -61,7 +62,7 @@ class EngineApi final : public GenerationApi {
                                                   const std::shared_ptr<ClientSink>& sink);
 
   const EngineApiContext context_;
-  RunningRequestIds ids_;
+  RunningRequests running_;
 };
 
 }  // namespace kvasir::coordinator

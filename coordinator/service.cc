@@ -3,6 +3,7 @@
 #include <memory>
 #include <utility>
 
+#include "coordinator/policy/limits.h"
 #include "coordinator/request/call_origin.h"
 #include "coordinator/request/generate_stream.h"
 #include "kernels/base/status_macros.h"
@@ -87,9 +88,10 @@ grpc::ServerUnaryReactor* GenerationService::GetServerInfo(grpc::CallbackServerC
                                                            const v1::GetServerInfoRequest* request,
                                                            v1::GetServerInfoResponse* response) {
   connections_.OnMessage(context->peer(), request->ByteSizeLong());
-  const absl::Status known = CallerOf(*context, api_).status();
-  if (known.ok()) *response = api_.ServerInfo();
-  return Answer(context, known);
+  absl::Status answered = CallerOf(*context, api_).status();
+  answered.Update(CheckLimits("", *request));
+  if (answered.ok()) *response = api_.ServerInfo(*request);
+  return Answer(context, answered);
 }
 
 }  // namespace kvasir::coordinator

@@ -295,6 +295,7 @@ std::string Connection::Whole(const HttpReply& reply, absl::string_view request_
   }
   if (!reply.allow.empty()) absl::StrAppend(&more, "Allow: ", reply.allow, "\r\n");
   if (reply.status == 401) absl::StrAppend(&more, "WWW-Authenticate: Bearer\r\n");
+  for (const auto& [name, value] : reply.headers) absl::StrAppend(&more, name, ": ", value, "\r\n");
   return absl::StrCat(Head(reply.status, reply.content_type, request_id, more), reply.body);
 }
 
