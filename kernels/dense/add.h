@@ -1,6 +1,6 @@
 // The residual addition on the CPU: y[r, i] = round(y[r, i] + round(x[r, i])), where round() is to
-// y's dtype and sums are float32. Every element depends only on its two inputs. On the GPU the op
-// that computes x also adds it (gemm_cuda.h, ranks/rank_ops_cuda.h).
+// y's dtype and sums are float32. Every element depends only on its two inputs. On the GPU:
+// dense_cuda.h, and ops that add what they compute (gemm_cuda.h, ranks/rank_ops_cuda.h).
 #pragma once
 
 #include "absl/status/status.h"

@@ -13,7 +13,38 @@ absl::Status RmsNorm(const RmsNormParams& params, cudaStream_t stream) {
   KVASIR_RETURN_IF_ERROR(CheckRmsNorm(params));
   KVASIR_RETURN_IF_ERROR(RequireDeviceMemory("rms_norm", {params.x, params.weight, params.y}));
   if (params.x.num_elements() == 0) return absl::OkStatus();
-  return CudaStatus(LaunchNorm(RowsOf(params), params.x.dim(0), stream), "launching rms_norm");
+  const SumNormLaunch launch = {.added = nullptr,
+                                .sum = params.x.data(),
+                                .weight = params.weight.data(),
+                                .normed = params.y.data(),
+                                .dtype = params.x.dtype(),
+                                .dim = params.x.dim(1),
+                                .epsilon = params.epsilon};
+  return CudaStatus(LaunchSumNorm(launch, params.x.dim(0), stream), "launching rms_norm");
+}
+
+absl::Status AddNorm(const AddNormParams& p, cudaStream_t stream) {
+  const DType dtype = p.x.dtype();
+  ShapeCheck check("add_norm");
+  check.Match("x", p.x, {"rows", "dim"})
+      .Require(IsFloat32OrBFloat16(dtype), "x must be float32 or bfloat16")
+      .Match("y", p.y, {"rows", "dim"}, dtype)
+      .Require(p.epsilon >= 0, "epsilon must not be negative");
+  if (!p.weight.empty()) {
+    check.Match("weight", p.weight, {"dim"}, dtype)
+        .Match("normed", p.normed, {"rows", "dim"}, dtype);
+  }
+  KVASIR_RETURN_IF_ERROR(check.status());
+  KVASIR_RETURN_IF_ERROR(RequireDeviceMemory("add_norm", {p.x, p.y, p.weight, p.normed}));
+  if (p.x.num_elements() == 0) return absl::OkStatus();
+  const SumNormLaunch launch = {.added = p.x.data(),
+                                .sum = p.y.data(),
+                                .weight = p.weight.data(),
+                                .normed = p.normed.data(),
+                                .dtype = dtype,
+                                .dim = p.x.dim(1),
+                                .epsilon = p.epsilon};
+  return CudaStatus(LaunchSumNorm(launch, p.x.dim(0), stream), "launching add_norm");
 }
 
 absl::Status SiluMul(const SiluMulParams& params, cudaStream_t stream) {

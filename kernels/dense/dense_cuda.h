@@ -27,6 +27,18 @@ namespace kvasir::kernels {
 // Sums squares in another order than the CPU.
 absl::Status RmsNorm(const RmsNormParams& params, cudaStream_t stream);
 
+// y = round(y + x), with the bits of add.h; then normed = rms_norm(y), with the bits of RmsNorm
+// above.
+struct AddNormParams {
+  TensorView x;            // [rows, dim] float32 or bfloat16; rows may be 0
+  TensorView y;            // [rows, dim] as x
+  TensorView weight = {};  // [dim] as x; empty: y is not normalized
+  float epsilon = 0;       // >= 0
+  TensorView normed = {};  // [rows, dim] as x, where there is a weight. No two may overlap
+};
+// One launch.
+absl::Status AddNorm(const AddNormParams& params, cudaStream_t stream);
+
 absl::Status SiluMul(const SiluMulParams& params, cudaStream_t stream);
 
 // Ids are not checked before the launch. The row of an id outside the table becomes NaN (all bits

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <initializer_list>
 
+#include "kernels/base/overlapped_launch.h"
 #include "kernels/base/warp.cuh"
 #include "kernels/dense/elementwise_launch.h"
 #include "kernels/dense/rms_norm.cuh"
@@ -35,45 +36,62 @@ unsigned ThreadsFor(int64_t items) {
   return static_cast<unsigned>(threads < kMaxThreads ? threads : kMaxThreads);
 }
 
-// Calls launch(T{}, elements of a run) for the tensors' dtype and alignment.
+// Returns launch(a run of the tensors' dtype and alignment).
 template <typename Launch>
 cudaError_t ForRuns(DType dtype, int64_t dim, bool aligned, const Launch& launch) {
   const bool in_runs = aligned && dim * static_cast<int64_t>(DTypeSize(dtype)) % kRunBytes == 0;
   if (dtype == DType::kFloat32) {
-    in_runs ? launch(Run<float, 4>()) : launch(Run<float, 1>());
-  } else {
-    in_runs ? launch(Run<BFloat16, 8>()) : launch(Run<BFloat16, 1>());
+    return in_runs ? launch(Run<float, 4>()) : launch(Run<float, 1>());
   }
-  return cudaGetLastError();
+  return in_runs ? launch(Run<BFloat16, 8>()) : launch(Run<BFloat16, 1>());
 }
 
-// One CTA a row.
-template <typename T, int kCount>
-__global__ void NormKernel(const NormRows rows) {
+// One CTA a row. The weights of a thread's first run are read before the kernel ahead has ended,
+// and the run itself stays in registers, so that rows of usual sizes are read once.
+template <typename T, int kCount, bool kAdds, bool kNorms>
+__global__ void SumNormKernel(const __grid_constant__ SumNormLaunch p) {
   __shared__ float sums[kMaxNormThreads / kWarpThreads];
   using Elements = Run<T, kCount>;
-  const int64_t runs = rows.dim / kCount;
+  const int64_t runs = p.dim / kCount;
   const int64_t begin = blockIdx.x * runs;
-  const Elements* x = static_cast<const Elements*>(rows.x) + begin;
-  Elements* y = static_cast<Elements*>(rows.y) + begin;
-  const auto* weight = static_cast<const Elements*>(rows.weight);
-  float sum = 0;
-  for (int64_t i = threadIdx.x; i < runs; i += blockDim.x) {
-    const Elements values = x[i];
-    for (const T value : values.values) sum = AddSquare(sum, static_cast<float>(value));
-  }
-  sum = SumOfLanes(sum);
-  if (threadIdx.x % kWarpThreads == 0) sums[threadIdx.x / kWarpThreads] = sum;
-  __syncthreads();
-  const float scale =
-      NormScale(sums, static_cast<int>(blockDim.x) / kWarpThreads, rows.dim, rows.epsilon);
-  for (int64_t i = threadIdx.x; i < runs; i += blockDim.x) {
+  const int64_t first = threadIdx.x;
+  const auto* weight = static_cast<const Elements*>(p.weight);
+  Elements first_sum = {}, first_weight = {};
+  if (kNorms && first < runs) first_weight = weight[first];
+  cudaTriggerProgrammaticLaunchCompletion();
+  cudaGridDependencySynchronize();
+
+  Elements* const x = static_cast<Elements*>(p.sum) + begin;
+  float squares = 0;
+  for (int64_t i = first; i < runs; i += blockDim.x) {
     Elements values = x[i];
-    const Elements factors = weight[i];
-    for (int j = 0; j < kCount; ++j) {
-      values.values[j] = Normalized(values.values[j], scale, factors.values[j]);
+    if constexpr (kAdds) {
+      const Elements added = static_cast<const Elements*>(p.added)[begin + i];
+      for (int j = 0; j < kCount; ++j) {
+        values.values[j] =
+            T(static_cast<float>(values.values[j]) + static_cast<float>(added.values[j]));
+      }
+      x[i] = values;
     }
-    y[i] = values;
+    if constexpr (kNorms) {
+      if (i == first) first_sum = values;
+      for (const T value : values.values) squares = AddSquare(squares, static_cast<float>(value));
+    }
+  }
+  if constexpr (kNorms) {
+    squares = SumOfLanes(squares);
+    if (threadIdx.x % kWarpThreads == 0) sums[threadIdx.x / kWarpThreads] = squares;
+    __syncthreads();
+    const float scale =
+        NormScale(sums, static_cast<int>(blockDim.x) / kWarpThreads, p.dim, p.epsilon);
+    for (int64_t i = first; i < runs; i += blockDim.x) {
+      Elements values = i == first ? first_sum : x[i];
+      const Elements factors = i == first ? first_weight : weight[i];
+      for (int j = 0; j < kCount; ++j) {
+        values.values[j] = Normalized(values.values[j], scale, factors.values[j]);
+      }
+      static_cast<Elements*>(p.normed)[begin + i] = values;
+    }
   }
 }
 
@@ -83,6 +101,8 @@ __global__ void SiluMulKernel(const SiluMulRows rows) {
   const int64_t runs = rows.dim / kCount;
   const int64_t row = blockIdx.x;
   const int64_t i = int64_t{blockIdx.y} * blockDim.x + threadIdx.x;
+  cudaTriggerProgrammaticLaunchCompletion();
+  cudaGridDependencySynchronize();
   if (i >= runs) return;
   const Elements* gate_up = static_cast<const Elements*>(rows.gate_up) + row * 2 * runs;
   const Elements gate = gate_up[i];
@@ -146,11 +166,14 @@ __global__ void RandomFillKernel(const RandomRows rows, int64_t count) {
 
 }  // namespace
 
-cudaError_t LaunchNorm(const NormRows& rows, int64_t count, cudaStream_t stream) {
-  const bool aligned = IsAligned({rows.x, rows.weight, rows.y});
-  return ForRuns(rows.dtype, rows.dim, aligned, [&]<typename T, int kCount>(Run<T, kCount>) {
-    NormKernel<T, kCount>
-        <<<static_cast<unsigned>(count), NormThreads(rows.dim / kCount), 0, stream>>>(rows);
+cudaError_t LaunchSumNorm(const SumNormLaunch& p, int64_t count, cudaStream_t stream) {
+  const bool aligned = IsAligned({p.added, p.sum, p.weight, p.normed});
+  return ForRuns(p.dtype, p.dim, aligned, [&]<typename T, int kCount>(Run<T, kCount>) {
+    const auto kernel = p.added == nullptr    ? SumNormKernel<T, kCount, false, true>
+                        : p.weight == nullptr ? SumNormKernel<T, kCount, true, false>
+                                              : SumNormKernel<T, kCount, true, true>;
+    return LaunchOverlapped(kernel, static_cast<unsigned>(count), NormThreads(p.dim / kCount), 0,
+                            stream, p);
   });
 }
 
@@ -158,8 +181,9 @@ cudaError_t LaunchSiluMul(const SiluMulRows& rows, int64_t count, cudaStream_t s
   const bool aligned = IsAligned({rows.gate_up, rows.y});
   return ForRuns(rows.dtype, rows.dim, aligned, [&]<typename T, int kCount>(Run<T, kCount>) {
     const int64_t blocks = (rows.dim / kCount + kThreads - 1) / kThreads;
-    SiluMulKernel<T, kCount><<<dim3(static_cast<unsigned>(count), static_cast<unsigned>(blocks)),
-                               kThreads, 0, stream>>>(rows);
+    return LaunchOverlapped(SiluMulKernel<T, kCount>,
+                            dim3(static_cast<unsigned>(count), static_cast<unsigned>(blocks)),
+                            kThreads, 0, stream, rows);
   });
 }
 

@@ -10,6 +10,17 @@
 
 namespace kvasir::kernels {
 
+// Rows that are added to, normalized, or both, in that order.
+struct SumNormLaunch {
+  const void* added;   // [rows][dim]; null: nothing is added
+  void* sum;           // [rows][dim]: what is added to, and the sum; unchanged if nothing is added
+  const void* weight;  // [dim]; null: the sum is not normalized
+  void* normed;        // [rows][dim]; may be `sum` where nothing is added
+  DType dtype;         // of all: float32 or bfloat16
+  int64_t dim;
+  float epsilon;
+};
+
 struct AnglesLaunch {
   const int64_t* positions;  // [tokens]
   const double* inv_freq;    // [half_dim]
@@ -35,7 +46,7 @@ struct FiniteLaunch {
 };
 
 // `count` is the number of rows or tokens, at least one; each has at least one element.
-cudaError_t LaunchNorm(const NormRows& rows, int64_t count, cudaStream_t stream);
+cudaError_t LaunchSumNorm(const SumNormLaunch& params, int64_t count, cudaStream_t stream);
 cudaError_t LaunchSiluMul(const SiluMulRows& rows, int64_t count, cudaStream_t stream);
 cudaError_t LaunchRopeAngles(const AnglesLaunch& params, int64_t count, cudaStream_t stream);
 cudaError_t LaunchGather(const GatherLaunch& params, int64_t count, cudaStream_t stream);

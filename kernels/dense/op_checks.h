@@ -19,7 +19,6 @@ absl::Status CheckEmbedding(const EmbeddingParams& params);
 absl::Status CheckRandomFill(const RandomFillParams& params);
 
 // REQUIRES: the params have been checked.
-NormRows RowsOf(const RmsNormParams& params);
 SiluMulRows RowsOf(const SiluMulParams& params);
 RandomRows RowsOf(const RandomFillParams& params);
 

@@ -17,6 +17,15 @@ constexpr IsaForms<void(const NormRows&, int64_t, int64_t)> kForms = {
     .avx2 = KVASIR_ON_X86(RunNormRowsAvx2),
     .avx512 = KVASIR_ON_X86(RunNormRowsAvx512)};
 
+NormRows RowsOf(const RmsNormParams& params) {
+  return {.x = params.x.data(),
+          .weight = params.weight.data(),
+          .y = params.y.data(),
+          .dtype = params.x.dtype(),
+          .dim = params.x.dim(1),
+          .epsilon = params.epsilon};
+}
+
 }  // namespace
 
 absl::Status CheckRmsNorm(const RmsNormParams& params) {
@@ -29,15 +38,6 @@ absl::Status CheckRmsNorm(const RmsNormParams& params) {
       .Match("y", params.y, {"rows", "dim"}, dtype)
       .Require(params.epsilon >= 0, "epsilon must not be negative");
   return check.status();
-}
-
-NormRows RowsOf(const RmsNormParams& params) {
-  return {.x = params.x.data(),
-          .weight = params.weight.data(),
-          .y = params.y.data(),
-          .dtype = params.x.dtype(),
-          .dim = params.x.dim(1),
-          .epsilon = params.epsilon};
 }
 
 absl::Status RmsNorm(const RmsNormParams& params, Executor& executor) {

@@ -35,7 +35,9 @@ enum class WeightForm : uint8_t {
 //
 //   x' = norm given ? rms_norm(x, norm, epsilon) : x
 //   y  = x' w^T + bias                                kStore
-//   y += round(x' w^T + bias)                         kAdd: each element rounded once more
+//   y += round(x' w^T + bias)                         kAdd: each element rounded once more,
+//                                                     then next_normed = rms_norm(y, next_norm,
+//                                                     epsilon) where that norm is given
 //   y  = silu(first half) * second half of the same   kSiluMul (silu_mul.h)
 //
 // where round() is to y's dtype.
@@ -44,9 +46,12 @@ struct LinearParams {
 
   TensorView x;          // [M, K], M may be 0
   TensorView norm = {};  // [K] as x, or empty: x as it is
-  float epsilon = 0;
+  float epsilon = 0;     // of both norms
   After after = After::kStore;
   TensorView y;  // [M, N], of kSiluMul [M, N / 2]; overlaps nothing else
+  // The norm before the layer that reads y next, of kAdd only.
+  TensorView next_norm = {};    // [N] as y, or empty: none
+  TensorView next_normed = {};  // [M, N] as y; may be x or `normed`
   // Working memory, for what is not done in one pass.
   TensorView normed = {};   // [M, K] where `norm` is given; may be x itself
   TensorView product = {};  // [M, N] as y, where something comes after

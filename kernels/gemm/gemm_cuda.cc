@@ -15,7 +15,6 @@
 #include "kernels/base/status_macros.h"
 #include "kernels/dense/convert.h"
 #include "kernels/dense/dense_cuda.h"
-#include "kernels/gemm/gemm_add.h"
 #include "kernels/gemm/gemm_engine.h"
 #include "kernels/gemm/gemm_few_rows.h"
 #include "kernels/plans/plan_log.h"
@@ -224,22 +223,38 @@ absl::Status CudaLinear::Check(const LinearParams& p) const {
         .Match("normed", p.normed, {"rows", in_features_}, options_.input);
   }
   if (is_gated) check.Match("product", p.product, {"rows", out_features_}, options_.output);
+  if (!p.next_norm.empty()) {
+    check.Require(p.after == After::kAdd, "only a sum is normalized for the next layer")
+        .Match("next_norm", p.next_norm, {out_features_}, options_.output)
+        .Match("next_normed", p.next_normed, {"rows", out_features_}, options_.output);
+  }
   KVASIR_RETURN_IF_ERROR(check.status());
-  return RequireDeviceMemory("gemm", {p.x, p.norm, p.y, p.normed, p.product});
+  return RequireDeviceMemory("gemm",
+                             {p.x, p.norm, p.y, p.normed, p.product, p.next_norm, p.next_normed});
+}
+
+LinearCall CudaLinear::CallOf(int64_t rows) const {
+  return {.rows = rows,
+          .k = in_features_,
+          .n = out_features_,
+          .input = options_.input,
+          .is_aligned = true,
+          .few_rows_fit = FewRowsFit(rows, in_features_),
+          .few_rows_normalize = FewRowsNormalize(in_features_)};
 }
 
 LinearPlan CudaLinear::PlanOf(const LinearParams& p) const {
   const auto aligned = [](const TensorView& tensor) {
     return tensor.empty() || AlignmentOf(tensor) >= 16;
   };
-  return PlanLinear({.rows = p.x.dim(0),
-                     .k = in_features_,
-                     .n = out_features_,
-                     .input = options_.input,
-                     .has_norm = !p.norm.empty(),
-                     .is_aligned = aligned(p.x) && aligned(p.norm),
-                     .few_rows_fit = FewRowsFit(p.x.dim(0), in_features_),
-                     .few_rows_normalize = FewRowsNormalize(in_features_)});
+  LinearCall call = CallOf(p.x.dim(0));
+  call.has_norm = !p.norm.empty();
+  call.is_aligned = aligned(p.x) && aligned(p.norm);
+  return PlanLinear(call);
+}
+
+bool CudaLinear::normalizes_sums(int64_t rows) const {
+  return PlanLinear(CallOf(rows)).kernel == LinearPlan::Kernel::kCublasLt;
 }
 
 absl::Status CudaLinear::Run(const LinearParams& params, std::byte* workspace,
@@ -248,19 +263,20 @@ absl::Status CudaLinear::Run(const LinearParams& params, std::byte* workspace,
   if (params.x.dim(0) == 0) return absl::OkStatus();
   const LinearPlan plan = PlanOf(params);
   TellPlan("linear", plan);
-  switch (plan.kernel) {
-    case LinearPlan::Kernel::kCublasLt:
-      return RunManyRows(params, workspace, stream);
-    case LinearPlan::Kernel::kFewRows:
-      return RunFewRows(params, stream);
-    case LinearPlan::Kernel::kNormThenFewRows:
-      break;
+  if (plan.kernel == LinearPlan::Kernel::kCublasLt) return RunManyRows(params, workspace, stream);
+  LinearParams rest = params;
+  if (plan.kernel == LinearPlan::Kernel::kNormThenFewRows) {
+    KVASIR_RETURN_IF_ERROR(Normalize(params, stream));
+    rest.x = params.normed;
+    rest.norm = {};
   }
-  KVASIR_RETURN_IF_ERROR(Normalize(params, stream));
-  LinearParams normalized = params;
-  normalized.x = params.normed;
-  normalized.norm = {};
-  return RunFewRows(normalized, stream);
+  KVASIR_RETURN_IF_ERROR(RunFewRows(rest, stream));
+  if (params.next_norm.empty()) return absl::OkStatus();
+  return RmsNorm({.x = params.y,
+                  .weight = params.next_norm,
+                  .y = params.next_normed,
+                  .epsilon = params.epsilon},
+                 stream);
 }
 
 absl::Status CudaLinear::Normalize(const LinearParams& p, cudaStream_t stream) {
@@ -296,12 +312,12 @@ absl::Status CudaLinear::RunManyRows(const LinearParams& p, std::byte* workspace
   KVASIR_RETURN_IF_ERROR(Multiply(x, p.product, workspace, stream));
   if (p.after == After::kSiluMul) return SiluMul({.gate_up = p.product, .y = p.y}, stream);
   // cuBLASLt would round the sum of both once.
-  return CudaStatus(LaunchAddRows({.x = p.product.data(),
-                                   .y = p.y.data(),
-                                   .count = p.y.num_elements(),
-                                   .dtype = options_.output},
-                                  stream),
-                    "launching a residual addition");
+  return AddNorm({.x = p.product,
+                  .y = p.y,
+                  .weight = p.next_norm,
+                  .epsilon = p.epsilon,
+                  .normed = p.next_normed},
+                 stream);
 }
 
 absl::Status CudaLinear::Multiply(const TensorView& x, const TensorView& y, std::byte* workspace,

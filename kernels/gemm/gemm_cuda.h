@@ -43,7 +43,7 @@ class CudaLinear {
                                            std::span<const PackedLinear::Part> parts,
                                            const PackedLinear::Options& options);
 
-  // All tensors of `params` in device memory: x, norm and normed options.input; y and product
+  // All tensors of `params` in device memory: x, norm and normed options.input; the others
   // options.output, which is the input's dtype where something comes after the product. kAdd needs
   // `product` for more than a few rows only.
   // `workspace`: kWorkspaceBytes, 256-byte aligned, of this stream only.
@@ -51,7 +51,8 @@ class CudaLinear {
   // Products and sums are float32; a sum has its bias added and is rounded once. For a few rows (up
   // to 8 and 28,672 elements of x, whose rows have a multiple of 16 bytes) all is one
   // launch, which may begin beside the kernel before it, except for the norm of rows that are too
-  // long or odd (FewRowsNormalize). For more there is a launch for each part.
+  // long or odd (FewRowsNormalize), and for the next norm. For more there is a launch for each
+  // part, but one for an addition with the next norm.
   //
   // A row's bits depend on nothing but the row, whatever M is and whichever kernel multiplies,
   // where keeps_bits(), x and y are aligned to 16 bytes and N is a multiple of 8. Elsewhere the
@@ -63,6 +64,9 @@ class CudaLinear {
   // The same by cuBLASLt, whatever M is.
   absl::Status RunManyRows(const LinearParams& params, std::byte* workspace, cudaStream_t stream);
 
+  // Whether Run of kAdd with so many aligned rows applies `next_norm` in the launch that adds. Else
+  // it is a launch more, and the next layer applies the norm at less cost.
+  bool normalizes_sums(int64_t rows) const;
   int64_t in_features() const { return in_features_; }
   int64_t out_features() const { return out_features_; }
   // Whether sums have one order for every M: the input is bfloat16, K a multiple of 8, and cuBLASLt
@@ -85,6 +89,7 @@ class CudaLinear {
   absl::Status Describe();
   absl::Status FindAlgorithms();
   absl::Status Check(const LinearParams& params) const;
+  LinearCall CallOf(int64_t rows) const;  // with what is aligned and not normalized
   LinearPlan PlanOf(const LinearParams& params) const;
   static absl::Status Normalize(const LinearParams& params, cudaStream_t stream);
   absl::Status RunFewRows(const LinearParams& params, cudaStream_t stream) const;

@@ -2,6 +2,7 @@
 // (sampling_row.cuh). Compiled without fused multiply-add, as sampling_weights.h requires.
 #include <cfloat>
 
+#include "kernels/base/overlapped_launch.h"
 #include "kernels/plans/plan_log.h"
 #include "kernels/sampling/sampling_launch.h"
 #include "kernels/sampling/sampling_plan.h"
@@ -184,7 +185,9 @@ __global__ void __launch_bounds__(kSamplingThreads) SamplingKernel(const Samplin
   __shared__ RowMemory memory;
   RowBlocks blocks(memory);
   const int64_t row_number = blockIdx.x / blocks.count();
-  // Read first, because it lies across the bus. The largest logit is found meanwhile.
+  cudaTriggerProgrammaticLaunchCompletion();
+  // Read first, because it lies across the bus, and no kernel writes it. The kernel ahead ends and
+  // the largest logit is found meanwhile.
   constexpr unsigned kWords = sizeof(SamplingRecord) / sizeof(uint64_t);
   static_assert(sizeof(SamplingRecord) % sizeof(uint64_t) == 0);
   __shared__ uint64_t words[kWords];
@@ -192,6 +195,7 @@ __global__ void __launch_bounds__(kSamplingThreads) SamplingKernel(const Samplin
   const uint64_t word = threadIdx.x < kWords ? record_words[threadIdx.x] : 0;
   const Row given(p.logits + row_number * p.vocab, static_cast<int32_t>(p.vocab), memory, blocks);
   blocks.Begin();
+  cudaGridDependencySynchronize();
   const uint64_t own_largest = LargestOfBlock<false>(given, memory);
   blocks.AwaitBegin();
   const Largest largest = LargestOf(blocks.Greatest(own_largest));
@@ -237,14 +241,9 @@ cudaError_t LaunchSampling(const SamplingLaunch& params, int64_t rows, cudaStrea
   static const unsigned most_blocks = MostRowBlocks();
   const SamplingPlan plan = PlanSampling(rows, most_blocks);
   TellPlan("sampling", plan);
-  cudaLaunchAttribute attribute = {.id = cudaLaunchAttributeClusterDimension};
-  attribute.val.clusterDim = {.x = plan.ctas_of_row, .y = 1, .z = 1};
-  const cudaLaunchConfig_t config = {.gridDim = static_cast<unsigned>(rows) * plan.ctas_of_row,
-                                     .blockDim = kSamplingThreads,
-                                     .stream = stream,
-                                     .attrs = &attribute,
-                                     .numAttrs = 1};
-  return cudaLaunchKernelEx(&config, SamplingKernel, params);
+  return LaunchOverlappedClusters(SamplingKernel, plan.ctas_of_row,
+                                  static_cast<unsigned>(rows) * plan.ctas_of_row, kSamplingThreads,
+                                  0, stream, params);
 }
 
 }  // namespace kvasir::kernels

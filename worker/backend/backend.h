@@ -50,6 +50,9 @@ class Linear {
   virtual ~Linear() = default;
   // Errors are those of kernels::PackedLinear::Run.
   virtual absl::Status Run(const kernels::LinearParams& params) = 0;
+  // Whether kAdd of so many rows should normalize the sums (LinearParams::next_norm), and not the
+  // layer that reads them next. Both give the same bits.
+  virtual bool normalizes_sums(int64_t rows) const = 0;
   virtual int64_t out_features() const = 0;
 };
 

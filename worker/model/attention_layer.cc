@@ -42,10 +42,11 @@ absl::StatusOr<AttentionLayer> AttentionLayer::Create(LayerWeights& weights,
   return layer;
 }
 
-absl::Status AttentionLayer::Run(const StepContext& step, LinearParams output) const {
+absl::Status AttentionLayer::Run(const StepContext& step, const LinearParams& input,
+                                 LinearParams output) const {
   const Activations& a = step.activations;
   const int64_t tokens = step.batch.num_tokens();
-  KVASIR_RETURN_IF_ERROR(ProjectAndAppend(step));
+  KVASIR_RETURN_IF_ERROR(ProjectAndAppend(step, input));
   KVASIR_ASSIGN_OR_RETURN(const TensorView selection_queries, SelectionQueries(step));
   KVASIR_RETURN_IF_ERROR(step.backend.Select(Queries(selection_queries)));
   KVASIR_RETURN_IF_ERROR(step.backend.Attend(Queries(a.q.Heads(tokens, num_heads())),
@@ -54,25 +55,23 @@ absl::Status AttentionLayer::Run(const StepContext& step, LinearParams output) c
   return output_->Run(output);
 }
 
-absl::Status AttentionLayer::WarmUp(const Activations& a, int64_t tokens,
+absl::Status AttentionLayer::WarmUp(const Activations& a, const LinearParams& input,
                                     LinearParams output) const {
-  KVASIR_RETURN_IF_ERROR(Project(a, tokens));
-  output.x = a.attended.Rows(tokens);
+  KVASIR_RETURN_IF_ERROR(Project(a, input));
+  output.x = a.attended.Rows(input.x.dim(0));
   return output_->Run(output);
 }
 
-absl::Status AttentionLayer::Project(const Activations& a, int64_t tokens) const {
-  return qkv_->Run({.x = a.residual.Rows(tokens),
-                    .norm = input_norm_.view,
-                    .epsilon = options_.norm_epsilon,
-                    .y = a.qkv.Rows(tokens),
-                    .normed = a.normed.Rows(tokens)});
+absl::Status AttentionLayer::Project(const Activations& a, LinearParams input) const {
+  input.y = a.qkv.Rows(input.x.dim(0));
+  return qkv_->Run(input);
 }
 
-absl::Status AttentionLayer::ProjectAndAppend(const StepContext& step) const {
+absl::Status AttentionLayer::ProjectAndAppend(const StepContext& step,
+                                              const LinearParams& input) const {
   const Activations& a = step.activations;
   const int64_t tokens = step.batch.num_tokens();
-  KVASIR_RETURN_IF_ERROR(Project(a, tokens));
+  KVASIR_RETURN_IF_ERROR(Project(a, input));
   return step.backend.AppendHeads({.layer = options_.layer,
                                    .qkv = a.qkv.Rows(tokens),
                                    .q_norm = q_norm_.view,

@@ -44,19 +44,23 @@ class AttentionLayer {
                                                const AttentionLayerOptions& options,
                                                Backend& backend);
 
-  // Runs only the layer's products, with `tokens` rows, for Transformer::WarmUp. `output` is as for
-  // Run.
-  absl::Status WarmUp(const Activations& a, int64_t tokens, kernels::LinearParams output) const;
+  // Runs only the layer's products, for Transformer::WarmUp. Arguments are as for Run.
+  absl::Status WarmUp(const Activations& a, const kernels::LinearParams& input,
+                      kernels::LinearParams output) const;
 
-  // Computes the output projection of attention(norm(residual)). `output` has all of its arguments
-  // except x.
-  absl::Status Run(const StepContext& step, kernels::LinearParams output) const;
+  // Computes the output projection of attention to `input`: the residual's rows with input_norm(),
+  // or these rows normalized. `output` has all of the projection's arguments except x.
+  absl::Status Run(const StepContext& step, const kernels::LinearParams& input,
+                   kernels::LinearParams output) const;
+
+  const Tensor& input_norm() const { return input_norm_; }
+  const Linear& output() const { return *output_; }
 
  private:
   explicit AttentionLayer(const AttentionLayerOptions& options) : options_(options) {}
 
-  absl::Status Project(const Activations& a, int64_t tokens) const;
-  absl::Status ProjectAndAppend(const StepContext& step) const;
+  absl::Status Project(const Activations& a, kernels::LinearParams input) const;
+  absl::Status ProjectAndAppend(const StepContext& step, const kernels::LinearParams& input) const;
   // Returns the query heads that this step's selections are made from.
   absl::StatusOr<kernels::TensorView> SelectionQueries(const StepContext& step) const;
   bool AnySelectionReadsQueries(const StepBatch& batch) const;

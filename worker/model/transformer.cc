@@ -95,16 +95,19 @@ ActivationSizes Transformer::activation_sizes(int64_t max_tokens, int64_t max_lo
           .max_logits_rows = max_logits_rows};
 }
 
-absl::Status Transformer::WarmUp(const Activations& activations, int64_t max_tokens) const {
+absl::Status Transformer::WarmUp(const Activations& a, int64_t max_tokens) const {
   constexpr int64_t kFewestTokens = 16;
   if (!backend_.StartsSlowly() || layers_.empty()) return absl::OkStatus();
   const Layer& layer = layers_.front();  // the others have the same shapes
+  const Tensor& input_norm = layer.attention.input_norm();
   for (int64_t tokens = std::min(kFewestTokens, max_tokens);; tokens *= 2) {
     tokens = std::min(tokens, max_tokens);
-    const TensorView residual = activations.residual.Rows(tokens);
-    KVASIR_RETURN_IF_ERROR(
-        layer.attention.WarmUp(activations, tokens, AddTo(residual, activations)));
-    KVASIR_RETURN_IF_ERROR(RunMlp(residual, activations, layer));
+    const TensorView residual = a.residual.Rows(tokens);
+    KVASIR_RETURN_IF_ERROR(layer.attention.WarmUp(
+        a, Norm(residual, input_norm, false, a),
+        AddTo(residual, layer.attention.output(), &layer.post_attention_norm, a)));
+    KVASIR_RETURN_IF_ERROR(RunMlp(Norm(residual, layer.post_attention_norm, false, a),
+                                  AddTo(residual, *layer.down, &input_norm, a), a, layer));
     if (tokens == max_tokens) return absl::OkStatus();
   }
 }
@@ -132,11 +135,23 @@ absl::Status Transformer::Compute(const StepContext& step, const TensorView& log
   const Activations& a = step.activations;
   const TensorView residual = a.residual.Rows(step.batch.num_tokens());
   KVASIR_RETURN_IF_ERROR(backend_.EmbedTokens(embedding_.view, residual));
+  bool is_normed = false;  // whether a.normed holds what the next half of a layer begins with
   for (size_t i = 0; i < layers_.size(); ++i) {
-    KVASIR_RETURN_IF_ERROR(RunAttention(step, residual, layers_[i]));
-    if (i + 1 == layers_.size()) break;
-    KVASIR_RETURN_IF_ERROR(RunMlp(residual, a, layers_[i]));
+    const Layer& layer = layers_[i];
+    const bool is_last = i + 1 == layers_.size();
+    const LinearParams attended = AddTo(residual, layer.attention.output(),
+                                        is_last ? nullptr : &layer.post_attention_norm, a);
+    KVASIR_RETURN_IF_ERROR(layer.attention.Run(
+        step, Norm(residual, layer.attention.input_norm(), is_normed, a), attended));
     KVASIR_RETURN_IF_ERROR(AddSummands(residual, a));
+    if (is_last) break;
+    is_normed = !attended.next_norm.empty();
+    const LinearParams down =
+        AddTo(residual, *layer.down, &layers_[i + 1].attention.input_norm(), a);
+    KVASIR_RETURN_IF_ERROR(
+        RunMlp(Norm(residual, layer.post_attention_norm, is_normed, a), down, a, layer));
+    KVASIR_RETURN_IF_ERROR(AddSummands(residual, a));
+    is_normed = !down.next_norm.empty();
   }
   KVASIR_RETURN_IF_ERROR(ScoreTokens(step, residual));
   if (logits.dim(0) > 0) {  // last, because these logits may be kept
@@ -161,32 +176,36 @@ absl::Status Transformer::ScoreTokens(const StepContext& step, const TensorView&
   return absl::OkStatus();
 }
 
-absl::Status Transformer::RunAttention(const StepContext& step, const TensorView& residual,
-                                       const Layer& layer) const {
-  KVASIR_RETURN_IF_ERROR(layer.attention.Run(step, AddTo(residual, step.activations)));
-  return AddSummands(residual, step.activations);
-}
-
-absl::Status Transformer::RunMlp(const TensorView& residual, const Activations& a,
+absl::Status Transformer::RunMlp(LinearParams x, LinearParams down, const Activations& a,
                                  const Layer& layer) const {
-  const int64_t rows = residual.dim(0);
-  KVASIR_RETURN_IF_ERROR(layer.gate_up->Run({.x = residual,
-                                             .norm = layer.post_attention_norm.view,
-                                             .epsilon = norm_epsilon(),
-                                             .after = LinearParams::After::kSiluMul,
-                                             .y = a.gated.Rows(rows),
-                                             .normed = a.normed.Rows(rows),
-                                             .product = a.gate_up.Rows(rows)}));
-  LinearParams down = AddTo(residual, a);
+  const int64_t rows = x.x.dim(0);
+  x.after = LinearParams::After::kSiluMul;
+  x.y = a.gated.Rows(rows);
+  x.product = a.gate_up.Rows(rows);
+  KVASIR_RETURN_IF_ERROR(layer.gate_up->Run(x));
   down.x = a.gated.Rows(rows);
   return layer.down->Run(down);
 }
 
-LinearParams Transformer::AddTo(const TensorView& residual, const Activations& a) const {
+LinearParams Transformer::Norm(const TensorView& residual, const Tensor& norm, bool is_normed,
+                               const Activations& a) const {
+  const TensorView normed = a.normed.Rows(residual.dim(0));
+  if (is_normed) return {.x = normed, .y = {}};
+  return {.x = residual, .norm = norm.view, .epsilon = norm_epsilon(), .y = {}, .normed = normed};
+}
+
+LinearParams Transformer::AddTo(const TensorView& residual, const Linear& layer,
+                                const Tensor* next_norm, const Activations& a) const {
   const int64_t rows = residual.dim(0);
   if (is_parallel()) return {.x = {}, .y = a.partial.Rows(rows)};
-  return {
+  LinearParams params = {
       .x = {}, .after = LinearParams::After::kAdd, .y = residual, .product = a.summand.Rows(rows)};
+  if (next_norm != nullptr && layer.normalizes_sums(rows)) {
+    params.epsilon = norm_epsilon();
+    params.next_norm = next_norm->view;
+    params.next_normed = a.normed.Rows(rows);
+  }
+  return params;
 }
 
 absl::Status Transformer::AddSummands(const TensorView& residual, const Activations& a) const {
@@ -196,23 +215,26 @@ absl::Status Transformer::AddSummands(const TensorView& residual, const Activati
 
 absl::Status Transformer::FinishRows(const TensorView& rows, const Activations& a,
                                      const TensorView& logits) const {
+  bool is_normed = false;
   if (!layers_.empty()) {
-    KVASIR_RETURN_IF_ERROR(RunMlp(rows, a, layers_.back()));
+    const Layer& last = layers_.back();
+    const LinearParams down = AddTo(rows, *last.down, &final_norm_, a);
+    KVASIR_RETURN_IF_ERROR(RunMlp(Norm(rows, last.post_attention_norm, false, a), down, a, last));
     KVASIR_RETURN_IF_ERROR(AddSummands(rows, a));
+    is_normed = !down.next_norm.empty();
   }
-  return ComputeLogits(rows, a, logits);
+  return ComputeLogits(Norm(rows, final_norm_, is_normed, a), a, logits);
 }
 
-absl::Status Transformer::ComputeLogits(const TensorView& rows, const Activations& a,
+absl::Status Transformer::ComputeLogits(LinearParams x, const Activations& a,
                                         const TensorView& logits) const {
   const int64_t count = logits.dim(0);
   // Ranks own ranges of the vocabulary; the last may be narrower.
   const TensorView local = a.local_logits.Rows(is_parallel() ? count : 0);
-  const TensorView own = is_parallel() ? TensorView(local.data(), DType::kFloat32,
-                                                    {count, head_->out_features()}, local.device())
-                                       : logits;
-  KVASIR_RETURN_IF_ERROR(head_->Run(
-      {.x = rows, .norm = final_norm_.view, .epsilon = norm_epsilon(), .y = own, .normed = rows}));
+  x.y = is_parallel() ? TensorView(local.data(), DType::kFloat32, {count, head_->out_features()},
+                                   local.device())
+                      : logits;
+  KVASIR_RETURN_IF_ERROR(head_->Run(x));
   if (!is_parallel()) return absl::OkStatus();
   return backend_.GatherColumns(
       {.own = local,

@@ -70,15 +70,19 @@ class Transformer {
   absl::Status AddLayer(int64_t index, LayerWeights weights);
   // Embedding, layers and output head.
   absl::Status Compute(const StepContext& step, const kernels::TensorView& logits) const;
-  // The first half of a layer: residual [tokens, hidden] += attention.
-  absl::Status RunAttention(const StepContext& step, const kernels::TensorView& residual,
-                            const Layer& layer) const;
-  // The second half, of any rows of the residual. Ranks add their summands after it.
-  absl::Status RunMlp(const kernels::TensorView& residual, const Activations& a,
+  // The second half of a layer. `x` is Norm's and `down` AddTo's, of any rows of the residual.
+  // Ranks add their summands after it.
+  absl::Status RunMlp(kernels::LinearParams x, kernels::LinearParams down, const Activations& a,
                       const Layer& layer) const;
+  // The input of a half of a layer, or of the output head: rows of the residual and their norm, or
+  // a.normed where that holds them already.
+  kernels::LinearParams Norm(const kernels::TensorView& residual, const Tensor& norm,
+                             bool is_normed, const Activations& a) const;
   // A product, without its x, that is added to rows of the residual: at once, or as this rank's
-  // summand, which AddSummands adds.
-  kernels::LinearParams AddTo(const kernels::TensorView& residual, const Activations& a) const;
+  // summand, which AddSummands adds. With `next_norm` the sums are normalized as well, where that
+  // suits `layer`.
+  kernels::LinearParams AddTo(const kernels::TensorView& residual, const Linear& layer,
+                              const Tensor* next_norm, const Activations& a) const;
   absl::Status AddSummands(const kernels::TensorView& residual, const Activations& a) const;
   // Log probabilities of the scored tokens.
   absl::Status ScoreTokens(const StepContext& step, const kernels::TensorView& residual) const;
@@ -87,7 +91,8 @@ class Transformer {
   // overwritten.
   absl::Status FinishRows(const kernels::TensorView& rows, const Activations& a,
                           const kernels::TensorView& logits) const;
-  absl::Status ComputeLogits(const kernels::TensorView& rows, const Activations& a,
+  // `x` is Norm's of the rows.
+  absl::Status ComputeLogits(kernels::LinearParams x, const Activations& a,
                              const kernels::TensorView& logits) const;
   float norm_epsilon() const { return static_cast<float>(options_.config.rms_norm_eps); }
   bool is_parallel() const { return options_.shard.num_ranks > 1; }

@@ -2,12 +2,14 @@
 #include "kernels/dense/dense_cuda.h"
 
 #include <cmath>
+#include <cstring>
 #include <gtest/gtest.h>
 #include <limits>
 #include <vector>
 
 #include "kernels/base/buffer.h"
 #include "kernels/base/executor.h"
+#include "kernels/dense/add.h"
 #include "kernels/rope/rope.h"
 #include "tests/support/compare.h"
 #include "tests/support/device_memory.h"
@@ -45,6 +47,11 @@ class DenseCudaTest : public testing::TestWithParam<DType> {
     TestTensor tensor(dtype, std::move(shape));
     for (int64_t i = 0; i < tensor.size(); ++i) tensor.Set(i, kNan);
     return tensor;
+  }
+
+  static bool SameBytes(TestTensor& a, TestTensor& b) {
+    return std::memcmp(a.view().data(), b.view().data(),
+                       static_cast<size_t>(a.size() * Element())) == 0;
   }
 
   DeviceMemory memory_;
@@ -100,6 +107,40 @@ TEST_P(DenseCudaTest, ARowIsNormalizedAloneAsAmongOthersAndInPlace) {
   ASSERT_TRUE(DeviceMemory::Fetch(all, whole.view()).ok());
   ASSERT_TRUE(DeviceMemory::Fetch(alone, row.view()).ok());
   for (int64_t i = 0; i < 4100; ++i) ASSERT_EQ(row.Get(i), whole.Get(13 * 4100 + i)) << i;
+}
+
+// The sum's bits are the CPU's, the norm's those of a launch of its own.
+TEST_P(DenseCudaTest, ASumAndItsNormHaveTheBitsOfTheirParts) {
+  for (const Shape& s : kShapes) {
+    for (const int64_t shift : {0, 1}) {
+      SCOPED_TRACE(testing::Message() << s.rows << " x " << s.dim << " shifted by " << shift);
+      TestTensor x(GetParam(), {s.rows, s.dim}), y(GetParam(), {s.rows, s.dim});
+      TestTensor weight(GetParam(), {s.dim}), found(GetParam(), {s.rows, s.dim});
+      TestTensor poison = Poisoned({s.rows, s.dim}), norm = Poisoned({s.rows, s.dim});
+      x.Fill(1);
+      y.Fill(2);
+      weight.Fill(3);
+      if (s.rows > 2) x.Set(s.dim, kInf);
+      const TensorView added = OnDevice(x, shift), factors = OnDevice(weight, shift);
+      const TensorView sum = OnDevice(y, shift), plain = OnDevice(y, shift);
+      const TensorView normed = OnDevice(poison, shift), apart = OnDevice(poison, shift);
+      ASSERT_TRUE(
+          AddNorm({.x = added, .y = sum, .weight = factors, .epsilon = 1e-5f, .normed = normed},
+                  nullptr)
+              .ok());
+      ASSERT_TRUE(AddNorm({.x = added, .y = plain}, nullptr).ok());
+      ASSERT_TRUE(
+          RmsNorm({.x = sum, .weight = factors, .y = apart, .epsilon = 1e-5f}, nullptr).ok());
+      ASSERT_TRUE(AddTo(x.view(), y.view(), executor_).ok());
+      for (const TensorView& of_two : {sum, plain}) {
+        ASSERT_TRUE(DeviceMemory::Fetch(of_two, found.view()).ok());
+        EXPECT_TRUE(SameBytes(found, y));
+      }
+      ASSERT_TRUE(DeviceMemory::Fetch(normed, found.view()).ok());
+      ASSERT_TRUE(DeviceMemory::Fetch(apart, norm.view()).ok());
+      EXPECT_TRUE(SameBytes(found, norm));
+    }
+  }
 }
 
 TEST_P(DenseCudaTest, SiluMulAgreesWithTheCpuForAllShapes) {
@@ -217,6 +258,7 @@ TEST_P(DenseCudaTest, NothingToDoIsDone) {
   const TensorView y = OnDevice(none);
   EXPECT_TRUE(RmsNorm({.x = y, .weight = OnDevice(weight), .y = y}, nullptr).ok());
   EXPECT_TRUE(SiluMul({.gate_up = OnDevice(gate_up), .y = y}, nullptr).ok());
+  EXPECT_TRUE(AddNorm({.x = y, .y = y}, nullptr).ok());
   EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
 }
 
@@ -226,6 +268,7 @@ TEST_P(DenseCudaTest, HostMemoryIsRefused) {
   constexpr auto kInvalid = absl::StatusCode::kInvalidArgument;
   EXPECT_EQ(RmsNorm({.x = x.view(), .weight = OnDevice(weight), .y = y}, nullptr).code(), kInvalid);
   EXPECT_EQ(SiluMul({.gate_up = gate_up.view(), .y = y}, nullptr).code(), kInvalid);
+  EXPECT_EQ(AddNorm({.x = x.view(), .y = y}, nullptr).code(), kInvalid);
   EXPECT_EQ(SiluMul({.gate_up = OnDevice(gate_up), .y = y}, executor_).code(),
             absl::StatusCode::kUnimplemented);
 }

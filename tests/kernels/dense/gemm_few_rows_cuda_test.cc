@@ -34,9 +34,11 @@ class FewRowsTest : public testing::Test {
   struct Case {
     int64_t rows, outputs, k;
   };
-  // Tiles and steps that are not full, fewer steps than warps, and more rows than one row's room.
-  static constexpr Case kCases[] = {{1, 8, 8},    {1, 24, 256},   {2, 13, 264},  {3, 40, 1096},
-                                    {8, 72, 512}, {5, 1100, 136}, {2, 12, 8192}, {3, 9, 9216}};
+  // Tiles and steps that are not full, fewer steps than warps, and more rows than one row's room;
+  // last, more rows than few.
+  static constexpr Case kCases[] = {{1, 8, 8},     {1, 24, 256}, {2, 13, 264},
+                                    {3, 40, 1096}, {8, 72, 512}, {5, 1100, 136},
+                                    {2, 12, 8192}, {3, 9, 9216}, {20, 72, 512}};
 
   void SetUp() override {
     if (!HasGpu()) GTEST_SKIP() << "no GPU on this machine";
@@ -114,6 +116,21 @@ TEST_F(FewRowsTest, WhatStandsAroundAProductHasTheBitsOfItsParts) {
             BFloat16(host_y.Get(static_cast<int64_t>(i)) + static_cast<float>(value)).bits;
       }
       EXPECT_EQ(Bits(sum), expected);
+
+      TestTensor host_next(kBf16, {c.outputs});
+      const TensorView next = OnDevice(host_next, 4), next_normed = Room(c.rows, c.outputs);
+      const TensorView apart = Room(c.rows, c.outputs);
+      EXPECT_EQ(Bits(Run(layer, {.x = normed,
+                                 .epsilon = 1e-5f,
+                                 .after = After::kAdd,
+                                 .y = OnDevice(host_y, 3),
+                                 .next_norm = next,
+                                 .next_normed = next_normed,
+                                 .product = Room(c.rows, c.outputs)})),
+                expected);
+      ASSERT_TRUE(RmsNorm({.x = sum, .weight = next, .y = apart, .epsilon = 1e-5f}, nullptr).ok());
+      EXPECT_EQ(Bits(next_normed), Bits(apart));
+      EXPECT_EQ(layer.normalizes_sums(c.rows), c.rows > kFewRows);
 
       CudaLinear gated = Layer(2 * c.outputs, c.k, has_bias);
       const TensorView halves = Run(gated, {.x = normed, .y = Room(c.rows, 2 * c.outputs)});

@@ -72,10 +72,15 @@ class CpuBackend::CpuLinear final : public Linear {
     const TensorView& x = p.norm.empty() ? p.x : p.normed;
     if (p.after == LinearParams::After::kStore) return Multiply(x, p.y);
     KVASIR_RETURN_IF_ERROR(Multiply(x, p.product));
-    return p.after == LinearParams::After::kAdd
-               ? kernels::AddTo(p.product, p.y, executor)
-               : kernels::SiluMul({.gate_up = p.product, .y = p.y}, executor);
+    if (p.after == LinearParams::After::kSiluMul) {
+      return kernels::SiluMul({.gate_up = p.product, .y = p.y}, executor);
+    }
+    KVASIR_RETURN_IF_ERROR(kernels::AddTo(p.product, p.y, executor));
+    if (p.next_norm.empty()) return absl::OkStatus();
+    return kernels::RmsNorm(
+        {.x = p.y, .weight = p.next_norm, .y = p.next_normed, .epsilon = p.epsilon}, executor);
   }
+  bool normalizes_sums(int64_t) const override { return true; }
   int64_t out_features() const override { return packed_.out_features(); }
 
  private:

@@ -43,6 +43,7 @@ class CudaBackend::GpuLinear final : public Linear {
   absl::Status Run(const kernels::LinearParams& params) override {
     return linear_.Run(params, backend_.linear_workspace_.data(), backend_.stream_.get());
   }
+  bool normalizes_sums(int64_t rows) const override { return linear_.normalizes_sums(rows); }
   int64_t out_features() const override { return linear_.out_features(); }
 
  private:
