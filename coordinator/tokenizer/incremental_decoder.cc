@@ -14,11 +14,9 @@ std::string IncrementalDecoder::Push(int32_t id) {
   if (special_tokens_ == SpecialTokens::kSkip && tokenizer_->IsSpecial(id)) return "";
   std::string text;
   if (!tokenizer_->JoinsBytes(id)) text = TakeUnfinished();
-  if (std::exchange(is_first_token_, false)) {
-    pending_ += tokenizer_->FirstTokenBytes(id);
-  } else {
-    absl::StrAppend(&pending_, tokenizer_->TokenBytes(id));
-  }
+  const bool is_first = std::exchange(is_first_token_, false);
+  absl::StrAppend(&pending_,
+                  is_first ? tokenizer_->FirstTokenBytes(id) : tokenizer_->TokenBytes(id));
   pending_.erase(0, AppendLossyUtf8(pending_, &text, tokenizer_->replacement()));
   return Stripped(std::move(text));
 }

@@ -8,7 +8,6 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_replace.h"
 
 #include "coordinator/tokenizer/incremental_decoder.h"
 #include "coordinator/tokenizer/unicode/utf8.h"
@@ -232,11 +231,10 @@ absl::string_view Tokenizer::TokenBytes(int32_t id) const {
   return token == nullptr ? absl::string_view() : absl::string_view(token->bytes);
 }
 
-std::string Tokenizer::FirstTokenBytes(int32_t id) const {
+absl::string_view Tokenizer::FirstTokenBytes(int32_t id) const {
   const TokenizerSpec::Token* token = Find(id);
   if (token == nullptr) return "";
-  if (decoder_.dropped_in_first_token.empty() || token->is_byte) return token->bytes;
-  return absl::StrReplaceAll(token->content, {{decoder_.dropped_in_first_token, ""}});
+  return decoder_.dropped_in_first_token.empty() ? token->bytes : token->first_bytes;
 }
 
 bool Tokenizer::JoinsBytes(int32_t id) const {

@@ -75,7 +75,7 @@ class Tokenizer {
   absl::string_view TokenContent(int32_t id) const;
   // Returns the bytes that the token decodes to as the first one of a text, before
   // decoder_rules().stripped is taken off.
-  std::string FirstTokenBytes(int32_t id) const;
+  absl::string_view FirstTokenBytes(int32_t id) const;
   // Whether bytes of the token may be part of a character with those of its neighbours.
   bool JoinsBytes(int32_t id) const;
   Replacement replacement() const {

@@ -79,18 +79,20 @@ class Reader {
                                     "\" has the same id; ids must be unique"));
   }
 
-  void SetToken(int32_t id, const std::string& content, bool special) {
+  // `text` is what decoding starts from.
+  void SetToken(int32_t id, const std::string& content, const std::string& text, bool special) {
     const auto index = static_cast<size_t>(id);
     if (index >= taken_.size()) {
       taken_.resize(index + 1, false);
       spec_.tokens.resize(index + 1);
     }
     taken_[index] = true;
-    spec_.tokens[index] = Decoded(content);
+    spec_.tokens[index] = Decoded(text);
+    spec_.tokens[index].content = content;
     spec_.tokens[index].special = special;
   }
 
-  TokenizerSpec::Token Decoded(const std::string& content) const;
+  TokenizerSpec::Token Decoded(const std::string& text) const;
   absl::Status CheckModelKind(const JsonValue& model);
   absl::Status ReadPipeline();
   absl::Status CheckPipeline(const JsonValue& model) const;
@@ -112,20 +114,21 @@ class Reader {
 };
 
 // Hugging Face reads an added token's content as symbols if it can, like a token of the vocabulary.
-TokenizerSpec::Token Reader::Decoded(const std::string& content) const {
+TokenizerSpec::Token Reader::Decoded(const std::string& text) const {
   TokenizerSpec::Token token;
-  token.content = content;
   if (spec_.alphabet == Alphabet::kBytes) {
-    token.bytes = BytesOfSymbols(content).value_or(content);
+    token.bytes = BytesOfSymbols(text).value_or(text);
     return token;
   }
-  token.bytes = content;
+  token.bytes = text;
+  const std::string& dropped = spec_.decoder.dropped_in_first_token;
+  if (!dropped.empty()) token.first_bytes = absl::StrReplaceAll(text, {{dropped, ""}});
   for (const Normalizer::Replace& replace : spec_.decoder.replacements) {
     token.bytes = absl::StrReplaceAll(token.bytes, {{replace.pattern, replace.content}});
   }
   const std::optional<uint8_t> byte = ByteOfFallback(token.bytes);
   token.is_byte = spec_.decoder.byte_fallback && byte.has_value();
-  if (token.is_byte) token.bytes = std::string(1, static_cast<char>(*byte));
+  if (token.is_byte) token.bytes = token.first_bytes = std::string(1, static_cast<char>(*byte));
   return token;
 }
 
@@ -193,7 +196,7 @@ absl::Status Reader::ReadVocabulary(const JsonValue& model) {
       return index.ok() ? TakenError(entry, *index) : entry.Index(limits_.max_tokens).status();
     }
     const int32_t id = *index;
-    SetToken(id, content, false);
+    SetToken(id, content, content, false);
     // A piece of text has bytes in the first alphabet, and characters in the second.
     std::optional<std::string> piece =
         spec_.alphabet == Alphabet::kBytes ? BytesOfSymbols(content) : content;
@@ -365,7 +368,7 @@ absl::Status Reader::ReadAddedTokens() {
                      ": white space would belong to two added tokens, one that begins "
                      "with it and one that has rstrip; not supported");
     }
-    SetToken(token.id, content, token.special);
+    SetToken(token.id, content, token.content, token.special);
     (token.normalized ? spec_.normalized_added_tokens : spec_.raw_added_tokens)
         .push_back(std::move(token));
   }

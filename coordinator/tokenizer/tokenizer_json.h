@@ -28,8 +28,9 @@ struct TokenizerLimits {
 
 struct TokenizerSpec {
   struct Token {
-    std::string content;  // as in the file; empty if no token has this id
-    std::string bytes;    // decoded form, inside a text
+    std::string content;      // as in the file; empty if no token has this id
+    std::string bytes;        // decoded form, inside a text
+    std::string first_bytes;  // and as the first token of one, if DecoderRules tell them apart
     bool special = false;
     bool is_byte = false;  // by the decoder's byte fallback
   };

@@ -68,8 +68,7 @@ def llama2(words, merges):
     tok.normalizer = normalizers.Sequence([normalizers.Prepend(MARK), normalizers.Replace(" ", MARK)])
     tok.decoder = bytes_then_text(decoders.Strip(" ", 1, 0))
     add_specials(tok)
-    tok.add_special_tokens([AddedToken("<pad>", special=True, normalized=True)])
-    tok.add_tokens([AddedToken("<l>", lstrip=True, normalized=False), AddedToken("<r>", rstrip=True, normalized=True)])
+    tok.add_tokens([AddedToken("<pad>", normalized=True), AddedToken("<l>", lstrip=True, normalized=False), AddedToken("<r>", rstrip=True, normalized=True)])
     begins_with(tok, "<s>")
     return tok
 

@@ -91,8 +91,12 @@ json CharacterJson() {
   json document = MinimalJson();
   json vocab = {{"<unk>", 0}, {"▁", 257}, {"a", 258}, {"▁a", 259}};
   for (int byte = 0; byte < 256; ++byte) vocab[absl::StrFormat("<0x%02X>", byte)] = byte + 1;
-  document["model"] = {{"type", "BPE"},         {"vocab", vocab},   {"merges", {{"▁", "a"}}},
-                       {"byte_fallback", true}, {"fuse_unk", true}, {"unk_token", "<unk>"}};
+  document["model"] = {{"type", "BPE"},
+                       {"vocab", vocab},
+                       {"merges", json::array({json::array({"▁", "a"})})},
+                       {"byte_fallback", true},
+                       {"fuse_unk", true},
+                       {"unk_token", "<unk>"}};
   document["pre_tokenizer"] = {{"type", "Metaspace"}, {"replacement", "▁"}};
   document["decoder"] = {
       {"type", "Sequence"},
@@ -122,6 +126,21 @@ TEST(TokenizerJsonTest, WithoutAllBytesATokenMayStandForAnyNumberOfCharacters) {
   document["model"]["unk_token"] = "<none>";
   EXPECT_THAT(std::string(Read(document).status().message()),
               HasSubstr("model.unk_token is \"<none>\"; but model.vocab has no such token"));
+}
+
+// Hugging Face's library decodes an added token in its normalized form. It then no longer knows it
+// as special; here it stays so.
+TEST(TokenizerJsonTest, AnAddedTokenThatIsNormalizedIsDecodedSo) {
+  json document = CharacterJson();
+  document["normalizer"] = {{"type", "Prepend"}, {"prepend", "▁"}};
+  document["added_tokens"] = {AddedTokenJson(300, "</s>")};
+  EXPECT_EQ(Read(document)->tokens[300].bytes, "</s>");
+  document["added_tokens"][0]["normalized"] = true;
+  const auto spec = Read(document);
+  ASSERT_TRUE(spec.ok()) << spec.status();
+  EXPECT_EQ(spec->tokens[300].bytes, " </s>");
+  EXPECT_EQ(spec->tokens[300].content, "</s>");
+  EXPECT_TRUE(spec->tokens[300].special);
 }
 
 TEST(TokenizerJsonTest, RefusesToPrependTwice) {
@@ -165,7 +184,8 @@ TEST(TokenizerJsonTest, RefusesModelsThatItCannotHonour) {
          d["normalizer"] = {{"type", "Lowercase"}};
        },
        "normalizer.type is \"Lowercase\""},
-      {[](json& d) { d.erase("pre_tokenizer"); }, "pre_tokenizer has no ByteLevel"},
+      {[](json& d) { d.erase("pre_tokenizer"); },
+       "decoder.type is \"ByteLevel\"; supported: Metaspace"},
       {[](json& d) { d.erase("decoder"); }, "decoder is null"},
       {[](json& d) { d["model"]["vocab"].erase("Ġ"); }, "no token \"Ġ\" for byte 32"},
   });
