@@ -13,7 +13,6 @@ std::string IncrementalDecoder::Push(int32_t id) {
   if (!tokenizer_->HasToken(id)) return "";
   if (special_tokens_ == SpecialTokens::kSkip && tokenizer_->IsSpecial(id)) return "";
   std::string text;
-  if (!tokenizer_->JoinsBytes(id)) text = TakeUnfinished();
   const bool is_first = std::exchange(is_first_token_, false);
   absl::StrAppend(&pending_,
                   is_first ? tokenizer_->FirstTokenBytes(id) : tokenizer_->TokenBytes(id));
@@ -21,15 +20,13 @@ std::string IncrementalDecoder::Push(int32_t id) {
   return Stripped(std::move(text));
 }
 
-std::string IncrementalDecoder::Flush() { return Stripped(TakeUnfinished()); }
-
-std::string IncrementalDecoder::TakeUnfinished() {
+std::string IncrementalDecoder::Flush() {
   std::string text;
   if (pending_.empty()) return text;
   const size_t count = tokenizer_->replacement() == Replacement::kByte ? pending_.size() : 1;
   for (size_t i = 0; i < count; ++i) absl::StrAppend(&text, kReplacementCharacter);
   pending_.clear();
-  return text;
+  return Stripped(std::move(text));
 }
 
 std::string IncrementalDecoder::Stripped(std::string text) {

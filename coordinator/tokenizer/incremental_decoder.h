@@ -30,8 +30,6 @@ class IncrementalDecoder {
   std::string Flush();
 
  private:
-  // Returns U+FFFD for the incomplete sequence.
-  std::string TakeUnfinished();
   // Returns `text`, which comes next, without what the begin of a text loses.
   std::string Stripped(std::string text);
 

@@ -237,11 +237,6 @@ absl::string_view Tokenizer::FirstTokenBytes(int32_t id) const {
   return decoder_.dropped_in_first_token.empty() ? token->bytes : token->first_bytes;
 }
 
-bool Tokenizer::JoinsBytes(int32_t id) const {
-  const TokenizerSpec::Token* token = Find(id);
-  return token != nullptr && (alphabet_ == Alphabet::kBytes || token->is_byte);
-}
-
 absl::string_view Tokenizer::TokenContent(int32_t id) const {
   const TokenizerSpec::Token* token = Find(id);
   return token == nullptr ? absl::string_view() : absl::string_view(token->content);

@@ -76,8 +76,7 @@ class Tokenizer {
   // Returns the bytes that the token decodes to as the first one of a text, before
   // decoder_rules().stripped is taken off.
   absl::string_view FirstTokenBytes(int32_t id) const;
-  // Whether bytes of the token may be part of a character with those of its neighbours.
-  bool JoinsBytes(int32_t id) const;
+  // Returns how bytes that are no UTF-8 are replaced.
   Replacement replacement() const {
     return alphabet_ == Alphabet::kBytes ? Replacement::kSubpart : Replacement::kByte;
   }

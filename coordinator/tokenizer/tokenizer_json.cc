@@ -127,8 +127,9 @@ TokenizerSpec::Token Reader::Decoded(const std::string& text) const {
     token.bytes = absl::StrReplaceAll(token.bytes, {{replace.pattern, replace.content}});
   }
   const std::optional<uint8_t> byte = ByteOfFallback(token.bytes);
-  token.is_byte = spec_.decoder.byte_fallback && byte.has_value();
-  if (token.is_byte) token.bytes = token.first_bytes = std::string(1, static_cast<char>(*byte));
+  if (spec_.decoder.byte_fallback && byte.has_value()) {
+    token.bytes = token.first_bytes = std::string(1, static_cast<char>(*byte));
+  }
   return token;
 }
 

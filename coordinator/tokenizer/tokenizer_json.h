@@ -32,7 +32,6 @@ struct TokenizerSpec {
     std::string bytes;        // decoded form, inside a text
     std::string first_bytes;  // and as the first token of one, if DecoderRules tell them apart
     bool special = false;
-    bool is_byte = false;  // by the decoder's byte fallback
   };
 
   std::vector<Token> tokens;  // by id

@@ -114,7 +114,6 @@ TEST(TokenizerJsonTest, ReadsSymbolsThatAreCharacters) {
   EXPECT_TRUE(spec->bpe.characters->fuses_unknown);
   EXPECT_EQ(spec->bpe.byte_ids[0x41], 0x42);
   EXPECT_EQ(spec->tokens[0x42].bytes, "A");
-  EXPECT_TRUE(spec->tokens[0x42].is_byte);
   EXPECT_EQ(spec->tokens[259].bytes, " a");
   EXPECT_EQ(spec->max_token_bytes, 6u);  // "<0x41>" is the longest in the file
 }
