@@ -60,8 +60,13 @@ absl::StatusOr<std::unique_ptr<Request>> EngineApi::Accept(
                                         .max_model_len = group.max_model_len,
                                         .trained_window = group.trained_window},
                                        Random64()));
-  KVASIR_ASSIGN_OR_RETURN(auto id, ids_.Acquire(origin.request_id));
   const std::string& policy = context_.policies.declared()[parsed.policy.index].name();
+  KVASIR_ASSIGN_OR_RETURN(
+      auto id, running_.Acquire({.id = origin.request_id,
+                                 .policy = policy,
+                                 .prompt_tokens = static_cast<int64_t>(parsed.prompt.size()),
+                                 .max_tokens = parsed.max_tokens,
+                                 .arrived = origin.arrived}));
   return Request::Create(std::move(parsed), {.tokenizer = context_.tokenizer,
                                              .metrics = context_.metrics,
                                              .id = std::move(id),
@@ -104,10 +109,15 @@ absl::StatusOr<v1::GetModelInfoResponse> EngineApi::ModelInfo() {
   return coordinator::ModelInfo(context_.config, context_.folder, context_.policies, *engine.group);
 }
 
-v1::GetServerInfoResponse EngineApi::ServerInfo() {
-  return coordinator::ServerInfo(context_.config, context_.engine.status(),
-                                 context_.metrics.totals(),
-                                 Between(context_.started, context_.clock.Now()));
+v1::GetServerInfoResponse EngineApi::ServerInfo(const v1::GetServerInfoRequest& request) {
+  const TimePoint now = context_.clock.Now();
+  v1::GetServerInfoResponse info =
+      coordinator::ServerInfo(context_.config, context_.engine.status(), context_.metrics.totals(),
+                              Between(context_.started, now));
+  for (v1::RequestInfo& running : running_.List(request.max_requests(), now)) {
+    *info.add_requests() = std::move(running);
+  }
+  return info;
 }
 
 }  // namespace kvasir::coordinator

@@ -13,6 +13,7 @@
 #include "coordinator/policy/policy.h"
 #include "coordinator/request/generation_api.h"
 #include "coordinator/request/request.h"
+#include "coordinator/request/running_requests.h"
 #include "coordinator/text_pool.h"
 #include "coordinator/time/clock.h"
 #include "coordinator/tokenizer/tokenizer.h"
@@ -48,7 +49,7 @@ class EngineApi final : public GenerationApi {
   absl::StatusOr<v1::TokenizeResponse> Tokenize(const v1::TokenizeRequest& request) override;
   absl::StatusOr<v1::DetokenizeResponse> Detokenize(const v1::DetokenizeRequest& request) override;
   absl::StatusOr<v1::GetModelInfoResponse> ModelInfo() override;
-  v1::GetServerInfoResponse ServerInfo() override;
+  v1::GetServerInfoResponse ServerInfo(const v1::GetServerInfoRequest& request) override;
   const Tokenizer& tokenizer() const override { return context_.tokenizer; }
 
  private:
@@ -57,7 +58,7 @@ class EngineApi final : public GenerationApi {
                                                   const std::shared_ptr<ClientSink>& sink);
 
   const EngineApiContext context_;
-  RunningRequestIds ids_;
+  RunningRequests running_;
 };
 
 }  // namespace kvasir::coordinator

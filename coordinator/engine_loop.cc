@@ -351,7 +351,7 @@ void EngineLoop::Dispatch(std::vector<Event> events, Scheduler& scheduler) {
   const TimePoint now = clock_.Now();
   for (Event& event : events) {
     if (const auto* progress = std::get_if<ProgressEvent>(&event)) {
-      requests_.at(progress->id)->OnProgress(*progress);
+      requests_.at(progress->id)->OnProgress(*progress, now);
     } else if (auto* scores = std::get_if<PromptLogprobsEvent>(&event)) {
       requests_.at(scores->id)->OnPromptLogprobs(std::move(*scores));
     } else if (const auto* token = std::get_if<TokenEvent>(&event)) {

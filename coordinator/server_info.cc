@@ -30,6 +30,8 @@ void AddTier(v1::Tier kind, uint64_t total_bytes, uint64_t used, uint64_t total,
   v1::TierInfo& tier = *info.add_tiers();
   tier.set_tier(kind);
   tier.set_total_bytes(total_bytes);
+  tier.set_used_blocks(used);
+  tier.set_total_blocks(total);
   if (total > 0) tier.set_used_bytes(total_bytes / total * used);
 }
 

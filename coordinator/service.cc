@@ -3,6 +3,7 @@
 #include <memory>
 #include <utility>
 
+#include "coordinator/policy/limits.h"
 #include "coordinator/request/call_origin.h"
 #include "coordinator/request/generate_stream.h"
 #include "kernels/base/status_macros.h"
@@ -78,8 +79,9 @@ grpc::ServerUnaryReactor* GenerationService::GetServerInfo(grpc::CallbackServerC
                                                            const v1::GetServerInfoRequest* request,
                                                            v1::GetServerInfoResponse* response) {
   connections_.OnMessage(context->peer(), request->ByteSizeLong());
-  *response = api_.ServerInfo();
-  return Answer(context, absl::OkStatus());
+  const absl::Status limits = CheckLimits("", *request);
+  if (limits.ok()) *response = api_.ServerInfo(*request);
+  return Answer(context, limits);
 }
 
 }  // namespace kvasir::coordinator

@@ -6,11 +6,14 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/time/time.h"
-#include "google/protobuf/util/json_util.h"
 
 #include "coordinator/cli/connect.h"
 #include "coordinator/cli/progress_bar.h"
+#include "coordinator/policy/limits.h"
+#include "coordinator/request/request_origin.h"
+#include "coordinator/request/status_json.h"
 #include "kernels/base/status_macros.h"
+#include "proto/finish_numbers.h"
 #include "proto/grpc_status.h"
 #include "proto/kvasir/v1/generation.grpc.pb.h"
 
@@ -103,6 +106,47 @@ void AppendWorkers(const v1::GetServerInfoResponse& server, std::string& text) {
   }
 }
 
+const char* StateName(v1::RequestState state) {
+  switch (state) {
+    case v1::REQUEST_STATE_WAITING:
+      return "waiting";
+    case v1::REQUEST_STATE_READING:
+      return "reading";
+    case v1::REQUEST_STATE_ANSWERING:
+      return "answering";
+    default:
+      return "?";
+  }
+}
+
+std::string MassOf(const v1::RequestInfo& request) {
+  if (request.has_measured_mass()) return absl::StrFormat("%.3f", request.measured_mass());
+  if (request.has_estimated_mass()) return absl::StrFormat("~%.3f", request.estimated_mass());
+  return "-";
+}
+
+void AppendRunning(const v1::GetServerInfoResponse& server, std::string& text) {
+  if (server.requests().empty()) return;
+  absl::StrAppendFormat(&text, "\n%-10s %-16s %21s %15s %10s %8s %8s %6s  %s\n", "request",
+                        "policy", "prompt read", "answer", "tokens/s", "left", "skipped", "mass",
+                        "id");
+  for (const v1::RequestInfo& request : server.requests()) {
+    absl::StrAppendFormat(
+        &text, "%-10s %-16s %21s %15s %10.1f %8s %8s %6s  %s\n", StateName(request.state()),
+        request.policy(),
+        absl::StrCat(WithCommas(request.processed_tokens()), "/",
+                     WithCommas(request.prompt_tokens())),
+        absl::StrCat(WithCommas(request.answer_tokens()), "/", WithCommas(request.max_tokens())),
+        request.tokens_per_second(),
+        request.has_eta() ? absl::StrFormat("%.1f s", proto::ToSeconds(request.eta())) : "-",
+        Share(request.blocks_skipped(), request.blocks_total()), MassOf(request),
+        HeaderText(request.request_id()));
+  }
+  const auto listed = static_cast<uint32_t>(server.requests_size());
+  const uint32_t all = server.requests_running() + server.requests_waiting();
+  if (all > listed) absl::StrAppendFormat(&text, "and %s more\n", WithCommas(all - listed));
+}
+
 }  // namespace
 
 std::string StatusTable(const v1::GetServerInfoResponse& server,
@@ -116,32 +160,20 @@ std::string StatusTable(const v1::GetServerInfoResponse& server,
   if (server.workers().empty()) return text;
   AppendTiers(server, text);
   AppendWorkers(server, text);
+  AppendRunning(server, text);
   return text;
-}
-
-absl::StatusOr<std::string> StatusJson(const v1::GetServerInfoResponse& server,
-                                       const v1::GetModelInfoResponse* model) {
-  std::string server_text;
-  std::string model_text = "null";
-  google::protobuf::util::JsonPrintOptions options;
-  options.always_print_primitive_fields = true;
-  options.preserve_proto_field_names = true;
-  auto status = google::protobuf::util::MessageToJsonString(server, &server_text, options);
-  if (status.ok() && model != nullptr) {
-    model_text.clear();
-    status = google::protobuf::util::MessageToJsonString(*model, &model_text, options);
-  }
-  if (!status.ok()) return absl::InternalError(std::string(status.message()));
-  return absl::StrCat("{\"server\":", server_text, ",\"model\":", model_text, "}\n");
 }
 
 absl::Status RunStatus(const v1::StatusCommandConfig& config) {
   const auto stub = v1::Generation::NewStub(Connect(config.server()));
   const absl::Duration timeout = absl::Seconds(config.timeout());
+  v1::GetServerInfoRequest asked;
+  asked.set_max_requests(kMaxListedRequests);
   v1::GetServerInfoResponse server;
   grpc::ClientContext server_context;
   SetTimeout(timeout, server_context);
-  KVASIR_RETURN_IF_ERROR(proto::FromGrpcStatus(stub->GetServerInfo(&server_context, {}, &server)));
+  KVASIR_RETURN_IF_ERROR(
+      proto::FromGrpcStatus(stub->GetServerInfo(&server_context, asked, &server)));
   v1::GetModelInfoResponse model;
   grpc::ClientContext model_context;
   SetTimeout(timeout, model_context);
@@ -149,7 +181,7 @@ absl::Status RunStatus(const v1::StatusCommandConfig& config) {
   const v1::GetModelInfoResponse* shown = served.ok() ? &model : nullptr;
   if (config.json()) {
     KVASIR_ASSIGN_OR_RETURN(const std::string text, StatusJson(server, shown));
-    std::cout << text;
+    std::cout << text << '\n';
   } else {
     std::cout << StatusTable(server, shown);
   }

@@ -4,7 +4,6 @@
 #include <string>
 
 #include "absl/status/status.h"
-#include "absl/status/statusor.h"
 
 #include "proto/kvasir/v1/config.pb.h"
 #include "proto/kvasir/v1/generation.pb.h"
@@ -16,9 +15,5 @@ absl::Status RunStatus(const v1::StatusCommandConfig& config);
 // Returns the table to print. `model` is null while no worker group is formed.
 std::string StatusTable(const v1::GetServerInfoResponse& server,
                         const v1::GetModelInfoResponse* model);
-// Returns one JSON object with the members server and model. INTERNAL when protobuf cannot print
-// them.
-absl::StatusOr<std::string> StatusJson(const v1::GetServerInfoResponse& server,
-                                       const v1::GetModelInfoResponse* model);
 
 }  // namespace kvasir::coordinator

@@ -8,10 +8,14 @@
 #include "coordinator/http/http_call.h"
 #include "coordinator/http/metrics_call.h"
 #include "coordinator/http/server_calls.h"
+#include "coordinator/http/status/status_feed.h"
+#include "coordinator/http/status/status_page.h"
 #include "coordinator/http/text_calls.h"
 #include "coordinator/http/tokenizer_info.h"
 #include "coordinator/http/transport/error_reply.h"
 #include "coordinator/http/transport/http_server.h"
+#include "coordinator/request/status_json.h"
+#include "coordinator/time/clock.h"
 #include "kernels/base/status_macros.h"
 
 namespace kvasir::coordinator {
@@ -27,6 +31,10 @@ struct Route {
 
 constexpr absl::string_view kModelsPrefix = "/v1/models/";
 constexpr absl::string_view kMetrics = "/metrics";
+constexpr absl::string_view kStatusPage = "/";
+constexpr absl::string_view kStatusEvents = "/status/events";
+// The page lists so many requests.
+constexpr uint32_t kListedRequests = 100;
 
 constexpr Route kRoutes[] = {
     {"GET", "/health", GetHealth},
@@ -49,7 +57,8 @@ class RoutedFront final : public HttpFront {
                  .model = std::move(options.model),
                  .tokenizer_info = std::move(tokenizer_info),
                  .started = absl::Now()},
-        metrics_(options.registry) {}
+        metrics_(options.registry),
+        status_([this] { return Status(); }, clock_) {}
 
   ~RoutedFront() override {
     if (server_ != nullptr) server_->Stop(absl::ZeroDuration());
@@ -68,7 +77,10 @@ class RoutedFront final : public HttpFront {
   }
 
   int port() const override { return server_->port(); }
-  void Stop(absl::Duration grace) override { server_->Stop(grace); }
+  void Stop(absl::Duration grace) override {
+    status_.Stop();
+    server_->Stop(grace);
+  }
 
  private:
   void Handle(std::shared_ptr<Exchange> exchange) {
@@ -80,15 +92,9 @@ class RoutedFront final : public HttpFront {
       if (route.method == method) return route.call(context_, std::move(exchange));
       absl::StrAppend(&allow, allow.empty() ? "" : ", ", route.method);
     }
-    if (path == kMetrics || absl::StartsWith(path, kModelsPrefix)) {
-      if (method != "GET") {
-        allow = "GET";
-      } else if (path == kMetrics) {
-        return metrics_.Answer(std::move(exchange));
-      } else {
-        const std::string model = path.substr(kModelsPrefix.size());
-        return GetModel(context_, model, std::move(exchange));
-      }
+    if (IsOwn(path)) {
+      if (method == "GET") return GetOwn(path, std::move(exchange));
+      allow = "GET";
     }
     if (allow.empty()) {
       return exchange->Reply(ErrorReply(absl::NotFoundError(
@@ -101,9 +107,34 @@ class RoutedFront final : public HttpFront {
     exchange->Reply(std::move(reply));
   }
 
+  // Calls that keep something of their own, or take a part of the path.
+  static bool IsOwn(absl::string_view path) {
+    return path == kMetrics || path == kStatusPage || path == kStatusEvents ||
+           absl::StartsWith(path, kModelsPrefix);
+  }
+  void GetOwn(const std::string& path, std::shared_ptr<Exchange> exchange) {
+    if (path == kMetrics) return metrics_.Answer(std::move(exchange));
+    if (path == kStatusPage) return page_.Answer(*exchange);
+    if (path == kStatusEvents) return status_.Listen(std::move(exchange));
+    GetModel(context_, path.substr(kModelsPrefix.size()), std::move(exchange));
+  }
+  // Returns the data of an event of the status page.
+  std::string Status() const {
+    v1::GetServerInfoRequest asked;
+    asked.set_max_requests(kListedRequests);
+    const absl::StatusOr<v1::GetModelInfoResponse> model = context_.api.ModelInfo();
+    const absl::StatusOr<std::string> told =
+        StatusJson(context_.api.ServerInfo(asked), model.ok() ? &*model : nullptr);
+    return told.ok() ? *told : ErrorJson(told.status());
+  }
+
   const HttpCallContext context_;
+  const StatusPage page_;
+  SteadyClock clock_;
   std::unique_ptr<HttpServer> server_;
-  MetricsCall metrics_;  // keeps connections of the server
+  // These keep connections of the server.
+  MetricsCall metrics_;
+  StatusFeed status_;
 };
 
 }  // namespace

@@ -28,11 +28,11 @@ void GetHealth(const HttpCallContext& context, std::shared_ptr<Exchange> exchang
 }
 
 void GetVersion(const HttpCallContext& context, std::shared_ptr<Exchange> exchange) {
-  ReplyJson(*exchange, json{{"version", context.api.ServerInfo().version()}});
+  ReplyJson(*exchange, json{{"version", context.api.ServerInfo({}).version()}});
 }
 
 void GetLoad(const HttpCallContext& context, std::shared_ptr<Exchange> exchange) {
-  const v1::GetServerInfoResponse info = context.api.ServerInfo();
+  const v1::GetServerInfoResponse info = context.api.ServerInfo({});
   ReplyJson(*exchange, json{{"server_load", info.requests_running() + info.requests_waiting()},
                             {"requests_running", info.requests_running()},
                             {"requests_waiting", info.requests_waiting()},

@@ -64,6 +64,7 @@ constexpr FieldLimit kLimits[] = {
     {"DetokenizeRequest", "token_ids", LimitKind::kCount, 0, kContext},
     {"DetokenizeRequest", "token_ids", LimitKind::kNumber, 0, 2147483647},
     {"DetokenizeRequest", "skip_special_tokens", LimitKind::kNumber, 0, 1},
+    {"GetServerInfoRequest", "max_requests", LimitKind::kNumber, 0, kMaxListedRequests},
     {"PolicyChoice", "name", LimitKind::kName, 0, 64},
     {"SparsityPolicy", "name", LimitKind::kName, 1, 64},
     {"SparsityPolicy", "tail_tokens", LimitKind::kNumber, 0, 4096},

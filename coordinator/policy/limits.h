@@ -20,6 +20,9 @@ inline constexpr int64_t kMaxContextTokens = int64_t{1} << 24;
 // Longest id of a request, and of a tenant, in bytes.
 inline constexpr int kMaxIdBytes = 128;
 
+// Most requests that one answer of GetServerInfo lists.
+inline constexpr int kMaxListedRequests = 256;
+
 enum class LimitKind {
   kNumber,  // the value
   kBytes,   // the length of a string

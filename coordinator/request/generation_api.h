@@ -45,7 +45,7 @@ class GenerationApi {
 
   // UNAVAILABLE while no group is formed.
   virtual absl::StatusOr<v1::GetModelInfoResponse> ModelInfo() = 0;
-  virtual v1::GetServerInfoResponse ServerInfo() = 0;
+  virtual v1::GetServerInfoResponse ServerInfo(const v1::GetServerInfoRequest& request) = 0;
   // Tells the texts of tokens in answers.
   virtual const Tokenizer& tokenizer() const = 0;
 };

@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "absl/strings/str_cat.h"
-
 #include "coordinator/tokenizer/unicode/utf8.h"
 #include "kernels/base/status_macros.h"
 
@@ -22,23 +20,6 @@ TextPosition AnswerPosition(const Tokenizer& tokenizer, const std::vector<int32_
 }
 
 }  // namespace
-
-absl::StatusOr<std::unique_ptr<RunningRequestIds::Lease>> RunningRequestIds::Acquire(
-    const std::string& id) {
-  {
-    kernels::MutexLock lock(mu_);
-    if (!ids_.insert(id).second) {
-      return absl::AlreadyExistsError(
-          absl::StrCat("request_id '", id, "' is running; use another one or none"));
-    }
-  }
-  return std::make_unique<Lease>(*this, id);
-}
-
-void RunningRequestIds::Release(const std::string& id) {
-  kernels::MutexLock lock(mu_);
-  ids_.erase(id);
-}
 
 absl::StatusOr<std::unique_ptr<Request>> Request::Create(ParsedRequest parsed,
                                                          RequestContext context) {
@@ -79,7 +60,8 @@ Request::~Request() {
 
 SequenceSpec Request::TakeSpec() { return *std::exchange(spec_, std::nullopt); }
 
-void Request::OnProgress(const ProgressEvent& event) {
+void Request::OnProgress(const ProgressEvent& event, TimePoint now) {
+  id_->OnProgress(event, now);
   metrics_.PromptRead(event.processed_tokens - std::exchange(read_tokens_, event.processed_tokens));
   if (event.cached_tokens > 0) cache_ = Metrics::Cache::kHit;
   v1::GenerateResponse response;
@@ -103,6 +85,7 @@ void Request::OnPromptLogprobs(PromptLogprobsEvent event) {
 }
 
 Request::Verdict Request::OnToken(const TokenEvent& event, TimePoint now) {
+  id_->OnToken(event, now);
   if (last_token_at_.has_value()) {
     metrics_.NextToken(accepted_.policy, Between(*last_token_at_, now));
   } else {

@@ -7,7 +7,6 @@
 #include <optional>
 #include <string>
 
-#include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 
@@ -16,45 +15,18 @@
 #include "coordinator/request/request_log.h"
 #include "coordinator/request/request_origin.h"
 #include "coordinator/request/response_sink.h"
+#include "coordinator/request/running_requests.h"
 #include "coordinator/scheduling/scheduler.h"
 #include "coordinator/time/clock.h"
 #include "coordinator/tokenizer/incremental_decoder.h"
 #include "coordinator/tokenizer/stop_matcher.h"
-#include "kernels/base/mutex.h"
 
 namespace kvasir::coordinator {
-
-// The ids of running requests. Thread-safe.
-class RunningRequestIds {
- public:
-  // Frees an id when it is destroyed. The registry outlives it.
-  class Lease {
-   public:
-    Lease(RunningRequestIds& ids, std::string id) : ids_(ids), id_(std::move(id)) {}
-    ~Lease() { ids_.Release(id_); }
-    Lease(const Lease&) = delete;
-    Lease& operator=(const Lease&) = delete;
-    const std::string& id() const { return id_; }
-
-   private:
-    RunningRequestIds& ids_;
-    const std::string id_;
-  };
-
-  // ALREADY_EXISTS while a request with this id runs.
-  absl::StatusOr<std::unique_ptr<Lease>> Acquire(const std::string& id) EXCLUDES(mu_);
-
- private:
-  void Release(const std::string& id) EXCLUDES(mu_);
-
-  kernels::Mutex mu_;
-  absl::flat_hash_set<std::string> ids_ GUARDED_BY(mu_);
-};
 
 struct RequestContext {
   const Tokenizer& tokenizer;
   Metrics& metrics;
-  std::unique_ptr<RunningRequestIds::Lease> id;
+  std::unique_ptr<RunningRequests::Lease> id;
   std::shared_ptr<ResponseSink> sink;
   SequenceId sequence;
   RequestOrigin origin;
@@ -76,7 +48,7 @@ class Request {
   // Moves out the spec for the scheduler. Called once.
   SequenceSpec TakeSpec();
 
-  void OnProgress(const ProgressEvent& event);
+  void OnProgress(const ProgressEvent& event, TimePoint now);
   void OnPromptLogprobs(PromptLogprobsEvent event);
   enum class Verdict { kGoOn, kStop };
   // Returns kStop when the answer ends in a stop string.
@@ -114,7 +86,7 @@ class Request {
   int64_t read_tokens_ = 0;  // of the prompt, as far as progress was reported
   Metrics::Cache cache_ = Metrics::Cache::kMiss;
   // Given back before the client learns of the end, so that it may use the id again at once.
-  std::unique_ptr<RunningRequestIds::Lease> id_;
+  std::unique_ptr<RunningRequests::Lease> id_;
   std::shared_ptr<ResponseSink> sink_;  // null when finished
 };
 

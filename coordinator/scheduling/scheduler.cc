@@ -291,6 +291,7 @@ void Scheduler::ApplyToken(Sequence& sequence, const v1::RowResult& result, Time
     ++state_.prompts_read;
   }
   TokenEvent event = {.id = sequence.spec.id, .index = index, .token = token};
+  event.attention = sequence.AttentionUntilNow();
   if (sequence.spec.sampling.has_logprobs()) event.logprobs = result.logprobs();
   if (index >= int64_t{sequence.spec.sampling.min_tokens()} && sequence.IsStopToken(token)) {
     event.role = TokenEvent::Role::kStop;

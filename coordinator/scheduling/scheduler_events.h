@@ -16,12 +16,23 @@ namespace kvasir::coordinator {
 
 using kernels::SequenceId;
 
+// Sums of a sequence's attention so far, over prompt and answer, in the units of AttentionReport.
+struct AttentionSoFar {
+  uint64_t blocks_total = 0;
+  uint64_t blocks_skipped = 0;
+  uint64_t measured_samples = 0;
+  double measured_mass = 0;  // sum over these samples
+  uint64_t estimated_samples = 0;
+  double estimated_mass = 0;
+};
+
 struct ProgressEvent {
   SequenceId id;
   int64_t prompt_tokens = 0;
   int64_t processed_tokens = 0;
   int64_t cached_tokens = 0;
   std::optional<absl::Duration> eta = {};  // to the first token
+  AttentionSoFar attention = {};
 };
 // Log probabilities of the prompt's next tokens, when the request asked for them.
 struct PromptLogprobsEvent {
@@ -36,6 +47,7 @@ struct TokenEvent {
   int32_t token = 0;
   Role role = Role::kInner;
   std::optional<v1::TokenLogprobs> logprobs = {};  // set when the request asked for them
+  AttentionSoFar attention = {};
 };
 // The last event of a sequence.
 struct FinishEvent {

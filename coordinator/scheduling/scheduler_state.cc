@@ -41,7 +41,9 @@ ProgressEvent SchedulerState::Progress(const Sequence& sequence) const {
   ProgressEvent event = {.id = sequence.spec.id,
                          .prompt_tokens = sequence.prompt_tokens,
                          .processed_tokens = sequence.computed,
-                         .cached_tokens = sequence.cached_tokens};
+                         .cached_tokens = sequence.cached_tokens,
+                         .eta = {},
+                         .attention = sequence.AttentionUntilNow()};
   if (!prefill_rate.is_known()) return event;
   int64_t ahead = 0;  // prompt tokens up to and including this sequence's
   for (const Sequence* running : sequences.running()) {

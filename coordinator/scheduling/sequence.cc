@@ -7,6 +7,7 @@
 #include "google/protobuf/duration.pb.h"
 
 #include "coordinator/scheduling/attention_sums.h"
+#include "proto/finish_numbers.h"
 
 namespace kvasir::coordinator {
 namespace {
@@ -108,6 +109,18 @@ v1::PromptLogprobs Sequence::Scores(v1::PromptLogprobs scores) const {
   scores.mutable_token_ids()->Assign(begin, begin + scores.logprobs_size());
   if (scores.index() == 1) scores.set_first_token_id(static_cast<uint32_t>(tokens.front()));
   return scores;
+}
+
+AttentionSoFar Sequence::AttentionUntilNow() const {
+  AttentionSoFar sums = {.estimated_samples = estimated_mass.samples(),
+                         .estimated_mass = estimated_mass.sum()};
+  for (const v1::PhaseAccounting* phase : {&prefill, &decode}) {
+    sums.blocks_total += phase->blocks_total();
+    sums.blocks_skipped += proto::SkippedPages(Skipped(*phase));
+    sums.measured_samples += phase->measured_mass().samples();
+    sums.measured_mass += phase->measured_mass().sum();
+  }
+  return sums;
 }
 
 v1::AttentionReport Sequence::Report(v1::MassUnmeasured unmeasured) const {

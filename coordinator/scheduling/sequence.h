@@ -19,6 +19,7 @@
 
 #include "coordinator/policy/policy.h"
 #include "coordinator/scheduling/block_budget.h"
+#include "coordinator/scheduling/scheduler_events.h"
 #include "coordinator/time/clock.h"
 #include "kernels/base/strong_id.h"
 #include "kvstore/index/prefix_index.h"
@@ -107,6 +108,7 @@ struct Sequence {
 
   // Adds what the ranks report of one row. `first`: the row starts the sequence.
   void Account(const v1::RowAccounting& row, bool first);
+  AttentionSoFar AttentionUntilNow() const;
   // `unmeasured`: why the ranks measure no attention mass, as in v1::Ready.
   v1::AttentionReport Report(v1::MassUnmeasured unmeasured) const;
   // Returns the ranks' scores with the tokens, which the ranks leave out.

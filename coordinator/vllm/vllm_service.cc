@@ -79,7 +79,7 @@ grpc::ServerUnaryReactor* VllmService::HealthCheck(grpc::CallbackServerContext* 
                                                    const engine::HealthCheckRequest* request,
                                                    engine::HealthCheckResponse* response) {
   connections_.OnMessage(context->peer(), request->ByteSizeLong());
-  const v1::GetServerInfoResponse info = api_.ServerInfo();
+  const v1::GetServerInfoResponse info = api_.ServerInfo({});
   response->set_healthy(info.state() == v1::SERVER_STATE_SERVING);
   response->set_message(info.state_reason());
   return Answer(context, absl::OkStatus());
@@ -130,7 +130,7 @@ grpc::ServerUnaryReactor* VllmService::GetServerInfo(grpc::CallbackServerContext
                                                      const engine::GetServerInfoRequest* request,
                                                      engine::GetServerInfoResponse* response) {
   connections_.OnMessage(context->peer(), request->ByteSizeLong());
-  const v1::GetServerInfoResponse info = api_.ServerInfo();
+  const v1::GetServerInfoResponse info = api_.ServerInfo({});
   response->set_active_requests(info.requests_running() + info.requests_waiting());
   response->set_is_paused(info.state() == v1::SERVER_STATE_DRAINING);
   response->set_last_receive_timestamp(1e-9 * static_cast<double>(received_at_ns_.load()));

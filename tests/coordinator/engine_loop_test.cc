@@ -61,7 +61,7 @@ class EngineLoopTest : public ::testing::Test {
     absl::StatusOr<std::unique_ptr<Request>> request =
         Request::Create(std::move(parsed), {.tokenizer = *model_.tokenizer,
                                             .metrics = metrics_,
-                                            .id = *ids_.Acquire(name),
+                                            .id = *running_.Acquire({.id = name}),
                                             .sink = submitted.response,
                                             .sequence = submitted.id,
                                             .origin = {.request_id = name, .arrived = clock_.Now()},
@@ -76,7 +76,7 @@ class EngineLoopTest : public ::testing::Test {
   TestModel model_;
   FakeClock clock_;
   Metrics metrics_{"test", {"default"}};
-  RunningRequestIds ids_;
+  RunningRequests running_;
   // A small vocabulary, all of it ASCII.
   FakeWorkerGroup group_{
       {.max_num_seqs = 4, .max_num_batched_tokens = 128, .vocab_size = 128, .disk_blocks = 50}};

@@ -17,7 +17,7 @@ using Role = TokenEvent::Role;
 class RequestTest : public ::testing::Test {
  protected:
   std::unique_ptr<Request> Make(ParsedRequest parsed) {
-    absl::StatusOr<std::unique_ptr<RunningRequestIds::Lease>> id = ids_.Acquire("r1");
+    absl::StatusOr<std::unique_ptr<RunningRequests::Lease>> id = running_.Acquire({.id = "r1"});
     EXPECT_TRUE(id.ok());
     sink_ = std::make_shared<CollectedResponse>();
     absl::StatusOr<std::unique_ptr<Request>> request =
@@ -50,7 +50,7 @@ class RequestTest : public ::testing::Test {
 
   TestModel model_;
   Metrics metrics_{"test", {"default"}};
-  RunningRequestIds ids_;
+  RunningRequests running_;
   TimePoint now_ = TimePoint() + std::chrono::hours(1);
   std::shared_ptr<CollectedResponse> sink_;
   int64_t index_ = 0;
@@ -128,9 +128,13 @@ TEST_F(RequestTest, StreamsTokensAndTextAndEndsOnce) {
                        .prompt_tokens = 100,
                        .processed_tokens = 64,
                        .cached_tokens = 64,
-                       .eta = absl::Milliseconds(1500)});
+                       .eta = absl::Milliseconds(1500)},
+                      now_);
+  EXPECT_EQ(running_.List(1, now_).at(0).processed_tokens(), 64u);
   EXPECT_EQ(Feed(*request, "hello", Role::kLast), Request::Verdict::kGoOn);
+  EXPECT_EQ(running_.List(1, now_).at(0).answer_tokens(), 5u);
   request->Finish(absl::OkStatus(), Summary(v1::FINISH_REASON_LENGTH), now_);
+  EXPECT_TRUE(running_.List(1, now_).empty());
   request.reset();
   EXPECT_EQ(sink_->status(), absl::OkStatus());
   const std::vector<v1::GenerateResponse> messages = sink_->messages();
@@ -219,16 +223,16 @@ TEST_F(RequestTest, AForgottenRequestIsStillAnswered) {
 
 TEST_F(RequestTest, TheIdIsFreeWhenTheClientHearsOfTheEnd) {
   std::unique_ptr<Request> request = Make({});
-  EXPECT_EQ(ids_.Acquire("r1").status().code(), absl::StatusCode::kAlreadyExists);
+  EXPECT_EQ(running_.Acquire({.id = "r1"}).status().code(), absl::StatusCode::kAlreadyExists);
   request->Finish(absl::OkStatus(), {}, now_);
-  EXPECT_TRUE(ids_.Acquire("r1").ok());
+  EXPECT_TRUE(running_.Acquire({.id = "r1"}).ok());
 }
 
 TEST_F(RequestTest, AnEmptyStopStringIsRefused) {
   absl::StatusOr<std::unique_ptr<Request>> request =
       Request::Create({.stop_strings = {""}}, {.tokenizer = *model_.tokenizer,
                                                .metrics = metrics_,
-                                               .id = *ids_.Acquire("r"),
+                                               .id = *running_.Acquire({.id = "r"}),
                                                .sink = std::make_shared<CollectedResponse>(),
                                                .sequence = SequenceId(1),
                                                .origin = {.request_id = "r1", .arrived = now_},

@@ -217,6 +217,36 @@ TEST_F(SchedulerTest, AccountingIsSummedByPhase) {
   EXPECT_DOUBLE_EQ(report.decode_budget_tokens(), 150);
 }
 
+TEST_F(SchedulerTest, EventsTellTheAttentionOfBothPhasesSoFar) {
+  Make({});
+  Add(Spec(Prompt(10), 2));
+  std::vector<AttentionSoFar> told;  // in progress after the prompt, then with each token
+  for (int step = 0; step < 2; ++step) {
+    Scheduler::Planned planned = scheduler_->NextPlan(now_);
+    v1::StepReply reply = *worker_->Execute(*planned.plan);
+    v1::RowAccounting& row = *reply.mutable_results(0)->mutable_accounting();
+    if (step == 0) *row.mutable_prefill() = Phase(20, /*samples=*/8, /*kept=*/1);
+    *row.mutable_decode() = Phase(4, 2, 0.25f);
+    row.mutable_estimated_mass()->set_samples(3);
+    row.mutable_estimated_mass()->set_sum(1.5);
+    const std::vector<Event> events = *scheduler_->OnReply(reply, now_);
+    for (const Event& event : events) {
+      if (auto* progress = std::get_if<ProgressEvent>(&event)) told.push_back(progress->attention);
+      if (auto* token = std::get_if<TokenEvent>(&event)) told.push_back(token->attention);
+    }
+  }
+  ASSERT_EQ(told.size(), 3u);
+  EXPECT_EQ(told[0].blocks_total, 24u);
+  EXPECT_EQ(told[1].blocks_total, 24u);
+  EXPECT_EQ(told[1].blocks_skipped, 12u);
+  EXPECT_EQ(told[1].measured_samples, 10u);
+  EXPECT_DOUBLE_EQ(told[1].measured_mass, 8.5);
+  EXPECT_EQ(told[2].blocks_total, 28u);
+  EXPECT_DOUBLE_EQ(told[2].measured_mass, 9);
+  EXPECT_EQ(told[2].estimated_samples, 6u);
+  EXPECT_DOUBLE_EQ(told[2].estimated_mass, 3);
+}
+
 // Bug: all of these reasons were reported by one word, "not sampled".
 TEST_F(SchedulerTest, WhyMassWasNotMeasured) {
   const auto why = [&](v1::MassUnmeasured ranks, bool sparse) {

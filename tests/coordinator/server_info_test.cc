@@ -42,6 +42,8 @@ TEST(ServerInfoTest, TiersAreSummedOverTheRanksInBytes) {
   EXPECT_EQ(info.tiers(1).tier(), v1::TIER_HOST);
   EXPECT_EQ(info.tiers(1).total_bytes(), 3'000'000'000u);
   EXPECT_EQ(info.tiers(1).used_bytes(), 2'400'000'000u);
+  EXPECT_EQ(info.tiers(0).used_blocks(), 30u * 8);
+  EXPECT_EQ(info.tiers(1).total_blocks(), 1500u);
   ASSERT_EQ(info.workers_size(), 2);
   EXPECT_EQ(info.workers(1).rank(), 1u);
   EXPECT_EQ(info.workers(1).address(), "host-b:50061");
@@ -79,6 +81,28 @@ TEST(StatusTableTest, ShowsWorkersTiersRequestsAndHitRates) {
                            "80.0%", "25.0%", "host-b:50061"}) {
     EXPECT_THAT(table, HasSubstr(part));
   }
+}
+
+TEST(StatusTableTest, ListsRequestsWithoutTheControlCharactersOfTheirIds) {
+  v1::GetServerInfoResponse info = ServerInfo({}, {.group = TwoRanks()}, {}, {});
+  info.set_requests_running(3);
+  v1::RequestInfo& request = *info.add_requests();
+  request.set_request_id("id\x1b[2J");
+  request.set_state(v1::REQUEST_STATE_READING);
+  request.set_policy("long-answers");
+  request.set_prompt_tokens(130000);
+  request.set_processed_tokens(65000);
+  request.set_tokens_per_second(1234.56);
+  request.mutable_eta()->set_seconds(52);
+  request.set_blocks_total(200);
+  request.set_blocks_skipped(150);
+  request.set_estimated_mass(0.875f);
+  const std::string table = StatusTable(info, nullptr);
+  for (const char* part : {"reading", "long-answers", "65,000/130,000", "1234.6", "52.0 s", "75.0%",
+                           "~0.875", "id%1B[2J", "and 2 more"}) {
+    EXPECT_THAT(table, HasSubstr(part));
+  }
+  EXPECT_THAT(table, Not(HasSubstr("\x1b")));
 }
 
 TEST(StatusTableTest, WithoutAGroupThereIsTheReasonAndNoTable) {

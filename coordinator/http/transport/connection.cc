@@ -293,6 +293,7 @@ std::string Connection::Whole(const HttpReply& reply, absl::string_view request_
                     "\r\n");
   }
   if (!reply.allow.empty()) absl::StrAppend(&more, "Allow: ", reply.allow, "\r\n");
+  for (const auto& [name, value] : reply.headers) absl::StrAppend(&more, name, ": ", value, "\r\n");
   return absl::StrCat(Head(reply.status, reply.content_type, request_id, more), reply.body);
 }
 

@@ -7,6 +7,8 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/time/time.h"
@@ -30,6 +32,8 @@ struct HttpReply {
   std::string content_type = "application/json";
   std::optional<absl::Duration> retry_after = {};
   std::string allow = {};  // methods that would be served, with status 405
+  // Further headers: names and values, one line each.
+  std::vector<std::pair<std::string, std::string>> headers = {};
 };
 
 // The body of an answer that is streamed. Its text is asked for when the client has taken what came

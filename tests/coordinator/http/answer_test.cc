@@ -73,7 +73,7 @@ class FakeApi final : public GenerationApi {
   absl::StatusOr<v1::GetModelInfoResponse> ModelInfo() override {
     return absl::UnavailableError("");
   }
-  v1::GetServerInfoResponse ServerInfo() override { return {}; }
+  v1::GetServerInfoResponse ServerInfo(const v1::GetServerInfoRequest&) override { return {}; }
   const Tokenizer& tokenizer() const override { return *model.tokenizer; }
 
   TestModel model;
