@@ -12,7 +12,7 @@
 #include "coordinator/chat/renderer.h"
 #include "coordinator/chat/values/text_operations.h"
 #include "coordinator/chat/values/value_json.h"
-#include "coordinator/tokenizer/utf8.h"
+#include "coordinator/tokenizer/unicode/utf8.h"
 #include "kernels/base/status_macros.h"
 
 namespace kvasir::coordinator {

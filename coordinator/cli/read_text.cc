@@ -10,7 +10,7 @@
 #include "absl/strings/str_format.h"
 
 #include "coordinator/policy/limits.h"
-#include "coordinator/tokenizer/utf8.h"
+#include "coordinator/tokenizer/unicode/utf8.h"
 
 namespace kvasir::coordinator {
 

@@ -6,7 +6,7 @@
 
 #include "coordinator/http/transport/error_reply.h"
 #include "coordinator/tokenizer/json_value.h"
-#include "coordinator/tokenizer/utf8.h"
+#include "coordinator/tokenizer/unicode/utf8.h"
 #include "kernels/base/status_macros.h"
 
 namespace kvasir::coordinator {

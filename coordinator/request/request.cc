@@ -3,10 +3,23 @@
 #include <algorithm>
 #include <utility>
 
-#include "coordinator/tokenizer/utf8.h"
+#include "coordinator/tokenizer/unicode/utf8.h"
 #include "kernels/base/status_macros.h"
 
 namespace kvasir::coordinator {
+namespace {
+
+// An answer continues the text of its prompt, if that has any.
+TextPosition AnswerPosition(const Tokenizer& tokenizer, const std::vector<int32_t>& prompt,
+                            SpecialTokens special_tokens) {
+  const bool has_text = std::any_of(prompt.begin(), prompt.end(), [&](int32_t id) {
+    return tokenizer.HasToken(id) &&
+           (special_tokens == SpecialTokens::kKeep || !tokenizer.IsSpecial(id));
+  });
+  return has_text ? TextPosition::kInside : TextPosition::kBegin;
+}
+
+}  // namespace
 
 absl::StatusOr<std::unique_ptr<Request>> Request::Create(ParsedRequest parsed,
                                                          RequestContext context) {
@@ -34,7 +47,8 @@ Request::Request(ParsedRequest parsed, StopStrings stops, RequestContext context
                          .policy = std::move(parsed.policy),
                          .tenant = accepted_.origin.tenant,
                          .arrival = accepted_.origin.arrived}),
-      decoder_(context.tokenizer, parsed.special_tokens),
+      decoder_(context.tokenizer, parsed.special_tokens,
+               AnswerPosition(context.tokenizer, spec_->prompt, parsed.special_tokens)),
       matcher_(stops_, parsed.stop_text),
       stop_text_(parsed.stop_text),
       id_(std::move(context.id)),

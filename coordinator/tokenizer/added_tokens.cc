@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <utility>
 
-#include "coordinator/tokenizer/unicode.h"
-#include "coordinator/tokenizer/utf8.h"
+#include "coordinator/tokenizer/unicode/unicode.h"
+#include "coordinator/tokenizer/unicode/utf8.h"
 #include "kernels/base/status_macros.h"
 
 namespace kvasir::coordinator {

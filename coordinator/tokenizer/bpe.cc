@@ -4,6 +4,7 @@
 #include <functional>
 #include <limits>
 
+#include "coordinator/tokenizer/unicode/utf8.h"
 #include "kernels/base/status_macros.h"
 
 namespace kvasir::coordinator {
@@ -11,8 +12,8 @@ namespace {
 
 constexpr int32_t kNoRank = std::numeric_limits<int32_t>::max();
 constexpr int32_t kNoSymbol = -1;
-// Longest pre-token, in bytes, for which a scan over all pairs is faster than the heap. Nearly all
-// pre-tokens of real text are shorter.
+// Most symbols of a pre-token for which a scan over all pairs is faster than the heap. Nearly all
+// words have fewer.
 constexpr size_t kShortPiece = 48;
 
 uint64_t PairKey(int32_t left, int32_t right) {
@@ -21,7 +22,8 @@ uint64_t PairKey(int32_t left, int32_t right) {
 
 }  // namespace
 
-BpeModel::BpeModel(Params params) : byte_ids_(params.byte_ids) {
+BpeModel::BpeModel(Params params)
+    : byte_ids_(params.byte_ids), characters_(std::move(params.characters)) {
   merges_.reserve(params.merges.size());
   for (size_t rank = 0; rank < params.merges.size(); ++rank) {
     const Merge& merge = params.merges[rank];
@@ -50,25 +52,69 @@ void BpeModel::Encode(absl::string_view piece, Workspace* workspace,
       return;
     }
   }
-  if (piece.size() <= kShortPiece) {
-    EncodeShort(piece, ids);
+  FirstSymbols(piece, &workspace->first_);
+  if (workspace->first_.size() <= kShortPiece) {
+    EncodeShort(workspace->first_, ids);
   } else {
-    EncodeLong(piece, workspace, ids);
+    EncodeLong(workspace, ids);
   }
 }
 
-void BpeModel::EncodeShort(absl::string_view piece, std::vector<int32_t>* ids) const {
+void BpeModel::FirstSymbols(absl::string_view piece, std::vector<int32_t>* symbols) const {
+  symbols->clear();
+  if (characters_.has_value()) return CharacterSymbols(piece, symbols);
+  for (const char c : piece) {
+    const int32_t id = byte_ids_[static_cast<uint8_t>(c)];
+    if (id >= 0) symbols->push_back(id);
+  }
+}
+
+void BpeModel::CharacterSymbols(absl::string_view piece, std::vector<int32_t>* symbols) const {
+  // Hugging Face's library puts an unknown symbol off to the next character with a token, so that
+  // neighbours can fuse: bytes of characters between them come first.
+  bool unknown = false;
+  const auto add_unknown = [&] {
+    if (unknown) symbols->push_back(*characters_->unknown);
+  };
+  for (size_t pos = 0; pos < piece.size();) {
+    const Utf8Unit unit = CodePointAt(piece, pos);
+    const absl::string_view character = piece.substr(pos, unit.length);
+    pos += unit.length;
+    const auto it = characters_->ids.find(unit.value);
+    if (it != characters_->ids.end()) {
+      add_unknown();
+      unknown = false;
+      symbols->push_back(it->second);
+    } else if (!AppendBytes(character, symbols) && characters_->unknown.has_value()) {
+      if (!characters_->fuses_unknown) add_unknown();
+      unknown = true;
+    }
+  }
+  add_unknown();
+}
+
+bool BpeModel::AppendBytes(absl::string_view character, std::vector<int32_t>* symbols) const {
+  const size_t size = symbols->size();
+  for (const char c : character) {
+    const int32_t id = byte_ids_[static_cast<uint8_t>(c)];
+    if (id < 0) {
+      symbols->resize(size);
+      return false;
+    }
+    symbols->push_back(id);
+  }
+  return true;
+}
+
+void BpeModel::EncodeShort(absl::Span<const int32_t> first, std::vector<int32_t>* ids) const {
   std::array<int32_t, kShortPiece> symbols;
   std::array<Merged, kShortPiece> pairs;  // pairs[i] merges symbols i and i + 1
-  size_t n = 0;
+  size_t n = first.size();
+  std::copy(first.begin(), first.end(), symbols.begin());
   const auto look_up = [&](size_t i) {
     const Merged* merged = FindMerge(symbols[i], symbols[i + 1]);
     pairs[i] = merged != nullptr ? *merged : Merged{kNoRank, kNoSymbol};
   };
-  for (const char c : piece) {
-    const int32_t id = byte_ids_[static_cast<uint8_t>(c)];
-    if (id >= 0) symbols[n++] = id;
-  }
   for (size_t i = 0; i + 1 < n; ++i) look_up(i);
   while (n > 1) {
     const auto best = std::min_element(
@@ -97,15 +143,12 @@ void BpeModel::QueuePair(size_t position, Workspace* workspace) const {
   workspace->heap_.push_back(static_cast<uint64_t>(merged->rank) << 32 | position);
 }
 
-void BpeModel::EncodeLong(absl::string_view piece, Workspace* workspace,
-                          std::vector<int32_t>* ids) const {
+void BpeModel::EncodeLong(Workspace* workspace, std::vector<int32_t>* ids) const {
   auto& symbols = workspace->symbols_;
   auto& heap = workspace->heap_;
   symbols.clear();
   heap.clear();
-  for (const char c : piece) {
-    const int32_t id = byte_ids_[static_cast<uint8_t>(c)];
-    if (id < 0) continue;
+  for (const int32_t id : workspace->first_) {
     const auto i = static_cast<int32_t>(symbols.size());
     symbols.push_back({.id = id, .previous = i - 1, .next = i + 1, .rank = kNoRank});
   }

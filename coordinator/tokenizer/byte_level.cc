@@ -2,7 +2,7 @@
 
 #include <array>
 
-#include "coordinator/tokenizer/utf8.h"
+#include "coordinator/tokenizer/unicode/utf8.h"
 
 namespace kvasir::coordinator {
 namespace {

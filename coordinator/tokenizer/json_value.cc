@@ -5,7 +5,7 @@
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
 
-#include "coordinator/tokenizer/utf8.h"
+#include "coordinator/tokenizer/unicode/utf8.h"
 #include "kernels/base/status_macros.h"
 
 namespace kvasir::coordinator {

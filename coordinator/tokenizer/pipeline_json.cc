@@ -8,7 +8,7 @@
 #include "absl/functional/function_ref.h"
 #include "absl/strings/str_cat.h"
 
-#include "coordinator/tokenizer/utf8.h"
+#include "coordinator/tokenizer/unicode/utf8.h"
 #include "kernels/base/status_macros.h"
 
 namespace kvasir::coordinator {
@@ -17,6 +17,10 @@ namespace {
 using Behavior = PreTokenizer::Behavior;
 
 constexpr size_t kMaxStages = 32;
+// A normalizer may make a text so many times as long.
+constexpr size_t kMaxGrowth = 8;
+constexpr size_t kMaxPatternBytes = 64;
+constexpr int64_t kMaxStripped = 64;
 
 // GPT-2's pattern, which ByteLevel applies under use_regex.
 constexpr absl::string_view kGpt2Pattern =
@@ -96,6 +100,135 @@ absl::Status AddByteLevel(const JsonValue& part, std::vector<PreTokenizer::Stage
   return absl::OkStatus();
 }
 
+absl::StatusOr<std::string> ReadShortText(const JsonValue& part, absl::string_view key) {
+  KVASIR_ASSIGN_OR_RETURN(const JsonValue value, part.Member(key));
+  KVASIR_ASSIGN_OR_RETURN(std::string text, value.String());
+  if (!text.empty() && text.size() <= kMaxPatternBytes) return text;
+  return value.Error(absl::StrCat("expected 1 to ", kMaxPatternBytes, " bytes"));
+}
+
+absl::StatusOr<std::string> ReadCharacter(const JsonValue& part, absl::string_view key) {
+  KVASIR_ASSIGN_OR_RETURN(const JsonValue value, part.Member(key));
+  KVASIR_ASSIGN_OR_RETURN(std::string text, value.String());
+  if (!text.empty() && CodePointAt(text, 0).length == text.size()) return text;
+  return value.Error("expected one character");
+}
+
+// A part of a normalizer or a decoder.
+absl::StatusOr<Normalizer::Replace> ReadReplace(const JsonValue& part) {
+  KVASIR_ASSIGN_OR_RETURN(const JsonValue pattern, part.Member("pattern"));
+  KVASIR_ASSIGN_OR_RETURN(const JsonValue regex, pattern.OptionalMember("Regex"));
+  if (!regex.IsNull()) return regex.Error("expected \"String\": patterns are not supported here");
+  Normalizer::Replace replace;
+  KVASIR_ASSIGN_OR_RETURN(replace.pattern, ReadShortText(pattern, "String"));
+  KVASIR_ASSIGN_OR_RETURN(replace.content, ReadShortText(part, "content"));
+  return replace;
+}
+
+struct Metaspace {
+  std::string mark;
+  PreTokenizer::MarkSpaces::Prepend prepend = PreTokenizer::MarkSpaces::Prepend::kAlways;
+};
+
+absl::StatusOr<Metaspace> ReadMetaspace(const JsonValue& part) {
+  using Prepend = PreTokenizer::MarkSpaces::Prepend;
+  Metaspace metaspace;
+  KVASIR_ASSIGN_OR_RETURN(metaspace.mark, ReadCharacter(part, "replacement"));
+  KVASIR_ASSIGN_OR_RETURN(const JsonValue scheme, part.OptionalMember("prepend_scheme"));
+  if (scheme.value() == "first") {
+    metaspace.prepend = Prepend::kFirst;
+  } else if (scheme.value() == "never") {
+    metaspace.prepend = Prepend::kNever;
+  } else if (!scheme.IsNull() && scheme.value() != "always") {
+    return scheme.Error("expected \"first\", \"always\" or \"never\"");
+  }
+  // Files from before 2024 say it in this way too.
+  KVASIR_ASSIGN_OR_RETURN(const JsonValue adds, part.OptionalMember("add_prefix_space"));
+  if (adds.value() == false && metaspace.prepend != Prepend::kNever) {
+    return adds.Error("but prepend_scheme is not \"never\"");
+  }
+  return metaspace;
+}
+
+absl::Status AddMetaspace(const JsonValue& part, std::vector<PreTokenizer::Stage>* stages) {
+  KVASIR_ASSIGN_OR_RETURN(const Metaspace metaspace, ReadMetaspace(part));
+  KVASIR_ASSIGN_OR_RETURN(const bool splits, part.BoolMember("split", true));
+  stages->emplace_back(
+      PreTokenizer::MarkSpaces{.mark = metaspace.mark, .prepend = metaspace.prepend});
+  if (!splits) return absl::OkStatus();
+  KVASIR_ASSIGN_OR_RETURN(SplitRegex regex, SplitRegex::CompileLiteral(metaspace.mark));
+  stages->emplace_back(
+      PreTokenizer::Split{.regex = std::move(regex), .behavior = Behavior::kMergedWithNext});
+  return absl::OkStatus();
+}
+
+// Reads the decoders of a vocabulary of characters. They change tokens first, then join the bytes
+// of byte fallback, then change the text.
+class DecoderReader {
+ public:
+  absl::Status Add(const std::string& type, const JsonValue& part) {
+    const auto row =
+        std::find_if(kSteps.begin(), kSteps.end(), [&](const auto& s) { return s.first == type; });
+    if (row == kSteps.end()) {
+      return Unsupported(part, type,
+                         "Metaspace, Replace, ByteFallback, Fuse, Strip in this order (ByteLevel "
+                         "only beside a ByteLevel pre-tokenizer)");
+    }
+    const int step = row->second;
+    if (step < last_ || (step == last_ && type != "Replace") ||
+        (step == kStrip && last_ != kFuse)) {
+      return absl::InvalidArgumentError(
+          absl::StrCat(part.path(), ": ", type,
+                       " does not fit there; supported is the order Metaspace or Replace, "
+                       "ByteFallback, Fuse, Strip, where Strip needs Fuse"));
+    }
+    last_ = step;
+    if (type == "Metaspace") return AddMetaspace(part);
+    if (type == "Replace") return AddReplace(part);
+    if (type == "ByteFallback") rules_.byte_fallback = true;
+    return type == "Strip" ? AddStrip(part) : absl::OkStatus();
+  }
+
+  DecoderRules rules() && { return std::move(rules_); }
+
+ private:
+  static constexpr int kFuse = 3;
+  static constexpr int kStrip = 4;
+  static constexpr std::array<std::pair<absl::string_view, int>, 5> kSteps = {
+      {{"Metaspace", 1}, {"Replace", 1}, {"ByteFallback", 2}, {"Fuse", kFuse}, {"Strip", kStrip}}};
+
+  absl::Status AddMetaspace(const JsonValue& part) {
+    KVASIR_ASSIGN_OR_RETURN(const Metaspace metaspace, ReadMetaspace(part));
+    rules_.replacements.push_back({.pattern = metaspace.mark, .content = " "});
+    if (metaspace.prepend != PreTokenizer::MarkSpaces::Prepend::kNever) {
+      rules_.dropped_in_first_token = metaspace.mark;
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status AddReplace(const JsonValue& part) {
+    if (!rules_.dropped_in_first_token.empty() || rules_.replacements.size() >= kMaxStages) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          part.path(), ": a Replace after Metaspace, or more than ", kMaxStages, " of them"));
+    }
+    KVASIR_ASSIGN_OR_RETURN(Normalizer::Replace replace, ReadReplace(part));
+    rules_.replacements.push_back(std::move(replace));
+    return absl::OkStatus();
+  }
+
+  absl::Status AddStrip(const JsonValue& part) {
+    KVASIR_ASSIGN_OR_RETURN(rules_.stripped, ReadCharacter(part, "content"));
+    KVASIR_ASSIGN_OR_RETURN(const JsonValue start, part.Member("start"));
+    KVASIR_ASSIGN_OR_RETURN(rules_.max_stripped, start.Index(kMaxStripped + 1));
+    KVASIR_ASSIGN_OR_RETURN(const JsonValue stop, part.Member("stop"));
+    if (stop.value() == 0) return absl::OkStatus();
+    return stop.Error("expected 0: the end of a text that is streamed is not known");
+  }
+
+  DecoderRules rules_;
+  int last_ = 0;
+};
+
 // Reads the special tokens before and after the single sequence of a template.
 absl::Status ReadTemplate(const JsonValue& part, int64_t max_tokens, Template* out) {
   KVASIR_ASSIGN_OR_RETURN(const JsonValue special_tokens, part.Member("special_tokens"));
@@ -132,20 +265,44 @@ absl::Status ReadTemplate(const JsonValue& part, int64_t max_tokens, Template* o
 
 }  // namespace
 
-absl::StatusOr<bool> ReadNormalizer(const JsonValue& normalizer) {
-  bool nfc = false;
-  KVASIR_RETURN_IF_ERROR(
-      ForEachPart(normalizer, "normalizers", [&](const std::string& type, const JsonValue& part) {
-        if (type != "NFC") return Unsupported(part, type, "null, NFC");
-        nfc = true;
-        return absl::OkStatus();
-      }));
-  return nfc;
+absl::StatusOr<Normalizer> ReadNormalizer(const JsonValue& normalizer) {
+  std::vector<Normalizer::Step> steps;
+  size_t growth = 1;
+  const auto add = [&](const std::string& type, const JsonValue& part) -> absl::Status {
+    if (steps.size() >= kMaxStages) {
+      return absl::InvalidArgumentError(
+          absl::StrCat(part.path(), ": more than ", kMaxStages, " normalizers"));
+    }
+    if (type == "NFC") {
+      steps.emplace_back(Normalizer::Nfc{});
+      return absl::OkStatus();
+    }
+    if (type == "Prepend") {
+      KVASIR_ASSIGN_OR_RETURN(std::string text, ReadShortText(part, "prepend"));
+      steps.emplace_back(Normalizer::Prepend{std::move(text)});
+      return absl::OkStatus();
+    }
+    if (type != "Replace") return Unsupported(part, type, "null, NFC, Prepend, Replace");
+    KVASIR_ASSIGN_OR_RETURN(Normalizer::Replace replace, ReadReplace(part));
+    const size_t times = (replace.content.size() - 1) / replace.pattern.size() + 1;
+    if (growth * times > kMaxGrowth) {
+      return absl::InvalidArgumentError(
+          absl::StrCat(part.path(), ": with it the normalizer can make a text more than ",
+                       kMaxGrowth, " times as long, which is the limit"));
+    }
+    growth *= times;
+    steps.emplace_back(std::move(replace));
+    return absl::OkStatus();
+  };
+  KVASIR_RETURN_IF_ERROR(ForEachPart(normalizer, "normalizers", add));
+  return Normalizer(std::move(steps));
 }
 
-absl::StatusOr<std::vector<PreTokenizer::Stage>> ReadPreTokenizer(const JsonValue& pre_tokenizer) {
-  std::vector<PreTokenizer::Stage> stages;
+absl::StatusOr<PreTokenizerParts> ReadPreTokenizer(const JsonValue& pre_tokenizer) {
+  PreTokenizerParts parts;
+  std::vector<PreTokenizer::Stage>& stages = parts.stages;
   bool byte_level = false;
+  bool marks_spaces = false;
   const auto add = [&](const std::string& type, const JsonValue& part) -> absl::Status {
     if (byte_level) {
       return absl::InvalidArgumentError(absl::StrCat(
@@ -169,15 +326,19 @@ absl::StatusOr<std::vector<PreTokenizer::Stage>> ReadPreTokenizer(const JsonValu
       stages.emplace_back(std::move(split));
       return absl::OkStatus();
     }
-    return Unsupported(part, type, "ByteLevel, Split, Digits and Sequences of them");
+    if (type == "Metaspace") {
+      marks_spaces = true;
+      return AddMetaspace(part, &stages);
+    }
+    return Unsupported(part, type,
+                       "null, ByteLevel, Metaspace, Split, Digits and Sequences of them");
   };
   KVASIR_RETURN_IF_ERROR(ForEachPart(pre_tokenizer, "pretokenizers", add));
-  if (!byte_level) {
-    return absl::InvalidArgumentError(
-        "pre_tokenizer has no ByteLevel; only byte-level tokenizers are supported (GPT-2, Llama 3, "
-        "Qwen2 and their like)");
+  if (byte_level && marks_spaces) {
+    return pre_tokenizer.Error("has both Metaspace and ByteLevel; expected one of them");
   }
-  return stages;
+  if (byte_level) parts.alphabet = Alphabet::kBytes;
+  return parts;
 }
 
 absl::StatusOr<Template> ReadPostProcessor(const JsonValue& post_processor, int64_t max_tokens) {
@@ -191,15 +352,20 @@ absl::StatusOr<Template> ReadPostProcessor(const JsonValue& post_processor, int6
   return out;
 }
 
-absl::Status CheckDecoder(const JsonValue& decoder) {
+absl::StatusOr<DecoderRules> ReadDecoder(const JsonValue& decoder, Alphabet alphabet) {
+  DecoderReader reader;
   int num_parts = 0;
   KVASIR_RETURN_IF_ERROR(
       ForEachPart(decoder, "decoders", [&](const std::string& type, const JsonValue& part) {
         ++num_parts;
+        if (alphabet == Alphabet::kCharacters) return reader.Add(type, part);
         return type == "ByteLevel" ? absl::OkStatus() : Unsupported(part, type, "ByteLevel");
       }));
-  if (num_parts == 1) return absl::OkStatus();
-  return decoder.Error(absl::StrCat("expected one ByteLevel decoder, found ", num_parts));
+  if (alphabet == Alphabet::kBytes && num_parts != 1) {
+    return decoder.Error(absl::StrCat("expected one ByteLevel decoder, found ", num_parts));
+  }
+  if (num_parts == 0) return decoder.Error("expected a decoder");
+  return std::move(reader).rules();
 }
 
 }  // namespace kvasir::coordinator

@@ -4,6 +4,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_replace.h"
 
 #include "kernels/base/status_macros.h"
 
@@ -79,24 +80,38 @@ absl::Status RunSplit(const PreTokenizer::Split& split, absl::string_view text,
   return joiner.Finish();
 }
 
-}  // namespace
-
-absl::Status PreTokenizer::Run(absl::string_view text, SplitRegex::Scratch* scratch,
-                               Sink sink) const {
-  return RunFrom(0, text, scratch, sink);
+std::string WithMarks(const PreTokenizer::MarkSpaces& rule, absl::string_view piece,
+                      TextPosition position) {
+  using Prepend = PreTokenizer::MarkSpaces::Prepend;
+  std::string marked = absl::StrReplaceAll(piece, {{" ", rule.mark}});
+  const bool prepends = rule.prepend == Prepend::kAlways ||
+                        (rule.prepend == Prepend::kFirst && position == TextPosition::kBegin);
+  if (prepends && !absl::StartsWith(marked, rule.mark)) marked.insert(0, rule.mark);
+  return marked;
 }
 
-absl::Status PreTokenizer::RunFrom(size_t stage, absl::string_view piece,
+}  // namespace
+
+absl::Status PreTokenizer::Run(absl::string_view text, TextPosition position,
+                               SplitRegex::Scratch* scratch, Sink sink) const {
+  return RunFrom(0, text, position, scratch, sink);
+}
+
+absl::Status PreTokenizer::RunFrom(size_t stage, absl::string_view piece, TextPosition position,
                                    SplitRegex::Scratch* scratch, Sink sink) const {
   if (piece.empty()) return absl::OkStatus();
   if (stage == stages_.size()) return sink(piece);
   if (const auto* split = std::get_if<Split>(&stages_[stage])) {
     return RunSplit(*split, piece, scratch, [&](absl::string_view part) {
-      return RunFrom(stage + 1, part, scratch, sink);
+      const bool begins = part.data() == piece.data();
+      return RunFrom(stage + 1, part, begins ? position : TextPosition::kInside, scratch, sink);
     });
   }
-  if (absl::StartsWith(piece, " ")) return RunFrom(stage + 1, piece, scratch, sink);
-  return RunFrom(stage + 1, absl::StrCat(" ", piece), scratch, sink);
+  if (const auto* marks = std::get_if<MarkSpaces>(&stages_[stage])) {
+    return RunFrom(stage + 1, WithMarks(*marks, piece, position), position, scratch, sink);
+  }
+  if (absl::StartsWith(piece, " ")) return RunFrom(stage + 1, piece, position, scratch, sink);
+  return RunFrom(stage + 1, absl::StrCat(" ", piece), position, scratch, sink);
 }
 
 }  // namespace kvasir::coordinator

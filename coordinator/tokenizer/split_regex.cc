@@ -12,7 +12,7 @@
 #include "absl/strings/str_cat.h"
 
 #include "coordinator/tokenizer/regex_dialect.h"
-#include "coordinator/tokenizer/utf8.h"
+#include "coordinator/tokenizer/unicode/utf8.h"
 #include "kernels/base/status_macros.h"
 
 namespace kvasir::coordinator {

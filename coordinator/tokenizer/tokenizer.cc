@@ -9,8 +9,8 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 
-#include "coordinator/tokenizer/unicode.h"
-#include "coordinator/tokenizer/utf8.h"
+#include "coordinator/tokenizer/incremental_decoder.h"
+#include "coordinator/tokenizer/unicode/utf8.h"
 #include "kernels/base/status_macros.h"
 
 namespace kvasir::coordinator {
@@ -26,9 +26,11 @@ absl::StatusOr<std::string> ReadFile(const std::filesystem::path& path, int64_t 
   std::error_code error;
   if (!std::filesystem::exists(path, error)) {
     if (std::filesystem::exists(path.parent_path() / "tokenizer.model", error)) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          path.parent_path().string(), " has a SentencePiece tokenizer.model, as Llama 2 and ",
-          "Mistral, and no tokenizer.json; supported are byte-level BPE models in tokenizer.json"));
+      return absl::InvalidArgumentError(
+          absl::StrCat(path.parent_path().string(), " has a SentencePiece tokenizer.model and no ",
+                       "tokenizer.json; make one with "
+                       "AutoTokenizer.from_pretrained(...).save_pretrained(...) of "
+                       "the Python package transformers"));
     }
     return absl::NotFoundError(absl::StrCat("tokenizer file ", path.string(), " does not exist"));
   }
@@ -75,7 +77,10 @@ absl::StatusOr<std::unique_ptr<const Tokenizer>> Tokenizer::Parse(absl::string_v
 
 Tokenizer::Tokenizer(TokenizerSpec spec)
     : tokens_(std::move(spec.tokens)),
-      normalizes_to_nfc_(spec.normalizes_to_nfc),
+      alphabet_(spec.alphabet),
+      decoder_(std::move(spec.decoder)),
+      max_token_bytes_(spec.max_token_bytes),
+      normalizer_(std::move(spec.normalizer)),
       raw_added_tokens_(std::move(spec.raw_added_tokens)),
       normalized_added_tokens_(std::move(spec.normalized_added_tokens)),
       pre_tokenizer_(std::move(spec.stages)),
@@ -83,7 +88,6 @@ Tokenizer::Tokenizer(TokenizerSpec spec)
       prefix_ids_(std::move(spec.prefix_ids)),
       suffix_ids_(std::move(spec.suffix_ids)) {
   for (size_t id = 0; id < tokens_.size(); ++id) {
-    longest_token_bytes_ = std::max(longest_token_bytes_, tokens_[id].bytes.size());
     if (!tokens_[id].content.empty()) {
       ids_.try_emplace(tokens_[id].content, static_cast<int32_t>(id));
     }
@@ -120,15 +124,18 @@ class Tokenizer::Encoding {
   // `raw` begins at byte `offset` of the text.
   absl::Status AddNormalized(absl::string_view raw, size_t offset) {
     std::string normalized;
-    if (tokenizer_.normalizes_to_nfc_) normalized = NormalizeNfc(raw);
+    if (!tokenizer_.normalizer_.empty()) normalized = tokenizer_.normalizer_.Run(raw);
     std::vector<TextSpan> plain = PlainSpansIn(offset, offset + raw.size());
-    const bool moved = tokenizer_.normalizes_to_nfc_ && normalized != raw;
+    const bool moved = !tokenizer_.normalizer_.empty() && normalized != raw;
     // Where bytes have moved all of this part is plain, so that no special token is made by it.
     if (moved && !plain.empty()) plain = {{0, normalized.size()}};
+    const absl::string_view text = moved ? absl::string_view(normalized) : raw;
     return tokenizer_.normalized_added_tokens_.Split(
-        moved ? absl::string_view(normalized) : raw, options_.special_token_text, plain,
-        [this](absl::string_view part, std::optional<int32_t> id) {
-          return id.has_value() ? AddToken(*id) : AddText(part);
+        text, options_.special_token_text, plain,
+        [&](absl::string_view part, std::optional<int32_t> id) {
+          if (id.has_value()) return AddToken(*id);
+          const bool begins = offset == 0 && part.data() == text.data();
+          return AddText(part, begins ? TextPosition::kBegin : TextPosition::kInside);
         });
   }
 
@@ -144,19 +151,22 @@ class Tokenizer::Encoding {
     return spans;
   }
 
-  absl::Status AddText(absl::string_view text) {
-    return tokenizer_.pre_tokenizer_.Run(text, &scratch_, [this](absl::string_view piece) {
-      // Refuses a piece that is too long before merging: no token exceeds longest_token_bytes_.
-      const size_t at_least = (piece.size() - 1) / tokenizer_.longest_token_bytes_ + 1;
-      KVASIR_RETURN_IF_ERROR(CheckSize(at_least));
-      if (piece.size() > kMaxPieceBytes) {
-        return absl::InvalidArgumentError(absl::StrCat("text has a run of ", piece.size(),
-                                                       " bytes that cannot be split; the limit is ",
-                                                       kMaxPieceBytes));
-      }
-      tokenizer_.bpe_.Encode(piece, &workspace_, &ids_);
-      return CheckSize(0);
-    });
+  absl::Status AddText(absl::string_view text, TextPosition position) {
+    return tokenizer_.pre_tokenizer_.Run(
+        text, position, &scratch_, [this](absl::string_view piece) {
+          // Refuses a piece that is too long before merging.
+          const std::optional<size_t> max_token_bytes = tokenizer_.max_token_bytes_;
+          const size_t at_least =
+              max_token_bytes.has_value() ? (piece.size() - 1) / *max_token_bytes + 1 : 0;
+          KVASIR_RETURN_IF_ERROR(CheckSize(at_least));
+          if (piece.size() > kMaxPieceBytes) {
+            return absl::InvalidArgumentError(
+                absl::StrCat("text has a run of ", piece.size(),
+                             " bytes that cannot be split; the limit is ", kMaxPieceBytes));
+          }
+          tokenizer_.bpe_.Encode(piece, &workspace_, &ids_);
+          return CheckSize(0);
+        });
   }
 
   absl::Status CheckSize(size_t num_more) const {
@@ -192,18 +202,16 @@ absl::StatusOr<std::vector<int32_t>> Tokenizer::Encode(absl::string_view text,
 
 absl::StatusOr<std::string> Tokenizer::Decode(absl::Span<const int32_t> ids,
                                               SpecialTokens special_tokens) const {
-  std::string bytes;
+  std::string text;
+  IncrementalDecoder decoder(*this, special_tokens, TextPosition::kBegin);
   for (const int32_t id : ids) {
-    const TokenizerSpec::Token* token = Find(id);
-    if (token == nullptr) {
+    if (!HasToken(id)) {
       return absl::InvalidArgumentError(
           absl::StrCat("token id ", id, " has no token; ids are in [0, ", vocab_size(), ")"));
     }
-    if (special_tokens == SpecialTokens::kKeep || !token->special) bytes += token->bytes;
+    text += decoder.Push(id);
   }
-  std::string text;
-  const size_t consumed = AppendLossyUtf8(bytes, &text);
-  if (consumed < bytes.size()) text += std::string(kReplacementCharacter);
+  text += decoder.Flush();
   return text;
 }
 
@@ -221,6 +229,12 @@ bool Tokenizer::IsSpecial(int32_t id) const {
 absl::string_view Tokenizer::TokenBytes(int32_t id) const {
   const TokenizerSpec::Token* token = Find(id);
   return token == nullptr ? absl::string_view() : absl::string_view(token->bytes);
+}
+
+absl::string_view Tokenizer::FirstTokenBytes(int32_t id) const {
+  const TokenizerSpec::Token* token = Find(id);
+  if (token == nullptr) return "";
+  return decoder_.dropped_in_first_token.empty() ? token->bytes : token->first_bytes;
 }
 
 absl::string_view Tokenizer::TokenContent(int32_t id) const {

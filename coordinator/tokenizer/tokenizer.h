@@ -1,5 +1,6 @@
-// Converts text to token ids and back, by a Hugging Face tokenizer.json with a byte-level BPE model
-// (e.g. of GPT-2, Llama 3, Qwen2). Gives the same ids as the `tokenizers` library. Hides the file
+// Converts text to token ids and back, by a Hugging Face tokenizer.json with a BPE model: of bytes
+// (e.g. GPT-2, Llama 3, Qwen2), or of characters as converted from SentencePiece (e.g. Llama 2,
+// Mistral, Gemma). Gives the same ids as the `tokenizers` library. Hides the file
 // format, normalization, added tokens, splitting and merging. Called by the coordinator's service.
 // Immutable after loading, so one Tokenizer serves all threads. Time is linear in the text, n log n
 // within one pre-token.
@@ -19,8 +20,11 @@
 
 #include "coordinator/tokenizer/added_tokens.h"
 #include "coordinator/tokenizer/bpe.h"
+#include "coordinator/tokenizer/normalizer.h"
+#include "coordinator/tokenizer/pipeline_json.h"
 #include "coordinator/tokenizer/pre_tokenizer.h"
 #include "coordinator/tokenizer/tokenizer_json.h"
+#include "coordinator/tokenizer/unicode/utf8.h"
 
 namespace kvasir::coordinator {
 
@@ -55,7 +59,9 @@ class Tokenizer {
   absl::StatusOr<std::vector<int32_t>> Encode(absl::string_view text,
                                               const EncodeOptions& options = {}) const;
 
-  // Bytes that are not UTF-8 become U+FFFD. Errors: INVALID_ARGUMENT for an id without a token.
+  // Bytes that are not UTF-8 become U+FFFD. (In a run of byte-fallback tokens that is not UTF-8
+  // Hugging Face's library replaces all bytes, here well-formed characters stay, so that they can
+  // be streamed.) Errors: INVALID_ARGUMENT for an id without a token.
   absl::StatusOr<std::string> Decode(absl::Span<const int32_t> ids,
                                      SpecialTokens special_tokens) const;
 
@@ -64,9 +70,17 @@ class Tokenizer {
   // The functions below take any id. An id without a token has no bytes and is not special.
   bool HasToken(int32_t id) const { return !TokenContent(id).empty(); }
   bool IsSpecial(int32_t id) const;
-  // Return the bytes that the token decodes to, and its form in tokenizer.json.
+  // Return the bytes that the token decodes to inside a text, and its form in tokenizer.json.
   absl::string_view TokenBytes(int32_t id) const;
   absl::string_view TokenContent(int32_t id) const;
+  // Returns the bytes that the token decodes to as the first one of a text, before
+  // decoder_rules().stripped is taken off.
+  absl::string_view FirstTokenBytes(int32_t id) const;
+  // Returns how bytes that are no UTF-8 are replaced.
+  Replacement replacement() const {
+    return alphabet_ == Alphabet::kBytes ? Replacement::kSubpart : Replacement::kByte;
+  }
+  const DecoderRules& decoder_rules() const { return decoder_; }
   // Returns the id of a token in the form of tokenizer.json, e.g. "<|end_of_text|>".
   std::optional<int32_t> TokenId(absl::string_view content) const;
 
@@ -78,8 +92,10 @@ class Tokenizer {
 
   std::vector<TokenizerSpec::Token> tokens_;  // by id
   absl::flat_hash_map<std::string, int32_t> ids_;
-  size_t longest_token_bytes_ = 1;
-  bool normalizes_to_nfc_;
+  Alphabet alphabet_;
+  DecoderRules decoder_;
+  std::optional<size_t> max_token_bytes_;
+  Normalizer normalizer_;
   AddedTokens raw_added_tokens_;
   AddedTokens normalized_added_tokens_;
   PreTokenizer pre_tokenizer_;

@@ -4,17 +4,21 @@
 #include <array>
 #include <optional>
 #include <utility>
+#include <variant>
 
 #include "absl/container/flat_hash_map.h"
 #include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
+#include "absl/strings/ascii.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_replace.h"
 
 #include "coordinator/tokenizer/byte_level.h"
 #include "coordinator/tokenizer/json_value.h"
 #include "coordinator/tokenizer/pipeline_json.h"
-#include "coordinator/tokenizer/unicode.h"
-#include "coordinator/tokenizer/utf8.h"
+#include "coordinator/tokenizer/unicode/utf8.h"
 #include "kernels/base/status_macros.h"
 
 namespace kvasir::coordinator {
@@ -26,11 +30,23 @@ constexpr int64_t kMaxJsonDepth = 64;
 // Limits the time for finding added tokens at one place of a text.
 constexpr size_t kMaxAddedTokenBytes = 256;
 constexpr absl::string_view kSupported =
-    "supported are byte-level BPE tokenizers (GPT-2, Llama 3, Qwen2 and their like)";
+    "supported are BPE tokenizers: byte-level ones (GPT-2, Llama 3, Qwen2 and their like) and "
+    "those "
+    "converted from SentencePiece (Llama 2, Mistral, Gemma and their like)";
 
 absl::Status Invalid(absl::string_view a, absl::string_view b = "", absl::string_view c = "",
                      absl::string_view d = "") {
   return absl::InvalidArgumentError(absl::StrCat(a, b, c, d));
+}
+
+// Returns the byte 0x41 for "<0x41>".
+std::optional<uint8_t> ByteOfFallback(absl::string_view content) {
+  if (content.size() != 6 || !absl::StartsWith(content, "<0x") || content[5] != '>' ||
+      !absl::ascii_isxdigit(static_cast<unsigned char>(content[3])) ||
+      !absl::ascii_isxdigit(static_cast<unsigned char>(content[4]))) {
+    return std::nullopt;
+  }
+  return static_cast<uint8_t>(std::stoi(std::string(content.substr(3, 2)), nullptr, 16));
 }
 
 class Reader {
@@ -44,6 +60,7 @@ class Reader {
     KVASIR_ASSIGN_OR_RETURN(const JsonValue model, document_.Member("model"));
     KVASIR_RETURN_IF_ERROR(CheckModelKind(model));
     KVASIR_RETURN_IF_ERROR(ReadPipeline());
+    KVASIR_RETURN_IF_ERROR(CheckPipeline(model));
     KVASIR_RETURN_IF_ERROR(ReadVocabulary(model));
     KVASIR_RETURN_IF_ERROR(ReadMerges(model));
     KVASIR_RETURN_IF_ERROR(ReadAddedTokens());
@@ -62,21 +79,26 @@ class Reader {
                                     "\" has the same id; ids must be unique"));
   }
 
-  void SetToken(int32_t id, std::string content, std::string bytes, bool special) {
+  // `text` is what decoding starts from.
+  void SetToken(int32_t id, const std::string& content, const std::string& text, bool special) {
     const auto index = static_cast<size_t>(id);
     if (index >= taken_.size()) {
       taken_.resize(index + 1, false);
       spec_.tokens.resize(index + 1);
     }
     taken_[index] = true;
-    spec_.tokens[index] = {
-        .content = std::move(content), .bytes = std::move(bytes), .special = special};
+    spec_.tokens[index] = Decoded(text);
+    spec_.tokens[index].content = content;
+    spec_.tokens[index].special = special;
   }
 
+  TokenizerSpec::Token Decoded(const std::string& text) const;
   absl::Status CheckModelKind(const JsonValue& model);
   absl::Status ReadPipeline();
+  absl::Status CheckPipeline(const JsonValue& model) const;
   absl::Status ReadVocabulary(const JsonValue& model);
   absl::Status FindByteTokens(const JsonValue& model);
+  absl::Status FindCharacters(const JsonValue& model);
   absl::Status ReadMerges(const JsonValue& model);
   absl::StatusOr<BpeModel::Merge> ReadMerge(const json& entry, const std::string& where) const;
   absl::Status ReadAddedTokens();
@@ -86,21 +108,35 @@ class Reader {
   const JsonValue& document_;
   const TokenizerLimits& limits_;
   TokenizerSpec spec_;
+  size_t longest_piece_ = 1;                         // bytes of text that one token stands for
   std::vector<bool> taken_;                          // by id
   absl::flat_hash_map<std::string, int32_t> vocab_;  // of the model: id by content
 };
+
+// Hugging Face reads an added token's content as symbols if it can, like a token of the vocabulary.
+TokenizerSpec::Token Reader::Decoded(const std::string& text) const {
+  TokenizerSpec::Token token;
+  if (spec_.alphabet == Alphabet::kBytes) {
+    token.bytes = BytesOfSymbols(text).value_or(text);
+    return token;
+  }
+  token.bytes = text;
+  const std::string& dropped = spec_.decoder.dropped_in_first_token;
+  if (!dropped.empty()) token.first_bytes = absl::StrReplaceAll(text, {{dropped, ""}});
+  for (const Normalizer::Replace& replace : spec_.decoder.replacements) {
+    token.bytes = absl::StrReplaceAll(token.bytes, {{replace.pattern, replace.content}});
+  }
+  const std::optional<uint8_t> byte = ByteOfFallback(token.bytes);
+  if (spec_.decoder.byte_fallback && byte.has_value()) {
+    token.bytes = token.first_bytes = std::string(1, static_cast<char>(*byte));
+  }
+  return token;
+}
 
 absl::Status Reader::CheckModelKind(const JsonValue& model) {
   // Files from before 2021 have no type.
   KVASIR_ASSIGN_OR_RETURN(const JsonValue type, model.OptionalMember("type"));
   if (!type.IsNull() && type.value() != "BPE") return type.Error(kSupported);
-  KVASIR_ASSIGN_OR_RETURN(const bool byte_fallback, model.BoolMember("byte_fallback", false));
-  if (byte_fallback) {
-    return Invalid(
-        "model.byte_fallback is true, as in the SentencePiece-like tokenizers of Llama 2 "
-        "and Mistral; ",
-        kSupported);
-  }
   KVASIR_ASSIGN_OR_RETURN(const JsonValue dropout, model.OptionalMember("dropout"));
   if (!dropout.IsNull() && dropout.value() != 0.0) return dropout.Error("expected null or 0");
   for (const absl::string_view key : {"continuing_subword_prefix", "end_of_word_suffix"}) {
@@ -114,15 +150,39 @@ absl::Status Reader::CheckModelKind(const JsonValue& model) {
 // per call too, and the values in a file are left over from training.
 absl::Status Reader::ReadPipeline() {
   KVASIR_ASSIGN_OR_RETURN(const JsonValue normalizer, document_.OptionalMember("normalizer"));
-  KVASIR_ASSIGN_OR_RETURN(spec_.normalizes_to_nfc, ReadNormalizer(normalizer));
+  KVASIR_ASSIGN_OR_RETURN(spec_.normalizer, ReadNormalizer(normalizer));
   KVASIR_ASSIGN_OR_RETURN(const JsonValue pre_tokenizer, document_.OptionalMember("pre_tokenizer"));
-  KVASIR_ASSIGN_OR_RETURN(spec_.stages, ReadPreTokenizer(pre_tokenizer));
+  KVASIR_ASSIGN_OR_RETURN(PreTokenizerParts parts, ReadPreTokenizer(pre_tokenizer));
+  spec_.stages = std::move(parts.stages);
+  spec_.alphabet = parts.alphabet;
   KVASIR_ASSIGN_OR_RETURN(const JsonValue processor, document_.OptionalMember("post_processor"));
   KVASIR_ASSIGN_OR_RETURN(Template ids, ReadPostProcessor(processor, limits_.max_tokens));
   spec_.prefix_ids = std::move(ids.prefix_ids);
   spec_.suffix_ids = std::move(ids.suffix_ids);
   KVASIR_ASSIGN_OR_RETURN(const JsonValue decoder, document_.OptionalMember("decoder"));
-  return CheckDecoder(decoder);
+  KVASIR_ASSIGN_OR_RETURN(spec_.decoder, ReadDecoder(decoder, spec_.alphabet));
+  return absl::OkStatus();
+}
+
+// Refuses combinations that no tokenizer is known to have.
+absl::Status Reader::CheckPipeline(const JsonValue& model) const {
+  KVASIR_ASSIGN_OR_RETURN(const bool byte_fallback, model.BoolMember("byte_fallback", false));
+  if (byte_fallback && spec_.alphabet == Alphabet::kBytes) {
+    return Invalid("model.byte_fallback is true beside a ByteLevel pre-tokenizer; ", kSupported);
+  }
+  const auto& steps = spec_.normalizer.steps();
+  const bool prepends = std::any_of(steps.begin(), steps.end(), [](const Normalizer::Step& step) {
+    return std::holds_alternative<Normalizer::Prepend>(step);
+  });
+  const bool marks_first =
+      std::any_of(spec_.stages.begin(), spec_.stages.end(), [](const PreTokenizer::Stage& stage) {
+        const auto* marks = std::get_if<PreTokenizer::MarkSpaces>(&stage);
+        return marks != nullptr && marks->prepend == PreTokenizer::MarkSpaces::Prepend::kFirst;
+      });
+  if (!prepends || !marks_first) return absl::OkStatus();
+  return Invalid(
+      "normalizer has Prepend and pre_tokenizer a Metaspace that prepends to the first; ",
+      "expected one of them");
 }
 
 absl::Status Reader::ReadVocabulary(const JsonValue& model) {
@@ -137,12 +197,17 @@ absl::Status Reader::ReadVocabulary(const JsonValue& model) {
       return index.ok() ? TakenError(entry, *index) : entry.Index(limits_.max_tokens).status();
     }
     const int32_t id = *index;
-    std::optional<std::string> bytes = BytesOfSymbols(content);
-    if (ignore_merges && bytes.has_value()) spec_.bpe.whole_tokens.emplace_back(*bytes, id);
-    SetToken(id, content, bytes.has_value() ? *std::move(bytes) : content, false);
+    SetToken(id, content, content, false);
+    // A piece of text has bytes in the first alphabet, and characters in the second.
+    std::optional<std::string> piece =
+        spec_.alphabet == Alphabet::kBytes ? BytesOfSymbols(content) : content;
+    longest_piece_ = std::max(longest_piece_, piece.value_or(content).size());
+    if (ignore_merges && piece.has_value()) {
+      spec_.bpe.whole_tokens.emplace_back(*std::move(piece), id);
+    }
     vocab_.try_emplace(content, id);
   }
-  return FindByteTokens(model);
+  return spec_.alphabet == Alphabet::kBytes ? FindByteTokens(model) : FindCharacters(model);
 }
 
 // A byte that the tokenizer's training text never had may lack a token and is left out of texts
@@ -154,6 +219,7 @@ absl::Status Reader::FindByteTokens(const JsonValue& model) {
     const bool in_utf8 = byte != 0xC0 && byte != 0xC1 && byte < 0xF5;
     return in_utf8 && (!unknown.IsNull() || (byte >= 0x20 && byte < 0x7F));
   };
+  spec_.max_token_bytes = longest_piece_;
   spec_.bpe.byte_ids.fill(-1);
   for (int byte = 0; byte < 256; ++byte) {
     std::string symbol;
@@ -167,6 +233,37 @@ absl::Status Reader::FindByteTokens(const JsonValue& model) {
           kSupported);
     }
   }
+  return absl::OkStatus();
+}
+
+absl::Status Reader::FindCharacters(const JsonValue& model) {
+  BpeModel::Characters characters;
+  for (const auto& [content, id] : vocab_) {
+    if (content.empty()) continue;
+    const Utf8Unit unit = CodePointAt(content, 0);
+    if (unit.length == content.size()) characters.ids.try_emplace(unit.value, id);
+  }
+  KVASIR_ASSIGN_OR_RETURN(const bool byte_fallback, model.BoolMember("byte_fallback", false));
+  spec_.bpe.byte_ids.fill(-1);
+  bool has_all_bytes = byte_fallback;
+  for (int byte = 0; byte_fallback && byte < 256; ++byte) {
+    const auto it = vocab_.find(absl::StrFormat("<0x%02X>", byte));
+    if (it != vocab_.end()) spec_.bpe.byte_ids[static_cast<size_t>(byte)] = it->second;
+    has_all_bytes &= it != vocab_.end();
+  }
+  KVASIR_ASSIGN_OR_RETURN(characters.fuses_unknown, model.BoolMember("fuse_unk", false));
+  KVASIR_ASSIGN_OR_RETURN(const JsonValue unknown, model.OptionalMember("unk_token"));
+  if (!unknown.IsNull()) {
+    KVASIR_ASSIGN_OR_RETURN(const std::string content, unknown.String());
+    const auto it = vocab_.find(content);
+    if (it != vocab_.end()) characters.unknown = it->second;
+    if (it == vocab_.end() && !has_all_bytes) {
+      return unknown.Error("but model.vocab has no such token");
+    }
+  }
+  // Without bytes for them, any number of characters may be one unknown token or none.
+  if (has_all_bytes) spec_.max_token_bytes = longest_piece_;
+  spec_.bpe.characters = std::move(characters);
   return absl::OkStatus();
 }
 
@@ -260,7 +357,7 @@ absl::Status Reader::ReadAddedTokens() {
   for (const JsonValue& entry : entries) {
     KVASIR_ASSIGN_OR_RETURN(AddedToken token, ReadAddedToken(entry));
     const std::string content = token.content;
-    if (token.normalized && spec_.normalizes_to_nfc) token.content = NormalizeNfc(token.content);
+    if (token.normalized) token.content = spec_.normalizer.Run(token.content);
     const size_t kind = token.normalized ? 1 : 0;
     if (!contents[kind].insert(token.content).second || contents[1 - kind].contains(content)) {
       return Invalid(entry.path(), ".content is the same as that of another added token");
@@ -272,9 +369,7 @@ absl::Status Reader::ReadAddedTokens() {
                      ": white space would belong to two added tokens, one that begins "
                      "with it and one that has rstrip; not supported");
     }
-    // Hugging Face reads the content as symbols if it can, like a token of the vocabulary.
-    std::string bytes = BytesOfSymbols(token.content).value_or(token.content);
-    SetToken(token.id, content, std::move(bytes), token.special);
+    SetToken(token.id, content, token.content, token.special);
     (token.normalized ? spec_.normalized_added_tokens : spec_.raw_added_tokens)
         .push_back(std::move(token));
   }

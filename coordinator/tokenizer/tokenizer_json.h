@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -13,6 +14,8 @@
 
 #include "coordinator/tokenizer/added_tokens.h"
 #include "coordinator/tokenizer/bpe.h"
+#include "coordinator/tokenizer/normalizer.h"
+#include "coordinator/tokenizer/pipeline_json.h"
 #include "coordinator/tokenizer/pre_tokenizer.h"
 
 namespace kvasir::coordinator {
@@ -25,14 +28,19 @@ struct TokenizerLimits {
 
 struct TokenizerSpec {
   struct Token {
-    std::string content;  // as in the file; empty if no token has this id
-    std::string bytes;    // decoded form
+    std::string content;      // as in the file; empty if no token has this id
+    std::string bytes;        // decoded form, inside a text
+    std::string first_bytes;  // and as the first token of one, if DecoderRules tell them apart
     bool special = false;
   };
 
   std::vector<Token> tokens;  // by id
   BpeModel::Params bpe;
-  bool normalizes_to_nfc = false;
+  Alphabet alphabet = Alphabet::kBytes;
+  DecoderRules decoder;
+  // A piece of n bytes has at least n / this tokens; unset if there is no such bound.
+  std::optional<size_t> max_token_bytes;
+  Normalizer normalizer;
   std::vector<AddedToken> raw_added_tokens;         // matched before normalization
   std::vector<AddedToken> normalized_added_tokens;  // and after; contents are normalized
   std::vector<PreTokenizer::Stage> stages;

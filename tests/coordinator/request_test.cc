@@ -107,6 +107,21 @@ TEST_F(RequestTest, LogprobsGoWithTheirToken) {
   EXPECT_EQ(messages[1].tokens().logprobs_size(), 0);
 }
 
+// A tokenizer of SentencePiece's form takes a space off the begin of a text, but an answer goes on.
+TEST_F(RequestTest, AnAnswerKeepsItsSpaceUnlessThePromptHasNoText) {
+  model_.tokenizer = *Tokenizer::Load("tests/coordinator/tokenizer/golden/llama2");
+  const int32_t begin = *model_.tokenizer->TokenId("<s>");
+  const int32_t word = *model_.tokenizer->TokenId("▁the");
+  const auto first_text = [&](std::vector<int32_t> prompt) {
+    std::unique_ptr<Request> request = Make({.prompt = std::move(prompt)});
+    request->OnToken({.id = SequenceId(1), .token = word, .logprobs = {}}, now_);
+    request->Finish(absl::OkStatus(), Summary(v1::FINISH_REASON_LENGTH), now_);
+    return sink_->messages()[0].tokens().text();
+  };
+  EXPECT_EQ(first_text({begin}), "the");
+  EXPECT_EQ(first_text({begin, word}), " the");
+}
+
 TEST_F(RequestTest, StreamsTokensAndTextAndEndsOnce) {
   std::unique_ptr<Request> request = Make({});
   request->OnProgress({.id = SequenceId(1),

@@ -18,7 +18,7 @@ import unittest
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from support.browser import Browser  # noqa: E402
 from support.http_client import ask, open_connection  # noqa: E402
-from support.service import KVASIR, Service  # noqa: E402
+from support.service import KVASIR, Service, generation_pb2  # noqa: E402
 
 from documents import make_document  # noqa: E402
 
@@ -74,9 +74,12 @@ class StatusTest(unittest.TestCase):
     def two_streams(self, names):
         """A short prompt and a long one under a sparse policy, with long answers."""
         options = dict(max_tokens=900, ignore_eos=True, policy="long-answers", tenant_id=TENANT)
-        streams = [self.service.stream(document.text + document.questions[0].prompt, request_id=name, **options)
-                   for name, document in zip(names, (SHORT, LONG))]
+        streams = []
         try:
+            for name, document in zip(names, (SHORT, LONG)):
+                prompt = document.text + document.questions[0].prompt
+                streams.append(self.service.stream(prompt, request_id=name, **options))
+                self.await_listed(name)  # so that they come in this order
             yield
         finally:
             for stream in streams:
@@ -85,6 +88,13 @@ class StatusTest(unittest.TestCase):
             while ask(self.service, "GET", "/load").json["server_load"] > 0:
                 self.assertLess(time.monotonic(), deadline, "the streams do not end")
                 time.sleep(0.05)
+
+    def await_listed(self, name):
+        deadline = time.monotonic() + 20
+        asked = generation_pb2.GetServerInfoRequest(max_requests=10)
+        while name not in [request.request_id for request in self.service.stub.GetServerInfo(asked).requests]:
+            self.assertLess(time.monotonic(), deadline, f"{name} is not listed")
+            time.sleep(0.01)
 
 
 class Events(StatusTest):
@@ -166,8 +176,7 @@ class Events(StatusTest):
             begun = time.monotonic()
             self.assertEqual(service.stop(), 0)
             self.assertLess(time.monotonic() - begun, 10)
-            while listener.answer.readline():  # raises when the stream is cut off
-                pass
+            listener.answer.read()  # raises when the stream is cut off
 
 
 class Page(StatusTest):

@@ -7,7 +7,7 @@
 #include "absl/strings/string_view.h"
 
 #include "coordinator/chat/chat_template.h"
-#include "coordinator/tokenizer/utf8.h"
+#include "coordinator/tokenizer/unicode/utf8.h"
 #include "kernels/base/status_macros.h"
 
 namespace kvasir::coordinator {

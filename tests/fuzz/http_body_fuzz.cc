@@ -9,7 +9,7 @@
 #include "coordinator/http/requests/completion_request.h"
 #include "coordinator/http/requests/json_body.h"
 #include "coordinator/http/transport/error_reply.h"
-#include "coordinator/tokenizer/utf8.h"
+#include "coordinator/tokenizer/unicode/utf8.h"
 #include "kernels/base/status_macros.h"
 
 namespace kvasir::coordinator {

@@ -175,6 +175,7 @@ MODEL_CONFIG = {
     "ok_generation_config_list": config({"eos_token_id": [3, 4]}),
     "ok_qwen2": config(**QWEN2),
     "ok_qwen3": config(**QWEN3, attention_bias=True),
+    "ok_mistral": config(architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=None),
     "ok_tied": config(tie_word_embeddings=True),
     "ok_old_llama": config(num_key_value_heads="absent", head_dim="absent"),
     "ok_linear": config(rope_scaling={"type": "linear", "factor": 2}),

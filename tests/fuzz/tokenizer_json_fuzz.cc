@@ -10,7 +10,7 @@
 #include "coordinator/tokenizer/incremental_decoder.h"
 #include "coordinator/tokenizer/json_value.h"
 #include "coordinator/tokenizer/tokenizer.h"
-#include "coordinator/tokenizer/utf8.h"
+#include "coordinator/tokenizer/unicode/utf8.h"
 #include "kernels/base/status_macros.h"
 #include "tests/coordinator/tokenizer/minimal_json.h"
 
@@ -30,7 +30,7 @@ void CheckText(const Tokenizer& tokenizer, absl::string_view text) {
     KVASIR_CHECK(ids->size() <= 2000);
     const auto decoded = tokenizer.Decode(*ids, SpecialTokens::kKeep);
     KVASIR_CHECK(decoded.ok() && !FindInvalidUtf8(*decoded).has_value());
-    IncrementalDecoder decoder(tokenizer, SpecialTokens::kKeep);
+    IncrementalDecoder decoder(tokenizer, SpecialTokens::kKeep, TextPosition::kBegin);
     std::string streamed;
     for (const int32_t id : *ids) streamed += decoder.Push(id);
     KVASIR_CHECK(streamed + decoder.Flush() == *decoded);

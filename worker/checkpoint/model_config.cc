@@ -37,6 +37,7 @@ constexpr NumberRange kFrequencyFactor = {1e-3, 1e6};
 constexpr NumberRange kAttentionFactor = {1e-3, 1e3};
 constexpr NumberRange kMscale = {0.0, 1e3};
 constexpr size_t kMaxEosTokens = 64;
+constexpr int64_t kMistralWindow = 4096;  // of a file that does not say
 
 struct FamilyRow {
   ModelFamily family;
@@ -48,6 +49,7 @@ constexpr FamilyRow kFamilies[] = {
     {ModelFamily::kLlama, "llama", "LlamaForCausalLM", "llama"},
     {ModelFamily::kQwen2, "qwen2", "Qwen2ForCausalLM", "qwen2"},
     {ModelFamily::kQwen3, "qwen3", "Qwen3ForCausalLM", "qwen3"},
+    {ModelFamily::kMistral, "mistral", "MistralForCausalLM", "mistral"},
 };
 
 struct RopeRow {
@@ -61,8 +63,8 @@ constexpr RopeRow kRopeKinds[] = {
 };
 
 constexpr char kServedFamilies[] =
-    "LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM (mixture of experts, sliding-window and "
-    "multi-modal models are not served)";
+    "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM (mixture of experts, "
+    "sliding-window and multi-modal models are not served)";
 
 const FamilyRow* FindFamily(const char* FamilyRow::*field, const std::string& name) {
   const auto* row = std::find_if(std::begin(kFamilies), std::end(kFamilies),
@@ -77,7 +79,7 @@ ModelFamily ReadFamily(JsonFields& fields) {
   if (list == nullptr && model_type.has_value()) {
     const FamilyRow* row = FindFamily(&FamilyRow::model_type, *model_type);
     if (row != nullptr) return row->family;
-    fields.Expect("model_type", "one of llama, qwen2, qwen3, or architectures given",
+    fields.Expect("model_type", "one of llama, mistral, qwen2, qwen3, or architectures given",
                   StatusCode::kUnimplemented);
     return ModelFamily::kLlama;
   }
@@ -118,17 +120,25 @@ void CheckServed(JsonFields& fields) {
 }
 
 // Llama's code has no sliding window, whatever its files say. Qwen's files state one also when it
-// is off, and one that no context exceeds is full attention.
+// is off. Mistral's is on unless it is null, and one that no context exceeds is full attention.
 void CheckFullAttention(JsonFields& fields, const ModelConfig& config) {
   if (config.family == ModelFamily::kLlama) return;
-  const std::optional<int64_t> window = fields.OptionalInt("sliding_window", kPositions);
+  const bool is_mistral = config.family == ModelFamily::kMistral;
+  std::optional<int64_t> window = fields.OptionalInt("sliding_window", kPositions);
+  if (is_mistral && !window.has_value() && !fields.IsNull("sliding_window")) {
+    window = kMistralWindow;
+  }
   if (window.has_value() && *window >= config.max_position_embeddings) return;
-  if (fields.Bool("use_sliding_window", false) && window.has_value()) {
+  if (window.has_value() && (is_mistral || fields.Bool("use_sliding_window", false))) {
+    const std::string remedy = is_mistral
+                                   ? absl::StrCat("with max_position_embeddings lowered to ",
+                                                  *window, " the model is served up to that length")
+                                   : "if no layer uses it, set use_sliding_window to false";
     fields.Expect("sliding_window",
-                  absl::StrCat("none, or at least max_position_embeddings, which is ",
+                  absl::StrCat(is_mistral ? "null" : "none",
+                               ", or at least max_position_embeddings, which is ",
                                config.max_position_embeddings,
-                               ": sliding-window attention is not served (if no layer uses it, set "
-                               "use_sliding_window to false)"),
+                               ": sliding-window attention is not served (", remedy, ")"),
                   StatusCode::kUnimplemented);
   }
   const json* types = fields.Get("layer_types");
@@ -336,8 +346,11 @@ absl::StatusOr<ModelConfig> ParseModelConfig(absl::string_view config_text,
   if (fields.Get("tie_word_embeddings") != nullptr) {
     config.tie_word_embeddings = fields.Bool("tie_word_embeddings", false);
   }
-  // Qwen2 has biases on q, k and v by definition and none on o. The others say so for all four.
-  config.output_bias = config.family != ModelFamily::kQwen2 && fields.Bool("attention_bias", false);
+  // Qwen2 has biases on q, k and v by definition and none on o. Mistral has none, whatever its
+  // files say. The others say so for all four.
+  const bool says_bias =
+      config.family == ModelFamily::kLlama || config.family == ModelFamily::kQwen3;
+  config.output_bias = says_bias && fields.Bool("attention_bias", false);
   config.qkv_bias = config.family == ModelFamily::kQwen2 || config.output_bias;
   config.qk_norm = config.family == ModelFamily::kQwen3;
   config.rope = ReadRope(fields, config.max_position_embeddings);

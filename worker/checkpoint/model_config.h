@@ -16,7 +16,7 @@
 
 namespace kvasir::worker {
 
-enum class ModelFamily : uint8_t { kLlama, kQwen2, kQwen3 };
+enum class ModelFamily : uint8_t { kLlama, kQwen2, kQwen3, kMistral };
 absl::string_view ModelFamilyName(ModelFamily family);
 
 enum class RopeKind : uint8_t { kPlain, kLinear, kDynamicNtk, kYarn, kLlama3 };

@@ -9,7 +9,7 @@
 
 #include "coordinator/chat/values/operations.h"
 #include "coordinator/chat/values/python_text.h"
-#include "coordinator/tokenizer/utf8.h"
+#include "coordinator/tokenizer/unicode/utf8.h"
 #include "kernels/base/status_macros.h"
 
 namespace kvasir::coordinator {

@@ -10,7 +10,7 @@
 #include "absl/strings/str_format.h"
 
 #include "coordinator/chat/values/text_operations.h"
-#include "coordinator/tokenizer/utf8.h"
+#include "coordinator/tokenizer/unicode/utf8.h"
 #include "kernels/base/status_macros.h"
 
 namespace kvasir::coordinator {

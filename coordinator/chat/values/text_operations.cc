@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <string>
 
-#include "coordinator/tokenizer/utf8.h"
+#include "coordinator/tokenizer/unicode/utf8.h"
 #include "kernels/base/status_macros.h"
 #include "utf8proc.h"
 

@@ -10,7 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "nlohmann/json.hpp"
 
-#include "coordinator/tokenizer/utf8.h"
+#include "coordinator/tokenizer/unicode/utf8.h"
 
 namespace kvasir::coordinator {
 namespace {

@@ -3,7 +3,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 
-#include "coordinator/tokenizer/utf8.h"
+#include "coordinator/tokenizer/unicode/utf8.h"
 
 namespace kvasir::coordinator {
 

@@ -5,7 +5,7 @@
 #include "absl/strings/str_cat.h"
 
 #include "coordinator/http/transport/error_reply.h"
-#include "coordinator/tokenizer/utf8.h"
+#include "coordinator/tokenizer/unicode/utf8.h"
 
 namespace kvasir::coordinator {
 namespace {

@@ -115,11 +115,13 @@ TEST_F(StatusFeedTest, NothingIsToldWhileNobodyListensAndWhoComesLaterGetsANewEv
   constexpr int kRounds = 20;
   for (int round = 1; round <= kRounds; ++round) {
     const auto client = Listen();
+    std::string taken = client->Take().text;  // nothing, or the new event already
     client->AwaitWakes(1);
-    EXPECT_EQ(client->Take().text, absl::StrCat("data: ", round, "\n\n"));
+    taken += client->Take().text;
+    EXPECT_EQ(taken, absl::StrCat("data: ", round, "\n\n"));
     clock_.AwaitWaiter();
     client->Leave();
-    clock_.Advance(absl::Minutes(1));
+    clock_.Advance(round % 2 == 0 ? absl::Minutes(1) : absl::Milliseconds(1));
   }
   EXPECT_EQ(told_, kRounds);
 }

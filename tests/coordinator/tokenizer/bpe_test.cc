@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 #include <map>
+#include <optional>
 #include <random>
 #include <set>
 #include <string>
@@ -97,6 +98,39 @@ TEST(BpeTest, BytesWithoutATokenAreLeftOut) {
   EXPECT_EQ(Encode(bpe, "\4"), std::vector<int32_t>());
   EXPECT_EQ(Encode(bpe, std::string(100, '\4')), std::vector<int32_t>());
   EXPECT_EQ(Encode(bpe, std::string(100, '\4') + "a\4b"), std::vector<int32_t>({model.ids["ab"]}));
+}
+
+// Characters a, b and é have tokens; ids of bytes are those of Model.
+BpeModel::Params CharacterParams(std::optional<int32_t> unknown, bool fuses) {
+  BpeModel::Params params{.byte_ids = {}, .characters = {}, .merges = {}, .whole_tokens = {}};
+  params.byte_ids.fill(-1);
+  params.characters = BpeModel::Characters{
+      .ids = {{U'a', 300}, {U'b', 301}, {U'é', 302}}, .unknown = unknown, .fuses_unknown = fuses};
+  params.merges = {{300, 302, 310}, {301, 301, 311}};
+  return params;
+}
+
+TEST(BpeTest, ACharacterIsASymbol) {
+  const BpeModel bpe(CharacterParams({}, false));
+  EXPECT_EQ(Encode(bpe, "aébbb"), std::vector<int32_t>({310, 311, 301}));
+  EXPECT_EQ(Encode(bpe, std::string(49, 'b')).size(), 25u);
+  EXPECT_EQ(Encode(bpe, "b日b"), std::vector<int32_t>({311}));  // left out: neighbours merge
+}
+
+TEST(BpeTest, ACharacterWithoutATokenIsItsBytesIfAllHaveOne) {
+  BpeModel::Params params = CharacterParams(0, true);
+  for (const int byte : {0xE6, 0x97, 0xA5}) params.byte_ids[static_cast<size_t>(byte)] = byte;
+  const BpeModel bpe(params);
+  EXPECT_EQ(Encode(bpe, "a日b"), std::vector<int32_t>({300, 0xE6, 0x97, 0xA5, 301}));
+  EXPECT_EQ(Encode(bpe, "a月b"), std::vector<int32_t>({300, 0, 301}));  // E6 9C 88
+  // The unknown one waits for the next character with a token, as in Hugging Face's library.
+  EXPECT_EQ(Encode(bpe, "月日月b"), std::vector<int32_t>({0xE6, 0x97, 0xA5, 0, 301}));
+}
+
+TEST(BpeTest, NeighboursThatAreUnknownFuseIfAskedTo) {
+  EXPECT_EQ(Encode(BpeModel(CharacterParams(0, true)), "xyaz"), std::vector<int32_t>({0, 300, 0}));
+  EXPECT_EQ(Encode(BpeModel(CharacterParams(0, false)), "xyaz"),
+            std::vector<int32_t>({0, 0, 300, 0}));
 }
 
 TEST(BpeTest, AgreesWithTheDefinitionAtEveryLength) {

@@ -1,5 +1,6 @@
-// Agreement with Hugging Face `tokenizers`, as recorded by make_golden.py, for the splitting of
-// GPT-2, Llama 3 and Qwen2 and for one odd tokenizer with every flag of added tokens.
+// Agreement with Hugging Face `tokenizers`: as recorded by make_golden.py for the splitting of
+// GPT-2, Llama 3 and Qwen2 and for one odd tokenizer with every flag of added tokens, and by
+// make_sentencepiece_golden.py for five forms of tokenizers made from SentencePiece's.
 #include <cstdint>
 #include <filesystem>
 #include <fstream>
@@ -15,7 +16,7 @@
 
 #include "coordinator/tokenizer/incremental_decoder.h"
 #include "coordinator/tokenizer/tokenizer.h"
-#include "coordinator/tokenizer/utf8.h"
+#include "coordinator/tokenizer/unicode/utf8.h"
 
 namespace kvasir::coordinator {
 namespace {
@@ -105,6 +106,29 @@ TEST_P(GoldenTest, AgreesOnHostileShortTexts) {
   }
 }
 
+TEST_P(GoldenTest, StreamsTheSameTextTokenByToken) {
+  for (const json& expected : golden_.at("cases")) {
+    if (!expected.contains("streamed")) continue;
+    SCOPED_TRACE(absl::CEscape(expected.at("text").get<std::string>()));
+    IncrementalDecoder decoder(*tokenizer_, SpecialTokens::kSkip, TextPosition::kBegin);
+    std::vector<std::string> streamed;
+    for (const json& id : expected.at("ids")) streamed.push_back(decoder.Push(id.get<int32_t>()));
+    EXPECT_EQ(streamed, expected.at("streamed").get<std::vector<std::string>>());
+    EXPECT_EQ(decoder.Flush(), "");
+  }
+}
+
+TEST_P(GoldenTest, DecodesIdsThatNoTextHas) {
+  for (const json& expected : golden_.value("id_cases", json::array())) {
+    SCOPED_TRACE(expected.at("ids").dump());
+    const auto ids = expected.at("ids").get<std::vector<int32_t>>();
+    EXPECT_EQ(*tokenizer_->Decode(ids, SpecialTokens::kKeep),
+              expected.at("decoded").get<std::string>());
+    EXPECT_EQ(*tokenizer_->Decode(ids, SpecialTokens::kSkip),
+              expected.at("decoded_skipping_special").get<std::string>());
+  }
+}
+
 TEST_P(GoldenTest, AgreesOnOneMegabyteOfMixedText) {
   ExpectAgreement(ReadFile(kGolden / "mixed_text.txt"), golden_.at("mixed_text"));
 }
@@ -113,7 +137,9 @@ TEST_P(GoldenTest, AgreesOnEveryCodePointOfUnicode14) {
   ExpectAgreement(SweepText(), golden_.at("sweep"));
 }
 
-INSTANTIATE_TEST_SUITE_P(Tokenizers, GoldenTest, testing::Values("gpt2", "llama3", "qwen2", "odd"),
+INSTANTIATE_TEST_SUITE_P(Tokenizers, GoldenTest,
+                         testing::Values("gpt2", "llama3", "qwen2", "odd", "llama2", "mistral",
+                                         "gemma", "metaspace", "odd_pieces"),
                          [](const auto& test) { return std::string(test.param); });
 
 }  // namespace

@@ -7,7 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 
-#include "coordinator/tokenizer/utf8.h"
+#include "coordinator/tokenizer/unicode/utf8.h"
 #include "tests/coordinator/tokenizer/minimal_json.h"
 
 namespace kvasir::coordinator {
@@ -19,7 +19,7 @@ class IncrementalDecoderTest : public testing::Test {
 };
 
 TEST_F(IncrementalDecoderTest, HoldsBackAnUnfinishedCharacter) {
-  IncrementalDecoder decoder(*tokenizer_, SpecialTokens::kKeep);
+  IncrementalDecoder decoder(*tokenizer_, SpecialTokens::kKeep, TextPosition::kBegin);
   EXPECT_EQ(decoder.Push('a'), "a");
   EXPECT_EQ(decoder.Push(0xF0), "");
   EXPECT_EQ(decoder.Push(0x9F), "");
@@ -29,7 +29,7 @@ TEST_F(IncrementalDecoderTest, HoldsBackAnUnfinishedCharacter) {
 }
 
 TEST_F(IncrementalDecoderTest, ReplacesWhatCanBecomeNoCharacterAtOnce) {
-  IncrementalDecoder decoder(*tokenizer_, SpecialTokens::kKeep);
+  IncrementalDecoder decoder(*tokenizer_, SpecialTokens::kKeep, TextPosition::kBegin);
   EXPECT_EQ(decoder.Push(0xFF), "\uFFFD");
   EXPECT_EQ(decoder.Push(0xE4), "");
   EXPECT_EQ(decoder.Push('b'), "\uFFFDb");
@@ -40,28 +40,72 @@ TEST_F(IncrementalDecoderTest, ReplacesWhatCanBecomeNoCharacterAtOnce) {
 }
 
 TEST_F(IncrementalDecoderTest, SkipsSpecialTokensIfAskedTo) {
-  IncrementalDecoder keep(*tokenizer_, SpecialTokens::kKeep);
-  IncrementalDecoder skip(*tokenizer_, SpecialTokens::kSkip);
+  IncrementalDecoder keep(*tokenizer_, SpecialTokens::kKeep, TextPosition::kBegin);
+  IncrementalDecoder skip(*tokenizer_, SpecialTokens::kSkip, TextPosition::kBegin);
   EXPECT_EQ(keep.Push(256), "<s>");
   EXPECT_EQ(skip.Push(256), "");
 }
 
 TEST_F(IncrementalDecoderTest, AnIdWithoutATokenAddsNoText) {
-  IncrementalDecoder decoder(*tokenizer_, SpecialTokens::kKeep);
+  IncrementalDecoder decoder(*tokenizer_, SpecialTokens::kKeep, TextPosition::kBegin);
   decoder.Push(0xC3);
   for (const int32_t id : {-1, 258, 1 << 30}) EXPECT_EQ(decoder.Push(id), "");
   EXPECT_EQ(decoder.Push(0xA9), "é");
 }
 
+std::unique_ptr<const Tokenizer> Golden(const char* name) {
+  auto tokenizer = Tokenizer::Load(absl::StrCat("tests/coordinator/tokenizer/golden/", name));
+  EXPECT_TRUE(tokenizer.ok()) << tokenizer.status();
+  return *std::move(tokenizer);
+}
+
+std::vector<std::string> Pushed(const Tokenizer& tokenizer, TextPosition position,
+                                const std::vector<std::string>& tokens) {
+  IncrementalDecoder decoder(tokenizer, SpecialTokens::kSkip, position);
+  std::vector<std::string> texts;
+  for (const std::string& token : tokens) {
+    EXPECT_TRUE(tokenizer.TokenId(token).has_value()) << token;
+    texts.push_back(decoder.Push(tokenizer.TokenId(token).value_or(-1)));
+  }
+  texts.push_back(decoder.Flush());
+  return texts;
+}
+
+using Strings = std::vector<std::string>;
+
+TEST_F(IncrementalDecoderTest, OnlyTheBeginOfATextLosesItsSpace) {
+  for (const char* name : {"llama2", "mistral", "metaspace"}) {
+    const auto tokenizer = Golden(name);
+    EXPECT_EQ(Pushed(*tokenizer, TextPosition::kBegin, {"<s>", "▁the", "▁the"}),
+              (Strings{"", "the", " the", ""}));
+    EXPECT_EQ(Pushed(*tokenizer, TextPosition::kInside, {"<s>", "▁the", "▁the"}),
+              (Strings{"", " the", " the", ""}));
+  }
+  EXPECT_EQ(Pushed(*Golden("gemma"), TextPosition::kBegin, {"▁the"}), (Strings{" the", ""}));
+}
+
+// Hugging Face's library would replace "é" too, which was streamed before.
+TEST_F(IncrementalDecoderTest, BytesOfFallbackAreReplacedOneByOneAndWellFormedOnesStay) {
+  const auto tokenizer = Golden("llama2");
+  const auto pushed = [&](const Strings& tokens) {
+    return Pushed(*tokenizer, TextPosition::kInside, tokens);
+  };
+  EXPECT_EQ(pushed({"<0xC3>", "<0xA9>", "<0xFF>"}), (Strings{"", "é", "\uFFFD", ""}));
+  EXPECT_EQ(pushed({"<0xF0>", "<0x9F>", "a"}), (Strings{"", "", "\uFFFD\uFFFDa", ""}));
+  EXPECT_EQ(pushed({"<0xF0>", "<0x9F>", "<0x41>"}), (Strings{"", "", "\uFFFD\uFFFDA", ""}));
+  EXPECT_EQ(pushed({"<0xE2>", "<0x96>"}), (Strings{"", "", "\uFFFD\uFFFD"}));
+}
+
 TEST_F(IncrementalDecoderTest, PiecesAreUtf8AndTogetherEqualDecode) {
   std::mt19937 random(11);
-  for (const char* name : {"gpt2", "llama3", "qwen2", "odd"}) {
+  for (const char* name : {"gpt2", "llama3", "qwen2", "odd", "llama2", "mistral", "gemma",
+                           "metaspace", "odd_pieces"}) {
     const auto tokenizer =
         Tokenizer::Load(absl::StrCat("tests/coordinator/tokenizer/golden/", name));
     ASSERT_TRUE(tokenizer.ok()) << tokenizer.status();
     for (int round = 0; round < 300; ++round) {
       const auto special = round % 2 == 0 ? SpecialTokens::kKeep : SpecialTokens::kSkip;
-      IncrementalDecoder decoder(**tokenizer, special);
+      IncrementalDecoder decoder(**tokenizer, special, TextPosition::kBegin);
       std::vector<int32_t> ids;
       std::string text;
       for (int i = 0; i < 100; ++i) {

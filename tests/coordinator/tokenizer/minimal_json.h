@@ -8,7 +8,7 @@
 #include "nlohmann/json.hpp"
 
 #include "coordinator/tokenizer/byte_level.h"
-#include "coordinator/tokenizer/utf8.h"
+#include "coordinator/tokenizer/unicode/utf8.h"
 
 namespace kvasir::coordinator {
 

@@ -40,16 +40,41 @@ void ExpectRefused(const std::vector<Refused>& cases, Read read) {
   }
 }
 
-TEST(PipelineJsonTest, NormalizerIsNothingOrNfc) {
-  const auto read = [](const json& part) { return *ReadNormalizer(JsonValue(part, "normalizer")); };
-  EXPECT_FALSE(read(nullptr));
-  EXPECT_TRUE(read({{"type", "NFC"}}));
-  EXPECT_FALSE(read(Sequence("normalizers", json::array())));
-  EXPECT_TRUE(read(Sequence("normalizers", {Sequence("normalizers", {{{"type", "NFC"}}})})));
+json Replace(const std::string& pattern, const std::string& content) {
+  return {{"type", "Replace"}, {"pattern", {{"String", pattern}}}, {"content", content}};
+}
+
+TEST(PipelineJsonTest, NormalizerIsStepsInOrder) {
+  const auto run = [](const json& part, absl::string_view text) {
+    return ReadNormalizer(JsonValue(part, "normalizer"))->Run(text);
+  };
+  const json nfc = {{"type", "NFC"}};
+  const json prepend = {{"type", "Prepend"}, {"prepend", "▁"}};
+  EXPECT_TRUE(ReadNormalizer(JsonValue(nullptr, "normalizer"))->empty());
+  EXPECT_TRUE(
+      ReadNormalizer(JsonValue(Sequence("normalizers", json::array()), "normalizer"))->empty());
+  EXPECT_EQ(run(nfc, "e\u0301"), "é");
+  EXPECT_EQ(run(Sequence("normalizers", {Sequence("normalizers", {nfc})}), "e\u0301"), "é");
+  const json llama2 = Sequence("normalizers", {prepend, Replace(" ", "▁")});
+  EXPECT_EQ(run(llama2, " a  b"), "▁▁a▁▁b");
+  EXPECT_EQ(run(llama2, ""), "");
+  EXPECT_EQ(run(Sequence("normalizers", {Replace("aa", "b"), prepend}), "aaa"), "▁ba");
+}
+
+TEST(PipelineJsonTest, OtherNormalizersAreRefused) {
+  const json grows = Replace(" ", "1234");
+  const json regex = {{"type", "Replace"}, {"pattern", {{"Regex", " +"}}}, {"content", "▁"}};
+  const std::vector<json> many(33, json{{"type", "NFC"}});
   ExpectRefused(
-      {{{{"type", "NFKC"}}, "part.type is \"NFKC\"; supported: null, NFC"},
-       {Sequence("normalizers", {{{"type", "Prepend"}, {"prepend", "▁"}}, {{"type", "Replace"}}}),
-        "part.normalizers[0].type is \"Prepend\""},
+      {{{{"type", "NFKC"}}, "part.type is \"NFKC\"; supported: null, NFC, Prepend, Replace"},
+       {{{"type", "Prepend"}, {"prepend", ""}}, "part.prepend is \"\"; expected 1 to 64 bytes"},
+       {Sequence("normalizers", {Replace(" ", "▁"), regex}),
+        "part.normalizers[1].pattern.Regex is \" +\"; expected \"String\""},
+       {Replace("", "▁"), "part.pattern.String is \"\"; expected 1 to 64 bytes"},
+       {Replace("a", ""), "part.content is \"\"; expected 1 to 64 bytes"},
+       {Sequence("normalizers", {grows, grows}),
+        "part.normalizers[1]: with it the normalizer can make a text more than 8 times as long"},
+       {Sequence("normalizers", many), "more than 32 normalizers"},
        {{{"type", "Sequence"}}, "part.normalizers is missing"},
        {json::object(), "part.type is missing"},
        {"NFC", "expected an object"},
@@ -57,20 +82,33 @@ TEST(PipelineJsonTest, NormalizerIsNothingOrNfc) {
       [](const JsonValue& part) { return ReadNormalizer(part).status(); });
 }
 
-TEST(PipelineJsonTest, PreTokenizerEndsWithByteLevel) {
+TEST(PipelineJsonTest, PreTokenizerIsStagesAndMayEndWithByteLevel) {
   const auto stages = [](const json& part) {
-    return ReadPreTokenizer(JsonValue(part, "part")).value().size();
+    return ReadPreTokenizer(JsonValue(part, "part")).value().stages.size();
   };
   EXPECT_EQ(stages(kByteLevel), 0u);
   EXPECT_EQ(stages({{"type", "ByteLevel"}}), 2u);  // both flags are true when absent
   EXPECT_EQ(stages(Sequence("pretokenizers", {SplitOn({{"String", " "}}), kByteLevel})), 1u);
+  const auto alphabet = [](const json& part) {
+    return ReadPreTokenizer(JsonValue(part, "part")).value().alphabet;
+  };
+  EXPECT_EQ(alphabet(kByteLevel), Alphabet::kBytes);
+  EXPECT_EQ(alphabet(nullptr), Alphabet::kCharacters);
+  const json metaspace = {{"type", "Metaspace"}, {"replacement", "▁"}};
+  EXPECT_EQ(alphabet(metaspace), Alphabet::kCharacters);
+  EXPECT_EQ(stages(metaspace), 2u);  // it splits when it does not say
+  EXPECT_EQ(stages({{"type", "Metaspace"}, {"replacement", "▁"}, {"split", false}}), 1u);
   const json digits = {{"type", "Digits"}, {"individual_digits", true}};
   std::vector<json> many(40, digits);
   ExpectRefused(
-      {{nullptr, "has no ByteLevel; only byte-level tokenizers are supported"},
-       {SplitOn({{"Regex", "a"}}), "has no ByteLevel"},
-       {{{"type", "Metaspace"}, {"replacement", "▁"}},
-        "part.type is \"Metaspace\"; supported: ByteLevel, Split, Digits"},
+      {{{{"type", "Whitespace"}},
+        "part.type is \"Whitespace\"; supported: null, ByteLevel, Metaspace, Split, Digits"},
+       {Sequence("pretokenizers", {metaspace, kByteLevel}), "has both Metaspace and ByteLevel"},
+       {{{"type", "Metaspace"}, {"replacement", "▁▁"}}, "expected one character"},
+       {{{"type", "Metaspace"}, {"replacement", "▁"}, {"prepend_scheme", "last"}},
+        "part.prepend_scheme is \"last\"; expected \"first\", \"always\" or \"never\""},
+       {{{"type", "Metaspace"}, {"replacement", "▁"}, {"add_prefix_space", false}},
+        "part.add_prefix_space is false; but prepend_scheme is not \"never\""},
        {Sequence("pretokenizers", {kByteLevel, digits}),
         "part.pretokenizers[1] stands after ByteLevel"},
        {Sequence("pretokenizers", {kByteLevel, kByteLevel}), "stands after ByteLevel"},
@@ -113,14 +151,46 @@ TEST(PipelineJsonTest, OtherPostProcessorsAreRefused) {
                 [](const JsonValue& part) { return ReadPostProcessor(part, 300).status(); });
 }
 
-TEST(PipelineJsonTest, DecoderIsByteLevel) {
-  EXPECT_TRUE(CheckDecoder(JsonValue(kByteLevel, "decoder")).ok());
-  EXPECT_TRUE(CheckDecoder(JsonValue(Sequence("decoders", {kByteLevel}), "decoder")).ok());
+TEST(PipelineJsonTest, DecoderOfBytesIsByteLevel) {
+  const auto read = [](const JsonValue& part) { return ReadDecoder(part, Alphabet::kBytes); };
+  EXPECT_TRUE(read(JsonValue(kByteLevel, "decoder")).ok());
+  EXPECT_TRUE(read(JsonValue(Sequence("decoders", {kByteLevel}), "decoder")).ok());
   ExpectRefused({{nullptr, "part is null; expected one ByteLevel decoder, found 0"},
                  {Sequence("decoders", {kByteLevel, kByteLevel}), "found 2"},
                  {Sequence("decoders", {{{"type", "Replace"}}, {{"type", "ByteFallback"}}}),
                   "part.decoders[0].type is \"Replace\"; supported: ByteLevel"}},
-                [](const JsonValue& part) { return CheckDecoder(part); });
+                [&](const JsonValue& part) { return read(part).status(); });
+}
+
+TEST(PipelineJsonTest, DecoderOfCharactersChangesTokensThenBytesThenTheText) {
+  const auto read = [](const JsonValue& part) { return ReadDecoder(part, Alphabet::kCharacters); };
+  const json bytes = {{"type", "ByteFallback"}};
+  const json fuse = {{"type", "Fuse"}};
+  const json strip = {{"type", "Strip"}, {"content", " "}, {"start", 1}, {"stop", 0}};
+  const json metaspace = {{"type", "Metaspace"}, {"replacement", "▁"}};
+  const json llama2 = Sequence("decoders", {Replace("▁", " "), bytes, fuse, strip});
+  const DecoderRules rules = *read(JsonValue(llama2, "decoder"));
+  ASSERT_EQ(rules.replacements.size(), 1u);
+  EXPECT_EQ(rules.replacements[0].content, " ");
+  EXPECT_TRUE(rules.byte_fallback);
+  EXPECT_EQ(rules.stripped, " ");
+  EXPECT_EQ(rules.max_stripped, 1);
+  EXPECT_EQ(read(JsonValue(metaspace, "decoder"))->dropped_in_first_token, "▁");
+  json strip_end = strip;
+  strip_end["stop"] = 1;
+  json strip_many = strip;
+  strip_many["start"] = 65;
+  ExpectRefused(
+      {{nullptr, "part is null; expected a decoder"},
+       {kByteLevel, "part.type is \"ByteLevel\"; supported: Metaspace, Replace"},
+       {strip, "Strip does not fit there"},
+       {Sequence("decoders", {bytes, Replace("▁", " ")}), "Replace does not fit there"},
+       {Sequence("decoders", {bytes, bytes}), "ByteFallback does not fit there"},
+       {Sequence("decoders", {metaspace, Replace("a", "b")}), "a Replace after Metaspace"},
+       {Sequence("decoders", {Replace("a", "b"), metaspace}), "Metaspace does not fit"},
+       {Sequence("decoders", {fuse, strip_many}), "expected an integer in [0, 65)"},
+       {Sequence("decoders", {fuse, strip_end}), "part.decoders[1].stop is 1"}},
+      [&](const JsonValue& part) { return read(part).status(); });
 }
 
 }  // namespace

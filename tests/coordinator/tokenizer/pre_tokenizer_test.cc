@@ -17,13 +17,15 @@ namespace {
 using nlohmann::json;
 using Behavior = PreTokenizer::Behavior;
 
-std::vector<std::string> Pieces(const PreTokenizer& pre_tokenizer, absl::string_view text) {
+std::vector<std::string> Pieces(const PreTokenizer& pre_tokenizer, absl::string_view text,
+                                TextPosition position = TextPosition::kBegin) {
   SplitRegex::Scratch scratch;
   std::vector<std::string> pieces;
-  const absl::Status status = pre_tokenizer.Run(text, &scratch, [&](absl::string_view piece) {
-    pieces.emplace_back(piece);
-    return absl::OkStatus();
-  });
+  const absl::Status status =
+      pre_tokenizer.Run(text, position, &scratch, [&](absl::string_view piece) {
+        pieces.emplace_back(piece);
+        return absl::OkStatus();
+      });
   EXPECT_TRUE(status.ok()) << status;
   return pieces;
 }
@@ -47,9 +49,9 @@ TEST(PreTokenizerTest, SplitAgreesWithHuggingFace) {
            {"behavior", expected["behavior"]},
            {"invert", expected["invert"]}},
           {{"type", "ByteLevel"}, {"add_prefix_space", false}, {"use_regex", false}}}}};
-    auto stages = ReadPreTokenizer(JsonValue(description, "pre_tokenizer"));
-    ASSERT_TRUE(stages.ok()) << stages.status();
-    EXPECT_EQ(Pieces(PreTokenizer(*std::move(stages)), expected["text"].get<std::string>()),
+    auto parts = ReadPreTokenizer(JsonValue(description, "pre_tokenizer"));
+    ASSERT_TRUE(parts.ok()) << parts.status();
+    EXPECT_EQ(Pieces(PreTokenizer(std::move(parts->stages)), expected["text"].get<std::string>()),
               expected["pieces"].get<std::vector<std::string>>())
         << expected.dump();
   }
@@ -70,6 +72,21 @@ TEST(PreTokenizerTest, APrefixSpaceIsAddedToEveryPieceWithoutOne) {
   EXPECT_EQ(Pieces(prefix, ""), std::vector<std::string>());
 }
 
+TEST(PreTokenizerTest, MarksStandForSpacesAndComeFirst) {
+  using Prepend = PreTokenizer::MarkSpaces::Prepend;
+  const auto pieces = [](Prepend prepend, absl::string_view text, TextPosition position) {
+    const PreTokenizer chain(
+        {Split("\\p{N}"), PreTokenizer::MarkSpaces{.mark = "▁", .prepend = prepend}});
+    return Pieces(chain, text, position);
+  };
+  using Strings = std::vector<std::string>;
+  EXPECT_EQ(pieces(Prepend::kAlways, "a1 b", TextPosition::kInside), (Strings{"▁a", "▁1", "▁b"}));
+  EXPECT_EQ(pieces(Prepend::kNever, "a1 b", TextPosition::kBegin), (Strings{"a", "1", "▁b"}));
+  EXPECT_EQ(pieces(Prepend::kFirst, "a1 b", TextPosition::kBegin), (Strings{"▁a", "1", "▁b"}));
+  EXPECT_EQ(pieces(Prepend::kFirst, "a1 b", TextPosition::kInside), (Strings{"a", "1", "▁b"}));
+  EXPECT_EQ(pieces(Prepend::kFirst, "  a", TextPosition::kBegin), (Strings{"▁▁a"}));
+}
+
 TEST(PreTokenizerTest, WithoutStagesTheTextIsOnePiece) {
   EXPECT_EQ(Pieces(PreTokenizer({}), "a b"), (std::vector<std::string>{"a b"}));
   EXPECT_EQ(Pieces(PreTokenizer({}), ""), std::vector<std::string>());
@@ -79,9 +96,10 @@ TEST(PreTokenizerTest, TheFirstErrorEndsTheRun) {
   SplitRegex::Scratch scratch;
   int calls = 0;
   const PreTokenizer letters({Split("\\p{L}")});
-  const absl::Status status = letters.Run("abcdef", &scratch, [&](absl::string_view) {
-    return ++calls < 3 ? absl::OkStatus() : absl::CancelledError("enough");
-  });
+  const absl::Status status =
+      letters.Run("abcdef", TextPosition::kBegin, &scratch, [&](absl::string_view) {
+        return ++calls < 3 ? absl::OkStatus() : absl::CancelledError("enough");
+      });
   EXPECT_EQ(status.code(), absl::StatusCode::kCancelled);
   EXPECT_EQ(calls, 3);
 }

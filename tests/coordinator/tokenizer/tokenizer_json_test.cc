@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 
 #include "tests/coordinator/tokenizer/minimal_json.h"
 
@@ -74,16 +75,80 @@ TEST(TokenizerJsonTest, ASpecialTokenMayBePartOfTheVocabularyToo) {
   EXPECT_TRUE(spec->tokens[256].special);
 }
 
-TEST(TokenizerJsonTest, RefusesWhatIsNotByteLevelBpe) {
-  json llama2 = MinimalJson();
-  llama2["model"]["byte_fallback"] = true;
-  EXPECT_THAT(std::string(Read(llama2).status().message()),
-              HasSubstr("SentencePiece-like tokenizers of Llama 2 and Mistral; supported are "
-                        "byte-level BPE tokenizers (GPT-2, Llama 3, Qwen2 and their like)"));
+TEST(TokenizerJsonTest, RefusesWhatIsNotBpe) {
+  json mixed = MinimalJson();
+  mixed["model"]["byte_fallback"] = true;
+  EXPECT_THAT(std::string(Read(mixed).status().message()),
+              HasSubstr("model.byte_fallback is true beside a ByteLevel pre-tokenizer"));
   json unigram = MinimalJson();
   unigram["model"]["type"] = "Unigram";
   EXPECT_THAT(std::string(Read(unigram).status().message()),
-              HasSubstr("model.type is \"Unigram\"; supported are byte-level BPE"));
+              HasSubstr("model.type is \"Unigram\"; supported are BPE tokenizers: byte-level"));
+}
+
+// The smallest file whose symbols are characters: all bytes and "a".
+json CharacterJson() {
+  json document = MinimalJson();
+  json vocab = {{"<unk>", 0}, {"▁", 257}, {"a", 258}, {"▁a", 259}};
+  for (int byte = 0; byte < 256; ++byte) vocab[absl::StrFormat("<0x%02X>", byte)] = byte + 1;
+  document["model"] = {{"type", "BPE"},
+                       {"vocab", vocab},
+                       {"merges", json::array({json::array({"▁", "a"})})},
+                       {"byte_fallback", true},
+                       {"fuse_unk", true},
+                       {"unk_token", "<unk>"}};
+  document["pre_tokenizer"] = {{"type", "Metaspace"}, {"replacement", "▁"}};
+  document["decoder"] = {
+      {"type", "Sequence"},
+      {"decoders", {{{"type", "Metaspace"}, {"replacement", "▁"}}, {{"type", "ByteFallback"}}}}};
+  return document;
+}
+
+TEST(TokenizerJsonTest, ReadsSymbolsThatAreCharacters) {
+  const auto spec = Read(CharacterJson());
+  ASSERT_TRUE(spec.ok()) << spec.status();
+  EXPECT_EQ(spec->alphabet, Alphabet::kCharacters);
+  ASSERT_TRUE(spec->bpe.characters.has_value());
+  EXPECT_EQ(spec->bpe.characters->ids.size(), 2u);
+  EXPECT_EQ(spec->bpe.characters->unknown, 0);
+  EXPECT_TRUE(spec->bpe.characters->fuses_unknown);
+  EXPECT_EQ(spec->bpe.byte_ids[0x41], 0x42);
+  EXPECT_EQ(spec->tokens[0x42].bytes, "A");
+  EXPECT_EQ(spec->tokens[259].bytes, " a");
+  EXPECT_EQ(spec->max_token_bytes, 6u);  // "<0x41>" is the longest in the file
+}
+
+TEST(TokenizerJsonTest, WithoutAllBytesATokenMayStandForAnyNumberOfCharacters) {
+  json document = CharacterJson();
+  document["model"]["vocab"].erase("<0xF4>");
+  EXPECT_EQ(Read(document)->max_token_bytes, std::nullopt);
+  document["model"]["unk_token"] = "<none>";
+  EXPECT_THAT(std::string(Read(document).status().message()),
+              HasSubstr("model.unk_token is \"<none>\"; but model.vocab has no such token"));
+}
+
+// Hugging Face's library decodes an added token in its normalized form. It then no longer knows it
+// as special; here it stays so.
+TEST(TokenizerJsonTest, AnAddedTokenThatIsNormalizedIsDecodedSo) {
+  json document = CharacterJson();
+  document["normalizer"] = {{"type", "Prepend"}, {"prepend", "▁"}};
+  document["added_tokens"] = {AddedTokenJson(300, "</s>")};
+  EXPECT_EQ(Read(document)->tokens[300].bytes, "</s>");
+  document["added_tokens"][0]["normalized"] = true;
+  const auto spec = Read(document);
+  ASSERT_TRUE(spec.ok()) << spec.status();
+  EXPECT_EQ(spec->tokens[300].bytes, " </s>");
+  EXPECT_EQ(spec->tokens[300].content, "</s>");
+  EXPECT_TRUE(spec->tokens[300].special);
+}
+
+TEST(TokenizerJsonTest, RefusesToPrependTwice) {
+  json document = CharacterJson();
+  document["normalizer"] = {{"type", "Prepend"}, {"prepend", "▁"}};
+  EXPECT_TRUE(Read(document).ok());
+  document["pre_tokenizer"]["prepend_scheme"] = "first";
+  EXPECT_THAT(std::string(Read(document).status().message()),
+              HasSubstr("normalizer has Prepend and pre_tokenizer a Metaspace"));
 }
 
 struct Mutation {
@@ -118,7 +183,8 @@ TEST(TokenizerJsonTest, RefusesModelsThatItCannotHonour) {
          d["normalizer"] = {{"type", "Lowercase"}};
        },
        "normalizer.type is \"Lowercase\""},
-      {[](json& d) { d.erase("pre_tokenizer"); }, "pre_tokenizer has no ByteLevel"},
+      {[](json& d) { d.erase("pre_tokenizer"); },
+       "decoder.type is \"ByteLevel\"; supported: Metaspace"},
       {[](json& d) { d.erase("decoder"); }, "decoder is null"},
       {[](json& d) { d["model"]["vocab"].erase("Ġ"); }, "no token \"Ġ\" for byte 32"},
   });

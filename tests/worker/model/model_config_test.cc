@@ -57,6 +57,15 @@ json Qwen(const std::string& number, const json& fields) {
   return With(With(Llama(), qwen), fields);
 }
 
+// Mistral 7B v0.2 and later, in small.
+json Mistral(const json& fields) {
+  const json mistral = {{"architectures", {"MistralForCausalLM"}},
+                        {"model_type", "mistral"},
+                        {"rope_theta", 1e6},
+                        {"sliding_window", nullptr}};
+  return With(With(Llama(), mistral), fields);
+}
+
 ModelConfig Parse(const json& config, const std::string& generation = "") {
   const auto parsed = ParseModelConfig(config.dump(), generation);
   EXPECT_TRUE(parsed.ok()) << parsed.status();
@@ -114,6 +123,28 @@ TEST(ModelConfig, DefaultsAreThoseOfTransformers) {
   EXPECT_EQ(Parse(Qwen("3", {{"head_dim", "absent"}})).head_dim, 128);
 }
 
+// As many key heads as query heads, no head_dim, no theta.
+TEST(ModelConfig, ReadsLlama2) {
+  const ModelConfig config = Parse(With(Llama(), {{"num_key_value_heads", 4},
+                                                  {"head_dim", "absent"},
+                                                  {"rope_theta", "absent"},
+                                                  {"pretraining_tp", 1}}));
+  EXPECT_EQ(config.queries_per_kv_head(), 1);
+  EXPECT_EQ(config.head_dim, 16);
+  EXPECT_EQ(config.rope.theta, 10000.0);
+}
+
+TEST(ModelConfig, ReadsMistralWithoutAWindow) {
+  const ModelConfig config = Parse(Mistral({{"attention_bias", true}}));
+  EXPECT_EQ(config.family, ModelFamily::kMistral);
+  EXPECT_EQ(ModelFamilyName(config.family), "mistral");
+  EXPECT_EQ(config.rope.theta, 1e6);
+  EXPECT_FALSE(config.qkv_bias || config.output_bias || config.qk_norm);
+  EXPECT_EQ(Parse(Mistral({{"head_dim", "absent"}})).head_dim, 16);
+  const json narrow = {{"sliding_window", "absent"}, {"max_position_embeddings", 4096}};
+  EXPECT_EQ(Parse(Mistral(narrow)).max_position_embeddings, 4096);
+}
+
 TEST(ModelConfig, FamiliesDifferInBiasAndNorm) {
   const ModelConfig qwen2 = Parse(Qwen("2", {}));
   EXPECT_TRUE(qwen2.qkv_bias);
@@ -163,7 +194,7 @@ TEST(ModelConfig, RopeHasTwoSpellings) {
 
 TEST(ModelConfig, SoundModelsThatAreNotServed) {
   const std::vector<Refusal> refusals = {
-      {{{"architectures", {"MistralForCausalLM"}}}, "expected one of LlamaForCausalLM, Qwen2"},
+      {{{"architectures", {"GemmaForCausalLM"}}}, "expected one of LlamaForCausalLM, Mistral"},
       {{{"architectures", {"MixtralForCausalLM"}}}, "mixture of experts"},
       {{{"architectures", {"Qwen3MoeForCausalLM"}}}, "[\"Qwen3MoeForCausalLM\"], expected one of"},
       {{{"hidden_act", "gelu"}}, "hidden_act is \"gelu\", expected silu"},
@@ -173,7 +204,7 @@ TEST(ModelConfig, SoundModelsThatAreNotServed) {
       {{{"num_local_experts", 8}}, "num_local_experts is 8"},
       {{{"n_routed_experts", 8}}, "n_routed_experts is 8"},
       {{{"architectures", "absent"}, {"model_type", "mixtral"}},
-       "expected one of llama, qwen2, qw"},
+       "expected one of llama, mistral, q"},
       {{{"torch_dtype", "float8_e4m3fn"}}, "torch_dtype is \"float8_e4m3fn\", expected float32"},
       {{{"partial_rotary_factor", 0.5}}, "partial_rotary_factor is 0.5, expected 1"},
       {{{"rope_scaling", {{"rope_type", "longrope"}}}}, "rope_type is \"longrope\", expected one"},
@@ -196,6 +227,15 @@ TEST(ModelConfig, SoundModelsThatAreNotServed) {
   for (Refusal refusal : of_qwen) {
     refusal.code = absl::StatusCode::kUnimplemented;
     ExpectRefused(Qwen("2", refusal.fields), refusal);
+  }
+  const std::vector<Refusal> of_mistral = {
+      {{{"sliding_window", 4096}},
+       "sliding_window is 4096, expected null, or at least max_position"},
+      {{{"sliding_window", "absent"}}, "with max_position_embeddings lowered to 4096 the model"},
+  };
+  for (Refusal refusal : of_mistral) {
+    refusal.code = absl::StatusCode::kUnimplemented;
+    ExpectRefused(Mistral(refusal.fields), refusal);
   }
 }
 

@@ -1,4 +1,4 @@
-#include "coordinator/tokenizer/utf8.h"
+#include "coordinator/tokenizer/unicode/utf8.h"
 
 #include <gtest/gtest.h>
 #include <string>

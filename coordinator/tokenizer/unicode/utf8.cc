@@ -1,4 +1,4 @@
-#include "coordinator/tokenizer/utf8.h"
+#include "coordinator/tokenizer/unicode/utf8.h"
 
 #include <cstdint>
 #include <cstring>
@@ -99,7 +99,7 @@ void AppendUtf8(char32_t code_point, std::string* out) {
   append(0x80 | (code_point & 0x3F));
 }
 
-size_t AppendLossyUtf8(absl::string_view bytes, std::string* out) {
+size_t AppendLossyUtf8(absl::string_view bytes, std::string* out, Replacement replacement) {
   size_t pos = 0;
   while (true) {
     const size_t ascii = AsciiPrefix(bytes.substr(pos));
@@ -111,7 +111,8 @@ size_t AppendLossyUtf8(absl::string_view bytes, std::string* out) {
     if (unit.kind == Utf8Unit::Kind::kCodePoint) {
       out->append(bytes.data() + pos, unit.length);
     } else {
-      out->append(kReplacementCharacter.data(), kReplacementCharacter.size());
+      const size_t count = replacement == Replacement::kByte ? unit.length : 1;
+      for (size_t i = 0; i < count; ++i) absl::StrAppend(out, kReplacementCharacter);
     }
     pos += unit.length;
   }

@@ -1,5 +1,5 @@
 // The golden tests compare NFC with Hugging Face's for all code points and for runs of marks.
-#include "coordinator/tokenizer/unicode.h"
+#include "coordinator/tokenizer/unicode/unicode.h"
 
 #include <gtest/gtest.h>
 #include <string>

@@ -1,4 +1,4 @@
-#include "coordinator/tokenizer/unicode.h"
+#include "coordinator/tokenizer/unicode/unicode.h"
 
 #include <algorithm>
 #include <array>
@@ -6,7 +6,7 @@
 #include <utf8proc.h>
 #include <vector>
 
-#include "coordinator/tokenizer/utf8.h"
+#include "coordinator/tokenizer/unicode/utf8.h"
 #include "kernels/base/status_macros.h"
 
 namespace kvasir::coordinator {

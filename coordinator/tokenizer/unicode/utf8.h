@@ -35,9 +35,16 @@ Utf8Unit CodePointBefore(absl::string_view text, size_t pos);
 
 void AppendUtf8(char32_t code_point, std::string* out);
 
-// Appends `bytes` as text, one U+FFFD for every ill-formed maximal subpart (as browsers, Python and
-// Rust do). Stops before an incomplete sequence at the end. Returns the number of bytes consumed.
-size_t AppendLossyUtf8(absl::string_view bytes, std::string* out);
+// Bytes that one U+FFFD stands for.
+enum class Replacement {
+  kSubpart,  // an ill-formed maximal subpart, as browsers, Python and Rust do
+  kByte,     // one ill-formed byte, as in byte fallback
+};
+
+// Appends `bytes` as text, with U+FFFD for ill-formed bytes. Stops before an incomplete sequence at
+// the end. Returns the number of bytes consumed.
+size_t AppendLossyUtf8(absl::string_view bytes, std::string* out,
+                       Replacement replacement = Replacement::kSubpart);
 
 inline constexpr absl::string_view kReplacementCharacter = "\xEF\xBF\xBD";
 
