@@ -9,7 +9,11 @@
 // ascending order of items, without partial results. S of the next page and P V of this one begin
 // together. The softmax of the next page starts as soon as its S is there, during P V and the other
 // warpgroup's products. The time goes into a warpgroup's work between its products, so it reads
-// only one word about a page that is attended to in whole.
+// only one word about a page that is attended to in whole, and a warp's uniform registers form the
+// descriptors of its operands.
+//
+// CTAs start head after head of the keys and values: those that run together read the same pages,
+// from the L2 cache.
 //
 // A third warpgroup brings the pages. Where keys are cached un-rotated, two more rotate them, a
 // page or more ahead of the products. These warpgroups give registers to the first two.
@@ -255,7 +259,10 @@ class Consumer {
     hopper::BarrierWait(shared_.Ready(at_.stage), at_.parity);
     return shared_.ring.states[at_.stage];
   }
+  // The shuffle tells the compiler that the descriptor is the same in all lanes. Otherwise each
+  // lane computes those of all steps, and the products wait until they are in uniform registers.
   __device__ static uint64_t InStage(uint64_t first, int stage) {
+    stage = __shfl_sync(kAllLanes, stage, 0);
     return hopper::Advance(first, stage * PageShape<kHeadDim>::kPageBytes);
   }
   __device__ int Place() const {
@@ -339,15 +346,31 @@ __device__ void Store(const AttendLaunch& p, const QueryTile& tile, int64_t head
 }
 template <int kHeadDim, Placement kPlacement>
 __device__ void ComputeRow(const AttendLaunch& p, PrefillMemory<kHeadDim, kPlacement>& shared,
-                           const PageRun& run) {
+                           const PageRun& run, int64_t part) {
   const ThreadPlace me = MyPlace();
-  const int64_t head_in_group = int64_t{blockIdx.y} * kConsumers + me.consumer;
+  const int64_t head_in_group = part * kConsumers + me.consumer;
   const bool exists = head_in_group < p.group;
   const int64_t head = run.row % p.kv.layout.num_kv_heads * p.group + head_in_group;
   LoadQueries<kHeadDim, kPlacement>(p, run, head, exists, me, shared);
   ThreadState<kHeadDim> state;
   Consumer<kHeadDim, kPlacement>(p, shared, run, me).Run(state);
   if (exists) Store<kHeadDim>(p, run.tile, head, me, state);
+}
+
+// The row of a CTA, and which part of the row's query heads it serves.
+struct RowPart {
+  int64_t row, part;
+};
+
+// All CTAs of a KV head start one after another, so that the L2 cache holds its pages for all of
+// them. The longest rows of a head, those of the last queries, start first.
+__device__ RowPart MyRow(const AttendLaunch& p) {
+  const unsigned kv_heads = static_cast<unsigned>(p.kv.layout.num_kv_heads);
+  const unsigned tiles = static_cast<unsigned>(p.num_rows) / kv_heads;
+  const unsigned parts = gridDim.x / static_cast<unsigned>(p.num_rows);
+  const unsigned index = blockIdx.x / parts;
+  return {.row = int64_t{tiles - 1 - index % tiles} * kv_heads + index / tiles,
+          .part = blockIdx.x % parts};
 }
 
 template <int kHeadDim, Placement kPlacement>
@@ -357,12 +380,12 @@ __global__ void __launch_bounds__(PrefillRoles<kPlacement>::kThreads, 1)
   extern __shared__ std::byte raw[];
   using Shared = PrefillMemory<kHeadDim, kPlacement>;
   using Role = PrefillRoles<kPlacement>;
-  auto& shared =
-      *reinterpret_cast<Shared*>((reinterpret_cast<uintptr_t>(raw) + 1023) / 1024 * 1024);
+  // An offset from `raw`, so that the compiler knows that all accesses are to shared memory.
+  auto& shared = *reinterpret_cast<Shared*>(raw + (0u - hopper::SharedAddress(raw)) % 1024);
   if (threadIdx.x == 0) shared.Init();
   __syncthreads();
-  // The longest rows, those of the last queries, start first.
-  const PageRun run = WholeRow(p, gridDim.x - 1 - blockIdx.x);
+  const RowPart mine = MyRow(p);
+  const PageRun run = WholeRow(p, mine.row);
   const int group = static_cast<int>(threadIdx.x) / kGroupThreads;
   if (group == Role::kProducer) {
     hopper::FewerRegisters<Role::kProducerRegisters>();
@@ -377,7 +400,7 @@ __global__ void __launch_bounds__(PrefillRoles<kPlacement>::kThreads, 1)
     }
   } else {
     hopper::MoreRegisters<Role::kConsumerRegisters>();
-    ComputeRow<kHeadDim, kPlacement>(p, shared, run);
+    ComputeRow<kHeadDim, kPlacement>(p, shared, run, mine.part);
   }
 }
 
@@ -390,8 +413,8 @@ cudaError_t Launch(const AttendLaunch& p, const AttendKernelPlan& plan, const Kv
   if (const cudaError_t error = AllowSharedBytes(kernel, kSharedBytes); error != cudaSuccess) {
     return error;
   }
-  const dim3 grid(plan.ctas, plan.ctas_of_row);
-  kernel<<<grid, PrefillRoles<kPlacement>::kThreads, kSharedBytes, stream>>>(p, maps);
+  kernel<<<plan.ctas * plan.ctas_of_row, PrefillRoles<kPlacement>::kThreads, kSharedBytes,
+           stream>>>(p, maps);
   return cudaGetLastError();
 }
 

@@ -202,9 +202,10 @@ __device__ inline uint64_t PairDescriptor(const void* tile) {
   constexpr uint64_t kTileStride = uint64_t{kTileBytes >> 4} << 16;
   return TileDescriptor(tile) - kUnusedStride + kTileStride;
 }
-// Moves the descriptor by `bytes` (a multiple of 16).
+// Moves the descriptor by `bytes` (a multiple of 16). The address is in the lower half.
 __device__ inline uint64_t Advance(uint64_t descriptor, int bytes) {
-  return descriptor + static_cast<uint64_t>(bytes >> 4);
+  const uint32_t low = static_cast<uint32_t>(descriptor) + static_cast<uint32_t>(bytes >> 4);
+  return (descriptor >> 32 << 32) | low;
 }
 
 __device__ inline void WgmmaFence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

@@ -101,6 +101,24 @@ TEST_P(AttendCudaTest, PrefillBlocksAgreeAtEveryPageEdge) {
   }
 }
 
+// Chunks of a prompt may end anywhere, and with them its query tiles.
+TEST_P(AttendCudaTest, APromptHasTheSameBitsInAnyTiles) {
+  constexpr int64_t kTokens = 330;
+  const auto outputs = [&](int64_t first_tile_rows) {
+    AttentionBatch batch(Shape(), 1, kTokens, 24);
+    batch.FillContext(0, kTokens);
+    int64_t rows = first_tile_rows;
+    for (int64_t begin = 0; begin < kTokens; begin += rows) {
+      if (begin > 0) rows = std::min<int64_t>(64, kTokens - begin);
+      batch.AddBlock(0, begin, rows);
+    }
+    EXPECT_TRUE(DeviceAttentionBatch(batch).Run(Prefill).ok());
+    return Outputs(batch);
+  };
+  const std::vector<float> expected = outputs(64);
+  for (const int64_t rows : {1, 17, 63}) EXPECT_EQ(outputs(rows), expected) << rows;
+}
+
 TEST_P(AttendCudaTest, PrefillOverListsWithMasksSinksAndWindows) {
   AttentionBatch batch(Shape(), 2, 2000, 22);
   std::mt19937_64 rng(23);
