@@ -3,12 +3,12 @@
 #include <fstream>
 #include <limits>
 #include <optional>
-#include <sstream>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "nlohmann/json.hpp"
 
+#include "coordinator/tokenizer/json_value.h"
 #include "kernels/base/status_macros.h"
 
 namespace kvasir::coordinator {
@@ -17,6 +17,7 @@ namespace {
 using nlohmann::json;
 
 constexpr size_t kMaxConfigBytes = size_t{16} << 20;
+constexpr JsonLimits kLimits = {.max_values = 1 << 20, .max_keys = 1 << 20, .max_depth = 64};
 constexpr char kEosKey[] = "eos_token_id";
 
 // Returns nullopt when there is no such file.
@@ -36,16 +37,20 @@ absl::StatusOr<std::optional<std::string>> ReadText(const std::string& path) {
 absl::StatusOr<std::optional<json>> ReadJson(const std::string& path) {
   KVASIR_ASSIGN_OR_RETURN(const std::optional<std::string> text, ReadText(path));
   if (!text.has_value()) return std::nullopt;
-  json document = json::parse(*text, nullptr, /*allow_exceptions=*/false);
-  if (!document.is_object()) {
+  absl::StatusOr<json> document = ParseJson(*text, kLimits);
+  if (!document.ok()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(path, " is not a JSON object: ", document.status().message()));
+  }
+  if (!document->is_object()) {
     return absl::InvalidArgumentError(absl::StrCat(path, " is not a JSON object"));
   }
-  return document;
+  return *std::move(document);
 }
 
-absl::StatusOr<ModelChat> LoadChat(const std::string& path) {
-  ChatFiles files;
-  KVASIR_ASSIGN_OR_RETURN(files.tokenizer_config, ReadJson(path + "/tokenizer_config.json"));
+absl::StatusOr<ModelChat> LoadChat(const std::string& path,
+                                   const std::optional<json>& tokenizer_config) {
+  ChatFiles files = {.tokenizer_config = tokenizer_config};
   KVASIR_ASSIGN_OR_RETURN(files.jinja, ReadText(path + "/chat_template.jinja"));
   KVASIR_ASSIGN_OR_RETURN(files.chat_template, ReadJson(path + "/chat_template.json"));
   return ModelChat(files);
@@ -101,7 +106,8 @@ absl::StatusOr<ModelFolder> LoadModelFolder(const std::string& path) {
     }
     folder.vocab_size = size->get<int64_t>();
   }
-  KVASIR_ASSIGN_OR_RETURN(folder.chat, LoadChat(path));
+  KVASIR_ASSIGN_OR_RETURN(folder.tokenizer_config, ReadJson(path + "/tokenizer_config.json"));
+  KVASIR_ASSIGN_OR_RETURN(folder.chat, LoadChat(path, folder.tokenizer_config));
   // Only people read these, so values that are not text are left out.
   if (const auto type = config->find("model_type"); type != config->end() && type->is_string()) {
     folder.model_type = *type;

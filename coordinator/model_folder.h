@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "nlohmann/json.hpp"
 
 #include "coordinator/chat/model_chat.h"
 
@@ -22,6 +23,8 @@ struct ModelFolder {
   std::vector<int32_t> eos_token_ids = {};
   // vocab_size of config.json: rows of the embedding. None when absent.
   std::optional<int64_t> vocab_size = {};
+  // tokenizer_config.json, an object; none when absent.
+  std::optional<nlohmann::json> tokenizer_config = {};
   ModelChat chat = {};
 };
 

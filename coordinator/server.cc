@@ -257,7 +257,7 @@ absl::Status ServerImpl::Init(const WorkerGroupFactory& make_group) {
                                .health = [this] { return Health(); },
                                .client_timeout = absl::Seconds(config_.client_timeout()),
                                .model = config_.served_model_name(),
-                               .model_folder = config_.model().model()}));
+                               .tokenizer_config = folder_.tokenizer_config}));
   KVASIR_ASSIGN_OR_RETURN(
       endpoint_,
       proto::MetricsEndpoint::Start({.host = config_.endpoint().host(),

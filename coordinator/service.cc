@@ -4,21 +4,12 @@
 #include <utility>
 
 #include "coordinator/policy/limits.h"
-#include "coordinator/request/call_origin.h"
 #include "coordinator/request/generate_stream.h"
+#include "coordinator/request/grpc_call.h"
 #include "kernels/base/status_macros.h"
 #include "proto/grpc_status.h"
 
 namespace kvasir::coordinator {
-namespace {
-
-grpc::ServerUnaryReactor* Answer(grpc::CallbackServerContext* context, const absl::Status& status) {
-  grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
-  reactor->Finish(proto::ToGrpcStatus(status));
-  return reactor;
-}
-
-}  // namespace
 
 grpc::ServerWriteReactor<v1::GenerateResponse>* GenerationService::Generate(
     grpc::CallbackServerContext* context, const v1::GenerateRequest* request) {
@@ -44,7 +35,7 @@ grpc::ServerUnaryReactor* GenerationService::AnswerText(grpc::CallbackServerCont
                                                         std::function<absl::Status()> work) {
   connections_.OnMessage(context->peer(), bytes);
   const absl::Status known = CallerOf(*context, api_).status();
-  if (!known.ok()) return Answer(context, known);
+  if (!known.ok()) return EndCall(context, known);
   grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
   const absl::Status taken = api_.RunText(bytes, [context, reactor, work = std::move(work)] {
     const absl::Status done =
@@ -78,10 +69,10 @@ grpc::ServerUnaryReactor* GenerationService::GetModelInfo(grpc::CallbackServerCo
                                                           v1::GetModelInfoResponse* response) {
   connections_.OnMessage(context->peer(), request->ByteSizeLong());
   const absl::Status known = CallerOf(*context, api_).status();
-  if (!known.ok()) return Answer(context, known);
+  if (!known.ok()) return EndCall(context, known);
   absl::StatusOr<v1::GetModelInfoResponse> info = api_.ModelInfo();
   if (info.ok()) *response = *std::move(info);
-  return Answer(context, info.status());
+  return EndCall(context, info.status());
 }
 
 grpc::ServerUnaryReactor* GenerationService::GetServerInfo(grpc::CallbackServerContext* context,
@@ -91,7 +82,7 @@ grpc::ServerUnaryReactor* GenerationService::GetServerInfo(grpc::CallbackServerC
   absl::Status answered = CallerOf(*context, api_).status();
   answered.Update(CheckLimits("", *request));
   if (answered.ok()) *response = api_.ServerInfo(*request);
-  return Answer(context, answered);
+  return EndCall(context, answered);
 }
 
 }  // namespace kvasir::coordinator

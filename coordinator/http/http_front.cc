@@ -51,11 +51,11 @@ constexpr Route kRoutes[] = {
 
 class RoutedFront final : public HttpFront {
  public:
-  RoutedFront(HttpFrontOptions options, nlohmann::json tokenizer_info)
+  explicit RoutedFront(HttpFrontOptions options)
       : context_{.api = options.api,
                  .health = std::move(options.health),
                  .model = std::move(options.model),
-                 .tokenizer_info = std::move(tokenizer_info),
+                 .tokenizer_info = TokenizerInfo(options.tokenizer_config),
                  .started = absl::Now()},
         metrics_(options.registry),
         status_([this] { return Status(); }, clock_) {}
@@ -87,9 +87,10 @@ class RoutedFront final : public HttpFront {
     const std::string& path = exchange->request().path;
     // Probes have no key, and the status page asks for one.
     if (path != "/health" && path != "/ping" && path != kStatusPage) {
-      const absl::Status known =
-          context_.api.Authenticate(exchange->request().authorization).status();
-      if (!known.ok()) return exchange->Reply(ErrorReply(known));
+      absl::StatusOr<std::shared_ptr<const Caller>> caller =
+          context_.api.Authenticate(exchange->request().authorization);
+      if (!caller.ok()) return exchange->Reply(ErrorReply(caller.status()));
+      exchange->set_caller(*std::move(caller));
     }
     const std::string& method = exchange->request().method;
     std::string allow;
@@ -146,8 +147,7 @@ class RoutedFront final : public HttpFront {
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<HttpFront>> HttpFront::Start(HttpFrontOptions options) {
-  KVASIR_ASSIGN_OR_RETURN(nlohmann::json tokenizer_info, LoadTokenizerInfo(options.model_folder));
-  auto front = std::make_unique<RoutedFront>(options, std::move(tokenizer_info));
+  auto front = std::make_unique<RoutedFront>(options);
   KVASIR_RETURN_IF_ERROR(front->Listen(options));
   return std::unique_ptr<HttpFront>(std::move(front));
 }

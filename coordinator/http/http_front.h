@@ -4,11 +4,13 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "nlohmann/json.hpp"
 #include "prometheus/registry.h"
 
 #include "coordinator/request/generation_api.h"
@@ -23,13 +25,12 @@ struct HttpFrontOptions {
   std::function<absl::Status()> health;  // OK: requests are served. Must not block
   absl::Duration client_timeout;         // a client that takes nothing for so long is gone
   std::string model;                     // the name that requests may give
-  std::string model_folder;
+  std::optional<nlohmann::json> tokenizer_config;  // of the model's folder
 };
 
 class HttpFront {
  public:
-  // Listens and serves. UNAVAILABLE when the address cannot be listened on, INVALID_ARGUMENT for a
-  // tokenizer_config.json that is no JSON.
+  // Listens and serves. UNAVAILABLE when the address cannot be listened on.
   static absl::StatusOr<std::unique_ptr<HttpFront>> Start(HttpFrontOptions options);
   virtual ~HttpFront() = default;
 

@@ -1,6 +1,5 @@
 #include "coordinator/http/text_calls.h"
 
-#include <algorithm>
 #include <functional>
 #include <limits>
 #include <optional>
@@ -54,26 +53,21 @@ absl::StatusOr<std::string> PromptText(GenerationApi& api, const v1::GenerateReq
   return std::move(*text.mutable_text());
 }
 
-// Returns whose requests those of the exchange are; null on a server without API keys.
-absl::StatusOr<std::shared_ptr<const Caller>> CallerOf(const HttpCallContext& context,
-                                                       const Exchange& exchange) {
-  return context.api.Authenticate(exchange.request().authorization);
-}
-
 std::string RequestId(const HttpCallContext& context, const Exchange& exchange) {
   const std::string& id = exchange.request().request_id;
   return id.empty() ? context.api.NewRequestId() : id;
 }
 
+AnswerName NameOf(const HttpCallContext& context, std::string id) {
+  return {.id = std::move(id), .model = context.model, .created = absl::ToUnixSeconds(absl::Now())};
+}
+
 absl::Status Complete(const HttpCallContext& context, const std::shared_ptr<Exchange>& exchange,
                       const JsonBody& body) {
   KVASIR_ASSIGN_OR_RETURN(CompletionRequest completion, ParseCompletion(body.object));
-  KVASIR_ASSIGN_OR_RETURN(std::shared_ptr<const Caller> caller, CallerOf(context, *exchange));
   std::string id = RequestId(context, *exchange);
   CompletionFormatSetup format = {.tokenizer = context.api.tokenizer(),
-                                  .id = absl::StrCat("cmpl-", id),
-                                  .model = context.model,
-                                  .created = absl::ToUnixSeconds(absl::Now()),
+                                  .name = NameOf(context, absl::StrCat("cmpl-", id)),
                                   .n = static_cast<size_t>(completion.options.n)};
   if (completion.echo) {
     for (const v1::GenerateRequest& prompt : completion.prompts) {
@@ -84,7 +78,6 @@ absl::Status Complete(const HttpCallContext& context, const std::shared_ptr<Exch
                 {.prompts = std::move(completion.prompts),
                  .options = completion.options,
                  .request_id = std::move(id),
-                 .caller = std::move(caller),
                  .format = std::make_unique<CompletionFormat>(std::move(format)),
                  .prompt_field = "prompt"});
   return absl::OkStatus();
@@ -99,9 +92,7 @@ absl::Status Tokenize(const HttpCallContext& context, v1::GenerateRequest& reque
   *request.mutable_token_ids()->mutable_ids() = std::move(*tokens->mutable_token_ids());
   if (request.sampling().has_max_tokens()) return absl::OkStatus();
   KVASIR_ASSIGN_OR_RETURN(const v1::GetModelInfoResponse model, context.api.ModelInfo());
-  const int64_t room = int64_t{model.max_context_length()} - request.token_ids().ids_size();
-  // A prompt that leaves no room is refused with the others that are too long.
-  request.mutable_sampling()->set_max_tokens(static_cast<uint32_t>(std::max<int64_t>(room, 1)));
+  request.mutable_sampling()->set_max_tokens(LongestAnswer(model, request.token_ids().ids_size()));
   return absl::OkStatus();
 }
 
@@ -109,18 +100,14 @@ absl::Status Chat(const HttpCallContext& context, const std::shared_ptr<Exchange
                   const JsonBody& body) {
   KVASIR_ASSIGN_OR_RETURN(ChatRequest chat, ParseChat(body));
   KVASIR_RETURN_IF_ERROR(Tokenize(context, chat.request));
-  KVASIR_ASSIGN_OR_RETURN(std::shared_ptr<const Caller> caller, CallerOf(context, *exchange));
   std::string id = RequestId(context, *exchange);
-  ChatFormatSetup format = {.tokenizer = context.api.tokenizer(),
-                            .id = absl::StrCat("chatcmpl-", id),
-                            .model = context.model,
-                            .created = absl::ToUnixSeconds(absl::Now())};
+  auto format = std::make_unique<ChatFormat>(context.api.tokenizer(),
+                                             NameOf(context, absl::StrCat("chatcmpl-", id)));
   Answer::Start(context.api, exchange,
                 {.prompts = {std::move(chat.request)},
                  .options = chat.options,
                  .request_id = std::move(id),
-                 .caller = std::move(caller),
-                 .format = std::make_unique<ChatFormat>(std::move(format)),
+                 .format = std::move(format),
                  .prompt_field = kMessages});
   return absl::OkStatus();
 }

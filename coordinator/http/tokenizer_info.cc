@@ -1,20 +1,9 @@
 #include "coordinator/http/tokenizer_info.h"
 
-#include <fstream>
-
-#include "absl/status/status.h"
-#include "absl/strings/str_cat.h"
-
-#include "coordinator/tokenizer/json_value.h"
-#include "kernels/base/status_macros.h"
-
 namespace kvasir::coordinator {
 namespace {
 
 using nlohmann::json;
-
-constexpr size_t kMaxFileBytes = size_t{16} << 20;
-constexpr JsonLimits kLimits = {.max_values = 1 << 20, .max_keys = 1 << 20, .max_depth = 64};
 
 // A token is written as its text or as {"content": text}.
 json TokenText(const json& config, const char* key) {
@@ -42,23 +31,8 @@ json ChatTemplate(const json& config) {
 
 }  // namespace
 
-absl::StatusOr<json> LoadTokenizerInfo(const std::string& model_folder) {
-  const std::string path = absl::StrCat(model_folder, "/tokenizer_config.json");
-  json config = json::object();
-  if (std::ifstream file(path, std::ios::binary); file) {
-    std::string text(kMaxFileBytes + 1, '\0');
-    file.read(text.data(), static_cast<std::streamsize>(text.size()));
-    text.resize(static_cast<size_t>(file.gcount()));
-    if (text.size() > kMaxFileBytes) {
-      return absl::InvalidArgumentError(
-          absl::StrCat(path, " is longer than ", kMaxFileBytes, " bytes; is it the right file?"));
-    }
-    absl::StatusOr<json> parsed = ParseJson(text, kLimits);
-    if (!parsed.ok() || !parsed->is_object()) {
-      return absl::InvalidArgumentError(absl::StrCat(path, " is not a JSON object"));
-    }
-    config = *std::move(parsed);
-  }
+json TokenizerInfo(const std::optional<json>& tokenizer_config) {
+  const json config = tokenizer_config.value_or(json::object());
   json info;
   for (const char* key : {"tokenizer_class", "bos_token", "eos_token", "pad_token", "unk_token"}) {
     info[key] = TokenText(config, key);

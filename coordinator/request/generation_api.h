@@ -3,7 +3,9 @@
 // server implements it over its parts (engine_api.h). Thread-safe.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>
@@ -56,5 +58,12 @@ class GenerationApi {
   // Tells the texts of tokens in answers.
   virtual const Tokenizer& tokenizer() const = 0;
 };
+
+// Returns the most tokens that an answer to such a prompt may have; 1 for a prompt that leaves no
+// room, which is refused with the others that are too long.
+inline uint32_t LongestAnswer(const v1::GetModelInfoResponse& model, int64_t prompt_tokens) {
+  return static_cast<uint32_t>(
+      std::max<int64_t>(int64_t{model.max_context_length()} - prompt_tokens, 1));
+}
 
 }  // namespace kvasir::coordinator

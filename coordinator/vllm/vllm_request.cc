@@ -1,7 +1,5 @@
 #include "coordinator/vllm/vllm_request.h"
 
-#include <algorithm>
-
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
@@ -135,10 +133,9 @@ absl::StatusOr<v1::GenerateRequest> FromVllm(const engine::GenerateRequest& requ
                      ": kvasir.v1.Generation streams those of longer prompts"));
   }
   KVASIR_ASSIGN_OR_RETURN(const v1::GetModelInfoResponse model, api.ModelInfo());
-  const int64_t room = int64_t{model.max_context_length()} - prompt_tokens;
   sampling.set_max_tokens(request.sampling_params().has_max_tokens()
                               ? request.sampling_params().max_tokens()
-                              : static_cast<uint32_t>(std::max<int64_t>(room, 1)));
+                              : LongestAnswer(model, prompt_tokens));
   if (sampling.has_logprobs() && !request.stream() && sampling.max_tokens() > kMostScoredTokens) {
     return absl::InvalidArgumentError(absl::StrCat(
         "sampling_params.logprobs is set for an answer of up to ", sampling.max_tokens(),

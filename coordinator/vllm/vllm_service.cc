@@ -8,7 +8,7 @@
 #include "absl/status/status.h"
 #include "absl/time/clock.h"
 
-#include "coordinator/request/call_origin.h"
+#include "coordinator/request/grpc_call.h"
 #include "coordinator/vllm/vllm_answer.h"
 #include "coordinator/vllm/vllm_request.h"
 #include "kvstore/format/block.h"
@@ -18,12 +18,6 @@ namespace kvasir::coordinator {
 namespace {
 
 namespace engine = ::vllm::grpc::engine;
-
-grpc::ServerUnaryReactor* Answer(grpc::CallbackServerContext* context, const absl::Status& status) {
-  grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
-  reactor->Finish(proto::ToGrpcStatus(status));
-  return reactor;
-}
 
 }  // namespace
 
@@ -76,8 +70,8 @@ grpc::ServerUnaryReactor* VllmService::Embed(grpc::CallbackServerContext* contex
                                              const engine::EmbedRequest* request,
                                              engine::EmbedResponse*) {
   connections_.OnMessage(context->peer(), request->ByteSizeLong());
-  return Answer(context, absl::UnimplementedError(
-                             "Embed: this server generates text and computes no embeddings"));
+  return EndCall(context, absl::UnimplementedError(
+                              "Embed: this server generates text and computes no embeddings"));
 }
 
 grpc::ServerUnaryReactor* VllmService::HealthCheck(grpc::CallbackServerContext* context,
@@ -87,7 +81,7 @@ grpc::ServerUnaryReactor* VllmService::HealthCheck(grpc::CallbackServerContext* 
   const v1::GetServerInfoResponse info = api_.ServerInfo({});
   response->set_healthy(info.state() == v1::SERVER_STATE_SERVING);
   response->set_message(info.state_reason());
-  return Answer(context, absl::OkStatus());
+  return EndCall(context, absl::OkStatus());
 }
 
 grpc::ServerUnaryReactor* VllmService::Abort(grpc::CallbackServerContext* context,
@@ -95,7 +89,7 @@ grpc::ServerUnaryReactor* VllmService::Abort(grpc::CallbackServerContext* contex
                                              engine::AbortResponse*) {
   connections_.OnMessage(context->peer(), request->ByteSizeLong());
   const absl::Status known = CallerOf(*context, api_).status();
-  if (!known.ok()) return Answer(context, known);
+  if (!known.ok()) return EndCall(context, known);
   std::vector<std::shared_ptr<Stream>> aborted;
   {
     kernels::MutexLock lock(mu_);
@@ -109,7 +103,7 @@ grpc::ServerUnaryReactor* VllmService::Abort(grpc::CallbackServerContext* contex
   for (const std::shared_ptr<Stream>& stream : aborted) {
     stream->Abort(absl::CancelledError("the request was ended by Abort"));
   }
-  return Answer(context, absl::OkStatus());
+  return EndCall(context, absl::OkStatus());
 }
 
 grpc::ServerUnaryReactor* VllmService::GetModelInfo(grpc::CallbackServerContext* context,
@@ -117,9 +111,9 @@ grpc::ServerUnaryReactor* VllmService::GetModelInfo(grpc::CallbackServerContext*
                                                     engine::GetModelInfoResponse* response) {
   connections_.OnMessage(context->peer(), request->ByteSizeLong());
   const absl::Status known = CallerOf(*context, api_).status();
-  if (!known.ok()) return Answer(context, known);
+  if (!known.ok()) return EndCall(context, known);
   const absl::StatusOr<v1::GetModelInfoResponse> info = api_.ModelInfo();
-  if (!info.ok()) return Answer(context, info.status());
+  if (!info.ok()) return EndCall(context, info.status());
   response->set_model_path(info->model_path());
   response->set_is_generation(true);
   response->set_max_context_length(info->max_context_length());
@@ -132,7 +126,7 @@ grpc::ServerUnaryReactor* VllmService::GetModelInfo(grpc::CallbackServerContext*
     response->add_eos_token_ids(static_cast<int32_t>(id));
   }
   response->set_max_req_input_len(static_cast<int32_t>(info->max_context_length()) - 1);
-  return Answer(context, absl::OkStatus());
+  return EndCall(context, absl::OkStatus());
 }
 
 grpc::ServerUnaryReactor* VllmService::GetServerInfo(grpc::CallbackServerContext* context,
@@ -140,7 +134,7 @@ grpc::ServerUnaryReactor* VllmService::GetServerInfo(grpc::CallbackServerContext
                                                      engine::GetServerInfoResponse* response) {
   connections_.OnMessage(context->peer(), request->ByteSizeLong());
   const absl::Status known = CallerOf(*context, api_).status();
-  if (!known.ok()) return Answer(context, known);
+  if (!known.ok()) return EndCall(context, known);
   const v1::GetServerInfoResponse info = api_.ServerInfo({});
   response->set_active_requests(info.requests_running() + info.requests_waiting());
   response->set_is_paused(info.state() == v1::SERVER_STATE_DRAINING);
@@ -151,7 +145,7 @@ grpc::ServerUnaryReactor* VllmService::GetServerInfo(grpc::CallbackServerContext
   response->set_data_parallel_size(1);
   response->set_block_size(static_cast<int32_t>(kvstore::kBlockTokens));
   response->set_max_num_seqs(static_cast<int32_t>(info.max_num_seqs()));
-  return Answer(context, absl::OkStatus());
+  return EndCall(context, absl::OkStatus());
 }
 
 }  // namespace kvasir::coordinator

@@ -10,38 +10,17 @@ import tempfile
 import unittest
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+from support import pypi  # noqa: E402
 from support.chat_model import link_chat_model  # noqa: E402
-from support.service import BUILD, Service  # noqa: E402
+from support.service import Service  # noqa: E402
 
 PACKAGE = "openai==3.57.0"
 CLIENT = pathlib.Path(__file__).with_name("openai_client.py")
 
 
-def python_with_package():
-    """A Python that has the package; the reason as text when it cannot be had."""
-    folder = BUILD / "pypi" / PACKAGE
-    python = folder / "bin" / "python"
-    marker = folder / "complete"
-    if marker.exists():
-        return python, ""
-    try:
-        for command in ([sys.executable, "-m", "venv", "--clear", folder],
-                        [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--retries=1",
-                         "--timeout=10", PACKAGE]):
-            run = subprocess.run(command, capture_output=True, text=True, timeout=120)
-            if run.returncode != 0:
-                return None, (run.stderr or run.stdout).strip()[-300:]
-    except subprocess.TimeoutExpired as error:
-        return None, str(error)
-    marker.touch()
-    return python, ""
-
-
 class OpenAi(unittest.TestCase):
     def test_the_package_runs_unmodified(self):
-        python, missing = python_with_package()
-        if python is None:
-            self.skipTest(f"{PACKAGE} cannot be had from PyPI: {missing}")
+        python = pypi.environment(PACKAGE) / "bin" / "python"
         folder = link_chat_model(self.enterContext(tempfile.TemporaryDirectory(prefix="kvasir-openai-")))
         with Service(model=folder, flags=["--max-num-seqs=64", "--served-model-name=needle-8k"]) as service:
             run = subprocess.run([python, CLIENT, f"http://{service.http_address}/v1", "needle-8k"], capture_output=True,

@@ -32,7 +32,6 @@ struct AnswerSetup {
   std::vector<v1::GenerateRequest> prompts;  // without ids
   AnswerOptions options;
   std::string request_id;
-  std::shared_ptr<const Caller> caller = nullptr;  // null on a server without API keys
   std::unique_ptr<AnswerFormat> format = nullptr;
   std::string prompt_field = {};  // name of the prompt in errors
 };

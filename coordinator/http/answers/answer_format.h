@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <optional>
 #include <string>
 
@@ -20,6 +21,18 @@ struct ToldTokens {
   // Log probabilities of the prompt, in a whole answer that was asked for them.
   const v1::PromptLogprobs* prompt = nullptr;
 };
+
+// How one answer is called, whatever its form.
+struct AnswerName {
+  std::string id;
+  std::string model;
+  int64_t created = 0;  // Unix time, s
+};
+
+// Returns the members that every chunk and every whole answer has.
+inline nlohmann::json AnswerHead(const char* object, const AnswerName& name) {
+  return {{"id", name.id}, {"object", object}, {"created", name.created}, {"model", name.model}};
+}
 
 class AnswerFormat {
  public:

@@ -19,11 +19,6 @@ json TokenJson(const Tokenizer& tokenizer, uint32_t id, float logprob) {
 
 }  // namespace
 
-json ChatFormat::Head(const char* object) const {
-  return {
-      {"id", setup_.id}, {"object", object}, {"created", setup_.created}, {"model", setup_.model}};
-}
-
 std::optional<json> ChatFormat::Opening(size_t choice) {
   return json{{"index", choice},
               {"delta", {{"role", "assistant"}, {"content", ""}}},
@@ -53,10 +48,10 @@ json ChatFormat::Logprobs(const v1::Tokens& tokens) const {
   json content = json::array();
   for (int i = 0; i < tokens.logprobs_size(); ++i) {
     const v1::TokenLogprobs& logprobs = tokens.logprobs(i);
-    json token = TokenJson(setup_.tokenizer, tokens.token_ids(i), logprobs.logprob());
+    json token = TokenJson(tokenizer_, tokens.token_ids(i), logprobs.logprob());
     json top = json::array();
     for (const v1::TopLogprob& other : logprobs.top()) {
-      top.push_back(TokenJson(setup_.tokenizer, other.token_id(), other.logprob()));
+      top.push_back(TokenJson(tokenizer_, other.token_id(), other.logprob()));
     }
     token["top_logprobs"] = std::move(top);
     content.push_back(std::move(token));

@@ -27,11 +27,7 @@ struct CompletionFormat::Lists {
 };
 
 CompletionFormat::CompletionFormat(CompletionFormatSetup setup)
-    : setup_(std::move(setup)),
-      head_({{"id", setup_.id},
-             {"object", "text_completion"},
-             {"created", setup_.created},
-             {"model", setup_.model}}) {}
+    : setup_(std::move(setup)), head_(AnswerHead("text_completion", setup_.name)) {}
 
 std::optional<json> CompletionFormat::ChunkPrompt(size_t choice,
                                                   const v1::PromptLogprobs& logprobs) {
@@ -74,6 +70,13 @@ void CompletionFormat::AddText(size_t choice, uint32_t id, Lists& lists) {
   offsets_[choice] += TokenCharacters(setup_.tokenizer, id);
 }
 
+void CompletionFormat::AddToken(size_t choice, uint32_t id, float logprob, json top, Lists& lists) {
+  AddText(choice, id, lists);
+  top[lists.tokens.back().get_ref<const std::string&>()] = logprob;
+  lists.token_logprobs.push_back(logprob);
+  lists.top_logprobs.push_back(std::move(top));
+}
+
 void CompletionFormat::AddPrompt(size_t choice, const v1::PromptLogprobs& prompt, Lists& lists) {
   if (prompt.has_first_token_id()) {
     AddText(choice, prompt.first_token_id(), lists);
@@ -82,28 +85,22 @@ void CompletionFormat::AddPrompt(size_t choice, const v1::PromptLogprobs& prompt
   }
   const auto count = static_cast<int>(prompt.top_count());
   for (int i = 0; i < prompt.token_ids_size(); ++i) {
-    AddText(choice, prompt.token_ids(i), lists);
     json top = json::object();
     for (int n = i * count; n < (i + 1) * count; ++n) {
       top.emplace(TokenText(setup_.tokenizer, prompt.top_token_ids(n)), prompt.top_logprobs(n));
     }
-    top[lists.tokens.back().get_ref<const std::string&>()] = prompt.logprobs(i);
-    lists.token_logprobs.push_back(prompt.logprobs(i));
-    lists.top_logprobs.push_back(std::move(top));
+    AddToken(choice, prompt.token_ids(i), prompt.logprobs(i), std::move(top), lists);
   }
 }
 
 void CompletionFormat::AddTokens(size_t choice, const v1::Tokens& tokens, Lists& lists) {
   for (int i = 0; i < tokens.logprobs_size(); ++i) {
     const v1::TokenLogprobs& logprobs = tokens.logprobs(i);
-    AddText(choice, tokens.token_ids(i), lists);
     json top = json::object();
     for (const v1::TopLogprob& other : logprobs.top()) {
       top.emplace(TokenText(setup_.tokenizer, other.token_id()), other.logprob());
     }
-    top[lists.tokens.back().get_ref<const std::string&>()] = logprobs.logprob();
-    lists.token_logprobs.push_back(logprobs.logprob());
-    lists.top_logprobs.push_back(std::move(top));
+    AddToken(choice, tokens.token_ids(i), logprobs.logprob(), std::move(top), lists);
   }
 }
 

@@ -14,9 +14,7 @@ namespace kvasir::coordinator {
 
 struct CompletionFormatSetup {
   const Tokenizer& tokenizer;
-  std::string id;
-  std::string model;
-  int64_t created = 0;                   // Unix time, s
+  AnswerName name;
   size_t n = 1;                          // choices of each prompt
   std::vector<std::string> echoes = {};  // texts of the prompts, where they are told; or empty
 };
@@ -39,7 +37,9 @@ class CompletionFormat final : public AnswerFormat {
   struct Lists;
   void AddPrompt(size_t choice, const v1::PromptLogprobs& prompt, Lists& lists);
   void AddTokens(size_t choice, const v1::Tokens& tokens, Lists& lists);
-  // Adds the token with its text and offset, and moves the offset on.
+  // Adds the token, with the most probable ones in its place.
+  void AddToken(size_t choice, uint32_t id, float logprob, nlohmann::json top, Lists& lists);
+  // Adds the token's text and offset, and moves the offset on.
   void AddText(size_t choice, uint32_t id, Lists& lists);
 
   const CompletionFormatSetup setup_;

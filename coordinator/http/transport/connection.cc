@@ -59,6 +59,8 @@ class Connection::ConnectionExchange final
         request_id_(request_.request_id) {}
 
   const HttpRequest& request() const override { return request_; }
+  void set_caller(std::shared_ptr<const Caller> caller) override { caller_ = std::move(caller); }
+  const std::shared_ptr<const Caller>& caller() const override { return caller_; }
   std::string TakeBody() override { return std::move(request_.body); }
   void set_request_id(const std::string& id) override { request_id_ = id; }
   const std::string& request_id() const { return request_id_; }
@@ -124,6 +126,7 @@ class Connection::ConnectionExchange final
 
   const std::shared_ptr<Connection> connection_;
   HttpRequest request_;
+  std::shared_ptr<const Caller> caller_;
   std::string request_id_;
   std::atomic<bool> waking_ = false;
   kernels::Mutex mu_;

@@ -13,6 +13,7 @@
 #include "absl/status/status.h"
 #include "absl/time/time.h"
 
+#include "coordinator/security/caller.h"
 #include "coordinator/time/clock.h"
 
 namespace kvasir::coordinator {
@@ -55,6 +56,10 @@ class Exchange {
   virtual ~Exchange() = default;
 
   virtual const HttpRequest& request() const = 0;
+  // Sets whose key the request has; null, as at first, on a server without API keys. Called before
+  // the exchange is handed on.
+  virtual void set_caller(std::shared_ptr<const Caller> caller) = 0;
+  virtual const std::shared_ptr<const Caller>& caller() const = 0;
   // Moves out the body, for handlers that keep it no longer than they need it. Called once.
   virtual std::string TakeBody() = 0;
   // Sets the id that the answer shows in x-request-id. Called before Reply or Stream.

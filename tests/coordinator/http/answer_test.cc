@@ -23,6 +23,8 @@ using ::testing::HasSubstr;
 class FakeExchange final : public Exchange {
  public:
   const HttpRequest& request() const override { return request_; }
+  void set_caller(std::shared_ptr<const Caller> caller) override { caller_ = std::move(caller); }
+  const std::shared_ptr<const Caller>& caller() const override { return caller_; }
   std::string TakeBody() override { return ""; }
   void set_request_id(const std::string& id) override { request_.request_id = id; }
   void set_on_gone(std::function<void(const absl::Status&)> on_gone) override {
@@ -44,6 +46,7 @@ class FakeExchange final : public Exchange {
 
  private:
   HttpRequest request_;
+  std::shared_ptr<const Caller> caller_;
 };
 
 // Keeps the sinks of the requests that were started.
@@ -93,7 +96,7 @@ class AnswerTest : public ::testing::Test {
     request.mutable_sampling()->set_seed(5);
     AnswerSetup setup = {.prompts = {request}, .options = options, .request_id = "id"};
     setup.format = std::make_unique<CompletionFormat>(CompletionFormatSetup{
-        .tokenizer = api_.tokenizer(), .id = "cmpl-id", .model = "m", .n = 1});
+        .tokenizer = api_.tokenizer(), .name = {.id = "cmpl-id", .model = "m"}, .n = 1});
     setup.prompt_field = "prompt";
     Answer::Start(api_, exchange_, std::move(setup));
   }

@@ -17,6 +17,8 @@ using kvasir::testing::FakeClock;
 class Client final : public Exchange {
  public:
   const HttpRequest& request() const override { return request_; }
+  void set_caller(std::shared_ptr<const Caller>) override {}
+  const std::shared_ptr<const Caller>& caller() const override { return caller_; }
   std::string TakeBody() override { return ""; }
   void set_request_id(const std::string&) override {}
   void set_on_gone(std::function<void(const absl::Status&)> on_gone) override {
@@ -46,6 +48,7 @@ class Client final : public Exchange {
   const std::string& content_type() const { return content_type_; }
 
  private:
+  const std::shared_ptr<const Caller> caller_;
   HttpRequest request_;
   HttpReply reply_;
   std::string content_type_;

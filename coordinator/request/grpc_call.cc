@@ -1,8 +1,10 @@
-#include "coordinator/request/call_origin.h"
+#include "coordinator/request/grpc_call.h"
 
 #include <utility>
 
 #include "absl/strings/string_view.h"
+
+#include "proto/grpc_status.h"
 
 namespace kvasir::coordinator {
 namespace {
@@ -32,6 +34,13 @@ RequestOrigin OriginOfCall(grpc::CallbackServerContext& context, const v1::Gener
       [&api] { return api.NewRequestId(); }, api.Now());
   context.AddInitialMetadata(kRequestIdHeader, HeaderText(origin.request_id));
   return origin;
+}
+
+grpc::ServerUnaryReactor* EndCall(grpc::CallbackServerContext* context,
+                                  const absl::Status& status) {
+  grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
+  reactor->Finish(proto::ToGrpcStatus(status));
+  return reactor;
 }
 
 }  // namespace kvasir::coordinator

@@ -1,11 +1,13 @@
-// Who sends a request that comes over gRPC, and its origin, from the metadata of its call. Called
-// by the gRPC services. Thread-safe.
+// Parts of a call that both gRPC services share: who sends it, the origin of its request, the
+// answer of a unary one. Functions without state: thread-safe.
 #pragma once
 
 #include <memory>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "grpcpp/server_context.h"
+#include "grpcpp/support/server_callback.h"
 
 #include "coordinator/request/generation_api.h"
 #include "coordinator/request/request_origin.h"
@@ -22,5 +24,8 @@ absl::StatusOr<std::shared_ptr<const Caller>> CallerOf(const grpc::CallbackServe
 // the request's id into the initial metadata of the answer, `x-request-id`.
 RequestOrigin OriginOfCall(grpc::CallbackServerContext& context, const v1::GenerateRequest& request,
                            std::shared_ptr<const Caller> caller, GenerationApi& api);
+
+// Ends a unary call that has its answer, or an error.
+grpc::ServerUnaryReactor* EndCall(grpc::CallbackServerContext* context, const absl::Status& status);
 
 }  // namespace kvasir::coordinator
