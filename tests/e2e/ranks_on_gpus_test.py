@@ -69,7 +69,7 @@ class TwoGpus(unittest.TestCase):
             for _ in stream:
                 pass
         took = time.monotonic() - begin
-        print(f"{number.name} behind {replies} replies: {raised.exception.code().name} after {took:.2f} s: {raised.exception.details()}")
+        print(f"{number.name} after {replies} replies: {raised.exception.code().name} after {took:.2f} s: {raised.exception.details()}")
         self.assertLess(took, ERROR_WITHIN_S)
         if number == signal.SIGSTOP:
             os.kill(int(workers[1]), signal.SIGCONT)

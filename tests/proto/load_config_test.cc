@@ -37,7 +37,7 @@ TEST_F(LoadConfigTest, EveryDefaultOfTheSchemaIsValid) {
   ASSERT_TRUE(Load({"--model=m"}).ok());
   EXPECT_EQ(config_.scheduler().max_num_batched_tokens(), 0u);
   EXPECT_TRUE(config_.scheduler().enable_prefix_caching());
-  EXPECT_EQ(config_.rank_timeout(), 5);
+  EXPECT_EQ(config_.rank_timeout(), 4);
   v1::WorkerConfig worker;
   v1::GenerateCommandConfig generate;
   for (google::protobuf::Message* message :
