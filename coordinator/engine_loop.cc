@@ -13,19 +13,12 @@ namespace {
 
 using kernels::MutexLock;
 
-// Returns the status of a request that ends because the group did. Only two codes make sense to a
-// client; details are dropped.
+// Returns why there is no group as clients are told. Only two codes make sense to them; details are
+// dropped.
 absl::Status ForClients(const absl::Status& lost) {
   const absl::StatusCode code =
       absl::IsInternal(lost) ? absl::StatusCode::kInternal : absl::StatusCode::kUnavailable;
   return absl::Status(code, absl::StrCat("the worker group failed: ", lost.message()));
-}
-
-// True when trying again will not help.
-bool IsPermanent(const absl::Status& status) {
-  return absl::IsInvalidArgument(status) || absl::IsFailedPrecondition(status) ||
-         absl::IsNotFound(status) || absl::IsResourceExhausted(status) ||
-         absl::IsUnimplemented(status) || absl::IsUnauthenticated(status);
 }
 
 }  // namespace
@@ -36,6 +29,7 @@ EngineLoop::EngineLoop(EngineLoopOptions options, WorkerGroup& group, Clock& clo
       group_(group),
       clock_(clock),
       metrics_(metrics),
+      requests_(absl::Seconds(options_.scheduler.max_request_time()), [this] { RequestEnded(); }),
       inbox_(options_.scheduler),
       not_ready_because_(absl::UnavailableError("the worker group is being formed")) {
   group_.SetLossCallback([this](const absl::Status& why) {
@@ -92,7 +86,7 @@ void EngineLoop::Cancel(SequenceId id, const absl::Status& why) {
   std::unique_ptr<Request> request;
   {
     MutexLock lock(mu_);
-    if (!info_.has_value()) return;  // every request has ended or is about to
+    if (stop_.has_value()) return;  // every request has ended or is about to
     request = inbox_.Take(id);
     if (request == nullptr) {
       inbox_.AddCancellation({.id = id, .why = why});
@@ -170,96 +164,143 @@ void EngineLoop::Run() {
       MutexLock lock(mu_);
       lost_ = absl::OkStatus();
     }
-    absl::StatusOr<Formed> formed = Form();
+    absl::StatusOr<FormedGroup> formed = Form();
     absl::Status why = formed.status();
     if (formed.ok()) {
       const TimePoint since = clock_.Now();
       why = Serve(*std::move(formed));
-      // A group that is lost as soon as it is formed counts like one that cannot be formed.
-      if (Between(since, clock_.Now()) > options_.longest_retry) retry = options_.first_retry;
+      // A group that is lost before it is of use counts like one that cannot be formed.
+      const bool was_of_use =
+          has_answered_ || Between(since, clock_.Now()) > options_.longest_retry;
+      if (was_of_use) retry = options_.first_retry;
     }
     group_.Disband();
     if (!PauseBeforeRetry(retry, why)) break;
     retry = std::min(2 * retry, options_.longest_retry);
   }
+  const absl::Status stopped = [this] {
+    MutexLock lock(mu_);
+    return *stop_;
+  }();
+  Dispatch(survivors_.EndAll(stopped, clock_.Now()));
   KVASIR_CHECK(requests_.empty());
 }
 
-absl::StatusOr<EngineLoop::Formed> EngineLoop::Form() {
-  Formed formed;
-  KVASIR_ASSIGN_OR_RETURN(formed.info, group_.Form());
-  if (options_.check_group) KVASIR_RETURN_IF_ERROR(options_.check_group(formed.info));
-  const v1::SchedulerConfig& config = options_.scheduler;
-  KVASIR_ASSIGN_OR_RETURN(
-      formed.scheduler,
-      Scheduler::Create({.group_epoch = formed.info.epoch,
-                         .num_ranks = static_cast<int64_t>(formed.info.ranks.size()),
-                         .device_blocks = formed.info.device_blocks,
-                         .disk_blocks = formed.info.disk_blocks,
-                         .attention_parity_tokens = formed.info.attention_parity_tokens,
-                         .mass_unmeasured = formed.info.mass_unmeasured,
-                         .vocab_size = formed.info.vocab_size,
-                         .weights_hash = formed.info.weights_hash,
-                         .kv_form = formed.info.kv_form,
-                         .max_num_seqs = config.max_num_seqs(),
-                         .max_num_batched_tokens = config.max_num_batched_tokens(),
-                         .max_queue_len = config.max_queue_len(),
-                         .max_queued_tokens = config.max_queued_tokens(),
-                         .enable_prefix_caching = config.enable_prefix_caching()},
-                        kvstore::PrefixIndex::Create(formed.info.host_blocks, kvstore::HashBlock,
-                                                     options_.block_listener)));
-  KVASIR_RETURN_IF_ERROR(UpdateTiers(*formed.scheduler));
-  return formed;
+absl::StatusOr<FormedGroup> EngineLoop::Form() {
+  std::thread forming([this] {
+    absl::StatusOr<FormedGroup> formed =
+        FormGroup(group_, {.scheduler = options_.scheduler,
+                           .check_group = options_.check_group,
+                           .block_listener = options_.block_listener});
+    MutexLock lock(mu_);
+    formed_ = std::move(formed);
+    changed_.NotifyAll();
+  });
+  LookAfterWaiting([this]() REQUIRES(mu_) { return formed_.has_value(); }, std::nullopt);
+  forming.join();  // soon, as Stop interrupts it
+  MutexLock lock(mu_);
+  return *std::exchange(formed_, std::nullopt);
 }
 
 // Serves until the group is lost or the loop stops; returns why.
-absl::Status EngineLoop::Serve(Formed formed) {
+absl::Status EngineLoop::Serve(FormedGroup formed) {
+  scheduler_ = std::move(formed.scheduler);
+  has_answered_ = false;
+  if (absl::Status heard = UpdateTiers(); !heard.ok()) {
+    scheduler_.reset();
+    return heard;
+  }
   SetReady(formed.info);
-  Scheduler& scheduler = *formed.scheduler;
-  const absl::Status why = ServeUntilLost(scheduler);
+  Dispatch(scheduler_->TakeOver(std::exchange(survivors_, {}), clock_.Now()));
+  const absl::Status why = ServeUntilLost();
   group_.Disband();
+  Apply(SetNotReady(formed.info, why));
+  survivors_ = scheduler_->GiveUp();
+  PublishState();
+  const int64_t preempted = scheduler_->stats().preempted_loss;
+  scheduler_.reset();  // and with it the index of what the group had cached
+  OnLoss(why, preempted);
+  return why;
+}
+
+void EngineLoop::OnLoss(const absl::Status& why, int64_t preempted) {
   {
     MutexLock lock(mu_);
-    resting_ = true;
+    if (stop_.has_value()) return;  // then all of them end
   }
-  // Requests that come from here on are refused at once; those that came before end below.
-  SetNotReady(formed.info, why);
-  Dispatch(scheduler.FailAll(why, clock_.Now()), scheduler);
-  FailQueued(why);
-  PublishState(scheduler);
-  return why;
+  std::vector<Event> ended = survivors_.CountLoss(why, clock_.Now());
+  spdlog::warn(
+      "lost the worker group, forming it again: {}; {} sequences preempted, {} requests wait for "
+      "it, {} ended after {} losses without a token",
+      std::string(why.message()), preempted, survivors_.stats().waiting, ended.size(),
+      Survivors::kMostLosses);
+  Dispatch(std::move(ended));
+  requests_.OnGroupLost();
 }
 
 // Returns false when the loop stops.
 bool EngineLoop::PauseBeforeRetry(absl::Duration retry, const absl::Status& why) {
-  MutexLock lock(mu_);
-  if (stop_.has_value()) return false;
-  // A reason is logged once: here, or by the server when it ends with it before it has served.
-  const bool is_told = is_retrying_ && why == not_ready_because_;
-  const bool is_last = IsPermanent(why) && !has_served_;
-  if (!is_told && !is_last) spdlog::warn("no worker group, trying again: {}", why.ToString());
-  not_ready_because_ = why;
-  is_retrying_ = true;
-  state_changed_.NotifyAll();
-  const TimePoint until = After(clock_.Now(), retry);
-  while (!stop_.has_value() && clock_.Now() < until) clock_.Wait(mu_, changed_, until);
-  return !stop_.has_value();
+  {
+    MutexLock lock(mu_);
+    if (stop_.has_value()) return false;
+    // A reason is logged once: here, where a group was lost, or by the server when it ends with it
+    // before it has served.
+    const bool is_told = is_retrying_ && why == not_ready_because_;
+    const bool is_last = IsPermanent(why) && !has_served_;
+    if (!is_told && !is_last) spdlog::warn("no worker group, trying again: {}", why.ToString());
+    not_ready_because_ = why;
+    is_retrying_ = true;
+    state_changed_.NotifyAll();
+  }
+  return LookAfterWaiting([] { return false; }, After(clock_.Now(), retry));
 }
 
-// Steps until the group is lost or the loop must stop. Returns the status that requests end with.
-absl::Status EngineLoop::ServeUntilLost(Scheduler& scheduler) {
-  Wait wait = Wait::kForEvents;
+bool EngineLoop::LookAfterWaiting(absl::FunctionRef<bool()> is_over,
+                                  std::optional<TimePoint> until) {
   for (;;) {
-    KVASIR_ASSIGN_OR_RETURN(Inbox::Contents arrived, AwaitArrivals(wait, scheduler));
-    if (const absl::Status heard = UpdateTiers(scheduler); !heard.ok()) return ForClients(heard);
-    Apply(std::move(arrived), scheduler);
-    EndOverdue(scheduler);
-    Scheduler::Planned planned = scheduler.NextPlan(clock_.Now());
-    Dispatch(std::move(planned.events), scheduler);
+    const std::optional<TimePoint> overdue = requests_.NextOverdue();
+    const auto has_passed = [this](std::optional<TimePoint> time) {
+      return time.has_value() && clock_.Now() >= *time;
+    };
+    Inbox::Contents arrived;
+    {
+      MutexLock lock(mu_);
+      while (!stop_.has_value() && !is_over() && !has_passed(until) && !has_passed(overdue) &&
+             inbox_.empty()) {
+        WaitUntil(Earlier(until, overdue));
+      }
+      if (stop_.has_value()) return false;
+      if (is_over() || has_passed(until)) return true;
+      arrived = inbox_.TakeAll();
+    }
+    Apply(std::move(arrived));
+    EndOverdue();
+  }
+}
+
+// Waits for a change, or for the time.
+void EngineLoop::WaitUntil(std::optional<TimePoint> deadline) {
+  if (deadline.has_value()) {
+    clock_.Wait(mu_, changed_, *deadline);
+  } else {
+    changed_.Wait(mu_);
+  }
+}
+
+// Steps until the group is lost or the loop must stop. Returns why.
+absl::Status EngineLoop::ServeUntilLost() {
+  Wait wait = Wait::kNo;  // requests may have come with the group before
+  for (;;) {
+    KVASIR_ASSIGN_OR_RETURN(Inbox::Contents arrived, AwaitArrivals(wait));
+    if (const absl::Status heard = UpdateTiers(); !heard.ok()) return ForClients(heard);
+    Apply(std::move(arrived));
+    EndOverdue();
+    Scheduler::Planned planned = scheduler_->NextPlan(clock_.Now());
+    Dispatch(std::move(planned.events));
     const bool is_sent = planned.plan.has_value();
     if (is_sent) KVASIR_RETURN_IF_ERROR(EndOf(group_.Send(*planned.plan)));
-    wait = scheduler.unanswered_plans() > 0 ? Wait::kNo : Wait::kForEvents;
-    const bool may_plan = is_sent && scheduler.unanswered_plans() < Scheduler::kMostPlans;
+    wait = scheduler_->unanswered_plans() > 0 ? Wait::kNo : Wait::kForEvents;
+    const bool may_plan = is_sent && scheduler_->unanswered_plans() < Scheduler::kMostPlans;
     if (may_plan || wait == Wait::kForEvents) continue;
     absl::StatusOr<v1::StepReply> reply = group_.AwaitReply();
     if (!reply.ok()) return EndOf(reply.status());
@@ -267,9 +308,10 @@ absl::Status EngineLoop::ServeUntilLost(Scheduler& scheduler) {
       MutexLock lock(mu_);
       tiers_ = reply->tiers();
     }
-    absl::StatusOr<std::vector<Event>> events = scheduler.OnReply(*reply, clock_.Now());
+    absl::StatusOr<std::vector<Event>> events = scheduler_->OnReply(*reply, clock_.Now());
     if (!events.ok()) return ForClients(events.status());
-    Dispatch(*std::move(events), scheduler);
+    has_answered_ = true;
+    Dispatch(*std::move(events));
   }
 }
 
@@ -279,8 +321,8 @@ absl::Status EngineLoop::EndOf(const absl::Status& group) const {
   return stop_.has_value() ? *stop_ : ForClients(group);
 }
 
-absl::StatusOr<Inbox::Contents> EngineLoop::AwaitArrivals(Wait wait, const Scheduler& scheduler) {
-  const std::optional<TimePoint> deadline = scheduler.NextDeadline();
+absl::StatusOr<Inbox::Contents> EngineLoop::AwaitArrivals(Wait wait) {
+  const std::optional<TimePoint> deadline = scheduler_->NextDeadline();
   MutexLock lock(mu_);
   for (;;) {
     if (stop_.has_value()) return *stop_;
@@ -292,37 +334,31 @@ absl::StatusOr<Inbox::Contents> EngineLoop::AwaitArrivals(Wait wait, const Sched
     }
     resting_ = true;
     state_changed_.NotifyAll();
-    if (deadline.has_value()) {
-      clock_.Wait(mu_, changed_, *deadline);
-    } else {
-      changed_.Wait(mu_);
-    }
+    WaitUntil(deadline);
   }
 }
 
-absl::Status EngineLoop::UpdateTiers(Scheduler& scheduler) {
+absl::Status EngineLoop::UpdateTiers() {
   {
     MutexLock lock(mu_);
     if (!std::exchange(tier_reports_, false)) return absl::OkStatus();
   }
   const TimePoint now = clock_.Now();
   for (const RankTierReport& from : group_.TakeTierReports()) {
-    KVASIR_RETURN_IF_ERROR(scheduler.OnTierReport(from.rank, from.report, now));
+    KVASIR_RETURN_IF_ERROR(scheduler_->OnTierReport(from.rank, from.report, now));
   }
   return absl::OkStatus();
 }
 
 // Cancels before it adds, so that cancelled requests make room for new ones.
-void EngineLoop::Apply(Inbox::Contents arrived, Scheduler& scheduler) {
+void EngineLoop::Apply(Inbox::Contents arrived) {
   for (const Inbox::Cancellation& cancellation : arrived.cancelled) {
-    auto finish = scheduler.Cancel(cancellation.id, cancellation.why, clock_.Now());
-    if (finish.has_value()) OnFinish(*std::move(finish));
+    EndSequence(cancellation.id, cancellation.why);
   }
-  for (std::unique_ptr<Request>& request : arrived.submitted) {
-    const absl::Status added = scheduler.Add(request->TakeSpec());
+  for (std::unique_ptr<Request>& request : arrived.submitted) {  // none while no group is formed
+    const absl::Status added = scheduler_->Add(request->TakeSpec());
     if (added.ok()) {
-      const SequenceId id = request->sequence();
-      requests_.emplace(id, std::move(request));
+      requests_.Add(std::move(request));
     } else {
       request->Refuse(added);
       RequestEnded();
@@ -331,46 +367,30 @@ void EngineLoop::Apply(Inbox::Contents arrived, Scheduler& scheduler) {
 }
 
 // Called before every plan. While there are requests there are steps, so none is overdue for long.
-void EngineLoop::EndOverdue(Scheduler& scheduler) {
-  const TimePoint now = clock_.Now();
-  const absl::Duration longest = absl::Seconds(options_.scheduler.max_request_time());
-  std::vector<SequenceId> overdue;
-  for (const auto& [id, request] : requests_) {
-    if (Between(request->arrival(), now) > longest) overdue.push_back(id);
-  }
-  const absl::Status why = absl::DeadlineExceededError(
-      absl::StrCat("the request is not done after ", absl::FormatDuration(longest),
-                   ", this server's --max-request-time"));
-  for (const SequenceId id : overdue) {
-    if (auto finish = scheduler.Cancel(id, why, now)) OnFinish(*std::move(finish));
-  }
+void EngineLoop::EndOverdue() {
+  for (const SequenceId id : requests_.Overdue(clock_.Now())) EndSequence(id, requests_.TooLate());
 }
 
-void EngineLoop::Dispatch(std::vector<Event> events, Scheduler& scheduler) {
-  PublishState(scheduler);  // before clients see the events
+void EngineLoop::EndSequence(SequenceId id, const absl::Status& why) {
+  const TimePoint now = clock_.Now();
+  std::optional<FinishEvent> finish =
+      scheduler_ != nullptr ? scheduler_->Cancel(id, why, now) : survivors_.Cancel(id, why, now);
+  if (!finish.has_value()) return;
+  PublishState();
+  requests_.OnEvent(*std::move(finish), now);
+}
+
+void EngineLoop::Dispatch(std::vector<Event> events) {
+  PublishState();  // before clients see the events
   const TimePoint now = clock_.Now();
   for (Event& event : events) {
-    if (const auto* progress = std::get_if<ProgressEvent>(&event)) {
-      requests_.at(progress->id)->OnProgress(*progress, now);
-    } else if (auto* scores = std::get_if<PromptLogprobsEvent>(&event)) {
-      requests_.at(scores->id)->OnPromptLogprobs(std::move(*scores));
-    } else if (const auto* token = std::get_if<TokenEvent>(&event)) {
-      if (requests_.at(token->id)->OnToken(*token, now) == Request::Verdict::kGoOn) continue;
-      // When it was the last token anyway, the next event is its end.
-      std::optional<FinishEvent> finish = scheduler.StopEarly(token->id, now);
-      PublishState(scheduler);
-      if (finish.has_value()) OnFinish(*std::move(finish));
-    } else {
-      OnFinish(std::get<FinishEvent>(std::move(event)));
-    }
+    const std::optional<SequenceId> stopped = requests_.OnEvent(std::move(event), now);
+    if (!stopped.has_value()) continue;
+    // When it was the last token anyway, the next event is its end.
+    std::optional<FinishEvent> finish = scheduler_->StopEarly(*stopped, now);
+    PublishState();
+    if (finish.has_value()) requests_.OnEvent(*std::move(finish), now);
   }
-}
-
-void EngineLoop::OnFinish(FinishEvent event) {
-  const auto it = requests_.find(event.id);
-  it->second->Finish(event.status, std::move(event.summary), clock_.Now());
-  requests_.erase(it);
-  RequestEnded();
 }
 
 void EngineLoop::RequestEnded() {
@@ -379,8 +399,8 @@ void EngineLoop::RequestEnded() {
   state_changed_.NotifyAll();
 }
 
-void EngineLoop::PublishState(const Scheduler& scheduler) {
-  const SchedulerStats stats = scheduler.stats();
+void EngineLoop::PublishState() {
+  const SchedulerStats stats = scheduler_ != nullptr ? scheduler_->stats() : survivors_.stats();
   metrics_.SchedulerState(stats);
   MutexLock lock(mu_);
   if (stats.disk_set_aside && !scheduler_stats_.disk_set_aside) {
@@ -393,19 +413,7 @@ void EngineLoop::PublishState(const Scheduler& scheduler) {
 }
 
 void EngineLoop::SetReady(const GroupInfo& info) {
-  metrics_.GroupFormed({.num_device_blocks = info.device_blocks,
-                        .num_host_blocks = info.host_blocks,
-                        .num_disk_blocks = info.disk_blocks,
-                        .kv_cache_dtype = info.kv_form.substr(info.kv_form.find('/') + 1),
-                        .tensor_parallel_size = static_cast<int64_t>(info.addresses.size())});
-  for (size_t i = 0; i < info.addresses.size(); ++i) {
-    metrics_.WorkerUp(static_cast<int64_t>(i), true);
-  }
-  spdlog::info("serving: epoch {}, {} workers, context of {} tokens", info.epoch,
-               info.addresses.size(), info.max_model_len);
-  const auto tokens = [](int64_t blocks) { return blocks * kvstore::kBlockTokens; };
-  spdlog::info("KV fits {} tokens: device {}, host {}, disk {}", tokens(info.host_blocks),
-               tokens(info.device_blocks), tokens(info.host_blocks), tokens(info.disk_blocks));
+  Announce(info, metrics_);
   {
     MutexLock lock(mu_);
     info_ = info;
@@ -420,31 +428,23 @@ void EngineLoop::SetReady(const GroupInfo& info) {
   state_changed_.NotifyAll();
 }
 
-void EngineLoop::SetNotReady(const GroupInfo& info, const absl::Status& why) {
+Inbox::Contents EngineLoop::SetNotReady(const GroupInfo& info, const absl::Status& why) {
+  Inbox::Contents arrived;
   {
     MutexLock lock(mu_);
+    arrived = inbox_.TakeAll();
+    resting_ = true;
     info_.reset();
     is_announced_ = false;
     not_ready_because_ = why;
+    is_retrying_ = true;
     if (!stop_.has_value()) metrics_.GroupLost();
   }
   for (size_t i = 0; i < info.addresses.size(); ++i) {
     metrics_.WorkerUp(static_cast<int64_t>(i), false);
   }
   if (options_.on_readiness) options_.on_readiness(false);
-}
-
-// Refuses requests that were submitted but not yet seen by a scheduler.
-void EngineLoop::FailQueued(const absl::Status& why) {
-  Inbox::Contents arrived;
-  {
-    MutexLock lock(mu_);
-    arrived = inbox_.TakeAll();
-  }
-  for (std::unique_ptr<Request>& request : arrived.submitted) {
-    request->Refuse(why);
-    RequestEnded();
-  }
+  return arrived;
 }
 
 }  // namespace kvasir::coordinator

@@ -2,7 +2,9 @@
 // steps and hands out the results, and forms the group again when it is lost. It sleeps when there
 // is nothing to do. Made by the server, called by the service's threads. Thread-safe.
 //
-// A request submitted here ends exactly once, whatever happens to the group or the server.
+// A request submitted here ends exactly once, whatever happens to the group or the server. It
+// outlives the group: when that is lost, the request waits for the next one, in its place, and goes
+// on at its next token. Meanwhile it can be cancelled and run out of time, and no new ones come.
 #pragma once
 
 #include <atomic>
@@ -13,14 +15,17 @@
 #include <thread>
 #include <vector>
 
-#include "absl/container/flat_hash_map.h"
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 
+#include "coordinator/formed_group.h"
 #include "coordinator/group/worker_group.h"
 #include "coordinator/inbox.h"
+#include "coordinator/live_requests.h"
 #include "coordinator/metrics/metrics.h"
 #include "coordinator/request/request.h"
 #include "coordinator/scheduling/scheduler.h"
+#include "coordinator/scheduling/survivors.h"
 #include "coordinator/time/clock.h"
 #include "kernels/base/mutex.h"
 #include "kvstore/index/block_listener.h"
@@ -30,7 +35,8 @@ namespace kvasir::coordinator {
 
 struct EngineLoopOptions {
   v1::SchedulerConfig scheduler;
-  // Pause between attempts to form the group; doubles from first_retry to longest_retry.
+  // Pause between attempts to form the group; doubles from first_retry to longest_retry while no
+  // group answers a step.
   absl::Duration first_retry = absl::Milliseconds(100);
   absl::Duration longest_retry = absl::Seconds(10);
   // Time from Start after which WaitUntilReady gives up when an attempt to form a group fails.
@@ -48,7 +54,7 @@ struct EngineStatus {
   absl::Status serving = {};  // OK, or why requests are refused
   bool draining = false;
   std::optional<GroupInfo> group = {};  // the formed group
-  SchedulerStats scheduler = {};        // of that group
+  SchedulerStats scheduler = {};        // of that group; without one, of the requests that wait
   v1::TierUsage tiers = {};             // after its last step
 };
 
@@ -62,7 +68,8 @@ class EngineLoop {
 
   SequenceId NewSequenceId() { return SequenceId(next_sequence_.fetch_add(1)); }
   // Takes the request, which the loop answers from now on: with UNAVAILABLE at once when no group
-  // is formed or the server drains.
+  // is formed or the server drains. A router then has another server for it; a request that was
+  // taken has not.
   void Submit(std::unique_ptr<Request> request) EXCLUDES(mu_);
   // Ends a request: at once, freeing its place, when no step has seen it, otherwise before the next
   // plan. Does nothing when the request has ended.
@@ -85,31 +92,34 @@ class EngineLoop {
 
  private:
   enum class Wait { kForEvents, kNo };
-  struct Formed {
-    GroupInfo info;
-    std::unique_ptr<Scheduler> scheduler;
-  };
 
   void Run() EXCLUDES(mu_);
-  absl::StatusOr<Formed> Form();
-  absl::Status Serve(Formed formed);
+  // Forms the group on a thread of its own, and looks after the requests that wait for it.
+  absl::StatusOr<FormedGroup> Form() EXCLUDES(mu_);
+  absl::Status Serve(FormedGroup formed);
+  // Counts the loss, of which `why` tells; with it so many sequences were preempted.
+  void OnLoss(const absl::Status& why, int64_t preempted) EXCLUDES(mu_);
   bool PauseBeforeRetry(absl::Duration retry, const absl::Status& why) EXCLUDES(mu_);
-  absl::Status ServeUntilLost(Scheduler& scheduler);
-  // Returns the status that requests end with after the group has failed with `group`.
+  // Cancels and ends requests that wait for a group, until `is_over` (called with mu_), `until` or
+  // the end of the loop. False when the loop must end.
+  bool LookAfterWaiting(absl::FunctionRef<bool()> is_over, std::optional<TimePoint> until)
+      EXCLUDES(mu_);
+  void WaitUntil(std::optional<TimePoint> deadline) REQUIRES(mu_);
+  absl::Status ServeUntilLost();
+  // Returns why no requests are served after the group has failed with `group`.
   absl::Status EndOf(const absl::Status& group) const EXCLUDES(mu_);
   // Returns the requests and cancellations since the last call. Waits for one, for a tier report or
   // until the scheduler's deadline. Returns an error when the group or the loop must end.
-  absl::StatusOr<Inbox::Contents> AwaitArrivals(Wait wait, const Scheduler& scheduler)
-      EXCLUDES(mu_);
-  absl::Status UpdateTiers(Scheduler& scheduler);
-  void Apply(Inbox::Contents arrived, Scheduler& scheduler);
-  void EndOverdue(Scheduler& scheduler);
-  void Dispatch(std::vector<Event> events, Scheduler& scheduler);
-  void OnFinish(FinishEvent event);
-  void PublishState(const Scheduler& scheduler) EXCLUDES(mu_);
+  absl::StatusOr<Inbox::Contents> AwaitArrivals(Wait wait) EXCLUDES(mu_);
+  absl::Status UpdateTiers();
+  void Apply(Inbox::Contents arrived);
+  void EndOverdue();
+  void EndSequence(SequenceId id, const absl::Status& why);
+  void Dispatch(std::vector<Event> events);
+  void PublishState() EXCLUDES(mu_);
   void SetReady(const GroupInfo& info) EXCLUDES(mu_);
-  void SetNotReady(const GroupInfo& info, const absl::Status& why) EXCLUDES(mu_);
-  void FailQueued(const absl::Status& why) EXCLUDES(mu_);
+  // Refuses requests from now on. Returns what has arrived before.
+  Inbox::Contents SetNotReady(const GroupInfo& info, const absl::Status& why) EXCLUDES(mu_);
   void RequestEnded() EXCLUDES(mu_);
   absl::Status NotServing() const REQUIRES(mu_);
 
@@ -121,7 +131,10 @@ class EngineLoop {
   TimePoint started_ = {};  // constant after Start
 
   // The loop's thread.
-  absl::flat_hash_map<SequenceId, std::unique_ptr<Request>> requests_;
+  LiveRequests requests_;
+  std::unique_ptr<Scheduler> scheduler_;  // null while no group is formed
+  Survivors survivors_;                   // wait meanwhile
+  bool has_answered_ = false;             // the group has answered a step
 
   mutable kernels::Mutex mu_;
   kernels::CondVar changed_;        // the inbox, tier reports, loss, stopping
@@ -135,8 +148,9 @@ class EngineLoop {
   bool is_retrying_ GUARDED_BY(mu_) = false;  // not_ready_because_ is the last attempt's error
   bool has_served_ GUARDED_BY(mu_) = false;   // a group was formed once
   absl::Status lost_ GUARDED_BY(mu_);
-  bool tier_reports_ GUARDED_BY(mu_) = false;  // there are reports to take
-  bool resting_ GUARDED_BY(mu_) = true;        // there is nothing to tell the ranks
+  std::optional<absl::StatusOr<FormedGroup>> formed_ GUARDED_BY(mu_);  // set when forming is done
+  bool tier_reports_ GUARDED_BY(mu_) = false;                          // there are reports to take
+  bool resting_ GUARDED_BY(mu_) = true;  // there is nothing to tell the ranks
   bool draining_ GUARDED_BY(mu_) = false;
   std::optional<absl::Status> stop_ GUARDED_BY(mu_);
   int64_t live_requests_ GUARDED_BY(mu_) = 0;  // submitted, not ended

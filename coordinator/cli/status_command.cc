@@ -114,6 +114,8 @@ const char* StateName(v1::RequestState state) {
       return "reading";
     case v1::REQUEST_STATE_ANSWERING:
       return "answering";
+    case v1::REQUEST_STATE_RESUMING:
+      return "resuming";
     default:
       return "?";
   }

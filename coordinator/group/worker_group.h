@@ -1,6 +1,6 @@
 // The tensor-parallel ranks as one: they form, step and fail together. Hidden: the streams, the
-// handshake, relaying the ranks' rendezvous, bounded waits, and comparing their answers. Owned and
-// called by the engine loop's thread, except where a function says otherwise.
+// handshake, relaying the ranks' rendezvous, bounded waits, and comparing their answers. Owned by
+// the engine loop and called by one thread at a time, except where a function says otherwise.
 #pragma once
 
 #include <cstdint>

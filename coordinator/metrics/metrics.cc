@@ -114,11 +114,13 @@ struct Metrics::Series {
   Counter& prefix_evictions =
       Counters("kvasir_prefix_cache_evictions_total", "Cached token blocks that made room.")
           .Add({});
-  Family<Counter>& preemptions =
-      Counters("kvasir_num_preemptions_total",
-               "Requests that gave up their blocks to others, by whether a disk tier keeps them.");
+  Family<Counter>& preemptions = Counters(
+      "kvasir_num_preemptions_total",
+      "Requests that gave up their blocks: to others, by whether a disk tier keeps them, or "
+      "with a worker group that was lost.");
   Counter& preempted_swap = preemptions.Add({{"kind", "swap"}});
   Counter& preempted_recompute = preemptions.Add({{"kind", "recompute"}});
+  Counter& preempted_loss = preemptions.Add({{"kind", "loss"}});
   Family<Counter>& resumed =
       Counters("kvasir_requests_resumed_total",
                "Preempted requests that run again, by where they found blocks of theirs.");
@@ -178,7 +180,7 @@ struct Metrics::Series {
       Gauges("kvasir_worker_up", "1 while the worker is part of the formed group.");
   Counter& groups_lost =
       Counters("kvasir_worker_group_losses_total",
-               "Formed groups that ended because a rank failed; all its requests failed with it.")
+               "Formed groups that ended because a rank failed; their requests wait for the next.")
           .Add({});
 
   struct Latencies {
@@ -299,6 +301,7 @@ void Metrics::SchedulerState(const SchedulerStats& stats) {
   advance(s.prefix_evictions, seen.index.evictions, stats.index.evictions);
   advance(s.preempted_swap, seen.preempted_swap, stats.preempted_swap);
   advance(s.preempted_recompute, seen.preempted_recompute, stats.preempted_recompute);
+  advance(s.preempted_loss, seen.preempted_loss, stats.preempted_loss);
   advance(s.resumed_disk, seen.resumed_disk, stats.resumed_disk);
   advance(s.resumed_host, seen.resumed_host, stats.resumed_host);
   advance(s.resumed_recompute, seen.resumed_recompute, stats.resumed_recompute);

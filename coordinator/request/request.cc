@@ -53,7 +53,10 @@ Request::Request(ParsedRequest parsed, StopStrings stops, RequestContext context
       stop_text_(parsed.stop_text),
       id_(std::move(context.id)),
       use_(std::move(context.use)),
-      sink_(std::move(context.sink)) {}
+      sink_(std::move(context.sink)) {
+  progress_.set_request_id(request_id());
+  progress_.set_prompt_tokens(static_cast<uint32_t>(accepted_.prompt_tokens));
+}
 
 Request::~Request() {
   if (sink_ != nullptr) Refuse(absl::InternalError("the server lost track of this request"));
@@ -63,19 +66,30 @@ SequenceSpec Request::TakeSpec() { return *std::exchange(spec_, std::nullopt); }
 
 void Request::OnProgress(const ProgressEvent& event, TimePoint now) {
   id_->OnProgress(event, now);
-  metrics_.PromptRead(event.processed_tokens - std::exchange(read_tokens_, event.processed_tokens));
+  metrics_.PromptRead(event.processed_tokens - int64_t{progress_.processed_tokens()});
   if (event.cached_tokens > 0) cache_ = Metrics::Cache::kHit;
-  v1::GenerateResponse response;
-  v1::Progress& progress = *response.mutable_progress();
-  progress.set_request_id(request_id());
-  progress.set_prompt_tokens(static_cast<uint32_t>(event.prompt_tokens));
-  progress.set_processed_tokens(static_cast<uint32_t>(event.processed_tokens));
-  progress.set_cached_tokens(static_cast<uint32_t>(event.cached_tokens));
+  progress_.set_processed_tokens(static_cast<uint32_t>(event.processed_tokens));
+  progress_.set_cached_tokens(static_cast<uint32_t>(event.cached_tokens));
+  progress_.clear_waits_for_worker();
+  progress_.clear_eta();
   if (event.eta.has_value()) {
     const int64_t nanos = absl::ToInt64Nanoseconds(*event.eta);
-    progress.mutable_eta()->set_seconds(nanos / 1'000'000'000);
-    progress.mutable_eta()->set_nanos(static_cast<int32_t>(nanos % 1'000'000'000));
+    progress_.mutable_eta()->set_seconds(nanos / 1'000'000'000);
+    progress_.mutable_eta()->set_nanos(static_cast<int32_t>(nanos % 1'000'000'000));
   }
+  WriteProgress();
+}
+
+void Request::OnGroupLost() {
+  id_->OnGroupLost();
+  progress_.set_waits_for_worker(true);
+  progress_.clear_eta();
+  WriteProgress();
+}
+
+void Request::WriteProgress() {
+  v1::GenerateResponse response;
+  *response.mutable_progress() = progress_;
   sink_->Write(std::move(response));
 }
 

@@ -51,6 +51,8 @@ class Request {
 
   void OnProgress(const ProgressEvent& event, TimePoint now);
   void OnPromptLogprobs(PromptLogprobsEvent event);
+  // The worker group is lost: the request waits for the next one, and then goes on.
+  void OnGroupLost();
   enum class Verdict { kGoOn, kStop };
   // Returns kStop when the answer ends in a stop string.
   Verdict OnToken(const TokenEvent& event, TimePoint now);
@@ -64,6 +66,7 @@ class Request {
   Request(ParsedRequest parsed, StopStrings stops, RequestContext context);
 
   const std::string& request_id() const { return accepted_.origin.request_id; }
+  void WriteProgress();
   std::string TextOf(const TokenEvent& event);
   // Writes what the tokens add to a text beside their log probabilities.
   void AddTexts(int32_t token, v1::TokenLogprobs& logprobs) const;
@@ -84,7 +87,7 @@ class Request {
   const StopMatcher::StopText stop_text_;
   std::optional<int64_t> matched_stop_;
   std::optional<TimePoint> last_token_at_;
-  int64_t read_tokens_ = 0;  // of the prompt, as far as progress was reported
+  v1::Progress progress_;  // as it was last reported
   Metrics::Cache cache_ = Metrics::Cache::kMiss;
   // Given back before the client learns of the end, so that it may use the id again at once.
   std::unique_ptr<RunningRequests::Lease> id_;

@@ -63,7 +63,9 @@ v1::RequestInfo Describe(const RunningRequest& request, TimePoint now) {
   info.set_cached_tokens(static_cast<uint32_t>(request.cached_tokens));
   info.set_answer_tokens(static_cast<uint32_t>(request.answer_tokens));
   info.set_max_tokens(static_cast<uint32_t>(request.max_tokens));
-  if (request.first_token_at.has_value()) {
+  if (request.resumes) {
+    info.set_state(v1::REQUEST_STATE_RESUMING);
+  } else if (request.first_token_at.has_value()) {
     DescribeAnswering(request, now, info);
   } else if (request.admitted_at.has_value()) {
     DescribeReading(request, now, info);
@@ -81,6 +83,7 @@ void RunningRequests::Lease::OnProgress(const ProgressEvent& event, TimePoint no
   RunningRequest& request = requests_.requests_.at(number_);
   if (!request.admitted_at.has_value()) request.admitted_at = now;
   request.progress_at = now;
+  request.resumes = false;
   request.processed_tokens = event.processed_tokens;
   request.cached_tokens = event.cached_tokens;
   request.eta = event.eta;
@@ -92,7 +95,13 @@ void RunningRequests::Lease::OnToken(const TokenEvent& event, TimePoint now) {
   RunningRequest& request = requests_.requests_.at(number_);
   if (!request.first_token_at.has_value()) request.first_token_at = now;
   request.answer_tokens = event.index + 1;
+  request.resumes = false;
   request.attention = event.attention;
+}
+
+void RunningRequests::Lease::OnGroupLost() {
+  MutexLock lock(requests_.mu_);
+  requests_.requests_.at(number_).resumes = true;
 }
 
 absl::StatusOr<std::unique_ptr<RunningRequests::Lease>> RunningRequests::Acquire(

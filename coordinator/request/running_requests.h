@@ -37,6 +37,7 @@ struct RunningRequest {
   std::optional<absl::Duration> eta = {};  // to the first token, at progress_at
   std::optional<TimePoint> first_token_at = {};
   int64_t answer_tokens = 0;
+  bool resumes = false;  // its worker group was lost after the last event
   AttentionSoFar attention = {};
 };
 
@@ -52,6 +53,7 @@ class RunningRequests {
 
     void OnProgress(const ProgressEvent& event, TimePoint now);
     void OnToken(const TokenEvent& event, TimePoint now);
+    void OnGroupLost();
 
    private:
     RunningRequests& requests_;

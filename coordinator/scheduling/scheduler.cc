@@ -55,22 +55,28 @@ absl::StatusOr<std::unique_ptr<Scheduler>> Scheduler::Create(
 absl::Status Scheduler::Add(SequenceSpec spec) {
   KVASIR_CHECK(!spec.prompt.empty() && spec.max_tokens >= 1);
   KVASIR_RETURN_IF_ERROR(CheckQueue(static_cast<int64_t>(spec.prompt.size())));
-  const PrefixHash scope =
-      kvstore::HashScope({.tenant = spec.tenant,
-                          .weights_hash = state_.options.weights_hash,
-                          .kv_form = state_.options.kv_form,
-                          .prefill_policy = CanonicalBytes(spec.policy.prefill)});
+  const PrefixHash scope = ScopeOf(spec);
   auto sequence = std::make_unique<Sequence>(std::move(spec), scope);
-  const int64_t capacity = state_.blocks.capacity();
-  if (sequence->blocks_at_most() > capacity) {
-    return absl::ResourceExhaustedError(
-        absl::StrCat("a prompt of ", sequence->prompt_tokens, " tokens and max_tokens of ",
-                     sequence->spec.max_tokens, " need ", sequence->blocks_at_most(), " blocks of ",
-                     kBlockTokens, " tokens, the host tier of a worker holds ", capacity,
-                     "; shorten the prompt, lower max_tokens, or raise --kv-host-size-gb"));
-  }
+  KVASIR_RETURN_IF_ERROR(CheckFits(*sequence));
   state_.sequences.Add(std::move(sequence));
   return absl::OkStatus();
+}
+
+PrefixHash Scheduler::ScopeOf(const SequenceSpec& spec) const {
+  return kvstore::HashScope({.tenant = spec.tenant,
+                             .weights_hash = state_.options.weights_hash,
+                             .kv_form = state_.options.kv_form,
+                             .prefill_policy = CanonicalBytes(spec.policy.prefill)});
+}
+
+absl::Status Scheduler::CheckFits(const Sequence& sequence) const {
+  const int64_t capacity = state_.blocks.capacity();
+  if (sequence.blocks_at_most() <= capacity) return absl::OkStatus();
+  return absl::ResourceExhaustedError(
+      absl::StrCat("a prompt of ", sequence.prompt_tokens, " tokens and max_tokens of ",
+                   sequence.spec.max_tokens, " need ", sequence.blocks_at_most(), " blocks of ",
+                   kBlockTokens, " tokens, the host tier of a worker holds ", capacity,
+                   "; shorten the prompt, lower max_tokens, or raise --kv-host-size-gb"));
 }
 
 absl::Status Scheduler::CheckQueue(int64_t prompt_tokens) const {
@@ -119,13 +125,40 @@ FinishEvent Scheduler::End(Sequence& sequence, const absl::Status& status, v1::F
   return event;
 }
 
-std::vector<Event> Scheduler::FailAll(const absl::Status& why, TimePoint now) {
-  std::vector<Event> events;
+// --- from one group to the next -----------------------------------------------------------------
+
+Survivors Scheduler::GiveUp() {
+  for (const UnansweredPlan& plan : unanswered_) {
+    for (const PlannedRow& row : plan.rows) {
+      Sequence* sequence = row.starts ? state_.sequences.Find(row.id) : nullptr;
+      if (sequence != nullptr) TakeBackStart(*sequence);
+    }
+  }
+  unanswered_.clear();
   for (Sequence* sequence : state_.sequences.OldestFirst()) {
-    events.push_back(End(*sequence, why, v1::FINISH_REASON_UNSPECIFIED, Blocks::kDiscard, now));
+    if (sequence->state == Sequence::State::kRunning) ++state_.counters.preempted_loss;
+    if (sequence->state != Sequence::State::kWaiting) state_.sequences.Preempt(*sequence);
+    sequence->LeaveGroup();
   }
   state_.sequences.FreeEnded();
-  unanswered_.clear();
+  return {state_.sequences.TakeAll(), state_.options.mass_unmeasured};
+}
+
+std::vector<Event> Scheduler::TakeOver(Survivors survivors, TimePoint now) {
+  std::vector<Event> events;
+  for (std::unique_ptr<Sequence>& taken : survivors.TakeAll()) {
+    Sequence& sequence = *taken;
+    state_.sequences.Add(std::move(taken));
+    absl::Status refused = CheckFits(sequence);
+    if (sequence.scope != ScopeOf(sequence.spec)) {
+      refused = absl::UnavailableError(
+          "the worker group was lost and came back with other weights or another form of KV, which "
+          "would go on otherwise; send the request again");
+    }
+    if (refused.ok()) continue;
+    events.emplace_back(
+        End(sequence, refused, v1::FINISH_REASON_UNSPECIFIED, Blocks::kDiscard, now));
+  }
   return events;
 }
 

@@ -26,6 +26,10 @@
 // that it finds and computes the rest as it did the first time, to the same bits. The oldest is
 // never preempted, and alone it fits: so all of them end.
 //
+// Loss. When the group is lost, all its requests are preempted with it. The scheduler of the next
+// group takes them over in the order of their arrival. Plans without an answer are forgotten: their
+// tokens are computed again, to the same bits, so that nobody can tell.
+//
 // Disk. restore_book.h says how blocks come back. When a request ends, its shareable blocks are
 // written while later steps run.
 //
@@ -57,6 +61,7 @@
 #include "coordinator/scheduling/scheduler_options.h"
 #include "coordinator/scheduling/scheduler_state.h"
 #include "coordinator/scheduling/sequence.h"
+#include "coordinator/scheduling/survivors.h"
 #include "coordinator/time/clock.h"
 #include "kvstore/index/prefix_index.h"
 #include "proto/kvasir/v1/generation.pb.h"
@@ -95,11 +100,15 @@ class Scheduler {
   absl::Status OnTierReport(int64_t rank, const v1::TierReport& report, TimePoint now);
 
   // Takes the ranks' common answer to the oldest unanswered plan. INTERNAL when it does not fit the
-  // plan: then the group is not to be trusted, call FailAll.
+  // plan: then the group is not to be trusted, call GiveUp.
   absl::StatusOr<std::vector<Event>> OnReply(const v1::StepReply& reply, TimePoint now);
 
-  // Ends every sequence, because the group is gone. Nothing may be added or planned afterwards.
-  std::vector<Event> FailAll(const absl::Status& why, TimePoint now);
+  // Preempts all sequences and gives them up, because the group is gone. Nothing may be added or
+  // planned afterwards.
+  Survivors GiveUp();
+  // Takes the sequences of the group before this one over. Ends those that this group would answer
+  // otherwise, with UNAVAILABLE, or cannot hold. REQUIRES: nothing was added before.
+  std::vector<Event> TakeOver(Survivors survivors, TimePoint now);
 
   SchedulerStats stats() const;
   // Slots, blocks and reservations add up; nothing is held when nobody runs. For tests.
@@ -112,6 +121,10 @@ class Scheduler {
       : state_(options, std::move(index)) {}
 
   absl::Status CheckQueue(int64_t prompt_tokens) const;
+  // RESOURCE_EXHAUSTED when the host tier could never hold the sequence.
+  absl::Status CheckFits(const Sequence& sequence) const;
+  // Start of the sequence's chain of hashes, which depends on the group's weights and KV.
+  kvstore::PrefixHash ScopeOf(const SequenceSpec& spec) const;
   FinishEvent End(Sequence& sequence, const absl::Status& status, v1::FinishReason reason,
                   Blocks blocks, TimePoint now);
 

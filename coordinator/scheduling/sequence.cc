@@ -90,6 +90,15 @@ bool Sequence::Publish(int64_t index, kvstore::PrefixIndex& prefix_index) const 
                                .tokens = block_tokens(index)});
 }
 
+void Sequence::LeaveGroup() {
+  unanswered_tokens = 0;
+  unanswered_samples = 0;
+  restore_tried = false;
+  known_tokens = 0;
+  waits_for.reset();
+  long_since.reset();
+}
+
 void Sequence::Account(const v1::RowAccounting& row, bool first) {
   if (first) {
     cached_by_tier.set_device(row.cached_device_tokens());

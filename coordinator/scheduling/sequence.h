@@ -106,6 +106,9 @@ struct Sequence {
   // PrefixIndex::Publish. REQUIRES: its hash is known.
   bool Publish(int64_t index, kvstore::PrefixIndex& prefix_index) const;
 
+  // Forgets what it had to do with the ranks of a group that is lost. REQUIRES: it waits.
+  void LeaveGroup();
+
   // Adds what the ranks report of one row. `first`: the row starts the sequence.
   void Account(const v1::RowAccounting& row, bool first);
   AttentionSoFar AttentionUntilNow() const;
@@ -139,6 +142,10 @@ struct Sequence {
   std::optional<kvstore::PrefixHash> waits_for;
   // Number of prompts that had been read when it was last found too long to pass another one.
   std::optional<int64_t> long_since;
+
+  bool is_planned = false;        // a plan of this group has named it
+  int64_t generated_at_loss = 0;  // generated() when a group was last lost that had planned it
+  int64_t losses = 0;             // of such groups in a row, without a new token
 
   int64_t scored = 0;           // positions of the prompt that have been scored
   int64_t reported_tokens = 0;  // the furthest progress that the client was told

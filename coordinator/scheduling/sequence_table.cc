@@ -57,6 +57,7 @@ void SequenceTable::Restore(Sequence& sequence, const std::vector<kvstore::Prefi
   KVASIR_CHECK(sequence.state == State::kWaiting);
   Leave(sequence);
   restores_.Begin(sequence, stored, now);
+  sequence.is_planned = true;
   sequence.state = State::kRestoring;
 }
 
@@ -67,6 +68,7 @@ void SequenceTable::Run(Sequence& sequence) {
                   &sequence);
   sequence.slot = idle_slots_.back();
   idle_slots_.pop_back();
+  sequence.is_planned = true;
   sequence.state = State::kRunning;
 }
 
@@ -80,6 +82,15 @@ void SequenceTable::BackToQueue(Sequence& sequence) {
   sequence.computed = 0;
   waiting_.push_front(&sequence);
   sequence.state = State::kWaiting;
+}
+
+void SequenceTable::Preempt(Sequence& sequence) {
+  if (sequence.state == State::kRunning) {
+    ++sequence.preemptions;
+    sequence.given_tokens = sequence.length();
+  }
+  BackToQueue(sequence);
+  sequence.restore_tried = false;
 }
 
 void SequenceTable::End(Sequence& sequence, Blocks blocks) {
@@ -119,6 +130,17 @@ void SequenceTable::UndoStartOfEnded(SequenceId id) {
 void SequenceTable::FreeEnded() {
   for (Ended& ended : ended_) FreeSlot(*ended.sequence);
   ended_.clear();
+}
+
+std::vector<std::unique_ptr<Sequence>> SequenceTable::TakeAll() {
+  std::vector<std::unique_ptr<Sequence>> all;
+  for (Sequence* sequence : OldestFirst()) {
+    KVASIR_CHECK(sequence->state == State::kWaiting);
+    all.push_back(std::move(sequences_.at(sequence->spec.id)));
+  }
+  sequences_.clear();
+  waiting_.clear();
+  return all;
 }
 
 absl::Status SequenceTable::CheckIntegrity() const {

@@ -12,8 +12,7 @@
 // that ended while it ran keeps its slot and its blocks until FreeEnded; one that ended before is
 // destroyed at once.
 //
-// When the group is lost, BackToQueue of every sequence, the youngest first, leaves a queue in the
-// order of arrival.
+// When the group is lost, all of them are preempted and leave the table by TakeAll.
 //
 // Called by the scheduler. Thread-compatible.
 #pragma once
@@ -67,12 +66,17 @@ class SequenceTable {
   void Run(Sequence& sequence);
   // Puts a sequence that holds blocks at the head of the queue. It gives up all that it holds.
   void BackToQueue(Sequence& sequence);
+  // The same for a sequence that gives way: when it runs again it reads its answer so far as well.
+  void Preempt(Sequence& sequence);
   void End(Sequence& sequence, Blocks blocks);
 
   // The sequence ended, and then the ranks refused the plan that started it: its slot is idle.
   void UndoStartOfEnded(SequenceId id);
   // Frees the slots and the blocks of the sequences that ended.
   void FreeEnded();
+
+  // Takes all sequences out, the oldest first. REQUIRES: all of them wait.
+  std::vector<std::unique_ptr<Sequence>> TakeAll();
 
   // States and slots add up. For tests.
   absl::Status CheckIntegrity() const;

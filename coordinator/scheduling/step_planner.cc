@@ -140,11 +140,8 @@ void StepPlanner::Preempt(Sequence& sequence) {
     plan_.AddFreeSlot(sequence.slot);
     SchedulerStats& counters = state_.counters;
     ++(state_.options.persists() ? counters.preempted_swap : counters.preempted_recompute);
-    ++sequence.preemptions;
-    sequence.given_tokens = sequence.length();
   }
-  state_.sequences.BackToQueue(sequence);
-  sequence.restore_tried = false;
+  state_.sequences.Preempt(sequence);
   state_.last_misfit = {};
 }
 

@@ -2,7 +2,9 @@
 // a Clock, so that in tests a fake one can pass hours at once. Implementations are thread-safe.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
+#include <optional>
 
 #include "absl/time/time.h"
 
@@ -15,6 +17,12 @@ using TimePoint = std::chrono::steady_clock::time_point;
 inline absl::Duration Between(TimePoint from, TimePoint to) { return absl::FromChrono(to - from); }
 inline TimePoint After(TimePoint from, absl::Duration duration) {
   return from + absl::ToChronoNanoseconds(duration);
+}
+
+// No time is later than every other one.
+inline std::optional<TimePoint> Earlier(std::optional<TimePoint> a, std::optional<TimePoint> b) {
+  if (!a.has_value() || !b.has_value()) return a.has_value() ? a : b;
+  return std::min(*a, *b);
 }
 
 class Clock {

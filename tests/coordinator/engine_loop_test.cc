@@ -1,3 +1,4 @@
+// The life of requests while the worker group is there. engine_loss_test.cc plays its loss.
 #include "coordinator/engine_loop.h"
 
 #include <thread>
@@ -5,83 +6,14 @@
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
-#include "prometheus/registry.h"
-#include "prometheus/text_serializer.h"
 
 #include "proto/grpc_status.h"
-#include "tests/coordinator/collected_response.h"
-#include "tests/support/fake_clock.h"
-#include "tests/support/fake_worker_group.h"
+#include "tests/coordinator/engine_loop_fixture.h"
 
 namespace kvasir::coordinator {
 namespace {
 
-using kvasir::testing::FakeClock;
-using kvasir::testing::FakeWorkerGroup;
-using kvasir::testing::SymbolicWorker;
 using ::testing::HasSubstr;
-
-class EngineLoopTest : public ::testing::Test {
- protected:
-  ~EngineLoopTest() override {
-    group_.ReleaseSteps();
-    group_.ReleaseForms();
-    loop_.Stop(absl::UnavailableError("the test is over"));
-    EXPECT_EQ(group_.illegal_plan(), absl::OkStatus());
-  }
-
-  static EngineLoopOptions Options() {
-    EngineLoopOptions options;
-    options.scheduler.set_max_num_seqs(4);
-    options.scheduler.set_max_num_batched_tokens(128);
-    options.scheduler.set_max_queue_len(4);
-    options.scheduler.set_max_queued_tokens(100000);
-    options.scheduler.set_max_request_time(3600);
-    options.scheduler.set_enable_prefix_caching(true);
-    return options;
-  }
-  void StartAndAwaitReady() {
-    loop_.Start();
-    ASSERT_EQ(loop_.WaitUntilReady(clock_.Now() + std::chrono::hours(1)), absl::OkStatus());
-  }
-
-  struct Submitted {
-    SequenceId id;
-    std::shared_ptr<CollectedResponse> response;
-  };
-  Submitted Submit(std::vector<int32_t> prompt, int64_t max_tokens,
-                   std::vector<std::string> stop = {}) {
-    Submitted submitted = {.id = loop_.NewSequenceId(),
-                           .response = std::make_shared<CollectedResponse>()};
-    const std::string name = absl::StrCat("r", submitted.id.value);
-    ParsedRequest parsed = {
-        .prompt = std::move(prompt), .max_tokens = max_tokens, .stop_strings = std::move(stop)};
-    parsed.policy.prefill.mutable_all();
-    parsed.policy.decode.mutable_all();
-    absl::StatusOr<std::unique_ptr<Request>> request =
-        Request::Create(std::move(parsed), {.tokenizer = *model_.tokenizer,
-                                            .metrics = metrics_,
-                                            .id = *running_.Acquire({.id = name}),
-                                            .sink = submitted.response,
-                                            .sequence = submitted.id,
-                                            .origin = {.request_id = name, .arrived = clock_.Now()},
-                                            .policy = "default"});
-    loop_.Submit(*std::move(request));
-    return submitted;
-  }
-  std::string MetricsText() {
-    return prometheus::TextSerializer().Serialize(metrics_.registry().Collect());
-  }
-
-  TestModel model_;
-  FakeClock clock_;
-  Metrics metrics_{"test", {"default"}};
-  RunningRequests running_;
-  // A small vocabulary, all of it ASCII.
-  FakeWorkerGroup group_{
-      {.max_num_seqs = 4, .max_num_batched_tokens = 128, .vocab_size = 128, .disk_blocks = 50}};
-  EngineLoop loop_{Options(), group_, clock_, metrics_};
-};
 
 TEST_F(EngineLoopTest, AnswersARequest) {
   StartAndAwaitReady();
@@ -159,63 +91,6 @@ TEST_F(EngineLoopTest, AFirstGroupIsTriedForAsLongAsTheStartMayTake) {
   const absl::Status end = loop_.WaitUntilReady(clock_.Now() + std::chrono::hours(1));
   EXPECT_EQ(end.code(), absl::StatusCode::kUnavailable);
   EXPECT_THAT(std::string(end.message()), HasSubstr("within 30s (--startup-timeout): no route"));
-}
-
-TEST_F(EngineLoopTest, WhenAStepFailsEveryRequestEndsAndTheGroupIsFormedAgain) {
-  StartAndAwaitReady();
-  group_.HoldSteps();
-  const int64_t steps = group_.steps_begun();
-  Submitted running = Submit(std::vector<int32_t>(100, 1), 10);
-  ASSERT_TRUE(group_.AwaitStepsBegun(steps + 1));
-  Submitted queued = Submit({1, 2}, 10);  // arrives while the step runs
-  group_.FailNextStep(absl::UnavailableError("worker 1 died"));
-  group_.ReleaseSteps();
-  for (const Submitted& submitted : {running, queued}) {
-    EXPECT_EQ(submitted.response->status().code(), absl::StatusCode::kUnavailable);
-    EXPECT_THAT(std::string(submitted.response->status().message()), HasSubstr("worker 1 died"));
-  }
-  clock_.AwaitWaiter();
-  clock_.Advance(absl::Seconds(1));
-  ASSERT_TRUE(group_.AwaitForms(2));
-  ASSERT_EQ(loop_.WaitUntilReady(clock_.Now() + std::chrono::hours(1)), absl::OkStatus());
-  EXPECT_EQ(loop_.ServedGroup()->epoch, 2u);
-  EXPECT_EQ(Submit({1, 2}, 3).response->status(), absl::OkStatus());
-  EXPECT_THAT(MetricsText(), HasSubstr("kvasir_worker_group_losses_total{model_name=\"test\"} 1"));
-}
-
-TEST_F(EngineLoopTest, ALossIsNoticedWhileNothingRuns) {
-  StartAndAwaitReady();
-  group_.Lose(absl::UnavailableError("worker 0 died"));
-  clock_.AwaitWaiter();  // it pauses before it tries again
-  EXPECT_EQ(loop_.ServedGroup().status().code(), absl::StatusCode::kUnavailable);
-  clock_.Advance(absl::Seconds(1));
-  EXPECT_TRUE(group_.AwaitForms(2));
-}
-
-TEST_F(EngineLoopTest, WhatALostGroupStoredIsRestoredByTheNext) {
-  StartAndAwaitReady();
-  const std::vector<int32_t> prompt(200, 7);
-  EXPECT_EQ(Submit(prompt, 1).response->status(), absl::OkStatus());
-  ASSERT_TRUE(group_.AwaitIdle(3));
-  ASSERT_TRUE(group_.AwaitStored(3));
-  group_.Lose(absl::UnavailableError("worker 0 is dead"));
-  clock_.AwaitWaiter();
-  clock_.Advance(absl::Milliseconds(101));
-  ASSERT_TRUE(group_.AwaitForms(2));
-  ASSERT_EQ(loop_.WaitUntilReady(clock_.Now() + std::chrono::hours(1)), absl::OkStatus());
-  const auto [id, response] = Submit(prompt, 3);
-  EXPECT_EQ(response->status(), absl::OkStatus());
-  EXPECT_EQ(response->token_ids(), SymbolicWorker::ExpectedTokens(prompt, 3, {}, 128));
-  EXPECT_EQ(group_.disk_reads(), 3);
-}
-
-TEST_F(EngineLoopTest, AReplyThatDoesNotFitItsPlanEndsTheGroup) {
-  StartAndAwaitReady();
-  group_.CorruptNextReply([](v1::StepReply& reply) { reply.set_step(99); });
-  EXPECT_EQ(Submit({1, 2}, 10).response->status().code(), absl::StatusCode::kInternal);
-  clock_.AwaitWaiter();
-  clock_.Advance(absl::Seconds(1));
-  EXPECT_TRUE(group_.AwaitForms(2));
 }
 
 TEST_F(EngineLoopTest, ACancelledRequestEndsBeforeTheNextStep) {

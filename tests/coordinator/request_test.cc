@@ -149,6 +149,29 @@ TEST_F(RequestTest, StreamsTokensAndTextAndEndsOnce) {
   EXPECT_EQ(sink_->finish().reason(), v1::FINISH_REASON_LENGTH);
 }
 
+TEST_F(RequestTest, ALostGroupIsToldWithTheProgressSoFar) {
+  std::unique_ptr<Request> request = Make({});
+  request->OnProgress({.id = SequenceId(1),
+                       .prompt_tokens = 100,
+                       .processed_tokens = 64,
+                       .cached_tokens = 32,
+                       .eta = absl::Seconds(1)},
+                      now_);
+  Feed(*request, "ab");
+  request->OnGroupLost();
+  EXPECT_EQ(running_.List(1, now_).at(0).state(), v1::REQUEST_STATE_RESUMING);
+  Feed(*request, "\n", Role::kLast);
+  request->Finish(absl::OkStatus(), Summary(v1::FINISH_REASON_LENGTH), now_);
+  const std::vector<v1::GenerateResponse> messages = sink_->messages();
+  ASSERT_THAT(messages, SizeIs(6));
+  const v1::Progress& waits = messages[3].progress();
+  EXPECT_TRUE(waits.waits_for_worker());
+  EXPECT_EQ(waits.processed_tokens(), 64u);
+  EXPECT_EQ(waits.cached_tokens(), 32u);
+  EXPECT_FALSE(waits.has_eta());
+  EXPECT_FALSE(messages[0].progress().waits_for_worker());
+}
+
 TEST_F(RequestTest, TextIsWholeUtf8) {
   std::unique_ptr<Request> request = Make({});
   Feed(*request, "\xE2\x82");

@@ -92,6 +92,19 @@ TEST_F(RunningRequestsTest, AnsweringHasTheRateSinceTheFirstToken) {
   EXPECT_NEAR(ToSeconds(Only().eta()), 39 / 5.0, 1e-6);
 }
 
+TEST_F(RunningRequestsTest, OneWhoseGroupWasLostResumesUntilItsNextEvent) {
+  const auto lease = Acquire("a");
+  lease->OnGroupLost();
+  EXPECT_EQ(Only().state(), v1::REQUEST_STATE_RESUMING);
+  lease->OnProgress({.id = SequenceId(1), .prompt_tokens = 1000, .processed_tokens = 64}, now_);
+  EXPECT_EQ(Only().state(), v1::REQUEST_STATE_READING);
+  lease->OnGroupLost();
+  EXPECT_EQ(Only().state(), v1::REQUEST_STATE_RESUMING);
+  EXPECT_EQ(Only().processed_tokens(), 64u);
+  lease->OnToken({.id = SequenceId(1), .index = 0}, now_);
+  EXPECT_EQ(Only().state(), v1::REQUEST_STATE_ANSWERING);
+}
+
 TEST_F(RunningRequestsTest, MassesAreMeansOfTheSamples) {
   const auto lease = Acquire("a");
   lease->OnToken({.id = SequenceId(1),

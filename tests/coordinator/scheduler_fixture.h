@@ -127,6 +127,20 @@ class SchedulerTest : public ::testing::Test {
     ASSERT_EQ(scheduler_->OnTierReport(0, stored, now_), absl::OkStatus());
   }
 
+  // Loses the group, and gives its sequences to the next one, which starts as Restart does. Returns
+  // the number of sequences that were preempted. Nobody is to blame for the loss.
+  int64_t Survive(const SymbolicWorkerOptions& worker) { return Survive(worker, Options(worker)); }
+  int64_t Survive(const SymbolicWorkerOptions& worker, SchedulerOptions options) {
+    Survivors survivors = scheduler_->GiveUp();
+    EXPECT_EQ(scheduler_->CheckIntegrity(), absl::OkStatus());
+    EXPECT_EQ(scheduler_->stats().index.held_blocks, 0);
+    const int64_t preempted = scheduler_->stats().preempted_loss;
+    options.group_epoch = ++epoch_;
+    Restart(worker, options);
+    Collect(scheduler_->TakeOver(std::move(survivors), now_));
+    return preempted;
+  }
+
   void Collect(std::vector<Event> events) {
     for (Event& event : events) {
       if (auto* token = std::get_if<TokenEvent>(&event)) {
@@ -172,6 +186,7 @@ class SchedulerTest : public ::testing::Test {
 
   TimePoint now_ = TimePoint() + std::chrono::hours(1);
   int64_t next_id_ = 0;
+  uint64_t epoch_ = 3;  // as in Options
   std::unique_ptr<SymbolicWorker> worker_;
   std::unique_ptr<Scheduler> scheduler_;
   v1::StepPlan plan_;

@@ -142,12 +142,11 @@ TEST_F(SchedulerTest, RepliesThatDoNotFitThePlanAreRefused) {
     v1::StepReply reply = *worker_->Execute(*planned.plan);
     corrupt(reply);
     EXPECT_EQ(scheduler_->OnReply(reply, now_).status().code(), absl::StatusCode::kInternal);
-    const std::vector<Event> events = scheduler_->FailAll(absl::UnavailableError("gone"), now_);
-    ASSERT_THAT(events, SizeIs(1));
-    EXPECT_EQ(std::get<FinishEvent>(events[0]).id, id);
-    EXPECT_EQ(std::get<FinishEvent>(events[0]).status, absl::UnavailableError("gone"));
+    Survivors survivors = scheduler_->GiveUp();
     EXPECT_EQ(scheduler_->CheckIntegrity(), absl::OkStatus());
     EXPECT_EQ(scheduler_->stats().index.held_blocks, 0);
+    Collect(survivors.EndAll(absl::UnavailableError("gone"), now_));
+    EXPECT_EQ(finished_.at(id).status, absl::UnavailableError("gone"));
   }
 }
 

@@ -57,22 +57,27 @@ TEST_F(SequenceTableTest, ASequenceThatGoesBackToTheQueueHoldsNothing) {
 }
 
 // As when the group is lost.
-TEST_F(SequenceTableTest, AllSequencesGoBackToTheQueueInTheOrderOfArrival) {
-  Sequence& first = AddRunning(1);
-  Sequence& second = Add(2);
-  second.reservation = blocks_.Reserve(2);
-  table_.Restore(second, {kvstore::PrefixHash()}, TimePoint());
-  Sequence& third = AddRunning(3);
-  Sequence& waiting = Add(4);
+TEST_F(SequenceTableTest, AllSequencesArePreemptedAndLeaveInTheOrderOfArrival) {
+  Sequence& first = Add(1);
+  Sequence& second = AddRunning(2);
+  Sequence& third = Add(3);
+  third.reservation = blocks_.Reserve(2);
+  table_.Restore(third, {kvstore::PrefixHash()}, TimePoint());
+  Sequence& fourth = AddRunning(4);
   EXPECT_EQ(table_.num_holding(), 3);
-  std::vector<Sequence*> sequences = table_.OldestFirst();
-  for (auto it = sequences.rbegin(); it != sequences.rend(); ++it) {
-    if ((*it)->state != State::kWaiting) table_.BackToQueue(**it);
-  }
-  EXPECT_THAT(table_.waiting(), ElementsAre(&first, &second, &third, &waiting));
+  for (Sequence* sequence : {&second, &third, &fourth}) table_.Preempt(*sequence);
   EXPECT_EQ(table_.num_holding(), 0);
   EXPECT_EQ(restores_.CheckIntegrity(), absl::OkStatus());
   EXPECT_EQ(blocks_.unreserved(), 10);
+  const std::vector<std::unique_ptr<Sequence>> all = table_.TakeAll();
+  ASSERT_EQ(all.size(), 4u);
+  size_t i = 0;
+  for (const Sequence* sequence : {&first, &second, &third, &fourth}) {
+    EXPECT_EQ(all[i++].get(), sequence);
+    EXPECT_EQ(sequence->is_planned, sequence != &first);
+  }
+  EXPECT_EQ(second.preemptions, 1);
+  EXPECT_EQ(third.preemptions, 0);  // it had not run
 }
 
 TEST_F(SequenceTableTest, OneThatEndsWhileItRunsKeepsItsBlocksUntilItIsFreed) {

@@ -57,7 +57,7 @@ AVAILABILITY = [
          {"model_name": "m", "instance": "c:9400", "rank": "1"},
          "rank 1 of c:9400 is in no group: nothing is served", "critical"),
     once("worker_group_losses_total", alert="KvasirGroupLost", where=of_coordinator, minutes=10,
-         summary="c:9400 lost its worker group; all its requests failed", severity="critical"),
+         summary="c:9400 lost its worker group; its requests wait for the next one"),
     Case("KvasirAdmissionStalled",
          {of_coordinator("num_requests_waiting"): "0x4 3x20", of_coordinator("num_requests_running"): "0x9 1x20"},
          {of_coordinator("num_requests_waiting"): "0x4 3x20", of_coordinator("num_requests_running"): "1x30"}, "6m",

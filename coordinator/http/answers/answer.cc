@@ -142,7 +142,8 @@ bool Answer::CountFirstToken(size_t choice) {
 Answer::Room Answer::Keep(size_t choice, v1::GenerateResponse response) {
   Choice& kept = choices_[choice];
   const auto n = static_cast<size_t>(setup_.options.n);
-  if (response.has_progress() && choice % n == 0 && !std::exchange(kept.read, true)) {
+  const bool admitted = response.has_progress() && !response.progress().waits_for_worker();
+  if (admitted && choice % n == 0 && !std::exchange(kept.read, true)) {
     usage_.AddPrompt(response.progress());
   }
   const size_t bytes = sizeof(Waiting) + response.SpaceUsedLong();
@@ -254,7 +255,9 @@ void Answer::Tell(Waiting& waiting, std::string& text) {
   Choice& choice = choices_[waiting.choice];
   if (waiting.response.has_progress()) {
     const v1::Progress& progress = waiting.response.progress();
-    if (progress.processed_tokens() < progress.prompt_tokens()) {
+    if (progress.waits_for_worker()) {
+      text += ": waiting for a worker\n\n";
+    } else if (progress.processed_tokens() < progress.prompt_tokens()) {
       absl::StrAppend(&text, ": reading prompt ", progress.processed_tokens(), "/",
                       progress.prompt_tokens(), "\n\n");
     }

@@ -143,6 +143,23 @@ TEST_F(AnswerTest, TheLastTokenWaitsForItsReason) {
   EXPECT_EQ(end.text.substr(end.text.size() - 14), "data: [DONE]\n\n");
 }
 
+TEST_F(AnswerTest, WhoWaitsForAWorkerIsToldByAComment) {
+  Start({.stream = true});
+  v1::GenerateResponse waits;
+  waits.mutable_progress()->set_prompt_tokens(100);
+  waits.mutable_progress()->set_waits_for_worker(true);
+  api_.sinks[0]->Write(waits);  // before it was admitted: nothing is known of its prompt's cache
+  EXPECT_EQ(exchange_->stream->Take().text, ": waiting for a worker\n\n");
+  Progress(0, 50);
+  Token(0, "a");
+  EXPECT_THAT(exchange_->stream->Take().text, HasSubstr(": reading prompt 50/100\n\n"));
+  api_.sinks[0]->Write(waits);
+  EXPECT_EQ(exchange_->stream->Take().text, ": waiting for a worker\n\n");
+  Token(0, "b", Place::kLast);
+  Finish(0);
+  EXPECT_THAT(exchange_->stream->Take().text, HasSubstr("\"text\":\"b\""));
+}
+
 TEST_F(AnswerTest, OnlyTheNewestProgressWaits) {
   Start({.stream = true});
   for (uint32_t i = 0; i < 100000; ++i) Progress(0, i % 100);

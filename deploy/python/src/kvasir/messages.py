@@ -8,11 +8,12 @@ from .v1 import generation_pb2
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """Sent while the prompt is read."""
+    """Sent while the prompt is read, and when the request has to wait for a worker."""
     processed_tokens: int
     prompt_tokens: int
     cached_tokens: int
     eta_s: Optional[float]  # to the first token; None: not known yet
+    waits_for_worker: bool = False  # perhaps in the middle of the answer, which then goes on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Assembler:
         if kind == "progress":
             said = response.progress
             eta = said.eta.ToTimedelta().total_seconds() if said.HasField("eta") else None
-            return Progress(said.processed_tokens, said.prompt_tokens, said.cached_tokens, eta)
+            return Progress(said.processed_tokens, said.prompt_tokens, said.cached_tokens, eta, said.waits_for_worker)
         if kind == "tokens":
             piece = Text(response.tokens.text, list(response.tokens.token_ids), list(response.tokens.logprobs))
             self._text.append(piece.text)
