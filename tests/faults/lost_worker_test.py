@@ -2,7 +2,7 @@
 
     lost_worker_test.py                                 # the short form: 40 faults
     lost_worker_test.py --kills=500 --stops=200         # the long form, with times of recovery
-    lost_worker_test.py --seed=7 --model=FOLDER
+    lost_worker_test.py --seed=7 --context=8000 --model=FOLDER
 
 Counters: req_lost, tok_dup, tok_missing, tok_diff are 0 in every run.
 """
@@ -19,7 +19,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 from support.tiny_model import make_tiny_model  # noqa: E402
 from group import Group  # noqa: E402
-from streams import LOAD, Streams  # noqa: E402
+from streams import Streams, load  # noqa: E402
 
 FLAGS = ["--mass-sample-rate=0", "--max-num-batched-tokens=256", "--kv-device-size-gb=0.05", "--kv-host-size-gb=0.2",
          "--max-model-len=8192", "--rank-timeout=1"]
@@ -33,11 +33,11 @@ def percentile(times, part):
     return sorted(times)[min(len(times) - 1, int(part * len(times)))]
 
 
-def with_stop_string(load, answers):
-    """Adds a request whose stop string is in the middle of a clean answer, and begins within one of its tokens' texts."""
+def with_stop_string(asked, answers):
+    """Adds a request whose stop string, of several tokens, is in the middle of a clean answer."""
     text = answers[0].text
     stop = text[len(text) // 2:len(text) // 2 + 9]
-    return [*load, dict(load[0], stop=stop)]
+    return [*asked, dict(asked[0], stop=stop)]
 
 
 class LostWorkers(unittest.TestCase):
@@ -62,7 +62,7 @@ class LostWorkers(unittest.TestCase):
         """Plays the faults, each when all streams of the one before go on. Returns the times to detect and to recover."""
         detected, recovered = [], []
         for kind in kinds:
-            time.sleep(rng.uniform(0.02, 0.3))
+            time.sleep(rng.uniform(0.02, 0.2))
             self.wait_until(lambda: any(streams.running), "no stream runs")
             before = len(streams.recoveries)
             losses = group.service.metric("kvasir_worker_group_losses_total")
@@ -79,10 +79,11 @@ class LostWorkers(unittest.TestCase):
         with tempfile.TemporaryDirectory(prefix="kvasir-faults-") as folder:
             model = OPTIONS.model or make_tiny_model(pathlib.Path(folder) / "model")
             with Group(model, ranks, [*FLAGS, *flags], disk_gb) as group:
-                load = with_stop_string(LOAD, Streams(group.service, LOAD[:1]).clean())
-                clean = Streams(group.service, load).clean()
+                asked = load(OPTIONS.context)
+                asked = with_stop_string(asked, Streams(group.service, asked[:1]).clean())
+                clean = Streams(group.service, asked).clean()
                 rng.shuffle(kinds)
-                with Streams(group.service, load) as streams:
+                with Streams(group.service, asked) as streams:
                     detected, recovered = self.faults(group, streams, kinds, rng)
                 self.compare(name, clean, streams, group, detected, recovered, kinds)
 
@@ -125,8 +126,9 @@ class LostWorkers(unittest.TestCase):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=32, help="SIGKILLs, of one rank or of all, in four runs")
-    parser.add_argument("--stops", type=int, default=8, help="SIGSTOPs for longer than the rank timeout")
+    parser.add_argument("--kills", type=int, default=36, help="SIGKILLs, of one rank or of all, in four runs")
+    parser.add_argument("--stops", type=int, default=4, help="SIGSTOPs for longer than the rank timeout")
+    parser.add_argument("--context", type=int, default=1000, help="tokens of the longest request")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--model", default="", help="a model folder; default: a random one that loads in no time")
     OPTIONS, rest = parser.parse_known_args()

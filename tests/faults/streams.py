@@ -19,21 +19,22 @@ def prompt(tokens):
     return [PROMPTS.randrange(3, 1400) for _ in range(tokens)]
 
 
-# Long in prefill, long in decode, and every state that a stream has beside its tokens: a random generator by index,
-# penalties, log probabilities of prompt and answer, a least number of tokens, a stop string that is partly sent.
-LOAD = [
-    dict(prompt=prompt(200), max_tokens=500, ignore_eos=True),
-    dict(prompt=prompt(100), max_tokens=400, ignore_eos=True, temperature=1.0, top_p=0.95, seed=11, logprobs=2,
-         presence_penalty=0.5, frequency_penalty=0.3, repetition_penalty=1.1),
-    dict(prompt=prompt(6000), max_tokens=60, ignore_eos=True),
-    dict(prompt=prompt(3000), max_tokens=150, ignore_eos=True, prompt_logprobs=1, temperature=0.8, seed=12),
-    dict(prompt=prompt(64 * 5), max_tokens=400, min_tokens=300, temperature=1.2, seed=13),
-]
+def load(context):
+    """Long in prefill, long in decode, and every state that a stream has beside its tokens: a random generator by index,
+    penalties, log probabilities of prompt and answer, a least number of tokens. `context`: tokens of the longest."""
+    return [
+        dict(prompt=prompt(200), max_tokens=200, ignore_eos=True),
+        dict(prompt=prompt(100), max_tokens=150, ignore_eos=True, temperature=1.0, top_p=0.95, seed=11, logprobs=2,
+             presence_penalty=0.5, frequency_penalty=0.3, repetition_penalty=1.1),
+        dict(prompt=prompt(context - 60), max_tokens=60, ignore_eos=True),
+        dict(prompt=prompt(context // 2 - 60), max_tokens=60, ignore_eos=True, prompt_logprobs=1, temperature=0.8, seed=12),
+        dict(prompt=prompt(64 * 5), max_tokens=150, min_tokens=100, temperature=1.2, seed=13),
+    ]
 
 
 @dataclass
 class Answer:
-    """What a client has of one stream. `waits` and `tokens_at` are times of messages."""
+    """What a client has of one stream. `repeated` and `missing` count tokens by their indices."""
     token_ids: List[int] = field(default_factory=list)
     text: str = ""
     logprobs: List[float] = field(default_factory=list)
