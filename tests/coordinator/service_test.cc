@@ -220,7 +220,9 @@ TEST_F(ServiceTest, WhenTheGroupFailsRunningRequestsGoOnAndLaterOnesRun) {
   uint32_t tokens = 0;
   while (reader->Read(&response)) {
     waited |= response.progress().waits_for_worker();
-    if (response.has_tokens()) EXPECT_EQ(response.tokens().index(), tokens);
+    if (response.has_tokens()) {
+      EXPECT_EQ(response.tokens().index(), tokens);
+    }
     tokens += static_cast<uint32_t>(response.tokens().token_ids_size());
   }
   EXPECT_TRUE(reader->Finish().ok());
