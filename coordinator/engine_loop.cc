@@ -25,7 +25,8 @@ absl::Status ForClients(const absl::Status& lost) {
 bool IsPermanent(const absl::Status& status) {
   return absl::IsInvalidArgument(status) || absl::IsFailedPrecondition(status) ||
          absl::IsNotFound(status) || absl::IsResourceExhausted(status) ||
-         absl::IsUnimplemented(status) || absl::IsUnauthenticated(status);
+         absl::IsUnimplemented(status) || absl::IsUnauthenticated(status) ||
+         absl::IsPermissionDenied(status);
 }
 
 }  // namespace
