@@ -25,7 +25,7 @@ using Material = std::shared_ptr<const TlsMaterial>;
 
 constexpr std::chrono::milliseconds kWatchTime(500);
 
-// What changes when files are replaced, in place or by a link to others.
+// Inode, size and time of each file: one of them changes when a file is replaced.
 using Versions = std::array<std::tuple<uint64_t, int64_t, int64_t>, 3>;
 
 Versions VersionsOnDisk(const TlsPaths& paths) {

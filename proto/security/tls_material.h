@@ -28,8 +28,8 @@ struct TlsMaterial {
   std::string key;
   std::string ca;
   absl::Time expires = absl::InfiniteFuture();  // end of `certificate`
-  // Of a server: for its connections that OpenSSL serves, HTTP/1.1 by ALPN. With `ca` a client
-  // must present a certificate.
+  // Context of a server's HTTP connections, which agree on HTTP/1.1 by ALPN. With `ca` a client
+  // must present a certificate. gRPC makes its own of the texts.
   std::shared_ptr<ssl_ctx_st> context;
 };
 

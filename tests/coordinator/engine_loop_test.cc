@@ -151,8 +151,7 @@ TEST_F(EngineLoopTest, WhatIsNotImplementedIsToldAtOnce) {
 TEST_F(EngineLoopTest, WhatIsNotPermittedIsToldAtOnce) {
   group_.FailForm(absl::PermissionDeniedError("/models/llama"));
   loop_.Start();
-  EXPECT_EQ(loop_.WaitUntilReady(clock_.Now() + std::chrono::hours(1)),
-            absl::PermissionDeniedError("/models/llama"));
+  EXPECT_TRUE(absl::IsPermissionDenied(loop_.WaitUntilReady(clock_.Now() + std::chrono::hours(1))));
 }
 
 // Bug: forming was tried again for ever after errors that might have mended.

@@ -11,6 +11,7 @@
 #include "boost/asio/write.hpp"
 #include "boost/beast/http/read.hpp"
 #include "coordinator/http/transport/error_reply.h"
+#include "coordinator/http/transport/request_id.h"
 #include "kernels/base/mutex.h"
 #include "proto/grpc_status.h"
 #include "proto/security/tls_socket.h"
@@ -34,18 +35,8 @@ constexpr absl::Duration kBodyTime = absl::Minutes(1);
 // Time in which a client may take the last answer of a connection that is about to be closed.
 constexpr absl::Duration kLingerTime = absl::Seconds(5);
 constexpr absl::Duration kRetry = absl::Seconds(5);
-constexpr size_t kMostIdBytes = 128;
 
 absl::string_view View(boost::beast::string_view text) { return {text.data(), text.size()}; }
-
-absl::Status CheckRequestId(absl::string_view id) {
-  const bool printable =
-      std::all_of(id.begin(), id.end(), [](char c) { return c > ' ' && c < '\x7f'; });
-  if (id.size() <= kMostIdBytes && printable) return absl::OkStatus();
-  return absl::InvalidArgumentError(absl::StrCat("the header x-request-id has ", id.size(),
-                                                 " bytes; it must have at most ", kMostIdBytes,
-                                                 ", printable ASCII without blanks"));
-}
 
 }  // namespace
 
@@ -153,9 +144,9 @@ void Connection::Start() {
 void Connection::OnAccepted(const absl::Status& accepted) {
   if (closed_) return;
   if (accepted.ok()) return ReadSome();
-  if (absl::IsInvalidArgument(accepted)) return RefuseSpeech(accepted);
   if (absl::IsCancelled(accepted)) return Leave(accepted);
-  context_.warnings.Warn(absl::StrCat(stream_.peer(), ": ", accepted.message()));
+  context_.warnings.Warn(absl::StrCat("refused ", stream_.peer(), ": ", accepted.message()));
+  if (absl::IsInvalidArgument(accepted)) return Refuse(accepted);
   Linger();  // the alert that says why is on its way
 }
 
@@ -202,7 +193,7 @@ void Connection::ReadHead() {
   if (closed_) return;
   if (context_.tls == nullptr &&
       proto::BeginsTls(*static_cast<const char*>(buffer_.data().data()))) {
-    return RefuseSpeech(absl::InvalidArgumentError("this port speaks no TLS; use http://"));
+    return OnAccepted(absl::InvalidArgumentError("this port speaks no TLS; use http://"));
   }
   parser_.emplace();
   parser_->header_limit(kMostHeadBytes);
@@ -412,11 +403,6 @@ void Connection::NextRequest() {
   if (buffer_.size() > 0) return ReadHead();
   Expect(kIdleTime);
   ReadSome();
-}
-
-void Connection::RefuseSpeech(const absl::Status& why) {
-  context_.warnings.Warn(absl::StrCat(stream_.peer(), ": a client was told: ", why.message()));
-  Refuse(why);
 }
 
 void Connection::Refuse(const absl::Status& why) {

@@ -62,7 +62,8 @@ class Connection : public std::enable_shared_from_this<Connection> {
   using Parser = boost::beast::http::parser</*isRequest=*/true, boost::beast::http::buffer_body>;
   enum class State { kIdle, kBusy, kClosing };
 
-  // After the handshake, if there is one.
+  // After the handshake, if there is one, with the status that ClientStream::Accept gives; also
+  // with INVALID_ARGUMENT for a client that speaks TLS to a plain port.
   void OnAccepted(const absl::Status& accepted);
   // Reading. ReadSome waits for bytes of the next request and learns when the client goes.
   void ReadSome();
@@ -84,8 +85,6 @@ class Connection : public std::enable_shared_from_this<Connection> {
   void EndAnswer();
   // Goes on to the request that has come, or waits for one.
   void NextRequest();
-  // Ends the connection of a client that speaks TLS to a plain port, or the reverse.
-  void RefuseSpeech(const absl::Status& why);
   // Answers, or leaves, after an error of reading a request.
   void RefuseUnreadable(const ErrorCode& error);
   // Answers a request that cannot be read on, and ends the connection.
