@@ -124,6 +124,8 @@ class ServerPorts(TlsTest):
             self.assertEqual(self.https(headers={"Authorization": bearer} if key else {})[0], status)
         for port in "metrics", "worker metrics":
             self.assertIn(b"kvasir_", self.https(port, path="/metrics")[1])
+            self.assertEqual(self.https(port, path="/health")[0], 200)
+        self.assertEqual(self.https(path="/")[0], 200, "as liveness probes ask")
         # More than a record, and a stream.
         stream = self.service.stub.Generate(make_request("word " * 5000, max_tokens=20, ignore_eos=True),
                                             metadata=[("authorization", f"Bearer {API_KEY}")])
