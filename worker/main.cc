@@ -167,6 +167,8 @@ absl::StatusOr<std::shared_ptr<const proto::GroupSecret>> ReadSecret(
 }
 
 absl::Status RunWorker(const v1::WorkerConfig& config, StartTimes::Clock::time_point started) {
+  StartTimes times(started);
+  times.Enter("starting the process", started);
   umask(S_IRWXG | S_IRWXO);  // files of the disk tier hold prompts
   KVASIR_ASSIGN_OR_RETURN(std::shared_ptr<const proto::GroupSecret> secret, ReadSecret(config));
   const sigset_t end_signals = BlockEndSignals();
@@ -181,8 +183,10 @@ absl::Status RunWorker(const v1::WorkerConfig& config, StartTimes::Clock::time_p
   proto::ProcessRegistry registry;
   WorkerMetrics metrics(registry);
   ThreadPool executor(static_cast<int>(config.threads()));
+  times.Enter("starting the device");
   KVASIR_ASSIGN_OR_RETURN(const std::unique_ptr<Backend> backend,
                           MakeBackend(config.device(), executor));
+  times.Enter("listening");
   Readiness readiness;
   KVASIR_ASSIGN_OR_RETURN(
       const std::unique_ptr<proto::MetricsEndpoint> endpoint,
@@ -194,7 +198,7 @@ absl::Status RunWorker(const v1::WorkerConfig& config, StartTimes::Clock::time_p
   spdlog::info("metrics on {}:{}", config.metrics_host(), endpoint->port());
   GroupMember member({.collective_host = config.collective_host(),
                       .metrics_address = absl::StrCat(config.metrics_host(), ":", endpoint->port()),
-                      .process_started = started,
+                      .process_times = times,
                       .on_rank = [&logs](int64_t rank) { logs->set_rank(rank); },
                       .on_ready = [&readiness](bool ready) { readiness.Set(ready); }},
                      *backend, metrics);
