@@ -172,7 +172,7 @@ class ServerPorts(TlsTest):
                 self.assertIn("alert no application protocol", s_client(port, "-alpn", "h2"), name)
 
     def test_clients_without_tls_are_told_and_the_log_says_so(self):
-        logged = (r"HTTP port: 127.0.0.1:\d+: .*this port speaks TLS", "coordinator: metrics port: a client speaks without TLS",
+        logged = (r"HTTP port: refused 127\.0\.0\.1:\d+: this port speaks TLS", "coordinator: metrics port: a client speaks without TLS",
                   "worker 0: metrics port: a client speaks without TLS", "gRPC: .* the peer speaks without TLS")
         deadline = time.monotonic() + 30  # other lines of a port may keep these out for 10 s
         while not all(re.search(line, self.service.log()) for line in logged):
