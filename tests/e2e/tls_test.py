@@ -165,9 +165,10 @@ class ServerPorts(TlsTest):
             for refused in (["-tls1_1", "-cipher", "ALL:@SECLEVEL=0"], ["-tls1", "-cipher", "ALL:@SECLEVEL=0"],
                             ["-tls1_2", "-cipher", "ECDHE-ECDSA-AES128-SHA:ECDHE-ECDSA-AES128-SHA256:AES128-GCM-SHA256"]):
                 said = s_client(port, *flags, *refused)
-                self.assertIn("Cipher is (NONE)", said, f"{name} {refused}")
-                if name != "grpc":  # whose handshaker closes without a word
-                    self.assertRegex(said, "alert (protocol version|handshake failure)", f"{name} {refused}")
+                with self.subTest(name, flags=refused):
+                    self.assertIn("Cipher is (NONE)", said)
+                    if name != "grpc":  # whose handshaker closes without a word
+                        self.assertRegex(said, "alert (protocol version|handshake failure)")
             if name != "grpc":
                 self.assertIn("alert no application protocol", s_client(port, "-alpn", "h2"), name)
 
@@ -278,8 +279,9 @@ class MutualTls(TlsTest):
             ports = [(port_of(service.address), HTTP2), (port_of(service.http_address), GET),
                      (port_of(service.metrics_address), GET), (port_of(service.worker_metrics[0]), GET)]
             for name, (identity, gets_in) in self.identities().items():
-                for port, opening in ports:
-                    self.assertEqual(answers(port, self.ca.context(identity), opening), gets_in, f"{name} {port}")
+                for listener, (port, opening) in zip(("gRPC", "HTTP", "metrics", "worker metrics"), ports):
+                    with self.subTest(name, port=listener):
+                        self.assertEqual(answers(port, self.ca.context(identity), opening), gets_in)
             client = self.ca.issue("client")
             shown = s_client(ports[1][0], "-CAfile", self.ca.certificate, "-cert", client.certificate, "-key", client.key)
             self.assertIn("Acceptable client certificate CA names\nCN = ca", shown)
@@ -374,8 +376,9 @@ class WorkerPort(TlsTest):
                 self.assertIn(word, run.stderr, name)
             for name, identity, gets_in in (("none", None, False), ("expired", expired, False), ("foreign", foreign, False),
                                             ("right", self.coordinator, True)):
-                for port, opening in (worker.port, HTTP2), (worker.metrics_port, GET):
-                    self.assertEqual(answers(port, self.ca.context(identity), opening), gets_in, f"{name} {port}")
+                for listener, port, opening in ("gRPC", worker.port, HTTP2), ("metrics", worker.metrics_port, GET):
+                    with self.subTest(name, port=listener):
+                        self.assertEqual(answers(port, self.ca.context(identity), opening), gets_in)
             self.assertRegex(s_client(worker.port, "-CAfile", self.ca.certificate, "-alpn", "h2"), "New, TLSv1.3, Cipher is TLS_")
             self.assertIn("Cipher is (NONE)", s_client(worker.port, "-tls1_1", "-cipher", "ALL:@SECLEVEL=0"))
 
@@ -411,9 +414,10 @@ class Start(TlsTest):
                 ("", "", self.ca.certificate, ["--tls-cert-file"])):
             flags = [f"--tls-cert-file={certificate}", f"--tls-key-file={key}", f"--tls-client-ca-file={ca}"]
             run = subprocess.run([WORKER, "--listen=127.0.0.1:0", "--metrics-port=0", *flags], capture_output=True, text=True, timeout=30)
-            self.assertEqual(run.returncode, 2, f"{words}\n{run.stderr}")
-            for word in words:
-                self.assertIn(word, run.stderr)
+            with self.subTest(words):
+                self.assertEqual(run.returncode, 2, run.stderr)
+                for word in words:
+                    self.assertIn(word, run.stderr)
 
     def test_open_ports_with_keys_and_without_tls_get_one_warning(self):
         with Service(flags=["--host=0.0.0.0", f"--api-keys-file={write_keys(self.folder)}"]) as service:
