@@ -413,8 +413,9 @@ class Start(TlsTest):
                 (good.certificate, "", "", ["--tls-key-file", "both"]),
                 ("", "", self.ca.certificate, ["--tls-cert-file"])):
             flags = [f"--tls-cert-file={certificate}", f"--tls-key-file={key}", f"--tls-client-ca-file={ca}"]
-            run = subprocess.run([WORKER, "--listen=127.0.0.1:0", "--metrics-port=0", *flags], capture_output=True, text=True, timeout=30)
             with self.subTest(words):
+                run = subprocess.run([WORKER, "--listen=127.0.0.1:0", "--metrics-port=0", *flags], capture_output=True, text=True,
+                                     timeout=20)
                 self.assertEqual(run.returncode, 2, run.stderr)
                 for word in words:
                     self.assertIn(word, run.stderr)
