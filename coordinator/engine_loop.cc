@@ -13,8 +13,7 @@ namespace {
 
 using kernels::MutexLock;
 
-// Returns why there is no group as clients are told. Only two codes make sense to them; details are
-// dropped.
+// Returns why there is no group as clients are told: one of two codes, without details.
 absl::Status ForClients(const absl::Status& lost) {
   const absl::StatusCode code =
       absl::IsInternal(lost) ? absl::StatusCode::kInternal : absl::StatusCode::kUnavailable;

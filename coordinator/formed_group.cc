@@ -39,7 +39,8 @@ absl::StatusOr<FormedGroup> FormGroup(WorkerGroup& group, const FormingOptions& 
 bool IsPermanent(const absl::Status& status) {
   return absl::IsInvalidArgument(status) || absl::IsFailedPrecondition(status) ||
          absl::IsNotFound(status) || absl::IsResourceExhausted(status) ||
-         absl::IsUnimplemented(status) || absl::IsUnauthenticated(status);
+         absl::IsUnimplemented(status) || absl::IsUnauthenticated(status) ||
+         absl::IsPermissionDenied(status);
 }
 
 void Announce(const GroupInfo& info, Metrics& metrics) {
