@@ -176,6 +176,7 @@ class ServerImpl final : public Server {
   void Shutdown() override EXCLUDES(mu_);
 
  private:
+  absl::Status ListenForGrpc();
   absl::Status BuildServer();
   absl::Status Health() const;
   // FAILED_PRECONDITION, with the flags that would help, when the group cannot hold the context or
@@ -238,18 +239,7 @@ absl::Status ServerImpl::Init(const WorkerGroupFactory& make_group) {
     options.block_listener = kv_events_.get();
   }
   engine_ = std::make_unique<EngineLoop>(std::move(options), *group_, clock_, metrics_);
-  const std::string address =
-      absl::StrCat(config_.endpoint().host(), ":", config_.endpoint().port());
-  absl::StatusOr<std::unique_ptr<proto::GrpcListener>> listener = proto::GrpcListener::Listen(
-      {.address = address,
-       .tls = tls_,
-       .registry = &metrics_.registry(),
-       .on_status = [this](const absl::Status& status) { OnAccepting(status.ok()); }});
-  if (!listener.ok()) {
-    return absl::UnavailableError(
-        absl::StrCat(listener.status().message(), "; --port 0 takes any free one"));
-  }
-  listener_ = *std::move(listener);
+  KVASIR_RETURN_IF_ERROR(ListenForGrpc());
   api_ = std::make_unique<EngineApi>(EngineApiContext{.config = config_,
                                                       .folder = folder_,
                                                       .tokenizer = *tokenizer_,
@@ -273,6 +263,7 @@ absl::Status ServerImpl::Init(const WorkerGroupFactory& make_group) {
                                .client_timeout = absl::Seconds(config_.client_timeout()),
                                .model = config_.served_model_name(),
                                .tokenizer_config = folder_.tokenizer_config,
+                               .chat_template = folder_.chat.source(),
                                .tls = tls_}));
   KVASIR_ASSIGN_OR_RETURN(
       endpoint_,
@@ -284,6 +275,22 @@ absl::Status ServerImpl::Init(const WorkerGroupFactory& make_group) {
   KVASIR_RETURN_IF_ERROR(BuildServer());
   listener_->Start();
   engine_->Start();
+  return absl::OkStatus();
+}
+
+absl::Status ServerImpl::ListenForGrpc() {
+  const std::string address =
+      absl::StrCat(config_.endpoint().host(), ":", config_.endpoint().port());
+  absl::StatusOr<std::unique_ptr<proto::GrpcListener>> listener = proto::GrpcListener::Listen(
+      {.address = address,
+       .tls = tls_,
+       .registry = &metrics_.registry(),
+       .on_status = [this](const absl::Status& status) { OnAccepting(status.ok()); }});
+  if (!listener.ok()) {
+    return absl::UnavailableError(
+        absl::StrCat(listener.status().message(), "; --port 0 takes any free one"));
+  }
+  listener_ = *std::move(listener);
   return absl::OkStatus();
 }
 

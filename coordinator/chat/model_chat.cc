@@ -49,8 +49,12 @@ const std::string* FindNamed(const json& list, absl::string_view name) {
 
 ModelChat::ModelChat(const ChatFiles& files) {
   const ChatTemplate::TokenTexts tokens = TokenTexts(files.tokenizer_config);
+  const auto serve = [&](const std::string& file, const std::string& source) {
+    default_ = ParseNamed(file, source, tokens);
+    source_ = source;
+  };
   if (files.jinja.has_value()) {
-    default_ = ParseNamed("chat_template.jinja", *files.jinja, tokens);
+    serve("chat_template.jinja", *files.jinja);
     return;
   }
   for (const auto& [file, document] :
@@ -59,12 +63,10 @@ ModelChat::ModelChat(const ChatFiles& files) {
     if (!document->has_value() || !(*document)->contains(kKey)) continue;
     const json& value = (**document)[kKey];
     if (const auto* source = value.get_ptr<const std::string*>()) {
-      default_ = ParseNamed(file, *source, tokens);
+      serve(file, *source);
       return;
     }
-    if (const std::string* source = FindNamed(value, "default")) {
-      default_ = ParseNamed(file, *source, tokens);
-    }
+    if (const std::string* source = FindNamed(value, "default")) serve(file, *source);
     if (const std::string* source = FindNamed(value, "tool_use")) {
       tool_use_ = ParseNamed(file, *source, tokens);
     }

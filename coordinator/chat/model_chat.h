@@ -34,6 +34,8 @@ class ModelChat {
 
   // Errors: INVALID_ARGUMENT, also when there is no template.
   absl::StatusOr<MarkedText> Render(const Conversation& conversation, absl::Time now) const;
+  // The text of the template that serves conversations without tools; none when there is none.
+  const std::optional<std::string>& source() const { return source_; }
 
  private:
   using Parsed = absl::StatusOr<std::unique_ptr<const ChatTemplate>>;
@@ -41,6 +43,7 @@ class ModelChat {
   Parsed default_ = absl::InvalidArgumentError(
       "the model has no chat template; send text, or put a chat_template.jinja into its folder");
   std::optional<Parsed> tool_use_;
+  std::optional<std::string> source_;
 };
 
 }  // namespace kvasir::coordinator

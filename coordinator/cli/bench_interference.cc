@@ -43,13 +43,9 @@ class Streams {
   // Waits until every stream has `count` tokens; false when one has ended.
   bool Await(size_t count) {
     kernels::MutexLock lock(mu_);
-    const auto enough = [&] {
-      for (const size_t received : received_) {
-        if (received < count) return false;
-      }
-      return true;
-    };
-    while (ended_ == 0 && !enough()) changed_.Wait(mu_);
+    while (ended_ == 0 && *std::min_element(received_.begin(), received_.end()) < count) {
+      changed_.Wait(mu_);
+    }
     return ended_ == 0;
   }
   bool all_run() {

@@ -14,6 +14,8 @@
 #include "coordinator/http/tokenizer_info.h"
 #include "coordinator/http/transport/error_reply.h"
 #include "coordinator/http/transport/http_server.h"
+#include "coordinator/request/request_log.h"
+#include "coordinator/request/request_origin.h"
 #include "coordinator/request/status_json.h"
 #include "coordinator/time/clock.h"
 #include "kernels/base/status_macros.h"
@@ -49,13 +51,30 @@ constexpr Route kRoutes[] = {
     {"POST", "/detokenize", PostDetokenize},
 };
 
+// Errors quote what they found in a body, which is not logged: the reason ends before it.
+void LogHttpRefusal(GenerationApi& api, const HttpRefusal& refusal) {
+  const HttpRequest& request = refusal.request;
+  const RequestOrigin origin = OriginOf(
+      {},
+      {.caller = refusal.caller,
+       .request_id = request.request_id,
+       .traceparent = request.traceparent},
+      [&api] { return api.NewRequestId(); }, request.arrived);
+  const absl::string_view message = refusal.why.message();
+  const size_t quote = message.find_first_of("\"'");
+  LogRefusal(origin,
+             quote == absl::string_view::npos
+                 ? refusal.why
+                 : absl::Status(refusal.why.code(), absl::StrCat(message.substr(0, quote), "...")));
+}
+
 class RoutedFront final : public HttpFront {
  public:
   explicit RoutedFront(HttpFrontOptions options)
       : context_{.api = options.api,
                  .health = std::move(options.health),
                  .model = std::move(options.model),
-                 .tokenizer_info = TokenizerInfo(options.tokenizer_config),
+                 .tokenizer_info = TokenizerInfo(options.tokenizer_config, options.chat_template),
                  .started = absl::Now()},
         metrics_(options.registry),
         status_([this] { return Status(); }, clock_) {}
@@ -72,6 +91,9 @@ class RoutedFront final : public HttpFront {
              .port = options.port,
              .registry = &options.registry,
              .handler = [this](std::shared_ptr<Exchange> exchange) { Handle(std::move(exchange)); },
+             .new_request_id = [this] { return context_.api.NewRequestId(); },
+             .on_refusal =
+                 [this](const HttpRefusal& refusal) { LogHttpRefusal(context_.api, refusal); },
              .client_timeout = options.client_timeout,
              .tls = options.tls}));
     return absl::OkStatus();
@@ -90,7 +112,7 @@ class RoutedFront final : public HttpFront {
     if (path != "/health" && path != "/ping" && path != kStatusPage) {
       absl::StatusOr<std::shared_ptr<const Caller>> caller =
           context_.api.Authenticate(exchange->request().authorization);
-      if (!caller.ok()) return exchange->Reply(ErrorReply(caller.status()));
+      if (!caller.ok()) return exchange->Refuse(caller.status());
       exchange->set_caller(*std::move(caller));
     }
     const std::string& method = exchange->request().method;
@@ -105,14 +127,13 @@ class RoutedFront final : public HttpFront {
       allow = "GET";
     }
     if (allow.empty()) {
-      return exchange->Reply(ErrorReply(absl::NotFoundError(
-          absl::StrCat("there is no ", path, "; docs/api.md lists what there is"))));
+      return exchange->Refuse(absl::NotFoundError(
+          absl::StrCat("there is no ", path, "; docs/api.md lists what there is")));
     }
-    HttpReply reply = ErrorReply(absl::InvalidArgumentError(
-        absl::StrCat(path, " is not served for ", method, ", only for ", allow)));
-    reply.status = 405;
-    reply.allow = allow;
-    exchange->Reply(std::move(reply));
+    exchange->Refuse(
+        WithAllowedMethods(absl::InvalidArgumentError(absl::StrCat(path, " is not served for ",
+                                                                   method, ", only for ", allow)),
+                           allow));
   }
 
   // Calls that keep something of their own, or take a part of the path.

@@ -27,6 +27,7 @@ struct HttpFrontOptions {
   absl::Duration client_timeout;         // a client that takes nothing for so long is gone
   std::string model;                     // the name that requests may give
   std::optional<nlohmann::json> tokenizer_config;  // of the model's folder
+  std::optional<std::string> chat_template;        // that serves
   std::shared_ptr<proto::ServerTls> tls;           // null: plain
 };
 

@@ -45,7 +45,7 @@ void GetTokenizerInfo(const HttpCallContext& context, std::shared_ptr<Exchange> 
 
 void GetModels(const HttpCallContext& context, std::shared_ptr<Exchange> exchange) {
   const absl::StatusOr<v1::GetModelInfoResponse> info = context.api.ModelInfo();
-  if (!info.ok()) return exchange->Reply(ErrorReply(info.status()));
+  if (!info.ok()) return exchange->Refuse(info.status());
   ReplyJson(*exchange,
             json{{"object", "list"}, {"data", json::array({ModelJson(context, *info)})}});
 }
@@ -53,9 +53,9 @@ void GetModels(const HttpCallContext& context, std::shared_ptr<Exchange> exchang
 void GetModel(const HttpCallContext& context, const std::string& id,
               std::shared_ptr<Exchange> exchange) {
   const absl::StatusOr<v1::GetModelInfoResponse> info = context.api.ModelInfo();
-  if (!info.ok()) return exchange->Reply(ErrorReply(info.status()));
+  if (!info.ok()) return exchange->Refuse(info.status());
   if (const absl::Status known = CheckModel(context, json{{"model", id}}); !known.ok()) {
-    return exchange->Reply(ErrorReply(known));
+    return exchange->Refuse(known);
   }
   ReplyJson(*exchange, ModelJson(context, *info));
 }

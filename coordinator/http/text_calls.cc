@@ -39,10 +39,10 @@ void WithBody(const HttpCallContext& context, const std::shared_ptr<Exchange>& e
       KVASIR_RETURN_IF_ERROR(CheckModel(context, body.object));
       return answer(body);
     }();
-    if (!done.ok()) exchange->Reply(ErrorReply(done));
+    if (!done.ok()) exchange->Refuse(done);
   };
   const absl::Status taken = context.api.RunText(exchange->request().body.size(), work);
-  if (!taken.ok()) exchange->Reply(ErrorReply(taken));
+  if (!taken.ok()) exchange->Refuse(taken);
 }
 
 absl::StatusOr<std::string> PromptText(GenerationApi& api, const v1::GenerateRequest& request) {
@@ -53,11 +53,6 @@ absl::StatusOr<std::string> PromptText(GenerationApi& api, const v1::GenerateReq
   return std::move(*text.mutable_text());
 }
 
-std::string RequestId(const HttpCallContext& context, const Exchange& exchange) {
-  const std::string& id = exchange.request().request_id;
-  return id.empty() ? context.api.NewRequestId() : id;
-}
-
 AnswerName NameOf(const HttpCallContext& context, std::string id) {
   return {.id = std::move(id), .model = context.model, .created = absl::ToUnixSeconds(absl::Now())};
 }
@@ -65,7 +60,7 @@ AnswerName NameOf(const HttpCallContext& context, std::string id) {
 absl::Status Complete(const HttpCallContext& context, const std::shared_ptr<Exchange>& exchange,
                       const JsonBody& body) {
   KVASIR_ASSIGN_OR_RETURN(CompletionRequest completion, ParseCompletion(body.object));
-  std::string id = RequestId(context, *exchange);
+  const std::string& id = exchange->request().request_id;
   CompletionFormatSetup format = {.tokenizer = context.api.tokenizer(),
                                   .name = NameOf(context, absl::StrCat("cmpl-", id)),
                                   .n = static_cast<size_t>(completion.options.n)};
@@ -77,7 +72,7 @@ absl::Status Complete(const HttpCallContext& context, const std::shared_ptr<Exch
   Answer::Start(context.api, exchange,
                 {.prompts = std::move(completion.prompts),
                  .options = completion.options,
-                 .request_id = std::move(id),
+                 .request_id = id,
                  .format = std::make_unique<CompletionFormat>(std::move(format)),
                  .prompt_field = "prompt"});
   return absl::OkStatus();
@@ -100,13 +95,13 @@ absl::Status Chat(const HttpCallContext& context, const std::shared_ptr<Exchange
                   const JsonBody& body) {
   KVASIR_ASSIGN_OR_RETURN(ChatRequest chat, ParseChat(body));
   KVASIR_RETURN_IF_ERROR(Tokenize(context, chat.request));
-  std::string id = RequestId(context, *exchange);
+  const std::string& id = exchange->request().request_id;
   auto format = std::make_unique<ChatFormat>(context.api.tokenizer(),
                                              NameOf(context, absl::StrCat("chatcmpl-", id)));
   Answer::Start(context.api, exchange,
                 {.prompts = {std::move(chat.request)},
                  .options = chat.options,
-                 .request_id = std::move(id),
+                 .request_id = id,
                  .format = std::move(format),
                  .prompt_field = kMessages});
   return absl::OkStatus();

@@ -15,29 +15,16 @@ json TokenText(const json& config, const char* key) {
   return content != token->end() && content->is_string() ? *content : json(nullptr);
 }
 
-// The template is text, or a list of templates by name of which "default" serves.
-json ChatTemplate(const json& config) {
-  const auto found = config.find("chat_template");
-  if (found == config.end()) return nullptr;
-  if (found->is_string()) return *found;
-  if (!found->is_array()) return nullptr;
-  for (const json& entry : *found) {
-    if (entry.is_object() && entry.value("name", json()) == "default") {
-      return entry.value("template", json());
-    }
-  }
-  return nullptr;
-}
-
 }  // namespace
 
-json TokenizerInfo(const std::optional<json>& tokenizer_config) {
+json TokenizerInfo(const std::optional<json>& tokenizer_config,
+                   const std::optional<std::string>& chat_template) {
   const json config = tokenizer_config.value_or(json::object());
   json info;
   for (const char* key : {"tokenizer_class", "bos_token", "eos_token", "pad_token", "unk_token"}) {
     info[key] = TokenText(config, key);
   }
-  info["chat_template"] = ChatTemplate(config);
+  info["chat_template"] = chat_template.has_value() ? json(*chat_template) : json(nullptr);
   return info;
 }
 

@@ -23,6 +23,8 @@ spdlog::level::level_enum LevelOf(const absl::Status& status) {
     case absl::StatusCode::kDeadlineExceeded:
     case absl::StatusCode::kInvalidArgument:
     case absl::StatusCode::kAlreadyExists:
+    case absl::StatusCode::kNotFound:
+    case absl::StatusCode::kOutOfRange:
     case absl::StatusCode::kUnauthenticated:
       return spdlog::level::info;
     default:

@@ -136,7 +136,8 @@ absl::StatusOr<std::unique_ptr<Tier>> OpenDiskTier(DiskTierOptions options) {
   if (!lock.ok()) {
     return absl::Status(lock.status().code(),
                         absl::StrCat("disk tier: ", lock.status().message(),
-                                     "; give each worker a kv_disk_path of its own"));
+                                     "; kv_disk_path must be a folder that this user may write "
+                                     "and that no other process has open"));
   }
   auto tier = std::make_unique<DiskTier>(std::move(options), format, *std::move(lock));
   const absl::Status started = tier->Start();

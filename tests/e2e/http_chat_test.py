@@ -30,6 +30,9 @@ class HttpChat(unittest.TestCase):
         folder = cls.enterClassContext(tempfile.TemporaryDirectory(prefix="kvasir-http-chat-"))
         model = make_tiny_model(pathlib.Path(folder) / "model")
         (model / "chat_template.jinja").write_text(template())
+        config = model / "tokenizer_config.json"
+        known = json.loads(config.read_text()) if config.exists() else {}
+        config.write_text(json.dumps({**known, "chat_template": "of tokenizer_config.json"}))
         cls.service = cls.enterClassContext(Service(model=model, flags=[f"--max-model-len={CONTEXT}"]))
 
     def chat(self, **body):
@@ -46,6 +49,9 @@ class HttpChat(unittest.TestCase):
         reply = ask(self.service, "POST", CHAT, {"messages": [HELLO], **body})
         self.assertEqual((reply.status, reply.error["param"]), (400, param), reply.body)
         return reply.error["message"]
+
+    def test_the_template_that_serves_is_told(self):
+        self.assertEqual(ask(self.service, "GET", "/tokenizer_info").json["chat_template"], template())
 
     def test_an_answer_is_the_completion_of_the_rendered_text(self):
         def plain(text):
@@ -113,7 +119,7 @@ class HttpChat(unittest.TestCase):
 
     def test_what_is_not_served_is_refused_with_its_place(self):
         image = [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": "data:,"}}]
-        self.assertIn("messages[1].content[1] has type image_url;",
+        self.assertIn('messages[1].content[1] has type "image_url";',
                       self.refuse("messages", messages=[HELLO, {"role": "user", "content": image}]))
         self.assertIn("messages[0] has no role", self.refuse("messages", messages=[{"content": "x"}]))
         self.refuse("messages", messages=[])

@@ -207,6 +207,7 @@ def chat_templates():
         files[path.stem] = path.read_bytes() + b"\0" + messages.encode()
     for i in range(0, len(SNIPPETS), 10):
         files[f"snippets_{i}"] = "\n".join(s for s in SNIPPETS[i:i + 10] if "1 / 0" not in s).encode()
+    files["escape_cuts_a_character"] = "{{ '\\u0\u041a\u01a1' }}".encode()
     return files
 
 

@@ -1,5 +1,6 @@
 #include "coordinator/chat/parsing/string_literal.h"
 
+#include <algorithm>
 #include <cstdint>
 
 #include "absl/strings/ascii.h"
@@ -20,10 +21,11 @@ absl::StatusOr<size_t> AppendHex(absl::string_view literal, size_t pos, size_t d
                                  std::string* out) {
   uint32_t code_point = 0;
   const absl::string_view hex = literal.substr(pos, digits);
-  if (hex.size() < digits || !absl::SimpleHexAtoi(hex, &code_point) || code_point > 0x10FFFF ||
-      (code_point >= 0xD800 && code_point < 0xE000)) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("the escape \\", literal.substr(pos - 1, digits + 1), " is no character"));
+  const bool are_digits = std::all_of(hex.begin(), hex.end(), absl::ascii_isxdigit);
+  if (hex.size() < digits || !are_digits || !absl::SimpleHexAtoi(hex, &code_point) ||
+      code_point > 0x10FFFF || (code_point >= 0xD800 && code_point < 0xE000)) {
+    return absl::InvalidArgumentError(absl::StrCat("the escape \\", literal.substr(pos - 1, 1),
+                                                   ForMessage(hex), " is no character"));
   }
   AppendUtf8(code_point, out);
   return pos + digits;

@@ -56,7 +56,7 @@ class ValueBuilder : public nlohmann::json_sax<nlohmann::json> {
     std::sort(keys.begin(), keys.end());
     const auto twice = std::adjacent_find(keys.begin(), keys.end());
     if (twice != keys.end()) {
-      return Fail(absl::StrCat("the key ", ForMessage(*twice), " is there twice"));
+      return Fail(absl::StrCat("the key \"", ForMessage(*twice), "\" is there twice"));
     }
     Value dict(Dict{.entries = std::move(open_.back().entries)});
     open_.pop_back();

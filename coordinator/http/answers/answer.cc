@@ -51,7 +51,6 @@ Answer::Answer(GenerationApi& api, std::shared_ptr<Exchange> exchange, AnswerSet
 
 void Answer::Start(GenerationApi& api, std::shared_ptr<Exchange> exchange, AnswerSetup setup) {
   const std::shared_ptr<Answer> answer(new Answer(api, std::move(exchange), std::move(setup)));
-  answer->exchange_->set_request_id(answer->setup_.request_id);
   answer->exchange_->set_on_gone([weak = std::weak_ptr<Answer>(answer)](const absl::Status& why) {
     if (const std::shared_ptr<Answer> gone = weak.lock()) gone->Fail(why);
   });
@@ -123,7 +122,7 @@ void Answer::OnResponse(size_t choice, v1::GenerateResponse response) {
     return FailOverflow(
         setup_.options.stream
             ? absl::ResourceExhaustedError(
-                  "the client does not read: 1 MiB of the answer waits for it")
+                  "the client does not read: 768 KiB of the answer wait for it")
             : absl::InvalidArgumentError(
                   "the answer has more than 64 MiB; ask for a stream, or for fewer tokens"));
   }

@@ -38,7 +38,8 @@ struct AnswerSetup {
 
 class Answer final : public StreamSource, public std::enable_shared_from_this<Answer> {
  public:
-  static constexpr size_t kMaxWaitingBytes = size_t{1} << 20;
+  // With what the allocator and a piece in flight take, a client that does not read costs 1 MiB.
+  static constexpr size_t kMaxWaitingBytes = size_t{768} << 10;
   static constexpr size_t kMaxWholeBytes = size_t{64} << 20;
 
   // Starts the sequences and answers `exchange` in the end. Called within api.RunText.

@@ -22,7 +22,9 @@ absl::Status CheckContent(const json& content, size_t message) {
     return AboutField(
         absl::InvalidArgumentError(absl::StrCat(
             "messages[", message, "].content[", part, "] has type ",
-            type.is_string() ? ForMessage(type.get_ref<const std::string&>()) : type.type_name(),
+            type.is_string()
+                ? absl::StrCat("\"", ForMessage(type.get_ref<const std::string&>()), "\"")
+                : type.type_name(),
             "; the model reads text: send parts of type \"text\"")),
         "messages");
   }

@@ -46,7 +46,7 @@ StatusFeed::~StatusFeed() {
 void StatusFeed::Listen(std::shared_ptr<Exchange> exchange) {
   std::shared_ptr<Listener> listener;
   if (const absl::Status added = Add(exchange, listener); !added.ok()) {
-    return exchange->Reply(ErrorReply(added));
+    return exchange->Refuse(added);
   }
   exchange->Stream(listener, "text/event-stream");
   // After Add, because a client that is gone already is told at once.

@@ -46,16 +46,12 @@ class Connection::ConnectionExchange final
       public std::enable_shared_from_this<ConnectionExchange> {
  public:
   ConnectionExchange(std::shared_ptr<Connection> connection, HttpRequest request)
-      : connection_(std::move(connection)),
-        request_(std::move(request)),
-        request_id_(request_.request_id) {}
+      : connection_(std::move(connection)), request_(std::move(request)) {}
 
   const HttpRequest& request() const override { return request_; }
   void set_caller(std::shared_ptr<const Caller> caller) override { caller_ = std::move(caller); }
   const std::shared_ptr<const Caller>& caller() const override { return caller_; }
   std::string TakeBody() override { return std::move(request_.body); }
-  void set_request_id(const std::string& id) override { request_id_ = id; }
-  const std::string& request_id() const { return request_id_; }
 
   void set_on_gone(std::function<void(const absl::Status&)> on_gone) override EXCLUDES(mu_) {
     absl::Status gone;
@@ -90,6 +86,10 @@ class Connection::ConnectionExchange final
       self->connection_->Reply(*self, reply);
     });
   }
+  void Refuse(const absl::Status& why) override {
+    connection_->context_.on_refusal({.request = request_, .caller = caller_, .why = why});
+    Reply(ErrorReply(why));
+  }
   void Stream(std::shared_ptr<StreamSource> source, std::string content_type) override {
     Post([self = shared_from_this(), source = std::move(source),
           content_type = std::move(content_type)] {
@@ -119,7 +119,6 @@ class Connection::ConnectionExchange final
   const std::shared_ptr<Connection> connection_;
   HttpRequest request_;
   std::shared_ptr<const Caller> caller_;
-  std::string request_id_;
   std::atomic<bool> waking_ = false;
   kernels::Mutex mu_;
   std::function<void(const absl::Status&)> on_gone_ GUARDED_BY(mu_);
@@ -275,12 +274,12 @@ void Connection::Dispatch() {
   body_ = {};
   share_ = nullptr;  // from here on the handler bounds it
   const absl::Status id = CheckRequestId(request.request_id);
-  if (!id.ok()) request.request_id.clear();
+  if (!id.ok() || request.request_id.empty()) request.request_id = context_.new_request_id();
   parser_.reset();
   answered_ = false;
   exchange_ = std::make_shared<ConnectionExchange>(shared_from_this(), std::move(request));
   ReadSome();
-  if (!id.ok()) return exchange_->Reply(ErrorReply(id));
+  if (!id.ok()) return exchange_->Refuse(id);
   context_.handler(exchange_);
 }
 
@@ -288,11 +287,10 @@ void Connection::Dispatch() {
 
 std::string Connection::Head(int status, absl::string_view content_type,
                              absl::string_view request_id, absl::string_view more) const {
-  return absl::StrCat(
-      "HTTP/1.1 ", status, " ", View(http::obsolete_reason(static_cast<http::status>(status))),
-      "\r\nContent-Type: ", content_type, "\r\n",
-      request_id.empty() ? "" : "x-request-id: ", request_id, request_id.empty() ? "" : "\r\n",
-      more, "Connection: ", keep_alive_ ? "keep-alive" : "close", "\r\n\r\n");
+  return absl::StrCat("HTTP/1.1 ", status, " ",
+                      View(http::obsolete_reason(static_cast<http::status>(status))),
+                      "\r\nContent-Type: ", content_type, "\r\nx-request-id: ", request_id, "\r\n",
+                      more, "Connection: ", keep_alive_ ? "keep-alive" : "close", "\r\n\r\n");
 }
 
 std::string Connection::Whole(const HttpReply& reply, absl::string_view request_id) const {
@@ -311,7 +309,7 @@ std::string Connection::Whole(const HttpReply& reply, absl::string_view request_
 void Connection::Reply(const ConnectionExchange& exchange, const HttpReply& reply) {
   if (exchange_.get() != &exchange || std::exchange(answered_, true)) return;
   context_.on_answer(reply.status);
-  Write(Whole(reply, exchange.request_id()));
+  Write(Whole(reply, exchange.request().request_id));
 }
 
 void Connection::Stream(const ConnectionExchange& exchange, std::shared_ptr<StreamSource> source,
@@ -321,7 +319,7 @@ void Connection::Stream(const ConnectionExchange& exchange, std::shared_ptr<Stre
   if (!chunked_) keep_alive_ = false;  // the end of the connection is the end of the answer
   source_ = std::move(source);
   source_ended_ = false;
-  Write(Head(200, content_type, exchange.request_id(),
+  Write(Head(200, content_type, exchange.request().request_id,
              absl::StrCat("Cache-Control: no-store\r\n",
                           chunked_ ? "Transfer-Encoding: chunked\r\n" : "")));
 }
@@ -407,9 +405,11 @@ void Connection::NextRequest() {
 
 void Connection::Refuse(const absl::Status& why) {
   keep_alive_ = false;
+  const HttpRequest unread = {.request_id = context_.new_request_id()};
+  context_.on_refusal({.request = unread, .caller = nullptr, .why = why});
   const HttpReply reply = ErrorReply(why);
   context_.on_answer(reply.status);
-  Write(Whole(reply, /*request_id=*/""));
+  Write(Whole(reply, unread.request_id));
 }
 
 // --- deadlines and the end ----------------------------------------------------------------------

@@ -38,6 +38,8 @@ struct ConnectionContext {
   size_t most_body_bytes;
   // Called once, on any thread, when the connection has closed.
   std::function<void(uint64_t id)> on_closed;
+  const std::function<std::string()>& new_request_id;
+  const std::function<void(const HttpRefusal&)>& on_refusal;
   // Called with the status of every answer.
   std::function<void(int status)> on_answer;
   const proto::ServerTls* tls;  // null: plain

@@ -11,6 +11,7 @@ namespace kvasir::coordinator {
 namespace {
 
 constexpr char kFieldUrl[] = "kvasir.http/field";
+constexpr char kAllowUrl[] = "kvasir.http/allow";
 constexpr char kCodeUrl[] = "kvasir.http/code";
 // Time after which a server that starts or forms its group again may be asked again.
 constexpr absl::Duration kRetry = absl::Seconds(2);
@@ -52,7 +53,13 @@ absl::Status WithErrorCode(absl::Status status, absl::string_view code) {
   return status;
 }
 
+absl::Status WithAllowedMethods(absl::Status status, absl::string_view allow) {
+  status.SetPayload(kAllowUrl, absl::Cord(allow));
+  return status;
+}
+
 int HttpStatusOf(const absl::Status& status) {
+  if (status.GetPayload(kAllowUrl).has_value()) return 405;
   switch (status.code()) {
     case absl::StatusCode::kInvalidArgument:
     case absl::StatusCode::kUnimplemented:
@@ -95,6 +102,7 @@ HttpReply ErrorReply(const absl::Status& status) {
   if (reply.status == 429 || reply.status == 503) {
     reply.retry_after = proto::RetryDelay(status).value_or(kRetry);
   }
+  if (const auto allow = status.GetPayload(kAllowUrl)) reply.allow = std::string(*allow);
   return reply;
 }
 

@@ -19,13 +19,13 @@
 namespace kvasir::coordinator {
 
 struct HttpRequest {
-  std::string method;
-  std::string path;  // without the query
-  std::string body;
-  std::string request_id;     // of the header x-request-id; empty when there is none
-  std::string traceparent;    // of the W3C header; empty when there is none
-  std::string authorization;  // of the header; empty when there is none
-  TimePoint arrived;          // complete
+  std::string method = {};
+  std::string path = {};  // without the query
+  std::string body = {};
+  std::string request_id = {};     // of the header x-request-id, or one that the server made
+  std::string traceparent = {};    // of the W3C header; empty when there is none
+  std::string authorization = {};  // of the header; empty when there is none
+  TimePoint arrived = {};          // complete
 };
 
 struct HttpReply {
@@ -62,14 +62,14 @@ class Exchange {
   virtual const std::shared_ptr<const Caller>& caller() const = 0;
   // Moves out the body, for handlers that keep it no longer than they need it. Called once.
   virtual std::string TakeBody() = 0;
-  // Sets the id that the answer shows in x-request-id. Called before Reply or Stream.
-  virtual void set_request_id(const std::string& id) = 0;
   // Sets the function called once, on any thread, when the client is gone or takes nothing for the
   // server's client timeout. Called at once when that has happened already.
   virtual void set_on_gone(std::function<void(const absl::Status&)> on_gone) = 0;
 
-  // Answers, as a whole or with what `source` gives; one of them is called, once.
+  // Answers: as a whole, with what `source` gives, or with an error in place of what was asked. One
+  // of them is called, once. The server is told of errors (HttpServerOptions::on_refusal).
   virtual void Reply(HttpReply reply) = 0;
+  virtual void Refuse(const absl::Status& why) = 0;
   virtual void Stream(std::shared_ptr<StreamSource> source, std::string content_type) = 0;
   // Does `work` on a thread of the server, also when the client is gone.
   virtual void Run(std::function<void()> work) = 0;
@@ -77,6 +77,13 @@ class Exchange {
   virtual void Wake() = 0;
   // Cuts the client off.
   virtual void Drop(const absl::Status& why) = 0;
+};
+
+// A request that was answered with an error. Of one that cannot be read only its id is known.
+struct HttpRefusal {
+  const HttpRequest& request;
+  const std::shared_ptr<const Caller>& caller;
+  const absl::Status& why;
 };
 
 using HttpHandler = std::function<void(std::shared_ptr<Exchange> exchange)>;

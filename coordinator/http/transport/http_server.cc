@@ -103,6 +103,8 @@ class AsioServer final : public HttpServer {
                  .client_timeout = options_.client_timeout,
                  .most_body_bytes = options_.most_body_bytes,
                  .on_closed = [this](uint64_t id) { OnClosed(id); },
+                 .new_request_id = options_.new_request_id,
+                 .on_refusal = options_.on_refusal,
                  .on_answer = [this](int status) { series_.Answer(status).Increment(); },
                  .tls = options_.tls.get(),
                  .warnings = warnings_} {}

@@ -15,6 +15,7 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -29,9 +30,11 @@ namespace kvasir::coordinator {
 
 struct HttpServerOptions {
   std::string host;
-  int port = 0;                              // 0: any free one
-  prometheus::Registry* registry = nullptr;  // outlives the server
-  HttpHandler handler;                       // called on the server's threads
+  int port = 0;                                        // 0: any free one
+  prometheus::Registry* registry = nullptr;            // outlives the server
+  HttpHandler handler;                                 // called on the server's threads
+  std::function<std::string()> new_request_id;         // for requests without one. Any thread
+  std::function<void(const HttpRefusal&)> on_refusal;  // any thread
   absl::Duration client_timeout = absl::Seconds(60);
   size_t most_body_bytes = size_t{64} << 20;
   std::shared_ptr<proto::ServerTls> tls = nullptr;  // null: plain

@@ -1,7 +1,5 @@
 #include "coordinator/http/transport/json_reply.h"
 
-#include "coordinator/http/transport/error_reply.h"
-
 namespace kvasir::coordinator {
 
 using nlohmann::json;
@@ -10,9 +8,6 @@ std::string ToText(const json& value) {
   return value.dump(-1, ' ', false, json::error_handler_t::replace);
 }
 
-void ReplyJson(Exchange& exchange, const absl::StatusOr<json>& answer) {
-  if (!answer.ok()) return exchange.Reply(ErrorReply(answer.status()));
-  exchange.Reply({.body = ToText(*answer)});
-}
+void ReplyJson(Exchange& exchange, const json& answer) { exchange.Reply({.body = ToText(answer)}); }
 
 }  // namespace kvasir::coordinator

@@ -3,7 +3,6 @@
 
 #include <string>
 
-#include "absl/status/statusor.h"
 #include "nlohmann/json.hpp"
 
 #include "coordinator/http/transport/exchange.h"
@@ -12,7 +11,6 @@ namespace kvasir::coordinator {
 
 // Returns the JSON as text; bytes that are not UTF-8 become U+FFFD.
 std::string ToText(const nlohmann::json& value);
-// Answers with the JSON, or with the error.
-void ReplyJson(Exchange& exchange, const absl::StatusOr<nlohmann::json>& answer);
+void ReplyJson(Exchange& exchange, const nlohmann::json& answer);
 
 }  // namespace kvasir::coordinator

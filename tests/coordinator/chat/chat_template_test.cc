@@ -103,6 +103,14 @@ TEST(ChatTemplateTest, ErrorsAreShort) {
   }
 }
 
+// The quotation of an escape ended within a character; absl takes blanks for digits.
+TEST(ChatTemplateTest, AnEscapeThatIsNoCharacterIsRefusedInUtf8) {
+  EXPECT_THAT(Render("{{ '\\u0\u041A\u01A1' }}", {.messages = kHello}).status().message(),
+              HasSubstr("the escape \\u0\u041A... is no character"));
+  EXPECT_THAT(Render("{{ '\\x 1' }}", {.messages = kHello}).status().message(),
+              HasSubstr("the escape \\x 1 is no character"));
+}
+
 TEST(ChatTemplateTest, ErrorsTellTheLine) {
   EXPECT_THAT(Render("a\n{{ 1 + }}", {.messages = kHello}).status().message(),
               HasSubstr("line 2: an expression is missing"));
@@ -124,7 +132,7 @@ TEST(ChatTemplateTest, ConversationsAreChecked) {
   EXPECT_EQ(error({.messages = R"([{"role": 1}])"}),
             "messages[0] has no role, which must be a string");
   EXPECT_EQ(error({.messages = R"([{"role": "a", "role": "b"}])"}),
-            "messages: the key role is there twice");
+            R"(messages: the key "role" is there twice)");
   EXPECT_EQ(error({.messages = "[18446744073709551616]"}),
             "messages: a number is larger than 64 bits hold");
   EXPECT_EQ(error({.messages = std::string(100'000, '[')}),

@@ -10,6 +10,7 @@
 #include "gtest/gtest.h"
 
 #include "coordinator/http/answers/completion_format.h"
+#include "coordinator/http/transport/error_reply.h"
 #include "tests/coordinator/collected_response.h"
 
 namespace kvasir::coordinator {
@@ -26,11 +27,11 @@ class FakeExchange final : public Exchange {
   void set_caller(std::shared_ptr<const Caller> caller) override { caller_ = std::move(caller); }
   const std::shared_ptr<const Caller>& caller() const override { return caller_; }
   std::string TakeBody() override { return ""; }
-  void set_request_id(const std::string& id) override { request_.request_id = id; }
   void set_on_gone(std::function<void(const absl::Status&)> on_gone) override {
     gone = std::move(on_gone);
   }
   void Reply(HttpReply reply) override { replies.push_back(std::move(reply)); }
+  void Refuse(const absl::Status& why) override { Reply(ErrorReply(why)); }
   void Stream(std::shared_ptr<StreamSource> source, std::string) override {
     stream = std::move(source);
   }

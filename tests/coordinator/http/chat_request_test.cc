@@ -98,7 +98,7 @@ TEST(ChatRequestTest, OnlyPartsOfTextAreTaken) {
   const json error = ErrorOf(with(R"({"type": "text", "text": "a"}, {"type": "image_url"})"));
   EXPECT_EQ(error["param"], "messages");
   EXPECT_THAT(error["message"].get<std::string>(),
-              HasSubstr("messages[0].content[1] has type image_url"));
+              HasSubstr("messages[0].content[1] has type \"image_url\""));
   ErrorOf(with(R"({"type": 5})"));
 }
 

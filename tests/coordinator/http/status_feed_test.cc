@@ -5,6 +5,7 @@
 #include "absl/strings/str_cat.h"
 #include "gtest/gtest.h"
 
+#include "coordinator/http/transport/error_reply.h"
 #include "tests/support/fake_clock.h"
 
 namespace kvasir::coordinator {
@@ -20,11 +21,11 @@ class Client final : public Exchange {
   void set_caller(std::shared_ptr<const Caller>) override {}
   const std::shared_ptr<const Caller>& caller() const override { return caller_; }
   std::string TakeBody() override { return ""; }
-  void set_request_id(const std::string&) override {}
   void set_on_gone(std::function<void(const absl::Status&)> on_gone) override {
     gone_ = std::move(on_gone);
   }
   void Reply(HttpReply reply) override { reply_ = std::move(reply); }
+  void Refuse(const absl::Status& why) override { Reply(ErrorReply(why)); }
   void Stream(std::shared_ptr<StreamSource> source, std::string content_type) override {
     source_ = std::move(source);
     content_type_ = std::move(content_type);

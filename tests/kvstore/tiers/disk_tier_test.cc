@@ -1,5 +1,6 @@
 #include "kvstore/tiers/disk_tier.h"
 
+#include <filesystem>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <string>
@@ -122,11 +123,21 @@ TEST_F(DiskTierTest, ASecondOwnerIsRefusedAndToldWhoHasIt) {
   TestStore second(directory_);
   const absl::Status status = second.Open();
   EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
-  EXPECT_THAT(std::string(status.message()),
-              HasSubstr("locked by process " + std::to_string(::getpid())));
+  EXPECT_THAT(
+      std::string(status.message()),
+      HasSubstr("locked by process " + std::to_string(::getpid()) + "; kv_disk_path must be"));
   EXPECT_TRUE(store_.Read(1).ok());
   store_.Close();
   EXPECT_TRUE(second.Open().ok());
+}
+
+// The message told to give each worker a folder of its own, whatever was wrong with this one.
+TEST_F(DiskTierTest, AFolderThatTakesNoLockIsRefusedWithBothReasons) {
+  std::filesystem::create_directories(directory_ + "/LOCK");
+  const absl::Status status = store_.Open();
+  EXPECT_FALSE(status.ok());
+  EXPECT_THAT(std::string(status.message()),
+              HasSubstr("that this user may write and that no other process has open"));
 }
 
 TEST_F(DiskTierTest, AStoreOfAnotherModelIsRefusedAndLeftAlone) {
