@@ -219,19 +219,18 @@ TEST(ModelConfig, SoundModelsThatAreNotServed) {
     ExpectRefused(With(Llama(), refusal.fields), refusal);
   }
   const std::vector<Refusal> of_qwen = {
-      {{{"use_sliding_window", true}},
-       "sliding_window is 4096, expected none, or at least max_position_embeddings"},
-      {{{"layer_types", {"full_attention", "sliding_attention"}}}, "expected a list of full_atte"},
-      {{{"layer_types", "full_attention"}}, "expected a list of full_attention only"},
+      {{{"layer_types", {"full_attention", "linear_attention"}}},
+       "a list of full_attention or sliding_attention, one for each of the 2 layers"},
+      {{{"layer_types", "full_attention"}}, "a list of full_attention or sliding_attention"},
+      {{{"layer_types", {"full_attention"}}}, "one for each of the 2 layers"},
   };
   for (Refusal refusal : of_qwen) {
     refusal.code = absl::StatusCode::kUnimplemented;
     ExpectRefused(Qwen("2", refusal.fields), refusal);
   }
   const std::vector<Refusal> of_mistral = {
-      {{{"sliding_window", 4096}},
-       "sliding_window is 4096, expected null, or at least max_position"},
-      {{{"sliding_window", "absent"}}, "with max_position_embeddings lowered to 4096 the model"},
+      {{{"sliding_window", 16}, {"layer_types", {"full_attention", "sliding_attention"}}},
+       "a list of sliding_attention only: Mistral's layers are alike"},
   };
   for (Refusal refusal : of_mistral) {
     refusal.code = absl::StatusCode::kUnimplemented;
