@@ -29,6 +29,11 @@ uint64_t Mix(uint64_t x) {
   return x ^ (x >> 33);
 }
 
+// Returns the stages that a sequence's memory may serve for; none where nothing is reused.
+int64_t NumReusedStages(const ServedSelector& served) {
+  return served.reuse == nullptr ? 0 : std::ssize(served.selector->RefreshIntervals());
+}
+
 // Counts stages for one row that has a list and reuses selections.
 void CountStages(int32_t reused_stages, int64_t num_stages, AttentionCounts& counts) {
   for (int64_t s = 0; s < num_stages; ++s) {
@@ -71,7 +76,7 @@ void AttentionMeter::Count(const PageSelection& selection,
   const int64_t num_heads = kv.layout.num_kv_heads;
   for (const SelectorGroup& group : GroupsInLayer(*batch_, layer)) {
     const SkipReason reason = group.served->selector->skip_reason();
-    const int64_t num_stages = std::ssize(group.served->selector->RefreshIntervals());
+    const int64_t num_stages = NumReusedStages(*group.served);
     for (int64_t b = group.begin; b < group.end; ++b) {
       const QueryTile& tile = batch_->tiles[static_cast<size_t>(b)];
       const TileInfo& info = batch_->infos[static_cast<size_t>(b)];
@@ -124,9 +129,9 @@ void AttentionMeter::AddCounts(int64_t layer, int64_t tile,
                                std::span<const kernels::SelectedCounts> heads) {
   const TileInfo& info = batch_->infos[static_cast<size_t>(tile)];
   const QueryTile& queries = batch_->tiles[static_cast<size_t>(tile)];
-  const kernels::Selector& selector = *GroupOf(layer, tile).served->selector;
-  const SkipReason reason = selector.skip_reason();
-  const int64_t num_stages = std::ssize(selector.RefreshIntervals());
+  const ServedSelector& served = *GroupOf(layer, tile).served;
+  const SkipReason reason = served.selector->skip_reason();
+  const int64_t num_stages = NumReusedStages(served);
   RowAttention& to = rows_[static_cast<size_t>(info.row)];
   AttentionCounts counts;
   for (const kernels::SelectedCounts& head : heads) {

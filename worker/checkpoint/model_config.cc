@@ -142,11 +142,10 @@ std::vector<bool> ReadWindowedLayers(JsonFields& fields, const ModelConfig& conf
   };
   if (!types->is_array() || types->size() != num_layers ||
       !std::all_of(types->begin(), types->end(), is_known)) {
-    fields.Expect(
-        "layer_types",
-        absl::StrCat("a list of full_attention or sliding_attention, one for each of the ",
-                     num_layers, " layers"),
-        StatusCode::kUnimplemented);
+    fields.Expect("layer_types",
+                  absl::StrCat("num_hidden_layers, which is ", num_layers,
+                               ", times full_attention or sliding_attention"),
+                  StatusCode::kUnimplemented);
     return windowed;
   }
   for (size_t i = 0; i < num_layers; ++i) windowed[i] = (*types)[i] == "sliding_attention";

@@ -150,7 +150,8 @@ TEST(ModelConfig, FamiliesDifferInBiasAndNorm) {
   EXPECT_TRUE(qwen2.qkv_bias);
   EXPECT_FALSE(qwen2.output_bias);
   EXPECT_FALSE(qwen2.qk_norm);
-  const ModelConfig qwen3 = Parse(Qwen("3", {{"layer_types", {"full_attention"}}}));
+  const ModelConfig qwen3 =
+      Parse(Qwen("3", {{"layer_types", {"full_attention", "full_attention"}}}));
   EXPECT_FALSE(qwen3.qkv_bias);
   EXPECT_TRUE(qwen3.qk_norm);
   EXPECT_TRUE(Parse(Qwen("3", {{"attention_bias", true}})).output_bias);
@@ -220,9 +221,9 @@ TEST(ModelConfig, SoundModelsThatAreNotServed) {
   }
   const std::vector<Refusal> of_qwen = {
       {{{"layer_types", {"full_attention", "linear_attention"}}},
-       "a list of full_attention or sliding_attention, one for each of the 2 layers"},
-      {{{"layer_types", "full_attention"}}, "a list of full_attention or sliding_attention"},
-      {{{"layer_types", {"full_attention"}}}, "one for each of the 2 layers"},
+       "num_hidden_layers, which is 2, times full_attention or sliding_attention"},
+      {{{"layer_types", "full_attention"}}, "times full_attention or sliding_attention"},
+      {{{"layer_types", {"full_attention"}}}, "num_hidden_layers, which is 2"},
   };
   for (Refusal refusal : of_qwen) {
     refusal.code = absl::StatusCode::kUnimplemented;
@@ -350,7 +351,7 @@ std::vector<json> RopeScalings() {
 json WithEveryField(const json& rope) {
   const json everything = {{"use_sliding_window", false},
                            {"sliding_window", 4096},
-                           {"layer_types", {"full_attention"}},
+                           {"layer_types", {"full_attention", "full_attention"}},
                            {"num_experts", 0},
                            {"mlp_bias", false},
                            {"attention_bias", false},

@@ -83,7 +83,7 @@ TEST(ModelWindows, ContradictionsAreRefused) {
   refused("MistralForCausalLM", {{"sliding_window", 16}, {"layer_types", first}},
           "Mistral's layers are alike");
   refused("Qwen2ForCausalLM", {{"layer_types", {"full_attention"}}},
-          "one for each of the 2 layers");
+          "num_hidden_layers, which is 2");
   refused("Qwen2ForCausalLM", {{"sliding_window", 0}, {"use_sliding_window", true}},
           "sliding_window is 0");
 }
