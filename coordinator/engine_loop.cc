@@ -13,8 +13,7 @@ namespace {
 
 using kernels::MutexLock;
 
-// Returns the status of a request that ends because the group did. Only two codes make sense to a
-// client; details are dropped.
+// Returns the status of requests that end with their group: one of two codes, without details.
 absl::Status ForClients(const absl::Status& lost) {
   const absl::StatusCode code =
       absl::IsInternal(lost) ? absl::StatusCode::kInternal : absl::StatusCode::kUnavailable;
@@ -25,7 +24,8 @@ absl::Status ForClients(const absl::Status& lost) {
 bool IsPermanent(const absl::Status& status) {
   return absl::IsInvalidArgument(status) || absl::IsFailedPrecondition(status) ||
          absl::IsNotFound(status) || absl::IsResourceExhausted(status) ||
-         absl::IsUnimplemented(status) || absl::IsUnauthenticated(status);
+         absl::IsUnimplemented(status) || absl::IsUnauthenticated(status) ||
+         absl::IsPermissionDenied(status);
 }
 
 }  // namespace

@@ -35,6 +35,7 @@
 #include "proto/grpc_listener.h"
 #include "proto/metrics_endpoint.h"
 #include "proto/security/group_secret.h"
+#include "proto/security/tls.h"
 #include "proto/worker_protocol.h"
 
 namespace kvasir::coordinator {
@@ -112,6 +113,17 @@ v1::ShardPlan MakeShardPlan(const v1::ServeConfig& config, const PolicyTable& po
   return plan;
 }
 
+// How the streams to workers speak: this server's certificate is theirs too, where they ask for
+// one.
+v1::TlsClientConfig TlsToWorkers(const v1::ServeConfig& config) {
+  v1::TlsClientConfig tls;
+  if (config.tls_ca_file().empty()) return tls;
+  tls.set_tls_ca_file(config.tls_ca_file());
+  tls.set_tls_cert_file(config.tls().tls_cert_file());
+  tls.set_tls_key_file(config.tls().tls_key_file());
+  return tls;
+}
+
 absl::Status CheckKvHoldsContext(const GroupInfo& group) {
   const int64_t most = group.host_blocks * kvstore::kBlockTokens;
   if (group.max_model_len <= most) return absl::OkStatus();
@@ -181,6 +193,7 @@ class ServerImpl final : public Server {
   const ModelFolder folder_;
   const PolicyTable policies_;
   Metrics metrics_;
+  std::shared_ptr<proto::ServerTls> tls_;  // null: ports are plain
   std::unique_ptr<WorkerGroup> group_;
   std::unique_ptr<KvEventPublisher> kv_events_;
   std::unique_ptr<EngineLoop> engine_;
@@ -213,6 +226,7 @@ absl::Status ServerImpl::Init(const WorkerGroupFactory& make_group) {
   if (!config_.api_keys_file().empty()) {
     KVASIR_ASSIGN_OR_RETURN(keys_, ApiKeys::Load(config_.api_keys_file()));
   }
+  KVASIR_ASSIGN_OR_RETURN(tls_, proto::ServerTls::Load(config_.tls()));
   group_ = make_group(MakeShardPlan(config_, policies_), clock_);
   EngineLoopOptions options;
   options.scheduler = config_.scheduler();
@@ -228,6 +242,7 @@ absl::Status ServerImpl::Init(const WorkerGroupFactory& make_group) {
       absl::StrCat(config_.endpoint().host(), ":", config_.endpoint().port());
   absl::StatusOr<std::unique_ptr<proto::GrpcListener>> listener = proto::GrpcListener::Listen(
       {.address = address,
+       .tls = tls_,
        .registry = &metrics_.registry(),
        .on_status = [this](const absl::Status& status) { OnAccepting(status.ok()); }});
   if (!listener.ok()) {
@@ -257,13 +272,15 @@ absl::Status ServerImpl::Init(const WorkerGroupFactory& make_group) {
                                .health = [this] { return Health(); },
                                .client_timeout = absl::Seconds(config_.client_timeout()),
                                .model = config_.served_model_name(),
-                               .tokenizer_config = folder_.tokenizer_config}));
+                               .tokenizer_config = folder_.tokenizer_config,
+                               .tls = tls_}));
   KVASIR_ASSIGN_OR_RETURN(
       endpoint_,
       proto::MetricsEndpoint::Start({.host = config_.endpoint().host(),
                                      .port = static_cast<int>(config_.endpoint().metrics_port()),
                                      .registry = &metrics_.registry(),
-                                     .health = [this] { return Health(); }}));
+                                     .health = [this] { return Health(); },
+                                     .tls = tls_}));
   KVASIR_RETURN_IF_ERROR(BuildServer());
   listener_->Start();
   engine_->Start();
@@ -354,12 +371,14 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const v1::ServeConfig& con
   const absl::Duration timeout = RankTimeout(config);
   KVASIR_ASSIGN_OR_RETURN(const std::shared_ptr<const proto::GroupSecret> secret,
                           proto::GroupSecret::Read(config.group_secret_file()));
+  KVASIR_ASSIGN_OR_RETURN(const std::shared_ptr<proto::ChannelTls> tls,
+                          proto::ChannelTls::Load(TlsToWorkers(config)));
   return Start(config, [&](const v1::ShardPlan& plan, Clock& clock) {
     return CreateWorkerGroup({.addresses = std::move(addresses),
                               .shard_plan = plan,
                               .answer_timeout = absl::Seconds(config.startup_timeout()),
                               .reply_spread = timeout},
-                             GrpcWorkerDialer(secret, PingsWithin(timeout)), clock);
+                             GrpcWorkerDialer(secret, tls, PingsWithin(timeout)), clock);
   });
 }
 

@@ -19,7 +19,7 @@ build_packages=(
 test_packages=(
   libgtest-dev libgmock-dev libbenchmark-dev
   curl python3 python3-grpcio python3-protobuf prometheus zsh
-  python3-venv python3-yaml systemd chromium
+  python3-venv python3-yaml systemd chromium openssl python3-cryptography
 )
 # Libraries that kvasir and kvasir-worker name; tests/deploy/install_test.py compares them.
 runtime_packages=(

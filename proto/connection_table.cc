@@ -10,7 +10,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
-#include "spdlog/spdlog.h"
 
 namespace kvasir::proto {
 
@@ -19,9 +18,10 @@ using kernels::MutexLock;
 namespace {
 
 constexpr uint64_t kFreeBytesPerSecond = 4096;
-// Bytes of headers and frames around a message.
+// Bytes of headers and frames around a message, and of TLS records and HTTP/2 frames in it: 38
+// bytes to each 16 KiB.
 constexpr uint64_t kBytesAroundMessage = 1024;
-constexpr std::chrono::seconds kLogInterval(10);
+constexpr uint64_t kMessageBytesPerFrameByte = 256;
 
 // Returns the name that gRPC gives the peer, with the brackets of IPv6, which some releases write
 // as %5B and %5D. Empty for unix sockets, whose peers have no names.
@@ -89,11 +89,11 @@ class ConnectionTable::LiveCall final : public GrpcListener::Call {
 
 ConnectionTable::ConnectionTable(const GrpcListenerOptions& options, int64_t most_connections,
                                  int epoll)
-    : address_(options.address),
-      most_connections_(most_connections),
+    : most_connections_(most_connections),
       most_unfinished_bytes_(static_cast<uint64_t>(options.most_unfinished_bytes)),
       epoll_(epoll),
-      series_(*options.registry) {}
+      series_(*options.registry),
+      warnings_(options.address) {}
 
 bool ConnectionTable::Add(Descriptor socket) {
   MutexLock lock(mu_);
@@ -139,8 +139,9 @@ bool ConnectionTable::MakeRoom() {
     if (connection.closing || connection.calls > 0 || connection.peer.empty()) continue;
     Close(connection);
     series_.dropped_idle->Increment();
-    Warn(absl::StrCat(most_connections_,
-                      " connections are open: the oldest without a call gave way to a new one"));
+    warnings_.Warn(
+        absl::StrCat(most_connections_,
+                     " connections are open: the oldest without a call gave way to a new one"));
     return true;
   }
   return false;
@@ -193,9 +194,9 @@ void ConnectionTable::CloseTheLargest() {
   const auto largest = std::max_element(
       connections_.begin(), connections_.end(),
       [](const auto& a, const auto& b) { return a.second.unfinished() < b.second.unfinished(); });
-  Warn(absl::StrCat(unfinished_, " bytes of unfinished messages are more than ",
-                    most_unfinished_bytes_, ": closing the connection with ",
-                    largest->second.unfinished(), " of them"));
+  warnings_.Warn(absl::StrCat(unfinished_, " bytes of unfinished messages are more than ",
+                              most_unfinished_bytes_, ": closing the connection with ",
+                              largest->second.unfinished(), " of them"));
   Close(largest->second);
   series_.dropped_unfinished->Increment();
 }
@@ -253,15 +254,9 @@ void ConnectionTable::OnMessage(const std::string& peer, size_t bytes) {
   Sample(connection, SteadyClock::now());
   unfinished_ -= connection.unfinished();
   connection.accounted =
-      std::min(connection.received, connection.accounted + bytes + kBytesAroundMessage);
+      std::min(connection.received, connection.accounted + bytes +
+                                        bytes / kMessageBytesPerFrameByte + kBytesAroundMessage);
   unfinished_ += connection.unfinished();
-}
-
-void ConnectionTable::Warn(const std::string& text) {
-  const SteadyClock::time_point now = SteadyClock::now();
-  if (now - logged_at_ < kLogInterval) return;
-  logged_at_ = now;
-  spdlog::warn("{}: {}", address_, text);
 }
 
 }  // namespace kvasir::proto

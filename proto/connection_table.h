@@ -20,6 +20,7 @@
 
 #include "kernels/base/mutex.h"
 #include "proto/grpc_listener.h"
+#include "proto/process/rare_warnings.h"
 #include "proto/sockets.h"
 
 namespace kvasir::proto {
@@ -91,10 +92,6 @@ class ConnectionTable {
   // Returns connections_.end() for a peer without a connection.
   Connections::iterator Find(const std::string& peer) REQUIRES(mu_);
   void EndCall(uint64_t connection) EXCLUDES(mu_);
-  // Logs at most one line per interval, because its cause may come often.
-  void Warn(const std::string& text);
-
-  const std::string address_;
   const int64_t most_connections_;
   const uint64_t most_unfinished_bytes_;
   const int epoll_;
@@ -103,7 +100,7 @@ class ConnectionTable {
   // The listener's thread.
   std::vector<uint64_t> busy_;    // connections that sent bytes since the last look
   uint64_t most_unfinished_ = 0;  // since the last burst was over
-  SteadyClock::time_point logged_at_ = {};
+  RareWarnings warnings_;
 
   mutable kernels::Mutex mu_;
   Connections connections_ GUARDED_BY(mu_);

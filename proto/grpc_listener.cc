@@ -172,8 +172,10 @@ absl::Status AcceptingListener::Open() {
 
 void AcceptingListener::AddTo(grpc::ServerBuilder& builder) {
   using Experimental = grpc::ServerBuilder::experimental_type;
+  const bool is_plain = options_.tls == nullptr || IsUnixAddress(options_.address);
   grpc_ = builder.experimental().AddExternalConnectionAcceptor(
-      Experimental::ExternalConnectionType::FROM_FD, grpc::InsecureServerCredentials());
+      Experimental::ExternalConnectionType::FROM_FD,
+      is_plain ? grpc::InsecureServerCredentials() : options_.tls->GrpcCredentials());
   builder.SetCompressionAlgorithmSupportStatus(GRPC_COMPRESS_DEFLATE, false);
   builder.SetCompressionAlgorithmSupportStatus(GRPC_COMPRESS_GZIP, false);
   // A message that claims to be compressed, in a call that names no algorithm, is not unpacked

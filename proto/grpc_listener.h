@@ -4,7 +4,7 @@
 //   number      at most a quarter of the descriptors that the process may open (each takes two) and
 //               at most 4,096. When that number is reached, the oldest connection that carries no
 //               call gives way to a new one; when all carry calls, the new one is refused.
-//   time        10 s to begin to speak HTTP/2; 5 minutes without a call.
+//   time        10 s for the TLS handshake and to begin to speak HTTP/2; 5 minutes without a call.
 //   memory      256 MiB of received bytes, over all connections, that no finished message accounts
 //               for. Above that, the connection with the most of them is closed. A connection may
 //               send 4 KiB a second that belong to no message (headers, pings, cancelled calls).
@@ -26,10 +26,13 @@
 #include "grpcpp/server_builder.h"
 #include "prometheus/registry.h"
 
+#include "proto/security/tls.h"
+
 namespace kvasir::proto {
 
 struct GrpcListenerOptions {
   std::string address;                       // as ListenOn takes it (sockets.h)
+  std::shared_ptr<ServerTls> tls = nullptr;  // null: plain, as unix: always is
   prometheus::Registry* registry = nullptr;  // outlives the listener
   // Called on the listener's thread when status() has changed. It must not call the listener.
   std::function<void(const absl::Status&)> on_status = {};

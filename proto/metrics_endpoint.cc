@@ -19,6 +19,8 @@
 
 #include "kernels/base/status_macros.h"
 #include "proto/metrics_text.h"
+#include "proto/process/rare_warnings.h"
+#include "proto/security/tls_socket.h"
 #include "proto/sockets.h"
 
 namespace kvasir::proto {
@@ -46,7 +48,7 @@ std::string TextResponse(absl::string_view status, absl::string_view body) {
 }
 
 struct Connection {
-  Descriptor socket;
+  TlsSocket socket;
   SteadyClock::time_point deadline;
   std::string request = {};
   int64_t awaited_text = 0;  // 0: none
@@ -62,7 +64,8 @@ class PollingEndpoint final : public MetricsEndpoint {
   explicit PollingEndpoint(MetricsEndpointOptions options)
       : options_(std::move(options)),
         wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
-        text_(*options_.registry, [this] { eventfd_write(wake_.get(), 1); }) {}
+        text_(*options_.registry, [this] { eventfd_write(wake_.get(), 1); }),
+        warnings_("metrics port") {}
   ~PollingEndpoint() override {
     stopping_ = true;
     eventfd_write(wake_.get(), 1);
@@ -113,7 +116,7 @@ class PollingEndpoint final : public MetricsEndpoint {
     }
     for (const Connection& connection : connections_) {
       const bool idle = connection.awaited_text != 0 && connection.response == nullptr;
-      const auto events = static_cast<short>(idle ? 0 : connection.writes() ? POLLOUT : POLLIN);
+      const auto events = idle ? short{0} : connection.socket.waits_for();
       waited.push_back({.fd = connection.socket.get(), .events = events, .revents = 0});
       next = std::min(next, connection.deadline);
     }
@@ -127,7 +130,9 @@ class PollingEndpoint final : public MetricsEndpoint {
     Descriptor socket(accept4(listening_socket, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
     if (socket.valid()) {
       if (connections_.size() >= kMostConnections) connections_.pop_front();
-      connections_.push_back({.socket = std::move(socket), .deadline = now + kRequestTime});
+      const auto context = options_.tls == nullptr ? nullptr : options_.tls->Context();
+      connections_.push_back(
+          {.socket = TlsSocket(std::move(socket), context), .deadline = now + kRequestTime});
     } else if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) {
       if (!connections_.empty()) connections_.pop_front();
       accepts_from_ = now + kAcceptPause;
@@ -145,21 +150,36 @@ class PollingEndpoint final : public MetricsEndpoint {
       }
     }
     if (connection.writes()) return Write(connection);
-    if ((events & (POLLIN | POLLHUP)) != 0) return Read(connection, now);
+    if ((events & (POLLIN | POLLOUT | POLLHUP)) != 0) return Read(connection, now);
     return true;
   }
 
   bool Read(Connection& connection, SteadyClock::time_point now) {
     char bytes[2048];
-    const ssize_t count = recv(connection.socket.get(), bytes, sizeof(bytes), 0);
-    if (count <= 0) return count < 0 && (errno == EAGAIN || errno == EINTR);
-    if (connection.answered || connection.awaited_text != 0) return true;
-    connection.request.append(bytes, static_cast<size_t>(count));
-    const bool complete = connection.request.find("\r\n\r\n") != std::string::npos;
-    if (!complete && connection.request.size() <= kMostRequestBytes) return true;
-    connection.deadline = now + kResponseTime;
-    Answer(connection, complete);
-    return !connection.writes() || Write(connection);
+    // A TLS connection may hold bytes that poll does not see: they are read until there are none.
+    while (true) {
+      size_t count = 0;
+      const TlsSocket::Result result = connection.socket.Read(bytes, sizeof(bytes), count);
+      if (result == TlsSocket::Result::kAgain) return true;
+      if (result == TlsSocket::Result::kEnded) {
+        if (!connection.socket.failure().empty()) warnings_.Warn(connection.socket.failure());
+        return false;
+      }
+      if (connection.answered || connection.awaited_text != 0) return true;
+      connection.request.append(bytes, count);
+      const bool complete = connection.request.find("\r\n\r\n") != std::string::npos;
+      if (!complete && !IsMistaken(connection) && connection.request.size() <= kMostRequestBytes) {
+        continue;
+      }
+      connection.deadline = now + kResponseTime;
+      Answer(connection, complete);
+      return !connection.writes() || Write(connection);
+    }
+  }
+
+  // Whether the client speaks TLS to a plain port or the reverse.
+  static bool IsMistaken(const Connection& connection) {
+    return connection.socket.is_plain_by_mistake() || BeginsTls(connection.request.front());
   }
 
   void Answer(Connection& connection, bool complete) {
@@ -168,6 +188,13 @@ class PollingEndpoint final : public MetricsEndpoint {
     const auto say = [&](absl::string_view status, absl::string_view body) {
       connection.response = std::make_shared<const std::string>(TextResponse(status, body));
     };
+    if (IsMistaken(connection)) {
+      const bool speaks_tls = options_.tls != nullptr;
+      warnings_.Warn(speaks_tls ? "a client speaks without TLS, and this port speaks TLS"
+                                : "a client speaks TLS, and this port has no --tls-cert-file");
+      return say("400 Bad Request", speaks_tls ? "this port speaks TLS; use https://\n"
+                                               : "this port speaks no TLS; use http://\n");
+    }
     if (!complete || words.size() != 3) return say("400 Bad Request", "not an HTTP request\n");
     if (words[0] != "GET") return say("405 Method Not Allowed", "only GET is served here\n");
     const absl::string_view path = words[1].substr(0, words[1].find('?'));
@@ -184,13 +211,14 @@ class PollingEndpoint final : public MetricsEndpoint {
 
   static bool Write(Connection& connection) {
     const std::string& response = *connection.response;
-    const ssize_t count = send(connection.socket.get(), response.data() + connection.sent,
-                               response.size() - connection.sent, MSG_NOSIGNAL);
-    if (count < 0) return errno == EAGAIN || errno == EINTR;
-    connection.sent += static_cast<size_t>(count);
+    size_t count = 0;
+    const TlsSocket::Result result = connection.socket.Write(
+        response.data() + connection.sent, response.size() - connection.sent, count);
+    if (result != TlsSocket::Result::kDone) return result == TlsSocket::Result::kAgain;
+    connection.sent += count;
     if (connection.sent == response.size()) {
       connection.answered = true;
-      shutdown(connection.socket.get(), SHUT_WR);  // closed once the client has, or at its deadline
+      connection.socket.EndWriting();  // closed once the client has, or at its deadline
     }
     return true;
   }
@@ -199,6 +227,7 @@ class PollingEndpoint final : public MetricsEndpoint {
   ListeningSockets listening_;
   const Descriptor wake_;
   MetricsText text_;
+  RareWarnings warnings_;
   std::atomic<bool> stopping_ = false;
 
   // Used only by the thread.

@@ -5,6 +5,7 @@
 #   FOLDER/bin/gpu.sh run [LOGS]   on the GPU machine: kernel tests, compute-sanitizer, benchmarks beside PyTorch
 #   FOLDER/bin/gpu.sh test [LOGS]  only the tests, with compute-sanitizer
 #   FOLDER/bin/gpu.sh bench [LOGS] only the benchmarks
+#   FOLDER/bin/gpu.sh service [LOGS] measures the whole service beside transformers, on all GPUs of the machine
 #   FOLDER/bin/gpu.sh start [LOGS] measures how long the service takes to start; writes 16 GB to /tmp
 #
 # They need a driver, and cuBLASLt and NCCL of CUDA 13. compute-sanitizer and PyTorch are optional: a line says when they are
@@ -167,6 +168,11 @@ run_starts() {
   wait
 }
 
+run_service() {
+  begin service_bench 580 env KVASIR_BUILD="$here/.." python3 "$here/../tests/bench/gpu_service_bench.py" --tensor-parallel-size="$gpus"
+  wait
+}
+
 # run PHASE ... LOGS
 run() {
   logs=${*: -1}
@@ -182,7 +188,7 @@ run() {
   for phase in "${@:1:$#-1}"; do "$phase"; done
   collect
   grep -h '^|' "$logs/dense_bench.log" "$logs/attention_bench.log" "$logs/paging_bench.log" "$logs/decode_step_bench.log" "$logs/prefill_step_bench.log" "$logs/all_reduce_bench.log" "$logs/peer_attention.log" 2>/dev/null
-  grep -hE '^(\||ready after)' "$logs/start_bench.log" 2>/dev/null
+  grep -hE '^(\||ready after|of 32)' "$logs/start_bench.log" "$logs/service_bench.log" 2>/dev/null
   for program in "${programs[@]}" engine ranks added_method parallel; do
     compgen -G "$logs/$program*.log" >/dev/null || continue
     ended=$(cat "$logs/$program"{,-[0-9]}.log 2>/dev/null)
@@ -198,6 +204,7 @@ case "${1:-}" in
   run) run run_tests run_benchmarks "${2:-$here/../logs}" ;;
   test) run run_tests "${2:-$here/../logs}" ;;
   bench) run run_benchmarks "${2:-$here/../logs}" ;;
+  service) run run_service "${2:-$here/../logs}" ;;
   start) run run_starts "${2:-$here/../logs}" ;;
   *) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"; exit 2 ;;
 esac

@@ -109,8 +109,7 @@ GroupMember::GroupMember(GroupMemberOptions options, Backend& backend, WorkerMet
     : options_(std::move(options)),
       backend_(backend),
       metrics_(metrics),
-      process_times_(options_.process_started) {
-  process_times_->Enter("starting the process", options_.process_started);
+      process_times_(options_.process_times) {
   process_times_->Enter("waiting for a coordinator");
 }
 

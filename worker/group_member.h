@@ -25,8 +25,8 @@ namespace kvasir::worker {
 
 struct GroupMemberOptions {
   std::string collective_host = "127.0.0.1";
-  std::string metrics_address;  // for Ready
-  StartTimes::Clock::time_point process_started = StartTimes::Clock::now();
+  std::string metrics_address;                                      // for Ready
+  StartTimes process_times = StartTimes(StartTimes::Clock::now());  // so far
   // Called when a coordinator gives this worker its rank.
   std::function<void(int64_t rank)> on_rank = [](int64_t) {};
   // Called when this worker becomes able to carry out plans, and when it no longer is.

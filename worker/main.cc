@@ -36,6 +36,7 @@
 #include "proto/process/process_registry.h"
 #include "proto/process/version.h"
 #include "proto/security/group_secret.h"
+#include "proto/security/tls.h"
 #include "proto/sockets.h"
 #include "proto/worker_protocol.h"
 #include "worker/group_member.h"
@@ -131,11 +132,12 @@ absl::StatusOr<std::unique_ptr<grpc::Server>> StartServer(const std::string& lis
   return server;
 }
 
-absl::StatusOr<std::unique_ptr<proto::GrpcListener>> Listen(const std::string& address,
-                                                            prometheus::Registry& registry,
-                                                            Readiness& readiness) {
+absl::StatusOr<std::unique_ptr<proto::GrpcListener>> Listen(
+    const std::string& address, const std::shared_ptr<proto::ServerTls>& tls,
+    prometheus::Registry& registry, Readiness& readiness) {
   absl::StatusOr<std::unique_ptr<proto::GrpcListener>> listener = proto::GrpcListener::Listen(
       {.address = address,
+       .tls = tls,
        .registry = &registry,
        .on_status = [&readiness](const absl::Status& status) { readiness.SetAccepting(status); }});
   if (listener.ok()) return listener;
@@ -165,11 +167,15 @@ absl::StatusOr<std::shared_ptr<const proto::GroupSecret>> ReadSecret(
 }
 
 absl::Status RunWorker(const v1::WorkerConfig& config, StartTimes::Clock::time_point started) {
+  StartTimes times(started);
+  times.Enter("starting the process", started);
   umask(S_IRWXG | S_IRWXO);  // files of the disk tier hold prompts
   KVASIR_ASSIGN_OR_RETURN(std::shared_ptr<const proto::GroupSecret> secret, ReadSecret(config));
   const sigset_t end_signals = BlockEndSignals();
   KVASIR_ASSIGN_OR_RETURN(const std::unique_ptr<proto::Logs> logs,
                           proto::Logs::Start("worker", config.logs()));
+  KVASIR_ASSIGN_OR_RETURN(const std::shared_ptr<proto::ServerTls> tls,
+                          proto::ServerTls::Load(config.tls()));
   LogPlans();
   KVASIR_RETURN_IF_ERROR(kernels::LimitCpuIsa(config.cpu_isa()));
   proto::IgnoreStraySignals();
@@ -177,24 +183,27 @@ absl::Status RunWorker(const v1::WorkerConfig& config, StartTimes::Clock::time_p
   proto::ProcessRegistry registry;
   WorkerMetrics metrics(registry);
   ThreadPool executor(static_cast<int>(config.threads()));
+  times.Enter("starting the device");
   KVASIR_ASSIGN_OR_RETURN(const std::unique_ptr<Backend> backend,
                           MakeBackend(config.device(), executor));
+  times.Enter("listening");
   Readiness readiness;
   KVASIR_ASSIGN_OR_RETURN(
       const std::unique_ptr<proto::MetricsEndpoint> endpoint,
       proto::MetricsEndpoint::Start({.host = config.metrics_host(),
                                      .port = static_cast<int>(config.metrics_port()),
                                      .registry = &registry,
-                                     .health = [&readiness] { return readiness.status(); }}));
+                                     .health = [&readiness] { return readiness.status(); },
+                                     .tls = tls}));
   spdlog::info("metrics on {}:{}", config.metrics_host(), endpoint->port());
   GroupMember member({.collective_host = config.collective_host(),
                       .metrics_address = absl::StrCat(config.metrics_host(), ":", endpoint->port()),
-                      .process_started = started,
+                      .process_times = times,
                       .on_rank = [&logs](int64_t rank) { logs->set_rank(rank); },
                       .on_ready = [&readiness](bool ready) { readiness.Set(ready); }},
                      *backend, metrics);
   KVASIR_ASSIGN_OR_RETURN(const std::unique_ptr<proto::GrpcListener> listener,
-                          Listen(config.listen(), registry, readiness));
+                          Listen(config.listen(), tls, registry, readiness));
   WorkerService service(
       {.secret = std::move(secret)},
       [&member](CoordinatorStream& stream) { return member.Serve(stream); }, *listener);

@@ -23,12 +23,12 @@ void StartTimes::SetBytes(absl::string_view stage, int64_t bytes) {
 }
 
 std::string StartTimes::Summary(Clock::time_point now) const {
-  std::string text = absl::StrFormat("%.1f s", Seconds(now - begin_));
+  std::string text = absl::StrFormat("%.2f s", Seconds(now - begin_));
   for (size_t i = 0; i < stages_.size(); ++i) {
     const Stage& stage = stages_[i];
     const Clock::time_point end = i + 1 < stages_.size() ? stages_[i + 1].begin : now;
     const double took = Seconds(end - stage.begin);
-    absl::StrAppendFormat(&text, "%s %s %.1f", i == 0 ? ":" : ",", stage.name, took);
+    absl::StrAppendFormat(&text, "%s %s %.2f", i == 0 ? ":" : ",", stage.name, took);
     if (stage.bytes == 0 || took <= 0) continue;
     const double gb = 1e-9 * static_cast<double>(stage.bytes);
     absl::StrAppendFormat(&text, " (%.1f GB at %.1f GB/s)", gb, gb / took);

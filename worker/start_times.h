@@ -20,7 +20,7 @@ class StartTimes {
   void Enter(absl::string_view stage, Clock::time_point now = Clock::now());
   // Sets the number of bytes that a stage moved.
   void SetBytes(absl::string_view stage, int64_t bytes);
-  // Returns "5.3 s: weights 3.1 (16.1 GB at 5.2 GB/s), KV 0.9": the total, then the stages in
+  // Returns "5.31 s: weights 3.14 (16.1 GB at 5.1 GB/s), KV 0.92": the total, then the stages in
   // order.
   std::string Summary(Clock::time_point now = Clock::now()) const;
 
@@ -31,7 +31,7 @@ class StartTimes {
     int64_t bytes = 0;
   };
 
-  const Clock::time_point begin_;
+  Clock::time_point begin_;
   std::vector<Stage> stages_;
 };
 

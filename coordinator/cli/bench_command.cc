@@ -174,7 +174,7 @@ std::string BenchJson(const std::vector<TimedStream>& streams, absl::Duration wa
 
 absl::Status RunBench(const v1::BenchCommandConfig& config) {
   KVASIR_ASSIGN_OR_RETURN(const std::shared_ptr<grpc::Channel> channel,
-                          Connect(config.server(), config.api_key_file()));
+                          Connect(config.server(), config.api_key_file(), config.tls()));
   const auto stub = v1::Generation::NewStub(channel);
   const v1::GenerateRequest form =
       MakeRequest(config, absl::StrCat("bench-", std::random_device()()));

@@ -214,7 +214,7 @@ absl::Status RunChat(const v1::ChatCommandConfig& config) {
   }
   // After the watch, which Ctrl-C must reach and not a thread of the channel.
   KVASIR_ASSIGN_OR_RETURN(const std::shared_ptr<grpc::Channel> channel,
-                          Connect(config.server(), config.api_key_file()));
+                          Connect(config.server(), config.api_key_file(), config.tls()));
   return Chat(config, channel, interrupts.get()).Run();
 }
 

@@ -13,6 +13,7 @@
 #include "coordinator/cli/read_text.h"
 #include "coordinator/policy/limits.h"
 #include "kernels/base/status_macros.h"
+#include "proto/security/tls.h"
 
 namespace kvasir::coordinator {
 
@@ -51,7 +52,10 @@ class KeyInterceptorFactory final : public experimental::ClientInterceptorFactor
 }  // namespace
 
 absl::StatusOr<std::shared_ptr<grpc::Channel>> Connect(const std::string& server,
-                                                       const std::string& api_key_file) {
+                                                       const std::string& api_key_file,
+                                                       const v1::TlsClientConfig& tls) {
+  KVASIR_ASSIGN_OR_RETURN(const std::shared_ptr<proto::ChannelTls> speech,
+                          proto::ChannelTls::Load(tls));
   grpc::ChannelArguments arguments;
   arguments.SetMaxReceiveMessageSize(kMaxMessageBytes);
   arguments.SetMaxSendMessageSize(kMaxMessageBytes);
@@ -65,8 +69,8 @@ absl::StatusOr<std::shared_ptr<grpc::Channel>> Connect(const std::string& server
     }
     interceptors.push_back(std::make_unique<KeyInterceptorFactory>(key));
   }
-  return experimental::CreateCustomChannelWithInterceptors(
-      server, grpc::InsecureChannelCredentials(), arguments, std::move(interceptors));
+  return experimental::CreateCustomChannelWithInterceptors(server, speech->CredentialsFor(server),
+                                                           arguments, std::move(interceptors));
 }
 
 void SetTimeout(absl::Duration timeout, grpc::ClientContext& context) {

@@ -292,7 +292,7 @@ absl::Status RunGenerate(const v1::GenerateCommandConfig& config) {
   KVASIR_ASSIGN_OR_RETURN(const v1::GenerateRequest request,
                           MakeGenerateRequest(config, std::move(prompt)));
   KVASIR_ASSIGN_OR_RETURN(const std::shared_ptr<grpc::Channel> channel,
-                          Connect(config.server(), config.api_key_file()));
+                          Connect(config.server(), config.api_key_file(), config.tls()));
   const auto stub = v1::Generation::NewStub(channel);
   grpc::ClientContext context;
   SetTimeout(absl::Seconds(config.timeout()), context);

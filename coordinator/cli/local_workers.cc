@@ -163,6 +163,9 @@ class LocalWorkerProcesses : public LocalWorkers {
                     absl::StrCat("--log-format=", options.logs.log_format()),
                     absl::StrCat("--metrics-host=", options.metrics_host),
                     absl::StrCat("--metrics-port=", port),
+                    absl::StrCat("--tls-cert-file=", options.metrics_tls.tls_cert_file()),
+                    absl::StrCat("--tls-key-file=", options.metrics_tls.tls_key_file()),
+                    absl::StrCat("--tls-client-ca-file=", options.metrics_tls.tls_client_ca_file()),
                     absl::StrCat("--group-secret-file=", group_secret_file()),
                     absl::StrCat("--failure-file=", failure_file)},
            .environment = EnvironmentWith(

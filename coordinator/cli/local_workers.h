@@ -27,7 +27,8 @@ struct LocalWorkersOptions {
   // GPU of each rank, as CUDA_VISIBLE_DEVICES names it; for device "cuda".
   std::vector<std::string> gpus = {};
   std::string metrics_host;
-  int64_t metrics_port = 0;                  // of rank 0, the other ranks follow; 0: any free ports
+  int64_t metrics_port = 0;  // of rank 0, the other ranks follow; 0: any free ports
+  v1::TlsServerConfig metrics_tls = {};
   absl::Duration grace = absl::Seconds(30);  // time to end after SIGTERM
 };
 

@@ -55,6 +55,7 @@ absl::StatusOr<std::unique_ptr<LocalWorkers>> StartLocalWorkers(const v1::ServeC
       .gpus = std::move(gpus),
       .metrics_host = config.endpoint().host(),
       .metrics_port = port == 0 ? 0 : port + 1,
+      .metrics_tls = config.tls(),
       .grace =
           std::clamp(absl::Seconds(config.shutdown_timeout()), kLeastWorkerGrace, kMostWorkerGrace),
   });
@@ -71,6 +72,19 @@ absl::Status CheckDoor(const v1::ServeConfig& config) {
       "--host ", host, " is open to other machines and there is no --api-keys-file; give one ",
       "(docs/operations.md, \"Security\"), listen on 127.0.0.1, or say --allow-anonymous where ",
       "something else keeps strangers out"));
+}
+
+// Keys that travel in the clear serve whoever listens.
+void WarnOfPlainKeys(const v1::ServeConfig& config) {
+  const std::string& host = config.endpoint().host();
+  if (config.api_keys_file().empty() || !config.tls().tls_cert_file().empty() ||
+      !proto::IsOpenToOtherMachines(absl::StrCat(host, ":0"))) {
+    return;
+  }
+  spdlog::warn(
+      "API keys and prompts reach --host {} in the clear; give --tls-cert-file and --tls-key-file, "
+      "or let a proxy speak TLS and listen on 127.0.0.1",
+      host);
 }
 
 absl::StatusOr<std::vector<std::string>> ParseWorkers(const v1::ServeConfig& config) {
@@ -190,6 +204,7 @@ absl::Status RunServe(const v1::ServeConfig& config) {
   KVASIR_ASSIGN_OR_RETURN(const std::unique_ptr<proto::Logs> logs,
                           proto::Logs::Start("coordinator", config.logs()));
 
+  WarnOfPlainKeys(config);
   const ReadyFile ready_file(config.ready_file());
   std::unique_ptr<LocalWorkers> local_workers;
   std::vector<std::string> addresses;
@@ -198,6 +213,10 @@ absl::Status RunServe(const v1::ServeConfig& config) {
     if (!config.group_secret_file().empty()) {
       return absl::InvalidArgumentError(
           "--group-secret-file is for --workers; workers that serve starts get a random secret");
+    }
+    if (!config.tls_ca_file().empty()) {
+      return absl::InvalidArgumentError(
+          "--tls-ca-file is for --workers; workers that serve starts speak over unix sockets");
     }
     KVASIR_ASSIGN_OR_RETURN(local_workers, StartLocalWorkers(config));
     addresses = local_workers->addresses();

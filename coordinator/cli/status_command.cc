@@ -166,7 +166,7 @@ std::string StatusTable(const v1::GetServerInfoResponse& server,
 
 absl::Status RunStatus(const v1::StatusCommandConfig& config) {
   KVASIR_ASSIGN_OR_RETURN(const std::shared_ptr<grpc::Channel> channel,
-                          Connect(config.server(), config.api_key_file()));
+                          Connect(config.server(), config.api_key_file(), config.tls()));
   const auto stub = v1::Generation::NewStub(channel);
   const absl::Duration timeout = absl::Seconds(config.timeout());
   v1::GetServerInfoRequest asked;

@@ -68,12 +68,9 @@ class GrpcWorkerClient final
     : public WorkerClient,
       private grpc::ClientBidiReactor<v1::CoordinatorMessage, v1::WorkerMessage> {
  public:
-  GrpcWorkerClient(const std::string& address, const WorkerPings& pings,
+  GrpcWorkerClient(const std::shared_ptr<grpc::Channel>& channel,
                    std::shared_ptr<const proto::GroupSecret> secret, Listener& listener)
-      : stub_(v1::Worker::NewStub(grpc::CreateCustomChannel(
-            address, grpc::InsecureChannelCredentials(), WorkerChannelArguments(pings)))),
-        listener_(listener),
-        handshake_(std::move(secret)) {
+      : stub_(v1::Worker::NewStub(channel)), listener_(listener), handshake_(std::move(secret)) {
     context_.set_wait_for_ready(true);
     stub_->async()->Run(&context_, this);
     AddHold();  // for writes outside reactions; removed with the last of them
@@ -199,9 +196,13 @@ class GrpcWorkerClient final
 
 }  // namespace
 
-WorkerDialer GrpcWorkerDialer(std::shared_ptr<const proto::GroupSecret> secret, WorkerPings pings) {
-  return [secret, pings](const std::string& address, WorkerClient::Listener& listener) {
-    return std::make_unique<GrpcWorkerClient>(address, pings, secret, listener);
+WorkerDialer GrpcWorkerDialer(std::shared_ptr<const proto::GroupSecret> secret,
+                              std::shared_ptr<proto::ChannelTls> tls, WorkerPings pings) {
+  return [secret, tls, pings](const std::string& address, WorkerClient::Listener& listener) {
+    return std::make_unique<GrpcWorkerClient>(
+        grpc::CreateCustomChannel(address, tls->CredentialsFor(address),
+                                  WorkerChannelArguments(pings)),
+        secret, listener);
   };
 }
 

@@ -7,6 +7,7 @@
 
 #include "coordinator/group/worker_client.h"
 #include "proto/security/group_secret.h"
+#include "proto/security/tls.h"
 
 namespace kvasir::coordinator {
 
@@ -15,8 +16,9 @@ struct WorkerPings {
   int timeout_ms = 3750;
 };
 
-// Returns a dialer for addresses HOST:PORT and unix:PATH.
+// Returns a dialer for addresses HOST:PORT and unix:PATH. Each stream has a channel with the
+// credentials that `tls` gives at that time.
 WorkerDialer GrpcWorkerDialer(std::shared_ptr<const proto::GroupSecret> secret,
-                              WorkerPings pings = {});
+                              std::shared_ptr<proto::ChannelTls> tls, WorkerPings pings = {});
 
 }  // namespace kvasir::coordinator

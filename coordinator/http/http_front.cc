@@ -72,7 +72,8 @@ class RoutedFront final : public HttpFront {
              .port = options.port,
              .registry = &options.registry,
              .handler = [this](std::shared_ptr<Exchange> exchange) { Handle(std::move(exchange)); },
-             .client_timeout = options.client_timeout}));
+             .client_timeout = options.client_timeout,
+             .tls = options.tls}));
     return absl::OkStatus();
   }
 

@@ -14,6 +14,7 @@
 #include "prometheus/registry.h"
 
 #include "coordinator/request/generation_api.h"
+#include "proto/security/tls.h"
 
 namespace kvasir::coordinator {
 
@@ -26,6 +27,7 @@ struct HttpFrontOptions {
   absl::Duration client_timeout;         // a client that takes nothing for so long is gone
   std::string model;                     // the name that requests may give
   std::optional<nlohmann::json> tokenizer_config;  // of the model's folder
+  std::shared_ptr<proto::ServerTls> tls;           // null: plain
 };
 
 class HttpFront {

@@ -5,6 +5,7 @@
 #include "kernels/base/overlapped_launch.h"
 #include "kernels/base/shape_check.h"
 #include "kernels/base/status_macros.h"
+#include "kernels/ranks/patience.cuh"
 #include "kernels/ranks/rank_ops_cuda.h"
 #include <cuda/atomic>
 
@@ -15,7 +16,6 @@ constexpr int kThreads = 256;
 constexpr int kElementsOfThread = 2;
 constexpr int64_t kElementsOfBlock = kThreads * kElementsOfThread;
 static_assert(kPeerSumElements / kElementsOfBlock == kPeerSumCounters);
-constexpr int kLooksBetweenClocks = 1024;
 
 struct PeerSumLaunch {
   PeerSumEnd end;
@@ -31,35 +31,6 @@ __device__ uint64_t MakeLine(float element, uint32_t call) {
 }
 __device__ uint32_t CallOf(uint64_t line) { return static_cast<uint32_t>(line >> 32); }
 __device__ float ElementOf(uint64_t line) { return __uint_as_float(static_cast<uint32_t>(line)); }
-
-__device__ uint64_t NowNs() {
-  uint64_t now;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-  return now;
-}
-
-// Ends the wait, and that of all later sums, when a peer does not come.
-class Patience {
- public:
-  __device__ explicit Patience(const PeerSumEnd& end) : end_(end) {}
-
-  __device__ bool IsOver() {
-    if (++looks_ % kLooksBetweenClocks != 0) return false;
-    volatile uint32_t* const gave_up = end_.gave_up;
-    if (*gave_up != 0) return true;
-    const uint64_t now = NowNs();
-    if (begin_ns_ == 0) begin_ns_ = now;
-    if (now - begin_ns_ < static_cast<uint64_t>(end_.patience_ns)) return false;
-    *gave_up = 1;
-    *static_cast<volatile uint32_t*>(end_.gave_up_host) = 1;
-    return true;
-  }
-
- private:
-  const PeerSumEnd& end_;
-  uint32_t looks_ = 0;
-  uint64_t begin_ns_ = 0;
-};
 
 // Calls use(i) for the thread's elements that exist. Unrolled, because a loop would keep them in
 // local memory.

@@ -1,9 +1,10 @@
-// Ops that the GPUs of a tensor-parallel group run besides those of a communication library: a sum
-// of small messages that each rank writes straight into the memory of the others, and the
-// arithmetic around the library's own sums and gathers. All pointers are device memory. Called by
+// Ops that the GPUs of a tensor-parallel group run besides those of a communication library: sums
+// that each rank writes straight into the memory of the others, and the arithmetic around the
+// library's own sums and gathers. All pointers are device memory. Called by
 // the worker's backend. Thread-safe. Only in builds with CUDA.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <cuda_runtime_api.h>
 
@@ -14,24 +15,35 @@
 namespace kvasir::kernels {
 
 inline constexpr int kMaxPeers = 8;
-// Most elements of one sum: 64 KiB as bfloat16, the dtype of the result.
+// Most elements of a small sum: 64 KiB as bfloat16, the dtype of the result.
 inline constexpr int64_t kPeerSumElements = 32 * 1024;
+// Elements that one launch of a large sum adds. Larger messages take several.
+inline constexpr int64_t kSlicedSumElements = 8 << 20;
 
 // One rank's end of sums among peers. Constant while graphs with its sums are in use.
 //
-// A line is 8 bytes: an element and the number of its call. It is written and read as a whole, so a
-// reader that sees the number has the element, without a fence or a flag. A rank may be at most one
-// call ahead of another, because each call needs what the other rank sends. So lines of two calls
-// are kept apart, and no more.
+// Small sums: a line is 8 bytes: an element and the number of its call. It is written and read as a
+// whole, so a reader that sees the number has the element, without a fence or a flag. A rank may be
+// at most one call ahead of another, because each call needs what the other rank sends. So lines of
+// two calls are kept apart, and no more.
+//
+// Large sums: each rank owns a slice of the elements. The others write their parts of it to the
+// owner, which adds them up and writes the rounded sum to all; a flag with the number of the call
+// tells that a CTA's part, or its sum, is there. One buffer for all calls is enough: a rank begins
+// a call after it got the sums of the last one from all, so all have read what it sent them, and
+// sends sums after it got the parts of this one, so all have read the last sums.
 struct PeerSumEnd {
   int rank = 0;
   int num_ranks = 1;  // at most kMaxPeers
   // By rank, this one included: [2][num_ranks][kPeerSumElements] lines, zero before the first call.
   // Each inbox is memory of its rank that all ranks can write.
   uint64_t* inboxes[kMaxPeers] = {};
-  // This rank's counters of calls, one for each CTA of the kernel: [kPeerSumCounters], zero before
-  // the first call.
+  // Likewise, of large sums: kSlicedSumBytes, 16-byte aligned, zero before the first call.
+  std::byte* slices[kMaxPeers] = {};
+  // This rank's counters of calls, one for each CTA of either kernel: [kPeerSumCounters] and
+  // [kSlicedSumCtas], zero before the first call.
   uint32_t* calls = nullptr;
+  uint32_t* sliced_calls = nullptr;
   // This rank's flag, zero before the first call. It becomes nonzero when waiting for a rank timed
   // out. From then on no sum waits, and all sums are NaN. `gave_up_host` is the same flag in pinned
   // memory, for the host.
@@ -42,6 +54,15 @@ struct PeerSumEnd {
 
 inline constexpr int64_t kPeerSumInboxLines = 2 * kMaxPeers * kPeerSumElements;
 inline constexpr int64_t kPeerSumCounters = 64;
+// All CTAs of a large sum wait for their peers in place, so a GPU must hold them at once.
+inline constexpr int64_t kSlicedSumCtas = 128;
+inline constexpr int64_t kSlicedSumUnit = 8;  // elements that a thread takes at a time
+// Parts of all ranks as float32, whose slices are rounded up to units; sums as bfloat16; flags of
+// both.
+inline constexpr int64_t kSlicedSumPartBytes =
+    (kSlicedSumElements + kMaxPeers * kSlicedSumUnit) * 4;
+inline constexpr int64_t kSlicedSumBytes =
+    kSlicedSumPartBytes + kSlicedSumElements * 2 + 2 * kMaxPeers * kSlicedSumCtas * 4;
 
 // y += sum over ranks of their x, in rank order. The sum is rounded to bfloat16, then the result.
 // All ranks with the same y get the same bits. x [rows, width] float32, y [rows, width] bfloat16,
@@ -52,6 +73,12 @@ inline constexpr int64_t kPeerSumCounters = 64;
 // GPU, as in tests, must leave room for each other's calls.
 absl::Status PeerSum(const PeerSumEnd& end, const TensorView& x, const TensorView& y,
                      cudaStream_t stream);
+
+// Like PeerSum, with the same bits, for messages of any size that is a multiple of kSlicedSumUnit.
+// x and y are 16-byte aligned. Increments *progress, in pinned memory, with each launch that ends.
+// Cost: each rank writes (num_ranks - 1) / num_ranks of the message as float32 and as bfloat16.
+absl::Status SlicedPeerSum(const PeerSumEnd& end, const TensorView& x, const TensorView& y,
+                           uint32_t* progress, cudaStream_t stream);
 
 // y += x, rounded as in PeerSum. x [rows, width] float32, y [rows, width] bfloat16. Increments
 // *progress, in pinned memory: the results that the stream waited for before have come.

@@ -13,6 +13,8 @@
 #include "spdlog/sinks/stdout_sinks.h"
 #include "spdlog/spdlog.h"
 
+#include "proto/process/grpc_log.h"
+
 namespace kvasir::proto {
 namespace {
 
@@ -175,6 +177,7 @@ absl::StatusOr<std::unique_ptr<Logs>> Logs::Start(const std::string& process,
   }
   if (sink == nullptr) sink = std::make_shared<spdlog::sinks::stdout_sink_mt>();
   sink->set_formatter(std::move(formatter));
+  RouteGrpcLog();
   return std::make_unique<LogsImpl>(std::move(speaker),
                                     static_cast<spdlog::level::level_enum>(level - kLevels.begin()),
                                     config.log_format() == "json", sink);

@@ -6,8 +6,8 @@
 //   worker       -> WorkerProof{HMAC(secret, "kvasir worker:" w c)}
 //
 // w and c are 32 random bytes, new for every stream: a recorded stream proves nothing later. The
-// stream itself is neither encrypted nor bound to the proof: whoever sits between the two ends can
-// pass the proofs on and read (docs/operations.md, "Security"). Thread-compatible.
+// proof is not bound to the stream: without TLS (proto/security/tls.h) whoever sits between the two
+// ends can pass the proofs on and read. Thread-compatible.
 #pragma once
 
 #include <memory>

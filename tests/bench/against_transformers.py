@@ -13,6 +13,7 @@ needs a tokenizer, and gets that of another model.
 """
 
 import argparse
+import json
 import pathlib
 import random
 import shlex
@@ -27,6 +28,7 @@ from support.service import ROOT, Service  # noqa: E402
 
 import torch  # noqa: E402
 from documents import make_document  # noqa: E402
+from padded_tokenizer import write_padded_tokenizer  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 
@@ -83,9 +85,9 @@ def make_prompts(arguments, tokens):
 
 def copy_shape(model, folder):
     """Writes a model's shape with a tokenizer into `folder`, and returns `folder`."""
-    shutil.copy(ROOT / model / "config.json", folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(ROOT / "tests/model/needle-8k" / name, folder)
+    config = ROOT / model / "config.json"
+    shutil.copy(config, folder)
+    write_padded_tokenizer(folder, json.loads(config.read_text())["vocab_size"])
     return folder
 
 

@@ -24,6 +24,7 @@ using kernels::BFloat16;
 using kernels::Check;
 using kernels::DeviceBuffer;
 using kernels::DType;
+using kernels::PinnedBuffer;
 using kernels::TensorView;
 using kernels::Value;
 
@@ -36,6 +37,7 @@ struct Rank {
   Collective& ranks;
   std::unique_ptr<NcclCommunicator> nccl;
   std::unique_ptr<PeerSums> peers;  // may be null
+  PinnedBuffer progress;
 };
 
 struct Buffers {
@@ -80,7 +82,7 @@ void CheckPeers(const Rank& rank, int64_t count, const Buffers& b) {
   for (int round = 0; round < 5; ++round) {
     Check(cudaMemset(b.y.data(), 0, static_cast<size_t>(count) * 2));
     Check(rank.peers->Add(Vector(b.x, DType::kFloat32, count), Vector(b.y, DType::kBFloat16, count),
-                          nullptr));
+                          rank.progress.As<uint32_t>(), nullptr));
     std::vector<BFloat16> bits(static_cast<size_t>(count));
     Check(cudaMemcpy(bits.data(), b.y.data(), bits.size() * 2, cudaMemcpyDefault));
     ExpectSums({bits.begin(), bits.end()}, rank.ranks.size(), "peers");
@@ -101,18 +103,19 @@ void Report(const Rank& rank, const char* way, int64_t count,
 }
 
 void Bench(const Rank& rank) {
-  for (const int64_t count : {4096, 8192, 32768, 131072, 2097152}) {
+  for (const int64_t count : {4096, 8192, 32768, 65536, 131072, 2097152, 33554432}) {
     const Buffers b(count);
     CheckNccl(rank, count, b);
     Check(cudaMemset(b.x.data(), 0, static_cast<size_t>(count) * sizeof(float)));
     Report(rank, "NCCL, float32", count, [&](cudaStream_t stream) {
       return rank.nccl->AllReduceSum(b.x.As<float>(), count, stream);
     });
-    if (rank.peers == nullptr || count > kernels::kPeerSumElements) continue;
+    if (rank.peers == nullptr) continue;
     CheckPeers(rank, count, b);
     Report(rank, "peers, float32 to bfloat16", count, [&](cudaStream_t stream) {
       return rank.peers->Add(Vector(b.x, DType::kFloat32, count),
-                             Vector(b.y, DType::kBFloat16, count), stream);
+                             Vector(b.y, DType::kBFloat16, count), rank.progress.As<uint32_t>(),
+                             stream);
     });
     CheckPeers(rank, count, b);
     if (rank.peers->gave_up()) {
@@ -132,9 +135,10 @@ int RunRank(int rank, int size, Rendezvous& rendezvous) {
   Check(cudaSetDevice(rank));
   const std::unique_ptr<GlooCollective> ranks = Value(GlooCollective::Connect(
       {.rank = rank, .size = size, .timeout = absl::Seconds(20)}, rendezvous));
-  Rank member = {.ranks = *ranks, .nccl = nullptr, .peers = nullptr};
+  Rank member = {.ranks = *ranks, .nccl = nullptr, .peers = nullptr, .progress = {}};
   member.nccl = Value(NcclCommunicator::Join(*ranks));
   member.peers = Value(PeerSums::Join(*ranks));
+  member.progress = Value(PinnedBuffer::Allocate(sizeof(uint32_t)));
   if (rank == 0) {
     std::printf("peers reach each other's memory: %s\n", member.peers != nullptr ? "yes" : "no");
     std::printf(

@@ -3,13 +3,17 @@
 // are sealed after the reply to their step, and where the engine allows a plan begins before the
 // reply to the plan before it. Prints a row for each length and chunk size:
 //
-//   prefill_step_bench [--model=FOLDER] [--device=cuda] [--tokens=8192,32768] [--rounds=3]
-//                      [--chunks=512,2048,8192] [--policy=all]
+//   prefill_step_bench [--model=FOLDER] [--tokens=8192,32768] [--rounds=3]
+//                      [--chunks=512,2048,8192] [--policy=all] [--kernels]
 //
 //   first    time of the first round: kernels are loaded, buffers grow
 //   wall     time from the first plan to the last reply: median of the other rounds
 //   begin    its part in Engine::Begin: the host's own work and waits
 //   finish   its part in Engine::Finish: waiting for the device, and the reply
+//   busy     time in which a kernel ran, in one more round that is recorded (device_trace.h)
+//   waits    time between the first kernel and the last in which none ran, in that round
+//
+// --kernels adds the longest kernels and waits of the recorded round.
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
@@ -28,6 +32,7 @@
 #include "absl/strings/str_split.h"
 
 #include "proto/selector_field.h"
+#include "tests/bench/device_trace.h"
 #include "worker/engine/engine.h"
 #include "worker/loaded_model.h"
 #include "worker/make_backend.h"
@@ -57,11 +62,11 @@ T Value(absl::StatusOr<T> value) {
 
 struct Flags {
   std::string model = "tests/model/shapes/llama-3.1-8b";
-  std::string device = "cuda";
   std::vector<int64_t> tokens = {8192, 32768};
   std::vector<int64_t> chunks = {512, 2048, 8192};
   int64_t rounds = 3;
   std::string policy = "all";
+  bool kernels = false;
 };
 
 std::vector<int64_t> Numbers(const std::string& text) {
@@ -84,8 +89,6 @@ Flags ParseFlags(int argc, char** argv) {
     const auto& [name, value] = flag;
     if (name == "--model")
       flags.model = value;
-    else if (name == "--device")
-      flags.device = value;
     else if (name == "--tokens")
       flags.tokens = Numbers(value);
     else if (name == "--chunks")
@@ -94,6 +97,8 @@ Flags ParseFlags(int argc, char** argv) {
       flags.rounds = Numbers(value).front() + 1;
     else if (name == "--policy")
       flags.policy = value;
+    else if (name == "--kernels")
+      flags.kernels = true;
     else
       Check(absl::InvalidArgumentError(absl::StrCat("what is ", argv[i], "?")));
   }
@@ -128,7 +133,8 @@ class Bench {
   void Run();
 
  private:
-  Round Read(int64_t tokens, int64_t chunk);
+  // Reads a prompt and lets it leave. Records what the device does if `work` is not null.
+  Round Read(int64_t tokens, int64_t chunk, tests::DeviceWork* work = nullptr);
   v1::StepPlan MakeChunk(int64_t tokens, int64_t begin, int64_t end);
   void AddSeals(v1::StepPlan& plan);
   // Gives back the sequence's slot and blocks.
@@ -174,7 +180,7 @@ LoadedModel Load(const Flags& flags, Backend& backend) {
 Bench::Bench(const Flags& flags)
     : flags_(flags),
       executor_(8),
-      backend_(Value(MakeBackend(flags.device, executor_))),
+      backend_(Value(MakeBackend("cuda", executor_))),
       model_(Load(flags, *backend_)) {
   EngineOptions options = {
       .group_epoch = kEpoch,
@@ -247,8 +253,9 @@ v1::StepPlan Bench::MakeChunk(int64_t tokens, int64_t begin, int64_t end) {
   return plan;
 }
 
-Round Bench::Read(int64_t tokens, int64_t chunk) {
+Round Bench::Read(int64_t tokens, int64_t chunk, tests::DeviceWork* work) {
   Round round;
+  if (work != nullptr) tests::BeginDeviceTrace();
   const auto began = Clock::now();
   for (int64_t begin = 0; begin < tokens; begin += chunk) {
     const v1::StepPlan plan = MakeChunk(tokens, begin, std::min(begin + chunk, tokens));
@@ -257,6 +264,7 @@ Round Bench::Read(int64_t tokens, int64_t chunk) {
   }
   while (!under_way_.empty()) Finish(round);
   round.wall_ms = Milliseconds(Clock::now() - began);
+  if (work != nullptr) *work = tests::EndDeviceTrace();
   Leave();
   std::this_thread::sleep_for(kPause);
   return round;
@@ -279,8 +287,8 @@ void Bench::Run() {
   std::printf("%s on %s, policy %s\n\n", flags_.model.c_str(), backend_->name().c_str(),
               flags_.policy.c_str());
   std::printf(
-      "| prefill | tokens | chunk | first, ms | wall, ms | begin | finish |\n"
-      "|---|---|---|---|---|---|---|\n");
+      "| prefill | tokens | chunk | first, ms | wall, ms | begin | finish | busy | waits |\n"
+      "|---|---|---|---|---|---|---|---|---|\n");
   for (const int64_t tokens : flags_.tokens) {
     for (const int64_t chunk : flags_.chunks) {
       const double first = Read(tokens, chunk).wall_ms;
@@ -289,9 +297,13 @@ void Bench::Run() {
       std::sort(rounds.begin(), rounds.end(),
                 [](const Round& a, const Round& b) { return a.wall_ms < b.wall_ms; });
       const Round& median = rounds[rounds.size() / 2];
-      std::printf("| prefill | %lld | %lld | %.1f | %.1f | %.1f | %.1f |\n",
+      tests::DeviceWork work;
+      Read(tokens, chunk, &work);
+      std::printf("| prefill | %lld | %lld | %.1f | %.1f | %.1f | %.1f | %.1f | %.1f |\n",
                   static_cast<long long>(tokens), static_cast<long long>(chunk), first,
-                  median.wall_ms, median.begin_ms, median.finish_ms);
+                  median.wall_ms, median.begin_ms, median.finish_ms, work.busy_ms,
+                  work.ms - work.busy_ms);
+      if (flags_.kernels) tests::PrintDeviceWork(work);
       std::fflush(stdout);
     }
   }

@@ -24,6 +24,8 @@ import sys
 import tempfile
 import time
 
+from padded_tokenizer import write_padded_tokenizer
+
 TESTS = pathlib.Path(__file__).resolve().parents[1]
 SHARD_BYTES = 5 << 30
 BLOCK_ELEMENTS = 1 << 24
@@ -122,8 +124,7 @@ def make_checkpoint(folder, shape, layers):
     config = json.loads((TESTS / "model" / "shapes" / shape / "config.json").read_text())
     config["num_hidden_layers"] = layers or config["num_hidden_layers"]
     (draft / "config.json").write_text(json.dumps(config))
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(TESTS / "model" / "needle-8k" / name, draft)
+    write_padded_tokenizer(draft, config["vocab_size"])
     shards = list(split(shapes(config)))
     weights, index = RandomWeights(), {}
     for i, shard in enumerate(shards):

@@ -147,6 +147,13 @@ TEST_F(EngineLoopTest, WhatIsNotImplementedIsToldAtOnce) {
             absl::UnimplementedError("Mixtral"));
 }
 
+// Bug: forming was tried again for ever after PERMISSION_DENIED, e.g. of a model's folder.
+TEST_F(EngineLoopTest, WhatIsNotPermittedIsToldAtOnce) {
+  group_.FailForm(absl::PermissionDeniedError("/models/llama"));
+  loop_.Start();
+  EXPECT_TRUE(absl::IsPermissionDenied(loop_.WaitUntilReady(clock_.Now() + std::chrono::hours(1))));
+}
+
 // Bug: forming was tried again for ever after errors that might have mended.
 TEST_F(EngineLoopTest, AFirstGroupIsTriedForAsLongAsTheStartMayTake) {
   for (int i = 0; i < 50; ++i) group_.FailForm(absl::UnavailableError("no route"));

@@ -27,10 +27,11 @@ class GrpcWorkerGroupTest : public ::testing::Test {
  protected:
   std::unique_ptr<WorkerGroup> Make(std::vector<std::string> addresses) {
     return CreateWorkerGroup({.addresses = std::move(addresses), .shard_plan = {}},
-                             GrpcWorkerDialer(secret_), clock_);
+                             GrpcWorkerDialer(secret_, plain_), clock_);
   }
   SteadyClock clock_;
   std::shared_ptr<const proto::GroupSecret> secret_ = proto::GroupSecret::Read("").value();
+  std::shared_ptr<proto::ChannelTls> plain_ = proto::ChannelTls::Load({}).value();
 };
 
 TEST_F(GrpcWorkerGroupTest, AWorkerWithoutTheSecretIsToldNothing) {
@@ -112,9 +113,9 @@ TEST_F(GrpcWorkerGroupTest, AWorkerThatFallsSilentIsNoticedWhileItComputes) {
   FakeWorkerService a({.tweak = [](v1::WorkerMessage& m) { return !m.has_step_reply(); }});
   const std::string path = a.address().substr(std::string("unix:").size());
   kvasir::testing::FreezingRelay relay(path + ".r", path);
-  std::unique_ptr<WorkerGroup> group =
-      CreateWorkerGroup({.addresses = {"unix:" + path + ".r"}, .shard_plan = {}},
-                        GrpcWorkerDialer(secret_, {.interval_ms = 100, .timeout_ms = 300}), clock_);
+  std::unique_ptr<WorkerGroup> group = CreateWorkerGroup(
+      {.addresses = {"unix:" + path + ".r"}, .shard_plan = {}},
+      GrpcWorkerDialer(secret_, plain_, {.interval_ms = 100, .timeout_ms = 300}), clock_);
   ASSERT_TRUE(group->Form().ok());
   relay.Freeze();
   const TimePoint frozen = clock_.Now();

@@ -17,7 +17,7 @@ from support import pypi  # noqa: E402
 from support.kubernetes import KUBERNETES, OVERLAYS, of_kind, pod_templates, render  # noqa: E402
 from support.service import BUILD, KVASIR  # noqa: E402
 
-COMPONENTS = {"monitoring": ("PodMonitor", "PrometheusRule"), "autoscaling": ("HorizontalPodAutoscaler",), "gateway": ("InferencePool", "HTTPRoute")}
+COMPONENTS = {"monitoring": ("PodMonitor", "PrometheusRule"), "autoscaling": ("HorizontalPodAutoscaler",), "gateway": ("InferencePool", "HTTPRoute"), "tls": ()}
 SCHEMAS = {"LeaderWorkerSet": "leader_worker_set", "PodMonitor": "pod_monitor", "PrometheusRule": "prometheus_rule",
            "InferencePool": "inference_pool", "HTTPRoute": "http_route"}
 KUBERNETES_VERSION = "1.33"
@@ -27,8 +27,8 @@ PROGRAMS = {"kvasir": KVASIR, "kvasir-worker": BUILD / "worker" / "kvasir-worker
 
 
 def components_of(overlay):
-    """A group of hosts is not scaled by the autoscaler of Deployments."""
-    return sorted(set(COMPONENTS) - {"autoscaling"}) if overlay.startswith("multi-host") else sorted(COMPONENTS)
+    """A group of hosts has no Deployment, which these components are for."""
+    return sorted(set(COMPONENTS) - {"autoscaling", "tls"}) if overlay.startswith("multi-host") else sorted(COMPONENTS)
 
 
 def config_file(objects, folder):
@@ -125,6 +125,17 @@ class Manifests(unittest.TestCase):
                                  **{f"worker-{i}": first + 1 + i for i in range(local)}})
         gpus = int(container["resources"]["limits"].get("nvidia.com/gpu", 0))
         self.assertEqual(gpus, local if value["device"] == "cuda" else 0)
+
+    def test_probes_of_ports_with_tls_speak_tls(self):
+        for objects in self.objects.values():
+            for _, template in pod_templates(objects):
+                [container] = template["spec"]["containers"]
+                speaks_tls = any(argument.startswith("--tls-cert-file") for argument in container["args"])
+                probes = [container[name] for name in ("startupProbe", "readinessProbe", "livenessProbe") if name in container]
+                self.assertGreater(len(probes), 0)
+                for probe in probes:
+                    self.assertEqual("HTTPS" if speaks_tls else "HTTP",
+                                     "gRPC" if speaks_tls and "grpc" in probe else probe.get("httpGet", {}).get("scheme", "HTTP"))
 
     def test_a_group_has_as_many_workers_as_ranks(self):
         for overlay in ("multi-host", "multi-host-gpu"):

@@ -13,6 +13,7 @@ import unittest
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 from support import pypi  # noqa: E402
+from support.certificates import Authority  # noqa: E402
 from support.service import Service  # noqa: E402
 
 PACKAGES = ("grpcio==1.62.3", "grpcio-tools==1.62.3", "protobuf==4.25.9", "googleapis-common-protos==1.63.2", "setuptools==69.5.1",
@@ -28,6 +29,29 @@ warn_return_any = False
 ignore_errors = True
 """
 SOURCE = ROOT / "deploy" / "python"
+TLS_CLIENT = """
+import asyncio, sys, kvasir
+address, ca, stranger, certificate, key = sys.argv[1:]
+pair = {"tls_cert_file": certificate, "tls_key_file": key}
+with kvasir.Client(address, tls_ca_file=ca, **pair) as client:
+    print(client.model_info().name, end=" ")
+
+async def ask():
+    async with kvasir.AsyncClient(address, tls_ca_file=ca, **pair) as client:
+        print((await client.model_info()).name, end=" ")
+
+asyncio.run(ask())
+for files in ({"tls_ca_file": stranger, **pair}, {"tls_ca_file": ca}):
+    with kvasir.Client(address, retry=kvasir.Retry(attempts=1), **files) as client:
+        try:
+            client.model_info()
+        except kvasir.Unavailable:
+            print("refused", end=" ")
+try:
+    kvasir.Client(address, **pair)
+except ValueError:
+    print("files")
+"""
 
 
 class PythonClient(unittest.TestCase):
@@ -53,6 +77,15 @@ class PythonClient(unittest.TestCase):
     def test_checks_on_the_real_server(self):
         said = self.run_python(ROOT / "tests" / "deploy" / "python_client_checks.py", self.service.address)
         self.assertRegex(said, r"Ran \d\d tests")
+
+    def test_certificates_are_taken_from_files(self):
+        ca, stranger = Authority(self.folder, "ca"), Authority(self.folder, "stranger")
+        server, client = ca.issue("server"), ca.issue("client")
+        with Service(flags=[*server.flags(), f"--tls-client-ca-file={ca.certificate}"], ready_timeout_s=60) as service:
+            script = self.folder / "tls.py"
+            script.write_text(TLS_CLIENT)
+            said = self.run_python(script, service.address, ca.certificate, stranger.certificate, client.certificate, client.key)
+        self.assertIn("needle-8k needle-8k refused refused files\n", said)  # beside what gRPC says of handshakes
 
     def test_snippets_of_the_readme_run(self):
         snippets = re.findall(r"```python\n(.*?)```", (SOURCE / "README.md").read_text(), re.S)

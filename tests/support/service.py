@@ -98,8 +98,9 @@ def make_request(prompt, *, policy="", prefill=None, decode=None, request_id="",
 class Service:
     """A running `kvasir serve` with its local workers. Leaving the context drains it and checks that it exits 0."""
 
-    def __init__(self, model="tests/model/needle-8k", flags=(), ready_timeout_s=120, preexec=None, program=KVASIR):
-        """`preexec` is called in the server's process before it becomes the server; `program` is another kvasir than the build's."""
+    def __init__(self, model="tests/model/needle-8k", flags=(), ready_timeout_s=120, preexec=None, program=KVASIR, credentials=None):
+        """`preexec` is called in the server's process before it becomes the server; `program` is another kvasir than
+        the build's; `credentials` are those of TLS."""
         self.folder = tempfile.TemporaryDirectory(prefix="kvasir-test-")
         self.log_path = pathlib.Path(self.folder.name) / "server.log"
         ready = pathlib.Path(self.folder.name) / "ready"
@@ -111,8 +112,9 @@ class Service:
         lines = dict(line.split(": ", 1) for line in ready.read_text().splitlines())
         self.address, self.http_address, self.metrics_address = lines["grpc"], lines["http"], lines["metrics"]
         self.worker_metrics = [lines[name] for name in sorted(lines) if name.startswith("worker-")]
-        self.channel = grpc.insecure_channel(self.address, options=[
-            ("grpc.max_receive_message_length", MESSAGE_BYTES), ("grpc.max_send_message_length", MESSAGE_BYTES)])
+        options = [("grpc.max_receive_message_length", MESSAGE_BYTES), ("grpc.max_send_message_length", MESSAGE_BYTES)]
+        self.channel = (grpc.secure_channel(self.address, credentials, options) if credentials
+                        else grpc.insecure_channel(self.address, options))
         self.stub = generation_pb2_grpc.GenerationStub(self.channel)
 
     def _wait_ready(self, ready, timeout_s):

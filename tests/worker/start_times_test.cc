@@ -16,11 +16,11 @@ TEST(StartTimes, StagesFollowEachOtherInOneLine) {
   times.Enter("KV", begin + milliseconds(5000));
   times.SetBytes("weights", 16'000'000'000);
   EXPECT_EQ(times.Summary(begin + milliseconds(5400)),
-            "5.4 s: process 1.0, weights 4.0 (16.0 GB at 4.0 GB/s), KV 0.4");
+            "5.40 s: process 1.00, weights 4.00 (16.0 GB at 4.0 GB/s), KV 0.40");
 }
 
 TEST(StartTimes, WithoutStagesThereIsTheWholeTime) {
-  EXPECT_EQ(StartTimes({}).Summary(StartTimes::Clock::time_point() + milliseconds(250)), "0.2 s");
+  EXPECT_EQ(StartTimes({}).Summary(StartTimes::Clock::time_point() + milliseconds(250)), "0.25 s");
 }
 
 }  // namespace

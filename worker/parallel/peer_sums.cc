@@ -13,27 +13,32 @@ using kernels::PinnedBuffer;
 absl::StatusOr<std::unique_ptr<PeerSums>> PeerSums::Join(Collective& ranks) {
   if (ranks.size() > kernels::kMaxPeers) return std::unique_ptr<PeerSums>();
   std::unique_ptr<PeerSums> sums(new PeerSums());
-  constexpr int64_t kCounterBytes = (kernels::kPeerSumCounters + 1) * int64_t{sizeof(uint32_t)};
+  constexpr int64_t kCounters = kernels::kPeerSumCounters + kernels::kSlicedSumCtas;
+  constexpr int64_t kCounterBytes = (kCounters + 1) * int64_t{sizeof(uint32_t)};
+  constexpr int64_t kInboxBytes = kernels::kPeerSumInboxLines * int64_t{sizeof(uint64_t)};
   KVASIR_ASSIGN_OR_RETURN(sums->counters_, DeviceBuffer::Allocate(kCounterBytes));
   KVASIR_RETURN_IF_ERROR(
       kernels::CudaStatus(cudaMemset(sums->counters_.data(), 0, static_cast<size_t>(kCounterBytes)),
                           "clearing memory"));
   KVASIR_ASSIGN_OR_RETURN(sums->gave_up_, PinnedBuffer::Allocate(sizeof(uint32_t)));
   *sums->gave_up_.As<uint32_t>() = 0;
-  KVASIR_ASSIGN_OR_RETURN(
-      sums->inboxes_,
-      PeerMemory::Share(kernels::kPeerSumInboxLines * int64_t{sizeof(uint64_t)}, ranks));
-  if (sums->inboxes_ == nullptr) return std::unique_ptr<PeerSums>();
+  KVASIR_ASSIGN_OR_RETURN(sums->memory_,
+                          PeerMemory::Share(kInboxBytes + kernels::kSlicedSumBytes, ranks));
+  if (sums->memory_ == nullptr) return std::unique_ptr<PeerSums>();
   uint32_t* const counters = sums->counters_.As<uint32_t>();
   sums->end_ = {.rank = ranks.rank(),
                 .num_ranks = ranks.size(),
                 .inboxes = {},
+                .slices = {},
                 .calls = counters,
-                .gave_up = counters + kernels::kPeerSumCounters,
+                .sliced_calls = counters + kernels::kPeerSumCounters,
+                .gave_up = counters + kCounters,
                 .gave_up_host = sums->gave_up_.As<uint32_t>(),
                 .patience_ns = absl::ToInt64Nanoseconds(ranks.timeout())};
   for (int rank = 0; rank < ranks.size(); ++rank) {
-    sums->end_.inboxes[rank] = reinterpret_cast<uint64_t*>(sums->inboxes_->of_rank(rank));
+    std::byte* const memory = sums->memory_->of_rank(rank);
+    sums->end_.inboxes[rank] = reinterpret_cast<uint64_t*>(memory);
+    sums->end_.slices[rank] = memory + kInboxBytes;
   }
   return sums;
 }

@@ -1,7 +1,8 @@
-// Sums of small messages among the GPUs of a group, each of which writes into the memory of the
-// others (kernels/ranks), because a library takes several times as long as one write to reach a
-// peer. Put on a stream, by launch or under capture. Made when a group forms, and not used again
-// once waiting for a rank has failed. Only in builds with CUDA. Thread-compatible.
+// Sums among the GPUs of a group, each of which writes into the memory of the others
+// (kernels/ranks): a library takes several times as long as one write to reach a peer, and adds
+// ranks in an order that depends on where an element lies in its message. Put on a stream, by
+// launch or under capture. Made when a group forms, and not used again once waiting for a rank has
+// failed. Only in builds with CUDA. Thread-compatible.
 #pragma once
 
 #include <memory>
@@ -25,12 +26,15 @@ class PeerSums {
   static absl::StatusOr<std::unique_ptr<PeerSums>> Join(Collective& ranks);
 
   static bool Takes(const kernels::TensorView& x) {
-    return x.num_elements() <= kernels::kPeerSumElements;
+    return x.num_elements() <= kernels::kPeerSumElements ||
+           x.num_elements() % kernels::kSlicedSumUnit == 0;
   }
-  // Like kernels::PeerSum. REQUIRES: Takes(x).
-  absl::Status Add(const kernels::TensorView& x, const kernels::TensorView& y,
+  // Like kernels::PeerSum, or kernels::SlicedPeerSum where the message is larger; both give the
+  // same bits. `progress`, in pinned memory, counts launches of the latter. REQUIRES: Takes(x).
+  absl::Status Add(const kernels::TensorView& x, const kernels::TensorView& y, uint32_t* progress,
                    cudaStream_t stream) const {
-    return kernels::PeerSum(end_, x, y, stream);
+    if (x.num_elements() <= kernels::kPeerSumElements) return kernels::PeerSum(end_, x, y, stream);
+    return kernels::SlicedPeerSum(end_, x, y, progress, stream);
   }
   // Whether a rank was silent for longer than the Collective's timeout. Then sums are NaN.
   bool gave_up() const { return *static_cast<const volatile uint32_t*>(end_.gave_up_host) != 0; }
@@ -38,7 +42,7 @@ class PeerSums {
  private:
   PeerSums() = default;
 
-  std::unique_ptr<PeerMemory> inboxes_;
+  std::unique_ptr<PeerMemory> memory_;  // inboxes, then slices
   kernels::DeviceBuffer counters_;
   kernels::PinnedBuffer gave_up_;
   kernels::PeerSumEnd end_;

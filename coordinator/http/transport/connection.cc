@@ -11,8 +11,10 @@
 #include "boost/asio/write.hpp"
 #include "boost/beast/http/read.hpp"
 #include "coordinator/http/transport/error_reply.h"
+#include "coordinator/http/transport/request_id.h"
 #include "kernels/base/mutex.h"
 #include "proto/grpc_status.h"
+#include "proto/security/tls_socket.h"
 
 namespace kvasir::coordinator {
 namespace {
@@ -33,18 +35,8 @@ constexpr absl::Duration kBodyTime = absl::Minutes(1);
 // Time in which a client may take the last answer of a connection that is about to be closed.
 constexpr absl::Duration kLingerTime = absl::Seconds(5);
 constexpr absl::Duration kRetry = absl::Seconds(5);
-constexpr size_t kMostIdBytes = 128;
 
 absl::string_view View(boost::beast::string_view text) { return {text.data(), text.size()}; }
-
-absl::Status CheckRequestId(absl::string_view id) {
-  const bool printable =
-      std::all_of(id.begin(), id.end(), [](char c) { return c > ' ' && c < '\x7f'; });
-  if (id.size() <= kMostIdBytes && printable) return absl::OkStatus();
-  return absl::InvalidArgumentError(absl::StrCat("the header x-request-id has ", id.size(),
-                                                 " bytes; it must have at most ", kMostIdBytes,
-                                                 ", printable ASCII without blanks"));
-}
 
 }  // namespace
 
@@ -121,7 +113,7 @@ class Connection::ConnectionExchange final
  private:
   template <typename Work>
   void Post(Work work) {
-    asio::post(connection_->socket_.get_executor(), std::move(work));
+    asio::post(connection_->stream_.get_executor(), std::move(work));
   }
 
   const std::shared_ptr<Connection> connection_;
@@ -137,26 +129,36 @@ class Connection::ConnectionExchange final
 Connection::Connection(asio::ip::tcp::socket socket, uint64_t id, const ConnectionContext& context)
     : context_(context),
       id_(id),
-      socket_(std::move(socket)),
-      timer_(socket_.get_executor()),
+      stream_(std::move(socket)),
+      timer_(stream_.get_executor()),
       buffer_(kMostHeadBytes + kMostPipelinedBytes) {}
 
 void Connection::Start() {
-  asio::post(socket_.get_executor(), [self = shared_from_this()] {
+  asio::post(stream_.get_executor(), [self = shared_from_this()] {
     self->Expect(kHeadTime);
-    self->ReadSome();
+    self->stream_.Accept(self->context_.tls,
+                         [self](const absl::Status& accepted) { self->OnAccepted(accepted); });
   });
+}
+
+void Connection::OnAccepted(const absl::Status& accepted) {
+  if (closed_) return;
+  if (accepted.ok()) return ReadSome();
+  if (absl::IsCancelled(accepted)) return Leave(accepted);
+  context_.warnings.Warn(absl::StrCat("refused ", stream_.peer(), ": ", accepted.message()));
+  if (absl::IsInvalidArgument(accepted)) return Refuse(accepted);
+  Linger();  // the alert that says why is on its way
 }
 
 bool Connection::GiveWay() {
   State idle = State::kIdle;
   if (!state_.compare_exchange_strong(idle, State::kClosing)) return false;
-  asio::post(socket_.get_executor(), [self = shared_from_this()] { self->Close(); });
+  asio::post(stream_.get_executor(), [self = shared_from_this()] { self->Close(); });
   return true;
 }
 
 void Connection::Stop() {
-  asio::post(socket_.get_executor(), [self = shared_from_this()] {
+  asio::post(stream_.get_executor(), [self = shared_from_this()] {
     self->stopping_ = true;
     self->keep_alive_ = false;
     if (self->exchange_ == nullptr && !self->writing_) self->Close();
@@ -170,7 +172,7 @@ void Connection::ReadSome() {
   // written to.
   if (reading_ || closed_ || buffer_.size() + kReadBytes > kMostPipelinedBytes) return;
   reading_ = true;
-  socket_.async_read_some(buffer_.prepare(kReadBytes),
+  stream_.async_read_some(buffer_.prepare(kReadBytes),
                           [self = shared_from_this()](const ErrorCode& error, size_t bytes) {
                             self->reading_ = false;
                             self->OnRead(error, bytes);
@@ -189,12 +191,16 @@ void Connection::OnRead(const ErrorCode& error, size_t bytes) {
 
 void Connection::ReadHead() {
   if (closed_) return;
+  if (context_.tls == nullptr &&
+      proto::BeginsTls(*static_cast<const char*>(buffer_.data().data()))) {
+    return OnAccepted(absl::InvalidArgumentError("this port speaks no TLS; use http://"));
+  }
   parser_.emplace();
   parser_->header_limit(kMostHeadBytes);
   parser_->body_limit(context_.most_body_bytes);
   Expect(kHeadTime);
   http::async_read_header(
-      socket_, buffer_, *parser_,
+      stream_, buffer_, *parser_,
       [self = shared_from_this()](const ErrorCode& error, size_t) { self->OnHead(error); });
 }
 
@@ -209,7 +215,7 @@ void Connection::OnHead(const ErrorCode& error) {
   body_.clear();
   if (head[http::field::expect] == "100-continue" && !parser_->is_done()) {
     out_ = "HTTP/1.1 100 Continue\r\n\r\n";
-    asio::async_write(socket_, asio::buffer(out_),
+    asio::async_write(stream_, asio::buffer(out_),
                       [self = shared_from_this()](const ErrorCode& failed, size_t) {
                         if (failed) return self->Leave(absl::CancelledError("the client is gone"));
                         self->ReadBody();
@@ -231,7 +237,7 @@ void Connection::ReadBody() {
   parser_->get().body().data = body_.data() + had;
   parser_->get().body().size = kBodyReadBytes;
   http::async_read(
-      socket_, buffer_, *parser_,
+      stream_, buffer_, *parser_,
       [self = shared_from_this()](const ErrorCode& error, size_t) { self->OnBody(error); });
 }
 
@@ -347,7 +353,7 @@ void Connection::WriteMore() {
   if (written_ == out_.size()) return OnWritten();
   Expect(lingering_ ? kLingerTime : context_.client_timeout);
   const size_t bytes = std::min(out_.size() - written_, kWriteBytes);
-  socket_.async_write_some(asio::buffer(out_.data() + written_, bytes),
+  stream_.async_write_some(asio::buffer(out_.data() + written_, bytes),
                            [self = shared_from_this()](const ErrorCode& error, size_t written) {
                              if (error) {
                                return self->Leave(absl::CancelledError("the client is gone"));
@@ -371,25 +377,26 @@ void Connection::EndAnswer() {
   source_ = nullptr;
   if (stopping_) return Close();
   if (!keep_alive_) {
-    // Closing at once would take the answer away from a client that still sends.
-    lingering_ = true;
-    share_ = nullptr;
-    body_ = {};
     State busy = State::kBusy;
     state_.compare_exchange_strong(busy, State::kIdle);
-    ErrorCode ignored;
-    socket_.shutdown(asio::ip::tcp::socket::shutdown_send, ignored);
-    Expect(kLingerTime);
-    buffer_.consume(buffer_.size());
-    return ReadSome();
+    return Linger();
   }
   State busy = State::kBusy;
   if (!state_.compare_exchange_strong(busy, State::kIdle)) return Close();
   if (!reading_) return NextRequest();
   // The read in progress waits for the next request, unless that has come already.
   Expect(kIdleTime);
-  ErrorCode ignored;
-  if (buffer_.size() > 0) socket_.cancel(ignored);
+  if (buffer_.size() > 0) stream_.CancelRead();
+}
+
+void Connection::Linger() {
+  lingering_ = true;
+  share_ = nullptr;
+  body_ = {};
+  stream_.EndWriting(shared_from_this());
+  Expect(kLingerTime);
+  buffer_.consume(buffer_.size());
+  ReadSome();
 }
 
 void Connection::NextRequest() {
@@ -432,8 +439,7 @@ void Connection::Leave(const absl::Status& why) {
 void Connection::Close() {
   if (std::exchange(closed_, true)) return;
   state_ = State::kClosing;
-  ErrorCode ignored;
-  socket_.close(ignored);
+  stream_.Close();
   timer_.cancel();
   exchange_ = nullptr;
   source_ = nullptr;

@@ -23,7 +23,10 @@
 #include "boost/beast/http/buffer_body.hpp"
 #include "boost/beast/http/parser.hpp"
 #include "coordinator/http/transport/body_budget.h"
+#include "coordinator/http/transport/client_stream.h"
 #include "coordinator/http/transport/exchange.h"
+#include "proto/process/rare_warnings.h"
+#include "proto/security/tls.h"
 
 namespace kvasir::coordinator {
 
@@ -37,6 +40,8 @@ struct ConnectionContext {
   std::function<void(uint64_t id)> on_closed;
   // Called with the status of every answer.
   std::function<void(int status)> on_answer;
+  const proto::ServerTls* tls;  // null: plain
+  proto::RareWarnings& warnings;
 };
 
 class Connection : public std::enable_shared_from_this<Connection> {
@@ -57,6 +62,9 @@ class Connection : public std::enable_shared_from_this<Connection> {
   using Parser = boost::beast::http::parser</*isRequest=*/true, boost::beast::http::buffer_body>;
   enum class State { kIdle, kBusy, kClosing };
 
+  // After the handshake, if there is one, with the status that ClientStream::Accept gives; also
+  // with INVALID_ARGUMENT for a client that speaks TLS to a plain port.
+  void OnAccepted(const absl::Status& accepted);
   // Reading. ReadSome waits for bytes of the next request and learns when the client goes.
   void ReadSome();
   void OnRead(const ErrorCode& error, size_t bytes);
@@ -85,6 +93,9 @@ class Connection : public std::enable_shared_from_this<Connection> {
   std::string Head(int status, absl::string_view content_type, absl::string_view request_id,
                    absl::string_view more) const;
 
+  // Throws away what still comes until the client closes: closing at once would take the answer
+  // away from a client that still sends.
+  void Linger();
   // Closes the connection when nothing happens for `time`.
   void Expect(absl::Duration time);
   void ExpectNothing();
@@ -98,7 +109,7 @@ class Connection : public std::enable_shared_from_this<Connection> {
   std::atomic<State> state_ = State::kIdle;
 
   // The strand's.
-  boost::asio::ip::tcp::socket socket_;
+  ClientStream stream_;
   boost::asio::steady_timer timer_;
   boost::beast::flat_buffer buffer_;  // received and not yet parsed
   std::optional<Parser> parser_;

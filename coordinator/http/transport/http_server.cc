@@ -97,12 +97,15 @@ class AsioServer final : public HttpServer {
         most_connections_(ConnectionsFor(options_.most_connections)),
         series_(*options_.registry),
         budget_(kMostArrivingBytes),
+        warnings_("HTTP port"),
         context_{.handler = options_.handler,
                  .budget = budget_,
                  .client_timeout = options_.client_timeout,
                  .most_body_bytes = options_.most_body_bytes,
                  .on_closed = [this](uint64_t id) { OnClosed(id); },
-                 .on_answer = [this](int status) { series_.Answer(status).Increment(); }} {}
+                 .on_answer = [this](int status) { series_.Answer(status).Increment(); },
+                 .tls = options_.tls.get(),
+                 .warnings = warnings_} {}
   ~AsioServer() override { Stop(absl::ZeroDuration()); }
 
   absl::Status Listen();
@@ -125,6 +128,7 @@ class AsioServer final : public HttpServer {
   const size_t most_connections_;
   const Series series_;
   BodyBudget budget_;
+  proto::RareWarnings warnings_;
   const ConnectionContext context_;
   int port_ = 0;
 

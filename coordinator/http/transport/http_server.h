@@ -3,13 +3,14 @@
 //   number    at most a quarter of the descriptors that the process may open, and at most 4,096
 //             connections. When that number is reached, the oldest one that waits for a request, or
 //             for the rest of one, gives way; when all are being answered, the new one is refused.
-//   time      10 s for a head, 60 s for a body, 60 s between two requests; a client that takes
+//   time      10 s for a TLS handshake and as much for a head, 60 s for a body, 60 s between two
+//   requests; a client that takes
 //             nothing of its answer for `client_timeout` is gone.
 //   memory    16 KiB a head and `most_body_bytes` a body, of which nothing is taken before it has
 //             come; 256 MiB of bodies that are arriving, over all connections, not counting the
 //             first 64 KiB of each. Of an answer one piece is held; the rest waits in its source.
 //
-// It hides sockets, threads, keep-alive, pipelining and chunks. Made by the HTTP front.
+// It hides sockets, TLS, threads, keep-alive, pipelining and chunks. Made by the HTTP front.
 // Thread-safe; Stop is called by one thread.
 #pragma once
 
@@ -22,6 +23,7 @@
 #include "prometheus/registry.h"
 
 #include "coordinator/http/transport/exchange.h"
+#include "proto/security/tls.h"
 
 namespace kvasir::coordinator {
 
@@ -32,6 +34,7 @@ struct HttpServerOptions {
   HttpHandler handler;                       // called on the server's threads
   absl::Duration client_timeout = absl::Seconds(60);
   size_t most_body_bytes = size_t{64} << 20;
+  std::shared_ptr<proto::ServerTls> tls = nullptr;  // null: plain
   size_t most_connections = 0;  // 0: derived from the process's limit of descriptors
 };
 

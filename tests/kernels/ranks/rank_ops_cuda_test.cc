@@ -118,8 +118,8 @@ TEST_F(RankOpsTest, MoreColumnsThanRanksHaveAreRefused) {
 class PeerSumTest : public testing::Test {
  protected:
   struct Rank {
-    DeviceBuffer inbox, counters, x, y;
-    PinnedBuffer gave_up;
+    DeviceBuffer inbox, slices, counters, x, y;
+    PinnedBuffer gave_up, progress;
     cudaStream_t stream = nullptr;
     PeerSumEnd end;
     std::vector<float> values;
@@ -132,13 +132,19 @@ class PeerSumTest : public testing::Test {
     for (Rank& rank : ranks_) cudaStreamDestroy(rank.stream);
   }
 
-  void MakeRanks(int size, int64_t patience_ns = 5'000'000'000) {
+  // Messages have at most `elements`.
+  void MakeRanks(int size, int64_t elements = kPeerSumElements,
+                 int64_t patience_ns = 5'000'000'000) {
+    elements_ = elements;
     ranks_.resize(static_cast<size_t>(size));
     for (Rank& rank : ranks_) {
       rank.inbox = Zeros(kPeerSumInboxLines * 8);
-      rank.counters = Zeros((kPeerSumCounters + 1) * 4);
-      rank.x = Zeros(kPeerSumElements * 4);
-      rank.y = Zeros(kPeerSumElements * 2);
+      rank.slices = Zeros(kSlicedSumBytes);
+      rank.counters = Zeros((kPeerSumCounters + kSlicedSumCtas + 1) * 4);
+      rank.x = Zeros(elements * 4);
+      rank.y = Zeros(elements * 2);
+      rank.progress = PinnedBuffer::Allocate(4).value();
+      *rank.progress.As<uint32_t>() = 0;
       rank.gave_up = PinnedBuffer::Allocate(4).value();
       *rank.gave_up.As<uint32_t>() = 0;
       ASSERT_EQ(cudaStreamCreateWithFlags(&rank.stream, cudaStreamNonBlocking), cudaSuccess);
@@ -149,12 +155,15 @@ class PeerSumTest : public testing::Test {
       rank.end = {.rank = r,
                   .num_ranks = size,
                   .inboxes = {},
+                  .slices = {},
                   .calls = counters,
-                  .gave_up = counters + kPeerSumCounters,
+                  .sliced_calls = counters + kPeerSumCounters,
+                  .gave_up = counters + kPeerSumCounters + kSlicedSumCtas,
                   .gave_up_host = rank.gave_up.As<uint32_t>(),
                   .patience_ns = patience_ns};
       for (int peer = 0; peer < size; ++peer) {
         rank.end.inboxes[peer] = ranks_[static_cast<size_t>(peer)].inbox.As<uint64_t>();
+        rank.end.slices[peer] = ranks_[static_cast<size_t>(peer)].slices.data();
       }
     }
     ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
@@ -169,8 +178,7 @@ class PeerSumTest : public testing::Test {
                 cudaSuccess);
     }
     for (Rank& rank : ranks_) {
-      ASSERT_EQ(cudaMemset(rank.y.data(), 0, static_cast<size_t>(kPeerSumElements) * 2),
-                cudaSuccess);
+      ASSERT_EQ(cudaMemset(rank.y.data(), 0, static_cast<size_t>(elements_) * 2), cudaSuccess);
     }
     // A copy from pageable memory may be under way, and the ranks' streams do not wait for it.
     ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
@@ -178,6 +186,11 @@ class PeerSumTest : public testing::Test {
   static absl::Status Launch(const Rank& rank, int64_t count) {
     return PeerSum(rank.end, Matrix(rank.x, DType::kFloat32, 1, count),
                    Matrix(rank.y, DType::kBFloat16, 1, count), rank.stream);
+  }
+  static absl::Status LaunchSliced(const Rank& rank, int64_t count) {
+    return SlicedPeerSum(rank.end, Matrix(rank.x, DType::kFloat32, 1, count),
+                         Matrix(rank.y, DType::kBFloat16, 1, count), rank.progress.As<uint32_t>(),
+                         rank.stream);
   }
   // Expects the sum in rank order, rounded, added `calls` times to zeros; the same bits everywhere.
   void ExpectSums(int64_t count, int calls = 1) {
@@ -198,6 +211,7 @@ class PeerSumTest : public testing::Test {
     }
   }
 
+  int64_t elements_ = 0;
   std::vector<Rank> ranks_;
   std::mt19937 rng_{1};
 };
@@ -230,6 +244,45 @@ TEST_F(PeerSumTest, TheLargestMessageIsSummed) {
             absl::StatusCode::kInvalidArgument);
 }
 
+// Up to three ranks: all their CTAs wait for each other, and one GPU must hold them at once.
+TEST_F(PeerSumTest, LargeSumsAreTheSameOnAllRanksWhateverCameBefore) {
+  for (const int size : {2, 3}) {
+    MakeRanks(size, /*elements=*/1'000'000);
+    // Less than a unit for each rank, slices of unequal sizes, more and fewer CTAs than before.
+    for (const int64_t count : {8, 40, 4096, 1'000'000, 40'008, 8, 999'992, 65'536, 1'000'000}) {
+      SCOPED_TRACE(testing::Message() << size << " ranks, " << count << " elements");
+      FillAll(count);
+      for (const Rank& rank : ranks_) ASSERT_TRUE(LaunchSliced(rank, count).ok());
+      ExpectSums(count);
+    }
+    EXPECT_EQ(*ranks_[0].progress.As<uint32_t>(), 9u);
+    TearDown();
+  }
+  ranks_.clear();
+}
+
+TEST_F(PeerSumTest, AMessageOfSeveralLaunchesIsSummed) {
+  constexpr int64_t kCount = kSlicedSumElements + 24;
+  MakeRanks(3, kCount);
+  FillAll(kCount);
+  for (const Rank& rank : ranks_) ASSERT_TRUE(LaunchSliced(rank, kCount).ok());
+  ExpectSums(kCount);
+  EXPECT_EQ(*ranks_[0].progress.As<uint32_t>(), 2u);
+  EXPECT_EQ(LaunchSliced(ranks_[0], 12).code(), absl::StatusCode::kInvalidArgument);
+}
+
+TEST_F(PeerSumTest, ALargeSumWithoutAPeerEnds) {
+  constexpr int64_t kCount = 1'000'000;
+  MakeRanks(2, kCount, /*patience_ns=*/50'000'000);
+  FillAll(kCount);
+  for (int call = 0; call < 5; ++call) ASSERT_TRUE(LaunchSliced(ranks_[0], kCount).ok());
+  ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+  EXPECT_EQ(*ranks_[0].gave_up.As<uint32_t>(), 1u);
+  for (const uint16_t bits : Download<uint16_t>(ranks_[0].y, kCount)) {
+    ASSERT_GT(bits & 0x7fff, 0x7f80) << "not NaN";
+  }
+}
+
 // One rank replays a graph of calls, the other launches them. Each call reads the result of the
 // previous one. All calls of a rank start at once and wait in place, so one GPU must have room for
 // a call of the other rank beside them (with 33 calls, which fill an H200, there sometimes was
@@ -257,7 +310,7 @@ TEST_F(PeerSumTest, GraphsAndLaunchesMatch) {
 }
 
 TEST_F(PeerSumTest, AMissingRankIsNoticedAndSumsEnd) {
-  MakeRanks(2, /*patience_ns=*/50'000'000);
+  MakeRanks(2, kPeerSumElements, /*patience_ns=*/50'000'000);
   FillAll(4096);
   for (int call = 0; call < 65; ++call) ASSERT_TRUE(Launch(ranks_[0], 4096).ok());
   ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);

@@ -41,7 +41,9 @@ CudaRanks::~CudaRanks() {
 
 absl::Status CudaRanks::AddSum(const TensorView& x, const TensorView& y, const CudaStream& stream) {
   KVASIR_RETURN_IF_ERROR(LookForSilence());
-  if (peers_ != nullptr && PeerSums::Takes(x)) return peers_->Add(x, y, stream.get());
+  if (peers_ != nullptr && PeerSums::Takes(x)) {
+    return peers_->Add(x, y, progress_.As<uint32_t>(), stream.get());
+  }
   KVASIR_RETURN_IF_ERROR(nccl_->AllReduceSum(x.As<float>(), x.num_elements(), stream.get()));
   return kernels::AddSums(x, y, progress_.As<uint32_t>(), stream.get());
 }

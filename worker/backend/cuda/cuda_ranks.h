@@ -63,7 +63,7 @@ class CudaRanks {
   const absl::Duration patience_;
   std::unique_ptr<NcclCommunicator> nccl_;
   std::unique_ptr<PeerSums> peers_;  // null: ranks cannot reach each other's memory
-  kernels::PinnedBuffer progress_;   // number of NCCL collectives that have ended
+  kernels::PinnedBuffer progress_;   // number of large sums and gathers that have ended
 
   std::atomic<int64_t> steps_begun_ = 0;
   std::atomic<int64_t> steps_ended_ = 0;

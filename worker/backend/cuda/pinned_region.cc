@@ -1,8 +1,10 @@
 #include "worker/backend/cuda/pinned_region.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cuda_runtime_api.h>
 #include <sys/mman.h>
+#include <thread>
 
 #include "absl/strings/str_cat.h"
 #include "spdlog/spdlog.h"
@@ -78,9 +80,12 @@ absl::Status PinnedRegion::PinPiece(int64_t piece) {
   const int64_t bytes = std::min(piece_bytes_, size_bytes_ - piece * piece_bytes_);
   for (int64_t at = 0; at < bytes; at += kMemoryPageBytes) begin[at] = std::byte{0};
   MutexLock lock(driver_mu_);
-  return kernels::CudaStatus(cudaHostRegister(begin, static_cast<size_t>(bytes),
-                                              cudaHostRegisterPortable | cudaHostRegisterMapped),
-                             absl::StrCat("pinning ", bytes, " bytes of host memory"));
+  const auto started = std::chrono::steady_clock::now();
+  const cudaError_t error = cudaHostRegister(begin, static_cast<size_t>(bytes),
+                                             cudaHostRegisterPortable | cudaHostRegisterMapped);
+  // The driver's locks are not fair: a step's launches get as much time as the pieces take.
+  std::this_thread::sleep_for(std::chrono::steady_clock::now() - started);
+  return kernels::CudaStatus(error, absl::StrCat("pinning ", bytes, " bytes of host memory"));
 }
 
 void PinnedRegion::EndPiece(int64_t piece, const absl::Status& status) {

@@ -10,15 +10,16 @@ import grpc.aio
 from .client import CHANNEL_OPTIONS
 from .errors import KvasirError, from_grpc
 from .messages import Answer, Assembler, Event, ModelInfo, Text, model_info
-from .options import Policy, Prompt, Retry, make_request
+from .options import Policy, Prompt, Retry, channel_credentials, make_request
 from .v1 import generation_pb2, generation_pb2_grpc
 
 
 class AsyncClient:
     """As Client, with coroutines."""
 
-    def __init__(self, address: str = "127.0.0.1:50051", *, credentials: Optional[grpc.ChannelCredentials] = None,
-                 api_key: str = "", retry: Retry = Retry()):
+    def __init__(self, address: str = "127.0.0.1:50051", *, tls_ca_file: str = "",
+                 tls_cert_file: str = "", tls_key_file: str = "", api_key: str = "", retry: Retry = Retry()):
+        credentials = channel_credentials(tls_ca_file, tls_cert_file, tls_key_file)
         self._channel = (grpc.aio.secure_channel(address, credentials, CHANNEL_OPTIONS) if credentials
                          else grpc.aio.insecure_channel(address, CHANNEL_OPTIONS))
         self._stub = generation_pb2_grpc.GenerationStub(self._channel)

@@ -7,7 +7,7 @@ import grpc
 
 from .errors import KvasirError, from_grpc
 from .messages import Answer, Assembler, Event, ModelInfo, Text, model_info
-from .options import Policy, Prompt, Retry, make_request
+from .options import Policy, Prompt, Retry, channel_credentials, make_request
 from .v1 import generation_pb2, generation_pb2_grpc
 
 CHANNEL_OPTIONS = [("grpc.max_send_message_length", 64 << 20), ("grpc.max_receive_message_length", 64 << 20)]
@@ -15,9 +15,12 @@ Result = TypeVar("Result")
 
 
 class Client:
-    def __init__(self, address: str = "127.0.0.1:50051", *, credentials: Optional[grpc.ChannelCredentials] = None,
-                 api_key: str = "", retry: Retry = Retry()):
-        """`credentials` of TLS; without them the connection is plain. `api_key` for a server that has keys."""
+    def __init__(self, address: str = "127.0.0.1:50051", *, tls_ca_file: str = "",
+                 tls_cert_file: str = "", tls_key_file: str = "", api_key: str = "", retry: Retry = Retry()):
+        """`tls_ca_file`: PEM file with the CAs by which the server is known; without it the connection is plain.
+        `tls_cert_file`, `tls_key_file`: for a server that asks clients for a certificate. `api_key`: for one that has
+        keys. ValueError for files that do not go together."""
+        credentials = channel_credentials(tls_ca_file, tls_cert_file, tls_key_file)
         self._channel = (grpc.secure_channel(address, credentials, CHANNEL_OPTIONS) if credentials
                          else grpc.insecure_channel(address, CHANNEL_OPTIONS))
         self._stub = generation_pb2_grpc.GenerationStub(self._channel)

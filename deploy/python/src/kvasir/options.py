@@ -1,6 +1,7 @@
 """Options of a request, and how they become the message."""
 
 import dataclasses
+import pathlib
 import random
 from typing import Any, Mapping, Optional, Sequence, Union
 
@@ -71,3 +72,13 @@ def make_request(prompt: Prompt, policy: Union[str, Policy], *, request_id: str 
     if chosen.decode:
         request.policy.decode_overrides.CopyFrom(sparsity_pb2.AttentionPolicy(**chosen.decode))
     return request
+
+
+def channel_credentials(ca_file: str, cert_file: str, key_file: str) -> Optional[grpc.ChannelCredentials]:
+    """Credentials of TLS from PEM files; None without a CA: the connection is plain."""
+    if bool(cert_file) != bool(key_file) or (cert_file and not ca_file):
+        raise ValueError("tls_cert_file and tls_key_file belong together, and to a tls_ca_file")
+    if not ca_file:
+        return None
+    ca, key, certificate = (pathlib.Path(file).read_bytes() if file else None for file in (ca_file, key_file, cert_file))
+    return grpc.ssl_channel_credentials(ca, key, certificate)
