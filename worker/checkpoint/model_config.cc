@@ -37,7 +37,7 @@ constexpr NumberRange kFrequencyFactor = {1e-3, 1e6};
 constexpr NumberRange kAttentionFactor = {1e-3, 1e3};
 constexpr NumberRange kMscale = {0.0, 1e3};
 constexpr size_t kMaxEosTokens = 64;
-// Of files that do not say.
+// Values where a file has none.
 constexpr int64_t kDefaultWindow = 4096;
 constexpr int64_t kMaxWindowLayers = 28;
 

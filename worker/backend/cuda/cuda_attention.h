@@ -82,7 +82,7 @@ class CudaAttention {
   SelectLimits limits_;               // of the step
   kernels::PageSelection selection_;  // headers lie in the step's table
   LayerWindows windows_;              // of the model
-  // Of layers with a window of the model: the rows of `all` in selection_ are not made again.
+  // The selection in layers with a window of the model. The rows of `all` in selection_ must stay.
   kernels::PageSelection window_selection_;
   kernels::DeviceBuffer window_headers_;
   kernels::DeviceBuffer entries_;
