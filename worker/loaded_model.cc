@@ -48,6 +48,11 @@ absl::StatusOr<kernels::GroupedPositions> Grouped(const v1::ModelConfig& model,
                                                   const ModelConfig& config,
                                                   PositionExtension extension) {
   if (extension != PositionExtension::kSelfExtend) return kernels::GroupedPositions{};
+  if (!config.layer_windows.empty()) {
+    return absl::InvalidArgumentError(
+        "position_extension self_extend: layers of the model have sliding windows, which are not "
+        "read at grouped positions; use none or streaming");
+  }
   const kernels::GroupedPositions grouped = {.group_size = model.self_extend_group_size(),
                                              .window = model.self_extend_window()};
   if (grouped.group_size >= 2 && grouped.window >= 1 &&

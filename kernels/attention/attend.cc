@@ -32,6 +32,9 @@ absl::Status CheckAttendParams(const AttendParams& p) {
                "grouped positions need rope, and a window of at least 1")
       .Require(!p.grouped.on() || p.terminations.empty(),
                "rows at grouped positions cannot be terminated")
+      .Require(p.window_tokens == 0 ||
+                   (p.window_tokens > 0 && !p.grouped.on() && p.terminations.empty()),
+               "window_tokens needs native or compact positions and no terminations")
       .Require(p.terminations.empty() || p.terminations.size() == p.tiles.size(),
                "terminations must be one per query tile")
       .Require(std::ssize(p.unread) == (p.terminations.empty() ? 0 : rows),

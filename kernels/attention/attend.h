@@ -63,6 +63,10 @@ struct AttendCall {
   PageSelection selection;        // rows = tiles x num_kv_heads; row = tile * num_kv_heads + head
   std::span<uint8_t> faults;      // [num_slots]; set to 1 when an absent page was selected
   GroupedPositions grouped = {};  // when on, needs un-rotated q and keys, and no terminations
+  // Number of tokens that the layer lets query t see: j > position of t - window_tokens, where a
+  // selection's window is that of the tile's first query. 0: no bound. Not with grouped positions
+  // or terminations.
+  int64_t window_tokens = 0;
 };
 
 // An Attend call on the CPU. CudaAttendParams (attend_cuda.h) is the GPU's.

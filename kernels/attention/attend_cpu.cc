@@ -162,9 +162,10 @@ class Row {
       segment = step.segment;
       Page& page = pages_[static_cast<size_t>(i)];
       if (r == 0) page = Read(step);
-      const uint64_t causal = TokenMask(0, tile_.first_position + r + 1 - step.page * kPageTokens);
-      const uint64_t far =
-          p_.grouped.on() ? p_.grouped.FarMask(step.page, tile_.first_position + r) : 0;
+      const int64_t position = tile_.first_position + r;
+      const uint64_t causal = TokenMask(0, position + 1 - step.page * kPageTokens) &
+                              ~BeforeWindow(p_.window_tokens, step.page, position);
+      const uint64_t far = p_.grouped.on() ? p_.grouped.FarMask(step.page, position) : 0;
       for (Query& query : segment_) {
         if (page.values == nullptr) continue;
         const uint64_t mask = step.mask & causal;

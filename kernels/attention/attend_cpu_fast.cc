@@ -247,7 +247,26 @@ class ItemRun {
       key_tile.keys = memory_.rotated_keys;
       key_tile.next_page = nullptr;  // tile functions assume that its keys and values follow these
     }
-    Add(key_tile, memory_.q, 0, tile.num_rows);
+    AddWindow(step, key_tile);
+  }
+
+  // Adds what each query sees of a page. Where the layer's window begins in the page, that differs
+  // from query to query.
+  void AddWindow(const PageStep& step, const TilePage& key_tile) {
+    const QueryTile& tile = c_.tile(item_.row);
+    const auto before = [&](int64_t query) {
+      return BeforeWindow(c_.p.window_tokens, step.page, tile.first_position + query);
+    };
+    if ((step.mask & before(tile.num_rows - 1)) == 0) {
+      return Add(key_tile, memory_.q, 0, tile.num_rows);
+    }
+    for (int64_t query = 0; query < tile.num_rows; ++query) {
+      TilePage seen = key_tile;
+      seen.mask &= ~before(query);
+      seen.first_query += query;
+      seen.next_page = nullptr;
+      if (seen.mask != 0) Add(seen, memory_.q, query, 1);
+    }
   }
 
   // Adds far keys first, then near ones: each query sees the keys of its own side.

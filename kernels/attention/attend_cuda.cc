@@ -21,6 +21,8 @@ absl::StatusOr<int64_t> CheckedGroup(const CudaAttendParams& p) {
       .Require(layout.dtype == DType::kBFloat16, "the KV must be bfloat16")
       .Require(!p.grouped.on() || (p.device_rope.on() && p.grouped.window > 0),
                "grouped positions need device_rope, and a window of at least 1")
+      .Require(p.window_tokens == 0 || (p.window_tokens > 0 && !p.grouped.on()),
+               "window_tokens needs native or compact positions")
       .Require(layout.head_dim == 64 || layout.head_dim == 128, "head_dim must be 64 or 128")
       .Require(p.layer >= 0 && p.layer < layout.num_layers, "no such layer")
       .Require(p.selection.num_rows == rows, "selection.num_rows must be blocks x KV heads")
@@ -56,7 +58,8 @@ absl::StatusOr<AttendLaunch> MakeAttendLaunch(const CudaAttendParams& p) {
                       .faults = p.faults.data(),
                       .counts = p.device_counts.data(),
                       .rope = p.device_rope,
-                      .grouped = p.grouped};
+                      .grouped = p.grouped,
+                      .window_tokens = p.window_tokens};
 }
 
 AttendShape ShapeOf(const AttendLaunch& p) {

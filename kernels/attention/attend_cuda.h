@@ -34,6 +34,7 @@ int64_t AttendDecodeWorkspaceBytes(const KvLayout& layout, int64_t blocks, int64
 // selection, 0 before the first call; calls leave them 0. Calls that may run side by side need
 // separate ones. Allocates nothing and waits for nothing; may be captured. INVALID_ARGUMENT on
 // shapes. A selected page that is absent sets the slot's fault, and its out rows are unspecified.
+// With window_tokens, the tiles' selections have that window: one query's is exact.
 // With grouped positions the query is read at its far position, and near keys are shifted by the
 // same distance.
 // Cost: reads each attended token once for all query heads of the group (of a page with more than

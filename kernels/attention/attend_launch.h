@@ -33,6 +33,7 @@ struct AttendLaunch {
   SelectedCounts* counts = nullptr;  // [num_rows]; null: not counted
   DeviceRopePositions rope = {};     // on: q and keys are rotated to their compact positions,
   GroupedPositions grouped = {};     // or, when this is on, to their grouped ones
+  int64_t window_tokens = 0;         // of AttendCall
 };
 
 // INVALID_ARGUMENT as in attend_cuda.h.

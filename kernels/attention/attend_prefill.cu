@@ -135,8 +135,8 @@ __device__ void Mask(uint64_t mask, int last, const ThreadPlace& me, float (&s)[
   }
 }
 
-// Masks far tokens: in row r the tokens up to number `last` + r.
-__device__ void MaskFar(int last, const ThreadPlace& me, float (&s)[kElements]) {
+// Masks the tokens up to number `last` + r in row r: far ones, or those before a window.
+__device__ void MaskUpTo(int last, const ThreadPlace& me, float (&s)[kElements]) {
   last += me.row - me.column;
 #pragma unroll
   for (int i = 0; i < kElements; ++i) {
@@ -301,7 +301,12 @@ class Consumer {
     if constexpr (kPlacement == Placement::kGrouped) {
       const int64_t far = last - p_.grouped.window;
       if (place == 0 && far > -kPageTokens) {
-        MaskFar(static_cast<int>(min(far, kPageTokens)), me_, s);
+        MaskUpTo(static_cast<int>(min(far, kPageTokens)), me_, s);
+      }
+    } else if (p_.window_tokens > 0) {
+      const int64_t before = last - p_.window_tokens;
+      if (before > -kPageTokens) {
+        MaskUpTo(static_cast<int>(min(before, kPageTokens)), me_, s);
       }
     }
     if (whole) return;

@@ -115,7 +115,8 @@ __device__ void ProducePages(const AttendLaunch& p, const KvTensorMaps& maps, co
     if (lane == 0) {
       const int64_t last_token = page.page * kPageTokens + kPageTokens - 1;
       const bool is_whole = kPlacement != Placement::kGrouped && page.mask == ~uint64_t{0} &&
-                            last_token <= run.tile.first_position;
+                            last_token <= run.tile.first_position &&
+                            BeforeWindow(p.window_tokens, page.page, run.items.last_position) == 0;
       hopper::BarrierWait(&ring.empty[at.stage], at.parity ^ 1);
       ring.states[at.stage] = page.mask == 0 ? kEnd : is_whole ? kWhole : kMasked;
       ring.masks[at.stage] = page.mask;

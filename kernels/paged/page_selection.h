@@ -76,6 +76,14 @@ constexpr uint64_t TokenMask(int64_t begin, int64_t end) {
   return below_end & (~uint64_t{0} << begin);
 }
 
+// Tokens of a page that lie before the layer's window of the query at `position` (AttendCall in
+// attend.h). None where the layer has no window.
+KVASIR_HOST_DEVICE constexpr uint64_t BeforeWindow(int64_t window_tokens, int64_t page,
+                                                   int64_t position) {
+  if (window_tokens == 0) return 0;
+  return TokenMask(0, position + 1 - window_tokens - page * kPageTokens);
+}
+
 // Whether pruning left nothing of a listed page. Pages that touch sink or window stay attended to.
 KVASIR_HOST_DEVICE inline bool IsPrunedPage(const SelectionHeader& header,
                                             const SelectionEntry& entry) {

@@ -74,8 +74,8 @@ class Startup(unittest.TestCase):
             ("fp8", {"quantization_config": {"quant_method": "fp8"}}),
             ("longrope", {"rope_scaling": {"rope_type": "longrope", "short_factor": [1], "long_factor": [1]}}),
             ("partial_rotary_factor", {"partial_rotary_factor": 0.5}),
-            ("sliding_window", {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "sliding_window": 64,
-                                "use_sliding_window": True}),
+            ("layer_types", {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"],
+                             "layer_types": ["linear_attention"] * 6}),
         ]
         for word, change in cases:
             with self.subTest(word):

@@ -25,9 +25,11 @@ import golden_logits  # noqa: E402
 LENGTHS = (1, 65, 500, 1100)
 TRAINED_CONTEXT, EXTENDED_CONTEXT = 128, 2048
 VOCAB = 64
+WINDOW = 97
 
 FAMILIES = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+    "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
 }
@@ -64,6 +66,12 @@ MODELS = {
     "qwen2-yarn": Model("qwen2", "yarn", weights_of="qwen2"),
     "qwen3": Model("qwen3"),
     "qwen3-tied": Model("qwen3", config={"tie_word_embeddings": True}),
+    # Windows that are no multiple of a page: all layers, the last one, and the first one.
+    "mistral-window": Model("mistral", config={"sliding_window": WINDOW}, weights_of="llama"),
+    "qwen2-window": Model("qwen2", config={"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+                          weights_of="qwen2"),
+    "qwen3-window": Model("qwen3", config={"use_sliding_window": True, "sliding_window": WINDOW,
+                                           "layer_types": ["sliding_attention", "full_attention"]}, weights_of="qwen3"),
 }
 
 

@@ -97,6 +97,9 @@ class AttentionBatch {
     grouped_ = grouped;
   }
   const GroupedPositions& grouped() const { return grouped_; }
+  // The layer's window (AttendCall::window_tokens).
+  void UseWindow(int64_t tokens) { window_tokens_ = tokens; }
+  int64_t window_tokens() const { return window_tokens_; }
   double InverseFrequency(int64_t i) const {
     return std::pow(1e4, -2.0 * static_cast<double>(i) / static_cast<double>(shape_.head_dim));
   }
@@ -170,7 +173,8 @@ class AttentionBatch {
                        .num_rows = static_cast<int64_t>(headers_.size()),
                        .capacity = capacity_},
          .faults = faults_,
-         .grouped = grouped_}};
+         .grouped = grouped_,
+         .window_tokens = window_tokens_}};
     params.scratch = &scratch_;
     params.rope = rope();
     params.terminations = terminations_;
@@ -296,6 +300,7 @@ class AttentionBatch {
   float scale_ = 1.0f / std::sqrt(static_cast<float>(shape_.head_dim));
   std::optional<RopePositions> rope_;
   GroupedPositions grouped_;
+  int64_t window_tokens_ = 0;
   std::vector<Termination> terminations_;
   std::vector<UnreadPages> unread_;
 };

@@ -159,11 +159,13 @@ std::string NameOf(const ::testing::TestParamInfo<std::tuple<uint32_t, Way>>& te
 }
 
 // The policy's request, served alone.
-const Served& Alone(const TestRequest& request, DType dtype, PositionExtension extension) {
-  static auto* const all = new std::map<std::tuple<uint32_t, DType, PositionExtension>, Served>();
-  Served& served = (*all)[{request.policy, dtype, extension}];
+const Served& Alone(const TestRequest& request, DType dtype, PositionExtension extension,
+                    bool windows = false) {
+  static auto* const all =
+      new std::map<std::tuple<uint32_t, DType, PositionExtension, bool>, Served>();
+  Served& served = (*all)[{request.policy, dtype, extension, windows}];
   if (!served.tokens.empty()) return served;
-  const Way alone = {.name = "Alone", .extension = extension};
+  const Way alone = {.name = "Alone", .extension = extension, .windows = windows};
   served = Serve(request, alone, dtype);
   CheckPremises(alone, request.policy, served);
   // Includes text with small margins, not only answers.
@@ -187,20 +189,23 @@ class InvarianceTest : public ::testing::TestWithParam<std::tuple<uint32_t, Way>
   }
   void ExpectSameClearChoices(DType dtype, float tolerance) const {
     const auto serve = [&](const TestRequest& part) { return ServeThisWay(part, dtype); };
-    CompareByPieces(request(), Alone(request(), dtype, way().extension), serve)
+    CompareByPieces(request(), Alone(request(), dtype, way().extension, way().windows), serve)
         .Check(request().max_tokens, tolerance);
   }
 };
 
 class Float32Test : public InvarianceTest {};
 TEST_P(Float32Test, LogitsHaveTheSameBits) {
-  const Served& alone = Alone(request(), DType::kFloat32, way().extension);
+  const Served& alone = Alone(request(), DType::kFloat32, way().extension, way().windows);
   ExpectSameBits(alone, ServeThisWay(request(), DType::kFloat32));
 }
 INSTANTIATE_TEST_SUITE_P(Ways, Float32Test, Combine(ValuesIn(kPolicies), ValuesIn(kWays)), NameOf);
 
 INSTANTIATE_TEST_SUITE_P(ExtendedWays, Float32Test,
                          Combine(ValuesIn(kPolicies), ValuesIn(kExtendedWays)), NameOf);
+
+INSTANTIATE_TEST_SUITE_P(WindowWays, Float32Test,
+                         Combine(ValuesIn(kPolicies), ValuesIn(kWindowWays)), NameOf);
 
 INSTANTIATE_TEST_SUITE_P(GroupedWays, Float32Test,
                          Combine(Values(kAll, kStreaming, kQuest, kHip, kInfiniteHip),
@@ -232,6 +237,21 @@ TEST(PositionExtensionTest, ChangesWhatSparsePoliciesAnswerOnly) {
   }
 }
 
+// A window changes every answer after it and none within it, and is no loss that a policy causes.
+TEST(LayerWindowsTest, ChangeAnswersBehindThem) {
+  const Way windows = {.name = "Alone", .windows = true};
+  const TestRequest request = MakeRequest(0, kPromptTokens, kAll, 32);
+  const Served& all = Alone(request, DType::kFloat32, PositionExtension::kNone);
+  const Served& windowed = Alone(request, DType::kFloat32, PositionExtension::kNone, true);
+  EXPECT_NE(all.logits, windowed.logits);
+  const v1::PhaseAccounting pages = BothPhases(windowed.accounting);
+  EXPECT_LT(pages.blocks_total(), BothPhases(all.accounting).blocks_total() * 3 / 4);
+  EXPECT_EQ(pages.skipped_window() + pages.skipped_selected_out(), 0);
+  const TestRequest within = MakeRequest(0, 60, kAll, 32);  // 92 tokens with its answer
+  ExpectSameBits(Serve(within, {.name = "Alone"}, DType::kFloat32),
+                 Serve(within, windows, DType::kFloat32));
+}
+
 class BFloat16Test : public InvarianceTest {};
 TEST_P(BFloat16Test, ClearChoicesAreTheSame) { ExpectSameClearChoices(DType::kBFloat16, 2e-2f); }
 INSTANTIATE_TEST_SUITE_P(Ways, BFloat16Test, Combine(Values(kQuest), ValuesIn(kWays)), NameOf);
@@ -242,6 +262,9 @@ TEST_P(RanksTest, ClearChoicesAreTheSame) {
 }
 INSTANTIATE_TEST_SUITE_P(Ways, RanksTest,
                          Combine(Values(kAll, kQuest, kTokenSelect), ValuesIn(kGroups)), NameOf);
+INSTANTIATE_TEST_SUITE_P(WindowWays, RanksTest,
+                         Combine(Values(kAll, kQuest, kTokenSelect), ValuesIn(kWindowGroups)),
+                         NameOf);
 INSTANTIATE_TEST_SUITE_P(ExtendedWays, RanksTest,
                          Combine(Values(kQuest, kTokenSelect, kInfiniteHip, kPruned),
                                  ValuesIn(kExtendedGroups)),

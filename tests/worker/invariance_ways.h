@@ -57,6 +57,7 @@ struct Way {
   int num_threads = 1;
   int ranks = 1;
   PositionExtension extension = PositionExtension::kNone;
+  bool windows = false;  // kLayerWindows
 };
 
 inline constexpr Way kWays[] = {
@@ -91,6 +92,25 @@ inline constexpr Way kExtendedWays[] = {
      .num_threads = 2,
      .extension = PositionExtension::kStreaming},
 };
+// The model itself has windows in some of its layers, the first and the last included. No window is
+// a multiple of a page or a query tile.
+inline const std::vector<int64_t> kLayerWindows = {97, 0, 0, 333, 0, 97};
+inline constexpr Way kWindowWays[] = {
+    {.name = "WindowsChunks512", .chunk = 512, .windows = true},
+    {.name = "WindowsDeviceHolds10Percent", .device_part = 0.1, .windows = true},
+    {.name = "WindowsRestart", .cached = true, .disk = true, .restart = true, .windows = true},
+    {.name = "WindowsAllAtOnce",
+     .chunk = 512,
+     .device_part = 0.25,
+     .cached = true,
+     .others = 15,
+     .num_threads = 2,
+     .windows = true},
+    {.name = "WindowsExtended",
+     .chunk = 512,
+     .extension = PositionExtension::kStreaming,
+     .windows = true},
+};
 // The same at grouped positions, which begin after a neighbourhood of a part of the prompt.
 inline constexpr kernels::GroupedPositions kGrouped = {.group_size = 4, .window = 300};
 inline constexpr Way kGroupedWays[] = {
@@ -110,6 +130,7 @@ inline constexpr Way kExtendedGroups[] = {
     {.name = "TwoRanks", .ranks = 2, .extension = PositionExtension::kStreaming}};
 inline constexpr Way kGroups[] = {{.name = "TwoRanks", .ranks = 2},
                                   {.name = "FourRanks", .ranks = 4}};
+inline constexpr Way kWindowGroups[] = {{.name = "WindowsTwoRanks", .ranks = 2, .windows = true}};
 
 struct Served {
   std::map<int64_t, TestWorker::Logits> logits;  // by the position that they follow
@@ -166,16 +187,18 @@ inline TestRequest FirstQuestion(const TestRequest& request) {
 
 // Memory for the KV of `blocks` on each rank, of which the device tier holds a part.
 inline RankGroupOptions GroupOptions(const Way& way, kernels::DType dtype, int64_t blocks) {
-  RankGroupOptions options = {.model = {.folder = kModel,
-                                        .dtype = dtype,
-                                        .max_model_len = 8192,
-                                        .extension = way.extension,
-                                        .grouped = way.extension == PositionExtension::kSelfExtend
-                                                       ? kGrouped
-                                                       : kernels::GroupedPositions{},
-                                        .num_threads = way.num_threads,
-                                        .edit_weights = {}},
-                              .size = way.ranks};
+  RankGroupOptions options = {
+      .model = {.folder = kModel,
+                .dtype = dtype,
+                .max_model_len = 8192,
+                .extension = way.extension,
+                .grouped = way.extension == PositionExtension::kSelfExtend
+                               ? kGrouped
+                               : kernels::GroupedPositions{},
+                .layer_windows = way.windows ? kLayerWindows : std::vector<int64_t>{},
+                .num_threads = way.num_threads,
+                .edit_weights = {}},
+      .size = way.ranks};
   const ModelConfig config = LoadModelConfig(kModel).value();
   const kernels::KvLayout layout = {.num_layers = config.num_layers,
                                     .num_kv_heads = config.num_kv_heads / way.ranks,

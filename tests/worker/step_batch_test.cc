@@ -82,5 +82,34 @@ TEST_F(StepBatchTest, GroupsBySelectorAndAppendsInOrderOfPosition) {
   EXPECT_EQ(batch.infos[3].phase, Phase::kDecode);
 }
 
+// In the second of three layers the model has a window, in which both policies count for nothing.
+TEST_F(StepBatchTest, LayersWithAWindowOfTheModelHaveOneGroupAndItsNumbers) {
+  Sequence quest_then_all = MakeSequence(1, 0);
+  quest_then_all.prefill.dense_layers = 3;
+  const std::vector<RowWork> rows = {
+      {.slot = 0, .begin = 128, .num_tokens = 54, .sequence = &quest_then_all}};
+  const ServedSelector streaming = {.selector = kernels::MakeSelector("streaming").value()};
+  const int64_t windows[] = {0, 97, 0};
+  const StepBatch batch =
+      MakeStepBatch(rows, selectors_, {}, {.tokens = windows, .served = &streaming});
+  for (const int64_t layer : {0, 2}) {
+    EXPECT_EQ(WindowOfLayer(batch, layer), 0);
+    EXPECT_EQ(GroupsInLayer(batch, layer).size(), 2u);
+  }
+  EXPECT_EQ(WindowOfLayer(batch, 1), 97);
+  const auto groups = GroupsInLayer(batch, 1);
+  ASSERT_EQ(groups.size(), 1u);
+  EXPECT_EQ(groups[0].served, &streaming);
+  EXPECT_EQ(groups[0].begin, 0);
+  EXPECT_EQ(groups[0].end, std::ssize(batch.tiles));
+  for (int64_t b = 0; b < std::ssize(batch.tiles); ++b) {
+    const kernels::PolicyNumbers numbers = NumbersInLayer(batch, b, 1);
+    EXPECT_EQ(numbers.sink_tokens, 0);
+    EXPECT_EQ(numbers.window_tokens, 97);
+    EXPECT_EQ(numbers.budget_tokens, 0);
+  }
+  EXPECT_EQ(SelectionCapacity(batch, 1), 0);
+}
+
 }  // namespace
 }  // namespace kvasir::worker

@@ -157,6 +157,7 @@ struct TestWorkerOptions {
   int64_t max_model_len = 4096;
   PositionExtension extension = PositionExtension::kNone;
   kernels::GroupedPositions grouped = {};
+  std::vector<int64_t> layer_windows = {};  // in place of the model's; empty: the model's
   int num_threads = 1;
   std::string device = "cpu";
   // Whether attention can be rounded differently (TestModel::rounding): for bfloat16 on a CPU.
@@ -170,7 +171,8 @@ class TestModel {
  public:
   explicit TestModel(const TestWorkerOptions& options)
       : executor_(options.num_threads), backend_(MakeBackend(options.device, executor_).value()) {
-    const ModelConfig config = LoadModelConfig(options.folder).value();
+    ModelConfig config = LoadModelConfig(options.folder).value();
+    if (!options.layer_windows.empty()) config.layer_windows = options.layer_windows;
     const ShardPlan shard = ShardPlan::Make(config, options.rank, options.num_ranks).value();
     const SafetensorsFolder tensors = SafetensorsFolder::Open(options.folder).value();
     CpuBackend host(executor_);

@@ -29,6 +29,11 @@ uint64_t Mix(uint64_t x) {
   return x ^ (x >> 33);
 }
 
+// Returns the stages that a sequence's memory may serve for; none where nothing is reused.
+int64_t NumReusedStages(const ServedSelector& served) {
+  return served.reuse == nullptr ? 0 : std::ssize(served.selector->RefreshIntervals());
+}
+
 // Counts stages for one row that has a list and reuses selections.
 void CountStages(int32_t reused_stages, int64_t num_stages, AttentionCounts& counts) {
   for (int64_t s = 0; s < num_stages; ++s) {
@@ -69,9 +74,9 @@ void AttentionMeter::Count(const PageSelection& selection,
                            std::span<const kernels::UnreadPages> unread, const kernels::PagedKv& kv,
                            int64_t layer) {
   const int64_t num_heads = kv.layout.num_kv_heads;
-  for (const SelectorGroup& group : batch_->groups) {
+  for (const SelectorGroup& group : GroupsInLayer(*batch_, layer)) {
     const SkipReason reason = group.served->selector->skip_reason();
-    const int64_t num_stages = std::ssize(group.served->selector->RefreshIntervals());
+    const int64_t num_stages = NumReusedStages(*group.served);
     for (int64_t b = group.begin; b < group.end; ++b) {
       const QueryTile& tile = batch_->tiles[static_cast<size_t>(b)];
       const TileInfo& info = batch_->infos[static_cast<size_t>(b)];
@@ -98,26 +103,35 @@ void AttentionMeter::Count(const PageSelection& selection,
         counts.host_reads -= left.host;
         counts.terminated += left.device + left.host;
       }
-      counts.total = num_heads * (LastPosition(tile) / kernels::kPageTokens + 1);
-      (reason == SkipReason::kWindow ? counts.window : counts.selected_out) =
-          counts.total - counts.device_reads - counts.host_reads - counts.pruned -
-          counts.terminated;
+      CountSkipped(tile, layer, num_heads, reason, counts);
       to.counts[static_cast<size_t>(info.phase)] += counts;
     }
   }
 }
 
-const SelectorGroup& AttentionMeter::GroupOf(int64_t tile) const {
-  return *std::find_if(batch_->groups.begin(), batch_->groups.end(),
+// In a layer with a window of the model, dense attention reads no more than that.
+void AttentionMeter::CountSkipped(const QueryTile& tile, int64_t layer, int64_t num_heads,
+                                  SkipReason reason, AttentionCounts& counts) const {
+  const int64_t met = counts.device_reads + counts.host_reads + counts.pruned + counts.terminated;
+  counts.total = WindowOfLayer(*batch_, layer) != 0
+                     ? met
+                     : num_heads * (LastPosition(tile) / kernels::kPageTokens + 1);
+  (reason == SkipReason::kWindow ? counts.window : counts.selected_out) = counts.total - met;
+}
+
+const SelectorGroup& AttentionMeter::GroupOf(int64_t layer, int64_t tile) const {
+  const auto groups = GroupsInLayer(*batch_, layer);
+  return *std::find_if(groups.begin(), groups.end(),
                        [tile](const SelectorGroup& group) { return tile < group.end; });
 }
 
-void AttentionMeter::AddCounts(int64_t tile, std::span<const kernels::SelectedCounts> heads) {
+void AttentionMeter::AddCounts(int64_t layer, int64_t tile,
+                               std::span<const kernels::SelectedCounts> heads) {
   const TileInfo& info = batch_->infos[static_cast<size_t>(tile)];
   const QueryTile& queries = batch_->tiles[static_cast<size_t>(tile)];
-  const kernels::Selector& selector = *GroupOf(tile).served->selector;
-  const SkipReason reason = selector.skip_reason();
-  const int64_t num_stages = std::ssize(selector.RefreshIntervals());
+  const ServedSelector& served = *GroupOf(layer, tile).served;
+  const SkipReason reason = served.selector->skip_reason();
+  const int64_t num_stages = NumReusedStages(served);
   RowAttention& to = rows_[static_cast<size_t>(info.row)];
   AttentionCounts counts;
   for (const kernels::SelectedCounts& head : heads) {
@@ -129,9 +143,7 @@ void AttentionMeter::AddCounts(int64_t tile, std::span<const kernels::SelectedCo
       CountStages(head.reused_stages, num_stages, counts);
     }
   }
-  counts.total = std::ssize(heads) * (LastPosition(queries) / kernels::kPageTokens + 1);
-  (reason == SkipReason::kWindow ? counts.window : counts.selected_out) =
-      counts.total - counts.device_reads - counts.pruned - counts.terminated;
+  CountSkipped(queries, layer, std::ssize(heads), reason, counts);
   to.counts[static_cast<size_t>(info.phase)] += counts;
 }
 
@@ -162,11 +174,11 @@ bool AttentionMeter::IsSampled(const TileInfo& info, int64_t position, int64_t l
   return static_cast<double>(hash >> 11) * 0x1.0p-53 < sample_rate_;
 }
 
-// Tiles of a dense selector, and of layers that stay dense, are left out: they keep everything by
-// definition and would only hide the loss of the others.
+// Tiles of a dense selector, and of layers that stay dense or have a window of the model, are left
+// out: they keep everything by definition and would only hide the loss of the others.
 bool AttentionMeter::Measures(int64_t layer) {
   sampled_.clear();
-  if (sample_rate_ <= 0) return false;
+  if (sample_rate_ <= 0 || WindowOfLayer(*batch_, layer) != 0) return false;
   for (const SelectorGroup& group : batch_->groups) {
     if (group.served->dense) continue;
     for (int64_t b = group.begin; b < group.end; ++b) {

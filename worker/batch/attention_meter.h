@@ -21,7 +21,7 @@ namespace kvasir::worker {
 
 // Pages (except stages), summed over layers, query tiles and the rank's KV heads.
 struct AttentionCounts {
-  int64_t total = 0;         // pages that dense attention would have read
+  int64_t total = 0;         // pages that the model, without a policy, would have read
   int64_t selected_out = 0;  // pages of `total` that were skipped, by reason
   int64_t window = 0;
   int64_t pruned = 0;
@@ -67,7 +67,7 @@ class AttentionMeter {
   void Count(const kernels::PageSelection& selection, std::span<const kernels::UnreadPages> unread,
              const kernels::PagedKv& kv, int64_t layer);
   // Adds counts that the backend made itself: `heads` of one query tile, in one layer.
-  void AddCounts(int64_t tile, std::span<const kernels::SelectedCounts> heads);
+  void AddCounts(int64_t layer, int64_t tile, std::span<const kernels::SelectedCounts> heads);
   // Counts the keeper's decisions about the selections of a group.
   void CountContract(const SelectorGroup& group, const kernels::ContractKeeper& keeper);
   // Whether mass is measured in this layer. If so, the attention op must deliver lse.
@@ -80,7 +80,10 @@ class AttentionMeter {
   int64_t num_rows() const { return std::ssize(rows_); }
 
  private:
-  const SelectorGroup& GroupOf(int64_t tile) const;
+  const SelectorGroup& GroupOf(int64_t layer, int64_t tile) const;
+  // Sets the total, and as skipped for `reason` what is neither read nor skipped for another one.
+  void CountSkipped(const kernels::QueryTile& tile, int64_t layer, int64_t num_heads,
+                    kernels::SkipReason reason, AttentionCounts& counts) const;
   bool IsSampled(const TileInfo& info, int64_t position, int64_t layer) const;
   void Compare(int64_t tile, const kernels::TensorView& sparse_lse,
                const kernels::TensorView& dense_lse);

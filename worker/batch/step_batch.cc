@@ -62,7 +62,7 @@ void AddAppends(const RowWork& work, int64_t first_row, std::vector<QueryTile>& 
 }  // namespace
 
 StepBatch MakeStepBatch(std::span<const RowWork> rows, std::span<const ServedSelector> selectors,
-                        std::vector<Truncation> truncations) {
+                        std::vector<Truncation> truncations, const LayerWindows& windows) {
   StepBatch batch;
   batch.truncations = std::move(truncations);
   std::vector<Piece> pieces;
@@ -106,10 +106,26 @@ StepBatch MakeStepBatch(std::span<const RowWork> rows, std::span<const ServedSel
     }
     batch.infos.push_back(piece.info);
   }
+  batch.windows = windows;
+  if (windows.served != nullptr) {
+    batch.window_groups = {{.served = windows.served, .end = std::ssize(batch.tiles)}};
+  }
   return batch;
 }
 
+int64_t WindowOfLayer(const StepBatch& batch, int64_t layer) {
+  const auto windows = batch.windows.tokens;
+  return windows.empty() ? 0 : windows[static_cast<size_t>(layer)];
+}
+
+std::span<const SelectorGroup> GroupsInLayer(const StepBatch& batch, int64_t layer) {
+  return WindowOfLayer(batch, layer) == 0 ? batch.groups : batch.window_groups;
+}
+
 kernels::PolicyNumbers NumbersInLayer(const StepBatch& batch, int64_t b, int64_t layer) {
+  if (const int64_t window = WindowOfLayer(batch, layer); window != 0) {
+    return {.sink_tokens = 0, .window_tokens = window, .budget_tokens = 0};
+  }
   const QueryTile& tile = batch.tiles[static_cast<size_t>(b)];
   kernels::PolicyNumbers numbers = batch.numbers[static_cast<size_t>(b)];
   const TileInfo& info = batch.infos[static_cast<size_t>(b)];
@@ -126,7 +142,7 @@ kernels::PolicyNumbers NumbersInLayer(const StepBatch& batch, int64_t b, int64_t
 
 int64_t SelectionCapacity(const StepBatch& batch, int64_t layer) {
   int64_t capacity = 0;
-  for (const SelectorGroup& group : batch.groups) {
+  for (const SelectorGroup& group : GroupsInLayer(batch, layer)) {
     for (int64_t b = group.begin; b < group.end; ++b) {
       const QueryTile& tile = batch.tiles[static_cast<size_t>(b)];
       const int64_t tokens = tile.first_position + tile.num_rows;

@@ -56,6 +56,13 @@ struct TileInfo {
   kernels::RememberedSelections* memory = nullptr;  // null: it always selects
 };
 
+// Layers in which the model itself sees a window of tokens only. Whatever a sequence's policy is,
+// these layers attend to that window: `streaming` without a sink selects it. Borrowed.
+struct LayerWindows {
+  std::span<const int64_t> tokens = {};    // ModelConfig::layer_windows
+  const ServedSelector* served = nullptr;  // `streaming`; null where no layer has a window
+};
+
 struct StepBatch {
   std::vector<int32_t> tokens;
   std::vector<int32_t> fed_by;  // per token: RowWork::fed_by
@@ -70,7 +77,9 @@ struct StepBatch {
   std::vector<kernels::QueryTile> tiles;
   std::vector<kernels::PolicyNumbers> numbers;  // per query tile
   std::vector<TileInfo> infos;                  // per query tile
-  std::vector<SelectorGroup> groups;
+  std::vector<SelectorGroup> groups;            // of layers without a window
+  LayerWindows windows;
+  std::vector<SelectorGroup> window_groups;  // of layers with a window: all tiles
   // Tokens whose logits are used, ascending, and the rows they belong to.
   std::vector<int64_t> sampled_tokens;
   std::vector<int64_t> sampled_rows;
@@ -91,10 +100,18 @@ struct StepBatch {
 // REQUIRES: the rows were checked by the slot table; selector indices are within `selectors`; a
 // sequence has memory only if its decode selector has a reuse rule.
 StepBatch MakeStepBatch(std::span<const RowWork> rows, std::span<const ServedSelector> selectors,
-                        std::vector<Truncation> truncations = {});
+                        std::vector<Truncation> truncations = {}, const LayerWindows& windows = {});
+
+// Returns how many tokens a query sees in a layer, its own included, by the model's definition; 0:
+// all before it.
+int64_t WindowOfLayer(const StepBatch& batch, int64_t layer);
+
+// Returns the groups that serve a layer.
+std::span<const SelectorGroup> GroupsInLayer(const StepBatch& batch, int64_t layer);
 
 // Returns the numbers of query tile `b` in a layer, with the layer's own budget. In layers that
-// stay dense the window is the whole context: dense attention is no separate path (rule R2).
+// stay dense the window is the whole context: dense attention is no separate path (rule R2). In
+// layers with a window of the model there is nothing else.
 kernels::PolicyNumbers NumbersInLayer(const StepBatch& batch, int64_t b, int64_t layer);
 
 // Returns the most entries that any row of the layer's selection needs.

@@ -37,7 +37,9 @@ constexpr NumberRange kFrequencyFactor = {1e-3, 1e6};
 constexpr NumberRange kAttentionFactor = {1e-3, 1e3};
 constexpr NumberRange kMscale = {0.0, 1e3};
 constexpr size_t kMaxEosTokens = 64;
-constexpr int64_t kMistralWindow = 4096;  // of a file that does not say
+// Values where a file has none.
+constexpr int64_t kDefaultWindow = 4096;
+constexpr int64_t kMaxWindowLayers = 28;
 
 struct FamilyRow {
   ModelFamily family;
@@ -63,8 +65,8 @@ constexpr RopeRow kRopeKinds[] = {
 };
 
 constexpr char kServedFamilies[] =
-    "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM (mixture of experts, "
-    "sliding-window and multi-modal models are not served)";
+    "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM (mixture of experts "
+    "and multi-modal models are not served)";
 
 const FamilyRow* FindFamily(const char* FamilyRow::*field, const std::string& name) {
   const auto* row = std::find_if(std::begin(kFamilies), std::end(kFamilies),
@@ -119,34 +121,61 @@ void CheckServed(JsonFields& fields) {
   }
 }
 
+// Returns which layers have the model's window: as layer_types says, else all of Mistral's and
+// those of Qwen's from max_window_layers on.
+std::vector<bool> ReadWindowedLayers(JsonFields& fields, const ModelConfig& config,
+                                     bool has_window) {
+  const size_t num_layers = static_cast<size_t>(config.num_layers);
+  const json* types = fields.Get("layer_types");
+  std::vector<bool> windowed(num_layers);
+  if (types == nullptr) {
+    const bool is_mistral = config.family == ModelFamily::kMistral;
+    const int64_t first =
+        is_mistral ? 0 : fields.Int("max_window_layers", {0, kLayers.max}, kMaxWindowLayers);
+    for (size_t i = 0; i < num_layers; ++i) {
+      windowed[i] = has_window && static_cast<int64_t>(i) >= first;
+    }
+    return windowed;
+  }
+  const auto is_known = [](const json& type) {
+    return type == "full_attention" || type == "sliding_attention";
+  };
+  if (!types->is_array() || types->size() != num_layers ||
+      !std::all_of(types->begin(), types->end(), is_known)) {
+    fields.Expect("layer_types",
+                  absl::StrCat("num_hidden_layers, which is ", num_layers,
+                               ", times full_attention or sliding_attention"),
+                  StatusCode::kUnimplemented);
+    return windowed;
+  }
+  for (size_t i = 0; i < num_layers; ++i) windowed[i] = (*types)[i] == "sliding_attention";
+  return windowed;
+}
+
 // Llama's code has no sliding window, whatever its files say. Qwen's files state one also when it
-// is off. Mistral's is on unless it is null, and one that no context exceeds is full attention.
-void CheckFullAttention(JsonFields& fields, const ModelConfig& config) {
+// is off. Mistral's is on unless it is null. One that holds the model's longest context is full
+// attention.
+void ReadWindows(JsonFields& fields, ModelConfig& config) {
   if (config.family == ModelFamily::kLlama) return;
   const bool is_mistral = config.family == ModelFamily::kMistral;
-  std::optional<int64_t> window = fields.OptionalInt("sliding_window", kPositions);
-  if (is_mistral && !window.has_value() && !fields.IsNull("sliding_window")) {
-    window = kMistralWindow;
+  const int64_t unsaid = fields.IsNull("sliding_window") ? 0 : kDefaultWindow;
+  int64_t window = fields.OptionalInt("sliding_window", kPositions).value_or(unsaid);
+  if (!is_mistral && !fields.Bool("use_sliding_window", false)) window = 0;
+  if (window >= config.max_position_embeddings) return;
+  const std::vector<bool> windowed = ReadWindowedLayers(fields, config, window > 0);
+  const int64_t count = std::count(windowed.begin(), windowed.end(), true);
+  if (window == 0 && count > 0) {
+    fields.Expect("layer_types",
+                  "a list of full_attention only, because the file has no sliding_window in use");
+    return;
   }
-  if (window.has_value() && *window >= config.max_position_embeddings) return;
-  if (window.has_value() && (is_mistral || fields.Bool("use_sliding_window", false))) {
-    const std::string remedy = is_mistral
-                                   ? absl::StrCat("with max_position_embeddings lowered to ",
-                                                  *window, " the model is served up to that length")
-                                   : "if no layer uses it, set use_sliding_window to false";
-    fields.Expect("sliding_window",
-                  absl::StrCat(is_mistral ? "null" : "none",
-                               ", or at least max_position_embeddings, which is ",
-                               config.max_position_embeddings,
-                               ": sliding-window attention is not served (", remedy, ")"),
+  if (window > 0 && is_mistral && count < config.num_layers) {
+    fields.Expect("layer_types", "a list of sliding_attention only: Mistral's layers are alike",
                   StatusCode::kUnimplemented);
+    return;
   }
-  const json* types = fields.Get("layer_types");
-  if (types == nullptr) return;
-  const auto is_full = [](const json& type) { return type == "full_attention"; };
-  if (!types->is_array() || !std::all_of(types->begin(), types->end(), is_full)) {
-    fields.Expect("layer_types", "a list of full_attention only", StatusCode::kUnimplemented);
-  }
+  if (count == 0) return;
+  for (const bool has_window : windowed) config.layer_windows.push_back(has_window ? window : 0);
 }
 
 RopeKind ReadRopeKind(JsonFields& rope) {
@@ -342,7 +371,7 @@ absl::StatusOr<ModelConfig> ParseModelConfig(absl::string_view config_text,
   config.family = ReadFamily(fields);
   CheckServed(fields);
   ReadShape(fields, config);
-  CheckFullAttention(fields, config);
+  ReadWindows(fields, config);
   if (fields.Get("tie_word_embeddings") != nullptr) {
     config.tie_word_embeddings = fields.Bool("tie_word_embeddings", false);
   }

@@ -52,6 +52,9 @@ struct ModelConfig {
   bool qkv_bias = false;     // q_proj, k_proj and v_proj have a bias
   bool output_bias = false;  // o_proj has a bias
   bool qk_norm = false;      // RMSNorm over head_dim of each query and key head
+  // Per layer: tokens that a query sees, the last of which is its own; 0: all before it. Empty: no
+  // layer has a window.
+  std::vector<int64_t> layer_windows;
   RopeConfig rope;
   std::optional<kernels::DType> dtype;  // of the saved weights, if it is given
   std::optional<int32_t> bos_token_id;
@@ -69,7 +72,7 @@ struct ModelConfig {
 };
 
 // INVALID_ARGUMENT when a field is missing, of the wrong type or out of range; UNIMPLEMENTED when
-// the model is sound but not served (its architecture, activation, sliding window, experts, ...).
+// the model is sound but not served (its architecture, activation, experts, ...).
 // Messages name the field, what was found and what was expected. `generation_config` may be empty.
 absl::StatusOr<ModelConfig> ParseModelConfig(absl::string_view config,
                                              absl::string_view generation_config);

@@ -115,6 +115,9 @@ void AddConfig(const ModelConfig& config, FieldHasher& hasher) {
     hasher.AddInt(flag ? 1 : 0);
   }
   hasher.AddDouble(config.rms_norm_eps);
+  // Models without windows keep the hash that they had before there were any.
+  if (!config.layer_windows.empty()) hasher.Add("layer windows");
+  for (const int64_t window : config.layer_windows) hasher.AddInt(window);
 }
 
 // Hashes the parameters and not the frequencies, whose last bits depend on the mathematical

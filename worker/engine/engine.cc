@@ -74,9 +74,17 @@ absl::Status Engine::Init(std::unique_ptr<kvstore::Tier> below) {
                               .decode_selector = decode,
                               .decode_is_dense = selectors_.at(decode).dense});
   }
+  const std::vector<int64_t>& windows = model_.options().config.layer_windows;
+  int64_t of_windows = 0;
+  if (!windows.empty()) {
+    v1::AttentionPolicy streaming;
+    streaming.mutable_streaming();
+    KVASIR_ASSIGN_OR_RETURN(of_windows, selectors_.Add(streaming, model_.options()));
+  }
   KVASIR_RETURN_IF_ERROR(
       model_.backend().CheckPolicies(options_.policies, model_.options().shard.num_ranks));
   KVASIR_RETURN_IF_ERROR(selectors_.Prepare(model_.backend()));
+  if (!windows.empty()) windows_ = {.tokens = windows, .served = &selectors_.at(of_windows)};
   const auto enter = [this](absl::string_view stage) {
     if (options_.on_stage) options_.on_stage(stage);
   };
@@ -206,7 +214,7 @@ absl::Status Engine::CarryOut(const v1::StepPlan& plan, EngineStep& step) {
     KVASIR_RETURN_IF_ERROR(StartSequences(plan));
     KVASIR_RETURN_IF_ERROR(PrepareRows(plan, step, truncations));
   }
-  step.batch = MakeStepBatch(step.works, selectors_.all(), std::move(truncations));
+  step.batch = MakeStepBatch(step.works, selectors_.all(), std::move(truncations), windows_);
   step.meter.BeginStep(step.batch);
   return step.works.empty() ? absl::OkStatus() : Compute(step);
 }

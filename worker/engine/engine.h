@@ -152,6 +152,7 @@ class Engine {
 
   // Constant after Init.
   SelectorTable selectors_;
+  LayerWindows windows_;  // of the model; refers to selectors_
   kernels::KvLayout layout_;
 
   std::unique_ptr<kvstore::KvStore> store_;

@@ -83,6 +83,7 @@ absl::Status AttentionLayer::ProjectAndAppend(const StepContext& step,
 }
 
 bool AttentionLayer::AnySelectionReadsQueries(const StepBatch& batch) const {
+  if (WindowOfLayer(batch, options_.layer) != 0) return false;
   for (const SelectorGroup& group : batch.groups) {
     for (int64_t b = group.begin; b < group.end; ++b) {
       const auto i = static_cast<size_t>(b);

@@ -7,11 +7,34 @@
 #include <vector>
 
 #include "kernels/attention/attend_cuda.h"
+#include "kernels/sparse/common/selection_header.h"
 #include "tests/kernels/attention/attend_cuda_fixture.h"
 #include "tests/kernels/attention/attend_cuda_patterns.h"
 
 namespace kvasir::kernels {
 namespace {
+
+// Each query of a tile has a window of its own, where the model's layer has one.
+TEST_P(AttendCudaTest, PrefillWithAWindow) {
+  for (const int64_t window : {1, 5, 63, 64, 65, 97, 128, 200, 447, 448}) {
+    for (const bool compact : {false, true}) {
+      SCOPED_TRACE(testing::Message() << "window of " << window << (compact ? ", compact" : ""));
+      AttentionBatch batch(Shape(), 1, 448, 61);
+      if (compact) batch.UseCompactPositions();
+      batch.UseWindow(window);
+      batch.FillContext(0, 448);
+      for (const int64_t first : {0, 192, 320, 384}) {
+        const QueryTile tile = {.num_rows = first == 320 ? 20 : 64, .first_position = first};
+        batch.AddBlock(0, first, tile.num_rows, [&](int64_t) {
+          const PolicyNumbers numbers = {
+              .sink_tokens = 0, .window_tokens = window, .budget_tokens = 0};
+          return RowSelection{.header = MakeHeader(tile, numbers), .entries = {}};
+        });
+      }
+      ExpectMatchesReference(batch, Prefill);
+    }
+  }
+}
 
 // Keys cached un-rotated, each read at its position in the row.
 TEST_P(AttendCudaTest, CompactPositionsOfLists) {

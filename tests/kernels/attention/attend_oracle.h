@@ -92,6 +92,7 @@ inline OracleResult Oracle(AttentionBatch& batch, int64_t block_index, int64_t r
   double max = -std::numeric_limits<double>::infinity();
   for (int64_t token = 0; token <= tile.first_position + row; ++token) {
     if (!Selected(selection, token)) continue;
+    if (batch.window_tokens() != 0 && position - token >= batch.window_tokens()) continue;
     const std::byte* key = batch.kv().Token(FakePagedKv::Side::kKey, tile.slot, token,
                                             AttentionBatch::kLayer, kv_head);
     std::vector<double> k;

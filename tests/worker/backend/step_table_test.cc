@@ -118,6 +118,24 @@ TEST_F(StepTableTest, NumbersFollowTheLayersThatStayDense) {
   }
 }
 
+TEST_F(StepTableTest, NumbersFollowTheWindowsOfTheModel) {
+  const RowWork works[] = {
+      {.slot = 1, .begin = 999, .num_tokens = 1, .sample = true, .sequence = &running_}};
+  const int64_t windows[] = {50, 50, 0, 0, 50, 0};  // three layers are dense
+  const StepBatch batch =
+      MakeStepBatch(works, served_, {}, {.tokens = windows, .served = &served_[0]});
+  const StepShape shape = ShapeOf(batch, kKvHeads);
+  EXPECT_THAT(shape.number_sets, ElementsAre(0, 2, 3, 4, 5));
+  std::vector<std::byte> memory(static_cast<size_t>(LayOut(batch, shape, nullptr).bytes));
+  const StepTable table = LayOut(batch, shape, memory.data());
+  Fill(batch, shape, table);
+  const int64_t expected[] = {50, 50, 1000, 16, 50, 16};
+  for (int64_t layer = 0; layer < 6; ++layer) {
+    EXPECT_EQ(table.NumbersOfSet(shape.NumbersFor(layer))[0].window_tokens, expected[layer])
+        << "layer " << layer;
+  }
+}
+
 TEST_F(StepTableTest, TheRestIsTheBatchs) {
   EXPECT_THAT(std::vector(table_.tokens.begin(), table_.tokens.end()),
               testing::ElementsAreArray(batch_.tokens));

@@ -87,11 +87,13 @@ class CudaEngineTest : public testing::Test {
     models_ = MakeModels(PositionExtension::kNone);
     extended_models_ = MakeModels(PositionExtension::kStreaming);
     grouped_models_ = MakeModels(PositionExtension::kSelfExtend, kGrouped);
+    windowed_models_ = MakeModels(PositionExtension::kNone, {}, {97, 0, 0, 333, 0, 97});
   }
   static void TearDownTestSuite() {
     models_ = {};
     extended_models_ = {};
     grouped_models_ = {};
+    windowed_models_ = {};
   }
   void SetUp() override {
     if (models_.gpu == nullptr) GTEST_SKIP() << "no GPU on this machine";
@@ -100,21 +102,25 @@ class CudaEngineTest : public testing::Test {
   static inline ModelPair models_;
   static inline ModelPair extended_models_;
   static inline ModelPair grouped_models_;
+  static inline ModelPair windowed_models_;  // windows in some layers
 
  private:
   static ModelPair MakeModels(PositionExtension extension,
-                              const kernels::GroupedPositions& grouped = {}) {
-    return {.cpu = MakeModel("cpu", extension, grouped),
-            .gpu = MakeModel("cuda", extension, grouped)};
+                              const kernels::GroupedPositions& grouped = {},
+                              const std::vector<int64_t>& windows = {}) {
+    return {.cpu = MakeModel("cpu", extension, grouped, windows),
+            .gpu = MakeModel("cuda", extension, grouped, windows)};
   }
   static std::unique_ptr<TestModel> MakeModel(const std::string& device,
                                               PositionExtension extension,
-                                              const kernels::GroupedPositions& grouped) {
+                                              const kernels::GroupedPositions& grouped,
+                                              const std::vector<int64_t>& windows) {
     return std::make_unique<TestModel>(TestWorkerOptions{.folder = "tests/model/needle-8k",
                                                          .dtype = kernels::DType::kBFloat16,
                                                          .max_model_len = 16384,
                                                          .extension = extension,
                                                          .grouped = grouped,
+                                                         .layer_windows = windows,
                                                          .num_threads = 4,
                                                          .device = device,
                                                          .can_round = device == "cpu",

@@ -289,6 +289,23 @@ TEST_F(CudaEngineTest, PoliciesThatTakeTurnsAnswerAsOnTheCpu) {
   ExpectAlike(models_, requests, {.num_slots = 1});
 }
 
+// Windows of the model in some layers, and policies in the others: alone, and all in one step.
+TEST_F(CudaEngineTest, LayersWithWindowsAnswerAsOnTheCpu) {
+  std::vector<TestRequest> all;
+  for (uint32_t policy = 0; policy < kNumPolicies; ++policy) {
+    SCOPED_TRACE(testing::Message() << "policy " << policy);
+    ExpectAlike(windowed_models_, {MakeRequest(100, 1500, policy)});
+    all.push_back(MakeRequest(64 * policy, 60 + 110 * policy, policy));
+  }
+  ExpectAlike(windowed_models_, all);
+  const auto accounting = [](const ModelPair& models) {
+    return BothPhases(Serve(*models.gpu, {MakeRequest(100, 1500, 0)}).results[0].accounting);
+  };
+  EXPECT_LT(accounting(windowed_models_).blocks_total(),
+            accounting(models_).blocks_total() * 3 / 4);
+  EXPECT_EQ(accounting(windowed_models_).skipped_window(), 0u);
+}
+
 // Far keys make up most of these contexts, which exceed the trained length.
 TEST_F(CudaEngineTest, GroupedPositionsAnswerAsOnTheCpu) {
   const auto& backend = static_cast<CudaBackend&>(grouped_models_.gpu->transformer().backend());

@@ -150,7 +150,8 @@ TEST(ModelConfig, FamiliesDifferInBiasAndNorm) {
   EXPECT_TRUE(qwen2.qkv_bias);
   EXPECT_FALSE(qwen2.output_bias);
   EXPECT_FALSE(qwen2.qk_norm);
-  const ModelConfig qwen3 = Parse(Qwen("3", {{"layer_types", {"full_attention"}}}));
+  const ModelConfig qwen3 =
+      Parse(Qwen("3", {{"layer_types", {"full_attention", "full_attention"}}}));
   EXPECT_FALSE(qwen3.qkv_bias);
   EXPECT_TRUE(qwen3.qk_norm);
   EXPECT_TRUE(Parse(Qwen("3", {{"attention_bias", true}})).output_bias);
@@ -219,19 +220,18 @@ TEST(ModelConfig, SoundModelsThatAreNotServed) {
     ExpectRefused(With(Llama(), refusal.fields), refusal);
   }
   const std::vector<Refusal> of_qwen = {
-      {{{"use_sliding_window", true}},
-       "sliding_window is 4096, expected none, or at least max_position_embeddings"},
-      {{{"layer_types", {"full_attention", "sliding_attention"}}}, "expected a list of full_atte"},
-      {{{"layer_types", "full_attention"}}, "expected a list of full_attention only"},
+      {{{"layer_types", {"full_attention", "linear_attention"}}},
+       "num_hidden_layers, which is 2, times full_attention or sliding_attention"},
+      {{{"layer_types", "full_attention"}}, "times full_attention or sliding_attention"},
+      {{{"layer_types", {"full_attention"}}}, "num_hidden_layers, which is 2"},
   };
   for (Refusal refusal : of_qwen) {
     refusal.code = absl::StatusCode::kUnimplemented;
     ExpectRefused(Qwen("2", refusal.fields), refusal);
   }
   const std::vector<Refusal> of_mistral = {
-      {{{"sliding_window", 4096}},
-       "sliding_window is 4096, expected null, or at least max_position"},
-      {{{"sliding_window", "absent"}}, "with max_position_embeddings lowered to 4096 the model"},
+      {{{"sliding_window", 16}, {"layer_types", {"full_attention", "sliding_attention"}}},
+       "a list of sliding_attention only: Mistral's layers are alike"},
   };
   for (Refusal refusal : of_mistral) {
     refusal.code = absl::StatusCode::kUnimplemented;
@@ -351,7 +351,7 @@ std::vector<json> RopeScalings() {
 json WithEveryField(const json& rope) {
   const json everything = {{"use_sliding_window", false},
                            {"sliding_window", 4096},
-                           {"layer_types", {"full_attention"}},
+                           {"layer_types", {"full_attention", "full_attention"}},
                            {"num_experts", 0},
                            {"mlp_bias", false},
                            {"attention_bias", false},

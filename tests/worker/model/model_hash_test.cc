@@ -78,7 +78,7 @@ TEST_F(HashModelTest, ThreadsDoNotCount) {
 TEST_F(HashModelTest, EverythingThatKvDependsOnCounts) {
   const ModelConfig base = TinyModel();
   Write(SafetensorsBytes(TestCheckpoint(base, "BF16").tensors()));
-  std::vector<ModelConfig> configs(17, base);
+  std::vector<ModelConfig> configs(20, base);
   configs[1].family = ModelFamily::kQwen3;
   configs[2].num_layers = 1;
   configs[3].num_kv_heads = 4;
@@ -95,6 +95,9 @@ TEST_F(HashModelTest, EverythingThatKvDependsOnCounts) {
   configs[14].rope.truncate = false;
   configs[15].rope.high_freq_factor = 8.0;
   configs[16].output_bias = true;
+  configs[17].layer_windows = {97, 97};
+  configs[18].layer_windows = {97, 0};
+  configs[19].layer_windows = {0, 97};
   std::set<ModelHash> hashes;
   for (const ModelConfig& config : configs) hashes.insert(Hash(config));
   EXPECT_EQ(hashes.size(), configs.size());

@@ -128,7 +128,8 @@ const auto kOnOneRank = testing::Values(
     GoldenCase{"llama"}, GoldenCase{"llama-linear"}, GoldenCase{"llama-dynamic"},
     GoldenCase{"llama-yarn"}, GoldenCase{"llama3"}, GoldenCase{"llama-tied"},
     GoldenCase{"llama-bias"}, GoldenCase{"llama-float16-sharded"}, GoldenCase{"qwen2"},
-    GoldenCase{"qwen2-yarn"}, GoldenCase{"qwen3"}, GoldenCase{"qwen3-tied"});
+    GoldenCase{"qwen2-yarn"}, GoldenCase{"qwen3"}, GoldenCase{"qwen3-tied"},
+    GoldenCase{"mistral-window"}, GoldenCase{"qwen2-window"}, GoldenCase{"qwen3-window"});
 INSTANTIATE_TEST_SUITE_P(OneRank, TransformerGoldenTest, kOnOneRank, NameOf);
 INSTANTIATE_TEST_SUITE_P(OneRank, TransformerBFloat16Test, kOnOneRank, NameOf);
 
@@ -141,7 +142,9 @@ INSTANTIATE_TEST_SUITE_P(Ranks, TransformerGoldenTest,
                          testing::Values(GoldenCase{"llama", 2}, GoldenCase{"llama-bias", 2},
                                          GoldenCase{"qwen2", 2}, GoldenCase{"qwen3-tied", 2},
                                          GoldenCase{"llama", 4}, GoldenCase{"llama-tied", 4},
-                                         GoldenCase{"qwen2", 4}, GoldenCase{"qwen3", 4}),
+                                         GoldenCase{"qwen2", 4}, GoldenCase{"qwen3", 4},
+                                         GoldenCase{"mistral-window", 2},
+                                         GoldenCase{"qwen2-window", 4}),
                          NameOf);
 
 }  // namespace

@@ -42,7 +42,7 @@ absl::Status CpuAttention::Select(const StepInputs& step, const CpuRotation& rot
   SetNumbers(batch, queries.layer);
   KVASIR_RETURN_IF_ERROR(MakeSelection(step, queries.layer));
   CollectiveRanks ranks(step.shard, step.collective);
-  for (const SelectorGroup& group : batch.groups) {
+  for (const SelectorGroup& group : GroupsInLayer(batch, queries.layer)) {
     const size_t begin = static_cast<size_t>(group.begin);
     const size_t count = static_cast<size_t>(group.end - group.begin);
     PageSelection rows =
@@ -61,7 +61,7 @@ absl::Status CpuAttention::Select(const StepInputs& step, const CpuRotation& rot
     params.ranks = &ranks;
     KVASIR_RETURN_IF_ERROR(SelectGroup(group, params, rows, step, executor));
   }
-  MakeTerminations(step);
+  MakeTerminations(step, queries.layer);
   return absl::OkStatus();
 }
 
@@ -128,18 +128,18 @@ std::span<kernels::RowMemory* const> CpuAttention::MemoriesOf(const StepInputs& 
   return memories_;
 }
 
-void CpuAttention::MakeTerminations(const StepInputs& step) {
-  const StepBatch& batch = step.batch;
+void CpuAttention::MakeTerminations(const StepInputs& step, int64_t layer) {
+  const auto groups = GroupsInLayer(step.batch, layer);
   terminations_.clear();
   unread_.clear();
-  const bool any = std::any_of(batch.groups.begin(), batch.groups.end(), [](const auto& group) {
+  const bool any = std::any_of(groups.begin(), groups.end(), [](const auto& group) {
     return group.served->terminator != nullptr;
   });
   if (!any) return;
-  for (const SelectorGroup& group : batch.groups) {
+  for (const SelectorGroup& group : groups) {
     for (int64_t b = group.begin; b < group.end; ++b) {
       terminations_.push_back(kernels::MakeTermination(group.served->terminator.get(),
-                                                       batch.tiles[static_cast<size_t>(b)],
+                                                       step.batch.tiles[static_cast<size_t>(b)],
                                                        numbers_[static_cast<size_t>(b)]));
     }
   }
@@ -167,7 +167,8 @@ absl::Status CpuAttention::Attend(const StepInputs& step, const CpuRotation& rot
        .tiles = step.batch.tiles,
        .selection = selection_,
        .faults = std::span(faults_),
-       .grouped = rotation.grouped}};
+       .grouped = rotation.grouped,
+       .window_tokens = WindowOfLayer(step.batch, queries.layer)}};
   params.scratch = &scratch_;
   params.rope = rotation.positions;
   params.terminations = terminations_;

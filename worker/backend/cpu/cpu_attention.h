@@ -54,7 +54,7 @@ class CpuAttention {
   absl::Status KeepContract(const StepInputs& step, const SelectorGroup& group,
                             const kernels::SelectParams& params, kernels::PageSelection& rows,
                             kernels::Executor& executor);
-  void MakeTerminations(const StepInputs& step);
+  void MakeTerminations(const StepInputs& step, int64_t layer);
 
   // Lists grow with the budgets that requests ask for.
   std::vector<kernels::SelectionHeader> headers_;

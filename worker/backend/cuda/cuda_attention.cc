@@ -63,6 +63,12 @@ absl::Status CudaAttention::BeginStep(const StepInputs& inputs, const CudaStep& 
       .headers = step.table.headers.data(), .num_rows = rows, .capacity = limits_.select.capacity};
   KVASIR_ASSIGN_OR_RETURN(selection_.entries, Reserve<kernels::SelectionEntry>(
                                                   rows * limits_.select.capacity, entries_, wait));
+  windows_ = inputs.batch.windows;
+  if (windows_.served != nullptr) {
+    window_selection_ = selection_;
+    KVASIR_ASSIGN_OR_RETURN(window_selection_.headers,
+                            Reserve<kernels::SelectionHeader>(rows, window_headers_, wait));
+  }
   KVASIR_RETURN_IF_ERROR(ReserveArrivals(rows, stream, wait));
   const int64_t single = step.shape.num_single;
   const int64_t workspace_bytes =
@@ -95,6 +101,13 @@ absl::Status CudaAttention::ReservePositions(const StepInputs& inputs, const Cud
   return Reserve<kernels::BFloat16>(elements, placed_queries_, wait).status();
 }
 
+std::span<const SelectorRange> CudaAttention::RangesOf(const CudaStep& step, int64_t layer,
+                                                       SelectorRange& window) const {
+  if (WindowTokens(layer) == 0) return step.shape.ranges;
+  window = {.served = windows_.served, .begin = 0, .end = step.shape.num_tiles()};
+  return std::span(&window, 1);
+}
+
 // Rows of `all` were already written with the step's table.
 absl::Status CudaAttention::Select(const CudaStep& step, const LayerQueries& queries,
                                    cudaStream_t stream) {
@@ -121,12 +134,13 @@ absl::Status CudaAttention::Select(const CudaStep& step, const LayerQueries& que
     params.device_memories = MemoriesOf(step, range);
     params.most_rows = most_rows;
     const PageSelection rows =
-        selection_.Rows(range.begin * heads, (range.end - range.begin) * heads);
+        SelectionOf(queries.layer).Rows(range.begin * heads, (range.end - range.begin) * heads);
     return SelectOnGpu(*range.served, limits_, params, rows, memory, stream);
   };
   // Rows of one query apart, so that it is the same kernels that serve them whatever else there is.
   const int64_t num_single = step.shape.num_single;
-  for (const SelectorRange& range : step.shape.ranges) {
+  SelectorRange window;
+  for (const SelectorRange& range : RangesOf(step, queries.layer, window)) {
     if (range.served->dense) continue;
     KVASIR_RETURN_IF_ERROR(select(
         {.served = range.served, .begin = range.begin, .end = std::min(range.end, num_single)},
@@ -159,16 +173,18 @@ absl::Status CudaAttention::Attend(const CudaStep& step, const LayerQueries& que
          .layer = queries.layer,
          .scale = queries.scale,
          .tiles = Blocks(step, begin, end),
-         .selection = selection_.Rows(begin * heads, (end - begin) * heads),
+         .selection = SelectionOf(queries.layer).Rows(begin * heads, (end - begin) * heads),
          .faults = step.results.faults,
-         .grouped = step.grouped}};
+         .grouped = step.grouped,
+         .window_tokens = WindowTokens(queries.layer)}};
     some.device_rope = rope_;
     some.device_counts = Counts(step, queries.layer, begin, end);
     return some;
   };
   // Consecutive ranges of one query without a terminator share a launch.
   int64_t begin = 0;
-  for (const SelectorRange& range : step.shape.ranges) {
+  SelectorRange window;
+  for (const SelectorRange& range : RangesOf(step, queries.layer, window)) {
     const CudaTerminator* const terminator = TerminatorOf(range);
     if (terminator == nullptr || range.begin >= step.shape.num_single) continue;
     const int64_t end = std::min(range.end, step.shape.num_single);
@@ -203,6 +219,7 @@ absl::Status CudaAttention::AttendEnding(const CudaStep& step, const CudaTermina
 void CudaAttention::AddTo(GraphKey& key) const {
   key.AddAll("bounds", limits_.select);
   key.Add("entries", entries_.data());
+  key.Add("window_headers", window_headers_.data());
   key.Add("workspace", workspace_.data());
   key.Add("arrivals", arrivals_.data());
   key.Add("placed_queries", placed_queries_.data());
@@ -215,7 +232,7 @@ void CudaAttention::Report(const CudaStep& step, std::span<const SelectedCounts>
   const size_t heads = static_cast<size_t>(step.kv.layout.num_kv_heads);
   for (int64_t layer = 0; layer < step.kv.layout.num_layers; ++layer) {
     for (const int64_t block : step.shape.order) {
-      meter.AddCounts(block, counts.first(heads));
+      meter.AddCounts(layer, block, counts.first(heads));
       counts = counts.subspan(heads);
     }
   }

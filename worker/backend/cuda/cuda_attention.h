@@ -59,6 +59,16 @@ class CudaAttention {
   // Reserves angles for the positions at which the step reads un-rotated keys.
   absl::Status ReservePositions(const StepInputs& inputs, const CudaStep& step,
                                 const CudaStream& stream, WaitForDevice wait);
+  int64_t WindowTokens(int64_t layer) const {
+    return windows_.tokens.empty() ? 0 : windows_.tokens[static_cast<size_t>(layer)];
+  }
+  const kernels::PageSelection& SelectionOf(int64_t layer) const {
+    return WindowTokens(layer) == 0 ? selection_ : window_selection_;
+  }
+  // Returns the ranges that serve a layer. In one with a window of the model a single range, for
+  // which `window` is the place, has all tiles.
+  std::span<const SelectorRange> RangesOf(const CudaStep& step, int64_t layer,
+                                          SelectorRange& window) const;
   // Returns the place for the counts of query tiles [begin, end).
   std::span<kernels::SelectedCounts> Counts(const CudaStep& step, int64_t layer, int64_t begin,
                                             int64_t end) const;
@@ -71,6 +81,10 @@ class CudaAttention {
   std::optional<kernels::KvTensorMaps> maps_;
   SelectLimits limits_;               // of the step
   kernels::PageSelection selection_;  // headers lie in the step's table
+  LayerWindows windows_;              // of the model
+  // The selection in layers with a window of the model. The rows of `all` in selection_ must stay.
+  kernels::PageSelection window_selection_;
+  kernels::DeviceBuffer window_headers_;
   kernels::DeviceBuffer entries_;
   kernels::DeviceBuffer workspace_;
   kernels::DeviceBuffer arrivals_;  // for AttendDecode

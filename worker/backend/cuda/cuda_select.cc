@@ -86,7 +86,7 @@ absl::StatusOr<SelectLimits> LimitsOf(const StepBatch& batch, const StepShape& s
   int64_t window_tokens = 0;
   for (const int64_t layer : shape.number_sets) {
     bounds.capacity = std::max(bounds.capacity, SelectionCapacity(batch, layer));
-    for (const SelectorGroup& served : batch.groups) {
+    for (const SelectorGroup& served : GroupsInLayer(batch, layer)) {
       for (int64_t b = served.begin; b < served.end; ++b) {
         const PolicyNumbers n = NumbersInLayer(batch, b, layer);
         const auto header = kernels::MakeHeader(batch.tiles[static_cast<size_t>(b)], n);

@@ -59,6 +59,10 @@ StepShape ShapeOf(const StepBatch& batch, int64_t num_kv_heads) {
     begins.insert(info.dense_layers);
     for (const LayerBudget& layers : info.layer_budgets) begins.insert({layers.begin, layers.end});
   }
+  const auto windows = batch.windows.tokens;
+  for (size_t layer = 1; layer < windows.size(); ++layer) {
+    if (windows[layer] != windows[layer - 1]) begins.insert(static_cast<int64_t>(layer));
+  }
   shape.number_sets.assign(begins.begin(), begins.end());
   return shape;
 }
