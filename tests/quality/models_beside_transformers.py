@@ -23,18 +23,19 @@ import argparse
 import json
 import pathlib
 import random
-import shutil
 import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-from support.service import ROOT, Service  # noqa: E402
+TESTS = pathlib.Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(TESTS), str(TESTS / "bench")]
+from support.service import Service  # noqa: E402
 
 import grpc  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
+from padded_tokenizer import write_padded_tokenizer  # noqa: E402
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 # Largest allowed ratio of our mean difference to transformers' in bfloat16, and of the largest differences.
@@ -106,8 +107,7 @@ def make_model(shape, folder, arguments):
     torch.set_default_dtype(torch.float32)
     randomize(network)
     network.save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(ROOT / "tests/model/needle-8k" / name, folder)
+    write_padded_tokenizer(folder, arguments.vocabulary)
 
 
 def load_model(folder, dtype, attention, arguments):
