@@ -92,6 +92,7 @@ class ConnectionTable {
   // Returns connections_.end() for a peer without a connection.
   Connections::iterator Find(const std::string& peer) REQUIRES(mu_);
   void EndCall(uint64_t connection) EXCLUDES(mu_);
+
   const int64_t most_connections_;
   const uint64_t most_unfinished_bytes_;
   const int epoll_;

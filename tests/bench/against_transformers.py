@@ -13,11 +13,9 @@ needs a tokenizer, and gets that of another model.
 """
 
 import argparse
-import json
 import pathlib
 import random
 import shlex
-import shutil
 import statistics
 import sys
 import tempfile
@@ -28,7 +26,7 @@ from support.service import ROOT, Service  # noqa: E402
 
 import torch  # noqa: E402
 from documents import make_document  # noqa: E402
-from padded_tokenizer import write_padded_tokenizer  # noqa: E402
+from padded_tokenizer import copy_shape  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 
@@ -53,11 +51,11 @@ class Peer:
         return time.perf_counter()
 
     @torch.inference_mode()
-    def measure(self, prompt, new_tokens):
-        """Returns (prompt tokens, prefill seconds, seconds per decoded token)."""
+    def measure(self, prompt, new_tokens, streams=1):
+        """Returns (prompt tokens, prefill seconds, seconds per decoded token) of so many equal streams, a static batch."""
         ids = self.tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt
         start = self._now()
-        out = self.model(torch.tensor([ids], device=self.device), use_cache=True, logits_to_keep=1)
+        out = self.model(torch.tensor([ids] * streams, device=self.device), use_cache=True, logits_to_keep=1)
         token = out.logits[:, -1:].argmax(-1)
         prefill = self._now() - start
         start = self._now()
@@ -81,14 +79,6 @@ def make_prompts(arguments, tokens):
     if arguments.dummy:
         return [random.Random(f"{tokens} {seed}").choices(range(1000, 100_000), k=tokens) for seed in seeds]
     return [make_document("multi_key", tokens, seed=seed).text for seed in seeds]
-
-
-def copy_shape(model, folder):
-    """Writes a model's shape with a tokenizer into `folder`, and returns `folder`."""
-    config = ROOT / model / "config.json"
-    shutil.copy(config, folder)
-    write_padded_tokenizer(folder, json.loads(config.read_text())["vocab_size"])
-    return folder
 
 
 def print_table(rows):
@@ -118,7 +108,8 @@ def main():
     with tempfile.TemporaryDirectory(prefix="kvasir-shape-") as folder:
         if arguments.dummy:
             flags += ["--load-format=dummy", "--dtype=bfloat16"]
-            model = copy_shape(model, folder)
+            copy_shape(ROOT / model, folder)
+            model = folder
         measure_all(arguments, model, flags)
 
 

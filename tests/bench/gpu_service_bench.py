@@ -16,18 +16,18 @@ import argparse
 import json
 import os
 import pathlib
+import random
 import re
 import shlex
 import subprocess
 import sys
 import tempfile
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from support.service import KVASIR, ROOT, Service  # noqa: E402
 
-from padded_tokenizer import write_padded_tokenizer  # noqa: E402
+from padded_tokenizer import copy_shape  # noqa: E402
 
 POLICIES = """
 - name: quest
@@ -39,40 +39,6 @@ POLICIES = """
 """
 STREAM_TOKENS = 1024
 PEER_STREAMS = 64  # at most
-
-
-class Peer:
-    """transformers in bfloat16 with its own cache, greedy. Its object holds the card's memory as long as it lives."""
-
-    def __init__(self, shape):
-        import torch
-        from transformers import AutoConfig, AutoModelForCausalLM
-        self.torch = torch
-        with torch.device("cuda"):
-            self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(shape), dtype=torch.bfloat16,
-                                                          attn_implementation="sdpa").eval()
-
-    def measure(self, tokens, streams=1, new_tokens=8):
-        """Returns milliseconds of reading `streams` prompts at once, and of a step, after a round that warms up."""
-        torch = self.torch
-        times = []
-        with torch.inference_mode():
-            for _ in range(3):
-                ids = torch.randint(1000, 100_000, (streams, tokens), device="cuda")
-                torch.cuda.synchronize()
-                begin = time.perf_counter()
-                out = self.model(ids, use_cache=True, logits_to_keep=1)
-                token = out.logits[:, -1:].argmax(-1)
-                torch.cuda.synchronize()
-                read = time.perf_counter()
-                for _ in range(new_tokens):
-                    out = self.model(token, past_key_values=out.past_key_values, use_cache=True)
-                    token = out.logits[:, -1:].argmax(-1)
-                torch.cuda.synchronize()
-                times.append((1e3 * (read - begin), 1e3 * (time.perf_counter() - read) / new_tokens))
-                del out
-        torch.cuda.empty_cache()
-        return min(times[1:])
 
 
 class Bench:
@@ -109,11 +75,19 @@ def print_head(*cells):
     print("|" + "---|" * len(cells), flush=True)
 
 
-def measure_peer(shape, lengths, batches):
-    """Returns (milliseconds of reading, milliseconds of a step) of transformers by (tokens, streams)."""
-    peer = Peer(shape)
-    cases = [(tokens, 1) for tokens in lengths] + [(STREAM_TOKENS, streams) for streams in batches if streams <= PEER_STREAMS]
-    return {case: peer.measure(*case) for case in cases}
+def measure_peer(shape, arguments, lengths, batches):
+    """Returns milliseconds of reading and of a step of transformers by (tokens, streams): the better of two rounds after
+    one that warms up. The card's memory is free again afterwards."""
+    from against_transformers import Peer  # needs torch and transformers, which a call without a peer does not
+    peer = Peer(argparse.Namespace(model=shape, dummy=True, device=arguments.device, threads=os.cpu_count()))
+    measured = {}
+    for tokens, streams in [(length, 1) for length in lengths] + [(STREAM_TOKENS, n) for n in batches if n <= PEER_STREAMS]:
+        rounds = []
+        for seed in range(3):
+            prompt = random.Random(seed).choices(range(1000, 100_000), k=tokens)
+            rounds.append([1e3 * seconds for seconds in peer.measure(prompt, new_tokens=8, streams=streams)[1:]])
+        measured[tokens, streams] = min(rounds[1:])
+    return measured
 
 
 def measure_prompts(bench, peer, lengths):
@@ -173,11 +147,9 @@ def main():
     arguments = parser.parse_args()
     numbers = [[int(number) for number in text.split(",") if number] for text in (arguments.lengths, arguments.batches)]
     shape = ROOT / "tests" / "model" / "shapes" / arguments.shape
-    peer = measure_peer(shape, *numbers) if arguments.peer == "transformers" else {}
+    peer = measure_peer(shape, arguments, *numbers) if arguments.peer == "transformers" else {}
     with tempfile.TemporaryDirectory(prefix="kvasir-shape-") as folder:
-        config = json.loads((shape / "config.json").read_text())
-        (pathlib.Path(folder) / "config.json").write_text(json.dumps(config))
-        write_padded_tokenizer(folder, config["vocab_size"])
+        copy_shape(shape, folder)
         policies = pathlib.Path(folder) / "policies.yaml"
         policies.write_text(POLICIES)
         flags = [f"--device={arguments.device}", "--load-format=dummy", "--dtype=bfloat16", f"--policies={policies}",

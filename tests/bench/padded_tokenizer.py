@@ -1,4 +1,5 @@
-"""A tokenizer for models that are only a shape: that of needle-8k, padded with words that no text has to the model's size."""
+"""Folders of models that are only a shape, with a tokenizer: that of needle-8k, padded with words that no text has to the
+model's size."""
 
 import json
 import pathlib
@@ -13,3 +14,10 @@ def write_padded_tokenizer(folder, vocab_size):
     words.update({f"unused-{token}": token for token in range(len(words), vocab_size)})
     (pathlib.Path(folder) / "tokenizer.json").write_text(json.dumps(tokenizer))
     shutil.copy(SOURCE / "tokenizer_config.json", folder)
+
+
+def copy_shape(shape, folder):
+    """Writes the shape of the model in folder `shape`, with a tokenizer, into `folder`."""
+    config = pathlib.Path(shape) / "config.json"
+    shutil.copy(config, folder)
+    write_padded_tokenizer(folder, json.loads(config.read_text())["vocab_size"])

@@ -42,6 +42,25 @@ class EngineLossTest : public EngineLoopTest {
       ASSERT_TRUE(group_.AwaitStepsBegun(begun + 1));
     }
   }
+  // Returns a request whose client has two tokens; one more step has begun.
+  Submitted StartWithARunningRequest() {
+    StartAndAwaitReady();
+    group_.HoldSteps();
+    Submitted submitted = Submit({1, 2, 3}, 10);
+    AwaitTokens(submitted, 2);
+    return submitted;
+  }
+  // The next group begins to form, and does not end before it may.
+  void LoseInAStepAndHoldTheNextGroup() {
+    group_.HoldForms();
+    LoseInAStep();
+    AwaitFormBegun(2);
+  }
+  void LetTheNextGroupServe() {
+    group_.ReleaseSteps();
+    group_.ReleaseForms();
+    AwaitGroup(2);
+  }
   static std::vector<int32_t> Expected(const std::vector<int32_t>& prompt, int64_t max_tokens,
                                        const v1::RowSampling& sampling = {}) {
     return SymbolicWorker::ExpectedTokens(prompt, max_tokens, sampling, 128);
@@ -126,38 +145,24 @@ TEST_F(EngineLossTest, SamplingAndStopsGoOnWhereTheyWere) {
 }
 
 TEST_F(EngineLossTest, ClientsAreToldThatTheyWait) {
-  StartAndAwaitReady();
-  group_.HoldSteps();
-  Submitted submitted = Submit({1, 2, 3}, 10);
-  AwaitTokens(submitted, 2);
-  group_.HoldForms();
-  LoseInAStep();
-  AwaitFormBegun(2);
+  Submitted submitted = StartWithARunningRequest();
+  LoseInAStepAndHoldTheNextGroup();
   const v1::GenerateResponse last = submitted.response->messages().back();
   EXPECT_TRUE(last.progress().waits_for_worker());
   EXPECT_EQ(last.progress().processed_tokens(), 3u);
   EXPECT_EQ(running_.List(1, clock_.Now())[0].state(), v1::REQUEST_STATE_RESUMING);
   EXPECT_EQ(loop_.status().scheduler.waiting, 1);
-  group_.ReleaseSteps();
-  group_.ReleaseForms();
-  AwaitGroup(2);
+  LetTheNextGroupServe();
   EXPECT_EQ(submitted.response->status(), absl::OkStatus());
 }
 
 TEST_F(EngineLossTest, NewRequestsAreRefusedUntilTheNextGroupServes) {
-  StartAndAwaitReady();
-  group_.HoldSteps();
-  Submitted submitted = Submit({1, 2, 3}, 10);
-  AwaitTokens(submitted, 2);
-  group_.HoldForms();
-  LoseInAStep();
-  AwaitFormBegun(2);
+  Submitted submitted = StartWithARunningRequest();
+  LoseInAStepAndHoldTheNextGroup();
   const absl::Status refused = Submit({1}, 1).response->status();
   EXPECT_EQ(refused.code(), absl::StatusCode::kUnavailable);
   EXPECT_THAT(std::string(refused.message()), HasSubstr("worker 1 died"));
-  group_.ReleaseSteps();
-  group_.ReleaseForms();
-  AwaitGroup(2);
+  LetTheNextGroupServe();
   EXPECT_EQ(Submit({1, 2}, 3).response->status(), absl::OkStatus());
 }
 
@@ -171,9 +176,7 @@ TEST_F(EngineLossTest, WhoWaitsForAGroupCanLeaveOrRunOutOfTime) {
   AwaitTokens(stays, 2);
   Submitted late = Submit({7, 8, 9}, 50);
   AwaitTokens(late, 2);
-  group_.HoldForms();
-  LoseInAStep();
-  AwaitFormBegun(2);
+  LoseInAStepAndHoldTheNextGroup();
   loop_.Cancel(leaves.id, absl::CancelledError("the client is gone"));
   EXPECT_EQ(leaves.response->status(), absl::CancelledError("the client is gone"));
   clock_.AwaitWaiter();
@@ -241,26 +244,16 @@ TEST_F(EngineLossTest, AFaultOfTheServiceThatComesAgainIsToldAsOne) {
 }
 
 TEST_F(EngineLossTest, TheServersEndEndsThoseThatWaitForAGroup) {
-  StartAndAwaitReady();
-  group_.HoldSteps();
-  Submitted submitted = Submit({1, 2, 3}, 10);
-  AwaitTokens(submitted, 2);
-  group_.HoldForms();
-  LoseInAStep();
-  AwaitFormBegun(2);
+  Submitted submitted = StartWithARunningRequest();
+  LoseInAStepAndHoldTheNextGroup();
   loop_.Stop(absl::UnavailableError("bye"));
   EXPECT_EQ(submitted.response->status(), absl::UnavailableError("bye"));
 }
 
 TEST_F(EngineLossTest, ADrainIsNotOverBeforeThoseThatWaitForAGroupAreAnswered) {
-  StartAndAwaitReady();
-  group_.HoldSteps();
-  Submitted submitted = Submit({1, 2, 3}, 10);
-  AwaitTokens(submitted, 2);
+  Submitted submitted = StartWithARunningRequest();
   loop_.Drain();
-  group_.HoldForms();
-  LoseInAStep();
-  AwaitFormBegun(2);
+  LoseInAStepAndHoldTheNextGroup();
   EXPECT_FALSE(loop_.WaitUntilIdle(clock_.Now()));
   group_.ReleaseSteps();
   group_.ReleaseForms();

@@ -4,57 +4,22 @@ logs, configuration and dumped memory: the secret. Kept from other users: the fi
 import os
 import pathlib
 import re
-import secrets
 import socket
 import stat
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 import unittest
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "support"))
-from service import BUILD, KVASIR, ROOT, Service, grpc  # noqa: E402
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+from support.service import KVASIR, ROOT, Service, grpc  # noqa: E402
+from support.worker import WORKER, Worker, write_secret  # noqa: E402
 
-WORKER = BUILD / "worker" / "kvasir-worker"
 MODEL = ROOT / "tests" / "model" / "needle-8k"
 # CoordinatorMessage{shard_plan{kv{kv_disk_path: "/x"}}}: what a coordinator used to say first.
 SHARD_PLAN = bytes([0x0A, 6, 0x32, 4, 0x22, 2]) + b"/x"
 CHALLENGE = 0x32  # tag of WorkerMessage.challenge
-
-
-def write_secret(folder, name, mode=0o600):
-    path = pathlib.Path(folder) / name
-    path.write_text(secrets.token_hex(32))
-    path.chmod(mode)
-    return path
-
-
-class Worker:
-    """A kvasir-worker on a free port of loopback."""
-
-    def __init__(self, folder, *flags):
-        self.log_path = pathlib.Path(folder) / f"worker-{secrets.token_hex(4)}.log"
-        with open(self.log_path, "wb") as log:
-            self.process = subprocess.Popen(
-                [WORKER, "--listen=127.0.0.1:0", "--metrics-port=0", "--threads=1", *flags],
-                stdout=log, stderr=subprocess.STDOUT)
-        deadline = time.monotonic() + 30
-        while not (found := re.search(r"listening on (\S+)", self.log())):
-            assert self.process.poll() is None and time.monotonic() < deadline, self.log()
-            time.sleep(0.02)
-        self.address = found[1]
-
-    def log(self):
-        return self.log_path.read_text()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.process.terminate()
-        self.process.wait()
 
 
 def say(address, *messages):
@@ -111,8 +76,7 @@ class Workers(unittest.TestCase):
             self.assertTrue(all(message[0] == CHALLENGE for message in told), told)
 
             # Who came first and says nothing: a bare connection, and an open stream.
-            host, port = worker.address.rsplit(":", 1)
-            with socket.create_connection((host, int(port))), grpc.insecure_channel(worker.address) as channel:
+            with socket.create_connection(("127.0.0.1", worker.port)), grpc.insecure_channel(worker.address) as channel:
                 leave = threading.Event()
                 silent = channel.stream_stream("/kvasir.v1.Worker/Run")(iter(leave.wait, True))
                 self.assertEqual(next(silent)[0], CHALLENGE)

@@ -7,7 +7,6 @@ import json
 import pathlib
 import re
 import secrets
-import signal
 import socket
 import ssl
 import subprocess
@@ -18,12 +17,12 @@ import unittest
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from support.certificates import Authority, replace  # noqa: E402
-from support.service import BUILD, KVASIR, ROOT, Service, generation_pb2, grpc, make_request, read_stream  # noqa: E402
+from support.service import KVASIR, ROOT, Service, generation_pb2, grpc, make_request, read_stream  # noqa: E402
+from support.worker import WORKER, Worker, write_secret  # noqa: E402
 
 from cryptography import x509  # noqa: E402
 from cryptography.x509.oid import ExtendedKeyUsageOID  # noqa: E402
 
-WORKER = BUILD / "worker" / "kvasir-worker"
 MODEL = ROOT / "tests" / "model" / "needle-8k"
 GET = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
@@ -302,46 +301,12 @@ class MutualTls(TlsTest):
         return path
 
 
-class Worker:
-    """A kvasir-worker on a free port of loopback, with TLS."""
-
-    def __init__(self, folder, *flags):
-        self.log_path = pathlib.Path(folder) / f"worker-{secrets.token_hex(4)}.log"
-        with open(self.log_path, "wb") as log:
-            self.process = subprocess.Popen([WORKER, "--listen=127.0.0.1:0", "--metrics-port=0", "--threads=1", *flags],
-                                            stdout=log, stderr=subprocess.STDOUT)
-        self.port, self.metrics_port = int(self.await_log(r"listening on \S+:(\d+)")), int(self.await_log(r"metrics on \S+:(\d+)"))
-
-    def log(self):
-        return self.log_path.read_text()
-
-    def await_log(self, pattern):
-        deadline = time.monotonic() + 30
-        while not (found := re.search(pattern, self.log())):
-            assert self.process.poll() is None and time.monotonic() < deadline, self.log()
-            time.sleep(0.02)
-        return found[1]
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.process.send_signal(signal.SIGTERM)
-        self.process.wait()
-
-
 class WorkerPort(TlsTest):
     """The coordinator shows its certificate to the worker, and both prove the group secret within TLS."""
 
     def setUp(self):
-        self.secret, self.wrong_secret = self.write_secret("secret"), self.write_secret("wrong")
+        self.secret, self.wrong_secret = write_secret(self.folder, "secret"), write_secret(self.folder, "wrong")
         self.coordinator = self.ca.issue("coordinator")
-
-    def write_secret(self, name):
-        path = self.folder / name
-        path.write_text(secrets.token_hex(32))
-        path.chmod(0o600)
-        return path
 
     def worker(self, *flags):
         return Worker(self.folder, *self.server.flags(), f"--tls-client-ca-file={self.ca.certificate}",

@@ -8,7 +8,6 @@
 
 import os
 import pathlib
-import secrets
 import signal
 import subprocess
 import sys
@@ -17,18 +16,15 @@ import threading
 import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-from support.service import BUILD, Service  # noqa: E402
-
-WORKER = BUILD / "worker" / "kvasir-worker"
+from support.service import Service  # noqa: E402
+from support.worker import WORKER, write_secret  # noqa: E402
 
 
 class Group:
     def __init__(self, model, ranks, flags=(), disk_gb=0):
         self.scratch = tempfile.TemporaryDirectory(prefix="kvasir-faults-")
         self.folder = pathlib.Path(self.scratch.name)
-        self.secret = self.folder / "secret"
-        self.secret.write_text(secrets.token_hex(32))
-        self.secret.chmod(0o600)
+        self.secret = write_secret(self.folder, "secret")
         self.addresses = [f"unix:{self.folder}/worker-{rank}.sock" for rank in range(ranks)]
         self.workers = [self._launch(rank) for rank in range(ranks)]
         self.ending = threading.Event()
