@@ -34,12 +34,13 @@ namespace fs = std::filesystem;
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
+// Pauses before a worker is started again: none after a run of kStableAfter or more, then the
+// first, which doubles with every shorter run.
 constexpr milliseconds kFirstBackoff(100);
 constexpr milliseconds kLongestBackoff(10'000);
-constexpr milliseconds kStableAfter(
-    60'000);  // after a run this long the back-off starts again at its first pause
+constexpr milliseconds kStableAfter(10'000);
 constexpr milliseconds kKillGrace(5'000);  // a killed process ends late when its disk hangs
-constexpr milliseconds kPoll(50);
+constexpr milliseconds kPoll(10);
 
 struct Process {
   int64_t rank = 0;
@@ -49,7 +50,7 @@ struct Process {
   pid_t pid = -1;
   Clock::time_point started = {};
   Clock::time_point restart_at = {};
-  milliseconds backoff = kFirstBackoff;
+  milliseconds backoff{0};
 };
 
 // Returns why a process ended: its own message if it left one.
@@ -168,8 +169,8 @@ class LocalWorkerProcesses : public LocalWorkers {
                     absl::StrCat("--tls-client-ca-file=", options.metrics_tls.tls_client_ca_file()),
                     absl::StrCat("--group-secret-file=", group_secret_file()),
                     absl::StrCat("--failure-file=", failure_file)},
-           .environment = EnvironmentWith(
-               options.gpus.empty() ? "" : options.gpus[static_cast<size_t>(rank)])});
+           .environment =
+               EnvironmentWith(options.gpus.empty() ? "" : options.gpus[static_cast<size_t>(rank)])});
     }
     // PR_SET_PDEATHSIG fires when the *thread* that forked ends, so the watcher starts all
     // workers: it lives as long as this object.
@@ -213,23 +214,23 @@ class LocalWorkerProcesses : public LocalWorkers {
     int status = 0;
     if (process.pid > 0 && waitpid(process.pid, &status, WNOHANG) == process.pid) {
       process.pid = -1;
-      if (now - process.started > kStableAfter) process.backoff = kFirstBackoff;
+      if (now - process.started > kStableAfter) process.backoff = milliseconds(0);
       process.restart_at = now + process.backoff;
       const absl::Status end = EndOf(process, status);
       first_end_.Update(end);
-      spdlog::error("{}; starting it again in {} ms", std::string(end.message()),
+      spdlog::error("{}; starting it again after {} ms", std::string(end.message()),
                     process.backoff.count());
       if (WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL && oom_kills_.TakeNew()) {
         spdlog::error(
             "the kernel killed it for lack of memory: lower --kv-host-size-gb or "
             "--kv-device-size-gb, or raise the limit of this container");
       }
-      process.backoff = std::min(process.backoff * 2, kLongestBackoff);
+      process.backoff = std::clamp(process.backoff * 2, kFirstBackoff, kLongestBackoff);
     }
     if (process.pid > 0 || now < process.restart_at) return;
     if (const absl::Status launched = Launch(process); !launched.ok()) {
       spdlog::error("{}", std::string(launched.message()));
-      process.restart_at = now + process.backoff;
+      process.restart_at = now + std::max(process.backoff, kFirstBackoff);
     }
   }
 

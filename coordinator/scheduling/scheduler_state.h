@@ -59,9 +59,9 @@ struct SchedulerState {
   // processed before it was preempted, is told nothing.
   void ReportProgress(Sequence& sequence, std::vector<Event>& events) const;
   ProgressEvent Progress(const Sequence& sequence) const;
-  // Adds to the counts how much of the sequence's prompt was cached; `times` is 1, or -1 to take it
-  // back.
-  void CountPrefix(const Sequence& sequence, int64_t times);
+  // Adds to the counts how much of the sequence's prompt was cached. Called once, when the ranks
+  // have carried out its start: counters of metrics cannot be taken back.
+  void CountPrefix(const Sequence& sequence);
 
   const SchedulerOptions options;
   const int64_t device_share;  // number of unsealed blocks that may exist at a time

@@ -261,7 +261,6 @@ void StepPlanner::Admit(Sequence& sequence) {
   if (sequence.preemptions == 0) {
     sequence.cached_tokens = sequence.computed;
     sequence.admitted_at = now_;
-    state_.CountPrefix(sequence, 1);
   }
   state_.sequences.Run(sequence);
   plan_.AddStart(sequence);
