@@ -10,6 +10,7 @@
 #include <fstream>
 #include <iterator>
 #include <signal.h>
+#include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/un.h>
 #include <sys/wait.h>
@@ -47,6 +48,7 @@ struct Process {
   std::string failure_file;  // file that it writes when it ends with an error
   std::vector<std::string> argv;
   std::vector<std::string> environment;
+  int kv_memory = -1;  // of the host tier, for one process after another
   pid_t pid = -1;
   Clock::time_point started = {};
   Clock::time_point restart_at = {};
@@ -103,10 +105,19 @@ absl::StatusOr<pid_t> Spawn(const Process& process) {
     sigprocmask(SIG_SETMASK, &none, nullptr);
     // Ctrl-C goes to the server, which drains before it ends its workers.
     setpgid(0, 0);
+    fcntl(process.kv_memory, F_SETFD, 0);  // not closed by execve
     execve(argv[0], argv.data(), environment.data());
     _exit(127);
   }
   return pid;
+}
+
+// Makes memory that has no name and ends with this process and its workers.
+absl::StatusOr<int> MakeKvMemory() {
+  const int memory = memfd_create("kvasir-kv", MFD_CLOEXEC);
+  if (memory >= 0) return memory;
+  return absl::InternalError(
+      absl::StrCat("cannot make the memory of a worker's KV: ", std::strerror(errno)));
 }
 
 // Makes a private folder with a path short enough for addresses of unix sockets.
@@ -141,6 +152,7 @@ class LocalWorkerProcesses : public LocalWorkers {
     changed_.NotifyAll();
     if (watcher_.joinable()) watcher_.join();
     StopAll();
+    for (const Process& process : processes_) close(process.kv_memory);
     std::error_code ignored;
     fs::remove_all(folder_, ignored);
   }
@@ -153,6 +165,7 @@ class LocalWorkerProcesses : public LocalWorkers {
       addresses_.push_back(absl::StrCat("unix:", folder_, "/worker-", rank, ".sock"));
       const int64_t port = options.metrics_port == 0 ? 0 : options.metrics_port + rank;
       const std::string failure_file = absl::StrCat(folder_, "/worker-", rank, ".failure");
+      KVASIR_ASSIGN_OR_RETURN(const int kv_memory, MakeKvMemory());
       processes_.push_back(
           {.rank = rank,
            .failure_file = failure_file,
@@ -168,9 +181,11 @@ class LocalWorkerProcesses : public LocalWorkers {
                     absl::StrCat("--tls-key-file=", options.metrics_tls.tls_key_file()),
                     absl::StrCat("--tls-client-ca-file=", options.metrics_tls.tls_client_ca_file()),
                     absl::StrCat("--group-secret-file=", group_secret_file()),
-                    absl::StrCat("--failure-file=", failure_file)},
+                    absl::StrCat("--failure-file=", failure_file),
+                    absl::StrCat("--kv-memory-file=/proc/self/fd/", kv_memory)},
            .environment =
-               EnvironmentWith(options.gpus.empty() ? "" : options.gpus[static_cast<size_t>(rank)])});
+               EnvironmentWith(options.gpus.empty() ? "" : options.gpus[static_cast<size_t>(rank)]),
+           .kv_memory = kv_memory});
     }
     // PR_SET_PDEATHSIG fires when the *thread* that forked ends, so the watcher starts all
     // workers: it lives as long as this object.

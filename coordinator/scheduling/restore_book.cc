@@ -45,7 +45,7 @@ absl::Status RestoreBook::OnReport(int64_t rank, const v1::TierReport& report, T
 
 std::vector<PrefixHash> RestoreBook::Match(const Sequence& sequence,
                                            const kvstore::PrefixMatch& match, TimePoint now) {
-  if (!options_.persists() || sequence.restore_tried || now < disk_aside_until_) return {};
+  if (!options_.enable_prefix_caching || sequence.restore_tried || now < disk_aside_until_) return {};
   const size_t cached = match.blocks.size();
   return stored_.Match(match.hashes.empty() ? sequence.scope : match.hashes.back(),
                        sequence.matchable().subspan(cached * static_cast<size_t>(kBlockTokens)),

@@ -90,6 +90,22 @@ TEST_F(SchedulerLossTest, WhatTheDiskHasIsRestored) {
   EXPECT_EQ(scheduler_->stats().resumed_disk, 1);
 }
 
+// The ranks report what they adopted as they report what is on disk.
+TEST_F(SchedulerLossTest, WhatMemoryHasIsRestoredWithoutADisk) {
+  const SymbolicWorkerOptions worker = {.disk_blocks = 100};
+  Make(worker);
+  Add(Spec(Prompt(200), 1));
+  RunUntilIdle();
+  const SequenceId id = Add(Spec(Prompt(200), 10));
+  while (tokens_[id].size() < 3) ASSERT_TRUE(Step());
+  SchedulerOptions without_disk = Options(worker);
+  without_disk.disk_blocks = 0;
+  Survive(worker, without_disk);
+  RunUntilIdle();
+  EXPECT_THAT(tokens_[id], SizeIs(10));
+  EXPECT_EQ(worker_->reads(), 3);
+}
+
 TEST_F(SchedulerLossTest, ARestoringRequestRestoresAgain) {
   const SymbolicWorkerOptions worker = {.disk_blocks = 100};
   Make(worker);
