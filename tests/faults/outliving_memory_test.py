@@ -13,8 +13,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from support.service import Service  # noqa: E402
 from support.worker import Worker, workers_of, write_secret  # noqa: E402
 
-PROMPT = [random.Random(3).randrange(3, 1400) for _ in range(2000)]
-FULL_BLOCKS = 1999 // 64 * 64  # tokens of the prompt that are found in whole blocks
+PROMPT = [random.Random(3).randrange(3, 1400) for _ in range(700)]
+FULL_BLOCKS = 699 // 64 * 64  # tokens of the prompt that are found in whole blocks
 BACK_S = 3  # a new process, loading and forming on a busy machine; no back-off
 
 
