@@ -8,6 +8,7 @@ import os
 import pathlib
 import re
 import resource
+import socket
 import subprocess
 import sys
 import tempfile
@@ -94,11 +95,13 @@ class Http(unittest.TestCase):
             head = asked("HEAD", path)
             self.assertEqual((head.status, head.headers["allow"], head.body), (405, allow, b""), path)
         connection.close()
-        with raw_connection(self.service) as connection:  # one that cannot be read
-            connection.sendall(b"HEAD / HTTP/1.1\r\nx: " + b"y" * 20000 + b"\r\n\r\n")
-            head, _, body = read_to_end(connection).partition(b"\r\n\r\n")
-        self.assertTrue(head.startswith(b"HTTP/1.1 400 "), head)
-        self.assertEqual(body, b"")
+        metrics_port = socket.create_connection(self.service.metrics_address.rsplit(":", 1), 60)
+        for connection, asked, status in ((raw_connection(self.service), b"HEAD / HTTP/1.1\r\nx: " + b"y" * 20000, b"400"),
+                                          (metrics_port, b"HEAD /metrics HTTP/1.1", b"200")):
+            with connection:
+                connection.sendall(asked + b"\r\n\r\n")
+                head, _, body = read_to_end(connection).partition(b"\r\n\r\n")
+            self.assertEqual((head.split()[1], body), (status, b""), asked[:40])
 
     def test_keep_alive_and_request_ids(self):
         connection = open_connection(self.service)
@@ -328,7 +331,8 @@ class ManyStreams(unittest.TestCase):
                   f"{threads.total() - own} of gRPC: {dict(threads)}")
             self.assertTrue(all(text.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n") for text in texts))
             self.assertLessEqual(own, os.cpu_count() + 8)
-            self.assertLess(memory - idle, 200 << 10)
+            if "SANITIZERS" not in os.environ:  # which keep memory that was freed
+                self.assertLess(memory - idle, 200 << 10)
 
 
 class Documentation(unittest.TestCase):
