@@ -125,9 +125,9 @@ class Streams:
                 time.sleep(0.02)
 
     def all_run(self):
-        """Whether no client waits for a worker."""
+        """Whether no client waits for the token after a loss: a request that sees three without one ends."""
         with self.mu:
-            return all(wait is None for wait in self.waits)
+            return all(wait is None for wait in self.tokenless)
 
     def __enter__(self):
         for thread in self.threads:
