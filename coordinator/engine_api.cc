@@ -45,6 +45,9 @@ void EngineApi::Generate(const v1::GenerateRequest& request, const RequestOrigin
 void EngineApi::Refuse(const RequestOrigin& origin, ClientSink& sink, const absl::Status& why) {
   context_.metrics.RequestRejected(why);
   LogRefusal(origin, why);
+  if (context_.tracer != nullptr) {
+    context_.tracer->OnRefusal(origin, why, Between(origin.arrived, Now()));
+  }
   sink.Close(why);
 }
 
@@ -84,7 +87,8 @@ absl::StatusOr<std::unique_ptr<Request>> EngineApi::Accept(
                                              .sink = sink,
                                              .sequence = context_.engine.NewSequenceId(),
                                              .origin = origin,
-                                             .policy = policy});
+                                             .policy = policy,
+                                             .tracer = context_.tracer});
 }
 
 absl::StatusOr<v1::TokenizeResponse> EngineApi::Tokenize(const v1::TokenizeRequest& request) {

@@ -69,7 +69,7 @@ void EngineLoop::Submit(std::unique_ptr<Request> request) {
       changed_.NotifyAll();
     }
   }
-  if (!refused.ok()) request->Refuse(refused);
+  if (!refused.ok()) request->Refuse(refused, clock_.Now());
 }
 
 absl::Status EngineLoop::NotServing() const {
@@ -359,7 +359,7 @@ void EngineLoop::Apply(Inbox::Contents arrived) {
     if (added.ok()) {
       requests_.Add(std::move(request));
     } else {
-      request->Refuse(added);
+      request->Refuse(added, clock_.Now());
       RequestEnded();
     }
   }

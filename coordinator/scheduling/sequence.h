@@ -158,6 +158,7 @@ struct Sequence {
   uint64_t attended_tokens = 0;  // in decoding, summed over attending_rows
   uint64_t attending_rows = 0;
   std::optional<uint32_t> matched_stop_token;
+  std::optional<TimePoint> restores_since;  // set while it waits for blocks, kept by its admission
   std::optional<TimePoint> admitted_at;
   std::optional<TimePoint> first_token_at;
   TimePoint last_token_at;
