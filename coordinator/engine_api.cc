@@ -13,6 +13,7 @@
 #include "coordinator/request/request_log.h"
 #include "coordinator/server_info.h"
 #include "kernels/base/status_macros.h"
+#include "kvstore/format/block.h"
 
 namespace kvasir::coordinator {
 namespace {
@@ -20,6 +21,18 @@ namespace {
 uint64_t Random64() {
   std::random_device device;
   return (uint64_t{device()} << 32) | device();
+}
+
+// The last token of an answer needs no KV.
+CallerNeeds NeedsOf(const ParsedRequest& request, const GroupInfo& group) {
+  int64_t block_bytes = 0;
+  for (const v1::Ready& rank : group.ranks) block_bytes += static_cast<int64_t>(rank.block_bytes());
+  const int64_t prompt_tokens = std::ssize(request.prompt);
+  const int64_t tokens = prompt_tokens + request.max_tokens - 1;
+  const int64_t blocks = (tokens + kvstore::kBlockTokens - 1) / kvstore::kBlockTokens;
+  return {.prompt_tokens = prompt_tokens,
+          .max_tokens = request.max_tokens,
+          .kv_bytes = blocks * block_bytes};
 }
 
 }  // namespace
@@ -78,7 +91,7 @@ absl::StatusOr<std::unique_ptr<Request>> EngineApi::Accept(
                                  .arrived = origin.arrived}));
   std::unique_ptr<Caller::Use> use;
   if (origin.caller != nullptr) {
-    KVASIR_ASSIGN_OR_RETURN(use, Caller::Begin(origin.caller, std::ssize(parsed.prompt), Now()));
+    KVASIR_ASSIGN_OR_RETURN(use, Caller::Begin(origin.caller, NeedsOf(parsed, group), Now()));
   }
   return Request::Create(std::move(parsed), {.tokenizer = context_.tokenizer,
                                              .metrics = context_.metrics,
