@@ -83,8 +83,10 @@ absl::StatusOr<std::unique_ptr<Request>> EngineApi::Accept(
                                         .trained_window = group.trained_window},
                                        Random64()));
   const std::string& policy = context_.policies.declared()[parsed.policy.index].name();
+  const SequenceId sequence = context_.engine.NewSequenceId();
   KVASIR_ASSIGN_OR_RETURN(
       auto id, running_.Acquire({.id = origin.request_id,
+                                 .sequence = sequence,
                                  .policy = policy,
                                  .prompt_tokens = static_cast<int64_t>(parsed.prompt.size()),
                                  .max_tokens = parsed.max_tokens,
@@ -98,7 +100,7 @@ absl::StatusOr<std::unique_ptr<Request>> EngineApi::Accept(
                                              .id = std::move(id),
                                              .use = std::move(use),
                                              .sink = sink,
-                                             .sequence = context_.engine.NewSequenceId(),
+                                             .sequence = sequence,
                                              .origin = origin,
                                              .policy = policy,
                                              .tracer = context_.tracer});
@@ -135,6 +137,15 @@ absl::StatusOr<v1::GetModelInfoResponse> EngineApi::ModelInfo() {
   const EngineStatus engine = context_.engine.status();
   if (!engine.group.has_value()) return engine.serving;
   return coordinator::ModelInfo(context_.config, context_.folder, context_.policies, *engine.group);
+}
+
+absl::StatusOr<GenerationApi::Selections> EngineApi::Observe(const std::string& request_id) {
+  KVASIR_ASSIGN_OR_RETURN(const RunningRequest request, running_.Find(request_id));
+  context_.engine.Observe(request.sequence);
+  if (request.selections == nullptr) return Selections{};
+  return Selections{.is_observed = true,
+                    .age = Between(request.selections->at, Now()),
+                    .map = request.selections->map};
 }
 
 v1::GetServerInfoResponse EngineApi::ServerInfo(const v1::GetServerInfoRequest& request) {

@@ -56,6 +56,7 @@ class EngineApi final : public GenerationApi {
   absl::StatusOr<v1::DetokenizeResponse> Detokenize(const v1::DetokenizeRequest& request) override;
   absl::StatusOr<v1::GetModelInfoResponse> ModelInfo() override;
   v1::GetServerInfoResponse ServerInfo(const v1::GetServerInfoRequest& request) override;
+  absl::StatusOr<Selections> Observe(const std::string& request_id) override;
   const Tokenizer& tokenizer() const override { return context_.tokenizer; }
 
  private:

@@ -131,11 +131,6 @@ absl::Status EngineLoop::WaitUntilReady(TimePoint deadline) {
   return absl::OkStatus();
 }
 
-void EngineLoop::Drain() {
-  MutexLock lock(mu_);
-  draining_ = true;
-}
-
 bool EngineLoop::WaitUntilIdle(TimePoint deadline) {
   MutexLock lock(mu_);
   const auto idle = [this]() REQUIRES(mu_) { return live_requests_ == 0 && resting_; };
@@ -362,6 +357,9 @@ void EngineLoop::Apply(Inbox::Contents arrived) {
       request->Refuse(added, clock_.Now());
       RequestEnded();
     }
+  }
+  for (const SequenceId id : arrived.observed) {
+    if (scheduler_ != nullptr) scheduler_->Observe(id);
   }
 }
 

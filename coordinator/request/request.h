@@ -54,6 +54,7 @@ class Request {
 
   void OnProgress(const ProgressEvent& event, TimePoint now);
   void OnPromptLogprobs(PromptLogprobsEvent event);
+  void OnSelections(v1::SelectionMap map, TimePoint now) { id_->OnSelections(std::move(map), now); }
   // The worker group is lost: the request waits for the next one, and then goes on.
   void OnGroupLost();
   enum class Verdict { kGoOn, kStop };

@@ -72,7 +72,7 @@ class ApiKeys(unittest.TestCase):
             call(request, metadata=[("authorization", f"Bearer {KEYS['red']}")])
         for method, path in (("GET", "/v1/models"), ("GET", "/version"), ("GET", "/load"), ("GET", "/metrics"),
                              ("GET", "/tokenizer_info"), ("GET", "/status/events"), ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"),
-                             ("POST", "/tokenize"), ("POST", "/detokenize"), ("GET", "/nothing")):
+                             ("POST", "/tokenize"), ("POST", "/detokenize"), ("POST", "/status/selections"), ("GET", "/nothing")):
             reply = ask(self.service, method, path, {} if method == "POST" else None)
             self.assertEqual((reply.status, reply.error["type"]), (401, "authentication_error"), path)
             self.assertEqual(reply.headers["www-authenticate"], "Bearer")
