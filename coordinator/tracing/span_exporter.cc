@@ -18,6 +18,7 @@
 #include "kernels/base/mutex.h"
 #include "kernels/base/status_macros.h"
 #include "proto/otlp/trace_service.grpc.pb.h"
+#include "proto/process/named_thread.h"
 #include "proto/process/rare_warnings.h"
 #include "proto/process/version.h"
 
@@ -84,7 +85,7 @@ class OtlpExporter final : public SpanExporter {
     otlp::InstrumentationScope& scope = *spans.add_scope_spans()->mutable_scope();
     scope.set_name("kvasir");
     scope.set_version(std::string(proto::Version()));
-    thread_ = std::thread([this] { Run(); });
+    thread_ = proto::NamedThread("traces", [this] { Run(); });
   }
   ~OtlpExporter() override { Stop(absl::ZeroDuration()); }
 

@@ -16,6 +16,7 @@
 
 #include "kernels/base/mutex.h"
 #include "kernels/base/status_macros.h"
+#include "proto/process/named_thread.h"
 #include "proto/security/tls_material.h"
 #include "proto/sockets.h"
 
@@ -154,7 +155,7 @@ class WatchingServerTls final : public ServerTls,
   absl::Status Start() {
     KVASIR_RETURN_IF_ERROR(files_.Read());
     files_.LogExpiry();
-    watch_ = std::thread([this] { Watch(); });
+    watch_ = NamedThread("tls-files", [this] { Watch(); });
     return absl::OkStatus();
   }
 

@@ -43,6 +43,12 @@ def replace(path, source):
     draft.rename(path)
 
 
+def end_of(owner):
+    """When the certificate of an authority or identity ends, in seconds since 1970."""
+    end = x509.load_pem_x509_certificate(owner.certificate.read_bytes()).not_valid_after
+    return end.replace(tzinfo=datetime.timezone.utc).timestamp()
+
+
 class Authority:
     def __init__(self, folder, name, days=365):
         self.folder, self.name = pathlib.Path(folder), x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
