@@ -214,12 +214,13 @@ INSTANTIATE_TEST_SUITE_P(GroupedWays, Float32Test,
                                  ValuesIn(kGroupedWays)),
                          NameOf);
 
-INSTANTIATE_TEST_SUITE_P(QuantizedWays, Float32Test,
-                         Combine(ValuesIn(kPolicies), ValuesIn(kQuantizedWays)), NameOf);
-INSTANTIATE_TEST_SUITE_P(MoreQuantizedWays, Float32Test,
-                         Combine(Values(kAll, kQuest, kTokenSelect, kInfiniteHip, kPruned),
-                                 ValuesIn(kMoreQuantizedWays)),
+INSTANTIATE_TEST_SUITE_P(QuantizedAtOnce, Float32Test,
+                         Combine(Values(kAll, kStreaming, kQuest, kTokenSelect, kHip, kInfiniteHip,
+                                        kPruned),
+                                 ValuesIn(kQuantizedAtOnce)),
                          NameOf);
+INSTANTIATE_TEST_SUITE_P(QuantizedWays, Float32Test,
+                         Combine(Values(kAll, kPruned), ValuesIn(kQuantizedWays)), NameOf);
 
 // 8 bits an element change logits, by little, and the three types of KV are not mixed up.
 TEST(QuantizedTest, ChangesLogitsByLittle) {
@@ -291,7 +292,7 @@ TEST_P(RanksTest, ClearChoicesAreTheSame) {
 INSTANTIATE_TEST_SUITE_P(Ways, RanksTest,
                          Combine(Values(kAll, kQuest, kTokenSelect), ValuesIn(kGroups)), NameOf);
 INSTANTIATE_TEST_SUITE_P(QuantizedWays, RanksTest,
-                         Combine(Values(kAll, kQuest), ValuesIn(kQuantizedGroups)), NameOf);
+                         Combine(Values(kAll), ValuesIn(kQuantizedGroups)), NameOf);
 INSTANTIATE_TEST_SUITE_P(WindowWays, RanksTest,
                          Combine(Values(kAll, kQuest, kTokenSelect), ValuesIn(kWindowGroups)),
                          NameOf);

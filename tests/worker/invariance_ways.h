@@ -129,19 +129,17 @@ inline constexpr Way kGroupedWays[] = {
 };
 // Keys and values of 8 bits, which a float32 model reads as the same numbers along every way.
 inline constexpr kernels::DType kFp8 = kernels::DType::kFloat8E4M3, kInt8 = kernels::DType::kInt8;
+inline constexpr Way kQuantizedAtOnce[] = {{.name = "Fp8AllAtOnce",
+                                            .chunk = 512,
+                                            .device_part = 0.25,
+                                            .cached = true,
+                                            .others = 15,
+                                            .num_threads = 2,
+                                            .kv = kFp8}};
 inline constexpr Way kQuantizedWays[] = {
     {.name = "Fp8Restart", .cached = true, .disk = true, .restart = true, .kv = kFp8},
-    {.name = "Fp8AllAtOnce",
-     .chunk = 512,
-     .device_part = 0.25,
-     .cached = true,
-     .others = 15,
-     .num_threads = 2,
-     .kv = kFp8},
     {.name = "Int8Chunks512", .chunk = 512, .kv = kInt8},
     {.name = "Int8Preempted", .device_part = 0.25, .preempted = true, .kv = kInt8},
-};
-inline constexpr Way kMoreQuantizedWays[] = {
     {.name = "Fp8Extended", .chunk = 512, .extension = PositionExtension::kStreaming, .kv = kFp8},
     {.name = "Int8Windows", .chunk = 512, .windows = true, .kv = kInt8},
     {.name = "Fp8DeviceHolds10Percent", .device_part = 0.1, .kv = kFp8},
