@@ -7,6 +7,7 @@
 #include "spdlog/spdlog.h"
 
 #include "kernels/base/status_macros.h"
+#include "proto/process/named_thread.h"
 
 namespace kvasir::coordinator {
 namespace {
@@ -52,7 +53,7 @@ EngineLoop::~EngineLoop() { Stop(absl::UnavailableError("the server is shutting 
 
 void EngineLoop::Start() {
   started_ = clock_.Now();
-  thread_ = std::thread([this] { Run(); });
+  thread_ = proto::NamedThread("engine", [this] { Run(); });
 }
 
 // --- any thread ---------------------------------------------------------------------------------
@@ -186,7 +187,7 @@ void EngineLoop::Run() {
 }
 
 absl::StatusOr<FormedGroup> EngineLoop::Form() {
-  std::thread forming([this] {
+  std::thread forming = proto::NamedThread("forming", [this] {
     absl::StatusOr<FormedGroup> formed =
         FormGroup(group_, {.scheduler = options_.scheduler,
                            .check_group = options_.check_group,

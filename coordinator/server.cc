@@ -23,6 +23,7 @@
 #include "coordinator/policy/limits.h"
 #include "coordinator/policy/policy.h"
 #include "coordinator/policy/policy_file.h"
+#include "coordinator/request/unknown_calls.h"
 #include "coordinator/security/api_keys.h"
 #include "coordinator/service.h"
 #include "coordinator/text_pool.h"
@@ -206,6 +207,7 @@ class ServerImpl final : public Server {
   TextPool texts_;  // its work uses all above
   std::unique_ptr<GenerationService> service_;
   std::unique_ptr<VllmService> vllm_service_;
+  std::unique_ptr<UnknownCalls> unknown_calls_;
   std::unique_ptr<grpc::Server> server_;
 
   kernels::Mutex mu_;
@@ -254,6 +256,7 @@ absl::Status ServerImpl::Init(const WorkerGroupFactory& make_group) {
                                                  absl::Seconds(config_.client_timeout()));
   vllm_service_ =
       std::make_unique<VllmService>(*api_, *listener_, absl::Seconds(config_.client_timeout()));
+  unknown_calls_ = std::make_unique<UnknownCalls>(*api_);
   KVASIR_ASSIGN_OR_RETURN(
       http_, HttpFront::Start({.api = *api_,
                                .host = config_.endpoint().host(),
@@ -324,6 +327,7 @@ absl::Status ServerImpl::BuildServer() {
   listener_->AddTo(builder);
   builder.RegisterService(service_.get());
   builder.RegisterService(vllm_service_.get());
+  builder.RegisterCallbackGenericService(unknown_calls_.get());
   server_ = builder.BuildAndStart();
   if (server_ == nullptr) return absl::InternalError("gRPC cannot start its server");
   OnReadiness(false);

@@ -25,6 +25,7 @@ struct AcceptedRequest {
 void LogRequestEnd(const AcceptedRequest& request, const absl::Status& status,
                    const v1::Finish& summary, absl::Duration total);
 
+// The reason is that of `why` to its first quotation mark: quoted is what the client sent.
 void LogRefusal(const RequestOrigin& origin, const absl::Status& why);
 
 }  // namespace kvasir::coordinator

@@ -14,6 +14,7 @@
 
 #include "kernels/base/mutex.h"
 #include "kernels/base/status_macros.h"
+#include "proto/process/named_thread.h"
 #include "proto/security/tls_material.h"
 #include "proto/sockets.h"
 
@@ -152,7 +153,7 @@ class WatchingServerTls final : public ServerTls,
   absl::Status Start() {
     KVASIR_RETURN_IF_ERROR(files_.Read());
     files_.LogExpiry();
-    watch_ = std::thread([this] { Watch(); });
+    watch_ = NamedThread("tls-files", [this] { Watch(); });
     return absl::OkStatus();
   }
 

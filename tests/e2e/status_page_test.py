@@ -167,7 +167,7 @@ class Events(StatusTest):
         self.assertNotIn("unsafe", policy)
         text = page.body.decode()
         self.assertIsNone(re.search(r"https?:|innerHTML|\son[a-z]+=|\sstyle=", text))
-        self.assertEqual(ask(self.service, "POST", "/", {}).headers["allow"], "GET")
+        self.assertEqual(ask(self.service, "POST", "/", {}).headers["allow"], "GET, HEAD")
 
     def test_streams_end_when_the_server_stops(self):
         folder, service = serve()

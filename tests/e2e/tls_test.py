@@ -131,7 +131,9 @@ class ServerPorts(TlsTest):
         self.assertEqual(len(read_stream(stream).token_ids), 20)
 
     def test_http_streams_keep_alive_and_ends_are_as_without_tls(self):
-        connection = http.client.HTTPSConnection("127.0.0.1", self.ports["http"], timeout=60, context=self.ca.context())
+        context = self.ca.context()
+        context.options &= ~ssl.OP_IGNORE_UNEXPECTED_EOF
+        connection = http.client.HTTPSConnection("127.0.0.1", self.ports["http"], timeout=60, context=context)
         headers = {"Authorization": f"Bearer {API_KEY}"}
         for stream in (True, False, True):
             connection.request("POST", "/v1/completions", json.dumps(
@@ -139,6 +141,7 @@ class ServerPorts(TlsTest):
             text = connection.getresponse().read()
             self.assertEqual(text.endswith(b"data: [DONE]\n\n"), stream, text[-100:])
         sock = connection.sock
+        sock.suppress_ragged_eofs = False
         # Requests sent at once, and an end after the last.
         sock.sendall(2 * b"GET /ping HTTP/1.1\r\nHost: x\r\n\r\n" + b"GET /ping HTTP/1.0\r\n\r\n")
         told = b""
@@ -216,6 +219,12 @@ class ServerPorts(TlsTest):
         said += subprocess.run(["ps", "axwwe", "-o", "args"], capture_output=True, text=True).stdout
         for line in [*self.private_text(self.server), API_KEY]:
             self.assertNotIn(line, said)
+
+    def test_metrics_are_printed_by_the_ca_of_a_file(self):
+        for flags, code in (([], 1), ([f"--tls-ca-file={self.foreign.certificate}"], 1), ([f"--tls-ca-file={self.ca.certificate}"], 0)):
+            run = subprocess.run([sys.executable, ROOT / "deploy" / "print_metrics.py", *flags, self.service.metrics_address,
+                                  "kvasir_num_requests_running"], capture_output=True, text=True, timeout=60)
+            self.assertEqual(run.returncode, code, f"{flags}\n{run.stdout}{run.stderr}")
 
     def test_commands_trust_the_ca_of_a_file(self):
         key = self.folder / "red.key"
