@@ -70,7 +70,7 @@ void EngineLoop::Submit(std::unique_ptr<Request> request) {
       changed_.NotifyAll();
     }
   }
-  if (!refused.ok()) request->Refuse(refused);
+  if (!refused.ok()) request->Refuse(refused, clock_.Now());
 }
 
 absl::Status EngineLoop::NotServing() const {
@@ -130,11 +130,6 @@ absl::Status EngineLoop::WaitUntilReady(TimePoint deadline) {
     clock_.Wait(mu_, state_changed_, deadline);
   }
   return absl::OkStatus();
-}
-
-void EngineLoop::Drain() {
-  MutexLock lock(mu_);
-  draining_ = true;
 }
 
 bool EngineLoop::WaitUntilIdle(TimePoint deadline) {
@@ -360,9 +355,12 @@ void EngineLoop::Apply(Inbox::Contents arrived) {
     if (added.ok()) {
       requests_.Add(std::move(request));
     } else {
-      request->Refuse(added);
+      request->Refuse(added, clock_.Now());
       RequestEnded();
     }
+  }
+  for (const SequenceId id : arrived.observed) {
+    if (scheduler_ != nullptr) scheduler_->Observe(id);
   }
 }
 

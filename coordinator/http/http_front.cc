@@ -7,6 +7,7 @@
 
 #include "coordinator/http/http_call.h"
 #include "coordinator/http/metrics_call.h"
+#include "coordinator/http/selections_call.h"
 #include "coordinator/http/server_calls.h"
 #include "coordinator/http/status/status_feed.h"
 #include "coordinator/http/status/status_page.h"
@@ -49,6 +50,7 @@ constexpr Route kRoutes[] = {
     {"POST", "/v1/completions", PostCompletions},
     {"POST", "/tokenize", PostTokenize},
     {"POST", "/detokenize", PostDetokenize},
+    {"POST", "/status/selections", PostSelections},
 };
 
 void LogHttpRefusal(GenerationApi& api, const HttpRefusal& refusal) {
