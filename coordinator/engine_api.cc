@@ -13,6 +13,7 @@
 #include "coordinator/request/request_log.h"
 #include "coordinator/server_info.h"
 #include "kernels/base/status_macros.h"
+#include "kvstore/format/block.h"
 
 namespace kvasir::coordinator {
 namespace {
@@ -20,6 +21,18 @@ namespace {
 uint64_t Random64() {
   std::random_device device;
   return (uint64_t{device()} << 32) | device();
+}
+
+// The last token of an answer needs no KV.
+CallerNeeds NeedsOf(const ParsedRequest& request, const GroupInfo& group) {
+  int64_t block_bytes = 0;
+  for (const v1::Ready& rank : group.ranks) block_bytes += static_cast<int64_t>(rank.block_bytes());
+  const int64_t prompt_tokens = std::ssize(request.prompt);
+  const int64_t tokens = prompt_tokens + request.max_tokens - 1;
+  const int64_t blocks = (tokens + kvstore::kBlockTokens - 1) / kvstore::kBlockTokens;
+  return {.prompt_tokens = prompt_tokens,
+          .max_tokens = request.max_tokens,
+          .kv_bytes = blocks * block_bytes};
 }
 
 }  // namespace
@@ -45,6 +58,9 @@ void EngineApi::Generate(const v1::GenerateRequest& request, const RequestOrigin
 void EngineApi::Refuse(const RequestOrigin& origin, ClientSink& sink, const absl::Status& why) {
   context_.metrics.RequestRejected(why);
   LogRefusal(origin, why);
+  if (context_.tracer != nullptr) {
+    context_.tracer->OnRefusal(origin, why, Between(origin.arrived, Now()));
+  }
   sink.Close(why);
 }
 
@@ -67,24 +83,27 @@ absl::StatusOr<std::unique_ptr<Request>> EngineApi::Accept(
                                         .trained_window = group.trained_window},
                                        Random64()));
   const std::string& policy = context_.policies.declared()[parsed.policy.index].name();
+  const SequenceId sequence = context_.engine.NewSequenceId();
   KVASIR_ASSIGN_OR_RETURN(
       auto id, running_.Acquire({.id = origin.request_id,
+                                 .sequence = sequence,
                                  .policy = policy,
                                  .prompt_tokens = static_cast<int64_t>(parsed.prompt.size()),
                                  .max_tokens = parsed.max_tokens,
                                  .arrived = origin.arrived}));
   std::unique_ptr<Caller::Use> use;
   if (origin.caller != nullptr) {
-    KVASIR_ASSIGN_OR_RETURN(use, Caller::Begin(origin.caller, std::ssize(parsed.prompt), Now()));
+    KVASIR_ASSIGN_OR_RETURN(use, Caller::Begin(origin.caller, NeedsOf(parsed, group), Now()));
   }
   return Request::Create(std::move(parsed), {.tokenizer = context_.tokenizer,
                                              .metrics = context_.metrics,
                                              .id = std::move(id),
                                              .use = std::move(use),
                                              .sink = sink,
-                                             .sequence = context_.engine.NewSequenceId(),
+                                             .sequence = sequence,
                                              .origin = origin,
-                                             .policy = policy});
+                                             .policy = policy,
+                                             .tracer = context_.tracer});
 }
 
 absl::StatusOr<v1::TokenizeResponse> EngineApi::Tokenize(const v1::TokenizeRequest& request) {
@@ -118,6 +137,15 @@ absl::StatusOr<v1::GetModelInfoResponse> EngineApi::ModelInfo() {
   const EngineStatus engine = context_.engine.status();
   if (!engine.group.has_value()) return engine.serving;
   return coordinator::ModelInfo(context_.config, context_.folder, context_.policies, *engine.group);
+}
+
+absl::StatusOr<GenerationApi::Selections> EngineApi::Observe(const std::string& request_id) {
+  KVASIR_ASSIGN_OR_RETURN(const RunningRequest request, running_.Find(request_id));
+  context_.engine.Observe(request.sequence);
+  if (request.selections == nullptr) return Selections{};
+  return Selections{.is_observed = true,
+                    .age = Between(request.selections->at, Now()),
+                    .map = request.selections->map};
 }
 
 v1::GetServerInfoResponse EngineApi::ServerInfo(const v1::GetServerInfoRequest& request) {

@@ -13,8 +13,9 @@
 #include "coordinator/policy/policy.h"
 #include "coordinator/request/generation_api.h"
 #include "coordinator/request/request.h"
-#include "coordinator/security/api_keys.h"
+#include "coordinator/request/request_trace.h"
 #include "coordinator/request/running_requests.h"
+#include "coordinator/security/api_keys.h"
 #include "coordinator/text_pool.h"
 #include "coordinator/time/clock.h"
 #include "coordinator/tokenizer/tokenizer.h"
@@ -32,7 +33,8 @@ struct EngineApiContext {
   Clock& clock;
   Metrics& metrics;
   TextPool& texts;
-  const ApiKeys* keys = nullptr;  // null: whoever reaches the server may ask
+  const ApiKeys* keys = nullptr;          // null: whoever reaches the server may ask
+  const RequestTracer* tracer = nullptr;  // null: requests are not traced
   TimePoint started;
 };
 
@@ -54,6 +56,7 @@ class EngineApi final : public GenerationApi {
   absl::StatusOr<v1::DetokenizeResponse> Detokenize(const v1::DetokenizeRequest& request) override;
   absl::StatusOr<v1::GetModelInfoResponse> ModelInfo() override;
   v1::GetServerInfoResponse ServerInfo(const v1::GetServerInfoRequest& request) override;
+  absl::StatusOr<Selections> Observe(const std::string& request_id) override;
   const Tokenizer& tokenizer() const override { return context_.tokenizer; }
 
  private:

@@ -7,6 +7,7 @@
 #include "spdlog/spdlog.h"
 
 #include "kernels/base/status_macros.h"
+#include "proto/process/named_thread.h"
 
 namespace kvasir::coordinator {
 namespace {
@@ -52,7 +53,7 @@ EngineLoop::~EngineLoop() { Stop(absl::UnavailableError("the server is shutting 
 
 void EngineLoop::Start() {
   started_ = clock_.Now();
-  thread_ = std::thread([this] { Run(); });
+  thread_ = proto::NamedThread("engine", [this] { Run(); });
 }
 
 // --- any thread ---------------------------------------------------------------------------------
@@ -69,7 +70,7 @@ void EngineLoop::Submit(std::unique_ptr<Request> request) {
       changed_.NotifyAll();
     }
   }
-  if (!refused.ok()) request->Refuse(refused);
+  if (!refused.ok()) request->Refuse(refused, clock_.Now());
 }
 
 absl::Status EngineLoop::NotServing() const {
@@ -131,11 +132,6 @@ absl::Status EngineLoop::WaitUntilReady(TimePoint deadline) {
   return absl::OkStatus();
 }
 
-void EngineLoop::Drain() {
-  MutexLock lock(mu_);
-  draining_ = true;
-}
-
 bool EngineLoop::WaitUntilIdle(TimePoint deadline) {
   MutexLock lock(mu_);
   const auto idle = [this]() REQUIRES(mu_) { return live_requests_ == 0 && resting_; };
@@ -186,7 +182,7 @@ void EngineLoop::Run() {
 }
 
 absl::StatusOr<FormedGroup> EngineLoop::Form() {
-  std::thread forming([this] {
+  std::thread forming = proto::NamedThread("forming", [this] {
     absl::StatusOr<FormedGroup> formed =
         FormGroup(group_, {.scheduler = options_.scheduler,
                            .check_group = options_.check_group,
@@ -359,9 +355,12 @@ void EngineLoop::Apply(Inbox::Contents arrived) {
     if (added.ok()) {
       requests_.Add(std::move(request));
     } else {
-      request->Refuse(added);
+      request->Refuse(added, clock_.Now());
       RequestEnded();
     }
+  }
+  for (const SequenceId id : arrived.observed) {
+    if (scheduler_ != nullptr) scheduler_->Observe(id);
   }
 }
 

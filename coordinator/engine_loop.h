@@ -75,6 +75,13 @@ class EngineLoop {
   // plan. Does nothing when the request has ended.
   void Cancel(SequenceId id, const absl::Status& why) EXCLUDES(mu_);
 
+  // Asks for the pages that the request selects in its next step, for RunningRequests. Does nothing
+  // when the request has ended.
+  void Observe(SequenceId id) EXCLUDES(mu_) {
+    kernels::MutexLock lock(mu_);
+    inbox_.AddObservation(id);
+  }
+
   // Returns the group that serves; UNAVAILABLE while none is formed and when the server drains.
   absl::StatusOr<GroupInfo> ServedGroup() const EXCLUDES(mu_);
   EngineStatus status() const EXCLUDES(mu_);
@@ -84,7 +91,10 @@ class EngineLoop {
   absl::Status WaitUntilReady(TimePoint deadline) EXCLUDES(mu_);
 
   // Refuses new requests from now on.
-  void Drain() EXCLUDES(mu_);
+  void Drain() EXCLUDES(mu_) {
+    kernels::MutexLock lock(mu_);
+    draining_ = true;
+  }
   // Waits until nothing runs and the ranks know the outcome of all requests. False at the deadline.
   bool WaitUntilIdle(TimePoint deadline) EXCLUDES(mu_);
   // Ends running requests with `why`, ends the group, and joins the thread.

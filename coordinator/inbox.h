@@ -1,12 +1,13 @@
-// Requests and cancellations that have arrived since the engine loop last looked, in the order of
-// their arrival. Bounded like the scheduler's queue, because a long step may keep the loop from
-// looking. Called by the engine loop, under its mutex. Thread-compatible.
+// Requests, cancellations and wishes to observe that have arrived since the engine loop last
+// looked, in the order of their arrival. Bounded like the scheduler's queue, because a long step
+// may keep the loop from looking. Called by the engine loop, under its mutex. Thread-compatible.
 #pragma once
 
 #include <cstdint>
 #include <memory>
 #include <vector>
 
+#include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
 
 #include "coordinator/request/request.h"
@@ -25,6 +26,7 @@ class Inbox {
     std::vector<std::unique_ptr<Request>> submitted;
     int64_t submitted_tokens = 0;  // of their prompts
     std::vector<Cancellation> cancelled;
+    absl::flat_hash_set<SequenceId> observed;
   };
 
   // `bounds` outlives the inbox.
@@ -37,6 +39,8 @@ class Inbox {
   // Takes the request out again; null when there is none of this id.
   std::unique_ptr<Request> Take(SequenceId id);
   void AddCancellation(Cancellation cancellation);
+  // Asks what the sequence selects next. The loop need not look for it.
+  void AddObservation(SequenceId id) { contents_.observed.insert(id); }
 
   bool empty() const { return contents_.submitted.empty() && contents_.cancelled.empty(); }
   // Takes everything out.

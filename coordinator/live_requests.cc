@@ -17,6 +17,8 @@ std::optional<SequenceId> LiveRequests::OnEvent(Event event, TimePoint now) {
     requests_.at(progress->id)->OnProgress(*progress, now);
   } else if (auto* scores = std::get_if<PromptLogprobsEvent>(&event)) {
     requests_.at(scores->id)->OnPromptLogprobs(std::move(*scores));
+  } else if (auto* selection = std::get_if<SelectionEvent>(&event)) {
+    requests_.at(selection->id)->OnSelections(std::move(selection->map), now);
   } else if (const auto* token = std::get_if<TokenEvent>(&event)) {
     if (requests_.at(token->id)->OnToken(*token, now) == Request::Verdict::kStop) return token->id;
   } else {

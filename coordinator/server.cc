@@ -23,11 +23,14 @@
 #include "coordinator/policy/limits.h"
 #include "coordinator/policy/policy.h"
 #include "coordinator/policy/policy_file.h"
+#include "coordinator/request/request_trace.h"
+#include "coordinator/request/unknown_calls.h"
 #include "coordinator/security/api_keys.h"
 #include "coordinator/service.h"
 #include "coordinator/text_pool.h"
 #include "coordinator/tokenizer/tokenizer.h"
 #include "coordinator/tokenizer_fit.h"
+#include "coordinator/tracing/span_exporter.h"
 #include "coordinator/vllm/vllm_service.h"
 #include "kernels/base/mutex.h"
 #include "kernels/base/status_macros.h"
@@ -113,9 +116,9 @@ v1::ShardPlan MakeShardPlan(const v1::ServeConfig& config, const PolicyTable& po
   return plan;
 }
 
-// How the streams to workers speak: this server's certificate is theirs too, where they ask for
-// one.
-v1::TlsClientConfig TlsToWorkers(const v1::ServeConfig& config) {
+// How streams to workers and to a collector of traces speak: this server's certificate is theirs
+// too, where they ask for one.
+v1::TlsClientConfig TlsToOthers(const v1::ServeConfig& config) {
   v1::TlsClientConfig tls;
   if (config.tls_ca_file().empty()) return tls;
   tls.set_tls_ca_file(config.tls_ca_file());
@@ -176,6 +179,7 @@ class ServerImpl final : public Server {
   void Shutdown() override EXCLUDES(mu_);
 
  private:
+  absl::Status StartTracing();
   absl::Status ListenForGrpc();
   absl::Status BuildServer();
   absl::Status Health() const;
@@ -195,6 +199,8 @@ class ServerImpl final : public Server {
   const PolicyTable policies_;
   Metrics metrics_;
   std::shared_ptr<proto::ServerTls> tls_;  // null: ports are plain
+  std::unique_ptr<SpanExporter> spans_;    // null, as the next one: requests are not traced
+  std::unique_ptr<const RequestTracer> tracer_;
   std::unique_ptr<WorkerGroup> group_;
   std::unique_ptr<KvEventPublisher> kv_events_;
   std::unique_ptr<EngineLoop> engine_;
@@ -206,6 +212,7 @@ class ServerImpl final : public Server {
   TextPool texts_;  // its work uses all above
   std::unique_ptr<GenerationService> service_;
   std::unique_ptr<VllmService> vllm_service_;
+  std::unique_ptr<UnknownCalls> unknown_calls_;
   std::unique_ptr<grpc::Server> server_;
 
   kernels::Mutex mu_;
@@ -228,6 +235,8 @@ absl::Status ServerImpl::Init(const WorkerGroupFactory& make_group) {
     KVASIR_ASSIGN_OR_RETURN(keys_, ApiKeys::Load(config_.api_keys_file()));
   }
   KVASIR_ASSIGN_OR_RETURN(tls_, proto::ServerTls::Load(config_.tls()));
+  if (tls_ != nullptr) tls_->ExportTo(metrics_.registry());
+  KVASIR_RETURN_IF_ERROR(StartTracing());
   group_ = make_group(MakeShardPlan(config_, policies_), clock_);
   EngineLoopOptions options;
   options.scheduler = config_.scheduler();
@@ -249,11 +258,13 @@ absl::Status ServerImpl::Init(const WorkerGroupFactory& make_group) {
                                                       .metrics = metrics_,
                                                       .texts = texts_,
                                                       .keys = keys_.get(),
+                                                      .tracer = tracer_.get(),
                                                       .started = clock_.Now()});
   service_ = std::make_unique<GenerationService>(*api_, *listener_,
                                                  absl::Seconds(config_.client_timeout()));
   vllm_service_ =
       std::make_unique<VllmService>(*api_, *listener_, absl::Seconds(config_.client_timeout()));
+  unknown_calls_ = std::make_unique<UnknownCalls>(*api_);
   KVASIR_ASSIGN_OR_RETURN(
       http_, HttpFront::Start({.api = *api_,
                                .host = config_.endpoint().host(),
@@ -275,6 +286,25 @@ absl::Status ServerImpl::Init(const WorkerGroupFactory& make_group) {
   KVASIR_RETURN_IF_ERROR(BuildServer());
   listener_->Start();
   engine_->Start();
+  return absl::OkStatus();
+}
+
+absl::Status ServerImpl::StartTracing() {
+  const v1::OtlpConfig& otlp = config_.otlp();
+  if (otlp.otlp_endpoint().empty()) return absl::OkStatus();
+  SpanExporterOptions options;
+  options.endpoint = otlp.otlp_endpoint();
+  options.service_name = otlp.otlp_service_name();
+  KVASIR_ASSIGN_OR_RETURN(options.tls, proto::ChannelTls::Load(TlsToOthers(config_)));
+  KVASIR_ASSIGN_OR_RETURN(const CollectorAddress address, ParseCollectorAddress(options.endpoint));
+  if (address.is_tls && config_.tls_ca_file().empty()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--otlp-endpoint ", options.endpoint,
+                     " speaks TLS and there is no --tls-ca-file by which it is known; "
+                     "/etc/ssl/certs/ca-certificates.crt trusts the public CAs"));
+  }
+  KVASIR_ASSIGN_OR_RETURN(spans_, SpanExporter::Start(options, metrics_));
+  tracer_ = std::make_unique<const RequestTracer>(config_.served_model_name(), *spans_);
   return absl::OkStatus();
 }
 
@@ -324,6 +354,7 @@ absl::Status ServerImpl::BuildServer() {
   listener_->AddTo(builder);
   builder.RegisterService(service_.get());
   builder.RegisterService(vllm_service_.get());
+  builder.RegisterCallbackGenericService(unknown_calls_.get());
   server_ = builder.BuildAndStart();
   if (server_ == nullptr) return absl::InternalError("gRPC cannot start its server");
   OnReadiness(false);
@@ -366,6 +397,7 @@ void ServerImpl::Shutdown() {
   if (listener_ != nullptr) listener_->Stop();
   if (http_ != nullptr) http_->Stop(absl::FromChrono(kLastWrites));
   if (server_ != nullptr) server_->Shutdown(std::chrono::system_clock::now() + kLastWrites);
+  if (spans_ != nullptr) spans_->Stop(absl::FromChrono(kLastWrites));
 }
 
 }  // namespace
@@ -379,7 +411,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const v1::ServeConfig& con
   KVASIR_ASSIGN_OR_RETURN(const std::shared_ptr<const proto::GroupSecret> secret,
                           proto::GroupSecret::Read(config.group_secret_file()));
   KVASIR_ASSIGN_OR_RETURN(const std::shared_ptr<proto::ChannelTls> tls,
-                          proto::ChannelTls::Load(TlsToWorkers(config)));
+                          proto::ChannelTls::Load(TlsToOthers(config)));
   return Start(config, [&](const v1::ShardPlan& plan, Clock& clock) {
     return CreateWorkerGroup({.addresses = std::move(addresses),
                               .shard_plan = plan,

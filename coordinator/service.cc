@@ -7,7 +7,6 @@
 #include "coordinator/request/generate_stream.h"
 #include "coordinator/request/grpc_call.h"
 #include "kernels/base/status_macros.h"
-#include "proto/grpc_status.h"
 
 namespace kvasir::coordinator {
 
@@ -34,16 +33,12 @@ grpc::ServerUnaryReactor* GenerationService::AnswerText(grpc::CallbackServerCont
                                                         size_t bytes,
                                                         std::function<absl::Status()> work) {
   connections_.OnMessage(context->peer(), bytes);
-  const absl::Status known = CallerOf(*context, api_).status();
-  if (!known.ok()) return EndCall(context, known);
-  grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
-  const absl::Status taken = api_.RunText(bytes, [context, reactor, work = std::move(work)] {
-    const absl::Status done =
-        context->IsCancelled() ? absl::CancelledError("the client is gone") : work();
-    reactor->Finish(proto::ToGrpcStatus(done));
+  const UnaryCall call(*context, api_);
+  if (!call.known().ok()) return call.End(call.known());
+  const absl::Status taken = api_.RunText(bytes, [context, call, work = std::move(work)] {
+    call.End(context->IsCancelled() ? absl::CancelledError("the client is gone") : work());
   });
-  if (!taken.ok()) reactor->Finish(proto::ToGrpcStatus(taken));
-  return reactor;
+  return taken.ok() ? call.reactor() : call.End(taken);
 }
 
 grpc::ServerUnaryReactor* GenerationService::Tokenize(grpc::CallbackServerContext* context,
@@ -68,21 +63,22 @@ grpc::ServerUnaryReactor* GenerationService::GetModelInfo(grpc::CallbackServerCo
                                                           const v1::GetModelInfoRequest* request,
                                                           v1::GetModelInfoResponse* response) {
   connections_.OnMessage(context->peer(), request->ByteSizeLong());
-  const absl::Status known = CallerOf(*context, api_).status();
-  if (!known.ok()) return EndCall(context, known);
+  const UnaryCall call(*context, api_);
+  if (!call.known().ok()) return call.End(call.known());
   absl::StatusOr<v1::GetModelInfoResponse> info = api_.ModelInfo();
   if (info.ok()) *response = *std::move(info);
-  return EndCall(context, info.status());
+  return call.End(info.status());
 }
 
 grpc::ServerUnaryReactor* GenerationService::GetServerInfo(grpc::CallbackServerContext* context,
                                                            const v1::GetServerInfoRequest* request,
                                                            v1::GetServerInfoResponse* response) {
   connections_.OnMessage(context->peer(), request->ByteSizeLong());
-  absl::Status answered = CallerOf(*context, api_).status();
+  const UnaryCall call(*context, api_);
+  absl::Status answered = call.known();
   answered.Update(CheckLimits("", *request));
   if (answered.ok()) *response = api_.ServerInfo(*request);
-  return EndCall(context, answered);
+  return call.End(answered);
 }
 
 }  // namespace kvasir::coordinator

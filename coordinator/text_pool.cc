@@ -8,6 +8,7 @@
 #include "absl/time/time.h"
 
 #include "proto/grpc_status.h"
+#include "proto/process/named_thread.h"
 
 namespace kvasir::coordinator {
 namespace {
@@ -17,10 +18,6 @@ constexpr int kNice = 10;
 constexpr absl::Duration kRetry = absl::Seconds(5);
 
 }  // namespace
-
-TextPool::TextPool() {
-  for (size_t i = 0; i < kThreads; ++i) threads_.emplace_back([this] { RunThread(); });
-}
 
 TextPool::~TextPool() {
   {
@@ -46,6 +43,9 @@ absl::Status TextPool::Run(size_t bytes, std::function<void()> work) {
   }
   bytes_ += bytes;
   waiting_.push_back({.bytes = bytes, .work = std::move(work)});
+  if (threads_.size() < kThreads) {
+    threads_.push_back(proto::NamedThread("texts", [this] { RunThread(); }));
+  }
   changed_.NotifyOne();
   return absl::OkStatus();
 }

@@ -1,6 +1,6 @@
 // Separate threads that tokenize long texts, so that they do not delay streams, which gRPC's
-// threads serve. Bounded in threads and in bytes, with lower priority than threads that serve
-// streams. Made by the server, called by the service. Thread-safe.
+// threads serve. They start with the first long texts. Bounded in threads and in bytes, with lower
+// priority than threads that serve streams. Made by the server, called by the service. Thread-safe.
 #pragma once
 
 #include <cstddef>
@@ -23,7 +23,6 @@ class TextPool {
   // Most bytes of requests that wait or are worked on.
   static constexpr size_t kMostBytes = size_t{256} << 20;
 
-  TextPool();
   ~TextPool();  // waits until all work is done
 
   // Does `work` for a request of `bytes`: at once when it is short, otherwise on a thread of the
@@ -43,7 +42,7 @@ class TextPool {
   std::deque<Job> waiting_ GUARDED_BY(mu_);
   size_t bytes_ GUARDED_BY(mu_) = 0;  // of all that wait or are worked on
   bool stopping_ GUARDED_BY(mu_) = false;
-  std::vector<std::thread> threads_;
+  std::vector<std::thread> threads_ GUARDED_BY(mu_);
 };
 
 }  // namespace kvasir::coordinator

@@ -25,6 +25,7 @@
 #include "kernels/base/mutex.h"
 #include "kernels/base/status_macros.h"
 #include "proto/connection_table.h"
+#include "proto/process/named_thread.h"
 #include "proto/sockets.h"
 
 namespace kvasir::proto {
@@ -90,7 +91,7 @@ class AcceptingListener final : public GrpcListener {
   int port() const override { return listening_.port; }
   void AddTo(grpc::ServerBuilder& builder) override;
   void Start() override {
-    thread_ = std::thread([this] { Run(); });
+    thread_ = NamedThread("grpc-port", [this] { Run(); });
   }
   void Stop() override;
   absl::Status status() const override EXCLUDES(mu_) {

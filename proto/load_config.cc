@@ -48,6 +48,13 @@ std::vector<std::string> UnreadVariables(const ConfigSources& sources, const Mes
   return warnings;
 }
 
+// Returns the value of the flag's variable, or null.
+const char* VariableOf(const Flag& flag, const ConfigSources& sources) {
+  const char* own = sources.getenv(VariableName(*flag.field).c_str());
+  const std::string& shared = flag.options().shared_variable();
+  return own != nullptr || shared.empty() ? own : sources.getenv(shared.c_str());
+}
+
 const Flag* FindFlag(const std::vector<Flag>& flags, absl::string_view name) {
   const std::string normal = absl::StrReplaceAll(name, {{"_", "-"}});
   for (const Flag& flag : flags) {
@@ -211,7 +218,7 @@ absl::StatusOr<LoadedConfig> LoadConfig(const ConfigSources& sources, Message& c
   loaded.warnings = UnreadVariables(sources, config);
   if (!file.empty()) KVASIR_RETURN_IF_ERROR(ApplyFile(flags, file, loaded));
   for (const Flag& flag : flags) {
-    if (const char* value = sources.getenv(VariableName(*flag.field).c_str()); value != nullptr) {
+    if (const char* value = VariableOf(flag, sources); value != nullptr) {
       flag.holder->GetReflection()->ClearField(flag.holder, flag.field);  // overrides the file
       KVASIR_RETURN_IF_ERROR(SetValue(flag, value));
       loaded.origins[flag.name] = "environment";
@@ -257,6 +264,9 @@ std::string HelpText(const CommandInfo& info, const Message& config) {
                     "\n", Wrapped(options.help(), 6, 96));
     if (options.aliases_size() > 0) {
       absl::StrAppend(&text, "      also: --", absl::StrJoin(options.aliases(), ", --"), "\n");
+    }
+    if (!options.shared_variable().empty()) {
+      absl::StrAppend(&text, "      also: the variable ", options.shared_variable(), "\n");
     }
   }
   // Picks a flag that shows how dashes are written.

@@ -19,6 +19,7 @@
 
 #include "kernels/base/status_macros.h"
 #include "proto/metrics_text.h"
+#include "proto/process/named_thread.h"
 #include "proto/process/rare_warnings.h"
 #include "proto/security/tls_socket.h"
 #include "proto/sockets.h"
@@ -51,12 +52,17 @@ struct Connection {
   TlsSocket socket;
   SteadyClock::time_point deadline;
   std::string request = {};
-  int64_t awaited_text = 0;  // 0: none
+  bool asks_for_head = false;  // by HEAD: the answer of GET without its body
+  int64_t awaited_text = 0;    // 0: none
   std::shared_ptr<const std::string> response = nullptr;
   size_t sent = 0;
   bool answered = false;  // the response is sent; anything the client still sends is discarded
 
   bool writes() const { return response != nullptr && !answered; }
+  void Respond(std::string text) {
+    if (asks_for_head) text.resize(text.find("\r\n\r\n") + 4);
+    response = std::make_shared<const std::string>(std::move(text));
+  }
 };
 
 class PollingEndpoint final : public MetricsEndpoint {
@@ -80,7 +86,7 @@ class PollingEndpoint final : public MetricsEndpoint {
                                                  "; choose another --metrics-port"));
     }
     listening_ = *std::move(listening);
-    thread_ = std::thread([this] { Run(); });
+    thread_ = NamedThread("metrics-port", [this] { Run(); });
     return absl::OkStatus();
   }
 
@@ -145,8 +151,7 @@ class PollingEndpoint final : public MetricsEndpoint {
     if (connection.awaited_text != 0 && connection.response == nullptr) {
       const std::shared_ptr<const std::string> text = text_.Get(connection.awaited_text);
       if (text != nullptr) {
-        connection.response = std::make_shared<const std::string>(
-            Response("200 OK", MetricsText::kContentType, *text));
+        connection.Respond(Response("200 OK", MetricsText::kContentType, *text));
       }
     }
     if (connection.writes()) return Write(connection);
@@ -186,7 +191,7 @@ class PollingEndpoint final : public MetricsEndpoint {
     const std::string line = connection.request.substr(0, connection.request.find("\r\n"));
     const std::vector<absl::string_view> words = absl::StrSplit(line, ' ');
     const auto say = [&](absl::string_view status, absl::string_view body) {
-      connection.response = std::make_shared<const std::string>(TextResponse(status, body));
+      connection.Respond(TextResponse(status, body));
     };
     if (IsMistaken(connection)) {
       const bool speaks_tls = options_.tls != nullptr;
@@ -196,7 +201,10 @@ class PollingEndpoint final : public MetricsEndpoint {
                                                : "this port speaks no TLS; use http://\n");
     }
     if (!complete || words.size() != 3) return say("400 Bad Request", "not an HTTP request\n");
-    if (words[0] != "GET") return say("405 Method Not Allowed", "only GET is served here\n");
+    connection.asks_for_head = words[0] == "HEAD";
+    if (words[0] != "GET" && !connection.asks_for_head) {
+      return say("405 Method Not Allowed", "only GET and HEAD are served here\n");
+    }
     const absl::string_view path = words[1].substr(0, words[1].find('?'));
     if (path == "/metrics") {
       connection.awaited_text = text_.Ask();

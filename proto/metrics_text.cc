@@ -4,12 +4,14 @@
 
 #include "prometheus/text_serializer.h"
 
+#include "proto/process/named_thread.h"
+
 namespace kvasir::proto {
 
 using kernels::MutexLock;
 
 MetricsText::MetricsText(const prometheus::Registry& registry, std::function<void()> on_done)
-    : registry_(registry), on_done_(std::move(on_done)), thread_([this] { Run(); }) {}
+    : registry_(registry), on_done_(std::move(on_done)) {}
 
 MetricsText::~MetricsText() {
   {
@@ -17,12 +19,13 @@ MetricsText::~MetricsText() {
     stopping_ = true;
   }
   changed_.NotifyAll();
-  thread_.join();
+  if (thread_.joinable()) thread_.join();
 }
 
 int64_t MetricsText::Ask() {
   MutexLock lock(mu_);
   asked_ = begun_ + 1;
+  if (!thread_.joinable()) thread_ = NamedThread("metrics-text", [this] { Run(); });
   changed_.NotifyAll();
   return asked_;
 }

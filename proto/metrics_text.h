@@ -1,6 +1,6 @@
 // Writes the text of a Prometheus registry on a thread of its own, once for everyone who asked
-// since it began the previous one, so that threads that serve clients never wait for it. Used by
-// the servers of /metrics. Thread-safe.
+// since it began the previous one, so that threads that serve clients never wait for it. The thread
+// starts when somebody asks. Used by the servers of /metrics. Thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -41,7 +41,7 @@ class MetricsText {
   int64_t written_ GUARDED_BY(mu_) = 0;  // begun_, or one less
   std::shared_ptr<const std::string> text_ GUARDED_BY(mu_);
   bool stopping_ GUARDED_BY(mu_) = false;
-  std::thread thread_;  // last: it uses everything above
+  std::thread thread_ GUARDED_BY(mu_);  // last: it uses everything above
 };
 
 }  // namespace kvasir::proto

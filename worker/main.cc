@@ -174,13 +174,14 @@ absl::Status RunWorker(const v1::WorkerConfig& config, StartTimes::Clock::time_p
   const sigset_t end_signals = BlockEndSignals();
   KVASIR_ASSIGN_OR_RETURN(const std::unique_ptr<proto::Logs> logs,
                           proto::Logs::Start("worker", config.logs()));
-  KVASIR_ASSIGN_OR_RETURN(const std::shared_ptr<proto::ServerTls> tls,
-                          proto::ServerTls::Load(config.tls()));
   LogPlans();
   KVASIR_RETURN_IF_ERROR(kernels::LimitCpuIsa(config.cpu_isa()));
   proto::IgnoreStraySignals();
   proto::RaiseDescriptorLimit();
   proto::ProcessRegistry registry;
+  KVASIR_ASSIGN_OR_RETURN(const std::shared_ptr<proto::ServerTls> tls,
+                          proto::ServerTls::Load(config.tls()));
+  if (tls != nullptr) tls->ExportTo(registry);
   WorkerMetrics metrics(registry);
   ThreadPool executor(static_cast<int>(config.threads()));
   times.Enter("starting the device");

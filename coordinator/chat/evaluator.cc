@@ -16,6 +16,19 @@ using Kind = Expression::Kind;
 constexpr absl::string_view kFunctions[] = {"namespace", "range", "raise_exception", "strftime_now",
                                             "dict"};
 
+// Logs leave out what is quoted.
+std::string WithQuotedClientText(const MarkedText& text) {
+  std::string quoted;
+  size_t end = 0;
+  for (const TextSpan& span : text.client_spans()) {
+    absl::StrAppend(&quoted, text.bytes().substr(end, span.begin - end), "\"",
+                    text.bytes().substr(span.begin, span.end - span.begin), "\"");
+    end = span.end;
+  }
+  absl::StrAppend(&quoted, text.bytes().substr(end));
+  return quoted;
+}
+
 }  // namespace
 
 void Scope::Set(absl::string_view name, Value value) {
@@ -232,7 +245,7 @@ absl::StatusOr<Value> Evaluator::CallFunction(const Function& function, CallArgu
     KVASIR_ASSIGN_OR_RETURN(const MarkedText text,
                             PythonText(message == nullptr ? Value() : *message, &budget_));
     raised_ = true;
-    return absl::InvalidArgumentError(text.bytes());
+    return absl::InvalidArgumentError(WithQuotedClientText(text));
   }
   return absl::InvalidArgumentError(
       absl::StrCat("the method '", function.name, "' is called without its object"));

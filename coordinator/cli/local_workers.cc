@@ -25,6 +25,7 @@
 #include "coordinator/cli/oom_kills.h"
 #include "kernels/base/mutex.h"
 #include "kernels/base/status_macros.h"
+#include "proto/process/named_thread.h"
 #include "proto/security/group_secret.h"
 
 namespace kvasir::coordinator {
@@ -173,7 +174,7 @@ class LocalWorkerProcesses : public LocalWorkers {
     }
     // PR_SET_PDEATHSIG fires when the *thread* that forked ends, so the watcher starts all
     // workers: it lives as long as this object.
-    watcher_ = std::thread([this] { Watch(); });
+    watcher_ = proto::NamedThread("worker-watch", [this] { Watch(); });
     kernels::MutexLock lock(mu_);
     while (!first_round_done_) changed_.Wait(mu_);
     return start_status_;

@@ -214,9 +214,11 @@ absl::Status RunServe(const v1::ServeConfig& config) {
       return absl::InvalidArgumentError(
           "--group-secret-file is for --workers; workers that serve starts get a random secret");
     }
-    if (!config.tls_ca_file().empty()) {
+    if (!config.tls_ca_file().empty() && config.otlp().otlp_endpoint().empty()) {
       return absl::InvalidArgumentError(
-          "--tls-ca-file is for --workers; workers that serve starts speak over unix sockets");
+          "--tls-ca-file is for --workers and --otlp-endpoint; workers that serve starts speak "
+          "over "
+          "unix sockets");
     }
     KVASIR_ASSIGN_OR_RETURN(local_workers, StartLocalWorkers(config));
     addresses = local_workers->addresses();

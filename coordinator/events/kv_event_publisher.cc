@@ -17,6 +17,7 @@
 
 #include "coordinator/events/event_batch.h"
 #include "kernels/base/mutex.h"
+#include "proto/process/named_thread.h"
 #include "zmq.hpp"
 
 namespace kvasir::coordinator {
@@ -78,7 +79,7 @@ class KvEventPublisherImpl final : public KvEventPublisher {
   }
   void Run() {
     endpoint_ = publisher_.get(zmq::sockopt::last_endpoint);
-    thread_ = std::thread([this] { Publish(); });
+    thread_ = proto::NamedThread("kv-events", [this] { Publish(); });
   }
 
   void Stored(const kvstore::PrefixHash& hash, const kvstore::PrefixHash* parent,

@@ -44,6 +44,19 @@ void AddAccounting(const v1::RowAccounting& from, v1::RowAccounting& to) {
   }
 }
 
+// Ranks whose KV heads others count too have no counts.
+void AddSelections(const v1::SelectionMap& from, v1::SelectionMap& to) {
+  if (from.counts_size() == 0) return;
+  if (to.counts_size() == 0) {
+    to = from;
+    return;
+  }
+  to.set_num_heads(to.num_heads() + from.num_heads());
+  for (int i = 0; i < std::min(from.counts_size(), to.counts_size()); ++i) {
+    to.set_counts(i, to.counts(i) + from.counts(i));
+  }
+}
+
 absl::Status AddRow(size_t rank, const v1::RowResult& from, v1::RowResult& to) {
   const bool both_ran = from.error_code() == 0 && to.error_code() == 0;
   if (from.slot() != to.slot() || (both_ran && (from.has_token_id() != to.has_token_id() ||
@@ -58,6 +71,7 @@ absl::Status AddRow(size_t rank, const v1::RowResult& from, v1::RowResult& to) {
     to.set_error_message(from.error_message());
   }
   AddAccounting(from.accounting(), *to.mutable_accounting());
+  if (from.has_selections()) AddSelections(from.selections(), *to.mutable_selections());
   return absl::OkStatus();
 }
 

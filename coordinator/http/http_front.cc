@@ -7,6 +7,7 @@
 
 #include "coordinator/http/http_call.h"
 #include "coordinator/http/metrics_call.h"
+#include "coordinator/http/selections_call.h"
 #include "coordinator/http/server_calls.h"
 #include "coordinator/http/status/status_feed.h"
 #include "coordinator/http/status/status_page.h"
@@ -49,9 +50,9 @@ constexpr Route kRoutes[] = {
     {"POST", "/v1/completions", PostCompletions},
     {"POST", "/tokenize", PostTokenize},
     {"POST", "/detokenize", PostDetokenize},
+    {"POST", "/status/selections", PostSelections},
 };
 
-// Errors quote what they found in a body, which is not logged: the reason ends before it.
 void LogHttpRefusal(GenerationApi& api, const HttpRefusal& refusal) {
   const HttpRequest& request = refusal.request;
   const RequestOrigin origin = OriginOf(
@@ -60,12 +61,7 @@ void LogHttpRefusal(GenerationApi& api, const HttpRefusal& refusal) {
        .request_id = request.request_id,
        .traceparent = request.traceparent},
       [&api] { return api.NewRequestId(); }, request.arrived);
-  const absl::string_view message = refusal.why.message();
-  const size_t quote = message.find_first_of("\"'");
-  LogRefusal(origin,
-             quote == absl::string_view::npos
-                 ? refusal.why
-                 : absl::Status(refusal.why.code(), absl::StrCat(message.substr(0, quote), "...")));
+  LogRefusal(origin, refusal.why);
 }
 
 class RoutedFront final : public HttpFront {
@@ -115,24 +111,27 @@ class RoutedFront final : public HttpFront {
       if (!caller.ok()) return exchange->Refuse(caller.status());
       exchange->set_caller(*std::move(caller));
     }
-    const std::string& method = exchange->request().method;
-    std::string allow;
+    // HEAD is answered as GET, and the connection leaves out the body. A stream is nothing else.
+    const std::string& asked = exchange->request().method;
+    const std::string method = asked == "HEAD" && path != kStatusEvents ? "GET" : asked;
+    absl::string_view served;  // method of the path
     for (const Route& route : kRoutes) {
       if (route.path != path) continue;
       if (route.method == method) return route.call(context_, std::move(exchange));
-      absl::StrAppend(&allow, allow.empty() ? "" : ", ", route.method);
+      served = route.method;
     }
     if (IsOwn(path)) {
       if (method == "GET") return GetOwn(path, std::move(exchange));
-      allow = "GET";
+      served = "GET";
     }
-    if (allow.empty()) {
+    if (served.empty()) {
       return exchange->Refuse(absl::NotFoundError(
           absl::StrCat("there is no ", path, "; docs/api.md lists what there is")));
     }
+    const absl::string_view allow = served == "GET" && path != kStatusEvents ? "GET, HEAD" : served;
     exchange->Refuse(
         WithAllowedMethods(absl::InvalidArgumentError(absl::StrCat(path, " is not served for ",
-                                                                   method, ", only for ", allow)),
+                                                                   asked, ", only for ", allow)),
                            allow));
   }
 

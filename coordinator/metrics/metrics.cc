@@ -183,6 +183,17 @@ struct Metrics::Series {
                "Formed groups that ended because a rank failed; their requests wait for the next.")
           .Add({});
 
+  Counter& spans_exported =
+      Counters("kvasir_trace_spans_exported_total", "Spans of traces that the collector took.")
+          .Add({});
+  Family<Counter>& spans_dropped = Counters(
+      "kvasir_trace_spans_dropped_total",
+      "Spans of traces that were dropped: too many waited, the collector did not take a batch, or "
+      "rejected a part of it.");
+  Counter& spans_queue_full = spans_dropped.Add({{"reason", "queue_full"}});
+  Counter& spans_export_failed = spans_dropped.Add({{"reason", "export_failed"}});
+  Counter& spans_rejected = spans_dropped.Add({{"reason", "rejected"}});
+
   struct Latencies {
     Histogram* warm = nullptr;  // to the first token
     Histogram* cold = nullptr;
@@ -261,6 +272,18 @@ void Metrics::RequestFinished(const absl::Status& status, const v1::Finish& summ
   s.inference.Observe(prefill + decode);
   const uint32_t tokens = summary.usage().completion_tokens();
   if (tokens > 1) s.per_token.Observe(decode / (tokens - 1));
+}
+
+void Metrics::SpansExported(int64_t count) {
+  series_->spans_exported.Increment(static_cast<double>(count));
+}
+
+void Metrics::SpansDropped(SpanDrop reason, int64_t count) {
+  Series& s = *series_;
+  Counter& counter = reason == SpanDrop::kQueueFull      ? s.spans_queue_full
+                     : reason == SpanDrop::kExportFailed ? s.spans_export_failed
+                                                         : s.spans_rejected;
+  counter.Increment(static_cast<double>(count));
 }
 
 MetricsTotals Metrics::totals() const {

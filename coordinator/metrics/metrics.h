@@ -63,6 +63,11 @@ class Metrics {
   void RequestFinished(const absl::Status& status, const v1::Finish& summary,
                        absl::Duration since_arrival);
 
+  // Spans of traces: sent, and dropped.
+  void SpansExported(int64_t count);
+  enum class SpanDrop { kQueueFull, kExportFailed, kRejected };
+  void SpansDropped(SpanDrop reason, int64_t count);
+
   MetricsTotals totals() const;
 
   void SchedulerState(const SchedulerStats& stats);

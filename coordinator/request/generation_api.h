@@ -13,6 +13,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "absl/time/time.h"
 
 #include "coordinator/request/client_sink.h"
 #include "coordinator/request/request_origin.h"
@@ -20,6 +21,7 @@
 #include "coordinator/time/clock.h"
 #include "coordinator/tokenizer/tokenizer.h"
 #include "proto/kvasir/v1/generation.pb.h"
+#include "proto/kvasir/v1/worker.pb.h"
 
 namespace kvasir::coordinator {
 
@@ -55,6 +57,15 @@ class GenerationApi {
   // UNAVAILABLE while no group is formed.
   virtual absl::StatusOr<v1::GetModelInfoResponse> ModelInfo() = 0;
   virtual v1::GetServerInfoResponse ServerInfo(const v1::GetServerInfoRequest& request) = 0;
+  // Returns the pages that a running request selected in the last step that was observed, and
+  // observes its next step: who watches a request asks again and again. NOT_FOUND when no request
+  // of this id runs.
+  struct Selections {
+    bool is_observed = false;  // false: not yet; the rest is unset
+    absl::Duration age = {};
+    v1::SelectionMap map = {};  // without counts where the ranks cannot tell
+  };
+  virtual absl::StatusOr<Selections> Observe(const std::string& request_id) = 0;
   // Tells the texts of tokens in answers.
   virtual const Tokenizer& tokenizer() const = 0;
 };

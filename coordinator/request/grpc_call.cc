@@ -4,6 +4,7 @@
 
 #include "absl/strings/string_view.h"
 
+#include "coordinator/request/request_log.h"
 #include "proto/grpc_status.h"
 
 namespace kvasir::coordinator {
@@ -36,11 +37,17 @@ RequestOrigin OriginOfCall(grpc::CallbackServerContext& context, const v1::Gener
   return origin;
 }
 
-grpc::ServerUnaryReactor* EndCall(grpc::CallbackServerContext* context,
-                                  const absl::Status& status) {
-  grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
-  reactor->Finish(proto::ToGrpcStatus(status));
-  return reactor;
+UnaryCall::UnaryCall(grpc::CallbackServerContext& context, GenerationApi& api)
+    : reactor_(context.DefaultReactor()) {
+  const absl::StatusOr<std::shared_ptr<const Caller>> caller = CallerOf(context, api);
+  known_ = caller.status();
+  origin_ = OriginOfCall(context, {}, caller.value_or(nullptr), api);
+}
+
+grpc::ServerUnaryReactor* UnaryCall::End(const absl::Status& status) const {
+  if (!status.ok()) LogRefusal(origin_, status);
+  reactor_->Finish(proto::ToGrpcStatus(status));
+  return reactor_;
 }
 
 }  // namespace kvasir::coordinator

@@ -1,5 +1,5 @@
-// Parts of a call that both gRPC services share: who sends it, the origin of its request, the
-// answer of a unary one. Functions without state: thread-safe.
+// Parts of a call that the gRPC services share: who sends it, the origin of its request, the end
+// of a unary one. Functions without state, and values: thread-safe.
 #pragma once
 
 #include <memory>
@@ -25,7 +25,23 @@ absl::StatusOr<std::shared_ptr<const Caller>> CallerOf(const grpc::CallbackServe
 RequestOrigin OriginOfCall(grpc::CallbackServerContext& context, const v1::GenerateRequest& request,
                            std::shared_ptr<const Caller> caller, GenerationApi& api);
 
-// Ends a unary call that has its answer, or an error.
-grpc::ServerUnaryReactor* EndCall(grpc::CallbackServerContext* context, const absl::Status& status);
+// A unary call. It ends once, by End; one that is refused leaves a line in the log.
+class UnaryCall {
+ public:
+  // `api` outlives the call.
+  UnaryCall(grpc::CallbackServerContext& context, GenerationApi& api);
+
+  // UNAUTHENTICATED when the call has no key of a server that has keys.
+  const absl::Status& known() const { return known_; }
+  // For gRPC, which is given it before the call ends.
+  grpc::ServerUnaryReactor* reactor() const { return reactor_; }
+  // The response is filled when `status` is OK. Returns the reactor.
+  grpc::ServerUnaryReactor* End(const absl::Status& status) const;
+
+ private:
+  absl::Status known_;
+  RequestOrigin origin_;
+  grpc::ServerUnaryReactor* reactor_;
+};
 
 }  // namespace kvasir::coordinator

@@ -156,6 +156,7 @@ absl::StatusOr<ParsedRequest> ParseRequest(const v1::GenerateRequest& request,
   parsed.sampling = ResolveSampling(params, model, seed);
   parsed.wants_prompt_logprobs = params.has_prompt_logprobs();
   parsed.wants_token_texts = params.logprobs_text();
+  parsed.is_conversation = request.has_chat();
   parsed.sampling.mutable_logit_bias()->Assign(biases.begin(), biases.end());
   parsed.stop_strings = {params.stop().begin(), params.stop().end()};
   if (params.include_stop_str_in_output()) parsed.stop_text = StopMatcher::StopText::kInclude;

@@ -40,6 +40,7 @@ struct ParsedRequest {
   std::vector<std::string> stop_strings = {};
   StopMatcher::StopText stop_text = StopMatcher::StopText::kExclude;
   SpecialTokens special_tokens = SpecialTokens::kSkip;
+  bool is_conversation = false;  // the chat template made the prompt
 };
 
 // Returns the options for tokenizing the text of a GenerateRequest or a TokenizeRequest.

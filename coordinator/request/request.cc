@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "coordinator/request/request_log.h"
 #include "coordinator/tokenizer/unicode/utf8.h"
 #include "kernels/base/status_macros.h"
 
@@ -37,8 +38,14 @@ Request::Request(ParsedRequest parsed, StopStrings stops, RequestContext context
       sequence_(context.sequence),
       accepted_{.origin = std::move(context.origin),
                 .policy = std::move(context.policy),
-                .prompt_tokens = static_cast<int64_t>(parsed.prompt.size())},
+                .prompt_tokens = static_cast<int64_t>(parsed.prompt.size()),
+                .is_conversation = parsed.is_conversation,
+                .max_tokens = parsed.max_tokens,
+                .temperature = parsed.sampling.temperature(),
+                .top_p = parsed.sampling.top_p(),
+                .top_k = parsed.sampling.top_k()},
       metrics_(context.metrics),
+      tracer_(context.tracer),
       spec_(SequenceSpec{.id = context.sequence,
                          .prompt = std::move(parsed.prompt),
                          .max_tokens = parsed.max_tokens,
@@ -59,7 +66,8 @@ Request::Request(ParsedRequest parsed, StopStrings stops, RequestContext context
 }
 
 Request::~Request() {
-  if (sink_ != nullptr) Refuse(absl::InternalError("the server lost track of this request"));
+  if (sink_ == nullptr) return;
+  Refuse(absl::InternalError("the server lost track of this request"), arrival());
 }
 
 SequenceSpec Request::TakeSpec() { return *std::exchange(spec_, std::nullopt); }
@@ -162,6 +170,7 @@ void Request::Finish(const absl::Status& status, v1::Finish summary, TimePoint n
     summary.set_matched_stop_str(stop_strings_[static_cast<size_t>(*matched_stop_)]);
   }
   LogRequestEnd(accepted_, status, summary, Between(arrival(), now));
+  if (tracer_ != nullptr) tracer_->OnEnd(accepted_, status, summary, Between(arrival(), now));
   if (status.ok()) {
     v1::GenerateResponse response;
     summary.set_request_id(request_id());
@@ -171,10 +180,11 @@ void Request::Finish(const absl::Status& status, v1::Finish summary, TimePoint n
   Close(status);
 }
 
-void Request::Refuse(const absl::Status& status) {
+void Request::Refuse(const absl::Status& status, TimePoint now) {
   KVASIR_CHECK(sink_ != nullptr);
   metrics_.RequestRejected(status);
   LogRefusal(accepted_.origin, status);
+  if (tracer_ != nullptr) tracer_->OnRefusal(accepted_.origin, status, Between(arrival(), now));
   Close(status);
 }
 

@@ -6,14 +6,16 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 
 #include "coordinator/metrics/metrics.h"
+#include "coordinator/request/accepted_request.h"
 #include "coordinator/request/parse_request.h"
-#include "coordinator/request/request_log.h"
 #include "coordinator/request/request_origin.h"
+#include "coordinator/request/request_trace.h"
 #include "coordinator/request/response_sink.h"
 #include "coordinator/request/running_requests.h"
 #include "coordinator/scheduling/scheduler.h"
@@ -31,7 +33,8 @@ struct RequestContext {
   std::shared_ptr<ResponseSink> sink;
   SequenceId sequence;
   RequestOrigin origin;
-  std::string policy;  // name
+  std::string policy;                     // name
+  const RequestTracer* tracer = nullptr;  // null: requests are not traced
 };
 
 class Request {
@@ -51,6 +54,7 @@ class Request {
 
   void OnProgress(const ProgressEvent& event, TimePoint now);
   void OnPromptLogprobs(PromptLogprobsEvent event);
+  void OnSelections(v1::SelectionMap map, TimePoint now) { id_->OnSelections(std::move(map), now); }
   // The worker group is lost: the request waits for the next one, and then goes on.
   void OnGroupLost();
   enum class Verdict { kGoOn, kStop };
@@ -60,7 +64,7 @@ class Request {
   // Ends the request: the only exit, called once. `summary` is used when the status is OK.
   void Finish(const absl::Status& status, v1::Finish summary, TimePoint now);
   // Finishes a request that was refused before it ran.
-  void Refuse(const absl::Status& status);
+  void Refuse(const absl::Status& status, TimePoint now);
 
  private:
   Request(ParsedRequest parsed, StopStrings stops, RequestContext context);
@@ -80,6 +84,7 @@ class Request {
   const SequenceId sequence_;
   const AcceptedRequest accepted_;
   Metrics& metrics_;
+  const RequestTracer* const tracer_;
 
   std::optional<SequenceSpec> spec_;
   IncrementalDecoder decoder_;

@@ -2,6 +2,7 @@
 
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 
 #include "proto/finish_numbers.h"
@@ -26,6 +27,7 @@ spdlog::level::level_enum LevelOf(const absl::Status& status) {
     case absl::StatusCode::kNotFound:
     case absl::StatusCode::kOutOfRange:
     case absl::StatusCode::kUnauthenticated:
+    case absl::StatusCode::kUnimplemented:
       return spdlog::level::info;
     default:
       return spdlog::level::warn;
@@ -47,8 +49,17 @@ void AddOrigin(const RequestOrigin& origin, std::vector<LogField>& fields) {
 
 void AddStatus(const absl::Status& status, std::vector<LogField>& fields) {
   fields.emplace_back("status", absl::StatusCodeToString(status.code()));
-  if (status.ok()) return;
-  fields.emplace_back("reason", std::string(status.message().substr(0, kMaxReasonBytes)));
+}
+
+void AddReason(absl::string_view reason, std::vector<LogField>& fields) {
+  fields.emplace_back("reason", std::string(reason.substr(0, kMaxReasonBytes)));
+}
+
+// Errors quote what they found in a request, which is not logged: the reason ends before it.
+std::string WithoutQuotes(absl::string_view message) {
+  const size_t quote = message.find_first_of("\"'");
+  if (quote == absl::string_view::npos) return std::string(message);
+  return absl::StrCat(message.substr(0, quote), "...");
 }
 
 void AddAttention(const v1::AttentionReport& attention, std::vector<LogField>& fields) {
@@ -79,7 +90,11 @@ void LogRequestEnd(const AcceptedRequest& request, const absl::Status& status,
   std::vector<LogField> fields;
   AddOrigin(request.origin, fields);
   AddStatus(status, fields);
-  if (status.ok()) fields.emplace_back("finish_reason", ReasonName(summary.reason()));
+  if (status.ok()) {
+    fields.emplace_back("finish_reason", ReasonName(summary.reason()));
+  } else {
+    AddReason(status.message(), fields);
+  }
   fields.emplace_back("policy", request.policy);
   fields.emplace_back("prompt_tokens", request.prompt_tokens);
   fields.emplace_back("answer_tokens", int64_t{summary.usage().completion_tokens()});
@@ -96,6 +111,7 @@ void LogRefusal(const RequestOrigin& origin, const absl::Status& why) {
   std::vector<LogField> fields;
   AddOrigin(origin, fields);
   AddStatus(why, fields);
+  AddReason(WithoutQuotes(why.message()), fields);
   proto::LogEvent(LevelOf(why), "request refused", fields);
 }
 

@@ -2,29 +2,21 @@
 // ended. Prompts and answers are never part of it. Called by requests and the API. Thread-safe.
 #pragma once
 
-#include <cstdint>
-#include <string>
-
 #include "absl/status/status.h"
 #include "absl/time/time.h"
 
+#include "coordinator/request/accepted_request.h"
 #include "coordinator/request/request_origin.h"
 #include "proto/kvasir/v1/generation.pb.h"
 
 namespace kvasir::coordinator {
-
-// A request that was accepted, as its log line names it.
-struct AcceptedRequest {
-  RequestOrigin origin;
-  std::string policy;  // name
-  int64_t prompt_tokens = 0;
-};
 
 // `summary` is what is known of the request; that of a request which has ended before it was
 // admitted is empty.
 void LogRequestEnd(const AcceptedRequest& request, const absl::Status& status,
                    const v1::Finish& summary, absl::Duration total);
 
+// The reason is that of `why` to its first quotation mark: quoted is what the client sent.
 void LogRefusal(const RequestOrigin& origin, const absl::Status& why);
 
 }  // namespace kvasir::coordinator

@@ -104,6 +104,21 @@ void RunningRequests::Lease::OnGroupLost() {
   requests_.requests_.at(number_).resumes = true;
 }
 
+void RunningRequests::Lease::OnSelections(v1::SelectionMap map, TimePoint now) {
+  auto observed = std::make_shared<const ObservedSelections>(
+      ObservedSelections{.at = now, .map = std::move(map)});
+  MutexLock lock(requests_.mu_);
+  requests_.requests_.at(number_).selections = std::move(observed);
+}
+
+absl::StatusOr<RunningRequest> RunningRequests::Find(const std::string& id) const {
+  MutexLock lock(mu_);
+  for (const auto& [number, request] : requests_) {
+    if (request.id == id) return request;
+  }
+  return absl::NotFoundError("no request of this id runs; it may have ended");
+}
+
 absl::StatusOr<std::unique_ptr<RunningRequests::Lease>> RunningRequests::Acquire(
     RunningRequest request) {
   MutexLock lock(mu_);

@@ -19,11 +19,19 @@
 #include "coordinator/time/clock.h"
 #include "kernels/base/mutex.h"
 #include "proto/kvasir/v1/generation.pb.h"
+#include "proto/kvasir/v1/worker.pb.h"
 
 namespace kvasir::coordinator {
 
+// Pages that a request selected in one of its steps.
+struct ObservedSelections {
+  TimePoint at = {};
+  v1::SelectionMap map = {};  // without counts where the ranks cannot tell
+};
+
 struct RunningRequest {
   std::string id;
+  SequenceId sequence = {};
   std::string policy = {};  // name
   int64_t prompt_tokens = 0;
   int64_t max_tokens = 0;
@@ -39,6 +47,7 @@ struct RunningRequest {
   int64_t answer_tokens = 0;
   bool resumes = false;  // its worker group was lost after the last event
   AttentionSoFar attention = {};
+  std::shared_ptr<const ObservedSelections> selections = {};  // null: never observed
 };
 
 class RunningRequests {
@@ -54,6 +63,7 @@ class RunningRequests {
     void OnProgress(const ProgressEvent& event, TimePoint now);
     void OnToken(const TokenEvent& event, TimePoint now);
     void OnGroupLost();
+    void OnSelections(v1::SelectionMap map, TimePoint now);
 
    private:
     RunningRequests& requests_;
@@ -62,6 +72,8 @@ class RunningRequests {
 
   // ALREADY_EXISTS while a request with this id runs.
   absl::StatusOr<std::unique_ptr<Lease>> Acquire(RunningRequest request) EXCLUDES(mu_);
+  // Returns the request with this id; NOT_FOUND when none runs.
+  absl::StatusOr<RunningRequest> Find(const std::string& id) const EXCLUDES(mu_);
   // Returns the oldest `most` requests, by age.
   std::vector<v1::RequestInfo> List(size_t most, TimePoint now) const EXCLUDES(mu_);
 

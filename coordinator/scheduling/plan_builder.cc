@@ -61,6 +61,7 @@ v1::StepRow ToProto(const PlannedRow& row) {
   proto.set_sample(row.sample);
   proto.set_score_begin(static_cast<uint32_t>(row.score_begin));
   proto.set_score_end(static_cast<uint32_t>(row.score_end));
+  proto.set_observe(row.observe);
   for (const BlockId id : row.new_blocks) proto.add_new_blocks(static_cast<uint64_t>(id.value));
   return proto;
 }
@@ -149,7 +150,8 @@ void PlanBuilder::AddRow(Sequence& sequence, int64_t num_tokens) {
                     .num_tokens = num_tokens,
                     .blocks_before = sequence.num_blocks(),
                     .new_blocks = {},
-                    .sample = end == sequence.planned_length()};
+                    .sample = end == sequence.planned_length(),
+                    .observe = std::exchange(sequence.observe, false)};
   if (const int64_t score_end = std::min(end, sequence.to_score());
       std::max(begin, sequence.scored) < score_end) {
     row.score_begin = std::max(begin, sequence.scored);

@@ -52,6 +52,7 @@ struct PlannedRow {
   int64_t score_end = 0;
   int64_t top_count = 0;  // most probable tokens reported for each of them
   bool starts = false;    // the first row of a sequence on the ranks
+  bool observe = false;   // the ranks tell which pages it selects
 };
 
 // The record of a plan that the ranks have not answered yet.

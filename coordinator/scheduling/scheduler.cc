@@ -310,7 +310,16 @@ void Scheduler::ApplyRow(const PlannedRow& row, const v1::RowResult& result, Tim
     events.push_back(PromptLogprobsEvent{.id = sequence->spec.id,
                                          .logprobs = sequence->Scores(result.prompt_logprobs())});
   }
+  if (row.observe) {
+    events.push_back(SelectionEvent{.id = sequence->spec.id, .map = result.selections()});
+  }
   if (row.sample) ApplyToken(*sequence, result, now, events);
+}
+
+void Scheduler::Observe(SequenceId id) {
+  if (Sequence* const sequence = state_.sequences.Find(id); sequence != nullptr) {
+    sequence->observe = true;
+  }
 }
 
 void Scheduler::ApplyToken(Sequence& sequence, const v1::RowResult& result, TimePoint now,

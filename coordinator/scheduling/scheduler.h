@@ -85,6 +85,9 @@ class Scheduler {
   // Ends a sequence because its text so far ends in a stop string.
   std::optional<FinishEvent> StopEarly(SequenceId id, TimePoint now);
 
+  // The next row of the sequence tells which pages it selects. Nothing when it has ended.
+  void Observe(SequenceId id);
+
   struct Planned {
     std::optional<v1::StepPlan> plan;  // none: nothing to do, or not before the next answer
     std::vector<Event> events;

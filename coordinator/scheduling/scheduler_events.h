@@ -1,5 +1,5 @@
 // Events of a scheduler's sequences. For each sequence: progress and logprobs of the prompt, then
-// tokens, then one FinishEvent.
+// tokens, then one FinishEvent; before the last one selections at any time.
 #pragma once
 
 #include <cstdint>
@@ -11,6 +11,7 @@
 
 #include "kernels/base/strong_id.h"
 #include "proto/kvasir/v1/generation.pb.h"
+#include "proto/kvasir/v1/worker.pb.h"
 
 namespace kvasir::coordinator {
 
@@ -39,6 +40,11 @@ struct PromptLogprobsEvent {
   SequenceId id;
   v1::PromptLogprobs logprobs;
 };
+// Pages that an observed row selected; without counts where the ranks cannot tell.
+struct SelectionEvent {
+  SequenceId id;
+  v1::SelectionMap map;
+};
 struct TokenEvent {
   enum class Role { kInner, kLast, kStop };  // kStop: the last one, and a stop token
 
@@ -55,6 +61,7 @@ struct FinishEvent {
   absl::Status status;
   v1::Finish summary;  // without request_id; without a reason when the status is not OK
 };
-using Event = std::variant<ProgressEvent, PromptLogprobsEvent, TokenEvent, FinishEvent>;
+using Event =
+    std::variant<ProgressEvent, PromptLogprobsEvent, SelectionEvent, TokenEvent, FinishEvent>;
 
 }  // namespace kvasir::coordinator

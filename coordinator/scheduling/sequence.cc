@@ -171,6 +171,9 @@ v1::Finish Sequence::Summary(v1::FinishReason reason, v1::MassUnmeasured unmeasu
   *finish.mutable_attention() = Report(unmeasured);
   v1::Timing& timing = *finish.mutable_timing();
   *timing.mutable_queue() = ToProto(spec.arrival, admitted_at.value_or(now));
+  if (restores_since.has_value()) {
+    *timing.mutable_restore() = ToProto(*restores_since, admitted_at.value_or(now));
+  }
   if (first_token_at.has_value()) {
     *timing.mutable_time_to_first_token() = ToProto(spec.arrival, *first_token_at);
     *timing.mutable_decode() = ToProto(*first_token_at, last_token_at);

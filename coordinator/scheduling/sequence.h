@@ -143,6 +143,8 @@ struct Sequence {
   // Number of prompts that had been read when it was last found too long to pass another one.
   std::optional<int64_t> long_since;
 
+  bool observe = false;  // the next row tells which pages it selects
+
   bool is_planned = false;        // a plan of this group has named it
   int64_t generated_at_loss = 0;  // generated() when a group was last lost that had planned it
   int64_t losses = 0;             // of such groups in a row, without a new token
@@ -158,6 +160,7 @@ struct Sequence {
   uint64_t attended_tokens = 0;  // in decoding, summed over attending_rows
   uint64_t attending_rows = 0;
   std::optional<uint32_t> matched_stop_token;
+  std::optional<TimePoint> restores_since;  // set while it waits for blocks, kept by its admission
   std::optional<TimePoint> admitted_at;
   std::optional<TimePoint> first_token_at;
   TimePoint last_token_at;

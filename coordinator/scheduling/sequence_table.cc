@@ -59,6 +59,7 @@ void SequenceTable::Restore(Sequence& sequence, const std::vector<kvstore::Prefi
   restores_.Begin(sequence, stored, now);
   sequence.is_planned = true;
   sequence.state = State::kRestoring;
+  if (!sequence.admitted_at.has_value()) sequence.restores_since = now;
 }
 
 void SequenceTable::Run(Sequence& sequence) {
@@ -80,6 +81,7 @@ void SequenceTable::BackToQueue(Sequence& sequence) {
   sequence.blocks.clear();
   sequence.hashes.clear();
   sequence.computed = 0;
+  if (sequence.preemptions == 0) sequence.restores_since.reset();
   waiting_.push_front(&sequence);
   sequence.state = State::kWaiting;
 }

@@ -12,6 +12,7 @@
 #include "kernels/base/status_macros.h"
 #include "openssl/crypto.h"
 #include "openssl/sha.h"
+#include "proto/process/named_thread.h"
 
 namespace kvasir::coordinator {
 namespace {
@@ -28,7 +29,8 @@ absl::StatusOr<std::unique_ptr<ApiKeys>> ApiKeys::Load(const std::string& path) 
   // Before the first read, so that a change during it is seen.
   const Version version = keys->VersionOnDisk();
   KVASIR_RETURN_IF_ERROR(keys->Reload());
-  keys->watch_ = std::thread([raw = keys.get(), version] { raw->Watch(version); });
+  keys->watch_ =
+      proto::NamedThread("key-file", [raw = keys.get(), version] { raw->Watch(version); });
   return keys;
 }
 

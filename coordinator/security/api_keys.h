@@ -9,6 +9,7 @@
 //       tenant: contracts            # of every request under this key
 //       concurrent-requests: 8       # absent: no limit
 //       tokens-per-minute: 200000    # absent: no limit
+//       kv-size-gb: 40               # that its running requests may reach; absent: no limit
 #pragma once
 
 #include <cstdint>

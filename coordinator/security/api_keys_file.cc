@@ -1,6 +1,7 @@
 #include "coordinator/security/api_keys_file.h"
 
 #include <algorithm>
+#include <cmath>
 #include <set>
 #include <sys/stat.h>
 #include <utility>
@@ -19,6 +20,7 @@ namespace {
 constexpr size_t kMostKeys = 10'000;
 constexpr size_t kMostTenantBytes = 64;  // leaves room for a part within 128
 constexpr size_t kMostNameBytes = 128;
+constexpr double kMostKvGb = 1'000'000;
 
 bool IsWord(const std::string& text) {
   return !text.empty() && std::all_of(text.begin(), text.end(), [](unsigned char c) {
@@ -57,6 +59,10 @@ absl::Status ReadField(const std::string& field, const YAML::Node& value, ApiKey
   } else if (field == "tokens-per-minute") {
     key.limits.tokens_per_minute = value.as<uint64_t>();
     if (key.limits.tokens_per_minute == 0) return expected("at least 1");
+  } else if (field == "kv-size-gb") {
+    const auto size = value.as<double>();
+    key.limits.kv_bytes = size > 0 && size <= kMostKvGb ? std::llround(size * 1e9) : 0;
+    if (key.limits.kv_bytes == 0) return expected("above 0 and at most ", kMostKvGb);
   } else {
     return absl::InvalidArgumentError(absl::StrCat("there is no field ", field));
   }

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 
 #include "kernels/base/status_macros.h"
 #include "proto/grpc_status.h"
@@ -14,11 +15,16 @@ using kernels::MutexLock;
 
 constexpr absl::Duration kRetry = absl::Seconds(1);
 
+std::string Gigabytes(int64_t bytes) {
+  return absl::StrFormat("%.4g GB", 1e-9 * static_cast<double>(bytes));
+}
+
 }  // namespace
 
 Caller::Use::~Use() {
   MutexLock lock(caller_->in_use_->mu);
   --caller_->in_use_->requests;
+  caller_->in_use_->kv_bytes -= kv_bytes_;
 }
 
 void Caller::Use::AddTokens(int64_t count) {
@@ -43,12 +49,32 @@ std::string Caller::Tenant(const std::string& part) const {
 }
 
 absl::StatusOr<std::unique_ptr<Caller::Use>> Caller::Begin(
-    const std::shared_ptr<const Caller>& caller, int64_t prompt_tokens, TimePoint now) {
-  KVASIR_RETURN_IF_ERROR(caller->Take(prompt_tokens, now));
-  return std::make_unique<Use>(caller);
+    const std::shared_ptr<const Caller>& caller, const CallerNeeds& needs, TimePoint now) {
+  KVASIR_RETURN_IF_ERROR(caller->Take(needs, now));
+  return std::make_unique<Use>(caller, needs.kv_bytes);
 }
 
-absl::Status Caller::Take(int64_t prompt_tokens, TimePoint now) const {
+absl::Status Caller::CheckKv(const CallerNeeds& needs) const {
+  if (limits_.kv_bytes == 0) return absl::OkStatus();
+  const std::string asked =
+      absl::StrFormat("this request may reach %s (%d tokens of prompt, %d of answer)",
+                      Gigabytes(needs.kv_bytes), needs.prompt_tokens, needs.max_tokens);
+  if (needs.kv_bytes > limits_.kv_bytes) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("the API key ", name_, " may hold ", Gigabytes(limits_.kv_bytes),
+                     " of KV and ", asked, "; shorten the prompt or lower max_tokens"));
+  }
+  const int64_t left = limits_.kv_bytes - in_use_->kv_bytes;
+  if (needs.kv_bytes <= left) return absl::OkStatus();
+  return proto::WithRetryDelay(
+      absl::ResourceExhaustedError(absl::StrCat(
+          "the API key ", name_, " may hold ", Gigabytes(limits_.kv_bytes), " of KV, of which ",
+          Gigabytes(std::max<int64_t>(left, 0)), " are free beside its ", in_use_->requests,
+          " running requests, and ", asked, "; lower max_tokens, or wait for one to end")),
+      kRetry);
+}
+
+absl::Status Caller::Take(const CallerNeeds& needs, TimePoint now) const {
   MutexLock lock(in_use_->mu);
   if (limits_.concurrent_requests > 0 && in_use_->requests >= limits_.concurrent_requests) {
     return proto::WithRetryDelay(absl::ResourceExhaustedError(absl::StrCat(
@@ -56,6 +82,7 @@ absl::Status Caller::Take(int64_t prompt_tokens, TimePoint now) const {
                                      " running requests, as many as it may; wait for one to end")),
                                  kRetry);
   }
+  KVASIR_RETURN_IF_ERROR(CheckKv(needs));
   if (limits_.tokens_per_minute > 0) {
     const auto most = static_cast<double>(limits_.tokens_per_minute);
     const double minutes = absl::FDivDuration(Between(in_use_->filled, now), absl::Minutes(1));
@@ -67,9 +94,10 @@ absl::Status Caller::Take(int64_t prompt_tokens, TimePoint now) const {
                                        limits_.tokens_per_minute, " tokens a minute; wait")),
                                    kRetry + absl::Minutes(1) * (-in_use_->tokens_left / most));
     }
-    in_use_->tokens_left -= static_cast<double>(prompt_tokens);
+    in_use_->tokens_left -= static_cast<double>(needs.prompt_tokens);
   }
   ++in_use_->requests;
+  in_use_->kv_bytes += needs.kv_bytes;
   return absl::OkStatus();
 }
 

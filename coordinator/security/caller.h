@@ -19,6 +19,15 @@ struct CallerLimits {
   // Tokens of prompts and answers. A request begins while some are left and may take more; the
   // next ones then wait until the minutes have paid for it. 0: no limit.
   uint64_t tokens_per_minute = 0;
+  // KV that its running requests may reach together, over all tiers and ranks. 0: no limit.
+  int64_t kv_bytes = 0;
+};
+
+// Needs of one request.
+struct CallerNeeds {
+  int64_t prompt_tokens = 0;
+  int64_t max_tokens = 0;  // of the answer
+  int64_t kv_bytes = 0;    // that both reach at most; shared prefixes count for each request
 };
 
 class Caller {
@@ -26,7 +35,8 @@ class Caller {
   // Counts a request, and its tokens, while it runs.
   class Use {
    public:
-    explicit Use(std::shared_ptr<const Caller> caller) : caller_(std::move(caller)) {}
+    Use(std::shared_ptr<const Caller> caller, int64_t kv_bytes)
+        : caller_(std::move(caller)), kv_bytes_(kv_bytes) {}
     ~Use();
     Use(const Use&) = delete;
     Use& operator=(const Use&) = delete;
@@ -34,6 +44,7 @@ class Caller {
 
    private:
     const std::shared_ptr<const Caller> caller_;
+    const int64_t kv_bytes_;
   };
 
   // With the use of `before`, the same key as an earlier file had it; null for a new one.
@@ -43,19 +54,22 @@ class Caller {
   // Returns the tenant of a request that names `part`: the caller's, or a part of it that no other
   // caller reaches.
   std::string Tenant(const std::string& part) const;
-  // RESOURCE_EXHAUSTED, with a time to try again, when a limit is reached.
+  // RESOURCE_EXHAUSTED, with a time to try again, when a limit is reached; without one when the
+  // request needs more than the caller may ever have.
   static absl::StatusOr<std::unique_ptr<Use>> Begin(const std::shared_ptr<const Caller>& caller,
-                                                    int64_t prompt_tokens, TimePoint now);
+                                                    const CallerNeeds& needs, TimePoint now);
 
  private:
   struct InUse {
     kernels::Mutex mu;
     uint32_t requests GUARDED_BY(mu) = 0;
+    int64_t kv_bytes GUARDED_BY(mu) = 0;  // that these may reach
     double tokens_left GUARDED_BY(mu) = 0;
     TimePoint filled GUARDED_BY(mu) = {};  // when tokens_left was counted
   };
 
-  absl::Status Take(int64_t prompt_tokens, TimePoint now) const;
+  absl::Status Take(const CallerNeeds& needs, TimePoint now) const;
+  absl::Status CheckKv(const CallerNeeds& needs) const REQUIRES(in_use_->mu);
 
   const std::string name_;
   const std::string tenant_;

@@ -12,7 +12,6 @@
 #include "coordinator/vllm/vllm_answer.h"
 #include "coordinator/vllm/vllm_request.h"
 #include "kvstore/format/block.h"
-#include "proto/grpc_status.h"
 
 namespace kvasir::coordinator {
 namespace {
@@ -70,26 +69,30 @@ grpc::ServerUnaryReactor* VllmService::Embed(grpc::CallbackServerContext* contex
                                              const engine::EmbedRequest* request,
                                              engine::EmbedResponse*) {
   connections_.OnMessage(context->peer(), request->ByteSizeLong());
-  return EndCall(context, absl::UnimplementedError(
-                              "Embed: this server generates text and computes no embeddings"));
+  const UnaryCall call(*context, api_);
+  return call.End(
+      call.known().ok()
+          ? absl::UnimplementedError("Embed: this server generates text and computes no embeddings")
+          : call.known());
 }
 
 grpc::ServerUnaryReactor* VllmService::HealthCheck(grpc::CallbackServerContext* context,
                                                    const engine::HealthCheckRequest* request,
                                                    engine::HealthCheckResponse* response) {
   connections_.OnMessage(context->peer(), request->ByteSizeLong());
+  const UnaryCall call(*context, api_);  // probes need no key
   const v1::GetServerInfoResponse info = api_.ServerInfo({});
   response->set_healthy(info.state() == v1::SERVER_STATE_SERVING);
   response->set_message(info.state_reason());
-  return EndCall(context, absl::OkStatus());
+  return call.End(absl::OkStatus());
 }
 
 grpc::ServerUnaryReactor* VllmService::Abort(grpc::CallbackServerContext* context,
                                              const engine::AbortRequest* request,
                                              engine::AbortResponse*) {
   connections_.OnMessage(context->peer(), request->ByteSizeLong());
-  const absl::Status known = CallerOf(*context, api_).status();
-  if (!known.ok()) return EndCall(context, known);
+  const UnaryCall call(*context, api_);
+  if (!call.known().ok()) return call.End(call.known());
   std::vector<std::shared_ptr<Stream>> aborted;
   {
     kernels::MutexLock lock(mu_);
@@ -103,17 +106,17 @@ grpc::ServerUnaryReactor* VllmService::Abort(grpc::CallbackServerContext* contex
   for (const std::shared_ptr<Stream>& stream : aborted) {
     stream->Abort(absl::CancelledError("the request was ended by Abort"));
   }
-  return EndCall(context, absl::OkStatus());
+  return call.End(absl::OkStatus());
 }
 
 grpc::ServerUnaryReactor* VllmService::GetModelInfo(grpc::CallbackServerContext* context,
                                                     const engine::GetModelInfoRequest* request,
                                                     engine::GetModelInfoResponse* response) {
   connections_.OnMessage(context->peer(), request->ByteSizeLong());
-  const absl::Status known = CallerOf(*context, api_).status();
-  if (!known.ok()) return EndCall(context, known);
+  const UnaryCall call(*context, api_);
+  if (!call.known().ok()) return call.End(call.known());
   const absl::StatusOr<v1::GetModelInfoResponse> info = api_.ModelInfo();
-  if (!info.ok()) return EndCall(context, info.status());
+  if (!info.ok()) return call.End(info.status());
   response->set_model_path(info->model_path());
   response->set_is_generation(true);
   response->set_max_context_length(info->max_context_length());
@@ -126,15 +129,15 @@ grpc::ServerUnaryReactor* VllmService::GetModelInfo(grpc::CallbackServerContext*
     response->add_eos_token_ids(static_cast<int32_t>(id));
   }
   response->set_max_req_input_len(static_cast<int32_t>(info->max_context_length()) - 1);
-  return EndCall(context, absl::OkStatus());
+  return call.End(absl::OkStatus());
 }
 
 grpc::ServerUnaryReactor* VllmService::GetServerInfo(grpc::CallbackServerContext* context,
                                                      const engine::GetServerInfoRequest* request,
                                                      engine::GetServerInfoResponse* response) {
   connections_.OnMessage(context->peer(), request->ByteSizeLong());
-  const absl::Status known = CallerOf(*context, api_).status();
-  if (!known.ok()) return EndCall(context, known);
+  const UnaryCall call(*context, api_);
+  if (!call.known().ok()) return call.End(call.known());
   const v1::GetServerInfoResponse info = api_.ServerInfo({});
   response->set_active_requests(info.requests_running() + info.requests_waiting());
   response->set_is_paused(info.state() == v1::SERVER_STATE_DRAINING);
@@ -145,7 +148,7 @@ grpc::ServerUnaryReactor* VllmService::GetServerInfo(grpc::CallbackServerContext
   response->set_data_parallel_size(1);
   response->set_block_size(static_cast<int32_t>(kvstore::kBlockTokens));
   response->set_max_num_seqs(static_cast<int32_t>(info.max_num_seqs()));
-  return EndCall(context, absl::OkStatus());
+  return call.End(absl::OkStatus());
 }
 
 }  // namespace kvasir::coordinator

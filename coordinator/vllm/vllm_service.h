@@ -50,8 +50,8 @@ class VllmService final : public ::vllm::grpc::engine::VllmEngine::CallbackServi
   using Stream = AnswerStream<::vllm::grpc::engine::GenerateResponse>;
 
   // Translates and submits the request of `stream`, or refuses it.
-  void Begin(const ::vllm::grpc::engine::GenerateRequest& request,
-             const RequestOrigin& origin, const std::shared_ptr<Stream>& stream);
+  void Begin(const ::vllm::grpc::engine::GenerateRequest& request, const RequestOrigin& origin,
+             const std::shared_ptr<Stream>& stream);
   // Lets Abort find the stream. The first stream of an id counts, as the API refuses others.
   void Remember(const std::string& id, const std::shared_ptr<Stream>& stream) EXCLUDES(mu_);
 

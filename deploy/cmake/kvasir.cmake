@@ -12,9 +12,15 @@ endif()
 target_include_directories(kvasir_flags INTERFACE ${PROJECT_SOURCE_DIR} ${PROJECT_BINARY_DIR})
 
 if(KVASIR_SANITIZE)
+  # -O1 compiles a third faster than -O2, at which GCC takes empty optionals of Boost for
+  # uninitialized ones.
   add_compile_options(-fsanitize=${KVASIR_SANITIZE} -fno-omit-frame-pointer
-                      -fno-sanitize-recover=all -g1)
+                      -fno-sanitize-recover=all -g1 -O1)
   add_link_options(-fsanitize=${KVASIR_SANITIZE})
+  if(KVASIR_SANITIZE STREQUAL "thread")
+    # ThreadSanitizer sees no fences, of which GCC warns. Those of Asio stand beside its locks.
+    add_compile_definitions(BOOST_ASIO_DISABLE_FENCED_BLOCK)
+  endif()
 endif()
 
 if(KVASIR_BUILD_FUZZERS)

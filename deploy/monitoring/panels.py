@@ -113,6 +113,8 @@ PROCESSES = (
     Panel("Connections", "Are connections at their bound?", "short",
           (("sum by (job, instance) (kvasir_connections)", "{{job}} {{instance}}"),
            ("sum by (job, reason) (rate(kvasir_connections_refused_total[$__rate_interval]))", "refused by {{job}}: {{reason}}"))),
+    Panel("Time until certificates expire", "How long do certificates serve?", "s",
+          (("min by (job, instance, role) (kvasir_tls_certificate_expiry_timestamp_seconds) - time()", "{{role}} of {{job}} {{instance}}"),)),
 )
 
 ROWS = (

@@ -4,6 +4,7 @@
 #include <array>
 #include <atomic>
 #include <chrono>
+#include <pthread.h>
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
@@ -132,7 +133,7 @@ class LogsImpl final : public Logs {
   LogsImpl(std::shared_ptr<Speaker> speaker, spdlog::level::level_enum level, bool has_members,
            const spdlog::sink_ptr& sink)
       : speaker_(std::move(speaker)), before_(spdlog::default_logger()) {
-    spdlog::init_thread_pool(kMostWaiting, 1);
+    spdlog::init_thread_pool(kMostWaiting, 1, [] { pthread_setname_np(pthread_self(), "log"); });
     spdlog::set_default_logger(MakeLogger("kvasir", level, sink));
     if (has_members) spdlog::register_logger(MakeLogger(kMembersLogger, level, sink));
   }

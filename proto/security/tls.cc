@@ -10,10 +10,13 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "prometheus/gauge.h"
+#include "prometheus/registry.h"
 #include "spdlog/spdlog.h"
 
 #include "kernels/base/mutex.h"
 #include "kernels/base/status_macros.h"
+#include "proto/process/named_thread.h"
 #include "proto/security/tls_material.h"
 #include "proto/sockets.h"
 
@@ -152,7 +155,7 @@ class WatchingServerTls final : public ServerTls,
   absl::Status Start() {
     KVASIR_RETURN_IF_ERROR(files_.Read());
     files_.LogExpiry();
-    watch_ = std::thread([this] { Watch(); });
+    watch_ = NamedThread("tls-files", [this] { Watch(); });
     return absl::OkStatus();
   }
 
@@ -160,8 +163,27 @@ class WatchingServerTls final : public ServerTls,
     return std::make_shared<AskedCredentials>(shared_from_this(), files_);
   }
   std::shared_ptr<ssl_ctx_st> Context() const override { return files_.Get()->context; }
+  void ExportTo(prometheus::Registry& registry) override EXCLUDES(mu_) {
+    auto& ends = prometheus::BuildGauge()
+                     .Name("kvasir_tls_certificate_expiry_timestamp_seconds")
+                     .Help(
+                         "Earliest end of the certificates that are in force, in seconds since "
+                         "1970, by the file that holds them.")
+                     .Register(registry);
+    MutexLock lock(mu_);
+    certificate_end_ = &ends.Add({{"role", "certificate"}});
+    if (!files_.Get()->ca.empty()) ca_end_ = &ends.Add({{"role", "client_ca"}});
+    Publish();
+  }
 
  private:
+  void Publish() REQUIRES(mu_) {
+    const Material material = files_.Get();
+    if (certificate_end_ == nullptr) return;
+    certificate_end_->Set(absl::ToDoubleSeconds(material->expires - absl::UnixEpoch()));
+    if (ca_end_ == nullptr) return;
+    ca_end_->Set(absl::ToDoubleSeconds(material->ca_expires - absl::UnixEpoch()));
+  }
   void Watch() EXCLUDES(mu_) {
     MutexLock lock(mu_);
     while (!ending_) {
@@ -170,12 +192,15 @@ class WatchingServerTls final : public ServerTls,
       mu_.Unlock();
       files_.Follow();
       mu_.Lock();
+      Publish();
     }
   }
 
   MaterialOfFiles files_;
   kernels::Mutex mu_;
   kernels::CondVar ends_;
+  prometheus::Gauge* certificate_end_ GUARDED_BY(mu_) = nullptr;  // null: not exported
+  prometheus::Gauge* ca_end_ GUARDED_BY(mu_) = nullptr;           // null, too: there is no CA
   bool ending_ GUARDED_BY(mu_) = false;
   std::thread watch_;
 };

@@ -15,6 +15,10 @@
 
 struct ssl_ctx_st;
 
+namespace prometheus {
+class Registry;
+}  // namespace prometheus
+
 namespace kvasir::proto {
 
 // The certificate of a server's ports. Its files are looked at twice a second; a new certificate
@@ -29,6 +33,9 @@ class ServerTls {
   virtual std::shared_ptr<grpc::ServerCredentials> GrpcCredentials() = 0;
   // Returns OpenSSL's context of new HTTP connections.
   virtual std::shared_ptr<ssl_ctx_st> Context() const = 0;
+  // Shows from now on until when the certificates in force serve. Called once; `registry` outlives
+  // this object.
+  virtual void ExportTo(prometheus::Registry& registry) = 0;
 };
 
 // How channels to servers speak: by TLS when `tls_ca_file` is given, and never over unix sockets,

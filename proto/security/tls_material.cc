@@ -1,5 +1,6 @@
 #include "proto/security/tls_material.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <ctime>
@@ -136,6 +137,7 @@ absl::Status UseCertificate(const Source& source, TlsEnd end, TlsMaterial& mater
   while (true) {
     KVASIR_ASSIGN_OR_RETURN(const Certificate above, Next(source, bytes.get()));
     if (above == nullptr) return absl::OkStatus();
+    material.expires = std::min(material.expires, TimeOf(X509_get0_notAfter(above.get())));
     if (SSL_CTX_add1_chain_cert(context, above.get()) != 1) {
       return source.Bad(absl::StrCat("has a chain that cannot be used: ", LastError()));
     }
@@ -176,6 +178,7 @@ absl::Status UseCa(const Source& source, TlsEnd end, TlsMaterial& material) {
     KVASIR_ASSIGN_OR_RETURN(const Certificate ca, Next(source, bytes.get()));
     if (ca == nullptr) break;
     ++count;
+    material.ca_expires = std::min(material.ca_expires, TimeOf(X509_get0_notAfter(ca.get())));
     if (X509_STORE_add_cert(SSL_CTX_get_cert_store(context), ca.get()) != 1 ||
         (end == TlsEnd::kServer && SSL_CTX_add_client_CA(context, ca.get()) != 1)) {
       return source.Bad(absl::StrCat("cannot be used: ", LastError()));

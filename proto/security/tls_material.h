@@ -27,7 +27,9 @@ struct TlsMaterial {
   std::string certificate;
   std::string key;
   std::string ca;
-  absl::Time expires = absl::InfiniteFuture();  // end of `certificate`
+  // The earliest end of a certificate in `certificate`, and of one in `ca`.
+  absl::Time expires = absl::InfiniteFuture();
+  absl::Time ca_expires = absl::InfiniteFuture();
   // Context of a server's HTTP connections, which agree on HTTP/1.1 by ALPN. With `ca` a client
   // must present a certificate. gRPC makes its own of the texts.
   std::shared_ptr<ssl_ctx_st> context;

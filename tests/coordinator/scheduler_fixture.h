@@ -154,6 +154,9 @@ class SchedulerTest : public ::testing::Test {
         EXPECT_FALSE(finished_.contains(scores->id));
         EXPECT_TRUE(tokens_[scores->id].empty());
         TakeScores(scores->logprobs, scores_[scores->id]);
+      } else if (auto* selection = std::get_if<SelectionEvent>(&event)) {
+        EXPECT_FALSE(finished_.contains(selection->id));
+        ++observed_[selection->id];
       } else {
         auto& finish = std::get<FinishEvent>(event);
         EXPECT_FALSE(finished_.contains(finish.id));
@@ -194,6 +197,7 @@ class SchedulerTest : public ::testing::Test {
   std::map<SequenceId, std::vector<ProgressEvent>> progress_;
   std::map<SequenceId, std::vector<float>> scores_;  // of the prompts' tokens from the second on
   std::map<SequenceId, FinishEvent> finished_;
+  std::map<SequenceId, int64_t> observed_;  // number of rows whose selections were told
 };
 
 }  // namespace kvasir::coordinator

@@ -55,6 +55,24 @@ TEST(MergeRepliesTest, SumsAccountingAndTakesTheLongestDuration) {
   EXPECT_EQ(merged->step_s(), 0.5);
 }
 
+// Ranks that share KV heads with a lower one tell nothing of them.
+TEST(MergeRepliesTest, SelectionsAreSummedOverRanksThatTellThem) {
+  const auto with = [](std::vector<uint32_t> counts) {
+    v1::StepReply reply = Reply();
+    v1::SelectionMap& map = *reply.mutable_results(0)->mutable_selections();
+    map.mutable_counts()->Add(counts.begin(), counts.end());
+    map.set_num_heads(counts.empty() ? 0 : 2);
+    return reply;
+  };
+  const auto merged = MergeReplies({with({1, 0, 2}), with({}), with({2, 0, 1})});
+  ASSERT_TRUE(merged.ok()) << merged.status();
+  EXPECT_THAT(merged->results(0).selections().counts(), ElementsAre(3, 0, 3));
+  EXPECT_EQ(merged->results(0).selections().num_heads(), 4u);
+  EXPECT_THAT(MergeReplies({with({}), with({5})})->results(0).selections().counts(),
+              ElementsAre(5));
+  EXPECT_FALSE(MergeReplies({Reply(), Reply()})->results(0).has_selections());
+}
+
 TEST(MergeRepliesTest, AnyDisagreementIsAnError) {
   const std::vector<std::pair<const char*, void (*)(v1::StepReply&)>> cases = {
       {"epoch", [](v1::StepReply& r) { r.set_group_epoch(1); }},

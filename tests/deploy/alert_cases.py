@@ -9,6 +9,7 @@ from typing import Dict, Optional
 
 COORDINATOR = 'model_name="m",job="kvasir",instance="c:9400"'
 WORKER = 'model_name="m",rank="0",job="kvasir-worker",instance="w:9401"'
+CERTIFIED = 'job="kvasir",instance="c:9400"'
 OF_COORDINATOR = {"model_name": "m", "job": "kvasir", "instance": "c:9400"}
 OF_WORKER = {"model_name": "m", "rank": "0", "job": "kvasir-worker", "instance": "w:9401"}
 
@@ -62,6 +63,12 @@ AVAILABILITY = [
          {of_coordinator("num_requests_waiting"): "0x4 3x20", of_coordinator("num_requests_running"): "0x9 1x20"},
          {of_coordinator("num_requests_waiting"): "0x4 3x20", of_coordinator("num_requests_running"): "1x30"}, "6m",
          "7m", "10m", OF_COORDINATOR, "3 requests wait at c:9400 and none runs", "critical"),
+    # Promtool's clock begins at 0: seven days and an hour are left, and a new certificate comes at 130 minutes.
+    Case("KvasirCertificateExpires",
+         {f'kvasir_tls_certificate_expiry_timestamp_seconds{{role="certificate",{CERTIFIED}}}': "608400x129 7e6x30"},
+         {f'kvasir_tls_certificate_expiry_timestamp_seconds{{role="certificate",{CERTIFIED}}}': "608400x118 7e6x41"},
+         "119m", "125m", "135m", {"job": "kvasir", "instance": "c:9400", "role": "certificate"},
+         "the certificate of kvasir c:9400 expires in 6d 22h 55m 0s"),
     Case("KvasirRequestsFail",
          {of_coordinator("request_success_total", ',finished_reason="error"'): "0+10x19 190x30",
           of_coordinator("request_success_total", ',finished_reason="stop"'): "0+90x60"},

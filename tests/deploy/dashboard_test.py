@@ -16,6 +16,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 MONITORING = ROOT / "deploy" / "monitoring"
 sys.path[:0] = [str(ROOT / "tests"), str(MONITORING)]
 from support import pypi  # noqa: E402
+from support.certificates import Authority  # noqa: E402
 from support.prometheus import Prometheus  # noqa: E402
 from support.service import KVASIR, Service  # noqa: E402
 from draw_dashboard import substituted  # noqa: E402
@@ -24,11 +25,11 @@ FLAGS = ["--tensor-parallel-size=2", "--sparse-selector=quest", "--sparse-token-
          "--sparse-min-mass=0.9", "--sparse-reuse=interval", "--mass-sample-rate=1"]
 
 
-def bench(address):
+def bench(address, ca):
     """The load of every test: two runs of prompts that differ, and a request that is refused."""
     for seed in (1, 2):
         subprocess.run([KVASIR, "bench", f"--server={address}", "--streams=4", "--requests=6", "--prompt-tokens=400",
-                        "--max-tokens=8", f"--seed={seed}", "--quiet"], check=True, stdout=subprocess.DEVNULL)
+                        "--max-tokens=8", f"--seed={seed}", "--quiet", f"--tls-ca-file={ca}"], check=True, stdout=subprocess.DEVNULL)
 
 
 def dashboard_queries():
@@ -45,11 +46,13 @@ class Dashboard(unittest.TestCase):
     @classmethod
     def setUpClass(cls):
         cls.folder = cls.enterClassContext(tempfile.TemporaryDirectory())
-        cls.service = cls.enterClassContext(Service(flags=[*FLAGS, f"--kv-disk-path={cls.folder}"]))
+        ca = Authority(cls.folder, "ca")
+        cls.service = cls.enterClassContext(Service(flags=[
+            *FLAGS, f"--kv-disk-path={cls.folder}/kv", *ca.issue("server").flags()]))
         cls.prometheus = cls.enterClassContext(Prometheus(
-            {"kvasir": [cls.service.metrics_address], "kvasir-worker": cls.service.worker_metrics}))
+            {"kvasir": [cls.service.metrics_address], "kvasir-worker": cls.service.worker_metrics}, ca.certificate))
         cls.prometheus.wait_for("sum(up)", lambda answer: answer and answer[0][1] == 3)
-        bench(cls.service.address)
+        bench(cls.service.address, ca.certificate)
         # The last rule of each group has seen the bench.
         cls.prometheus.wait_for("model_name:kvasir_prefix_cache_hits:ratio_5m")
         cls.prometheus.wait_for("model_name:kvasir_kv_page_hits:ratio_5m")

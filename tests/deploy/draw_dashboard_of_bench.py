@@ -12,6 +12,7 @@ import time
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
+from support.certificates import Authority  # noqa: E402
 from support.prometheus import Prometheus  # noqa: E402
 from support.service import KVASIR, Service  # noqa: E402
 
@@ -29,12 +30,14 @@ def main():
         with open(documents, "w") as file:
             subprocess.run([sys.executable, ROOT / "tests/model/documents.py", "--tokens=2000", "--questions=6", "--seed=1"],
                            check=True, stdout=file)
-        with Service(flags=[*FLAGS, f"--kv-disk-path={folder}/kv"]) as service, Prometheus(
-                {"kvasir": [service.metrics_address], "kvasir-worker": service.worker_metrics}) as prometheus:
+        ca = Authority(folder, "ca")
+        with Service(flags=[*FLAGS, f"--kv-disk-path={folder}/kv", *ca.issue("server").flags()]) as service, Prometheus(
+                {"kvasir": [service.metrics_address], "kvasir-worker": service.worker_metrics}, ca.certificate) as prometheus:
+            trust = f"--tls-ca-file={ca.certificate}"
             start = time.monotonic()
-            bench(service, "--streams=2", "--requests=10", "--prompt-tokens=1000")
-            bench(service, "--streams=10", "--requests=30", "--prompt-tokens=2000", "--seed=9")
-            bench(service, "--streams=6", "--requests=30", f"--documents={documents}")
+            bench(service, trust, "--streams=2", "--requests=10", "--prompt-tokens=1000")
+            bench(service, trust, "--streams=10", "--requests=30", "--prompt-tokens=2000", "--seed=9")
+            bench(service, trust, "--streams=6", "--requests=30", f"--documents={documents}")
             time.sleep(2)
             look = ROOT / "docs" / "monitoring" / "dashboard.svg"
             look.parent.mkdir(exist_ok=True)

@@ -137,6 +137,19 @@ class Manifests(unittest.TestCase):
                     self.assertEqual("HTTPS" if speaks_tls else "HTTP",
                                      "gRPC" if speaks_tls and "grpc" in probe else probe.get("httpGet", {}).get("scheme", "HTTP"))
 
+    def test_metrics_of_ports_with_tls_are_scraped_by_tls(self):
+        known = {"scheme": "https", "tlsConfig": {"ca": {"secret": {"name": "kvasir-tls", "key": "ca.crt"}}, "serverName": "kvasir"}}
+        found = set()
+        for objects in self.objects.values():
+            for _, template in pod_templates(objects):
+                speaks_tls = any(word.startswith("--tls-cert-file") for word in template["spec"]["containers"][0]["args"])
+                found.add(speaks_tls)
+                [monitor] = of_kind(objects, "PodMonitor")
+                for endpoint in monitor["spec"]["podMetricsEndpoints"]:
+                    self.assertEqual(known if speaks_tls else {},
+                                     {name: endpoint[name] for name in ("scheme", "tlsConfig") if name in endpoint})
+        self.assertEqual({True, False}, found)
+
     def test_a_group_has_as_many_workers_as_ranks(self):
         for overlay in ("multi-host", "multi-host-gpu"):
             [group] = of_kind(self.objects[overlay], "LeaderWorkerSet")

@@ -18,7 +18,9 @@ from support.service import KVASIR, ROOT, Service, generation_pb2, grpc, make_re
 from documents import make_document  # noqa: E402
 
 DOCUMENT = make_document("multi_key", 2000, num_questions=1, seed=11).text
-KEYS = {name: "sk-" + secrets.token_hex(32) for name in ("red", "blue", "busy")}
+KEYS = {name: "sk-" + secrets.token_hex(32) for name in ("red", "blue", "busy", "small")}
+
+SMALL_KV_GB = 0.02
 
 
 def entry(name, key, **more):
@@ -42,7 +44,8 @@ class ApiKeys(unittest.TestCase):
         folder = pathlib.Path(cls.enterClassContext(tempfile.TemporaryDirectory(prefix="kvasir-keys-")))
         cls.folder, cls.path = folder, folder / "keys.yaml"
         cls.entries = [entry("red", KEYS["red"]), entry("blue", KEYS["blue"]),
-                       entry("busy", KEYS["busy"], **{"concurrent-requests": 1, "tokens-per-minute": 400})]
+                       entry("busy", KEYS["busy"], **{"concurrent-requests": 1, "tokens-per-minute": 400}),
+                       entry("small", KEYS["small"], **{"kv-size-gb": SMALL_KV_GB})]
         write_keys(cls.path, *cls.entries)
         cls.service = cls.enterClassContext(Service(flags=[f"--api-keys-file={cls.path}"]))
 
@@ -69,7 +72,7 @@ class ApiKeys(unittest.TestCase):
             call(request, metadata=[("authorization", f"Bearer {KEYS['red']}")])
         for method, path in (("GET", "/v1/models"), ("GET", "/version"), ("GET", "/load"), ("GET", "/metrics"),
                              ("GET", "/tokenizer_info"), ("GET", "/status/events"), ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"),
-                             ("POST", "/tokenize"), ("POST", "/detokenize"), ("GET", "/nothing")):
+                             ("POST", "/tokenize"), ("POST", "/detokenize"), ("POST", "/status/selections"), ("GET", "/nothing")):
             reply = ask(self.service, method, path, {} if method == "POST" else None)
             self.assertEqual((reply.status, reply.error["type"]), (401, "authentication_error"), path)
             self.assertEqual(reply.headers["www-authenticate"], "Bearer")
@@ -109,6 +112,36 @@ class ApiKeys(unittest.TestCase):
         self.assertIn("400 tokens a minute", reply.error["message"])
         self.assertGreater(int(reply.headers["retry-after"]), 5)
         self.assertEqual(self.complete(KEYS["red"], prompt="x").status, 200, "the others go on")
+
+    def test_the_kv_of_running_requests_is_bounded(self):
+        [tier] = [tier for tier in self.service.stub.GetServerInfo(
+            generation_pb2.GetServerInfoRequest(), metadata=[("authorization", f"Bearer {KEYS['red']}")]).tiers
+                  if tier.tier == generation_pb2.TIER_HOST]
+        blocks = int(SMALL_KV_GB * 1e9 / (tier.total_bytes / tier.total_blocks))  # that the key may hold
+        self.assertGreater(blocks, 4)
+        half = [5] * (blocks // 2 * 64)  # with one token of answer exactly its blocks
+        running = self.service.stub.Generate(make_request(half[:-999], max_tokens=1000, ignore_eos=True),
+                                             metadata=[("authorization", f"Bearer {KEYS['small']}")])
+        next(running)
+        refused = self.complete(KEYS["small"], prompt=half + [5] * 64 * 2)
+        self.assertEqual(refused.status, 429, refused.body)
+        self.assertRegex(refused.error["message"], rf"the API key small may hold {SMALL_KV_GB} GB of KV, of which [\d.]+ GB "
+                         rf"are free beside its 1 running requests, and this request may reach [\d.]+ GB \({len(half) + 128} "
+                         "tokens of prompt, 1 of answer\\); lower max_tokens, or wait for one to end")
+        self.assertIn("retry-after", refused.headers)
+        self.assertEqual(self.complete(KEYS["small"], prompt=half).status, 200, "what is free may be used")
+        never = self.complete(KEYS["small"], prompt="x", max_tokens=(blocks + 1) * 64)
+        self.assertEqual(never.status, 400, never.body)
+        self.assertIn("lower max_tokens", never.error["message"])
+        self.assertEqual(self.complete(KEYS["red"], prompt=half + [5] * 64 * 2).status, 200, "the others go on")
+        running.cancel()
+        self.await_reply(lambda: self.complete(KEYS["small"], prompt=half + [5] * 64 * 2), 200)
+
+    def await_reply(self, call, status):
+        deadline = time.monotonic() + 10
+        while (reply := call()).status != status:
+            self.assertLess(time.monotonic(), deadline, reply.body)
+            time.sleep(0.1)
 
     def test_a_key_that_is_taken_back_is_refused(self):
         key = "sk-" + secrets.token_hex(32)

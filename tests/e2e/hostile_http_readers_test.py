@@ -67,6 +67,7 @@ class TakesNothing(unittest.TestCase):
 
 
 class Costs(unittest.TestCase):
+    @unittest.skipIf("SANITIZERS" in os.environ, "sanitizers keep memory that was freed")
     def test_what_waits_for_clients_that_do_not_read_is_at_most_1_mib_each(self):
         body = {"prompt": TEXT, "max_tokens": 4000, "ignore_eos": True, "logprobs": 20, "stream": True}
         with Service(flags=["--client-timeout=60", f"--max-num-seqs={CLIENTS}"]) as service:

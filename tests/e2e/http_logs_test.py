@@ -15,7 +15,7 @@ import time
 import unittest
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-from support.chat_model import link_chat_model  # noqa: E402
+from support.chat_model import link_chat_model_that_refuses  # noqa: E402
 from support.http_client import Reply, ask, open_connection, parse_events, raw_connection, read_to_end, send  # noqa: E402
 from support.service import Service  # noqa: E402
 
@@ -72,7 +72,8 @@ class HttpLogs(unittest.TestCase):
             for (name, key), more in zip(KEYS.items(), ({}, {"concurrent-requests": 1}))]}))
         keys.chmod(0o600)
         (folder / "model").mkdir()
-        cls.service = cls.enterClassContext(Service(model=link_chat_model(folder / "model"), flags=[
+        model = link_chat_model_that_refuses(folder / "model")
+        cls.service = cls.enterClassContext(Service(model=model, flags=[
             "--log-format=json", "--log-level=debug", f"--api-keys-file={keys}", "--max-num-seqs=4"]))
 
     def tearDown(self):
@@ -146,6 +147,7 @@ class HttpLogs(unittest.TestCase):
                      {"prompt": PROMPT * 100}, {"prompt": "x", "stop": [SECRET] * 200}, {"prompt": "x", "n": 1000}):
             yield 400, "red", post(body)
         yield 400, "red", post({"messages": [{"role": "user", "content": [{"type": SECRET}]}]}, CHAT)
+        yield 400, "red", post({"messages": [{"role": SECRET, "content": "x"}]}, CHAT)
         yield 400, "red", post({"prompt": [SECRET]}, "/tokenize")
         yield 400, "red", post({"tokens": SECRET}, "/detokenize")
         yield 400, None, post({"prompt": "x"}, **{"x-request-id": "x" * 129})

@@ -1,18 +1,26 @@
 """Logs of a running server beside what its clients saw: one line for every request and refusal, with the same id,
 tokens, cached tokens and times; every line valid JSON whatever clients put into ids; no prompt and no answer."""
 
+import hashlib
 import json
 import os
 import pathlib
 import re
+import secrets
+import signal
+import subprocess
 import sys
+import tempfile
 import time
 import unittest
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-from support.service import Service, make_request, read_stream  # noqa: E402
+from support.chat_model import link_chat_model_that_refuses  # noqa: E402
+from support.service import Service, generation_pb2, make_request, read_stream  # noqa: E402
 
 import grpc  # noqa: E402
+from vllm.grpc import vllm_engine_pb2 as vllm  # noqa: E402
+from vllm.grpc import vllm_engine_pb2_grpc  # noqa: E402
 
 os.environ.pop("KVASIR_BUILD", None)  # the server warns of variables that it does not know
 
@@ -24,6 +32,16 @@ PROMPT = f"{SECRET} said: " + "the straw is spun to gold. " * 40
 
 def seconds(duration):
     return duration.seconds + 1e-9 * duration.nanos
+
+
+def lines_of(service):
+    return [json.loads(line) for line in service.log().splitlines()]
+
+
+def without_quotes(reason):
+    """The part of a refusal's reason that is logged: to its first quotation mark."""
+    said, quoted = re.fullmatch("([^\"']*)(.*)", reason, re.DOTALL).groups()
+    return (said + ("..." if quoted else ""))[:256]
 
 
 def skipped_share(attention):
@@ -40,14 +58,11 @@ class Logs(unittest.TestCase):
             "--log-format=json", "--log-level=debug", "--tensor-parallel-size=2", "--max-num-seqs=4",
             "--sparse-selector=quest", "--sparse-token-budget=64", "--sparse-sink-tokens=64", "--sparse-window-tokens=64"]))
 
-    def lines(self):
-        return [json.loads(line) for line in self.service.log().splitlines()]
-
     def line_of(self, request_id):
         """Returns the only line of a request, which may come a moment after the client's answer."""
         deadline = time.monotonic() + 10
         while True:
-            found = [line for line in self.lines() if line.get("request_id") == request_id]
+            found = [line for line in lines_of(self.service) if line.get("request_id") == request_id]
             if found or time.monotonic() > deadline:
                 self.assertEqual(len(found), 1, f"{request_id}: {found}")
                 return found[0]
@@ -108,7 +123,7 @@ class Logs(unittest.TestCase):
                 request_id, error = self.refused(invalid, **options)
                 line = self.line_of(request_id)
                 self.assertEqual((line["message"], line["status"]), ("request refused", "INVALID_ARGUMENT"))
-                self.assertEqual(line["reason"], error.details()[:256])
+                self.assertEqual(line["reason"], without_quotes(error.details()))
 
     def test_a_running_id_is_refused_and_both_are_logged(self):
         stream = self.service.stream(PROMPT, request_id="twin", max_tokens=4000, ignore_eos=True)
@@ -117,7 +132,7 @@ class Logs(unittest.TestCase):
         stream.cancel()
         deadline = time.monotonic() + 10
         while time.monotonic() < deadline:
-            found = sorted(line["status"] for line in self.lines() if line.get("request_id") == "twin")
+            found = sorted(line["status"] for line in lines_of(self.service) if line.get("request_id") == "twin")
             if len(found) == 2:
                 break
             time.sleep(0.02)
@@ -143,7 +158,7 @@ class Logs(unittest.TestCase):
 
     def test_every_line_names_time_level_process_and_rank(self):
         ranks = set()
-        for line in self.lines():
+        for line in lines_of(self.service):
             self.assertRegex(line["time"], re.compile(r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z$"))
             self.assertIn(line["level"], ("debug", "info", "warn", "error"))
             self.assertIn(line["process"], ("coordinator", "worker"))
@@ -159,6 +174,101 @@ class Logs(unittest.TestCase):
         self.assertNotIn("straw", log)
         self.assertGreater(len(answer.text), 10)  # or it might be there by chance
         self.assertNotIn(json.dumps(answer.text)[1:-1], log)
+
+
+class Refusals(unittest.TestCase):
+    """Every call that is refused, with keys, of each service of the port."""
+
+    @classmethod
+    def setUpClass(cls):
+        folder = pathlib.Path(cls.enterClassContext(tempfile.TemporaryDirectory(prefix="kvasir-logs-")))
+        cls.keys = {name: "sk-" + secrets.token_hex(32) for name in ("red", "busy")}
+        entries = [{"name": name, "sha256": hashlib.sha256(key.encode()).hexdigest(), "tenant": f"{name}-team", **more}
+                   for (name, key), more in zip(cls.keys.items(), ({}, {"concurrent-requests": 1}))]
+        (folder / "keys.yaml").write_text(json.dumps({"keys": entries}))
+        (folder / "keys.yaml").chmod(0o600)
+        (folder / "model").mkdir()
+        cls.service = cls.enterClassContext(Service(model=link_chat_model_that_refuses(folder / "model"), flags=[
+            "--log-format=json", "--log-level=debug", f"--api-keys-file={folder / 'keys.yaml'}", "--max-num-seqs=4"]))
+        cls.vllm = vllm_engine_pb2_grpc.VllmEngineStub(cls.service.channel)
+
+    def calls(self):
+        """What every key may ask: (call, request)."""
+        stub, api, engine = self.service.stub, generation_pb2, self.vllm
+        return [(stub.Generate, make_request("x")), (stub.Tokenize, api.TokenizeRequest(text=SECRET)),
+                (stub.Tokenize, api.TokenizeRequest(text=SECRET * 20000)), (stub.Detokenize, api.DetokenizeRequest(token_ids=[5])),
+                (stub.GetModelInfo, api.GetModelInfoRequest()), (stub.GetServerInfo, api.GetServerInfoRequest()),
+                (engine.Generate, vllm.GenerateRequest(text=SECRET)), (engine.Embed, vllm.EmbedRequest()),
+                (engine.Abort, vllm.AbortRequest()), (engine.GetModelInfo, vllm.GetModelInfoRequest()),
+                (engine.GetServerInfo, vllm.GetServerInfoRequest())]
+
+    def unserved(self):
+        """What no key may ask: (code, call, request)."""
+        stub, api, engine = self.service.stub, generation_pb2, self.vllm
+        chat = api.ChatInput(messages=json.dumps([{"role": SECRET, "content": "x"}]))
+        for call, request in ((stub.Tokenize, api.TokenizeRequest(text=SECRET, chat=chat)),
+                              (stub.Tokenize, api.TokenizeRequest(chat=chat)), (stub.Generate, api.GenerateRequest(chat=chat)),
+                              (stub.Tokenize, api.TokenizeRequest(chat=api.ChatInput(messages=SECRET))),
+                              (stub.Detokenize, api.DetokenizeRequest(token_ids=[1 << 31])),
+                              (stub.GetServerInfo, api.GetServerInfoRequest(max_requests=1 << 31)),
+                              (stub.Generate, make_request(SECRET, policy="nonsense")),
+                              (engine.Generate, vllm.GenerateRequest(request_id="x" * 200, text=SECRET)),
+                              (engine.Generate, vllm.GenerateRequest())):
+            yield "INVALID_ARGUMENT", call, request
+        yield "UNIMPLEMENTED", engine.Embed, vllm.EmbedRequest()
+        yield "UNIMPLEMENTED", engine.Generate, vllm.GenerateRequest(sampling_params=vllm.SamplingParams(n=2))
+        for method in ("kvasir.v1.Generation/Embed", "vllm.grpc.engine.VllmEngine/GetLoads", "nobody.Nothing/None"):
+            yield "UNIMPLEMENTED", self.service.channel.unary_unary("/" + method), b""
+
+    def refuse(self, call, request, bearer):
+        """Returns the error, whose call must not be answered."""
+        with self.assertRaises(grpc.RpcError) as refused:
+            answer = call(request, timeout=60, metadata=[("authorization", f"Bearer {bearer}")] if bearer else [])
+            for _ in answer if hasattr(answer, "cancel") else ():
+                pass
+        return refused.exception
+
+    def test_a_refusal_has_one_line_with_what_the_client_saw(self):
+        seen = []
+        for code, call, request in self.unserved():
+            seen.append((code, "red", self.refuse(call, request, self.keys["red"])))
+        for call, request in self.calls() + [(call, request) for _, call, request in self.unserved()]:
+            seen += [("UNAUTHENTICATED", None, self.refuse(call, request, bearer)) for bearer in ("", "sk-wrong")]
+        running = self.service.stub.Generate(make_request("x", max_tokens=4000, ignore_eos=True),
+                                             metadata=[("authorization", f"Bearer {self.keys['busy']}")])
+        next(running)
+        seen.append(("RESOURCE_EXHAUSTED", "busy", self.refuse(self.service.stub.Generate, make_request("x"), self.keys["busy"])))
+        running.cancel()
+        self.check_lines(self.service, seen)
+        for secret in (SECRET, "sk-wrong", *self.keys.values()):
+            self.assertNotIn(secret, self.service.log())
+
+    def check_lines(self, service, seen):
+        deadline = time.monotonic() + 10
+        while len(refused := [line for line in lines_of(service) if line["message"] == "request refused"]) < len(seen):
+            self.assertLess(time.monotonic(), deadline, f"{len(refused)} lines of {len(seen)} refusals")
+            time.sleep(0.05)
+        self.assertEqual(len(refused), len(seen))
+        for code, key, error in seen:
+            with self.subTest(code, details=error.details()[:100]):
+                self.assertEqual(error.code().name, code)
+                request_id = dict(error.initial_metadata())["x-request-id"]
+                (line,) = [line for line in refused if line["request_id"] == request_id]
+                level = "warn" if code in ("RESOURCE_EXHAUSTED", "UNAVAILABLE") else "info"
+                self.assertEqual((line["status"], line["level"], line["reason"]), (code, level, without_quotes(error.details())))
+                self.assertEqual((line.get("api_key"), line["tenant"]), (key, f"{key}-team" if key else ""))
+
+    def test_a_call_without_a_worker_is_logged(self):
+        with Service(flags=["--log-format=json"]) as service:
+            (worker,) = subprocess.run(["pgrep", "-P", str(service.process.pid)], capture_output=True, text=True,
+                                       check=True).stdout.split()
+            os.kill(int(worker), signal.SIGKILL)
+            service.wait_for_log("starting it again")
+            engine = vllm_engine_pb2_grpc.VllmEngineStub(service.channel)
+            seen = [("UNAVAILABLE", None, self.refuse(call, request, "")) for call, request in (
+                (service.stub.GetModelInfo, generation_pb2.GetModelInfoRequest()), (service.stub.Generate, make_request("x")),
+                (engine.GetModelInfo, vllm.GetModelInfoRequest()))]
+            self.check_lines(service, seen)
 
 
 if __name__ == "__main__":

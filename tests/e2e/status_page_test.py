@@ -32,6 +32,14 @@ POLICIES = """
   decode: {quest: {}, sink_tokens: 64, window_tokens: 256, token_budget: 512}
 """
 
+# Number of different colours of the heat map.
+SHADES = """(() => {
+  const map = document.querySelector("#map"), bytes = map.getContext("2d").getImageData(0, 0, map.width, map.height).data;
+  const shades = new Set();
+  for (let i = 3; i < bytes.length; i += 4) shades.add(bytes[i]);
+  return map.hidden ? 0 : shades.size;
+})()"""
+
 
 class Listener:
     """Reads the events of one connection, one at a time."""
@@ -159,6 +167,79 @@ class Events(StatusTest):
             self.assertIn("retry-after", refused.headers)
         self.listen().connection.close()
 
+    def selections(self, request_id):
+        return ask(self.service, "POST", "/status/selections", {"request_id": request_id})
+
+    def await_selections(self, request_id, accepts=lambda map: True):
+        """Asks as the page does until a step was observed."""
+        deadline = time.monotonic() + 30
+        while not (map := self.selections(request_id).json).get("counts") or not accepts(map):
+            self.assertEqual(map.keys() & {"error", "unavailable"}, set(), map)
+            self.assertLess(time.monotonic(), deadline, map)
+            time.sleep(0.05)
+        return map
+
+    def test_selected_pages_are_told_by_layer_and_column(self):
+        stream = self.service.stream(LONG.text, request_id="long", max_tokens=900, ignore_eos=True, policy="long-answers",
+                                     tenant_id="not cached yet")
+        self.addCleanup(stream.cancel)
+        self.await_listed("long")
+        try:
+            # While the prompt is read everything is attended to; the answer has sink, window and budget.
+            reading = self.await_selections("long")
+            self.check_map(reading)
+            self.assertEqual(sum(reading["counts"]), reading["layers"] * reading["heads"] * reading["pages"])
+            answering = self.await_selections("long", lambda map: sum(map["counts"]) < map["layers"] * map["heads"] * map["pages"])
+            self.check_map(answering)
+            rows = self.rows_of(answering)
+            self.assertGreater(answering["pages"], 100)
+            full = answering["pages_per_column"] * answering["heads"]
+            least, most = 1 + 4 + 8, 1 + 5 + 8  # pages of sink, window (of 256 tokens anywhere) and budget
+            for row in rows:
+                self.assertGreaterEqual(row[0], answering["heads"], "the sink is read by all heads")
+                self.assertGreater(row[-1], 0, "the window is")
+                self.assertTrue(all(0 <= count <= full for count in row), row)
+                self.assertTrue(least * answering["heads"] <= sum(row) <= most * answering["heads"], sum(row))
+            self.assertIn(0, rows[0])
+            self.assertGreater(len({tuple(row) for row in rows}), 1, "layers choose alike")
+            self.assertEqual(self.selections("nobody").status, 404)
+        finally:
+            stream.cancel()
+        deadline = time.monotonic() + 20
+        while self.selections("long").status != 404:
+            self.assertLess(time.monotonic(), deadline, "it has ended")
+        for body in ({}, {"request_id": 5}, {"request_id": "x" * 2000}):
+            self.assertIn(ask(self.service, "POST", "/status/selections", body).status, (400, 404))
+
+    @staticmethod
+    def rows_of(map):
+        return [map["counts"][i * map["columns"]:(i + 1) * map["columns"]] for i in range(map["layers"])]
+
+    def check_map(self, map):
+        self.assertEqual(len(map["counts"]), map["layers"] * map["columns"])
+        self.assertEqual(map["columns"], -(-map["pages"] // map["pages_per_column"]))
+        self.assertLessEqual(map["columns"], 128)
+        self.assertLess(map["age_s"], 10)
+
+    def test_two_ranks_tell_what_one_tells(self):
+        prompt = LONG.text[:4000]
+        maps = []
+        for flags in ([], ["--tensor-parallel-size=2"]):
+            with Service(flags=[*flags, "--sparse-selector=streaming", "--sparse-window-tokens=128", "--sparse-sink-tokens=64"]) as service:
+                stream = service.stream(prompt, request_id="seen", max_tokens=2000, ignore_eos=True)
+                for response in stream:
+                    if response.tokens.index > 20:
+                        asked = ask(service, "POST", "/status/selections", {"request_id": "seen"}).json
+                        if "counts" in asked:
+                            break
+                stream.cancel()
+            maps.append(asked)
+        for told in maps:
+            for row in self.rows_of(told):
+                self.assertEqual(row[0], told["heads"])
+                self.assertTrue(3 * told["heads"] <= sum(row) <= 4 * told["heads"], row)
+        self.assertEqual(*[(told["layers"], told["heads"]) for told in maps])
+
     def test_the_page_comes_with_a_policy_that_allows_itself_only(self):
         page = ask(self.service, "GET", "/")
         self.assertEqual((page.status, page.headers["content-type"]), (200, "text/html; charset=utf-8"))
@@ -167,7 +248,7 @@ class Events(StatusTest):
         self.assertNotIn("unsafe", policy)
         text = page.body.decode()
         self.assertIsNone(re.search(r"https?:|innerHTML|\son[a-z]+=|\sstyle=", text))
-        self.assertEqual(ask(self.service, "POST", "/", {}).headers["allow"], "GET")
+        self.assertEqual(ask(self.service, "POST", "/", {}).headers["allow"], "GET, HEAD")
 
     def test_streams_end_when_the_server_stops(self):
         folder, service = serve()
@@ -192,14 +273,21 @@ class Page(StatusTest):
                 progress = "document.querySelectorAll('#requests progress')[1].value"
                 before = browser.wait_for(progress)
                 browser.wait_for(f"{progress} > {before}")
+                browser.evaluate("document.querySelectorAll('#requests .id button')[1].click()")
+                said = "document.querySelector('#watched').textContent"
+                browser.wait_for(f"/^report-2025: 100.0 % of [0-9,]+ pages selected/.test({said})")
                 if picture:
-                    browser.wait_for(f"{progress} > 4000")
+                    browser.wait_for(f"parseFloat({said}.slice(12)) < 60")
                     browser.screenshot(picture)
                 answer = "parseInt(document.querySelectorAll('#requests tr')[0].cells[5].textContent.replace(',', ''))"
                 before = browser.wait_for(answer)
                 browser.wait_for(f"{answer} > {before}")
                 self.assertGreater(browser.evaluate("parseFloat(document.querySelector('#n-answering').textContent)"), 0)
                 self.assertEqual(browser.evaluate("document.querySelector('#link').textContent"), "live")
+                browser.wait_for(f"parseFloat({said}.slice(12)) < 60")  # it answers, and selects
+                self.assertGreater(browser.evaluate(SHADES), 2, "the map has colours")
+                browser.evaluate("document.querySelector('#requests .id button[aria-pressed=true]').click()")
+                browser.wait_for("document.querySelector('#watch').hidden")
             browser.wait_for("document.querySelector('#n-running').textContent.startsWith('0 of')")
             self.assertEqual(browser.complaints, [])
             hosts = {url.split("/")[2] for url in browser.requests if not url.startswith("data:")}

@@ -14,9 +14,10 @@ import sys
 import tempfile
 import time
 import unittest
+import urllib.request
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-from support.certificates import Authority, replace  # noqa: E402
+from support.certificates import Authority, end_of, replace  # noqa: E402
 from support.service import KVASIR, ROOT, Service, generation_pb2, grpc, make_request, read_stream  # noqa: E402
 from support.worker import WORKER, Worker, write_secret  # noqa: E402
 
@@ -71,6 +72,13 @@ def code_of(call):
         return None
     except grpc.RpcError as error:
         return error.code()
+
+
+def documented_expiry():
+    """Name, meaning and label of the metric in docs/operations.md, which metrics_test leaves out."""
+    row = r"^\| `(kvasir_tls_\w+)` \| `(\w+)` \| both \| (.*) \|$"
+    [(name, labels, meaning)] = re.findall(row, (ROOT / "docs" / "operations.md").read_text(), re.M)
+    return name, meaning, labels
 
 
 def write_keys(folder):
@@ -131,7 +139,9 @@ class ServerPorts(TlsTest):
         self.assertEqual(len(read_stream(stream).token_ids), 20)
 
     def test_http_streams_keep_alive_and_ends_are_as_without_tls(self):
-        connection = http.client.HTTPSConnection("127.0.0.1", self.ports["http"], timeout=60, context=self.ca.context())
+        context = self.ca.context()
+        context.options &= ~ssl.OP_IGNORE_UNEXPECTED_EOF
+        connection = http.client.HTTPSConnection("127.0.0.1", self.ports["http"], timeout=60, context=context)
         headers = {"Authorization": f"Bearer {API_KEY}"}
         for stream in (True, False, True):
             connection.request("POST", "/v1/completions", json.dumps(
@@ -139,6 +149,7 @@ class ServerPorts(TlsTest):
             text = connection.getresponse().read()
             self.assertEqual(text.endswith(b"data: [DONE]\n\n"), stream, text[-100:])
         sock = connection.sock
+        sock.suppress_ragged_eofs = False
         # Requests sent at once, and an end after the last.
         sock.sendall(2 * b"GET /ping HTTP/1.1\r\nHost: x\r\n\r\n" + b"GET /ping HTTP/1.0\r\n\r\n")
         told = b""
@@ -217,6 +228,12 @@ class ServerPorts(TlsTest):
         for line in [*self.private_text(self.server), API_KEY]:
             self.assertNotIn(line, said)
 
+    def test_metrics_are_printed_by_the_ca_of_a_file(self):
+        for flags, code in (([], 1), ([f"--tls-ca-file={self.foreign.certificate}"], 1), ([f"--tls-ca-file={self.ca.certificate}"], 0)):
+            run = subprocess.run([sys.executable, ROOT / "deploy" / "print_metrics.py", *flags, self.service.metrics_address,
+                                  "kvasir_num_requests_running"], capture_output=True, text=True, timeout=60)
+            self.assertEqual(run.returncode, code, f"{flags}\n{run.stdout}{run.stderr}")
+
     def test_commands_trust_the_ca_of_a_file(self):
         key = self.folder / "red.key"
         key.write_text(API_KEY)
@@ -231,11 +248,14 @@ class ServerPorts(TlsTest):
 
 class Renewal(TlsTest):
     def test_a_renewed_certificate_serves_within_seconds_and_connections_go_on(self):
-        current, renewed, other = self.ca.issue("current"), self.ca.issue("renewed"), self.ca.issue("other")
+        current, renewed, other = self.ca.issue("current"), self.ca.issue("renewed", days=60), self.ca.issue("other", days=40)
+        end, new_end = end_of(current), end_of(renewed)
         with Service(flags=current.flags(), credentials=credentials(self.ca)) as service:
             ports = [port_of(address) for address in (service.address, service.http_address, service.metrics_address,
                                                       *service.worker_metrics)]
             self.assertEqual({serial(port) for port in ports}, {current.serial})
+            for port in ports[2:]:
+                self.assertEqual(self.ends(port), {"certificate": end})
             connection = http.client.HTTPSConnection("127.0.0.1", ports[1], timeout=20, context=self.ca.context())
             connection.request("GET", "/ping")
             connection.getresponse().read()
@@ -245,6 +265,7 @@ class Renewal(TlsTest):
             replace(current.certificate, other.certificate)  # without its key
             service.wait_for_log("the TLS certificate in force stays")
             self.assertEqual({serial(port) for port in ports}, {current.serial})
+            self.assertEqual(self.ends(ports[2]), {"certificate": end})
 
             replace(current.certificate, renewed.certificate)
             replace(current.key, renewed.key)
@@ -254,11 +275,32 @@ class Renewal(TlsTest):
                 time.sleep(0.1)
             for port, opening in zip(ports, (HTTP2, GET, GET, GET)):
                 self.assertTrue(answers(port, self.ca.context(), opening))
+            self.assertEqual(self.ends(ports[2]), {"certificate": new_end})
+            self.assertEqual(self.ends(ports[3]), {"certificate": new_end})
             connection.request("GET", "/ping")
             self.assertEqual(connection.getresponse().status, 200)
             next(stream)
             stream.cancel()
             connection.close()
+
+
+    def ends(self, port, identity=None):
+        """When certificates expire, by role, as a metrics port says it."""
+        with urllib.request.urlopen(f"https://127.0.0.1:{port}/metrics", context=self.ca.context(identity)) as reply:
+            text = reply.read().decode()
+        name, meaning, labels = documented_expiry()
+        self.assertIn(f"# HELP {name} {meaning}\n", text)
+        self.assertEqual(labels, "role")
+        return {role: float(end) for role, end in re.findall(name + r'\{role="(\w+)"\} (\S+)', text)}
+
+    def test_the_end_of_the_cas_of_clients_is_shown_too(self):
+        server, client = self.ca.issue("server-of-clients"), self.ca.issue("client-of-metrics")
+        old = Authority(self.folder, "old-ca", days=3)
+        both = self.folder / "client-cas.pem"
+        both.write_bytes(self.ca.certificate.read_bytes() + old.certificate.read_bytes())
+        with Service(flags=[*server.flags(), f"--tls-client-ca-file={both}"]) as service:
+            self.assertEqual(self.ends(port_of(service.metrics_address), client),
+                             {"certificate": end_of(server), "client_ca": end_of(old)})
 
 
 class MutualTls(TlsTest):

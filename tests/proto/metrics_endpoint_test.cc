@@ -34,6 +34,22 @@ TEST(MetricsEndpoint, ServesTheRegistryAndHealth) {
   EXPECT_EQ(client.Get("/health")->status, 200);
 }
 
+TEST(MetricsEndpoint, AnswersHeadAsGet) {
+  prometheus::Registry registry;
+  auto endpoint =
+      MetricsEndpoint::Start({.registry = &registry, .health = [] { return absl::OkStatus(); }});
+  ASSERT_TRUE(endpoint.ok()) << endpoint.status();
+  for (const char* path : {"/metrics", "/health", "/nothing"}) {
+    httplib::Client client("127.0.0.1", (*endpoint)->port());
+    const auto get = client.Get(path), head = client.Head(path);
+    ASSERT_TRUE(get && head) << path;
+    EXPECT_EQ(head->status, get->status);
+    EXPECT_EQ(head->headers, get->headers);
+  }
+  httplib::Client client("127.0.0.1", (*endpoint)->port());
+  EXPECT_EQ(client.Post("/metrics")->status, 405);
+}
+
 TEST(MetricsEndpoint, PortInUseIsAnError) {
   prometheus::Registry registry;
   const auto ok = [] { return absl::OkStatus(); };

@@ -43,20 +43,26 @@ def replace(path, source):
     draft.rename(path)
 
 
+def end_of(owner):
+    """When the certificate of an authority or identity ends, in seconds since 1970."""
+    end = x509.load_pem_x509_certificate(owner.certificate.read_bytes()).not_valid_after
+    return end.replace(tzinfo=datetime.timezone.utc).timestamp()
+
+
 class Authority:
-    def __init__(self, folder, name):
+    def __init__(self, folder, name, days=365):
         self.folder, self.name = pathlib.Path(folder), x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         self._key = ec.generate_private_key(ec.SECP256R1())
-        made = self._build(self.name, self._key, -DAY, 365 * DAY).add_extension(
+        made = self._build(self.name, self._key, -DAY, days * DAY).add_extension(
             x509.BasicConstraints(ca=True, path_length=None), critical=True).sign(self._key, hashes.SHA256())
         self.certificate = self._write(f"{name}.pem", made)
 
-    def issue(self, name, *, expired=False, early=False, usage=(ExtendedKeyUsageOID.SERVER_AUTH,
-                                                               ExtendedKeyUsageOID.CLIENT_AUTH)):
+    def issue(self, name, *, expired=False, early=False, days=30,
+              usage=(ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH)):
         """A certificate for 127.0.0.1 and localhost, and its key. `early`: it is not valid before tomorrow."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-        made = self._build(subject, key, DAY if early else -2 * DAY, -DAY if expired else 30 * DAY).add_extension(
+        made = self._build(subject, key, DAY if early else -2 * DAY, -DAY if expired else days * DAY).add_extension(
             x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1")), x509.DNSName("localhost")]),
             critical=False).add_extension(x509.ExtendedKeyUsage(list(usage)), critical=False).sign(self._key, hashes.SHA256())
         return Identity(self._write(f"{name}.pem", made), write_key(self.folder / f"{name}.key", key), made.serial_number)

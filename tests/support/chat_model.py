@@ -12,3 +12,13 @@ def link_chat_model(folder):
         (pathlib.Path(folder) / file.name).symlink_to(file)
     (pathlib.Path(folder) / "chat_template.jinja").symlink_to(TEMPLATE)
     return folder
+
+
+def link_chat_model_that_refuses(folder):
+    """The same, with a template that refuses roles that it does not know, naming them."""
+    link_chat_model(folder)
+    template = pathlib.Path(folder) / "chat_template.jinja"
+    template.unlink()
+    template.write_text("{% for m in messages %}{% if m.role not in ['system', 'user', 'assistant'] %}"
+                        "{{ raise_exception('There is no role ' ~ m.role) }}{% endif %}{% endfor %}" + TEMPLATE.read_text())
+    return folder

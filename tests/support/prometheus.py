@@ -27,23 +27,26 @@ def free_port():
         return listener.getsockname()[1]
 
 
-def configuration(targets):
-    """That of deploy/monitoring with other targets and shorter intervals."""
+def configuration(targets, ca=None):
+    """That of deploy/monitoring with other targets and shorter intervals; with the file of a CA by TLS."""
     config = yaml.safe_load((MONITORING / "prometheus.yml").read_text())
     config["global"] = {"scrape_interval": INTERVAL, "scrape_timeout": INTERVAL, "evaluation_interval": INTERVAL}
     config["rule_files"] = [str(MONITORING / name) for name in config["rule_files"]]
     assert [job["job_name"] for job in config["scrape_configs"]] == list(targets)
     for job in config["scrape_configs"]:
         job["static_configs"] = [{"targets": targets[job["job_name"]]}]
+        if ca:
+            job.update(scheme="https", tls_config={"ca_file": str(ca)})
     return config
 
 
 class Prometheus:
-    def __init__(self, targets):
-        """`targets`: lists of HOST:PORT by job, in the order of deploy/monitoring/prometheus.yml."""
+    def __init__(self, targets, ca=None):
+        """`targets`: lists of HOST:PORT by job, in the order of deploy/monitoring/prometheus.yml. `ca`: the file by which
+        they are known, if they speak TLS."""
         self.folder = tempfile.TemporaryDirectory(prefix="kvasir-prometheus-")
         folder = pathlib.Path(self.folder.name)
-        (folder / "prometheus.yml").write_text(json.dumps(configuration(targets)))
+        (folder / "prometheus.yml").write_text(json.dumps(configuration(targets, ca)))
         address = f"127.0.0.1:{free_port()}"
         self.url = f"http://{address}"
         self.process = subprocess.Popen(

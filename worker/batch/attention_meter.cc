@@ -81,6 +81,7 @@ void AttentionMeter::Count(const PageSelection& selection,
       const QueryTile& tile = batch_->tiles[static_cast<size_t>(b)];
       const TileInfo& info = batch_->infos[static_cast<size_t>(b)];
       RowAttention& to = rows_[static_cast<size_t>(info.row)];
+      ObservedPages* const observed = ObservedBy(b, kv.layout);
       AttentionCounts counts;
       for (int64_t head = 0; head < num_heads; ++head) {
         const int64_t row = b * num_heads + head;
@@ -95,6 +96,7 @@ void AttentionMeter::Count(const PageSelection& selection,
           const PageTier tier = kv.Peek(tile.slot, walk.page(), layer, head).tier();
           ++(tier == PageTier::kDevice ? counts.device_reads : counts.host_reads);
           tokens += std::popcount(walk.mask());
+          if (observed != nullptr) observed->Add(layer, walk.page());
         }
         if (info.phase == Phase::kDecode) to.budgets.push_back(tokens);
         if (unread.empty()) continue;
@@ -117,6 +119,19 @@ void AttentionMeter::CountSkipped(const QueryTile& tile, int64_t layer, int64_t 
                      ? met
                      : num_heads * (LastPosition(tile) / kernels::kPageTokens + 1);
   (reason == SkipReason::kWindow ? counts.window : counts.selected_out) = counts.total - met;
+}
+
+ObservedPages* AttentionMeter::ObservedBy(int64_t tile, const kernels::KvLayout& layout) {
+  const auto row = static_cast<size_t>(batch_->infos[static_cast<size_t>(tile)].row);
+  const QueryTile& queries = batch_->tiles[static_cast<size_t>(tile)];
+  const bool is_last = queries.first_row + queries.num_rows == batch_->row_begins[row + 1];
+  if (batch_->row_observed[row] == 0 || !is_last) return nullptr;
+  ObservedPages& observed = rows_[row].observed;
+  if (observed.num_pages == 0) {
+    observed = ObservedPages::Of(LastPosition(queries) / kernels::kPageTokens + 1,
+                                 layout.num_layers, layout.num_kv_heads);
+  }
+  return &observed;
 }
 
 const SelectorGroup& AttentionMeter::GroupOf(int64_t layer, int64_t tile) const {

@@ -15,6 +15,7 @@
 #include "kernels/attention/attend.h"
 #include "kernels/base/buffer.h"
 #include "kernels/sparse/quality/quality_contract.h"
+#include "worker/batch/observed_pages.h"
 #include "worker/batch/step_batch.h"
 
 namespace kvasir::worker {
@@ -53,6 +54,7 @@ struct RowAttention {
   std::vector<float> estimates;  // estimated masses, one per (layer, query, query head) under a
                                  // contract
   std::vector<int64_t> budgets;  // decoding: tokens attended to, one per (layer, query, KV head)
+  ObservedPages observed;        // of an observed row whose backend tells selections
 };
 
 class AttentionMeter {
@@ -81,6 +83,8 @@ class AttentionMeter {
 
  private:
   const SelectorGroup& GroupOf(int64_t layer, int64_t tile) const;
+  // Returns where the tile's pages are noted; null: they are not.
+  ObservedPages* ObservedBy(int64_t tile, const kernels::KvLayout& layout);
   // Sets the total, and as skipped for `reason` what is neither read nor skipped for another one.
   void CountSkipped(const kernels::QueryTile& tile, int64_t layer, int64_t num_heads,
                     kernels::SkipReason reason, AttentionCounts& counts) const;

@@ -67,6 +67,7 @@ struct RowWork {
   // Positions whose logits are compared with the prompt's next token: [score_begin, score_end).
   int64_t score_begin = 0;
   int64_t score_end = 0;
+  bool observe = false;  // the selections of its last query tile are told
   const Sequence* sequence = nullptr;
   // Index among the tokens sampled by the step before, still in flight, of the one that becomes
   // this row's single token. -1: the row's tokens are known.

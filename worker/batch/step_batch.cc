@@ -71,6 +71,7 @@ StepBatch MakeStepBatch(std::span<const RowWork> rows, std::span<const ServedSel
     const int64_t first_row = batch.num_tokens();
     batch.row_begins.push_back(first_row);
     batch.row_policies.push_back(work.sequence->policy);
+    batch.row_observed.push_back(work.observe ? 1 : 0);
     for (int64_t i = 0; i < work.num_tokens; ++i) {
       const int64_t position = work.begin + i;
       batch.tokens.push_back(work.sequence->tokens[static_cast<size_t>(position)]);

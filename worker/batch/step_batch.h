@@ -70,6 +70,7 @@ struct StepBatch {
   // First token of each row, and the end: row r has tokens [row_begins[r], row_begins[r + 1]).
   std::vector<int64_t> row_begins;
   std::vector<size_t> row_policies;     // of each row, Sequence::policy
+  std::vector<uint8_t> row_observed;    // of each row, RowWork::observe
   std::vector<Truncation> truncations;  // applied before anything is appended
   // Tokens written to the KV: per slot in ascending position, each within one token block.
   std::vector<kernels::QueryTile> appends;

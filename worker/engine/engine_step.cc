@@ -63,6 +63,14 @@ void FillAccounting(const EngineRow& row, const AttentionMeter& meter,
   contract.set_missed(static_cast<uint64_t>(attention.contract.missed));
 }
 
+void FillSelections(const ObservedPages& observed, v1::SelectionMap& map) {
+  map.set_num_pages(static_cast<uint32_t>(observed.num_pages));
+  map.set_pages_per_column(static_cast<uint32_t>(observed.pages_per_column));
+  map.set_num_columns(static_cast<uint32_t>(observed.num_columns));
+  map.set_num_heads(static_cast<uint32_t>(observed.num_heads));
+  map.mutable_counts()->Add(observed.counts.begin(), observed.counts.end());
+}
+
 }  // namespace
 
 EngineRow& EngineStep::RowOf(size_t work) {
@@ -111,6 +119,9 @@ void FillResults(const EngineStep& step, SlotTable& slots, v1::StepReply& reply)
       }
     }
     FillAccounting(row, step.meter, *result.mutable_accounting());
+    if (row.computed >= 0 && step.works[static_cast<size_t>(row.computed)].observe) {
+      FillSelections(step.meter.row(row.computed).observed, *result.mutable_selections());
+    }
   }
   reply.set_token_hash(XXH3_64bits(sampled.data(), sampled.size() * sizeof(int64_t)));
 }

@@ -301,6 +301,7 @@ absl::StatusOr<RowWork> SlotTable::Prepare(const v1::StepRow& row,
                  .sample = row.sample(),
                  .score_begin = row.score_begin(),
                  .score_end = row.score_end(),
+                 .observe = row.observe(),
                  .sequence = &sequence};
 }
 

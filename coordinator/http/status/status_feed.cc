@@ -7,6 +7,7 @@
 
 #include "coordinator/http/transport/error_reply.h"
 #include "proto/grpc_status.h"
+#include "proto/process/named_thread.h"
 
 namespace kvasir::coordinator {
 namespace {
@@ -36,11 +37,11 @@ class StatusFeed::Listener final : public StreamSource {
 };
 
 StatusFeed::StatusFeed(std::function<std::string()> tell, Clock& clock)
-    : tell_(std::move(tell)), clock_(clock), thread_([this] { Run(); }) {}
+    : tell_(std::move(tell)), clock_(clock) {}
 
 StatusFeed::~StatusFeed() {
   Stop();
-  thread_.join();
+  if (thread_.joinable()) thread_.join();
 }
 
 void StatusFeed::Listen(std::shared_ptr<Exchange> exchange) {
@@ -65,6 +66,7 @@ absl::Status StatusFeed::Add(const std::shared_ptr<Exchange>& exchange,
   }
   added = std::make_shared<Listener>(*this);
   listeners_.emplace(added.get(), exchange);
+  if (!thread_.joinable()) thread_ = proto::NamedThread("status-feed", [this] { Run(); });
   changed_.NotifyAll();
   return absl::OkStatus();
 }

@@ -1,7 +1,7 @@
 // GET /status/events: the server's state as a stream of server-sent events, one at once and then
-// one a second. Each event is written once, on a thread of its own that sleeps while nobody
-// listens, and only the newest one waits for a client that is slow. Made by the HTTP front.
-// Thread-safe.
+// one a second. Each event is written once, on a thread of its own that starts with the first
+// listener and sleeps while nobody listens, and only the newest one waits for a client that is
+// slow. Made by the HTTP front. Thread-safe.
 #pragma once
 
 #include <cstddef>
@@ -61,7 +61,7 @@ class StatusFeed {
   int64_t told_ GUARDED_BY(mu_) = 0;                     // number of events
   TimePoint due_ GUARDED_BY(mu_) = {};                   // of the next event
   bool stopping_ GUARDED_BY(mu_) = false;
-  std::thread thread_;  // last: it uses everything above
+  std::thread thread_ GUARDED_BY(mu_);  // last: it uses everything above
 };
 
 }  // namespace kvasir::coordinator

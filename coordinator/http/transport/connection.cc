@@ -37,6 +37,7 @@ constexpr absl::Duration kLingerTime = absl::Seconds(5);
 constexpr absl::Duration kRetry = absl::Seconds(5);
 
 absl::string_view View(boost::beast::string_view text) { return {text.data(), text.size()}; }
+absl::Status ClientIsGone() { return absl::CancelledError("the client is gone"); }
 
 }  // namespace
 
@@ -167,8 +168,7 @@ void Connection::Stop() {
 // --- reading ------------------------------------------------------------------------------------
 
 void Connection::ReadSome() {
-  // When too much of further requests has come, the client's going is noticed only when it is
-  // written to.
+  // While too much of further requests waits, only writing tells that the client is gone.
   if (reading_ || closed_ || buffer_.size() + kReadBytes > kMostPipelinedBytes) return;
   reading_ = true;
   stream_.async_read_some(buffer_.prepare(kReadBytes),
@@ -181,7 +181,7 @@ void Connection::ReadSome() {
 void Connection::OnRead(const ErrorCode& error, size_t bytes) {
   if (closed_) return;
   if (error == asio::error::operation_aborted) return NextRequest();
-  if (error) return Leave(absl::CancelledError("the client is gone"));
+  if (error) return Leave(ClientIsGone());
   if (lingering_) return ReadSome();
   buffer_.commit(bytes);
   if (exchange_ == nullptr) return ReadHead();
@@ -216,7 +216,7 @@ void Connection::OnHead(const ErrorCode& error) {
     out_ = "HTTP/1.1 100 Continue\r\n\r\n";
     asio::async_write(stream_, asio::buffer(out_),
                       [self = shared_from_this()](const ErrorCode& failed, size_t) {
-                        if (failed) return self->Leave(absl::CancelledError("the client is gone"));
+                        if (failed) return self->Leave(ClientIsGone());
                         self->ReadBody();
                       });
     return;
@@ -250,7 +250,7 @@ void Connection::OnBody(const ErrorCode& error) {
 void Connection::RefuseUnreadable(const ErrorCode& error) {
   const bool gone = error == http::error::end_of_stream || error == http::error::partial_message ||
                     error.category() != http::make_error_code(http::error::bad_value).category();
-  if (gone) return Leave(absl::CancelledError("the client is gone"));
+  if (gone) return Leave(ClientIsGone());
   if (error == http::error::body_limit) {
     return Refuse(absl::OutOfRangeError(absl::StrCat(
         "the body has more than ", context_.most_body_bytes, " bytes, the most that are taken")));
@@ -293,7 +293,7 @@ std::string Connection::Head(int status, absl::string_view content_type,
                       more, "Connection: ", keep_alive_ ? "keep-alive" : "close", "\r\n\r\n");
 }
 
-std::string Connection::Whole(const HttpReply& reply, absl::string_view request_id) const {
+std::string Connection::Whole(const HttpReply& reply, const HttpRequest& request) const {
   std::string more = absl::StrCat("Content-Length: ", reply.body.size(), "\r\n");
   if (reply.retry_after.has_value()) {
     const absl::Duration seconds = absl::Ceil(*reply.retry_after, absl::Seconds(1));
@@ -303,13 +303,14 @@ std::string Connection::Whole(const HttpReply& reply, absl::string_view request_
   if (!reply.allow.empty()) absl::StrAppend(&more, "Allow: ", reply.allow, "\r\n");
   if (reply.status == 401) absl::StrAppend(&more, "WWW-Authenticate: Bearer\r\n");
   for (const auto& [name, value] : reply.headers) absl::StrAppend(&more, name, ": ", value, "\r\n");
-  return absl::StrCat(Head(reply.status, reply.content_type, request_id, more), reply.body);
+  return absl::StrCat(Head(reply.status, reply.content_type, request.request_id, more),
+                      request.method == "HEAD" ? absl::string_view() : reply.body);
 }
 
 void Connection::Reply(const ConnectionExchange& exchange, const HttpReply& reply) {
   if (exchange_.get() != &exchange || std::exchange(answered_, true)) return;
   context_.on_answer(reply.status);
-  Write(Whole(reply, exchange.request().request_id));
+  Write(Whole(reply, exchange.request()));
 }
 
 void Connection::Stream(const ConnectionExchange& exchange, std::shared_ptr<StreamSource> source,
@@ -353,9 +354,7 @@ void Connection::WriteMore() {
   const size_t bytes = std::min(out_.size() - written_, kWriteBytes);
   stream_.async_write_some(asio::buffer(out_.data() + written_, bytes),
                            [self = shared_from_this()](const ErrorCode& error, size_t written) {
-                             if (error) {
-                               return self->Leave(absl::CancelledError("the client is gone"));
-                             }
+                             if (error) return self->Leave(ClientIsGone());
                              self->written_ += written;
                              self->WriteMore();
                            });
@@ -405,11 +404,12 @@ void Connection::NextRequest() {
 
 void Connection::Refuse(const absl::Status& why) {
   keep_alive_ = false;
-  const HttpRequest unread = {.request_id = context_.new_request_id()};
+  const std::string method(parser_.has_value() ? View(parser_->get().method_string()) : "");
+  const HttpRequest unread = {.method = method, .request_id = context_.new_request_id()};
   context_.on_refusal({.request = unread, .caller = nullptr, .why = why});
   const HttpReply reply = ErrorReply(why);
   context_.on_answer(reply.status);
-  Write(Whole(reply, unread.request_id));
+  Write(Whole(reply, unread));
 }
 
 // --- deadlines and the end ----------------------------------------------------------------------

@@ -91,7 +91,8 @@ class Connection : public std::enable_shared_from_this<Connection> {
   void RefuseUnreadable(const ErrorCode& error);
   // Answers a request that cannot be read on, and ends the connection.
   void Refuse(const absl::Status& why);
-  std::string Whole(const HttpReply& reply, absl::string_view request_id) const;
+  // Without the body for a request of method HEAD.
+  std::string Whole(const HttpReply& reply, const HttpRequest& request) const;
   std::string Head(int status, absl::string_view content_type, absl::string_view request_id,
                    absl::string_view more) const;
 

@@ -22,6 +22,7 @@
 #include "coordinator/http/transport/connection.h"
 #include "kernels/base/mutex.h"
 #include "kernels/base/status_macros.h"
+#include "proto/process/named_thread.h"
 #include "proto/sockets.h"
 
 namespace kvasir::coordinator {
@@ -166,7 +167,8 @@ absl::Status AsioServer::Listen() {
     if (error) return absl::InternalError(absl::StrCat("HTTP: ", error.message()));
     Accept(*acceptors_.back());
   }
-  for (int i = 0; i < kThreads; ++i) threads_.emplace_back([this] { io_.run(); });
+  for (int i = 0; i < kThreads; ++i)
+    threads_.push_back(proto::NamedThread("http", [this] { io_.run(); }));
   return absl::OkStatus();
 }
 

@@ -92,6 +92,14 @@ TEST(ChatTemplateTest, ATemplateRefusesInItsOwnWords) {
   EXPECT_EQ(refused.status(), absl::InvalidArgumentError("Not user"));
 }
 
+// Logs leave out what is quoted (so it was: a client's text reached the log).
+TEST(ChatTemplateTest, ARefusalQuotesTheClientsText) {
+  const auto refused =
+      Render("{{ raise_exception('Not ' ~ messages[0].role ~ '; ' ~ messages[0].content) }}",
+             {.messages = R"([{"role": "robot", "content": "hello"}])"});
+  EXPECT_EQ(refused.status(), absl::InvalidArgumentError("Not \"robot\"; \"hello\""));
+}
+
 TEST(ChatTemplateTest, ErrorsAreShort) {
   const std::string longest(100'000, 'x');
   const std::string messages = absl::StrCat(R"([{"role": ")", longest, R"("}])");

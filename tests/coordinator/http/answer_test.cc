@@ -53,6 +53,7 @@ class FakeExchange final : public Exchange {
 // Keeps the sinks of the requests that were started.
 class FakeApi final : public GenerationApi {
  public:
+  absl::StatusOr<Selections> Observe(const std::string&) override { return Selections{}; }
   absl::StatusOr<std::shared_ptr<const Caller>> Authenticate(absl::string_view) override {
     return std::shared_ptr<const Caller>();
   }

@@ -87,6 +87,11 @@ TEST_F(ApiKeysTest, AFileThatIsWrongIsRefusedWithItsPlace) {
   EXPECT_THAT(RefusalOf("keys: [{sha256: 12}]"), HasSubstr("64 hexadecimal digits"));
   EXPECT_THAT(RefusalOf("keys: [{tenant: 'a:b'}]"), HasSubstr("tenant must be 1 to 64 letters"));
   EXPECT_THAT(RefusalOf("keys: [{concurrent-requests: 0}]"), HasSubstr("at least 1"));
+  for (const char* size : {"0", "-1", "1e7", ".nan", ".inf", "1e-12"}) {
+    EXPECT_THAT(RefusalOf(absl::StrCat("keys: [{kv-size-gb: ", size, "}]")),
+                HasSubstr("kv-size-gb must be above 0 and at most 1e+06"))
+        << size;
+  }
   EXPECT_THAT(RefusalOf("keys: [{concurrent-requests: many}]"), HasSubstr("--api-keys-file"));
   EXPECT_THAT(RefusalOf("keys: ["), HasSubstr("--api-keys-file"));
   EXPECT_THAT(RefusalOf(absl::StrCat("keys:\n", Entry("a", "1"), Entry("a", "2"))),
@@ -129,34 +134,74 @@ class CallerTest : public ::testing::Test {
   const TimePoint start_ = TimePoint(seconds(1000));
 };
 
+TEST_F(CallerTest, KvOfRunningRequestsIsBounded) {
+  const auto caller = Make({.kv_bytes = 3'000'000'000});
+  const auto begin = [&](int64_t bytes) {
+    return Caller::Begin(caller, {.prompt_tokens = 100, .max_tokens = 20, .kv_bytes = bytes},
+                         start_);
+  };
+  auto first = begin(2'000'000'000);
+  ASSERT_TRUE(first.ok());
+  const absl::Status full = begin(1'000'000'001).status();
+  EXPECT_GT(RetryOf(full), absl::ZeroDuration());
+  EXPECT_EQ(full.message(),
+            "the API key a may hold 3 GB of KV, of which 1 GB are free beside its 1 running "
+            "requests, and this request may reach 1 GB (100 tokens of prompt, 20 of answer); lower "
+            "max_tokens, or wait for one to end");
+  auto second = begin(1'000'000'000);
+  EXPECT_TRUE(second.ok());
+  EXPECT_FALSE(begin(1).ok());
+  first->reset();
+  EXPECT_TRUE(begin(2'000'000'000).ok());
+  const absl::Status never = begin(3'000'000'001).status();
+  EXPECT_EQ(never.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_FALSE(proto::RetryDelay(never).has_value());
+  EXPECT_THAT(never.message(), HasSubstr("shorten the prompt or lower max_tokens"));
+}
+
+// A file that is read again may lower a limit below what is in use.
+TEST_F(CallerTest, KvInUseOutlivesAChangeOfTheLimit) {
+  const auto before = Make({.kv_bytes = 4'000'000'000});
+  auto held = Caller::Begin(before, {.kv_bytes = 3'000'000'000}, start_);
+  ASSERT_TRUE(held.ok());
+  const auto after = Make({.kv_bytes = 2'000'000'000}, before.get());
+  EXPECT_THAT(Caller::Begin(after, {.kv_bytes = 1}, start_).status().message(),
+              HasSubstr("of which 0 GB are free"));
+  held->reset();
+  EXPECT_TRUE(Caller::Begin(after, {.kv_bytes = 2'000'000'000}, start_).ok());
+}
+
 TEST_F(CallerTest, RunningRequestsAreBounded) {
   const auto caller = Make({.concurrent_requests = 2});
-  auto first = Caller::Begin(caller, 10, start_);
-  auto second = Caller::Begin(caller, 10, start_);
-  EXPECT_GT(RetryOf(Caller::Begin(caller, 10, start_).status()), absl::ZeroDuration());
+  auto first = Caller::Begin(caller, {.prompt_tokens = 10}, start_);
+  auto second = Caller::Begin(caller, {.prompt_tokens = 10}, start_);
+  EXPECT_GT(RetryOf(Caller::Begin(caller, {.prompt_tokens = 10}, start_).status()),
+            absl::ZeroDuration());
   first->reset();
-  EXPECT_TRUE(Caller::Begin(caller, 10, start_).ok());
+  EXPECT_TRUE(Caller::Begin(caller, {.prompt_tokens = 10}, start_).ok());
 }
 
 TEST_F(CallerTest, TokensAreBoundedByTheMinute) {
   const auto caller = Make({.tokens_per_minute = 600});
-  auto use = Caller::Begin(caller, 500, start_);
+  auto use = Caller::Begin(caller, {.prompt_tokens = 500}, start_);
   ASSERT_TRUE(use.ok());
   (*use)->AddTokens(400);  // 300 more than there are
-  EXPECT_NEAR(absl::ToDoubleSeconds(RetryOf(Caller::Begin(caller, 1, start_).status())), 31, 0.1);
-  EXPECT_FALSE(Caller::Begin(caller, 1, start_ + seconds(29)).ok());
-  EXPECT_TRUE(Caller::Begin(caller, 1, start_ + seconds(31)).ok());
+  EXPECT_NEAR(
+      absl::ToDoubleSeconds(RetryOf(Caller::Begin(caller, {.prompt_tokens = 1}, start_).status())),
+      31, 0.1);
+  EXPECT_FALSE(Caller::Begin(caller, {.prompt_tokens = 1}, start_ + seconds(29)).ok());
+  EXPECT_TRUE(Caller::Begin(caller, {.prompt_tokens = 1}, start_ + seconds(31)).ok());
   // Time without requests saves no more than a minute's tokens.
-  EXPECT_TRUE(Caller::Begin(caller, 600, start_ + seconds(3600)).ok());
-  EXPECT_FALSE(Caller::Begin(caller, 1, start_ + seconds(3600)).ok());
+  EXPECT_TRUE(Caller::Begin(caller, {.prompt_tokens = 600}, start_ + seconds(3600)).ok());
+  EXPECT_FALSE(Caller::Begin(caller, {.prompt_tokens = 1}, start_ + seconds(3600)).ok());
 }
 
 TEST_F(CallerTest, ANewFileKeepsWhatIsInUse) {
   const auto caller = Make({.concurrent_requests = 1});
-  const auto use = Caller::Begin(caller, 1, start_);
+  const auto use = Caller::Begin(caller, {.prompt_tokens = 1}, start_);
   const auto changed = Make({.concurrent_requests = 1}, caller.get());
-  EXPECT_FALSE(Caller::Begin(changed, 1, start_).ok());
-  EXPECT_TRUE(Caller::Begin(Make({.concurrent_requests = 1}), 1, start_).ok());
+  EXPECT_FALSE(Caller::Begin(changed, {.prompt_tokens = 1}, start_).ok());
+  EXPECT_TRUE(Caller::Begin(Make({.concurrent_requests = 1}), {.prompt_tokens = 1}, start_).ok());
 }
 
 }  // namespace
