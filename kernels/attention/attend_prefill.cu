@@ -324,7 +324,7 @@ __global__ void __launch_bounds__(PrefillRoles<kPlacement>::kThreads, 1)
   if (group == Role::kProducer) {
     hopper::FewerRegisters<Role::kProducerRegisters>();
     RingPosition<Shared::kStages> at;
-    { ProducePages<kPlacement>(p, maps, run, shared.ring, at); }
+    ProducePages<kPlacement>(p, maps, run, shared.ring, at);
   } else if (group > Role::kProducer) {
     if constexpr (kRotates<kPlacement>) {
       hopper::FewerRegisters<kRotatorRegisters>();

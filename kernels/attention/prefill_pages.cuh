@@ -93,10 +93,10 @@ __device__ inline void PrefetchAngles(const DeviceRopePositions& rope, int64_t h
   hopper::PrefetchRange(rope.sin + first * half_dim, bytes);
 }
 
-// Sends the run's pages through the ring, by the producer warp: one stage for each item with tokens
-// (with grouped positions one for each side with tokens), and at the end one stage without tokens.
-// A page's products take about 1,000 cycles, and 500 instructions of one thread take longer: little
-// may be done for each page here.
+// Sends the run's pages through the ring, by the first warp of the producer: one stage for each
+// item with tokens (with grouped positions one for each side with tokens), and at the end one stage
+// without tokens. A page's products take about 1,000 cycles, and 500 instructions of one thread
+// take longer: little may be done for each page here.
 template <Placement kPlacement, typename Ring>
 __device__ void ProducePages(const AttendLaunch& p, const KvTensorMaps& maps, const PageRun& run,
                              Ring& ring, RingPosition<Ring::kStages>& at) {
@@ -124,9 +124,7 @@ __device__ void ProducePages(const AttendLaunch& p, const KvTensorMaps& maps, co
       ring.states[at.stage] = page.mask == 0 ? kEnd : is_whole ? kWhole : kMasked;
       ring.masks[at.stage] = page.mask;
       ring.first_positions[at.stage] = page.page * kPageTokens;
-      if constexpr (kPlacement != Placement::kCached) {
-        ring.key_positions[at.stage] = page.positions;
-      }
+      if constexpr (kPlacement != Placement::kCached) ring.key_positions[at.stage] = page.positions;
       if (page.mask == 0) {
         hopper::BarrierArrive(&ring.full[at.stage]);
       } else {

@@ -54,7 +54,7 @@ __device__ __forceinline__ uint32_t Pack(float low, float high) {
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
-// Weights of a thread's rows in the form of the products, and their sums and largest logits.
+// Weights of a thread's rows, in the form of the products.
 struct RowWeights {
   uint32_t parts[kQueries / 16][4];
 };
@@ -65,6 +65,7 @@ struct RowSums {
   __device__ float of(int row) const { return halves[row][0] + halves[row][1]; }
 };
 
+// Turns logits less their offsets into weights, and returns the sums of these.
 __device__ __forceinline__ RowSums Weigh(const float (&s)[kElements], RowWeights& weights) {
   RowSums sums;
 #pragma unroll
