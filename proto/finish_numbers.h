@@ -1,5 +1,5 @@
-// Numbers that clients, logs and metrics make of a Finish message (generation.proto). Pure
-// functions: thread-safe.
+// Numbers and names that clients, logs, metrics and traces make of a Finish message
+// (generation.proto). Pure functions: thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -12,6 +12,11 @@ namespace kvasir::proto {
 
 inline double ToSeconds(const google::protobuf::Duration& duration) {
   return static_cast<double>(duration.seconds()) + 1e-9 * static_cast<double>(duration.nanos());
+}
+
+// Returns the name that OpenAI's API has for the reason why an answer ended.
+inline const char* FinishReasonName(v1::FinishReason reason) {
+  return reason == v1::FINISH_REASON_LENGTH ? "length" : "stop";
 }
 
 // Returns the number of pages skipped for any reason.

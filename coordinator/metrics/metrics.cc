@@ -52,7 +52,7 @@ uint64_t Sum(const Family<Counter>& family) {
 }
 
 absl::string_view FinishedReason(const absl::Status& status, const v1::Finish& summary) {
-  if (status.ok()) return summary.reason() == v1::FINISH_REASON_LENGTH ? "length" : "stop";
+  if (status.ok()) return proto::FinishReasonName(summary.reason());
   return absl::IsCancelled(status) || absl::IsDeadlineExceeded(status) ? "abort" : "error";
 }
 

@@ -34,10 +34,6 @@ spdlog::level::level_enum LevelOf(const absl::Status& status) {
   }
 }
 
-const char* ReasonName(v1::FinishReason reason) {
-  return reason == v1::FINISH_REASON_LENGTH ? "length" : "stop";
-}
-
 void AddOrigin(const RequestOrigin& origin, std::vector<LogField>& fields) {
   fields.emplace_back("request_id", origin.request_id);
   fields.emplace_back("tenant", origin.tenant);
@@ -91,7 +87,7 @@ void LogRequestEnd(const AcceptedRequest& request, const absl::Status& status,
   AddOrigin(request.origin, fields);
   AddStatus(status, fields);
   if (status.ok()) {
-    fields.emplace_back("finish_reason", ReasonName(summary.reason()));
+    fields.emplace_back("finish_reason", proto::FinishReasonName(summary.reason()));
   } else {
     AddReason(status.message(), fields);
   }

@@ -147,7 +147,7 @@ void SetFinishReason(v1::FinishReason reason, otlp::Span& span) {
   otlp::KeyValue& reasons = *span.add_attributes();
   reasons.set_key("gen_ai.response.finish_reasons");
   reasons.mutable_value()->mutable_array_value()->add_values()->set_string_value(
-      reason == v1::FINISH_REASON_LENGTH ? "length" : "stop");
+      proto::FinishReasonName(reason));
 }
 
 void SetSeconds(const char* key, absl::Duration time, otlp::Span& span) {

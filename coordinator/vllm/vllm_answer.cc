@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include "proto/finish_numbers.h"
+
 namespace kvasir::coordinator {
 namespace {
 
@@ -83,7 +85,7 @@ engine::GenerateResponse VllmAnswer::Complete(const v1::Finish& finish) {
   engine::GenerateResponse response;
   engine::GenerateComplete& complete = *response.mutable_complete();
   complete = std::move(whole_);
-  complete.set_finish_reason(finish.reason() == v1::FINISH_REASON_STOP ? "stop" : "length");
+  complete.set_finish_reason(proto::FinishReasonName(finish.reason()));
   const v1::Usage& usage = finish.usage();
   complete.set_prompt_tokens(usage.prompt_tokens());
   complete.set_completion_tokens(usage.completion_tokens());

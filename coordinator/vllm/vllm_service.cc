@@ -12,6 +12,7 @@
 #include "coordinator/vllm/vllm_answer.h"
 #include "coordinator/vllm/vllm_request.h"
 #include "kvstore/format/block.h"
+#include "proto/finish_numbers.h"
 
 namespace kvasir::coordinator {
 namespace {
@@ -142,8 +143,7 @@ grpc::ServerUnaryReactor* VllmService::GetServerInfo(grpc::CallbackServerContext
   response->set_active_requests(info.requests_running() + info.requests_waiting());
   response->set_is_paused(info.state() == v1::SERVER_STATE_DRAINING);
   response->set_last_receive_timestamp(1e-9 * static_cast<double>(received_at_ns_.load()));
-  response->set_uptime_seconds(static_cast<double>(info.uptime().seconds()) +
-                               1e-9 * info.uptime().nanos());
+  response->set_uptime_seconds(proto::ToSeconds(info.uptime()));
   response->set_server_type("vllm-grpc");
   response->set_data_parallel_size(1);
   response->set_block_size(static_cast<int32_t>(kvstore::kBlockTokens));

@@ -8,9 +8,11 @@
 // and keeps P in registers between the two products. It makes one pass over the row's pages in
 // ascending order of items, without partial results. S of the next page and P V of this one begin
 // together. The softmax of the next page starts as soon as its S is there, during P V and the other
-// warpgroup's products. The time goes into a warpgroup's work between its products, so it reads
-// only one word about a page that is attended to in whole, and a warp's uniform registers form the
-// descriptors of its operands.
+// warpgroup's products. A warpgroup's time goes into what it does between its products, so that is
+// short: weights are made against a maximum that is already known and seldom changes, the maximum
+// is found and P is packed during the exponentials, and the wait for the page after the next comes
+// before the wait for S. One word says that a page is attended to in whole, and a warp's uniform
+// registers form the descriptors of its operands.
 //
 // CTAs start head after head of the keys and values: those that run together read the same pages,
 // from the L2 cache.
@@ -23,6 +25,7 @@
 // the keys of its other side.
 #include "kernels/attention/attend_launch.h"
 #include "kernels/attention/prefill_pages.cuh"
+#include "kernels/attention/prefill_softmax.cuh"
 #include "kernels/base/head_dim.h"
 #include "kernels/base/overlapped_launch.h"
 
@@ -30,20 +33,6 @@ namespace kvasir::kernels {
 namespace {
 
 constexpr int kConsumers = kPrefillConsumers;
-constexpr int kQueries = static_cast<int>(kPageTokens);  // rows of the products
-constexpr int kElements = 32;                            // of a thread, in a 64 x 64 tile
-
-// Row and column of a thread's element of a tile, relative to the thread's place.
-__device__ constexpr int RowOf(int element) { return element / 2 % 2; }  // times 8
-__device__ constexpr int ColumnOf(int element) { return element / 4 * 8 + element % 2; }
-
-// State of the two rows of which a thread has a part.
-template <int kHeadDim>
-struct ThreadState {
-  float max[2] = {kMinusInfinity, kMinusInfinity};  // of the scaled logits, times log2(e)
-  float sum[2] = {0, 0};                            // of this thread's columns only
-  float out[kHeadDim / 2] = {};
-};
 
 // Loads the queries of one head. Row r is rotated to position_of(r), unless keys are cached
 // rotated. Rows of absent queries and heads are zero.
@@ -123,83 +112,18 @@ struct Queries {
   }
 };
 
-// Masks tokens outside the mask, and those that a query does not see: row r of the product sees the
-// page's tokens up to number `last` + r.
-__device__ void Mask(uint64_t mask, int last, const ThreadPlace& me, float (&s)[kElements]) {
-  mask >>= me.column;
-  last += me.row - me.column;
-#pragma unroll
-  for (int i = 0; i < kElements; ++i) {
-    const bool is_seen = ColumnOf(i) <= last + 8 * RowOf(i);
-    if ((mask >> ColumnOf(i) & 1) == 0 || !is_seen) s[i] = kMinusInfinity;
-  }
-}
-
-// Masks the tokens up to number `last` + r in row r: far ones, or those before a window.
-__device__ void MaskUpTo(int last, const ThreadPlace& me, float (&s)[kElements]) {
-  last += me.row - me.column;
-#pragma unroll
-  for (int i = 0; i < kElements; ++i) {
-    if (ColumnOf(i) <= last + 8 * RowOf(i)) s[i] = kMinusInfinity;
-  }
-}
-
-__device__ uint32_t Pack(float low, float high) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-  return *reinterpret_cast<const uint32_t*>(&pair);
-}
-
-// Turns logits into weights. Returns the factors for the rows' sums and values, which are below 1
-// where the maximum has grown.
-template <int kHeadDim>
-__device__ float2 SoftenRows(float scale, float (&s)[kElements], ThreadState<kHeadDim>& state) {
-  float offset[2], fade[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    float halves[2] = {kMinusInfinity, kMinusInfinity};
-#pragma unroll
-    for (int e = 0; e < kElements; ++e) {
-      if (RowOf(e) == i) halves[e % 2] = fmaxf(halves[e % 2], s[e]);
-    }
-    float max = fmaxf(halves[0], halves[1]);
-    max = fmaxf(max, __shfl_xor_sync(kAllLanes, max, 1));
-    max = fmaxf(max, __shfl_xor_sync(kAllLanes, max, 2));
-    max = fmaxf(state.max[i], max * scale);
-    offset[i] = max == kMinusInfinity ? 0.0f : max;
-    fade[i] = hopper::Exp2(state.max[i] - offset[i]);
-    state.max[i] = max;
-    state.sum[i] *= fade[i];
-  }
-  float sums[2][2] = {};  // two for each row, added in parallel
-#pragma unroll
-  for (int e = 0; e < kElements; ++e) {
-    s[e] = hopper::Exp2(s[e] * scale - offset[RowOf(e)]);
-    sums[RowOf(e)][e % 2] += s[e];
-  }
-  for (int i = 0; i < 2; ++i) state.sum[i] += sums[i][0] + sums[i][1];
-  return {fade[0], fade[1]};
-}
-
-// Maxima seldom grow after the first pages.
-template <int kHeadDim>
-__device__ void Fade(float2 fade, float (&out)[kHeadDim / 2]) {
-  if (__any_sync(kAllLanes, fade.x != 1 || fade.y != 1) == 0) return;
-#pragma unroll
-  for (int e = 0; e < kHeadDim / 2; ++e) out[e] *= RowOf(e) == 0 ? fade.x : fade.y;
-}
-
 // Begins out += weights times values, given the descriptor of the values.
 template <int kHeadDim>
-__device__ void BeginValues(uint64_t values, const uint32_t (&weights)[kQueries / 16][4],
+__device__ void BeginValues(uint64_t values, const RowWeights& weights,
                             float (&out)[kHeadDim / 2]) {
   hopper::WgmmaFence();
 #pragma unroll
   for (int step = 0; step < kQueries / 16; ++step) {
     const uint64_t b = hopper::Advance(values, step * 16 * hopper::kSwizzledRowBytes);
     if constexpr (kHeadDim == 128) {
-      hopper::Wgmma64x128(out, weights[step], b);
+      hopper::Wgmma64x128(out, weights.parts[step], b);
     } else {
-      hopper::Wgmma64x64<hopper::Major::kMN>(out, weights[step], b);
+      hopper::Wgmma64x64<hopper::Major::kMN>(out, weights.parts[step], b);
     }
   }
   hopper::WgmmaCommit();
@@ -224,33 +148,17 @@ class Consumer {
 
   // Attends to all pages of the row.
   __device__ void Run(ThreadState<kHeadDim>& state) {
-    PageState page = Await();
-    if (page == kEnd) return;
+    next_ = Await();
+    if (next_ == kEnd) return;
+    // Two sets: a page's weights are made while the products read those of the page before it.
+    RowWeights even, odd;
     float logits[kElements];
-    uint32_t weights[kQueries / 16][4];
-    BeginLogits(logits);
-    hopper::WgmmaWait<0>();
-    Soften(page, logits, state);
-    PackWeights(logits, weights);
-    int stage = at_.stage;  // of the page of the weights; at_ is at the next page
-    at_.Next();
-    page = Await();
-    while (page != kEnd) {
-      BeginLogits(logits);
-      BeginValues<kHeadDim>(InStage(first_values_, stage), weights, state.out);
-      hopper::WgmmaWait<1>();  // the logits
-      const float2 fade = Soften(page, logits, state);
-      const int read_stage = stage;
-      stage = at_.stage;
-      at_.Next();
-      page = Await();
-      hopper::WgmmaWait<0>();  // the values
-      ReleaseStage(shared_.ring, read_stage);
-      Fade<kHeadDim>(fade, state.out);
-      PackWeights(logits, weights);
+    BeginLogits(at_.stage, logits);
+    MakeWeights(state, logits, even);
+    while (true) {
+      if (!Step(state, logits, even, odd)) return;
+      if (!Step(state, logits, odd, even)) return;
     }
-    BeginValues<kHeadDim>(InStage(first_values_, stage), weights, state.out);
-    hopper::WgmmaWait<0>();
   }
 
  private:
@@ -265,34 +173,53 @@ class Consumer {
     stage = __shfl_sync(kAllLanes, stage, 0);
     return hopper::Advance(first, stage * PageShape<kHeadDim>::kPageBytes);
   }
-  __device__ int Place() const {
+  // Adds the values of the page whose weights are given, and makes those of the next page. Returns
+  // false if there is none.
+  __device__ bool Step(ThreadState<kHeadDim>& state, float (&logits)[kElements],
+                       const RowWeights& weights, RowWeights& next_weights) {
+    const int stage = stage_;
+    if (next_ == kEnd) {
+      BeginValues<kHeadDim>(InStage(first_values_, stage), weights, state.out);
+      hopper::WgmmaWait<0>();
+      return false;
+    }
+    BeginLogits(at_.stage, logits);
+    BeginValues<kHeadDim>(InStage(first_values_, stage), weights, state.out);
+    const bool is_raised = MakeWeights<1>(state, logits, next_weights);
+    hopper::WgmmaWait<0>();  // the values
+    ReleaseStage(shared_.ring, stage);
+    if (is_raised) Fade(state);
+    return true;
+  }
+  // Turns to the next page: waits for its logits, which have begun before the last kPending
+  // products, and makes its weights. The wait for the page after it comes first, under the
+  // products.
+  template <int kPending = 0>
+  __device__ bool MakeWeights(ThreadState<kHeadDim>& state, float (&logits)[kElements],
+                              RowWeights& weights) {
+    const PageState page = next_;
+    stage_ = at_.stage;
+    at_.Next();
+    next_ = Await();
+    hopper::WgmmaWait<kPending>();
+    if (page == kMasked) MaskPage(stage_, logits);
+    return SoftenRows<kHeadDim>(p_.scale * kLog2E, logits, state, weights);
+  }
+  __device__ int Place(int stage) const {
     if constexpr (kPlacement == Placement::kGrouped) {
-      return shared_.ring.key_positions[at_.stage].near_begin > 0 ? 1 : 0;
+      return shared_.ring.key_positions[stage].near_begin > 0 ? 1 : 0;
     }
     return 0;
   }
-  __device__ void BeginLogits(float (&logits)[kElements]) {
-    queries_.BeginLogits(Place(), InStage(first_keys_, at_.stage), logits);
-  }
-  __device__ float2 Soften(PageState page, float (&logits)[kElements],
-                           ThreadState<kHeadDim>& state) {
-    if (page == kMasked) MaskPage(logits);
-    return SoftenRows<kHeadDim>(p_.scale * kLog2E, logits, state);
-  }
-  __device__ static void PackWeights(const float (&logits)[kElements],
-                                     uint32_t (&weights)[kQueries / 16][4]) {
-#pragma unroll
-    for (int i = 0; i < kElements / 2; ++i) {
-      weights[i / 4][i % 4] = Pack(logits[2 * i], logits[2 * i + 1]);
-    }
+  __device__ void BeginLogits(int stage, float (&logits)[kElements]) {
+    queries_.BeginLogits(Place(stage), InStage(first_keys_, stage), logits);
   }
 
-  __device__ void MaskPage(float (&s)[kElements]) {
-    const int stage = at_.stage;
+  __device__ void MaskPage(int stage, float (&s)[kElements]) {
     const uint64_t mask = shared_.ring.masks[stage];
     // The last of the page's tokens that the first row sees.
     int64_t last = first_position_ - shared_.ring.first_positions[stage];
-    const int place = Place();
+    const int place = Place(stage);
     if (place == 1) last -= p_.grouped.window;
     const bool whole = mask == ~uint64_t{0};
     if (!whole || last < kPageTokens - 1) {
@@ -321,7 +248,9 @@ class Consumer {
   const ThreadPlace me_;
   const Queries<kHeadDim, kPlacement> queries_;
   const uint64_t first_keys_, first_values_;  // descriptors of the first stage
-  RingPosition<Shared::kStages> at_;
+  RingPosition<Shared::kStages> at_;          // the next page
+  PageState next_ = kEnd;                     // its state
+  int stage_ = 0;                             // of the page whose weights are made
 };
 
 template <int kHeadDim>
@@ -345,7 +274,7 @@ __device__ void Store(const AttendLaunch& p, const QueryTile& tile, int64_t head
       out[column / 2] = Pack(state.out[e] * factor, state.out[e + 1] * factor);
     }
     if (p.lse != nullptr && me.column == 0) {
-      p.lse[index] = sum == 0 ? kMinusInfinity : state.max[i] / kLog2E + logf(sum);
+      p.lse[index] = sum == 0 ? kMinusInfinity : state.offset[i] / kLog2E + logf(sum);
     }
   }
 }
@@ -395,9 +324,7 @@ __global__ void __launch_bounds__(PrefillRoles<kPlacement>::kThreads, 1)
   if (group == Role::kProducer) {
     hopper::FewerRegisters<Role::kProducerRegisters>();
     RingPosition<Shared::kStages> at;
-    if (threadIdx.x % kGroupThreads < kWarpThreads) {
-      ProducePages<kPlacement>(p, maps, run, shared.ring, at);
-    }
+    ProducePages<kPlacement>(p, maps, run, shared.ring, at);
   } else if (group > Role::kProducer) {
     if constexpr (kRotates<kPlacement>) {
       hopper::FewerRegisters<kRotatorRegisters>();

@@ -115,8 +115,8 @@ __device__ inline unsigned PiecesOf(uint64_t mask) {
 
 template <Placement kPlacement>
 struct ResolvedPage {
-  uint64_t mask = 0;  // 0: nothing to read
-  int64_t page = 0;
+  uint64_t mask = 0;     // 0: nothing to read
+  int32_t page = 0;      // of the sequence
   int64_t index = 0;     // in the store's tables
   int32_t copy_row = 0;  // in the tensor map
   PageTier tier = PageTier::kAbsent;
@@ -137,7 +137,7 @@ __device__ ResolvedPage<kPlacement> ResolveItem(const AttendLaunch& p, const KvT
   resolved.index = extent * layout.pages_per_block() + layout.page_in_block(p.layer, head);
   const PageRef page = extent < 0 ? PageRef() : p.kv.pages[resolved.index];
   resolved.mask = item.mask;
-  resolved.page = item.page;
+  resolved.page = static_cast<int32_t>(item.page);
   resolved.tier = page.tier();
   const std::byte* base = (resolved.tier == PageTier::kHost ? maps.host : maps.device).base;
   resolved.copy_row = static_cast<int32_t>((page.page() - base) / layout.row_bytes());
@@ -236,6 +236,12 @@ __device__ void CopyBoxOfPage(Ring& ring, int stage, const KvTensorMaps& maps,
 template <typename Ring, Placement kPlacement>
 __device__ void CopyPage(Ring& ring, int stage, const KvTensorMaps& maps,
                          const ResolvedPage<kPlacement>& page) {
+  if (page.mask == ~uint64_t{0}) {
+    hopper::BarrierArriveExpecting(&ring.full[stage], Ring::Shape::kPageBytes);
+    const KvTensorMaps::Arena& arena = page.tier == PageTier::kHost ? maps.host : maps.device;
+    hopper::CopyRowsOf4(ring.pages[stage], &arena.whole, page.copy_row, &ring.full[stage]);
+    return;
+  }
   ExpectPage(ring, stage, page.mask);
   for (int box = 0; box < Ring::Shape::kBoxes; ++box) CopyBoxOfPage(ring, stage, maps, page, box);
 }

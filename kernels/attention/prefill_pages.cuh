@@ -15,14 +15,14 @@ template <Placement kPlacement>
 inline constexpr bool kRotates = kPlacement != Placement::kCached;
 
 // Warpgroups, and registers of a thread in each. The registers add up to those of the launch.
-inline constexpr int kRotatorRegisters = 56;
+inline constexpr int kRotatorRegisters = 48;
 template <Placement kPlacement>
 struct PrefillRoles {
   static constexpr int kProducer = kPrefillConsumers;
   static constexpr int kRotators = kRotates<kPlacement> ? 2 : 0;  // the last warpgroups
   static constexpr int kThreads = (kPrefillConsumers + 1 + kRotators) * kGroupThreads;
-  static constexpr int kConsumerRegisters = kRotates<kPlacement> ? 152 : 232;
-  static constexpr int kProducerRegisters = kRotates<kPlacement> ? 56 : 40;
+  static constexpr int kConsumerRegisters = kRotates<kPlacement> ? 176 : 232;
+  static constexpr int kProducerRegisters = kRotates<kPlacement> ? 32 : 40;
 };
 
 // The facts about the page in a stage that consumers need, in one word.
@@ -93,13 +93,16 @@ __device__ inline void PrefetchAngles(const DeviceRopePositions& rope, int64_t h
   hopper::PrefetchRange(rope.sin + first * half_dim, bytes);
 }
 
-// Sends the run's pages through the ring, by the producer warp: one stage for each item with tokens
-// (with grouped positions one for each side with tokens), and at the end one stage without tokens.
+// Sends the run's pages through the ring, by the first warp of the producer: one stage for each
+// item with tokens (with grouped positions one for each side with tokens), and at the end one stage
+// without tokens. A page's products take about 1,000 cycles, and 500 instructions of one thread
+// take longer: little may be done for each page here.
 template <Placement kPlacement, typename Ring>
 __device__ void ProducePages(const AttendLaunch& p, const KvTensorMaps& maps, const PageRun& run,
                              Ring& ring, RingPosition<Ring::kStages>& at) {
+  if (threadIdx.x % kGroupThreads >= kWarpThreads) return;
   const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
-  // Each lane resolves one item of the next 32 while the current ones are copied.
+  // Each lane resolves one item of the next 32, while those before them are attended to.
   const auto resolve = [&](int64_t index) {
     ResolvedPage<kPlacement> page = ResolveItem<kPlacement>(p, maps, run, index);
     if constexpr (kPlacement == Placement::kGrouped) {
@@ -112,12 +115,12 @@ __device__ void ProducePages(const AttendLaunch& p, const KvTensorMaps& maps, co
     return page;
   };
   const auto send = [&](const ResolvedPage<kPlacement>& page) {
+    hopper::BarrierWait(&ring.empty[at.stage], at.parity ^ 1);
     if (lane == 0) {
       const int64_t last_token = page.page * kPageTokens + kPageTokens - 1;
       const bool is_whole = kPlacement != Placement::kGrouped && page.mask == ~uint64_t{0} &&
                             last_token <= run.tile.first_position &&
                             BeforeWindow(p.window_tokens, page.page, run.items.last_position) == 0;
-      hopper::BarrierWait(&ring.empty[at.stage], at.parity ^ 1);
       ring.states[at.stage] = page.mask == 0 ? kEnd : is_whole ? kWhole : kMasked;
       ring.masks[at.stage] = page.mask;
       ring.first_positions[at.stage] = page.page * kPageTokens;
@@ -132,12 +135,11 @@ __device__ void ProducePages(const AttendLaunch& p, const KvTensorMaps& maps, co
         }
       }
     }
+    __syncwarp();  // shuffles of lanes that arrive one by one are slow
     at.Next();
   };
-  ResolvedPage<kPlacement> next = resolve(run.begin + lane);
   for (int64_t begin = run.begin; begin < run.end; begin += kWarpThreads) {
-    const ResolvedPage<kPlacement> current = next;
-    next = resolve(begin + kWarpThreads + lane);
+    const ResolvedPage<kPlacement> current = resolve(begin + lane);
     const int count = static_cast<int>(min(int64_t{kWarpThreads}, run.end - begin));
     for (int i = 0; i < count; ++i) {
       const ResolvedPage<kPlacement> page = ShareResolved<kPlacement>(current, i);

@@ -76,6 +76,15 @@ __device__ inline void CopyBox(void* to, const CUtensorMap* map, int32_t column,
       "l"(map), "r"(SharedAddress(barrier)), "r"(column), "r"(row)
       : "memory");
 }
+// The same of a map with four dimensions, from the start of all but the second.
+__device__ inline void CopyRowsOf4(void* to, const CUtensorMap* map, int32_t row,
+                                   uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%3, %4, %3, %3}], [%2];" ::"r"(SharedAddress(to)),
+      "l"(map), "r"(SharedAddress(barrier)), "r"(0), "r"(row)
+      : "memory");
+}
 __device__ inline void PrefetchTensorMap(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }

@@ -25,23 +25,44 @@ absl::StatusOr<PFN_cuTensorMapEncodeTiled_v12000> FindEncodeTiled() {
   return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
 }
 
-absl::StatusOr<CUtensorMap> MakeMap(const KvLayout& layout, const KvArena& arena,
-                                    int64_t box_rows) {
-  if (arena.base == nullptr || reinterpret_cast<uintptr_t>(arena.base) % kArenaAlignment != 0) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("an arena of pages must be aligned to ", kArenaAlignment, " bytes"));
-  }
+// Dimensions of a map, the fastest first: columns of a box, rows, halves of a row, K and V.
+struct MapShape {
+  uint32_t rank;
+  cuuint64_t sizes[4];
+  cuuint64_t strides[3];  // bytes, of all dimensions but the first
+  cuuint32_t box[4];
+};
+
+// Boxes of `box_rows` rows.
+MapShape RowsShape(const KvLayout& layout, const KvArena& arena, int64_t box_rows) {
+  const auto row_bytes = static_cast<cuuint64_t>(layout.row_bytes());
+  return {.rank = 2,
+          .sizes = {static_cast<cuuint64_t>(layout.head_dim),
+                    static_cast<cuuint64_t>(arena.bytes) / row_bytes},
+          .strides = {row_bytes},
+          .box = {kBoxColumns, static_cast<cuuint32_t>(box_rows)}};
+}
+
+// A page: its row is the first of K. The rows of V, kPageTokens further on, are another dimension,
+// so a page's row lies below the arena's rows less those of V.
+MapShape WholeShape(const KvLayout& layout, const KvArena& arena) {
+  const auto row_bytes = static_cast<cuuint64_t>(layout.row_bytes());
+  const auto halves = static_cast<cuuint64_t>(layout.head_dim / kBoxColumns);
+  return {.rank = 4,
+          .sizes = {kBoxColumns, static_cast<cuuint64_t>(arena.bytes) / row_bytes - kPageTokens,
+                    halves, 2},
+          .strides = {row_bytes, row_bytes / halves, kPageTokens * row_bytes},
+          .box = {kBoxColumns, kPageTokens, static_cast<cuuint32_t>(halves), 2}};
+}
+
+absl::StatusOr<CUtensorMap> MakeMap(const KvArena& arena, const MapShape& shape) {
   KVASIR_ASSIGN_OR_RETURN(const auto encode, FindEncodeTiled());
-  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(layout.head_dim),
-                              static_cast<cuuint64_t>(arena.bytes / layout.row_bytes())};
-  const cuuint64_t row_stride[] = {static_cast<cuuint64_t>(layout.row_bytes())};
-  const cuuint32_t box[] = {kBoxColumns, static_cast<cuuint32_t>(box_rows)};
-  const cuuint32_t steps[] = {1, 1};
+  const cuuint32_t steps[] = {1, 1, 1, 1};
   CUtensorMap map;
-  const CUresult result =
-      encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, arena.base, sizes, row_stride, box, steps,
-             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result = encode(
+      &map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, shape.rank, arena.base, shape.sizes, shape.strides,
+      shape.box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
     return absl::InternalError(absl::StrCat("cuTensorMapEncodeTiled failed with code ",
                                             static_cast<int>(result), " for an arena of ",
@@ -51,9 +72,19 @@ absl::StatusOr<CUtensorMap> MakeMap(const KvLayout& layout, const KvArena& arena
 }
 
 absl::StatusOr<KvTensorMaps::Arena> MakeMaps(const KvLayout& layout, const KvArena& arena) {
+  if (arena.base == nullptr || reinterpret_cast<uintptr_t>(arena.base) % kArenaAlignment != 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("an arena of pages must be aligned to ", kArenaAlignment, " bytes"));
+  }
+  if (arena.bytes < 2 * kPageTokens * layout.row_bytes()) {
+    return absl::InvalidArgumentError(absl::StrCat("an arena of ", arena.bytes,
+                                                   " bytes holds no page, which takes ",
+                                                   2 * kPageTokens * layout.row_bytes()));
+  }
   KvTensorMaps::Arena maps = {};
-  KVASIR_ASSIGN_OR_RETURN(maps.pages, MakeMap(layout, arena, kPageTokens));
-  KVASIR_ASSIGN_OR_RETURN(maps.pieces, MakeMap(layout, arena, kPieceTokens));
+  KVASIR_ASSIGN_OR_RETURN(maps.whole, MakeMap(arena, WholeShape(layout, arena)));
+  KVASIR_ASSIGN_OR_RETURN(maps.pages, MakeMap(arena, RowsShape(layout, arena, kPageTokens)));
+  KVASIR_ASSIGN_OR_RETURN(maps.pieces, MakeMap(arena, RowsShape(layout, arena, kPieceTokens)));
   maps.base = arena.base;
   return maps;
 }

@@ -1,7 +1,8 @@
-// Tensor maps by which the GPU's copy engine addresses pages: two for each arena that holds pages,
-// with rows of head_dim values. A page is 64 rows of K and 64 rows of V, at any multiple of a row
-// from the arena's start. A page that is read in part is copied in pieces of 8 rows. Made once for
-// each KV store; passed to kernels by value. Only in builds with CUDA.
+// Tensor maps by which the GPU's copy engine addresses pages: three for each arena that holds
+// pages, with rows of head_dim values. A page is 64 rows of K and 64 rows of V, at any multiple of
+// a row from the arena's start. It is copied whole, in boxes of 64 rows, or, where it is read in
+// part, in pieces of 8 rows. Made once for each KV store; passed to kernels by value. Only in
+// builds with CUDA.
 #pragma once
 
 #include <cstddef>
@@ -25,6 +26,7 @@ inline constexpr int64_t kPagePieces = kPageTokens / kPieceTokens;
 
 struct KvTensorMaps {
   struct Arena {
+    CUtensorMap whole;   // K and V at once, in the order of boxes: columns fastest, then K and V
     CUtensorMap pages;   // boxes of kPageTokens rows
     CUtensorMap pieces;  // boxes of kPieceTokens rows
     const std::byte* base = nullptr;

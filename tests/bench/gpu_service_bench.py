@@ -13,6 +13,7 @@ that is asked twice, alone and among others.
 """
 
 import argparse
+import gc
 import json
 import os
 import pathlib
@@ -87,6 +88,11 @@ def measure_peer(shape, arguments, lengths, batches):
             prompt = random.Random(seed).choices(range(1000, 100_000), k=tokens)
             rounds.append([1e3 * seconds for seconds in peer.measure(prompt, new_tokens=8, streams=streams)[1:]])
         measured[tokens, streams] = min(rounds[1:])
+    del peer
+    gc.collect()
+    if arguments.device == "cuda":
+        import torch
+        torch.cuda.empty_cache()  # otherwise PyTorch keeps what it had
     return measured
 
 

@@ -62,14 +62,18 @@ class AttentionBatch {
         faults_(static_cast<size_t>(num_slots)) {}
 
   // Random keys and values at positions [0, tokens) of the slot, in the layer under test; digests
-  // follow. The other layers stay NaN.
-  void FillContext(int64_t slot, int64_t tokens) {
+  // follow. The other layers stay NaN. Key number p is 1 + p `growth` times as large as others are,
+  // and with it the logits of later pages.
+  void FillContext(int64_t slot, int64_t tokens, double growth = 0) {
     kv_.Grow(slot, tokens);
     for (int64_t position = 0; position < tokens; ++position) {
       for (int64_t head = 0; head < shape_.kv_heads; ++head) {
         for (const auto side : {FakePagedKv::Side::kKey, FakePagedKv::Side::kValue}) {
-          std::byte* token = kv_.Token(side, slot, position, shape_.layer, head);
-          for (int64_t i = 0; i < shape_.head_dim; ++i) kv_.Set(token, i, Normal());
+          const auto size = static_cast<float>(
+              side == FakePagedKv::Side::kKey ? 1 + static_cast<double>(position) * growth : 1);
+          std::vector<float> token(static_cast<size_t>(shape_.head_dim));
+          for (float& x : token) x = size * Normal();
+          kv_.SetToken(side, slot, position, shape_.layer, head, token);
         }
       }
     }

@@ -9,6 +9,7 @@
 
 #include "nlohmann/json.hpp"
 
+#include "proto/finish_numbers.h"
 #include "proto/kvasir/v1/generation.pb.h"
 
 namespace kvasir::coordinator {
@@ -57,7 +58,7 @@ class AnswerFormat {
 // "stop" or "length", null before the end.
 inline nlohmann::json FinishReasonJson(const v1::Finish* finish) {
   if (finish == nullptr) return nullptr;
-  return finish->reason() == v1::FINISH_REASON_LENGTH ? "length" : "stop";
+  return proto::FinishReasonName(finish->reason());
 }
 
 // The stop string or stop token that ended the choice, as vLLM tells it; null for others.

@@ -219,14 +219,28 @@ TEST_F(CudaEngineTest, ABatchOfAllPoliciesAnswersAsOnTheCpu) {
   ExpectAlike(models_, requests);
 }
 
+// Serves a text whose answer has the same tokens on the CPU and the GPU, or the last that was
+// tried: in another text, other pages are read.
+std::pair<TestResult, TestResult> ServeATextWithOneAnswer(const ModelPair& models,
+                                                          uint32_t policy) {
+  std::pair<TestResult, TestResult> results;
+  for (int64_t begin = 0; begin < 4 * kernels::kPageTokens; begin += kernels::kPageTokens) {
+    const std::vector<TestRequest> requests = {MakeRequest(begin, 4000, policy)};
+    results = {Serve(*models.cpu, requests).results[0], Serve(*models.gpu, requests).results[0]};
+    if (results.first.tokens == results.second.tokens) break;
+  }
+  return results;
+}
+
 // Premise of the comparison: the sparse policies skip pages and prune, about as many as on the CPU,
 // whose keys differ slightly.
 TEST_F(CudaEngineTest, SkipsAsManyPagesAsTheCpu) {
   for (uint32_t policy = 1; policy < kNumPolicies; ++policy) {
     SCOPED_TRACE(testing::Message() << "policy " << policy);
-    const std::vector<TestRequest> requests = {MakeRequest(0, 4000, policy)};
-    const auto expected = Serve(*models_.cpu, requests).results[0].accounting;
-    const auto found = Serve(*models_.gpu, requests).results[0].accounting;
+    const auto [on_cpu, on_gpu] = ServeATextWithOneAnswer(models_, policy);
+    ASSERT_EQ(on_cpu.tokens, on_gpu.tokens) << "no text has the same answer";
+    const v1::RowAccounting& expected = on_cpu.accounting;
+    const v1::RowAccounting& found = on_gpu.accounting;
     const v1::PhaseAccounting found_pages = BothPhases(found);
     const v1::PhaseAccounting expected_pages = BothPhases(expected);
     std::cout << "policy " << policy << ": of " << found_pages.blocks_total() << " pages read "
