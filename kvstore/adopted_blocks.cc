@@ -12,7 +12,7 @@ using kernels::MutexLock;
 AdoptedBlocks::AdoptedBlocks(const ExtentFormat& format, const HostMemory& memory, HostSlab& host)
     : format_(format), host_(host) {
   host_.TakeWhere([&](int64_t extent) {
-    if (!memory.IsReserved(extent) || !ExtentFormat::HasHeader(host_.extent(extent))) return false;
+    if (!memory.WasTouched(extent) || !ExtentFormat::HasHeader(host_.extent(extent))) return false;
     if (Adopt(extent)) return true;
     ExtentFormat::RemoveHeader(host_.extent(extent));
     return false;

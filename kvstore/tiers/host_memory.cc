@@ -28,6 +28,8 @@ namespace {
 constexpr uint64_t kMagic = 0x59524f4d454d564b;  // "KVMEMORY"
 constexpr uint32_t kVersion = 1;
 constexpr int kBytesPerStatBlock = 512;
+constexpr int64_t kHugePageBytes = int64_t{2} << 20;
+constexpr int kCollapse = 25;  // MADV_COLLAPSE of Linux 6.1, which glibc 2.36 does not name
 
 // The first bytes of the file.
 struct Header {
@@ -73,6 +75,29 @@ absl::Status CheckFile(int fd, const std::string& name) {
   return absl::OkStatus();
 }
 
+// Maps a file where its huge pages can be huge pages of the address space. Null: errno says why
+// not.
+std::byte* MapOnHugePages(int fd, int64_t bytes) {
+  const auto size = static_cast<size_t>(bytes + kHugePageBytes);
+  void* const room = mmap(nullptr, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (room == MAP_FAILED) return nullptr;
+  auto* const begin = static_cast<std::byte*>(room);
+  const auto past = static_cast<int64_t>(reinterpret_cast<uintptr_t>(room) % kHugePageBytes);
+  const int64_t before = past == 0 ? 0 : kHugePageBytes - past;
+  void* const map = mmap(begin + before, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE,
+                         MAP_SHARED | MAP_FIXED, fd, 0);
+  if (map == MAP_FAILED) {
+    const int error = errno;
+    munmap(room, size);
+    errno = error;
+    return nullptr;
+  }
+  if (before > 0) munmap(room, static_cast<size_t>(before));
+  munmap(begin + before + bytes, size - static_cast<size_t>(before + bytes));
+  madvise(map, static_cast<size_t>(bytes), MADV_HUGEPAGE);  // only a hint
+  return static_cast<std::byte*>(map);
+}
+
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<HostMemory>> HostMemory::Open(const std::string& path) {
@@ -107,15 +132,13 @@ absl::Status HostMemory::Fit(const ExtentFormat& format, const std::string& owne
     Unmap();
     KVASIR_RETURN_IF_ERROR(CheckRoom(bytes));
     if (ftruncate(fd_, bytes) != 0) return Failed(name_, "cannot resize it");
-    void* const map =
-        mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_SHARED, fd_, 0);
-    if (map == MAP_FAILED) return Failed(name_, absl::StrCat("cannot map ", bytes, " bytes"));
-    map_ = static_cast<std::byte*>(map);
+    map_ = MapOnHugePages(fd_, bytes);
+    if (map_ == nullptr) return Failed(name_, absl::StrCat("cannot map ", bytes, " bytes"));
     map_bytes_ = bytes;
-    madvise(map_, static_cast<size_t>(bytes), MADV_HUGEPAGE);  // only a hint
   }
   extent_bytes_ = format.extent_bytes();
-  reserved_ = FindReserved(num_extents);
+  touched_ = FindTouched(num_extents);
+  reserved_.assign(static_cast<size_t>(num_extents), 0);
   return found == identity ? absl::OkStatus() : WriteIdentity(identity);
 }
 
@@ -152,30 +175,39 @@ absl::Status HostMemory::CheckRoom(int64_t bytes) const {
       " and its file system ", room, " more; enlarge that, or lower --kv-host-size-gb"));
 }
 
+// Takes whole huge pages, with parts of the extents beside it. KV is read in scattered pages, and
+// the system makes huge pages of memory that is shared only when it is asked for each of them:
+// `shmem_enabled` is `never` on most machines.
 absl::Status HostMemory::Reserve(int64_t extent) {
   uint8_t& is_reserved = reserved_[static_cast<size_t>(extent)];
   if (is_reserved != 0) return absl::OkStatus();
+  const int64_t at = kHeaderBytes + extent * extent_bytes_;
+  const int64_t begin = at / kHugePageBytes * kHugePageBytes;
+  const int64_t last = (at + extent_bytes_ - 1) / kHugePageBytes;
+  const int64_t end = std::min((last + 1) * kHugePageBytes, map_bytes_);
   int error = 0;
   do {
-    error = posix_fallocate(fd_, kHeaderBytes + extent * extent_bytes_, extent_bytes_);
+    error = posix_fallocate(fd_, begin, end - begin);
   } while (error == EINTR);
   errno = error;
   if (error != 0) return Failed(name_, absl::StrCat("no memory for extent ", extent));
+  const int64_t whole = end / kHugePageBytes * kHugePageBytes - begin;
+  if (whole > 0) madvise(map_ + begin, static_cast<size_t>(whole), kCollapse);  // only for speed
   is_reserved = 1;
   return absl::OkStatus();
 }
 
-std::vector<uint8_t> HostMemory::FindReserved(int64_t num_extents) const {
-  std::vector<uint8_t> reserved(static_cast<size_t>(num_extents));
+std::vector<uint8_t> HostMemory::FindTouched(int64_t num_extents) const {
+  std::vector<uint8_t> touched(static_cast<size_t>(num_extents));
   for (off_t at = kHeaderBytes; (at = lseek(fd_, at, SEEK_DATA)) >= 0;) {
     const off_t end = lseek(fd_, at, SEEK_HOLE);
     const int64_t first = (at - kHeaderBytes + extent_bytes_ - 1) / extent_bytes_;
     const int64_t last =
         std::min<int64_t>((end - kHeaderBytes - 1) / extent_bytes_, num_extents - 1);
-    for (int64_t i = first; i <= last; ++i) reserved[static_cast<size_t>(i)] = 1;
+    for (int64_t i = first; i <= last; ++i) touched[static_cast<size_t>(i)] = 1;
     at = end;
   }
-  return reserved;
+  return touched;
 }
 
 int64_t HostMemory::held_bytes() const {

@@ -39,12 +39,13 @@ class HostMemory {
   absl::Status Fit(const ExtentFormat& format, const std::string& owner, int64_t num_extents);
   // The first extent, aligned to kExtentAlignment. Valid until Fit, Erase or the end.
   std::byte* extents() const { return map_ + kHeaderBytes; }
-  // Takes an extent's memory from the system, so that touching it cannot fail. RESOURCE_EXHAUSTED
-  // when there is none. Different extents may be reserved on different threads.
+  // Takes an extent's memory from the system, in huge pages where it can, so that touching it
+  // cannot fail. RESOURCE_EXHAUSTED when there is none. Different extents may be reserved on
+  // different threads.
   absl::Status Reserve(int64_t extent);
-  // Whether an extent was reserved, by an earlier process only if its first bytes were touched.
-  // Others must not be touched.
-  bool IsReserved(int64_t extent) const { return reserved_[static_cast<size_t>(extent)] != 0; }
+  // Whether an extent's first bytes have memory since before Fit: whoever sealed a block in it is
+  // among those who touched them. Others must not be touched before they are reserved.
+  bool WasTouched(int64_t extent) const { return touched_[static_cast<size_t>(extent)] != 0; }
   // Bytes that it has taken from the system.
   int64_t held_bytes() const;
   // Gives all memory back, and with it what it holds.
@@ -58,8 +59,7 @@ class HostMemory {
   std::string ReadIdentity() const;
   absl::Status WriteIdentity(const std::string& identity);
   absl::Status CheckRoom(int64_t bytes) const;
-  // The extents whose first bytes were touched: whoever did that had reserved all of it.
-  std::vector<uint8_t> FindReserved(int64_t num_extents) const;
+  std::vector<uint8_t> FindTouched(int64_t num_extents) const;
   void Unmap();
 
   const int fd_;
@@ -67,7 +67,8 @@ class HostMemory {
   std::byte* map_ = nullptr;
   int64_t map_bytes_ = 0;
   int64_t extent_bytes_ = 0;
-  std::vector<uint8_t> reserved_;  // [extent]
+  std::vector<uint8_t> touched_;   // [extent]
+  std::vector<uint8_t> reserved_;  // [extent], by this process since Fit
 };
 
 }  // namespace kvasir::kvstore

@@ -41,8 +41,9 @@ class OutlivingMemory(unittest.TestCase):
         return time.monotonic() - begun
 
     def test_local_workers_find_their_prefixes_again(self):
-        for ranks in (1, 2):
-            with self.subTest(ranks=ranks), Service(flags=[f"--tensor-parallel-size={ranks}"]) as service:
+        for ranks, dtype in ((1, "auto"), (2, "auto"), (1, "fp8"), (2, "int8")):
+            flags = [f"--tensor-parallel-size={ranks}", f"--kv-cache-dtype={dtype}"]
+            with self.subTest(ranks=ranks, dtype=dtype), Service(flags=flags) as service:
                 clean = service.generate(PROMPT, max_tokens=20)
                 for pid in workers_of(service):
                     memories = memories_of(pid)
@@ -51,7 +52,7 @@ class OutlivingMemory(unittest.TestCase):
                         self.assertEqual(memory.stat().st_mode & 0o777, 0o600)
                 # Bug: a worker that died once paused before it came back, and came back with nothing.
                 took = self.kill_and_wait(service, workers_of(service)[0])
-                print(f"{ranks} ranks: the group serves again after {took:.2f} s")
+                print(f"{ranks} ranks, KV {dtype}: the group serves again after {took:.2f} s")
                 self.assertLess(took, BACK_S)
                 service.wait_for_log("starting it again after 0 ms")
                 again = service.generate(PROMPT, max_tokens=20)

@@ -3,12 +3,15 @@
 
 #include <fcntl.h>
 #include <filesystem>
+#include <fstream>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <string>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 
 #include "tests/kvstore/test_blocks.h"
@@ -33,7 +36,7 @@ TEST_F(HostMemoryTest, KeepsItsExtentsWhenItGrowsAndShrinks) {
   for (const int64_t extents : {4, 9, 3}) {
     const auto memory = HostMemory::Open(path_).value();
     ASSERT_EQ(memory->Fit(kFormat, "rank 0 of 1", extents), absl::OkStatus());
-    EXPECT_EQ(memory->IsReserved(2), extents != 4);
+    EXPECT_EQ(memory->WasTouched(2), extents != 4);
     ASSERT_EQ(memory->Reserve(2), absl::OkStatus());
     std::byte* const first = memory->extents() + 2 * kFormat.extent_bytes();
     std::byte* const last = first + kFormat.extent_bytes() - 1;
@@ -41,7 +44,7 @@ TEST_F(HostMemoryTest, KeepsItsExtentsWhenItGrowsAndShrinks) {
       EXPECT_EQ(*byte, extents == 4 ? std::byte{0} : std::byte{5});
       *byte = std::byte{5};
     }
-    EXPECT_FALSE(memory->IsReserved(1));
+    EXPECT_FALSE(memory->WasTouched(1));
   }
 }
 
@@ -60,7 +63,7 @@ TEST_F(HostMemoryTest, KvOfOthersIsErased) {
                                       {&form, "rank 0 of 2"},
                                       {&form, "rank 1 of 2"}}) {
     ASSERT_EQ(memory->Fit(*format, owner, 4), absl::OkStatus());
-    EXPECT_FALSE(memory->IsReserved(0)) << owner << " " << fits;
+    EXPECT_FALSE(memory->WasTouched(0)) << owner << " " << fits;
     ASSERT_EQ(memory->Reserve(0), absl::OkStatus());
     EXPECT_EQ(memory->extents()[0], std::byte{0}) << owner << " " << fits;
     memory->extents()[0] = std::byte{7};
@@ -77,7 +80,7 @@ TEST_F(HostMemoryTest, ADamagedHeaderIsNobodys) {
   ASSERT_EQ(pwrite(memfd_, "x", 1, 20), 1);
   const auto memory = HostMemory::Open(path_).value();
   ASSERT_EQ(memory->Fit(kFormat, "rank 0 of 1", 4), absl::OkStatus());
-  EXPECT_FALSE(memory->IsReserved(0));
+  EXPECT_FALSE(memory->WasTouched(0));
 }
 
 TEST_F(HostMemoryTest, ErasedMemoryIsGivenBack) {
@@ -87,6 +90,50 @@ TEST_F(HostMemoryTest, ErasedMemoryIsGivenBack) {
   EXPECT_GE(memory->held_bytes(), 100 * kFormat.extent_bytes());
   memory->Erase();
   EXPECT_EQ(memory->held_bytes(), 0);
+}
+
+constexpr int64_t kHugePage = int64_t{2} << 20;
+
+// Whether the system makes a huge page of a file's memory when it is asked to: Linux 6.1.
+bool MakesHugePages() {
+  const int file = memfd_create("probe", MFD_CLOEXEC);
+  void* const room = mmap(nullptr, 2 * kHugePage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  const auto aligned = (reinterpret_cast<uintptr_t>(room) + kHugePage - 1) / kHugePage * kHugePage;
+  void* const page = mmap(reinterpret_cast<void*>(aligned), kHugePage, PROT_READ | PROT_WRITE,
+                          MAP_SHARED | MAP_FIXED, file, 0);
+  const bool makes = posix_fallocate(file, 0, kHugePage) == 0 &&
+                     madvise(page, kHugePage, 25 /* MADV_COLLAPSE */) == 0;
+  munmap(room, 2 * kHugePage);
+  close(file);
+  return makes;
+}
+
+// Bytes of the test's memory that are mapped in huge pages.
+int64_t HugeBytes() {
+  std::ifstream maps("/proc/self/smaps");
+  bool is_its = false;
+  int64_t kib = 0;
+  for (std::string line; std::getline(maps, line);) {
+    if (line.find("-") < line.find(" ")) is_its = line.find("memfd:test") != std::string::npos;
+    if (is_its && absl::StartsWith(line, "ShmemPmdMapped:")) kib += std::stoll(line.substr(15));
+  }
+  return kib << 10;
+}
+
+// Bug: memory that is shared lay in pages of 4 KiB, and a step that read scattered pages of a long
+// context took longer.
+TEST_F(HostMemoryTest, LiesInHugePages) {
+  if (!MakesHugePages()) GTEST_SKIP() << "the system has no huge pages for shared memory";
+  const int64_t extents = 8 * kHugePage / kFormat.extent_bytes();
+  for (const bool again : {false, true}) {
+    const auto memory = HostMemory::Open(path_).value();
+    ASSERT_EQ(memory->Fit(kFormat, "", extents), absl::OkStatus());
+    for (int64_t i = 0; i < extents; ++i) {
+      ASSERT_EQ(memory->Reserve(i), absl::OkStatus());
+      memory->extents()[i * kFormat.extent_bytes()] = std::byte{1};
+    }
+    EXPECT_GE(HugeBytes(), 7 * kHugePage) << again;  // the last one ends after the file
+  }
 }
 
 TEST_F(HostMemoryTest, OnlyOneHasItAndOnlyItsUserMayReadIt) {
