@@ -13,7 +13,10 @@ AdoptedBlocks::AdoptedBlocks(const ExtentFormat& format, const HostMemory& memor
     : format_(format), host_(host) {
   host_.TakeWhere([&](int64_t extent) {
     if (!memory.WasTouched(extent) || !ExtentFormat::HasHeader(host_.extent(extent))) return false;
-    if (Adopt(extent)) return true;
+    if (Adopt(extent)) {
+      ++stats_.found;
+      return true;
+    }
     ExtentFormat::RemoveHeader(host_.extent(extent));
     return false;
   });
@@ -39,7 +42,6 @@ bool AdoptedBlocks::Adopt(int64_t extent) {
   if (by_hash_.contains(block->hash) || by_generation_.contains(block->generation)) return false;
   by_generation_[block->generation] = block->hash;
   by_hash_[block->hash] = {.extent = extent, .block = *block};
-  ++stats_.found;
   return true;
 }
 
@@ -72,6 +74,15 @@ bool AdoptedBlocks::Drop(const PrefixHash& hash) {
   if (!Holds(hash)) return false;
   host_.Free(Remove(hash).extent);
   return true;
+}
+
+std::optional<BlockIdentity> AdoptedBlocks::TakeBack(int64_t extent) {
+  const absl::StatusOr<BlockIdentity> block = format_.ReadHeader(host_.extent(extent));
+  if (!block.ok() || !Adopt(extent)) {
+    host_.Free(extent);
+    return std::nullopt;
+  }
+  return *block;
 }
 
 int64_t AdoptedBlocks::BeginVerify(const PrefixHash& hash) {
@@ -109,7 +120,7 @@ std::vector<AdoptedBlocks::Verified> AdoptedBlocks::TakeVerified() {
     verified = std::exchange(verified_, {});
   }
   num_verifying_ -= std::ssize(verified);
-  for (const Verified& block : verified) ++(block.status.ok() ? stats_.used : stats_.damaged);
+  for (const Verified& block : verified) stats_.damaged += block.status.ok() ? 0 : 1;
   return verified;
 }
 

@@ -26,7 +26,7 @@ namespace kvasir::kvstore {
 // Counters since the store was made.
 struct AdoptionStats {
   int64_t found = 0;    // whole headers, at the start
-  int64_t used = 0;     // verified, and a block of this store since
+  int64_t used = 0;     // verified, and part of a sequence since
   int64_t torn = 0;     // a header that is damaged: dropped at the start
   int64_t damaged = 0;  // other bytes than were sealed: dropped when asked for
   int64_t evicted = 0;  // dropped for the room
@@ -49,6 +49,10 @@ class AdoptedBlocks {
   std::optional<PrefixHash> EvictOne();
   // Frees the block's extent, if there is such a block.
   bool Drop(const PrefixHash& hash);
+  // Takes an extent back that was verified and not used, and returns its block. None: another
+  // extent has the same block, and this one is free.
+  std::optional<BlockIdentity> TakeBack(int64_t extent);
+  void CountUse() { ++stats_.used; }
 
   // Gives the block's extent away, and begins to verify it. REQUIRES: Holds(hash).
   int64_t BeginVerify(const PrefixHash& hash) EXCLUDES(mu_);

@@ -179,10 +179,15 @@ void KvStoreImpl::FreeIfUnused(BlockId id) {
   }
   num_unused_ -= block.unused ? 1 : 0;
   const int64_t extent = block.extent;
+  const bool goes_back = block.adopted && !block.corrupt;
   pages_->Free(extent);
-  host_.Free(extent);
   extent_blocks_[static_cast<size_t>(extent)] = BlockId();
   blocks_.erase(it);
+  if (!goes_back) {
+    host_.Free(extent);
+  } else if (const std::optional<BlockIdentity> back = adopted_.TakeBack(extent)) {
+    changed_[back->hash] = back->tokens;
+  }
 }
 
 // ---- slots
@@ -192,6 +197,7 @@ void KvStoreImpl::Bind(int64_t slot, int64_t index, Block block) {
   KVASIR_CHECK(slot >= 0 && slot < num_slots_ && index >= 0 && index < max_blocks_per_slot_);
   BlockState& state = blocks_.at(block.id());
   state.restored = false;
+  if (std::exchange(state.adopted, false)) adopted_.CountUse();
   std::vector<Block>& bound = slots_[static_cast<size_t>(slot)];
   if (static_cast<int64_t>(bound.size()) <= index) bound.resize(static_cast<size_t>(index) + 1);
   pages_->Bind(slot, index, state.extent);

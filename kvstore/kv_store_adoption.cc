@@ -51,6 +51,7 @@ void KvStoreImpl::OnVerified(const AdoptedBlocks::Verified& verified) {
   if (status.ok()) {
     block.generation = verified.block.generation;
     block.sealed = true;
+    block.adopted = true;
     pages_->Restore(block.extent, {.hash = block.hash, .generation = block.generation});
   } else if (below_ != nullptr && below_->Holds(block.hash) && !block.unused) {
     block.transfer = Transfer::kReadQueued;  // over what is there
@@ -64,14 +65,14 @@ void KvStoreImpl::OnVerified(const AdoptedBlocks::Verified& verified) {
 }
 
 void KvStoreImpl::MakeRoom() {
-  if (const std::optional<PrefixHash> evicted = adopted_.EvictOne()) {
-    ReportIfForgotten(*evicted);
-    return;
-  }
-  if (adopted_.num_verifying() > 0) {  // some of which may be dropped already
+  if (adopted_.size() == 0 && adopted_.num_verifying() > 0) {  // some may be dropped already
     adopted_.AwaitVerified();
     TakeVerified();
     if (host_.num_free() > 0) return;
+  }
+  if (const std::optional<PrefixHash> evicted = adopted_.EvictOne()) {
+    ReportIfForgotten(*evicted);
+    return;
   }
   CancelOneUnusedWrite();
 }

@@ -84,7 +84,8 @@ class KvStoreImpl : public KvStore, private BlockOwner {
     bool sealed = false;
     bool kept = false;
     bool corrupt = false;
-    bool restored = false;  // and not bound since
+    bool restored = false;  // from the tier below, and not bound since
+    bool adopted = false;   // verified, and not bound since
     // The block is not kept and has no handles: only a transfer holds its extent.
     bool unused = false;
     Transfer transfer = Transfer::kNone;

@@ -13,6 +13,9 @@ namespace {
 using kvstore::BlockId;
 using kvstore::PrefixHash;
 
+// A sequence that reads its prompt stops for no fewer stored blocks.
+constexpr int64_t kLeastWorthAWait = 4;
+
 absl::StatusOr<PrefixHash> ParseHash(int64_t rank, const std::string& bytes) {
   PrefixHash hash;
   if (bytes.size() != hash.size()) {
@@ -45,11 +48,21 @@ absl::Status RestoreBook::OnReport(int64_t rank, const v1::TierReport& report, T
 
 std::vector<PrefixHash> RestoreBook::Match(const Sequence& sequence,
                                            const kvstore::PrefixMatch& match, TimePoint now) {
-  if (!options_.enable_prefix_caching || sequence.restore_tried || now < disk_aside_until_) return {};
+  if (!options_.enable_prefix_caching || sequence.restore_tried || now < disk_aside_until_)
+    return {};
   const size_t cached = match.blocks.size();
   return stored_.Match(match.hashes.empty() ? sequence.scope : match.hashes.back(),
                        sequence.matchable().subspan(cached * static_cast<size_t>(kBlockTokens)),
                        static_cast<int64_t>(cached), sequence.decode_part);
+}
+
+bool RestoreBook::GoesOnAfterLost(const Sequence& sequence, TimePoint now) {
+  const auto computed = static_cast<size_t>(sequence.sealed_blocks() * kBlockTokens);
+  const absl::Span<const int32_t> tokens = sequence.matchable();
+  if (now < disk_aside_until_ || tokens.size() <= computed) return false;
+  const std::vector<PrefixHash> stored = stored_.Match(
+      sequence.chain(), tokens.subspan(computed), sequence.sealed_blocks(), sequence.decode_part);
+  return std::ssize(stored) >= kLeastWorthAWait;
 }
 
 void RestoreBook::Begin(Sequence& sequence, const std::vector<PrefixHash>& stored, TimePoint now) {
@@ -77,6 +90,7 @@ void RestoreBook::OnRestored(const v1::RestoredBlock& restored, TimePoint now) {
   AwaitedBlock& block = it->second;
   Entry& entry = EntryOf(*block.sequence);
   if (restored.error_code() != 0) {
+    block.sequence->lost_block = block.index;
     KeepOnly(entry, block.index);
   } else if (--block.ranks_left == 0) {
     disk_pause_ = absl::ZeroDuration();

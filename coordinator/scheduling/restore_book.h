@@ -1,11 +1,12 @@
-// Blocks that ranks have beside those of the prefix index, on disk or in memory from a group before,
-// as the scheduler sees them: which blocks are stored, which are on their way back and for whom, and
-// whether the disk is worth asking.
+// Blocks that ranks have beside those of the prefix index, on disk or in memory from a group
+// before, as the scheduler sees them: which blocks are stored, which are on their way back and for
+// whom, and whether the disk is worth asking.
 //
 // Where the prefix index ends, the chain of a prompt goes on among the blocks that every rank has
 // stored. Those are restored first: the sequence holds its blocks and waits, others run on. A
-// block that any rank cannot read, or not in time, is computed instead, with all blocks after it.
-// A sequence asks for its blocks once. A disk that brings nothing for a time is set aside at once:
+// block that any rank cannot read, or not in time, is computed instead, with all blocks after it;
+// when some rank could not read it, those after it are asked for once it is computed. Else a
+// sequence asks for its blocks once. A disk that brings nothing for a time is set aside at once:
 // all sequences that wait for it compute their blocks, and only from time to time one sequence
 // tries the disk again, for a short while.
 //
@@ -45,6 +46,8 @@ class RestoreBook {
                                          const kvstore::PrefixMatch& match, TimePoint now);
   // Some sequence restores this block.
   bool IsAwaited(const kvstore::PrefixHash& hash) const { return awaited_hashes_.contains(hash); }
+  // Enough blocks are stored after those of a sequence that computes since one was lost.
+  bool GoesOnAfterLost(const Sequence& sequence, TimePoint now);
 
   // Takes blocks for `stored`, which follow on those that the sequence has, and awaits them.
   void Begin(Sequence& sequence, const std::vector<kvstore::PrefixHash>& stored, TimePoint now);

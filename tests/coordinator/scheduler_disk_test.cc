@@ -84,6 +84,34 @@ TEST_F(SchedulerDiskTest, ABlockThatCannotBeReadIsComputedAndAskedForOnce) {
   EXPECT_EQ(tokens_[id], expected_);
 }
 
+// Bug: one damaged block of a long prompt cost all blocks after it.
+TEST_F(SchedulerDiskTest, BlocksAfterALostOneAreAskedForWhenItIsComputed) {
+  const std::vector<int32_t> prompt = Prompt(64 * 12 + 10, 5);
+  Add(Spec(prompt, 1));
+  RunUntilIdle();
+  for (const int64_t lost : {0, 5, 7, 8}) {
+    const int64_t rest = lost < 8 ? 11 - lost : 0;  // three are not worth a wait
+    Restart(kWithDisk);
+    SequenceSpec spec = Spec(prompt, 5);
+    const std::vector<int32_t> expected = Expected(spec);
+    const SequenceId id = Add(std::move(spec));
+    ASSERT_TRUE(Step());
+    ASSERT_THAT(plan_.restores(), SizeIs(12));
+    worker_->FailReads(1, lost);
+    DeliverTierReport();
+    ASSERT_TRUE(Step());
+    EXPECT_EQ(plan_.rows(0).begin(), static_cast<uint32_t>(64 * lost));
+    EXPECT_EQ(plan_.rows(0).num_tokens(), 64u) << "more than the lost block";
+    ASSERT_TRUE(Step());
+    EXPECT_THAT(plan_.restores(), SizeIs(rest));
+    EXPECT_THAT(plan_.rows(), SizeIs(rest > 0 ? 0 : 1));
+    RunUntilIdle();
+    EXPECT_EQ(tokens_[id], expected);
+    EXPECT_EQ(scheduler_->stats().preempted_restore, rest > 0 ? 1 : 0);
+    EXPECT_EQ(worker_->reads(), 11 + rest);
+  }
+}
+
 TEST_F(SchedulerDiskTest, WhatComesTooLateIsComputed) {
   const SequenceId id = Begin(5);
   v1::TierReport first;

@@ -170,18 +170,31 @@ class SurvivorsTest : public SchedulerLossTest {
   }
 };
 
-TEST_F(SurvivorsTest, ASequenceEndsAfterThreeLossesWithoutAToken) {
+TEST_F(SurvivorsTest, ASequenceEndsAfterThreeLossesInWhichItGetsNoFurther) {
   Make({});
   const SequenceId id = Add(Spec(Prompt(5000), 10));
-  for (int i = 0; i < 2; ++i) {
-    ASSERT_TRUE(Step());  // reading further is no progress
-    for (int n = 0; n < i; ++n) ASSERT_TRUE(Step());
+  for (int i = 0; i < 3; ++i) {
+    ASSERT_TRUE(Step());
+    ASSERT_TRUE(Step());  // the same again is no progress
     EXPECT_THAT(LoseAndCount(), IsEmpty());
   }
   PlanInVain();
   EXPECT_THAT(LoseAndCount(), ElementsAre(id));
   EXPECT_EQ(finished_.at(id).status.code(), absl::StatusCode::kUnavailable);
   EXPECT_EQ(finished_.at(id).summary.usage().prompt_tokens(), 5000u);
+}
+
+// Bug: a request with a long prompt ended, though each group had read more of it than the one
+// before.
+TEST_F(SurvivorsTest, ReadingFurtherThanEverBeginsTheCountAgain) {
+  Make({});
+  const SequenceId id = Add(Spec(Prompt(5000), 10));
+  for (int i = 1; i <= 8; ++i) {
+    for (int n = 0; n < i; ++n) ASSERT_TRUE(Step());
+    EXPECT_THAT(LoseAndCount(), IsEmpty());
+  }
+  RunUntilIdle();
+  EXPECT_THAT(tokens_[id], SizeIs(10));
 }
 
 TEST_F(SurvivorsTest, ATokenBeginsTheCountAgain) {

@@ -254,6 +254,30 @@ TEST_F(KvStoreAdoptionTest, ABlockThatIsDroppedWhileItIsVerifiedLeavesItsRoom) {
   }
 }
 
+// Bug: whoever gave up a prompt's blocks because one of them was damaged lost the whole ones too.
+TEST_F(KvStoreAdoptionTest, WhatIsRestoredAndNotUsedIsOfferedAgain) {
+  Start();
+  MakeSealed(1, 100);
+  MakeSealed(2, 200);
+  Start();
+  EXPECT_EQ(Restore(11, 100), absl::OkStatus());
+  EXPECT_EQ(Restore(12, 200), absl::OkStatus());
+  EXPECT_THAT(Forgotten(), UnorderedElementsAre(100, 200));
+  EXPECT_EQ(WrongBytes(12, 200), 0);
+  store_->Drop(BlockId(11));
+  store_->Drop(BlockId(12));
+  EXPECT_THAT(Names(), ElementsAre(100));
+  const StoredChanges changes = store_->TakeStoredChanges();
+  ASSERT_THAT(changes.stored, SizeIs(1));
+  EXPECT_EQ(changes.stored[0].hash, HashOf(100));
+  EXPECT_EQ(changes.stored[0].tokens, TokensOf(100));
+  EXPECT_EQ(store_->CheckIntegrity(), absl::OkStatus());
+  EXPECT_EQ(Restore(13, 100), absl::OkStatus());
+  EXPECT_EQ(WrongBytes(13, 100), 0);
+  EXPECT_EQ(store_->stats().adoption.found, 2);
+  EXPECT_EQ(store_->stats().adoption.used, 2);
+}
+
 TEST_F(KvStoreAdoptionTest, ABlockThatIsComputedAgainReplacesTheAdoptedOne) {
   Start();
   MakeSealed(1, 100);
