@@ -70,6 +70,7 @@ class Group:
         self.left = {}  # sealed blocks of a killed worker, by the process that took its place
         self.found = {}  # those that it adopted
         self.flips = 0
+        self.ended = []  # what workers said that nobody killed, before they ended
         self.workers = [self._launch(rank) for rank in range(ranks)]
         self.ending = threading.Event()
         self.keeper = threading.Thread(target=self._keep)
@@ -93,6 +94,9 @@ class Group:
             with self.mu:
                 for rank, worker in enumerate(self.workers):
                     if worker.poll() is not None:
+                        if worker.returncode != -signal.SIGKILL:
+                            log = (self.folder / f"worker-{rank}.log").read_text()
+                            self.ended.append(f"rank {rank} ended with {worker.returncode}: {log[-2000:]}")
                         left = len(set(sealed_extents(self.memories[rank])[0].values()))
                         self.workers[rank] = self._launch(rank)
                         self.left[self.workers[rank].pid] = left

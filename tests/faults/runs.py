@@ -111,6 +111,7 @@ class FaultRuns(unittest.TestCase):
                 with Streams(group.service, asked) as streams:
                     detected, recovered, blocks = self.faults(group, streams, kinds, rng)
                 self.compare(name, clean, streams, group, detected, recovered, kinds)
+                self.assertEqual(group.ended, [], "a worker ended by itself")
                 found = sum(group.found.values())
                 left = sum(group.left[pid] for pid in group.found)
                 print(f"{name}: blocks in memory {dict(blocks)}; of {left} sealed ones that killed workers left {found} were "
